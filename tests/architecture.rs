@@ -16,7 +16,7 @@ const MAY_USE: &[(&str, &[&str])] = &[
     ("counterpoint-cuda", &["files", "mask", "plan", "schedule", "exec"]),
     ("counterpoint-report", &["mask", "plan", "schedule"]),
     ("counterpoint", &["mask", "plan", "schedule", "choose", "exec", "cuda", "report"]),
-    ("counterpoint-python", &["mask", "plan", "schedule", "choose", "exec", "report"]),
+    ("counterpoint-python", &["mask", "plan", "schedule", "choose", "exec", "cuda", "report"]),
     ("counterpoint-cli", &["files", "mask", "plan", "schedule", "choose", "exec", "cuda", "report"]),
 ];
 

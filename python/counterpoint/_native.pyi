@@ -1,12 +1,13 @@
 """Types of the compiled module. `python/tests/test_stubs.py` holds them to it."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 __version__: str
 
 def _panic(message: str) -> None: ...
+def _search_packages(folders: Sequence[str]) -> None: ...
 
 class Mask:
     def __new__(cls, expression: str | os.PathLike[str]) -> Mask: ...
@@ -132,27 +133,69 @@ class Solution:
         backward: Timeline | None,
     ) -> str: ...
 
+_Place = tuple[int, int, int]
+
+class Calls:
+    def forward(
+        self,
+        stream: int,
+        q: _Place,
+        k: _Place,
+        v: _Place,
+        sink: int | None,
+        out: int,
+        lse: int,
+        tensors: tuple[Any, ...],
+        /,
+    ) -> Timeline | None: ...
+    def backward(
+        self,
+        stream: int,
+        dout: _Place,
+        q: _Place,
+        k: _Place,
+        v: _Place,
+        sink: int | None,
+        out: int,
+        lse: int,
+        dq: int,
+        dk: int,
+        dv: int,
+        dsink: int | None,
+        tensors: tuple[Any, ...],
+        /,
+    ) -> Timeline | None: ...
+
 class Ranks:
     @staticmethod
     def local(size: int, *, slow_link: tuple[float, float] | None, limit: float) -> Ranks: ...
     @staticmethod
     def join(store: Any, rank: int, size: int, *, address: str, limit: float) -> Ranks: ...
+    @staticmethod
+    def join_cuda(
+        store: Any, rank: int, size: int, ordinal: int, *, address: str, limit: float, transport: str, nodes: int
+    ) -> Ranks: ...
+    @staticmethod
+    def cuda(
+        size: int,
+        ordinal: int,
+        *,
+        limit: float,
+        allocate: Callable[[int, int], int | None],
+        free: Callable[[int], None],
+        cached: Callable[[], int],
+    ) -> Ranks: ...
     @property
     def rank(self) -> int | None: ...
     @property
+    def transport(self) -> str: ...
+    @property
     def size(self) -> int: ...
-    def attention(
-        self,
-        solution: Solution,
-        *,
-        backward: bool,
-        overlap: str,
-        deterministic: bool,
-        measured: bool,
-        inputs: list[tuple[str, _Tensor]],
-        outputs: list[tuple[str, _Tensor]],
-    ) -> Timeline | None: ...
-    def rows(self, solution: Solution, what: str, role: str, *, shift: int, source: _Tensor, target: _Tensor) -> None: ...
+    def prepare(self, solution: Solution, *, overlap: str, deterministic: bool, stream: int | None) -> Calls: ...
+    def prepare_measured(self, solution: Solution, *, overlap: str, deterministic: bool) -> Calls: ...
+    def rows(
+        self, solution: Solution, what: str, role: str, *, shift: int, stream: int, source: _Tensor, target: _Tensor
+    ) -> None: ...
     def check(self) -> None: ...
     def fail(self, reason: str) -> None: ...
     def close(self) -> None: ...

@@ -34,12 +34,18 @@ def attention(
         if not isinstance(plan, Plan):
             raise TensorError(f"plan must be a counterpoint.Plan, as Group.plan makes it, not a {type(plan).__name__}")
         ops.check(plan, q, k, v, sink)
-        out, lse = ops.Attention.apply(q, k, v, sink, plan)
+        given = (q, k, v) if sink is None else (q, k, v, sink)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
+            out, lse = ops.Attention.apply(q, k, v, sink, plan)
+        else:
+            out, lse = ops.run_forward(plan, q, k, v, sink)
     return (out.unsqueeze(0), lse.unsqueeze(0)) if batched else (out, lse)
 
 
 def _rows_first(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
     """The tensors without a batch axis, and whether they had one."""
+    if type(q) is torch.Tensor and type(k) is torch.Tensor and type(v) is torch.Tensor and q.ndim == k.ndim == v.ndim == 3:
+        return q, k, v, False
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, torch.Tensor):
             raise TensorError(f"{name} must be a torch.Tensor, not a {type(tensor).__name__}")
@@ -54,7 +60,9 @@ def _rows_first(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torc
 
 
 _KEPT = 64
-_alone: LocalGroup | None = None
+# Of this process, one a device.
+_alone: dict[torch.device, LocalGroup] = {}
+_alone_in = 0
 _plans: OrderedDict[Any, Plan] = OrderedDict()
 _lock = Lock()
 
@@ -73,7 +81,8 @@ def flex_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over any mask on this device, without ranks: (out, lse), as `attention`.
 
-    Plans are kept for the last 64 masks and shapes. Inside `torch.compile` it is a graph break; there, make a plan with
+    On a GPU the call is enqueued on PyTorch's current stream, and waited for by nobody. Plans are kept for the last 64 masks and
+    shapes. Inside `torch.compile` it is a graph break; there, make a plan with
     `LocalGroup(1)` and call `attention`.
     """
     if not isinstance(mask, Mask):
@@ -95,33 +104,25 @@ def flex_attention(
         "sink_rows": sink_rows,
         "deterministic": deterministic,
     }
-    return attention(q, k, v, _plan_alone(mask, arguments), sink=sink)
+    return attention(q, k, v, _plan_alone(mask, q.device, arguments), sink=sink)
 
 
-def _plan_alone(mask: Mask, arguments: dict[str, Any]) -> Plan:
+def _plan_alone(mask: Mask, device: torch.device, arguments: dict[str, Any]) -> Plan:
     import os
 
-    global _alone
-    key = (os.getpid(), mask, *arguments.values(), torch.are_deterministic_algorithms_enabled())
+    global _alone_in
+    key = (os.getpid(), device, mask, *arguments.values(), torch.are_deterministic_algorithms_enabled())
     with _lock:
         if key in _plans:
             _plans.move_to_end(key)
             return _plans[key]
-        if _alone is None or _alone_in != os.getpid():
-            _restart()
-        assert _alone is not None
-        plan = _plans[key] = _alone.plan(mask, **arguments)
+        if _alone_in != os.getpid():
+            # Of a parent's groups, a fork has no threads.
+            _alone.clear()
+            _alone_in = os.getpid()
+        if device not in _alone:
+            _alone[device] = LocalGroup(1, device=device)
+        plan = _plans[key] = _alone[device].plan(mask, **arguments)
         while len(_plans) > _KEPT:
             _plans.popitem(last=False)
         return plan
-
-
-_alone_in = 0
-
-
-def _restart() -> None:
-    """A group of this process; of a parent's, a fork has no threads."""
-    import os
-
-    global _alone, _alone_in
-    _alone, _alone_in = LocalGroup(1), os.getpid()

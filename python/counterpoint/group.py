@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
@@ -40,6 +40,10 @@ class _Group:
     _native: Ranks
     _global_ranks: tuple[int, ...]
     device: Any
+    # Of `device`, -1 for the CPU, as `Tensor.get_device` counts.
+    _ordinal = -1
+    # The handle of PyTorch's current stream there.
+    _stream: Callable[[], int] = staticmethod(lambda: 0)
 
     def __init__(self, *, nodes: int, profile: str | os.PathLike[str] | None = None) -> None:
         self._nodes = nodes
@@ -62,8 +66,9 @@ class _Group:
 
     @property
     def transport(self) -> str:
-        """What moves rows between ranks: "memory" inside a process, "tcp" between processes."""
-        return "memory" if self._native.rank is None else "tcp"
+        """What moves rows between ranks: "memory" inside a process; "tcp" between processes on the CPU, on GPUs "nvlink",
+        "copy-engine", "nccl" or "hierarchical"."""
+        return self._native.transport
 
     def plan(
         self,
@@ -118,7 +123,8 @@ class _Group:
         return self._solve(mask, arguments)
 
     def prefetch(self, mask: Mask, **arguments: Any) -> None:
-        """Plans in a thread; `plan` with the same arguments takes it from there. At most 16 wait to be taken."""
+        """Plans in a thread, and makes the plan ready there; `plan` with the same arguments takes it from there. At most 16 wait
+        to be taken."""
         complete = {**_DEFAULTS, **arguments}
         unknown = set(arguments) - set(_DEFAULTS) - {"heads", "head_dim", "dtype"}
         missing = {"heads", "head_dim", "dtype"} - set(arguments)
@@ -130,9 +136,14 @@ class _Group:
             if self._planner is None:
                 self._planner = ThreadPoolExecutor(1, thread_name_prefix="counterpoint-plan")
             if key not in self._prefetched:
-                self._prefetched[key] = self._planner.submit(self._solve, mask, complete)
+                self._prefetched[key] = self._planner.submit(self._solve_ahead, mask, complete)
             while len(self._prefetched) > _PREFETCHED:
                 self._prefetched.pop(next(iter(self._prefetched))).cancel()
+
+    def _solve_ahead(self, mask: Mask, arguments: dict[str, Any]) -> Plan:
+        plan = self._solve(mask, arguments)
+        plan._ready(None)
+        return plan
 
     def _solve(self, mask: Mask, arguments: dict[str, Any]) -> Plan:
         from counterpoint._native import Solution
@@ -155,6 +166,9 @@ class _Group:
             raise PlanError(f"scale is {scale}; it must be a finite number")
         if given["sink_grad"] not in ("share", "sum"):
             raise PlanError(f'sink_grad is {given["sink_grad"]!r}; it must be "share" or "sum"')
+        dtype = dtype_name(given["dtype"])
+        if self._ordinal >= 0 and dtype not in ("bfloat16", "float16"):
+            raise PlanError(f"dtype is {given['dtype']}; on GPUs attention computes in bfloat16 and float16, on the CPU in all")
         tokens, chunk = (mask.seqlen_q, mask.seqlen_k), given["chunk"]
         if on is not None:
             mask = _padded(mask, on.mask.seqlen_q, on.mask.seqlen_k) if tokens == on._tokens else mask
@@ -167,7 +181,7 @@ class _Group:
             heads_k=heads_k,
             head_dim=head_dim,
             head_dim_v=head_dim_v,
-            dtype=dtype_name(given["dtype"]),
+            dtype=dtype,
             scale=scale,
             softcap=float(given["softcap"]),
             sink_rows=given["sink_rows"],
@@ -182,17 +196,18 @@ class _Group:
         settings = Settings(given["overlap"], _deterministic(given["deterministic"]), given["sink_grad"])
         return Plan(solution, given, settings, tokens)._bound_to(self)
 
-    def check(self) -> None:
-        """Raises the group's first error, as far as it is known here. Never waits."""
-        with self._named_errors():
-            self._native.check()
-
     def close(self) -> None:
         """Leaves the group, once all its ranks do. Calls from now on are errors. Happens by itself at the end of the process."""
         if self._planner is not None:
             self._planner.shutdown(wait=False, cancel_futures=True)
         with self._named_errors():
             self._native.close()
+
+    def check(self) -> None:
+        """Raises the group's first error, as far as it is known here; never waits. Calls on a GPU return before they have run:
+        what goes wrong in one is raised by the next, or here."""
+        with self._named_errors():
+            self._native.check()
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
@@ -210,20 +225,12 @@ class _Group:
 
     @contextmanager
     def _named_errors(self) -> Iterator[None]:
-        """Gives errors of the engine, which counts ranks of the group, the ranks among all processes as well."""
+        """Inside it, errors of the engine are met."""
         try:
             yield
-        except Error as error:
-            own = self._native.rank
-            if error.global_rank is None and own is not None:
-                error.rank = own if error.rank is None else error.rank
-                error.global_rank = self._global_ranks[error.rank]
-                if error.peer is not None:
-                    error.global_peer = self._global_ranks[error.peer]
-                error.args = (_with_global_ranks(str(error), self._global_ranks),)
+        except BaseException as error:
+            self._meet(error)
             raise
-        finally:
-            self._is_failure_known = self._is_failure_known or (sys.exc_info()[0] is not None and self._has_failed())
 
     def _has_failed(self) -> bool:
         try:
@@ -231,6 +238,17 @@ class _Group:
         except Error:
             return True
         return False
+
+    def _meet(self, error: BaseException) -> None:
+        """Gives an error of the engine, which counts ranks of the group, the ranks among all processes as well."""
+        self._is_failure_known = self._is_failure_known or self._has_failed()
+        own = self._native.rank
+        if isinstance(error, Error) and error.global_rank is None and own is not None:
+            error.rank = own if error.rank is None else error.rank
+            error.global_rank = self._global_ranks[error.rank]
+            if error.peer is not None:
+                error.global_peer = self._global_ranks[error.peer]
+            error.args = (_with_global_ranks(str(error), self._global_ranks),)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank={self.rank}, size={self.size}, transport={self.transport!r})"
@@ -250,10 +268,9 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def _key(mask: Mask, arguments: dict[str, Any]) -> Any:
-    values = {**arguments, "dtype": dtype_name(arguments["dtype"])}
-    if values["on"] is not None:
-        values["on"] = values["on"].handle
-    return (mask, tuple(sorted((name, repr(value)) for name, value in values.items())))
+    heads, on = arguments["heads"], arguments["on"]
+    named = heads if isinstance(heads, int) else tuple(heads), dtype_name(arguments["dtype"]), None if on is None else on.handle
+    return (mask, arguments["head_dim"], *named, *(arguments[name] for name in _DEFAULTS if name != "on"))
 
 
 _RANKS = re.compile(r"\branks? (\d+(?:, \d+)*(?: and \d+)?)")
@@ -315,26 +332,32 @@ def _evened(mask: Mask, chunk: int | None, ranks: int) -> tuple[Mask, int]:
 
 
 class LocalGroup(_Group):
-    """`size` ranks inside this process, for laptops, notebooks and tests. Tensors hold the rows of all, one rank after the other.
+    """`size` ranks inside this process, for one GPU, laptops, notebooks and tests. Tensors hold the rows of all, one rank after
+    the other.
 
-    `slow_link` imitates a link between the ranks: (seconds of a collective, bytes a second).
+    `device` is "cpu", or a GPU that all ranks share: "cuda" (PyTorch's current one), "cuda:1". Calls there are enqueued on
+    PyTorch's current stream and waited for by nobody; scratch memory comes from PyTorch's caching allocator. `slow_link`
+    imitates a link between CPU ranks: (seconds of a collective, bytes a second). No wait is longer than `limit` seconds.
     """
 
     def __init__(
-        self, size: int, *, device: str = "cpu", slow_link: tuple[float, float] | None = None, limit: float = 600.0
+        self, size: int, *, device: Any = "cpu", slow_link: tuple[float, float] | None = None, limit: float = 600.0
     ) -> None:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise PlanError(f"size is {size!r}; a group has at least one rank")
-        _refuse_cuda(device)
         super().__init__(nodes=1)
-        self.device = device
-        self._native = Ranks.local(size, slow_link=slow_link, limit=limit)
+        kind = str(device).split(":")[0]
+        if kind == "cpu":
+            self.device = device
+            self._native = Ranks.local(size, slow_link=slow_link, limit=limit)
+        elif kind == "cuda":
+            from counterpoint import _cuda
+
+            if slow_link is not None:
+                raise DeviceError("slow_link imitates a link between CPU ranks; leave it out with a GPU")
+            self.device = _cuda.device(device)
+            self._ordinal, self._stream = self.device.index, _cuda.current_stream(self.device)
+            self._native = _cuda.local(size, self.device, limit)
+        else:
+            raise DeviceError(f'device is {device}; it must be "cpu", "cuda" or a GPU with its number, such as "cuda:1"')
         self._global_ranks = tuple(range(size))
-
-
-def _refuse_cuda(device: Any) -> None:
-    name = str(device) if device is not None else "cpu"
-    if name.split(":")[0] != "cpu":
-        raise DeviceError(
-            f"device is {name}: this build of the package computes on the CPU alone; move tensors there with .cpu()"
-        )

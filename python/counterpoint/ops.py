@@ -8,7 +8,7 @@ import torch
 
 from counterpoint.errors import Error, TensorError
 from counterpoint.plan import of_handle, profiling
-from counterpoint.rows import borrowed, check_device
+from counterpoint.rows import check_device
 
 if TYPE_CHECKING:
     from counterpoint.plan import Plan
@@ -21,62 +21,94 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 def check(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None) -> None:
     """Refuses tensors that the plan is not for, before anything is enqueued."""
-    arguments = plan._arguments
-    heads = arguments["heads"]
-    heads_q, heads_k = (heads, heads) if isinstance(heads, int) else heads
-    head_dim, head_dim_v = arguments["head_dim"], arguments["head_dim_v"] or arguments["head_dim"]
-    dtype = plan._dtype
+    fits = plan._fits()
+    dtype, ordinal = fits.dtype, fits.ordinal
+    if (
+        q.shape == fits.q
+        and k.shape == fits.k
+        and v.shape == fits.v
+        and q.dtype is dtype
+        and k.dtype is dtype
+        and v.dtype is dtype
+        and q.get_device() == ordinal
+        and k.get_device() == ordinal
+        and v.get_device() == ordinal
+        and (ordinal >= 0 or (q.is_cpu and k.is_cpu and v.is_cpu))
+        and sink is None
+        and fits.sink is None
+    ):
+        return
     wanted: dict[str, tuple[torch.Tensor, tuple[int, ...], torch.dtype]] = {
-        "q": (q, (plan.q_rows, heads_q, head_dim), dtype),
-        "k": (k, (plan.k_rows, heads_k, head_dim), dtype),
-        "v": (v, (plan.k_rows, heads_k, head_dim_v), dtype),
+        "q": (q, fits.q, dtype),
+        "k": (k, fits.k, dtype),
+        "v": (v, fits.v, dtype),
     }
-    if sink is None and arguments["sink_rows"]:
-        raise TensorError(f"sink is missing, and the plan has sink_rows={arguments['sink_rows']}")
+    if sink is None and fits.sink is not None:
+        raise TensorError(f"sink is missing, and the plan has sink_rows={fits.sink[0]}")
     if sink is not None:
-        if not arguments["sink_rows"]:
+        if fits.sink is None:
             raise TensorError("sink is given, and the plan has none; plan with sink_rows=1, or as many rows as it has")
-        wanted["sink"] = (sink, (arguments["sink_rows"], heads_q), accumulator(dtype))
+        wanted["sink"] = (sink, fits.sink, fits.statistic)
     for name, (tensor, shape, type_) in wanted.items():
         if tensor.dtype != type_:
             raise TensorError(f"{name} is {tensor.dtype}, and the plan is for {type_}; plan with dtype={tensor.dtype}")
-        check_device(name, tensor)
+        check_device(plan, name, tensor)
         if tuple(tensor.shape) != shape:
             raise TensorError(f"{name} is {list(tensor.shape)}; the plan wants {list(shape)}: rows, heads, elements of a head")
 
 
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """With elements of a head next to each other; rows and heads may lie as they like."""
-    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] <= 1 else tensor.contiguous()
+def _lying(tensor: torch.Tensor, on_gpu: bool) -> torch.Tensor:
+    """As it lies, where the engine takes it so: rows and heads may be apart, on GPUs by multiples of 16 bytes. Or a copy."""
+    if tensor.is_contiguous():
+        return tensor if not (on_gpu and tensor.data_ptr() & 15) else tensor.clone()
+    row, head, element = tensor.stride()
+    rows, heads, elements = tensor.shape
+    if element != 1 and elements > 1:
+        return tensor.contiguous()
+    if not on_gpu:
+        return tensor
+    inside, outside = ((heads, head), (rows, row)) if head <= row else ((rows, row), (heads, head))
+    reach = (inside[0] - 1) * inside[1] + elements
+    overlaps = (inside[0] > 1 and inside[1] < elements) or (outside[0] > 1 and outside[1] < reach)
+    if overlaps or (tensor.data_ptr() | row * tensor.itemsize | head * tensor.itemsize) & 15:
+        return tensor.contiguous()
+    return tensor
 
 
-def _run(plan: Plan, backward: bool, given: dict[str, torch.Tensor], made: dict[str, torch.Tensor]) -> None:
-    """One pass of the engine: reads `given`, writes `made`."""
-    group, settings, measured = plan.group, plan._settings, profiling()
-    if measured:
-        given = {name: tensor.contiguous() for name, tensor in given.items()}
-    with group._named_errors():
-        timeline = group._native.attention(
-            plan._solution,
-            backward=backward,
-            overlap=settings.overlap,
-            deterministic=settings.deterministic,
-            measured=measured,
-            inputs=[(name, borrowed(_dense(tensor))) for name, tensor in given.items()],
-            outputs=[(name, borrowed(tensor)) for name, tensor in made.items()],
-        )
-    if timeline is not None:
-        plan._measured[backward] = timeline
+def _place(tensor: torch.Tensor) -> tuple[int, int, int]:
+    row, head, _ = tensor.stride()
+    return tensor.data_ptr(), row, head
 
 
 def run_forward(
     plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of the local rows: (out, lse)."""
+    group, fits, measured = plan.group, plan._fits(), profiling()
+    on_gpu, stream = fits.ordinal >= 0, group._stream()
     out = q.new_empty((q.shape[0], q.shape[1], v.shape[2]))
-    lse = q.new_empty((q.shape[0], q.shape[1]), dtype=accumulator(q.dtype))
-    given = {"q": q, "k": k, "v": v} | ({} if sink is None else {"sink": sink})
-    _run(plan, False, given, {"out": out, "lse": lse})
+    lse = q.new_empty((q.shape[0], q.shape[1]), dtype=fits.statistic)
+    if measured:
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    q, k, v = _lying(q, on_gpu), _lying(k, on_gpu), _lying(v, on_gpu)
+    sink = None if sink is None else sink.contiguous()
+    calls = plan._measured_calls() if measured else plan._ready(stream)
+    try:
+        timeline = calls.forward(
+            stream,
+            _place(q),
+            _place(k),
+            _place(v),
+            None if sink is None else sink.data_ptr(),
+            out.data_ptr(),
+            lse.data_ptr(),
+            (q, k, v, sink, out, lse),
+        )
+    except BaseException as error:
+        group._meet(error)
+        raise
+    if timeline is not None:
+        plan._measured[False] = timeline
     return out, lse
 
 
@@ -91,19 +123,44 @@ def run_backward(
     lse: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k, v and sink (of no elements without one)."""
-    given = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "dout": dout}
-    dq, dk, dv = (torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (q, k, v))
-    made = {"dq": dq, "dk": dk, "dv": dv}
-    if sink is None:
-        _run(plan, True, given, made)
-        return dq, dk, dv, q.new_empty(0, dtype=lse.dtype)
+    group, fits, measured = plan.group, plan._fits(), profiling()
+    on_gpu, stream = fits.ordinal >= 0, group._stream()
+    dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     # Every rank of this process writes the sum over all ranks.
-    dsinks = sink.new_empty((len(plan._ranks_here()) * sink.shape[0], sink.shape[1]))
-    _run(plan, True, given | {"sink": sink}, made | {"dsink": dsinks})
+    copies = len(plan._ranks_here())
+    dsinks = None if sink is None else sink.new_empty((copies * sink.shape[0], sink.shape[1]))
+    if measured:
+        dout, q, k, v = dout.contiguous(), q.contiguous(), k.contiguous(), v.contiguous()
+    dout, q, k, v = _lying(dout, on_gpu), _lying(q, on_gpu), _lying(k, on_gpu), _lying(v, on_gpu)
+    sink = None if sink is None else sink.contiguous()
+    calls = plan._measured_calls() if measured else plan._ready(stream)
+    try:
+        timeline = calls.backward(
+            stream,
+            _place(dout),
+            _place(q),
+            _place(k),
+            _place(v),
+            None if sink is None else sink.data_ptr(),
+            out.data_ptr(),
+            lse.data_ptr(),
+            dq.data_ptr(),
+            dk.data_ptr(),
+            dv.data_ptr(),
+            None if dsinks is None else dsinks.data_ptr(),
+            (dout, q, k, v, sink, out, lse, dq, dk, dv, dsinks),
+        )
+    except BaseException as error:
+        group._meet(error)
+        raise
+    if timeline is not None:
+        plan._measured[True] = timeline
+    if sink is None or dsinks is None:
+        return dq, dk, dv, q.new_empty(0, dtype=lse.dtype)
     dsink = dsinks[: sink.shape[0]]
     if plan._settings.sink_grad == "share" and plan._rank:
         dsink.zero_()  # of shares, the sum over ranks is the gradient
-    return dq, dk, dv, dsink.clone() if len(dsinks) > len(dsink) else dsink
+    return dq, dk, dv, dsink.clone() if copies > 1 else dsink
 
 
 class Attention(torch.autograd.Function):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
-from counterpoint._native import Mask, Solution, Timeline
+from counterpoint._native import Calls, Mask, Solution, Timeline
 from counterpoint.errors import Error, PlanError, TensorError
 from counterpoint.report import Report
 
@@ -114,6 +114,27 @@ class Settings:
     sink_grad: str = "share"
 
 
+@dataclass(frozen=True)
+class Fitting:
+    """Shapes, types and the device of tensors that fit a plan."""
+
+    q: tuple[int, int, int]
+    k: tuple[int, int, int]
+    v: tuple[int, int, int]
+    sink: tuple[int, int] | None
+    dtype: torch.dtype
+    statistic: torch.dtype
+    # As `Tensor.get_device` counts.
+    ordinal: int
+
+
+def _accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The type of `lse` and `sink`."""
+    import torch
+
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 _profilers = 0
 
 
@@ -188,8 +209,49 @@ class Plan:
         self._windows: dict[int, Mask] = {}
         self._layers: dict[Any, Plan] = {}
         self._is_of_documents = False
+        self._calls: Calls | None = None
+        self._fitting: Fitting | None = None
         self._handle = next(_handles)
         _plans[self._handle] = self
+
+    def _ready(self, stream: int | None) -> Calls:
+        """What its calls are made with: made ready once, for as long as the plan lives."""
+        calls = self._calls
+        if calls is None:
+            settings = self._settings
+            with self.group._named_errors():
+                calls = self.group._native.prepare(
+                    self._solution, overlap=settings.overlap, deterministic=settings.deterministic, stream=stream
+                )
+            self._calls = calls
+        return calls
+
+    def _measured_calls(self) -> Calls:
+        settings = self._settings
+        with self.group._named_errors():
+            return self.group._native.prepare_measured(
+                self._solution, overlap=settings.overlap, deterministic=settings.deterministic
+            )
+
+    def _fits(self) -> Fitting:
+        """What tensors it takes."""
+        fitting = self._fitting
+        if fitting is None:
+            given, dtype = self._arguments, self._dtype
+            heads = given["heads"]
+            heads_q, heads_k = (heads, heads) if isinstance(heads, int) else heads
+            head_dim, head_dim_v = given["head_dim"], given["head_dim_v"] or given["head_dim"]
+            statistic = _accumulator(dtype)
+            fitting = self._fitting = Fitting(
+                (self.q_rows, heads_q, head_dim),
+                (self.k_rows, heads_k, head_dim),
+                (self.k_rows, heads_k, head_dim_v),
+                (given["sink_rows"], heads_q) if given["sink_rows"] else None,
+                dtype,
+                statistic,
+                self.group._ordinal,
+            )
+        return fitting
 
     def _bound_to(self, group: _Group) -> Plan:
         self._group, self._rank = group, group._native.rank

@@ -17,13 +17,15 @@ import torch
 import torch.distributed as dist
 
 from counterpoint._native import Ranks
-from counterpoint.errors import Error, PeerError, PlanError
-from counterpoint.group import _Group, _refuse_cuda, _with_global_ranks, sentence
+from counterpoint.errors import DeviceError, Error, PeerError, PlanError
+from counterpoint.group import _Group, _with_global_ranks, sentence
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
     from torch.distributed.device_mesh import DeviceMesh
 
+Transport = Literal["auto", "tcp", "nvlink", "copy-engine", "nccl", "hierarchical"]
+_TRANSPORTS = {"cpu": ("auto", "tcp"), "cuda": ("auto", "nvlink", "copy-engine", "nccl", "hierarchical")}
 _DEFAULTS = {"transport": "auto", "nodes": None, "limit": 600.0, "profile": None}
 _groups: dict[tuple[tuple[int, ...], str], Group] = {}
 _making = threading.Lock()
@@ -36,6 +38,10 @@ class Group(_Group):
     closed. Where it has failed, its error is raised first, if no call has raised it yet; then a new one is made. It reads and
     writes a few keys of the process group's store, and no collective of `torch.distributed` is called, then or later: any backend
     will do, and none is disturbed. A mesh of two dimensions, (nodes, ranks of a node), gives one group of all.
+
+    `device` is "cpu", or this rank's GPU: "cuda" (PyTorch's current one), "cuda:1"; several ranks may share one. Where it is not
+    given, it is the current GPU for a process group of NCCL's, the CPU for others. `transport` moves rows between ranks; "auto"
+    takes what these GPUs reach.
 
     `limit` is how many seconds a rank waits for another that does nothing. `nodes` is how many machines the ranks are on, equally
     many on each; it is found out if it is not given. `profile` is the path of a machine profile of
@@ -50,15 +56,16 @@ class Group(_Group):
         group_or_mesh: dist.ProcessGroup | DeviceMesh | None = None,
         *,
         device: torch.device | str | None = None,
-        transport: Literal["auto", "tcp"] = "auto",
+        transport: Transport = "auto",
         nodes: int | None = None,
         limit: float = 600.0,
         profile: str | os.PathLike[str] | None = None,
     ) -> Group:
-        _refuse_cuda(device)
-        if transport not in ("auto", "tcp"):
-            raise Error(f'transport is {transport!r}; it must be "auto" or "tcp"')
         process_group, nodes_of_mesh = _process_group(group_or_mesh)
+        place = _device(device, process_group)
+        if transport not in _TRANSPORTS[place.type]:
+            *most, last = (f'"{name}"' for name in _TRANSPORTS[place.type])
+            raise Error(f"transport is {transport!r}; on {place.type} it must be {', '.join(most)} or {last}")
         ranks = tuple(dist.get_process_group_ranks(process_group))
         nodes = nodes_of_mesh if nodes is None else nodes
         if nodes is not None and (nodes < 1 or len(ranks) % nodes):
@@ -70,16 +77,16 @@ class Group(_Group):
             "profile": None if profile is None else os.fspath(profile),
         }
         with _making:
-            known = _groups.get((ranks, "cpu"))
+            known = _groups.get((ranks, str(place)))
             if known is not None and known._is_of_this_process() and not known._is_failure_known:
                 # A failure that nobody here has met yet is raised: a new group would wait for ranks that do something else now.
                 known.check()
                 known._refuse_others(wishes)
                 return known
             made = super().__new__(cls)
-            made._join(process_group, ranks, nodes, limit, profile)
+            made._join(process_group, ranks, place, nodes, wishes)
             made._wishes = {**wishes, "nodes": made._nodes}
-            _groups[ranks, "cpu"] = made
+            _groups[ranks, str(place)] = made
             _at_exit()
             return made
 
@@ -88,7 +95,7 @@ class Group(_Group):
         group_or_mesh: dist.ProcessGroup | DeviceMesh | None = None,
         *,
         device: torch.device | str | None = None,
-        transport: Literal["auto", "tcp"] = "auto",
+        transport: Transport = "auto",
         nodes: int | None = None,
         limit: float = 600.0,
         profile: str | os.PathLike[str] | None = None,
@@ -99,19 +106,26 @@ class Group(_Group):
         self,
         process_group: dist.ProcessGroup,
         ranks: tuple[int, ...],
+        place: torch.device,
         nodes: int | None,
-        limit: float,
-        profile: str | os.PathLike[str] | None,
+        wishes: dict[str, Any],
     ) -> None:
-        rank, store = dist.get_rank(process_group), _store(process_group)
-        self.device, self._global_ranks, self._process = "cpu", ranks, os.getpid()
-        super().__init__(nodes=nodes or 1, profile=profile)
+        rank, store, limit = dist.get_rank(process_group), _store(process_group), wishes["limit"]
+        self.device, self._global_ranks, self._process = "cpu" if place.type == "cpu" else place, ranks, os.getpid()
+        super().__init__(nodes=nodes or 1, profile=wishes["profile"])
         places = _exchange_places(store, rank, ranks, limit)
         if nodes is None:
             self._nodes = _nodes([host for host, _ in places])
         address = "127.0.0.1" if len({host for host, _ in places}) == 1 else places[0][1]
         try:
-            self._native = Ranks.join(store, rank, len(ranks), address=address, limit=limit)
+            if place.type == "cpu":
+                self._native = Ranks.join(store, rank, len(ranks), address=address, limit=limit)
+            else:
+                from counterpoint import _cuda
+
+                self._ordinal, self._stream = place.index, _cuda.current_stream(place)
+                how = {"address": address, "limit": limit, "transport": wishes["transport"], "nodes": self._nodes}
+                self._native = _cuda.join(store, rank, len(ranks), place, **how)
         except Error as error:
             error.rank = rank if error.rank is None else error.rank
             error.global_rank = ranks[error.rank]
@@ -130,6 +144,21 @@ class Group(_Group):
     def _is_of_this_process(self) -> bool:
         """Whether it is open, and not a copy in a forked process."""
         return self._process == os.getpid() and not self._native.closed
+
+
+def _device(asked: torch.device | str | None, process_group: dist.ProcessGroup) -> torch.device:
+    """The device that was meant: a GPU where it is not said and the process group is of NCCL."""
+    if asked is None:
+        asked = "cuda" if dist.get_backend(process_group) == "nccl" else "cpu"
+    kind = str(asked).split(":")[0]
+    if kind == "cpu":
+        return torch.device("cpu")
+    if kind != "cuda":
+        raise DeviceError(f'device is {asked}; it must be "cpu", "cuda" or a GPU with its number, such as "cuda:1"')
+    from counterpoint import _cuda
+
+    place: torch.device = _cuda.device(asked)
+    return place
 
 
 def _process_group(given: Any) -> tuple[dist.ProcessGroup, int | None]:

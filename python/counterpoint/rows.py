@@ -13,8 +13,9 @@ from counterpoint.errors import TensorError
 if TYPE_CHECKING:
     from counterpoint.plan import Plan, Role
 
-# The engine moves floats. Of other types it moves the bits, as floats of the same size.
+# The engine moves floats. Of other types it moves the bits, as floats of the same size; on GPUs 8 bytes are two floats.
 _CARRIERS = {torch.int64: torch.float64, torch.int32: torch.float32, torch.int16: torch.float16}
+_CARRIERS_ON_GPUS = {**_CARRIERS, torch.int64: torch.float32}
 _NAME_OF = {
     torch.float64: "float64",
     torch.float32: "float32",
@@ -83,34 +84,50 @@ def _gather(plan: Plan, x: torch.Tensor, dim: int, role: Role) -> torch.Tensor:
 
 
 def _exchange(plan: Plan, x: torch.Tensor, dim: int, role: Role, what: str, *, rows: int, shift: int = 0) -> torch.Tensor:
-    check_device("x", x)
+    check_device(plan, "x", x)
     if x.is_complex():
         return torch.view_as_complex(
             _exchange(plan, torch.view_as_real(x), dim % x.ndim, role, what, rows=rows, shift=shift).contiguous()
         )
+    if x.is_cuda and x.dtype == torch.float64:
+        return _exchange_doubles(plan, x, dim, role, what, rows=rows, shift=shift)
     first = x.movedim(dim, 0)
     tail, dtype = first.shape[1:], x.dtype
+    carriers = _CARRIERS_ON_GPUS if x.is_cuda else _CARRIERS
     # Not -1, which of no rows could be any number.
     flat = first.reshape(first.shape[0], math.prod(tail)).contiguous()
-    if dtype in _CARRIERS:
-        flat = flat.view(_CARRIERS[dtype])
+    if dtype in carriers:
+        flat = flat.view(carriers[dtype])
     elif dtype not in _NAME_OF:
         flat = flat.to(torch.int16).view(torch.float16)
-    result = torch.empty((rows, flat.shape[1]), dtype=flat.dtype)
+    result = flat.new_empty((rows, flat.shape[1]))
     if flat.shape[1]:
-        with plan.group._named_errors():
-            plan.group._native.rows(plan._solution, what, role, shift=shift, source=borrowed(flat), target=borrowed(result))
-    if dtype in _CARRIERS:
+        group, tensors = plan.group, (borrowed(flat), borrowed(result))
+        with group._named_errors():
+            group._native.rows(
+                plan._solution, what, role, shift=shift, stream=group._stream(), source=tensors[0], target=tensors[1]
+            )
+    if dtype in carriers:
         result = result.view(dtype)
     elif dtype not in _NAME_OF:
         result = result.view(torch.int16).to(dtype)
     return result.reshape(rows, *tail).movedim(0, dim)
 
 
-def check_device(name: str, tensor: torch.Tensor) -> None:
-    if tensor.device.type != "cpu":
+def _exchange_doubles(plan: Plan, x: torch.Tensor, dim: int, role: Role, what: str, *, rows: int, shift: int) -> torch.Tensor:
+    """On GPUs, where the engine adds up no f64: moved as the bits that they are."""
+    if what == "reduce_scatter":
+        raise TensorError("x is torch.float64; on GPUs rows are added up in float32, bfloat16 and float16")
+    return _exchange(plan, x.view(torch.int64), dim, role, what, rows=rows, shift=shift).view(torch.float64)
+
+
+def check_device(plan: Plan, name: str, tensor: torch.Tensor) -> None:
+    """Refuses a tensor that is not where the plan's group is."""
+    ordinal = plan.group._ordinal
+    if tensor.get_device() != ordinal or (ordinal < 0 and not tensor.is_cpu):
+        where = plan.group.device
         raise TensorError(
-            f"{name} is on {tensor.device}: this build of the package computes on the CPU alone; move it there with .cpu()"
+            f"{name} is on {tensor.device}, and the plan's group on {where}; move it there with .to({str(where)!r})"
         )
 
 

@@ -233,7 +233,7 @@ def test_closed_groups_are_refused() -> None:
         ({"v": torch.zeros(32, 1, 8, dtype=torch.float64)}, "v is torch.float64, and the plan is for torch.float32"),
         ({"q": torch.zeros(2, 32, 2, 8)}, r"q is \[2, 32, 2, 8\]; all three are \[tokens, heads, head_dim\]"),
         ({"q": None}, "q must be a torch.Tensor, not a NoneType"),
-        ({"q": torch.empty(32, 2, 8, device="meta")}, "q is on meta: this build of the package computes on the CPU alone"),
+        ({"q": torch.empty(32, 2, 8, device="meta")}, "q is on meta, and the plan's group on cpu; move it there"),
         ({"sink": torch.zeros(1, 2)}, "sink is given, and the plan has none"),
         ({"plan": "mask"}, "plan must be a counterpoint.Plan"),
     ],

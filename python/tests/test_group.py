@@ -100,7 +100,7 @@ def test_what_is_no_group_is_refused_in_a_sentence(ranks: Ranks) -> None:
             "TypeError: group_or_mesh must be a torch.distributed.ProcessGroup or a DeviceMesh, not list [0, 1]"
         )
         assert found["device"].startswith("DeviceError: device is cuda")
-        assert found["transport"] == 'Error: transport is \'pigeons\'; it must be "auto" or "tcp"'
+        assert found["transport"] == 'Error: transport is \'pigeons\'; on cpu it must be "auto" or "tcp"'
         assert found["nodes"] == "PlanError: nodes is 3; 4 ranks cannot be equally many on each"
         assert found["profile"].startswith("PlanError: profile '/no' cannot be read")
         assert found["dimensions"].startswith("Error: group_or_mesh is a mesh of 3 dimensions")

@@ -136,5 +136,12 @@ def test_bad_rows_are_one_sentence(group) -> None:
         plan.dispatch(torch.zeros(64), role="x")
     with pytest.raises(cp.PlanError, match="size is 0"):
         cp.LocalGroup(0)
-    with pytest.raises(cp.DeviceError, match="device is cuda:0: this build"):
+    with pytest.raises(cp.DeviceError, match='device is tpu; it must be "cpu", "cuda" or a GPU with its number'):
+        cp.LocalGroup(1, device="tpu")
+
+
+def test_a_gpu_that_is_not_there_is_one_sentence() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(cp.DeviceError, match=f"device is cuda:0, and PyTorch {torch.__version__.split('+')[0]}.* finds no GPU"):
         cp.LocalGroup(1, device="cuda:0")

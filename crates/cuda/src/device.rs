@@ -20,7 +20,7 @@ use crate::CudaError;
 use crate::arch::{Arch, Capability};
 use crate::function::LoadedKernels;
 use crate::library::{Driver, call};
-use crate::memory::{Guards, HostRecords, MemoryPool, PoolMemory, StreamEnds};
+use crate::memory::{Guards, HostRecords, Lender, MemoryPool, PoolMemory, StreamEnds};
 
 /// One GPU and its primary context, which is the one that PyTorch and the runtime API use too, and the kernels that are
 /// picked for it. Cheap to clone.
@@ -188,14 +188,20 @@ impl Device {
 
     fn of(primary: Arc<Primary>) -> Self {
         let arch = Arch::of(primary.properties.capability);
-        Self { scope: Arc::new(Scope::new(&primary)), primary, arch, peers: PeerAccess::AsTheyDo }
+        Self { scope: Arc::new(Scope::new(&primary, None)), primary, arch, peers: PeerAccess::AsTheyDo }
     }
 
     /// The same GPU for one world: when that fails, what was made for it is kept until the process ends, and what was made for others
     /// is not.
     #[must_use]
     pub(crate) fn for_world(&self) -> Self {
-        Self { scope: Arc::new(Scope::new(&self.primary)), ..self.clone() }
+        self.for_world_of(None)
+    }
+
+    /// The same, with the lender's memory where there is one. No other process may open that.
+    #[must_use]
+    pub(crate) fn for_world_of(&self, lender: Option<&Arc<Lender>>) -> Self {
+        Self { scope: Arc::new(Scope::new(&self.primary, lender.cloned())), ..self.clone() }
     }
 
     /// The number that it was opened with.
@@ -425,8 +431,8 @@ impl Primary {
 }
 
 impl Scope {
-    fn new(primary: &Arc<Primary>) -> Self {
-        let pool = Arc::default();
+    fn new(primary: &Arc<Primary>, lender: Option<Arc<Lender>>) -> Self {
+        let pool = Arc::new(MemoryPool::new(lender));
         let mut pools = primary.pools.lock().unwrap_or_else(PoisonError::into_inner);
         pools.retain(|pool| pool.strong_count() > 0);
         pools.push(Arc::downgrade(&pool));

@@ -103,6 +103,12 @@ pub enum CudaError {
         /// Bytes of the device.
         total: usize,
     },
+    /// An allocator that the machine was given failed, and not for want of memory.
+    #[error("the allocator of device memory that was given failed: {reason}")]
+    Allocator {
+        /// Its own words.
+        reason: String,
+    },
     /// A call of NVRTC failed for another reason than the source.
     #[error("{call} failed: {text} ({code})")]
     Nvrtc {

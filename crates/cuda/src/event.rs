@@ -1,7 +1,7 @@
 use std::fmt;
 use std::ptr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use cudarc::driver::sys::{CUevent, CUipcEventHandle};
@@ -18,8 +18,8 @@ pub struct Event(Arc<Mark>);
 struct Mark {
     device: Device,
     raw: CUevent,
-    /// Whether its last mark went into a graph, so that there is nothing to wait for outside of it.
-    captured: AtomicBool,
+    /// The capture that its last mark went into, so that there is nothing to wait for outside of it; 0 where it went into none.
+    capture: AtomicU64,
 }
 
 // SAFETY: events may be used from any thread.
@@ -71,12 +71,17 @@ impl Event {
     }
 
     fn of(device: &Device, raw: CUevent) -> Self {
-        Self(Arc::new(Mark { device: device.clone(), raw, captured: AtomicBool::new(false) }))
+        Self(Arc::new(Mark { device: device.clone(), raw, capture: AtomicU64::new(0) }))
     }
 
     /// Whether its last mark went into a graph.
     pub(crate) fn is_captured(&self) -> bool {
-        self.0.captured.load(Ordering::Relaxed)
+        self.capture() != 0
+    }
+
+    /// The capture that its last mark went into; 0 where it went into none.
+    pub(crate) fn capture(&self) -> u64 {
+        self.0.capture.load(Ordering::Relaxed)
     }
 
     /// An event that also takes the time when it is reached, for [`Event::time_since`].
@@ -111,7 +116,7 @@ impl Event {
     /// When the driver refuses.
     pub fn record(&self, stream: &Stream) -> Result<(), CudaError> {
         let driver = self.0.device.bind()?;
-        self.0.captured.store(stream.is_capturing()?, Ordering::Relaxed);
+        self.0.capture.store(stream.capture()?, Ordering::Relaxed);
         // SAFETY: both handles are alive.
         unsafe { call!(driver, cuEventRecord(self.0.raw, stream.raw())) }
     }

@@ -63,8 +63,10 @@ pub use event::Event;
 pub use function::{Function, FunctionAttributes};
 pub use graph::Graph;
 pub use launch::{KernelArguments, Launch, LaunchStart};
-pub use library::{DriverCalls, LibraryVersion, nccl_version};
-pub use memory::{DeviceBuffer, GuardReport, MemoryGuard, Overwrite, PinnedBuffer};
+pub use library::{DriverCalls, LibraryVersion, nccl_version, search_packages};
+pub use memory::{
+    AllocationError, DeviceAllocator, DeviceBuffer, GuardReport, MemoryGuard, Overwrite, PinnedBuffer,
+};
 pub use nccl::end_process;
 pub use stream::{Stream, StreamPriority};
 pub use tensor_map::{L2Promotion, Swizzle, TensorMap, TensorMapElement, TensorMapSpec};

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use cudarc::driver::sys::CUstream;
 
 use crate::library::call;
-use crate::memory::{Uploads, captures};
+use crate::memory::{Uploads, capture_of, captures};
 use crate::partition::{Part, Partition};
 use crate::{CudaError, Device, Event};
 
@@ -125,25 +125,23 @@ impl Stream {
     }
 
     /// Lets what is enqueued from now on wait for the point that `event` marks now. An event that was never recorded is no
-    /// wait at all, nor is one that was recorded within a capture that has ended.
+    /// wait at all. Nor is one that was recorded in another capture than the stream is in, or outside of it: whoever launches a graph
+    /// orders it with what is not in it.
     ///
     /// # Errors
     /// When the driver refuses.
     pub fn wait(&self, event: &Event) -> Result<(), CudaError> {
-        // What drivers say of an event whose last mark went into a graph, by whether that is still being captured.
-        const INVALID_VALUE: u32 = 1;
-        const CAPTURE_ISOLATION: u32 = 905;
-        const CAPTURED_EVENT: u32 = 907;
+        if event.capture() != self.capture()? {
+            return Ok(());
+        }
         let driver = self.queue.device.bind()?;
         // SAFETY: both handles are alive.
-        match unsafe { call!(driver, cuStreamWaitEvent(self.queue.raw, event.raw(), 0)) } {
-            Err(CudaError::Driver { code: INVALID_VALUE | CAPTURE_ISOLATION | CAPTURED_EVENT, .. })
-                if event.is_captured() =>
-            {
-                Ok(())
-            }
-            waited => waited,
-        }
+        unsafe { call!(driver, cuStreamWaitEvent(self.queue.raw, event.raw(), 0)) }
+    }
+
+    /// The capture that what is put on it goes into; 0 where it runs.
+    pub(crate) fn capture(&self) -> Result<u64, CudaError> {
+        capture_of(&*self.queue.device.bind()?, self.queue.raw as usize)
     }
 
     /// Whether what is put on it goes into a graph, which somebody captures.

@@ -75,8 +75,8 @@ pub trait Backend: Clone + Send + Sync {
     /// [`ExecError::Policy`] with what it cannot do.
     fn check_policy(&self, policy: &OverlapPolicy) -> Result<(), ExecError>;
 
-    /// Bytes that can still be allocated, where that is known.
-    fn available_memory(&self) -> Option<u64>;
+    /// Bytes that can still be allocated, where that is known; not all of them, where they are as many as `needed`.
+    fn available_memory(&self, needed: u64) -> Option<u64>;
 
     /// A new tensor: zeros if it is [`Carried`](counterpoint_schedule::BufferRole::Carried), otherwise contents arbitrary.
     ///
@@ -291,6 +291,11 @@ pub trait Backend: Clone + Send + Sync {
     /// # Errors
     /// See [`Backend::launch`].
     fn wait(&self, stream: &Self::Stream, place: &OpPlace, event: &Self::Event) -> Result<(), ExecError>;
+
+    /// Whether the last mark of an event went into a graph that somebody captures: nothing outside of that can wait for it.
+    fn is_captured(&self, _event: &Self::Event) -> bool {
+        false
+    }
 
     /// Sleeps until the event's last record has happened. Fails when nothing at all moves for the limit.
     ///

@@ -1,23 +1,25 @@
-//! Tensors that Python owns, by address, shape, strides and type: the only unsafe code of this crate.
+//! Tensors that Python owns, by address, shape, strides and type, as buffers of a backend: the only unsafe code of this crate.
 
 use std::ops::Range;
 use std::sync::Arc;
 
-use counterpoint_exec::{BufferAccess, ExecError, HostView, MemoryKeeper};
+use counterpoint_cuda::{CudaBackend, CudaBuffer, CudaError, CudaStream, DeviceBuffer};
+use counterpoint_exec::{Backend, BufferAccess, CpuBackend, CpuBuffer, ExecError, HostView, MemoryKeeper};
 use counterpoint_plan::DType;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-/// A tensor in host memory of Python, kept alive as long as the engine may use it. `counterpoint.rows.borrowed` makes them.
+/// A tensor of PyTorch, kept alive as long as the engine may use it.
 pub(crate) struct Borrowed {
-    address: usize,
-    shape: Vec<usize>,
+    pub(crate) address: usize,
+    pub(crate) shape: Vec<usize>,
     /// In elements.
-    strides: Vec<usize>,
-    dtype: DType,
-    keeper: MemoryKeeper,
+    pub(crate) strides: Vec<usize>,
+    pub(crate) dtype: DType,
+    pub(crate) keeper: MemoryKeeper,
 }
 
+/// `counterpoint.rows.borrowed` makes them.
 impl<'py> FromPyObject<'_, 'py> for Borrowed {
     type Error = PyErr;
 
@@ -48,33 +50,148 @@ impl Borrowed {
         self.shape.first().copied().unwrap_or(0)
     }
 
-    /// Shape.
-    pub(crate) fn shape(&self) -> &[usize] {
-        &self.shape
-    }
-
-    /// Element type.
-    pub(crate) fn dtype(&self) -> DType {
-        self.dtype
-    }
-
-    /// Some of its rows, for the engine.
-    ///
-    /// # Errors
-    /// As [`HostView::new`]; when it does not have the rows.
-    pub(crate) fn view(&self, rows: Range<usize>, access: BufferAccess) -> Result<HostView, ExecError> {
+    /// Address and shape of some of its rows.
+    fn part(&self, name: &str, rows: &Range<usize>) -> Result<(usize, Vec<usize>), ExecError> {
         if rows.end > self.rows() || self.strides.len() != self.shape.len() {
             let reason = format!("{:?} with strides {:?} has no rows {rows:?}", self.shape, self.strides);
-            return Err(ExecError::Tensor { name: "borrowed memory".to_owned(), reason });
+            return Err(ExecError::Tensor { name: name.to_owned(), reason });
         }
         let shape = [&[rows.len()], &self.shape[1..]].concat();
-        let address = (self.address + rows.start * self.strides[0] * self.dtype.size()) as *mut u8;
+        if shape.contains(&0) {
+            return Ok((0, shape));
+        }
+        Ok((self.address + rows.start * self.strides[0] * self.dtype.size(), shape))
+    }
+}
+
+/// A backend that computes on tensors of PyTorch where they are.
+pub(crate) trait InPlace: Backend {
+    /// Some rows of a tensor.
+    ///
+    /// # Errors
+    /// [`ExecError::Tensor`] with the reason why they cannot be used as they lie.
+    fn borrow(
+        &self,
+        name: &str,
+        tensor: &Borrowed,
+        rows: Range<usize>,
+        access: BufferAccess,
+    ) -> Result<Self::Buffer, ExecError>;
+
+    /// PyTorch's current stream, which calls are ordered with. `None` where there are none: calls are waited for there.
+    fn caller(&self, stream: u64) -> Option<Arc<Self::Stream>>;
+
+    /// Whether what is put on such a stream goes into a graph.
+    ///
+    /// # Errors
+    /// The device's.
+    fn captures(&self, stream: &Self::Stream) -> Result<bool, ExecError>;
+
+    /// Sleeps until all that the stream was given has ended.
+    ///
+    /// # Errors
+    /// The device's.
+    fn settle(&self, stream: &Self::Stream) -> Result<(), ExecError>;
+}
+
+impl InPlace for CpuBackend {
+    fn borrow(
+        &self,
+        name: &str,
+        tensor: &Borrowed,
+        rows: Range<usize>,
+        access: BufferAccess,
+    ) -> Result<CpuBuffer, ExecError> {
+        let (address, shape) = tensor.part(name, &rows)?;
+        let keeper = tensor.keeper.clone();
         // SAFETY: address, shape and strides are those of a tensor of PyTorch, of which these rows are a part; `keeper` is a reference to
         // it, so its memory stays. Results are tensors that the package has just made and gives nobody until the call has ended; inputs
         // are those of the caller of a function that returns only then.
         #[allow(unsafe_code)]
-        unsafe {
-            HostView::new(address, &shape, &self.strides, self.dtype, access, self.keeper.clone())
-        }
+        let view = unsafe {
+            HostView::new(address as *mut u8, &shape, &tensor.strides, tensor.dtype, access, keeper)
+        };
+        Ok(CpuBuffer::borrowed(self.rank(), name, view?))
     }
+
+    fn caller(&self, _stream: u64) -> Option<Arc<Self::Stream>> {
+        None
+    }
+
+    fn captures(&self, _stream: &Self::Stream) -> Result<bool, ExecError> {
+        Ok(false)
+    }
+
+    fn settle(&self, _stream: &Self::Stream) -> Result<(), ExecError> {
+        Ok(())
+    }
+}
+
+impl InPlace for CudaBackend {
+    fn borrow(
+        &self,
+        name: &str,
+        tensor: &Borrowed,
+        rows: Range<usize>,
+        _access: BufferAccess,
+    ) -> Result<CudaBuffer, ExecError> {
+        let (address, shape) = tensor.part(name, &rows)?;
+        let strides = apart(&shape, &tensor.strides)
+            .map_err(|reason| ExecError::Tensor { name: name.to_owned(), reason })?;
+        let furthest: usize = match strides {
+            _ if shape.contains(&0) => 0,
+            None => shape.iter().product(),
+            Some([row, head]) => (shape[0] - 1) * row + (shape[1] - 1) * head + shape[2],
+        };
+        // SAFETY: as on the CPU, these are elements of a tensor of PyTorch on this device. Its allocator gives the memory to others in the
+        // order of the stream that the call is joined to, behind the call; of a call that could not be joined, the engine's owner keeps
+        // the tensors (`Joined`).
+        #[allow(unsafe_code)]
+        let memory =
+            unsafe { DeviceBuffer::borrow(self.device(), address as u64, furthest * tensor.dtype.size()) };
+        let buffer = match strides {
+            None => CudaBuffer::new(memory, &shape, tensor.dtype),
+            Some(strides) => CudaBuffer::strided(memory, &shape, tensor.dtype, strides),
+        };
+        buffer.map_err(|error| unusable(name, &error))
+    }
+
+    fn caller(&self, stream: u64) -> Option<Arc<CudaStream>> {
+        // SAFETY: PyTorch's streams live as long as the process, and are of the device's primary context.
+        #[allow(unsafe_code)]
+        Some(unsafe { self.borrow_stream(stream as *mut _) })
+    }
+
+    fn captures(&self, stream: &CudaStream) -> Result<bool, ExecError> {
+        stream.queue().is_capturing().map_err(|error| device_error(self.rank(), &error))
+    }
+
+    fn settle(&self, stream: &CudaStream) -> Result<(), ExecError> {
+        stream.queue().synchronize().map_err(|error| device_error(self.rank(), &error))
+    }
+}
+
+/// Elements from a row to the next and from a head to the next; `None` of a tensor that is dense, or that has no heads.
+fn apart(shape: &[usize], strides: &[usize]) -> Result<Option<[usize; 2]>, String> {
+    // What an axis of one element has for a stride says nothing.
+    let dense = strides.iter().zip(shape).rev().try_fold(1, |expected, (stride, size)| {
+        (*size <= 1 || *stride == expected).then_some(expected * size)
+    });
+    match (shape, strides) {
+        _ if dense.is_some() || shape.contains(&0) => Ok(None),
+        (&[rows, heads, elements], &[row, head, element]) if elements <= 1 || element == 1 => {
+            let head = if heads <= 1 { elements.next_multiple_of(8) } else { head };
+            let inside = (heads - 1) * head + elements;
+            Ok(Some([if rows <= 1 { inside.next_multiple_of(8) } else { row }, head]))
+        }
+        _ => Err(format!("of shape {shape:?} has strides {strides:?}, and must be contiguous")),
+    }
+}
+
+fn unusable(name: &str, error: &CudaError) -> ExecError {
+    ExecError::Tensor { name: name.to_owned(), reason: error.to_string() }
+}
+
+fn device_error(rank: usize, error: &CudaError) -> ExecError {
+    ExecError::Device { rank, place: "PyTorch's current stream".to_owned(), reason: error.to_string() }
 }

@@ -1,111 +1,149 @@
 //! The seam to the engine: attention and row collectives of the ranks in this process, on tensors of Python, in place.
 
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use counterpoint_exec::{
-    AttentionCalls, BackwardTensors, BufferAccess, Call, CpuBackend, CpuBuffer, ExecError, ForwardTensors,
-    Group, HostView, Machine, Pass, Prepared, RunTimes, Ticket,
+    AttentionCalls, Backend, BackwardTensors, BufferAccess, Call, ExecError, ForwardTensors, Group, Machine,
+    MemoryKeeper, Pass, Prepared, RunTimes, Ticket,
 };
 use counterpoint_plan::Dispatch;
 use counterpoint_schedule::{
     GradientReduction, KeyBlocks, OverlapPolicy, Timeline, lower_attention_backward, lower_attention_forward,
 };
 
-use crate::borrow::Borrowed;
+use crate::borrow::{Borrowed, InPlace};
 use crate::row_program::{RowCollective, row_program};
 use crate::solution::Content;
 
 /// Tensors of one call, by the names of the Program's inputs and outputs.
 pub(crate) type Named = Vec<(&'static str, Borrowed)>;
 
-/// One pass of attention of the ranks in this process. Tensors hold the rows of these ranks, one rank after the other.
-pub(crate) struct AttentionCall {
+/// What is to be made ready.
+pub(crate) struct Task {
     pub(crate) content: Arc<Content>,
     pub(crate) policy: OverlapPolicy,
     pub(crate) deterministic: bool,
-    pub(crate) backward: bool,
-    /// Whether times are taken.
-    pub(crate) measured: bool,
+}
+
+/// Forward or backward.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Direction {
+    Forward,
+    Backward,
+}
+
+/// One pass of attention. Tensors hold the rows of the ranks here, one rank after the other.
+pub(crate) struct PassCall {
+    pub(crate) direction: Direction,
+    /// PyTorch's current stream.
+    pub(crate) stream: u64,
     pub(crate) inputs: Named,
     pub(crate) outputs: Named,
+    /// All its tensors.
+    pub(crate) keeper: MemoryKeeper,
 }
 
 /// What the engine does for a group of ranks.
 pub(crate) trait Engine: Send + Sync {
-    /// Returns once the results are written; with times where they were asked for.
-    fn attention(&self, call: &AttentionCall) -> Result<Option<Timeline>, ExecError>;
-    /// Likewise.
-    fn rows(
-        &self,
-        dispatch: &Dispatch,
-        what: RowCollective,
-        from: &Borrowed,
-        to: &Borrowed,
-    ) -> Result<(), ExecError>;
+    /// Makes a plan ready to be called: local. `stream` is the one of which it is known whether it captures.
+    fn prepare(self: Arc<Self>, task: Task, stream: Option<u64>) -> Result<Arc<dyn Passes>, ExecError>;
+    /// Likewise to be called and measured.
+    fn measured(self: Arc<Self>, task: Task) -> Arc<dyn Passes>;
+    /// Rows of `from` to `to`.
+    fn rows(&self, rows: &RowsCall<'_>) -> Result<(), ExecError>;
     /// The first error, as far as it is known here.
     fn poll(&self) -> Result<(), ExecError>;
     /// Ends the group for all ranks.
     fn fail(&self, reason: &str);
-    /// Returns once all ranks have called it and all calls have ended.
+    /// Returns once all ranks have called it and all calls have ended. Lets go of what graphs of the caller replay.
     fn close(&self) -> Result<(), ExecError>;
 }
 
-/// Plans that stay prepared. Preparing one and letting go of it asks no other rank.
-const KEPT: usize = 64;
+/// Attention of a plan that is ready.
+pub(crate) trait Passes: Send + Sync {
+    /// On the CPU it returns once the results are written; on a device once they are on their way on the stream. With times where they
+    /// are asked for.
+    fn run(self: Arc<Self>, call: PassCall) -> Result<Option<Timeline>, ExecError>;
+}
 
-/// A prepared plan, and for which of its settings.
-struct Ready<M: Machine> {
-    content: Arc<Content>,
-    policy: OverlapPolicy,
-    deterministic: bool,
-    calls: Arc<AttentionCalls<M>>,
+/// A collective of rows.
+pub(crate) struct RowsCall<'a> {
+    pub(crate) dispatch: &'a Dispatch,
+    pub(crate) what: RowCollective,
+    pub(crate) stream: u64,
+    pub(crate) from: &'a Borrowed,
+    pub(crate) to: &'a Borrowed,
 }
 
 /// Ranks of a machine that have joined.
 pub(crate) struct Joined<M: Machine> {
     group: Group<M>,
-    /// Latest first.
-    ready: Mutex<Vec<Ready<M>>>,
     /// Ranks that wait for each other must be called in one order.
     calling: Mutex<()>,
+    /// What a call that failed half-way may still use.
+    kept: Mutex<Vec<MemoryKeeper>>,
+    /// What graphs of the caller replay.
+    captured: Mutex<Vec<Arc<dyn Passes>>>,
+    /// What the connection lives on. Last, so that it goes last.
+    _keeper: Option<MemoryKeeper>,
 }
 
 /// Buffers of one rank, by name.
-type Buffers = Vec<(&'static str, CpuBuffer)>;
+type Buffers<B> = Vec<(&'static str, <B as Backend>::Buffer)>;
 
-impl<M: Machine<Backend = CpuBackend>> Joined<M> {
+/// A stream of the caller's.
+type CallerStream<M> = Arc<<<M as Machine>::Backend as Backend>::Stream>;
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl<M: Machine> Joined<M> {
     pub(crate) fn new(group: Group<M>) -> Self {
-        Self { group, ready: Mutex::new(Vec::new()), calling: Mutex::new(()) }
+        let (calling, kept, captured) = Default::default();
+        Self { group, calling, kept, captured, _keeper: None }
     }
 
-    fn ready(&self, call: &AttentionCall) -> Result<Arc<AttentionCalls<M>>, ExecError> {
-        let AttentionCall { content, policy, deterministic, .. } = call;
-        let mut ready = self.ready.lock().unwrap_or_else(PoisonError::into_inner);
-        let is_it = |ready: &Ready<M>| {
-            Arc::ptr_eq(&ready.content, content)
-                && (ready.policy, ready.deterministic) == (*policy, *deterministic)
-        };
-        let at = match ready.iter().position(is_it) {
-            Some(index) => ready.remove(index),
-            None => {
-                let (plan, spec) = (&content.plan, &content.spec);
-                let calls =
-                    self.group.attention(plan, spec, Pass::ForwardBackward, *policy, *deterministic)?;
-                let (content, calls) = (content.clone(), Arc::new(calls));
-                Ready { content, policy: *policy, deterministic: *deterministic, calls }
-            }
-        };
-        let calls = at.calls.clone();
-        ready.insert(0, at);
-        ready.truncate(KEPT);
-        Ok(calls)
+    /// The same, and keeps what its connection lives on.
+    pub(crate) fn kept_by(group: Group<M>, machine: Arc<M>) -> Self
+    where
+        M: Send + Sync + 'static,
+    {
+        Self { _keeper: Some(machine), ..Self::new(group) }
+    }
+}
+
+impl<M> Joined<M>
+where
+    M: Machine,
+    M::Backend: InPlace,
+{
+    /// The caller's stream as every rank here has it; `None` where there is no such thing.
+    fn callers(&self, stream: u64) -> Option<Vec<CallerStream<M>>> {
+        self.group.ranks().iter().map(|rank| rank.backend().caller(stream)).collect()
+    }
+
+    /// Whether a stream captures; refused where its ranks meet on the host in a call.
+    fn captures(&self, streams: Option<&[CallerStream<M>]>) -> Result<bool, ExecError> {
+        let (Some([stream, ..]), [rank, ..]) = (streams, self.group.ranks()) else { return Ok(false) };
+        let captures = rank.backend().captures(stream)?;
+        if captures && self.group.world_size() > 1 {
+            let ranks = self.group.world_size();
+            let reason = format!(
+                "a group of {ranks} ranks cannot be captured: its ranks meet on the host in every call. Call it outside of the graph"
+            );
+            return Err(ExecError::Device { rank: rank.rank(), place: "a capture".to_owned(), reason });
+        }
+        Ok(captures)
     }
 
     /// The tensors of every rank here, each rank's rows of them.
-    fn split(&self, call: &AttentionCall) -> Result<Vec<Buffers>, ExecError> {
+    fn split(&self, content: &Content, call: &PassCall) -> Result<Vec<Buffers<M::Backend>>, ExecError> {
         let mut starts = vec![0; call.inputs.len() + call.outputs.len()];
-        let mut of_rank = |rank: usize| {
+        let ranks = self.group.ranks().iter();
+        let of_rank = ranks.map(|rank| {
             let read = call.inputs.iter().map(|named| (named, BufferAccess::Read));
             let written = call.outputs.iter().map(|named| (named, BufferAccess::Write));
             let all = read.chain(written).zip(&mut starts);
@@ -113,61 +151,62 @@ impl<M: Machine<Backend = CpuBackend>> Joined<M> {
                 let rows = match *name {
                     "sink" => tensor.rows(),
                     // One after the other, a copy for each rank here.
-                    "dsink" => call.content.spec.seqlen_sink,
-                    "k" | "v" | "dk" | "dv" => call.content.rows(rank, true),
-                    _ => call.content.rows(rank, false),
+                    "dsink" => content.spec.seqlen_sink,
+                    "k" | "v" | "dk" | "dv" => content.rows(rank.rank(), true),
+                    _ => content.rows(rank.rank(), false),
                 };
                 let first = if *name == "sink" { 0 } else { *start };
                 *start += rows;
-                Ok((*name, buffer(rank, name, tensor.view(first..first + rows, access)?)))
+                Ok((*name, rank.backend().borrow(name, tensor, first..first + rows, access)?))
             })
-            .collect::<Result<Buffers, ExecError>>()
-        };
-        self.group.ranks_here().map(&mut of_rank).collect()
+            .collect()
+        });
+        of_rank.collect()
     }
 
-    /// As a call, with times. Strided tensors are not for it.
-    fn measure(&self, call: &AttentionCall, tensors: Vec<Buffers>) -> Result<Timeline, ExecError> {
-        let AttentionCall { content, policy, deterministic, backward, .. } = call;
-        let Content { plan, spec, .. } = &**content;
-        let blocks = if *deterministic { KeyBlocks::Aligned } else { KeyBlocks::Suited };
-        let reduction =
-            if *deterministic { GradientReduction::Deterministic } else { GradientReduction::PerStage };
-        let lower = |rank| match *backward {
-            false => lower_attention_forward(plan, rank, spec, *policy, blocks),
-            true => lower_attention_backward(plan, rank, spec, *policy, reduction),
-        };
-        let mut ranks = self.group.prepare(lower, None)?;
-        for (rank, buffers) in ranks.iter_mut().zip(tensors) {
-            rank.take_times(RunTimes::Operations);
-            buffers.into_iter().try_for_each(|(name, buffer)| rank.bind(name, buffer))?;
+    /// Waits for calls where nothing else does.
+    fn ended(
+        &self,
+        tickets: &[Ticket<M::Backend>],
+        streams: Option<&[CallerStream<M>]>,
+    ) -> Result<(), ExecError> {
+        match streams {
+            Some(_) => Ok(()),
+            None => tickets.iter().try_for_each(Ticket::wait),
         }
-        Prepared::run_ranks(&mut ranks)
     }
 }
 
-impl<M> Engine for Joined<M>
+/// A plan that is ready.
+struct Ready<M: Machine> {
+    joined: Arc<Joined<M>>,
+    content: Arc<Content>,
+    calls: AttentionCalls<M>,
+    /// Whether a graph of the caller replays it.
+    is_captured: AtomicBool,
+}
+
+impl<M> Ready<M>
 where
-    M: Machine<Backend = CpuBackend> + Send + Sync,
-    Group<M>: Send + Sync,
-    AttentionCalls<M>: Send + Sync,
+    M: Machine,
+    M::Backend: InPlace,
 {
-    fn attention(&self, call: &AttentionCall) -> Result<Option<Timeline>, ExecError> {
-        self.group.poll()?;
-        let calls = self.ready(call)?;
-        let tensors = self.split(call)?;
-        let _one = self.calling.lock().unwrap_or_else(PoisonError::into_inner);
-        if call.measured {
-            return self.measure(call, tensors).map(Some);
-        }
+    fn enqueue(
+        &self,
+        direction: Direction,
+        tensors: &[Buffers<M::Backend>],
+        streams: Option<&[CallerStream<M>]>,
+    ) -> Result<Vec<Ticket<M::Backend>>, ExecError> {
         let missing =
             |name: &str| ExecError::Tensor { name: name.to_owned(), reason: "is missing".to_owned() };
-        let find =
-            |rank: usize, name: &str| tensors[rank].iter().find(|(known, _)| *known == name).map(|(_, b)| b);
+        let find = |rank: usize, name: &str| {
+            tensors[rank].iter().find(|(known, _)| *known == name).map(|(_, buffer)| buffer)
+        };
         let get = |rank: usize, name: &str| find(rank, name).ok_or_else(|| missing(name));
         let ranks = 0..tensors.len();
-        let tickets = match call.backward {
-            false => {
+        let streams: Option<Vec<_>> = streams.map(|streams| streams.iter().collect());
+        match direction {
+            Direction::Forward => {
                 let forward = |rank| {
                     Ok(ForwardTensors {
                         q: get(rank, "q")?,
@@ -178,9 +217,10 @@ where
                         lse: get(rank, "lse")?,
                     })
                 };
-                calls.forward(&ranks.map(forward).collect::<Result<Vec<_>, ExecError>>()?, None)?
+                let tensors = ranks.map(forward).collect::<Result<Vec<_>, ExecError>>()?;
+                self.calls.forward(&tensors, streams.as_deref())
             }
-            true => {
+            Direction::Backward => {
                 let backward = |rank| {
                     Ok(BackwardTensors {
                         dout: get(rank, "dout")?,
@@ -196,31 +236,132 @@ where
                         dsink: find(rank, "dsink"),
                     })
                 };
-                calls.backward(&ranks.map(backward).collect::<Result<Vec<_>, ExecError>>()?, None)?
+                let tensors = ranks.map(backward).collect::<Result<Vec<_>, ExecError>>()?;
+                self.calls.backward(&tensors, streams.as_deref())
             }
+        }
+    }
+}
+
+impl<M> Passes for Ready<M>
+where
+    M: Machine + Send + Sync + 'static,
+    M::Backend: InPlace,
+    Group<M>: Send + Sync,
+    AttentionCalls<M>: Send + Sync,
+{
+    fn run(self: Arc<Self>, call: PassCall) -> Result<Option<Timeline>, ExecError> {
+        let joined = &self.joined;
+        let streams = joined.callers(call.stream);
+        if joined.captures(streams.as_deref())? && !self.is_captured.swap(true, Ordering::Relaxed) {
+            lock(&joined.captured).push(self.clone());
+        }
+        let tensors = joined.split(&self.content, &call)?;
+        let called = {
+            let _one = lock(&joined.calling);
+            let tickets = self.enqueue(call.direction, &tensors, streams.as_deref());
+            tickets.and_then(|tickets| joined.ended(&tickets, streams.as_deref()))
         };
-        tickets.iter().try_for_each(Ticket::wait)?;
-        Ok(None)
+        if called.is_err() {
+            lock(&joined.kept).push(call.keeper);
+        }
+        called.map(|()| None)
+    }
+}
+
+/// A plan whose calls take times.
+struct Measured<M: Machine> {
+    joined: Arc<Joined<M>>,
+    task: Task,
+}
+
+impl<M> Passes for Measured<M>
+where
+    M: Machine + Send + Sync + 'static,
+    M::Backend: InPlace,
+    Group<M>: Send + Sync,
+{
+    /// Strided tensors are not for it.
+    fn run(self: Arc<Self>, call: PassCall) -> Result<Option<Timeline>, ExecError> {
+        let Task { content, policy, deterministic } = &self.task;
+        let (plan, spec, joined) = (&content.plan, &content.spec, &self.joined);
+        if let Some(streams) = joined.callers(call.stream) {
+            let ranks = joined.group.ranks().iter().zip(&streams);
+            ranks.into_iter().try_for_each(|(rank, stream)| rank.backend().settle(stream))?;
+        }
+        let tensors = joined.split(content, &call)?;
+        let blocks = if *deterministic { KeyBlocks::Aligned } else { KeyBlocks::Suited };
+        let reduction =
+            if *deterministic { GradientReduction::Deterministic } else { GradientReduction::PerStage };
+        let lower = |rank| match call.direction {
+            Direction::Forward => lower_attention_forward(plan, rank, spec, *policy, blocks),
+            Direction::Backward => lower_attention_backward(plan, rank, spec, *policy, reduction),
+        };
+        let _one = lock(&joined.calling);
+        let mut ranks = joined.group.prepare(lower, None)?;
+        for (rank, buffers) in ranks.iter_mut().zip(tensors) {
+            rank.take_times(RunTimes::Operations);
+            buffers.into_iter().try_for_each(|(name, buffer)| rank.bind(name, buffer))?;
+        }
+        Prepared::run_ranks(&mut ranks).map(Some)
+    }
+}
+
+impl<M> Engine for Joined<M>
+where
+    M: Machine + Send + Sync + 'static,
+    M::Backend: InPlace,
+    Group<M>: Send + Sync,
+    AttentionCalls<M>: Send + Sync,
+{
+    fn prepare(self: Arc<Self>, task: Task, stream: Option<u64>) -> Result<Arc<dyn Passes>, ExecError> {
+        self.group.poll()?;
+        if self.captures(stream.and_then(|stream| self.callers(stream)).as_deref())? {
+            let reason = "a plan that was never called cannot be called first inside of a graph, because making it ready is no work \
+                          for a graph. Call it once before, or give it to Group.prefetch";
+            let place = "a capture".to_owned();
+            return Err(ExecError::Device {
+                rank: self.group.ranks_here().start,
+                place,
+                reason: reason.to_owned(),
+            });
+        }
+        let Task { content, policy, deterministic } = task;
+        let (plan, spec) = (&content.plan, &content.spec);
+        let calls = self.group.attention(plan, spec, Pass::ForwardBackward, policy, deterministic)?;
+        Ok(Arc::new(Ready { joined: self, content, calls, is_captured: AtomicBool::new(false) }))
     }
 
-    fn rows(
-        &self,
-        dispatch: &Dispatch,
-        what: RowCollective,
-        from: &Borrowed,
-        to: &Borrowed,
-    ) -> Result<(), ExecError> {
+    fn measured(self: Arc<Self>, task: Task) -> Arc<dyn Passes> {
+        Arc::new(Measured { joined: self, task })
+    }
+
+    fn rows(&self, rows: &RowsCall<'_>) -> Result<(), ExecError> {
+        let RowsCall { dispatch, what, stream, from, to } = *rows;
         self.group.poll()?;
         let Range { start: rank, .. } = self.group.ranks_here();
-        let _one = self.calling.lock().unwrap_or_else(PoisonError::into_inner);
-        let program = |rank| row_program(rank, dispatch, what, from, to);
-        let prepared = self.group.prepare(program, None)?;
-        let tensors = [
-            ("from", buffer(rank, "from", from.view(0..from.rows(), BufferAccess::Read)?)),
-            ("to", buffer(rank, "to", to.view(0..to.rows(), BufferAccess::Write)?)),
-        ];
-        let calls = prepared.iter().map(|rank| Call::new(rank, &tensors, None)).collect::<Result<_, _>>()?;
-        Call::enqueue_ranks(calls)?.iter().try_for_each(Ticket::wait)
+        let streams = self.callers(stream);
+        self.captures(streams.as_deref())?;
+        let prepared = self.group.prepare(|rank| row_program(rank, dispatch, what, from, to), None)?;
+        let of_rank = |prepared: &Prepared<_, _>| -> Result<Buffers<M::Backend>, ExecError> {
+            let backend: &M::Backend = prepared.backend();
+            Ok(vec![
+                ("from", backend.borrow("from", from, 0..from.rows(), BufferAccess::Read)?),
+                ("to", backend.borrow("to", to, 0..to.rows(), BufferAccess::Write)?),
+            ])
+        };
+        let tensors = prepared.iter().map(of_rank).collect::<Result<Vec<_>, _>>()?;
+        let _one = lock(&self.calling);
+        let calls = prepared.iter().zip(&tensors).map(|(prepared, tensors)| {
+            let stream = streams.as_ref().map(|streams| &streams[prepared.backend().rank() - rank]);
+            Call::new(prepared, tensors, stream)
+        });
+        let tickets = calls.collect::<Result<Vec<_>, _>>().and_then(Call::enqueue_ranks);
+        let called = tickets.and_then(|tickets| self.ended(&tickets, streams.as_deref()));
+        if called.is_err() {
+            lock(&self.kept).extend([from.keeper.clone(), to.keeper.clone()]);
+        }
+        called
     }
 
     fn poll(&self) -> Result<(), ExecError> {
@@ -232,11 +373,9 @@ where
     }
 
     fn close(&self) -> Result<(), ExecError> {
-        let _one = self.calling.lock().unwrap_or_else(PoisonError::into_inner);
-        self.group.close()
+        let _one = lock(&self.calling);
+        let closed = self.group.close();
+        lock(&self.captured).clear();
+        closed
     }
-}
-
-fn buffer(rank: usize, name: &str, view: HostView) -> CpuBuffer {
-    CpuBuffer::borrowed(rank, name, view)
 }

@@ -3,6 +3,7 @@
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
+use counterpoint_cuda::CudaError;
 use counterpoint_exec::{ExecError, RendezvousError};
 use counterpoint_mask::MaskError;
 use counterpoint_plan::PlanError;
@@ -38,6 +39,25 @@ impl Raised for PlanError {
 impl Raised for SimulateError {
     fn class(&self) -> &'static str {
         "PlanError"
+    }
+}
+
+impl Raised for CudaError {
+    fn class(&self) -> &'static str {
+        match self {
+            Self::NoNvrtc { .. } | Self::NoNccl { .. } | Self::NoCublasLt { .. } => "MissingLibraryError",
+            Self::OutOfMemory { .. } => "OutOfMemoryError",
+            _ => "DeviceError",
+        }
+    }
+
+    fn attributes(&self) -> Vec<(&'static str, u64)> {
+        match self {
+            Self::OutOfMemory { bytes, free, .. } => {
+                vec![("needed", *bytes as u64), ("available", *free as u64)]
+            }
+            _ => Vec::new(),
+        }
     }
 }
 

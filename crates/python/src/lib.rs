@@ -3,7 +3,9 @@
 // Not a workspace lint.
 #![warn(clippy::unwrap_used)]
 
+mod allocator;
 mod borrow;
+mod calls;
 mod engine;
 mod error;
 mod integers;
@@ -23,6 +25,8 @@ mod _native {
     use pyo3::prelude::*;
 
     #[pymodule_export]
+    use crate::calls::Calls;
+    #[pymodule_export]
     use crate::mask::Mask;
     #[pymodule_export]
     use crate::ranks::Ranks;
@@ -34,6 +38,12 @@ mod _native {
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         module.add("__version__", env!("CARGO_PKG_VERSION"))
+    }
+
+    /// Tells where the packages of this interpreter lie, CUDA's compiler among them: before the first group on a GPU.
+    #[pyfunction]
+    fn _search_packages(folders: Vec<std::path::PathBuf>) {
+        counterpoint_cuda::search_packages(folders);
     }
 
     /// Panics inside the engine's guard: what a test of `InternalError` calls.

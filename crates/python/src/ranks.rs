@@ -1,43 +1,33 @@
 //! The ranks of a group that are in this process, and what they do together.
 
+use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use counterpoint_exec::{CpuMachine, ExecError, Group, JoinConfig, SlowLink, WorldConfig};
+use counterpoint_cuda::{CudaMachine, CudaProcess, Device, Timing, TransportKind};
+use counterpoint_exec::{CpuMachine, ExecError, Group, JoinConfig, Rendezvous, SlowLink, WorldConfig};
+use counterpoint_plan::Topology;
 use counterpoint_schedule::OverlapPolicy;
 use pyo3::prelude::*;
 
+use crate::allocator::PythonAllocator;
 use crate::borrow::Borrowed;
-use crate::engine::{AttentionCall, Engine, Joined, Named};
+use crate::calls::Calls;
+use crate::engine::{Engine, Joined, RowsCall, Task};
 use crate::error::{engine, raise};
 use crate::interrupt::{self, interruptible};
 use crate::join::{self, PythonStore};
 use crate::row_program::RowCollective;
 use crate::solution::Solution;
-use crate::timeline::Timeline;
 
 /// Ranks that are joined: all of a group in this process, or one of several processes.
 #[pyclass(frozen, module = "counterpoint._native")]
 pub(crate) struct Ranks {
     rank: Option<usize>,
     size: usize,
+    transport: &'static str,
     engine: Mutex<Option<Arc<dyn Engine>>>,
     process: u32,
-}
-
-/// Names and tensors of one call.
-type Tensors = Vec<(String, Borrowed)>;
-
-const NAMES: [&str; 11] = ["q", "k", "v", "sink", "out", "lse", "dout", "dq", "dk", "dv", "dsink"];
-
-fn named(tensors: Tensors) -> Result<Named, ExecError> {
-    let name = |(name, tensor): (String, Borrowed)| {
-        let known = NAMES.into_iter().find(|known| *known == name);
-        known
-            .map(|known| (known, tensor))
-            .ok_or_else(|| ExecError::Tensor { name, reason: "is no tensor of attention".to_owned() })
-    };
-    tensors.into_iter().map(name).collect()
 }
 
 #[pymethods]
@@ -54,7 +44,7 @@ impl Ranks {
             }
         };
         let group = engine(py, || Group::connect(&CpuMachine::new(0, slow_link)?, size, config(limit)))?;
-        Ok(Self::with(None, size, Arc::new(Joined::new(group))))
+        Ok(Self::with(None, size, "memory", Arc::new(Joined::new(group))))
     }
 
     /// This process as `rank` of `size` that are processes, which meet through `store`, a `torch.distributed.Store` of theirs alone.
@@ -73,7 +63,63 @@ impl Ranks {
         let (store, _give_up) = PythonStore::new(store, rank, size);
         let joined = move || Group::join(&store, rank, size, &JoinConfig { address, world });
         let group = interruptible(py, joined)?;
-        Ok(Self::with(Some(rank), size, Arc::new(Joined::new(group))))
+        Ok(Self::with(Some(rank), size, "tcp", Arc::new(Joined::new(group))))
+    }
+
+    /// Likewise with this process on the GPU of that number, which other ranks may share. `nodes` is on how many machines they are,
+    /// equally many on each.
+    #[staticmethod]
+    #[pyo3(signature = (store, rank, size, ordinal, *, address, limit, transport, nodes))]
+    fn join_cuda(
+        py: Python<'_>,
+        store: Py<PyAny>,
+        rank: usize,
+        size: usize,
+        ordinal: usize,
+        address: &str,
+        limit: f64,
+        transport: &str,
+        nodes: usize,
+    ) -> PyResult<Self> {
+        let (address, world) = (join::address(py, address)?, config(duration(py, limit)?));
+        let Some((_, kind)) = TransportKind::NAMES.into_iter().find(|(name, _)| *name == transport) else {
+            let names = TransportKind::NAMES.map(|(name, _)| name).join(", ");
+            return Err(raise(py, "Error", &format!("transport is {transport:?}; it must be {names}"), &[]));
+        };
+        let topology = Topology { world_size: size, ranks_per_node: size / nodes.max(1) };
+        let (store, _give_up) = PythonStore::new(store, rank, size);
+        let joined = move || -> Result<_, ExecError> {
+            let join = JoinConfig { address, world: world.clone() };
+            let rendezvous = Rendezvous::through(&store, rank, size, &join)?;
+            let process = CudaProcess::new(&rendezvous, Some(ordinal), Timing::Spans, kind, topology)?;
+            let group = Group::connect(&process, size, world)?;
+            let transport = process.transport().name();
+            Ok((Joined::kept_by(group, Arc::new(process)), transport))
+        };
+        let (joined, transport) = interruptible(py, joined)?;
+        Ok(Self::with(Some(rank), size, transport, Arc::new(joined)))
+    }
+
+    /// All `size` ranks in this process, on one GPU. Their memory comes from the three functions ([`PythonAllocator`]).
+    #[staticmethod]
+    #[pyo3(signature = (size, ordinal, *, limit, allocate, free, cached))]
+    fn cuda(
+        py: Python<'_>,
+        size: usize,
+        ordinal: usize,
+        limit: f64,
+        allocate: Py<PyAny>,
+        free: Py<PyAny>,
+        cached: Py<PyAny>,
+    ) -> PyResult<Self> {
+        let limit = duration(py, limit)?;
+        let allocator = Arc::new(PythonAllocator { allocate, free, cached });
+        let machine = engine(py, || {
+            let machine = CudaMachine::new(vec![Device::open(ordinal)?], Timing::Spans)?;
+            machine.with_allocator(allocator)
+        })?;
+        let group = engine(py, || Group::connect(&machine, size, config(limit)))?;
+        Ok(Self::with(None, size, "memory", Arc::new(Joined::new(group))))
     }
 
     /// This process's rank; None where all are here.
@@ -82,41 +128,50 @@ impl Ranks {
         self.rank
     }
 
+    /// What moves rows between ranks.
+    #[getter]
+    fn transport(&self) -> &'static str {
+        self.transport
+    }
+
     /// Number of ranks.
     #[getter]
     fn size(&self) -> usize {
         self.size
     }
 
-    /// One pass of attention: `outputs` are written. Its times, where it is `measured`. Collective.
-    #[pyo3(signature = (solution, *, backward, overlap, deterministic, measured, inputs, outputs))]
-    fn attention(
-        &self,
-        py: Python<'_>,
+    /// Makes a plan ready to be called. `stream` is PyTorch's current one; None on a thread that calls nothing. Local.
+    #[pyo3(signature = (solution, *, overlap, deterministic, stream))]
+    fn prepare(
+        slf: &Bound<'_, Self>,
         solution: &Solution,
-        backward: bool,
         overlap: &str,
         deterministic: bool,
-        measured: bool,
-        inputs: Tensors,
-        outputs: Tensors,
-    ) -> PyResult<Option<Timeline>> {
-        let policy: OverlapPolicy = match overlap {
-            "auto" => OverlapPolicy::default(),
-            text => text.parse().map_err(|error| raise(py, "PolicyError", &format!("{error}"), &[]))?,
-        };
-        let ranks = self.engine(py)?;
-        let content = solution.content.clone();
-        let native = engine(py, || {
-            let (inputs, outputs) = (named(inputs)?, named(outputs)?);
-            let call = AttentionCall { content, policy, deterministic, backward, measured, inputs, outputs };
-            ranks.attention(&call)
-        })?;
-        Ok(native.map(|native| Timeline { native }))
+        stream: Option<u64>,
+    ) -> PyResult<Calls> {
+        let (py, content) = (slf.py(), &solution.content);
+        let task = Task { content: content.clone(), policy: policy(py, overlap)?, deterministic };
+        let ranks = slf.get().engine(py)?;
+        let passes = engine(py, || ranks.prepare(task, stream))?;
+        Ok(Calls::new(slf.clone().unbind(), passes, content))
+    }
+
+    /// The same of which every call gives its times.
+    #[pyo3(signature = (solution, *, overlap, deterministic))]
+    fn prepare_measured(
+        slf: &Bound<'_, Self>,
+        solution: &Solution,
+        overlap: &str,
+        deterministic: bool,
+    ) -> PyResult<Calls> {
+        let (py, content) = (slf.py(), &solution.content);
+        let task = Task { content: content.clone(), policy: policy(py, overlap)?, deterministic };
+        let passes = slf.get().engine(py)?.measured(task);
+        Ok(Calls::new(slf.clone().unbind(), passes, content))
     }
 
     /// Moves rows of a tensor that is dispatched as the queries (or keys) of a plan: "gather", "reduce_scatter", or "roll". Collective.
-    #[pyo3(signature = (solution, what, role, *, shift, source, target))]
+    #[pyo3(signature = (solution, what, role, *, shift, stream, source, target))]
     fn rows(
         &self,
         py: Python<'_>,
@@ -124,6 +179,7 @@ impl Ranks {
         what: &str,
         role: &str,
         shift: i64,
+        stream: u64,
         source: Borrowed,
         target: Borrowed,
     ) -> PyResult<()> {
@@ -137,7 +193,7 @@ impl Ranks {
         let keys = role == "k";
         engine(py, || {
             let dispatch = if keys { &content.plan.k_dispatch } else { &content.plan.q_dispatch };
-            ranks.rows(dispatch, what, &source, &target)
+            ranks.rows(&RowsCall { dispatch, what, stream, from: &source, to: &target })
         })
     }
 
@@ -176,11 +232,21 @@ impl Ranks {
 }
 
 impl Ranks {
-    fn with(rank: Option<usize>, size: usize, engine: Arc<dyn Engine>) -> Self {
-        Self { rank, size, engine: Mutex::new(Some(engine)), process: std::process::id() }
+    fn with(rank: Option<usize>, size: usize, transport: &'static str, engine: Arc<dyn Engine>) -> Self {
+        Self { rank, size, transport, engine: Mutex::new(Some(engine)), process: std::process::id() }
     }
 
-    fn engine(&self, py: Python<'_>) -> PyResult<Arc<dyn Engine>> {
+    /// The ranks of this process.
+    pub(crate) fn here(&self) -> Range<usize> {
+        self.rank.map_or(0..self.size, |rank| rank..rank + 1)
+    }
+
+    /// Whether this is another process than the one that made it.
+    pub(crate) fn is_forked(&self) -> bool {
+        std::process::id() != self.process
+    }
+
+    pub(crate) fn engine(&self, py: Python<'_>) -> PyResult<Arc<dyn Engine>> {
         if std::process::id() != self.process {
             let message = "this group was made in another process, and a fork does not copy its threads; start workers \
                            with spawn, or make the group in them";
@@ -197,6 +263,13 @@ impl Drop for Ranks {
             let engine = self.engine.lock().unwrap_or_else(PoisonError::into_inner).take();
             std::mem::forget(engine);
         }
+    }
+}
+
+fn policy(py: Python<'_>, overlap: &str) -> PyResult<OverlapPolicy> {
+    match overlap {
+        "auto" => Ok(OverlapPolicy::default()),
+        text => text.parse().map_err(|error| raise(py, "PolicyError", &format!("{error}"), &[])),
     }
 }
 

@@ -30,7 +30,7 @@ pub(crate) fn row_program(
     from: &Borrowed,
     to: &Borrowed,
 ) -> Program {
-    let (dtype, tensors) = (from.dtype(), vec![(BufferId(0), BufferId(1))]);
+    let (dtype, tensors) = (from.dtype, vec![(BufferId(0), BufferId(1))]);
     let cast = |part| {
         let (part, tensors) = (Arc::new(part), tensors.clone());
         Op::GroupCast(GroupCast { part, tensors, wire_dtype: dtype, arrive: None, delivery: None })
@@ -54,7 +54,7 @@ pub(crate) fn row_program(
     let buffer = |name: &str, tensor: &Borrowed, role| BufferSpec {
         name: name.to_owned(),
         dtype,
-        shape: tensor.shape().to_vec(),
+        shape: tensor.shape.clone(),
         role,
     };
     Program {

@@ -7,9 +7,12 @@ use super::clock::Clock;
 use super::rank::OtherKernels;
 use super::{CudaBackend, exec_error};
 use crate::kernel::{LINK_BLOCKS, LINK_RANKS, UserKernelSource};
+use crate::memory::{DeviceAllocator, Lender};
 use crate::nccl::{ConnectedRanks, NcclRank};
 use crate::transport::Means;
-use crate::{CudaError, CudaTransport, Device, EngineUse, TransportKind, compiler_version};
+use crate::{
+    CudaError, CudaTransport, Device, EngineUse, Stream, StreamPriority, TransportKind, compiler_version,
+};
 
 /// Whether a run measures its operations.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -45,6 +48,8 @@ pub struct CudaMachine {
     others: OtherKernels,
     /// Of NCCL, for the next world: shared by the clones of a machine.
     connected: ConnectedRanks,
+    /// Whose memory ranks have, where not the driver's.
+    lender: Option<Arc<Lender>>,
 }
 
 /// Multiprocessors that a kernel of the transport takes, unless told otherwise.
@@ -67,7 +72,7 @@ impl CudaMachine {
         compiler_version()?;
         let (transport, engines, others) = (TransportKind::Auto, EngineUse::NEVER, OtherKernels::default());
         let connected = ConnectedRanks::default();
-        Self { devices, timing, transport, num_sms: NUM_SMS, engines, others, connected }
+        Self { devices, timing, transport, num_sms: NUM_SMS, engines, others, connected, lender: None }
             .with_transport(TransportKind::Auto)
     }
 
@@ -159,6 +164,18 @@ impl CudaMachine {
         self
     }
 
+    /// The same, whose ranks have their memory of `allocator`. A machine of several devices keeps to the driver's: peers reach that.
+    ///
+    /// # Errors
+    /// When the driver has no stream left.
+    pub fn with_allocator(mut self, allocator: Arc<dyn DeviceAllocator>) -> Result<Self, CudaError> {
+        if let [device] = &self.devices[..] {
+            let stream = Stream::new(device, StreamPriority::Low)?;
+            self.lender = Some(Arc::new(Lender::new(allocator, stream)));
+        }
+        Ok(self)
+    }
+
     /// A machine of each of its devices.
     pub fn each_alone(&self) -> Vec<Self> {
         self.devices.iter().map(|device| Self { devices: vec![device.clone()], ..self.clone() }).collect()
@@ -185,7 +202,8 @@ impl CudaMachine {
 
     /// The device of each rank of a new world.
     fn of_ranks(&self, ranks: usize) -> Vec<Device> {
-        let devices: Vec<Device> = self.devices.iter().map(Device::for_world).collect();
+        let of_world = |device: &Device| device.for_world_of(self.lender.as_ref());
+        let devices: Vec<Device> = self.devices.iter().map(of_world).collect();
         (0..ranks).map(|rank| devices[rank % devices.len()].clone()).collect()
     }
 

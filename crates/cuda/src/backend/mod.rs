@@ -90,8 +90,10 @@ impl Backend for CudaBackend {
         self.can_follow(policy)
     }
 
-    fn available_memory(&self) -> Option<u64> {
-        self.0.device.memory().ok().map(|memory| memory.free as u64)
+    fn available_memory(&self, needed: u64) -> Option<u64> {
+        let free = self.0.device.memory().ok()?.free as u64;
+        let lender = self.0.device.pool().lender().filter(|_| free < needed);
+        Some(free + lender.map_or(0, |lender| lender.cached()))
     }
 
     fn allocate(&self, spec: &BufferSpec) -> Result<CudaBuffer, ExecError> {
@@ -313,6 +315,10 @@ impl Backend for CudaBackend {
 
     fn wait(&self, stream: &CudaStream, place: &OpPlace, event: &Event) -> Result<(), ExecError> {
         self.enqueue(stream, place, SpanKind::Wait, |stream| stream.wait(event))
+    }
+
+    fn is_captured(&self, event: &Event) -> bool {
+        event.is_captured()
     }
 
     fn wait_on_host(&self, event: &Event) -> Result<(), ExecError> {

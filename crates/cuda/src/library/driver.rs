@@ -7,9 +7,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use cudarc::driver::sys::{
     CUDA_MEMCPY2D, CUcontext, CUdevResource, CUdevResourceDesc, CUdevResourceType, CUdevice,
     CUdevice_attribute, CUdeviceptr, CUevent, CUfunction, CUfunction_attribute, CUgraph, CUgraphExec,
-    CUgreenCtx, CUipcEventHandle, CUipcMemHandle, CUlaunchConfig, CUmodule, CUpointer_attribute, CUstream,
-    CUstreamCaptureMode, CUstreamCaptureStatus, CUtensorMap, CUtensorMapDataType, CUtensorMapFloatOOBfill,
-    CUtensorMapInterleave, CUtensorMapL2promotion, CUtensorMapSwizzle, CUuuid,
+    CUgraphNode, CUgreenCtx, CUipcEventHandle, CUipcMemHandle, CUlaunchConfig, CUmodule, CUpointer_attribute,
+    CUstream, CUstreamCaptureMode, CUstreamCaptureStatus, CUtensorMap, CUtensorMapDataType,
+    CUtensorMapFloatOOBfill, CUtensorMapInterleave, CUtensorMapL2promotion, CUtensorMapSwizzle, CUuuid,
 };
 use libloading::Library;
 
@@ -44,6 +44,10 @@ function_table! {
         cuStreamQuery(stream: CUstream);
         cuStreamWaitEvent(stream: CUstream, event: CUevent, flags: c_uint);
         cuStreamIsCapturing(stream: CUstream, status: *mut CUstreamCaptureStatus);
+        cuStreamGetCaptureInfo_v2(
+            stream: CUstream, status: *mut CUstreamCaptureStatus, id: *mut c_ulonglong, graph: *mut CUgraph,
+            dependencies: *mut *const CUgraphNode, count: *mut usize,
+        );
         cuStreamBeginCapture_v2(stream: CUstream, mode: CUstreamCaptureMode);
         cuStreamEndCapture(stream: CUstream, graph: *mut CUgraph);
         cuEventCreate(event: *mut CUevent, flags: c_uint);

@@ -21,6 +21,7 @@ pub use driver_calls::DriverCalls;
 pub use nccl::{LibraryVersion, nccl_version};
 pub(crate) use nccl::{Nccl, NcclConfig, NcclHandle, NcclProgress, NcclUniqueId};
 pub(crate) use nvrtc::Nvrtc;
+pub use search::search_packages;
 pub(crate) use search::{CUBLASLT_VARIABLE, NCCL_VARIABLE, NVRTC_VARIABLE, SEARCH_VARIABLES};
 
 /// Opens a library, by path or by a name that the loader knows; an error is the loader's own words.

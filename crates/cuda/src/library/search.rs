@@ -40,18 +40,34 @@ pub(crate) const SEARCH_VARIABLES: [&str; 9] = [
     "PYTHONHOME",
 ];
 
+/// Folders of packages of the interpreter that this process is.
+static PACKAGES: OnceLock<Vec<PathBuf>> = OnceLock::new();
+
+/// Tells where the packages of the interpreter lie that this process is: libraries are taken from there, behind those that are loaded
+/// already, and no `python3` is asked. Relative folders do not count. Later calls change nothing.
+pub fn search_packages(folders: Vec<PathBuf>) {
+    PACKAGES.get_or_init(|| folders.into_iter().filter(|folder| folder.is_absolute()).collect());
+}
+
 /// Names under which the loader may know NVRTC, the newest first.
 const NVRTC_NAMES: [&str; 3] = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"];
+
+/// Where packages have NVRTC.
+const NVRTC_PARTS: &[&str] = &["nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib", "nvidia/cu12/lib", "torch/lib"];
 
 /// The candidates for NVRTC, in the order in which to try them. Lazy, because `python3` is to be asked only when all before it
 /// failed.
 pub(super) fn nvrtc() -> impl Iterator<Item = Candidate> {
     let (named, elsewhere) = named_folder(NVRTC_VARIABLE);
+    let of_interpreter = PACKAGES.get().filter(|_| elsewhere).into_iter().flat_map(|packages| {
+        let loaded = loaded("libnvrtc.so").into_iter().filter_map(|path| Some(path.parent()?.to_owned()));
+        loaded.chain(parts_of(packages.clone(), NVRTC_PARTS))
+    });
     let by_name = NVRTC_NAMES.map(|name| Candidate { before: Vec::new(), library: PathBuf::from(name) });
     let by_name = by_name.into_iter().filter(move |_| elsewhere);
-    let parts = &["nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib", "nvidia/cu12/lib", "torch/lib"];
-    let in_folders = named.into_iter().chain(usual_folders(elsewhere, parts));
-    by_name.chain(in_folders.flat_map(|folder| nvrtc_in(&folder)))
+    let in_folders = named.into_iter().chain(usual_folders(elsewhere, NVRTC_PARTS));
+    let first = of_interpreter.flat_map(|folder| nvrtc_in(&folder));
+    first.chain(by_name).chain(in_folders.flat_map(|folder| nvrtc_in(&folder)))
 }
 
 /// The candidates for NCCL, likewise.
@@ -76,9 +92,14 @@ fn by_name_then_folder(
     prefix: &'static str,
 ) -> impl Iterator<Item = PathBuf> + use<> {
     let (named, elsewhere) = named_folder(variable);
+    let of_interpreter = PACKAGES.get().filter(|_| elsewhere).into_iter().flat_map(move |packages| {
+        let in_packages =
+            parts_of(packages.clone(), parts).flat_map(move |folder| files_named(&folder, prefix));
+        loaded(prefix).into_iter().chain(in_packages)
+    });
     let by_name = names.map(PathBuf::from).into_iter().filter(move |_| elsewhere);
     let in_folders = named.into_iter().chain(usual_folders(elsewhere, parts));
-    by_name.chain(in_folders.flat_map(move |folder| files_named(&folder, prefix)))
+    of_interpreter.chain(by_name).chain(in_folders.flat_map(move |folder| files_named(&folder, prefix)))
 }
 
 /// Why a search found so little, beside what the loader said of each candidate.
@@ -89,6 +110,7 @@ pub(super) fn notes(variable: &'static str, prefix: &str) -> Vec<String> {
             Some(format!("{variable}={}: no {prefix}.* in it", folder.display()))
         }
         Ok(Some(_)) => None,
+        Ok(None) if PACKAGES.get().is_some() => None,
         Ok(None) => {
             python_answer().as_ref().err().map(|reason| format!("site-packages of python3: {reason}"))
         }
@@ -108,9 +130,24 @@ fn named_folder(variable: &'static str) -> (Option<PathBuf>, bool) {
 /// Folders of toolkits, then the `parts` of each folder of `python3`'s packages.
 fn usual_folders(wanted: bool, parts: &'static [&'static str]) -> impl Iterator<Item = PathBuf> {
     let toolkits = std::iter::once_with(toolkit_folders).take(usize::from(wanted)).flatten();
-    let packages = std::iter::once_with(python_packages).take(usize::from(wanted)).flatten();
-    let packages = packages.flat_map(|packages| parts.iter().map(move |part| packages.join(part)));
+    let asked = wanted && PACKAGES.get().is_none();
+    let packages = std::iter::once_with(python_packages).take(usize::from(asked));
+    let packages = packages.flat_map(move |packages| parts_of(packages, parts));
     toolkits.map(|root| root.join("lib64")).chain(packages)
+}
+
+/// These parts of each folder of packages.
+fn parts_of(packages: Vec<PathBuf>, parts: &'static [&'static str]) -> impl Iterator<Item = PathBuf> {
+    packages.into_iter().flat_map(|packages| parts.iter().map(move |part| packages.join(part)))
+}
+
+/// The files whose names begin so that this process has loaded.
+fn loaded(prefix: &str) -> Vec<PathBuf> {
+    let maps = fs::read_to_string("/proc/self/maps").unwrap_or_default();
+    let paths = maps.lines().filter_map(|line| Some(PathBuf::from(&line[line.find('/')?..])));
+    let mut paths: Vec<PathBuf> = paths.filter(|path| file_name(path).starts_with(prefix)).collect();
+    paths.dedup();
+    paths
 }
 
 /// NVRTCs in a folder, the newest first.

@@ -1,5 +1,6 @@
 //! Memory of devices, pinned memory of the host, and copies between them.
 
+mod allocator;
 mod device_buffer;
 mod guard;
 mod host_records;
@@ -8,12 +9,14 @@ mod pool;
 mod shared;
 mod uploads;
 
+pub(crate) use allocator::Lender;
+pub use allocator::{AllocationError, DeviceAllocator};
 pub use device_buffer::DeviceBuffer;
 pub(crate) use guard::Guards;
 pub use guard::{GuardReport, MemoryGuard, Overwrite};
 pub(crate) use host_records::{HostRecords, RecordPlace};
 pub use pinned_buffer::PinnedBuffer;
-pub(crate) use pool::{MemoryPool, PoolMemory, StreamEnds, captures};
+pub(crate) use pool::{MemoryPool, PoolMemory, StreamEnds, capture_of, captures};
 pub(crate) use shared::{AllocationPlace, OpenedMemory, handle_bytes};
 pub(crate) use uploads::Uploads;
 
@@ -45,7 +48,12 @@ fn take_block(device: &Device, memory: PoolMemory, bytes: usize) -> Result<Block
     };
     let asked = bytes;
     let bytes = block_bytes(asked);
+    let lender = device.pool().lender().filter(|_| memory == PoolMemory::Device);
     let new = || {
+        if let Some(lender) = lender {
+            let lent = lender.allocate(bytes)?;
+            return lent.map_or_else(|| Err(out_of_memory(device, what, asked)?), Ok);
+        }
         explain_allocation(device, what, asked, |driver| {
             // SAFETY: the pointers are to locals; the memory is freed by its pool.
             unsafe {
@@ -81,10 +89,13 @@ fn explain_allocation<T>(
 ) -> Result<T, CudaError> {
     const OUT_OF_MEMORY: u32 = 2;
     match device.bind().and_then(|driver| allocate(&driver)) {
-        Err(CudaError::Driver { code: OUT_OF_MEMORY, .. }) => {
-            let memory = device.memory()?;
-            Err(CudaError::OutOfMemory { what, bytes, free: memory.free, total: memory.total })
-        }
+        Err(CudaError::Driver { code: OUT_OF_MEMORY, .. }) => Err(out_of_memory(device, what, bytes)?),
         other => other,
     }
+}
+
+/// With figures; the error is the driver's, when it has none.
+fn out_of_memory(device: &Device, what: &'static str, bytes: usize) -> Result<CudaError, CudaError> {
+    let memory = device.memory()?;
+    Ok(CudaError::OutOfMemory { what, bytes, free: memory.free, total: memory.total })
 }

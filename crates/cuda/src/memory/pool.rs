@@ -2,7 +2,7 @@
 //!
 //! Freeing device or pinned memory waits for the whole device, and would end a capture of somebody else's. So memory stays with
 //! its world until that ends. A block that was given back is lent again once every stream of the device has passed the
-//! point at which it stood when somebody next looked.
+//! point at which it stood when somebody next looked. Where somebody else's allocator lends the memory, long blocks go back there then.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ptr;
@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cudarc::driver::sys::{CUevent, CUstream, CUstreamCaptureStatus};
 
+use super::Lender;
 use crate::CudaError;
 use crate::library::{Driver, call};
 
@@ -32,7 +33,11 @@ pub(crate) struct Block {
 
 /// Blocks of one world on one device that nobody has.
 #[derive(Debug, Default)]
-pub(crate) struct MemoryPool(Mutex<Blocks<Arc<Point>>>);
+pub(crate) struct MemoryPool {
+    blocks: Mutex<Blocks<Arc<Point>>>,
+    /// Whose memory of the device it is, where not the driver's.
+    lender: Option<Arc<Lender>>,
+}
 
 /// The pool's bookkeeping, which needs no device: `P` is a point of a stream.
 #[derive(Debug)]
@@ -196,7 +201,35 @@ pub(crate) fn captures(driver: &Driver, stream: usize) -> Result<bool, CudaError
     Ok(status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
 }
 
+/// The number of the capture that what is put on a stream goes into, which no other capture of the process has; 0 where it runs.
+pub(crate) fn capture_of(driver: &Driver, stream: usize) -> Result<u64, CudaError> {
+    let (mut status, mut id) = (CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE, 0);
+    let (graph, nodes, count) = (ptr::null_mut(), ptr::null_mut(), ptr::null_mut());
+    let stream = stream as CUstream;
+    // SAFETY: the stream is alive, the pointers are to locals, or null for what is not asked.
+    match unsafe {
+        call!(driver, cuStreamGetCaptureInfo_v2(stream, &mut status, &mut id, graph, nodes, count))
+    } {
+        // The legacy default stream, into which nothing is captured.
+        Err(CudaError::Driver { code: IMPLICIT_CAPTURE, .. }) => return Ok(0),
+        answer => answer?,
+    }
+    // Numbers begin anywhere; none is 0 in what follows.
+    let captures = status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+    Ok(if captures { id.max(1) } else { 0 })
+}
+
 impl MemoryPool {
+    /// A pool of the driver's memory, or the lender's.
+    pub(crate) fn new(lender: Option<Arc<Lender>>) -> Self {
+        Self { lender, ..Self::default() }
+    }
+
+    /// Whose memory of the device it is, where not the driver's.
+    pub(crate) fn lender(&self) -> Option<&Arc<Lender>> {
+        self.lender.as_ref()
+    }
+
     /// A block of `bytes` at least that was given back, if there is one that nothing enqueued still uses.
     pub(crate) fn take(
         &self,
@@ -205,27 +238,33 @@ impl MemoryPool {
         memory: PoolMemory,
         bytes: usize,
     ) -> Result<Option<Block>, CudaError> {
-        let mut blocks = lock(&self.0);
+        let mut blocks = lock(&self.blocks);
         if let Some(block) = blocks.fitting(memory, bytes) {
             return Ok(Some(block));
         }
         blocks.sweep(&DevicePoints { driver, ends })?;
-        Ok(blocks.fitting(memory, bytes))
+        let found = blocks.fitting(memory, bytes);
+        let Some(lender) = &self.lender else { return Ok(found) };
+        let long = blocks.long_blocks();
+        // The lender may wait for who waits for this.
+        drop(blocks);
+        long.into_iter().for_each(|address| lender.free(address));
+        Ok(found)
     }
 
     /// Takes a block back. What was enqueued may still use it.
     pub(crate) fn give_back(&self, block: Block) {
-        lock(&self.0).dropped.push(block);
+        lock(&self.blocks).dropped.push(block);
     }
 
     /// Other processes have the allocation that begins here open until the world ends.
     pub(crate) fn export(&self, base: u64) {
-        lock(&self.0).exported.insert(base);
+        lock(&self.blocks).exported.insert(base);
     }
 
     /// Bytes of a kind that nobody has, whether or not they are still used.
     pub(crate) fn unused_bytes(&self, memory: PoolMemory) -> usize {
-        let blocks = lock(&self.0);
+        let blocks = lock(&self.blocks);
         let of_kind = blocks.free.range((memory, 0)..=(memory, usize::MAX));
         let free: usize = of_kind.map(|((_, bytes), addresses)| bytes * addresses.len()).sum();
         let others = blocks.dropped.iter().chain(blocks.pending.iter().flat_map(|(_, blocks)| blocks));
@@ -236,30 +275,30 @@ impl MemoryPool {
     /// Frees what nobody has and no other process has open; `all` at the end of a world, when nobody has any. Waits for the device, whose
     /// context is current.
     pub(crate) fn free(&self, driver: &Driver, all: bool) -> Result<(), CudaError> {
-        let mut blocks = lock(&self.0);
-        if blocks.is_empty() {
-            return Ok(());
-        }
-        // SAFETY: the context is current.
-        unsafe { call!(driver, cuCtxSynchronize()) }?;
-        let mut given_back = std::mem::take(&mut blocks.dropped);
-        given_back.extend(std::mem::take(&mut blocks.pending).into_iter().flat_map(|(_, blocks)| blocks));
-        given_back.into_iter().for_each(|block| blocks.put(block));
-        let mut result = Ok(());
-        let Blocks { free, exported, .. } = &mut *blocks;
-        for ((memory, _), addresses) in free.iter_mut() {
-            for address in addresses.extract_if(.., |address| all || !exported.contains(address)) {
-                // SAFETY: allocated for the pool by these functions, and nothing uses it any more.
-                let freed = unsafe {
-                    match memory {
-                        PoolMemory::Device => call!(driver, cuMemFree_v2(address)),
-                        PoolMemory::Host => call!(driver, cuMemFreeHost(address as *mut _)),
-                    }
-                };
-                result = result.and(freed);
+        let unused = {
+            let mut blocks = lock(&self.blocks);
+            if blocks.is_empty() {
+                return Ok(());
             }
+            // SAFETY: the context is current.
+            unsafe { call!(driver, cuCtxSynchronize()) }?;
+            blocks.unused(all)
+        };
+        let mut result = Ok(());
+        for (memory, address) in unused {
+            // SAFETY: allocated for the pool by these functions, and nothing uses it any more.
+            let freed = unsafe {
+                match (memory, &self.lender) {
+                    (PoolMemory::Device, Some(lender)) => {
+                        lender.free(address);
+                        Ok(())
+                    }
+                    (PoolMemory::Device, None) => call!(driver, cuMemFree_v2(address)),
+                    (PoolMemory::Host, _) => call!(driver, cuMemFreeHost(address as *mut _)),
+                }
+            };
+            result = result.and(freed);
         }
-        free.retain(|_, addresses| !addresses.is_empty());
         result
     }
 }
@@ -273,6 +312,30 @@ impl<P> Default for Blocks<P> {
 impl<P> Blocks<P> {
     fn is_empty(&self) -> bool {
         self.free.is_empty() && self.dropped.is_empty() && self.pending.is_empty()
+    }
+
+    /// All that nobody has, taken out, when nothing enqueued uses any; without what other processes have open, unless `all` is said.
+    fn unused(&mut self, all: bool) -> Vec<(PoolMemory, u64)> {
+        let mut given_back = std::mem::take(&mut self.dropped);
+        given_back.extend(std::mem::take(&mut self.pending).into_iter().flat_map(|(_, blocks)| blocks));
+        given_back.into_iter().for_each(|block| self.put(block));
+        let Self { free, exported, .. } = self;
+        let mut unused = Vec::new();
+        for ((memory, _), addresses) in free.iter_mut() {
+            let taken = addresses.extract_if(.., |address| all || !exported.contains(address));
+            unused.extend(taken.map(|address| (*memory, address)));
+        }
+        free.retain(|_, addresses| !addresses.is_empty());
+        unused
+    }
+
+    /// The free blocks of the device that are worth more elsewhere than here, taken out.
+    fn long_blocks(&mut self) -> Vec<u64> {
+        let mut shorter = std::mem::take(&mut self.free);
+        let mut long = shorter.split_off(&(PoolMemory::Device, LONG));
+        self.free = long.split_off(&(PoolMemory::Host, 0));
+        self.free.append(&mut shorter);
+        long.into_values().flatten().collect()
     }
 
     /// The smallest free block that is long enough, and no more than a quarter too long or else what would be made.
@@ -317,6 +380,9 @@ impl<P> Blocks<P> {
 
 /// `CUDA_ERROR_STREAM_CAPTURE_IMPLICIT`.
 const IMPLICIT_CAPTURE: u32 = 906;
+
+/// Bytes from which on a block that is not used goes back to a lender: what PyTorch's allocator takes from large segments.
+const LONG: usize = 1 << 20;
 
 /// Bytes of the smallest blocks.
 const SMALLEST: usize = 512;

@@ -203,8 +203,8 @@ fn backward(
     calls.backward(&of_ranks, Some(&streams(tensors)))
 }
 
-fn streams(tensors: &[Tensors]) -> Vec<&CudaStream> {
-    tensors.iter().map(|tensors| &*tensors.borrowed).collect()
+fn streams(tensors: &[Tensors]) -> Vec<&Arc<CudaStream>> {
+    tensors.iter().map(|tensors| &tensors.borrowed).collect()
 }
 
 /// A rank's tensors: queries, keys and values are parts of one packed tensor of the caller's, and so are their gradients.

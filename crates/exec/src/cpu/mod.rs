@@ -151,7 +151,7 @@ impl Backend for CpuBackend {
         }
     }
 
-    fn available_memory(&self) -> Option<u64> {
+    fn available_memory(&self, _needed: u64) -> Option<u64> {
         available_memory()
     }
 

@@ -118,7 +118,7 @@ impl<M: Machine> AttentionCalls<M> {
     pub fn forward(
         &self,
         tensors: &[ForwardTensors<'_, M::Backend>],
-        streams: Option<&[&StreamOf<M>]>,
+        streams: Option<&[&Arc<StreamOf<M>>]>,
     ) -> Result<Vec<Ticket<M::Backend>>, ExecError> {
         let ranks: Vec<_> = self.ranks.iter().map(|rank| lock(&rank.forward)).collect();
         let named: Vec<_> = tensors.iter().map(ForwardTensors::named).collect();
@@ -132,7 +132,7 @@ impl<M: Machine> AttentionCalls<M> {
     pub fn backward(
         &self,
         tensors: &[BackwardTensors<'_, M::Backend>],
-        streams: Option<&[&StreamOf<M>]>,
+        streams: Option<&[&Arc<StreamOf<M>>]>,
     ) -> Result<Vec<Ticket<M::Backend>>, ExecError> {
         let ranks: Vec<_> = self.ranks.iter().map(AttentionRank::backward_rank).collect::<Result<_, _>>()?;
         let named: Vec<_> = tensors.iter().map(BackwardTensors::named).collect();
@@ -189,7 +189,7 @@ impl<B: Backend, T: Transport<B>> AttentionRank<B, T> {
     pub fn forward(
         &self,
         tensors: &ForwardTensors<'_, B>,
-        stream: Option<&B::Stream>,
+        stream: Option<&Arc<B::Stream>>,
     ) -> Result<Ticket<B>, ExecError> {
         Call::new(&lock(&self.forward), &tensors.named(), stream)?.enqueue()
     }
@@ -201,7 +201,7 @@ impl<B: Backend, T: Transport<B>> AttentionRank<B, T> {
     pub fn backward(
         &self,
         tensors: &BackwardTensors<'_, B>,
-        stream: Option<&B::Stream>,
+        stream: Option<&Arc<B::Stream>>,
     ) -> Result<Ticket<B>, ExecError> {
         let prepared = self.backward_rank()?;
         Call::new(&prepared, &tensors.named(), stream)?.enqueue()

@@ -48,6 +48,8 @@ struct SharedStream<B: Backend> {
 pub(crate) struct CallOrder<B: Backend> {
     /// The end of the last call, and the stream that it was recorded on.
     pub(crate) last: Option<(Arc<B::Stream>, B::Event)>,
+    /// Likewise of the last that went into a graph of the caller.
+    pub(crate) captured: Option<(Arc<B::Stream>, B::Event)>,
     /// Recorded where a call's other streams begin.
     pub(crate) fork: Option<B::Event>,
     /// Recorded where they end.
@@ -66,7 +68,7 @@ impl<B: Backend, T: Transport<B>> GroupRank<B, T> {
             backend,
             transport,
             shared: Mutex::new(Shared { streams: Vec::new(), scratch: GlobalBuffer::new() }),
-            order: Mutex::new(CallOrder { last: None, fork: None, joins: Vec::new() }),
+            order: Mutex::new(CallOrder { last: None, captured: None, fork: None, joins: Vec::new() }),
             events: EventPool::default(),
             is_closed: AtomicBool::new(false),
         })
@@ -190,7 +192,10 @@ impl<B: Backend, T: Transport<B>> GroupRank<B, T> {
         let carried = program.bytes(|role| role == BufferRole::Carried);
         let scratch = program.bytes(|role| role == BufferRole::Scratch);
         let needed = carried.saturating_add(scratch.saturating_sub(self.scratch_bytes()));
-        match self.backend.available_memory().filter(|available| *available < needed) {
+        if needed == 0 {
+            return Ok(());
+        }
+        match self.backend.available_memory(needed).filter(|available| *available < needed) {
             Some(available) => Err(ExecError::OutOfMemory { rank: Some(self.rank()), needed, available }),
             None => Ok(()),
         }

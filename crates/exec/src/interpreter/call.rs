@@ -1,5 +1,7 @@
 //! Calls of a prepared Program on tensors of the caller: checked first, then enqueued behind each other without waiting.
 
+use std::slice;
+use std::sync::Arc;
 use std::time::Instant;
 
 use counterpoint_schedule::{BufferRole, BufferSpec};
@@ -18,13 +20,13 @@ pub struct Call<'a, B: Backend, T: Transport<B>> {
     read: Vec<(B::Buffer, B::Buffer)>,
     written: Vec<(B::Buffer, B::Buffer)>,
     /// The caller's, where it has one.
-    stream: Option<&'a B::Stream>,
+    stream: Option<&'a Arc<B::Stream>>,
 }
 
 impl<'a, B: Backend, T: Transport<B>> Call<'a, B, T> {
     /// A call that reads and writes these tensors, by the names of the Program's inputs and outputs; for others those count that were
     /// bound ([`Prepared::bind`]). With a `stream` it begins once all that the stream was given before has ended, and what the stream
-    /// is given later begins once the call has ended.
+    /// is given later begins once the call has ended; a Program of one stream and of one rank, which meets nobody, is enqueued there.
     ///
     /// # Errors
     /// [`ExecError::Tensor`] with the tensor that is missing, unknown, of another shape or type, of memory that cannot be used so, or
@@ -32,7 +34,7 @@ impl<'a, B: Backend, T: Transport<B>> Call<'a, B, T> {
     pub fn new(
         prepared: &'a Prepared<B, T>,
         tensors: &[(&str, B::Buffer)],
-        stream: Option<&'a B::Stream>,
+        stream: Option<&'a Arc<B::Stream>>,
     ) -> Result<Self, ExecError> {
         prepared.group_rank().check()?;
         let mut bound = prepared.buffers.clone();
@@ -99,8 +101,8 @@ impl<'a, B: Backend, T: Transport<B>> Call<'a, B, T> {
         let origin = Instant::now();
         let mut queues = Vec::with_capacity(calls.len());
         for (call, order) in calls.iter().zip(&mut orders) {
-            let queue =
-                Enqueue::of_table(call.prepared, call.table.clone()).begin(origin, RunTimes::Nothing)?;
+            let queue = Enqueue::of_table(call.prepared, call.table.clone(), call.streams());
+            let queue = queue.begin(origin, RunTimes::Nothing)?;
             call.begin(order).map_err(|error| call.prepared.backend().fail(error))?;
             queues.push(queue);
         }
@@ -114,17 +116,26 @@ impl<'a, B: Backend, T: Transport<B>> Call<'a, B, T> {
         OpPlace::new(self.prepared.program().ops.len(), label)
     }
 
+    /// The caller's stream, where nothing of the call is on another one.
+    fn only_stream(&self) -> Option<&'a Arc<B::Stream>> {
+        let is_alone = self.prepared.backend().world_size() == 1 && self.prepared.streams().len() == 1;
+        self.stream.filter(|_| is_alone)
+    }
+
+    /// What the call is enqueued on.
+    fn streams(&self) -> &'a [Arc<B::Stream>] {
+        self.only_stream().map_or(self.prepared.streams(), slice::from_ref)
+    }
+
     /// Has all streams of the call begin behind the rank's last call and the caller's stream.
     fn begin(&self, order: &mut CallOrder<B>) -> Result<(), ExecError> {
-        let (backend, streams) = (self.prepared.backend(), self.prepared.streams());
+        let (backend, streams) = (self.prepared.backend(), self.streams());
         let [first, others @ ..] = streams else { return Ok(()) };
         let place = self.place("the begin of a call");
-        if let Some((on, ended)) = &order.last
-            && !std::sync::Arc::ptr_eq(on, first)
-        {
-            backend.wait(first, &place, ended)?;
-        }
-        if let Some(stream) = self.stream {
+        let before = [&order.last, &order.captured].into_iter().flatten();
+        let mut elsewhere = before.filter(|(on, _)| !Arc::ptr_eq(on, first));
+        elsewhere.try_for_each(|(_, ended)| backend.wait(first, &place, ended))?;
+        if let Some(stream) = self.stream.filter(|stream| !Arc::ptr_eq(stream, first)) {
             let ready = self.prepared.group_rank().events().take(backend)?;
             backend.record(stream, &place, &ready)?;
             backend.wait(first, &place, &ready)?;
@@ -150,7 +161,7 @@ impl<'a, B: Backend, T: Transport<B>> Call<'a, B, T> {
 
     /// Has the first stream end last, and the caller's behind it.
     fn end(&self, order: &mut CallOrder<B>) -> Result<Ticket<B>, ExecError> {
-        let (backend, streams) = (self.prepared.backend(), self.prepared.streams());
+        let (backend, streams) = (self.prepared.backend(), self.streams());
         let events = self.prepared.group_rank().events();
         let place = self.place(&format!("the end of `{}`", self.prepared.program().name));
         let ended = events.take(backend)?;
@@ -167,10 +178,11 @@ impl<'a, B: Backend, T: Transport<B>> Call<'a, B, T> {
         let copied = |(strided, dense): &(B::Buffer, B::Buffer)| backend.copy(first, &place, dense, strided);
         self.written.iter().try_for_each(copied)?;
         backend.record(first, &place, &ended)?;
-        if let Some(stream) = self.stream {
+        if let Some(stream) = self.stream.filter(|stream| !Arc::ptr_eq(stream, first)) {
             backend.wait(stream, &place, &ended)?;
         }
-        order.last = Some((first.clone(), ended.clone()));
+        let last = if backend.is_captured(&ended) { &mut order.captured } else { &mut order.last };
+        *last = Some((first.clone(), ended.clone()));
         Ok(Ticket::new(backend, ended, place, events))
     }
 }
@@ -184,7 +196,7 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
     pub fn call_ranks(
         ranks: &[&Self],
         tensors: &[Vec<(&str, B::Buffer)>],
-        streams: Option<&[&B::Stream]>,
+        streams: Option<&[&Arc<B::Stream>]>,
     ) -> Result<Vec<Ticket<B>>, ExecError> {
         let given = streams.map_or(ranks.len(), <[_]>::len);
         if tensors.len() != ranks.len() || given != ranks.len() {

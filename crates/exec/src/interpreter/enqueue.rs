@@ -1,5 +1,6 @@
 //! How the runs of a process's ranks are put on their streams: operation by operation, all ranks from one thread.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use super::Prepared;
@@ -40,6 +41,8 @@ pub(super) struct Enqueue<'a, B: Backend, T: Transport<B>> {
     rank: &'a Prepared<B, T>,
     /// Every buffer of the Program.
     table: Vec<B::Buffer>,
+    /// Every stream.
+    streams: &'a [Arc<B::Stream>],
     /// Index of the first step that is not yet enqueued whole.
     next: usize,
 }
@@ -52,12 +55,17 @@ impl<'a, B: Backend, T: Transport<B>> Enqueue<'a, B, T> {
             let reason = "is an input and was never bound".to_owned();
             return Err(rank.backend().fail(ExecError::Tensor { name: spec.name.clone(), reason }));
         }
-        Ok(Self { rank, table: rank.buffers.iter().flatten().cloned().collect(), next: 0 })
+        let table = rank.buffers.iter().flatten().cloned().collect();
+        Ok(Self { rank, table, streams: &rank.streams, next: 0 })
     }
 
-    /// A run over these buffers.
-    pub(super) fn of_table(rank: &'a Prepared<B, T>, table: Vec<B::Buffer>) -> Self {
-        Self { rank, table, next: 0 }
+    /// A run over these buffers, on these streams.
+    pub(super) fn of_table(
+        rank: &'a Prepared<B, T>,
+        table: Vec<B::Buffer>,
+        streams: &'a [Arc<B::Stream>],
+    ) -> Self {
+        Self { rank, table, streams, next: 0 }
     }
 
     /// Tells the backend of it.
@@ -71,11 +79,11 @@ impl<'a, B: Backend, T: Transport<B>> Enqueue<'a, B, T> {
 
     /// Enqueues operations up to the next computation, which is, or the next collective, which it begins.
     fn advance(&mut self) -> Result<Reached<'a, B, T>, ExecError> {
-        let Prepared { rank, streams, events, barriers, signals, steps, .. } = self.rank;
+        let Prepared { rank, events, barriers, signals, steps, .. } = self.rank;
         let (backend, transport) = (rank.backend(), rank.transport());
         let mut enqueue = || {
             while let Some(PlacedStep { place, stream, step }) = steps.get(self.next) {
-                let stream = &*streams[*stream];
+                let stream: &'a B::Stream = &self.streams[*stream];
                 self.next += 1;
                 match step {
                     Step::Compute(kernel) => {

@@ -1,5 +1,7 @@
 //! A tensor-parallel linear layer, made ready on a group.
 
+use std::sync::Arc;
+
 use counterpoint_plan::{DType, LinearPlan};
 use counterpoint_schedule::{
     BufferSpec, OverlapPolicy, Program, Timeline, WeightGradient, lower_linear_backward, lower_linear_forward,
@@ -339,7 +341,7 @@ impl<M: Machine> LinearLayer<M> {
         &self,
         call: LayerCall,
         tensors: &NamedBuffers<'_, M>,
-        streams: Option<&[&<M::Backend as Backend>::Stream]>,
+        streams: Option<&[&Arc<<M::Backend as Backend>::Stream>]>,
     ) -> Result<Vec<Ticket<M::Backend>>, ExecError> {
         let ranks: Vec<&Rank<M>> = self.ranks_of(call)?.iter().collect();
         Prepared::call_ranks(&ranks, tensors, streams)

@@ -185,7 +185,9 @@ fn processes_call_plans_over_one_connection() {
 fn a_wait_on_the_host_can_be_interrupted() {
     let interrupted = || Some("KeyboardInterrupt".to_owned());
     let config = WorldConfig { interrupted, ..WorldConfig::default() };
-    let group = Group::connect(&TcpLoopback::new(None), 2, config).unwrap();
+    // Its rendezvous goes with it.
+    let machine = TcpLoopback::new(None);
+    let group = Group::connect(&machine, 2, config).unwrap();
     let case = Case::new(&Mask::causal(20).unwrap(), 2, spec(), 0);
     let (prepared, tensors) = (case.prepare(&group), case.tensors());
     let began = Instant::now();
@@ -316,23 +318,29 @@ impl Shared {
     }
 }
 
-/// A call behind what the caller's stream was given, and before what it is given later.
+/// A call behind what the caller's stream was given, and before what it is given later; one on another stream behind both. What one rank
+/// calls is on the caller's stream itself.
 #[test]
 fn calls_are_ordered_with_the_stream_of_the_caller() {
-    let case = Case::new(&Mask::causal(30).unwrap(), 2, spec(), 3);
-    let (group, tensors) = (group(2), case.tensors());
-    let prepared = case.prepare(&group);
-    let streams: Vec<_> =
-        group.ranks().iter().map(|rank| rank.create_stream("caller", StreamKind::Compute).unwrap()).collect();
-    let streams: Vec<_> = streams.iter().collect();
-    let forward: Vec<_> = tensors.iter().map(Tensors::forward).collect();
-    let backward: Vec<_> = tensors.iter().map(Tensors::backward).collect();
-    drop(prepared.forward(&forward, Some(&streams)).unwrap());
-    drop(prepared.backward(&backward, Some(&streams)).unwrap());
-    for (rank, stream) in group.ranks().iter().zip(&streams) {
-        rank.backend().synchronize(&[stream]).unwrap();
+    for ranks in [1, 2] {
+        let case = Case::new(&Mask::causal(30).unwrap(), ranks, spec(), 3);
+        let (group, tensors) = (group(ranks), case.tensors());
+        let prepared = case.prepare(&group);
+        let made = || -> Vec<_> {
+            let ranks = group.ranks().iter();
+            ranks.map(|rank| Arc::new(rank.create_stream("caller", StreamKind::Compute).unwrap())).collect()
+        };
+        let (first, second) = (made(), made());
+        let [first, second] = [&first, &second].map(|streams| streams.iter().collect::<Vec<_>>());
+        let forward: Vec<_> = tensors.iter().map(Tensors::forward).collect();
+        let backward: Vec<_> = tensors.iter().map(Tensors::backward).collect();
+        drop(prepared.forward(&forward, Some(&first)).unwrap());
+        drop(prepared.backward(&backward, Some(&second)).unwrap());
+        for (rank, stream) in group.ranks().iter().zip(&second) {
+            rank.backend().synchronize(&[stream]).unwrap();
+        }
+        case.check(&tensors);
     }
-    case.check(&tensors);
 }
 
 #[test]

@@ -200,3 +200,32 @@ fn a_block_is_lent_behind_what_uses_it() {
     // At most 40 are held; the rest are on their way. Growth without end would make thousands.
     assert!(device.made < 1500, "{} blocks were made", device.made);
 }
+
+#[test]
+fn long_blocks_of_the_device_go_back_to_a_lender() {
+    let mut blocks = Blocks::<u64>::default();
+    for (memory, address, bytes) in [
+        (PoolMemory::Device, 1, LONG - 1),
+        (PoolMemory::Device, 2, LONG),
+        (PoolMemory::Device, 3, 7 * LONG),
+        (PoolMemory::Device, 4, 7 * LONG),
+        (PoolMemory::Host, 5, 7 * LONG),
+    ] {
+        blocks.put(Block { memory, address, bytes });
+    }
+    assert_eq!(blocks.long_blocks(), [2, 3, 4]);
+    assert!(blocks.long_blocks().is_empty());
+    assert_eq!(blocks.unused(true), [(PoolMemory::Device, 1), (PoolMemory::Host, 5)]);
+    assert!(blocks.is_empty());
+}
+
+#[test]
+fn what_other_processes_have_open_stays() {
+    let mut blocks = Blocks::<u64>::default();
+    let block = |address| Block { memory: PoolMemory::Device, address, bytes: 4096 };
+    [1, 2].into_iter().for_each(|address| blocks.put(block(address)));
+    blocks.dropped.push(block(3));
+    blocks.exported.insert(2);
+    assert_eq!(blocks.unused(false), [(PoolMemory::Device, 1), (PoolMemory::Device, 3)]);
+    assert_eq!(blocks.unused(true), [(PoolMemory::Device, 2)]);
+}

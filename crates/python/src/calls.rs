@@ -1,0 +1,186 @@
+//! A plan that is ready on the ranks of this process, to be called with tensors of PyTorch.
+
+use std::sync::Arc;
+
+use counterpoint_exec::MemoryKeeper;
+use counterpoint_plan::DType;
+use pyo3::prelude::*;
+
+use crate::borrow::Borrowed;
+use crate::engine::{Direction, PassCall, Passes};
+use crate::error::engine;
+use crate::ranks::Ranks;
+use crate::solution::Content;
+use crate::timeline::Timeline;
+
+/// Forward and backward of a plan, ready. A call is one of each layer and step: nothing of it is kept between calls.
+#[pyclass(frozen, module = "counterpoint._native")]
+pub(crate) struct Calls {
+    ranks: Py<Ranks>,
+    passes: Option<Arc<dyn Passes>>,
+    shapes: Shapes,
+}
+
+/// A tensor's address, and its elements from a row to the next and from a head to the next.
+type Place = (usize, usize, usize);
+
+/// Of the tensors of a call, which have the rows of all ranks here.
+struct Shapes {
+    queries: usize,
+    keys: usize,
+    ranks: usize,
+    sink: usize,
+    heads_q: usize,
+    heads_k: usize,
+    head_dim: usize,
+    head_dim_v: usize,
+    dtype: DType,
+}
+
+impl Calls {
+    pub(crate) fn new(ranks: Py<Ranks>, passes: Arc<dyn Passes>, content: &Content) -> Self {
+        let here = ranks.get().here();
+        let rows = |keys| here.clone().map(|rank| content.rows(rank, keys)).sum();
+        let spec = &content.spec;
+        let shapes = Shapes {
+            queries: rows(false),
+            keys: rows(true),
+            ranks: here.len(),
+            sink: spec.seqlen_sink,
+            heads_q: spec.heads_q,
+            heads_k: spec.heads_kv,
+            head_dim: spec.head_dim,
+            head_dim_v: spec.head_dim_v,
+            dtype: spec.dtype,
+        };
+        Self { ranks, passes: Some(passes), shapes }
+    }
+
+    fn run(&self, py: Python<'_>, call: PassCall) -> PyResult<Option<Timeline>> {
+        let ranks = self.ranks.get().engine(py)?;
+        let passes = self.passes.clone();
+        // Goes last, with Python's lock.
+        let _kept = call.keeper.clone();
+        let native = engine(py, || {
+            ranks.poll()?;
+            passes.map_or(Ok(None), |passes| passes.run(call))
+        })?;
+        Ok(native.map(|native| Timeline { native }))
+    }
+}
+
+impl Shapes {
+    fn heads(&self, place: Place, shape: [usize; 3], keeper: &MemoryKeeper) -> Borrowed {
+        let (address, row, head) = place;
+        let (shape, strides, keeper) = (shape.to_vec(), vec![row, head, 1], keeper.clone());
+        Borrowed { address, shape, strides, dtype: self.dtype, keeper }
+    }
+
+    fn dense(&self, address: usize, shape: [usize; 3], keeper: &MemoryKeeper) -> Borrowed {
+        self.heads((address, shape[1] * shape[2], shape[2]), shape, keeper)
+    }
+
+    /// `[rows, heads of queries]`, dense, of the accumulator's type.
+    fn statistic(&self, address: usize, rows: usize, keeper: &MemoryKeeper) -> Borrowed {
+        let (shape, strides) = (vec![rows, self.heads_q], vec![self.heads_q, 1]);
+        Borrowed { address, shape, strides, dtype: self.dtype.accumulator(), keeper: keeper.clone() }
+    }
+
+    fn q(&self) -> [usize; 3] {
+        [self.queries, self.heads_q, self.head_dim]
+    }
+
+    fn k(&self) -> [usize; 3] {
+        [self.keys, self.heads_k, self.head_dim]
+    }
+
+    fn v(&self) -> [usize; 3] {
+        [self.keys, self.heads_k, self.head_dim_v]
+    }
+
+    fn out(&self) -> [usize; 3] {
+        [self.queries, self.heads_q, self.head_dim_v]
+    }
+}
+
+#[pymethods]
+impl Calls {
+    /// Writes `out` and `lse`, which are dense, as `sink` is. `tensors` are all tensors of the call, whose shapes and types the caller has
+    /// checked. Its times, where they are taken. Collective.
+    #[pyo3(signature = (stream, q, k, v, sink, out, lse, tensors, /))]
+    fn forward(
+        &self,
+        py: Python<'_>,
+        stream: u64,
+        q: Place,
+        k: Place,
+        v: Place,
+        sink: Option<usize>,
+        out: usize,
+        lse: usize,
+        tensors: Py<PyAny>,
+    ) -> PyResult<Option<Timeline>> {
+        let keeper: MemoryKeeper = Arc::new(tensors);
+        let shapes = &self.shapes;
+        let mut inputs = vec![
+            ("q", shapes.heads(q, shapes.q(), &keeper)),
+            ("k", shapes.heads(k, shapes.k(), &keeper)),
+            ("v", shapes.heads(v, shapes.v(), &keeper)),
+        ];
+        inputs.extend(sink.map(|sink| ("sink", shapes.statistic(sink, shapes.sink, &keeper))));
+        let outputs = vec![
+            ("out", shapes.dense(out, shapes.out(), &keeper)),
+            ("lse", shapes.statistic(lse, shapes.queries, &keeper)),
+        ];
+        self.run(py, PassCall { direction: Direction::Forward, stream, inputs, outputs, keeper })
+    }
+
+    /// Writes `dq`, `dk`, `dv`, and `dsink`, which has a copy for each rank here; all are dense. `out` and `lse` are the forward's.
+    #[pyo3(signature = (stream, dout, q, k, v, sink, out, lse, dq, dk, dv, dsink, tensors, /))]
+    fn backward(
+        &self,
+        py: Python<'_>,
+        stream: u64,
+        dout: Place,
+        q: Place,
+        k: Place,
+        v: Place,
+        sink: Option<usize>,
+        out: usize,
+        lse: usize,
+        dq: usize,
+        dk: usize,
+        dv: usize,
+        dsink: Option<usize>,
+        tensors: Py<PyAny>,
+    ) -> PyResult<Option<Timeline>> {
+        let keeper: MemoryKeeper = Arc::new(tensors);
+        let shapes = &self.shapes;
+        let mut inputs = vec![
+            ("dout", shapes.heads(dout, shapes.out(), &keeper)),
+            ("q", shapes.heads(q, shapes.q(), &keeper)),
+            ("k", shapes.heads(k, shapes.k(), &keeper)),
+            ("v", shapes.heads(v, shapes.v(), &keeper)),
+            ("out", shapes.dense(out, shapes.out(), &keeper)),
+            ("lse", shapes.statistic(lse, shapes.queries, &keeper)),
+        ];
+        inputs.extend(sink.map(|sink| ("sink", shapes.statistic(sink, shapes.sink, &keeper))));
+        let mut outputs = vec![
+            ("dq", shapes.dense(dq, shapes.q(), &keeper)),
+            ("dk", shapes.dense(dk, shapes.k(), &keeper)),
+            ("dv", shapes.dense(dv, shapes.v(), &keeper)),
+        ];
+        let rows = shapes.ranks * shapes.sink;
+        outputs.extend(dsink.map(|dsink| ("dsink", shapes.statistic(dsink, rows, &keeper))));
+        self.run(py, PassCall { direction: Direction::Backward, stream, inputs, outputs, keeper })
+    }
+}
+
+impl Drop for Calls {
+    fn drop(&mut self) {
+        if self.ranks.get().is_forked() {
+            // Its threads, or its device, are those of another process.
+            std::mem::forget(self.passes.take());
+        }
+    }
+}

@@ -1,0 +1,345 @@
+"""What attention costs through Python on one GPU: host time, rates beside the command line's, a new mask each step, memory.
+
+python3 python/benchmarks/attention.py [--only PART] [--counterpoint PATH] [--json PATH]
+
+Parts: host, rates, fresh, masks. The whole takes about 90 s on an H100 once its kernels are in the cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import counterpoint as cp
+from counterpoint import ops
+
+DEVICE = "cuda"
+Row = tuple[str, str, str]
+
+
+def tensors(tokens: int, heads: int, head_dim: int) -> list[torch.Tensor]:
+    made = [torch.randn(tokens, heads, head_dim, device=DEVICE).bfloat16() for _ in range(4)]
+    return [*(tensor.requires_grad_() for tensor in made[:3]), made[3]]
+
+
+def host_time(call: Callable[[], Any], calls: int = 60, rounds: int = 15) -> float:
+    """Microseconds that the host spends in a call when the device is never waited for: the median of rounds."""
+    for _ in range(5):
+        call()
+    times = []
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(calls):
+            call()
+        times.append((time.perf_counter() - began) / calls * 1e6)
+    torch.cuda.synchronize()
+    return statistics.median(times)
+
+
+def host() -> list[Row]:
+    """Calls on so few tokens that the device is as fast as the host."""
+    torch._dynamo.reset()
+    tokens, heads, head_dim = 256, 2, 64
+    plan = cp.LocalGroup(1, device=DEVICE).plan(cp.Mask.causal(tokens), heads=heads, head_dim=head_dim, dtype=torch.bfloat16)
+    q, k, v, dout = tensors(tokens, heads, head_dim)
+    plain = [tensor.detach() for tensor in (q, k, v)]
+    out, lse = cp.attention(q, k, v, plan)
+    calls, stream = plan._ready(None), plan.group._stream()
+    out_plain, lse_plain = torch.empty_like(plain[0]), torch.empty_like(lse)
+    places = [ops._place(tensor) for tensor in plain]
+    kept = (*plain, None, out_plain, lse_plain)
+    addresses = out_plain.data_ptr(), lse_plain.data_ptr()
+
+    def backward() -> None:
+        torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+
+    def step(call: Callable[..., Any]) -> None:
+        result = call(q, k, v)
+        torch.autograd.grad(result, (q, k, v), dout)
+
+    compiled = torch.compile(lambda q, k, v: cp.attention(q, k, v, plan)[0], fullgraph=True)
+    allocations = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    for _ in range(10):
+        step(lambda q, k, v: cp.attention(q, k, v, plan)[0])
+    torch.cuda.set_sync_debug_mode("default")
+    allocations = torch.cuda.memory_stats()["allocation.all.allocated"] - allocations
+
+    torch.cuda.synchronize()
+    torch.cuda._sleep(200_000_000)
+    began = time.perf_counter()
+    for _ in range(20):
+        step(lambda q, k, v: cp.attention(q, k, v, plan)[0])
+    ahead = not torch.cuda.current_stream().query()
+    took = time.perf_counter() - began
+    torch.cuda.synchronize()
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        cp.attention(*plain, plan)
+    sdpa = [tensor.transpose(0, 1)[None] for tensor in plain]
+    rows = [
+        ("attention(q, k, v, plan), forward, no gradients", host_time(lambda: cp.attention(*plain, plan)), ""),
+        ("the same with gradients asked for", host_time(lambda: cp.attention(q, k, v, plan)), "goal 30"),
+        ("of it the compiled module", host_time(lambda: calls.forward(stream, *places, None, *addresses, kept)), ""),
+        ("its backward by torch.autograd.grad, whose thread included", host_time(backward), "goal 40"),
+        (
+            "of it the operator alone",
+            host_time(lambda: ops.run_backward(plan, dout, *plain, None, out.detach(), lse)),
+            "",
+        ),
+        ("forward and backward, eager", host_time(lambda: step(lambda q, k, v: cp.attention(q, k, v, plan)[0])), ""),
+        ("forward and backward, torch.compile(fullgraph=True)", host_time(lambda: step(compiled)), ""),
+        ("flex_attention, forward, a mask seen before", host_time(lambda: cp.flex_attention(*plain, plan.mask)), ""),
+        ("a forward replayed as a CUDA graph", host_time(graph.replay), ""),
+        (
+            "beside them PyTorch's scaled_dot_product_attention, forward",
+            host_time(lambda: torch.nn.functional.scaled_dot_product_attention(*sdpa, is_causal=True)),
+            "",
+        ),
+    ]
+    return [
+        *((name, f"{value:.1f} us", note) for name, value, note in rows),
+        ('waits for the device in 10 steps (sync debug mode "error")', "0", "goal 0"),
+        ("allocations of PyTorch's in 10 steps: results", str(allocations), "goal 50"),
+        ("20 steps enqueued while the device is held", f"{took / 20 * 1e6:.0f} us each", "ahead" if ahead else "NOT AHEAD"),
+    ]
+
+
+def wall(call: Callable[[], Any], calls: int = 40, rounds: int = 12) -> float:
+    """Seconds of a call, enqueued one after the other and awaited together: what `bench attention --clock wall` takes."""
+    for _ in range(3):
+        call()
+    times = []
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(calls):
+            call()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - began) / calls)
+    return statistics.median(times)
+
+
+def rates(counterpoint: str) -> list[Row]:
+    """TFLOP/s of this package over those of the command line, in turns."""
+    heads, head_dim, sizes = 16, 128, [8192, 16384, 32768]
+    group = cp.LocalGroup(1, device=DEVICE)
+
+    def ours(tokens: int) -> dict[str, float]:
+        plan = group.plan(cp.Mask.causal(tokens), heads=heads, head_dim=head_dim, dtype=torch.bfloat16)
+        q, k, v, dout = tensors(tokens, heads, head_dim)
+        plain = [tensor.detach() for tensor in (q, k, v)]
+        out, _ = cp.attention(q, k, v, plan)
+        rounds = max(4, 12 * 8192 // tokens)
+        forward = wall(lambda: cp.attention(*plain, plan), rounds=rounds)
+        backward = wall(lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True), rounds=rounds)
+        return {"forward": forward, "backward": backward}
+
+    def theirs() -> dict[tuple[int, str], float]:
+        lengths = ",".join(f"{tokens // 1024}k" for tokens in sizes)
+        command = [counterpoint, "bench", "attention", "--device", "cuda", "--masks", "causal", "--seqlens", lengths]
+        command += [
+            "--heads",
+            f"{heads}:{heads}",
+            "--passes",
+            "forward,backward",
+            "--clock",
+            "wall",
+            "--iterations",
+            "6",
+            "--json",
+        ]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        found = {}
+        for line in run.stdout.splitlines():
+            row = json.loads(line)
+            if "seqlen" in row and "pass" in row:
+                found[row["seqlen"], row["pass"]] = row["seconds"]["median"]
+        if not found:
+            print(run.stderr[-2000:], file=sys.stderr)
+        return found
+
+    first, turns, second = {tokens: ours(tokens) for tokens in sizes}, theirs(), {tokens: ours(tokens) for tokens in sizes}
+    rows = []
+    for tokens in sizes:
+        area = tokens * (tokens + 1) / 2
+        for direction, passes in (("forward", 4), ("backward", 10)):
+            seconds = (first[tokens][direction] + second[tokens][direction]) / 2
+            rate = passes * area * head_dim * heads / seconds / 1e12
+            reference = turns.get((tokens, direction))
+            ratio = (
+                "no figure of the command line"
+                if reference is None
+                else f"{reference / seconds:.3f} of bench attention, goal 0.99"
+            )
+            spread = abs(first[tokens][direction] - second[tokens][direction]) / seconds
+            rows.append(
+                (
+                    f"{direction}, causal, {tokens // 1024}k tokens, 16 heads of 128",
+                    f"{rate:.0f} TFLOP/s",
+                    f"{ratio} (±{spread:.1%})",
+                )
+            )
+    return rows
+
+
+def documents(tokens: int, number: int) -> cp.Mask:
+    """Packed documents, others for every number."""
+    starts, state = [0], 12345 + number
+    while starts[-1] < tokens:
+        state = (state * 1103515245 + 12345) % (1 << 31)
+        starts.append(min(tokens, starts[-1] + 64 + state % 2048))
+    return cp.Mask.varlen(starts, causal=True)
+
+
+def fresh() -> list[Row]:
+    """A step of four layers, forward and backward: with one plan for all steps, and with another mask each step, prefetched."""
+    heads, head_dim, layers, steps = 16, 128, 4, 60
+    arguments: dict[str, Any] = {"heads": heads, "head_dim": head_dim, "dtype": torch.bfloat16}
+    rows = []
+    for tokens in (8192, 16384, 32768):
+        group = cp.LocalGroup(1, device=DEVICE)
+        q, k, v, dout = tensors(tokens, heads, head_dim)
+        masks = [documents(tokens, number) for number in range(3 * steps + 1)]
+
+        def work(plan: cp.Plan, q: torch.Tensor = q, k: torch.Tensor = k, v: torch.Tensor = v, dout: torch.Tensor = dout) -> None:
+            outs = [cp.attention(q, k, v, plan)[0] for _ in range(layers)]
+            for out in reversed(outs):
+                torch.autograd.grad(out, (q, k, v), dout)
+
+        def known(plans: list[cp.Plan]) -> float:
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            for plan in plans:
+                work(plan)
+            torch.cuda.synchronize()
+            return (time.perf_counter() - began) / len(plans)
+
+        def new(masks: list[cp.Mask], host: list[float], group: cp.LocalGroup = group) -> float:
+            group.prefetch(masks[0], **arguments)
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            for mask, following in zip(masks, [*masks[1:], None], strict=True):
+                before = time.perf_counter()
+                plan = group.plan(mask, **arguments)
+                if following is not None:
+                    group.prefetch(following, **arguments)
+                host.append(time.perf_counter() - before)
+                work(plan)
+            torch.cuda.synchronize()
+            return (time.perf_counter() - began) / len(masks)
+
+        plans = [group.plan(mask, **arguments) for mask in masks[:steps]]
+        for plan in plans:
+            plan._ready(None)
+        host: list[float] = []
+        known(plans[:10]), new(masks[:10], [])
+        differences, base = [], []
+        for _ in range(3):
+            # The same masks, known and new, in turns.
+            base.append(known(plans))
+            differences.append(new(masks[:steps], host) - base[-1])
+        rows.append(
+            (
+                f"a new mask each step, {tokens // 1024}k tokens, {layers} layers",
+                f"{statistics.median(differences) * 1e6:+.0f} us",
+                f"of a step of {statistics.median(base) * 1e3:.2f} ms; host {statistics.median(host) * 1e6:.0f} us; goal 100",
+            )
+        )
+        del plans
+        group.close()
+    return rows
+
+
+def resident() -> int:
+    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def masks(count: int) -> list[Row]:
+    """Masks without end: planned, called and dropped."""
+    tokens, heads, head_dim = 2048, 2, 64
+    group = cp.LocalGroup(1, device=DEVICE)
+    q, k, v, dout = tensors(tokens, heads, head_dim)
+    arguments: dict[str, Any] = {"heads": heads, "head_dim": head_dim, "dtype": torch.bfloat16}
+
+    def state() -> dict[str, int]:
+        gc.collect()
+        torch.cuda.synchronize()
+        free, _ = torch.cuda.mem_get_info()
+        return {
+            "allocated": torch.cuda.memory_allocated(),
+            "reserved": torch.cuda.memory_reserved(),
+            "gpu": -free,
+            "resident": resident(),
+            "descriptors": len(os.listdir("/proc/self/fd")),
+            "threads": len(os.listdir("/proc/self/task")),
+        }
+
+    def some(first: int, last: int) -> None:
+        for number in range(first, last):
+            plan = group.plan(documents(tokens, number), **arguments)
+            out, _ = cp.attention(q, k, v, plan)
+            torch.autograd.grad(out, (q, k, v), dout)
+
+    some(0, count // 10)
+    before, began = state(), time.perf_counter()
+    some(count // 10, count)
+    took, after = time.perf_counter() - began, state()
+    grown = {name: after[name] - before[name] for name in before}
+    mib = lambda name: f"{grown[name] / 2**20:+.1f} MiB"  # noqa: E731
+    return [
+        (
+            f"{count - count // 10} masks of 2k tokens, planned, called and dropped",
+            f"{took / (0.9 * count) * 1e3:.2f} ms each",
+            "",
+        ),
+        ("  PyTorch's memory: allocated, reserved", f"{mib('allocated')}, {mib('reserved')}", "goal flat"),
+        ("  the GPU's and the host's memory", f"{mib('gpu')}, {mib('resident')}", "goal flat"),
+        ("  descriptors, threads", f"{grown['descriptors']:+d}, {grown['threads']:+d}", "goal +0, +0"),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="host,rates,fresh,masks")
+    parser.add_argument("--counterpoint", default="counterpoint", help="the command line of the same build")
+    parser.add_argument("--masks", type=int, default=10_000, help="how many masks are dropped")
+    parser.add_argument("--json", type=pathlib.Path, help="writes the rows there too")
+    given = parser.parse_args()
+    parts: dict[str, Callable[[], list[Row]]] = {
+        "host": host,
+        "rates": lambda: rates(given.counterpoint),
+        "fresh": fresh,
+        "masks": lambda: masks(given.masks),
+    }
+    rows: list[Row] = []
+    for name in given.only.split(","):
+        began = time.perf_counter()
+        try:
+            rows += parts[name]()
+        except Exception as error:  # the other parts are worth knowing
+            rows.append((f"{name} FAILED", type(error).__name__, str(error)))
+        print(f"# {name}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, counterpoint {cp.__version__}")
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    for name, value, note in rows:
+        print(f"{name:<{widths[0]}}  {value:>{widths[1]}}  {note}")
+    if given.json:
+        given.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
