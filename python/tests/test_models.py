@@ -31,7 +31,7 @@ def expected(replicas: int, steps: int) -> tuple[float, dict[str, torch.Tensor]]
     for one in batches:
         loss = loss_of(model(one.ids, one.positions, dense(one.mask)), one.labels) / items
         loss.backward()
-        total += float(loss)
+        total += float(loss.detach())
     return total, {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
@@ -118,3 +118,51 @@ def test_compiled_layers_take_a_new_plan_each_step_on_ranks(ranks: Ranks) -> Non
     for compiles, worst in ranks.run(compiled):
         # The first plan, and the first that is another.
         assert compiles <= 2 and worst < 1e-6, (compiles, worst)
+
+
+def of_transformers(rank: int, name: str, shards: bool) -> tuple[float, float]:
+    """An unmodified model of transformers on four ranks: relative errors of the loss, and the largest of a gradient."""
+    from test_transformers import made, packed
+    from test_transformers import trained as alone
+
+    from counterpoint import transformers
+
+    transformers.register()
+    model, batch = made(name), packed((90, 3, 60, 47))
+    model.set_attn_implementation("eager")
+    loss, gradients = alone(model, **batch)
+    model.zero_grad()
+    model.set_attn_implementation("counterpoint")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    if shards:
+        from torch.distributed.fsdp import fully_shard
+
+        flat = mesh["dp", "cp"]._flatten()
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=flat)
+        fully_shard(model, mesh=flat)
+        model.gradient_checkpointing_enable()
+    group = cp.Group(mesh["cp"]) if shards else cp.Group()
+    prepared = cp.Batch.prepare(batch, group, model.config, chunk=8)
+    inputs = {key: value for key, value in prepared.inputs.items() if "labels" not in key and key != "num_items_in_batch"}
+    ours = prepared.loss(model(**inputs).logits, averaged_over=2 if shards else 1)
+    # Both replicas have this batch, so that the mean over replicas is one's; FSDP2 gives the mean over all ranks.
+    ours.backward()
+    dist.all_reduce(total := ours.detach().clone())
+    worst = 0.0
+    for key, parameter in model.named_parameters():
+        gradient = parameter.grad
+        if shards:
+            gradient = gradient.full_tensor()
+        else:
+            dist.all_reduce(gradient)
+        worst = max(worst, float((gradient - gradients[key]).norm() / gradients[key].norm().clamp(min=1e-6)))
+    return abs(float(total) / (4 if shards else 1) - loss) / loss, worst
+
+
+@pytest.mark.parametrize(("name", "shards"), [("llama", False), ("llama", True), ("gemma2", False)])
+def test_models_of_transformers_on_ranks(ranks: Ranks, name: str, shards: bool) -> None:
+    pytest.importorskip("transformers")
+    for loss, gradient in ranks.run(of_transformers, name, shards):
+        # Its capped logits cost gemma2 a bit.
+        assert loss < 5e-7 and gradient < (2e-6 if name == "gemma2" else 1e-6), (loss, gradient)
