@@ -28,32 +28,53 @@ fn the_map_stays_a_map() {
     assert!(lines <= 150, "ARCHITECTURE.md has {lines} lines; move what explains a choice to docs/decisions");
 }
 
-/// Every relative link of a page leads to a file, and every page of docs/ is linked from its index.
+/// Every relative link of a page leads to a file, and no page holds both sides of a merge.
 #[test]
-fn links_lead_somewhere_and_nothing_is_linked_from_nowhere() {
-    let docs: Vec<PathBuf> =
-        fs::read_dir(root().join("docs")).unwrap().map(|entry| entry.unwrap().path()).collect();
-    let pages = docs.iter().filter(|path| path.extension().is_some_and(|extension| extension == "md"));
-    let others = ["README.md", "ARCHITECTURE.md"].map(|name| root().join(name));
+fn links_lead_somewhere() {
     let mut broken = Vec::new();
-    for page in pages.cloned().chain(others) {
-        let text = fs::read_to_string(&page).unwrap();
-        for link in links(&text) {
-            if !page.parent().unwrap().join(link).exists() {
-                broken.push(format!("{}: {link}", page.display()));
-            }
-        }
+    for page in
+        [markdown("docs"), markdown("benches"), ["README.md", "ARCHITECTURE.md"].map(PathBuf::from).to_vec()]
+            .concat()
+    {
+        let text = fs::read_to_string(root().join(&page)).unwrap();
+        let leads_nowhere = |link: &&str| !root().join(&page).parent().unwrap().join(link).exists();
+        broken.extend(links(&text).filter(leads_nowhere).map(|link| format!("{}: {link}", page.display())));
+        let merge = text.lines().filter(|line| line.starts_with("<<<<<<< ") || line.starts_with(">>>>>>> "));
+        broken.extend(merge.map(|line| format!("{}: {line}", page.display())));
     }
-    assert!(broken.is_empty(), "these links lead nowhere:\n{}", broken.join("\n"));
-    let index = fs::read_to_string(root().join("docs/README.md")).unwrap();
-    let linked: Vec<&str> = links(&index).collect();
-    let name = |path: &PathBuf| path.file_name().unwrap().to_string_lossy().into_owned();
-    let unlinked = docs.iter().map(name).filter(|name| {
-        name != "README.md"
-            && name != "report.png"
-            && !linked.iter().any(|link| link.trim_end_matches('/') == name)
-    });
-    assert_eq!(unlinked.collect::<Vec<_>>(), Vec::<String>::new(), "link them in docs/README.md");
+    assert!(
+        broken.is_empty(),
+        "these links lead nowhere, or merges were not finished:\n{}",
+        broken.join("\n")
+    );
+}
+
+/// What lies in docs/ and in docs/experiments is linked from the index there.
+#[test]
+fn nothing_is_linked_from_nowhere() {
+    for folder in ["docs", "docs/experiments"] {
+        let index = fs::read_to_string(root().join(folder).join("README.md")).unwrap();
+        let linked: Vec<&str> = links(&index).map(|link| link.trim_end_matches('/')).collect();
+        let files = fs::read_dir(root().join(folder)).unwrap();
+        let names = files.map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned());
+        let unlinked: Vec<String> = names
+            .filter(|name| !["README.md", "report.png"].contains(&&**name) && !linked.contains(&&**name))
+            .collect();
+        assert_eq!(unlinked, Vec::<String>::new(), "link them in {folder}/README.md");
+    }
+}
+
+/// All pages in a folder and in those below it.
+fn markdown(folder: &str) -> Vec<PathBuf> {
+    let entries = fs::read_dir(root().join(folder))
+        .unwrap()
+        .map(|entry| Path::new(folder).join(entry.unwrap().file_name()));
+    let of_entry = |path: PathBuf| match root().join(&path).is_dir() {
+        true => markdown(&path.to_string_lossy()),
+        false if path.extension().is_some_and(|extension| extension == "md") => vec![path],
+        false => Vec::new(),
+    };
+    entries.flat_map(of_entry).collect()
 }
 
 /// The targets of relative links, without their anchors.
