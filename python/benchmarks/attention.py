@@ -48,6 +48,19 @@ def host_time(call: Callable[[], Any], calls: int = 60, rounds: int = 15) -> flo
     return statistics.median(times)
 
 
+class Nothing(torch.autograd.Function):
+    """What PyTorch takes for a function in Python, whatever that does."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(q, k, v)
+        return q.detach()
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(ctx.saved_tensors)
+
+
 def host() -> list[Row]:
     """Calls on so few tokens that the device is as fast as the host."""
     torch._dynamo.reset()
@@ -89,26 +102,67 @@ def host() -> list[Row]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         cp.attention(*plain, plan)
-    sdpa = [tensor.transpose(0, 1)[None] for tensor in plain]
+    # PyTorch's own, on the same machine: what a call costs that does nothing of ours.
+    by_head = [tensor.transpose(0, 1)[None] for tensor in plain]
+    leaves = [tensor.clone().requires_grad_() for tensor in by_head]
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    sdpa_out, dout_by_head = sdpa(*leaves, is_causal=True), dout.transpose(0, 1)[None]
+    nothing_out = Nothing.apply(q, k, v)
+
+    def chain(call: Callable[..., torch.Tensor], tensors: list[torch.Tensor], dout: torch.Tensor, layers: int = 20) -> float:
+        """Microseconds of a layer's backward, when one backward goes through many layers."""
+        times = []
+        for _ in range(8):
+            x = tensors[0]
+            for _ in range(layers):
+                x = call(x, tensors[1], tensors[2])
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            torch.autograd.grad(x, tensors, dout)
+            times.append((time.perf_counter() - began) / layers * 1e6)
+        return statistics.median(times)
+
+    def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return cp.attention(q, k, v, plan)[0]
+
+    def theirs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return sdpa(q, k, v, is_causal=True)
+
     rows = [
         ("attention(q, k, v, plan), forward, no gradients", host_time(lambda: cp.attention(*plain, plan)), ""),
-        ("the same with gradients asked for", host_time(lambda: cp.attention(q, k, v, plan)), "goal 30"),
-        ("of it the compiled module", host_time(lambda: calls.forward(stream, *places, None, *addresses, kept)), ""),
-        ("its backward by torch.autograd.grad, whose thread included", host_time(backward), "goal 40"),
+        ("  with gradients asked for", host_time(lambda: cp.attention(q, k, v, plan)), "goal 30"),
+        ("  of it the compiled module", host_time(lambda: calls.forward(stream, *places, None, *addresses, kept)), ""),
+        ("  of it an autograd.Function that does nothing", host_time(lambda: Nothing.apply(q, k, v)), ""),
+        ("  of it two allocations", host_time(lambda: (torch.empty_like(plain[0]), torch.empty_like(lse))), ""),
+        ("  beside: scaled_dot_product_attention, no gradients", host_time(lambda: theirs(*by_head)), ""),
+        ("  beside: scaled_dot_product_attention, with gradients", host_time(lambda: theirs(*leaves)), ""),
+        ("backward of one layer by torch.autograd.grad", host_time(backward), "goal 40"),
         (
-            "of it the operator alone",
+            "  of it the operator alone",
             host_time(lambda: ops.run_backward(plan, dout, *plain, None, out.detach(), lse)),
             "",
         ),
-        ("forward and backward, eager", host_time(lambda: step(lambda q, k, v: cp.attention(q, k, v, plan)[0])), ""),
-        ("forward and backward, torch.compile(fullgraph=True)", host_time(lambda: step(compiled)), ""),
-        ("flex_attention, forward, a mask seen before", host_time(lambda: cp.flex_attention(*plain, plan.mask)), ""),
-        ("a forward replayed as a CUDA graph", host_time(graph.replay), ""),
         (
-            "beside them PyTorch's scaled_dot_product_attention, forward",
-            host_time(lambda: torch.nn.functional.scaled_dot_product_attention(*sdpa, is_causal=True)),
+            "  beside: an autograd.Function that does nothing",
+            host_time(lambda: torch.autograd.grad(nothing_out, (q, k, v), q, retain_graph=True)),
             "",
         ),
+        (
+            "  beside: scaled_dot_product_attention",
+            host_time(lambda: torch.autograd.grad(sdpa_out, leaves, dout_by_head, retain_graph=True)),
+            "",
+        ),
+        ("backward of a layer, of 20 in one backward", chain(ours, [q, k, v], dout), "goal 40"),
+        ("  beside: scaled_dot_product_attention", chain(theirs, leaves, dout_by_head), ""),
+        ("forward and backward, eager", host_time(lambda: step(ours)), ""),
+        ("forward and backward, torch.compile(fullgraph=True)", host_time(lambda: step(compiled)), ""),
+        (
+            "  beside: scaled_dot_product_attention, eager",
+            host_time(lambda: torch.autograd.grad(theirs(*leaves), leaves, dout_by_head)),
+            "",
+        ),
+        ("flex_attention, forward, a mask seen before", host_time(lambda: cp.flex_attention(*plain, plan.mask)), ""),
+        ("a forward replayed as a CUDA graph", host_time(graph.replay), ""),
     ]
     return [
         *((name, f"{value:.1f} us", note) for name, value, note in rows),
@@ -134,23 +188,17 @@ def wall(call: Callable[[], Any], calls: int = 40, rounds: int = 12) -> float:
 
 
 def rates(counterpoint: str) -> list[Row]:
-    """TFLOP/s of this package over those of the command line, in turns."""
+    """TFLOP/s of this package over those of the command line, in turns, each after a pause: GPUs that are hot are slower."""
     heads, head_dim, sizes = 16, 128, [8192, 16384, 32768]
     group = cp.LocalGroup(1, device=DEVICE)
 
-    def ours(tokens: int) -> dict[str, float]:
-        plan = group.plan(cp.Mask.causal(tokens), heads=heads, head_dim=head_dim, dtype=torch.bfloat16)
-        q, k, v, dout = tensors(tokens, heads, head_dim)
-        plain = [tensor.detach() for tensor in (q, k, v)]
-        out, _ = cp.attention(q, k, v, plan)
-        rounds = max(4, 12 * 8192 // tokens)
-        forward = wall(lambda: cp.attention(*plain, plan), rounds=rounds)
-        backward = wall(lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True), rounds=rounds)
-        return {"forward": forward, "backward": backward}
+    def rested(call: Callable[[], Any], rounds: int) -> float:
+        torch.cuda.synchronize()
+        time.sleep(1.5)
+        return wall(call, rounds=rounds)
 
-    def theirs() -> dict[tuple[int, str], float]:
-        lengths = ",".join(f"{tokens // 1024}k" for tokens in sizes)
-        command = [counterpoint, "bench", "attention", "--device", "cuda", "--masks", "causal", "--seqlens", lengths]
+    def theirs(tokens: int) -> dict[str, float]:
+        command = [counterpoint, "bench", "attention", "--device", "cuda", "--masks", "causal", "--seqlens", f"{tokens // 1024}k"]
         command += [
             "--heads",
             f"{heads}:{heads}",
@@ -166,33 +214,38 @@ def rates(counterpoint: str) -> list[Row]:
         found = {}
         for line in run.stdout.splitlines():
             row = json.loads(line)
-            if "seqlen" in row and "pass" in row:
-                found[row["seqlen"], row["pass"]] = row["seconds"]["median"]
+            if "pass" in row:
+                found[row["pass"]] = row["seconds"]["median"]
         if not found:
             print(run.stderr[-2000:], file=sys.stderr)
         return found
 
-    first, turns, second = {tokens: ours(tokens) for tokens in sizes}, theirs(), {tokens: ours(tokens) for tokens in sizes}
     rows = []
     for tokens in sizes:
+        plan = group.plan(cp.Mask.causal(tokens), heads=heads, head_dim=head_dim, dtype=torch.bfloat16)
+        q, k, v, dout = tensors(tokens, heads, head_dim)
+        plain = [tensor.detach() for tensor in (q, k, v)]
+        out, _ = cp.attention(q, k, v, plan)
+        passes: dict[str, Callable[[], Any]] = {
+            "forward": lambda plain=plain, plan=plan: cp.attention(*plain, plan),
+            "backward": lambda out=out, q=q, k=k, v=v, dout=dout: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True),
+        }
+        first = {name: rested(call, 6) for name, call in passes.items()}
+        turns = theirs(tokens)
+        second = {name: rested(call, 6) for name, call in passes.items()}
         area = tokens * (tokens + 1) / 2
-        for direction, passes in (("forward", 4), ("backward", 10)):
-            seconds = (first[tokens][direction] + second[tokens][direction]) / 2
-            rate = passes * area * head_dim * heads / seconds / 1e12
-            reference = turns.get((tokens, direction))
+        for direction, products in (("forward", 4), ("backward", 10)):
+            seconds = (first[direction] + second[direction]) / 2
+            rate = products * area * head_dim * heads / seconds / 1e12
+            reference = turns.get(direction)
             ratio = (
                 "no figure of the command line"
                 if reference is None
                 else f"{reference / seconds:.3f} of bench attention, goal 0.99"
             )
-            spread = abs(first[tokens][direction] - second[tokens][direction]) / seconds
-            rows.append(
-                (
-                    f"{direction}, causal, {tokens // 1024}k tokens, 16 heads of 128",
-                    f"{rate:.0f} TFLOP/s",
-                    f"{ratio} (±{spread:.1%})",
-                )
-            )
+            spread = abs(first[direction] - second[direction]) / seconds
+            name = f"{direction}, causal, {tokens // 1024}k tokens, 16 heads of 128"
+            rows.append((name, f"{rate:.0f} TFLOP/s", f"{ratio} (±{spread:.1%})"))
     return rows
 
 
@@ -213,7 +266,7 @@ def fresh() -> list[Row]:
     for tokens in (8192, 16384, 32768):
         group = cp.LocalGroup(1, device=DEVICE)
         q, k, v, dout = tensors(tokens, heads, head_dim)
-        masks = [documents(tokens, number) for number in range(3 * steps + 1)]
+        masks = [documents(tokens, number) for number in range(steps)]
 
         def work(plan: cp.Plan, q: torch.Tensor = q, k: torch.Tensor = k, v: torch.Tensor = v, dout: torch.Tensor = dout) -> None:
             outs = [cp.attention(q, k, v, plan)[0] for _ in range(layers)]
@@ -248,7 +301,7 @@ def fresh() -> list[Row]:
         host: list[float] = []
         known(plans[:10]), new(masks[:10], [])
         differences, base = [], []
-        for _ in range(3):
+        for _ in range(5):
             # The same masks, known and new, in turns.
             base.append(known(plans))
             differences.append(new(masks[:steps], host) - base[-1])

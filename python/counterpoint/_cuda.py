@@ -46,8 +46,7 @@ def local(size: int, place: Any, limit: float) -> Ranks:
     torch = torch_module("a group on a GPU")
     _search_packages(package_folders())
     torch.cuda.init()
-    allocate, free, cached = _memory(place)
-    return Ranks.cuda(size, place.index, limit=limit, allocate=allocate, free=free, cached=cached)
+    return Ranks.cuda(size, place.index, limit=limit, allocator=_memory(place))
 
 
 def join(store: Any, rank: int, size: int, place: Any, *, address: str, limit: float, transport: str, nodes: int) -> Ranks:
@@ -55,7 +54,8 @@ def join(store: Any, rank: int, size: int, place: Any, *, address: str, limit: f
     torch = torch_module("a group on a GPU")
     _search_packages(package_folders())
     torch.cuda.init()
-    return Ranks.join_cuda(store, rank, size, place.index, address=address, limit=limit, transport=transport, nodes=nodes)
+    how: dict[str, Any] = {"address": address, "limit": limit, "transport": transport, "nodes": nodes}
+    return Ranks.join_cuda(store, rank, size, place.index, **how, allocator=_memory(place))
 
 
 def _memory(place: Any) -> tuple[Callable[[int, int], int | None], Callable[[int], None], Callable[[], int]]:
@@ -67,7 +67,16 @@ def _memory(place: Any) -> tuple[Callable[[int, int], int | None], Callable[[int
         try:
             return int(torch.cuda.caching_allocator_alloc(count, place, stream))
         except torch.OutOfMemoryError:
-            return None
+            pass
+        # What is cached for a stream that computes may be in parts that cannot go back to the driver. It is idle once that is.
+        for busy in dict.fromkeys((torch.cuda.current_stream(place), torch.cuda.default_stream(place))):
+            try:
+                address = int(torch.cuda.caching_allocator_alloc(count, place, busy))
+            except torch.OutOfMemoryError:
+                continue
+            busy.synchronize()
+            return address
+        return None
 
     def cached() -> int:
         return int(torch.cuda.memory_reserved(place) - torch.cuda.memory_allocated(place))

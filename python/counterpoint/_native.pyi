@@ -166,6 +166,9 @@ class Calls:
         /,
     ) -> Timeline | None: ...
 
+# allocate(bytes, stream), free(address), cached().
+_Allocator = tuple[Callable[[int, int], int | None], Callable[[int], None], Callable[[], int]]
+
 class Ranks:
     @staticmethod
     def local(size: int, *, slow_link: tuple[float, float] | None, limit: float) -> Ranks: ...
@@ -173,18 +176,19 @@ class Ranks:
     def join(store: Any, rank: int, size: int, *, address: str, limit: float) -> Ranks: ...
     @staticmethod
     def join_cuda(
-        store: Any, rank: int, size: int, ordinal: int, *, address: str, limit: float, transport: str, nodes: int
-    ) -> Ranks: ...
-    @staticmethod
-    def cuda(
+        store: Any,
+        rank: int,
         size: int,
         ordinal: int,
         *,
+        address: str,
         limit: float,
-        allocate: Callable[[int, int], int | None],
-        free: Callable[[int], None],
-        cached: Callable[[], int],
+        transport: str,
+        nodes: int,
+        allocator: _Allocator,
     ) -> Ranks: ...
+    @staticmethod
+    def cuda(size: int, ordinal: int, *, limit: float, allocator: _Allocator) -> Ranks: ...
     @property
     def rank(self) -> int | None: ...
     @property

@@ -34,8 +34,8 @@ def attention(
         if not isinstance(plan, Plan):
             raise TensorError(f"plan must be a counterpoint.Plan, as Group.plan makes it, not a {type(plan).__name__}")
         ops.check(plan, q, k, v, sink)
-        given = (q, k, v) if sink is None else (q, k, v, sink)
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
+        differentiable = q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)
+        if differentiable and torch.is_grad_enabled():
             out, lse = ops.Attention.apply(q, k, v, sink, plan)
         else:
             out, lse = ops.run_forward(plan, q, k, v, sink)

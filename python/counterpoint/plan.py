@@ -122,6 +122,8 @@ class Fitting:
     k: tuple[int, int, int]
     v: tuple[int, int, int]
     sink: tuple[int, int] | None
+    out: tuple[int, int, int]
+    lse: tuple[int, int]
     dtype: torch.dtype
     statistic: torch.dtype
     # As `Tensor.get_device` counts.
@@ -247,6 +249,8 @@ class Plan:
                 (self.k_rows, heads_k, head_dim),
                 (self.k_rows, heads_k, head_dim_v),
                 (given["sink_rows"], heads_q) if given["sink_rows"] else None,
+                (self.q_rows, heads_q, head_dim_v),
+                (self.q_rows, heads_q),
                 dtype,
                 statistic,
                 self.group._ordinal,

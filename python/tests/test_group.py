@@ -157,6 +157,8 @@ def described(error: BaseException) -> dict[str, object]:
 def raises_alone(rank: int) -> dict[str, object]:
     group = cp_group(rank)
     call(group)
+    # Otherwise another rank's first call may still be on its way when this one gives up.
+    dist.barrier()
     began = time.monotonic()
     try:
         with group.failing_together():

@@ -3,18 +3,14 @@
 use counterpoint_cuda::{AllocationError, DeviceAllocator};
 use pyo3::prelude::*;
 
-/// Functions of Python: `allocate(bytes, stream)` gives an address, or None where there is too little; `free(address)`; `cached()` gives
+/// A tuple of three functions of Python: `allocate(bytes, stream)` gives an address, or None where there is too little; `free(address)`; `cached()` gives
 /// the bytes that nobody has. The engine calls them without any lock of Python's.
-#[derive(Debug)]
-pub(crate) struct PythonAllocator {
-    pub(crate) allocate: Py<PyAny>,
-    pub(crate) free: Py<PyAny>,
-    pub(crate) cached: Py<PyAny>,
-}
+#[derive(Debug, FromPyObject)]
+pub(crate) struct PythonAllocator(Py<PyAny>, Py<PyAny>, Py<PyAny>);
 
 impl DeviceAllocator for PythonAllocator {
     fn allocate(&self, bytes: usize, stream: u64) -> Result<u64, AllocationError> {
-        let address = Python::try_attach(|py| self.allocate.call1(py, (bytes, stream))?.extract(py));
+        let address = Python::try_attach(|py| self.0.call1(py, (bytes, stream))?.extract(py));
         match address {
             Some(Ok(Some(address))) => Ok(address),
             Some(Ok(None)) => Err(AllocationError::OutOfMemory),
@@ -25,11 +21,11 @@ impl DeviceAllocator for PythonAllocator {
 
     fn free(&self, address: u64) {
         // At Python's end the memory goes with the process. There is no one to tell of an error.
-        let _ = Python::try_attach(|py| self.free.call1(py, (address,)).map(drop));
+        let _ = Python::try_attach(|py| self.1.call1(py, (address,)).map(drop));
     }
 
     fn cached(&self) -> u64 {
-        let bytes = Python::try_attach(|py| self.cached.call0(py)?.extract(py));
+        let bytes = Python::try_attach(|py| self.2.call0(py)?.extract(py));
         bytes.and_then(Result::ok).unwrap_or(0)
     }
 }

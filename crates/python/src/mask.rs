@@ -1,5 +1,8 @@
 //! `counterpoint.Mask`: a value of the mask crate with the argument forms of Python.
 
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::sync::{Arc, OnceLock};
+
 use counterpoint_mask::{
     AttnSlice, Documents, Mask as Native, MaskError, MaskType, PictureStyle, Range, Window,
 };
@@ -20,13 +23,40 @@ use crate::integers::{described, limit, list, listed, size, sizes};
 /// >>> (3, 2) in mask, (4, 3) in mask
 /// (False, True)
 #[pyclass(frozen, module = "counterpoint", name = "Mask", eq, hash)]
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug)]
 pub(crate) struct Mask {
-    pub(crate) native: Native,
+    pub(crate) native: Arc<Native>,
+    /// Of its contents. Every call that keeps plans by their masks asks for it.
+    hash: OnceLock<u64>,
+}
+
+impl Mask {
+    pub(crate) fn of(native: Arc<Native>) -> Self {
+        Self { native, hash: OnceLock::new() }
+    }
+}
+
+impl PartialEq for Mask {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.native, &other.native) || self.native == other.native
+    }
+}
+
+impl Eq for Mask {}
+
+impl Hash for Mask {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        let of_contents = || {
+            let mut hasher = DefaultHasher::new();
+            self.native.hash(&mut hasher);
+            hasher.finish()
+        };
+        state.write_u64(*self.hash.get_or_init(of_contents));
+    }
 }
 
 fn made(py: Python<'_>, make: impl FnOnce() -> Result<Native, MaskError> + Send) -> PyResult<Mask> {
-    engine(py, make).map(|native| Mask { native })
+    engine(py, make).map(|native| Mask::of(Arc::new(native)))
 }
 
 /// Query rows, key columns, type.

@@ -69,7 +69,7 @@ impl Ranks {
     /// Likewise with this process on the GPU of that number, which other ranks may share. `nodes` is on how many machines they are,
     /// equally many on each.
     #[staticmethod]
-    #[pyo3(signature = (store, rank, size, ordinal, *, address, limit, transport, nodes))]
+    #[pyo3(signature = (store, rank, size, ordinal, *, address, limit, transport, nodes, allocator))]
     fn join_cuda(
         py: Python<'_>,
         store: Py<PyAny>,
@@ -80,6 +80,7 @@ impl Ranks {
         limit: f64,
         transport: &str,
         nodes: usize,
+        allocator: PythonAllocator,
     ) -> PyResult<Self> {
         let (address, world) = (join::address(py, address)?, config(duration(py, limit)?));
         let Some((_, kind)) = TransportKind::NAMES.into_iter().find(|(name, _)| *name == transport) else {
@@ -92,6 +93,11 @@ impl Ranks {
             let join = JoinConfig { address, world: world.clone() };
             let rendezvous = Rendezvous::through(&store, rank, size, &join)?;
             let process = CudaProcess::new(&rendezvous, Some(ordinal), Timing::Spans, kind, topology)?;
+            let process = process.with_allocator(Arc::new(allocator)).map_err(|error| ExecError::Device {
+                rank,
+                place: "the memory of a rank".to_owned(),
+                reason: error.to_string(),
+            })?;
             let group = Group::connect(&process, size, world)?;
             let transport = process.transport().name();
             Ok((Joined::kept_by(group, Arc::new(process)), transport))
@@ -100,20 +106,18 @@ impl Ranks {
         Ok(Self::with(Some(rank), size, transport, Arc::new(joined)))
     }
 
-    /// All `size` ranks in this process, on one GPU. Their memory comes from the three functions ([`PythonAllocator`]).
+    /// All `size` ranks in this process, on one GPU, with the allocator's memory.
     #[staticmethod]
-    #[pyo3(signature = (size, ordinal, *, limit, allocate, free, cached))]
+    #[pyo3(signature = (size, ordinal, *, limit, allocator))]
     fn cuda(
         py: Python<'_>,
         size: usize,
         ordinal: usize,
         limit: f64,
-        allocate: Py<PyAny>,
-        free: Py<PyAny>,
-        cached: Py<PyAny>,
+        allocator: PythonAllocator,
     ) -> PyResult<Self> {
         let limit = duration(py, limit)?;
-        let allocator = Arc::new(PythonAllocator { allocate, free, cached });
+        let allocator = Arc::new(allocator);
         let machine = engine(py, || {
             let machine = CudaMachine::new(vec![Device::open(ordinal)?], Timing::Spans)?;
             machine.with_allocator(allocator)

@@ -31,7 +31,7 @@ pub(crate) struct Solution {
 
 #[derive(Serialize, Deserialize)]
 pub(crate) struct Content {
-    pub(crate) mask: counterpoint_mask::Mask,
+    pub(crate) mask: Arc<counterpoint_mask::Mask>,
     pub(crate) spec: AttentionSpec,
     config: PlanConfig,
     pub(crate) plan: Plan,
@@ -138,7 +138,7 @@ impl Solution {
     /// The mask.
     #[getter]
     fn mask(&self) -> Mask {
-        Mask { native: self.content.mask.clone() }
+        Mask::of(self.content.mask.clone())
     }
 
     /// Number of ranks.

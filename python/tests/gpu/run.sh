@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the Python package's GPU tests, and its benchmark, on a machine with a GPU, from a wheel and the command line of the same build:
 #
-#   python/tests/gpu/run.sh WHEEL COUNTERPOINT [tests|bench]...
+#   python/tests/gpu/run.sh WHEEL COUNTERPOINT [tests|bench|bench=host,rates,fresh,masks]...
 #
 # The machine needs python3 with PyTorch and pytest; nothing is built or fetched. Kernels are compiled first, side by side. What fails does
 # not keep the rest from running; the exit status says whether something did. The benchmark's table comes last.
@@ -48,6 +48,9 @@ for part in $parts; do
     case $part in
     tests) step "tests" timeout 240 python3 -m pytest -q --durations=8 --tb=short -p no:cacheprovider "$here" ;;
     bench) step "benchmark" timeout 200 python3 "$here/../../benchmarks/attention.py" --counterpoint "$counterpoint" ;;
+    bench=*)
+        step "benchmark" timeout 200 python3 "$here/../../benchmarks/attention.py" --counterpoint "$counterpoint" --only "${part#bench=}"
+        ;;
     *) echo "no part $part"; exit 2 ;;
     esac
 done

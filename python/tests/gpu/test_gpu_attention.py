@@ -180,3 +180,49 @@ def test_the_current_device_stays() -> None:
     assert torch.cuda.current_device() == 0 and x.grad is not None and x.grad.device.index == 1
     y = x.detach().to("cuda:0")
     assert torch.allclose(cp.flex_attention(y, y, y, cp.Mask.causal(128))[0].cpu(), case_of_other.detach().cpu(), atol=1e-2)
+
+
+def test_the_face_of_magiattention() -> None:
+    from counterpoint.compat.magi.functional import flex_flash_attn_func
+
+    q, k, v, dout = tensors(256)
+    q_ranges = torch.tensor([[0, 100], [100, 256]], dtype=torch.int32, device=DEVICE)
+    types = torch.ones(2, dtype=torch.int32, device=DEVICE)
+    expected = cp.flex_attention(q, k, v, packed([100, 156]), deterministic=True)
+    right = torch.autograd.grad(expected[0], (q, k, v), dout)
+    for _ in range(2):
+        out, meta = flex_flash_attn_func(q, k, v, q_ranges, q_ranges, types, deterministic=True)
+        assert torch.equal(out, expected[0]) and torch.equal(meta.lse, expected[1])
+        found = torch.autograd.grad(out, (q, k, v), dout)
+        assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
+
+
+def test_a_model_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    from counterpoint.transformers import register
+
+    register()
+    config = transformers.LlamaConfig(
+        vocab_size=97,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+    )
+    ids = torch.randint(97, (1, 300), device=DEVICE)
+    positions = torch.cat([torch.arange(100), torch.arange(200)])[None].to(DEVICE)
+    found = {}
+    for implementation in ("counterpoint", "sdpa"):
+        torch.manual_seed(0)
+        config._attn_implementation = implementation
+        model = transformers.LlamaForCausalLM(config).to(DEVICE, torch.bfloat16)
+        model.train()
+        loss = model(input_ids=ids, position_ids=positions, labels=ids, use_cache=False).loss
+        loss.backward()
+        gradient = model.model.layers[0].self_attn.q_proj.weight.grad
+        found[implementation] = (float(loss.detach()), gradient.double())
+    (loss, gradient), (right, expected) = found["counterpoint"], found["sdpa"]
+    assert abs(loss - right) < 1e-2 * right
+    assert float((gradient - expected).norm() / expected.norm()) < 5e-2

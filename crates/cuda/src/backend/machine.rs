@@ -10,9 +10,7 @@ use crate::kernel::{LINK_BLOCKS, LINK_RANKS, UserKernelSource};
 use crate::memory::{DeviceAllocator, Lender};
 use crate::nccl::{ConnectedRanks, NcclRank};
 use crate::transport::Means;
-use crate::{
-    CudaError, CudaTransport, Device, EngineUse, Stream, StreamPriority, TransportKind, compiler_version,
-};
+use crate::{CudaError, CudaTransport, Device, EngineUse, TransportKind, compiler_version};
 
 /// Whether a run measures its operations.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -170,8 +168,7 @@ impl CudaMachine {
     /// When the driver has no stream left.
     pub fn with_allocator(mut self, allocator: Arc<dyn DeviceAllocator>) -> Result<Self, CudaError> {
         if let [device] = &self.devices[..] {
-            let stream = Stream::new(device, StreamPriority::Low)?;
-            self.lender = Some(Arc::new(Lender::new(allocator, stream)));
+            self.lender = Some(Arc::new(Lender::new(device, allocator)?));
         }
         Ok(self)
     }

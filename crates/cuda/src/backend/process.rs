@@ -14,7 +14,7 @@ use super::rank::OtherKernels;
 use super::start_line::StartPace;
 use super::{CudaBackend, cost, exec_error};
 use crate::kernel::{LINK_BLOCKS, LINK_RANKS};
-use crate::memory::{AllocationPlace, OpenedMemory};
+use crate::memory::{AllocationPlace, DeviceAllocator, Lender, OpenedMemory};
 use crate::nccl::{ConnectedRanks, NcclRank, NcclSeat};
 use crate::transport::{Level, LevelledTransport, Means};
 use crate::{CudaError, CudaTransport, Device, DeviceBuffer, EngineUse, TransportKind, compiler_version};
@@ -44,6 +44,8 @@ pub struct CudaProcess {
     sent: Arc<AtomicU64>,
     /// How long its runs are held back, whatever runs.
     pace: Arc<StartPace>,
+    /// Whose memory the rank has, where not the driver's.
+    lender: Option<Arc<Lender>>,
 }
 
 /// What a rank tells of its GPU.
@@ -142,6 +144,7 @@ impl CudaProcess {
             connected: ConnectedRanks::default(),
             sent: Arc::default(),
             pace: Arc::default(),
+            lender: None,
         })
     }
 
@@ -164,6 +167,18 @@ impl CudaProcess {
     pub fn with_plain_products(mut self, by: PlainProducts) -> Self {
         self.others.plain_products = by;
         self
+    }
+
+    /// As [`CudaMachine::with_allocator`](crate::CudaMachine::with_allocator). A rank among several keeps to the driver's memory, which
+    /// the others can open.
+    ///
+    /// # Errors
+    /// When the driver has no stream left.
+    pub fn with_allocator(mut self, allocator: Arc<dyn DeviceAllocator>) -> Result<Self, CudaError> {
+        if self.rendezvous.world_size() == 1 {
+            self.lender = Some(Arc::new(Lender::new(&self.device, allocator)?));
+        }
+        Ok(self)
     }
 
     /// This rank's GPU.
@@ -284,7 +299,7 @@ impl Machine for CudaProcess {
         self.rendezvous.attach(world)?;
         let number = self.connections.fetch_add(1, Ordering::Relaxed);
         let connect = || {
-            let (rendezvous, device) = (&self.rendezvous, &self.device.for_world());
+            let (rendezvous, device) = (&self.rendezvous, &self.device.for_world_of(self.lender.as_ref()));
             let means = self.means(world, device, number)?;
             let level = |(level, means): (Level, Means)| {
                 let name = format!("{number} {}", level.name());

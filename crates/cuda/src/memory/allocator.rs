@@ -2,8 +2,9 @@
 //! used here any more is of use there.
 
 use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
 
-use crate::{CudaError, Stream};
+use crate::{CudaError, Device, Stream, StreamPriority};
 
 /// Somebody else's allocator of a device's memory. It is called from any thread, and never while something of this crate is locked that
 /// giving memory back needs.
@@ -34,14 +35,16 @@ pub enum AllocationError {
 /// An allocator that a machine was given, and the stream that stands for its memory there.
 #[derive(Debug)]
 pub(crate) struct Lender {
-    allocator: std::sync::Arc<dyn DeviceAllocator>,
+    allocator: Arc<dyn DeviceAllocator>,
     /// Nothing is ever enqueued here: so whatever the allocator keeps for it is idle, and may be used on any stream at once.
     stream: Stream,
 }
 
 impl Lender {
-    pub(crate) fn new(allocator: std::sync::Arc<dyn DeviceAllocator>, stream: Stream) -> Self {
-        Self { allocator, stream }
+    /// # Errors
+    /// When the driver has no stream left.
+    pub(crate) fn new(device: &Device, allocator: Arc<dyn DeviceAllocator>) -> Result<Self, CudaError> {
+        Ok(Self { allocator, stream: empty_stream(device)? })
     }
 
     /// `None` where it has too little.
@@ -65,4 +68,17 @@ impl Lender {
     pub(crate) fn cached(&self) -> u64 {
         self.allocator.cached()
     }
+}
+
+/// A stream of a device on which nothing is enqueued, the same for all. It is never destroyed: allocators remember it with what they
+/// have cached (PyTorch's waits for it before it gives expandable segments back to the driver).
+fn empty_stream(device: &Device) -> Result<Stream, CudaError> {
+    static STREAMS: Mutex<Vec<Stream>> = Mutex::new(Vec::new());
+    let mut streams = STREAMS.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(known) = streams.iter().find(|stream| stream.device() == device) {
+        return Ok(known.clone());
+    }
+    let stream = Stream::new(&device.for_world(), StreamPriority::Low)?;
+    streams.push(stream.clone());
+    Ok(stream)
 }

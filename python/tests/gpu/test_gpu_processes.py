@@ -1,0 +1,94 @@
+"""Ranks that are processes, on GPUs: a group from a gloo process group, whose ranks share a GPU where there are fewer."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+RANK = """
+import os, sys, torch, torch.distributed as dist, counterpoint as cp
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+torch.cuda.set_device(rank % torch.cuda.device_count())
+dist.init_process_group("gloo")
+group = cp.Group(device="cuda", limit=60.0)
+assert group is cp.Group(device="cuda", limit=60.0) and (group.rank, group.size) == (rank, size)
+torch.manual_seed(7)
+whole = [torch.randn(1024, 4, 64).bfloat16().cuda() for _ in range(4)]
+masks = [cp.Mask.varlen([0, cut, 1024], causal=True) for cut in (100, 512, 900)]
+for number in range(6):
+    mask = masks[number % 3]
+    leaves = [tensor.detach().requires_grad_() for tensor in whole[:3]]
+    plan = group.plan(mask, heads=4, head_dim=64, dtype=torch.bfloat16, chunk=64, deterministic=number % 2 == 0)
+    out, lse = cp.attention(*(plan.dispatch(leaf) for leaf in leaves), plan)
+    # Rows of other types move too.
+    ids = plan.undispatch(plan.dispatch(torch.arange(1024, device="cuda")))
+    assert torch.equal(ids, torch.arange(1024, device="cuda"))
+    together = plan.undispatch(out)
+    gradients = torch.autograd.grad(together, leaves, whole[3])
+    alone = [tensor.detach().requires_grad_() for tensor in whole[:3]]
+    right, right_lse = cp.flex_attention(*alone, mask)
+    expected = torch.autograd.grad(right, alone, whole[3])
+    for found, wanted in zip((together.detach(), *gradients), (right.detach(), *expected), strict=True):
+        error = float((found.double() - wanted.double()).norm() / wanted.double().norm())
+        assert error < 2e-2, (number, error)
+    assert torch.allclose(plan.undispatch(lse), right_lse, atol=1e-3)
+    # Tensors of PyTorch's are never exported, so that its cache can go at any time.
+    torch.cuda.empty_cache()
+group.check()
+print("rank", rank, group.transport, flush=True)
+if sys.argv[1] == "fail":
+    try:
+        if rank == 1:
+            with group.failing_together():
+                raise ValueError("the data ran out")
+        while True:
+            cp.attention(*(plan.dispatch(leaf) for leaf in leaves), plan)
+            torch.cuda.synchronize()
+            group.check()
+    except (cp.PeerError, ValueError) as error:
+        assert "the data ran out" in str(error), str(error)
+        print("heard", flush=True)
+else:
+    group.close()
+"""
+
+
+def run(size: int, how: str, segments: str = "False") -> list[str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        common[name] = f"expandable_segments:{segments}"
+    made = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, how],
+            env={**common, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    try:
+        return [f"{process.communicate(timeout=120)[0]}\nended with {process.returncode}" for process in made]
+    finally:
+        for process in made:
+            process.kill()
+
+
+@pytest.mark.parametrize("segments", ["False", "True"])
+def test_ranks_that_are_processes_share_a_gpu(segments: str) -> None:
+    for rank, output in enumerate(run(2, "close", segments)):
+        assert f"rank {rank}" in output and "ended with 0" in output, output
+
+
+def test_a_rank_that_raises_tells_the_others() -> None:
+    for output in run(2, "fail"):
+        assert "heard" in output, output
