@@ -164,6 +164,18 @@ where
         of_rank.collect()
     }
 
+    /// What came of a call. One that failed half-way may still use its tensors: the group has failed then, and keeps them.
+    fn told<T>(
+        &self,
+        result: Result<T, ExecError>,
+        keepers: impl IntoIterator<Item = MemoryKeeper>,
+    ) -> Result<T, ExecError> {
+        if result.is_err() && self.group.poll().is_err() {
+            lock(&self.kept).extend(keepers);
+        }
+        result
+    }
+
     /// Waits for calls where nothing else does.
     fn ended(
         &self,
@@ -262,10 +274,7 @@ where
             let tickets = self.enqueue(call.direction, &tensors, streams.as_deref());
             tickets.and_then(|tickets| joined.ended(&tickets, streams.as_deref()))
         };
-        if called.is_err() {
-            lock(&joined.kept).push(call.keeper);
-        }
-        called.map(|()| None)
+        joined.told(called, [call.keeper]).map(|()| None)
     }
 }
 
@@ -303,7 +312,7 @@ where
             rank.take_times(RunTimes::Operations);
             buffers.into_iter().try_for_each(|(name, buffer)| rank.bind(name, buffer))?;
         }
-        Prepared::run_ranks(&mut ranks).map(Some)
+        joined.told(Prepared::run_ranks(&mut ranks), [call.keeper]).map(Some)
     }
 }
 
@@ -358,10 +367,7 @@ where
         });
         let tickets = calls.collect::<Result<Vec<_>, _>>().and_then(Call::enqueue_ranks);
         let called = tickets.and_then(|tickets| self.ended(&tickets, streams.as_deref()));
-        if called.is_err() {
-            lock(&self.kept).extend([from.keeper.clone(), to.keeper.clone()]);
-        }
-        called
+        self.told(called, [from.keeper.clone(), to.keeper.clone()])
     }
 
     fn poll(&self) -> Result<(), ExecError> {

@@ -47,9 +47,9 @@ step "kernels" warm
 for part in $parts; do
     case $part in
     tests) step "tests" timeout 240 python3 -m pytest -q --durations=8 --tb=short -p no:cacheprovider "$here" ;;
-    bench) step "benchmark" timeout 200 python3 "$here/../../benchmarks/attention.py" --counterpoint "$counterpoint" ;;
+    bench) step "benchmark" timeout 200 python3 "$here/../../benches/attention.py" --counterpoint "$counterpoint" ;;
     bench=*)
-        step "benchmark" timeout 200 python3 "$here/../../benchmarks/attention.py" --counterpoint "$counterpoint" --only "${part#bench=}"
+        step "benchmark" timeout 200 python3 "$here/../../benches/attention.py" --counterpoint "$counterpoint" --only "${part#bench=}"
         ;;
     *) echo "no part $part"; exit 2 ;;
     esac

@@ -1,6 +1,6 @@
 """What attention costs through Python on one GPU: host time, rates beside the command line's, a new mask each step, memory.
 
-python3 python/benchmarks/attention.py [--only PART] [--counterpoint PATH] [--json PATH]
+python3 python/benches/attention.py [--only PART] [--counterpoint PATH] [--json PATH]
 
 Parts: host, rates, fresh, masks. The whole takes about 90 s on an H100 once its kernels are in the cache.
 """
