@@ -62,10 +62,16 @@ def _memory(place: Any) -> tuple[Callable[[int, int], int | None], Callable[[int
     """What the engine calls for memory, on any thread."""
     torch = torch_module("a group on a GPU")
 
+    # It may have the stream wait until others have left the memory.
+    is_ordered = torch.cuda.get_allocator_backend() == "cudaMallocAsync"
+
     def allocate(count: int, stream: int) -> int | None:
         # Of a stream that the engine keeps empty: nothing enqueued can use what the allocator has for it.
         try:
-            return int(torch.cuda.caching_allocator_alloc(count, place, stream))
+            address = int(torch.cuda.caching_allocator_alloc(count, place, stream))
+            if is_ordered:
+                torch.cuda.ExternalStream(stream, device=place).synchronize()
+            return address
         except torch.OutOfMemoryError:
             pass
         # What is cached for a stream that computes may be in parts that cannot go back to the driver. It is idle once that is.
