@@ -342,3 +342,52 @@ def test_active_plans_of_threads() -> None:
         leave.set()
         worker.join()
     assert found == [one, "raised"] and active_plan() is None
+
+
+def trained_on_ranks(rank: int, *, name: str, cp_size: int, shards: bool, checkpoints: bool) -> float:
+    """One step of `name` on dp x cp ranks; the largest relative error of a gradient."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world // cp_size, cp_size), mesh_dim_names=("dp", "cp"))
+    batches = [packed((17, 30, 13)), packed((5, 41, 9))][: world // cp_size]
+    total = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+    model = made(name)
+    model.set_attn_implementation("eager")
+    losses = [model(**batch, use_cache=False, num_items_in_batch=total).loss for batch in batches]
+    sum(losses).backward()
+    expected = {parameter_name: p.grad for parameter_name, p in model.named_parameters()}
+
+    model = made(name)
+    model.set_attn_implementation("counterpoint")
+    if checkpoints:
+        model.gradient_checkpointing_enable()
+    if shards:
+        from torch.distributed.fsdp import fully_shard
+
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh._flatten())
+        fully_shard(model, mesh=mesh._flatten())
+    prepared = Batch.prepare(batches[rank // cp_size], cp.Group(mesh["cp"]), model.config, chunk=4, num_items=total)
+    loss = model(**prepared.inputs).loss
+    (loss * (world if shards else 1)).backward()
+    whole = loss.detach().clone()
+    dist.all_reduce(whole)
+    assert whole.item() == pytest.approx(sum(losses).item(), rel=1e-6)
+    worst = 0.0
+    for parameter_name, p in model.named_parameters():
+        gradient = p.grad.full_tensor() if shards else p.grad
+        if not shards:
+            dist.all_reduce(gradient)
+        worst = max(worst, float((gradient - expected[parameter_name]).norm() / expected[parameter_name].norm()))
+    return worst
+
+
+@pytest.mark.parametrize(
+    ("name", "cp_size", "shards", "checkpoints"),
+    [("llama", 4, False, True), ("llama", 2, True, True), ("gemma2", 4, False, False), ("mistral", 2, True, False)],
+)
+def test_training_on_ranks(ranks, name: str, cp_size: int, shards: bool, checkpoints: bool) -> None:
+    found = ranks.run(trained_on_ranks, name=name, cp_size=cp_size, shards=shards, checkpoints=checkpoints)
+    assert max(found) < 1e-6, found

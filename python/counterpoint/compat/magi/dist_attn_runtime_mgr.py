@@ -25,7 +25,7 @@ from counterpoint.compat.magi.config import DistAttnConfig
 from counterpoint.compat.magi.functional.flex_flash_attn import mask_of_slices
 from counterpoint.compat.magi.groups import engine_group, identity
 from counterpoint.compat.magi.hints import hint, refuse
-from counterpoint.compat.magi.reference import reference_attention
+from counterpoint.compat.magi.reference import ScaledGradient, reference_attention
 from counterpoint.functional import attention
 from counterpoint.plan import Plan
 
@@ -196,7 +196,7 @@ class DistAttnRuntimeMgr:
         heads, sink_rows = (q.shape[-2], k.shape[-2]), 0 if sink is None else sink.shape[0]
         plan = self._plan_of(heads, q.shape[-1], v.shape[-1], q.dtype, softmax_scale, softcap, sink_rows, reduce)
         if sink is not None and reduce == "avg":
-            sink = _AverageGradient.apply(sink, plan.group.size)
+            sink = ScaledGradient.apply(sink, 1 / plan.group.size)
         compute = reference_attention if self._backend is MagiAttentionKernelBackend.SDPA else attention
         out, lse = compute(q, k, v, plan, sink=sink)
         return out, AttnForwardMeta(lse=lse, max_logits=None)
@@ -255,17 +255,6 @@ class DistAttnRuntimeMgr:
         )
 
     __hash__ = None  # type: ignore[assignment]
-
-
-class _AverageGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, ranks: int) -> torch.Tensor:
-        ctx.ranks = ranks
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad / ctx.ranks, None
 
 
 class DistAttnRuntimeDict(OrderedDict[DistAttnRuntimeKey, DistAttnRuntimeMgr]):

@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from counterpoint.plan import Plan
+
+
+class ScaledGradient(torch.autograd.Function):
+    """Changes nothing but the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad * ctx.factor, None
 
 
 def reference_attention(
@@ -24,7 +39,7 @@ def reference_attention(
     logits = logits.masked_fill(~seen, -torch.inf)
     if sink is not None:
         if plan._settings.sink_grad == "share" and plan._rank:
-            sink = sink.detach()  # rank 0's share is all of it
+            sink = ScaledGradient.apply(sink, 0.0)  # rank 0's share is all of it
         more = sink.to(wide).t().unsqueeze(1).expand(-1, logits.shape[1], -1)
         logits = torch.cat([logits, more], 2)
     # Rows that see nothing give 0, forwards and backwards.
