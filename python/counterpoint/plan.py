@@ -104,6 +104,9 @@ class Timelines:
     forward: Timeline
     backward: Timeline | None
 
+    def _repr_html_(self) -> str:
+        return self.forward.svg() + ("" if self.backward is None else self.backward.svg())
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -446,12 +449,14 @@ class Plan:
 
     def _repr_html_(self) -> str:
         summary = self.summary()
-        head = "".join(f"<th>{name}</th>" for name in ("rank", "tokens", "pairs", "receives", "sends", "stages"))
-        body = "".join(
-            f"<tr><td>{rank.rank}</td><td>{rank.tokens:,}</td><td>{rank.area:,}</td><td>{rank.recv_tokens:,}</td>"
-            f"<td>{rank.send_tokens:,}</td><td>{len(rank.stages)}</td></tr>"
+        right = 'style="text-align:right;padding:2px 10px"'
+        names = ("rank", "tokens", "pairs", "receives", "sends", "stages")
+        head = "".join(f"<th {right}>{name}</th>" for name in names)
+        rows = (
+            (rank.rank, rank.tokens, rank.area, rank.recv_tokens, rank.send_tokens, len(rank.stages))
             for rank in summary.ranks[:64]
         )
+        body = "".join("<tr>" + "".join(f"<td {right}>{figure:,}</td>" for figure in row) + "</tr>" for row in rows)
         more = f"<p>… and {len(summary.ranks) - 64} more ranks</p>" if len(summary.ranks) > 64 else ""
         caption = html.escape(repr(self))
         table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import weakref
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,7 +20,10 @@ from counterpoint.functional import attention, flex_attention
 from counterpoint.ops import accumulator
 from counterpoint.plan import Plan, active_plan
 
-__all__ = ["Batch", "attention_forward", "prepare_batch", "register", "windowed"]
+if TYPE_CHECKING:
+    from counterpoint.trainer import TrainerMixin
+
+__all__ = ["Batch", "TrainerMixin", "attention_forward", "prepare_batch", "register", "windowed"]
 
 NAME = "counterpoint"
 # Keywords that models hand to attention and that change nothing in it.
@@ -371,3 +374,9 @@ def _windowed_document(start: int, end: int, window: int) -> list[tuple[tuple[in
     full = min(end, start + window)
     first = ((start, full), (start, full), "causal")
     return [first, ((full, end), (full - window + 1, end), "bi_causal")] if full < end else [first]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "TrainerMixin":
+        return importlib.import_module("counterpoint.trainer").TrainerMixin
+    raise AttributeError(f"module 'counterpoint.transformers' has no attribute {name!r}")

@@ -1,6 +1,6 @@
 //! `counterpoint` timelines, predicted or measured.
 
-use counterpoint_report::{TimelinePair, TraceSection, chrome_trace};
+use counterpoint_report::{TimelineDrawing, TimelinePair, TraceSection, chrome_trace};
 use counterpoint_schedule::{SpanKind, Timeline as Native};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -73,6 +73,15 @@ impl Timeline {
     fn chrome_trace(&self) -> String {
         let timelines = TimelinePair { predicted: None, measured: Some(&self.native) };
         chrome_trace(&[TraceSection { name: &self.native.name, timelines }])
+    }
+
+    /// A drawing as SVG text: a lane for every stream of a rank.
+    fn svg(&self) -> String {
+        TimelineDrawing { timeline: &self.native }.render()
+    }
+
+    fn _repr_html_(&self) -> String {
+        self.svg()
     }
 
     fn __repr__(&self) -> String {

@@ -25,7 +25,7 @@ pub use quantity::{
     format_tokens,
 };
 pub use statistics::{Statistics, geometric_mean};
-pub use svg::MaskDrawing;
+pub use svg::{MaskDrawing, TimelineDrawing};
 pub use table::{
     BenchRow, Column, ComparisonRow, LiveTable, Rate, Style, Verified, bench_table, check_table,
     comparison_table, fold, plan_table, summary_table, table,

@@ -11,6 +11,9 @@ use crate::{
 };
 
 mod frame;
+mod timeline;
+
+pub use timeline::TimelineDrawing;
 
 use frame::{Axis, Frame, LEFT};
 

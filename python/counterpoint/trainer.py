@@ -1,0 +1,169 @@
+"""transformers' Trainer with context parallelism: `class MyTrainer(TrainerMixin, transformers.Trainer)`.
+
+Only methods that Trainer documents for subclassing are overridden.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from counterpoint.batch import Batch, items_of
+from counterpoint.errors import PlanError
+from counterpoint.group import _Group
+from counterpoint.transformers import NAME, register
+
+if TYPE_CHECKING:
+    _Base = Any
+else:
+    _Base = object
+
+
+class TrainerMixin(_Base):  # type: ignore[misc]
+    """Trains on the ranks of `cp_group` as on one: to be put before Trainer, or TRL's SFTTrainer, among the base classes.
+
+    `cp_group` is a process group, a dimension of a device mesh, or a group of counterpoint. The ranks of a group read the same
+    batches; groups are replicas, each with its own. `plan` are further arguments of `Group.plan`. The model's attention is
+    "counterpoint". Losses are by all tokens of a step of all replicas (`average_tokens_across_devices`), or else of a replica.
+    """
+
+    def __init__(self, *arguments: Any, cp_group: Any = None, plan: dict[str, Any] | None = None, **keywords: Any) -> None:
+        register()
+        super().__init__(*arguments, **keywords)
+        self.cp_group = cp_group if isinstance(cp_group, _Group) else _made(cp_group)
+        self._plan_arguments = plan or {}
+        world = self.args.world_size
+        local = 1 if self.cp_group._native.rank is None else self.cp_group.size
+        self._replicas, self._replica = world // local, _replica(self.cp_group._global_ranks, local, world)
+        self._refuse_what_is_not_offered()
+
+    def _refuse_what_is_not_offered(self) -> None:
+        config = getattr(self.accelerator, "parallelism_config", None)
+        model = self.accelerator.unwrap_model(self.model)
+        attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
+        refused = {
+            f'the model\'s attention is {attention!r}: load it with attn_implementation="{NAME}"': attention != NAME,
+            "accelerate's cp_size is above 1, whose context parallelism takes SDPA and causal masks alone: leave it at 1, and "
+            "give cp_group": config is not None and config.cp_enabled,
+            "compute_metrics wants all logits on a rank, which has its own rows: evaluate losses, or on one rank": (
+                self.compute_metrics is not None
+            ),
+            "compute_loss_func is given, which would see the logits of some rows alone": self.compute_loss_func is not None,
+            "label_smoothing_factor is not 0, which the loss of rows does not have": self.args.label_smoothing_factor != 0,
+            "the process has several GPUs (DataParallel): start one process for each, by torchrun": self.args.n_gpu > 1,
+            "the model's forward takes no num_items_in_batch, so its loss cannot be one of all ranks": (
+                not self.model_accepts_loss_kwargs
+            ),
+        }
+        for sentence, holds in refused.items():
+            if holds:
+                raise NotImplementedError(f"counterpoint's TrainerMixin: {sentence}")
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """The same batches for the ranks of a group, others for other groups."""
+        if self.train_dataset is None:
+            raise ValueError("training needs a train_dataset")
+        return self._loader(self.train_dataset, self.args.train_batch_size, shuffle=True)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+        """Likewise for evaluation."""
+        given = self.eval_dataset if eval_dataset is None else eval_dataset
+        dataset = self.eval_dataset[given] if isinstance(given, str) else given
+        return self._loader(dataset, self.args.eval_batch_size, shuffle=False)
+
+    def _loader(self, dataset: Any, batch_size: int, *, shuffle: bool) -> DataLoader[Any]:
+        if isinstance(dataset, IterableDataset):
+            raise NotImplementedError(
+                "the dataset is iterable: all ranks of a group must read the same, so give a loader of your own by overriding "
+                "get_train_dataloader"
+            )
+        columns = getattr(dataset, "column_names", None)
+        if self.args.remove_unused_columns and columns is not None and hasattr(dataset, "remove_columns"):
+            taken = {*inspect.signature(self.accelerator.unwrap_model(self.model).forward).parameters, "label", "label_ids"}
+            dataset = dataset.remove_columns([name for name in columns if name not in taken])
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        sampler: DistributedSampler[Any] = DistributedSampler(
+            dataset,
+            self._replicas,
+            self._replica,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=shuffle and self.args.dataloader_drop_last,
+        )
+        return _Loader(
+            dataset,
+            batch_size=batch_size,
+            sampler=sampler,
+            collate_fn=self.data_collator,
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
+            persistent_workers=self.args.dataloader_persistent_workers,
+            prefetch_factor=self.args.dataloader_prefetch_factor,
+            drop_last=shuffle and self.args.dataloader_drop_last,
+        )
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
+        """The micro-batches of a step, and what their losses are divided by: the tokens that are predicted."""
+        batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
+        items = torch.tensor(sum(items_of(batch) for batch in batches), dtype=torch.int64, device=device)
+        if self.args.average_tokens_across_devices and self.args.world_size > 1:
+            dist.all_reduce(items)
+            items = items // (self.args.world_size // self._replicas)
+        return batches, items.clamp(min=1)
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The loss of this rank's rows, so scaled that the average of gradients over all ranks is the gradient of the whole."""
+        config = self.accelerator.unwrap_model(model).config
+        batch = Batch.prepare(inputs, self.cp_group, config, num_items=num_items_in_batch, **self._plan_arguments)
+        outputs = model(**batch.inputs)
+        ranks = self.args.world_size
+        counts_all = self.args.average_tokens_across_devices and num_items_in_batch is not None
+        loss = outputs["loss"] * (ranks if counts_all else ranks // self._replicas)
+        return (loss, outputs) if return_outputs else loss
+
+    def prediction_step(
+        self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[torch.Tensor, None, None]:
+        """The loss of a batch alone."""
+        placed = {name: x.to(self.args.device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+        with torch.no_grad(), self.compute_loss_context_manager():
+            loss = self.compute_loss(model, placed)
+        return loss.detach().mean(), None, None
+
+
+class _Loader(DataLoader[Any]):
+    def set_epoch(self, epoch: int) -> None:
+        """Another order."""
+        if isinstance(self.sampler, DistributedSampler):
+            self.sampler.set_epoch(epoch)
+
+
+def _made(group: Any) -> _Group:
+    from counterpoint.group import LocalGroup
+    from counterpoint.processes import Group
+
+    if group is None and not dist.is_initialized():
+        return LocalGroup(1)
+    return Group(group)
+
+
+def _replica(ranks: tuple[int, ...], size: int, world: int) -> int:
+    """Which replica a group is, of groups of neighbouring ranks or of ranks equally far apart."""
+    first = ranks[0]
+    if size == 1 or ranks == tuple(range(first, first + size)):
+        return first // size
+    replicas = world // size
+    if ranks == tuple(range(first, world, replicas)):
+        return first
+    raise PlanError(
+        f"the ranks of cp_group are {list(ranks)} of {world}: they must be neighbours, or equally far apart, so that all groups "
+        "are replicas of each other"
+    )
