@@ -5,8 +5,9 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 torch=2.11.0
-packages=("numpy<3" "sympy<2" "networkx<4" "jinja2<4" "fsspec" "filelock" "typing_extensions" "setuptools<82" "transformers==5.17.0")
+packages=("numpy<3" "sympy<2" "networkx<4" "jinja2<4" "fsspec" "filelock" "typing_extensions" "setuptools<82" "transformers==5.17.0" "psutil")
 tools=("maturin==1.16.0" "ruff==0.17.5" "mypy==2.4.1" "pytest==9.2.0")
+accelerate=accelerate==1.15.0  # without PyTorch's dependencies, which it would bring
 target=${CARGO_TARGET_DIR:-$PWD/target}
 environment=$target/python
 python=$environment/bin/python
@@ -25,6 +26,7 @@ install_environment() {
     local fetching=$!
     "${pip[@]}" "${tools[@]}" "${packages[@]}"
     wait "$fetching"
+    "${pip[@]}" --no-deps "$accelerate"
     "$python" python/tests/stand_ins.py "$("$python" -c 'import sysconfig; print(sysconfig.get_path("platlib"))')"
     if ! "$python" -c 'import torch'; then
         echo "== PyTorch does not import with stand-ins; installing all of it"
@@ -32,7 +34,7 @@ install_environment() {
         "$python" -c 'import torch'
     fi
 }
-wanted="$torch ${packages[*]} ${tools[*]} $(cksum <python/tests/stand_ins.py)"
+wanted="$torch $accelerate ${packages[*]} ${tools[*]} $(cksum <python/tests/stand_ins.py)"
 if [ "$(cat "$environment/installed.txt" 2>/dev/null)" != "$wanted" ]; then
     echo "== installing PyTorch $torch and tools into $environment"
     install_environment

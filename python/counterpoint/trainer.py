@@ -36,7 +36,7 @@ class TrainerMixin(_Base):  # type: ignore[misc]
     def __init__(self, *arguments: Any, cp_group: Any = None, plan: dict[str, Any] | None = None, **keywords: Any) -> None:
         register()
         super().__init__(*arguments, **keywords)
-        self.cp_group = cp_group if isinstance(cp_group, _Group) else _made(cp_group)
+        self.cp_group = cp_group if isinstance(cp_group, _Group) else _made(cp_group, self.args.device)
         self._plan_arguments = plan or {}
         world = self.args.world_size
         local = 1 if self.cp_group._native.rank is None else self.cp_group.size
@@ -146,12 +146,12 @@ class _Loader(DataLoader[Any]):
             self.sampler.set_epoch(epoch)
 
 
-def _made(group: Any) -> _Group:
+def _made(group: Any, device: torch.device) -> _Group:
     from counterpoint.group import LocalGroup
     from counterpoint.processes import Group
 
     if group is None and not dist.is_initialized():
-        return LocalGroup(1)
+        return LocalGroup(1, device=device)
     return Group(group)
 
 

@@ -16,7 +16,8 @@ import torch
 from counterpoint._native import Mask
 from counterpoint.batch import Batch
 from counterpoint.errors import MaskError, MissingLibraryError, PlanError, TensorError
-from counterpoint.functional import attention, flex_attention
+from counterpoint.functional import flex_attention
+from counterpoint.layers import layer_attention, windowed
 from counterpoint.ops import accumulator
 from counterpoint.plan import Plan, active_plan
 
@@ -305,25 +306,8 @@ class _Layer:
         if rows != plan.q_rows:
             raise TensorError(f"the layer has {rows} rows, and the plan {plan.q_rows}: dispatch the inputs by this plan")
         q, k, v = self._rows()
-        out, _ = attention(q, k, v, self._plan(plan), sink=self._sink())
+        out = layer_attention(q, k, v, plan, scale=self.scale, softcap=self.softcap, window=self.window, sink=self._sink())
         return out.unsqueeze(0)
-
-    def _plan(self, plan: Plan) -> Plan:
-        """The plan of this layer's window, scale, cap and heads on the dispatch of `plan`; kept."""
-        changes = {
-            "heads": (self.query.shape[1], self.key.shape[1]),
-            "head_dim": self.query.shape[3],
-            "head_dim_v": self.value.shape[3],
-            "dtype": self.query.dtype,
-            "scale": self.scale,
-            "softcap": self.softcap,
-            "sink_rows": 0 if self.s_aux is None else 1,
-        }
-        key = (self.window, *changes.values())
-        if key not in plan._layers:
-            mask = plan._given_mask if self.window is None else windowed(plan, self.window)
-            plan._layers[key] = plan.on(mask, **changes)
-        return plan._layers[key]
 
 
 def _check_beside_a_plan(plan: Plan, given: Any, window: int | None) -> None:
@@ -351,29 +335,6 @@ def _sees_ahead(plan: Plan) -> bool:
     """Whether a query sees a key behind it."""
     bounded = ("causal", "bi_causal")
     return any(k[1] - (q[1] if kind in bounded else q[0] + 1) > 0 for q, k, kind in plan.mask.slices)
-
-
-def windowed(plan: Plan, window: int) -> Mask:
-    """The mask of a plan for layers in which a token sees `window` tokens, itself among them."""
-    if window in plan._windows:
-        return plan._windows[window]
-    mask = plan._given_mask
-    if not all(q == k and kind == "causal" for q, k, kind in mask.slices):
-        raise PlanError(
-            f"a layer has a sliding window of {window}, and the plan's mask is not one of causal documents: "
-            f"give the mask of such layers as Batch.prepare(..., windows={{{window}: mask}})"
-        )
-    parts = [part for q, _, _ in mask.slices for part in _windowed_document(*q, window)]
-    q, k, kinds = ([part[axis] for part in parts] for axis in range(3))
-    plan._windows[window] = Mask.from_slices(q, k, kinds, seqlen_q=mask.seqlen_q, seqlen_k=mask.seqlen_k)
-    return plan._windows[window]
-
-
-def _windowed_document(start: int, end: int, window: int) -> list[tuple[tuple[int, int], tuple[int, int], str]]:
-    """A causal document whose tokens see `window` tokens: a triangle, and the band below it."""
-    full = min(end, start + window)
-    first = ((start, full), (start, full), "causal")
-    return [first, ((full, end), (full - window + 1, end), "bi_causal")] if full < end else [first]
 
 
 def __getattr__(name: str) -> Any:

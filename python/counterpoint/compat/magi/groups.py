@@ -10,8 +10,6 @@ from torch.distributed.device_mesh import DeviceMesh
 import counterpoint as cp
 from counterpoint.group import _Group
 
-_alone: dict[int, cp.LocalGroup] = {}
-
 
 def split(cp_group_or_mesh: Any) -> tuple[Any, DeviceMesh | None]:
     """(group, mesh) of what a key is made with. Groups of counterpoint are taken too, so that one process can be all ranks."""
@@ -41,13 +39,7 @@ def identity(group: Any) -> tuple[Any, ...]:
 
 
 def engine_group(group: Any, mesh: DeviceMesh | None) -> _Group:
-    """The group that computes."""
+    """The group that computes: on GPUs where the process group is of NCCL."""
     if isinstance(group, _Group):
         return group
-    if size_of(group) == 1:
-        import os
-
-        if os.getpid() not in _alone:
-            _alone[os.getpid()] = cp.LocalGroup(1)
-        return _alone[os.getpid()]
     return cp.Group(mesh if mesh is not None else group)
