@@ -38,8 +38,7 @@ def chain(rank: int, *, cp_size: int, config: int, seeds: list[int]) -> int:
     return done
 
 
-@pytest.mark.parametrize("config", range(len(CONFIGS)))
-@pytest.mark.parametrize("cp_size", [2, 4])
+@pytest.mark.parametrize(("cp_size", "config"), [(1, 0), (2, 0), (4, 1), (2, 2), (4, 3)])
 def test_the_chain_on_ranks(ranks: Ranks, cp_size: int, config: int) -> None:
     assert min(ranks.run(chain, cp_size=cp_size, config=config, seeds=list(range(6)))) >= 3
 
