@@ -23,11 +23,11 @@ export CARGO_PROFILE_RELEASE_STRIP=true
 platform=x86_64-unknown-linux-gnu
 cargo-zigbuild build --release --locked --package counterpoint-cli --target "$platform.$glibc"
 
-# Maturin takes what lies in this folder into the wheel.
-scripts=counterpoint.data/scripts
-trap 'rm -rf counterpoint.data' EXIT
-mkdir -p "$scripts"
-install -m 755 "$target/$platform/release/counterpoint" "$scripts/counterpoint"
+# By its name maturin finds this folder, and takes what lies in it into the wheel.
+data=counterpoint._native.data
+trap 'rm -rf "$data"' EXIT
+mkdir -p "$data/scripts"
+install -m 755 "$target/$platform/release/counterpoint" "$data/scripts/counterpoint"
 rm -rf "$target/wheels"
 maturin build --release --locked --zig --compatibility manylinux_2_17 --target "$platform" --out "$target/wheels"
 "$environment/bin/python" python/tests/check_wheel.py "$target"/wheels/*.whl "$PWD" "$cargo_home" "$HOME"
