@@ -21,11 +21,8 @@ install_environment() {
     fi
     python3 -m venv "$environment"
     local pip=("$python" -m pip install --quiet --disable-pip-version-check)
-    # Side by side: one is written to the disk while the other is fetched. They have no file in common.
-    "${pip[@]}" --no-deps "torch==$torch" &
-    local fetching=$!
     "${pip[@]}" "${tools[@]}" "${packages[@]}"
-    wait "$fetching"
+    "${pip[@]}" --no-deps "torch==$torch"
     "${pip[@]}" --no-deps "$accelerate"
     "$python" python/tests/stand_ins.py "$("$python" -c 'import sysconfig; print(sysconfig.get_path("platlib"))')"
     if ! "$python" -c 'import torch'; then

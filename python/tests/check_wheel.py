@@ -13,7 +13,8 @@ import venv
 import zipfile
 
 TAG = {"cp310", "abi3", "manylinux_2_17_x86_64", "manylinux2014_x86_64"}
-LARGEST = 8_000_000
+# The engine is in it twice, in the module and in the command line; see docs/limits.md.
+LARGEST = 12_000_000
 
 
 def main() -> None:

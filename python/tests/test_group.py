@@ -163,6 +163,7 @@ def raises_alone(rank: int) -> dict[str, object]:
     try:
         with group.failing_together():
             if rank == 3:
+                time.sleep(0.5)  # until the other has its first call behind it
                 raise ValueError("the loss is NaN at step 17")
             call(group)
     except cp.Error as error:
@@ -192,7 +193,7 @@ def test_a_rank_that_raises_tells_the_others_its_sentence() -> None:
         assert told["text"] == ("rank 1 gave up: ValueError: the loss is NaN at step 17 (rank 1 of the group is global rank 3)")
         assert (told["type"], told["rank"], told["global_rank"]) == ("PeerError", 0, 2)
         assert (told["peer"], told["global_peer"]) == (1, 3)
-        assert told["again"] == told["text"] and told["seconds"] < 2
+        assert told["again"] == told["text"] and told["seconds"] < 5
         # All its ranks have failed, and make a new one.
         assert pool.run(makes_anew) == [(0.0, 2)] * 4
 
@@ -239,7 +240,7 @@ def test_a_rank_that_does_not_come_is_named_within_the_limit() -> None:
         found = pool.run(is_late)
         assert found[2] == found[3] == {"text": "fine"}
         assert found[0]["type"] == "StalledError" and found[0]["peer"] == 1, found[0]
-        assert 0.9 < found[0]["seconds"] < 2.5
+        assert 0.9 < found[0]["seconds"] < 5
 
 
 def is_absent(rank: int) -> dict[str, object]:
@@ -259,7 +260,7 @@ def test_a_rank_that_makes_no_group_is_named() -> None:
         for rank in (0, 2):
             assert found[rank]["type"] == "PeerError" and found[rank]["peer"] == 1
             assert "for rank 1, which never called counterpoint.Group; all 3 ranks must" in found[rank]["text"]
-            assert 0.4 < found[rank]["seconds"] < 2
+            assert 0.4 < found[rank]["seconds"] < 5
 
 
 def differs(rank: int) -> dict[str, object]:
@@ -283,7 +284,7 @@ def is_interrupted(rank: int) -> dict[str, object]:
     group = cp_group(rank)
     call(group)
     if rank == 2:
-        time.sleep(1.5)
+        time.sleep(4)
         try:
             call(group)
         except cp.Error as error:
@@ -301,11 +302,11 @@ def test_a_wait_can_be_interrupted() -> None:
     with Ranks(4) as pool:
         pool.run(makes_anew)
         pool.start(is_interrupted)
-        time.sleep(0.7)
+        time.sleep(1.5)
         os.kill(pool.processes[3].pid, signal.SIGINT)
         found = pool.results()
         assert found[0] == found[1] == {"text": "fine"}
-        assert found[3]["text"] == "KeyboardInterrupt" and found[3]["seconds"] < 1.3
+        assert found[3]["text"] == "KeyboardInterrupt" and found[3]["seconds"] < 3
         assert found[2]["text"].startswith("rank 1 gave up: KeyboardInterrupt") and found[2]["type"] == "PeerError"
 
 
