@@ -18,6 +18,7 @@ pub use properties::DeviceProperties;
 
 use crate::CudaError;
 use crate::arch::{Arch, Capability};
+use crate::event::SpareEvents;
 use crate::function::LoadedKernels;
 use crate::library::{Driver, call};
 use crate::memory::{Guards, HostRecords, Lender, MemoryPool, PoolMemory, StreamEnds};
@@ -41,6 +42,7 @@ struct Scope {
     /// What its kernels leave for the host.
     records: HostRecords,
     pool: Arc<MemoryPool>,
+    events: SpareEvents,
     /// Of waits among the CTAs of a launch, in nanoseconds.
     wait_limit: AtomicU64,
 }
@@ -320,6 +322,11 @@ impl Device {
         self.pools().iter().try_for_each(|pool| pool.free(&driver, false))
     }
 
+    /// Events that were made by this handle and its clones and that nobody has.
+    pub(crate) fn spare_events(&self) -> &SpareEvents {
+        &self.scope.events
+    }
+
     /// The streams of this GPU.
     pub(crate) fn stream_ends(&self) -> &StreamEnds {
         &self.primary.streams
@@ -441,6 +448,7 @@ impl Scope {
             primary: primary.clone(),
             kept: AtomicBool::new(false),
             records: HostRecords::default(),
+            events: SpareEvents::default(),
             wait_limit: AtomicU64::new(WAIT_LIMIT.as_nanos() as u64),
         }
     }
@@ -450,7 +458,10 @@ impl Drop for Scope {
     fn drop(&mut self) {
         if !self.kept.load(Ordering::Relaxed) {
             // Who still had a buffer or a stream of it, had this scope.
-            self.primary.release(|driver| self.records.free(driver).and(self.pool.free(driver, true)));
+            self.primary.release(|driver| {
+                let memory = self.records.free(driver).and(self.pool.free(driver, true));
+                memory.and(self.events.free(driver))
+            });
         }
     }
 }

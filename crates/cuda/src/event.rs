@@ -1,12 +1,13 @@
+use std::collections::VecDeque;
 use std::fmt;
 use std::ptr;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use cudarc::driver::sys::{CUevent, CUipcEventHandle};
 
-use crate::library::call;
+use crate::library::{Driver, call};
 use crate::{CudaError, Device, Stream, memory};
 
 const DISABLE_TIMING: u32 = 2;
@@ -20,6 +21,37 @@ struct Mark {
     raw: CUevent,
     /// The capture that its last mark went into, so that there is nothing to wait for outside of it; 0 where it went into none.
     capture: AtomicU64,
+    /// Whether it may be another's later.
+    is_plain: bool,
+}
+
+/// Events of one world that nobody has: masks come and go, and each needs some. The driver is asked for one of them again only when the
+/// world ends.
+#[derive(Debug, Default)]
+pub(crate) struct SpareEvents(Mutex<VecDeque<usize>>);
+
+/// So many are left alone, that what one marked has mostly been reached before it is another's: who waits for it before it is recorded
+/// anew waits for nothing then.
+const RESTING: usize = 64;
+
+impl SpareEvents {
+    fn take(&self) -> Option<CUevent> {
+        let mut spare = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if spare.len() <= RESTING { None } else { spare.pop_front().map(|event| event as CUevent) }
+    }
+
+    fn put(&self, event: CUevent) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).push_back(event as usize);
+    }
+
+    /// Destroys all of them. Their context is current.
+    pub(crate) fn free(&self, driver: &Driver) -> Result<(), CudaError> {
+        let spare = std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner));
+        spare.into_iter().try_for_each(|event| {
+            // SAFETY: made in with_flags, and nobody has it.
+            unsafe { call!(driver, cuEventDestroy_v2(event as CUevent)) }
+        })
+    }
 }
 
 // SAFETY: events may be used from any thread.
@@ -33,6 +65,9 @@ impl Event {
     /// # Errors
     /// When the driver has none left.
     pub fn new(device: &Device) -> Result<Self, CudaError> {
+        if let Some(raw) = device.spare_events().take() {
+            return Ok(Self::of(device, raw, true));
+        }
         Self::with_flags(device, DISABLE_TIMING)
     }
 
@@ -67,11 +102,11 @@ impl Event {
         let handle = CUipcEventHandle { reserved: memory::handle_bytes(handle) };
         // SAFETY: the pointer is to a local; the event is destroyed in drop.
         unsafe { call!(driver, cuIpcOpenEventHandle(&mut raw, handle)) }?;
-        Ok(Self::of(device, raw))
+        Ok(Self::of(device, raw, false))
     }
 
-    fn of(device: &Device, raw: CUevent) -> Self {
-        Self(Arc::new(Mark { device: device.clone(), raw, capture: AtomicU64::new(0) }))
+    fn of(device: &Device, raw: CUevent, is_plain: bool) -> Self {
+        Self(Arc::new(Mark { device: device.clone(), raw, capture: AtomicU64::new(0), is_plain }))
     }
 
     /// Whether its last mark went into a graph.
@@ -97,7 +132,7 @@ impl Event {
         let mut raw = ptr::null_mut();
         // SAFETY: the pointer is to a local; the event is destroyed in drop.
         unsafe { call!(driver, cuEventCreate(&mut raw, flags)) }?;
-        Ok(Self::of(device, raw))
+        Ok(Self::of(device, raw, flags == DISABLE_TIMING))
     }
 
     /// Its device.
@@ -166,7 +201,32 @@ impl fmt::Debug for Event {
 
 impl Drop for Mark {
     fn drop(&mut self) {
+        // What went into a graph is no mark of a stream.
+        if self.is_plain && *self.capture.get_mut() == 0 {
+            return self.device.spare_events().put(self.raw);
+        }
         // SAFETY: made in with_flags. Waits that are enqueued keep what they need of it.
         self.device.release(|driver| unsafe { call!(driver, cuEventDestroy_v2(self.raw)) });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_spare_event_rests_before_it_is_another_s() {
+        let spare = SpareEvents::default();
+        for event in 1..=RESTING {
+            spare.put(event as CUevent);
+            assert!(spare.take().is_none());
+        }
+        spare.put(1000 as CUevent);
+        spare.put(1001 as CUevent);
+        assert_eq!(
+            [spare.take(), spare.take()].map(|event| event.map(|event| event as usize)),
+            [Some(1), Some(2)]
+        );
+        assert!(spare.take().is_none());
     }
 }

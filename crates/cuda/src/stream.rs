@@ -111,7 +111,22 @@ impl Stream {
     /// # Errors
     /// When the driver refuses.
     pub(crate) fn send_gathered(&self) -> Result<(), CudaError> {
-        self.uploads().map_or(Ok(()), |uploads| uploads.send(self))
+        let copies = self.uploads().map_or(Ok(0), |uploads| uploads.enqueue(self))?;
+        if copies > 0 { self.synchronize() } else { Ok(()) }
+    }
+
+    /// Enqueues copies of what this handle and its clones have gathered: what comes later on this stream finds it.
+    ///
+    /// # Errors
+    /// [`CudaError::Launch`] within a capture, whose graph would copy what is there no more; when the driver refuses.
+    pub(crate) fn enqueue_gathered(&self) -> Result<(), CudaError> {
+        let Some(uploads) = self.uploads() else { return Ok(()) };
+        if self.is_capturing()? {
+            let reason = "it meets the other ranks for the first time within a capture; call it once before"
+                .to_owned();
+            return Err(CudaError::Launch { kernel: "a collective".to_owned(), reason });
+        }
+        uploads.enqueue(self).map(drop)
     }
 
     /// Its device.

@@ -25,7 +25,7 @@ fn soak<M: Machine<Backend = CpuBackend, Transport = CpuTransport>>(machine: &M,
     let config = WorldConfig { limit: Duration::from_secs(60), poison: false, ..WorldConfig::default() };
     let group = Group::connect(machine, RANKS, config).unwrap();
     let spec = AttentionSpec::new(2, 2, 4, DType::F32);
-    let soak = Soak::new(&spec, RANKS, (200, 9, 4), seed).unwrap();
+    let soak = Soak::new(&spec, RANKS, 200, 1..=9, 4, seed).unwrap();
     let step_through = |masks| assert_eq!(soak.run(&group, masks, |part| part()).unwrap().0, 0);
     step_through(0..WARM);
     let before = Footprint::now();

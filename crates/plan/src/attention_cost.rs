@@ -102,6 +102,9 @@ pub struct TileCost {
     pub slowdown_seconds: f64,
 }
 
+/// A kernel, what its CTAs walk, how many they are, operations of a pair, and operations a second.
+type DirectionWalk = (TileCost, Walk, usize, f64, f64);
+
 /// Tiles up to so many blocks, most of them alike, are walked in step, so that neighbours read the same rows anyway.
 const IN_STEP: usize = 32;
 
@@ -223,42 +226,60 @@ impl TileCost {
         pair_flops: f64,
         flops_per_second: f64,
     ) -> Option<f64> {
-        let columns = self.least(work, direction, |walk| walk.until_last(workers))?;
-        let seconds = columns * self.column_seconds(workers, pair_flops, flops_per_second);
-        Some(self.start_seconds + self.sustained_after(work.computed_seconds, seconds))
+        let counting = TileCounting::new(work.bands, work.q_rows, work.k_rows, direction).ok()?;
+        let (columns, _) = self.least(work, &counting, workers)?;
+        Some(self.run_seconds(work, columns, workers, pair_flops, flops_per_second))
     }
 
-    /// Columns of `work` in the shape of tiles that has the fewest.
+    /// Seconds of a run of `work` whose last CTA has walked so many columns.
+    fn run_seconds(
+        &self,
+        work: &AttentionWork<'_>,
+        columns: f64,
+        workers: usize,
+        pair_flops: f64,
+        flops_per_second: f64,
+    ) -> f64 {
+        let seconds = columns * self.column_seconds(workers, pair_flops, flops_per_second);
+        self.start_seconds + self.sustained_after(work.computed_seconds, seconds)
+    }
+
+    /// Columns until the last of `workers` has finished `work`, in the shape of tiles that has the fewest, and that.
     fn least(
         &self,
         work: &AttentionWork<'_>,
-        direction: TileDirection,
-        columns: impl Fn(&Walk) -> f64,
-    ) -> Option<f64> {
+        counting: &TileCounting,
+        workers: usize,
+    ) -> Option<(f64, TileShape)> {
         let group = work.heads_q / work.heads_kv.max(1);
         let packs = [Some(1), (self.pack > 1 && group.is_multiple_of(self.pack)).then_some(self.pack)];
         let other = (!work.staged && self.block != self.staged_block).then_some(self.block);
         let blocks = [Some(self.staged_block), other];
-        let counting = TileCounting::new(work.bands, work.q_rows, work.k_rows, direction).ok()?;
-        let mut least: Option<f64> = None;
-        let shapes = packs.into_iter().flatten();
-        for (pack, block) in
-            shapes.flat_map(|pack| blocks.into_iter().flatten().map(move |block| (pack, block)))
-        {
-            let counts = counting.counts(self.tile_rows / pack, block).ok()?;
-            let columns = columns(&self.walk(&counts, block, work, direction, pack));
-            least = Some(least.map_or(columns, |least| least.min(columns)));
+        let mut least: Option<(f64, TileShape)> = None;
+        for pack in packs.into_iter().flatten() {
+            for block in blocks.into_iter().flatten() {
+                let shape = TileShape { pack, block };
+                let columns = self.walked(work, counting, shape)?.until_last(workers);
+                if least.is_none_or(|(least, _)| columns < least) {
+                    least = Some((columns, shape));
+                }
+            }
         }
         least
+    }
+
+    /// What CTAs walk of `work` in tiles of a shape.
+    fn walked(&self, work: &AttentionWork<'_>, counting: &TileCounting, shape: TileShape) -> Option<Walk> {
+        let counts = counting.counts(self.tile_rows / shape.pack, shape.block).ok()?;
+        Some(self.walk(&counts, work, counting.direction(), shape))
     }
 
     fn walk(
         &self,
         counts: &TileCounts,
-        block: usize,
         work: &AttentionWork<'_>,
         direction: TileDirection,
-        pack: usize,
+        TileShape { pack, block }: TileShape,
     ) -> Walk {
         let TileCounts { tiles, longest_tile, blocks, bounded_blocks, .. } = *counts;
         let heads = (work.heads_q / pack) as f64;
@@ -282,6 +303,15 @@ impl TileCost {
             longest: longest_tile as f64 * block * walks + self.tile_columns,
         }
     }
+}
+
+/// A shape of tiles.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct TileShape {
+    /// Query heads of one key head that share a tile.
+    pack: usize,
+    /// Columns of a block.
+    block: usize,
 }
 
 /// What all CTAs walk, in columns.
@@ -337,19 +367,44 @@ impl CostModel {
         self.operation_seconds(by_tiles.unwrap_or(2.5 * work.flops() / rate), work)
     }
 
-    /// Seconds that `work` adds to a long forward and to a long backward in which it is among other work; `None` without tiles.
-    pub(crate) fn share_seconds(&self, work: &AttentionWork<'_>) -> Option<[f64; 2]> {
+    /// The shapes of tiles in which a forward and a backward of `work` take least; `None` without tiles.
+    pub(crate) fn tile_shapes(&self, work: &AttentionWork<'_>) -> Option<[TileShape; 2]> {
         let tiles = self.tiles?;
-        let share = |tile: TileCost, direction, pair_flops, rate, columns: fn(&Walk) -> f64| {
-            let seconds = tile.column_seconds(tiles.workers, pair_flops, rate) / tiles.workers as f64;
-            Some(tile.least(work, direction, columns)? * seconds)
+        let [forward, backward] = TileCounting::both(work.bands, work.q_rows, work.k_rows).ok()?;
+        let forward = tiles.forward.least(work, &forward, tiles.workers)?.1;
+        Some([forward, tiles.backward.least(work, &backward, tiles.workers)?.1])
+    }
+
+    /// [`CostModel::forward_seconds`] and [`CostModel::backward_seconds`] in tiles of these shapes; `None` without tiles.
+    pub(crate) fn seconds_in(&self, work: &AttentionWork<'_>, shapes: [TileShape; 2]) -> Option<[f64; 2]> {
+        let walks = self.walks_in(work, shapes)?;
+        Some(walks.map(|(tile, walk, workers, pair_flops, rate)| {
+            let columns = walk.until_last(workers);
+            self.operation_seconds(tile.run_seconds(work, columns, workers, pair_flops, rate), work)
+        }))
+    }
+
+    /// Seconds that `work` adds to a long forward and to a long backward in which it is among other work, in tiles of these shapes; `None`
+    /// without tiles.
+    pub(crate) fn share_seconds(&self, work: &AttentionWork<'_>, shapes: [TileShape; 2]) -> Option<[f64; 2]> {
+        let [forward, backward] = self.walks_in(work, shapes)?;
+        let share = |(tile, _, workers, pair_flops, rate): &DirectionWalk, columns: f64| {
+            columns * tile.column_seconds(*workers, *pair_flops, *rate) / *workers as f64
         };
-        let (flops, rate) = (work.pair_flops(), self.forward_flops_per_second);
-        let forward = share(tiles.forward, TileDirection::Forward, flops, rate, |walk| walk.all)?;
         // Key tiles are there for other rows, too.
-        let (flops, rate) = (2.5 * flops, self.backward_flops_per_second);
-        let backward = share(tiles.backward, TileDirection::Backward, flops, rate, |walk| walk.blocks)?;
-        Some([forward, backward])
+        Some([share(&forward, forward.1.all), share(&backward, backward.1.blocks)])
+    }
+
+    fn walks_in(&self, work: &AttentionWork<'_>, shapes: [TileShape; 2]) -> Option<[DirectionWalk; 2]> {
+        let tiles = self.tiles?;
+        let [forward, backward] = TileCounting::both(work.bands, work.q_rows, work.k_rows).ok()?;
+        let (workers, flops) = (tiles.workers, work.pair_flops());
+        let forward = tiles.forward.walked(work, &forward, shapes[0])?;
+        let backward = tiles.backward.walked(work, &backward, shapes[1])?;
+        Some([
+            (tiles.forward, forward, workers, flops, self.forward_flops_per_second),
+            (tiles.backward, backward, workers, 2.5 * flops, self.backward_flops_per_second),
+        ])
     }
 
     fn operation_seconds(&self, computing: f64, work: &AttentionWork<'_>) -> f64 {

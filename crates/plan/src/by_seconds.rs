@@ -5,8 +5,9 @@ use std::ops::ControlFlow;
 
 use counterpoint_mask::{Band, Mask, Range};
 
+use crate::attention_cost::TileShape;
 use crate::direction::{Direction, makespan};
-use crate::dispatch::{Prices, Reach, Search, settle, settles};
+use crate::dispatch::{Effort, Prices, Reach, Search, settle, settles};
 use crate::division::Owners;
 use crate::exchange::exchange;
 use crate::outline::RankOutline;
@@ -44,19 +45,34 @@ pub(crate) fn by_seconds(
     spec: &AttentionSpec,
     config: &PlanConfig,
 ) -> Dispatch {
+    by_seconds_with(Effort::DEFAULT, mask, work, dispatch, spec, config)
+}
+
+fn by_seconds_with(
+    effort: Effort,
+    mask: &Mask,
+    work: &ChunkWork,
+    dispatch: Dispatch,
+    spec: &AttentionSpec,
+    config: &PlanConfig,
+) -> Dispatch {
     if config.dispatch != DispatchAlgorithm::Affinity
         || config.cost.tiles.is_none()
         || !settles(work, &dispatch)
     {
         return dispatch;
     }
-    let Some(mut prices) = prices(mask, work, dispatch.cp_size(), spec) else { return dispatch };
+    // What suits the whole mask hardly ever is another shape than what suits a rank's part of it.
+    let bands: Vec<Band> = mask.bands().collect();
+    let whole = AttentionWork::whole(&bands, [mask.seqlen_q(), mask.seqlen_k()], spec);
+    let Some(shapes) = COST.tile_shapes(&whole) else { return dispatch };
+    let Some(mut prices) = prices(mask, work, dispatch.cp_size(), spec, shapes) else { return dispatch };
     let reach = Reach::new(work);
-    let mut dispatch = by_chunks(work, &reach, &prices, dispatch);
+    let mut dispatch = by_chunks(effort, work, &reach, &prices, dispatch);
     // A direction counts by the part that its slowest rank is behind: a forward is a third as long as a backward.
     let weight = Weight::of(&prices);
     prices.chunks.iter_mut().for_each(|price| *price = weight.weigh(*price));
-    let mut known = KnownTimes::default();
+    let mut known = KnownTimes::new(shapes);
     // Of all ranks; or of as many as take `until`.
     let mut weighed = |dispatch: &Dispatch, until: i64| -> Vec<[i64; 2]> {
         let mut seconds = Vec::with_capacity(dispatch.cp_size());
@@ -78,7 +94,7 @@ pub(crate) fn by_seconds(
                 chunks.fold(seconds[rank], |rest, chunk| [0, 1].map(|at| rest[at] - chunk[at]))
             })
             .collect();
-        let next = settle(work, &reach, &prices, Search::Downhill, dispatch.clone());
+        let next = settle(work, &reach, &prices, (Search::Downhill, effort), dispatch.clone());
         if next == dispatch {
             break;
         }
@@ -94,9 +110,15 @@ pub(crate) fn by_seconds(
 }
 
 /// The first search. Chunks that are dear in one direction mostly are in the other: what tells them apart is left to schedules.
-fn by_chunks(work: &ChunkWork, reach: &Reach, prices: &Prices, dispatch: Dispatch) -> Dispatch {
+fn by_chunks(
+    effort: Effort,
+    work: &ChunkWork,
+    reach: &Reach,
+    prices: &Prices,
+    dispatch: Dispatch,
+) -> Dispatch {
     let both = prices.chunks.iter().map(|price| [0, price[0] + price[1]]).collect();
-    settle(work, reach, &Prices { chunks: both, ..prices.clone() }, Search::Wide, dispatch)
+    settle(work, reach, &Prices { chunks: both, ..prices.clone() }, (Search::Wide, effort), dispatch)
 }
 
 /// What makes a forward of all chunks as long as their backward.
@@ -120,13 +142,19 @@ fn slowest(seconds: &[[i64; 2]]) -> i64 {
 }
 
 /// What each chunk costs, and each row that travels.
-fn prices(mask: &Mask, work: &ChunkWork, ranks: usize, spec: &AttentionSpec) -> Option<Prices> {
+fn prices(
+    mask: &Mask,
+    work: &ChunkWork,
+    ranks: usize,
+    spec: &AttentionSpec,
+    shapes: [TileShape; 2],
+) -> Option<Prices> {
     let chunks = work.num_chunks();
     let alone = (0..chunks as u32).map(|chunk| vec![chunk]).collect();
     let runs = Runs::new(&Dispatch::new(work.seqlen_q(), work.chunk_size(), alone));
     let price = |(chunk, bands): (usize, &Vec<Band>)| {
         let work = AttentionWork::whole(bands, [work.rows(chunk).len(), work.seqlen_k()], spec);
-        Some(COST.share_seconds(&work)?.map(|seconds| (seconds * PICOSECONDS) as i64))
+        Some(COST.share_seconds(&work, shapes)?.map(|seconds| (seconds * PICOSECONDS) as i64))
     };
     let bands = rank_work(mask, &runs, chunks);
     let mut chunks: Vec<[i64; 2]> = Vec::with_capacity(chunks);
@@ -142,18 +170,26 @@ fn prices(mask: &Mask, work: &ChunkWork, ranks: usize, spec: &AttentionSpec) -> 
 }
 
 /// What kernels take for work that was met before: swaps leave many ranks as they are.
-#[derive(Default)]
-struct KnownTimes(Vec<(Vec<Band>, [usize; 2], [f64; 2])>);
+struct KnownTimes {
+    shapes: [TileShape; 2],
+    known: Vec<(Vec<Band>, [usize; 2], [f64; 2])>,
+}
 
 impl KnownTimes {
+    fn new(shapes: [TileShape; 2]) -> Self {
+        Self { shapes, known: Vec::new() }
+    }
+
     /// Seconds of a forward and a backward of `bands` over so many query and key rows.
     fn seconds(&mut self, bands: &[Band], rows: [usize; 2], spec: &AttentionSpec) -> [f64; 2] {
-        if let Some((.., seconds)) = self.0.iter().find(|known| known.1 == rows && known.0 == bands) {
+        if let Some((.., seconds)) = self.known.iter().find(|known| known.1 == rows && known.0 == bands) {
             return *seconds;
         }
         let work = AttentionWork::whole(bands, rows, spec);
-        let seconds = [COST.forward_seconds(&work), COST.backward_seconds(&work)];
-        self.0.push((bands.to_vec(), rows, seconds));
+        let seconds = COST
+            .seconds_in(&work, self.shapes)
+            .unwrap_or_else(|| [COST.forward_seconds(&work), COST.backward_seconds(&work)]);
+        self.known.push((bands.to_vec(), rows, seconds));
         seconds
     }
 }
@@ -193,7 +229,9 @@ fn rank_seconds(
 #[cfg(test)]
 mod tests {
     use crate::GradientShares;
-    use counterpoint_mask::Documents;
+    use counterpoint_mask::{Documents, Window};
+    use rand::{RngExt, SeedableRng};
+    use rand_chacha::ChaCha8Rng;
 
     use super::*;
     use crate::dispatch::dispatch;
@@ -225,6 +263,69 @@ mod tests {
         seconds
     }
 
+    fn shapes(mask: &Mask) -> [TileShape; 2] {
+        let bands: Vec<Band> = mask.bands().collect();
+        let rows = [mask.seqlen_q(), mask.seqlen_k()];
+        COST.tile_shapes(&AttentionWork::whole(&bands, rows, &SPEC)).unwrap()
+    }
+
+    /// Packs of documents whose lengths are as unlike as those of texts.
+    fn packed(rows: usize, kind: usize, seed: u64) -> Mask {
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        let (mut left, mut lengths) = (rows, Vec::new());
+        while left > 0 {
+            let length = (1 << rng.random_range(3..13)) + rng.random_range(0..800);
+            lengths.push(left.min(length));
+            left -= left.min(length);
+        }
+        let documents = Documents::from_lengths(lengths).unwrap();
+        let window = Window { left: Some(1023), right: Some(0), global: 0 };
+        match kind % 4 {
+            0 => Mask::full(documents),
+            1 => Mask::sliding_window(documents, window),
+            2 => Mask::block_causal(documents, 2048),
+            _ => Mask::causal(documents),
+        }
+        .unwrap()
+    }
+
+    /// The search that plans are made with finds what one that takes two and a half times as long does, which looks for shapes of tiles
+    /// rank by rank.
+    #[test]
+    fn the_short_search_is_as_good_as_the_long_one() {
+        let (mut logarithms, mut worst): (f64, f64) = (0.0, 0.0);
+        const MASKS: usize = 36;
+        for number in 0..MASKS {
+            let ranks = [2, 4, 8][number % 3];
+            let mask = packed(ranks * 8192, number / 3, number as u64);
+            let work = chunk_work(&mask, 512);
+            let config = PlanConfig { cost: CostModel::H200, ..PlanConfig::new(ranks) };
+            let first = dispatch(&work, ranks, DispatchAlgorithm::Affinity);
+            let kernels = |effort: Effort| {
+                let found = by_seconds_with(effort, &mask, &work, first.clone(), &SPEC, &config);
+                let owners = Owners::new(found.clone(), found);
+                let outlines = RankOutline::of(&owners, owners.work(&mask), Vec::new(), &SPEC, &config);
+                let cuts = StageCuts::gathered(&outlines);
+                let seconds = outlines.iter().enumerate().map(|(rank, outline)| {
+                    let bands = &cuts.bands(rank, outline)[1];
+                    let received: usize = cuts.rows(rank, 1).iter().map(Range::len).sum();
+                    let rows = [outline.q_rows, outline.own_rows() + received];
+                    let work = AttentionWork::whole(bands, rows, &SPEC);
+                    [COST.forward_seconds(&work), COST.backward_seconds(&work)]
+                });
+                let slowest =
+                    seconds.fold([0.0, 0.0], |most: [f64; 2], rank| [0, 1].map(|at| most[at].max(rank[at])));
+                slowest[0] + slowest[1]
+            };
+            let ratio = kernels(Effort::DEFAULT) / kernels(Effort::LONG);
+            logarithms += ratio.ln();
+            worst = worst.max(ratio);
+        }
+        let mean = (logarithms / MASKS as f64).exp();
+        println!("{mean:.4} of the long search's kernel seconds, at worst {worst:.4}");
+        assert!(mean < 1.01 && worst < 1.06, "{mean} {worst}");
+    }
+
     /// Prices of chunks leave the slowest of these ranks several hundredths behind the others.
     #[test]
     fn schedules_of_whole_ranks_make_them_level() {
@@ -245,14 +346,15 @@ mod tests {
             assert_eq!(rows, 32768);
             let work = chunk_work(&mask, 512);
             let first = dispatch(&work, 4, DispatchAlgorithm::Affinity);
-            let prices = prices(&mask, &work, 4, &SPEC).unwrap();
+            let shapes = shapes(&mask);
+            let prices = prices(&mask, &work, 4, &SPEC, shapes).unwrap();
             let level = by_seconds(&mask, &work, first.clone(), &SPEC, &config);
             let seconds = |dispatch: &Dispatch| {
-                let ranks = all_ranks(&mask, dispatch, &config, &mut KnownTimes::default()).into_iter();
+                let ranks = all_ranks(&mask, dispatch, &config, &mut KnownTimes::new(shapes)).into_iter();
                 slowest(&ranks.map(|rank| Weight::of(&prices).weigh(rank)).collect::<Vec<_>>())
             };
-            let (before, after) =
-                (seconds(&by_chunks(&work, &Reach::new(&work), &prices, first.clone())), seconds(&level));
+            let by_chunks = by_chunks(Effort::DEFAULT, &work, &Reach::new(&work), &prices, first.clone());
+            let (before, after) = (seconds(&by_chunks), seconds(&level));
             assert!(after <= before, "{before} {after}");
             most = most.max((before - after) as f64 / before as f64);
             assert_eq!(by_seconds(&mask, &work, first.clone(), &SPEC, &config), level);

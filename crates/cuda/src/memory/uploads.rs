@@ -44,15 +44,13 @@ impl Uploads {
         block.device.slice(first..first + bytes.len())
     }
 
-    /// Copies what was added since the last time, one copy for each block, and waits for that.
-    pub(crate) fn send(&self, stream: &Stream) -> Result<(), CudaError> {
+    /// Enqueues copies of what was added since the last time, one for each block. How many these were.
+    pub(crate) fn enqueue(&self, stream: &Stream) -> Result<usize, CudaError> {
         let blocks = std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner));
-        if blocks.is_empty() {
-            return Ok(());
-        }
         for Block { device, host, used } in &blocks {
+            // What the host has goes back to the pool now, which lends it again once the stream has come so far.
             device.slice(0..(*used).min(device.len()))?.copy_from_pinned(stream, host, 0)?;
         }
-        stream.synchronize()
+        Ok(blocks.len())
     }
 }

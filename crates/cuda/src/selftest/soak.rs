@@ -21,7 +21,7 @@ pub(super) fn soak(machine: &CudaMachine) -> Result<Vec<SelfCheck>, ExecError> {
     const MOST_MADE: f64 = 100.0;
     const MOST_BYTES: f64 = 64.0 * 1024.0 * 1024.0;
     let group = group(machine, RANKS)?;
-    let soak = Soak::new(&AttentionSpec::new(4, 2, 64, DType::Bf16), RANKS, (64, 1500, 128), SEED)?;
+    let soak = Soak::new(&AttentionSpec::new(4, 2, 64, DType::Bf16), RANKS, 64, 600..=1500, 128, SEED)?;
     let counted = |part: &mut dyn FnMut()| DriverCalls::of(part).map(|((), calls)| calls);
     let used = || -> Result<f64, CudaError> {
         let memory = machine.devices()[0].memory()?;

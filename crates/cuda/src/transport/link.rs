@@ -168,7 +168,7 @@ impl CudaTransport {
 
     /// Learns the others' rows and mailboxes.
     fn meet(&self, call: &Call<'_>, meeting: &CudaMeeting, work: &LinkWork) -> Result<Met, CallError> {
-        let CollectiveCall { backend, collective, .. } = *call;
+        let CollectiveCall { stream, collective, .. } = *call;
         let pattern = &collective.collective.pattern;
         let mut ranks: Vec<usize> =
             pattern.incoming.iter().chain(&pattern.outgoing).map(|peer| peer.rank).collect();
@@ -216,14 +216,15 @@ impl CudaTransport {
         let of = |peers: &[PeerRows]| peers.iter().map(|peer| peer.rank).collect();
         let (incoming, outgoing) = (of(&pattern.incoming), of(&pattern.outgoing));
         let (announce_to, work_on) = if pushes { (incoming, outgoing) } else { (outgoing, incoming) };
-        let setup = backend.setup();
+        let lists = stream.queue().gathering();
         let kernel = match &work.spec {
             None => {
                 let delivery = told.map_or(LinkDelivery::Whole, |_| LinkDelivery::Parts);
-                LinkKernel::Copy(LinkCopy::new(setup, CAST, &row_bytes, &parts, delivery, work.num_sms)?)
+                LinkKernel::Copy(LinkCopy::new(&lists, CAST, &row_bytes, &parts, delivery, work.num_sms)?)
             }
-            Some(spec) => LinkKernel::Reduce(LinkReduce::new(setup, spec, &parts.concat(), work.num_sms)?),
+            Some(spec) => LinkKernel::Reduce(LinkReduce::new(&lists, spec, &parts.concat(), work.num_sms)?),
         };
+        lists.enqueue_gathered()?;
         let peers = LinkPeers { mailboxes, announce_to, work_on };
         Ok(Met { kernel, engine, own_rows, peers, shifts: KnownShifts::default() })
     }

@@ -51,13 +51,10 @@ impl CudaTransport {
                         to: &peer.rows,
                     })
                     .collect();
-                let rows = RowWork::new(
-                    backend.setup(),
-                    &collective.collective,
-                    &collective.outputs,
-                    &incoming,
-                    None,
-                )?;
+                let lists = queue.gathering();
+                let rows =
+                    RowWork::new(&lists, &collective.collective, &collective.outputs, &incoming, None)?;
+                lists.enqueue_gathered()?;
                 PullWork { parts: posts.iter().map(|post| post.collective.clone()).collect(), rows }
             }
         };

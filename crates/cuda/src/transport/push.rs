@@ -187,7 +187,9 @@ impl CudaTransport {
                 Some(rows) => rows,
                 None => {
                     let of = (&*collective.collective, &collective.outputs[..]);
-                    let made = staged_rows(backend.setup(), self.rank, of, incoming, staging, sms)?;
+                    let lists = stream.queue().gathering();
+                    let made = staged_rows(&lists, self.rank, of, incoming, staging, sms)?;
+                    lists.enqueue_gathered()?;
                     rows.get_or_init(|| made)
                 }
             };

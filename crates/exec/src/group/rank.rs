@@ -24,6 +24,8 @@ pub struct GroupRank<B: Backend, T: Transport<B>> {
     /// Held while a call is enqueued, so that the collectives of one call follow each other.
     order: Mutex<CallOrder<B>>,
     events: EventPool<B>,
+    /// See [`GroupRank::order_with`].
+    neighbours: Mutex<Vec<Arc<B::Stream>>>,
     is_closed: AtomicBool,
     /// What the connection lives on. Last, so that it goes last.
     _keeper: Option<ConnectionKeeper>,
@@ -70,6 +72,7 @@ impl<B: Backend, T: Transport<B>> GroupRank<B, T> {
             shared: Mutex::new(Shared { streams: Vec::new(), scratch: GlobalBuffer::new() }),
             order: Mutex::new(CallOrder { last: None, captured: None, fork: None, joins: Vec::new() }),
             events: EventPool::default(),
+            neighbours: Mutex::default(),
             is_closed: AtomicBool::new(false),
         })
     }
@@ -180,6 +183,21 @@ impl<B: Backend, T: Transport<B>> GroupRank<B, T> {
     /// When the system has none left.
     pub fn create_stream(&self, name: &str, kind: StreamKind) -> Result<B::Stream, ExecError> {
         self.backend.create_stream(&StreamSpec { name: name.to_owned(), kind }, &OverlapPolicy::default())
+    }
+
+    /// From now on calls of this rank and what is enqueued on `stream` follow each other: a call begins once all that the stream was
+    /// given before has ended, and what the stream is given later begins once the call has ended.
+    ///
+    /// For communication of another library. A kernel that meets those of other ranks may hold all multiprocessors until they come, and
+    /// so may a collective of NCCL on a stream of its own: side by side, one rank's first and the other's second may wait for each
+    /// other until the limit. Name that stream here on every rank, and enqueue calls and the library's collectives in the same order on
+    /// all of them.
+    pub fn order_with(&self, stream: Arc<B::Stream>) {
+        lock(&self.neighbours).push(stream);
+    }
+
+    pub(crate) fn neighbours(&self) -> Vec<Arc<B::Stream>> {
+        lock(&self.neighbours).clone()
     }
 
     /// Memory that is needed within a call only.

@@ -135,7 +135,9 @@ impl<'a, B: Backend, T: Transport<B>> Call<'a, B, T> {
         let before = [&order.last, &order.captured].into_iter().flatten();
         let mut elsewhere = before.filter(|(on, _)| !Arc::ptr_eq(on, first));
         elsewhere.try_for_each(|(_, ended)| backend.wait(first, &place, ended))?;
-        if let Some(stream) = self.stream.filter(|stream| !Arc::ptr_eq(stream, first)) {
+        let neighbours = self.prepared.group_rank().neighbours();
+        for stream in self.stream.into_iter().chain(&neighbours).filter(|stream| !Arc::ptr_eq(stream, first))
+        {
             let ready = self.prepared.group_rank().events().take(backend)?;
             backend.record(stream, &place, &ready)?;
             backend.wait(first, &place, &ready)?;
@@ -178,7 +180,9 @@ impl<'a, B: Backend, T: Transport<B>> Call<'a, B, T> {
         let copied = |(strided, dense): &(B::Buffer, B::Buffer)| backend.copy(first, &place, dense, strided);
         self.written.iter().try_for_each(copied)?;
         backend.record(first, &place, &ended)?;
-        if let Some(stream) = self.stream.filter(|stream| !Arc::ptr_eq(stream, first)) {
+        let neighbours = self.prepared.group_rank().neighbours();
+        for stream in self.stream.into_iter().chain(&neighbours).filter(|stream| !Arc::ptr_eq(stream, first))
+        {
             backend.wait(stream, &place, &ended)?;
         }
         let last = if backend.is_captured(&ended) { &mut order.captured } else { &mut order.last };

@@ -1,7 +1,7 @@
 //! A group that lives: masks are prepared, called and dropped, each rank in an order of its own. Who calls it looks at what grows.
 
 use std::collections::VecDeque;
-use std::ops::Range;
+use std::ops::{Range, RangeInclusive};
 use std::sync::Arc;
 
 use counterpoint_mask::{Documents, Mask};
@@ -23,19 +23,22 @@ pub struct Soak {
 }
 
 impl Soak {
-    /// `plans` random packs of documents of up to `longest` rows each, in chunks of `chunk` rows.
+    /// `plans` random packs of documents of such `lengths`, in chunks of `chunk` rows.
     ///
     /// # Errors
     /// [`ExecError::Program`] when there is no plan for such a mask.
     pub fn new(
         spec: &AttentionSpec,
         ranks: usize,
-        (plans, longest, chunk): (usize, usize, usize),
+        plans: usize,
+        lengths: RangeInclusive<usize>,
+        chunk: usize,
         seed: u64,
     ) -> Result<Self, ExecError> {
         let plan = |number: usize| -> Result<Plan, ExecError> {
             let mut draw = Draw::new(seed.wrapping_add(number as u64));
-            let lengths: Vec<usize> = (0..draw.within(1, 3)).map(|_| draw.within(1, longest)).collect();
+            let lengths: Vec<usize> =
+                (0..draw.within(1, 3)).map(|_| draw.within(*lengths.start(), *lengths.end())).collect();
             let refused =
                 |reason: String| ExecError::Program { program: "a soak".to_owned(), rank: 0, reason };
             let mask = Documents::from_lengths(lengths)

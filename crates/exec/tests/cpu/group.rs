@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use counterpoint_exec::{
     AttentionCalls, AttentionInputs, AttentionOutputs, Backend, BackwardTensors, BufferAccess, Call,
     Communicator, CpuBackend, CpuBuffer, CpuMachine, CpuUserPart, ExecError, ForwardTensors, Group,
-    HostTensor, HostView, Machine, Pass, RanksRun, RunConfig, TcpLoopback, Ticket, WorldConfig,
+    HostTensor, HostView, Machine, OpPlace, Pass, RanksRun, RunConfig, TcpLoopback, Ticket, WorldConfig,
     run_attention,
 };
 use counterpoint_mask::Mask;
@@ -339,6 +339,52 @@ fn calls_are_ordered_with_the_stream_of_the_caller() {
         for (rank, stream) in group.ranks().iter().zip(&second) {
             rank.backend().synchronize(&[stream]).unwrap();
         }
+        case.check(&tensors);
+    }
+}
+
+/// Another library's stream: what it still has to do to the tensors comes before calls that do not name it, and what it is given later
+/// comes after them, on every rank and again and again.
+#[test]
+fn calls_and_a_neighbour_s_stream_follow_each_other() {
+    let case = Case::new(&Mask::causal(30).unwrap(), 2, spec(), 3);
+    let (group, tensors) = (group(2), case.tensors());
+    let prepared = case.prepare(&group);
+    let place = OpPlace::new(0, "the neighbour");
+    let neighbours: Vec<_> = group
+        .ranks()
+        .iter()
+        .map(|rank| {
+            let stream = Arc::new(rank.create_stream("neighbour", StreamKind::Communication).unwrap());
+            rank.order_with(stream.clone());
+            stream
+        })
+        .collect();
+    let given: Vec<_> = tensors
+        .iter()
+        .enumerate()
+        .map(|(rank, tensors)| CpuBuffer::new(rank, "given", tensors.q.tensor().unwrap()))
+        .collect();
+    // Long enough that what is not ordered comes first.
+    let long: Vec<_> = (0..2)
+        .map(|rank| CpuBuffer::new(rank, "long", HostTensor::zeros(vec![8 << 20, 1], DType::F32)))
+        .collect();
+    for _ in 0..3 {
+        for ((rank, stream), (tensors, given)) in
+            group.ranks().iter().zip(&neighbours).zip(tensors.iter().zip(&given))
+        {
+            let backend = rank.backend();
+            backend.poison(stream, &place, vec![tensors.q.clone(), long[rank.rank()].clone()]).unwrap();
+            backend.copy(stream, &place, given, &tensors.q).unwrap();
+        }
+        let forward: Vec<_> = tensors.iter().map(Tensors::forward).collect();
+        let backward: Vec<_> = tensors.iter().map(Tensors::backward).collect();
+        drop(prepared.forward(&forward, None).unwrap());
+        drop(prepared.backward(&backward, None).unwrap());
+        for ((rank, stream), tensors) in group.ranks().iter().zip(&neighbours).zip(&tensors) {
+            rank.backend().poison(stream, &place, vec![tensors.q.clone()]).unwrap();
+        }
+        group.synchronize().unwrap();
         case.check(&tensors);
     }
 }

@@ -10,7 +10,7 @@ mod received_rows;
 mod sequential;
 mod zigzag;
 
-pub(crate) use affinity::{Prices, Reach, Search, settle, settles};
+pub(crate) use affinity::{Effort, Prices, Reach, Search, settle, settles};
 pub(crate) use chunk_work::chunk_work_with_away;
 pub use chunk_work::{ChunkWork, chunk_work};
 pub use keys::dispatch_keys;

@@ -14,6 +14,14 @@ pub enum TileDirection {
 }
 
 impl TileDirection {
+    /// Rows of the owned axis.
+    pub(super) fn own_rows(self, q_rows: usize, k_rows: usize) -> usize {
+        match self {
+            Self::Forward => q_rows,
+            Self::Backward => k_rows,
+        }
+    }
+
     /// `band` with the owned axis as its rows and the walked axis as its columns, or such a band turned back.
     pub(super) fn turn(self, band: &Band) -> Band {
         match self {

@@ -2,7 +2,7 @@ use counterpoint_mask::{Band, Range};
 
 use super::sweep::Sweep;
 use super::walk::{RunSink, Walk};
-use super::{TileDirection, TileScheduleConfig, TileScheduleError, check_rows, fit, turned};
+use super::{TileDirection, TileScheduleConfig, TileScheduleError, check_rows, fit, turned, turned_merged};
 
 /// A mask for which tiles of several sizes are counted: what costs are predicted by, without writing schedules out.
 pub(crate) struct TileCounting {
@@ -62,11 +62,23 @@ impl TileCounting {
         direction: TileDirection,
     ) -> Result<Self, TileScheduleError> {
         check_rows(bands, q_rows, k_rows)?;
-        let own_rows = match direction {
-            TileDirection::Forward => q_rows,
-            TileDirection::Backward => k_rows,
+        Ok(Self { direction, bands: turned(bands, direction), own_rows: direction.own_rows(q_rows, k_rows) })
+    }
+
+    /// The same of a forward and of a backward.
+    pub(crate) fn both(bands: &[Band], q_rows: usize, k_rows: usize) -> Result<[Self; 2], TileScheduleError> {
+        check_rows(bands, q_rows, k_rows)?;
+        let merged = Band::merged(bands.to_vec());
+        let turned = |merged, direction: TileDirection| {
+            let own_rows = direction.own_rows(q_rows, k_rows);
+            Self { direction, bands: turned_merged(merged, direction), own_rows }
         };
-        Ok(Self { direction, bands: turned(bands, direction), own_rows })
+        Ok([turned(merged.clone(), TileDirection::Forward), turned(merged, TileDirection::Backward)])
+    }
+
+    /// Of which pass.
+    pub(crate) fn direction(&self) -> TileDirection {
+        self.direction
     }
 
     /// With tiles of `tile_rows` rows that walk blocks of `block` columns.

@@ -102,10 +102,7 @@ impl TileSchedule {
         check_rows(bands, q_rows, k_rows)?;
         let direction = config.direction;
         let turned = turned(bands, direction);
-        let own_rows = match direction {
-            TileDirection::Forward => q_rows,
-            TileDirection::Backward => k_rows,
-        };
+        let own_rows = direction.own_rows(q_rows, k_rows);
         let mut stretches = match config.tiles {
             TilePlacement::Tight => fit::fit(&turned, own_rows, config),
             TilePlacement::Aligned => vec![Range::new(0, own_rows)],
@@ -272,7 +269,10 @@ impl TileBound {
 
 /// `bands` by owned rows, as few as are found.
 fn turned(bands: &[Band], direction: TileDirection) -> Vec<Band> {
-    let mut turned = Band::merged(bands.to_vec());
+    turned_merged(Band::merged(bands.to_vec()), direction)
+}
+
+fn turned_merged(mut turned: Vec<Band>, direction: TileDirection) -> Vec<Band> {
     turned.iter_mut().for_each(|band| *band = direction.turn(band));
     turned.sort_unstable();
     turned

@@ -43,7 +43,7 @@ use super::{ChunkWork, Home};
 pub(crate) use links::Reach;
 use pairing::pair_heavy_with_light;
 use segments::Segments;
-pub(crate) use settle::{Prices, Search, settle, settles};
+pub(crate) use settle::{Effort, Prices, Search, settle, settles};
 use stretch::{join_small, stretches};
 use trade::trade;
 

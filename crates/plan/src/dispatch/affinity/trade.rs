@@ -7,8 +7,9 @@ const PROPOSALS: usize = 64_000;
 /// Steps over ranges and words of coverage that may be spent on them; what bounds the time where chunks read far or in
 /// many pieces.
 const STEPS: usize = 2_000_000;
-/// Proposals in a row without a gain after which there is nothing to be had.
-const PATIENCE: usize = 8_192;
+/// Proposals in a row without a gain after which there is nothing to be had: [`PATIENCE_OF_CHUNK`] for each chunk, within these.
+const PATIENCE: (usize, usize) = (2_048, 8_192);
+const PATIENCE_OF_CHUNK: usize = 16;
 /// Steps that building the coverage may take. Chunks of a long causal sequence read far, so their steps grow with the
 /// square of their number; from some 46,000 of them on, what [`STEPS`] leaves for proposals would gain next to nothing.
 const BUILD_STEPS: usize = 8 * STEPS;
@@ -46,11 +47,12 @@ pub(super) fn trade(work: &ChunkWork, segments: &Segments, rank_chunks: &mut [Ve
     let mut coverage = Coverage::new(segments, rank_chunks);
     let received = (0..ranks).map(|rank| coverage.received(rank)).sum::<i64>() / ranks as i64;
     let mut draw = Draw::default();
+    let patience = (PATIENCE_OF_CHUNK * chunks).clamp(PATIENCE.0, PATIENCE.1);
     let mut since_gain = 0;
     let mut left = STEPS;
     for _ in 0..PROPOSALS {
         since_gain += 1;
-        if since_gain > PATIENCE {
+        if since_gain > patience {
             break;
         }
         let a = draw.below(chunks);
