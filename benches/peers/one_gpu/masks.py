@@ -37,6 +37,8 @@ class Mask:
     """A mask of the comparison. Every row of these sees one interval of columns, `lo .. hi`."""
 
     def __init__(self, name, seqlen):
+        if name not in MASKS:
+            raise ValueError(f"{name} is no mask in which every row sees one interval of columns")
         self.name, self.seqlen = name, seqlen
         self.lengths = documents(seqlen) if name.startswith("varlen") else [seqlen]
         row = torch.arange(seqlen, device="cuda")

@@ -6,8 +6,17 @@
 // Not a workspace lint: tests may unwrap, their helpers too.
 #![warn(clippy::unwrap_used)]
 
+mod device_model;
+mod dispatch;
+mod error;
 mod policies;
 mod prediction;
+mod remembered;
 
+pub use device_model::{DEVICE_MODEL_VERSION, DeviceModel};
+pub use dispatch::{
+    DISPATCHES, DispatchCandidate, DispatchChoice, MOST_COMPARED_RANKS, modelled_transports, plan_attention,
+};
+pub use error::ChooseError;
 pub use policies::{PassChoice, PolicyCandidate, PolicyChoice, attention_policies};
 pub use prediction::AttentionPrediction;

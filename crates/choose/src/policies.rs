@@ -2,11 +2,12 @@
 
 use counterpoint_plan::{AttentionSpec, CostModel, Plan, Topology};
 use counterpoint_schedule::{
-    GradientReduction, Mover, OverlapPolicy, PassPolicies, Program, RankTransport, SimulateError, StartOrder,
-    WorkerShare, Workload, simulate,
+    GradientReduction, Mover, OpCost, OverlapPolicy, PassPolicies, RankTransport, SimulateError, StartOrder,
+    Timeline, WorkerShare, Workload,
 };
 
-use crate::prediction::{backwards, forwards};
+use crate::prediction::Trial;
+use crate::remembered::RememberedCost;
 
 /// Predictions that differ by less say nothing: of those the simplest policy is kept.
 const LEAST_GAIN: f64 = 0.003;
@@ -68,12 +69,18 @@ impl PolicyChoice {
         let backward = self.backward.as_ref().map_or(forward, |backward| backward.chosen().policy);
         PassPolicies { forward, backward }
     }
+
+    /// Predicted seconds of all passes.
+    pub fn seconds(&self) -> f64 {
+        self.forward.chosen().seconds
+            + self.backward.as_ref().map_or(0.0, |backward| backward.chosen().seconds)
+    }
 }
 
 /// The policy of each pass that is predicted to end first, of those that one of `transports` runs as it is predicted. What is
 /// predicted never takes longer than one operation after the other. `backward` says how gradients travel, `None` that there are none.
 ///
-/// A policy changes no result, so `cost` may be what a machine was measured to do.
+/// Of many ranks those with the most to do are simulated and stand for all. A policy changes no result, so `cost` may be what a machine was measured to do.
 ///
 /// # Errors
 /// As [`simulate`]: Programs of one plan fit each other, so none is known.
@@ -83,32 +90,33 @@ pub fn attention_policies(
     backward: Option<GradientReduction>,
     transports: &[RankTransport],
     topology: &Topology,
-    cost: &CostModel,
+    cost: &(impl OpCost + ?Sized),
 ) -> Result<PolicyChoice, SimulateError> {
-    let choose = |lower: &dyn Fn(OverlapPolicy) -> Vec<Program>| {
-        let candidates = candidates(plan, transports, cost).into_iter().map(|(policy, transport)| {
-            let seconds = simulate(&lower(policy), topology, cost)?.makespan();
-            Ok(PolicyCandidate { policy, transport, seconds })
+    let trial = Trial::new(plan, spec, topology);
+    let cost = RememberedCost::new(cost, plan);
+    let choose = |run: &dyn Fn(OverlapPolicy) -> Result<Timeline, SimulateError>| {
+        let candidates = candidates(&trial, transports, cost.rates()).into_iter();
+        let candidates = candidates.map(|(policy, transport)| {
+            Ok(PolicyCandidate { policy, transport, seconds: run(policy)?.makespan() })
         });
         candidates.collect::<Result<Vec<_>, SimulateError>>().map(PassChoice::of)
     };
-    let forward = choose(&|policy| forwards(plan, spec, policy))?;
-    let backward = backward.map(|how| choose(&|policy| backwards(plan, spec, policy, how))).transpose()?;
+    let forward = choose(&|policy| trial.forward(policy, &cost))?;
+    let backward = backward.map(|how| choose(&|policy| trial.backward(policy, how, &cost))).transpose()?;
     Ok(PolicyChoice { forward, backward })
 }
 
 /// What is tried, the simplest first, each with a transport that runs it. A priority is predicted as nothing, and one hardware queue is
 /// a variable of the process that nothing here can set.
 fn candidates(
-    plan: &Plan,
+    trial: &Trial<'_>,
     transports: &[RankTransport],
     cost: &CostModel,
 ) -> Vec<(OverlapPolicy, RankTransport)> {
     let mut policies = vec![OverlapPolicy::default()];
-    let exchanges = plan.ranks.iter().any(|rank| rank.forward.len() > 1 || rank.hosted.is_some());
-    if let Some(sharing) = cost.sharing.filter(|_| exchanges) {
+    if let Some(sharing) = cost.sharing.filter(|_| trial.exchanges()) {
         // A cast and a reduce at a time; on several nodes each is two.
-        let collectives = if plan.two_level.is_some() { 4 } else { 2 };
+        let collectives = if trial.is_two_level() { 4 } else { 2 };
         for start in [StartOrder::Concurrent, StartOrder::KernelBarrier] {
             let margins = (0..=collectives).map(|at| at * sharing.communication);
             let policies_of = |margin| OverlapPolicy {

@@ -1,8 +1,10 @@
 //! What the simulator expects of a plan: every rank lowered, all ranks simulated together.
 
-use counterpoint_plan::{AttentionSpec, CostModel, Plan, Topology};
+use std::cmp::Reverse;
+
+use counterpoint_plan::{AttentionSpec, Plan, Topology};
 use counterpoint_schedule::{
-    GradientReduction, KeyBlocks, OverlapPolicy, PassPolicies, Program, SimulateError, Timeline,
+    GradientReduction, KeyBlocks, OpCost, OverlapPolicy, PassPolicies, Program, SimulateError, Timeline,
     lower_attention_backward, lower_attention_forward, simulate,
 };
 
@@ -30,15 +32,17 @@ impl AttentionPrediction {
         policies: impl Into<PassPolicies>,
         backward: Option<GradientReduction>,
         topology: &Topology,
-        cost: &CostModel,
+        cost: &(impl OpCost + ?Sized),
     ) -> Result<Self, SimulateError> {
         let PassPolicies { forward, backward: of_backward } = policies.into();
+        let ranks: Vec<usize> = (0..plan.ranks.len()).collect();
         let predict = |programs: Vec<Program>| {
             let crossing = programs.iter().map(|program| program.crossing_bytes(topology)).sum::<u64>();
             simulate(&programs, topology, cost).map(|timeline| (timeline, crossing))
         };
-        let (forward, forward_crossing_bytes) = predict(forwards(plan, spec, forward))?;
-        let backward = backward.map(|how| predict(backwards(plan, spec, of_backward, how))).transpose()?;
+        let (forward, forward_crossing_bytes) = predict(forwards(plan, &ranks, spec, forward))?;
+        let backward =
+            backward.map(|how| predict(backwards(plan, &ranks, spec, of_backward, how))).transpose()?;
         let (backward, backward_crossing_bytes) = backward.unzip();
         Ok(Self { forward, backward, forward_crossing_bytes, backward_crossing_bytes })
     }
@@ -49,18 +53,76 @@ impl AttentionPrediction {
     }
 }
 
-/// The forwards of all ranks. Where blocks begin changes no prediction.
-pub(crate) fn forwards(plan: &Plan, spec: &AttentionSpec, policy: OverlapPolicy) -> Vec<Program> {
-    let lower = |rank| lower_attention_forward(plan, rank, spec, policy, KeyBlocks::Suited);
-    (0..plan.ranks.len()).map(lower).collect()
+/// The forwards of these ranks. Where blocks begin changes no prediction.
+fn forwards(plan: &Plan, ranks: &[usize], spec: &AttentionSpec, policy: OverlapPolicy) -> Vec<Program> {
+    let lower = |&rank: &usize| lower_attention_forward(plan, rank, spec, policy, KeyBlocks::Suited);
+    ranks.iter().map(lower).collect()
 }
 
-/// The backwards of all ranks.
-pub(crate) fn backwards(
+/// The backwards of these ranks.
+fn backwards(
     plan: &Plan,
+    ranks: &[usize],
     spec: &AttentionSpec,
     policy: OverlapPolicy,
     how: GradientReduction,
 ) -> Vec<Program> {
-    (0..plan.ranks.len()).map(|rank| lower_attention_backward(plan, rank, spec, policy, how)).collect()
+    ranks.iter().map(|&rank| lower_attention_backward(plan, rank, spec, policy, how)).collect()
+}
+
+/// A plan to be simulated again and again: of many ranks those that have most to do stand for all.
+pub(crate) struct Trial<'a> {
+    plan: &'a Plan,
+    spec: &'a AttentionSpec,
+    topology: &'a Topology,
+    ranks: Vec<usize>,
+}
+
+/// Ranks that stand for all: those with the most pairs, and those that receive most.
+const PROBED: [usize; 2] = [8, 8];
+
+impl<'a> Trial<'a> {
+    pub(crate) fn new(plan: &'a Plan, spec: &'a AttentionSpec, topology: &'a Topology) -> Self {
+        let mut ranks: Vec<usize> = (0..plan.ranks.len()).collect();
+        if ranks.len() > PROBED.iter().sum() {
+            let [areas, receivers] = PROBED;
+            let mut by_rows = ranks.clone();
+            let recv =
+                |rank: &usize| Reverse(plan.ranks[*rank].recv_rows() + plan.ranks[*rank].query_recv_rows());
+            ranks.sort_by_key(|rank| Reverse(plan.ranks[*rank].area));
+            by_rows.sort_by_key(recv);
+            by_rows.retain(|rank| !ranks[..areas].contains(rank));
+            ranks.truncate(areas);
+            ranks.extend(&by_rows[..receivers]);
+            ranks.sort_unstable();
+        }
+        Self { plan, spec, topology, ranks }
+    }
+
+    /// Whether any rows travel.
+    pub(crate) fn exchanges(&self) -> bool {
+        self.plan.ranks.iter().any(|rank| rank.forward.len() > 1 || rank.hosted.is_some())
+    }
+
+    /// Whether rows cross between nodes in steps of their own.
+    pub(crate) fn is_two_level(&self) -> bool {
+        self.plan.two_level.is_some()
+    }
+
+    pub(crate) fn forward(
+        &self,
+        policy: OverlapPolicy,
+        cost: &(impl OpCost + ?Sized),
+    ) -> Result<Timeline, SimulateError> {
+        simulate(&forwards(self.plan, &self.ranks, self.spec, policy), self.topology, cost)
+    }
+
+    pub(crate) fn backward(
+        &self,
+        policy: OverlapPolicy,
+        how: GradientReduction,
+        cost: &(impl OpCost + ?Sized),
+    ) -> Result<Timeline, SimulateError> {
+        simulate(&backwards(self.plan, &self.ranks, self.spec, policy, how), self.topology, cost)
+    }
 }

@@ -10,6 +10,7 @@ mod attention;
 mod builder;
 mod crossing;
 mod linear;
+mod op_cost;
 mod pass_policies;
 mod policy;
 mod program;
@@ -26,6 +27,7 @@ pub use linear::{
     lower_linear_forward, lower_linear_weight_gradient, lower_normalised_forward, lower_product,
     lower_product_all_to_all, travel_seconds,
 };
+pub use op_cost::OpCost;
 pub use pass_policies::PassPolicies;
 pub use policy::{
     CommunicationPriority, HardwareQueues, Mover, OverlapPolicy, PolicyError, StartOrder, WorkerShare,

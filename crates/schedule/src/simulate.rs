@@ -9,7 +9,7 @@ use thiserror::Error;
 
 use crate::{
     Accumulate, ArrivingKeys, AttentionBackward, AttentionState, BufferId, ForwardBegin, ForwardEnd, Gemm,
-    GemmLayout, GroupReduce, Mover, Op, Program, ProgramOp, RowBlock, Span, Timeline,
+    GemmLayout, GroupReduce, Mover, Op, OpCost, Program, ProgramOp, RowBlock, Span, Timeline,
 };
 
 /// Why a timeline cannot be predicted.
@@ -68,7 +68,7 @@ pub enum SimulateError {
 pub fn simulate(
     programs: &[Program],
     topology: &Topology,
-    cost: &CostModel,
+    cost: &(impl OpCost + ?Sized),
 ) -> Result<Timeline, SimulateError> {
     check_collectives(programs)?;
     let mut spans = clockwork::run(programs, topology, cost)?;
@@ -256,7 +256,12 @@ fn ready_part(program: &Program, op: &ProgramOp, cost: &CostModel) -> f64 {
 }
 
 /// Seconds of an operation, of a rank that has computed for so many before.
-fn compute_seconds(program: &Program, op: &ProgramOp, computed_seconds: f64, cost: &CostModel) -> f64 {
+pub(crate) fn compute_seconds(
+    program: &Program,
+    op: &ProgramOp,
+    computed_seconds: f64,
+    cost: &CostModel,
+) -> f64 {
     let bytes = |id: BufferId| program.buffers[id.0].bytes();
     let work = match &op.op {
         Op::AttentionForward(a) => {
@@ -330,7 +335,7 @@ fn waves_seconds(program: &Program, groups: &[Gemm], cost: &CostModel) -> f64 {
 
 /// Seconds from the start of an operation, or from the end of its part before, to the end of part `part`; `None` when it has
 /// fewer parts. The rank has computed for `computed_seconds` before.
-fn part_seconds(
+pub(crate) fn part_seconds(
     program: &Program,
     op: &ProgramOp,
     part: usize,

@@ -2,5 +2,7 @@
 //! cases take minutes and are run by name: `cargo test -p counterpoint-choose --test choices -- --ignored --nocapture`.
 
 mod case;
+mod costs;
+mod dispatches;
 mod policies;
 mod ratios;

@@ -197,6 +197,22 @@ pub(crate) enum BenchMask {
     SwCausal,
     BlockCausal,
     VarlenBlockCausal,
+    /// Block-causal, and a last block that sees everything
+    BlockCausalLastGlobal,
+    /// A question of half the tokens, and four answers that do not see each other
+    SharedQuestion,
+    /// A causal window, and 64 tokens at the front that everyone sees
+    SwGlobal,
+    /// A grid of blocks: the diagonal, the first column, and every fourth of the others below it
+    BlockSparse,
+}
+
+impl BenchMask {
+    /// Whether the scripts of the peers know it: each row sees one interval of columns.
+    pub(crate) fn has_peers(self) -> bool {
+        use BenchMask::{BlockCausalLastGlobal, BlockSparse, SharedQuestion, SwGlobal};
+        !matches!(self, BlockCausalLastGlobal | SharedQuestion | SwGlobal | BlockSparse)
+    }
 }
 
 /// An element type of the GPU kernels.

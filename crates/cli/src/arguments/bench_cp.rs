@@ -54,7 +54,8 @@ pub(crate) struct BenchCpArguments {
         value_name = "NAMES",
         value_enum,
         value_delimiter = ',',
-        default_value = "full,causal,varlen_full,varlen_causal,varlen_block_causal"
+        default_value = "full,causal,varlen_full,varlen_causal,varlen_block_causal,block_causal_last_global,shared_question,sw_global,\
+                         block_sparse"
     )]
     pub(crate) masks: Vec<BenchMask>,
 

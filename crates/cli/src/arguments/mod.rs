@@ -53,7 +53,7 @@ pub(crate) use tune::{
     BenchBandwidthArguments, RanksArguments, SearchArgument, TuneCommand, TuneGemmArguments,
 };
 pub(crate) use usage::usage_error;
-pub(crate) use value::{DISPATCHES, dispatch_name, dtype_name, scale_of};
+pub(crate) use value::{DISPATCHES, DispatchAsked, dispatch_name, dtype_name, scale_of};
 
 /// Distributed attention whose communication runs under its computation.
 #[derive(Debug, Parser)]

@@ -1,9 +1,9 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use counterpoint_plan::{DType, DispatchAlgorithm, GradientShares, QueryExchange, StageCount};
+use counterpoint_plan::{DType, GradientShares, QueryExchange, StageCount};
 
-use super::value;
+use super::value::{self, DispatchAsked};
 
 /// What decides a plan, the same flags wherever one is made.
 #[derive(Debug, Args)]
@@ -13,9 +13,10 @@ pub(crate) struct PlanningArguments {
     #[arg(long, value_name = "N", value_parser = value::size, allow_hyphen_values = true)]
     pub(crate) chunk_size: Option<usize>,
 
-    /// How chunks are given to ranks
-    #[arg(long, value_name = "ALGORITHM", default_value = "affinity", value_parser = value::dispatch())]
-    pub(crate) dispatch: DispatchAlgorithm,
+    /// How chunks are given to ranks. auto: of all, the one that is predicted to end a forward and a backward first on the kind of
+    /// device (never by a measurement, for it decides about bits); affinity on more than 256 ranks
+    #[arg(long, value_name = "ALGORITHM", default_value = "auto", value_parser = value::dispatch())]
+    pub(crate) dispatch: DispatchAsked,
 
     /// How many stages the remote work is cut into, communication of one under computation of another; 0: all work at once, which
     /// takes rows of other ranks as they arrive

@@ -208,9 +208,29 @@ pub(crate) const DISPATCHES: [(&str, DispatchAlgorithm); 4] = [
     ("zigzag", DispatchAlgorithm::Zigzag),
 ];
 
-/// A dispatch algorithm.
-pub(crate) fn dispatch() -> impl TypedValueParser<Value = DispatchAlgorithm> {
-    named(DISPATCHES)
+/// What `--dispatch` says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum DispatchAsked {
+    /// The one that is predicted to end a forward and a backward first.
+    Auto,
+    /// This.
+    Named(DispatchAlgorithm),
+}
+
+impl DispatchAsked {
+    /// The one that is named; else what plans are made with that nobody compares.
+    pub(crate) fn named(self) -> DispatchAlgorithm {
+        match self {
+            Self::Auto => DispatchAlgorithm::default(),
+            Self::Named(algorithm) => algorithm,
+        }
+    }
+}
+
+/// A dispatch algorithm, or `auto`.
+pub(crate) fn dispatch() -> impl TypedValueParser<Value = DispatchAsked> {
+    let [a, b, c, d] = DISPATCHES.map(|(name, algorithm)| (name, DispatchAsked::Named(algorithm)));
+    named([("auto", DispatchAsked::Auto), a, b, c, d])
 }
 
 /// When queries travel.

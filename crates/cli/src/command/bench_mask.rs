@@ -16,6 +16,12 @@ pub(crate) const DOCUMENTS: [(usize, &str); 3] = [
 const WINDOW: usize = 1024;
 /// Rows of a block.
 const BLOCK: usize = 2048;
+/// Answers to a shared question.
+const ANSWERS: usize = 4;
+/// Tokens that every row of a window sees.
+const GLOBAL: usize = 64;
+/// Rows and columns of a block of the sparse grid.
+const SPARSE: usize = 256;
 
 /// The name on the command line and in tables.
 pub(crate) fn name(mask: BenchMask) -> String {
@@ -39,6 +45,31 @@ fn build(mask: BenchMask, seqlen: usize) -> Result<Mask, MaskError> {
         }
         BenchMask::BlockCausal => Mask::block_causal(seqlen, BLOCK),
         BenchMask::VarlenBlockCausal => Mask::block_causal(documents(seqlen)?, BLOCK),
+        BenchMask::BlockCausalLastGlobal => {
+            let global = BLOCK.min(seqlen / 2);
+            Mask::last_global(seqlen - global, BLOCK, global)
+        }
+        BenchMask::SharedQuestion => {
+            let question = seqlen / 2;
+            let answer = (seqlen - question) / ANSWERS;
+            let mut answers = vec![answer; ANSWERS];
+            answers[ANSWERS - 1] = seqlen - question - (ANSWERS - 1) * answer;
+            Mask::shared_question(question, Documents::from_lengths(answers)?)
+        }
+        BenchMask::SwGlobal => {
+            Mask::sliding_window(seqlen, Window { left: Some(WINDOW - 1), right: Some(0), global: GLOBAL })
+        }
+        BenchMask::BlockSparse => {
+            let rows = seqlen.div_ceil(SPARSE);
+            let seen =
+                |row: usize, column: usize| row == column || column == 0 || (row + column).is_multiple_of(4);
+            let blocks: Vec<(usize, usize)> = (0..rows)
+                .flat_map(|row| {
+                    (0..=row).filter(move |&column| seen(row, column)).map(move |column| (row, column))
+                })
+                .collect();
+            Mask::block_sparse(seqlen, seqlen, SPARSE, SPARSE, &blocks)
+        }
     }
 }
 
@@ -97,6 +128,20 @@ mod tests {
         assert_eq!(area(BenchMask::VarlenCausal, 8192), 5_308_482);
         assert_eq!(area(BenchMask::SwCausal, 8192), 8192 * 1024 - 1024 * 1023 / 2);
         assert_eq!(area(BenchMask::BlockCausal, 8192), 2048 * 2048 * 10);
+        // Four blocks, the last of which sees them all as it does without being global.
+        assert_eq!(area(BenchMask::BlockCausalLastGlobal, 8192), 2048 * 2048 * 10);
+        assert_eq!(
+            area(BenchMask::SharedQuestion, 8192),
+            4096 * 4097 / 2 + 4 * (1024 * 4096 + 1024 * 1025 / 2)
+        );
+        // The first 64 tokens, where the window has left them.
+        assert_eq!(
+            area(BenchMask::SwGlobal, 8192),
+            area(BenchMask::SwCausal, 8192)
+                + (64..8192_u64).map(|row| 64.min(row.saturating_sub(1023))).sum::<u64>()
+        );
+        // Of 4 block rows: 1, 2, 3 and 3 blocks.
+        assert_eq!(area(BenchMask::BlockSparse, 1024), 9 * 256 * 256);
         // One document there is longer than a block.
         assert!(area(BenchMask::VarlenBlockCausal, 32768) < area(BenchMask::VarlenFull, 32768));
     }

@@ -79,7 +79,14 @@ const ANNEALED: [(&str, &str, usize, u64); 4] = [
     ("pareto documents", PARETO, 64, 95_279),
 ];
 
-/// Two packed batches of 1M tokens and one causal sequence of 4M.
+/// Masks that few others distribute, of 1M tokens.
+const SEEDS: [(&str, &str); 3] = [
+    ("block-causal with a last global block", "last-global:0,1046528,block=2048,global=2048"),
+    ("shared question", "shared-question:512k;128k,128k,128k,128k"),
+    ("sliding window with global tokens", "sliding-window:1M,left=8191,right=0,global=1024"),
+];
+
+/// Two packed batches of 1M tokens, three other masks and one causal sequence of 4M.
 fn built_in_cases(cp_sizes: &[usize]) -> Result<Vec<Case>, CliError> {
     let mut cases = Vec::new();
     for name in ["lognormal documents", "pareto documents"] {
@@ -91,6 +98,18 @@ fn built_in_cases(cp_sizes: &[usize]) -> Result<Vec<Case>, CliError> {
             let mask = mask_argument::load(&format!("varlen-causal:lengths={list}"))?;
             let goal = Some(Goal { solve_seconds: 0.010, annealed_recv_rows: annealed });
             cases.push(Case { name: format!("{name}, 1M tokens"), mask, cp_size, chunk_size: 512, goal });
+        }
+    }
+    for (name, mask) in SEEDS {
+        for &cp_size in cp_sizes {
+            let name = format!("{name}, 1M tokens");
+            cases.push(Case {
+                name,
+                mask: mask_argument::load(mask)?,
+                cp_size,
+                chunk_size: 2048,
+                goal: None,
+            });
         }
     }
     cases.push(Case {
@@ -143,6 +162,10 @@ struct Row {
     /// A figure from elsewhere, see [`Goal`].
     annealed_recv_tokens: Option<u64>,
     lower_bound_tokens: f64,
+    ring_tokens: f64,
+    all_gather_tokens: f64,
+    /// Where heads divide by ranks.
+    ulysses_tokens: Option<f64>,
 }
 
 /// The rows of one case.
@@ -210,6 +233,9 @@ impl Case {
             recv_ratio_to_min_heap: None,
             annealed_recv_tokens: self.goal.and_then(|goal| goal.annealed_recv_rows),
             lower_bound_tokens: mean(bounds.lower_bound_tokens),
+            ring_tokens: mean(bounds.ring_tokens),
+            all_gather_tokens: mean(bounds.all_gather_tokens),
+            ulysses_tokens: bounds.ulysses_tokens.map(mean),
         }
     }
 }
@@ -290,6 +316,11 @@ impl Group {
         }
         if let Some(affinity) = self.row(DispatchAlgorithm::Affinity) {
             reference("lower bound", affinity.lower_bound_tokens);
+            reference("ring attention", affinity.ring_tokens);
+            reference("all-gather", affinity.all_gather_tokens);
+            if let Some(ulysses) = affinity.ulysses_tokens {
+                reference("Ulysses", ulysses);
+            }
         }
         out.push_str(&comparison_table(case.cp_size, &rows, style));
         for row in &self.rows {

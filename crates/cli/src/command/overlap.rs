@@ -56,14 +56,6 @@ impl Overlapped<'_> {
 pub(crate) const AUTO: PassOverlaps =
     PassOverlaps { forward: OverlapChoice::Auto, backward: OverlapChoice::Auto };
 
-/// Transports of the machine that is modelled: one whose kernels walk tiles is a GPU.
-pub(crate) fn modelled_transports(config: &PlanConfig) -> &'static [RankTransport] {
-    match config.cost.tiles {
-        Some(_) => RankTransport::of_gpus(&config.topology),
-        None => &[RankTransport::Cpu],
-    }
-}
-
 /// A pass as `--json` has it: what was chosen, and from what.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct ChosenPass {

@@ -6,18 +6,16 @@ use std::collections::BinaryHeap;
 use counterpoint_plan::{CostModel, GroupPart, Topology};
 
 use super::rank::{Computing, Head, Rank};
-use super::{
-    SimulateError, arrives_at, collective_part, compute_seconds, part_seconds, parts_before_meeting, transfer,
-};
-use crate::{GroupCast, Op, Program, Span, SpanKind};
+use super::{SimulateError, arrives_at, collective_part, parts_before_meeting, transfer};
+use crate::{GroupCast, Op, OpCost, Program, Span, SpanKind};
 
 /// All spans of a run, in no order.
 pub(super) fn run(
     programs: &[Program],
     topology: &Topology,
-    cost: &CostModel,
+    cost: &(impl OpCost + ?Sized),
 ) -> Result<Vec<Span>, SimulateError> {
-    let mut clockwork = Clockwork::new(programs, topology, cost);
+    let mut clockwork = Clockwork::new(programs, topology, (cost, cost.rates()));
     clockwork.run();
     let stuck = clockwork.ranks.iter().find_map(|rank| {
         let op = rank.first_unfinished()?;
@@ -58,8 +56,10 @@ struct Meeting {
     wanted: Vec<Option<u32>>,
 }
 
-struct Clockwork<'a> {
+struct Clockwork<'a, C: OpCost + ?Sized> {
     topology: &'a Topology,
+    /// Seconds of computations.
+    seconds: &'a C,
     cost: &'a CostModel,
     ranks: Vec<Rank<'a>>,
     /// Index of every rank's Program, where it is given.
@@ -73,8 +73,8 @@ struct Clockwork<'a> {
     questions: usize,
 }
 
-impl<'a> Clockwork<'a> {
-    fn new(programs: &'a [Program], topology: &'a Topology, cost: &'a CostModel) -> Self {
+impl<'a, C: OpCost + ?Sized> Clockwork<'a, C> {
+    fn new(programs: &'a [Program], topology: &'a Topology, (seconds, cost): (&'a C, &'a CostModel)) -> Self {
         let ranks: Vec<Rank<'_>> = programs.iter().map(Rank::new).collect();
         let world = programs.iter().map(|p| p.world_size.max(p.rank + 1)).max().unwrap_or(0);
         let mut index = vec![None; world];
@@ -85,6 +85,7 @@ impl<'a> Clockwork<'a> {
         let meeting = || Meeting { started: vec![0; programs.len()], wanted: vec![None; programs.len()] };
         Self {
             topology,
+            seconds,
             cost,
             index,
             meetings: (0..collectives).map(|_| meeting()).collect(),
@@ -213,7 +214,7 @@ impl<'a> Clockwork<'a> {
         let (cost, state) = (self.cost, &mut self.ranks[rank]);
         let (part, computed) = (state.parts[stream], state.computed_seconds);
         let op = &state.program.ops[op];
-        let Some(left) = part_seconds(state.program, op, part, computed, cost) else { return };
+        let Some(left) = self.seconds.part_seconds(state.program, op, part, computed) else { return };
         state.computed_seconds += left;
         let speed = state.speed(cost.sharing);
         state.computing.push(Computing { stream, left, since: now, speed });
@@ -300,7 +301,7 @@ impl<'a> Clockwork<'a> {
         let mut end = ends[0].max(ends[1]);
         let program = self.ranks[rank].program;
         if matches!(program.ops[op].op, Op::GemmReduce(_) | Op::CastGemm(_)) {
-            let multiplying = compute_seconds(program, &program.ops[op], 0.0, self.cost);
+            let multiplying = self.seconds.compute_seconds(program, &program.ops[op], 0.0);
             let multiplied = now + moved.alpha[0] + multiplying;
             end = end.max(multiplied);
         }

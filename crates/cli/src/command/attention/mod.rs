@@ -72,7 +72,7 @@ fn run_all(arguments: &AttentionArguments) -> Result<(), CliError> {
     progress.step("measuring this machine");
     let config = plan_config(arguments, topology, machine.cost(&spec, arguments.cp_size, profile.as_ref()));
     progress.step("planning");
-    let solution = solve(arguments, &mask, &spec, &config)?;
+    let solution = solve(arguments, &mask, &spec, &config, machine.name())?;
     progress.step(format!("{} on {}", passes(arguments), console::count(arguments.cp_size, "rank")));
     let policies = policies(arguments, (&solution.plan, &spec), &config, machine.transport())?;
     let how = run_config(arguments, policies, slow_link);
@@ -271,8 +271,9 @@ fn solve(
     mask: &Mask,
     spec: &AttentionSpec,
     config: &PlanConfig,
+    machine: &str,
 ) -> Result<Solution, CliError> {
-    let solution = Solution::solve(mask, spec, config)?;
+    let solution = Solution::solve(mask, spec, config, (arguments.planning.dispatch, machine))?;
     Ok(match arguments.run.exchange {
         Exchange::TwoLevel => solution.over_nodes(&config.topology),
         Exchange::Flat => solution,
@@ -288,7 +289,7 @@ fn plan_config(arguments: &AttentionArguments, topology: Topology, mut cost: Cos
     cost.network = arguments.run.slow_network.map_or(cost.network, link);
     PlanConfig {
         chunk_size: arguments.planning.chunk_size,
-        dispatch: arguments.planning.dispatch,
+        dispatch: arguments.planning.dispatch.named(),
         stages: arguments.planning.stages,
         query_exchange: arguments.planning.query_exchange_of(arguments.run.deterministic),
         topology,

@@ -73,7 +73,11 @@ impl Rank<'_> {
         progress.step("measuring this machine");
         let config = plan_config(arguments, topology, self.cost(&machine, &spec)?);
         progress.step("planning");
-        let solution = solve(arguments, &mask, &spec, &config)?;
+        let name = match &machine {
+            ProcessMachine::Cpu => device::cpu_name(),
+            ProcessMachine::Cuda(machine) => machine.device().properties().name.clone(),
+        };
+        let solution = solve(arguments, &mask, &spec, &config, &name)?;
         let fingerprint = Facet::new("the plan", solution.plan.fingerprint());
         rendezvous.agree("plan", &[fingerprint]).map_err(ended)?;
 

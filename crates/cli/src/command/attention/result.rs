@@ -112,7 +112,7 @@ impl AttentionResult<'_> {
             head_dim: spec.head_dim,
             head_dim_v: spec.head_dim_v,
             dtype: dtype_name(spec.dtype),
-            dispatch: dispatch_name(self.arguments.planning.dispatch),
+            dispatch: dispatch_name(self.solution.dispatch),
             overlap_policy: self.policies.to_string(),
             overlap_asked: self.arguments.run.overlap.to_string(),
             deterministic: self.arguments.run.deterministic,
@@ -165,7 +165,7 @@ impl AttentionResult<'_> {
             console::count(plan.cp_size(), "rank"),
             console::count(plan.q_dispatch.num_chunks(), "chunk"),
             plan.q_dispatch.chunk_size(),
-            dispatch_name(self.arguments.planning.dispatch),
+            dispatch_name(self.solution.dispatch),
             format_seconds(self.solution.seconds),
         );
         out.push_str(&plan_table(plan, Some(&rank_seconds(&self.prediction.forward)), &style));
@@ -264,7 +264,7 @@ impl AttentionResult<'_> {
             ("device", device_name(self.arguments.run.device)),
             ("dtype", dtype_name(spec.dtype).to_owned()),
             ("heads", format!("{}:{} of {}", spec.heads_q, spec.heads_kv, spec.head_dim)),
-            ("dispatch", dispatch_name(self.arguments.planning.dispatch).to_owned()),
+            ("dispatch", dispatch_name(self.solution.dispatch).to_owned()),
             ("overlap", self.policies.to_string()),
         ];
         let crossing = self.crossing_text().map(|text| ("between nodes".to_owned(), text));

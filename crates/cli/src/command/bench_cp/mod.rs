@@ -271,13 +271,13 @@ impl<'a> Bench<'a> {
         let planning = &self.arguments.planning;
         let config = PlanConfig {
             chunk_size: planning.chunk_size,
-            dispatch: planning.dispatch,
+            dispatch: planning.dispatch.named(),
             stages: planning.stages,
             query_exchange: planning.query_exchange_of(self.arguments.deterministic),
             topology,
             cost: self.ranks.cost(&self.spec, topology.world_size, self.profile.as_ref()),
         };
-        let solution = Solution::solve(mask, &self.spec, &config)?;
+        let solution = Solution::solve(mask, &self.spec, &config, (planning.dispatch, self.ranks.name()))?;
         let over_nodes = topology.nodes() > 1 && exchange == Exchange::TwoLevel;
         Ok((if over_nodes { solution.over_nodes(&topology) } else { solution }, config))
     }

@@ -2,15 +2,15 @@
 
 use std::fmt::Write;
 
-use counterpoint_choose::AttentionPrediction;
+use counterpoint_choose::{AttentionPrediction, modelled_transports};
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, DispatchAlgorithm, Plan, PlanConfig, PlanOverview, RankPlan};
 use counterpoint_report::{Column, Style, format_bytes, format_count, format_seconds, table};
 use counterpoint_schedule::GradientReduction;
 use serde::Serialize;
 
-use crate::arguments::{DISPATCHES, dispatch_name};
-use crate::command::overlap::{AUTO, Overlap, Overlapped, modelled_transports};
+use crate::arguments::{DISPATCHES, DispatchAsked, dispatch_name};
+use crate::command::overlap::{AUTO, Overlap, Overlapped};
 use crate::command::prediction::predict;
 use crate::command::solution::Solution;
 use crate::error::CliError;
@@ -97,7 +97,7 @@ pub(super) fn by_default(
 ) -> Result<(Overlap, AttentionPrediction), CliError> {
     let backward = Some(GradientReduction::default());
     let overlapped = Overlapped { plan, spec, backward, config };
-    let overlap = overlapped.by(AUTO, modelled_transports(config))?;
+    let overlap = overlapped.by(AUTO, modelled_transports(&config.topology, &config.cost))?;
     let prediction = predict(plan, spec, overlap.policies, backward, config)?;
     Ok((overlap, prediction))
 }
@@ -115,7 +115,8 @@ pub(super) fn compare(
             rows.push(DispatchRow::new(dispatch, plan, prediction, spec, true));
         } else if plan.cp_size() <= MOST_COMPARED_RANKS {
             let config = PlanConfig { dispatch, ..*config };
-            let other = Solution::solve(mask, spec, &config)?.over_nodes(&config.topology);
+            let other = Solution::solve(mask, spec, &config, (DispatchAsked::Named(dispatch), ""))?
+                .over_nodes(&config.topology);
             let (_, predicted) = by_default(&other.plan, spec, &config)?;
             rows.push(DispatchRow::new(dispatch, &other.plan, &predicted, spec, false));
         }

@@ -40,7 +40,7 @@ pub(super) fn run(
         num_chunks: summary.num_chunks,
         hosts: summary.ranks.iter().any(|rank| rank.hosted_area > 0),
     };
-    let imbalance = Imbalance::of(mask, spec, config, &level, &rows);
+    let imbalance = Imbalance::of(mask, spec, config, &level, (arguments.planning.dispatch, &rows));
     drop(progress);
     if arguments.json {
         let inputs = Inputs::new(&arguments.mask, mask, spec, config, profile);

@@ -8,7 +8,7 @@ use counterpoint_schedule::{SpanKind, Timeline};
 use serde::Serialize;
 
 use super::dispatches::DispatchRow;
-use crate::arguments::dispatch_name;
+use crate::arguments::{DispatchAsked, dispatch_name};
 use counterpoint_choose::AttentionPrediction;
 
 /// From here on a balance is explained.
@@ -70,7 +70,7 @@ impl Imbalance {
         spec: &AttentionSpec,
         config: &PlanConfig,
         level: &Level,
-        rows: &[DispatchRow],
+        (asked, rows): (DispatchAsked, &[DispatchRow]),
     ) -> Option<Self> {
         let Level { balance, compute_balance, .. } = *level;
         if balance <= LEVEL {
@@ -87,7 +87,15 @@ impl Imbalance {
             return Some(Self { reason, compute_balance, remedies: Vec::new() });
         }
         let mut remedies = Vec::new();
-        remedies.extend(smaller_chunks(mask, spec, config, level));
+        // With smaller chunks another dispatch might be chosen.
+        let same = match asked {
+            DispatchAsked::Auto => format!(" --dispatch {}", dispatch_name(config.dispatch)),
+            DispatchAsked::Named(_) => String::new(),
+        };
+        remedies.extend(
+            smaller_chunks(mask, spec, config, level)
+                .map(|remedy| Remedy { flag: remedy.flag + &same, ..remedy }),
+        );
         let others = rows.iter().filter(|row| !row.chosen && row.balance + LEAST_GAIN < balance);
         remedies.extend(
             others

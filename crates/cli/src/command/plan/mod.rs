@@ -44,7 +44,7 @@ pub(crate) fn run(arguments: &PlanArguments) -> Result<(), CliError> {
     let outputs = Outputs::check(&[("--report", arguments.report.as_deref())])?;
     let config = PlanConfig {
         chunk_size: arguments.planning.chunk_size,
-        dispatch: arguments.planning.dispatch,
+        dispatch: arguments.planning.dispatch.named(),
         stages: arguments.planning.stages,
         query_exchange: arguments.planning.query_exchange,
         topology,
@@ -57,7 +57,9 @@ pub(crate) fn run(arguments: &PlanArguments) -> Result<(), CliError> {
     }
     let progress = Progress::new();
     progress.step(format!("planning for {}", console::count(arguments.cp_size, "rank")));
-    let solution = Solution::solve(&mask, &spec, &config)?.over_nodes(&topology);
+    let asked = (arguments.planning.dispatch, profile.machine.as_str());
+    let solution = Solution::solve(&mask, &spec, &config, asked)?.over_nodes(&topology);
+    let config = PlanConfig { dispatch: solution.dispatch, ..config };
     progress.step("simulating");
     let (overlap, prediction) = dispatches::by_default(&solution.plan, &spec, &config)?;
     if let Some(ranks) = ranks {
@@ -68,7 +70,7 @@ pub(crate) fn run(arguments: &PlanArguments) -> Result<(), CliError> {
     let planned = (&solution.plan, &prediction);
     let dispatches = dispatches::compare(&mask, &spec, &config, planned)?;
     let level = Level::of(&solution.plan, imbalance::compute_balance(&prediction));
-    let imbalance = Imbalance::of(&mask, &spec, &config, &level, &dispatches);
+    let imbalance = Imbalance::of(&mask, &spec, &config, &level, (arguments.planning.dispatch, &dispatches));
     let choice = overlap.choice;
     let told =
         Told { arguments, mask: &mask, spec, profile, config, solution, choice, dispatches, imbalance };
@@ -218,7 +220,7 @@ impl Told<'_> {
     fn text(&self, prediction: &AttentionPrediction, outputs: &Outputs) -> String {
         let style = console::style();
         let (mask, plan) = (self.mask, &self.solution.plan);
-        let dispatch = dispatch_name(self.arguments.planning.dispatch);
+        let dispatch = dispatch_name(self.solution.dispatch);
         let (chunks, chunk_size) = (plan.q_dispatch.num_chunks(), plan.q_dispatch.chunk_size());
         let mut out = headline(mask, &self.config, dispatch, chunks, chunk_size);
         out.push_str(&plan_table(plan, Some(&rank_seconds(&prediction.forward)), &style));
@@ -270,7 +272,7 @@ impl Told<'_> {
         let (mask, spec, plan) = (self.mask, &self.spec, &self.solution.plan);
         let setup = [
             ("mask", self.arguments.mask.clone()),
-            ("dispatch", dispatch_name(self.arguments.planning.dispatch).to_owned()),
+            ("dispatch", dispatch_name(self.solution.dispatch).to_owned()),
             (
                 "ranks",
                 format!("{} on {}", plan.cp_size(), console::count(self.config.topology.nodes(), "node")),

@@ -1,12 +1,12 @@
 //! `counterpoint simulate attention`.
 
-use counterpoint_choose::AttentionPrediction;
+use counterpoint_choose::{AttentionPrediction, modelled_transports};
 use counterpoint_plan::{PlanConfig, Topology};
 use counterpoint_schedule::{GradientReduction, PassPolicies, RankTransport, Workload};
 
 use super::{PassRow, Predicted, Setting, Simulated, pass_columns, simulated};
 use crate::arguments::{SimulateAttentionArguments, dispatch_name, dtype_name};
-use crate::command::overlap::{AUTO, Overlapped, modelled_transports, warning};
+use crate::command::overlap::{AUTO, Overlapped, warning};
 use crate::command::plan::attention_spec;
 use crate::command::prediction::predict;
 use crate::command::solution::Solution;
@@ -24,7 +24,7 @@ pub(super) fn run(arguments: &SimulateAttentionArguments) -> Result<(), CliError
     let topology = Topology { world_size: cp_size, ranks_per_node };
     let config = PlanConfig {
         chunk_size: arguments.planning.chunk_size,
-        dispatch: arguments.planning.dispatch,
+        dispatch: arguments.planning.dispatch.named(),
         stages: arguments.planning.stages,
         query_exchange: arguments.planning.query_exchange,
         topology,
@@ -32,7 +32,8 @@ pub(super) fn run(arguments: &SimulateAttentionArguments) -> Result<(), CliError
     };
     let progress = Progress::new();
     progress.step("planning");
-    let solution = Solution::solve(&mask, &spec, &config)?.over_nodes(&topology);
+    let asked = (arguments.planning.dispatch, setting.profile.machine.as_str());
+    let solution = Solution::solve(&mask, &spec, &config, asked)?.over_nodes(&topology);
     let mut predicted =
         Predicted::new(Schema::SimulateAttention, "Predicted attention", &setting.profile, pass_columns());
     predicted.set("mask", &arguments.mask);
@@ -40,7 +41,7 @@ pub(super) fn run(arguments: &SimulateAttentionArguments) -> Result<(), CliError
     predicted.set("dtype", dtype_name(spec.dtype));
     predicted.set("ranks", cp_size);
     predicted.set("nodes", topology.nodes());
-    predicted.set("dispatch", dispatch_name(arguments.planning.dispatch));
+    predicted.set("dispatch", dispatch_name(solution.dispatch));
     let rank = &solution.plan.ranks[0];
     predicted.set("stages", format!("{} and {}", rank.forward.len() - 1, rank.backward.len() - 1));
     // What `counterpoint attention` runs on such a machine.
@@ -48,7 +49,7 @@ pub(super) fn run(arguments: &SimulateAttentionArguments) -> Result<(), CliError
     let reduction = Some(GradientReduction::default());
     let (plan, config) = (&solution.plan, &config);
     let overlapped = Overlapped { plan, spec: &spec, backward: reduction, config };
-    let transports = modelled_transports(config);
+    let transports = modelled_transports(&config.topology, &config.cost);
     let PassPolicies { forward, backward } = overlapped.by(AUTO, transports)?.policies;
     let default = [forward, backward];
     let mut first = [0.0; 2];

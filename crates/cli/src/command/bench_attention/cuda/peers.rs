@@ -15,7 +15,8 @@ pub(super) fn compare(arguments: &BenchAttentionArguments, sizes: &Sizes) -> Res
     let script = Script::unpack("attention.py")?;
     let mut command = script.command();
     command.args(["--peers", &arguments.cuda.peers.join(",")]);
-    command.args(["--masks", &list(sizes.masks.iter().map(|name| mask::name(*name)).collect())]);
+    let masks = sizes.masks.iter().filter(|mask| mask.has_peers());
+    command.args(["--masks", &list(masks.map(|name| mask::name(*name)).collect())]);
     command.args(["--seqlens", &list(sizes.seqlens.iter().map(ToString::to_string).collect())]);
     command.args(["--heads", &list(sizes.heads.iter().map(|(q, kv)| format!("{q}:{kv}")).collect())]);
     command.args(["--head-dim", &sizes.head_dim.to_string(), "--dtype", value_name(&sizes.dtype).as_str()]);
@@ -40,7 +41,8 @@ mod tests {
     /// Both sides must know the same names.
     #[test]
     fn names_are_those_of_the_script() {
-        for name in crate::arguments::BenchMask::value_variants() {
+        let masks = crate::arguments::BenchMask::value_variants().iter();
+        for name in masks.filter(|mask| mask.has_peers()) {
             assert!(text_of("one_gpu/masks.py").contains(&format!("\"{}\"", mask::name(*name))));
         }
         for dtype in BenchDType::value_variants() {

@@ -1,0 +1,202 @@
+//! The dispatch: all of them are planned and simulated, forward and backward, but those whose slowest rank alone takes longer.
+
+use counterpoint_mask::Mask;
+use counterpoint_plan::{
+    AttentionSpec, ChunkWork, CostModel, DispatchAlgorithm, Plan, PlanConfig, QueryExchange, StageCount,
+    Topology, chunk_work, dispatch, dispatch_keys, dispatch_queries, received_rows,
+};
+use counterpoint_schedule::{GradientReduction, OverlapPolicy, RankTransport, Timeline};
+
+use crate::prediction::Trial;
+use crate::{ChooseError, DeviceModel, attention_policies};
+
+/// Every dispatch, in the order in which they are tried; of those that end together the first is kept.
+pub const DISPATCHES: [DispatchAlgorithm; 4] = [
+    DispatchAlgorithm::Affinity,
+    DispatchAlgorithm::Zigzag,
+    DispatchAlgorithm::MinHeap,
+    DispatchAlgorithm::Sequential,
+];
+
+/// Up to so many ranks dispatches are compared: of more the pieces of plans take gigabytes. There the first is taken.
+pub const MOST_COMPARED_RANKS: usize = 256;
+
+/// Predictions that differ by less say nothing: a dispatch gives way only to one that ends sooner by this part.
+const LEAST_GAIN: f64 = 0.002;
+
+/// A dispatch, and what a forward and a backward with it are predicted to take.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct DispatchCandidate {
+    /// The dispatch.
+    pub algorithm: DispatchAlgorithm,
+    /// Seconds of both passes; `None` where it was left out: what its slowest rank computes or receives alone takes longer than the best.
+    pub seconds: Option<f64>,
+}
+
+/// The dispatch of a problem, beside all that it was chosen from.
+#[derive(Clone, Debug, PartialEq)]
+pub struct DispatchChoice {
+    /// In the order in which they were tried.
+    pub candidates: Vec<DispatchCandidate>,
+    /// The one that is kept.
+    pub chosen: DispatchAlgorithm,
+}
+
+/// A plan with the dispatch that is predicted to end a forward and a backward first, together, on the kind of device that `model`
+/// describes. Rows cross between nodes in two steps where there are several.
+///
+/// Who computes what decides about bits, so of `config` neither the stages nor the cost is looked at for the choice, and the same
+/// problem has the same dispatch on every machine of a kind. The plan itself has the stages and follows the cost of `config`, whose
+/// dispatch is not looked at. Plans take at most `available` bytes.
+///
+/// # Errors
+/// As [`Plan::within`].
+pub fn plan_attention(
+    mask: &Mask,
+    spec: &AttentionSpec,
+    config: &PlanConfig,
+    model: &DeviceModel,
+    available: u64,
+) -> Result<(Plan, DispatchChoice), ChooseError> {
+    let plan = |config: &PlanConfig| Plan::within(mask, spec, config, available);
+    let ranks = config.topology.world_size;
+    if !(2..=MOST_COMPARED_RANKS).contains(&ranks) {
+        let config = PlanConfig { dispatch: DISPATCHES[0], ..*config };
+        let planned = plan(&config)?.over_nodes(&config.topology);
+        return Ok((planned, DispatchChoice { candidates: Vec::new(), chosen: DISPATCHES[0] }));
+    }
+    config.validate_for(mask)?;
+    let compared = PlanConfig { stages: StageCount::Auto, cost: model.cost, ..*config };
+    let bounds = Bounds::new(mask, spec, &compared);
+    let mut candidates = Vec::with_capacity(DISPATCHES.len());
+    let mut plans: Vec<(f64, usize, Plan)> = Vec::with_capacity(DISPATCHES.len());
+    for algorithm in DISPATCHES {
+        let mut seconds = None;
+        let least = plans.iter().map(|(seconds, ..)| *seconds).fold(f64::INFINITY, f64::min);
+        if algorithm == DISPATCHES[0] || bounds.of(algorithm) < least {
+            let planned = plan(&PlanConfig { dispatch: algorithm, ..compared })?;
+            let planned = planned.over_nodes(&config.topology);
+            let taken = side_by_side(&planned, spec, &compared)?;
+            seconds = Some(taken);
+            plans.push((taken, candidates.len(), planned));
+        }
+        candidates.push(DispatchCandidate { algorithm, seconds });
+    }
+    let limit = closeness(&config.topology) * plans.iter().map(|one| one.0).fold(f64::INFINITY, f64::min);
+    plans.retain(|(seconds, ..)| *seconds <= limit);
+    if plans.len() > 1 {
+        // Policies bring more to one dispatch than to another.
+        for (seconds, candidate, planned) in &mut plans {
+            *seconds = by_policies(planned, spec, &compared, *seconds)?;
+            candidates[*candidate].seconds = Some(*seconds);
+        }
+    }
+    let least = plans.iter().map(|(seconds, ..)| *seconds).fold(f64::INFINITY, f64::min);
+    let best = plans.into_iter().find(|(seconds, ..)| *seconds <= least * (1.0 + LEAST_GAIN));
+    let (chosen, planned) = match best {
+        Some((_, candidate, planned)) => (DISPATCHES[candidate], Some(planned)),
+        None => (DISPATCHES[0], None),
+    };
+    let wanted = PlanConfig { dispatch: chosen, ..*config };
+    let planned = match planned.filter(|_| wanted.stages == compared.stages && wanted.cost == compared.cost) {
+        Some(planned) => planned,
+        None => plan(&wanted)?.over_nodes(&config.topology),
+    };
+    Ok((planned, DispatchChoice { candidates, chosen }))
+}
+
+/// How much longer than the best a dispatch may take without a policy of its own, and still be the best with one: a margin can halve
+/// what the network takes.
+fn closeness(topology: &Topology) -> f64 {
+    if topology.nodes() > 1 { 2.0 } else { 1.25 }
+}
+
+/// A forward and a backward with what runs side by side where nothing says otherwise.
+fn side_by_side(plan: &Plan, spec: &AttentionSpec, config: &PlanConfig) -> Result<f64, ChooseError> {
+    let (policy, how) = (OverlapPolicy::default(), GradientReduction::default());
+    let trial = Trial::new(plan, spec, &config.topology);
+    let passes = [trial.forward(policy, &config.cost)?, trial.backward(policy, how, &config.cost)?];
+    Ok(passes.iter().map(Timeline::makespan).sum())
+}
+
+/// The same by the policies that would be chosen for them where every transport of such nodes is there: who computes what must not
+/// depend on the transport.
+fn by_policies(
+    plan: &Plan,
+    spec: &AttentionSpec,
+    config: &PlanConfig,
+    side_by_side: f64,
+) -> Result<f64, ChooseError> {
+    let (topology, cost) = (&config.topology, &config.cost);
+    if cost.sharing.is_none() {
+        // Nothing takes workers from anything, so no policy ends sooner.
+        return Ok(side_by_side);
+    }
+    let backward = Some(GradientReduction::default());
+    let transports = modelled_transports(topology, cost);
+    Ok(attention_policies(plan, spec, backward, transports, topology, cost)?.seconds())
+}
+
+/// Transports of the device that is modelled: one whose kernels walk tiles is a GPU.
+pub fn modelled_transports(topology: &Topology, cost: &CostModel) -> &'static [RankTransport] {
+    match cost.tiles {
+        Some(_) => RankTransport::of_gpus(topology),
+        None => &[RankTransport::Cpu],
+    }
+}
+
+/// What no run of a dispatch takes less than, before it is planned: what its slowest rank computes, what its busiest link carries.
+struct Bounds<'a> {
+    work: ChunkWork,
+    chunk_size_k: usize,
+    spec: &'a AttentionSpec,
+    config: &'a PlanConfig,
+    is_cross: bool,
+}
+
+impl<'a> Bounds<'a> {
+    fn new(mask: &Mask, spec: &'a AttentionSpec, config: &'a PlanConfig) -> Self {
+        let work = chunk_work(mask, config.chunk_size_for(mask.seqlen_q()));
+        let chunk_size_k = config.chunk_size_for(mask.seqlen_k());
+        Self { work, chunk_size_k, spec, config, is_cross: mask.seqlen_q() != mask.seqlen_k() }
+    }
+
+    /// Seconds of a forward and a backward.
+    fn of(&self, algorithm: DispatchAlgorithm) -> f64 {
+        let Self { work, config, .. } = self;
+        if config.query_exchange != QueryExchange::Never {
+            // Other work is made of it.
+            return 0.0;
+        }
+        let ranks = config.topology.world_size;
+        let (queries, keys) = match self.is_cross {
+            true => {
+                let queries = dispatch_queries(work, ranks, algorithm);
+                let keys = dispatch_keys(work, &queries, self.chunk_size_k);
+                (queries, keys)
+            }
+            false => {
+                let both = dispatch(work, ranks, algorithm);
+                (both.clone(), both)
+            }
+        };
+        let received = received_rows(work, &queries, &keys).into_iter().max().unwrap_or(0);
+        let area = |rank| queries.chunks(rank).iter().map(|&chunk| work.area(chunk as usize)).sum::<u64>();
+        let area = (0..ranks).map(area).max().unwrap_or(0);
+        self.pair_seconds(area).max(self.receive_seconds(received))
+    }
+
+    /// Keys and values travel in both passes, over all links that there are.
+    fn receive_seconds(&self, rows: u64) -> f64 {
+        let CostModel { link, network, .. } = &self.config.cost;
+        let rate = link.bytes_per_second + network.bytes_per_second;
+        2.0 * rows as f64 * self.spec.kv_row_bytes() as f64 / rate
+    }
+
+    /// A forward and a backward of so many pairs, were they all that kernels do.
+    fn pair_seconds(&self, area: u64) -> f64 {
+        let (spec, cost) = (self.spec, &self.config.cost);
+        spec.flops_forward(area) / cost.forward_flops_per_second
+            + spec.flops_backward(area) / cost.backward_flops_per_second
+    }
+}

@@ -1,0 +1,52 @@
+//! Seconds of attention that are worked out once a plan: policies change when operations start, not what they compute.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+
+use counterpoint_mask::Band;
+use counterpoint_plan::{CostModel, Plan};
+use counterpoint_schedule::{Op, OpCost, Program, ProgramOp};
+
+/// Which part of which operation of which rank after how many seconds (their bits).
+type Key = (bool, usize, usize, usize, u64);
+
+/// The costs of `cost`, with what was worked out before for the same plan. Programs differ in nothing but their policies.
+pub(crate) struct RememberedCost<'a, C: OpCost + ?Sized> {
+    cost: &'a C,
+    known: RefCell<BTreeMap<Key, Option<f64>>>,
+}
+
+impl<'a, C: OpCost + ?Sized> RememberedCost<'a, C> {
+    /// Of Programs of `plan`, which keeps alive what tells their operations apart.
+    pub(crate) fn new(cost: &'a C, _plan: &'a Plan) -> Self {
+        Self { cost, known: RefCell::default() }
+    }
+}
+
+impl<C: OpCost + ?Sized> OpCost for RememberedCost<'_, C> {
+    fn rates(&self) -> &CostModel {
+        self.cost.rates()
+    }
+
+    fn part_seconds(&self, program: &Program, op: &ProgramOp, part: usize, computed: f64) -> Option<f64> {
+        let work_out = || self.cost.part_seconds(program, op, part, computed);
+        let Some((backward, bands)) = bands_of(&op.op) else { return work_out() };
+        let key = (backward, program.rank, bands.as_ptr() as usize, part, computed.to_bits());
+        if let Some(&seconds) = self.known.borrow().get(&key) {
+            return seconds;
+        }
+        let seconds = work_out();
+        self.known.borrow_mut().insert(key, seconds);
+        seconds
+    }
+}
+
+/// The work of an attention, which a plan has once for each stage of a pass; whether it is of a backward.
+fn bands_of(op: &Op) -> Option<(bool, &[Band])> {
+    match op {
+        Op::AttentionForward(forward) => Some((false, &forward.bands)),
+        Op::AttentionBackward(backward) => Some((true, &backward.bands)),
+        Op::BackwardReduce(both) => Some((true, &both.backward.bands)),
+        _ => None,
+    }
+}
