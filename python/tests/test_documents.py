@@ -45,6 +45,11 @@ def test_answers_share_a_prompt(tmp_path: pathlib.Path) -> None:
     assert "with 45% of their pairs" in run(tmp_path, "shared_prompt.py", 2)
 
 
+def test_a_tensor_parallel_mlp_learns(tmp_path: pathlib.Path) -> None:
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", run(tmp_path, "tensor_parallel_mlp.py", 2))]
+    assert len(losses) == 6 and losses[-1] < 0.8 * losses[0], losses
+
+
 def test_every_example_is_tested_and_listed() -> None:
     page, tests = (ROOT / "docs" / "python.md").read_text(), pathlib.Path(__file__).read_text()
     for example in EXAMPLES.glob("*.py"):

@@ -59,7 +59,7 @@ impl Schema {
             Self::SimulateAttention => "counterpoint.simulate-attention/1",
             Self::SimulateLinear => "counterpoint.simulate-linear/1",
             Self::SimulateModel => "counterpoint.simulate-model/1",
-            Self::TuneGemm => "counterpoint.tune-gemm/1",
+            Self::TuneGemm => "counterpoint.tune-gemm/2",
             Self::TuneGemmSummary => "counterpoint.tune-gemm-summary/1",
             Self::Selftest => "counterpoint.selftest/1",
             Self::SelftestPart => "counterpoint.selftest-part/1",

@@ -78,13 +78,13 @@ impl TunedFile {
         &self.path
     }
 
-    /// Adds a plan to what the file holds by now, which other processes may have added to, and writes it whole or not at all.
-    pub(crate) fn keep(&mut self, plan: TunedGroups) -> Result<(), CliError> {
+    /// Adds plans to what the file holds by now, which other processes may have added to, and writes it whole or not at all.
+    pub(crate) fn keep(&mut self, plans: Vec<TunedGroups>) -> Result<(), CliError> {
         let lock = FileLock::acquire(&self.target, LOCK_LIMIT)
             .map_err(|source| CliError::Locked { flag: FLAG, source })?;
         interrupt::not_during(|| {
             self.plans = read(&self.target)?;
-            self.plans.insert(plan);
+            plans.into_iter().for_each(|plan| self.plans.insert(plan));
             let written = write_atomically(&self.target, self.plans.to_json().as_bytes());
             drop(lock);
             written.map_err(|source| CliError::Output { flag: FLAG, source })

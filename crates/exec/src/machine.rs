@@ -131,5 +131,5 @@ pub(crate) fn linear_on_cpus(ranks: usize, slow_link: Option<SlowLink>) -> Linea
             topology.ranks_per_node = network.topology.ranks_per_node.min(ranks);
         }
     }
-    LinearMachine { overlaps, topology, cost }
+    LinearMachine { overlaps, topology, cost, tuned: None }
 }

@@ -64,7 +64,7 @@ pub use group_search::{GroupSearcher, PassClock, SearchStep};
 pub use hierarchy::{TwoLevelExchange, TwoLevelPart, flat_crossing_rows};
 pub use hosting::HostedWork;
 pub use linear::{Activations, LinearKind, LinearPlan, LinearSpec};
-pub use linear_machine::LinearMachine;
+pub use linear_machine::{LinearMachine, TunedHere};
 pub use linear_pass::{LinearDirection, LinearPass, PassOverlap, SUMMING_WORKERS};
 pub use machine_profile::{
     LinkPoint, MachineProfile, PROFILE_VERSION, PolicyMeasurement, ProfileError, TransportMeasurement,
@@ -83,7 +83,8 @@ pub use tile_schedule::{
 pub use topology::Topology;
 pub use transformer::{LayerLinear, TransformerSpec};
 pub use tuning::{
-    GemmCollective, GroupSearch, TUNING_VERSION, TunedGroups, TunedPlans, TunedShape, TuningError,
+    GemmCollective, GroupSearch, TUNING_VERSION, TunedGroups, TunedPass, TunedPlace, TunedPlans, TunedShape,
+    TuningError,
 };
 pub use wave_groups::{GroupFlow, LinkUse, PassCosts, PassCurves, ProductStart, WaveGroups, compositions};
 pub use worker_sharing::WorkerSharing;

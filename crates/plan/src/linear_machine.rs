@@ -1,8 +1,20 @@
 //! What the ranks of a machine can do with passes of linear layers, and what these cost there.
 
+use std::sync::Arc;
+
 use crate::{
     CostModel, LinearDirection, LinearPass, LinearPlan, LinearSpec, PassOverlap, PlanError, Topology,
+    TunedPlace, TunedPlans,
 };
+
+/// What was tuned, and where the ranks that use it are.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TunedHere {
+    /// Device and transport of the ranks.
+    pub place: TunedPlace,
+    /// All that was tuned, elsewhere too. The same on all ranks.
+    pub plans: TunedPlans,
+}
 
 /// What the ranks of a machine can do with passes of linear layers, and what these cost there.
 #[derive(Clone, Debug, PartialEq)]
@@ -13,6 +25,8 @@ pub struct LinearMachine {
     pub topology: Topology,
     /// What work costs where nobody has measured it: the same on all ranks.
     pub cost: CostModel,
+    /// What was tuned for layers on it, which comes before what is predicted.
+    pub tuned: Option<Arc<TunedHere>>,
 }
 
 impl LinearMachine {

@@ -1,12 +1,12 @@
-//! Wave groups that a search has found, kept for the next run.
+//! Passes of linear layers as a search has found them fastest, kept for the next run.
 
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use crate::{Activations, DType, GroupFlow, LinearDirection, LinearKind, LinearPlan, LinearSpec, WaveGroups};
+use crate::{Activations, DType, GroupFlow, LinearDirection, LinearKind, LinearSpec, Topology, WaveGroups};
 
 /// The version of the format, and of what a group means. It changes with either.
-pub const TUNING_VERSION: u32 = 1;
+pub const TUNING_VERSION: u32 = 2;
 
 /// A matrix product and the collective that its communication amounts to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -48,14 +48,61 @@ impl GemmCollective {
     }
 
     /// The layer whose forward it is, without a bias. `m`, `n` and `k` are those of all ranks together.
-    pub fn layer(self, [m, n, k]: [usize; 3], dtype: DType) -> LinearSpec {
-        let (kind, activations) = match self {
-            Self::AllGather => (LinearKind::Column, Activations::SequenceParallel),
-            Self::ReduceScatter => (LinearKind::Row, Activations::SequenceParallel),
-            Self::AllReduce => (LinearKind::Row, Activations::Replicated),
-        };
-        LinearSpec { kind, activations, tokens: m, in_features: k, out_features: n, has_bias: false, dtype }
+    pub fn layer(self, size: [usize; 3], dtype: DType) -> LinearSpec {
+        self.layer_of(LinearDirection::Forward, size, dtype)
     }
+
+    /// The layer in whose forward, or in whose backward's product of `dx`, it is; without a bias. `m`, `n` and `k` are those of all ranks
+    /// together.
+    pub fn layer_of(self, direction: LinearDirection, [m, n, k]: [usize; 3], dtype: DType) -> LinearSpec {
+        let activations = match self {
+            Self::AllGather | Self::ReduceScatter => Activations::SequenceParallel,
+            Self::AllReduce => Activations::Replicated,
+        };
+        let (kind, in_features, out_features) = match (direction, self) {
+            (LinearDirection::Forward, Self::AllGather) => (LinearKind::Column, k, n),
+            (LinearDirection::Forward, _) => (LinearKind::Row, k, n),
+            (LinearDirection::Backward { .. }, Self::AllGather) => (LinearKind::Row, n, k),
+            (LinearDirection::Backward { .. }, _) => (LinearKind::Column, n, k),
+        };
+        LinearSpec { kind, activations, tokens: m, in_features, out_features, has_bias: false, dtype }
+    }
+}
+
+/// Which pass was tuned, and what becomes of the gradient of the weight in it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum TunedPass {
+    /// `y`.
+    Forward,
+    /// `dx`, of a layer whose weight is frozen or whose gradient is deferred.
+    InputGradient,
+    /// `dx`, and the gradient of the weight written in the layer's type.
+    WrittenGradient,
+    /// `dx`, and the gradient of the weight added to, in this type.
+    AddedGradient(DType),
+}
+
+impl TunedPass {
+    /// Which pass it is.
+    pub fn direction(self) -> LinearDirection {
+        match self {
+            Self::Forward => LinearDirection::Forward,
+            Self::InputGradient => LinearDirection::Backward { weight_gradient: false },
+            Self::WrittenGradient | Self::AddedGradient(_) => {
+                LinearDirection::Backward { weight_gradient: true }
+            }
+        }
+    }
+}
+
+/// Where plans were tuned, and where they are used.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TunedPlace {
+    /// Name of the device, as the system gives it.
+    pub device: String,
+    /// What moves rows between ranks.
+    pub transport: String,
 }
 
 /// What a tuned plan is for. It is used for nothing else.
@@ -63,26 +110,40 @@ impl GemmCollective {
 pub struct TunedShape {
     /// Name of the device, as the system gives it.
     pub device: String,
-    /// Ranks that share the product.
+    /// What moves rows between ranks.
+    pub transport: String,
+    /// Ranks that share the layer.
     pub ranks: usize,
-    /// Rows of the product.
+    /// Of them, those of one node.
+    pub ranks_per_node: usize,
+    /// The pass.
+    pub pass: TunedPass,
+    /// What travels beside the pass's product of `y` or `dx`.
+    pub collective: GemmCollective,
+    /// Rows of that product.
     pub m: usize,
-    /// Columns of the product, of all ranks.
+    /// Columns of it, of all ranks.
     pub n: usize,
-    /// Terms of every sum, of all ranks.
+    /// Terms of every sum of it, of all ranks.
     pub k: usize,
     /// Element type.
     pub dtype: DType,
-    /// What travels.
-    pub collective: GemmCollective,
+    /// Whether the layer has a bias.
+    pub bias: bool,
 }
 
 impl TunedShape {
-    /// That of a layer's forward; `None` where nothing travels in it.
-    pub fn of(spec: &LinearSpec, ranks: usize, device: &str) -> Option<Self> {
-        let LinearSpec { tokens: m, out_features: n, in_features: k, dtype, .. } = *spec;
-        let collective = GemmCollective::of(spec)?;
-        Some(Self { device: device.to_owned(), ranks, m, n, k, dtype, collective })
+    /// That of a pass of a layer; `None` where nothing travels in it.
+    pub fn of(spec: &LinearSpec, pass: TunedPass, topology: Topology, place: &TunedPlace) -> Option<Self> {
+        let Topology { world_size: ranks, ranks_per_node } = topology;
+        let collective = GemmCollective::of_pass(spec, pass.direction()).filter(|_| ranks > 1)?;
+        let LinearSpec { tokens: m, in_features, out_features, dtype, has_bias: bias, .. } = *spec;
+        let (n, k) = match pass.direction() {
+            LinearDirection::Forward => (out_features, in_features),
+            LinearDirection::Backward { .. } => (in_features, out_features),
+        };
+        let TunedPlace { device, transport } = place.clone();
+        Some(Self { device, transport, ranks, ranks_per_node, pass, collective, m, n, k, dtype, bias })
     }
 }
 
@@ -96,12 +157,14 @@ pub enum GroupSearch {
     Predictive,
 }
 
-/// The fastest groups of a shape.
+/// The fastest groups of a shape under a policy.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TunedGroups {
     /// What they are for.
     #[serde(flatten)]
     pub shape: TunedShape,
+    /// The overlap policy, its margin included, as users write it.
+    pub policy: String,
     /// Rows of every group in the tokens of the first rank.
     pub groups: Vec<usize>,
     /// Seconds measured with them.
@@ -117,7 +180,7 @@ pub struct TunedGroups {
 pub struct TunedPlans {
     /// [`TUNING_VERSION`] of whoever wrote it.
     version: u32,
-    /// At most one for every shape, in their order.
+    /// At most one for every shape and policy, in their order.
     plans: Vec<TunedGroups>,
 }
 
@@ -210,99 +273,125 @@ impl TunedPlans {
         &self.plans
     }
 
-    /// Keeps a plan, in place of an older one of the same shape.
+    /// Keeps a plan, in place of an older one of the same shape and policy.
     pub fn insert(&mut self, plan: TunedGroups) {
-        match self.plans.binary_search_by(|known| known.shape.cmp(&plan.shape)) {
+        let key = (&plan.shape, &plan.policy);
+        match self.plans.binary_search_by(|known| (&known.shape, &known.policy).cmp(&key)) {
             Ok(index) => self.plans[index] = plan,
             Err(index) => self.plans.insert(index, plan),
         }
     }
 
-    /// The plan of a shape.
-    pub fn get(&self, shape: &TunedShape) -> Option<&TunedGroups> {
-        self.plans.iter().find(|plan| plan.shape == *shape)
+    /// The fastest plan of a shape, of all policies that `runs` says can be run; the sequential one where none was faster.
+    pub fn fastest(&self, shape: &TunedShape, runs: impl Fn(&str) -> bool) -> Option<&TunedGroups> {
+        let known = self.plans.iter().filter(|plan| plan.shape == *shape && runs(&plan.policy));
+        known.min_by(|a, b| a.seconds.total_cmp(&b.seconds))
     }
 
-    /// Groups for a layer on so many ranks of a device: those that were tuned for it, or automatic ones.
-    pub fn groups_for(&self, spec: &LinearSpec, ranks: usize, device: &str) -> WaveGroups {
-        let shape = TunedShape::of(spec, ranks, device);
-        let plan = shape.and_then(|shape| self.get(&shape));
-        plan.map_or(WaveGroups::Auto, |plan| WaveGroups::Sizes(plan.groups.clone()))
-    }
-
-    /// Devices that the same product was tuned on, for a sentence about why nothing tuned is used on this one.
-    pub fn devices_with(&self, shape: &TunedShape) -> Vec<&str> {
-        let same = self.plans.iter().filter(|plan| {
-            TunedShape { device: shape.device.clone(), ..plan.shape.clone() } == *shape
-                && plan.shape != *shape
-        });
-        same.map(|plan| plan.shape.device.as_str()).collect()
+    /// The plan of a shape under a policy.
+    pub fn under(&self, shape: &TunedShape, policy: &str) -> Option<&TunedGroups> {
+        self.plans.iter().find(|plan| plan.shape == *shape && plan.policy == policy)
     }
 }
 
 impl TunedGroups {
-    /// What was found for `plan`, on a device.
-    pub fn of(
-        plan: &LinearPlan,
-        device: &str,
-        [seconds, sequential_seconds]: [f64; 2],
-        search: GroupSearch,
-    ) -> Option<Self> {
-        let shape = TunedShape::of(&plan.spec, plan.tp_size, device)?;
-        Some(Self { shape, groups: plan.group_sizes().to_vec(), seconds, sequential_seconds, search })
+    /// The groups of its layer.
+    pub fn wave_groups(&self) -> WaveGroups {
+        WaveGroups::Sizes(self.groups.clone())
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::CostModel;
+    use crate::{CostModel, LinearPlan};
 
-    fn tuned(collective: GemmCollective, m: usize, device: &str) -> TunedGroups {
+    const FLAT: Topology = Topology::flat(4);
+
+    fn place(device: &str) -> TunedPlace {
+        TunedPlace { device: device.to_owned(), transport: "nccl".to_owned() }
+    }
+
+    fn tuned(collective: GemmCollective, m: usize, device: &str, policy: &str) -> TunedGroups {
         let spec = collective.layer([m, 64, 32], DType::Bf16);
-        let groups = WaveGroups::Fixed(2);
-        let plan = LinearPlan::new(spec, 4, groups, &CostModel::H200).unwrap();
-        TunedGroups::of(&plan, device, [1.0, 1.5], GroupSearch::Exhaustive).unwrap()
+        let plan = LinearPlan::new(spec, 4, WaveGroups::Fixed(2), &CostModel::H200).unwrap();
+        TunedGroups {
+            shape: TunedShape::of(&spec, TunedPass::Forward, FLAT, &place(device)).unwrap(),
+            policy: policy.to_owned(),
+            groups: plan.group_sizes().to_vec(),
+            seconds: 1.0,
+            sequential_seconds: 1.5,
+            search: GroupSearch::Exhaustive,
+        }
     }
 
     #[test]
-    fn plans_survive_their_file_and_are_found_by_their_shape_alone() {
+    fn plans_survive_their_file_and_are_found_by_all_that_they_are_for() {
         let mut plans = TunedPlans::default();
         for (_, collective) in GemmCollective::NAMES {
-            plans.insert(tuned(collective, 128, "X"));
+            plans.insert(tuned(collective, 128, "X", "signals"));
         }
-        plans.insert(TunedGroups { seconds: 0.5, ..tuned(GemmCollective::AllGather, 128, "X") });
-        plans.insert(tuned(GemmCollective::AllGather, 128, "Y"));
-        assert_eq!(plans.plans().len(), 4);
+        plans.insert(TunedGroups { seconds: 0.5, ..tuned(GemmCollective::AllGather, 128, "X", "signals") });
+        plans
+            .insert(TunedGroups { seconds: 0.7, ..tuned(GemmCollective::AllGather, 128, "X", "concurrent") });
+        plans.insert(tuned(GemmCollective::AllGather, 128, "Y", "signals"));
+        assert_eq!(plans.plans().len(), 5);
         assert_eq!(TunedPlans::from_json(&plans.to_json()), Ok(plans.clone()));
 
         let spec = GemmCollective::AllGather.layer([128, 64, 32], DType::Bf16);
-        let shape = TunedShape::of(&spec, 4, "X").unwrap();
-        assert_eq!(plans.get(&shape).unwrap().seconds, 0.5);
-        assert_eq!(plans.devices_with(&shape), ["Y"]);
-        assert_eq!(plans.groups_for(&spec, 4, "X"), WaveGroups::Sizes(vec![16, 16]));
+        let shape =
+            |spec: &LinearSpec, pass, topology, device| TunedShape::of(spec, pass, topology, &place(device));
+        let own = shape(&spec, TunedPass::Forward, FLAT, "X").unwrap();
+        let fastest = |shape: &TunedShape| plans.fastest(shape, |_| true);
+        assert_eq!(fastest(&own).unwrap().seconds, 0.5);
+        assert_eq!(fastest(&own).unwrap().wave_groups(), WaveGroups::Sizes(vec![16, 16]));
+        assert_eq!(plans.fastest(&own, |policy| policy != "signals").unwrap().seconds, 0.7);
+        assert_eq!(plans.under(&own, "concurrent").unwrap().seconds, 0.7);
+        assert!(plans.under(&own, "kernel-barrier").is_none());
         // Anything that differs is another shape.
+        let nodes = Topology { world_size: 4, ranks_per_node: 2 };
+        let backward = TunedPass::AddedGradient(DType::F32);
         for other in [
-            plans.groups_for(&spec, 4, "Z"),
-            plans.groups_for(&spec, 2, "X"),
-            plans.groups_for(&LinearSpec { tokens: 64, ..spec }, 4, "X"),
-            plans.groups_for(&LinearSpec { dtype: DType::F16, ..spec }, 4, "X"),
-            plans.groups_for(&LinearSpec { activations: Activations::Replicated, ..spec }, 4, "X"),
+            shape(&spec, TunedPass::Forward, FLAT, "Z"),
+            shape(&spec, TunedPass::Forward, Topology::flat(2), "X"),
+            shape(&spec, TunedPass::Forward, nodes, "X"),
+            shape(&spec, backward, FLAT, "X"),
+            shape(&LinearSpec { tokens: 64, ..spec }, TunedPass::Forward, FLAT, "X"),
+            shape(&LinearSpec { dtype: DType::F16, ..spec }, TunedPass::Forward, FLAT, "X"),
+            shape(&LinearSpec { has_bias: true, ..spec }, TunedPass::Forward, FLAT, "X"),
+            Some(TunedShape { transport: "nvlink".to_owned(), ..own.clone() }),
         ] {
-            assert_eq!(other, WaveGroups::Auto);
+            assert!(other.is_none_or(|shape| fastest(&shape).is_none()));
+        }
+        // Where nothing travels, nothing is tuned.
+        let replicated = LinearSpec { activations: Activations::Replicated, ..spec };
+        assert!(shape(&replicated, TunedPass::Forward, FLAT, "X").is_none());
+        assert!(shape(&spec, TunedPass::Forward, Topology::flat(1), "X").is_none());
+    }
+
+    /// The layer of a collective has it in that pass, with a product of that size.
+    #[test]
+    fn layers_of_both_passes_have_their_product() {
+        for pass in [TunedPass::Forward, TunedPass::WrittenGradient] {
+            for (_, collective) in GemmCollective::NAMES {
+                let spec = collective.layer_of(pass.direction(), [128, 64, 32], DType::F32);
+                let shape = TunedShape::of(&spec, pass, FLAT, &place("X")).unwrap();
+                assert_eq!((shape.collective, [shape.m, shape.n, shape.k]), (collective, [128, 64, 32]));
+            }
         }
     }
 
     #[test]
     fn a_file_that_cannot_be_trusted_is_refused_with_what_to_do() {
         let refused = |text: &str| TunedPlans::from_json(text).unwrap_err();
-        for text in ["", "{", "[]", r#"{"version": 1}"#, r#"{"version": 1, "plans": [{"m": 3}]}"#] {
+        for text in ["", "{", "[]", r#"{"version": 2}"#, r#"{"version": 2, "plans": [{"m": 3}]}"#] {
             assert!(matches!(refused(text), TuningError::Form { .. }), "{text}");
         }
         assert_eq!(refused(r#"{"version": 9, "plans": 7}"#), TuningError::Version { found: 9 });
         for wrong in [vec![16, 17], vec![32, 0], vec![]] {
             let mut plans = TunedPlans::default();
-            plans.insert(TunedGroups { groups: wrong, ..tuned(GemmCollective::ReduceScatter, 128, "X") });
+            let plan = tuned(GemmCollective::ReduceScatter, 128, "X", "signals");
+            plans.insert(TunedGroups { groups: wrong, ..plan });
             let text = refused(&plans.to_json()).to_string();
             assert!(text.contains("plan 0") && text.contains("32") && text.contains("tune"), "{text}");
         }

@@ -44,6 +44,16 @@ pub(crate) fn dtype_of(name: &str) -> PyResult<DType> {
     }
 }
 
+/// Its name there.
+pub(crate) const fn name_of(dtype: DType) -> &'static str {
+    match dtype {
+        DType::F64 => "float64",
+        DType::F32 => "float32",
+        DType::Bf16 => "bfloat16",
+        DType::F16 => "float16",
+    }
+}
+
 impl Borrowed {
     /// Rows.
     pub(crate) fn rows(&self) -> usize {

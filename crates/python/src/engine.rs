@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use counterpoint_exec::{
-    AttentionCalls, Backend, BackwardTensors, BufferAccess, Call, ExecError, ForwardTensors, Group, Machine,
-    MemoryKeeper, Pass, Prepared, RunTimes, Ticket,
+    AttentionCalls, Backend, BackwardTensors, BufferAccess, Call, ExecError, ForwardTensors, Group,
+    LayerCall, LinearLayer, Machine, MemoryKeeper, Pass, Prepared, RunTimes, Ticket,
 };
 use counterpoint_plan::Dispatch;
 use counterpoint_schedule::{
@@ -14,6 +14,7 @@ use counterpoint_schedule::{
 };
 
 use crate::borrow::{Borrowed, InPlace};
+use crate::linear::{self, LayerKey, Layers, LinearCall, LinearEngine, WantedTensor};
 use crate::row_program::{RowCollective, row_program};
 use crate::solution::Content;
 
@@ -53,6 +54,8 @@ pub(crate) trait Engine: Send + Sync {
     fn measured(self: Arc<Self>, task: Task) -> Arc<dyn Passes>;
     /// Rows of `from` to `to`.
     fn rows(&self, rows: &RowsCall<'_>) -> Result<(), ExecError>;
+    /// What it does for linear layers.
+    fn linear(&self) -> &dyn LinearEngine;
     /// The first error, as far as it is known here.
     fn poll(&self) -> Result<(), ExecError>;
     /// Ends the group for all ranks.
@@ -80,6 +83,7 @@ pub(crate) struct RowsCall<'a> {
 /// Ranks of a machine that have joined.
 pub(crate) struct Joined<M: Machine> {
     group: Group<M>,
+    layers: Layers<M>,
     /// Ranks that wait for each other must be called in one order.
     calling: Mutex<()>,
     /// What a call that failed half-way may still use.
@@ -103,7 +107,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl<M: Machine> Joined<M> {
     pub(crate) fn new(group: Group<M>) -> Self {
         let (calling, kept, captured) = Default::default();
-        Self { group, calling, kept, captured, _keeper: None }
+        Self { group, layers: Layers::default(), calling, kept, captured, _keeper: None }
     }
 
     /// The same, and keeps what its connection lives on.
@@ -322,7 +326,12 @@ where
     M::Backend: InPlace,
     Group<M>: Send + Sync,
     AttentionCalls<M>: Send + Sync,
+    LinearLayer<M>: Send,
 {
+    fn linear(&self) -> &dyn LinearEngine {
+        self
+    }
+
     fn prepare(self: Arc<Self>, task: Task, stream: Option<u64>) -> Result<Arc<dyn Passes>, ExecError> {
         self.group.poll()?;
         if self.captures(stream.and_then(|stream| self.callers(stream)).as_deref())? {
@@ -383,5 +392,33 @@ where
         let closed = self.group.close();
         lock(&self.captured).clear();
         closed
+    }
+}
+
+impl<M> LinearEngine for Joined<M>
+where
+    M: Machine + Send + Sync + 'static,
+    M::Backend: InPlace,
+    Group<M>: Send + Sync,
+    LinearLayer<M>: Send,
+{
+    fn call(&self, call: &LinearCall) -> Result<(), ExecError> {
+        self.group.poll()?;
+        let streams = self.callers(call.stream);
+        self.captures(streams.as_deref())?;
+        let callers: Option<Vec<_>> = streams.as_ref().map(|streams| streams.iter().collect());
+        let _one = lock(&self.calling);
+        let enqueued = self.layers.with(&self.group, &call.key, |layer| {
+            linear::enqueue(&self.group, layer, call, callers.as_deref())
+        });
+        let called = enqueued.and_then(|tickets| self.ended(&tickets, streams.as_deref()));
+        if called.is_err() {
+            lock(&self.kept).extend(call.tensors.iter().map(|(_, tensor)| tensor.keeper.clone()));
+        }
+        called
+    }
+
+    fn tensors(&self, key: &LayerKey, call: LayerCall) -> Result<Vec<WantedTensor>, ExecError> {
+        self.layers.with(&self.group, key, |layer| linear::tensors(layer, call))
     }
 }

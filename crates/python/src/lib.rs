@@ -11,6 +11,7 @@ mod error;
 mod integers;
 mod interrupt;
 mod join;
+mod linear;
 mod mask;
 mod ranks;
 mod row_program;

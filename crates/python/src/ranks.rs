@@ -17,6 +17,7 @@ use crate::engine::{Engine, Joined, RowsCall, Task};
 use crate::error::{engine, raise};
 use crate::interrupt::{self, interruptible};
 use crate::join::{self, PythonStore};
+use crate::linear::{LayerKey, LinearCall, WantedTensor, named_call};
 use crate::row_program::RowCollective;
 use crate::solution::Solution;
 
@@ -199,6 +200,26 @@ impl Ranks {
             let dispatch = if keys { &content.plan.k_dispatch } else { &content.plan.q_dispatch };
             ranks.rows(&RowsCall { dispatch, what, stream, from: &source, to: &target })
         })
+    }
+
+    /// A call of a linear layer, "forward", "backward" or "weight_gradient", on tensors by their names. Collective.
+    fn linear(
+        &self,
+        py: Python<'_>,
+        layer: LayerKey,
+        call: &str,
+        stream: u64,
+        tensors: Vec<(String, Borrowed)>,
+    ) -> PyResult<()> {
+        let ranks = self.engine(py)?;
+        let call = LinearCall { key: layer, call: named_call(call), stream, tensors };
+        engine(py, || ranks.linear().call(&call))
+    }
+
+    /// What such a call takes: names, types, shapes, and whether each is "read", "added to" or "written". Local.
+    fn linear_tensors(&self, py: Python<'_>, layer: LayerKey, call: &str) -> PyResult<Vec<WantedTensor>> {
+        let (ranks, call) = (self.engine(py)?, named_call(call));
+        engine(py, || ranks.linear().tensors(&layer, call))
     }
 
     /// Ends the group for all ranks, which hear `reason`.

@@ -2,7 +2,8 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 use counterpoint_cuda::{PlainProducts, TransportKind};
-use counterpoint_plan::{Activations, LinearKind};
+use counterpoint_exec::{LayerGradient, SlowLink};
+use counterpoint_plan::{Activations, DType, LinearKind};
 use serde::{Deserialize, Serialize};
 
 use super::{Device, OverlapChoice, value};
@@ -18,7 +19,8 @@ Every case first runs with nothing side by side, in one group: its parts are wha
 the others are judged by. The ideal hides all that can be hidden: of a forward
 whichever of products and communication is shorter, of a column-parallel backward
 the sums of dx under the gradient of the weight. Efficiency is how much of the
-way from sequential to ideal a policy comes. Results are compared with f64 on a
+way from sequential to ideal a policy comes; one that is not known to 0.2 is not
+printed. `hidden` is the share of the communication that runs under computation. Results are compared with f64 on a
 sample of elements, and their bits with those of the sequential run; a row that is
 wrong is not printed, and the exit status is 1.
 
@@ -29,6 +31,7 @@ CUDA_DEVICE_MAX_CONNECTIONS unset, 1 and 32, whose runs take turns with ours. Wi
 
 Examples:
   counterpoint bench tp
+  counterpoint bench tp --slow-link 500,0.05 --shapes 1k:1k:512
   counterpoint bench tp --device cuda --tp-size 2
   torchrun --nproc-per-node 4 --no-python counterpoint bench tp --device cuda --transport nvlink
   counterpoint bench tp --device cuda --kinds column --passes backward \\
@@ -71,8 +74,8 @@ pub(crate) struct BenchTpArguments {
     #[arg(long)]
     pub(crate) bias: bool,
 
-    /// How communication is brought to run under computation; auto runs each pass in the way that is predicted to be fastest, as layers do
-    /// that are told nothing
+    /// How communication is brought to run under computation; auto runs each pass as `tune gemm` found it fastest, or else in the way that is predicted
+    /// to end first
     #[arg(
         long,
         value_name = "POLICIES",
@@ -82,8 +85,8 @@ pub(crate) struct BenchTpArguments {
     )]
     pub(crate) overlap: Vec<OverlapChoice>,
 
-    /// Groups of tokens of a pass under a policy that is named; 0 takes those that `tune gemm` kept for the layer, or has them chosen by what work and
-    /// transport cost
+    /// Groups of tokens of a pass under a policy that is named; 0 takes those that `tune gemm` kept for the layer under it, or has them chosen by
+    /// what work and transport cost
     #[arg(long, value_name = "NUMBERS", value_delimiter = ',', default_value = "0", value_parser = clap::value_parser!(u32).range(0..=1024), allow_hyphen_values = true)]
     pub(crate) groups: Vec<u32>,
 
@@ -94,6 +97,18 @@ pub(crate) struct BenchTpArguments {
     /// Who computes products in passes in which nothing travels, on GPUs: this program's kernels, or cuBLASLt
     #[arg(long, value_name = "NAME", value_enum, default_value_t = BenchTpProducts::Ours)]
     pub(crate) plain_products: BenchTpProducts,
+
+    /// Element type [default: bf16 on GPUs, f32 on CPUs]
+    #[arg(long, value_name = "TYPE", value_parser = value::dtype())]
+    pub(crate) dtype: Option<DType>,
+
+    /// What becomes of the gradient of the weight
+    #[arg(long, value_name = "KIND", value_enum, default_value_t = GradientArgument::F32)]
+    pub(crate) gradient: GradientArgument,
+
+    /// Imitate a link between CPU ranks
+    #[arg(long, value_name = "ALPHA_US,GB_PER_S", value_parser = value::slow_link, allow_hyphen_values = true)]
+    pub(crate) slow_link: Option<SlowLink>,
 
     /// Timed runs of each row, at least 3
     #[arg(long, value_name = "N", default_value = "10", value_parser = clap::value_parser!(u32).range(3..=10_000), allow_hyphen_values = true)]
@@ -148,6 +163,30 @@ pub(crate) enum BenchTpPass {
 impl std::fmt::Display for BenchTpPass {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         self.to_possible_value().map_or(Ok(()), |value| f.pad(value.get_name()))
+    }
+}
+
+/// What becomes of the gradient of the weight.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum GradientArgument {
+    /// The weight is frozen: there is none
+    Frozen,
+    /// It is written, in the layer's type
+    Written,
+    /// It is added to f32, or to f64 where the layer is f64
+    F32,
+    /// It is added to the layer's type
+    Own,
+}
+
+impl GradientArgument {
+    pub(crate) fn gradient(self, dtype: DType) -> LayerGradient {
+        match self {
+            Self::Frozen => LayerGradient::Frozen,
+            Self::Written => LayerGradient::Written,
+            Self::F32 => LayerGradient::Accumulated(dtype.accumulator()),
+            Self::Own => LayerGradient::Accumulated(dtype),
+        }
     }
 }
 

@@ -36,7 +36,7 @@ pub(crate) use bench_collective::{BenchCollectiveArguments, CollectiveDType};
 pub(crate) use bench_cp::BenchCpArguments;
 pub(crate) use bench_gemm::{BenchGemmArguments, BenchGemmLayout};
 pub(crate) use bench_gemm_collective::BenchGemmCollectiveArguments;
-pub(crate) use bench_tp::{BenchTpArguments, BenchTpPass};
+pub(crate) use bench_tp::{BenchTpArguments, BenchTpPass, GradientArgument};
 pub(crate) use doctor::DoctorArguments;
 pub(crate) use help::{command, documented, help_text};
 pub(crate) use mask::MaskArguments;

@@ -7,7 +7,7 @@ use counterpoint_exec::SlowLink;
 use counterpoint_plan::{DType, GemmCollective};
 use counterpoint_schedule::OverlapPolicy;
 
-use super::{Device, value};
+use super::{BenchTpPass, Device, GradientArgument, value};
 
 /// What to tune.
 #[derive(Debug, Subcommand)]
@@ -58,18 +58,21 @@ pub(crate) struct RanksArguments {
 /// Find the groups in which a product and its collective overlap best, and keep them
 #[derive(Debug, Args)]
 #[command(after_help = "\
-The product is cut into waves, and some waves in a row are a group: multiplied
-together, and on their way together. `exhaustive` measures every sequence of groups,
+The product is that of a layer's forward, or with --pass backward that of dx, behind
+which comes the gradient of the weight. Every overlap policy that runs on these ranks
+is tried, with margins of several sizes, or those that --overlap names. Under each the
+product is cut into waves, and some waves in a row are a group: multiplied together,
+and on their way together. `exhaustive` measures every sequence of groups,
 2^(waves - 1) of them; `predictive` measures products and collectives of some sizes
 and computes the best sequence from these; `both` does both and compares. What is
-found is measured beside the same without overlap, and where it is no faster, one
-group is kept. A sample of every result is checked; a wrong one ends the command,
+found is measured beside the same without overlap, which is kept too. A sample of every result is checked; a wrong one ends the command,
 and the exit status is 1. Several products end with a summary: on how many of them
 the predicted sequence is as good as the best of all, and what searches took.
 
-Plans are kept by device, ranks, shape, type and collective in one file, in
-COUNTERPOINT_PROFILE_DIR or the user's configuration folder; linear layers of that
-very shape on that very device use them from then on.
+Plans are kept by device, transport, ranks, pass, shape, type, collective, bias,
+gradient and policy in one file, in COUNTERPOINT_PROFILE_DIR or the user's
+configuration folder. `bench tp` runs layers of that very shape there as was fastest
+from then on, as programs do that give these plans to their group.
 
 Examples:
   counterpoint tune gemm --m 4k --n 4k --k 4k --collective reduce-scatter --tp-size 2
@@ -110,10 +113,21 @@ pub(crate) struct TuneGemmArguments {
     #[arg(long, value_name = "N", default_value = "16", value_parser = clap::value_parser!(u32).range(1..=64), allow_hyphen_values = true)]
     pub(crate) most_groups: u32,
 
-    /// How communication is brought to run under computation [default: concurrent on CPUs and with copy engines, else
-    /// kernel-barrier and a margin as large as the transport's kernels]
-    #[arg(long, value_name = "POLICY", value_parser = super::overlap::named)]
-    pub(crate) overlap: Option<OverlapPolicy>,
+    /// The pass: y, or dx and what follows
+    #[arg(long, value_enum, default_value_t = BenchTpPass::Forward)]
+    pub(crate) pass: BenchTpPass,
+
+    /// What becomes of the gradient of the weight in a backward
+    #[arg(long, value_name = "KIND", value_enum, default_value_t = GradientArgument::F32)]
+    pub(crate) gradient: GradientArgument,
+
+    /// A layer with a bias
+    #[arg(long)]
+    pub(crate) bias: bool,
+
+    /// Policies that are tried [default: all that run on these ranks]
+    #[arg(long, value_name = "POLICIES", value_delimiter = ',', value_parser = super::overlap::named)]
+    pub(crate) overlap: Vec<OverlapPolicy>,
 
     /// The file that plans are kept in
     #[arg(long, value_name = "FILE")]

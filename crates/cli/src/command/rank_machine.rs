@@ -5,9 +5,9 @@ use std::sync::Arc;
 use counterpoint_cuda::{CudaMachine, CudaProcess, PlainProducts, Timing, TransportKind};
 use counterpoint_exec::{
     AttentionInputs, AttentionRun, CpuMachine, ExecError, Facet, Launch, Machine, Pass, PreparedAttention,
-    RankProblem, RanksRun, Rendezvous, RunConfig, RunTimes, calibrate,
+    RankProblem, RanksRun, Rendezvous, RunConfig, RunTimes, SlowLink, calibrate,
 };
-use counterpoint_plan::{AttentionSpec, CostModel, MachineProfile, Plan, Topology};
+use counterpoint_plan::{AttentionSpec, CostModel, MachineProfile, Plan, Topology, TunedPlace};
 use counterpoint_schedule::{RankTransport, Timeline};
 
 use super::launched::{ended, gather, gpu_of_rank};
@@ -110,6 +110,19 @@ impl RankMachine {
             Self::Cuda(machine) => machine.devices().len(),
             Self::Process(process) => process.rendezvous.world_size(),
         }
+    }
+
+    /// Where plans of linear layers are tuned and used: the device, and what moves rows, an imitated link by its figures.
+    pub(crate) fn tuned_place(&self, slow_link: Option<SlowLink>) -> TunedPlace {
+        let transport = match self {
+            Self::Cpu(_) => slow_link.map_or_else(
+                || "threads".to_owned(),
+                |link| format!("threads {:?} {} GB/s", link.alpha, link.bytes_per_second / 1e9),
+            ),
+            Self::Cuda(machine) => machine.transport().name().to_owned(),
+            Self::Process(process) => process.machine.transport().name().to_owned(),
+        };
+        TunedPlace { device: self.name().to_owned(), transport }
     }
 
     /// The name of the device, of the first of several.

@@ -99,9 +99,12 @@ fn rows_say_what_can_run_and_what_is_run() {
         assert_eq!((&row["can_run"], &row["chosen"]), (&false.into(), &false.into()));
         assert!(row["reason"].is_string() && row["transport"].is_null(), "{row}");
     }
-    let chosen: Vec<&Value> =
-        rows(&two).iter().filter(|row| row["pass"] == "forward" && row["chosen"] == true).collect();
-    assert!(matches!(chosen[..], [one] if one["can_run"] == true), "{two}");
+    for pass in ["forward", "backward"] {
+        let chosen: Vec<&Value> =
+            rows(&two).iter().filter(|row| row["pass"] == pass && row["chosen"] == true).collect();
+        assert!(chosen.len() == 1 && chosen[0]["policy"] != "sequential", "{two}");
+        assert_eq!(chosen[0]["can_run"], true);
+    }
     let auto = linear(8, "--overlap auto");
     assert_eq!(rows(&auto).len(), 2);
     assert!(rows(&auto).iter().all(|row| row["asked"] == "auto" && row["chosen"] == true), "{auto}");

@@ -17,7 +17,8 @@ fn what_is_found_is_kept() {
         let line = format!("{SHAPE} --collective {collective} --search {search} --waves {waves}");
         let document = folder.run(&line).ok().json();
         let searches = document["searches"].as_array().unwrap();
-        assert_eq!(searches.len(), if search == "both" { 2 } else { 1 });
+        // Under each of the two policies that CPU ranks run.
+        assert_eq!(searches.len(), if search == "both" { 4 } else { 2 });
         for found in searches {
             let rows: u64 =
                 found["groups"].as_array().unwrap().iter().map(|size| size.as_u64().unwrap()).sum();
@@ -29,9 +30,52 @@ fn what_is_found_is_kept() {
         folder.run(&line).ok();
     }
     let file: Value = serde_json::from_slice(&folder.read("plans.json")).unwrap();
-    assert_eq!(file["version"], 1);
-    assert_eq!(file["plans"].as_array().unwrap().len(), 3);
+    assert_eq!(file["version"], 2);
+    // Each without overlap, and under two policies.
+    assert_eq!(file["plans"].as_array().unwrap().len(), 3 * 3);
     assert_eq!(folder.names(), ["plans.json"]);
+}
+
+/// What was tuned is what `bench tp` runs by default from then on, forwards and backwards: the plan in the file is made slower or
+/// faster than the others by hand, and the row says what ran.
+#[test]
+fn what_was_tuned_is_run() {
+    let folder = Folder::new();
+    let profiles = folder.path("profiles");
+    let home = [("COUNTERPOINT_PROFILE_DIR", profiles.to_str().unwrap())];
+    for (pass, collective) in [("forward", "reduce-scatter"), ("backward", "all-reduce")] {
+        let line = format!(
+            "tune gemm --m 64 --n 32 --k 48 --tp-size 2 --iterations 1 --warmups 0 --json --waves 4 --pass {pass} \
+             --collective {collective} --overlap concurrent,signals"
+        );
+        folder.run_with(&line, &home).ok();
+    }
+    let mut file: Value = serde_json::from_slice(&folder.read("profiles/tuned-plans.json")).unwrap();
+    let mut changed = 0;
+    for plan in file["plans"].as_array_mut().unwrap() {
+        if plan["policy"] == "signals" {
+            plan["groups"] = vec![8, 20, 4].into();
+            plan["seconds"] = 1e-9.into();
+            changed += 1;
+        }
+    }
+    assert_eq!(changed, 2);
+    folder.write("profiles/tuned-plans.json", file.to_string());
+    for (kind, pass, activations) in
+        [("row", "forward", "sequence-parallel"), ("column", "backward", "replicated")]
+    {
+        // 32 columns and sums of 48 of a row's forward; of a column's backward the other way round.
+        let line = format!(
+            "bench tp --kinds {kind} --passes {pass} --activations {activations} --shapes 64:32:24 --tp-size 2 --iterations 3 --json"
+        );
+        let rows = folder.run_with(&line, &home).ok().json_lines();
+        assert_eq!(rows.len(), 2);
+        assert_eq!((&rows[1]["policy"], &rows[1]["groups"]), (&"signals".into(), &3.into()), "{}", rows[1]);
+        // A layer of another shape is predicted.
+        let other = line.replace("64:32:24", "64:32:26");
+        let rows = folder.run_with(&other, &home).ok().json_lines();
+        assert!(rows.len() == 1 || rows[1]["groups"] != 3, "{rows:?}");
+    }
 }
 
 /// Several products of several collectives in one command: a row each, a plan each, and what came of all of them.
@@ -49,9 +93,14 @@ fn several_products_end_with_a_summary() {
     assert_eq!((&summary["cases"], &compared["cases"]), (&6.into(), &6.into()));
     assert_eq!(compared["near"], ratios.clone().filter(|ratio| *ratio <= 1.03).count());
     assert_eq!(compared["worst"]["ratio"], ratios.fold(0.0, f64::max));
-    let slowest =
-        rows.iter().map(|row| row["searches"][0]["search_seconds"].as_f64().unwrap()).fold(0.0, f64::max);
-    assert_eq!(summary["predictive_search_seconds"]["max"], slowest);
+    // Under all policies together.
+    let took = |row: &Value| -> f64 {
+        let searches = row["searches"].as_array().unwrap().iter();
+        let predictive = searches.filter(|found| found["search"] == "predictive");
+        predictive.map(|found| found["search_seconds"].as_f64().unwrap()).sum()
+    };
+    let slowest = rows.iter().map(took).fold(0.0, f64::max);
+    assert!((summary["predictive_search_seconds"]["max"].as_f64().unwrap() - slowest).abs() < 1e-9);
     assert!(
         summary["seconds"].as_f64()
             >= rows
@@ -61,7 +110,7 @@ fn several_products_end_with_a_summary() {
                 .unwrap()
     );
     let file: Value = serde_json::from_slice(&folder.read("plans.json")).unwrap();
-    assert_eq!(file["plans"].as_array().unwrap().len(), 6);
+    assert_eq!(file["plans"].as_array().unwrap().len(), 6 * 3);
     let table = folder.run(line).ok().stdout;
     assert!(
         table.contains("6 products in")
@@ -77,7 +126,7 @@ fn several_products_end_with_a_summary() {
 fn an_imitated_link_is_hidden() {
     let folder = Folder::new();
     let line = "tune gemm --m 1k --n 512 --k 1k --tp-size 2 --collective reduce-scatter --slow-link 500,0.01 \
-                --iterations 3 --warmups 1 --plans plans.json --json --waves 8";
+                --iterations 3 --warmups 1 --plans plans.json --json --waves 8 --overlap concurrent";
     let mut attempts = (0..4).map(|_| folder.run(line).ok().json());
     let hidden = |document: &Value| {
         let found = &document["searches"][0];
@@ -95,16 +144,17 @@ fn plans_that_cannot_be_trusted_are_left_alone() {
     folder.refuses(&line, &["plans.json", "tune again"]);
     folder.write("plans.json", r#"{"version": 7, "plans": []}"#);
     folder.refuses(&line, &["plans.json", "version 7", "tune again"]);
-    let plan = r#"{"device": "X", "ranks": 2, "m": 64, "n": 8, "k": 8, "dtype": "f32", "collective": "all-gather",
+    let plan = r#"{"device": "X", "transport": "threads", "ranks": 2, "ranks_per_node": 2, "pass": "forward",
+        "policy": "concurrent", "bias": false, "m": 64, "n": 8, "k": 8, "dtype": "f32", "collective": "all-gather",
         "groups": [16], "seconds": 1.0, "sequential_seconds": 2.0, "search": "predictive"}"#;
-    folder.write("plans.json", format!(r#"{{"version": 1, "plans": [{plan}]}}"#));
+    folder.write("plans.json", format!(r#"{{"version": 2, "plans": [{plan}]}}"#));
     folder.refuses(&line, &["plans.json", "plan 0", "16", "32"]);
     // Another machine's plans stay beside this one's.
     folder
-        .write("plans.json", format!(r#"{{"version": 1, "plans": [{}]}}"#, plan.replace("[16]", "[16, 16]")));
+        .write("plans.json", format!(r#"{{"version": 2, "plans": [{}]}}"#, plan.replace("[16]", "[16, 16]")));
     folder.run(&line).ok();
     let file: Value = serde_json::from_slice(&folder.read("plans.json")).unwrap();
-    assert_eq!(file["plans"].as_array().unwrap().len(), 2);
+    assert_eq!(file["plans"].as_array().unwrap().len(), 1 + 3);
 }
 
 #[test]

@@ -241,7 +241,7 @@ impl Machine for CudaMachine {
 
     fn linear(&self, ranks: usize) -> LinearMachine {
         let overlaps = self.transport.pass_overlaps(self.meets(ranks), self.num_sms as usize);
-        LinearMachine { overlaps, topology: Topology::flat(ranks), cost: self.cost(None, ranks) }
+        LinearMachine { overlaps, topology: Topology::flat(ranks), cost: self.cost(None, ranks), tuned: None }
     }
 
     fn connect(&self, world: &Arc<World>) -> Result<Vec<Ends<Self>>, ExecError> {

@@ -284,7 +284,7 @@ impl Machine for CudaProcess {
     fn linear(&self, _: usize) -> LinearMachine {
         let meets = self.meets && self.topology.nodes() == 1;
         let overlaps = self.transport.pass_overlaps(meets, self.num_sms as usize);
-        LinearMachine { overlaps, topology: self.topology, cost: self.cost(None) }
+        LinearMachine { overlaps, topology: self.topology, cost: self.cost(None), tuned: None }
     }
 
     fn meet(&self, place: &str) -> Result<(), ExecError> {

@@ -2,7 +2,7 @@ use std::time::Duration;
 
 use counterpoint_exec::{ExecError, MeasureError, MeasuredClock, Repeats};
 use counterpoint_plan::{
-    DType, GemmCollective, GroupSearcher, LinearDirection, LinkUse, ProductStart, WorkerSharing,
+    DType, GemmCollective, GroupSearcher, LinearDirection, LinkUse, ProductStart, TunedPass, WorkerSharing,
 };
 use counterpoint_schedule::{OverlapPolicy, StartOrder};
 
@@ -30,7 +30,7 @@ pub(super) fn measure(machine: &CudaMachine, assumed: WorkerSharing) -> Result<W
     };
     let policy = OverlapPolicy::new(StartOrder::KernelBarrier);
     let timing = Repeats { limit: Duration::from_secs(20), warmups: 2, iterations: 7, enough: Duration::MAX };
-    let mut clock = MeasuredClock { machine, spec, direction: searcher.direction, ranks, policy, timing };
+    let mut clock = MeasuredClock { machine, spec, pass: TunedPass::Forward, ranks, policy, timing };
     let failed = |error: MeasureError| match error {
         MeasureError::Run(error) => error,
         other => ExecError::Program { program: "calibration".to_owned(), rank: 0, reason: other.to_string() },

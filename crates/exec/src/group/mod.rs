@@ -10,7 +10,7 @@ mod ticket;
 use std::ops::Range;
 use std::sync::Arc;
 
-use counterpoint_plan::LinearMachine;
+use counterpoint_plan::{LinearMachine, TunedHere};
 use counterpoint_schedule::Program;
 
 pub use self::attention::{AttentionCalls, AttentionRank, BackwardTensors, ForwardTensors};
@@ -97,6 +97,13 @@ impl<M: Machine> Group<M> {
     /// Those that are in this process, in their order.
     pub fn ranks(&self) -> &[RankOf<M>] {
         &self.ranks
+    }
+
+    /// The same, whose linear layers run as they were tuned, where they were. The same on all ranks.
+    #[must_use]
+    pub fn with_tuned(mut self, tuned: Arc<TunedHere>) -> Self {
+        self.linear = Arc::new(LinearMachine { tuned: Some(tuned), ..(*self.linear).clone() });
+        self
     }
 
     /// What its ranks can do with passes of linear layers; see [`Machine::linear`].

@@ -1,7 +1,7 @@
 use counterpoint_mask::Range;
 use counterpoint_plan::{
-    Activations, DType, GemmCollective, LinearDirection, LinearKind, LinearPlan, LinearSpec, PassClock,
-    PlanError,
+    Activations, GemmCollective, LinearDirection, LinearKind, LinearPlan, LinearSpec, PassClock, PlanError,
+    TunedPass,
 };
 use counterpoint_schedule::{
     OverlapPolicy, Program, Timeline, WeightGradient, lower_join, lower_linear_backward,
@@ -22,8 +22,8 @@ pub struct MeasuredClock<'a, M> {
     pub machine: &'a M,
     /// The layer.
     pub spec: LinearSpec,
-    /// The pass; a backward adds the gradient of the weight to f32.
-    pub direction: LinearDirection,
+    /// The pass.
+    pub pass: TunedPass,
     /// Ranks that share it.
     pub ranks: usize,
     /// How communication is brought to run under computation.
@@ -56,12 +56,12 @@ impl<M: Machine> PassClock for MeasuredClock<'_, M> {
 
     fn product(&mut self, rows: usize) -> Result<f64, MeasureError> {
         let tokens = self.spec.tokens;
-        let size = self.spec.product_of(self.direction, rows, self.ranks);
+        let size = self.spec.product_of(self.pass.direction(), rows, self.ranks);
         self.timed_product(size, tokens)
     }
 
     fn travel(&mut self, rows: usize) -> Result<[f64; 2], MeasureError> {
-        let Some(collective) = GemmCollective::of_pass(&self.spec, self.direction) else {
+        let Some(collective) = GemmCollective::of_pass(&self.spec, self.pass.direction()) else {
             return Ok([0.0; 2]);
         };
         let case = CollectiveShape {
@@ -87,26 +87,25 @@ impl<M: Machine> PassClock for MeasuredClock<'_, M> {
     }
 
     fn after(&mut self) -> Result<f64, MeasureError> {
-        let LinearDirection::Backward { weight_gradient: true } = self.direction else { return Ok(0.0) };
+        let LinearDirection::Backward { weight_gradient: true } = self.pass.direction() else {
+            return Ok(0.0);
+        };
         let size = self.spec.weight_gradient_size(self.ranks);
         self.timed_product(size, size[0])
     }
 
     fn pass(&mut self, plan: &LinearPlan) -> Result<f64, MeasureError> {
-        match self.direction {
-            LinearDirection::Forward => {
+        let gradient = match self.pass {
+            TunedPass::Forward => {
                 let lower = |rank| lower_linear_forward(plan, rank, self.policy);
-                self.seconds(lower, |rank| check_forward::<M>(rank, plan))
+                return self.seconds(lower, |rank| check_forward::<M>(rank, plan));
             }
-            LinearDirection::Backward { weight_gradient } => {
-                let gradient = match weight_gradient {
-                    true => WeightGradient::Accumulated(DType::F32),
-                    false => WeightGradient::Frozen,
-                };
-                let lower = |rank| lower_linear_backward(plan, rank, gradient, self.policy);
-                self.seconds(lower, |rank| check_backward::<M>(rank, plan))
-            }
-        }
+            TunedPass::InputGradient => WeightGradient::Frozen,
+            TunedPass::WrittenGradient => WeightGradient::Written,
+            TunedPass::AddedGradient(dtype) => WeightGradient::Accumulated(dtype),
+        };
+        let lower = |rank| lower_linear_backward(plan, rank, gradient, self.policy);
+        self.seconds(lower, |rank| check_backward::<M>(rank, plan))
     }
 }
 
@@ -164,16 +163,21 @@ fn check_forward<M: Machine>(rank: &TimedRank<M>, plan: &LinearPlan) -> Result<(
     };
     let wanted = |row: usize, column: usize| {
         let token = here.start + row;
+        // A row-parallel layer adds its bias on the first rank, before that one's share is rounded.
+        let bias = |rank: usize| match plan.spec.has_bias {
+            true => Contents::of(rank, 2).at(column),
+            false => 0.0,
+        };
         match plan.spec.kind {
             LinearKind::Row => (0..plan.tp_size).fold(Wanted::default(), |sum, rank| {
-                let share = share(rank, rank, token, column);
+                let share = share(rank, rank, token, column) + if rank == 0 { bias(0) } else { 0.0 };
                 Wanted { value: sum.value + share, shares: sum.shares + share.abs() }
             }),
             LinearKind::Column => {
                 let owner =
                     (0..plan.tp_size).find(|&rank| plan.tokens_of(rank).contains(token)).unwrap_or(number);
                 let row = token - plan.tokens_of(owner).start;
-                Wanted { value: share(owner, number, row, column), shares: 0.0 }
+                Wanted { value: share(owner, number, row, column) + bias(number), shares: 0.0 }
             }
         }
     };
@@ -242,8 +246,8 @@ mod tests {
     ) -> MeasuredClock<'_, CpuMachine> {
         // A token that not all ranks have, and rows of no usual length.
         let spec = collective.layer([61, 30, 42], dtype);
-        let direction = LinearDirection::Forward;
-        MeasuredClock { machine, spec, direction, ranks: 3, policy: OverlapPolicy::default(), timing: TIMING }
+        let pass = TunedPass::Forward;
+        MeasuredClock { machine, spec, pass, ranks: 3, policy: OverlapPolicy::default(), timing: TIMING }
     }
 
     /// What ranks compute is what is said of it, for all collectives and types, in one group and in several.
@@ -259,6 +263,9 @@ mod tests {
                         clock.policy = OverlapPolicy::new(start);
                         assert!(clock.pass(&plan).unwrap() > 0.0);
                     }
+                    let mut with_bias = plan;
+                    with_bias.spec.has_bias = true;
+                    assert!(clock.pass(&with_bias).unwrap() > 0.0);
                 }
                 assert!(clock.product(17).unwrap() > 0.0 && clock.join().unwrap() > 0.0);
                 assert!(clock.travel(7).unwrap()[0] > 0.0);
@@ -274,7 +281,7 @@ mod tests {
             for activations in [Activations::Replicated, Activations::SequenceParallel] {
                 let mut clock = clock(&machine, GemmCollective::AllReduce, DType::F32);
                 clock.spec = LinearSpec { kind, activations, ..clock.spec };
-                clock.direction = LinearDirection::Backward { weight_gradient: true };
+                clock.pass = TunedPass::AddedGradient(DType::F32);
                 for groups in [WaveGroups::Fixed(1), WaveGroups::Sizes(vec![3, 10, 8])] {
                     let plan = LinearPlan::new(clock.spec, 3, groups, &CostModel::H200).unwrap();
                     for start in [StartOrder::Sequential, StartOrder::Concurrent, StartOrder::Signals] {

@@ -1,12 +1,13 @@
 //! Gradients of a layer's weight that are computed later.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 
 use counterpoint_plan::{DType, LinearPlan};
 use counterpoint_schedule::{BufferRole, OverlapPolicy, Timeline, lower_linear_weight_gradient};
 
 use super::layer::{Rank, RankBuffers, prepare};
-use crate::{Backend, ExecError, Group, Machine, Prepared};
+use crate::{Backend, ExecError, Group, Machine, Prepared, Ticket};
 
 /// Gradients of a layer's weight that wait to be computed.
 pub(super) struct Deferred<M: Machine> {
@@ -34,14 +35,11 @@ impl<M: Machine> Deferred<M> {
         into: Option<DType>,
         limit: usize,
     ) -> Result<Self, ExecError> {
-        let reason = match (into, limit) {
-            (_, 0) => Some("a queue of 0 gradients; it must be at least 1".to_owned()),
-            (None, 2..) => Some(format!(
-                "a queue of {limit} gradients needs a main_grad to add them to; each would replace the last"
-            )),
-            _ => None,
-        };
-        if let Some(reason) = reason {
+        if into.is_none() && limit != 1 {
+            let queue =
+                if limit == 0 { "without a limit".to_owned() } else { format!("of {limit} gradients") };
+            let reason =
+                format!("a queue {queue} needs a main_grad to add them to; each would replace the last");
             return Err(ExecError::Tensor { name: "dweight".to_owned(), reason });
         }
         let ranks =
@@ -62,10 +60,11 @@ impl<M: Machine> Deferred<M> {
         self.waiting.len()
     }
 
-    /// Makes room for one more, and gives a backward memory for what it keeps.
+    /// Makes room for one more, and gives a backward memory for what it keeps. What a full queue computes is a call before the backward,
+    /// which waits for it on its streams and not on the host.
     pub(super) fn begin(&mut self, backward: &mut [Rank<M>]) -> Result<(), ExecError> {
-        while self.waiting.len() >= self.limit {
-            self.compute_oldest()?;
+        while self.limit > 0 && self.waiting.len() >= self.limit {
+            self.enqueue_oldest(None)?;
         }
         self.current = match self.free.pop() {
             Some(kept) => kept,
@@ -104,6 +103,38 @@ impl<M: Machine> Deferred<M> {
             timelines.push(timeline);
         }
         Ok(timelines)
+    }
+
+    /// Enqueues all gradients that wait, the oldest first.
+    pub(super) fn enqueue(
+        &mut self,
+        streams: Option<&[&Arc<<M::Backend as Backend>::Stream>]>,
+    ) -> Result<Vec<Ticket<M::Backend>>, ExecError> {
+        let mut last = Vec::new();
+        while let Some(tickets) = self.enqueue_oldest(streams)? {
+            last = tickets;
+        }
+        Ok(last)
+    }
+
+    fn enqueue_oldest(
+        &mut self,
+        streams: Option<&[&Arc<<M::Backend as Backend>::Stream>]>,
+    ) -> Result<Option<Vec<Ticket<M::Backend>>>, ExecError> {
+        let Some(Kept { x, dy, kept }) = self.waiting.front() else { return Ok(None) };
+        let given = [("x", x), ("dy", dy)].into_iter();
+        let named: Vec<(&str, &RankBuffers<M>)> =
+            given.chain(kept.iter().map(|(name, buffers)| (name.as_str(), buffers))).collect();
+        let ranks: Vec<&Rank<M>> = self.ranks.iter().collect();
+        let of_rank = |(index, rank): (usize, &&Rank<M>)| {
+            let taken = named.iter().filter(|(name, _)| rank.takes(name));
+            taken.map(|(name, buffers)| (*name, buffers[index].clone())).collect()
+        };
+        let tensors: Vec<Vec<_>> = ranks.iter().enumerate().map(of_rank).collect();
+        let tickets = Prepared::call_ranks(&ranks, &tensors, streams)?;
+        // Calls of a group follow each other, so a backward that is given this memory again comes after.
+        self.free.extend(self.waiting.pop_front().map(|done| done.kept));
+        Ok(Some(tickets))
     }
 
     fn compute_oldest(&mut self) -> Result<Option<Timeline>, ExecError> {

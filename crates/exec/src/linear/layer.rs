@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use counterpoint_plan::{DType, LinearPlan};
+use counterpoint_plan::{DType, LinearPlan, TunedPass};
 use counterpoint_schedule::{
     BufferSpec, OverlapPolicy, Program, Timeline, WeightGradient, lower_linear_backward, lower_linear_forward,
 };
@@ -27,11 +27,11 @@ pub enum LayerGradient {
     /// Each backward adds it to `main_grad`, of this type, in its product's epilogue.
     Accumulated(DType),
     /// It waits in a queue, of at most `limit` backwards, until [`LinearLayer::flush`] or until the queue is full and another
-    /// comes. Then it is added to `main_grad`, of the type `into`, or written where there is none; for that `limit` must be 1.
+    /// comes; 0 is no limit, as of Megatron-LM. Then it is added to `main_grad`, of the type `into`, or written where there is none; for that `limit` must be 1.
     Deferred {
         /// Type of `main_grad`.
         into: Option<DType>,
-        /// Backwards whose gradients wait, at least 1.
+        /// Backwards whose gradients wait; 0 where any number may.
         limit: usize,
     },
 }
@@ -43,6 +43,15 @@ impl LayerGradient {
             Self::Written => WeightGradient::Written,
             Self::Accumulated(dtype) => WeightGradient::Accumulated(dtype),
             Self::Deferred { .. } => WeightGradient::Deferred,
+        }
+    }
+
+    /// What tuned plans are for whose backward makes it.
+    pub fn tuned_pass(self) -> TunedPass {
+        match self {
+            Self::Frozen | Self::Deferred { .. } => TunedPass::InputGradient,
+            Self::Written => TunedPass::WrittenGradient,
+            Self::Accumulated(dtype) => TunedPass::AddedGradient(dtype),
         }
     }
 
@@ -376,6 +385,19 @@ impl<M: Machine> LinearLayer<M> {
     /// Whatever ends a run early, a missing `main_grad` included.
     pub fn flush(&mut self) -> Result<Vec<Timeline>, ExecError> {
         self.deferred.as_mut().map_or_else(|| Ok(Vec::new()), Deferred::flush)
+    }
+
+    /// Enqueues the gradients of the weight that wait, the oldest first, and returns at once: under whatever the caller runs next, such as
+    /// what pipeline stages send each other or another layer's collective. `streams` as in [`Prepared::call_ranks`]. Gives the tickets
+    /// of the last, which end after all others; none where nothing waits.
+    ///
+    /// # Errors
+    /// A missing `main_grad`; the group's first error.
+    pub fn enqueue_flush(
+        &mut self,
+        streams: Option<&[&Arc<<M::Backend as Backend>::Stream>]>,
+    ) -> Result<Vec<Ticket<M::Backend>>, ExecError> {
+        self.deferred.as_mut().map_or_else(|| Ok(Vec::new()), |deferred| deferred.enqueue(streams))
     }
 
     /// The last gradient of the weight and of the bias that was written; `None` where it is added to `main_grad`, or there is

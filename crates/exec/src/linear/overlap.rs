@@ -1,7 +1,7 @@
 //! How a layer's passes overlap.
 
 use counterpoint_plan::{
-    CostModel, LinearDirection, LinearMachine, LinearPlan, LinearSpec, PlanError, WaveGroups,
+    CostModel, LinearMachine, LinearPlan, LinearSpec, PlanError, TunedPass, TunedShape, WaveGroups,
 };
 use counterpoint_schedule::OverlapPolicy;
 
@@ -10,10 +10,11 @@ use super::layer::LayerGradient;
 /// How the passes of a layer share a machine. Results have the same bits however they do.
 #[derive(Clone, Debug, PartialEq)]
 pub enum LayerOverlap {
-    /// Each pass in the way that is predicted to end first, of those that the machine has: by these costs, or by those that the machine
-    /// itself says.
+    /// Each pass as it was tuned on this machine ([`Group::with_tuned`](crate::Group::with_tuned)); where it was not, in the way that is
+    /// predicted to end first, of those that the machine has: by these costs, or by those that the machine itself says.
     Predicted(Option<CostModel>),
-    /// Both by this policy, in these groups; automatic ones by these costs, and all in one where groups have nothing to hide.
+    /// Both by this policy, in these groups. Automatic ones are those that were tuned for it, or follow from these costs, and are one
+    /// where groups have nothing to hide.
     Policy(OverlapPolicy, WaveGroups, CostModel),
 }
 
@@ -53,28 +54,64 @@ impl LayerOverlap {
         spec: LinearSpec,
         gradient: LayerGradient,
     ) -> Result<PlannedPasses, PlanError> {
-        let cost = match self {
+        let forward = TunedPass::Forward;
+        let backward = gradient.tuned_pass();
+        match self {
             Self::Policy(policy, groups, cost) => {
-                let groups = match groups {
-                    WaveGroups::Auto if !policy.overlaps_by_groups() => WaveGroups::Fixed(1),
-                    groups => groups.clone(),
+                let pass = |pass: TunedPass| {
+                    let groups = match groups {
+                        WaveGroups::Auto if !policy.overlaps_by_groups() => WaveGroups::Fixed(1),
+                        WaveGroups::Auto => tuned_groups(machine, &spec, pass, policy),
+                        groups => groups.clone(),
+                    };
+                    let plan = LinearPlan::new(spec, machine.topology.world_size, groups, cost)?;
+                    Ok(PlannedPass { plan, policy: *policy })
                 };
-                let plan = LinearPlan::new(spec, machine.topology.world_size, groups, cost)?;
-                let pass = PlannedPass { plan, policy: *policy };
-                return Ok(PlannedPasses { forward: pass.clone(), backward: pass });
+                Ok(PlannedPasses { forward: pass(forward)?, backward: pass(backward)? })
             }
-            Self::Predicted(cost) => cost.as_ref().unwrap_or(&machine.cost),
-        };
-        let pass = |direction: LinearDirection| {
-            let (way, plan) = machine.fastest(spec, direction, cost)?;
-            Ok(PlannedPass { plan, policy: way.into() })
-        };
-        let weight_gradient = !matches!(gradient, LayerGradient::Frozen | LayerGradient::Deferred { .. });
-        Ok(PlannedPasses {
-            forward: pass(LinearDirection::Forward)?,
-            backward: pass(LinearDirection::Backward { weight_gradient })?,
-        })
+            Self::Predicted(cost) => {
+                let cost = cost.as_ref().unwrap_or(&machine.cost);
+                let pass = |pass: TunedPass| match tuned_pass(machine, &spec, pass, cost) {
+                    Some(tuned) => tuned,
+                    None => {
+                        let (way, plan) = machine.fastest(spec, pass.direction(), cost)?;
+                        Ok(PlannedPass { plan, policy: way.into() })
+                    }
+                };
+                Ok(PlannedPasses { forward: pass(forward)?, backward: pass(backward)? })
+            }
+        }
     }
+}
+
+/// The pass as it was tuned; `None` where it was not.
+fn tuned_pass(
+    machine: &LinearMachine,
+    spec: &LinearSpec,
+    pass: TunedPass,
+    cost: &CostModel,
+) -> Option<Result<PlannedPass, PlanError>> {
+    let tuned = machine.tuned.as_ref()?;
+    let shape = TunedShape::of(spec, pass, machine.topology, &tuned.place)?;
+    let runs = |policy: &str| policy.parse::<OverlapPolicy>().is_ok();
+    let found = tuned.plans.fastest(&shape, runs)?;
+    let policy = found.policy.parse().ok()?;
+    let plan = LinearPlan::new(*spec, machine.topology.world_size, found.wave_groups(), cost);
+    Some(plan.map(|plan| PlannedPass { plan, policy }))
+}
+
+/// The groups that were tuned for a pass under a policy, or automatic ones.
+fn tuned_groups(
+    machine: &LinearMachine,
+    spec: &LinearSpec,
+    pass: TunedPass,
+    policy: &OverlapPolicy,
+) -> WaveGroups {
+    let found = machine.tuned.as_ref().and_then(|tuned| {
+        let shape = TunedShape::of(spec, pass, machine.topology, &tuned.place)?;
+        tuned.plans.under(&shape, &policy.to_string())
+    });
+    found.map_or(WaveGroups::Auto, |plan| plan.wave_groups())
 }
 
 #[cfg(test)]
@@ -100,7 +137,7 @@ mod tests {
         let mut cost = CostModel::H200;
         cost.link.bytes_per_second /= 4.0;
         let topology = Topology::flat(2);
-        let machine = LinearMachine { overlaps: Vec::new(), topology, cost };
+        let machine = LinearMachine { overlaps: Vec::new(), topology, cost, tuned: None };
         let groups = |policy, groups| {
             let overlap = LayerOverlap::Policy(policy, groups, cost);
             let passes = overlap.passes(&machine, spec, LayerGradient::Written).unwrap();

@@ -1,10 +1,12 @@
+use std::sync::Arc;
+
 use counterpoint_cuda::TransportKind;
 use counterpoint_exec::{
     ExecError, Group, HostTensor, LayerGradient, LayerOverlap, LinearInputs, LinearLayer, LinearOutputs,
     LinearSample, LinearTensor, Machine, PlannedPass, PlannedPasses, RankBuffers, RunConfig, RunTimes,
     WorldConfig, check_linear_part,
 };
-use counterpoint_plan::{CostModel, DType, LinearPlan, LinearSpec, TunedPlans, WaveGroups};
+use counterpoint_plan::{CostModel, LinearMachine, LinearPlan, LinearSpec, TunedHere, WaveGroups};
 use counterpoint_report::Statistics;
 use counterpoint_schedule::{OverlapPolicy, StartOrder, WeightGradient};
 use rayon::prelude::*;
@@ -14,7 +16,7 @@ use super::measured::{Measured, MeasuredPass, digest};
 use super::parts::Parts;
 use super::peers::{self, Known};
 use super::row::Row;
-use crate::arguments::{BenchTpArguments, BenchTpPass, OverlapChoice};
+use crate::arguments::{BenchTpArguments, BenchTpPass, OverlapChoice, dtype_name};
 use crate::command::pytorch::Peers;
 use crate::command::turns::{LEAST_HIDEABLE, noise, saved, turns};
 use crate::error::CliError;
@@ -22,8 +24,6 @@ use crate::error::CliError;
 /// Rows and columns of each result that are compared with f64.
 const SAMPLED: usize = 12;
 const WARM_UPS: usize = 3;
-/// What becomes of the gradient of the weight.
-const GRADIENT: LayerGradient = LayerGradient::Accumulated(DType::F32);
 
 /// One layer on one machine.
 pub(super) struct Case<'a> {
@@ -36,8 +36,8 @@ pub(super) struct Case<'a> {
     pub(super) cost: CostModel,
     pub(super) device: &'a str,
     pub(super) inputs: &'a LinearInputs,
-    /// Groups that were tuned on this machine.
-    pub(super) tuned: &'a TunedPlans,
+    /// What was tuned on this machine.
+    pub(super) tuned: Arc<TunedHere>,
 }
 
 /// The tensors that all policies use.
@@ -95,7 +95,7 @@ impl Case<'_> {
             };
             asked.extend(self.arguments.groups.iter().map(|&groups| {
                 let groups = match groups {
-                    0 => self.tuned.groups_for(&self.spec, self.tp_size, self.device),
+                    0 => WaveGroups::Auto,
                     groups => WaveGroups::Fixed(groups as usize),
                 };
                 (choice.to_string(), named(*policy, groups))
@@ -125,8 +125,14 @@ impl Case<'_> {
         Ok(rows.collect())
     }
 
+    /// What becomes of the gradient of the weight.
+    fn gradient(&self) -> LayerGradient {
+        self.arguments.gradient.gradient(self.spec.dtype)
+    }
+
     fn passes<M: Machine>(&self, machine: &M, overlap: &LayerOverlap) -> Result<PlannedPasses, CliError> {
-        overlap.passes(&machine.linear(self.tp_size), self.spec, GRADIENT).map_err(|error| CliError::Flag {
+        let machine = LinearMachine { tuned: Some(self.tuned.clone()), ..machine.linear(self.tp_size) };
+        overlap.passes(&machine, self.spec, self.gradient()).map_err(|error| CliError::Flag {
             flag: "--shapes",
             value: self.shape.map(|size| size.to_string()).join(":"),
             reason: error.to_string(),
@@ -142,7 +148,7 @@ impl Case<'_> {
         tensors: &mut Option<Tensors<M>>,
     ) -> Result<Way<M>, CliError> {
         let failed = |source| CliError::Run { source };
-        let layer = LinearLayer::with_passes(group, planned.clone(), GRADIENT);
+        let layer = LinearLayer::with_passes(group, planned.clone(), self.gradient());
         // Other ranks wait for this one by now: they are to hear of it.
         let mut layer = layer.map_err(|error| failed(group.fail_with(error)))?;
         let tensors = match tensors {
@@ -151,8 +157,10 @@ impl Case<'_> {
         };
         layer.bind_weight(&tensors.weight, tensors.bias.as_ref()).map_err(failed)?;
         let sums = self.zeros(&layer).map_err(failed)?;
-        layer.bind_main_grad(&sums.weight, sums.bias.as_ref()).map_err(failed)?;
-        let (checked, bits) = self.check(&mut layer, tensors, &sums, &planned.forward.plan)?;
+        if let Some(sums) = &sums {
+            layer.bind_main_grad(&sums.weight, sums.bias.as_ref()).map_err(failed)?;
+        }
+        let (checked, bits) = self.check(&mut layer, tensors, sums.as_ref(), &planned.forward.plan)?;
         Ok(Way { overlap, planned, layer, checked, bits, passes: Vec::new() })
     }
 
@@ -218,13 +226,14 @@ impl Case<'_> {
     }
 
     /// So that the gradient of the first backward can be told.
-    fn zeros<M: Machine>(&self, layer: &LinearLayer<M>) -> Result<Sums<M>, ExecError> {
+    fn zeros<M: Machine>(&self, layer: &LinearLayer<M>) -> Result<Option<Sums<M>>, ExecError> {
+        let LayerGradient::Accumulated(dtype) = self.gradient() else { return Ok(None) };
         let LinearSpec { out_features, in_features, has_bias, .. } = self.spec;
-        let zeros = |tensor, shape: Vec<usize>| layer.scatter(tensor, &HostTensor::zeros(shape, DType::F32));
-        Ok(Sums {
+        let zeros = |tensor, shape: Vec<usize>| layer.scatter(tensor, &HostTensor::zeros(shape, dtype));
+        Ok(Some(Sums {
             weight: zeros(LinearTensor::Weight, vec![out_features, in_features])?,
             bias: has_bias.then(|| zeros(LinearTensor::Bias, vec![out_features])).transpose()?,
-        })
+        }))
     }
 
     /// Runs each pass once and compares a sample of all results with f64; and what tells these bits from others, by rank.
@@ -232,29 +241,36 @@ impl Case<'_> {
         &self,
         layer: &mut LinearLayer<M>,
         tensors: &Tensors<M>,
-        sums: &Sums<M>,
+        sums: Option<&Sums<M>>,
         plan: &LinearPlan,
     ) -> Result<(Result<f64, String>, Vec<u64>), CliError> {
         let mut outputs = || -> Result<Vec<LinearOutputs>, ExecError> {
             let y = layer.forward(&tensors.x)?.result;
             let dx = layer.backward(&tensors.x, &tensors.dy)?.result;
             let (ys, dxs) = (layer.download(&y)?, layer.download(&dx)?);
-            let dweights = layer.download(&sums.weight)?;
-            let dbiases = match &sums.bias {
-                Some(bias) => layer.download(bias)?.into_iter().map(Some).collect(),
-                None => vec![None; ys.len()],
+            // Added to, or written; a frozen weight has none.
+            let written = if sums.is_none() { layer.weight_gradient() } else { None };
+            let gradients = match (sums, &written) {
+                (Some(sums), _) => [Some(&sums.weight), sums.bias.as_ref()],
+                (None, Some((weight, bias))) => [Some(weight), bias.as_ref()],
+                (None, None) => [None; 2],
             };
+            let downloaded = |part: Option<&RankBuffers<M>>| match part {
+                Some(part) => Ok(layer.download(part)?.into_iter().map(Some).collect()),
+                None => Ok::<_, ExecError>(vec![None; ys.len()]),
+            };
+            let (dweights, dbiases) = (downloaded(gradients[0])?, downloaded(gradients[1])?);
             let all = ys.into_iter().zip(dxs).zip(dweights).zip(dbiases);
-            let outputs = |(((y, dx), dweight), dbias)| LinearOutputs {
-                y,
-                dx: Some(dx),
-                dweight: Some(dweight),
-                dbias,
-            };
+            let outputs = |(((y, dx), dweight), dbias)| LinearOutputs { y, dx: Some(dx), dweight, dbias };
             Ok(all.map(outputs).collect())
         };
         let outputs = outputs().map_err(|source| CliError::Run { source })?;
-        let (gradient, sample) = (WeightGradient::Written, LinearSample::Spread(SAMPLED));
+        // What is added to began as zeros.
+        let gradient = match self.gradient() {
+            LayerGradient::Frozen => WeightGradient::Frozen,
+            _ => WeightGradient::Written,
+        };
+        let sample = LinearSample::Spread(SAMPLED);
         let of_rank = |(rank, outputs): (usize, &LinearOutputs)| {
             check_linear_part(plan, rank, self.inputs, gradient, outputs, sample)
                 .map_err(|reason| format!("rank {rank}: {reason}"))
@@ -278,7 +294,8 @@ impl Case<'_> {
         let hides = measured.overlap != StartOrder::Sequential.name()
             && overlap.communication_seconds > 0.0
             && hideable > LEAST_HIDEABLE * ideal;
-        let products = if pass == BenchTpPass::Forward { 1.0 } else { 2.0 };
+        let has_one = pass == BenchTpPass::Forward || self.gradient() == LayerGradient::Frozen;
+        let products = if has_one { 1.0 } else { 2.0 };
         let flops = products
             * 2.0
             * (self.spec.tokens * self.spec.in_features) as f64
@@ -302,6 +319,9 @@ impl Case<'_> {
             ideal_seconds: ideal,
             efficiency: hides.then(|| (sequential.median - statistics.median) / hideable),
             efficiency_noise: hides.then(|| noise(&saved(&plain_seconds, &own_seconds)) / hideable),
+            hidden: (overlap.communication_seconds > 0.0)
+                .then(|| 1.0 - overlap.exposed_seconds / overlap.communication_seconds),
+            dtype: dtype_name(self.spec.dtype).to_owned(),
             product_seconds: own.product,
             weight_gradient_seconds: own.weight_gradient,
             bias_gradient_seconds: own.bias_gradient,

@@ -7,9 +7,11 @@ mod parts;
 mod peers;
 mod row;
 
+use std::sync::Arc;
+
 use counterpoint_cuda::TransportKind;
-use counterpoint_exec::{CpuMachine, LinearInputs, RunConfig, random_linear_inputs};
-use counterpoint_plan::{CostModel, DType, LinearKind, LinearSpec, Topology, TunedPlans};
+use counterpoint_exec::{CpuMachine, LinearInputs, Machine, RunConfig, random_linear_inputs};
+use counterpoint_plan::{DType, LinearKind, LinearSpec, Topology, TunedHere, TunedPlans};
 use counterpoint_report::{LiveTable, TimelinePair, TraceSection, chrome_trace};
 
 use self::case::Case;
@@ -83,6 +85,10 @@ fn measure_all(
     machines: &[(TransportKind, RankMachine)],
 ) -> Result<(), CliError> {
     let Some((_, first)) = machines.first() else { return Ok(()) };
+    if let (Some(_), Device::Cuda) = (arguments.slow_link, arguments.device) {
+        let reason = "imitates a link between CPU ranks; leave it out with --device cuda".to_owned();
+        return Err(CliError::Flag { flag: "--slow-link", value: String::new(), reason });
+    }
     let traces = Outputs::check(&[("--trace", arguments.trace.as_deref())])?;
     let tp_size = arguments.tp_size.unwrap_or(first.gpus().max(2));
     let table = LiveTable::new(&row::COLUMNS, &console::style());
@@ -168,13 +174,18 @@ fn measure(
     let cost = match machine {
         RankMachine::Cuda(gpus) => gpus.cost(measured, tp_size),
         RankMachine::Process(process) => process.machine().cost(measured),
-        RankMachine::Cpu(_) => measured.copied().unwrap_or(CostModel::H200),
+        RankMachine::Cpu(_) => {
+            let ranks = CpuMachine::new(0, arguments.slow_link).map_err(|source| CliError::Run { source })?;
+            measured.copied().unwrap_or(ranks.linear(tp_size).cost)
+        }
     };
     let device = machine.name();
+    let tuned = TunedHere { place: machine.tuned_place(arguments.slow_link), plans: tuned.clone() };
+    let tuned = Arc::new(tuned);
     let case = Case { arguments, spec, shape, tp_size, transport, cost, device, inputs, tuned };
     match machine {
         RankMachine::Cpu(_) => {
-            let ranks = CpuMachine::new(0, None).map_err(|source| CliError::Run { source })?;
+            let ranks = CpuMachine::new(0, arguments.slow_link).map_err(|source| CliError::Run { source })?;
             case.measure_on(&ranks, peers, |measured| Ok(Some(measured)))
         }
         RankMachine::Cuda(gpus) => case.measure_on(gpus, peers, |measured| Ok(Some(measured))),
@@ -210,7 +221,8 @@ fn specs(
                 LinearKind::Row => (local * tp_size, hidden),
             };
             for activations in arguments.activations.iter().map(|activations| activations.activations()) {
-                let dtype = if arguments.device == Device::Cpu { DType::F32 } else { DType::Bf16 };
+                let usual = if arguments.device == Device::Cpu { DType::F32 } else { DType::Bf16 };
+                let dtype = arguments.dtype.unwrap_or(usual);
                 let has_bias = arguments.bias;
                 let spec =
                     LinearSpec { kind, activations, tokens, in_features, out_features, has_bias, dtype };

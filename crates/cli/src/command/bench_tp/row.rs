@@ -36,6 +36,11 @@ pub(super) struct Row {
     pub(super) efficiency: Option<f64>,
     /// To how much that is known: twice its standard error.
     pub(super) efficiency_noise: Option<f64>,
+    /// The share of the communication that ran under computation: `1 - exposed / total`. Of a fused pass that of its collectives alone, for
+    /// what its kernels send is no time of its own.
+    pub(super) hidden: Option<f64>,
+    /// Element type.
+    pub(super) dtype: String,
     pub(super) product_seconds: f64,
     pub(super) weight_gradient_seconds: f64,
     /// A pass over dy, where there is a bias.
@@ -59,7 +64,10 @@ pub(super) struct Row {
     pub(super) wrong: Option<String>,
 }
 
-pub(super) const COLUMNS: [Column; 15] = [
+/// An efficiency that is known less well is no figure.
+const LARGEST_NOISE: f64 = 0.2;
+
+pub(super) const COLUMNS: [Column; 16] = [
     Column::name("kind").wide(6),
     Column::name("pass").wide(8),
     Column::name("activations").wide(17),
@@ -72,6 +80,7 @@ pub(super) const COLUMNS: [Column; 15] = [
     Column::number("sequential", 2),
     Column::number("ideal", 4).wide(8),
     Column::number("efficiency", 1),
+    Column::number("hidden", 2),
     Column::number("wgrad x", 6),
     Column::number("exposed us", 5),
     Column::number("of bound", 7),
@@ -89,11 +98,12 @@ impl Row {
         self.overlap == StartOrder::Sequential.name()
     }
 
-    pub(super) fn cells(&self) -> [String; 15] {
+    pub(super) fn cells(&self) -> [String; 16] {
         let [tokens, hidden, local] = self.shape;
         let us = |seconds: f64| format!("{:.1}", 1e6 * seconds);
         let none = || "–".to_owned();
         let efficiency = self.efficiency.zip(self.efficiency_noise);
+        let known = efficiency.filter(|(_, noise)| *noise <= LARGEST_NOISE);
         [
             self.kind.to_string(),
             self.pass.to_string(),
@@ -107,7 +117,12 @@ impl Row {
             format!("{:.*}", if self.tflops < 10.0 { 3 } else { 1 }, self.tflops),
             us(self.sequential_seconds),
             us(self.ideal_seconds),
-            efficiency.map_or_else(none, |(efficiency, noise)| format!("{efficiency:.2}±{noise:.2}")),
+            match (efficiency, known) {
+                (_, Some((efficiency, noise))) => format!("{efficiency:.2}±{noise:.2}"),
+                (Some(_), None) => "not known".to_owned(),
+                (None, None) => none(),
+            },
+            self.hidden.map_or_else(none, |hidden| format!("{hidden:.2}")),
             self.weight_gradient_slowdown.map_or_else(none, |slowdown| format!("{slowdown:.2}")),
             us(self.exposed_seconds),
             format!("{:.2}", self.of_bound),

@@ -1,5 +1,6 @@
-use counterpoint_plan::{GroupSearch, LinearPlan, TunedGroups, TunedShape};
+use counterpoint_plan::{GroupSearch, LinearPlan, TunedGroups, TunedPass};
 use counterpoint_report::{Column, format_ratio, format_seconds, table};
+use counterpoint_schedule::{OverlapPolicy, StartOrder};
 use serde_json::{Value, json};
 
 use super::tuning::Tuning;
@@ -12,6 +13,7 @@ use crate::tuned::TunedFile;
 
 /// One search's answer.
 pub(super) struct Answer {
+    pub(super) policy: OverlapPolicy,
     pub(super) search: GroupSearch,
     pub(super) plan: LinearPlan,
     /// Seconds that the search expects: predicted, or measured when it met the sequence.
@@ -32,8 +34,16 @@ pub(super) struct Found {
 }
 
 impl Found {
-    pub(super) fn of(&self, search: GroupSearch) -> Option<&Answer> {
-        self.answers.iter().find(|answer| answer.search == search)
+    /// The fastest answer of a search.
+    fn of(&self, search: GroupSearch) -> Option<&Answer> {
+        let found = self.answers.iter().filter(|answer| answer.search == search);
+        found.min_by(|a, b| a.measured.total_cmp(&b.measured))
+    }
+
+    /// Seconds that a search took under all policies; `None` where it was not asked for.
+    pub(super) fn search_took(&self, search: GroupSearch) -> Option<f64> {
+        self.of(search)?;
+        Some(self.answers.iter().filter(|answer| answer.search == search).map(|answer| answer.took).sum())
     }
 
     /// What the predicted groups take over what the exhaustive search's do, where there are both.
@@ -42,32 +52,37 @@ impl Found {
         Some(of(GroupSearch::Predictive)? / of(GroupSearch::Exhaustive)?)
     }
 
-    fn best(&self) -> Option<&Answer> {
-        self.answers.iter().min_by(|a, b| a.measured.total_cmp(&b.measured))
-    }
-
-    /// What is remembered: the fastest answer, or one group where that is no slower.
-    pub(super) fn kept(&self, device: &str) -> Option<TunedGroups> {
-        let best = self.best()?;
-        let (plan, seconds) = match best.measured < self.sequential {
-            true => (&best.plan, best.measured),
-            false => (&self.whole, self.sequential),
+    /// What is remembered: the fastest groups under every policy, and the whole without overlap.
+    pub(super) fn kept(&self, tuning: &Tuning<'_>) -> Vec<TunedGroups> {
+        let plan = |policy: OverlapPolicy, plan: &LinearPlan, seconds: f64, search| TunedGroups {
+            shape: tuning.shape.clone(),
+            policy: policy.to_string(),
+            groups: plan.group_sizes().to_vec(),
+            seconds,
+            sequential_seconds: self.sequential,
+            search,
         };
-        TunedGroups::of(plan, device, [seconds, self.sequential], best.search)
+        let alone = OverlapPolicy::new(StartOrder::Sequential);
+        let mut kept = vec![plan(alone, &self.whole, self.sequential, GroupSearch::Exhaustive)];
+        for variant in &tuning.variants {
+            let answers = self.answers.iter().filter(|answer| answer.policy == variant.policy);
+            let fastest = answers.min_by(|a, b| a.measured.total_cmp(&b.measured));
+            kept.extend(fastest.map(|found| plan(found.policy, &found.plan, found.measured, found.search)));
+        }
+        kept
     }
 
-    pub(super) fn tell(&self, tuning: &Tuning<'_>, device: &str, file: &TunedFile) -> Result<(), CliError> {
+    pub(super) fn tell(&self, tuning: &Tuning<'_>, file: &TunedFile) -> Result<(), CliError> {
         let arguments = tuning.arguments;
-        let shape = TunedShape::of(&tuning.spec, tuning.tp_size, device);
-        let kept = self.kept(device);
+        let shape = &tuning.shape;
+        let kept = self.kept(tuning).into_iter().min_by(|a, b| a.seconds.total_cmp(&b.seconds));
         if arguments.ranks.json {
             let answers: Vec<Value> = self.answers.iter().map(|answer| self.json(answer)).collect();
             return console::print_json(
                 Schema::TuneGemm,
                 &json!({
                     "shape": shape,
-                    "overlap": tuning.policy.to_string(),
-                    "wave_rows": tuning.searcher.wave,
+                    "wave_rows": tuning.variants.first().map(|variant| variant.searcher.wave),
                     "sequential_seconds": self.sequential,
                     "searches": answers,
                     "predicted_over_best": self.predicted_over_best(),
@@ -78,6 +93,7 @@ impl Found {
             );
         }
         let columns = [
+            Column::name("policy"),
             Column::name("search"),
             Column::text("rows of groups", 1),
             Column::number("expected", 2),
@@ -87,6 +103,7 @@ impl Found {
         ];
         let rows = self.answers.iter().map(|answer| {
             vec![
+                answer.policy.to_string(),
                 name(answer.search).to_owned(),
                 sizes(answer.plan.group_sizes()),
                 format_seconds(answer.expected),
@@ -95,30 +112,36 @@ impl Found {
                 format_seconds(answer.took),
             ]
         });
+        let pass = if tuning.pass == TunedPass::Forward { "forward" } else { "backward" };
         let mut text = format!(
-            "{} x {} x {} {}, {} over {} ranks, {device}, {}; sequential {}\n\n",
-            tuning.spec.tokens,
-            tuning.spec.out_features,
-            tuning.spec.in_features,
-            dtype_name(tuning.spec.dtype),
-            shape.as_ref().map_or("", |shape| shape.collective.name()),
-            tuning.tp_size,
-            tuning.policy,
+            "{} x {} x {} {}, {pass}, {} over {} ranks, {}, {}; sequential {}\n\n",
+            shape.m,
+            shape.n,
+            shape.k,
+            dtype_name(shape.dtype),
+            shape.collective.name(),
+            shape.ranks,
+            shape.device,
+            shape.transport,
             format_seconds(self.sequential),
         );
         text.push_str(&table(&columns, rows, &console::style()));
         if let Some(kept) = kept {
-            let what = match kept.groups.len() {
-                1 => "one group is kept: overlap gained nothing".to_owned(),
-                _ => format!("groups of {} rows are kept", sizes(&kept.groups)),
+            let what = match (kept.policy == StartOrder::Sequential.name(), kept.groups.len()) {
+                (true, _) => "fastest without overlap: it gained nothing".to_owned(),
+                (false, 1) => format!("fastest under {} in one group", kept.policy),
+                (false, _) => {
+                    format!("fastest under {} in groups of {} rows", kept.policy, sizes(&kept.groups))
+                }
             };
-            text.push_str(&format!("\n{what}, in {}\n\n", shown(file.path())));
+            text.push_str(&format!("\n{what}; kept in {}\n\n", shown(file.path())));
         }
         console::print(&text)
     }
 
     fn json(&self, answer: &Answer) -> Value {
         json!({
+            "policy": answer.policy.to_string(),
             "search": name(answer.search),
             "groups": answer.plan.group_sizes(),
             "expected_seconds": answer.expected,

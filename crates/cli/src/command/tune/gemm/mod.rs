@@ -9,17 +9,18 @@ use std::time::{Duration, Instant};
 use counterpoint_cuda::TransportKind;
 use counterpoint_exec::{CpuMachine, Machine, Repeats};
 use counterpoint_plan::{
-    DType, GroupSearcher, LinearDirection, LinearSpec, LinkUse, ProductStart, WaveGroups,
+    DType, GroupSearcher, LinearDirection, LinearMachine, LinearPlan, LinearSpec, LinkUse, PassOverlap,
+    ProductStart, TunedPass, TunedPlace, TunedShape, WaveGroups,
 };
-use counterpoint_schedule::{OverlapPolicy, StartOrder, WorkerShare};
+use counterpoint_schedule::{Mover, OverlapPolicy, StartOrder, WorkerShare};
 
-use crate::arguments::{Device, RanksArguments, SearchArgument, TuneGemmArguments};
+use crate::arguments::{BenchTpPass, Device, RanksArguments, SearchArgument, TuneGemmArguments};
 use crate::command::rank_machine::RankMachine;
 use crate::console;
 use crate::error::CliError;
 use crate::tuned::TunedFile;
 use summary::Summary;
-use tuning::{TRIALS, Tuning};
+use tuning::{TRIALS, Tuning, Variant};
 
 /// Waves that a prediction is made with; twice as many sequences for each more would be measured.
 const PREDICTED_WAVES: u32 = 16;
@@ -32,16 +33,21 @@ pub(super) fn run(arguments: &TuneGemmArguments) -> Result<(), CliError> {
     let ranks =
         RankMachine::open(arguments.ranks.device, arguments.ranks.tp_size, arguments.ranks.transport)?;
     let tp_size = tp_size(&arguments.ranks, &ranks)?;
-    let policy = arguments.overlap.unwrap_or_else(|| usual_policy(&ranks, arguments.ranks.transport));
-    let tunings = tunings(arguments, tp_size, policy, &ranks)?;
-    console::note_development_build();
+    let place = ranks.tuned_place(arguments.ranks.slow_link);
     match &ranks {
         RankMachine::Cpu(_) => {
-            let machine = CpuMachine::new(policy.sm_margin(), arguments.ranks.slow_link)
+            let margin = arguments.overlap.iter().map(OverlapPolicy::sm_margin).max();
+            let machine = CpuMachine::new(margin.unwrap_or(0), arguments.ranks.slow_link)
                 .map_err(|source| CliError::Run { source })?;
-            tune(&machine, ranks.name(), &tunings, &mut file)
+            let tunings = tunings(arguments, &machine.linear(tp_size), &place, &ranks)?;
+            console::note_development_build();
+            tune(&machine, &tunings, &mut file)
         }
-        RankMachine::Cuda(machine) => tune(machine, ranks.name(), &tunings, &mut file),
+        RankMachine::Cuda(machine) => {
+            let tunings = tunings(arguments, &machine.linear(tp_size), &place, &ranks)?;
+            console::note_development_build();
+            tune(machine, &tunings, &mut file)
+        }
         RankMachine::Process(_) => Err(only_threads()),
     }
 }
@@ -49,8 +55,8 @@ pub(super) fn run(arguments: &TuneGemmArguments) -> Result<(), CliError> {
 /// What is asked for: every collective of every product.
 fn tunings<'a>(
     arguments: &'a TuneGemmArguments,
-    tp_size: usize,
-    policy: OverlapPolicy,
+    linear: &LinearMachine,
+    place: &TunedPlace,
     ranks: &RankMachine,
 ) -> Result<Vec<Tuning<'a>>, CliError> {
     let (products, flags) = match [arguments.m, arguments.n, arguments.k] {
@@ -58,53 +64,68 @@ fn tunings<'a>(
         _ => (arguments.shapes.clone(), ["--shapes"; 2]),
     };
     let dtype = dtype(&arguments.ranks);
+    let pass = match arguments.pass {
+        BenchTpPass::Forward => TunedPass::Forward,
+        BenchTpPass::Backward => arguments.gradient.gradient(dtype).tuned_pass(),
+    };
+    // In a backward the product's columns are the layer's input features.
+    let named = match arguments.pass {
+        BenchTpPass::Forward => [("in_features", flags[0]), ("out_features", flags[1])],
+        BenchTpPass::Backward => [("out_features", flags[0]), ("in_features", flags[1])],
+    };
+    let policies = policies(arguments, linear);
     let cases = arguments
         .collective
         .iter()
         .flat_map(|collective| products.iter().map(move |size| (collective, size)));
     cases
         .map(|(collective, &size)| {
-            let spec = collective.layer(size, dtype);
-            let searcher = searcher(arguments, spec, tp_size, policy, ranks)?;
-            let named = [("in_features", flags[0]), ("out_features", flags[1])];
-            searcher.plan(WaveGroups::Fixed(1)).map_err(|source| CliError::of_layer(source, &named))?;
-            Ok(Tuning { arguments, spec, tp_size, policy, searcher })
+            let spec = collective.layer_of(pass.direction(), size, dtype);
+            let spec = LinearSpec { has_bias: arguments.bias, ..spec };
+            let tp_size = linear.topology.world_size;
+            let variants = policies.iter().map(|&policy| {
+                let searcher = searcher(arguments, spec, (tp_size, pass.direction()), policy, ranks)?;
+                Ok(Variant { policy, searcher })
+            });
+            let variants = variants.collect::<Result<Vec<_>, CliError>>()?;
+            let whole = LinearPlan::new(spec, tp_size, WaveGroups::Fixed(1), &linear.cost)
+                .map_err(|source| CliError::of_layer(source, &named))?;
+            let shape = TunedShape::of(&spec, pass, linear.topology, place);
+            let nothing = || CliError::Usage { message: "nothing travels in this pass".to_owned() };
+            Ok(Tuning { arguments, spec, pass, whole, shape: shape.ok_or_else(nothing)?, variants })
         })
         .collect()
 }
 
+/// The policies that are tried: those that were named, or all that these ranks run, with margins of several sizes.
+fn policies(arguments: &TuneGemmArguments, linear: &LinearMachine) -> Vec<OverlapPolicy> {
+    if !arguments.overlap.is_empty() {
+        return arguments.overlap.clone();
+    }
+    let sizes = |workers: usize| [workers.div_ceil(2), workers, workers + workers / 2];
+    let margins = |way: &PassOverlap| match *way {
+        PassOverlap::Margin(workers) => sizes(workers).map(PassOverlap::Margin).to_vec(),
+        PassOverlap::Signals(workers) if workers > 0 => sizes(workers).map(PassOverlap::Signals).to_vec(),
+        way => vec![way],
+    };
+    let overlapping = linear.overlaps.iter().filter(|way| **way != PassOverlap::Sequential);
+    overlapping.flat_map(margins).map(OverlapPolicy::from).collect()
+}
+
 /// Tunes one after the other. What is found is kept at once, so that who breaks off has what was found by then.
-fn tune<M: Machine>(
-    machine: &M,
-    device: &str,
-    tunings: &[Tuning<'_>],
-    file: &mut TunedFile,
-) -> Result<(), CliError> {
+fn tune<M: Machine>(machine: &M, tunings: &[Tuning<'_>], file: &mut TunedFile) -> Result<(), CliError> {
     let begun = Instant::now();
     let mut summary = Summary::default();
     for tuning in tunings {
         let found = tuning.search(machine)?;
-        if let Some(kept) = found.kept(device) {
-            file.keep(kept)?;
-        }
-        found.tell(tuning, device, file)?;
+        file.keep(found.kept(tuning))?;
+        found.tell(tuning, file)?;
         summary.add(tuning, &found);
     }
     match tunings {
         [] | [_] => Ok(()),
         [first, ..] => summary.tell(begun.elapsed(), first.arguments.ranks.json),
     }
-}
-
-/// What lets communication run under computation on these ranks.
-fn usual_policy(ranks: &RankMachine, transport: TransportKind) -> OverlapPolicy {
-    let RankMachine::Cuda(machine) = ranks else { return OverlapPolicy::default() };
-    // Copy engines take no multiprocessor, so nothing has to be kept free for them.
-    if transport == TransportKind::CopyEngine {
-        return OverlapPolicy::default();
-    }
-    let workers = WorkerShare::Margin(machine.worker_sharing().communication);
-    OverlapPolicy { workers, ..OverlapPolicy::new(StartOrder::KernelBarrier) }
 }
 
 /// What is timed here are ranks of one process.
@@ -150,7 +171,7 @@ pub(in crate::command) fn repeats(arguments: &RanksArguments) -> Repeats {
 fn searcher(
     arguments: &TuneGemmArguments,
     spec: LinearSpec,
-    tp_size: usize,
+    (tp_size, direction): (usize, LinearDirection),
     policy: OverlapPolicy,
     ranks: &RankMachine,
 ) -> Result<GroupSearcher, CliError> {
@@ -162,8 +183,9 @@ fn searcher(
         return Err(CliError::Flag { flag: "--waves", value: waves.to_string(), reason });
     }
     let mut wave = spec.tokens.div_ceil(tp_size).div_ceil(waves as usize);
-    let takes_workers =
-        arguments.ranks.transport != TransportKind::CopyEngine && policy.workers == WorkerShare::Common;
+    let takes_workers = arguments.ranks.transport != TransportKind::CopyEngine
+        && policy.mover == Mover::Transport
+        && policy.workers == WorkerShare::Common;
     let (mut speed_beside, mut link) = (1.0, LinkUse::Apart);
     if let RankMachine::Cuda(machine) = ranks {
         // Whole tiles of the rows of all ranks together.
@@ -181,6 +203,5 @@ fn searcher(
     };
     let most_groups = arguments.most_groups as usize;
     let trials = TRIALS[1];
-    let direction = LinearDirection::Forward;
     Ok(GroupSearcher { spec, tp_size, direction, wave, most_groups, trials, starts, link, speed_beside })
 }

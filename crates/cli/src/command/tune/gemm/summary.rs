@@ -1,6 +1,6 @@
 use std::time::Duration;
 
-use counterpoint_plan::{GemmCollective, GroupSearch};
+use counterpoint_plan::{GroupSearch, TunedShape};
 use counterpoint_report::{Statistics, format_ratio, format_seconds};
 use serde_json::{Value, json};
 
@@ -30,11 +30,9 @@ struct Case {
 
 impl Summary {
     pub(super) fn add(&mut self, tuning: &Tuning<'_>, found: &Found) {
-        let spec = &tuning.spec;
-        let collective = GemmCollective::of(spec).map_or("", GemmCollective::name);
-        let name = format!("{collective} {}:{}:{}", spec.tokens, spec.out_features, spec.in_features);
-        let took = |search| found.of(search).map(|answer| answer.took);
-        let took = [GroupSearch::Predictive, GroupSearch::Exhaustive].map(took);
+        let TunedShape { collective, m, n, k, .. } = &tuning.shape;
+        let name = format!("{} {m}:{n}:{k}", collective.name());
+        let took = [GroupSearch::Predictive, GroupSearch::Exhaustive].map(|search| found.search_took(search));
         self.cases.push(Case { name, ratio: found.predicted_over_best(), took });
     }
 

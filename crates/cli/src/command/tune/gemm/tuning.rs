@@ -3,7 +3,7 @@ use std::time::{Duration, Instant};
 
 use counterpoint_exec::{Machine, MeasureError, MeasuredClock, Repeats};
 use counterpoint_plan::{
-    GroupSearch, GroupSearcher, LinearPlan, LinearSpec, PassClock, SearchStep, WaveGroups,
+    GroupSearch, GroupSearcher, LinearPlan, LinearSpec, PassClock, SearchStep, TunedPass, TunedShape,
 };
 use counterpoint_schedule::{OverlapPolicy, StartOrder};
 
@@ -51,7 +51,16 @@ impl Patience {
 pub(super) struct Tuning<'a> {
     pub(super) arguments: &'a TuneGemmArguments,
     pub(super) spec: LinearSpec,
-    pub(super) tp_size: usize,
+    pub(super) pass: TunedPass,
+    /// The layer in one group.
+    pub(super) whole: LinearPlan,
+    /// What is kept is for it.
+    pub(super) shape: TunedShape,
+    pub(super) variants: Vec<Variant>,
+}
+
+/// A policy that is tried, with the search for its groups.
+pub(super) struct Variant {
     pub(super) policy: OverlapPolicy,
     pub(super) searcher: GroupSearcher,
 }
@@ -59,45 +68,25 @@ pub(super) struct Tuning<'a> {
 impl Tuning<'_> {
     fn clock<'m, M>(&self, machine: &'m M, policy: OverlapPolicy) -> MeasuredClock<'m, M> {
         let timing = Repeats { enough: ENOUGH, ..repeats(&self.arguments.ranks) };
-        let direction = self.searcher.direction;
-        MeasuredClock { machine, spec: self.spec, direction, ranks: self.tp_size, policy, timing }
+        let (spec, pass, ranks) = (self.spec, self.pass, self.whole.tp_size);
+        MeasuredClock { machine, spec, pass, ranks, policy, timing }
     }
 
-    /// Searches as the arguments say, and measures what was found beside the same without overlap.
+    /// Searches as the arguments say under every policy, and measures what was found beside the same without overlap.
     pub(super) fn search<M: Machine>(&self, machine: &M) -> Result<Found, CliError> {
         let begun = Instant::now();
-        let searches: &[GroupSearch] = match self.arguments.search {
-            SearchArgument::Predictive => &[GroupSearch::Predictive],
-            SearchArgument::Exhaustive => &[GroupSearch::Exhaustive],
-            SearchArgument::Both => &[GroupSearch::Predictive, GroupSearch::Exhaustive],
-        };
-        let mut clock = self.clock(machine, self.policy);
         let mut alone = self.clock(machine, OverlapPolicy::new(StartOrder::Sequential));
-        let whole = self.searcher.plan(WaveGroups::Fixed(1)).map_err(|source| CliError::Plan { source })?;
         // What a process does once, connecting ranks above all, is no part of a search.
-        let mut sequential = alone.pass(&whole).map_err(failed)?;
+        let mut sequential = alone.pass(&self.whole).map_err(failed)?;
         let mut answers = Vec::new();
-        for &search in searches {
-            let bar = Bar::new();
-            let show = |step: &SearchStep| bar.show(&step.what, step.done, step.all);
-            let begun = Instant::now();
-            let mut patience = Patience::new(begun);
-            let (plan, expected) = match search {
-                GroupSearch::Predictive => self.searcher.predictive(&mut clock, |step| {
-                    show(&step);
-                    patience.lasts(step.done, Instant::now())
-                }),
-                GroupSearch::Exhaustive => self.searcher.exhaustive(&mut clock, |step| show(&step)),
-            }
-            .map_err(failed)?;
-            let took = begun.elapsed().as_secs_f64();
-            answers.push(Answer { search, plan, expected, measured: f64::INFINITY, took });
+        for variant in &self.variants {
+            self.answers(machine, variant, &mut answers)?;
         }
         // All of them in turns, so that they meet the same disturbance by other programs. Two searches may have one answer.
-        let mut plans: Vec<(LinearPlan, f64)> = Vec::new();
-        for answer in &answers {
-            if plans.iter().all(|(plan, _)| *plan != answer.plan) {
-                plans.push((answer.plan.clone(), f64::INFINITY));
+        let mut trials: Vec<(OverlapPolicy, LinearPlan, f64)> = Vec::new();
+        for Answer { policy, plan, .. } in &answers {
+            if trials.iter().all(|(known, groups, _)| (known, groups) != (policy, plan)) {
+                trials.push((*policy, plan.clone(), f64::INFINITY));
             }
         }
         let turning = Instant::now();
@@ -105,16 +94,58 @@ impl Tuning<'_> {
             if turn >= TURNS[0] && turning.elapsed() >= TURNS_ENOUGH {
                 break;
             }
-            sequential = sequential.min(alone.pass(&whole).map_err(failed)?);
-            for (plan, least) in &mut plans {
-                *least = least.min(clock.pass(plan).map_err(failed)?);
+            sequential = sequential.min(alone.pass(&self.whole).map_err(failed)?);
+            for (policy, plan, least) in &mut trials {
+                *least = least.min(self.clock(machine, *policy).pass(plan).map_err(failed)?);
             }
         }
         for answer in &mut answers {
-            let measured = plans.iter().find(|(plan, _)| *plan == answer.plan);
-            answer.measured = measured.map_or(f64::INFINITY, |(_, least)| *least);
+            let of_answer = |(policy, plan, _): &&(OverlapPolicy, LinearPlan, f64)| {
+                (policy, plan) == (&answer.policy, &answer.plan)
+            };
+            answer.measured = trials.iter().find(of_answer).map_or(f64::INFINITY, |(_, _, least)| *least);
         }
+        let whole = self.whole.clone();
         Ok(Found { answers, whole, sequential, took: begun.elapsed().as_secs_f64() })
+    }
+
+    /// What the searches that were asked for find under a policy; a kernel that sends its tiles as they are done has no groups.
+    fn answers<M: Machine>(
+        &self,
+        machine: &M,
+        Variant { policy, searcher }: &Variant,
+        answers: &mut Vec<Answer>,
+    ) -> Result<(), CliError> {
+        let searches: &[GroupSearch] = match self.arguments.search {
+            SearchArgument::Predictive => &[GroupSearch::Predictive],
+            SearchArgument::Exhaustive => &[GroupSearch::Exhaustive],
+            SearchArgument::Both => &[GroupSearch::Predictive, GroupSearch::Exhaustive],
+        };
+        let mut clock = self.clock(machine, *policy);
+        for &search in searches {
+            let bar = Bar::new();
+            let show = |step: &SearchStep| bar.show(&format!("{policy}: {}", step.what), step.done, step.all);
+            let begun = Instant::now();
+            let mut patience = Patience::new(begun);
+            let (plan, expected) = match search {
+                _ if !policy.overlaps_by_groups() => {
+                    let seconds = clock.pass(&self.whole).map_err(failed)?;
+                    (self.whole.clone(), seconds)
+                }
+                GroupSearch::Predictive => searcher
+                    .predictive(&mut clock, |step| {
+                        show(&step);
+                        patience.lasts(step.done, Instant::now())
+                    })
+                    .map_err(failed)?,
+                GroupSearch::Exhaustive => {
+                    searcher.exhaustive(&mut clock, |step| show(&step)).map_err(failed)?
+                }
+            };
+            let (took, measured) = (begun.elapsed().as_secs_f64(), f64::INFINITY);
+            answers.push(Answer { policy: *policy, search, plan, expected, measured, took });
+        }
+        Ok(())
     }
 }
 

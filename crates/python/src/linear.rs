@@ -1,0 +1,182 @@
+//! Tensor-parallel linear layers of a rank that is this process, on tensors of Python, in place.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use counterpoint_exec::{
+    Backend, BufferAccess, ExecError, Group, LayerCall, LayerGradient, LayerOverlap, LinearLayer, Machine,
+    Ticket,
+};
+use counterpoint_plan::{Activations, LinearKind, LinearSpec, WaveGroups};
+use counterpoint_schedule::{BufferRole, OverlapPolicy};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+
+use crate::borrow::{Borrowed, InPlace, dtype_of, name_of};
+
+/// A layer as modules share it: all that its Programs depend on.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct LayerKey {
+    spec: LinearSpec,
+    gradient: LayerGradient,
+    /// Without one, each pass as it was tuned or is predicted to end first.
+    policy: Option<OverlapPolicy>,
+}
+
+impl<'py> FromPyObject<'_, 'py> for LayerKey {
+    type Error = PyErr;
+
+    /// (kind, sequence parallel, (tokens, in, out), bias, dtype, gradient, overlap): a gradient is "frozen", "written", "added" or
+    /// "deferred", the last two with the type of what is added to behind a colon.
+    fn extract(object: pyo3::Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        type Fields = (String, bool, (usize, usize, usize), bool, String, String, String);
+        let (kind, is_sequence_parallel, sizes, has_bias, dtype, gradient, overlap): Fields =
+            object.extract()?;
+        let (tokens, in_features, out_features) = sizes;
+        let spec = LinearSpec {
+            kind: if kind == "row" { LinearKind::Row } else { LinearKind::Column },
+            activations: match is_sequence_parallel {
+                true => Activations::SequenceParallel,
+                false => Activations::Replicated,
+            },
+            tokens,
+            in_features,
+            out_features,
+            has_bias,
+            dtype: dtype_of(&dtype)?,
+        };
+        let gradient = match gradient.split_once(':') {
+            Some(("added", into)) => LayerGradient::Accumulated(dtype_of(into)?),
+            // Modules keep what waits, so the engine's own queue is of no use.
+            Some((_, into)) => LayerGradient::Deferred { into: Some(dtype_of(into)?), limit: 0 },
+            None if gradient == "deferred" => LayerGradient::Deferred { into: None, limit: 1 },
+            None if gradient == "written" => LayerGradient::Written,
+            None => LayerGradient::Frozen,
+        };
+        let policy = match overlap.as_str() {
+            "auto" => None,
+            text => Some(text.parse().map_err(|error| PyValueError::new_err(format!("{error}")))?),
+        };
+        Ok(Self { spec, gradient, policy })
+    }
+}
+
+/// A tensor that a call takes: name, type, shape, and whether it is read, added to or written.
+pub(crate) type WantedTensor = (String, String, Vec<usize>, &'static str);
+
+/// A call of a layer.
+pub(crate) struct LinearCall {
+    pub(crate) key: LayerKey,
+    pub(crate) call: LayerCall,
+    /// PyTorch's current stream, where there are streams.
+    pub(crate) stream: u64,
+    pub(crate) tensors: Vec<(String, Borrowed)>,
+}
+
+/// Linear layers of a group of ranks.
+pub(crate) trait LinearEngine: Send + Sync {
+    /// On the CPU it returns once the results are written; on a device once they are on their way on the stream.
+    fn call(&self, call: &LinearCall) -> Result<(), ExecError>;
+    /// What a call takes.
+    fn tensors(&self, key: &LayerKey, call: LayerCall) -> Result<Vec<WantedTensor>, ExecError>;
+}
+
+/// Layers that stay prepared.
+const KEPT: usize = 32;
+
+/// The layers that are ready on a group, latest first.
+pub(crate) struct Layers<M: Machine>(Mutex<Vec<(LayerKey, LinearLayer<M>)>>);
+
+impl<M: Machine> Default for Layers<M> {
+    fn default() -> Self {
+        Self(Mutex::new(Vec::new()))
+    }
+}
+
+impl<M: Machine> Layers<M> {
+    /// Has `work` use a layer, which is made ready where it is not.
+    pub(crate) fn with<T>(
+        &self,
+        group: &Group<M>,
+        key: &LayerKey,
+        work: impl FnOnce(&LinearLayer<M>) -> Result<T, ExecError>,
+    ) -> Result<T, ExecError> {
+        let mut layers = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = match layers.iter().position(|(known, _)| known == key) {
+            Some(index) => layers.remove(index),
+            None => (*key, made(group, key)?),
+        };
+        layers.insert(0, known);
+        layers.truncate(KEPT);
+        match layers.first() {
+            Some((_, layer)) => work(layer),
+            None => Err(tensor_error("layer", "is gone")),
+        }
+    }
+}
+
+fn made<M: Machine>(group: &Group<M>, key: &LayerKey) -> Result<LinearLayer<M>, ExecError> {
+    let overlap = match key.policy {
+        None => LayerOverlap::default(),
+        Some(policy) => LayerOverlap::Policy(policy, WaveGroups::Auto, group.linear().cost),
+    };
+    let passes = overlap
+        .passes(group.linear(), key.spec, key.gradient)
+        .map_err(|error| tensor_error("layer", &error.to_string()))?;
+    LinearLayer::with_passes(group, passes, key.gradient)
+}
+
+/// Enqueues a call of the only rank here.
+pub(crate) fn enqueue<M>(
+    group: &Group<M>,
+    layer: &LinearLayer<M>,
+    LinearCall { call, tensors, .. }: &LinearCall,
+    streams: Option<&[&Arc<<M::Backend as Backend>::Stream>]>,
+) -> Result<Vec<Ticket<M::Backend>>, ExecError>
+where
+    M: Machine,
+    M::Backend: InPlace,
+{
+    let [rank] = group.ranks() else {
+        let reason = format!("is a process's own, and this process has {} ranks", group.ranks().len());
+        return Err(tensor_error("layer", &reason));
+    };
+    let wanted = layer.tensors(*call, 0)?;
+    let of_spec = |spec: &counterpoint_schedule::BufferSpec| {
+        let given = tensors.iter().find(|(name, _)| *name == spec.name);
+        let (_, tensor) = given.ok_or_else(|| tensor_error(&spec.name, "is missing"))?;
+        let access = if spec.role == BufferRole::Input { BufferAccess::Read } else { BufferAccess::Write };
+        Ok((spec.name.clone(), rank.backend().borrow(&spec.name, tensor, 0..tensor.rows(), access)?))
+    };
+    let buffers = wanted.iter().map(of_spec).collect::<Result<Vec<_>, ExecError>>()?;
+    let named = vec![buffers.iter().map(|(name, buffer)| (name.as_str(), buffer.clone())).collect()];
+    layer.enqueue(*call, &named, streams)
+}
+
+/// What a call takes, for Python.
+pub(crate) fn tensors<M: Machine>(
+    layer: &LinearLayer<M>,
+    call: LayerCall,
+) -> Result<Vec<WantedTensor>, ExecError> {
+    let told = |spec: counterpoint_schedule::BufferSpec| {
+        let role = match spec.role {
+            BufferRole::Input => "read",
+            BufferRole::Updated => "added to",
+            _ => "written",
+        };
+        (spec.name, name_of(spec.dtype).to_owned(), spec.shape, role)
+    };
+    Ok(layer.tensors(call, 0)?.into_iter().map(told).collect())
+}
+
+/// The call that Python names.
+pub(crate) fn named_call(name: &str) -> LayerCall {
+    match name {
+        "forward" => LayerCall::Forward,
+        "backward" => LayerCall::Backward,
+        _ => LayerCall::WeightGradient,
+    }
+}
+
+fn tensor_error(name: &str, reason: &str) -> ExecError {
+    ExecError::Tensor { name: name.to_owned(), reason: reason.to_owned() }
+}
