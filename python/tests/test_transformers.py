@@ -69,17 +69,23 @@ def compare(found, expected) -> None:
         assert error < 2e-6, f"{name}: {error:.1e}"
 
 
+def masks_of(name: str, batch) -> dict[str, dict[str, torch.Tensor]]:
+    """What eager attention must be given for packed documents: that of gpt_oss does not look at positions."""
+    if name != "gpt_oss":
+        return {}
+    length, masks = batch["input_ids"].shape[1], {}
+    starts = [*(batch["position_ids"][0] == 0).nonzero().flatten().tolist(), length]
+    for kind, left in (("full_attention", -1), ("sliding_attention", 4)):
+        seen = cp.Mask.varlen(starts, causal=True, window=(left, 0)).to_dense()
+        masks[kind] = torch.zeros(1, 1, length, length).masked_fill(~seen, torch.finfo(torch.float32).min)
+    return {"attention_mask": masks}
+
+
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss"])
 def test_packed_documents_on_ranks_and_alone(name: str) -> None:
     model, batch = made(name), packed()
     model.set_attn_implementation("eager")
-    masks = {}
-    if name == "gpt_oss":  # whose eager attention does not look at positions
-        starts = [*(batch["position_ids"][0] == 0).nonzero().flatten().tolist(), 60]
-        for kind, left in (("full_attention", -1), ("sliding_attention", 4)):
-            seen = cp.Mask.varlen(starts, causal=True, window=(left, 0)).to_dense()
-            masks[kind] = torch.zeros(1, 1, 60, 60).masked_fill(~seen, torch.finfo(torch.float32).min)
-        masks = {"attention_mask": masks}
+    masks = masks_of(name, batch)
     expected = trained(model, **batch, **masks)
     model.set_attn_implementation("counterpoint")
     compare(trained(model, **batch), expected)
@@ -355,7 +361,7 @@ def trained_on_ranks(rank: int, *, name: str, cp_size: int, shards: bool, checkp
     total = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
     model = made(name)
     model.set_attn_implementation("eager")
-    losses = [model(**batch, use_cache=False, num_items_in_batch=total).loss for batch in batches]
+    losses = [model(**one, **masks_of(name, one), use_cache=False, num_items_in_batch=total).loss for one in batches]
     sum(losses).backward()
     expected = {parameter_name: p.grad for parameter_name, p in model.named_parameters()}
 
