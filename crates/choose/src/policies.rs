@@ -107,7 +107,7 @@ pub fn attention_policies(
 }
 
 /// What is tried, the simplest first, each with a transport that runs it. A priority is predicted as nothing, and one hardware queue is
-/// a variable of the process that nothing here can set.
+/// a variable of the process that nothing here can set; a partition needs a driver that has them.
 fn candidates(
     trial: &Trial<'_>,
     transports: &[RankTransport],

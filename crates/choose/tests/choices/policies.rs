@@ -9,14 +9,14 @@ use counterpoint_schedule::{GradientReduction, OverlapPolicy, RankTransport, Wor
 use crate::case::{Case, SEED, Sizes};
 use crate::ratios::Ratios;
 
-/// Policies that users can name, chosen from or not, and that no variable of the process must be set for.
-const NAMED: [&str; 14] = [
+/// Policies that users can name, chosen from or not, and that neither a variable of the process nor what a driver can (a partition) must
+/// be there for.
+const NAMED: [&str; 13] = [
     "sequential",
     "concurrent",
     "kernel-barrier",
     "concurrent+priority",
     "kernel-barrier+sm-margin=32",
-    "concurrent+partition=16",
     "concurrent+copy-engine",
     "kernel-barrier+copy-engine",
     "concurrent+sm-margin=8",
