@@ -2,8 +2,9 @@
 //! not be left behind: half of an output file, temporary folders, and processes of ours.
 
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread;
+use std::time::{Duration, Instant};
 
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
 use signal_hook::iterator::Signals;
@@ -32,15 +33,43 @@ pub(crate) fn install() {
 /// Ends the process wherever its other threads are, and leaves nothing behind.
 pub(crate) fn end(status: i32) -> ! {
     let _not_while_writing = WRITING.lock().unwrap_or_else(PoisonError::into_inner);
-    let waiting = {
-        let mut cleanups = cleanups();
-        cleanups.ending = true;
-        std::mem::take(&mut cleanups.waiting)
-    };
-    // The newest first: processes before the folder that they write into.
-    waiting.into_iter().rev().for_each(|(_, clean)| clean());
+    let waiting = begin_to_end(&mut cleanups());
+    clean(waiting);
     // Without the handlers of a normal end: libraries would tear down what other threads are still using.
     signal_hook::low_level::exit(status)
+}
+
+/// As [`end`], from a thread that may itself be writing a file or making a cleanup: it waits for others that are, `patience` at most.
+pub(crate) fn end_soon(status: i32, patience: Duration) -> ! {
+    let _not_while_writing = soon(&WRITING, patience);
+    let waiting = soon(&CLEANUPS, patience).map(|mut cleanups| begin_to_end(&mut cleanups));
+    clean(waiting.unwrap_or_default());
+    signal_hook::low_level::exit(status)
+}
+
+/// What is to be done; what comes later does itself at once.
+fn begin_to_end(cleanups: &mut Cleanups) -> Vec<(u64, Clean)> {
+    cleanups.ending = true;
+    std::mem::take(&mut cleanups.waiting)
+}
+
+/// The newest first: processes before the folder that they write into.
+fn clean(waiting: Vec<(u64, Clean)>) {
+    waiting.into_iter().rev().for_each(|(_, clean)| clean());
+}
+
+fn soon<T>(mutex: &Mutex<T>, patience: Duration) -> Option<MutexGuard<'_, T>> {
+    let began = Instant::now();
+    loop {
+        match mutex.try_lock() {
+            Ok(guard) => return Some(guard),
+            Err(TryLockError::Poisoned(guard)) => return Some(guard.into_inner()),
+            Err(TryLockError::WouldBlock) if began.elapsed() < patience => {
+                thread::sleep(Duration::from_millis(5))
+            }
+            Err(TryLockError::WouldBlock) => return None,
+        }
+    }
 }
 
 /// Keeps the calling thread where it is if the process is being ended: what it has found since is that ends went missing.
@@ -63,8 +92,10 @@ pub(crate) struct Cleanup(u64);
 struct Cleanups {
     ending: bool,
     next: u64,
-    waiting: Vec<(u64, Box<dyn FnOnce() + Send>)>,
+    waiting: Vec<(u64, Clean)>,
 }
+
+type Clean = Box<dyn FnOnce() + Send>;
 
 fn cleanups() -> MutexGuard<'static, Cleanups> {
     CLEANUPS.lock().unwrap_or_else(PoisonError::into_inner)

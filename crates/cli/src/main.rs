@@ -3,6 +3,7 @@
 // Not a workspace lint: tests may unwrap, their helpers too.
 #![warn(clippy::unwrap_used)]
 
+mod allocator;
 mod arguments;
 mod command;
 mod command_line;
@@ -31,6 +32,8 @@ use arguments::Arguments;
 use command_line::CommandLine;
 
 fn main() -> ExitCode {
+    // Before there are threads.
+    allocator::spare_addresses();
     interrupt::install();
     report_panics_in_one_line();
     let accepted = arguments::command();
@@ -54,11 +57,19 @@ fn main() -> ExitCode {
     }
 }
 
+/// Exit status where the machine lacks what is needed.
+const THREADS_REFUSED: i32 = 3;
+
 /// A panic is a bug of ours, told in one line. One of a rank's threads reaches the user as that run's error.
 fn report_panics_in_one_line() {
     std::panic::set_hook(Box::new(|panic| {
         if std::thread::current().name() == Some("main") {
             let message = panic.to_string().replace('\n', " ");
+            // The language's own way to start a thread, which libraries take, panics where the system refuses one.
+            if message.contains("failed to spawn thread") {
+                console::note("error: the system gives no more threads; raise `ulimit -u` or `ulimit -v`");
+                interrupt::end(THREADS_REFUSED);
+            }
             console::note(&format!("error: this is a bug in counterpoint, please report it: {message}"));
         }
     }));

@@ -28,7 +28,10 @@ impl Progress {
     pub(crate) fn step(&self, what: impl Into<String>) {
         self.bar.set_message(printable(&what.into()).into_owned());
         self.bar.reset_elapsed();
-        self.bar.enable_steady_tick(Duration::from_millis(100));
+        // A thread draws it, which nobody needs where nothing is drawn.
+        if !self.bar.is_hidden() {
+            self.bar.enable_steady_tick(Duration::from_millis(100));
+        }
     }
 }
 

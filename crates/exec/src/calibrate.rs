@@ -61,6 +61,7 @@ struct Rates {
 
 /// Where no thread can be started to measure anything: a slow core.
 const FALLBACK: Rates = Rates { forward: 1e9, backward: 1e9, matmul: 1e9, launch: 1e-5 };
+const FALLBACK_HANDOVER_SECONDS: f64 = 1e-5;
 
 /// Operations of the measured forward.
 const FLOPS: f64 = 5e8;
@@ -165,7 +166,10 @@ fn handover_seconds() -> f64 {
     let (to_echo, at_echo) = mpsc::channel::<()>();
     let (to_us, at_us) = mpsc::channel::<()>();
     thread::scope(|scope| {
-        scope.spawn(move || while at_echo.recv().is_ok() && to_us.send(()).is_ok() {});
+        let echo = move || while at_echo.recv().is_ok() && to_us.send(()).is_ok() {};
+        if thread::Builder::new().spawn_scoped(scope, echo).is_err() {
+            return FALLBACK_HANDOVER_SECONDS;
+        }
         let seconds = fastest(|| {
             for _ in 0..ROUNDS {
                 if to_echo.send(()).is_err() || at_us.recv().is_err() {

@@ -86,7 +86,7 @@ pub use linear::{
     run_linear_on,
 };
 pub use machine::{CpuMachine, ElementTypes, Ends, Machine};
-pub use memory::{available_memory, check_memory};
+pub use memory::{available_memory, check_memory, has_address_limit};
 #[cfg(feature = "mpi")]
 pub use mpi::MpiMachine;
 pub use network::JobToken;

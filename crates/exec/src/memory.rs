@@ -26,12 +26,21 @@ fn of_machine(read: Read) -> Option<u64> {
     kibibytes(&read("/proc/meminfo")?, "MemAvailable:")
 }
 
-/// What `ulimit -v` leaves.
-fn of_address_space(read: Read) -> Option<u64> {
+/// Whether `ulimit -v` limits this process.
+pub fn has_address_limit() -> bool {
+    address_limit(&|path| fs::read_to_string(path).ok()).is_some()
+}
+
+fn address_limit(read: Read) -> Option<u64> {
     let limits = read("/proc/self/limits")?;
     let line = limits.lines().find_map(|line| line.strip_prefix("Max address space"))?;
     // The soft limit; `unlimited` is no number.
-    let limit: u64 = line.split_whitespace().next()?.parse().ok()?;
+    line.split_whitespace().next()?.parse().ok()
+}
+
+/// What `ulimit -v` leaves.
+fn of_address_space(read: Read) -> Option<u64> {
+    let limit = address_limit(read)?;
     Some(limit.saturating_sub(kibibytes(&read("/proc/self/status")?, "VmSize:")?))
 }
 

@@ -2,7 +2,7 @@
 
 use counterpoint_mask::{Band, Mask, Range};
 
-use crate::hosting::{Away, assign, proposals};
+use crate::hosting::{Away, MOST_PIECES, UnweighedOffload, assign, pieces, proposals};
 use crate::outline::Outline;
 use crate::runs::Runs;
 use crate::work::{needed_rows, rank_work, without};
@@ -71,11 +71,13 @@ pub(crate) struct Division {
     pub(crate) work: Vec<Vec<Band>>,
     /// By rank; empty where no row is away.
     pub(crate) hosted: Vec<HostedWork>,
+    /// A way that was not weighed, because it comes in too many pieces.
+    pub(crate) unweighed: Option<UnweighedOffload>,
 }
 
 impl Division {
     /// The division of `mask` for these owners; or, where rows that are away make it better, the best one for them or for those
-    /// that `redispatch` finds, knowing which query rows are away.
+    /// that `redispatch` finds, knowing which query rows are away. Ways in more than [`MOST_PIECES`] pieces are passed over.
     pub(crate) fn choose(
         mask: &Mask,
         spec: &AttentionSpec,
@@ -85,50 +87,44 @@ impl Division {
     ) -> Self {
         let work = owners.work(mask);
         let Owners { q_dispatch, k_dispatch, k_runs, .. } = &owners;
-        let mut hosting = Vec::new();
-        for away in proposals(&work, q_dispatch, k_dispatch, k_runs, spec, config) {
-            let rows = owners.global(&away);
+        let proposals = proposals(&work, q_dispatch, k_dispatch, k_runs, spec, config);
+        let without = Self { owners, work, hosted: Vec::new(), unweighed: None };
+        if proposals.is_empty() {
+            return without;
+        }
+        let mut aim = Aim::of(&without, spec, config);
+        let (mut best, mut unweighed) = (None, None);
+        // One at a time: of thousands of ranks each takes hundreds of megabytes.
+        let mut weigh = |owners: Owners, work: &[Vec<Band>], away: &Away| {
+            let pieces = pieces(work, away, &owners.q_dispatch, &owners.k_runs);
+            if pieces > MOST_PIECES {
+                unweighed = Some(UnweighedOffload { pieces });
+                return;
+            }
+            let (work, hosted) = assign(work, away, &owners.q_dispatch, &owners.q_runs, &owners.k_runs);
+            let division = Self { owners, work, hosted, unweighed: None };
+            if aim.is_nearer(&division, spec, config) {
+                best = Some(division);
+            }
+        };
+        for away in proposals {
+            let rows = without.owners.global(&away);
             let other = redispatch(&rows);
-            if other != owners {
+            if other != without.owners {
                 let (work, away) = (other.work(mask), other.local(&rows));
-                hosting.push(Self::hosting(other, &work, &away));
+                weigh(other, &work, &away);
             }
-            hosting.push(Self::hosting(owners.clone(), &work, &away));
+            weigh(without.owners.clone(), &without.work, &away);
         }
-        let without = Self { owners, work, hosted: Vec::new() };
-        match (hosting.is_empty(), config.query_exchange) {
-            (true, _) => without,
-            (false, QueryExchange::FewestBytes) => {
-                hosting.into_iter().min_by_key(|division| division.bytes(spec)).unwrap_or(without)
-            }
-            (false, _) => Self::soonest(without, hosting, spec, config),
-        }
+        Self { unweighed, ..best.unwrap_or(without) }
     }
 
-    fn hosting(owners: Owners, work: &[Vec<Band>], away: &Away) -> Self {
-        let (work, hosted) = assign(work, away, &owners.q_dispatch, &owners.q_runs, &owners.k_runs);
-        Self { owners, work, hosted }
-    }
-
-    /// The one that is predicted to end a forward and a backward together soonest, of those that end neither later than
-    /// `without` does.
-    fn soonest(without: Self, hosting: Vec<Self>, spec: &AttentionSpec, config: &PlanConfig) -> Self {
+    /// Predicted, of a forward and of a backward.
+    fn seconds(&self, spec: &AttentionSpec, config: &PlanConfig) -> (f64, f64) {
         // Who computes what, and with it every bit of a result, must not depend on the stages that were asked for.
         let config = PlanConfig { stages: StageCount::Auto, ..*config };
-        let seconds = |division: &Self| {
-            let prediction =
-                Prediction::of_outline(&Outline::of(division.clone(), spec, &config), spec, &config);
-            (prediction.forward_seconds(), prediction.backward_seconds())
-        };
-        let limit = seconds(&without);
-        let (mut best, mut least) = (without, limit.0 + limit.1);
-        for division in hosting {
-            let (forward, backward) = seconds(&division);
-            if forward <= limit.0 && backward <= limit.1 && forward + backward < least {
-                (best, least) = (division, forward + backward);
-            }
-        }
-        best
+        let prediction = Prediction::of_outline(&Outline::of(self.clone(), spec, &config), spec, &config);
+        (prediction.forward_seconds(), prediction.backward_seconds())
     }
 
     /// Bytes that travel in a forward and a backward.
@@ -140,5 +136,48 @@ impl Division {
         let keys: usize = self.work.iter().enumerate().map(keys).sum();
         let queries = self.hosted.iter().enumerate().map(|(rank, hosted)| hosted.recv_rows(rank));
         keys as u64 * spec.exchanged_key_bytes() + queries.sum::<u64>() * spec.exchanged_query_bytes()
+    }
+}
+
+/// What the best way to divide work is the nearest to.
+enum Aim {
+    /// The least of those seen so far, if any was.
+    FewestBytes(Option<u64>),
+    /// Seconds of a forward and of a backward without rows that are away, of which neither may take longer, and the least of both
+    /// together so far.
+    Soonest { limit: (f64, f64), least: f64 },
+}
+
+impl Aim {
+    fn of(without: &Division, spec: &AttentionSpec, config: &PlanConfig) -> Self {
+        match config.query_exchange {
+            QueryExchange::FewestBytes => Self::FewestBytes(None),
+            _ => {
+                let limit = without.seconds(spec, config);
+                Self::Soonest { limit, least: limit.0 + limit.1 }
+            }
+        }
+    }
+
+    /// Whether it is nearer than all before it.
+    fn is_nearer(&mut self, division: &Division, spec: &AttentionSpec, config: &PlanConfig) -> bool {
+        match self {
+            Self::FewestBytes(least) => {
+                let bytes = division.bytes(spec);
+                let is_nearer = least.is_none_or(|least| bytes < least);
+                if is_nearer {
+                    *least = Some(bytes);
+                }
+                is_nearer
+            }
+            Self::Soonest { limit, least } => {
+                let (forward, backward) = division.seconds(spec, config);
+                let is_nearer = forward <= limit.0 && backward <= limit.1 && forward + backward < *least;
+                if is_nearer {
+                    *least = forward + backward;
+                }
+                is_nearer
+            }
+        }
     }
 }

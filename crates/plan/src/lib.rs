@@ -62,7 +62,7 @@ pub use gemm_collective::{GemmExchange, GemmExchangeSeconds, GemmTraffic};
 pub use group_part::GroupPartError;
 pub use group_search::{GroupSearcher, PassClock, SearchStep};
 pub use hierarchy::{TwoLevelExchange, TwoLevelPart, flat_crossing_rows};
-pub use hosting::HostedWork;
+pub use hosting::{HostedWork, UnweighedOffload};
 pub use linear::{Activations, LinearKind, LinearPlan, LinearSpec};
 pub use linear_machine::{LinearMachine, TunedHere};
 pub use linear_pass::{LinearDirection, LinearPass, PassOverlap, SUMMING_WORKERS};

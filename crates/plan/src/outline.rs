@@ -10,7 +10,7 @@ use crate::stages::{StageCuts, cut};
 use crate::work::{RowList, needed_rows, without};
 use crate::{
     AttentionSpec, Dispatch, GroupPart, HostedWork, Plan, PlanConfig, PlanError, RankPlan, StagePlan,
-    chunk_work, dispatch, dispatch_keys, dispatch_queries,
+    UnweighedOffload, chunk_work, dispatch, dispatch_keys, dispatch_queries,
 };
 
 /// What all ranks must know of each rank: its work and what it receives.
@@ -70,6 +70,7 @@ pub(crate) struct Outline {
     pub(crate) ranks: Vec<RankOutline>,
     pub(crate) forward: StageCuts,
     pub(crate) backward: StageCuts,
+    pub(crate) unweighed: Option<UnweighedOffload>,
 }
 
 impl Outline {
@@ -133,11 +134,11 @@ impl Outline {
 
     /// Of a division of the work.
     pub(crate) fn of(division: Division, spec: &AttentionSpec, config: &PlanConfig) -> Self {
-        let Division { owners, work, hosted } = division;
+        let Division { owners, work, hosted, unweighed } = division;
         let ranks = RankOutline::of(&owners, work, hosted, spec, config);
         let Owners { q_dispatch, k_dispatch, k_runs, .. } = owners;
         let [forward, backward] = cut(&ranks, &k_runs, spec, config);
-        Self { q_dispatch, k_dispatch, k_runs, ranks, forward, backward }
+        Self { q_dispatch, k_dispatch, k_runs, ranks, forward, backward, unweighed }
     }
 
     /// Writes out every rank's part.

@@ -8,7 +8,7 @@ use crate::outline::Outline;
 use crate::stages::StageCuts;
 use crate::{
     AttentionSpec, CommSummary, Plan, PlanConfig, PlanError, PlanSummary, Prediction, RankSummary,
-    StageSummary,
+    StageSummary, UnweighedOffload,
 };
 
 /// What a plan comes to, figures alone: a plan of thousands of ranks has hundreds of millions of pieces, which a rank makes for
@@ -25,6 +25,8 @@ pub struct PlanOverview {
     pub crossing_rows: u64,
     /// Bytes that the pieces of all ranks would take, about.
     pub plan_bytes: u64,
+    /// Query offload that was asked for and is not in this plan, because weighing it would take too long.
+    pub unweighed: Option<UnweighedOffload>,
 }
 
 impl PlanOverview {
@@ -46,6 +48,7 @@ impl PlanOverview {
         Ok(Self {
             crossing_rows: crossing.map(|(rank, stage)| links.received(rank, stage).far).sum(),
             plan_bytes: outline.plan_bytes(),
+            unweighed: outline.unweighed,
             prediction: Prediction::of_outline(&outline, spec, config),
             summary: PlanSummary {
                 area,
@@ -185,6 +188,7 @@ mod tests {
             let pieces: usize = stages.map(|stage| stage.part.remote.len()).sum();
             let bytes = (pieces * 28) as u64;
             prop_assert!(overview.plan_bytes <= bytes && bytes <= 8 * overview.plan_bytes, "{} {bytes}", overview.plan_bytes);
+            prop_assert_eq!(overview.unweighed, None);
             prop_assert_eq!(Plan::within(&mask, &spec, &config, overview.plan_bytes), Ok(plan));
             if overview.plan_bytes > 0 {
                 let refused = Plan::within(&mask, &spec, &config, overview.plan_bytes - 1).unwrap_err();

@@ -11,7 +11,7 @@ use counterpoint_exec::{
 };
 use counterpoint_mask::{Documents, Mask};
 use counterpoint_plan::{AttentionSpec, DType, Plan, PlanConfig};
-use counterpoint_report::{Statistics, format_seconds};
+use counterpoint_report::{Column, Statistics, format_seconds, table};
 use counterpoint_schedule::{
     GradientReduction, KeyBlocks, OverlapPolicy, lower_attention_backward, lower_attention_forward,
 };
@@ -336,18 +336,21 @@ fn step<M: Machine>(calls: &Calls<M>, tensors: &[Tensors<M::Backend>]) -> Result
 }
 
 fn text(rows: &[Row]) -> String {
-    let mut out = format!(
-        "{:<18} {:>6} {:>9} {:>12} {:>12} {:>16} {:>12}\n",
-        "what", "ranks", "tokens", "median", "fastest", "synchronizations", "allocations"
-    );
-    let count = |count: Option<usize>| count.map_or_else(|| "-".to_owned(), |count| count.to_string());
-    for row in rows {
+    const COLUMNS: [Column; 7] = [
+        Column::name("what"),
+        Column::number_name("ranks"),
+        Column::number_name("tokens"),
+        Column::number("median", 0),
+        Column::number("fastest", 2),
+        Column::number("synchronizations", 1),
+        Column::number("allocations", 1),
+    ];
+    let count = |count: Option<usize>| count.map_or_else(|| "–".to_owned(), |count| count.to_string());
+    let cells = |row: &Row| {
         let [median, fastest] = [row.median_seconds, row.min_seconds].map(format_seconds);
         let [waits, made] = [row.synchronizations, row.allocations].map(count);
         let Row { what, ranks, tokens, .. } = row;
-        out.push_str(&format!(
-            "{what:<18} {ranks:>6} {tokens:>9} {median:>12} {fastest:>12} {waits:>16} {made:>12}\n"
-        ));
-    }
-    out
+        vec![(*what).to_owned(), ranks.to_string(), tokens.to_string(), median, fastest, waits, made]
+    };
+    table(&COLUMNS, rows.iter().map(cells), &console::style())
 }

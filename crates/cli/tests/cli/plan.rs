@@ -388,17 +388,31 @@ fn many_ranks_have_the_figures_of_their_plan() {
     }
 }
 
-/// Within a gigabyte of address space: figures of 4,096 ranks are made, their pieces are refused with both figures.
+/// Within a gigabyte of address space, and so of memory: figures of 16M tokens on 4,096 ranks are made within 15 s of one core; pieces
+/// of many ranks are refused with both figures.
 #[test]
 fn memory_is_foretold() {
     let run = |arguments: &str| {
-        let limited = format!("ulimit -v 1000000; exec {} {arguments}", env!("CARGO_BIN_EXE_counterpoint"));
+        let limited = format!(
+            "ulimit -v 1000000; ulimit -t 15; exec {} {arguments}",
+            env!("CARGO_BIN_EXE_counterpoint")
+        );
         let ran = std::process::Command::new("bash").args(["-c", &limited]).output().unwrap();
         (ran.status.code(), String::from_utf8(ran.stdout).unwrap(), String::from_utf8(ran.stderr).unwrap())
     };
     let (status, stdout, stderr) = run("plan --mask full:16M --cp-size 4096");
     assert_eq!((status, stderr.as_str()), (Some(0), ""));
     assert!(stdout.contains("4,096 ranks") || stdout.contains("4096 ranks"), "{stdout}");
+    // Query offload of all rows would come in billions of pieces: it is left out, and said to be.
+    for when in ["auto", "fewest-bytes"] {
+        let (status, stdout, stderr) =
+            run(&format!("plan --mask full:16M --cp-size 4096 --query-exchange {when}"));
+        assert_eq!((status, stderr.lines().count()), (Some(0), 1), "{stderr}");
+        assert!(stdout.contains("(chosen)"), "{stdout}");
+        for word in ["note: query offload comes in 4294967296 pieces", "was not weighed", "fewer ranks"] {
+            assert!(stderr.contains(word), "{word}: {stderr}");
+        }
+    }
     let (status, _, stderr) = run("plan --mask full:4M --cp-size 2048 --program 0");
     assert_eq!(status, Some(2), "{stderr}");
     for word in ["takes 7.5", "of memory are available", "--chunk-size"] {

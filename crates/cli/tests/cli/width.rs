@@ -3,7 +3,7 @@
 use crate::support::Folder;
 
 /// Small commands with tables, and what names their rows.
-const TABLES: [(&str, &[&str]); 11] = [
+const TABLES: [(&str, &[&str]); 12] = [
     ("plan --mask causal:4k --cp-size 4", &["rank", "this plan (affinity)", "ring attention"]),
     (
         "attention --mask causal:256 --cp-size 2 --backward --check",
@@ -33,6 +33,7 @@ const TABLES: [(&str, &[&str]); 11] = [
         &["all-reduce", "reduce-scatter", "sequential", "64"],
     ),
     ("bench bandwidth -b 4K -e 4K --iterations 2", &["all-gather", "8.19 kB"]),
+    ("bench fresh-masks --ranks 2 --tokens 256", &["adopt", "enqueue_backward", "256"]),
 ];
 
 #[test]

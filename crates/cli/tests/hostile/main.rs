@@ -2,6 +2,7 @@
 
 mod current_folder;
 mod files;
+mod fuzz;
 mod limits;
 mod ranks;
 mod terminal;

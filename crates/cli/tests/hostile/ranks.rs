@@ -198,7 +198,7 @@ fn strangers_at_the_port_change_nothing() {
     let second = Instant::now();
     ranks.processes.push(place.rank(&folder, &line, 1, 2).spawn().unwrap());
     ranks.end(SOON).iter().for_each(Ended::is_well);
-    assert!(second.elapsed() < Duration::from_secs(15), "{:?}", second.elapsed());
+    assert!(second.elapsed() < Duration::from_secs(25), "{:?}", second.elapsed());
 }
 
 /// One connection that says nothing holds nothing up: the rank that never comes is named at the limit.
@@ -367,6 +367,31 @@ fn ranks_with_other_flags_are_named_soon() {
     ended[1].says(1, &["rank 0 failed", "bad.json"]);
 }
 
+/// What another rank was given, and an error that it ended with, are shown on this rank's terminal and command nothing there.
+#[test]
+fn words_of_other_ranks_command_no_terminal() {
+    let folder = Folder::new();
+    let name = "x\u{1b}]0;title\u{7}\u{1b}[31m\u{9b}2J\r\nerror: forged\u{202e}y";
+    folder.write(name, "{}");
+    for given in [&[1][..], &[0, 1]] {
+        let place = Place::new();
+        let rank = |rank| {
+            let mut command = place.rank(&folder, &format!("{LINE} --limit 20"), rank, 2);
+            if given.contains(&rank) {
+                command.args(["--profile", name]);
+            }
+            command
+        };
+        let ended = Ranks::start([0, 1].map(rank)).end(SOON);
+        for Ended { status, stderr } in ended {
+            assert!(status != Some(0) && stderr.contains("x\\x1b]0;title\\x07"), "{stderr}");
+            let commands = |c: char| c != '\n' && (c.is_control() || ('\u{202a}'..='\u{202e}').contains(&c));
+            assert!(!stderr.chars().any(commands), "{stderr:?}");
+            assert!(!stderr.lines().any(|line| line.starts_with("error: forged")), "{stderr:?}");
+        }
+    }
+}
+
 /// The address by which other hosts know this one, if it has any.
 fn own_address() -> Option<IpAddr> {
     let output = Command::new("hostname").arg("-I").output().ok()?;
@@ -407,7 +432,11 @@ fn a_stopped_rank_costs_one_limit_and_is_named() {
     let tokens = 200_000;
     let slices: Vec<String> = (0..tokens).map(slice).collect();
     let mask = format!(r#"{{"seqlen_q":{tokens},"seqlen_k":{tokens},"slices":[{}]}}"#, slices.join(","));
-    let limit = 6;
+    // Rank 0 reads and plans the mask meanwhile, which a busy machine makes long.
+    folder.write("same.json", &mask);
+    let began = Instant::now();
+    folder.run("mask same.json --svg same.svg").ok();
+    let limit = 6 + 2 * began.elapsed().as_secs();
     let line = format!(
         "attention --mask mask.json --heads-q 1 --head-dim 1 --cp-size 3 --stages 1 --dispatch sequential --chunk-size 1024 --limit {limit}"
     );
@@ -419,7 +448,6 @@ fn a_stopped_rank_costs_one_limit_and_is_named() {
     ranks.signal(2, "-STOP");
     std::fs::write(folder.path("mask.json"), mask).unwrap();
     let written = ranks.began.elapsed();
-    // The debug build takes some seconds to read and plan such a mask.
     let ended = ranks.end_of(&[0, 1], written + Duration::from_secs(2 * limit));
     ended.iter().for_each(|rank| rank.says(1, &["rank 2"]));
     ranks.signal(2, "-CONT");

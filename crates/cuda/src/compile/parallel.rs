@@ -18,9 +18,13 @@ pub(super) fn map_parallel<T: Sync, R: Send>(items: &[T], work: impl Fn(&T) -> R
         }
     };
     let mut results: Vec<_> = thread::scope(|scope| {
-        let threads: Vec<_> = (0..workers).map(|_| scope.spawn(take)).collect();
+        // Where the system gives no thread, those that there are do the rest.
+        let threads: Vec<_> =
+            (1..workers).map_while(|_| thread::Builder::new().spawn_scoped(scope, take).ok()).collect();
+        let own = take();
         let joined = threads.into_iter().map(|thread| thread.join());
-        joined.flat_map(|done| done.unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
+        let others = joined.flat_map(|done| done.unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+        own.into_iter().chain(others).collect()
     });
     results.sort_by_key(|&(index, _)| index);
     results.into_iter().map(|(_, result)| result).collect()

@@ -1,4 +1,6 @@
-use std::io::Read;
+//! Another program, run to its end.
+
+use std::io::{self, Read};
 use std::process::{Command, ExitStatus, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -13,7 +15,12 @@ pub(crate) fn output_of(command: &mut Command, limit: Duration) -> Result<Vec<u8
         .spawn()
         .map_err(|error| error.to_string())?;
     // Both pipes are emptied while it runs: a full one would stop it.
-    let (stdout, stderr) = (read(child.stdout.take()), read(child.stderr.take()));
+    let reading = [read(child.stdout.take()), read(child.stderr.take())];
+    let [Ok(stdout), Ok(stderr)] = reading else {
+        let _ = child.kill();
+        let _ = child.wait();
+        return Err("the system gives no thread that could read what it says".to_owned());
+    };
     let status = wait(&mut child, limit)?;
     let (stdout, stderr) = (stdout.join().unwrap_or_default(), stderr.join().unwrap_or_default());
     if status.success() {
@@ -41,8 +48,8 @@ fn wait(child: &mut std::process::Child, limit: Duration) -> Result<ExitStatus, 
     }
 }
 
-fn read(pipe: Option<impl Read + Send + 'static>) -> thread::JoinHandle<Vec<u8>> {
-    thread::spawn(move || {
+fn read(pipe: Option<impl Read + Send + 'static>) -> io::Result<thread::JoinHandle<Vec<u8>>> {
+    thread::Builder::new().name("pipe".to_owned()).spawn(move || {
         let mut bytes = Vec::new();
         // What was read before an error is what there is.
         let _ = pipe.map(|mut pipe| pipe.read_to_end(&mut bytes));

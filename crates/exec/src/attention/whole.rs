@@ -63,7 +63,7 @@ impl RanksRun {
         }
         let mut all = self;
         for rank in 1..rendezvous.world_size() {
-            let bytes = rendezvous.take(&key(rank))?;
+            let bytes = rendezvous.take(&key(rank), Some(rank))?;
             let theirs = Self::from_bytes(&bytes).map_err(|reason| rendezvous.fail(broken(rank, reason)))?;
             all.join(theirs);
         }

@@ -43,7 +43,7 @@ impl Store for Rendezvous {
     }
 
     fn get(&self, key: &str) -> Result<Vec<u8>, ExecError> {
-        Self::get(self, key)
+        Self::get(self, key, None)
     }
 
     fn add(&self, key: &str, by: i64) -> Result<i64, ExecError> {
@@ -52,7 +52,7 @@ impl Store for Rendezvous {
 
     /// For the rendezvous's own limit.
     fn wait(&self, key: &str, _limit: Duration) -> Result<(), ExecError> {
-        Self::get(self, key).map(drop)
+        Self::get(self, key, None).map(drop)
     }
 }
 

@@ -231,23 +231,23 @@ impl Rendezvous {
         self.connection.say(&Request::Set { key: key.to_owned() }, value, deadline)
     }
 
-    /// The value of `key`, once some rank has set it.
+    /// The value of `key`, once it is set: by rank `setter`, where that is known.
     ///
     /// # Errors
-    /// [`RendezvousError::Unset`] at the limit; whatever ended the job.
-    pub fn get(&self, key: &str) -> Result<Vec<u8>, ExecError> {
-        self.value(key, Keep::Yes)
+    /// [`RendezvousError::Unset`], which names that rank, at the limit; whatever ended the job.
+    pub fn get(&self, key: &str, setter: Option<usize>) -> Result<Vec<u8>, ExecError> {
+        self.value(key, setter, Keep::Yes)
     }
 
     /// As [`Rendezvous::get`], and the key is unset: the store does not keep what only one rank wants.
     ///
     /// # Errors
     /// As [`Rendezvous::get`].
-    pub fn take(&self, key: &str) -> Result<Vec<u8>, ExecError> {
-        self.value(key, Keep::No)
+    pub fn take(&self, key: &str, setter: Option<usize>) -> Result<Vec<u8>, ExecError> {
+        self.value(key, setter, Keep::No)
     }
 
-    fn value(&self, key: &str, keep: Keep) -> Result<Vec<u8>, ExecError> {
+    fn value(&self, key: &str, setter: Option<usize>, keep: Keep) -> Result<Vec<u8>, ExecError> {
         let began = Instant::now();
         let ask = |id| Request::Get { id, key: key.to_owned(), keep };
         match self.connection.ask(ask, &[], format!("`{key}`"), after(began, self.limit()))? {
@@ -255,6 +255,7 @@ impl Rendezvous {
             None => Err(self.fail(ExecError::from(RendezvousError::Unset {
                 rank: self.rank(),
                 key: key.to_owned(),
+                setter,
                 waited: began.elapsed(),
             }))),
         }

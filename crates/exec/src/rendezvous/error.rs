@@ -99,12 +99,14 @@ pub enum RendezvousError {
         world_size: usize,
     },
     /// Nobody gave what was asked for.
-    #[error("rank {rank} waited {:.3} s for `{key}`, which no rank has set", waited.as_secs_f64())]
+    #[error("rank {rank} waited {:.3} s for `{key}`, which {}", waited.as_secs_f64(), not_set_by(*setter))]
     Unset {
         /// The rank that asked.
         rank: usize,
         /// What for.
         key: String,
+        /// Who is to set it, where that is known.
+        setter: Option<usize>,
         /// How long.
         waited: Duration,
     },
@@ -169,6 +171,10 @@ pub(crate) fn list_ranks(ranks: &[usize]) -> String {
             format!("ranks {} and {last}", first.join(", "))
         }
     }
+}
+
+fn not_set_by(setter: Option<usize>) -> String {
+    setter.map_or_else(|| "no rank has set".to_owned(), |setter| format!("rank {setter} has not set"))
 }
 
 fn most(limit: &Option<u64>) -> String {

@@ -84,7 +84,7 @@ fn bytes_go_around() {
             if rank.rank() == world_size - 1 {
                 rank.set("id", b"from the last").unwrap();
             }
-            assert_eq!(rank.get("id").unwrap(), b"from the last");
+            assert_eq!(rank.get("id", None).unwrap(), b"from the last");
             rank.barrier("all have it").unwrap();
             rank.add("sum", rank.rank() as i64 + 1).unwrap();
             rank.barrier("added").unwrap();
@@ -142,14 +142,14 @@ fn a_rank_that_never_comes_is_named() {
 #[test]
 fn what_nobody_sets_is_named_and_ends_the_job() {
     let errors = ranks(2, Duration::from_millis(500), |rank| match rank.rank() {
-        0 => rank.get("an id").map(drop).unwrap_err(),
+        0 => rank.get("an id", Some(1)).map(drop).unwrap_err(),
         _ => {
             thread::sleep(Duration::from_millis(1000));
             rank.barrier("end").unwrap_err()
         }
     });
     assert_eq!(errors[0], errors[1]);
-    assert!(errors[0].to_string().contains("for `an id`, which no rank has set"), "{}", errors[0]);
+    assert!(errors[0].to_string().contains("for `an id`, which rank 1 has not set"), "{}", errors[0]);
 }
 
 #[test]
@@ -427,7 +427,7 @@ fn a_rank_that_takes_nothing_holds_up_no_other_and_is_named_at_the_limit() {
         });
         let other = scope.spawn(|| {
             let joined = Rendezvous::join(address, 1, 3, &token, limit).unwrap();
-            assert_eq!(joined.get("large").unwrap().len(), 64 << 20);
+            assert_eq!(joined.get("large", Some(0)).unwrap().len(), 64 << 20);
             joined.add("seen", 1).unwrap();
             joined.barrier("after").unwrap_err()
         });

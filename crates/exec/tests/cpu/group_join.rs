@@ -51,7 +51,7 @@ impl Store for Table {
         let values = self.values.lock().unwrap();
         let (_values, waited) =
             self.changed.wait_timeout_while(values, limit, |values| !values.set.contains_key(key)).unwrap();
-        let unset = RendezvousError::Unset { rank: 0, key: key.to_owned(), waited: limit };
+        let unset = RendezvousError::Unset { rank: 0, key: key.to_owned(), setter: None, waited: limit };
         if waited.timed_out() { Err(unset.into()) } else { Ok(()) }
     }
 }

@@ -8,6 +8,7 @@
 
 mod assign;
 mod choice;
+mod pieces;
 
 use std::sync::Arc;
 
@@ -18,6 +19,9 @@ use crate::{GroupPart, OwnedSplit};
 
 pub(crate) use assign::assign;
 pub(crate) use choice::{Away, proposals};
+pub(crate) use pieces::{MOST_PIECES, pieces};
+
+pub use pieces::UnweighedOffload;
 
 /// One rank's part in the work that is done where keys are; the same in the forward and in the backward.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -225,8 +225,9 @@ fn refuse_what_does_not_fit(
     spec: &AttentionSpec,
 ) -> Result<(), CliError> {
     let Some(available) = available_memory() else { return Ok(()) };
-    // Once in global order, once on the ranks.
+    // Once in global order, once on the ranks; and what runs them.
     let tensors = tensor_bytes(mask, spec, arguments.run.backward).saturating_mul(2);
+    let tensors = tensors.saturating_add(runtime_bytes(arguments.cp_size));
     let refuse = |what, needed, instead| Err(CliError::OutOfMemory { what, needed, available, instead });
     if tensors > available {
         return refuse(
@@ -247,6 +248,14 @@ fn refuse_what_does_not_fit(
         }
     }
     Ok(())
+}
+
+/// Bytes of stacks and of what kernels and the measurement of this machine take for themselves.
+fn runtime_bytes(ranks: usize) -> u64 {
+    const OF_PROCESS: u64 = 48 << 20;
+    const STACK: u64 = 2 << 20;
+    // Two streams a rank, its own thread and one that watches.
+    OF_PROCESS + STACK * (4 * ranks + device::cpu_threads()) as u64
 }
 
 /// Bytes of the inputs and the results.

@@ -208,7 +208,7 @@ impl Rank<'_> {
             self.rendezvous.set(key, text.as_bytes()).map_err(ended)?;
             return Ok(text);
         }
-        let bytes = self.rendezvous.get(key).map_err(ended)?;
+        let bytes = self.rendezvous.get(key, Some(0)).map_err(ended)?;
         String::from_utf8(bytes).map_err(|error| self.broken(&error))
     }
 

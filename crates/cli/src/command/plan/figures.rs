@@ -42,6 +42,9 @@ pub(super) fn run(
     };
     let imbalance = Imbalance::of(mask, spec, config, &level, (arguments.planning.dispatch, &rows));
     drop(progress);
+    if let Some(unweighed) = &overview.unweighed {
+        console::note(&format!("note: {unweighed}"));
+    }
     if arguments.json {
         let inputs = Inputs::new(&arguments.mask, mask, spec, config, profile);
         let summary = overview.summary;

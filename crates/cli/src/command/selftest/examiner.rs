@@ -151,7 +151,7 @@ impl Examiner {
                 Ok(selftest_linear(&CpuSubject, on_cpu, share, 4, |check, _| self.heard(check)))
             }
             Group::Tcp => self.collectives(&TcpLoopback::default(), on_cpu, 8),
-            Group::Hostile => Ok(Hostile::new(self.patience)?.checks()),
+            Group::Hostile => Ok(Hostile::new(self.patience)?.checks(|check| self.heard(check))),
             Group::Guard => Ok(selftest_guard(CudaSubject::open()?.gpu())?),
             Group::Callers => Ok(selftest_callers(CudaSubject::open()?.machine())?),
             Group::Kernels => Ok(CudaSubject::open()?.load_all()),

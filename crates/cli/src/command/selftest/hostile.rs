@@ -41,8 +41,8 @@ impl Hostile {
         Ok(Self { folder, patience })
     }
 
-    /// All of it.
-    pub(super) fn checks(&self) -> Vec<SelfCheck> {
+    /// All of it; `heard` gets each as it is made.
+    pub(super) fn checks(&self, heard: impl Fn(&SelfCheck)) -> Vec<SelfCheck> {
         type Check = (&'static str, fn(&Hostile) -> Result<(), String>);
         let all: [Check; 6] = [
             ("strangers at the port", Self::strangers),
@@ -52,9 +52,13 @@ impl Hostile {
             ("a rank that is killed", |hostile| hostile.fault("KILL", "rank 1 is gone")),
             ("a rank that is stopped", |hostile| hostile.fault("STOP", "rank 1")),
         ];
-        let check = |(name, check): Check| match check(self) {
-            Ok(()) => SelfCheck::of(name.to_owned(), 0, 0.0, 0.0),
-            Err(reason) => SelfCheck::failed(name.to_owned(), 0, reason),
+        let check = |(name, check): Check| {
+            let made = match check(self) {
+                Ok(()) => SelfCheck::of(name.to_owned(), 0, 0.0, 0.0),
+                Err(reason) => SelfCheck::failed(name.to_owned(), 0, reason),
+            };
+            heard(&made);
+            made
         };
         all.into_iter().map(check).collect()
     }

@@ -7,6 +7,9 @@ use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 use serde_json::Value;
 
+/// Of one run. They take seconds; a machine that does much else at the same time makes them a minute.
+const MOST: Duration = Duration::from_secs(300);
+
 /// A fresh folder in which the binary runs.
 pub(crate) struct Folder {
     folder: tempfile::TempDir,
@@ -65,10 +68,7 @@ impl Folder {
     /// As [`Folder::run`], with variables.
     pub(crate) fn run_with(&self, line: &str, variables: &[(&str, &str)]) -> Ran {
         let mut command = assert_cmd::Command::new(env!("CARGO_BIN_EXE_counterpoint"));
-        command
-            .current_dir(self.folder.path())
-            .args(line.split_whitespace())
-            .timeout(Duration::from_secs(120));
+        command.current_dir(self.folder.path()).args(line.split_whitespace()).timeout(MOST);
         command.env_remove("RUST_BACKTRACE").env_remove("COLUMNS").envs(variables.iter().copied());
         let output = command.output().unwrap();
         Ran {

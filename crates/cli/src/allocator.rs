@@ -1,0 +1,108 @@
+//! Memory that the system refuses ends the process with a sentence and status 3; the language's own end is an abort with a backtrace.
+#![allow(
+    unsafe_code,
+    reason = "an allocator is unsafe by its trait; it adds a look at what the system's gives"
+)]
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+use std::ffi::c_int;
+use std::fmt;
+use std::io::{self, Write};
+use std::time::Duration;
+
+use crate::interrupt;
+
+/// The system's allocator, which tells when it has no more.
+struct Telling;
+
+#[global_allocator]
+static ALLOCATOR: Telling = Telling;
+
+/// The machine lacks what was asked for.
+const EXHAUSTED: i32 = 3;
+
+// SAFETY: whatever is given comes from the system's allocator, called with what the caller promises.
+unsafe impl GlobalAlloc for Telling {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        // SAFETY: as the caller promises.
+        given(unsafe { System.alloc(layout) }, layout.size())
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        // SAFETY: as the caller promises.
+        given(unsafe { System.alloc_zeroed(layout) }, layout.size())
+    }
+
+    unsafe fn realloc(&self, memory: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        // SAFETY: as the caller promises.
+        given(unsafe { System.realloc(memory, layout, size) }, size)
+    }
+
+    unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
+        // SAFETY: as the caller promises.
+        unsafe { System.dealloc(memory, layout) }
+    }
+}
+
+fn given(memory: *mut u8, bytes: usize) -> *mut u8 {
+    if memory.is_null() {
+        end_of_memory(bytes);
+    }
+    memory
+}
+
+thread_local! {
+    /// Whether this thread is already ending the process.
+    static ENDING: Cell<bool> = const { Cell::new(false) };
+}
+
+#[cold]
+fn end_of_memory(bytes: usize) -> ! {
+    if ENDING.replace(true) {
+        // What is left to be done needs memory itself.
+        signal_hook::low_level::exit(EXHAUSTED);
+    }
+    let mut line = Line { text: [0; 200], used: 0 };
+    let _ = fmt::Write::write_fmt(
+        &mut line,
+        format_args!(
+            "error: {bytes} more bytes of memory could not be had; see what `ulimit -v`, the control group and other programs leave\n"
+        ),
+    );
+    let _ = io::stderr().write_all(&line.text[..line.used]);
+    interrupt::end_soon(EXHAUSTED, Duration::from_secs(1))
+}
+
+/// Text without memory of its own, cut where it is too long.
+struct Line {
+    text: [u8; 200],
+    used: usize,
+}
+
+impl fmt::Write for Line {
+    fn write_str(&mut self, text: &str) -> fmt::Result {
+        let room = &mut self.text[self.used..];
+        let taken = text.len().min(room.len());
+        room[..taken].copy_from_slice(&text.as_bytes()[..taken]);
+        self.used += taken;
+        Ok(())
+    }
+}
+
+/// Where `ulimit -v` limits the process, has threads share the places that they take memory from: by default each of them would set
+/// aside 64 MiB of addresses for itself, and what is left would not hold the tensors.
+pub(crate) fn spare_addresses() {
+    if counterpoint_exec::has_address_limit() {
+        // SAFETY: it takes two numbers, and no other thread runs yet.
+        unsafe { mallopt(M_ARENA_MAX, 1) };
+    }
+}
+
+/// From `malloc.h`.
+const M_ARENA_MAX: c_int = -8;
+
+// SAFETY: the C library has it, with these arguments.
+unsafe extern "C" {
+    fn mallopt(parameter: c_int, value: c_int) -> c_int;
+}

@@ -1,0 +1,96 @@
+//! How many pieces hosted work comes in, counted before any is made.
+
+use std::fmt;
+
+use counterpoint_mask::{Band, Range};
+
+use super::Away;
+use crate::Dispatch;
+use crate::runs::Runs;
+use crate::work::RowList;
+
+/// The most that are weighed: seconds of one core (0.1 to 1.2 us a piece on an EPYC, whether neighbours can be joined or not) and some
+/// hundred megabytes. Rows that are worth sending are few, and come in thousands of pieces.
+pub(crate) const MOST_PIECES: u64 = 1 << 23;
+
+/// Query offload that was asked for and not weighed, because it comes in too many pieces.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct UnweighedOffload {
+    /// Pieces of work, one for each owner of keys that neighbouring rows see.
+    pub pieces: u64,
+}
+
+impl fmt::Display for UnweighedOffload {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { pieces } = self;
+        write!(
+            f,
+            "query offload comes in {pieces} pieces here and was not weighed; at most {MOST_PIECES} are: use fewer ranks, or larger chunks"
+        )
+    }
+}
+
+/// At least so many bands does [`assign`](super::assign) cut before it joins neighbours again.
+pub(crate) fn pieces(work: &[Vec<Band>], away: &Away, q_dispatch: &Dispatch, k_runs: &Runs) -> u64 {
+    let of_rank = |(rank, (bands, away)): (usize, (&Vec<Band>, &Vec<Range>))| -> u64 {
+        if away.is_empty() {
+            return 0;
+        }
+        let own = RowList::new(q_dispatch.ranges(rank));
+        let of_rows = |band: &Band, rows: Range| -> u64 {
+            let mut start = rows.start;
+            let neighbours = own.rows(rows.start, rows.end).into_iter().map(|rows| {
+                start += rows.len();
+                Range::new(start - rows.len(), start)
+            });
+            let parts = neighbours.filter_map(|rows| band.clip(&rows, &band.k_range).trim());
+            parts.map(|part| k_runs.overlapping(&part.k_range).len() as u64).sum()
+        };
+        let of_band = |band: &Band| -> u64 {
+            let first = away.partition_point(|rows| rows.end <= band.q_range.start);
+            let gone = away[first..].iter().take_while(|rows| rows.start < band.q_range.end);
+            gone.map(|rows| of_rows(band, rows.intersect(&band.q_range))).sum()
+        };
+        bands.iter().map(of_band).sum()
+    };
+    work.iter().zip(away).enumerate().map(of_rank).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use counterpoint_mask::{Documents, Mask};
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::division::Owners;
+    use crate::hosting::assign;
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+
+        /// What is counted is what is made, where nothing is joined: hosts have as many bands or, joined, fewer.
+        #[test]
+        fn as_many_as_are_counted_are_made(
+            lengths in proptest::collection::vec(1..400_usize, 1..5),
+            ranks in 2..7_usize, chunk_size in 8..90_usize, is_full: bool, picked in proptest::collection::vec(0..40_usize, 1..6),
+        ) {
+            let documents = Documents::from_lengths(lengths).unwrap();
+            let mask = if is_full { Mask::full(documents) } else { Mask::causal(documents) }.unwrap();
+            let work = crate::chunk_work(&mask, chunk_size);
+            let dispatch = crate::dispatch(&work, ranks, crate::DispatchAlgorithm::Zigzag);
+            let owners = Owners::new(dispatch.clone(), dispatch);
+            let work = owners.work(&mask);
+            let of_rank = |rank: usize| -> Vec<Range> {
+                let rows = owners.q_dispatch.tokens(rank);
+                let some = picked.iter().map(|&at| Range::new((at * 7).min(rows), (at * 7 + 11 + at).min(rows)));
+                Range::merged(some.filter(|rows| !rows.is_empty()).collect())
+            };
+            let away: Away = (0..ranks).map(of_rank).collect();
+            let counted = pieces(&work, &away, &owners.q_dispatch, &owners.k_runs);
+            let (_, hosted) = assign(&work, &away, &owners.q_dispatch, &owners.q_runs, &owners.k_runs);
+            let made: u64 = hosted.iter().map(|host| host.bands.len() as u64).sum();
+            prop_assert!(made <= counted && counted <= made * 4, "{made} {counted}");
+            prop_assert_eq!(made == 0, counted == 0);
+        }
+    }
+}
