@@ -280,7 +280,13 @@ def test_plans_that_differ_are_named() -> None:
         assert "run different plans: " in found[2]["text"] and "64" in found[2]["text"] and "68" in found[2]["text"]
 
 
+def heeds_interrupts() -> None:
+    """As a terminal's programs do: what a shell runs in the background ignores SIGINT, and so do its children."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def is_interrupted(rank: int) -> dict[str, object]:
+    heeds_interrupts()
     group = cp_group(rank)
     call(group)
     if rank == 2:
@@ -311,6 +317,7 @@ def test_a_wait_can_be_interrupted() -> None:
 
 
 def joins_interrupted(rank: int) -> str:
+    heeds_interrupts()
     if rank == 1:
         return "elsewhere"
     try:
@@ -324,7 +331,7 @@ def test_joining_can_be_interrupted() -> None:
     with Ranks(2) as pool:
         pool.run(of_nothing)
         pool.start(joins_interrupted)
-        time.sleep(0.5)
+        time.sleep(1.5)
         os.kill(pool.processes[0].pid, signal.SIGINT)
         assert pool.results() == ["KeyboardInterrupt", "elsewhere"]
 

@@ -177,7 +177,7 @@ impl Backend for CudaBackend {
         if own == other {
             return Ok(());
         }
-        let reason = format!("is on {other:?}, and rank {} is on {own:?}", self.0.rank);
+        let reason = format!("is on {other}, and rank {} is on {own}", self.0.rank);
         Err(ExecError::Tensor { name: name.to_owned(), reason })
     }
 

@@ -357,14 +357,15 @@ impl<M: Machine> LinearLayer<M> {
     }
 
     fn ranks_of(&self, call: LayerCall) -> Result<&[Rank<M>], ExecError> {
-        let (ranks, name) = match call {
-            LayerCall::Forward => (&self.forward[..], "x"),
-            LayerCall::Backward => (&self.backward[..], "dy"),
+        let (ranks, name, pass) = match call {
+            LayerCall::Forward => (&self.forward[..], "x", "a forward"),
+            LayerCall::Backward => (&self.backward[..], "dy", "a backward"),
             LayerCall::WeightGradient => {
-                (self.deferred.as_ref().map_or(&[][..], Deferred::written), "dweight")
+                let ranks = self.deferred.as_ref().map_or(&[][..], Deferred::written);
+                (ranks, "dweight", "deferred gradients of the weight")
             }
         };
-        let reason = || format!("this layer was not made for {call:?}");
+        let reason = || format!("this layer was not made for {pass}");
         let missing = || ExecError::Tensor { name: name.to_owned(), reason: reason() };
         if ranks.is_empty() { Err(missing()) } else { Ok(ranks) }
     }
