@@ -50,7 +50,7 @@ def local(size: int, place: Any, limit: float) -> Ranks:
 
 
 def join(store: Any, rank: int, size: int, place: Any, *, address: str, limit: float, transport: str, nodes: int) -> Ranks:
-    """This process as one of `size` ranks. What peers open is memory of the engine's own: PyTorch's is never exported."""
+    """This process as one of `size` ranks. Ranks that share a GPU open each other's keys and values."""
     torch = torch_module("a group on a GPU")
     _search_packages(package_folders())
     torch.cuda.init()

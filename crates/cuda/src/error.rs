@@ -41,6 +41,18 @@ pub enum CudaError {
         /// How many there are.
         count: usize,
     },
+    /// Memory that other processes are to read, of a kind that they cannot open.
+    #[error(
+        "other ranks of this host cannot open the {bytes} bytes of memory that a tensor lies in ({reason}): PyTorch's \
+         expandable segments, and pools of the driver's, are not shared between processes; set \
+         PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False where ranks are processes"
+    )]
+    NotShareable {
+        /// Of the allocation.
+        bytes: usize,
+        /// The driver's refusal.
+        reason: String,
+    },
     /// No NVRTC was found: kernels cannot be compiled.
     #[error(
         "NVRTC, which compiles the kernels, was not found; run `pip install nvidia-cuda-nvrtc==13.0.88`, or name its folder \

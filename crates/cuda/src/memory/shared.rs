@@ -39,12 +39,14 @@ impl AllocationPlace {
     /// What names it to other processes of this host.
     ///
     /// # Errors
-    /// When it is of a kind that is not shared (made by cuMemCreate, or from a pool), or the system shares none.
+    /// [`CudaError::NotShareable`] when it is of a kind that is not shared (made by cuMemCreate, or from a pool), or the system shares
+    /// none.
     pub(crate) fn handle(&self, device: &Device) -> Result<Vec<u8>, CudaError> {
         let driver = device.bind()?;
         let mut handle = CUipcMemHandle { reserved: [0; 64] };
         // SAFETY: the pointer is to a local.
-        unsafe { call!(driver, cuIpcGetMemHandle(&mut handle, self.base)) }?;
+        unsafe { call!(driver, cuIpcGetMemHandle(&mut handle, self.base)) }
+            .map_err(|error| CudaError::NotShareable { bytes: self.bytes, reason: error.to_string() })?;
         Ok(handle.reserved.map(|byte| byte as u8).into())
     }
 }
