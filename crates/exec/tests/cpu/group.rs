@@ -1,21 +1,17 @@
-//! Groups: calls on tensors of the caller, many in flight, in its memory; what is refused; ends.
+//! Groups: calls on tensors of the caller, many in flight, in its memory; what is refused.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use counterpoint_exec::{
-    AttentionCalls, AttentionInputs, AttentionOutputs, Backend, BackwardTensors, BufferAccess, Call,
-    Communicator, CpuBackend, CpuBuffer, CpuMachine, CpuUserPart, ExecError, ForwardTensors, Group,
-    HostTensor, HostView, Machine, OpPlace, Pass, RanksRun, RunConfig, TcpLoopback, Ticket, WorldConfig,
-    run_attention,
+    AttentionCalls, AttentionInputs, AttentionOutputs, Backend, BackwardTensors, BufferAccess, Communicator,
+    CpuBackend, CpuBuffer, CpuMachine, ExecError, ForwardTensors, Group, HostTensor, HostView, Machine,
+    OpPlace, Pass, RanksRun, RunConfig, TcpLoopback, Ticket, WorldConfig, run_attention,
 };
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, DType, GroupPart, Plan, PlanConfig};
-use counterpoint_schedule::{
-    BufferId, BufferRole, BufferSpec, Op, OverlapPolicy, Program, ProgramOp, StreamId, StreamKind,
-    StreamSpec, UserKernel, UserPart,
-};
+use counterpoint_schedule::{OverlapPolicy, StreamKind};
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 
@@ -114,7 +110,7 @@ impl Tensors {
     }
 }
 
-fn spec() -> AttentionSpec {
+pub(crate) fn spec() -> AttentionSpec {
     support::spec(4, 2, 8, 8, DType::F32)
 }
 
@@ -459,92 +455,4 @@ fn plans_that_differ_are_found_in_the_first_call_and_the_difference_is_named() {
         assert_eq!(group.poll(), Err(error));
         drop(tickets);
     }
-}
-
-/// Leaving a failed group waits for the operation that was running, so that the next group may write the same tensors.
-#[test]
-fn a_failed_group_is_left_when_nothing_uses_its_tensors() {
-    let (began, begins) = mpsc::channel();
-    let slow = move |mut part: CpuUserPart<'_>| {
-        began.send(()).unwrap();
-        std::thread::sleep(Duration::from_millis(200));
-        part.writes[0].as_mut_slice::<f32>().unwrap().fill(1.0);
-    };
-    let machine = CpuMachine::new(0, None).unwrap().with_kernel("slow", slow);
-    let y = CpuBuffer::new(0, "y", HostTensor::zeros(vec![4, 1], DType::F32));
-    for _ in 0..3 {
-        let group = Group::connect(&machine, 1, WorldConfig::default()).unwrap();
-        let prepared = group.prepare(|_| writes_y("slow"), None).unwrap();
-        let ticket = Call::new(&prepared[0], &[("y", y.clone())], None).unwrap().enqueue().unwrap();
-        begins.recv_timeout(Duration::from_secs(30)).unwrap();
-        let given_up = group.fail("enough");
-        assert_eq!(ticket.wait(), Err(given_up.clone()));
-        assert_eq!(group.close(), Err(given_up));
-        assert_eq!(y.tensor().unwrap().to_f64(), [1.0; 4]);
-    }
-}
-
-/// A Program of one kernel of the caller's, which writes `y [4, 1]`.
-fn writes_y(kernel: &str) -> Program {
-    let parts = vec![UserPart { reads: Vec::new(), writes: vec![BufferId(0)] }];
-    let op = Op::UserKernel(UserKernel { kernel: kernel.to_owned(), parts, signal: None });
-    Program {
-        name: kernel.to_owned(),
-        rank: 0,
-        world_size: 1,
-        streams: vec![StreamSpec { name: "compute".to_owned(), kind: StreamKind::Compute }],
-        buffers: vec![BufferSpec {
-            name: "y".to_owned(),
-            dtype: DType::F32,
-            shape: vec![4, 1],
-            role: BufferRole::Output,
-        }],
-        slots: Vec::new(),
-        num_events: 0,
-        num_barriers: 0,
-        num_signals: 0,
-        policy: OverlapPolicy::default(),
-        ops: vec![ProgramOp { stream: StreamId(0), stage: None, label: kernel.to_owned(), op }],
-    }
-}
-
-/// A failed group fails its next call at once; ranks leave it and join anew.
-#[test]
-fn a_group_that_failed_is_left_and_joined_anew() {
-    let case = Case::new(&Mask::causal(30).unwrap(), 2, spec(), 3);
-    let tensors = case.tensors();
-    let limit = Duration::from_secs(30);
-    for round in 0..3 {
-        let group = Group::local(2, WorldConfig { limit, ..WorldConfig::default() }).unwrap();
-        let prepared = case.prepare(&group);
-        // Rank 0 is in a call that rank 1 never makes.
-        let ticket = prepared.ranks()[0].forward(&tensors[0].forward(), None).unwrap();
-        let began = Instant::now();
-        let given_up = group.fail(format!("the loss is NaN in step {round}"));
-        assert_eq!(
-            given_up,
-            ExecError::GaveUp { rank: 0, reason: format!("the loss is NaN in step {round}") }
-        );
-        assert_eq!(ticket.wait(), Err(given_up.clone()));
-        assert_eq!(prepared.ranks()[1].forward(&tensors[1].forward(), None).err(), Some(given_up.clone()));
-        assert_eq!(group.close(), Err(given_up.clone()));
-        assert_eq!(group.poll(), Err(given_up));
-        assert!(began.elapsed() < Duration::from_secs(10));
-    }
-}
-
-/// Who does not come to the end is named within the limit.
-#[test]
-fn a_rank_that_does_not_call_is_named() {
-    let case = Case::new(&Mask::causal(30).unwrap(), 3, spec(), 3);
-    let limit = Duration::from_millis(300);
-    let group = Group::local(3, WorldConfig { limit, ..WorldConfig::default() }).unwrap();
-    let (prepared, tensors) = (case.prepare(&group), case.tensors());
-    let tickets: Vec<_> = [0, 2]
-        .iter()
-        .map(|&rank| prepared.ranks()[rank].forward(&tensors[rank].forward(), None).unwrap())
-        .collect();
-    let error = tickets[0].wait().unwrap_err();
-    let ExecError::Stalled(stall) = &error else { panic!("{error}") };
-    assert_eq!(stall.culprit, 1, "{error}");
 }

@@ -5,6 +5,7 @@ mod attention;
 mod attention_kernels;
 mod gemm_collective;
 mod group;
+mod group_ends;
 mod group_join;
 mod group_model;
 mod hosting;
