@@ -83,7 +83,7 @@ impl PolicyChoice {
 /// Of many ranks those with the most to do are simulated and stand for all. A policy changes no result, so `cost` may be what a machine was measured to do.
 ///
 /// # Errors
-/// As [`simulate`]: Programs of one plan fit each other, so none is known.
+/// As [`counterpoint_schedule::simulate`]: Programs of one plan fit each other, so none is known.
 pub fn attention_policies(
     plan: &Plan,
     spec: &AttentionSpec,

@@ -48,7 +48,7 @@ pub struct MissedWait {
 }
 
 /// Where one kernel's waits leave that they gave up: a record among those of its world, which all end together
-/// ([`Device::stop_waits`]). Cheap to clone.
+/// (`Device::stop_waits`). Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct WaitRecord(RecordPlace);
 
