@@ -43,3 +43,4 @@ pub use counterpoint_mask as mask;
 pub use counterpoint_plan as plan;
 pub use counterpoint_report as report;
 pub use counterpoint_schedule as schedule;
+pub use counterpoint_tiles as tiles;

@@ -67,6 +67,11 @@ impl Band {
         self.rows().is_empty()
     }
 
+    /// Whether no diagonal bounds it: a trimmed band is then a whole rectangle.
+    pub fn is_rectangle(&self) -> bool {
+        self.diag_min == Self::NO_MIN && self.diag_max == Self::NO_MAX
+    }
+
     /// Whether query `row` sees key `col`.
     pub fn contains(&self, row: usize, col: usize) -> bool {
         let diag = col as i64 - row as i64;

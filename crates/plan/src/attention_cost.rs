@@ -1,9 +1,9 @@
 use counterpoint_mask::Band;
+use counterpoint_tiles::{MAX_TILE_SIZE, TileCounting, TileCounts, TileDirection};
 use serde::{Deserialize, Serialize};
 
 use crate::cost::{COSTS, MOST_WORKERS, check_figure};
-use crate::tile_schedule::{TileCounting, TileCounts};
-use crate::{AttentionSpec, CostModel, MAX_TILE_SIZE, PlanError, TileDirection};
+use crate::{AttentionSpec, CostModel, PlanError};
 
 /// One attention operation, as far as its time goes.
 #[derive(Clone, Copy, Debug)]

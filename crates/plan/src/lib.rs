@@ -38,7 +38,6 @@ mod runs;
 mod spec;
 mod stages;
 mod summary;
-mod tile_schedule;
 mod topology;
 mod transformer;
 mod tuning;
@@ -75,11 +74,6 @@ pub use prediction::{Prediction, RankPrediction, StagePrediction};
 pub use ready_work::ReadyWork;
 pub use spec::{AttentionSpec, DType, GradientShares, HostedRowBytes};
 pub use summary::{CommSummary, PlanSummary, RankSummary, StageSummary};
-pub use tile_schedule::{
-    DqTurns, HeadGroups, MAX_TILE_SCHEDULE_ROWS, MAX_TILE_SIZE, NO_LIMIT, Tile, TileBound, TileClasses,
-    TileDirection, TileMerge, TileOrder, TilePlacement, TileRun, TileSchedule, TileScheduleConfig,
-    TileScheduleError, TileSplit, TileStatistics, TileTakers, TurnSpan,
-};
 pub use topology::Topology;
 pub use transformer::{LayerLinear, TransformerSpec};
 pub use tuning::{

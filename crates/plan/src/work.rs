@@ -2,11 +2,6 @@ use counterpoint_mask::{Band, Mask, Range};
 
 use crate::runs::Runs;
 
-/// Whether a trimmed band is a whole rectangle.
-pub(crate) fn is_rectangle(band: &Band) -> bool {
-    band.diag_min == Band::NO_MIN && band.diag_max == Band::NO_MAX
-}
-
 /// Appends a trimmed `band`, fused with the last one where the two are one band. Cutting makes neighbours follow each
 /// other, so looking at the last one finds them.
 pub(crate) fn push_fused(bands: &mut Vec<Band>, band: Band) {
@@ -22,7 +17,7 @@ pub(crate) fn push_fused(bands: &mut Vec<Band>, band: Band) {
 /// The union of two trimmed bands that share no pair, when it is a band.
 fn fuse(a: &Band, b: &Band) -> Option<Band> {
     let (q, k) = (a.q_range.hull(&b.q_range), a.k_range.hull(&b.k_range));
-    if is_rectangle(a) && is_rectangle(b) {
+    if a.is_rectangle() && b.is_rectangle() {
         // The common case by far, and cheap.
         let pairs = |band: &Band| band.q_range.len() * band.k_range.len();
         return (q.len() * k.len() == pairs(a) + pairs(b)).then(|| Band::full(q, k));
@@ -211,7 +206,7 @@ fn walk(
     for segment in walked {
         let part = band.clip(&band.q_range, &segment.range.intersect(k));
         // A part of a rectangle is a rectangle, and trimmed.
-        let part = if is_rectangle(band) { Some(part) } else { part.trim() };
+        let part = if band.is_rectangle() { Some(part) } else { part.trim() };
         if let Some(part) = part {
             let to_buffer = segment.start as i64 - segment.range.start as i64;
             push_fused(&mut bands[segment.stage], part.shift(0, to_buffer));

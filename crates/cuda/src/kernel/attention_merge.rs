@@ -1,4 +1,4 @@
-use counterpoint_plan::TileSchedule;
+use counterpoint_tiles::TileSchedule;
 
 use super::layout::{SharedLayout, shared_layout};
 use super::{AttentionProblem, ElementType, MatrixUnit, ResultTensors, Specialisation};

@@ -1,4 +1,4 @@
-use counterpoint_plan::TileSchedule;
+use counterpoint_tiles::TileSchedule;
 
 use crate::{CudaError, DeviceBuffer, Stream};
 

@@ -1,6 +1,6 @@
 use std::fmt::Write;
 
-use counterpoint_plan::{Tile, TileBound, TileMerge, TileRun, TurnSpan};
+use counterpoint_tiles::{Tile, TileBound, TileMerge, TileRun, TurnSpan};
 
 use crate::{Arch, KernelSource, TensorMap};
 

@@ -1,4 +1,4 @@
-use counterpoint_plan::{TileDirection, TilePlacement, TileScheduleConfig};
+use counterpoint_tiles::{TileDirection, TilePlacement, TileScheduleConfig};
 
 use super::device_schedule::DeviceSchedule;
 use super::layout::{SharedLayout, shared_layout};

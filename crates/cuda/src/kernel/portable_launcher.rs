@@ -2,7 +2,7 @@
 
 use std::f32::consts::LOG2_E;
 
-use counterpoint_plan::{TileSchedule, TileScheduleConfig};
+use counterpoint_tiles::{TileSchedule, TileScheduleConfig};
 
 use super::device_schedule::DeviceSchedule;
 use super::portable_shape::grid;

@@ -9,7 +9,7 @@ use std::f32::consts::LOG2_E;
 pub(super) use arguments::layouts;
 use arguments::{AttentionBackwardArguments, AttentionBackwardRowsArguments};
 use counterpoint_mask::Range;
-use counterpoint_plan::{Tile, TileClasses, TileTakers, TurnSpan};
+use counterpoint_tiles::{Tile, TileClasses, TileTakers, TurnSpan};
 use shape::{BackwardShape, CLASSES, DqSums, KeyOwners, heads_at_a_time, rounds_beside, stretch};
 pub(super) use source::specialisations;
 use source::{BackwardChoice, ROWS_THREADS, SHARED_BYTES, THREADS, rows_source};

@@ -1,4 +1,4 @@
-use counterpoint_plan::{
+use counterpoint_tiles::{
     Tile, TileDirection, TileOrder, TilePlacement, TileSchedule, TileScheduleConfig, TileScheduleError,
 };
 
@@ -164,7 +164,7 @@ pub(super) fn rounds_beside(
 mod tests {
     use bytemuck::Zeroable;
     use counterpoint_mask::Mask;
-    use counterpoint_plan::TileTakers;
+    use counterpoint_tiles::TileTakers;
 
     use super::*;
     use crate::kernel::{DqBegin, ElementType};

@@ -1,4 +1,4 @@
-use counterpoint_plan::{
+use counterpoint_tiles::{
     HeadGroups, Tile, TileDirection, TileOrder, TilePlacement, TileSchedule, TileScheduleConfig,
     TileScheduleError, TileSplit,
 };

@@ -1,7 +1,5 @@
 use counterpoint_mask::{Band, Range};
 
-use crate::work::is_rectangle;
-
 /// Bands by rows, met while going down the rows: each tile looks only at the bands that touch it.
 #[derive(Debug)]
 pub(super) struct Sweep<'a> {
@@ -40,7 +38,7 @@ impl<'a> Sweep<'a> {
         let next = self.bands.get(self.next).map_or(usize::MAX, |band| band.q_range.start);
         let alike = self.active.iter().try_fold(next, |end, band| {
             let is_whole =
-                is_rectangle(band) && band.q_range.start <= rows.start && band.q_range.end >= rows.end;
+                band.is_rectangle() && band.q_range.start <= rows.start && band.q_range.end >= rows.end;
             is_whole.then(|| end.min(band.q_range.end))
         });
         alike.unwrap_or(rows.end).max(rows.end)
@@ -50,7 +48,7 @@ impl<'a> Sweep<'a> {
 /// The part of a trimmed `band` in `rows`, which it touches, trimmed.
 pub(super) fn piece(band: &Band, rows: &Range) -> Option<Band> {
     let part = Band { q_range: band.q_range.intersect(rows), ..*band };
-    match is_rectangle(band) {
+    match band.is_rectangle() {
         // A part of a rectangle is trimmed.
         true => Some(part),
         false => part.trim(),

@@ -1,14 +1,13 @@
 //! Tile schedules against the dense pictures of their masks.
 
-#[allow(dead_code, reason = "the other tests of this crate use the rest")]
-#[path = "../cases/mod.rs"]
-mod cases;
 mod examples;
 mod oracle;
 mod random;
+#[path = "../../../mask/tests/random/mod.rs"]
+mod random_masks;
 
 use counterpoint_mask::{Band, Mask};
-use counterpoint_plan::{TileSchedule, TileScheduleConfig};
+use counterpoint_tiles::{TileSchedule, TileScheduleConfig};
 
 fn schedule(mask: &Mask, config: &TileScheduleConfig) -> TileSchedule {
     let bands: Vec<Band> = mask.bands().collect();

@@ -3,11 +3,11 @@
 use std::collections::BTreeMap;
 
 use counterpoint_mask::*;
-use counterpoint_plan::*;
+use counterpoint_tiles::*;
 use proptest::prelude::*;
 
-use crate::cases::masks;
 use crate::oracle::*;
+use crate::random_masks::masks;
 use crate::schedule;
 
 fn configs() -> impl Strategy<Value = TileScheduleConfig> {

@@ -1,12 +1,12 @@
 //! How much of what attention kernels compute is unmasked, by tile and block size: the tables of docs/tile-schedules.md.
 //!
-//! `cargo run --release -p counterpoint-plan --example tile_schedules`
+//! `cargo run --release -p counterpoint-tiles --example tile_schedules`
 
 use std::error::Error;
 use std::time::Instant;
 
 use counterpoint_mask::{Band, Documents, Mask, Window};
-use counterpoint_plan::{TileDirection, TilePlacement, TileSchedule, TileScheduleConfig, TileStatistics};
+use counterpoint_tiles::{TileDirection, TilePlacement, TileSchedule, TileScheduleConfig, TileStatistics};
 
 const DOCUMENTS: [&[usize]; 3] = [
     &[102, 1003, 419, 356, 130, 895, 108, 1718, 1139, 2048, 81, 87, 27, 43, 24, 5, 1, 3, 2, 1],

@@ -1,4 +1,9 @@
 //! What each CTA of an attention kernel does: the mask, cut into tiles of rows and blocks of columns.
+//!
+//! Knows masks and nothing else. What it costs to compute a tile is counted in columns of a block, never in seconds.
+
+// Not a workspace lint: tests may unwrap, their helpers too.
+#![warn(clippy::unwrap_used)]
 
 mod arrange;
 mod chains;
@@ -20,7 +25,7 @@ mod walked;
 
 pub use classes::{TileClasses, TileTakers};
 pub use config::{TileDirection, TileOrder, TilePlacement, TileScheduleConfig, TileSplit};
-pub(crate) use counts::{TileCounting, TileCounts};
+pub use counts::{AlikeTiles, TileCounting, TileCounts};
 pub use error::TileScheduleError;
 pub use head_groups::HeadGroups;
 pub use layout::{NO_LIMIT, Tile, TileBound, TileMerge, TileRun};
@@ -53,7 +58,7 @@ const TILE_COST: u64 = 160;
 ///
 /// ```
 /// use counterpoint_mask::Mask;
-/// use counterpoint_plan::{TileDirection, TileSchedule, TileScheduleConfig};
+/// use counterpoint_tiles::{TileDirection, TileSchedule, TileScheduleConfig};
 ///
 /// // Two documents, causal; tiles of 128 query rows walk blocks of 128 keys.
 /// let mask: Mask = "varlen-causal:lengths=320,1024".parse()?;

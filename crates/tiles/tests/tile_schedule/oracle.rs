@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use counterpoint_mask::{Mask, Range};
-use counterpoint_plan::*;
+use counterpoint_tiles::*;
 
 /// Rows of the owned axis, and of the walked one.
 fn axes(mask: &Mask, direction: TileDirection) -> (usize, usize) {

@@ -5,7 +5,6 @@ use counterpoint_mask::{Band, Range};
 use super::sweep::{Sweep, piece};
 use super::walk::first_block;
 use super::{TILE_COST, TilePlacement, TileScheduleConfig};
-use crate::work::is_rectangle;
 
 /// Stretches of fewer rows than this part of a tile have no cuts of their own: what could be saved at each is little, and
 /// looking at all of them takes time in the square of their number.
@@ -62,7 +61,7 @@ pub(super) fn fit(bands: &[Band], rows: usize, config: &TileScheduleConfig) -> V
                 paths.push(Path { row: end, cost: path.cost, before: visited.len() - 1, at_cut });
                 continue;
             }
-            if touching.iter().all(is_rectangle) {
+            if touching.iter().all(|band| band.is_rectangle()) {
                 // All tiles up to the stop see the same columns.
                 if rectangles.0 != stop {
                     columns.clear();

@@ -1,7 +1,7 @@
 //! Masks whose schedules are known.
 
 use counterpoint_mask::*;
-use counterpoint_plan::*;
+use counterpoint_tiles::*;
 
 use crate::oracle::*;
 use crate::schedule;

@@ -5,7 +5,7 @@ use super::walk::{RunSink, Walk};
 use super::{TileDirection, TileScheduleConfig, TileScheduleError, check_rows, fit, turned, turned_merged};
 
 /// A mask for which tiles of several sizes are counted: what costs are predicted by, without writing schedules out.
-pub(crate) struct TileCounting {
+pub struct TileCounting {
     direction: TileDirection,
     /// Owned rows, walked columns.
     bands: Vec<Band>,
@@ -14,24 +14,28 @@ pub(crate) struct TileCounting {
 
 /// Figures of the [`TileSchedule`](super::TileSchedule) of [`TileScheduleConfig::new`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct TileCounts {
-    pub(crate) tiles: usize,
+pub struct TileCounts {
+    /// All tiles.
+    pub tiles: usize,
     /// Blocks of the tile that has most.
-    pub(crate) longest_tile: usize,
-    pub(crate) blocks: u64,
+    pub longest_tile: usize,
+    /// Blocks of all tiles together.
+    pub blocks: u64,
     /// Those of them that bounds are tested for.
-    pub(crate) bounded_blocks: u64,
+    pub bounded_blocks: u64,
     /// By rows, tiles that are alike and follow each other.
-    pub(crate) alike: Vec<AlikeTiles>,
+    pub alike: Vec<AlikeTiles>,
 }
 
 /// Tiles that walk as many blocks from the same column on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct AlikeTiles {
-    pub(crate) count: usize,
-    pub(crate) blocks: usize,
+pub struct AlikeTiles {
+    /// How many of them there are.
+    pub count: usize,
+    /// Blocks of each.
+    pub blocks: usize,
     /// Where the first block begins, if there is one.
-    pub(crate) begin: Option<i32>,
+    pub begin: Option<i32>,
 }
 
 /// Counts the runs of one tile.
@@ -55,7 +59,7 @@ impl RunSink for CountedRuns {
 
 impl TileCounting {
     /// As of [`TileSchedule::new`](super::TileSchedule::new).
-    pub(crate) fn new(
+    pub fn new(
         bands: &[Band],
         q_rows: usize,
         k_rows: usize,
@@ -66,7 +70,7 @@ impl TileCounting {
     }
 
     /// The same of a forward and of a backward.
-    pub(crate) fn both(bands: &[Band], q_rows: usize, k_rows: usize) -> Result<[Self; 2], TileScheduleError> {
+    pub fn both(bands: &[Band], q_rows: usize, k_rows: usize) -> Result<[Self; 2], TileScheduleError> {
         check_rows(bands, q_rows, k_rows)?;
         let merged = Band::merged(bands.to_vec());
         let turned = |merged, direction: TileDirection| {
@@ -77,12 +81,12 @@ impl TileCounting {
     }
 
     /// Of which pass.
-    pub(crate) fn direction(&self) -> TileDirection {
+    pub fn direction(&self) -> TileDirection {
         self.direction
     }
 
     /// With tiles of `tile_rows` rows that walk blocks of `block` columns.
-    pub(crate) fn counts(&self, tile_rows: usize, block: usize) -> Result<TileCounts, TileScheduleError> {
+    pub fn counts(&self, tile_rows: usize, block: usize) -> Result<TileCounts, TileScheduleError> {
         let config = TileScheduleConfig::new(self.direction, tile_rows, block);
         config.validate()?;
         let most = self.own_rows.div_ceil(tile_rows) + self.bands.len();
