@@ -49,12 +49,11 @@ def local(size: int, place: Any, limit: float) -> Ranks:
     return Ranks.cuda(size, place.index, limit=limit, allocator=_memory(place))
 
 
-def join(store: Any, rank: int, size: int, place: Any, *, address: str, limit: float, transport: str, nodes: int) -> Ranks:
-    """This process as one of `size` ranks. Ranks that share a GPU open each other's keys and values."""
+def join(store: Any, rank: int, size: int, place: Any, **how: Any) -> Ranks:
+    """This process as one of `size` ranks, `how` as in `Ranks.join_cuda`. Ranks that share a GPU open each other's memory."""
     torch = torch_module("a group on a GPU")
     _search_packages(package_folders())
     torch.cuda.init()
-    how: dict[str, Any] = {"address": address, "limit": limit, "transport": transport, "nodes": nodes}
     return Ranks.join_cuda(store, rank, size, place.index, **how, allocator=_memory(place))
 
 

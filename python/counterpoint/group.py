@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from counterpoint._native import Mask, Ranks
 from counterpoint.errors import DeviceError, Error, PlanError
-from counterpoint.plan import Plan, Settings
+from counterpoint.plan import Plan
 
 if TYPE_CHECKING:
     import torch
@@ -45,9 +45,7 @@ class _Group:
     # The handle of PyTorch's current stream there.
     _stream: Callable[[], int] = staticmethod(lambda: 0)
 
-    def __init__(self, *, nodes: int, profile: str | os.PathLike[str] | None = None) -> None:
-        self._nodes = nodes
-        self._profile = None if profile is None else _read_profile(profile)
+    def __init__(self) -> None:
         self._prefetched: dict[Any, Future[Plan]] = {}
         self._lock = threading.Lock()
         self._planner: ThreadPoolExecutor | None = None
@@ -83,7 +81,7 @@ class _Group:
         sink_rows: int = 0,
         chunk: int | None = None,
         even: bool = False,
-        dispatch: Literal["affinity", "min-heap", "sequential", "zigzag"] = "affinity",
+        dispatch: Literal["auto", "predicted", "affinity", "min-heap", "sequential", "zigzag"] = "auto",
         stages: Literal["auto"] | int = "auto",
         queries: Literal["never", "auto", "fewest_bytes"] = "never",
         overlap: str = "auto",
@@ -97,6 +95,13 @@ class _Group:
         padding that see nothing, so that all ranks have equally many. `on` is another plan of this group, whose dispatch is kept.
         `sink_grad="share"` gives every rank a part of the gradient of `sink`, whose sum over ranks is the gradient (what
         frameworks that add up gradients of parameters expect); `"sum"` gives every rank all of it.
+
+        `dispatch` says how chunks are given to ranks, `overlap` how communication runs under computation: a policy of the command
+        line such as "kernel-barrier+sm-margin=8", or one for each pass, "forward=...,backward=...". `"predicted"` simulates all
+        that there are and takes what ends first: 2 to 40 ms of one core for each mask, which `prefetch` spends in its thread.
+        `"auto"` does so where a rank's forward and backward take 10 ms or longer on such GPUs, and else, as on one rank, takes
+        "affinity" and "concurrent". `Plan.choices` and the report say what was chosen, and from what; either can be given to
+        later plans: `dispatch=plan.choices.dispatch`.
         """
         arguments: dict[str, Any] = {
             "heads": heads,
@@ -174,9 +179,10 @@ class _Group:
             mask = _padded(mask, on.mask.seqlen_q, on.mask.seqlen_k) if tokens == on._tokens else mask
         elif given["even"]:
             mask, chunk = _evened(mask, chunk, self.size)
+        deterministic = _deterministic(given["deterministic"])
         solution = Solution(
             mask,
-            ranks=self.size,
+            self._native,
             heads_q=heads_q,
             heads_k=heads_k,
             head_dim=head_dim,
@@ -189,12 +195,11 @@ class _Group:
             dispatch=given["dispatch"],
             stages=given["stages"],
             queries=given["queries"],
-            ranks_per_node=self.size // self._nodes,
-            profile=self._profile,
+            overlap=given["overlap"],
+            deterministic=deterministic,
             on=None if on is None else on._solution,
         )
-        settings = Settings(given["overlap"], _deterministic(given["deterministic"]), given["sink_grad"])
-        return Plan(solution, given, settings, tokens)._bound_to(self)
+        return Plan(solution, given, given["sink_grad"], tokens)._bound_to(self)
 
     def close(self) -> None:
         """Leaves the group, once all its ranks do. Calls from now on are errors. Happens by itself at the end of the process."""
@@ -287,7 +292,8 @@ def _with_global_ranks(message: str, global_ranks: tuple[int, ...]) -> str:
     return f"{message} ({', '.join(named)})" if named else message
 
 
-def _read_profile(path: str | os.PathLike[str]) -> str:
+def read_profile(path: str | os.PathLike[str]) -> str:
+    """The text of a machine profile."""
     try:
         with open(path, encoding="utf-8") as file:
             return file.read()
@@ -345,7 +351,7 @@ class LocalGroup(_Group):
     ) -> None:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise PlanError(f"size is {size!r}; a group has at least one rank")
-        super().__init__(nodes=1)
+        super().__init__()
         kind = str(device).split(":")[0]
         if kind == "cpu":
             self.device = device

@@ -163,7 +163,7 @@ def run_backward(
     if sink is None or dsinks is None:
         return dq, dk, dv, q.new_empty(0, dtype=lse.dtype)
     dsink = dsinks[: sink.shape[0]]
-    if plan._settings.sink_grad == "share" and plan._rank:
+    if plan._sink_grad == "share" and plan._rank:
         dsink.zero_()  # of shares, the sum over ranks is the gradient
     return dq, dk, dv, dsink.clone() if copies > 1 else dsink
 

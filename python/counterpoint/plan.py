@@ -109,12 +109,40 @@ class Timelines:
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What a plan's calls do beside the plan itself."""
+class Choices:
+    """How a plan's chunks are given to ranks and how its passes overlap, and what that was chosen from.
 
-    overlap: str = "auto"
-    deterministic: bool = False
-    sink_grad: str = "share"
+    The dictionaries have the predicted seconds of what was compared: of a forward and a backward together by dispatch (None of
+    one that was left out early), and of each pass by overlap policy. They are empty where nothing was compared; `reason` says why
+    something was not that "auto" would have.
+    """
+
+    dispatch: str
+    overlap: str
+    dispatches: dict[str, float | None]
+    forward: dict[str, float]
+    backward: dict[str, float]
+    reason: str | None
+
+    @classmethod
+    def from_json(cls, text: str) -> Choices:
+        """From what the engine writes."""
+        given = json.loads(text)
+        return cls(**{**given, **{name: dict(given[name]) for name in ("dispatches", "forward", "backward")}})
+
+    def told(self) -> list[tuple[str, str]]:
+        """In words, by what they are about."""
+        why = f" ({self.reason})" if self.reason else ""
+        overlap, dispatch = f"{self.overlap}{why}", f"{self.dispatch}{why}"
+        if self.dispatches:
+            dispatch = f"{self.dispatch}, of {_compared(self.dispatches)} for forward and backward"
+        if self.forward:
+            overlap = f"{self.overlap}, forward of {_compared(self.forward)}; backward of {_compared(self.backward)}"
+        return [("dispatch", dispatch), ("overlap", overlap)]
+
+
+def _compared(seconds: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {'no' if value is None else f'{value * 1e3:.3f}'} ms" for name, value in seconds.items())
 
 
 @dataclass(frozen=True)
@@ -200,10 +228,10 @@ class Plan:
     A plan without its group (after pickling) can still dispatch, and show itself.
     """
 
-    def __init__(self, solution: Solution, arguments: dict[str, Any], settings: Settings, tokens: tuple[int, int]) -> None:
+    def __init__(self, solution: Solution, arguments: dict[str, Any], sink_grad: str, tokens: tuple[int, int]) -> None:
         self._solution = solution
         self._arguments = arguments
-        self._settings = settings
+        self._sink_grad = sink_grad
         self._tokens = tokens
         self._group: _Group | None = None
         self._rank: int | None = None
@@ -223,20 +251,14 @@ class Plan:
         """What its calls are made with: made ready once, for as long as the plan lives."""
         calls = self._calls
         if calls is None:
-            settings = self._settings
             with self.group._named_errors():
-                calls = self.group._native.prepare(
-                    self._solution, overlap=settings.overlap, deterministic=settings.deterministic, stream=stream
-                )
+                calls = self.group._native.prepare(self._solution, stream=stream)
             self._calls = calls
         return calls
 
     def _measured_calls(self) -> Calls:
-        settings = self._settings
         with self.group._named_errors():
-            return self.group._native.prepare_measured(
-                self._solution, overlap=settings.overlap, deterministic=settings.deterministic
-            )
+            return self.group._native.prepare_measured(self._solution)
 
     def _fits(self) -> Fitting:
         """What tensors it takes."""
@@ -265,7 +287,7 @@ class Plan:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        state = (self._solution.to_json(), self._arguments, self._settings, self._tokens, self._rank)
+        state = (self._solution.to_json(), self._arguments, self._sink_grad, self._tokens, self._rank)
         return _restored, state
 
     @property
@@ -293,6 +315,11 @@ class Plan:
             return mask
         q, k, types = zip(*mask.slices, strict=True) if mask.slices else ((), (), ())
         return Mask.from_slices(list(q), list(k), list(types), seqlen_q=self._tokens[0], seqlen_k=self._tokens[1])
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether gradients have the same bits every time."""
+        return self._solution.deterministic
 
     @property
     def chunk(self) -> int:
@@ -421,8 +448,13 @@ class Plan:
         """The plan in figures."""
         return PlanSummary.from_json(self._solution.summary_json())
 
+    @cached_property
+    def choices(self) -> Choices:
+        """What was chosen where `dispatch` and `overlap` left it open, and from what."""
+        return Choices.from_json(self._solution.choices_json())
+
     def predict(self) -> Timelines:
-        """What the simulator expects, on H200 GPUs."""
+        """What the simulator expects: on the group's GPUs, of CPU ranks on as many H200."""
         return Timelines(*self._solution.predict())
 
     def timeline(self) -> Timelines:
@@ -433,7 +465,9 @@ class Plan:
 
     def report(self, path: str | os.PathLike[str] | None = None, *, title: str = "Plan of distributed attention") -> Report:
         """The report as one HTML page: mask, balance, who sends to whom, timelines. Written to `path` if that is given."""
-        setup = [(name, str(value)) for name, value in self._arguments.items() if value is not None]
+        told = self.choices.told()
+        given = ((name, value) for name, value in self._arguments.items() if name not in dict(told))
+        setup = [*((name, str(value)) for name, value in given if value is not None), *told]
         page = self._solution.html(
             title, [("ranks", str(self._solution.ranks)), *setup], self._measured.get(False), self._measured.get(True)
         )
@@ -472,7 +506,7 @@ def _role(role: str) -> Role:
     return "q" if role == "q" else "k"
 
 
-def _restored(solution: str, arguments: dict[str, Any], settings: Settings, tokens: tuple[int, int], rank: int | None) -> Plan:
-    plan = Plan(Solution.from_json(solution), arguments, settings, tokens)
+def _restored(solution: str, arguments: dict[str, Any], sink_grad: str, tokens: tuple[int, int], rank: int | None) -> Plan:
+    plan = Plan(Solution.from_json(solution), arguments, sink_grad, tokens)
     plan._rank = rank
     return plan

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from counterpoint._native import Ranks
 from counterpoint.errors import DeviceError, Error, PeerError, PlanError
-from counterpoint.group import _Group, _with_global_ranks, sentence
+from counterpoint.group import _Group, _with_global_ranks, read_profile, sentence
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -112,20 +112,20 @@ class Group(_Group):
     ) -> None:
         rank, store, limit = dist.get_rank(process_group), _store(process_group), wishes["limit"]
         self.device, self._global_ranks, self._process = "cpu" if place.type == "cpu" else place, ranks, os.getpid()
-        super().__init__(nodes=nodes or 1, profile=wishes["profile"])
+        super().__init__()
+        profile = None if wishes["profile"] is None else read_profile(wishes["profile"])
         places = _exchange_places(store, rank, ranks, limit)
-        if nodes is None:
-            self._nodes = _nodes([host for host, _ in places])
+        self._nodes = nodes or _nodes([host for host, _ in places])
         address = "127.0.0.1" if len({host for host, _ in places}) == 1 else places[0][1]
+        how: dict[str, Any] = {"address": address, "limit": limit, "nodes": self._nodes, "profile": profile}
         try:
             if place.type == "cpu":
-                self._native = Ranks.join(store, rank, len(ranks), address=address, limit=limit)
+                self._native = Ranks.join(store, rank, len(ranks), **how)
             else:
                 from counterpoint import _cuda
 
                 self._ordinal, self._stream = place.index, _cuda.current_stream(place)
-                how = {"address": address, "limit": limit, "transport": wishes["transport"], "nodes": self._nodes}
-                self._native = _cuda.join(store, rank, len(ranks), place, **how)
+                self._native = _cuda.join(store, rank, len(ranks), place, transport=wishes["transport"], **how)
         except Error as error:
             error.rank = rank if error.rank is None else error.rank
             error.global_rank = ranks[error.rank]

@@ -241,7 +241,7 @@ def test_keys_are_values_and_are_kept_per_group(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("MAGI_ATTENTION_DETERMINISTIC_MODE", "1")
     careful = documents_key(one, [0, 8, 20], causal=True)
     assert careful != key and careful.is_deterministic_mode_enable
-    assert api.dist_attn_runtime_dict_mgr[careful].plan._settings.deterministic
+    assert api.dist_attn_runtime_dict_mgr[careful].plan.deterministic
     api.clear_cache(one)
     assert key not in api.dist_attn_runtime_dict_mgr and len(api.dist_attn_runtime_dict_mgr.keys()) == 1
     for call in (

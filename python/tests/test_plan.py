@@ -69,6 +69,47 @@ def test_another_mask_on_the_same_dispatch(group) -> None:
         plan.on(cp.Mask.causal(255))
 
 
+def test_what_is_open_is_chosen_by_prediction_where_that_pays(group) -> None:
+    small = group.plan(cp.Mask.causal(512), **SHAPE)
+    assert (small.choices.dispatch, small.choices.overlap, small.choices.dispatches) == ("affinity", "concurrent", {})
+    assert "comparing pays from 10 ms on" in small.choices.reason
+    asked = group.plan(cp.Mask.causal(512), **SHAPE, dispatch="predicted", overlap="predicted")
+    choices = asked.choices
+    assert set(choices.dispatches) == {"affinity", "zigzag", "min-heap", "sequential"} and choices.reason is None
+    best = min(seconds for seconds in choices.dispatches.values() if seconds is not None)
+    assert choices.dispatches[choices.dispatch] <= best * 1.002
+    # Threads of CPU ranks have no workers to share.
+    assert set(choices.forward) == set(choices.backward) == {"concurrent", "sequential"}
+    # Long enough that it pays: 96k tokens, 16 heads of 128.
+    large = {"heads": 16, "head_dim": 128, "dtype": torch.bfloat16}
+    mask = cp.Mask.causal(98304)
+    found, other = (group.plan(mask, **large) for _ in range(2))
+    assert found.choices.dispatches and found.choices.forward and found.fingerprint == other.fingerprint
+    assert found.choices == other.choices == pickle.loads(pickle.dumps(found)).choices
+    named = group.plan(mask, **large, dispatch=found.choices.dispatch, overlap=found.choices.overlap)
+    assert named.fingerprint == found.fingerprint and not named.choices.dispatches and named.choices.reason is None
+    kept = found.on(cp.Mask.sliding_window(98304, 4095, 0), overlap="sequential")
+    assert (kept.choices.dispatch, kept.choices.overlap) == (found.choices.dispatch, "sequential")
+    for plan in (small, asked):
+        page = plan.report().html
+        assert plan.choices.dispatch in page and plan.choices.overlap in page
+    assert "comparing pays from 10 ms on" in small.report().html and f"{best * 1e3:.3f} ms" in asked.report().html
+
+
+def test_policies_run_and_are_of_both_passes(group) -> None:
+    mask, tensors = cp.Mask.causal(96), [torch.randn(96, heads, 16, requires_grad=True) for heads in (4, 2, 2)]
+    outs = []
+    for overlap in ("auto", "sequential", "forward=concurrent,backward=sequential", "kernel-barrier"):
+        plan = group.plan(mask, **SHAPE, chunk=16, overlap=overlap)
+        assert overlap in ("auto", plan.choices.overlap)
+        out, _ = cp.attention(*tensors, plan)
+        outs.append((out, *torch.autograd.grad(out.sum(), tensors)))
+    for out in outs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(outs[0], out, strict=True))
+    with pytest.raises(cp.PolicyError, match="unknown overlap policy `fast`"):
+        group.plan(mask, **SHAPE, overlap="fast")
+
+
 def test_prefetch(group) -> None:
     mask = cp.Mask.causal(1000)
     group.prefetch(mask, **SHAPE)
@@ -114,7 +155,7 @@ def test_reports(group, tmp_path) -> None:
         ({"dtype": torch.int8}, "dtype is torch.int8; attention computes in"),
         ({"head_dim": 0}, "head_dim is 0; it must be at least 1"),
         ({"chunk": 0}, "chunk_size is 0"),
-        ({"dispatch": "random"}, 'dispatch is "random"; it must be'),
+        ({"dispatch": "random"}, 'dispatch is "random"; it must be "auto", "predicted", "affinity"'),
         ({"stages": 1000}, "the number of stages is 1000"),
         ({"queries": "sometimes"}, 'queries is "sometimes"'),
         ({"softcap": -1.0}, "softcap is -1.0"),

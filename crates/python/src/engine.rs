@@ -9,9 +9,7 @@ use counterpoint_exec::{
     LayerCall, LinearLayer, Machine, MemoryKeeper, Pass, Prepared, RunTimes, Ticket,
 };
 use counterpoint_plan::Dispatch;
-use counterpoint_schedule::{
-    GradientReduction, KeyBlocks, OverlapPolicy, Timeline, lower_attention_backward, lower_attention_forward,
-};
+use counterpoint_schedule::Timeline;
 
 use crate::borrow::{Borrowed, InPlace};
 use crate::linear::{self, LayerKey, Layers, LinearCall, LinearEngine, WantedTensor};
@@ -20,13 +18,6 @@ use crate::solution::Content;
 
 /// Tensors of one call, by the names of the Program's inputs and outputs.
 pub(crate) type Named = Vec<(&'static str, Borrowed)>;
-
-/// What is to be made ready.
-pub(crate) struct Task {
-    pub(crate) content: Arc<Content>,
-    pub(crate) policy: OverlapPolicy,
-    pub(crate) deterministic: bool,
-}
 
 /// Forward or backward.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -49,9 +40,13 @@ pub(crate) struct PassCall {
 /// What the engine does for a group of ranks.
 pub(crate) trait Engine: Send + Sync {
     /// Makes a plan ready to be called: local. `stream` is the one of which it is known whether it captures.
-    fn prepare(self: Arc<Self>, task: Task, stream: Option<u64>) -> Result<Arc<dyn Passes>, ExecError>;
+    fn prepare(
+        self: Arc<Self>,
+        content: Arc<Content>,
+        stream: Option<u64>,
+    ) -> Result<Arc<dyn Passes>, ExecError>;
     /// Likewise to be called and measured.
-    fn measured(self: Arc<Self>, task: Task) -> Arc<dyn Passes>;
+    fn measured(self: Arc<Self>, content: Arc<Content>) -> Arc<dyn Passes>;
     /// Rows of `from` to `to`.
     fn rows(&self, rows: &RowsCall<'_>) -> Result<(), ExecError>;
     /// What it does for linear layers.
@@ -285,7 +280,7 @@ where
 /// A plan whose calls take times.
 struct Measured<M: Machine> {
     joined: Arc<Joined<M>>,
-    task: Task,
+    content: Arc<Content>,
 }
 
 impl<M> Passes for Measured<M>
@@ -296,19 +291,15 @@ where
 {
     /// Strided tensors are not for it.
     fn run(self: Arc<Self>, call: PassCall) -> Result<Option<Timeline>, ExecError> {
-        let Task { content, policy, deterministic } = &self.task;
-        let (plan, spec, joined) = (&content.plan, &content.spec, &self.joined);
+        let (content, joined) = (&self.content, &self.joined);
         if let Some(streams) = joined.callers(call.stream) {
             let ranks = joined.group.ranks().iter().zip(&streams);
             ranks.into_iter().try_for_each(|(rank, stream)| rank.backend().settle(stream))?;
         }
         let tensors = joined.split(content, &call)?;
-        let blocks = if *deterministic { KeyBlocks::Aligned } else { KeyBlocks::Suited };
-        let reduction =
-            if *deterministic { GradientReduction::Deterministic } else { GradientReduction::PerStage };
         let lower = |rank| match call.direction {
-            Direction::Forward => lower_attention_forward(plan, rank, spec, *policy, blocks),
-            Direction::Backward => lower_attention_backward(plan, rank, spec, *policy, reduction),
+            Direction::Forward => content.forward_program(rank),
+            Direction::Backward => content.backward_program(rank),
         };
         let _one = lock(&joined.calling);
         let mut ranks = joined.group.prepare(lower, None)?;
@@ -332,7 +323,11 @@ where
         self
     }
 
-    fn prepare(self: Arc<Self>, task: Task, stream: Option<u64>) -> Result<Arc<dyn Passes>, ExecError> {
+    fn prepare(
+        self: Arc<Self>,
+        content: Arc<Content>,
+        stream: Option<u64>,
+    ) -> Result<Arc<dyn Passes>, ExecError> {
         self.group.poll()?;
         if self.captures(stream.and_then(|stream| self.callers(stream)).as_deref())? {
             let reason = "a plan that was never called cannot be called first inside of a graph, because making it ready is no work \
@@ -344,14 +339,14 @@ where
                 reason: reason.to_owned(),
             });
         }
-        let Task { content, policy, deterministic } = task;
-        let (plan, spec) = (&content.plan, &content.spec);
-        let calls = self.group.attention(plan, spec, Pass::ForwardBackward, policy, deterministic)?;
+        let Content { plan, spec, choices, deterministic, .. } = &*content;
+        let (pass, policies) = (Pass::ForwardBackward, choices.policies);
+        let calls = self.group.attention(plan, spec, pass, policies, *deterministic)?;
         Ok(Arc::new(Ready { joined: self, content, calls, is_captured: AtomicBool::new(false) }))
     }
 
-    fn measured(self: Arc<Self>, task: Task) -> Arc<dyn Passes> {
-        Arc::new(Measured { joined: self, task })
+    fn measured(self: Arc<Self>, content: Arc<Content>) -> Arc<dyn Passes> {
+        Arc::new(Measured { joined: self, content })
     }
 
     fn rows(&self, rows: &RowsCall<'_>) -> Result<(), ExecError> {

@@ -15,6 +15,7 @@ mod linear;
 mod mask;
 mod ranks;
 mod row_program;
+mod site;
 mod solution;
 mod timeline;
 

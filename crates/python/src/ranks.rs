@@ -7,18 +7,18 @@ use std::time::Duration;
 use counterpoint_cuda::{CudaMachine, CudaProcess, Device, Timing, TransportKind};
 use counterpoint_exec::{CpuMachine, ExecError, Group, JoinConfig, Rendezvous, SlowLink, WorldConfig};
 use counterpoint_plan::Topology;
-use counterpoint_schedule::OverlapPolicy;
 use pyo3::prelude::*;
 
 use crate::allocator::PythonAllocator;
 use crate::borrow::Borrowed;
 use crate::calls::Calls;
-use crate::engine::{Engine, Joined, RowsCall, Task};
+use crate::engine::{Engine, Joined, RowsCall};
 use crate::error::{engine, raise};
 use crate::interrupt::{self, interruptible};
 use crate::join::{self, PythonStore};
 use crate::linear::{LayerKey, LinearCall, WantedTensor, named_call};
 use crate::row_program::RowCollective;
+use crate::site::{Site, measured};
 use crate::solution::Solution;
 
 /// Ranks that are joined: all of a group in this process, or one of several processes.
@@ -27,6 +27,7 @@ pub(crate) struct Ranks {
     rank: Option<usize>,
     size: usize,
     transport: &'static str,
+    site: Site,
     engine: Mutex<Option<Arc<dyn Engine>>>,
     process: u32,
 }
@@ -37,7 +38,7 @@ impl Ranks {
     #[staticmethod]
     #[pyo3(signature = (size, *, slow_link, limit))]
     fn local(py: Python<'_>, size: usize, slow_link: Option<(f64, f64)>, limit: f64) -> PyResult<Self> {
-        let limit = duration(py, limit)?;
+        let (limit, site) = (duration(py, limit)?, Site::cpu(topology(size, 1), None));
         let slow_link = match slow_link {
             None => None,
             Some((alpha, bytes_per_second)) => {
@@ -45,13 +46,14 @@ impl Ranks {
             }
         };
         let group = engine(py, || Group::connect(&CpuMachine::new(0, slow_link)?, size, config(limit)))?;
-        Ok(Self::with(None, size, "memory", Arc::new(Joined::new(group))))
+        Ok(Self::with(None, "memory", site, Arc::new(Joined::new(group))))
     }
 
     /// This process as `rank` of `size` that are processes, which meet through `store`, a `torch.distributed.Store` of theirs alone.
-    /// `address` is one of rank 0's host at which all reach it. Collective.
+    /// `address` is one of rank 0's host at which all reach it. `nodes` is on how many machines they are, equally many on each. `profile` is
+    /// the text of a machine profile, which plans are made by. Collective.
     #[staticmethod]
-    #[pyo3(signature = (store, rank, size, *, address, limit))]
+    #[pyo3(signature = (store, rank, size, *, address, limit, nodes, profile))]
     fn join(
         py: Python<'_>,
         store: Py<PyAny>,
@@ -59,18 +61,20 @@ impl Ranks {
         size: usize,
         address: &str,
         limit: f64,
+        nodes: usize,
+        profile: Option<&str>,
     ) -> PyResult<Self> {
+        let site = Site::cpu(topology(size, nodes), measured(py, profile)?);
         let (address, world) = (join::address(py, address)?, config(duration(py, limit)?));
         let (store, _give_up) = PythonStore::new(store, rank, size);
         let joined = move || Group::join(&store, rank, size, &JoinConfig { address, world });
         let group = interruptible(py, joined)?;
-        Ok(Self::with(Some(rank), size, "tcp", Arc::new(Joined::new(group))))
+        Ok(Self::with(Some(rank), "tcp", site, Arc::new(Joined::new(group))))
     }
 
-    /// Likewise with this process on the GPU of that number, which other ranks may share. `nodes` is on how many machines they are,
-    /// equally many on each.
+    /// Likewise with this process on the GPU of that number, which other ranks may share.
     #[staticmethod]
-    #[pyo3(signature = (store, rank, size, ordinal, *, address, limit, transport, nodes, allocator))]
+    #[pyo3(signature = (store, rank, size, ordinal, *, address, limit, transport, nodes, profile, allocator))]
     fn join_cuda(
         py: Python<'_>,
         store: Py<PyAny>,
@@ -81,14 +85,16 @@ impl Ranks {
         limit: f64,
         transport: &str,
         nodes: usize,
+        profile: Option<&str>,
         allocator: PythonAllocator,
     ) -> PyResult<Self> {
+        let measured = measured(py, profile)?;
         let (address, world) = (join::address(py, address)?, config(duration(py, limit)?));
         let Some((_, kind)) = TransportKind::NAMES.into_iter().find(|(name, _)| *name == transport) else {
             let names = TransportKind::NAMES.map(|(name, _)| name).join(", ");
             return Err(raise(py, "Error", &format!("transport is {transport:?}; it must be {names}"), &[]));
         };
-        let topology = Topology { world_size: size, ranks_per_node: size / nodes.max(1) };
+        let topology = topology(size, nodes);
         let (store, _give_up) = PythonStore::new(store, rank, size);
         let joined = move || -> Result<_, ExecError> {
             let join = JoinConfig { address, world: world.clone() };
@@ -100,11 +106,17 @@ impl Ranks {
                 reason: error.to_string(),
             })?;
             let group = Group::connect(&process, size, world)?;
+            let site = Site {
+                machine: process.device().properties().name.clone(),
+                transport: process.transport().transport(),
+                topology,
+                cost: process.cost(measured.as_ref()),
+            };
             let transport = process.transport().name();
-            Ok((Joined::kept_by(group, Arc::new(process)), transport))
+            Ok((Joined::kept_by(group, Arc::new(process)), transport, site))
         };
-        let (joined, transport) = interruptible(py, joined)?;
-        Ok(Self::with(Some(rank), size, transport, Arc::new(joined)))
+        let (joined, transport, site) = interruptible(py, joined)?;
+        Ok(Self::with(Some(rank), transport, site, Arc::new(joined)))
     }
 
     /// All `size` ranks in this process, on one GPU, with the allocator's memory.
@@ -123,8 +135,14 @@ impl Ranks {
             let machine = CudaMachine::new(vec![Device::open(ordinal)?], Timing::Spans)?;
             machine.with_allocator(allocator)
         })?;
+        let site = Site {
+            machine: machine.devices()[0].properties().name.clone(),
+            transport: machine.transport().transport(),
+            topology: topology(size, 1),
+            cost: machine.cost(None, size),
+        };
         let group = engine(py, || Group::connect(&machine, size, config(limit)))?;
-        Ok(Self::with(None, size, "memory", Arc::new(Joined::new(group))))
+        Ok(Self::with(None, "memory", site, Arc::new(Joined::new(group))))
     }
 
     /// This process's rank; None where all are here.
@@ -146,32 +164,19 @@ impl Ranks {
     }
 
     /// Makes a plan ready to be called. `stream` is PyTorch's current one; None on a thread that calls nothing. Local.
-    #[pyo3(signature = (solution, *, overlap, deterministic, stream))]
-    fn prepare(
-        slf: &Bound<'_, Self>,
-        solution: &Solution,
-        overlap: &str,
-        deterministic: bool,
-        stream: Option<u64>,
-    ) -> PyResult<Calls> {
+    #[pyo3(signature = (solution, *, stream))]
+    fn prepare(slf: &Bound<'_, Self>, solution: &Solution, stream: Option<u64>) -> PyResult<Calls> {
         let (py, content) = (slf.py(), &solution.content);
-        let task = Task { content: content.clone(), policy: policy(py, overlap)?, deterministic };
+        let task = content.clone();
         let ranks = slf.get().engine(py)?;
         let passes = engine(py, || ranks.prepare(task, stream))?;
         Ok(Calls::new(slf.clone().unbind(), passes, content))
     }
 
     /// The same of which every call gives its times.
-    #[pyo3(signature = (solution, *, overlap, deterministic))]
-    fn prepare_measured(
-        slf: &Bound<'_, Self>,
-        solution: &Solution,
-        overlap: &str,
-        deterministic: bool,
-    ) -> PyResult<Calls> {
+    fn prepare_measured(slf: &Bound<'_, Self>, solution: &Solution) -> PyResult<Calls> {
         let (py, content) = (slf.py(), &solution.content);
-        let task = Task { content: content.clone(), policy: policy(py, overlap)?, deterministic };
-        let passes = slf.get().engine(py)?.measured(task);
+        let passes = slf.get().engine(py)?.measured(content.clone());
         Ok(Calls::new(slf.clone().unbind(), passes, content))
     }
 
@@ -257,8 +262,14 @@ impl Ranks {
 }
 
 impl Ranks {
-    fn with(rank: Option<usize>, size: usize, transport: &'static str, engine: Arc<dyn Engine>) -> Self {
-        Self { rank, size, transport, engine: Mutex::new(Some(engine)), process: std::process::id() }
+    fn with(rank: Option<usize>, transport: &'static str, site: Site, engine: Arc<dyn Engine>) -> Self {
+        let size = site.topology.world_size;
+        Self { rank, size, transport, site, engine: Mutex::new(Some(engine)), process: std::process::id() }
+    }
+
+    /// What plans of the group follow.
+    pub(crate) fn site(&self) -> &Site {
+        &self.site
     }
 
     /// The ranks of this process.
@@ -291,13 +302,6 @@ impl Drop for Ranks {
     }
 }
 
-fn policy(py: Python<'_>, overlap: &str) -> PyResult<OverlapPolicy> {
-    match overlap {
-        "auto" => Ok(OverlapPolicy::default()),
-        text => text.parse().map_err(|error| raise(py, "PolicyError", &format!("{error}"), &[])),
-    }
-}
-
 fn config(limit: Duration) -> WorldConfig {
     WorldConfig { limit, interrupted: interrupt::reason, ..WorldConfig::default() }
 }
@@ -305,4 +309,8 @@ fn config(limit: Duration) -> WorldConfig {
 fn duration(py: Python<'_>, seconds: f64) -> PyResult<Duration> {
     Duration::try_from_secs_f64(seconds)
         .map_err(|_| raise(py, "Error", &format!("{seconds} is no number of seconds to wait"), &[]))
+}
+
+fn topology(size: usize, nodes: usize) -> Topology {
+    Topology { world_size: size, ranks_per_node: size / nodes.max(1) }
 }

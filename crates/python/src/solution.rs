@@ -3,13 +3,13 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use counterpoint_choose::ChooseError;
 use counterpoint_plan::{
-    AttentionSpec, DispatchAlgorithm, GradientShares, MachineProfile, Plan, PlanConfig, PlanError,
-    PlanSummary, QueryExchange, StageCount, Topology,
+    AttentionSpec, GradientShares, Plan, PlanConfig, PlanError, PlanSummary, QueryExchange, StageCount,
 };
 use counterpoint_report::{Figures, HtmlReport, MaskDrawing, Style, TimelinePair, plan_table};
 use counterpoint_schedule::{
-    GradientReduction, KeyBlocks, OverlapPolicy, SimulateError, lower_attention_backward,
+    GradientReduction, KeyBlocks, PassPolicies, Program, SimulateError, lower_attention_backward,
     lower_attention_forward, simulate,
 };
 use pyo3::exceptions::PyTypeError;
@@ -21,6 +21,8 @@ use crate::borrow::dtype_of;
 use crate::error::{Raised, engine, raise};
 use crate::integers::described;
 use crate::mask::Mask;
+use crate::ranks::Ranks;
+use crate::site::{Asked, Choices, Problem};
 use crate::timeline::Timeline;
 
 /// A plan with its mask, problem and configuration. Pure: the same in every process that solves it with the same arguments.
@@ -35,6 +37,9 @@ pub(crate) struct Content {
     pub(crate) spec: AttentionSpec,
     config: PlanConfig,
     pub(crate) plan: Plan,
+    pub(crate) choices: Choices,
+    /// Whether gradients have the same bits every time.
+    pub(crate) deterministic: bool,
     seconds: f64,
 }
 
@@ -52,13 +57,14 @@ impl Raised for serde_json::Error {
 
 #[pymethods]
 impl Solution {
-    /// Plans `mask` for ranks. `on` is another plan of the same ranks, whose dispatch is kept.
+    /// Plans `mask` for ranks. `on` is another plan of the same ranks, whose dispatch is kept. `dispatch` and `overlap` are names, "predicted"
+    /// for what is predicted to end first, or "auto" for that where the comparison pays.
     #[new]
-    #[pyo3(signature = (mask, *, ranks, heads_q, heads_k, head_dim, head_dim_v, dtype, scale, softcap, sink_rows, chunk, dispatch, stages, queries, ranks_per_node, profile, on))]
+    #[pyo3(signature = (mask, ranks, *, heads_q, heads_k, head_dim, head_dim_v, dtype, scale, softcap, sink_rows, chunk, dispatch, stages, queries, overlap, deterministic, on))]
     fn new(
         py: Python<'_>,
         mask: &Mask,
-        ranks: usize,
+        ranks: &Ranks,
         heads_q: usize,
         heads_k: usize,
         head_dim: usize,
@@ -71,12 +77,16 @@ impl Solution {
         dispatch: &str,
         stages: &Bound<'_, PyAny>,
         queries: &str,
-        ranks_per_node: usize,
-        profile: Option<&str>,
+        overlap: &str,
+        deterministic: bool,
         on: Option<&Solution>,
     ) -> PyResult<Self> {
-        let dispatch: DispatchAlgorithm =
-            named(py, "dispatch", dispatch, "\"affinity\", \"min-heap\", \"sequential\" or \"zigzag\"")?;
+        const DISPATCHES: &str =
+            "\"auto\", \"predicted\", \"affinity\", \"min-heap\", \"sequential\" or \"zigzag\"";
+        let dispatch = Asked::named(dispatch, |name| named(py, "dispatch", name, DISPATCHES))?;
+        let overlap = Asked::named(overlap, |text| {
+            text.parse::<PassPolicies>().map_err(|error| raise(py, "PolicyError", &format!("{error}"), &[]))
+        })?;
         let query_exchange: QueryExchange =
             named(py, "queries", queries, "\"never\", \"auto\" or \"fewest_bytes\"")?;
         let stages = match (stages.extract::<usize>(), stages.extract::<String>()) {
@@ -100,25 +110,25 @@ impl Solution {
             seqlen_sink: sink_rows,
             gradient_shares: GradientShares::default(),
         };
-        let topology = Topology { world_size: ranks, ranks_per_node };
-        let default = PlanConfig::new(ranks);
-        let cost = match profile.map(MachineProfile::from_json) {
-            None => default.cost,
-            Some(Ok(profile)) => profile.cost,
-            Some(Err(error)) => return Err(raise(py, "PlanError", &format!("profile: {error}"), &[])),
+        let site = ranks.site();
+        let (topology, cost) = (site.topology, site.cost);
+        let config = PlanConfig {
+            chunk_size: chunk,
+            stages,
+            query_exchange,
+            topology,
+            cost,
+            ..PlanConfig::new(topology.world_size)
         };
-        let config = PlanConfig { chunk_size: chunk, dispatch, stages, query_exchange, topology, cost };
         let mask = mask.native.clone();
         let on = on.map(|on| on.content.clone());
         let content = engine(py, move || {
             let began = Instant::now();
-            let plan = match on {
-                Some(on) => on.plan.for_mask_on(&mask, &spec, &config)?,
-                None => Plan::new(&mask, &spec, &config)?,
-            };
-            let plan = plan.over_nodes(&topology);
+            let on = on.as_ref().map(|on| (&on.plan, on.choices.dispatch));
+            let problem = Problem { mask: &mask, spec: &spec, config, backward: reduction(deterministic) };
+            let (plan, choices) = problem.solve(site, on, dispatch, overlap)?;
             let seconds = began.elapsed().as_secs_f64();
-            Ok::<_, PlanError>(Content { mask, spec, config, plan, seconds })
+            Ok::<_, ChooseError>(Content { mask, spec, config, plan, choices, deterministic, seconds })
         })?;
         Ok(Self { content: Arc::new(content) })
     }
@@ -145,6 +155,12 @@ impl Solution {
     #[getter]
     fn ranks(&self) -> usize {
         self.content.plan.ranks.len()
+    }
+
+    /// Whether gradients have the same bits every time.
+    #[getter]
+    fn deterministic(&self) -> bool {
+        self.content.deterministic
     }
 
     /// Rows of a chunk.
@@ -179,6 +195,11 @@ impl Solution {
     fn summary_json(&self, py: Python<'_>) -> PyResult<String> {
         let Content { mask, spec, plan, seconds, .. } = &*self.content;
         engine(py, || serde_json::to_string(&PlanSummary::new(plan, mask, spec, *seconds)))
+    }
+
+    /// What was chosen, and from what, as JSON.
+    fn choices_json(&self, py: Python<'_>) -> PyResult<String> {
+        engine(py, || serde_json::to_string(&self.content.choices.to_json()))
     }
 
     /// A table of ranks for terminals.
@@ -234,19 +255,33 @@ impl Solution {
     fn simulate(
         &self,
     ) -> Result<(counterpoint_schedule::Timeline, counterpoint_schedule::Timeline), SimulateError> {
-        let Content { spec, config, plan, .. } = &*self.content;
-        let policy = OverlapPolicy::default();
+        let Content { config, plan, .. } = &*self.content;
         let ranks = || 0..plan.ranks.len();
-        let forward =
-            ranks().map(|rank| lower_attention_forward(plan, rank, spec, policy, KeyBlocks::Suited));
-        let reduction = GradientReduction::default();
-        let backward = ranks().map(|rank| lower_attention_backward(plan, rank, spec, policy, reduction));
+        let forward = ranks().map(|rank| self.content.forward_program(rank));
+        let backward = ranks().map(|rank| self.content.backward_program(rank));
         let run = |programs: Vec<_>| simulate(&programs, &config.topology, &config.cost);
         Ok((run(forward.collect())?, run(backward.collect())?))
     }
 }
 
+/// How gradients travel.
+fn reduction(deterministic: bool) -> GradientReduction {
+    if deterministic { GradientReduction::Deterministic } else { GradientReduction::PerStage }
+}
+
 impl Content {
+    /// A rank's forward.
+    pub(crate) fn forward_program(&self, rank: usize) -> Program {
+        let blocks = if self.deterministic { KeyBlocks::Aligned } else { KeyBlocks::Suited };
+        lower_attention_forward(&self.plan, rank, &self.spec, self.choices.policies.forward, blocks)
+    }
+
+    /// A rank's backward.
+    pub(crate) fn backward_program(&self, rank: usize) -> Program {
+        let (policy, how) = (self.choices.policies.backward, reduction(self.deterministic));
+        lower_attention_backward(&self.plan, rank, &self.spec, policy, how)
+    }
+
     /// Rows of queries (or keys) of a rank.
     pub(crate) fn rows(&self, rank: usize, keys: bool) -> usize {
         let rank = &self.plan.ranks[rank];

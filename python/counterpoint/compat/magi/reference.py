@@ -38,7 +38,7 @@ def reference_attention(
     seen = plan.mask.to_dense().to(q.device)
     logits = logits.masked_fill(~seen, -torch.inf)
     if sink is not None:
-        if plan._settings.sink_grad == "share" and plan._rank:
+        if plan._sink_grad == "share" and plan._rank:
             sink = ScaledGradient.apply(sink, 0.0)  # rank 0's share is all of it
         more = sink.to(wide).t().unsqueeze(1).expand(-1, logits.shape[1], -1)
         logits = torch.cat([logits, more], 2)
