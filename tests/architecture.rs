@@ -18,8 +18,21 @@ const MAY_USE: &[(&str, &[&str])] = &[
     ("counterpoint-report", &["mask", "plan", "schedule"]),
     ("counterpoint", &["mask", "tiles", "plan", "schedule", "choose", "exec", "cuda", "report"]),
     ("counterpoint-python", &["mask", "plan", "schedule", "choose", "exec", "cuda", "report"]),
-    ("counterpoint-cli", &["files", "mask", "plan", "schedule", "choose", "exec", "cuda", "report"]),
+    ("counterpoint-console", &["files", "mask", "plan", "schedule", "choose", "exec", "cuda", "report"]),
+    (
+        "counterpoint-bench",
+        &["files", "mask", "plan", "schedule", "choose", "exec", "cuda", "report", "console"],
+    ),
+    ("counterpoint-selftest", &["files", "exec", "cuda", "report", "console"]),
+    (
+        "counterpoint-cli",
+        &["mask", "plan", "schedule", "choose", "exec", "cuda", "report", "console", "bench", "selftest"],
+    ),
 ];
+
+/// What the binary is made of.
+const COMMANDS: &[&str] =
+    &["crates/cli/src", "crates/console/src", "crates/bench/src", "crates/selftest/src"];
 
 /// What the pure crates must not name.
 const IMPURE: &[&str] = &[
@@ -119,7 +132,8 @@ fn unsafe_code_lives_in_crate_cuda_and_a_few_files() {
 #[test]
 fn tables_have_one_printer() {
     let printer = root().join("crates/report/src/table");
-    let sources = ["crates/cli/src", "crates/report/src"].map(|folder| code_lines(&root().join(folder)));
+    let sources =
+        COMMANDS.iter().chain(&["crates/report/src"]).map(|folder| code_lines(&root().join(folder)));
     for (path, line, text) in sources.into_iter().flatten() {
         let is_printer = path.starts_with(&printer) || path == printer.with_extension("rs");
         // As in `{name:<18}` and `{:>6}`.
@@ -139,9 +153,9 @@ fn tables_have_one_printer() {
 /// system's own files, and what this program wrote itself.
 #[test]
 fn files_are_read_and_programs_found_in_one_place() {
-    let own = ["crates/cli/src/command/selftest", "crates/cuda/src/selftest"].map(|path| root().join(path));
+    let own = ["crates/selftest/src", "crates/cuda/src/selftest"].map(|path| root().join(path));
     let words = ["fs::read(", "fs::read_to_string(", "File::open(", "Command::new(\"", "env::temp_dir("];
-    for folder in ["crates/cli/src", "crates/cuda/src"] {
+    for folder in COMMANDS.iter().chain(&["crates/cuda/src"]) {
         for (path, line, text) in code_lines(&root().join(folder)) {
             let allowed = own.iter().any(|own| path.starts_with(own))
                 || ["\"/proc/", "\"/sys/", "OpenFile::open(", "TensorFile::open("]

@@ -11,7 +11,7 @@ use std::fmt;
 use std::io::{self, Write};
 use std::time::Duration;
 
-use crate::interrupt;
+use counterpoint_console::interrupt;
 
 /// The system's allocator, which tells when it has no more.
 struct Telling;

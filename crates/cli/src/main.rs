@@ -6,30 +6,13 @@
 mod allocator;
 mod arguments;
 mod command;
-mod command_line;
-mod console;
-mod device;
-mod digest;
-mod error;
-mod files;
-mod input;
-mod interrupt;
-mod mask_argument;
-mod origin;
-mod output;
-mod own_process;
-mod profile;
-mod progress;
-mod schema;
-mod temporary_folder;
-mod tuned;
 
 use std::process::ExitCode;
 
 use clap::FromArgMatches;
+use counterpoint_console::{self as console, CommandLine, interrupt};
 
 use arguments::Arguments;
-use command_line::CommandLine;
 
 fn main() -> ExitCode {
     // Before there are threads.

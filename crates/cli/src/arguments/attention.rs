@@ -1,12 +1,12 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::{Args, ValueEnum};
+use clap::Args;
+use counterpoint_console::arguments::{Device, Exchange};
+use counterpoint_console::arguments::{PassOverlaps, PlanningArguments, overlap, value};
 use counterpoint_cuda::TransportKind;
 use counterpoint_exec::SlowLink;
 use counterpoint_plan::DType;
-
-use super::{PassOverlaps, PlanningArguments, overlap, value};
 
 /// Run distributed attention on real tensors, and check it
 #[derive(Debug, Args)]
@@ -177,22 +177,4 @@ pub(crate) struct ResultArguments {
     /// Print one JSON document and nothing else
     #[arg(long)]
     pub(crate) json: bool,
-}
-
-/// How rows cross between nodes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Exchange {
-    /// Once for each node that needs them, then inside it; sums of gradients likewise, backwards
-    TwoLevel,
-    /// For every rank that needs them
-    Flat,
-}
-
-/// What computes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Device {
-    /// Ranks are threads of this process
-    Cpu,
-    /// Ranks are on GPUs: one each, or in turn where there are fewer
-    Cuda,
 }

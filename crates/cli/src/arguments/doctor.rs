@@ -1,8 +1,7 @@
 use std::path::PathBuf;
 
 use clap::Args;
-
-use super::Device;
+use counterpoint_console::arguments::Device;
 
 /// Say what this machine can do, what it lacks and what that costs
 #[derive(Debug, Args)]

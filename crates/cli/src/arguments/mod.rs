@@ -4,56 +4,29 @@
 //! where clap by itself would take it for an unknown argument.
 
 mod attention;
-mod bench;
-mod bench_collective;
-mod bench_cp;
-mod bench_gemm;
-mod bench_gemm_collective;
-mod bench_tp;
 mod doctor;
 mod help;
 mod mask;
-mod overlap;
 mod plan;
-mod planning;
-mod selftest;
-mod selftest_group;
 mod simulate;
-mod tune;
 mod usage;
-mod value;
 
 use clap::{Args, Parser, Subcommand};
 use clap_complete::Shell;
+use counterpoint_bench::{BenchCommand, TuneCommand};
 use counterpoint_schedule::RankTransport;
+use counterpoint_selftest::SelftestArguments;
 
-pub(crate) use attention::{AttentionArguments, Device, Exchange, TensorArguments};
-pub(crate) use bench::{
-    BenchAttentionArguments, BenchClock, BenchCommand, BenchDType, BenchFreshMasksArguments, BenchKernels,
-    BenchMask, BenchPass, BenchPlanArguments, CudaBenchArguments,
-};
-pub(crate) use bench_collective::{BenchCollectiveArguments, CollectiveDType};
-pub(crate) use bench_cp::BenchCpArguments;
-pub(crate) use bench_gemm::{BenchGemmArguments, BenchGemmLayout};
-pub(crate) use bench_gemm_collective::BenchGemmCollectiveArguments;
-pub(crate) use bench_tp::{BenchTpArguments, BenchTpPass, GradientArgument};
+pub(crate) use attention::{AttentionArguments, TensorArguments};
 pub(crate) use doctor::DoctorArguments;
 pub(crate) use help::{command, documented, help_text};
 pub(crate) use mask::MaskArguments;
-pub(crate) use overlap::{OverlapChoice, OverlapList, PassOverlaps};
 pub(crate) use plan::PlanArguments;
-pub(crate) use planning::{PlanningArguments, ShapeArguments};
-pub(crate) use selftest::SelftestArguments;
-pub(crate) use selftest_group::Group;
 pub(crate) use simulate::{
     SimulateAttentionArguments, SimulateCommand, SimulateLinearArguments, SimulateModelArguments,
     SimulationArguments,
 };
-pub(crate) use tune::{
-    BenchBandwidthArguments, RanksArguments, SearchArgument, TuneCommand, TuneGemmArguments,
-};
 pub(crate) use usage::usage_error;
-pub(crate) use value::{DISPATCHES, DispatchAsked, dispatch_name, dtype_name, scale_of};
 
 /// Distributed attention whose communication runs under its computation.
 #[derive(Debug, Parser)]
@@ -184,13 +157,4 @@ Examples:
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn well_formed() {
-        use clap::CommandFactory;
-        Arguments::command().debug_assert();
-        command().debug_assert();
-    }
-}
+mod tests;

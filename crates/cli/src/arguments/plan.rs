@@ -1,8 +1,7 @@
 use std::path::PathBuf;
 
 use clap::Args;
-
-use super::{PlanningArguments, ShapeArguments, value};
+use counterpoint_console::arguments::{PlanningArguments, ShapeArguments, value};
 
 /// Solve and explain a plan without running it
 #[derive(Debug, Args)]

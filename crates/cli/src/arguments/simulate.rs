@@ -1,10 +1,11 @@
 use std::path::PathBuf;
 
 use clap::{Args, Subcommand, ValueEnum};
+use counterpoint_console::arguments::{
+    OverlapChoice, OverlapList, PlanningArguments, ShapeArguments, overlap, value,
+};
 use counterpoint_plan::{Activations, DType, LinearKind, TransformerSpec, WaveGroups};
 use counterpoint_schedule::OverlapPolicy;
-
-use super::{OverlapChoice, OverlapList, PlanningArguments, ShapeArguments, overlap, value};
 
 /// What to predict.
 #[derive(Debug, Subcommand)]

@@ -1,4 +1,4 @@
-use crate::error::CliError;
+use counterpoint_console::CliError;
 
 /// The argument parser's error as one sentence: its first paragraph and its tips on one line, without the usage text.
 pub(crate) fn usage_error(error: &clap::Error) -> CliError {

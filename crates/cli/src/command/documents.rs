@@ -1,10 +1,9 @@
 //! `counterpoint completions` and `counterpoint man`.
 
 use clap_mangen::Man;
+use counterpoint_console::{self as console, CliError};
 
 use crate::arguments::{CompletionsArguments, ManArguments, command, documented};
-use crate::console;
-use crate::error::CliError;
 
 /// The name of this program.
 const NAME: &str = "counterpoint";

@@ -1,11 +1,11 @@
+use counterpoint_console::{
+    self as console, CliError, Schema, mask_argument,
+    output::{Outputs, shown},
+};
 use counterpoint_mask::PictureStyle;
 use counterpoint_report::{MaskDrawing, format_count};
 
 use crate::arguments::MaskArguments;
-use crate::error::CliError;
-use crate::output::{Outputs, shown};
-use crate::schema::Schema;
-use crate::{console, mask_argument};
 
 /// Characters of the picture: as many rows of tokens as a terminal shows, twice as many columns, as characters are
 /// about twice as high as wide.

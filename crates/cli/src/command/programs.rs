@@ -3,12 +3,11 @@
 use std::fmt::Write;
 use std::ops::Range;
 
+use counterpoint_console::CliError;
 use counterpoint_plan::{AttentionSpec, Plan};
 use counterpoint_schedule::{
     GradientReduction, KeyBlocks, PassPolicies, lower_attention_backward, lower_attention_forward,
 };
-
-use crate::error::CliError;
 
 /// The ranks to print: `rank`, or all of them.
 pub(super) fn ranks(rank: Option<usize>, cp_size: usize) -> Result<Range<usize>, CliError> {

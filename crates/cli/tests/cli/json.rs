@@ -46,7 +46,7 @@ fn a_printed_mask_is_a_mask_file() {
 }
 
 const PAGE: &str = include_str!("../../../../docs/json.md");
-const SCHEMAS: &str = include_str!("../../src/schema.rs");
+const SCHEMAS: &str = include_str!("../../../console/src/schema.rs");
 
 /// A document of the page: its schema, the command that prints it where any machine can run it, and the example.
 struct Documented<'a> {

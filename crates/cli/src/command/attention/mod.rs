@@ -3,6 +3,19 @@ mod process_inputs;
 mod result;
 mod tensors;
 
+use counterpoint_console::{
+    self as console, CliError, CommandLine, Progress, Schema,
+    arguments::{Device, Exchange, dtype_name},
+    device,
+    launched::launch,
+    mask_argument,
+    nodes::{slow_link, topology},
+    output::Outputs,
+    overlap::Overlapped,
+    prediction::predict,
+    rank_machine::RankMachine,
+    solution::Solution,
+};
 use counterpoint_exec::{
     AttentionInputs, AttentionRun, RunConfig, SlowLink, available_memory, check_attention, reference_bytes,
     run_attention, run_attention_on,
@@ -13,19 +26,7 @@ use counterpoint_schedule::{GradientReduction, PassPolicies, RankTransport};
 
 use self::result::AttentionResult;
 use self::tensors::Tensors;
-use super::launched::launch;
-use super::nodes::{slow_link, topology};
-use super::overlap::Overlapped;
-use super::prediction::predict;
-use super::rank_machine::RankMachine;
-use super::solution::Solution;
-use crate::arguments::{AttentionArguments, Device, Exchange, dtype_name};
-use crate::command_line::CommandLine;
-use crate::error::CliError;
-use crate::output::Outputs;
-use crate::progress::Progress;
-use crate::schema::Schema;
-use crate::{console, device, mask_argument};
+use crate::arguments::AttentionArguments;
 
 /// `counterpoint attention`: all ranks in this process, or this process one of them.
 pub(crate) fn run(arguments: AttentionArguments, line: &CommandLine) -> Result<(), CliError> {

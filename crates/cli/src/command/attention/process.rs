@@ -3,6 +3,15 @@
 
 use std::sync::Arc;
 
+use counterpoint_console::{
+    self as console, CliError, CommandLine, Progress,
+    arguments::Device,
+    device,
+    launched::{as_rank, ended, gather, gpu_of_rank, refuse_other_sizes},
+    mask_argument,
+    output::Outputs,
+    profile,
+};
 use counterpoint_cuda::{CudaProcess, Timing};
 use counterpoint_exec::{
     AttentionInputs, ExecError, Facet, Launch, Pass, RankProblem, RanksRun, Rendezvous, RendezvousError,
@@ -20,13 +29,7 @@ use super::{
     Ended, checked_outputs, passes, placed, plan_config, policies, refuse_what_does_not_fit,
     refuse_what_the_device_lacks, run_config, solve,
 };
-use crate::arguments::{AttentionArguments, Device};
-use crate::command::launched::{as_rank, ended, gather, gpu_of_rank, refuse_other_sizes};
-use crate::command_line::CommandLine;
-use crate::error::CliError;
-use crate::output::Outputs;
-use crate::progress::Progress;
-use crate::{console, device, mask_argument, profile};
+use crate::arguments::AttentionArguments;
 
 /// Joins the other processes and runs this one's rank. Whatever ends it ends the others too.
 pub(super) fn run(

@@ -6,14 +6,16 @@
 
 use std::collections::BTreeMap;
 
+use counterpoint_console::{
+    CliError,
+    digest::shown,
+    input::FileState,
+    launched::{ended, gather},
+};
 use counterpoint_exec::{AttentionInputs, HostTensor, Rendezvous, RendezvousError};
 use sha2::{Digest, Sha256};
 
 use super::tensors::Tensors;
-use crate::command::launched::{ended, gather};
-use crate::digest::shown;
-use crate::error::CliError;
-use crate::input::FileState;
 
 /// Compares the rows that this rank has read with those in the file of rank 0, which all ranks call. `read` gives a rank's rows from
 /// this process's file.

@@ -5,6 +5,14 @@ use std::fmt::Write;
 use std::path::Path;
 
 use counterpoint_choose::AttentionPrediction;
+use counterpoint_console::{
+    self as console, CliError,
+    arguments::{Device, dispatch_name, dtype_name},
+    device, origin,
+    output::{Outputs, outputs_as_safetensors},
+    prediction::rank_seconds,
+    solution::Solution,
+};
 use counterpoint_exec::{AttentionRun, CheckReport};
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, PlanSummary};
@@ -15,12 +23,7 @@ use counterpoint_report::{
 use counterpoint_schedule::{Overlap, PassPolicies, Span, Timeline};
 use serde::Serialize;
 
-use crate::arguments::{AttentionArguments, Device, dispatch_name, dtype_name};
-use crate::command::prediction::rank_seconds;
-use crate::command::solution::Solution;
-use crate::error::CliError;
-use crate::output::{Outputs, outputs_as_safetensors};
-use crate::{console, device, origin};
+use crate::arguments::AttentionArguments;
 
 /// A run with all that is to be told of it.
 pub(super) struct AttentionResult<'a> {

@@ -1,10 +1,13 @@
+use counterpoint_console::{
+    CliError,
+    arguments::{Device, scale_of},
+    input::{Problem, TensorFile, flags_divide, random_inputs, random_rows},
+};
 use counterpoint_exec::AttentionInputs;
 use counterpoint_mask::{Mask, Range};
 use counterpoint_plan::{AttentionSpec, DType, GradientShares, RankPlan};
 
-use crate::arguments::{AttentionArguments, Device, TensorArguments, scale_of};
-use crate::error::CliError;
-use crate::input::{Problem, TensorFile, flags_divide, random_inputs, random_rows};
+use crate::arguments::{AttentionArguments, TensorArguments};
 
 /// Tensors that are known to fit the mask, not yet read or drawn.
 pub(super) enum Tensors {

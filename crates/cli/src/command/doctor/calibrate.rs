@@ -4,17 +4,19 @@ use std::fmt::Write;
 use std::fs;
 use std::path::PathBuf;
 
+use counterpoint_console::{
+    self as console, CliError, Progress, Schema,
+    arguments::Device,
+    device,
+    output::{Outputs, shown},
+    profile,
+};
 use counterpoint_cuda::{CudaMachine, Timing};
 use counterpoint_exec::calibrate;
 use counterpoint_plan::{AttentionSpec, DType, MachineProfile, PROFILE_VERSION};
 use counterpoint_report::{format_bytes, format_flops, format_gbps, format_seconds};
 
-use crate::arguments::{Device, DoctorArguments};
-use crate::error::CliError;
-use crate::output::{Outputs, shown};
-use crate::progress::Progress;
-use crate::schema::Schema;
-use crate::{console, device, profile};
+use crate::arguments::DoctorArguments;
 
 /// Measures, keeps and prints.
 pub(super) fn run(arguments: &DoctorArguments) -> Result<(), CliError> {

@@ -6,16 +6,13 @@ mod overlap;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
+use counterpoint_console::{self as console, CliError, Schema, device, output::shown, profile};
 use counterpoint_cuda::{CubinCache, CudaError, Device};
 use counterpoint_exec::EnvironmentVariable;
 use counterpoint_report::{format_bytes, printable};
 use serde::Serialize;
 
 use crate::arguments::DoctorArguments;
-use crate::error::CliError;
-use crate::output::shown;
-use crate::schema::Schema;
-use crate::{console, device, profile};
 
 /// What this machine has, as JSON has it.
 #[derive(Debug, Serialize)]

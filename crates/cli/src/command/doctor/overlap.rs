@@ -3,15 +3,12 @@
 use std::fmt::Write;
 use std::process::Command;
 
+use counterpoint_console::{self as console, CliError, Progress, Schema};
 use counterpoint_cuda::{CudaError, Device, count_starts};
 use counterpoint_report::{Column, table};
 use serde::{Deserialize, Serialize};
 
 use crate::arguments::DoctorArguments;
-use crate::console;
-use crate::error::CliError;
-use crate::progress::Progress;
-use crate::schema::Schema;
 
 /// What was counted with so many hardware queues.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -3,17 +3,18 @@
 use std::fmt::Write;
 
 use counterpoint_choose::{AttentionPrediction, modelled_transports};
+use counterpoint_console::{
+    CliError,
+    arguments::{DISPATCHES, DispatchAsked, dispatch_name},
+    overlap::{AUTO, Overlap, Overlapped},
+    prediction::predict,
+    solution::Solution,
+};
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, DispatchAlgorithm, Plan, PlanConfig, PlanOverview, RankPlan};
 use counterpoint_report::{Column, Style, format_bytes, format_count, format_seconds, table};
 use counterpoint_schedule::GradientReduction;
 use serde::Serialize;
-
-use crate::arguments::{DISPATCHES, DispatchAsked, dispatch_name};
-use crate::command::overlap::{AUTO, Overlap, Overlapped};
-use crate::command::prediction::predict;
-use crate::command::solution::Solution;
-use crate::error::CliError;
 
 /// Up to so many ranks all dispatches are planned and simulated; with more, the one that was asked for.
 pub(super) const MOST_COMPARED_RANKS: usize = 256;

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::time::Instant;
 
+use counterpoint_console::{self as console, CliError, Progress, Schema, arguments::dispatch_name};
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, MachineProfile, PlanConfig, PlanOverview, RankPrediction};
 use counterpoint_report::{comparison_table, format_count, format_seconds, summary_table};
@@ -11,12 +12,8 @@ use counterpoint_report::{comparison_table, format_count, format_seconds, summar
 use super::dispatches::{self, DispatchRow};
 use super::imbalance::{Imbalance, Level, most_over_mean};
 use super::{Document, Inputs, headline, machine_of};
-use crate::arguments::{PlanArguments, dispatch_name};
+use crate::arguments::PlanArguments;
 use crate::command::comparison::traffic_rows;
-use crate::console;
-use crate::error::CliError;
-use crate::progress::Progress;
-use crate::schema::Schema;
 
 /// `counterpoint plan` of more ranks than are compared. Times are the planner's own prediction, rank by rank.
 pub(super) fn run(

@@ -1,5 +1,6 @@
 //! Why a plan gives some ranks more than others, and what would help: found by trying.
 
+use counterpoint_console::arguments::{DispatchAsked, dispatch_name};
 use counterpoint_mask::Mask;
 use counterpoint_plan::{
     AttentionSpec, DispatchAlgorithm, Plan, PlanConfig, QueryExchange, chunk_work, dispatch, dispatch_queries,
@@ -8,7 +9,6 @@ use counterpoint_schedule::{SpanKind, Timeline};
 use serde::Serialize;
 
 use super::dispatches::DispatchRow;
-use crate::arguments::{DispatchAsked, dispatch_name};
 use counterpoint_choose::AttentionPrediction;
 
 /// From here on a balance is explained.

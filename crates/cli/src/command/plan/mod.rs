@@ -8,6 +8,19 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 
 use counterpoint_choose::{AttentionPrediction, PassChoice, PolicyChoice};
+use counterpoint_console::{
+    self as console, CliError, Progress, Schema,
+    arguments::{ShapeArguments, dispatch_name, dtype_name},
+    input::flags_divide,
+    mask_argument,
+    nodes::topology,
+    origin,
+    output::Outputs,
+    overlap::{ChosenPass, chosen_text},
+    prediction::rank_seconds,
+    profile,
+    solution::Solution,
+};
 use counterpoint_mask::Mask;
 use counterpoint_plan::{
     AttentionSpec, CostModel, DType, Fingerprint, GradientShares, MachineProfile, PlanConfig, PlanSummary,
@@ -19,18 +32,8 @@ use counterpoint_report::{
 use serde::Serialize;
 
 use super::comparison::traffic_rows;
-use super::nodes::topology;
-use super::overlap::{ChosenPass, chosen_text};
-use super::prediction::rank_seconds;
 use super::programs;
-use super::solution::Solution;
-use crate::arguments::{PlanArguments, ShapeArguments, dispatch_name, dtype_name};
-use crate::error::CliError;
-use crate::input::flags_divide;
-use crate::output::Outputs;
-use crate::progress::Progress;
-use crate::schema::Schema;
-use crate::{console, mask_argument, origin, profile};
+use crate::arguments::PlanArguments;
 
 use dispatches::DispatchRow;
 use imbalance::{Imbalance, Level};

@@ -1,19 +1,20 @@
 //! `counterpoint simulate attention`.
 
 use counterpoint_choose::{AttentionPrediction, modelled_transports};
+use counterpoint_console::{
+    CliError, Progress, Schema,
+    arguments::{dispatch_name, dtype_name},
+    mask_argument,
+    overlap::{AUTO, Overlapped, warning},
+    prediction::predict,
+    solution::Solution,
+};
 use counterpoint_plan::{PlanConfig, Topology};
 use counterpoint_schedule::{GradientReduction, PassPolicies, RankTransport, Workload};
 
 use super::{PassRow, Predicted, Setting, Simulated, pass_columns, simulated};
-use crate::arguments::{SimulateAttentionArguments, dispatch_name, dtype_name};
-use crate::command::overlap::{AUTO, Overlapped, warning};
+use crate::arguments::SimulateAttentionArguments;
 use crate::command::plan::attention_spec;
-use crate::command::prediction::predict;
-use crate::command::solution::Solution;
-use crate::error::CliError;
-use crate::mask_argument;
-use crate::progress::Progress;
-use crate::schema::Schema;
 
 pub(super) fn run(arguments: &SimulateAttentionArguments) -> Result<(), CliError> {
     let setting = Setting::of(&arguments.simulation, arguments.planning.profile.as_deref())?;

@@ -1,5 +1,10 @@
 //! `counterpoint simulate linear`.
 
+use counterpoint_console::{
+    CliError, Schema,
+    arguments::{PassOverlaps, dtype_name},
+    overlap::warning,
+};
 use counterpoint_plan::{
     DType, LinearDirection, LinearMachine, LinearPlan, LinearSpec, Topology, WaveGroups, WorkerSharing,
 };
@@ -9,10 +14,7 @@ use counterpoint_schedule::{
 };
 
 use super::{PassRow, Predicted, Setting, Simulated, pass_columns, simulated};
-use crate::arguments::{PassOverlaps, SimulateLinearArguments, dtype_name};
-use crate::command::overlap::warning;
-use crate::error::CliError;
-use crate::schema::Schema;
+use crate::arguments::SimulateLinearArguments;
 
 /// Flags of the sizes of a layer.
 const FLAGS: [(&str, &str); 2] = [("in_features", "--in-features"), ("out_features", "--out-features")];

@@ -6,6 +6,13 @@ mod model;
 
 use std::path::Path;
 
+use counterpoint_console::{
+    self as console, CliError, Schema,
+    arguments::{OverlapChoice, PassOverlaps},
+    origin,
+    output::Outputs,
+    profile,
+};
 use counterpoint_plan::MachineProfile;
 use counterpoint_report::{
     Column, SimulationReport, TimelinePair, TraceSection, chrome_trace, fold, format_seconds, printable,
@@ -14,11 +21,7 @@ use counterpoint_report::{
 use counterpoint_schedule::{OverlapPolicy, RankTransport, Timeline};
 use serde_json::{Value, json};
 
-use crate::arguments::{OverlapChoice, PassOverlaps, SimulateCommand, SimulationArguments};
-use crate::error::CliError;
-use crate::output::Outputs;
-use crate::schema::Schema;
-use crate::{console, origin, profile};
+use crate::arguments::{SimulateCommand, SimulationArguments};
 
 /// `counterpoint simulate`.
 pub(crate) fn run(command: &SimulateCommand) -> Result<(), CliError> {

@@ -1,3 +1,4 @@
+use counterpoint_console::{CliError, Progress, Schema};
 use counterpoint_mask::Mask;
 use counterpoint_plan::{DType, Topology};
 use counterpoint_report::{Column, format_count, format_flops, format_seconds};
@@ -6,9 +7,6 @@ use serde_json::{Value, json};
 
 use super::{Predicted, Setting};
 use crate::arguments::SimulateModelArguments;
-use crate::error::CliError;
-use crate::progress::Progress;
-use crate::schema::Schema;
 
 pub(super) fn run(arguments: &SimulateModelArguments) -> Result<(), CliError> {
     let setting = Setting::of(&arguments.simulation, arguments.profile.as_deref())?;

@@ -1,0 +1,70 @@
+//! What `bench gemm` accepts.
+
+use clap::{Args, ValueEnum};
+use counterpoint_console::arguments::{Device, value};
+
+use super::kernels::BenchDType;
+
+/// Time matrix products on a GPU beside cuBLASLt
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Without --shapes it takes the linear layers of Llama-3 70B and GPT-3 with 128 to
+32768 rows, and the shapes of products whose collectives are to be hidden, forward
+and backward. Every row is checked against f64 on a sample of its elements; a row
+out of bounds is not printed, and the exit status is 1. Both are timed in turns,
+with the level 2 cache flushed before each run.
+
+Layouts: nt is x W^T, nn is dy W, tn is dy^T x, added to an f32 gradient.
+
+Examples:
+  counterpoint bench gemm --device cuda
+  counterpoint bench gemm --device cuda --shapes 8192:8192:3584,4096:4096:4096 --layouts nt,nn
+  counterpoint bench gemm --device cuda --shapes 512:8192:8192 --tiles 4 --json")]
+pub struct BenchGemmArguments {
+    /// What to measure; only GPUs have these kernels
+    #[arg(long, value_enum, default_value_t = Device::Cpu)]
+    pub(crate) device: Device,
+
+    /// Products of m x n x k instead of the usual ones
+    #[arg(long, value_name = "M:N:K", value_parser = value::product, value_delimiter = ',')]
+    pub(crate) shapes: Vec<[usize; 3]>,
+
+    /// Layouts of --shapes [default: nt]
+    #[arg(long, value_name = "NAMES", value_enum, value_delimiter = ',', requires = "shapes")]
+    pub(crate) layouts: Vec<BenchGemmLayout>,
+
+    /// Element type of the operands [default: bf16]
+    #[arg(long, value_enum)]
+    pub(crate) dtype: Option<BenchDType>,
+
+    /// Multiprocessors that both leave free
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=130), allow_hyphen_values = true)]
+    pub(crate) sm_margin: u32,
+
+    /// Time the N shapes of tiles that are estimated to be fastest, not only the first
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64), allow_hyphen_values = true)]
+    pub(crate) tiles: u32,
+
+    /// Timed runs of each row at most, at least 4; long ones get fewer [default: 12]
+    #[arg(long, value_name = "N", default_value_t = 12, hide_default_value = true, value_parser = clap::value_parser!(u32).range(4..=10_000), allow_hyphen_values = true)]
+    pub(crate) iterations: u32,
+
+    /// Few shapes, to see that everything works
+    #[arg(long, conflicts_with = "shapes")]
+    pub(crate) quick: bool,
+
+    /// Print one JSON object a row and nothing else
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// How operands lie in memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum BenchGemmLayout {
+    /// A [m, k], B [n, k]
+    Nt,
+    /// A [m, k], B [k, n]
+    Nn,
+    /// A [k, m], B [k, n]
+    Tn,
+}

@@ -1,0 +1,22 @@
+//! What `bench` and `tune` accept.
+
+mod collective;
+mod cp;
+mod gemm;
+mod gemm_collective;
+mod kernels;
+mod tp;
+mod tune;
+
+pub(crate) use collective::{BenchCollectiveArguments, CollectiveDType};
+pub(crate) use cp::BenchCpArguments;
+pub(crate) use gemm::{BenchGemmArguments, BenchGemmLayout};
+pub(crate) use gemm_collective::BenchGemmCollectiveArguments;
+pub use kernels::BenchCommand;
+pub(crate) use kernels::{
+    BenchAttentionArguments, BenchClock, BenchDType, BenchFreshMasksArguments, BenchKernels, BenchMask,
+    BenchPass, BenchPlanArguments, CudaBenchArguments,
+};
+pub(crate) use tp::{BenchTpArguments, BenchTpPass, GradientArgument};
+pub use tune::TuneCommand;
+pub(crate) use tune::{BenchBandwidthArguments, RanksArguments, SearchArgument, TuneGemmArguments};

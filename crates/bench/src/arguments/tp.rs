@@ -1,0 +1,228 @@
+//! What `bench tp` accepts.
+
+use std::path::PathBuf;
+
+use clap::{Args, ValueEnum};
+use counterpoint_console::arguments::{Device, OverlapChoice, overlap, value};
+use counterpoint_cuda::{PlainProducts, TransportKind};
+use counterpoint_exec::{LayerGradient, SlowLink};
+use counterpoint_plan::{Activations, DType, LinearKind};
+use serde::{Deserialize, Serialize};
+
+/// Time tensor-parallel linear layers: how much of their communication runs under their products
+#[derive(Debug, Args)]
+#[command(after_help = "\
+A shape is tokens, features of the side that is not split, and features that a
+rank has of the side that is: T:HIDDEN:LOCAL is a column-parallel layer from
+HIDDEN to LOCAL features a rank, and a row-parallel one back.
+
+Every case first runs with nothing side by side, in one group: its parts are what
+the others are judged by. The ideal hides all that can be hidden: of a forward
+whichever of products and communication is shorter, of a column-parallel backward
+the sums of dx under the gradient of the weight. Efficiency is how much of the
+way from sequential to ideal a policy comes; one that is not known to 0.2 is not
+printed. `hidden` is the share of the communication that runs under computation. Results are compared with f64 on a
+sample of elements, and their bits with those of the sequential run; a row that is
+wrong is not printed, and the exit status is 1.
+
+--peers wants a python3 with PyTorch and GPUs, and times torch.mm with NCCL's
+collectives as Megatron-LM does, and PyTorch's fused operators, in processes with
+CUDA_DEVICE_MAX_CONNECTIONS unset, 1 and 32, whose runs take turns with ours. With
+--connections, ours have those beside them that were given the same number.
+
+Examples:
+  counterpoint bench tp
+  counterpoint bench tp --slow-link 500,0.05 --shapes 1k:1k:512
+  counterpoint bench tp --device cuda --tp-size 2
+  torchrun --nproc-per-node 4 --no-python counterpoint bench tp --device cuda --transport nvlink
+  counterpoint bench tp --device cuda --kinds column --passes backward \\
+      --activations replicated --peers
+  counterpoint bench tp --device cuda --kinds column --passes backward --connections 1,8,32
+  counterpoint bench tp --device cuda --shapes 8k:8k:7k \\
+      --overlap kernel-barrier,concurrent+sm-margin=16 --json")]
+pub struct BenchTpArguments {
+    /// What to measure
+    #[arg(long, value_enum, default_value_t = Device::Cpu)]
+    pub(crate) device: Device,
+
+    /// Ranks [default: 2; with --device cuda as many as there are GPUs, at least 2]
+    #[arg(long, value_name = "N", value_parser = value::cp_size, allow_hyphen_values = true)]
+    pub(crate) tp_size: Option<usize>,
+
+    /// Shapes [default: 512:256:256; with --device cuda 2048:12288:12288,8192:8192:7168,16384:8192:7168]
+    #[arg(long, value_name = "T:HIDDEN:LOCAL", value_parser = value::product, value_delimiter = ',')]
+    pub(crate) shapes: Vec<[usize; 3]>,
+
+    /// Kinds of layers
+    #[arg(long, value_name = "NAMES", value_enum, value_delimiter = ',', default_value = "column,row")]
+    pub(crate) kinds: Vec<BenchTpKind>,
+
+    /// Passes
+    #[arg(long, value_name = "NAMES", value_enum, value_delimiter = ',', default_value = "forward,backward")]
+    pub(crate) passes: Vec<BenchTpPass>,
+
+    /// How activations that are not split by features lie
+    #[arg(
+        long,
+        value_name = "NAMES",
+        value_enum,
+        value_delimiter = ',',
+        default_value = "replicated,sequence-parallel"
+    )]
+    pub(crate) activations: Vec<BenchTpActivations>,
+
+    /// Layers with a bias
+    #[arg(long)]
+    pub(crate) bias: bool,
+
+    /// How communication is brought to run under computation; auto runs each pass as `tune gemm` found it fastest, or else in the way that is predicted
+    /// to end first
+    #[arg(
+        long,
+        value_name = "POLICIES",
+        value_parser = overlap::choice,
+        value_delimiter = ',',
+        default_value = "auto"
+    )]
+    pub(crate) overlap: Vec<OverlapChoice>,
+
+    /// Groups of tokens of a pass under a policy that is named; 0 takes those that `tune gemm` kept for the layer under it, or has them chosen by
+    /// what work and transport cost
+    #[arg(long, value_name = "NUMBERS", value_delimiter = ',', default_value = "0", value_parser = clap::value_parser!(u32).range(0..=1024), allow_hyphen_values = true)]
+    pub(crate) groups: Vec<u32>,
+
+    /// How rows travel between GPUs
+    #[arg(long, value_name = "NAMES", value_delimiter = ',', default_value = "auto", value_parser = value::transport())]
+    pub(crate) transport: Vec<TransportKind>,
+
+    /// Who computes products in passes in which nothing travels, on GPUs: this program's kernels, or cuBLASLt
+    #[arg(long, value_name = "NAME", value_enum, default_value_t = BenchTpProducts::Ours)]
+    pub(crate) plain_products: BenchTpProducts,
+
+    /// Element type [default: bf16 on GPUs, f32 on CPUs]
+    #[arg(long, value_name = "TYPE", value_parser = value::dtype())]
+    pub(crate) dtype: Option<DType>,
+
+    /// What becomes of the gradient of the weight
+    #[arg(long, value_name = "KIND", value_enum, default_value_t = GradientArgument::F32)]
+    pub(crate) gradient: GradientArgument,
+
+    /// Imitate a link between CPU ranks
+    #[arg(long, value_name = "ALPHA_US,GB_PER_S", value_parser = value::slow_link, allow_hyphen_values = true)]
+    pub(crate) slow_link: Option<SlowLink>,
+
+    /// Timed runs of each row, at least 3
+    #[arg(long, value_name = "N", default_value = "10", value_parser = clap::value_parser!(u32).range(3..=10_000), allow_hyphen_values = true)]
+    pub(crate) iterations: u32,
+
+    /// Measure with each of these numbers of hardware queues (CUDA_DEVICE_MAX_CONNECTIONS), in a process of its own, and say how
+    /// far apart they are
+    #[arg(long, value_name = "NUMBERS", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=32), allow_hyphen_values = true)]
+    pub(crate) connections: Vec<u32>,
+
+    /// Time PyTorch's ways too, with these CUDA_DEVICE_MAX_CONNECTIONS [given without numbers: 8, which is unset, 1 and 32]
+    #[arg(long, value_name = "NUMBERS", num_args = 0..=1, require_equals = true, default_missing_value = "8,1,32", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=32))]
+    pub(crate) peers: Vec<u32>,
+
+    /// Write the last run of every row to a trace to open in Perfetto
+    #[arg(long, value_name = "FILE", conflicts_with = "connections")]
+    pub(crate) trace: Option<PathBuf>,
+
+    /// Print one JSON object a row and nothing else
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Which features are split.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum BenchTpKind {
+    /// Those of the output
+    Column,
+    /// Those of the input
+    Row,
+}
+
+impl BenchTpKind {
+    pub(crate) fn kind(self) -> LinearKind {
+        match self {
+            Self::Column => LinearKind::Column,
+            Self::Row => LinearKind::Row,
+        }
+    }
+}
+
+/// Which pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum BenchTpPass {
+    /// y
+    Forward,
+    /// dx, and the gradient of the weight added to f32
+    Backward,
+}
+
+impl std::fmt::Display for BenchTpPass {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.to_possible_value().map_or(Ok(()), |value| f.pad(value.get_name()))
+    }
+}
+
+/// What becomes of the gradient of the weight.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum GradientArgument {
+    /// The weight is frozen: there is none
+    Frozen,
+    /// It is written, in the layer's type
+    Written,
+    /// It is added to f32, or to f64 where the layer is f64
+    F32,
+    /// It is added to the layer's type
+    Own,
+}
+
+impl GradientArgument {
+    pub(crate) fn gradient(self, dtype: DType) -> LayerGradient {
+        match self {
+            Self::Frozen => LayerGradient::Frozen,
+            Self::Written => LayerGradient::Written,
+            Self::F32 => LayerGradient::Accumulated(dtype.accumulator()),
+            Self::Own => LayerGradient::Accumulated(dtype),
+        }
+    }
+}
+
+/// Who computes plain products.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum BenchTpProducts {
+    /// This program's kernels
+    Ours,
+    /// NVIDIA's library
+    Cublaslt,
+}
+
+impl BenchTpProducts {
+    pub(crate) fn products(self) -> PlainProducts {
+        match self {
+            Self::Ours => PlainProducts::Ours,
+            Self::Cublaslt => PlainProducts::CublasLt,
+        }
+    }
+}
+
+/// Who has which tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum BenchTpActivations {
+    /// All ranks have all of them
+    Replicated,
+    /// Each rank has its own
+    SequenceParallel,
+}
+
+impl BenchTpActivations {
+    pub(crate) fn activations(self) -> Activations {
+        match self {
+            Self::Replicated => Activations::Replicated,
+            Self::SequenceParallel => Activations::SequenceParallel,
+        }
+    }
+}

@@ -1,0 +1,166 @@
+//! `counterpoint bench attention --device cuda`.
+
+mod peers;
+mod sizes;
+
+use counterpoint_console::{
+    self as console, CliError, Progress, Schema, arguments::dtype_name, input::random_inputs,
+};
+use counterpoint_cuda::bench::{AttentionBench, BenchCase, BenchPass};
+use counterpoint_cuda::{CudaError, CudaMachine, Device, Timing};
+use counterpoint_exec::{AttentionInputs, CheckReport, Pass, Sample, check_sample};
+use counterpoint_mask::Mask;
+use counterpoint_plan::AttentionSpec;
+use counterpoint_report::{BenchRow, Rate, Statistics};
+use serde_json::json;
+
+use super::{BACKWARD, FORWARD, Section, shape_text, verified};
+use crate::arguments::{BenchAttentionArguments, BenchKernels, BenchMask};
+use crate::masks;
+use sizes::Sizes;
+
+/// Rows and keys that are compared with the definition, in f64: enough to see a wrong tile or head, and soon done.
+const SAMPLED_ROWS: usize = 32;
+const SAMPLED_KEYS: usize = 8;
+
+/// Measures the kernels of one GPU, or with `--peers` lets the comparison do so.
+pub(super) fn run(arguments: &BenchAttentionArguments) -> Result<(), CliError> {
+    let sizes = Sizes::of(arguments);
+    // Without a GPU there is nothing to compare either.
+    let machine = machine(sizes.kernels).map_err(|source| CliError::Cuda { source })?;
+    if !arguments.cuda.peers.is_empty() {
+        return peers::compare(arguments, &sizes);
+    }
+    console::note_development_build();
+    let mut wrong = Vec::new();
+    for &(heads_q, heads_kv) in &sizes.heads {
+        for &seqlen in &sizes.seqlens {
+            let shape = Shape::new(&machine, &sizes, heads_q, heads_kv, seqlen)?;
+            let section = shape.measure(&sizes)?;
+            if arguments.json {
+                section.rows.iter().try_for_each(|row| console::print_json(Schema::BenchAttention, row))?;
+            } else {
+                console::print(&section.text(&console::style()))?;
+            }
+            wrong.extend(section.wrong);
+        }
+    }
+    if wrong.is_empty() {
+        return Ok(());
+    }
+    Err(CliError::CheckFailed {
+        what: format!("rows out of bounds against the f64 reference: {}", wrong.join("; ")),
+    })
+}
+
+/// The first GPU, with the kernels asked for.
+fn machine(kernels: BenchKernels) -> Result<CudaMachine, CudaError> {
+    let device = Device::open(0)?;
+    let device = match kernels {
+        BenchKernels::Native => device,
+        BenchKernels::Portable => device.portable(),
+    };
+    CudaMachine::new(vec![device], Timing::Off)
+}
+
+/// One length and one number of heads, with random inputs on the GPU.
+struct Shape {
+    spec: AttentionSpec,
+    inputs: AttentionInputs,
+    bench: AttentionBench,
+    device: String,
+}
+
+impl Shape {
+    fn new(
+        machine: &CudaMachine,
+        sizes: &Sizes,
+        heads_q: usize,
+        heads_kv: usize,
+        seqlen: usize,
+    ) -> Result<Self, CliError> {
+        let spec = AttentionSpec::new(heads_q, heads_kv, sizes.head_dim, sizes.element());
+        // Inputs do not depend on the mask; they need one for its length.
+        let longest = masks::load(BenchMask::Full, seqlen)?;
+        let inputs = random_inputs(&longest, &spec, seqlen as u64, true);
+        let bench =
+            AttentionBench::new(machine, &spec, &inputs).map_err(|source| CliError::Run { source })?;
+        let device = machine.devices()[0].properties().name.clone();
+        Ok(Self { spec, inputs, bench, device })
+    }
+
+    fn measure(&self, sizes: &Sizes) -> Result<Section, CliError> {
+        let shape = shape_text(&self.inputs.q, &self.inputs.k);
+        let mut section = Section::new(format!(
+            "{} attention kernels on {}, {}",
+            masks::value_name(&sizes.kernels),
+            self.device,
+            sizes.clock_text()
+        ));
+        let progress = Progress::new();
+        let passes = sizes.timed();
+        for &name in &sizes.masks {
+            progress.step(format!("{}, {shape}", masks::name(name)));
+            let mask = masks::load(name, self.inputs.q.rows())?;
+            let failed = |source| CliError::Run { source };
+            let mut case = self.bench.case(&mask).map_err(failed)?;
+            for &pass in &passes {
+                // The other passes are worth knowing.
+                if let Err(error) = case.prepare(pass) {
+                    console::note(&format!("error: {pass} of {}, {shape}: {error}", masks::name(name)));
+                    section.wrong.push(format!("{pass} of {} did not run", masks::name(name)));
+                    continue;
+                }
+                let check = self.check(&mask, &case, pass)?;
+                let seconds = case.seconds(pass, sizes.by(), sizes.iterations).map_err(failed)?;
+                let Some(seconds) = Statistics::of(&seconds) else { continue };
+                let flops = match pass {
+                    BenchPass::Forward => self.spec.flops_forward(mask.area()),
+                    BenchPass::Backward | BenchPass::Deterministic => self.spec.flops_backward(mask.area()),
+                };
+                let (what, key, tensors) = match pass {
+                    BenchPass::Forward => ("attention forward", "forward", FORWARD),
+                    BenchPass::Backward => ("attention backward", "backward", BACKWARD),
+                    BenchPass::Deterministic => {
+                        ("attention backward, deterministic", "deterministic", BACKWARD)
+                    }
+                };
+                let row = BenchRow {
+                    name: what.to_owned(),
+                    shape: shape.clone(),
+                    dtype: dtype_name(self.spec.dtype).to_owned(),
+                    mask: Some(masks::name(name)),
+                    device: self.device.clone(),
+                    ranks: 1,
+                    seconds,
+                    rate: Some(Rate::Compute { tflops: flops / seconds.median / 1e12 }),
+                    ratio: None,
+                    verified: verified(&check, tensors),
+                };
+                let detail = json!({
+                    "by": "counterpoint",
+                    "kernels": masks::value_name(&sizes.kernels),
+                    "pass": key,
+                    "area": mask.area(),
+                    "seqlen": self.inputs.q.rows(),
+                    "heads_q": self.spec.heads_q,
+                    "heads_kv": self.spec.heads_kv,
+                    "head_dim": self.spec.head_dim,
+                });
+                section.add(row, detail, &check);
+            }
+        }
+        Ok(section)
+    }
+
+    /// What the pass wrote over poisoned outputs, against the definition.
+    fn check(&self, mask: &Mask, case: &BenchCase<'_>, pass: BenchPass) -> Result<CheckReport, CliError> {
+        let outputs = case.outputs(pass).map_err(|source| CliError::Run { source })?;
+        let looked_at = match pass {
+            BenchPass::Forward => Pass::Forward,
+            BenchPass::Backward | BenchPass::Deterministic => Pass::ForwardBackward,
+        };
+        let sample = Sample::random(mask, &self.spec, looked_at, SAMPLED_ROWS, SAMPLED_KEYS, mask.area());
+        Ok(check_sample(mask, &self.spec, &self.inputs, &outputs, &sample))
+    }
+}

@@ -1,0 +1,231 @@
+//! `counterpoint bench gemm`.
+
+mod products;
+
+use counterpoint_console::{self as console, CliError, Schema, arguments::Device as Where};
+use counterpoint_cuda::bench::{GemmBench, GemmError};
+use counterpoint_cuda::kernel::{
+    ElementType, Gemm, GemmEpilogue, GemmLibrary, GemmRunner, GemmSpec, TilePair, Warpgroups,
+};
+use counterpoint_cuda::{CudaError, Device};
+use counterpoint_report::{Column, LiveTable, Statistics};
+use serde::Serialize;
+
+use crate::arguments::{BenchDType, BenchGemmArguments};
+use crate::turns::turns;
+
+/// How long the runs of one product should take together, of each who computes it: beyond it there are fewer.
+const SECONDS: f64 = 0.12;
+/// Rounds at least, as often forwards as backwards.
+const LEAST_ROUNDS: usize = 4;
+
+/// `counterpoint bench gemm`.
+pub(crate) fn run(arguments: &BenchGemmArguments) -> Result<(), CliError> {
+    if arguments.device == Where::Cpu {
+        let message = "bench gemm times the kernels of GPUs; add --device cuda".to_owned();
+        return Err(CliError::Usage { message });
+    }
+    let failed = |source: CudaError| CliError::Cuda { source };
+    let device = Device::open(0).map_err(failed)?;
+    let library = GemmLibrary::open(&device).map_err(failed)?;
+    console::note_development_build();
+    let element = match arguments.dtype.unwrap_or(BenchDType::Bf16) {
+        BenchDType::Bf16 => ElementType::Bf16,
+        BenchDType::F16 => ElementType::F16,
+    };
+    let table = LiveTable::new(&COLUMNS, &console::style());
+    if !arguments.json {
+        console::print(&format!(
+            "matrix products of {} on {}, beside cuBLASLt {}, by the device's clock in turns\n{}",
+            element.name(),
+            device.properties().name,
+            library.version().version,
+            table.header(),
+        ))?;
+    }
+    let (mut best, mut wrong) = (Vec::new(), Vec::new());
+    for mut spec in products::chosen(arguments, element) {
+        spec.sm_margin = arguments.sm_margin;
+        let rows = measure(&device, &library, &spec, arguments).map_err(failed)?;
+        for row in &rows {
+            if row.of_bound <= 1.0 && row.library_of_bound <= 1.0 {
+                if arguments.json {
+                    console::print_json(Schema::BenchGemm, row)?
+                } else {
+                    console::print(&table.row(row.cells()))?
+                }
+            } else {
+                wrong.push(format!(
+                    "{} ({:.2} and {:.2} of the bound)",
+                    row.name(),
+                    row.of_bound,
+                    row.library_of_bound
+                ));
+            }
+        }
+        best.extend(rows.first().map(|row| row.ratio));
+    }
+    if !arguments.json {
+        console::print(&finding(&best))?;
+    }
+    if wrong.is_empty() {
+        return Ok(());
+    }
+    Err(CliError::CheckFailed { what: format!("products out of bounds against f64: {}", wrong.join("; ")) })
+}
+
+/// A product, ours in one shape beside the library's.
+#[derive(Debug, Serialize)]
+struct Row {
+    m: usize,
+    n: usize,
+    k: usize,
+    layout: &'static str,
+    epilogue: &'static str,
+    tile: String,
+    seconds: f64,
+    tflops: f64,
+    library_seconds: f64,
+    library_tflops: f64,
+    /// The library's time over ours.
+    ratio: f64,
+    /// Relative errors, and shares of bounds.
+    error: f64,
+    of_bound: f64,
+    library_error: f64,
+    library_of_bound: f64,
+    iterations: usize,
+}
+
+/// Times and checks a product in the shapes asked for, the one that would be chosen first.
+fn measure(
+    device: &Device,
+    library: &GemmLibrary,
+    spec: &GemmSpec,
+    arguments: &BenchGemmArguments,
+) -> Result<Vec<Row>, CudaError> {
+    let bench = GemmBench::new(device, spec)?;
+    let shapes: Vec<_> = Gemm::shapes(device, spec)?.into_iter().take(arguments.tiles as usize).collect();
+    let mut runners = Vec::new();
+    for &shape in &shapes {
+        runners.push(GemmRunner::Ours(Gemm::with_shape(bench.stream(), spec, shape)?));
+    }
+    runners.push(GemmRunner::Library(library.gemm(spec)?));
+    let errors = runners.iter().map(|runner| bench.error(runner)).collect::<Result<Vec<GemmError>, _>>()?;
+    let once: Vec<usize> = turns(0, runners.len()).collect();
+    let longest = bench.seconds(&runners, &once)?.into_iter().flatten().fold(0.0, f64::max);
+    let iterations = ((SECONDS / longest.max(1e-6)) as usize)
+        .clamp(LEAST_ROUNDS, (arguments.iterations as usize).max(LEAST_ROUNDS));
+    // The clock falls under load: who always ran first would run on a cooler GPU. The first round is for that alone.
+    let rounds = (0..=iterations).flat_map(|round| turns(round, runners.len()));
+    let mut seconds = bench.seconds(&runners, &rounds.collect::<Vec<usize>>())?;
+    for samples in &mut seconds {
+        samples.remove(0);
+    }
+    let median =
+        |samples: &Vec<f64>| Statistics::of(samples).map_or(f64::NAN, |statistics| statistics.median);
+    let medians: Vec<f64> = seconds.iter().map(median).collect();
+    let (library_seconds, library_error) = (medians[shapes.len()], errors[shapes.len()]);
+    let row = |(index, shape): (usize, &counterpoint_cuda::kernel::GemmShape)| Row {
+        m: spec.m,
+        n: spec.n,
+        k: spec.k,
+        layout: spec.layout.name(),
+        epilogue: match spec.epilogue {
+            GemmEpilogue::Store => "store",
+            GemmEpilogue::StoreBias => "bias",
+            GemmEpilogue::Accumulate => "add",
+        },
+        tile: {
+            let pair = if shape.pair == TilePair::Rows { "2x1" } else { "1x2" };
+            // Parts at the same time, in turn, or handed over.
+            let (sign, parts) = match (shape.turns, shape.hands) {
+                (1, 1) => ('/', shape.splits),
+                (_, 1) => ('+', shape.turns),
+                _ => ('>', shape.hands),
+            };
+            let turns = if shape.warpgroups == Warpgroups::Pingpong { "p" } else { "" };
+            format!("128x{}{turns} {pair} {sign}{parts}", shape.columns)
+        },
+        seconds: medians[index],
+        tflops: spec.flops() / medians[index] / 1e12,
+        library_seconds,
+        library_tflops: spec.flops() / library_seconds / 1e12,
+        ratio: library_seconds / medians[index],
+        error: errors[index].relative,
+        of_bound: errors[index].of_bound,
+        library_error: library_error.relative,
+        library_of_bound: library_error.of_bound,
+        iterations,
+    };
+    Ok(shapes.iter().enumerate().map(row).collect())
+}
+
+const COLUMNS: [Column; 13] = [
+    Column::number_name("m").wide(6),
+    Column::number_name("n").wide(6),
+    Column::number_name("k").wide(6),
+    Column::name("layout").wide(6),
+    Column::name("end").wide(5),
+    Column::name("tile").wide(14),
+    Column::number("ours us", 0).wide(8),
+    Column::number("TFLOP/s", 2).wide(7),
+    Column::number("cuBLASLt us", 3).wide(8),
+    Column::number("its TFLOP/s", 4).wide(7),
+    Column::number("ratio", 1).wide(5),
+    Column::number("error", 5).wide(7),
+    Column::number("its error", 6).wide(7),
+];
+
+impl Row {
+    fn name(&self) -> String {
+        let Self { m, n, k, layout, tile, .. } = self;
+        format!("{m} x {n} x {k} {layout} in tiles of {tile}")
+    }
+
+    fn cells(&self) -> [String; 13] {
+        let Self { m, n, k, layout, epilogue, tile, ratio, error, library_error, .. } = self;
+        let tenths = |value: f64| format!("{value:.1}");
+        [
+            m.to_string(),
+            n.to_string(),
+            k.to_string(),
+            (*layout).to_owned(),
+            (*epilogue).to_owned(),
+            tile.clone(),
+            tenths(1e6 * self.seconds),
+            tenths(self.tflops),
+            tenths(1e6 * self.library_seconds),
+            tenths(self.library_tflops),
+            format!("{ratio:.3}"),
+            format!("{error:.1e}"),
+            format!("{library_error:.1e}"),
+        ]
+    }
+}
+
+/// What to read from the ratios.
+fn finding(ratios: &[f64]) -> String {
+    if ratios.is_empty() {
+        return String::new();
+    }
+    let mean = (ratios.iter().map(|ratio| ratio.ln()).sum::<f64>() / ratios.len() as f64).exp();
+    let worst = ratios.iter().copied().fold(f64::INFINITY, f64::min);
+    let near = ratios.iter().filter(|ratio| **ratio >= 0.97).count();
+    format!(
+        "{} products: geometric mean {mean:.3} of cuBLASLt's speed, worst {worst:.3}, {near} within 3 %\n",
+        ratios.len()
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_finding_counts_what_is_near() {
+        let text = finding(&[1.0, 4.0, 0.5, 0.97]);
+        assert_eq!(text, "4 products: geometric mean 1.180 of cuBLASLt's speed, worst 0.500, 3 within 3 %\n");
+        assert_eq!(finding(&[]), "");
+    }
+}

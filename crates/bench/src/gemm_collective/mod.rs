@@ -1,0 +1,160 @@
+//! `counterpoint bench gemm-collective`.
+
+mod cases;
+mod cpu;
+mod peers;
+mod row;
+
+use counterpoint_console::{
+    self as console, CliError, Progress, Schema,
+    arguments::{Device, OverlapChoice},
+    profile,
+};
+use counterpoint_cuda::bench::{GemmCollectiveBench, GemmCollectiveRuns};
+use counterpoint_cuda::{CudaMachine, Timing, TransportKind};
+use counterpoint_exec::{ExecError, GemmCollectiveSpec, GemmOverlap};
+use counterpoint_plan::{CostModel, WaveGroups};
+use counterpoint_report::LiveTable;
+use counterpoint_schedule::OverlapPolicy;
+
+use self::peers::Known;
+use self::row::Row;
+use crate::arguments::BenchGemmCollectiveArguments;
+use crate::pytorch::Peers;
+
+/// How long the runs of one sample should take together.
+const SECONDS: f64 = 0.01;
+
+/// `counterpoint bench gemm-collective`.
+pub(crate) fn run(arguments: &BenchGemmCollectiveArguments) -> Result<(), CliError> {
+    let machine = Where::open(arguments)?;
+    let mut peers = peers::start(arguments)?;
+    console::note_development_build();
+    let table = LiveTable::new(&row::COLUMNS, &console::style());
+    if !arguments.json {
+        console::print(&format!("products and collectives on {}\n{}", machine.name(), table.header()))?;
+    }
+    let (mut last, mut wrong, mut of_peers) = (Vec::new(), Vec::new(), Vec::new());
+    let cases = cases::chosen(arguments);
+    let cost = costs(arguments)?;
+    let overlap = |choice: &OverlapChoice| match choice {
+        OverlapChoice::Auto => GemmOverlap::Predicted(&cost),
+        OverlapChoice::Named(policy) => GemmOverlap::Policy(*policy),
+    };
+    for spec in &cases {
+        let progress = Progress::new();
+        progress.step(format!("{} of {} x {} x {}", spec.collective.name(), spec.m, spec.n, spec.k));
+        let policies: Vec<_> = arguments.overlap.iter().map(|choice| spec.policy(overlap(choice))).collect();
+        let mut rows = machine
+            .measure(spec, &policies, arguments, &mut peers)
+            .map_err(|source| CliError::Run { source })?;
+        rows.iter_mut().zip(&arguments.overlap).for_each(|(row, choice)| row.asked = choice.to_string());
+        drop(progress);
+        for row in &rows {
+            if !row.is_right() {
+                let Row { collective, m, n, k, overlap, of_bound, different, .. } = row;
+                wrong.push(format!(
+                    "{collective} of {m} x {n} x {k} under {overlap} ({of_bound:.2} of the bound, {different} other bits)"
+                ));
+            } else if arguments.json {
+                console::print_json(Schema::BenchGemmCollective, row)?;
+            } else {
+                console::print(&table.row(row.cells()))?;
+            }
+        }
+        let beside = peers::rows(&peers, &rows);
+        if arguments.json {
+            beside.iter().try_for_each(|row| console::print_json(Schema::BenchGemmCollectivePeer, row))?;
+        }
+        of_peers.extend(beside);
+        last.extend(rows.into_iter().next_back());
+    }
+    if !arguments.json {
+        console::print(&row::finding(&last))?;
+        peers::print(&of_peers)?;
+    }
+    if wrong.is_empty() {
+        return peers.end();
+    }
+    Err(CliError::CheckFailed { what: format!("results out of bounds against f64: {}", wrong.join("; ")) })
+}
+
+/// By which `auto` is predicted: those of this machine's profile, if it has one.
+fn costs(arguments: &BenchGemmCollectiveArguments) -> Result<CostModel, CliError> {
+    if !arguments.overlap.contains(&OverlapChoice::Auto) {
+        return Ok(CostModel::H200);
+    }
+    let profile = profile::of_device(None, arguments.device)?;
+    Ok(profile.map_or(CostModel::H200, |profile| profile.cost))
+}
+
+/// In which groups an overlapped product's rows travel.
+fn groups(arguments: &BenchGemmCollectiveArguments) -> WaveGroups {
+    arguments.groups.map_or(WaveGroups::Auto, |groups| WaveGroups::Fixed(groups as usize))
+}
+
+/// What `--device` names.
+enum Where {
+    Cpu,
+    Cuda(Box<GemmCollectiveBench>),
+}
+
+impl Where {
+    fn open(arguments: &BenchGemmCollectiveArguments) -> Result<Self, CliError> {
+        if arguments.device == Device::Cpu && arguments.transport != TransportKind::Auto {
+            let reason = "is for GPUs; add --device cuda".to_owned();
+            let value = arguments.transport.to_string();
+            return Err(CliError::Flag { flag: "--transport", value, reason });
+        }
+        if arguments.device == Device::Cpu {
+            return Ok(Self::Cpu);
+        }
+        let failed = |source| CliError::Cuda { source };
+        let ranks = arguments.ranks as usize;
+        let machine = CudaMachine::for_ranks(ranks, Timing::Off)
+            .and_then(|machine| machine.with_transport(arguments.transport))
+            .map_err(failed)?;
+        if machine.devices().len() < ranks {
+            let reason = format!("needs a GPU for each rank, and there are {}", machine.devices().len());
+            return Err(CliError::Flag { flag: "--ranks", value: ranks.to_string(), reason });
+        }
+        let bench = GemmCollectiveBench::new(machine, arguments.limit).map_err(failed)?;
+        Ok(Self::Cuda(Box::new(bench)))
+    }
+
+    fn name(&self) -> String {
+        match self {
+            Self::Cpu => counterpoint_console::device::cpu_name(),
+            Self::Cuda(bench) => {
+                let devices = bench.machine().devices();
+                format!("{} ({})", console::count(devices.len(), "GPU"), devices[0].properties().name)
+            }
+        }
+    }
+
+    fn measure(
+        &self,
+        spec: &GemmCollectiveSpec,
+        policies: &[OverlapPolicy],
+        arguments: &BenchGemmCollectiveArguments,
+        peers: &mut Peers<Known>,
+    ) -> Result<Vec<Row>, ExecError> {
+        match self {
+            Self::Cpu => cpu::measure(spec, policies, arguments),
+            Self::Cuda(bench) => {
+                // At 600 TFLOP/s, which no shape exceeds by much.
+                let estimate = 2e-5 + spec.flops() / 6e14;
+                let iterations =
+                    ((SECONDS / estimate) as usize).clamp(2, arguments.iterations.max(2) as usize);
+                let runs = GemmCollectiveRuns { iterations, samples: arguments.cycles as usize };
+                peers.prepare(&peers::case(spec));
+                let ways = peers.ways().len();
+                let mut timed = |timed| (0..ways).for_each(|way| peers.run(way, timed));
+                timed(false);
+                let mut between = || timed(true);
+                let times = bench.measure(spec, policies, &groups(arguments), runs, &mut between)?;
+                Ok(Row::of(spec, policies, &times))
+            }
+        }
+    }
+}

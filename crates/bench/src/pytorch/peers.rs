@@ -1,0 +1,144 @@
+use std::collections::VecDeque;
+
+use counterpoint_console::CliError;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use super::TurnTaking;
+
+/// A way of PyTorch's to run a case, and what is known of it.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct PeerWay<T> {
+    group: usize,
+    number: usize,
+    pub(crate) known: T,
+    /// Of the slowest rank, by run.
+    pub(crate) seconds: Vec<f64>,
+    /// In which the slowest host enqueued the last runs.
+    enqueued: VecDeque<f64>,
+}
+
+impl<T> PeerWay<T> {
+    /// How long devices are held back, on all ranks alike: half as long again as hosts took lately.
+    fn hold(&self) -> f64 {
+        let known = self.enqueued.iter().copied().fold(0.0, f64::max);
+        if self.enqueued.is_empty() { FIRST_HOLD } else { (1.5 * known).min(LONGEST_HOLD) }
+    }
+
+    fn ran(&mut self, [seconds, enqueued]: [f64; 2], timed: bool) {
+        self.seconds.extend(timed.then_some(seconds));
+        if self.enqueued.len() == RUNS {
+            self.enqueued.pop_front();
+        }
+        self.enqueued.push_back(enqueued);
+    }
+}
+
+/// Seconds for which the first run is held back, which makes more ready than others.
+const FIRST_HOLD: f64 = 1e-3;
+/// A host that took longer was held up by something else.
+const LONGEST_HOLD: f64 = 5e-3;
+/// That are remembered.
+const RUNS: usize = 6;
+
+/// PyTorch's ways of a benchmark, by any number of groups of ranks, which take turns with ours. When a group fails, what all measured until
+/// then stays, and ours go on.
+pub(crate) struct Peers<T> {
+    groups: Vec<TurnTaking>,
+    ways: Vec<PeerWay<T>>,
+    failure: Option<CliError>,
+}
+
+impl<T> Peers<T> {
+    /// Those of `groups`, none of which has a case yet.
+    pub(crate) fn new(groups: Vec<TurnTaking>) -> Self {
+        Self { groups, ways: Vec::new(), failure: None }
+    }
+
+    /// Has a case made ready instead of the one before.
+    pub(crate) fn prepare(&mut self, case: &impl Serialize)
+    where
+        T: DeserializeOwned,
+    {
+        self.ways.clear();
+        for group in 0..self.groups.len() {
+            match self.groups[group].prepare(case) {
+                Ok(known) => {
+                    let way = |(number, known)| {
+                        let (seconds, enqueued) = (Vec::new(), VecDeque::new());
+                        PeerWay { group, number, known, seconds, enqueued }
+                    };
+                    self.ways.extend(known.into_iter().enumerate().map(way));
+                }
+                Err(error) => return self.fail(error),
+            }
+        }
+    }
+
+    /// The ways of the case.
+    pub(crate) fn ways(&self) -> &[PeerWay<T>] {
+        &self.ways
+    }
+
+    /// Which of them are as `wanted`.
+    pub(crate) fn those(&self, wanted: impl Fn(&T) -> bool) -> Vec<usize> {
+        (0..self.ways.len()).filter(|way| wanted(&self.ways[*way].known)).collect()
+    }
+
+    /// Runs one of them once, and keeps what it took where that is `timed`.
+    pub(crate) fn run(&mut self, way: usize, timed: bool) {
+        let Some(way) = self.ways.get_mut(way) else { return };
+        match self.groups[way.group].run(way.number, way.hold()) {
+            Ok(took) => way.ran(took, timed),
+            Err(error) => self.fail(error),
+        }
+    }
+
+    fn fail(&mut self, error: CliError) {
+        self.failure.get_or_insert(error);
+        // Ranks that wait for one that has failed would hold on to their GPUs.
+        self.groups.clear();
+        self.ways.clear();
+    }
+
+    /// Ends them: why they ended before ours, where they did.
+    pub(crate) fn end(self) -> Result<(), CliError> {
+        self.groups.into_iter().for_each(TurnTaking::part);
+        self.failure.map_or(Ok(()), Err)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::turn_taking::tests::ranks;
+    use super::*;
+
+    #[test]
+    fn ways_of_all_groups_are_kept_until_one_fails() {
+        let group = |ways: &str, seconds: &str| {
+            ranks(
+                &format!(
+                    r#"while read line; do case "$line" in *case*) echo '{ways}';; *) echo [{seconds}, 0.001];; esac; done"#
+                ),
+                2,
+            )
+        };
+        let failing = ranks("read line; echo '[\"c\"]'; read line; exit 4", 1);
+        let mut peers: Peers<String> =
+            Peers::new(vec![group(r#"["a", "b"]"#, "0.5"), group("[]", "1"), failing]);
+        peers.prepare(&"a case");
+        assert_eq!(peers.those(|known| known != "b"), [0, 2]);
+        for timed in [false, true] {
+            peers.run(1, timed);
+        }
+        assert_eq!(peers.ways()[1].seconds, [0.5]);
+        assert_eq!([peers.ways()[0].hold(), peers.ways()[1].hold()], [1e-3, 1.5e-3]);
+        peers.run(9, true);
+        peers.run(2, true);
+        assert!(peers.ways().is_empty());
+        peers.prepare(&"another");
+        assert!(peers.ways().is_empty());
+        assert!(peers.end().unwrap_err().to_string().contains('4'));
+        assert!(Peers::<String>::new(Vec::new()).end().is_ok());
+    }
+}

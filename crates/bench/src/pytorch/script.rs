@@ -1,0 +1,169 @@
+use std::env;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use counterpoint_console::{CliError, TemporaryFolder};
+use counterpoint_files::{absolute_entries, command, program};
+
+use crate::masks::DOCUMENTS;
+
+/// A script of `benches/peers` with the modules and data that it reads, in a temporary folder that goes with it.
+pub(crate) struct Script {
+    folder: TemporaryFolder,
+    name: &'static str,
+    python: PathBuf,
+}
+
+/// Embeds files of `benches/peers`, by their paths there.
+macro_rules! embedded {
+    ($($path:literal),* $(,)?) => {
+        &[$(($path, include_str!(concat!("../../../../benches/peers/", $path)))),*]
+    };
+}
+
+/// All scripts share modules, so they come together.
+const FILES: &[(&str, &str)] = embedded![
+    "attention.py",
+    "common/command_line.py",
+    "common/exact_attention.py",
+    "common/pytorch.py",
+    "common/ranks.py",
+    "common/turns.py",
+    "context_parallel.py",
+    "gemm_collective.py",
+    "layers/check.py",
+    "layers/layer.py",
+    "layers/passes.py",
+    "one_gpu/backends.py",
+    "one_gpu/case.py",
+    "one_gpu/counterpoint.py",
+    "one_gpu/masks.py",
+    "one_gpu/ratios.py",
+    "one_gpu/reference.py",
+    "one_gpu/rows.py",
+    "one_gpu/tables.py",
+    "one_gpu/tensors.py",
+    "published.json",
+    "sharded/problem.py",
+    "sharded/ring.py",
+    "sharded/ways.py",
+    "tensor_parallel.py",
+];
+
+impl Script {
+    /// Writes all of them as they lie in `benches`, and takes the one with that name.
+    pub(crate) fn unpack(name: &'static str) -> Result<Self, CliError> {
+        let python = program("python3").map_err(|error| CliError::NoPeers { reason: error.to_string() })?;
+        let write = || {
+            let folder = TemporaryFolder::new()?;
+            let (peers, data) = (folder.path().join("peers"), folder.path().join("data"));
+            for (path, text) in FILES {
+                write_with_folders(&peers.join(path), text)?;
+            }
+            for (seqlen, text) in DOCUMENTS {
+                write_with_folders(&data.join(format!("documents_{}k.txt", seqlen >> 10)), text)?;
+            }
+            Ok(folder)
+        };
+        let folder = write().map_err(|error: io::Error| CliError::NoPeers {
+            reason: format!(
+                "its script cannot be written to a temporary folder ({error}; TMPDIR says where)"
+            ),
+        })?;
+        Ok(Self { folder, name, python })
+    }
+
+    /// The folder of `benches/peers`.
+    #[cfg(test)]
+    pub(super) fn peers(&self) -> std::path::PathBuf {
+        self.folder.path().join("peers")
+    }
+
+    /// `python3` with the script, to which the caller adds arguments.
+    pub(crate) fn command(&self) -> Command {
+        let mut command = command(&self.python);
+        let peers = self.folder.path().join("peers");
+        // Neither it nor a process of its own imports from the current folder; where PyTorch lies is still the user's to say.
+        let mut packages = vec![peers.clone()];
+        packages.extend(absolute_entries(&env::var_os("PYTHONPATH").unwrap_or_default()));
+        // None of them holds a separator: the first is ours, the others were split where they are joined.
+        env::join_paths(packages).map(|packages| command.env("PYTHONPATH", packages)).ok();
+        command.env("PYTHONSAFEPATH", "1");
+        // Without files of byte code: it runs once.
+        command.arg("-B").arg(peers.join(self.name));
+        command
+    }
+}
+
+fn write_with_folders(path: &Path, text: &str) -> io::Result<()> {
+    path.parent().map_or(Ok(()), fs::create_dir_all)?;
+    fs::write(path, text)
+}
+
+/// That one of the files has these strings: what both sides must know.
+#[cfg(test)]
+pub(crate) fn assert_strings<'a>(path: &str, strings: impl IntoIterator<Item = &'a str>) {
+    for string in strings {
+        assert!(text_of(path).contains(&format!("\"{string}\"")), "{string} in {path}");
+    }
+}
+
+/// The text of one of the files, for tests of what both sides must know.
+#[cfg(test)]
+pub(crate) fn text_of(path: &str) -> &'static str {
+    FILES.iter().find(|(name, _)| *name == path).unwrap().1
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn files_below(folder: &Path, prefix: &str, found: &mut Vec<String>) {
+        for entry in fs::read_dir(folder).unwrap() {
+            let entry = entry.unwrap();
+            let name = format!("{prefix}{}", entry.file_name().to_str().unwrap());
+            match entry.file_type().unwrap().is_dir() {
+                true if name.ends_with("__pycache__") => {}
+                true => files_below(&entry.path(), &format!("{name}/"), found),
+                false => found.push(name),
+            }
+        }
+    }
+
+    #[test]
+    fn every_file_of_the_peers_is_inside() {
+        let mut found = Vec::new();
+        files_below(&Path::new(env!("CARGO_MANIFEST_DIR")).join("../../benches/peers"), "", &mut found);
+        found.sort();
+        let inside: Vec<&str> = FILES.iter().map(|(path, _)| *path).collect();
+        assert_eq!(inside, found);
+    }
+
+    #[test]
+    fn what_is_unpacked_lies_as_it_does_here_and_goes_with_it() {
+        let script = Script::unpack("attention.py").unwrap();
+        let root = script.folder.path().to_owned();
+        let mut found = Vec::new();
+        files_below(&root, "", &mut found);
+        assert_eq!(found.len(), FILES.len() + DOCUMENTS.len());
+        for path in ["peers/attention.py", "peers/common/pytorch.py", "data/documents_8k.txt"] {
+            let here = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../benches").join(path);
+            assert_eq!(fs::read(root.join(path)).unwrap(), fs::read(here).unwrap(), "{path}");
+        }
+        drop(script);
+        assert!(!root.exists());
+    }
+
+    #[test]
+    fn all_of_them_are_python() {
+        let mut command = Command::new("python3");
+        command
+            .args(["-c", "import sys\nfor path in sys.argv[1:]: compile(open(path).read(), path, 'exec')"]);
+        let script = Script::unpack("attention.py").unwrap();
+        let scripts = FILES.iter().map(|(path, _)| *path).filter(|path| path.ends_with(".py"));
+        command.args(scripts.map(|path| script.peers().join(path)));
+        assert!(command.status().unwrap().success());
+    }
+}

@@ -1,0 +1,348 @@
+use std::sync::Arc;
+
+use counterpoint_console::{
+    CliError,
+    arguments::{OverlapChoice, dtype_name},
+};
+use counterpoint_cuda::TransportKind;
+use counterpoint_exec::{
+    ExecError, Group, HostTensor, LayerGradient, LayerOverlap, LinearInputs, LinearLayer, LinearOutputs,
+    LinearSample, LinearTensor, Machine, PlannedPass, PlannedPasses, RankBuffers, RunConfig, RunTimes,
+    WorldConfig, check_linear_part,
+};
+use counterpoint_plan::{CostModel, LinearMachine, LinearPlan, LinearSpec, TunedHere, WaveGroups};
+use counterpoint_report::Statistics;
+use counterpoint_schedule::{OverlapPolicy, StartOrder, WeightGradient};
+use rayon::prelude::*;
+
+use super::connections;
+use super::measured::{Measured, MeasuredPass, digest};
+use super::parts::Parts;
+use super::peers::{self, Known};
+use super::row::Row;
+use crate::arguments::{BenchTpArguments, BenchTpPass};
+use crate::pytorch::Peers;
+use crate::turns::{LEAST_HIDEABLE, noise, saved, turns};
+
+/// Rows and columns of each result that are compared with f64.
+const SAMPLED: usize = 12;
+const WARM_UPS: usize = 3;
+
+/// One layer on one machine.
+pub(super) struct Case<'a> {
+    pub(super) arguments: &'a BenchTpArguments,
+    pub(super) spec: LinearSpec,
+    /// Tokens, features that are not split, features of a rank.
+    pub(super) shape: [usize; 3],
+    pub(super) tp_size: usize,
+    pub(super) transport: TransportKind,
+    pub(super) cost: CostModel,
+    pub(super) device: &'a str,
+    pub(super) inputs: &'a LinearInputs,
+    /// What was tuned on this machine.
+    pub(super) tuned: Arc<TunedHere>,
+}
+
+/// The tensors that all policies use.
+struct Tensors<M: Machine> {
+    x: RankBuffers<M>,
+    dy: RankBuffers<M>,
+    weight: RankBuffers<M>,
+    bias: Option<RankBuffers<M>>,
+}
+
+/// What gradients are added to.
+struct Sums<M: Machine> {
+    weight: RankBuffers<M>,
+    bias: Option<RankBuffers<M>>,
+}
+
+/// A layer that runs in one of the ways that are compared.
+struct Way<M: Machine> {
+    overlap: String,
+    planned: PlannedPasses,
+    layer: LinearLayer<M>,
+    checked: Result<f64, String>,
+    bits: Vec<u64>,
+    passes: Vec<MeasuredPass>,
+}
+
+impl<M: Machine> Way<M> {
+    fn measured(self) -> Measured {
+        let Self { overlap, checked, bits, passes, .. } = self;
+        Measured { overlap, passes, checked, bits }
+    }
+}
+
+impl Case<'_> {
+    /// Rows of all passes: first those with nothing side by side, then those of the policies. `joined` is given what the ranks here
+    /// measured and has what all of them did, or `None` where another process has that.
+    pub(super) fn measure_on<M: Machine>(
+        &self,
+        machine: &M,
+        peers: &mut Peers<Known>,
+        joined: impl Fn(Measured) -> Result<Option<Measured>, CliError>,
+    ) -> Result<Vec<Row>, CliError> {
+        let config =
+            WorldConfig { limit: RunConfig::default().limit, poison: false, ..WorldConfig::default() };
+        let group =
+            Group::connect(machine, self.tp_size, config).map_err(|source| CliError::Run { source })?;
+        let mut tensors = None;
+        let sequential = OverlapPolicy::new(StartOrder::Sequential);
+        let named = |policy, groups| LayerOverlap::Policy(policy, groups, self.cost);
+        let mut asked = vec![(sequential.to_string(), named(sequential, WaveGroups::Fixed(1)))];
+        for choice in &self.arguments.overlap {
+            let OverlapChoice::Named(policy) = choice else {
+                asked.push((choice.to_string(), LayerOverlap::Predicted(Some(self.cost))));
+                continue;
+            };
+            asked.extend(self.arguments.groups.iter().map(|&groups| {
+                let groups = match groups {
+                    0 => WaveGroups::Auto,
+                    groups => WaveGroups::Fixed(groups as usize),
+                };
+                (choice.to_string(), named(*policy, groups))
+            }));
+        }
+        let mut ways: Vec<Way<M>> = Vec::new();
+        for (overlap, how) in asked {
+            let planned = self.passes(machine, &how)?;
+            if !ways.iter().any(|way| way.overlap == overlap && way.planned == planned) {
+                ways.push(self.prepare(&group, overlap, planned, &mut tensors)?);
+            }
+        }
+        let Some(tensors) = &tensors else { return Ok(Vec::new()) };
+        peers.prepare(&peers::case(self.shape, self.spec.kind, self.spec.activations));
+        for &pass in &self.arguments.passes {
+            self.measure(machine, pass, &mut ways, tensors, peers)
+                .map_err(|source| CliError::Run { source })?;
+        }
+        let all: Vec<_> = ways.into_iter().map(|way| joined(way.measured())).collect::<Result<_, _>>()?;
+        let all: Vec<Measured> = all.into_iter().flatten().collect();
+        let Some(plain) = all.first() else { return Ok(Vec::new()) };
+        let rows = self
+            .arguments
+            .passes
+            .iter()
+            .flat_map(|&pass| all.iter().filter_map(move |measured| self.row(pass, measured, plain)));
+        Ok(rows.collect())
+    }
+
+    /// What becomes of the gradient of the weight.
+    fn gradient(&self) -> LayerGradient {
+        self.arguments.gradient.gradient(self.spec.dtype)
+    }
+
+    fn passes<M: Machine>(&self, machine: &M, overlap: &LayerOverlap) -> Result<PlannedPasses, CliError> {
+        let machine = LinearMachine { tuned: Some(self.tuned.clone()), ..machine.linear(self.tp_size) };
+        overlap.passes(&machine, self.spec, self.gradient()).map_err(|error| CliError::Flag {
+            flag: "--shapes",
+            value: self.shape.map(|size| size.to_string()).join(":"),
+            reason: error.to_string(),
+        })
+    }
+
+    /// A layer that runs so, with its results checked.
+    fn prepare<M: Machine>(
+        &self,
+        group: &Group<M>,
+        overlap: String,
+        planned: PlannedPasses,
+        tensors: &mut Option<Tensors<M>>,
+    ) -> Result<Way<M>, CliError> {
+        let failed = |source| CliError::Run { source };
+        let layer = LinearLayer::with_passes(group, planned.clone(), self.gradient());
+        // Other ranks wait for this one by now: they are to hear of it.
+        let mut layer = layer.map_err(|error| failed(group.fail_with(error)))?;
+        let tensors = match tensors {
+            Some(tensors) => tensors,
+            None => tensors.insert(self.upload(&layer)?),
+        };
+        layer.bind_weight(&tensors.weight, tensors.bias.as_ref()).map_err(failed)?;
+        let sums = self.zeros(&layer).map_err(failed)?;
+        if let Some(sums) = &sums {
+            layer.bind_main_grad(&sums.weight, sums.bias.as_ref()).map_err(failed)?;
+        }
+        let (checked, bits) = self.check(&mut layer, tensors, sums.as_ref(), &planned.forward.plan)?;
+        Ok(Way { overlap, planned, layer, checked, bits, passes: Vec::new() })
+    }
+
+    /// Times a pass in all ways, those of the peers too, a run of each in turn.
+    fn measure<M: Machine>(
+        &self,
+        machine: &M,
+        pass: BenchTpPass,
+        ways: &mut [Way<M>],
+        tensors: &Tensors<M>,
+        peers: &mut Peers<Known>,
+    ) -> Result<(), ExecError> {
+        for way in &mut *ways {
+            let PlannedPass { plan, policy } = match pass {
+                BenchTpPass::Forward => &way.planned.forward,
+                BenchTpPass::Backward => &way.planned.backward,
+            };
+            let (policy, groups) = (*policy, plan.groups());
+            let (detailed, whole) = (Vec::new(), Vec::new());
+            way.passes.push(MeasuredPass { pass, policy, groups, detailed, whole });
+        }
+        let of_peers = peers.those(|known| known.pass == pass);
+        // A way's runs with the times of all operations and those without are turns of their own: nobody runs behind itself alone.
+        let ours = 2 * ways.len();
+        for run in 0..WARM_UPS + self.arguments.iterations as usize {
+            for turn in turns(run, ours + of_peers.len()) {
+                if turn >= ours {
+                    peers.run(of_peers[turn - ours], run >= WARM_UPS);
+                    continue;
+                }
+                let Way { layer, passes, .. } = &mut ways[turn / 2];
+                let Some(MeasuredPass { detailed, whole, .. }) = passes.last_mut() else { continue };
+                let (times, timelines) = match turn % 2 {
+                    0 => (RunTimes::Operations, detailed),
+                    _ => (RunTimes::Whole, whole),
+                };
+                layer.take_times(times);
+                machine.meet("a run")?;
+                let done = match pass {
+                    BenchTpPass::Forward => layer.forward(&tensors.x)?,
+                    BenchTpPass::Backward => layer.backward(&tensors.x, &tensors.dy)?,
+                };
+                if run >= WARM_UPS {
+                    timelines.push(done.timeline);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn upload<M: Machine>(&self, layer: &LinearLayer<M>) -> Result<Tensors<M>, CliError> {
+        let scatter = |tensor, whole: &HostTensor| {
+            layer.scatter(tensor, whole).map_err(|source| CliError::Run { source })
+        };
+        // There is a dy: the inputs are those of a backward.
+        let dy = self.inputs.dy.as_ref().unwrap_or(&self.inputs.x);
+        Ok(Tensors {
+            x: scatter(LinearTensor::Input, &self.inputs.x)?,
+            dy: scatter(LinearTensor::Output, dy)?,
+            weight: scatter(LinearTensor::Weight, &self.inputs.weight)?,
+            bias: self.inputs.bias.as_ref().map(|bias| scatter(LinearTensor::Bias, bias)).transpose()?,
+        })
+    }
+
+    /// So that the gradient of the first backward can be told.
+    fn zeros<M: Machine>(&self, layer: &LinearLayer<M>) -> Result<Option<Sums<M>>, ExecError> {
+        let LayerGradient::Accumulated(dtype) = self.gradient() else { return Ok(None) };
+        let LinearSpec { out_features, in_features, has_bias, .. } = self.spec;
+        let zeros = |tensor, shape: Vec<usize>| layer.scatter(tensor, &HostTensor::zeros(shape, dtype));
+        Ok(Some(Sums {
+            weight: zeros(LinearTensor::Weight, vec![out_features, in_features])?,
+            bias: has_bias.then(|| zeros(LinearTensor::Bias, vec![out_features])).transpose()?,
+        }))
+    }
+
+    /// Runs each pass once and compares a sample of all results with f64; and what tells these bits from others, by rank.
+    fn check<M: Machine>(
+        &self,
+        layer: &mut LinearLayer<M>,
+        tensors: &Tensors<M>,
+        sums: Option<&Sums<M>>,
+        plan: &LinearPlan,
+    ) -> Result<(Result<f64, String>, Vec<u64>), CliError> {
+        let mut outputs = || -> Result<Vec<LinearOutputs>, ExecError> {
+            let y = layer.forward(&tensors.x)?.result;
+            let dx = layer.backward(&tensors.x, &tensors.dy)?.result;
+            let (ys, dxs) = (layer.download(&y)?, layer.download(&dx)?);
+            // Added to, or written; a frozen weight has none.
+            let written = if sums.is_none() { layer.weight_gradient() } else { None };
+            let gradients = match (sums, &written) {
+                (Some(sums), _) => [Some(&sums.weight), sums.bias.as_ref()],
+                (None, Some((weight, bias))) => [Some(weight), bias.as_ref()],
+                (None, None) => [None; 2],
+            };
+            let downloaded = |part: Option<&RankBuffers<M>>| match part {
+                Some(part) => Ok(layer.download(part)?.into_iter().map(Some).collect()),
+                None => Ok::<_, ExecError>(vec![None; ys.len()]),
+            };
+            let (dweights, dbiases) = (downloaded(gradients[0])?, downloaded(gradients[1])?);
+            let all = ys.into_iter().zip(dxs).zip(dweights).zip(dbiases);
+            let outputs = |(((y, dx), dweight), dbias)| LinearOutputs { y, dx: Some(dx), dweight, dbias };
+            Ok(all.map(outputs).collect())
+        };
+        let outputs = outputs().map_err(|source| CliError::Run { source })?;
+        // What is added to began as zeros.
+        let gradient = match self.gradient() {
+            LayerGradient::Frozen => WeightGradient::Frozen,
+            _ => WeightGradient::Written,
+        };
+        let sample = LinearSample::Spread(SAMPLED);
+        let of_rank = |(rank, outputs): (usize, &LinearOutputs)| {
+            check_linear_part(plan, rank, self.inputs, gradient, outputs, sample)
+                .map_err(|reason| format!("rank {rank}: {reason}"))
+        };
+        let mut checks = layer.ranks().zip(&outputs).map(of_rank);
+        let checked = checks.try_fold(0.0, |worst, share| Ok(f64::max(worst, share?)));
+        Ok((checked, outputs.par_iter().map(digest).collect()))
+    }
+
+    fn row(&self, pass: BenchTpPass, measured: &Measured, of_plain: &Measured) -> Option<Row> {
+        let of = |measured: &Measured| measured.passes.iter().find(|measured| measured.pass == pass).cloned();
+        let (runs, plain) = (of(measured)?, of(of_plain)?);
+        let (own_seconds, plain_seconds) = (runs.seconds(), plain.seconds());
+        let (statistics, sequential) = (Statistics::of(&own_seconds)?, Statistics::of(&plain_seconds)?);
+        let of_ranks = Parts::of_ranks(&plain.detailed);
+        let ideal = Parts::ideal_of_slowest(&of_ranks, self.spec.kind, pass);
+        let (own, plain) = (Parts::mean(&Parts::of_ranks(&runs.detailed)), Parts::mean(&of_ranks));
+        let last = runs.detailed.last()?.clone();
+        let overlap = last.overlap();
+        let hideable = sequential.median - ideal;
+        let hides = measured.overlap != StartOrder::Sequential.name()
+            && overlap.communication_seconds > 0.0
+            && hideable > LEAST_HIDEABLE * ideal;
+        let has_one = pass == BenchTpPass::Forward || self.gradient() == LayerGradient::Frozen;
+        let products = if has_one { 1.0 } else { 2.0 };
+        let flops = products
+            * 2.0
+            * (self.spec.tokens * self.spec.in_features) as f64
+            * self.spec.out_features as f64;
+        Some(Row {
+            by: "counterpoint".to_owned(),
+            kind: self.spec.kind,
+            pass,
+            activations: self.spec.activations,
+            shape: self.shape,
+            ranks: self.tp_size,
+            device: self.device.to_owned(),
+            connections: connections::here(),
+            overlap: measured.overlap.clone(),
+            policy: runs.policy.to_string(),
+            transport: self.transport.to_string(),
+            groups: runs.groups,
+            tflops: flops / self.tp_size as f64 / statistics.median / 1e12,
+            seconds: statistics,
+            sequential_seconds: sequential.median,
+            ideal_seconds: ideal,
+            efficiency: hides.then(|| (sequential.median - statistics.median) / hideable),
+            efficiency_noise: hides.then(|| noise(&saved(&plain_seconds, &own_seconds)) / hideable),
+            hidden: (overlap.communication_seconds > 0.0)
+                .then(|| 1.0 - overlap.exposed_seconds / overlap.communication_seconds),
+            dtype: dtype_name(self.spec.dtype).to_owned(),
+            product_seconds: own.product,
+            weight_gradient_seconds: own.weight_gradient,
+            bias_gradient_seconds: own.bias_gradient,
+            weight_gradient_slowdown: (plain.weight_gradient > 0.0)
+                .then_some(own.weight_gradient / plain.weight_gradient),
+            gather_seconds: own.gather,
+            reduce_seconds: own.reduce,
+            spread_seconds: own.spread,
+            communication_seconds: overlap.communication_seconds,
+            exposed_seconds: overlap.exposed_seconds,
+            of_bound: measured.checked.clone().unwrap_or(f64::INFINITY),
+            bits: measured.bits_in_words(),
+            last,
+            wrong: match (&measured.checked, measured.bits == of_plain.bits) {
+                (Err(reason), _) => Some(reason.clone()),
+                (Ok(_), false) => Some("its bits are not those of the sequential run".to_owned()),
+                (Ok(_), true) => None,
+            },
+        })
+    }
+}

@@ -1,0 +1,233 @@
+//! `counterpoint bench tp`.
+
+mod case;
+mod connections;
+mod measured;
+mod parts;
+mod peers;
+mod row;
+
+use std::sync::Arc;
+
+use counterpoint_console::{
+    self as console, CliError, CommandLine, Progress, Schema,
+    arguments::Device,
+    launched::{as_rank, launch, refuse_other_sizes},
+    output::Outputs,
+    rank_machine::RankMachine,
+    tuned,
+};
+use counterpoint_cuda::TransportKind;
+use counterpoint_exec::{CpuMachine, LinearInputs, Machine, RunConfig, random_linear_inputs};
+use counterpoint_plan::{DType, LinearKind, LinearSpec, Topology, TunedHere, TunedPlans};
+use counterpoint_report::{LiveTable, TimelinePair, TraceSection, chrome_trace};
+
+use self::case::Case;
+use self::peers::Known;
+use self::row::Row;
+use crate::arguments::BenchTpArguments;
+use crate::pytorch::Peers;
+
+/// `counterpoint bench tp`.
+pub(crate) fn run(arguments: &BenchTpArguments, line: &CommandLine) -> Result<(), CliError> {
+    match launch()? {
+        None if !arguments.connections.is_empty() => {
+            // GPUs are those processes' meanwhile.
+            connections::run(arguments, line)
+        }
+        None => {
+            let open = |kind| RankMachine::open(arguments.device, arguments.tp_size, kind);
+            measure_all(arguments, &machines(arguments, open)?)
+        }
+        Some(launch) => as_rank(&launch, line, RunConfig::default().limit, |rendezvous| {
+            refuse_other_sizes(&launch, "--tp-size", arguments.tp_size.unwrap_or(launch.world_size))?;
+            refuse_threads_alone(arguments)?;
+            let topology = Topology::flat(launch.world_size);
+            let join = |kind| RankMachine::join(rendezvous, &launch, kind, topology);
+            measure_all(arguments, &machines(arguments, join)?)
+        }),
+    }
+}
+
+/// One for every transport.
+fn machines(
+    arguments: &BenchTpArguments,
+    open: impl Fn(TransportKind) -> Result<RankMachine, CliError>,
+) -> Result<Vec<(TransportKind, RankMachine)>, CliError> {
+    let by = arguments.plain_products.products();
+    arguments.transport.iter().map(|&kind| Ok((kind, open(kind)?.with_plain_products(by)?))).collect()
+}
+
+/// What only ranks that are threads do.
+fn refuse_threads_alone(arguments: &BenchTpArguments) -> Result<(), CliError> {
+    let alone = |flag, value, what: &str| {
+        let reason = format!("{what}; run it without a launcher");
+        Err(CliError::Flag { flag, value, reason })
+    };
+    let numbers = |numbers: &[u32]| numbers.iter().map(u32::to_string).collect::<Vec<_>>().join(",");
+    match arguments {
+        BenchTpArguments { peers, .. } if !peers.is_empty() => {
+            alone("--peers", numbers(peers), "starts processes of its own")
+        }
+        BenchTpArguments { connections, .. } if !connections.is_empty() => {
+            alone("--connections", numbers(connections), "starts processes of its own")
+        }
+        BenchTpArguments { device: Device::Cpu, .. } => {
+            alone("--device", "cpu".to_owned(), "is timed with ranks as threads")
+        }
+        _ => Ok(()),
+    }
+}
+
+fn measure_all(
+    arguments: &BenchTpArguments,
+    machines: &[(TransportKind, RankMachine)],
+) -> Result<(), CliError> {
+    let Some((_, first)) = machines.first() else { return Ok(()) };
+    if let (Some(_), Device::Cuda) = (arguments.slow_link, arguments.device) {
+        let reason = "imitates a link between CPU ranks; leave it out with --device cuda".to_owned();
+        return Err(CliError::Flag { flag: "--slow-link", value: String::new(), reason });
+    }
+    let traces = Outputs::check(&[("--trace", arguments.trace.as_deref())])?;
+    let tp_size = arguments.tp_size.unwrap_or(first.gpus().max(2));
+    let table = LiveTable::new(&row::COLUMNS, &console::style());
+    if first.prints() {
+        console::note_development_build();
+        if !arguments.json {
+            console::print(&format!(
+                "tensor-parallel linear layers on {}, {}\n{}",
+                first.name(),
+                console::count(tp_size, "rank"),
+                table.header()
+            ))?;
+        }
+    }
+    let shapes = shapes(arguments);
+    let tuned = tuned::kept()?;
+    first.agree("what was tuned and kept", &tuned.to_json())?;
+    let mut peers = peers::start(arguments, tp_size)?;
+    let progress = Progress::new();
+    let (mut rows, mut of_peers, mut wrong) = (Vec::new(), Vec::new(), Vec::new());
+    for (shape, spec) in specs(arguments, &shapes, tp_size) {
+        let inputs = random_linear_inputs(&spec, None, spec.tokens as u64, true);
+        for (transport, machine) in machines {
+            let [tokens, hidden, local] = shape;
+            let LinearSpec { kind, activations, .. } = spec;
+            progress.step(format!("{kind} {activations} {tokens}:{hidden}:{local} {transport}"));
+            let on = On { transport: *transport, machine, tuned: &tuned };
+            let ours = measure(arguments, (spec, shape), tp_size, on, &inputs, &mut peers)?;
+            let beside = peers::rows(&peers, &ours);
+            for row in ours {
+                match &row.wrong {
+                    Some(reason) => wrong.push(format!("{}: {reason}", row.name())),
+                    None if arguments.json => console::print_json(Schema::BenchTp, &row)?,
+                    None => console::print(&table.row(row.cells()))?,
+                }
+                rows.push(row);
+            }
+            if arguments.json {
+                beside.iter().try_for_each(|row| console::print_json(Schema::BenchTpPeer, row))?;
+            }
+            of_peers.extend(beside);
+        }
+    }
+    drop(progress);
+    if !arguments.json {
+        peers::print(&of_peers)?;
+    }
+    if first.prints() {
+        traces.write(|_| Ok(trace_of(&rows).into_bytes()))?;
+    }
+    if wrong.is_empty() {
+        return peers.end();
+    }
+    Err(CliError::CheckFailed { what: format!("results out of bounds against f64: {}", wrong.join("; ")) })
+}
+
+/// The rows one after the other.
+fn trace_of(rows: &[Row]) -> String {
+    let names: Vec<String> = rows.iter().map(Row::name).collect();
+    let timelines = |row| TimelinePair { measured: Some(row), predicted: None };
+    let sections =
+        names.iter().zip(rows).map(|(name, row)| TraceSection { name, timelines: timelines(&row.last) });
+    chrome_trace(&sections.collect::<Vec<_>>())
+}
+
+/// What a layer is measured on.
+struct On<'a> {
+    transport: TransportKind,
+    machine: &'a RankMachine,
+    tuned: &'a TunedPlans,
+}
+
+fn measure(
+    arguments: &BenchTpArguments,
+    (spec, shape): (LinearSpec, [usize; 3]),
+    tp_size: usize,
+    On { transport, machine, tuned }: On<'_>,
+    inputs: &LinearInputs,
+    peers: &mut Peers<Known>,
+) -> Result<Vec<Row>, CliError> {
+    let profile = machine.profile(None)?;
+    let measured = profile.as_ref().map(|profile| &profile.cost);
+    let cost = match machine {
+        RankMachine::Cuda(gpus) => gpus.cost(measured, tp_size),
+        RankMachine::Process(process) => process.machine().cost(measured),
+        RankMachine::Cpu(_) => {
+            let ranks = CpuMachine::new(0, arguments.slow_link).map_err(|source| CliError::Run { source })?;
+            measured.copied().unwrap_or(ranks.linear(tp_size).cost)
+        }
+    };
+    let device = machine.name();
+    let tuned = TunedHere { place: machine.tuned_place(arguments.slow_link), plans: tuned.clone() };
+    let tuned = Arc::new(tuned);
+    let case = Case { arguments, spec, shape, tp_size, transport, cost, device, inputs, tuned };
+    match machine {
+        RankMachine::Cpu(_) => {
+            let ranks = CpuMachine::new(0, arguments.slow_link).map_err(|source| CliError::Run { source })?;
+            case.measure_on(&ranks, peers, |measured| Ok(Some(measured)))
+        }
+        RankMachine::Cuda(gpus) => case.measure_on(gpus, peers, |measured| Ok(Some(measured))),
+        RankMachine::Process(process) => {
+            case.measure_on(process.machine(), peers, |measured| measured.of_all(process.rendezvous()))
+        }
+    }
+}
+
+/// Tokens, features that are not split, features of a rank.
+fn shapes(arguments: &BenchTpArguments) -> Vec<[usize; 3]> {
+    /// Those whose backward is known from Megatron-LM's pattern on the same GPUs (overlap of an all-reduce and a product).
+    const GPU: [[usize; 3]; 3] = [[2048, 12288, 12288], [8192, 8192, 7168], [16384, 8192, 7168]];
+    match (&arguments.shapes[..], arguments.device) {
+        ([], Device::Cpu) => vec![[512, 256, 256]],
+        ([], Device::Cuda) => GPU.to_vec(),
+        (shapes, _) => shapes.to_vec(),
+    }
+}
+
+/// Every layer that is measured, with its shape.
+fn specs(
+    arguments: &BenchTpArguments,
+    shapes: &[[usize; 3]],
+    tp_size: usize,
+) -> Vec<([usize; 3], LinearSpec)> {
+    let mut specs = Vec::new();
+    for &shape in shapes {
+        let [tokens, hidden, local] = shape;
+        for kind in arguments.kinds.iter().map(|kind| kind.kind()) {
+            let (in_features, out_features) = match kind {
+                LinearKind::Column => (hidden, local * tp_size),
+                LinearKind::Row => (local * tp_size, hidden),
+            };
+            for activations in arguments.activations.iter().map(|activations| activations.activations()) {
+                let usual = if arguments.device == Device::Cpu { DType::F32 } else { DType::Bf16 };
+                let dtype = arguments.dtype.unwrap_or(usual);
+                let has_bias = arguments.bias;
+                let spec =
+                    LinearSpec { kind, activations, tokens, in_features, out_features, has_bias, dtype };
+                specs.push((shape, spec));
+            }
+        }
+    }
+    specs
+}

@@ -1,0 +1,203 @@
+//! `counterpoint tune gemm`.
+
+mod found;
+mod summary;
+mod tuning;
+
+use std::time::{Duration, Instant};
+
+use counterpoint_console::{
+    self as console, CliError, arguments::Device, rank_machine::RankMachine, tuned::TunedFile,
+};
+use counterpoint_cuda::TransportKind;
+use counterpoint_exec::{CpuMachine, Machine, Repeats};
+use counterpoint_plan::{
+    DType, GroupSearcher, LinearDirection, LinearMachine, LinearPlan, LinearSpec, LinkUse, PassOverlap,
+    ProductStart, TunedPass, TunedPlace, TunedShape, WaveGroups,
+};
+use counterpoint_schedule::{Mover, OverlapPolicy, StartOrder, WorkerShare};
+
+use crate::arguments::{BenchTpPass, RanksArguments, SearchArgument, TuneGemmArguments};
+use summary::Summary;
+use tuning::{TRIALS, Tuning, Variant};
+
+/// Waves that a prediction is made with; twice as many sequences for each more would be measured.
+const PREDICTED_WAVES: u32 = 16;
+const MEASURED_WAVES: u32 = 6;
+/// Rows of a tile of the GPU's product.
+const TILE_ROWS: usize = 128;
+
+pub(super) fn run(arguments: &TuneGemmArguments) -> Result<(), CliError> {
+    let mut file = TunedFile::open(arguments.plans.as_deref())?;
+    let ranks =
+        RankMachine::open(arguments.ranks.device, arguments.ranks.tp_size, arguments.ranks.transport)?;
+    let tp_size = tp_size(&arguments.ranks, &ranks)?;
+    let place = ranks.tuned_place(arguments.ranks.slow_link);
+    match &ranks {
+        RankMachine::Cpu(_) => {
+            let margin = arguments.overlap.iter().map(OverlapPolicy::sm_margin).max();
+            let machine = CpuMachine::new(margin.unwrap_or(0), arguments.ranks.slow_link)
+                .map_err(|source| CliError::Run { source })?;
+            let tunings = tunings(arguments, &machine.linear(tp_size), &place, &ranks)?;
+            console::note_development_build();
+            tune(&machine, &tunings, &mut file)
+        }
+        RankMachine::Cuda(machine) => {
+            let tunings = tunings(arguments, &machine.linear(tp_size), &place, &ranks)?;
+            console::note_development_build();
+            tune(machine, &tunings, &mut file)
+        }
+        RankMachine::Process(_) => Err(only_threads()),
+    }
+}
+
+/// What is asked for: every collective of every product.
+fn tunings<'a>(
+    arguments: &'a TuneGemmArguments,
+    linear: &LinearMachine,
+    place: &TunedPlace,
+    ranks: &RankMachine,
+) -> Result<Vec<Tuning<'a>>, CliError> {
+    let (products, flags) = match [arguments.m, arguments.n, arguments.k] {
+        [Some(m), Some(n), Some(k)] => (vec![[m, n, k]], ["--k", "--n"]),
+        _ => (arguments.shapes.clone(), ["--shapes"; 2]),
+    };
+    let dtype = dtype(&arguments.ranks);
+    let pass = match arguments.pass {
+        BenchTpPass::Forward => TunedPass::Forward,
+        BenchTpPass::Backward => arguments.gradient.gradient(dtype).tuned_pass(),
+    };
+    // In a backward the product's columns are the layer's input features.
+    let named = match arguments.pass {
+        BenchTpPass::Forward => [("in_features", flags[0]), ("out_features", flags[1])],
+        BenchTpPass::Backward => [("out_features", flags[0]), ("in_features", flags[1])],
+    };
+    let policies = policies(arguments, linear);
+    let cases = arguments
+        .collective
+        .iter()
+        .flat_map(|collective| products.iter().map(move |size| (collective, size)));
+    cases
+        .map(|(collective, &size)| {
+            let spec = collective.layer_of(pass.direction(), size, dtype);
+            let spec = LinearSpec { has_bias: arguments.bias, ..spec };
+            let tp_size = linear.topology.world_size;
+            let variants = policies.iter().map(|&policy| {
+                let searcher = searcher(arguments, spec, (tp_size, pass.direction()), policy, ranks)?;
+                Ok(Variant { policy, searcher })
+            });
+            let variants = variants.collect::<Result<Vec<_>, CliError>>()?;
+            let whole = LinearPlan::new(spec, tp_size, WaveGroups::Fixed(1), &linear.cost)
+                .map_err(|source| CliError::of_layer(source, &named))?;
+            let shape = TunedShape::of(&spec, pass, linear.topology, place);
+            let nothing = || CliError::Usage { message: "nothing travels in this pass".to_owned() };
+            Ok(Tuning { arguments, spec, pass, whole, shape: shape.ok_or_else(nothing)?, variants })
+        })
+        .collect()
+}
+
+/// The policies that are tried: those that were named, or all that these ranks run, with margins of several sizes.
+fn policies(arguments: &TuneGemmArguments, linear: &LinearMachine) -> Vec<OverlapPolicy> {
+    if !arguments.overlap.is_empty() {
+        return arguments.overlap.clone();
+    }
+    let sizes = |workers: usize| [workers.div_ceil(2), workers, workers + workers / 2];
+    let margins = |way: &PassOverlap| match *way {
+        PassOverlap::Margin(workers) => sizes(workers).map(PassOverlap::Margin).to_vec(),
+        PassOverlap::Signals(workers) if workers > 0 => sizes(workers).map(PassOverlap::Signals).to_vec(),
+        way => vec![way],
+    };
+    let overlapping = linear.overlaps.iter().filter(|way| **way != PassOverlap::Sequential);
+    overlapping.flat_map(margins).map(OverlapPolicy::from).collect()
+}
+
+/// Tunes one after the other. What is found is kept at once, so that who breaks off has what was found by then.
+fn tune<M: Machine>(machine: &M, tunings: &[Tuning<'_>], file: &mut TunedFile) -> Result<(), CliError> {
+    let begun = Instant::now();
+    let mut summary = Summary::default();
+    for tuning in tunings {
+        let found = tuning.search(machine)?;
+        file.keep(found.kept(tuning))?;
+        found.tell(tuning, file)?;
+        summary.add(tuning, &found);
+    }
+    match tunings {
+        [] | [_] => Ok(()),
+        [first, ..] => summary.tell(begun.elapsed(), first.arguments.ranks.json),
+    }
+}
+
+/// What is timed here are ranks of one process.
+pub(crate) fn only_threads() -> CliError {
+    let message = "ranks that are processes are not timed by this command; start it without a launcher";
+    CliError::Usage { message: message.to_owned() }
+}
+
+/// Ranks that were asked for, or as many as there are GPUs; at least two.
+pub(crate) fn tp_size(arguments: &RanksArguments, ranks: &RankMachine) -> Result<usize, CliError> {
+    let tp_size = arguments.tp_size.unwrap_or_else(|| ranks.gpus().max(2));
+    if tp_size < 2 {
+        let reason = "is one rank, and nothing travels; use at least 2".to_owned();
+        return Err(CliError::Flag { flag: "--tp-size", value: tp_size.to_string(), reason });
+    }
+    if let (Some(_), Device::Cuda) = (arguments.slow_link, arguments.device) {
+        let reason = "imitates a link between CPU ranks; leave it out with --device cuda".to_owned();
+        return Err(CliError::Flag { flag: "--slow-link", value: String::new(), reason });
+    }
+    Ok(tp_size)
+}
+
+/// The element type that was asked for, or the device's usual one.
+pub(crate) fn dtype(arguments: &RanksArguments) -> DType {
+    arguments.dtype.unwrap_or(match arguments.device {
+        Device::Cpu => DType::F32,
+        Device::Cuda => DType::Bf16,
+    })
+}
+
+pub(crate) fn repeats(arguments: &RanksArguments) -> Repeats {
+    Repeats {
+        limit: arguments.limit,
+        warmups: arguments.warmups as usize,
+        iterations: arguments.iterations as usize,
+        enough: Duration::MAX,
+    }
+}
+
+fn searcher(
+    arguments: &TuneGemmArguments,
+    spec: LinearSpec,
+    (tp_size, direction): (usize, LinearDirection),
+    policy: OverlapPolicy,
+    ranks: &RankMachine,
+) -> Result<GroupSearcher, CliError> {
+    let predicted_only = arguments.search == SearchArgument::Predictive;
+    let waves = arguments.waves.unwrap_or(if predicted_only { PREDICTED_WAVES } else { MEASURED_WAVES });
+    if !predicted_only && waves > 12 {
+        let reason =
+            format!("makes {} sequences, too many to measure each; use at most 12", 1u64 << (waves - 1));
+        return Err(CliError::Flag { flag: "--waves", value: waves.to_string(), reason });
+    }
+    let mut wave = spec.tokens.div_ceil(tp_size).div_ceil(waves as usize);
+    let takes_workers = arguments.ranks.transport != TransportKind::CopyEngine
+        && policy.mover == Mover::Transport
+        && policy.workers == WorkerShare::Common;
+    let (mut speed_beside, mut link) = (1.0, LinkUse::Apart);
+    if let RankMachine::Cuda(machine) = ranks {
+        // Whole tiles of the rows of all ranks together.
+        wave = wave.next_multiple_of(TILE_ROWS.div_ceil(tp_size));
+        link = LinkUse::Shared;
+        if takes_workers {
+            let sharing = machine.worker_sharing();
+            speed_beside = sharing.speed_without(sharing.communication);
+        }
+    }
+    let starts = match policy.start {
+        StartOrder::KernelBarrier => ProductStart::AfterCommunication,
+        StartOrder::Signals => ProductStart::OneKernel,
+        StartOrder::Sequential | StartOrder::Concurrent => ProductStart::Free,
+    };
+    let most_groups = arguments.most_groups as usize;
+    let trials = TRIALS[1];
+    Ok(GroupSearcher { spec, tp_size, direction, wave, most_groups, trials, starts, link, speed_beside })
+}

@@ -1,0 +1,71 @@
+use std::path::PathBuf;
+
+use clap::Args;
+use counterpoint_plan::{DType, GradientShares, QueryExchange, StageCount};
+
+use super::value::{self, DispatchAsked};
+
+/// What decides a plan, the same flags wherever one is made.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Planning")]
+pub struct PlanningArguments {
+    /// Rows of a chunk, the unit that is given to ranks; picked from the length and the number of ranks when left out
+    #[arg(long, value_name = "N", value_parser = value::size, allow_hyphen_values = true)]
+    pub chunk_size: Option<usize>,
+
+    /// How chunks are given to ranks. auto: of all, the one that is predicted to end a forward and a backward first on the kind of
+    /// device (never by a measurement, for it decides about bits); affinity on more than 256 ranks
+    #[arg(long, value_name = "ALGORITHM", default_value = "auto", value_parser = value::dispatch())]
+    pub dispatch: DispatchAsked,
+
+    /// How many stages the remote work is cut into, communication of one under computation of another; 0: all work at once, which
+    /// takes rows of other ranks as they arrive
+    #[arg(long, value_name = "auto|N", default_value = "auto", value_parser = value::stages, allow_hyphen_values = true)]
+    pub stages: StageCount,
+
+    /// Whether queries that see many keys of other ranks may travel to these keys instead; with --deterministic `auto` is `never`
+    #[arg(long, value_name = "WHEN", default_value = "never", value_parser = value::query_exchange())]
+    pub query_exchange: QueryExchange,
+
+    /// What ranks send each other of the gradients of keys and values before they are added in f32: accumulators, or elements of the
+    /// tensors' type, half the bytes of bf16's accumulators but rounded. With --deterministic always accumulators
+    #[arg(long, value_name = "WHAT", default_value = "accumulators", value_parser = value::gradient_shares())]
+    pub gradient_shares: GradientShares,
+
+    /// What the machine does, as `doctor --calibrate` writes it. Left out, `plan` and `simulate` take the built-in H200, and a run takes
+    /// what was measured here and kept, if anything
+    #[arg(long, value_name = "FILE")]
+    pub profile: Option<PathBuf>,
+}
+
+impl PlanningArguments {
+    /// When queries may travel. Where bits must be the same every time, only because it was asked for: what is predicted
+    /// follows from what the machine was just measured to do.
+    pub fn query_exchange_of(&self, deterministic: bool) -> QueryExchange {
+        match (self.query_exchange, deterministic) {
+            (QueryExchange::Auto, true) => QueryExchange::Never,
+            (asked, _) => asked,
+        }
+    }
+}
+
+/// Shapes of tensors that do not come from a file.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Shape")]
+pub struct ShapeArguments {
+    /// Query heads
+    #[arg(long, value_name = "N", default_value = "8", value_parser = value::size, allow_hyphen_values = true)]
+    pub heads_q: usize,
+
+    /// Key and value heads, a divisor of the query heads; as many as these when left out
+    #[arg(long, value_name = "N", value_parser = value::size, allow_hyphen_values = true)]
+    pub heads_kv: Option<usize>,
+
+    /// Elements of a row of one head
+    #[arg(long, value_name = "N", default_value = "128", value_parser = value::size, allow_hyphen_values = true)]
+    pub head_dim: usize,
+
+    /// Element type; left out, bf16 where the machine that is planned for is a GPU, else f32
+    #[arg(long, value_name = "TYPE", value_parser = value::dtype())]
+    pub dtype: Option<DType>,
+}

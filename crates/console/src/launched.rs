@@ -1,0 +1,86 @@
+//! A command in a process that a launcher started as one of several ranks.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use counterpoint_cuda::{CudaError, CudaProcess, Device, Timing, TransportKind, compiler_version};
+use counterpoint_exec::{ExecError, Launch, Rendezvous, RendezvousError};
+use counterpoint_plan::Topology;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::command_line::CommandLine;
+use crate::error::CliError;
+use crate::given;
+
+/// What started this process, if it is one of several.
+pub fn launch() -> Result<Option<Launch>, CliError> {
+    Launch::from_environment().map_err(|error| ended(error.into()))
+}
+
+/// Joins the other processes, which must have been started with the same command line, for `work`. Whatever ends it ends the others
+/// too.
+pub fn as_rank(
+    launch: &Launch,
+    line: &CommandLine,
+    limit: Duration,
+    work: impl FnOnce(&Arc<Rendezvous>) -> Result<(), CliError>,
+) -> Result<(), CliError> {
+    let rendezvous = Rendezvous::join_launched(launch, &given::facets(line), limit).map_err(ended)?;
+    let result = work(&rendezvous);
+    match &result {
+        // A check that fails is a result: the others have done their part.
+        Ok(()) | Err(CliError::CheckFailed { .. } | CliError::Run { .. }) => {}
+        Err(error) => {
+            let reason = error.to_string();
+            rendezvous.fail(RendezvousError::RankFailed { rank: launch.rank, reason }.into());
+        }
+    }
+    result
+}
+
+/// Refuses a number of ranks that is not that of the processes.
+pub fn refuse_other_sizes(launch: &Launch, flag: &'static str, ranks: usize) -> Result<(), CliError> {
+    let processes = launch.world_size;
+    if ranks == processes {
+        return Ok(());
+    }
+    let reason = format!(
+        "is not the number of processes, of which {} started {processes}; start as many as ranks, or one without a launcher",
+        launch.launcher
+    );
+    Err(CliError::Flag { flag, value: ranks.to_string(), reason })
+}
+
+/// An error of a run.
+pub fn ended(source: ExecError) -> CliError {
+    CliError::Run { source }
+}
+
+/// The GPU of this process's rank. Where it fails all are told; a machine that has none says what it lacks.
+pub fn gpu_of_rank(
+    rendezvous: &Arc<Rendezvous>,
+    local_rank: Option<usize>,
+    timing: Timing,
+    transport: TransportKind,
+    topology: Topology,
+) -> Result<CudaProcess, CliError> {
+    let lacks = || compiler_version().and_then(|_| Device::count()).err().filter(CudaError::is_missing);
+    CudaProcess::new(rendezvous, local_rank, timing, transport, topology)
+        .map_err(|error| lacks().map_or_else(|| ended(error), |source| CliError::Cuda { source }))
+}
+
+/// Every rank's value, in the order of ranks.
+pub fn gather<T: Serialize + DeserializeOwned>(
+    rendezvous: &Rendezvous,
+    place: &str,
+    own: &T,
+) -> Result<Vec<T>, CliError> {
+    let broken = |error: serde_json::Error| {
+        let (rank, reason) = (rendezvous.rank(), error.to_string());
+        ended(RendezvousError::Broken { rank, reason }.into())
+    };
+    let own = serde_json::to_vec(own).map_err(broken)?;
+    let all = rendezvous.all_gather(place, &own).map_err(ended)?;
+    all.iter().map(|one| serde_json::from_slice(one).map_err(broken)).collect()
+}

@@ -1,0 +1,43 @@
+//! What all commands of the `counterpoint` binary share: printing, errors with their exit status, progress, arguments, files,
+//! interruption, processes of their own, and the ranks that `--device` names.
+
+// Not a workspace lint: tests may unwrap, their helpers too.
+#![warn(clippy::unwrap_used)]
+
+pub mod arguments;
+mod command_line;
+mod console;
+pub mod device;
+pub mod digest;
+mod error;
+pub mod files;
+mod given;
+pub mod input;
+pub mod interrupt;
+pub mod launched;
+pub mod mask_argument;
+pub mod nodes;
+pub mod origin;
+pub mod output;
+pub mod overlap;
+mod own_process;
+pub mod prediction;
+pub mod profile;
+mod progress;
+pub mod rank_machine;
+mod schema;
+pub mod solution;
+mod temporary_folder;
+pub mod tuned;
+
+pub use command_line::{CommandLine, Flag};
+pub use console::{
+    count, note, note_cache_warnings, note_development_build, note_error, note_waiting, print, print_folded,
+    print_json, stages, style,
+};
+pub use error::CliError;
+pub use given::{RESULTS as FLAGS_OF_RESULTS, facets};
+pub use own_process::OwnProcess;
+pub use progress::{Bar, Progress, Ticker};
+pub use schema::{Documented, Schema};
+pub use temporary_folder::TemporaryFolder;

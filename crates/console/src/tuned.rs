@@ -1,0 +1,96 @@
+//! Tuned plans: where they lie, and reading and changing them.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use counterpoint_files::{Destination, FileLock, check_writable, write_atomically};
+use counterpoint_plan::{TunedGroups, TunedPlans};
+
+use crate::error::CliError;
+use crate::files;
+use crate::interrupt;
+use crate::profile;
+
+/// Longest file of them that is read: room for a hundred thousand plans.
+const MAX_BYTES: u64 = 64 << 20;
+
+/// How long another process may keep the file to itself: writing it takes milliseconds.
+const LOCK_LIMIT: Duration = Duration::from_secs(30);
+
+/// The flag that names the file.
+const FLAG: &str = "--plans";
+
+/// What was tuned on this machine, and maybe on others whose plans lie in the same file: what linear layers take their groups from.
+pub fn kept() -> Result<TunedPlans, CliError> {
+    // Without a folder nothing was kept.
+    kept_file()?.map_or_else(|| Ok(TunedPlans::default()), |path| read(&path))
+}
+
+/// The file in the folder of profiles; `None` where the user has no home.
+fn kept_file() -> Result<Option<PathBuf>, CliError> {
+    Ok(profile::folder()?.map(|folder| folder.join("tuned-plans.json")))
+}
+
+/// What a file holds. One that is not there holds nothing yet.
+fn read(path: &Path) -> Result<TunedPlans, CliError> {
+    let Some(text) = files::read_text_if_there("file of tuned plans", path, MAX_BYTES)? else {
+        return Ok(TunedPlans::default());
+    };
+    TunedPlans::from_json(&text)
+        .map_err(|source| CliError::Tuned { path: path.to_owned(), source: Box::new(source) })
+}
+
+/// A file of tuned plans that is added to.
+#[derive(Debug)]
+pub struct TunedFile {
+    /// As the user knows it.
+    path: PathBuf,
+    /// Where it lies, so that all who change it hold one lock.
+    target: PathBuf,
+    /// What it held when it was last looked at.
+    pub plans: TunedPlans,
+}
+
+impl TunedFile {
+    /// The file that was named, or the one in the folder of profiles. That it can be read and written is known then.
+    pub fn open(named: Option<&Path>) -> Result<Self, CliError> {
+        let path = match named {
+            Some(path) => path.to_owned(),
+            None => {
+                let none = "there is no folder to keep tuned plans in (no HOME); name a file by --plans";
+                kept_file()?.ok_or_else(|| CliError::Usage { message: none.to_owned() })?
+            }
+        };
+        if let Some(folder) = path.parent().filter(|folder| !folder.as_os_str().is_empty()) {
+            // Where it cannot be made, the next line says so with the path.
+            let _ = fs::create_dir_all(folder);
+        }
+        let destination = check_writable(&path).map_err(|source| CliError::Output { flag: FLAG, source })?;
+        let Destination::File { path: target, .. } = destination else {
+            let reason = "is no regular file, and plans are added to those that it holds; name another";
+            let (value, reason) = (path.display().to_string(), reason.to_owned());
+            return Err(CliError::Flag { flag: FLAG, value, reason });
+        };
+        let plans = read(&target)?;
+        Ok(Self { path, target, plans })
+    }
+
+    /// Where it lies.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Adds plans to what the file holds by now, which other processes may have added to, and writes it whole or not at all.
+    pub fn keep(&mut self, plans: Vec<TunedGroups>) -> Result<(), CliError> {
+        let lock = FileLock::acquire(&self.target, LOCK_LIMIT)
+            .map_err(|source| CliError::Locked { flag: FLAG, source })?;
+        interrupt::not_during(|| {
+            self.plans = read(&self.target)?;
+            plans.into_iter().for_each(|plan| self.plans.insert(plan));
+            let written = write_atomically(&self.target, self.plans.to_json().as_bytes());
+            drop(lock);
+            written.map_err(|source| CliError::Output { flag: FLAG, source })
+        })
+    }
+}
