@@ -2,6 +2,9 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use serde_json::Value;
 
 /// Where a path in backticks may begin to count as one.
 const ROOTS: [&str; 6] = ["crates/", "docs/", "tests/", "benches/", "examples/", "src/"];
@@ -62,6 +65,32 @@ fn nothing_is_linked_from_nowhere() {
             .collect();
         assert_eq!(unlinked, Vec::<String>::new(), "link them in {folder}/README.md");
     }
+}
+
+/// The line that README has for installing names a package with the binary, and a binary that needs no feature.
+#[test]
+fn the_install_line_installs_the_binary() {
+    let readme = fs::read_to_string(root().join("README.md")).unwrap();
+    let line =
+        readme.lines().find(|line| line.starts_with("cargo install ")).expect("README says how to install");
+    let words: Vec<&str> = line.split('#').next().unwrap_or_default().split_whitespace().collect();
+    let path = words.iter().skip_while(|word| **word != "--path").nth(1).expect("it installs from a path");
+    let known = ["cargo", "install", "--locked", "--path", *path];
+    assert!(words.iter().all(|word| known.contains(word)), "{line}: what else is said is not looked at here");
+    let metadata = Command::new(env!("CARGO"))
+        .args(["metadata", "--no-deps", "--offline", "--locked", "--format-version=1", "--manifest-path"])
+        .arg(root().join(path).join("Cargo.toml"))
+        .output()
+        .unwrap();
+    assert!(metadata.status.success(), "{line}: {}", String::from_utf8_lossy(&metadata.stderr));
+    let metadata: Value = serde_json::from_slice(&metadata.stdout).unwrap();
+    let manifest = root().join(path).join("Cargo.toml").canonicalize().unwrap();
+    let is_at_path = |package: &&Value| Path::new(package["manifest_path"].as_str().unwrap()) == manifest;
+    let package = metadata["packages"].as_array().unwrap().iter().find(is_at_path);
+    let package = package.unwrap_or_else(|| panic!("{line}: there is a workspace, but no package"));
+    let binaries = package["targets"].as_array().unwrap().iter().filter(|target| target["kind"][0] == "bin");
+    let installed: Vec<_> = binaries.filter(|target| target.get("required-features").is_none()).collect();
+    assert!(installed.iter().any(|target| target["name"] == "counterpoint"), "{line} installs {installed:?}");
 }
 
 /// All pages in a folder and in those below it.

@@ -1,17 +1,19 @@
 //! Every kernel that ships compiles, and is what its launch needs. Needs NVRTC, no GPU.
 
-use std::io::Write;
 use std::path::PathBuf;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::process::Command;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use counterpoint_cuda::kernel::{MatrixUnit, SharedLayout, Specialisation, shared_layouts, specialisations};
 use counterpoint_cuda::{Arch, CubinCache, CudaError, KernelSource, compile, compiler_version, examine};
 use ledger::{Entry, Ledger};
+use live_line::LiveLine;
 use rand::SeedableRng;
 use rand::seq::IndexedRandom;
 use rand_chacha::ChaCha8Rng;
 
 mod ledger;
+mod live_line;
 mod support;
 
 #[test]
@@ -129,18 +131,31 @@ fn differences(
 
 /// Compiles kernels, or finds them in the cache, none of which may have a fault.
 fn compiled(kernels: &[Specialisation]) -> Vec<Entry> {
-    let (mut done, mut told) = (0, Instant::now());
+    let mut line = LiveLine::new(std::io::stderr(), Duration::from_secs(5));
+    let mut done = 0;
     let report = examine(kernels, &CubinCache::from_environment(), |name| {
         done += 1;
-        if told.elapsed() >= Duration::from_secs(5) {
-            told = Instant::now();
-            // Not by a macro, whose lines the test's harness would keep to itself.
-            let _ = writeln!(std::io::stderr(), "compiled {done} of {} kernels; {name}", kernels.len());
-        }
+        line.show(format_args!("compiled {done} of {} kernels; {name}", kernels.len()));
     })
     .unwrap();
     assert!(report.failed.is_empty(), "{:#?}", report.failed);
     kernels.iter().zip(&report.kernels).map(|(kernel, report)| Entry::of(kernel, report)).collect()
+}
+
+/// What [`a_test_that_compiles_is_not_silent`] looks at from outside.
+#[test]
+#[ignore = "run by another test"]
+fn shows_a_live_line() {
+    LiveLine::new(std::io::stderr(), Duration::ZERO).show(format_args!("compiled 3 of 4 kernels; gemm"));
+}
+
+#[test]
+fn a_test_that_compiles_is_not_silent() {
+    let arguments = ["--exact", "shows_a_live_line", "--ignored"];
+    let child = Command::new(std::env::current_exe().unwrap()).args(arguments).output().unwrap();
+    let (stdout, stderr) = (String::from_utf8_lossy(&child.stdout), String::from_utf8_lossy(&child.stderr));
+    assert!(child.status.success() && stdout.contains("1 passed"), "{stdout}{stderr}");
+    assert!(stderr.contains("compiled 3 of 4 kernels; gemm\n"), "the harness kept the line: {stderr:?}");
 }
 
 /// Some of all kernels, others in each run.
