@@ -43,9 +43,8 @@ pub enum CudaError {
     },
     /// Memory that other processes are to read, of a kind that they cannot open.
     #[error(
-        "other ranks of this host cannot open the {bytes} bytes of memory that a tensor lies in ({reason}): PyTorch's \
-         expandable segments, and pools of the driver's, are not shared between processes; set \
-         PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False where ranks are processes"
+        "other ranks of this host cannot open {bytes} bytes of this rank's memory ({reason}); the system must let processes share \
+         memory of GPUs (containers: --ipc=host)"
     )]
     NotShareable {
         /// Of the allocation.

@@ -95,6 +95,11 @@ impl DeviceBuffer {
         &self.allocation.device
     }
 
+    /// Whether it is someone else's memory.
+    pub(crate) fn is_borrowed(&self) -> bool {
+        matches!(self.allocation.kind, MemoryKind::Borrowed)
+    }
+
     /// Whether its allocation stays when it is dropped, until its world ends: then it may be a later buffer's.
     pub(crate) fn stays_allocated(&self) -> bool {
         let MemoryKind::Pooled(block) = self.allocation.kind else { return false };

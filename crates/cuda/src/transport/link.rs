@@ -96,6 +96,11 @@ impl LinkWork {
         self.side.met().is_some_and(|met| met.engine.is_none())
     }
 
+    /// Whether other ranks write this one's outputs; else they read its inputs.
+    pub(super) fn writes_outputs(&self) -> bool {
+        self.spec.is_none() && CAST == LinkDirection::Push
+    }
+
     /// Who needs to know where the outputs are: in the first run all that send rows of a group-cast, for any may leave them to an
     /// engine.
     pub(super) fn told_of_outputs<'a>(&'a self, pattern: &'a Pattern) -> &'a [PeerRows] {
@@ -194,7 +199,7 @@ impl CudaTransport {
         let mut mailboxes = Vec::with_capacity(posts.len());
         let told = collective.collective.delivery_parts;
         let mut parts = vec![Vec::new(); told.unwrap_or(1)];
-        let pushes = work.spec.is_none() && CAST == LinkDirection::Push;
+        let pushes = work.writes_outputs();
         for (rank, post) in posts {
             let theirs = &post.collective.pattern;
             let pairs = match pushes {

@@ -9,6 +9,7 @@ use counterpoint_exec::{CollectiveCall, ExecError};
 use counterpoint_schedule::SpanKind;
 
 use super::collective::{Part, Work};
+use super::stand_in::StoodIn;
 use super::{Call, CallError, CudaTransport};
 use crate::backend::{SpanStart, lock};
 use crate::{CudaError, Event};
@@ -20,11 +21,21 @@ pub struct CudaMeeting {
     pub(super) own: Option<Arc<Post<Part>>>,
     /// Where its time is taken, when it is.
     pub(super) started: Option<SpanStart>,
+    /// What other processes have of the caller's tensors.
+    stood_in: Option<StoodIn>,
+}
+
+impl CudaMeeting {
+    /// A call with the tensors that other processes use.
+    pub(super) fn as_others_see<'a>(&'a self, call: &Call<'a>) -> Call<'a> {
+        let buffers = self.stood_in.as_ref().map_or(call.buffers, |stood_in| &stood_in.table);
+        CollectiveCall { buffers, ..*call }
+    }
 }
 
 impl CudaTransport {
     pub(super) fn begin_meeting(&self, call: &Call<'_>) -> Result<CudaMeeting, CallError> {
-        let CollectiveCall { backend, stream, place, collective, buffers, barrier, .. } = *call;
+        let CollectiveCall { backend, stream, place, collective, barrier, .. } = *call;
         let queue = stream.queue();
         let _bound = backend.device().bind()?;
         stream.status().begin(place);
@@ -35,9 +46,11 @@ impl CudaTransport {
             _ => {}
         }
         let sequence = self.next.fetch_add(1, Ordering::Relaxed);
+        let stood_in = self.stand_in(call)?;
+        let buffers = stood_in.as_ref().map_or(call.buffers, |stood_in| &stood_in.table);
         let pattern = &collective.collective.pattern;
         if collective.has_met() {
-            return Ok(CudaMeeting { sequence, own: None, started });
+            return Ok(CudaMeeting { sequence, own: None, started, stood_in });
         }
         let tensors = &collective.collective.tensors;
         let inputs = || tensors.iter().map(|(input, _)| buffers[input.0].clone()).collect();
@@ -96,14 +109,14 @@ impl CudaTransport {
         if let Some(peers) = &self.peers {
             peers.tell(sequence, collective.number, &own)?;
         }
-        Ok(CudaMeeting { sequence, own: Some(own), started })
+        Ok(CudaMeeting { sequence, own: Some(own), started, stood_in })
     }
 
     pub(super) fn end_meeting(&self, call: &Call<'_>, meeting: &CudaMeeting) -> Result<(), CallError> {
         let CollectiveCall { stream, place, collective, .. } = *call;
         match &collective.work {
             Work::Pull(_) => self.end_pull(call, meeting)?,
-            Work::Push(work) => self.end_push(call, meeting, work)?,
+            Work::Push(work) => self.end_push(&meeting.as_others_see(call), meeting, work)?,
             // Who has not learnt yet where this rank's memory is must find it told.
             Work::Link(_) | Work::BackwardReduce(_) | Work::GemmReduce(_) | Work::CastGemm(_)
                 if meeting.own.is_some() =>
@@ -116,6 +129,7 @@ impl CudaTransport {
             | Work::CastGemm(_)
             | Work::Exchange(_) => {}
         }
+        meeting.stood_in.as_ref().map_or(Ok(()), |stood_in| stood_in.give(stream.queue()))?;
         if let Some((signal, parts)) = call.signal.zip(collective.collective.delivery_parts) {
             signal.raise(stream.queue(), parts as u64)?;
         }

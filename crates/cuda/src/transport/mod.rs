@@ -32,6 +32,7 @@ mod pull;
 mod push;
 mod rows;
 mod staging;
+mod stand_in;
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
@@ -58,6 +59,7 @@ use link::LinkWork;
 pub(crate) use means::Means;
 pub use meeting::CudaMeeting;
 use process::PeerProcesses;
+use stand_in::StandIns;
 
 /// One rank of the CUDA transport.
 pub struct CudaTransport {
@@ -69,6 +71,8 @@ pub struct CudaTransport {
     prepared: AtomicU64,
     /// Where the other ranks are processes. Before what moves rows, which must not go while others still use it.
     peers: Option<PeerProcesses>,
+    /// What other processes have of the caller's tensors.
+    stand_ins: Arc<StandIns>,
     means: Means,
     /// For what collectives upload when they are made ready.
     setup: OnceLock<Stream>,
@@ -85,7 +89,8 @@ impl CudaTransport {
         let rank = |(rank, (device, means))| {
             let (world, board) = (world.clone(), board.clone());
             let (next, prepared) = (AtomicU64::new(0), AtomicU64::new(0));
-            Self { world, board, rank, device, next, prepared, peers: None, means, setup: OnceLock::new() }
+            let (stand_ins, setup) = (Arc::default(), OnceLock::new());
+            Self { world, board, rank, device, next, prepared, peers: None, stand_ins, means, setup }
         };
         (0..world.size()).zip(devices.into_iter().zip(means)).map(rank).collect()
     }
@@ -102,8 +107,8 @@ impl CudaTransport {
         let (world, board, device) = (world.clone(), peers.board().clone(), device.clone());
         let (next, prepared) = (AtomicU64::new(0), AtomicU64::new(0));
         let (rank, peers) = (rendezvous.rank(), Some(peers));
-        let setup = OnceLock::new();
-        Ok(Self { world, board, rank, device, next, prepared, peers, means, setup })
+        let (stand_ins, setup) = (Arc::default(), OnceLock::new());
+        Ok(Self { world, board, rank, device, next, prepared, peers, stand_ins, means, setup })
     }
 
     /// A stream with nothing of a run on it.
@@ -159,7 +164,7 @@ impl CudaTransport {
             ready: Mutex::new(None),
             done: Mutex::new(None),
             work,
-            _departure: self.peers.as_ref().map(|peers| peers.departure(number)),
+            _departure: self.peers.as_ref().map(|peers| peers.departure(number, &self.stand_ins)),
         }
     }
 
@@ -274,13 +279,15 @@ impl Transport<CudaBackend> for CudaTransport {
     }
 
     fn fetch(&self, call: &Call<'_>, meeting: &mut CudaMeeting) -> Result<(), ExecError> {
+        let stood_in = &meeting.as_others_see(call);
         let enqueued = match &call.collective.work {
+            // A rank has its own rows from its own tensors.
             Work::Pull(work) => self.pull(call, meeting, work),
-            Work::Link(work) => self.link(call, meeting, work),
+            Work::Link(work) => self.link(stood_in, meeting, work),
             Work::BackwardReduce(work) => self.backward_reduce(call, meeting, work),
-            Work::GemmReduce(work) => self.gemm_reduce(call, meeting, work),
-            Work::CastGemm(work) => self.cast_gemm(call, meeting, work),
-            Work::Push(work) => self.push(call, meeting, work),
+            Work::GemmReduce(work) => self.gemm_reduce(stood_in, meeting, work),
+            Work::CastGemm(work) => self.cast_gemm(stood_in, meeting, work),
+            Work::Push(work) => self.push(stood_in, meeting, work),
             Work::Exchange(work) => self.exchange(call, meeting, work),
         };
         self.report(call, enqueued)

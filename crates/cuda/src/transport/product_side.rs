@@ -2,6 +2,7 @@
 //! have theirs.
 
 use counterpoint_exec::collective::PeerRows;
+use counterpoint_schedule::BufferId;
 
 use super::collective::Part;
 use super::fused::Rows;
@@ -34,6 +35,11 @@ impl ProductSide {
     /// Whether the ranks know each other.
     pub(super) fn has_met(&self) -> bool {
         self.link.has_met()
+    }
+
+    /// The tensor that the others write as well.
+    pub(super) fn written(&self) -> Option<BufferId> {
+        self.written.map(|rows| rows.buffer)
     }
 
     /// Tells the others where this rank takes in what they send.

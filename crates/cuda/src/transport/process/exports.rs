@@ -57,6 +57,10 @@ impl Exports {
         if buffer.is_empty() {
             return Ok(MemoryPlace { number: None, offset: 0, bytes: 0 });
         }
+        if buffer.is_borrowed() {
+            let reason = "memory of the caller's is not opened by others; this is a bug, please report it";
+            return Err(CudaError::Transport { transport: "between processes", reason: reason.to_owned() });
+        }
         let AllocationPlace { id, base, bytes } = AllocationPlace::of(device, buffer.address())?;
         if let Entry::Vacant(place) = self.allocations.entry(id) {
             let handle = AllocationPlace { id, base, bytes }.handle(device)?;

@@ -22,6 +22,7 @@ use counterpoint_exec::{Awaited, Blocker, ExecError, Mesh, OpPlace, Rendezvous, 
 use self::exports::{Exports, Told, events_of};
 use self::inbox::Inbox;
 use self::message::{MemoryPlace, PartMessage, TensorPlace};
+use super::stand_in::StandIns;
 use super::{CallError, Part};
 use crate::backend::{CudaBuffer, lock};
 use crate::kernel::LinkShifts;
@@ -45,10 +46,12 @@ pub(super) struct PeerProcesses {
 pub(super) struct Departure {
     number: u64,
     gone: Arc<Mutex<Vec<u64>>>,
+    stand_ins: Arc<StandIns>,
 }
 
 impl Drop for Departure {
     fn drop(&mut self) {
+        self.stand_ins.forget(self.number);
         lock(&self.gone).push(self.number);
     }
 }
@@ -82,8 +85,8 @@ impl PeerProcesses {
     }
 
     /// What a collective with this number drops last.
-    pub(super) fn departure(&self, number: u64) -> Departure {
-        Departure { number, gone: self.gone.clone() }
+    pub(super) fn departure(&self, number: u64, stand_ins: &Arc<StandIns>) -> Departure {
+        Departure { number, gone: self.gone.clone(), stand_ins: stand_ins.clone() }
     }
 
     /// Tells those that this rank exchanges rows with of its part in a collective with this number.
