@@ -52,6 +52,9 @@ impl Communicator<CpuBackend, CpuTransport> {
     }
 }
 
+/// Of a rank's lanes the one that its collectives take, which follow all its calls.
+const LANE: usize = 0;
+
 impl<B: Backend, T: Transport<B>> Communicator<B, T> {
     /// Takes over one rank's backend and transport.
     ///
@@ -156,9 +159,7 @@ impl<B: Backend, T: Transport<B>> Communicator<B, T> {
         let (backend, transport, stream) = (self.backend(), self.rank.transport(), &*self.stream);
         let mut order = self.rank.order();
         self.rank.check()?;
-        if let Some((on, ended)) = &order.last
-            && !Arc::ptr_eq(on, &self.stream)
-        {
+        for (_, ended) in order.before(LANE, false).filter(|(on, _)| !Arc::ptr_eq(on, &self.stream)) {
             backend.wait(stream, place, ended)?;
         }
         transport.enqueue(&CollectiveCall {
@@ -170,10 +171,11 @@ impl<B: Backend, T: Transport<B>> Communicator<B, T> {
             barrier: None,
             signal: None,
         })?;
-        let finished = self.rank.events().take(backend)?;
+        let events = self.rank.events(LANE);
+        let finished = events.take(backend)?;
         backend.record(stream, place, &finished)?;
-        order.last = Some((self.stream.clone(), finished.clone()));
-        let ticket = Ticket::new(backend, finished, place.clone(), self.rank.events());
+        order.note_end(LANE, &self.stream, &finished, false);
+        let ticket = Ticket::new(backend, finished, place.clone(), events);
         Ok(Handle { communicator: self, ticket })
     }
 }

@@ -1,5 +1,6 @@
 //! A number that only grows: what events, kernel barriers and signals of the CPU backend are made of.
 
+use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
@@ -17,7 +18,28 @@ use crate::{ExecError, OpPlace};
 pub(crate) struct Counter {
     what: &'static str,
     issued: Arc<Mutex<Issued>>,
-    reached: Arc<Monitor<u64>>,
+    reached: Arc<Monitor<Reached>>,
+}
+
+/// What has happened.
+#[derive(Default)]
+struct Reached {
+    value: u64,
+    /// Steps that have happened before one with a smaller number has, on another stream.
+    ahead: BTreeSet<u64>,
+}
+
+impl Reached {
+    fn has(&self, target: u64) -> bool {
+        self.value >= target || self.ahead.contains(&target)
+    }
+
+    fn step(&mut self, number: u64) {
+        self.ahead.insert(number);
+        while self.ahead.remove(&(self.value + 1)) {
+            self.value += 1;
+        }
+    }
 }
 
 #[derive(Default)]
@@ -31,7 +53,7 @@ struct Issued {
 
 impl Counter {
     pub(crate) fn new(world: &World, what: &'static str) -> Self {
-        Self { what, issued: Arc::default(), reached: world.monitor(0) }
+        Self { what, issued: Arc::default(), reached: world.monitor(Reached::default()) }
     }
 
     /// From here on values are counted from what has been enqueued so far.
@@ -40,11 +62,12 @@ impl Counter {
         issued.base = issued.value;
     }
 
-    /// Notes that a step of one is enqueued on `stream`.
-    pub(crate) fn issue_step(&self, stream: &CpuStream, place: &OpPlace) {
+    /// Notes that a step of one is enqueued on `stream`; gives its number.
+    pub(crate) fn issue_step(&self, stream: &CpuStream, place: &OpPlace) -> u64 {
         let mut issued = lock(&self.issued);
         issued.value += 1;
         issued.by = Some((stream.status().clone(), place.clone()));
+        issued.value
     }
 
     /// Notes that raising to `value`, counted from the start of the run, is enqueued on `stream`; gives the absolute value.
@@ -66,20 +89,25 @@ impl Counter {
         lock(&self.issued).base + value
     }
 
-    /// A step of one happens.
+    /// A step of one happens, whichever.
     pub(crate) fn step(&self) {
-        self.reached.update(|reached| *reached += 1);
+        self.reached.update(|reached| reached.value += 1);
+    }
+
+    /// The step with this number happens: whoever waits for another, enqueued on another stream, waits on.
+    pub(crate) fn step_of(&self, number: u64) {
+        self.reached.update(|reached| reached.step(number));
     }
 
     /// The counter is at least `value` from here on.
     pub(crate) fn raise(&self, value: u64) {
-        self.reached.update(|reached| *reached = (*reached).max(value));
+        self.reached.update(|reached| reached.value = reached.value.max(value));
     }
 
     /// Whether all that is enqueued has happened.
     pub(crate) fn is_reached(&self) -> bool {
         let issued = self.issued();
-        self.reached.peek(|reached| *reached >= issued)
+        self.reached.peek(|reached| reached.has(issued))
     }
 
     /// On the host: sleeps until all that has been enqueued so far has happened, as long as anything moves.
@@ -97,7 +125,7 @@ impl Counter {
             rank,
             "the end of a call",
             &self.reached,
-            |reached| *reached >= target,
+            |reached| reached.has(target),
             awaited,
         )
     }
@@ -109,7 +137,7 @@ impl Counter {
         place: &OpPlace,
         target: u64,
     ) -> Result<Option<SpanKind>, ExecError> {
-        if self.reached.peek(|reached| *reached >= target) {
+        if self.reached.peek(|reached| reached.has(target)) {
             return Ok(None);
         }
         let began = Instant::now();
@@ -117,12 +145,12 @@ impl Counter {
         let blocker = by.as_ref().map(|(status, _)| Blocker::Stream(status.clone()));
         stream.status.block(blocker.clone());
         let world = &*stream.world;
-        let end = world.wait(&self.reached, world.deadline(), |reached| (*reached >= target).then_some(()));
+        let end = world.wait(&self.reached, world.deadline(), |reached| reached.has(target).then_some(()));
         let result = match end {
             Ok(()) => Ok(Some(SpanKind::Wait)),
             Err(WaitEnd::Failed(error)) => Err(error),
             Err(WaitEnd::Limit) => {
-                let reached = self.reached.peek(|reached| *reached);
+                let reached = self.reached.peek(|reached| reached.value);
                 let (name, who) = match &by {
                     Some((status, place)) => (
                         format!("{} of stream {} ({place})", self.what, status.name),

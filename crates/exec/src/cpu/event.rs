@@ -1,8 +1,8 @@
 use super::counter::Counter;
 use crate::world::World;
 
-/// An event of the CPU backend. Each record is one step of a counter, and a wait is for the records enqueued before it, so
-/// one event serves any number of runs.
+/// An event of the CPU backend. Each record is one step of a counter, and a wait is for the last record enqueued before it, whatever
+/// other streams have recorded meanwhile; so one event serves any number of runs.
 #[derive(Clone)]
 pub struct CpuEvent(pub(super) Counter);
 

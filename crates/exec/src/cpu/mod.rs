@@ -292,9 +292,9 @@ impl Backend for CpuBackend {
 
     fn record(&self, stream: &CpuStream, place: &OpPlace, event: &CpuEvent) -> Result<(), ExecError> {
         let counter = event.0.clone();
-        counter.issue_step(stream, place);
+        let number = counter.issue_step(stream, place);
         stream.push(self.part(), place, move |_| {
-            counter.step();
+            counter.step_of(number);
             Ok(None)
         })
     }

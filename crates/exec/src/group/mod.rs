@@ -106,6 +106,17 @@ impl<M: Machine> Group<M> {
         self
     }
 
+    /// The same, whose calls overlap where the caller gives them different streams, as micro-batches have: the first collectives of one
+    /// run under the last computations of the one before. Every stream's own calls follow each other, and whoever uses one stream's
+    /// results on another orders the two, as always with streams. What was made ready before keeps to itself, and so do calls without
+    /// a stream, those of one rank alone, and Programs with kernels that compute and communicate at once
+    /// ([`Program::overlaps_other_calls`]). Scratch memory is held twice. The same on all ranks.
+    #[must_use]
+    pub fn overlap_calls(self) -> Self {
+        self.ranks.iter().for_each(|rank| rank.overlap_calls());
+        self
+    }
+
     /// What its ranks can do with passes of linear layers; see [`Machine::linear`].
     pub fn linear(&self) -> &LinearMachine {
         &self.linear
@@ -181,8 +192,8 @@ impl<M: Machine> Group<M> {
     /// The first error of any rank.
     pub fn synchronize(&self) -> Result<(), ExecError> {
         for rank in &self.ranks {
-            let last = rank.order().last.clone();
-            last.map_or(Ok(()), |(_, ended)| rank.backend().wait_on_host(&ended))?;
+            let ends: Vec<_> = rank.order().before(0, false).map(|(_, ended)| ended.clone()).collect();
+            ends.iter().try_for_each(|ended| rank.backend().wait_on_host(ended))?;
         }
         self.ranks.iter().try_for_each(|rank| rank.backend().check())
     }

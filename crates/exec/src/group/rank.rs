@@ -1,7 +1,7 @@
 //! One rank of a group: what all Programs that run on it share.
 
 use std::any::Any;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use counterpoint_schedule::{
@@ -16,14 +16,19 @@ use crate::{Backend, ExecError, GlobalBuffer, Transport};
 ///
 /// Calls follow each other: one begins when the one before has ended on all streams. So they share scratch memory, and a rank needs
 /// as much of it as the largest of its Programs, however many are prepared. What runs at the same time is within a call:
-/// communication under computation.
+/// communication under computation. With two lanes ([`GroupRank::overlap_calls`]) calls on different streams of the caller overlap.
 pub struct GroupRank<B: Backend, T: Transport<B>> {
     backend: B,
     transport: T,
     shared: Mutex<Shared<B>>,
     /// Held while a call is enqueued, so that the collectives of one call follow each other.
     order: Mutex<CallOrder<B>>,
-    events: EventPool<B>,
+    /// A pool for each lane: a lane's calls follow each other, and so do the records of its events.
+    events: [EventPool<B>; LANES],
+    /// Of Programs that are made ready from now on.
+    lanes: AtomicUsize,
+    /// Calls so far, which take lanes in turn.
+    calls: AtomicUsize,
     /// See [`GroupRank::order_with`].
     neighbours: Mutex<Vec<Arc<B::Stream>>>,
     is_closed: AtomicBool,
@@ -36,8 +41,11 @@ pub(crate) type ConnectionKeeper = Arc<dyn Any + Send + Sync>;
 
 struct Shared<B: Backend> {
     streams: Vec<SharedStream<B>>,
-    scratch: GlobalBuffer<B>,
+    scratch: [GlobalBuffer<B>; LANES],
 }
+
+/// Calls that may overlap at most: each has scratch memory of its own.
+const LANES: usize = 2;
 
 struct SharedStream<B: Backend> {
     kind: StreamKind,
@@ -48,14 +56,46 @@ struct SharedStream<B: Backend> {
 
 /// What orders a rank's calls.
 pub(crate) struct CallOrder<B: Backend> {
-    /// The end of the last call, and the stream that it was recorded on.
-    pub(crate) last: Option<(Arc<B::Stream>, B::Event)>,
-    /// Likewise of the last that went into a graph of the caller.
+    /// The end of each lane's last call.
+    lanes: [Option<CallEnd<B>>; LANES],
+    /// The end of the last that went into a graph of the caller, and the stream that it was recorded on.
     pub(crate) captured: Option<(Arc<B::Stream>, B::Event)>,
     /// Recorded where a call's other streams begin.
     pub(crate) fork: Option<B::Event>,
     /// Recorded where they end.
     pub(crate) joins: Vec<B::Event>,
+}
+
+/// The end of a call.
+struct CallEnd<B: Backend> {
+    /// What it was recorded on.
+    on: Arc<B::Stream>,
+    ended: B::Event,
+    /// Whether calls on other streams of the caller need not follow it.
+    overlaps: bool,
+}
+
+impl<B: Backend> CallOrder<B> {
+    /// Ends of earlier calls that one in `lane` follows: all, but for one of another lane where both may overlap.
+    pub(crate) fn before(
+        &self,
+        lane: usize,
+        overlaps: bool,
+    ) -> impl Iterator<Item = (&Arc<B::Stream>, &B::Event)> {
+        let ends = self.lanes.iter().enumerate().filter_map(|(of, end)| Some((of, end.as_ref()?)));
+        let follows = move |(of, end): &(usize, &CallEnd<B>)| *of == lane || !(overlaps && end.overlaps);
+        ends.filter(follows).map(|(_, end)| (&end.on, &end.ended))
+    }
+
+    /// A call has ended in `lane`, by an event of its pool.
+    pub(crate) fn note_end(&mut self, lane: usize, on: &Arc<B::Stream>, ended: &B::Event, overlaps: bool) {
+        self.lanes[lane] = Some(CallEnd { on: on.clone(), ended: ended.clone(), overlaps });
+    }
+
+    /// Ends of the last calls, which whoever takes them waits for.
+    pub(crate) fn take_ends(&mut self) -> Vec<B::Event> {
+        self.lanes.iter_mut().filter_map(|lane| lane.take().map(|end| end.ended)).collect()
+    }
 }
 
 impl<B: Backend, T: Transport<B>> GroupRank<B, T> {
@@ -69,9 +109,16 @@ impl<B: Backend, T: Transport<B>> GroupRank<B, T> {
             _keeper: keeper,
             backend,
             transport,
-            shared: Mutex::new(Shared { streams: Vec::new(), scratch: GlobalBuffer::new() }),
-            order: Mutex::new(CallOrder { last: None, captured: None, fork: None, joins: Vec::new() }),
-            events: EventPool::default(),
+            shared: Mutex::new(Shared { streams: Vec::new(), scratch: Default::default() }),
+            order: Mutex::new(CallOrder {
+                lanes: Default::default(),
+                captured: None,
+                fork: None,
+                joins: Vec::new(),
+            }),
+            events: Default::default(),
+            lanes: AtomicUsize::new(1),
+            calls: AtomicUsize::new(0),
             neighbours: Mutex::default(),
             is_closed: AtomicBool::new(false),
         })
@@ -99,7 +146,23 @@ impl<B: Backend, T: Transport<B>> GroupRank<B, T> {
 
     /// Bytes of scratch memory that its Programs share.
     pub fn scratch_bytes(&self) -> u64 {
-        lock(&self.shared).scratch.bytes()
+        lock(&self.shared).scratch.iter().map(GlobalBuffer::bytes).sum()
+    }
+
+    /// Has calls on different streams of the caller overlap, for what is made ready from now on; see [`Group::overlap_calls`](crate::Group::overlap_calls).
+    pub fn overlap_calls(&self) {
+        self.lanes.store(LANES, Ordering::Relaxed);
+    }
+
+    /// Lanes of a Program that is made ready now: more than one where its calls may overlap others.
+    pub(crate) fn lanes_of(&self, program: &Program) -> usize {
+        let overlaps = self.world_size() > 1 && program.overlaps_other_calls();
+        if overlaps { self.lanes.load(Ordering::Relaxed) } else { 1 }
+    }
+
+    /// The lane of the next call of a Program that has so many.
+    pub(crate) fn next_lane(&self, lanes: usize) -> usize {
+        self.calls.fetch_add(1, Ordering::Relaxed) % lanes
     }
 
     /// Number of streams that it has.
@@ -144,8 +207,9 @@ impl<B: Backend, T: Transport<B>> GroupRank<B, T> {
         lock(&self.order)
     }
 
-    pub(crate) fn events(&self) -> &EventPool<B> {
-        &self.events
+    /// Events for calls in a lane.
+    pub(crate) fn events(&self, lane: usize) -> &EventPool<B> {
+        &self.events[lane]
     }
 
     /// The streams of a Program: the first of each kind for its first of that kind, and so on. New ones are made only for a Program
@@ -200,15 +264,15 @@ impl<B: Backend, T: Transport<B>> GroupRank<B, T> {
         lock(&self.neighbours).clone()
     }
 
-    /// Memory that is needed within a call only.
-    pub(crate) fn scratch(&self, spec: &BufferSpec) -> Result<B::Buffer, ExecError> {
-        lock(&self.shared).scratch.view(&self.backend, spec)
+    /// Memory that is needed within a call only, by calls in a lane.
+    pub(crate) fn scratch(&self, lane: usize, spec: &BufferSpec) -> Result<B::Buffer, ExecError> {
+        lock(&self.shared).scratch[lane].view(&self.backend, spec)
     }
 
     /// Refuses a Program whose scratch and carried buffers cannot fit.
     pub(crate) fn check_memory(&self, program: &Program) -> Result<(), ExecError> {
         let carried = program.bytes(|role| role == BufferRole::Carried);
-        let scratch = program.bytes(|role| role == BufferRole::Scratch);
+        let scratch = program.bytes(|role| role == BufferRole::Scratch) * self.lanes_of(program) as u64;
         let needed = carried.saturating_add(scratch.saturating_sub(self.scratch_bytes()));
         if needed == 0 {
             return Ok(());

@@ -21,12 +21,16 @@ pub struct Call<'a, B: Backend, T: Transport<B>> {
     written: Vec<(B::Buffer, B::Buffer)>,
     /// The caller's, where it has one.
     stream: Option<&'a Arc<B::Stream>>,
+    /// Of the rank's scratch memory.
+    lane: usize,
 }
 
 impl<'a, B: Backend, T: Transport<B>> Call<'a, B, T> {
     /// A call that reads and writes these tensors, by the names of the Program's inputs and outputs; for others those count that were
     /// bound ([`Prepared::bind`]). With a `stream` it begins once all that the stream was given before has ended, and what the stream
-    /// is given later begins once the call has ended; a Program of one stream and of one rank, which meets nobody, is enqueued there.
+    /// is given later begins once the call has ended; a Program of one stream and of one rank, which meets nobody, is enqueued there. It
+    /// follows the rank's earlier calls, but for those of another stream in a group whose calls overlap
+    /// ([`Group::overlap_calls`](crate::Group::overlap_calls)).
     ///
     /// # Errors
     /// [`ExecError::Tensor`] with the tensor that is missing, unknown, of another shape or type, of memory that cannot be used so, or
@@ -37,7 +41,8 @@ impl<'a, B: Backend, T: Transport<B>> Call<'a, B, T> {
         stream: Option<&'a Arc<B::Stream>>,
     ) -> Result<Self, ExecError> {
         prepared.group_rank().check()?;
-        let mut bound = prepared.buffers.clone();
+        let lane = prepared.group_rank().next_lane(prepared.lanes());
+        let mut bound = prepared.table_in(lane);
         for (name, buffer) in tensors {
             bound[prepared.check_tensor(name, buffer)?] = Some(buffer.clone());
         }
@@ -49,6 +54,7 @@ impl<'a, B: Backend, T: Transport<B>> Call<'a, B, T> {
             read: Vec::new(),
             written: Vec::new(),
             stream,
+            lane,
         };
         for (index, (spec, buffer)) in specs.iter().zip(bound).enumerate() {
             let Some(buffer) = buffer else {
@@ -68,7 +74,8 @@ impl<'a, B: Backend, T: Transport<B>> Call<'a, B, T> {
         if !is_bound(spec.role) || rank.backend().is_dense(&buffer) || takes_strided() {
             return Ok(buffer);
         }
-        let dense = rank.scratch(&BufferSpec { name: format!("dense {}", spec.name), ..spec.clone() })?;
+        let dense =
+            rank.scratch(self.lane, &BufferSpec { name: format!("dense {}", spec.name), ..spec.clone() })?;
         if given(spec.role) {
             self.read.push((buffer.clone(), dense.clone()));
         }
@@ -78,7 +85,7 @@ impl<'a, B: Backend, T: Transport<B>> Call<'a, B, T> {
         Ok(dense)
     }
 
-    /// Enqueues the call behind the rank's earlier ones, and returns at once.
+    /// Enqueues the call, and returns at once.
     ///
     /// Ranks of one process may meet on the host while they enqueue: each needs a thread of its own then, or all of them
     /// [`Call::enqueue_ranks`].
@@ -127,66 +134,83 @@ impl<'a, B: Backend, T: Transport<B>> Call<'a, B, T> {
         self.only_stream().map_or(self.prepared.streams(), slice::from_ref)
     }
 
-    /// Has all streams of the call begin behind the rank's last call and the caller's stream.
+    /// Whether calls on other streams of the caller need not follow it.
+    fn overlaps(&self) -> bool {
+        self.prepared.lanes() > 1 && self.stream.is_some()
+    }
+
+    /// Where the call begins and ends: its first stream, or the caller's where others may run under it on all of its own.
+    fn home(&self) -> Option<&'a Arc<B::Stream>> {
+        self.stream.filter(|_| self.overlaps()).or(self.streams().first())
+    }
+
+    /// The others: the caller's, those that it is ordered with.
+    fn neighbours(&self, home: &Arc<B::Stream>) -> Vec<Arc<B::Stream>> {
+        let mut neighbours = self.prepared.group_rank().neighbours();
+        neighbours.extend(self.stream.cloned());
+        neighbours.retain(|stream| !Arc::ptr_eq(stream, home));
+        neighbours
+    }
+
+    /// Has all streams of the call begin behind the calls that it follows and the caller's stream.
     fn begin(&self, order: &mut CallOrder<B>) -> Result<(), ExecError> {
         let (backend, streams) = (self.prepared.backend(), self.streams());
-        let [first, others @ ..] = streams else { return Ok(()) };
+        let Some(home) = self.home() else { return Ok(()) };
         let place = self.place("the begin of a call");
-        let before = [&order.last, &order.captured].into_iter().flatten();
-        let mut elsewhere = before.filter(|(on, _)| !Arc::ptr_eq(on, first));
-        elsewhere.try_for_each(|(_, ended)| backend.wait(first, &place, ended))?;
-        let neighbours = self.prepared.group_rank().neighbours();
-        for stream in self.stream.into_iter().chain(&neighbours).filter(|stream| !Arc::ptr_eq(stream, first))
-        {
-            let ready = self.prepared.group_rank().events().take(backend)?;
-            backend.record(stream, &place, &ready)?;
-            backend.wait(first, &place, &ready)?;
-            self.prepared.group_rank().events().put(ready);
+        let captured = order.captured.iter().map(|(on, ended)| (on, ended));
+        let before = order.before(self.lane, self.overlaps()).chain(captured);
+        for (_, ended) in before.filter(|(on, _)| !Arc::ptr_eq(on, home)) {
+            backend.wait(home, &place, ended)?;
+        }
+        let events = self.prepared.group_rank().events(self.lane);
+        for stream in self.neighbours(home) {
+            let ready = events.take(backend)?;
+            backend.record(&stream, &place, &ready)?;
+            backend.wait(home, &place, &ready)?;
+            events.put(ready);
         }
         if backend.poisons() {
             let specs = self.prepared.program().buffers.iter();
             let written = specs.zip(&self.table).filter(|(spec, _)| begins_anew(spec.role));
-            backend.poison(first, &place, written.map(|(_, buffer)| buffer.clone()).collect())?;
+            backend.poison(home, &place, written.map(|(_, buffer)| buffer.clone()).collect())?;
         }
-        let copied = |(strided, dense): &(B::Buffer, B::Buffer)| backend.copy(first, &place, strided, dense);
+        let copied = |(strided, dense): &(B::Buffer, B::Buffer)| backend.copy(home, &place, strided, dense);
         self.read.iter().try_for_each(copied)?;
-        if others.is_empty() {
+        let mut others = streams.iter().filter(|stream| !Arc::ptr_eq(stream, home)).peekable();
+        if others.peek().is_none() {
             return Ok(());
         }
         let fork = match &order.fork {
             Some(fork) => fork.clone(),
             None => order.fork.insert(backend.create_event()?).clone(),
         };
-        backend.record(first, &place, &fork)?;
-        others.iter().try_for_each(|stream| backend.wait(stream, &place, &fork))
+        backend.record(home, &place, &fork)?;
+        others.try_for_each(|stream| backend.wait(stream, &place, &fork))
     }
 
-    /// Has the first stream end last, and the caller's behind it.
+    /// Has the call end on one stream, and the caller's behind it.
     fn end(&self, order: &mut CallOrder<B>) -> Result<Ticket<B>, ExecError> {
         let (backend, streams) = (self.prepared.backend(), self.streams());
-        let events = self.prepared.group_rank().events();
+        let events = self.prepared.group_rank().events(self.lane);
         let place = self.place(&format!("the end of `{}`", self.prepared.program().name));
         let ended = events.take(backend)?;
-        let [first, others @ ..] = streams else {
-            return Ok(Ticket::new(backend, ended, place, events));
-        };
-        for (index, stream) in others.iter().enumerate() {
+        let Some(home) = self.home() else { return Ok(Ticket::new(backend, ended, place, events)) };
+        for (index, stream) in streams.iter().filter(|stream| !Arc::ptr_eq(stream, home)).enumerate() {
             if order.joins.len() <= index {
                 order.joins.push(backend.create_event()?);
             }
             backend.record(stream, &place, &order.joins[index])?;
-            backend.wait(first, &place, &order.joins[index])?;
+            backend.wait(home, &place, &order.joins[index])?;
         }
-        let copied = |(strided, dense): &(B::Buffer, B::Buffer)| backend.copy(first, &place, dense, strided);
+        let copied = |(strided, dense): &(B::Buffer, B::Buffer)| backend.copy(home, &place, dense, strided);
         self.written.iter().try_for_each(copied)?;
-        backend.record(first, &place, &ended)?;
-        let neighbours = self.prepared.group_rank().neighbours();
-        for stream in self.stream.into_iter().chain(&neighbours).filter(|stream| !Arc::ptr_eq(stream, first))
-        {
-            backend.wait(stream, &place, &ended)?;
+        backend.record(home, &place, &ended)?;
+        self.neighbours(home).iter().try_for_each(|stream| backend.wait(stream, &place, &ended))?;
+        if backend.is_captured(&ended) {
+            order.captured = Some((home.clone(), ended.clone()));
+        } else {
+            order.note_end(self.lane, home, &ended, self.overlaps());
         }
-        let last = if backend.is_captured(&ended) { &mut order.captured } else { &mut order.last };
-        *last = Some((first.clone(), ended.clone()));
         Ok(Ticket::new(backend, ended, place, events))
     }
 }

@@ -29,6 +29,8 @@ pub struct Prepared<B: Backend, T: Transport<B>> {
     signals: Vec<B::Signal>,
     /// Inputs and outputs are `None` until they are bound.
     buffers: Vec<Option<B::Buffer>>,
+    /// Scratch memory of further lanes, in which calls overlap those in the first.
+    other_lanes: Vec<Vec<Option<B::Buffer>>>,
     /// In the order in which they are enqueued; most operations are one.
     steps: Vec<PlacedStep<B, T>>,
     /// Which times runs take that are waited for.
@@ -67,6 +69,7 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
             rank.check()?;
             check_program(&program, rank)?;
             rank.check_memory(&program)?;
+            let lanes = rank.lanes_of(&program);
             let backend = rank.backend().gathering_uploads();
             let steps = steps::prepare(&backend, rank.transport(), &program, plan)?;
             backend.send_uploads()?;
@@ -79,7 +82,10 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
                 signals: (0..program.num_signals)
                     .map(|_| backend.create_signal())
                     .collect::<Result<_, _>>()?,
-                buffers: own_buffers(rank, &program)?,
+                buffers: own_buffers(rank, &program, 0)?,
+                other_lanes: (1..lanes)
+                    .map(|lane| own_buffers(rank, &program, lane))
+                    .collect::<Result<_, _>>()?,
                 steps,
                 rank: rank.clone(),
                 times: RunTimes::default(),
@@ -97,6 +103,23 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
     /// The rank that it runs on.
     pub fn group_rank(&self) -> &Arc<GroupRank<B, T>> {
         &self.rank
+    }
+
+    /// Lanes that its calls take in turn.
+    fn lanes(&self) -> usize {
+        1 + self.other_lanes.len()
+    }
+
+    /// Every buffer of a call in a lane; inputs and outputs that are not bound are missing.
+    fn table_in(&self, lane: usize) -> Vec<Option<B::Buffer>> {
+        let Some(scratch) = lane.checked_sub(1).and_then(|at| self.other_lanes.get(at)) else {
+            return self.buffers.clone();
+        };
+        self.buffers
+            .iter()
+            .zip(scratch)
+            .map(|(first, scratch)| scratch.as_ref().or(first.as_ref()).cloned())
+            .collect()
     }
 
     /// The backend.
@@ -221,8 +244,8 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
     fn ready_ranks(ranks: &mut [Self]) -> Result<(), ExecError> {
         for rank in ranks.iter_mut() {
             rank.own_outputs().map_err(|error| rank.backend().fail(error))?;
-            let last = rank.rank.order().last.take();
-            last.map_or(Ok(()), |(_, ended)| rank.backend().wait_on_host(&ended))?;
+            let ends = rank.rank.order().take_ends();
+            ends.iter().try_for_each(|ended| rank.backend().wait_on_host(ended))?;
         }
         let poisoned: Vec<&Self> =
             ranks.iter().filter(|rank| rank.backend().poisons() && !rank.streams.is_empty()).collect();
@@ -327,23 +350,24 @@ fn check_program<B: Backend, T: Transport<B>>(
     check_names(program).map_err(&error)
 }
 
-/// Memory of what lives inside runs, and of what runs leave to the next.
+/// Memory of what lives inside runs in a lane, and of what runs leave to the next.
 fn own_buffers<B: Backend, T: Transport<B>>(
     rank: &GroupRank<B, T>,
     program: &Program,
+    lane: usize,
 ) -> Result<Vec<Option<B::Buffer>>, ExecError> {
     let mut buffers: Vec<Option<B::Buffer>> = vec![None; program.buffers.len()];
     for (number, slot) in program.slots.iter().enumerate() {
         let specs = slot.iter().map(|id| &program.buffers[id.0]);
         let Some(longest) = specs.max_by_key(|spec| spec.bytes()) else { continue };
-        let memory = rank.scratch(&BufferSpec { name: format!("slot {number}"), ..longest.clone() })?;
+        let memory = rank.scratch(lane, &BufferSpec { name: format!("slot {number}"), ..longest.clone() })?;
         for id in slot {
             buffers[id.0] = Some(rank.backend().view(&memory, &program.buffers[id.0])?);
         }
     }
     for (spec, buffer) in program.buffers.iter().zip(&mut buffers) {
         match spec.role {
-            BufferRole::Scratch if buffer.is_none() => *buffer = Some(rank.scratch(spec)?),
+            BufferRole::Scratch if buffer.is_none() => *buffer = Some(rank.scratch(lane, spec)?),
             BufferRole::Carried => *buffer = Some(rank.backend().allocate(spec)?),
             _ => {}
         }

@@ -8,6 +8,7 @@ mod group;
 mod group_ends;
 mod group_join;
 mod group_model;
+mod group_overlap;
 mod hosting;
 mod linear;
 mod linear_layers;
