@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import wait
 from typing import Any
 
 import torch
@@ -49,7 +50,9 @@ def host_time(call: Callable[[], Any], calls: int = 60, rounds: int = 15) -> flo
 
 
 class Nothing(torch.autograd.Function):
-    """What PyTorch takes for a function in Python, whatever that does."""
+    """What PyTorch takes for a function in Python, whatever that does. Its backward keeps its thread busy for `busy` seconds."""
+
+    busy = 0.0
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -58,7 +61,31 @@ class Nothing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        end = time.perf_counter() + Nothing.busy
+        while time.perf_counter() < end:
+            pass
         return tuple(ctx.saved_tensors)
+
+
+class Timed(torch.autograd.Function):
+    """Attention whose backward says how long it keeps the thread that PyTorch runs it on."""
+
+    seconds: list[float]
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: cp.Plan) -> torch.Tensor:
+        out, lse = ops.run_forward(plan, q, k, v, None)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.plan = plan
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        began = time.perf_counter()
+        q, k, v, out, lse = ctx.saved_tensors
+        dq, dk, dv, _ = ops.run_backward(ctx.plan, dout, q, k, v, None, out, lse)
+        Timed.seconds.append(time.perf_counter() - began)
+        return dq, dk, dv, None
 
 
 def host() -> list[Row]:
@@ -71,7 +98,7 @@ def host() -> list[Row]:
     out, lse = cp.attention(q, k, v, plan)
     calls, stream = plan._ready(None), plan.group._stream()
     out_plain, lse_plain = torch.empty_like(plain[0]), torch.empty_like(lse)
-    places = [ops._place(tensor) for tensor in plain]
+    places = [ops.place(tensor, True)[0] for tensor in plain]
     kept = (*plain, None, out_plain, lse_plain)
     addresses = out_plain.data_ptr(), lse_plain.data_ptr()
 
@@ -107,7 +134,21 @@ def host() -> list[Row]:
     leaves = [tensor.clone().requires_grad_() for tensor in by_head]
     sdpa = torch.nn.functional.scaled_dot_product_attention
     sdpa_out, dout_by_head = sdpa(*leaves, is_causal=True), dout.transpose(0, 1)[None]
-    nothing_out = Nothing.apply(q, k, v)
+    nothing_out, timed_out = Nothing.apply(q, k, v), Timed.apply(q, k, v, plan)
+    compiled_sdpa = torch.compile(lambda q, k, v: sdpa(q, k, v, is_causal=True), fullgraph=True)
+
+    def busy_backward(seconds: float) -> float:
+        """A backward that does nothing but keep its thread: what waking threads costs."""
+        Nothing.busy = seconds
+        try:
+            return host_time(lambda: torch.autograd.grad(nothing_out, (q, k, v), q, retain_graph=True))
+        finally:
+            Nothing.busy = 0.0
+
+    def in_its_thread() -> float:
+        Timed.seconds = []
+        host_time(lambda: torch.autograd.grad(timed_out, (q, k, v), dout, retain_graph=True))
+        return statistics.median(Timed.seconds) * 1e6
 
     def chain(call: Callable[..., torch.Tensor], tensors: list[torch.Tensor], dout: torch.Tensor, layers: int = 20) -> float:
         """Microseconds of a layer's backward, when one backward goes through many layers."""
@@ -142,11 +183,10 @@ def host() -> list[Row]:
             host_time(lambda: ops.run_backward(plan, dout, *plain, None, out.detach(), lse)),
             "",
         ),
-        (
-            "  beside: an autograd.Function that does nothing",
-            host_time(lambda: torch.autograd.grad(nothing_out, (q, k, v), q, retain_graph=True)),
-            "",
-        ),
+        ("  of it the operator in PyTorch's thread of backwards", in_its_thread(), ""),
+        ("  beside: an autograd.Function that does nothing", busy_backward(0.0), ""),
+        ("  beside: one that keeps its thread for 45 us", busy_backward(45e-6), ""),
+        ("  beside: one that keeps its thread for 100 us", busy_backward(100e-6), ""),
         (
             "  beside: scaled_dot_product_attention",
             host_time(lambda: torch.autograd.grad(sdpa_out, leaves, dout_by_head, retain_graph=True)),
@@ -159,6 +199,11 @@ def host() -> list[Row]:
         (
             "  beside: scaled_dot_product_attention, eager",
             host_time(lambda: torch.autograd.grad(theirs(*leaves), leaves, dout_by_head)),
+            "",
+        ),
+        (
+            "  beside: scaled_dot_product_attention, torch.compile",
+            host_time(lambda: torch.autograd.grad(compiled_sdpa(*leaves), leaves, dout_by_head)),
             "",
         ),
         ("flex_attention, forward, a mask seen before", host_time(lambda: cp.flex_attention(*plain, plan.mask)), ""),
@@ -283,6 +328,8 @@ def fresh() -> list[Row]:
 
         def new(masks: list[cp.Mask], host: list[float], group: cp.LocalGroup = group) -> float:
             group.prefetch(masks[0], **arguments)
+            # Of a loop that goes on; else the first plan, under which nothing computes, would be shared out over the steps.
+            wait([*group._prefetched.values()])
             torch.cuda.synchronize()
             began = time.perf_counter()
             for mask, following in zip(masks, [*masks[1:], None], strict=True):
@@ -301,6 +348,7 @@ def fresh() -> list[Row]:
         host: list[float] = []
         known(plans[:10]), new(masks[:10], [])
         differences, base = [], []
+        blocks = torch.cuda.memory_stats()["num_device_alloc"]
         for _ in range(5):
             # The same masks, known and new, in turns.
             base.append(known(plans))
@@ -309,7 +357,8 @@ def fresh() -> list[Row]:
             (
                 f"a new mask each step, {tokens // 1024}k tokens, {layers} layers",
                 f"{statistics.median(differences) * 1e6:+.0f} us",
-                f"of a step of {statistics.median(base) * 1e3:.2f} ms; host {statistics.median(host) * 1e6:.0f} us; goal 100",
+                f"of a step of {statistics.median(base) * 1e3:.2f} ms; host {statistics.median(host) * 1e6:.0f} us; "
+                f"{torch.cuda.memory_stats()['num_device_alloc'] - blocks} allocations of the driver's; goal 100",
             )
         )
         del plans

@@ -139,7 +139,7 @@ class Solution:
         backward: Timeline | None,
     ) -> str: ...
 
-_Place = tuple[int, int, int]
+_Place = int | tuple[int, int, int]
 
 class Calls:
     def forward(

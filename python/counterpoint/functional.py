@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from threading import Lock
 from typing import Any
@@ -36,7 +37,7 @@ def attention(
         ops.check(plan, q, k, v, sink)
         differentiable = q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)
         if differentiable and torch.is_grad_enabled():
-            out, lse = ops.Attention.apply(q, k, v, sink, plan)
+            out, lse = ops.differentiable(q, k, v, sink, plan)
         else:
             out, lse = ops.run_forward(plan, q, k, v, sink)
     return (out.unsqueeze(0), lse.unsqueeze(0)) if batched else (out, lse)
@@ -62,12 +63,21 @@ def _rows_first(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torc
 _KEPT = 64
 # Of this process, one a device.
 _alone: dict[torch.device, LocalGroup] = {}
-_alone_in = 0
 _plans: OrderedDict[Any, Plan] = OrderedDict()
 _lock = Lock()
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _forget() -> None:
+    """Of a parent's groups, a fork has no threads."""
+    global _lock
+    _lock = Lock()
+    _plans.clear()
+    _alone.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
 def flex_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -82,9 +92,13 @@ def flex_attention(
     """Attention over any mask on this device, without ranks: (out, lse), as `attention`.
 
     On a GPU the call is enqueued on PyTorch's current stream, and waited for by nobody. Plans are kept for the last 64 masks and
-    shapes. Inside `torch.compile` it is a graph break; there, make a plan with
-    `LocalGroup(1)` and call `attention`.
+    shapes. Inside `torch.compile` it is a graph break; there, make a plan with `LocalGroup(1)` and call `attention`.
     """
+    if torch.compiler.is_compiling():
+        made: tuple[torch.Tensor, torch.Tensor] = _uncompiled(
+            q, k, v, mask, sink=sink, scale=scale, softcap=softcap, deterministic=deterministic
+        )
+        return made
     if not isinstance(mask, Mask):
         raise MaskError(
             f"mask must be a counterpoint.Mask, not a {type(mask).__name__}; Mask.from_dense takes a tensor of booleans"
@@ -94,35 +108,37 @@ def flex_attention(
         if tensor.shape[0] != rows:
             raise TensorError(f"{name} has {tensor.shape[0]} rows, and the mask {rows}")
     sink_rows = 0 if sink is None else 1 if sink.ndim == 1 else sink.shape[0]
-    arguments = {
-        "heads": (rows_q.shape[1], rows_k.shape[1]),
-        "head_dim": rows_q.shape[2],
-        "head_dim_v": rows_v.shape[2],
-        "dtype": q.dtype,
-        "scale": scale,
-        "softcap": softcap,
-        "sink_rows": sink_rows,
-        "deterministic": deterministic,
-    }
-    return attention(q, k, v, _plan_alone(mask, q.device, arguments), sink=sink)
-
-
-def _plan_alone(mask: Mask, device: torch.device, arguments: dict[str, Any]) -> Plan:
-    import os
-
-    global _alone_in
-    key = (os.getpid(), device, mask, *arguments.values(), torch.are_deterministic_algorithms_enabled())
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    shapes = (rows_q.shape[1:], rows_k.shape[1], rows_v.shape[2], q.dtype, q.device)
+    key = (mask, shapes, scale, softcap, sink_rows, deterministic)
     with _lock:
-        if key in _plans:
+        plan = _plans.get(key)
+        if plan is None:
+            plan = _plan_alone(key)
+        else:
             _plans.move_to_end(key)
-            return _plans[key]
-        if _alone_in != os.getpid():
-            # Of a parent's groups, a fork has no threads.
-            _alone.clear()
-            _alone_in = os.getpid()
-        if device not in _alone:
-            _alone[device] = LocalGroup(1, device=device)
-        plan = _plans[key] = _alone[device].plan(mask, **arguments)
-        while len(_plans) > _KEPT:
-            _plans.popitem(last=False)
-        return plan
+    return attention(q, k, v, plan, sink=sink)
+
+
+_uncompiled = torch.compiler.disable(flex_attention)
+
+
+def _plan_alone(key: Any) -> Plan:
+    mask, ((heads_q, head_dim), heads_k, head_dim_v, dtype, device), scale, softcap, sink_rows, deterministic = key
+    if device not in _alone:
+        _alone[device] = LocalGroup(1, device=device)
+    plan = _plans[key] = _alone[device].plan(
+        mask,
+        heads=(heads_q, heads_k),
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        dtype=dtype,
+        scale=scale,
+        softcap=softcap,
+        sink_rows=sink_rows,
+        deterministic=deterministic,
+    )
+    while len(_plans) > _KEPT:
+        _plans.popitem(last=False)
+    return plan

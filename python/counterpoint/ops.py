@@ -13,6 +13,9 @@ from counterpoint.rows import check_device
 if TYPE_CHECKING:
     from counterpoint.plan import Plan
 
+# An address; of a tensor that is not dense also the elements from a row to the next and from a head to the next.
+Place = int | tuple[int, int, int]
+
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
     """The type of `lse` and `sink`."""
@@ -57,27 +60,27 @@ def check(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: t
             raise TensorError(f"{name} is {list(tensor.shape)}; the plan wants {list(shape)}: rows, heads, elements of a head")
 
 
-def _lying(tensor: torch.Tensor, on_gpu: bool) -> torch.Tensor:
-    """As it lies, where the engine takes it so: rows and heads may be apart, on GPUs by multiples of 16 bytes. Or a copy."""
+def place(tensor: torch.Tensor, on_gpu: bool) -> tuple[Place, torch.Tensor]:
+    """Where it lies, where the engine takes it so: rows and heads may be apart, on GPUs by multiples of 16 bytes. Or a copy.
+    With the tensor that lies there."""
+    address = tensor.data_ptr()
     if tensor.is_contiguous():
-        return tensor if not (on_gpu and tensor.data_ptr() & 15) else tensor.clone()
+        if not on_gpu or not address & 15:
+            return address, tensor
+        tensor = tensor.clone()
+        return tensor.data_ptr(), tensor
     row, head, element = tensor.stride()
     rows, heads, elements = tensor.shape
-    if element != 1 and elements > 1:
-        return tensor.contiguous()
-    if not on_gpu:
-        return tensor
-    inside, outside = ((heads, head), (rows, row)) if head <= row else ((rows, row), (heads, head))
-    reach = (inside[0] - 1) * inside[1] + elements
-    overlaps = (inside[0] > 1 and inside[1] < elements) or (outside[0] > 1 and outside[1] < reach)
-    if overlaps or (tensor.data_ptr() | row * tensor.itemsize | head * tensor.itemsize) & 15:
-        return tensor.contiguous()
-    return tensor
-
-
-def _place(tensor: torch.Tensor) -> tuple[int, int, int]:
-    row, head, _ = tensor.stride()
-    return tensor.data_ptr(), row, head
+    copies = element != 1 and elements > 1
+    if on_gpu and not copies:
+        inside, outside = ((heads, head), (rows, row)) if head <= row else ((rows, row), (heads, head))
+        reach = (inside[0] - 1) * inside[1] + elements
+        overlaps = (inside[0] > 1 and inside[1] < elements) or (outside[0] > 1 and outside[1] < reach)
+        copies = overlaps or bool((address | row * tensor.itemsize | head * tensor.itemsize) & 15)
+    if copies:
+        tensor = tensor.contiguous()
+        return tensor.data_ptr(), tensor
+    return (address, row, head), tensor
 
 
 def _dense_like(tensor: torch.Tensor) -> torch.Tensor:
@@ -95,15 +98,15 @@ def run_forward(
     lse = q.new_empty(fits.lse, dtype=fits.statistic)
     if measured:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    q, k, v = _lying(q, on_gpu), _lying(k, on_gpu), _lying(v, on_gpu)
+    (at_q, q), (at_k, k), (at_v, v) = place(q, on_gpu), place(k, on_gpu), place(v, on_gpu)
     sink = None if sink is None else sink.contiguous()
     calls = plan._measured_calls() if measured else plan._ready(stream)
     try:
         timeline = calls.forward(
             stream,
-            _place(q),
-            _place(k),
-            _place(v),
+            at_q,
+            at_k,
+            at_v,
             None if sink is None else sink.data_ptr(),
             out.data_ptr(),
             lse.data_ptr(),
@@ -131,21 +134,24 @@ def run_backward(
     group, fits, measured = plan.group, plan._fits(), profiling()
     on_gpu, stream = fits.ordinal >= 0, group._stream()
     dq, dk, dv = _dense_like(q), _dense_like(k), _dense_like(v)
-    # Every rank of this process writes the sum over all ranks.
-    copies = len(plan._ranks_here())
-    dsinks = None if sink is None else sink.new_empty((copies * sink.shape[0], sink.shape[1]))
+    dsinks = None
+    if sink is not None:
+        # Every rank of this process writes the sum over all ranks.
+        copies = len(plan._ranks_here())
+        dsinks = sink.new_empty((copies * sink.shape[0], sink.shape[1]))
     if measured:
         dout, q, k, v = dout.contiguous(), q.contiguous(), k.contiguous(), v.contiguous()
-    dout, q, k, v = _lying(dout, on_gpu), _lying(q, on_gpu), _lying(k, on_gpu), _lying(v, on_gpu)
+    (at_dout, dout), (at_q, q) = place(dout, on_gpu), place(q, on_gpu)
+    (at_k, k), (at_v, v) = place(k, on_gpu), place(v, on_gpu)
     sink = None if sink is None else sink.contiguous()
     calls = plan._measured_calls() if measured else plan._ready(stream)
     try:
         timeline = calls.backward(
             stream,
-            _place(dout),
-            _place(q),
-            _place(k),
-            _place(v),
+            at_dout,
+            at_q,
+            at_k,
+            at_v,
             None if sink is None else sink.data_ptr(),
             out.data_ptr(),
             lse.data_ptr(),
@@ -165,7 +171,7 @@ def run_backward(
     dsink = dsinks[: sink.shape[0]]
     if plan._sink_grad == "share" and plan._rank:
         dsink.zero_()  # of shares, the sum over ranks is the gradient
-    return dq, dk, dv, dsink.clone() if copies > 1 else dsink
+    return dq, dk, dv, dsink.clone() if dsink.shape != dsinks.shape else dsink
 
 
 class Attention(torch.autograd.Function):
@@ -189,9 +195,22 @@ class Attention(torch.autograd.Function):
         if dout is None:
             return None, None, None, None, None
         q, k, v, sink, out, lse = ctx.saved_tensors
-        gradients = run_backward(ctx.plan, dout, q, k, v, sink, out, lse)
-        wanted = zip(gradients, ctx.needs_input_grad, strict=False)
-        return (*(gradient if needed else None for gradient, needed in wanted), None)
+        dq, dk, dv, dsink = run_backward(ctx.plan, dout, q, k, v, sink, out, lse)
+        wants_q, wants_k, wants_v, wants_sink, _ = ctx.needs_input_grad
+        return dq if wants_q else None, dk if wants_k else None, dv if wants_v else None, dsink if wants_sink else None, None
+
+
+# What `Attention.apply` comes to outside of torch.func, without its steps for that, which take longer than the rest.
+_apply = super(torch.autograd.Function, Attention).apply
+
+
+def differentiable(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, plan: Plan
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of the local rows, with gradients: (out, lse)."""
+    apply = Attention.apply if torch._C._are_functorch_transforms_active() else _apply
+    made: tuple[torch.Tensor, torch.Tensor] = apply(q, k, v, sink, plan)
+    return made
 
 
 _library = torch.library.Library("counterpoint", "DEF")

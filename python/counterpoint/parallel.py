@@ -40,7 +40,7 @@ class _Style(ParallelStyle):
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         if not isinstance(module, torch.nn.Linear):
             raise PlanError(f"{type(self).__name__} is for nn.Linear, not {type(module).__name__}")
-        group = Group(device_mesh)
+        group = Group(device_mesh, device=device_mesh.device_type)
         split = module.out_features if self.kind == "column" else module.in_features
         if split % group.size:
             raise PlanError(f"{split} features of {module} cannot be shared equally by {group.size} ranks")

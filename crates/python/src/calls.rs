@@ -5,6 +5,7 @@ use std::sync::Arc;
 use counterpoint_exec::MemoryKeeper;
 use counterpoint_plan::DType;
 use pyo3::prelude::*;
+use pyo3::types::PyTuple;
 
 use crate::borrow::Borrowed;
 use crate::engine::{Direction, PassCall, Passes};
@@ -21,8 +22,24 @@ pub(crate) struct Calls {
     shapes: Shapes,
 }
 
-/// A tensor's address, and its elements from a row to the next and from a head to the next.
-type Place = (usize, usize, usize);
+/// Where a tensor lies: its address, and where it is not dense the elements from a row to the next and from a head to the next.
+struct Place {
+    address: usize,
+    apart: Option<[usize; 2]>,
+}
+
+/// An address, or (address, row, head).
+impl<'py> FromPyObject<'_, 'py> for Place {
+    type Error = PyErr;
+
+    fn extract(object: pyo3::Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        if object.is_instance_of::<PyTuple>() {
+            let (address, row, head) = object.extract()?;
+            return Ok(Self { address, apart: Some([row, head]) });
+        }
+        Ok(Self { address: object.extract()?, apart: None })
+    }
+}
 
 /// Of the tensors of a call, which have the rows of all ranks here.
 struct Shapes {
@@ -71,13 +88,13 @@ impl Calls {
 
 impl Shapes {
     fn heads(&self, place: Place, shape: [usize; 3], keeper: &MemoryKeeper) -> Borrowed {
-        let (address, row, head) = place;
+        let [row, head] = place.apart.unwrap_or([shape[1] * shape[2], shape[2]]);
         let (shape, strides, keeper) = (shape.to_vec(), vec![row, head, 1], keeper.clone());
-        Borrowed { address, shape, strides, dtype: self.dtype, keeper }
+        Borrowed { address: place.address, shape, strides, dtype: self.dtype, keeper }
     }
 
     fn dense(&self, address: usize, shape: [usize; 3], keeper: &MemoryKeeper) -> Borrowed {
-        self.heads((address, shape[1] * shape[2], shape[2]), shape, keeper)
+        self.heads(Place { address, apart: None }, shape, keeper)
     }
 
     /// `[rows, heads of queries]`, dense, of the accumulator's type.

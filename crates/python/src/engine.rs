@@ -85,6 +85,9 @@ pub(crate) struct Joined<M: Machine> {
     kept: Mutex<Vec<MemoryKeeper>>,
     /// What graphs of the caller replay.
     captured: Mutex<Vec<Arc<dyn Passes>>>,
+    /// The caller's streams as every rank here has them, latest first. A call knows by them that it follows one on the same stream,
+    /// which then orders them by itself.
+    callers: Mutex<Vec<(u64, CallerStreams<M>)>>,
     /// What the connection lives on. Last, so that it goes last.
     _keeper: Option<MemoryKeeper>,
 }
@@ -95,14 +98,20 @@ type Buffers<B> = Vec<(&'static str, <B as Backend>::Buffer)>;
 /// A stream of the caller's.
 type CallerStream<M> = Arc<<<M as Machine>::Backend as Backend>::Stream>;
 
+/// The same as every rank here has it.
+type CallerStreams<M> = Arc<[CallerStream<M>]>;
+
+/// Streams of the caller that are kept; PyTorch has 32 of each priority, of which few take turns.
+const KEPT_CALLERS: usize = 16;
+
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl<M: Machine> Joined<M> {
     pub(crate) fn new(group: Group<M>) -> Self {
-        let (calling, kept, captured) = Default::default();
-        Self { group, layers: Layers::default(), calling, kept, captured, _keeper: None }
+        let (calling, kept, captured, callers) = Default::default();
+        Self { group, layers: Layers::default(), calling, kept, captured, callers, _keeper: None }
     }
 
     /// The same, and keeps what its connection lives on.
@@ -120,8 +129,19 @@ where
     M::Backend: InPlace,
 {
     /// The caller's stream as every rank here has it; `None` where there is no such thing.
-    fn callers(&self, stream: u64) -> Option<Vec<CallerStream<M>>> {
-        self.group.ranks().iter().map(|rank| rank.backend().caller(stream)).collect()
+    fn callers(&self, stream: u64) -> Option<CallerStreams<M>> {
+        let mut known = lock(&self.callers);
+        let latest = match known.iter().position(|(handle, _)| *handle == stream) {
+            Some(index) => known.remove(index),
+            None => (
+                stream,
+                self.group.ranks().iter().map(|rank| rank.backend().caller(stream)).collect::<Option<_>>()?,
+            ),
+        };
+        let streams = latest.1.clone();
+        known.insert(0, latest);
+        known.truncate(KEPT_CALLERS);
+        Some(streams)
     }
 
     /// Whether a stream captures; refused where its ranks meet on the host in a call.
@@ -293,7 +313,7 @@ where
     fn run(self: Arc<Self>, call: PassCall) -> Result<Option<Timeline>, ExecError> {
         let (content, joined) = (&self.content, &self.joined);
         if let Some(streams) = joined.callers(call.stream) {
-            let ranks = joined.group.ranks().iter().zip(&streams);
+            let ranks = joined.group.ranks().iter().zip(streams.iter());
             ranks.into_iter().try_for_each(|(rank, stream)| rank.backend().settle(stream))?;
         }
         let tensors = joined.split(content, &call)?;

@@ -87,6 +87,11 @@ class _ParallelLinear(torch.nn.Module):
             delayed=bool(of_config("delay_wgrad_compute", delay_wgrad_compute, False)),
         )
         dtype = of_config("params_dtype", dtype, None) or torch.get_default_dtype()
+        if group._ordinal >= 0 and dtype not in (torch.bfloat16, torch.float16):
+            raise PlanError(f"dtype is {dtype}; on GPUs linear layers compute in bfloat16 and float16, on the CPU in all")
+        if device is None:
+            # With `use_cpu_initialization` Megatron moves its modules later.
+            device = "cpu" if getattr(config, "use_cpu_initialization", False) else group.device
         self._make_parameters(init_method, bias, skip_weight, dtype, device)
 
     def _make_parameters(
@@ -184,9 +189,11 @@ class ColumnParallelLinear(_ParallelLinear):
     and the others' are gathered while these are multiplied; in the backward the sums of its gradient travel under the gradient of
     the weight. Returns `(output, output_bias)`, the second only with `skip_bias_add`.
 
-    `tp_group` is a `counterpoint.Group`, a process group or mesh dimension of PyTorch's, or None for all ranks. What is not given
-    is taken from `config`, a `TransformerConfig` or anything with its attributes. `overlap` names an overlap policy; "auto" is
-    the one that is predicted to end first.
+    `tp_group` is a `counterpoint.Group`, a process group or mesh dimension of PyTorch's, or None for all ranks. The layer
+    computes where a `Group` is; otherwise on `device`, or on PyTorch's default device if that is a GPU, or on the current GPU
+    for a process group of NCCL's. On GPUs (Hopper) it computes in bfloat16 or float16. What is not given is taken from
+    `config`, a `TransformerConfig` or anything with its attributes. `overlap` names an overlap policy; "auto" is the one that
+    is predicted to end first.
     """
 
     kind = "column"
@@ -330,9 +337,11 @@ def _group(given: Any, device: torch.device | str | None) -> _Group:
         )
     if isinstance(given, _Group):
         return given
-    place = "cpu" if device is None or str(device) == "meta" else str(device)
+    place = None if device is None or str(device) == "meta" else str(device)
+    if place is None and torch.get_default_device().type == "cuda":
+        place = str(torch.get_default_device())
     if given is None and not dist.is_initialized():
-        return _alone(place)
+        return _alone(place or "cpu")
     return Group(given, device=place)
 
 

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
-
 import pytest
 
 torch = pytest.importorskip("torch")
+from gpu_ranks import run  # noqa: E402
 
 RANK = """
-import os, sys, torch, torch.distributed as dist, counterpoint as cp
-rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+import torch, torch.distributed as dist, counterpoint as cp
 torch.cuda.set_device(rank % torch.cuda.device_count())
 dist.init_process_group("gloo")
 group = cp.Group(device="cuda", limit=60.0)
@@ -57,41 +52,17 @@ else:
 """
 
 
-def run(size: int, how: str, segments: str = "False") -> list[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        common[name] = f"expandable_segments:{segments}"
-    made = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, how],
-            env={**common, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    try:
-        return [f"{process.communicate(timeout=120)[0]}\nended with {process.returncode}" for process in made]
-    finally:
-        for process in made:
-            process.kill()
-
-
 def test_ranks_that_are_processes_share_a_gpu() -> None:
-    for rank, output in enumerate(run(2, "close")):
+    for rank, output in enumerate(run(2, RANK, "close")):
         assert f"rank {rank}" in output and "ended with 0" in output, output
 
 
 def test_tensors_lie_in_memory_that_no_other_process_can_open() -> None:
     """PyTorch's expandable segments cannot be opened: rows that peers read are copied to the engine's memory."""
-    for rank, output in enumerate(run(2, "close", "True")):
+    for rank, output in enumerate(run(2, RANK, "close", segments="True")):
         assert f"rank {rank}" in output and "ended with 0" in output, output
 
 
 def test_a_rank_that_raises_tells_the_others() -> None:
-    for output in run(2, "fail"):
+    for output in run(2, RANK, "fail"):
         assert "heard" in output, output
