@@ -2,14 +2,12 @@
 
 use std::sync::Arc;
 
+use crate::gpu::collective::{BenchCollective, CollectiveCase, CollectiveTimes, bench_collective};
 use counterpoint_console::{
     self as console, CliError, CommandLine, Progress, Schema,
     arguments::dtype_name,
     launched::{as_rank, ended, gather, gpu_of_rank, launch, refuse_other_sizes},
     profile,
-};
-use counterpoint_cuda::collective_bench::{
-    BenchCollective, CollectiveCase, CollectiveTimes, bench_collective,
 };
 use counterpoint_cuda::{CudaMachine, Device, Timing, TransportKind};
 use counterpoint_exec::Rendezvous;

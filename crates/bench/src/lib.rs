@@ -11,6 +11,7 @@ mod cp;
 mod fresh_masks;
 mod gemm;
 mod gemm_collective;
+pub mod gpu;
 mod masks;
 mod plan;
 mod pytorch;
@@ -18,9 +19,9 @@ mod tp;
 mod tune;
 mod turns;
 
+use crate::gpu::collective::BenchCollective;
 pub use arguments::{BenchCommand, TuneCommand};
 use counterpoint_console::{CliError, CommandLine};
-use counterpoint_cuda::collective_bench::BenchCollective;
 pub use tune::run as tune;
 
 /// `counterpoint bench`, as `line` has it.

@@ -196,7 +196,7 @@ impl Device {
     /// The same GPU for one world: when that fails, what was made for it is kept until the process ends, and what was made for others
     /// is not.
     #[must_use]
-    pub(crate) fn for_world(&self) -> Self {
+    pub fn for_world(&self) -> Self {
         self.for_world_of(None)
     }
 
@@ -343,7 +343,7 @@ impl Device {
     }
 
     /// Whether [`Device::stop_waits`] was called, or a wait gave up. Asks no stream, and reads one word.
-    pub(crate) fn waits_have_ended(&self) -> bool {
+    pub fn waits_have_ended(&self) -> bool {
         self.scope.records.is_stopped()
     }
 

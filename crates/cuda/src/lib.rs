@@ -24,9 +24,6 @@
 
 mod arch;
 mod backend;
-pub mod bench;
-mod calibrate;
-pub mod collective_bench;
 mod compile;
 mod device;
 mod environment;
@@ -40,7 +37,6 @@ mod library;
 mod memory;
 mod nccl;
 mod partition;
-pub mod selftest;
 mod stream;
 mod tensor_map;
 mod transport;
@@ -48,9 +44,8 @@ mod transport;
 pub use arch::{Arch, Capability};
 pub use backend::{
     CudaBackend, CudaBarrier, CudaBuffer, CudaKernel, CudaMachine, CudaProcess, CudaSignal, CudaStream,
-    GraphRun, PlainProducts, Timing,
+    GraphRun, PassOrder, Passes, PlainProducts, Timing, exec_error,
 };
-pub use calibrate::{StartCount, calibrate, count_starts};
 pub use compile::{
     CACHE_OWNER_VARIABLE, CACHE_VARIABLE, CacheUse, CacheWarning, CachedCubin, CompileReport,
     CompilerVersion, Cubin, CubinCache, CubinOrigin, KernelFault, KernelReport, KernelSource, compile,
@@ -67,7 +62,7 @@ pub use library::{DriverCalls, LibraryVersion, nccl_version, search_packages};
 pub use memory::{
     AllocationError, DeviceAllocator, DeviceBuffer, GuardReport, MemoryGuard, Overwrite, PinnedBuffer,
 };
-pub use nccl::end_process;
+pub use nccl::{NcclCollective, NcclRank, end_process};
 pub use stream::{Stream, StreamPriority};
 pub use tensor_map::{L2Promotion, Swizzle, TensorMap, TensorMapElement, TensorMapSpec};
 pub use transport::{

@@ -1,3 +1,4 @@
+use crate::gpu::StepBench;
 use counterpoint_console::{
     CliError, Progress,
     arguments::{PassOverlaps, dtype_name},
@@ -5,7 +6,6 @@ use counterpoint_console::{
     rank_machine::RankMachine,
 };
 use counterpoint_cuda::CudaMachine;
-use counterpoint_cuda::bench::StepBench;
 use counterpoint_exec::{Pass, Sample, check_sample};
 use counterpoint_report::{BenchRow, Rate, Statistics, format_ratio, format_seconds};
 use serde_json::json;

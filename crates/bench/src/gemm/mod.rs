@@ -2,8 +2,8 @@
 
 mod products;
 
+use crate::gpu::{GemmBench, GemmError};
 use counterpoint_console::{self as console, CliError, Schema, arguments::Device as Where};
-use counterpoint_cuda::bench::{GemmBench, GemmError};
 use counterpoint_cuda::kernel::{
     ElementType, Gemm, GemmEpilogue, GemmLibrary, GemmRunner, GemmSpec, TilePair, Warpgroups,
 };

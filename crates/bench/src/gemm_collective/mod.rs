@@ -5,12 +5,12 @@ mod cpu;
 mod peers;
 mod row;
 
+use crate::gpu::{GemmCollectiveBench, GemmCollectiveRuns};
 use counterpoint_console::{
     self as console, CliError, Progress, Schema,
     arguments::{Device, OverlapChoice},
     profile,
 };
-use counterpoint_cuda::bench::{GemmCollectiveBench, GemmCollectiveRuns};
 use counterpoint_cuda::{CudaMachine, Timing, TransportKind};
 use counterpoint_exec::{ExecError, GemmCollectiveSpec, GemmOverlap};
 use counterpoint_plan::{CostModel, WaveGroups};

@@ -1,4 +1,4 @@
-use counterpoint_cuda::bench::GemmCollectiveTimes;
+use crate::gpu::GemmCollectiveTimes;
 use counterpoint_exec::GemmCollectiveSpec;
 use counterpoint_report::{Column, Statistics};
 use counterpoint_schedule::OverlapPolicy;

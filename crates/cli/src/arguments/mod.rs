@@ -15,7 +15,7 @@ use clap::{Args, Parser, Subcommand};
 use clap_complete::Shell;
 use counterpoint_bench::{BenchCommand, TuneCommand};
 use counterpoint_schedule::RankTransport;
-use counterpoint_selftest::SelftestArguments;
+use counterpoint_verify::SelftestArguments;
 
 pub(crate) use attention::{AttentionArguments, TensorArguments};
 pub(crate) use doctor::DoctorArguments;

@@ -22,7 +22,7 @@ pub(crate) fn run(command: Command, line: &CommandLine) -> Result<(), CliError> 
         Command::Bench(command) => counterpoint_bench::bench(&command, line),
         Command::Simulate(command) => simulate::run(&command),
         Command::Tune(command) => counterpoint_bench::tune(&command),
-        Command::Selftest(arguments) => counterpoint_selftest::run(&arguments),
+        Command::Selftest(arguments) => counterpoint_verify::run(&arguments),
         Command::Doctor(arguments) => doctor::run(&arguments),
         Command::Completions(arguments) => documents::completions(&arguments),
         Command::Man(arguments) => documents::man(&arguments),

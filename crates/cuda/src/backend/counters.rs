@@ -41,11 +41,13 @@ impl Points {
 }
 
 impl CudaBarrier {
-    pub(crate) fn new(device: &Device) -> Self {
+    /// Of this device's streams.
+    pub fn new(device: &Device) -> Self {
         Self(Points::new(device))
     }
 
-    pub(crate) fn begin_run(&self) {
+    /// Nobody has arrived.
+    pub fn begin_run(&self) {
         lock(&self.0).values.clear();
     }
 
@@ -57,14 +59,20 @@ impl CudaBarrier {
     }
 
     /// The event that the operation enqueued next marks when it has started, which is its arrival.
-    pub(crate) fn arrival(&self) -> Result<Event, CudaError> {
+    ///
+    /// # Errors
+    /// When the driver makes no event.
+    pub fn arrival(&self) -> Result<Event, CudaError> {
         let mut points = lock(&self.0);
         let count = points.values.len() as u64;
         points.next(count + 1)
     }
 
     /// `stream` goes on once the first `arrivals` operations have arrived: any so many would do, and these were enqueued.
-    pub(crate) fn wait(&self, stream: &Stream, arrivals: u64) -> Result<(), CudaError> {
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn wait(&self, stream: &Stream, arrivals: u64) -> Result<(), CudaError> {
         let points = lock(&self.0);
         let arrived = points.events.iter().zip(&points.values);
         arrived.filter(|(_, value)| **value <= arrivals).try_for_each(|(event, _)| stream.wait(event))

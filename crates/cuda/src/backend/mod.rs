@@ -47,7 +47,7 @@ pub use compute::CudaKernel;
 pub use counters::CudaBarrier;
 pub use graph_run::GraphRun;
 pub use machine::{CudaMachine, PlainProducts, Timing};
-pub(crate) use pass_order::PassOrder;
+pub use pass_order::{PassOrder, Passes};
 pub use process::CudaProcess;
 pub use rank::CudaBackend;
 pub use signal::CudaSignal;
@@ -61,7 +61,7 @@ use crate::partition::Part;
 use crate::{CudaError, DeviceBuffer, Event, Stream, StreamPriority};
 
 /// An error of the driver or the compiler as one of a run.
-pub(crate) fn exec_error(rank: usize, place: &str, error: CudaError) -> ExecError {
+pub fn exec_error(rank: usize, place: &str, error: CudaError) -> ExecError {
     match error {
         CudaError::OutOfMemory { bytes, free, .. } => {
             ExecError::OutOfMemory { rank: Some(rank), needed: bytes as u64, available: free as u64 }

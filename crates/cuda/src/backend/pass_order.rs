@@ -7,7 +7,7 @@ use crate::{CudaError, Event, Stream};
 
 /// Passes of one step, such as forward and backward, each a Program for every rank of this process, enqueued one behind the
 /// other without the host's waiting: a rank begins a pass when it has ended the one before, whatever the others do.
-pub(crate) struct PassOrder {
+pub struct PassOrder {
     /// Marked before the first pass.
     begun: Event,
     /// Marked behind each stream of a pass: by pass, rank and stream.
@@ -15,14 +15,14 @@ pub(crate) struct PassOrder {
 }
 
 /// The ranks of this process, pass by pass.
-pub(crate) type Passes<'a, 'b, T> = &'b mut [&'a mut [Prepared<CudaBackend, T>]];
+pub type Passes<'a, 'b, T> = &'b mut [&'a mut [Prepared<CudaBackend, T>]];
 
 impl PassOrder {
     /// For these passes, which have the same ranks with a stream each at least.
     ///
     /// # Errors
     /// When the driver refuses.
-    pub(crate) fn new<T: Transport<CudaBackend>>(
+    pub fn new<T: Transport<CudaBackend>>(
         passes: &[&mut [Prepared<CudaBackend, T>]],
     ) -> Result<Self, ExecError> {
         let of_rank = |rank: &Prepared<CudaBackend, T>| -> Result<Vec<Event>, ExecError> {
@@ -36,7 +36,7 @@ impl PassOrder {
     }
 
     /// The stream on which a step begins and ends: whoever waits for it waits for all ranks.
-    pub(crate) fn origin<'a, T: Transport<CudaBackend>>(
+    pub fn origin<'a, T: Transport<CudaBackend>>(
         passes: &'a [&mut [Prepared<CudaBackend, T>]],
     ) -> &'a Stream {
         passes[0][0].streams()[0].queue()
@@ -46,10 +46,7 @@ impl PassOrder {
     ///
     /// # Errors
     /// As [`Prepared::start_ranks`].
-    pub(crate) fn enqueue<T: Transport<CudaBackend>>(
-        &self,
-        passes: Passes<'_, '_, T>,
-    ) -> Result<(), ExecError> {
+    pub fn enqueue<T: Transport<CudaBackend>>(&self, passes: Passes<'_, '_, T>) -> Result<(), ExecError> {
         let backend = passes[0][0].backend().clone();
         let failed = |error: CudaError| backend.error(&"the order of passes", error);
         self.begun.record(Self::origin(passes)).map_err(failed)?;

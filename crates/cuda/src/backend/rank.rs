@@ -121,7 +121,7 @@ impl CudaBackend {
     }
 
     /// A stream with nothing of a run on it, for uploads that are waited for, here or when all that is made ready has been gathered.
-    pub(crate) fn setup(&self) -> &Stream {
+    pub fn setup(&self) -> &Stream {
         &self.1
     }
 
@@ -172,7 +172,8 @@ impl CudaBackend {
         self.0.capturing.load(Ordering::Relaxed)
     }
 
-    pub(crate) fn error(&self, place: &dyn std::fmt::Display, error: CudaError) -> ExecError {
+    /// An error of the driver as one of this rank, at a place of a run.
+    pub fn error(&self, place: &dyn std::fmt::Display, error: CudaError) -> ExecError {
         exec_error(self.0.rank, &place.to_string(), error)
     }
 

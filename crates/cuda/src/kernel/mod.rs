@@ -87,7 +87,7 @@ pub use signal_litmus::{SignalLitmus, SignalLitmusResult, SignalLitmusRound};
 pub use signal_wait::{SignalWait, SignalWaits};
 pub use specialisation::{MatrixUnit, Specialisation, specialisations, specialisations_for};
 pub use staged_reduce::StagedReduce;
-pub(crate) use start_hold::StartHold;
+pub use start_hold::StartHold;
 pub use start_litmus::StartLitmus;
 pub use user_kernel::{UserKernel, UserKernelSource, UserTensor};
 pub use wait_limit::{CtaWaits, MissedWait, WaitLimit, WaitRecord};

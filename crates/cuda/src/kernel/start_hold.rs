@@ -6,16 +6,16 @@ use crate::{CudaError, Device, Function, KernelSource, Launch, Stream};
 
 /// A kernel of one thread that does nothing for a while.
 #[derive(Debug)]
-pub(crate) struct StartHold(Function);
+pub struct StartHold(Function);
 
 impl StartHold {
     /// The kernel, loaded.
-    pub(crate) fn new(device: &Device) -> Result<Self, CudaError> {
+    pub fn new(device: &Device) -> Result<Self, CudaError> {
         device.function(&source(device.arch())).map(Self)
     }
 
     /// Enqueues it, for four seconds at most.
-    pub(crate) fn launch(&self, stream: &Stream, duration: Duration) -> Result<(), CudaError> {
+    pub fn launch(&self, stream: &Stream, duration: Duration) -> Result<(), CudaError> {
         let nanoseconds = u32::try_from(duration.as_nanos()).unwrap_or(u32::MAX);
         // SAFETY: the arguments are those of the kernel in `source`, which touches no memory.
         unsafe { self.0.launch(stream, &Launch::linear(1, 1), &(nanoseconds,)) }

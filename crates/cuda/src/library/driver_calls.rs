@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::fmt;
 
-use super::Driver;
+use super::{Driver, call};
 use crate::CudaError;
 
 thread_local! {
@@ -45,6 +45,17 @@ impl DriverCalls {
     /// When there is no driver.
     pub fn of<R>(work: impl FnOnce() -> R) -> Result<(R, Self), CudaError> {
         Ok(Driver::get()?.count_calls(work))
+    }
+
+    /// The context that is current in this thread, as a number that tells contexts apart; 0 for none.
+    ///
+    /// # Errors
+    /// When there is no driver.
+    pub fn current_context() -> Result<usize, CudaError> {
+        let (driver, mut context) = (Driver::get()?, std::ptr::null_mut());
+        // SAFETY: the pointer is to a local.
+        unsafe { call!(driver, cuCtxGetCurrent(&mut context)) }?;
+        Ok(context as usize)
     }
 
     /// Calls of the function of this C name.

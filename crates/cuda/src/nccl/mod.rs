@@ -31,7 +31,7 @@ const WORD: Duration = Duration::from_secs(1);
 const LOOK: Duration = Duration::from_millis(5);
 
 /// One rank's end. Once all ranks that are connected with it are through with their worlds, others may have them.
-pub(crate) struct NcclRank {
+pub struct NcclRank {
     nccl: &'static Nccl,
     lent: Arc<Lent<Among, End>>,
     rank: usize,
@@ -109,7 +109,7 @@ pub(crate) struct NcclMessage {
 
 /// A collective of NCCL's own, with the elements that it counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum NcclCollective {
+pub enum NcclCollective {
     /// Of each rank what it sends.
     AllGather,
     /// Of each rank what it receives.
@@ -119,6 +119,14 @@ pub(crate) enum NcclCollective {
 }
 
 impl NcclRank {
+    /// Connects ranks that are threads of this process, one on each of these devices, for `world`.
+    ///
+    /// # Errors
+    /// When there is no NCCL, or it does not connect them.
+    pub fn among_threads(devices: &[Device], world: &Arc<World>) -> Result<Vec<Self>, CudaError> {
+        Self::connect(&ConnectedRanks::default(), devices, world)
+    }
+
     /// Enqueues the sends and the receives, which may wait for each other, and behind them `ended`, unless a graph is captured.
     ///
     /// # Safety
@@ -184,7 +192,7 @@ impl NcclRank {
     ///
     /// # Errors
     /// NCCL's own.
-    pub(crate) unsafe fn collective(
+    pub unsafe fn collective(
         &self,
         stream: &Stream,
         collective: NcclCollective,

@@ -3,10 +3,10 @@
 mod peers;
 mod sizes;
 
+use crate::gpu::{AttentionBench, BenchCase, BenchPass};
 use counterpoint_console::{
     self as console, CliError, Progress, Schema, arguments::dtype_name, input::random_inputs,
 };
-use counterpoint_cuda::bench::{AttentionBench, BenchCase, BenchPass};
 use counterpoint_cuda::{CudaError, CudaMachine, Device, Timing};
 use counterpoint_exec::{AttentionInputs, CheckReport, Pass, Sample, check_sample};
 use counterpoint_mask::Mask;

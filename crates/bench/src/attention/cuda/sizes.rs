@@ -1,5 +1,5 @@
+use crate::gpu::{BenchClock as Clock, BenchPass as Pass, CALLS};
 use clap::ValueEnum;
-use counterpoint_cuda::bench::{BenchClock as Clock, BenchPass as Pass, CALLS};
 use counterpoint_plan::DType;
 
 use crate::arguments::{

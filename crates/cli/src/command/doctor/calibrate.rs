@@ -39,7 +39,7 @@ pub(super) fn run(arguments: &DoctorArguments) -> Result<(), CliError> {
         None => of_cpu(&progress, machine),
         Some(gpus) => {
             let mut told = |what: &str| progress.step(format!("measuring {what}"));
-            counterpoint_cuda::calibrate(gpus, &mut told).map_err(|source| CliError::Run { source })?
+            counterpoint_bench::gpu::calibrate(gpus, &mut told).map_err(|source| CliError::Run { source })?
         }
     };
     drop(progress);

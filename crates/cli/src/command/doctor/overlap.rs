@@ -3,8 +3,9 @@
 use std::fmt::Write;
 use std::process::Command;
 
+use counterpoint_bench::gpu::count_starts;
 use counterpoint_console::{self as console, CliError, Progress, Schema};
-use counterpoint_cuda::{CudaError, Device, count_starts};
+use counterpoint_cuda::{CudaError, Device};
 use counterpoint_report::{Column, table};
 use serde::{Deserialize, Serialize};
 

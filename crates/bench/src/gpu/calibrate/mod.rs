@@ -1,0 +1,62 @@
+//! What a machine of GPUs does, measured: the rates of kernels, its links by transport and size, its overlap policies.
+
+mod kernels;
+mod links;
+mod policies;
+mod sharing;
+mod starts;
+
+pub use starts::{StartCount, count_starts};
+
+use counterpoint_exec::ExecError;
+use counterpoint_plan::{CostModel, MachineProfile, PROFILE_VERSION};
+
+use counterpoint_cuda::CudaMachine;
+use counterpoint_cuda::exec_error;
+
+/// Measures `machine`: some seconds a GPU, and as many again for links and policies where there are several. `told` hears what
+/// is measured next.
+///
+/// What attention kernels cost by tiles is theirs, not the machine's (`TileCosts`): rates alone are measured, such that
+/// predictions of a few masks are right in the mean.
+///
+/// # Errors
+/// Whatever ends a run.
+pub fn calibrate(machine: &CudaMachine, told: &mut dyn FnMut(&str)) -> Result<MachineProfile, ExecError> {
+    let device = &machine.devices()[0];
+    let one = CudaMachine::new(vec![device.clone()], counterpoint_cuda::Timing::Off)
+        .map_err(|error| exec_error(0, "one GPU of the machine", error))?;
+    let mut cost: CostModel = one.cost(None, 1);
+    told("copies and launches");
+    cost.memory_bytes_per_second = kernels::memory_bytes_per_second(device)?;
+    cost.launch_seconds = kernels::launch_seconds(device)?;
+    told("matrix products");
+    cost.matmul_flops_per_second = kernels::matmul_flops_per_second(device)?;
+    told("attention");
+    kernels::attention_rates(&one, &mut cost)?;
+    let mut profile = MachineProfile {
+        version: PROFILE_VERSION,
+        machine: device.properties().name.clone(),
+        devices: machine.devices().len(),
+        source: format!("measured by counterpoint {}", env!("CARGO_PKG_VERSION")),
+        cost,
+        transports: Vec::new(),
+        policies: Vec::new(),
+    };
+    if machine.devices().len() > 1 {
+        // The events that take spans would take part of what a small collective does.
+        let untimed = CudaMachine::new(machine.devices().to_vec(), counterpoint_cuda::Timing::Off)
+            .map_err(|error| exec_error(0, "all GPUs of the machine", error))?;
+        profile.transports = links::transports(&untimed, told)?;
+        let used = profile.transports.iter().find(|one| one.transport == machine.transport().to_string());
+        if let Some(link) = used.and_then(links::link) {
+            profile.cost.link = link;
+        }
+        if let Some(assumed) = profile.cost.sharing {
+            told("products beside collectives");
+            profile.cost.sharing = Some(sharing::measure(machine, assumed)?);
+        }
+        profile.policies = policies::measure(machine, &profile.cost, told)?;
+    }
+    Ok(profile)
+}

@@ -1,0 +1,209 @@
+//! Timing matrix products on one GPU, ours and cuBLASLt's in turns.
+
+use std::thread;
+
+use half::{bf16, f16};
+
+use counterpoint_cuda::kernel::{GemmEpilogue, GemmRunner, GemmSpec, GemmTensors, RandomFill, Scalar};
+use counterpoint_cuda::{CudaError, Device, DeviceBuffer, Event, Stream, StreamPriority};
+
+/// Bytes that are written between two runs: more than the second level cache holds, and long enough that the next run is
+/// enqueued before it may start.
+const FLUSH_BYTES: usize = 192 << 20;
+const SEED_A: u64 = 1;
+const SEED_B: u64 = 2;
+const SEED_D: u64 = 3;
+
+/// One product's tensors on a GPU, filled with random numbers.
+pub struct GemmBench {
+    stream: Stream,
+    spec: GemmSpec,
+    a: DeviceBuffer,
+    b: DeviceBuffer,
+    d: DeviceBuffer,
+    flush: DeviceBuffer,
+}
+
+/// How far a product is from the one in f64, on a sample of its elements.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct GemmError {
+    /// Root of the sum of squares of the errors, over that of the elements.
+    pub relative: f64,
+    /// The largest share of an element's bound: half a unit in the last place of D's type, and what sums in f32 may lose.
+    pub of_bound: f64,
+}
+
+impl GemmBench {
+    /// Puts the tensors of a product with one destination on a GPU.
+    ///
+    /// # Errors
+    /// When they do not fit.
+    pub fn new(device: &Device, spec: &GemmSpec) -> Result<Self, CudaError> {
+        let stream = Stream::new(device, StreamPriority::Low)?;
+        let rows = [spec.layout.a_dims(spec.m, spec.k)[0], spec.layout.b_dims(spec.n, spec.k)[0], spec.m];
+        let element = spec.element.bytes();
+        let bytes = [element, element, spec.output.bytes() as usize];
+        let buffer =
+            |index: usize| DeviceBuffer::new(device, rows[index] * spec.strides[index] * bytes[index]);
+        let [a, b, d] = [buffer(0)?, buffer(1)?, buffer(2)?];
+        let fill = RandomFill::new(device, spec.element.scalar())?;
+        fill.launch(&stream, &a, SEED_A)?;
+        fill.launch(&stream, &b, SEED_B)?;
+        stream.synchronize()?;
+        let flush = DeviceBuffer::new(device, FLUSH_BYTES)?;
+        Ok(Self { stream, spec: spec.clone(), a, b, d, flush })
+    }
+
+    /// The stream by which products are made ready.
+    pub fn stream(&self) -> &Stream {
+        &self.stream
+    }
+
+    fn launch(&self, runner: &GemmRunner) -> Result<(), CudaError> {
+        let d = [self.d.address()];
+        // Any numbers will do for a bias: it is as long as a row of B is at least.
+        let (a, b) = ([self.a.address()], self.b.address());
+        let tensors = GemmTensors { a: &a, b, d: &d, bias: b, counters: &[] };
+        // SAFETY: the tensors are those of the spec; they live as long as this value, and are freed after what is enqueued.
+        unsafe { runner.launch(&self.stream, &tensors) }
+    }
+
+    /// Runs once, over NaN or over what is added to, and compares a sample with f64.
+    ///
+    /// # Errors
+    /// When the driver refuses.
+    pub fn error(&self, runner: &GemmRunner) -> Result<GemmError, CudaError> {
+        if self.spec.epilogue == GemmEpilogue::Accumulate {
+            RandomFill::new(self.stream.device(), self.spec.output)?.launch(&self.stream, &self.d, SEED_D)?;
+        } else {
+            self.d.fill(&self.stream, 0xff)?;
+        }
+        self.launch(runner)?;
+        let rows = sample(self.spec.m, 8);
+        let columns = sample(self.spec.n, 24);
+        let mut found = Vec::with_capacity(rows.len());
+        for &row in &rows {
+            found.push(self.row(row)?);
+        }
+        let (spec, columns) = (&self.spec, &columns);
+        let parts: Vec<Vec<Judged>> = thread::scope(|scope| {
+            let judge = |(row, found): (usize, Vec<f64>)| {
+                scope.spawn(move || {
+                    columns.iter().map(|&column| judge(spec, row, column, found[column])).collect()
+                })
+            };
+            let threads: Vec<_> = rows.iter().copied().zip(found).map(judge).collect();
+            threads.into_iter().filter_map(|thread| thread.join().ok()).collect()
+        });
+        let all: Vec<&Judged> = parts.iter().flatten().collect();
+        if all.len() != rows.len() * columns.len() {
+            return Ok(GemmError { relative: f64::NAN, of_bound: f64::NAN });
+        }
+        let sum = |of: fn(&Judged) -> f64| all.iter().map(|judged| of(judged)).sum::<f64>();
+        // Not `max`, which would overlook a NaN.
+        let worse =
+            |worst: f64, judged: &&Judged| if judged.of_bound <= worst { worst } else { judged.of_bound };
+        Ok(GemmError {
+            relative: (sum(|judged| judged.error * judged.error) / sum(|judged| judged.right * judged.right))
+                .sqrt(),
+            of_bound: all.iter().fold(0.0, worse),
+        })
+    }
+
+    fn row(&self, row: usize) -> Result<Vec<f64>, CudaError> {
+        let Self { stream, spec, d, .. } = self;
+        let offset = row * spec.strides[2] * spec.output.bytes() as usize;
+        Ok(match spec.output {
+            Scalar::F32 => d.download::<f32>(stream, offset, spec.n)?.into_iter().map(f64::from).collect(),
+            Scalar::Bf16 => d.download::<bf16>(stream, offset, spec.n)?.into_iter().map(f64::from).collect(),
+            Scalar::F16 => d.download::<f16>(stream, offset, spec.n)?.into_iter().map(f64::from).collect(),
+        })
+    }
+
+    /// Seconds of each runner's runs by the device's clock. `turns` are the numbers of those that run, one after the other, with the
+    /// second level cache flushed before each.
+    ///
+    /// # Errors
+    /// When the driver refuses or a run fails.
+    pub fn seconds(&self, runners: &[GemmRunner], turns: &[usize]) -> Result<Vec<Vec<f64>>, CudaError> {
+        let device = self.stream.device();
+        let mut events = Vec::with_capacity(turns.len());
+        for &turn in turns {
+            let (begin, end) = (Event::timing(device)?, Event::timing(device)?);
+            self.flush.fill(&self.stream, 0)?;
+            begin.record(&self.stream)?;
+            self.launch(&runners[turn])?;
+            end.record(&self.stream)?;
+            events.push((begin, end));
+        }
+        self.stream.synchronize()?;
+        let mut seconds = vec![Vec::new(); runners.len()];
+        for (&turn, (begin, end)) in turns.iter().zip(&events) {
+            seconds[turn].push(end.time_since(begin)?.as_secs_f64());
+        }
+        Ok(seconds)
+    }
+}
+
+/// Places spread over `size`, the first and the last among them.
+pub(super) fn sample(size: usize, count: usize) -> Vec<usize> {
+    let count = count.min(size);
+    let steps = count.max(2) - 1;
+    // Not all at multiples of a tile.
+    (0..count)
+        .map(|i| (i * (size - 1) / steps + (i * 37) % 61 * usize::from(i > 0 && i < steps)).min(size - 1))
+        .collect()
+}
+
+/// An element and its error.
+struct Judged {
+    right: f64,
+    error: f64,
+    of_bound: f64,
+}
+
+fn judge(spec: &GemmSpec, row: usize, column: usize, found: f64) -> Judged {
+    let scalar = spec.element.scalar();
+    let [stride_a, stride_b, stride_d] = spec.strides;
+    let value = |seed, stride: usize, row: usize, column: usize| {
+        f64::from(RandomFill::value(scalar, seed, (row * stride + column) as u64))
+    };
+    let a_along_k = spec.layout.a_dims(1, 2) == [1, 2];
+    let b_along_k = spec.layout.b_dims(1, 2) == [1, 2];
+    let (mut right, mut squares) = (0.0, 0.0);
+    for k in 0..spec.k {
+        let a = if a_along_k { value(SEED_A, stride_a, row, k) } else { value(SEED_A, stride_a, k, row) };
+        let b =
+            if b_along_k { value(SEED_B, stride_b, column, k) } else { value(SEED_B, stride_b, k, column) };
+        right += a * b;
+        squares += a * b * a * b;
+    }
+    let mut rounded = right.abs();
+    match spec.epilogue {
+        GemmEpilogue::Store => {}
+        GemmEpilogue::StoreBias => right += value(SEED_B, stride_b, 0, column),
+        GemmEpilogue::Accumulate => {
+            let index = (row * stride_d + column) as u64;
+            right += f64::from(RandomFill::value(spec.output, SEED_D, index));
+            // The product is rounded before it is added.
+            rounded += right.abs();
+        }
+    }
+    let bound = element_bound(spec.output, rounded.max(right.abs()), squares, spec.k);
+    let error = (found - right).abs();
+    Judged { right, error, of_bound: error / bound }
+}
+
+/// What an element may err: half a unit in the last place of its type, and what a sum in f32 loses whose every step of 16 terms
+/// may cut off a unit of a partial sum. Partial sums are taken to be within 4 standard deviations.
+pub fn element_bound(output: Scalar, magnitude: f64, squares: f64, k: usize) -> f64 {
+    let half_unit = match output {
+        Scalar::F32 => 2f64.powi(-24),
+        Scalar::Bf16 => 2f64.powi(-8),
+        Scalar::F16 => 2f64.powi(-11),
+    };
+    // Elements of f16 may be smaller than it has normal numbers.
+    let smallest = if output == Scalar::F16 { 2f64.powi(-25) } else { 0.0 };
+    let steps = (k as f64 / 16.0).ceil() + 2.0;
+    1.01 * half_unit * magnitude + smallest + steps * 2f64.powi(-23) * (4.0 * squares.sqrt() + magnitude)
+}

@@ -1,0 +1,17 @@
+//! Timing GPUs: attention kernels, matrix products, collectives, steps; and what a machine's profile is measured by.
+
+// Kernels take addresses.
+#![allow(unsafe_code)]
+
+mod attention;
+mod calibrate;
+pub mod collective;
+mod gemm;
+mod gemm_collective;
+mod step;
+
+pub use attention::{AttentionBench, BenchCase, BenchClock, BenchPass, CALLS};
+pub use calibrate::{StartCount, calibrate, count_starts};
+pub use gemm::{GemmBench, GemmError, element_bound};
+pub use gemm_collective::{GemmCollectiveBench, GemmCollectiveRuns, GemmCollectiveTimes};
+pub use step::StepBench;

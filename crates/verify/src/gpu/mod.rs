@@ -1,0 +1,37 @@
+//! What a selftest examines on a GPU: attention and group collectives by the checks of `counterpoint-exec`, and what only this
+//! crate has, matrix products and their signals, graphs, meetings of kernels on several GPUs, ranks that fail, what meets called again
+//! and again, the cache of compiled kernels, what libraries that call rely on, and the guard bytes that the other checks rely on.
+
+// Kernels take addresses.
+#![allow(unsafe_code)]
+
+mod cache;
+mod callers;
+mod calls;
+mod faults;
+mod fused;
+mod gemm;
+mod graph;
+mod guard;
+mod links;
+mod long;
+mod repeats;
+mod signals;
+mod soak;
+mod staged;
+mod subject;
+
+pub use cache::selftest_cache;
+pub use callers::selftest_callers;
+pub use faults::{selftest_exhaustion, selftest_faults, selftest_isolation};
+pub use fused::selftest_fused;
+pub use gemm::selftest_gemm;
+pub use graph::{selftest_graphs, selftest_step_graphs};
+pub use guard::selftest_guard;
+pub use links::selftest_links;
+pub use long::selftest_long;
+pub use repeats::selftest_repeats;
+pub use signals::{
+    selftest_normalised, selftest_signalled_products, selftest_signals, selftest_signals_in_graphs,
+};
+pub use subject::CudaSubject;
