@@ -9,6 +9,7 @@
 mod device_model;
 mod dispatch;
 mod error;
+mod experts;
 mod policies;
 mod prediction;
 mod remembered;
@@ -18,5 +19,6 @@ pub use dispatch::{
     DISPATCHES, DispatchCandidate, DispatchChoice, MOST_COMPARED_RANKS, modelled_transports, plan_attention,
 };
 pub use error::ChooseError;
+pub use experts::{ExpertCandidate, ExpertChoice, ExpertDirection, expert_pass, expert_programs};
 pub use policies::{PassChoice, PolicyCandidate, PolicyChoice, attention_policies};
 pub use prediction::AttentionPrediction;

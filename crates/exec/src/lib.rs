@@ -21,6 +21,7 @@ mod cpu_transport;
 mod draw;
 mod environment;
 mod error;
+mod experts;
 mod fault;
 mod frame;
 mod global_buffer;
@@ -68,6 +69,9 @@ pub use cpu::{
 pub use cpu_transport::{CpuCollective, CpuTransport};
 pub use environment::EnvironmentVariable;
 pub use error::{ExecError, Stall};
+pub use experts::{
+    ExpertInputs, ExpertLayer, ExpertOptions, ExpertOutputs, ExpertPass, ExpertPasses, check_experts,
+};
 pub use fault::{FaultInjection, FaultKind, FaultPoint};
 pub use global_buffer::GlobalBuffer;
 pub use group::{

@@ -125,6 +125,7 @@ pub fn check_operands(program: &Program, index: usize) -> Result<(), ExecError> 
             shape[0] = check.spec(*dst).rows();
             check.tensor(*dst, source.dtype, &shape)
         }
+        Op::ZeroRows { dst, rows } => check.places(&[*rows], rows.len(), check.spec(*dst).rows()),
         _ => Err(check.error("it is not a computation".to_owned())),
     }
 }

@@ -7,7 +7,7 @@ use postcard::ser_flavors::Flavor;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use crate::{AttentionSpec, Dispatch, DispatchAlgorithm, Plan, PlanConfig};
+use crate::{AttentionSpec, Dispatch, DispatchAlgorithm, Plan, PlanConfig, Routing};
 
 /// A SHA-256 of everything that a plan depends on, or of a plan itself ([`Plan::fingerprint`]): content, never object
 /// identity. Equal content has equal fingerprints in every process and on every machine, so ranks that plan apart can
@@ -55,6 +55,13 @@ impl fmt::Display for Fingerprint {
     }
 }
 
+impl Routing {
+    /// The fingerprint of all ranks' tokens and their experts, by which ranks compare their routings.
+    pub fn fingerprint(&self) -> Fingerprint {
+        Fingerprint::hash(&Hashed::Routing(self))
+    }
+}
+
 impl Plan {
     /// The fingerprint of the plan's content: all dispatches, parts, work and stages of all ranks. Ranks that each planned
     /// for themselves, or were shipped a plan, compare theirs before the first collective.
@@ -70,6 +77,7 @@ enum Hashed<'a> {
     CrossAttention(&'a Mask, &'a AttentionSpec, &'a PlanConfig),
     OnDispatch([&'a Dispatch; 2], &'a Mask, &'a AttentionSpec, &'a PlanConfig),
     Plan(&'a Plan),
+    Routing(&'a Routing),
 }
 
 /// Hashes what is serialised as it comes, without keeping it.

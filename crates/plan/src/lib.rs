@@ -16,6 +16,7 @@ mod dispatch;
 mod division;
 mod error;
 mod exchange;
+mod experts;
 mod fingerprint;
 mod gemm_collective;
 mod group_part;
@@ -56,6 +57,10 @@ pub use dispatch::{
 };
 pub use error::PlanError;
 pub use exchange::{GroupPart, OwnedSplit, RemoteSplit};
+pub use experts::{
+    ExpertCapacity, ExpertGroups, ExpertKind, ExpertPlan, ExpertRow, ExpertRows, ExpertSpec, GroupRows,
+    Routing, RoutingError,
+};
 pub use fingerprint::Fingerprint;
 pub use gemm_collective::{GemmExchange, GemmExchangeSeconds, GemmTraffic};
 pub use group_part::GroupPartError;

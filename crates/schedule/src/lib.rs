@@ -9,6 +9,7 @@
 mod attention;
 mod builder;
 mod crossing;
+mod experts;
 mod linear;
 mod op_cost;
 mod pass_policies;
@@ -21,11 +22,13 @@ mod transport;
 mod validate;
 
 pub use attention::{GradientReduction, STAGE_SLOTS, lower_attention_backward, lower_attention_forward};
+pub use experts::{
+    COMBINE as COMBINE_LABEL, DISPATCH as DISPATCH_LABEL, lower_expert_backward, lower_expert_forward,
+};
 pub use linear::{
-    ALL_TO_ALL as ALL_TO_ALL_LABEL, ClockError, GATHER as GATHER_LABEL, REDUCE as REDUCE_LABEL,
-    SimulatedClock, WeightGradient, lower_collective, lower_join, lower_linear_backward,
-    lower_linear_forward, lower_linear_weight_gradient, lower_normalised_forward, lower_product,
-    lower_product_all_to_all, travel_seconds,
+    ClockError, GATHER as GATHER_LABEL, REDUCE as REDUCE_LABEL, SimulatedClock, WeightGradient,
+    lower_collective, lower_join, lower_linear_backward, lower_linear_forward, lower_linear_weight_gradient,
+    lower_normalised_forward, lower_product, travel_seconds,
 };
 pub use op_cost::OpCost;
 pub use pass_policies::PassPolicies;

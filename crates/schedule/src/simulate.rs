@@ -288,6 +288,10 @@ pub(crate) fn compute_seconds(
             // Read and written.
             2.0 * (rows * src.row_elements() * src.dtype.size()) as f64 / cost.memory_bytes_per_second
         }
+        Op::ZeroRows { dst, rows } => {
+            let dst = &program.buffers[dst.0];
+            (rows.len() * dst.row_elements() * dst.dtype.size()) as f64 / cost.memory_bytes_per_second
+        }
         Op::AttentionFinish(op) => {
             placed_bytes(program, op.merged_out, op.out) / cost.memory_bytes_per_second
         }
@@ -328,9 +332,12 @@ fn product_seconds(program: &Program, gemm: &Gemm, cost: &CostModel) -> f64 {
 
 /// Products of one launch, which has the waves of all their rows together.
 fn waves_seconds(program: &Program, groups: &[Gemm], cost: &CostModel) -> f64 {
-    let sizes = groups.iter().map(|gemm| product_size(program, gemm));
-    let whole = sizes.reduce(|[m, n, k], [more, ..]| [m + more, n, k]);
-    whole.map_or(0.0, |size| cost.matmul_seconds(size))
+    let sizes: Vec<[usize; 3]> = groups.iter().map(|gemm| product_size(program, gemm)).collect();
+    let Some([_, n, _]) = sizes.first() else { return 0.0 };
+    let rows: usize = sizes.iter().map(|[m, ..]| m).sum();
+    // Experts' gradients sum over rows of their own: a mean, by the rows of their results.
+    let terms: usize = sizes.iter().map(|[m, _, k]| m * k).sum();
+    cost.matmul_seconds([rows, *n, terms / rows.max(1)])
 }
 
 /// Seconds from the start of an operation, or from the end of its part before, to the end of part `part`; `None` when it has

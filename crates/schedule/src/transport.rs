@@ -28,6 +28,8 @@ pub enum Workload {
     Attention,
     /// A pass of a tensor-parallel linear layer, or a matrix product with its collective.
     Linear,
+    /// A pass of a layer of a mixture of experts.
+    Experts,
 }
 
 /// What becomes of a policy on a transport.
@@ -66,11 +68,19 @@ impl RankTransport {
 
     /// What becomes of `policy` on it.
     pub const fn support(self, policy: &OverlapPolicy, workload: Workload) -> PolicySupport {
-        if let (Mover::Fused, Workload::Attention) = (policy.mover, workload) {
-            return PolicySupport::Refused(
-                "`fused` is for linear layers, whose products send rows as they make them; attention takes rows as they arrive with \
-                 one stage for all work (--stages 0)",
-            );
+        match (policy.mover, workload) {
+            (Mover::Fused, Workload::Attention) => {
+                return PolicySupport::Refused(
+                    "`fused` is for linear layers, whose products send rows as they make them; attention takes rows as they arrive \
+                     with one stage for all work (--stages 0)",
+                );
+            }
+            (Mover::Fused, Workload::Experts) => {
+                return PolicySupport::Refused(
+                    "`fused` is for linear layers; no kernel of experts sends rows as it makes them",
+                );
+            }
+            _ => {}
         }
         match (self, policy) {
             (Self::Cpu, OverlapPolicy { workers: WorkerShare::Partition(_), .. }) => PolicySupport::Refused(

@@ -1,15 +1,18 @@
 //! What lowerings emit, as text: a change of a lowering is seen here before it is run. `INSTA_UPDATE=always cargo test -p
 //! counterpoint-schedule --test snapshots` takes over what it emits now.
 
+use std::sync::Arc;
+
 use counterpoint_mask::Mask;
 use counterpoint_plan::{
-    Activations, AttentionSpec, CostModel, DType, DispatchAlgorithm, GemmCollective, LinearKind, LinearPlan,
-    LinearSpec, Plan, PlanConfig, QueryExchange, StageCount, Topology, WaveGroups,
+    Activations, AttentionSpec, CostModel, DType, DispatchAlgorithm, ExpertGroups, ExpertKind, ExpertPlan,
+    ExpertSpec, GemmCollective, LinearKind, LinearPlan, LinearSpec, Plan, PlanConfig, QueryExchange, Routing,
+    StageCount, Topology, WaveGroups,
 };
 use counterpoint_schedule::{
     GradientReduction, KeyBlocks, OverlapPolicy, WeightGradient, lower_attention_backward,
-    lower_attention_forward, lower_collective, lower_linear_backward, lower_linear_forward,
-    lower_linear_weight_gradient, lower_normalised_forward, lower_product_all_to_all,
+    lower_attention_forward, lower_collective, lower_expert_backward, lower_expert_forward,
+    lower_linear_backward, lower_linear_forward, lower_linear_weight_gradient, lower_normalised_forward,
 };
 
 fn spec() -> AttentionSpec {
@@ -124,7 +127,26 @@ fn linear_layers() {
         "linear_forward_normalised",
         lower_normalised_forward(&row, 0, 1e-5, policy).to_string()
     );
-    insta::assert_snapshot!("linear_all_to_all", lower_product_all_to_all(&column, 0, policy).to_string());
+}
+
+#[test]
+fn expert_layers() {
+    // Expert 3 has no rows, one token has none of them, and another two on one rank.
+    let ids = [vec![0, 1, 2, Routing::NO_EXPERT], vec![Routing::NO_EXPERT; 2]];
+    let routing = Arc::new(Routing::top_k(4, 2, &ids).unwrap());
+    let plan = |kind| {
+        let spec = ExpertSpec { kind, in_features: 8, out_features: 16, dtype: DType::Bf16 };
+        ExpertPlan::new(spec, routing.clone(), ExpertGroups::even(2))
+    };
+    let policy = OverlapPolicy::default();
+    let (dispatch, combine) = (plan(ExpertKind::Dispatch), plan(ExpertKind::Combine));
+    let forward = |plan, policy: &str| lower_expert_forward(plan, 1, policy.parse().unwrap()).to_string();
+    insta::assert_snapshot!("expert_dispatch_forward", forward(&dispatch, "concurrent"));
+    insta::assert_snapshot!("expert_combine_forward_signals", forward(&combine, "signals"));
+    let backward = |plan, gradient| lower_expert_backward(plan, 1, gradient, policy).to_string();
+    insta::assert_snapshot!("expert_dispatch_backward", backward(&dispatch, WeightGradient::Written));
+    let accumulated = WeightGradient::Accumulated(DType::F32);
+    insta::assert_snapshot!("expert_combine_backward", backward(&combine, accumulated));
 }
 
 #[test]

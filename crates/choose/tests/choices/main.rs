@@ -4,5 +4,6 @@
 mod case;
 mod costs;
 mod dispatches;
+mod experts;
 mod policies;
 mod ratios;

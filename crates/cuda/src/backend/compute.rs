@@ -36,6 +36,11 @@ enum Work {
         srcs: Vec<BufferId>,
         dst: BufferId,
     },
+    /// Bytes of a buffer to zero.
+    Zero {
+        dst: BufferId,
+        bytes: std::ops::Range<usize>,
+    },
     /// The first bytes of a buffer to those of another.
     CopyFirst {
         src: BufferId,
@@ -75,6 +80,11 @@ impl CudaKernel {
                 let bytes = rows * spec.row_elements() * spec.dtype.size();
                 Work::CopyFirst { src: *src, dst: *dst, bytes }
             }
+            Op::ZeroRows { dst, rows } => {
+                let spec = prepare.spec(*dst);
+                let row = spec.row_elements() * spec.dtype.size();
+                Work::Zero { dst: *dst, bytes: rows.start * row..rows.end * row }
+            }
             _ => return Err(prepare.error("no CUDA kernel computes it".to_owned())),
         };
         Ok(Self(work))
@@ -106,6 +116,7 @@ impl CudaKernel {
                 // of the Program order who else uses them.
                 unsafe { cast.launch(stream, src.address(), dst.address(), src.len() as u64) }
             }
+            Work::Zero { dst, bytes } => buffers[dst.0].memory().slice(bytes.clone())?.fill(stream, 0),
             Work::CopyFirst { src, dst, bytes } => {
                 let first = buffers[src.0].memory().slice(0..*bytes)?;
                 buffers[dst.0].memory().copy_from(stream, 0, &first)

@@ -125,6 +125,15 @@ impl CpuKernel {
                 });
                 Ok(())
             }
+            Op::ZeroRows { dst, rows } => {
+                let mut dst = access.write(*dst)?;
+                let columns = dst.shape()[1..].iter().product::<usize>();
+                with_host_element!(dst.dtype(), T => {
+                    let rows = rows.start * columns..rows.end * columns;
+                    elements_mut::<T>(&mut dst)[rows].fill(T::from_f32(0.0));
+                });
+                Ok(())
+            }
             // `check_operands` lets no other operation through.
             _ => Ok(()),
         }

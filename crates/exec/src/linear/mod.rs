@@ -28,8 +28,10 @@ pub use gemm_collective::{
 pub use layer::{LayerCall, LayerGradient, LayerPass, LinearLayer, LinearTensor, NamedBuffers, RankBuffers};
 pub use overlap::{LayerOverlap, PlannedPass, PlannedPasses};
 pub use parallel::{ColumnParallelLinear, LinearOptions, RowParallelLinear};
+pub(crate) use reference::half_unit;
 pub use reference::{LinearSample, check_linear, check_linear_part};
 pub use run::{LinearConfig, run_linear, run_linear_on};
+pub(crate) use shard::join_rows;
 pub use timed::Repeats;
 
 /// Tensors of a whole layer, in global order.

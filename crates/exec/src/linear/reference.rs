@@ -18,7 +18,7 @@ pub enum LinearSample {
 }
 
 impl LinearSample {
-    pub(super) fn of(self, range: Range) -> Vec<usize> {
+    pub(crate) fn of(self, range: Range) -> Vec<usize> {
         let length = range.len();
         match self {
             Self::Spread(count) if count < length => {
@@ -171,7 +171,7 @@ fn exact_dbias(plan: &LinearPlan, dy: &HostTensor, places: Places) -> Exact {
 }
 
 /// Half a unit in the last place of 1.
-pub(super) fn half_unit(dtype: DType) -> f64 {
+pub(crate) fn half_unit(dtype: DType) -> f64 {
     2f64.powi(match dtype {
         DType::F64 => -53,
         DType::F32 => -24,

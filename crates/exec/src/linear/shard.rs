@@ -4,6 +4,16 @@ use counterpoint_plan::{Activations, LinearKind, LinearPlan};
 use crate::host_element::with_host_element;
 use crate::{ExecError, HostTensor, dispatch};
 
+/// Tensors of one type, at least one, laid one after the other along the rows.
+pub(crate) fn join_rows(parts: &[HostTensor]) -> HostTensor {
+    let mut shape = parts[0].shape().to_vec();
+    shape[0] = parts.iter().map(HostTensor::rows).sum();
+    with_host_element!(parts[0].dtype(), T => {
+        let elements = parts.iter().flat_map(|part| part.as_slice::<T>().unwrap_or(&[]));
+        HostTensor::from_vec(shape, elements.copied().collect())
+    })
+}
+
 /// How a tensor of a layer lies on its ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Shard {
@@ -90,14 +100,7 @@ impl Shard {
         let first = &parts[0];
         match self {
             Self::Whole => first.clone(),
-            Self::Tokens | Self::Rows => {
-                let mut shape = first.shape().to_vec();
-                shape[0] = parts.iter().map(HostTensor::rows).sum();
-                with_host_element!(first.dtype(), T => {
-                    let elements = parts.iter().flat_map(|part| part.as_slice::<T>().unwrap_or(&[]));
-                    HostTensor::from_vec(shape, elements.copied().collect())
-                })
-            }
+            Self::Tokens | Self::Rows => join_rows(parts),
             Self::Columns => {
                 let shape = vec![first.rows(), parts.iter().map(HostTensor::row_elements).sum()];
                 with_host_element!(first.dtype(), T => {

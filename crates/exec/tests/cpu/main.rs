@@ -1,8 +1,8 @@
 //! Ranks on the CPU. One program, because what most takes to compile are the kernels, by type, which each of several would have.
 
-mod all_to_all;
 mod attention;
 mod attention_kernels;
+mod experts;
 mod gemm_collective;
 mod group;
 mod group_ends;

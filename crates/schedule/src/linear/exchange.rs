@@ -191,7 +191,7 @@ pub(super) fn rows_on_their_way(
 }
 
 /// Whether communication can start however much computation has started before it.
-pub(super) fn leaves_workers(policy: &OverlapPolicy) -> bool {
+pub(crate) fn leaves_workers(policy: &OverlapPolicy) -> bool {
     let apart = policy.workers != WorkerShare::Common || policy.mover != Mover::Transport;
     policy.start == StartOrder::Concurrent && apart
 }

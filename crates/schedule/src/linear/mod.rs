@@ -5,7 +5,6 @@
 //! tokens hide the first group, and each group's the next. Every group has rows of all ranks, so links are used evenly, and a
 //! sum over ranks is formed in one reduction in their order, so that results have the same bits for any number of groups.
 
-mod all_to_all;
 mod backward;
 mod clock;
 mod exchange;
@@ -16,9 +15,9 @@ mod reduced;
 use counterpoint_plan::DType;
 use serde::{Deserialize, Serialize};
 
-pub use all_to_all::{ALL_TO_ALL, lower_product_all_to_all};
 pub use backward::{lower_linear_backward, lower_linear_weight_gradient};
 pub use clock::{ClockError, SimulatedClock, travel_seconds};
+pub(crate) use exchange::leaves_workers;
 pub use forward::{lower_linear_forward, lower_normalised_forward};
 pub use parts::{GATHER, REDUCE, lower_collective, lower_join, lower_product};
 

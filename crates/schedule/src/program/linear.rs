@@ -63,12 +63,12 @@ pub struct GemmReduce {
     pub spread: Option<GroupCast>,
 }
 
-/// The products of a pass, group by group: they follow each other, and with the end of the n-th, counted from 1, `signal` is n. A
-/// backend with a kernel for it computes all of them in one launch, which goes on while others use what it has finished. In any
-/// case the results have the bits of the products one after the other.
+/// The products of a pass, group by group, or those of several experts: they follow each other, and with the end of the n-th, counted
+/// from 1, `signal` is n. A backend with a kernel for it computes all of them in one launch, which goes on while others use what it has
+/// finished. In any case the results have the bits of the products one after the other.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct WaveGemm {
-    /// The products, which differ in their rows of the first operand and in where these go.
+    /// The products, which differ in their rows of the operands and in where these go.
     pub groups: Vec<Gemm>,
     /// Raised by nothing else.
     pub signal: SignalId,

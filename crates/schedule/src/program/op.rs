@@ -76,6 +76,13 @@ pub enum Op {
         /// Number of rows.
         rows: usize,
     },
+    /// Sets rows of `dst` to zero; its other rows stay as they are.
+    ZeroRows {
+        /// Destination.
+        dst: BufferId,
+        /// The rows.
+        rows: Range,
+    },
     /// Marks a point of this stream.
     Record(EventId),
     /// Goes on once the event has been recorded.
@@ -134,6 +141,7 @@ impl Op {
             | Op::Cast { .. }
             | Op::Concat { .. }
             | Op::CopyRows { .. }
+            | Op::ZeroRows { .. }
             | Op::Record(_)
             | Op::Wait(_)
             | Op::Await { .. }

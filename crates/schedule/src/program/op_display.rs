@@ -60,6 +60,7 @@ impl ProgramText<'_> {
             Op::CopyRows { src, dst, rows } => {
                 format!("copy_rows {} -> {} | first {rows} rows", self.buffer(*src), self.buffer(*dst))
             }
+            Op::ZeroRows { dst, rows } => format!("zero_rows {} rows {rows}", self.buffer(*dst)),
             Op::Record(event) => format!("record event {}", event.0),
             Op::Wait(event) => format!("wait event {}", event.0),
             Op::Await { barrier, arrivals } => format!("wait barrier {} arrivals {arrivals}", barrier.0),

@@ -78,6 +78,8 @@ impl Op {
             }
             Op::Cast { src, .. } | Op::CopyRows { src, .. } => vec![*src],
             Op::Concat { srcs, .. } => srcs.clone(),
+            // Rows that it does not name stay as they are, so what was there counts.
+            Op::ZeroRows { dst, .. } => vec![*dst],
             Op::PlaceRows { src, dst, .. } => vec![*src, *dst],
             Op::Record(_) | Op::Wait(_) | Op::Await { .. } | Op::Signal { .. } | Op::WaitSignal { .. } => {
                 Vec::new()
@@ -128,6 +130,7 @@ impl Op {
             Op::Cast { dst, .. }
             | Op::Concat { dst, .. }
             | Op::CopyRows { dst, .. }
+            | Op::ZeroRows { dst, .. }
             | Op::PlaceRows { dst, .. } => vec![*dst],
             Op::Record(_) | Op::Wait(_) | Op::Await { .. } | Op::Signal { .. } | Op::WaitSignal { .. } => {
                 Vec::new()

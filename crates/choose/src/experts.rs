@@ -1,0 +1,164 @@
+//! How a pass of a layer of a mixture of experts is run: policies and groups of tokens are simulated, the best is kept.
+
+use std::sync::Arc;
+
+use counterpoint_plan::{CostModel, ExpertGroups, ExpertPlan, ExpertSpec, Routing, Topology};
+use counterpoint_schedule::{
+    Mover, OpCost, OverlapPolicy, Program, RankTransport, SimulateError, StartOrder, Timeline,
+    WeightGradient, WorkerShare, Workload, lower_expert_backward, lower_expert_forward, simulate,
+};
+
+/// Numbers of groups that are tried: each costs the start of a collective and of a product.
+const COUNTS: [usize; 6] = [1, 2, 3, 4, 6, 8];
+/// Percents by which groups grow that are tried: small first groups where products wait for what arrives, small last ones where it is
+/// sent.
+const GROWTHS: [u32; 5] = [100, 150, 200, 66, 50];
+/// Of all policies that many are tried in all groups.
+const FINALISTS: usize = 2;
+/// Predictions that differ by less say nothing: of those the simplest is kept.
+const LEAST_GAIN: f64 = 0.003;
+
+/// Which pass of a layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ExpertDirection {
+    /// `y`.
+    Forward,
+    /// `dx` and what becomes of the gradients of the weights.
+    Backward(WeightGradient),
+}
+
+/// A way to run a pass, and what it is predicted to take.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ExpertCandidate {
+    /// The policy.
+    pub policy: OverlapPolicy,
+    /// A transport that runs it.
+    pub transport: RankTransport,
+    /// Groups of tokens.
+    pub groups: ExpertGroups,
+    /// Predicted seconds until the last rank is done.
+    pub seconds: f64,
+}
+
+/// How a pass is run, beside all that it was chosen from.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ExpertChoice {
+    /// All that can run, the simplest first; never empty.
+    pub candidates: Vec<ExpertCandidate>,
+    chosen: usize,
+}
+
+impl ExpertChoice {
+    /// The candidate that is kept.
+    pub fn chosen(&self) -> &ExpertCandidate {
+        &self.candidates[self.chosen]
+    }
+
+    /// The fastest of a policy.
+    pub fn under(&self, policy: &OverlapPolicy) -> Option<&ExpertCandidate> {
+        let under = self.candidates.iter().filter(|one| one.policy == *policy);
+        under.min_by(|a, b| a.seconds.total_cmp(&b.seconds))
+    }
+}
+
+/// The Programs of a pass for these ranks.
+pub fn expert_programs(
+    plan: &ExpertPlan,
+    ranks: &[usize],
+    direction: ExpertDirection,
+    policy: OverlapPolicy,
+) -> Vec<Program> {
+    let lower = |&rank: &usize| match direction {
+        ExpertDirection::Forward => lower_expert_forward(plan, rank, policy),
+        ExpertDirection::Backward(gradient) => lower_expert_backward(plan, rank, gradient, policy),
+    };
+    ranks.iter().map(lower).collect()
+}
+
+/// The policy and the groups of a pass that are predicted to end first, of those that one of `transports` runs as it is predicted. With
+/// nothing side by side is always among them, so the choice never takes longer. A typical routing stands for those of all steps: results
+/// have the same bits however passes are run, so `cost` may be what a machine was measured to do.
+///
+/// # Errors
+/// As [`simulate`]: Programs of one plan fit each other, so none is known.
+pub fn expert_pass(
+    spec: ExpertSpec,
+    routing: &Arc<Routing>,
+    direction: ExpertDirection,
+    transports: &[RankTransport],
+    topology: &Topology,
+    cost: &(impl OpCost + ?Sized),
+) -> Result<ExpertChoice, SimulateError> {
+    let busiest = [busiest(routing)];
+    let seconds = |policy: OverlapPolicy, groups: ExpertGroups| {
+        let plan = ExpertPlan::new(spec, routing.clone(), groups);
+        let programs = expert_programs(&plan, &busiest, direction, policy);
+        simulate(&programs, topology, cost).map(|timeline: Timeline| timeline.makespan())
+    };
+    let mut candidates: Vec<ExpertCandidate> = Vec::new();
+    let mut add = |policy: OverlapPolicy, groups: ExpertGroups| -> Result<f64, SimulateError> {
+        let Ok(transport) = RankTransport::any_of(transports, &policy, Workload::Experts) else {
+            return Ok(f64::INFINITY);
+        };
+        if let Some(known) = candidates.iter().find(|one| (one.policy, one.groups) == (policy, groups)) {
+            return Ok(known.seconds);
+        }
+        let seconds = seconds(policy, groups)?;
+        candidates.push(ExpertCandidate { policy, transport, groups, seconds });
+        Ok(seconds)
+    };
+    add(OverlapPolicy::new(StartOrder::Sequential), ExpertGroups::default())?;
+    if routing.ranks() > 1 {
+        let mut promising = Vec::new();
+        for policy in policies(cost.rates()) {
+            promising.push((add(policy, ExpertGroups::even(4))?, policy));
+        }
+        promising.sort_by(|a, b| a.0.total_cmp(&b.0));
+        for (_, policy) in promising.into_iter().take(FINALISTS) {
+            for count in COUNTS {
+                for growth in GROWTHS.into_iter().filter(|growth| count > 1 || *growth == 100) {
+                    add(policy, ExpertGroups { count, growth })?;
+                }
+            }
+        }
+    }
+    let least = candidates.iter().map(|one| one.seconds).fold(f64::INFINITY, f64::min);
+    let within = |one: &ExpertCandidate| one.seconds <= least * (1.0 + LEAST_GAIN);
+    let chosen = candidates.iter().position(within).unwrap_or(0);
+    Ok(ExpertChoice { candidates, chosen })
+}
+
+/// The rank with the most rows: it computes longest, and is sent most.
+fn busiest(routing: &Routing) -> usize {
+    let rows = routing.rows();
+    let of_rank = |rank: &usize| {
+        let experts = routing.experts_of(*rank);
+        rows[experts.start..experts.end].iter().sum::<usize>()
+    };
+    (0..routing.ranks()).rev().max_by_key(of_rank).unwrap_or(0)
+}
+
+/// What overlaps, the simplest first.
+fn policies(cost: &CostModel) -> Vec<OverlapPolicy> {
+    let mut policies = vec![OverlapPolicy::default(), OverlapPolicy::new(StartOrder::Signals)];
+    let Some(sharing) = cost.sharing else { return policies };
+    for start in [StartOrder::Concurrent, StartOrder::KernelBarrier, StartOrder::Signals] {
+        for margin in [0, sharing.communication, 2 * sharing.communication] {
+            let workers = if margin == 0 { WorkerShare::Common } else { WorkerShare::Margin(margin) };
+            if margin < sharing.workers {
+                policies.push(OverlapPolicy { workers, ..OverlapPolicy::new(start) });
+            }
+        }
+    }
+    let engines = OverlapPolicy { mover: Mover::CopyEngine, ..OverlapPolicy::default() };
+    policies.push(engines);
+    // Engines leave sums to kernels.
+    policies.push(OverlapPolicy { workers: WorkerShare::Margin(sharing.communication), ..engines });
+    let mut once: Vec<OverlapPolicy> = Vec::new();
+    for policy in policies {
+        if !once.contains(&policy) {
+            once.push(policy);
+        }
+    }
+    once
+}

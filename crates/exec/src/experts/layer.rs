@@ -1,0 +1,379 @@
+//! A layer of a mixture of experts on a group: made once, given a routing at every step.
+
+use std::sync::Arc;
+
+use counterpoint_plan::{DType, ExpertCapacity, ExpertGroups, ExpertPlan, ExpertSpec, Routing};
+use counterpoint_schedule::{
+    OverlapPolicy, Program, Timeline, WeightGradient, lower_expert_backward, lower_expert_forward,
+};
+
+use crate::linear::join_rows;
+use crate::{
+    Backend, ExecError, Group, HostTensor, LayerCall, LayerPass, Machine, NamedBuffers, PlanIdentity,
+    Prepared, RankBuffers, RankOf, Ticket,
+};
+
+type Rank<M> = Prepared<<M as Machine>::Backend, <M as Machine>::Transport>;
+
+/// How a pass of a layer of experts is run. Results have the same bits however it is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ExpertPass {
+    /// How communication is brought to run under computation.
+    pub policy: OverlapPolicy,
+    /// Groups of tokens.
+    pub groups: ExpertGroups,
+}
+
+/// How the passes of a layer of experts are run.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ExpertPasses {
+    /// `y`.
+    pub forward: ExpertPass,
+    /// `dx` and the gradients of the weights.
+    pub backward: ExpertPass,
+}
+
+/// What a layer of experts is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ExpertOptions {
+    /// Kind, sizes and type.
+    pub spec: ExpertSpec,
+    /// Experts of all ranks.
+    pub experts: usize,
+    /// What becomes of the gradients of the weights; they are not deferred.
+    pub gradient: WeightGradient,
+    /// The most that a routing may ask for.
+    pub capacity: ExpertCapacity,
+    /// How passes are run: `choose` predicts which way ends first.
+    pub passes: ExpertPasses,
+}
+
+/// One product of every expert of a mixture, with the way of its tokens there or back ([`ExpertSpec`]), on a group. Experts lie on ranks
+/// in equal stretches. Which tokens go to which experts is said by [`ExpertLayer::route`], at every step anew; all ranks must say the
+/// same, and the first collective compares it.
+///
+/// ```
+/// use std::sync::Arc;
+///
+/// use counterpoint_exec::{ExpertLayer, ExpertOptions, ExpertPasses, Group, HostTensor, WorldConfig};
+/// use counterpoint_plan::{DType, ExpertCapacity, ExpertKind, ExpertSpec, Routing};
+/// use counterpoint_schedule::WeightGradient;
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let group = Group::local(2, WorldConfig::default())?;
+/// let spec = ExpertSpec { kind: ExpertKind::Dispatch, in_features: 1, out_features: 1, dtype: DType::F32 };
+/// let mut layer = ExpertLayer::new(
+///     &group,
+///     ExpertOptions {
+///         spec,
+///         experts: 2,
+///         gradient: WeightGradient::Frozen,
+///         capacity: ExpertCapacity { rows_of_expert: Some(3), ..ExpertCapacity::default() },
+///         passes: ExpertPasses::default(),
+///     },
+/// )?;
+/// // Expert 0, on rank 0, multiplies by 10, expert 1 by 100.
+/// layer.bind_weight(&layer.scatter_weight(&HostTensor::from_vec(vec![2, 1], vec![10f32, 100.0]))?)?;
+/// // Of rank 0's tokens the first goes to both, the second to expert 1; rank 1 has one, for expert 0.
+/// let none = Routing::NO_EXPERT;
+/// layer.route(Arc::new(Routing::top_k(2, 2, &[vec![0, 1, 1, none], vec![0, none]])?))?;
+/// let x = layer.upload("x", vec![
+///     HostTensor::from_vec(vec![2, 1], vec![1f32, 2.0]),
+///     HostTensor::from_vec(vec![1, 1], vec![3f32]),
+/// ])?;
+/// let y = layer.forward(&x)?.result;
+/// let rows: Vec<Vec<f64>> = layer.download(&y)?.iter().map(HostTensor::to_f64).collect();
+/// assert_eq!(rows, [vec![10.0, 30.0], vec![100.0, 200.0]]);
+/// # Ok(())
+/// # }
+/// ```
+pub struct ExpertLayer<M: Machine> {
+    options: ExpertOptions,
+    ranks: Vec<RankOf<M>>,
+    weight: Option<RankBuffers<M>>,
+    main_grad: Option<RankBuffers<M>>,
+    routed: Option<Routed<M>>,
+}
+
+/// What was made ready for a routing.
+struct Routed<M: Machine> {
+    routing: Arc<Routing>,
+    forward: Vec<Rank<M>>,
+    /// Made ready with the first backward.
+    backward: Vec<Rank<M>>,
+}
+
+impl<M: Machine> ExpertLayer<M> {
+    /// A layer over all ranks of a group.
+    ///
+    /// # Errors
+    /// [`ExecError::Tensor`] when the experts do not divide over the ranks, a size is 0 or gradients are to be deferred.
+    pub fn new(group: &Group<M>, options: ExpertOptions) -> Result<Self, ExecError> {
+        let ExpertOptions { spec, experts, gradient, .. } = options;
+        let ranks = group.world_size();
+        if experts == 0 || !experts.is_multiple_of(ranks) {
+            return Err(refused(format!(
+                "has {experts} experts for {ranks} ranks; each rank needs the same number, and at least one"
+            )));
+        }
+        if spec.in_features == 0 || spec.out_features == 0 {
+            return Err(refused(
+                "has no features; give in_features and out_features of at least 1".to_owned(),
+            ));
+        }
+        if gradient == WeightGradient::Deferred {
+            return Err(refused(
+                "cannot defer the gradients of experts; have them written or added".to_owned(),
+            ));
+        }
+        let ranks = group.ranks().to_vec();
+        Ok(Self { options, ranks, weight: None, main_grad: None, routed: None })
+    }
+
+    /// What it is.
+    pub fn options(&self) -> &ExpertOptions {
+        &self.options
+    }
+
+    /// The routing that it was given last.
+    pub fn routing(&self) -> Option<&Arc<Routing>> {
+        self.routed.as_ref().map(|routed| &routed.routing)
+    }
+
+    /// Uploads the weights of the experts on the ranks here, of those of all, `[experts x out_features, in_features]`.
+    ///
+    /// # Errors
+    /// [`ExecError::Tensor`] for another shape; [`ExecError::OutOfMemory`].
+    pub fn scatter_weight(&self, whole: &HostTensor) -> Result<RankBuffers<M>, ExecError> {
+        let ExpertOptions { spec, experts, .. } = self.options;
+        let wanted = [experts * spec.out_features, spec.in_features];
+        if whole.shape() != wanted {
+            let reason = format!("must be {wanted:?}, not {:?}", whole.shape());
+            return Err(ExecError::Tensor { name: "weight".to_owned(), reason });
+        }
+        let upload = |rank: &RankOf<M>| {
+            let each = experts / rank.world_size() * spec.out_features;
+            let rows = counterpoint_mask::Range::new(rank.rank() * each, (rank.rank() + 1) * each);
+            rank.backend().upload("weight", crate::dispatch(whole, &[rows])?)
+        };
+        self.ranks.iter().map(upload).collect()
+    }
+
+    /// Downloads the weights of all experts, or their gradients.
+    ///
+    /// # Errors
+    /// [`ExecError::Tensor`] unless all ranks are in this process and have their part.
+    pub fn gather_weight(&self, parts: &RankBuffers<M>) -> Result<HostTensor, ExecError> {
+        self.check_count("weight", parts.len())?;
+        let ranks = self.ranks.first().map_or(0, |rank| rank.world_size());
+        if parts.len() != ranks || ranks == 0 {
+            let reason = format!("{} of its {ranks} parts are in this process", parts.len());
+            return Err(ExecError::Tensor { name: "weight".to_owned(), reason });
+        }
+        Ok(join_rows(&self.download(parts)?))
+    }
+
+    /// Uploads a tensor of each rank here.
+    ///
+    /// # Errors
+    /// [`ExecError::Tensor`] for another number of tensors; [`ExecError::OutOfMemory`].
+    pub fn upload(&self, name: &str, tensors: Vec<HostTensor>) -> Result<RankBuffers<M>, ExecError> {
+        self.check_count(name, tensors.len())?;
+        self.ranks.iter().zip(tensors).map(|(rank, tensor)| rank.backend().upload(name, tensor)).collect()
+    }
+
+    /// The parts of a tensor that the ranks here have.
+    ///
+    /// # Errors
+    /// As the backend's.
+    pub fn download(&self, parts: &RankBuffers<M>) -> Result<Vec<HostTensor>, ExecError> {
+        self.ranks.iter().zip(parts).map(|(rank, part)| rank.backend().download(part)).collect()
+    }
+
+    /// Has the layer use these weights from the next pass on.
+    ///
+    /// # Errors
+    /// [`ExecError::Tensor`] when a shape or type differs.
+    pub fn bind_weight(&mut self, weight: &RankBuffers<M>) -> Result<(), ExecError> {
+        self.check_count("weight", weight.len())?;
+        if let Some(routed) = &mut self.routed {
+            Prepared::bind_ranks(&mut routed.forward, "weight", weight)?;
+            Prepared::bind_ranks(&mut routed.backward, "weight", weight)?;
+        }
+        self.weight = Some(weight.clone());
+        Ok(())
+    }
+
+    /// Has gradients be added to these tensors, as the weights, from the next backward on.
+    ///
+    /// # Errors
+    /// [`ExecError::Tensor`] where gradients are not added to anything, or a shape or type differs.
+    pub fn bind_main_grad(&mut self, main_grad: &RankBuffers<M>) -> Result<(), ExecError> {
+        let WeightGradient::Accumulated(_) = self.options.gradient else {
+            let reason = "is given, and this layer has no use for it".to_owned();
+            return Err(ExecError::Tensor { name: "main_grad".to_owned(), reason });
+        };
+        self.check_count("main_grad", main_grad.len())?;
+        if let Some(routed) = &mut self.routed {
+            Prepared::bind_ranks(&mut routed.backward, "main_grad", main_grad)?;
+        }
+        self.main_grad = Some(main_grad.clone());
+        Ok(())
+    }
+
+    /// Has the next passes send tokens so. Nothing is enqueued: Programs are lowered and made ready, for the ranks here alone.
+    ///
+    /// # Errors
+    /// [`ExecError::Tensor`] for a routing of other experts or ranks, or one that exceeds a capacity: the layer keeps the routing that it
+    /// had. [`ExecError::OutOfMemory`].
+    pub fn route(&mut self, routing: Arc<Routing>) -> Result<(), ExecError> {
+        let (experts, ranks) = (self.options.experts, self.ranks.first().map_or(0, |rank| rank.world_size()));
+        if (routing.experts(), routing.ranks()) != (experts, ranks) {
+            let (of, on) = (routing.experts(), routing.ranks());
+            let reason = format!("is for {of} experts on {on} ranks, and the layer has {experts} on {ranks}");
+            return Err(ExecError::Tensor { name: "routing".to_owned(), reason });
+        }
+        let exceeded = |error: counterpoint_plan::RoutingError| ExecError::Tensor {
+            name: "routing".to_owned(),
+            reason: error.to_string(),
+        };
+        routing.check(&self.options.capacity).map_err(exceeded)?;
+        let ExpertPass { policy, groups } = self.options.passes.forward;
+        let plan = ExpertPlan::new(self.options.spec, routing.clone(), groups);
+        let forward = self.prepare(&plan, policy, |rank| lower_expert_forward(&plan, rank, policy))?;
+        self.routed = Some(Routed { routing, forward, backward: Vec::new() });
+        Ok(())
+    }
+
+    fn prepare(
+        &self,
+        plan: &ExpertPlan,
+        policy: OverlapPolicy,
+        lower: impl Fn(usize) -> Program,
+    ) -> Result<Vec<Rank<M>>, ExecError> {
+        let ExpertSpec { kind, in_features, out_features, dtype } = plan.spec;
+        let identity = PlanIdentity::new([
+            ("layer", format!("experts, {kind}")),
+            ("experts", self.options.experts.to_string()),
+            ("in_features", in_features.to_string()),
+            ("out_features", out_features.to_string()),
+            ("dtype", dtype.to_string()),
+            ("policy", policy.to_string()),
+            ("groups", plan.cut().to_string()),
+            ("routing", plan.routing().fingerprint().to_string()),
+        ]);
+        let prepare = |rank: &RankOf<M>| Prepared::on(rank, lower(rank.rank()), Some(&identity));
+        let mut prepared: Vec<Rank<M>> = self.ranks.iter().map(prepare).collect::<Result<_, ExecError>>()?;
+        if let Some(weight) = &self.weight {
+            Prepared::bind_ranks(&mut prepared, "weight", weight)?;
+        }
+        Ok(prepared)
+    }
+
+    /// The backward under the routing, made ready where it is not.
+    fn prepare_backward(&mut self) -> Result<(), ExecError> {
+        let routed = self.routed.as_ref().ok_or_else(unrouted)?;
+        if !routed.backward.is_empty() {
+            return Ok(());
+        }
+        let ExpertPass { policy, groups } = self.options.passes.backward;
+        let (plan, gradient) =
+            (ExpertPlan::new(self.options.spec, routed.routing.clone(), groups), self.options.gradient);
+        let mut backward =
+            self.prepare(&plan, policy, |rank| lower_expert_backward(&plan, rank, gradient, policy))?;
+        if let Some(main_grad) = &self.main_grad {
+            Prepared::bind_ranks(&mut backward, "main_grad", main_grad)?;
+        }
+        if let Some(routed) = &mut self.routed {
+            routed.backward = backward;
+        }
+        Ok(())
+    }
+
+    /// `y` of `x`.
+    ///
+    /// # Errors
+    /// [`ExecError::Tensor`] when a shape or type differs or there are no weights or no routing yet: nothing has been enqueued then;
+    /// whatever ends a run early.
+    pub fn forward(&mut self, x: &RankBuffers<M>) -> Result<LayerPass<M>, ExecError> {
+        self.check_count("x", x.len())?;
+        let routed = self.routed.as_mut().ok_or_else(unrouted)?;
+        Prepared::bind_ranks(&mut routed.forward, "x", x)?;
+        let timeline = Prepared::run_ranks(&mut routed.forward)?;
+        Ok(LayerPass { result: Prepared::buffers_of(&routed.forward, "y")?, timeline })
+    }
+
+    /// `dx` of `dy`, and what becomes of the gradients of the weights: `x` is that of the forward, which frozen ones have no use for.
+    ///
+    /// # Errors
+    /// As [`ExpertLayer::forward`].
+    pub fn backward(&mut self, x: &RankBuffers<M>, dy: &RankBuffers<M>) -> Result<LayerPass<M>, ExecError> {
+        self.check_count("x", x.len())?;
+        self.check_count("dy", dy.len())?;
+        self.prepare_backward()?;
+        let routed = self.routed.as_mut().ok_or_else(unrouted)?;
+        Prepared::bind_ranks(&mut routed.backward, "dy", dy)?;
+        if self.options.gradient != WeightGradient::Frozen {
+            Prepared::bind_ranks(&mut routed.backward, "x", x)?;
+        }
+        let timeline: Timeline = Prepared::run_ranks(&mut routed.backward)?;
+        Ok(LayerPass { result: Prepared::buffers_of(&routed.backward, "dx")?, timeline })
+    }
+
+    /// The last gradients of the weights that were written, as the weights; `None` where they are added to something, or there are none.
+    pub fn weight_gradient(&self) -> Option<RankBuffers<M>> {
+        let routed = self.routed.as_ref()?;
+        Prepared::buffers_of(&routed.backward, "dweight").ok().filter(|buffers| !buffers.is_empty())
+    }
+
+    /// Enqueues a pass on the caller's tensors, those that are written included, and returns at once; as
+    /// [`LinearLayer::enqueue`](crate::LinearLayer::enqueue).
+    ///
+    /// # Errors
+    /// [`ExecError::Tensor`] for a deferred gradient, which experts do not have, or a tensor that does not fit, or without a routing:
+    /// nothing has been enqueued then; the group's first error.
+    pub fn enqueue(
+        &mut self,
+        call: LayerCall,
+        tensors: &NamedBuffers<'_, M>,
+        streams: Option<&[&Arc<<M::Backend as Backend>::Stream>]>,
+    ) -> Result<Vec<Ticket<M::Backend>>, ExecError> {
+        if call == LayerCall::Backward {
+            self.prepare_backward()?;
+        }
+        let routed = self.routed.as_ref().ok_or_else(unrouted)?;
+        let ranks: Vec<&Rank<M>> = match call {
+            LayerCall::Forward => routed.forward.iter().collect(),
+            LayerCall::Backward => routed.backward.iter().collect(),
+            LayerCall::WeightGradient => {
+                return Err(refused("has no deferred gradients of the weight".to_owned()));
+            }
+        };
+        Prepared::call_ranks(&ranks, tensors, streams)
+    }
+
+    fn check_count(&self, name: &str, given: usize) -> Result<(), ExecError> {
+        if given == self.ranks.len() {
+            return Ok(());
+        }
+        let reason = format!("{given} tensors for the {} ranks here", self.ranks.len());
+        Err(ExecError::Tensor { name: name.to_owned(), reason })
+    }
+
+    /// The type of what gradients are added to, where they are.
+    pub fn main_grad_dtype(&self) -> Option<DType> {
+        match self.options.gradient {
+            WeightGradient::Accumulated(dtype) => Some(dtype),
+            _ => None,
+        }
+    }
+}
+
+fn refused(reason: String) -> ExecError {
+    ExecError::Tensor { name: "layer".to_owned(), reason }
+}
+
+fn unrouted() -> ExecError {
+    let reason = "is missing; say which tokens go to which experts before the first pass".to_owned();
+    ExecError::Tensor { name: "routing".to_owned(), reason }
+}

@@ -1,0 +1,468 @@
+//! Routing of a mixture of experts: which experts each token of every rank goes to, and what of it fits.
+
+use counterpoint_mask::Range;
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+/// Why a routing makes no sense, or does not fit.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum RoutingError {
+    /// There are no ranks or no experts, or some ranks would have more experts than others.
+    #[error(
+        "{experts} experts on {ranks} ranks; each rank needs the same number of experts, and at least one"
+    )]
+    Experts {
+        /// Experts of all ranks.
+        experts: usize,
+        /// Ranks.
+        ranks: usize,
+    },
+    /// An expert that does not exist.
+    #[error("token {token} of rank {rank} goes to expert {expert}; there are experts 0 to {last}", last = experts - 1)]
+    UnknownExpert {
+        /// The rank that has the token.
+        rank: usize,
+        /// The token, counted from the rank's first.
+        token: usize,
+        /// The expert.
+        expert: u32,
+        /// Experts of all ranks.
+        experts: usize,
+    },
+    /// An expert twice.
+    #[error("token {token} of rank {rank} goes to expert {expert} twice; name each expert of a token once")]
+    Twice {
+        /// The rank that has the token.
+        rank: usize,
+        /// The token, counted from the rank's first.
+        token: usize,
+        /// The expert.
+        expert: u32,
+    },
+    /// Experts of tokens that are no rows of `choices`.
+    #[error("rank {rank} names {given} experts, which are no rows of {choices} experts a token")]
+    Uneven {
+        /// The rank.
+        rank: usize,
+        /// Experts named.
+        given: usize,
+        /// Experts of a token.
+        choices: usize,
+    },
+    /// Counts for another number of experts.
+    #[error("rank {rank} has counts of {given} experts; there are {experts}")]
+    CountsOfOthers {
+        /// The rank.
+        rank: usize,
+        /// Counts given.
+        given: usize,
+        /// Experts of all ranks.
+        experts: usize,
+    },
+    /// Counts of another number of rows.
+    #[error("the counts of rank {rank} add up to {sum} rows, and it has {rows}")]
+    CountsDoNotAddUp {
+        /// The rank.
+        rank: usize,
+        /// Their sum.
+        sum: usize,
+        /// Rows that it has.
+        rows: usize,
+    },
+    /// More tokens than a rank was prepared for.
+    #[error("rank {rank} has {tokens} tokens, and its capacity is {capacity}")]
+    Tokens {
+        /// The rank.
+        rank: usize,
+        /// Tokens of it.
+        tokens: usize,
+        /// The most that were planned.
+        capacity: usize,
+    },
+    /// More rows than an expert takes.
+    #[error(
+        "expert {expert} is given {rows} rows, and its capacity is {capacity}; drop some (`Routing::within`) or plan more"
+    )]
+    Overfull {
+        /// The expert.
+        expert: usize,
+        /// Rows routed to it.
+        rows: usize,
+        /// The most that it takes.
+        capacity: usize,
+    },
+    /// More rows than a rank's experts take together.
+    #[error("the experts of rank {rank} are given {rows} rows, and its capacity is {capacity}; plan more")]
+    RankOverfull {
+        /// The rank.
+        rank: usize,
+        /// Rows routed to its experts.
+        rows: usize,
+        /// The most that they take.
+        capacity: usize,
+    },
+}
+
+/// The most that a layer of experts is called with, whatever the routing of a step; `None` has no limit.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct ExpertCapacity {
+    /// Tokens that a rank has.
+    pub tokens: Option<usize>,
+    /// Rows that one expert takes.
+    pub rows_of_expert: Option<usize>,
+    /// Rows that the experts of one rank take together.
+    pub rows_of_rank: Option<usize>,
+}
+
+/// The experts of one rank's tokens.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+struct TokenExperts {
+    /// Where each token's experts begin, and where the last one's end.
+    starts: Vec<usize>,
+    /// Of each token ascending.
+    experts: Vec<u32>,
+}
+
+/// The experts of every token of every rank, known at run time. A token may have any number of them, none too (it was dropped, or is
+/// padding). Experts lie on the ranks in equal stretches: the first ones on rank 0.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Routing {
+    experts: usize,
+    ranks: Vec<TokenExperts>,
+}
+
+impl Routing {
+    /// Stands for no expert in [`Routing::top_k`].
+    pub const NO_EXPERT: u32 = u32::MAX;
+
+    /// From `choices` experts a token, of every rank token after token, as a router gives them; [`Routing::NO_EXPERT`] where a token has
+    /// fewer.
+    ///
+    /// # Errors
+    /// Experts that do not exist, that a token has twice, or that do not divide over the ranks.
+    pub fn top_k(experts: usize, choices: usize, ids: &[Vec<u32>]) -> Result<Self, RoutingError> {
+        let of_rank = |(rank, ids): (usize, &Vec<u32>)| {
+            if choices == 0 || !ids.len().is_multiple_of(choices) {
+                return Err(RoutingError::Uneven { rank, given: ids.len(), choices });
+            }
+            let mut of_rank = TokenExperts { starts: vec![0], experts: Vec::with_capacity(ids.len()) };
+            for (token, ids) in ids.chunks(choices).enumerate() {
+                of_rank.push(rank, token, ids, experts)?;
+            }
+            Ok(of_rank)
+        };
+        let ranks = ids.iter().enumerate().map(of_rank).collect::<Result<_, _>>()?;
+        Self { experts, ranks }.checked()
+    }
+
+    /// From rows that lie expert after expert, each of one expert, as a permutation of tokens leaves them: `counts[rank][expert]` rows, of
+    /// the `rows[rank]` that the rank has.
+    ///
+    /// # Errors
+    /// Counts that do not add up, or of other experts.
+    pub fn from_counts(experts: usize, counts: &[Vec<usize>], rows: &[usize]) -> Result<Self, RoutingError> {
+        let of_rank = |(rank, (counts, &rows)): (usize, (&Vec<usize>, &usize))| {
+            if counts.len() != experts {
+                return Err(RoutingError::CountsOfOthers { rank, given: counts.len(), experts });
+            }
+            let sum = counts.iter().fold(0usize, |sum, count| sum.saturating_add(*count));
+            if sum != rows {
+                return Err(RoutingError::CountsDoNotAddUp { rank, sum, rows });
+            }
+            let of_expert = |(&count, expert): (&usize, u32)| std::iter::repeat_n(expert, count);
+            let experts = counts.iter().zip(0..).flat_map(of_expert).collect();
+            Ok(TokenExperts { starts: (0..=rows).collect(), experts })
+        };
+        if counts.len() != rows.len() {
+            return Err(RoutingError::Experts { experts, ranks: counts.len().min(rows.len()) });
+        }
+        let ranks = counts.iter().zip(rows).enumerate().map(of_rank).collect::<Result<_, _>>()?;
+        Self { experts, ranks }.checked()
+    }
+
+    /// A routing as a router's choices may be: `tokens` tokens of each rank, each with `choices` different experts, at most all. The
+    /// experts' popularity falls as one over its place to the power of `skew`: 0 has all alike. The same for equal arguments.
+    ///
+    /// # Errors
+    /// Experts that do not divide over the ranks.
+    pub fn random(
+        experts: usize,
+        choices: usize,
+        [ranks, tokens]: [usize; 2],
+        skew: f64,
+        seed: u64,
+    ) -> Result<Self, RoutingError> {
+        let choices = choices.min(experts);
+        let mut draw = Draw(seed);
+        // Who is popular is drawn too, so that a rank's experts are not alike.
+        let mut places: Vec<usize> = (1..=experts).collect();
+        for at in (1..experts).rev() {
+            places.swap(at, draw.below(at + 1));
+        }
+        let weights: Vec<f64> = places.iter().map(|place| (*place as f64).powf(-skew)).collect();
+        let mut one_rank = || {
+            let mut ids = Vec::with_capacity(tokens * choices);
+            for _ in 0..tokens {
+                let mut left = weights.clone();
+                let mut sum: f64 = left.iter().sum();
+                for _ in 0..choices {
+                    let mut point = draw.unit() * sum;
+                    let found = left.iter().position(|weight| {
+                        point -= weight;
+                        *weight > 0.0 && point < 0.0
+                    });
+                    // Rounding may leave a rest behind the last.
+                    let expert = found.or_else(|| left.iter().rposition(|weight| *weight > 0.0)).unwrap_or(0);
+                    sum -= left[expert];
+                    left[expert] = 0.0;
+                    ids.push(expert as u32);
+                }
+            }
+            ids
+        };
+        let ids: Vec<Vec<u32>> = (0..ranks).map(|_| one_rank()).collect();
+        Self::top_k(experts, choices.max(1), &ids)
+    }
+
+    fn checked(self) -> Result<Self, RoutingError> {
+        let (experts, ranks) = (self.experts, self.ranks.len());
+        if ranks == 0 || experts == 0 || !experts.is_multiple_of(ranks) {
+            return Err(RoutingError::Experts { experts, ranks });
+        }
+        Ok(self)
+    }
+
+    /// Experts of all ranks.
+    pub fn experts(&self) -> usize {
+        self.experts
+    }
+
+    /// Ranks.
+    pub fn ranks(&self) -> usize {
+        self.ranks.len()
+    }
+
+    /// Tokens that a rank has.
+    pub fn tokens(&self, rank: usize) -> usize {
+        self.ranks[rank].starts.len() - 1
+    }
+
+    /// The experts of a rank's token, ascending.
+    pub fn experts_of_token(&self, rank: usize, token: usize) -> &[u32] {
+        let TokenExperts { starts, experts } = &self.ranks[rank];
+        &experts[starts[token]..starts[token + 1]]
+    }
+
+    /// The experts on a rank.
+    pub fn experts_of(&self, rank: usize) -> Range {
+        let each = self.experts / self.ranks.len();
+        Range::new(rank * each, (rank + 1) * each)
+    }
+
+    /// The rank of an expert.
+    pub fn rank_of(&self, expert: u32) -> usize {
+        expert as usize / (self.experts / self.ranks.len())
+    }
+
+    /// Rows of every expert: the tokens of all ranks that go to it.
+    pub fn rows(&self) -> Vec<usize> {
+        let mut rows = vec![0; self.experts];
+        for expert in self.ranks.iter().flat_map(|rank| &rank.experts) {
+            rows[*expert as usize] += 1;
+        }
+        rows
+    }
+
+    /// Whether a token has several experts on one rank, which then sums what they give.
+    pub fn sums_on_ranks(&self) -> bool {
+        let shares_a_rank = |pair: &[u32]| self.rank_of(pair[0]) == self.rank_of(pair[1]);
+        (0..self.ranks()).any(|rank| {
+            (0..self.tokens(rank))
+                .any(|token| self.experts_of_token(rank, token).windows(2).any(shares_a_rank))
+        })
+    }
+
+    /// Whether a layer that was prepared for so much can be called with it.
+    ///
+    /// # Errors
+    /// What is exceeded first, and by how much.
+    pub fn check(&self, capacity: &ExpertCapacity) -> Result<(), RoutingError> {
+        for rank in 0..self.ranks() {
+            let tokens = self.tokens(rank);
+            if let Some(capacity) = capacity.tokens.filter(|most| tokens > *most) {
+                return Err(RoutingError::Tokens { rank, tokens, capacity });
+            }
+        }
+        let of_experts = self.rows();
+        for (expert, &rows) in of_experts.iter().enumerate() {
+            if let Some(capacity) = capacity.rows_of_expert.filter(|most| rows > *most) {
+                return Err(RoutingError::Overfull { expert, rows, capacity });
+            }
+        }
+        for rank in 0..self.ranks() {
+            let experts = self.experts_of(rank);
+            let rows = of_experts[experts.start..experts.end].iter().sum();
+            if let Some(capacity) = capacity.rows_of_rank.filter(|most| rows > *most) {
+                return Err(RoutingError::RankOverfull { rank, rows, capacity });
+            }
+        }
+        Ok(())
+    }
+
+    /// The routing in which no expert has more than so many rows, and how many were dropped: those of the last tokens of the last ranks,
+    /// as in GShard and the Switch Transformer.
+    #[must_use]
+    pub fn within(&self, rows_of_expert: usize) -> (Self, usize) {
+        let mut rows = vec![0; self.experts];
+        let mut dropped = 0;
+        let ranks = (0..self.ranks()).map(|rank| {
+            let mut kept = TokenExperts { starts: vec![0], experts: Vec::new() };
+            for token in 0..self.tokens(rank) {
+                for &expert in self.experts_of_token(rank, token) {
+                    let rows = &mut rows[expert as usize];
+                    if *rows == rows_of_expert {
+                        dropped += 1;
+                        continue;
+                    }
+                    *rows += 1;
+                    kept.experts.push(expert);
+                }
+                kept.starts.push(kept.experts.len());
+            }
+            kept
+        });
+        let ranks = ranks.collect();
+        (Self { experts: self.experts, ranks }, dropped)
+    }
+}
+
+/// Numbers that follow from a seed (splitmix64).
+struct Draw(u64);
+
+impl Draw {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut word = self.0;
+        word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        word ^ (word >> 31)
+    }
+
+    fn below(&mut self, count: usize) -> usize {
+        (self.next() % count as u64) as usize
+    }
+
+    fn unit(&mut self) -> f64 {
+        (self.next() >> 11) as f64 / (1u64 << 53) as f64
+    }
+}
+
+impl TokenExperts {
+    fn push(&mut self, rank: usize, token: usize, ids: &[u32], experts: usize) -> Result<(), RoutingError> {
+        let first = self.experts.len();
+        self.experts.extend(ids.iter().copied().filter(|id| *id != Routing::NO_EXPERT));
+        let of_token = &mut self.experts[first..];
+        of_token.sort_unstable();
+        if let Some(&expert) = of_token.last().filter(|last| **last as usize >= experts) {
+            return Err(RoutingError::UnknownExpert { rank, token, expert, experts });
+        }
+        if let Some(pair) = of_token.windows(2).find(|pair| pair[0] == pair[1]) {
+            return Err(RoutingError::Twice { rank, token, expert: pair[0] });
+        }
+        self.starts.push(self.experts.len());
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const NONE: u32 = Routing::NO_EXPERT;
+
+    #[test]
+    fn what_makes_no_sense_is_refused_with_where() {
+        let top = |experts, choices, ids: &[&[u32]]| {
+            let ids: Vec<Vec<u32>> = ids.iter().map(|ids| ids.to_vec()).collect();
+            Routing::top_k(experts, choices, &ids).unwrap_err().to_string()
+        };
+        assert_eq!(
+            top(4, 2, &[&[0, 1], &[3, 4]]),
+            "token 0 of rank 1 goes to expert 4; there are experts 0 to 3"
+        );
+        assert_eq!(
+            top(4, 2, &[&[0, 1, 2, 2], &[]]),
+            "token 1 of rank 0 goes to expert 2 twice; name each expert of a token once"
+        );
+        assert_eq!(
+            top(4, 2, &[&[0, 1, 2], &[]]),
+            "rank 0 names 3 experts, which are no rows of 2 experts a token"
+        );
+        assert!(top(4, 0, &[&[], &[]]).contains("0 experts a token"));
+        for (experts, ranks) in [(3, 2), (0, 1), (4, 0)] {
+            let told = top(experts, 1, &vec![&[][..]; ranks]);
+            assert!(told.starts_with(&format!("{experts} experts on {ranks} ranks")), "{told}");
+        }
+        let counts = |counts: &[Vec<usize>], rows: &[usize]| {
+            Routing::from_counts(2, counts, rows).unwrap_err().to_string()
+        };
+        assert_eq!(
+            counts(&[vec![3, 4], vec![1, 1]], &[7, 3]),
+            "the counts of rank 1 add up to 2 rows, and it has 3"
+        );
+        assert_eq!(counts(&[vec![3, 4], vec![1]], &[7, 1]), "rank 1 has counts of 1 experts; there are 2");
+        assert!(
+            counts(&[vec![usize::MAX, 4], vec![0, 0]], &[3, 0]).starts_with("the counts of rank 0 add up to")
+        );
+    }
+
+    #[test]
+    fn counts_are_rows_of_one_expert_each() {
+        let counted = Routing::from_counts(4, &[vec![2, 0, 1, 0], vec![0, 0, 0, 2]], &[3, 2]).unwrap();
+        let named = Routing::top_k(4, 1, &[vec![0, 0, 2], vec![3, 3]]).unwrap();
+        assert_eq!(counted, named);
+        assert_eq!(counted.rows(), [2, 0, 1, 2]);
+        assert!(!counted.sums_on_ranks());
+        assert!(Routing::top_k(4, 2, &[vec![1, 0], vec![]]).unwrap().sums_on_ranks());
+        assert!(!Routing::top_k(4, 2, &[vec![1, 2], vec![]]).unwrap().sums_on_ranks());
+    }
+
+    #[test]
+    fn random_choices_are_as_popular_as_asked() {
+        let drawn = |skew| Routing::random(8, 2, [4, 500], skew, 7).unwrap();
+        assert_eq!(drawn(1.0), drawn(1.0));
+        let even = drawn(0.0).rows();
+        assert_eq!(even.iter().sum::<usize>(), 4 * 500 * 2);
+        assert!(even.iter().all(|rows| (400..600).contains(rows)), "{even:?}");
+        let mut skewed = drawn(2.0).rows();
+        skewed.sort_unstable();
+        assert!(skewed[7] > 4 * skewed[3] && skewed[7] <= 2000, "{skewed:?}");
+        // All experts of a token, where it chooses as many as there are.
+        assert_eq!(Routing::random(4, 9, [2, 10], 1.0, 1).unwrap().rows(), [20; 4]);
+        assert!(Routing::random(3, 1, [2, 10], 0.0, 1).is_err());
+    }
+
+    #[test]
+    fn capacities_are_held_to_and_rows_beyond_them_dropped() {
+        let ids = [vec![0, 1, 0, 2, 0, NONE], vec![3, 0, 0, 1]];
+        let routing = Routing::top_k(4, 2, &ids).unwrap();
+        assert_eq!(routing.rows(), [5, 2, 1, 1]);
+        let check = |capacity: ExpertCapacity| routing.check(&capacity).map_err(|error| error.to_string());
+        assert_eq!(check(ExpertCapacity::default()), Ok(()));
+        let tight = ExpertCapacity { tokens: Some(3), rows_of_expert: Some(5), rows_of_rank: Some(7) };
+        assert_eq!(check(tight), Ok(()));
+        let told = |capacity| check(capacity).unwrap_err();
+        let less = ExpertCapacity { tokens: Some(2), ..tight };
+        assert_eq!(told(less), "rank 0 has 3 tokens, and its capacity is 2");
+        let less = ExpertCapacity { rows_of_expert: Some(4), ..tight };
+        assert!(told(less).starts_with("expert 0 is given 5 rows, and its capacity is 4"));
+        let less = ExpertCapacity { rows_of_rank: Some(6), ..tight };
+        assert!(told(less).starts_with("the experts of rank 0 are given 7 rows, and its capacity is 6"));
+        let (within, dropped) = routing.within(3);
+        assert_eq!((within.rows(), dropped), (vec![3, 2, 1, 1], 2));
+        assert_eq!(within.experts_of_token(1, 0), [3]);
+        assert_eq!(within.experts_of_token(1, 1), [1]);
+        within.check(&ExpertCapacity { rows_of_expert: Some(3), ..tight }).unwrap();
+    }
+}

@@ -1,0 +1,175 @@
+//! What experts give on its way home, group by group, while other groups are multiplied.
+
+use std::sync::Arc;
+
+use counterpoint_mask::Range;
+
+use super::{COMBINE, Lowering, expert_blocks, ranges};
+use crate::builder::Mark;
+use crate::linear::leaves_workers;
+use crate::{
+    Accumulate, BarrierId, BufferId, BufferRole, Gemm, GemmLayout, GroupReduce, Op, ReduceOp, SignalId,
+    StartOrder, StreamId, StreamKind, WaveGemm,
+};
+
+/// Sums of what the experts of all ranks give of this rank's tokens, on their way.
+pub(super) struct LeavingTokens {
+    stream: StreamId,
+    barrier: Option<BarrierId>,
+    name: String,
+    columns: usize,
+    /// `[tokens, columns]`: zeros, to which every group's reduction adds its tokens' rows.
+    sums: BufferId,
+    started: u64,
+    /// When the last group that was sent is there.
+    done: Option<Mark>,
+    /// A group that is computed, by the mark where there is one yet, and not sent.
+    waiting: Option<(Option<Mark>, usize, GroupReduce)>,
+}
+
+impl LeavingTokens {
+    /// Sums of `columns` columns, the output `name`.
+    pub(super) fn new(lowering: &mut Lowering<'_>, name: &str, columns: usize) -> Self {
+        let stream = lowering.p.stream(COMBINE, StreamKind::Communication);
+        let barrier = lowering.p.barrier();
+        let tokens = lowering.plan.tokens_of(lowering.rank);
+        let dtype = lowering.plan.spec.dtype;
+        let sums = lowering.p.buffer(name, dtype, &[tokens, columns], BufferRole::Output);
+        // Tokens without experts have no other value.
+        let zero = Op::ZeroRows { dst: sums, rows: Range::new(0, tokens) };
+        lowering.p.push(stream, None, "zeros", zero);
+        let name = name.to_owned();
+        Self { stream, barrier, name, columns, sums, started: 0, done: None, waiting: None }
+    }
+
+    /// Computes what the experts give, of rows of `rows`, and sends it on its way.
+    pub(super) fn multiply(
+        &mut self,
+        lowering: &mut Lowering<'_>,
+        (layout, label): (GemmLayout, &str),
+        weight: BufferId,
+        rows: BufferId,
+    ) {
+        let groups = lowering.plan.groups();
+        if lowering.p.policy().start == StartOrder::Signals && groups > 1 {
+            return self.multiply_in_waves(lowering, (layout, label), weight, rows);
+        }
+        for group in 0..groups {
+            if group > 0 {
+                self.after_start(lowering, group);
+            }
+            let (gemms, reduce) = self.group(lowering, group, (layout, weight), rows);
+            self.mark(lowering);
+            lowering.multiply(Some(group), label, gemms);
+            self.send(lowering);
+            self.waiting = Some((None, group, reduce));
+            if !leaves_workers(lowering.p.policy()) {
+                self.send(lowering);
+            }
+        }
+    }
+
+    /// The same in one operation that says of each group when it is done.
+    fn multiply_in_waves(
+        &mut self,
+        lowering: &mut Lowering<'_>,
+        (layout, label): (GemmLayout, &str),
+        weight: BufferId,
+        rows: BufferId,
+    ) {
+        let (mut products, mut reduces) = (Vec::new(), Vec::new());
+        for group in 0..lowering.plan.groups() {
+            let (gemms, reduce) = self.group(lowering, group, (layout, weight), rows);
+            products.extend(gemms);
+            reduces.push((products.len() as u64, reduce));
+        }
+        let signal: Option<SignalId> = (!products.is_empty()).then(|| lowering.p.signal());
+        if let Some(signal) = signal {
+            // Queued before whoever waits for its signal.
+            let op = Op::WaveGemm(WaveGemm { groups: products, signal });
+            lowering.p.push(lowering.compute, None, label, op);
+        }
+        for (group, (value, reduce)) in reduces.into_iter().enumerate() {
+            if let Some(signal) = signal.filter(|_| value > 0) {
+                let wait = Op::WaitSignal { signal, value };
+                lowering.p.push(self.stream, Some(group), "wait for rows", wait);
+            }
+            self.reduce(lowering, group, reduce);
+        }
+    }
+
+    /// The products of a group, and what becomes of them.
+    fn group(
+        &self,
+        lowering: &mut Lowering<'_>,
+        group: usize,
+        (layout, weight): (GemmLayout, BufferId),
+        rows: BufferId,
+    ) -> (Vec<Gemm>, GroupReduce) {
+        let (plan, experts) = (lowering.plan, lowering.experts());
+        let (dtype, partial) = (plan.spec.dtype, plan.partial_dtype());
+        let (leaving, part) = {
+            let of_group = &lowering.rows.groups[group];
+            (of_group.leaving, Arc::new(of_group.reduce.clone()))
+        };
+        let name = format!("{}_partial_{group}", self.name);
+        let out = lowering.p.buffer(&name, partial, &[leaving, self.columns], BufferRole::Scratch);
+        let mut gemms = Vec::new();
+        for expert in 0..experts {
+            let of_expert = &lowering.rows.groups[group].left[expert];
+            for (is_first, accumulate) in [(true, Accumulate::Start), (false, Accumulate::Continue)] {
+                let some: Vec<_> = of_expert.iter().filter(|row| row.is_first == is_first).copied().collect();
+                if !some.is_empty() {
+                    let (a, to) = (expert_blocks(rows, &some), ranges(some.iter().map(|row| row.token)));
+                    gemms.push(lowering.product(layout, a, (expert, weight), (out, to), accumulate));
+                }
+            }
+        }
+        let reduce = GroupReduce {
+            part,
+            tensors: vec![(out, self.sums)],
+            op: ReduceOp::Sum,
+            accumulate: Accumulate::Continue,
+            wire_dtype: dtype,
+            reduce_dtype: dtype.accumulator(),
+            arrive: self.barrier,
+        };
+        (gemms, reduce)
+    }
+
+    /// Marks where the group that waits to be sent is done, before anything else is computed.
+    pub(super) fn mark(&mut self, lowering: &mut Lowering<'_>) {
+        if let Some((ready @ None, group, _)) = &mut self.waiting {
+            *ready = Some(lowering.p.mark(lowering.compute, Some(*group), "rows done"));
+        }
+    }
+
+    /// Sends the group that waits for it, if one does.
+    fn send(&mut self, lowering: &mut Lowering<'_>) {
+        self.mark(lowering);
+        if let Some((Some(ready), group, reduce)) = self.waiting.take() {
+            lowering.p.after(self.stream, Some(group), "wait for rows", ready);
+            self.reduce(lowering, group, reduce);
+        }
+    }
+
+    fn reduce(&mut self, lowering: &mut Lowering<'_>, group: usize, reduce: GroupReduce) {
+        lowering.p.push(self.stream, Some(group), COMBINE, Op::GroupReduce(reduce));
+        self.started += 1;
+        self.done = Some(lowering.p.mark(self.stream, Some(group), "sums done"));
+    }
+
+    /// What the computation is given from now on starts once all groups so far are on their way.
+    pub(super) fn after_start(&self, lowering: &mut Lowering<'_>, stage: usize) {
+        let label = "wait until the combine has started";
+        lowering.p.after_start(lowering.compute, Some(stage), label, self.barrier, self.started);
+    }
+
+    /// Has the computation wait for all groups.
+    pub(super) fn finish(mut self, lowering: &mut Lowering<'_>) {
+        self.send(lowering);
+        if let Some(last) = self.done {
+            lowering.p.after(lowering.compute, None, "wait for the last sums", last);
+        }
+    }
+}

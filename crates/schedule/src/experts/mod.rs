@@ -1,0 +1,114 @@
+//! Layers of a mixture of experts as Programs: tokens travel to experts by group-casts, what these give travels home by group-reduces,
+//! and the products of every expert run in between, group of tokens by group of tokens.
+//!
+//! A dispatch multiplies what arrives, a combine sends what it has multiplied; the gradient of one's input goes the other's way. Rows
+//! are summed over ranks in the order of ranks, and on a rank in the order of its experts, so that results have the same bits for any
+//! number of groups and any policy.
+
+mod from_experts;
+mod layer;
+mod to_experts;
+
+use counterpoint_mask::Range;
+use counterpoint_plan::{ExpertPlan, ExpertRow, ExpertRows};
+
+pub use self::layer::{lower_expert_backward, lower_expert_forward};
+use crate::builder::ProgramBuilder;
+use crate::{
+    Accumulate, BufferId, BufferRole, Gemm, GemmLayout, Op, OverlapPolicy, RowBlock, StreamId, StreamKind,
+    WaveGemm,
+};
+
+/// Label of rows on their way to experts.
+pub const DISPATCH: &str = "dispatch";
+/// Label of rows on their way home.
+pub const COMBINE: &str = "combine";
+
+/// One rank's Program of a layer of experts in the making.
+struct Lowering<'a> {
+    p: ProgramBuilder,
+    plan: &'a ExpertPlan,
+    rank: usize,
+    compute: StreamId,
+    rows: ExpertRows,
+}
+
+impl<'a> Lowering<'a> {
+    fn new(name: &str, plan: &'a ExpertPlan, rank: usize, policy: OverlapPolicy) -> Self {
+        let mut p = ProgramBuilder::new(name, rank, plan.ranks(), policy);
+        let compute = p.stream("compute", StreamKind::Compute);
+        Self { p, plan, rank, compute, rows: plan.rows_of(rank) }
+    }
+
+    fn input(&mut self, name: &str, rows: usize, columns: usize) -> BufferId {
+        self.p.buffer(name, self.plan.spec.dtype, &[rows, columns], BufferRole::Input)
+    }
+
+    /// The weights of the rank's experts.
+    fn weight(&mut self) -> BufferId {
+        let spec = self.plan.spec;
+        self.input("weight", self.experts() * spec.out_features, spec.in_features)
+    }
+
+    /// Experts on this rank.
+    fn experts(&self) -> usize {
+        self.rows.experts.len()
+    }
+
+    /// Rows of all experts on this rank.
+    fn expert_rows(&self) -> usize {
+        self.rows.experts.last().map_or(0, |last| last.end)
+    }
+
+    /// Has the computation multiply all of these in one launch, where there are any.
+    fn multiply(&mut self, stage: Option<usize>, label: &str, mut products: Vec<Gemm>) {
+        let op = match products.len() {
+            0 => return,
+            1 => products.pop().map(Op::Gemm),
+            _ => Some(Op::WaveGemm(WaveGemm { groups: products, signal: self.p.signal() })),
+        };
+        if let Some(op) = op {
+            self.p.push(self.compute, stage, label, op);
+        }
+    }
+
+    /// The product of some rows and an expert's weight, or with [`GemmLayout::Nn`] its transpose.
+    fn product(
+        &self,
+        layout: GemmLayout,
+        a: Vec<RowBlock>,
+        (expert, weight): (usize, BufferId),
+        (out, out_rows): (BufferId, Vec<Range>),
+        accumulate: Accumulate,
+    ) -> Gemm {
+        let features = self.plan.spec.out_features;
+        let b =
+            vec![RowBlock { buffer: weight, rows: Range::new(expert * features, (expert + 1) * features) }];
+        let pass_rows = self.rows.experts[expert].len();
+        Gemm { layout, a, b, out, out_rows, pass_rows, bias: None, accumulate }
+    }
+}
+
+/// Ascending rows as the ranges that they form.
+fn ranges(rows: impl Iterator<Item = usize>) -> Vec<Range> {
+    let mut ranges: Vec<Range> = Vec::new();
+    for row in rows {
+        match ranges.last_mut().filter(|last| last.end == row) {
+            Some(last) => last.end += 1,
+            None => ranges.push(Range::new(row, row + 1)),
+        }
+    }
+    ranges
+}
+
+/// The tokens of some rows, in a buffer of them.
+fn token_blocks(buffer: BufferId, rows: &[ExpertRow]) -> Vec<RowBlock> {
+    let ranges = ranges(rows.iter().map(|row| row.token));
+    ranges.into_iter().map(|rows| RowBlock { buffer, rows }).collect()
+}
+
+/// The rows of experts, in a buffer of all of the rank.
+fn expert_blocks(buffer: BufferId, rows: &[ExpertRow]) -> Vec<RowBlock> {
+    let ranges = ranges(rows.iter().map(|row| row.row));
+    ranges.into_iter().map(|rows| RowBlock { buffer, rows }).collect()
+}

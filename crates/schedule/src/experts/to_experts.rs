@@ -1,0 +1,142 @@
+//! Tokens on their way to a rank's experts, group by group, and the products of those that are there.
+
+use std::sync::Arc;
+
+use counterpoint_mask::Range;
+use counterpoint_plan::ExpertRow;
+
+use super::{DISPATCH, Lowering, ranges, token_blocks};
+use crate::builder::Mark;
+use crate::{
+    Accumulate, BarrierId, BufferId, BufferRole, GemmLayout, GroupCast, Op, RowBlock, StartOrder, StreamId,
+    StreamKind,
+};
+
+/// Tokens of all ranks on their way to this one's experts; its own are there.
+pub(super) struct ArrivingTokens {
+    own: BufferId,
+    columns: usize,
+    name: String,
+    stream: StreamId,
+    barrier: Option<BarrierId>,
+    /// Of each group that has been sent, where its tokens come to, and when they are there.
+    groups: Vec<(BufferId, Mark)>,
+}
+
+impl ArrivingTokens {
+    /// The way of `own`, `[tokens, columns]`; groups come into buffers called `name` and a number.
+    pub(super) fn new(lowering: &mut Lowering<'_>, own: BufferId, columns: usize, name: &str) -> Self {
+        let stream = lowering.p.stream(DISPATCH, StreamKind::Communication);
+        let barrier = lowering.p.barrier();
+        Self { own, columns, name: name.to_owned(), stream, barrier, groups: Vec::new() }
+    }
+
+    /// Sends the next group.
+    fn send(&mut self, lowering: &mut Lowering<'_>) {
+        let (group, dtype) = (self.groups.len(), lowering.plan.spec.dtype);
+        let (arriving, part) = {
+            let of_group = &lowering.rows.groups[group];
+            (of_group.arriving, Arc::new(of_group.cast.clone()))
+        };
+        let (name, p) = (format!("{}_{group}", self.name), &mut lowering.p);
+        let buffer = p.buffer(&name, dtype, &[arriving, self.columns], BufferRole::Scratch);
+        let op = GroupCast {
+            part,
+            tensors: vec![(self.own, buffer)],
+            wire_dtype: dtype,
+            arrive: self.barrier,
+            delivery: None,
+        };
+        p.push(self.stream, Some(group + 1), DISPATCH, Op::GroupCast(op));
+        self.groups.push((buffer, p.mark(self.stream, Some(group + 1), "tokens arrived")));
+    }
+
+    /// Sends all groups.
+    pub(super) fn send_all(&mut self, lowering: &mut Lowering<'_>) {
+        while self.groups.len() < lowering.plan.groups() {
+            self.send(lowering);
+        }
+    }
+
+    /// Has the computation wait for all groups that were sent.
+    pub(super) fn wait_for_all(&self, lowering: &mut Lowering<'_>) {
+        if let Some(&(_, arrived)) = self.groups.last() {
+            lowering.p.after(lowering.compute, None, "wait for tokens", arrived);
+        }
+    }
+
+    /// The products of all experts into rows of `out`: of the rank's own tokens while the first group comes, and of each group while the
+    /// next does. Where nothing overlaps, one product of each expert.
+    pub(super) fn multiply(
+        &mut self,
+        lowering: &mut Lowering<'_>,
+        (layout, label): (GemmLayout, &str),
+        weight: BufferId,
+        out: BufferId,
+    ) {
+        let groups = lowering.plan.groups();
+        let product = |lowering: &Lowering<'_>, expert, a: Vec<RowBlock>, rows: Vec<Range>| {
+            let to = (out, rows);
+            (!a.is_empty()).then(|| lowering.product(layout, a, (expert, weight), to, Accumulate::Start))
+        };
+        if lowering.p.policy().start == StartOrder::Sequential {
+            self.send_all(lowering);
+            let of_expert = |expert: usize| {
+                let rows = lowering.rows.experts[expert];
+                product(lowering, expert, self.blocks(lowering, expert), vec![rows])
+            };
+            let products = (0..lowering.experts()).filter_map(of_expert).collect();
+            return lowering.multiply(Some(0), label, products);
+        }
+        for stage in 0..=groups {
+            if stage < groups {
+                self.send(lowering);
+            }
+            if let Some(group) = stage.checked_sub(1) {
+                let arrived = self.groups[group].1;
+                lowering.p.after(lowering.compute, Some(stage), "wait for tokens", arrived);
+            }
+            if stage < groups {
+                lowering.p.after_start(
+                    lowering.compute,
+                    Some(stage),
+                    "wait until the next dispatch has started",
+                    self.barrier,
+                    stage as u64 + 1,
+                );
+            }
+            let of_expert = |expert: usize| {
+                let (buffer, rows) = match stage.checked_sub(1) {
+                    None => (self.own, &lowering.rows.own[expert]),
+                    Some(group) => (self.groups[group].0, &lowering.rows.groups[group].arrived[expert]),
+                };
+                let places = ranges(rows.iter().map(|row| row.row));
+                product(lowering, expert, token_blocks(buffer, rows), places)
+            };
+            let products = (0..lowering.experts()).filter_map(of_expert).collect();
+            lowering.multiply(Some(stage), label, products);
+        }
+    }
+
+    /// The tokens of an expert in the order of its rows, wherever they are.
+    pub(super) fn blocks(&self, lowering: &Lowering<'_>, expert: usize) -> Vec<RowBlock> {
+        let rows = &lowering.rows;
+        let mut all: Vec<(usize, BufferId, usize)> = Vec::with_capacity(rows.experts[expert].len());
+        let mut add = |buffer: BufferId, rows: &[ExpertRow]| {
+            all.extend(rows.iter().map(|row| (row.row, buffer, row.token)));
+        };
+        add(self.own, &rows.own[expert]);
+        for (&(buffer, _), of_group) in self.groups.iter().zip(&rows.groups) {
+            add(buffer, &of_group.arrived[expert]);
+        }
+        all.sort_unstable_by_key(|(row, ..)| *row);
+        let mut blocks: Vec<RowBlock> = Vec::new();
+        for (_, buffer, token) in all {
+            match blocks.last_mut().filter(|last| last.buffer == buffer && last.rows.end == token) {
+                Some(last) => last.rows.end += 1,
+                None => blocks.push(RowBlock { buffer, rows: Range::new(token, token + 1) }),
+            }
+        }
+        blocks
+    }
+}
