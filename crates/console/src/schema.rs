@@ -32,6 +32,8 @@ pub enum Schema {
     BenchGemmCollectivePeer,
     /// A row of `bench tp`.
     BenchTp,
+    /// A row of `bench moe`.
+    BenchMoe,
     /// A row of `bench tp` of another implementation.
     BenchTpPeer,
     /// A row of `bench bandwidth`.
@@ -40,6 +42,8 @@ pub enum Schema {
     BenchGroupCollective,
     /// `simulate attention`.
     SimulateAttention,
+    /// `simulate moe`.
+    SimulateMoe,
     /// `simulate linear`.
     SimulateLinear,
     /// `simulate model`.
@@ -78,10 +82,12 @@ impl Schema {
             Self::BenchGemmCollective => "counterpoint.bench-gemm-collective/1",
             Self::BenchGemmCollectivePeer => "counterpoint.bench-gemm-collective-peer/1",
             Self::BenchTp => "counterpoint.bench-tp/1",
+            Self::BenchMoe => "counterpoint.bench-moe/1",
             Self::BenchTpPeer => "counterpoint.bench-tp-peer/1",
             Self::BenchBandwidth => "counterpoint.bench-bandwidth/1",
             Self::BenchGroupCollective => "counterpoint.bench-group-collective/1",
             Self::SimulateAttention => "counterpoint.simulate-attention/1",
+            Self::SimulateMoe => "counterpoint.simulate-moe/1",
             Self::SimulateLinear => "counterpoint.simulate-linear/1",
             Self::SimulateModel => "counterpoint.simulate-model/1",
             Self::TuneGemm => "counterpoint.tune-gemm/2",

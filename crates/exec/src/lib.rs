@@ -71,6 +71,7 @@ pub use environment::EnvironmentVariable;
 pub use error::{ExecError, Stall};
 pub use experts::{
     ExpertInputs, ExpertLayer, ExpertOptions, ExpertOutputs, ExpertPass, ExpertPasses, check_experts,
+    run_experts_on,
 };
 pub use fault::{FaultInjection, FaultKind, FaultPoint};
 pub use global_buffer::GlobalBuffer;

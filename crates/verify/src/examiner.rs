@@ -14,7 +14,8 @@ use crate::gpu::{
 use counterpoint_console::{self as console, CliError, Schema, arguments::Device as Examinee, interrupt};
 use counterpoint_cuda::{CudaError, Device, EngineUse, TransportKind};
 use counterpoint_exec::selftest::{
-    CpuSubject, Extent, SelfCheck, Share, Subject, selftest_attention, selftest_collectives, selftest_linear,
+    CpuSubject, Extent, SelfCheck, Share, Subject, selftest_attention, selftest_collectives,
+    selftest_experts, selftest_linear,
 };
 use counterpoint_exec::{ExecError, Machine, TcpLoopback};
 
@@ -146,7 +147,9 @@ impl Examiner {
         match group {
             Group::Cpu => Ok(self.attention(&CpuSubject, on_cpu)),
             Group::CpuLinear => {
-                Ok(selftest_linear(&CpuSubject, on_cpu, share, 4, |check, _| self.heard(check)))
+                let mut checks = selftest_linear(&CpuSubject, on_cpu, share, 4, |check, _| self.heard(check));
+                checks.extend(selftest_experts(&CpuSubject, on_cpu, share, 4, |check, _| self.heard(check)));
+                Ok(checks)
             }
             Group::Tcp => self.collectives(&TcpLoopback::default(), on_cpu, 8),
             Group::Hostile => Ok(Hostile::new(self.patience)?.checks(|check| self.heard(check))),
@@ -257,7 +260,11 @@ impl Examiner {
     }
 
     fn linear(&self, subject: &CudaSubject, extent: Extent, most_ranks: usize) -> Vec<SelfCheck> {
-        selftest_linear(subject, extent, self.share, most_ranks, |check, _| self.heard(check))
+        let mut checks =
+            selftest_linear(subject, extent, self.share, most_ranks, |check, _| self.heard(check));
+        checks
+            .extend(selftest_experts(subject, extent, self.share, most_ranks, |check, _| self.heard(check)));
+        checks
     }
 
     /// As [`Examiner::collectives_over`].

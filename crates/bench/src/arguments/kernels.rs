@@ -5,7 +5,7 @@ use counterpoint_console::arguments::{Device, value};
 
 use super::{
     BenchBandwidthArguments, BenchCollectiveArguments, BenchCpArguments, BenchGemmArguments,
-    BenchGemmCollectiveArguments, BenchTpArguments,
+    BenchGemmCollectiveArguments, BenchMoeArguments, BenchTpArguments,
 };
 
 /// What to measure.
@@ -19,6 +19,7 @@ pub enum BenchCommand {
     GemmCollective(BenchGemmCollectiveArguments),
     Cp(BenchCpArguments),
     Tp(BenchTpArguments),
+    Moe(BenchMoeArguments),
     Bandwidth(BenchBandwidthArguments),
     GroupCast(BenchCollectiveArguments),
     GroupReduce(BenchCollectiveArguments),

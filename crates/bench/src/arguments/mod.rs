@@ -5,6 +5,7 @@ mod cp;
 mod gemm;
 mod gemm_collective;
 mod kernels;
+mod moe;
 mod tp;
 mod tune;
 
@@ -17,6 +18,7 @@ pub(crate) use kernels::{
     BenchAttentionArguments, BenchClock, BenchDType, BenchFreshMasksArguments, BenchKernels, BenchMask,
     BenchPass, BenchPlanArguments, CudaBenchArguments,
 };
+pub(crate) use moe::BenchMoeArguments;
 pub(crate) use tp::{BenchTpArguments, BenchTpPass, GradientArgument};
 pub use tune::TuneCommand;
 pub(crate) use tune::{BenchBandwidthArguments, RanksArguments, SearchArgument, TuneGemmArguments};

@@ -24,7 +24,7 @@ pub(crate) use mask::MaskArguments;
 pub(crate) use plan::PlanArguments;
 pub(crate) use simulate::{
     SimulateAttentionArguments, SimulateCommand, SimulateLinearArguments, SimulateModelArguments,
-    SimulationArguments,
+    SimulateMoeArguments, SimulationArguments,
 };
 pub(crate) use usage::usage_error;
 

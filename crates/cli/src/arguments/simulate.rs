@@ -4,7 +4,7 @@ use clap::{Args, Subcommand, ValueEnum};
 use counterpoint_console::arguments::{
     OverlapChoice, OverlapList, PlanningArguments, ShapeArguments, overlap, value,
 };
-use counterpoint_plan::{Activations, DType, LinearKind, TransformerSpec, WaveGroups};
+use counterpoint_plan::{Activations, DType, ExpertKind, LinearKind, TransformerSpec, WaveGroups};
 use counterpoint_schedule::OverlapPolicy;
 
 /// What to predict.
@@ -12,6 +12,7 @@ use counterpoint_schedule::OverlapPolicy;
 pub(crate) enum SimulateCommand {
     Attention(SimulateAttentionArguments),
     Linear(SimulateLinearArguments),
+    Moe(SimulateMoeArguments),
     Model(SimulateModelArguments),
 }
 
@@ -129,6 +130,93 @@ pub(crate) struct SimulateLinearArguments {
 
     #[command(flatten)]
     pub(crate) simulation: SimulationArguments,
+}
+
+/// Predict a layer of a mixture of experts, forward and backward
+#[derive(Debug, Args)]
+#[command(after_help = "\
+A dispatch sends tokens to the experts that they chose and multiplies them there;
+a combine multiplies, and brings the sums of a token's experts home. Every token
+chooses different experts at random; with --skew some are more popular than
+others. Groups are those that are predicted to be fastest under each policy.
+Products of all experts of a group are predicted as one launch.
+
+Examples:
+  counterpoint simulate moe --kind dispatch --tokens 4k --in-features 4k --out-features 8k \\
+      --experts 64 --choices 4 --ep-size 8
+  counterpoint simulate moe --kind combine --tokens 4k --in-features 8k --out-features 4k \\
+      --experts 64 --choices 4 --ep-size 16 --skew 1 --trace trace.json")]
+pub(crate) struct SimulateMoeArguments {
+    /// Which way tokens go
+    #[arg(long, value_enum)]
+    pub(crate) kind: ExpertKindArgument,
+
+    /// Tokens of each rank
+    #[arg(long, value_name = "N", value_parser = value::size, allow_hyphen_values = true)]
+    pub(crate) tokens: usize,
+
+    /// Columns of the input
+    #[arg(long, value_name = "N", value_parser = value::size, allow_hyphen_values = true)]
+    pub(crate) in_features: usize,
+
+    /// Columns of the output
+    #[arg(long, value_name = "N", value_parser = value::size, allow_hyphen_values = true)]
+    pub(crate) out_features: usize,
+
+    /// Experts of all ranks
+    #[arg(long, value_name = "N", value_parser = value::size, allow_hyphen_values = true)]
+    pub(crate) experts: usize,
+
+    /// Experts that a token chooses
+    #[arg(long, value_name = "N", default_value = "2", value_parser = value::size, allow_hyphen_values = true)]
+    pub(crate) choices: usize,
+
+    /// How unlike experts are in being chosen: popularity falls as one over the place to this power
+    #[arg(long, value_name = "F", default_value = "0", allow_hyphen_values = true)]
+    pub(crate) skew: f64,
+
+    /// Ranks that share the experts
+    #[arg(long, value_name = "N", value_parser = value::ranks, allow_hyphen_values = true)]
+    pub(crate) ep_size: usize,
+
+    /// Element type
+    #[arg(long, value_name = "TYPE", default_value = "bf16", value_parser = value::dtype())]
+    pub(crate) dtype: DType,
+
+    /// The machine: a profile that `counterpoint doctor --calibrate` wrote [default: an H200 on NVLink, built in]
+    #[arg(long, value_name = "FILE")]
+    pub(crate) profile: Option<PathBuf>,
+
+    /// How communication is brought to run under computation; may be several. auto: what is predicted to end first
+    #[arg(
+        long,
+        value_name = "POLICIES",
+        value_delimiter = ',',
+        default_value = "sequential,concurrent,kernel-barrier,signals,copy-engine,auto",
+        value_parser = overlap::choice
+    )]
+    pub(crate) overlap: Vec<OverlapChoice>,
+
+    #[command(flatten)]
+    pub(crate) simulation: SimulationArguments,
+}
+
+/// Which way tokens go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ExpertKindArgument {
+    /// To the experts
+    Dispatch,
+    /// Home from them
+    Combine,
+}
+
+impl From<ExpertKindArgument> for ExpertKind {
+    fn from(kind: ExpertKindArgument) -> Self {
+        match kind {
+            ExpertKindArgument::Dispatch => ExpertKind::Dispatch,
+            ExpertKindArgument::Combine => ExpertKind::Combine,
+        }
+    }
 }
 
 /// Predict a training step of a transformer, and how it scales

@@ -6,6 +6,7 @@ mod bench_collective;
 mod bench_cp;
 mod bench_gemm;
 mod bench_gemm_collective;
+mod bench_moe;
 mod bench_tp;
 mod doctor;
 mod help;

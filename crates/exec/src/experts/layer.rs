@@ -10,7 +10,7 @@ use counterpoint_schedule::{
 use crate::linear::join_rows;
 use crate::{
     Backend, ExecError, Group, HostTensor, LayerCall, LayerPass, Machine, NamedBuffers, PlanIdentity,
-    Prepared, RankBuffers, RankOf, Ticket,
+    Prepared, RankBuffers, RankOf, RunTimes, Ticket,
 };
 
 type Rank<M> = Prepared<<M as Machine>::Backend, <M as Machine>::Transport>;
@@ -350,6 +350,13 @@ impl<M: Machine> ExpertLayer<M> {
             }
         };
         Prepared::call_ranks(&ranks, tensors, streams)
+    }
+
+    /// Which times passes take from the next one on, in their timelines.
+    pub fn take_times(&mut self, times: RunTimes) {
+        if let Some(routed) = &mut self.routed {
+            routed.forward.iter_mut().chain(&mut routed.backward).for_each(|rank| rank.take_times(times));
+        }
     }
 
     fn check_count(&self, name: &str, given: usize) -> Result<(), ExecError> {

@@ -430,6 +430,16 @@ mod tests {
         ) -> Result<LinearOutputs, SubjectError> {
             Err(self.0.clone())
         }
+
+        fn run_experts(
+            &self,
+            _: crate::ExpertOptions,
+            _: &std::sync::Arc<counterpoint_plan::Routing>,
+            _: &crate::ExpertInputs,
+            _: crate::WorldConfig,
+        ) -> Result<crate::ExpertOutputs, SubjectError> {
+            Err(self.0.clone())
+        }
     }
 
     #[test]

@@ -6,6 +6,7 @@
 mod case;
 mod collectives;
 mod examine;
+mod experts;
 mod linear;
 mod pattern;
 mod random_mask;
@@ -18,6 +19,7 @@ mod subject;
 pub use case::{Case, Extent};
 pub use collectives::selftest_collectives;
 pub use examine::{SelfCheck, selftest_attention, unlike_elements};
+pub use experts::selftest_experts;
 pub use linear::selftest_linear;
 pub use share::Share;
 pub use soak::Soak;

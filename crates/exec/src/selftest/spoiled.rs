@@ -1,13 +1,14 @@
 //! A device that spoils what the CPU computes: what a selftest must notice.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use counterpoint_plan::{AttentionSpec, DType, LinearPlan, Plan};
+use counterpoint_plan::{AttentionSpec, DType, LinearPlan, Plan, Routing};
 
 use super::{CpuSubject, Subject, SubjectError};
 use crate::{
-    AttentionInputs, AttentionOutputs, HostData, HostTensor, LinearConfig, LinearInputs, LinearOutputs, Pass,
-    RunConfig,
+    AttentionInputs, AttentionOutputs, ExpertInputs, ExpertOptions, ExpertOutputs, HostData, HostTensor,
+    LinearConfig, LinearInputs, LinearOutputs, Pass, RunConfig, WorldConfig,
 };
 
 /// One, which knows how many runs came before.
@@ -63,6 +64,16 @@ impl<A: Fn(&mut AttentionOutputs, usize), L: Fn(&mut LinearOutputs, usize)> Subj
         let mut outputs = CpuSubject.run_linear(plan, inputs, config)?;
         (self.linear)(&mut outputs, self.runs.fetch_add(1, Ordering::Relaxed));
         Ok(outputs)
+    }
+
+    fn run_experts(
+        &self,
+        options: ExpertOptions,
+        routing: &Arc<Routing>,
+        inputs: &ExpertInputs,
+        config: WorldConfig,
+    ) -> Result<ExpertOutputs, SubjectError> {
+        CpuSubject.run_experts(options, routing, inputs, config)
     }
 }
 

@@ -1,10 +1,13 @@
-use counterpoint_plan::{AttentionSpec, DType, LinearPlan, Plan};
+use std::sync::Arc;
+
+use counterpoint_plan::{AttentionSpec, DType, LinearPlan, Plan, Routing};
 use counterpoint_schedule::Mover;
 use thiserror::Error;
 
 use crate::{
-    AttentionInputs, AttentionOutputs, ExecError, LinearConfig, LinearInputs, LinearOutputs, Pass, RunConfig,
-    run_attention, run_linear,
+    AttentionInputs, AttentionOutputs, CpuMachine, ExecError, ExpertInputs, ExpertOptions, ExpertOutputs,
+    LinearConfig, LinearInputs, LinearOutputs, Pass, RunConfig, WorldConfig, run_attention, run_experts_on,
+    run_linear,
 };
 
 /// Why a subject has no results.
@@ -58,6 +61,18 @@ pub trait Subject {
         inputs: &LinearInputs,
         config: &LinearConfig,
     ) -> Result<LinearOutputs, SubjectError>;
+
+    /// Runs a layer of experts likewise.
+    ///
+    /// # Errors
+    /// As [`Subject::run`].
+    fn run_experts(
+        &self,
+        options: ExpertOptions,
+        routing: &Arc<Routing>,
+        inputs: &ExpertInputs,
+        config: WorldConfig,
+    ) -> Result<ExpertOutputs, SubjectError>;
 }
 
 /// Ranks that are threads of this process.
@@ -94,5 +109,16 @@ impl Subject for CpuSubject {
         config: &LinearConfig,
     ) -> Result<LinearOutputs, SubjectError> {
         Ok(run_linear(plan, inputs, config)?.outputs)
+    }
+
+    fn run_experts(
+        &self,
+        options: ExpertOptions,
+        routing: &Arc<Routing>,
+        inputs: &ExpertInputs,
+        config: WorldConfig,
+    ) -> Result<ExpertOutputs, SubjectError> {
+        let machine = CpuMachine::new(options.passes.backward.policy.sm_margin(), None)?;
+        Ok(run_experts_on(&machine, options, routing, inputs, config)?)
     }
 }

@@ -36,8 +36,10 @@ impl LeavingTokens {
         let dtype = lowering.plan.spec.dtype;
         let sums = lowering.p.buffer(name, dtype, &[tokens, columns], BufferRole::Output);
         // Tokens without experts have no other value.
-        let zero = Op::ZeroRows { dst: sums, rows: Range::new(0, tokens) };
-        lowering.p.push(stream, None, "zeros", zero);
+        if tokens > 0 {
+            let zero = Op::ZeroRows { dst: sums, rows: Range::new(0, tokens) };
+            lowering.p.push(stream, None, "zeros", zero);
+        }
         let name = name.to_owned();
         Self { stream, barrier, name, columns, sums, started: 0, done: None, waiting: None }
     }

@@ -1,9 +1,12 @@
+use std::sync::Arc;
+
 use counterpoint_exec::selftest::{SelfCheck, Subject, SubjectError};
 use counterpoint_exec::{
-    AttentionInputs, AttentionOutputs, LinearConfig, LinearInputs, LinearOutputs, Pass, RunConfig,
-    run_attention_on, run_linear_on,
+    AttentionInputs, AttentionOutputs, ExpertInputs, ExpertOptions, ExpertOutputs, LinearConfig,
+    LinearInputs, LinearOutputs, Pass, RunConfig, WorldConfig, run_attention_on, run_experts_on,
+    run_linear_on,
 };
-use counterpoint_plan::{AttentionSpec, DType, LinearPlan, Plan};
+use counterpoint_plan::{AttentionSpec, DType, LinearPlan, Plan, Routing};
 use counterpoint_schedule::Mover;
 
 use counterpoint_cuda::kernel::{GemmLibrary, specialisations_for};
@@ -138,6 +141,19 @@ impl Subject for CudaSubject {
         let run = run_linear_on(&self.machine, plan, inputs, config)?;
         guards.iter().try_for_each(|guard| clean(&guard.report()))?;
         Ok(run.outputs)
+    }
+
+    fn run_experts(
+        &self,
+        options: ExpertOptions,
+        routing: &Arc<Routing>,
+        inputs: &ExpertInputs,
+        config: WorldConfig,
+    ) -> Result<ExpertOutputs, SubjectError> {
+        let guards = self.guards(routing.ranks());
+        let outputs = run_experts_on(&self.machine, options, routing, inputs, config)?;
+        guards.iter().try_for_each(|guard| clean(&guard.report()))?;
+        Ok(outputs)
     }
 }
 

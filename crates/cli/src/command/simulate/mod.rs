@@ -3,6 +3,7 @@
 mod attention;
 mod linear;
 mod model;
+mod moe;
 
 use std::path::Path;
 
@@ -28,6 +29,7 @@ pub(crate) fn run(command: &SimulateCommand) -> Result<(), CliError> {
     match command {
         SimulateCommand::Attention(arguments) => attention::run(arguments),
         SimulateCommand::Linear(arguments) => linear::run(arguments),
+        SimulateCommand::Moe(arguments) => moe::run(arguments),
         SimulateCommand::Model(arguments) => model::run(arguments),
     }
 }

@@ -1,0 +1,135 @@
+//! What `bench moe` accepts.
+
+use clap::{Args, ValueEnum};
+use counterpoint_console::arguments::{Device, OverlapChoice, overlap, value};
+use counterpoint_exec::SlowLink;
+use counterpoint_plan::{DType, ExpertKind};
+
+use super::BenchTpPass;
+
+/// Time layers of a mixture of experts: how much of their communication runs under their products
+#[derive(Debug, Args)]
+#[command(after_help = "\
+A dispatch sends tokens to the experts that they chose and multiplies them there,
+HIDDEN to INNER features; a combine multiplies, INNER to HIDDEN, and brings the
+sums of a token's experts home. Every token chooses different experts at random;
+with --skew some are more popular than others.
+
+Every pass first runs with nothing side by side, in one group. `of longer` is a
+pass over the longer of its parts measured there: the computation of the slowest
+rank, or what travels. `hidden` is the share of the communication that runs under
+computation. Results are compared with f64, token by token, on a sample of
+columns, and their bits with those of the sequential run; a row that is wrong is
+not printed, and the exit status is 1.
+
+Examples:
+  counterpoint bench moe
+  counterpoint bench moe --slow-link 200,0.2 --tokens 512 --hidden 512 --inner 512
+  counterpoint bench moe --experts 16 --choices 4 --skew 1 --kinds combine --json
+  counterpoint bench moe --device cuda --tokens 4k --hidden 4k --inner 8k --experts 64")]
+pub struct BenchMoeArguments {
+    /// What to measure
+    #[arg(long, value_enum, default_value_t = Device::Cpu)]
+    pub(crate) device: Device,
+
+    /// Ranks that share the experts [default: 2; with --device cuda as many as there are GPUs, at least 2]
+    #[arg(long, value_name = "N", value_parser = value::cp_size, allow_hyphen_values = true)]
+    pub(crate) ep_size: Option<usize>,
+
+    /// Tokens of each rank
+    #[arg(long, value_name = "N", default_value = "256", value_parser = value::size, allow_hyphen_values = true)]
+    pub(crate) tokens: usize,
+
+    /// Features of a token
+    #[arg(long, value_name = "N", default_value = "256", value_parser = value::size, allow_hyphen_values = true)]
+    pub(crate) hidden: usize,
+
+    /// Features inside an expert
+    #[arg(long, value_name = "N", default_value = "256", value_parser = value::size, allow_hyphen_values = true)]
+    pub(crate) inner: usize,
+
+    /// Experts of all ranks
+    #[arg(long, value_name = "N", default_value = "8", value_parser = value::size, allow_hyphen_values = true)]
+    pub(crate) experts: usize,
+
+    /// Experts that a token chooses
+    #[arg(long, value_name = "N", default_value = "2", value_parser = value::size, allow_hyphen_values = true)]
+    pub(crate) choices: usize,
+
+    /// How unlike experts are in being chosen: popularity falls as one over the place to this power
+    #[arg(long, value_name = "F", default_value = "0", value_parser = skew, allow_hyphen_values = true)]
+    pub(crate) skew: f64,
+
+    /// Rows that an expert takes, in multiples of the mean; others are dropped [default: all are taken]
+    #[arg(long, value_name = "F", value_parser = capacity, allow_hyphen_values = true)]
+    pub(crate) capacity: Option<f64>,
+
+    /// Which layers
+    #[arg(long, value_name = "NAMES", value_enum, value_delimiter = ',', default_value = "dispatch,combine")]
+    pub(crate) kinds: Vec<BenchMoeKind>,
+
+    /// Passes
+    #[arg(long, value_name = "NAMES", value_enum, value_delimiter = ',', default_value = "forward,backward")]
+    pub(crate) passes: Vec<BenchTpPass>,
+
+    /// How communication is brought to run under computation; auto runs each pass in the way that is predicted to end first
+    #[arg(
+        long,
+        value_name = "POLICIES",
+        value_parser = overlap::choice,
+        value_delimiter = ',',
+        default_value = "auto"
+    )]
+    pub(crate) overlap: Vec<OverlapChoice>,
+
+    /// Element type [default: bf16 on GPUs, f32 on CPUs]
+    #[arg(long, value_name = "TYPE", value_parser = value::dtype())]
+    pub(crate) dtype: Option<DType>,
+
+    /// Imitate a link between CPU ranks
+    #[arg(long, value_name = "ALPHA_US,GB_PER_S", value_parser = value::slow_link, allow_hyphen_values = true)]
+    pub(crate) slow_link: Option<SlowLink>,
+
+    /// Timed runs of each row, at least 3
+    #[arg(long, value_name = "N", default_value = "10", value_parser = clap::value_parser!(u32).range(3..=10_000), allow_hyphen_values = true)]
+    pub(crate) iterations: u32,
+
+    /// Seed of tokens and choices
+    #[arg(long, value_name = "N", default_value = "0", allow_hyphen_values = true)]
+    pub(crate) seed: u64,
+
+    /// Print one JSON object a row and nothing else
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Which way tokens go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum BenchMoeKind {
+    /// To the experts
+    Dispatch,
+    /// Home from them
+    Combine,
+}
+
+impl BenchMoeKind {
+    pub(crate) fn kind(self) -> ExpertKind {
+        match self {
+            Self::Dispatch => ExpertKind::Dispatch,
+            Self::Combine => ExpertKind::Combine,
+        }
+    }
+}
+
+fn skew(text: &str) -> Result<f64, String> {
+    number(text, 0.0, 8.0)
+}
+
+fn capacity(text: &str) -> Result<f64, String> {
+    number(text, 0.01, 1e6)
+}
+
+fn number(text: &str, least: f64, most: f64) -> Result<f64, String> {
+    let number = text.parse::<f64>().ok().filter(|number| (least..=most).contains(number));
+    number.ok_or_else(|| format!("give a number from {least} to {most}"))
+}

@@ -1,0 +1,248 @@
+//! One layer of experts on one machine: in all ways that are compared, one run after the other.
+
+use std::sync::Arc;
+
+use counterpoint_choose::{ExpertDirection, expert_pass};
+use counterpoint_console::{
+    CliError,
+    arguments::{OverlapChoice, dtype_name},
+};
+use counterpoint_exec::{
+    ExecError, ExpertInputs, ExpertLayer, ExpertOptions, ExpertOutputs, ExpertPass, ExpertPasses, Group,
+    HostTensor, LinearSample, Machine, RankBuffers, RunConfig, RunTimes, WorldConfig, check_experts,
+    random_tensor,
+};
+use counterpoint_plan::{CostModel, ExpertCapacity, ExpertGroups, ExpertKind, ExpertSpec, Routing, Topology};
+use counterpoint_report::Statistics;
+use counterpoint_schedule::{OverlapPolicy, RankTransport, StartOrder, Timeline, WeightGradient};
+
+use super::row::{Parts, Row};
+use crate::arguments::{BenchMoeArguments, BenchTpPass};
+use crate::turns::turns;
+
+/// Columns of each result that are compared with f64.
+const SAMPLED: usize = 8;
+const WARM_UPS: usize = 3;
+
+/// One layer.
+pub(super) struct Case<'a> {
+    pub(super) arguments: &'a BenchMoeArguments,
+    pub(super) spec: ExpertSpec,
+    pub(super) routing: &'a Arc<Routing>,
+    pub(super) topology: Topology,
+    pub(super) transports: &'static [RankTransport],
+    pub(super) cost: CostModel,
+    pub(super) device: &'a str,
+}
+
+/// A layer that runs in one of the ways that are compared.
+struct Way<M: Machine> {
+    overlap: String,
+    passes: ExpertPasses,
+    layer: ExpertLayer<M>,
+    checked: Result<(), String>,
+    /// Of each pass, runs with the times of all operations and those with that of the whole alone.
+    runs: Vec<[Vec<Timeline>; 2]>,
+}
+
+/// The tensors that all ways use.
+struct Tensors<M: Machine> {
+    x: RankBuffers<M>,
+    dy: RankBuffers<M>,
+    weight: RankBuffers<M>,
+}
+
+impl Case<'_> {
+    pub(super) fn measure_on<M: Machine>(&self, machine: &M) -> Result<Vec<Row>, CliError> {
+        let failed = |source| CliError::Run { source };
+        let config =
+            WorldConfig { limit: RunConfig::default().limit, poison: false, ..WorldConfig::default() };
+        let group = Group::connect(machine, self.routing.ranks(), config).map_err(failed)?;
+        let inputs = self.inputs();
+        let sequential = OverlapPolicy::new(StartOrder::Sequential);
+        let alone = ExpertPass { policy: sequential, groups: ExpertGroups::default() };
+        let mut asked = vec![(sequential.to_string(), ExpertPasses { forward: alone, backward: alone })];
+        for choice in &self.arguments.overlap {
+            let passes = ExpertPasses {
+                forward: self.pass(choice, ExpertDirection::Forward)?,
+                backward: self.pass(choice, ExpertDirection::Backward(self.gradient()))?,
+            };
+            asked.push((choice.to_string(), passes));
+        }
+        let mut ways: Vec<Way<M>> = Vec::new();
+        let (mut tensors, mut first) = (None, None);
+        for (overlap, passes) in asked {
+            ways.push(self.way(&group, overlap, passes, &inputs, &mut tensors, &mut first).map_err(failed)?);
+        }
+        let Some(tensors) = &tensors else { return Ok(Vec::new()) };
+        for &pass in &self.arguments.passes {
+            self.measure(machine, pass, &mut ways, tensors).map_err(failed)?;
+        }
+        let passes = self.arguments.passes.iter().enumerate();
+        let rows = passes.flat_map(|(at, &pass)| {
+            let ways = &ways;
+            ways.iter().filter_map(move |way| self.row(pass, at, way, &ways[0]))
+        });
+        Ok(rows.collect())
+    }
+
+    fn gradient(&self) -> WeightGradient {
+        WeightGradient::Accumulated(self.spec.dtype.accumulator())
+    }
+
+    /// How a pass is run that was asked for so.
+    fn pass(&self, choice: &OverlapChoice, direction: ExpertDirection) -> Result<ExpertPass, CliError> {
+        let choose = || {
+            let Self { spec, routing, transports, topology, cost, .. } = self;
+            expert_pass(*spec, routing, direction, transports, topology, cost)
+                .map_err(|source| CliError::Predict { source })
+        };
+        let OverlapChoice::Named(policy) = choice else {
+            let choice = choose()?;
+            let chosen = choice.chosen();
+            return Ok(ExpertPass { policy: chosen.policy, groups: chosen.groups });
+        };
+        let groups = match policy.overlaps_by_groups() {
+            true => choose()?.under(policy).map_or(ExpertGroups::even(4), |best| best.groups),
+            false => ExpertGroups::default(),
+        };
+        Ok(ExpertPass { policy: *policy, groups })
+    }
+
+    fn inputs(&self) -> ExpertInputs {
+        let ExpertSpec { kind, in_features, out_features, dtype } = self.spec;
+        let seed = self.arguments.seed;
+        let rows = self.routing.rows();
+        let tensors = |columns: usize, are_rows: bool, stream: u64| -> Vec<HostTensor> {
+            let tensor = |rank: usize| {
+                let experts = self.routing.experts_of(rank);
+                let count = match are_rows {
+                    true => rows[experts.start..experts.end].iter().sum(),
+                    false => self.routing.tokens(rank),
+                };
+                random_tensor(vec![count, columns], dtype, seed.wrapping_add(1000 * stream + rank as u64))
+            };
+            (0..self.routing.ranks()).map(tensor).collect()
+        };
+        let shape = vec![self.routing.experts() * out_features, in_features];
+        ExpertInputs {
+            x: tensors(in_features, kind == ExpertKind::Combine, 1),
+            weight: random_tensor(shape.clone(), dtype, seed.wrapping_add(7)),
+            dy: Some(tensors(out_features, kind == ExpertKind::Dispatch, 2)),
+            // So that the gradient of the first backward can be told.
+            main_grad: Some(HostTensor::zeros(shape, dtype.accumulator())),
+        }
+    }
+
+    /// A layer that runs so, its results compared with f64 and with the first way's bits.
+    fn way<M: Machine>(
+        &self,
+        group: &Group<M>,
+        overlap: String,
+        passes: ExpertPasses,
+        inputs: &ExpertInputs,
+        tensors: &mut Option<Tensors<M>>,
+        first: &mut Option<ExpertOutputs>,
+    ) -> Result<Way<M>, ExecError> {
+        let options = ExpertOptions {
+            spec: self.spec,
+            experts: self.routing.experts(),
+            gradient: self.gradient(),
+            capacity: ExpertCapacity::default(),
+            passes,
+        };
+        let mut layer = ExpertLayer::new(group, options)?;
+        let tensors = match tensors {
+            Some(tensors) => tensors,
+            None => tensors.insert(Tensors {
+                x: layer.upload("x", inputs.x.clone())?,
+                dy: layer.upload("dy", inputs.dy.clone().unwrap_or_default())?,
+                weight: layer.scatter_weight(&inputs.weight)?,
+            }),
+        };
+        layer.bind_weight(&tensors.weight)?;
+        let zeros = inputs.main_grad.as_ref().map(|zeros| layer.scatter_weight(zeros)).transpose()?;
+        if let Some(zeros) = &zeros {
+            layer.bind_main_grad(zeros)?;
+        }
+        layer.route(self.routing.clone())?;
+        let y = layer.forward(&tensors.x)?.result;
+        let y = layer.download(&y)?;
+        let dx = layer.backward(&tensors.x, &tensors.dy)?.result;
+        let outputs = ExpertOutputs {
+            y,
+            dx: Some(layer.download(&dx)?),
+            dweight: zeros.map(|sums| layer.gather_weight(&sums)).transpose()?,
+        };
+        let sample = LinearSample::Spread(SAMPLED);
+        let mut checked = check_experts(&self.spec, self.routing, inputs, &outputs, sample)
+            .map_err(|error| error.to_string());
+        if first.get_or_insert_with(|| outputs.clone()) != &outputs {
+            checked = checked.and(Err("its bits are not those of the sequential run".to_owned()));
+        }
+        Ok(Way { overlap, passes, layer, checked, runs: Vec::new() })
+    }
+
+    /// Times a pass in all ways, a run of each in turn.
+    fn measure<M: Machine>(
+        &self,
+        machine: &M,
+        pass: BenchTpPass,
+        ways: &mut [Way<M>],
+        tensors: &Tensors<M>,
+    ) -> Result<(), ExecError> {
+        ways.iter_mut().for_each(|way| way.runs.push([Vec::new(), Vec::new()]));
+        for run in 0..WARM_UPS + self.arguments.iterations as usize {
+            for turn in turns(run, 2 * ways.len()) {
+                let Way { layer, runs, .. } = &mut ways[turn / 2];
+                layer.take_times(if turn % 2 == 0 { RunTimes::Operations } else { RunTimes::Whole });
+                machine.meet("a run")?;
+                let done = match pass {
+                    BenchTpPass::Forward => layer.forward(&tensors.x)?,
+                    BenchTpPass::Backward => layer.backward(&tensors.x, &tensors.dy)?,
+                };
+                if let Some(runs) = runs.last_mut().filter(|_| run >= WARM_UPS) {
+                    runs[turn % 2].push(done.timeline);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn row<M: Machine>(&self, pass: BenchTpPass, at: usize, way: &Way<M>, plain: &Way<M>) -> Option<Row> {
+        let seconds = |way: &Way<M>| -> Vec<f64> { way.runs[at][1].iter().map(Timeline::duration).collect() };
+        let (statistics, sequential) = (Statistics::of(&seconds(way))?, Statistics::of(&seconds(plain))?);
+        let parts = Parts::of(&plain.runs[at][0]);
+        let overlap = way.runs[at][0].last()?.overlap();
+        let ExpertPass { policy, groups } = match pass {
+            BenchTpPass::Forward => way.passes.forward,
+            BenchTpPass::Backward => way.passes.backward,
+        };
+        let rows: usize = self.routing.rows().iter().sum();
+        let products = if pass == BenchTpPass::Forward { 1.0 } else { 2.0 };
+        let flops = products * 2.0 * (rows * self.spec.in_features) as f64 * self.spec.out_features as f64;
+        Some(Row {
+            kind: self.spec.kind.to_string(),
+            pass,
+            ranks: self.routing.ranks(),
+            experts: self.routing.experts(),
+            rows,
+            in_features: self.spec.in_features,
+            out_features: self.spec.out_features,
+            dtype: dtype_name(self.spec.dtype).to_owned(),
+            device: self.device.to_owned(),
+            overlap: way.overlap.clone(),
+            policy: policy.to_string(),
+            groups: groups.to_string(),
+            tflops: flops / self.routing.ranks() as f64 / statistics.median / 1e12,
+            seconds: statistics,
+            sequential_seconds: sequential.median,
+            computation_seconds: parts.computation,
+            communication_seconds: parts.communication,
+            of_longer: statistics.median / parts.longer(),
+            hidden: (overlap.communication_seconds > 0.0)
+                .then(|| 1.0 - overlap.exposed_seconds / overlap.communication_seconds),
+            wrong: way.checked.clone().err(),
+        })
+    }
+}

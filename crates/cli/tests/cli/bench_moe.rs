@@ -1,0 +1,80 @@
+//! `counterpoint bench moe` and `counterpoint simulate moe`.
+
+use crate::support::Folder;
+
+const SMALL: &str = "bench moe --ep-size 3 --tokens 40 --hidden 24 --inner 16 --experts 6 --iterations 3";
+
+#[test]
+fn every_way_stands_beside_the_sequential_run() {
+    let folder = Folder::new();
+    let command = format!("{SMALL} --choices 3 --skew 2 --overlap auto,signals,kernel-barrier --json");
+    let rows = folder.run(&command).ok().json_lines();
+    // Two kinds, two passes; sequential and three ways.
+    assert_eq!(rows.len(), 2 * 2 * 4);
+    let figure =
+        |row: &serde_json::Value, key: &str| row[key].as_f64().unwrap_or_else(|| panic!("{key} in {row}"));
+    for rows in rows.chunks(4) {
+        assert_eq!((&rows[0]["policy"], &rows[0]["groups"]), (&"sequential".into(), &"1".into()));
+        for row in rows {
+            for key in ["kind", "pass", "rows", "sequential_seconds", "computation_seconds"] {
+                assert_eq!(row[key], rows[0][key], "{key}");
+            }
+            assert_eq!(row["rows"], 3 * 40 * 3);
+            let longer = f64::max(figure(row, "computation_seconds"), figure(row, "communication_seconds"));
+            let seconds = figure(&row["seconds"], "median");
+            assert!((figure(row, "of_longer") * longer - seconds).abs() < 1e-12, "{row}");
+        }
+    }
+    let kinds: Vec<&str> = rows.iter().step_by(4).filter_map(|row| row["kind"].as_str()).collect();
+    assert_eq!(kinds, ["dispatch", "dispatch", "combine", "combine"]);
+}
+
+#[test]
+fn a_table_has_a_line_for_each_and_rows_beyond_the_capacity_are_dropped() {
+    let folder = Folder::new();
+    let ran = folder.run(&format!("{SMALL} --kinds combine --skew 3 --capacity 1")).ok();
+    assert_eq!(
+        ran.stdout.lines().filter(|line| line.starts_with(" combine ")).count(),
+        2 * 2,
+        "{}",
+        ran.stdout
+    );
+    assert!(ran.stdout.contains("40 of them at the fullest expert"), "{}", ran.stdout);
+    assert!(ran.stderr.contains("of 240 rows are dropped"), "{}", ran.stderr);
+}
+
+#[test]
+fn what_cannot_be_is_refused() {
+    let folder = Folder::new();
+    folder.refuses("bench moe --choices 9", &["--choices", "9", "8 experts"]);
+    folder.refuses("bench moe --experts 7 --ep-size 2", &["--experts", "7 experts on 2 ranks"]);
+    folder.refuses("bench moe --skew -1", &["--skew", "from 0 to 8"]);
+    folder.refuses("bench moe --capacity 0", &["--capacity", "from 0.01"]);
+    folder.refuses("bench moe --device cuda --slow-link 1,1", &["--slow-link", "CPU ranks"]);
+    let simulate = "simulate moe --kind dispatch --tokens 64 --in-features 64 --out-features 64 --ep-size 2";
+    folder.refuses(&format!("{simulate} --experts 3"), &["--experts", "3 experts on 2 ranks"]);
+    folder.refuses(&format!("{simulate} --experts 2 --choices 3"), &["--choices", "2 experts"]);
+    folder.refuses(&format!("{simulate} --experts 2 --skew 9"), &["--skew", "from 0 to 8"]);
+}
+
+/// The default is among the rows, and none that can run is predicted to be faster.
+#[test]
+fn the_default_is_the_fastest_that_runs() {
+    let folder = Folder::new();
+    for kind in ["dispatch", "combine"] {
+        let command = format!(
+            "simulate moe --kind {kind} --tokens 1k --in-features 4k --out-features 4k --experts 16 --choices 4 \
+             --ep-size 8 --json"
+        );
+        let document = folder.run(&command).ok().json();
+        let rows = document["rows"].as_array().unwrap();
+        for pass in ["forward", "backward"] {
+            let of_pass = || rows.iter().filter(|row| row["pass"] == pass && row["can_run"] == true);
+            let seconds = |row: &serde_json::Value| row["seconds"].as_f64().unwrap();
+            let least = of_pass().map(seconds).fold(f64::INFINITY, f64::min);
+            let chosen = of_pass().find(|row| row["chosen"] == true).unwrap();
+            assert!(seconds(chosen) <= 1.02 * least, "{kind} {pass}: {chosen} {least}");
+            assert!(seconds(chosen) < 0.95 * seconds(of_pass().next().unwrap()), "{kind} {pass}: {chosen}");
+        }
+    }
+}
