@@ -249,12 +249,18 @@ impl Device {
     /// # Errors
     /// When the driver does not say.
     pub fn memory(&self) -> Result<MemoryUse, CudaError> {
+        let MemoryUse { free, total } = self.driver_memory()?;
+        let unused: usize = self.pools().iter().map(|pool| pool.unused_bytes(PoolMemory::Device)).sum();
+        Ok(MemoryUse { free: free + unused, total })
+    }
+
+    /// What the driver has left, without what pools have.
+    fn driver_memory(&self) -> Result<MemoryUse, CudaError> {
         let driver = self.bind()?;
         let (mut free, mut total) = (0, 0);
         // SAFETY: the pointers are to locals of the right type.
         unsafe { call!(driver, cuMemGetInfo_v2(&mut free, &mut total)) }?;
-        let unused: usize = self.pools().iter().map(|pool| pool.unused_bytes(PoolMemory::Device)).sum();
-        Ok(MemoryUse { free: free + unused, total })
+        Ok(MemoryUse { free, total })
     }
 
     /// Waits until everything that was ever enqueued on this device has finished.
@@ -320,6 +326,14 @@ impl Device {
     pub(crate) fn free_unused_memory(&self) -> Result<(), CudaError> {
         let driver = self.bind()?;
         self.pools().iter().try_for_each(|pool| pool.free(&driver, false))
+    }
+
+    /// Has the driver keep some memory for a library that asks it for some, where all that is left is in pools. Waits for all that is
+    /// enqueued then.
+    pub(crate) fn leave_memory(&self) -> Result<(), CudaError> {
+        /// What NCCL takes to connect ranks is less.
+        const ENOUGH: usize = 1 << 30;
+        if self.driver_memory()?.free < ENOUGH { self.free_unused_memory() } else { Ok(()) }
     }
 
     /// Events that were made by this handle and its clones and that nobody has.

@@ -8,6 +8,7 @@ use std::time::Duration;
 use cudarc::driver::sys::{CUevent, CUipcEventHandle};
 
 use crate::library::{Driver, call};
+use crate::stream::WeakStream;
 use crate::{CudaError, Device, Stream, memory};
 
 const DISABLE_TIMING: u32 = 2;
@@ -21,6 +22,8 @@ struct Mark {
     raw: CUevent,
     /// The capture that its last mark went into, so that there is nothing to wait for outside of it; 0 where it went into none.
     capture: AtomicU64,
+    /// The stream that this mark was put on, where it went into a capture.
+    captured_on: Mutex<WeakStream>,
     /// Whether it may be another's later.
     is_plain: bool,
 }
@@ -106,7 +109,13 @@ impl Event {
     }
 
     fn of(device: &Device, raw: CUevent, is_plain: bool) -> Self {
-        Self(Arc::new(Mark { device: device.clone(), raw, capture: AtomicU64::new(0), is_plain }))
+        Self(Arc::new(Mark {
+            device: device.clone(),
+            raw,
+            capture: AtomicU64::new(0),
+            captured_on: Mutex::default(),
+            is_plain,
+        }))
     }
 
     /// Whether its last mark went into a graph.
@@ -117,6 +126,12 @@ impl Event {
     /// The capture that its last mark went into; 0 where it went into none.
     pub(crate) fn capture(&self) -> u64 {
         self.0.capture.load(Ordering::Relaxed)
+    }
+
+    /// Whether the capture that its last mark went into has not ended: the stream with the mark is in it still.
+    pub(crate) fn capture_goes_on(&self) -> Result<bool, CudaError> {
+        let captured_on = self.0.captured_on.lock().unwrap_or_else(PoisonError::into_inner);
+        Ok(captured_on.capture()? == self.capture())
     }
 
     /// An event that also takes the time when it is reached, for [`Event::time_since`].
@@ -151,7 +166,11 @@ impl Event {
     /// When the driver refuses.
     pub fn record(&self, stream: &Stream) -> Result<(), CudaError> {
         let driver = self.0.device.bind()?;
-        self.0.capture.store(stream.capture()?, Ordering::Relaxed);
+        let capture = stream.capture()?;
+        if capture != 0 {
+            *self.0.captured_on.lock().unwrap_or_else(PoisonError::into_inner) = stream.downgrade();
+        }
+        self.0.capture.store(capture, Ordering::Relaxed);
         // SAFETY: both handles are alive.
         unsafe { call!(driver, cuEventRecord(self.0.raw, stream.raw())) }
     }

@@ -1,6 +1,6 @@
 use std::fmt;
 use std::ptr;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use cudarc::driver::sys::CUstream;
 
@@ -29,6 +29,29 @@ struct Queue {
 unsafe impl Send for Queue {}
 // SAFETY: as above.
 unsafe impl Sync for Queue {}
+
+/// A stream that may be gone.
+#[derive(Debug, Default)]
+pub(crate) struct WeakStream(Weak<Queue>);
+
+impl WeakStream {
+    /// As [`Stream::capture`]; 0 where the stream is gone.
+    pub(crate) fn capture(&self) -> Result<u64, CudaError> {
+        self.0.upgrade().map_or(Ok(0), |queue| queue.capture())
+    }
+}
+
+impl fmt::Debug for Queue {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(formatter, "Stream({:?}, {:p})", self.device, self.raw)
+    }
+}
+
+impl Queue {
+    fn capture(&self) -> Result<u64, CudaError> {
+        capture_of(&*self.device.bind()?, self.raw as usize)
+    }
+}
 
 /// Whose blocks start first when several streams have some ready.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -139,16 +162,29 @@ impl Stream {
         self.queue.raw
     }
 
-    /// Lets what is enqueued from now on wait for the point that `event` marks now. An event that was never recorded is no
-    /// wait at all. Nor is one that was recorded in another capture than the stream is in, or outside of it: whoever launches a graph
-    /// orders it with what is not in it.
+    /// Lets what is enqueued from now on wait for the point that `event` marks now, by which a stream joins a capture that `event` was
+    /// recorded in and that goes on. An event that was never recorded is no wait at all. Nor is one of another capture than the stream is
+    /// in, of one that has ended, or of none: whoever launches a graph orders it with what is not in it.
     ///
     /// # Errors
     /// When the driver refuses.
     pub fn wait(&self, event: &Event) -> Result<(), CudaError> {
-        if event.capture() != self.capture()? {
-            return Ok(());
+        match self.capture()? {
+            0 if event.is_captured() && !event.capture_goes_on()? => Ok(()),
+            0 => self.wait_for_mark(event),
+            _ => self.follow(event),
         }
+    }
+
+    /// As [`Stream::wait`], but joins no capture: an event of a capture that the stream is not in is no wait at all.
+    ///
+    /// # Errors
+    /// When the driver refuses.
+    pub fn follow(&self, event: &Event) -> Result<(), CudaError> {
+        if event.capture() == self.capture()? { self.wait_for_mark(event) } else { Ok(()) }
+    }
+
+    fn wait_for_mark(&self, event: &Event) -> Result<(), CudaError> {
         let driver = self.queue.device.bind()?;
         // SAFETY: both handles are alive.
         unsafe { call!(driver, cuStreamWaitEvent(self.queue.raw, event.raw(), 0)) }
@@ -156,7 +192,12 @@ impl Stream {
 
     /// The capture that what is put on it goes into; 0 where it runs.
     pub(crate) fn capture(&self) -> Result<u64, CudaError> {
-        capture_of(&*self.queue.device.bind()?, self.queue.raw as usize)
+        self.queue.capture()
+    }
+
+    /// The same stream, which this does not keep.
+    pub(crate) fn downgrade(&self) -> WeakStream {
+        WeakStream(Arc::downgrade(&self.queue))
     }
 
     /// Whether what is put on it goes into a graph, which somebody captures.
@@ -190,7 +231,7 @@ impl Stream {
 
 impl fmt::Debug for Stream {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(formatter, "Stream({:?}, {:p})", self.queue.device, self.queue.raw)
+        self.queue.fmt(formatter)
     }
 }
 

@@ -7,9 +7,9 @@ use cudarc::driver::sys::{
     CUtensorMapSwizzle,
 };
 
-use crate::CudaError;
 use crate::kernel::{SharedLayout, shared_layout};
-use crate::library::{Driver, call};
+use crate::library::call;
+use crate::{CudaError, Device};
 
 /// What the bulk copy engine knows about a tensor; an argument of kernels, by value, as a `__grid_constant__` of the type
 /// `TensorMap` (`ptx/tma.cuh`). [`TensorMapSpec::encode`] makes it.
@@ -208,12 +208,14 @@ impl TensorMapSpec {
         Ok(())
     }
 
-    /// The map. `tensor` names it in errors.
+    /// The map, for kernels of `device`. `tensor` names it in errors.
     ///
     /// # Errors
-    /// [`CudaError::TensorMap`] with the restriction that it breaks; also when there is no driver.
-    pub fn encode(&self, tensor: &str) -> Result<TensorMap, CudaError> {
+    /// [`CudaError::TensorMap`] with the restriction that it breaks; when the driver refuses.
+    pub fn encode(&self, device: &Device, tensor: &str) -> Result<TensorMap, CudaError> {
         self.check().map_err(|reason| CudaError::TensorMap { tensor: tensor.to_owned(), reason })?;
+        // The driver encodes them for the current context.
+        let driver = device.bind()?;
         let element = match self.element {
             TensorMapElement::Bf16 => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
             TensorMapElement::F16 => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
@@ -240,7 +242,7 @@ impl TensorMapSpec {
         // address is only noted; kernels that use the map are launched by unsafe calls.
         let map = unsafe {
             call!(
-                Driver::get()?,
+                driver,
                 cuTensorMapEncodeTiled(
                     map.as_mut_ptr(),
                     element,
@@ -267,7 +269,7 @@ mod tests {
     use super::*;
 
     fn refused(spec: TensorMapSpec) -> String {
-        spec.encode("q").unwrap_err().to_string()
+        spec.check().unwrap_err()
     }
 
     #[test]

@@ -225,7 +225,7 @@ fn tensor_maps_move_boxes() {
         let spec =
             TensorMapSpec::new(TensorMapElement::Bf16, tensor.address(), dims, [64, 1, 4]).swizzle(swizzle);
         assert_eq!(spec.box_bytes(), 512);
-        let map = spec.encode("x").unwrap();
+        let map = spec.encode(&device, "x").unwrap();
         out.fill(&stream, 0xff).unwrap();
         // SAFETY: `out` holds one box.
         unsafe { boxes.launch(&stream, &Launch::linear(1, 64), &(map, out.address(), 1i32, 8i32)) }.unwrap();
@@ -298,6 +298,20 @@ fn graphs_replay() {
     }
     assert_eq!(x.download::<u32>(&first, 0, 500).unwrap(), [6; 500]);
     assert_eq!(y.download::<u32>(&first, 0, 500).unwrap(), [30; 500]);
+
+    // What a capture that has ended left in an event is no wait, and another stream joins no capture by following.
+    second.wait(&fork).unwrap();
+    let apart = Graph::capture(&first, || -> Result<(), CudaError> {
+        fork.record(&first)?;
+        second.follow(&fork)?;
+        enqueue_add(&add, &second, &y, 10)?;
+        enqueue_add(&add, &first, &x, 1)
+    })
+    .unwrap();
+    assert_eq!(y.download::<u32>(&second, 0, 500).unwrap(), [40; 500]);
+    assert_eq!(x.download::<u32>(&first, 0, 500).unwrap(), [6; 500]);
+    drop(apart);
+    enqueue_add(&add, &second, &y, 0xffff_fff6).unwrap();
 
     // A capture that fails, panics, waits or is not joined ends, and the stream goes on.
     let failed = Graph::capture(&first, || {

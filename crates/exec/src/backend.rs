@@ -292,6 +292,15 @@ pub trait Backend: Clone + Send + Sync {
     /// See [`Backend::launch`].
     fn wait(&self, stream: &Self::Stream, place: &OpPlace, event: &Self::Event) -> Result<(), ExecError>;
 
+    /// As [`Backend::wait`], for what other calls have recorded: where that went into a graph that somebody captures, and the stream's
+    /// operations do not, there is nothing to wait for.
+    ///
+    /// # Errors
+    /// See [`Backend::launch`].
+    fn follow(&self, stream: &Self::Stream, place: &OpPlace, event: &Self::Event) -> Result<(), ExecError> {
+        self.wait(stream, place, event)
+    }
+
     /// Whether the last mark of an event went into a graph that somebody captures: nothing outside of that can wait for it.
     fn is_captured(&self, _event: &Self::Event) -> bool {
         false

@@ -317,6 +317,10 @@ impl Backend for CudaBackend {
         self.enqueue(stream, place, SpanKind::Wait, |stream| stream.wait(event))
     }
 
+    fn follow(&self, stream: &CudaStream, place: &OpPlace, event: &Event) -> Result<(), ExecError> {
+        self.enqueue(stream, place, SpanKind::Wait, |stream| stream.follow(event))
+    }
+
     fn is_captured(&self, event: &Event) -> bool {
         event.is_captured()
     }

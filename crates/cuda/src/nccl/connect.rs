@@ -61,6 +61,7 @@ impl NcclRank {
         world: &Arc<World>,
     ) -> Result<Vec<Self>, CudaError> {
         let _inside = Inside::enter();
+        devices.iter().try_for_each(Device::leave_memory)?;
         let id = unique_id(nccl)?;
         // NCCL writes them until the group has ended.
         let mut handles = vec![ptr::null_mut(); devices.len()];
@@ -209,6 +210,7 @@ fn init_one(
     count: usize,
     id: NcclUniqueId,
 ) -> Result<End, CudaError> {
+    device.leave_memory()?;
     let _bound = device.bind()?;
     let mut handle = ptr::null_mut();
     let mut config = NcclConfig::blocking();

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 /// Lines on a stream, at most one in an interval.
 #[derive(Debug)]
-pub struct LiveLine<W> {
+pub(crate) struct LiveLine<W> {
     stream: W,
     every: Duration,
     last: Instant,
@@ -14,12 +14,12 @@ pub struct LiveLine<W> {
 
 impl<W: Write> LiveLine<W> {
     /// Shows nothing before one interval has passed.
-    pub fn new(stream: W, every: Duration) -> Self {
+    pub(crate) fn new(stream: W, every: Duration) -> Self {
         Self { stream, every, last: Instant::now() }
     }
 
     /// Shows `line` where the last one is old enough.
-    pub fn show(&mut self, line: fmt::Arguments<'_>) {
+    pub(crate) fn show(&mut self, line: fmt::Arguments<'_>) {
         if self.last.elapsed() >= self.every {
             self.last = Instant::now();
             // Not by a macro, whose lines the test's harness would keep to itself.

@@ -152,6 +152,22 @@ impl<'a, B: Backend, T: Transport<B>> Call<'a, B, T> {
         neighbours
     }
 
+    /// Has `waits` wait for an event, for a neighbour's sake. A call goes into the graph that somebody captures on the caller's stream, and
+    /// into none that is captured on another neighbour.
+    fn order(
+        &self,
+        neighbour: &Arc<B::Stream>,
+        waits: &B::Stream,
+        place: &OpPlace,
+        event: &B::Event,
+    ) -> Result<(), ExecError> {
+        let backend = self.prepared.backend();
+        match self.stream {
+            Some(own) if Arc::ptr_eq(own, neighbour) => backend.wait(waits, place, event),
+            _ => backend.follow(waits, place, event),
+        }
+    }
+
     /// Has all streams of the call begin behind the calls that it follows and the caller's stream.
     fn begin(&self, order: &mut CallOrder<B>) -> Result<(), ExecError> {
         let (backend, streams) = (self.prepared.backend(), self.streams());
@@ -160,13 +176,13 @@ impl<'a, B: Backend, T: Transport<B>> Call<'a, B, T> {
         let captured = order.captured.iter().map(|(on, ended)| (on, ended));
         let before = order.before(self.lane, self.overlaps()).chain(captured);
         for (_, ended) in before.filter(|(on, _)| !Arc::ptr_eq(on, home)) {
-            backend.wait(home, &place, ended)?;
+            backend.follow(home, &place, ended)?;
         }
         let events = self.prepared.group_rank().events(self.lane);
         for stream in self.neighbours(home) {
             let ready = events.take(backend)?;
             backend.record(&stream, &place, &ready)?;
-            backend.wait(home, &place, &ready)?;
+            self.order(&stream, home, &place, &ready)?;
             events.put(ready);
         }
         if backend.poisons() {
@@ -205,7 +221,9 @@ impl<'a, B: Backend, T: Transport<B>> Call<'a, B, T> {
         let copied = |(strided, dense): &(B::Buffer, B::Buffer)| backend.copy(home, &place, dense, strided);
         self.written.iter().try_for_each(copied)?;
         backend.record(home, &place, &ended)?;
-        self.neighbours(home).iter().try_for_each(|stream| backend.wait(stream, &place, &ended))?;
+        for stream in &self.neighbours(home) {
+            self.order(stream, stream, &place, &ended)?;
+        }
         if backend.is_captured(&ended) {
             order.captured = Some((home.clone(), ended.clone()));
         } else {

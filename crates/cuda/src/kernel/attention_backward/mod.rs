@@ -295,14 +295,14 @@ impl AttentionBackward {
     }
 
     fn arguments(&self, tensors: &BackwardTensors) -> Result<AttentionBackwardArguments, CudaError> {
-        // The driver encodes tensor maps for the current context.
+        // Bound once for all tensor maps.
         let _bound = self.function.device().bind()?;
         let AttentionProblem { rows_q, rows_k, heads_q, heads_kv, head_dim, head_dim_v, .. } = self.problem;
         let AttentionProblem { element, scale, softcap, rows_arriving, .. } = self.problem;
         let map =
             |name: &str, kind: TensorMapElement, tensor: HeadRows, dims: [usize; 3], box_dims: [u32; 3]| {
                 let spec = TensorMapSpec::new(kind, tensor.address, dims.map(|dim| dim as u64), box_dims);
-                tensor.map(spec).swizzle(Swizzle::Span128).encode(name)
+                tensor.map(spec).swizzle(Swizzle::Span128).encode(self.function.device(), name)
             };
         let kind = element.tensor_map_element();
         let (key_box, row_box) = ([64, 1, self.shape.key_box()], [64, 1, self.shape.row_box()]);
@@ -333,7 +333,7 @@ impl AttentionBackward {
             [self.shape.rows, 1, 1],
         )
         .strides([pitch.max(16), (pitch * heads_q as u64).max(16)])
-        .encode("statistics")?;
+        .encode(self.function.device(), "statistics")?;
         let mut class_end = [self.schedule.tile_count(); CLASSES];
         class_end[..self.classes.ends.len()].copy_from_slice(&self.classes.ends);
         Ok(AttentionBackwardArguments {

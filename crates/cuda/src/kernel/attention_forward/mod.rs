@@ -182,14 +182,14 @@ impl AttentionForward {
         result: &ResultTensors,
         end: &StateTensors,
     ) -> Result<AttentionForwardArguments, CudaError> {
-        // The driver encodes tensor maps for the current context.
+        // Bound once for all tensor maps.
         let _bound = self.function.device().bind()?;
         let Self { problem, shape, .. } = self;
         let element = problem.element.tensor_map_element();
         let map = |name: &str, tensor: HeadRows, dim, heads, rows: usize, box_heads, box_rows| {
             let dims = [dim as u64, heads as u64, rows as u64];
             let spec = TensorMapSpec::new(element, tensor.address, dims, [64, box_heads, box_rows]);
-            tensor.map(spec).swizzle(Swizzle::Span128).encode(name)
+            tensor.map(spec).swizzle(Swizzle::Span128).encode(self.function.device(), name)
         };
         let AttentionProblem { heads_q, heads_kv, head_dim, head_dim_v, rows_k, rows_arriving, .. } =
             *problem;

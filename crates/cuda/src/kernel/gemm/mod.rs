@@ -308,7 +308,7 @@ impl Gemm {
     fn arguments(&self, tensors: &GemmTensors<'_>) -> Result<GemmArguments, CudaError> {
         let Self { spec, shape, .. } = self;
         self.check_tensors(tensors).map_err(refused)?;
-        // The driver encodes tensor maps for the current context.
+        // Bound once for all tensor maps.
         let _bound = self.function.device().bind()?;
         let wide = spec.output == Scalar::F32;
         let mut d_maps = [None; GEMM_DESTINATIONS];
@@ -396,7 +396,7 @@ impl Gemm {
         TensorMapSpec::new(element, address, [columns as u64, rows as u64], [64, box_rows])
             .strides([stride as u64 * u64::from(element.bytes())])
             .swizzle(Swizzle::Span128)
-            .encode(name)
+            .encode(self.function.device(), name)
     }
 
     /// Columns of D up to the last multiple of 16 bytes.
@@ -422,7 +422,7 @@ impl Gemm {
         TensorMapSpec::new(kind, address, [columns, rows as u64], [box_columns, at_once as u32])
             .strides([spec.strides[2] as u64 * u64::from(kind.bytes())])
             .swizzle(swizzle)
-            .encode("D")
+            .encode(self.function.device(), "D")
     }
 
     /// Whether there are as many addresses as the spec speaks of.
