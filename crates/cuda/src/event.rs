@@ -28,30 +28,46 @@ struct Mark {
     is_plain: bool,
 }
 
-/// Events of one world that nobody has: masks come and go, and each needs some. The driver is asked for one of them again only when the
-/// world ends.
+/// Events of one world that nobody has: masks come and go, and each needs some. They are made by quarters of what there are, and the driver
+/// is asked for them again only when the world ends.
 #[derive(Debug, Default)]
-pub(crate) struct SpareEvents(Mutex<VecDeque<usize>>);
+pub(crate) struct SpareEvents(Mutex<Shelf>);
+
+#[derive(Debug, Default)]
+struct Shelf {
+    spare: VecDeque<usize>,
+    /// Of these and those that somebody has.
+    made: usize,
+}
 
 /// So many are left alone, that what one marked has mostly been reached before it is another's: who waits for it before it is recorded
 /// anew waits for nothing then.
 const RESTING: usize = 64;
 
 impl SpareEvents {
-    fn take(&self) -> Option<CUevent> {
-        let mut spare = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if spare.len() <= RESTING { None } else { spare.pop_front().map(|event| event as CUevent) }
+    /// One that nobody has; `make` makes one more.
+    fn take(&self, make: impl Fn() -> Result<CUevent, CudaError>) -> Result<CUevent, CudaError> {
+        let mut shelf = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if shelf.spare.len() <= RESTING {
+            // How many are needed at once grows by ever rarer coincidences of masks.
+            for _ in 0..(shelf.made / 4).max(RESTING) {
+                // In front of those that rest.
+                shelf.spare.push_front(make()? as usize);
+                shelf.made += 1;
+            }
+        }
+        shelf.spare.pop_front().map_or_else(make, |event| Ok(event as CUevent))
     }
 
     fn put(&self, event: CUevent) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).push_back(event as usize);
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).spare.push_back(event as usize);
     }
 
     /// Destroys all of them. Their context is current.
     pub(crate) fn free(&self, driver: &Driver) -> Result<(), CudaError> {
-        let spare = std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner));
-        spare.into_iter().try_for_each(|event| {
-            // SAFETY: made in with_flags, and nobody has it.
+        let shelf = std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner));
+        shelf.spare.into_iter().try_for_each(|event| {
+            // SAFETY: made in make, and nobody has it.
             unsafe { call!(driver, cuEventDestroy_v2(event as CUevent)) }
         })
     }
@@ -62,16 +78,23 @@ unsafe impl Send for Mark {}
 // SAFETY: as above.
 unsafe impl Sync for Mark {}
 
+/// An event of the driver's, which is to be destroyed.
+fn make(device: &Device, flags: u32) -> Result<CUevent, CudaError> {
+    let driver = device.bind()?;
+    let mut raw = ptr::null_mut();
+    // SAFETY: the pointer is to a local.
+    unsafe { call!(driver, cuEventCreate(&mut raw, flags)) }?;
+    Ok(raw)
+}
+
 impl Event {
     /// An event to wait for. It takes no time stamps, which makes it cheaper.
     ///
     /// # Errors
     /// When the driver has none left.
     pub fn new(device: &Device) -> Result<Self, CudaError> {
-        if let Some(raw) = device.spare_events().take() {
-            return Ok(Self::of(device, raw, true));
-        }
-        Self::with_flags(device, DISABLE_TIMING)
+        let raw = device.spare_events().take(|| make(device, DISABLE_TIMING))?;
+        Ok(Self::of(device, raw, true))
     }
 
     /// An event that other processes of this host may wait for, once they have opened what [`Event::handle`] gives.
@@ -143,11 +166,7 @@ impl Event {
     }
 
     fn with_flags(device: &Device, flags: u32) -> Result<Self, CudaError> {
-        let driver = device.bind()?;
-        let mut raw = ptr::null_mut();
-        // SAFETY: the pointer is to a local; the event is destroyed in drop.
-        unsafe { call!(driver, cuEventCreate(&mut raw, flags)) }?;
-        Ok(Self::of(device, raw, flags == DISABLE_TIMING))
+        Ok(Self::of(device, make(device, flags)?, false))
     }
 
     /// Its device.
@@ -224,28 +243,39 @@ impl Drop for Mark {
         if self.is_plain && *self.capture.get_mut() == 0 {
             return self.device.spare_events().put(self.raw);
         }
-        // SAFETY: made in with_flags. Waits that are enqueued keep what they need of it.
+        // SAFETY: made in make. Waits that are enqueued keep what they need of it.
         self.device.release(|driver| unsafe { call!(driver, cuEventDestroy_v2(self.raw)) });
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::cell::Cell;
+
     use super::*;
 
     #[test]
     fn a_spare_event_rests_before_it_is_another_s() {
         let spare = SpareEvents::default();
-        for event in 1..=RESTING {
-            spare.put(event as CUevent);
-            assert!(spare.take().is_none());
-        }
-        spare.put(1000 as CUevent);
-        spare.put(1001 as CUevent);
-        assert_eq!(
-            [spare.take(), spare.take()].map(|event| event.map(|event| event as usize)),
-            [Some(1), Some(2)]
-        );
-        assert!(spare.take().is_none());
+        let made = Cell::new(1000);
+        let take = || {
+            let make = || {
+                made.set(made.get() + 1);
+                Ok(made.get() as CUevent)
+            };
+            spare.take(make).map(|event| event as usize).unwrap()
+        };
+        // Many at once, so that a new most of a few makes none.
+        assert_eq!((take(), made.get()), (1000 + RESTING, 1000 + RESTING));
+        (1..=RESTING).for_each(|event| spare.put(event as CUevent));
+        let more: Vec<usize> = (1..RESTING).map(|_| take()).collect();
+        assert!(more.iter().all(|event| *event > 1000), "{more:?}");
+        assert_eq!(made.get(), 1000 + RESTING);
+        // Those that were given back rest until more come.
+        spare.put(2000 as CUevent);
+        spare.put(2001 as CUevent);
+        assert_eq!([take(), take()], [1, 2]);
+        assert_eq!(made.get(), 1000 + RESTING);
+        assert_eq!((take(), made.get()), (1000 + 2 * RESTING, 1000 + 2 * RESTING));
     }
 }

@@ -16,7 +16,7 @@ pub(crate) use guard::Guards;
 pub use guard::{GuardReport, MemoryGuard, Overwrite};
 pub(crate) use host_records::{HostRecords, RecordPlace};
 pub use pinned_buffer::PinnedBuffer;
-pub(crate) use pool::{MemoryPool, PoolMemory, StreamEnds, capture_of, captures};
+pub(crate) use pool::{GivenWork, MemoryPool, PoolMemory, StreamEnds, capture_of, captures};
 pub(crate) use shared::{AllocationPlace, OpenedMemory, handle_bytes};
 pub(crate) use uploads::Uploads;
 
@@ -49,11 +49,7 @@ fn take_block(device: &Device, memory: PoolMemory, bytes: usize) -> Result<Block
     let asked = bytes;
     let bytes = block_bytes(asked);
     let lender = device.pool().lender().filter(|_| memory == PoolMemory::Device);
-    let new = || {
-        if let Some(lender) = lender {
-            let lent = lender.allocate(bytes)?;
-            return lent.map_or_else(|| Err(out_of_memory(device, what, asked)?), Ok);
-        }
+    let allocate = |bytes: usize| {
         explain_allocation(device, what, asked, |driver| {
             // SAFETY: the pointers are to locals; the memory is freed by its pool.
             unsafe {
@@ -69,6 +65,18 @@ fn take_block(device: &Device, memory: PoolMemory, bytes: usize) -> Result<Block
                 }
             }
         })
+    };
+    let new = || {
+        if let Some(lender) = lender {
+            let lent = lender.allocate(bytes)?;
+            return lent.map_or_else(|| Err(out_of_memory(device, what, asked)?), Ok);
+        }
+        match device.pool().cut(memory, bytes, allocate) {
+            Ok(Some(address)) => Ok(address),
+            // Where there is no room for a slab there may be for the block.
+            Ok(None) | Err(CudaError::OutOfMemory { .. }) => allocate(bytes),
+            Err(error) => Err(error),
+        }
     };
     let address = match new() {
         Err(CudaError::OutOfMemory { .. }) => {

@@ -2,7 +2,10 @@
 //!
 //! Freeing device or pinned memory waits for the whole device, and would end a capture of somebody else's. So memory stays with
 //! its world until that ends. A block that was given back is lent again once every stream of the device has passed the
-//! point at which it stood when somebody next looked. Where somebody else's allocator lends the memory, long blocks go back there then.
+//! point at which it stood when somebody next looked. Where somebody else's allocator lends the memory, long blocks go back there then;
+//! where not, short ones are cut from slabs.
+
+mod slabs;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ptr;
@@ -10,6 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cudarc::driver::sys::{CUevent, CUstream, CUstreamCaptureStatus};
 
+use self::slabs::Slabs;
 use super::Lender;
 use crate::CudaError;
 use crate::library::{Driver, call};
@@ -49,6 +53,17 @@ struct Blocks<P> {
     pending: Vec<(Vec<P>, Vec<Block>)>,
     /// First bytes of blocks that other processes have open, until the world ends.
     exported: BTreeSet<u64>,
+    /// What short blocks are cut from.
+    slabs: Slabs,
+}
+
+/// How much longer a block may be than what it is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Fit {
+    /// A quarter, or as long as what would be made.
+    Close,
+    /// Likewise, or any that is short.
+    Short,
 }
 
 /// What memory that is given back waits for.
@@ -165,6 +180,11 @@ impl StreamEnds {
         Ok(())
     }
 
+    /// All that streams have been given so far, to see it end. `None` while one of them captures.
+    pub(crate) fn given(&self, driver: &Driver) -> Result<Option<GivenWork>, CudaError> {
+        Ok(self.now(driver)?.map(GivenWork))
+    }
+
     /// Where all streams stand now. `None` while one of them captures: nothing that is marked there would ever be passed.
     fn now(&self, driver: &Driver) -> Result<Option<Vec<Arc<Point>>>, CudaError> {
         let mut ends = lock(&self.0);
@@ -186,6 +206,21 @@ impl StreamEnds {
         let points = points.chain(left.iter().cloned().map(Ok)).collect::<Result<_, _>>();
         ends.gone = left;
         points.map(Some)
+    }
+}
+
+/// What all streams had been given at some time.
+pub(crate) struct GivenWork(Vec<Arc<Point>>);
+
+impl GivenWork {
+    /// Whether it has ended; never sleeps.
+    pub(crate) fn has_ended(&mut self, driver: &Driver) -> Result<bool, CudaError> {
+        while let Some(point) = self.0.last()
+            && point.is_passed(driver)?
+        {
+            self.0.pop();
+        }
+        Ok(self.0.is_empty())
     }
 }
 
@@ -239,17 +274,41 @@ impl MemoryPool {
         bytes: usize,
     ) -> Result<Option<Block>, CudaError> {
         let mut blocks = lock(&self.blocks);
-        if let Some(block) = blocks.fitting(memory, bytes) {
+        if let Some(block) = blocks.fitting(memory, bytes, Fit::Close) {
             return Ok(Some(block));
         }
-        blocks.sweep(&DevicePoints { driver, ends })?;
-        let found = blocks.fitting(memory, bytes);
+        let found = blocks.look(&DevicePoints { driver, ends }, memory, bytes)?;
         let Some(lender) = &self.lender else { return Ok(found) };
         let long = blocks.long_blocks();
         // The lender may wait for who waits for this.
         drop(blocks);
         long.into_iter().for_each(|address| lender.free(address));
         Ok(found)
+    }
+
+    /// A new block of `bytes`, cut from a slab; `allocate` makes a slab of so many bytes where none has room. `None` for a block that is
+    /// allocated by itself: a long one, and all of a lender's.
+    pub(crate) fn cut(
+        &self,
+        memory: PoolMemory,
+        bytes: usize,
+        allocate: impl FnOnce(usize) -> Result<u64, CudaError>,
+    ) -> Result<Option<u64>, CudaError> {
+        if bytes >= LONG || (memory == PoolMemory::Device && self.lender.is_some()) {
+            return Ok(None);
+        }
+        let length = {
+            let slabs = &mut lock(&self.blocks).slabs;
+            if let Some(address) = slabs.cut(memory, bytes) {
+                return Ok(Some(address));
+            }
+            slabs.next_bytes(memory)
+        };
+        // Whoever finds no room asks what pools have.
+        let base = allocate(length)?;
+        let slabs = &mut lock(&self.blocks).slabs;
+        slabs.add(memory, base, length);
+        Ok(slabs.cut(memory, bytes))
     }
 
     /// Takes a block back. What was enqueued may still use it.
@@ -269,7 +328,7 @@ impl MemoryPool {
         let free: usize = of_kind.map(|((_, bytes), addresses)| bytes * addresses.len()).sum();
         let others = blocks.dropped.iter().chain(blocks.pending.iter().flat_map(|(_, blocks)| blocks));
         let others: usize = others.filter(|block| block.memory == memory).map(|block| block.bytes).sum();
-        free + others
+        free + others + blocks.slabs.uncut_bytes(memory)
     }
 
     /// Frees what nobody has and no other process has open; `all` at the end of a world, when nobody has any. Waits for the device, whose
@@ -305,27 +364,40 @@ impl MemoryPool {
 
 impl<P> Default for Blocks<P> {
     fn default() -> Self {
-        Self { free: BTreeMap::new(), dropped: Vec::new(), pending: Vec::new(), exported: BTreeSet::new() }
+        Self {
+            free: BTreeMap::new(),
+            dropped: Vec::new(),
+            pending: Vec::new(),
+            exported: BTreeSet::new(),
+            slabs: Slabs::default(),
+        }
     }
 }
 
 impl<P> Blocks<P> {
     fn is_empty(&self) -> bool {
-        self.free.is_empty() && self.dropped.is_empty() && self.pending.is_empty()
+        self.slabs.is_empty() && self.free.is_empty() && self.dropped.is_empty() && self.pending.is_empty()
     }
 
-    /// All that nobody has, taken out, when nothing enqueued uses any; without what other processes have open, unless `all` is said.
+    /// Allocations that nobody has, taken out, when nothing enqueued uses any; without slabs and what other processes have open, unless
+    /// `all` is said.
     fn unused(&mut self, all: bool) -> Vec<(PoolMemory, u64)> {
         let mut given_back = std::mem::take(&mut self.dropped);
         given_back.extend(std::mem::take(&mut self.pending).into_iter().flat_map(|(_, blocks)| blocks));
         given_back.into_iter().for_each(|block| self.put(block));
-        let Self { free, exported, .. } = self;
+        let Self { free, exported, slabs, .. } = self;
         let mut unused = Vec::new();
         for ((memory, _), addresses) in free.iter_mut() {
-            let taken = addresses.extract_if(.., |address| all || !exported.contains(address));
+            let is_free =
+                |address: &mut u64| all || !(exported.contains(address) || slabs.have(*memory, *address));
+            let taken = addresses.extract_if(.., is_free);
             unused.extend(taken.map(|address| (*memory, address)));
         }
         free.retain(|_, addresses| !addresses.is_empty());
+        if all {
+            unused.retain(|(memory, address)| !slabs.have(*memory, *address));
+            unused.extend(slabs.take());
+        }
         unused
     }
 
@@ -338,9 +410,26 @@ impl<P> Blocks<P> {
         long.into_values().flatten().collect()
     }
 
-    /// The smallest free block that is long enough, and no more than a quarter too long or else what would be made.
-    fn fitting(&mut self, memory: PoolMemory, bytes: usize) -> Option<Block> {
-        let most = bytes.saturating_add(bytes / 4).max(block_bytes(bytes));
+    /// A free block, where there was none of about this length before streams were looked at: now any short one serves what is shorter.
+    /// Blocks of each length by itself would grow in number by ever new coincidences of masks.
+    fn look(
+        &mut self,
+        streams: &impl StreamPoints<Point = P>,
+        memory: PoolMemory,
+        bytes: usize,
+    ) -> Result<Option<Block>, CudaError> {
+        self.sweep(streams)?;
+        let close = self.fitting(memory, bytes, Fit::Close);
+        Ok(close.or_else(|| self.fitting(memory, bytes, Fit::Short)))
+    }
+
+    /// The smallest free block that is long enough.
+    fn fitting(&mut self, memory: PoolMemory, bytes: usize, fit: Fit) -> Option<Block> {
+        let close = bytes.saturating_add(bytes / 4).max(block_bytes(bytes));
+        let most = match fit {
+            Fit::Short if bytes < LONG => close.max(LONG - 1),
+            Fit::Short | Fit::Close => close,
+        };
         let (&(_, bytes), addresses) = self.free.range_mut((memory, bytes)..=(memory, most)).next()?;
         let address = addresses.pop()?;
         if addresses.is_empty() {
@@ -352,6 +441,7 @@ impl<P> Blocks<P> {
     /// Frees what all streams have passed.
     fn sweep(&mut self, streams: &impl StreamPoints<Point = P>) -> Result<(), CudaError> {
         if !self.dropped.is_empty()
+            && self.pending.len() < MOST_PENDING
             && let Some(points) = streams.now()?
         {
             let blocks = std::mem::take(&mut self.dropped);
@@ -383,6 +473,9 @@ const IMPLICIT_CAPTURE: u32 = 906;
 
 /// Bytes from which on a block that is not used goes back to a lender: what PyTorch's allocator takes from large segments.
 const LONG: usize = 1 << 20;
+
+/// Times at which what had been given back then still waits for streams, at most: each takes an event of every stream.
+const MOST_PENDING: usize = 8;
 
 /// Bytes of the smallest blocks.
 const SMALLEST: usize = 512;
