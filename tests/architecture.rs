@@ -83,7 +83,7 @@ fn crates_depend_one_way() {
 #[test]
 fn pure_crates_name_nothing_impure() {
     for name in ["mask", "tiles", "plan", "schedule", "choose"] {
-        for (path, line, text) in code_lines(&root().join("crates").join(name).join("src")) {
+        for (path, line, text) in code_lines(&root().join("crates").join(name).join("src"), "rs") {
             for word in IMPURE {
                 assert!(!text.contains(word), "{}:{line} names {word}: {text}", path.display());
             }
@@ -94,7 +94,7 @@ fn pure_crates_name_nothing_impure() {
 #[test]
 fn only_crate_cuda_names_a_gpu_library() {
     let cuda = root().join("crates/cuda");
-    for (path, line, text) in code_lines(&root().join("crates")) {
+    for (path, line, text) in code_lines(&root().join("crates"), "rs") {
         for word in ["cudarc", "libnccl", "libcuda", "nvrtc::"] {
             // Tests plant files of these names to see that they are left alone.
             let is_test = path.components().any(|part| part.as_os_str() == "tests");
@@ -121,7 +121,7 @@ fn unsafe_code_lives_beside_gpus_and_in_a_few_files() {
     let rooms =
         ["crates/cuda", "crates/bench/src/gpu", "crates/verify/src/gpu"].map(|path| root().join(path));
     let words = ["unsafe {", "unsafe fn", "unsafe impl", "allow(unsafe_code)"];
-    for (path, line, text) in code_lines(&root().join("crates")) {
+    for (path, line, text) in code_lines(&root().join("crates"), "rs") {
         let found = words.iter().any(|word| text.contains(word));
         assert!(
             !found || allowed.contains(&path) || rooms.iter().any(|room| path.starts_with(room)),
@@ -136,7 +136,7 @@ fn unsafe_code_lives_beside_gpus_and_in_a_few_files() {
 fn tables_have_one_printer() {
     let printer = root().join("crates/report/src/table");
     let sources =
-        COMMANDS.iter().chain(&["crates/report/src"]).map(|folder| code_lines(&root().join(folder)));
+        COMMANDS.iter().chain(&["crates/report/src"]).map(|folder| code_lines(&root().join(folder), "rs"));
     for (path, line, text) in sources.into_iter().flatten() {
         let is_printer = path.starts_with(&printer) || path == printer.with_extension("rs");
         // As in `{name:<18}` and `{:>6}`.
@@ -159,7 +159,7 @@ fn files_are_read_and_programs_found_in_one_place() {
     let own = root().join("crates/verify/src");
     let words = ["fs::read(", "fs::read_to_string(", "File::open(", "Command::new(\"", "env::temp_dir("];
     for folder in COMMANDS.iter().chain(&["crates/cuda/src"]) {
-        for (path, line, text) in code_lines(&root().join(folder)) {
+        for (path, line, text) in code_lines(&root().join(folder), "rs") {
             let allowed = path.starts_with(&own)
                 || ["\"/proc/", "\"/sys/", "OpenFile::open(", "TensorFile::open("]
                     .iter()
@@ -171,12 +171,36 @@ fn files_are_read_and_programs_found_in_one_place() {
     }
 }
 
+/// Invariant 4 on the device: a loop over a word that others write is `wait_until`'s, which has a limit, a word that ends all waits, and a
+/// record for the host. What proves other things, a neighbour's kernel say, has loops of its own.
+#[test]
+fn kernels_wait_in_one_way_only() {
+    const OTHERS: &[&str] = &["flag.cuh", "foreign_meeting.cuh", "signal_litmus.cuh"];
+    let is_other = |path: &Path| OTHERS.iter().any(|name| path.ends_with(name));
+    let mut waits = 0;
+    let mut before = String::new();
+    for (path, line, text) in code_lines(&root().join("crates/cuda/kernels"), "cuh") {
+        let looks = ["load_acquire(", "load_acquire_system("].iter().any(|load| text.contains(load));
+        let loops = text.contains("while (") && text.contains("load_") && !text.contains("_shared(");
+        let told = text.contains("[&]") || before.trim_end().ends_with("[&] {");
+        assert!(is_other(&path) || !loops, "{}:{line} waits without a limit: {text}", path.display());
+        assert!(
+            is_other(&path) || !looks || told,
+            "{}:{line} looks outside of a wait: {text}",
+            path.display()
+        );
+        waits += usize::from(looks && told);
+        before = text;
+    }
+    assert!(waits >= 5, "{waits} waits were found");
+}
+
 fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// Every line of Rust below `folder` that is not a comment, up to the file's test module.
-fn code_lines(folder: &Path) -> Vec<(PathBuf, usize, String)> {
+/// Every line of files of this kind below `folder` that is not a comment, up to the file's test module.
+fn code_lines(folder: &Path, kind: &str) -> Vec<(PathBuf, usize, String)> {
     let mut files = Vec::new();
     let mut folders = vec![folder.to_owned()];
     while let Some(folder) = folders.pop() {
@@ -184,7 +208,7 @@ fn code_lines(folder: &Path) -> Vec<(PathBuf, usize, String)> {
             let path = entry.unwrap().path();
             if path.is_dir() {
                 folders.push(path);
-            } else if path.extension().is_some_and(|extension| extension == "rs") {
+            } else if path.extension().is_some_and(|extension| extension == kind) {
                 files.push(path);
             }
         }

@@ -8,8 +8,8 @@ use std::time::Instant;
 use crate::gpu::{
     CudaSubject, selftest_cache, selftest_callers, selftest_exhaustion, selftest_faults, selftest_fused,
     selftest_gemm, selftest_graphs, selftest_guard, selftest_isolation, selftest_links, selftest_long,
-    selftest_normalised, selftest_repeats, selftest_signalled_products, selftest_signals,
-    selftest_signals_in_graphs, selftest_step_graphs,
+    selftest_neighbours, selftest_normalised, selftest_repeats, selftest_signalled_products,
+    selftest_signals, selftest_signals_in_graphs, selftest_step_graphs,
 };
 use counterpoint_console::{self as console, CliError, Schema, arguments::Device as Examinee, interrupt};
 use counterpoint_cuda::{CudaError, Device, EngineUse, TransportKind};
@@ -82,13 +82,23 @@ struct Calls {
     products: usize,
     /// Each group collective.
     collectives: usize,
+    /// Rounds beside kernels of another library.
+    neighbours: usize,
 }
 
 impl Calls {
-    const QUICK: Self = Self { meetings: 50_000, signals: 1000, products: 100, collectives: 100 };
-    const FULL: Self = Self { meetings: 500_000, signals: 8000, products: 2_000, collectives: 2_000 };
+    const QUICK: Self =
+        Self { meetings: 50_000, signals: 1000, products: 100, collectives: 100, neighbours: 100 };
+    const FULL: Self =
+        Self { meetings: 500_000, signals: 8000, products: 2_000, collectives: 2_000, neighbours: 1_000 };
     /// More than a million calls in which computation and communication overlap, 800,000 of them products on two GPUs and more.
-    const STRESS: Self = Self { meetings: 2_000_000, signals: 50_000, products: 25_000, collectives: 40_000 };
+    const STRESS: Self = Self {
+        meetings: 2_000_000,
+        signals: 50_000,
+        products: 25_000,
+        collectives: 40_000,
+        neighbours: 10_000,
+    };
 }
 
 type Checks = Result<Vec<SelfCheck>, CannotBegin>;
@@ -176,6 +186,7 @@ impl Examiner {
             }
             Group::CompiledKernels => Ok(selftest_cache(CudaSubject::open()?.gpu())?),
             Group::Meetings => Ok(selftest_links(over_gpus(Nvlink)?.machine().devices(), calls.meetings)?),
+            Group::Neighbours => Ok(selftest_neighbours(over_gpus(Nvlink)?.machine(), calls.neighbours)?),
             Group::Signals => Ok(selftest_signals(over_gpus(Nvlink)?.machine().devices(), calls.signals)?),
             Group::ProcessBits => self.processes(|bench| bench.bits(extent)),
             Group::ProcessCrossing => self.processes(Bench::crossing),

@@ -24,6 +24,7 @@ pub(crate) enum Group {
     CompiledKernels,
     Meetings,
     Signals,
+    Neighbours,
     ProcessBits,
     ProcessCrossing,
     ProcessLayers,
@@ -62,7 +63,7 @@ pub(crate) enum Group {
 }
 
 impl Group {
-    pub(crate) const ALL: [Self; 54] = [
+    pub(crate) const ALL: [Self; 55] = [
         Self::Cpu,
         Self::CpuLinear,
         Self::Tcp,
@@ -82,6 +83,7 @@ impl Group {
         Self::CompiledKernels,
         Self::Meetings,
         Self::Signals,
+        Self::Neighbours,
         Self::ProcessBits,
         Self::ProcessCrossing,
         Self::ProcessLayers,
@@ -141,6 +143,7 @@ impl Group {
             Self::CompiledKernels => "compiled kernels",
             Self::Meetings => "meetings of kernels",
             Self::Signals => "signals of products",
+            Self::Neighbours => "kernels of a neighbour",
             Self::ProcessBits => "processes",
             Self::ProcessCrossing => "processes on two nodes",
             Self::ProcessLayers => "processes with layers",

@@ -85,6 +85,7 @@ pub fn shared_layouts() -> Vec<SharedLayout> {
     ];
     // Each launcher's module adds its own arguments here.
     let kernels = [
+        super::foreign_meeting::layouts(),
         super::signal_litmus::layouts(),
         super::attention_backward::layouts(),
         super::attention_delta::layouts(),

@@ -13,6 +13,7 @@ mod cast;
 mod column_sum;
 mod device_schedule;
 mod dq_rounding;
+mod foreign_meeting;
 mod gemm;
 mod head_resize;
 mod layout;
@@ -58,6 +59,7 @@ pub use cast::Cast;
 pub use column_sum::{ColumnSum, ColumnSumSpec};
 pub use device_schedule::DeviceSchedule;
 pub use dq_rounding::DqRounding;
+pub use foreign_meeting::{ForeignMeeting, ForeignMeetingRound};
 pub use gemm::{
     GEMM_DESTINATIONS, GEMM_SOURCES, Gemm, GemmEpilogue, GemmGather, GemmGatherSpec, GemmGatherTensors,
     GemmGrid, GemmLayout, GemmLibrary, GemmReduce, GemmReduceSpec, GemmReduceTensors, GemmRows, GemmRunner,

@@ -12,6 +12,7 @@ use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, DType};
 use counterpoint_schedule::OverlapPolicy;
 
+use super::refusals::refusals;
 use super::soak::soak;
 use super::staged::StagedAttention;
 use counterpoint_cuda::kernel::StartHold;
@@ -35,6 +36,7 @@ pub(super) fn selftest_calls(machine: &CudaMachine) -> Result<Vec<SelfCheck>, Ex
             checks.extend(case.check(group(machine, ranks)?.overlap_calls(), "two calls that overlap")?);
         }
     }
+    checks.extend(refusals(machine)?);
     checks.extend(soak(machine)?);
     Ok(checks)
 }
@@ -50,14 +52,14 @@ pub(super) fn group(machine: &CudaMachine, ranks: usize) -> Result<Group<CudaMac
 }
 
 /// A mask with its inputs and the right results.
-struct Case {
+pub(super) struct Case {
     staged: StagedAttention,
     inputs: Vec<AttentionInputs>,
     right: AttentionOutputs,
 }
 
 impl Case {
-    fn new(
+    pub(super) fn new(
         machine: &CudaMachine,
         mask: Result<Mask, counterpoint_mask::MaskError>,
         ranks: usize,
@@ -70,12 +72,15 @@ impl Case {
         Ok(Self { inputs: inputs.of_ranks(plan)?, staged, right })
     }
 
-    fn prepare(&self, group: &Group<CudaMachine>) -> Result<AttentionCalls<CudaMachine>, ExecError> {
+    pub(super) fn prepare(
+        &self,
+        group: &Group<CudaMachine>,
+    ) -> Result<AttentionCalls<CudaMachine>, ExecError> {
         let StagedAttention { spec, plan, .. } = &self.staged;
         group.attention(plan, spec, Pass::ForwardBackward, OverlapPolicy::default(), true)
     }
 
-    fn tensors(&self, group: &Group<CudaMachine>) -> Result<Vec<Tensors>, ExecError> {
+    pub(super) fn tensors(&self, group: &Group<CudaMachine>) -> Result<Vec<Tensors>, ExecError> {
         let ranks = group.ranks().iter().zip(&self.inputs);
         ranks.map(|(rank, inputs)| Tensors::new(rank.backend(), inputs, &self.staged.spec)).collect()
     }
@@ -159,7 +164,7 @@ impl Case {
     }
 
     /// Elements that are not the right ones.
-    fn unlike(&self, tensors: &[Tensors]) -> Result<usize, ExecError> {
+    pub(super) fn unlike(&self, tensors: &[Tensors]) -> Result<usize, ExecError> {
         let outputs = tensors.iter().enumerate().map(|(rank, tensors)| Ok((rank, tensors.outputs()?)));
         let outputs = outputs.collect::<Result<_, ExecError>>()?;
         let found = RanksRun::of_outputs(outputs).into_whole(&self.staged.plan)?.outputs;
@@ -211,7 +216,7 @@ fn streams(tensors: &[Tensors]) -> Vec<&Arc<CudaStream>> {
 }
 
 /// A rank's tensors: queries, keys and values are parts of one packed tensor of the caller's, and so are their gradients.
-struct Tensors {
+pub(super) struct Tensors {
     backend: CudaBackend,
     /// The caller's, and as the group has it.
     stream: Stream,
@@ -263,7 +268,7 @@ impl Tensors {
     }
 
     /// Puts queries, keys and values where they belong on the caller's stream, some time from now.
-    fn give_late(&self) -> Result<(), ExecError> {
+    pub(super) fn give_late(&self) -> Result<(), ExecError> {
         self.hold.launch(&self.stream, Duration::from_millis(20)).map_err(failed)?;
         let mut parts = self.given.iter().zip(&self.qkv);
         parts.try_for_each(|(from, to)| self.backend.copy(&self.borrowed, &Self::place(), from, to))
@@ -275,12 +280,22 @@ impl Tensors {
         results.try_for_each(|filled| filled.map_err(failed))
     }
 
-    fn forward(&self) -> ForwardTensors<'_, CudaBackend> {
+    /// The caller's stream.
+    pub(super) fn stream(&self) -> &Stream {
+        &self.stream
+    }
+
+    /// The same as the group has it.
+    pub(super) fn callers(&self) -> &Arc<CudaStream> {
+        &self.borrowed
+    }
+
+    pub(super) fn forward(&self) -> ForwardTensors<'_, CudaBackend> {
         let [q, k, v] = &self.qkv;
         ForwardTensors { q, k, v, sink: None, out: &self.out, lse: &self.lse }
     }
 
-    fn backward(&self) -> BackwardTensors<'_, CudaBackend> {
+    pub(super) fn backward(&self) -> BackwardTensors<'_, CudaBackend> {
         let ([q, k, v], [dq, dk, dv]) = (&self.qkv, &self.dqkv);
         let Self { dout, out, lse, .. } = self;
         BackwardTensors { dout, q, k, v, sink: None, out, lse, dq, dk, dv, dsink: None }

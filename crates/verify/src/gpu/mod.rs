@@ -1,6 +1,6 @@
 //! What a selftest examines on a GPU: attention and group collectives by the checks of `counterpoint-exec`, and what only this
 //! crate has, matrix products and their signals, graphs, meetings of kernels on several GPUs, ranks that fail, what meets called again
-//! and again, the cache of compiled kernels, what libraries that call rely on, and the guard bytes that the other checks rely on.
+//! and again, the cache of compiled kernels, what libraries that call rely on, kernels of other libraries beside calls, and the guard bytes that the other checks rely on.
 
 // Kernels take addresses.
 #![allow(unsafe_code)]
@@ -15,6 +15,8 @@ mod graph;
 mod guard;
 mod links;
 mod long;
+mod neighbours;
+mod refusals;
 mod repeats;
 mod signals;
 mod soak;
@@ -30,6 +32,7 @@ pub use graph::{selftest_graphs, selftest_step_graphs};
 pub use guard::selftest_guard;
 pub use links::selftest_links;
 pub use long::selftest_long;
+pub use neighbours::selftest_neighbours;
 pub use repeats::selftest_repeats;
 pub use signals::{
     selftest_normalised, selftest_signalled_products, selftest_signals, selftest_signals_in_graphs,
