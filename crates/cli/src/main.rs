@@ -32,7 +32,7 @@ fn main() -> ExitCode {
     interrupt::stay_if_ending();
     console::note_cache_warnings();
     match result {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(()) => counterpoint_cuda::end_process(0),
         Err(error) => {
             console::note_error(&error);
             counterpoint_cuda::end_process(error.exit_status())

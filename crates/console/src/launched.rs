@@ -27,6 +27,7 @@ pub fn as_rank(
     work: impl FnOnce(&Arc<Rendezvous>) -> Result<(), CliError>,
 ) -> Result<(), CliError> {
     let rendezvous = Rendezvous::join_launched(launch, &given::facets(line), limit).map_err(ended)?;
+    let _leaving = rendezvous.leaving_at_the_end();
     let result = work(&rendezvous);
     match &result {
         // A check that fails is a result: the others have done their part.

@@ -1,28 +1,34 @@
 //! Group collectives by themselves, without a Program.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex};
 
 use counterpoint_plan::{DType, GroupPart};
-use counterpoint_schedule::{
-    Accumulate, BufferId, BufferRole, BufferSpec, GroupCast, GroupReduce, OverlapPolicy, ReduceOp,
-    StartOrder, StreamKind, StreamSpec,
-};
+use counterpoint_schedule::{Accumulate, OverlapPolicy, ReduceOp, StartOrder, StreamKind, StreamSpec};
 
+use crate::monitor::lock;
 use crate::{
-    Backend, CollectiveCall, CollectiveContext, CpuBackend, CpuTransport, ExecError, GroupRank, OpPlace,
-    SlowLink, Ticket, Transport, World,
+    Backend, CollectiveRank, CollectiveSpec, CpuBackend, CpuTransport, ExecError, GroupCollective, GroupRank,
+    SlowLink, TensorPair, Ticket, Transport, World,
 };
 
 /// Group collectives by themselves, without a Program: one rank's end of them, on a stream of communication of the rank.
 ///
 /// All ranks must issue the same collectives in the same order. Calls return at once; [`Handle::synchronize`] waits on the
-/// host, [`Handle::wait`] orders another stream behind.
+/// host, [`Handle::wait`] orders another stream behind. Those that were called last stay ready; who has one of its own to call again and
+/// again prepares it ([`Group::collective`](crate::Group::collective)).
 pub struct Communicator<B: Backend, T: Transport<B>> {
     rank: Arc<GroupRank<B, T>>,
     stream: Arc<B::Stream>,
-    calls: AtomicUsize,
+    /// What was called last, that called last at the end.
+    kept: Mutex<VecDeque<Ready<B, T>>>,
 }
+
+/// A collective that is ready.
+type Ready<B, T> = (CollectiveSpec, Arc<CollectiveRank<B, T>>);
+
+/// Collectives that a communicator keeps ready.
+const KEPT: usize = 16;
 
 /// How a group-reduce combines partial results.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,9 +58,6 @@ impl Communicator<CpuBackend, CpuTransport> {
     }
 }
 
-/// Of a rank's lanes the one that its collectives take, which follow all its calls.
-const LANE: usize = 0;
-
 impl<B: Backend, T: Transport<B>> Communicator<B, T> {
     /// Takes over one rank's backend and transport.
     ///
@@ -71,7 +74,7 @@ impl<B: Backend, T: Transport<B>> Communicator<B, T> {
     pub fn on(rank: &Arc<GroupRank<B, T>>) -> Result<Self, ExecError> {
         let spec = StreamSpec { name: "collectives".to_owned(), kind: StreamKind::Communication };
         let stream = rank.streams_for(&[spec], &POLICY)?.swap_remove(0);
-        Ok(Self { rank: rank.clone(), stream, calls: AtomicUsize::new(0) })
+        Ok(Self { rank: rank.clone(), stream, kept: Mutex::default() })
     }
 
     /// This rank.
@@ -94,7 +97,8 @@ impl<B: Backend, T: Transport<B>> Communicator<B, T> {
     /// left alone.
     ///
     /// # Errors
-    /// [`ExecError::BadCollective`] when the part does not fit the tensors: nothing has been sent then.
+    /// [`ExecError::BadCollective`] when the part does not fit the tensors, [`ExecError::Tensor`] when an output shares memory with another
+    /// tensor: nothing has been sent then.
     pub fn group_cast(
         &self,
         label: &str,
@@ -102,19 +106,7 @@ impl<B: Backend, T: Transport<B>> Communicator<B, T> {
         tensors: &[(&B::Buffer, &B::Buffer)],
         wire_dtype: DType,
     ) -> Result<Handle<'_, B, T>, ExecError> {
-        let table = Table::new(self.backend(), tensors);
-        let op = GroupCast {
-            part: Arc::new(part.clone()),
-            tensors: table.pairs.clone(),
-            wire_dtype,
-            arrive: None,
-            delivery: None,
-        };
-        let place = self.place(label);
-        let collective = self.rank.transport().prepare_cast(&place, &op, &table.context());
-        // Others may be waiting for this rank already: they are to hear of it.
-        let collective = collective.map_err(|error| self.backend().fail(error))?;
-        self.enqueue(&place, &collective, &table.buffers)
+        self.call(label, part, tensors, GroupCollective::Cast(wire_dtype))
     }
 
     /// Sends partial results (rows of the first buffer of each pair) to their owners and combines what arrives into the
@@ -129,54 +121,40 @@ impl<B: Backend, T: Transport<B>> Communicator<B, T> {
         tensors: &[(&B::Buffer, &B::Buffer)],
         reduce: Reduce,
     ) -> Result<Handle<'_, B, T>, ExecError> {
-        let table = Table::new(self.backend(), tensors);
-        let Reduce { op, accumulate, wire_dtype, reduce_dtype } = reduce;
-        let op = GroupReduce {
-            part: Arc::new(part.clone()),
-            tensors: table.pairs.clone(),
-            op,
-            accumulate,
-            wire_dtype,
-            reduce_dtype,
-            arrive: None,
-        };
-        let place = self.place(label);
-        let collective = self.rank.transport().prepare_reduce(&place, &op, &table.context());
-        let collective = collective.map_err(|error| self.backend().fail(error))?;
-        self.enqueue(&place, &collective, &table.buffers)
+        self.call(label, part, tensors, GroupCollective::Reduce(reduce))
     }
 
-    fn place(&self, label: &str) -> OpPlace {
-        OpPlace::new(self.calls.fetch_add(1, Ordering::Relaxed), label)
-    }
-
-    fn enqueue(
+    fn call(
         &self,
-        place: &OpPlace,
-        collective: &T::Collective,
-        buffers: &[B::Buffer],
+        label: &str,
+        part: &GroupPart,
+        tensors: &[(&B::Buffer, &B::Buffer)],
+        what: GroupCollective,
     ) -> Result<Handle<'_, B, T>, ExecError> {
-        let (backend, transport, stream) = (self.backend(), self.rank.transport(), &*self.stream);
-        let mut order = self.rank.order();
-        self.rank.check()?;
-        for (_, ended) in order.before(LANE, false).filter(|(on, _)| !Arc::ptr_eq(on, &self.stream)) {
-            backend.wait(stream, place, ended)?;
+        let pairs = tensors.iter().map(|(input, output)| TensorPair::of(self.backend(), input, output));
+        let (label, part) = (label.to_owned(), part.clone());
+        let ready = self.ready(CollectiveSpec { label, part, what, tensors: pairs.collect() });
+        // Others may be waiting for this rank already: they are to hear of it.
+        let ready = ready.map_err(|error| self.backend().fail(error))?;
+        Ok(Handle { communicator: self, ticket: ready.call(tensors, None)? })
+    }
+
+    /// What is ready of such a collective, or is made so.
+    fn ready(&self, spec: CollectiveSpec) -> Result<Arc<CollectiveRank<B, T>>, ExecError> {
+        let mut kept = lock(&self.kept);
+        let known = kept.iter().position(|(known, _)| *known == spec).and_then(|at| kept.remove(at));
+        let (spec, ready) = match known {
+            Some(known) => known,
+            None => {
+                let ready = Arc::new(CollectiveRank::prepare(&self.rank, &spec)?);
+                (spec, ready)
+            }
+        };
+        while kept.len() >= KEPT {
+            kept.pop_front();
         }
-        transport.enqueue(&CollectiveCall {
-            backend,
-            stream,
-            place,
-            collective,
-            buffers,
-            barrier: None,
-            signal: None,
-        })?;
-        let events = self.rank.events(LANE);
-        let finished = events.take(backend)?;
-        backend.record(stream, place, &finished)?;
-        order.note_end(LANE, &self.stream, &finished, false);
-        let ticket = Ticket::new(backend, finished, place.clone(), events);
-        Ok(Handle { communicator: self, ticket })
+        kept.push_back((spec, ready.clone()));
+        Ok(ready)
     }
 }
 
@@ -208,33 +186,3 @@ impl<B: Backend, T: Transport<B>> Handle<'_, B, T> {
 
 /// Rows are moved as the transport likes best.
 static POLICY: OverlapPolicy = OverlapPolicy::new(StartOrder::Concurrent);
-
-/// Buffers of one call as the table that operations index; a buffer passed twice has two entries.
-struct Table<B: Backend> {
-    buffers: Vec<B::Buffer>,
-    specs: Vec<BufferSpec>,
-    pairs: Vec<(BufferId, BufferId)>,
-}
-
-impl<B: Backend> Table<B> {
-    fn new(backend: &B, tensors: &[(&B::Buffer, &B::Buffer)]) -> Self {
-        let mut table = Self { buffers: Vec::new(), specs: Vec::new(), pairs: Vec::new() };
-        for (index, (input, output)) in tensors.iter().enumerate() {
-            let input = table.push(backend, input, format!("input {index}"), BufferRole::Input);
-            let output = table.push(backend, output, format!("output {index}"), BufferRole::Output);
-            table.pairs.push((input, output));
-        }
-        table
-    }
-
-    fn context(&self) -> CollectiveContext<'_> {
-        CollectiveContext { buffers: &self.specs, policy: &POLICY, plan: None }
-    }
-
-    fn push(&mut self, backend: &B, buffer: &B::Buffer, name: String, role: BufferRole) -> BufferId {
-        let (shape, dtype) = backend.layout(buffer);
-        self.specs.push(BufferSpec { name, dtype, shape, role });
-        self.buffers.push(buffer.clone());
-        BufferId(self.buffers.len() - 1)
-    }
-}

@@ -76,8 +76,9 @@ pub use experts::{
 pub use fault::{FaultInjection, FaultKind, FaultPoint};
 pub use global_buffer::GlobalBuffer;
 pub use group::{
-    AttentionCalls, AttentionRank, BackwardTensors, ForwardTensors, Group, GroupRank, JoinConfig,
-    PlanDifference, PlanIdentity, RankOf, Store, Ticket,
+    AttentionCalls, AttentionRank, BackwardTensors, CollectiveCalls, CollectiveRank, CollectiveSpec,
+    CollectiveTensors, ForwardTensors, Group, GroupCollective, GroupRank, JoinConfig, PlanDifference,
+    PlanIdentity, RankOf, Store, TensorPair, Ticket,
 };
 pub use host_element::{Accumulator, HostElement};
 pub use interpreter::{Call, Prepared};
@@ -103,8 +104,8 @@ pub use reference::{
     NoiseNorms, Reference, ReferenceGradients, Sample, plain_attention, reference_attention, reference_bytes,
 };
 pub use rendezvous::{
-    ENVIRONMENT, Facet, JOB_SECRET_VARIABLE, JobSecret, Launch, Launcher, MeetingPoint, RENDEZVOUS_VARIABLE,
-    RankActivity, Rendezvous, RendezvousError, RendezvousHost, RunStart,
+    ENVIRONMENT, Facet, JOB_SECRET_VARIABLE, JobSecret, Launch, Launcher, LeavingAtTheEnd, MeetingPoint,
+    RENDEZVOUS_VARIABLE, RankActivity, Rendezvous, RendezvousError, RendezvousHost, RunStart,
 };
 pub use tcp::{Mesh, Recipient, TcpLoopback, TcpMachine};
 pub use tensor::{HostData, HostTensor, TensorMut, TensorRef};

@@ -57,6 +57,7 @@ fn a_rank_that_panics_ends_all() {
 #[ignore = "a process of every_collective_is_as_on_threads"]
 fn collectives_of_a_rank() {
     let rendezvous = join(60);
+    let _leaving = rendezvous.leaving_at_the_end();
     let machine = MpiMachine::new(rendezvous.clone(), 0, None).unwrap();
     let extent = if rendezvous.world_size() == 2 { Extent::Full } else { Extent::Quick };
     let checks = selftest_collectives(&machine, extent, Share::ALL, 8, |_, _| {}).unwrap();
@@ -87,6 +88,7 @@ fn problem(ranks: usize) -> (Mask, AttentionSpec, Plan) {
 #[ignore = "a process of attention_is_as_on_threads"]
 fn attention_of_a_rank() {
     let rendezvous = join(60);
+    let _leaving = rendezvous.leaving_at_the_end();
     let machine = MpiMachine::new(rendezvous.clone(), 0, None).unwrap();
     let (mask, spec, plan) = problem(rendezvous.world_size());
     let inputs = random_inputs(&mask, &spec, 5, true);
@@ -103,6 +105,7 @@ fn attention_of_a_rank() {
 #[ignore = "a process of a_rank_that_panics_ends_all"]
 fn a_panic_of_rank_1() {
     let rendezvous = join(60);
+    let _leaving = rendezvous.leaving_at_the_end();
     let machine = MpiMachine::new(rendezvous.clone(), 0, None).unwrap();
     let (mask, spec, plan) = problem(rendezvous.world_size());
     let inputs = random_inputs(&mask, &spec, 5, false);

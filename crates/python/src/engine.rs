@@ -1,19 +1,18 @@
 //! The seam to the engine: attention and row collectives of the ranks in this process, on tensors of Python, in place.
 
-use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use counterpoint_exec::{
-    AttentionCalls, Backend, BackwardTensors, BufferAccess, Call, ExecError, ForwardTensors, Group,
-    LayerCall, LinearLayer, Machine, MemoryKeeper, Pass, Prepared, RunTimes, Ticket,
+    AttentionCalls, Backend, BackwardTensors, BufferAccess, ExecError, ForwardTensors, Group, LayerCall,
+    LinearLayer, Machine, MemoryKeeper, Pass, Prepared, RankOf, RunTimes, Ticket,
 };
 use counterpoint_plan::Dispatch;
 use counterpoint_schedule::Timeline;
 
 use crate::borrow::{Borrowed, InPlace};
 use crate::linear::{self, LayerKey, Layers, LinearCall, LinearEngine, WantedTensor};
-use crate::row_program::{RowCollective, row_program};
+use crate::row_collective::{RowCollective, row_collective};
 use crate::solution::Content;
 
 /// Tensors of one call, by the names of the Program's inputs and outputs.
@@ -88,8 +87,6 @@ pub(crate) struct Joined<M: Machine> {
     /// The caller's streams as every rank here has them, latest first. A call knows by them that it follows one on the same stream,
     /// which then orders them by itself.
     callers: Mutex<Vec<(u64, CallerStreams<M>)>>,
-    /// What the connection lives on. Last, so that it goes last.
-    _keeper: Option<MemoryKeeper>,
 }
 
 /// Buffers of one rank, by name.
@@ -111,15 +108,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl<M: Machine> Joined<M> {
     pub(crate) fn new(group: Group<M>) -> Self {
         let (calling, kept, captured, callers) = Default::default();
-        Self { group, layers: Layers::default(), calling, kept, captured, callers, _keeper: None }
-    }
-
-    /// The same, and keeps what its connection lives on.
-    pub(crate) fn kept_by(group: Group<M>, machine: Arc<M>) -> Self
-    where
-        M: Send + Sync + 'static,
-    {
-        Self { _keeper: Some(machine), ..Self::new(group) }
+        Self { group, layers: Layers::default(), calling, kept, captured, callers }
     }
 }
 
@@ -372,24 +361,20 @@ where
     fn rows(&self, rows: &RowsCall<'_>) -> Result<(), ExecError> {
         let RowsCall { dispatch, what, stream, from, to } = *rows;
         self.group.poll()?;
-        let Range { start: rank, .. } = self.group.ranks_here();
         let streams = self.callers(stream);
         self.captures(streams.as_deref())?;
-        let prepared = self.group.prepare(|rank| row_program(rank, dispatch, what, from, to), None)?;
-        let of_rank = |prepared: &Prepared<_, _>| -> Result<Buffers<M::Backend>, ExecError> {
-            let backend: &M::Backend = prepared.backend();
-            Ok(vec![
-                ("from", backend.borrow("from", from, 0..from.rows(), BufferAccess::Read)?),
-                ("to", backend.borrow("to", to, 0..to.rows(), BufferAccess::Write)?),
-            ])
+        let calls = self.group.collective(|rank| row_collective(rank, dispatch, what, from, to))?;
+        let borrow = |rank: &RankOf<M>| {
+            let backend = rank.backend();
+            let from = backend.borrow("from", from, 0..from.rows(), BufferAccess::Read)?;
+            Ok((from, backend.borrow("to", to, 0..to.rows(), BufferAccess::Write)?))
         };
-        let tensors = prepared.iter().map(of_rank).collect::<Result<Vec<_>, _>>()?;
+        let tensors = self.group.ranks().iter().map(borrow).collect::<Result<Vec<_>, ExecError>>()?;
+        let pairs: Vec<_> = tensors.iter().map(|(from, to)| [(from, to)]).collect();
+        let pairs: Vec<_> = pairs.iter().map(|pair| &pair[..]).collect();
         let _one = lock(&self.calling);
-        let calls = prepared.iter().zip(&tensors).map(|(prepared, tensors)| {
-            let stream = streams.as_ref().map(|streams| &streams[prepared.backend().rank() - rank]);
-            Call::new(prepared, tensors, stream)
-        });
-        let tickets = calls.collect::<Result<Vec<_>, _>>().and_then(Call::enqueue_ranks);
+        let of_callers = streams.as_ref().map(|streams| streams.iter().collect::<Vec<_>>());
+        let tickets = calls.call(&pairs, of_callers.as_deref());
         let called = tickets.and_then(|tickets| self.ended(&tickets, streams.as_deref()));
         self.told(called, [from.keeper.clone(), to.keeper.clone()])
     }

@@ -14,7 +14,7 @@ mod join;
 mod linear;
 mod mask;
 mod ranks;
-mod row_program;
+mod row_collective;
 mod site;
 mod solution;
 mod timeline;

@@ -17,7 +17,7 @@ use crate::error::{engine, raise};
 use crate::interrupt::{self, interruptible};
 use crate::join::{self, PythonStore};
 use crate::linear::{LayerKey, LinearCall, WantedTensor, named_call};
-use crate::row_program::RowCollective;
+use crate::row_collective::RowCollective;
 use crate::site::{Site, measured};
 use crate::solution::Solution;
 
@@ -105,7 +105,6 @@ impl Ranks {
                 place: "the memory of a rank".to_owned(),
                 reason: error.to_string(),
             })?;
-            let group = Group::connect(&process, size, world)?;
             let site = Site {
                 machine: process.device().properties().name.clone(),
                 transport: process.transport().transport(),
@@ -113,7 +112,8 @@ impl Ranks {
                 cost: process.cost(measured.as_ref()),
             };
             let transport = process.transport().name();
-            Ok((Joined::kept_by(group, Arc::new(process)), transport, site))
+            let group = Group::connect_at(&rendezvous, process, size, world)?;
+            Ok((Joined::new(group), transport, site))
         };
         let (joined, transport, site) = interruptible(py, joined)?;
         Ok(Self::with(Some(rank), transport, site, Arc::new(joined)))

@@ -1,18 +1,23 @@
-//! Threads inside NCCL that nobody waits for any more.
+//! Threads inside NCCL or the driver that nobody waits for any more.
 
 use std::ffi::c_int;
 use std::io::{self, Write};
 use std::process;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+use std::time::Duration;
+
+/// How long the end of a process waits for such threads where all went well.
+const PATIENCE: Duration = Duration::from_secs(2);
 
 /// How many there are.
 static THREADS: AtomicUsize = AtomicUsize::new(0);
 
 /// A thread that is inside, until this goes.
-pub(super) struct Inside(());
+pub(crate) struct Inside(());
 
 impl Inside {
-    pub(super) fn enter() -> Self {
+    pub(crate) fn enter() -> Self {
         THREADS.fetch_add(1, Ordering::SeqCst);
         Self(())
     }
@@ -29,9 +34,18 @@ unsafe extern "C" {
     fn _exit(status: c_int) -> !;
 }
 
-/// Ends this process as [`process::exit`] does. Where a thread that was given up is still inside NCCL, which crashes when the process
-/// ends under it, no library's own end is run.
+/// Ends this process as [`process::exit`] does. Where a thread that nobody waits for is still inside NCCL or the driver, which crash when
+/// the process ends under them, no library's own end is run.
 pub fn end_process(status: u8) -> ! {
+    const LOOK: Duration = Duration::from_millis(2);
+    // What went well lets other processes close what they have of this one's.
+    let looks = if status == 0 { PATIENCE.as_millis() / LOOK.as_millis() } else { 0 };
+    for _ in 0..looks {
+        if THREADS.load(Ordering::SeqCst) == 0 {
+            break;
+        }
+        thread::sleep(LOOK);
+    }
     if THREADS.load(Ordering::SeqCst) == 0 {
         process::exit(status.into());
     }

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use counterpoint_exec::World;
 
 pub(crate) use connect::NcclSeat;
-use inside::Inside;
+pub(crate) use inside::Inside;
 pub use inside::end_process;
 use shelf::{Lent, Shelf};
 

@@ -131,7 +131,7 @@ impl Group<TcpMachine> {
         config: &JoinConfig,
     ) -> Result<Self, ExecError> {
         let rendezvous = Rendezvous::through(store, rank, world_size, config)?;
-        let machine = Arc::new(TcpMachine::new(rendezvous, 0, None)?);
-        Self::connect_kept(&*machine, world_size, config.world.clone(), Some(machine.clone()))
+        let machine = TcpMachine::new(rendezvous.clone(), 0, None)?;
+        Self::connect_at(&rendezvous, machine, world_size, config.world.clone())
     }
 }

@@ -1,6 +1,7 @@
 //! The group: ranks that work together, joined once for the life of a process, and the plans that are called on them.
 
 mod attention;
+mod collective;
 mod end;
 mod identity;
 mod join;
@@ -14,13 +15,18 @@ use counterpoint_plan::{LinearMachine, TunedHere};
 use counterpoint_schedule::Program;
 
 pub use self::attention::{AttentionCalls, AttentionRank, BackwardTensors, ForwardTensors};
+pub use self::collective::{
+    CollectiveCalls, CollectiveRank, CollectiveSpec, CollectiveTensors, GroupCollective, TensorPair,
+};
 pub use self::identity::{PlanDifference, PlanIdentity};
 pub use self::join::{JoinConfig, Store};
 pub(crate) use self::rank::CallOrder;
 use self::rank::ConnectionKeeper;
 pub use self::rank::GroupRank;
 pub use self::ticket::Ticket;
-use crate::{Backend, Call, CpuMachine, ExecError, Machine, Prepared, PreparedRank, World, WorldConfig};
+use crate::{
+    Backend, Call, CpuMachine, ExecError, Machine, Prepared, PreparedRank, Rendezvous, World, WorldConfig,
+};
 
 /// A rank of a machine's group.
 pub type RankOf<M> = Arc<GroupRank<<M as Machine>::Backend, <M as Machine>::Transport>>;
@@ -66,12 +72,30 @@ impl<M: Machine> Group<M> {
         Self::connect_kept(machine, world_size, config, None)
     }
 
-    /// The same, and keeps what the connection lives on.
+    /// The same for ranks that have met at a rendezvous of the group's own: it keeps that and the machine, and leaves with its
+    /// [`close`](Group::close).
+    ///
+    /// # Errors
+    /// As [`Group::connect`].
+    pub fn connect_at(
+        rendezvous: &Arc<Rendezvous>,
+        machine: M,
+        world_size: usize,
+        config: WorldConfig,
+    ) -> Result<Self, ExecError>
+    where
+        M: Send + Sync + 'static,
+    {
+        let machine = Arc::new(machine);
+        let keeper = ConnectionKeeper { _machine: machine.clone(), rendezvous: rendezvous.clone() };
+        Self::connect_kept(&*machine, world_size, config, Some(Arc::new(keeper)))
+    }
+
     fn connect_kept(
         machine: &M,
         world_size: usize,
         config: WorldConfig,
-        keeper: Option<ConnectionKeeper>,
+        keeper: Option<Arc<ConnectionKeeper>>,
     ) -> Result<Self, ExecError> {
         let world = World::new(world_size, config);
         let ends = machine.connect(&world)?.into_iter();
@@ -160,8 +184,9 @@ impl<M: Machine> Group<M> {
         told.reduce(|first, _| first).unwrap_or(error)
     }
 
-    /// Ends the group, collectively: returns once all calls of all ranks have ended. From then on it takes no calls. Dropping a group
-    /// without it waits for no one; calls that other ranks make then fail when they need this one.
+    /// Ends the group, collectively: returns once all calls of all ranks have ended, and all know it. From then on it takes no calls.
+    /// Dropping a group without it waits for no one; calls that other ranks make then fail when they need this one, and a process that
+    /// ends meanwhile is lost to them.
     ///
     /// A group that has failed is left by this rank alone: what runs here ends first, for the limit at most, so that another
     /// group may take the same tensors.
@@ -169,11 +194,13 @@ impl<M: Machine> Group<M> {
     /// # Errors
     /// The first error of any rank; [`ExecError::Stalled`] with the rank that does not close within the limit.
     pub fn close(&self) -> Result<(), ExecError> {
-        self.end_together().inspect_err(|_| {
+        let ended = self.end_together().inspect_err(|_| {
             self.ranks.iter().for_each(|rank| {
                 rank.drain();
             });
-        })
+        });
+        self.ranks.iter().for_each(|rank| rank.leave());
+        ended
     }
 
     fn end_together(&self) -> Result<(), ExecError> {

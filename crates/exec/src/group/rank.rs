@@ -10,7 +10,7 @@ use counterpoint_schedule::{
 
 use super::ticket::EventPool;
 use crate::monitor::lock;
-use crate::{Backend, ExecError, GlobalBuffer, Transport};
+use crate::{Backend, ExecError, GlobalBuffer, Rendezvous, Transport};
 
 /// One rank of a group, in this process: its backend, its connection to the other ranks, its streams and its scratch memory.
 ///
@@ -33,11 +33,14 @@ pub struct GroupRank<B: Backend, T: Transport<B>> {
     neighbours: Mutex<Vec<Arc<B::Stream>>>,
     is_closed: AtomicBool,
     /// What the connection lives on. Last, so that it goes last.
-    _keeper: Option<ConnectionKeeper>,
+    keeper: Option<Arc<ConnectionKeeper>>,
 }
 
-/// What a group keeps as long as anything that was made ready on it lives, such as its rendezvous.
-pub(crate) type ConnectionKeeper = Arc<dyn Any + Send + Sync>;
+/// What a group keeps as long as anything that was made ready on it lives: its machine, and where its ranks have met.
+pub(crate) struct ConnectionKeeper {
+    pub(crate) _machine: Arc<dyn Any + Send + Sync>,
+    pub(crate) rendezvous: Arc<Rendezvous>,
+}
 
 struct Shared<B: Backend> {
     streams: Vec<SharedStream<B>>,
@@ -104,9 +107,9 @@ impl<B: Backend, T: Transport<B>> GroupRank<B, T> {
         Self::kept_by(backend, transport, None)
     }
 
-    pub(crate) fn kept_by(backend: B, transport: T, keeper: Option<ConnectionKeeper>) -> Arc<Self> {
+    pub(crate) fn kept_by(backend: B, transport: T, keeper: Option<Arc<ConnectionKeeper>>) -> Arc<Self> {
         Arc::new(Self {
-            _keeper: keeper,
+            keeper,
             backend,
             transport,
             shared: Mutex::new(Shared { streams: Vec::new(), scratch: Default::default() }),
@@ -189,6 +192,13 @@ impl<B: Backend, T: Transport<B>> GroupRank<B, T> {
 
     pub(crate) fn close(&self) {
         self.is_closed.store(true, Ordering::Release);
+    }
+
+    /// Leaves where the ranks have met; see [`Rendezvous::leave`].
+    pub(crate) fn leave(&self) {
+        if let Some(keeper) = &self.keeper {
+            keeper.rendezvous.leave();
+        }
     }
 
     /// Sleeps until everything on its streams has ended.

@@ -2,7 +2,8 @@
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr, TcpListener};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
@@ -24,7 +25,8 @@ const FAREWELL: Duration = Duration::from_secs(5);
 /// Likewise once the job has failed.
 const HEARD: Duration = Duration::from_secs(1);
 
-/// One rank's place among ranks that are processes. Dropping it is the farewell.
+/// One rank's place among ranks that are processes. Dropping it is the farewell, and waits for nobody: on rank 0 a thread keeps the store
+/// until the others have left too. A process that ends next waits for them by [`Rendezvous::leave`] first.
 pub struct Rendezvous {
     connection: Arc<Connection>,
     roster: Vec<Roster>,
@@ -32,7 +34,8 @@ pub struct Rendezvous {
     host_of_rank_0: IpAddr,
     /// What processes of this job prove to each other, and those of no other job can.
     token: JobToken,
-    host: Option<RendezvousHost>,
+    /// Until this rank leaves.
+    host: Mutex<Option<RendezvousHost>>,
 }
 
 /// Where a rank is.
@@ -163,9 +166,12 @@ impl Rendezvous {
             stream.local_addr().and_then(|own| Ok((own.ip(), stream.peer_addr()?.ip()))).map_err(broken)?;
         let connection = Connection::open(rank, world_size, stream, limit).map_err(broken)?;
         let token = token.derive(&["session", &session]);
+        let host = Mutex::new(host);
         let mut joined = Self { connection, roster: Vec::new(), host_of_rank_0, token, host };
         let own = Roster { host: host_name(), address: own };
-        let all = joined.all_gather_since("start", &serde_json::to_vec(&own).unwrap_or_default(), began)?;
+        let all = joined.all_gather_since("start", &serde_json::to_vec(&own).unwrap_or_default(), began);
+        // Those who come late are to hear why.
+        let all = all.inspect_err(|_| joined.leave())?;
         joined.roster = all
             .iter()
             .map(|one| serde_json::from_slice(one))
@@ -326,6 +332,34 @@ impl Rendezvous {
         self.connection.fail(error)
     }
 
+    /// Says farewell, and on rank 0, whose process has the store, waits until the others have: for some seconds at most, or for one where
+    /// the job has failed and those who still listen have heard. Nothing can be asked of it afterwards.
+    pub fn leave(&self) {
+        if let Some(farewell) = self.farewell() {
+            farewell.wait();
+        }
+    }
+
+    /// Leaves when what this gives goes: for a process that ends then, however it does.
+    pub fn leaving_at_the_end(&self) -> LeavingAtTheEnd<'_> {
+        LeavingAtTheEnd(self)
+    }
+
+    /// Says farewell. What is left to wait for, on rank 0, until it has left.
+    fn farewell(&self) -> Option<Farewell> {
+        let host = self.host.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if !self.connection.say_farewell() {
+            return None;
+        }
+        let Some(host) = host else {
+            self.connection.close(Shutdown::Both);
+            return None;
+        };
+        self.connection.close(Shutdown::Write);
+        let limit = if self.connection.check().is_ok() { FAREWELL } else { HEARD };
+        Some(Farewell { host, connection: self.connection.clone(), limit })
+    }
+
     /// Lets `world`, whose one rank here is this one, share the job's failures: an error of either is one of both, and
     /// a rank that waits asks others through this rendezvous.
     ///
@@ -359,12 +393,33 @@ impl Rendezvous {
 
 impl Drop for Rendezvous {
     fn drop(&mut self) {
-        self.connection.mention(&Request::Leave);
-        if let Some(host) = &self.host {
-            self.connection.close(Shutdown::Write);
-            // Of a job that has failed, those who still listen have heard.
-            host.server.drain(if self.connection.check().is_ok() { FAREWELL } else { HEARD });
+        if let Some(farewell) = self.farewell() {
+            // Without a thread the store goes at once.
+            thread::Builder::new().name("rendezvous farewell".to_owned()).spawn(move || farewell.wait()).ok();
         }
+    }
+}
+
+/// See [`Rendezvous::leaving_at_the_end`].
+#[must_use = "it leaves when this is dropped"]
+pub struct LeavingAtTheEnd<'a>(&'a Rendezvous);
+
+impl Drop for LeavingAtTheEnd<'_> {
+    fn drop(&mut self) {
+        self.0.leave();
+    }
+}
+
+/// The store of a rank that has left, which others may still ask.
+struct Farewell {
+    host: RendezvousHost,
+    connection: Arc<Connection>,
+    limit: Duration,
+}
+
+impl Farewell {
+    fn wait(self) {
+        self.host.server.drain(self.limit);
         self.connection.close(Shutdown::Both);
     }
 }

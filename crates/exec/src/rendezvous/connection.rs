@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::io::{self, ErrorKind};
 use std::net::{Shutdown, TcpStream};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, TryLockError, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -33,6 +33,8 @@ pub(super) struct Connection {
     next: AtomicU64,
     state: Monitor<State>,
     worlds: Mutex<Vec<Weak<World>>>,
+    /// Whether this rank has said farewell: what it hears then ends nothing here.
+    has_left: AtomicBool,
 }
 
 #[derive(Default)]
@@ -61,6 +63,7 @@ impl Connection {
             next: AtomicU64::new(0),
             state: Monitor::new(State::default()),
             worlds: Mutex::default(),
+            has_left: AtomicBool::new(false),
         });
         let listening = connection.clone();
         thread::Builder::new()
@@ -108,6 +111,15 @@ impl Connection {
     /// Says something that nothing depends on, if it can be said soon. A store that cannot be told has gone, and with it the job.
     pub(super) fn mention(&self, request: &Request) {
         self.write(request, &[], Instant::now() + ANSWER).ok();
+    }
+
+    /// Says that this rank leaves; whether it had not.
+    pub(super) fn say_farewell(&self) -> bool {
+        if self.has_left.swap(true, Ordering::AcqRel) {
+            return false;
+        }
+        self.mention(&Request::Leave);
+        true
     }
 
     fn write(&self, request: &Request, payload: &[u8], deadline: Instant) -> io::Result<()> {
@@ -168,6 +180,9 @@ impl Connection {
 
     /// What the store said, or what its silence means.
     fn hear_of_failure(&self, error: ExecError) {
+        if self.has_left.load(Ordering::Acquire) {
+            return;
+        }
         let failure = self.state.update(|state| state.failure.get_or_insert(error).clone());
         self.fail_worlds(&failure);
     }

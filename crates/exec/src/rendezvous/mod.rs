@@ -30,7 +30,7 @@ mod start;
 mod store;
 
 pub use agreement::Facet;
-pub use client::{Rendezvous, RendezvousHost};
+pub use client::{LeavingAtTheEnd, Rendezvous, RendezvousHost};
 pub use error::RendezvousError;
 pub use launch::{
     ENVIRONMENT, JOB_SECRET_VARIABLE, JobSecret, Launch, Launcher, MeetingPoint, RENDEZVOUS_VARIABLE,

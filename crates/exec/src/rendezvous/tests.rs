@@ -231,6 +231,32 @@ fn ranks_join_a_store_that_is_hosted_for_them() {
     });
 }
 
+/// A drop waits for nobody, and the store answers those who are still there; a process that ends next waits for them.
+#[test]
+fn rank_0_goes_at_once_and_its_store_when_all_have_left() {
+    const LATER: Duration = Duration::from_millis(600);
+    for leaves in [false, true] {
+        let took = ranks(2, LIMIT, |rank| {
+            rank.barrier("both are here").unwrap();
+            if rank.rank() == 1 {
+                thread::sleep(LATER);
+                rank.set("late", b"value").unwrap();
+                assert_eq!(rank.get("late", None).unwrap(), b"value");
+                return None;
+            }
+            let began = Instant::now();
+            if leaves {
+                rank.leave();
+            }
+            drop(rank);
+            Some(began.elapsed())
+        });
+        let took = took[0].unwrap();
+        assert_eq!(took >= LATER / 2, leaves, "{took:?}");
+        assert!(took < LATER + Duration::from_secs(4), "{took:?}");
+    }
+}
+
 /// A store with a random token, and ranks 0 and 1 of two once `strange` is through.
 fn among_strangers(strange: impl FnOnce(SocketAddr, &JobToken)) {
     let token = JobToken::random().unwrap();

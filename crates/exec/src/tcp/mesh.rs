@@ -36,6 +36,9 @@ pub trait Recipient: Send + Sync + 'static {
     /// # Errors
     /// In words, when it makes no sense: the world fails then.
     fn receive(&self, peer: usize, message: Self::Message, payload: &[u8]) -> Result<(), String>;
+
+    /// The connection of `peer` has ended, after its farewell.
+    fn ended(&self, _peer: usize) {}
 }
 
 /// A rank's connections to all others, which are other processes. Dropping it is the farewell.
@@ -51,7 +54,7 @@ pub struct Mesh<M> {
 #[derive(Serialize, Deserialize)]
 enum Letter<M> {
     Message(M),
-    /// Nothing more will come.
+    /// The connection may end from now on.
     Farewell,
 }
 
@@ -160,10 +163,9 @@ impl<M: Serialize + DeserializeOwned> Mesh<M> {
             (peer.clone(), recipient.clone(), self.world.clone(), self.rank);
         thread::Builder::new()
             .name(format!("rank {own} from {rank}"))
-            .spawn(move || {
-                if let Err(reason) = reading.listen(&*recipient) {
-                    fail_after_grace(&world, own, rank, reason);
-                }
+            .spawn(move || match reading.listen(&*recipient) {
+                Ok(()) => recipient.ended(rank),
+                Err(reason) => drop(fail_after_grace(&world, own, rank, reason)),
             })
             .map_err(|error| ExecError::Thread {
                 rank: self.rank,
@@ -203,6 +205,15 @@ impl<M> Mesh<M> {
     }
 }
 
+impl<M> Mesh<M> {
+    /// Tells all that this rank may go at any time: who hears its connection end is not to take that for a loss.
+    pub fn say_farewell(&self) {
+        if !self.world.has_failed() {
+            self.peers.iter().flatten().for_each(|peer| drop(peer.write(&Letter::<()>::Farewell, &[])));
+        }
+    }
+}
+
 impl Courier for Mesh<PeerMessage> {
     fn world_size(&self) -> usize {
         self.peers.len()
@@ -217,10 +228,8 @@ impl<M> Drop for Mesh<M> {
     /// Says farewell. The other direction stays open for what is still on its way here: to close it would make the system
     /// throw away what the peer has not read.
     fn drop(&mut self) {
+        self.say_farewell();
         for peer in self.peers.iter().flatten() {
-            if !self.world.has_failed() {
-                peer.write(&Letter::<()>::Farewell, &[]).ok();
-            }
             peer.stream.shutdown(Shutdown::Write).ok();
         }
     }

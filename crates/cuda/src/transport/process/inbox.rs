@@ -1,19 +1,17 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, Weak};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use counterpoint_exec::collective::{Board, Collective, Post};
 use counterpoint_exec::{ExecError, Mesh, Recipient, World};
 
+use super::LOOK;
 use super::exports::events_of;
 use super::message::{MemoryPlace, PartMessage, TensorPlace};
 use crate::backend::{CudaBuffer, exec_error, lock};
 use crate::memory::OpenedMemory;
 use crate::transport::Part;
 use crate::{CudaError, Device, DeviceBuffer, Event};
-
-/// Between two looks at whether the world has failed.
-const LOOK: Duration = Duration::from_millis(5);
 
 /// Takes what the other processes tell a rank, and puts their parts on its board.
 pub(super) struct Inbox {
@@ -67,12 +65,13 @@ impl Inbox {
 
     /// Where an own allocation begins for `peer`, which was told of it; waits until it has answered. `None` at the limit.
     pub(super) fn base_for(&self, peer: usize, number: u64) -> Result<Option<u64>, ExecError> {
-        self.wait(|seen| seen.bases.get(&(peer, number)).copied())
+        let deadline = Instant::now() + self.world.config().limit;
+        self.wait(Some(deadline), |seen| seen.bases.get(&(peer, number)).copied())
     }
 
-    /// Waits until all of `peers` have closed what this rank told them; `None` at the limit.
-    pub(super) fn all_closed(&self, peers: usize) -> Result<Option<()>, ExecError> {
-        self.wait(|seen| (seen.closed.len() >= peers).then_some(()))
+    /// Waits until all of `peers` have closed what this rank told them, however long they have it.
+    pub(super) fn all_closed(&self, peers: usize) -> Result<(), ExecError> {
+        self.wait(None, |seen| (seen.closed.len() >= peers).then_some(())).map(drop)
     }
 
     /// Closes all that peers have told. Nothing on the device uses it any more.
@@ -80,15 +79,19 @@ impl Inbox {
         lock(&self.memory).clear();
     }
 
-    fn wait<T>(&self, ready: impl Fn(&Seen) -> Option<T>) -> Result<Option<T>, ExecError> {
-        let began = Instant::now();
+    /// Waits until something has been seen; `None` at the deadline.
+    fn wait<T>(
+        &self,
+        deadline: Option<Instant>,
+        ready: impl Fn(&Seen) -> Option<T>,
+    ) -> Result<Option<T>, ExecError> {
         let mut seen = lock(&self.seen);
         loop {
             if let Some(found) = ready(&seen) {
                 return Ok(Some(found));
             }
             self.world.check()?;
-            if began.elapsed() > self.world.config().limit {
+            if deadline.is_some_and(|deadline| Instant::now() > deadline) {
                 return Ok(None);
             }
             seen = match self.changed.wait_timeout(seen, LOOK) {
@@ -160,6 +163,11 @@ impl Inbox {
 
 impl Recipient for Inbox {
     type Message = PartMessage;
+
+    /// Its process has nothing open any more.
+    fn ended(&self, peer: usize) {
+        self.note(|seen| _ = seen.closed.insert(peer));
+    }
 
     fn receive(&self, peer: usize, message: PartMessage, _payload: &[u8]) -> Result<(), String> {
         let told: Result<(), ExecError> = match message {

@@ -14,7 +14,7 @@ mod message;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 use std::thread;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use counterpoint_exec::collective::{Board, Collective, Post};
 use counterpoint_exec::{Awaited, Blocker, ExecError, Mesh, OpPlace, Rendezvous, World};
@@ -26,21 +26,30 @@ use super::stand_in::StandIns;
 use super::{CallError, Part};
 use crate::backend::{CudaBuffer, lock};
 use crate::kernel::LinkShifts;
-use crate::memory::AllocationPlace;
-use crate::{Device, DeviceBuffer, Stream};
+use crate::memory::{AllocationPlace, GivenWork};
+use crate::nccl::Inside;
+use crate::{CudaError, Device, DeviceBuffer, Stream};
 
-/// The ranks of other processes, as one rank's transport reaches them. Dropping it waits until all have closed what this rank
-/// has told them, which then may be freed; their runs must have finished. When the job fails, nothing of the device is freed any more:
-/// what is enqueued may wait for an event that a killed process has told, and never records.
+/// The ranks of other processes, as one rank's transport reaches them. Dropping it waits for nobody: a thread keeps what the others
+/// have open until they have closed it. When the job fails, nothing of the device is freed any more: what is enqueued may wait for an
+/// event that a killed process has told, and never records.
 pub(super) struct PeerProcesses {
+    connected: Arc<Connected>,
+    gone: Arc<Mutex<Vec<u64>>>,
+}
+
+/// What lives until the others have closed what this rank has told them.
+struct Connected {
     world: Arc<World>,
     rank: usize,
     device: Device,
     inbox: Arc<Inbox>,
     mesh: Arc<Mesh<PartMessage>>,
     exports: Mutex<Exports>,
-    gone: Arc<Mutex<Vec<u64>>>,
 }
+
+/// Between two looks at whether something has ended.
+const LOOK: Duration = Duration::from_millis(5);
 
 /// Goes with a collective: the others forget it when this rank next tells them anything.
 pub(super) struct Departure {
@@ -76,12 +85,13 @@ impl PeerProcesses {
         // Nobody is told anything before all can answer.
         rendezvous.barrier(&format!("parts {name}"))?;
         let (world, device) = (world.clone(), device.clone());
-        Ok(Self { world, rank, device, inbox, mesh, exports: Mutex::default(), gone: Arc::default() })
+        let connected = Connected { world, rank, device, inbox, mesh, exports: Mutex::default() };
+        Ok(Self { connected: Arc::new(connected), gone: Arc::default() })
     }
 
     /// What the others publish, and this rank.
     pub(super) fn board(&self) -> &Arc<Board<Part>> {
-        self.inbox.board()
+        self.connected.inbox.board()
     }
 
     /// What a collective with this number drops last.
@@ -97,13 +107,13 @@ impl PeerProcesses {
             pattern.incoming.iter().chain(&pattern.outgoing).map(|peer| peer.rank).collect();
         peers.sort_unstable();
         peers.dedup();
-        let mut exports = lock(&self.exports);
+        let mut exports = lock(&self.connected.exports);
         for number in std::mem::take(&mut *lock(&self.gone)) {
             let mut told = exports.forget(number).into_iter();
-            told.try_for_each(|peer| self.mesh.send(peer, &PartMessage::Gone { number }, &[]))?;
+            told.try_for_each(|peer| self.connected.mesh.send(peer, &PartMessage::Gone { number }, &[]))?;
         }
-        for peer in peers.into_iter().filter(|peer| *peer != self.rank) {
-            let send = |message: &PartMessage| self.mesh.send(peer, message, &[]);
+        for peer in peers.into_iter().filter(|peer| *peer != self.connected.rank) {
+            let send = |message: &PartMessage| self.connected.mesh.send(peer, message, &[]);
             exports.tell::<ExecError>(peer, Told::Rows(number), || {
                 let Collective { contract, pattern, .. } = &**collective;
                 send(&PartMessage::Rows { number, contract: contract.clone(), pattern: pattern.clone() })
@@ -115,7 +125,7 @@ impl PeerProcesses {
                     Ok(send(&PartMessage::Event { number, handle: event.handle()? })?)
                 })?;
             }
-            let mut memory = |buffer: &DeviceBuffer| self.tell_memory(&mut exports, peer, buffer);
+            let mut memory = |buffer: &DeviceBuffer| self.connected.tell_memory(&mut exports, peer, buffer);
             let mut tensors = |buffers: &[CudaBuffer]| -> Result<Vec<TensorPlace>, CallError> {
                 let tensor = |buffer: &CudaBuffer| {
                     let (shape, dtype) = (buffer.shape().to_vec(), buffer.dtype());
@@ -145,7 +155,7 @@ impl PeerProcesses {
 
     /// Tells `peer` that this rank has enqueued its use of what that one published.
     pub(super) fn used(&self, peer: usize, sequence: u64) -> Result<(), ExecError> {
-        self.mesh.send(peer, &PartMessage::Used { sequence }, &[])
+        self.connected.mesh.send(peer, &PartMessage::Used { sequence }, &[])
     }
 
     /// What is added to the addresses of `announced` for each of `peers`, once those have opened the allocations.
@@ -159,7 +169,7 @@ impl PeerProcesses {
     ) -> Result<LinkShifts, CallError> {
         let allocation = |buffer: &DeviceBuffer| match buffer.is_empty() {
             true => Ok(None),
-            false => AllocationPlace::of(&self.device, buffer.address()).map(Some),
+            false => AllocationPlace::of(&self.connected.device, buffer.address()).map(Some),
         };
         let allocations: Vec<Option<AllocationPlace>> =
             announced.iter().map(allocation).collect::<Result<_, _>>()?;
@@ -167,12 +177,12 @@ impl PeerProcesses {
         if let Some(shifts) = lock(known).get(&key) {
             return Ok(shifts.clone());
         }
-        let peers = || peers.iter().copied().filter(|peer| *peer != self.rank);
+        let peers = || peers.iter().copied().filter(|peer| *peer != self.connected.rank);
         {
-            let mut exports = lock(&self.exports);
+            let mut exports = lock(&self.connected.exports);
             for peer in peers() {
                 for buffer in announced {
-                    self.tell_memory(&mut exports, peer, buffer)?;
+                    self.connected.tell_memory(&mut exports, peer, buffer)?;
                 }
             }
         }
@@ -181,15 +191,17 @@ impl PeerProcesses {
             for (tensor, allocation) in allocations.iter().enumerate() {
                 let Some(AllocationPlace { id, base, .. }) = allocation else { continue };
                 let began = Instant::now();
-                let found = self.inbox.base_for(peer, *id)?;
-                let found = found.ok_or_else(|| self.unanswered(place, peer, began))?;
+                let found = self.connected.inbox.base_for(peer, *id)?;
+                let found = found.ok_or_else(|| self.connected.unanswered(place, peer, began))?;
                 shifts.push((peer, tensor, found.wrapping_sub(*base)));
             }
         }
         let made = LinkShifts::new(setup, shifts)?;
         Ok(lock(known).entry(key).or_insert(made).clone())
     }
+}
 
+impl Connected {
     fn tell_memory(
         &self,
         exports: &mut Exports,
@@ -211,23 +223,55 @@ impl PeerProcesses {
         };
         self.world.stalled(self.rank, place.to_string(), began, awaited)
     }
+
+    /// Closes what the others have told, tells them so, and waits until they have closed what this rank has told them, which then may be
+    /// freed. What is enqueued here ends first.
+    fn leave(&self) {
+        let _inside = Inside::enter();
+        let closed = || -> Result<(), CallError> {
+            let mut given = None;
+            while !self.has_ended(&mut given)? {
+                self.world.check()?;
+                thread::sleep(LOOK);
+            }
+            self.world.check()?;
+            self.inbox.close();
+            let others = (0..self.world.size()).filter(|peer| *peer != self.rank);
+            others.clone().try_for_each(|peer| self.mesh.send(peer, &PartMessage::Closed, &[]))?;
+            Ok(self.inbox.all_closed(others.count())?)
+        };
+        if closed().is_err() {
+            self.give_up();
+        }
+    }
+
+    /// Whether the device has done all that it had been given when this was first asked.
+    fn has_ended(&self, given: &mut Option<GivenWork>) -> Result<bool, CudaError> {
+        let driver = self.device.bind()?;
+        if given.is_none() {
+            *given = self.device.stream_ends().given(&driver)?;
+        }
+        given.as_mut().map_or(Ok(false), |given| given.has_ended(&driver))
+    }
+
+    /// Somebody may still have it open, which ends with this process, as does the memory.
+    fn give_up(&self) {
+        self.device.release_nothing();
+        std::mem::forget(std::mem::take(&mut *lock(&self.exports)));
+    }
 }
 
 impl Drop for PeerProcesses {
     fn drop(&mut self) {
-        let closed = || -> Result<Option<()>, ExecError> {
-            self.world.check()?;
-            self.inbox.close();
-            let others = (0..self.world.size()).filter(|peer| *peer != self.rank);
-            let count = others.clone().count();
-            others.clone().try_for_each(|peer| self.mesh.send(peer, &PartMessage::Closed, &[]))?;
-            self.inbox.all_closed(count)
-        };
+        let leaving = self.connected.clone();
+        // This process may end before the thread has closed anything.
+        leaving.mesh.say_farewell();
+        let name = format!("rank {} leaves", leaving.rank);
         // Who panics has told nobody yet, and nobody would close anything.
-        if thread::panicking() || !matches!(closed(), Ok(Some(()))) {
-            // Somebody may still have it open, which ends with this process, as does the memory.
-            self.device.release_nothing();
-            std::mem::forget(std::mem::take(&mut *lock(&self.exports)));
+        let is_leaving =
+            !thread::panicking() && thread::Builder::new().name(name).spawn(move || leaving.leave()).is_ok();
+        if !is_leaving {
+            self.connected.give_up();
         }
     }
 }
