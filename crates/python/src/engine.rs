@@ -50,6 +50,8 @@ pub(crate) trait Engine: Send + Sync {
     fn rows(&self, rows: &RowsCall<'_>) -> Result<(), ExecError>;
     /// What it does for linear layers.
     fn linear(&self) -> &dyn LinearEngine;
+    /// Has calls on different streams of the caller overlap, of what is made ready from now on.
+    fn overlap_calls(&self);
     /// The first error, as far as it is known here.
     fn poll(&self) -> Result<(), ExecError>;
     /// Ends the group for all ranks.
@@ -377,6 +379,10 @@ where
         let tickets = calls.call(&pairs, of_callers.as_deref());
         let called = tickets.and_then(|tickets| self.ended(&tickets, streams.as_deref()));
         self.told(called, [from.keeper.clone(), to.keeper.clone()])
+    }
+
+    fn overlap_calls(&self) {
+        self.group.ranks().iter().for_each(|rank| rank.overlap_calls());
     }
 
     fn poll(&self) -> Result<(), ExecError> {

@@ -236,6 +236,12 @@ impl Ranks {
         })
     }
 
+    /// Has calls on different streams overlap, of plans that are made ready from now on.
+    fn overlap_calls(&self, py: Python<'_>) -> PyResult<()> {
+        self.engine(py)?.overlap_calls();
+        Ok(())
+    }
+
     /// Raises the group's first error, as far as it is known here; never waits.
     fn check(&self, py: Python<'_>) -> PyResult<()> {
         let ranks = self.engine(py)?;

@@ -13,6 +13,8 @@ torch.cuda.set_device(rank % torch.cuda.device_count())
 dist.init_process_group("gloo")
 group = cp.Group(device="cuda", limit=60.0)
 assert group is cp.Group(device="cuda", limit=60.0) and (group.rank, group.size) == (rank, size)
+if sys.argv[1] == "overlap":
+    group.overlap_calls()
 torch.manual_seed(7)
 whole = [torch.randn(1024, 4, 64).bfloat16().cuda() for _ in range(4)]
 masks = [cp.Mask.varlen([0, cut, 1024], causal=True) for cut in (100, 512, 900)]
@@ -35,6 +37,27 @@ for number in range(6):
     assert torch.allclose(plan.undispatch(lse), right_lse, atol=1e-3)
 group.check()
 print("rank", rank, group.transport, flush=True)
+if sys.argv[1] == "overlap":
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    batches = []
+    for number, mask in enumerate(masks[:2]):
+        plan = group.plan(mask, heads=4, head_dim=64, dtype=torch.bfloat16, chunk=64, deterministic=True)
+        own = [plan.dispatch(tensor) for tensor in whole]
+        batches.append((plan, own))
+    def step(plan, own):
+        leaves = [tensor.detach().requires_grad_() for tensor in own[:3]]
+        out, _ = cp.attention(*leaves, plan)
+        return [out.detach(), *torch.autograd.grad(out, leaves, own[3])]
+    right = [step(*batch) for batch in batches]
+    torch.cuda.synchronize()
+    found = []
+    for number in range(20):
+        with torch.cuda.stream(streams[number % 2]):
+            found.append(step(*batches[number % 2]))
+    torch.cuda.synchronize()
+    for number, results in enumerate(found):
+        assert all(torch.equal(a, b) for a, b in zip(results, right[number % 2], strict=True)), number
+    print("overlapped", flush=True)
 if sys.argv[1] == "fail":
     try:
         if rank == 1:
@@ -55,6 +78,11 @@ else:
 def test_ranks_that_are_processes_share_a_gpu() -> None:
     for rank, output in enumerate(run(2, RANK, "close")):
         assert f"rank {rank}" in output and "ended with 0" in output, output
+
+
+def test_micro_batches_on_streams_of_their_own_overlap() -> None:
+    for output in run(2, "overlap"):
+        assert "overlapped" in output and "ended with 0" in output, output
 
 
 def test_tensors_lie_in_memory_that_no_other_process_can_open() -> None:

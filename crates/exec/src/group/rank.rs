@@ -203,14 +203,26 @@ impl<B: Backend, T: Transport<B>> GroupRank<B, T> {
 
     /// Sleeps until everything on its streams has ended.
     pub(crate) fn synchronize(&self) -> Result<(), ExecError> {
-        let streams: Vec<_> = lock(&self.shared).streams.iter().map(|shared| shared.stream.clone()).collect();
+        let streams = self.streams_of_calls();
         self.backend.synchronize(&streams.iter().map(|stream| &**stream).collect::<Vec<_>>())
     }
 
     /// Sleeps until no call uses its tensors any more, also in a failed group, for the group's limit at most. Whether it came to that.
     pub fn drain(&self) -> bool {
-        let streams: Vec<_> = lock(&self.shared).streams.iter().map(|shared| shared.stream.clone()).collect();
+        let streams = self.streams_of_calls();
         self.backend.drain(&streams.iter().map(|stream| &**stream).collect::<Vec<_>>())
+    }
+
+    /// Its streams, and those of the caller that its last calls ended on.
+    fn streams_of_calls(&self) -> Vec<Arc<B::Stream>> {
+        let mut streams: Vec<_> =
+            lock(&self.shared).streams.iter().map(|shared| shared.stream.clone()).collect();
+        for end in lock(&self.order).lanes.iter().flatten() {
+            if !streams.iter().any(|stream| Arc::ptr_eq(stream, &end.on)) {
+                streams.push(end.on.clone());
+            }
+        }
+        streams
     }
 
     pub(crate) fn order(&self) -> MutexGuard<'_, CallOrder<B>> {
