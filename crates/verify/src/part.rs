@@ -150,7 +150,7 @@ fn on_gpus(machine: Machine, extent: Extent, parts: &mut Vec<Part>) {
     add(&[G::PortableKernels], Place::AnyGpu(NOTHING), When::AtOnce, 1, full && hopper);
     // Kernels that wait for each other by the million are held up by everyone else's turns, and hold up everyone else.
     let alone = Place::AllGpus(SLOTS);
-    add(&[G::Meetings, G::Signals, G::Neighbours], alone, When::AtOnce, 1, hopper);
+    add(&[G::Meetings, G::Signals], alone, When::AtOnce, 1, hopper);
     let travelling = [G::Fused, G::NvlinkSignalled, G::CopyEngineSignalled];
     add(&travelling, alone, When::AtOnce, 1, several && hopper);
     // Half a minute of one thread, which makes its inputs, before the GPU has anything to do.
@@ -184,7 +184,7 @@ fn on_gpus(machine: Machine, extent: Extent, parts: &mut Vec<Part>) {
     add(&[G::CopyEngineCollectives, G::EngineCollectives], everywhere, When::Compiled, 1, several);
     add(&[G::GpusAttention], everywhere, When::Compiled, 1, several);
     add(&[G::NvlinkSteps, G::CopyEngineSteps], everywhere, When::Compiled, 1, several);
-    add(&[G::NvlinkRepeats, G::CopyEngineRepeats], everywhere, When::Compiled, 1, true);
+    add(&[G::NvlinkRepeats, G::CopyEngineRepeats, G::Neighbours], everywhere, When::Compiled, 1, true);
     // It needs no memory, and the others leave it the first GPU's.
     add(&[G::CompiledKernels], Place::AnyGpu(NOTHING), When::Last, 1, true);
     // They use up all memory.

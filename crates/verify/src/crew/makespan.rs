@@ -46,8 +46,13 @@ fn seconds(group: Group) -> f64 {
         | G::EngineCollectives
         | G::Collectives => 9.0,
         G::Guard | G::CompiledKernels => 6.0,
-        G::Callers | G::Neighbours => 4.0,
-        G::CopyEngineSteps | G::NvlinkRepeats | G::CopyEngineRepeats | G::NcclRepeats | G::Graphs => 3.0,
+        G::Callers => 4.0,
+        G::Neighbours
+        | G::CopyEngineSteps
+        | G::NvlinkRepeats
+        | G::CopyEngineRepeats
+        | G::NcclRepeats
+        | G::Graphs => 3.0,
         G::NvlinkExhaustion | G::CopyEngineExhaustion | G::NcclExhaustion => 2.0,
         G::Cpu | G::CpuLinear | G::Tcp | G::Hostile => 1.0,
     }
