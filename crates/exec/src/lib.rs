@@ -87,9 +87,9 @@ pub use linear::{
     CollectiveShape, ColumnParallelLinear, GemmCollective, GemmCollectiveSpec, GemmOverlap, LayerCall,
     LayerGradient, LayerOverlap, LayerPass, LinearConfig, LinearInputs, LinearLayer, LinearOptions,
     LinearOutputs, LinearRun, LinearSample, LinearTensor, MeasureError, MeasuredClock, NamedBuffers,
-    PlannedPass, PlannedPasses, PreparedOn, RankBuffers, Repeats, RowParallelLinear, all_gather_gemm,
-    check_linear, check_linear_part, gemm_all_reduce, gemm_reduce_scatter, random_linear_inputs, run_linear,
-    run_linear_on,
+    PlannedPass, PlannedPasses, PreparedOn, RankBuffers, Repeats, RowParallelLinear, SharedInputLinear,
+    all_gather_gemm, check_linear, check_linear_part, gemm_all_reduce, gemm_reduce_scatter,
+    random_linear_inputs, run_linear, run_linear_on,
 };
 pub use machine::{CpuMachine, ElementTypes, Ends, Machine};
 pub use memory::{available_memory, check_memory, has_address_limit};

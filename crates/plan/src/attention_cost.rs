@@ -61,7 +61,7 @@ impl<'a> AttentionWork<'a> {
     }
 }
 
-/// Attention kernels that walk a [`TileSchedule`](crate::TileSchedule): what a run of theirs costs besides unmasked pairs.
+/// Attention kernels that walk a [`TileSchedule`](counterpoint_tiles::TileSchedule): what a run of theirs costs besides unmasked pairs.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TileCosts {
     /// CTAs that run at a time.

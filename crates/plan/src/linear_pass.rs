@@ -53,12 +53,12 @@ pub enum PassOverlap {
 
 /// Multiprocessors that products leave to sums. Two pairs: with 64 of 66 pairs of CTAs most shapes take as many rounds of tiles.
 pub const SUMMING_WORKERS: usize = 4;
-/// Bytes a second of copies to other ranks, and what it takes until the first of a collective has begun and the last is known to have
-/// ended (`docs/experiments/060-column-backward.md`).
-const ENGINE_RATE: f64 = 380e9;
+/// Bytes a second of copies to other ranks over those of the link's kernels, both on H200s, and what it takes until the first of a
+/// collective has begun and the last is known to have ended (`docs/experiments/060-column-backward.md`).
+const ENGINE_RATE: f64 = 380e9 / 315e9;
 const ENGINE_START: f64 = 25e-6;
-/// Bytes a second that one multiprocessor reads, adds and writes beside a product.
-const SUM_RATE: f64 = 50e9;
+/// What one multiprocessor reads, adds and writes beside a product, over the memory's rate, likewise.
+const SUM_RATE: f64 = 50e9 / 4300e9;
 /// How much longer a product takes beside copies, and one whose rows travel while it is computed.
 const SLOWER_BESIDE: f64 = 1.02;
 const SLOWER_FUSED: f64 = 1.04;
@@ -316,8 +316,10 @@ impl LinearPass {
         let row = |columns: usize| (columns * dtype.size()) as f64;
         let to_others = |columns: usize| own * (tp_size as f64 - 1.0) * row(columns);
         let by_kernels = |columns: usize| cost.launch_seconds + self.travel_seconds(own_rows, columns, cost);
-        let by_engines = |columns: usize| ENGINE_START + to_others(columns) / ENGINE_RATE;
-        let adding = own * (tp_size as f64 + 1.0) * row(n) / (SUMMING_WORKERS as f64 * SUM_RATE);
+        let by_engines =
+            |columns: usize| ENGINE_START + to_others(columns) / (ENGINE_RATE * cost.link.bytes_per_second);
+        let sum_rate = SUMMING_WORKERS as f64 * SUM_RATE * cost.memory_bytes_per_second;
+        let adding = own * (tp_size as f64 + 1.0) * row(n) / sum_rate;
         let (sums, spread) = match traffic {
             GemmTraffic::Shares => ([by_kernels(n), by_engines(n) + adding], [0.0; 2]),
             GemmTraffic::SharesAndSums => {
@@ -454,6 +456,19 @@ mod tests {
             assert!(WAYS.iter().all(|way| pass.seconds(*way, &CostModel::H200).is_none()));
             assert_eq!(fastest(pass, &WAYS), PassOverlap::Sequential);
         }
+    }
+
+    /// Copy engines are no faster than the link that was measured.
+    #[test]
+    fn engines_take_what_the_link_takes() {
+        let pass = pass(LinearKind::Column, Activations::Replicated, BACKWARD, [8192, 8192, 7168]);
+        let mut cost = CostModel::H200;
+        let seconds = |cost: &CostModel| pass.seconds(PassOverlap::Beside, cost).unwrap();
+        let fast = seconds(&cost);
+        cost.link.bytes_per_second = 25e9;
+        let bytes = 3.0 * 2048.0 * 8192.0 * 2.0;
+        assert!(seconds(&cost) > bytes / (25e9 * ENGINE_RATE), "{}", seconds(&cost));
+        assert!(seconds(&cost) > 1.5 * fast, "{} {fast}", seconds(&cost));
     }
 
     /// A link that is slow hides under nothing, and no way is faster than its bytes.

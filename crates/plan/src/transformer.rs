@@ -72,12 +72,11 @@ impl TransformerSpec {
         Err(PlanError::Linear { field: "tp_size", value: tp_size, wanted })
     }
 
-    /// The four linear layers of a layer, in the order of the forward, over so many tokens, with sequence parallelism.
-    pub fn linears(&self, tokens: usize, dtype: DType) -> [LayerLinear; 4] {
+    /// The four linear layers of a layer, in the order of the forward, over so many tokens.
+    pub fn linears(&self, tokens: usize, activations: Activations, dtype: DType) -> [LayerLinear; 4] {
         let heads = (self.heads_q + 2 * self.heads_kv) * self.head_dim;
         let projections = if self.gated { 2 } else { 1 };
         let linear = |name, kind, in_features, out_features| {
-            let activations = Activations::SequenceParallel;
             let spec =
                 LinearSpec { kind, activations, tokens, in_features, out_features, has_bias: false, dtype };
             LayerLinear { name, spec }
@@ -99,7 +98,7 @@ impl TransformerSpec {
 
     /// Parameters of the linear layers of a layer.
     pub fn layer_parameters(&self) -> u64 {
-        let linears = self.linears(1, DType::Bf16);
+        let linears = self.linears(1, Activations::SequenceParallel, DType::Bf16);
         linears.iter().map(|linear| (linear.spec.in_features * linear.spec.out_features) as u64).sum()
     }
 }

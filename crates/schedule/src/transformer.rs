@@ -2,8 +2,8 @@
 
 use counterpoint_mask::Mask;
 use counterpoint_plan::{
-    CostModel, DType, GroupFlow, LinearPlan, LinkUse, PassCosts, Plan, PlanConfig, PlanError, ProductStart,
-    Topology, TransformerSpec, WaveGroups,
+    Activations, CostModel, DType, GroupFlow, LinearPlan, LinkUse, PassCosts, Plan, PlanConfig, PlanError,
+    ProductStart, Topology, TransformerSpec, WaveGroups,
 };
 use thiserror::Error;
 
@@ -42,6 +42,10 @@ pub struct StepSpec {
     pub microbatches: usize,
     /// Type of weights and activations.
     pub dtype: DType,
+    /// What ranks of a tensor-parallel group have of the activations that are not split by features.
+    pub activations: Activations,
+    /// What becomes of the gradients of weights.
+    pub gradient: WeightGradient,
     /// Groups of every linear layer.
     pub groups: WaveGroups,
     /// How communication is brought to run under computation.
@@ -157,17 +161,23 @@ impl StepSpec {
         let tokens = self.mask.seqlen_q().div_ceil(cp_size);
         let near = Topology { world_size: tp_size, ranks_per_node: topology.ranks_per_node.min(tp_size) };
         let mut parts = Vec::new();
-        for (index, linear) in self.model.linears(tokens, self.dtype).into_iter().enumerate() {
+        for (index, linear) in
+            self.model.linears(tokens, self.activations, self.dtype).into_iter().enumerate()
+        {
             if index % 2 == 0 {
-                parts.push(self.norm(tokens.div_ceil(tp_size), &near, cost)?);
+                // Without sequence parallelism every rank normalises all tokens.
+                let own = match self.activations {
+                    Activations::SequenceParallel => tokens.div_ceil(tp_size),
+                    Activations::Replicated => tokens,
+                };
+                parts.push(self.norm(own, &near, cost)?);
             }
             let plan = LinearPlan::new(linear.spec, tp_size, self.groups.clone(), cost)?;
-            let gradient = WeightGradient::Accumulated(DType::F32);
             let alone = |program: Program| simulate(&[program], &near, cost);
             parts.push(LayerPart {
                 name: linear.name,
                 forward: alone(lower_linear_forward(&plan, 0, self.policy))?,
-                backward: alone(lower_linear_backward(&plan, 0, gradient, self.policy))?,
+                backward: alone(lower_linear_backward(&plan, 0, self.gradient, self.policy))?,
             });
             if linear.name == "qkv" {
                 parts.push(self.attention(ranks, cost)?);

@@ -1,11 +1,12 @@
 use std::path::PathBuf;
 
 use clap::{Args, Subcommand, ValueEnum};
+use counterpoint_console::CliError;
 use counterpoint_console::arguments::{
     OverlapChoice, OverlapList, PlanningArguments, ShapeArguments, overlap, value,
 };
 use counterpoint_plan::{Activations, DType, ExpertKind, LinearKind, TransformerSpec, WaveGroups};
-use counterpoint_schedule::OverlapPolicy;
+use counterpoint_schedule::{OverlapPolicy, WeightGradient};
 
 /// What to predict.
 #[derive(Debug, Subcommand)]
@@ -230,11 +231,45 @@ out. Every replica takes its own sequences, so more ranks do more work.
 Examples:
   counterpoint simulate model --model llama3-70b
   counterpoint simulate model --model gpt3-175b --ranks 8,512,4096 --tokens 2k --microbatches 8
-  counterpoint simulate model --ranks 64 --cp-size 4 --tokens 128k --report step.html")]
+  counterpoint simulate model --ranks 64 --cp-size 4 --tokens 128k --report step.html
+  counterpoint simulate model --hidden 4k --heads-q 32 --heads-kv 8 --feed-forward 14k --layers 32 \\
+      --activations replicated --gradient written")]
 pub(crate) struct SimulateModelArguments {
     /// Sizes of the layers
     #[arg(long, value_name = "NAME", default_value = "llama3-70b", value_parser = value::model())]
     pub(crate) model: TransformerSpec,
+
+    /// Layers [default: the model's]
+    #[arg(long, value_name = "N", value_parser = value::size, allow_hyphen_values = true)]
+    pub(crate) layers: Option<usize>,
+
+    /// Elements of a token between blocks [default: the model's]
+    #[arg(long, value_name = "N", value_parser = value::size, allow_hyphen_values = true)]
+    pub(crate) hidden: Option<usize>,
+
+    /// Query heads [default: the model's]
+    #[arg(long, value_name = "N", value_parser = value::size, allow_hyphen_values = true)]
+    pub(crate) heads_q: Option<usize>,
+
+    /// Key and value heads [default: the model's]
+    #[arg(long, value_name = "N", value_parser = value::size, allow_hyphen_values = true)]
+    pub(crate) heads_kv: Option<usize>,
+
+    /// Elements of a head [default: the model's]
+    #[arg(long, value_name = "N", value_parser = value::size, allow_hyphen_values = true)]
+    pub(crate) head_dim: Option<usize>,
+
+    /// Elements inside the feed-forward block [default: the model's]
+    #[arg(long, value_name = "N", value_parser = value::size, allow_hyphen_values = true)]
+    pub(crate) feed_forward: Option<usize>,
+
+    /// What ranks have of the activations that are not split by features
+    #[arg(long, value_enum, default_value_t = ActivationsArgument::SequenceParallel)]
+    pub(crate) activations: ActivationsArgument,
+
+    /// What becomes of the gradients of weights
+    #[arg(long, value_enum, default_value_t = WeightGradientArgument::Accumulated)]
+    pub(crate) gradient: WeightGradientArgument,
 
     /// All ranks; may be several
     #[arg(long, value_name = "N", value_delimiter = ',', default_value = "8,64,512,4096", value_parser = value::ranks, allow_hyphen_values = true)]
@@ -276,6 +311,48 @@ pub(crate) struct SimulateModelArguments {
 
     #[command(flatten)]
     pub(crate) simulation: SimulationArguments,
+}
+
+impl SimulateModelArguments {
+    /// The model with the sizes that were given.
+    pub(crate) fn sizes(&self) -> Result<TransformerSpec, CliError> {
+        let model = self.model;
+        let sizes = TransformerSpec {
+            name: "of these sizes",
+            layers: self.layers.unwrap_or(model.layers),
+            hidden: self.hidden.unwrap_or(model.hidden),
+            heads_q: self.heads_q.unwrap_or(model.heads_q),
+            heads_kv: self.heads_kv.unwrap_or(model.heads_kv),
+            head_dim: self.head_dim.unwrap_or(model.head_dim),
+            feed_forward: self.feed_forward.unwrap_or(model.feed_forward),
+            gated: model.gated,
+        };
+        if !sizes.heads_q.is_multiple_of(sizes.heads_kv) {
+            let (value, queries) = (sizes.heads_kv.to_string(), sizes.heads_q);
+            let reason = format!("must divide the {queries} query heads");
+            return Err(CliError::Flag { flag: "--heads-kv", value, reason });
+        }
+        let named = TransformerSpec { name: model.name, ..sizes };
+        Ok(if named == model { model } else { sizes })
+    }
+}
+
+/// What becomes of the gradients of weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum WeightGradientArgument {
+    /// Added to f32 in the products' epilogues (gradient accumulation fusion)
+    Accumulated,
+    /// Written in the weights' type
+    Written,
+}
+
+impl From<WeightGradientArgument> for WeightGradient {
+    fn from(gradient: WeightGradientArgument) -> Self {
+        match gradient {
+            WeightGradientArgument::Accumulated => WeightGradient::Accumulated(DType::F32),
+            WeightGradientArgument::Written => WeightGradient::Written,
+        }
+    }
 }
 
 /// The axis of a weight that is split.

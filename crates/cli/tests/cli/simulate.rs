@@ -177,6 +177,20 @@ fn what_does_not_divide_is_refused() {
     folder.refuses(&format!("{LINEAR} --tp-size 8 --groups 3+x"), &["--groups", "3+x"]);
     folder.refuses(&format!("{LINEAR} --tp-size 8 --groups 512+256"), &["768", "1024"]);
     folder.refuses(&format!("{LINEAR} --tp-size 8 --overlap fast"), &["fast", "kernel-barrier"]);
+    let own = "simulate model --hidden 4k --heads-q 32 --heads-kv 8 --feed-forward 14k --layers 32 --ranks 8 \
+               --overlap concurrent --json";
+    let seconds = |more: &str| {
+        let document = folder.run(&format!("{own} {more}")).ok().json();
+        assert_eq!(
+            (&document["setup"]["model"], &document["setup"]["layers"]),
+            (&"of these sizes".into(), &"32".into())
+        );
+        document["rows"][0]["step"]["seconds"].as_f64().unwrap()
+    };
+    // Replicated activations send as much and normalise every token on every rank; half the layers take half the time.
+    assert!(seconds("--activations replicated") > 1.02 * seconds(""));
+    assert!(seconds("--gradient written") > 0.5 * seconds(""));
+    folder.refuses("simulate model --heads-kv 7", &["--heads-kv", "64 query heads"]);
     folder.refuses("simulate model --ranks 12", &["12", "tp_size 8"]);
     folder.refuses("simulate model --ranks 24 --tp-size 24", &["24", "64 query heads"]);
     folder.refuses("simulate model --model gpt5", &["gpt5", "llama3-70b"]);

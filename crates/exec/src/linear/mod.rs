@@ -11,6 +11,7 @@ mod parallel;
 mod reference;
 mod run;
 mod shard;
+mod shared_input;
 mod timed;
 
 use counterpoint_plan::{DType, LinearSpec};
@@ -32,6 +33,7 @@ pub(crate) use reference::half_unit;
 pub use reference::{LinearSample, check_linear, check_linear_part};
 pub use run::{LinearConfig, run_linear, run_linear_on};
 pub(crate) use shard::join_rows;
+pub use shared_input::SharedInputLinear;
 pub use timed::Repeats;
 
 /// Tensors of a whole layer, in global order.

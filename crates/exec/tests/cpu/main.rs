@@ -16,6 +16,7 @@ mod linear;
 mod linear_layers;
 mod non_finite;
 mod normalised;
+mod shared_input;
 mod softcap;
 mod support;
 mod tcp;

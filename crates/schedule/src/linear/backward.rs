@@ -138,9 +138,9 @@ fn column(lowering: &mut Lowering<'_>, gradient: WeightGradient) {
             if group > 0 {
                 sums.after_start(lowering, group);
             }
-            let share = sums.share(lowering, group);
+            let share = sums.share(lowering, group, plan.spec.dtype);
             let gemm = input_product(lowering, group_rows(plan, group, dy), weight, share);
-            sums.compute(lowering, group, "dx", gemm);
+            sums.compute(lowering, group, "dx", vec![gemm]);
         }
         sums.after_start(lowering, plan.groups());
         if let Some(x) = x.filter(|_| behind) {
@@ -224,14 +224,14 @@ fn input_gradient(
 }
 
 /// All tokens' inputs, here or on their way.
-struct AllInputs {
+pub(super) struct AllInputs {
     blocks: Vec<RowBlock>,
     arrived: Option<Mark>,
 }
 
 impl AllInputs {
     /// Has the computation wait for them.
-    fn enter(self, lowering: &mut Lowering<'_>) -> Vec<RowBlock> {
+    pub(super) fn enter(self, lowering: &mut Lowering<'_>) -> Vec<RowBlock> {
         if let Some(arrived) = self.arrived {
             lowering.p.after(lowering.compute, None, "wait for x", arrived);
         }
@@ -239,7 +239,8 @@ impl AllInputs {
     }
 }
 
-fn gather_all(
+/// All tokens' `x`, gathered where ranks have their own alone.
+pub(super) fn gather_all(
     lowering: &mut Lowering<'_>,
     x: BufferId,
     columns: usize,

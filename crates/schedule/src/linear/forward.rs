@@ -145,9 +145,9 @@ fn row(lowering: &mut Lowering<'_>, name: &str, role: BufferRole) -> RowResult {
         if group > 0 {
             sums.after_start(lowering, group);
         }
-        let share = sums.share(lowering, group);
+        let share = sums.share(lowering, group, plan.spec.dtype);
         let gemm = product(lowering, group_rows(plan, group, x), weight, bias, share);
-        sums.compute(lowering, group, "y", gemm);
+        sums.compute(lowering, group, "y", vec![gemm]);
     }
     RowResult::Sums(Box::new(sums))
 }

@@ -1,7 +1,7 @@
 use std::sync::Arc;
 
 use counterpoint_mask::Range;
-use counterpoint_plan::{Activations, LinearPlan};
+use counterpoint_plan::{Activations, DType, LinearPlan};
 
 use super::exchange::{Lowering, block, leaves_workers};
 use super::{GATHER, REDUCE};
@@ -46,7 +46,8 @@ pub(super) struct ReducedTokens {
 struct Waves {
     signal: SignalId,
     products: Vec<Gemm>,
-    sums: Vec<(GroupReduce, Sums)>,
+    /// Of each group, how many products are done with it.
+    sums: Vec<(u64, GroupReduce, Sums)>,
 }
 
 /// What has been computed of a group.
@@ -113,24 +114,32 @@ impl ReducedTokens {
         }
     }
 
-    /// The buffer for this rank's shares of a group: `[rows of the group, columns]`.
-    pub(super) fn share(&self, lowering: &mut Lowering<'_>, group: usize) -> BufferId {
+    /// The buffer for this rank's shares of a group, of this type: `[rows of the group, columns]`.
+    pub(super) fn share(&self, lowering: &mut Lowering<'_>, group: usize, dtype: DType) -> BufferId {
         let plan = lowering.plan;
         let rows = plan.group_tokens(group).iter().map(Range::len).sum();
         let name = format!("{}_share_{group}", self.name);
-        lowering.p.buffer(&name, plan.spec.dtype, &[rows, self.columns], BufferRole::Scratch)
+        lowering.p.buffer(&name, dtype, &[rows, self.columns], BufferRole::Scratch)
     }
 
-    /// Computes a group's shares, under the label given, and sends them on their way; the product's result is
-    /// [`ReducedTokens::share`]. Where one kernel computes all groups, it does so once it has been given the last.
+    /// Computes a group's shares, under the label given, and sends them on their way; the products' result is
+    /// [`ReducedTokens::share`]: the first of them writes it, others add to it, and [`Mover::Fused`] is for one. Where one kernel computes
+    /// all groups, it does so once it has been given the last.
     ///
     /// Where computation leaves communication its workers, shares are enqueued behind the computation that hides them: on a
     /// single hardware queue a collective that waits for other ranks would else hold that one up, and where computation starts
     /// first its blocks find whole clusters of multiprocessors.
-    pub(super) fn compute(&mut self, lowering: &mut Lowering<'_>, group: usize, label: &str, gemm: Gemm) {
+    pub(super) fn compute(
+        &mut self,
+        lowering: &mut Lowering<'_>,
+        group: usize,
+        label: &str,
+        mut gemms: Vec<Gemm>,
+    ) {
+        let Some(share) = gemms.first().map(|gemm| gemm.out) else { return };
         let (plan, rank, compute) = (lowering.plan, lowering.rank, lowering.compute);
         let p = &mut lowering.p;
-        let (here, dtype, share) = (Some(group), plan.spec.dtype, gemm.out);
+        let (here, dtype) = (Some(group), plan.spec.dtype);
         let fused = p.policy().mover == Mover::Fused;
         let part = Arc::new(plan.packed_group_part(rank, group));
         let rows = plan.group_rows(rank, group).len();
@@ -162,22 +171,27 @@ impl ReducedTokens {
         });
         let result = self.replicated.unwrap_or(sum);
         if let Some(waves) = &mut self.waves {
-            waves.products.push(gemm);
-            waves.sums.push((reduce, Sums { group, spread, result }));
-            if waves.products.len() == plan.groups() {
+            waves.products.extend(gemms);
+            let raised = waves.products.len() as u64;
+            waves.sums.push((raised, reduce, Sums { group, spread, result }));
+            if waves.sums.len() == plan.groups() {
                 self.compute_waves(lowering, label);
             }
             return;
         }
-        let (op, shares) = if fused {
-            let with_product = spread.take_if(|_| self.spread_under == SpreadUnder::Product);
-            let op = GemmReduce { gemm, reduce, spread: with_product };
-            (Op::GemmReduce(Box::new(op)), Shares::Summed(Sums { group, spread, result }))
-        } else {
-            (Op::Gemm(gemm), Shares::Apart(reduce, Sums { group, spread, result }))
+        let last = if fused { gemms.pop() } else { None };
+        let (op, shares) = match last {
+            Some(gemm) => {
+                let with_product = spread.take_if(|_| self.spread_under == SpreadUnder::Product);
+                let op = GemmReduce { gemm, reduce, spread: with_product };
+                (Some(Op::GemmReduce(Box::new(op))), Shares::Summed(Sums { group, spread, result }))
+            }
+            None => (None, Shares::Apart(reduce, Sums { group, spread, result })),
         };
         self.mark(lowering);
-        lowering.p.push(compute, here, label, op);
+        for op in gemms.into_iter().map(Op::Gemm).chain(op) {
+            lowering.p.push(compute, here, label, op);
+        }
         self.send(lowering);
         self.waiting = Some((None, shares));
         if !leaves_workers(lowering.p.policy()) {
@@ -190,8 +204,8 @@ impl ReducedTokens {
         let Some(Waves { signal, products, sums }) = self.waves.take() else { return };
         // The kernel is queued before whoever waits for its signal.
         lowering.p.push(lowering.compute, None, label, Op::WaveGemm(WaveGemm { groups: products, signal }));
-        for (wave, (reduce, sums)) in sums.into_iter().enumerate() {
-            let wait = Op::WaitSignal { signal, value: wave as u64 + 1 };
+        for (value, reduce, sums) in sums {
+            let wait = Op::WaitSignal { signal, value };
             lowering.p.push(self.reduce, Some(sums.group), "wait for shares", wait);
             let summed = self.sum(lowering, sums.group, reduce);
             self.spread(lowering, sums, summed);

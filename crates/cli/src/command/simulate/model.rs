@@ -1,6 +1,6 @@
 use counterpoint_console::{CliError, Progress, Schema};
 use counterpoint_mask::Mask;
-use counterpoint_plan::{DType, Topology};
+use counterpoint_plan::{Activations, DType, Topology};
 use counterpoint_report::{Column, format_count, format_flops, format_seconds};
 use counterpoint_schedule::{LayerPrediction, Parallelism, StepError, StepPrediction, StepSpec};
 use serde_json::{Value, json};
@@ -11,7 +11,7 @@ use crate::arguments::SimulateModelArguments;
 pub(super) fn run(arguments: &SimulateModelArguments) -> Result<(), CliError> {
     let setting = Setting::of(&arguments.simulation, arguments.profile.as_deref())?;
     let cost = setting.profile.cost;
-    let model = arguments.model;
+    let model = arguments.sizes()?;
     let expression = format!("causal:{}", arguments.tokens);
     let mask = Mask::parse(&expression, &|_| Err(String::new()))
         .map_err(|source| CliError::MaskExpression { expression, source })?;
@@ -32,6 +32,8 @@ pub(super) fn run(arguments: &SimulateModelArguments) -> Result<(), CliError> {
         Predicted::new(Schema::SimulateModel, "Predicted training step", &setting.profile, columns);
     predicted.set("model", model.name);
     predicted.set("layers", model.layers);
+    predicted.set("hidden", model.hidden);
+    predicted.set("activations", Activations::from(arguments.activations));
     predicted.set("tokens", format_count(arguments.tokens as u64));
     predicted.set("microbatches", arguments.microbatches);
     predicted.set("tp", arguments.tp_size);
@@ -52,6 +54,8 @@ pub(super) fn run(arguments: &SimulateModelArguments) -> Result<(), CliError> {
                 mask: mask.clone(),
                 microbatches: arguments.microbatches,
                 dtype: DType::Bf16,
+                activations: arguments.activations.into(),
+                gradient: arguments.gradient.into(),
                 groups: arguments.groups.clone(),
                 policy,
             };

@@ -1,0 +1,274 @@
+//! Column-parallel layers that share one input, on a group.
+
+use counterpoint_plan::{Activations, LinearKind, LinearPlan, LinearSpec, PassOverlap};
+use counterpoint_schedule::{
+    InputGradient, SharedInput, WeightGradient, lower_shared_input_backward, lower_shared_input_forward,
+};
+
+use super::layer::{LayerGradient, LayerPass, Rank, RankBuffers, check_present, prepare};
+use super::overlap::PlannedPass;
+use super::parallel::LinearOptions;
+use super::shard::Shard;
+use crate::{Backend, ExecError, Group, HostTensor, Machine, Prepared, Transport};
+
+/// Column-parallel layers of one input, such as q, k and v of an attention, or gate and up of an MLP: `x` is gathered once for all of
+/// them, and what they give to its gradient is added on each rank and summed over ranks once.
+///
+/// Weights, results and gradients are lists in the order of the layers. Gradients of weights are not deferred.
+pub struct SharedInputLinear<M: Machine> {
+    plan: LinearPlan,
+    /// Of each layer, its own, for how its tensors lie.
+    layers: Vec<LinearPlan>,
+    gradient: LayerGradient,
+    forward: Vec<Rank<M>>,
+    backward: Vec<Rank<M>>,
+}
+
+impl<M: Machine> SharedInputLinear<M> {
+    /// Layers from `in_features` to each of `out_features`, those of all ranks, of so many tokens.
+    ///
+    /// # Errors
+    /// [`ExecError::Tensor`] for no layers, sizes that are 0 or do not divide over the ranks, gradients of weights that are deferred, and
+    /// partial gradients of an input of which every rank has its own tokens; as
+    /// [`LinearLayer::new`](crate::LinearLayer::new).
+    pub fn new(
+        group: &Group<M>,
+        [tokens, in_features]: [usize; 2],
+        out_features: &[usize],
+        options: &LinearOptions,
+        input: InputGradient,
+    ) -> Result<Self, ExecError> {
+        let LinearOptions { activations, has_bias, dtype, gradient, ref overlap } = *options;
+        let refused =
+            |reason: &str| Err(ExecError::Tensor { name: "layer".to_owned(), reason: reason.to_owned() });
+        if matches!(gradient, LayerGradient::Deferred { .. }) {
+            return refused(
+                "defers gradients of weights, which layers that share an input do not; have them written or added",
+            );
+        }
+        if input == InputGradient::Partial && activations == Activations::SequenceParallel {
+            return refused(
+                "leaves partial sums of the input's gradient, but under sequence parallelism ranks have their own tokens' alone",
+            );
+        }
+        let failed = |error: counterpoint_plan::PlanError| ExecError::Tensor {
+            name: "layer".to_owned(),
+            reason: error.to_string(),
+        };
+        let kind = LinearKind::Column;
+        let spec = |out_features| LinearSpec {
+            kind,
+            activations,
+            tokens,
+            in_features,
+            out_features,
+            has_bias,
+            dtype,
+        };
+        // A kernel that sends its tiles makes them of one product.
+        let mut machine = group.linear().clone();
+        machine.overlaps.retain(|way| *way != PassOverlap::Fused);
+        let all = out_features.iter().fold(0usize, |sum, features| sum.saturating_add(*features));
+        let passes = overlap.passes(&machine, spec(all), gradient).map_err(failed)?;
+        let layer = |&out_features: &usize| {
+            let groups = counterpoint_plan::WaveGroups::Fixed(1);
+            LinearPlan::new(spec(out_features), group.world_size(), groups, &machine.cost).map_err(failed)
+        };
+        let layers: Vec<LinearPlan> = out_features.iter().map(layer).collect::<Result<_, _>>()?;
+        let outputs: Vec<usize> = layers.iter().map(LinearPlan::local_out_features).collect();
+        let PlannedPass { plan, policy } = &passes.forward;
+        let forward = prepare(group, plan, *policy, |rank| {
+            lower_shared_input_forward(SharedInput { plan, outputs: &outputs }, rank, *policy)
+        })?;
+        let PlannedPass { plan, policy } = &passes.backward;
+        let of_weights = match gradient {
+            LayerGradient::Written => WeightGradient::Written,
+            LayerGradient::Accumulated(dtype) => WeightGradient::Accumulated(dtype),
+            LayerGradient::Frozen | LayerGradient::Deferred { .. } => WeightGradient::Frozen,
+        };
+        let backward = prepare(group, plan, *policy, |rank| {
+            let layers = SharedInput { plan, outputs: &outputs };
+            lower_shared_input_backward(layers, rank, (of_weights, input), *policy)
+        })?;
+        Ok(Self { plan: passes.forward.plan, layers, gradient, forward, backward })
+    }
+
+    /// How all of them together are split.
+    pub fn plan(&self) -> &LinearPlan {
+        &self.plan
+    }
+
+    /// Each layer's own split.
+    pub fn layers(&self) -> &[LinearPlan] {
+        &self.layers
+    }
+
+    fn upload(
+        &self,
+        name: &str,
+        plan: &LinearPlan,
+        shard: Shard,
+        whole: &HostTensor,
+    ) -> Result<RankBuffers<M>, ExecError> {
+        let upload = |rank: &Rank<M>| {
+            let part = shard.cut(plan, rank.backend().rank(), whole)?;
+            rank.backend().upload(name, part)
+        };
+        self.forward.iter().map(upload).collect()
+    }
+
+    /// Uploads the ranks' parts of the whole input, or of its gradient, `[tokens, in_features]`.
+    ///
+    /// # Errors
+    /// [`ExecError::Tensor`] for another shape; [`ExecError::OutOfMemory`].
+    pub fn scatter_input(&self, whole: &HostTensor) -> Result<RankBuffers<M>, ExecError> {
+        check_shape("x", whole, &[self.plan.spec.tokens, self.plan.spec.in_features])?;
+        self.upload("x", &self.plan, Shard::of_input(&self.plan), whole)
+    }
+
+    /// Uploads the ranks' parts of whole weights, `[out_features, in_features]`, one a layer.
+    ///
+    /// # Errors
+    /// As [`SharedInputLinear::scatter_input`].
+    pub fn scatter_weights(&self, whole: &[HostTensor]) -> Result<Vec<RankBuffers<M>>, ExecError> {
+        self.scatter("weight", whole, Shard::of_weight, |spec| vec![spec.out_features, spec.in_features])
+    }
+
+    /// Uploads the ranks' parts of whole results or their gradients, `[tokens, out_features]`, one a layer.
+    ///
+    /// # Errors
+    /// As [`SharedInputLinear::scatter_input`].
+    pub fn scatter_outputs(&self, whole: &[HostTensor]) -> Result<Vec<RankBuffers<M>>, ExecError> {
+        self.scatter("dy", whole, Shard::of_output, |spec| vec![spec.tokens, spec.out_features])
+    }
+
+    /// Uploads the ranks' parts of whole biases, `[out_features]`, one a layer.
+    ///
+    /// # Errors
+    /// As [`SharedInputLinear::scatter_input`].
+    pub fn scatter_biases(&self, whole: &[HostTensor]) -> Result<Vec<RankBuffers<M>>, ExecError> {
+        self.scatter("bias", whole, Shard::of_bias, |spec| vec![spec.out_features])
+    }
+
+    fn scatter(
+        &self,
+        name: &str,
+        whole: &[HostTensor],
+        shard: fn(&LinearPlan) -> Shard,
+        shape: fn(&LinearSpec) -> Vec<usize>,
+    ) -> Result<Vec<RankBuffers<M>>, ExecError> {
+        self.check_layers(name, whole.len())?;
+        let upload = |(plan, whole): (&LinearPlan, &HostTensor)| {
+            check_shape(name, whole, &shape(&plan.spec))?;
+            self.upload(name, plan, shard(plan), whole)
+        };
+        self.layers.iter().zip(whole).map(upload).collect()
+    }
+
+    /// The parts of a tensor that the ranks here have, in their order.
+    ///
+    /// # Errors
+    /// As the backend's.
+    pub fn download(&self, parts: &RankBuffers<M>) -> Result<Vec<HostTensor>, ExecError> {
+        self.forward.iter().zip(parts).map(|(rank, part)| rank.backend().download(part)).collect()
+    }
+
+    /// Has the layers use these weights, and these biases where they have some, from the next pass on.
+    ///
+    /// # Errors
+    /// [`ExecError::Tensor`] when a number, shape or type differs, or biases are missing or too much.
+    pub fn bind_weights(
+        &mut self,
+        weights: &[RankBuffers<M>],
+        biases: &[RankBuffers<M>],
+    ) -> Result<(), ExecError> {
+        self.check_layers("weight", weights.len())?;
+        if self.plan.spec.has_bias {
+            self.check_layers("bias", biases.len())?;
+        } else if !biases.is_empty() {
+            check_present("bias", true, false)?;
+        }
+        bind(&mut self.forward, "weight", weights)?;
+        bind(&mut self.backward, "weight", weights)?;
+        bind(&mut self.forward, "bias", biases)
+    }
+
+    /// Has gradients be added to these tensors from the next backward on, those of biases too where layers have them.
+    ///
+    /// # Errors
+    /// As [`SharedInputLinear::bind_weights`]; [`ExecError::Tensor`] where gradients are not added to anything.
+    pub fn bind_main_grads(
+        &mut self,
+        weights: &[RankBuffers<M>],
+        biases: &[RankBuffers<M>],
+    ) -> Result<(), ExecError> {
+        check_present("main_grad", true, self.gradient.main_grad().is_some())?;
+        self.check_layers("main_grad", weights.len())?;
+        if self.plan.spec.has_bias {
+            self.check_layers("main_grad's bias", biases.len())?;
+        }
+        bind(&mut self.backward, "main_grad", weights)?;
+        bind(&mut self.backward, "main_grad_bias", biases)
+    }
+
+    /// `y` of each layer, in memory that the next forward writes over.
+    ///
+    /// # Errors
+    /// As [`LinearLayer::forward`](crate::LinearLayer::forward).
+    pub fn forward(&mut self, x: &RankBuffers<M>) -> Result<Vec<RankBuffers<M>>, ExecError> {
+        Prepared::bind_ranks(&mut self.forward, "x", x)?;
+        Prepared::run_ranks(&mut self.forward)?;
+        (0..self.layers.len()).map(|at| Prepared::buffers_of(&self.forward, &format!("y_{at}"))).collect()
+    }
+
+    /// `dx` of the gradients of all results, and what becomes of those of the weights: `x` is that of the forward, which frozen weights
+    /// have no use for.
+    ///
+    /// # Errors
+    /// As [`SharedInputLinear::forward`].
+    pub fn backward(
+        &mut self,
+        x: &RankBuffers<M>,
+        dys: &[RankBuffers<M>],
+    ) -> Result<LayerPass<M>, ExecError> {
+        self.check_layers("dy", dys.len())?;
+        if self.gradient != LayerGradient::Frozen {
+            Prepared::bind_ranks(&mut self.backward, "x", x)?;
+        }
+        bind(&mut self.backward, "dy", dys)?;
+        let timeline = Prepared::run_ranks(&mut self.backward)?;
+        Ok(LayerPass { result: Prepared::buffers_of(&self.backward, "dx")?, timeline })
+    }
+
+    /// The last gradients of the weights that were written, one a layer; `None` where they are added to something, or there are none.
+    pub fn weight_gradients(&self) -> Option<Vec<RankBuffers<M>>> {
+        let of = |at: usize| Prepared::buffers_of(&self.backward, &format!("dweight_{at}")).ok();
+        (0..self.layers.len()).map(of).collect()
+    }
+
+    fn check_layers(&self, name: &str, given: usize) -> Result<(), ExecError> {
+        if given == self.layers.len() {
+            return Ok(());
+        }
+        let reason = format!("{given} tensors for {} layers", self.layers.len());
+        Err(ExecError::Tensor { name: name.to_owned(), reason })
+    }
+}
+
+/// Each layer's buffers by its number.
+fn bind<B: Backend, T: Transport<B>>(
+    ranks: &mut [Prepared<B, T>],
+    name: &str,
+    buffers: &[Vec<B::Buffer>],
+) -> Result<(), ExecError> {
+    let mut layers = buffers.iter().enumerate();
+    layers.try_for_each(|(at, buffers)| Prepared::bind_ranks(ranks, &format!("{name}_{at}"), buffers))
+}
+
+fn check_shape(name: &str, tensor: &HostTensor, wanted: &[usize]) -> Result<(), ExecError> {
+    if tensor.shape() == wanted {
+        return Ok(());
+    }
+    let reason = format!("must be {wanted:?}, not {:?}", tensor.shape());
+    Err(ExecError::Tensor { name: name.to_owned(), reason })
+}
