@@ -57,10 +57,9 @@ pub(crate) fn gemm<T: Element, D: HostElement<Accumulator = T::Accumulator>>(
         assert_eq!(out_rows.iter().map(Range::len).sum::<usize>(), m, "rows of a matrix product");
         let zero = T::Accumulator::ZERO;
         let bias: Option<Vec<T::Accumulator>> = bias.map(|bias| bias.iter().map(|x| x.widen()).collect());
-        tiles(out, n, out_rows).into_par_iter().for_each(|(first, rows)| {
-            let count = rows.len() / n.max(1);
+        tiles(out, n, out_rows).into_par_iter().for_each(|Tile { first, count, pieces }| {
             // Beside the old values, not onto them: whether an element is in the rim of a product would change its last bit.
-            let mut sums = vec![zero; rows.len()];
+            let mut sums = vec![zero; count * n];
             let one = T::Accumulator::ONE;
             let product = MatMut::new(&mut sums, count, n, n);
             let whole_b = Mat::new(&b.elements, b.rows(), b.columns, b.columns);
@@ -75,7 +74,8 @@ pub(crate) fn gemm<T: Element, D: HostElement<Accumulator = T::Accumulator>>(
                     matmul(one, some.transposed(), whole_b, zero, product);
                 }
             }
-            for (row, sums) in rows.chunks_exact_mut(n).zip(sums.chunks_exact(n)) {
+            let rows = pieces.into_iter().flat_map(|piece| piece.chunks_exact_mut(n));
+            for (row, sums) in rows.zip(sums.chunks_exact(n)) {
                 for (column, (out, &sum)) in row.iter_mut().zip(sums).enumerate() {
                     let sum = bias.as_ref().map_or(sum, |bias| sum + bias[column]);
                     *out = D::narrow(match accumulate {
@@ -149,17 +149,32 @@ impl<'a, R: Real> Operand<'a, R> {
     }
 }
 
-/// The rows of the result in tiles: the first row of the product that is in each, and the memory of its rows.
-fn tiles<'a, D>(out: &'a mut [D], n: usize, out_rows: &[Range]) -> Vec<(usize, &'a mut [D])> {
-    let mut tiles = Vec::new();
+/// Rows of the result that one thread computes, wherever they lie: a product of a single row would read all of the second operand for it.
+struct Tile<'a, D> {
+    /// The first row of the product, and how many.
+    first: usize,
+    count: usize,
+    /// The memory of its rows.
+    pieces: Vec<&'a mut [D]>,
+}
+
+/// The rows of the result in tiles.
+fn tiles<'a, D>(out: &'a mut [D], n: usize, out_rows: &[Range]) -> Vec<Tile<'a, D>> {
+    let mut tiles: Vec<Tile<'a, D>> = Vec::new();
     let (mut rest, mut behind, mut first) = (out, 0, 0);
     for rows in out_rows {
         let (_, from_here) = rest.split_at_mut((rows.start - behind) * n);
         let (mut here, after) = from_here.split_at_mut(rows.len() * n);
         while !here.is_empty() {
-            let (tile, left) = here.split_at_mut((TILE_ROWS * n).min(here.len()));
-            let count = tile.len() / n;
-            tiles.push((first, tile));
+            if tiles.last().is_none_or(|tile| tile.count == TILE_ROWS) {
+                tiles.push(Tile { first, count: 0, pieces: Vec::new() });
+            }
+            let Some(tile) = tiles.last_mut() else { break };
+            let room = TILE_ROWS - tile.count;
+            let (piece, left) = here.split_at_mut((room * n).min(here.len()));
+            let count = piece.len() / n;
+            tile.count += count;
+            tile.pieces.push(piece);
             first += count;
             here = left;
         }
