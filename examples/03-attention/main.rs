@@ -33,6 +33,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         v: waves(rows, spec.heads_kv, spec.head_dim_v, 1.19),
         sink: None,
         dout: Some(waves(rows, spec.heads_q, spec.head_dim_v, 1.61)),
+        dlse: None,
     };
     let run = run_attention(&plan, &spec, &inputs, &RunConfig::default())?;
     let report = check_attention(&mask, &spec, &inputs, &run.outputs);

@@ -155,6 +155,7 @@ impl MicroBatch {
             sink: None,
             out: &out[rank],
             lse: &lse[rank],
+            max_logits: None,
         };
         (0..RANKS).map(rank).collect()
     }
@@ -171,6 +172,7 @@ impl MicroBatch {
             sink: None,
             out: &out[rank],
             lse: &lse[rank],
+            dlse: None,
             dq: &dq[rank],
             dk: &dk[rank],
             dv: &dv[rank],
@@ -192,10 +194,12 @@ impl MicroBatch {
             v: whole(&self.values[layer])?,
             sink: None,
             dout: Some(whole(&self.gradients[layer + 1])?),
+            dlse: None,
         };
         let outputs = AttentionOutputs {
             out: whole(&self.values[layer + 1])?,
             lse: whole(lse)?,
+            max_logits: None,
             dq: Some(whole(dq)?),
             dk: Some(whole(dk)?),
             dv: Some(whole(&self.gradients[layer])?),

@@ -112,6 +112,7 @@ class Solution:
     ) -> Solution: ...
     @classmethod
     def from_json(cls, text: str) -> Solution: ...
+    def asking(self, *, max_logits: bool, dlse: bool) -> Solution: ...
     def to_json(self) -> str: ...
     @property
     def mask(self) -> Mask: ...
@@ -151,6 +152,7 @@ class Calls:
         sink: int | None,
         out: int,
         lse: int,
+        max_logits: int | None,
         tensors: tuple[Any, ...],
         /,
     ) -> Timeline | None: ...
@@ -164,6 +166,7 @@ class Calls:
         sink: int | None,
         out: int,
         lse: int,
+        dlse: int | None,
         dq: int,
         dk: int,
         dv: int,

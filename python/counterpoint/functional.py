@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from threading import Lock
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
@@ -16,16 +16,53 @@ from counterpoint.group import LocalGroup
 from counterpoint.plan import Plan
 
 
+@overload
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, *, sink: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: Plan,
+    *,
+    sink: torch.Tensor | None = None,
+    return_max_logits: Literal[False] = False,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: Plan,
+    *,
+    sink: torch.Tensor | None = None,
+    return_max_logits: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: Plan,
+    *,
+    sink: torch.Tensor | None = None,
+    return_max_logits: bool = False,
+) -> tuple[torch.Tensor, ...]:
     """Attention of the local rows of a plan, over the keys of all its ranks: (out, lse). Collective.
 
     `q [q_rows, heads, head_dim]`, `k [k_rows, key heads, head_dim]` and `v [k_rows, key heads, head_dim_v]` are local rows in the
     order of `plan.position_ids`, with or without a batch axis of 1. `sink [sink_rows, heads]` is f32 (f64 for f64).
     `lse [q_rows, heads]` is the natural logarithm of the sum of exponentials, -inf where a row sees nothing (`out` is 0 there),
-    f32 (f64 for f64), and has no gradient.
+    f32 (f64 for f64); gradients flow through it as through `out`.
+
+    With `return_max_logits` it gives (out, lse, max_logits): `max_logits [heads]` is the largest score of each head, that the
+    softmax sees (scaled, capped, without sinks), over the rows of all ranks; the same on every rank, -inf where there is none, of
+    lse's type, without a gradient. Then it is a graph break inside `torch.compile`.
     """
+    if return_max_logits:
+        with_maxima: tuple[torch.Tensor, ...] = _with_max_logits(q, k, v, plan, sink)
+        return with_maxima
     q, k, v, batched = _rows_first(q, k, v)
     if sink is not None and sink.ndim == 1:
         sink = sink.unsqueeze(0)
@@ -41,6 +78,26 @@ def attention(
         else:
             out, lse = ops.run_forward(plan, q, k, v, sink)
     return (out.unsqueeze(0), lse.unsqueeze(0)) if batched else (out, lse)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _with_max_logits(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, sink: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    q, k, v, batched = _rows_first(q, k, v)
+    if sink is not None and sink.ndim == 1:
+        sink = sink.unsqueeze(0)
+    if not isinstance(plan, Plan):
+        raise TensorError(f"plan must be a counterpoint.Plan, as Group.plan makes it, not a {type(plan).__name__}")
+    ops.check(plan, q, k, v, sink)
+    largest = ops.empty_max_logits(plan, q)
+    differentiable = q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)
+    if differentiable and torch.is_grad_enabled():
+        out, lse = ops.differentiable(q, k, v, sink, plan, largest)
+    else:
+        out, lse = ops.run_forward(plan, q, k, v, sink, largest)
+    largest = largest[: q.shape[1]]
+    return (out.unsqueeze(0), lse.unsqueeze(0), largest) if batched else (out, lse, largest)
 
 
 def _rows_first(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
@@ -88,15 +145,24 @@ def flex_attention(
     scale: float | None = None,
     softcap: float = 0.0,
     deterministic: bool | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over any mask on this device, without ranks: (out, lse), as `attention`.
+    return_max_logits: bool = False,
+) -> tuple[torch.Tensor, ...]:
+    """Attention over any mask on this device, without ranks: (out, lse), as `attention`, and max_logits if asked for.
 
     On a GPU the call is enqueued on PyTorch's current stream, and waited for by nobody. Plans are kept for the last 64 masks and
     shapes. Inside `torch.compile` it is a graph break; there, make a plan with `LocalGroup(1)` and call `attention`.
     """
     if torch.compiler.is_compiling():
-        made: tuple[torch.Tensor, torch.Tensor] = _uncompiled(
-            q, k, v, mask, sink=sink, scale=scale, softcap=softcap, deterministic=deterministic
+        made: tuple[torch.Tensor, ...] = _uncompiled(
+            q,
+            k,
+            v,
+            mask,
+            sink=sink,
+            scale=scale,
+            softcap=softcap,
+            deterministic=deterministic,
+            return_max_logits=return_max_logits,
         )
         return made
     if not isinstance(mask, Mask):
@@ -118,6 +184,9 @@ def flex_attention(
             plan = _plan_alone(key)
         else:
             _plans.move_to_end(key)
+    if return_max_logits:
+        with_maxima: tuple[torch.Tensor, ...] = _with_max_logits(q, k, v, plan, sink)
+        return with_maxima
     return attention(q, k, v, plan, sink=sink)
 
 

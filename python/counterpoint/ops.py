@@ -89,9 +89,14 @@ def _dense_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def run_forward(
-    plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None
+    plan: Plan,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sink: torch.Tensor | None,
+    max_logits: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of the local rows: (out, lse)."""
+    """Attention of the local rows: (out, lse). Writes `max_logits`, if it is given: a copy for each rank of this process."""
     group, fits, measured = plan.group, plan._fits(), profiling()
     on_gpu, stream = fits.ordinal >= 0, group._stream()
     out = _dense_like(q) if fits.out == fits.q else q.new_empty(fits.out)
@@ -100,7 +105,8 @@ def run_forward(
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     (at_q, q), (at_k, k), (at_v, v) = place(q, on_gpu), place(k, on_gpu), place(v, on_gpu)
     sink = None if sink is None else sink.contiguous()
-    calls = plan._measured_calls() if measured else plan._ready(stream)
+    asked = max_logits is not None
+    calls = plan._measured_calls(max_logits=asked) if measured else plan._asking(stream, max_logits=asked)
     try:
         timeline = calls.forward(
             stream,
@@ -110,7 +116,8 @@ def run_forward(
             None if sink is None else sink.data_ptr(),
             out.data_ptr(),
             lse.data_ptr(),
-            (q, k, v, sink, out, lse),
+            None if max_logits is None else max_logits.data_ptr(),
+            (q, k, v, sink, out, lse, max_logits),
         )
     except BaseException as error:
         group._meet(error)
@@ -129,6 +136,7 @@ def run_backward(
     sink: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
+    dlse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k, v and sink (of no elements without one)."""
     group, fits, measured = plan.group, plan._fits(), profiling()
@@ -144,7 +152,10 @@ def run_backward(
     (at_dout, dout), (at_q, q) = place(dout, on_gpu), place(q, on_gpu)
     (at_k, k), (at_v, v) = place(k, on_gpu), place(v, on_gpu)
     sink = None if sink is None else sink.contiguous()
-    calls = plan._measured_calls() if measured else plan._ready(stream)
+    if dlse is not None:
+        dlse = dlse.contiguous() if not (on_gpu and dlse.data_ptr() & 15) else dlse.clone()
+    asked = dlse is not None
+    calls = plan._measured_calls(dlse=asked) if measured else plan._asking(stream, dlse=asked)
     try:
         timeline = calls.backward(
             stream,
@@ -155,11 +166,12 @@ def run_backward(
             None if sink is None else sink.data_ptr(),
             out.data_ptr(),
             lse.data_ptr(),
+            None if dlse is None else dlse.data_ptr(),
             dq.data_ptr(),
             dk.data_ptr(),
             dv.data_ptr(),
             None if dsinks is None else dsinks.data_ptr(),
-            (dout, q, k, v, sink, out, lse, dq, dk, dv, dsinks),
+            (dout, q, k, v, sink, out, lse, dlse, dq, dk, dv, dsinks),
         )
     except BaseException as error:
         group._meet(error)
@@ -174,30 +186,43 @@ def run_backward(
     return dq, dk, dv, dsink.clone() if dsink.shape != dsinks.shape else dsink
 
 
+def empty_max_logits(plan: Plan, q: torch.Tensor) -> torch.Tensor:
+    """Room for the largest score of each head, a copy for each rank of this process."""
+    return q.new_empty((len(plan._ranks_here()) * q.shape[1],), dtype=accumulator(q.dtype))
+
+
 class Attention(torch.autograd.Function):
     """Attention of a plan in eager mode. Keeps nothing of the engine between forward and backward."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, plan: Plan
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sink: torch.Tensor | None,
+        plan: Plan,
+        max_logits: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = run_forward(plan, q, k, v, sink)
+        out, lse = run_forward(plan, q, k, v, sink, max_logits)
         ctx.plan = plan
         ctx.save_for_backward(q, k, v, sink, out, lse)
-        ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor | None, _dlse: None) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise Error("gradients of gradients of attention are not implemented; leave create_graph=True out")
-        if dout is None:
-            return None, None, None, None, None
+        if dout is None and dlse is None:
+            return None, None, None, None, None, None
         q, k, v, sink, out, lse = ctx.saved_tensors
-        dq, dk, dv, dsink = run_backward(ctx.plan, dout, q, k, v, sink, out, lse)
-        wants_q, wants_k, wants_v, wants_sink, _ = ctx.needs_input_grad
-        return dq if wants_q else None, dk if wants_k else None, dv if wants_v else None, dsink if wants_sink else None, None
+        if dout is None:
+            dout = torch.zeros_like(out)
+        dq, dk, dv, dsink = run_backward(ctx.plan, dout, q, k, v, sink, out, lse, dlse)
+        wants_q, wants_k, wants_v, wants_sink, *_ = ctx.needs_input_grad
+        gradients = dq if wants_q else None, dk if wants_k else None, dv if wants_v else None, dsink if wants_sink else None
+        return *gradients, None, None
 
 
 # What `Attention.apply` comes to outside of torch.func, without its steps for that, which take longer than the rest.
@@ -205,11 +230,16 @@ _apply = super(torch.autograd.Function, Attention).apply
 
 
 def differentiable(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, plan: Plan
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sink: torch.Tensor | None,
+    plan: Plan,
+    max_logits: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of the local rows, with gradients: (out, lse)."""
+    """Attention of the local rows, with gradients: (out, lse). Writes `max_logits`, as `run_forward` does."""
     apply = Attention.apply if torch._C._are_functorch_transforms_active() else _apply
-    made: tuple[torch.Tensor, torch.Tensor] = apply(q, k, v, sink, plan)
+    made: tuple[torch.Tensor, torch.Tensor] = apply(q, k, v, sink, plan, max_logits)
     return made
 
 
@@ -219,8 +249,8 @@ _library.define(
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
 _library.define(
-    "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor out, Tensor lse, SymInt plan)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
+    "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor out, Tensor lse, Tensor? dlse,"
+    " SymInt plan) -> (Tensor, Tensor, Tensor, Tensor)",
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
 
@@ -241,9 +271,10 @@ def _backward_operator(
     sink: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
+    dlse: torch.Tensor | None,
     plan: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    return run_backward(of_handle(plan), dout, q, k, v, sink, out, lse)
+    return run_backward(of_handle(plan), dout, q, k, v, sink, out, lse, dlse)
 
 
 _library.impl("attention", _forward_operator, "CompositeExplicitAutograd")
@@ -267,6 +298,7 @@ def _backward_shapes(
     sink: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
+    dlse: torch.Tensor | None,
     plan: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     dsink = q.new_empty(0 if sink is None else sink.shape, dtype=lse.dtype)
@@ -277,15 +309,16 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
     q, k, v, sink, ctx.plan = inputs
     out, lse = output
     ctx.save_for_backward(q, k, v, sink, out, lse)
-    ctx.mark_non_differentiable(lse)
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, dout: torch.Tensor | None, _dlse: None) -> tuple[torch.Tensor | None, ...]:
-    if dout is None:
+def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    if dout is None and dlse is None:
         return None, None, None, None, None
     q, k, v, sink, out, lse = ctx.saved_tensors
-    dq, dk, dv, dsink = torch.ops.counterpoint.attention_backward(dout, q, k, v, sink, out, lse, ctx.plan)
+    if dout is None:
+        dout = torch.zeros_like(out)
+    dq, dk, dv, dsink = torch.ops.counterpoint.attention_backward(dout, q, k, v, sink, out, lse, dlse, ctx.plan)
     return dq, dk, dv, None if sink is None else dsink, None
 
 

@@ -243,6 +243,8 @@ class Plan:
         self._layers: dict[Any, Plan] = {}
         self._is_of_documents = False
         self._calls: Calls | None = None
+        # Of those that give max logits, or take a gradient of lse.
+        self._asking_calls: dict[tuple[bool, bool], Calls] = {}
         self._fitting: Fitting | None = None
         self._handle = next(_handles)
         _plans[self._handle] = self
@@ -256,9 +258,21 @@ class Plan:
             self._calls = calls
         return calls
 
-    def _measured_calls(self) -> Calls:
+    def _asking(self, stream: int | None, *, max_logits: bool = False, dlse: bool = False) -> Calls:
+        """The same for calls that give max logits, or take a gradient of lse: made ready when the first of them comes."""
+        if not (max_logits or dlse):
+            return self._ready(stream)
+        calls = self._asking_calls.get((max_logits, dlse))
+        if calls is None:
+            solution = self._solution.asking(max_logits=max_logits, dlse=dlse)
+            with self.group._named_errors():
+                calls = self._asking_calls[max_logits, dlse] = self.group._native.prepare(solution, stream=stream)
+        return calls
+
+    def _measured_calls(self, *, max_logits: bool = False, dlse: bool = False) -> Calls:
+        solution = self._solution.asking(max_logits=max_logits, dlse=dlse)
         with self.group._named_errors():
-            return self.group._native.prepare_measured(self._solution)
+            return self.group._native.prepare_measured(solution)
 
     def _fits(self) -> Fitting:
         """What tensors it takes."""

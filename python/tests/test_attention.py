@@ -59,6 +59,58 @@ def test_ranks_in_one_process_against_f64(seed: int, size: int) -> None:
     assert measured.forward.seconds > 0 and measured.backward is not None and measured.backward.ranks == size
 
 
+def dense(case: Case, q, k, v, sink) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(out, lse, max_logits) by the definition; lse of rows that see nothing is 0, so that gradients are numbers."""
+    ratio = q.shape[1] // k.shape[1]
+    scale = q.shape[2] ** -0.5 if case.scale is None else case.scale
+    logits = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(ratio, 1)) * scale
+    if case.softcap:
+        logits = case.softcap * torch.tanh(logits / case.softcap)
+    logits = logits.masked_fill(~case.mask.to_dense(), -torch.inf)
+    max_logits = logits.detach().amax((1, 2))
+    if sink is not None:
+        logits = torch.cat([logits, sink.t().unsqueeze(1).expand(-1, logits.shape[1], -1)], 2)
+    nothing = (logits == -torch.inf).all(2, keepdim=True)
+    safe = logits.masked_fill(nothing, 0.0)
+    lse = safe.logsumexp(2, keepdim=True)
+    weights = (safe - lse).exp().masked_fill(nothing, 0.0)[:, :, : v.shape[0]]
+    out = torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(ratio, 1))
+    return out, lse.masked_fill(nothing, 0.0).squeeze(2).t(), max_logits
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("seed", range(200, 208))
+def test_max_logits_and_gradients_of_lse(seed: int, size: int) -> None:
+    case = random_case(seed, self_attention=seed % 3 != 0)
+    plan = cp.LocalGroup(size).plan(case.mask, **case.arguments, chunk=16)
+    torch.manual_seed(seed)
+    weights = torch.randn(case.q.shape[:2], dtype=torch.float64)
+
+    def losses(out, lse):
+        return [(out * case.dout).sum() + (lse * weights).sum(), (lse * weights).sum()]
+
+    def through_plan(q, k, v, sink):
+        local = plan.dispatch(q), plan.dispatch(k, role="k"), plan.dispatch(v, role="k")
+        out, lse, max_logits = cp.attention(*local, plan, sink=sink, return_max_logits=True)
+        lse = plan.undispatch(lse)
+        return plan.undispatch(out), lse.masked_fill(lse == -torch.inf, 0.0), max_logits
+
+    results = []
+    for call in (through_plan, lambda *tensors: dense(case, *tensors)):
+        inputs = leaves(case)
+        out, lse, max_logits = call(*inputs[:3], inputs[3] if case.sink is not None else None)
+        gradients = [torch.autograd.grad(loss, inputs, retain_graph=True, allow_unused=True) for loss in losses(out, lse)]
+        results.append((max_logits, gradients))
+    (largest, found_gradients), (expected, expected_gradients) = results
+    assert largest.shape == expected.shape and not largest.requires_grad
+    assert torch.allclose(largest, expected, rtol=1e-12, atol=1e-12)
+    for of_loss, expected_of_loss in zip(found_gradients, expected_gradients, strict=True):
+        for gradient, wanted in zip(of_loss, expected_of_loss, strict=True):
+            # Of lse alone v has no gradient.
+            wanted = torch.zeros_like(gradient) if wanted is None else wanted
+            assert torch.allclose(gradient, wanted, rtol=1e-10, atol=1e-10)
+
+
 def test_against_scaled_dot_product_attention() -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(90, 4, 16, dtype=torch.float64) for _ in range(3))
@@ -132,7 +184,7 @@ def test_layers_in_flight_retained_graphs_and_checkpoints() -> None:
 def test_frozen_inputs_get_no_gradient() -> None:
     q, k, v = (torch.randn(20, 2, 8, requires_grad=name == "q") for name in "qkv")
     out, lse = cp.flex_attention(q, k, v, cp.Mask.causal(20))
-    assert not lse.requires_grad
+    assert lse.requires_grad
     out.sum().backward()
     assert q.grad is not None and k.grad is None and v.grad is None
     assert not cp.flex_attention(q.detach(), k, v, cp.Mask.causal(20))[0].requires_grad
@@ -169,7 +221,8 @@ def test_operators_pass_opcheck() -> None:
     torch.library.opcheck(torch.ops.counterpoint.attention, (q, k, v, sink, plan.handle))
     out, lse = torch.ops.counterpoint.attention(q, k, v, sink, plan.handle)
     given = [tensor.detach() for tensor in (out, q, k, v, sink, out, lse)]
-    torch.library.opcheck(torch.ops.counterpoint.attention_backward, (*given, plan.handle))
+    for dlse in (None, torch.randn(12, 2)):
+        torch.library.opcheck(torch.ops.counterpoint.attention_backward, (*given, dlse, plan.handle))
 
 
 @pytest.mark.parametrize("backend", ["aot_eager"])

@@ -61,6 +61,16 @@ def test_attention_over_slices(seed: int) -> None:
         assert torch.equal(reused, out)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_max_logits_are_of_each_head(seed: int) -> None:
+    case = random_case(seed)
+    arguments = {"softmax_scale": case.scale, "softcap": case.softcap, "return_max_logits": True}
+    _, meta = api.flex_flash_attn_func(case.q, case.k, case.v, *ranges_of(case.mask), sink=case.sink, **arguments)
+    options = {"sink": case.sink, "scale": case.scale, "softcap": case.softcap, "return_max_logits": True}
+    _, _, expected = cp.flex_attention(case.q, case.k, case.v, case.mask, **options)
+    assert meta.max_logits.shape == (case.q.shape[1],) and torch.equal(meta.max_logits, expected)
+
+
 def test_slices_without_types_are_full_and_empty_ones_see_nothing() -> None:
     q = torch.randn(6, 2, 8)
     ranges = torch.tensor([[0, 4], [4, 6]])
@@ -90,7 +100,6 @@ R = torch.tensor([[0, 6]])
         ({"index_attn_indices": torch.zeros(6, 2, 128)}, NotImplementedError, "index_attn_indices is not offered"),
         ({"index_attn": True}, NotImplementedError, "use q_ranges and k_ranges"),
         ({"q_block_size": 2}, NotImplementedError, "index_attn_indices is not offered"),
-        ({"return_max_logits": True}, NotImplementedError, "return_max_logits is not offered"),
         ({"sink": torch.zeros(6, 1, 2), "sink_layout": "ssh"}, NotImplementedError, "sink_layout='ssh' is not offered"),
         ({"sink": torch.zeros(1, 2, 8), "sink_layout": "shd"}, NotImplementedError, "sink_layout='shd' is not offered"),
         ({"k_ranges": None}, AssertionError, "q_ranges and k_ranges are missing"),

@@ -86,6 +86,8 @@ impl Attention {
             } else {
                 GradientShares::Elements
             },
+            max_logits: false,
+            dlse: false,
         };
         let nodes = if !at_once && draw.percent(25) { draw.within(1, world_size) } else { 1 };
         let topology = Topology { world_size, ranks_per_node: world_size.div_ceil(nodes) };
@@ -174,10 +176,11 @@ impl Attention {
             v: make(&[k_rows, spec.heads_kv, spec.head_dim_v], spec.dtype, 2),
             sink: (spec.seqlen_sink > 0).then(|| make(&sink_shape, spec.dtype.accumulator(), 3)),
             dout: Some(make(&[q_rows, spec.heads_q, spec.head_dim_v], spec.dtype, 4)),
+            dlse: None,
         };
         let policy = crate::case::on_cpu(self.policy, margin).into();
         let config = RunConfig { policy, deterministic: self.deterministic, ..RunConfig::default() };
-        let AttentionOutputs { out, lse, dq, dk, dv, dsink } =
+        let AttentionOutputs { out, lse, dq, dk, dv, dsink, .. } =
             run_attention(plan, spec, &inputs, &config).unwrap().outputs;
         let all =
             [("out", Some(out)), ("lse", Some(lse)), ("dq", dq), ("dk", dk), ("dv", dv), ("dsink", dsink)];

@@ -89,6 +89,8 @@ const SPEC: AttentionSpec = AttentionSpec {
     softcap: 0.0,
     seqlen_sink: 0,
     gradient_shares: counterpoint_plan::GradientShares::Accumulators,
+    max_logits: false,
+    dlse: false,
 };
 
 /// Packed documents of so many tokens, causal; another pack for every number.
@@ -191,13 +193,13 @@ impl<B: Backend> Tensors<B> {
 
     fn forward(&self) -> ForwardTensors<'_, B> {
         let [q, k, v, _] = &self.read;
-        ForwardTensors { q, k, v, sink: None, out: &self.out, lse: &self.lse }
+        ForwardTensors { q, k, v, sink: None, out: &self.out, lse: &self.lse, max_logits: None }
     }
 
     fn backward(&self) -> BackwardTensors<'_, B> {
         let ([q, k, v, dout], [dq, dk, dv]) = (&self.read, &self.gradients);
         let Self { out, lse, .. } = self;
-        BackwardTensors { dout, q, k, v, sink: None, out, lse, dq, dk, dv, dsink: None }
+        BackwardTensors { dout, q, k, v, sink: None, out, lse, dlse: None, dq, dk, dv, dsink: None }
     }
 }
 

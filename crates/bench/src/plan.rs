@@ -148,6 +148,8 @@ const SPEC: AttentionSpec = AttentionSpec {
     softcap: 0.0,
     seqlen_sink: 0,
     gradient_shares: GradientShares::Accumulators,
+    max_logits: false,
+    dlse: false,
 };
 
 /// One algorithm on one case, as JSON has it.

@@ -91,6 +91,7 @@ pub fn outputs_as_safetensors(outputs: &AttentionOutputs) -> Result<Vec<u8>, Cli
     let all = [
         ("out", Some(&outputs.out)),
         ("lse", Some(&outputs.lse)),
+        ("max_logits", outputs.max_logits.as_ref()),
         ("dq", outputs.dq.as_ref()),
         ("dk", outputs.dk.as_ref()),
         ("dv", outputs.dv.as_ref()),
@@ -184,6 +185,7 @@ mod tests {
         let outputs = AttentionOutputs {
             out: tensor(HostData::F16(vec![half::f16::from_f32(0.5), half::f16::NEG_INFINITY])),
             lse: tensor(HostData::F32(vec![1.5, f32::NEG_INFINITY])),
+            max_logits: Some(tensor(HostData::F32(vec![2.5, 0.5]))),
             dq: None,
             dk: None,
             dv: None,
@@ -193,7 +195,7 @@ mod tests {
         let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
         let mut names = file.names();
         names.sort_unstable();
-        assert_eq!(names, ["dsink", "lse", "out"]);
+        assert_eq!(names, ["dsink", "lse", "max_logits", "out"]);
         let lse = file.tensor("lse").unwrap();
         assert_eq!((lse.dtype(), lse.shape()), (Dtype::F32, &[1, 2][..]));
         assert_eq!(lse.data(), [1.5f32.to_le_bytes(), f32::NEG_INFINITY.to_le_bytes()].concat());

@@ -11,21 +11,23 @@
 
 namespace counterpoint {
 
-// How many warps fetch, teams of threads that add a piece each, elements of a piece at most, stages and the bytes of each: chosen when a
-// kernel is compiled.
-#ifndef LINK_FETCHERS
-#define LINK_FETCHERS 1
-#define LINK_TEAMS 1
-#define LINK_ELEMENTS 4096
-#define LINK_STAGE_BYTES 16384
-#define LINK_STAGES 12
-#endif
-constexpr u32 kLinkFetchers = LINK_FETCHERS;
-constexpr u32 kLinkTeams = LINK_TEAMS;
-constexpr u32 kLinkAdders = 256;  // of a team
-constexpr u32 kLinkElements = LINK_ELEMENTS;
-constexpr u32 kLinkOperandStages = LINK_STAGES;
-constexpr u32 kLinkStageBytes = LINK_STAGE_BYTES;
+constexpr u32 kLinkAdders = 256;  // threads of a team
+
+// What a kernel is compiled for: of what type operands and results are, how many warps fetch, how many teams of threads add a piece
+// each, elements of a piece at most, stages and the bytes of each.
+template <typename PartialOf, typename ResultOf, u32 kFetchersOf, u32 kTeamsOf, u32 kElementsOf, u32 kStagesOf, u32 kStageBytesOf>
+struct LinkReduceConfig {
+  using Partial = PartialOf;
+  using Result = ResultOf;
+  static constexpr u32 kFetchers = kFetchersOf;
+  static constexpr u32 kTeams = kTeamsOf;
+  static constexpr u32 kElements = kElementsOf;
+  static constexpr u32 kStages = kStagesOf;
+  static constexpr u32 kStageBytes = kStageBytesOf;
+  static constexpr u32 kThreads = 32 * kFetchers + kTeams * kLinkAdders;
+  static_assert(kElements * sizeof(Partial) <= kStageBytes && kElements * sizeof(Result) <= kStageBytes,
+                "an operand fits a stage");
+};
 
 // Elements that lie together and have the same operands.
 struct LinkReducePiece {
@@ -52,27 +54,29 @@ struct LinkBlock {
 };
 static_assert(sizeof(LinkReducePiece) == 24 && sizeof(LinkFetch) == 16, "layouts shared with the host");
 
+template <typename C>
 struct alignas(128) LinkReduceShared {
-  u8 stages[kLinkOperandStages][kLinkStageBytes];
-  u64 full[kLinkOperandStages];
-  u64 empty[kLinkOperandStages];
+  u8 stages[C::kStages][C::kStageBytes];
+  u64 full[C::kStages];
+  u64 empty[C::kStages];
   u64 tensors[kLinkRanks * kLinkTensors];
   u32 begun;
 };
 
 // Which stage comes next, and the parity of its phase.
+template <typename C>
 struct LinkStage {
   u32 at = 0;
   u32 parity = 0;
   __device__ __forceinline__ void next() {
-    if (++at == kLinkOperandStages) {
+    if (++at == C::kStages) {
       at = 0;
       parity ^= 1;
     }
   }
   // Those of another team's piece.
   __device__ __forceinline__ void skip(u32 count) {
-    for (at += count; at >= kLinkOperandStages; at -= kLinkOperandStages) parity ^= 1;
+    for (at += count; at >= C::kStages; at -= C::kStages) parity ^= 1;
   }
 };
 
@@ -93,21 +97,21 @@ __device__ __forceinline__ void link_add_terms(float (&sums)[kTurns][kPack], con
 }
 
 // `Call` says where the results are: LinkCall or StagedCall. `next`: the first of the pieces.
-template <typename Partial, typename Result, typename Call>
-__device__ __forceinline__ void link_add(const Call& call, LinkReduceShared& shared,
+template <typename C, typename Call>
+__device__ __forceinline__ void link_add(const Call& call, LinkReduceShared<C>& shared,
                                          const LinkReducePiece* __restrict__ pieces, LinkReducePiece next, u32 begin,
                                          u32 end, u32 accumulate) {
+  using Partial = typename C::Partial;
+  using Result = typename C::Result;
   constexpr u32 kPack = 16 / sizeof(Partial);
-  static_assert(kLinkElements * sizeof(Partial) <= kLinkStageBytes && kLinkElements * sizeof(Result) <= kLinkStageBytes,
-                "an operand fits a stage");
-  constexpr u32 kTurns = kLinkElements / kPack / kLinkAdders;
-  const u32 thread = (threadIdx.x - 32 * kLinkFetchers) % kLinkAdders;
-  const u32 team = uniform((threadIdx.x - 32 * kLinkFetchers) / kLinkAdders);
-  LinkStage stage;
+  constexpr u32 kTurns = C::kElements / kPack / kLinkAdders;
+  const u32 thread = (threadIdx.x - 32 * C::kFetchers) % kLinkAdders;
+  const u32 team = uniform((threadIdx.x - 32 * C::kFetchers) / kLinkAdders);
+  LinkStage<C> stage;
   for (u32 i = begin; i < end; ++i) {
     const LinkReducePiece piece = next;
     if (i + 1 < end) next = pieces[i + 1];
-    if ((i - begin) % kLinkTeams != team) {
+    if ((i - begin) % C::kTeams != team) {
       stage.skip(piece.operands);
       continue;
     }
@@ -147,24 +151,25 @@ __device__ __forceinline__ void link_add(const Call& call, LinkReduceShared& sha
 }
 
 // What a fetching warp fetches: its entries of the block's list, which it reads 32 at a time and as many ahead.
+template <typename C>
 struct LinkFetches {
   const LinkFetch* __restrict__ list;
   u32 count;
 
   // One of several warps, which take turns.
   __device__ __forceinline__ LinkFetches(const LinkFetch* fetches, u32 begin, u32 end, u32 warp)
-      : list(fetches + begin + warp), count(end - begin > warp ? (end - begin - warp + kLinkFetchers - 1) / kLinkFetchers : 0) {}
+      : list(fetches + begin + warp), count(end - begin > warp ? (end - begin - warp + C::kFetchers - 1) / C::kFetchers : 0) {}
 
   // Entry `first` and those behind it, one a lane.
   __device__ __forceinline__ LinkFetch from(u32 first) const {
     const u32 at = first + threadIdx.x % 32;
-    return at < count ? list[at * kLinkFetchers] : LinkFetch{};
+    return at < count ? list[at * C::kFetchers] : LinkFetch{};
   }
 };
 
 // `next`: the first of them.
-template <typename Call>
-__device__ __forceinline__ void link_fetch(const Call& call, LinkReduceShared& shared, const LinkFetches& fetches,
+template <typename C, typename Call>
+__device__ __forceinline__ void link_fetch(const Call& call, LinkReduceShared<C>& shared, const LinkFetches<C>& fetches,
                                            LinkFetch next) {
   const u32 lane = threadIdx.x % 32;
   const u32 warp = uniform(threadIdx.x / 32);
@@ -183,9 +188,9 @@ __device__ __forceinline__ void link_fetch(const Call& call, LinkReduceShared& s
     const u32 bytes = __shfl_sync(0xffffffffu, held.bytes, n % 32);
     const u32 place = __shfl_sync(0xffffffffu, u32(held.rank) << 16 | held.tensor, n % 32);
     if (lane == 0) {
-      const u32 fetch = warp + n * kLinkFetchers;
-      const u32 stage = fetch % kLinkOperandStages;
-      mbarrier_wait(&shared.empty[stage], fetch / kLinkOperandStages % 2 ^ 1);
+      const u32 fetch = warp + n * C::kFetchers;
+      const u32 stage = fetch % C::kStages;
+      mbarrier_wait(&shared.empty[stage], fetch / C::kStages % 2 ^ 1);
       mbarrier_arrive_expect(&shared.full[stage], bytes);
       bulk_load(shared.stages[stage], reinterpret_cast<const void*>(address(from, place)), bytes, &shared.full[stage]);
     }
@@ -193,8 +198,9 @@ __device__ __forceinline__ void link_fetch(const Call& call, LinkReduceShared& s
 }
 
 // The thread that does so makes what all others see after the next __syncthreads.
-__device__ __forceinline__ void link_stages_init(LinkReduceShared& shared) {
-  for (u32 s = 0; s < kLinkOperandStages; ++s) {
+template <typename C>
+__device__ __forceinline__ void link_stages_init(LinkReduceShared<C>& shared) {
+  for (u32 s = 0; s < C::kStages; ++s) {
     mbarrier_init(&shared.full[s], 1);
     mbarrier_init(&shared.empty[s], kLinkAdders / 32);
   }
@@ -203,18 +209,18 @@ __device__ __forceinline__ void link_stages_init(LinkReduceShared& shared) {
 
 // Sums are in f32. Every count is a multiple of 8 elements, every tensor aligned to 16 bytes. There is one more entry of
 // `blocks` than there are blocks. `accumulate`: the first operand of every piece is what the result holds.
-template <typename Partial, typename Result>
+template <typename C>
 __device__ __forceinline__ void link_reduce(const LinkCall& call, const LinkReducePiece* __restrict__ pieces,
                                             const LinkFetch* __restrict__ fetches,
                                             const LinkBlock* __restrict__ blocks, u32 accumulate) {
   extern __shared__ __align__(128) u8 shared_bytes[];
-  LinkReduceShared& shared = *reinterpret_cast<LinkReduceShared*>(shared_bytes);
+  LinkReduceShared<C>& shared = *reinterpret_cast<LinkReduceShared<C>*>(shared_bytes);
   const LinkBlock begin = blocks[blockIdx.x];
   const LinkBlock end = blocks[blockIdx.x + 1];
   if (threadIdx.x == 0) link_stages_init(shared);
   // Lists are on their way while ranks meet.
-  const bool adds = threadIdx.x >= 32 * kLinkFetchers;
-  const LinkFetches mine(fetches, begin.fetches, end.fetches, uniform(threadIdx.x / 32));
+  const bool adds = threadIdx.x >= 32 * C::kFetchers;
+  const LinkFetches<C> mine(fetches, begin.fetches, end.fetches, uniform(threadIdx.x / 32));
   LinkFetch first_fetch = {};
   LinkReducePiece first_piece = {};
   if (adds) {
@@ -230,7 +236,7 @@ __device__ __forceinline__ void link_reduce(const LinkCall& call, const LinkRedu
   __syncthreads();
   if (shared.begun == 0) return;
   if (adds) {
-    link_add<Partial, Result>(call, shared, pieces, first_piece, begin.pieces, end.pieces, accumulate);
+    link_add<C>(call, shared, pieces, first_piece, begin.pieces, end.pieces, accumulate);
   } else {
     link_fetch(call, shared, mine, first_fetch);
   }

@@ -17,22 +17,22 @@ struct StagedCall {
 };
 
 // As `link_reduce`, of a launch that begins when all operands are there.
-template <typename Partial, typename Result>
+template <typename C>
 __device__ __forceinline__ void staged_reduce(const StagedCall& call, const LinkReducePiece* __restrict__ pieces,
                                               const LinkFetch* __restrict__ fetches,
                                               const LinkBlock* __restrict__ blocks, u32 accumulate) {
   extern __shared__ __align__(128) u8 shared_bytes[];
-  LinkReduceShared& shared = *reinterpret_cast<LinkReduceShared*>(shared_bytes);
+  LinkReduceShared<C>& shared = *reinterpret_cast<LinkReduceShared<C>*>(shared_bytes);
   const LinkBlock begin = blocks[blockIdx.x];
   const LinkBlock end = blocks[blockIdx.x + 1];
   if (threadIdx.x == 0) link_stages_init(shared);
   for (u32 i = threadIdx.x; i < kLinkRanks * kLinkTensors; i += blockDim.x) shared.tensors[i] = call.sources[i];
   __syncthreads();
-  if (threadIdx.x >= 32 * kLinkFetchers) {
+  if (threadIdx.x >= 32 * C::kFetchers) {
     if (begin.pieces == end.pieces) return;
-    link_add<Partial, Result>(call, shared, pieces, pieces[begin.pieces], begin.pieces, end.pieces, accumulate);
+    link_add<C>(call, shared, pieces, pieces[begin.pieces], begin.pieces, end.pieces, accumulate);
   } else {
-    const LinkFetches mine(fetches, begin.fetches, end.fetches, uniform(threadIdx.x / 32));
+    const LinkFetches<C> mine(fetches, begin.fetches, end.fetches, uniform(threadIdx.x / 32));
     link_fetch(call, shared, mine, mine.from(0));
   }
 }

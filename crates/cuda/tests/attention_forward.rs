@@ -147,6 +147,7 @@ impl Case {
                     true => ForwardModeEnd::Result { seqlen_sink: self.sink.len() / heads_q },
                     false => ForwardModeEnd::State,
                 },
+                max_logits: false,
             };
             let forward = AttentionForward::new(stream, &problem, mode).unwrap();
             let tensors = ForwardTensors {
@@ -156,6 +157,7 @@ impl Case {
                 arriving: None,
                 begin: (stage > 0).then_some(state),
                 end: if last { ForwardTarget::Result(result) } else { ForwardTarget::State(state) },
+                max_logits: None,
             };
             // SAFETY: the buffers have the sizes of the problem and live until the results are copied.
             unsafe { forward.launch(stream, &tensors) }.unwrap();

@@ -106,6 +106,7 @@ fn compute<T: HostElement + AnyBitPattern + NoUninit>(
     let state = StateTensors { acc: acc.address(), row_max: row_max.address(), row_sum: row_sum.address() };
     let sink_address = sink.as_ref().map_or(0, DeviceBuffer::address);
     let result = ResultTensors { sink: sink_address, out: out.address(), lse: lse.address() };
+    let max_logits = DeviceBuffer::from_slice(stream, &vec![f32::NEG_INFINITY; heads_q]).unwrap();
     let parts = cut(mask, run.stages);
     for (stage, bands) in parts.iter().enumerate() {
         let (continues, last) = (stage > 0, stage + 1 == run.stages);
@@ -113,8 +114,8 @@ fn compute<T: HostElement + AnyBitPattern + NoUninit>(
             true => (ForwardModeEnd::Result { seqlen_sink: spec.seqlen_sink }, ForwardTarget::Result(result)),
             false => (ForwardModeEnd::State, ForwardTarget::State(state)),
         };
-        let forward =
-            PortableForward::new(stream, &problem(bands.clone()), ForwardMode { continues, end }).unwrap();
+        let mode = ForwardMode { continues, end, max_logits: spec.max_logits };
+        let forward = PortableForward::new(stream, &problem(bands.clone()), mode).unwrap();
         let begin = continues.then_some(state);
         let tensors = ForwardTensors {
             q: q.address().into(),
@@ -123,6 +124,7 @@ fn compute<T: HostElement + AnyBitPattern + NoUninit>(
             arriving: None,
             begin,
             end: target,
+            max_logits: spec.max_logits.then(|| max_logits.address()),
         };
         // SAFETY: the tensors are those of the problem, and kept until the stream was waited for.
         unsafe { forward.launch(stream, &tensors) }.unwrap();
@@ -137,6 +139,7 @@ fn compute<T: HostElement + AnyBitPattern + NoUninit>(
     let mut outputs = AttentionOutputs {
         out: download::<T>(stream, &out, &out_shape),
         lse: download::<f32>(stream, &lse, &row_shape),
+        max_logits: spec.max_logits.then(|| download::<f32>(stream, &max_logits, &[heads_q])),
         dq: None,
         dk: None,
         dv: None,
@@ -218,6 +221,8 @@ fn portable_attention_is_right() {
                 softcap,
                 seqlen_sink: 0,
                 gradient_shares: GradientShares::Accumulators,
+                max_logits: number % 2 == 0,
+                dlse: false,
             };
             let mut run = Run { stages: 1 + number % 3, sm_margin: (number % 2 * 130) as u32, ..one };
             run.rounds_keys = number % 4 < 2;

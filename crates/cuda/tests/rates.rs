@@ -129,6 +129,7 @@ fn rates() {
             out: a.address(),
             dout: b.address(),
             lse: c.address(),
+            dlse: None,
             delta: d.address(),
             sink: None,
         };
@@ -159,7 +160,14 @@ fn first_call() {
     let spec = AttentionSpec::new(16, 16, 128, DType::Bf16);
     let plan = Plan::new(&mask, &spec, &PlanConfig::new(1)).unwrap();
     let tensor = || HostTensor::zeros(vec![rows, 16, 128], DType::Bf16);
-    let inputs = AttentionInputs { q: tensor(), k: tensor(), v: tensor(), sink: None, dout: Some(tensor()) };
+    let inputs = AttentionInputs {
+        q: tensor(),
+        k: tensor(),
+        v: tensor(),
+        sink: None,
+        dout: Some(tensor()),
+        dlse: None,
+    };
     let call = || {
         let begin = Instant::now();
         run_attention_on(&cuda, &plan, &spec, &inputs, &RunConfig::default()).unwrap();

@@ -203,6 +203,7 @@ impl<'a, T: Element> Run<'a, T> {
                 bands: &self.bands,
                 scale: self.spec.scale,
                 softcap: self.spec.softcap,
+                max_logits: None,
             },
             threads,
         );
@@ -218,6 +219,7 @@ impl<'a, T: Element> Run<'a, T> {
                 out: &self.out,
                 dout,
                 lse: &self.lse,
+                dlse: None,
                 delta: &mut self.delta,
                 sink: self.sink.map(|sink| SinkArgs { sink, dsink: &mut self.dsink }),
             },
@@ -257,6 +259,7 @@ impl<'a, T: Element> Run<'a, T> {
         AttentionOutputs {
             out: HostTensor::from_vec(vec![rows, heads_q, head_dim_v], self.out.clone()),
             lse: HostTensor::from_vec(vec![rows, heads_q], self.lse.clone()),
+            max_logits: None,
             dq: narrow(heads_q, head_dim, rows, &self.dq),
             dk: narrow(heads_kv, head_dim, key_rows, &self.dk),
             dv: narrow(heads_kv, head_dim_v, key_rows, &self.dv),
@@ -294,10 +297,12 @@ fn check_ends(
         v: of_k(&inputs.v),
         sink: inputs.sink.as_ref().map(of_q),
         dout: inputs.dout.as_ref().map(of_q),
+        dlse: inputs.dlse.as_ref().map(of_q),
     };
     let outputs = AttentionOutputs {
         out: of_q(&outputs.out),
         lse: of_q(&outputs.lse),
+        max_logits: None,
         dq: outputs.dq.as_ref().map(of_q),
         dk: outputs.dk.as_ref().map(of_k),
         dv: outputs.dv.as_ref().map(of_k),
@@ -345,6 +350,8 @@ mod tests {
             softcap: 0.0,
             seqlen_sink: 1,
             gradient_shares: GradientShares::Accumulators,
+            max_logits: false,
+            dlse: false,
         };
         let mut step = 0.0f32;
         let mut tensor = |shape: Vec<usize>| {
@@ -360,6 +367,7 @@ mod tests {
             v: tensor(vec![rows, heads_kv, 8]),
             sink: Some(tensor(vec![1, heads_q])),
             dout: Some(tensor(vec![rows, heads_q, 8])),
+            dlse: None,
         };
         (mask, spec, inputs)
     }

@@ -130,6 +130,7 @@ fn problem<T: Element>(spec: &AttentionSpec, rows: usize) -> (Mask, AttentionInp
         v: tensor(spec.heads_kv, spec.head_dim_v),
         sink: None,
         dout: Some(tensor(spec.heads_q, spec.head_dim_v)),
+        dlse: None,
     };
     (mask, inputs)
 }
@@ -202,6 +203,8 @@ mod tests {
                 softcap: 0.0,
                 seqlen_sink: 0,
                 gradient_shares: GradientShares::Accumulators,
+                max_logits: false,
+                dlse: false,
             };
             let (one, many) = (calibrate(&spec, 1), calibrate(&spec, 64));
             for cost in [&one, &many] {

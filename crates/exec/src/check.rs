@@ -42,7 +42,7 @@ pub struct TensorCheck {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RelativeTo {
-    /// The reference. For `lse`, whose absolute error is what counts, at least 1 an element.
+    /// The reference. For `lse` and `max_logits`, whose absolute error is what counts, at least 1 an element.
     Reference,
     /// The terms of the reference's sums: for a tensor that nearly vanishes by cancellation, where no floating-point sum
     /// could stay within the bound against the reference itself.
@@ -140,6 +140,10 @@ pub(crate) fn check_against(
         if spec.gradient_shares == GradientShares::Elements {
             report.allow_rounded_shares(spec.dtype, reference);
         }
+        if spec.max_logits && outputs.max_logits.is_none() {
+            report.tensors.push(missing("max_logits"));
+            report.passed = false;
+        }
         report
     };
     let report = compare(plain.as_slice());
@@ -167,8 +171,11 @@ pub fn compare_with_reference(
             &plain.iter().map(|p| &p.out[..]).collect::<Vec<_>>(),
             reference.noise.out,
         ),
-        check_lse(dtype, &outputs.lse.to_f64(), &reference.lse),
+        check_statistic("lse", dtype, &outputs.lse.to_f64(), &reference.lse),
     ];
+    if let Some(max_logits) = &outputs.max_logits {
+        tensors.push(check_statistic("max_logits", dtype, &max_logits.to_f64(), &reference.max_logits));
+    }
     if let Some(expected) = &reference.gradients {
         let plain: Vec<&ReferenceGradients> = plain.iter().filter_map(|p| p.gradients.as_ref()).collect();
         let noise = reference.noise;
@@ -214,7 +221,7 @@ pub fn check_sample(
     for (name, rows) in exact.tensors() {
         let values = actual.tensor(name).unwrap_or(&[]);
         tensors.push(match name {
-            "lse" => check_lse(spec.dtype, values, rows),
+            "lse" => check_statistic(name, spec.dtype, values, rows),
             _ => {
                 let plain: Vec<&[f64]> = plain.iter().filter_map(|plain| plain.tensor(name)).collect();
                 let mut check = check_tensor(name, spec.dtype, values, rows, &plain, 0.0);
@@ -282,11 +289,11 @@ fn check_dsink(dtype: DType, values: &[f64], expected: &[f64], noise: f64) -> Te
     TensorCheck::new("dsink", &error, noise, RelativeTo::Terms, 4.0 * rounding, None)
 }
 
-fn check_lse(dtype: DType, values: &[f64], expected: &[f64]) -> TensorCheck {
+fn check_statistic(name: &str, dtype: DType, values: &[f64], expected: &[f64]) -> TensorCheck {
     let finite: Vec<f64> = expected.iter().copied().filter(|x| x.is_finite()).collect();
     let norm = norm(&finite).max((finite.len() as f64).sqrt());
     let bound = if dtype == DType::F64 { F64_BOUND } else { F32_BOUND };
-    TensorCheck::new("lse", &Difference::of(values, expected), norm, RelativeTo::Reference, bound, None)
+    TensorCheck::new(name, &Difference::of(values, expected), norm, RelativeTo::Reference, bound, None)
 }
 
 fn missing(name: &str) -> TensorCheck {
@@ -391,6 +398,7 @@ mod tests {
         AttentionOutputs {
             out: HostTensor::new(vec![out.len()], HostData::F64(out)),
             lse: HostTensor::new(vec![lse.len()], HostData::F64(lse)),
+            max_logits: None,
             dq: None,
             dk: None,
             dv: None,
@@ -402,6 +410,7 @@ mod tests {
         Reference {
             out: vec![1.0, 2.0],
             lse: vec![0.5, f64::NEG_INFINITY],
+            max_logits: vec![0.5],
             gradients: None,
             noise: NoiseNorms::default(),
         }
@@ -452,6 +461,8 @@ mod tests {
             softcap: 0.0,
             seqlen_sink: 0,
             gradient_shares: GradientShares::Accumulators,
+            max_logits: false,
+            dlse: false,
         };
         let inputs = crate::random_inputs(&mask, &spec, 5, true);
         let plain = plain_attention(&mask, &spec, &inputs);

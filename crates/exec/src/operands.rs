@@ -4,7 +4,7 @@ use counterpoint_mask::{Band, Range};
 use counterpoint_plan::{DType, KEY_BLOCK};
 use counterpoint_schedule::{
     ArrivingKeys, AttentionBackward, AttentionState, BufferId, BufferSpec, ForwardBegin, ForwardEnd, Gemm,
-    GemmLayout, Op, Program, RowBlock,
+    GemmLayout, MaxLogits, Op, Program, RowBlock,
 };
 
 use crate::ExecError;
@@ -48,6 +48,9 @@ pub fn check_operands(program: &Program, index: usize) -> Result<(), ExecError> 
                     }
                 }
             }
+            if let Some(MaxLogits { buffer, .. }) = op.max_logits {
+                check.head_statistic(buffer, acc, heads.q)?;
+            }
             let arriving = check.arriving(op.arriving.as_ref(), (op.k, op.v))?;
             check.bands(&op.bands, q.rows(), k.rows() + arriving)
         }
@@ -68,6 +71,9 @@ pub fn check_operands(program: &Program, index: usize) -> Result<(), ExecError> 
             check.tensor(op.dout, out.dtype, &out.shape)?;
             check.tensor(op.lse, acc, &out.shape[..2])?;
             check.tensor(op.delta, acc, &out.shape[..2])?;
+            if let Some(dlse) = op.dlse {
+                check.tensor(dlse, acc, &out.shape[..2])?;
+            }
             let Some((sink, dsink)) = op.sink else { return Ok(()) };
             check.tensor(sink, acc, &[check.spec(sink).rows(), out.shape[1]])?;
             check.tensor(dsink, acc, &check.spec(sink).shape)
@@ -93,6 +99,20 @@ pub fn check_operands(program: &Program, index: usize) -> Result<(), ExecError> 
         Op::ColumnSum(op) => {
             let Blocks { columns, dtype, .. } = check.blocks("src", &op.src)?;
             check.tensor(op.dst, check.result_type(op.dst, dtype), &[columns])
+        }
+        Op::ColumnMax(op) => {
+            let (src, dst) = (check.spec(op.src), check.spec(op.dst));
+            let narrower = |(columns, wanted): (&usize, &usize)| columns < wanted;
+            if src.shape.len() != 2
+                || src.shape[0] == 0
+                || src.shape[1..].iter().zip(&dst.shape).any(narrower)
+            {
+                return Err(
+                    check.error(format!("there is no column of {:?} for each of {:?}", src.shape, dst.shape))
+                );
+            }
+            check.tensor(op.src, src.dtype.accumulator(), &src.shape)?;
+            check.tensor(op.dst, src.dtype, &dst.shape[..1])
         }
         Op::Cast { src, dst } => {
             let (src, dst_dtype) = (check.spec(*src), check.spec(*dst).dtype);
@@ -212,6 +232,14 @@ impl<'a> Check<'a> {
         }
         let BufferSpec { name, dtype: has, shape: has_shape, .. } = spec;
         Err(self.error(format!("buffer `{name}` must be {dtype} {shape:?}, not {has} {has_shape:?}")))
+    }
+
+    /// Whether it has a value for each head, in one row if in any.
+    fn head_statistic(&self, id: BufferId, dtype: DType, heads: usize) -> Result<(), ExecError> {
+        match self.spec(id).shape[..] {
+            [1, columns] if columns >= heads => self.tensor(id, dtype, &[1, columns]),
+            _ => self.tensor(id, dtype, &[heads]),
+        }
     }
 
     fn three_axes(&self, id: BufferId) -> Result<&'a BufferSpec, ExecError> {

@@ -9,7 +9,7 @@ use rayon::prelude::*;
 use crate::host_element::with_host_element;
 use crate::{AttentionInputs, HostElement, HostTensor};
 
-/// Standard-normal q, k, v, a sink where the spec has one, and dout where the backward is asked for. Each tensor has its
+/// Standard-normal q, k, v, a sink where the spec has one, and dout, and dlse where the spec has it, where the backward is asked for. Each tensor has its
 /// own stream of the generator, so its numbers depend on nothing but the seed, its name and its size: not on the machine,
 /// its threads, the number of ranks or on what else is drawn. Narrow types hold the same numbers, rounded.
 pub fn random_inputs(mask: &Mask, spec: &AttentionSpec, seed: u64, backward: bool) -> AttentionInputs {
@@ -37,6 +37,12 @@ pub fn random_rows(
         sink: (spec.seqlen_sink > 0)
             .then(|| normal(seed, 4, vec![spec.seqlen_sink, spec.heads_q], spec.dtype.accumulator())),
         dout: backward.then(|| tensor(3, q_ranges, [spec.heads_q, spec.head_dim_v])),
+        dlse: (backward && spec.dlse).then(|| {
+            let heads = spec.heads_q;
+            let rows = q_ranges.iter().map(Range::len).sum();
+            let elements = q_ranges.iter().map(|range| range.start * heads..range.end * heads);
+            normal_parts(seed, 5, vec![rows, heads], spec.dtype.accumulator(), elements)
+        }),
     }
 }
 

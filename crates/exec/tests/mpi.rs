@@ -78,6 +78,8 @@ fn problem(ranks: usize) -> (Mask, AttentionSpec, Plan) {
         softcap: 0.0,
         seqlen_sink: 0,
         gradient_shares: GradientShares::Accumulators,
+        max_logits: false,
+        dlse: false,
     };
     let config = PlanConfig { chunk_size: Some(32), stages: StageCount::Fixed(2), ..PlanConfig::new(ranks) };
     let plan = Plan::new(&mask, &spec, &config).unwrap();

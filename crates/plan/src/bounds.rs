@@ -84,6 +84,8 @@ mod tests {
         softcap: 0.0,
         seqlen_sink: 0,
         gradient_shares: GradientShares::Accumulators,
+        max_logits: false,
+        dlse: false,
     };
 
     /// Documents one after the other, each seeing itself causally.

@@ -85,6 +85,12 @@ pub struct AttentionSpec {
     /// In which type ranks send their shares of dk and dv.
     #[serde(default)]
     pub gradient_shares: GradientShares,
+    /// Whether a forward also gives `max_logits`: the largest score of each query head, over all ranks.
+    #[serde(default)]
+    pub max_logits: bool,
+    /// Whether a backward also takes `dlse`, the gradient of `lse`.
+    #[serde(default)]
+    pub dlse: bool,
 }
 
 /// In which type a rank that has computed a share of the gradients of another one's keys and values sends it. The owner adds shares in the
@@ -101,7 +107,7 @@ pub enum GradientShares {
 }
 
 impl AttentionSpec {
-    /// The usual: values as wide as keys, scale `1 / sqrt(head_dim)`, no softcap, no sink.
+    /// The usual: values as wide as keys, scale `1 / sqrt(head_dim)`, no softcap, no sink, no statistic beside `lse`.
     pub fn new(heads_q: usize, heads_kv: usize, head_dim: usize, dtype: DType) -> Self {
         let scale = (head_dim as f64).sqrt().recip();
         Self {
@@ -114,6 +120,8 @@ impl AttentionSpec {
             softcap: 0.0,
             seqlen_sink: 0,
             gradient_shares: GradientShares::default(),
+            max_logits: false,
+            dlse: false,
         }
     }
 

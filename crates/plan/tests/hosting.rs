@@ -22,6 +22,8 @@ const SPEC: AttentionSpec = AttentionSpec {
     softcap: 0.0,
     seqlen_sink: 0,
     gradient_shares: GradientShares::Accumulators,
+    max_logits: false,
+    dlse: false,
 };
 
 const SEQLEN: usize = 1 << 16;

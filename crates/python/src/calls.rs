@@ -103,6 +103,12 @@ impl Shapes {
         Borrowed { address, shape, strides, dtype: self.dtype.accumulator(), keeper: keeper.clone() }
     }
 
+    /// A copy for each rank of `[heads of queries]`, likewise.
+    fn of_heads(&self, address: usize, keeper: &MemoryKeeper) -> Borrowed {
+        let (shape, strides) = (vec![self.ranks * self.heads_q], vec![1]);
+        Borrowed { address, shape, strides, dtype: self.dtype.accumulator(), keeper: keeper.clone() }
+    }
+
     fn q(&self) -> [usize; 3] {
         [self.queries, self.heads_q, self.head_dim]
     }
@@ -122,9 +128,10 @@ impl Shapes {
 
 #[pymethods]
 impl Calls {
-    /// Writes `out` and `lse`, which are dense, as `sink` is. `tensors` are all tensors of the call, whose shapes and types the caller has
+    /// Writes `out` and `lse`, which are dense, as `sink` is, and `max_logits` if the plan asks for it, of which there is a copy for each
+    /// rank here. `tensors` are all tensors of the call, whose shapes and types the caller has
     /// checked. Its times, where they are taken. Collective.
-    #[pyo3(signature = (stream, q, k, v, sink, out, lse, tensors, /))]
+    #[pyo3(signature = (stream, q, k, v, sink, out, lse, max_logits, tensors, /))]
     fn forward(
         &self,
         py: Python<'_>,
@@ -135,6 +142,7 @@ impl Calls {
         sink: Option<usize>,
         out: usize,
         lse: usize,
+        max_logits: Option<usize>,
         tensors: Py<PyAny>,
     ) -> PyResult<Option<Timeline>> {
         let keeper: MemoryKeeper = Arc::new(tensors);
@@ -145,15 +153,17 @@ impl Calls {
             ("v", shapes.heads(v, shapes.v(), &keeper)),
         ];
         inputs.extend(sink.map(|sink| ("sink", shapes.statistic(sink, shapes.sink, &keeper))));
-        let outputs = vec![
+        let mut outputs = vec![
             ("out", shapes.dense(out, shapes.out(), &keeper)),
             ("lse", shapes.statistic(lse, shapes.queries, &keeper)),
         ];
+        outputs.extend(max_logits.map(|address| ("max_logits", shapes.of_heads(address, &keeper))));
         self.run(py, PassCall { direction: Direction::Forward, stream, inputs, outputs, keeper })
     }
 
-    /// Writes `dq`, `dk`, `dv`, and `dsink`, which has a copy for each rank here; all are dense. `out` and `lse` are the forward's.
-    #[pyo3(signature = (stream, dout, q, k, v, sink, out, lse, dq, dk, dv, dsink, tensors, /))]
+    /// Writes `dq`, `dk`, `dv`, and `dsink`, which has a copy for each rank here; all are dense. `out` and `lse` are the forward's. `dlse`
+    /// is dense, and read where the plan asks for it.
+    #[pyo3(signature = (stream, dout, q, k, v, sink, out, lse, dlse, dq, dk, dv, dsink, tensors, /))]
     fn backward(
         &self,
         py: Python<'_>,
@@ -165,6 +175,7 @@ impl Calls {
         sink: Option<usize>,
         out: usize,
         lse: usize,
+        dlse: Option<usize>,
         dq: usize,
         dk: usize,
         dv: usize,
@@ -182,6 +193,7 @@ impl Calls {
             ("lse", shapes.statistic(lse, shapes.queries, &keeper)),
         ];
         inputs.extend(sink.map(|sink| ("sink", shapes.statistic(sink, shapes.sink, &keeper))));
+        inputs.extend(dlse.map(|dlse| ("dlse", shapes.statistic(dlse, shapes.queries, &keeper))));
         let mut outputs = vec![
             ("dq", shapes.dense(dq, shapes.q(), &keeper)),
             ("dk", shapes.dense(dk, shapes.k(), &keeper)),

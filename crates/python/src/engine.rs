@@ -162,6 +162,7 @@ where
                     "sink" => tensor.rows(),
                     // One after the other, a copy for each rank here.
                     "dsink" => content.spec.seqlen_sink,
+                    "max_logits" => content.spec.heads_q,
                     "k" | "v" | "dk" | "dv" => content.rows(rank.rank(), true),
                     _ => content.rows(rank.rank(), false),
                 };
@@ -237,6 +238,7 @@ where
                         sink: find(rank, "sink"),
                         out: get(rank, "out")?,
                         lse: get(rank, "lse")?,
+                        max_logits: find(rank, "max_logits"),
                     })
                 };
                 let tensors = ranks.map(forward).collect::<Result<Vec<_>, ExecError>>()?;
@@ -252,6 +254,7 @@ where
                         sink: find(rank, "sink"),
                         out: get(rank, "out")?,
                         lse: get(rank, "lse")?,
+                        dlse: find(rank, "dlse"),
                         dq: get(rank, "dq")?,
                         dk: get(rank, "dk")?,
                         dv: get(rank, "dv")?,

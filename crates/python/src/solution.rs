@@ -31,7 +31,7 @@ pub(crate) struct Solution {
     pub(crate) content: Arc<Content>,
 }
 
-#[derive(Serialize, Deserialize)]
+#[derive(Clone, Serialize, Deserialize)]
 pub(crate) struct Content {
     pub(crate) mask: Arc<counterpoint_mask::Mask>,
     pub(crate) spec: AttentionSpec,
@@ -109,6 +109,8 @@ impl Solution {
             softcap,
             seqlen_sink: sink_rows,
             gradient_shares: GradientShares::default(),
+            max_logits: false,
+            dlse: false,
         };
         let site = ranks.site();
         let (topology, cost) = (site.topology, site.cost);
@@ -131,6 +133,14 @@ impl Solution {
             Ok::<_, ChooseError>(Content { mask, spec, config, plan, choices, deterministic, seconds })
         })?;
         Ok(Self { content: Arc::new(content) })
+    }
+
+    /// The same whose forwards give the largest score of each head too, or whose backwards take the gradient of lse.
+    #[pyo3(signature = (*, max_logits, dlse))]
+    fn asking(&self, max_logits: bool, dlse: bool) -> Self {
+        let content = (*self.content).clone();
+        let spec = AttentionSpec { max_logits, dlse, ..content.spec };
+        Self { content: Arc::new(Content { spec, ..content }) }
     }
 
     /// The inverse of `to_json`.

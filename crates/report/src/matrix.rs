@@ -65,6 +65,8 @@ mod tests {
             let spec = AttentionSpec {
                 heads_q: 1, heads_kv: 1, head_dim: 8, head_dim_v: 8, dtype: DType::F32, scale: 1.0, softcap: 0.0, seqlen_sink: 0,
                 gradient_shares: GradientShares::Accumulators,
+                max_logits: false,
+                dlse: false,
             };
             let config = PlanConfig { chunk_size: Some(chunk_size), ..PlanConfig::new(cp_size) };
             let plan = Plan::new(&mask, &spec, &config).unwrap();

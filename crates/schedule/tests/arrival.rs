@@ -84,6 +84,7 @@ fn forward(delivery: Delivery) -> (usize, Op) {
         begin: ForwardBegin::Start,
         end: ForwardEnd::Result { sink: None, out: BufferId(5), lse: BufferId(6) },
         bands: bands.to_vec().into(),
+        max_logits: None,
         scale: 1.0,
         softcap: 0.0,
     };

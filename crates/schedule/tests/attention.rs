@@ -18,6 +18,8 @@ fn spec(dtype: DType, seqlen_sink: usize) -> AttentionSpec {
         softcap: 0.0,
         seqlen_sink,
         gradient_shares: GradientShares::Accumulators,
+        max_logits: false,
+        dlse: false,
     }
 }
 

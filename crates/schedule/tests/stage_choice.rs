@@ -21,6 +21,8 @@ const SPEC: AttentionSpec = AttentionSpec {
     softcap: 0.0,
     seqlen_sink: 0,
     gradient_shares: GradientShares::Accumulators,
+    max_logits: false,
+    dlse: false,
 };
 
 /// Seconds of a forward and of a backward.

@@ -204,6 +204,7 @@ impl BenchCase<'_> {
         Ok(AttentionOutputs {
             out: forward("out")?,
             lse: forward("lse")?,
+            max_logits: None,
             dq: backward("dq")?,
             dk: backward("dk")?,
             dv: backward("dv")?,

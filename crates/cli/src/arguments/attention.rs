@@ -17,8 +17,9 @@ Input (safetensors; F64, F32, BF16 or F16):
   v     [seqlen_k, heads_kv, head_dim_v]
   dout  [seqlen_q, heads_q, head_dim_v], with --backward
   sink  [seqlen_sink, heads_q], optional, F32 (or F64 beside F64 tensors)
-Output (safetensors): out, lse, and with --backward dq, dk, dv (and dsink), in
-global token order whatever the dispatch was.
+Output (safetensors): out, lse, with --max-logits max_logits [heads_q], and with
+--backward dq, dk, dv (and dsink), in global token order whatever the dispatch
+was.
 
 Everything is checked first, then computed; then files are written, all of them
 or none. A link is followed to the file that it names, also where that is not
@@ -117,6 +118,10 @@ pub(crate) struct RunArguments {
     /// Compute the gradients too; reads dout
     #[arg(long)]
     pub(crate) backward: bool,
+
+    /// Give the largest score of each query head too, over all ranks: of scores as the softmax sees them, without sinks
+    #[arg(long)]
+    pub(crate) max_logits: bool,
 
     /// Factor on q k^T: 0, or of a magnitude up to 1e6 that is normal in the type of the statistics (f64 for f64
     /// tensors, f32 for all others) [default: 1/sqrt(head_dim)]

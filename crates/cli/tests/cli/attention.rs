@@ -19,11 +19,12 @@ impl Dense {
         k: &[f64],
         v: &[f64],
         sees: impl Fn(usize, usize) -> bool,
-    ) -> (Vec<f64>, Vec<f64>) {
+    ) -> (Vec<f64>, Vec<f64>, Vec<f64>) {
         let Dense { seqlen, heads_q, heads_kv, dim } = *self;
         let scale = 1.0 / (dim as f64).sqrt();
         let mut out = vec![0.0; seqlen * heads_q * dim];
         let mut lse = vec![f64::NEG_INFINITY; seqlen * heads_q];
+        let mut max_logits = vec![f64::NEG_INFINITY; heads_q];
         for row in 0..seqlen {
             for head in 0..heads_q {
                 let at = (row * heads_q + head) * dim;
@@ -31,6 +32,7 @@ impl Dense {
                 let seen: Vec<usize> = (0..seqlen).filter(|&col| sees(row, col)).collect();
                 let score =
                     |col: usize| (0..dim).map(|d| q[at + d] * k[key_at(col) + d]).sum::<f64>() * scale;
+                max_logits[head] = seen.iter().map(|&col| score(col)).fold(max_logits[head], f64::max);
                 let sum: f64 = seen.iter().map(|&col| score(col).exp()).sum();
                 lse[row * heads_q + head] = sum.ln();
                 for &col in &seen {
@@ -39,7 +41,7 @@ impl Dense {
                 }
             }
         }
-        (out, lse)
+        (out, lse, max_logits)
     }
 }
 
@@ -70,13 +72,16 @@ fn agrees_with_the_definition_for_every_number_of_ranks() {
     let sees = |row: usize, col: usize| if row < 20 { col <= row } else { row < 34 && col >= 20 };
     let [q, k, v, _] = &tensors[..] else { panic!() };
     let dense = Dense { seqlen, heads_q, heads_kv, dim };
-    let (out, lse) = dense.run(&q.values(), &k.values(), &v.values(), sees);
+    let (out, lse, max_logits) = dense.run(&q.values(), &k.values(), &v.values(), sees);
     for ranks in [1, 2, 3, 8] {
         let files = "--mask mask.json --input in.safetensors --output out.safetensors";
-        folder.run(&format!("attention {files} --cp-size {ranks} --chunk-size 6")).ok();
+        folder.run(&format!("attention {files} --cp-size {ranks} --chunk-size 6 --max-logits")).ok();
         let (dtype, shape, values) = stored(&folder, "out.safetensors", "out");
         assert_eq!((dtype, &shape[..]), (Dtype::F64, &[37, 4, 5][..]));
         assert!(relative(&values, &out) < 1e-12, "{ranks} ranks: {}", relative(&values, &out));
+        let (dtype, shape, values) = stored(&folder, "out.safetensors", "max_logits");
+        assert_eq!((dtype, &shape[..]), (Dtype::F64, &[4][..]));
+        assert!(relative(&values, &max_logits) < 1e-12, "{ranks} ranks: {values:?} {max_logits:?}");
         let (dtype, shape, values) = stored(&folder, "out.safetensors", "lse");
         assert_eq!((dtype, &shape[..]), (Dtype::F64, &[37, 4][..]));
         for (value, expected) in values.iter().zip(&lse) {

@@ -70,14 +70,16 @@ impl Problem {
             softcap,
             seqlen_sink,
             gradient_shares: GradientShares::default(),
+            max_logits: false,
+            dlse: false,
         };
         let has_unused_dout = !backward && file.header("dout").is_some();
         Ok(Self { file, spec, backward, has_unused_dout })
     }
 
-    /// The same with gradients that travel so.
-    pub fn sending(mut self, gradient_shares: GradientShares) -> Self {
-        self.spec.gradient_shares = gradient_shares;
+    /// The same with gradients that travel so, and the largest scores if they are wanted.
+    pub fn asking(mut self, gradient_shares: GradientShares, max_logits: bool) -> Self {
+        (self.spec.gradient_shares, self.spec.max_logits) = (gradient_shares, max_logits);
         self
     }
 
@@ -115,7 +117,7 @@ impl Problem {
         let all_of_sink = [Range::new(0, self.spec.seqlen_sink)];
         let sink = if self.spec.seqlen_sink > 0 { Some(tensor("sink", &all_of_sink)?) } else { None };
         let sink = sink.map(|sink| widened(sink, self.spec.dtype.accumulator()));
-        Ok(AttentionInputs { q, k, v, sink, dout })
+        Ok(AttentionInputs { q, k, v, sink, dout, dlse: None })
     }
 }
 

@@ -1,4 +1,4 @@
-// delta = rowsum(dout * out), which attention backward subtracts from every dout v^T of a row.
+// delta = rowsum(dout * out) - dlse, which attention backward subtracts from every dout v^T of a row.
 //
 // The same pass sums the sink's gradient, -sum over rows of exp(sink - lse) * delta, in two steps: a block of rows
 // here, then all blocks in attention_dsink. So the order of additions does not depend on the machine.
@@ -12,7 +12,8 @@ namespace counterpoint {
 struct AttentionDeltaArguments {
   const Element* out;   // [rows, heads, head_dim]
   const Element* dout;  // [rows, heads, head_dim]
-  const float* lse;     // [rows, heads], natural logarithm; read only with a sink
+  const float* lse;     // [rows, heads], natural logarithm; read only with a sink or dlse
+  const float* dlse;    // [rows, heads], the gradient of lse, or null
   float* delta;         // [rows, heads]
   const float* sink;    // [sinks, heads], or null
   float* dsink_parts;   // [heads, sinks, blocks of 64 rows]
@@ -80,8 +81,12 @@ __device__ __forceinline__ void attention_delta(const AttentionDeltaArguments& p
   const u32 row = row0 + threadIdx.x;
   if (threadIdx.x < kRows) {
     const u64 at = u64(row) * params.heads + head;
+    const bool wants_lse = params.sink != nullptr || params.dlse != nullptr;
+    const float lse = wants_lse && row < params.rows ? __ldg(params.lse + at) : minus_infinity();
+    // What sees nothing has no gradient, whatever is asked of its lse.
+    if (params.dlse != nullptr && lse != minus_infinity()) sums[threadIdx.x] -= __ldg(params.dlse + at);
     if (row < params.rows) params.delta[at] = sums[threadIdx.x];
-    row_lse[threadIdx.x] = params.sink != nullptr && row < params.rows ? __ldg(params.lse + at) : minus_infinity();
+    row_lse[threadIdx.x] = lse;
   }
   if (params.sink == nullptr) return;
   __syncthreads();

@@ -3,6 +3,7 @@
 
 #include "attention/attention_forward_work.cuh"
 #include "attention/attention_softmax.cuh"
+#include "attention/max_logits.cuh"
 
 namespace counterpoint {
 
@@ -72,6 +73,7 @@ struct AttentionForwardRows {
   // Writes what an item's last step completed.
   __device__ __forceinline__ void write(const AttentionForwardItem& item, const RowState& state,
                                         const Accumulators& acc) const {
+    if constexpr (C::kMaxLogits) take_max_logits(item, state);
     if (C::kSpan == Span::kStaged && arguments.end_acc != nullptr) {
       write_state(item, state, acc);
     } else if (item.partial >= 0) {
@@ -79,6 +81,19 @@ struct AttentionForwardRows {
     } else {
       write_result(item, state, acc);
     }
+  }
+
+  // Has the heads of this warp's rows know the largest score that these have seen.
+  __device__ __forceinline__ void take_max_logits(const AttentionForwardItem& item, const RowState& state) const {
+    static_assert(8 % C::kPack == 0, "a thread's two rows are of one head");
+    float largest = minus_infinity();
+#pragma unroll
+    for (u32 i = 0; i < 2; ++i) {
+      if (place(item, i).owned) largest = fmaxf(largest, state.max[i]);
+    }
+    largest = warp_max<4 * C::kPack>(largest);
+    if (lane % 4 != 0 || lane >= 4 * C::kPack || largest == minus_infinity()) return;
+    atomic_max(arguments.max_logits + head(item, 0), largest * score_scale() * kLn2);
   }
 
   // Accumulators of row `i`, times `factor`, to f32.

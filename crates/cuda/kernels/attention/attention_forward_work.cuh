@@ -25,7 +25,7 @@ enum class Scores : u32 {
 // What a kernel is compiled for. kPack query heads of one key head share a tile: row r of a tile is token start + r /
 // kPack, query head head * kPack + r % kPack.
 template <u32 kHeadDimOf, u32 kHeadDimVOf, u32 kTileRowsOf, u32 kBlockOf, u32 kPackOf, u32 kQuerySlotsOf, Span kSpanOf,
-          Scores kScoresOf>
+          Scores kScoresOf, bool kMaxLogitsOf>
 struct AttentionForwardConfig {
   static constexpr u32 kHeadDim = kHeadDimOf;
   static constexpr u32 kHeadDimV = kHeadDimVOf;
@@ -34,6 +34,8 @@ struct AttentionForwardConfig {
   static constexpr u32 kPack = kPackOf;
   static constexpr Span kSpan = kSpanOf;
   static constexpr Scores kScores = kScoresOf;
+  // Whether the largest scores are wanted.
+  static constexpr bool kMaxLogits = kMaxLogitsOf;
   static constexpr u32 kConsumers = kTileRows / 64;
   static constexpr u32 kThreads = 128 * (kConsumers + 1);
   static constexpr u32 kStages = 2;
@@ -77,6 +79,7 @@ struct AttentionForwardArguments {
   float* end_sum;
   float* partial_out;      // [slots, kTileRows / kPack, heads_q, head_dim_v]
   float* partial_lse;      // [slots, kTileRows / kPack, heads_q]
+  float* max_logits;       // [heads_q]
   u32* queue;  // three words, zero between launches: items of ready tiles handed out beyond the first of each CTA; CTAs that are
                // done; items of waiting tiles handed out
   LinkArrivals arrivals;

@@ -11,6 +11,7 @@
 #pragma once
 
 #include "attention/attention_softmax.cuh"
+#include "attention/max_logits.cuh"
 #include "attention/portable_mask.cuh"
 
 namespace counterpoint {
@@ -23,7 +24,7 @@ constexpr float kMaxGrowth = 8.0f;
 constexpr float kUnseen = 1e30f;
 
 template <u32 kHeadDimOf, u32 kHeadDimVOf, u32 kWarpRowsOf, u32 kWarpsOf, u32 kBlockOf, u32 kHeldColumnsOf,
-          bool kSoftcapOf, bool kAlignedOf>
+          bool kSoftcapOf, bool kAlignedOf, bool kMaxLogitsOf>
 struct PortableForwardConfig {
   static constexpr u32 kHeadDim = kHeadDimOf;
   static constexpr u32 kHeadDimV = kHeadDimVOf;
@@ -35,6 +36,8 @@ struct PortableForwardConfig {
   static constexpr bool kSoftcap = kSoftcapOf;
   // Blocks begin at multiples of their size.
   static constexpr bool kAligned = kAlignedOf;
+  // Whether the largest scores are wanted.
+  static constexpr bool kMaxLogits = kMaxLogitsOf;
   static constexpr u32 kThreads = 32 * kWarps;
   static constexpr u32 kTileRows = kWarpRows * kWarps;
   static constexpr u32 kRowTiles = kWarpRows / 16;
@@ -68,6 +71,7 @@ struct PortableForwardArguments {
   float* row_sum;
   float* partial_out;  // [slots, tile rows, heads_q, head_dim_v]
   float* partial_lse;  // [slots, tile rows, heads_q]
+  float* max_logits;   // [heads_q], of natural logarithms
   u32 tile_count;
   u32 heads_q;
   u32 heads_kv;
@@ -98,6 +102,8 @@ struct PortableForward {
   // Of each row what makes its scores exponents: minus the maximum in use, base 2; and this thread's share of the sum.
   float offset[C::kRowTiles][2];
   float sum[C::kRowTiles][2];
+  // Where the largest scores are wanted, the largest exponent of this thread's rows: the maximum in use may be below it.
+  float largest;
   // Operand A of the scores, step by step.
   u32 held[C::kHeldColumns / 16 + 1][C::kRowTiles][4];
 
@@ -194,6 +200,8 @@ struct PortableForward {
           chain[1] = fmaxf(chain[1], scores[m][4 * j + 2 * i + 1]);
         }
         const float seen = quad_max(fmaxf(chain[0], chain[1])) * arguments.scale_log2;
+        // Rows beyond the tile's end are zeros.
+        if (C::kMaxLogits && tile.start + i32(row(m, i)) < tile.end) largest = fmaxf(largest, seen);
         // False for minus infinity, true for the first finite score.
         const bool take = seen + offset[m][i] > kMaxGrowth;
         rescale[m][i] = take ? exp2_fast(-offset[m][i] - seen) : 1.0f;
@@ -253,6 +261,7 @@ struct PortableForward {
 
   __device__ __forceinline__ void begin_rows() {
     clear(acc);
+    if constexpr (C::kMaxLogits) largest = minus_infinity();
 #pragma unroll
     for (u32 m = 0; m < C::kRowTiles; ++m) {
 #pragma unroll
@@ -413,6 +422,12 @@ struct PortableForward {
     }
   }
 
+  // Has the head know the largest score that this warp's rows have seen.
+  __device__ __forceinline__ void take_max_logits() const {
+    const float seen = warp_max<4>(largest);
+    if (lane == 0 && seen != minus_infinity()) atomic_max(arguments.max_logits + head, seen * kLn2);
+  }
+
   __device__ __forceinline__ void walk() {
     BlockCursor cursor(arguments.runs, tile);
     // Rows that see nothing keep the state that they have.
@@ -459,6 +474,7 @@ struct PortableForward {
     // Results pass through the queries' rows: all have arrived, also without a block, and nobody multiplies them any more.
     cp_async_wait<0>();
     __syncthreads();
+    if constexpr (C::kMaxLogits) take_max_logits();
     if constexpr (!C::kAligned) {
       if (arguments.begin_acc != nullptr) join_state();
     }

@@ -6,7 +6,7 @@ use counterpoint_exec::ExecError;
 use counterpoint_mask::Band;
 use counterpoint_plan::DType;
 use counterpoint_schedule::{
-    AttentionForward, AttentionState, BufferId, ForwardBegin, ForwardEnd, KeyBlocks,
+    Accumulate, AttentionForward, AttentionState, BufferId, ForwardBegin, ForwardEnd, KeyBlocks, MaxLogits,
 };
 
 use super::compute::Prepare;
@@ -163,6 +163,7 @@ pub(super) struct Forward {
     keys: Keys,
     begin: Option<State>,
     end: End,
+    max_logits: Option<MaxLogits>,
 }
 
 /// What a stage of the forward leaves.
@@ -186,6 +187,7 @@ impl Forward {
         let is_share = |out: BufferId| prepare.spec(out).dtype != prepare.spec(op.q).dtype;
         let mode = ForwardMode {
             continues: matches!(op.begin, ForwardBegin::Continue(_)),
+            max_logits: op.max_logits.is_some(),
             end: match op.end {
                 ForwardEnd::State(_) => ForwardModeEnd::State,
                 // Kernels write results in the elements' type only; a share is made of the state.
@@ -213,6 +215,7 @@ impl Forward {
                 }
             },
             begin,
+            max_logits: op.max_logits,
         })
     }
 
@@ -245,6 +248,9 @@ impl Forward {
                 (ForwardTarget::Result(ResultTensors { sink, out: out.address(buffers), lse }), Some(out))
             }
         };
+        if let Some(MaxLogits { buffer, accumulate: Accumulate::Start }) = self.max_logits {
+            buffers[buffer.0].memory().fill_words(stream, f32::NEG_INFINITY.to_bits())?;
+        }
         let tensors = ForwardTensors {
             q: self.q.head_rows(buffers),
             k: self.keys.k.head_rows(buffers),
@@ -252,6 +258,7 @@ impl Forward {
             arriving,
             begin,
             end,
+            max_logits: self.max_logits.map(|max| address(max.buffer)),
         };
         // SAFETY: `check_operands` has compared all shapes and types; buffers and copies live as long as what is enqueued; the
         // Program orders who else uses them.

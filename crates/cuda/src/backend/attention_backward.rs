@@ -22,6 +22,7 @@ pub(super) struct Delta {
     out: Operand,
     dout: Operand,
     lse: BufferId,
+    dlse: Option<BufferId>,
     delta: BufferId,
     sink: Option<(BufferId, BufferId)>,
 }
@@ -39,6 +40,7 @@ impl Delta {
             out: Operand::new(prepare, op.out)?,
             dout: Operand::new(prepare, op.dout)?,
             lse: op.lse,
+            dlse: op.dlse,
             delta: op.delta,
             sink: op.sink,
         })
@@ -52,6 +54,7 @@ impl Delta {
             out: self.out.address(buffers),
             dout: self.dout.address(buffers),
             lse: address(self.lse),
+            dlse: self.dlse.map(address),
             delta: address(self.delta),
             sink: self.sink.map(|(sink, dsink)| (address(sink), address(dsink))),
         };

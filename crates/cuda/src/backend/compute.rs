@@ -1,5 +1,7 @@
 use counterpoint_exec::{ExecError, check_operands};
-use counterpoint_schedule::{BufferId, BufferSpec, Mover, Op, Program, ProgramOp, WorkerShare};
+use counterpoint_schedule::{
+    self as schedule, BufferId, BufferSpec, Mover, Op, Program, ProgramOp, WorkerShare,
+};
 
 use super::attention::Forward;
 use super::attention_backward::{Backward, Delta};
@@ -9,7 +11,7 @@ use super::norm::Normalisation;
 use super::user_kernel::UserWork;
 use super::waves::Waves;
 use super::{CudaBackend, CudaBuffer, CudaSignal};
-use crate::kernel::{Cast, CtaWaits, GemmLibrary, Scalar, UserKernelSource};
+use crate::kernel::{Cast, ColumnMax, CtaWaits, GemmLibrary, Scalar, UserKernelSource};
 use crate::{CudaError, Stream};
 
 /// A compute operation of the CUDA backend, its tensors checked and its kernels loaded.
@@ -24,6 +26,11 @@ enum Work {
     Product(Box<Product>),
     Waves(Box<Waves>),
     BiasGradient(Box<BiasGradient>),
+    Largest {
+        kernel: ColumnMax,
+        src: BufferId,
+        dst: BufferId,
+    },
     Normalisation(Box<Normalisation>),
     User(Box<UserWork>),
     Cast {
@@ -68,6 +75,7 @@ impl CudaKernel {
             Op::GemmReduce(op) => Work::Product(Box::new(Product::new(&prepare, &op.gemm)?)),
             Op::CastGemm(op) => Work::Product(Box::new(Product::new(&prepare, &op.gemm)?)),
             Op::ColumnSum(op) => Work::BiasGradient(Box::new(BiasGradient::new(&prepare, op)?)),
+            Op::ColumnMax(op) => Work::Largest { kernel: prepare.column_max(op)?, src: op.src, dst: op.dst },
             Op::UserKernel(op) => Work::User(Box::new(UserWork::new(&prepare, op)?)),
             Op::RmsNorm(op) => Work::Normalisation(Box::new(Normalisation::new(&prepare, op)?)),
             Op::Cast { src, dst } if prepare.spec(*src).dtype == prepare.spec(*dst).dtype => {
@@ -108,6 +116,11 @@ impl CudaKernel {
             Work::Product(work) => work.launch(stream, buffers),
             Work::Waves(work) => work.launch(stream, buffers, signals),
             Work::BiasGradient(work) => work.launch(stream, buffers),
+            Work::Largest { kernel, src, dst } => {
+                let (src, dst) = (buffers[src.0].address(), buffers[dst.0].address());
+                // SAFETY: `check_operands` has compared the shapes; events of the Program order who else uses them.
+                unsafe { kernel.launch(stream, src, dst) }
+            }
             Work::Normalisation(work) => work.launch(stream, buffers),
             Work::User(work) => work.launch(stream, buffers, signals),
             Work::Cast { cast, src, dst } => {
@@ -211,6 +224,15 @@ impl<'a> Prepare<'a> {
         let BufferSpec { name, dtype, .. } = self.spec(id);
         Scalar::of(*dtype)
             .ok_or_else(|| self.error(format!("buffer `{name}` is {dtype}; CUDA has bf16, f16 and f32")))
+    }
+
+    fn column_max(&self, op: &schedule::ColumnMax) -> Result<ColumnMax, ExecError> {
+        let (src, columns) = (self.spec(op.src), self.spec(op.dst).shape[0]);
+        if self.scalar(op.src)? != Scalar::F32 {
+            return Err(self.error("largest elements of columns are of f32".to_owned()));
+        }
+        ColumnMax::new(self.backend.device(), [src.shape[0], src.shape[1]], columns)
+            .map_err(|error| self.device_error(error))
     }
 
     fn cast(&self, src: BufferId, dst: BufferId) -> Result<Cast, ExecError> {

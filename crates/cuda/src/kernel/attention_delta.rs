@@ -10,7 +10,7 @@ const ROWS: usize = 64;
 /// Most blocks along an axis of a grid but the first.
 const MOST_BLOCKS: usize = 65535;
 
-/// `delta = rowsum(dout * out)` of a backward, and the gradient of its sink, for every GPU: prepared to run many times.
+/// `delta = rowsum(dout * out) - dlse` of a backward, and the gradient of its sink, for every GPU: prepared to run many times.
 #[derive(Clone, Debug)]
 pub struct AttentionDelta {
     delta: Function,
@@ -29,6 +29,7 @@ struct AttentionDeltaArguments {
     out: u64,
     dout: u64,
     lse: u64,
+    dlse: u64,
     delta: u64,
     sink: u64,
     dsink_parts: u64,
@@ -97,6 +98,7 @@ impl AttentionDelta {
                 out: tensors.out,
                 dout: tensors.dout,
                 lse: tensors.lse,
+                dlse: tensors.dlse.unwrap_or(0),
                 delta: tensors.delta,
                 sink: tensors.sink.map_or(0, |(sink, _)| sink),
                 dsink_parts: self.parts.address(),
@@ -171,6 +173,7 @@ pub(super) fn layouts() -> Vec<SharedLayout> {
                 out,
                 dout,
                 lse,
+                dlse,
                 delta,
                 sink,
                 dsink_parts,

@@ -17,6 +17,8 @@ pub struct ForwardMode {
     pub continues: bool,
     /// What it leaves.
     pub end: ForwardModeEnd,
+    /// Whether the largest score of each query head is wanted.
+    pub max_logits: bool,
 }
 
 /// What a stage of the forward leaves.
@@ -126,6 +128,22 @@ pub struct ForwardTensors {
     pub begin: Option<StateTensors>,
     /// What is left, as the mode says.
     pub end: ForwardTarget,
+    /// `[heads_q]`, f32, where the mode wants them: takes what is larger than what is there.
+    pub max_logits: Option<u64>,
+}
+
+impl ForwardTensors {
+    /// The address of `max_logits`; 0 where `mode` does not want them.
+    pub(super) fn largest(&self, mode: &ForwardMode, kernel: &str) -> Result<u64, CudaError> {
+        match (mode.max_logits, self.max_logits) {
+            (true, Some(address)) => Ok(address),
+            (false, None) => Ok(0),
+            (wanted, given) => {
+                let reason = format!("it was made with max_logits {wanted}, and is given {given:?}");
+                Err(CudaError::Launch { kernel: kernel.to_owned(), reason })
+            }
+        }
+    }
 }
 
 /// Where a forward leaves what it leaves.
@@ -146,6 +164,8 @@ pub struct DeltaTensors {
     pub dout: u64,
     /// `[rows_q, heads_q]`, f32.
     pub lse: u64,
+    /// `[rows_q, heads_q]`, f32: the gradient of `lse`, if there is one.
+    pub dlse: Option<u64>,
     /// `[rows_q, heads_q]`, f32; written.
     pub delta: u64,
     /// (`sink`, `dsink`), both `[seqlen_sink, heads_q]`, f32; the second is written.

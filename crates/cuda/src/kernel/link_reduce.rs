@@ -285,20 +285,20 @@ pub(super) fn source_of(arch: Arch, types: ReduceTypes, teams: u32, [stem, call]
     let name = format!("{stem}_{}_{}", partial.name(), result.name());
     let (partial, result) = (partial.cpp(), result.cpp());
     KernelSource::new(&name, arch)
-        .define("LINK_FETCHERS", FETCHERS)
-        .define("LINK_TEAMS", teams)
-        .define("LINK_ELEMENTS", most_elements(types))
-        .define("LINK_STAGE_BYTES", STAGE_BYTES)
-        .define("LINK_STAGES", STAGES)
         .line(format_args!("#include \"{stem}.cuh\""))
         .line("using namespace counterpoint;")
         .line(format_args!(
-            "static_assert(sizeof(LinkReduceShared) == {SHARED_BYTES}, \"shared memory of a launch\");"
+            "using Config = LinkReduceConfig<{partial}, {result}, {FETCHERS}, {teams}, {}, {STAGES}, {STAGE_BYTES}>;",
+            most_elements(types)
         ))
-        .line(format_args!("extern \"C\" __global__ void __launch_bounds__({})", threads(teams)))
+        .line(format_args!(
+            "static_assert(sizeof(LinkReduceShared<Config>) == {SHARED_BYTES} && Config::kThreads == {}, \"launch\");",
+            threads(teams)
+        ))
+        .line("extern \"C\" __global__ void __launch_bounds__(Config::kThreads)")
         .line(format_args!("{name}(const __grid_constant__ {call} call, const LinkReducePiece* pieces,"))
         .line("    const LinkFetch* fetches, const LinkBlock* blocks, u32 accumulate) {")
-        .line(format_args!("  {stem}<{partial}, {result}>(call, pieces, fetches, blocks, accumulate);"))
+        .line(format_args!("  {stem}<Config>(call, pieces, fetches, blocks, accumulate);"))
         .line("}")
 }
 

@@ -10,6 +10,7 @@ mod attention_merge;
 mod attention_tensors;
 mod bit_check;
 mod cast;
+mod column_max;
 mod column_sum;
 mod device_schedule;
 mod dq_rounding;
@@ -56,6 +57,7 @@ pub use attention_tensors::{
 };
 pub use bit_check::BitCheck;
 pub use cast::Cast;
+pub use column_max::ColumnMax;
 pub use column_sum::{ColumnSum, ColumnSumSpec};
 pub use device_schedule::DeviceSchedule;
 pub use dq_rounding::DqRounding;

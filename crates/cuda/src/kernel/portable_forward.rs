@@ -27,6 +27,7 @@ struct Choice {
     element: ElementType,
     softcap: bool,
     blocks: TilePlacement,
+    max_logits: bool,
 }
 
 /// The work of a CTA: `warps` warps of `warp_rows` query rows, blocks of `block` keys, `ctas` of them on a multiprocessor. Its
@@ -63,6 +64,7 @@ struct PortableForwardArguments {
     row_sum: u64,
     partial_out: u64,
     partial_lse: u64,
+    max_logits: u64,
     tile_count: u32,
     heads_q: u32,
     heads_kv: u32,
@@ -148,23 +150,41 @@ impl Choice {
             TilePlacement::Tight => Shape::of(dims, softcap, shared_bytes),
             TilePlacement::Aligned => Shape::aligned(dims, shared_bytes),
         };
-        Self { shape, element, softcap, blocks }
+        Self { shape, element, softcap, blocks, max_logits: false }
+    }
+
+    /// Whether the largest scores are wanted.
+    fn with_max_logits(mut self, max_logits: bool) -> Self {
+        self.max_logits = max_logits;
+        if !max_logits {
+            return self;
+        }
+        let Shape { head_dim, head_dim_v, warp_rows, ref mut block, .. } = self.shape;
+        // The register that they take is one too many beside the usual blocks.
+        *block = match (self.blocks, head_dim, head_dim_v) {
+            (TilePlacement::Aligned, 64 | 128, _) if warp_rows == 32 => *block / 2,
+            (TilePlacement::Tight, 192, 128) if self.softcap && warp_rows == 32 => (*block).min(32),
+            (TilePlacement::Tight, 256, _) => (*block).min(32),
+            _ => *block,
+        };
+        self
     }
 
     fn source(self, arch: Arch) -> KernelSource {
-        let Self { shape, element, softcap, blocks } = self;
+        let Self { shape, element, softcap, blocks, max_logits } = self;
         let Shape { head_dim, head_dim_v, warp_rows, warps, block, held_columns, .. } = shape;
         let cap = if softcap { "_softcap" } else { "" };
         let aligned = blocks == TilePlacement::Aligned;
         let state = if aligned { "_aligned" } else { "" };
+        let largest = if max_logits { "_max_logits" } else { "" };
         let tile_rows = shape.tile_rows();
         let name = format!(
-            "portable_forward_{}_{head_dim}_{head_dim_v}_{tile_rows}x{block}{cap}{state}",
+            "portable_forward_{}_{head_dim}_{head_dim_v}_{tile_rows}x{block}{cap}{state}{largest}",
             element.name()
         );
         let config = format!(
             "PortableForwardConfig<{head_dim}, {head_dim_v}, {warp_rows}, {warps}, {block}, {held_columns}, {softcap}, \
-             {aligned}>"
+             {aligned}, {max_logits}>"
         );
         PortableKernel {
             function: "portable_forward",
@@ -190,7 +210,7 @@ impl PortableForward {
         check(problem).map_err(refused)?;
         let traits = traits_of(device, problem).map_err(refused)?;
         let blocks = if problem.deterministic { TilePlacement::Aligned } else { TilePlacement::Tight };
-        let choice = Choice::of(blocks, traits);
+        let choice = Choice::of(blocks, traits).with_max_logits(mode.max_logits);
         let Choice { shape, .. } = choice;
         let seqlen_sink = match mode.end {
             ForwardModeEnd::State => 0,
@@ -231,6 +251,7 @@ impl PortableForward {
             row_sum: 0,
             partial_out: 0,
             partial_lse: 0,
+            max_logits: 0,
             tile_count: schedule.tile_count(),
             heads_q: problem.heads_q as u32,
             heads_kv: problem.heads_kv as u32,
@@ -257,7 +278,13 @@ impl PortableForward {
         let ForwardTensors { q, k, v, begin, end, .. } = *tensors;
         let name = self.function.name();
         let (q, k, v) = (q.dense(name)?, k.dense(name)?, v.dense(name)?);
-        let mut arguments = PortableForwardArguments { q, k, v, ..self.arguments };
+        let mut arguments = PortableForwardArguments {
+            q,
+            k,
+            v,
+            max_logits: tensors.largest(&self.mode, name)?,
+            ..self.arguments
+        };
         match (self.mode.end, end) {
             (ForwardModeEnd::State, ForwardTarget::State(StateTensors { acc, row_max, row_sum })) => {
                 (arguments.acc, arguments.row_max, arguments.row_sum) = (acc, row_max, row_sum);
@@ -291,13 +318,15 @@ impl PortableForward {
 
 /// For every head, element type, softcap, kind of GPU and placement of blocks.
 pub(super) fn specialisations() -> Vec<Specialisation> {
-    let placed = |blocks| {
+    let placed = |blocks, max_logits| {
         specialisations_of(
-            |traits| Choice::of(blocks, traits),
+            move |traits| Choice::of(blocks, traits).with_max_logits(max_logits),
             |choice, arch| (choice.source(arch), choice.shape.threads(), choice.shape.ctas),
         )
     };
-    [TilePlacement::Tight, TilePlacement::Aligned].into_iter().flat_map(placed).collect()
+    let kinds =
+        [TilePlacement::Tight, TilePlacement::Aligned].map(|blocks| [(blocks, false), (blocks, true)]);
+    kinds.into_iter().flatten().flat_map(|(blocks, max_logits)| placed(blocks, max_logits)).collect()
 }
 
 /// What host and kernel share.
@@ -322,6 +351,7 @@ pub(super) fn layouts() -> Vec<SharedLayout> {
             row_sum,
             partial_out,
             partial_lse,
+            max_logits,
             tile_count,
             heads_q,
             heads_kv,

@@ -1,6 +1,6 @@
 use super::{
     attention_backward, attention_delta, attention_finish, attention_forward, attention_merge, bit_check,
-    cast, column_sum, foreign_meeting, gemm, head_resize, link_copy, link_litmus, link_reduce,
+    cast, column_max, column_sum, foreign_meeting, gemm, head_resize, link_copy, link_litmus, link_reduce,
     portable_backward, portable_backward_query, portable_forward, random_fill, rms_norm, row_check, row_copy,
     row_merge, row_reduce, signal_litmus, signal_wait, staged_reduce, start_hold, start_litmus,
 };
@@ -38,6 +38,7 @@ pub fn specialisations() -> Vec<Specialisation> {
             attention_merge::specialisations(arch),
             bit_check::specialisations(arch),
             cast::specialisations(arch),
+            column_max::specialisations(arch),
             column_sum::specialisations(arch),
             head_resize::specialisations(arch),
             random_fill::specialisations(arch),

@@ -29,6 +29,8 @@ pub struct AttentionInputs {
     pub sink: Option<HostTensor>,
     /// `[seqlen_q, heads_q, head_dim_v]`; its presence asks for the backward.
     pub dout: Option<HostTensor>,
+    /// `[seqlen_q, heads_q]`, accumulator type: the gradient of `lse`, where the spec has one and the backward is asked for.
+    pub dlse: Option<HostTensor>,
 }
 
 /// Results in global token order, or a rank's rows of them.
@@ -38,6 +40,9 @@ pub struct AttentionOutputs {
     pub out: HostTensor,
     /// `[seqlen_q, heads_q]`, accumulator type, natural logarithm.
     pub lse: HostTensor,
+    /// `[heads_q]`, accumulator type, when the spec asks for it: the largest score of each query head, that the softmax sees (scaled,
+    /// capped), over all rows and ranks; a sink's are not among them. `-inf` where there is none. For finite inputs.
+    pub max_logits: Option<HostTensor>,
     /// As `q`, when the backward ran; likewise the rest.
     pub dq: Option<HostTensor>,
     /// As `k`.
@@ -200,13 +205,15 @@ impl AttentionInputs {
             v: dispatch(&self.v, k_ranges)?,
             sink: self.sink.clone(),
             dout: self.dout.as_ref().map(|dout| dispatch(dout, q_ranges)).transpose()?,
+            dlse: self.dlse.as_ref().map(|dlse| dispatch(dlse, q_ranges)).transpose()?,
         })
     }
 
     /// Of all tensors.
     pub fn bytes(&self) -> u64 {
-        let tensors = [Some(&self.q), Some(&self.k), Some(&self.v), self.sink.as_ref(), self.dout.as_ref()];
-        tensors.into_iter().flatten().map(|tensor| (tensor.len() * tensor.dtype().size()) as u64).sum()
+        let Self { q, k, v, sink, dout, dlse } = self;
+        let given = [Some(q), Some(k), Some(v), sink.as_ref(), dout.as_ref(), dlse.as_ref()];
+        given.into_iter().flatten().map(|tensor| (tensor.len() * tensor.dtype().size()) as u64).sum()
     }
 
     /// Whether they have so many rows of queries and keys, and the shapes and types of `spec`.
@@ -218,12 +225,19 @@ impl AttentionInputs {
         if let Some(dout) = &self.dout {
             check("dout", dout, spec.dtype, &[rows_q, spec.heads_q, spec.head_dim_v])?;
         }
+        match &self.dlse {
+            Some(dlse) if spec.dlse => check("dlse", dlse, acc, &[rows_q, spec.heads_q])?,
+            Some(_) => return Err(refused("dlse", "is given, and the spec has none".to_owned())),
+            None if spec.dlse && self.dout.is_some() => {
+                return Err(refused("dlse", "is missing, and the spec has one".to_owned()));
+            }
+            None => {}
+        }
         match &self.sink {
             Some(sink) => check("sink", sink, acc, &[spec.seqlen_sink, spec.heads_q]),
-            None if spec.seqlen_sink > 0 => Err(ExecError::Tensor {
-                name: "sink".to_owned(),
-                reason: format!("is missing, and the spec has {} rows of it", spec.seqlen_sink),
-            }),
+            None if spec.seqlen_sink > 0 => {
+                Err(refused("sink", format!("is missing, and the spec has {} rows of it", spec.seqlen_sink)))
+            }
             None => Ok(()),
         }
     }
@@ -233,6 +247,9 @@ fn check(name: &str, tensor: &HostTensor, dtype: DType, shape: &[usize]) -> Resu
     if tensor.dtype() == dtype && tensor.shape() == shape {
         return Ok(());
     }
-    let reason = format!("must be {dtype} {shape:?}, not {} {:?}", tensor.dtype(), tensor.shape());
-    Err(ExecError::Tensor { name: name.to_owned(), reason })
+    Err(refused(name, format!("must be {dtype} {shape:?}, not {} {:?}", tensor.dtype(), tensor.shape())))
+}
+
+fn refused(name: &str, reason: String) -> ExecError {
+    ExecError::Tensor { name: name.to_owned(), reason }
 }

@@ -77,7 +77,7 @@ impl<M: Machine> PreparedAttention<M> {
         ranks.map(|(rank, rows)| rank.backend().upload(name, rows)).collect()
     }
 
-    /// Has the next runs read `q`, `k`, `v`, `sink` or `dout` from these buffers, one for each rank here, which must stay as they are
+    /// Has the next runs read `q`, `k`, `v`, `sink`, `dout` or `dlse` from these buffers, one for each rank here, which must stay as they are
     /// while a run reads them.
     ///
     /// # Errors
@@ -104,13 +104,13 @@ impl<M: Machine> PreparedAttention<M> {
         })
     }
 
-    /// The buffers of a result, `out`, `lse`, `dq`, `dk`, `dv` or `dsink`, one for each rank here: what the last run left, until the next.
+    /// The buffers of a result, `out`, `lse`, `max_logits`, `dq`, `dk`, `dv` or `dsink`, one for each rank here: what the last run left, until the next.
     ///
     /// # Errors
     /// [`ExecError::Tensor`] when there is no such result.
     pub fn result(&self, name: &str) -> Result<Vec<RankBuffer<M>>, ExecError> {
         match name {
-            "out" | "lse" => Prepared::buffers_of(&self.forward, name),
+            "out" | "lse" | "max_logits" => Prepared::buffers_of(&self.forward, name),
             _ if self.backward.is_empty() => {
                 let reason = "was not prepared: the problem is a forward alone".to_owned();
                 Err(ExecError::Tensor { name: name.to_owned(), reason })
@@ -297,10 +297,13 @@ pub(super) fn forward_outputs<B: Backend, T: Transport<B>>(
     here: Range<usize>,
     forward: &[Prepared<B, T>],
 ) -> Result<Vec<(usize, AttentionOutputs)>, ExecError> {
-    let results = download(forward, "out")?.into_iter().zip(download(forward, "lse")?);
-    let results =
-        results.map(|(out, lse)| AttentionOutputs { out, lse, dq: None, dk: None, dv: None, dsink: None });
-    Ok(here.zip(results).collect())
+    let results = |prepared: &Prepared<B, T>| -> Result<AttentionOutputs, ExecError> {
+        let result = |name: &str| download(prepared, name);
+        let max_logits = prepared.buffer("max_logits").is_some().then(|| result("max_logits")).transpose()?;
+        let (out, lse) = (result("out")?, result("lse")?);
+        Ok(AttentionOutputs { out, lse, max_logits, dq: None, dk: None, dv: None, dsink: None })
+    };
+    here.zip(forward).map(|(rank, prepared)| Ok((rank, results(prepared)?))).collect()
 }
 
 pub(super) fn add_gradients<B: Backend, T: Transport<B>>(
@@ -308,7 +311,7 @@ pub(super) fn add_gradients<B: Backend, T: Transport<B>>(
     outputs: &mut [(usize, AttentionOutputs)],
 ) -> Result<(), ExecError> {
     for (prepared, (_, outputs)) in backward.iter().zip(outputs) {
-        let gradient = |name: &str| download(std::slice::from_ref(prepared), name).map(|mut one| one.pop());
+        let gradient = |name: &str| download(prepared, name).map(Some);
         (outputs.dq, outputs.dk, outputs.dv) = (gradient("dq")?, gradient("dk")?, gradient("dv")?);
         if prepared.buffer("dsink").is_some() {
             outputs.dsink = gradient("dsink")?;
@@ -324,9 +327,10 @@ pub(super) struct LocalInputs<M: Machine> {
 
 impl<M: Machine> LocalInputs<M> {
     fn upload(inputs: AttentionInputs, backend: &M::Backend) -> Result<Self, ExecError> {
-        let AttentionInputs { q, k, v, sink, dout } = inputs;
-        let all = [("q", Some(q)), ("k", Some(k)), ("v", Some(v)), ("sink", sink), ("dout", dout)];
-        let present = all.into_iter().filter_map(|(name, tensor)| Some((name, tensor?)));
+        let AttentionInputs { q, k, v, sink, dout, dlse } = inputs;
+        let given = [("q", Some(q)), ("k", Some(k)), ("v", Some(v))];
+        let all = given.into_iter().chain([("sink", sink), ("dout", dout), ("dlse", dlse)]);
+        let present = all.filter_map(|(name, tensor)| Some((name, tensor?)));
         let upload = |(name, tensor)| Ok::<_, ExecError>((name, backend.upload(name, tensor)?));
         Ok(Self { tensors: present.map(upload).collect::<Result<_, _>>()? })
     }
@@ -342,10 +346,7 @@ impl<M: Machine> LocalInputs<M> {
     }
 }
 
-fn download<B: Backend, T: Transport<B>>(
-    ranks: &[Prepared<B, T>],
-    name: &str,
-) -> Result<Vec<HostTensor>, ExecError> {
-    let buffers = Prepared::buffers_of(ranks, name)?;
-    ranks.iter().zip(&buffers).map(|(rank, buffer)| rank.backend().download(buffer)).collect()
+fn download<B: Backend, T: Transport<B>>(rank: &Prepared<B, T>, name: &str) -> Result<HostTensor, ExecError> {
+    let buffers = Prepared::buffers_of(std::slice::from_ref(rank), name)?;
+    rank.backend().download(&buffers[0])
 }

@@ -50,6 +50,8 @@ pub(crate) fn plan_identity(
         softcap,
         seqlen_sink,
         gradient_shares,
+        max_logits,
+        dlse,
     } = *spec;
     PlanIdentity::new([
         ("ranks", plan.ranks.len().to_string()),
@@ -62,6 +64,8 @@ pub(crate) fn plan_identity(
         ("softcap", softcap.to_string()),
         ("seqlen_sink", seqlen_sink.to_string()),
         ("gradient_shares", gradient_shares.to_string()),
+        ("max_logits", max_logits.to_string()),
+        ("dlse", dlse.to_string()),
         ("policy", policies.to_string()),
         ("deterministic", deterministic.to_string()),
         ("stages", plan.ranks.first().map_or(0, |rank| rank.forward.len()).to_string()),

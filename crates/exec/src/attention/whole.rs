@@ -16,14 +16,15 @@ impl RanksRun {
     /// [`ExecError::Tensor`] when some are not.
     pub fn into_whole(self, plan: &Plan) -> Result<AttentionRun, ExecError> {
         let Self { outputs, forward, backward, forward_seconds, backward_seconds } = self;
-        let mut columns: [Vec<HostTensor>; 6] = Default::default();
+        let mut columns: [Vec<HostTensor>; 7] = Default::default();
         for (_, rank) in outputs {
-            let AttentionOutputs { out, lse, dq, dk, dv, dsink } = rank;
-            for (column, tensor) in columns.iter_mut().zip([Some(out), Some(lse), dq, dk, dv, dsink]) {
+            let AttentionOutputs { out, lse, max_logits, dq, dk, dv, dsink } = rank;
+            let tensors = [Some(out), Some(lse), max_logits, dq, dk, dv, dsink];
+            for (column, tensor) in columns.iter_mut().zip(tensors) {
                 column.extend(tensor);
             }
         }
-        let [out, lse, dq, dk, dv, mut dsink] = columns;
+        let [out, lse, mut max_logits, dq, dk, dv, mut dsink] = columns;
         let (q, k) = (&plan.q_dispatch, &plan.k_dispatch);
         let gradient = |locals: Vec<HostTensor>, dispatch| -> Result<Option<HostTensor>, ExecError> {
             (!locals.is_empty()).then(|| undispatch(dispatch, &locals)).transpose()
@@ -32,10 +33,12 @@ impl RanksRun {
             outputs: AttentionOutputs {
                 out: undispatch(q, &out)?,
                 lse: undispatch(q, &lse)?,
+                // Of all ranks already, so that every rank has it.
+                max_logits: (!max_logits.is_empty()).then(|| max_logits.swap_remove(0)),
                 dq: gradient(dq, q)?,
                 dk: gradient(dk, k)?,
                 dv: gradient(dv, k)?,
-                // Summed over all ranks already, so that every rank has it.
+                // Likewise.
                 dsink: (!dsink.is_empty()).then(|| dsink.swap_remove(0)),
             },
             forward,
@@ -84,7 +87,7 @@ impl RanksRun {
     }
 
     fn to_bytes(&self) -> std::io::Result<Vec<u8>> {
-        let ranks: Vec<(usize, [Option<&HostTensor>; 6])> =
+        let ranks: Vec<(usize, [Option<&HostTensor>; 7])> =
             self.outputs.iter().map(|(rank, outputs)| (*rank, outputs.tensors())).collect();
         let shape =
             |tensor: Option<&HostTensor>| tensor.map(|tensor| (tensor.dtype(), tensor.shape().to_vec()));
@@ -119,8 +122,8 @@ impl RanksRun {
             });
             let mut next = || tensors.next().ok_or_else(short).flatten();
             let (out, lse) = (next()?.ok_or_else(short)?, next()?.ok_or_else(short)?);
-            let (dq, dk, dv, dsink) = (next()?, next()?, next()?, next()?);
-            outputs.push((rank, AttentionOutputs { out, lse, dq, dk, dv, dsink }));
+            let (max_logits, dq, dk, dv, dsink) = (next()?, next()?, next()?, next()?, next()?);
+            outputs.push((rank, AttentionOutputs { out, lse, max_logits, dq, dk, dv, dsink }));
         }
         let Header { forward, backward, forward_seconds, backward_seconds, .. } = header;
         Ok(Self { outputs, forward, backward, forward_seconds, backward_seconds })
@@ -129,9 +132,9 @@ impl RanksRun {
 
 impl AttentionOutputs {
     /// Those that there are, in the order of the fields.
-    fn tensors(&self) -> [Option<&HostTensor>; 6] {
-        let Self { out, lse, dq, dk, dv, dsink } = self;
-        [Some(out), Some(lse), dq.as_ref(), dk.as_ref(), dv.as_ref(), dsink.as_ref()]
+    fn tensors(&self) -> [Option<&HostTensor>; 7] {
+        let Self { out, lse, max_logits, dq, dk, dv, dsink } = self;
+        [Some(out), Some(lse), max_logits.as_ref(), dq.as_ref(), dk.as_ref(), dv.as_ref(), dsink.as_ref()]
     }
 }
 
@@ -142,7 +145,7 @@ type Layout = (DType, Vec<usize>);
 #[derive(Serialize, Deserialize)]
 struct Header {
     /// Those of the tensors of every rank, in the order of [`AttentionOutputs`].
-    ranks: Vec<(usize, [Option<Layout>; 6])>,
+    ranks: Vec<(usize, [Option<Layout>; 7])>,
     forward: Timeline,
     backward: Option<Timeline>,
     forward_seconds: Vec<f64>,

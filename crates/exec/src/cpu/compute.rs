@@ -4,8 +4,9 @@ use std::sync::Arc;
 
 use counterpoint_mask::Range;
 use counterpoint_schedule::{
-    ArrivingKeys, AttentionBackward, AttentionDelta, AttentionFinish, AttentionForward, AttentionState,
-    BufferId, ColumnSum, Delivery, ForwardBegin, ForwardEnd, Gemm, Op, Program, RmsNorm, RowBlock, SignalId,
+    Accumulate, ArrivingKeys, AttentionBackward, AttentionDelta, AttentionFinish, AttentionForward,
+    AttentionState, BufferId, ColumnMax, ColumnSum, Delivery, ForwardBegin, ForwardEnd, Gemm, Op, Program,
+    RmsNorm, RowBlock, SignalId,
 };
 use rayon::ThreadPool;
 
@@ -108,6 +109,9 @@ impl CpuKernel {
                     sum_columns::<T, <T as HostElement>::Accumulator>(op, &access, workers)
                 })
             }
+            Op::ColumnMax(op) => {
+                with_host_element!(dtype(op.src), T => largest_of_columns::<<T as HostElement>::Accumulator>(op, &access))
+            }
             Op::Cast { src, dst } => {
                 let (src, mut dst) = (access.read(*src)?, access.write(*dst)?);
                 with_host_element!(src.dtype(), S => with_host_element!(dst.dtype(), D => {
@@ -169,7 +173,12 @@ where
     T: Element,
 {
     let (q, k, v) = (access.read(op.q)?, access.read(op.k)?, access.read(op.v)?);
-    let run = |mode: ForwardMode<'_, T>| {
+    let mut max_logits = op.max_logits.map(|max| access.write(max.buffer)).transpose()?;
+    if let (Some(rows), Some(Accumulate::Start)) = (&mut max_logits, op.max_logits.map(|max| max.accumulate))
+    {
+        elements_mut::<T::Accumulator>(rows).fill(-T::Accumulator::INFINITY);
+    }
+    let mut run = |mode: ForwardMode<'_, T>| {
         let args = ForwardArgs {
             shape: head_shape(&q, &k, &v),
             q: elements::<T>(&q),
@@ -179,6 +188,7 @@ where
             bands: &op.bands,
             scale: op.scale,
             softcap: op.softcap,
+            max_logits: max_logits.as_mut().map(|rows| &mut elements_mut(rows)[..q.shape()[1]]),
         };
         let (arriving, rows) = access.arriving(op.arriving.as_ref());
         attention_forward_arriving(args, rows, workers, |take| access.take_arriving(arriving, take))
@@ -257,6 +267,7 @@ where
 {
     let (out, dout, lse) = (access.read(op.out)?, access.read(op.dout)?, access.read(op.lse)?);
     let mut delta = access.write(op.delta)?;
+    let dlse = op.dlse.map(|dlse| access.read(dlse)).transpose()?;
     let sink = op.sink.map(|(sink, _)| access.read(sink)).transpose()?;
     let mut dsink = op.sink.map(|(_, dsink)| access.write(dsink)).transpose()?;
     let args = DeltaArgs::<T> {
@@ -265,6 +276,7 @@ where
         out: elements(&out),
         dout: elements(&dout),
         lse: elements(&lse),
+        dlse: dlse.as_ref().map(|dlse| elements(dlse)),
         delta: elements_mut(&mut delta),
         sink: sink
             .as_ref()
@@ -343,6 +355,16 @@ where
     let src = access.read_blocks(&op.src)?;
     let mut dst = access.write(op.dst)?;
     column_sum::<T, D>(&pieces(&op.src, &src), elements_mut(&mut dst), op.accumulate, workers);
+    Ok(())
+}
+
+fn largest_of_columns<R: Real>(op: &ColumnMax, access: &Access<'_>) -> Result<(), ExecError> {
+    let (src, mut dst) = (access.read(op.src)?, access.write(op.dst)?);
+    let dst = elements_mut::<R>(&mut dst);
+    dst.fill(-R::INFINITY);
+    for row in elements::<R>(&src).chunks_exact(src.shape()[1]) {
+        dst.iter_mut().zip(row).for_each(|(largest, value)| *largest = value.larger(*largest));
+    }
     Ok(())
 }
 

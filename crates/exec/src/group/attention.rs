@@ -37,6 +37,8 @@ pub struct ForwardTensors<'a, B: Backend> {
     pub out: &'a B::Buffer,
     /// Written.
     pub lse: &'a B::Buffer,
+    /// Written, where the spec asks for it: the same on all ranks.
+    pub max_logits: Option<&'a B::Buffer>,
 }
 
 /// A rank's tensors of a backward.
@@ -56,6 +58,8 @@ pub struct BackwardTensors<'a, B: Backend> {
     pub out: &'a B::Buffer,
     /// Read.
     pub lse: &'a B::Buffer,
+    /// Read, where the spec has it.
+    pub dlse: Option<&'a B::Buffer>,
     /// Written; likewise the rest.
     pub dq: &'a B::Buffer,
     /// Written.
@@ -219,7 +223,7 @@ type Named<B> = Vec<(&'static str, <B as Backend>::Buffer)>;
 
 impl<B: Backend> ForwardTensors<'_, B> {
     fn named(&self) -> Named<B> {
-        let Self { q, k, v, sink, out, lse } = *self;
+        let Self { q, k, v, sink, out, lse, max_logits } = *self;
         named([
             ("q", Some(q)),
             ("k", Some(k)),
@@ -227,15 +231,16 @@ impl<B: Backend> ForwardTensors<'_, B> {
             ("sink", sink),
             ("out", Some(out)),
             ("lse", Some(lse)),
+            ("max_logits", max_logits),
         ])
     }
 }
 
 impl<B: Backend> BackwardTensors<'_, B> {
     fn named(&self) -> Named<B> {
-        let Self { dout, q, k, v, sink, out, lse, dq, dk, dv, dsink } = *self;
+        let Self { dout, q, k, v, sink, out, lse, dlse, dq, dk, dv, dsink } = *self;
         let read = [("dout", Some(dout)), ("q", Some(q)), ("k", Some(k)), ("v", Some(v)), ("sink", sink)];
-        let kept = [("out", Some(out)), ("lse", Some(lse))];
+        let kept = [("out", Some(out)), ("lse", Some(lse)), ("dlse", dlse)];
         let written = [("dq", Some(dq)), ("dk", Some(dk)), ("dv", Some(dv)), ("dsink", dsink)];
         named(read.into_iter().chain(kept).chain(written))
     }

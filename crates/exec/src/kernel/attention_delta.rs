@@ -18,6 +18,8 @@ pub struct DeltaArgs<'a, T: Element> {
     pub dout: &'a [T],
     /// `[q_rows, heads_q]`
     pub lse: &'a [T::Accumulator],
+    /// `[q_rows, heads_q]`: the gradient of `lse`.
+    pub dlse: Option<&'a [T::Accumulator]>,
     /// `[q_rows, heads_q]`, written.
     pub delta: &'a mut [T::Accumulator],
     /// The sink and its gradient.
@@ -36,11 +38,11 @@ pub struct SinkArgs<'a, A> {
 /// number of threads, and the rounding error of long sequences stays small.
 const ROWS_OF_SUM: usize = 256;
 
-/// `delta = rowsum(dout * out)`, and these rows' share of `dsink_t = -sum_rows exp(sink_t - lse) delta`.
+/// `delta = rowsum(dout * out) - dlse`, and these rows' share of `dsink_t = -sum_rows exp(sink_t - lse) delta`.
 ///
 /// A row and head whose `lse` is NaN or `+inf`, or whose `dout` holds a number that is not finite, gets `delta = NaN`
-/// and makes `dsink` of that head NaN. Where `out` is all 0, as in rows that saw nothing, `delta` is 0 whatever `dout`
-/// holds.
+/// and makes `dsink` of that head NaN. Where `out` is all 0, as in rows that saw nothing, `rowsum(dout * out)` is 0 whatever `dout`
+/// holds. `dlse` does not count where `lse` is `-inf`.
 ///
 /// # Panics
 /// When a tensor's length does not fit the others.
@@ -51,6 +53,9 @@ pub fn attention_delta<T: Element>(args: DeltaArgs<'_, T>, threads: &ThreadPool)
     check_len("dout", args.dout, rows, row_elements);
     check_len("lse", args.lse, rows, heads);
     check_len("delta", args.delta, rows, heads);
+    if let Some(dlse) = args.dlse {
+        check_len("dlse", dlse, rows, heads);
+    }
 
     threads.install(|| {
         args.delta.par_chunks_exact_mut(heads).enumerate().with_min_len(16).for_each_init(
@@ -73,6 +78,9 @@ pub fn attention_delta<T: Element>(args: DeltaArgs<'_, T>, threads: &ThreadPool)
                     } else {
                         T::Accumulator::NAN
                     };
+                    if let Some(dlse) = args.dlse.filter(|_| lse != -T::Accumulator::INFINITY) {
+                        *delta = *delta - dlse[row * heads + head];
+                    }
                 }
             },
         );

@@ -1,4 +1,5 @@
 use std::convert::Infallible;
+use std::sync::Mutex;
 
 use counterpoint_mask::{Band, Range};
 use counterpoint_plan::KEY_BLOCK;
@@ -14,6 +15,7 @@ use super::shape::{check_len, rows_of};
 use super::tile::{Strips, blocks_of_tile, gather, split_heads, strip};
 use super::{Element, HeadShape, Real};
 use crate::HostElement;
+use crate::monitor::lock;
 
 /// Tensors and numbers of one forward stage, as in [`counterpoint_schedule::AttentionForward`].
 pub struct ForwardArgs<'a, T: Element> {
@@ -33,6 +35,8 @@ pub struct ForwardArgs<'a, T: Element> {
     pub scale: f64,
     /// 0 for none.
     pub softcap: f64,
+    /// `[heads_q]`: takes the largest score of each query head, if larger than what is there.
+    pub max_logits: Option<&'a mut [T::Accumulator]>,
 }
 
 /// What a forward stage goes on from and what it leaves, as in [`counterpoint_schedule::ForwardBegin`] and
@@ -111,6 +115,7 @@ struct Inputs<'a, T: Element> {
     state: Option<StateArgs<'a, T::Accumulator>>,
     sink: &'a [T::Accumulator],
     scoring: Scoring<T::Accumulator>,
+    max_logits: Option<&'a Mutex<Vec<T::Accumulator>>>,
 }
 
 struct Scratch<R> {
@@ -202,13 +207,21 @@ pub fn attention_forward_arriving<T: Element, E>(
         poisoned_rows: PoisonedRows::default(),
         poisoned_cols: PoisonedRows::default(),
     };
+    if let Some(max_logits) = &args.max_logits {
+        check_len("max_logits", max_logits, 1, shape.heads_q);
+    }
+    let max_logits = args.max_logits.as_ref().map(|known| Mutex::new(known.to_vec()));
     let walk = |keys: KeyRows<'_, T>, tiles: Vec<Tile<'_, T>>| {
         let scoring = Scoring::new(args.scale, args.softcap);
-        let inputs = Inputs { shape, q: args.q, keys, state, sink, scoring };
+        let inputs = Inputs { shape, q: args.q, keys, state, sink, scoring, max_logits: max_logits.as_ref() };
         drain(threads, tiles, |_| (), scratch, |tile, (), scratch| inputs.walk(tile, key_rows, scratch));
     };
     walk(own, ready);
-    arrived(&mut |k, v| walk(own.with_arrived(&shape, k, v), std::mem::take(&mut waiting)))
+    arrived(&mut |k, v| walk(own.with_arrived(&shape, k, v), std::mem::take(&mut waiting)))?;
+    if let (Some(largest), Some(max_logits)) = (args.max_logits, &max_logits) {
+        largest.copy_from_slice(&lock(max_logits));
+    }
+    Ok(())
 }
 
 /// The tiles' targets, the state that they begin from where it is not in the targets, and the sink.
@@ -319,6 +332,12 @@ impl<T: Element> Inputs<'_, T> {
         }
 
         scratch.poisoned_rows.poison_sums(&scratch.row_max, &mut scratch.row_sum);
+        if let Some(max_logits) = self.max_logits {
+            let of_group = &mut lock(max_logits)[tile.head * group..(tile.head + 1) * group];
+            for maxima in scratch.row_max[..tile.rows.len() * group].chunks_exact(group) {
+                of_group.iter_mut().zip(maxima).for_each(|(largest, max)| *largest = max.larger(*largest));
+            }
+        }
         match &mut tile.target {
             Target::State { acc, row_max, row_sum } => {
                 store(&scratch.acc, acc);

@@ -26,6 +26,7 @@ pub(super) struct Dense<'a, A> {
     pub(super) v: Vec<A>,
     pub(super) sink: Vec<A>,
     pub(super) dout: Option<Vec<A>>,
+    pub(super) dlse: Option<Vec<A>>,
     pub(super) round_to: DType,
     pub(super) rounding: Rounding,
 }
@@ -43,6 +44,7 @@ pub(super) enum Rounding {
 struct HeadRows<A> {
     out: Vec<A>,
     lse: Vec<A>,
+    max_logit: A,
 }
 
 impl<'a, A: Real> Dense<'a, A> {
@@ -84,6 +86,10 @@ impl<'a, A: Real> Dense<'a, A> {
                 .dout
                 .as_ref()
                 .map(|dout| convert_all(checked("dout", dout, [seqlen_q, spec.heads_q, spec.head_dim_v]))),
+            dlse: inputs.dlse.as_ref().map(|dlse| {
+                assert_eq!(dlse.shape(), [seqlen_q, spec.heads_q], "shape of dlse");
+                convert_all(dlse)
+            }),
             round_to,
             rounding: Rounding::Operands,
         }
@@ -165,7 +171,8 @@ impl<'a, A: Real> Dense<'a, A> {
             *norm = norm.sqrt();
         }
         let lse = lse.iter().map(|x| x.to_f64()).collect();
-        Reference { out, lse, gradients, noise }
+        let max_logits = by_head.iter().map(|(results, _)| results.max_logit.to_f64()).collect();
+        Reference { out, lse, max_logits, gradients, noise }
     }
 
     /// All rows of one query head, and the square of `out`'s noise norm.
@@ -178,9 +185,11 @@ impl<'a, A: Real> Dense<'a, A> {
         let mut squares = 0.0;
         let v_squares: Vec<f64> = (0..self.seqlen_k).map(|col| square(self.v_row(col, kv))).collect();
         let mut scores = Vec::new();
+        let mut max_logit = -A::INFINITY;
         for row in 0..rows {
             scores.clear();
             scores.extend(self.seen(row).map(|col| self.score(row, col, head).0));
+            max_logit = scores.iter().copied().fold(max_logit, |max, s| s.larger(max));
             let max =
                 scores.iter().copied().chain(self.sinks(head)).fold(-A::INFINITY, |max, s| s.larger(max));
             if max == -A::INFINITY {
@@ -196,7 +205,7 @@ impl<'a, A: Real> Dense<'a, A> {
                 squares += p.to_f64().powi(2) * v_squares[col];
             }
         }
-        (HeadRows { out, lse }, squares)
+        (HeadRows { out, lse, max_logit }, squares)
     }
 
     pub(super) fn rounded(&self, values: &[A]) -> Vec<f64> {

@@ -32,7 +32,10 @@ impl<A: Real> Dense<'_, A> {
         let (dim, dim_v) = (spec.head_dim, spec.head_dim_v);
         let out: Vec<A> = out.iter().map(|&x| A::from_f64(x)).collect();
         let delta: Vec<A> = (0..rows * heads)
-            .map(|at| dot(&out[at * dim_v..(at + 1) * dim_v], &dout[at * dim_v..(at + 1) * dim_v]))
+            .map(|at| {
+                let of_out = dot(&out[at * dim_v..(at + 1) * dim_v], &dout[at * dim_v..(at + 1) * dim_v]);
+                of_out - self.dlse.as_ref().map_or(A::ZERO, |dlse| dlse[at])
+            })
             .collect();
 
         let part_rows = rows.div_ceil(PARTS);
@@ -78,7 +81,8 @@ impl<A: Real> Dense<'_, A> {
                     let weight = exp(self.sink[at] - lse[here]);
                     *sum += -(weight * delta[here]);
                     let slice = here * dim_v..(here + 1) * dim_v;
-                    let squares = square(&dout[slice.clone()]) * square(&out[slice]) / dim_v as f64;
+                    let own = self.dlse.as_ref().map_or(0.0, |dlse| dlse[here].to_f64().powi(2));
+                    let squares = square(&dout[slice.clone()]) * square(&out[slice]) / dim_v as f64 + own;
                     noise.dsink += weight.to_f64().powi(2) * squares;
                 }
             }

@@ -25,6 +25,8 @@ pub struct Reference {
     pub out: Vec<f64>,
     /// `[seqlen_q, heads_q]`, natural logarithm.
     pub lse: Vec<f64>,
+    /// `[heads_q]`
+    pub max_logits: Vec<f64>,
     /// Present when `dout` was.
     pub gradients: Option<ReferenceGradients>,
     /// Norms below which an error is rounding noise.

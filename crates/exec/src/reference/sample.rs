@@ -159,6 +159,10 @@ impl<A: Real> Problem<'_, A> {
         if self.spec.softcap == 0.0 { (product, A::ONE) } else { capped(product, self.spec.softcap) }
     }
 
+    fn dlse(&self, row: usize, head: usize) -> A {
+        self.inputs.dlse.as_ref().map_or(A::ZERO, |dlse| row_of::<A>(dlse, row, head)[0])
+    }
+
     fn query_row(&self, bands: &[Band], row: usize, head: usize) -> QueryRow {
         let spec = self.spec;
         let kv = head / (spec.heads_q / spec.heads_kv);
@@ -196,7 +200,7 @@ impl<A: Real> Problem<'_, A> {
             let delta = match self.round_to {
                 DType::F64 => dot(&out.iter().map(|&x| A::from_f64(x)).collect::<Vec<A>>(), &dout),
                 _ => dot(&row_of::<A>(&self.outputs.out, row, head), &dout),
-            };
+            } - self.dlse(row, head);
             for ((&col, &(score, slope)), v) in columns.iter().zip(&scores).zip(&values) {
                 let p = exp(score - max) / sum;
                 let ds = p * (dot(&dout, v) - delta) * slope * A::from_f64(spec.scale);
@@ -222,7 +226,7 @@ impl<A: Real> Problem<'_, A> {
                 for head in kv * group..(kv + 1) * group {
                     let q = row_of::<A>(&self.inputs.q, row, head);
                     let dout = row_of::<A>(dout, row, head);
-                    let delta = dot(&row_of::<A>(&self.outputs.out, row, head), &dout);
+                    let delta = dot(&row_of::<A>(&self.outputs.out, row, head), &dout) - self.dlse(row, head);
                     let (score, slope) = self.score(&q, &k);
                     let p = exp(score - row_of::<A>(&self.outputs.lse, row, head)[0]);
                     let ds = p * (dot(&dout, &v) - delta) * slope * A::from_f64(spec.scale);
@@ -274,6 +278,8 @@ mod tests {
             softcap: 3.0,
             seqlen_sink: 1,
             gradient_shares: GradientShares::Accumulators,
+            max_logits: false,
+            dlse: false,
         };
         let inputs = random_inputs(&mask, &spec, 5, true);
         let plan = Plan::new(&mask, &spec, &PlanConfig::new(1)).unwrap();

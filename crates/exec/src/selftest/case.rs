@@ -51,6 +51,7 @@ impl Case {
         let mut cases = Vec::new();
         sizes(extent, dtypes, &mut cases);
         corners(extent, dtypes, &mut cases);
+        statistics(extent, dtypes, &mut cases);
         if extent == Extent::Full {
             many_tiles(dtypes, &mut cases);
         }
@@ -119,7 +120,8 @@ impl Case {
             if draw.chance(20) { WorkerShare::Margin(draw.within(1, 4)) } else { WorkerShare::Common };
         let deterministic = draw.chance(30);
         let gradient_shares = draw.pick(&[GradientShares::Accumulators, GradientShares::Elements]);
-        let spec = AttentionSpec { gradient_shares, ..spec };
+        let (max_logits, dlse) = (draw.chance(30), draw.chance(30));
+        let spec = AttentionSpec { gradient_shares, max_logits, dlse, ..spec };
         Case {
             name: "random".to_owned(),
             seed,
@@ -176,6 +178,12 @@ impl Case {
         }
         if spec.seqlen_sink > 0 {
             add(format_args!("sink={}", spec.seqlen_sink));
+        }
+        if spec.max_logits {
+            add(format_args!("max-logits"));
+        }
+        if spec.dlse {
+            add(format_args!("dlse"));
         }
         let usual = 1.0 / (spec.head_dim as f64).sqrt();
         if spec.scale != usual {
@@ -239,6 +247,47 @@ fn sizes(extent: Extent, dtypes: &[DType], cases: &mut Vec<Case>) {
                 let mask = random_mask::grid(rows, columns, 5, &mut Draw::new(seed));
                 let spec = AttentionSpec { head_dim_v, ..AttentionSpec::new(4, 2, head_dim, dtype) };
                 cases.push(Case::single_rank("value size", seed, mask, spec));
+            }
+        }
+    }
+}
+
+/// The largest logits and the gradient of lse: every size of heads, heads that share a tile or not, rows that see nothing, a sink, a
+/// softcap, a scale below zero, one rank and several, stages with a state and without.
+fn statistics(extent: Extent, dtypes: &[DType], cases: &mut Vec<Case>) {
+    let Some(&dtype) = dtypes.first() else { return };
+    let head_dims: &[usize] = match extent {
+        Extent::Quick => &[64, 128],
+        Extent::Full => &[40, 64, 96, 128, 192, 256],
+    };
+    for (at, &head_dim) in head_dims.iter().enumerate() {
+        for (which, heads) in [(2, 2), (4, 2), (8, 2), (8, 1)].into_iter().enumerate() {
+            let seed = 900 + cases.len() as u64;
+            let mask = match which {
+                // Long enough that few tiles are split along their keys.
+                0 => random_mask::single(130, 4200, MaskType::Full),
+                1 => random_mask::grid(333, 410, 7, &mut Draw::new(seed)),
+                2 => random_mask::documents(900, 7, &mut Draw::new(seed)),
+                _ => random_mask::single(333, 200, MaskType::Causal),
+            };
+            let usual = AttentionSpec::new(heads.0, heads.1, head_dim, dtype);
+            let spec = match (at + which) % 4 {
+                0 => AttentionSpec { softcap: 2.0, ..usual },
+                1 => AttentionSpec { seqlen_sink: 2, ..usual },
+                2 => AttentionSpec { scale: -0.3, ..usual },
+                _ => usual,
+            };
+            let spec = AttentionSpec { max_logits: true, dlse: true, ..spec };
+            let mut case = Case::single_rank("statistics", seed, mask, spec);
+            case.run.deterministic = which == 2 && at % 2 == 0;
+            cases.push(case.clone());
+            if case.mask.seqlen_q() == case.mask.seqlen_k() {
+                case.plan = PlanConfig {
+                    chunk_size: Some(64),
+                    stages: StageCount::Fixed(at % 3),
+                    ..PlanConfig::new(2 + at % 2)
+                };
+                cases.push(case);
             }
         }
     }
@@ -310,7 +359,8 @@ fn hosted(extent: Extent, dtypes: &[DType], cases: &mut Vec<Case>) {
     for (at, &dtype) in dtypes.iter().enumerate() {
         for (which, (name, mask)) in masks.iter().enumerate() {
             let (head_dim, seqlen_sink) = [(64, 0), (128, 2), (40, 1)][(at + which) % 3];
-            let spec = AttentionSpec { seqlen_sink, ..AttentionSpec::new(4, 2, head_dim, dtype) };
+            let usual = AttentionSpec::new(4, 2, head_dim, dtype);
+            let spec = AttentionSpec { seqlen_sink, max_logits: true, dlse: true, ..usual };
             let mut case = Case::single_rank(name, 800 + which as u64, mask.clone(), spec);
             case.plan = PlanConfig {
                 chunk_size: Some(64),

@@ -184,9 +184,12 @@ struct Step<B: Backend, T: Transport<B>> {
 impl<B: Backend, T: Transport<B>> Step<B, T> {
     fn call(&mut self) -> Result<(), ExecError> {
         let Self { attention, q, k, v, dout, out, lse, gradients: [dq, dk, dv], tickets, pass } = self;
-        tickets.push(attention.forward(&ForwardTensors { q, k, v, sink: None, out, lse }, None)?);
+        tickets.push(
+            attention.forward(&ForwardTensors { q, k, v, sink: None, out, lse, max_logits: None }, None)?,
+        );
         if *pass == Pass::ForwardBackward {
-            let backward = BackwardTensors { dout, q, k, v, sink: None, out, lse, dq, dk, dv, dsink: None };
+            let backward =
+                BackwardTensors { dout, q, k, v, sink: None, out, lse, dlse: None, dq, dk, dv, dsink: None };
             tickets.push(attention.backward(&backward, None)?);
         }
         Ok(())

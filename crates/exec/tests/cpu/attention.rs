@@ -59,7 +59,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
     /// Every mask, any number of ranks (more than chunks, too), chunks that do not divide, every dispatch, any number of
-    /// stages, every policy, every dtype, GQA, sink, softcap.
+    /// stages, every policy, every dtype, GQA, sink, softcap, with the largest logits and a gradient of lse or without.
     #[test]
     fn forward_and_backward_are_right(
         seed: u64,
@@ -83,7 +83,8 @@ proptest! {
         let mask = random_mask(seqlen_q, seqlen_k, &mut rng);
         let dtype = [DType::F64, DType::F32, DType::Bf16, DType::F16][dtype];
         let spec = AttentionSpec {
-            softcap, seqlen_sink: sink, ..spec(heads.0, heads.1, dims.0, dims.1, dtype)
+            softcap, seqlen_sink: sink, max_logits: seed % 2 == 0, dlse: seed % 3 == 0,
+            ..spec(heads.0, heads.1, dims.0, dims.1, dtype)
         };
         let topology = Topology { world_size: cp_size, ranks_per_node: cp_size.div_ceil(nodes) };
         let config = PlanConfig { topology, ..config(cp_size, chunk_size, stages, DISPATCHES[algorithm]) };
@@ -111,7 +112,8 @@ proptest! {
         let seqlen = rng.random_range(300..900);
         let mask = if rng.random_bool(0.5) { causal(seqlen) } else { random_mask(seqlen, seqlen, &mut rng) };
         let spec = AttentionSpec {
-            seqlen_sink: 1, ..spec(4, 2, 16, 16, if bf16 { DType::Bf16 } else { DType::F32 })
+            seqlen_sink: 1, max_logits: true, dlse: true,
+            ..spec(4, 2, 16, 16, if bf16 { DType::Bf16 } else { DType::F32 })
         };
         let inputs = inputs(&mask, &spec, &mut rng);
         let mut first = None;
@@ -400,6 +402,7 @@ fn tensors_that_do_not_fit_are_refused() {
         ("sink", AttentionInputs { sink: None, ..good.clone() }),
         ("sink", AttentionInputs { sink: Some(other(&[2, 2])), ..good.clone() }),
         ("dout", AttentionInputs { dout: Some(other(&[64, 4, 16])), ..good.clone() }),
+        ("dlse", AttentionInputs { dlse: Some(other(&[64, 4])), ..good.clone() }),
     ] {
         let error = run_attention(&plan, &with_sink, &bad, &RunConfig::default()).map(drop).unwrap_err();
         assert!(matches!(&error, ExecError::Tensor { name: named, .. } if named == name), "{error}");
@@ -419,7 +422,8 @@ fn what_cannot_fit_into_memory_is_refused_before_it_is_allocated() {
     let plan = Plan::new(&mask, &spec, &config(4096, 1, StageCount::Fixed(1), DispatchAlgorithm::Sequential))
         .unwrap();
     let tensor = || HostTensor::zeros(vec![seqlen, 1, 1024], DType::F32);
-    let inputs = AttentionInputs { q: tensor(), k: tensor(), v: tensor(), sink: None, dout: None };
+    let inputs =
+        AttentionInputs { q: tensor(), k: tensor(), v: tensor(), sink: None, dout: None, dlse: None };
     match run_attention(&plan, &spec, &inputs, &RunConfig::default()) {
         Err(ExecError::OutOfMemory { needed, available, .. }) => {
             assert!(needed > available);

@@ -89,7 +89,9 @@ proptest! {
     ) {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let mask = random_mask(seqlen_q, seqlen_k, &mut rng);
-        let spec = AttentionSpec { softcap, seqlen_sink, ..spec(heads.0, heads.1, dims.0, dims.1, dtype) };
+        let spec = AttentionSpec {
+            softcap, seqlen_sink, max_logits: true, dlse: true, ..spec(heads.0, heads.1, dims.0, dims.1, dtype)
+        };
         check(&mask, &spec, 1.0, &mut rng, &pool(2));
     }
 
@@ -105,7 +107,10 @@ proptest! {
     ) {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let mask = random_mask(seqlen_q, seqlen_k, &mut rng);
-        let spec = AttentionSpec { softcap, ..spec(heads.0, heads.1, 12, 20, if half { DType::Bf16 } else { DType::F32 }) };
+        let spec = AttentionSpec {
+            softcap, max_logits: true, dlse: true,
+            ..spec(heads.0, heads.1, 12, 20, if half { DType::Bf16 } else { DType::F32 })
+        };
         let inputs = if half {
             inputs::<bf16>(&mask, &spec, 1.0, &mut rng)
         } else {
@@ -276,6 +281,7 @@ fn rows_without_columns_keep_the_empty_state() {
             bands: &[band],
             scale: 0.5,
             softcap: 0.0,
+            max_logits: None,
         },
         &pool(2),
     );

@@ -89,12 +89,12 @@ impl Tensors {
 
     pub(crate) fn forward(&self) -> ForwardTensors<'_, CpuBackend> {
         let Self { q, k, v, out, lse, .. } = self;
-        ForwardTensors { q, k, v, sink: None, out, lse }
+        ForwardTensors { q, k, v, sink: None, out, lse, max_logits: None }
     }
 
     pub(crate) fn backward(&self) -> BackwardTensors<'_, CpuBackend> {
         let Self { q, k, v, dout, out, lse, dq, dk, dv } = self;
-        BackwardTensors { dout, q, k, v, sink: None, out, lse, dq, dk, dv, dsink: None }
+        BackwardTensors { dout, q, k, v, sink: None, out, lse, dlse: None, dq, dk, dv, dsink: None }
     }
 
     fn outputs(&self) -> AttentionOutputs {
@@ -102,6 +102,7 @@ impl Tensors {
         AttentionOutputs {
             out: tensor(&self.out),
             lse: tensor(&self.lse),
+            max_logits: None,
             dq: Some(tensor(&self.dq)),
             dk: Some(tensor(&self.dk)),
             dv: Some(tensor(&self.dv)),
@@ -270,13 +271,14 @@ fn packed_projections_are_used_in_place() {
     for (rank, own) in tensors.iter().enumerate() {
         let Tensors { out, lse, .. } = own;
         let (q, k, v) = (&q[rank], &k[rank], &v[rank]);
-        let forward = ForwardTensors { q, k, v, sink: None, out, lse };
+        let forward = ForwardTensors { q, k, v, sink: None, out, lse, max_logits: None };
         drop(prepared.ranks()[rank].forward(&forward, None).unwrap());
     }
     for (rank, own) in tensors.iter().enumerate() {
         let Tensors { out, lse, dout, .. } = own;
         let (q, k, v, dq, dk, dv) = (&q[rank], &k[rank], &v[rank], &dq[rank], &dk[rank], &dv[rank]);
-        let backward = BackwardTensors { dout, q, k, v, sink: None, out, lse, dq, dk, dv, dsink: None };
+        let backward =
+            BackwardTensors { dout, q, k, v, sink: None, out, lse, dlse: None, dq, dk, dv, dsink: None };
         drop(prepared.ranks()[rank].backward(&backward, None).unwrap());
     }
     group.synchronize().unwrap();

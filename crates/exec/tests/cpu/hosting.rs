@@ -86,7 +86,8 @@ proptest! {
         let mask = mask_with_wide_rows(seqlen_q, seqlen_k, &mut rng);
         let dtype = [DType::F64, DType::F32, DType::Bf16, DType::F16][dtype];
         let spec = AttentionSpec {
-            softcap, seqlen_sink: sink, ..spec(heads.0, heads.1, dims.0, dims.1, dtype)
+            softcap, seqlen_sink: sink, max_logits: seed % 2 == 0, dlse: seed % 3 == 0,
+            ..spec(heads.0, heads.1, dims.0, dims.1, dtype)
         };
         let topology = Topology { world_size: cp_size, ranks_per_node: cp_size.div_ceil(nodes) };
         let dispatch = DISPATCHES[algorithm];
@@ -124,7 +125,7 @@ proptest! {
         let seqlen = rng.random_range(400..900);
         let mask = mask_with_wide_rows(seqlen, seqlen, &mut rng);
         let dtype = if bf16 { DType::Bf16 } else { DType::F32 };
-        let spec = AttentionSpec { seqlen_sink: 1, ..spec(2, 2, 16, 16, dtype) };
+        let spec = AttentionSpec { seqlen_sink: 1, max_logits: true, dlse: true, ..spec(2, 2, 16, 16, dtype) };
         let inputs = random_inputs(&mask, &spec, seed, true);
         let mut first = None;
         for (order, stages) in [(0, 1), (1, 2), (2, 3), (1, 0), (2, 0), (1, 5), (1, 2)] {

@@ -38,6 +38,8 @@ impl Problem {
             softcap: 0.0,
             seqlen_sink: 2,
             gradient_shares: GradientShares::Accumulators,
+            max_logits: false,
+            dlse: false,
         };
         let config =
             PlanConfig { chunk_size: Some(16), stages: StageCount::Fixed(3), ..PlanConfig::new(ranks) };

@@ -23,6 +23,8 @@ pub(crate) fn spec() -> AttentionSpec {
         softcap: 0.0,
         seqlen_sink: 0,
         gradient_shares: GradientShares::Accumulators,
+        max_logits: false,
+        dlse: false,
     }
 }
 

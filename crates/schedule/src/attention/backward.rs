@@ -15,7 +15,8 @@ use crate::{
     GroupReduce, Op, OverlapPolicy, Program, ReduceOp, StreamKind,
 };
 
-/// Lowers one rank's backward. Inputs `q`, `k`, `v`, `out`, `lse`, `dout` (its local rows) and `sink`; outputs `dq`, `dk`,
+/// Lowers one rank's backward. Inputs `q`, `k`, `v`, `out`, `lse`, `dout` (its local rows), and `sink` and `dlse`
+/// if the spec has them; outputs `dq`, `dk`,
 /// `dv`, and `dsink` summed over all ranks.
 pub fn lower_attention_backward(
     plan: &Plan,
@@ -45,6 +46,7 @@ pub fn lower_attention_backward(
     let out = p.buffer("out", spec.dtype, &out_shape, BufferRole::Input);
     let lse = p.buffer("lse", acc_dtype, &row_shape, BufferRole::Input);
     let dout = p.buffer("dout", spec.dtype, &out_shape, BufferRole::Input);
+    let dlse = spec.dlse.then(|| p.buffer("dlse", acc_dtype, &row_shape, BufferRole::Input));
     let sink = sink_input(&mut p, spec);
     let delta = p.buffer("delta", acc_dtype, &row_shape, BufferRole::Scratch);
     let hosts_do_all = hosts_do_all(plan);
@@ -84,7 +86,7 @@ pub fn lower_attention_backward(
         let name = if world_size > 1 { "dsink_share" } else { "dsink" };
         (sink, p.buffer(name, acc_dtype, &[spec.seqlen_sink, spec.heads_q], role))
     });
-    let op = AttentionDelta { out, dout, lse, delta, sink: dsink };
+    let op = AttentionDelta { out, dout, lse, dlse, delta, sink: dsink };
     p.push(compute, None, "delta", Op::AttentionDelta(op));
     if let Some(hosted) = &mut hosted {
         hosted.send_statistics(&mut p);

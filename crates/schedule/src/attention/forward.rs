@@ -1,5 +1,6 @@
 use counterpoint_plan::{AttentionSpec, Plan};
 
+use super::head_maxima::HeadMaxima;
 use super::hosting::{Hosting, hosts_do_all};
 use super::keys::{KeyPrefetch, StageKeys, delivery_parts};
 use super::{LocalTensors, sink_input};
@@ -9,7 +10,8 @@ use crate::{
     Program, StreamKind,
 };
 
-/// Lowers one rank's forward. Inputs `q`, `k`, `v` (its local rows) and `sink` if the spec has one; outputs `out`, `lse`.
+/// Lowers one rank's forward. Inputs `q`, `k`, `v` (its local rows) and `sink` if the spec has one; outputs `out`, `lse`, and
+/// `max_logits` over all ranks if the spec asks for it.
 ///
 /// The last stage with work writes the results; a state lives between stages only, so a forward whose work is all in one
 /// stage has none. Blocks are `blocks`; those of a rank whose keys are all its own suit the mask in any case, since it has one stage
@@ -26,7 +28,8 @@ pub fn lower_attention_forward(
     let blocks = if rank_plan.recv_rows() == 0 { KeyBlocks::Suited } else { blocks };
     let mut p = ProgramBuilder::new("attention forward", rank, plan.ranks.len(), policy);
     let compute = p.stream("compute", StreamKind::Compute);
-    let travels = stages.len() > 1 || rank_plan.hosted.is_some();
+    let everywhere = spec.max_logits && plan.ranks.len() > 1;
+    let travels = stages.len() > 1 || rank_plan.hosted.is_some() || everywhere;
     let cast = if travels { p.stream("group-cast", StreamKind::Communication) } else { compute };
 
     let acc_dtype = spec.dtype.accumulator();
@@ -47,6 +50,7 @@ pub fn lower_attention_forward(
     });
     let out = p.buffer("out", spec.dtype, &out_shape, BufferRole::Output);
     let lse = p.buffer("lse", acc_dtype, &row_shape, BufferRole::Output);
+    let mut max_logits = spec.max_logits.then(|| HeadMaxima::declare(&mut p, spec, plan.ranks.len()));
     let barrier = p.barrier();
     let two_level = plan.two_level.as_ref().filter(|_| stages.len() > 1);
     let between_nodes = two_level.map(|exchange| {
@@ -80,6 +84,7 @@ pub fn lower_attention_forward(
                 end: state
                     .filter(|_| s < last)
                     .map_or(ForwardEnd::Result { sink, out, lse }, ForwardEnd::State),
+                max_logits: max_logits.as_mut().map(HeadMaxima::take),
                 bands: stage.bands.clone(),
                 scale: spec.scale,
                 softcap: spec.softcap,
@@ -89,11 +94,14 @@ pub fn lower_attention_forward(
         keys.leave(&mut p, s);
         if let (0, Some(hosted)) = (s, &mut hosted) {
             let keys = keys.enter_hosted(&mut p);
-            hosted.compute(&mut p, keys);
+            hosted.compute(&mut p, keys, max_logits.as_mut().map(HeadMaxima::take));
         }
     }
     if let Some(hosted) = hosted {
         hosted.finish(&mut p, sink, (out, lse));
+    }
+    if let Some(max_logits) = max_logits {
+        max_logits.finish(&mut p, compute, cast);
     }
     p.finish()
 }

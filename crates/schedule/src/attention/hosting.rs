@@ -9,7 +9,7 @@ use super::GradientReduction;
 use crate::builder::{Mark, ProgramBuilder};
 use crate::{
     Accumulate, AttentionBackward, AttentionFinish, AttentionForward, BarrierId, BufferId, BufferRole,
-    ForwardBegin, ForwardEnd, GroupCast, GroupReduce, KeyBlocks, Op, ReduceOp, StreamId,
+    ForwardBegin, ForwardEnd, GroupCast, GroupReduce, KeyBlocks, MaxLogits, Op, ReduceOp, StreamId,
 };
 
 /// Whether every row of every rank is away: stages then have nothing to compute, to begin or to write, and what hosts compute is
@@ -158,7 +158,12 @@ impl<'a> Hosting<'a> {
 
 impl HostedForward<'_> {
     /// Computes with the rank's own keys, and sends the shares home.
-    pub(super) fn compute(&mut self, p: &mut ProgramBuilder, (k, v): (BufferId, BufferId)) {
+    pub(super) fn compute(
+        &mut self,
+        p: &mut ProgramBuilder,
+        (k, v): (BufferId, BufferId),
+        max_logits: Option<MaxLogits>,
+    ) {
         let hosting = &self.hosting;
         let AttentionSpec { heads_q, head_dim_v, dtype, scale, softcap, .. } = *hosting.spec;
         p.after(hosting.compute, None, "wait for q", self.arrived);
@@ -173,6 +178,7 @@ impl HostedForward<'_> {
             blocks: KeyBlocks::Suited,
             begin: ForwardBegin::Start,
             end: ForwardEnd::Result { sink: None, out, lse },
+            max_logits,
             bands: hosting.work.bands.clone(),
             scale,
             softcap,

@@ -16,6 +16,7 @@
 mod backward;
 mod forward;
 mod gradient;
+mod head_maxima;
 mod homeward;
 mod hosting;
 mod keys;

@@ -84,6 +84,25 @@ pub enum KeyBlocks {
     Aligned,
 }
 
+/// Where a stage of the forward leaves the largest score of each query head: of its pairs, and with [`Accumulate::Continue`] of what is
+/// there. Scores are those that the softmax sees (scaled, capped), a sink's are not among them; minus infinity where no pair is unmasked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MaxLogits {
+    /// Accumulator type: `[heads_q]`, or one row of as many or more. What is more is minus infinity.
+    pub buffer: BufferId,
+    /// Whether they begin here.
+    pub accumulate: Accumulate,
+}
+
+/// The largest element of each column. On NaN the result is not defined.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ColumnMax {
+    /// `[rows, columns]`, accumulator type, with a row at least.
+    pub src: BufferId,
+    /// `[columns]`, of the same type: of the first so many columns.
+    pub dst: BufferId,
+}
+
 /// One stage of the attention forward.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct AttentionForward {
@@ -102,6 +121,8 @@ pub struct AttentionForward {
     pub begin: ForwardBegin,
     /// What it leaves.
     pub end: ForwardEnd,
+    /// Where the largest scores go, if they are wanted.
+    pub max_logits: Option<MaxLogits>,
     /// The work, in rows of `q` and of all keys.
     pub bands: Arc<[Band]>,
     /// Factor on `q k^T`.
@@ -128,7 +149,8 @@ pub struct AttentionFinish {
     pub lse: BufferId,
 }
 
-/// `delta = rowsum(dout * out)`, and this rank's share of `dsink_t = -sum_rows exp(sink_t - lse) delta`.
+/// `delta = rowsum(dout * out) - dlse`, and this rank's share of `dsink_t = -sum_rows exp(sink_t - lse) delta`. A row that sees nothing
+/// (`lse = -inf`) has no gradient of `lse`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct AttentionDelta {
     /// `[q_rows, heads_q, head_dim_v]`.
@@ -137,6 +159,8 @@ pub struct AttentionDelta {
     pub dout: BufferId,
     /// `[q_rows, heads_q]`, accumulator type.
     pub lse: BufferId,
+    /// `[q_rows, heads_q]`, accumulator type: the gradient of `lse`; 0 without it.
+    pub dlse: Option<BufferId>,
     /// `[q_rows, heads_q]`, accumulator type; written.
     pub delta: BufferId,
     /// (`sink`, `dsink`), both `[seqlen_sink, heads_q]`, accumulator type; the second is written.

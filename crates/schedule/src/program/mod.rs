@@ -10,7 +10,7 @@ mod uses;
 
 pub use attention::{
     ArrivingKeys, AttentionBackward, AttentionDelta, AttentionFinish, AttentionForward, AttentionState,
-    BackwardReduce, ForwardBegin, ForwardEnd, KeyBlocks,
+    BackwardReduce, ColumnMax, ForwardBegin, ForwardEnd, KeyBlocks, MaxLogits,
 };
 pub use collective::{Delivery, GroupCast, GroupReduce, ReduceOp};
 pub use linear::{

@@ -7,8 +7,8 @@ use serde::{Deserialize, Serialize};
 
 use super::{
     AttentionBackward, AttentionDelta, AttentionFinish, AttentionForward, BackwardReduce, BarrierId,
-    BufferId, CastGemm, ColumnSum, EventId, Gemm, GemmReduce, GroupCast, GroupReduce, RmsNorm, SignalId,
-    UserKernel, WaveGemm,
+    BufferId, CastGemm, ColumnMax, ColumnSum, EventId, Gemm, GemmReduce, GroupCast, GroupReduce, RmsNorm,
+    SignalId, UserKernel, WaveGemm,
 };
 
 /// What one operation does.
@@ -34,6 +34,8 @@ pub enum Op {
     UserKernel(UserKernel),
     /// Sums of columns.
     ColumnSum(ColumnSum),
+    /// Largest elements of columns.
+    ColumnMax(ColumnMax),
     /// Root mean square normalisation of rows.
     RmsNorm(RmsNorm),
     /// A matrix product that is reduced over ranks while it is computed.
@@ -136,6 +138,7 @@ impl Op {
             | Op::Gemm(_)
             | Op::WaveGemm(_)
             | Op::ColumnSum(_)
+            | Op::ColumnMax(_)
             | Op::RmsNorm(_)
             | Op::UserKernel(_)
             | Op::Cast { .. }

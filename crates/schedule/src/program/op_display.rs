@@ -3,8 +3,8 @@
 use super::display::{ProgramText, dtype_name};
 use super::{
     Accumulate, ArrivingKeys, AttentionBackward, AttentionForward, AttentionState, BarrierId, BufferId,
-    Delivery, ForwardBegin, ForwardEnd, Gemm, GemmLayout, GroupCast, GroupReduce, KeyBlocks, Op, ReduceOp,
-    RmsNorm, UserKernel,
+    Delivery, ForwardBegin, ForwardEnd, Gemm, GemmLayout, GroupCast, GroupReduce, KeyBlocks, MaxLogits, Op,
+    ReduceOp, RmsNorm, UserKernel,
 };
 
 impl ProgramText<'_> {
@@ -21,6 +21,7 @@ impl ProgramText<'_> {
             }
             Op::AttentionDelta(op) => {
                 let mut reads = vec![("out", op.out), ("dout", op.dout), ("lse", op.lse)];
+                reads.extend(op.dlse.map(|dlse| ("dlse", dlse)));
                 let mut writes = vec![("delta", op.delta)];
                 if let Some((sink, dsink)) = op.sink {
                     reads.push(("sink", sink));
@@ -42,6 +43,7 @@ impl ProgramText<'_> {
                 let (src, dst) = (self.blocks(&op.src), self.buffer(op.dst));
                 format!("column_sum {src} {} {dst}", arrow(op.accumulate))
             }
+            Op::ColumnMax(op) => format!("column_max {} -> {}", self.buffer(op.src), self.buffer(op.dst)),
             Op::RmsNorm(op) => self.rms_norm(op),
             Op::GemmReduce(op) => {
                 let mut parts = vec![self.gemm(&op.gemm), self.group_reduce(&op.reduce)];
@@ -79,13 +81,16 @@ impl ProgramText<'_> {
         if let ForwardBegin::Continue(state) = op.begin {
             reads.extend(state_operands(state));
         }
-        let writes = match op.end {
+        let mut writes = match op.end {
             ForwardEnd::State(state) => self.operands(&state_operands(state)),
             ForwardEnd::Result { sink, out, lse } => {
                 reads.extend(sink.map(|sink| ("sink", sink)));
                 self.operands(&[("out", out), ("lse", lse)])
             }
         };
+        if let Some(MaxLogits { buffer, accumulate }) = op.max_logits {
+            writes = format!("{writes}, max_logits {} {}", arrow(accumulate), self.buffer(buffer));
+        }
         let blocks = match op.blocks {
             KeyBlocks::Suited => "unaligned",
             KeyBlocks::Aligned => "aligned",

@@ -2,7 +2,7 @@
 
 use super::{
     Accumulate, ArrivingKeys, AttentionBackward, BarrierId, BufferId, ForwardBegin, ForwardEnd, Gemm,
-    GroupReduce, Op,
+    GroupReduce, MaxLogits, Op,
 };
 
 impl Op {
@@ -26,6 +26,8 @@ impl Op {
                 if let ForwardEnd::Result { sink, .. } = op.end {
                     out.extend(sink);
                 }
+                let goes_on = |max: &MaxLogits| max.accumulate == Accumulate::Continue;
+                out.extend(op.max_logits.filter(goes_on).map(|max| max.buffer));
                 out
             }
             Op::AttentionFinish(op) => {
@@ -36,6 +38,7 @@ impl Op {
             }
             Op::AttentionDelta(op) => {
                 let mut out = vec![op.out, op.dout, op.lse];
+                out.extend(op.dlse);
                 if let Some((sink, _)) = op.sink {
                     out.push(sink);
                 }
@@ -63,6 +66,7 @@ impl Op {
                 }
                 out
             }
+            Op::ColumnMax(op) => vec![op.src],
             Op::GroupCast(op) => op.tensors.iter().map(|&(input, _)| input).collect(),
             Op::GroupReduce(op) => op.reads(),
             Op::GemmReduce(op) => {
@@ -90,10 +94,14 @@ impl Op {
     /// Buffers that the operation writes.
     pub fn writes(&self) -> Vec<BufferId> {
         match self {
-            Op::AttentionForward(op) => match op.end {
-                ForwardEnd::State(state) => state.buffers().to_vec(),
-                ForwardEnd::Result { out, lse, .. } => vec![out, lse],
-            },
+            Op::AttentionForward(op) => {
+                let mut all = match op.end {
+                    ForwardEnd::State(state) => state.buffers().to_vec(),
+                    ForwardEnd::Result { out, lse, .. } => vec![out, lse],
+                };
+                all.extend(op.max_logits.map(|max| max.buffer));
+                all
+            }
             Op::AttentionFinish(op) => vec![op.out, op.lse],
             Op::AttentionDelta(op) => {
                 let mut out = vec![op.delta];
@@ -115,6 +123,7 @@ impl Op {
                 out
             }
             Op::ColumnSum(op) => vec![op.dst],
+            Op::ColumnMax(op) => vec![op.dst],
             Op::GroupCast(op) => op.tensors.iter().map(|&(_, output)| output).collect(),
             Op::GroupReduce(op) => op.tensors.iter().map(|&(_, output)| output).collect(),
             Op::GemmReduce(op) => {

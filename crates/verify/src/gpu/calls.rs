@@ -292,13 +292,13 @@ impl Tensors {
 
     pub(super) fn forward(&self) -> ForwardTensors<'_, CudaBackend> {
         let [q, k, v] = &self.qkv;
-        ForwardTensors { q, k, v, sink: None, out: &self.out, lse: &self.lse }
+        ForwardTensors { q, k, v, sink: None, out: &self.out, lse: &self.lse, max_logits: None }
     }
 
     pub(super) fn backward(&self) -> BackwardTensors<'_, CudaBackend> {
         let ([q, k, v], [dq, dk, dv]) = (&self.qkv, &self.dqkv);
         let Self { dout, out, lse, .. } = self;
-        BackwardTensors { dout, q, k, v, sink: None, out, lse, dq, dk, dv, dsink: None }
+        BackwardTensors { dout, q, k, v, sink: None, out, lse, dlse: None, dq, dk, dv, dsink: None }
     }
 
     /// Results as they are behind what is on the caller's stream.
@@ -316,6 +316,7 @@ impl Tensors {
         Ok(AttentionOutputs {
             out: download(&self.out)?,
             lse: download(&self.lse)?,
+            max_logits: None,
             dq: Some(dq?),
             dk: Some(dk?),
             dv: Some(dv?),

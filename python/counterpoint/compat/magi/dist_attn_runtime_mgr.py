@@ -190,15 +190,18 @@ class DistAttnRuntimeMgr:
         return_max_logits: bool = False,
     ) -> tuple[torch.Tensor, AttnForwardMeta]:
         """Attention of the local rows."""
-        if return_max_logits:
-            refuse("return_max_logits", "kernels do not return the largest logit yet")
         reduce = env.comm.dsink_all_reduce_op()
         heads, sink_rows = (q.shape[-2], k.shape[-2]), 0 if sink is None else sink.shape[0]
         plan = self._plan_of(heads, q.shape[-1], v.shape[-1], q.dtype, softmax_scale, softcap, sink_rows, reduce)
         if sink is not None and reduce == "avg":
             sink = ScaledGradient.apply(sink, 1 / plan.group.size)
-        compute = reference_attention if self._backend is MagiAttentionKernelBackend.SDPA else attention
-        out, lse = compute(q, k, v, plan, sink=sink)
+        if self._backend is MagiAttentionKernelBackend.SDPA:
+            out, lse, max_logits = reference_attention(q, k, v, plan, sink=sink, return_max_logits=True)
+            return out, AttnForwardMeta(lse=lse, max_logits=max_logits if return_max_logits else None)
+        if return_max_logits:
+            out, lse, max_logits = attention(q, k, v, plan, sink=sink, return_max_logits=True)
+            return out, AttnForwardMeta(lse=lse, max_logits=max_logits)
+        out, lse = attention(q, k, v, plan, sink=sink)
         return out, AttnForwardMeta(lse=lse, max_logits=None)
 
     def _plan_of(

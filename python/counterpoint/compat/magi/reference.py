@@ -23,9 +23,15 @@ class ScaledGradient(torch.autograd.Function):
 
 
 def reference_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, *, sink: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of the local rows, by the definition: every rank computes all rows, and takes its own. Collective."""
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: Plan,
+    *,
+    sink: torch.Tensor | None,
+    return_max_logits: bool = False,
+) -> tuple[torch.Tensor, ...]:
+    """(out, lse) of the local rows, and max_logits if asked for, by the definition: every rank computes all. Collective."""
     arguments = plan._arguments
     whole_q = plan.undispatch(q)
     ratio = q.shape[1] // k.shape[1]
@@ -37,6 +43,7 @@ def reference_attention(
         logits = arguments["softcap"] * torch.tanh(logits / arguments["softcap"])
     seen = plan.mask.to_dense().to(q.device)
     logits = logits.masked_fill(~seen, -torch.inf)
+    max_logits = logits.detach().amax((1, 2))
     if sink is not None:
         if plan._sink_grad == "share" and plan._rank:
             sink = ScaledGradient.apply(sink, 0.0)  # rank 0's share is all of it
@@ -48,5 +55,6 @@ def reference_attention(
     lse = safe.logsumexp(2, keepdim=True)
     weights = (safe - lse).exp().masked_fill(nothing, 0.0)[:, :, : values.shape[0]]
     out = torch.einsum("hqk,khd->qhd", weights, values.to(wide)).to(q.dtype)
-    lse = lse.masked_fill(nothing, -torch.inf).squeeze(2).t().detach()
-    return plan.dispatch(out), plan.dispatch(lse)
+    lse = lse.masked_fill(nothing, -torch.inf).squeeze(2).t()
+    results = plan.dispatch(out), plan.dispatch(lse)
+    return (*results, max_logits) if return_max_logits else results

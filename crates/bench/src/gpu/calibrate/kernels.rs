@@ -158,6 +158,8 @@ mod tests {
             softcap: 0.0,
             seqlen_sink: 0,
             gradient_shares: GradientShares::Accumulators,
+            max_logits: false,
+            dlse: false,
         };
         let model = |rate| CostModel { forward_flops_per_second: rate, ..CostModel::H200 };
         let timed: Vec<Timed> = ["full:4k", "varlen-causal:lengths=2000,700"]

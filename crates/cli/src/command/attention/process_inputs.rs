@@ -58,8 +58,8 @@ pub(super) fn agree_on_rows(
 
 fn digest_of(inputs: &AttentionInputs) -> String {
     let mut hash = Sha256::new();
-    let AttentionInputs { q, k, v, sink, dout } = inputs;
-    for tensor in [Some(q), Some(k), Some(v), sink.as_ref(), dout.as_ref()] {
+    let AttentionInputs { q, k, v, sink, dout, dlse } = inputs;
+    for tensor in [Some(q), Some(k), Some(v), sink.as_ref(), dout.as_ref(), dlse.as_ref()] {
         hash.update(tensor.map_or(&[][..], HostTensor::bytes));
     }
     shown(hash.finalize().as_slice())

@@ -26,11 +26,11 @@ impl Tensors {
                 Device::Cuda => DType::Bf16,
             });
             let spec = random_spec(&arguments.tensors, dtype, mask, run.scale, run.softcap)?;
-            let spec = AttentionSpec { gradient_shares, ..spec };
+            let spec = AttentionSpec { gradient_shares, max_logits: run.max_logits, ..spec };
             return Ok(Self::Random { spec, seed: arguments.tensors.seed.unwrap_or(0) });
         };
         let problem = Problem::new(TensorFile::open(path)?, mask, run.backward, run.scale, run.softcap)?;
-        Ok(Self::File(problem.sending(gradient_shares)))
+        Ok(Self::File(problem.asking(gradient_shares, run.max_logits)))
     }
 
     /// Their shapes.
@@ -117,5 +117,7 @@ fn random_spec(
         softcap,
         seqlen_sink: 0,
         gradient_shares: GradientShares::default(),
+        max_logits: false,
+        dlse: false,
     })
 }

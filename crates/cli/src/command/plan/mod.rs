@@ -162,6 +162,8 @@ pub(super) fn attention_spec(
         softcap: 0.0,
         seqlen_sink: 0,
         gradient_shares,
+        max_logits: false,
+        dlse: false,
     })
 }
 

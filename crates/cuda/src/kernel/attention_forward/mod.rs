@@ -70,6 +70,7 @@ struct AttentionForwardArguments {
     end_sum: u64,
     partial_out: u64,
     partial_lse: u64,
+    max_logits: u64,
     queue: u64,
     arrivals: LinkArrivals,
     ready: ForwardTiles,
@@ -122,7 +123,8 @@ impl AttentionForward {
             }
         });
         let span = if freedom == Freedom::Any { Span::Whole } else { Span::Staged };
-        let choice = ForwardChoice { shape, element: problem.element, span, scores };
+        let choice =
+            ForwardChoice::new(shape, problem.element, span, scores).with_max_logits(mode.max_logits);
         let function = device.function(&choice.source())?;
 
         let merge = match mode.end {
@@ -229,6 +231,7 @@ impl AttentionForward {
             end_sum: end.row_sum,
             partial_out,
             partial_lse,
+            max_logits: tensors.largest(&self.mode, self.function.name())?,
             queue: self.queue.address(),
             arrivals: arriving.arrivals.after(own_rows, rows_arriving),
             ready: self.tiles[0],
@@ -286,6 +289,7 @@ pub(super) fn layouts() -> Vec<SharedLayout> {
             end_sum,
             partial_out,
             partial_lse,
+            max_logits,
             queue,
             arrivals,
             ready,

@@ -48,6 +48,11 @@ impl ForwardShape {
         Self { head_dim, head_dim_v, rows, block, pack, query_slots }
     }
 
+    /// Whether a stage may have it.
+    pub(super) fn divides_stages(self) -> bool {
+        self == Self::small((self.head_dim, self.head_dim_v), self.pack)
+    }
+
     /// Warpgroups that compute; one more loads.
     const fn consumers(self) -> u32 {
         self.rows / 64

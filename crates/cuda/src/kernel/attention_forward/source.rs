@@ -9,6 +9,7 @@ pub(super) struct ForwardChoice {
     pub element: ElementType,
     pub span: Span,
     pub scores: Scores,
+    pub max_logits: bool,
 }
 
 /// `Span` of the kernel.
@@ -32,12 +33,26 @@ impl Scores {
 }
 
 impl ForwardChoice {
+    pub(super) const fn new(shape: ForwardShape, element: ElementType, span: Span, scores: Scores) -> Self {
+        Self { shape, element, span, scores, max_logits: false }
+    }
+
+    /// Whether the largest scores are wanted. Small blocks then have one kernel, which finds out at a launch whether it is a stage.
+    pub(super) fn with_max_logits(mut self, max_logits: bool) -> Self {
+        self.max_logits = max_logits;
+        if max_logits && self.shape.divides_stages() {
+            self.span = Span::Staged;
+        }
+        self
+    }
+
     pub(super) fn source(self) -> KernelSource {
-        let Self { shape, element, span, scores } = self;
+        let Self { shape, element, span, scores, max_logits } = self;
         let ForwardShape { head_dim, head_dim_v, rows, block, pack, query_slots } = shape;
         let name = format!(
-            "attention_forward_{}_{head_dim}_{head_dim_v}_{rows}x{block}_pack{pack}_{span:?}_{scores:?}",
+            "attention_forward_{}_{head_dim}_{head_dim_v}_{rows}x{block}_pack{pack}_{span:?}_{scores:?}{}",
             element.name(),
+            if max_logits { "_max_logits" } else { "" },
         )
         .to_lowercase();
         KernelSource::new(&name, Arch::SM_90A)
@@ -46,7 +61,7 @@ impl ForwardChoice {
             .line("using namespace counterpoint;")
             .line(format_args!(
                 "using Config = AttentionForwardConfig<{head_dim}, {head_dim_v}, {rows}, {block}, {pack}, \
-                 {query_slots}, Span::k{span:?}, Scores::k{scores:?}>;"
+                 {query_slots}, Span::k{span:?}, Scores::k{scores:?}, {max_logits}>;"
             ))
             .line(format_args!(
                 "static_assert(Config::kThreads == {} && sizeof(AttentionForwardShared<Config>) + 1024 <= {}, \
@@ -66,10 +81,17 @@ pub(in crate::kernel) fn specialisations() -> Vec<Specialisation> {
     let mut all = Vec::new();
     for element in ElementType::ALL {
         let mut add = |shape: ForwardShape, span, scores| {
-            let source = ForwardChoice { shape, element, span, scores }.source();
-            // Those of a launch; consumers then take more from the producer.
-            let register_limit = 65536 / shape.threads() / 8 * 8;
-            all.push(Specialisation { source, matrix_unit: MatrixUnit::Warpgroup, register_limit });
+            for max_logits in [false, true] {
+                let choice = ForwardChoice::new(shape, element, span, scores).with_max_logits(max_logits);
+                let source = choice.source();
+                // Those of a launch; consumers then take more from the producer.
+                let register_limit = 65536 / shape.threads() / 8 * 8;
+                let kernel = Specialisation { source, matrix_unit: MatrixUnit::Warpgroup, register_limit };
+                // Two spans may ask for one kernel.
+                if !all.contains(&kernel) {
+                    all.push(kernel);
+                }
+            }
         };
         for dims in HEAD_DIMS {
             for pack in PACKS {

@@ -38,6 +38,8 @@ pub(crate) fn spec(
         softcap: 0.0,
         seqlen_sink: 0,
         gradient_shares: GradientShares::Accumulators,
+        max_logits: false,
+        dlse: false,
     }
 }
 
@@ -69,6 +71,7 @@ pub(crate) fn inputs<T: Element>(
         sink: (spec.seqlen_sink > 0)
             .then(|| tensor::<T::Accumulator>(vec![spec.seqlen_sink, spec.heads_q], || normal(1.0))),
         dout: Some(tensor::<T>(vec![sq, spec.heads_q, spec.head_dim_v], || normal(1.0))),
+        dlse: spec.dlse.then(|| tensor::<T::Accumulator>(vec![sq, spec.heads_q], || normal(1.0))),
     }
 }
 
@@ -114,6 +117,7 @@ pub(crate) fn run<T: Element>(
     let (mut row_max, mut row_sum) = (nan(sq * heads_q), nan(sq * heads_q));
     let mut out = vec![T::from_f64(f64::NAN); sq * heads_q * head_dim_v];
     let mut lse = nan(sq * heads_q);
+    let mut max_logits = vec![T::Accumulator::from_f64(f64::NEG_INFINITY); heads_q];
     for (s, (keys, bands)) in stages.iter().enumerate() {
         let mode = if s + 1 < stages.len() {
             let state = StateMutArgs { acc: &mut acc, row_max: &mut row_max, row_sum: &mut row_sum };
@@ -133,6 +137,7 @@ pub(crate) fn run<T: Element>(
                 bands,
                 scale,
                 softcap,
+                max_logits: spec.max_logits.then_some(&mut max_logits),
             },
             cuts.pool,
         );
@@ -142,6 +147,7 @@ pub(crate) fn run<T: Element>(
     let mut outputs = AttentionOutputs {
         out: HostTensor::from_vec(vec![sq, heads_q, head_dim_v], out.clone()),
         lse: HostTensor::from_vec(vec![sq, heads_q], lse.clone()),
+        max_logits: spec.max_logits.then(|| HostTensor::from_vec(vec![heads_q], max_logits)),
         dq: None,
         dk: None,
         dv: None,
@@ -158,6 +164,7 @@ pub(crate) fn run<T: Element>(
             out: &out,
             dout,
             lse: &lse,
+            dlse: inputs.dlse.as_ref().map(slice),
             delta: &mut delta,
             sink: sink.zip(dsink.as_deref_mut()).map(|(sink, dsink)| SinkArgs { sink, dsink }),
         },

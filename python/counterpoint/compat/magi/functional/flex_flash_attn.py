@@ -47,7 +47,7 @@ def flex_flash_attn_func(
     swap_bwd_qk_loop: bool = False,
     return_max_logits: bool = False,
 ) -> tuple[torch.Tensor, AttnForwardMeta]:
-    """Attention over slices: `(out, AttnForwardMeta(lse, None))`.
+    """Attention over slices: `(out, AttnForwardMeta(lse, max_logits))`; `max_logits [heads]` with `return_max_logits`, else None.
 
     `q [rows, heads, head_dim]`, `k` and `v` likewise of their rows and heads; `q_ranges` and `k_ranges [slices, 2]`,
     `attn_type_map [slices]` (0 full, 1 causal, 2 inverse causal, 3 both; all full without it). Slices that overlap are an error.
@@ -55,8 +55,6 @@ def flex_flash_attn_func(
     """
     if index_attn_indices is not None or index_attn or (q_block_size, k_block_size) != (1, 1):
         refuse("index_attn_indices", "keys that are chosen for each query by index are no slices; use q_ranges and k_ranges")
-    if return_max_logits:
-        refuse("return_max_logits", "kernels do not return the largest logit yet")
     if sink is not None and sink_layout != "sh":
         refuse(f"sink_layout={sink_layout!r}", "a sink is one row of logits for all queries: 'sh', [sink tokens, heads]")
     if q_ranges is None or k_ranges is None:
@@ -76,10 +74,18 @@ def flex_flash_attn_func(
     }
     hints(given, "its kernels are chosen by shape")
     mask = mask_of(q_ranges, k_ranges, attn_type_map, q.shape[0], k.shape[0])
-    out, lse = flex_attention(
-        q, k, v, mask, sink=sink, scale=softmax_scale, softcap=softcap, deterministic=True if deterministic else None
+    out, lse, *largest = flex_attention(
+        q,
+        k,
+        v,
+        mask,
+        sink=sink,
+        scale=softmax_scale,
+        softcap=softcap,
+        deterministic=True if deterministic else None,
+        return_max_logits=return_max_logits,
     )
-    return out, AttnForwardMeta(lse=lse, max_logits=None)
+    return out, AttnForwardMeta(lse=lse, max_logits=largest[0] if return_max_logits else None)
 
 
 def mask_of(q_ranges: torch.Tensor, k_ranges: torch.Tensor, types: torch.Tensor | None, seqlen_q: int, seqlen_k: int) -> cp.Mask:
