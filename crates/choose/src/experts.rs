@@ -13,6 +13,8 @@ const COUNTS: [usize; 6] = [1, 2, 3, 4, 6, 8];
 /// Percents by which groups grow that are tried: small first groups where products wait for what arrives, small last ones where it is
 /// sent.
 const GROWTHS: [u32; 5] = [100, 150, 200, 66, 50];
+/// Rows of an expert in a group, on average: kernels compute tiles of as many and more, so fewer cost what these do.
+const LEAST_ROWS: usize = 64;
 /// Of all policies that many are tried in all groups.
 const FINALISTS: usize = 2;
 /// Predictions that differ by less say nothing: of those the simplest is kept.
@@ -109,13 +111,15 @@ pub fn expert_pass(
     };
     add(OverlapPolicy::new(StartOrder::Sequential), ExpertGroups::default())?;
     if routing.ranks() > 1 {
+        let rows = routing.rows().iter().sum::<usize>() / routing.experts();
+        let most = (rows / LEAST_ROWS).max(1);
         let mut promising = Vec::new();
         for policy in policies(cost.rates()) {
-            promising.push((add(policy, ExpertGroups::even(4))?, policy));
+            promising.push((add(policy, ExpertGroups::even(most.min(4)))?, policy));
         }
         promising.sort_by(|a, b| a.0.total_cmp(&b.0));
         for (_, policy) in promising.into_iter().take(FINALISTS) {
-            for count in COUNTS {
+            for count in COUNTS.into_iter().filter(|count| *count <= most) {
                 for growth in GROWTHS.into_iter().filter(|growth| count > 1 || *growth == 100) {
                     add(policy, ExpertGroups { count, growth })?;
                 }
