@@ -356,7 +356,7 @@ impl Device {
         self.scope.records.stop();
     }
 
-    /// Whether [`Device::stop_waits`] was called, or a wait gave up. Asks no stream, and reads one word.
+    /// Whether the waits of its kernels were called off, or one gave up. Asks no stream, and reads one word.
     pub fn waits_have_ended(&self) -> bool {
         self.scope.records.is_stopped()
     }
