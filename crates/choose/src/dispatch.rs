@@ -7,8 +7,10 @@ use counterpoint_plan::{
 };
 use counterpoint_schedule::{GradientReduction, OverlapPolicy, RankTransport, Timeline};
 
+use crate::policies::policies_of;
 use crate::prediction::Trial;
-use crate::{ChooseError, DeviceModel, attention_policies};
+use crate::remembered::{KnownSeconds, RememberedCost};
+use crate::{ChooseError, DeviceModel};
 
 /// Every dispatch, in the order in which they are tried; of those that end together the first is kept.
 pub const DISPATCHES: [DispatchAlgorithm; 4] = [
@@ -69,72 +71,92 @@ pub fn plan_attention(
     let compared = PlanConfig { stages: StageCount::Auto, cost: model.cost, ..*config };
     let bounds = Bounds::new(mask, spec, &compared);
     let mut candidates = Vec::with_capacity(DISPATCHES.len());
-    let mut plans: Vec<(f64, usize, Plan)> = Vec::with_capacity(DISPATCHES.len());
+    let mut tried: Vec<Tried> = Vec::with_capacity(DISPATCHES.len());
     for algorithm in DISPATCHES {
         let mut seconds = None;
-        let least = plans.iter().map(|(seconds, ..)| *seconds).fold(f64::INFINITY, f64::min);
-        if algorithm == DISPATCHES[0] || bounds.of(algorithm) < least {
+        if algorithm == DISPATCHES[0] || bounds.of(algorithm) < least(&tried) {
             let planned = plan(&PlanConfig { dispatch: algorithm, ..compared })?;
-            let planned = planned.over_nodes(&config.topology);
-            let taken = side_by_side(&planned, spec, &compared)?;
-            seconds = Some(taken);
-            plans.push((taken, candidates.len(), planned));
+            let one = Tried::new(candidates.len(), planned.over_nodes(&config.topology), spec, &compared)?;
+            seconds = Some(one.seconds);
+            tried.push(one);
         }
         candidates.push(DispatchCandidate { algorithm, seconds });
     }
-    let limit = closeness(&config.topology) * plans.iter().map(|one| one.0).fold(f64::INFINITY, f64::min);
-    plans.retain(|(seconds, ..)| *seconds <= limit);
-    if plans.len() > 1 {
+    let limit = closeness(&config.topology) * least(&tried);
+    tried.retain(|one| one.seconds <= limit);
+    if tried.len() > 1 {
         // Policies bring more to one dispatch than to another.
-        for (seconds, candidate, planned) in &mut plans {
-            *seconds = by_policies(planned, spec, &compared, *seconds)?;
-            candidates[*candidate].seconds = Some(*seconds);
+        for one in &mut tried {
+            one.seconds = one.by_policies(spec, &compared)?;
+            candidates[one.candidate].seconds = Some(one.seconds);
         }
     }
-    let least = plans.iter().map(|(seconds, ..)| *seconds).fold(f64::INFINITY, f64::min);
-    let best = plans.into_iter().find(|(seconds, ..)| *seconds <= least * (1.0 + LEAST_GAIN));
-    let (chosen, planned) = match best {
-        Some((_, candidate, planned)) => (DISPATCHES[candidate], Some(planned)),
-        None => (DISPATCHES[0], None),
-    };
+    let least = least(&tried);
+    let best = tried.into_iter().find(|one| one.seconds <= least * (1.0 + LEAST_GAIN));
+    let chosen = best.as_ref().map_or(DISPATCHES[0], |one| DISPATCHES[one.candidate]);
     let wanted = PlanConfig { dispatch: chosen, ..*config };
-    let planned = match planned.filter(|_| wanted.stages == compared.stages && wanted.cost == compared.cost) {
-        Some(planned) => planned,
-        None => plan(&wanted)?.over_nodes(&config.topology),
+    let planned = match best.map(|one| one.plan) {
+        Some(planned) if wanted.stages == compared.stages && wanted.cost == compared.cost => planned,
+        // Rows stay where they are.
+        Some(planned) if wanted.query_exchange == QueryExchange::Never => {
+            planned.for_mask_on_within(mask, spec, &wanted, available)?.over_nodes(&config.topology)
+        }
+        _ => plan(&wanted)?.over_nodes(&config.topology),
     };
     Ok((planned, DispatchChoice { candidates, chosen }))
+}
+
+/// A dispatch that was planned and simulated.
+struct Tried {
+    /// Index into the candidates.
+    candidate: usize,
+    /// Of a forward and a backward.
+    seconds: f64,
+    plan: Plan,
+    /// Of its operations.
+    known: KnownSeconds,
+}
+
+/// The fewest seconds of those that were tried.
+fn least(tried: &[Tried]) -> f64 {
+    tried.iter().map(|one| one.seconds).fold(f64::INFINITY, f64::min)
+}
+
+impl Tried {
+    /// Takes what runs side by side where nothing says otherwise.
+    fn new(
+        candidate: usize,
+        plan: Plan,
+        spec: &AttentionSpec,
+        config: &PlanConfig,
+    ) -> Result<Self, ChooseError> {
+        let (policy, how) = (OverlapPolicy::default(), GradientReduction::default());
+        let trial = Trial::new(&plan, spec, &config.topology);
+        let cost = RememberedCost::new(&config.cost, &plan, KnownSeconds::default());
+        let passes = [trial.forward(policy, &cost)?, trial.backward(policy, how, &cost)?];
+        let (seconds, known) = (passes.iter().map(Timeline::makespan).sum(), cost.into_known());
+        Ok(Self { candidate, seconds, plan, known })
+    }
+
+    /// Seconds by the policies that would be chosen where every transport of such nodes is there: who computes what must not depend on
+    /// the transport.
+    fn by_policies(&mut self, spec: &AttentionSpec, config: &PlanConfig) -> Result<f64, ChooseError> {
+        let (topology, cost) = (&config.topology, &config.cost);
+        if cost.sharing.is_none() {
+            // Nothing takes workers from anything, so no policy ends sooner.
+            return Ok(self.seconds);
+        }
+        let trial = Trial::new(&self.plan, spec, topology);
+        let cost = RememberedCost::new(cost, &self.plan, std::mem::take(&mut self.known));
+        let transports = modelled_transports(topology, &config.cost);
+        Ok(policies_of(&trial, Some(GradientReduction::default()), transports, &cost)?.seconds())
+    }
 }
 
 /// How much longer than the best a dispatch may take without a policy of its own, and still be the best with one: a margin can halve
 /// what the network takes.
 fn closeness(topology: &Topology) -> f64 {
     if topology.nodes() > 1 { 2.0 } else { 1.25 }
-}
-
-/// A forward and a backward with what runs side by side where nothing says otherwise.
-fn side_by_side(plan: &Plan, spec: &AttentionSpec, config: &PlanConfig) -> Result<f64, ChooseError> {
-    let (policy, how) = (OverlapPolicy::default(), GradientReduction::default());
-    let trial = Trial::new(plan, spec, &config.topology);
-    let passes = [trial.forward(policy, &config.cost)?, trial.backward(policy, how, &config.cost)?];
-    Ok(passes.iter().map(Timeline::makespan).sum())
-}
-
-/// The same by the policies that would be chosen for them where every transport of such nodes is there: who computes what must not
-/// depend on the transport.
-fn by_policies(
-    plan: &Plan,
-    spec: &AttentionSpec,
-    config: &PlanConfig,
-    side_by_side: f64,
-) -> Result<f64, ChooseError> {
-    let (topology, cost) = (&config.topology, &config.cost);
-    if cost.sharing.is_none() {
-        // Nothing takes workers from anything, so no policy ends sooner.
-        return Ok(side_by_side);
-    }
-    let backward = Some(GradientReduction::default());
-    let transports = modelled_transports(topology, cost);
-    Ok(attention_policies(plan, spec, backward, transports, topology, cost)?.seconds())
 }
 
 /// Transports of the device that is modelled: one whose kernels walk tiles is a GPU.

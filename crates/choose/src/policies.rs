@@ -7,7 +7,7 @@ use counterpoint_schedule::{
 };
 
 use crate::prediction::Trial;
-use crate::remembered::RememberedCost;
+use crate::remembered::{KnownSeconds, RememberedCost};
 
 /// Predictions that differ by less say nothing: of those the simplest policy is kept.
 const LEAST_GAIN: f64 = 0.003;
@@ -93,16 +93,25 @@ pub fn attention_policies(
     cost: &(impl OpCost + ?Sized),
 ) -> Result<PolicyChoice, SimulateError> {
     let trial = Trial::new(plan, spec, topology);
-    let cost = RememberedCost::new(cost, plan);
+    policies_of(&trial, backward, transports, &RememberedCost::new(cost, plan, KnownSeconds::default()))
+}
+
+/// [`attention_policies`] of a plan of which some seconds may be known.
+pub(crate) fn policies_of(
+    trial: &Trial<'_>,
+    backward: Option<GradientReduction>,
+    transports: &[RankTransport],
+    cost: &RememberedCost<'_, impl OpCost + ?Sized>,
+) -> Result<PolicyChoice, SimulateError> {
     let choose = |run: &dyn Fn(OverlapPolicy) -> Result<Timeline, SimulateError>| {
-        let candidates = candidates(&trial, transports, cost.rates()).into_iter();
+        let candidates = candidates(trial, transports, cost.rates()).into_iter();
         let candidates = candidates.map(|(policy, transport)| {
             Ok(PolicyCandidate { policy, transport, seconds: run(policy)?.makespan() })
         });
         candidates.collect::<Result<Vec<_>, SimulateError>>().map(PassChoice::of)
     };
-    let forward = choose(&|policy| trial.forward(policy, &cost))?;
-    let backward = backward.map(|how| choose(&|policy| trial.backward(policy, how, &cost))).transpose()?;
+    let forward = choose(&|policy| trial.forward(policy, cost))?;
+    let backward = backward.map(|how| choose(&|policy| trial.backward(policy, how, cost))).transpose()?;
     Ok(PolicyChoice { forward, backward })
 }
 

@@ -10,16 +10,24 @@ use counterpoint_schedule::{Op, OpCost, Program, ProgramOp};
 /// Which part of which operation of which rank after how many seconds (their bits).
 type Key = (bool, usize, usize, usize, u64);
 
+/// What was worked out, of the Programs of one plan.
+#[derive(Default)]
+pub(crate) struct KnownSeconds(BTreeMap<Key, Option<f64>>);
+
 /// The costs of `cost`, with what was worked out before for the same plan. Programs differ in nothing but their policies.
 pub(crate) struct RememberedCost<'a, C: OpCost + ?Sized> {
     cost: &'a C,
-    known: RefCell<BTreeMap<Key, Option<f64>>>,
+    known: RefCell<KnownSeconds>,
 }
 
 impl<'a, C: OpCost + ?Sized> RememberedCost<'a, C> {
-    /// Of Programs of `plan`, which keeps alive what tells their operations apart.
-    pub(crate) fn new(cost: &'a C, _plan: &'a Plan) -> Self {
-        Self { cost, known: RefCell::default() }
+    /// Of Programs of `plan`, which keeps alive what tells their operations apart. `known` are seconds of the same plan and costs.
+    pub(crate) fn new(cost: &'a C, _plan: &'a Plan, known: KnownSeconds) -> Self {
+        Self { cost, known: RefCell::new(known) }
+    }
+
+    pub(crate) fn into_known(self) -> KnownSeconds {
+        self.known.into_inner()
     }
 }
 
@@ -32,11 +40,11 @@ impl<C: OpCost + ?Sized> OpCost for RememberedCost<'_, C> {
         let work_out = || self.cost.part_seconds(program, op, part, computed);
         let Some((backward, bands)) = bands_of(&op.op) else { return work_out() };
         let key = (backward, program.rank, bands.as_ptr() as usize, part, computed.to_bits());
-        if let Some(&seconds) = self.known.borrow().get(&key) {
+        if let Some(&seconds) = self.known.borrow().0.get(&key) {
             return seconds;
         }
         let seconds = work_out();
-        self.known.borrow_mut().insert(key, seconds);
+        self.known.borrow_mut().0.insert(key, seconds);
         seconds
     }
 }

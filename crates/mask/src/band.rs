@@ -26,11 +26,13 @@ impl Band {
     pub const NO_MAX: i64 = 1 << 60;
 
     /// Every pair of a rectangle.
+    #[inline]
     pub const fn full(q_range: Range, k_range: Range) -> Self {
         Self { q_range, k_range, diag_min: Self::NO_MIN, diag_max: Self::NO_MAX }
     }
 
     /// The unmasked columns of `row`: one interval, empty when there are none. `row` must lie in `q_range`.
+    #[inline]
     pub fn columns(&self, row: usize) -> Range {
         debug_assert!(self.q_range.contains(row));
         let start = (row as i64 + self.diag_min).max(self.k_range.start as i64);
@@ -39,6 +41,7 @@ impl Band {
     }
 
     /// The rows that see at least one column. They are one range: empty exactly when the band is.
+    #[inline]
     pub fn rows(&self) -> Range {
         let (q, k) = (self.q_range, self.k_range);
         if q.is_empty() || k.is_empty() || self.diag_min > self.diag_max {
@@ -52,6 +55,7 @@ impl Band {
     }
 
     /// The columns that at least one row sees: the key rows that this band needs, to the token.
+    #[inline]
     pub fn keys(&self) -> Range {
         let (q, k) = (self.q_range, self.k_range);
         if q.is_empty() || k.is_empty() || self.diag_min > self.diag_max {
@@ -63,6 +67,7 @@ impl Band {
     }
 
     /// Whether no pair is unmasked. The same as an area of 0, and cheaper.
+    #[inline]
     pub fn is_empty(&self) -> bool {
         self.rows().is_empty()
     }
@@ -73,6 +78,7 @@ impl Band {
     }
 
     /// Whether query `row` sees key `col`.
+    #[inline]
     pub fn contains(&self, row: usize, col: usize) -> bool {
         let diag = col as i64 - row as i64;
         self.q_range.contains(row)
@@ -82,11 +88,13 @@ impl Band {
     }
 
     /// The part inside the rectangle `q` x `k`.
+    #[inline]
     pub fn clip(&self, q: &Range, k: &Range) -> Band {
         Band { q_range: self.q_range.intersect(q), k_range: self.k_range.intersect(k), ..*self }
     }
 
     /// The pairs that both bands hold: one band again.
+    #[inline]
     pub fn intersect(&self, other: &Band) -> Band {
         Band {
             q_range: self.q_range.intersect(&other.q_range),
@@ -127,6 +135,7 @@ impl Band {
 
     /// The same band with its rows moved by `dq` and its columns by `dk`. Both may be negative, but no index may
     /// become so.
+    #[inline]
     pub fn shift(&self, dq: i64, dk: i64) -> Band {
         let by = |range: Range, d: i64| Range {
             start: (range.start as i64 + d) as usize,
@@ -144,6 +153,7 @@ impl Band {
     /// no pair of that box is dropped. `None` when no pair is unmasked.
     ///
     /// Two bands hold the same pairs exactly when their trimmed forms are equal.
+    #[inline]
     pub fn trim(&self) -> Option<Band> {
         let (q_range, k_range) = (self.rows(), self.keys());
         if q_range.is_empty() {
@@ -160,6 +170,7 @@ impl Band {
     }
 
     /// Smallest and largest diagonal that a trimmed band really reaches.
+    #[inline]
     fn diagonals(&self) -> (i64, i64) {
         let bottom_left = self.k_range.start as i64 - (self.q_range.end as i64 - 1);
         let top_right = self.k_range.end as i64 - 1 - self.q_range.start as i64;

@@ -11,38 +11,45 @@ pub struct Range {
 
 impl Range {
     /// `[start, end)`. An `end` before `start` is a caller's bug and panics in debug builds.
+    #[inline]
     pub const fn new(start: usize, end: usize) -> Self {
         debug_assert!(start <= end);
         Self { start, end }
     }
 
     /// Number of tokens; 0 for a reversed range.
+    #[inline]
     pub const fn len(&self) -> usize {
         self.end.saturating_sub(self.start)
     }
 
     /// Whether it holds no token.
+    #[inline]
     pub const fn is_empty(&self) -> bool {
         self.start >= self.end
     }
 
     /// Whether `token` lies inside.
+    #[inline]
     pub const fn contains(&self, token: usize) -> bool {
         self.start <= token && token < self.end
     }
 
     /// The common part; empty (and possibly anywhere) when there is none.
+    #[inline]
     pub fn intersect(&self, other: &Range) -> Range {
         let start = self.start.max(other.start);
         Range { start, end: self.end.min(other.end).max(start) }
     }
 
     /// Whether the two share a token.
+    #[inline]
     pub fn overlaps(&self, other: &Range) -> bool {
         self.start.max(other.start) < self.end.min(other.end)
     }
 
     /// The smallest range that holds both. An empty range adds nothing, wherever it lies.
+    #[inline]
     pub fn hull(&self, other: &Range) -> Range {
         match (self.is_empty(), other.is_empty()) {
             (true, _) => *other,
@@ -52,6 +59,7 @@ impl Range {
     }
 
     /// The tokens before `at`, and those from `at` on. Either part may be empty.
+    #[inline]
     pub fn cut(&self, at: usize) -> (Range, Range) {
         let at = at.clamp(self.start, self.end.max(self.start));
         (Range { start: self.start, end: at }, Range { start: at, end: self.end })

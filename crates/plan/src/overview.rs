@@ -82,12 +82,32 @@ impl Plan {
         config: &PlanConfig,
         available: u64,
     ) -> Result<Plan, PlanError> {
-        let outline = Outline::new(mask, spec, config)?;
-        let needed = outline.plan_bytes();
+        Outline::new(mask, spec, config)?.into_plan_within(available)
+    }
+
+    /// As [`Plan::for_mask_on`], unless the pieces of all ranks would take more than `available` bytes.
+    ///
+    /// # Errors
+    /// As [`Plan::for_mask_on`]; [`PlanError::Memory`] before they are made.
+    pub fn for_mask_on_within(
+        &self,
+        mask: &Mask,
+        spec: &AttentionSpec,
+        config: &PlanConfig,
+        available: u64,
+    ) -> Result<Plan, PlanError> {
+        let (queries, keys) = (self.q_dispatch.clone(), self.k_dispatch.clone());
+        Outline::on(mask, spec, config, queries, keys)?.into_plan_within(available)
+    }
+}
+
+impl Outline {
+    fn into_plan_within(self, available: u64) -> Result<Plan, PlanError> {
+        let needed = self.plan_bytes();
         if needed > available {
-            return Err(PlanError::Memory { ranks: outline.ranks.len(), needed, available });
+            return Err(PlanError::Memory { ranks: self.ranks.len(), needed, available });
         }
-        Ok(outline.into_plan())
+        Ok(self.into_plan())
     }
 }
 

@@ -1,5 +1,6 @@
 use counterpoint_mask::{Band, Range};
 
+use super::apart::BandsApart;
 use super::sweep::Sweep;
 use super::walk::{RunSink, Walk};
 use super::{TileDirection, TileScheduleConfig, TileScheduleError, check_rows, fit, turned, turned_merged};
@@ -107,9 +108,21 @@ impl TileCounting {
             let mut start = stretch.start;
             while start < stretch.end {
                 let rows = Range::new(start, (start + tile_rows).min(stretch.end));
-                let touching = sweep.touching(&rows);
+                if let Some(bands) = BandsApart::of(sweep.touching(&rows), &rows, block) {
+                    let alone_to = sweep.alone_to(bands.rows_end()).min(stretch.end);
+                    let before = start;
+                    while start + tile_rows <= alone_to
+                        && let Some((tile, bounded)) = bands.tile(&Range::new(start, start + tile_rows))
+                    {
+                        counts.add(tile, bounded);
+                        start += tile_rows;
+                    }
+                    if start > before {
+                        continue;
+                    }
+                }
                 (walk.sink.bounded_blocks, walk.sink.begin) = (0, None);
-                let blocks = walk.tile(&rows, touching);
+                let blocks = walk.tile(&rows, sweep.touched());
                 let CountedRuns { bounded_blocks: bounded, begin, .. } = walk.sink;
                 let alike_to = sweep.alike_to(&rows).min(stretch.end);
                 let more = match alike_to == stretch.end {
@@ -117,15 +130,22 @@ impl TileCounting {
                     false => (alike_to - rows.end) / tile_rows,
                 };
                 start = (rows.end + more * tile_rows).min(stretch.end);
-                let count = 1 + more;
-                counts.tiles += count;
-                counts.longest_tile = counts.longest_tile.max(blocks);
-                counts.blocks += (count * blocks) as u64;
-                counts.bounded_blocks += count as u64 * bounded;
-                counts.alike.push(AlikeTiles { count, blocks, begin });
+                counts.add(AlikeTiles { count: 1 + more, blocks, begin }, bounded);
             }
         }
         Ok(counts)
+    }
+}
+
+impl TileCounts {
+    /// Adds `tiles`, each with so many bounded blocks.
+    fn add(&mut self, tiles: AlikeTiles, bounded: u64) {
+        let AlikeTiles { count, blocks, .. } = tiles;
+        self.tiles += count;
+        self.longest_tile = self.longest_tile.max(blocks);
+        self.blocks += (count * blocks) as u64;
+        self.bounded_blocks += count as u64 * bounded;
+        self.alike.push(tiles);
     }
 }
 

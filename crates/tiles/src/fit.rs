@@ -23,12 +23,13 @@ pub(super) fn fit(bands: &[Band], rows: usize, config: &TileScheduleConfig) -> V
     let (stops, cuts) = stops(bands, rows, tile_rows);
     let (mut stop, mut cut) = (0, 0);
     let mut sweep = Sweep::new(bands);
-    let mut columns: Vec<Range> = Vec::new();
+    let mut columns: Vec<Range> = Vec::with_capacity(16);
     // Before which stop the last tile was that rectangles alone touch, and what it costs.
     let mut rectangles = (usize::MAX, 0);
-    let mut visited: Vec<Visited> = Vec::new();
+    let mut visited: Vec<Visited> = Vec::with_capacity(stops.len() + cuts.len());
     // By descending row.
-    let mut paths = vec![Path { row: 0, cost: 0, before: 0, at_cut: true }];
+    let mut paths = Vec::with_capacity(16);
+    paths.push(Path { row: 0, cost: 0, before: 0, at_cut: true });
     while let Some(path) = paths.pop() {
         let row = path.row;
         let before = visited.len();
@@ -144,14 +145,14 @@ fn stretches(visited: &[Visited]) -> Vec<Range> {
 /// tiles from the one or to the other end: below a diagonal the first rows of a stretch are the cheapest, so it is better
 /// that the tile that is not full lies there than at the end.
 fn stops(bands: &[Band], rows: usize, tile_rows: usize) -> (Vec<usize>, Vec<usize>) {
-    let mut edges: Vec<usize> = Vec::with_capacity(2 * bands.len() + 2);
+    let mut edges: Vec<usize> = Vec::with_capacity(8 * bands.len() + 8);
     edges.extend(bands.iter().flat_map(|band| [band.q_range.start, band.q_range.end]));
     edges.extend([0, rows]);
     edges.sort_unstable();
     edges.dedup();
     let short = tile_rows.div_ceil(SHORT_STRETCH);
-    let mut cuts: Vec<usize> = Vec::with_capacity(edges.len());
-    let mut inner = Vec::new();
+    let mut cuts: Vec<usize> = Vec::with_capacity(4 * edges.len());
+    let mut inner = Vec::with_capacity(3 * edges.len());
     let (mut last, mut last_cut) = (0, 0);
     for (index, &edge) in edges.iter().enumerate() {
         if edge - last > tile_rows {

@@ -5,6 +5,7 @@
 // Not a workspace lint: tests may unwrap, their helpers too.
 #![warn(clippy::unwrap_used)]
 
+mod apart;
 mod arrange;
 mod chains;
 mod classes;

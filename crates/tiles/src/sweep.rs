@@ -14,7 +14,7 @@ pub(super) struct Sweep<'a> {
 impl<'a> Sweep<'a> {
     pub(super) fn new(bands: &'a [Band]) -> Self {
         debug_assert!(bands.is_sorted_by_key(|band| band.q_range.start));
-        Self { bands, next: 0, active: Vec::new() }
+        Self { bands, next: 0, active: Vec::with_capacity(bands.len().min(16)) }
     }
 
     /// The bands that touch `rows`, and no others when `rows` end no earlier than those of the call before. Neither end of
@@ -30,6 +30,16 @@ impl<'a> Sweep<'a> {
             self.next += 1;
         }
         &self.active
+    }
+
+    /// What the last call of [`Sweep::touching`] gave.
+    pub(super) fn touched(&self) -> &[Band] {
+        &self.active
+    }
+
+    /// Up to where, at most `end`, no further band begins than those that were met.
+    pub(super) fn alone_to(&self, end: usize) -> usize {
+        self.bands.get(self.next).map_or(end, |band| band.q_range.start.min(end))
     }
 
     /// Up to where rows after `rows`, the last that were asked for, see the same columns as every one of `rows`; their end where not all

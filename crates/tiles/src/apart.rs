@@ -1,0 +1,103 @@
+//! Tiles whose bands lie far enough apart to be walked one after another: counted without laying out their walks.
+
+use counterpoint_mask::{Band, Range};
+
+use super::counts::AlikeTiles;
+use crate::work::is_rectangle;
+
+/// Most bands that are looked at together.
+const MOST: usize = 8;
+
+/// Trimmed bands that touch a tile and begin no later than it, by columns.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct BandsApart {
+    bands: [Columns; MOST],
+    count: usize,
+    /// Where the first of them ends.
+    rows_end: usize,
+    block: u32,
+}
+
+/// Of a band, the first and the end of the columns, and the first and the last diagonal.
+#[derive(Clone, Copy, Debug, Default)]
+struct Columns {
+    start: i64,
+    end: i64,
+    diag_min: i64,
+    diag_max: i64,
+}
+
+impl BandsApart {
+    /// `None` where bands are many, begin inside the tile, or are all rectangles: whose tiles are alike.
+    pub(super) fn of(touching: &[Band], tile: &Range, block: usize) -> Option<Self> {
+        let begin_later = |band: &Band| band.q_range.start > tile.start;
+        if touching.len() > MOST || touching.iter().all(is_rectangle) || touching.iter().any(begin_later) {
+            return None;
+        }
+        let mut apart = Self {
+            bands: [Columns::default(); MOST],
+            count: touching.len(),
+            rows_end: usize::MAX,
+            block: block as u32,
+        };
+        for (columns, band) in apart.bands.iter_mut().zip(touching) {
+            let (start, end) = (band.k_range.start as i64, band.k_range.end as i64);
+            *columns = Columns { start, end, diag_min: band.diag_min, diag_max: band.diag_max };
+            apart.rows_end = apart.rows_end.min(band.q_range.end);
+        }
+        apart.bands[..apart.count].sort_unstable_by_key(|columns| columns.start);
+        Some(apart)
+    }
+
+    /// Where the first of the bands ends.
+    pub(super) fn rows_end(&self) -> usize {
+        self.rows_end
+    }
+
+    /// A tile of `rows`, which lie inside all the bands', and its bounded blocks; `None` where two bands are nearer to each other than a
+    /// block.
+    pub(super) fn tile(&self, rows: &Range) -> Option<(AlikeTiles, u64)> {
+        let block = i64::from(self.block);
+        let (mut blocks, mut bounded, mut begin, mut end) = (0, 0, None, -block);
+        for columns in &self.bands[..self.count] {
+            let walked = columns.walk(rows, self.block);
+            if walked.begin < end + block {
+                return None;
+            }
+            begin = begin.or(Some(walked.begin as i32));
+            (blocks, bounded, end) = (blocks + walked.blocks, bounded + walked.bounded, walked.end);
+        }
+        Some((AlikeTiles { count: 1, blocks: blocks as usize, begin }, u64::from(bounded)))
+    }
+}
+
+/// What a tile walks of one band, the first block beginning at the first column that it sees.
+struct Walked {
+    begin: i64,
+    end: i64,
+    blocks: u32,
+    bounded: u32,
+}
+
+impl Columns {
+    /// Every row of a trimmed band sees something, so the columns that all of `rows` see are those between the last row's first and the
+    /// first row's last.
+    fn walk(&self, rows: &Range, block: u32) -> Walked {
+        let (first, last) = (rows.start as i64, rows.end as i64 - 1);
+        let (begin, end) =
+            ((first + self.diag_min).max(self.start), (last + 1 + self.diag_max).min(self.end));
+        let seen_by_all = ((last + self.diag_min).max(self.start), (first + 1 + self.diag_max).min(self.end));
+        // Differences of rows and columns, of which there are fewer than 2^32.
+        let distance = |column: i64| (column - begin) as u32;
+        let (mut before, mut whole) = (0, 0);
+        if seen_by_all.0 < seen_by_all.1 {
+            before = distance(seen_by_all.0).div_ceil(block);
+            whole = distance(seen_by_all.1).saturating_sub(before * block) / block;
+        }
+        if whole == 0 {
+            before = 0;
+        }
+        let rest = distance(end).saturating_sub((before + whole) * block).div_ceil(block);
+        Walked { begin, end, blocks: before + whole + rest, bounded: before + rest }
+    }
+}
