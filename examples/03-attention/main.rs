@@ -21,7 +21,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     let mask = Mask::causal(Documents::from_lengths([700, 64, 300, 900, 84])?)?;
     // Four query heads of 64, of which two read each of the two key heads; scale, softcap and sink are the usual ones.
     let spec = AttentionSpec::new(4, 2, 64, DType::F32);
-    let config = PlanConfig { chunk_size: Some(64), stages: StageCount::Fixed(3), ..PlanConfig::new(ranks) };
+    let config =
+        PlanConfig { chunk_size: Some(64), stages: StageCount::Fixed(3).into(), ..PlanConfig::new(ranks) };
     let plan = Plan::new(&mask, &spec, &config)?;
 
     // Tensors are of the whole sequence, in its order; where their rows live is the plan's business. A `dout` asks for the

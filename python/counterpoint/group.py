@@ -82,7 +82,7 @@ class _Group:
         chunk: int | None = None,
         even: bool = False,
         dispatch: Literal["auto", "predicted", "affinity", "min-heap", "sequential", "zigzag"] = "auto",
-        stages: Literal["auto"] | int = "auto",
+        stages: str | int = "auto",
         queries: Literal["never", "auto", "fewest_bytes"] = "never",
         overlap: str = "auto",
         deterministic: bool | None = None,
@@ -95,6 +95,9 @@ class _Group:
         padding that see nothing, so that all ranks have equally many. `on` is another plan of this group, whose dispatch is kept.
         `sink_grad="share"` gives every rank a part of the gradient of `sink`, whose sum over ranks is the gradient (what
         frameworks that add up gradients of parameters expect); `"sum"` gives every rank all of it.
+
+        `stages` says how many stages the work on keys of others is cut into, `"auto"` what is predicted to end first; one for both
+        passes, or one for each: "forward=2,backward=4".
 
         `dispatch` says how chunks are given to ranks, `overlap` how communication runs under computation: a policy of the command
         line such as "kernel-barrier+sm-margin=8", or one for each pass, "forward=...,backward=...". `"predicted"` simulates all

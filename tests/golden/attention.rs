@@ -114,7 +114,7 @@ impl Attention {
         let config = PlanConfig {
             chunk_size: Some(chunk_size),
             dispatch,
-            stages,
+            stages: stages.into(),
             query_exchange,
             topology,
             ..PlanConfig::new(world_size)

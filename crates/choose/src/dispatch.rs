@@ -2,7 +2,7 @@
 
 use counterpoint_mask::Mask;
 use counterpoint_plan::{
-    AttentionSpec, ChunkWork, CostModel, DispatchAlgorithm, Plan, PlanConfig, QueryExchange, StageCount,
+    AttentionSpec, ChunkWork, CostModel, DispatchAlgorithm, PassStages, Plan, PlanConfig, QueryExchange,
     Topology, chunk_work, dispatch, dispatch_keys, dispatch_queries, received_rows,
 };
 use counterpoint_schedule::{GradientReduction, OverlapPolicy, RankTransport, Timeline};
@@ -68,7 +68,7 @@ pub fn plan_attention(
         return Ok((planned, DispatchChoice { candidates: Vec::new(), chosen: DISPATCHES[0] }));
     }
     config.validate_for(mask)?;
-    let compared = PlanConfig { stages: StageCount::Auto, cost: model.cost, ..*config };
+    let compared = PlanConfig { stages: PassStages::AUTO, cost: model.cost, ..*config };
     let bounds = Bounds::new(mask, spec, &compared);
     let mut candidates = Vec::with_capacity(DISPATCHES.len());
     let mut tried: Vec<Tried> = Vec::with_capacity(DISPATCHES.len());

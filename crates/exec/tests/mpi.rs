@@ -81,7 +81,8 @@ fn problem(ranks: usize) -> (Mask, AttentionSpec, Plan) {
         max_logits: false,
         dlse: false,
     };
-    let config = PlanConfig { chunk_size: Some(32), stages: StageCount::Fixed(2), ..PlanConfig::new(ranks) };
+    let config =
+        PlanConfig { chunk_size: Some(32), stages: StageCount::Fixed(2).into(), ..PlanConfig::new(ranks) };
     let plan = Plan::new(&mask, &spec, &config).unwrap();
     (mask, spec, plan)
 }

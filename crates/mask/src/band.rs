@@ -73,6 +73,7 @@ impl Band {
     }
 
     /// Whether no diagonal bounds it: a trimmed band is then a whole rectangle.
+    #[inline]
     pub fn is_rectangle(&self) -> bool {
         self.diag_min == Self::NO_MIN && self.diag_max == Self::NO_MAX
     }
@@ -182,6 +183,12 @@ impl Band {
         let (Some(a), Some(b)) = (self.trim(), other.trim()) else {
             return self.trim().or_else(|| other.trim());
         };
+        a.union_of_trimmed(&b)
+    }
+
+    /// [`Band::union`] of two that are trimmed, and not empty.
+    fn union_of_trimmed(&self, other: &Band) -> Option<Band> {
+        let (a, b) = (self, other);
         let gap = |a: Range, b: Range| a.start.max(b.start) > a.end.min(b.end);
         if gap(a.q_range, b.q_range) || gap(a.k_range, b.k_range) {
             return None;
@@ -194,10 +201,10 @@ impl Band {
             diag_min: a_min.min(b_min),
             diag_max: a_max.max(b_max),
         };
-        if a.leaves_gap(&b, &around) {
+        if a.leaves_gap(b, &around) {
             return None;
         }
-        let shared = a.intersect(&b).area();
+        let shared = a.intersect(b).area();
         (around.area() == a.area() - shared + b.area()).then(|| around.trim()).flatten()
     }
 
@@ -287,23 +294,33 @@ impl Band {
         if self.q_range.is_empty() || self.k_range.is_empty() || self.diag_min > self.diag_max {
             return 0;
         }
-        let clamped_sum = |diag: i64| -> i128 {
-            // Sum over rows of clamp(row + diag, k.start, k.end).
-            let (lo, hi) = (self.k_range.start as i128, self.k_range.end as i128);
-            let (r0, r1) = (self.q_range.start as i128, self.q_range.end as i128);
-            let d = i128::from(diag);
-            let a = (lo - d).clamp(r0, r1); // rows before a are clamped to lo
-            let b = (hi - d).clamp(a, r1); // rows from b on are clamped to hi
-            let middle = (b - a) * (a + b - 1) / 2 + (b - a) * d;
-            (a - r0) * lo + middle + (r1 - b) * hi
-        };
-        (clamped_sum(self.diag_max + 1) - clamped_sum(self.diag_min)) as u64
+        // Sum over rows of clamp(row + diag, k.start, k.end).
+        macro_rules! difference_of_sums {
+            ($number:ty) => {{
+                let (lo, hi) = (self.k_range.start as $number, self.k_range.end as $number);
+                let (r0, r1) = (self.q_range.start as $number, self.q_range.end as $number);
+                let clamped_sum = |diag: i64| -> $number {
+                    let d = <$number>::from(diag);
+                    let a = (lo - d).clamp(r0, r1); // rows before a are clamped to lo
+                    let b = (hi - d).clamp(a, r1); // rows from b on are clamped to hi
+                    let middle = (b - a) * (a + b - 1) / 2 + (b - a) * d;
+                    (a - r0) * lo + middle + (r1 - b) * hi
+                };
+                (clamped_sum(self.diag_max + 1) - clamped_sum(self.diag_min)) as u64
+            }};
+        }
+        // Where a diagonal is further off, no row lies between the clamped ones, and it is multiplied with 0.
+        const NARROW: usize = 1 << 30;
+        match self.q_range.end <= NARROW && self.k_range.end <= NARROW {
+            true => difference_of_sums!(i64),
+            false => difference_of_sums!(i128),
+        }
     }
 }
 
-/// Replaces every run of bands that fuse one after another by its union.
+/// Replaces every run of trimmed bands that fuse one after another by its union.
 fn fuse_neighbours(bands: &mut Vec<Band>) {
-    bands.dedup_by(|next, last| match last.union(next) {
+    bands.dedup_by(|next, last| match last.union_of_trimmed(next) {
         Some(union) => {
             *last = union;
             true

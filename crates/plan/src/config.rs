@@ -1,19 +1,7 @@
 use counterpoint_mask::Mask;
 use serde::{Deserialize, Serialize};
 
-use crate::{CostModel, DispatchAlgorithm, PlanError, Topology};
-
-/// How many stages the remote work is cut into.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum StageCount {
-    /// The number that minimises the predicted makespan.
-    Auto,
-    /// So many remote stages after stage 0 (the local work), on every rank. 0 is all work at once: one stage that begins with
-    /// what needs no received row and takes those as they arrive; its keys begin with the rank's own. Where some rank's own rows are no multiple of
-    /// [`KEY_BLOCK`](crate::KEY_BLOCK), or rows cross nodes, that is not to be had, and 0 is as 1.
-    Fixed(usize),
-}
+use crate::{CostModel, DispatchAlgorithm, PassStages, PlanError, Topology};
 
 /// Whether the work of query rows that see many keys of others may be done where these keys are: queries travel there, partial
 /// results back, and the keys stay.
@@ -21,7 +9,7 @@ pub enum StageCount {
 #[serde(rename_all = "snake_case")]
 pub enum QueryExchange {
     /// Where it is predicted to end a forward and a backward sooner, and neither of them later. The prediction is that of
-    /// [`StageCount::Auto`] whatever the stages, so that these decide nothing about who computes what.
+    /// [`StageCount::Auto`](crate::StageCount::Auto) whatever the stages, so that these decide nothing about who computes what.
     Auto,
     /// Where it moves fewer bytes in a forward and a backward together, whatever time that takes.
     FewestBytes,
@@ -36,8 +24,8 @@ pub struct PlanConfig {
     pub chunk_size: Option<usize>,
     /// Chunks to ranks.
     pub dispatch: DispatchAlgorithm,
-    /// Number of stages.
-    pub stages: StageCount,
+    /// Number of stages of each pass.
+    pub stages: PassStages,
     /// Whether queries may travel.
     pub query_exchange: QueryExchange,
     /// Ranks and nodes. `world_size` is the context-parallel size.
@@ -70,7 +58,7 @@ impl PlanConfig {
         Self {
             chunk_size: None,
             dispatch: DispatchAlgorithm::Affinity,
-            stages: StageCount::Auto,
+            stages: PassStages::AUTO,
             query_exchange: QueryExchange::Never,
             topology: Topology::flat(world_size),
             cost: CostModel::H200,
@@ -126,11 +114,7 @@ impl PlanConfig {
         if ranks_per_node == 0 || ranks_per_node > world_size {
             return Err(PlanError::RanksPerNode { ranks_per_node, world_size });
         }
-        if let StageCount::Fixed(stages) = self.stages
-            && stages > MAX_STAGES
-        {
-            return Err(PlanError::Stages { stages, max: MAX_STAGES });
-        }
+        self.stages.validate()?;
         self.cost.validate()
     }
 }

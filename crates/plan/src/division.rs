@@ -122,7 +122,7 @@ impl Division {
     /// Predicted, of a forward and of a backward.
     fn seconds(&self, spec: &AttentionSpec, config: &PlanConfig) -> (f64, f64) {
         // Who computes what, and with it every bit of a result, must not depend on the stages that were asked for.
-        let config = PlanConfig { stages: StageCount::Auto, ..*config };
+        let config = PlanConfig { stages: StageCount::Auto.into(), ..*config };
         let prediction = Prediction::of_outline(&Outline::of(self.clone(), spec, &config), spec, &config);
         (prediction.forward_seconds(), prediction.backward_seconds())
     }

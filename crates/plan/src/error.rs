@@ -50,6 +50,16 @@ pub enum PlanError {
         /// The largest that is supported.
         max: usize,
     },
+    /// No number of stages.
+    #[error(
+        "`{text}` is not a number of stages; give auto or a number from 0 to {max}, for both passes or as forward=N,backward=N"
+    )]
+    StagesText {
+        /// What was given.
+        text: String,
+        /// The largest number.
+        max: usize,
+    },
     /// A figure of the cost model with which no time can be predicted.
     #[error("the cost model's {field} is {value}; it must be {wanted}")]
     Cost {

@@ -31,6 +31,7 @@ mod link_counts;
 mod machine_profile;
 mod outline;
 mod overview;
+mod pass_stages;
 mod plan;
 mod prediction;
 mod ready_work;
@@ -49,7 +50,7 @@ mod worker_sharing;
 pub use attention_cost::{AttentionWork, TileCost, TileCosts};
 pub use bounds::TrafficBounds;
 pub use cache::PlanCache;
-pub use config::{MAX_CHUNKS, MAX_CP_SIZE, MAX_STAGES, PlanConfig, QueryExchange, StageCount};
+pub use config::{MAX_CHUNKS, MAX_CP_SIZE, MAX_STAGES, PlanConfig, QueryExchange};
 pub use cost::{CostModel, Link};
 pub use dispatch::{
     ChunkWork, Dispatch, DispatchAlgorithm, chunk_work, dispatch, dispatch_keys, dispatch_queries,
@@ -74,6 +75,7 @@ pub use machine_profile::{
     LinkPoint, MachineProfile, PROFILE_VERSION, PolicyMeasurement, ProfileError, TransportMeasurement,
 };
 pub use overview::PlanOverview;
+pub use pass_stages::{PassStages, StageCount};
 pub use plan::{Plan, RankPlan, StagePlan, plan_rank};
 pub use prediction::{Prediction, RankPrediction, StagePrediction};
 pub use ready_work::ReadyWork;

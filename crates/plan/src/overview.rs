@@ -188,7 +188,7 @@ mod tests {
             let spec = AttentionSpec::new(8, 4, 64, DType::Bf16);
             let mut config = PlanConfig {
                 chunk_size: Some(chunk_size),
-                stages: [StageCount::Auto, StageCount::Fixed(0), StageCount::Fixed(1), StageCount::Fixed(3), StageCount::Auto][stages],
+                stages: [StageCount::Auto, StageCount::Fixed(0), StageCount::Fixed(1), StageCount::Fixed(3), StageCount::Auto][stages].into(),
                 query_exchange: [QueryExchange::Never, QueryExchange::Auto, QueryExchange::FewestBytes][exchange],
                 topology: Topology { world_size: ranks, ranks_per_node: ranks_per_node.min(ranks) },
                 ..PlanConfig::new(ranks)

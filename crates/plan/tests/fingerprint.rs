@@ -14,7 +14,7 @@ fn inputs() -> Value {
     let spec = AttentionSpec { softcap: 30.0, seqlen_sink: 1, ..AttentionSpec::new(8, 2, 64, DType::Bf16) };
     let config = PlanConfig {
         chunk_size: Some(64),
-        stages: StageCount::Fixed(2),
+        stages: StageCount::Fixed(2).into(),
         cost: CostModel { sharing: Some(WorkerSharing::H200), ..CostModel::H200 },
         ..PlanConfig::new(4)
     };
@@ -112,7 +112,7 @@ fn every_field_of_a_plan_changes_its_fingerprint() {
         chunk_size: Some(64),
         query_exchange: counterpoint_plan::QueryExchange::FewestBytes,
         topology: counterpoint_plan::Topology { world_size: 2, ranks_per_node: 1 },
-        stages: StageCount::Fixed(1),
+        stages: StageCount::Fixed(1).into(),
         ..PlanConfig::new(2)
     };
     let mask: Mask = "last-global:0,960,global=64".parse().unwrap();

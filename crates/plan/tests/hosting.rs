@@ -164,7 +164,7 @@ proptest! {
     #[test]
     fn never_worse(mask in masks(900), config in configs(), wide in any::<bool>()) {
         let spec = if wide { SPEC } else { AttentionSpec { heads_q: 2, ..cases::spec() } };
-        let config = PlanConfig { stages: StageCount::Auto, ..config };
+        let config = PlanConfig { stages: StageCount::Auto.into(), ..config };
         let [never, fewest, auto] =
             [QueryExchange::Never, QueryExchange::FewestBytes, QueryExchange::Auto].map(|query_exchange| {
                 let config = PlanConfig { query_exchange, ..config };

@@ -8,8 +8,8 @@ use std::collections::{BTreeSet, VecDeque};
 use cases::{configs, key_buffer, masks, rows, spec};
 use counterpoint_mask::{Documents, Mask, Window};
 use counterpoint_plan::{
-    AttentionSpec, CostModel, DispatchAlgorithm, GroupPart, KEY_BLOCK, Link, Plan, PlanConfig, RankPlan,
-    StageCount, StagePlan, plan_rank,
+    AttentionSpec, CostModel, DispatchAlgorithm, GroupPart, KEY_BLOCK, Link, PassStages, Plan, PlanConfig,
+    RankPlan, StageCount, StagePlan, plan_rank,
 };
 use proptest::prelude::*;
 
@@ -284,7 +284,7 @@ fn rows_received_in_layers() {
     let mask = Mask::causal(4000).unwrap();
     for dispatch in [DispatchAlgorithm::Affinity, DispatchAlgorithm::MinHeap] {
         for (ranks, chunk_size, stages) in [(2, 100, 3), (3, 64, 5)] {
-            let stages = StageCount::Fixed(stages);
+            let stages = StageCount::Fixed(stages).into();
             let config =
                 PlanConfig { chunk_size: Some(chunk_size), dispatch, stages, ..PlanConfig::new(ranks) };
             let plan = Plan::new(&mask, &spec(), &config).unwrap();
@@ -316,7 +316,7 @@ fn neighbours_are_fused() {
     let config = |dispatch| PlanConfig {
         chunk_size: Some(64),
         dispatch,
-        stages: StageCount::Fixed(3),
+        stages: StageCount::Fixed(3).into(),
         ..PlanConfig::new(4)
     };
     let full = Mask::full(4096).unwrap();
@@ -339,11 +339,35 @@ fn neighbours_are_fused() {
     }
 }
 
+/// What one pass is cut into says nothing about the other.
+#[test]
+fn each_pass_has_its_own_stages() {
+    const COUNTS: [StageCount; 4] =
+        [StageCount::Auto, StageCount::Fixed(0), StageCount::Fixed(1), StageCount::Fixed(3)];
+    let plan = |stages| {
+        let config = PlanConfig { chunk_size: Some(128), stages, ..PlanConfig::new(4) };
+        Plan::new(&Mask::causal(4096).unwrap(), &spec(), &config).unwrap()
+    };
+    let same = COUNTS.map(|count| plan(PassStages::from(count)));
+    assert_ne!(same[2].ranks[0].forward, same[3].ranks[0].forward);
+    for (forward, of_forward) in COUNTS.into_iter().zip(&same) {
+        for (backward, of_backward) in COUNTS.into_iter().zip(&same) {
+            let both = plan(PassStages { forward, backward });
+            for ((rank, of_forward), of_backward) in
+                both.ranks.iter().zip(&of_forward.ranks).zip(&of_backward.ranks)
+            {
+                assert_eq!(rank.forward, of_forward.forward, "{forward} and {backward}");
+                assert_eq!(rank.backward, of_backward.backward, "{forward} and {backward}");
+            }
+        }
+    }
+}
+
 #[test]
 fn all_work_at_once_where_ranks_own_whole_blocks() {
     let config = |chunk_size| PlanConfig {
         chunk_size: Some(chunk_size),
-        stages: StageCount::Fixed(0),
+        stages: StageCount::Fixed(0).into(),
         ..PlanConfig::new(4)
     };
     for mask in [Mask::full(2048).unwrap(), Mask::causal(2048).unwrap()] {
@@ -385,7 +409,7 @@ proptest! {
         check_pairs(&mask, &plan);
         check_exchange(&mask, &plan);
         check_hosting(&mask, &plan);
-        if let StageCount::Fixed(stages) = config.stages {
+        if let StageCount::Fixed(stages) = config.stages.forward {
             let remote = plan.ranks.iter().any(|rank| rank.recv_rows() > 0);
             prop_assert_eq!(plan.rank(0).forward.len(), if remote { stages.max(1) + 1 } else { 1 });
         }

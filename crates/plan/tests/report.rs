@@ -116,7 +116,7 @@ proptest! {
         network in 6.0..11.0_f64,
         flops in 10.0..13.0_f64,
     ) {
-        let mut config = PlanConfig { stages: StageCount::Fixed(1), ..config };
+        let mut config = PlanConfig { stages: StageCount::Fixed(1).into(), ..config };
         config.cost.launch_seconds = launch;
         config.cost.link = Link { alpha_seconds: latency, bytes_per_second: 10_f64.powf(link) };
         config.cost.network = Link { alpha_seconds: 2.0 * latency, bytes_per_second: 10_f64.powf(network) };
@@ -126,7 +126,7 @@ proptest! {
             Prediction::new(&Plan::new(&mask, &spec(), config).unwrap(), &spec(), config)
         };
         let one = predict(&config);
-        let auto = predict(&PlanConfig { stages: StageCount::Auto, ..config });
+        let auto = predict(&PlanConfig { stages: StageCount::Auto.into(), ..config });
         for (auto, one) in [
             (auto.forward_seconds(), one.forward_seconds()),
             (auto.backward_seconds(), one.backward_seconds()),
@@ -187,7 +187,8 @@ fn the_summary_is_the_documented_json() {
 fn more_stages_hide_a_slow_link() {
     // Communication takes about as long as computation: in one stage nothing hides it, in several most of it hides.
     let mask = causal(1 << 16);
-    let mut config = PlanConfig { chunk_size: Some(512), stages: StageCount::Fixed(1), ..PlanConfig::new(8) };
+    let mut config =
+        PlanConfig { chunk_size: Some(512), stages: StageCount::Fixed(1).into(), ..PlanConfig::new(8) };
     config.cost.forward_flops_per_second = 2e12;
     config.cost.link = Link { alpha_seconds: 1e-6, bytes_per_second: 1e8 };
     let seconds = |config: &PlanConfig| {
@@ -196,7 +197,7 @@ fn more_stages_hide_a_slow_link() {
         (plan.rank(0).forward.len(), prediction.forward_seconds(), prediction.backward_seconds())
     };
     let (_, one, one_backward) = seconds(&config);
-    config.stages = StageCount::Auto;
+    config.stages = StageCount::Auto.into();
     let (stages, many, many_backward) = seconds(&config);
     assert!(stages > 2, "{stages}");
     assert!(many < 0.9 * one, "{many} {one}");
@@ -250,7 +251,7 @@ fn fingerprints_tell_the_three_plans_of_a_mask_apart() {
         on(&config, &config),
         on(&zigzag, &config),
         on(&PlanConfig { chunk_size: Some(17), ..config }, &config),
-        on(&config, &PlanConfig { stages: StageCount::Fixed(2), ..config }),
+        on(&config, &PlanConfig { stages: StageCount::Fixed(2).into(), ..config }),
         Plan::new(&mask, &spec(), &config).unwrap().fingerprint(),
     ];
     // What a second mask does not look at does not count.
@@ -366,7 +367,7 @@ fn bad_configurations_are_refused() {
         assert_eq!(config.validate(), Err(PlanError::RanksPerNode { ranks_per_node, world_size: 4 }));
     }
     for stages in [MAX_STAGES + 1, usize::MAX] {
-        let config = PlanConfig { stages: StageCount::Fixed(stages), ..PlanConfig::new(4) };
+        let config = PlanConfig { stages: StageCount::Fixed(stages).into(), ..PlanConfig::new(4) };
         assert_eq!(config.validate(), Err(PlanError::Stages { stages, max: MAX_STAGES }));
     }
     let message = plan(|config| config.cost.link.bytes_per_second = 0.0).to_string();

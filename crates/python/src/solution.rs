@@ -5,7 +5,8 @@ use std::time::Instant;
 
 use counterpoint_choose::ChooseError;
 use counterpoint_plan::{
-    AttentionSpec, GradientShares, Plan, PlanConfig, PlanError, PlanSummary, QueryExchange, StageCount,
+    AttentionSpec, GradientShares, PassStages, Plan, PlanConfig, PlanError, PlanSummary, QueryExchange,
+    StageCount,
 };
 use counterpoint_report::{Figures, HtmlReport, MaskDrawing, Style, TimelinePair, plan_table};
 use counterpoint_schedule::{
@@ -90,8 +91,10 @@ impl Solution {
         let query_exchange: QueryExchange =
             named(py, "queries", queries, "\"never\", \"auto\" or \"fewest_bytes\"")?;
         let stages = match (stages.extract::<usize>(), stages.extract::<String>()) {
-            (Ok(stages), _) => StageCount::Fixed(stages),
-            (_, Ok(text)) if text == "auto" => StageCount::Auto,
+            (Ok(stages), _) => StageCount::Fixed(stages).into(),
+            (_, Ok(text)) => {
+                text.parse::<PassStages>().map_err(|error| raise(py, "PlanError", &error.to_string(), &[]))?
+            }
             _ => {
                 let found = described(stages);
                 return Err(PyTypeError::new_err(format!(

@@ -74,7 +74,7 @@ fn predict(profile: &MachineProfile, rng: &mut impl Rng) {
     let config = PlanConfig {
         chunk_size: Some(128),
         dispatch: [DispatchAlgorithm::Affinity, DispatchAlgorithm::Zigzag][rng.random_range(0..2)],
-        stages: stages[rng.random_range(0..stages.len())],
+        stages: stages[rng.random_range(0..stages.len())].into(),
         query_exchange: exchange[rng.random_range(0..2)],
         topology,
         cost: profile.cost,

@@ -24,7 +24,7 @@ fn config(cp_size: usize, stages: usize) -> PlanConfig {
     PlanConfig {
         chunk_size: Some(64),
         dispatch: DispatchAlgorithm::Zigzag,
-        stages: StageCount::Fixed(stages),
+        stages: StageCount::Fixed(stages).into(),
         ..PlanConfig::new(cp_size)
     }
 }

@@ -28,7 +28,7 @@ const SPEC: AttentionSpec = AttentionSpec {
 /// Seconds of a forward and of a backward.
 fn seconds(mask: &Mask, ranks: usize, stages: StageCount) -> [f64; 2] {
     let cost = CostModel { sharing: Some(WorkerSharing::H200), ..CostModel::H200 };
-    let config = PlanConfig { stages, cost, ..PlanConfig::new(ranks) };
+    let config = PlanConfig { stages: stages.into(), cost, ..PlanConfig::new(ranks) };
     let plan = Plan::new(mask, &SPEC, &config).unwrap();
     let policy = OverlapPolicy::new(StartOrder::KernelBarrier);
     let makespan = |lower: &dyn Fn(usize) -> Program| {

@@ -3,7 +3,6 @@
 use counterpoint_mask::{Band, Range};
 
 use super::counts::AlikeTiles;
-use crate::work::is_rectangle;
 
 /// Most bands that are looked at together.
 const MOST: usize = 8;
@@ -31,7 +30,10 @@ impl BandsApart {
     /// `None` where bands are many, begin inside the tile, or are all rectangles: whose tiles are alike.
     pub(super) fn of(touching: &[Band], tile: &Range, block: usize) -> Option<Self> {
         let begin_later = |band: &Band| band.q_range.start > tile.start;
-        if touching.len() > MOST || touching.iter().all(is_rectangle) || touching.iter().any(begin_later) {
+        if touching.len() > MOST
+            || touching.iter().all(Band::is_rectangle)
+            || touching.iter().any(begin_later)
+        {
             return None;
         }
         let mut apart = Self {

@@ -50,6 +50,11 @@ pub(super) fn fit(bands: &[Band], rows: usize, config: &TileScheduleConfig) -> V
             let end = row + tiles * tile_rows;
             let at_cut = cuts.binary_search(&end).is_ok();
             if let Some(blocks) = Blocks::of(touching, config) {
+                if paths.is_empty() {
+                    // Of a single path the cost is no difference.
+                    paths.push(Path { row: end, cost: path.cost, before, at_cut });
+                    continue;
+                }
                 let cost = block * blocks.of_tiles(row, tile_rows, tiles) + TILE_COST * tiles as u64;
                 add(&mut paths, Path { row: end, cost: path.cost + cost, before, at_cut });
                 continue;

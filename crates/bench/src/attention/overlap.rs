@@ -97,7 +97,7 @@ impl Case {
         let config = PlanConfig {
             // A few key blocks a stage, a chunk every so often: the cuts matter less than that there are some.
             chunk_size: Some(sizes.rows / 16),
-            stages: StageCount::Fixed(STAGES),
+            stages: StageCount::Fixed(STAGES).into(),
             ..PlanConfig::new(RANKS)
         };
         let plan = Plan::new(&mask, &spec, &config).map_err(|source| CliError::Plan { source })?;

@@ -5,5 +5,7 @@ mod case;
 mod costs;
 mod dispatches;
 mod experts;
+mod exposed;
 mod policies;
 mod ratios;
+mod traffic;

@@ -1,7 +1,7 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use counterpoint_plan::{DType, GradientShares, QueryExchange, StageCount};
+use counterpoint_plan::{DType, GradientShares, PassStages, QueryExchange};
 
 use super::value::{self, DispatchAsked};
 
@@ -19,9 +19,9 @@ pub struct PlanningArguments {
     pub dispatch: DispatchAsked,
 
     /// How many stages the remote work is cut into, communication of one under computation of another; 0: all work at once, which
-    /// takes rows of other ranks as they arrive
+    /// takes rows of other ranks as they arrive; one for both passes, or forward=N,backward=N
     #[arg(long, value_name = "auto|N", default_value = "auto", value_parser = value::stages, allow_hyphen_values = true)]
-    pub stages: StageCount,
+    pub stages: PassStages,
 
     /// Whether queries that see many keys of other ranks may travel to these keys instead; with --deterministic `auto` is `never`
     #[arg(long, value_name = "WHEN", default_value = "never", value_parser = value::query_exchange())]

@@ -6,8 +6,8 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 use counterpoint_cuda::TransportKind;
 use counterpoint_exec::SlowLink;
 use counterpoint_plan::{
-    DType, DispatchAlgorithm, GemmCollective, GradientShares, MAX_CP_SIZE, MAX_STAGES, QueryExchange,
-    StageCount, TransformerSpec, WaveGroups,
+    DType, DispatchAlgorithm, GemmCollective, GradientShares, MAX_CP_SIZE, PassStages, PlanError,
+    QueryExchange, TransformerSpec, WaveGroups,
 };
 
 use crate::error::CliError;
@@ -110,13 +110,9 @@ pub fn model() -> impl TypedValueParser<Value = TransformerSpec> {
     named(TransformerSpec::PRESETS.map(|model| (model.name, model)))
 }
 
-/// `auto` or a number of remote stages.
-pub fn stages(text: &str) -> Result<StageCount, String> {
-    match (text, text.parse::<usize>()) {
-        ("auto", _) => Ok(StageCount::Auto),
-        (_, Ok(count @ 0..=MAX_STAGES)) => Ok(StageCount::Fixed(count)),
-        _ => Err(format!("`{text}` is not a number of stages; give auto or a number from 0 to {MAX_STAGES}")),
-    }
+/// `auto` or a number of remote stages, for both passes or for each.
+pub fn stages(text: &str) -> Result<PassStages, String> {
+    text.parse().map_err(|error: PlanError| error.to_string())
 }
 
 /// A seed.
@@ -290,6 +286,8 @@ fn named<T: Copy + Send + Sync + 'static, const N: usize>(
 
 #[cfg(test)]
 mod tests {
+    use counterpoint_plan::StageCount;
+
     use super::*;
 
     #[test]
@@ -339,9 +337,9 @@ mod tests {
         for text in ["0", "4097", "-1", "two", ""] {
             assert!(cp_size(text).unwrap_err().contains("between 1 and 4096"), "{text}");
         }
-        assert_eq!(stages("auto"), Ok(StageCount::Auto));
-        assert_eq!(stages("3"), Ok(StageCount::Fixed(3)));
-        assert_eq!(stages("0"), Ok(StageCount::Fixed(0)), "all work at once");
+        assert_eq!(stages("auto"), Ok(PassStages::AUTO));
+        assert_eq!(stages("3"), Ok(StageCount::Fixed(3).into()));
+        assert_eq!(stages("0"), Ok(StageCount::Fixed(0).into()), "all work at once");
         for text in ["-1", "many", "1025"] {
             assert!(stages(text).is_err(), "{text}");
         }

@@ -3,7 +3,8 @@ use std::time::Duration;
 
 use counterpoint_mask::{Mask, MaskType};
 use counterpoint_plan::{
-    AttentionSpec, DType, DispatchAlgorithm, GradientShares, KEY_BLOCK, PlanConfig, QueryExchange, StageCount,
+    AttentionSpec, DType, DispatchAlgorithm, GradientShares, KEY_BLOCK, PassStages, PlanConfig,
+    QueryExchange, StageCount,
 };
 use counterpoint_schedule::{OverlapPolicy, StartOrder, WorkerShare};
 
@@ -113,7 +114,9 @@ impl Case {
             DispatchAlgorithm::Sequential,
             DispatchAlgorithm::Zigzag,
         ]);
-        let stages = if draw.chance(40) { StageCount::Auto } else { StageCount::Fixed(draw.within(0, 3)) };
+        let mut count =
+            || if draw.chance(40) { StageCount::Auto } else { StageCount::Fixed(draw.within(0, 3)) };
+        let stages = PassStages { forward: count(), backward: count() };
         let chunk_size = Some(draw.sized(8, 128));
         let start = draw.pick(&StartOrder::ALL);
         let workers =
@@ -192,8 +195,8 @@ impl Case {
         let ranks = self.plan.topology.world_size;
         if ranks > 1 {
             add(format_args!("ranks={ranks}"));
-            if let StageCount::Fixed(stages) = self.plan.stages {
-                add(format_args!("stages={stages}"));
+            if self.plan.stages != PassStages::AUTO {
+                add(format_args!("stages={}", self.plan.stages));
             }
             add(format_args!("{}", self.run.policy));
         }
@@ -364,7 +367,7 @@ fn hosted(extent: Extent, dtypes: &[DType], cases: &mut Vec<Case>) {
             let mut case = Case::single_rank(name, 800 + which as u64, mask.clone(), spec);
             case.plan = PlanConfig {
                 chunk_size: Some(64),
-                stages: StageCount::Fixed(2),
+                stages: StageCount::Fixed(2).into(),
                 query_exchange: QueryExchange::FewestBytes,
                 ..PlanConfig::new(2 + which)
             };
@@ -396,7 +399,7 @@ fn staged(extent: Extent, dtypes: &[DType], cases: &mut Vec<Case>) {
                 Case::single_rank("ranks in order", seed, mask, AttentionSpec::new(4, 2, head_dim, dtype));
             case.plan = PlanConfig {
                 chunk_size: Some(if which < 2 { KEY_BLOCK } else { 97 }),
-                stages: StageCount::Fixed(0),
+                stages: StageCount::Fixed(0).into(),
                 ..PlanConfig::new(3)
             };
             case.run.deterministic = true;

@@ -211,7 +211,7 @@ fn examine(subject: &dyn Subject, expected: &Expected, index: usize) -> (Vec<Sel
     }
     if case.run.deterministic && plan.cp_size() > 1 {
         let other = if plan.ranks[0].forward.len() == 2 { 3 } else { 1 };
-        let other = PlanConfig { stages: StageCount::Fixed(other), ..case.plan };
+        let other = PlanConfig { stages: StageCount::Fixed(other).into(), ..case.plan };
         if let Ok(plan) = Plan::new(&case.mask, &case.spec, &other) {
             repeat(format!("same bits in other stages: {name}"), &plan, subject.same_in_any_stages());
         }

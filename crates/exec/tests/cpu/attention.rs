@@ -10,7 +10,9 @@ use counterpoint_exec::{
     dispatch, run_attention, undispatch,
 };
 use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};
-use counterpoint_plan::{AttentionSpec, DType, DispatchAlgorithm, Plan, PlanConfig, StageCount, Topology};
+use counterpoint_plan::{
+    AttentionSpec, DType, DispatchAlgorithm, PassStages, Plan, PlanConfig, StageCount, Topology,
+};
 use counterpoint_schedule::{
     GradientReduction, KeyBlocks, OverlapPolicy, SpanKind, StartOrder, lower_attention_backward,
     lower_attention_forward,
@@ -30,7 +32,7 @@ const DISPATCHES: [DispatchAlgorithm; 4] = [
 ];
 
 fn config(cp_size: usize, chunk_size: usize, stages: StageCount, dispatch: DispatchAlgorithm) -> PlanConfig {
-    PlanConfig { chunk_size: Some(chunk_size), stages, dispatch, ..PlanConfig::new(cp_size) }
+    PlanConfig { chunk_size: Some(chunk_size), stages: stages.into(), dispatch, ..PlanConfig::new(cp_size) }
 }
 
 fn inputs(mask: &Mask, spec: &AttentionSpec, rng: &mut ChaCha8Rng) -> AttentionInputs {
@@ -59,14 +61,14 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
     /// Every mask, any number of ranks (more than chunks, too), chunks that do not divide, every dispatch, any number of
-    /// stages, every policy, every dtype, GQA, sink, softcap, with the largest logits and a gradient of lse or without.
+    /// stages in each pass, every policy, every dtype, GQA, sink, softcap, with the largest logits and a gradient of lse or without.
     #[test]
     fn forward_and_backward_are_right(
         seed: u64,
         seqlens in (1usize..400, 1usize..400, any::<bool>()),
         cp_size in 1usize..9,
         chunk_size in 1usize..90,
-        stages in prop_oneof![Just(StageCount::Auto), (0usize..8).prop_map(StageCount::Fixed)],
+        stages in prop::array::uniform2(prop_oneof![Just(StageCount::Auto), (0usize..8).prop_map(StageCount::Fixed)]),
         algorithm in 0usize..4,
         order in 0usize..4,
         dtype in 0usize..4,
@@ -87,7 +89,12 @@ proptest! {
             ..spec(heads.0, heads.1, dims.0, dims.1, dtype)
         };
         let topology = Topology { world_size: cp_size, ranks_per_node: cp_size.div_ceil(nodes) };
-        let config = PlanConfig { topology, ..config(cp_size, chunk_size, stages, DISPATCHES[algorithm]) };
+        let [forward, backward] = stages;
+        let config = PlanConfig {
+            topology,
+            stages: PassStages { forward, backward },
+            ..config(cp_size, chunk_size, forward, DISPATCHES[algorithm])
+        };
         let plan = Plan::new(&mask, &spec, &config).unwrap().over_nodes(&topology);
         let inputs = inputs(&mask, &spec, &mut rng);
         let run_config = RunConfig {

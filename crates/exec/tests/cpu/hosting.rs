@@ -51,7 +51,12 @@ fn mask_with_wide_rows(seqlen_q: usize, seqlen_k: usize, rng: &mut ChaCha8Rng) -
 
 fn config(cp_size: usize, chunk_size: usize, stages: StageCount) -> PlanConfig {
     let query_exchange = QueryExchange::FewestBytes;
-    PlanConfig { chunk_size: Some(chunk_size), stages, query_exchange, ..PlanConfig::new(cp_size) }
+    PlanConfig {
+        chunk_size: Some(chunk_size),
+        stages: stages.into(),
+        query_exchange,
+        ..PlanConfig::new(cp_size)
+    }
 }
 
 fn is_hosted(plan: &Plan) -> bool {

@@ -41,8 +41,11 @@ impl Problem {
             max_logits: false,
             dlse: false,
         };
-        let config =
-            PlanConfig { chunk_size: Some(16), stages: StageCount::Fixed(3), ..PlanConfig::new(ranks) };
+        let config = PlanConfig {
+            chunk_size: Some(16),
+            stages: StageCount::Fixed(3).into(),
+            ..PlanConfig::new(ranks)
+        };
         let plan = Plan::new(&mask, &spec, &config).unwrap();
         let inputs = random_inputs(&mask, &spec, 11, true);
         Self { spec, plan, inputs }

@@ -106,24 +106,33 @@ pub(crate) fn cut(
     spec: &AttentionSpec,
     config: &PlanConfig,
 ) -> [StageCuts; 2] {
-    let (most, cells) = match config.stages {
-        _ if ranks.iter().all(|rank| rank.remote.len() == 0) => (0, 0),
-        StageCount::Auto => (MOST_AUTO_STAGES, CELLS),
-        StageCount::Fixed(stages) => (stages.max(1), CELLS.max(stages)),
-    };
-    if most == 0 {
-        return [(), ()].map(|()| StageCuts::local(ranks.len()));
-    }
     let can_gather =
         config.topology.nodes() == 1 && ranks.iter().all(|rank| rank.own_rows().is_multiple_of(KEY_BLOCK));
-    if can_gather && config.stages == StageCount::Fixed(0) {
-        return [(), ()].map(|()| StageCuts::gathered(ranks));
+    let gathers = |count: StageCount| can_gather && count == StageCount::Fixed(0);
+    let asked = config.stages.each();
+    if ranks.iter().all(|rank| rank.remote.len() == 0) {
+        return asked.map(|_| StageCuts::local(ranks.len()));
     }
+    if asked.into_iter().all(gathers) {
+        return asked.map(|_| StageCuts::gathered(ranks));
+    }
+    let cells = asked.map(|count| match count {
+        StageCount::Auto => CELLS,
+        StageCount::Fixed(stages) => CELLS.max(stages),
+    });
+    let cells = cells[0].max(cells[1]);
     let profiles: Vec<Profile> = ranks.iter().map(|rank| Profile::new(rank, runs, cells)).collect();
     let traffic = Traffic::new(ranks, &profiles, runs, &config.topology);
     let one_stage: Vec<Vec<u8>> = profiles.iter().map(|profile| vec![0; profile.places.len() - 1]).collect();
     let sent = traffic.sent(&one_stage, 1);
-    [Direction::Forward, Direction::Backward].map(|direction| {
+    [(Direction::Forward, asked[0]), (Direction::Backward, asked[1])].map(|(direction, asked)| {
+        if gathers(asked) {
+            return StageCuts::gathered(ranks);
+        }
+        let most = match asked {
+            StageCount::Auto => MOST_AUTO_STAGES,
+            StageCount::Fixed(stages) => stages.max(1),
+        };
         let solved: Vec<Cuts> = profiles
             .iter()
             .zip(&sent)
@@ -148,7 +157,7 @@ pub(crate) fn cut(
                 .map(|(profile, cut)| cut.iter().map(|&index| profile.places[usize::from(index)]).collect());
             StageCuts::new(ranks, &places.collect::<Vec<Vec<usize>>>(), choice.stages + 1)
         };
-        if let StageCount::Fixed(stages) = config.stages {
+        if let StageCount::Fixed(stages) = asked {
             return cuts(&Choice::new(&solved, stages.max(1), Cuts::most_up_to));
         }
         let by_pairs = |rank: usize, area, remote, rows| {

@@ -2,8 +2,8 @@
 
 use counterpoint_mask::Range;
 use counterpoint_plan::{
-    AttentionSpec, CostModel, DType, DispatchAlgorithm, GradientShares, PlanConfig, QueryExchange,
-    StageCount, StagePlan, Topology,
+    AttentionSpec, CostModel, DType, DispatchAlgorithm, GradientShares, PassStages, PlanConfig,
+    QueryExchange, StageCount, StagePlan, Topology,
 };
 use proptest::prelude::*;
 
@@ -38,6 +38,8 @@ pub(crate) fn configs() -> impl Strategy<Value = PlanConfig> {
         Just(DispatchAlgorithm::Zigzag),
     ];
     let stages = prop_oneof![Just(StageCount::Auto), (0..7_usize).prop_map(StageCount::Fixed)];
+    let stages =
+        prop::array::uniform2(stages).prop_map(|[forward, backward]| PassStages { forward, backward });
     let query_exchange =
         prop_oneof![Just(QueryExchange::Auto), Just(QueryExchange::FewestBytes), Just(QueryExchange::Never)];
     (proptest::option::of(1..60_usize), algorithm, stages, query_exchange, 1..10_usize, 1..10_usize, 0..2_u8)

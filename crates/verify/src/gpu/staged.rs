@@ -24,8 +24,11 @@ impl StagedAttention {
         let spec = AttentionSpec::new(4, 2, 64, DType::Bf16);
         let refuse = |reason: String| ExecError::Program { program: "attention".to_owned(), rank: 0, reason };
         let mask = mask.map_err(|error| refuse(error.to_string()))?;
-        let config =
-            PlanConfig { chunk_size: Some(128), stages: StageCount::Fixed(stages), ..PlanConfig::new(ranks) };
+        let config = PlanConfig {
+            chunk_size: Some(128),
+            stages: StageCount::Fixed(stages).into(),
+            ..PlanConfig::new(ranks)
+        };
         let plan = Plan::new(&mask, &spec, &config).map_err(|error| refuse(error.to_string()))?;
         let inputs = random_inputs(&mask, &spec, seed, backward);
         Ok(Self { spec, plan, inputs })

@@ -34,7 +34,7 @@ pub(super) fn measure(
     let mask = Mask::causal(ROWS * ranks).map_err(|error| refused(error.to_string()))?;
     let config = PlanConfig {
         topology: Topology::flat(ranks),
-        stages: StageCount::Fixed(2),
+        stages: StageCount::Fixed(2).into(),
         cost: *cost,
         ..PlanConfig::new(ranks)
     };
