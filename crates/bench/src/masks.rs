@@ -59,18 +59,18 @@ fn build(mask: BenchMask, seqlen: usize) -> Result<Mask, MaskError> {
         BenchMask::SwGlobal => {
             Mask::sliding_window(seqlen, Window { left: Some(WINDOW - 1), right: Some(0), global: GLOBAL })
         }
-        BenchMask::BlockSparse => {
-            let rows = seqlen.div_ceil(SPARSE);
-            let seen =
-                |row: usize, column: usize| row == column || column == 0 || (row + column).is_multiple_of(4);
-            let blocks: Vec<(usize, usize)> = (0..rows)
-                .flat_map(|row| {
-                    (0..=row).filter(move |&column| seen(row, column)).map(move |column| (row, column))
-                })
-                .collect();
-            Mask::block_sparse(seqlen, seqlen, SPARSE, SPARSE, &blocks)
-        }
+        BenchMask::BlockSparse => block_sparse(seqlen, SPARSE),
     }
+}
+
+/// Of a grid of blocks the diagonal, the first column, and every fourth block below it.
+pub(crate) fn block_sparse(seqlen: usize, block: usize) -> Result<Mask, MaskError> {
+    let rows = seqlen.div_ceil(block);
+    let seen = |row: usize, column: usize| row == column || column == 0 || (row + column).is_multiple_of(4);
+    let of_row =
+        |row: usize| (0..=row).filter(move |&column| seen(row, column)).map(move |column| (row, column));
+    let blocks: Vec<(usize, usize)> = (0..rows).flat_map(of_row).collect();
+    Mask::block_sparse(seqlen, seqlen, block, block, &blocks)
 }
 
 /// As [`build`], with the command line's error.

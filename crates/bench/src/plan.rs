@@ -19,6 +19,7 @@ use counterpoint_report::{
 use serde::Serialize;
 
 use crate::arguments::BenchPlanArguments;
+use crate::masks;
 
 /// `counterpoint bench plan`.
 pub(crate) fn run(arguments: &BenchPlanArguments) -> Result<(), CliError> {
@@ -89,7 +90,10 @@ const SEEDS: [(&str, &str); 3] = [
     ("sliding window with global tokens", "sliding-window:1M,left=8191,right=0,global=1024"),
 ];
 
-/// Two packed batches of 1M tokens, three other masks and one causal sequence of 4M.
+/// Rows and columns of a block of the sparse one.
+const SPARSE: usize = 4096;
+
+/// Two packed batches of 1M tokens, four other masks and one causal sequence of 4M.
 fn built_in_cases(cp_sizes: &[usize]) -> Result<Vec<Case>, CliError> {
     let mut cases = Vec::new();
     for name in ["lognormal documents", "pareto documents"] {
@@ -103,16 +107,16 @@ fn built_in_cases(cp_sizes: &[usize]) -> Result<Vec<Case>, CliError> {
             cases.push(Case { name: format!("{name}, 1M tokens"), mask, cp_size, chunk_size: 512, goal });
         }
     }
-    for (name, mask) in SEEDS {
+    let seeds = SEEDS.iter().map(|(name, mask)| Ok((*name, mask_argument::load(mask)?)));
+    let mut seeds = seeds.collect::<Result<Vec<_>, CliError>>()?;
+    let sparse = masks::block_sparse(1 << 20, SPARSE);
+    let sparse =
+        sparse.map_err(|source| CliError::MaskExpression { expression: "block-sparse".to_owned(), source });
+    seeds.push(("block-sparse", sparse?));
+    for (name, mask) in seeds {
         for &cp_size in cp_sizes {
-            let name = format!("{name}, 1M tokens");
-            cases.push(Case {
-                name,
-                mask: mask_argument::load(mask)?,
-                cp_size,
-                chunk_size: 2048,
-                goal: None,
-            });
+            let (name, mask) = (format!("{name}, 1M tokens"), mask.clone());
+            cases.push(Case { name, mask, cp_size, chunk_size: 2048, goal: None });
         }
     }
     cases.push(Case {

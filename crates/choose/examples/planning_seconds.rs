@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use counterpoint_choose::{DeviceModel, plan_attention};
 use counterpoint_mask::{Documents, Mask};
-use counterpoint_plan::{AttentionSpec, CostModel, DType, GradientShares, Plan, PlanConfig};
+use counterpoint_plan::{AttentionSpec, CostModel, DType, Plan, PlanConfig};
 
 /// Lengths of documents as training data has them.
 const LENGTHS: &str = include_str!("../../../benches/data/packed_documents_lognormal_1m.txt");
@@ -24,18 +24,6 @@ const CASES: [(usize, usize, [usize; 2]); 6] = [
 
 /// Packs of each case, each planned once.
 const PACKS: usize = 12;
-
-const SPEC: AttentionSpec = AttentionSpec {
-    heads_q: 64,
-    heads_kv: 8,
-    head_dim: 128,
-    head_dim_v: 128,
-    dtype: DType::Bf16,
-    scale: 0.088_388_347_648_318_44,
-    softcap: 0.0,
-    seqlen_sink: 0,
-    gradient_shares: GradientShares::Accumulators,
-};
 
 /// Packed documents of so many tokens, causal; another pack for every number.
 fn pack(tokens: usize, number: usize) -> Result<Mask, Box<dyn Error>> {
@@ -66,7 +54,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             continue;
         }
         let config = PlanConfig::new(ranks);
-        let spec = AttentionSpec { heads_q, heads_kv, ..SPEC };
+        let spec = AttentionSpec::new(heads_q, heads_kv, 128, DType::Bf16);
         let (mut plain, mut compared) = (Vec::new(), Vec::new());
         for number in 0..PACKS {
             let mask = pack(tokens, number)?;

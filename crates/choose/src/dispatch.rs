@@ -2,8 +2,8 @@
 
 use counterpoint_mask::Mask;
 use counterpoint_plan::{
-    AttentionSpec, ChunkWork, CostModel, DispatchAlgorithm, PassStages, Plan, PlanConfig, QueryExchange,
-    Topology, chunk_work, dispatch, dispatch_keys, dispatch_queries, received_rows,
+    AttentionSpec, ChunkWork, CostModel, Dispatch, DispatchAlgorithm, PassStages, Plan, PlanConfig,
+    QueryExchange, RankPlan, Topology, chunk_work, dispatch, dispatch_keys, dispatch_queries, received_rows,
 };
 use counterpoint_schedule::{GradientReduction, OverlapPolicy, RankTransport, Timeline};
 
@@ -12,7 +12,7 @@ use crate::prediction::Trial;
 use crate::remembered::{KnownSeconds, RememberedCost};
 use crate::{ChooseError, DeviceModel};
 
-/// Every dispatch, in the order in which they are tried; of those that end together the first is kept.
+/// Every dispatch, in the order in which they are tried.
 pub const DISPATCHES: [DispatchAlgorithm; 4] = [
     DispatchAlgorithm::Affinity,
     DispatchAlgorithm::Zigzag,
@@ -23,8 +23,9 @@ pub const DISPATCHES: [DispatchAlgorithm; 4] = [
 /// Up to so many ranks dispatches are compared: of more the pieces of plans take gigabytes. There the first is taken.
 pub const MOST_COMPARED_RANKS: usize = 256;
 
-/// Predictions that differ by less say nothing: a dispatch gives way only to one that ends sooner by this part.
-const LEAST_GAIN: f64 = 0.002;
+/// Predictions that differ by less say nothing: of dispatches that take no longer by this part than the best, the one that moves the
+/// fewest bytes is kept, and of several the first.
+const LEAST_GAIN: f64 = 0.008;
 
 /// A dispatch, and what a forward and a backward with it are predicted to take.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -72,11 +73,16 @@ pub fn plan_attention(
     let bounds = Bounds::new(mask, spec, &compared);
     let mut candidates = Vec::with_capacity(DISPATCHES.len());
     let mut tried: Vec<Tried> = Vec::with_capacity(DISPATCHES.len());
-    for algorithm in DISPATCHES {
+    // Of candidates that give all rows to the same ranks as another one, that one.
+    let mut copies = Vec::new();
+    for (candidate, algorithm) in DISPATCHES.into_iter().enumerate() {
         let mut seconds = None;
-        if algorithm == DISPATCHES[0] || bounds.of(algorithm) < least(&tried) {
+        let bound = if candidate == 0 { Bound::NONE } else { bounds.of(algorithm) };
+        if let Some(same) = tried.iter().find(|one| bound.is_of(&one.plan)) {
+            copies.push((candidate, same.candidate));
+        } else if bound.seconds < least(&tried) {
             let planned = plan(&PlanConfig { dispatch: algorithm, ..compared })?;
-            let one = Tried::new(candidates.len(), planned.over_nodes(&config.topology), spec, &compared)?;
+            let one = Tried::new(candidate, planned.over_nodes(&config.topology), spec, &compared)?;
             seconds = Some(one.seconds);
             tried.push(one);
         }
@@ -91,8 +97,12 @@ pub fn plan_attention(
             candidates[one.candidate].seconds = Some(one.seconds);
         }
     }
+    for (copy, of) in copies {
+        candidates[copy].seconds = candidates[of].seconds;
+    }
     let least = least(&tried);
-    let best = tried.into_iter().find(|one| one.seconds <= least * (1.0 + LEAST_GAIN));
+    let close = tried.into_iter().filter(|one| one.seconds <= least * (1.0 + LEAST_GAIN));
+    let best = close.min_by_key(|one| received_bytes(&one.plan, spec));
     let chosen = best.as_ref().map_or(DISPATCHES[0], |one| DISPATCHES[one.candidate]);
     let wanted = PlanConfig { dispatch: chosen, ..*config };
     let planned = match best.map(|one| one.plan) {
@@ -115,6 +125,14 @@ struct Tried {
     plan: Plan,
     /// Of its operations.
     known: KnownSeconds,
+}
+
+/// What all ranks receive in a forward and a backward.
+fn received_bytes(plan: &Plan, spec: &AttentionSpec) -> u64 {
+    let of_rank = |rank: &RankPlan| {
+        rank.recv_rows() * spec.exchanged_key_bytes() + rank.query_recv_rows() * spec.exchanged_query_bytes()
+    };
+    plan.ranks.iter().map(of_rank).sum()
 }
 
 /// The fewest seconds of those that were tried.
@@ -167,6 +185,25 @@ pub fn modelled_transports(topology: &Topology, cost: &CostModel) -> &'static [R
     }
 }
 
+/// What no run of a dispatch takes less than.
+struct Bound {
+    /// Of a forward and a backward.
+    seconds: f64,
+    /// Who owns queries and keys, where a plan leaves it at that.
+    owners: Option<[Dispatch; 2]>,
+}
+
+impl Bound {
+    /// Nothing is known.
+    const NONE: Self = Self { seconds: 0.0, owners: None };
+
+    /// Whether `plan` gives all rows to the same ranks.
+    fn is_of(&self, plan: &Plan) -> bool {
+        let same = |[queries, keys]: &[Dispatch; 2]| *queries == plan.q_dispatch && *keys == plan.k_dispatch;
+        self.owners.as_ref().is_some_and(same)
+    }
+}
+
 /// What no run of a dispatch takes less than, before it is planned: what its slowest rank computes, what its busiest link carries.
 struct Bounds<'a> {
     work: ChunkWork,
@@ -183,12 +220,11 @@ impl<'a> Bounds<'a> {
         Self { work, chunk_size_k, spec, config, is_cross: mask.seqlen_q() != mask.seqlen_k() }
     }
 
-    /// Seconds of a forward and a backward.
-    fn of(&self, algorithm: DispatchAlgorithm) -> f64 {
+    fn of(&self, algorithm: DispatchAlgorithm) -> Bound {
         let Self { work, config, .. } = self;
         if config.query_exchange != QueryExchange::Never {
             // Other work is made of it.
-            return 0.0;
+            return Bound::NONE;
         }
         let ranks = config.topology.world_size;
         let (queries, keys) = match self.is_cross {
@@ -205,7 +241,8 @@ impl<'a> Bounds<'a> {
         let received = received_rows(work, &queries, &keys).into_iter().max().unwrap_or(0);
         let area = |rank| queries.chunks(rank).iter().map(|&chunk| work.area(chunk as usize)).sum::<u64>();
         let area = (0..ranks).map(area).max().unwrap_or(0);
-        self.pair_seconds(area).max(self.receive_seconds(received))
+        let seconds = self.pair_seconds(area).max(self.receive_seconds(received));
+        Bound { seconds, owners: Some([queries, keys]) }
     }
 
     /// Keys and values travel in both passes, over all links that there are.

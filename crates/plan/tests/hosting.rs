@@ -179,8 +179,8 @@ proptest! {
     /// Who computes what does not depend on the stages.
     #[test]
     fn stages_decide_nothing(mask in masks(600), config in configs()) {
-        let hosted = |stages| {
-            let config = PlanConfig { stages, query_exchange: QueryExchange::Auto, ..config };
+        let hosted = |count: StageCount| {
+            let config = PlanConfig { stages: count.into(), query_exchange: QueryExchange::Auto, ..config };
             let plan = Plan::new(&mask, &cases::spec(), &config).unwrap();
             plan.ranks.into_iter().map(|rank| rank.hosted).collect::<Vec<_>>()
         };

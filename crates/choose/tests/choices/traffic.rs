@@ -14,7 +14,7 @@ fn received(plan: &Plan, spec: &AttentionSpec) -> f64 {
 }
 
 #[test]
-fn a_block_causal_mask_with_a_last_global_block_moves_less_than_a_ring() {
+fn a_last_global_block_moves_what_level_ranks_must() {
     let spec = AttentionSpec::new(64, 8, 128, DType::Bf16);
     let model = DeviceModel::of_machine("NVIDIA H200").unwrap();
     for (tokens, block) in [(64 << 10, 2048), (1 << 20, 2048)] {
@@ -22,6 +22,10 @@ fn a_block_causal_mask_with_a_last_global_block_moves_less_than_a_ring() {
         for query_exchange in [QueryExchange::Never, QueryExchange::Auto, QueryExchange::FewestBytes] {
             let config = PlanConfig { cost: cost(), query_exchange, ..PlanConfig::new(8) };
             let (chosen, choice) = plan_attention(&mask, &spec, &config, model, u64::MAX).unwrap();
+            let bounds = TrafficBounds::new(&chosen, &mask, &spec);
+            // Nothing as level as this receives two thirds of a ring, whoever owns what.
+            assert!(bounds.lower_bound_tokens as f64 > 0.74 * bounds.ring_tokens as f64, "{bounds:?}");
+            assert!(received(&chosen, &spec) <= 1.15 * bounds.lower_bound_tokens as f64, "{bounds:?}");
             let plans = DISPATCHES.map(|dispatch| {
                 let plan = Plan::new(&mask, &spec, &PlanConfig { dispatch, ..config }).unwrap();
                 (format!("{dispatch:?}"), plan)

@@ -287,7 +287,7 @@ fn statistics(extent: Extent, dtypes: &[DType], cases: &mut Vec<Case>) {
             if case.mask.seqlen_q() == case.mask.seqlen_k() {
                 case.plan = PlanConfig {
                     chunk_size: Some(64),
-                    stages: StageCount::Fixed(at % 3),
+                    stages: StageCount::Fixed(at % 3).into(),
                     ..PlanConfig::new(2 + at % 2)
                 };
                 cases.push(case);
