@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 torch=2.11.0
 packages=("numpy<3" "sympy<2" "networkx<4" "jinja2<4" "fsspec" "filelock" "typing_extensions" "setuptools<82" "transformers==5.17.0" "psutil")
 tools=("maturin==1.16.0" "ruff==0.17.5" "mypy==2.4.1" "pytest==9.2.0")
-accelerate=accelerate==1.15.0  # without PyTorch's dependencies, which it would bring
+users=("accelerate==1.15.0" "megatron-core==0.16.1")  # without PyTorch's dependencies, which they would bring
 target=${CARGO_TARGET_DIR:-$PWD/target}
 environment=$target/python
 python=$environment/bin/python
@@ -23,7 +23,7 @@ install_environment() {
     local pip=("$python" -m pip install --quiet --disable-pip-version-check)
     "${pip[@]}" "${tools[@]}" "${packages[@]}"
     "${pip[@]}" --no-deps "torch==$torch"
-    "${pip[@]}" --no-deps "$accelerate"
+    "${pip[@]}" --no-deps "${users[@]}"
     "$python" python/tests/stand_ins.py "$("$python" -c 'import sysconfig; print(sysconfig.get_path("platlib"))')"
     if ! "$python" -c 'import torch'; then
         echo "== PyTorch does not import with stand-ins; installing all of it"
@@ -31,7 +31,7 @@ install_environment() {
         "$python" -c 'import torch'
     fi
 }
-wanted="$torch $accelerate ${packages[*]} ${tools[*]} $(cksum <python/tests/stand_ins.py)"
+wanted="$torch ${users[*]} ${packages[*]} ${tools[*]} $(cksum <python/tests/stand_ins.py)"
 if [ "$(cat "$environment/installed.txt" 2>/dev/null)" != "$wanted" ]; then
     echo "== installing PyTorch $torch and tools into $environment"
     install_environment
@@ -45,3 +45,16 @@ ruff format --check --quiet python
 ruff check --quiet python
 mypy
 python -m pytest "$@"
+
+# Of the whole, not of tests that were asked for by name.
+if [ $# -gt 0 ]; then exit; fi
+echo "== pip install . into a fresh environment, as a development build"
+fresh=$target/pip-install
+trap 'rm -rf "$fresh"' EXIT
+rm -rf "$fresh"
+python -m venv "$fresh"
+MATURIN_PEP517_ARGS="--profile dev --locked" "$fresh/bin/python" -m pip install --quiet --disable-pip-version-check .
+cd "$fresh"
+found=$(bin/python -I -c 'import counterpoint as cp; print(cp.__file__, cp.Mask.causal(9).area)')
+case $found in "$fresh"/*" 45") ;; *) echo "what pip installed says $found"; exit 1 ;; esac
+bin/counterpoint plan --mask causal:64 --cp-size 2 --json >/dev/null

@@ -17,7 +17,10 @@ const MAY_USE: &[(&str, &[&str])] = &[
     ("counterpoint-cuda", &["files", "mask", "tiles", "plan", "schedule", "exec"]),
     ("counterpoint-report", &["mask", "plan", "schedule"]),
     ("counterpoint", &["mask", "tiles", "plan", "schedule", "choose", "exec", "cuda", "report"]),
-    ("counterpoint-python", &["mask", "plan", "schedule", "choose", "exec", "cuda", "report"]),
+    (
+        "counterpoint-python",
+        &["mask", "plan", "schedule", "choose", "exec", "cuda", "report", "console", "cli"],
+    ),
     ("counterpoint-console", &["files", "mask", "plan", "schedule", "choose", "exec", "cuda", "report"]),
     (
         "counterpoint-bench",

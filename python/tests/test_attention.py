@@ -252,11 +252,15 @@ def test_a_fork_is_refused_and_not_waited_for() -> None:
     plan = group.plan(cp.Mask.causal(32), heads=1, head_dim=8, dtype="float32")
     x = torch.randn(32, 1, 8)
     cp.attention(x, x, x, plan)
+    mask = cp.Mask.causal(32)
+    alone, _ = cp.flex_attention(x, x, x, mask)
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
         try:
             assert torch.equal(plan.undispatch(plan.dispatch(x)), x)  # a plan is a value
+            # What this process makes for itself, the child makes anew.
+            assert torch.equal(cp.flex_attention(x, x, x, mask)[0], alone)
             cp.attention(x, x, x, plan)
             told = "no error"
         except cp.Error as error:

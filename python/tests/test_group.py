@@ -304,10 +304,16 @@ def is_interrupted(rank: int) -> dict[str, object]:
     return {"text": "fine"}
 
 
-def test_a_wait_can_be_interrupted() -> None:
+def is_interrupted_in_a_profile(rank: int) -> dict[str, object]:
+    with cp.profile():
+        return is_interrupted(rank)
+
+
+@pytest.mark.parametrize("what", [is_interrupted, is_interrupted_in_a_profile])
+def test_a_wait_can_be_interrupted(what) -> None:
     with Ranks(4) as pool:
         pool.run(makes_anew)
-        pool.start(is_interrupted)
+        pool.start(what)
         time.sleep(1.5)
         os.kill(pool.processes[3].pid, signal.SIGINT)
         found = pool.results()

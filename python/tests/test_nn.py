@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -334,21 +335,22 @@ def test_one_process_needs_no_group() -> None:
         RowParallelLinear(NARROW, WIDE, tp_group=cp.LocalGroup(2))
 
 
-def test_a_provider_of_specs_gives_these_layers_and_the_rest_of_another() -> None:
+def test_a_provider_of_specs_gives_these_layers_and_the_rest_of_another(monkeypatch) -> None:
     from counterpoint.megatron import SpecProvider
 
     class Rest:
-        def core_attention(self) -> str:
-            return "attention of another"
+        def layer_norm(self) -> str:
+            return "norm of another"
 
         def column_parallel_linear(self) -> str:
             return "never asked for"
 
     provider = SpecProvider(Rest())
     assert (provider.column_parallel_linear(), provider.row_parallel_linear()) == (ColumnParallelLinear, RowParallelLinear)
-    assert provider.core_attention() == "attention of another"
+    assert provider.layer_norm() == "norm of another"
     assert provider.fuse_layernorm_and_linear() is False and provider.column_parallel_layer_norm_linear() is None
     with pytest.raises(AttributeError):
         provider.no_such_slot()
+    monkeypatch.setitem(sys.modules, "megatron.core.models.backends", None)
     with pytest.raises(cp.MissingLibraryError, match="pip install megatron-core"):
         SpecProvider()

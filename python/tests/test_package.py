@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import pathlib
+import signal
 import subprocess
 import sys
+import time
+from typing import Any
 
 import pytest
 
@@ -50,6 +55,59 @@ except cp.MissingLibraryError as error:
 """
     )
     assert python(program) == f"counterpoint.{name} needs PyTorch, which is not installed: pip install torch"
+
+
+# Of the package that is imported here.
+COMMAND = pathlib.Path(sys.executable).with_name("counterpoint")
+
+
+def command(*arguments: str, **how: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([COMMAND, *arguments], capture_output=True, text=True, timeout=120, **how)
+
+
+def test_the_command_is_that_of_the_module(tmp_path) -> None:
+    assert command("--version").stdout == f"counterpoint {cp.__version__}\n"
+    page = tmp_path / "a page.html"
+    planned = command("plan", "--mask", "causal:64", "--cp-size", "2", "--json", "--report", str(page))
+    assert planned.returncode == 0 and json.loads(planned.stdout)["area"] == 2080, planned
+    # What made it, as a shell takes it.
+    assert f"counterpoint plan --mask causal:64 --cp-size 2 --json --report &#39;{page}&#39;" in page.read_text()
+    unknown = command("plan", "--mask", "nonsense", "--cp-size", "2")
+    assert unknown.returncode == 2 and unknown.stdout == "" and "nonsense" in unknown.stderr and "Traceback" not in unknown.stderr
+    assert command("no-such-command").returncode == 2
+
+
+def test_the_command_survives_a_closed_pipe_and_heeds_signals() -> None:
+    with subprocess.Popen([COMMAND, "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.wait(timeout=60) == 0 and process.stderr.read() == ""
+    long = ["attention", "--mask", "causal:8k", "--cp-size", "2", "--heads-q", "16", "--backward"]
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with subprocess.Popen([COMMAND, *long], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            time.sleep(1.5)
+            process.send_signal(number)
+            _, said = process.communicate(timeout=60)
+            assert process.returncode == 130 and "Traceback" not in said, said
+
+
+def test_the_command_starts_itself_again() -> None:
+    """Processes that it starts of itself are the same command, and end with it."""
+    psutil = pytest.importorskip("psutil")
+    with subprocess.Popen(
+        [COMMAND, "selftest", "--hostile"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        this, started = psutil.Process(process.pid), {}
+        for line in process.stderr:
+            started |= {child.pid: child.cmdline() for child in this.children() if child.is_running()}
+            assert "selftest" in line and "0 failed" in line, line
+            if "0 checks" not in line:
+                break
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 130
+    assert started and all(str(COMMAND) in words for words in started.values()), started
+    assert not any(psutil.pid_exists(child) for child in started)
 
 
 def test_every_name_is_there() -> None:

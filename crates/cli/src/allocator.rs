@@ -9,21 +9,27 @@ use std::cell::Cell;
 use std::ffi::c_int;
 use std::fmt;
 use std::io::{self, Write};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use counterpoint_console::interrupt;
 
-/// The system's allocator, which tells when it has no more.
-struct Telling;
+/// The system's allocator, which tells when it has no more once the process is this program's ([`crate::run`]).
+#[derive(Debug)]
+pub struct TellingAllocator;
 
-#[global_allocator]
-static ALLOCATOR: Telling = Telling;
+static TELLS: AtomicBool = AtomicBool::new(false);
+
+/// From now on memory that the system refuses ends the process.
+pub(crate) fn tell() {
+    TELLS.store(true, Ordering::Relaxed);
+}
 
 /// The machine lacks what was asked for.
 const EXHAUSTED: i32 = 3;
 
 // SAFETY: whatever is given comes from the system's allocator, called with what the caller promises.
-unsafe impl GlobalAlloc for Telling {
+unsafe impl GlobalAlloc for TellingAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         // SAFETY: as the caller promises.
         given(unsafe { System.alloc(layout) }, layout.size())
@@ -46,7 +52,7 @@ unsafe impl GlobalAlloc for Telling {
 }
 
 fn given(memory: *mut u8, bytes: usize) -> *mut u8 {
-    if memory.is_null() {
+    if memory.is_null() && TELLS.load(Ordering::Relaxed) {
         end_of_memory(bytes);
     }
     memory

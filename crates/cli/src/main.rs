@@ -1,59 +1,10 @@
-//! The `counterpoint` binary: arguments, printing, exit status.
+//! The `counterpoint` binary.
 
-// Not a workspace lint: tests may unwrap, their helpers too.
-#![warn(clippy::unwrap_used)]
+use counterpoint_cli::TellingAllocator;
 
-mod allocator;
-mod arguments;
-mod command;
+#[global_allocator]
+static ALLOCATOR: TellingAllocator = TellingAllocator;
 
-use std::process::ExitCode;
-
-use clap::FromArgMatches;
-use counterpoint_console::{self as console, CommandLine, interrupt};
-
-use arguments::Arguments;
-
-fn main() -> ExitCode {
-    // Before there are threads.
-    allocator::spare_addresses();
-    interrupt::install();
-    report_panics_in_one_line();
-    let accepted = arguments::command();
-    let parsed = accepted.clone().try_get_matches().and_then(|matches| {
-        let arguments = Arguments::from_arg_matches(&matches)?;
-        Ok((arguments, CommandLine::of(&accepted, &matches)))
-    });
-    let result = match parsed {
-        Ok((arguments, line)) => command::run(arguments.command, &line),
-        Err(error) if error.use_stderr() => Err(arguments::usage_error(&error)),
-        Err(help) => console::print(&arguments::help_text(&help)),
-    };
-    interrupt::stay_if_ending();
-    console::note_cache_warnings();
-    match result {
-        Ok(()) => counterpoint_cuda::end_process(0),
-        Err(error) => {
-            console::note_error(&error);
-            counterpoint_cuda::end_process(error.exit_status())
-        }
-    }
-}
-
-/// Exit status where the machine lacks what is needed.
-const THREADS_REFUSED: i32 = 3;
-
-/// A panic is a bug of ours, told in one line. One of a rank's threads reaches the user as that run's error.
-fn report_panics_in_one_line() {
-    std::panic::set_hook(Box::new(|panic| {
-        if std::thread::current().name() == Some("main") {
-            let message = panic.to_string().replace('\n', " ");
-            // The language's own way to start a thread, which libraries take, panics where the system refuses one.
-            if message.contains("failed to spawn thread") {
-                console::note("error: the system gives no more threads; raise `ulimit -u` or `ulimit -v`");
-                interrupt::end(THREADS_REFUSED);
-            }
-            console::note(&format!("error: this is a bug in counterpoint, please report it: {message}"));
-        }
-    }));
+fn main() {
+    counterpoint_cli::run()
 }

@@ -23,6 +23,7 @@ pub mod overlap;
 mod own_process;
 pub mod prediction;
 pub mod profile;
+pub mod program;
 mod progress;
 pub mod rank_machine;
 mod schema;

@@ -5,12 +5,14 @@ use std::time::SystemTime;
 
 use counterpoint_report::Origin;
 
+use crate::program;
+
 /// Of this process, now.
 pub fn here() -> Origin {
     let host = fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     let host = if host.trim().is_empty() { "an unknown machine" } else { host.trim() };
     Origin {
-        command: command(std::env::args_os().skip(1).map(|word| word.to_string_lossy().into_owned())),
+        command: command(program::arguments().into_iter().map(|word| word.to_string_lossy().into_owned())),
         version: env!("CARGO_PKG_VERSION").to_owned(),
         date: humantime::format_rfc3339_seconds(SystemTime::now()).to_string(),
         host: host.to_owned(),

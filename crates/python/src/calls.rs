@@ -10,6 +10,7 @@ use pyo3::types::PyTuple;
 use crate::borrow::Borrowed;
 use crate::engine::{Direction, PassCall, Passes};
 use crate::error::engine;
+use crate::interrupt::interruptible;
 use crate::ranks::Ranks;
 use crate::solution::Content;
 use crate::timeline::Timeline;
@@ -20,6 +21,16 @@ pub(crate) struct Calls {
     ranks: Py<Ranks>,
     passes: Option<Arc<dyn Passes>>,
     shapes: Shapes,
+    waits: Waits,
+}
+
+/// Where a call waits, and so what ends its wait when Python handles a signal.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Waits {
+    /// Nowhere, or where the engine itself looks for signals.
+    InTheEngine,
+    /// Where it does not: on a thread that the caller can leave.
+    OnAThread,
 }
 
 /// Where a tensor lies: its address, and where it is not dense the elements from a row to the next and from a head to the next.
@@ -55,7 +66,7 @@ struct Shapes {
 }
 
 impl Calls {
-    pub(crate) fn new(ranks: Py<Ranks>, passes: Arc<dyn Passes>, content: &Content) -> Self {
+    pub(crate) fn new(ranks: Py<Ranks>, passes: Arc<dyn Passes>, content: &Content, waits: Waits) -> Self {
         let here = ranks.get().here();
         let rows = |keys| here.clone().map(|rank| content.rows(rank, keys)).sum();
         let spec = &content.spec;
@@ -70,7 +81,7 @@ impl Calls {
             head_dim_v: spec.head_dim_v,
             dtype: spec.dtype,
         };
-        Self { ranks, passes: Some(passes), shapes }
+        Self { ranks, passes: Some(passes), shapes, waits }
     }
 
     fn run(&self, py: Python<'_>, call: PassCall) -> PyResult<Option<Timeline>> {
@@ -78,10 +89,15 @@ impl Calls {
         let passes = self.passes.clone();
         // Goes last, with Python's lock.
         let _kept = call.keeper.clone();
-        let native = engine(py, || {
-            ranks.poll()?;
+        let called = ranks.clone();
+        let run = move || {
+            called.poll()?;
             passes.map_or(Ok(None), |passes| passes.run(call))
-        })?;
+        };
+        let native = match self.waits {
+            Waits::InTheEngine => engine(py, run),
+            Waits::OnAThread => interruptible(py, run, |reason| py.detach(|| ranks.fail(reason))),
+        }?;
         Ok(native.map(|native| Timeline { native }))
     }
 }

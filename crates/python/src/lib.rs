@@ -19,7 +19,12 @@ mod site;
 mod solution;
 mod timeline;
 
+use counterpoint_cli::TellingAllocator;
 use pyo3::prelude::*;
+
+// The command needs it; until that runs it is the system's.
+#[global_allocator]
+static ALLOCATOR: TellingAllocator = TellingAllocator;
 
 /// The compiled part of the package counterpoint.
 #[pymodule]
@@ -46,6 +51,21 @@ mod _native {
     #[pyfunction]
     fn _search_packages(folders: Vec<std::path::PathBuf>) {
         counterpoint_cuda::search_packages(folders);
+    }
+
+    /// Runs the `counterpoint` command with these arguments, `file` being what starts it again, and ends the process with its status: where it
+    /// returns, with that of a panic.
+    #[pyfunction]
+    fn _command_line(
+        py: Python<'_>,
+        file: std::path::PathBuf,
+        arguments: Vec<std::ffi::OsString>,
+    ) -> PyResult<u8> {
+        counterpoint_console::program::started_by(file, arguments);
+        // By the name of the thread a command's own panics are told from those of ranks.
+        let thread = std::thread::Builder::new().name("main".to_owned()).stack_size(8 << 20);
+        py.detach(|| thread.spawn(|| counterpoint_cli::run()).map(|running| drop(running.join())))?;
+        Ok(101)
     }
 
     /// Panics inside the engine's guard: what a test of `InternalError` calls.

@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 
 use crate::allocator::PythonAllocator;
 use crate::borrow::Borrowed;
-use crate::calls::Calls;
+use crate::calls::{Calls, Waits};
 use crate::engine::{Engine, Joined, RowsCall};
 use crate::error::{engine, raise};
 use crate::interrupt::{self, interruptible};
@@ -68,7 +68,7 @@ impl Ranks {
         let (address, world) = (join::address(py, address)?, config(duration(py, limit)?));
         let (store, _give_up) = PythonStore::new(store, rank, size);
         let joined = move || Group::join(&store, rank, size, &JoinConfig { address, world });
-        let group = interruptible(py, joined)?;
+        let group = interruptible(py, joined, |_| {})?;
         Ok(Self::with(Some(rank), "tcp", site, Arc::new(Joined::new(group))))
     }
 
@@ -115,7 +115,7 @@ impl Ranks {
             let group = Group::connect_at(&rendezvous, process, size, world)?;
             Ok((Joined::new(group), transport, site))
         };
-        let (joined, transport, site) = interruptible(py, joined)?;
+        let (joined, transport, site) = interruptible(py, joined, |_| {})?;
         Ok(Self::with(Some(rank), transport, site, Arc::new(joined)))
     }
 
@@ -170,14 +170,14 @@ impl Ranks {
         let task = content.clone();
         let ranks = slf.get().engine(py)?;
         let passes = engine(py, || ranks.prepare(task, stream))?;
-        Ok(Calls::new(slf.clone().unbind(), passes, content))
+        Ok(Calls::new(slf.clone().unbind(), passes, content, Waits::InTheEngine))
     }
 
     /// The same of which every call gives its times.
     fn prepare_measured(slf: &Bound<'_, Self>, solution: &Solution) -> PyResult<Calls> {
         let (py, content) = (slf.py(), &solution.content);
         let passes = slf.get().engine(py)?.measured(content.clone());
-        Ok(Calls::new(slf.clone().unbind(), passes, content))
+        Ok(Calls::new(slf.clone().unbind(), passes, content, Waits::OnAThread))
     }
 
     /// Moves rows of a tensor that is dispatched as the queries (or keys) of a plan: "gather", "reduce_scatter", or "roll". Collective.

@@ -5,9 +5,9 @@ use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
-use std::{env, io, thread};
+use std::{io, thread};
 
-use counterpoint_console::OwnProcess;
+use counterpoint_console::{OwnProcess, program};
 
 use super::worker::visible;
 
@@ -56,7 +56,7 @@ pub(super) fn start_at(
     for (rank, line) in lines.iter().enumerate() {
         let text = folder.join(format!("{name}.{rank}.txt"));
         let file = File::create(&text)?;
-        let mut command = Command::new(env::current_exe()?);
+        let mut command = Command::new(program::file()?);
         command.args(line.split_whitespace()).stdin(Stdio::null());
         command.stdout(file.try_clone()?).stderr(file);
         for variable in ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"] {

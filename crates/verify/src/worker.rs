@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{ChildStdin, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use counterpoint_console::{OwnProcess, arguments::Device};
+use counterpoint_console::{OwnProcess, arguments::Device, program};
 use counterpoint_exec::selftest::SelfCheck;
 use serde::{Deserialize, Serialize};
 
@@ -136,7 +136,7 @@ pub(super) struct Step {
 
 /// This program; where it compiles on all cores, behind whatever has limits to keep.
 fn command_for(part: &Part) -> io::Result<Command> {
-    let this = env::current_exe()?;
+    let this = program::file()?;
     let nice = Path::new("/usr/bin/nice");
     if !part.compiles() || !nice.exists() {
         return Ok(Command::new(this));

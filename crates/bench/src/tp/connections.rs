@@ -87,7 +87,7 @@ fn in_child(
     let failed = |reason: String| CliError::CheckFailed {
         what: format!("the process with {connections} connections: {reason}"),
     };
-    let program = std::env::current_exe().map_err(|error| failed(error.to_string()))?;
+    let program = counterpoint_console::program::file().map_err(|error| failed(error.to_string()))?;
     let mut child = Command::new(program);
     child.args(line.again_without(&LEFT_OUT)).arg("--json").env(CONNECTIONS, connections.to_string());
     if arguments.peers.contains(&connections) {

@@ -9,7 +9,7 @@ use crate::pytorch::{Script, run};
 /// `python3`, which runs this program again for its rows.
 pub(super) fn compare(arguments: &BenchAttentionArguments, sizes: &Sizes) -> Result<(), CliError> {
     let no_peers = |reason: String| CliError::NoPeers { reason };
-    let ours = std::env::current_exe().map_err(|error| no_peers(error.to_string()))?;
+    let ours = counterpoint_console::program::file().map_err(|error| no_peers(error.to_string()))?;
     let list = |items: Vec<String>| items.join(",");
     // The script asks for a deterministic backward nowhere: no peer has one to compare.
     let passes = sizes.passes.iter().filter(|pass| **pass != BenchPass::Deterministic);

@@ -77,7 +77,7 @@ fn in_child(arguments: &DoctorArguments, connections: u32) -> Result<Row, CliErr
     let failed = |reason: String| CliError::CheckFailed {
         what: format!("the process with {connections} connections: {reason}"),
     };
-    let program = std::env::current_exe().map_err(|error| failed(error.to_string()))?;
+    let program = counterpoint_console::program::file().map_err(|error| failed(error.to_string()))?;
     let mut child = Command::new(program);
     child.args(["doctor", "--overlap", "--here", "--json", "--rounds", &arguments.rounds.to_string()]);
     let output = child.env(CONNECTIONS, connections.to_string()).output();
