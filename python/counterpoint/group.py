@@ -34,6 +34,21 @@ def dtype_name(dtype: Any) -> str:
     return name
 
 
+_engine_process: int | None = None
+
+
+def begin_in_this_process() -> None:
+    """Refuses a group in a fork of a process that has made one: the engine's threads are those of that process alone."""
+    global _engine_process
+    if _engine_process is None:
+        _engine_process = os.getpid()
+    elif _engine_process != os.getpid():
+        raise Error(
+            "this process was forked from one that has made groups, and a fork does not copy their threads; start workers with "
+            "spawn, or make the first group in them"
+        )
+
+
 class _Group:
     """What groups of all kinds have in common: plans."""
 
@@ -361,6 +376,7 @@ class LocalGroup(_Group):
     ) -> None:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise PlanError(f"size is {size!r}; a group has at least one rank")
+        begin_in_this_process()
         super().__init__()
         kind = str(device).split(":")[0]
         if kind == "cpu":

@@ -26,7 +26,7 @@ class SpecProvider:
     """Gives this package's `ColumnParallelLinear`, `RowParallelLinear` and `CoreAttention`, and the rest of another provider.
 
     That is `rest`, or Megatron-Core's `LocalSpecProvider`. Layer norms are modules of their own: Transformer Engine's provider
-    would put them and linear layers into one. Experts keep the other provider's layers: the engine has no grouped product.
+    would put them and linear layers into one. Experts keep the other provider's layers.
     """
 
     def __init__(self, rest: Any = None) -> None:

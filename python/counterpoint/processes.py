@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from counterpoint._native import Ranks
 from counterpoint.errors import DeviceError, Error, PeerError, PlanError
-from counterpoint.group import _Group, _with_global_ranks, read_profile, sentence
+from counterpoint.group import _Group, _with_global_ranks, begin_in_this_process, read_profile, sentence
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -112,6 +112,7 @@ class Group(_Group):
     ) -> None:
         rank, store, limit = dist.get_rank(process_group), _store(process_group), wishes["limit"]
         self.device, self._global_ranks, self._process = "cpu" if place.type == "cpu" else place, ranks, os.getpid()
+        begin_in_this_process()
         super().__init__()
         profile = None if wishes["profile"] is None else read_profile(wishes["profile"])
         places = _exchange_places(store, rank, ranks, limit)

@@ -86,6 +86,9 @@ class TrainerMixin(_Base):  # type: ignore[misc]
         columns = getattr(dataset, "column_names", None)
         if self.args.remove_unused_columns and columns is not None and hasattr(dataset, "remove_columns"):
             taken = {*inspect.signature(self.accelerator.unwrap_model(self.model).forward).parameters, "label", "label_ids"}
+            # What a subclass of Trainer, such as TRL's, has its collator take: the lengths of packed documents.
+            self._set_signature_columns_if_needed()
+            taken |= {*(self._signature_columns or ())}
             dataset = dataset.remove_columns([name for name in columns if name not in taken])
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         sampler: DistributedSampler[Any] = DistributedSampler(
