@@ -227,9 +227,9 @@ class _Group:
             self._native.close()
 
     def overlap_calls(self) -> None:
-        """Has calls on different CUDA streams overlap, as micro-batches do: exchanges of one run while the other computes. For plans that
-        are made ready from now on; the same on all ranks. Calls on one stream follow each other, and whoever uses one stream's results
-        on another orders the two, as always with streams. Takes scratch memory twice."""
+        """Has calls on different CUDA streams overlap, as micro-batches do: exchanges of one run while the other computes.
+        For plans that are made ready from now on; the same on all ranks. Calls on one stream follow each other, and whoever
+        uses one stream's results on another orders the two, as always with streams. Takes scratch memory twice."""
         with self._named_errors():
             self._native.overlap_calls()
 
