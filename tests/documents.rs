@@ -136,3 +136,50 @@ fn paths(text: &str) -> Vec<String> {
 fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
+
+/// Old words that a reader of the field's papers would have to look up (docs/glossary.md has the pairs).
+const OLD_WORDS: [&str; 8] = [
+    "products whose rows travel",
+    "rows away",
+    "kernels meet",
+    "start line",
+    "settle by seconds",
+    "changes no bit",
+    "ran in turns",
+    " in turns with ",
+];
+
+#[test]
+fn old_words_are_gone() {
+    let mut found = Vec::new();
+    let mut seen = 0;
+    for folder in ["crates", "docs", "examples", "python/counterpoint", "src"] {
+        for path in files(&root().join(folder), &["rs", "cuh", "md", "py", "pyi"]) {
+            if path.ends_with("docs/glossary.md") {
+                continue;
+            }
+            seen += 1;
+            for (number, line) in fs::read_to_string(&path).unwrap().lines().enumerate() {
+                let line = line.to_lowercase();
+                let old = OLD_WORDS.iter().filter(|word| line.contains(**word));
+                found.extend(old.map(|word| format!("{}:{}: `{word}`", path.display(), number + 1)));
+            }
+        }
+    }
+    assert!(seen > 800, "{seen} files: is the search for them broken?");
+    assert!(found.is_empty(), "docs/glossary.md has the field's word for these:\n{}", found.join("\n"));
+}
+
+fn files(folder: &Path, extensions: &[&str]) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            found.extend(files(&path, extensions));
+        } else if path.extension().is_some_and(|extension| extensions.iter().any(|known| extension == *known))
+        {
+            found.push(path);
+        }
+    }
+    found
+}

@@ -27,6 +27,32 @@ fn figures_are_those_of_the_results() {
     between("docs/performance.md", &page);
 }
 
+/// The guide sums up experiments: each figure of its table stands on the page that the row names.
+#[test]
+fn figures_of_the_guide_are_those_of_experiments() {
+    let guide = fs::read_to_string(root().join("docs/guide.md")).unwrap();
+    let mut seen = 0;
+    for row in guide.lines().filter(|line| line.starts_with("| ") && line.contains("](experiments/")) {
+        let cells: Vec<&str> = row.split(" | ").collect();
+        let (figures, page) = (cells[1], cells[2]);
+        let page = page.split_once("](").and_then(|(_, link)| link.split_once(')')).unwrap().0;
+        let text = fs::read_to_string(root().join("docs").join(page)).unwrap();
+        let numbers = |text: &str| -> Vec<String> {
+            let numbers = text.split(|letter: char| !letter.is_ascii_digit() && letter != '.');
+            numbers
+                .map(|number| number.trim_matches('.').to_owned())
+                .filter(|number| number.contains('.'))
+                .collect()
+        };
+        let known = numbers(&text);
+        for figure in numbers(figures) {
+            seen += 1;
+            assert!(known.contains(&figure), "docs/guide.md: {figure} does not stand in {page}: {row}");
+        }
+    }
+    assert!(seen >= 18, "{seen} figures: is the search for them broken?");
+}
+
 /// One file of results: what it is, then a line for each case.
 struct Results {
     name: &'static str,

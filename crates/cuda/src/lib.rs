@@ -33,23 +33,25 @@ mod function;
 mod graph;
 pub mod kernel;
 mod launch;
+mod layout;
 mod library;
+mod machine;
 mod memory;
 mod nccl;
 mod partition;
 mod stream;
+mod sync;
 mod tensor_map;
 mod transport;
 
 pub use arch::{Arch, Capability};
 pub use backend::{
-    CudaBackend, CudaBarrier, CudaBuffer, CudaKernel, CudaMachine, CudaProcess, CudaSignal, CudaStream,
-    GraphRun, PassOrder, Passes, PlainProducts, Timing, exec_error,
+    CudaBackend, CudaBarrier, CudaBuffer, CudaKernel, CudaSignal, CudaStream, GraphRun, PassOrder, Passes,
+    PlainProducts, Timing, exec_error,
 };
 pub use compile::{
-    CACHE_OWNER_VARIABLE, CACHE_VARIABLE, CacheUse, CacheWarning, CachedCubin, CompileReport,
-    CompilerVersion, Cubin, CubinCache, CubinOrigin, KernelFault, KernelReport, KernelSource, compile,
-    compiler_version, examine,
+    CACHE_OWNER_VARIABLE, CACHE_VARIABLE, CacheUse, CacheWarning, CachedCubin, CompilerVersion, Cubin,
+    CubinCache, CubinOrigin, KernelSource, compile, compiler_version,
 };
 pub use device::{Device, DeviceProperties, MemoryUse};
 pub use environment::ENVIRONMENT;
@@ -57,8 +59,11 @@ pub use error::CudaError;
 pub use event::Event;
 pub use function::{Function, FunctionAttributes};
 pub use graph::Graph;
+pub use kernel::{CompileReport, KernelFault, KernelReport, examine};
 pub use launch::{KernelArguments, Launch, LaunchStart};
+pub use layout::SharedLayout;
 pub use library::{DriverCalls, LibraryVersion, nccl_version, search_packages};
+pub use machine::{CudaMachine, CudaProcess};
 pub use memory::{
     AllocationError, DeviceAllocator, DeviceBuffer, GuardReport, MemoryGuard, Overwrite, PinnedBuffer,
 };

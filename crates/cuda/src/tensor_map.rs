@@ -7,7 +7,7 @@ use cudarc::driver::sys::{
     CUtensorMapSwizzle,
 };
 
-use crate::kernel::{SharedLayout, shared_layout};
+use crate::layout::{SharedLayout, shared_layout};
 use crate::library::call;
 use crate::{CudaError, Device};
 

@@ -4,7 +4,8 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use counterpoint_cuda::kernel::{MatrixUnit, SharedLayout, Specialisation, shared_layouts, specialisations};
+use counterpoint_cuda::SharedLayout;
+use counterpoint_cuda::kernel::{MatrixUnit, Specialisation, shared_layouts, specialisations};
 use counterpoint_cuda::{Arch, CubinCache, CudaError, KernelSource, compile, compiler_version, examine};
 use ledger::{Entry, Ledger};
 use live_line::LiveLine;

@@ -76,7 +76,7 @@ pub struct Rate {
 /// Rows and columns of the square product that attention is compared with.
 pub const MATMUL_SIZE: usize = 2048;
 
-/// Runs the problem `iterations` times (at least once) on `threads`, after one run that does not count, in turns with a
+/// Runs the problem `iterations` times (at least once) on `threads`, after one run that does not count, interleaved with a
 /// matrix product, so that both meet the same disturbance by other programs; then checks the results.
 ///
 /// # Panics

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
 
-use counterpoint_plan::{DType, GroupPart};
+use counterpoint_plan::{DType, Dispatch, GroupPart};
 use counterpoint_schedule::{Accumulate, OverlapPolicy, ReduceOp, StartOrder, StreamKind, StreamSpec};
 
 use crate::monitor::lock;
@@ -90,6 +90,23 @@ impl<B: Backend, T: Transport<B>> Communicator<B, T> {
     /// The backend, to make buffers and streams.
     pub fn backend(&self) -> &B {
         self.rank.backend()
+    }
+
+    /// Rolls a dispatched tensor by `shift` rows along the whole sequence: `to` gets at position `p` the row that `from` has
+    /// at `p - shift`, modulo the length, as if it had been undispatched, rolled and dispatched, but every row moves once.
+    /// All ranks call it, with the same dispatch and shift.
+    ///
+    /// # Errors
+    /// [`ExecError::BadCollective`] when the tensors do not have the rank's rows.
+    pub fn roll(
+        &self,
+        dispatch: &Dispatch,
+        shift: i64,
+        from: &B::Buffer,
+        to: &B::Buffer,
+    ) -> Result<Handle<'_, B, T>, ExecError> {
+        let (_, dtype) = self.backend().layout(from);
+        self.group_cast("roll", &dispatch.roll_part(self.rank(), shift), &[(from, to)], dtype)
     }
 
     /// Sends rows of the inputs to the ranks that `part` names and receives theirs into the outputs. The two buffers of a

@@ -1,9 +1,8 @@
-use std::panic::{AssertUnwindSafe, catch_unwind};
+//! Faults that tests inject into runs.
+
 use std::time::Duration;
 
-use crate::cpu::panic_message;
-use crate::world::World;
-use crate::{ExecError, OpPlace};
+use crate::OpPlace;
 
 /// Where a fault strikes.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -83,31 +82,6 @@ impl FaultInjection {
             FaultKind::Stall(duration) => std::thread::sleep(duration),
             FaultKind::Delay { .. } => {}
         }
-    }
-}
-
-impl World {
-    /// Lets injected faults strike an operation of `rank` that a thread of the host is about to enqueue on a device, as they
-    /// strike one that a stream's own thread is about to perform. `occurrence` counts the runs.
-    ///
-    /// # Errors
-    /// [`ExecError::RankPanicked`] for an injected panic.
-    pub fn strike(
-        &self,
-        rank: usize,
-        program: &str,
-        place: &OpPlace,
-        occurrence: u64,
-    ) -> Result<(), ExecError> {
-        let faults = self.config().faults.iter().filter(|fault| fault.strikes(rank, Some(program), place));
-        let struck = catch_unwind(AssertUnwindSafe(|| {
-            faults.for_each(|fault| {
-                fault.delay_start(place, occurrence);
-                fault.strike();
-            });
-        }));
-        let panicked = |message| ExecError::RankPanicked { rank, place: place.to_string(), message };
-        struck.map_err(|panic| panicked(panic_message(&*panic)))
     }
 }
 

@@ -1,8 +1,21 @@
+//! Element types of tensors in host memory, and their conversions.
+
 use counterpoint_plan::DType;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
-use crate::HostData;
+/// Elements of a tensor in host memory.
+#[derive(Clone, Debug, PartialEq)]
+pub enum HostData {
+    /// 64-bit floats.
+    F64(Vec<f64>),
+    /// 32-bit floats.
+    F32(Vec<f32>),
+    /// bfloat16.
+    Bf16(Vec<bf16>),
+    /// 16-bit floats.
+    F16(Vec<f16>),
+}
 
 /// An element type of a [`HostTensor`](crate::HostTensor): where it is stored and how it is converted.
 pub trait HostElement: bytemuck::Pod + Send + Sync + PartialEq + std::fmt::Debug {

@@ -1,10 +1,10 @@
 //! Tensors of a whole sequence to tensors of ranks and back.
 
 use counterpoint_mask::Range;
-use counterpoint_plan::{DType, Dispatch};
+use counterpoint_plan::Dispatch;
 
 use crate::host_element::with_host_element;
-use crate::{Backend, Communicator, ExecError, Handle, HostTensor, Transport};
+use crate::{ExecError, HostTensor};
 
 /// The rows of `ranges`, one after the other.
 ///
@@ -71,23 +71,4 @@ fn scatter(local: &HostTensor, ranges: &[Range], whole: &mut HostTensor) {
             start = end;
         }
     });
-}
-
-impl<B: Backend, T: Transport<B>> Communicator<B, T> {
-    /// Rolls a dispatched tensor by `shift` rows along the whole sequence: `to` gets at position `p` the row that `from` has
-    /// at `p - shift`, modulo the length, as if it had been undispatched, rolled and dispatched, but every row moves once.
-    /// All ranks call it, with the same dispatch and shift.
-    ///
-    /// # Errors
-    /// [`ExecError::BadCollective`] when the tensors do not have the rank's rows.
-    pub fn roll(
-        &self,
-        dispatch: &Dispatch,
-        shift: i64,
-        from: &B::Buffer,
-        to: &B::Buffer,
-    ) -> Result<Handle<'_, B, T>, ExecError> {
-        let (_, dtype): (_, DType) = self.backend().layout(from);
-        self.group_cast("roll", &dispatch.roll_part(self.rank(), shift), &[(from, to)], dtype)
-    }
 }

@@ -27,6 +27,7 @@ mod frame;
 mod global_buffer;
 mod group;
 mod host_element;
+mod identity;
 mod interpreter;
 pub mod kernel;
 mod layout;
@@ -38,13 +39,17 @@ mod monitor;
 mod mpi;
 mod network;
 mod operands;
+mod panics;
 mod pass;
 mod place;
 mod random;
+mod recipient;
 mod reference;
 mod remote_ranks;
 mod rendezvous;
+mod rendezvous_error;
 pub mod selftest;
+mod slow_link;
 mod tcp;
 mod tensor;
 mod transport;
@@ -52,8 +57,7 @@ mod world;
 
 pub use attention::{
     AttentionInputs, AttentionOutputs, AttentionRun, PreparedAttention, PreparedRank, RankBuffer,
-    RankProblem, RanksRun, RunConfig, SlowLink, SlowNetwork, rank_outputs, run_attention, run_attention_on,
-    run_attention_ranks,
+    RankProblem, RanksRun, RunConfig, rank_outputs, run_attention, run_attention_on, run_attention_ranks,
 };
 pub use backend::{Backend, BufferAccess, RunContext, RunTimes};
 pub use bench::{AttentionBench, MATMUL_SIZE, Rate, Seconds, bench_attention};
@@ -77,10 +81,11 @@ pub use fault::{FaultInjection, FaultKind, FaultPoint};
 pub use global_buffer::GlobalBuffer;
 pub use group::{
     AttentionCalls, AttentionRank, BackwardTensors, CollectiveCalls, CollectiveRank, CollectiveSpec,
-    CollectiveTensors, ForwardTensors, Group, GroupCollective, GroupRank, JoinConfig, PlanDifference,
-    PlanIdentity, RankOf, Store, TensorPair, Ticket,
+    CollectiveTensors, ForwardTensors, Group, GroupCollective, GroupRank, JoinConfig, RankOf, Store,
+    TensorPair, Ticket,
 };
-pub use host_element::{Accumulator, HostElement};
+pub use host_element::{Accumulator, HostData, HostElement};
+pub use identity::{PlanDifference, PlanIdentity};
 pub use interpreter::{Call, Prepared};
 pub use layout::{dispatch, undispatch};
 pub use linear::{
@@ -100,14 +105,18 @@ pub use operands::check_operands;
 pub use pass::Pass;
 pub use place::OpPlace;
 pub use random::{random_inputs, random_rows, random_tensor};
+pub use recipient::Recipient;
 pub use reference::{
     NoiseNorms, Reference, ReferenceGradients, Sample, plain_attention, reference_attention, reference_bytes,
 };
+pub use remote_ranks::RankActivity;
 pub use rendezvous::{
     ENVIRONMENT, Facet, JOB_SECRET_VARIABLE, JobSecret, Launch, Launcher, LeavingAtTheEnd, MeetingPoint,
-    RENDEZVOUS_VARIABLE, RankActivity, Rendezvous, RendezvousError, RendezvousHost, RunStart,
+    RENDEZVOUS_VARIABLE, Rendezvous, RendezvousHost, RunStart,
 };
-pub use tcp::{Mesh, Recipient, TcpLoopback, TcpMachine};
-pub use tensor::{HostData, HostTensor, TensorMut, TensorRef};
+pub use rendezvous_error::RendezvousError;
+pub use slow_link::{SlowLink, SlowNetwork};
+pub use tcp::{Mesh, TcpLoopback, TcpMachine};
+pub use tensor::{HostTensor, TensorMut, TensorRef};
 pub use transport::{CollectiveCall, CollectiveContext, Transport};
 pub use world::{Awaited, Blocker, StreamStatus, World, WorldConfig};

@@ -14,6 +14,7 @@ use crate::ExecError;
 ///
 /// # Errors
 /// [`ExecError::Program`] with the operation, the buffer and what it must be.
+// Long: one arm for each operation.
 pub fn check_operands(program: &Program, index: usize) -> Result<(), ExecError> {
     let check = Check { program, index };
     match &program.ops[index].op {

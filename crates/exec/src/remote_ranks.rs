@@ -1,7 +1,17 @@
-use std::sync::Arc;
+//! The ranks of a world that are other processes, and what they say of themselves.
 
-use crate::world::{Blocker, StreamStatus, World};
-use crate::{ExecError, RankActivity};
+use serde::{Deserialize, Serialize};
+
+use crate::ExecError;
+
+/// What a rank says of itself to one that waits for it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RankActivity {
+    /// In words: ``stream compute has been in `attention` (stage 1) for 2.0 s``.
+    pub doing: String,
+    /// The rank that it waits for itself.
+    pub waits_for: Option<usize>,
+}
 
 /// The ranks of a world that are other processes.
 pub(crate) trait RemoteRanks: Send + Sync {
@@ -13,47 +23,4 @@ pub(crate) trait RemoteRanks: Send + Sync {
 
     /// What another rank is doing; `None` when its process does not answer.
     fn activity_of(&self, rank: usize) -> Option<RankActivity>;
-}
-
-impl World {
-    /// What `rank` is doing, for those of other processes that wait for it.
-    pub(crate) fn activity_of(&self, rank: usize) -> RankActivity {
-        let mut visited: Vec<Arc<StreamStatus>> = Vec::new();
-        let mut stream = self.holding_stream(rank);
-        while let Some(current) =
-            stream.filter(|stream| !visited.iter().any(|seen| Arc::ptr_eq(seen, stream)))
-        {
-            match current.blocker() {
-                Some(Blocker::Rank(other)) => {
-                    return RankActivity { doing: current.describe(), waits_for: Some(other) };
-                }
-                Some(Blocker::Stream(next)) => stream = Some(next),
-                None => return RankActivity { doing: current.describe(), waits_for: None },
-            }
-            visited.push(current);
-        }
-        RankActivity { doing: self.activity(rank), waits_for: None }
-    }
-
-    /// Follows the chain of waits from `rank`, which is in another process.
-    pub(crate) fn remote_culprit(&self, remote: &dyn RemoteRanks, mut rank: usize) -> (usize, String) {
-        let mut visited = Vec::new();
-        loop {
-            let activity = match rank == remote.rank() {
-                true => Some(self.activity_of(rank)),
-                false => remote.activity_of(rank),
-            };
-            let Some(RankActivity { doing, waits_for }) = activity else {
-                return (rank, "its process does not answer".to_owned());
-            };
-            visited.push(rank);
-            match waits_for {
-                Some(next) if visited.contains(&next) => {
-                    return (rank, format!("in a circle of waits: {doing}"));
-                }
-                Some(next) => rank = next,
-                None => return (rank, doing),
-            }
-        }
-    }
 }

@@ -6,20 +6,7 @@ use counterpoint_plan::DType;
 use half::{bf16, f16};
 
 use crate::HostElement;
-use crate::host_element::with_host_element;
-
-/// Elements of a tensor in host memory.
-#[derive(Clone, Debug, PartialEq)]
-pub enum HostData {
-    /// 64-bit floats.
-    F64(Vec<f64>),
-    /// 32-bit floats.
-    F32(Vec<f32>),
-    /// bfloat16.
-    Bf16(Vec<bf16>),
-    /// 16-bit floats.
-    F16(Vec<f16>),
-}
+use crate::host_element::{HostData, with_host_element};
 
 /// A dense row-major tensor in host memory; the first axis is rows (tokens).
 #[derive(Clone, Debug, PartialEq)]

@@ -1,5 +1,8 @@
 //! What the ranks of a group share: the first error, limits, and who is doing what.
 
+mod activity;
+mod faults;
+
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};

@@ -2,7 +2,7 @@ use counterpoint_mask::Band;
 use counterpoint_tiles::{MAX_TILE_SIZE, TileCounting, TileCounts, TileDirection};
 use serde::{Deserialize, Serialize};
 
-use crate::cost::{COSTS, MOST_WORKERS, check_figure};
+use crate::figure_limits::{COSTS, MOST_WORKERS, check_figure};
 use crate::{AttentionSpec, CostModel, PlanError};
 
 /// One attention operation, as far as its time goes.

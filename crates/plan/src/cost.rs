@@ -1,8 +1,6 @@
-use std::fmt::{Debug, Display};
-use std::ops::RangeInclusive;
-
 use serde::{Deserialize, Serialize};
 
+use crate::figure_limits::{COSTS, RATES, check_figure};
 use crate::{PlanError, TileCosts, WorkerSharing};
 
 /// A link: moving `b` bytes takes `alpha_seconds + b / bytes_per_second`.
@@ -19,26 +17,6 @@ impl Link {
     pub fn seconds(&self, bytes: u64) -> f64 {
         if bytes == 0 { 0.0 } else { self.alpha_seconds + bytes as f64 / self.bytes_per_second }
     }
-}
-
-/// Rates and costs of any machine, by a wide margin: what is predicted of the largest problem with the worst of them stays far
-/// within the range of f64, so nothing that follows from a profile need look out for infinities.
-pub(crate) const RATES: RangeInclusive<f64> = 1e-6..=1e30;
-pub(crate) const COSTS: RangeInclusive<f64> = 0.0..=1e9;
-/// Workers of a device, by a wide margin.
-pub(crate) const MOST_WORKERS: usize = 1 << 20;
-
-/// Refuses a figure that is not within `wanted`.
-pub(crate) fn check_figure<T: PartialOrd + Display + Debug>(
-    field: &'static str,
-    value: T,
-    wanted: RangeInclusive<T>,
-) -> Result<(), PlanError> {
-    if wanted.contains(&value) {
-        return Ok(());
-    }
-    let wanted = format!("from {:?} to {:?}", wanted.start(), wanted.end());
-    Err(PlanError::Cost { field, value: value.to_string(), wanted })
 }
 
 /// What work costs on a machine, calibrated by measurement.

@@ -4,8 +4,9 @@ use counterpoint_mask::{Band, Mask, Range};
 
 use crate::hosting::{Away, MOST_PIECES, UnweighedOffload, assign, pieces, proposals};
 use crate::outline::Outline;
+use crate::rows::without;
 use crate::runs::Runs;
-use crate::work::{needed_rows, rank_work, without};
+use crate::work::{needed_rows, rank_work};
 use crate::{AttentionSpec, Dispatch, HostedWork, PlanConfig, Prediction, QueryExchange, StageCount};
 
 /// Who owns which rows.

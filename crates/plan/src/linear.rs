@@ -6,7 +6,7 @@ use std::fmt;
 use counterpoint_mask::Range;
 use serde::{Deserialize, Serialize};
 
-use crate::linear_pass::LinearDirection;
+use crate::linear_pass::{LinearDirection, MOST_GROUPS, TILE_ROWS};
 use crate::{
     CostModel, DType, GroupFlow, GroupPart, LinkUse, OwnedSplit, PassCosts, PassCurves, PlanError,
     ProductStart, RemoteSplit, WaveGroups,
@@ -129,12 +129,8 @@ impl LinearSpec {
     }
 }
 
-/// The most groups that a pass is cut into by itself: each costs the start of a collective.
-pub(crate) const MOST_GROUPS: usize = 16;
 /// The steps in which sizes of groups are looked at.
 const STEPS: usize = 32;
-/// Groups are cut at multiples of so many of an owner's rows, where it has enough: kernels compute tiles of as many.
-pub(crate) const TILE_ROWS: usize = 128;
 
 /// A layer on its ranks: shards and groups.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -1,7 +1,7 @@
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use crate::cost::{COSTS, check_figure};
+use crate::figure_limits::{COSTS, check_figure};
 use crate::{CostModel, PlanError, WorkerSharing};
 
 /// The version of the format. It changes with the meaning of a field, not when one is added.

@@ -5,9 +5,10 @@ use crate::dispatch::chunk_work_with_away;
 use crate::division::{Division, Owners};
 use crate::exchange::{exchange, exchange_part};
 use crate::receive_order::{ReceiveOrder, most_layers};
+use crate::rows::without;
 use crate::runs::Runs;
 use crate::stages::{StageCuts, cut};
-use crate::work::{RowList, needed_rows, without};
+use crate::work::{RowList, needed_rows};
 use crate::{
     AttentionSpec, Dispatch, GroupPart, HostedWork, Plan, PlanConfig, PlanError, RankPlan, StagePlan,
     UnweighedOffload, chunk_work, dispatch, dispatch_keys, dispatch_queries,

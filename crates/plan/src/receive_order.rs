@@ -173,7 +173,7 @@ mod tests {
                 Range::new(start, (start + length).min(dispatch.seqlen()))
             };
             let needed = Range::merged(drawn.iter().map(clip).filter(|range| !range.is_empty()).collect());
-            let needed = crate::work::without(&needed, &dispatch.ranges(rank));
+            let needed = crate::rows::without(&needed, &dispatch.ranges(rank));
             let ordered = ReceiveOrder::new(&runs, &rows, &Topology::flat(rows.len()), MOST_LAYERS).of(rank, &needed);
             prop_assert!(ordered.windows(2).all(|pair| pair[0].end != pair[1].start));
             prop_assert_eq!(Range::merged(ordered), needed);
@@ -189,7 +189,7 @@ mod tests {
         let order = ReceiveOrder::new(&runs, &rows, &Topology::flat(rows.len()), MOST_LAYERS);
         for rank in 0..ranks {
             let all = [Range::new(0, dispatch.seqlen())];
-            let ordered = order.of(rank, &crate::work::without(&all, &dispatch.ranges(rank)));
+            let ordered = order.of(rank, &crate::rows::without(&all, &dispatch.ranges(rank)));
             let list = crate::work::RowList::new(ordered);
             let layer = list.len() / MOST_LAYERS;
             for start in (0..list.len()).step_by(layer) {
@@ -240,7 +240,7 @@ mod tests {
         let order = ReceiveOrder::new(&runs, &rows, &Topology::flat(rows.len()), MOST_LAYERS);
         let all = [Range::new(0, dispatch.seqlen())];
         for rank in 1..ranks - 1 {
-            let ordered = order.of(rank, &crate::work::without(&all, &dispatch.ranges(rank)));
+            let ordered = order.of(rank, &crate::rows::without(&all, &dispatch.ranges(rank)));
             assert_eq!(ordered, [Range::new((rank + 1) * 128, ranks * 128), Range::new(0, rank * 128)]);
         }
     }

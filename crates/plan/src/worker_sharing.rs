@@ -2,7 +2,7 @@ use counterpoint_tiles::MAX_TILE_SIZE;
 use serde::{Deserialize, Serialize};
 
 use crate::PlanError;
-use crate::cost::{MOST_WORKERS, check_figure};
+use crate::figure_limits::{MOST_WORKERS, check_figure};
 
 /// How the computation and the communication of one rank get in each other's way. Without it, what overlaps costs nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

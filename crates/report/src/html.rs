@@ -4,17 +4,15 @@ use std::fmt::Write;
 
 use counterpoint_mask::Mask;
 use counterpoint_plan::{CommSummary, Plan};
-use serde::Serialize;
 
-use crate::{MaskDrawing, TimelinePair, Verified, matrix::CommMatrix, palette::color_properties};
+use crate::escape::{escape, script_json};
+use crate::{CheckFigures, MaskDrawing, TimelinePair, matrix::CommMatrix, palette::color_properties};
 
 mod data;
-mod escape;
 mod figures;
 mod ranks;
 mod simulation;
 
-pub(crate) use escape::escape;
 pub use simulation::SimulationReport;
 
 /// The opening of a chart's element. It takes the focus, so that the arrow keys can walk over its marks.
@@ -45,32 +43,6 @@ pub struct Figures {
     pub forward_flops: Option<f64>,
     /// Floating-point operations of the backward, all ranks together.
     pub backward_flops: Option<f64>,
-}
-
-/// One error against the reference.
-#[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct CheckRow {
-    /// The tensor, such as `dk`.
-    pub tensor: String,
-    /// The measure, such as `relative Frobenius`.
-    pub measure: String,
-    /// Error and bound.
-    #[serde(flatten)]
-    pub verified: Verified,
-}
-
-/// Comparison with the dense reference.
-#[derive(Clone, Debug, Default, PartialEq, Serialize)]
-pub struct CheckFigures {
-    /// One row a tensor and measure.
-    pub rows: Vec<CheckRow>,
-}
-
-impl CheckFigures {
-    /// Whether every error is within its bound.
-    pub fn passed(&self) -> bool {
-        self.rows.iter().all(|row| row.verified.passed())
-    }
 }
 
 /// Where a report came from.
@@ -147,7 +119,7 @@ fn close_page(out: &mut String, data: &serde_json::Value, scripts: &[&str]) {
     let _ = write!(
         out,
         "<script type=\"application/json\" id=\"data\">{}</script>\n<script>\n\"use strict\";\n(() => {{\n{}{}}})();\n</script>\n</body>\n</html>\n",
-        escape::script_json(data),
+        script_json(data),
         include_str!("html/chart.js"),
         scripts.concat(),
     );

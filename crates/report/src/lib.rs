@@ -5,6 +5,7 @@
 // Not a workspace lint: tests may unwrap, their helpers too.
 #![warn(clippy::unwrap_used)]
 
+mod escape;
 mod html;
 mod limits;
 mod matrix;
@@ -18,7 +19,7 @@ mod table;
 mod timelines;
 mod trace;
 
-pub use html::{CheckFigures, CheckRow, Figures, HtmlReport, Origin, SimulationReport};
+pub use html::{Figures, HtmlReport, Origin, SimulationReport};
 pub use printable::{printable, printable_json, printable_lines};
 pub use quantity::{
     format_bytes, format_count, format_counted, format_flops, format_gbps, format_ratio, format_seconds,
@@ -27,8 +28,8 @@ pub use quantity::{
 pub use statistics::{Statistics, geometric_mean};
 pub use svg::{MaskDrawing, TimelineDrawing};
 pub use table::{
-    BenchRow, Column, ComparisonRow, LiveTable, Rate, Style, Verified, bench_table, check_table,
-    comparison_table, fold, plan_table, summary_table, table,
+    BenchRow, CheckFigures, CheckRow, Column, ComparisonRow, LiveTable, Rate, Style, Verified, bench_table,
+    check_table, comparison_table, fold, plan_table, summary_table, table,
 };
 pub use timelines::TimelinePair;
 pub use trace::{TraceSection, chrome_trace};

@@ -4,7 +4,7 @@ use counterpoint_mask::{Mask, Raster};
 use counterpoint_plan::Plan;
 
 use crate::{
-    html::escape,
+    escape::escape,
     ownership::part_owners,
     palette::{color_of, color_properties},
     quantity::format_count,

@@ -10,7 +10,7 @@ use comfy_table::CellAlignment;
 use unicode_width::UnicodeWidthStr;
 
 pub use bench::{BenchRow, Rate, Verified, bench_table};
-pub use check::check_table;
+pub use check::{CheckFigures, CheckRow, check_table};
 use grid::{Grid, Tone, plain};
 pub use live::LiveTable;
 pub(crate) use plan::chunk_list;

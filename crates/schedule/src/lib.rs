@@ -12,6 +12,7 @@ mod crossing;
 mod experts;
 mod linear;
 mod op_cost;
+mod op_seconds;
 mod pass_policies;
 mod policy;
 mod program;

@@ -2,7 +2,7 @@
 
 use counterpoint_plan::{CostModel, MachineProfile};
 
-use crate::simulate::{compute_seconds, part_seconds};
+use crate::op_seconds::{compute_seconds, part_seconds};
 use crate::{Program, ProgramOp};
 
 /// What operations cost on a device. Everything follows from [`OpCost::rates`]; an implementation may know better, or remember.

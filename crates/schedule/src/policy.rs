@@ -5,8 +5,6 @@ use counterpoint_plan::{PassOverlap, SUMMING_WORKERS};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use crate::Op;
-
 /// What decides when a communication and the computation that may run beside it start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -87,18 +85,6 @@ pub enum Mover {
     /// group-casts send. A transport with such kernels has copy engines too, so nothing beside a kernel that waits for rows needs a
     /// worker.
     Fused,
-}
-
-impl Mover {
-    /// Whether `op` is a collective whose rows copy engines move, so that it takes no worker.
-    pub(crate) fn leaves_to_engines(self, op: &Op) -> bool {
-        match (self, op) {
-            (Self::CopyEngine, _) => true,
-            // What is told of rows as they are delivered may hold all workers while it waits for them.
-            (Self::Fused, Op::GroupCast(cast)) => cast.delivery.is_none(),
-            (Self::Transport | Self::Fused, _) => false,
-        }
-    }
 }
 
 /// How the machine is brought to run a Program's communication under its computation. Never changes results.

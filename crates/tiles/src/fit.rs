@@ -259,7 +259,7 @@ impl Blocks {
 }
 
 /// The sum over `0 <= i < count` of `floor((step * i + first) / divisor)`, of numbers that are not negative. Euclid's
-/// algorithm on `step` and `divisor`: the lattice points under a line, counted by columns, then by rows, in turns.
+/// algorithm on `step` and `divisor`: the lattice points under a line, counted by columns, then by rows, alternating.
 fn sum_of_floors(count: i64, divisor: i64, step: i64, first: i64) -> i64 {
     let (mut count, mut divisor, mut step, mut first) = (count, divisor, step, first);
     let mut sum = 0;

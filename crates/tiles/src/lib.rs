@@ -20,17 +20,19 @@ mod list_time;
 mod split;
 mod statistics;
 mod sweep;
+mod takers;
 mod turns;
 mod walk;
 mod walked;
 
-pub use classes::{TileClasses, TileTakers};
+pub use classes::TileClasses;
 pub use config::{TileDirection, TileOrder, TilePlacement, TileScheduleConfig, TileSplit};
 pub use counts::{AlikeTiles, TileCounting, TileCounts};
 pub use error::TileScheduleError;
 pub use head_groups::HeadGroups;
 pub use layout::{NO_LIMIT, Tile, TileBound, TileMerge, TileRun};
 pub use statistics::TileStatistics;
+pub use takers::TileTakers;
 pub use turns::{DqTurns, TurnSpan};
 
 use counterpoint_mask::{Band, Range};

@@ -17,8 +17,9 @@ use counterpoint_exec::selftest::{
     CpuSubject, Extent, SelfCheck, Share, Subject, selftest_attention, selftest_collectives,
     selftest_experts, selftest_linear,
 };
-use counterpoint_exec::{ExecError, Machine, TcpLoopback};
+use counterpoint_exec::{Machine, TcpLoopback};
 
+use super::cannot_begin::CannotBegin;
 use super::hostile::Hostile;
 use super::ledger::{Examined, GroupChecks, Heard};
 use super::processes::Bench;
@@ -102,21 +103,6 @@ impl Calls {
 }
 
 type Checks = Result<Vec<SelfCheck>, CannotBegin>;
-
-/// Why a group's checks could not begin.
-pub(super) struct CannotBegin(pub(super) String);
-
-impl From<CudaError> for CannotBegin {
-    fn from(error: CudaError) -> Self {
-        Self(error.to_string())
-    }
-}
-
-impl From<ExecError> for CannotBegin {
-    fn from(error: ExecError) -> Self {
-        Self(error.to_string())
-    }
-}
 
 impl Examiner {
     fn examine(&self, group: Group) -> GroupChecks {

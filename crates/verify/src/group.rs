@@ -169,7 +169,7 @@ impl Group {
             Self::NvlinkSteps => "graphs of steps by nvlink",
             Self::CopyEngineSteps => "graphs of steps by copy-engine",
             Self::NcclSteps => "graphs of steps by nccl",
-            Self::Fused => "products whose rows travel",
+            Self::Fused => "fused GEMM + collective",
             Self::NvlinkSignalled => "signalled products by nvlink",
             Self::CopyEngineSignalled => "signalled products by copy-engine",
             Self::NcclSignalled => "signalled products by nccl",

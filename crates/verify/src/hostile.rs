@@ -12,7 +12,7 @@ use counterpoint_exec::selftest::SelfCheck;
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 
-use super::examiner::CannotBegin;
+use super::cannot_begin::CannotBegin;
 use super::job::{Ended, Gpus, Job, free_port, start_at};
 
 const ATTENTION: &str = "attention --mask causal:64 --heads-q 2 --head-dim 8 --chunk-size 16 --cp-size 2";

@@ -4,6 +4,7 @@
 #![warn(clippy::unwrap_used)]
 
 mod arguments;
+mod cannot_begin;
 mod compile_only;
 mod crew;
 mod crossing;

@@ -11,8 +11,8 @@ use counterpoint_console::TemporaryFolder;
 use counterpoint_cuda::{CudaError, Device, DeviceBuffer};
 use counterpoint_exec::selftest::{Extent, SelfCheck};
 
+use super::cannot_begin::CannotBegin;
 use super::crossing;
-use super::examiner::CannotBegin;
 use super::job::{Ended, Gpus, Job, how, start};
 
 /// What every rank is given where bits are compared.

@@ -16,11 +16,11 @@ row out of bounds is not printed, and the exit status is 1. The baseline of a
 row is the same mask on one rank, which each GPU runs by itself at the same time,
 the slowest counting (under a launcher the first rank's GPU alone): a ratio of 1 is linear scaling. Times are those of the
 slowest rank, from the start of the first operation to the end of the last. Both,
-and the same ranks with nothing side by side, run in turns, for a GPU's clock
+and the same ranks with nothing side by side, interleaved, for a GPU's clock
 changes; what is hidden is by how much a run is shorter than that.
 
 --peers wants a python3 with PyTorch and two GPUs, and times Ulysses and
-all-gather of keys and values with cuDNN, and PyTorch's ring attention, in turns
+all-gather of keys and values with cuDNN, and PyTorch's ring attention, interleaved
 with ours.
 
 Examples:
@@ -86,7 +86,7 @@ pub struct BenchCpArguments {
     #[arg(long)]
     pub(crate) deterministic: bool,
 
-    /// How communication is brought to run under computation; all that are named run in turns, each for both passes or as
+    /// How communication is brought to run under computation; all that are named run interleaved, each for both passes or as
     /// forward=POLICY,backward=POLICY. auto: for each pass what is predicted to end first
     #[arg(long, value_name = "POLICIES", default_value = "auto", value_parser = overlap::of_passes_list)]
     pub(crate) overlap: OverlapList,

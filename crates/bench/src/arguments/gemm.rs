@@ -11,7 +11,7 @@ use super::kernels::BenchDType;
 Without --shapes it takes the linear layers of Llama-3 70B and GPT-3 with 128 to
 32768 rows, and the shapes of products whose collectives are to be hidden, forward
 and backward. Every row is checked against f64 on a sample of its elements; a row
-out of bounds is not printed, and the exit status is 1. Both are timed in turns,
+out of bounds is not printed, and the exit status is 1. Runs of both are interleaved,
 with the level 2 cache flushed before each run.
 
 Layouts: nt is x W^T, nn is dy W, tn is dy^T x, added to an f32 gradient.

@@ -23,7 +23,7 @@ and the linear layers of Llama-3 70B and GPT-3 with 128 to 32768 rows.
 
 --peers wants a python3 with PyTorch and a GPU for each rank. It times torch.mm and
 NCCL one after the other, PyTorch's async-TP operators and its all-reduce in
-symmetric memory in the same way, in turns with ours, on the same shapes.
+symmetric memory in the same way, interleaved with ours, on the same shapes.
 
 Examples:
   counterpoint bench gemm-collective --ranks 2
@@ -66,7 +66,7 @@ pub struct BenchGemmCollectiveArguments {
     #[arg(long, value_name = "N", default_value = "20", value_parser = clap::value_parser!(u32).range(1..=10_000), allow_hyphen_values = true)]
     pub(crate) iterations: u32,
 
-    /// Times of each row, taken in turns
+    /// Times of each row, interleaved
     #[arg(long, value_name = "N", default_value = "5", value_parser = clap::value_parser!(u32).range(1..=1000), allow_hyphen_values = true)]
     pub(crate) cycles: u32,
 

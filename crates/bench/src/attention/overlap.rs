@@ -42,7 +42,7 @@ pub(super) fn measure(sizes: &Sizes, progress: &Progress) -> Result<Section, Cli
         let check = compare_with_reference(case.spec.dtype, &reference, &[], &run.outputs);
         all.push(Measured { policy, check, forward: Samples::default(), backward: Samples::default() });
     }
-    // In turns, so that all meet the same disturbance by other programs.
+    // Interleaved, so that all meet the same disturbance by other programs.
     for iteration in 1..=sizes.iterations {
         for measured in &mut all {
             progress.step(format!("{}, {iteration} of {}", measured.policy, sizes.iterations));

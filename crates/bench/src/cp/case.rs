@@ -368,7 +368,7 @@ impl Case {
         self.is_asked
     }
 
-    /// Judges cases that differ in their policy only by the one of them that is `sequential`, which ran in turns with them.
+    /// Judges cases that differ in their policy only by the one of them that is `sequential`, interleaved with them.
     pub(super) fn judge(cases: &mut [Case], sequential: PassPolicies) {
         let Some(plain) = cases.iter().position(|case| case.policies == sequential) else { return };
         for index in (0..cases.len()).filter(|index| *index != plain) {

@@ -42,7 +42,7 @@ pub(super) struct PeerRow {
     ratio: f64,
 }
 
-const TITLE: &str = "PyTorch beside ours, which ran in turns with it: its time over ours\n";
+const TITLE: &str = "PyTorch and ours, interleaved: its time over ours\n";
 const COLUMNS: [Column; 9] = [
     Column::name("by"),
     Column::name("mask"),
@@ -94,7 +94,7 @@ fn name_of(pass: Pass) -> &'static str {
     }
 }
 
-/// What the case's ways took of a pass, beside the row of `ours`, which ran in turns with them on `tokens` a rank.
+/// What the case's ways took of a pass, with the row of `ours`, interleaved with them, on `tokens` a rank.
 pub(super) fn rows(peers: &Peers<Known>, pass: Pass, ours: &BenchRow, tokens: usize) -> Vec<PeerRow> {
     let Some(Rate::Compute { tflops }) = ours.rate else { return Vec::new() };
     let row = |way: &PeerWay<Known>| {

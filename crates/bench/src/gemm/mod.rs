@@ -36,7 +36,7 @@ pub(crate) fn run(arguments: &BenchGemmArguments) -> Result<(), CliError> {
     let table = LiveTable::new(&COLUMNS, &console::style());
     if !arguments.json {
         console::print(&format!(
-            "matrix products of {} on {}, beside cuBLASLt {}, by the device's clock in turns\n{}",
+            "matrix products of {} on {}, interleaved with cuBLASLt {}, by the device's clock\n{}",
             element.name(),
             device.properties().name,
             library.version().version,

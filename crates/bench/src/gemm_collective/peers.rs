@@ -37,8 +37,7 @@ pub(super) struct PeerRow {
     ours_by: String,
 }
 
-const TITLE: &str =
-    "\nPyTorch beside the fastest of the rows above, which ran in turns with it: its time over ours\n";
+const TITLE: &str = "\nPyTorch and the fastest of the rows above, interleaved: its time over ours\n";
 const COLUMNS: [Column; 10] = [
     Column::name("collective"),
     Column::number_name("m"),
@@ -83,7 +82,7 @@ pub(super) fn case(spec: &GemmCollectiveSpec) -> serde_json::Value {
     json!({ "collective": spec.collective.name(), "shape": [spec.m, spec.n, spec.k] })
 }
 
-/// What the product's ways took, beside `ours`, which ran in turns with them.
+/// What the product's ways took, with `ours`, interleaved with them.
 pub(super) fn rows(peers: &Peers<Known>, ours: &[Row]) -> Vec<PeerRow> {
     let right = ours.iter().filter(|row| row.is_right());
     let Some(best) = right.min_by(|a, b| a.seconds.total_cmp(&b.seconds)) else { return Vec::new() };

@@ -1,4 +1,4 @@
-//! Timing matrix products on one GPU, ours and cuBLASLt's in turns.
+//! Timing matrix products on one GPU, ours and cuBLASLt's interleaved.
 
 use std::thread;
 

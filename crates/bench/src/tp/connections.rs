@@ -106,7 +106,7 @@ fn in_child(
     Ok((lines.map_err(|error| failed(error.to_string()))?, end))
 }
 
-/// Of each case its best median with every number of queues and what part of the sequential pass that is, which ran in turns with it, and
+/// Of each case its best median with every number of queues and what part of the sequential pass that is, interleaved with it, and
 /// the largest of these parts over the smallest: processes that follow each other find a GPU at other clocks.
 fn spreads(rows: &[Row]) -> String {
     let same = |a: &Row, b: &Row| (a.name(), a.groups) == (b.name(), b.groups);

@@ -42,8 +42,7 @@ pub(super) struct PeerRow {
     ours_by: String,
 }
 
-const TITLE: &str =
-    "\nPyTorch beside the fastest of the rows above, which ran in turns with it: its time over ours\n";
+const TITLE: &str = "\nPyTorch and the fastest of the rows above, interleaved: its time over ours\n";
 const COLUMNS: [Column; 11] = [
     Column::name("by"),
     Column::name("kind"),
@@ -91,7 +90,7 @@ pub(super) fn case(shape: [usize; 3], kind: LinearKind, activations: Activations
     json!({ "shape": shape, "kind": kind, "activations": activations })
 }
 
-/// What a layer's ways took, beside `ours`, which ran in turns with them.
+/// What a layer's ways took, with `ours`, interleaved with them.
 pub(super) fn rows(peers: &Peers<Known>, ours: &[Row]) -> Vec<PeerRow> {
     let row = |way: &PeerWay<Known>| {
         let Known { by, pass, connections, error_over_bound } = way.known.clone();

@@ -2,8 +2,8 @@
 // out, and could not be taken in the order in which the cache serves them best.
 //
 // Whichever warp is done first with a half of its keys' dk and dv leaves it where the tensors of this GPU have these rows; the warp that
-// has the other half adds that to its own, and goes on as if it had walked all heads. Two terms have one sum, so who was first
-// changes no bit.
+// has the other half adds that to its own, and goes on as if it had walked all heads. Two terms have one sum, so results
+// are bitwise the same whoever was first.
 #pragma once
 
 #include "attention/backward_walk.cuh"

@@ -7,10 +7,10 @@ use std::sync::Arc;
 use counterpoint_schedule::{AttentionBackward, BufferId, Op, Program, StreamKind};
 use cudarc::driver::sys::{CUDA_MEMCPY2D, CUmemorytype, CUstream};
 
-use super::counters::lock;
 use super::padding::padded_dim;
 use super::{CudaBackend, CudaBuffer, CudaStream};
 use crate::library::call;
+use crate::sync::lock;
 use crate::{CudaError, Stream};
 
 impl CudaBackend {

@@ -1,17 +1,17 @@
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-use super::counters::lock;
+use crate::sync::lock;
 use crate::{CudaError, Event, Stream};
 
 /// One time base for all ranks of a device: the first of them to begin a run marks the device's time, the others, which have
 /// the same origin, measure from the same mark. So spans of different ranks are exact beside each other.
 #[derive(Default)]
-pub(super) struct Clock(Mutex<Option<RunClock>>);
+pub(crate) struct Clock(Mutex<Option<RunClock>>);
 
 /// The device's time of one run.
 #[derive(Clone)]
-pub(super) struct RunClock {
+pub(crate) struct RunClock {
     origin: Instant,
     mark: Event,
     /// Between the origin and the mark, by the host's clock.
@@ -20,7 +20,7 @@ pub(super) struct RunClock {
 
 impl Clock {
     /// The time base of the run that is measured from `origin`. `idle` is a stream with nothing on it.
-    pub(super) fn of_run(&self, origin: Instant, idle: &Stream) -> Result<RunClock, CudaError> {
+    pub(crate) fn of_run(&self, origin: Instant, idle: &Stream) -> Result<RunClock, CudaError> {
         let mut clock = lock(&self.0);
         if let Some(known) = clock.as_ref().filter(|known| known.origin == origin) {
             return Ok(known.clone());
@@ -35,7 +35,7 @@ impl Clock {
 
 impl RunClock {
     /// When `event` was passed, in seconds since the origin.
-    pub(super) fn seconds(&self, event: &Event) -> Result<f64, CudaError> {
+    pub(crate) fn seconds(&self, event: &Event) -> Result<f64, CudaError> {
         Ok((self.offset + event.time_since(&self.mark)?).as_secs_f64())
     }
 }

@@ -4,8 +4,9 @@
 //! for an event never occupies anything on the device, so streams that share a hardware queue cannot block each other for
 //! good, which a kernel or a memory operation that waits for a counter could.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
+use crate::sync::lock;
 use crate::{CudaError, Device, Event, Stream};
 
 /// Counts the starts of communication operations within a run.
@@ -77,9 +78,4 @@ impl CudaBarrier {
         let arrived = points.events.iter().zip(&points.values);
         arrived.filter(|(_, value)| **value <= arrivals).try_for_each(|(event, _)| stream.wait(event))
     }
-}
-
-/// Every critical section only assigns, so that the data stays valid when a holder panics.
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -6,7 +6,7 @@ use counterpoint_exec::{Awaited, Blocker, ExecError};
 
 use super::CudaBackend;
 use super::watch::{CLOSE_WATCH, PAUSE};
-use crate::backend::lock;
+use crate::sync::lock;
 use crate::{CudaError, Device, Event};
 
 /// Calls of one exchange that the host may be ahead of the device. It must not come so far ahead that the device's queue is

@@ -6,8 +6,8 @@ use counterpoint_exec::ExecError;
 use counterpoint_schedule::{HardwareQueues, OverlapPolicy, WorkerShare};
 
 use super::CudaBackend;
-use super::counters::lock;
 use crate::partition::Partition;
+use crate::sync::lock;
 
 impl CudaBackend {
     /// Whether this backend can do what `policy` asks for.

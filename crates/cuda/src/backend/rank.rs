@@ -8,68 +8,68 @@ use counterpoint_exec::{ExecError, OpPlace, RunTimes, World};
 use counterpoint_schedule::SpanKind;
 
 use super::clock::{Clock, RunClock};
-use super::counters::lock;
 use super::exchange_marks::{ExchangeMarks, LastCalls};
 use super::start_line::{StartLine, StartPace};
 use super::{CudaSignal, CudaStream, PlainProducts, Timing, exec_error};
 use crate::kernel::{CtaWaits, GemmLibrary, LinkEnd, UserKernelSource};
 use crate::partition::Partition;
+use crate::sync::lock;
 use crate::{CudaError, Device, Stream, StreamPriority};
 
 /// What computes beside this crate's kernels.
 #[derive(Clone, Debug, Default)]
-pub(super) struct OtherKernels {
+pub(crate) struct OtherKernels {
     /// Users' own, by name.
-    pub(super) users: Arc<HashMap<String, UserKernelSource>>,
-    pub(super) plain_products: PlainProducts,
+    pub(crate) users: Arc<HashMap<String, UserKernelSource>>,
+    pub(crate) plain_products: PlainProducts,
 }
 
 /// One rank of the CUDA backend.
 #[derive(Clone)]
 pub struct CudaBackend(
-    pub(super) Arc<Rank>,
+    pub(crate) Arc<Rank>,
     /// The rank's stream for uploads; one that gathers them while something is made ready.
     Stream,
 );
 
-pub(super) struct Rank {
-    pub(super) world: Arc<World>,
-    pub(super) rank: usize,
-    pub(super) device: Device,
+pub(crate) struct Rank {
+    pub(crate) world: Arc<World>,
+    pub(crate) rank: usize,
+    pub(crate) device: Device,
     /// For uploads and downloads; nothing of a run is on it.
-    pub(super) setup: Stream,
-    pub(super) timing: Timing,
-    pub(super) clock: Arc<Clock>,
-    pub(super) run: Mutex<Option<RunClock>>,
+    pub(crate) setup: Stream,
+    pub(crate) timing: Timing,
+    pub(crate) clock: Arc<Clock>,
+    pub(crate) run: Mutex<Option<RunClock>>,
     /// A graph takes no times, and what is captured does not run now.
-    pub(super) capturing: AtomicBool,
+    pub(crate) capturing: AtomicBool,
     /// Which times the run takes that is being enqueued.
-    pub(super) times: Mutex<RunTimes>,
+    pub(crate) times: Mutex<RunTimes>,
     /// Waits on the device that may have given up, with their operations' labels.
-    pub(super) waits: Mutex<Vec<(String, CtaWaits)>>,
+    pub(crate) waits: Mutex<Vec<(String, CtaWaits)>>,
     /// Likewise waits for kernels.
-    pub(super) signals: Mutex<Vec<CudaSignal>>,
+    pub(crate) signals: Mutex<Vec<CudaSignal>>,
     /// Likewise waits of kernels for other ranks.
-    pub(super) links: Mutex<Vec<(String, Arc<LinkEnd>)>>,
+    pub(crate) links: Mutex<Vec<(String, Arc<LinkEnd>)>>,
     /// And exchanges by other means, which have no limit on the device.
-    pub(super) exchanges: Mutex<Vec<Arc<ExchangeMarks>>>,
+    pub(crate) exchanges: Mutex<Vec<Arc<ExchangeMarks>>>,
     pub(super) last_calls: Mutex<LastCalls>,
     /// Multiprocessors of communication and of computation, of the policies that part them, by the number of the former.
-    pub(super) partition: Mutex<Vec<(usize, Arc<Partition>)>>,
+    pub(crate) partition: Mutex<Vec<(usize, Arc<Partition>)>>,
     /// Multiprocessors that computation leaves to communication; 0 where the policy says nothing of it.
-    pub(super) margin: AtomicU32,
-    pub(super) others: OtherKernels,
+    pub(crate) margin: AtomicU32,
+    pub(crate) others: OtherKernels,
     /// Opened by the first product that is its.
-    pub(super) library: Mutex<Option<GemmLibrary>>,
+    pub(crate) library: Mutex<Option<GemmLibrary>>,
     /// What faults strike: the Program that runs, and how many runs there were.
-    pub(super) program: Mutex<(String, u64)>,
-    pub(super) start_line: StartLine,
+    pub(crate) program: Mutex<(String, u64)>,
+    pub(crate) start_line: StartLine,
     /// Streams of the caller.
-    pub(super) borrowed: Mutex<Vec<Arc<CudaStream>>>,
+    pub(crate) borrowed: Mutex<Vec<Arc<CudaStream>>>,
 }
 
 impl CudaBackend {
-    pub(super) fn new(
+    pub(crate) fn new(
         world: &Arc<World>,
         rank: usize,
         device: &Device,
@@ -126,12 +126,12 @@ impl CudaBackend {
     }
 
     /// The same rank, by a handle that gathers uploads.
-    pub(super) fn with_gathered_uploads(&self) -> Self {
+    pub(crate) fn with_gathered_uploads(&self) -> Self {
         Self(self.0.clone(), self.0.setup.gathering())
     }
 
     /// cuBLASLt on this device, where plain products are its.
-    pub(super) fn library(&self) -> Result<Option<GemmLibrary>, CudaError> {
+    pub(crate) fn library(&self) -> Result<Option<GemmLibrary>, CudaError> {
         if self.0.others.plain_products == PlainProducts::Ours {
             return Ok(None);
         }
@@ -143,7 +143,7 @@ impl CudaBackend {
     }
 
     /// A kernel that a user has given the machine.
-    pub(super) fn user_kernel(&self, name: &str) -> Option<&UserKernelSource> {
+    pub(crate) fn user_kernel(&self, name: &str) -> Option<&UserKernelSource> {
         self.0.others.users.get(name)
     }
 
@@ -153,11 +153,11 @@ impl CudaBackend {
     }
 
     /// Whether the time of a whole run is taken instead.
-    pub(super) fn times_whole_runs(&self) -> bool {
+    pub(crate) fn times_whole_runs(&self) -> bool {
         self.takes_times() && *lock(&self.0.times) == RunTimes::Whole
     }
 
-    pub(super) fn takes_times(&self) -> bool {
+    pub(crate) fn takes_times(&self) -> bool {
         self.0.timing == Timing::Spans && !self.is_capturing() && *lock(&self.0.times) != RunTimes::Nothing
     }
 
@@ -190,7 +190,7 @@ impl CudaBackend {
     }
 
     /// Enqueues an operation; a failed world takes none.
-    pub(super) fn enqueue(
+    pub(crate) fn enqueue(
         &self,
         stream: &CudaStream,
         place: &OpPlace,

@@ -7,8 +7,8 @@
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use super::counters::lock;
 use crate::kernel::{LinkArrivals, MissedWait, SignalWait, SignalWaits, WaitRecord};
+use crate::sync::lock;
 use crate::{CudaError, Event, Stream};
 
 /// A counter that streams and kernels raise and streams wait for, within a run.

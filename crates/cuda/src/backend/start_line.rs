@@ -4,8 +4,8 @@ use std::time::{Duration, Instant};
 
 use counterpoint_exec::RunStart;
 
-use super::lock;
 use crate::kernel::StartHold;
+use crate::sync::lock;
 use crate::{CudaError, Device, Event, Stream, StreamPriority};
 
 /// What holds back the ranks of a process until all of them are enqueued: a kernel that does nothing for a while, which the streams
@@ -14,7 +14,7 @@ use crate::{CudaError, Device, Event, Stream, StreamPriority};
 /// It lasts longer than enqueueing took lately. A rank that waits for one that is not yet enqueued would make the run longer, which no
 /// rank of a training step does, whose host is ahead of its device. Ranks that are processes agree on when it ends
 /// ([`Rendezvous::start_together`](counterpoint_exec::Rendezvous::start_together)): each holds its own streams back until then.
-pub(super) struct StartLine {
+pub(crate) struct StartLine {
     hold: Mutex<Option<Hold>>,
     pace: Arc<StartPace>,
 }
@@ -22,7 +22,7 @@ pub(super) struct StartLine {
 /// What decides how long ranks are held back: for those of a process that meets others, one for all that it runs, because they agree
 /// before it is known what that will be.
 #[derive(Default)]
-pub(super) struct StartPace {
+pub(crate) struct StartPace {
     enqueueing: Mutex<Enqueueing>,
     /// Of the next run, where processes have agreed on one.
     agreed: Mutex<Option<RunStart>>,
@@ -60,13 +60,13 @@ const LONGEST: Duration = Duration::from_millis(5);
 const RUNS: usize = 16;
 
 impl StartLine {
-    pub(super) fn new(pace: Arc<StartPace>) -> Self {
+    pub(crate) fn new(pace: Arc<StartPace>) -> Self {
         Self { hold: Mutex::default(), pace }
     }
 
     /// Has what is enqueued on `streams` from now on start together, once there was time to enqueue it. A rank that is alone, and whose
     /// process has agreed on nothing with others, is not held back.
-    pub(super) fn hold(&self, device: &Device, ranks: usize, streams: &[&Stream]) -> Result<(), CudaError> {
+    pub(crate) fn hold(&self, device: &Device, ranks: usize, streams: &[&Stream]) -> Result<(), CudaError> {
         let mut hold = lock(&self.hold);
         if !self.pace.holds(ranks) {
             return Ok(());
@@ -87,19 +87,19 @@ impl StartLine {
     }
 
     /// All of the run that was held back is enqueued.
-    pub(super) fn enqueued(&self) {
+    pub(crate) fn enqueued(&self) {
         lock(&self.pace.enqueueing).end();
     }
 }
 
 impl StartPace {
     /// How long the rank of this process would have the next run held back.
-    pub(super) fn wish(&self) -> Duration {
+    pub(crate) fn wish(&self) -> Duration {
         lock(&self.enqueueing).hold_of(1)
     }
 
     /// Has the next run start as was agreed.
-    pub(super) fn agree(&self, start: RunStart) {
+    pub(crate) fn agree(&self, start: RunStart) {
         *lock(&self.agreed) = Some(start);
     }
 

@@ -4,7 +4,7 @@ use counterpoint_exec::{OpPlace, StreamStatus};
 use counterpoint_schedule::{Span, SpanKind};
 
 use super::clock::RunClock;
-use super::counters::lock;
+use crate::sync::lock;
 use crate::{CudaError, Event, Stream};
 
 /// A stream of a rank: a queue of its device, and what is told of it.

@@ -6,11 +6,11 @@ use std::time::{Duration, Instant};
 
 use counterpoint_exec::{Awaited, Blocker, ExecError};
 
-use super::counters::lock;
 use super::exchange_marks::ExchangeMarks;
 use super::rank::Rank;
 use super::{CudaBackend, CudaSignal, CudaStream};
 use crate::kernel::{CtaWaits, LinkEnd, LinkStep, MissedRank, MissedWait};
+use crate::sync::lock;
 
 /// How long the end of a run is awaited by asking again and again.
 pub(super) const CLOSE_WATCH: Duration = Duration::from_millis(2);

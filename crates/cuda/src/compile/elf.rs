@@ -16,16 +16,16 @@ pub(crate) fn count_arguments(cubin: &[u8], kernel: &str) -> Option<usize> {
 
 /// Matrix instructions in a cubin's machine code.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct MatrixInstructions {
+pub(crate) struct MatrixInstructions {
     /// wgmma.
-    pub(super) hgmma: u32,
+    pub(crate) hgmma: u32,
     /// mma.sync.
-    pub(super) hmma: u32,
+    pub(crate) hmma: u32,
 }
 
 /// Counts them. An instruction has 16 bytes and its operation in the lowest 9 bits; the next 3 say where operands come from.
 /// That is how `nvdisasm` prints the code of compute capabilities 8.x and 9.x, and a test compares with it.
-pub(super) fn count_matrix_instructions(cubin: &[u8]) -> MatrixInstructions {
+pub(crate) fn count_matrix_instructions(cubin: &[u8]) -> MatrixInstructions {
     const HGMMA: u16 = 0x1f0;
     const HMMA: u16 = 0x03c;
     let code = sections(cubin).filter(|(name, _)| name.starts_with(b".text.")).map(|(_, contents)| contents);

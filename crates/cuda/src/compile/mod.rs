@@ -4,7 +4,6 @@ mod cache;
 mod compiler;
 mod elf;
 mod entry;
-mod examine;
 mod headers;
 mod parallel;
 mod source;
@@ -14,7 +13,7 @@ pub use cache::{
     CACHE_OWNER_VARIABLE, CACHE_VARIABLE, CacheUse, CacheWarning, CachedCubin, CubinCache, CubinOrigin,
 };
 pub use compiler::{CompilerVersion, compiler_version};
-pub(crate) use elf::count_arguments;
-pub use examine::{CompileReport, KernelFault, KernelReport, examine};
+pub(crate) use elf::{MatrixInstructions, count_arguments, count_matrix_instructions};
+pub(crate) use parallel::map_parallel;
 pub use source::KernelSource;
 pub use translate::{Cubin, compile};

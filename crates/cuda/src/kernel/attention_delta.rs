@@ -1,6 +1,6 @@
-use super::layout::{SharedLayout, shared_layout};
 use super::{DeltaTensors, ElementType, MatrixUnit, Specialisation};
 use crate::arch::Arch;
+use crate::layout::{SharedLayout, shared_layout};
 use crate::{CudaError, DeviceBuffer, Function, KernelSource, Launch, Stream};
 
 /// Threads of a block of `attention_delta`.

@@ -1,8 +1,7 @@
 use super::scalar::Scalar;
-use super::{
-    MatrixUnit, ResultTensors, SharedLayout, Specialisation, StateTensors, blocks_of, shared_layout,
-};
+use super::{MatrixUnit, ResultTensors, Specialisation, StateTensors, blocks_of};
 use crate::arch::Arch;
+use crate::layout::{SharedLayout, shared_layout};
 use crate::{CudaError, Device, Function, KernelSource, Launch, Stream};
 
 /// Threads of a block (`kFinishThreads`); a warp ends one head of a row.

@@ -1,7 +1,7 @@
 use counterpoint_tiles::TileSchedule;
 
-use super::layout::{SharedLayout, shared_layout};
 use super::{AttentionProblem, ElementType, MatrixUnit, ResultTensors, Specialisation};
+use crate::layout::{SharedLayout, shared_layout};
 use crate::{Arch, CudaError, DeviceBuffer, Function, KernelSource, Launch, Stream};
 
 const THREADS: u32 = 256;

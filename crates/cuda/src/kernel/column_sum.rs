@@ -1,6 +1,7 @@
 use super::row_pieces::{PACK, RowPieces, pack_of};
-use super::{ElementType, GemmRows, MatrixUnit, Scalar, SharedLayout, Specialisation, shared_layout};
+use super::{ElementType, GemmRows, MatrixUnit, Scalar, Specialisation};
 use crate::arch::Arch;
+use crate::layout::{SharedLayout, shared_layout};
 use crate::{CudaError, DeviceBuffer, Function, KernelSource, Launch, Stream};
 
 const KERNEL: &str = "column_sum";

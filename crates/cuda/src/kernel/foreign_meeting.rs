@@ -1,8 +1,8 @@
 use std::time::Duration;
 
-use super::layout::{SharedLayout, shared_layout};
 use super::{MatrixUnit, Specialisation};
 use crate::arch::Arch;
+use crate::layout::{SharedLayout, shared_layout};
 use crate::{CudaError, Device, Function, KernelSource, Launch, Stream};
 
 const THREADS: u32 = 32;

@@ -1,8 +1,9 @@
 use bytemuck::NoUninit;
 
 use super::link_meeting::{LINK_PARTS, LINK_RANKS, LINK_TENSORS, LinkCall};
-use super::{MatrixUnit, RowMove, SharedLayout, Specialisation, shared_layout};
+use super::{MatrixUnit, RowMove, Specialisation};
 use crate::arch::Arch;
+use crate::layout::{SharedLayout, shared_layout};
 use crate::{CudaError, Device, DeviceBuffer, Event, Function, KernelSource, Launch, Stream};
 
 /// Bytes of a piece at least, unless there are no more.

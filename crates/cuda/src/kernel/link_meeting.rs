@@ -2,7 +2,8 @@ use std::time::Duration;
 
 use counterpoint_schedule::Delivery;
 
-use super::{MissedWait, SharedLayout, WaitLimit, WaitRecord, shared_layout};
+use super::{MissedWait, WaitLimit, WaitRecord};
+use crate::layout::{SharedLayout, shared_layout};
 use crate::{CudaError, DeviceBuffer, Stream};
 
 /// Ranks that can meet inside their kernels (`kLinkRanks`).

@@ -5,8 +5,9 @@ use super::link_meeting::{LINK_RANKS, LINK_TENSORS, LinkCall};
 use super::operand_rows::operand_rows;
 use super::row_reduce::ReduceTypes;
 use super::scalar::Scalar;
-use super::{MatrixUnit, RowMove, SharedLayout, Specialisation, shared_layout};
+use super::{MatrixUnit, RowMove, Specialisation};
 use crate::arch::Arch;
+use crate::layout::{SharedLayout, shared_layout};
 use crate::{CudaError, Device, DeviceBuffer, Event, Function, KernelSource, Launch, Stream};
 
 /// Teams that add pieces in turn.

@@ -14,10 +14,11 @@ mod column_max;
 mod column_sum;
 mod device_schedule;
 mod dq_rounding;
+mod examine;
 mod foreign_meeting;
 mod gemm;
 mod head_resize;
-mod layout;
+mod layouts;
 mod link_copy;
 mod link_litmus;
 mod link_meeting;
@@ -61,6 +62,7 @@ pub use column_max::ColumnMax;
 pub use column_sum::{ColumnSum, ColumnSumSpec};
 pub use device_schedule::DeviceSchedule;
 pub use dq_rounding::DqRounding;
+pub use examine::{CompileReport, KernelFault, KernelReport, examine};
 pub use foreign_meeting::{ForeignMeeting, ForeignMeetingRound};
 pub use gemm::{
     GEMM_DESTINATIONS, GEMM_SOURCES, Gemm, GemmEpilogue, GemmGather, GemmGatherSpec, GemmGatherTensors,
@@ -69,8 +71,7 @@ pub use gemm::{
     Warpgroups,
 };
 pub use head_resize::HeadResize;
-pub(crate) use layout::shared_layout;
-pub use layout::{SharedLayout, shared_layouts};
+pub use layouts::shared_layouts;
 pub use link_copy::{LinkCopy, LinkDelivery, LinkDirection, LinkPhase};
 pub use link_litmus::{LinkLitmus, LitmusResult};
 pub use link_meeting::{

@@ -1,11 +1,11 @@
 use counterpoint_tiles::{TileDirection, TileScheduleConfig};
 
 use super::device_schedule::DeviceSchedule;
-use super::layout::{SharedLayout, shared_layout};
 use super::portable_backward_query::PortableBackwardQuery;
 use super::portable_launcher::{Cta, PortableKernel, exponential_scales, tiles};
 use super::portable_shape::{Traits, check, specialisations_of, traits_of};
 use super::{AttentionProblem, BackwardMode, BackwardTensors, DqBegin, ElementType, Specialisation};
+use crate::layout::{SharedLayout, shared_layout};
 use crate::{Arch, CudaError, DeviceBuffer, Function, KernelSource, Launch, Stream};
 
 /// Attention backward by mma.sync, for every GPU from compute capability 8.0 on: a problem prepared to run many times.

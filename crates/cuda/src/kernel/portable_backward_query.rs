@@ -1,10 +1,10 @@
 use counterpoint_tiles::{TileDirection, TileScheduleConfig};
 
 use super::device_schedule::DeviceSchedule;
-use super::layout::{SharedLayout, shared_layout};
 use super::portable_launcher::{Cta, PortableKernel, exponential_scales, tiles};
 use super::portable_shape::{Traits, specialisations_of, traits_of};
 use super::{AttentionProblem, BackwardTensors, ElementType, Specialisation};
+use crate::layout::{SharedLayout, shared_layout};
 use crate::{Arch, CudaError, Function, KernelSource, Launch, Stream};
 
 /// The pass of a deterministic [`PortableBackward`](super::PortableBackward) that computes dq, by tiles of queries.

@@ -1,13 +1,13 @@
 use counterpoint_tiles::{TileDirection, TilePlacement, TileScheduleConfig};
 
 use super::device_schedule::DeviceSchedule;
-use super::layout::{SharedLayout, shared_layout};
 use super::portable_launcher::{Cta, PortableKernel, exponential_scales, tiles};
 use super::portable_shape::{Traits, check, fits, specialisations_of, traits_of};
 use super::{
     AttentionProblem, ElementType, ForwardMode, ForwardModeEnd, ForwardTarget, ForwardTensors, ResultTensors,
     Specialisation, StateTensors,
 };
+use crate::layout::{SharedLayout, shared_layout};
 use crate::{Arch, CudaError, Function, KernelSource, Launch, Stream};
 
 /// Attention forward by mma.sync, for every GPU from compute capability 8.0 on: a problem prepared to run many times.

@@ -1,6 +1,7 @@
 use super::row_pieces::{PACK, RowPieces, pack_of};
-use super::{ElementType, GemmRows, MatrixUnit, SharedLayout, Specialisation, blocks_of, shared_layout};
+use super::{ElementType, GemmRows, MatrixUnit, Specialisation, blocks_of};
 use crate::arch::Arch;
+use crate::layout::{SharedLayout, shared_layout};
 use crate::{CudaError, Function, KernelSource, Launch, LaunchStart, Stream};
 
 const KERNEL: &str = "rms_norm";

@@ -1,8 +1,9 @@
 use bytemuck::{NoUninit, Zeroable};
 
 use super::scalar::Scalar;
-use super::{MatrixUnit, SharedLayout, Specialisation, blocks_of, shared_layout};
+use super::{MatrixUnit, Specialisation, blocks_of};
 use crate::arch::Arch;
+use crate::layout::{SharedLayout, shared_layout};
 use crate::{CudaError, Device, DeviceBuffer, Function, KernelSource, Launch, Stream};
 
 const THREADS: u32 = 256;

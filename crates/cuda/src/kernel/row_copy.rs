@@ -2,8 +2,9 @@ use bytemuck::{NoUninit, Zeroable};
 use counterpoint_mask::Range;
 
 use super::scalar::Scalar;
-use super::{MatrixUnit, SharedLayout, Specialisation, shared_layout};
+use super::{MatrixUnit, Specialisation};
 use crate::arch::Arch;
+use crate::layout::{SharedLayout, shared_layout};
 use crate::{CudaError, Device, DeviceBuffer, Function, KernelSource, Launch, Stream};
 
 const THREADS: u32 = 256;

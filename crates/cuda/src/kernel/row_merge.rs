@@ -3,8 +3,9 @@ use counterpoint_schedule::Accumulate;
 
 use super::operand_rows::operand_rows;
 use super::row_reduce::ReduceTypes;
-use super::{MatrixUnit, RowMove, SharedLayout, Specialisation, blocks_of, shared_layout};
+use super::{MatrixUnit, RowMove, Specialisation, blocks_of};
 use crate::arch::Arch;
+use crate::layout::{SharedLayout, shared_layout};
 use crate::{CudaError, Device, DeviceBuffer, Function, KernelSource, Launch, Stream};
 
 const THREADS: u32 = 256;

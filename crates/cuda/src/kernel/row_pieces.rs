@@ -2,7 +2,8 @@
 
 use bytemuck::NoUninit;
 
-use super::{GemmRows, SharedLayout, shared_layout};
+use super::GemmRows;
+use crate::layout::{SharedLayout, shared_layout};
 use crate::{CudaError, DeviceBuffer, Stream};
 
 /// Tensors of one launch (`kRowSources`).

@@ -3,9 +3,9 @@ use std::time::Duration;
 use bytemuck::NoUninit;
 
 use super::gemm::{Gemm, TileUnit};
-use super::layout::{SharedLayout, shared_layout};
 use super::{ElementType, MatrixUnit, Specialisation};
 use crate::arch::Arch;
+use crate::layout::{SharedLayout, shared_layout};
 use crate::{CudaError, DeviceBuffer, Function, KernelSource, Launch, Stream};
 
 const THREADS: u32 = 128;

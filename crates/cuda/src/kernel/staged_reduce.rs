@@ -5,8 +5,9 @@ use super::link_reduce::{
     DeviceLists, LinkReduce, LinkReduceSpec, SHARED_BYTES, source_of, specialisations_of, threads,
 };
 use super::row_reduce::ReduceTypes;
-use super::{RowMove, SharedLayout, Specialisation, shared_layout};
+use super::{RowMove, Specialisation};
 use crate::arch::Arch;
+use crate::layout::{SharedLayout, shared_layout};
 use crate::{CudaError, Device, Function, KernelSource, Launch, Stream};
 
 /// Teams of a block that add pieces in turn.

@@ -1,4 +1,4 @@
-use super::layout::{SharedLayout, shared_layout};
+use crate::layout::{SharedLayout, shared_layout};
 use crate::{CudaError, Device, Function, KernelSource, Launch, Stream};
 
 /// Parts of one launch (`kUserParts`).

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use bytemuck::{AnyBitPattern, NoUninit};
 
-use super::{SharedLayout, shared_layout};
+use crate::layout::{SharedLayout, shared_layout};
 use crate::memory::RecordPlace;
 use crate::{CudaError, Device};
 

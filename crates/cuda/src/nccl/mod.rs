@@ -17,9 +17,9 @@ pub(crate) use inside::Inside;
 pub use inside::end_process;
 use shelf::{Lent, Shelf};
 
-use crate::backend::lock;
 use crate::kernel::ElementType;
 use crate::library::{Nccl, NcclHandle, NcclProgress};
+use crate::sync::lock;
 use crate::{CudaError, Device, Event, Stream};
 
 /// `ncclUint8`: bytes, whatever they mean.

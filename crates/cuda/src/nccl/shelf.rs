@@ -5,7 +5,7 @@ use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 
-use crate::backend::lock;
+use crate::sync::lock;
 
 /// Groups of ranks that are kept: as many as the passes of layers on two, three and four of a machine's GPUs. Each has buffers on its
 /// devices.

@@ -22,7 +22,7 @@ pub(super) struct Part {
     pub(super) outputs: Vec<CudaBuffer>,
     /// Where others write partial results, when copy engines do.
     pub(super) staging: Option<DeviceBuffer>,
-    /// Where others' kernels write to, when kernels meet.
+    /// Where others' kernels write to, when kernels pass a device-side barrier.
     pub(super) mailbox: Option<DeviceBuffer>,
     /// Passed when the inputs may be read and the outputs be written.
     pub(super) ready: Event,

@@ -1,4 +1,4 @@
-//! What products whose rows travel while they are computed have in common.
+//! What fused GEMMs with collectives have in common.
 
 use counterpoint_exec::OpPlace;
 use counterpoint_mask::Range;

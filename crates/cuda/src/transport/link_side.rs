@@ -1,4 +1,4 @@
-//! A rank's side of a collective whose kernels meet by themselves: the host's meeting of the first run tells it what it must know of
+//! A rank's side of a collective whose kernels pass a device-side barrier: the host's meeting of the first run tells it what it must know of
 //! the others, and it keeps that for all later runs.
 
 use std::sync::{Arc, OnceLock};

@@ -11,7 +11,8 @@ use counterpoint_schedule::SpanKind;
 use super::collective::{Part, Work};
 use super::stand_in::StoodIn;
 use super::{Call, CallError, CudaTransport};
-use crate::backend::{SpanStart, lock};
+use crate::backend::SpanStart;
+use crate::sync::lock;
 use crate::{CudaError, Event};
 
 /// A collective that is being enqueued.

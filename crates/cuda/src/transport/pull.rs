@@ -7,7 +7,8 @@ use counterpoint_exec::collective::{Collective, Post};
 
 use super::rows::{Incoming, RowWork};
 use super::{Call, CallError, CudaMeeting, CudaTransport, Part, addresses};
-use crate::backend::{CudaBuffer, lock};
+use crate::backend::CudaBuffer;
+use crate::sync::lock;
 
 /// The kernels of a rank, and the other ranks' parts that their lists were made from.
 pub(super) struct PullWork {

@@ -12,7 +12,8 @@ use super::pull::are_same;
 use super::rows::{self, Incoming, RowWork};
 use super::staging::Staging;
 use super::{Call, CallError, CudaMeeting, CudaTransport, addresses};
-use crate::backend::{CudaBuffer, lock};
+use crate::backend::CudaBuffer;
+use crate::sync::lock;
 use crate::{CudaError, Device, DeviceBuffer, Event, Stream};
 
 /// One rank's part.

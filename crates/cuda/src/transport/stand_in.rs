@@ -10,7 +10,8 @@ use counterpoint_schedule::BufferId;
 
 use super::collective::Work;
 use super::{Call, CallError, CudaTransport};
-use crate::backend::{CudaBuffer, lock};
+use crate::backend::CudaBuffer;
+use crate::sync::lock;
 use crate::{CudaError, Device, DeviceBuffer, Stream};
 
 /// Every tensor begins at a multiple of this.

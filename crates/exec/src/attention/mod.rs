@@ -7,14 +7,16 @@ mod whole;
 
 use std::time::Duration;
 
-use counterpoint_plan::{AttentionSpec, DType, Plan, RankPlan, Topology};
+use counterpoint_plan::{AttentionSpec, DType, Plan, RankPlan};
 use counterpoint_schedule::{PassPolicies, Timeline};
 
 pub use self::prepared::{PreparedAttention, PreparedRank, RankBuffer, rank_outputs};
 pub(crate) use self::programs::{backward_program, forward_program, plan_identity};
 pub use self::ranks::{RankProblem, RanksRun, run_attention_ranks};
 use crate::layout::dispatch;
-use crate::{CpuMachine, ExecError, FaultInjection, HostTensor, Machine, Pass, RunTimes, WorldConfig};
+use crate::{
+    CpuMachine, ExecError, FaultInjection, HostTensor, Machine, Pass, RunTimes, SlowLink, WorldConfig,
+};
 
 /// Tensors in global token order, or a rank's rows of them; shapes as in [`AttentionSpec`].
 #[derive(Clone, Debug, PartialEq)]
@@ -51,29 +53,6 @@ pub struct AttentionOutputs {
     pub dv: Option<HostTensor>,
     /// As `sink`, when there is one.
     pub dsink: Option<HostTensor>,
-}
-
-/// A link that the local transport is told to imitate: a group collective in which a rank exchanges rows with others takes
-/// at least `alpha + bytes / bytes_per_second` on that rank.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct SlowLink {
-    /// Added to every collective.
-    pub alpha: Duration,
-    /// Bytes a second of a rank, the larger of what it sends and what it receives.
-    pub bytes_per_second: f64,
-    /// A slower one between nodes. Both work side by side: what takes longer counts.
-    pub network: Option<SlowNetwork>,
-}
-
-/// A network between nodes that the local transport is told to imitate; see [`SlowLink`].
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct SlowNetwork {
-    /// Added to every collective in which a rank exchanges rows with another node.
-    pub alpha: Duration,
-    /// Bytes a second of a rank, as for a link.
-    pub bytes_per_second: f64,
-    /// Ranks and nodes.
-    pub topology: Topology,
 }
 
 /// How to run.

@@ -29,7 +29,7 @@ pub use host_view::{HostView, MemoryKeeper};
 pub use kernel_barrier::KernelBarrier;
 pub use signal::CpuSignal;
 pub use stream::CpuStream;
-pub(crate) use stream::{ProgramPart, StreamShared, panic_message};
+pub(crate) use stream::{ProgramPart, StreamShared};
 pub(crate) use user_kernel::CpuUserKernels;
 pub use user_kernel::CpuUserPart;
 

@@ -1,6 +1,5 @@
 //! A stream of the CPU backend: a thread and its queue.
 
-use std::any::Any;
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, mpsc};
@@ -9,6 +8,7 @@ use std::time::Instant;
 use counterpoint_schedule::{Span, SpanKind, StreamKind};
 
 use crate::monitor::{Monitor, lock};
+use crate::panics::panic_message;
 use crate::world::{Awaited, Blocker, StreamStatus, World};
 use crate::{ExecError, OpPlace};
 
@@ -189,10 +189,4 @@ impl StreamShared {
         }
         self.status.end();
     }
-}
-
-pub(crate) fn panic_message(panic: &(dyn Any + Send)) -> String {
-    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
-    text.or_else(|| panic.downcast_ref::<String>().cloned())
-        .unwrap_or_else(|| "a value without text".to_owned())
 }

@@ -3,7 +3,6 @@
 mod attention;
 mod collective;
 mod end;
-mod identity;
 mod join;
 mod rank;
 mod ticket;
@@ -18,14 +17,14 @@ pub use self::attention::{AttentionCalls, AttentionRank, BackwardTensors, Forwar
 pub use self::collective::{
     CollectiveCalls, CollectiveRank, CollectiveSpec, CollectiveTensors, GroupCollective, TensorPair,
 };
-pub use self::identity::{PlanDifference, PlanIdentity};
 pub use self::join::{JoinConfig, Store};
 pub(crate) use self::rank::CallOrder;
 use self::rank::ConnectionKeeper;
 pub use self::rank::GroupRank;
 pub use self::ticket::Ticket;
 use crate::{
-    Backend, Call, CpuMachine, ExecError, Machine, Prepared, PreparedRank, Rendezvous, World, WorldConfig,
+    Backend, Call, CpuMachine, ExecError, Machine, PlanIdentity, Prepared, PreparedRank, Rendezvous, World,
+    WorldConfig,
 };
 
 /// A rank of a machine's group.

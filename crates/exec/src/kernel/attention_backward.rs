@@ -121,6 +121,7 @@ where
 ///
 /// # Panics
 /// As [`attention_backward`]; when the rows of `k` are no multiple of [`KEY_BLOCK`].
+// Long: three nested loops over tiles that share the buffers above them.
 pub fn attention_backward_arriving<T, G, E>(
     args: BackwardArgs<'_, T, G>,
     arriving_rows: usize,

@@ -9,13 +9,13 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::RendezvousError;
-use super::message::{RankActivity, Reply, Request};
-use crate::ExecError;
+use super::message::{Reply, Request};
 use crate::frame::{read_frame, write_frame};
 use crate::monitor::{Monitor, lock};
 use crate::network::Until;
 use crate::remote_ranks::RemoteRanks;
 use crate::world::World;
+use crate::{ExecError, RankActivity};
 
 /// What only the store, or a reader that does nothing else, must answer.
 pub(super) const ANSWER: Duration = Duration::from_secs(2);

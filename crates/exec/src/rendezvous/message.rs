@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::Facet;
-use crate::ExecError;
+use crate::{ExecError, RankActivity};
 
 /// The first thing that a rank says once it has proved that it is of the job.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -92,13 +92,4 @@ pub(super) enum Reply {
     Lost {
         rank: usize,
     },
-}
-
-/// What a rank says of itself to one that waits for it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct RankActivity {
-    /// In words: ``stream compute has been in `attention` (stage 1) for 2.0 s``.
-    pub doing: String,
-    /// The rank that it waits for itself.
-    pub waits_for: Option<usize>,
 }

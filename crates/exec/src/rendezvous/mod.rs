@@ -19,7 +19,6 @@ mod admission;
 mod agreement;
 mod client;
 mod connection;
-mod error;
 mod launch;
 mod local_token;
 mod message;
@@ -29,13 +28,12 @@ mod server;
 mod start;
 mod store;
 
+use crate::RendezvousError;
 pub use agreement::Facet;
 pub use client::{LeavingAtTheEnd, Rendezvous, RendezvousHost};
-pub use error::RendezvousError;
 pub use launch::{
     ENVIRONMENT, JOB_SECRET_VARIABLE, JobSecret, Launch, Launcher, MeetingPoint, RENDEZVOUS_VARIABLE,
 };
-pub use message::RankActivity;
 pub use start::RunStart;
 
 #[cfg(test)]

@@ -17,7 +17,7 @@ use crate::frame::{read_frame, write_frame};
 use crate::monitor::lock;
 use crate::network::{Door, Doorman, JobToken, KnockError, descriptor_limit, is_out_of_descriptors, knock};
 use crate::world::{World, after};
-use crate::{ExecError, Rendezvous, RendezvousError};
+use crate::{ExecError, Recipient, Rendezvous, RendezvousError};
 
 /// Between two attempts to connect.
 const PAUSE: Duration = Duration::from_millis(20);
@@ -25,21 +25,6 @@ const PAUSE: Duration = Duration::from_millis(20);
 const LOOK: Duration = Duration::from_millis(20);
 /// A rank that ends with an error tells all of it before its connections close: how long to wait for the better word.
 const GRACE: Duration = Duration::from_secs(1);
-
-/// Takes what the ranks of other processes send, on a thread for each of them.
-pub trait Recipient: Send + Sync + 'static {
-    /// What they send.
-    type Message: Serialize + DeserializeOwned;
-
-    /// Takes a message of `peer`, in the order in which it was sent.
-    ///
-    /// # Errors
-    /// In words, when it makes no sense: the world fails then.
-    fn receive(&self, peer: usize, message: Self::Message, payload: &[u8]) -> Result<(), String>;
-
-    /// The connection of `peer` has ended, after its farewell.
-    fn ended(&self, _peer: usize) {}
-}
 
 /// A rank's connections to all others, which are other processes. Dropping it is the farewell.
 pub struct Mesh<M> {

@@ -13,7 +13,7 @@ use counterpoint_plan::LinearMachine;
 use rayon::ThreadPool;
 
 pub use self::loopback::TcpLoopback;
-pub use self::mesh::{Mesh, Recipient};
+pub use self::mesh::Mesh;
 use crate::cpu_transport::Inbox;
 use crate::machine::linear_on_cpus;
 use crate::memory::check_memory;

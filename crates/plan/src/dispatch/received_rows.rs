@@ -1,7 +1,7 @@
 use counterpoint_mask::Range;
 
 use super::{ChunkWork, Dispatch, Home};
-use crate::work::without;
+use crate::rows::without;
 
 /// Key rows that each rank reads and does not own, exact to the token: what an exchange has to move to it.
 ///

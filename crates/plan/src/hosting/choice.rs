@@ -1,7 +1,7 @@
 use counterpoint_mask::{Band, Range};
 
+use crate::rows::without;
 use crate::runs::Runs;
-use crate::work::without;
 use crate::{AttentionSpec, CostModel, Dispatch, PlanConfig, QueryExchange};
 
 /// By rank: local query rows that are away, merged and ascending.

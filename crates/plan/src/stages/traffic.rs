@@ -153,7 +153,8 @@ mod tests {
 
     use super::*;
     use crate::Dispatch;
-    use crate::work::{RowList, without};
+    use crate::rows::without;
+    use crate::work::RowList;
 
     proptest! {
         #[test]

@@ -88,6 +88,7 @@ fn large(value: u64) -> String {
 }
 
 impl HtmlReport<'_> {
+    // Long: one card after the other, as the page shows them.
     pub(super) fn cards(&self, out: &mut String) {
         let (mask, plan, figures) = (self.mask, self.plan, &self.figures);
         out.push_str("<dl class=\"cards\">");

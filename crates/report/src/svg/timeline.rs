@@ -7,7 +7,7 @@ use counterpoint_schedule::{Span, SpanKind, Timeline};
 
 use super::percent;
 use crate::{
-    html::escape,
+    escape::escape,
     palette::color_properties,
     quantity::{format_count, format_seconds},
     timelines::rank_seconds,

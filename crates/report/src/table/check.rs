@@ -1,7 +1,35 @@
 //! Errors against the reference.
 
+use serde::Serialize;
+
+use super::bench::Verified;
 use super::{Column, Grid, Style, Tone, plain};
-use crate::CheckFigures;
+
+/// One error against the reference.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct CheckRow {
+    /// The tensor, such as `dk`.
+    pub tensor: String,
+    /// The measure, such as `relative Frobenius`.
+    pub measure: String,
+    /// Error and bound.
+    #[serde(flatten)]
+    pub verified: Verified,
+}
+
+/// Comparison with the dense reference.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct CheckFigures {
+    /// One row a tensor and measure.
+    pub rows: Vec<CheckRow>,
+}
+
+impl CheckFigures {
+    /// Whether every error is within its bound.
+    pub fn passed(&self) -> bool {
+        self.rows.iter().all(|row| row.verified.passed())
+    }
+}
 
 /// Errors against the reference, one row a tensor.
 pub fn check_table(check: &CheckFigures, style: &Style) -> String {

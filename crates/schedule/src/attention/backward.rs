@@ -18,6 +18,7 @@ use crate::{
 /// Lowers one rank's backward. Inputs `q`, `k`, `v`, `out`, `lse`, `dout` (its local rows), and `sink` and `dlse`
 /// if the spec has them; outputs `dq`, `dk`,
 /// `dv`, and `dsink` summed over all ranks.
+// Long: the order in which a rank does things, stage by stage, over the same buffers.
 pub fn lower_attention_backward(
     plan: &Plan,
     rank: usize,

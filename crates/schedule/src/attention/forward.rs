@@ -16,6 +16,7 @@ use crate::{
 /// The last stage with work writes the results; a state lives between stages only, so a forward whose work is all in one
 /// stage has none. Blocks are `blocks`; those of a rank whose keys are all its own suit the mask in any case, since it has one stage
 /// whatever the plan's others have.
+// Long: the order in which a rank does things, stage by stage, over the same buffers.
 pub fn lower_attention_forward(
     plan: &Plan,
     rank: usize,

@@ -10,6 +10,7 @@ use super::{
     BufferId, CastGemm, ColumnMax, ColumnSum, EventId, Gemm, GemmReduce, GroupCast, GroupReduce, RmsNorm,
     SignalId, UserKernel, WaveGemm,
 };
+use crate::Mover;
 
 /// What one operation does.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -113,6 +114,16 @@ pub enum Op {
 }
 
 impl Op {
+    /// Whether it is a collective whose rows copy engines move under this choice, so that it takes no worker.
+    pub(crate) fn is_left_to_engines(&self, mover: Mover) -> bool {
+        match (mover, self) {
+            (Mover::CopyEngine, _) => true,
+            // What is told of rows as they are delivered may hold all workers while it waits for them.
+            (Mover::Fused, Self::GroupCast(cast)) => cast.delivery.is_none(),
+            (Mover::Transport | Mover::Fused, _) => false,
+        }
+    }
+
     /// The stage of the attention backward that the operation is, or begins with.
     pub fn backward(&self) -> Option<&AttentionBackward> {
         match self {

@@ -130,7 +130,7 @@ impl<'a> Rank<'a> {
 
     /// Whether a collective's rows are moved by workers.
     pub(super) fn takes_workers(&self, op: usize) -> bool {
-        !self.program.policy.mover.leaves_to_engines(&self.program.ops[op].op)
+        !self.program.ops[op].op.is_left_to_engines(self.program.policy.mover)
     }
 
     /// Whether a collective finds the workers that it needs.

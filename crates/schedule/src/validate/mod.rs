@@ -112,7 +112,7 @@ impl Program {
         let collectives = self.ops.iter().enumerate().filter_map(|(index, op)| match op.op {
             Op::GemmReduce(_) | Op::CastGemm(_) => Some((index, true)),
             // Copy engines need no worker.
-            Op::GroupCast(_) if self.policy.mover.leaves_to_engines(&op.op) => None,
+            Op::GroupCast(_) if op.op.is_left_to_engines(self.policy.mover) => None,
             Op::GroupCast(_) | Op::GroupReduce(_) | Op::BackwardReduce(_) => Some((index, false)),
             _ => None,
         });

@@ -8,7 +8,7 @@ mod trials;
 
 use counterpoint_mask::Range;
 
-use super::classes::TileTakers;
+use super::takers::TileTakers;
 use super::{TILE_COST, Tile, TileSchedule};
 use orders::TileOrders;
 use trials::{Trials, UNEVEN};
@@ -340,7 +340,7 @@ mod tests {
     use rand_chacha::ChaCha8Rng;
 
     use super::super::chains::stretches_of_rows;
-    use super::super::classes::ends_of_alike;
+    use super::super::takers::ends_of_alike;
     use super::super::{TileDirection, TileScheduleConfig};
     use super::plain::Plain;
     use super::*;

@@ -1,6 +1,6 @@
 use std::cmp::Reverse;
 
-use super::super::classes::{ends_of, ends_of_alike};
+use super::super::takers::{ends_of, ends_of_alike};
 use super::Arranger;
 
 /// How light a tile may be, as a share of the heaviest's blocks, to come after those that are gathered.

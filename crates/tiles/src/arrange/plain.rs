@@ -5,8 +5,8 @@ use std::cmp::Reverse;
 use counterpoint_mask::Range;
 
 use super::super::chains::stretches_of_rows;
-use super::super::classes::{TileTakers, ends_of, ends_of_alike};
 use super::super::list_time::list_time;
+use super::super::takers::{TileTakers, ends_of, ends_of_alike};
 use super::super::{TILE_COST, Tile, TileSchedule};
 use super::orders::{ALIKE, LIGHT};
 use super::trials::UNEVEN;

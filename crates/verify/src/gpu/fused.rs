@@ -1,4 +1,4 @@
-//! Products whose rows travel while they are computed, called again and again with random delays.
+//! Fused GEMMs with collectives, called again and again with random delays.
 
 use std::thread;
 use std::time::{Duration, Instant};

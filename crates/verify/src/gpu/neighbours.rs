@@ -32,7 +32,7 @@ const BATCH: usize = 50;
 const MOST_DELAY: Duration = Duration::from_micros(150);
 
 /// Forwards and backwards of attention, each beside a meeting of the neighbour's kernels: in a random order on every rank, with random
-/// delays, ordered with nothing. And, where each rank has a GPU, products whose rows travel, which are ordered with the neighbour's stream
+/// delays, ordered with nothing. And, where each rank has a GPU, fused GEMMs with collectives, which are ordered with the neighbour's stream
 /// ([`GroupRank::order_with`](counterpoint_exec::GroupRank::order_with)). No wait may reach its limit in all `rounds`, and bits are as
 /// without a neighbour.
 ///
@@ -48,7 +48,7 @@ pub fn selftest_neighbours(machine: &CudaMachine, rounds: usize) -> Result<Vec<S
     Ok(checks)
 }
 
-/// Words by which the neighbour's kernels meet, in memory that all GPUs reach.
+/// Words of the device-side barrier of the neighbour's kernels, in memory that all GPUs reach.
 struct Words {
     memory: PinnedBuffer,
     peers: usize,

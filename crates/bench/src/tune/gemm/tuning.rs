@@ -12,7 +12,7 @@ use super::found::{Answer, Found};
 use super::repeats;
 use crate::arguments::{SearchArgument, TuneGemmArguments};
 
-/// How often each answer is measured, all of them in turns: as often as there is time.
+/// How often each answer is measured, all of them interleaved: as often as there is time.
 const TURNS: [usize; 2] = [2, 5];
 /// Once turns have taken so long, they are enough.
 const TURNS_ENOUGH: Duration = Duration::from_millis(200);
@@ -81,7 +81,7 @@ impl Tuning<'_> {
         for variant in &self.variants {
             self.answers(machine, variant, &mut answers)?;
         }
-        // All of them in turns, so that they meet the same disturbance by other programs. Two searches may have one answer.
+        // All of them interleaved, so that they meet the same disturbance by other programs. Two searches may have one answer.
         let mut trials: Vec<(OverlapPolicy, LinearPlan, f64)> = Vec::new();
         for Answer { policy, plan, .. } in &answers {
             if trials.iter().all(|(known, groups, _)| (known, groups) != (policy, plan)) {

@@ -19,6 +19,7 @@ use crate::arguments::SimulateLinearArguments;
 /// Flags of the sizes of a layer.
 const FLAGS: [(&str, &str); 2] = [("in_features", "--in-features"), ("out_features", "--out-features")];
 
+// Long: one table, whose rows are made where its columns are.
 pub(super) fn run(arguments: &SimulateLinearArguments) -> Result<(), CliError> {
     let setting = Setting::of(&arguments.simulation, arguments.profile.as_deref())?;
     let cost = setting.profile.cost;

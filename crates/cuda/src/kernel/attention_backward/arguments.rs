@@ -2,8 +2,8 @@
 
 use super::shape::CLASSES;
 use crate::TensorMap;
-use crate::kernel::layout::{SharedLayout, shared_layout};
 use crate::kernel::{LinkArrivals, WaitLimit};
+use crate::layout::{SharedLayout, shared_layout};
 
 /// `AttentionBackwardArguments` of the kernel.
 #[derive(Clone, Copy, Debug)]

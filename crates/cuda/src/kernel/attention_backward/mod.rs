@@ -102,6 +102,7 @@ impl AttentionBackward {
     /// # Errors
     /// [`CudaError::Launch`] when the problem is not one that the kernel takes; when a kernel cannot be compiled, or memory is
     /// short.
+    // Long: buffers of one launcher, allocated one after the other.
     pub fn new(stream: &Stream, problem: &AttentionProblem, mode: BackwardMode) -> Result<Self, CudaError> {
         let device = stream.device();
         let refused = |reason: String| CudaError::Launch { kernel: "attention_backward".to_owned(), reason };
@@ -294,6 +295,7 @@ impl AttentionBackward {
         self.waits.as_ref()
     }
 
+    // Long: one struct of the kernel's arguments, field by field.
     fn arguments(&self, tensors: &BackwardTensors) -> Result<AttentionBackwardArguments, CudaError> {
         // Bound once for all tensor maps.
         let _bound = self.function.device().bind()?;

@@ -11,13 +11,13 @@ use source::{ForwardChoice, Scores, Span};
 
 use super::attention_merge::AttentionMerge;
 use super::device_schedule::DeviceSchedule;
-use super::layout::{SharedLayout, shared_layout};
 use super::link_meeting::LinkArrivals;
 use super::portable_shape;
 use super::{
     ArrivingTensors, AttentionProblem, ForwardMode, ForwardModeEnd, ForwardTarget, ForwardTensors, HeadRows,
     ResultTensors, StateTensors,
 };
+use crate::layout::{SharedLayout, shared_layout};
 use crate::{
     CudaError, DeviceBuffer, Function, Launch, LaunchStart, Stream, Swizzle, TensorMap, TensorMapSpec,
 };

@@ -4,8 +4,8 @@ use super::order::{self, TOGETHER_ROWS, TileOrder, UnitGrid};
 use super::shape::{GemmShape, TILE_ROWS, Warpgroups};
 use super::source::GemmEnds;
 use super::{GEMM_DESTINATIONS, Gemm, GemmArguments, GemmRows, GemmSpec, GemmTensors, refused};
-use crate::kernel::layout::{SharedLayout, shared_layout};
 use crate::kernel::{CtaWaits, GemmEpilogue, GemmLayout, LinkCall};
+use crate::layout::{SharedLayout, shared_layout};
 use crate::{CudaError, Device, Stream};
 
 /// A product whose first operand's rows are dealt to ranks, each of which sends its own to all others.

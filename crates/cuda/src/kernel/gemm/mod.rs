@@ -28,8 +28,8 @@ pub use spec::{
     GEMM_DESTINATIONS, GEMM_SOURCES, GemmEpilogue, GemmGrid, GemmLayout, GemmSignals, GemmSpec, GemmTensors,
 };
 
-use super::layout::{SharedLayout, shared_layout};
 use super::{CtaWaits, Scalar, WaitLimit};
+use crate::layout::{SharedLayout, shared_layout};
 use crate::{
     CudaError, Device, DeviceBuffer, Function, Launch, LaunchStart, Stream, Swizzle, TensorMap,
     TensorMapElement, TensorMapSpec,

@@ -4,8 +4,8 @@ use super::order::{self, GemmUnit, TileOrder, UnitGrid};
 use super::shape::{GemmShape, TILE_ROWS, TilePair, Warpgroups};
 use super::source::GemmEnds;
 use super::{GEMM_DESTINATIONS, Gemm, GemmArguments, GemmSpec, GemmTensors, STORED_ROWS, refused};
-use crate::kernel::layout::{SharedLayout, shared_layout};
 use crate::kernel::{CtaWaits, GemmEpilogue, GemmLayout, LinkCall};
+use crate::layout::{SharedLayout, shared_layout};
 use crate::{CudaError, Device, Stream};
 
 /// A product whose rows are summed over ranks, each of which keeps, or spreads, the sums of its own.

@@ -8,8 +8,9 @@ use counterpoint_exec::{ExecError, Mesh, Recipient, World};
 use super::LOOK;
 use super::exports::events_of;
 use super::message::{MemoryPlace, PartMessage, TensorPlace};
-use crate::backend::{CudaBuffer, exec_error, lock};
+use crate::backend::{CudaBuffer, exec_error};
 use crate::memory::OpenedMemory;
+use crate::sync::lock;
 use crate::transport::Part;
 use crate::{CudaError, Device, DeviceBuffer, Event};
 

@@ -24,10 +24,11 @@ use self::inbox::Inbox;
 use self::message::{MemoryPlace, PartMessage, TensorPlace};
 use super::stand_in::StandIns;
 use super::{CallError, Part};
-use crate::backend::{CudaBuffer, lock};
+use crate::backend::CudaBuffer;
 use crate::kernel::LinkShifts;
 use crate::memory::{AllocationPlace, GivenWork};
 use crate::nccl::Inside;
+use crate::sync::lock;
 use crate::{CudaError, Device, DeviceBuffer, Stream};
 
 /// The ranks of other processes, as one rank's transport reaches them. Dropping it waits for nobody: a thread keeps what the others

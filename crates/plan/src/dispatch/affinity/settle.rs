@@ -281,7 +281,7 @@ mod tests {
 
     use super::*;
     use crate::dispatch::{DispatchAlgorithm, chunk_work, dispatch};
-    use crate::work::without;
+    use crate::rows::without;
 
     fn slowest(work: &ChunkWork, prices: &Prices, dispatch: &Dispatch) -> i64 {
         plain(work, prices, &lists(dispatch))

@@ -3,7 +3,7 @@ use std::ops::Range;
 use counterpoint_mask::Range as Rows;
 
 use crate::dispatch::ChunkWork;
-use crate::work::without;
+use crate::rows::without;
 
 /// Key rows that more than this part of all chunks read say nothing about who belongs together: 3 / 4.
 const POPULAR: (usize, usize) = (3, 4);

@@ -22,6 +22,7 @@ const MAX_COVERAGE: usize = 1 << 22;
 /// A swap is weighed by three terms: the rows that it saves; area above the mean, at the rate at which one percent of a
 /// rank's area is worth one percent of the rows that a rank receives; and area above the limit, one percent of which
 /// outweighs the whole key sequence. So a causal sequence, whose traffic no dispatch avoids, keeps its balance.
+// Long: one pass over pairs, whose bookkeeping every branch changes.
 pub(super) fn trade(work: &ChunkWork, segments: &Segments, rank_chunks: &mut [Vec<u32>], limit: u64) {
     let (chunks, ranks) = (work.num_chunks(), rank_chunks.len());
     if ranks < 2 || chunks < 2 || ranks * segments.words() > MAX_COVERAGE {

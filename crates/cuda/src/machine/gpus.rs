@@ -1,38 +1,18 @@
+//! The GPUs of this process, whose ranks are its threads.
+
 use std::sync::Arc;
 
 use counterpoint_exec::{ElementTypes, Ends, ExecError, Machine, World, check_memory};
 use counterpoint_plan::{DType, LinearMachine, MachineProfile, Topology, WorkerSharing};
 
-use super::clock::Clock;
-use super::rank::OtherKernels;
-use super::{CudaBackend, exec_error};
+use crate::backend::clock::Clock;
+use crate::backend::rank::OtherKernels;
+use crate::backend::{CudaBackend, PlainProducts, Timing, exec_error};
 use crate::kernel::{LINK_BLOCKS, LINK_RANKS, UserKernelSource};
 use crate::memory::{DeviceAllocator, Lender};
 use crate::nccl::{ConnectedRanks, NcclRank};
 use crate::transport::Means;
 use crate::{CudaError, CudaTransport, Device, EngineUse, TransportKind, compiler_version};
-
-/// Whether a run measures its operations.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Timing {
-    /// Every operation, by events around it: what a timeline needs.
-    #[default]
-    Spans,
-    /// Nothing: the fewest calls, for benchmarks of a whole run.
-    Off,
-}
-
-/// Who computes products of whole matrices in passes in which nothing travels: forwards of column-parallel layers and backwards of
-/// row-parallel ones where all tokens are on every rank, layers of one rank, deferred gradients of weights. All others need ends that no
-/// library has, or bits that do not depend on how rows are cut.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum PlainProducts {
-    /// This crate's kernels.
-    #[default]
-    Ours,
-    /// cuBLASLt's, whose bits are those of its version. A policy's margin is its target for the number of multiprocessors.
-    CublasLt,
-}
 
 /// The GPUs of this process. Ranks are dealt out to them in turn: on one GPU they share it.
 #[derive(Clone, Debug)]

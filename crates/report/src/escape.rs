@@ -1,3 +1,5 @@
+//! Text that becomes part of HTML, SVG or a script.
+
 use std::borrow::Cow;
 
 use serde_json::Value;

@@ -1,3 +1,5 @@
+//! One GPU rank of several that are processes.
+
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,10 +11,11 @@ use counterpoint_plan::{CostModel, LinearMachine, Topology};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use super::machine::{ELEMENT_TYPES, NUM_SMS, PlainProducts, Timing};
-use super::rank::OtherKernels;
-use super::start_line::StartPace;
-use super::{CudaBackend, cost, exec_error};
+use super::cost;
+use super::gpus::{ELEMENT_TYPES, NUM_SMS};
+use crate::backend::rank::OtherKernels;
+use crate::backend::start_line::StartPace;
+use crate::backend::{CudaBackend, PlainProducts, Timing, exec_error};
 use crate::kernel::{LINK_BLOCKS, LINK_RANKS};
 use crate::memory::{AllocationPlace, DeviceAllocator, Lender, OpenedMemory};
 use crate::nccl::{ConnectedRanks, NcclRank, NcclSeat};

@@ -1,3 +1,5 @@
+//! Why ranks that are processes do not come together.
+
 use std::fmt::Write;
 use std::time::Duration;
 

@@ -2,12 +2,9 @@ use std::sync::{Mutex, PoisonError};
 
 use serde::Serialize;
 
-use super::CubinCache;
-use super::compiler::{CompilerVersion, compiler_version};
-use super::elf::{MatrixInstructions, count_matrix_instructions};
-use super::parallel::map_parallel;
-use crate::CudaError;
-use crate::kernel::{MatrixUnit, Specialisation};
+use super::{MatrixUnit, Specialisation};
+use crate::compile::{MatrixInstructions, count_matrix_instructions, map_parallel};
+use crate::{CompilerVersion, CubinCache, CudaError, compiler_version};
 
 /// What became of every kernel that was to be compiled. No GPU is needed for it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]

@@ -1,0 +1,51 @@
+//! All types that host and kernels share.
+
+use counterpoint_tiles::{Tile, TileBound, TileMerge, TileRun, TurnSpan};
+
+use crate::TensorMap;
+use crate::layout::{SharedLayout, shared_layout};
+
+/// All types that host and kernels share. A test compiles their assertions.
+pub fn shared_layouts() -> Vec<SharedLayout> {
+    let schedule = [
+        shared_layout!(
+            "attention/tile_schedule.cuh",
+            Tile { start, end, run_begin, run_end, partial, blocks, number, reserved }
+        ),
+        shared_layout!("attention/tile_schedule.cuh", TileRun { start, end, bound_begin, bound_end }),
+        shared_layout!(
+            "attention/tile_schedule.cuh",
+            TileBound { q_start, q_end, k_start, k_end, diag_min, diag_max, reserved }
+        ),
+        shared_layout!("attention/tile_schedule.cuh", TileMerge { start, end, slot_begin, slot_end }),
+        shared_layout!("attention/tile_schedule.cuh", TurnSpan { first, end, turn, counter }),
+    ];
+    // Each launcher's module adds its own arguments here.
+    let kernels = [
+        super::foreign_meeting::layouts(),
+        super::signal_litmus::layouts(),
+        super::attention_backward::layouts(),
+        super::attention_delta::layouts(),
+        super::attention_finish::layouts(),
+        super::attention_forward::layouts(),
+        super::attention_merge::layouts(),
+        super::column_sum::layouts(),
+        super::gemm::layouts(),
+        super::link_copy::layouts(),
+        super::link_meeting::layouts(),
+        super::link_reduce::layouts(),
+        super::staged_reduce::layouts(),
+        super::portable_backward::layouts(),
+        super::portable_backward_query::layouts(),
+        super::portable_forward::layouts(),
+        super::rms_norm::layouts(),
+        super::row_pieces::layouts(),
+        super::row_check::layouts(),
+        super::row_copy::layouts(),
+        super::row_merge::layouts(),
+        super::row_reduce::layouts(),
+        super::user_kernel::layouts(),
+        super::wait_limit::layouts(),
+    ];
+    schedule.into_iter().chain([TensorMap::layout()]).chain(kernels.into_iter().flatten()).collect()
+}

@@ -1,0 +1,172 @@
+//! Seconds of operations by the rates of a machine.
+
+use counterpoint_mask::Band;
+use counterpoint_plan::{AttentionWork, CostModel, ReadyWork};
+
+use crate::{
+    Accumulate, ArrivingKeys, AttentionBackward, AttentionState, BufferId, ForwardBegin, ForwardEnd, Gemm,
+    GemmLayout, Op, Program, ProgramOp, RowBlock,
+};
+
+/// Of a computation, the part that needs no rows that arrive while it runs.
+fn ready_part(program: &Program, op: &ProgramOp, cost: &CostModel) -> f64 {
+    let Some(arriving) = op.op.arriving() else { return 1.0 };
+    let (q, k, bands) = match &op.op {
+        Op::AttentionForward(a) => (a.q, a.k, &a.bands),
+        other => match other.backward() {
+            Some(a) => (a.q, a.k, &a.bands),
+            None => return 1.0,
+        },
+    };
+    let (q, own_rows) = (&program.buffers[q.0], program.buffers[k.0].rows());
+    ReadyWork::of(bands, own_rows).part(q.shape[1], arriving.delivery.parts, cost)
+}
+
+/// Seconds of an operation, of a rank that has computed for so many before.
+pub(crate) fn compute_seconds(
+    program: &Program,
+    op: &ProgramOp,
+    computed_seconds: f64,
+    cost: &CostModel,
+) -> f64 {
+    let bytes = |id: BufferId| program.buffers[id.0].bytes();
+    let work = match &op.op {
+        Op::AttentionForward(a) => {
+            let state = |state: &AttentionState| state.buffers().into_iter().map(bytes).sum::<u64>();
+            let begun = if let ForwardBegin::Continue(begin) = &a.begin { state(begin) } else { 0 };
+            let left = if let ForwardEnd::State(end) = &a.end { state(end) } else { 0 };
+            let work = attention_work(program, &a.bands, [a.q, a.k, a.v], a.arriving.as_ref());
+            return cost.forward_seconds(&AttentionWork {
+                staged: begun + left > 0,
+                // A tile waits for its state before it can end, so it is read at half the rate.
+                passed_bytes: 2 * begun + left,
+                computed_seconds,
+                ..work
+            });
+        }
+        Op::AttentionBackward(a) => return backward_seconds(program, a, computed_seconds, cost),
+        Op::BackwardReduce(both) => return backward_seconds(program, &both.backward, computed_seconds, cost),
+        Op::Gemm(gemm) => product_seconds(program, gemm, cost),
+        Op::WaveGemm(waves) => waves_seconds(program, &waves.groups, cost),
+        Op::GemmReduce(both) => product_seconds(program, &both.gemm, cost),
+        Op::CastGemm(both) => product_seconds(program, &both.gemm, cost),
+        Op::CopyRows { src, rows, .. } => {
+            let src = &program.buffers[src.0];
+            // Read and written.
+            2.0 * (rows * src.row_elements() * src.dtype.size()) as f64 / cost.memory_bytes_per_second
+        }
+        Op::ZeroRows { dst, rows } => {
+            let dst = &program.buffers[dst.0];
+            (rows.len() * dst.row_elements() * dst.dtype.size()) as f64 / cost.memory_bytes_per_second
+        }
+        Op::AttentionFinish(op) => {
+            placed_bytes(program, op.merged_out, op.out) / cost.memory_bytes_per_second
+        }
+        Op::PlaceRows { src, dst, .. } => placed_bytes(program, *src, *dst) / cost.memory_bytes_per_second,
+        other => {
+            let touched = other.reads().into_iter().chain(other.writes());
+            touched.map(bytes).sum::<u64>() as f64 / cost.memory_bytes_per_second
+        }
+    };
+    cost.launch_seconds + work
+}
+
+fn backward_seconds(
+    program: &Program,
+    op: &AttentionBackward,
+    computed_seconds: f64,
+    cost: &CostModel,
+) -> f64 {
+    let bytes = |id: BufferId| program.buffers[id.0].bytes();
+    let dq = bytes(op.dq);
+    let cleared = if op.accumulate_dq == Accumulate::Start { dq } else { 2 * dq };
+    let rounded = op.rounded_dq.map_or(0, |rounded| dq + bytes(rounded));
+    let work = attention_work(program, &op.bands, [op.q, op.k, op.v], op.arriving.as_ref());
+    let passed_bytes = cleared + rounded;
+    cost.backward_seconds(&AttentionWork { passed_bytes, computed_seconds, ..work })
+}
+
+/// Bytes read and written where all rows of `src` become rows of `dst`.
+fn placed_bytes(program: &Program, src: BufferId, dst: BufferId) -> f64 {
+    let (src, dst) = (&program.buffers[src.0], &program.buffers[dst.0]);
+    let elements = src.rows() * src.row_elements();
+    (elements * (src.dtype.size() + dst.dtype.size())) as f64
+}
+
+fn product_seconds(program: &Program, gemm: &Gemm, cost: &CostModel) -> f64 {
+    cost.matmul_seconds(product_size(program, gemm))
+}
+
+/// Products of one launch, which has the waves of all their rows together.
+fn waves_seconds(program: &Program, groups: &[Gemm], cost: &CostModel) -> f64 {
+    let sizes: Vec<[usize; 3]> = groups.iter().map(|gemm| product_size(program, gemm)).collect();
+    let Some([_, n, _]) = sizes.first() else { return 0.0 };
+    let rows: usize = sizes.iter().map(|[m, ..]| m).sum();
+    // Experts' gradients sum over rows of their own: a mean, by the rows of their results.
+    let terms: usize = sizes.iter().map(|[m, _, k]| m * k).sum();
+    cost.matmul_seconds([rows, *n, terms / rows.max(1)])
+}
+
+/// Seconds from the start of an operation, or from the end of its part before, to the end of part `part`; `None` when it has
+/// fewer parts. The rank has computed for `computed_seconds` before.
+pub(crate) fn part_seconds(
+    program: &Program,
+    op: &ProgramOp,
+    part: usize,
+    computed_seconds: f64,
+    cost: &CostModel,
+) -> Option<f64> {
+    match &op.op {
+        Op::WaveGemm(waves) => {
+            let until = |groups| waves_seconds(program, &waves.groups[..groups], cost);
+            let launch = if part == 0 { cost.launch_seconds } else { 0.0 };
+            (part < waves.groups.len()).then(|| launch + until(part + 1) - until(part))
+        }
+        Op::UserKernel(user) => {
+            let bytes = |id: &BufferId| program.buffers[id.0].bytes();
+            let launch = if part == 0 { cost.launch_seconds } else { 0.0 };
+            let of = user.parts.get(part)?;
+            let touched: u64 = of.reads.iter().chain(&of.writes).map(bytes).sum();
+            Some(launch + touched as f64 / cost.memory_bytes_per_second)
+        }
+        arriving if arriving.arriving().is_some() => {
+            let ready = ready_part(program, op, cost);
+            let share = *[ready, 1.0 - ready].get(part)?;
+            Some(share * compute_seconds(program, op, computed_seconds, cost))
+        }
+        _ => (part == 0).then(|| compute_seconds(program, op, computed_seconds, cost)),
+    }
+}
+
+fn product_size(program: &Program, gemm: &Gemm) -> [usize; 3] {
+    let shape = |id: BufferId| &program.buffers[id.0].shape;
+    let rows = |blocks: &[RowBlock]| blocks.iter().map(|block| block.rows.len()).sum::<usize>();
+    let columns = |blocks: &[RowBlock]| blocks.first().map_or(0, |block| shape(block.buffer)[1]);
+    let (m, k) = match gemm.layout {
+        GemmLayout::Nt | GemmLayout::Nn => (rows(&gemm.a), columns(&gemm.a)),
+        GemmLayout::Tn => (columns(&gemm.a), rows(&gemm.a)),
+    };
+    [m, shape(gemm.out)[1], k]
+}
+
+/// A whole attention on `[q, k, v]`.
+fn attention_work<'a>(
+    program: &Program,
+    bands: &'a [Band],
+    [q, k, v]: [BufferId; 3],
+    arriving: Option<&ArrivingKeys>,
+) -> AttentionWork<'a> {
+    let [q, k, v] = [q, k, v].map(|id| &program.buffers[id.0]);
+    AttentionWork {
+        bands,
+        q_rows: q.rows(),
+        k_rows: k.rows() + arriving.map_or(0, |keys| program.buffers[keys.k.0].rows()),
+        heads_q: q.shape[1],
+        heads_kv: k.shape[1],
+        head_dim: q.shape[2],
+        head_dim_v: v.shape[2],
+        staged: false,
+        passed_bytes: 0,
+        computed_seconds: 0.0,
+    }
+}
