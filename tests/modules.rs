@@ -40,6 +40,12 @@ const KNOTS: &[(&str, &[&str], &str)] = &[
         &["attention", "communicator", "group", "interpreter"],
         "attention and single collectives are prepared on a group and called through it",
     ),
+    ("tiles", &["apart", "counts"], "tiles that lie apart are counted by what counts all tiles"),
+    (
+        "plan",
+        &["config", "pass_stages"],
+        "a configuration holds the stages of each pass, and they are checked against it",
+    ),
     ("mask", &["band", "slice"], "a slice is cut into bands, and a band is written as slices"),
     (
         "cuda",
