@@ -100,6 +100,7 @@ const CELLS: usize = 16;
 const MOST_AUTO_STAGES: usize = 8;
 
 /// Cuts for the forward and for the backward.
+// Long: one comparison of every number of stages, whose bookkeeping all of its parts share.
 pub(crate) fn cut(
     ranks: &[RankOutline],
     runs: &Runs,
