@@ -58,6 +58,7 @@ fn replay(machine: &CudaMachine, case: &Case) -> Result<usize, ExecError> {
         ("v", Some(&inputs.v)),
         ("sink", inputs.sink.as_ref()),
         ("dout", inputs.dout.as_ref()),
+        ("dlse", inputs.dlse.as_ref()),
     ];
     let config = WorldConfig { limit: Duration::from_secs(30), ..WorldConfig::default() };
     let world = World::new(1, config);

@@ -235,6 +235,7 @@ fn product_of_rank(
     for (name, tensor) in [("x", x), ("weight", weight)] {
         prepared.bind(name, backend.upload(name, tensor)?)?;
     }
+    prepared.own_outputs()?;
     let result = || {
         let missing = || ExecError::Tensor { name: "y".to_owned(), reason: "is not an output".to_owned() };
         backend.download(prepared.buffer("y").ok_or_else(missing)?)
