@@ -18,13 +18,14 @@ impl CudaBackend {
     /// legacy default stream.
     ///
     /// # Safety
-    /// `raw` is a stream of the primary context of this rank's device, and lives until this rank's group has gone.
+    /// `raw` is a stream of the primary context of this rank's device, and lives until this rank has gone: its group, and every plan, ticket
+    /// and backend that keeps the rank. Until then the driver is asked about it, by calls and whenever memory is looked for.
     pub unsafe fn borrow_stream(&self, raw: CUstream) -> Arc<CudaStream> {
         let mut known = lock(&self.0.borrowed);
         if let Some(stream) = known.iter().find(|stream| stream.queue().raw() == raw) {
             return stream.clone();
         }
-        // SAFETY: the caller's promise; this rank goes with its group.
+        // SAFETY: the caller's promise; the stream is kept by this rank alone.
         let stream = unsafe { Stream::borrow(self.device(), raw) };
         let status = self.0.world.register_stream(self.0.rank, "the caller's", StreamKind::Compute);
         let stream = Arc::new(CudaStream::new(stream, status));

@@ -1,5 +1,6 @@
 //! Calls of a group on memory and streams that others own: packed tensors, several calls on their way, graphs of others, many masks.
 
+use std::cell::RefCell;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -51,11 +52,14 @@ pub(super) fn group(machine: &CudaMachine, ranks: usize) -> Result<Group<CudaMac
     Group::connect(machine, ranks, config)
 }
 
-/// A mask with its inputs and the right results.
+/// A mask with its inputs and the right results. It is made before the groups that it is called on, and goes after them.
 pub(super) struct Case {
     staged: StagedAttention,
     inputs: Vec<AttentionInputs>,
     right: AttentionOutputs,
+    /// Streams of the caller's, which groups have borrowed and may ask until they have gone: whoever drops tensors first, as callers do,
+    /// must not destroy them.
+    streams: RefCell<Vec<Stream>>,
 }
 
 impl Case {
@@ -69,7 +73,7 @@ impl Case {
         let StagedAttention { spec, plan, inputs } = &staged;
         let run = RunConfig { deterministic: true, poison: false, ..RunConfig::default() };
         let right = run_attention_on(machine, plan, spec, inputs, &run)?.outputs;
-        Ok(Self { inputs: inputs.of_ranks(plan)?, staged, right })
+        Ok(Self { inputs: inputs.of_ranks(plan)?, staged, right, streams: RefCell::default() })
     }
 
     pub(super) fn prepare(
@@ -82,18 +86,20 @@ impl Case {
 
     pub(super) fn tensors(&self, group: &Group<CudaMachine>) -> Result<Vec<Tensors>, ExecError> {
         let ranks = group.ranks().iter().zip(&self.inputs);
-        ranks.map(|(rank, inputs)| Tensors::new(rank.backend(), inputs, &self.staged.spec)).collect()
+        ranks.map(|(rank, inputs)| self.tensors_of(rank.backend(), inputs)).collect()
+    }
+
+    fn tensors_of(&self, backend: &CudaBackend, inputs: &AttentionInputs) -> Result<Tensors, ExecError> {
+        let stream = Stream::new(backend.device(), StreamPriority::Low).map_err(failed)?;
+        self.streams.borrow_mut().push(stream.clone());
+        Tensors::new(backend, stream, inputs, &self.staged.spec)
     }
 
     fn check(&self, group: Group<CudaMachine>, how: &str) -> Result<Vec<SelfCheck>, ExecError> {
         let ranks = self.inputs.len();
-        // The caller's streams, which outlive the group.
-        let mut owned: Vec<Stream> = Vec::new();
-        let group = group;
         let calls = self.prepare(&group)?;
         // Two micro-batches on their way at once.
         let both = [self.tensors(&group)?, self.tensors(&group)?];
-        owned.extend(both.iter().flatten().map(|tensors| tensors.stream.clone()));
         let step = || -> Result<Vec<Ticket<CudaBackend>>, ExecError> {
             let mut tickets = Vec::new();
             for tensors in &both {
@@ -234,9 +240,14 @@ pub(super) struct Tensors {
 }
 
 impl Tensors {
-    fn new(backend: &CudaBackend, inputs: &AttentionInputs, spec: &AttentionSpec) -> Result<Self, ExecError> {
-        let stream = Stream::new(backend.device(), StreamPriority::Low).map_err(failed)?;
-        // SAFETY: the group outlives its calls, and they this value; its clone in the group keeps nothing but the handle.
+    /// Tensors of a case, which keeps `stream` until the rank's group has gone.
+    fn new(
+        backend: &CudaBackend,
+        stream: Stream,
+        inputs: &AttentionInputs,
+        spec: &AttentionSpec,
+    ) -> Result<Self, ExecError> {
+        // SAFETY: the case keeps the stream, and outlives the rank's group, which keeps nothing but the handle.
         let borrowed = unsafe { backend.borrow_stream(stream.raw()) };
         let hold = StartHold::new(backend.device()).map_err(failed)?;
         let upload = |name: &str, tensor: &HostTensor| backend.upload(name, tensor.clone());

@@ -121,12 +121,9 @@ fn attention(machine: &CudaMachine, rounds: usize) -> Result<Vec<SelfCheck>, Exe
     let ranks = machine.devices().len().max(2);
     let case = Case::new(machine, Mask::causal(640 * ranks), ranks, SEED)?;
     let words = Words::new(&machine.devices()[0], ranks).map_err(failed)?;
-    // The caller's streams, which outlive the group.
-    let mut owned: Vec<Stream> = Vec::new();
     let group = group(machine, ranks)?;
     let calls = case.prepare(&group)?;
     let tensors = case.tensors(&group)?;
-    owned.extend(tensors.iter().map(|tensors| tensors.stream().clone()));
     tensors.iter().try_for_each(|tensors| tensors.give_late())?;
     let of_rank = |rank: usize| -> Result<(), ExecError> {
         let (calls, tensors) = (&calls.ranks()[rank], &tensors[rank]);
@@ -223,15 +220,18 @@ fn products(
 
 /// One rank's. Elements of the last result that the first, which had no neighbour, has otherwise.
 fn product_of_rank(
-    mut prepared: Prepared<CudaBackend, CudaTransport>,
+    prepared: Prepared<CudaBackend, CudaTransport>,
     x: HostTensor,
     weight: HostTensor,
     words: &Words,
     rounds: usize,
 ) -> Result<usize, ExecError> {
-    let backend = prepared.backend().clone();
-    let rank = backend.rank();
+    let rank = prepared.backend().rank();
     let failed = |error: CudaError| exec_error(rank, "a selftest", error);
+    let mut neighbour = Neighbour::new(words, prepared.backend().device(), rank).map_err(failed)?;
+    // Made behind the neighbour, and so gone before it, whatever ends this: the rank asks the streams that it has borrowed.
+    let mut prepared = prepared;
+    let backend = prepared.backend().clone();
     for (name, tensor) in [("x", x), ("weight", weight)] {
         prepared.bind(name, backend.upload(name, tensor)?)?;
     }
@@ -242,8 +242,7 @@ fn product_of_rank(
     };
     Call::new(&prepared, &[], None)?.enqueue()?.wait()?;
     let right = result()?;
-    let mut neighbour = Neighbour::new(words, backend.device(), rank).map_err(failed)?;
-    // SAFETY: the neighbour's stream is waited for below, and the rank's group goes with `prepared`, before it.
+    // SAFETY: the rank goes with `prepared` and `backend`, which go before the neighbour.
     let stream: Arc<CudaStream> = unsafe { backend.borrow_stream(neighbour.stream.raw()) };
     prepared.group_rank().order_with(stream);
     // In one order on all ranks, with delays of each.
@@ -264,9 +263,7 @@ fn product_of_rank(
     Call::new(&prepared, &[], None)?.enqueue()?.wait()?;
     neighbour.stream.synchronize().map_err(failed)?;
     let found = result()?;
-    let unlike = unlike_elements(&found, &right);
-    drop(prepared);
-    Ok(unlike)
+    Ok(unlike_elements(&found, &right))
 }
 
 /// Each rank on a thread of its own.
