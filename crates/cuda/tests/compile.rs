@@ -119,8 +119,6 @@ fn differences(
 ) -> Vec<String> {
     let differs = |(kernel, found): (&Specialisation, &Entry)| match ledger::twin(kernel, all) {
         None => ledger.difference(kernel, found),
-        // Another target has other registers; that it has no fault has been seen.
-        Some(twin) if twin.source.arch() != kernel.source.arch() => None,
         Some(twin) => {
             let (key, figures) = (ledger::key(twin), found.figures);
             let difference = ledger.difference(twin, &Entry { key, figures })?;

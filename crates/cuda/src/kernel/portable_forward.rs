@@ -163,7 +163,9 @@ impl Choice {
         // The register that they take is one too many beside the usual blocks.
         *block = match (self.blocks, head_dim, head_dim_v) {
             (TilePlacement::Aligned, 64 | 128, _) if warp_rows == 32 => *block / 2,
-            (TilePlacement::Tight, 192, 128) if self.softcap && warp_rows == 32 => (*block).min(32),
+            (TilePlacement::Tight, 192, 128) if warp_rows == 32 => (*block).min(32),
+            (TilePlacement::Tight, 96, _) => (*block).min(48),
+            (TilePlacement::Tight, 128, _) if self.softcap => (*block).min(32),
             (TilePlacement::Tight, 256, _) => (*block).min(32),
             _ => *block,
         };

@@ -151,8 +151,8 @@ fn shown(figure: Option<u32>) -> String {
 }
 
 /// The kernels that the ledger holds. Of matrix kernels it leaves out those for which a twin stands: f16 where the same kernel is there in
-/// bf16, and further portable targets where the same source is there for sm_80. `GOLDEN=all` compiles them too: none may have a fault,
-/// and a twin of the same target has the same figures.
+/// bf16 for the same target. Every target is held: what fits in registers on sm_80 may spill on sm_90. `GOLDEN=all` compiles the twins
+/// too: none may have a fault, and a twin has the same figures.
 pub(crate) fn recorded(all: &[Specialisation]) -> Vec<&Specialisation> {
     all.iter().filter(|kernel| twin(kernel, all).is_none()).collect()
 }
@@ -166,10 +166,9 @@ pub(crate) fn twin<'a>(kernel: &Specialisation, all: &'a [Specialisation]) -> Op
     // `f16` is a word of a name of its own; the one in `bf16` is not.
     let bf16 =
         own.split('_').map(|word| if word == "f16" { "bf16" } else { word }).collect::<Vec<_>>().join("_");
-    let arch = if kernel.matrix_unit == MatrixUnit::Warp { "sm_80".to_owned() } else { arch };
-    let wanted = (arch, bf16);
-    if wanted == name(kernel) {
+    if bf16 == own {
         return None;
     }
+    let wanted = (arch, bf16);
     all.iter().find(|other| name(other) == wanted)
 }
