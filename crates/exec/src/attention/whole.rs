@@ -60,8 +60,8 @@ impl RanksRun {
         if own != 0 {
             let bytes = self.to_bytes().map_err(|error| rendezvous.fail(broken(own, error.to_string())))?;
             rendezvous.set(&key(own), &bytes)?;
-            // Answered after the results have come, so that this process may end.
-            rendezvous.add("results", 1)?;
+            // Once rank 0 has them this process may end, or have others gathered under the same keys.
+            rendezvous.barrier("results")?;
             return Ok(None);
         }
         let mut all = self;
@@ -70,6 +70,7 @@ impl RanksRun {
             let theirs = Self::from_bytes(&bytes).map_err(|reason| rendezvous.fail(broken(rank, reason)))?;
             all.join(theirs);
         }
+        rendezvous.barrier("results")?;
         all.into_whole(plan).map(Some)
     }
 

@@ -1,6 +1,7 @@
 //! Ranks that are threads, each with a rendezvous of its own, as processes have them.
 
 mod lost;
+mod results;
 
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
