@@ -20,8 +20,8 @@ use super::row::{Parts, Row};
 use crate::arguments::{BenchMoeArguments, BenchTpPass};
 use crate::turns::turns;
 
-/// Columns of each result that are compared with f64.
-const SAMPLED: usize = 8;
+/// Rows and columns of each result of a rank that are compared with f64.
+const SAMPLED: usize = 32;
 const WARM_UPS: usize = 3;
 
 /// One layer.

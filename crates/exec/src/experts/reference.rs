@@ -3,8 +3,9 @@
 use counterpoint_mask::Range;
 use counterpoint_plan::{DType, ExpertKind, ExpertSpec, Routing};
 
+use crate::host_element::with_host_element;
 use crate::linear::half_unit;
-use crate::{ExecError, HostTensor, LinearSample};
+use crate::{ExecError, HostElement, HostTensor, LinearSample};
 
 /// Tensors of a layer of experts: of activations each rank's, of weights those of all experts.
 #[derive(Clone, Debug, PartialEq)]
@@ -39,25 +40,63 @@ struct Routed {
     row: usize,
 }
 
-/// Sums in f64, and those of the terms' magnitudes.
+/// Elements of a result that are compared: sums in f64, and those of the terms' magnitudes.
 struct Exact {
-    columns: usize,
+    /// Rows of the result.
+    count: usize,
+    rows: Vec<usize>,
+    columns: Vec<usize>,
     sums: Vec<f64>,
     magnitudes: Vec<f64>,
 }
 
 impl Exact {
-    fn new(rows: usize, columns: usize) -> Self {
-        Self { columns, sums: vec![0.0; rows * columns], magnitudes: vec![0.0; rows * columns] }
+    fn new(count: usize, columns: usize, sample: LinearSample) -> Self {
+        let (rows, columns) = (sample.of(Range::new(0, count)), sample.of(Range::new(0, columns)));
+        let zeros = vec![0.0; rows.len() * columns.len()];
+        Self { count, rows, columns, sums: zeros.clone(), magnitudes: zeros }
     }
 
-    fn add(&mut self, row: usize, column: usize, term: f64) {
-        self.sums[row * self.columns + column] += term;
-        self.magnitudes[row * self.columns + column] += term.abs();
+    /// Where a row of the result is here; `None` for one that is not compared.
+    fn place(&self, row: usize) -> Option<usize> {
+        self.rows.binary_search(&row).ok()
+    }
+
+    /// Adds the products of two rows to one of the columns at a place.
+    fn add_products(&mut self, place: usize, column: usize, a: &[f64], b: &[f64]) {
+        let at = place * self.columns.len() + column;
+        for (a, b) in a.iter().zip(b) {
+            self.sums[at] += a * b;
+            self.magnitudes[at] += (a * b).abs();
+        }
+    }
+
+    /// Adds to the columns at a place.
+    fn add(&mut self, place: usize, terms: impl IntoIterator<Item = f64>) {
+        let first = place * self.columns.len();
+        for (at, term) in (first..).zip(terms) {
+            self.sums[at] += term;
+            self.magnitudes[at] += term.abs();
+        }
     }
 }
 
-/// Compares results with the definition, token by token: all rows, and of those the columns that the sample names.
+/// These columns of these rows in f64, row by row.
+fn elements(
+    tensor: &HostTensor,
+    rows: impl IntoIterator<Item = usize>,
+    columns: impl IntoIterator<Item = usize, IntoIter: Clone>,
+) -> Vec<f64> {
+    let (width, columns) = (tensor.row_elements(), columns.into_iter());
+    with_host_element!(tensor.dtype(), T => {
+        let elements = tensor.as_slice::<T>().unwrap_or(&[]);
+        let of_row = |row: usize| columns.clone().map(move |column| HostElement::to_f64(elements[row * width + column]));
+        rows.into_iter().flat_map(of_row).collect()
+    })
+}
+
+/// Compares results with the definition, token by token: of every tensor of a rank, and of the weights of all experts, the rows and columns
+/// that the sample names.
 ///
 /// # Errors
 /// [`ExecError::Tensor`] with the first element that is not what it must be.
@@ -69,17 +108,16 @@ pub fn check_experts(
     sample: LinearSample,
 ) -> Result<(), ExecError> {
     let routed = routed(routing);
-    let f64s = |tensors: &[HostTensor]| tensors.iter().map(HostTensor::to_f64).collect::<Vec<_>>();
-    let (x, weight) = (f64s(&inputs.x), inputs.weight.to_f64());
+    let (x, weight) = (&inputs.x, &inputs.weight);
     let (k, n) = (spec.in_features, spec.out_features);
-    let (ins, outs) = (sample.of(Range::new(0, k)), sample.of(Range::new(0, n)));
-    let checks = |name: &str, found: &[HostTensor], columns: &[usize], exact: Vec<Exact>, terms: usize| {
-        found.iter().zip(exact).enumerate().try_for_each(|(rank, (found, exact))| {
-            check(&format!("{name} of rank {rank}"), found, columns, &exact, terms)
+    let checks = |name: &str, found: &[HostTensor], exact: Vec<Exact>, terms: usize| {
+        let mut ranks = found.iter().zip(exact).enumerate();
+        ranks.try_for_each(|(rank, (found, exact))| {
+            check(&format!("{name} of rank {rank}"), found, &exact, terms)
         })
     };
-    let exact = |rows: &dyn Fn(usize) -> usize, columns: &[usize]| -> Vec<Exact> {
-        (0..routing.ranks()).map(|rank| Exact::new(rows(rank), columns.len())).collect()
+    let exact = |rows: &dyn Fn(usize) -> usize, columns: usize| -> Vec<Exact> {
+        (0..routing.ranks()).map(|rank| Exact::new(rows(rank), columns, sample)).collect()
     };
     let rows_of = |rank: usize| routed.iter().filter(|routed| routed.here == rank).count();
     let tokens_of = |rank: usize| routing.tokens(rank);
@@ -90,44 +128,51 @@ pub fn check_experts(
         ExpertKind::Dispatch => (&tokens_of, &rows_of),
         ExpertKind::Combine => (&rows_of, &tokens_of),
     };
-    let mut y = exact(rows_y, &outs);
+    let mut y = exact(rows_y, n);
     for one in &routed {
-        let ((from, row), (to, place)) = (at_x(one), at_y(one));
-        let x = &x[from][row * k..(row + 1) * k];
-        for (at, out) in outs.iter().enumerate() {
-            let weight = &weight[(one.expert * n + out) * k..][..k];
-            x.iter().zip(weight).for_each(|(x, w)| y[to].add(place, at, x * w));
+        let ((from, row), (to, row_y)) = (at_x(one), at_y(one));
+        let Some(place) = y[to].place(row_y) else { continue };
+        let x = elements(&x[from], [row], 0..k);
+        for feature in 0..y[to].columns.len() {
+            let of_expert = one.expert * n + y[to].columns[feature];
+            let weight = elements(weight, [of_expert], 0..k);
+            y[to].add_products(place, feature, &x, &weight);
         }
     }
-    checks("y", &outputs.y, &outs, y, k)?;
+    checks("y", &outputs.y, y, k)?;
     let (Some(dy), Some(found)) = (&inputs.dy, &outputs.dx) else { return Ok(()) };
-    let dy = f64s(dy);
-    let mut dx = exact(rows_x, &ins);
+    let mut dx = exact(rows_x, k);
     for one in &routed {
-        let ((to, place), (from, row)) = (at_x(one), at_y(one));
-        for (feature, dy) in dy[from][row * n..(row + 1) * n].iter().enumerate() {
-            let weight = &weight[(one.expert * n + feature) * k..][..k];
-            ins.iter().enumerate().for_each(|(at, column)| dx[to].add(place, at, dy * weight[*column]));
+        let ((to, row_x), (from, row)) = (at_x(one), at_y(one));
+        let Some(place) = dx[to].place(row_x) else { continue };
+        let columns = dx[to].columns.clone();
+        let weight = elements(weight, one.expert * n..(one.expert + 1) * n, columns.iter().copied());
+        let dy = elements(&dy[from], [row], 0..n);
+        for (dy, weight) in dy.iter().zip(weight.chunks_exact(columns.len().max(1))) {
+            dx[to].add(place, weight.iter().map(|weight| dy * weight));
         }
     }
-    checks("dx", found, &ins, dx, n)?;
+    checks("dx", found, dx, n)?;
     let Some(found) = &outputs.dweight else { return Ok(()) };
-    let mut gradient = Exact::new(routing.experts() * n, ins.len());
+    let mut gradient = Exact::new(routing.experts() * n, k, sample);
+    let (features, columns) = (gradient.rows.clone(), gradient.columns.clone());
     if let Some(before) = &inputs.main_grad {
-        for (row, values) in before.to_f64().chunks_exact(k).enumerate() {
-            ins.iter().enumerate().for_each(|(at, column)| gradient.add(row, at, values[*column]));
+        for (place, feature) in features.iter().enumerate() {
+            gradient.add(place, elements(before, [*feature], columns.iter().copied()));
         }
     }
     for one in &routed {
-        let ((from, row), (of, place)) = (at_x(one), at_y(one));
-        let (x, dy) = (&x[from][row * k..(row + 1) * k], &dy[of][place * n..(place + 1) * n]);
-        for (feature, dy) in dy.iter().enumerate() {
-            let row = one.expert * n + feature;
-            ins.iter().enumerate().for_each(|(at, column)| gradient.add(row, at, dy * x[*column]));
+        let ((from, row), (of, row_y)) = (at_x(one), at_y(one));
+        let of_expert = |expert: usize| features.partition_point(|feature| *feature < expert * n);
+        let places = of_expert(one.expert)..of_expert(one.expert + 1);
+        let x = elements(&x[from], [row], columns.iter().copied());
+        let of_features = features[places.clone()].iter().map(|feature| feature - one.expert * n);
+        for (place, dy) in places.zip(elements(&dy[of], [row_y], of_features)) {
+            gradient.add(place, x.iter().map(|x| dy * x));
         }
     }
     let most = routing.rows().into_iter().max().unwrap_or(0);
-    check("the gradient of the weights", found, &ins, &gradient, most)
+    check("the gradient of the weights", found, &gradient, most)
 }
 
 /// All rows of all experts, in the order in which they lie on their ranks.
@@ -158,38 +203,25 @@ fn place(kind: ExpertKind, routed: &Routed) -> [(usize, usize); 2] {
 }
 
 /// An element is a sum of products, rounded on its rank, on its way and at its end.
-fn check(
-    name: &str,
-    found: &HostTensor,
-    columns: &[usize],
-    exact: &Exact,
-    terms: usize,
-) -> Result<(), ExecError> {
+fn check(name: &str, found: &HostTensor, exact: &Exact, terms: usize) -> Result<(), ExecError> {
     let wrong = |reason: String| Err(ExecError::Tensor { name: name.to_owned(), reason });
-    let width = found.row_elements();
-    let rows = exact.sums.len() / exact.columns.max(1);
-    if found.rows() != rows && exact.columns > 0 {
-        return wrong(format!("has {} rows; it must have {rows}", found.rows()));
+    let Exact { count, rows, columns, sums, magnitudes } = exact;
+    if found.rows() != *count && !columns.is_empty() {
+        return wrong(format!("has {} rows; it must have {count}", found.rows()));
     }
     let summed = half_unit(match found.dtype() {
         DType::F64 => DType::F64,
         _ => DType::F32,
     });
     let unit = 3.0 * half_unit(found.dtype()) + (terms as f64).sqrt().mul_add(4.0, 8.0) * summed;
-    let values = found.to_f64();
-    for (row, (sums, magnitudes)) in exact
-        .sums
-        .chunks_exact(exact.columns.max(1))
-        .zip(exact.magnitudes.chunks_exact(exact.columns.max(1)))
-        .enumerate()
-    {
-        for (at, column) in columns.iter().enumerate() {
-            let (value, wanted) = (values[row * width + column], sums[at]);
-            // NaN is within no bound.
-            let is_right = (value - wanted).abs() <= unit * magnitudes[at];
-            if !is_right {
-                return wrong(format!("is {value} in row {row}, column {column}; it must be {wanted}"));
-            }
+    let values = elements(found, rows.iter().copied(), columns.iter().copied());
+    for (at, value) in values.into_iter().enumerate() {
+        let wanted = sums[at];
+        // NaN is within no bound.
+        let is_right = (value - wanted).abs() <= unit * magnitudes[at];
+        if !is_right {
+            let (row, column) = (rows[at / columns.len()], columns[at % columns.len()]);
+            return wrong(format!("is {value} in row {row}, column {column}; it must be {wanted}"));
         }
     }
     Ok(())

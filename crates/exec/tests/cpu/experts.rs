@@ -155,8 +155,12 @@ fn random_routings_give_what_is_defined() {
 fn what_is_wrong_is_told() {
     let case = Case::random(7, ExpertKind::Combine, DType::F32);
     let right = case.run(pass("concurrent", 2));
+    // A sample has the first row and column, and the last.
     let check = |outputs: &ExpertOutputs| {
-        check_experts(&case.spec, &case.routing, &case.inputs, outputs, LinearSample::Whole)
+        let [whole, sampled] = [LinearSample::Whole, LinearSample::Spread(2)]
+            .map(|sample| check_experts(&case.spec, &case.routing, &case.inputs, outputs, sample));
+        assert_eq!(whole.is_ok(), sampled.is_ok());
+        whole
     };
     check(&right).unwrap();
     let rank = (0..case.routing.ranks()).find(|&rank| right.y[rank].rows() > 1).unwrap();
