@@ -20,6 +20,7 @@ use crate::CudaError;
 use crate::arch::{Arch, Capability};
 use crate::event::SpareEvents;
 use crate::function::LoadedKernels;
+use crate::inside::Inside;
 use crate::library::{Driver, call};
 use crate::memory::{Guards, HostRecords, Lender, MemoryPool, PoolMemory, StreamEnds};
 
@@ -471,6 +472,8 @@ impl Scope {
 impl Drop for Scope {
     fn drop(&mut self) {
         if !self.kept.load(Ordering::Relaxed) {
+            // It waits for the device, on a thread that listened to another rank maybe, for which nobody waits.
+            let _inside = Inside::enter();
             // Who still had a buffer or a stream of it, had this scope.
             self.primary.release(|driver| {
                 let memory = self.records.free(driver).and(self.pool.free(driver, true));

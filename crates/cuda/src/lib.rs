@@ -31,6 +31,7 @@ mod error;
 mod event;
 mod function;
 mod graph;
+mod inside;
 pub mod kernel;
 mod launch;
 mod layout;
@@ -59,6 +60,7 @@ pub use error::CudaError;
 pub use event::Event;
 pub use function::{Function, FunctionAttributes};
 pub use graph::Graph;
+pub use inside::end_process;
 pub use kernel::{CompileReport, KernelFault, KernelReport, examine};
 pub use launch::{KernelArguments, Launch, LaunchStart};
 pub use layout::SharedLayout;
@@ -67,7 +69,7 @@ pub use machine::{CudaMachine, CudaProcess};
 pub use memory::{
     AllocationError, DeviceAllocator, DeviceBuffer, GuardReport, MemoryGuard, Overwrite, PinnedBuffer,
 };
-pub use nccl::{NcclCollective, NcclRank, end_process};
+pub use nccl::{NcclCollective, NcclRank};
 pub use stream::{Stream, StreamPriority};
 pub use tensor_map::{L2Promotion, Swizzle, TensorMap, TensorMapElement, TensorMapSpec};
 pub use transport::{

@@ -8,7 +8,8 @@ use std::{ptr, thread};
 
 use counterpoint_exec::World;
 
-use super::{Among, ConnectedRanks, End, Inside, LOOK, NcclMessage, NcclRank, explain, go_on, group};
+use super::{Among, ConnectedRanks, End, LOOK, NcclMessage, NcclRank, explain, go_on, group};
+use crate::inside::Inside;
 use crate::library::{Nccl, NcclConfig, NcclUniqueId};
 use crate::{CudaError, Device, DeviceBuffer, Stream, StreamPriority};
 

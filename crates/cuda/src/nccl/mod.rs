@@ -1,7 +1,6 @@
 //! Ranks of NCCL, threads or processes: grouped sends and receives, with a limit on every call.
 
 mod connect;
-mod inside;
 mod shelf;
 
 use std::ffi::{c_int, c_void};
@@ -13,10 +12,9 @@ use std::time::{Duration, Instant};
 use counterpoint_exec::World;
 
 pub(crate) use connect::NcclSeat;
-pub(crate) use inside::Inside;
-pub use inside::end_process;
 use shelf::{Lent, Shelf};
 
+use crate::inside::Inside;
 use crate::kernel::ElementType;
 use crate::library::{Nccl, NcclHandle, NcclProgress};
 use crate::sync::lock;

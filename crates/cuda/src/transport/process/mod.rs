@@ -25,9 +25,9 @@ use self::message::{MemoryPlace, PartMessage, TensorPlace};
 use super::stand_in::StandIns;
 use super::{CallError, Part};
 use crate::backend::CudaBuffer;
+use crate::inside::Inside;
 use crate::kernel::LinkShifts;
 use crate::memory::{AllocationPlace, GivenWork};
-use crate::nccl::Inside;
 use crate::sync::lock;
 use crate::{CudaError, Device, DeviceBuffer, Stream};
 
@@ -228,7 +228,6 @@ impl Connected {
     /// Closes what the others have told, tells them so, and waits until they have closed what this rank has told them, which then may be
     /// freed. What is enqueued here ends first.
     fn leave(&self) {
-        let _inside = Inside::enter();
         let closed = || -> Result<(), CallError> {
             let mut given = None;
             while !self.has_ended(&mut given)? {
@@ -268,9 +267,17 @@ impl Drop for PeerProcesses {
         // This process may end before the thread has closed anything.
         leaving.mesh.say_farewell();
         let name = format!("rank {} leaves", leaving.rank);
-        // Who panics has told nobody yet, and nobody would close anything.
-        let is_leaving =
-            !thread::panicking() && thread::Builder::new().name(name).spawn(move || leaving.leave()).is_ok();
+        // Who panics has told nobody yet, and nobody would close anything. Once the job has failed there is nothing to wait for, and the
+        // device may hold up whoever asks it.
+        let goes_at_once = thread::panicking() || leaving.world.has_failed();
+        let inside = Inside::enter();
+        let leave = move || {
+            leaving.leave();
+            // What is freed here waits for the device.
+            drop(leaving);
+            drop(inside);
+        };
+        let is_leaving = !goes_at_once && thread::Builder::new().name(name).spawn(leave).is_ok();
         if !is_leaving {
             self.connected.give_up();
         }
