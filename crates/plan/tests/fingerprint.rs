@@ -52,6 +52,7 @@ fn others(value: &Value) -> Vec<Value> {
             Some(number) => vec![json!(number + 1), json!(number.saturating_sub(1)), Value::Null],
             None => vec![json!(number.as_f64().unwrap() * 1.25 + 1e-9)],
         },
+        Value::Bool(value) => vec![json!(!value)],
         // Other variants.
         Value::String(_) => {
             let names = ["min-heap", "auto", "never", "f16", "elements", "full", "inv_causal"];

@@ -129,7 +129,7 @@ fn heads_divide(heads_q: usize, heads_kv: usize, whence: impl Fn() -> String) ->
     Err(CliError::Heads { whence: whence(), heads_q, heads_kv })
 }
 
-/// [`heads_divide`] of what flags say.
+/// `heads_divide` of what flags say.
 pub fn flags_divide(heads_q: usize, heads_kv: usize) -> Result<(), CliError> {
     heads_divide(heads_q, heads_kv, || "--heads-q and --heads-kv".to_owned())
 }
