@@ -111,8 +111,8 @@ class _Group:
         `sink_grad="share"` gives every rank a part of the gradient of `sink`, whose sum over ranks is the gradient (what
         frameworks that add up gradients of parameters expect); `"sum"` gives every rank all of it.
 
-        `stages` says how many stages the work on keys of others is cut into, `"auto"` what is predicted to end first; one for both
-        passes, or one for each: "forward=2,backward=4".
+        `stages` says how many stages the work on keys of others is cut into, `"auto"` what is predicted to end first; one for
+        both passes, or one for each: "forward=2,backward=4".
 
         `dispatch` says how chunks are given to ranks, `overlap` how communication runs under computation: a policy of the command
         line such as "kernel-barrier+sm-margin=8", or one for each pass, "forward=...,backward=...". `"predicted"` simulates all
