@@ -77,7 +77,8 @@ def test_what_is_open_is_chosen_by_prediction_where_that_pays(group) -> None:
     choices = asked.choices
     assert set(choices.dispatches) == {"affinity", "zigzag", "min-heap", "sequential"} and choices.reason is None
     best = min(seconds for seconds in choices.dispatches.values() if seconds is not None)
-    assert choices.dispatches[choices.dispatch] <= best * 1.002
+    # Of those within 0.8 % of the first to end, the one that moves the fewest bytes.
+    assert choices.dispatches[choices.dispatch] <= best * 1.008
     # Threads of CPU ranks have no workers to share.
     assert set(choices.forward) == set(choices.backward) == {"concurrent", "sequential"}
     # Long enough that it pays: 96k tokens, 16 heads of 128.
