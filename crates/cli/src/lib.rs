@@ -9,6 +9,7 @@ mod command;
 
 use std::ffi::OsString;
 use std::iter;
+use std::time::Duration;
 
 use clap::FromArgMatches;
 use counterpoint_console::{self as console, CommandLine, interrupt, program};
@@ -54,15 +55,19 @@ fn words() -> impl Iterator<Item = OsString> {
 const THREADS_REFUSED: i32 = 3;
 
 /// A panic is a bug of ours, told in one line. One of a rank's threads reaches the user as that run's error.
+///
+/// The language's own way to start a thread, which libraries take, panics where the system refuses one: in the thread that asks, or in
+/// the new one before anything could catch it, where the memory for its signals is refused. Neither is a bug.
 fn report_panics_in_one_line() {
     std::panic::set_hook(Box::new(|panic| {
-        if std::thread::current().name() == Some("main") {
+        let on_main = std::thread::current().name() == Some("main");
+        let message = panic.payload_as_str().unwrap_or_default();
+        if message.contains("alternative stack") || on_main && message.contains("failed to spawn thread") {
+            console::note("error: the system gives no more threads; raise `ulimit -u` or `ulimit -v`");
+            interrupt::end_soon(THREADS_REFUSED, Duration::from_secs(1));
+        }
+        if on_main {
             let message = panic.to_string().replace('\n', " ");
-            // The language's own way to start a thread, which libraries take, panics where the system refuses one.
-            if message.contains("failed to spawn thread") {
-                console::note("error: the system gives no more threads; raise `ulimit -u` or `ulimit -v`");
-                interrupt::end(THREADS_REFUSED);
-            }
             console::note(&format!("error: this is a bug in counterpoint, please report it: {message}"));
         }
     }));
