@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from counterpoint.batch import Batch
     from counterpoint.functional import attention, flex_attention
     from counterpoint.group import LocalGroup
-    from counterpoint.plan import Plan, profile
+    from counterpoint.plan import Plan
     from counterpoint.processes import Group
+    from counterpoint.profiling import profile
 
 _LATER = {
     "Batch": "counterpoint.batch",
@@ -38,7 +39,7 @@ _LATER = {
     "Plan": "counterpoint.plan",
     "attention": "counterpoint.functional",
     "flex_attention": "counterpoint.functional",
-    "profile": "counterpoint.plan",
+    "profile": "counterpoint.profiling",
 }
 
 __all__ = [

@@ -8,6 +8,7 @@ from threading import Lock
 from typing import Any, Literal, overload
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from counterpoint import ops
 from counterpoint._native import Mask
@@ -64,13 +65,12 @@ def attention(
         with_maxima: tuple[torch.Tensor, ...] = _with_max_logits(q, k, v, plan, sink)
         return with_maxima
     q, k, v, batched = _rows_first(q, k, v)
-    if sink is not None and sink.ndim == 1:
-        sink = sink.unsqueeze(0)
+    if sink is not None:
+        sink = _sink_rows(sink)
     if torch.compiler.is_compiling():
         out, lse = torch.ops.counterpoint.attention(q, k, v, sink, plan.handle)
     else:
-        if not isinstance(plan, Plan):
-            raise TensorError(f"plan must be a counterpoint.Plan, as Group.plan makes it, not a {type(plan).__name__}")
+        _check_plan(plan)
         ops.check(plan, q, k, v, sink)
         differentiable = q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)
         if differentiable and torch.is_grad_enabled():
@@ -85,10 +85,9 @@ def _with_max_logits(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, sink: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     q, k, v, batched = _rows_first(q, k, v)
-    if sink is not None and sink.ndim == 1:
-        sink = sink.unsqueeze(0)
-    if not isinstance(plan, Plan):
-        raise TensorError(f"plan must be a counterpoint.Plan, as Group.plan makes it, not a {type(plan).__name__}")
+    if sink is not None:
+        sink = _sink_rows(sink)
+    _check_plan(plan)
     ops.check(plan, q, k, v, sink)
     largest = ops.empty_max_logits(plan, q)
     differentiable = q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)
@@ -105,8 +104,7 @@ def _rows_first(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torc
     if type(q) is torch.Tensor and type(k) is torch.Tensor and type(v) is torch.Tensor and q.ndim == k.ndim == v.ndim == 3:
         return q, k, v, False
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, torch.Tensor):
-            raise TensorError(f"{name} must be a torch.Tensor, not a {type(tensor).__name__}")
+        _check_tensor(name, tensor)
         if tensor.ndim not in (3, 4) or tensor.ndim != q.ndim or (tensor.ndim == 4 and tensor.shape[0] != 1):
             raise TensorError(
                 f"{name} is {list(tensor.shape)}; all three are [tokens, heads, head_dim], or [1, tokens, heads, head_dim]: "
@@ -115,6 +113,24 @@ def _rows_first(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torc
     if q.ndim == 3:
         return q, k, v, False
     return q.squeeze(0), k.squeeze(0), v.squeeze(0), True
+
+
+def _check_tensor(name: str, tensor: Any) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TensorError(f"{name} must be a torch.Tensor, not a {type(tensor).__name__}")
+    if not torch.compiler.is_compiling() and is_traceable_wrapper_subclass(tensor):
+        way = f": give {name}.to_local()" if hasattr(tensor, "to_local") else ""
+        raise TensorError(f"{name} is a {type(tensor).__name__}, and attention takes the dense rows of this process{way}")
+
+
+def _sink_rows(sink: torch.Tensor) -> torch.Tensor:
+    _check_tensor("sink", sink)
+    return sink.unsqueeze(0) if sink.ndim == 1 else sink
+
+
+def _check_plan(plan: Any) -> None:
+    if not isinstance(plan, Plan):
+        raise TensorError(f"plan must be a counterpoint.Plan, as Group.plan makes it, not a {type(plan).__name__}")
 
 
 _KEPT = 64
@@ -173,7 +189,9 @@ def flex_attention(
     for name, tensor, rows in (("q", rows_q, mask.seqlen_q), ("k", rows_k, mask.seqlen_k), ("v", rows_v, mask.seqlen_k)):
         if tensor.shape[0] != rows:
             raise TensorError(f"{name} has {tensor.shape[0]} rows, and the mask {rows}")
-    sink_rows = 0 if sink is None else 1 if sink.ndim == 1 else sink.shape[0]
+    if sink is not None:
+        sink = _sink_rows(sink)
+    sink_rows = 0 if sink is None else sink.shape[0]
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     shapes = (rows_q.shape[1:], rows_k.shape[1], rows_v.shape[2], q.dtype, q.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
 import re
 import sys
@@ -139,8 +140,9 @@ class _Group:
             "sink_grad": sink_grad,
             "on": on,
         }
+        _check_mask(mask)
         with self._lock:
-            future = self._prefetched.pop(_key(mask, arguments), None)
+            future = self._prefetched.pop(_key(mask, arguments), None) if self._prefetched else None
         if future is not None:
             return future.result()
         return self._solve(mask, arguments)
@@ -148,6 +150,7 @@ class _Group:
     def prefetch(self, mask: Mask, **arguments: Any) -> None:
         """Plans in a thread, and makes the plan ready there; `plan` with the same arguments takes it from there. At most 16 wait
         to be taken."""
+        _check_mask(mask)
         complete = {**_DEFAULTS, **arguments}
         unknown = set(arguments) - set(_DEFAULTS) - {"heads", "head_dim", "dtype"}
         missing = {"heads", "head_dim", "dtype"} - set(arguments)
@@ -173,26 +176,27 @@ class _Group:
 
         given = dict(arguments)
         on: Plan | None = given.pop("on")
-        if not isinstance(mask, Mask):
-            raise PlanError(f"mask must be a counterpoint.Mask, not a {type(mask).__name__}")
-        if on is not None and on._solution.ranks != self.size:
-            raise PlanError(f"on is a plan of {on._solution.ranks} ranks, and this group has {self.size}")
+        if on is not None:
+            self._check_dispatch_of(on)
         heads_q, heads_k = _heads(given["heads"])
-        head_dim, head_dim_v = given["head_dim"], given["head_dim_v"] or given["head_dim"]
-        for name, value in (("head_dim", head_dim), ("head_dim_v", head_dim_v)):
-            if value < 1:
-                raise PlanError(f"{name} is {value}; it must be at least 1")
-        if given["softcap"] < 0:
-            raise PlanError(f"softcap is {given['softcap']}; it must be positive, or 0 for none")
-        scale = head_dim**-0.5 if given["scale"] is None else float(given["scale"])
-        if not math.isfinite(scale):
-            raise PlanError(f"scale is {scale}; it must be a finite number")
+        head_dim = _whole_number("head_dim", given["head_dim"], 1)
+        head_dim_v = head_dim if given["head_dim_v"] is None else _whole_number("head_dim_v", given["head_dim_v"], 1)
+        sink_rows = _whole_number("sink_rows", given["sink_rows"], 0)
+        chunk = None if given["chunk"] is None else _whole_number("chunk", given["chunk"], 1)
+        softcap = given["softcap"]
+        if not _is_finite(softcap) or softcap < 0:
+            raise PlanError(f"softcap is {softcap!r}; it must be positive, or 0 for none")
+        scale = head_dim**-0.5 if given["scale"] is None else given["scale"]
+        if not _is_finite(scale):
+            raise PlanError(f"scale is {scale!r}; it must be a finite number")
+        if not isinstance(given["even"], bool):
+            raise PlanError(f"even is {given['even']!r}; it must be True or False")
         if given["sink_grad"] not in ("share", "sum"):
             raise PlanError(f'sink_grad is {given["sink_grad"]!r}; it must be "share" or "sum"')
         dtype = dtype_name(given["dtype"])
         if self._ordinal >= 0 and dtype not in ("bfloat16", "float16"):
             raise PlanError(f"dtype is {given['dtype']}; on GPUs attention computes in bfloat16 and float16, on the CPU in all")
-        tokens, chunk = (mask.seqlen_q, mask.seqlen_k), given["chunk"]
+        tokens = (mask.seqlen_q, mask.seqlen_k)
         if on is not None:
             mask = _padded(mask, on.mask.seqlen_q, on.mask.seqlen_k) if tokens == on._tokens else mask
         elif given["even"]:
@@ -206,9 +210,9 @@ class _Group:
             head_dim=head_dim,
             head_dim_v=head_dim_v,
             dtype=dtype,
-            scale=scale,
-            softcap=float(given["softcap"]),
-            sink_rows=given["sink_rows"],
+            scale=float(scale),
+            softcap=float(softcap),
+            sink_rows=sink_rows,
             chunk=chunk,
             dispatch=given["dispatch"],
             stages=given["stages"],
@@ -218,6 +222,15 @@ class _Group:
             on=None if on is None else on._solution,
         )
         return Plan(solution, given, given["sink_grad"], tokens)._bound_to(self)
+
+    def _check_dispatch_of(self, on: Any) -> None:
+        if not isinstance(on, Plan):
+            raise PlanError(f"on must be a counterpoint.Plan, not a {type(on).__name__}")
+        if on._solution.ranks != self.size:
+            raise PlanError(f"on is a plan of {on._solution.ranks} ranks, and this group has {self.size}")
+        # One without a group is a value, as after pickling.
+        if on._group is not None and on._group is not self:
+            raise PlanError(f"on is a plan of another group, {on._group!r}; this is {self!r}, whose ranks have other rows")
 
     def close(self) -> None:
         """Leaves the group, once all its ranks do. Calls from now on are errors. Happens by itself at the end of the process."""
@@ -299,7 +312,7 @@ _DEFAULTS: dict[str, Any] = {
 
 def _key(mask: Mask, arguments: dict[str, Any]) -> Any:
     heads, on = arguments["heads"], arguments["on"]
-    named = heads if isinstance(heads, int) else tuple(heads), dtype_name(arguments["dtype"]), None if on is None else on.handle
+    named = tuple(heads) if isinstance(heads, list) else heads, dtype_name(arguments["dtype"]), None if on is None else on.handle
     return (mask, arguments["head_dim"], *named, *(arguments[name] for name in _DEFAULTS if name != "on"))
 
 
@@ -326,8 +339,34 @@ def read_profile(path: str | os.PathLike[str]) -> str:
         raise PlanError(f"profile {os.fspath(path)!r} cannot be read: {error}") from None
 
 
-def _heads(heads: int | tuple[int, int]) -> tuple[int, int]:
-    queries, keys = (heads, heads) if isinstance(heads, int) else (heads[0], heads[1])
+def _check_mask(mask: Any) -> None:
+    if not isinstance(mask, Mask):
+        raise PlanError(f"mask must be a counterpoint.Mask, not a {type(mask).__name__}")
+
+
+def _whole_number(name: str, value: Any, least: int) -> int:
+    """An argument that counts something, of any type that is an integer."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    if number < least or isinstance(value, bool):
+        raise PlanError(f"{name} is {value!r}; it must be a whole number of at least {least}")
+    return number
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return math.isfinite(value)
+    except TypeError:
+        return False
+
+
+def _heads(heads: Any) -> tuple[int, int]:
+    try:
+        queries, keys = map(operator.index, heads if isinstance(heads, (tuple, list)) else (heads, heads))
+    except (TypeError, ValueError):
+        raise PlanError(f"heads is {heads!r}; it must be a number, or (of queries, of keys)") from None
     if queries < 1 or keys < 1 or queries % keys:
         raise PlanError(
             f"heads are {queries} of queries and {keys} of keys; those of queries must be a multiple of those of keys"
@@ -337,6 +376,8 @@ def _heads(heads: int | tuple[int, int]) -> tuple[int, int]:
 
 def _deterministic(asked: bool | None) -> bool:
     if asked is not None:
+        if not isinstance(asked, bool):
+            raise PlanError(f"deterministic is {asked!r}; it must be True, False or None")
         return asked
     torch = sys.modules.get("torch")
     return torch is not None and bool(torch.are_deterministic_algorithms_enabled())

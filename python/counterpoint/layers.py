@@ -12,8 +12,10 @@ import torch
 from counterpoint import ops
 from counterpoint._native import Mask
 from counterpoint.errors import PlanError
+from counterpoint.fitting import accumulator
 from counterpoint.functional import attention
-from counterpoint.plan import Plan, of_handle
+from counterpoint.lookup import of_handle
+from counterpoint.plan import Plan
 
 
 def layer_attention(
@@ -139,7 +141,7 @@ def _forward_shapes(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, plan: int, *settings: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out = q.new_empty((q.shape[0], q.shape[1], v.shape[2]))
-    return out, q.new_empty((q.shape[0], q.shape[1]), dtype=ops.accumulator(q.dtype))
+    return out, q.new_empty((q.shape[0], q.shape[1]), dtype=accumulator(q.dtype))
 
 
 @torch.library.register_fake("counterpoint::layer_attention_backward", lib=_library)  # type: ignore[untyped-decorator]

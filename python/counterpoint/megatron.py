@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -14,10 +13,12 @@ import torch.distributed as dist
 from counterpoint._native import Mask
 from counterpoint.errors import MissingLibraryError, TensorError
 from counterpoint.functional import attention, flex_attention
-from counterpoint.layers import layer_attention
+from counterpoint.layers import layer_attention, layer_plan
+from counterpoint.lookup import active_plan
 from counterpoint.nn import ColumnParallelLinear, RowParallelLinear
-from counterpoint.plan import Plan, active_plan
+from counterpoint.plan import Plan
 from counterpoint.processes import Group
+from counterpoint.sequences import documents, packed_mask
 
 __all__ = ["CoreAttention", "SpecProvider"]
 
@@ -32,7 +33,7 @@ class SpecProvider:
     def __init__(self, rest: Any = None) -> None:
         if rest is None:
             try:
-                from megatron.core.models.backends import LocalSpecProvider  # type: ignore[import-not-found, unused-ignore]
+                from megatron.core.models.backends import LocalSpecProvider
             except ImportError as error:
                 raise MissingLibraryError(
                     f"counterpoint.megatron.SpecProvider needs Megatron-Core, which cannot be imported ({error}); "
@@ -73,11 +74,13 @@ class CoreAttention(torch.nn.Module):
 
     Tensors are `[s, b, heads, head_dim]`, or `[t, heads, head_dim]` with `packed_seq_params` of `thd`, whose `cu_seqlens_q` (and
     `cu_seqlens_q_padded`) are read once a micro-batch. Over a context-parallel group of n ranks a sequence lies as Megatron cuts
-    it, pieces i and 2n - 1 - i of 2n on rank i. Packed sequences over several ranks need a plan by which they were dispatched,
-    `with plan.active():` around forward and backward; a plan that is active is taken whatever else is given.
+    it, pieces i and 2n - 1 - i of 2n on rank i; so does each of packed sequences, whose padded lengths are multiples of 2n then.
+    Rows that were dispatched by a plan of another kind need `with plan.active():` around forward and backward; a plan that is
+    active is taken whatever else is given.
 
-    Dropout, biases, masks as tensors and the largest logits for QK-clip are refused. `softmax_type` "off-by-one" and "learnable"
-    are sinks; the gradient of `softmax_offset` is the rank's share, as of any parameter.
+    With `qk_clip` or `log_max_attention_logit`, `current_max_attn_logits` has the largest logit of each head since it was read.
+    Dropout, biases and masks as tensors are refused. `softmax_type` "off-by-one" and "learnable" are sinks; the gradient of
+    `softmax_offset` is the rank's share, as of any parameter.
     """
 
     def __init__(
@@ -97,9 +100,9 @@ class CoreAttention(torch.nn.Module):
         dropout = getattr(config, "attention_dropout", 0.0) if attention_dropout is None else attention_dropout
         if dropout:
             raise NotImplementedError(f"attention_dropout is {dropout}; this package's attention has none: set it to 0")
-        for name in ("qk_clip", "log_max_attention_logit"):
-            if getattr(config, name, False):
-                raise NotImplementedError(f"{name} needs the largest logits, which this package's attention does not give")
+        self.gives_max_logits = any(getattr(config, name, False) for name in ("qk_clip", "log_max_attention_logit"))
+        # [heads], until Megatron has read it.
+        self.current_max_attn_logits: torch.Tensor | None = None
         self.config, self.layer_number, self.attn_mask_type = config, max(1, layer_number), attn_mask_type
         self.attention_type, self.softmax_scale = attention_type, softmax_scale
         self.pg_collection = pg_collection
@@ -142,24 +145,18 @@ class CoreAttention(torch.nn.Module):
             if plan is not None:
                 return self._dispatched(tensors, plan, sink).flatten(1)
             if ranks > 1:
-                raise NotImplementedError(
-                    "packed sequences over several context-parallel ranks need the plan by which they were dispatched: "
-                    "with plan.active(), the plan of counterpoint.Group.plan, around forward and backward"
-                )
-            mask = _packed_mask(packed_seq_params, causal, self.window, query.shape[0], key.shape[0])
+                return self._over_ranks(tensors, self._packed(tensors, packed_seq_params, causal, sink), sink).flatten(1)
+            mask = packed_mask(packed_seq_params, causal, self.window, query.shape[0], key.shape[0])
             return self._alone(tensors, mask, sink).flatten(1)
         by_sequence = [tensor.transpose(0, 1) for tensor in tensors]
         if plan is None and ranks == 1:
             out = self._batch(by_sequence, causal, sink)
+        elif plan is None:
+            parts = list(zip(*by_sequence, strict=True))
+            own = self._zigzag(parts[0], packed_seq_params, causal, sink)
+            out = torch.stack([self._over_ranks(part, own, sink) for part in parts])
         else:
-            outs = []
-            for part in zip(*by_sequence, strict=True):
-                if plan is not None:
-                    outs.append(self._dispatched(part, plan, sink))
-                    continue
-                q, k, v = part
-                outs.append(attention(q, k, v, self._zigzag(part, packed_seq_params, causal, sink), sink=sink)[0])
-            out = torch.stack(outs)
+            out = torch.stack([self._dispatched(part, plan, sink) for part in zip(*by_sequence, strict=True)])
         return out.flatten(2).transpose(0, 1)
 
     def _is_causal(self, given: Any, attention_mask: torch.Tensor | None) -> bool:
@@ -197,47 +194,80 @@ class CoreAttention(torch.nn.Module):
         if self.window is not None and self.window[1] > 0:
             raise NotImplementedError(f"window_size is {self.window}; with a plan windows are causal: (tokens to the left, 0)")
         window = None if self.window is None or self.window[0] < 0 else self.window[0] + 1
-        return layer_attention(q, k, v, plan, scale=self.softmax_scale, softcap=0.0, window=window, sink=sink)
+        if not self.gives_max_logits:
+            return layer_attention(q, k, v, plan, scale=self.softmax_scale, softcap=0.0, window=window, sink=sink)
+        return self._over_ranks(
+            tensors, layer_plan(plan, q, k, v, self.softmax_scale, 0.0, window, 0 if sink is None else 1), sink
+        )
+
+    def _over_ranks(self, tensors: Sequence[torch.Tensor], plan: Plan, sink: torch.Tensor | None) -> torch.Tensor:
+        """Of rows that lie as a plan of this layer's has them."""
+        q, k, v = tensors
+        if not self.gives_max_logits:
+            return attention(q, k, v, plan, sink=sink)[0]
+        out, _, largest = attention(q, k, v, plan, sink=sink, return_max_logits=True)
+        return self._noted(out, largest)
 
     def _alone(self, tensors: Sequence[torch.Tensor], mask: Mask, sink: torch.Tensor | None) -> torch.Tensor:
         q, k, v = tensors
-        return flex_attention(q, k, v, mask, sink=sink, **self._settings())[0]
+        out, _, *largest = flex_attention(q, k, v, mask, sink=sink, return_max_logits=self.gives_max_logits, **self._settings())
+        return self._noted(out, largest[0]) if largest else out
+
+    def _noted(self, out: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+        """`out`, once the largest logits of the call are among those of `current_max_attn_logits`."""
+        before = self.current_max_attn_logits
+        self.current_max_attn_logits = largest if before is None else torch.maximum(before, largest)
+        return out
 
     def _batch(self, tensors: Sequence[torch.Tensor], causal: bool, sink: torch.Tensor | None) -> torch.Tensor:
         """Of `[b, s, heads, head_dim]`: sequences of a batch are documents of one."""
         batch, seqlen_q = tensors[0].shape[:2]
-        mask = _documents([seqlen_q] * batch, [tensors[1].shape[1]] * batch, causal, self.window)
+        mask = documents([seqlen_q] * batch, [tensors[1].shape[1]] * batch, causal, self.window)
         rows = [tensor.flatten(0, 1) if batch > 1 else tensor[0] for tensor in tensors]
         return self._alone(rows, mask, sink).reshape(batch, seqlen_q, tensors[0].shape[2], tensors[2].shape[3])
 
     def _zigzag(self, part: tuple[torch.Tensor, ...], packed_seq_params: Any, causal: bool, sink: torch.Tensor | None) -> Plan:
         """The plan of a sequence that lies as Megatron's `get_batch_on_this_cp_rank` cuts it."""
-        q, k, v = part
+        q, k, _ = part
+        group = self._cp_ranks(q, packed_seq_params)
+        if q.shape[0] != k.shape[0] or q.shape[0] % 2:
+            raise TensorError(f"query has {q.shape[0]} rows and key {k.shape[0]}; over ranks they must be alike, and even")
+        rows = q.shape[0] * group.size
+        mask = documents([rows], [rows], causal, self.window)
+        return _plan_of(group, mask, {**self._arguments(part, sink), "chunk": q.shape[0] // 2, "dispatch": "zigzag"})
+
+    def _packed(self, tensors: Sequence[torch.Tensor], packed_seq_params: Any, causal: bool, sink: torch.Tensor | None) -> Plan:
+        """The plan of packed sequences, each of which is cut as one is."""
+        q, k, _ = tensors
+        group = self._cp_ranks(q, packed_seq_params)
+        if q.shape[0] != k.shape[0]:
+            raise TensorError(f"query has {q.shape[0]} rows and key {k.shape[0]}; over ranks they must be alike")
+        rows = q.shape[0] * group.size
+        mask = packed_mask(packed_seq_params, causal, self.window, rows, rows, group.size)
+        return _plan_of(group, mask, {**self._arguments(tensors, sink), "chunk": q.shape[0], "dispatch": "sequential"})
+
+    def _cp_ranks(self, query: torch.Tensor, packed_seq_params: Any) -> Group:
         process_group = self._cp_group(packed_seq_params)
         if process_group is None:
             raise ValueError("context_parallel_size is more than 1, and pg_collection has no cp group")
-        if q.shape[0] != k.shape[0] or q.shape[0] % 2:
-            raise TensorError(f"query has {q.shape[0]} rows and key {k.shape[0]}; over ranks they must be alike, and even")
-        group = _group_of(process_group, q.device)
-        rows = q.shape[0] * group.size
-        mask = _documents([rows], [rows], causal, self.window)
-        arguments = {
+        return _group_of(process_group, query.device)
+
+    def _arguments(self, tensors: Sequence[torch.Tensor], sink: torch.Tensor | None) -> dict[str, Any]:
+        q, k, v = tensors
+        return {
             "heads": (q.shape[1], k.shape[1]),
             "head_dim": q.shape[2],
             "head_dim_v": v.shape[2],
             "dtype": q.dtype,
             "sink_rows": 0 if sink is None else 1,
-            "chunk": q.shape[0] // 2,
-            "dispatch": "zigzag",
             **self._settings(),
         }
-        return _plan_of(group, mask, arguments)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> Any:
         """Megatron-Core's: a learnable `softmax_offset` along its heads."""
-        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint  # type: ignore[import-not-found, unused-ignore]
+        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
         state = self.state_dict(prefix="", keep_vars=True)
         return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets)
@@ -251,61 +281,6 @@ def _window(config: Any, layer_number: int) -> tuple[int, int] | None:
     if isinstance(skip, int):
         return window if layer_number % skip else None
     return window if skip is None or skip[layer_number - 1] else None
-
-
-def _starts(lengths: list[int]) -> list[int]:
-    starts = [0]
-    for length in lengths:
-        starts.append(starts[-1] + length)
-    return starts
-
-
-def _documents(lengths_q: list[int], lengths_k: list[int], causal: bool, window: tuple[int, int] | None) -> Mask:
-    left, right = (-1, -1) if window is None else window
-    starts_q, starts_k = _starts(lengths_q), _starts(lengths_k)
-    return Mask.varlen(starts_q, starts_k, causal=causal, window=(left, 0 if causal and window is not None else right))
-
-
-# Of parameters of micro-batches that are alive: all layers of a micro-batch have the same ones, and few kinds of masks.
-_packed: dict[int, tuple[weakref.ref[Any], dict[Any, Mask]]] = {}
-
-
-def _packed_mask(given: Any, causal: bool, window: tuple[int, int] | None, rows_q: int, rows_k: int) -> Mask:
-    key, identity = (causal, window, rows_q, rows_k), id(given)
-    if identity not in _packed:
-        _packed[identity] = (weakref.ref(given, lambda _: _packed.pop(identity, None)), {})
-    masks = _packed[identity][1]
-    if key in masks:
-        return masks[key]
-
-    def lengths(starts: torch.Tensor, padded: torch.Tensor | None) -> tuple[list[int], list[int]]:
-        """Where each document begins, and its rows."""
-        values = starts.tolist()
-        begins = values[:-1] if padded is None else padded.tolist()[:-1]
-        return begins, [end - start for start, end in itertools.pairwise(values)]
-
-    q = lengths(given.cu_seqlens_q, given.cu_seqlens_q_padded)
-    same = given.cu_seqlens_kv is None or given.cu_seqlens_kv is given.cu_seqlens_q
-    k = q if same else lengths(given.cu_seqlens_kv, given.cu_seqlens_kv_padded)
-    mask = masks[key] = _of_documents(q, k, causal, window, rows_q, rows_k)
-    return mask
-
-
-def _of_documents(
-    q: tuple[list[int], list[int]], k: tuple[list[int], list[int]], causal: bool, window: Any, rows_q: int, rows_k: int
-) -> Mask:
-    """Documents that may have padding behind them, which sees nothing."""
-    if (sum(q[1]), sum(k[1])) == (rows_q, rows_k):
-        return _documents(q[1], k[1], causal, window)
-    q_ranges, k_ranges, kinds = [], [], []
-    for begin_q, length_q, begin_k, length_k in zip(*q, *k, strict=True):
-        if not length_q or not length_k:
-            continue
-        for (start_q, end_q), (start_k, end_k), kind in _documents([length_q], [length_k], causal, window).slices:
-            q_ranges.append((begin_q + start_q, begin_q + end_q))
-            k_ranges.append((begin_k + start_k, begin_k + end_k))
-            kinds.append(kind)
-    return Mask.from_slices(q_ranges, k_ranges, kinds, seqlen_q=rows_q, seqlen_k=rows_k)
 
 
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Group] = weakref.WeakKeyDictionary()

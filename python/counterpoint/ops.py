@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from counterpoint.errors import Error, TensorError
-from counterpoint.plan import of_handle, profiling
+from counterpoint.fitting import accumulator
+from counterpoint.lookup import of_handle
+from counterpoint.profiling import profiling
 from counterpoint.rows import check_device
 
 if TYPE_CHECKING:
@@ -15,11 +17,6 @@ if TYPE_CHECKING:
 
 # An address; of a tensor that is not dense also the elements from a row to the next and from a head to the next.
 Place = int | tuple[int, int, int]
-
-
-def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The type of `lse` and `sink`."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def check(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None) -> None:
@@ -37,6 +34,7 @@ def check(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: t
         and k.get_device() == ordinal
         and v.get_device() == ordinal
         and (ordinal >= 0 or (q.is_cpu and k.is_cpu and v.is_cpu))
+        and q.layout is k.layout is v.layout is torch.strided
         and sink is None
         and fits.sink is None
     ):
@@ -53,6 +51,8 @@ def check(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: t
             raise TensorError("sink is given, and the plan has none; plan with sink_rows=1, or as many rows as it has")
         wanted["sink"] = (sink, fits.sink, fits.statistic)
     for name, (tensor, shape, type_) in wanted.items():
+        if tensor.layout != torch.strided:
+            raise TensorError(f"{name} is {tensor.layout}; attention takes dense tensors: give {name}.to_dense()")
         if tensor.dtype != type_:
             raise TensorError(f"{name} is {tensor.dtype}, and the plan is for {type_}; plan with dtype={tensor.dtype}")
         check_device(plan, name, tensor)
@@ -63,6 +63,9 @@ def check(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: t
 def place(tensor: torch.Tensor, on_gpu: bool) -> tuple[Place, torch.Tensor]:
     """Where it lies, where the engine takes it so: rows and heads may be apart, on GPUs by multiples of 16 bytes. Or a copy.
     With the tensor that lies there."""
+    if tensor.is_neg():
+        # A view whose memory has the other sign.
+        tensor = tensor.resolve_neg()
     address = tensor.data_ptr()
     if tensor.is_contiguous():
         if not on_gpu or not address & 15:
@@ -104,7 +107,7 @@ def run_forward(
     if measured:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     (at_q, q), (at_k, k), (at_v, v) = place(q, on_gpu), place(k, on_gpu), place(v, on_gpu)
-    sink = None if sink is None else sink.contiguous()
+    sink = None if sink is None else sink.resolve_neg().contiguous()
     asked = max_logits is not None
     calls = plan._measured_calls(max_logits=asked) if measured else plan._asking(stream, max_logits=asked)
     try:
@@ -151,8 +154,9 @@ def run_backward(
         dout, q, k, v = dout.contiguous(), q.contiguous(), k.contiguous(), v.contiguous()
     (at_dout, dout), (at_q, q) = place(dout, on_gpu), place(q, on_gpu)
     (at_k, k), (at_v, v) = place(k, on_gpu), place(v, on_gpu)
-    sink = None if sink is None else sink.contiguous()
+    sink = None if sink is None else sink.resolve_neg().contiguous()
     if dlse is not None:
+        dlse = dlse.resolve_neg()
         dlse = dlse.contiguous() if not (on_gpu and dlse.data_ptr() & 15) else dlse.clone()
     asked = dlse is not None
     calls = plan._measured_calls(dlse=asked) if measured else plan._asking(stream, dlse=asked)

@@ -5,17 +5,15 @@ from __future__ import annotations
 import contextlib
 import html
 import itertools
-import json
 import os
-import threading
-import weakref
-from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from counterpoint._native import Calls, Mask, Solution, Timeline
 from counterpoint.errors import Error, PlanError, TensorError
+from counterpoint.figures import Choices, PlanSummary, Timelines
+from counterpoint.fitting import Fitting, accumulator
+from counterpoint.lookup import activated, numbered
 from counterpoint.report import Report
 
 if TYPE_CHECKING:
@@ -24,201 +22,6 @@ if TYPE_CHECKING:
     from counterpoint.group import _Group
 
 Role = Literal["q", "k"]
-
-
-@dataclass(frozen=True)
-class StageSummary:
-    """One stage of a rank: unmasked pairs, and key rows that it receives for them."""
-
-    area: int
-    recv_tokens: int
-
-
-@dataclass(frozen=True)
-class RankSummary:
-    """One rank of a plan. Token counts are rows; areas are unmasked pairs."""
-
-    rank: int
-    chunks: tuple[int, ...]
-    tokens: int
-    area: int
-    recv_tokens: int
-    send_tokens: int
-    query_recv_tokens: int
-    query_send_tokens: int
-    hosted_area: int
-    recv_ranges: tuple[tuple[int, int], ...]
-    stages: tuple[StageSummary, ...]
-
-
-@dataclass(frozen=True)
-class CommSummary:
-    """Rows that all ranks together receive: by this plan, at least, and by the usual methods."""
-
-    recv_tokens: int
-    query_tokens: int
-    lower_bound_tokens: int
-    ring_tokens: int
-    all_gather_tokens: int
-
-
-@dataclass(frozen=True)
-class PlanSummary:
-    """A plan in figures: what `counterpoint plan --json` prints."""
-
-    area: int
-    cp_size: int
-    chunk_size: int
-    num_chunks: int
-    solve_seconds: float
-    balance: float
-    ranks: tuple[RankSummary, ...]
-    comm: CommSummary
-
-    @classmethod
-    def from_json(cls, text: str) -> PlanSummary:
-        """From the JSON of `counterpoint plan --json`; fields that are not known are left out."""
-        fields = json.loads(text)
-
-        def rank(entry: dict[str, Any]) -> RankSummary:
-            entry["chunks"] = tuple(entry["chunks"])
-            entry["recv_ranges"] = tuple((start, end) for start, end in entry["recv_ranges"])
-            entry["stages"] = tuple(_known(StageSummary, stage) for stage in entry["stages"])
-            made: RankSummary = _known(RankSummary, entry)
-            return made
-
-        fields["ranks"] = tuple(rank(entry) for entry in fields["ranks"])
-        fields["comm"] = _known(CommSummary, fields["comm"])
-        made: PlanSummary = _known(cls, fields)
-        return made
-
-
-def _known(kind: Any, fields: dict[str, Any]) -> Any:
-    return kind(**{name: value for name, value in fields.items() if name in kind.__dataclass_fields__})
-
-
-@dataclass(frozen=True)
-class Timelines:
-    """Forward and backward."""
-
-    forward: Timeline
-    backward: Timeline | None
-
-    def _repr_html_(self) -> str:
-        return self.forward.svg() + ("" if self.backward is None else self.backward.svg())
-
-
-@dataclass(frozen=True)
-class Choices:
-    """How a plan's chunks are given to ranks and how its passes overlap, and what that was chosen from.
-
-    The dictionaries have the predicted seconds of what was compared: of a forward and a backward together by dispatch (None of
-    one that was left out early), and of each pass by overlap policy. They are empty where nothing was compared; `reason` says why
-    something was not that "auto" would have.
-    """
-
-    dispatch: str
-    overlap: str
-    dispatches: dict[str, float | None]
-    forward: dict[str, float]
-    backward: dict[str, float]
-    reason: str | None
-
-    @classmethod
-    def from_json(cls, text: str) -> Choices:
-        """From what the engine writes."""
-        given = json.loads(text)
-        return cls(**{**given, **{name: dict(given[name]) for name in ("dispatches", "forward", "backward")}})
-
-    def told(self) -> list[tuple[str, str]]:
-        """In words, by what they are about."""
-        why = f" ({self.reason})" if self.reason else ""
-        overlap, dispatch = f"{self.overlap}{why}", f"{self.dispatch}{why}"
-        if self.dispatches:
-            dispatch = f"{self.dispatch}, of {_compared(self.dispatches)} for forward and backward"
-        if self.forward:
-            overlap = f"{self.overlap}, forward of {_compared(self.forward)}; backward of {_compared(self.backward)}"
-        return [("dispatch", dispatch), ("overlap", overlap)]
-
-
-def _compared(seconds: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {'no' if value is None else f'{value * 1e3:.3f}'} ms" for name, value in seconds.items())
-
-
-@dataclass(frozen=True)
-class Fitting:
-    """Shapes, types and the device of tensors that fit a plan."""
-
-    q: tuple[int, int, int]
-    k: tuple[int, int, int]
-    v: tuple[int, int, int]
-    sink: tuple[int, int] | None
-    out: tuple[int, int, int]
-    lse: tuple[int, int]
-    dtype: torch.dtype
-    statistic: torch.dtype
-    # As `Tensor.get_device` counts.
-    ordinal: int
-
-
-def _accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The type of `lse` and `sink`."""
-    import torch
-
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-_profilers = 0
-
-
-@contextlib.contextmanager
-def profile() -> Iterator[None]:
-    """Calls inside it take times: `Plan.timeline()` and `Plan.report()` show those of the last one. All ranks enter it."""
-    global _profilers
-    # Not a context variable: the thread of backwards has a context of its own.
-    _profilers += 1
-    try:
-        yield
-    finally:
-        _profilers -= 1
-
-
-def profiling() -> bool:
-    """Whether calls take times."""
-    return _profilers > 0
-
-
-_handles = itertools.count(1)
-_plans: weakref.WeakValueDictionary[int, Plan] = weakref.WeakValueDictionary()
-
-
-def of_handle(handle: int) -> Plan:
-    """The plan that a compiled operator was given as a number."""
-    plan = _plans.get(int(handle))
-    if plan is None:
-        raise PlanError(f"plan {handle} is gone; keep a reference to a plan as long as a compiled call may use it")
-    return plan
-
-
-# (thread, plan) of every `Plan.active` that has been entered. Not a context variable: the threads of backwards, which recompute
-# layers, have contexts of their own.
-_active: list[tuple[int, Plan]] = []
-_active_lock = threading.Lock()
-
-
-def active_plan() -> Plan | None:
-    """The plan of the innermost `Plan.active` of this thread, or, in a thread without, of the one that has any."""
-    if not _active:
-        return None
-    with _active_lock:
-        here = [plan for thread, plan in _active if thread == threading.get_ident()]
-        if here:
-            return here[-1]
-        if len({thread for thread, _ in _active}) > 1:
-            raise PlanError(
-                "several threads have active plans, and this thread none: pass the plan to the model as counterpoint=plan"
-            )
-        return _active[-1][1] if _active else None
 
 
 class Plan:
@@ -246,8 +49,7 @@ class Plan:
         # Of those that give max logits, or take a gradient of lse.
         self._asking_calls: dict[tuple[bool, bool], Calls] = {}
         self._fitting: Fitting | None = None
-        self._handle = next(_handles)
-        _plans[self._handle] = self
+        self._handle = numbered(self)
 
     def _ready(self, stream: int | None) -> Calls:
         """What its calls are made with: made ready once, for as long as the plan lives."""
@@ -282,7 +84,7 @@ class Plan:
             heads = given["heads"]
             heads_q, heads_k = (heads, heads) if isinstance(heads, int) else heads
             head_dim, head_dim_v = given["head_dim"], given["head_dim_v"] or given["head_dim"]
-            statistic = _accumulator(dtype)
+            statistic = accumulator(dtype)
             fitting = self._fitting = Fitting(
                 (self.q_rows, heads_q, head_dim),
                 (self.k_rows, heads_k, head_dim),
@@ -443,20 +245,12 @@ class Plan:
             self._on[key] = self.group.plan(mask, **{**self._arguments, **changes, "on": self})
         return self._on[key]
 
-    @contextlib.contextmanager
-    def active(self) -> Iterator[Plan]:
+    def active(self) -> contextlib.AbstractContextManager[Plan]:
         """Inside it, attention layers that were given no plan take this one: for models that do not pass keywords on.
 
         Backwards that recompute layers must lie inside of it too; `counterpoint=plan` as a keyword has no such rule.
         """
-        entry = (threading.get_ident(), self)
-        with _active_lock:
-            _active.append(entry)
-        try:
-            yield self
-        finally:
-            with _active_lock:
-                del _active[len(_active) - 1 - _active[::-1].index(entry)]
+        return activated(self)
 
     def summary(self) -> PlanSummary:
         """The plan in figures."""

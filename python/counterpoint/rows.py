@@ -47,6 +47,8 @@ def undispatch(plan: Plan, x: torch.Tensor, dim: int, role: Role, grad: str) -> 
 
 def roll(plan: Plan, x: torch.Tensor, shift: int, dim: int) -> torch.Tensor:
     """See `Plan.roll`."""
+    if not isinstance(shift, int):
+        raise TensorError(f"shift is {shift!r}; it must be a whole number")
     _check_rows(x, dim, plan.q_rows, f"this process's rows of {_NAMES['q']}")
     result: torch.Tensor = _Roll.apply(x, plan, shift, dim)
     return result
@@ -58,6 +60,8 @@ _NAMES = {"q": "queries", "k": "keys"}
 def _check_rows(x: torch.Tensor, dim: int, wanted: int, what: str) -> None:
     if not isinstance(x, torch.Tensor):
         raise TensorError(f"x must be a torch.Tensor, not a {type(x).__name__}")
+    if not isinstance(dim, int):
+        raise TensorError(f"dim is {dim!r}; it must be a whole number")
     if not -x.ndim <= dim < x.ndim:
         raise TensorError(f"dim is {dim}, and x has {x.ndim} axes")
     if x.shape[dim] != wanted:
@@ -85,6 +89,8 @@ def _gather(plan: Plan, x: torch.Tensor, dim: int, role: Role) -> torch.Tensor:
 
 def _exchange(plan: Plan, x: torch.Tensor, dim: int, role: Role, what: str, *, rows: int, shift: int = 0) -> torch.Tensor:
     check_device(plan, "x", x)
+    # The engine reads memory as it lies, and not through a view that conjugates or negates.
+    x = x.resolve_conj().resolve_neg()
     if x.is_complex():
         return torch.view_as_complex(
             _exchange(plan, torch.view_as_real(x), dim % x.ndim, role, what, rows=rows, shift=shift).contiguous()

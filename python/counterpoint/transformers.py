@@ -16,10 +16,11 @@ import torch
 from counterpoint._native import Mask
 from counterpoint.batch import Batch
 from counterpoint.errors import MaskError, MissingLibraryError, PlanError, TensorError
+from counterpoint.fitting import accumulator
 from counterpoint.functional import flex_attention
 from counterpoint.layers import layer_attention, windowed
-from counterpoint.ops import accumulator
-from counterpoint.plan import Plan, active_plan
+from counterpoint.lookup import active_plan
+from counterpoint.plan import Plan
 
 if TYPE_CHECKING:
     from counterpoint.trainer import TrainerMixin

@@ -39,7 +39,7 @@ class RankFailed(AssertionError):
 class Ranks:
     """Processes with ranks in a process group of torch.distributed."""
 
-    def __init__(self, size: int, *, backend: str = "gloo", limit: float = 30.0) -> None:
+    def __init__(self, size: int, *, backend: str = "gloo", limit: float = 240.0) -> None:
         self.size, self.limit = size, limit
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._pipes: list[Connection] = []
@@ -118,7 +118,7 @@ def _serve(rank: int, size: int, port: int, backend: str, pipe: Connection) -> N
     faulthandler.register(signal.SIGUSR1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=60))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=240))
     while True:
         try:
             function, arguments, keywords = pipe.recv()

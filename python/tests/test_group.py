@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from functools import cache
 
@@ -159,15 +160,14 @@ def raises_alone(rank: int) -> dict[str, object]:
     call(group)
     # Otherwise another rank's first call may still be on its way when this one gives up.
     dist.barrier()
-    began = time.monotonic()
     try:
         with group.failing_together():
             if rank == 3:
-                time.sleep(0.5)  # until the other has its first call behind it
+                time.sleep(0.5)  # so that the other waits already, or begins to wait afterwards: it hears the same
                 raise ValueError("the loss is NaN at step 17")
             call(group)
     except cp.Error as error:
-        found = described(error) | {"seconds": time.monotonic() - began}
+        found = described(error)
         try:
             call(group)
         except cp.Error as second:
@@ -193,22 +193,22 @@ def test_a_rank_that_raises_tells_the_others_its_sentence() -> None:
         assert told["text"] == ("rank 1 gave up: ValueError: the loss is NaN at step 17 (rank 1 of the group is global rank 3)")
         assert (told["type"], told["rank"], told["global_rank"]) == ("PeerError", 0, 2)
         assert (told["peer"], told["global_peer"]) == (1, 3)
-        assert told["again"] == told["text"] and told["seconds"] < 5
+        # Long before the group's limit, which is longer than the pool's.
+        assert told["again"] == told["text"]
         # All its ranks have failed, and make a new one.
         assert pool.run(makes_anew) == [(0.0, 2)] * 4
 
 
 def dies(rank: int) -> dict[str, object]:
-    group = cp_group(rank, limit=30.0)
+    group = cp_group(rank)
     call(group)
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
-    began = time.monotonic()
     try:
         for _ in range(1000 if rank == 3 else 1):
             call(group)
     except cp.Error as error:
-        return described(error) | {"seconds": time.monotonic() - began}
+        return described(error)
     return {"text": "fine"}
 
 
@@ -218,19 +218,28 @@ def test_a_rank_that_dies_is_named() -> None:
         assert found[2] == Died() and found[0] == found[1] == {"text": "fine"}
         assert found[3]["type"] == "PeerError" and (found[3]["peer"], found[3]["global_peer"]) == (0, 2), found[3]
         assert "rank 0" in found[3]["text"] and "rank 0 of the group is global rank 2" in found[3]["text"]
-        assert found[3]["seconds"] < 5
+
+
+def store() -> dist.Store:
+    """Of the process group of all: keys that one rank sets and another waits for."""
+    return dist.distributed_c10d._get_default_store()
+
+
+LATE = 4.0
 
 
 def is_late(rank: int) -> dict[str, object]:
-    group = cp_group(rank, limit=1.0)
+    # Long enough for the first call, by which ranks meet, on a machine that does much else.
+    group = cp_group(rank, limit=LATE)
     call(group)
     if rank == 1:
-        time.sleep(3)
-        return {"text": "slept"}
+        store().wait(["gave up"])
+        return {"text": "was waited for"}
     began = time.monotonic()
     try:
         call(group)
     except cp.Error as error:
+        store().set("gave up", "")
         return described(error) | {"seconds": time.monotonic() - began}
     return {"text": "fine"}
 
@@ -240,7 +249,7 @@ def test_a_rank_that_does_not_come_is_named_within_the_limit() -> None:
         found = pool.run(is_late)
         assert found[2] == found[3] == {"text": "fine"}
         assert found[0]["type"] == "StalledError" and found[0]["peer"] == 1, found[0]
-        assert 0.9 < found[0]["seconds"] < 5
+        assert found[0]["seconds"] > 0.9 * LATE
 
 
 def is_absent(rank: int) -> dict[str, object]:
@@ -260,7 +269,7 @@ def test_a_rank_that_makes_no_group_is_named() -> None:
         for rank in (0, 2):
             assert found[rank]["type"] == "PeerError" and found[rank]["peer"] == 1
             assert "for rank 1, which never called counterpoint.Group; all 3 ranks must" in found[rank]["text"]
-            assert 0.4 < found[rank]["seconds"] < 5
+            assert found[rank]["seconds"] > 0.4
 
 
 def differs(rank: int) -> dict[str, object]:
@@ -285,22 +294,36 @@ def heeds_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def interrupted_in(name: str) -> None:
+    """Has this thread be interrupted, as by Ctrl-C, once it has been in a function of this name for a while."""
+    waiting = threading.get_ident()
+
+    def watch() -> None:
+        seen = 0
+        while seen < 5:
+            time.sleep(0.1)
+            seen = seen + 1 if sys._current_frames()[waiting].f_code.co_name == name else 0
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def is_interrupted(rank: int) -> dict[str, object]:
     heeds_interrupts()
     group = cp_group(rank)
     call(group)
-    if rank == 2:
-        time.sleep(4)
-        try:
+    try:
+        if rank == 2:
+            store().wait(["interrupted"])
             call(group)
-        except cp.Error as error:
-            return described(error)
-    if rank == 3:
-        began = time.monotonic()
-        try:
+        if rank == 3:
+            interrupted_in("run_forward")
             call(group)
-        except KeyboardInterrupt:
-            return {"text": "KeyboardInterrupt", "seconds": time.monotonic() - began}
+    except cp.Error as error:
+        return described(error)
+    except KeyboardInterrupt:
+        store().set("interrupted", "")
+        return {"text": "KeyboardInterrupt"}
     return {"text": "fine"}
 
 
@@ -312,13 +335,9 @@ def is_interrupted_in_a_profile(rank: int) -> dict[str, object]:
 @pytest.mark.parametrize("what", [is_interrupted, is_interrupted_in_a_profile])
 def test_a_wait_can_be_interrupted(what) -> None:
     with Ranks(4) as pool:
-        pool.run(makes_anew)
-        pool.start(what)
-        time.sleep(1.5)
-        os.kill(pool.processes[3].pid, signal.SIGINT)
-        found = pool.results()
+        found = pool.run(what)
         assert found[0] == found[1] == {"text": "fine"}
-        assert found[3]["text"] == "KeyboardInterrupt" and found[3]["seconds"] < 3
+        assert found[3]["text"] == "KeyboardInterrupt"
         assert found[2]["text"].startswith("rank 1 gave up: KeyboardInterrupt") and found[2]["type"] == "PeerError"
 
 
@@ -326,6 +345,7 @@ def joins_interrupted(rank: int) -> str:
     heeds_interrupts()
     if rank == 1:
         return "elsewhere"
+    interrupted_in("_exchange_places")
     try:
         cp.Group()
     except KeyboardInterrupt:
@@ -335,15 +355,7 @@ def joins_interrupted(rank: int) -> str:
 
 def test_joining_can_be_interrupted() -> None:
     with Ranks(2) as pool:
-        pool.run(of_nothing)
-        pool.start(joins_interrupted)
-        time.sleep(1.5)
-        os.kill(pool.processes[0].pid, signal.SIGINT)
-        assert pool.results() == ["KeyboardInterrupt", "elsewhere"]
-
-
-def of_nothing(rank: int) -> int:
-    return rank
+        assert pool.run(joins_interrupted) == ["KeyboardInterrupt", "elsewhere"]
 
 
 def closes(rank: int) -> tuple[str, float]:
@@ -403,7 +415,7 @@ def program(folder: pathlib.Path, text: str, ranks: int = 2) -> list[tuple[int, 
     path.write_text(textwrap.dedent(head) + textwrap.dedent(text))
     command = [sys.executable, str(path)]
     running = [subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, text=True) for rank in range(ranks)]
-    return [(process.returncode, stderr) for process in running for stderr in [process.communicate(timeout=60)[1]]]
+    return [(process.returncode, stderr) for process in running for stderr in [process.communicate(timeout=240)[1]]]
 
 
 def test_programs_end_at_different_times_in_silence(tmp_path: pathlib.Path) -> None:

@@ -178,3 +178,19 @@ def test_pictures() -> None:
     assert html.startswith("<svg") and len(html) < 150_000
     assert set(mask._repr_mimebundle_()) == {"text/html", "text/plain"}
     assert "<title>a &lt;b&gt;</title>" in mask.svg(title="a <b>")
+
+
+def test_rows_in_another_order() -> None:
+    mask = cp.Mask.varlen([0, 3, 8], causal=True)
+    order = [(5, 8), (0, 2), (2, 5)]
+    rows = [row for start, end in order for row in range(start, end)]
+    moved = mask.rearranged(order)
+    assert moved.area == mask.area
+    for q, row in enumerate(rows):
+        for k, column in enumerate(rows):
+            assert ((q, k) in moved) == ((row, column) in mask)
+    assert cp.Mask.full(2, 3).rearranged([(1, 2), (0, 1)], [(0, 3)]) == cp.Mask.full(2, 3)
+    with pytest.raises(cp.MaskError, match=r"q_order must hold each of the mask's 8 rows once; row 5 is in no stretch"):
+        mask.rearranged([(0, 5), (6, 8)])
+    with pytest.raises(TypeError, match=r"q_order must be a list of \(start, end\)"):
+        mask.rearranged(3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -98,6 +99,24 @@ def test_windows_are_of_some_layers() -> None:
             agree(layer(q, k, v, None), batched([q, k, v], seen), dout, [q, k, v])
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_largest_logits_for_qk_clip(packed: bool) -> None:
+    layer = CoreAttention(config(qk_clip=True), 1, CAUSAL)
+    largest = torch.full((HEADS,), -torch.inf, dtype=torch.float64)
+    assert layer.current_max_attn_logits is None
+    # Of all micro-batches since they were read.
+    for seed in (0, 10, 20):
+        q, k, v, dout = tensors(20, None if packed else 2, seed=seed)
+        params = Packed(torch.tensor([0, 20])) if packed else None
+        out = layer(q, k, v, None, packed_seq_params=params)
+        for part in zip(*(tensor.unsqueeze(1).unbind(1) if packed else tensor.unbind(1) for tensor in (q, k, v)), strict=True):
+            scores = torch.einsum("qhd,khd->hqk", part[0], part[1].repeat_interleave(HEADS // GROUPS, 1)) * DIM**-0.5
+            largest = largest.maximum(scores.masked_fill(~causal(20), -torch.inf).amax((1, 2)).detach())
+        torch.testing.assert_close(layer.current_max_attn_logits, largest, rtol=1e-12, atol=1e-12)
+        wanted = dense(q, k, v, causal(20)) if packed else batched([q, k, v], causal(20))
+        agree(out, wanted, dout, [q, k, v])
+
+
 @pytest.mark.parametrize("softmax_type", ["off-by-one", "learnable"])
 def test_sinks(softmax_type: str) -> None:
     q, k, v, dout = tensors(20, 2)
@@ -130,18 +149,17 @@ def test_packed_sequences(padded: bool, kind: Any) -> None:
     # Read once for all layers of a micro-batch, and forgotten with it.
     packed.cu_seqlens_q = None
     assert torch.equal(layer(q, k, v, None, packed_seq_params=packed), out)
-    from counterpoint import megatron
+    from counterpoint import sequences
 
-    assert len(megatron._packed) == 1
+    assert len(sequences._packed) == 1
     del packed
-    assert not megatron._packed
+    assert not sequences._packed
 
 
 def test_what_it_cannot_do_is_refused() -> None:
     q, k, v, _ = tensors(8, 1)
-    for changes, words in (({"attention_dropout": 0.1}, "attention_dropout is 0.1"), ({"qk_clip": True}, "qk_clip needs")):
-        with pytest.raises(NotImplementedError, match=words):
-            CoreAttention(config(**changes), 1, CAUSAL)
+    with pytest.raises(NotImplementedError, match="attention_dropout is 0.1"):
+        CoreAttention(config(attention_dropout=0.1), 1, CAUSAL)
     layer = CoreAttention(config(), 1, CAUSAL)
     with pytest.raises(NotImplementedError, match="attn_mask_type is arbitrary"):
         layer(q, k, v, None, attn_mask_type=ARBITRARY)
@@ -172,8 +190,10 @@ def on_ranks(rank: int) -> None:
 
     packed = Packed(torch.tensor([0, 9, 32]))
     q, k, v, dout = tensors(rows)
-    with pytest.raises(NotImplementedError, match="need the plan by which they were dispatched"):
+    with pytest.raises(cp.TensorError, match="a sequence of 9 rows, padding included; over 4 .* must be a multiple of 8"):
         layer(q[:8], k[:8], v[:8], None, packed_seq_params=packed)
+    with pytest.raises(cp.TensorError, match="query has 36 rows on 4 ranks together, and packed_seq_params 32"):
+        layer(q[:9], k[:9], v[:9], None, packed_seq_params=packed)
     group = cp.Group(groups.cp)
     plan = group.plan(cp.Mask.varlen([0, 9, 32], causal=True), heads=(HEADS, GROUPS), head_dim=DIM, dtype=torch.float64)
     seen = torch.block_diag(causal(9).double(), causal(23).double()).bool()
@@ -192,6 +212,46 @@ def on_ranks(rank: int) -> None:
 
 def test_context_parallel_ranks(ranks: Ranks) -> None:
     ranks.run(on_ranks)
+
+
+def packed_on_ranks(rank: int) -> None:
+    """Packed sequences as Megatron's data loader cuts each of them over ranks, against dense attention of the whole."""
+    size = dist.get_world_size()
+    groups = SimpleNamespace(cp=dist.group.WORLD)
+    lengths, rooms = [13, 16, 3, 30, 8], [16, 16, 8, 32, 8]
+    begins = [sum(rooms[:number]) for number in range(len(rooms) + 1)]
+    rows = begins[-1]
+
+    def own(tensor: Any) -> Any:
+        """As Transformer Engine's `thd_get_partitioned_indices`: two pieces of every sequence."""
+        cut = [tensor.detach()[start:end].chunk(2 * size) for start, end in itertools.pairwise(begins)]
+        return torch.cat([piece for pieces in cut for piece in (pieces[rank], pieces[2 * size - 1 - rank])])
+
+    starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    packed = Packed(starts, None, torch.tensor(begins, dtype=torch.int32))
+    for kind, window, sink_type in ((CAUSAL, None, "vanilla"), (WHOLE, None, "off-by-one"), (CAUSAL, (5, 0), "vanilla")):
+        q, k, v, dout = tensors(rows)
+        seen = torch.zeros(rows, rows, dtype=torch.bool)
+        for begin, length in zip(begins, lengths, strict=False):
+            part = torch.ones(length, length, dtype=torch.bool)
+            part = part if kind is WHOLE else causal(length, window and window[0])
+            seen[begin : begin + length, begin : begin + length] = part
+        made = config(context_parallel_size=size, window_size=window, softmax_type=sink_type, qk_clip=True)
+        layer = CoreAttention(made, 1, kind, pg_collection=groups)
+        wanted = dense(q, k, v, seen, torch.zeros(HEADS, dtype=torch.float64) if sink_type == "off-by-one" else None)
+        gradients = torch.autograd.grad(wanted, [q, k, v], dout)
+        local = [own(tensor).requires_grad_() for tensor in (q, k, v)]
+        out = layer(*local, None, packed_seq_params=packed)
+        torch.testing.assert_close(out, own(wanted), rtol=1e-10, atol=1e-10)
+        for found, gradient in zip(torch.autograd.grad(out, local, own(dout)), gradients, strict=True):
+            torch.testing.assert_close(found, own(gradient), rtol=1e-9, atol=1e-9)
+        scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(HEADS // GROUPS, 1)) * DIM**-0.5
+        largest = scores.masked_fill(~seen, -torch.inf).amax((1, 2)).detach()
+        torch.testing.assert_close(layer.current_max_attn_logits, largest, rtol=1e-12, atol=1e-12)
+
+
+def test_packed_sequences_over_context_parallel_ranks(ranks: Ranks) -> None:
+    ranks.run(packed_on_ranks)
 
 
 def test_the_provider_gives_it() -> None:

@@ -130,7 +130,7 @@ def on_ranks(rank: int, folder: str, cp_size: int, answer) -> None:
 def test_a_trainer_on_ranks(tmp_path, world: int, cp_size: int) -> None:
     answer = expected(world // cp_size)
     # Of their own: accelerate keeps state in a process.
-    with Ranks(world, limit=240.0) as ranks:
+    with Ranks(world) as ranks:
         ranks.run(on_ranks, str(tmp_path), cp_size, answer)
 
 

@@ -314,7 +314,7 @@ def test_an_older_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 def test_active_plans_of_threads() -> None:
     import threading
 
-    from counterpoint.plan import active_plan
+    from counterpoint.lookup import active_plan
 
     one, two = plan_of(cp.Mask.causal(12)), plan_of(cp.Mask.full(12))
     found = []

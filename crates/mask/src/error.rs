@@ -110,6 +110,18 @@ pub enum MaskError {
         /// Documents on the key side.
         keys: usize,
     },
+    /// An order of rows that leaves one out, or has one twice.
+    #[error(
+        "{axis}_order must hold each of the mask's {seqlen} rows once; row {row} is in no stretch, in two, or past the end"
+    )]
+    Order {
+        /// `q` or `k`.
+        axis: &'static str,
+        /// The first row that is not in one stretch.
+        row: usize,
+        /// Rows of the mask.
+        seqlen: usize,
+    },
     /// A piece of a tree that continues no earlier piece.
     #[error(
         "parents[{piece}] is {parent}; a piece continues an earlier one, so its parent must be below {piece}"

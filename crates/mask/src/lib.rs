@@ -27,6 +27,7 @@ mod error;
 pub mod expression;
 mod json;
 mod mask;
+mod order;
 mod overlap;
 mod range;
 mod raster;

@@ -51,6 +51,28 @@ proptest! {
     }
 
     #[test]
+    fn rows_in_another_order(slices in slices(), starts in prop::collection::vec(0..SIDE, 8), seed in any::<u64>()) {
+        let mask = Mask::union(SIDE, SIDE, &slices).unwrap();
+        let order = |starts: &[usize], seed: u64| {
+            let mut cuts: Vec<usize> = starts.iter().copied().chain([0, SIDE]).collect();
+            cuts.sort_unstable();
+            // Stretches of no rows among them.
+            let mut order: Vec<Range> = cuts.windows(2).map(|pair| Range::new(pair[0], pair[1])).collect();
+            let mut state = seed | 1;
+            for last in (1..order.len()).rev() {
+                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                order.swap(last, (state >> 33) as usize % (last + 1));
+            }
+            order
+        };
+        let (q_order, k_order) = (order(&starts[..4], seed), order(&starts[4..], !seed));
+        let rows = |order: &[Range]| -> Vec<usize> { order.iter().flat_map(|range| range.start..range.end).collect() };
+        let (queries, keys) = (rows(&q_order), rows(&k_order));
+        let moved = mask.rearranged(&q_order, &k_order).unwrap();
+        check(&moved, |row, col| mask.contains(queries[row], keys[col]))?;
+    }
+
+    #[test]
     fn dense_masks_come_back(bits in prop::collection::vec(any::<bool>(), SIDE * SIDE), slices in slices()) {
         let random = Mask::from_dense(SIDE, SIDE, |row, col| bits[row * SIDE + col]).unwrap();
         check(&random, |row, col| bits[row * SIDE + col])?;
@@ -130,4 +152,22 @@ fn bad_input_is_named() {
     let window = Window { left: Some(1), right: None, global: 2 };
     let error = Mask::cross_sliding_window(4, 6, window).unwrap_err();
     assert_eq!(error, MaskError::GlobalTokens { global: 2 });
+}
+
+#[test]
+fn an_order_has_every_row_once() {
+    let mask = Mask::causal(4).unwrap();
+    let whole = [Range::new(0, 4)];
+    for (order, row) in [
+        (vec![Range::new(0, 3)], 3),
+        (vec![Range::new(2, 4), Range::new(0, 1)], 1),
+        (vec![Range::new(0, 3), Range::new(2, 4)], 2),
+        (vec![Range::new(0, 5)], 4),
+        (vec![], 0),
+    ] {
+        let expected = |axis| Err(MaskError::Order { axis, row, seqlen: 4 });
+        assert_eq!(mask.rearranged(&order, &whole), expected("q"), "{order:?}");
+        assert_eq!(mask.rearranged(&whole, &order), expected("k"), "{order:?}");
+    }
+    assert_eq!(mask.rearranged(&whole, &whole).unwrap(), mask);
 }

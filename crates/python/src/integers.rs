@@ -18,16 +18,12 @@ pub(crate) fn list<'py, T>(name: &str, wanted: &str, value: &Bound<'py, PyAny>) 
 where
     T: for<'a> FromPyObject<'a, 'py, Error = PyErr>,
 {
-    let py = value.py();
-    let mistaken = |_| {
+    let mistaken = |_: PyErr| {
         let message = format!("{name} must be {wanted}, not {}", described(value));
         PyTypeError::new_err(message)
     };
-    let listed = listed(value)?;
-    if listed.try_iter().is_err() {
-        return Err(mistaken(PyErr::fetch(py)));
-    }
-    listed.try_iter()?.map(|item| item?.extract::<T>()).collect::<PyResult<Vec<T>>>().map_err(mistaken)
+    let items = listed(value)?.try_iter().map_err(mistaken)?;
+    items.map(|item| item?.extract::<T>()).collect::<PyResult<Vec<T>>>().map_err(mistaken)
 }
 
 /// Numbers of tokens, none negative.

@@ -290,6 +290,15 @@ impl Mask {
         })
     }
 
+    /// The same pairs where rows lie in another order: `q_order` has the (start, end) of stretches of queries as they follow each other
+    /// then, each row once; `k_order` those of keys, which is `q_order` if it is not given.
+    #[pyo3(signature = (q_order, k_order=None))]
+    fn rearranged(&self, q_order: &Bound<'_, PyAny>, k_order: Option<&Bound<'_, PyAny>>) -> PyResult<Self> {
+        let queries = ranges("q_order", q_order)?;
+        let keys = k_order.map_or_else(|| Ok(queries.clone()), |order| ranges("k_order", order))?;
+        made(q_order.py(), || self.native.rearranged(&queries, &keys))
+    }
+
     /// Query rows.
     #[getter]
     fn seqlen_q(&self) -> usize {

@@ -172,7 +172,7 @@ class _ParallelLinear(torch.nn.Module):
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> Any:
         """Megatron-Core's: the weight along its split axis, and the bias where it is split."""
-        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint  # type: ignore[import-not-found, unused-ignore]
+        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
         axes = {"weight": 0, "bias": 0} if self.kind == "column" else {"weight": 1}
         return make_sharded_tensors_for_checkpoint(self.state_dict(prefix="", keep_vars=True), prefix, axes, sharded_offsets)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from counterpoint.errors import TensorError
+from counterpoint.fitting import accumulator
 from counterpoint.rows import borrowed
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class Layer:
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
     """Contiguous, and on GPUs where the engine reads it: at a multiple of 16 bytes."""
-    tensor = tensor.contiguous()
+    tensor = tensor.resolve_neg().contiguous()
     return tensor.clone() if tensor.is_cuda and tensor.data_ptr() & 15 else tensor
 
 
@@ -97,11 +98,6 @@ def _gradient(layer: Layer, weight: torch.Tensor) -> str:
     if into not in (weight.dtype, accumulator(weight.dtype)):
         raise TensorError(f"main_grad is {into}; gradients of {weight.dtype} are added to that or to {accumulator(weight.dtype)}")
     return f"{'deferred' if layer.delayed else 'added'}:{_name(into)}"
-
-
-def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The type in which sums of a type are made."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class Product(torch.autograd.Function):
