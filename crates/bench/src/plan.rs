@@ -19,7 +19,6 @@ use counterpoint_report::{
 use serde::Serialize;
 
 use crate::arguments::BenchPlanArguments;
-use crate::masks;
 
 /// `counterpoint bench plan`.
 pub(crate) fn run(arguments: &BenchPlanArguments) -> Result<(), CliError> {
@@ -84,14 +83,12 @@ const ANNEALED: [(&str, &str, usize, u64); 4] = [
 ];
 
 /// Masks that few others distribute, of 1M tokens.
-const SEEDS: [(&str, &str); 3] = [
-    ("block-causal with a last global block", "last-global:0,1046528,block=2048,global=2048"),
-    ("shared question", "shared-question:512k;128k,128k,128k,128k"),
+const SEEDS: [(&str, &str); 4] = [
+    ("block-causal with a last global block", "preset:block_causal_last_global,1M"),
+    ("shared question", "preset:shared_question,1M"),
     ("sliding window with global tokens", "sliding-window:1M,left=8191,right=0,global=1024"),
+    ("block-sparse", "preset:block_sparse,1M"),
 ];
-
-/// Rows and columns of a block of the sparse one.
-const SPARSE: usize = 4096;
 
 /// Two packed batches of 1M tokens, four other masks and one causal sequence of 4M.
 fn built_in_cases(cp_sizes: &[usize]) -> Result<Vec<Case>, CliError> {
@@ -107,13 +104,8 @@ fn built_in_cases(cp_sizes: &[usize]) -> Result<Vec<Case>, CliError> {
             cases.push(Case { name: format!("{name}, 1M tokens"), mask, cp_size, chunk_size: 512, goal });
         }
     }
-    let seeds = SEEDS.iter().map(|(name, mask)| Ok((*name, mask_argument::load(mask)?)));
-    let mut seeds = seeds.collect::<Result<Vec<_>, CliError>>()?;
-    let sparse = masks::block_sparse(1 << 20, SPARSE);
-    let sparse =
-        sparse.map_err(|source| CliError::MaskExpression { expression: "block-sparse".to_owned(), source });
-    seeds.push(("block-sparse", sparse?));
-    for (name, mask) in seeds {
+    for (name, mask) in SEEDS {
+        let mask = mask_argument::load(mask)?;
         for &cp_size in cp_sizes {
             let (name, mask) = (format!("{name}, 1M tokens"), mask.clone());
             cases.push(Case { name, mask, cp_size, chunk_size: 2048, goal: None });

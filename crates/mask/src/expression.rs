@@ -15,7 +15,8 @@
 //!
 //! Cross attention: `full`, `causal` and their varlen forms take `keys=`, the keys' size or starts (or `key-lengths=`).
 //! `shared-question:128;300,200` separates the question from the answers' lengths by a semicolon. `block-sparse` takes
-//! one word of `0` and `1` for each block row, one digit for each block column.
+//! one word of `0` and `1` for each block row, one digit for each block column. `preset:sw_global,64k` is one of the masks
+//! that attention is compared on ([`MaskPreset`](crate::MaskPreset)).
 //!
 //! Anything that does not begin with lower-case letters and a colon is the path of a JSON file ([`Mask::from_json`]);
 //! `./` in front makes a path of any name.
@@ -166,6 +167,16 @@ pub const BUILDERS: &[Builder] = &[
             }
             let blocks = a.blocks("rows", queries.div_ceil(block), keys.div_ceil(block))?;
             Mask::block_sparse(queries, keys, block, block, &blocks)
+        },
+    },
+    Builder {
+        name: "preset",
+        arguments: "NAME,S",
+        meaning: "a mask of the benchmarks on S tokens, by the name that bench cp --masks has for it",
+        options: &[],
+        build: |a| {
+            let (preset, seqlen) = a.preset()?;
+            preset.build(seqlen)
         },
     },
 ];

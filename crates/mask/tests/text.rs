@@ -5,7 +5,7 @@ mod cases;
 use std::time::Instant;
 
 use counterpoint_mask::expression::BUILDERS;
-use counterpoint_mask::{AttnSlice, Documents, Mask, MaskError, MaskType, Range, Window};
+use counterpoint_mask::{AttnSlice, Documents, Mask, MaskError, MaskPreset, MaskType, Range, Window};
 use proptest::prelude::*;
 
 /// The files that exist in these tests.
@@ -97,6 +97,8 @@ fn expressions() {
             "block-sparse:8,keys=12,block=4,rows=@rows.txt",
             Mask::block_sparse(8, 12, 4, 4, &[(0, 0), (1, 1), (1, 2)]),
         ),
+        ("preset:block_causal_last_global,8k", Mask::last_global(6 << 10, 2 << 10, 2 << 10)),
+        ("preset: sw_global, 4k", MaskPreset::SwGlobal.build(4 << 10)),
         ("mask.json", Mask::causal(16)),
     ];
     for builder in BUILDERS {
@@ -119,6 +121,9 @@ fn wrong_expressions_get_one_clear_sentence() {
         ("causal", "causal: arguments: missing; write causal:S[,keys=S]"),
         ("causal:", "causal: sequence: missing; the first value is its length, for example 4k"),
         ("causal:0", "causal: seqlen_q is 0; "),
+        ("preset:causal", "preset: name: write its name, a comma and its length; names: full, causal, "),
+        ("preset:casual,4k", "preset: name: no mask is named \"casual\"; use full, causal, varlen_full, "),
+        ("preset:causal,x", "preset: sequence: expected a whole number such as 4096, 4k or 1M, got \"x\""),
         ("causal:-4", "causal: sequence: expected a whole number such as 4096, 4k or 1M, got \"-4\""),
         ("causal:4.5", "causal: sequence: expected a whole number such as 4096, 4k or 1M, got \"4.5\""),
         ("causal:4e3", "got \"4e3\""),

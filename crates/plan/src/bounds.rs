@@ -28,6 +28,21 @@ impl TrafficBounds {
         Self::of(recv_tokens, [&plan.q_dispatch, &plan.k_dispatch], mask, spec)
     }
 
+    /// What each moves over what a ring does, by a name for people: this plan first. `None` of one rank, where nothing travels.
+    pub fn of_ring(&self) -> Option<impl Iterator<Item = (&'static str, f64)>> {
+        let Self { recv_tokens, lower_bound_tokens, ring_tokens, all_gather_tokens, ulysses_tokens } = *self;
+        let all = [
+            ("this plan", Some(recv_tokens)),
+            ("lower bound", Some(lower_bound_tokens)),
+            ("ring", Some(ring_tokens)),
+            ("all-gather", Some(all_gather_tokens)),
+            ("Ulysses", ulysses_tokens),
+        ];
+        let of_ring = move |tokens: u64| tokens as f64 / ring_tokens as f64;
+        let shares = all.into_iter().filter_map(move |(name, tokens)| Some((name, of_ring(tokens?))));
+        (ring_tokens > 0).then_some(shares)
+    }
+
     /// Bounds of a plan with these dispatches of queries and keys, whose ranks receive so many key rows.
     pub(crate) fn of(
         recv_tokens: u64,
@@ -160,6 +175,13 @@ mod tests {
         );
         assert!(bounds.lower_bound_tokens <= bounds.recv_tokens && bounds.recv_tokens <= bounds.ring_tokens);
         assert_eq!(bounds.ring_tokens, 7 * 4096);
+        let shares: Vec<_> = bounds.of_ring().unwrap().collect();
+        assert_eq!(
+            shares.iter().map(|(name, _)| *name).collect::<Vec<_>>(),
+            ["this plan", "lower bound", "ring", "all-gather", "Ulysses"]
+        );
+        assert_eq!((shares[2].1, shares[3].1), (1.0, 1.0));
+        assert!(shares[1].1 <= shares[0].1 && shares[0].1 < 1.0, "{shares:?}");
         // q and out: 8 heads of 2 rows each; k and v: 8 copies where there are 2 heads; 7/8 of it moves.
         assert_eq!(bounds.ulysses_tokens, Some(4096 * (8 + 8) / 2 * 7 / 8));
     }

@@ -5,8 +5,7 @@ use std::path::PathBuf;
 use clap::Args;
 use counterpoint_console::arguments::{Device, Exchange, OverlapList, PlanningArguments, overlap, value};
 use counterpoint_cuda::TransportKind;
-
-use super::BenchMask;
+use counterpoint_mask::MaskPreset;
 
 /// Time distributed attention over its ranks: TFLOP/s of a rank, and how that scales from one rank
 #[derive(Debug, Args)]
@@ -55,12 +54,12 @@ pub struct BenchCpArguments {
     #[arg(
         long,
         value_name = "NAMES",
-        value_enum,
+        value_parser = value::mask_preset(),
         value_delimiter = ',',
         default_value = "full,causal,varlen_full,varlen_causal,varlen_block_causal,block_causal_last_global,shared_question,sw_global,\
                          block_sparse"
     )]
-    pub(crate) masks: Vec<BenchMask>,
+    pub(crate) masks: Vec<MaskPreset>,
 
     /// Tokens of a rank [default: 1k; 8k,16k,32k with --device cuda]
     #[arg(long, value_name = "SIZES", value_parser = value::size, value_delimiter = ',')]

@@ -2,6 +2,7 @@
 
 use clap::{Args, Subcommand, ValueEnum};
 use counterpoint_console::arguments::{Device, value};
+use counterpoint_mask::MaskPreset;
 
 use super::{
     BenchBandwidthArguments, BenchCollectiveArguments, BenchCpArguments, BenchGemmArguments,
@@ -96,11 +97,10 @@ pub struct BenchFreshMasksArguments {
 Every row is checked against the f64 reference (on a GPU on a sample of rows
 and keys); a row out of bounds is not printed, and the exit status is 1.
 
---device cuda takes the flags from --masks on. Its masks are seven, on packed
-documents of realistic lengths: full, causal, varlen_full, varlen_causal,
-sw_causal (window of 1024), block_causal (blocks of 2048) and
-varlen_block_causal. --peers wants a python3 with PyTorch and prints the ratios
-over what it has, measured in the same run.
+--device cuda takes the flags from --masks on. Its masks have packed documents of
+realistic lengths, windows of 1024 and blocks of 2048; `counterpoint mask
+preset:NAME,8k` shows one. --peers wants a python3 with PyTorch and prints the
+ratios over what it has, measured in the same run.
 
 Examples:
   counterpoint bench attention
@@ -130,9 +130,9 @@ pub struct BenchAttentionArguments {
 /// What only a GPU is asked.
 #[derive(Debug, Args)]
 pub(crate) struct CudaBenchArguments {
-    /// Masks [default: all seven]
-    #[arg(long, value_name = "NAMES", value_enum, value_delimiter = ',')]
-    pub(crate) masks: Vec<BenchMask>,
+    /// Masks [default: all]
+    #[arg(long, value_name = "NAMES", value_delimiter = ',', value_parser = value::mask_preset())]
+    pub(crate) masks: Vec<MaskPreset>,
 
     /// Sequence lengths [default: 8k,16k,32k; --quick 8k]
     #[arg(long, value_name = "SIZES", value_parser = value::size, value_delimiter = ',')]
@@ -188,35 +188,6 @@ impl CudaBenchArguments {
         ]
         .into_iter()
         .find_map(|(given, flag)| given.then_some(flag))
-    }
-}
-
-/// A mask of the comparison with others, by the name that it has there.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-#[value(rename_all = "snake_case")]
-pub(crate) enum BenchMask {
-    Full,
-    Causal,
-    VarlenFull,
-    VarlenCausal,
-    SwCausal,
-    BlockCausal,
-    VarlenBlockCausal,
-    /// Block-causal, and a last block that sees everything
-    BlockCausalLastGlobal,
-    /// A question of half the tokens, and four answers that do not see each other
-    SharedQuestion,
-    /// A causal window, and 64 tokens at the front that everyone sees
-    SwGlobal,
-    /// A grid of blocks: the diagonal, the first column, and every fourth of the others below it
-    BlockSparse,
-}
-
-impl BenchMask {
-    /// Whether the scripts of the peers know it: each row sees one interval of columns.
-    pub(crate) fn has_peers(self) -> bool {
-        use BenchMask::{BlockCausalLastGlobal, BlockSparse, SharedQuestion, SwGlobal};
-        !matches!(self, BlockCausalLastGlobal | SharedQuestion | SwGlobal | BlockSparse)
     }
 }
 

@@ -15,8 +15,8 @@ pub(crate) use gemm::{BenchGemmArguments, BenchGemmLayout};
 pub(crate) use gemm_collective::BenchGemmCollectiveArguments;
 pub use kernels::BenchCommand;
 pub(crate) use kernels::{
-    BenchAttentionArguments, BenchClock, BenchDType, BenchFreshMasksArguments, BenchKernels, BenchMask,
-    BenchPass, BenchPlanArguments, CudaBenchArguments,
+    BenchAttentionArguments, BenchClock, BenchDType, BenchFreshMasksArguments, BenchKernels, BenchPass,
+    BenchPlanArguments, CudaBenchArguments,
 };
 pub(crate) use moe::BenchMoeArguments;
 pub(crate) use tp::{BenchTpArguments, BenchTpPass, GradientArgument};

@@ -30,6 +30,10 @@ pub(super) fn measure(sizes: &Sizes, progress: &Progress) -> Result<Section, Cli
         (format!("varlen-causal:lengths={documents}"), heads, DType::F32),
         (format!("sliding-window:{rows},left={},right=0", rows / 8), heads, DType::F32),
         (format!("block-causal:{rows},block={}", rows / 8), heads, DType::F32),
+        (format!("preset:block_causal_last_global,{rows}"), heads, DType::F32),
+        (format!("preset:shared_question,{rows}"), heads, DType::F32),
+        (format!("sliding-window:{rows},left={},right=0,global=64", rows / 8), heads, DType::F32),
+        (format!("preset:block_sparse,{rows}"), heads, DType::F32),
         (format!("causal:{rows}"), heads / 2, DType::F32),
         (format!("causal:{rows}"), heads, DType::Bf16),
     ];

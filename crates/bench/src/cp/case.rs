@@ -11,8 +11,8 @@ use counterpoint_console::{
 use counterpoint_exec::{
     AttentionRun, CheckReport, Pass, RanksRun, RunConfig, RunTimes, Sample, check_sample,
 };
-use counterpoint_mask::Mask;
-use counterpoint_plan::{PlanConfig, RankPlan, Topology};
+use counterpoint_mask::{Mask, MaskPreset};
+use counterpoint_plan::{PlanConfig, RankPlan, Topology, TrafficBounds};
 use counterpoint_report::{
     BenchRow, Rate, Statistics, TimelinePair, TraceSection, chrome_trace, format_bytes, format_ratio,
     format_seconds,
@@ -24,7 +24,6 @@ use serde_json::json;
 use super::hiding::Hiding;
 use super::peers::{self, Known};
 use super::{Bench, SAMPLED_KEYS, SAMPLED_ROWS, WARM_UPS};
-use crate::arguments::BenchMask;
 use crate::attention::{BACKWARD, FORWARD, shape_text, verified};
 use crate::masks;
 use crate::pytorch::Peers;
@@ -181,9 +180,11 @@ impl<'a> Bench<'a> {
         let sample = Sample::random(mask, &self.spec, pass, SAMPLED_ROWS, SAMPLED_KEYS, mask.area());
         let check = check_sample(mask, &self.spec, &self.inputs, &run.outputs, &sample);
         let (area, cp_size) = (mask.area(), topology.world_size);
+        let traffic = TrafficBounds::new(&solution.plan, mask, &self.spec);
         Ok(Some(Case {
             area,
             cp_size,
+            traffic,
             exchange,
             asked,
             is_asked,
@@ -212,6 +213,8 @@ const PASSES: [Pass; 2] = [Pass::Forward, Pass::ForwardBackward];
 pub(super) struct Case {
     area: u64,
     cp_size: usize,
+    /// Key rows that all ranks receive, beside other ways to distribute attention.
+    traffic: TrafficBounds,
     exchange: Exchange,
     asked: PassOverlaps,
     is_asked: bool,
@@ -231,7 +234,7 @@ impl Case {
     pub(super) fn row(
         &self,
         bench: &Bench<'_>,
-        mask: BenchMask,
+        mask: MaskPreset,
         pass: Pass,
         baseline: Option<&Case>,
     ) -> Option<(BenchRow, serde_json::Value, &CheckReport)> {
@@ -256,14 +259,10 @@ impl Case {
         let hiding = self.hiding(pass);
         let predicted = predicted.map(Timeline::duration);
         let row = BenchRow {
-            name: if baseline.is_some() {
-                format!("{name}{}", self.way_text(bench))
-            } else {
-                name.to_owned()
-            },
+            name: name.to_owned() + &baseline.map_or_else(String::new, |_| self.way_text(bench)),
             shape: shape_text(&bench.inputs.q, &bench.inputs.k),
             dtype: dtype_name(bench.spec.dtype).to_owned(),
-            mask: Some(masks::name(mask)),
+            mask: Some(mask.name().to_owned()),
             device: bench.ranks.name().to_owned(),
             ranks: self.cp_size,
             seconds: statistics,
@@ -290,6 +289,8 @@ impl Case {
             "planned_crossing_bytes": self.crossing.as_ref().map(|crossing| crossing.planned),
             "counted_crossing_bytes": self.crossing.as_ref().and_then(|crossing| crossing.counted),
             "received_rows": plan.ranks.iter().map(RankPlan::recv_rows).max(),
+            // Of all ranks.
+            "traffic": self.traffic,
             "sequential_seconds": hiding.map(|hiding| hiding.sequential),
             "hideable_seconds": hiding.map(|hiding| hiding.hideable),
             "overlap_efficiency": hiding.map(|hiding| hiding.efficiency()),
@@ -310,12 +311,17 @@ impl Case {
     }
 
     /// What to read from one pass, and its timelines.
-    pub(super) fn finding(&self, bench: &Bench<'_>, mask: BenchMask, pass: Pass) -> Option<(String, Traced)> {
+    pub(super) fn finding(
+        &self,
+        bench: &Bench<'_>,
+        mask: MaskPreset,
+        pass: Pass,
+    ) -> Option<(String, Traced)> {
         let (seconds, measured, predicted) = self.pass(pass)?;
         let median = Statistics::of(seconds)?.median;
         let key = if pass == Pass::Forward { "forward" } else { "backward" };
         let way = self.way_text(bench);
-        let name = format!("{} {key}{way}, {} tokens a rank", masks::name(mask), bench.tokens);
+        let name = format!("{} {key}{way}, {} tokens a rank", mask.name(), bench.tokens);
         let rank = &self.solution.plan.ranks[0];
         let stages = if pass == Pass::Forward { rank.forward.len() } else { rank.backward.len() } - 1;
         let predicted_seconds = predicted.map(Timeline::duration);
@@ -339,23 +345,31 @@ impl Case {
         format!("{}{}", bench.exchange_text(self.exchange), bench.policy_text(self.asked, self.policies))
     }
 
+    /// What is received, beside other ways to distribute attention, in parts of what a ring moves.
+    pub(super) fn traffic_text(&self, bench: &Bench<'_>, mask: MaskPreset) -> Option<String> {
+        let (mask, way) = (mask.name(), self.way_text(bench));
+        let shares =
+            self.traffic.of_ring()?.map(|(name, share)| format!("{name} {share:.3}")).collect::<Vec<_>>();
+        Some(format!("{mask}{way}: key rows received, in parts of a ring's: {}", shares.join(", ")))
+    }
+
     /// What crosses between nodes, where there are several.
-    pub(super) fn crossing_text(&self, bench: &Bench<'_>, mask: BenchMask) -> Option<String> {
+    pub(super) fn crossing_text(&self, bench: &Bench<'_>, mask: MaskPreset) -> Option<String> {
         let Crossing { planned, counted } = self.crossing.as_ref()?;
         let counted = match counted {
             Some(bytes) if bytes == planned => ", as many counted".to_owned(),
             Some(bytes) => format!(", {} counted", format_bytes(*bytes)),
             None => ", not counted by this transport".to_owned(),
         };
-        let (mask, way) = (masks::name(mask), self.way_text(bench));
+        let (mask, way) = (mask.name(), self.way_text(bench));
         Some(format!("{mask}{way}: {} between nodes{counted}", format_bytes(*planned)))
     }
 
     /// What is wrong, where other bytes crossed than planned.
-    pub(super) fn miscounted(&self, mask: BenchMask) -> Option<String> {
+    pub(super) fn miscounted(&self, mask: MaskPreset) -> Option<String> {
         let Crossing { planned, counted } = *self.crossing.as_ref()?;
         let counted = counted.filter(|counted| *counted != planned)?;
-        Some(format!("{}: {counted} bytes crossed between nodes, not {planned}", masks::name(mask)))
+        Some(format!("{}: {counted} bytes crossed between nodes, not {planned}", mask.name()))
     }
 
     /// Whether its rows cross between nodes as the other's do.

@@ -16,14 +16,14 @@ use counterpoint_console::{
     solution::Solution,
 };
 use counterpoint_exec::{AttentionInputs, Pass, RunConfig, random_inputs};
-use counterpoint_mask::Mask;
+use counterpoint_mask::{Mask, MaskPreset};
 use counterpoint_plan::{AttentionSpec, DType, MachineProfile, PlanConfig, Topology};
 use counterpoint_schedule::{GradientReduction, OverlapPolicy, PassPolicies, StartOrder};
 
 use self::case::{Case, Traced, trace};
 use self::peers::{Known, PeerRow};
 use self::sizes::Sizes;
-use crate::arguments::{BenchCpArguments, BenchMask};
+use crate::arguments::BenchCpArguments;
 use crate::attention::Section;
 use crate::masks;
 use crate::pytorch::Peers;
@@ -147,7 +147,7 @@ impl<'a> Bench<'a> {
             ..AttentionSpec::new(heads_q, heads_kv, sizes.head_dim, dtype)
         };
         // Inputs do not depend on the mask; they need one for its length.
-        let longest = masks::load(BenchMask::Full, tokens * sizes.cp_size)?;
+        let longest = masks::load(MaskPreset::Full, tokens * sizes.cp_size)?;
         let inputs = random_inputs(&longest, &spec, tokens as u64, !arguments.forward_only);
         let profile = ranks.profile(arguments.planning.profile.as_deref())?;
         let mut overlaps = Vec::new();
@@ -161,7 +161,7 @@ impl<'a> Bench<'a> {
 
     fn measure(
         &self,
-        masks: &[BenchMask],
+        masks: &[MaskPreset],
         traced: &mut Vec<Traced>,
         peers: &mut Peers<Known>,
     ) -> Result<(Section, Vec<PeerRow>), CliError> {
@@ -180,7 +180,7 @@ impl<'a> Bench<'a> {
         let progress = Progress::new();
         for &name in masks {
             let mask = masks::load(name, self.inputs.q.rows())?;
-            progress.step(masks::name(name).to_owned());
+            progress.step(name.name().to_owned());
             let alone = self.planned(&mask, Topology::flat(1), Exchange::Flat, self.overlaps[0])?;
             let mut ways = vec![self.way(alone, true)?];
             for &exchange in self.exchanges() {
@@ -225,6 +225,7 @@ impl<'a> Bench<'a> {
                 }
             }
             for case in &cases {
+                section.findings.extend(case.traffic_text(self, name));
                 section.findings.extend(case.crossing_text(self, name));
                 section.wrong.extend(case.miscounted(name));
             }

@@ -2,13 +2,13 @@ use std::process::Command;
 
 use counterpoint_console::{self as console, CliError};
 use counterpoint_exec::Pass;
+use counterpoint_mask::MaskPreset;
 use counterpoint_report::{BenchRow, Column, Rate, Statistics, table};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
 use super::sizes::Sizes;
-use crate::arguments::{BenchCpArguments, BenchMask};
-use crate::masks;
+use crate::arguments::BenchCpArguments;
 use crate::pytorch::{PeerWay, Peers, Script, TurnTaking, lacks_gpus, on_gpus};
 
 /// What the script says of a way.
@@ -60,7 +60,7 @@ pub(super) fn start(arguments: &BenchCpArguments, sizes: &Sizes) -> Result<Peers
     if arguments.peers.is_empty() {
         return Ok(Peers::new(Vec::new()));
     }
-    if !arguments.masks.iter().any(|mask| matches!(mask, BenchMask::Full | BenchMask::Causal)) {
+    if !arguments.masks.iter().any(|mask| matches!(mask, MaskPreset::Full | MaskPreset::Causal)) {
         let reason = "the peers have full and causal masks only; ask for one of them".to_owned();
         return Err(CliError::NoPeers { reason });
     }
@@ -78,8 +78,8 @@ fn command(script: &Script, arguments: &BenchCpArguments, sizes: &Sizes) -> Comm
 }
 
 /// A mask on so many tokens a rank, as the script knows it.
-pub(super) fn case(mask: BenchMask, tokens: usize) -> serde_json::Value {
-    json!({ "tokens": tokens, "mask": masks::name(mask) })
+pub(super) fn case(mask: MaskPreset, tokens: usize) -> serde_json::Value {
+    json!({ "tokens": tokens, "mask": mask.name() })
 }
 
 /// Which of the case's ways run that pass.

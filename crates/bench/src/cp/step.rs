@@ -7,17 +7,17 @@ use counterpoint_console::{
 };
 use counterpoint_cuda::CudaMachine;
 use counterpoint_exec::{Pass, Sample, check_sample};
+use counterpoint_mask::MaskPreset;
 use counterpoint_report::{BenchRow, Rate, Statistics, format_ratio, format_seconds};
 use serde_json::json;
 
 use super::{Bench, SAMPLED_KEYS, SAMPLED_ROWS};
-use crate::arguments::BenchMask;
 use crate::attention::{BACKWARD, FORWARD, Section, shape_text, verified};
 use crate::masks;
 
 impl Bench<'_> {
     /// Whole steps by the host's clock, enqueued operation by operation and replayed as one CUDA graph.
-    pub(super) fn measure_steps(&self, masks: &[BenchMask]) -> Result<Section, CliError> {
+    pub(super) fn measure_steps(&self, masks: &[MaskPreset]) -> Result<Section, CliError> {
         let RankMachine::Cuda(machine) = self.ranks else {
             let (value, reason) = ("(whole steps)".to_owned(), "is for GPUs; add --device cuda".to_owned());
             return Err(CliError::Flag { flag: "--step", value, reason });
@@ -32,7 +32,7 @@ impl Bench<'_> {
         ));
         let progress = Progress::new();
         for &mask in masks {
-            progress.step(format!("{}, steps", masks::name(mask)));
+            progress.step(format!("{}, steps", mask.name()));
             for &overlap in &self.overlaps {
                 self.step(machine, mask, overlap, &mut section)?;
             }
@@ -43,7 +43,7 @@ impl Bench<'_> {
     fn step(
         &self,
         machine: &CudaMachine,
-        name: BenchMask,
+        name: MaskPreset,
         asked: PassOverlaps,
         section: &mut Section,
     ) -> Result<(), CliError> {
@@ -69,7 +69,7 @@ impl Bench<'_> {
                 name: format!("attention step, {how}{}", self.policy_text(asked, policies)),
                 shape: shape_text(&self.inputs.q, &self.inputs.k),
                 dtype: dtype_name(self.spec.dtype).to_owned(),
-                mask: Some(masks::name(name)),
+                mask: Some(name.name().to_owned()),
                 device: self.ranks.name().to_owned(),
                 ranks,
                 seconds,
@@ -95,7 +95,7 @@ impl Bench<'_> {
                 None => enqueued = Some(median),
                 Some(enqueued) => section.findings.push(format!(
                     "{}: a replay takes {} less than the step enqueued ({})",
-                    masks::name(name),
+                    name.name(),
                     format_seconds((enqueued - median).max(0.0)),
                     format_ratio(enqueued / median)
                 )),

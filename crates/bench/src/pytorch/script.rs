@@ -6,8 +6,7 @@ use std::process::Command;
 
 use counterpoint_console::{CliError, TemporaryFolder};
 use counterpoint_files::{absolute_entries, command, program};
-
-use crate::masks::DOCUMENTS;
+use counterpoint_mask::PACKED_DOCUMENTS;
 
 /// A script of `benches/peers` with the modules and data that it reads, in a temporary folder that goes with it.
 pub(crate) struct Script {
@@ -62,7 +61,7 @@ impl Script {
             for (path, text) in FILES {
                 write_with_folders(&peers.join(path), text)?;
             }
-            for (seqlen, text) in DOCUMENTS {
+            for (seqlen, text) in PACKED_DOCUMENTS {
                 write_with_folders(&data.join(format!("documents_{}k.txt", seqlen >> 10)), text)?;
             }
             Ok(folder)
@@ -147,7 +146,7 @@ mod tests {
         let root = script.folder.path().to_owned();
         let mut found = Vec::new();
         files_below(&root, "", &mut found);
-        assert_eq!(found.len(), FILES.len() + DOCUMENTS.len());
+        assert_eq!(found.len(), FILES.len() + PACKED_DOCUMENTS.len());
         for path in ["peers/attention.py", "peers/common/pytorch.py", "data/documents_8k.txt"] {
             let here = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../benches").join(path);
             assert_eq!(fs::read(root.join(path)).unwrap(), fs::read(here).unwrap(), "{path}");

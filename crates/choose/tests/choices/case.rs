@@ -1,6 +1,6 @@
 //! Random problems of attention, from a seed: ranks, nodes, masks of every kind and lengths as they are trained with.
 
-use counterpoint_mask::{Documents, Mask, Window};
+use counterpoint_mask::{Documents, Mask, MaskPreset, Window};
 use counterpoint_plan::{AttentionSpec, CostModel, DType, MachineProfile, PlanConfig, Topology};
 use rand::{Rng, RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -67,8 +67,12 @@ fn documents(tokens: usize, rng: &mut impl Rng) -> Documents {
     Documents::from_lengths(lengths).unwrap()
 }
 
+fn preset(preset: MaskPreset, tokens: usize) -> (&'static str, Mask) {
+    (preset.name(), preset.build(tokens).unwrap())
+}
+
 fn mask(tokens: usize, rng: &mut impl Rng) -> (&'static str, Mask) {
-    match rng.random_range(0..10) {
+    match rng.random_range(0..13) {
         0 => ("full", Mask::full(tokens).unwrap()),
         1 | 2 => ("causal", Mask::causal(tokens).unwrap()),
         3 => ("varlen full", Mask::full(documents(tokens, rng)).unwrap()),
@@ -86,6 +90,9 @@ fn mask(tokens: usize, rng: &mut impl Rng) -> (&'static str, Mask) {
             "block causal",
             Mask::block_causal(tokens, (tokens / (1 << rng.random_range(2..6))).max(64)).unwrap(),
         ),
+        9 => preset(MaskPreset::BlockCausalLastGlobal, tokens),
+        10 => preset(MaskPreset::SharedQuestion, tokens),
+        11 => preset(MaskPreset::BlockSparse, tokens),
         _ => ("varlen block causal", Mask::block_causal(documents(tokens, rng), 2048.min(tokens)).unwrap()),
     }
 }

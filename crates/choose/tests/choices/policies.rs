@@ -11,7 +11,7 @@ use crate::ratios::Ratios;
 
 /// Policies that users can name, chosen from or not, and that neither a variable of the process nor what a driver can (a partition) must
 /// be there for.
-const NAMED: [&str; 13] = [
+const NAMED: [&str; 19] = [
     "sequential",
     "concurrent",
     "kernel-barrier",
@@ -25,6 +25,12 @@ const NAMED: [&str; 13] = [
     "concurrent+sm-margin=24",
     "concurrent+sm-margin=32",
     "kernel-barrier+priority",
+    "concurrent+sm-margin=4",
+    "concurrent+sm-margin=48",
+    "concurrent+sm-margin=64",
+    "kernel-barrier+sm-margin=8",
+    "kernel-barrier+sm-margin=24",
+    "kernel-barrier+sm-margin=64",
 ];
 
 #[test]

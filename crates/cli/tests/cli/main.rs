@@ -19,6 +19,7 @@ mod processes;
 mod profile;
 mod selftest;
 mod simulate;
+mod slow_links;
 mod support;
 mod tune;
 mod width;

@@ -354,3 +354,33 @@ fn an_interruption_ends_all() {
     ended[0].is_error(1, &["rank 1 is gone"]);
     assert_eq!(folder.names(), [] as [&str; 0]);
 }
+
+/// Two nodes of one process each, whose network takes nearly all of the time: by its bytes, by its starts, and by both. Seconds of it, so
+/// that what else the machine does is little beside them.
+#[test]
+fn a_run_over_a_slow_network_takes_what_is_predicted() {
+    let seconds = |document: &serde_json::Value, key: &str| {
+        ["forward", "backward"].iter().map(|pass| document[key][pass].as_f64().unwrap()).sum::<f64>()
+    };
+    for network in ["1000,0.00005", "1000000,1", "400000,0.0001"] {
+        let line = format!(
+            "attention --mask full:512 --heads-q 2 --head-dim 16 --cp-size 2 --nodes 2 --slow-network {network} --backward --json"
+        );
+        let ratio = || {
+            let folder = Folder::new();
+            let ended = Job::start(&folder, &line, 2).end(SOON);
+            assert_eq!(ended[0].status, Some(0), "{}", ended[0].stderr);
+            let document = serde_json::from_str(&ended[0].stdout).unwrap();
+            let (measured, predicted) =
+                (seconds(&document, "seconds"), seconds(&document, "predicted_seconds"));
+            println!("{network}: {measured:.3} s, predicted {predicted:.3} s");
+            measured / predicted
+        };
+        let mut ratios = Vec::new();
+        while ratios.last().is_none_or(|ratio: &f64| (ratio - 1.0).abs() > 0.15) {
+            ratios.push(ratio());
+            // The network is never faster than it is told to be; a machine that does much else may be slow once, or twice.
+            assert!(ratios.iter().all(|ratio| *ratio > 0.85) && ratios.len() < 6, "{network}: {ratios:?}");
+        }
+    }
+}

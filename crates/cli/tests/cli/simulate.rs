@@ -135,6 +135,29 @@ fn rows_say_what_can_run_and_what_is_run() {
     assert_eq!(of(&near, "forward", "concurrent+copy-engine")["can_run"], true);
 }
 
+/// The masks of the benchmarks by name, and what of keys moves beside other ways.
+#[test]
+fn presets_say_what_moves() {
+    let folder = Folder::new();
+    let line =
+        "simulate attention --cp-size 8 --heads-q 64 --heads-kv 8 --dtype bf16 --overlap auto --json --mask";
+    for preset in ["block_causal_last_global", "shared_question", "sw_global", "block_sparse"] {
+        let document = folder.run(&format!("{line} preset:{preset},64k")).ok().json();
+        let of = |name: &str| -> f64 {
+            document["setup"][format!("key_rows_of_{name}")].as_str().unwrap().parse().unwrap()
+        };
+        assert_eq!((of("ring"), of("all_gather")), (1.0, 1.0));
+        // 64 query heads and 8 key heads, of which 7 of 8 rows leave, there and back.
+        assert!((of("ulysses") - 9.0 / 8.0).abs() < 0.002, "{document}");
+        assert!(of("lower_bound") <= of("this_plan") && of("this_plan") < 1.0, "{document}");
+        if preset == "block_causal_last_global" {
+            // What no plan as level goes below: within 15 %.
+            assert!(of("lower_bound") > 0.7 && of("this_plan") <= 1.15 * of("lower_bound"), "{document}");
+        }
+    }
+    folder.refuses(&format!("{line} preset:sw_locale,64k"), &["sw_locale", "sw_global"]);
+}
+
 /// A policy that means nothing to attention is refused wherever attention is.
 #[test]
 fn attention_refuses_what_only_layers_have() {

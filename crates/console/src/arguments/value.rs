@@ -5,6 +5,7 @@ use std::time::Duration;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use counterpoint_cuda::TransportKind;
 use counterpoint_exec::SlowLink;
+use counterpoint_mask::MaskPreset;
 use counterpoint_plan::{
     DType, DispatchAlgorithm, GemmCollective, GradientShares, MAX_CP_SIZE, PassStages, PlanError,
     QueryExchange, TransformerSpec, WaveGroups,
@@ -103,6 +104,11 @@ pub fn groups(text: &str) -> Result<WaveGroups, String> {
 /// A collective of tokens.
 pub fn collective() -> impl TypedValueParser<Value = GemmCollective> {
     named(GemmCollective::NAMES)
+}
+
+/// A mask of the benchmarks.
+pub fn mask_preset() -> impl TypedValueParser<Value = MaskPreset> {
+    named(MaskPreset::ALL.map(|preset| (preset.name(), preset)))
 }
 
 /// A model whose sizes are built in.

@@ -1,6 +1,6 @@
 use super::ReadFile;
 use crate::mask::MAX_SEQLEN;
-use crate::{Documents, MaskError};
+use crate::{Documents, MaskError, MaskPreset};
 
 /// What follows the colon of a builder expression, split but not yet understood.
 pub(super) struct Arguments<'a> {
@@ -68,6 +68,18 @@ impl<'a> Arguments<'a> {
                 ),
             )),
         }
+    }
+
+    /// A mask of the comparison and its length.
+    pub(super) fn preset(&self) -> Result<(MaskPreset, usize), MaskError> {
+        let known = || MaskPreset::ALL.map(MaskPreset::name).join(", ");
+        let [name, seqlen] = self.values[..] else {
+            let problem = format!("write its name, a comma and its length; names: {}", known());
+            return Err(self.wrong("name", problem));
+        };
+        let preset = MaskPreset::named(name)
+            .ok_or_else(|| self.wrong("name", format!("no mask is named {name:?}; use {}", known())))?;
+        Ok((preset, self.number(SEQUENCE, seqlen)?))
     }
 
     /// The documents: cumulative starts, or `lengths=`.

@@ -9,13 +9,13 @@ use counterpoint_console::{
 };
 use counterpoint_cuda::{CudaError, CudaMachine, Device, Timing};
 use counterpoint_exec::{AttentionInputs, CheckReport, Pass, Sample, check_sample};
-use counterpoint_mask::Mask;
+use counterpoint_mask::{Mask, MaskPreset};
 use counterpoint_plan::AttentionSpec;
 use counterpoint_report::{BenchRow, Rate, Statistics};
 use serde_json::json;
 
 use super::{BACKWARD, FORWARD, Section, shape_text, verified};
-use crate::arguments::{BenchAttentionArguments, BenchKernels, BenchMask};
+use crate::arguments::{BenchAttentionArguments, BenchKernels};
 use crate::masks;
 use sizes::Sizes;
 
@@ -81,7 +81,7 @@ impl Shape {
     ) -> Result<Self, CliError> {
         let spec = AttentionSpec::new(heads_q, heads_kv, sizes.head_dim, sizes.element());
         // Inputs do not depend on the mask; they need one for its length.
-        let longest = masks::load(BenchMask::Full, seqlen)?;
+        let longest = masks::load(MaskPreset::Full, seqlen)?;
         let inputs = random_inputs(&longest, &spec, seqlen as u64, true);
         let bench =
             AttentionBench::new(machine, &spec, &inputs).map_err(|source| CliError::Run { source })?;
@@ -100,15 +100,15 @@ impl Shape {
         let progress = Progress::new();
         let passes = sizes.timed();
         for &name in &sizes.masks {
-            progress.step(format!("{}, {shape}", masks::name(name)));
+            progress.step(format!("{}, {shape}", name.name()));
             let mask = masks::load(name, self.inputs.q.rows())?;
             let failed = |source| CliError::Run { source };
             let mut case = self.bench.case(&mask).map_err(failed)?;
             for &pass in &passes {
                 // The other passes are worth knowing.
                 if let Err(error) = case.prepare(pass) {
-                    console::note(&format!("error: {pass} of {}, {shape}: {error}", masks::name(name)));
-                    section.wrong.push(format!("{pass} of {} did not run", masks::name(name)));
+                    console::note(&format!("error: {pass} of {}, {shape}: {error}", name.name()));
+                    section.wrong.push(format!("{pass} of {} did not run", name.name()));
                     continue;
                 }
                 let check = self.check(&mask, &case, pass)?;
@@ -129,7 +129,7 @@ impl Shape {
                     name: what.to_owned(),
                     shape: shape.clone(),
                     dtype: dtype_name(self.spec.dtype).to_owned(),
-                    mask: Some(masks::name(name)),
+                    mask: Some(name.name().to_owned()),
                     device: self.device.clone(),
                     ranks: 1,
                     seconds,

@@ -16,8 +16,8 @@ pub(super) fn compare(arguments: &BenchAttentionArguments, sizes: &Sizes) -> Res
     let script = Script::unpack("attention.py")?;
     let mut command = script.command();
     command.args(["--peers", &arguments.cuda.peers.join(",")]);
-    let masks = sizes.masks.iter().filter(|mask| mask.has_peers());
-    command.args(["--masks", &list(masks.map(|name| masks::name(*name)).collect())]);
+    let masks = sizes.masks.iter().filter(|mask| masks::has_peers(**mask));
+    command.args(["--masks", &list(masks.map(|mask| mask.name().to_owned()).collect())]);
     command.args(["--seqlens", &list(sizes.seqlens.iter().map(ToString::to_string).collect())]);
     command.args(["--heads", &list(sizes.heads.iter().map(|(q, kv)| format!("{q}:{kv}")).collect())]);
     command.args(["--head-dim", &sizes.head_dim.to_string(), "--dtype", value_name(&sizes.dtype).as_str()]);
@@ -42,9 +42,9 @@ mod tests {
     /// Both sides must know the same names.
     #[test]
     fn names_are_those_of_the_script() {
-        let masks = crate::arguments::BenchMask::value_variants().iter();
-        for name in masks.filter(|mask| mask.has_peers()) {
-            assert!(text_of("one_gpu/masks.py").contains(&format!("\"{}\"", masks::name(*name))));
+        let masks = counterpoint_mask::MaskPreset::ALL.into_iter();
+        for name in masks.filter(|mask| masks::has_peers(*mask)) {
+            assert!(text_of("one_gpu/masks.py").contains(&format!("\"{}\"", name.name())));
         }
         for dtype in BenchDType::value_variants() {
             assert!(text_of("one_gpu/tensors.py").contains(&format!("\"{}\": torch.", value_name(dtype))));

@@ -1,14 +1,15 @@
 use crate::gpu::{BenchClock as Clock, BenchPass as Pass, CALLS};
 use clap::ValueEnum;
+use counterpoint_mask::MaskPreset;
 use counterpoint_plan::DType;
 
 use crate::arguments::{
-    BenchAttentionArguments, BenchClock, BenchDType, BenchKernels, BenchMask, BenchPass, CudaBenchArguments,
+    BenchAttentionArguments, BenchClock, BenchDType, BenchKernels, BenchPass, CudaBenchArguments,
 };
 
 /// What is measured: what was asked for, and defaults for the rest.
 pub(super) struct Sizes {
-    pub(super) masks: Vec<BenchMask>,
+    pub(super) masks: Vec<MaskPreset>,
     pub(super) seqlens: Vec<usize>,
     pub(super) heads: Vec<(usize, usize)>,
     pub(super) head_dim: usize,
@@ -43,7 +44,7 @@ impl Sizes {
             (BenchClock::Device, false) => (&[8 << 10, 16 << 10, 32 << 10], &[(16, 16), (64, 8)]),
         };
         Self {
-            masks: given_or(masks, BenchMask::value_variants()),
+            masks: given_or(masks, &MaskPreset::ALL),
             seqlens: given_or(seqlens, default_seqlens),
             heads: given_or(heads, default_heads),
             head_dim: head_dim.unwrap_or(128),

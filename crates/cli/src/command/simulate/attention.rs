@@ -9,7 +9,7 @@ use counterpoint_console::{
     prediction::predict,
     solution::Solution,
 };
-use counterpoint_plan::{PlanConfig, Topology};
+use counterpoint_plan::{PlanConfig, Topology, TrafficBounds};
 use counterpoint_schedule::{GradientReduction, PassPolicies, RankTransport, Workload};
 
 use super::{PassRow, Predicted, Setting, Simulated, pass_columns, simulated};
@@ -45,6 +45,9 @@ pub(super) fn run(arguments: &SimulateAttentionArguments) -> Result<(), CliError
     predicted.set("dispatch", dispatch_name(solution.dispatch));
     let rank = &solution.plan.ranks[0];
     predicted.set("stages", format!("{} and {}", rank.forward.len() - 1, rank.backward.len() - 1));
+    for (name, share) in TrafficBounds::new(&solution.plan, &mask, &spec).of_ring().into_iter().flatten() {
+        predicted.set(&format!("key rows of {name}"), format!("{share:.3}"));
+    }
     // What `counterpoint attention` runs on such a machine.
     progress.step("choosing policies");
     let reduction = Some(GradientReduction::default());

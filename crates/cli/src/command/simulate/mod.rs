@@ -93,8 +93,9 @@ impl Predicted {
             Ok(text.into_bytes())
         })?;
         if arguments.json {
+            let key = |name: &str| name.replace([' ', '-'], "_").to_lowercase();
             let setup: serde_json::Map<String, Value> =
-                self.setup.iter().map(|(name, value)| (name.replace(' ', "_"), json!(value))).collect();
+                self.setup.iter().map(|(name, value)| (key(name), json!(value))).collect();
             return console::print_json(self.schema, &json!({"setup": setup, "rows": self.json}));
         }
         let setup = self.setup.iter().map(|(name, value)| format!("{name} {}", printable(value)));
