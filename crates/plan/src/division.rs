@@ -120,6 +120,16 @@ impl Division {
         Self { unweighed, ..best.unwrap_or(without) }
     }
 
+    /// The division of `mask` for these owners in which these local query rows of each rank are away.
+    pub(crate) fn with_away(mask: &Mask, owners: Owners, away: &Away) -> Self {
+        let work = owners.work(mask);
+        if away.iter().all(Vec::is_empty) {
+            return Self { owners, work, hosted: Vec::new(), unweighed: None };
+        }
+        let (work, hosted) = assign(&work, away, &owners.q_dispatch, &owners.q_runs, &owners.k_runs);
+        Self { owners, work, hosted, unweighed: None }
+    }
+
     /// Predicted, of a forward and of a backward.
     fn seconds(&self, spec: &AttentionSpec, config: &PlanConfig) -> (f64, f64) {
         // Who computes what, and with it every bit of a result, must not depend on the stages that were asked for.

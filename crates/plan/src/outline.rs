@@ -4,6 +4,7 @@ use crate::by_seconds::by_seconds;
 use crate::dispatch::chunk_work_with_away;
 use crate::division::{Division, Owners};
 use crate::exchange::{exchange, exchange_part};
+use crate::hosting::Away;
 use crate::receive_order::{ReceiveOrder, most_layers};
 use crate::rows::without;
 use crate::runs::Runs;
@@ -62,6 +63,20 @@ impl RankOutline {
     }
 }
 
+/// Whether a mask can be planned for owners that were found before.
+fn fits(mask: &Mask, config: &PlanConfig, [q_dispatch, k_dispatch]: [&Dispatch; 2]) -> Result<(), PlanError> {
+    config.validate()?;
+    for (axis, mask_len, plan_len) in
+        [("q", mask.seqlen_q(), q_dispatch.seqlen()), ("k", mask.seqlen_k(), k_dispatch.seqlen())]
+    {
+        if mask_len != plan_len {
+            return Err(PlanError::OtherLength { axis, mask: mask_len, plan: plan_len });
+        }
+    }
+    let (config, plan) = (config.topology.world_size, q_dispatch.cp_size());
+    if config == plan { Ok(()) } else { Err(PlanError::OtherWorldSize { config, plan }) }
+}
+
 /// Everything that all ranks agree on, before bands and splits of the stages are written out. The shared, cheap half of
 /// a plan: one rank's part follows from it alone.
 pub(crate) struct Outline {
@@ -114,23 +129,23 @@ impl Outline {
         q_dispatch: Dispatch,
         k_dispatch: Dispatch,
     ) -> Result<Self, PlanError> {
-        config.validate()?;
-        for (axis, mask_len, plan_len) in
-            [("q", mask.seqlen_q(), q_dispatch.seqlen()), ("k", mask.seqlen_k(), k_dispatch.seqlen())]
-        {
-            if mask_len != plan_len {
-                return Err(PlanError::OtherLength { axis, mask: mask_len, plan: plan_len });
-            }
-        }
-        if config.topology.world_size != q_dispatch.cp_size() {
-            return Err(PlanError::OtherWorldSize {
-                config: config.topology.world_size,
-                plan: q_dispatch.cp_size(),
-            });
-        }
+        fits(mask, config, [&q_dispatch, &k_dispatch])?;
         let owners = Owners::new(q_dispatch, k_dispatch);
         let division = Division::choose(mask, spec, config, owners.clone(), |_| owners.clone());
         Ok(Self::of(division, spec, config))
+    }
+
+    /// The division of `plan`, whose local query rows `away` are computed where their keys are.
+    pub(crate) fn again(
+        mask: &Mask,
+        spec: &AttentionSpec,
+        config: &PlanConfig,
+        plan: &Plan,
+        away: &Away,
+    ) -> Result<Self, PlanError> {
+        fits(mask, config, [&plan.q_dispatch, &plan.k_dispatch])?;
+        let owners = Owners::new(plan.q_dispatch.clone(), plan.k_dispatch.clone());
+        Ok(Self::of(Division::with_away(mask, owners, away), spec, config))
     }
 
     /// Of a division of the work.

@@ -7,8 +7,8 @@ use crate::link_counts::LinkCounts;
 use crate::outline::Outline;
 use crate::stages::StageCuts;
 use crate::{
-    AttentionSpec, CommSummary, Plan, PlanConfig, PlanError, PlanSummary, Prediction, RankSummary,
-    StageSummary, UnweighedOffload,
+    AttentionSpec, CommSummary, HostedWork, Plan, PlanConfig, PlanError, PlanSummary, Prediction, RankPlan,
+    RankSummary, StageSummary, UnweighedOffload,
 };
 
 /// What a plan comes to, figures alone: a plan of thousands of ranks has hundreds of millions of pieces, which a rank makes for
@@ -85,19 +85,21 @@ impl Plan {
         Outline::new(mask, spec, config)?.into_plan_within(available)
     }
 
-    /// As [`Plan::for_mask_on`], unless the pieces of all ranks would take more than `available` bytes.
+    /// The same mask on the same owners, and computed by the same hosts, cut into stages as `config` says; unless the pieces of all ranks
+    /// would take more than `available` bytes. Nothing else of `config` is looked at but its cost and its topology.
     ///
     /// # Errors
     /// As [`Plan::for_mask_on`]; [`PlanError::Memory`] before they are made.
-    pub fn for_mask_on_within(
+    pub fn staged_within(
         &self,
         mask: &Mask,
         spec: &AttentionSpec,
         config: &PlanConfig,
         available: u64,
     ) -> Result<Plan, PlanError> {
-        let (queries, keys) = (self.q_dispatch.clone(), self.k_dispatch.clone());
-        Outline::on(mask, spec, config, queries, keys)?.into_plan_within(available)
+        let away = |rank: &RankPlan| rank.hosted.as_ref().map_or_else(Vec::new, HostedWork::away);
+        let away = self.ranks.iter().map(away).collect();
+        Outline::again(mask, spec, config, self, &away)?.into_plan_within(available)
     }
 }
 

@@ -210,3 +210,18 @@ fn whatever_the_dispatch() {
         }
     }
 }
+
+/// A plan that is cut into stages again has the same owners and hosts, and is the plan that would have been made so.
+#[test]
+fn other_stages_leave_owners_and_hosts() {
+    for mask in [Mask::cross_full(64, 64 << 10).unwrap(), Mask::cross_full(32, 20_000).unwrap()] {
+        let config = PlanConfig { query_exchange: QueryExchange::FewestBytes, ..PlanConfig::new(4) };
+        let plan = Plan::new(&mask, &SPEC, &config).unwrap();
+        assert!(plan.ranks.iter().any(|rank| rank.hosted.is_some()));
+        for stages in [StageCount::Auto, StageCount::Fixed(1), StageCount::Fixed(3)] {
+            let config = PlanConfig { stages: stages.into(), ..config };
+            let again = plan.staged_within(&mask, &SPEC, &config, u64::MAX).unwrap();
+            assert_eq!(again, Plan::new(&mask, &SPEC, &config).unwrap(), "{stages:?}");
+        }
+    }
+}

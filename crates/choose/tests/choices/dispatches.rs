@@ -21,7 +21,7 @@ fn none_that_is_offered_is_predicted_faster_at_any_size() {
 }
 
 /// What the passes take by the policies that are chosen for them.
-fn seconds(case: &Case, plan: &Plan) -> f64 {
+pub(crate) fn seconds(case: &Case, plan: &Plan) -> f64 {
     let (topology, cost) = (case.config.topology, case.config.cost);
     let (backward, transports) = (Some(GradientReduction::default()), RankTransport::of_gpus(&topology));
     let choice = attention_policies(plan, &case.spec, backward, transports, &topology, &cost).unwrap();

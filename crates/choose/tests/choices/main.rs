@@ -6,6 +6,7 @@ mod costs;
 mod dispatches;
 mod experts;
 mod exposed;
+mod hosting;
 mod policies;
 mod ratios;
 mod traffic;

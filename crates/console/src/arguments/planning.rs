@@ -39,12 +39,12 @@ pub struct PlanningArguments {
 }
 
 impl PlanningArguments {
-    /// When queries may travel. Where bits must be the same every time, only because it was asked for: what is predicted
-    /// follows from what the machine was just measured to do.
+    /// When queries may travel. Where bits must be the same every time, not by what the machine was just measured to do, as the
+    /// planner decides for a dispatch that is named; what is chosen with the dispatch follows the shipped figures.
     pub fn query_exchange_of(&self, deterministic: bool) -> QueryExchange {
-        match (self.query_exchange, deterministic) {
-            (QueryExchange::Auto, true) => QueryExchange::Never,
-            (asked, _) => asked,
+        match (self.query_exchange, self.dispatch, deterministic) {
+            (QueryExchange::Auto, DispatchAsked::Named(_), true) => QueryExchange::Never,
+            (asked, ..) => asked,
         }
     }
 }
