@@ -19,5 +19,6 @@ export PATH=$environment/bin:$PATH
 cargo_home=${CARGO_HOME:-$HOME/.cargo}
 export RUSTFLAGS="--remap-path-prefix=$PWD=counterpoint --remap-path-prefix=$cargo_home=cargo --remap-path-prefix=$(rustc --print sysroot)=rust"
 rm -rf "$target/wheels"
-maturin build --release --locked --zig --compatibility manylinux_2_17 --target x86_64-unknown-linux-gnu --out "$target/wheels"
+maturin build --release --locked --zig --compatibility manylinux_2_17 --target x86_64-unknown-linux-gnu \
+    --compression-level 9 --out "$target/wheels"
 "$environment/bin/python" python/tests/check_wheel.py "$target"/wheels/*.whl "$PWD" "$cargo_home" "$HOME"

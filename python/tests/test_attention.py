@@ -213,6 +213,7 @@ def test_ranks_without_rows() -> None:
 
 
 def test_operators_pass_opcheck() -> None:
+    import counterpoint.ops  # noqa: F401  (which defines them)
 
     plan = cp.LocalGroup(1).plan(cp.Mask.causal(12), heads=(2, 1), head_dim=8, dtype="float32", sink_rows=1)
     q = torch.randn(12, 2, 8, requires_grad=True)
