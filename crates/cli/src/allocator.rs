@@ -8,8 +8,9 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::ffi::c_int;
 use std::fmt;
-use std::io::{self, Write};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::hint;
+use std::ptr;
+use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
 use std::time::Duration;
 
 use counterpoint_console::interrupt;
@@ -69,6 +70,7 @@ fn end_of_memory(bytes: usize) -> ! {
         // What is left to be done needs memory itself.
         signal_hook::low_level::exit(EXHAUSTED);
     }
+    give_reserve_back();
     let mut line = Line { text: [0; 200], used: 0 };
     let _ = fmt::Write::write_fmt(
         &mut line,
@@ -76,14 +78,20 @@ fn end_of_memory(bytes: usize) -> ! {
             "error: {bytes} more bytes of memory could not be had; see what `ulimit -v`, the control group and other programs leave\n"
         ),
     );
-    let _ = io::stderr().write_all(&line.text[..line.used]);
-    interrupt::end_soon(EXHAUSTED, Duration::from_secs(1))
+    interrupt::end_soon(line.text(), EXHAUSTED, Duration::from_secs(1))
 }
 
 /// Text without memory of its own, cut where it is too long.
 struct Line {
     text: [u8; 200],
     used: usize,
+}
+
+impl Line {
+    fn text(&self) -> &str {
+        // Cut within a character only where the sentence itself would be too long.
+        str::from_utf8(&self.text[..self.used]).unwrap_or_default()
+    }
 }
 
 impl fmt::Write for Line {
@@ -96,13 +104,49 @@ impl fmt::Write for Line {
     }
 }
 
-/// Where `ulimit -v` limits the process, has threads share the places that they take memory from: by default each of them would set
-/// aside 64 MiB of addresses for itself, and what is left would not hold the tensors.
-pub(crate) fn spare_addresses() {
-    if counterpoint_exec::has_address_limit() {
-        // SAFETY: it takes two numbers, and no other thread runs yet.
-        unsafe { mallopt(M_ARENA_MAX, 1) };
+/// Where `ulimit -v` limits the process: takes the stack of this thread at once, since a stack that may not grow ends the process
+/// without a word, and has threads share the places that they take memory from: by default each of them would set aside 64 MiB of
+/// addresses for itself, and what is left would not hold the tensors.
+pub(crate) fn prepare_for_an_address_limit() {
+    let Some(left) = counterpoint_exec::address_space_left() else { return };
+    if left < LEAST_ADDRESSES {
+        interrupt::end_soon(
+            "error: `ulimit -v` leaves this program no memory beyond its own code; raise it\n",
+            EXHAUSTED,
+            Duration::ZERO,
+        );
     }
+    take_stack();
+    // SAFETY: it has a size.
+    RESERVE.store(unsafe { System.alloc(RESERVED) }, Ordering::Relaxed);
+    // SAFETY: it takes two numbers, and no other thread runs yet.
+    unsafe { mallopt(M_ARENA_MAX, 1) };
+}
+
+/// Memory for the end of a process that has no more: the system's library takes some without asking this allocator, and aborts where
+/// there is none.
+static RESERVE: AtomicPtr<u8> = AtomicPtr::new(ptr::null_mut());
+
+/// Large enough to be the system's again when it is given back.
+const RESERVED: Layout = Layout::new::<[u8; 1 << 19]>();
+
+fn give_reserve_back() {
+    let reserve = RESERVE.swap(ptr::null_mut(), Ordering::Relaxed);
+    if !reserve.is_null() {
+        // SAFETY: it was allocated with this layout, and nothing else has it any more.
+        unsafe { System.dealloc(reserve, RESERVED) };
+    }
+}
+
+/// What the main thread needs of its stack, three times what any command was seen to take.
+const STACK: usize = 1 << 20;
+
+/// The stack, and something to work with.
+const LEAST_ADDRESSES: u64 = 2 * STACK as u64;
+
+#[inline(never)]
+fn take_stack() {
+    hint::black_box(&mut [0_u8; STACK]);
 }
 
 /// From `malloc.h`.

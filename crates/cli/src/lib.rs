@@ -21,7 +21,7 @@ use arguments::Arguments;
 /// this program's from now on. The calling thread is named `main`.
 pub fn run() -> ! {
     // Before there are threads.
-    allocator::spare_addresses();
+    allocator::prepare_for_an_address_limit();
     allocator::tell();
     interrupt::install();
     report_panics_in_one_line();
@@ -63,8 +63,8 @@ fn report_panics_in_one_line() {
         let on_main = std::thread::current().name() == Some("main");
         let message = panic.payload_as_str().unwrap_or_default();
         if message.contains("alternative stack") || on_main && message.contains("failed to spawn thread") {
-            console::note("error: the system gives no more threads; raise `ulimit -u` or `ulimit -v`");
-            interrupt::end_soon(THREADS_REFUSED, Duration::from_secs(1));
+            let why = "error: the system gives no more threads; raise `ulimit -u` or `ulimit -v`\n";
+            interrupt::end_soon(why, THREADS_REFUSED, Duration::from_secs(1));
         }
         if on_main {
             let message = panic.to_string().replace('\n', " ");

@@ -1,7 +1,8 @@
 //! Ctrl-C and termination: the process ends at once with status 130, all ranks with it, as they are its threads. Three things must
 //! not be left behind: half of an output file, temporary folders, and processes of ours.
 
-use std::sync::atomic::AtomicBool;
+use std::io::{self, Write};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -39,8 +40,13 @@ pub fn end(status: i32) -> ! {
     signal_hook::low_level::exit(status)
 }
 
-/// As [`end`], from a thread that may itself be writing a file or making a cleanup: it waits for others that are, `patience` at most.
-pub fn end_soon(status: i32, patience: Duration) -> ! {
+/// As [`end`], saying `why`, from a thread that may itself be writing a file or making a cleanup: it waits for others that are,
+/// `patience` at most. Several threads may run into the same lack; the first says so. Takes no memory until it has.
+pub fn end_soon(why: &str, status: i32, patience: Duration) -> ! {
+    static SAID: AtomicBool = AtomicBool::new(false);
+    if !SAID.swap(true, Ordering::Relaxed) {
+        let _ = io::stderr().write_all(why.as_bytes());
+    }
     let _not_while_writing = soon(&WRITING, patience);
     let waiting = soon(&CLEANUPS, patience).map(|mut cleanups| begin_to_end(&mut cleanups));
     clean(waiting.unwrap_or_default());

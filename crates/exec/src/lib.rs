@@ -97,7 +97,7 @@ pub use linear::{
     random_linear_inputs, run_linear, run_linear_on,
 };
 pub use machine::{CpuMachine, ElementTypes, Ends, Machine};
-pub use memory::{available_memory, check_memory, has_address_limit};
+pub use memory::{address_space_left, available_memory, check_memory};
 #[cfg(feature = "mpi")]
 pub use mpi::MpiMachine;
 pub use network::JobToken;

@@ -26,9 +26,9 @@ fn of_machine(read: Read) -> Option<u64> {
     kibibytes(&read("/proc/meminfo")?, "MemAvailable:")
 }
 
-/// Whether `ulimit -v` limits this process.
-pub fn has_address_limit() -> bool {
-    address_limit(&|path| fs::read_to_string(path).ok()).is_some()
+/// Bytes of addresses that `ulimit -v` leaves this process, where it limits them.
+pub fn address_space_left() -> Option<u64> {
+    of_address_space(&|path| fs::read_to_string(path).ok())
 }
 
 fn address_limit(read: Read) -> Option<u64> {

@@ -85,14 +85,20 @@ fn pairs_of_a_merge_are_checked() {
 /// comes, a rank's thread may not have let go of them yet.
 fn disagreement(calls: [(&str, &GroupPart, [&CpuBuffer; 2], Option<Reduce>); 2]) -> ExecError {
     let ranks = connect(2);
-    let handles = ranks.iter().zip(calls).map(|(rank, (label, part, [from, to], reduce))| match reduce {
-        None => rank.group_cast(label, part, &[(from, to)], DType::F32).unwrap(),
-        Some(reduce) => rank.group_reduce(label, part, &[(from, to)], reduce).unwrap(),
-    });
-    let results: Vec<_> =
-        handles.collect::<Vec<_>>().into_iter().map(|handle| handle.synchronize()).collect();
-    // A rank whose own part is empty has nobody to wait for and may be through before the other finds out.
-    let errors: Vec<_> = results.into_iter().filter_map(Result::err).collect();
+    let issued: Vec<_> = ranks
+        .iter()
+        .zip(calls)
+        .map(|(rank, (label, part, [from, to], reduce))| match reduce {
+            None => rank.group_cast(label, part, &[(from, to)], DType::F32),
+            Some(reduce) => rank.group_reduce(label, part, &[(from, to)], reduce),
+        })
+        .collect();
+    // The first rank may find out before the second calls, which is then refused at once. A rank whose own part is empty has nobody
+    // to wait for and may be through before the other finds out.
+    let errors: Vec<_> = issued
+        .into_iter()
+        .filter_map(|handle| handle.and_then(|handle| handle.synchronize()).err())
+        .collect();
     assert!(errors.iter().all(|error| *error == errors[0]));
     errors[0].clone()
 }
