@@ -1,3 +1,5 @@
+//! The one shape that masks are cut into: clipping, intersecting, cutting, fusing and counting a rectangle between two diagonals.
+
 use serde::{Deserialize, Serialize};
 
 use crate::{AttnSlice, MaskType, Range};

@@ -1,3 +1,5 @@
+//! Packed sequences by the cumulative starts (`cu_seqlens`) or the lengths of their documents.
+
 use crate::mask::MAX_SEQLEN;
 use crate::{MaskError, Range};
 

@@ -1,3 +1,5 @@
+//! What is refused of masks: of slices, builders, expressions, JSON and files, with the place and the values.
+
 use thiserror::Error;
 
 /// Why a mask is not valid. Every message names the place and the values, and says what would be right.

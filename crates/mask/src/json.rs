@@ -1,3 +1,5 @@
+//! Masks as JSON: strict reading whose errors name the slice and the field, and writing, one slice a line.
+
 use std::fmt::{self, Write};
 use std::marker::PhantomData;
 

@@ -1,3 +1,5 @@
+//! The type of masks: slices that were checked against the sequence and each other, and questions about their pairs.
+
 use crate::overlap::find_overlap;
 use crate::{AttnSlice, Band, MaskError};
 

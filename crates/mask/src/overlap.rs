@@ -1,3 +1,5 @@
+//! The proof that slices share no pair: a sweep line over bands that names the first pair which two of them hold.
+
 use std::cmp::Ordering;
 use std::collections::BTreeSet;
 

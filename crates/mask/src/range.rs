@@ -1,3 +1,5 @@
+//! Ranges of tokens, and the arithmetic of sets of them.
+
 use serde::{Deserialize, Serialize};
 
 /// A half-open interval `[start, end)` of token indices.

@@ -1,3 +1,5 @@
+//! Masks as pictures: dense for tests, and as grids of exact areas for terminals and drawings.
+
 use crate::{Mask, Range};
 
 /// A mask seen from far away: a grid of cells, each with the number of its unmasked pairs.

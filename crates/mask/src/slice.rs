@@ -1,3 +1,5 @@
+//! Slices as users and MagiAttention write masks: a query range, a key range and one of four types.
+
 use serde::{Deserialize, Serialize};
 
 use crate::{Band, Range};

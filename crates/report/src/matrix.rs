@@ -1,3 +1,5 @@
+//! The communication matrix as the entries that are not zero, and coarser where ranks are too many to draw.
+
 use counterpoint_plan::Plan;
 
 /// Key rows that the forward moves between ranks, by owner and receiver.

@@ -1,3 +1,5 @@
+//! Who owns what of a sequence, chunk by chunk, or for parts that are too coarse to show every chunk.
+
 use counterpoint_mask::Range;
 use counterpoint_plan::Dispatch;
 

@@ -1,3 +1,5 @@
+//! Numbers for people: seconds, bytes, rates, counts and ratios with three digits and the unit that fits.
+
 /// Shown where there is no number to show.
 const NOTHING: &str = "–";
 

@@ -1,3 +1,5 @@
+//! Median, extremes and means of timed samples.
+
 use serde::{Deserialize, Serialize};
 
 /// What a set of samples looks like, in the unit of the samples.

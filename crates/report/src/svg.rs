@@ -1,3 +1,5 @@
+//! Masks as SVG drawings, with the ranks that own their rows where there is a plan.
+
 use std::{collections::BTreeMap, fmt::Write};
 
 use counterpoint_mask::{Mask, Raster};

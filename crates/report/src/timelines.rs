@@ -1,3 +1,5 @@
+//! Predicted and measured timelines side by side, as reports show them.
+
 use counterpoint_schedule::Timeline;
 
 /// One pass (forward or backward) as it was predicted and as it was measured, as far as each is there.

@@ -1,3 +1,5 @@
+//! Timelines for Perfetto and `chrome://tracing`.
+
 use counterpoint_schedule::SpanKind;
 use serde::Serialize;
 

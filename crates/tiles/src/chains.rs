@@ -1,3 +1,5 @@
+//! Tiles that walk rows in common, found by union-find: what a deterministic backward orders, and what shares a cache.
+
 use std::cmp::Reverse;
 
 use super::{Tile, TileDirection, TileSchedule};

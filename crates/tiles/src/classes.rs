@@ -1,3 +1,5 @@
+//! The order of a persistent kernel's queue: heavy tiles first, tiles of a document together for the L2 cache, light ones for the end.
+
 use std::cmp::Reverse;
 
 use super::arrange::{Arranger, Order};

@@ -1,3 +1,5 @@
+//! How tile schedules are made: which axis tiles own, their sizes and places, their order, and whether they are split.
+
 use counterpoint_mask::Band;
 use serde::{Deserialize, Serialize};
 

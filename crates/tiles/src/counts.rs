@@ -1,3 +1,5 @@
+//! Figures of a tile schedule, counted without writing it out.
+
 use counterpoint_mask::{Band, Range};
 
 use super::apart::BandsApart;

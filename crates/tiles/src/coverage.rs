@@ -1,3 +1,5 @@
+//! Which columns the rows of a tile see, and which of them every row sees: there blocks need no mask.
+
 use counterpoint_mask::{Band, Range};
 
 /// The columns that a tile's rows see.

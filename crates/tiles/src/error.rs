@@ -1,3 +1,5 @@
+//! What is refused of a tile schedule: sizes that no kernel has, bands past the rows, more than 32-bit indices can hold.
+
 use counterpoint_mask::Range;
 use thiserror::Error;
 

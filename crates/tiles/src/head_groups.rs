@@ -1,3 +1,5 @@
+//! Handing tiles out to a few heads at a time, so that their keys stay in the L2 cache.
+
 use super::list_time::{MOST_ITEMS, list_time};
 use super::{TILE_COST, Tile, TileSchedule};
 

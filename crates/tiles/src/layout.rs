@@ -1,3 +1,5 @@
+//! The structs of a tile schedule as host and kernels share them; `attention/tile_schedule.cuh` has the same.
+
 use bytemuck::{Pod, Zeroable};
 
 /// Where a bound has no limit on its diagonal: `-NO_LIMIT` below, `NO_LIMIT` above. Adding it to a row cannot overflow.

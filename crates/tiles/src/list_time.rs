@@ -1,3 +1,5 @@
+//! List scheduling in closed form: when workers that take items one after another have finished all of them.
+
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 

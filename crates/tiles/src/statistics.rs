@@ -1,3 +1,5 @@
+//! Figures of a written tile schedule: its blocks, the share of unmasked pairs, and its makespan.
+
 use serde::{Deserialize, Serialize};
 
 use super::list_time::list_time;

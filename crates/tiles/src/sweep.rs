@@ -1,3 +1,5 @@
+//! A sweep down the rows of a mask that gives each tile the bands which touch it.
+
 use counterpoint_mask::{Band, Range};
 
 /// Bands by rows, met while going down the rows: each tile looks only at the bands that touch it.

@@ -1,3 +1,5 @@
+//! The order in which key tiles add to dq in a deterministic backward, so that every sum is rounded the same way.
+
 use bytemuck::{Pod, Zeroable};
 use counterpoint_mask::Range;
 

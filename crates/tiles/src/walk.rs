@@ -1,3 +1,5 @@
+//! From the bands of a tile to its walk: runs of blocks along the other axis, whole or with bounds to test.
+
 use counterpoint_mask::{Band, Range};
 
 use super::coverage::{Coverage, full_columns};

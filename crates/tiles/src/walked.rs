@@ -1,3 +1,5 @@
+//! How often tiles walk each stretch of rows: by it a backward kernel knows that a stretch of dq is finished.
+
 use super::{TileDirection, TileSchedule};
 
 impl TileSchedule {

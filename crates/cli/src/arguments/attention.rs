@@ -1,3 +1,5 @@
+//! What `counterpoint attention` accepts: its mask, tensors, way of running, and results.
+
 use std::path::PathBuf;
 use std::time::Duration;
 

@@ -1,3 +1,5 @@
+//! What `counterpoint doctor` accepts.
+
 use std::path::PathBuf;
 
 use clap::Args;

@@ -1,3 +1,5 @@
+//! What `counterpoint mask` accepts, and the help on builder expressions.
+
 use std::path::PathBuf;
 
 use clap::Args;

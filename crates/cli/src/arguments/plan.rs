@@ -1,3 +1,5 @@
+//! What `counterpoint plan` accepts.
+
 use std::path::PathBuf;
 
 use clap::Args;

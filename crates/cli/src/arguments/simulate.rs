@@ -1,3 +1,5 @@
+//! What `counterpoint simulate` accepts: attention, linear layers, experts, whole models.
+
 use std::path::PathBuf;
 
 use clap::{Args, Subcommand, ValueEnum};

@@ -1,3 +1,5 @@
+//! A command line that the parser refuses, told as one sentence like every other error.
+
 use counterpoint_console::CliError;
 
 /// The argument parser's error as one sentence: its first paragraph and its tips on one line, without the usage text.

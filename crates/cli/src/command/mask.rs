@@ -1,3 +1,5 @@
+//! `counterpoint mask`: a mask as JSON, as a picture for the terminal and as SVG.
+
 use counterpoint_console::{
     self as console, CliError, Schema, mask_argument,
     output::{Outputs, shown},

@@ -1,3 +1,5 @@
+//! The flags that decide a plan, and those of shapes: `plan`, `simulate`, `attention` and `bench` take them alike.
+
 use std::path::PathBuf;
 
 use clap::Args;

@@ -1,3 +1,5 @@
+//! The header of a safetensors file, read so that every error names its tensor.
+
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 

@@ -1,3 +1,5 @@
+//! Finds the NaN or infinity in a tensor that was read, with its place in the file.
+
 use std::path::Path;
 
 use counterpoint_exec::{HostData, HostTensor};

@@ -1,3 +1,5 @@
+//! Whether the tensors of a file make an attention problem for the mask: names, types, heads and lengths.
+
 use counterpoint_exec::{AttentionInputs, HostData, HostTensor};
 use counterpoint_mask::{Mask, Range};
 use counterpoint_plan::{AttentionSpec, DType, GradientShares};

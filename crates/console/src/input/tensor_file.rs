@@ -1,3 +1,5 @@
+//! Safetensors files, read row by row by the ranks that need the rows, and told apart by samples of their bytes.
+
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};

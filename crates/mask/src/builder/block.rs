@@ -1,3 +1,5 @@
+//! Builders of masks in blocks: block-causal video, a last block that sees all, and block-sparse grids.
+
 use super::Drawing;
 use crate::{Documents, Mask, MaskError, MaskType, Range};
 

@@ -1,3 +1,5 @@
+//! Builders of masks by documents: full, causal and prefix-LM over packed sequences, and cross attention between two of them.
+
 use super::Drawing;
 use crate::{Documents, Mask, MaskError, MaskType, Range};
 

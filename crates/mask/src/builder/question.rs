@@ -1,3 +1,5 @@
+//! The mask of reinforcement learning: one prompt with many answers that do not see each other.
+
 use super::Drawing;
 use crate::{Documents, Mask, MaskError, MaskType, Range};
 

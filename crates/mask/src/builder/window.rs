@@ -1,3 +1,5 @@
+//! Builders of sliding-window masks, with sink tokens at the front of documents, and of windowed cross attention.
+
 use super::Drawing;
 use crate::{Band, Documents, Mask, MaskError, MaskType};
 

@@ -1,3 +1,5 @@
+//! The values and options of a builder expression: split at commas and `=`, lists read from `@FILE`, every error with its place.
+
 use super::ReadFile;
 use crate::mask::MAX_SEQLEN;
 use crate::{Documents, MaskError, MaskPreset};

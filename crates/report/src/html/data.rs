@@ -1,3 +1,5 @@
+//! The JSON inside the report's page that its scripts draw: slices, owners, traffic, spans; bounded for thousands of ranks.
+
 use std::collections::{BTreeMap, BTreeSet};
 
 use counterpoint_mask::Band;

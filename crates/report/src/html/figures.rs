@@ -1,3 +1,5 @@
+//! The sections of the report's page but the ranks': headline figures, traffic beside ring and all-gather, errors, timelines.
+
 use std::fmt::Write;
 
 use counterpoint_plan::RankPlan;

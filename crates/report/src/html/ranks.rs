@@ -1,3 +1,5 @@
+//! The table of ranks in the report's page.
+
 use std::fmt::Write;
 
 use super::HtmlReport;

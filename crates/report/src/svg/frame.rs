@@ -1,3 +1,5 @@
+//! What surrounds the drawing of a mask: axes with token ticks, strips of owners, the legend.
+
 use std::fmt::Write;
 
 use counterpoint_mask::{Mask, Range, Raster};

@@ -1,3 +1,5 @@
+//! The orders that the search for a queue's best one looks at: how many long tiles come first, how finely the others are classed.
+
 use std::cmp::Reverse;
 
 use super::super::takers::{ends_of, ends_of_alike};

@@ -1,3 +1,5 @@
+//! Checks of the cache of compiled kernels: it gives what NVRTC gave, soon, and damage to it is noticed.
+
 use std::fs;
 use std::io;
 use std::path::PathBuf;

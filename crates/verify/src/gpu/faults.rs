@@ -1,3 +1,5 @@
+//! Checks of failure: ranks that die, stall, lack memory or cannot reach each other; all say so in time, and the next run is right.
+
 use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};

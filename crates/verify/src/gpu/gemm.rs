@@ -1,3 +1,5 @@
+//! Checks of the GEMM kernel: random layouts, types, tiles and epilogues against f64, and its bits against the plainest launch.
+
 use std::thread;
 
 use counterpoint_exec::selftest::{Extent, SelfCheck, Share};

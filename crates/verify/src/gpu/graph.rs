@@ -1,3 +1,5 @@
+//! Checks of CUDA graphs: captured Programs and whole steps replay with the bits of the direct run.
+
 use std::time::Duration;
 
 use counterpoint_exec::selftest::{Case, Extent, SelfCheck, unlike_elements};

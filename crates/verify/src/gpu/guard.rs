@@ -1,3 +1,5 @@
+//! A check of the checker: guard bytes around buffers show a kernel that writes out of bounds.
+
 use counterpoint_exec::selftest::SelfCheck;
 
 use counterpoint_cuda::{

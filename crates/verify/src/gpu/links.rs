@@ -1,3 +1,5 @@
+//! Checks of kernels that talk to their peer on another GPU while both run, and of their limit when it never answers.
+
 use std::time::Duration;
 
 use counterpoint_exec::selftest::SelfCheck;

@@ -1,3 +1,5 @@
+//! A check of the longest sequence that is promised, whose indices do not fit 32 bits.
+
 use counterpoint_exec::selftest::SelfCheck;
 use counterpoint_exec::{ExecError, Pass, Sample, check_sample, random_inputs};
 use counterpoint_mask::{Mask, Window};

@@ -1,3 +1,5 @@
+//! The small problem of staged attention that several checks run.
+
 use counterpoint_exec::{AttentionInputs, ExecError, random_inputs};
 use counterpoint_mask::{Mask, MaskError};
 use counterpoint_plan::{AttentionSpec, DType, Plan, PlanConfig, StageCount};

@@ -1,3 +1,5 @@
+//! GPUs as the subject of the selftest in `counterpoint-exec`: every run on guarded memory, with whichever kernels are examined.
+
 use std::sync::Arc;
 
 use counterpoint_exec::selftest::{SelfCheck, Subject, SubjectError};

@@ -1,3 +1,5 @@
+//! A check that tensor-parallel layers on ranks as processes give the bits of ranks as threads.
+
 use counterpoint_exec::selftest::SelfCheck;
 
 use super::super::job::{Ended, Gpus, how, start};

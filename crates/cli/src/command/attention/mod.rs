@@ -1,3 +1,5 @@
+//! `counterpoint attention`: refuses what cannot run, plans, runs all ranks of this process or one, checks, writes and prints.
+
 mod process;
 mod process_inputs;
 mod result;

@@ -1,3 +1,5 @@
+//! Where the tensors of `counterpoint attention` come from: a file or a seed, whole or one rank's rows.
+
 use counterpoint_console::{
     CliError,
     arguments::{Device, scale_of},

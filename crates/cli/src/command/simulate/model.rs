@@ -1,3 +1,5 @@
+//! `counterpoint simulate model`: a transformer's training step on more and more ranks.
+
 use counterpoint_console::{CliError, Progress, Schema};
 use counterpoint_mask::Mask;
 use counterpoint_plan::{Activations, DType, Topology};
