@@ -1,3 +1,5 @@
+//! Seconds of attention kernels by the tiles that their CTAs walk, or in proportion to unmasked pairs where no tiles were measured.
+
 use counterpoint_mask::Band;
 use counterpoint_tiles::{MAX_TILE_SIZE, TileCounting, TileCounts, TileDirection};
 use serde::{Deserialize, Serialize};

@@ -1,3 +1,5 @@
+//! A plan's traffic beside the least that is possible and beside ring attention, all-gather and Ulysses.
+
 use counterpoint_mask::Mask;
 use serde::{Deserialize, Serialize};
 

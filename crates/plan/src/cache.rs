@@ -1,3 +1,5 @@
+//! Least recently used plans, so that a mask that comes again is not planned again.
+
 use std::num::NonZeroUsize;
 use std::sync::Arc;
 

@@ -1,3 +1,5 @@
+//! What plans are made with: chunk size, dispatch, stages, query exchange, ranks and costs, and their limits.
+
 use counterpoint_mask::Mask;
 use serde::{Deserialize, Serialize};
 

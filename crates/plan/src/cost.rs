@@ -1,3 +1,5 @@
+//! The cost model of a machine: its rates of computation and memory, and its links.
+
 use serde::{Deserialize, Serialize};
 
 use crate::figure_limits::{COSTS, RATES, check_figure};

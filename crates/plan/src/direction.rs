@@ -1,3 +1,5 @@
+//! Predicted seconds of a stage, forward and backward: its computation, its group-cast, its group-reduce.
+
 use crate::{AttentionSpec, CostModel, HostedWork, StagePrediction, TileCost};
 
 /// The half of a training step that is planned: their stages are cut apart.

@@ -1,3 +1,5 @@
+//! What is refused of a plan: chunk sizes, ranks, stages, cost models, layers, memory.
+
 use thiserror::Error;
 
 /// Why a plan cannot be made.

@@ -1,3 +1,5 @@
+//! Who sends which rows to whom: the one pattern of group-casts and group-reduces, and the sweep that finds it.
+
 use counterpoint_mask::Range;
 use serde::{Deserialize, Serialize};
 

@@ -1,3 +1,5 @@
+//! The exchange over several nodes: a row crosses the network once for each node, and is cast on inside it.
+
 use counterpoint_mask::Range;
 use serde::{Deserialize, Serialize};
 

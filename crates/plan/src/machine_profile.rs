@@ -1,3 +1,5 @@
+//! Profiles of machines: what `doctor --calibrate` measured, in a versioned JSON file, and the built-in H200.
+
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 

@@ -1,3 +1,5 @@
+//! The half of planning that every rank repeats: owners, work, needs and stage cuts, from which one rank's plan follows.
+
 use counterpoint_mask::{Band, Mask, Range};
 
 use crate::by_seconds::by_seconds;

@@ -1,3 +1,5 @@
+//! The type of plans: each rank's rows, stages, work and exchange, with the ways to make one.
+
 use std::sync::Arc;
 
 use counterpoint_mask::{Band, Mask, Range};

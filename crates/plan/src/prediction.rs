@@ -1,3 +1,5 @@
+//! What a plan is expected to take, stage by stage and rank by rank, by the closed forms of the cost model.
+
 use counterpoint_mask::{Band, Range};
 use serde::{Deserialize, Serialize};
 

@@ -1,3 +1,5 @@
+//! How much of an attention can run before remote keys arrive, where one kernel waits for them inside.
+
 use counterpoint_mask::{Band, Range};
 
 use crate::CostModel;

@@ -1,3 +1,5 @@
+//! Owners of rows in global order, and where rows lie on their owners.
+
 use counterpoint_mask::Range;
 
 use crate::Dispatch;

@@ -1,3 +1,5 @@
+//! The attention problem apart from its mask: element types, heads, scale, softcap, sink, and its FLOPs and bytes.
+
 use serde::{Deserialize, Serialize};
 
 /// Element type of a tensor.

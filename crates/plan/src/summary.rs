@@ -1,3 +1,5 @@
+//! The JSON of `counterpoint plan --json`: areas, rows sent and received, and traffic beside other methods.
+
 use counterpoint_mask::Mask;
 use serde::{Deserialize, Serialize};
 

@@ -1,3 +1,5 @@
+//! Which ranks share a node.
+
 use serde::{Deserialize, Serialize};
 
 /// Ranks in nodes: rank `r` lives on node `r / ranks_per_node`. The last node may hold fewer.

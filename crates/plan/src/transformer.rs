@@ -1,3 +1,5 @@
+//! Transformers by their sizes, Llama 3 and GPT-3 built in: the linear layers and attention of one layer.
+
 use serde::Serialize;
 
 use crate::{Activations, AttentionSpec, DType, LinearKind, LinearSpec, PlanError};

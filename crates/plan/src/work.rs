@@ -1,3 +1,5 @@
+//! The bands that each rank computes: cut out of the mask by owner, then into stages with columns of their key buffers.
+
 use counterpoint_mask::{Band, Mask, Range};
 
 use crate::runs::Runs;

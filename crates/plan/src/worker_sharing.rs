@@ -1,3 +1,5 @@
+//! What computation and communication that overlap take from each other: SMs, and the last wave of a product.
+
 use counterpoint_tiles::MAX_TILE_SIZE;
 use serde::{Deserialize, Serialize};
 

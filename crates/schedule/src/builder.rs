@@ -1,3 +1,5 @@
+//! What lowerings write Programs with: an overlap policy becomes streams, events and barriers here and nowhere else.
+
 use counterpoint_plan::DType;
 
 use crate::{

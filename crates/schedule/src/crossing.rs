@@ -1,3 +1,5 @@
+//! How many bytes a Program sends between nodes, for comparison with what transports count.
+
 use counterpoint_plan::{GroupPart, Topology};
 
 use crate::{BufferId, GroupCast, GroupReduce, Op, Program};

@@ -1,3 +1,5 @@
+//! Overlap policies: when communication starts, which SMs it takes and what moves its rows; and the text that names one.
+
 use std::fmt;
 use std::str::FromStr;
 

@@ -1,3 +1,5 @@
+//! Timelines of runs, and how much of their communication ran under computation.
+
 use serde::{Deserialize, Serialize};
 
 /// What a span's time went into.

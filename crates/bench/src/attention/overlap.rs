@@ -1,3 +1,5 @@
+//! Proof on CPU ranks that staged attention hides communication: a link as slow as the computation, every overlap policy.
+
 use std::time::Duration;
 
 use counterpoint_console::{

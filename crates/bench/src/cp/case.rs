@@ -1,3 +1,5 @@
+//! One mask in `bench cp`: planned, predicted, run in interleaved ways, checked, and what is hidden of its communication.
+
 use counterpoint_choose::AttentionPrediction;
 use counterpoint_console::{
     self as console, CliError,

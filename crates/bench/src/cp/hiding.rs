@@ -1,3 +1,5 @@
+//! How much of the communication that could hide was hidden, judged by paired runs, with how well that is known.
+
 use counterpoint_report::{Statistics, format_seconds};
 use counterpoint_schedule::Timeline;
 

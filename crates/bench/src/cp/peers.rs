@@ -1,3 +1,5 @@
+//! `bench cp --peers`: PyTorch's context parallelisms, ring and all-gather among them, interleaved with ours.
+
 use std::process::Command;
 
 use counterpoint_console::{self as console, CliError};

@@ -1,3 +1,5 @@
+//! Ranks, tokens and heads of `bench cp`, with the defaults of CPUs and GPUs.
+
 use counterpoint_console::arguments::Device;
 
 use crate::arguments::BenchCpArguments;

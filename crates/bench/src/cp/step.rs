@@ -1,3 +1,5 @@
+//! `bench cp --step`: whole steps, enqueued operation by operation beside replayed as a CUDA graph.
+
 use crate::gpu::StepBench;
 use counterpoint_console::{
     CliError, Progress,

@@ -1,3 +1,5 @@
+//! The products that `bench gemm-collective` measures where none are named: published shapes and layers of known models.
+
 use counterpoint_console::arguments::Device;
 use counterpoint_exec::{GemmCollective, GemmCollectiveSpec};
 use counterpoint_plan::DType;

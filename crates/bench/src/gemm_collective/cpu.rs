@@ -1,3 +1,5 @@
+//! `bench gemm-collective` on CPU ranks: fused and unfused Programs, every element against f64.
+
 use std::time::Instant;
 
 use counterpoint_exec::{

@@ -1,3 +1,5 @@
+//! `bench gemm-collective --peers`: PyTorch's ways, symmetric memory among them, interleaved with the fastest of ours.
+
 use std::process::Command;
 
 use counterpoint_console::{self as console, CliError, arguments::Device};

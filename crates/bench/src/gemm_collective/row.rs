@@ -1,3 +1,5 @@
+//! Rows of `bench gemm-collective`: ours beside cuBLASLt and NCCL one after the other, and what to read from them.
+
 use crate::gpu::GemmCollectiveTimes;
 use counterpoint_exec::GemmCollectiveSpec;
 use counterpoint_report::{Column, Statistics};

@@ -1,3 +1,5 @@
+//! Whole steps of distributed attention by the host's clock, enqueued or as CUDA graphs: for `bench cp --step` and the selftest.
+
 use std::time::{Duration, Instant};
 
 use counterpoint_exec::{

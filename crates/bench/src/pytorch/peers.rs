@@ -1,3 +1,5 @@
+//! PyTorch's ways in a benchmark of ours: made ready case by case, run when it is their turn, dropped when their group fails.
+
 use std::collections::VecDeque;
 
 use counterpoint_console::CliError;

@@ -1,3 +1,5 @@
+//! The scripts of `benches/peers`, which the binary carries and unpacks into a temporary folder to run them.
+
 use std::env;
 use std::fs;
 use std::io;

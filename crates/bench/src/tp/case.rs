@@ -1,3 +1,5 @@
+//! One layer in `bench tp`: its passes under every policy on the same tensors, interleaved, checked against f64 and by their bits.
+
 use std::sync::Arc;
 
 use counterpoint_console::{

@@ -1,3 +1,5 @@
+//! What the ranks of `bench tp` measured of a policy, joined over processes, with a digest of all results.
+
 use counterpoint_console::{CliError, launched::gather};
 use counterpoint_exec::{HostData, HostTensor, LinearOutputs, Rendezvous};
 use counterpoint_schedule::{OverlapPolicy, Timeline};

@@ -1,3 +1,5 @@
+//! What a layer's pass is made of, and the ideal time of it with all communication hidden that can be.
+
 use counterpoint_plan::LinearKind;
 use counterpoint_schedule::{SpanKind, Timeline};
 

@@ -1,3 +1,5 @@
+//! `bench tp --peers`: PyTorch's tensor-parallel layers, interleaved with the fastest of ours.
+
 use std::process::Command;
 
 use counterpoint_console::{self as console, CliError};

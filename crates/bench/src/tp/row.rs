@@ -1,3 +1,5 @@
+//! Rows of `bench tp`: a pass under a policy beside its sequential and its ideal time.
+
 use counterpoint_plan::{Activations, LinearKind};
 use counterpoint_report::{Column, Statistics};
 use counterpoint_schedule::{StartOrder, Timeline};

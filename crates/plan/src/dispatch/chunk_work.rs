@@ -1,3 +1,5 @@
+//! What chunks of query rows compute and which keys they read, found from the bands of a mask.
+
 use counterpoint_mask::{Band, Mask, Range};
 
 /// What every chunk of query rows computes and reads, exact to the token: all that a dispatch looks at.

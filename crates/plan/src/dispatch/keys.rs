@@ -1,3 +1,5 @@
+//! Key chunks to ranks in cross attention, where they are read most.
+
 use std::cmp::Reverse;
 
 use counterpoint_mask::Range;

@@ -1,3 +1,5 @@
+//! How few key rows any dispatch could receive: what a plan's traffic is compared with.
+
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 

@@ -1,3 +1,5 @@
+//! The greedy dispatch: level areas, whatever it costs in traffic.
+
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 

@@ -1,3 +1,5 @@
+//! Key rows that travel under a dispatch, before any plan is made of it.
+
 use counterpoint_mask::Range;
 
 use super::{ChunkWork, Dispatch, Home};

@@ -1,3 +1,5 @@
+//! The dispatch that leaves the sequence in order.
+
 use super::capacity::capacity;
 
 /// Contiguous runs in order: rank 0 gets the first chunks, the last rank the last ones.

@@ -1,3 +1,5 @@
+//! Megatron's dispatch for causal masks: a rank has a chunk from the front and its mirror from the back.
+
 use super::sequential::deal;
 
 /// The sequence folded in the middle and cut into runs: the order is `0, n-1, 1, n-2, …`, so chunk `i` and its mirror

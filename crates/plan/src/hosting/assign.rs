@@ -1,3 +1,5 @@
+//! Query offload: hands the work of rows that are away to the ranks that own the keys.
+
 use counterpoint_mask::{Band, Range};
 
 use super::{Away, HostedWork};

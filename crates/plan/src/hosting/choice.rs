@@ -1,3 +1,5 @@
+//! Query offload: which query rows are worth sending to the keys that they see.
+
 use counterpoint_mask::{Band, Range};
 
 use crate::rows::without;

@@ -1,3 +1,5 @@
+//! Areas of bands by stretches of columns, counted in one walk: the work that a stage would have.
+
 use counterpoint_mask::{Band, Range};
 
 /// Unmasked pairs by column, walked from left to right. How many rows see a column is piecewise linear in it for every band,

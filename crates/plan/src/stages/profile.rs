@@ -1,3 +1,5 @@
+//! One rank's remote rows as the stage solver sees them: places to cut at, and work before each.
+
 use counterpoint_mask::Range;
 
 use super::columns::Columns;

@@ -1,3 +1,5 @@
+//! The best cuts of one rank's remote work into stages, by dynamic programming over the predicted makespan.
+
 use super::profile::Profile;
 
 /// Predicted costs of one rank in one direction, linear in rows and pairs.

@@ -1,3 +1,5 @@
+//! What ranks send and receive in stages, inside nodes and between them, counted for many cuts without making their exchange.
+
 use counterpoint_mask::Range;
 
 use super::profile::Profile;

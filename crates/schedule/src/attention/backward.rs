@@ -1,3 +1,5 @@
+//! The attention backward of a rank as a Program: delta, stages, gradients of remote keys on their way home, the sum of dsink.
+
 use std::sync::Arc;
 
 use counterpoint_mask::Range;

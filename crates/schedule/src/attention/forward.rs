@@ -1,3 +1,5 @@
+//! The attention forward of a rank as a Program: stages that go on from each other's state while the next keys travel.
+
 use counterpoint_plan::{AttentionSpec, Plan};
 
 use super::head_maxima::HeadMaxima;

@@ -1,3 +1,5 @@
+//! Buffers of dq, dk and dv: written at once in the tensors' type, or summed in the accumulator's and rounded at the end.
+
 use counterpoint_plan::DType;
 
 use crate::builder::ProgramBuilder;

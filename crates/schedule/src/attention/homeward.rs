@@ -1,3 +1,5 @@
+//! Gradients of remote keys back to their owners: a group-reduce a stage or one for all, over nodes in two steps.
+
 use std::sync::Arc;
 
 use counterpoint_plan::{AttentionSpec, DType, GroupPart, TwoLevelPart};

@@ -1,3 +1,5 @@
+//! Query offload in Programs: queries out to the ranks that have their keys, work on them there, partial results home.
+
 use std::sync::Arc;
 
 use counterpoint_mask::Range;

@@ -1,3 +1,5 @@
+//! Keys and values of the next stage, prefetched under the computation of this one; what a stage waits for.
+
 use std::sync::Arc;
 
 use counterpoint_plan::{AttentionSpec, GroupPart, StagePlan, TwoLevelPart};

@@ -1,3 +1,5 @@
+//! Key buffers of remote stages in rotation: a cast may fill one again once the stage that had it has been computed.
+
 use super::STAGE_SLOTS;
 use crate::builder::{Mark, ProgramBuilder};
 use crate::{BufferId, StreamId};

@@ -1,3 +1,5 @@
+//! The backward of a tensor-parallel linear layer as a Program: dx, the weight's gradient at once or deferred, their collectives.
+
 use std::sync::Arc;
 
 use counterpoint_mask::Range;

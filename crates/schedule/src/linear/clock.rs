@@ -1,3 +1,5 @@
+//! The simulator as the clock by which groups of a layer's pass are searched.
+
 use counterpoint_plan::{
     CostModel, DType, GemmCollective, LinearDirection, LinearPlan, LinearSpec, PassClock, PlanError, Topology,
 };

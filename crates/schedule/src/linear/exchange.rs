@@ -1,3 +1,5 @@
+//! All-gathers of tokens for the products of linear layers, group by group or fused into the kernel.
+
 use std::sync::Arc;
 
 use counterpoint_mask::Range;

@@ -1,3 +1,5 @@
+//! The forward of a tensor-parallel linear layer as a Program, with the RMSNorm behind a row-parallel one where wanted.
+
 use counterpoint_mask::Range;
 use counterpoint_plan::{LinearKind, LinearPlan};
 

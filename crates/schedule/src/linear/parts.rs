@@ -1,3 +1,5 @@
+//! Programs of a single part of a linear layer's pass, to be timed by itself: a collective, a product, a join.
+
 use std::sync::Arc;
 
 use counterpoint_plan::{DType, GemmCollective, GroupPart};

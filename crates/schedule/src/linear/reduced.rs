@@ -1,3 +1,5 @@
+//! Reduce-scatters and all-reduces of a layer's products: each group's sums travel while the next group is multiplied.
+
 use std::sync::Arc;
 
 use counterpoint_mask::Range;

@@ -1,3 +1,5 @@
+//! A rank in the simulator: the heads of its streams, its hardware queue, and the workers that collectives hold.
+
 use counterpoint_plan::WorkerSharing;
 
 use super::{collective_part, parts_before_meeting};

@@ -1,3 +1,5 @@
+//! What validation finds: unknown indices, waits that nothing ends, buffers overwritten, races.
+
 use thiserror::Error;
 
 /// What is wrong with a Program. Operations are named by their index in [`Program::ops`](crate::Program::ops) and their label.

@@ -1,3 +1,5 @@
+//! `bench attention --peers`: FlashAttention, FlexAttention, cuDNN and others as PyTorch has them, in one table with ours.
+
 use counterpoint_console::CliError;
 
 use super::sizes::Sizes;

@@ -1,3 +1,5 @@
+//! Masks, lengths, heads and clocks of `bench attention --device cuda`, with the defaults of each clock.
+
 use crate::gpu::{BenchClock as Clock, BenchPass as Pass, CALLS};
 use clap::ValueEnum;
 use counterpoint_mask::MaskPreset;

@@ -1,3 +1,5 @@
+//! Rates of one GPU for `doctor --calibrate`: memory, launches, matrix products, attention forward and backward.
+
 use std::time::Duration;
 
 use counterpoint_exec::{ExecError, random_inputs};

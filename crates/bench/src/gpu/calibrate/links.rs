@@ -1,3 +1,5 @@
+//! Group-casts and group-reduces by transport and size for `doctor --calibrate`, and the line of latency and bandwidth through them.
+
 use std::time::Duration;
 
 use counterpoint_exec::ExecError;

@@ -1,3 +1,5 @@
+//! Overlap policies by their measured speed on one causal problem, for `doctor --calibrate`.
+
 use counterpoint_exec::{ExecError, RunConfig, random_inputs, run_attention_on};
 use counterpoint_mask::Mask;
 use counterpoint_plan::{

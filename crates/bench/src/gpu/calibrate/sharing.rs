@@ -1,3 +1,5 @@
+//! How many SMs a collective takes from a product beside it, measured for `doctor --calibrate`.
+
 use std::time::Duration;
 
 use counterpoint_exec::{ExecError, MeasureError, MeasuredClock, Repeats};

@@ -1,3 +1,5 @@
+//! Whether communication starts before the computation that should hide it, as `doctor --overlap` counts it.
+
 use counterpoint_cuda::CudaBarrier;
 use counterpoint_cuda::kernel::StartLitmus;
 use counterpoint_cuda::{CudaError, Device, DeviceBuffer, Event, Stream, StreamPriority};

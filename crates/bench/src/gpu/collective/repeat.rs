@@ -1,3 +1,5 @@
+//! Group collectives called thousands of times with random delays, for the selftest's search for races.
+
 use std::mem;
 
 use counterpoint_exec::{Backend, ExecError, Machine, Transport};

@@ -1,3 +1,5 @@
+//! Samples of the results of fused and unfused products against f64, with the error that rounding allows.
+
 use std::thread;
 
 use counterpoint_exec::{GemmCollective, GemmCollectiveSpec};

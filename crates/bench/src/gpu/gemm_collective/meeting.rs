@@ -1,3 +1,5 @@
+//! A barrier of the ranks' threads with a limit, which a rank that fails opens for all.
+
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::Duration;
 

@@ -1,3 +1,5 @@
+//! One rank's side of `bench gemm-collective`: its tensors, and the contenders that it enqueues behind a gate and times.
+
 use std::time::Instant;
 
 use counterpoint_exec::{ExecError, GemmCollective, GemmCollectiveSpec};

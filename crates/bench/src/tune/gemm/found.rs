@@ -1,3 +1,5 @@
+//! What `tune gemm` found for a product: the groups of every search and policy, told and kept.
+
 use counterpoint_console::{
     self as console, CliError, Schema, arguments::dtype_name, output::shown, tuned::TunedFile,
 };

@@ -1,3 +1,5 @@
+//! The search of `tune gemm` for a product's groups of tokens, bounded in time, with its answers measured side by side.
+
 use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 

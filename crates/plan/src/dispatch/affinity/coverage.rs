@@ -1,3 +1,5 @@
+//! Received rows of ranks as bit sets of segments, so that a swap of two chunks is weighed in a few words.
+
 use counterpoint_mask::Range;
 
 use super::segments::{Segments, WORD, bits_in, words_of};

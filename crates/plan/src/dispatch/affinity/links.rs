@@ -1,3 +1,5 @@
+//! Rows that ranks send and receive, kept exact under swaps of chunks: what settling a dispatch is measured by.
+
 use super::segments::{Segments, WORD, bits_in, words_of};
 use super::settle::MOST_RANKS;
 use crate::dispatch::{ChunkWork, Home};

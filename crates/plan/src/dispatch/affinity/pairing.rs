@@ -1,3 +1,5 @@
+//! The start of the affinity dispatch: a rank's area comes out right because runs of heavy chunks are paired with light ones.
+
 use std::cmp::Reverse;
 use std::ops::Range;
 

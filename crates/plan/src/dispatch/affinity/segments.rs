@@ -1,3 +1,5 @@
+//! Key rows in segments that chunks read as a whole or not at all, so that sets of rows are sets of bits.
+
 use counterpoint_mask::Range;
 
 use crate::dispatch::{ChunkWork, Home};

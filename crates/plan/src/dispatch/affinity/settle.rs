@@ -1,3 +1,5 @@
+//! Local search for the dispatch whose slowest rank ends first, computation and links together: threshold accepting over swaps.
+
 use super::links::{Links, Moved, Reach};
 use super::trade::Draw;
 use crate::dispatch::{ChunkWork, Dispatch};

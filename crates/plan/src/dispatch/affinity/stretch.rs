@@ -1,3 +1,5 @@
+//! Where a sequence falls into parts that share keys, found from what chunks read: packed documents, without knowing them.
+
 use std::ops::Range;
 
 use counterpoint_mask::Range as Rows;

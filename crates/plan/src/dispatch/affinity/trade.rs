@@ -1,3 +1,5 @@
+//! Fewer received rows by swaps of two chunks at a level load, within a budget of steps; and the random numbers of both searches.
+
 use super::coverage::Coverage;
 use super::segments::Segments;
 use crate::dispatch::ChunkWork;
