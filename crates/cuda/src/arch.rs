@@ -1,3 +1,5 @@
+//! Which architecture a GPU's kernels are compiled for: `sm_90a` on Hopper, one `sm_80` for all 8.x, and portable ones elsewhere.
+
 use std::fmt;
 
 use serde::{Deserialize, Serialize};

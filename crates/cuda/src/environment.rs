@@ -1,3 +1,5 @@
+//! The environment variables of this crate, in one list for help and documentation.
+
 use counterpoint_exec::EnvironmentVariable;
 
 /// All that this crate reads. There are no others, and none of them switches something experimental.

@@ -1,3 +1,5 @@
+//! What goes wrong with GPUs: libraries that are missing, driver, NVRTC and NCCL errors, memory, launches, tensors.
+
 use std::path::PathBuf;
 
 use thiserror::Error;

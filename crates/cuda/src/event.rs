@@ -1,3 +1,5 @@
+//! CUDA events: marks of streams, with times, shared between processes, or inside captures; kept for reuse.
+
 use std::collections::VecDeque;
 use std::fmt;
 use std::ptr;

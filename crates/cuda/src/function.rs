@@ -1,3 +1,5 @@
+//! Kernels loaded on a device: compiled or found in the cache, with what the driver says of their arguments and registers.
+
 use std::collections::BTreeMap;
 use std::ffi::{CString, c_int};
 use std::fmt;

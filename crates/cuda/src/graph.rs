@@ -1,3 +1,5 @@
+//! CUDA graphs: capturing streams, launching what was captured.
+
 use std::fmt;
 use std::ptr;
 use std::sync::Arc;

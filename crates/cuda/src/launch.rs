@@ -1,3 +1,5 @@
+//! Kernel launches: grids, clusters, programmatic dependent launch, and arguments compared with the compiled kernel's.
+
 use std::ffi::{c_uint, c_void};
 use std::mem;
 use std::ptr;

@@ -1,3 +1,5 @@
+//! Green contexts: SMs divided between communication and computation.
+
 use std::mem;
 use std::ptr;
 

@@ -1,3 +1,5 @@
+//! CUDA streams: priorities, waits for events, captures, and uploads gathered into one copy.
+
 use std::fmt;
 use std::ptr;
 use std::sync::{Arc, Weak};

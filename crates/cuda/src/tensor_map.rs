@@ -1,3 +1,5 @@
+//! Tensor maps of TMA, with every restriction of the driver checked in words.
+
 use std::ffi::c_void;
 use std::mem::MaybeUninit;
 use std::ptr;

@@ -1,3 +1,5 @@
+//! How environment variables are described, for the lists that help and documentation print.
+
 /// A variable of the environment that changes what the program does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct EnvironmentVariable {

@@ -1,3 +1,5 @@
+//! Why runs fail: tensors, policies, plans that differ between ranks, stalls with who waited for whom, devices, peers lost.
+
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};

@@ -1,3 +1,5 @@
+//! Named scratch tensors that layers share, as Megatron-LM's `GlobalMemoryBuffer` has them.
+
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 

@@ -1,3 +1,5 @@
+//! The trait of what ranks run on, and the machine whose ranks are threads on this process's CPUs.
+
 use std::ops::Range;
 use std::sync::Arc;
 

@@ -1,3 +1,5 @@
+//! Values that threads wait for with a limit, all of which a failure anywhere wakes.
+
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 

@@ -1,3 +1,5 @@
+//! Whether a run of attention has a backward.
+
 /// What of attention is run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pass {

@@ -1,3 +1,5 @@
+//! How errors and traces name an operation.
+
 use std::fmt;
 use std::sync::Arc;
 

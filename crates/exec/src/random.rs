@@ -1,3 +1,5 @@
+//! Random inputs from a seed, bit for bit the same on every machine and for any part of the rows.
+
 use std::f64::consts::TAU;
 
 use counterpoint_mask::{Mask, Range};

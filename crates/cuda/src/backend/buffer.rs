@@ -1,3 +1,5 @@
+//! Tensors in a GPU's memory, dense or with strides of rows and heads, as Programs bind them.
+
 use std::sync::Arc;
 
 use counterpoint_plan::DType;

@@ -1,3 +1,5 @@
+//! The time base of measured timelines: CUDA events of all ranks of a device against one mark.
+
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 

@@ -1,3 +1,5 @@
+//! From a compute operation of a Program to the launcher that does it, its tensors checked before any run.
+
 use counterpoint_exec::{ExecError, check_operands};
 use counterpoint_schedule::{
     self as schedule, BufferId, BufferSpec, Mover, Op, Program, ProgramOp, WorkerShare,

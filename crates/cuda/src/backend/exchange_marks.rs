@@ -1,3 +1,5 @@
+//! How far calls of NCCL have come, so that the host never runs so far ahead of the device that it could not give up.
+
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;

@@ -1,3 +1,5 @@
+//! Runs of Programs as CUDA graphs: captured once for all ranks of the process, replayed by one call.
+
 use std::sync::atomic::Ordering;
 
 use counterpoint_exec::{Backend, ExecError, Prepared, Transport};

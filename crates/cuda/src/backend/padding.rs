@@ -1,3 +1,5 @@
+//! Padded copies of heads whose size is no multiple of 8, for attention kernels that take no other.
+
 use counterpoint_schedule::BufferSpec;
 
 use crate::kernel::HeadResize;

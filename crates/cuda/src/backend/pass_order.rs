@@ -1,3 +1,5 @@
+//! A forward and a backward enqueued one behind the other by events, without the host in between.
+
 use std::time::Instant;
 
 use counterpoint_exec::{Backend, ExecError, Prepared, Transport};

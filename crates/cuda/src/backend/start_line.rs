@@ -1,3 +1,5 @@
+//! Holding all ranks of a process back until each is enqueued, so that none waits for a peer whose launches come later.
+
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};

@@ -1,3 +1,5 @@
+//! A rank's streams as the interpreter sees them, with pairs of events where a run's spans are timed.
+
 use std::sync::{Arc, Mutex};
 
 use counterpoint_exec::{OpPlace, StreamStatus};

@@ -1,3 +1,5 @@
+//! Which NVRTC is used, remembered beside the cache so that cached kernels need not open it.
+
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::UNIX_EPOCH;

@@ -1,3 +1,5 @@
+//! What a cubin says of itself: how many arguments its kernel takes, and its `wgmma` and `mma.sync` instructions.
+
 /// How many arguments a kernel takes, from the cubin's section `.nv.info.<kernel>`; `None` where that is not found. The
 /// driver tells the size of each argument, but has an error as its only answer to "is there another".
 pub(crate) fn count_arguments(cubin: &[u8], kernel: &str) -> Option<usize> {

@@ -1,3 +1,5 @@
+//! Work on all cores, for kernels that are compiled at the same time.
+
 use std::num::NonZeroUsize;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;

@@ -1,3 +1,5 @@
+//! The translation unit of a kernel with its parameters chosen, and the headers on which its machine code depends.
+
 use super::headers::{HEADERS, closure};
 use crate::arch::Arch;
 

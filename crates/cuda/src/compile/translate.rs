@@ -1,3 +1,5 @@
+//! One compilation by NVRTC: options, headers in memory, the log.
+
 use std::ffi::{CString, c_int};
 use std::ptr;
 

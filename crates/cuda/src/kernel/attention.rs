@@ -1,3 +1,5 @@
+//! What every attention launcher is given, forward and backward: the element type, the bands, heads and options.
+
 use std::sync::Arc;
 
 use counterpoint_mask::Band;

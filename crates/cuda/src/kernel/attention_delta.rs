@@ -1,3 +1,5 @@
+//! The launcher of `attention/attention_delta.cuh`: delta and the sink's gradient before an attention backward.
+
 use super::{DeltaTensors, ElementType, MatrixUnit, Specialisation};
 use crate::arch::Arch;
 use crate::layout::{SharedLayout, shared_layout};

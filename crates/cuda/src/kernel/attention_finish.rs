@@ -1,3 +1,5 @@
+//! The launcher of `attention/attention_finish.cuh`: shares of rows that other ranks merge, and results of merged shares.
+
 use super::scalar::Scalar;
 use super::{MatrixUnit, ResultTensors, Specialisation, StateTensors, blocks_of};
 use crate::arch::Arch;

@@ -1,3 +1,5 @@
+//! The launcher of `attention/attention_merge.cuh`: split tiles of a forward put together, as split-KV decoding does.
+
 use counterpoint_tiles::TileSchedule;
 
 use super::{AttentionProblem, ElementType, MatrixUnit, ResultTensors, Specialisation};

@@ -1,3 +1,5 @@
+//! The launcher of `bit_check.cuh`: results of the selftest compared where they lie, call after call.
+
 use super::{MatrixUnit, Specialisation, blocks_of};
 use crate::arch::Arch;
 use crate::{CudaError, Device, DeviceBuffer, Function, KernelSource, Launch, Stream};

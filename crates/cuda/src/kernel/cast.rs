@@ -1,3 +1,5 @@
+//! The launcher of `cast.cuh`: conversions between f32, bf16 and f16.
+
 use super::scalar::Scalar;
 use super::{MatrixUnit, Specialisation, blocks_of};
 use crate::arch::Arch;

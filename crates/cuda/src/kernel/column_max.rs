@@ -1,3 +1,5 @@
+//! The launcher of `column_max.cuh`: `max_logits` of all ranks from those of each.
+
 use super::{MatrixUnit, Specialisation};
 use crate::arch::Arch;
 use crate::{CudaError, Device, Function, KernelSource, Launch, Stream};

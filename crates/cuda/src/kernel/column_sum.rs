@@ -1,3 +1,5 @@
+//! The launcher of `column_sum.cuh`: gradients of biases, with the same bits whatever SMs they run on.
+
 use super::row_pieces::{PACK, RowPieces, pack_of};
 use super::{ElementType, GemmRows, MatrixUnit, Scalar, Specialisation};
 use crate::arch::Arch;

@@ -1,3 +1,5 @@
+//! Tile schedules uploaded for the kernels that walk them.
+
 use counterpoint_tiles::TileSchedule;
 
 use crate::{CudaError, DeviceBuffer, Stream};

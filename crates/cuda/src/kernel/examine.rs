@@ -1,3 +1,5 @@
+//! The judge of compiled kernels: no spills, no local memory, and the matrix instructions that they are written for.
+
 use std::sync::{Mutex, PoisonError};
 
 use serde::Serialize;

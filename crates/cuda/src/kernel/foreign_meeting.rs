@@ -1,3 +1,5 @@
+//! The launcher of `foreign_meeting.cuh`: a stand-in for NCCL's kernels beside ours, for tests of deadlock.
+
 use std::time::Duration;
 
 use super::{MatrixUnit, Specialisation};

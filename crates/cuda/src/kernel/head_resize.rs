@@ -1,3 +1,5 @@
+//! The launcher of `head_resize.cuh`: padded copies of heads, and copies back without the padding.
+
 use super::{MatrixUnit, Specialisation, blocks_of};
 use crate::arch::Arch;
 use crate::{CudaError, Device, Function, KernelSource, Launch, Stream};

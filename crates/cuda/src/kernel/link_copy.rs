@@ -1,3 +1,5 @@
+//! The launcher of `link_copy.cuh`: group-casts over NVLink by kernels that pull or push, ranks synchronised inside them.
+
 use bytemuck::NoUninit;
 
 use super::link_meeting::{LINK_PARTS, LINK_RANKS, LINK_TENSORS, LinkCall};

@@ -1,3 +1,5 @@
+//! The launcher of `link_litmus.cuh`: a message-passing litmus test between two GPUs.
+
 use super::link_copy::LinkDirection;
 use super::link_meeting::LinkCall;
 use super::{MatrixUnit, Specialisation};

@@ -1,3 +1,5 @@
+//! Mailboxes and calls by which kernels of peer GPUs wait for each other; the host's side of `link_meeting.cuh`.
+
 use std::time::Duration;
 
 use counterpoint_schedule::Delivery;

@@ -1,3 +1,5 @@
+//! The launcher of `link_reduce.cuh`: group-reduces over NVLink, operands fetched from peers and added in a fixed order.
+
 use bytemuck::NoUninit;
 use counterpoint_schedule::{Accumulate, ReduceOp};
 

@@ -1,3 +1,5 @@
+//! The launcher of `attention/portable_backward.cuh`, for GPUs without wgmma.
+
 use counterpoint_tiles::{TileDirection, TileScheduleConfig};
 
 use super::device_schedule::DeviceSchedule;

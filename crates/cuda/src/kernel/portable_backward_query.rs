@@ -1,3 +1,5 @@
+//! The launcher of `attention/portable_backward_query.cuh`: dq without atomics where its bits must be the same.
+
 use counterpoint_tiles::{TileDirection, TileScheduleConfig};
 
 use super::device_schedule::DeviceSchedule;

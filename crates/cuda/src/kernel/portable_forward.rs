@@ -1,3 +1,5 @@
+//! The launcher of `attention/portable_forward.cuh`, for GPUs without wgmma.
+
 use counterpoint_tiles::{TileDirection, TilePlacement, TileScheduleConfig};
 
 use super::device_schedule::DeviceSchedule;

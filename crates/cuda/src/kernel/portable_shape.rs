@@ -1,3 +1,5 @@
+//! What the portable attention kernels are instantiated for: padded head sizes, types, and GPUs by their shared memory.
+
 use super::{AttentionProblem, ElementType, MatrixUnit, Specialisation};
 use crate::{Arch, Device, KernelSource};
 

@@ -1,3 +1,5 @@
+//! The launcher of `random_fill.cuh`, and the same numbers on the host.
+
 use half::{bf16, f16};
 
 use super::scalar::Scalar;

@@ -1,3 +1,5 @@
+//! The launcher of `rms_norm.cuh`: RMSNorm with a residual, behind a row-parallel layer.
+
 use super::row_pieces::{PACK, RowPieces, pack_of};
 use super::{ElementType, GemmRows, MatrixUnit, Specialisation, blocks_of};
 use crate::arch::Arch;

@@ -1,3 +1,5 @@
+//! The launcher of `row_check.cuh`: proof that a collective brought every row where it belongs.
+
 use bytemuck::{NoUninit, Zeroable};
 
 use super::scalar::Scalar;

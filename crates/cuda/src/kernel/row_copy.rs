@@ -1,3 +1,5 @@
+//! The launcher of `row_copy.cuh`: packs and unpacks rows for NCCL, and copies them between peers without a meeting.
+
 use bytemuck::{NoUninit, Zeroable};
 use counterpoint_mask::Range;
 

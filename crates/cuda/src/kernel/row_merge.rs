@@ -1,3 +1,5 @@
+//! The launcher of `row_merge.cuh`: the log-sum-exp merge of partial attention that came from other ranks.
+
 use bytemuck::NoUninit;
 use counterpoint_schedule::Accumulate;
 

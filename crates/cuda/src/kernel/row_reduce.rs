@@ -1,3 +1,5 @@
+//! The launcher of `row_reduce.cuh`: the sums of a group-reduce, in the order of ranks.
+
 use bytemuck::NoUninit;
 use counterpoint_schedule::{Accumulate, ReduceOp};
 

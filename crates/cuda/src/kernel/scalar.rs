@@ -1,3 +1,5 @@
+//! Element types that kernels convert between, and which of them hold all values of another.
+
 use counterpoint_plan::DType;
 
 /// An element type that kernels convert from and to.

@@ -1,3 +1,5 @@
+//! The launcher of `signal_litmus.cuh`: a litmus test of a GEMM's per-tile signals.
+
 use std::time::Duration;
 
 use bytemuck::NoUninit;

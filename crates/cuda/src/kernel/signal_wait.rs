@@ -1,3 +1,5 @@
+//! The launcher of `signal_wait.cuh`: streams that wait for a running GEMM's tile counters.
+
 use super::{MatrixUnit, Specialisation, WaitLimit};
 use crate::arch::Arch;
 use crate::{CudaError, Device, DeviceBuffer, Function, KernelSource, Launch, Stream};

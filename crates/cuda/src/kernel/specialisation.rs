@@ -1,3 +1,5 @@
+//! The list of all kernels that ship, each instantiation with the instructions and registers that it must have.
+
 use super::{
     attention_backward, attention_delta, attention_finish, attention_forward, attention_merge, bit_check,
     cast, column_max, column_sum, foreign_meeting, gemm, head_resize, link_copy, link_litmus, link_reduce,

@@ -1,3 +1,5 @@
+//! The launcher of `staged_reduce.cuh`: sums of what copy engines brought, on a few SMs.
+
 use counterpoint_schedule::Accumulate;
 
 use super::link_meeting::{LINK_RANKS, LINK_TENSORS};

@@ -1,3 +1,5 @@
+//! The launcher of `start_hold.cuh`: what holds streams back until all ranks are enqueued.
+
 use std::time::Duration;
 
 use super::{MatrixUnit, Specialisation};

@@ -1,3 +1,5 @@
+//! The launcher of `start_litmus.cuh`: which of two kernels began first, by the blocks' own clocks.
+
 use super::{MatrixUnit, Specialisation};
 use crate::arch::Arch;
 use crate::{CudaError, Device, Event, Function, KernelSource, Launch, Stream};

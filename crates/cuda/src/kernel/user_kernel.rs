@@ -1,3 +1,5 @@
+//! The launcher of users' own kernels, which include `user_kernel.cuh` and signal the parts that they have done.
+
 use crate::layout::{SharedLayout, shared_layout};
 use crate::{CudaError, Device, Function, KernelSource, Launch, Stream};
 

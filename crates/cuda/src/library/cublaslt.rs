@@ -1,3 +1,5 @@
+//! cuBLASLt's functions, looked up at run time.
+
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;

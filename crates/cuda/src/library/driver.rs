@@ -1,3 +1,5 @@
+//! The CUDA driver API, looked up at run time, with its results as errors in words.
+
 use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
 use std::path::PathBuf;
 use std::ptr;

@@ -1,3 +1,5 @@
+//! NCCL's functions, looked up at run time, and its communicator configuration.
+
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::fmt;
 use std::path::{Path, PathBuf};

@@ -1,3 +1,5 @@
+//! NVRTC's functions, looked up at run time and tried out before they are trusted.
+
 use std::ffi::{CStr, CString, c_char, c_int};
 use std::path::{Path, PathBuf};
 use std::ptr;

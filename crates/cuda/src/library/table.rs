@@ -1,3 +1,5 @@
+//! The macro behind every table of a library's functions.
+
 /// Declares a table of a library's functions: every symbol is looked up once, when the library is opened, so that a
 /// missing one is an error then. cudarc's own loading panics at the first call instead; we take its types only. Results are
 /// plain `u32`: a newer library may return codes that an enum of ours would not have.

@@ -1,3 +1,5 @@
+//! Cost models of GPUs that nobody calibrated, scaled from an H200 by SMs, and of ranks that share a GPU.
+
 use counterpoint_plan::{CostModel, Link, TileCosts, WorkerSharing};
 
 use super::CudaMachine;

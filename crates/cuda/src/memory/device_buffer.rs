@@ -1,3 +1,5 @@
+//! Device memory: allocated, borrowed from PyTorch, sliced, copied and filled in stream order.
+
 use std::ops::Range;
 use std::sync::Arc;
 

@@ -1,3 +1,5 @@
+//! Guard bytes around every allocation, to find kernels that write out of bounds.
+
 use std::ptr;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 

@@ -1,3 +1,5 @@
+//! Page-locked host memory, for asynchronous copies and for words that kernels tell the host.
+
 use std::ptr;
 use std::sync::Arc;
 

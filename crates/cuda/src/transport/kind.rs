@@ -1,3 +1,5 @@
+//! The transports between GPUs by name: NVLink kernels, copy engines, NCCL, or a hierarchy of them.
+
 use std::fmt;
 
 use counterpoint_plan::PassOverlap;

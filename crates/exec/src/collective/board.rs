@@ -1,3 +1,5 @@
+//! The board on which ranks publish their parts of collectives, are matched with their peers, and learn that inputs are free again.
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -1,3 +1,5 @@
+//! A group collective by peers: which rows go to whom and come from whom, read from a plan's `GroupPart`.
+
 use counterpoint_mask::Range;
 use counterpoint_plan::GroupPart;
 use serde::{Deserialize, Serialize};

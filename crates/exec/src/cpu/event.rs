@@ -1,3 +1,5 @@
+//! Events of the CPU backend, which order its streams as CUDA events order GPU streams.
+
 use super::counter::Counter;
 use crate::world::World;
 

@@ -1,3 +1,5 @@
+//! Kernel barriers of the CPU backend: computation starts after the communication that it should hide.
+
 use super::counter::Counter;
 use super::stream::CpuStream;
 use crate::OpPlace;

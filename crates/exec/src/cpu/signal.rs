@@ -1,3 +1,5 @@
+//! Signals of the CPU backend: a stream waits for a value that another raises while it goes on.
+
 use super::counter::Counter;
 use super::stream::{CpuStream, StreamShared};
 use crate::world::World;

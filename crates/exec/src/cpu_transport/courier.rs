@@ -1,3 +1,5 @@
+//! What TCP and MPI have to provide for CPU ranks in different processes, and where their messages arrive.
+
 use std::sync::Arc;
 use std::time::Instant;
 

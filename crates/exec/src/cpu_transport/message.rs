@@ -1,3 +1,5 @@
+//! The messages between CPU ranks in different processes: parts of collectives with their rows, and receipts.
+
 use counterpoint_mask::Range;
 use serde::{Deserialize, Serialize};
 

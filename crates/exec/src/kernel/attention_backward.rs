@@ -1,3 +1,5 @@
+//! The CPU's attention backward: FlashAttention-2's loop over key blocks, every sum in a fixed order.
+
 use std::convert::Infallible;
 use std::sync::Mutex;
 

@@ -1,3 +1,5 @@
+//! The CPU's row statistic before an attention backward, and the gradient of its sink.
+
 use rayon::ThreadPool;
 use rayon::prelude::*;
 

@@ -1,3 +1,5 @@
+//! The ends of hosted rows on the CPU: a state as a share to be merged, merged shares as results.
+
 use counterpoint_mask::Range;
 use rayon::ThreadPool;
 use rayon::prelude::*;

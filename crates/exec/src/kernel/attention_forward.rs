@@ -1,3 +1,5 @@
+//! The CPU's attention forward: online softmax over key blocks, whole or in stages that hand a state on.
+
 use std::convert::Infallible;
 use std::sync::Mutex;
 

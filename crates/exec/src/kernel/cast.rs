@@ -1,3 +1,5 @@
+//! Conversions of tensors between element types on the CPU.
+
 use rayon::ThreadPool;
 use rayon::prelude::*;
 

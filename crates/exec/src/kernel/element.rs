@@ -1,3 +1,5 @@
+//! The types that CPU kernels read, and those that they calculate in, with exponentials fast enough for a softmax.
+
 use std::ops::{AddAssign, MulAssign, Neg};
 
 use super::exponential::{exp_f32, tanh_and_slope_f32, tanh_and_slope_f64};

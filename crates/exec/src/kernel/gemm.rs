@@ -1,3 +1,5 @@
+//! Matrix products and column sums of linear layers on the CPU, with operands in pieces and one order of sums.
+
 use std::borrow::Cow;
 
 use counterpoint_mask::Range;

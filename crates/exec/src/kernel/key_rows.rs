@@ -1,3 +1,5 @@
+//! Keys and values of a CPU attention kernel, some of which arrive while it runs.
+
 use counterpoint_mask::Range;
 use counterpoint_plan::KEY_BLOCK;
 

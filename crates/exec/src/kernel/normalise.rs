@@ -1,3 +1,5 @@
+//! The end of the online softmax on the CPU: out and log-sum-exp of a row, sinks included.
+
 use super::poison::is_log_weight;
 use super::{Element, Real};
 

@@ -1,3 +1,5 @@
+//! The work queue of CPU kernels: items in order to whichever thread is free.
+
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use rayon::ThreadPool;

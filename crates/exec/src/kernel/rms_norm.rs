@@ -1,3 +1,5 @@
+//! RMSNorm with a residual on the CPU.
+
 use rayon::ThreadPool;
 use rayon::prelude::*;
 

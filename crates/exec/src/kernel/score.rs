@@ -1,3 +1,5 @@
+//! Attention scores on the CPU: scale, softcap and mask, their gradient, and reductions whose order no vector width changes.
+
 use counterpoint_plan::KEY_BLOCK;
 
 use super::Real;

@@ -1,3 +1,5 @@
+//! Shapes of attention tensors on the CPU, the tile size that follows from them, and checks of lengths.
+
 /// Heads and their sizes: `q [rows, heads_q, head_dim]`, `k [rows, heads_kv, head_dim]`,
 /// `v [rows, heads_kv, head_dim_v]`. Query head `h` reads key head `h / (heads_q / heads_kv)`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

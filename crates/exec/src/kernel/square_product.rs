@@ -1,3 +1,5 @@
+//! The matrix product alone, by whose speed the CPU's attention kernels are judged.
+
 use rayon::ThreadPool;
 
 use super::Real;

@@ -1,3 +1,5 @@
+//! Tiles of queries and blocks of keys on the CPU: which meet under a mask, and how their rows are gathered.
+
 use counterpoint_mask::{Band, Range};
 use counterpoint_plan::KEY_BLOCK;
 

@@ -1,3 +1,5 @@
+//! The order in which threads of a CPU backward add to dq, so that its bits depend on no timing.
+
 use std::sync::{Condvar, Mutex};
 
 use super::queue::lock;

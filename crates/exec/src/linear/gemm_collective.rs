@@ -1,3 +1,5 @@
+//! Fused GEMM and collective as calls: reduce-scatter or all-reduce behind a product, all-gather before one.
+
 use counterpoint_plan::{
     Activations, CostModel, DType, GemmExchange, GemmTraffic, LinearKind, LinearPlan, LinearSpec, PlanError,
     WaveGroups,

@@ -1,3 +1,5 @@
+//! How tensor parallelism shards a layer's tensors: cutting them for ranks, joining them again.
+
 use counterpoint_mask::Range;
 use counterpoint_plan::{Activations, LinearKind, LinearPlan};
 

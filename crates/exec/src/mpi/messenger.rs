@@ -1,3 +1,5 @@
+//! The one thread of a process that calls MPI, and the queues to and from it.
+
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, Weak, mpsc};
 use std::thread::{self, JoinHandle};

@@ -1,3 +1,5 @@
+//! The proof that all ranks were started alike, or the first difference between them in words.
+
 use serde::{Deserialize, Serialize};
 
 use super::{Rendezvous, RendezvousError};

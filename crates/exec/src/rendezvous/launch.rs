@@ -1,3 +1,5 @@
+//! What torchrun, mpirun and srun tell a process: its rank, the number of ranks, and where they meet.
+
 use std::fmt;
 
 use super::RendezvousError;

@@ -1,3 +1,5 @@
+//! Ranks that are processes start a timed run at one moment.
+
 use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 

@@ -1,3 +1,5 @@
+//! The key-value store on rank 0 by which ranks join, gather and hear of failures: its logic, without sockets.
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 

@@ -1,3 +1,5 @@
+//! The attention problems of the selftest: all head sizes and types, the edges of kernels, and random ones by seed.
+
 use std::fmt::Write;
 use std::time::Duration;
 

@@ -1,3 +1,5 @@
+//! The selftest of group collectives: random patterns on a machine, bit for bit what the CPU writes.
+
 use std::time::Duration;
 
 use counterpoint_plan::DType;

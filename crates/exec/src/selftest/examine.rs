@@ -1,3 +1,5 @@
+//! The selftest of attention: every case against f64 on each device, some repeated for their bits.
+
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::sync_channel;
 

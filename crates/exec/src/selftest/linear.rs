@@ -1,3 +1,5 @@
+//! The selftest of tensor-parallel linear layers: random ones against f64, and their bits against one without overlap.
+
 use std::fmt::Write;
 use std::time::Duration;
 

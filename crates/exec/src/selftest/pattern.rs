@@ -1,3 +1,5 @@
+//! Random group collectives for the selftest, whose splits are empty, go to many ranks or none, and arrive in any order.
+
 use counterpoint_mask::Range;
 use counterpoint_plan::{GroupPart, OwnedSplit, RemoteSplit};
 

@@ -1,3 +1,5 @@
+//! The masks of the selftest: random grids of slices, packed documents, windows, rows that see everything.
+
 use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};
 
 use crate::draw::Draw;

@@ -1,3 +1,5 @@
+//! Parts of a selftest's cases for processes that examine it together.
+
 use std::fmt;
 use std::num::NonZeroUsize;
 use std::str::FromStr;

@@ -1,3 +1,5 @@
+//! The trait of devices that the selftest examines, and the CPU as one.
+
 use std::sync::Arc;
 
 use counterpoint_plan::{AttentionSpec, DType, LinearPlan, Plan, Routing};

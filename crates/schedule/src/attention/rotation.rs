@@ -1,4 +1,4 @@
-//! Key buffers of remote stages in rotation: a cast may fill one again once the stage that had it has been computed.
+//! Rotation of the buffers of remote stages: a slot takes the keys or gradients of a later stage once the one before is through.
 
 use super::STAGE_SLOTS;
 use crate::builder::{Mark, ProgramBuilder};

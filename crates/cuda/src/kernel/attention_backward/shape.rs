@@ -1,3 +1,5 @@
+//! Tiles of the Hopper attention backward: which kernel has a head size, how tiles are ordered, how dq is summed.
+
 use counterpoint_tiles::{
     Tile, TileDirection, TileOrder, TilePlacement, TileSchedule, TileScheduleConfig, TileScheduleError,
 };

@@ -1,3 +1,5 @@
+//! The instantiations of the Hopper attention backward: shapes, element types, and modes that are compiled.
+
 use super::shape::{BackwardShape, KeyOwners};
 use crate::kernel::{ElementType, MatrixUnit, Specialisation};
 use crate::{Arch, KernelSource};

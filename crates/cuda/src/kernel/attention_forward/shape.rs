@@ -1,3 +1,5 @@
+//! Tiles of the Hopper attention forward: block sizes, packed query heads and split tiles, chosen by an estimate of the time.
+
 use counterpoint_tiles::{
     HeadGroups, Tile, TileDirection, TileOrder, TilePlacement, TileSchedule, TileScheduleConfig,
     TileScheduleError, TileSplit,

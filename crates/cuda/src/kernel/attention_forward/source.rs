@@ -1,3 +1,5 @@
+//! The instantiations of the Hopper attention forward: shapes, element types, stages and score options that are compiled.
+
 use super::shape::{ForwardShape, HEAD_DIMS, PACKS};
 use crate::kernel::{AttentionProblem, ElementType, MatrixUnit, Specialisation};
 use crate::{Arch, KernelSource};

@@ -1,3 +1,5 @@
+//! Matrix products by cuBLASLt: the same problems as the GEMM kernel's, but for signals and rows in pieces.
+
 use std::ffi::c_void;
 use std::ptr;
 use std::sync::Arc;

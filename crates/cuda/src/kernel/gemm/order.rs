@@ -1,3 +1,5 @@
+//! In which order a GEMM computes its tiles: for the L2 cache, or shard by shard so that communication starts early.
+
 use std::ops::Range;
 use std::sync::Arc;
 

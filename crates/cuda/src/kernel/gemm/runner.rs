@@ -1,3 +1,5 @@
+//! A prepared matrix product, by our kernel or cuBLASLt.
+
 use super::{Gemm, GemmTensors, LibraryGemm};
 use crate::{CudaError, Stream};
 

@@ -1,3 +1,5 @@
+//! How a GEMM is tiled: tile size, cooperative or ping-pong warpgroups, split-k, chosen by an estimate of the time.
+
 use std::collections::BTreeSet;
 
 use super::order::UnitGrid;

@@ -1,3 +1,5 @@
+//! The instantiations of the Hopper GEMM: layouts, types, tiles and what becomes of results.
+
 use super::GemmLayout;
 use super::shape::{GemmShape, Warpgroups};
 use crate::kernel::{ElementType, MatrixUnit, Specialisation};

@@ -1,3 +1,5 @@
+//! What a GEMM launch computes: sizes, layouts, epilogue, rows in pieces, signals, and what no kernel takes.
+
 use std::sync::Arc;
 
 use super::order::TileOrder;

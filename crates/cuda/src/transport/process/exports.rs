@@ -1,3 +1,5 @@
+//! CUDA IPC, the sender's side: memory, events and patterns that peers have been told of, each once.
+
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -1,3 +1,5 @@
+//! CUDA IPC, the receiver's side: opens what peers export and publishes their parts as if they were here.
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, Weak};
 use std::time::Instant;

@@ -1,3 +1,5 @@
+//! The messages between GPU ranks in different processes of a host: IPC handles, and parts of collectives.
+
 use counterpoint_exec::OpPlace;
 use counterpoint_exec::collective::{Contract, Pattern};
 use counterpoint_plan::DType;
