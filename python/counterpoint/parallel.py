@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from counterpoint.errors import PlanError
-from counterpoint.nn.product import Kind, Layer, Product
+from counterpoint.nn.product import Kind, Layer, product
 from counterpoint.processes import Group
 
 __all__ = ["ColwiseParallel", "RowwiseParallel"]
@@ -49,7 +49,7 @@ class _Style(ParallelStyle):
             kind=self.kind,
             sequence_parallel=self.whole == Shard(0) and group.size > 1,
             in_features=module.in_features,
-            out_features=module.out_features,
+            out_features=(module.out_features,),
             overlap=self.overlap,
             fused=False,
             delayed=False,
@@ -86,7 +86,7 @@ class _Style(ParallelStyle):
         if layer.kind == "column":
             in_engine, bias = bias, None
         rows = x.reshape(-1, x.shape[-1])
-        y: torch.Tensor = Product.apply(rows, local, in_engine, layer)
+        (y,) = product(rows, [local], [] if in_engine is None else [in_engine], layer)
         y = y.reshape(-1, *x.shape[1:-1], y.shape[-1])
         y = y if bias is None else y + bias
         return y if self.use_local_output else DTensor.from_local(y, mesh, [made], run_check=False)

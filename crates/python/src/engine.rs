@@ -5,13 +5,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use counterpoint_exec::{
     AttentionCalls, Backend, BackwardTensors, BufferAccess, ExecError, ForwardTensors, Group, LayerCall,
-    LinearLayer, Machine, MemoryKeeper, Pass, Prepared, RankOf, RunTimes, Ticket,
+    Machine, MemoryKeeper, Pass, Prepared, RankOf, RunTimes, Ticket,
 };
 use counterpoint_plan::Dispatch;
 use counterpoint_schedule::Timeline;
 
 use crate::borrow::{Borrowed, InPlace};
-use crate::linear::{self, LayerKey, Layers, LinearCall, LinearEngine, WantedTensor};
+use crate::linear::{self, LayerKey, Layers, LinearCall, LinearEngine, ReadyLayer, WantedTensor};
 use crate::row_collective::{RowCollective, row_collective};
 use crate::solution::Content;
 
@@ -331,7 +331,7 @@ where
     M::Backend: InPlace,
     Group<M>: Send + Sync,
     AttentionCalls<M>: Send + Sync,
-    LinearLayer<M>: Send,
+    ReadyLayer<M>: Send,
 {
     fn linear(&self) -> &dyn LinearEngine {
         self
@@ -409,7 +409,7 @@ where
     M: Machine + Send + Sync + 'static,
     M::Backend: InPlace,
     Group<M>: Send + Sync,
-    LinearLayer<M>: Send,
+    ReadyLayer<M>: Send,
 {
     fn call(&self, call: &LinearCall) -> Result<(), ExecError> {
         self.group.poll()?;

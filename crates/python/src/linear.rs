@@ -3,20 +3,23 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use counterpoint_exec::{
-    Backend, BufferAccess, ExecError, Group, LayerCall, LayerGradient, LayerOverlap, LinearLayer, Machine,
-    Ticket,
+    Backend, BufferAccess, ExecError, Group, LayerCall, LayerGradient, LayerOverlap, LinearLayer,
+    LinearOptions, Machine, NamedBuffers, SharedInputLinear, Ticket,
 };
 use counterpoint_plan::{Activations, LinearKind, LinearSpec, WaveGroups};
-use counterpoint_schedule::{BufferRole, OverlapPolicy};
+use counterpoint_schedule::{BufferRole, BufferSpec, InputGradient, OverlapPolicy};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::borrow::{Borrowed, InPlace, dtype_of, name_of};
 
 /// A layer as modules share it: all that its Programs depend on.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub(crate) struct LayerKey {
+    /// Of layers that share one input, with the output features of all of them.
     spec: LinearSpec,
+    /// Output features of each of column-parallel layers that share one input; none of a layer by itself.
+    shared: Vec<usize>,
     gradient: LayerGradient,
     /// Without one, each pass as it was tuned or is predicted to end first.
     policy: Option<OverlapPolicy>,
@@ -25,25 +28,29 @@ pub(crate) struct LayerKey {
 impl<'py> FromPyObject<'_, 'py> for LayerKey {
     type Error = PyErr;
 
-    /// (kind, sequence parallel, (tokens, in, out), bias, dtype, gradient, overlap): a gradient is "frozen", "written", "added" or
-    /// "deferred", the last two with the type of what is added to behind a colon.
+    /// (kind, sequence parallel, (tokens, in, out), bias, dtype, gradient, overlap): a kind is "column", "row", or "shared input", with the
+    /// output features of each layer. A gradient is "frozen", "written", "added" or "deferred", the last two with the type of what is
+    /// added to behind a colon.
     fn extract(object: pyo3::Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        type Fields = (String, bool, (usize, usize, usize), bool, String, String, String);
+        type Fields = (String, bool, Vec<usize>, bool, String, String, String);
         let (kind, is_sequence_parallel, sizes, has_bias, dtype, gradient, overlap): Fields =
             object.extract()?;
-        let (tokens, in_features, out_features) = sizes;
+        let [tokens, in_features, outputs @ ..] = sizes.as_slice() else {
+            return Err(PyValueError::new_err(format!("no layer has the sizes {sizes:?}")));
+        };
         let spec = LinearSpec {
             kind: if kind == "row" { LinearKind::Row } else { LinearKind::Column },
             activations: match is_sequence_parallel {
                 true => Activations::SequenceParallel,
                 false => Activations::Replicated,
             },
-            tokens,
-            in_features,
-            out_features,
+            tokens: *tokens,
+            in_features: *in_features,
+            out_features: outputs.iter().fold(0, |sum: usize, features| sum.saturating_add(*features)),
             has_bias,
             dtype: dtype_of(&dtype)?,
         };
+        let shared = if kind == "shared input" { outputs.to_vec() } else { Vec::new() };
         let gradient = match gradient.split_once(':') {
             Some(("added", into)) => LayerGradient::Accumulated(dtype_of(into)?),
             // Modules keep what waits, so the engine's own queue is of no use.
@@ -56,7 +63,7 @@ impl<'py> FromPyObject<'_, 'py> for LayerKey {
             "auto" => None,
             text => Some(text.parse().map_err(|error| PyValueError::new_err(format!("{error}")))?),
         };
-        Ok(Self { spec, gradient, policy })
+        Ok(Self { spec, shared, gradient, policy })
     }
 }
 
@@ -83,8 +90,57 @@ pub(crate) trait LinearEngine: Send + Sync {
 /// Layers that stay prepared.
 const KEPT: usize = 32;
 
+/// A layer that is ready.
+pub(crate) enum ReadyLayer<M: Machine> {
+    One(LinearLayer<M>),
+    SharedInput(SharedInputLinear<M>),
+}
+
+impl<M: Machine> ReadyLayer<M> {
+    fn new(
+        group: &Group<M>,
+        LayerKey { spec, shared, gradient, policy }: &LayerKey,
+    ) -> Result<Self, ExecError> {
+        let overlap = match policy {
+            None => LayerOverlap::default(),
+            Some(policy) => LayerOverlap::Policy(*policy, WaveGroups::Auto, group.linear().cost),
+        };
+        let LinearSpec { activations, has_bias, dtype, tokens, in_features, .. } = *spec;
+        if !shared.is_empty() {
+            let options = LinearOptions { activations, has_bias, dtype, gradient: *gradient, overlap };
+            let layers =
+                SharedInputLinear::new(group, [tokens, in_features], shared, &options, InputGradient::Summed);
+            return layers.map(Self::SharedInput);
+        }
+        let passes = overlap
+            .passes(group.linear(), *spec, *gradient)
+            .map_err(|error| tensor_error("layer", &error.to_string()))?;
+        LinearLayer::with_passes(group, passes, *gradient).map(Self::One)
+    }
+
+    /// Of the only rank here.
+    fn tensors(&self, call: LayerCall) -> Result<Vec<BufferSpec>, ExecError> {
+        match self {
+            Self::One(layer) => layer.tensors(call, 0),
+            Self::SharedInput(layers) => layers.tensors(call, 0),
+        }
+    }
+
+    fn enqueue(
+        &self,
+        call: LayerCall,
+        tensors: &NamedBuffers<'_, M>,
+        streams: Option<&[&Arc<<M::Backend as Backend>::Stream>]>,
+    ) -> Result<Vec<Ticket<M::Backend>>, ExecError> {
+        match self {
+            Self::One(layer) => layer.enqueue(call, tensors, streams),
+            Self::SharedInput(layers) => layers.enqueue(call, tensors, streams),
+        }
+    }
+}
+
 /// The layers that are ready on a group, latest first.
-pub(crate) struct Layers<M: Machine>(Mutex<Vec<(LayerKey, LinearLayer<M>)>>);
+pub(crate) struct Layers<M: Machine>(Mutex<Vec<(LayerKey, ReadyLayer<M>)>>);
 
 impl<M: Machine> Default for Layers<M> {
     fn default() -> Self {
@@ -98,12 +154,12 @@ impl<M: Machine> Layers<M> {
         &self,
         group: &Group<M>,
         key: &LayerKey,
-        work: impl FnOnce(&LinearLayer<M>) -> Result<T, ExecError>,
+        work: impl FnOnce(&ReadyLayer<M>) -> Result<T, ExecError>,
     ) -> Result<T, ExecError> {
         let mut layers = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let known = match layers.iter().position(|(known, _)| known == key) {
             Some(index) => layers.remove(index),
-            None => (*key, made(group, key)?),
+            None => (key.clone(), ReadyLayer::new(group, key)?),
         };
         layers.insert(0, known);
         layers.truncate(KEPT);
@@ -114,21 +170,10 @@ impl<M: Machine> Layers<M> {
     }
 }
 
-fn made<M: Machine>(group: &Group<M>, key: &LayerKey) -> Result<LinearLayer<M>, ExecError> {
-    let overlap = match key.policy {
-        None => LayerOverlap::default(),
-        Some(policy) => LayerOverlap::Policy(policy, WaveGroups::Auto, group.linear().cost),
-    };
-    let passes = overlap
-        .passes(group.linear(), key.spec, key.gradient)
-        .map_err(|error| tensor_error("layer", &error.to_string()))?;
-    LinearLayer::with_passes(group, passes, key.gradient)
-}
-
 /// Enqueues a call of the only rank here.
 pub(crate) fn enqueue<M>(
     group: &Group<M>,
-    layer: &LinearLayer<M>,
+    layer: &ReadyLayer<M>,
     LinearCall { call, tensors, .. }: &LinearCall,
     streams: Option<&[&Arc<<M::Backend as Backend>::Stream>]>,
 ) -> Result<Vec<Ticket<M::Backend>>, ExecError>
@@ -140,8 +185,8 @@ where
         let reason = format!("is a process's own, and this process has {} ranks", group.ranks().len());
         return Err(tensor_error("layer", &reason));
     };
-    let wanted = layer.tensors(*call, 0)?;
-    let of_spec = |spec: &counterpoint_schedule::BufferSpec| {
+    let wanted = layer.tensors(*call)?;
+    let of_spec = |spec: &BufferSpec| {
         let given = tensors.iter().find(|(name, _)| *name == spec.name);
         let (_, tensor) = given.ok_or_else(|| tensor_error(&spec.name, "is missing"))?;
         let access = if spec.role == BufferRole::Input { BufferAccess::Read } else { BufferAccess::Write };
@@ -154,10 +199,10 @@ where
 
 /// What a call takes, for Python.
 pub(crate) fn tensors<M: Machine>(
-    layer: &LinearLayer<M>,
+    layer: &ReadyLayer<M>,
     call: LayerCall,
 ) -> Result<Vec<WantedTensor>, ExecError> {
-    let told = |spec: counterpoint_schedule::BufferSpec| {
+    let told = |spec: BufferSpec| {
         let role = match spec.role {
             BufferRole::Input => "read",
             BufferRole::Updated => "added to",
@@ -165,7 +210,7 @@ pub(crate) fn tensors<M: Machine>(
         };
         (spec.name, name_of(spec.dtype).to_owned(), spec.shape, role)
     };
-    Ok(layer.tensors(call, 0)?.into_iter().map(told).collect())
+    Ok(layer.tensors(call)?.into_iter().map(told).collect())
 }
 
 /// The call that Python names.

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from counterpoint.errors import PlanError
 from counterpoint.group import LocalGroup, _Group
 from counterpoint.nn.layout import gather_features, split_features
-from counterpoint.nn.product import Kind, Layer, Product
+from counterpoint.nn.product import Kind, Layer, product
 from counterpoint.processes import Group
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class _ParallelLinear(torch.nn.Module):
         def of_config(name: str, given: Any, otherwise: Any) -> Any:
             return given if given is not None else getattr(config, name, otherwise)
 
-        group = _group(tp_group, device)
+        group = group_of(tp_group, device)
         self.tp_group = None if isinstance(tp_group, _Group) else tp_group
         self.input_size, self.output_size = input_size, output_size
         self.skip_bias_add, self.stride, self.config = skip_bias_add, stride, config
@@ -81,7 +81,7 @@ class _ParallelLinear(torch.nn.Module):
             kind=self.kind,
             sequence_parallel=self.sequence_parallel,
             in_features=sizes[0],
-            out_features=sizes[1],
+            out_features=(sizes[1],),
             overlap=overlap,
             fused=bool(of_config("gradient_accumulation_fusion", gradient_accumulation_fusion, False)),
             delayed=bool(of_config("delay_wgrad_compute", delay_wgrad_compute, False)),
@@ -147,7 +147,7 @@ class _ParallelLinear(torch.nn.Module):
         # A gradient that waits has its bias in PyTorch, so that this one's does not wait.
         in_engine = given if self.kind == "column" and not self._layer.delayed else None
         rows = x.reshape(-1, x.shape[-1])
-        y: torch.Tensor = Product.apply(rows, weight, in_engine, self._layer)
+        (y,) = product(rows, [weight], [] if in_engine is None else [in_engine], self._layer)
         y = y.reshape(-1, *x.shape[1:-1], y.shape[-1])
         if given is not None and in_engine is None:
             y = y + given
@@ -329,13 +329,14 @@ class RowParallelLinear(_ParallelLinear):
         return self._product(input_, None)
 
 
-def _group(given: Any, device: torch.device | str | None) -> _Group:
+def group_of(given: Any, device: torch.device | str | None) -> Group | LocalGroup:
+    """The group that a layer computes in."""
     if isinstance(given, LocalGroup) and given.size > 1:
         raise PlanError(
             f"a LocalGroup of {given.size} ranks is one process, and every rank of a layer has its own parameters: "
             "use counterpoint.Group, or LocalGroup(1)"
         )
-    if isinstance(given, _Group):
+    if isinstance(given, (Group, LocalGroup)):
         return given
     place = None if device is None or str(device) == "meta" else str(device)
     if place is None and torch.get_default_device().type == "cuda":

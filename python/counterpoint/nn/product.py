@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,29 +16,37 @@ from counterpoint.rows import borrowed
 if TYPE_CHECKING:
     from counterpoint.group import _Group
 
-Kind = Literal["column", "row"]
-Key = tuple[str, bool, tuple[int, int, int], bool, str, str, str]
+Kind = Literal["column", "row", "shared input"]
+Key = tuple[str, bool, tuple[int, ...], bool, str, str, str]
 
 
 @dataclass
 class Layer:
-    """A layer on the ranks of a group, as modules share it. Sizes are those of all ranks."""
+    """A layer, or layers that share an input, on the ranks of a group, as modules have it. Sizes are those of all ranks."""
 
     group: _Group
     kind: Kind
     sequence_parallel: bool
     in_features: int
-    out_features: int
+    out_features: tuple[int, ...]
+    """One, but for layers that share an input."""
     overlap: str
     fused: bool
     """Gradients of the weight are added to its `main_grad`, where it has one."""
     delayed: bool
     """They wait for `backward_dw`."""
-    waiting: deque[tuple[torch.nn.Parameter, Key, dict[str, torch.Tensor]]] = field(default_factory=deque)
+    waiting: deque[tuple[tuple[torch.nn.Parameter, ...], Key, dict[str, torch.Tensor]]] = field(default_factory=deque)
 
     def key(self, tokens: int, bias: bool, dtype: torch.dtype, gradient: str) -> Key:
-        sizes = (tokens, self.in_features, self.out_features)
+        sizes = (tokens, self.in_features, *self.out_features)
         return (self.kind, self.sequence_parallel, sizes, bias, _name(dtype), gradient, self.overlap)
+
+    def names(self, name: str) -> list[str]:
+        """Of a tensor of each layer, as the engine calls it."""
+        return [f"{name}_{at}" for at in range(len(self.out_features))] if self.kind == "shared input" else [name]
+
+    def named(self, name: str, tensors: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
+        return dict(zip(self.names(name), tensors, strict=True))
 
     def call(self, key: Key, name: str, tensors: dict[str, torch.Tensor]) -> None:
         with self.group._named_errors():
@@ -49,7 +58,7 @@ class Layer:
         size, rows = self.group.size, x.shape[0]
         if not self.sequence_parallel:
             return rows, rows
-        if self.kind == "column":
+        if self.kind != "row":
             return rows * size, rows * size
         if rows % size:
             raise TensorError(f"input_ has {rows} tokens, which {size} ranks cannot share equally under sequence parallelism")
@@ -58,14 +67,15 @@ class Layer:
     def backward_dw(self) -> None:
         """Computes the gradients of the weight that wait, the oldest first."""
         while self.waiting:
-            weight, key, tensors = self.waiting.popleft()
-            main_grad = _main_grad(self, weight)
-            if main_grad is not None:
-                self.call(key, "weight_gradient", {**tensors, "main_grad": main_grad})
+            weights, key, tensors = self.waiting.popleft()
+            main_grads = _main_grads(self, weights)
+            if main_grads is not None:
+                self.call(key, "weight_gradient", tensors | self.named("main_grad", main_grads))
                 continue
-            dweight = torch.empty_like(weight, memory_format=torch.contiguous_format)
-            self.call(key, "weight_gradient", {**tensors, "dweight": dweight})
-            weight.grad = dweight if weight.grad is None else weight.grad.add_(dweight)
+            dweights = [torch.empty_like(weight, memory_format=torch.contiguous_format) for weight in weights]
+            self.call(key, "weight_gradient", tensors | self.named("dweight", dweights))
+            for weight, dweight in zip(weights, dweights, strict=True):
+                weight.grad = dweight if weight.grad is None else weight.grad.add_(dweight)
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
@@ -87,73 +97,110 @@ def _main_grad(layer: Layer, weight: torch.Tensor) -> torch.Tensor | None:
     return main_grad
 
 
-def _gradient(layer: Layer, weight: torch.Tensor) -> str:
-    """What becomes of the gradient of a weight, in the engine's words."""
-    if not weight.requires_grad:
+def _main_grads(layer: Layer, weights: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+    """Of all weights, or None where none has one."""
+    found = [_main_grad(layer, weight) for weight in weights]
+    given = [main_grad for main_grad in found if main_grad is not None]
+    if given and len(given) < len(found):
+        raise TensorError(f"{len(given)} of the {len(found)} weights that share input_ have a main_grad; all must, or none")
+    return given or None
+
+
+def _gradient(layer: Layer, weights: Sequence[torch.Tensor]) -> str:
+    """What becomes of the gradients of the weights, in the engine's words."""
+    trained = sum(weight.requires_grad for weight in weights)
+    if trained == 0:
         return "frozen"
-    main_grad = _main_grad(layer, weight)
-    if main_grad is None:
+    if trained < len(weights):
+        raise TensorError(f"{trained} of the {len(weights)} weights that share input_ require a gradient; all must, or none")
+    main_grads = _main_grads(layer, weights)
+    if main_grads is None:
         return "deferred" if layer.delayed else "written"
-    into = main_grad.dtype
-    if into not in (weight.dtype, accumulator(weight.dtype)):
-        raise TensorError(f"main_grad is {into}; gradients of {weight.dtype} are added to that or to {accumulator(weight.dtype)}")
+    into, dtype = main_grads[0].dtype, weights[0].dtype
+    for main_grad in main_grads:
+        if main_grad.dtype not in (dtype, accumulator(dtype)):
+            raise TensorError(
+                f"main_grad is {main_grad.dtype}; gradients of {dtype} are added to that or to {accumulator(dtype)}"
+            )
+        if main_grad.dtype != into:
+            raise TensorError(f"main_grad is {into} of one weight and {main_grad.dtype} of another; layers of one input have one")
     return f"{'deferred' if layer.delayed else 'added'}:{_name(into)}"
 
 
+def product(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor], layer: Layer
+) -> tuple[torch.Tensor, ...]:
+    """`x W^T + bias` of a rank's part of each layer. `x` is `[rows, features]`; there are no biases, or as many as weights."""
+    made: tuple[torch.Tensor, ...] = Product.apply(x, layer, *weights, *biases)
+    return made
+
+
 class Product(torch.autograd.Function):
-    """`x W^T + bias` of a rank's part of a layer. `x` is `[rows, features]`."""
+    """`product`, with gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: Layer) -> torch.Tensor:
-        check(layer, x, weight, bias)
-        x, weight_data = _dense(x), _dense(weight)
+    def forward(ctx: Any, x: torch.Tensor, layer: Layer, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        count = len(layer.out_features)
+        weights, biases = parameters[:count], parameters[count:]
+        check(layer, x, weights, biases)
+        x, weights_data = _dense(x), [_dense(weight) for weight in weights]
         tokens, rows = layer.rows(x)
-        key = layer.key(tokens, bias is not None, x.dtype, _gradient(layer, weight))
-        y = x.new_empty((rows, weight.shape[0]))
-        tensors = {"x": x, "weight": weight_data, "y": y} | ({} if bias is None else {"bias": _dense(bias)})
+        key = layer.key(tokens, bool(biases), x.dtype, _gradient(layer, weights))
+        ys = tuple(x.new_empty((rows, weight.shape[0])) for weight in weights)
+        tensors = {"x": x} | layer.named("weight", weights_data) | layer.named("y", ys)
+        if biases:
+            tensors |= layer.named("bias", map(_dense, biases))
         layer.call(key, "forward", tensors)
-        ctx.save_for_backward(x, weight_data)
-        ctx.layer, ctx.key, ctx.parameter = layer, key, weight
-        return y
+        ctx.save_for_backward(x, *weights_data)
+        ctx.layer, ctx.key, ctx.parameters = layer, key, weights
+        return ys
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        layer, parameter = ctx.layer, ctx.parameter
-        x, weight = ctx.saved_tensors
+    def backward(ctx: Any, *dys: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        layer, parameters = ctx.layer, ctx.parameters
+        x, *weights = ctx.saved_tensors
         has_bias, gradient = ctx.key[3], ctx.key[5]
-        dx, dy = torch.empty_like(x), _dense(dy)
-        tensors = {"dy": dy, "weight": weight, "dx": dx}
-        dweight = dbias = None
+        dx, dys = torch.empty_like(x), tuple(_dense(dy) for dy in dys)
+        tensors = {"dx": dx} | layer.named("dy", dys) | layer.named("weight", weights)
+        dweights: list[torch.Tensor | None] = [None] * len(weights)
+        dbiases: list[torch.Tensor | None] = [None] * len(weights) if has_bias else []
         if gradient == "frozen":
             layer.call(ctx.key, "backward", tensors)
-            # The engine sums a bias beside the gradient of its weight.
-            return dx, None, dy.sum(0) if has_bias and ctx.needs_input_grad[2] else None, None
+            if has_bias:
+                # The engine sums a bias beside the gradient of its weight.
+                needed = ctx.needs_input_grad[2 + len(weights) :]
+                dbiases = [dy.sum(0) if needs else None for dy, needs in zip(dys, needed, strict=True)]
+            return dx, None, *dweights, *dbiases
         tensors["x"] = x
         if gradient.startswith("deferred"):
             kept = _kept(layer, ctx.key, x)
             layer.call(ctx.key, "backward", tensors | kept)
-            layer.waiting.append((parameter, ctx.key, {"x": x, "dy": dy, **kept}))
-            return dx, None, None, None
+            layer.waiting.append((parameters, ctx.key, {"x": x, **layer.named("dy", dys), **kept}))
+            return dx, None, *dweights, *dbiases
         if gradient == "written":
-            dweight = torch.empty_like(weight)
-            tensors["dweight"] = dweight
+            written = [torch.empty_like(weight) for weight in weights]
+            tensors |= layer.named("dweight", written)
             if has_bias:
-                dbias = weight.new_empty(weight.shape[0])
-                tensors["dbias"] = dbias
+                sums = [weight.new_empty(weight.shape[0]) for weight in weights]
+                tensors |= layer.named("dbias", sums)
+                dbiases = [*sums]
             layer.call(ctx.key, "backward", tensors)
-            return dx, dweight, dbias, None
-        main_grad = _main_grad(layer, parameter)
-        if main_grad is None:
+            return dx, None, *written, *dbiases
+        main_grads = _main_grads(layer, parameters)
+        if main_grads is None:
             raise TensorError("main_grad was taken from the weight between its forward and its backward")
-        if getattr(parameter, "overwrite_main_grad", False):
-            main_grad.zero_()
-        tensors["main_grad"] = main_grad
+        for parameter, main_grad in zip(parameters, main_grads, strict=True):
+            if getattr(parameter, "overwrite_main_grad", False):
+                main_grad.zero_()
+        tensors |= layer.named("main_grad", main_grads)
         if has_bias:
-            dbias = main_grad.new_zeros(weight.shape[0])
-            tensors["main_grad_bias"] = dbias
+            sums = [main_grad.new_zeros(main_grad.shape[0]) for main_grad in main_grads]
+            tensors |= layer.named("main_grad_bias", sums)
         layer.call(ctx.key, "backward", tensors)
-        return dx, _dummy(parameter), None if dbias is None else dbias.to(weight.dtype), None
+        if has_bias:
+            dbiases = [dbias.to(weight.dtype) for dbias, weight in zip(sums, weights, strict=True)]
+        return dx, None, *map(_dummy, parameters), *dbiases
 
 
 def _kept(layer: Layer, key: Key, x: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -172,21 +219,24 @@ def _dummy(weight: torch.Tensor) -> torch.Tensor | None:
     return make(weight.shape, dtype=weight.dtype, device=weight.device)
 
 
-def check(layer: Layer, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+def check(layer: Layer, x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]) -> None:
     """Refuses tensors that the layer is not for, before anything is enqueued."""
-    size = layer.group.size
-    columns = layer.in_features if layer.kind == "column" else layer.in_features // size
-    rows = layer.out_features // size if layer.kind == "column" else layer.out_features
+    size, is_row = layer.group.size, layer.kind == "row"
+    columns = layer.in_features // size if is_row else layer.in_features
     if x.shape[-1] != columns:
         raise TensorError(f"input_ has {x.shape[-1]} features; this rank's part of the layer takes {columns}")
-    if tuple(weight.shape) != (rows, columns):
-        raise TensorError(f"weight is {list(weight.shape)}; this rank's part of the layer has {[rows, columns]}")
-    if bias is not None and tuple(bias.shape) != (rows,):
-        raise TensorError(f"bias is {list(bias.shape)}; this rank's part of the layer has {[rows]}")
+    rows = [features if is_row else features // size for features in layer.out_features]
+    for name, weight, wanted in zip(layer.names("weight"), weights, rows, strict=True):
+        if tuple(weight.shape) != (wanted, columns):
+            raise TensorError(f"{name} is {list(weight.shape)}; this rank's part of the layer has {[wanted, columns]}")
+    given = {"input_": x} | layer.named("weight", weights)
+    if biases:
+        for name, bias, wanted in zip(layer.names("bias"), biases, rows, strict=True):
+            if tuple(bias.shape) != (wanted,):
+                raise TensorError(f"{name} is {list(bias.shape)}; this rank's part of the layer has {[wanted]}")
+        given |= layer.named("bias", biases)
     place = torch.device(layer.group.device)
-    for name, tensor in (("input_", x), ("weight", weight), ("bias", bias)):
-        if tensor is None:
-            continue
+    for name, tensor in given.items():
         if tensor.device != place:
             raise TensorError(f"{name} is on {tensor.device}, and the layer's group computes on {place}; move it there")
         if tensor.dtype != x.dtype:

@@ -10,7 +10,9 @@ use counterpoint_schedule::{
 use super::deferred::Deferred;
 use super::overlap::{PlannedPass, PlannedPasses};
 use super::shard::Shard;
-use crate::{Backend, ExecError, Group, HostTensor, Machine, PlanIdentity, Prepared, RunTimes, Ticket};
+use crate::{
+    Backend, ExecError, Group, HostTensor, Machine, PlanIdentity, Prepared, RunTimes, Ticket, Transport,
+};
 
 pub(super) type Rank<M> = Prepared<<M as Machine>::Backend, <M as Machine>::Transport>;
 
@@ -335,8 +337,7 @@ impl<M: Machine> LinearLayer<M> {
     /// # Errors
     /// [`ExecError::Tensor`] for a call that the layer was not made for.
     pub fn tensors(&self, call: LayerCall, rank: usize) -> Result<Vec<BufferSpec>, ExecError> {
-        let ranks = self.ranks_of(call)?;
-        Ok(ranks.get(rank).map(|rank| rank.tensors().cloned().collect()).unwrap_or_default())
+        Ok(tensors_of(self.ranks_of(call)?, rank))
     }
 
     /// Enqueues a call on the caller's tensors, those that are written included, and returns at once: results lie in no memory of the
@@ -415,6 +416,14 @@ impl<M: Machine> LinearLayer<M> {
         let reason = format!("{} buffers for the {} ranks here", buffers.len(), self.forward.len());
         Err(ExecError::Tensor { name: name.to_owned(), reason })
     }
+}
+
+/// The tensors that a call takes on one of the ranks here.
+pub(super) fn tensors_of<B: Backend, T: Transport<B>>(
+    ranks: &[Prepared<B, T>],
+    rank: usize,
+) -> Vec<BufferSpec> {
+    ranks.get(rank).map(|rank| rank.tensors().cloned().collect()).unwrap_or_default()
 }
 
 /// A layer's Programs on the ranks here.

@@ -1,15 +1,20 @@
 //! Column-parallel layers that share one input, on a group.
 
+use std::sync::Arc;
+
 use counterpoint_plan::{Activations, LinearKind, LinearPlan, LinearSpec, PassOverlap};
 use counterpoint_schedule::{
-    InputGradient, SharedInput, WeightGradient, lower_shared_input_backward, lower_shared_input_forward,
+    BufferSpec, InputGradient, SharedInput, WeightGradient, lower_shared_input_backward,
+    lower_shared_input_forward,
 };
 
-use super::layer::{LayerGradient, LayerPass, Rank, RankBuffers, check_present, prepare};
+use super::layer::{
+    LayerCall, LayerGradient, LayerPass, NamedBuffers, Rank, RankBuffers, check_present, prepare, tensors_of,
+};
 use super::overlap::PlannedPass;
 use super::parallel::LinearOptions;
 use super::shard::Shard;
-use crate::{Backend, ExecError, Group, HostTensor, Machine, Prepared, Transport};
+use crate::{Backend, ExecError, Group, HostTensor, Machine, Prepared, Ticket, Transport};
 
 /// Column-parallel layers of one input, such as q, k and v of an attention, or gate and up of an MLP: `x` is gathered once for all of
 /// them, and what they give to its gradient is added on each rank and summed over ranks once.
@@ -238,6 +243,40 @@ impl<M: Machine> SharedInputLinear<M> {
         bind(&mut self.backward, "dy", dys)?;
         let timeline = Prepared::run_ranks(&mut self.backward)?;
         Ok(LayerPass { result: Prepared::buffers_of(&self.backward, "dx")?, timeline })
+    }
+
+    /// The tensors that a call takes on one of the ranks here, as [`LinearLayer::tensors`](crate::LinearLayer::tensors): those of
+    /// layers have their number behind the name, such as `weight_0`.
+    ///
+    /// # Errors
+    /// [`ExecError::Tensor`] for a call that the layers were not made for.
+    pub fn tensors(&self, call: LayerCall, rank: usize) -> Result<Vec<BufferSpec>, ExecError> {
+        Ok(tensors_of(self.ranks_of(call)?, rank))
+    }
+
+    /// Enqueues a call on the caller's tensors, as [`LinearLayer::enqueue`](crate::LinearLayer::enqueue).
+    ///
+    /// # Errors
+    /// As [`LinearLayer::enqueue`](crate::LinearLayer::enqueue).
+    pub fn enqueue(
+        &self,
+        call: LayerCall,
+        tensors: &NamedBuffers<'_, M>,
+        streams: Option<&[&Arc<<M::Backend as Backend>::Stream>]>,
+    ) -> Result<Vec<Ticket<M::Backend>>, ExecError> {
+        let ranks: Vec<&Rank<M>> = self.ranks_of(call)?.iter().collect();
+        Prepared::call_ranks(&ranks, tensors, streams)
+    }
+
+    fn ranks_of(&self, call: LayerCall) -> Result<&[Rank<M>], ExecError> {
+        match call {
+            LayerCall::Forward => Ok(&self.forward),
+            LayerCall::Backward => Ok(&self.backward),
+            LayerCall::WeightGradient => {
+                let reason = "these layers were not made for deferred gradients of the weight".to_owned();
+                Err(ExecError::Tensor { name: "dweight".to_owned(), reason })
+            }
+        }
     }
 
     /// The last gradients of the weights that were written, one a layer; `None` where they are added to something, or there are none.
