@@ -229,12 +229,25 @@ impl Band {
     /// The same pairs in fewer bands: fuses neighbours whose union is a band, until no two that follow each other by
     /// rows, by columns or along a diagonal fuse. Every band of the result is trimmed, and none is empty.
     ///
-    /// Greedy: it need not find the smallest number of bands. `O(n log n)` a round, and in practice two or three
+    /// Greedy: it need not find the smallest number of bands. `O(n log n)` a round, and in practice two to four
     /// rounds.
     pub fn merged(bands: Vec<Band>) -> Vec<Band> {
+        Self::merged_in_rounds(bands).0
+    }
+
+    /// [`Band::merged`], and the rounds that it took.
+    fn merged_in_rounds(bands: Vec<Band>) -> (Vec<Band>, usize) {
         let mut bands: Vec<Band> = bands.iter().filter_map(Band::trim).collect();
-        loop {
+        for round in 1.. {
             let before = bands.len();
+            if round > 1 {
+                // A triangle begins a row below the rectangle at its left, and both end in the same row. Each round would fuse
+                // one such pair of a long causal sequence, whose rows see keys of other ranks between the two.
+                bands.sort_unstable_by_key(|b| {
+                    (b.q_range.end, b.k_range, b.q_range.start, b.diag_min, b.diag_max)
+                });
+                fuse_neighbours(&mut bands);
+            }
             bands.sort_unstable_by_key(|b| (b.diag_min, b.diag_max, b.q_range, b.k_range));
             fuse_neighbours(&mut bands);
             bands.sort_unstable_by_key(|b| {
@@ -246,9 +259,10 @@ impl Band {
             });
             fuse_neighbours(&mut bands);
             if bands.len() == before {
-                return bands;
+                return (bands, round);
             }
         }
+        unreachable!("each round but the last has fewer bands")
     }
 
     /// The same pairs as at most three slices, from top to bottom. No slice is empty.
@@ -329,4 +343,29 @@ fn fuse_neighbours(bands: &mut Vec<Band>) {
         }
         None => false,
     });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Chunks of a causal sequence that two ranks take by turns, as one of them sees them: a triangle, a rectangle of own keys at its left
+    /// that begins a row earlier, and between the two by columns a rectangle of the other's keys.
+    #[test]
+    fn a_long_causal_sequence_takes_few_rounds() {
+        const ROWS: usize = 8;
+        for chunks in [64, 512] {
+            let remote = chunks * ROWS;
+            let bands = (0..chunks).flat_map(|chunk| {
+                let rows = Range::new(chunk * ROWS, (chunk + 1) * ROWS);
+                let own = Band::full(rows, Range::new(0, rows.start + 1));
+                let triangle = Band { diag_max: 0, ..Band::full(rows, Range::new(rows.start + 1, rows.end)) };
+                let seen = Band::full(rows, Range::new(remote, remote + chunk * ROWS));
+                [own, triangle, seen]
+            });
+            let (merged, rounds) = Band::merged_in_rounds(bands.collect());
+            assert_eq!(merged.len(), chunks, "one triangle, and what is seen of the other rank");
+            assert!(rounds <= 4, "{rounds} rounds for {chunks} chunks");
+        }
+    }
 }
