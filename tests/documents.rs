@@ -1,4 +1,5 @@
-//! The maps of the code in ARCHITECTURE.md and docs/ name only files and folders that exist, and stay short.
+//! The maps of the code in ARCHITECTURE.md and docs/ name only files and folders that exist, and stay short; every file of code
+//! says what it is for, in the field's words.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -168,6 +169,93 @@ fn old_words_are_gone() {
     }
     assert!(seen > 800, "{seen} files: is the search for them broken?");
     assert!(found.is_empty(), "docs/glossary.md has the field's word for these:\n{}", found.join("\n"));
+}
+
+/// Files that say nothing yet, and why.
+const SILENT: [(&str, &str); 10] = [
+    ("crates/exec/src/bench.rs", MOVES),
+    ("crates/exec/src/calibrate.rs", MOVES),
+    ("crates/exec/src/check.rs", MOVES),
+    ("crates/exec/src/draw.rs", MOVES),
+    ("crates/exec/src/linear/clock.rs", MOVES),
+    ("crates/exec/src/linear/collective_shape.rs", MOVES),
+    ("crates/exec/src/linear/contents.rs", MOVES),
+    ("crates/exec/src/linear/reference.rs", MOVES),
+    ("crates/exec/src/reference/mod.rs", MOVES),
+    ("crates/exec/src/reference/sample.rs", MOVES),
+];
+const MOVES: &str = "moves to a crate of its own, with its sentence";
+
+/// Every file of code begins with a sentence that says what it is for.
+#[test]
+fn every_file_says_what_it_is_for() {
+    const KINDS: [&str; 6] = ["rs", "cu", "cuh", "py", "pyi", "sh"];
+    let folders = ["crates", "src", "tests", "examples", "python", "benches"];
+    let mut paths: Vec<PathBuf> =
+        folders.iter().flat_map(|folder| files(&root().join(folder), &KINDS)).collect();
+    paths.extend(["test.sh", ".ci/run"].map(|path| root().join(path)));
+    assert!(paths.len() > 1_000, "{} files: is the search for them broken?", paths.len());
+    let excused = |path: &Path| SILENT.iter().any(|(name, _)| path == root().join(name));
+    let silent = paths.iter().filter(|path| !excused(path)).filter(|path| {
+        let kind = path.extension().map_or("sh", |extension| extension.to_str().unwrap());
+        !head(&fs::read_to_string(path).unwrap(), kind).is_some_and(|head| is_sentence(&head))
+    });
+    let silent: Vec<String> = silent.map(|path| path.display().to_string()).collect();
+    assert!(
+        silent.is_empty(),
+        "these do not begin with a sentence on what they are for:\n{}",
+        silent.join("\n")
+    );
+}
+
+#[test]
+fn a_file_that_does_not_say_what_it_is_for_is_found() {
+    let says = |text: &str, kind: &str| head(text, kind).is_some_and(|head| is_sentence(&head));
+    for (text, kind) in [
+        ("//! Chunks to ranks.\n\nuse std::fmt;\n", "rs"),
+        ("//! A long one, which goes on\n//! in the next line.\nmod tests;\n", "rs"),
+        ("// The launcher of `cast.cuh`: conversions.\n#pragma once\n", "cuh"),
+        ("\"\"\"Rows of ranks.\"\"\"\n", "py"),
+        ("#!/usr/bin/env python3\n\"\"\"Times a call\nof Python.\n\nUsage: none\n\"\"\"\n", "py"),
+        ("#!/usr/bin/env bash\n# Builds the wheel.\nset -e\n", "sh"),
+    ] {
+        assert!(says(text, kind), "{text}");
+    }
+    for (text, kind) in [
+        ("use std::fmt;\n//! Chunks to ranks.\n", "rs"),
+        ("/// Chunks to ranks.\nfn f() {}\n", "rs"),
+        ("// Chunks to ranks.\n", "rs"),
+        ("//!\n", "rs"),
+        ("//! Chunks\n", "rs"),
+        ("", "rs"),
+        ("#pragma once\n// Conversions of tensors.\n", "cuh"),
+        ("import math\n\"\"\"Rows of ranks.\"\"\"\n", "py"),
+        ("#!/usr/bin/env bash\nset -e\n# Builds the wheel.\n", "sh"),
+    ] {
+        assert!(!says(text, kind), "{text}");
+    }
+}
+
+/// The comment or docstring that a file of this kind begins with, after the line that names its interpreter.
+fn head(text: &str, kind: &str) -> Option<String> {
+    let text = match text.strip_prefix("#!/") {
+        Some(rest) => rest.split_once('\n')?.1,
+        None => text,
+    };
+    let mark = match kind {
+        "py" | "pyi" => return Some(text.strip_prefix("\"\"\"")?.split_once("\"\"\"")?.0.to_owned()),
+        "rs" => "//!",
+        "sh" => "#",
+        _ => "//",
+    };
+    let lines = text.lines().map_while(|line| line.strip_prefix(mark));
+    Some(lines.collect::<Vec<_>>().join("\n"))
+}
+
+/// Whether the first paragraph has words, and an end.
+fn is_sentence(head: &str) -> bool {
+    let paragraph = head.trim_start().split("\n\n").next().unwrap_or_default().trim_end();
+    paragraph.split_whitespace().count() > 1 && paragraph.ends_with(['.', ':', '?', ';'])
 }
 
 fn files(folder: &Path, extensions: &[&str]) -> Vec<PathBuf> {

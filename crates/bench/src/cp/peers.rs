@@ -1,4 +1,4 @@
-//! `bench cp --peers`: PyTorch's context parallelisms, ring and all-gather among them, interleaved with ours.
+//! `bench cp --peers`: Ulysses, all-gather and PyTorch's ring attention, interleaved with ours.
 
 use std::process::Command;
 

@@ -1,4 +1,4 @@
-//! `bench attention --peers`: FlashAttention, FlexAttention, cuDNN and others as PyTorch has them, in one table with ours.
+//! `bench attention --peers`: cuDNN, FlashAttention and FlexAttention as PyTorch has them, in one table with ours.
 
 use counterpoint_console::CliError;
 
