@@ -1,12 +1,14 @@
 //! Counterpoint: an engine in which computation and communication play at the same time.
 //!
 //! This crate gathers the others under one name; read them in the order in which data flows:
-//! [`mask`] (what), [`plan`] (who), [`schedule`] (when), [`exec`] (done; on GPUs [`cuda`]), [`report`] (shown).
+//! [`mask`] (what), [`plan`] (who), [`schedule`] (when), [`exec`] (done; on GPUs [`cuda`]), [`mod@reference`] (right), [`measure`] (fast),
+//! [`report`] (shown).
 //!
 //! ```
-//! use counterpoint::exec::{RunConfig, check_attention, random_inputs, run_attention};
+//! use counterpoint::exec::{RunConfig, random_inputs, run_attention};
 //! use counterpoint::mask::Mask;
 //! use counterpoint::plan::{AttentionSpec, DType, Plan, PlanConfig};
+//! use counterpoint::reference::check_attention;
 //!
 //! // Three packed documents, causal inside each, on 2 ranks.
 //! let mask: Mask = "varlen-causal:lengths=100,60,96".parse()?;
@@ -30,6 +32,8 @@
 //! | rows to those who need them, and sums back | [`exec::Communicator::group_cast`], [`exec::Communicator::group_reduce`] |
 //! | who computes what, without running it | [`plan::Plan`], [`plan::PlanSummary`] |
 //! | a timeline of a machine that is not here | [`schedule::simulate()`] with [`plan::MachineProfile`] |
+//! | whether results are right | [`reference::check_attention`], [`reference::check_linear`] |
+//! | how fast this machine is | [`measure::calibrate`], [`measure::bench_attention()`] |
 //! | a Program of your own | [`schedule::Program`], [`exec::Prepared`] |
 //!
 //! The examples in the repository read as a course of six lessons.
@@ -40,7 +44,9 @@
 pub use counterpoint_cuda as cuda;
 pub use counterpoint_exec as exec;
 pub use counterpoint_mask as mask;
+pub use counterpoint_measure as measure;
 pub use counterpoint_plan as plan;
+pub use counterpoint_reference as reference;
 pub use counterpoint_report as report;
 pub use counterpoint_schedule as schedule;
 pub use counterpoint_tiles as tiles;

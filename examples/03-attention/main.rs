@@ -10,10 +10,11 @@ use std::time::Duration;
 
 use counterpoint::exec::{
     AttentionInputs, CpuMachine, HostTensor, Pass, PreparedAttention, RankProblem, RanksRun, RunConfig,
-    SlowLink, check_attention, run_attention,
+    SlowLink, run_attention,
 };
 use counterpoint::mask::{Documents, Mask};
 use counterpoint::plan::{AttentionSpec, DType, Plan, PlanConfig, StageCount};
+use counterpoint::reference::check_attention;
 use counterpoint::schedule::{OverlapPolicy, StartOrder};
 
 fn main() -> Result<(), Box<dyn Error>> {

@@ -12,10 +12,11 @@ use std::thread;
 
 use counterpoint::exec::{
     AttentionCalls, AttentionInputs, AttentionOutputs, BackwardTensors, CpuBackend, CpuBuffer, CpuMachine,
-    ForwardTensors, Group, HostTensor, Pass, Ticket, WorldConfig, check_attention, dispatch, undispatch,
+    ForwardTensors, Group, HostTensor, Pass, Ticket, WorldConfig, dispatch, undispatch,
 };
 use counterpoint::mask::{Documents, Mask};
 use counterpoint::plan::{AttentionSpec, DType, Plan, PlanConfig};
+use counterpoint::reference::check_attention;
 use counterpoint::schedule::OverlapPolicy;
 
 const RANKS: usize = 4;

@@ -3,7 +3,9 @@
 use counterpoint_console::{
     self as console, CliError, Progress, Schema, arguments::dtype_name, rank_machine::RankMachine,
 };
-use counterpoint_exec::{CollectiveShape, CpuMachine, LinearSample, Machine};
+use counterpoint_exec::{CpuMachine, Machine};
+use counterpoint_measure::CollectiveShape;
+use counterpoint_reference::LinearSample;
 use counterpoint_report::{Column, Statistics, format_bytes, format_gbps, format_seconds, table};
 use serde_json::json;
 

@@ -5,13 +5,13 @@ use std::time::{Duration, Instant};
 
 use counterpoint_console::{self as console, CliError, Schema, arguments::Device, device};
 use counterpoint_cuda::{CudaMachine, DriverCalls, Timing};
-use counterpoint_exec::selftest::unlike_elements;
 use counterpoint_exec::{
     AttentionCalls, AttentionInputs, Backend, BackwardTensors, CpuMachine, ExecError, ForwardTensors, Group,
     HostTensor, Machine, Pass, RunConfig, Ticket, WorldConfig, random_inputs, run_attention_on,
 };
 use counterpoint_mask::{Documents, Mask};
 use counterpoint_plan::{AttentionSpec, DType, Plan, PlanConfig};
+use counterpoint_reference::selftest::unlike_elements;
 use counterpoint_report::{Column, Statistics, format_seconds, table};
 use counterpoint_schedule::{
     GradientReduction, KeyBlocks, OverlapPolicy, lower_attention_backward, lower_attention_forward,

@@ -9,11 +9,10 @@ use counterpoint_cuda::kernel::{
     ForwardTarget, ForwardTensors, PortableBackward, PortableForward, ResultTensors, StateTensors,
 };
 use counterpoint_cuda::{Device, DeviceBuffer, Stream, StreamPriority, compiler_version};
-use counterpoint_exec::{
-    AttentionInputs, AttentionOutputs, HostElement, HostTensor, check_attention, random_inputs,
-};
+use counterpoint_exec::{AttentionInputs, AttentionOutputs, HostElement, HostTensor, random_inputs};
 use counterpoint_mask::{Band, Mask, Range};
 use counterpoint_plan::{AttentionSpec, DType, GradientShares};
+use counterpoint_reference::check_attention;
 use half::{bf16, f16};
 
 fn stream() -> Option<Stream> {

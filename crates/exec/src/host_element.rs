@@ -67,9 +67,11 @@ pub trait Accumulator:
 macro_rules! accumulator {
     ($type:ty) => {
         impl Accumulator for $type {
+            #[inline]
             fn exp(self) -> Self {
                 self.exp()
             }
+            #[inline]
             fn ln_1p(self) -> Self {
                 self.ln_1p()
             }
@@ -85,21 +87,27 @@ macro_rules! host_element {
         impl HostElement for $type {
             type Accumulator = $accumulator;
             const DTYPE: DType = DType::$variant;
+            #[inline]
             fn to_f32(self) -> f32 {
                 $to_f32(self)
             }
+            #[inline]
             fn to_f64(self) -> f64 {
                 $to_f64(self)
             }
+            #[inline]
             fn from_f32(value: f32) -> Self {
                 $from_f32(value)
             }
+            #[inline]
             fn from_f64(value: f64) -> Self {
                 $from_f64(value)
             }
+            #[inline]
             fn widen(self) -> $accumulator {
                 self.$to_acc()
             }
+            #[inline]
             fn narrow(value: $accumulator) -> Self {
                 Self::$from_acc(value)
             }
@@ -191,6 +199,7 @@ host_element!(
 /// f64 to f32, rounding inexact values to the neighbour whose last bit is 1. Rounding that once more, to nearest, to at
 /// most 22 bits gives what rounding once would have given (Boldo, Melquiond: Emulation of FMA and correctly rounded
 /// sums: proved algorithms using rounding to odd, 2008).
+#[inline]
 fn round_to_odd(value: f64) -> f32 {
     let nearest = value as f32;
     if f64::from(nearest) == value || value.is_nan() || value.is_infinite() {
@@ -202,7 +211,7 @@ fn round_to_odd(value: f64) -> f32 {
 }
 
 /// One element in another type, rounded once.
-pub(crate) fn convert<A: HostElement, B: HostElement>(value: A) -> B {
+pub fn convert_element<A: HostElement, B: HostElement>(value: A) -> B {
     if A::DTYPE == DType::F64 || B::DTYPE == DType::F64 {
         B::from_f64(value.to_f64())
     } else {
@@ -210,7 +219,9 @@ pub(crate) fn convert<A: HostElement, B: HostElement>(value: A) -> B {
     }
 }
 
-/// Runs an expression with `$type` standing for the element type of a [`DType`].
+/// Runs an expression with `$type` standing for the element type of a [`DType`]. Whose crate uses it names `counterpoint-plan` and `half`
+/// among its dependencies.
+#[macro_export]
 macro_rules! with_host_element {
     ($dtype:expr, $type:ident => $body:expr) => {
         match $dtype {
@@ -280,8 +291,8 @@ mod tests {
         fn widening_and_back_is_the_identity(bits in any::<u16>()) {
             let value = f16::from_bits(bits);
             prop_assume!(!value.is_nan());
-            prop_assert_eq!(convert::<f64, f16>(convert::<f16, f64>(value)), value);
-            prop_assert_eq!(convert::<f32, f16>(convert::<f16, f32>(value)), value);
+            prop_assert_eq!(convert_element::<f64, f16>(convert_element::<f16, f64>(value)), value);
+            prop_assert_eq!(convert_element::<f32, f16>(convert_element::<f16, f32>(value)), value);
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Runs Programs: backends, transports, group collectives, the CPU kernels and the f64 reference.
+//! Runs Programs: backends, transports, group collectives and the CPU kernels.
 //!
 //! [`run_attention`] goes from tensors to tensors. Below it, [`Prepared`] is the one interpreter of Programs; it knows a
 //! machine only as a [`Backend`] (streams, events, memory, kernels) and a [`Transport`] (rows between ranks).
@@ -11,14 +11,10 @@
 
 mod attention;
 mod backend;
-mod bench;
-mod calibrate;
-mod check;
 pub mod collective;
 mod communicator;
 mod cpu;
 mod cpu_transport;
-mod draw;
 mod environment;
 mod error;
 mod experts;
@@ -44,11 +40,9 @@ mod pass;
 mod place;
 mod random;
 mod recipient;
-mod reference;
 mod remote_ranks;
 mod rendezvous;
 mod rendezvous_error;
-pub mod selftest;
 mod slow_link;
 mod tcp;
 mod tensor;
@@ -60,11 +54,6 @@ pub use attention::{
     RankProblem, RanksRun, RunConfig, rank_outputs, run_attention, run_attention_on, run_attention_ranks,
 };
 pub use backend::{Backend, BufferAccess, RunContext, RunTimes};
-pub use bench::{AttentionBench, MATMUL_SIZE, Rate, Seconds, bench_attention};
-pub use calibrate::calibrate;
-pub use check::{
-    CheckReport, RelativeTo, TensorCheck, check_attention, check_sample, compare_with_reference,
-};
 pub use communicator::{Communicator, Handle, Reduce};
 pub use cpu::{
     CpuBackend, CpuBuffer, CpuEvent, CpuKernel, CpuSignal, CpuStream, CpuUserPart, HostView, KernelBarrier,
@@ -74,8 +63,7 @@ pub use cpu_transport::{CpuCollective, CpuTransport};
 pub use environment::EnvironmentVariable;
 pub use error::{ExecError, Stall};
 pub use experts::{
-    ExpertInputs, ExpertLayer, ExpertOptions, ExpertOutputs, ExpertPass, ExpertPasses, check_experts,
-    run_experts_on,
+    ExpertInputs, ExpertLayer, ExpertOptions, ExpertOutputs, ExpertPass, ExpertPasses, run_experts_on,
 };
 pub use fault::{FaultInjection, FaultKind, FaultPoint};
 pub use global_buffer::GlobalBuffer;
@@ -84,16 +72,15 @@ pub use group::{
     CollectiveTensors, ForwardTensors, Group, GroupCollective, GroupRank, JoinConfig, RankOf, Store,
     TensorPair, Ticket,
 };
-pub use host_element::{Accumulator, HostData, HostElement};
+pub use host_element::{Accumulator, HostData, HostElement, convert_element};
 pub use identity::{PlanDifference, PlanIdentity};
 pub use interpreter::{Call, Prepared};
 pub use layout::{dispatch, undispatch};
 pub use linear::{
-    CollectiveShape, ColumnParallelLinear, GemmCollective, GemmCollectiveSpec, GemmOverlap, LayerCall,
-    LayerGradient, LayerOverlap, LayerPass, LinearConfig, LinearInputs, LinearLayer, LinearOptions,
-    LinearOutputs, LinearRun, LinearSample, LinearTensor, MeasureError, MeasuredClock, NamedBuffers,
-    PlannedPass, PlannedPasses, PreparedOn, RankBuffers, Repeats, RowParallelLinear, SharedInputLinear,
-    all_gather_gemm, check_linear, check_linear_part, gemm_all_reduce, gemm_reduce_scatter,
+    ColumnParallelLinear, GemmCollective, GemmCollectiveSpec, GemmOverlap, LayerCall, LayerGradient,
+    LayerOverlap, LayerPass, LinearConfig, LinearInputs, LinearLayer, LinearOptions, LinearOutputs,
+    LinearRun, LinearTensor, NamedBuffers, PlannedPass, PlannedPasses, PreparedOn, RankBuffers,
+    RowParallelLinear, SharedInputLinear, all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter,
     random_linear_inputs, run_linear, run_linear_on,
 };
 pub use machine::{CpuMachine, ElementTypes, Ends, Machine};
@@ -104,11 +91,8 @@ pub use network::JobToken;
 pub use operands::check_operands;
 pub use pass::Pass;
 pub use place::OpPlace;
-pub use random::{random_inputs, random_rows, random_tensor};
+pub use random::{random_inputs, random_rows, random_stream, random_tensor};
 pub use recipient::Recipient;
-pub use reference::{
-    NoiseNorms, Reference, ReferenceGradients, Sample, plain_attention, reference_attention, reference_bytes,
-};
 pub use remote_ranks::RankActivity;
 pub use rendezvous::{
     ENVIRONMENT, Facet, JOB_SECRET_VARIABLE, JobSecret, Launch, Launcher, LeavingAtTheEnd, MeetingPoint,

@@ -37,7 +37,7 @@ pub fn random_rows(
         k: tensor(1, k_ranges, [spec.heads_kv, spec.head_dim]),
         v: tensor(2, k_ranges, [spec.heads_kv, spec.head_dim_v]),
         sink: (spec.seqlen_sink > 0)
-            .then(|| normal(seed, 4, vec![spec.seqlen_sink, spec.heads_q], spec.dtype.accumulator())),
+            .then(|| random_stream(vec![spec.seqlen_sink, spec.heads_q], spec.dtype.accumulator(), seed, 4)),
         dout: backward.then(|| tensor(3, q_ranges, [spec.heads_q, spec.head_dim_v])),
         dlse: (backward && spec.dlse).then(|| {
             let heads = spec.heads_q;
@@ -51,11 +51,11 @@ pub fn random_rows(
 /// A standard-normal tensor, whose numbers depend on nothing but the seed and its size. Narrow types hold the same numbers,
 /// rounded.
 pub fn random_tensor(shape: Vec<usize>, dtype: DType, seed: u64) -> HostTensor {
-    normal(seed, 0, shape, dtype)
+    random_stream(shape, dtype, seed, 0)
 }
 
-/// Standard-normal numbers of one stream of the generator.
-pub(crate) fn normal(seed: u64, stream: u64, shape: Vec<usize>, dtype: DType) -> HostTensor {
+/// As [`random_tensor`], of a stream of the generator: tensors of one seed that differ in it have nothing in common.
+pub fn random_stream(shape: Vec<usize>, dtype: DType, seed: u64, stream: u64) -> HostTensor {
     let elements = 0..shape.iter().product();
     normal_parts(seed, stream, shape, dtype, [elements])
 }
@@ -132,7 +132,7 @@ mod tests {
     use crate::HostData;
 
     fn values(seed: u64, stream: u64, elements: usize) -> Vec<f64> {
-        match normal(seed, stream, vec![elements], DType::F64).data() {
+        match random_stream(vec![elements], DType::F64, seed, stream).data() {
             HostData::F64(values) => values.clone(),
             other => panic!("{other:?}"),
         }

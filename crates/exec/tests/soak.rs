@@ -4,9 +4,9 @@
 use std::fs;
 use std::time::Duration;
 
-use counterpoint_exec::selftest::Soak;
 use counterpoint_exec::{CpuBackend, CpuMachine, CpuTransport, Group, Machine, TcpLoopback, WorldConfig};
 use counterpoint_plan::{AttentionSpec, DType};
+use counterpoint_reference::selftest::Soak;
 
 const RANKS: usize = 4;
 const MASKS: usize = 10_000;

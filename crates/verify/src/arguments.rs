@@ -3,7 +3,7 @@
 use clap::Args;
 
 use counterpoint_console::arguments::Device;
-use counterpoint_exec::selftest::Share;
+use counterpoint_reference::selftest::Share;
 
 use crate::group::Group;
 

@@ -8,7 +8,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use counterpoint_console::{self as console, CliError, Ticker};
-use counterpoint_exec::selftest::SelfCheck;
+use counterpoint_reference::selftest::SelfCheck;
 
 use super::ledger::{GroupChecks, Heard, Ledger};
 use super::part::{Part, Place, SLOTS, When};
@@ -145,7 +145,7 @@ fn slots(place: Place) -> usize {
 
 #[cfg(test)]
 mod tests {
-    use counterpoint_exec::selftest::{Extent, Share};
+    use counterpoint_reference::selftest::{Extent, Share};
 
     use super::super::part::{Machine, parts};
     use super::*;

@@ -1,6 +1,6 @@
 //! Bytes between nodes: as many are sent as Programs say, and fewer in two levels than flat.
 
-use counterpoint_exec::selftest::SelfCheck;
+use counterpoint_reference::selftest::SelfCheck;
 use serde::Deserialize;
 
 use super::job::Ended;

@@ -13,11 +13,11 @@ use crate::gpu::{
 };
 use counterpoint_console::{self as console, CliError, Schema, arguments::Device as Examinee, interrupt};
 use counterpoint_cuda::{CudaError, Device, EngineUse, TransportKind};
-use counterpoint_exec::selftest::{
+use counterpoint_exec::{Machine, TcpLoopback};
+use counterpoint_reference::selftest::{
     CpuSubject, Extent, SelfCheck, Share, Subject, selftest_attention, selftest_collectives,
     selftest_experts, selftest_linear,
 };
-use counterpoint_exec::{Machine, TcpLoopback};
 
 use super::cannot_begin::CannotBegin;
 use super::hostile::Hostile;

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use std::{fs, thread};
 
 use counterpoint_console::TemporaryFolder;
-use counterpoint_exec::selftest::SelfCheck;
+use counterpoint_reference::selftest::SelfCheck;
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 

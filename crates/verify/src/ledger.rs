@@ -4,7 +4,7 @@ use std::fmt::Write;
 use std::time::Duration;
 
 use counterpoint_console::{self as console, CliError};
-use counterpoint_exec::selftest::{SelfCheck, Share};
+use counterpoint_reference::selftest::{SelfCheck, Share};
 use counterpoint_report::{Column, table};
 use serde::{Deserialize, Serialize};
 

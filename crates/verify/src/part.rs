@@ -4,7 +4,7 @@ use std::num::NonZeroUsize;
 use std::thread;
 
 use counterpoint_console::arguments::Device;
-use counterpoint_exec::selftest::{Extent, Share};
+use counterpoint_reference::selftest::{Extent, Share};
 
 use crate::group::Group;
 

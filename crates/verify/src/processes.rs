@@ -9,7 +9,7 @@ use std::{fs, io, thread};
 
 use counterpoint_console::TemporaryFolder;
 use counterpoint_cuda::{CudaError, Device, DeviceBuffer};
-use counterpoint_exec::selftest::{Extent, SelfCheck};
+use counterpoint_reference::selftest::{Extent, SelfCheck};
 
 use super::cannot_begin::CannotBegin;
 use super::crossing;

@@ -6,7 +6,7 @@ use counterpoint_console::{
     self as console, CliError, Schema, TemporaryFolder, arguments::Device as Examinee, device,
 };
 use counterpoint_cuda::{Arch, CudaError, Device, compiler_version};
-use counterpoint_exec::selftest::{Extent, SelfCheck, Share};
+use counterpoint_reference::selftest::{Extent, SelfCheck, Share};
 
 use super::crew;
 use super::ledger::{Detail, GroupChecks, Ledger};

@@ -8,7 +8,7 @@ use std::process::{ChildStdin, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use counterpoint_console::{OwnProcess, arguments::Device, program};
-use counterpoint_exec::selftest::SelfCheck;
+use counterpoint_reference::selftest::SelfCheck;
 use serde::{Deserialize, Serialize};
 
 use super::ledger::{Examined, GroupChecks, Heard};

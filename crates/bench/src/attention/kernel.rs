@@ -3,7 +3,7 @@
 use counterpoint_console::{
     CliError, Progress, arguments::dtype_name, device, input::random_inputs, mask_argument,
 };
-use counterpoint_exec::{AttentionBench, MATMUL_SIZE, Rate as Measured, Seconds, bench_attention};
+use counterpoint_measure::{AttentionBench, MATMUL_SIZE, Rate as Measured, Seconds, bench_attention};
 use counterpoint_plan::DType;
 use counterpoint_report::{BenchRow, Rate, Statistics, format_flops};
 use rayon::ThreadPoolBuilder;

@@ -5,8 +5,9 @@ mod kernel;
 mod overlap;
 
 use counterpoint_console::{self as console, CliError, Progress, Schema, arguments::Device};
-use counterpoint_exec::{CheckReport, HostTensor};
+use counterpoint_exec::HostTensor;
 use counterpoint_plan::{AttentionSpec, DType};
+use counterpoint_reference::CheckReport;
 use counterpoint_report::{BenchRow, Style, Verified, bench_table, fold};
 use serde::Serialize;
 
@@ -137,7 +138,7 @@ impl Section {
 /// The error that is nearest to its bound, or furthest past it, of those tensors that `names` has.
 pub(super) fn verified(check: &CheckReport, names: &[&str]) -> Verified {
     let tensors = check.tensors.iter().filter(|tensor| names.contains(&tensor.name.as_str()));
-    let of = |tensor: &counterpoint_exec::TensorCheck| match tensor.passed {
+    let of = |tensor: &counterpoint_reference::TensorCheck| match tensor.passed {
         true => Verified { error: tensor.relative_error, bound: tensor.relative_bound },
         // Out of one of its bounds, be it that on the largest error: not passed, whatever the relative error.
         false => Verified {

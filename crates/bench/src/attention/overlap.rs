@@ -5,12 +5,10 @@ use std::time::Duration;
 use counterpoint_console::{
     CliError, Progress, arguments::dtype_name, device, input::random_inputs, mask_argument,
 };
-use counterpoint_exec::{
-    AttentionInputs, AttentionRun, CheckReport, RunConfig, SlowLink, compare_with_reference,
-    reference_attention, run_attention,
-};
+use counterpoint_exec::{AttentionInputs, AttentionRun, RunConfig, SlowLink, run_attention};
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, DType, Plan, PlanConfig, StageCount};
+use counterpoint_reference::{CheckReport, compare_with_reference, reference_attention};
 use counterpoint_report::{BenchRow, Rate, Statistics, format_seconds};
 use counterpoint_schedule::{OverlapPolicy, StartOrder, Timeline};
 use serde_json::json;

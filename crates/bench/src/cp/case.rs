@@ -10,11 +10,10 @@ use counterpoint_console::{
     rank_machine::AttentionRuns,
     solution::Solution,
 };
-use counterpoint_exec::{
-    AttentionRun, CheckReport, Pass, RanksRun, RunConfig, RunTimes, Sample, check_sample,
-};
+use counterpoint_exec::{AttentionRun, Pass, RanksRun, RunConfig, RunTimes};
 use counterpoint_mask::{Mask, MaskPreset};
 use counterpoint_plan::{PlanConfig, RankPlan, Topology, TrafficBounds};
+use counterpoint_reference::{CheckReport, Sample, check_sample};
 use counterpoint_report::{
     BenchRow, Rate, Statistics, TimelinePair, TraceSection, chrome_trace, format_bytes, format_ratio,
     format_seconds,

@@ -8,8 +8,9 @@ use counterpoint_console::{
     rank_machine::RankMachine,
 };
 use counterpoint_cuda::CudaMachine;
-use counterpoint_exec::{Pass, Sample, check_sample};
+use counterpoint_exec::Pass;
 use counterpoint_mask::MaskPreset;
+use counterpoint_reference::{Sample, check_sample};
 use counterpoint_report::{BenchRow, Rate, Statistics, format_ratio, format_seconds};
 use serde_json::json;
 

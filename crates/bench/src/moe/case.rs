@@ -9,10 +9,10 @@ use counterpoint_console::{
 };
 use counterpoint_exec::{
     ExecError, ExpertInputs, ExpertLayer, ExpertOptions, ExpertOutputs, ExpertPass, ExpertPasses, Group,
-    HostTensor, LinearSample, Machine, RankBuffers, RunConfig, RunTimes, WorldConfig, check_experts,
-    random_tensor,
+    HostTensor, Machine, RankBuffers, RunConfig, RunTimes, WorldConfig, random_tensor,
 };
 use counterpoint_plan::{CostModel, ExpertCapacity, ExpertGroups, ExpertKind, ExpertSpec, Routing, Topology};
+use counterpoint_reference::{LinearSample, check_experts};
 use counterpoint_report::Statistics;
 use counterpoint_schedule::{OverlapPolicy, RankTransport, StartOrder, Timeline, WeightGradient};
 

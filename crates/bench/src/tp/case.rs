@@ -9,10 +9,10 @@ use counterpoint_console::{
 use counterpoint_cuda::TransportKind;
 use counterpoint_exec::{
     ExecError, Group, HostTensor, LayerGradient, LayerOverlap, LinearInputs, LinearLayer, LinearOutputs,
-    LinearSample, LinearTensor, Machine, PlannedPass, PlannedPasses, RankBuffers, RunConfig, RunTimes,
-    WorldConfig, check_linear_part,
+    LinearTensor, Machine, PlannedPass, PlannedPasses, RankBuffers, RunConfig, RunTimes, WorldConfig,
 };
 use counterpoint_plan::{CostModel, LinearMachine, LinearPlan, LinearSpec, TunedHere, WaveGroups};
+use counterpoint_reference::{LinearSample, check_linear_part};
 use counterpoint_report::Statistics;
 use counterpoint_schedule::{OverlapPolicy, StartOrder, WeightGradient};
 use rayon::prelude::*;

@@ -3,7 +3,7 @@
 use counterpoint_mask::Range;
 use counterpoint_plan::DType;
 
-use crate::host_element::{HostElement, convert, with_host_element};
+use crate::host_element::{HostElement, convert_element, with_host_element};
 use crate::{HostTensor, TensorMut, TensorRef};
 
 /// Copies rows of `src` to rows of `dst`, rounded to the type on the wire. `src` has the type of `dst`, or has been rounded.
@@ -41,10 +41,10 @@ pub(super) fn load<R: HostElement>(src: TensorRef<'_>, start: usize, wire: DType
         let Some(src) = src.as_slice::<P>() else { return };
         let src = &src[start..start + dst.len()];
         if keeps_every_value(P::DTYPE, wire) {
-            dst.iter_mut().zip(src).for_each(|(dst, src)| *dst = convert(*src));
+            dst.iter_mut().zip(src).for_each(|(dst, src)| *dst = convert_element(*src));
         } else {
             with_host_element!(wire, W => {
-                dst.iter_mut().zip(src).for_each(|(dst, src)| *dst = convert::<W, R>(convert::<P, W>(*src)));
+                dst.iter_mut().zip(src).for_each(|(dst, src)| *dst = convert_element::<W, R>(convert_element::<P, W>(*src)));
             });
         }
     });

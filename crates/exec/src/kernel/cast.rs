@@ -4,7 +4,7 @@ use rayon::ThreadPool;
 use rayon::prelude::*;
 
 use crate::HostElement;
-use crate::host_element::convert;
+use crate::host_element::convert_element;
 
 /// Elements that a thread converts at a time.
 const CHUNK: usize = 1 << 14;
@@ -18,7 +18,7 @@ pub fn cast<S: HostElement, D: HostElement>(src: &[S], dst: &mut [D], threads: &
     threads.install(|| {
         src.par_chunks(CHUNK).zip(dst.par_chunks_mut(CHUNK)).for_each(|(src, dst)| {
             for (src, dst) in src.iter().zip(dst) {
-                *dst = convert(*src);
+                *dst = convert_element(*src);
             }
         });
     });

@@ -15,24 +15,27 @@ use crate::HostElement;
 const TILE_ROWS: usize = 64;
 
 /// A matrix product. `T` is the type of the operands, `D` that of the result.
-pub(crate) struct GemmArgs<'a, T: Element, D: HostElement> {
-    pub(crate) layout: GemmLayout,
+pub struct GemmArgs<'a, T: Element, D: HostElement> {
+    /// Which of the operands is transposed.
+    pub layout: GemmLayout,
     /// Rows of the first operand one after the other, in pieces.
-    pub(crate) a: Vec<&'a [T]>,
+    pub a: Vec<&'a [T]>,
     /// Columns of those.
-    pub(crate) a_columns: usize,
+    pub a_columns: usize,
     /// Likewise the second.
-    pub(crate) b: Vec<&'a [T]>,
-    pub(crate) b_columns: usize,
+    pub b: Vec<&'a [T]>,
+    /// Columns of those.
+    pub b_columns: usize,
     /// `[rows, n]`.
-    pub(crate) out: &'a mut [D],
+    pub out: &'a mut [D],
     /// Columns of the result.
-    pub(crate) n: usize,
+    pub n: usize,
     /// Where the rows of the result go: ascending, disjoint.
-    pub(crate) out_rows: &'a [Range],
-    /// `[n]`
-    pub(crate) bias: Option<&'a [T]>,
-    pub(crate) accumulate: Accumulate,
+    pub out_rows: &'a [Range],
+    /// `[n]`, added to every row.
+    pub bias: Option<&'a [T]>,
+    /// Whether the result is written or added to.
+    pub accumulate: Accumulate,
 }
 
 /// `out[rows] = a b + bias`, or added to what is there: summed over `k` in one order, in the accumulator type, and rounded
@@ -40,7 +43,7 @@ pub(crate) struct GemmArgs<'a, T: Element, D: HostElement> {
 ///
 /// # Panics
 /// When the shapes do not fit.
-pub(crate) fn gemm<T: Element, D: HostElement<Accumulator = T::Accumulator>>(
+pub fn gemm<T: Element, D: HostElement<Accumulator = T::Accumulator>>(
     args: GemmArgs<'_, T, D>,
     threads: &ThreadPool,
 ) {

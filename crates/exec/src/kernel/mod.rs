@@ -29,8 +29,9 @@ pub use attention_forward::{
 };
 pub use cast::cast;
 pub use element::{Element, Real};
-pub(crate) use gemm::{GemmArgs, column_sum, gemm};
+pub(crate) use gemm::column_sum;
+pub use gemm::{GemmArgs, gemm};
 pub use key_rows::TakeKeys;
 pub(crate) use rms_norm::{RmsNormArgs, rms_norm};
 pub use shape::HeadShape;
-pub(crate) use square_product::square_product;
+pub use square_product::square_product;

@@ -4,7 +4,7 @@ use rayon::ThreadPool;
 use rayon::prelude::*;
 
 use super::{Element, Real};
-use crate::host_element::convert;
+use crate::host_element::convert_element;
 
 /// What [`rms_norm`] takes.
 pub(crate) struct RmsNormArgs<'a, T> {
@@ -38,19 +38,19 @@ pub(crate) fn rms_norm<T: Element>(args: RmsNormArgs<'_, T>, threads: &ThreadPoo
     threads.install(|| {
         all.for_each(|(((row, added), sum), out)| {
             let element = |at: usize| -> T {
-                let x: T::Accumulator = convert(row[at]);
+                let x: T::Accumulator = convert_element(row[at]);
                 match added {
-                    Some(added) => convert(x + convert::<T, T::Accumulator>(added[at])),
+                    Some(added) => convert_element(x + convert_element::<T, T::Accumulator>(added[at])),
                     None => row[at],
                 }
             };
             let h: Vec<T> = (0..columns).map(element).collect();
-            let wide = |x: &T| convert::<T, T::Accumulator>(*x);
+            let wide = |x: &T| convert_element::<T, T::Accumulator>(*x);
             let squares = h.iter().map(wide).fold(T::Accumulator::ZERO, |sum, x| sum + x * x);
-            let mean = squares / convert::<f64, T::Accumulator>(columns as f64);
-            let scale = T::Accumulator::ONE / (mean + convert(epsilon)).square_root();
+            let mean = squares / convert_element::<f64, T::Accumulator>(columns as f64);
+            let scale = T::Accumulator::ONE / (mean + convert_element(epsilon)).square_root();
             for ((out, x), weight) in out.iter_mut().zip(&h).zip(weight) {
-                *out = convert(wide(x) * scale * wide(weight));
+                *out = convert_element(wide(x) * scale * wide(weight));
             }
             if let Some(sum) = sum {
                 sum.copy_from_slice(&h);

@@ -7,7 +7,7 @@ use super::matmul::{Mat, MatMut, matmul};
 
 /// A product of two square matrices of `size` rows, its rows shared out evenly among the threads it is called with:
 /// what the library gives where nothing stands in its way. Each call computes it anew.
-pub(crate) fn square_product<R: Real>(size: usize) -> impl FnMut(&ThreadPool) {
+pub fn square_product<R: Real>(size: usize) -> impl FnMut(&ThreadPool) {
     let fill = |factor: f64| (0..size * size).map(move |i| R::from_f64((i as f64 * factor).sin()));
     let (a, b): (Vec<R>, Vec<R>) = (fill(0.37).collect(), fill(0.61).collect());
     let mut c = vec![R::ZERO; size * size];

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use counterpoint_mask::Range;
 use counterpoint_plan::{DType, LinearPlan, TunedPass};
 use counterpoint_schedule::{
     BufferSpec, OverlapPolicy, Program, Timeline, WeightGradient, lower_linear_backward, lower_linear_forward,
@@ -92,6 +93,11 @@ impl std::fmt::Display for LinearTensor {
 }
 
 impl LinearTensor {
+    /// Rows and columns of a rank's part of this tensor, which is `[rows, columns]` as a whole; of all of it where every rank has it.
+    pub fn window(self, plan: &LinearPlan, rank: usize, [rows, columns]: [usize; 2]) -> [Range; 2] {
+        self.shard(plan).window(plan, rank, [rows, columns])
+    }
+
     pub(super) fn shard(self, plan: &LinearPlan) -> Shard {
         match self {
             Self::Input => Shard::of_input(plan),

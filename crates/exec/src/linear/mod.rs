@@ -1,27 +1,20 @@
 //! Tensor-parallel linear layers from tensors to tensors.
 
-mod clock;
-mod collective_shape;
-mod contents;
 mod deferred;
 mod gemm_collective;
 mod layer;
 mod overlap;
 mod parallel;
-mod reference;
 mod run;
 mod shard;
 mod shared_input;
-mod timed;
 
 use counterpoint_plan::{DType, LinearSpec};
 use counterpoint_schedule::Timeline;
 
 use crate::HostTensor;
-use crate::random::normal;
+use crate::random::random_stream;
 
-pub use clock::{MeasureError, MeasuredClock};
-pub use collective_shape::CollectiveShape;
 pub use gemm_collective::{
     GemmCollective, GemmCollectiveSpec, GemmOverlap, PreparedOn, all_gather_gemm, gemm_all_reduce,
     gemm_reduce_scatter,
@@ -29,12 +22,9 @@ pub use gemm_collective::{
 pub use layer::{LayerCall, LayerGradient, LayerPass, LinearLayer, LinearTensor, NamedBuffers, RankBuffers};
 pub use overlap::{LayerOverlap, PlannedPass, PlannedPasses};
 pub use parallel::{ColumnParallelLinear, LinearOptions, RowParallelLinear};
-pub(crate) use reference::half_unit;
-pub use reference::{LinearSample, check_linear, check_linear_part};
 pub use run::{LinearConfig, run_linear, run_linear_on};
 pub(crate) use shard::join_rows;
 pub use shared_input::SharedInputLinear;
-pub use timed::Repeats;
 
 /// Tensors of a whole layer, in global order.
 #[derive(Clone, Debug, PartialEq)]
@@ -61,7 +51,7 @@ pub fn random_linear_inputs(
     backward: bool,
 ) -> LinearInputs {
     let LinearSpec { tokens, in_features, out_features, has_bias, dtype, .. } = *spec;
-    let tensor = |stream, shape: &[usize], dtype| normal(seed, stream, shape.to_vec(), dtype);
+    let tensor = |stream, shape: &[usize], dtype| random_stream(shape.to_vec(), dtype, seed, stream);
     let bias = |stream, dtype| has_bias.then(|| tensor(stream, &[out_features], dtype));
     LinearInputs {
         x: tensor(0, &[tokens, in_features], dtype),

@@ -6,13 +6,14 @@ use std::time::{Duration, Instant};
 use counterpoint_exec::{
     AttentionInputs, AttentionRun, Communicator, CpuBackend, CpuBuffer, CpuMachine, CpuTransport, ExecError,
     FaultInjection, FaultKind, FaultPoint, HostTensor, Pass, Prepared, PreparedAttention, RankProblem,
-    RanksRun, RunConfig, SlowLink, SlowNetwork, World, WorldConfig, available_memory, check_attention,
-    dispatch, run_attention, undispatch,
+    RanksRun, RunConfig, SlowLink, SlowNetwork, World, WorldConfig, available_memory, dispatch,
+    run_attention, undispatch,
 };
 use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};
 use counterpoint_plan::{
     AttentionSpec, DType, DispatchAlgorithm, PassStages, Plan, PlanConfig, StageCount, Topology,
 };
+use counterpoint_reference::check_attention;
 use counterpoint_schedule::{
     GradientReduction, KeyBlocks, OverlapPolicy, SpanKind, StartOrder, lower_attention_backward,
     lower_attention_forward,

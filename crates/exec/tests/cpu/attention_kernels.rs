@@ -1,8 +1,9 @@
 //! The CPU attention kernels against the dense reference, and the bits that they promise not to change.
 
-use counterpoint_exec::{AttentionInputs, HostData, HostTensor, check_attention, reference_attention};
+use counterpoint_exec::{AttentionInputs, HostData, HostTensor};
 use counterpoint_mask::{AttnSlice, Band, Mask, MaskType, Range};
 use counterpoint_plan::{AttentionSpec, DType, KEY_BLOCK};
+use counterpoint_reference::{check_attention, reference_attention};
 use half::bf16;
 use proptest::prelude::*;
 use rand::{RngExt, SeedableRng};

@@ -4,9 +4,10 @@ use std::sync::Arc;
 
 use counterpoint_exec::{
     CpuMachine, ExecError, ExpertInputs, ExpertLayer, ExpertOptions, ExpertOutputs, ExpertPass, ExpertPasses,
-    Group, HostTensor, LinearSample, WorldConfig, check_experts, random_tensor,
+    Group, HostTensor, WorldConfig, random_tensor,
 };
 use counterpoint_plan::{DType, ExpertCapacity, ExpertGroups, ExpertKind, ExpertSpec, Routing};
+use counterpoint_reference::{LinearSample, check_experts};
 use counterpoint_schedule::{OverlapPolicy, WeightGradient};
 
 const NONE: u32 = Routing::NO_EXPERT;

@@ -1,13 +1,12 @@
 //! Attention whose queries travel to the keys, tensors to tensors, against the dense f64 reference.
 
-use counterpoint_exec::{
-    AttentionInputs, RunConfig, SlowLink, check_attention, random_inputs, run_attention,
-};
+use counterpoint_exec::{AttentionInputs, RunConfig, SlowLink, random_inputs, run_attention};
 use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};
 use counterpoint_plan::{
     AttentionSpec, CostModel, DType, DispatchAlgorithm, Link, Plan, PlanConfig, QueryExchange, StageCount,
     Topology,
 };
+use counterpoint_reference::check_attention;
 use counterpoint_schedule::{OverlapPolicy, SpanKind, StartOrder};
 use proptest::prelude::*;
 use rand::{RngExt, SeedableRng};

@@ -2,10 +2,11 @@
 
 use counterpoint_exec::{
     ColumnParallelLinear, CpuBuffer, CpuMachine, ExecError, Group, HostTensor, LayerCall, LayerGradient,
-    LayerOverlap, LinearInputs, LinearLayer, LinearOptions, LinearOutputs, LinearSample, LinearTensor,
-    RowParallelLinear, WorldConfig, check_linear_part,
+    LayerOverlap, LinearInputs, LinearLayer, LinearOptions, LinearOutputs, LinearTensor, RowParallelLinear,
+    WorldConfig,
 };
 use counterpoint_plan::{Activations, CostModel, DType, WaveGroups};
+use counterpoint_reference::{LinearSample, check_linear_part};
 use counterpoint_schedule::{OverlapPolicy, StartOrder, WeightGradient};
 
 const RANKS: usize = 3;

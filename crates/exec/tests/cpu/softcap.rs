@@ -1,10 +1,9 @@
 //! Softcaps of every size that the command line takes: slopes without cancellation, and a check that knows what rounding does.
 
-use counterpoint_exec::{
-    AttentionInputs, HostTensor, check_attention, compare_with_reference, reference_attention,
-};
+use counterpoint_exec::{AttentionInputs, HostTensor};
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, DType};
+use counterpoint_reference::{check_attention, compare_with_reference, reference_attention};
 use proptest::prelude::*;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;

@@ -1,7 +1,7 @@
 //! How long a crew takes for parts that last so long each.
 
 use counterpoint_console::arguments::Device;
-use counterpoint_exec::selftest::Extent;
+use counterpoint_reference::selftest::Extent;
 
 use super::super::part::{Machine, Part, SLOTS, parts};
 use super::Crew;

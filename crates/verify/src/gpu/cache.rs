@@ -5,7 +5,7 @@ use std::io;
 use std::path::PathBuf;
 use std::time::Instant;
 
-use counterpoint_exec::selftest::SelfCheck;
+use counterpoint_reference::selftest::SelfCheck;
 
 use counterpoint_cuda::kernel::specialisations;
 use counterpoint_cuda::{CachedCubin, CubinCache, CubinOrigin, CudaError, Device, KernelSource};

@@ -4,9 +4,9 @@
 use std::thread;
 use std::time::{Duration, Instant};
 
-use counterpoint_exec::selftest::SelfCheck;
 use counterpoint_exec::{Backend, ExecError, Machine, Prepared, World, WorldConfig};
 use counterpoint_mask::{Documents, Mask};
+use counterpoint_reference::selftest::SelfCheck;
 use counterpoint_schedule::{
     GradientReduction, KeyBlocks, OverlapPolicy, lower_attention_backward, lower_attention_forward,
 };

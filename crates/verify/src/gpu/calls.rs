@@ -4,13 +4,13 @@ use std::cell::RefCell;
 use std::sync::Arc;
 use std::time::Duration;
 
-use counterpoint_exec::selftest::{SelfCheck, unlike_elements};
 use counterpoint_exec::{
     AttentionCalls, AttentionInputs, AttentionOutputs, Backend, BackwardTensors, ExecError, ForwardTensors,
     Group, HostTensor, OpPlace, Pass, RanksRun, RunConfig, Ticket, WorldConfig, run_attention_on,
 };
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, DType};
+use counterpoint_reference::selftest::{SelfCheck, unlike_elements};
 use counterpoint_schedule::OverlapPolicy;
 
 use super::refusals::refusals;

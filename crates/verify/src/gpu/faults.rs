@@ -4,12 +4,12 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use counterpoint_exec::selftest::{Extent, SelfCheck, Share};
 use counterpoint_exec::{
     AttentionInputs, Backend, Ends, ExecError, FaultInjection, FaultKind, FaultPoint, HostTensor, Machine,
     Prepared, World, WorldConfig,
 };
 use counterpoint_mask::Mask;
+use counterpoint_reference::selftest::{Extent, SelfCheck, Share};
 use counterpoint_schedule::{KeyBlocks, Op, OverlapPolicy, Program, lower_attention_forward};
 
 use super::staged::StagedAttention;

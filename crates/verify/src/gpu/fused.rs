@@ -3,12 +3,12 @@
 use std::thread;
 use std::time::{Duration, Instant};
 
-use counterpoint_exec::selftest::SelfCheck;
 use counterpoint_exec::{
     Backend, ExecError, GemmCollective, GemmCollectiveSpec, GemmOverlap, HostTensor, Prepared, WorldConfig,
     all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter, random_tensor,
 };
 use counterpoint_plan::{DType, WaveGroups};
+use counterpoint_reference::selftest::SelfCheck;
 use counterpoint_schedule::{Mover, OverlapPolicy, StartOrder};
 
 use counterpoint_bench::gpu::collective::Delays;

@@ -2,7 +2,7 @@
 
 use std::thread;
 
-use counterpoint_exec::selftest::{Extent, SelfCheck, Share};
+use counterpoint_reference::selftest::{Extent, SelfCheck, Share};
 use half::{bf16, f16};
 
 use super::subject::clean;

@@ -2,10 +2,10 @@
 
 use std::time::Duration;
 
-use counterpoint_exec::selftest::{Case, Extent, SelfCheck, unlike_elements};
 use counterpoint_exec::{Backend, ExecError, HostTensor, Machine, Pass, Prepared, World, WorldConfig};
 use counterpoint_mask::Mask;
 use counterpoint_plan::{DType, Plan, PlanConfig};
+use counterpoint_reference::selftest::{Case, Extent, SelfCheck, unlike_elements};
 use counterpoint_schedule::{
     BufferRole, GradientReduction, KeyBlocks, OverlapPolicy, Program, lower_attention_backward,
     lower_attention_forward,

@@ -1,6 +1,6 @@
 //! A check of the checker: guard bytes around buffers show a kernel that writes out of bounds.
 
-use counterpoint_exec::selftest::SelfCheck;
+use counterpoint_reference::selftest::SelfCheck;
 
 use counterpoint_cuda::{
     CudaError, Device, DeviceBuffer, KernelSource, Launch, MemoryGuard, Stream, StreamPriority,

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use counterpoint_exec::selftest::SelfCheck;
+use counterpoint_reference::selftest::SelfCheck;
 
 use counterpoint_cuda::kernel::{LinkDirection, LinkEnd, LinkLitmus, LinkPeers};
 use counterpoint_cuda::{CudaError, Device, DeviceBuffer, Stream, StreamPriority};

@@ -1,9 +1,10 @@
 //! A check of the longest sequence that is promised, whose indices do not fit 32 bits.
 
-use counterpoint_exec::selftest::SelfCheck;
-use counterpoint_exec::{ExecError, Pass, Sample, check_sample, random_inputs};
+use counterpoint_exec::{ExecError, Pass, random_inputs};
 use counterpoint_mask::{Mask, Window};
 use counterpoint_plan::{AttentionSpec, DType};
+use counterpoint_reference::selftest::SelfCheck;
+use counterpoint_reference::{Sample, check_sample};
 
 use counterpoint_bench::gpu::{AttentionBench, BenchPass};
 use counterpoint_cuda::CudaMachine;

@@ -5,13 +5,13 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use counterpoint_exec::selftest::{SelfCheck, unlike_elements};
 use counterpoint_exec::{
     Backend, Call, ExecError, GemmCollective, GemmCollectiveSpec, HostTensor, Prepared, Ticket, WorldConfig,
     random_tensor,
 };
 use counterpoint_mask::Mask;
 use counterpoint_plan::{DType, WaveGroups};
+use counterpoint_reference::selftest::{SelfCheck, unlike_elements};
 use counterpoint_schedule::{Mover, OverlapPolicy};
 
 use super::calls::{Case, failed, group};

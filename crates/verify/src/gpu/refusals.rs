@@ -1,10 +1,10 @@
 //! Tensors that a call cannot use: an error before anything is asked of the driver, and the next call is right.
 
 use counterpoint_exec::ExecError;
-use counterpoint_exec::selftest::SelfCheck;
 use counterpoint_exec::{ForwardTensors, Ticket};
 use counterpoint_mask::Mask;
 use counterpoint_plan::DType;
+use counterpoint_reference::selftest::SelfCheck;
 
 use super::calls::{Case, failed, group};
 use counterpoint_cuda::{CudaBuffer, CudaError, CudaMachine, Device, DeviceBuffer, DriverCalls};

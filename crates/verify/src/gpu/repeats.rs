@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use counterpoint_exec::ExecError;
-use counterpoint_exec::selftest::SelfCheck;
 use counterpoint_plan::DType;
+use counterpoint_reference::selftest::SelfCheck;
 
 use counterpoint_bench::gpu::collective::{BenchCollective, CollectiveCase, repeat_collective};
 use counterpoint_cuda::CudaMachine;

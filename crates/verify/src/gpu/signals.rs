@@ -2,12 +2,12 @@
 
 use std::time::Duration;
 
-use counterpoint_exec::selftest::{SelfCheck, unlike_elements};
 use counterpoint_exec::{
     Backend, CpuMachine, ExecError, GemmCollective, GemmCollectiveSpec, HostTensor, Machine, Prepared,
     Transport, World, WorldConfig, random_tensor,
 };
 use counterpoint_plan::{Activations, CostModel, DType, LinearKind, LinearPlan, LinearSpec, WaveGroups};
+use counterpoint_reference::selftest::{SelfCheck, unlike_elements};
 use counterpoint_schedule::{BufferRole, OverlapPolicy, StartOrder, lower_normalised_forward};
 use half::bf16;
 

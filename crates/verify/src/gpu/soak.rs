@@ -1,8 +1,8 @@
 //! Thousands of masks on one group of ranks that share a GPU: what they leave behind.
 
 use counterpoint_exec::ExecError;
-use counterpoint_exec::selftest::{SelfCheck, Soak};
 use counterpoint_plan::{AttentionSpec, DType};
+use counterpoint_reference::selftest::{SelfCheck, Soak};
 
 use super::calls::{failed, group};
 use counterpoint_cuda::{CudaError, CudaMachine, DriverCalls};

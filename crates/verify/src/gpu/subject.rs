@@ -2,13 +2,13 @@
 
 use std::sync::Arc;
 
-use counterpoint_exec::selftest::{SelfCheck, Subject, SubjectError};
 use counterpoint_exec::{
     AttentionInputs, AttentionOutputs, ExpertInputs, ExpertOptions, ExpertOutputs, LinearConfig,
     LinearInputs, LinearOutputs, Pass, RunConfig, WorldConfig, run_attention_on, run_experts_on,
     run_linear_on,
 };
 use counterpoint_plan::{AttentionSpec, DType, LinearPlan, Plan, Routing};
+use counterpoint_reference::selftest::{SelfCheck, Subject, SubjectError};
 use counterpoint_schedule::Mover;
 
 use counterpoint_cuda::kernel::{GemmLibrary, specialisations_for};

@@ -1,6 +1,6 @@
 //! A check that tensor-parallel layers on ranks as processes give the bits of ranks as threads.
 
-use counterpoint_exec::selftest::SelfCheck;
+use counterpoint_reference::selftest::SelfCheck;
 
 use super::super::job::{Ended, Gpus, how, start};
 use super::{Bench, LONG, last_line, lost_check, lost_thread, side_by_side};

@@ -8,9 +8,10 @@ use counterpoint_console::{
     self as console, CliError, Progress, Schema, arguments::dtype_name, input::random_inputs,
 };
 use counterpoint_cuda::{CudaError, CudaMachine, Device, Timing};
-use counterpoint_exec::{AttentionInputs, CheckReport, Pass, Sample, check_sample};
+use counterpoint_exec::{AttentionInputs, Pass};
 use counterpoint_mask::{Mask, MaskPreset};
 use counterpoint_plan::AttentionSpec;
+use counterpoint_reference::{CheckReport, Sample, check_sample};
 use counterpoint_report::{BenchRow, Rate, Statistics};
 use serde_json::json;
 

@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-use counterpoint_exec::{ExecError, MeasureError, MeasuredClock, Repeats};
+use counterpoint_exec::ExecError;
+use counterpoint_measure::{MeasureError, MeasuredClock, Repeats};
 use counterpoint_plan::{
     DType, GemmCollective, GroupSearcher, LinearDirection, LinkUse, ProductStart, TunedPass, WorkerSharing,
 };

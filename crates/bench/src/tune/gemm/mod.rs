@@ -10,7 +10,8 @@ use counterpoint_console::{
     self as console, CliError, arguments::Device, rank_machine::RankMachine, tuned::TunedFile,
 };
 use counterpoint_cuda::TransportKind;
-use counterpoint_exec::{CpuMachine, Machine, Repeats};
+use counterpoint_exec::{CpuMachine, Machine};
+use counterpoint_measure::Repeats;
 use counterpoint_plan::{
     DType, GroupSearcher, LinearDirection, LinearMachine, LinearPlan, LinearSpec, LinkUse, PassOverlap,
     ProductStart, TunedPass, TunedPlace, TunedShape, WaveGroups,

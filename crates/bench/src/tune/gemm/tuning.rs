@@ -4,7 +4,8 @@ use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
 use counterpoint_console::{Bar, CliError};
-use counterpoint_exec::{Machine, MeasureError, MeasuredClock, Repeats};
+use counterpoint_exec::Machine;
+use counterpoint_measure::{MeasureError, MeasuredClock, Repeats};
 use counterpoint_plan::{
     GroupSearch, GroupSearcher, LinearPlan, LinearSpec, PassClock, SearchStep, TunedPass, TunedShape,
 };

@@ -19,11 +19,11 @@ use counterpoint_console::{
     solution::Solution,
 };
 use counterpoint_exec::{
-    AttentionInputs, AttentionRun, RunConfig, SlowLink, available_memory, check_attention, reference_bytes,
-    run_attention, run_attention_on,
+    AttentionInputs, AttentionRun, RunConfig, SlowLink, available_memory, run_attention, run_attention_on,
 };
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, CostModel, DType, Link, Plan, PlanConfig, Topology};
+use counterpoint_reference::{check_attention, reference_bytes};
 use counterpoint_schedule::{GradientReduction, PassPolicies, RankTransport};
 
 use self::result::AttentionResult;

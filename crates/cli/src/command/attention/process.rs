@@ -15,11 +15,12 @@ use counterpoint_console::{
 use counterpoint_cuda::{CudaProcess, Timing};
 use counterpoint_exec::{
     AttentionInputs, ExecError, Facet, Launch, Pass, RankProblem, RanksRun, Rendezvous, RendezvousError,
-    RunConfig, TcpMachine, calibrate, run_attention_ranks,
+    RunConfig, TcpMachine, run_attention_ranks,
 };
 #[cfg(feature = "mpi")]
 use counterpoint_exec::{Launcher, MpiMachine};
 use counterpoint_mask::Mask;
+use counterpoint_measure::calibrate;
 use counterpoint_plan::{AttentionSpec, CostModel, Plan, PlanConfig, Topology};
 use counterpoint_schedule::{PassPolicies, PolicyError, RankTransport};
 

@@ -13,9 +13,10 @@ use counterpoint_console::{
     prediction::rank_seconds,
     solution::Solution,
 };
-use counterpoint_exec::{AttentionRun, CheckReport};
+use counterpoint_exec::AttentionRun;
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, PlanSummary};
+use counterpoint_reference::CheckReport;
 use counterpoint_report::{
     CheckFigures, CheckRow, Figures, HtmlReport, Style, TimelinePair, TraceSection, Verified, check_table,
     chrome_trace, format_bytes, format_count, format_flops, format_seconds, plan_table,

@@ -12,7 +12,7 @@ use counterpoint_console::{
     profile,
 };
 use counterpoint_cuda::{CudaMachine, Timing};
-use counterpoint_exec::calibrate;
+use counterpoint_measure::calibrate;
 use counterpoint_plan::{AttentionSpec, DType, MachineProfile, PROFILE_VERSION};
 use counterpoint_report::{format_bytes, format_flops, format_gbps, format_seconds};
 

@@ -287,7 +287,7 @@ pub(crate) fn check(
     ) {
         let inputs = inputs::<T>(mask, spec, amplitude, rng);
         let outputs = run_whole::<T>(mask, spec, &inputs, pool);
-        let report = counterpoint_exec::check_attention(mask, spec, &inputs, &outputs);
+        let report = counterpoint_reference::check_attention(mask, spec, &inputs, &outputs);
         assert!(report.passed, "{spec:?} {:?}\n{report:#?}", mask.slices());
     }
     match spec.dtype {

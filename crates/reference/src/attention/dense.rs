@@ -1,5 +1,7 @@
 //! A dense problem solved row by row.
 
+use counterpoint_exec::kernel::Real;
+use counterpoint_exec::{AttentionInputs, HostTensor};
 use counterpoint_mask::{Mask, Range};
 use counterpoint_plan::{AttentionSpec, DType};
 use rayon::prelude::*;
@@ -9,8 +11,6 @@ use super::arithmetic::{
     square,
 };
 use super::{F32_BOUND, F64_BOUND, NoiseNorms, Reference};
-use crate::kernel::Real;
-use crate::{AttentionInputs, HostTensor};
 
 /// A problem with its inputs in the type that it is solved in.
 pub(super) struct Dense<'a, A> {

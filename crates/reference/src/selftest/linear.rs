@@ -3,15 +3,14 @@
 use std::fmt::Write;
 use std::time::Duration;
 
+use counterpoint_exec::{LinearConfig, LinearInputs, LinearOutputs, RunConfig, random_linear_inputs};
 use counterpoint_plan::{Activations, CostModel, DType, LinearKind, LinearPlan, LinearSpec, WaveGroups};
 use counterpoint_schedule::{Mover, OverlapPolicy, StartOrder, WeightGradient, WorkerShare};
 
 use super::examine::unlike_elements;
 use super::{Extent, SelfCheck, Share, Subject};
 use crate::draw::Draw;
-use crate::{
-    LinearConfig, LinearInputs, LinearOutputs, LinearSample, RunConfig, check_linear, random_linear_inputs,
-};
+use crate::{LinearSample, check_linear};
 
 /// A layer and how it is run.
 struct LinearCase {
@@ -171,9 +170,9 @@ impl LinearCase {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::HostData;
     use crate::selftest::CpuSubject;
     use crate::selftest::spoiled::{Spoiled, shift};
+    use counterpoint_exec::HostData;
 
     fn failures(spoil: impl Fn(&mut LinearOutputs, usize)) -> Vec<SelfCheck> {
         let checks = selftest_linear(&Spoiled::linear(spoil), Extent::Quick, Share::ALL, 4, |_, _| ());

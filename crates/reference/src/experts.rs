@@ -1,35 +1,10 @@
 //! The definition of a layer of experts in f64, token by token, and the comparison of results with it.
 
+use counterpoint_exec::{ExecError, ExpertInputs, ExpertOutputs, HostElement, HostTensor, with_host_element};
 use counterpoint_mask::Range;
 use counterpoint_plan::{DType, ExpertKind, ExpertSpec, Routing};
 
-use crate::host_element::with_host_element;
-use crate::linear::half_unit;
-use crate::{ExecError, HostElement, HostTensor, LinearSample};
-
-/// Tensors of a layer of experts: of activations each rank's, of weights those of all experts.
-#[derive(Clone, Debug, PartialEq)]
-pub struct ExpertInputs {
-    /// Of a dispatch `[tokens, in_features]`, of a combine `[rows, in_features]`.
-    pub x: Vec<HostTensor>,
-    /// `[experts x out_features, in_features]`
-    pub weight: HostTensor,
-    /// As `y`, for a backward.
-    pub dy: Option<Vec<HostTensor>>,
-    /// What gradients of the weights are added to, as the weights.
-    pub main_grad: Option<HostTensor>,
-}
-
-/// Results of a layer of experts, likewise.
-#[derive(Clone, Debug, PartialEq)]
-pub struct ExpertOutputs {
-    /// Of a dispatch `[rows, out_features]`, of a combine `[tokens, out_features]`.
-    pub y: Vec<HostTensor>,
-    /// As `x`.
-    pub dx: Option<Vec<HostTensor>>,
-    /// As the weights: the gradient, or what it was added to.
-    pub dweight: Option<HostTensor>,
-}
+use crate::linear::{LinearSample, half_unit};
 
 /// A row of an expert: which rank's which token it is, on which rank it lies and where.
 struct Routed {

@@ -1,11 +1,9 @@
 //! Steps in the type that a problem is solved in, and roundings to the type that it is compared with.
 
+use counterpoint_exec::kernel::Real;
+use counterpoint_exec::{HostElement, HostTensor, convert_element, with_host_element};
 use counterpoint_plan::DType;
 use half::{bf16, f16};
-
-use crate::host_element::{convert, with_host_element};
-use crate::kernel::Real;
-use crate::{HostElement, HostTensor};
 
 /// Values rounded once to a type.
 pub(super) fn rounded<A: Real>(values: &[A], dtype: DType) -> Vec<f64> {
@@ -21,15 +19,15 @@ fn round(x: f64, dtype: DType) -> f64 {
     match dtype {
         DType::F64 => x,
         DType::F32 => f64::from(x as f32),
-        DType::Bf16 => convert::<f64, bf16>(x).to_f64(),
-        DType::F16 => convert::<f64, f16>(x).to_f64(),
+        DType::Bf16 => convert_element::<f64, bf16>(x).to_f64(),
+        DType::F16 => convert_element::<f64, f16>(x).to_f64(),
     }
 }
 
 /// The elements of a tensor in the type that the problem is solved in.
 pub(super) fn convert_all<A: HostElement>(tensor: &HostTensor) -> Vec<A> {
     with_host_element!(tensor.dtype(), T => {
-        tensor.as_slice::<T>().unwrap_or(&[]).iter().map(|&x| convert(x)).collect()
+        tensor.as_slice::<T>().unwrap_or(&[]).iter().map(|&x| convert_element(x)).collect()
     })
 }
 
@@ -41,7 +39,7 @@ pub(super) fn convert_by_head<A: HostElement>(tensor: &HostTensor) -> Vec<A> {
         let values = tensor.as_slice::<T>().unwrap_or(&[]);
         for head in 0..heads {
             for row in 0..rows {
-                by_head.extend(row_of(values, row, head, heads, dim).iter().map(|&x| convert::<T, A>(x)));
+                by_head.extend(row_of(values, row, head, heads, dim).iter().map(|&x| convert_element::<T, A>(x)));
             }
         }
     });

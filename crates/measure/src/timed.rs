@@ -2,11 +2,11 @@
 
 use std::time::Duration;
 
+use counterpoint_exec::{Backend, ExecError, Group, Machine, Prepared, WorldConfig};
+use counterpoint_reference::half_unit;
 use counterpoint_schedule::{BufferRole, BufferSpec, Program, Timeline};
 
-use super::contents::Contents;
-use super::reference::half_unit;
-use crate::{Backend, ExecError, Group, Machine, Prepared, WorldConfig};
+use crate::contents::Contents;
 
 /// How things are timed.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -22,11 +22,11 @@ pub struct Repeats {
     pub enough: Duration,
 }
 
-pub(super) type TimedRank<M> = Prepared<<M as Machine>::Backend, <M as Machine>::Transport>;
+pub(crate) type TimedRank<M> = Prepared<<M as Machine>::Backend, <M as Machine>::Transport>;
 
 /// Runs every rank's Program on inputs that are [`Contents`]; the timelines of the counted runs, and the ranks with the last one's
 /// results. What a run must write is NaN before it.
-pub(super) fn run<M: Machine>(
+pub(crate) fn run<M: Machine>(
     machine: &M,
     ranks: usize,
     timing: &Repeats,
@@ -66,18 +66,18 @@ pub(super) fn run<M: Machine>(
 
 /// What an element of a result must be.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(super) struct Wanted {
+pub(crate) struct Wanted {
     /// Without any rounding.
-    pub(super) value: f64,
+    pub(crate) value: f64,
     /// The sum of the magnitudes of the ranks' shares of it, each of which is rounded before they are summed; 0 where nothing is.
-    pub(super) shares: f64,
+    pub(crate) shares: f64,
 }
 
 /// Compares elements of a rank's result with what they must be: those of these rows and columns.
 ///
 /// # Errors
 /// [`ExecError::Tensor`] with the first that is not.
-pub(super) fn check<M: Machine>(
+pub(crate) fn check<M: Machine>(
     rank: &TimedRank<M>,
     name: &str,
     [rows, columns]: [&[usize]; 2],
@@ -109,7 +109,7 @@ pub(super) fn check<M: Machine>(
 }
 
 /// The median; of an even number of times the lesser in the middle, for what holds a run up makes it longer.
-pub(super) fn median(times: impl Iterator<Item = f64>) -> f64 {
+pub(crate) fn median(times: impl Iterator<Item = f64>) -> f64 {
     let mut times: Vec<f64> = times.collect();
     times.sort_by(f64::total_cmp);
     times.get(times.len().saturating_sub(1) / 2).copied().unwrap_or(0.0)

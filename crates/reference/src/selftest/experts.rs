@@ -3,15 +3,15 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use counterpoint_exec::{
+    ExpertInputs, ExpertOptions, ExpertPass, ExpertPasses, HostTensor, WorldConfig, random_tensor,
+};
 use counterpoint_plan::{DType, ExpertCapacity, ExpertGroups, ExpertKind, ExpertSpec, Routing};
 use counterpoint_schedule::{Mover, OverlapPolicy, StartOrder, WeightGradient, WorkerShare};
 
 use super::{Extent, SelfCheck, Share, Subject};
 use crate::draw::Draw;
-use crate::{
-    ExpertInputs, ExpertOptions, ExpertPass, ExpertPasses, HostTensor, LinearSample, WorldConfig,
-    check_experts, random_tensor,
-};
+use crate::{LinearSample, check_experts};
 
 /// A layer, its routing and how it is run.
 struct ExpertCase {

@@ -2,6 +2,10 @@
 
 use std::time::Duration;
 
+use counterpoint_exec::{
+    Backend, Communicator, CpuMachine, ElementTypes, ExecError, HostElement, HostTensor, Machine, Reduce,
+    Transport, World, WorldConfig, random_stream, with_host_element,
+};
 use counterpoint_plan::DType;
 use counterpoint_schedule::{Accumulate, ReduceOp};
 
@@ -9,12 +13,6 @@ use super::examine::unlike_elements;
 use super::pattern::Pattern;
 use super::{Extent, SelfCheck, Share};
 use crate::draw::Draw;
-use crate::host_element::with_host_element;
-use crate::random::normal;
-use crate::{
-    Backend, Communicator, CpuMachine, ElementTypes, ExecError, HostElement, HostTensor, Machine, Reduce,
-    Transport, World, WorldConfig,
-};
 
 /// One group collective with its tensors, the same on every machine.
 struct Exchange {
@@ -119,7 +117,7 @@ impl Exchange {
         let mut rank_tensors = |rows: usize| -> Vec<HostTensor> {
             let each = tensors.iter().map(|(tail, dtype)| {
                 stream += 1;
-                normal(seed, stream, [&[rows], &tail[..]].concat(), *dtype)
+                random_stream([&[rows], &tail[..]].concat(), *dtype, seed, stream)
             });
             each.collect()
         };
@@ -276,7 +274,7 @@ fn units_apart(actual: &HostTensor, expected: &HostTensor) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::TcpLoopback;
+    use counterpoint_exec::TcpLoopback;
 
     const RANKS: Ranks = Ranks { fixed: None, most: 8 };
 

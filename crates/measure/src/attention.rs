@@ -1,18 +1,18 @@
+//! The speed of the CPU's attention kernels beside that of matrix products, checked.
+
 use std::time::Instant;
 
-use counterpoint_mask::{Band, Mask};
-use counterpoint_plan::AttentionSpec;
-use counterpoint_schedule::Accumulate;
-use rayon::ThreadPool;
-use serde::Serialize;
-
-use crate::check::{CheckReport, check_attention};
-use crate::host_element::with_host_element;
-use crate::kernel::{
+use counterpoint_exec::kernel::{
     BackwardArgs, DeltaArgs, Element, ForwardArgs, ForwardMode, HeadShape, Real, ResultArgs, SinkArgs,
     attention_backward, attention_delta, attention_forward, square_product,
 };
-use crate::{AttentionInputs, AttentionOutputs, HostElement, HostTensor};
+use counterpoint_exec::{AttentionInputs, AttentionOutputs, HostElement, HostTensor, with_host_element};
+use counterpoint_mask::{Band, Mask};
+use counterpoint_plan::AttentionSpec;
+use counterpoint_reference::{CheckReport, check_attention};
+use counterpoint_schedule::Accumulate;
+use rayon::ThreadPool;
+use serde::Serialize;
 
 /// Wall-clock seconds of repeated runs of one thing.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]

@@ -1,11 +1,13 @@
+//! A collective of tokens by itself, timed and checked.
+
+use counterpoint_exec::{Backend, ExecError, Machine};
 use counterpoint_mask::Range;
 use counterpoint_plan::{DType, GemmCollective};
+use counterpoint_reference::LinearSample;
 use counterpoint_schedule::{lower_collective, travel_seconds};
 
-use super::contents::Contents;
-use super::reference::LinearSample;
-use super::timed::{Repeats, Wanted, check, run};
-use crate::{Backend, ExecError, Machine};
+use crate::contents::Contents;
+use crate::timed::{Repeats, Wanted, check, run};
 
 /// A collective of tokens by itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

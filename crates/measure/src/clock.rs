@@ -1,19 +1,21 @@
+//! Times of a linear layer's pass and of its parts, measured on the ranks of a machine.
+
+use counterpoint_exec::{Backend, ExecError, Machine};
 use counterpoint_mask::Range;
 use counterpoint_plan::{
     Activations, GemmCollective, LinearDirection, LinearKind, LinearPlan, LinearSpec, PassClock, PlanError,
     TunedPass,
 };
+use counterpoint_reference::LinearSample;
 use counterpoint_schedule::{
     OverlapPolicy, Program, Timeline, WeightGradient, lower_join, lower_linear_backward,
     lower_linear_forward, lower_product,
 };
 use thiserror::Error;
 
-use super::collective_shape::CollectiveShape;
-use super::contents::Contents;
-use super::reference::LinearSample;
-use super::timed::{Repeats, TimedRank, Wanted, check, median, run};
-use crate::{Backend, ExecError, Machine};
+use crate::collective_shape::CollectiveShape;
+use crate::contents::Contents;
+use crate::timed::{Repeats, TimedRank, Wanted, check, median, run};
 
 /// Measured times of a layer's pass and of its parts, on the ranks of a machine. A sample of every result is compared with what it
 /// must be.
@@ -230,11 +232,11 @@ fn check_backward<M: Machine>(rank: &TimedRank<M>, plan: &LinearPlan) -> Result<
 mod tests {
     use std::time::Duration;
 
+    use counterpoint_exec::CpuMachine;
     use counterpoint_plan::{CostModel, DType, WaveGroups};
     use counterpoint_schedule::StartOrder;
 
     use super::*;
-    use crate::CpuMachine;
 
     const TIMING: Repeats =
         Repeats { limit: Duration::from_secs(60), warmups: 0, iterations: 1, enough: Duration::MAX };

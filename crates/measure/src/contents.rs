@@ -1,10 +1,10 @@
+//! Inputs of what is timed, whose results are known without computing them.
+
 use std::sync::OnceLock;
 
+use counterpoint_exec::{HostElement, HostTensor, with_host_element};
 use counterpoint_plan::DType;
-
-use crate::draw::Draw;
-use crate::host_element::with_host_element;
-use crate::{HostElement, HostTensor};
+use counterpoint_reference::Draw;
 
 /// Elements after which contents repeat: eight times a prime, so that rows of usual lengths begin at ever other places of it.
 const PERIOD: usize = 8 * 8191;
@@ -13,24 +13,24 @@ const PERIOD: usize = 8 * 8191;
 /// numbers, so that results are known without computing all of them. Every type holds sums of them over 128 ranks, and f32 those of the
 /// longest products.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Contents {
+pub(crate) struct Contents {
     /// Where in the period its first element is.
     start: usize,
 }
 
 impl Contents {
     /// Of a rank's input by its place among the inputs.
-    pub(super) fn of(rank: usize, input: usize) -> Self {
+    pub(crate) fn of(rank: usize, input: usize) -> Self {
         Self { start: (rank * 9973 + input * 31_337) % PERIOD }
     }
 
     /// Element `index` of the tensor, counted row after row.
-    pub(super) fn at(self, index: usize) -> f64 {
+    pub(crate) fn at(self, index: usize) -> f64 {
         period()[(self.start + index) % PERIOD].into()
     }
 
     /// The sum of the products of so many elements of this tensor and of another, from these ones on.
-    pub(super) fn dot(self, first: usize, other: Self, other_first: usize, terms: usize) -> f64 {
+    pub(crate) fn dot(self, first: usize, other: Self, other_first: usize, terms: usize) -> f64 {
         let period = period();
         let (mut a, mut b) = ((self.start + first) % PERIOD, (other.start + other_first) % PERIOD);
         let (mut left, mut sum) = (terms, 0i64);
@@ -45,7 +45,7 @@ impl Contents {
     }
 
     /// The elements that repeat, the tensor's first one first.
-    pub(super) fn elements(self, dtype: DType) -> HostTensor {
+    pub(crate) fn elements(self, dtype: DType) -> HostTensor {
         let (after, before) = period().split_at(self.start);
         with_host_element!(dtype, T => {
             let elements = before.iter().chain(after).map(|&value| <T as HostElement>::from_f32(value.into()));

@@ -1,12 +1,12 @@
+//! The definition of a linear layer in f64, and the comparison of results with it.
+
+use counterpoint_exec::{
+    HostElement, HostTensor, LinearInputs, LinearOutputs, LinearTensor, with_host_element,
+};
 use counterpoint_mask::Range;
 use counterpoint_plan::{DType, LinearKind, LinearPlan, LinearSpec};
 use counterpoint_schedule::WeightGradient;
 use rayon::prelude::*;
-
-use super::shard::Shard;
-use super::{LinearInputs, LinearOutputs};
-use crate::host_element::with_host_element;
-use crate::{HostElement, HostTensor};
 
 /// Which elements of a layer's results are compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -18,7 +18,8 @@ pub enum LinearSample {
 }
 
 impl LinearSample {
-    pub(crate) fn of(self, range: Range) -> Vec<usize> {
+    /// Of a tensor whose rows, or columns, are these: those that are compared, ascending.
+    pub fn of(self, range: Range) -> Vec<usize> {
         let length = range.len();
         match self {
             Self::Spread(count) if count < length => {
@@ -41,13 +42,13 @@ impl Places {
     /// Of a rank's part of a tensor of `[rows, columns]`, or of all of it.
     fn of(
         plan: &LinearPlan,
-        shard: Shard,
+        tensor: LinearTensor,
         rank: Option<usize>,
         size: [usize; 2],
         sample: LinearSample,
     ) -> Self {
         let whole = size.map(|size| Range::new(0, size));
-        let [rows, columns] = rank.map_or(whole, |rank| shard.window(plan, rank, size));
+        let [rows, columns] = rank.map_or(whole, |rank| tensor.window(plan, rank, size));
         let first = [rows.start, columns.start];
         Self { rows: sample.of(rows), columns: sample.of(columns), first }
     }
@@ -170,8 +171,8 @@ fn exact_dbias(plan: &LinearPlan, dy: &HostTensor, places: Places) -> Exact {
     exact(places, &a, &ones, 1)
 }
 
-/// Half a unit in the last place of 1.
-pub(crate) fn half_unit(dtype: DType) -> f64 {
+/// Half a unit in the last place of 1: the largest error of rounding a number once, relative to it.
+pub fn half_unit(dtype: DType) -> f64 {
     2f64.powi(match dtype {
         DType::F64 => -53,
         DType::F32 => -24,
@@ -224,8 +225,8 @@ fn check_part(
     sample: LinearSample,
 ) -> Result<f64, String> {
     let LinearSpec { tokens, in_features, out_features, dtype, has_bias, .. } = plan.spec;
-    let places = |shard, size| Places::of(plan, shard, rank, size, sample);
-    let y = exact_y(plan, inputs, places(Shard::of_output(plan), [tokens, out_features]));
+    let places = |tensor, size| Places::of(plan, tensor, rank, size, sample);
+    let y = exact_y(plan, inputs, places(LinearTensor::Output, [tokens, out_features]));
     let mut worst = judge("y", &outputs.y, &y, None, dtype)?;
     let (weight, bias) = match &inputs.main_grad {
         Some((weight, bias)) => (Some(weight), bias.as_ref()),
@@ -246,12 +247,12 @@ fn check_part(
         }
         let (Some(found), Some(dy)) = (found, &inputs.dy) else { continue };
         let (exact, before) = match name {
-            "dx" => (exact_dx(plan, inputs, dy, places(Shard::of_input(plan), [tokens, in_features])), None),
+            "dx" => (exact_dx(plan, inputs, dy, places(LinearTensor::Input, [tokens, in_features])), None),
             "dweight" => {
-                let places = places(Shard::of_weight(plan), [out_features, in_features]);
+                let places = places(LinearTensor::Weight, [out_features, in_features]);
                 (exact_dweight(inputs, dy, places), weight)
             }
-            _ => (exact_dbias(plan, dy, places(Shard::of_bias(plan), [out_features, 1])), bias),
+            _ => (exact_dbias(plan, dy, places(LinearTensor::Bias, [out_features, 1])), bias),
         };
         worst = f64::max(worst, judge(name, found, &exact, before, dtype)?);
     }

@@ -1,8 +1,11 @@
+//! Dense attention: the definition in f64, and what a plain implementation in a narrow type gives.
+
 mod arithmetic;
 mod dense;
 mod gradients;
 mod sample;
 
+use counterpoint_exec::{AttentionInputs, HostTensor};
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, DType};
 
@@ -10,15 +13,13 @@ use dense::{Dense, Rounding};
 pub use sample::Sample;
 pub(crate) use sample::SampledRows;
 
-use crate::{AttentionInputs, HostTensor};
-
 /// Relative Frobenius error allowed to results whose statistics are f32.
 pub(crate) const F32_BOUND: f64 = 1e-5;
 /// Likewise f64.
 pub(crate) const F64_BOUND: f64 = 1e-12;
 
 /// Results of dense attention, every tensor in f64 and in global token order, shapes as in
-/// [`AttentionOutputs`](crate::AttentionOutputs).
+/// [`AttentionOutputs`](counterpoint_exec::AttentionOutputs).
 #[derive(Clone, Debug, PartialEq)]
 pub struct Reference {
     /// `[seqlen_q, heads_q, head_dim_v]`

@@ -3,6 +3,7 @@
 use std::fmt::Write;
 use std::time::Duration;
 
+use counterpoint_exec::{AttentionInputs, Pass, RunConfig, random_inputs};
 use counterpoint_mask::{Mask, MaskType};
 use counterpoint_plan::{
     AttentionSpec, DType, DispatchAlgorithm, GradientShares, KEY_BLOCK, PassStages, PlanConfig,
@@ -12,7 +13,6 @@ use counterpoint_schedule::{OverlapPolicy, StartOrder, WorkerShare};
 
 use super::random_mask;
 use crate::draw::Draw;
-use crate::{AttentionInputs, Pass, RunConfig, random_inputs};
 
 /// How much a selftest examines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -3,16 +3,14 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::sync_channel;
 
+use counterpoint_exec::{AttentionInputs, AttentionOutputs, ExecError, HostData, HostTensor, Pass};
 use counterpoint_plan::{DType, Plan, PlanConfig, StageCount};
 use rayon::prelude::*;
 use serde::{Deserialize, Deserializer, Serialize};
 
 use super::{Case, Extent, Share, Subject, SubjectError};
 use crate::check::check_against;
-use crate::{
-    AttentionInputs, AttentionOutputs, CheckReport, ExecError, HostData, HostTensor, Pass, Reference,
-    plain_attention, reference_attention,
-};
+use crate::{CheckReport, Reference, plain_attention, reference_attention};
 
 /// What one check found.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -273,12 +271,12 @@ pub fn unlike_elements(a: &HostTensor, b: &HostTensor) -> usize {
 mod tests {
     use std::time::Duration;
 
+    use counterpoint_exec::{LinearConfig, LinearInputs, LinearOutputs, RunConfig, Stall};
     use counterpoint_plan::{AttentionSpec, LinearPlan};
 
     use super::*;
     use crate::selftest::CpuSubject;
     use crate::selftest::spoiled::{Spoiled, shift};
-    use crate::{LinearConfig, LinearInputs, LinearOutputs, RunConfig, Stall};
 
     fn examined(subject: &dyn Subject, mut hear: impl FnMut(&SelfCheck)) -> Vec<SelfCheck> {
         selftest_attention(&[subject], Extent::Quick, Share::ALL, |check, _| hear(check)).remove(0)
@@ -435,11 +433,11 @@ mod tests {
 
         fn run_experts(
             &self,
-            _: crate::ExpertOptions,
+            _: counterpoint_exec::ExpertOptions,
             _: &std::sync::Arc<counterpoint_plan::Routing>,
-            _: &crate::ExpertInputs,
-            _: crate::WorldConfig,
-        ) -> Result<crate::ExpertOutputs, SubjectError> {
+            _: &counterpoint_exec::ExpertInputs,
+            _: counterpoint_exec::WorldConfig,
+        ) -> Result<counterpoint_exec::ExpertOutputs, SubjectError> {
             Err(self.0.clone())
         }
     }

@@ -2,15 +2,14 @@
 
 use std::sync::Arc;
 
-use counterpoint_plan::{AttentionSpec, DType, LinearPlan, Plan, Routing};
-use counterpoint_schedule::Mover;
-use thiserror::Error;
-
-use crate::{
+use counterpoint_exec::{
     AttentionInputs, AttentionOutputs, CpuMachine, ExecError, ExpertInputs, ExpertOptions, ExpertOutputs,
     LinearConfig, LinearInputs, LinearOutputs, Pass, RunConfig, WorldConfig, run_attention, run_experts_on,
     run_linear,
 };
+use counterpoint_plan::{AttentionSpec, DType, LinearPlan, Plan, Routing};
+use counterpoint_schedule::Mover;
+use thiserror::Error;
 
 /// Why a subject has no results.
 #[derive(Clone, Debug, PartialEq, Error)]

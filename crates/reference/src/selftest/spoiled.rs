@@ -3,13 +3,13 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use counterpoint_plan::{AttentionSpec, DType, LinearPlan, Plan, Routing};
-
-use super::{CpuSubject, Subject, SubjectError};
-use crate::{
+use counterpoint_exec::{
     AttentionInputs, AttentionOutputs, ExpertInputs, ExpertOptions, ExpertOutputs, HostData, HostTensor,
     LinearConfig, LinearInputs, LinearOutputs, Pass, RunConfig, WorldConfig,
 };
+use counterpoint_plan::{AttentionSpec, DType, LinearPlan, Plan, Routing};
+
+use super::{CpuSubject, Subject, SubjectError};
 
 /// One, which knows how many runs came before.
 pub(super) struct Spoiled<A, L> {

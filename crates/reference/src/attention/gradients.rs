@@ -2,13 +2,13 @@
 
 use std::ops::Range;
 
+use counterpoint_exec::kernel::Real;
 use counterpoint_plan::DType;
 use rayon::prelude::*;
 
 use super::arithmetic::{add_scaled, dot, exp, operand, square};
 use super::dense::{Dense, Rounding};
 use super::{NoiseNorms, PARTS, ReferenceGradients};
-use crate::kernel::Real;
 
 /// Gradients from the rows of one part, for one key head and the query heads that read it.
 struct PartGradients<A> {

@@ -1,12 +1,15 @@
+//! Rows of long sequences solved by themselves, in time linear in the sequence.
+
+use counterpoint_exec::kernel::Real;
+use counterpoint_exec::{
+    AttentionInputs, AttentionOutputs, HostTensor, Pass, convert_element, with_host_element,
+};
 use counterpoint_mask::{Band, Mask};
 use counterpoint_plan::{AttentionSpec, DType};
 use rayon::prelude::*;
 
 use super::arithmetic::{add_scaled, capped, dot, exp, operand, rounded};
 use crate::draw::Draw;
-use crate::host_element::{convert, with_host_element};
-use crate::kernel::Real;
-use crate::{AttentionInputs, AttentionOutputs, HostTensor, Pass};
 
 /// Which rows and keys of a long sequence are looked at.
 #[derive(Clone, Debug, PartialEq)]
@@ -248,18 +251,19 @@ fn row_of<A: Real>(tensor: &HostTensor, row: usize, head: usize) -> Vec<A> {
     let at = (row * heads + head) * width;
     with_host_element!(tensor.dtype(), T => {
         let elements = tensor.as_slice::<T>().unwrap_or(&[]);
-        elements[at..at + width].iter().map(|&x| convert(x)).collect()
+        elements[at..at + width].iter().map(|&x| convert_element(x)).collect()
     })
 }
 
 #[cfg(test)]
 mod tests {
+    use counterpoint_exec::{RunConfig, random_inputs, run_attention};
     use counterpoint_mask::{AttnSlice, MaskType, Range};
     use counterpoint_plan::GradientShares;
     use counterpoint_plan::{Plan, PlanConfig};
 
     use super::*;
-    use crate::{RunConfig, check_attention, check_sample, random_inputs, run_attention};
+    use crate::{check_attention, check_sample};
 
     fn problem(dtype: DType) -> (Mask, AttentionSpec, AttentionInputs, AttentionOutputs) {
         let slices = vec![

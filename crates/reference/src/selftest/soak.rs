@@ -4,16 +4,16 @@ use std::collections::VecDeque;
 use std::ops::{Range, RangeInclusive};
 use std::sync::Arc;
 
+use counterpoint_exec::{
+    AttentionRank, Backend, BackwardTensors, ExecError, ForwardTensors, Group, GroupRank, HostTensor,
+    Machine, Pass, Ticket, Transport,
+};
 use counterpoint_mask::{Documents, Mask};
 use counterpoint_plan::{AttentionSpec, DType, Plan, PlanConfig};
 use counterpoint_schedule::{BufferRole, BufferSpec, OverlapPolicy};
 use half::bf16;
 
 use crate::draw::Draw;
-use crate::{
-    AttentionRank, Backend, BackwardTensors, ExecError, ForwardTensors, Group, GroupRank, HostTensor,
-    Machine, Pass, Ticket, Transport,
-};
 
 /// The masks of a soak: some plans, which come again and again in a random order.
 pub struct Soak {

@@ -1,14 +1,16 @@
+//! Results of attention compared with the reference: errors, their bounds, and whether they are within them.
+
 use std::fmt;
 
+use counterpoint_exec::{AttentionInputs, AttentionOutputs, HostTensor};
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, DType, GradientShares};
 use serde::Serialize;
 
-use crate::reference::{
+use crate::attention::{
     F32_BOUND, F64_BOUND, Reference, ReferenceGradients, Sample, SampledRows, plain_attention,
     plain_attention_from, reference_attention,
 };
-use crate::{AttentionInputs, AttentionOutputs, HostTensor};
 
 /// How far the results of a run are from the dense f64 reference.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -390,8 +392,8 @@ fn norm(values: &[f64]) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::HostData;
-    use crate::reference::NoiseNorms;
+    use crate::attention::NoiseNorms;
+    use counterpoint_exec::HostData;
     use counterpoint_plan::GradientShares;
 
     fn outputs(out: Vec<f64>, lse: Vec<f64>) -> AttentionOutputs {
@@ -437,7 +439,7 @@ mod tests {
     fn a_missing_gradient_does_not_pass() {
         let mut reference = reference();
         reference.gradients =
-            Some(crate::reference::ReferenceGradients { dq: vec![], dk: vec![], dv: vec![], dsink: None });
+            Some(crate::attention::ReferenceGradients { dq: vec![], dk: vec![], dv: vec![], dsink: None });
         let report = compare_with_reference(
             DType::F64,
             &reference,
@@ -464,7 +466,7 @@ mod tests {
             max_logits: false,
             dlse: false,
         };
-        let inputs = crate::random_inputs(&mask, &spec, 5, true);
+        let inputs = counterpoint_exec::random_inputs(&mask, &spec, 5, true);
         let plain = plain_attention(&mask, &spec, &inputs);
         let shape = vec![40, 2, 16];
         let tensor = |shape: &[usize], values: &[f64]| {

@@ -1,16 +1,17 @@
+//! What work costs on this machine's CPU.
+
 use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use counterpoint_exec::kernel::{Element, GemmArgs, gemm};
+use counterpoint_exec::{AttentionInputs, HostTensor, with_host_element};
 use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};
 use counterpoint_plan::{AttentionSpec, CostModel, Link};
 use counterpoint_schedule::{Accumulate, GemmLayout};
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
-use crate::bench::Run;
-use crate::host_element::with_host_element;
-use crate::kernel::{Element, GemmArgs, gemm};
-use crate::{AttentionInputs, HostTensor};
+use crate::attention::Run;
 
 /// What work costs on this machine's CPU when `ranks` ranks share it, measured in a fraction of a second: the kernels on
 /// a small problem of the given heads and type, and copies in memory.
