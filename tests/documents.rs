@@ -171,22 +171,7 @@ fn old_words_are_gone() {
     assert!(found.is_empty(), "docs/glossary.md has the field's word for these:\n{}", found.join("\n"));
 }
 
-/// Files that say nothing yet, and why.
-const SILENT: [(&str, &str); 10] = [
-    ("crates/exec/src/bench.rs", MOVES),
-    ("crates/exec/src/calibrate.rs", MOVES),
-    ("crates/exec/src/check.rs", MOVES),
-    ("crates/exec/src/draw.rs", MOVES),
-    ("crates/exec/src/linear/clock.rs", MOVES),
-    ("crates/exec/src/linear/collective_shape.rs", MOVES),
-    ("crates/exec/src/linear/contents.rs", MOVES),
-    ("crates/exec/src/linear/reference.rs", MOVES),
-    ("crates/exec/src/reference/mod.rs", MOVES),
-    ("crates/exec/src/reference/sample.rs", MOVES),
-];
-const MOVES: &str = "moves to a crate of its own, with its sentence";
-
-/// Every file of code begins with a sentence that says what it is for.
+/// Every file of code begins with a sentence that says what it is for. One made of others' text, which cannot, would be named here.
 #[test]
 fn every_file_says_what_it_is_for() {
     const KINDS: [&str; 6] = ["rs", "cu", "cuh", "py", "pyi", "sh"];
@@ -195,8 +180,7 @@ fn every_file_says_what_it_is_for() {
         folders.iter().flat_map(|folder| files(&root().join(folder), &KINDS)).collect();
     paths.extend(["test.sh", ".ci/run"].map(|path| root().join(path)));
     assert!(paths.len() > 1_000, "{} files: is the search for them broken?", paths.len());
-    let excused = |path: &Path| SILENT.iter().any(|(name, _)| path == root().join(name));
-    let silent = paths.iter().filter(|path| !excused(path)).filter(|path| {
+    let silent = paths.iter().filter(|path| {
         let kind = path.extension().map_or("sh", |extension| extension.to_str().unwrap());
         !head(&fs::read_to_string(path).unwrap(), kind).is_some_and(|head| is_sentence(&head))
     });

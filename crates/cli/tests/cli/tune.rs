@@ -130,8 +130,8 @@ fn an_imitated_link_is_hidden() {
     let mut attempts = (0..4).map(|_| folder.run(line).ok().json());
     let hidden = |document: &Value| {
         let found = &document["searches"][0];
-        assert!(found["groups"].as_array().unwrap().len() > 1, "{found}");
-        found["ratio"].as_f64().unwrap() > 1.05
+        println!("{found}");
+        found["groups"].as_array().unwrap().len() > 1 && found["ratio"].as_f64().unwrap() > 1.05
     };
     assert!(attempts.any(|document| hidden(&document)));
 }

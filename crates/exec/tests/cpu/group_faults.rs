@@ -17,6 +17,9 @@ const RANKS: usize = 3;
 /// Longer than the whole test may take: who waits for the dead rank until then has not heard of it.
 const LIMIT: Duration = Duration::from_secs(60);
 
+/// Far below the limit, and enough for a machine that is busy with other tests.
+const NO_WAIT: Duration = Duration::from_secs(10);
+
 /// Every rank hears which one died, soon, from whatever it does; and no drop waits.
 #[test]
 fn a_rank_that_dies_in_a_call_is_named_while_others_drop() {
@@ -67,7 +70,7 @@ where
                         let (gone, dropping) = (kept.swap_remove(0), Instant::now());
                         drop(gone);
                         let took = dropping.elapsed();
-                        assert!(took < Duration::from_secs(2), "seed {seed}: a drop took {took:?}");
+                        assert!(took < NO_WAIT, "seed {seed}: a drop took {took:?}");
                     }
                     rank.check()
                 };
@@ -90,5 +93,5 @@ where
     drop(group);
     assert!(ranks.iter().all(|rank| rank.backend().check().is_err()));
     drop(ranks);
-    assert!(dropping.elapsed() < Duration::from_secs(2), "seed {seed}: {:?}", dropping.elapsed());
+    assert!(dropping.elapsed() < NO_WAIT, "seed {seed}: {:?}", dropping.elapsed());
 }
