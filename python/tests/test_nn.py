@@ -133,12 +133,29 @@ def accumulated(rank: int, kind: str, sequence_parallel: bool, delayed: bool, ho
     if kind == "row" and sequence_parallel:
         dist.all_reduce(gradient)
     close(gradient, parts.of(wanted.bias.grad, parts.bias_dim), "dbias")
-    if not delayed:
-        layer.weight.overwrite_main_grad = True
-        layer.weight.main_grad.fill_(float("nan"))
+    replaces(layer, wanted, parts, delayed)
+
+
+def replaces(layer: torch.nn.Module, wanted: Wanted, parts: Parts, delayed: bool) -> None:
+    """Under `overwrite_main_grad` a gradient takes the place of what was there, also where that is asked behind the forward."""
+    weight, keys, call = layer.weight, [], layer._layer.call
+    layer._layer.call = lambda key, name, tensors: (keys.append((name, key[5])), call(key, name, tensors))[1]
+    for before in (True, False):
+        weight.overwrite_main_grad = before
+        weight.main_grad.fill_(float("nan"))
         x = parts.of(wanted.x[0], parts.x_dim).requires_grad_()
-        layer(x)[0].backward(parts.of(wanted.dy[0], parts.y_dim))
-        assert not layer.weight.main_grad.isnan().any()
+        y = layer(x)[0]
+        weight.overwrite_main_grad = True
+        y.backward(parts.of(wanted.dy[0], parts.y_dim))
+        layer.backward_dw()
+        dweight = wanted.dy[0].flatten(0, 1).t() @ wanted.x[0].detach().flatten(0, 1)
+        close(weight.main_grad, parts.of(dweight, parts.weight_dim), "main_grad that was overwritten")
+    # In the epilogue of the product, without a pass of zeros.
+    assert delayed or [gradient for name, gradient in keys if name == "backward"] == ["replaced:float64"] * 2
+    weight.overwrite_main_grad = False
+    layer(x)[0].backward(parts.of(wanted.dy[0], parts.y_dim))
+    layer.backward_dw()
+    close(weight.main_grad, parts.of(2 * dweight, parts.weight_dim), "main_grad that is added to again")
 
 
 @pytest.mark.parametrize("kind", ["column", "row"])

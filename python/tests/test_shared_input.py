@@ -159,10 +159,18 @@ def accumulated(rank: int, sequence_parallel: bool, hooks: bool) -> None:
         assert (layer.weight.grad is not None and not layer.weight.grad.any()) if hooks else layer.weight.grad is None
         layer.weight.overwrite_main_grad = True
         layer.weight.main_grad.fill_(float("nan"))
+    keys, call = [], shared._layer.call
+    shared._layer.call = lambda key, name, tensors: (keys.append(key[5]), call(key, name, tensors))[1]  # type: ignore[method-assign]
     run(0)
+    assert keys == ["replaced:float64"] * 2
     for i, weight in enumerate(weights):
         wanted = part(dense.dy[0][i], -1).flatten(0, 1).t() @ dense.x[0].detach().flatten(0, 1)
         close(weight.main_grad, wanted, "main_grad that was overwritten")
+        weight.overwrite_main_grad = i > 0
+    run(0)
+    for i, weight in enumerate(weights):
+        wanted = part(dense.dy[0][i], -1).flatten(0, 1).t() @ dense.x[0].detach().flatten(0, 1)
+        close(weight.main_grad, wanted if i else 2 * wanted, "some that are overwritten and one that is added to")
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

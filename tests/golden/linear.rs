@@ -108,6 +108,7 @@ impl Layer {
                 WeightGradient::Frozen => "none",
                 WeightGradient::Written => "written",
                 WeightGradient::Accumulated(_) => "accumulated",
+                WeightGradient::Replaced(_) => "replaced",
                 WeightGradient::Deferred => "deferred",
             },
         );
@@ -120,7 +121,7 @@ impl Layer {
         let make = |shape: &[usize], dtype, stream| tensor(shape, dtype, elements, seed * 16 + stream);
         let bias = |dtype, stream| has_bias.then(|| make(&[out_features], dtype, stream));
         let main_grad = match self.gradient {
-            WeightGradient::Accumulated(dtype) => Some(dtype),
+            WeightGradient::Accumulated(dtype) | WeightGradient::Replaced(dtype) => Some(dtype),
             WeightGradient::Deferred => Some(dtype.accumulator()),
             WeightGradient::Frozen | WeightGradient::Written => None,
         };

@@ -29,8 +29,8 @@ impl<'py> FromPyObject<'_, 'py> for LayerKey {
     type Error = PyErr;
 
     /// (kind, sequence parallel, (tokens, in, out), bias, dtype, gradient, overlap): a kind is "column", "row", or "shared input", with the
-    /// output features of each layer. A gradient is "frozen", "written", "added" or "deferred", the last two with the type of what is
-    /// added to behind a colon.
+    /// output features of each layer. A gradient is "frozen", "written", "added", "replaced" or "deferred", the last three with
+    /// the type of `main_grad` behind a colon.
     fn extract(object: pyo3::Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
         type Fields = (String, bool, Vec<usize>, bool, String, String, String);
         let (kind, is_sequence_parallel, sizes, has_bias, dtype, gradient, overlap): Fields =
@@ -53,6 +53,7 @@ impl<'py> FromPyObject<'_, 'py> for LayerKey {
         let shared = if kind == "shared input" { outputs.to_vec() } else { Vec::new() };
         let gradient = match gradient.split_once(':') {
             Some(("added", into)) => LayerGradient::Accumulated(dtype_of(into)?),
+            Some(("replaced", into)) => LayerGradient::Replaced(dtype_of(into)?),
             // Modules keep what waits, so the engine's own queue is of no use.
             Some((_, into)) => LayerGradient::Deferred { into: Some(dtype_of(into)?), limit: 0 },
             None if gradient == "deferred" => LayerGradient::Deferred { into: None, limit: 1 },

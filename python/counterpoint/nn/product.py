@@ -70,6 +70,7 @@ class Layer:
             weights, key, tensors = self.waiting.popleft()
             main_grads = _main_grads(self, weights)
             if main_grads is not None:
+                _clear_overwritten(weights, main_grads)
                 self.call(key, "weight_gradient", tensors | self.named("main_grad", main_grads))
                 continue
             dweights = [torch.empty_like(weight, memory_format=torch.contiguous_format) for weight in weights]
@@ -124,7 +125,18 @@ def _gradient(layer: Layer, weights: Sequence[torch.Tensor]) -> str:
             )
         if main_grad.dtype != into:
             raise TensorError(f"main_grad is {into} of one weight and {main_grad.dtype} of another; layers of one input have one")
-    return f"{'deferred' if layer.delayed else 'added'}:{_name(into)}"
+    return f"deferred:{_name(into)}" if layer.delayed else _into_main_grad(weights, into)
+
+
+def _into_main_grad(weights: Sequence[torch.Tensor], into: torch.dtype) -> str:
+    """How gradients go into a `main_grad`. On GPUs they are added, to zeros where they replace what is there."""
+    replaces = not weights[0].is_cuda and all(map(_overwrites, weights))
+    return f"{'replaced' if replaces else 'added'}:{_name(into)}"
+
+
+def _overwrites(weight: torch.Tensor) -> bool:
+    """Whether a gradient takes the place of what is in `main_grad`, as Megatron's FSDP asks for."""
+    return bool(getattr(weight, "overwrite_main_grad", False))
 
 
 def product(
@@ -190,17 +202,25 @@ class Product(torch.autograd.Function):
         main_grads = _main_grads(layer, parameters)
         if main_grads is None:
             raise TensorError("main_grad was taken from the weight between its forward and its backward")
-        for parameter, main_grad in zip(parameters, main_grads, strict=True):
-            if getattr(parameter, "overwrite_main_grad", False):
-                main_grad.zero_()
+        # Whether it is overwritten may have changed since the forward.
+        key = (*ctx.key[:5], _into_main_grad(parameters, main_grads[0].dtype), ctx.key[6])
+        if key[5].startswith("added"):
+            _clear_overwritten(parameters, main_grads)
         tensors |= layer.named("main_grad", main_grads)
         if has_bias:
             sums = [main_grad.new_zeros(main_grad.shape[0]) for main_grad in main_grads]
             tensors |= layer.named("main_grad_bias", sums)
-        layer.call(ctx.key, "backward", tensors)
+        layer.call(key, "backward", tensors)
         if has_bias:
             dbiases = [dbias.to(weight.dtype) for dbias, weight in zip(sums, weights, strict=True)]
         return dx, None, *map(_dummy, parameters), *dbiases
+
+
+def _clear_overwritten(weights: Sequence[torch.Tensor], main_grads: Sequence[torch.Tensor]) -> None:
+    """Has what is added to those that a gradient is to replace be nothing."""
+    for weight, main_grad in zip(weights, main_grads, strict=True):
+        if _overwrites(weight):
+            main_grad.zero_()
 
 
 def _kept(layer: Layer, key: Key, x: torch.Tensor) -> dict[str, torch.Tensor]:

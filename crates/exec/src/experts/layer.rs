@@ -126,6 +126,11 @@ impl<M: Machine> ExpertLayer<M> {
                 "cannot defer the gradients of experts; have them written or added".to_owned(),
             ));
         }
+        if matches!(gradient, WeightGradient::Replaced(_)) {
+            return Err(refused(
+                "cannot replace a main_grad of experts; have gradients written or added".to_owned(),
+            ));
+        }
         let ranks = group.ranks().to_vec();
         Ok(Self { options, ranks, weight: None, main_grad: None, routed: None })
     }

@@ -29,6 +29,8 @@ pub enum LayerGradient {
     Written,
     /// Each backward adds it to `main_grad`, of this type, in its product's epilogue.
     Accumulated(DType),
+    /// Each backward writes it to `main_grad`, of this type, over what was there.
+    Replaced(DType),
     /// It waits in a queue, of at most `limit` backwards, until [`LinearLayer::flush`] or until the queue is full and another
     /// comes; 0 is no limit, as of Megatron-LM. Then it is added to `main_grad`, of the type `into`, or written where there is none; for that `limit` must be 1.
     Deferred {
@@ -45,6 +47,7 @@ impl LayerGradient {
             Self::Frozen => WeightGradient::Frozen,
             Self::Written => WeightGradient::Written,
             Self::Accumulated(dtype) => WeightGradient::Accumulated(dtype),
+            Self::Replaced(dtype) => WeightGradient::Replaced(dtype),
             Self::Deferred { .. } => WeightGradient::Deferred,
         }
     }
@@ -54,14 +57,15 @@ impl LayerGradient {
         match self {
             Self::Frozen | Self::Deferred { .. } => TunedPass::InputGradient,
             Self::Written => TunedPass::WrittenGradient,
-            Self::Accumulated(dtype) => TunedPass::AddedGradient(dtype),
+            // The one reads what the other does not.
+            Self::Accumulated(dtype) | Self::Replaced(dtype) => TunedPass::AddedGradient(dtype),
         }
     }
 
     /// The type of what is added to.
     pub(super) fn main_grad(self) -> Option<DType> {
         match self {
-            Self::Accumulated(dtype) => Some(dtype),
+            Self::Accumulated(dtype) | Self::Replaced(dtype) => Some(dtype),
             Self::Deferred { into, .. } => into,
             Self::Frozen | Self::Written => None,
         }

@@ -47,6 +47,7 @@ pub fn run_linear_on<M: Machine>(
         WeightGradient::Frozen => LayerGradient::Frozen,
         WeightGradient::Written => LayerGradient::Written,
         WeightGradient::Accumulated(dtype) => LayerGradient::Accumulated(dtype),
+        WeightGradient::Replaced(dtype) => LayerGradient::Replaced(dtype),
         WeightGradient::Deferred => {
             LayerGradient::Deferred { into: main_grad.map(|(weight, _)| weight.dtype()), limit: 1 }
         }
@@ -122,7 +123,7 @@ fn check_inputs(plan: &LinearPlan, inputs: &LinearInputs, config: &LinearConfig)
         check("dy", dy, spec.dtype, &[tokens, features_out])?;
     }
     let dtype = match config.weight_gradient {
-        WeightGradient::Accumulated(dtype) => {
+        WeightGradient::Accumulated(dtype) | WeightGradient::Replaced(dtype) => {
             check_present("main_grad", inputs.main_grad.is_some(), true)?;
             dtype
         }

@@ -89,6 +89,7 @@ impl<M: Machine> SharedInputLinear<M> {
         let of_weights = match gradient {
             LayerGradient::Written => WeightGradient::Written,
             LayerGradient::Accumulated(dtype) => WeightGradient::Accumulated(dtype),
+            LayerGradient::Replaced(dtype) => WeightGradient::Replaced(dtype),
             LayerGradient::Frozen | LayerGradient::Deferred { .. } => WeightGradient::Frozen,
         };
         let backward = prepare(group, plan, *policy, |rank| {

@@ -295,6 +295,8 @@ fn what_does_not_fit_is_refused_and_loses_nothing() {
     assert!(refused(ExpertOptions { experts: 3, ..options }).contains("3 experts for 2 ranks"));
     let deferred = ExpertOptions { gradient: WeightGradient::Deferred, ..options };
     assert!(refused(deferred).contains("defer"));
+    let replaced = ExpertOptions { gradient: WeightGradient::Replaced(DType::F32), ..options };
+    assert!(refused(replaced).contains("replace"));
     let empty = ExpertSpec { in_features: 0, ..spec };
     assert!(refused(ExpertOptions { spec: empty, ..options }).contains("no features"));
     let mut layer = ExpertLayer::new(&group, options).unwrap();

@@ -148,6 +148,7 @@ fn gradients() -> impl Strategy<Value = (WeightGradient, bool)> {
         Just((WeightGradient::Deferred, false)),
         Just((WeightGradient::Deferred, true)),
         Just((WeightGradient::Accumulated(DType::F32), true)),
+        Just((WeightGradient::Replaced(DType::F32), true)),
     ]
 }
 
@@ -167,12 +168,15 @@ proptest! {
         let acc = spec.dtype.accumulator();
         let gradient = match gradient {
             WeightGradient::Accumulated(_) => WeightGradient::Accumulated(acc),
+            WeightGradient::Replaced(_) => WeightGradient::Replaced(acc),
             other => other,
         };
         let inputs = inputs(&spec, adds.then_some(acc), seed);
         let plan = plan(spec, tp_size, groups);
         let run = run(&plan, &inputs, &config(gradient, StartOrder::ALL[order]));
-        let [y, dx, dw, db] = expected(&spec, &inputs);
+        let replaces = matches!(gradient, WeightGradient::Replaced(_));
+        let added_to = inputs.main_grad.clone().filter(|_| !replaces);
+        let [y, dx, dw, db] = expected(&spec, &LinearInputs { main_grad: added_to, ..inputs.clone() });
         // Shares are rounded before they are summed.
         let bound = match spec.dtype {
             DType::F64 => 1e-14,

@@ -69,7 +69,7 @@ fn run(options: &LinearOptions, input: InputGradient) -> Run {
     };
     layers.bind_weights(&weights, &biases).unwrap();
     let mut sums = None;
-    if let LayerGradient::Accumulated(_) = options.gradient {
+    if let LayerGradient::Accumulated(_) | LayerGradient::Replaced(_) = options.gradient {
         let of_weights = layers.scatter_weights(&tensors(&|out| vec![out, FEATURES], 30)).unwrap();
         let of_biases = match options.has_bias {
             true => layers.scatter_biases(&tensors(&|out| vec![out], 40)).unwrap(),
@@ -134,7 +134,12 @@ fn check(run: &Run, options: &LinearOptions, input: InputGradient, words: &str) 
 
 #[test]
 fn layers_are_what_they_are_alone() {
-    let gradients = [LayerGradient::Frozen, LayerGradient::Written, LayerGradient::Accumulated(DType::F32)];
+    let gradients = [
+        LayerGradient::Frozen,
+        LayerGradient::Written,
+        LayerGradient::Accumulated(DType::F32),
+        LayerGradient::Replaced(DType::F32),
+    ];
     for gradient in gradients {
         for activations in [Activations::Replicated, Activations::SequenceParallel] {
             for policy in ["sequential", "concurrent", "kernel-barrier", "signals", "concurrent+sm-margin=1"]

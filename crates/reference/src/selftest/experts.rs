@@ -98,7 +98,7 @@ impl ExpertCase {
         let gradient = match gradient {
             WeightGradient::Accumulated(dtype) => format!(" into {dtype}"),
             WeightGradient::Frozen => " frozen".to_owned(),
-            WeightGradient::Written | WeightGradient::Deferred => String::new(),
+            WeightGradient::Written | WeightGradient::Replaced(_) | WeightGradient::Deferred => String::new(),
         };
         let ExpertPass { policy, groups } = passes.forward;
         format!(

@@ -106,6 +106,7 @@ impl LinearCase {
             (WeightGradient::Deferred, None) => write!(text, " deferred"),
             (WeightGradient::Deferred, Some(dtype)) => write!(text, " deferred into {dtype}"),
             (WeightGradient::Accumulated(dtype), _) => write!(text, " into {dtype}"),
+            (WeightGradient::Replaced(dtype), _) => write!(text, " over {dtype}"),
         };
         if *tp_size > 1 {
             let _ = write!(text, " ranks={tp_size} groups={} {}", self.plan.groups(), self.config.run.policy);

@@ -44,14 +44,15 @@ pub fn lower_expert_forward(plan: &ExpertPlan, rank: usize, policy: OverlapPolic
 /// Of a dispatch `x` travels to the experts again under the products of `dx`, which travels home under the gradient of the weights.
 ///
 /// # Panics
-/// For [`WeightGradient::Deferred`], which layers of experts do not have.
+/// For [`WeightGradient::Deferred`] and [`WeightGradient::Replaced`], which layers of experts do not have.
 pub fn lower_expert_backward(
     plan: &ExpertPlan,
     rank: usize,
     gradient: WeightGradient,
     policy: OverlapPolicy,
 ) -> Program {
-    assert_ne!(gradient, WeightGradient::Deferred, "gradients of experts are not deferred");
+    let has_not = matches!(gradient, WeightGradient::Deferred | WeightGradient::Replaced(_));
+    assert!(!has_not, "gradients of experts are neither deferred nor replaced");
     let mut lowering = Lowering::new(&format!("expert {} backward", plan.spec.kind), plan, rank, policy);
     match plan.spec.kind {
         ExpertKind::Dispatch => dispatch(&mut lowering, gradient),
@@ -120,7 +121,7 @@ fn weight_gradient(
 ) {
     let spec = lowering.plan.spec;
     let (name, dtype, role, accumulate) = match gradient {
-        WeightGradient::Frozen | WeightGradient::Deferred => return,
+        WeightGradient::Frozen | WeightGradient::Replaced(_) | WeightGradient::Deferred => return,
         WeightGradient::Written => ("dweight", spec.dtype, BufferRole::Output, Accumulate::Start),
         WeightGradient::Accumulated(dtype) => ("main_grad", dtype, BufferRole::Updated, Accumulate::Continue),
     };

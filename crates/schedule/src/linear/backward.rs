@@ -132,7 +132,9 @@ fn column(lowering: &mut Lowering<'_>, gradient: WeightGradient) {
         input_gradient(lowering, 0, all, weight, dx);
     } else {
         let under = match gradient {
-            WeightGradient::Written | WeightGradient::Accumulated(_) => SpreadUnder::Following,
+            WeightGradient::Written | WeightGradient::Accumulated(_) | WeightGradient::Replaced(_) => {
+                SpreadUnder::Following
+            }
             WeightGradient::Frozen | WeightGradient::Deferred => SpreadUnder::Product,
         };
         let mut sums = ReducedTokens::new(lowering, "dx", features, BufferRole::Output, under);
@@ -293,6 +295,9 @@ fn weight_gradient(
         }
         WeightGradient::Accumulated(dtype) => {
             (dtype, BufferRole::Updated, ["main_grad", "main_grad_bias"], Accumulate::Continue)
+        }
+        WeightGradient::Replaced(dtype) => {
+            (dtype, BufferRole::Updated, ["main_grad", "main_grad_bias"], Accumulate::Start)
         }
     };
     let (rows, columns) = (plan.local_out_features(), plan.local_in_features());

@@ -33,6 +33,8 @@ pub enum WeightGradient {
     Written,
     /// It is added to the updated buffer `main_grad` (and `main_grad_bias`) of this type, in the product's epilogue.
     Accumulated(DType),
+    /// It is written to the updated buffer `main_grad` (and `main_grad_bias`) of this type, over what was there.
+    Replaced(DType),
     /// It is computed later, by [`lower_linear_weight_gradient`], from what the backward leaves for it: outputs that begin with
     /// `kept`.
     Deferred,

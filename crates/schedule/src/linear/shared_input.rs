@@ -237,6 +237,9 @@ fn weight_gradient(
         WeightGradient::Accumulated(dtype) => {
             (dtype, BufferRole::Updated, ["main_grad", "main_grad_bias"], Accumulate::Continue)
         }
+        WeightGradient::Replaced(dtype) => {
+            (dtype, BufferRole::Updated, ["main_grad", "main_grad_bias"], Accumulate::Start)
+        }
     };
     let names = names.map(|name| format!("{name}_{at}"));
     let out = lowering.p.buffer(&names[0], dtype, &[features, plan.spec.in_features], role);
