@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -179,6 +178,42 @@ def test_gradients_are_added_to_each_main_grad(ranks: Ranks, sequence_parallel: 
         ranks.run(accumulated, sequence_parallel, hooks)
 
 
+def delayed(rank: int, sequence_parallel: bool, fused: bool) -> None:
+    """Two micro-batches whose gradients of weights wait, those of biases do not."""
+    case = Case(93, (8, 3), 5, (12, 4, 8))
+    dense, dim = case.dense(True, 2), 0 if sequence_parallel else None
+    shared = layers_of(
+        case,
+        dense,
+        sequence_parallel=sequence_parallel,
+        gradient_accumulation_fusion=fused,
+        delay_wgrad_compute=True,
+    )
+    before = [case.tensor(f"before {rank} {i}", *layer.weight.shape) for i, layer in enumerate(shared.layers)]
+    for layer, start in zip(shared.layers, before, strict=True):
+        layer.weight.main_grad = start.clone()
+    for n in range(2):
+        x = part(dense.x[n], dim).requires_grad_()
+        ys = shared(x)[0]
+        for y, wanted in zip(ys, dense.y[n], strict=True):
+            close(y, part(wanted, -1), "y")
+        torch.autograd.backward(ys, [part(dy, -1) for dy in dense.dy[n]])
+        close(x.grad, part(dense.x[n].grad, dim), "dx")
+    for layer, start, bias in zip(shared.layers, before, dense.biases, strict=True):
+        close(layer.weight.main_grad, start, "main_grad before backward_dw")
+        assert layer.weight.grad is None
+        close(layer.bias.grad, part(bias.grad, 0), "dbias")
+    shared.backward_dw()
+    for layer, start, weight in zip(shared.layers, before, dense.weights, strict=True):
+        close(layer.weight.main_grad if fused else start + layer.weight.grad, start + part(weight.grad, 0), "dweight")
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_gradients_of_all_weights_wait_together(ranks: Ranks, sequence_parallel: bool) -> None:
+    for fused in (False, True):
+        ranks.run(delayed, sequence_parallel, fused)
+
+
 def around_layers(rank: int) -> None:
     """Frozen weights, biases that are not added, and gradients of the input that are not summed."""
     case = Case(92, (5, 2), 9, (8, 12))
@@ -242,8 +277,6 @@ def refused(rank: int, what: str) -> None:
             shared = SharedInputLinear(8, sizes)
             shared.layers[1].weight.data = torch.zeros(2, 8)
             shared(x)
-        case "delayed":
-            SharedInputLinear(8, sizes, config=SimpleNamespace(delay_wgrad_compute=True))
         case "scattered":
             SharedInputLinear(8, sizes, sequence_parallel=True, disable_grad_reduce=True)
 
@@ -260,7 +293,6 @@ def refused(rank: int, what: str) -> None:
         ("types", "main_grad is torch.float32 of one weight and torch.bfloat16 of another"),
         ("shape", "main_grad is [2, 8]; it must be [1, 8]"),
         ("weight", "weight_1 is [2, 8]; this rank's part of the layer has [1, 8]"),
-        ("delayed", "delay_wgrad_compute is not supported by SharedInputLinear"),
         ("scattered", "disable_grad_reduce is for layers without sequence_parallel"),
     ],
 )

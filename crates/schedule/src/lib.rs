@@ -30,7 +30,7 @@ pub use linear::{
     ClockError, GATHER as GATHER_LABEL, InputGradient, REDUCE as REDUCE_LABEL, SharedInput, SimulatedClock,
     WeightGradient, lower_collective, lower_join, lower_linear_backward, lower_linear_forward,
     lower_linear_weight_gradient, lower_normalised_forward, lower_product, lower_shared_input_backward,
-    lower_shared_input_forward, travel_seconds,
+    lower_shared_input_forward, lower_shared_input_weight_gradient, travel_seconds,
 };
 pub use op_cost::OpCost;
 pub use pass_policies::PassPolicies;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -79,10 +80,8 @@ class SharedInputLinear(torch.nn.Module):
             self.add_module(name, layer)
         first = self.layers[0]
         self.sequence_parallel = first.sequence_parallel
-        if first._layer.delayed:
-            raise NotImplementedError("delay_wgrad_compute is not supported by SharedInputLinear; ColumnParallelLinear has it")
         sizes = tuple(size for layer in self.layers for size in layer._layer.out_features)
-        self._layer = dataclasses.replace(first._layer, kind="shared input", out_features=sizes)
+        self._layer = dataclasses.replace(first._layer, kind="shared input", out_features=sizes, waiting=deque())
 
     @property
     def layers(self) -> list[ColumnParallelLinear]:
@@ -95,9 +94,17 @@ class SharedInputLinear(torch.nn.Module):
         weights = [layer.weight for layer in layers]
         biases = [layer.bias for layer in layers if layer.bias is not None]
         rows = input_.reshape(-1, input_.shape[-1])
-        made = product(rows, weights, [] if self.skip_bias_add else biases, self._layer)
+        # Gradients that wait have their biases in PyTorch, so that these ones do not wait.
+        in_engine = not self.skip_bias_add and not self._layer.delayed
+        made = product(rows, weights, biases if in_engine else [], self._layer)
+        if biases and not in_engine and not self.skip_bias_add:
+            made = tuple(y + bias for y, bias in zip(made, biases, strict=True))
         outputs = tuple(y.reshape(-1, *input_.shape[1:-1], y.shape[-1]) for y in made)
         return outputs, tuple(biases) if self.skip_bias_add and biases else None
+
+    def backward_dw(self) -> None:
+        """Computes the gradients of all weights that `delay_wgrad_compute` left for later."""
+        self._layer.backward_dw()
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

@@ -3,13 +3,13 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use counterpoint_plan::{DType, LinearPlan};
-use counterpoint_schedule::{BufferRole, OverlapPolicy, Timeline, lower_linear_weight_gradient};
+use counterpoint_plan::DType;
+use counterpoint_schedule::{BufferRole, Timeline};
 
-use super::layer::{Rank, RankBuffers, prepare};
-use crate::{Backend, ExecError, Group, Machine, Prepared, Ticket};
+use super::layer::{Rank, RankBuffers};
+use crate::{Backend, ExecError, Machine, Prepared, Ticket};
 
-/// Gradients of a layer's weight that wait to be computed.
+/// Gradients of a layer's weight, or of those of layers that share an input, that wait to be computed.
 pub(super) struct Deferred<M: Machine> {
     ranks: Vec<Rank<M>>,
     limit: usize,
@@ -22,16 +22,22 @@ pub(super) struct Deferred<M: Machine> {
 
 /// What one gradient is computed from.
 struct Kept<M: Machine> {
-    x: RankBuffers<M>,
-    dy: RankBuffers<M>,
+    /// The backward's `x` and `dy`, by name.
+    given: Vec<(String, RankBuffers<M>)>,
     /// What the backward has kept, by name.
     kept: Vec<(String, RankBuffers<M>)>,
 }
 
+impl<M: Machine> Kept<M> {
+    fn all(&self) -> impl Iterator<Item = (&str, &RankBuffers<M>)> {
+        self.given.iter().chain(&self.kept).map(|(name, buffers)| (name.as_str(), buffers))
+    }
+}
+
 impl<M: Machine> Deferred<M> {
+    /// A queue of at most `limit` gradients, each of which `ranks` add to a `main_grad` of the type `into`, or write.
     pub(super) fn new(
-        group: &Group<M>,
-        (plan, policy): (&LinearPlan, OverlapPolicy),
+        ranks: impl FnOnce() -> Result<Vec<Rank<M>>, ExecError>,
         into: Option<DType>,
         limit: usize,
     ) -> Result<Self, ExecError> {
@@ -42,9 +48,7 @@ impl<M: Machine> Deferred<M> {
                 format!("a queue {queue} needs a main_grad to add them to; each would replace the last");
             return Err(ExecError::Tensor { name: "dweight".to_owned(), reason });
         }
-        let ranks =
-            prepare(group, plan, policy, |rank| lower_linear_weight_gradient(plan, rank, into, policy))?;
-        Ok(Self { ranks, limit, waiting: VecDeque::new(), free: Vec::new(), current: Vec::new() })
+        Ok(Self { ranks: ranks()?, limit, waiting: VecDeque::new(), free: Vec::new(), current: Vec::new() })
     }
 
     pub(super) fn ranks(&mut self) -> &mut Vec<Rank<M>> {
@@ -92,9 +96,9 @@ impl<M: Machine> Deferred<M> {
     }
 
     /// A backward has run.
-    pub(super) fn push(&mut self, x: &RankBuffers<M>, dy: &RankBuffers<M>) {
+    pub(super) fn push(&mut self, given: Vec<(String, RankBuffers<M>)>) {
         let kept = std::mem::take(&mut self.current);
-        self.waiting.push_back(Kept { x: x.clone(), dy: dy.clone(), kept });
+        self.waiting.push_back(Kept { given, kept });
     }
 
     pub(super) fn flush(&mut self) -> Result<Vec<Timeline>, ExecError> {
@@ -121,10 +125,8 @@ impl<M: Machine> Deferred<M> {
         &mut self,
         streams: Option<&[&Arc<<M::Backend as Backend>::Stream>]>,
     ) -> Result<Option<Vec<Ticket<M::Backend>>>, ExecError> {
-        let Some(Kept { x, dy, kept }) = self.waiting.front() else { return Ok(None) };
-        let given = [("x", x), ("dy", dy)].into_iter();
-        let named: Vec<(&str, &RankBuffers<M>)> =
-            given.chain(kept.iter().map(|(name, buffers)| (name.as_str(), buffers))).collect();
+        let Some(oldest) = self.waiting.front() else { return Ok(None) };
+        let named: Vec<(&str, &RankBuffers<M>)> = oldest.all().collect();
         let ranks: Vec<&Rank<M>> = self.ranks.iter().collect();
         let of_rank = |(index, rank): (usize, &&Rank<M>)| {
             let taken = named.iter().filter(|(name, _)| rank.takes(name));
@@ -138,15 +140,14 @@ impl<M: Machine> Deferred<M> {
     }
 
     fn compute_oldest(&mut self) -> Result<Option<Timeline>, ExecError> {
-        let Some(Kept { x, dy, kept }) = self.waiting.pop_front() else { return Ok(None) };
-        let given = [("x", &x), ("dy", &dy)].into_iter();
-        for (name, buffers) in given.chain(kept.iter().map(|(name, buffers)| (name.as_str(), buffers))) {
+        let Some(oldest) = self.waiting.pop_front() else { return Ok(None) };
+        for (name, buffers) in oldest.all() {
             if self.ranks.iter().all(|rank| rank.takes(name)) {
                 Prepared::bind_ranks(&mut self.ranks, name, buffers)?;
             }
         }
         let timeline = Prepared::run_ranks(&mut self.ranks)?;
-        self.free.push(kept);
+        self.free.push(oldest.kept);
         Ok(Some(timeline))
     }
 }

@@ -5,7 +5,8 @@ use std::sync::Arc;
 use counterpoint_mask::Range;
 use counterpoint_plan::{DType, LinearPlan, TunedPass};
 use counterpoint_schedule::{
-    BufferSpec, OverlapPolicy, Program, Timeline, WeightGradient, lower_linear_backward, lower_linear_forward,
+    BufferSpec, OverlapPolicy, Program, Timeline, WeightGradient, lower_linear_backward,
+    lower_linear_forward, lower_linear_weight_gradient,
 };
 
 use super::deferred::Deferred;
@@ -42,7 +43,7 @@ pub enum LayerGradient {
 }
 
 impl LayerGradient {
-    fn of_backward(self) -> WeightGradient {
+    pub(super) fn of_backward(self) -> WeightGradient {
         match self {
             Self::Frozen => WeightGradient::Frozen,
             Self::Written => WeightGradient::Written,
@@ -177,7 +178,8 @@ impl<M: Machine> LinearLayer<M> {
         let PlannedPasses { forward, backward: PlannedPass { plan, policy } } = passes;
         let deferred = match gradient {
             LayerGradient::Deferred { into, limit } => {
-                Some(Deferred::new(group, (&plan, policy), into, limit)?)
+                let lower = |rank| lower_linear_weight_gradient(&plan, rank, into, policy);
+                Some(Deferred::new(|| prepare(group, &plan, policy, lower), into, limit)?)
             }
             _ => None,
         };
@@ -337,7 +339,7 @@ impl<M: Machine> LinearLayer<M> {
         }
         let timeline = Prepared::run_ranks(&mut self.backward)?;
         if let Some(deferred) = &mut self.deferred {
-            deferred.push(x, dy);
+            deferred.push(vec![("x".to_owned(), x.clone()), ("dy".to_owned(), dy.clone())]);
         }
         Ok(LayerPass { result: Prepared::buffers_of(&self.backward, "dx")?, timeline })
     }

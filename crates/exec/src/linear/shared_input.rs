@@ -4,10 +4,11 @@ use std::sync::Arc;
 
 use counterpoint_plan::{Activations, LinearKind, LinearPlan, LinearSpec, PassOverlap};
 use counterpoint_schedule::{
-    BufferSpec, InputGradient, SharedInput, WeightGradient, lower_shared_input_backward,
-    lower_shared_input_forward,
+    BufferSpec, InputGradient, SharedInput, Timeline, lower_shared_input_backward,
+    lower_shared_input_forward, lower_shared_input_weight_gradient,
 };
 
+use super::deferred::Deferred;
 use super::layer::{
     LayerCall, LayerGradient, LayerPass, NamedBuffers, Rank, RankBuffers, check_present, prepare, tensors_of,
 };
@@ -19,7 +20,7 @@ use crate::{Backend, ExecError, Group, HostTensor, Machine, Prepared, Ticket, Tr
 /// Column-parallel layers of one input, such as q, k and v of an attention, or gate and up of an MLP: `x` is gathered once for all of
 /// them, and what they give to its gradient is added on each rank and summed over ranks once.
 ///
-/// Weights, results and gradients are lists in the order of the layers. Gradients of weights are not deferred.
+/// Weights, results and gradients are lists in the order of the layers.
 pub struct SharedInputLinear<M: Machine> {
     plan: LinearPlan,
     /// Of each layer, its own, for how its tensors lie.
@@ -27,15 +28,15 @@ pub struct SharedInputLinear<M: Machine> {
     gradient: LayerGradient,
     forward: Vec<Rank<M>>,
     backward: Vec<Rank<M>>,
+    deferred: Option<Deferred<M>>,
 }
 
 impl<M: Machine> SharedInputLinear<M> {
     /// Layers from `in_features` to each of `out_features`, those of all ranks, of so many tokens.
     ///
     /// # Errors
-    /// [`ExecError::Tensor`] for no layers, sizes that are 0 or do not divide over the ranks, gradients of weights that are deferred, and
-    /// partial gradients of an input of which every rank has its own tokens; as
-    /// [`LinearLayer::new`](crate::LinearLayer::new).
+    /// [`ExecError::Tensor`] for no layers, sizes that are 0 or do not divide over the ranks, and partial gradients of an input of
+    /// which every rank has its own tokens; as [`LinearLayer::new`](crate::LinearLayer::new).
     pub fn new(
         group: &Group<M>,
         [tokens, in_features]: [usize; 2],
@@ -46,11 +47,6 @@ impl<M: Machine> SharedInputLinear<M> {
         let LinearOptions { activations, has_bias, dtype, gradient, ref overlap } = *options;
         let refused =
             |reason: &str| Err(ExecError::Tensor { name: "layer".to_owned(), reason: reason.to_owned() });
-        if matches!(gradient, LayerGradient::Deferred { .. }) {
-            return refused(
-                "defers gradients of weights, which layers that share an input do not; have them written or added",
-            );
-        }
         if input == InputGradient::Partial && activations == Activations::SequenceParallel {
             return refused(
                 "leaves partial sums of the input's gradient, but under sequence parallelism ranks have their own tokens' alone",
@@ -86,17 +82,19 @@ impl<M: Machine> SharedInputLinear<M> {
             lower_shared_input_forward(SharedInput { plan, outputs: &outputs }, rank, *policy)
         })?;
         let PlannedPass { plan, policy } = &passes.backward;
-        let of_weights = match gradient {
-            LayerGradient::Written => WeightGradient::Written,
-            LayerGradient::Accumulated(dtype) => WeightGradient::Accumulated(dtype),
-            LayerGradient::Replaced(dtype) => WeightGradient::Replaced(dtype),
-            LayerGradient::Frozen | LayerGradient::Deferred { .. } => WeightGradient::Frozen,
+        let shared = SharedInput { plan, outputs: &outputs };
+        let deferred = match gradient {
+            LayerGradient::Deferred { into, limit } => {
+                let lower = |rank| lower_shared_input_weight_gradient(shared, rank, into, *policy);
+                Some(Deferred::new(|| prepare(group, plan, *policy, lower), into, limit)?)
+            }
+            _ => None,
         };
+        let of_weights = gradient.of_backward();
         let backward = prepare(group, plan, *policy, |rank| {
-            let layers = SharedInput { plan, outputs: &outputs };
-            lower_shared_input_backward(layers, rank, (of_weights, input), *policy)
+            lower_shared_input_backward(shared, rank, (of_weights, input), *policy)
         })?;
-        Ok(Self { plan: passes.forward.plan, layers, gradient, forward, backward })
+        Ok(Self { plan: passes.forward.plan, layers, gradient, forward, backward, deferred })
     }
 
     /// How all of them together are split.
@@ -213,8 +211,12 @@ impl<M: Machine> SharedInputLinear<M> {
         if self.plan.spec.has_bias {
             self.check_layers("main_grad's bias", biases.len())?;
         }
-        bind(&mut self.backward, "main_grad", weights)?;
-        bind(&mut self.backward, "main_grad_bias", biases)
+        let ranks = match &mut self.deferred {
+            Some(deferred) => deferred.ranks(),
+            None => &mut self.backward,
+        };
+        bind(ranks, "main_grad", weights)?;
+        bind(ranks, "main_grad_bias", biases)
     }
 
     /// `y` of each layer, in memory that the next forward writes over.
@@ -228,7 +230,7 @@ impl<M: Machine> SharedInputLinear<M> {
     }
 
     /// `dx` of the gradients of all results, and what becomes of those of the weights: `x` is that of the forward, which frozen weights
-    /// have no use for.
+    /// have no use for. Where gradients are deferred, `x` and `dys` must stay as they are until they have been computed.
     ///
     /// # Errors
     /// As [`SharedInputLinear::forward`].
@@ -242,7 +244,14 @@ impl<M: Machine> SharedInputLinear<M> {
             Prepared::bind_ranks(&mut self.backward, "x", x)?;
         }
         bind(&mut self.backward, "dy", dys)?;
+        if let Some(deferred) = &mut self.deferred {
+            deferred.begin(&mut self.backward)?;
+        }
         let timeline = Prepared::run_ranks(&mut self.backward)?;
+        if let Some(deferred) = &mut self.deferred {
+            let dys = dys.iter().enumerate().map(|(at, dy)| (format!("dy_{at}"), dy.clone()));
+            deferred.push(std::iter::once(("x".to_owned(), x.clone())).chain(dys).collect());
+        }
         Ok(LayerPass { result: Prepared::buffers_of(&self.backward, "dx")?, timeline })
     }
 
@@ -273,16 +282,41 @@ impl<M: Machine> SharedInputLinear<M> {
         match call {
             LayerCall::Forward => Ok(&self.forward),
             LayerCall::Backward => Ok(&self.backward),
-            LayerCall::WeightGradient => {
+            LayerCall::WeightGradient => self.deferred.as_ref().map(Deferred::written).ok_or_else(|| {
                 let reason = "these layers were not made for deferred gradients of the weight".to_owned();
-                Err(ExecError::Tensor { name: "dweight".to_owned(), reason })
-            }
+                ExecError::Tensor { name: "dweight".to_owned(), reason }
+            }),
         }
+    }
+
+    /// Backwards whose gradients of the weights wait.
+    pub fn waiting(&self) -> usize {
+        self.deferred.as_ref().map_or(0, Deferred::waiting)
+    }
+
+    /// Computes all gradients of the weights that wait, as [`LinearLayer::flush`](crate::LinearLayer::flush).
+    ///
+    /// # Errors
+    /// As [`LinearLayer::flush`](crate::LinearLayer::flush).
+    pub fn flush(&mut self) -> Result<Vec<Timeline>, ExecError> {
+        self.deferred.as_mut().map_or_else(|| Ok(Vec::new()), Deferred::flush)
+    }
+
+    /// Enqueues them and returns at once, as [`LinearLayer::enqueue_flush`](crate::LinearLayer::enqueue_flush).
+    ///
+    /// # Errors
+    /// As [`LinearLayer::enqueue_flush`](crate::LinearLayer::enqueue_flush).
+    pub fn enqueue_flush(
+        &mut self,
+        streams: Option<&[&Arc<<M::Backend as Backend>::Stream>]>,
+    ) -> Result<Vec<Ticket<M::Backend>>, ExecError> {
+        self.deferred.as_mut().map_or_else(|| Ok(Vec::new()), |deferred| deferred.enqueue(streams))
     }
 
     /// The last gradients of the weights that were written, one a layer; `None` where they are added to something, or there are none.
     pub fn weight_gradients(&self) -> Option<Vec<RankBuffers<M>>> {
-        let of = |at: usize| Prepared::buffers_of(&self.backward, &format!("dweight_{at}")).ok();
+        let ranks = self.deferred.as_ref().map_or(&self.backward[..], Deferred::written);
+        let of = |at: usize| Prepared::buffers_of(ranks, &format!("dweight_{at}")).ok();
         (0..self.layers.len()).map(of).collect()
     }
 

@@ -69,7 +69,10 @@ fn run(options: &LinearOptions, input: InputGradient) -> Run {
     };
     layers.bind_weights(&weights, &biases).unwrap();
     let mut sums = None;
-    if let LayerGradient::Accumulated(_) | LayerGradient::Replaced(_) = options.gradient {
+    if !matches!(
+        options.gradient,
+        LayerGradient::Frozen | LayerGradient::Written | LayerGradient::Deferred { into: None, .. }
+    ) {
         let of_weights = layers.scatter_weights(&tensors(&|out| vec![out, FEATURES], 30)).unwrap();
         let of_biases = match options.has_bias {
             true => layers.scatter_biases(&tensors(&|out| vec![out], 40)).unwrap(),
@@ -82,6 +85,10 @@ fn run(options: &LinearOptions, input: InputGradient) -> Run {
     let y = layers.forward(&x).unwrap();
     let dys = layers.scatter_outputs(&tensors(&|out| vec![TOKENS, out], 50)).unwrap();
     let dx = layers.backward(&x, &dys).unwrap().result;
+    assert_eq!(
+        layers.flush().unwrap().len(),
+        usize::from(matches!(options.gradient, LayerGradient::Deferred { .. }))
+    );
     let all = |parts: &[RankBuffers<CpuMachine>], are_columns: bool| -> Vec<Vec<f64>> {
         parts.iter().map(|parts| joined(&layers.download(parts).unwrap(), are_columns)).collect()
     };
@@ -110,7 +117,9 @@ fn check(run: &Run, options: &LinearOptions, input: InputGradient, words: &str) 
         dx.iter_mut().zip(given).for_each(|(dx, given)| *dx += given);
         let mut dweight =
             product([out, TOKENS, FEATURES], |i, k| dy[k * out + i], |k, j| x[k * FEATURES + j]);
-        if let LayerGradient::Accumulated(_) = options.gradient {
+        if let LayerGradient::Accumulated(_) | LayerGradient::Deferred { into: Some(_), .. } =
+            options.gradient
+        {
             let before = whole(&[out, FEATURES], 30 + at).to_f64();
             dweight.iter_mut().zip(before).for_each(|(sum, before)| *sum += before);
         }
@@ -139,6 +148,8 @@ fn layers_are_what_they_are_alone() {
         LayerGradient::Written,
         LayerGradient::Accumulated(DType::F32),
         LayerGradient::Replaced(DType::F32),
+        LayerGradient::Deferred { into: None, limit: 1 },
+        LayerGradient::Deferred { into: Some(DType::F32), limit: 2 },
     ];
     for gradient in gradients {
         for activations in [Activations::Replicated, Activations::SequenceParallel] {
@@ -183,6 +194,47 @@ fn one_sum_serves_all_layers() {
     assert_eq!(collectives(InputGradient::Partial), [0, 0]);
 }
 
+/// Queues hold as many backwards as they may, what each has gathered included, and add all of them in the end.
+#[test]
+fn gradients_of_all_layers_wait_together() {
+    for activations in [Activations::Replicated, Activations::SequenceParallel] {
+        for (limit, waiting) in [(1, [1, 1, 1, 1]), (2, [1, 2, 2, 2]), (0, [1, 2, 3, 4])] {
+            let gradient = LayerGradient::Deferred { into: Some(DType::F32), limit };
+            let options = options(gradient, activations, false, "concurrent");
+            let group = Group::local(RANKS, WorldConfig { poison: true, ..WorldConfig::default() }).unwrap();
+            let new = SharedInputLinear::<CpuMachine>::new;
+            let mut layers =
+                new(&group, [TOKENS, FEATURES], &OUTPUTS, &options, InputGradient::Summed).unwrap();
+            let of_weights = |seed: usize| OUTPUTS.map(|out| whole(&[out, FEATURES], seed + out));
+            let weights = layers.scatter_weights(&of_weights(1)).unwrap();
+            layers.bind_weights(&weights, &[]).unwrap();
+            let main_grads = layers.scatter_weights(&of_weights(2)).unwrap();
+            layers.bind_main_grads(&main_grads, &[]).unwrap();
+            let mut wanted = of_weights(2).map(|before| before.to_f64());
+            for (batch, waiting) in waiting.into_iter().enumerate() {
+                let x = whole(&[TOKENS, FEATURES], 3 + batch);
+                let dys = OUTPUTS.map(|out| whole(&[TOKENS, out], 5 + batch + out));
+                let (x_parts, dy_parts) =
+                    (layers.scatter_input(&x).unwrap(), layers.scatter_outputs(&dys).unwrap());
+                layers.backward(&x_parts, &dy_parts).unwrap();
+                assert_eq!(layers.waiting(), waiting, "limit {limit}, batch {batch}");
+                let x = x.to_f64();
+                for ((wanted, dy), out) in wanted.iter_mut().zip(&dys).zip(OUTPUTS) {
+                    let dy = dy.to_f64();
+                    let added =
+                        product([out, TOKENS, FEATURES], |i, k| dy[k * out + i], |k, j| x[k * FEATURES + j]);
+                    wanted.iter_mut().zip(added).for_each(|(sum, added)| *sum += added);
+                }
+            }
+            layers.enqueue_flush(None).unwrap().iter().for_each(|ticket| ticket.wait().unwrap());
+            assert_eq!(layers.waiting(), 0);
+            for (parts, wanted) in main_grads.iter().zip(&wanted) {
+                assert_eq!(&joined(&layers.download(parts).unwrap(), false), wanted, "limit {limit}");
+            }
+        }
+    }
+}
+
 #[test]
 fn what_cannot_be_is_refused() {
     let group = Group::local(RANKS, WorldConfig::default()).unwrap();
@@ -198,8 +250,8 @@ fn what_cannot_be_is_refused() {
     assert!(told(&[6, 7], written, replicated, summed).contains("out_features is"));
     assert!(told(&[6, 0], written, replicated, summed).contains("out_features is 0"));
     assert!(told(&[], written, replicated, summed).contains("out_features is 0"));
-    let deferred = LayerGradient::Deferred { into: None, limit: 1 };
-    assert!(told(&[6], deferred, replicated, summed).contains("defers"));
+    let deferred = LayerGradient::Deferred { into: None, limit: 2 };
+    assert!(told(&[6], deferred, replicated, summed).contains("needs a main_grad"));
     let partial = InputGradient::Partial;
     assert!(told(&[6], written, Activations::SequenceParallel, partial).contains("sequence parallelism"));
     let mut layers = made(&[6, 3], written, replicated, summed).ok().unwrap();

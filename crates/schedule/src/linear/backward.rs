@@ -89,7 +89,7 @@ pub fn lower_linear_weight_gradient(
 
 /// The gathered tokens that a deferred gradient of the weight needs: of a column-parallel layer `[tokens, in_features]`, of a
 /// row-parallel one, whose own tokens are where they were, the others' in a buffer for every group, its number behind the name.
-const KEPT: &str = "kept";
+pub(super) const KEPT: &str = "kept";
 
 /// Of the rank's `x` and `dy`.
 struct Shapes {

@@ -21,7 +21,10 @@ pub use clock::{ClockError, SimulatedClock, travel_seconds};
 pub(crate) use exchange::leaves_workers;
 pub use forward::{lower_linear_forward, lower_normalised_forward};
 pub use parts::{GATHER, REDUCE, lower_collective, lower_join, lower_product};
-pub use shared_input::{InputGradient, SharedInput, lower_shared_input_backward, lower_shared_input_forward};
+pub use shared_input::{
+    InputGradient, SharedInput, lower_shared_input_backward, lower_shared_input_forward,
+    lower_shared_input_weight_gradient,
+};
 
 /// What becomes of the gradient of the weight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]

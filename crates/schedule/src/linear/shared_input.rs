@@ -5,7 +5,7 @@ use counterpoint_plan::{Activations, DType, LinearPlan};
 use serde::{Deserialize, Serialize};
 
 use super::WeightGradient;
-use super::backward::gather_all;
+use super::backward::{KEPT, gather_all};
 use super::exchange::{GatheredTokens, Lowering, leaves_workers};
 use super::forward::group_rows;
 use super::reduced::{ReducedTokens, SpreadUnder};
@@ -91,10 +91,11 @@ pub fn lower_shared_input_forward(layers: SharedInput<'_>, rank: usize, policy: 
 
 /// Lowers one rank's backward of layers that share `x`: inputs `dy_0`, `weight_0` and so on and, unless weights are frozen, `x`; outputs
 /// `dx`, the sum of what all layers give, and of each layer what `gradient` says, by its number (`dweight_0`, `dbias_0`, or `main_grad_0`
-/// and `main_grad_bias_0`). What layers give is added on each rank in a type in which sums lose nothing, and summed over ranks once.
+/// and `main_grad_bias_0`, or `kept` under sequence parallelism where they are deferred). What layers give is added on each rank in a type
+/// in which sums lose nothing, and summed over ranks once.
 ///
 /// # Panics
-/// For [`WeightGradient::Deferred`], and for [`InputGradient::Partial`] under sequence parallelism.
+/// For [`InputGradient::Partial`] under sequence parallelism.
 pub fn lower_shared_input_backward(
     layers: SharedInput<'_>,
     rank: usize,
@@ -102,11 +103,6 @@ pub fn lower_shared_input_backward(
     policy: OverlapPolicy,
 ) -> Program {
     let plan = layers.plan;
-    assert_ne!(
-        gradient,
-        WeightGradient::Deferred,
-        "gradients of layers that share an input are not deferred"
-    );
     let is_partial = input == InputGradient::Partial;
     let sequence_parallel = plan.spec.activations == Activations::SequenceParallel;
     assert!(!(is_partial && sequence_parallel), "each rank has its own tokens' gradients only");
@@ -118,7 +114,7 @@ pub fn lower_shared_input_backward(
     for (at, &features) in layers.outputs.iter().enumerate() {
         let dy = lowering.input(&format!("dy_{at}"), &[tokens, features]);
         let weight = lowering.input(&format!("weight_{at}"), &[features, columns]);
-        parts.push(Part { at, features, dy, weight });
+        parts.push(Part { features, dy, weight });
     }
     let is_frozen = gradient == WeightGradient::Frozen;
     let local = lowering.local_tokens();
@@ -132,7 +128,8 @@ pub fn lower_shared_input_backward(
     if plan.tp_size == 1 || is_partial {
         alone(&mut lowering, &parts);
     } else {
-        let under = if is_frozen { SpreadUnder::Product } else { SpreadUnder::Following };
+        let follows = !matches!(gradient, WeightGradient::Frozen | WeightGradient::Deferred);
+        let under = if follows { SpreadUnder::Following } else { SpreadUnder::Product };
         let mut reduced = ReducedTokens::new(&mut lowering, "dx", columns, BufferRole::Output, under);
         let share_dtype = sum_dtype(&lowering, &parts);
         for group in 0..plan.groups() {
@@ -154,7 +151,9 @@ pub fn lower_shared_input_backward(
     }
     if let Some(x) = inputs {
         let blocks = x.enter(&mut lowering);
-        parts.iter().for_each(|part| weight_gradient(&mut lowering, gradient, &blocks, part));
+        for (at, part) in parts.iter().enumerate() {
+            weight_gradient(&mut lowering, gradient, &blocks, at, (part.features, part.dy));
+        }
     }
     if let Some(sums) = sums {
         sums.finish(&mut lowering);
@@ -162,9 +161,33 @@ pub fn lower_shared_input_backward(
     lowering.p.finish()
 }
 
+/// Lowers one rank's gradients of the weights, left out by a backward under [`WeightGradient::Deferred`]: inputs are that backward's
+/// `dy_0` and so on, and its `x` or what it has `kept` of it. `main_grad` is the type of what is added to, `None` to write `dweight_0`
+/// and so on.
+pub fn lower_shared_input_weight_gradient(
+    layers: SharedInput<'_>,
+    rank: usize,
+    main_grad: Option<DType>,
+    policy: OverlapPolicy,
+) -> Program {
+    let plan = layers.plan;
+    let mut p = ProgramBuilder::new("shared input weight gradient", rank, plan.tp_size, policy);
+    let compute = p.stream("compute", StreamKind::Compute);
+    let mut lowering = Lowering { p, plan, rank, compute };
+    let gradient = main_grad.map_or(WeightGradient::Written, WeightGradient::Accumulated);
+    let (tokens, columns) = (plan.spec.tokens, plan.spec.in_features);
+    let name = if lowering.gathers() { KEPT } else { "x" };
+    let x = lowering.input(name, &[tokens, columns]);
+    let x = lowering.whole(x, tokens);
+    for (at, &features) in layers.outputs.iter().enumerate() {
+        let dy = lowering.input(&format!("dy_{at}"), &[tokens, features]);
+        weight_gradient(&mut lowering, gradient, &x, at, (features, dy));
+    }
+    lowering.p.finish()
+}
+
 /// One of the layers.
 struct Part {
-    at: usize,
     features: usize,
     dy: BufferId,
     weight: BufferId,
@@ -226,7 +249,8 @@ fn weight_gradient(
     lowering: &mut Lowering<'_>,
     gradient: WeightGradient,
     x: &[RowBlock],
-    &Part { at, features, dy, .. }: &Part,
+    at: usize,
+    (features, dy): (usize, BufferId),
 ) {
     let plan = lowering.plan;
     let (dtype, role, names, accumulate) = match gradient {
