@@ -1,4 +1,4 @@
-//! The speed of the CPU's attention kernels beside that of matrix products, checked.
+//! The speed of the CPU's attention kernels compared with that of matrix products, checked.
 
 use std::time::Instant;
 

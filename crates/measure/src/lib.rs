@@ -1,4 +1,4 @@
-//! How long things take, always on results that are checked: the CPU's kernels beside matrix products, what work costs on this machine,
+//! How long things take, always on results that are checked: the CPU's kernels and matrix products, what work costs on this machine,
 //! and linear layers, their parts and collectives on the ranks of any [`Machine`](counterpoint_exec::Machine).
 //!
 //! [`calibrate`] fills a cost model for the CPU, [`MeasuredClock`] gives the search for a layer's groups its times.

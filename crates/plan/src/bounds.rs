@@ -1,4 +1,4 @@
-//! A plan's traffic beside the least that is possible and beside ring attention, all-gather and Ulysses.
+//! A plan's traffic compared with the lower bound, ring attention, all-gather and Ulysses.
 
 use counterpoint_mask::Mask;
 use serde::{Deserialize, Serialize};

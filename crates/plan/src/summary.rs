@@ -1,4 +1,4 @@
-//! The JSON of `counterpoint plan --json`: areas, rows sent and received, and traffic beside other methods.
+//! The JSON of `counterpoint plan --json`: areas, rows sent and received, and traffic compared with other methods.
 
 use counterpoint_mask::Mask;
 use serde::{Deserialize, Serialize};

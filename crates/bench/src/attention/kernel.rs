@@ -1,4 +1,4 @@
-//! The CPU's attention kernels on masks of every kind, beside the rate of the matrix product that they are made of.
+//! The CPU's attention kernels on masks of every kind, compared with the rate of the matrix product that they are made of.
 
 use counterpoint_console::{
     CliError, Progress, arguments::dtype_name, device, input::random_inputs, mask_argument,

@@ -1,4 +1,4 @@
-//! `bench cp --step`: whole steps, enqueued operation by operation beside replayed as a CUDA graph.
+//! `bench cp --step`: whole steps, enqueued operation by operation, compared with replayed as a CUDA graph.
 
 use crate::gpu::StepBench;
 use counterpoint_console::{

@@ -1,4 +1,4 @@
-//! Rows of `bench gemm-collective`: ours beside cuBLASLt and NCCL one after the other, and what to read from them.
+//! Rows of `bench gemm-collective`: ours compared with cuBLASLt and NCCL one after the other, and what to read from them.
 
 use crate::gpu::GemmCollectiveTimes;
 use counterpoint_exec::GemmCollectiveSpec;

@@ -1,4 +1,4 @@
-//! Rows of `bench tp`: a pass under a policy beside its sequential and its ideal time.
+//! Rows of `bench tp`: a pass under a policy, compared with its sequential and its ideal time.
 
 use counterpoint_plan::{Activations, LinearKind};
 use counterpoint_report::{Column, Statistics};

@@ -1,4 +1,4 @@
-//! A command line that the parser refuses, told as one sentence like every other error.
+//! A command line that the parser refuses, printed as one sentence like every other error.
 
 use counterpoint_console::CliError;
 

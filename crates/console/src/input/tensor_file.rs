@@ -1,4 +1,4 @@
-//! Safetensors files, read row by row by the ranks that need the rows, and told apart by samples of their bytes.
+//! Safetensors files, read row by row by the ranks that need the rows, and distinguished by samples of their bytes.
 
 use std::collections::BTreeMap;
 use std::fs::File;

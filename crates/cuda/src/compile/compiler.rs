@@ -1,4 +1,4 @@
-//! Which NVRTC is used, remembered beside the cache so that cached kernels need not open it.
+//! Which NVRTC is used, remembered in the cache's folder so that cached kernels need not open it.
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -1,4 +1,4 @@
-//! The launcher of `foreign_meeting.cuh`: a stand-in for NCCL's kernels beside ours, for tests of deadlock.
+//! The launcher of `foreign_meeting.cuh`: a stand-in for NCCL's kernels that run concurrently with ours, for tests of deadlock.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! Cost models of GPUs that nobody calibrated, scaled from an H200 by SMs, and of ranks that share a GPU.
+//! Cost models of GPUs that were not calibrated, scaled from an H200 by SMs, and of ranks that share a GPU.
 
 use counterpoint_plan::{CostModel, Link, TileCosts, WorkerSharing};
 

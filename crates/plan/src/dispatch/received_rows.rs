@@ -1,4 +1,4 @@
-//! Key rows that travel under a dispatch, before any plan is made of it.
+//! Key rows that a dispatch communicates, before any plan is made of it.
 
 use counterpoint_mask::Range;
 

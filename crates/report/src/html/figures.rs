@@ -1,4 +1,4 @@
-//! The sections of the report's page but the ranks': headline figures, traffic beside ring and all-gather, errors, timelines.
+//! The sections of the report's page but the ranks': headline figures, traffic compared with ring and all-gather, errors, timelines.
 
 use std::fmt::Write;
 

@@ -1,4 +1,4 @@
-//! How many SMs a collective takes from a product beside it, measured for `doctor --calibrate`.
+//! How many SMs a collective takes from a concurrent product, measured for `doctor --calibrate`.
 
 use std::time::Duration;
 

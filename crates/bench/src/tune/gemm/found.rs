@@ -1,4 +1,4 @@
-//! What `tune gemm` found for a product: the groups of every search and policy, told and kept.
+//! What `tune gemm` found for a product: the groups of every search and policy, printed and kept.
 
 use counterpoint_console::{
     self as console, CliError, Schema, arguments::dtype_name, output::shown, tuned::TunedFile,

@@ -1,4 +1,4 @@
-//! CUDA IPC, the sender's side: memory, events and patterns that peers have been told of, each once.
+//! CUDA IPC, the sender's side: memory, events and patterns that peers have been sent, each once.
 
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
