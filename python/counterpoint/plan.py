@@ -100,6 +100,8 @@ class Plan:
 
     def _bound_to(self, group: _Group) -> Plan:
         self._group, self._rank = group, group._native.rank
+        # Counted here: inside `torch.compile` they cannot be (`cached_property` of Python 3.10 and 3.11 takes a lock).
+        _ = self.q_rows, self.k_rows
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -185,3 +185,9 @@ def test_a_gpu_that_is_not_there_is_one_sentence() -> None:
         pytest.skip("there is a GPU")
     with pytest.raises(cp.DeviceError, match=f"device is cuda:0, and PyTorch {torch.__version__.split('+')[0]}.* finds no GPU"):
         cp.LocalGroup(1, device="cuda:0")
+
+
+def test_rows_are_counted_before_a_compiler_sees_the_plan(group) -> None:
+    """`cached_property` of Python 3.10 and 3.11 takes a lock, which `torch.compile` knows nothing of."""
+    plan = group.plan(cp.Mask.causal(64), heads=1, head_dim=8, dtype="float32")
+    assert {"q_rows", "k_rows"} <= vars(plan).keys()

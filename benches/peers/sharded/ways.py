@@ -1,5 +1,7 @@
 """Ways to compute attention on rows that are sharded over ranks: q, k, v [tokens of a rank, heads, dim] to out."""
 
+from contextlib import nullcontext
+
 from common.pytorch import dist, torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -61,9 +63,9 @@ def gather_heads(x):
 
 
 def attention(q, k, v, causal):
-    """cuDNN on [rows, heads, dim]."""
+    """cuDNN on [rows, heads, dim]; on the CPU what there is."""
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if q.is_cuda else nullcontext():
         out = functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
     return out.squeeze(0).transpose(0, 1)
 

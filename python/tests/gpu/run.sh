@@ -1,19 +1,36 @@
 #!/usr/bin/env bash
-# Runs the Python package's GPU tests, and its benchmark, on a machine with a GPU, from a wheel and the command line of the same build:
+# Runs the Python package's GPU tests and benchmarks on a machine with GPUs, from a wheel and the command line of the same build:
 #
-#   python/tests/gpu/run.sh WHEEL COUNTERPOINT [tests|bench|bench=host,rates,fresh,masks]...
+#   python/tests/gpu/run.sh [--out FOLDER] WHEEL COUNTERPOINT [PART]...
 #
-# The machine needs python3 with PyTorch and pytest; nothing is built or fetched. Kernels are compiled first, side by side. What fails does
-# not keep the rest from running; the exit status says whether something did. The benchmark's table comes last.
+# With one GPU, in about 5 minutes (what runs without parts):
+#   tests             all tests; those that need two GPUs are skipped where there is one
+#   bench[=PARTS]     python/benches/attention.py: all of it, or of host,rates,fresh,masks
+# With two and more, a rank each under torchrun, in about 5 minutes together:
+#   ranks             tests of ranks with GPUs of their own
+#   training[=STEPS]  python/benches/training.py: loss curves of all ways to share a small Llama out
+#   cp[=OPTIONS]      python/benches/context_parallel.py, beside the command line and PyTorch's ways; such as cp=--tokens=8192
+#   tp                python/benches/tensor_parallel.py, beside Megatron's way and async-TP
+#
+# The machine needs python3 with PyTorch and pytest, `training` transformers too; nothing is built or fetched. What fails or takes too long
+# does not keep the rest from running; the exit status says whether something did. Tables come last. FOLDER gets results as JSON.
 set -uo pipefail
+out=
+if [ "$1" = --out ]; then
+    mkdir -p "$2"
+    out=$(readlink -f "$2")
+    shift 2
+fi
 wheel=$(readlink -f "$1") counterpoint=$(readlink -f "$2")
 shift 2
 parts=${*:-tests bench}
 here=$(cd "$(dirname "$0")" && pwd)
+benches=$here/../../benches
 site=$(mktemp -d)
 trap 'rm -rf "$site"' EXIT
 python3 -m pip install --quiet --no-index --no-deps --no-compile --disable-pip-version-check --target "$site" "$wheel" || exit 2
-export PYTHONPATH=$site PYTHONUNBUFFERED=1
+# No multicast object is made, which a host may not allow.
+export PYTHONPATH=$site PYTHONUNBUFFERED=1 OMP_NUM_THREADS=4 NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1
 cd "$site" || exit 2
 status=0
 step() {
@@ -43,15 +60,36 @@ torch.cuda.synchronize()
     for id in "${ids[@]}"; do wait "$id" || failed=1; done
     return $failed
 }
-step "kernels" warm
+tests() { # SECONDS FILES...
+    timeout "$1" python3 -m pytest -q --durations=8 --tb=short -p no:cacheprovider "${@:2}"
+}
+launched() { # SECONDS SCRIPT ARGUMENTS...: tables go to a file, and are shown at the end
+    local limit=$1 script=$2
+    timeout -k 10 "$((limit + 100))" python3 -m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node "$gpus" "$benches/$script.py" \
+        --seconds "$limit" ${out:+--out "$out"} "${@:3}" >"$site/$script.txt"
+}
+case " $parts " in *" tests "* | *" bench"*) step "kernels" warm ;; esac
+gpus=$(python3 -c 'import torch; print(torch.cuda.device_count())')
 for part in $parts; do
+    options=${part#*=}
     case $part in
-    tests) step "tests" timeout 240 python3 -m pytest -q --durations=8 --tb=short -p no:cacheprovider "$here" ;;
-    bench) step "benchmark" timeout 200 python3 "$here/../../benches/attention.py" --counterpoint "$counterpoint" ;;
-    bench=*)
-        step "benchmark" timeout 200 python3 "$here/../../benches/attention.py" --counterpoint "$counterpoint" --only "${part#bench=}"
-        ;;
+    tests) step "tests" tests 300 "$here" ;;
+    ranks) step "ranks" tests 150 "$here/test_gpu_ranks.py" ;;
+    training) step "training" launched 80 training ;;
+    training=*) step "training" launched 80 training --steps "$options" ;;
+    cp) step "context parallel" launched 100 context_parallel --counterpoint "$counterpoint" ;;
+    # shellcheck disable=SC2086
+    cp=*) step "context parallel" launched 100 context_parallel --counterpoint "$counterpoint" $options ;;
+    tp) step "tensor parallel" launched 45 tensor_parallel ;;
+    bench) step "benchmark" timeout 200 python3 "$benches/attention.py" --counterpoint "$counterpoint" ;;
+    bench=*) step "benchmark" timeout 200 python3 "$benches/attention.py" --counterpoint "$counterpoint" --only "$options" ;;
     *) echo "no part $part"; exit 2 ;;
     esac
+done
+for script in training context_parallel tensor_parallel; do
+    if [ -s "$site/$script.txt" ]; then
+        echo
+        cat "$site/$script.txt"
+    fi
 done
 exit $status
