@@ -12,6 +12,7 @@ mod fresh_masks;
 mod gemm;
 mod gemm_collective;
 pub mod gpu;
+mod hidden;
 mod masks;
 mod moe;
 mod plan;

@@ -4,6 +4,24 @@
 /// Of the time with nothing side by side: where less can be hidden, a share of it says nothing.
 pub(crate) const LEAST_HIDEABLE: f64 = 0.01;
 
+/// An efficiency that is known less well is no figure.
+pub(crate) const LARGEST_NOISE: f64 = 0.2;
+
+/// An efficiency, unless it is known less well than a figure must be.
+pub(crate) fn figure(efficiency: Option<f64>, noise: Option<f64>) -> Option<f64> {
+    efficiency.filter(|_| noise.is_some_and(|noise| noise <= LARGEST_NOISE))
+}
+
+/// An efficiency in a table: `not known` where only its noise is, and a dash where there is none.
+pub(crate) fn efficiency_text(efficiency: Option<f64>, noise: Option<f64>) -> String {
+    match (efficiency, noise) {
+        (Some(efficiency), Some(noise)) if noise >= 0.005 => format!("{efficiency:.2}±{noise:.2}"),
+        (Some(efficiency), _) => format!("{efficiency:.2}"),
+        (None, Some(_)) => "not known".to_owned(),
+        (None, None) => "–".to_owned(),
+    }
+}
+
 /// Which of `count` ways runs in each turn of a round.
 pub(crate) fn turns(round: usize, count: usize) -> impl Iterator<Item = usize> {
     let forwards = round.is_multiple_of(2);
@@ -41,6 +59,15 @@ mod tests {
         }
         assert_eq!(turns(7, 1).collect::<Vec<_>>(), [0]);
         assert_eq!(turns(7, 0).count(), 0);
+    }
+
+    #[test]
+    fn an_efficiency_that_is_not_known_is_no_figure() {
+        let told = |efficiency, noise| efficiency_text(figure(efficiency, noise), noise);
+        assert_eq!(told(Some(0.93), Some(0.2)), "0.93±0.20");
+        assert_eq!(told(Some(0.93), Some(0.21)), "not known");
+        assert_eq!(told(Some(0.0), Some(0.0)), "0.00");
+        assert_eq!(told(None, None), "–");
     }
 
     #[test]

@@ -20,10 +20,14 @@ Every case first runs with nothing side by side, in one group: its parts are wha
 the others are judged by. The ideal hides all that can be hidden: of a forward
 whichever of products and communication is shorter, of a column-parallel backward
 the sums of dx under the gradient of the weight. Efficiency is how much of the
-way from sequential to ideal a policy comes; one that is not known to 0.2 is not
-printed. `hidden` is the share of the communication that runs under computation. Results are compared with f64 on a
-sample of elements, and their bits with those of the sequential run; a row that is
-wrong is not printed, and the exit status is 1.
+way from sequential to ideal a policy comes, and speedup the sequential pass over
+this one. `hidden` is the share of the communication that runs under computation,
+1 - exposed / communication; of a fused pass, whose kernels send as they multiply,
+by what it is shorter than the sequential one. Efficiencies and hidden shares that
+are not known to 0.2 are not printed.
+
+Results are compared with f64 on a sample of elements, and their bits with those of
+the sequential run; a row that is wrong is not printed, and the exit status is 1.
 
 --peers wants a python3 with PyTorch and GPUs, and times torch.mm with NCCL's
 collectives as Megatron-LM does, and PyTorch's fused operators, in processes with

@@ -294,7 +294,7 @@ impl Case {
             "traffic": self.traffic,
             "sequential_seconds": hiding.map(|hiding| hiding.sequential),
             "hideable_seconds": hiding.map(|hiding| hiding.hideable),
-            "overlap_efficiency": hiding.map(|hiding| hiding.efficiency()),
+            "overlap_efficiency": hiding.and_then(|hiding| hiding.efficiency()),
             // To which the time that is hidden is known.
             "overlap_noise_seconds": hiding.map(|hiding| hiding.noise),
             // Of a run with time stamps, which a single hardware queue is held up by.

@@ -3,7 +3,7 @@
 use counterpoint_report::{Statistics, format_seconds};
 use counterpoint_schedule::Timeline;
 
-use crate::turns::{LEAST_HIDEABLE, noise, saved};
+use crate::turns::{LARGEST_NOISE, LEAST_HIDEABLE, figure, noise, saved};
 
 /// What can be hidden of a pass, and what is.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -32,9 +32,9 @@ impl Hiding {
         (hideable > LEAST_HIDEABLE * sequential).then_some(Self { sequential, hideable, saved, noise })
     }
 
-    /// The part of what can be hidden that is.
-    pub(super) fn efficiency(&self) -> f64 {
-        self.saved / self.hideable
+    /// The part of what can be hidden that is, where it is known well enough to be a figure.
+    pub(super) fn efficiency(&self) -> Option<f64> {
+        figure(Some(self.saved / self.hideable), Some(self.noise / self.hideable))
     }
 
     /// In words. A share is one where it is known to less than the whole, and where it can be one.
@@ -43,10 +43,12 @@ impl Hiding {
         let [sequential, of, by, noise_text] = [sequential, hideable, saved.abs(), noise].map(format_seconds);
         let found = if noise > hideable {
             format!("how much of {of} of communication is hidden cannot be told from noise, {noise_text}")
-        } else if self.efficiency() < -1.0 {
+        } else if saved < -hideable {
             format!("of {of} of communication nothing hidden, and {by} more")
-        } else if self.efficiency() > 2.0 {
+        } else if saved > 2.0 * hideable {
             format!("{by} less, more than {of} of communication explain")
+        } else if noise > LARGEST_NOISE * hideable {
+            format!("how much of {of} of communication is hidden is known to {noise_text} only")
         } else {
             let [share, to] = [saved, noise].map(|seconds| 100.0 * seconds / hideable);
             format!("of {of} of communication {share:.0} % hidden, to {to:.0} %")
@@ -69,6 +71,9 @@ mod tests {
         // -3064 %, by ranks that start at unlike times.
         let told = text(-613e-6, 400e-6);
         assert!(!told.contains('%') && told.ends_with("cannot be told from noise, 400 us"), "{told}");
+        assert!(text(15e-6, 5e-6).ends_with("is known to 5.00 us only"), "{}", text(15e-6, 5e-6));
+        let efficiency = |noise| Hiding { noise, ..HIDING }.efficiency();
+        assert_eq!((efficiency(2e-6), efficiency(5e-6)), (Some(0.75), None));
         // What is no noise is told as what it is.
         assert!(text(-60e-6, 5e-6).ends_with("nothing hidden, and 60.0 us more"));
         assert!(text(60e-6, 5e-6).ends_with("60.0 us less, more than 20.0 us of communication explain"));

@@ -18,7 +18,8 @@ use counterpoint_schedule::{OverlapPolicy, RankTransport, StartOrder, Timeline, 
 
 use super::row::{Parts, Row};
 use crate::arguments::{BenchMoeArguments, BenchTpPass};
-use crate::turns::turns;
+use crate::hidden::Hidden;
+use crate::turns::{figure, turns};
 
 /// Rows and columns of each result of a rank that are compared with f64.
 const SAMPLED: usize = 32;
@@ -213,7 +214,8 @@ impl Case<'_> {
         let seconds = |way: &Way<M>| -> Vec<f64> { way.runs[at][1].iter().map(Timeline::duration).collect() };
         let (statistics, sequential) = (Statistics::of(&seconds(way))?, Statistics::of(&seconds(plain))?);
         let parts = Parts::of(&plain.runs[at][0]);
-        let overlap = way.runs[at][0].last()?.overlap();
+        let hidden = Hidden::of(&way.runs[at][0])?;
+        let hidden_noise = hidden.share().map(|_| hidden.noise);
         let ExpertPass { policy, groups } = match pass {
             BenchTpPass::Forward => way.passes.forward,
             BenchTpPass::Backward => way.passes.backward,
@@ -240,8 +242,8 @@ impl Case<'_> {
             computation_seconds: parts.computation,
             communication_seconds: parts.communication,
             of_longer: statistics.median / parts.longer(),
-            hidden: (overlap.communication_seconds > 0.0)
-                .then(|| 1.0 - overlap.exposed_seconds / overlap.communication_seconds),
+            hidden: figure(hidden.share(), hidden_noise),
+            hidden_noise,
             wrong: way.checked.clone().err(),
         })
     }

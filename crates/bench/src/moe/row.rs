@@ -5,6 +5,7 @@ use counterpoint_schedule::{SpanKind, Timeline};
 use serde::Serialize;
 
 use crate::arguments::BenchTpPass;
+use crate::turns::efficiency_text;
 
 /// One pass of one layer in one way.
 #[derive(Clone, Debug, Serialize)]
@@ -34,8 +35,11 @@ pub(super) struct Row {
     pub(super) communication_seconds: f64,
     /// The pass over the longer of both.
     pub(super) of_longer: f64,
-    /// The share of the communication that ran under computation: `1 - exposed / total`.
+    /// The share of the communication that ran under computation: `1 - exposed / communication`; `None` where there is none, or where it is
+    /// not known well enough.
     pub(super) hidden: Option<f64>,
+    /// To how much that is known: twice its standard error.
+    pub(super) hidden_noise: Option<f64>,
     #[serde(skip)]
     pub(super) wrong: Option<String>,
 }
@@ -50,7 +54,7 @@ pub(super) const COLUMNS: [Column; 10] = [
     Column::number("computed", 4).wide(9),
     Column::number("sent", 4).wide(9),
     Column::number("of longer", 1),
-    Column::number("hidden", 1),
+    Column::number("hidden", 1).wide(9),
 ];
 
 impl Row {
@@ -70,7 +74,7 @@ impl Row {
             us(self.computation_seconds),
             us(self.communication_seconds),
             format!("{:.2}", self.of_longer),
-            self.hidden.map_or_else(|| "–".to_owned(), |hidden| format!("{hidden:.2}")),
+            efficiency_text(self.hidden, self.hidden_noise),
         ]
     }
 }

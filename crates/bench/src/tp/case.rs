@@ -14,7 +14,7 @@ use counterpoint_exec::{
 use counterpoint_plan::{CostModel, LinearMachine, LinearPlan, LinearSpec, TunedHere, WaveGroups};
 use counterpoint_reference::{LinearSample, check_linear_part};
 use counterpoint_report::Statistics;
-use counterpoint_schedule::{OverlapPolicy, StartOrder, WeightGradient};
+use counterpoint_schedule::{Mover, OverlapPolicy, StartOrder, WeightGradient};
 use rayon::prelude::*;
 
 use super::connections;
@@ -23,8 +23,9 @@ use super::parts::Parts;
 use super::peers::{self, Known};
 use super::row::Row;
 use crate::arguments::{BenchTpArguments, BenchTpPass};
+use crate::hidden::Hidden;
 use crate::pytorch::Peers;
-use crate::turns::{LEAST_HIDEABLE, noise, saved, turns};
+use crate::turns::{LEAST_HIDEABLE, figure, noise, saved, turns};
 
 /// Rows and columns of each result that are compared with f64.
 const SAMPLED: usize = 12;
@@ -294,11 +295,20 @@ impl Case<'_> {
         let ideal = Parts::ideal_of_slowest(&of_ranks, self.spec.kind, pass);
         let (own, plain) = (Parts::mean(&Parts::of_ranks(&runs.detailed)), Parts::mean(&of_ranks));
         let last = runs.detailed.last()?.clone();
-        let overlap = last.overlap();
+        let hidden = match runs.policy.mover {
+            Mover::Fused => {
+                Hidden::of_fused(Parts::least_communication(&of_ranks), &plain_seconds, &own_seconds)?
+            }
+            Mover::Transport | Mover::CopyEngine => Hidden::of(&runs.detailed)?,
+        };
         let hideable = sequential.median - ideal;
         let hides = measured.overlap != StartOrder::Sequential.name()
-            && overlap.communication_seconds > 0.0
+            && hidden.communication_seconds > 0.0
             && hideable > LEAST_HIDEABLE * ideal;
+        let efficiency = hides.then(|| (sequential.median - statistics.median) / hideable);
+        let efficiency_noise = hides.then(|| noise(&saved(&plain_seconds, &own_seconds)) / hideable);
+        let hidden_noise = hidden.share().map(|_| hidden.noise);
+        let speedup = sequential.median / statistics.median;
         let has_one = pass == BenchTpPass::Forward || self.gradient() == LayerGradient::Frozen;
         let products = if has_one { 1.0 } else { 2.0 };
         let flops = products
@@ -322,10 +332,11 @@ impl Case<'_> {
             seconds: statistics,
             sequential_seconds: sequential.median,
             ideal_seconds: ideal,
-            efficiency: hides.then(|| (sequential.median - statistics.median) / hideable),
-            efficiency_noise: hides.then(|| noise(&saved(&plain_seconds, &own_seconds)) / hideable),
-            hidden: (overlap.communication_seconds > 0.0)
-                .then(|| 1.0 - overlap.exposed_seconds / overlap.communication_seconds),
+            efficiency: figure(efficiency, efficiency_noise),
+            efficiency_noise,
+            speedup,
+            hidden: figure(hidden.share(), hidden_noise),
+            hidden_noise,
             dtype: dtype_name(self.spec.dtype).to_owned(),
             product_seconds: own.product,
             weight_gradient_seconds: own.weight_gradient,
@@ -335,8 +346,8 @@ impl Case<'_> {
             gather_seconds: own.gather,
             reduce_seconds: own.reduce,
             spread_seconds: own.spread,
-            communication_seconds: overlap.communication_seconds,
-            exposed_seconds: overlap.exposed_seconds,
+            communication_seconds: hidden.communication_seconds,
+            exposed_seconds: hidden.exposed_seconds,
             of_bound: measured.checked.clone().unwrap_or(f64::INFINITY),
             bits: measured.bits_in_words(),
             last,

@@ -87,6 +87,13 @@ impl Parts {
         ranks.iter().map(ideal).fold(0.0, f64::max)
     }
 
+    /// What travels in a pass, with as long as on the rank that waits least for the others in it.
+    pub(super) fn least_communication(ranks: &[Self]) -> f64 {
+        let Self { gather, reduce, spread, .. } =
+            Self::each(ranks, |values| values.first().copied().unwrap_or(0.0));
+        gather + reduce + spread
+    }
+
     /// The least time of a pass whose communication is hidden wherever it can be. Of a column-parallel backward the sums of dx
     /// can be under the gradient of the weight only, unless they travel in groups, which may do better; inputs that are gathered
     /// again are under the product of dx.
@@ -148,6 +155,10 @@ mod tests {
         let slower = Parts { product: 210.0, reduce: 190.0, ..parts };
         let slowest = Parts::ideal_of_slowest(&[parts, slower], LinearKind::Column, BenchTpPass::Backward);
         assert_eq!(slowest, 710.0);
+        assert_eq!(
+            Parts::least_communication(&[parts, slower]),
+            parts.gather + parts.reduce.min(slower.reduce) + parts.spread
+        );
         let gathers = Parts { gather: 800.0, reduce: 0.0, spread: 0.0, ..parts };
         assert_eq!(gathers.ideal(LinearKind::Row, BenchTpPass::Backward), 800.0);
         assert_eq!(gathers.ideal(LinearKind::Column, BenchTpPass::Forward), 800.0);

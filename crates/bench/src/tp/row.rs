@@ -6,6 +6,7 @@ use counterpoint_schedule::{StartOrder, Timeline};
 use serde::{Deserialize, Serialize};
 
 use crate::arguments::BenchTpPass;
+use crate::turns::efficiency_text;
 
 /// One pass of one layer under one policy.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -34,13 +35,17 @@ pub(super) struct Row {
     /// With nothing side by side.
     pub(super) sequential_seconds: f64,
     pub(super) ideal_seconds: f64,
-    /// How much of the way from the one to the other.
+    /// How much of the way from the one to the other; `None` where there is none, or where it is not known well enough.
     pub(super) efficiency: Option<f64>,
     /// To how much that is known: twice its standard error.
     pub(super) efficiency_noise: Option<f64>,
-    /// The share of the communication that ran under computation: `1 - exposed / total`. Of a fused pass that of its collectives alone, for
-    /// what its kernels send is no time of its own.
+    /// The sequential pass over this one.
+    pub(super) speedup: f64,
+    /// The share of the communication that ran under computation: `1 - exposed / communication`. Of a fused pass, whose kernels send as they
+    /// multiply, by what it is shorter than the sequential one. `None` as of `efficiency`.
     pub(super) hidden: Option<f64>,
+    /// To how much that is known: twice its standard error.
+    pub(super) hidden_noise: Option<f64>,
     /// Element type.
     pub(super) dtype: String,
     pub(super) product_seconds: f64,
@@ -53,6 +58,7 @@ pub(super) struct Row {
     pub(super) gather_seconds: f64,
     pub(super) reduce_seconds: f64,
     pub(super) spread_seconds: f64,
+    /// Of the run that hides the middle share; of a fused pass that of the sequential one.
     pub(super) communication_seconds: f64,
     pub(super) exposed_seconds: f64,
     /// The largest share of what an element may err.
@@ -66,10 +72,7 @@ pub(super) struct Row {
     pub(super) wrong: Option<String>,
 }
 
-/// An efficiency that is known less well is no figure.
-const LARGEST_NOISE: f64 = 0.2;
-
-pub(super) const COLUMNS: [Column; 16] = [
+pub(super) const COLUMNS: [Column; 17] = [
     Column::name("kind").wide(6),
     Column::name("pass").wide(8),
     Column::name("activations").wide(17),
@@ -81,8 +84,9 @@ pub(super) const COLUMNS: [Column; 16] = [
     Column::number("TFLOP/s", 3),
     Column::number("sequential", 2),
     Column::number("ideal", 4).wide(8),
+    Column::number("speedup", 3),
     Column::number("efficiency", 1),
-    Column::number("hidden", 2),
+    Column::number("hidden", 2).wide(9),
     Column::number("wgrad x", 6),
     Column::number("exposed us", 5),
     Column::number("of bound", 7),
@@ -100,12 +104,10 @@ impl Row {
         self.overlap == StartOrder::Sequential.name()
     }
 
-    pub(super) fn cells(&self) -> [String; 16] {
+    pub(super) fn cells(&self) -> [String; 17] {
         let [tokens, hidden, local] = self.shape;
         let us = |seconds: f64| format!("{:.1}", 1e6 * seconds);
         let none = || "–".to_owned();
-        let efficiency = self.efficiency.zip(self.efficiency_noise);
-        let known = efficiency.filter(|(_, noise)| *noise <= LARGEST_NOISE);
         [
             self.kind.to_string(),
             self.pass.to_string(),
@@ -119,12 +121,9 @@ impl Row {
             format!("{:.*}", if self.tflops < 10.0 { 3 } else { 1 }, self.tflops),
             us(self.sequential_seconds),
             us(self.ideal_seconds),
-            match (efficiency, known) {
-                (_, Some((efficiency, noise))) => format!("{efficiency:.2}±{noise:.2}"),
-                (Some(_), None) => "not known".to_owned(),
-                (None, None) => none(),
-            },
-            self.hidden.map_or_else(none, |hidden| format!("{hidden:.2}")),
+            format!("{:.2}", self.speedup),
+            efficiency_text(self.efficiency, self.efficiency_noise),
+            efficiency_text(self.hidden, self.hidden_noise),
             self.weight_gradient_slowdown.map_or_else(none, |slowdown| format!("{slowdown:.2}")),
             us(self.exposed_seconds),
             format!("{:.2}", self.of_bound),
