@@ -9,8 +9,9 @@ use counterpoint_console::arguments::Device;
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Looks for GPUs, their driver, the compiler of kernels (NVRTC), NCCL and the cache
-of compiled kernels, and says where each was found or how to get it. What is
-missing is no error: the exit status is 0.
+of compiled kernels, and says where each was found or how to get it. Under `Job` is
+what variables of CUDA, NCCL and the launcher do to overlap in this job, and what to
+do about them. What is missing is no error: the exit status is 0.
 
 Examples:
   counterpoint doctor

@@ -97,6 +97,31 @@ fn every_variable_is_listed() {
     }
 }
 
+/// What the job was started with is told, each with what to do.
+#[test]
+fn variables_of_the_job_are_judged() {
+    let folder = Folder::new();
+    let variables =
+        [CACHE, ("CUDA_DEVICE_MAX_CONNECTIONS", "1"), ("CUDA_LAUNCH_BLOCKING", "1"), ("NCCL_DEBUG", "WARN")];
+    let ran = folder.run_with("doctor", &variables).ok();
+    for words in [
+        "  ok     CUDA_DEVICE_MAX_CONNECTIONS=1: ",
+        "  costs  CUDA_LAUNCH_BLOCKING=1: ",
+        "unset it but to debug",
+    ] {
+        assert!(ran.stdout.contains(words), "{words}: {}", ran.stdout);
+    }
+    let document: Value =
+        serde_json::from_str(&folder.run_with("doctor --json", &variables).ok().stdout).unwrap();
+    let found: Vec<_> = document["job"].as_array().unwrap().iter().map(|found| &found["verdict"]).collect();
+    assert_eq!(found, ["fine", "costs"], "{document}");
+    // A launcher that gives what cannot be.
+    let beyond = folder.run_with("doctor --json", &[CACHE, ("RANK", "2"), ("WORLD_SIZE", "2")]).ok();
+    let document: Value = serde_json::from_str(&beyond.stdout).unwrap();
+    let launcher = document["job"].as_array().unwrap().iter().find(|found| found["name"] == "launcher");
+    assert!(launcher.is_some_and(|found| found["advice"].as_str().unwrap().contains("RANK")), "{document}");
+}
+
 #[test]
 fn a_gpu_is_described_or_missing() {
     let document: Value =

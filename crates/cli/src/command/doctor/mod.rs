@@ -1,6 +1,7 @@
 //! `counterpoint doctor`.
 
 mod calibrate;
+mod job;
 mod overlap;
 
 use std::fmt::Write;
@@ -30,6 +31,8 @@ struct Machine {
     nccl: Option<Library>,
     cache: Option<Cache>,
     environment: Vec<Variable>,
+    /// What other variables of this job do to it.
+    job: Vec<job::Finding>,
     missing: Vec<Missing>,
 }
 
@@ -147,6 +150,7 @@ impl Machine {
                 bytes: usage.bytes,
             }),
             environment: environment(),
+            job: job::findings(),
             missing,
         }
     }
@@ -195,6 +199,10 @@ impl Machine {
             let value = value.as_ref().map_or("not set".to_owned(), |value| format!("= {value}"));
             let purpose = purpose.unwrap_or("nothing reads it; is it misspelt?");
             let _ = writeln!(text, "  {} {} ({purpose})", printable(name), printable(&value));
+        }
+        text.push_str("\nJob\n");
+        for finding in &self.job {
+            let _ = writeln!(text, "  {}", printable(&finding.describe()));
         }
         for (index, Missing { what, costs, remedy }) in self.missing.iter().enumerate() {
             if index == 0 {
