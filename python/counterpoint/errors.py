@@ -55,7 +55,7 @@ class DeviceError(Error):
 
 
 class PeerError(Error):
-    """Another rank died, failed, or did not come."""
+    """Another rank died, failed, left, or did not come."""
 
 
 class MissingLibraryError(Error, ImportError):

@@ -64,6 +64,19 @@ pub enum ExecError {
         /// Its own words.
         reason: String,
     },
+    /// A rank has closed its group, dropped it, or ended its process in order, and another needs it still.
+    #[error(
+        "rank {left} left the group; rank {rank} still needs it in {place}: have all ranks make the same calls before one of them \
+         closes or drops its group"
+    )]
+    Left {
+        /// Who has left.
+        left: usize,
+        /// Who needs it.
+        rank: usize,
+        /// In what.
+        place: String,
+    },
     /// A call of a group that has been closed.
     #[error("the group of rank {rank} is closed; join a new one")]
     Closed {

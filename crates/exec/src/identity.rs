@@ -9,6 +9,9 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PlanIdentity(Arc<[(String, String)]>);
 
+/// What no property of a plan is called.
+const END_OF_GROUP: &str = "the end of the group";
+
 /// Something that two ranks have otherwise.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PlanDifference {
@@ -24,6 +27,16 @@ impl PlanIdentity {
     /// Of these properties: what each is called, and its value.
     pub fn new(properties: impl IntoIterator<Item = (&'static str, String)>) -> Self {
         Self(properties.into_iter().map(|(what, value)| (what.to_owned(), value)).collect())
+    }
+
+    /// Of the collective end of a group, which no plan has.
+    pub(crate) fn end_of_group() -> Self {
+        Self::new([(END_OF_GROUP, String::new())])
+    }
+
+    /// Whether whoever carries it is about to leave.
+    pub(crate) fn is_end_of_group(&self) -> bool {
+        self.0.first().is_some_and(|(what, _)| what == END_OF_GROUP)
     }
 
     /// The first property that differs; `None` where the plans are the same.

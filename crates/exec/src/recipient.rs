@@ -14,6 +14,9 @@ pub trait Recipient: Send + Sync + 'static {
     /// In words, when it makes no sense: the world fails then.
     fn receive(&self, peer: usize, message: Self::Message, payload: &[u8]) -> Result<(), String>;
 
+    /// `peer` has said farewell: it begins nothing more.
+    fn left(&self, _peer: usize) {}
+
     /// The connection of `peer` has ended, after its farewell.
     fn ended(&self, _peer: usize) {}
 }

@@ -75,7 +75,7 @@ impl Raised for ExecError {
             Self::RankPanicked { .. } | Self::Program { .. } | Self::DataRace { .. } => "InternalError",
             Self::OutOfMemory { .. } => "OutOfMemoryError",
             Self::Device { .. } => "DeviceError",
-            Self::Rendezvous(_) | Self::GaveUp { .. } => "PeerError",
+            Self::Rendezvous(_) | Self::GaveUp { .. } | Self::Left { .. } => "PeerError",
             _ => "Error",
         }
     }
@@ -92,6 +92,7 @@ impl Raised for ExecError {
             | Self::CollectiveOrder { rank, peer, .. }
             | Self::PlanDiffers { rank, peer, .. } => vec![("rank", *rank as u64), ("peer", *peer as u64)],
             Self::Stalled(stall) => vec![("rank", stall.rank as u64), ("peer", stall.culprit as u64)],
+            Self::Left { left, rank, .. } => vec![("rank", *rank as u64), ("peer", *left as u64)],
             Self::GaveUp { rank, .. } => vec![("peer", *rank as u64)],
             Self::Rendezvous(error) => of_rendezvous(error),
             Self::OutOfMemory { rank, needed, available } => {

@@ -205,6 +205,15 @@ impl CudaTransport {
     }
 }
 
+impl Drop for CudaTransport {
+    /// The rank has left. Those of other processes hear it by its farewell.
+    fn drop(&mut self) {
+        if self.peers.is_none() {
+            self.board.leave(self.rank, self.next.load(Ordering::Relaxed));
+        }
+    }
+}
+
 impl Transport<CudaBackend> for CudaTransport {
     type Collective = CudaCollective;
     type Meeting = CudaMeeting;

@@ -32,6 +32,8 @@ struct Slot<P> {
     finished: BTreeSet<u64>,
     last_finished: Option<(u64, OpPlace)>,
     last_begun: Option<(u64, OpPlace)>,
+    /// The first number that the rank takes no part in, once it has left.
+    left_from: Option<u64>,
     /// Number of posts at which old ones are looked for.
     prune_at: usize,
 }
@@ -73,10 +75,15 @@ impl<P> Post<P> {
     /// Whether the part of `peer` fits this one of `rank` in collective `sequence`.
     ///
     /// # Errors
-    /// [`ExecError::PlanDiffers`] when it is another plan's, [`ExecError::CollectiveOrder`] when it is another collective, [`ExecError::CollectiveMismatch`] when tensors or splits
+    /// [`ExecError::Left`] when one closes its group and the other does not; [`ExecError::PlanDiffers`] when it is another plan's, [`ExecError::CollectiveOrder`] when it is another collective, [`ExecError::CollectiveMismatch`] when tensors or splits
     /// do not fit.
     pub fn meet(&self, rank: usize, sequence: u64, peer: usize, other: &Self) -> Result<(), ExecError> {
         let (own_contract, other_contract) = (&self.collective.contract, &other.collective.contract);
+        match (own_contract.ends_group(), other_contract.ends_group()) {
+            (true, false) => return Err(left(rank, peer, sequence, &other.place)),
+            (false, true) => return Err(left(peer, rank, sequence, &self.place)),
+            _ => {}
+        }
         if let (Some(own), Some(theirs)) = (&own_contract.plan, &other_contract.plan)
             && let Some(difference) = own.difference(theirs)
         {
@@ -146,6 +153,7 @@ impl<P: Payload> Board<P> {
             finished: BTreeSet::new(),
             last_finished: None,
             last_begun: None,
+            left_from: None,
             prune_at: 0,
         };
         Self {
@@ -173,10 +181,17 @@ impl<P: Payload> Board<P> {
         post
     }
 
+    /// `rank` takes part in no collective from number `sequence` on: whoever waits for it there waits no longer.
+    pub fn leave(&self, rank: usize, sequence: u64) {
+        self.slots[rank].update(|slot| {
+            slot.left_from = Some(slot.left_from.map_or(sequence, |known| known.min(sequence)));
+        });
+    }
+
     /// Waits until `peer` has published its part in collective `sequence`.
     ///
     /// # Errors
-    /// The world's error; [`ExecError::Stalled`] at the limit.
+    /// The world's error; [`ExecError::Left`] when `peer` has left and never will; [`ExecError::Stalled`] at the limit.
     pub fn post_of(
         &self,
         world: &World,
@@ -184,14 +199,20 @@ impl<P: Payload> Board<P> {
         peer: usize,
         sequence: u64,
     ) -> Result<Arc<Post<P>>, ExecError> {
-        let look = |slot: &Slot<P>| slot.posts.get(&sequence).map(|entry| entry.post.clone());
-        if let Some(post) = self.slots[peer].peek(look) {
-            return Ok(post);
+        let look = |slot: &Slot<P>| match slot.posts.get(&sequence) {
+            Some(entry) => Some(Ok(entry.post.clone())),
+            None => slot
+                .left_from
+                .filter(|from| *from <= sequence)
+                .map(|_| Err(left(peer, waiter.rank, sequence, waiter.place))),
+        };
+        if let Some(found) = self.slots[peer].peek(look) {
+            return found;
         }
         let began = Instant::now();
         waiter.status.block(Some(Blocker::Rank(peer)));
         let end = world.wait(&self.slots[peer], world.deadline(), |slot| look(slot));
-        let post = end.map_err(|end| self.end_of_wait(end, world, waiter, peer, sequence, began))?;
+        let post = end.map_err(|end| self.end_of_wait(end, world, waiter, peer, sequence, began))??;
         // Not after a failure: others whose limits end now must not take this stream for one that works.
         waiter.status.block(None);
         Ok(post)
@@ -277,10 +298,19 @@ impl<P: Payload> Board<P> {
             _ if self.reads(peer) => format!("rank {peer} has finished no collective"),
             _ => format!("rank {peer} has begun no collective"),
         });
-        let place = format!("collective {sequence} {}", waiter.place);
+        let place = collective_at(sequence, waiter.place);
         let awaited = Awaited { name: format!("rank {peer}"), evidence, blocker: Some(Blocker::Rank(peer)) };
         world.stalled(waiter.rank, place, began, awaited)
     }
+}
+
+/// `leaver` takes no part in what `rank` has begun.
+fn left(leaver: usize, rank: usize, sequence: u64, place: &OpPlace) -> ExecError {
+    ExecError::Left { left: leaver, rank, place: collective_at(sequence, place) }
+}
+
+fn collective_at(sequence: u64, place: &OpPlace) -> String {
+    format!("collective {sequence} {place}")
 }
 
 /// Who waits, for errors and for those who ask what it is doing.

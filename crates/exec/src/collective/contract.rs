@@ -33,6 +33,13 @@ pub struct Contract {
     pub plan: Option<PlanIdentity>,
 }
 
+impl Contract {
+    /// Whether a rank that has it is about to leave.
+    pub(super) fn ends_group(&self) -> bool {
+        self.plan.as_ref().is_some_and(PlanIdentity::is_end_of_group)
+    }
+}
+
 /// What ranks send of the tensors of a collective, for people.
 pub(super) fn tensors_text(tensors: &[WireTensor]) -> String {
     let text = |tensor: &WireTensor| {

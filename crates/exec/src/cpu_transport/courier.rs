@@ -9,7 +9,7 @@ use crate::collective::{Board, Contract, Post};
 use crate::world::World;
 use crate::{ExecError, HostTensor, OpPlace, Recipient};
 
-/// Carries messages to the ranks of other processes.
+/// Carries messages to the ranks of other processes. Dropping it lets them know that this one has left.
 pub(crate) trait Courier: Send + Sync {
     /// Ranks, this one among them.
     fn world_size(&self) -> usize;
@@ -53,8 +53,14 @@ impl Recipient for Inbox {
                 self.board.publish(peer, sequence, post, &users);
             }
             PeerMessage::Copied { sequence } => self.board.acknowledge(self.rank, sequence, peer),
+            PeerMessage::Left => self.left(peer),
         }
         Ok(())
+    }
+
+    fn left(&self, peer: usize) {
+        // Its parts come before its farewell.
+        self.board.leave(peer, 0);
     }
 }
 

@@ -22,6 +22,8 @@ pub(crate) enum PeerMessage {
     },
     /// The rows of the receiver's part have been copied.
     Copied { sequence: u64 },
+    /// The sender has left, where the connection has no farewell of its own.
+    Left,
 }
 
 impl PeerMessage {

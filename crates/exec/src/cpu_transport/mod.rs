@@ -97,6 +97,16 @@ impl CpuTransport {
     }
 }
 
+impl Drop for CpuTransport {
+    /// The rank has left: what it was given before is still done.
+    fn drop(&mut self) {
+        // Ranks of other processes hear it of the courier, which goes behind the last of these.
+        if self.courier.is_none() {
+            self.board.leave(self.rank, self.next.load(Ordering::Relaxed));
+        }
+    }
+}
+
 /// One rank's part in a group collective, made ready for the CPU transport.
 #[derive(Clone)]
 pub struct CpuCollective {

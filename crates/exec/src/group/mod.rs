@@ -184,14 +184,15 @@ impl<M: Machine> Group<M> {
     }
 
     /// Ends the group, collectively: returns once all calls of all ranks have ended, and all know it. From then on it takes no calls.
-    /// Dropping a group without it waits for no one; calls that other ranks make then fail when they need this one, and a process that
-    /// ends meanwhile is lost to them.
+    /// Dropping a group without it waits for no one. Either way a rank has left: a call that another rank makes and that needs it fails at
+    /// once. A process that ends meanwhile is lost to the others.
     ///
     /// A group that has failed is left by this rank alone: what runs here ends first, for the limit at most, so that another
     /// group may take the same tensors.
     ///
     /// # Errors
-    /// The first error of any rank; [`ExecError::Stalled`] with the rank that does not close within the limit.
+    /// The first error of any rank, [`ExecError::Left`] where another still called this one; [`ExecError::Stalled`] with the rank that does
+    /// not close within the limit.
     pub fn close(&self) -> Result<(), ExecError> {
         let ended = self.end_together().inspect_err(|_| {
             self.ranks.iter().for_each(|rank| {
@@ -203,7 +204,8 @@ impl<M: Machine> Group<M> {
     }
 
     fn end_together(&self) -> Result<(), ExecError> {
-        let last = self.prepare(|rank| end::program(rank, self.world_size), None)?;
+        let identity = PlanIdentity::end_of_group();
+        let last = self.prepare(|rank| end::program(rank, self.world_size), Some(&identity))?;
         let tensors = last.iter().map(end::tensors).collect::<Result<Vec<_>, _>>()?;
         let calls = last.iter().zip(&tensors).map(|(rank, tensors)| Call::new(rank, tensors, None));
         let tickets = Call::enqueue_ranks(calls.collect::<Result<_, _>>()?)?;

@@ -89,6 +89,10 @@ impl Messenger {
         Ok(Self { rank, world_size, limit, orders, inboxes, thread })
     }
 
+    pub(super) fn rank(&self) -> usize {
+        self.rank
+    }
+
     pub(super) fn world_size(&self) -> usize {
         self.world_size
     }

@@ -116,6 +116,9 @@ impl Courier for Connection {
 
 impl Drop for Connection {
     fn drop(&mut self) {
+        let others = (0..self.world_size()).filter(|peer| *peer != self.messenger.rank());
+        // Once MPI has ended there is nobody to tell.
+        others.for_each(|peer| drop(self.messenger.send(peer, self.number, &PeerMessage::Left, &[])));
         self.messenger.close(self.number);
     }
 }

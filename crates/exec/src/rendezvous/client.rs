@@ -287,7 +287,8 @@ impl Rendezvous {
     /// Every rank's bytes, in the order of ranks. All ranks call it with the same `place`, as often as they like.
     ///
     /// # Errors
-    /// [`RendezvousError::Absent`] with the ranks that did not come within the limit; whatever ended the job.
+    /// [`ExecError::Left`] with a rank that has left and never comes; [`RendezvousError::Absent`] with the ranks that did not come within
+    /// the limit; whatever ended the job.
     pub fn all_gather(&self, place: &str, own: &[u8]) -> Result<Vec<Vec<u8>>, ExecError> {
         self.all_gather_since(place, own, Instant::now())
     }
@@ -301,6 +302,10 @@ impl Rendezvous {
             let mut part = |length: usize| rest.split_off(..length).map(<[u8]>::to_vec);
             let parts: Option<Vec<Vec<u8>>> = lengths.into_iter().map(&mut part).collect();
             return parts.ok_or_else(|| self.fail(self.no_answer()));
+        }
+        if let Some((Reply::Left { rank: left, .. }, _)) = gathered {
+            let error = ExecError::Left { left, rank: self.rank(), place: format!("`{place}`") };
+            return Err(self.fail(error));
         }
         let waited = began.elapsed();
         let missing = |id| Request::Missing { id, place: place.to_owned() };

@@ -212,6 +212,7 @@ impl Connection {
             | Reply::Count { id, .. }
             | Reply::Gathered { id, .. }
             | Reply::Missing { id, .. }
+            | Reply::Left { id, .. }
             | Reply::Activity { id, .. } => self.state.update(|state| {
                 // Nobody takes an answer that comes after the limit.
                 if state.waits.contains_key(&id) {

@@ -78,6 +78,11 @@ pub(super) enum Reply {
         id: u64,
         activity: RankActivity,
     },
+    /// A gathering to which this rank, which has left, never comes.
+    Left {
+        id: u64,
+        rank: usize,
+    },
     /// Not an answer: say what this rank is doing.
     Describe {
         asker: usize,

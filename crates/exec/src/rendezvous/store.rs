@@ -72,11 +72,16 @@ impl Store {
             Request::Fail { error } => self.fail(rank, error),
             Request::Ask { id, rank: asked } => one(asked, Reply::Describe { asker: rank, id }),
             Request::Activity { asker, id, activity } => one(asker, Reply::Activity { id, activity }),
-            Request::Leave => {
-                self.left.insert(rank);
-                Vec::new()
-            }
+            Request::Leave => self.leave(rank),
         }
+    }
+
+    /// Who waits for others at a place that `rank` has not come to waits no longer.
+    fn leave(&mut self, rank: usize) -> Vec<Letter> {
+        self.left.insert(rank);
+        let in_vain = |_: &String, gathering: &mut Gathering| !gathering.parts.contains_key(&rank);
+        let ended = self.gatherings.extract_if(.., in_vain).flat_map(|(_, gathering)| gathering.parts);
+        ended.map(|(to, (id, _))| left(to, id, rank)).collect()
     }
 
     /// What follows when the connection of `rank` has ended.
@@ -141,6 +146,11 @@ impl Store {
 
     fn gather(&mut self, rank: usize, id: u64, place: String, payload: Payload) -> Vec<Letter> {
         let gathering = self.gatherings.entry(place.clone()).or_default();
+        if let Some(&gone) = self.left.iter().find(|gone| !gathering.parts.contains_key(gone)) {
+            // Whoever came before has heard when that one left.
+            self.gatherings.remove(&place);
+            return vec![left(rank, id, gone)];
+        }
         gathering.parts.insert(rank, (id, payload));
         if gathering.parts.len() < self.world_size {
             return Vec::new();
@@ -156,6 +166,11 @@ impl Store {
         };
         parts.iter().map(letter).collect()
     }
+}
+
+/// `gone` never comes to what `to` asked for.
+fn left(to: usize, id: u64, gone: usize) -> Letter {
+    Letter { to, reply: Reply::Left { id, rank: gone }, payload: Arc::default() }
 }
 
 #[cfg(test)]
@@ -207,6 +222,21 @@ mod tests {
             assert_eq!(letters[1].reply, Reply::Gathered { id: round, lengths: vec![1, 2] });
             assert!(letters.iter().all(|letter| *letter.payload == [7, 1, 2]));
         }
+    }
+
+    #[test]
+    fn a_gathering_ends_when_one_leaves_that_has_not_come() {
+        let mut store = Store::new(3);
+        let gather = |id, place: &str| Request::Gather { id, place: place.to_owned() };
+        // It has come to the first place, and not to the second.
+        assert_eq!(store.hear(2, gather(1, "p"), bytes(&[9])), []);
+        assert_eq!(store.hear(0, gather(2, "q"), bytes(&[])), []);
+        let told = store.hear(2, Request::Leave, bytes(&[]));
+        assert_eq!(told, [left(0, 2, 2)]);
+        assert_eq!(store.hear(1, gather(3, "q"), bytes(&[])), [left(1, 3, 2)]);
+        assert_eq!(store.hear(1, gather(4, "p"), bytes(&[])), []);
+        assert_eq!(store.hear(0, gather(5, "p"), bytes(&[])).len(), 3);
+        assert!(store.gatherings.is_empty());
     }
 
     #[test]

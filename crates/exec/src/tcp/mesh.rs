@@ -231,7 +231,10 @@ impl Peer {
         let mut stream = &self.stream;
         loop {
             match read_frame::<Letter<R::Message>>(&mut stream) {
-                Ok(Some((Letter::Farewell, _))) => self.gone.store(true, Ordering::Release),
+                Ok(Some((Letter::Farewell, _))) => {
+                    self.gone.store(true, Ordering::Release);
+                    recipient.left(self.rank);
+                }
                 Ok(Some((Letter::Message(message), payload))) => {
                     recipient.receive(self.rank, message, &payload)?;
                 }

@@ -4,7 +4,8 @@ use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use counterpoint_exec::{
-    Call, CpuBuffer, CpuMachine, CpuUserPart, ExecError, Group, HostTensor, WorldConfig,
+    Call, CpuBackend, CpuBuffer, CpuMachine, CpuTransport, CpuUserPart, ExecError, Group, HostTensor,
+    Machine, TcpLoopback, Ticket, WorldConfig,
 };
 use counterpoint_mask::Mask;
 use counterpoint_plan::DType;
@@ -13,7 +14,10 @@ use counterpoint_schedule::{
     StreamSpec, UserKernel, UserPart,
 };
 
-use crate::group::{Case, spec};
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+use crate::group::{Case, Tensors, spec};
 
 /// Leaving a failed group waits for the operation that was running, so that the next group may write the same tensors.
 #[test]
@@ -85,6 +89,55 @@ fn a_group_that_failed_is_left_and_joined_anew() {
         assert_eq!(group.poll(), Err(given_up));
         assert!(began.elapsed() < Duration::from_secs(10));
     }
+}
+
+/// A rank that drops its group still does what it was given before; who calls it later hears that it left, long before the limit.
+#[test]
+fn a_rank_that_dropped_its_group_is_named_at_the_next_call() {
+    for seed in 0..8 {
+        leaves(&CpuMachine::new(0, None).unwrap(), seed);
+        leaves(&TcpLoopback::new(None), seed);
+    }
+}
+
+fn leaves<M>(machine: &M, seed: u64)
+where
+    M: Machine<Backend = CpuBackend, Transport = CpuTransport>,
+{
+    let mut random = ChaCha8Rng::seed_from_u64(seed);
+    let ranks = random.random_range(2..5);
+    let (leaver, calls) = (random.random_range(0..ranks), random.random_range(0..4));
+    // Every rank needs every other.
+    let case = Case::new(&Mask::full(40).unwrap(), ranks, spec(), seed);
+    let limit = Duration::from_secs(120);
+    let group = Group::connect(machine, ranks, WorldConfig { limit, ..WorldConfig::default() }).unwrap();
+    let mut members = case.prepare(&group).into_ranks();
+    drop(group);
+    let tensors: Vec<Vec<Tensors>> = (0..calls).map(|_| case.tensors()).collect();
+    let mut tickets: Vec<Ticket<CpuBackend>> = Vec::new();
+    for (rank, member) in members.iter().enumerate() {
+        for tensors in &tensors {
+            drop(member.forward(&tensors[rank].forward(), None).unwrap());
+            tickets.push(member.backward(&tensors[rank].backward(), None).unwrap());
+        }
+    }
+    drop(members.remove(leaver));
+    for ticket in &tickets {
+        ticket.wait().unwrap_or_else(|error| panic!("seed {seed}: {error}"));
+    }
+    tensors.iter().for_each(|tensors| case.check(tensors));
+    let (later, began) = (case.tensors(), Instant::now());
+    let survivors = (0..ranks).filter(|rank| *rank != leaver).zip(&members);
+    // All of them call, as one that waits for another does not notice.
+    let called: Vec<_> =
+        survivors.map(|(rank, member)| member.forward(&later[rank].forward(), None)).collect();
+    for called in called {
+        let error = called.and_then(|ticket| ticket.wait()).unwrap_err();
+        let ExecError::Left { left, rank: noticed, .. } = error else { panic!("seed {seed}: {error}") };
+        assert!(left == leaver && noticed != leaver, "seed {seed}: {error}");
+        assert!(error.to_string().starts_with(&format!("rank {leaver} left the group; rank ")), "{error}");
+    }
+    assert!(began.elapsed() < limit / 2, "seed {seed}: {:?}", began.elapsed());
 }
 
 /// Who does not come to the end is named within the limit.

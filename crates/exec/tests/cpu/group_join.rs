@@ -136,6 +136,46 @@ fn ranks_join_through_a_rendezvous() {
     case.check(&tensors);
 }
 
+/// A rank that closes its group while others call it: both sides hear who left, long before the limit.
+#[test]
+fn a_rank_that_closes_while_others_call_is_named() {
+    let (case, store) = (case(), Table::default());
+    let config = config(Duration::from_secs(120));
+    for leaver in 0..RANKS {
+        let (before, after) = (case.tensors(), case.tensors());
+        let began = Instant::now();
+        let ended = on_ranks(|rank| {
+            let group = Group::join(&store, rank, RANKS, &config).unwrap();
+            call(&group, &case, &before[rank]).unwrap();
+            if rank == leaver { group.close() } else { call(&group, &case, &after[rank]) }
+        });
+        case.check(&before);
+        for error in ended.into_iter().map(Result::unwrap_err) {
+            assert!(matches!(error, ExecError::Left { left, .. } if left == leaver), "{error}");
+        }
+        assert!(began.elapsed() < config.world.limit / 2, "{:?}", began.elapsed());
+    }
+}
+
+/// A process that has left the job is named by those that wait for it where they join a group.
+#[test]
+fn a_rank_that_left_the_job_is_named_where_others_meet() {
+    let (table, config) = (Table::default(), config(Duration::from_secs(120)));
+    let began = Instant::now();
+    let ended = on_ranks(|rank| {
+        let job = Rendezvous::through(&table, rank, RANKS, &config).unwrap();
+        if rank == 1 {
+            return Ok(());
+        }
+        job.barrier("a meeting of all")
+    });
+    for error in [0, 2].map(|rank| ended[rank].clone().unwrap_err()) {
+        assert!(matches!(error, ExecError::Left { left: 1, .. }), "{error}");
+        assert!(error.to_string().contains("in `a meeting of all`"), "{error}");
+    }
+    assert!(began.elapsed() < config.world.limit / 2, "{:?}", began.elapsed());
+}
+
 /// A rank that goes without a word while others call.
 #[test]
 fn a_rank_that_goes_is_named_within_the_limit() {

@@ -167,6 +167,11 @@ impl Inbox {
 impl Recipient for Inbox {
     type Message = PartMessage;
 
+    fn left(&self, peer: usize) {
+        // Its parts come before its farewell.
+        self.board.leave(peer, 0);
+    }
+
     /// Its process has nothing open any more.
     fn ended(&self, peer: usize) {
         self.note(|seen| _ = seen.closed.insert(peer));
