@@ -71,6 +71,28 @@ def test_max_logits_are_of_each_head(seed: int) -> None:
     assert meta.max_logits.shape == (case.q.shape[1],) and torch.equal(meta.max_logits, expected)
 
 
+def test_sinks_of_each_query() -> None:
+    case = random_case(0)
+    rows, heads = case.q.shape[:2]
+    sink = torch.randn(rows, 3, heads, dtype=torch.float64)
+    sink[rows // 2] = sink[0]
+    leaves = [tensor.clone().requires_grad_() for tensor in (case.q, case.k, case.v, sink)]
+    out, meta = api.flex_flash_attn_func(*leaves[:3], *ranges_of(case.mask), sink=leaves[3], sink_layout="ssh")
+    found = [out, meta.lse, *torch.autograd.grad(out, leaves, case.dout)]
+    # By the definition: a sink is a column of logits without a value.
+    again = [tensor.clone().requires_grad_() for tensor in (case.q, case.k, case.v, sink)]
+    q, k, v, s = again
+    group = heads // k.shape[1]
+    logits = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) * q.shape[-1] ** -0.5
+    logits = logits.masked_fill(~torch.as_tensor(case.mask.to_dense()), -torch.inf)
+    every = torch.cat([logits, s.permute(2, 0, 1)], -1)
+    weights = torch.softmax(every, -1)[..., : k.shape[0]]
+    right = torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(group, 1))
+    wanted = [right, every.logsumexp(-1).T, *torch.autograd.grad(right, again, case.dout)]
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other.to(one.dtype), rtol=1e-6, atol=1e-6)
+
+
 def test_slices_without_types_are_full_and_empty_ones_see_nothing() -> None:
     q = torch.randn(6, 2, 8)
     ranges = torch.tensor([[0, 4], [4, 6]])
@@ -100,7 +122,11 @@ R = torch.tensor([[0, 6]])
         ({"index_attn_indices": torch.zeros(6, 2, 128)}, NotImplementedError, "index_attn_indices is not offered"),
         ({"index_attn": True}, NotImplementedError, "use q_ranges and k_ranges"),
         ({"q_block_size": 2}, NotImplementedError, "index_attn_indices is not offered"),
-        ({"sink": torch.zeros(6, 1, 2), "sink_layout": "ssh"}, NotImplementedError, "sink_layout='ssh' is not offered"),
+        (
+            {"sink": torch.zeros(5, 1, 2), "sink_layout": "ssh"},
+            AssertionError,
+            "the layout ssh is \\[6 rows, sink tokens, 2 heads\\]",
+        ),
         ({"sink": torch.zeros(1, 2, 8), "sink_layout": "shd"}, NotImplementedError, "sink_layout='shd' is not offered"),
         ({"k_ranges": None}, AssertionError, "q_ranges and k_ranges are missing"),
         ({"q_ranges": torch.cat([R, R]), "k_ranges": torch.cat([R, R])}, cp.MaskError, "overlap"),
@@ -229,10 +255,31 @@ def test_rolling_is_of_all_rows_with_padding() -> None:
         len(padded),
         3,
     )
-    with pytest.raises(NotImplementedError, match="get_xattn_args is not offered"):
-        manager.get_xattn_args(AttnRanges(), AttnRanges(), AttnMaskType.FULL)
     with pytest.raises(ValueError, match="attn_role is 'query'"):
         manager.get_position_ids("query")
+
+
+def test_queries_of_a_dispatch_see_keys_of_another_sequence() -> None:
+    group = cp.LocalGroup(2)
+    key = documents_key(group, [0, 40, 100], causal=True)
+    manager = api.dist_attn_runtime_dict_mgr[key]
+    of_queries, of_keys = AttnRanges.from_ranges([(0, 40), (40, 100)]), AttnRanges.from_ranges([(0, 7), (7, 30)])
+    q = torch.randn(100, 4, 16, dtype=torch.float64)
+    k, v = torch.randn(2, 30, 2, 16, dtype=torch.float64).unbind()
+    expected, _ = cp.flex_attention(
+        q, k, v, cp.Mask.from_slices([(0, 40), (40, 100)], [(0, 7), (7, 30)], [0, 0], seqlen_q=100, seqlen_k=30)
+    )
+    own = manager.get_xattn_args(of_queries, of_keys, AttnMaskType.FULL, return_host_only=True)
+    assert not own.can_skip() and own.total_area == 40 * 7 + 60 * 23
+    out, _ = api.flex_flash_attn_func(api.dispatch(q, key), k, v, **own.to_ffa_args())
+    torch.testing.assert_close(api.undispatch(out, key), expected, rtol=1e-12, atol=1e-12)
+    every = manager.get_xattn_args(of_queries, of_keys, [AttnMaskType.FULL] * 2)
+    alone, _ = api.flex_flash_attn_func(q, k, v, **every.to_ffa_args())
+    torch.testing.assert_close(alone, expected, rtol=1e-12, atol=1e-12)
+    with pytest.raises(AssertionError, match="slices of cross-attention are full"):
+        manager.get_xattn_args(of_queries, of_keys, AttnMaskType.CAUSAL)
+    with pytest.raises(AssertionError, match="2 ranges of queries and 1 of keys"):
+        manager.get_xattn_args(of_queries, of_keys[:1], AttnMaskType.FULL)
 
 
 def test_keys_are_values_and_are_kept_per_group(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,6 +349,12 @@ def test_deprecated_ways() -> None:
         ({"total_seqlen_k": 60}, AssertionError, "self-attention has as many of both"),
         ({"is_q_permutable": False}, ValueError, "is_q_permutable and is_k_permutable differ"),
         ({"is_same_source": False}, NotImplementedError, "is_same_source=False"),
+        (
+            {"is_same_source": False, "is_k_permutable": False},
+            NotImplementedError,
+            "Group.plan takes any mask of queries by keys",
+        ),
+        ({"is_same_source": False, "is_q_permutable": False}, NotImplementedError, "is_q_permutable=False"),
         ({"is_q_permutable": False, "is_k_permutable": False}, NotImplementedError, "is_k_permutable=False"),
     ],
 )

@@ -327,3 +327,11 @@ def test_helpers_of_utils() -> None:
     first = torch.randn(2), random.random()
     utils.set_random_seed(5)
     assert torch.equal(first[0], torch.randn(2)) and first[1] == random.random()
+
+
+@pytest.mark.parametrize("name", ["calc_dsa", "MagiDSAConfig"])
+def test_keys_that_are_chosen_by_index_are_refused(name: str) -> None:
+    with pytest.raises(
+        NotImplementedError, match=f"{name} chooses keys for each query by index, which counterpoint does not offer"
+    ):
+        getattr(magi.api, name)

@@ -47,6 +47,7 @@ _PATHS = {
     "functional.fa4": "",
     "functional.flex_flash_attn": "",
     "functional.utils": "",
+    "meta.collection.calc_meta": "arguments",
     "meta.solver.dispatch_solver": "config",
     "meta.solver.overlap_solver": "config",
     "utils": "",

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import counterpoint as cp
 from counterpoint.compat.magi import env
+from counterpoint.compat.magi.arguments import AttnArg, crossed
 from counterpoint.compat.magi.common.enum import (
     AttnMaskType,
     AttnRole,
@@ -237,9 +238,24 @@ class DistAttnRuntimeMgr:
         ref_xattn_k_ranges: AttnRanges,
         attn_mask_type: AttnMaskType | list[AttnMaskType],
         return_host_only: bool = False,
-    ) -> Any:
-        """Not offered."""
-        refuse("get_xattn_args", "it returns arguments of their kernel; plan a mask of queries by keys with Group.plan")
+    ) -> AttnArg:
+        """What this dispatch's queries see of other keys, which every rank has whole: arguments for `flex_flash_attn_func`.
+
+        `ref_xattn_q_ranges` are rows before the dispatch, `ref_xattn_k_ranges` rows of the other keys; slices are full. With
+        `return_host_only` they are those of this process's rows, counted from 0; else of all ranks', one rank after the other,
+        by the numbers that rows have before the dispatch.
+        """
+        kinds = attn_mask_type if isinstance(attn_mask_type, (list, tuple)) else [attn_mask_type]
+        if any(kind is not AttnMaskType.FULL for kind in kinds):
+            raise AssertionError(f"attn_mask_type is {attn_mask_type}; slices of cross-attention are full")
+        if len(ref_xattn_q_ranges) != len(ref_xattn_k_ranges):
+            counts = f"{len(ref_xattn_q_ranges)} ranges of queries and {len(ref_xattn_k_ranges)} of keys"
+            raise AssertionError(f"{counts}; a slice has one of each")
+        ranks = self.plan._ranks_here() if return_host_only else range(self.plan.group.size)
+        own = AttnRanges.from_ranges([part for rank in ranks for part in self.plan._ranges(rank, "q")])
+        q_ranges, k_ranges = crossed(own, ref_xattn_q_ranges, ref_xattn_k_ranges, is_local=return_host_only)
+        area = sum(q.seqlen * k.seqlen for q, k in zip(q_ranges, k_ranges, strict=True))
+        return AttnArg(q_ranges, k_ranges, [0] * len(q_ranges), area, self.plan.group.device)
 
     def get_position_ids(self, attn_role: AttnRole = AttnRole.QUERY) -> torch.Tensor:
         """The global row of every local row, of padding the last that is none."""

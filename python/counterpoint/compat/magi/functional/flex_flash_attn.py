@@ -9,6 +9,7 @@ import torch
 import counterpoint as cp
 from counterpoint.compat.magi.common.enum import AttnSinkLayout
 from counterpoint.compat.magi.common.forward_meta import AttnForwardMeta
+from counterpoint.compat.magi.functional.utils import correct_attn_out_lse_with_sink
 from counterpoint.compat.magi.hints import hints, refuse
 from counterpoint.functional import flex_attention
 
@@ -51,12 +52,20 @@ def flex_flash_attn_func(
 
     `q [rows, heads, head_dim]`, `k` and `v` likewise of their rows and heads; `q_ranges` and `k_ranges [slices, 2]`,
     `attn_type_map [slices]` (0 full, 1 causal, 2 inverse causal, 3 both; all full without it). Slices that overlap are an error.
-    `sink [sink tokens, heads]` is f32. Arguments after `deterministic`, but for what is refused, are hints.
+    `sink [sink tokens, heads]` is f32; `[rows, sink tokens, heads]` with `sink_layout="ssh"`. Arguments after `deterministic`,
+    but for what is refused, are hints.
     """
     if index_attn_indices is not None or index_attn or (q_block_size, k_block_size) != (1, 1):
         refuse("index_attn_indices", "keys that are chosen for each query by index are no slices; use q_ranges and k_ranges")
-    if sink is not None and sink_layout != "sh":
-        refuse(f"sink_layout={sink_layout!r}", "a sink is one row of logits for all queries: 'sh', [sink tokens, heads]")
+    if sink is not None and sink_layout not in ("sh", "ssh"):
+        refuse(
+            f"sink_layout={sink_layout!r}", "sinks are logits: 'sh', [sink tokens, heads], or 'ssh', [rows, sink tokens, heads]"
+        )
+    of_rows = sink if sink_layout == "ssh" else None
+    if of_rows is not None and (of_rows.ndim != 3 or (of_rows.shape[0], of_rows.shape[2]) != tuple(q.shape[:2])):
+        raise AssertionError(
+            f"sink is {list(of_rows.shape)}; the layout ssh is [{q.shape[0]} rows, sink tokens, {q.shape[1]} heads]"
+        )
     if q_ranges is None or k_ranges is None:
         raise AssertionError("q_ranges and k_ranges are missing; they say which queries see which keys")
     given = {
@@ -79,12 +88,15 @@ def flex_flash_attn_func(
         k,
         v,
         mask,
-        sink=sink,
+        sink=None if of_rows is not None else sink,
         scale=softmax_scale,
         softcap=softcap,
         deterministic=True if deterministic else None,
         return_max_logits=return_max_logits,
     )
+    if of_rows is not None:
+        # The engine's sinks are the same for all rows. Its gradients flow through lse, so that merging is exact.
+        out, lse = correct_attn_out_lse_with_sink(out, lse, of_rows, "ssh")
     return out, AttnForwardMeta(lse=lse, max_logits=largest[0] if return_max_logits else None)
 
 
