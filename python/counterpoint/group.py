@@ -193,6 +193,9 @@ class _Group:
             raise PlanError(f"even is {given['even']!r}; it must be True or False")
         if given["sink_grad"] not in ("share", "sum"):
             raise PlanError(f'sink_grad is {given["sink_grad"]!r}; it must be "share" or "sum"')
+        for name in ("dispatch", "queries", "overlap"):
+            if not isinstance(given[name], str):
+                raise PlanError(f"{name} is {given[name]!r}; it must be a string")
         dtype = dtype_name(given["dtype"])
         if self._ordinal >= 0 and dtype not in ("bfloat16", "float16"):
             raise PlanError(f"dtype is {given['dtype']}; on GPUs attention computes in bfloat16 and float16, on the CPU in all")

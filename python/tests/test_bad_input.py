@@ -159,8 +159,10 @@ def test_plans(group: cp.LocalGroup, change: dict[str, object], sentence: str) -
 
 @pytest.mark.parametrize("name", ["dispatch", "queries", "overlap", "stages"])
 def test_names_that_are_no_text(group: cp.LocalGroup, name: str) -> None:
-    with pytest.raises((TypeError, cp.PlanError), match=name):
+    # In the sentence itself: notes, in which a `TypeError` of the module has the name, are of Python 3.11.
+    with pytest.raises((TypeError, cp.PlanError)) as raised:
         group.plan(cp.Mask.causal(ROWS), **{**SHAPE, name: 1.5})
+    assert name in str(raised.value)
 
 
 def test_unknown_arguments(group: cp.LocalGroup, plan: cp.Plan) -> None:

@@ -124,6 +124,7 @@ def test_the_command_starts_itself_again() -> None:
 
 
 def test_every_name_is_there() -> None:
+    pytest.importorskip("torch")
     assert all(hasattr(cp, name) for name in cp.__all__)
     with pytest.raises(AttributeError, match="has no attribute 'atention'"):
         cp.atention  # noqa: B018
