@@ -3,8 +3,8 @@
 use counterpoint::exec::{LinearConfig, LinearInputs, LinearOutputs, RunConfig, run_linear};
 use counterpoint::plan::{Activations, CostModel, DType, LinearKind, LinearPlan, LinearSpec, WaveGroups};
 use counterpoint::schedule::{
-    OverlapPolicy, WeightGradient, lower_linear_backward, lower_linear_forward, lower_linear_weight_gradient,
-    lower_normalised_forward,
+    NormSpec, OverlapPolicy, WeightGradient, lower_linear_backward, lower_linear_forward,
+    lower_linear_weight_gradient, lower_normalised_forward,
 };
 
 use crate::case::{Case, DTYPES, POLICIES, dtype_name, on_cpu};
@@ -40,7 +40,7 @@ pub(crate) fn case(index: usize) -> Case {
             program("weight gradient", lower_linear_weight_gradient(plan, rank, Some(main_grad), *policy));
         }
         if plan.spec.kind == LinearKind::Row {
-            program("normalised forward", lower_normalised_forward(plan, rank, 1e-5, *policy));
+            program("normalised forward", lower_normalised_forward(plan, rank, NormSpec::new(1e-5), *policy));
         }
     }
     if index.is_multiple_of(RUN_EVERY) {

@@ -92,9 +92,23 @@ pub fn check_operands(program: &Program, index: usize) -> Result<(), ExecError> 
         },
         Op::RmsNorm(op) => {
             let Blocks { rows, columns, dtype } = check.blocks("src", &op.src)?;
-            check.tensor(op.weight, dtype, &[columns])?;
-            let (residual, sum) = op.residual.unzip();
-            let mut whole = [Some(op.out), residual, sum].into_iter().flatten();
+            op.weight.map_or(Ok(()), |weight| check.tensor(weight, dtype, &[columns]))?;
+            let mut whole = [Some(op.out), op.residual, Some(op.sum)].into_iter().flatten();
+            whole.try_for_each(|tensor| check.tensor(tensor, dtype, &[rows, columns]))
+        }
+        Op::RmsNormBackward(op) => {
+            let sum = check.spec(op.sum);
+            let &[rows, columns] = &sum.shape[..] else {
+                return Err(
+                    check.error(format!("what was normalised has rows and columns, not {:?}", sum.shape))
+                );
+            };
+            let dtype = sum.dtype;
+            if let Some((weight, dweight)) = op.weight {
+                check.tensor(weight, dtype, &[columns])?;
+                check.tensor(dweight, dtype.accumulator(), &[columns])?;
+            }
+            let mut whole = [Some(op.dout), Some(op.dh), op.dsum].into_iter().flatten();
             whole.try_for_each(|tensor| check.tensor(tensor, dtype, &[rows, columns]))
         }
         Op::ColumnSum(op) => {

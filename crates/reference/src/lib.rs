@@ -13,6 +13,7 @@ mod check;
 mod draw;
 mod experts;
 mod linear;
+mod normalised;
 pub mod selftest;
 
 pub use attention::{
@@ -24,3 +25,4 @@ pub use check::{
 pub use draw::Draw;
 pub use experts::check_experts;
 pub use linear::{LinearSample, check_linear, check_linear_part, half_unit};
+pub use normalised::{NormalisedInputs, NormalisedReference, reference_normalised};

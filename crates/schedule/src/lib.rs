@@ -27,10 +27,11 @@ pub use experts::{
     COMBINE as COMBINE_LABEL, DISPATCH as DISPATCH_LABEL, lower_expert_backward, lower_expert_forward,
 };
 pub use linear::{
-    ClockError, GATHER as GATHER_LABEL, InputGradient, REDUCE as REDUCE_LABEL, SharedInput, SimulatedClock,
-    WeightGradient, lower_collective, lower_join, lower_linear_backward, lower_linear_forward,
-    lower_linear_weight_gradient, lower_normalised_forward, lower_product, lower_shared_input_backward,
-    lower_shared_input_forward, lower_shared_input_weight_gradient, travel_seconds,
+    ClockError, GATHER as GATHER_LABEL, InputGradient, NormSpec, REDUCE as REDUCE_LABEL, SharedInput,
+    SimulatedClock, WeightGradient, lower_collective, lower_join, lower_linear_backward,
+    lower_linear_forward, lower_linear_weight_gradient, lower_normalised_backward, lower_normalised_forward,
+    lower_product, lower_shared_input_backward, lower_shared_input_forward,
+    lower_shared_input_weight_gradient, travel_seconds,
 };
 pub use op_cost::OpCost;
 pub use pass_policies::PassPolicies;
@@ -41,8 +42,8 @@ pub use program::{
     Accumulate, ArrivingKeys, AttentionBackward, AttentionDelta, AttentionFinish, AttentionForward,
     AttentionState, BackwardReduce, BarrierId, BufferId, BufferRole, BufferSpec, CastGemm, ColumnMax,
     ColumnSum, Delivery, EventId, ForwardBegin, ForwardEnd, Gemm, GemmLayout, GemmReduce, GroupCast,
-    GroupReduce, KeyBlocks, MaxLogits, Op, Program, ProgramOp, ReduceOp, RmsNorm, RowBlock, SignalId,
-    StreamId, StreamKind, StreamSpec, UserKernel, UserPart, WaveGemm,
+    GroupReduce, KeyBlocks, MaxLogits, Op, Program, ProgramOp, ReduceOp, RmsNorm, RmsNormBackward, RowBlock,
+    SignalId, StreamId, StreamKind, StreamSpec, UserKernel, UserPart, WaveGemm,
 };
 pub use simulate::{SimulateError, simulate};
 pub use timeline::{Overlap, Span, SpanKind, Timeline};

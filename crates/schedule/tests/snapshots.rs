@@ -10,9 +10,10 @@ use counterpoint_plan::{
     StageCount, Topology, WaveGroups,
 };
 use counterpoint_schedule::{
-    GradientReduction, KeyBlocks, OverlapPolicy, WeightGradient, lower_attention_backward,
+    GradientReduction, KeyBlocks, NormSpec, OverlapPolicy, WeightGradient, lower_attention_backward,
     lower_attention_forward, lower_collective, lower_expert_backward, lower_expert_forward,
-    lower_linear_backward, lower_linear_forward, lower_linear_weight_gradient, lower_normalised_forward,
+    lower_linear_backward, lower_linear_forward, lower_linear_weight_gradient, lower_normalised_backward,
+    lower_normalised_forward,
 };
 
 fn spec() -> AttentionSpec {
@@ -125,7 +126,11 @@ fn linear_layers() {
     insta::assert_snapshot!("linear_weight_gradient_row", deferred.to_string());
     insta::assert_snapshot!(
         "linear_forward_normalised",
-        lower_normalised_forward(&row, 0, 1e-5, policy).to_string()
+        lower_normalised_forward(&row, 0, NormSpec::new(1e-5), policy).to_string()
+    );
+    insta::assert_snapshot!(
+        "linear_backward_normalised",
+        lower_normalised_backward(&row, 0, NormSpec::new(1e-5), WeightGradient::Written, policy).to_string()
     );
 }
 

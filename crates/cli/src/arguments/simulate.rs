@@ -82,6 +82,7 @@ equal ones, or the rows of each in the tokens of one rank, such as 256+512+256.
 
 Examples:
   counterpoint simulate linear --kind row --tokens 8k --in-features 8k --out-features 8k --tp-size 8
+  counterpoint simulate linear --kind row --rms-norm --tokens 8k --in-features 8k --out-features 8k --tp-size 8
   counterpoint simulate linear --kind column --tokens 8k --in-features 8k --out-features 57344 \\
       --tp-size 16 --groups 4 --overlap sequential,copy-engine --trace trace.json")]
 pub(crate) struct SimulateLinearArguments {
@@ -116,6 +117,10 @@ pub(crate) struct SimulateLinearArguments {
     /// Element type
     #[arg(long, value_name = "TYPE", default_value = "bf16", value_parser = value::dtype())]
     pub(crate) dtype: DType,
+
+    /// A residual and an RMSNorm behind a row-parallel layer, which takes rows in the order in which their groups have travelled
+    #[arg(long)]
+    pub(crate) rms_norm: bool,
 
     /// The machine: a profile that `counterpoint doctor --calibrate` wrote [default: an H200 on NVLink, built in]
     #[arg(long, value_name = "FILE")]

@@ -219,3 +219,19 @@ fn what_does_not_divide_is_refused() {
     folder.refuses("simulate model --model gpt5", &["gpt5", "llama3-70b"]);
     folder.refuses(&format!("{LINEAR} --tp-size 8 --trace same --report same"), &["--trace", "--report"]);
 }
+
+#[test]
+fn a_norm_behind_a_layer_is_predicted_with_it() {
+    let folder = Folder::new();
+    let command = format!("{LINEAR} --tp-size 8 --overlap sequential,concurrent,signals --json");
+    let seconds = |more: &str| -> Vec<f64> {
+        let ran = folder.run(&format!("{command}{more}")).ok();
+        let document: Value = serde_json::from_str(&ran.stdout).unwrap();
+        document["rows"].as_array().unwrap().iter().map(|row| row["seconds"].as_f64().unwrap()).collect()
+    };
+    let (plain, normalised) = (seconds(""), seconds(" --rms-norm"));
+    assert_eq!(plain.len(), normalised.len());
+    assert!(plain.iter().zip(&normalised).all(|(plain, both)| both > plain), "{plain:?} {normalised:?}");
+    let column = LINEAR.replace("--kind row", "--kind column");
+    folder.refuses(&format!("{column} --tp-size 8 --rms-norm"), &["--rms-norm", "--kind row"]);
+}

@@ -9,7 +9,7 @@ use super::attention::Forward;
 use super::attention_backward::{Backward, Delta};
 use super::attention_finish::{Finish, Placing};
 use super::linear::{BiasGradient, Product};
-use super::norm::Normalisation;
+use super::norm::{self, Normalisation};
 use super::user_kernel::UserWork;
 use super::waves::Waves;
 use super::{CudaBackend, CudaBuffer, CudaSignal};
@@ -80,6 +80,7 @@ impl CudaKernel {
             Op::ColumnMax(op) => Work::Largest { kernel: prepare.column_max(op)?, src: op.src, dst: op.dst },
             Op::UserKernel(op) => Work::User(Box::new(UserWork::new(&prepare, op)?)),
             Op::RmsNorm(op) => Work::Normalisation(Box::new(Normalisation::new(&prepare, op)?)),
+            Op::RmsNormBackward(_) => return Err(prepare.error(norm::backward_refusal())),
             Op::Cast { src, dst } if prepare.spec(*src).dtype == prepare.spec(*dst).dtype => {
                 Work::Concat { srcs: vec![*src], dst: *dst }
             }

@@ -6,18 +6,18 @@ use counterpoint_mask::Range;
 use counterpoint_schedule::{
     Accumulate, ArrivingKeys, AttentionBackward, AttentionDelta, AttentionFinish, AttentionForward,
     AttentionState, BufferId, ColumnMax, ColumnSum, Delivery, ForwardBegin, ForwardEnd, Gemm, Op, Program,
-    RmsNorm, RowBlock, SignalId,
+    RowBlock, SignalId,
 };
 use rayon::ThreadPool;
 
 use super::buffer::{CpuBuffer, ReadGuard, WriteGuard};
+use super::normalise::{normalise_backward, normalise_rows};
 use super::user_kernel::{self, CpuUserKernels};
 use crate::host_element::{HostElement, with_host_element};
 use crate::kernel::{
     BackwardArgs, DeltaArgs, Element, FinishArgs, ForwardArgs, ForwardMode, GemmArgs, HeadShape, Real,
-    ResultArgs, RmsNormArgs, SinkArgs, StateArgs, StateMutArgs, TakeKeys, attention_backward_arriving,
-    attention_delta, attention_finish, attention_forward_arriving, attention_share, cast, column_sum, gemm,
-    rms_norm,
+    ResultArgs, SinkArgs, StateArgs, StateMutArgs, TakeKeys, attention_backward_arriving, attention_delta,
+    attention_finish, attention_forward_arriving, attention_share, cast, column_sum, gemm,
 };
 use crate::operands::check_operands;
 use crate::{ExecError, OpPlace};
@@ -62,6 +62,7 @@ impl CpuKernel {
 
     /// On a stream's thread: runs it on `workers`. `raise` raises its signal, `delivered` waits for the rows that it takes as they
     /// arrive.
+    // Long: one arm for each operation.
     pub(super) fn run(
         &self,
         rank: usize,
@@ -101,6 +102,9 @@ impl CpuKernel {
             },
             Op::RmsNorm(op) => {
                 with_host_element!(dtype(op.out), T => normalise_rows::<T>(op, &access, workers))
+            }
+            Op::RmsNormBackward(op) => {
+                with_host_element!(dtype(op.dh), T => normalise_backward::<T>(op, &access, workers))
             }
             Op::ColumnSum(op) => {
                 with_host_element!(dtype(op.src[0].buffer), T => if dtype(op.dst) == T::DTYPE {
@@ -368,29 +372,8 @@ fn largest_of_columns<R: Real>(op: &ColumnMax, access: &Access<'_>) -> Result<()
     Ok(())
 }
 
-fn normalise_rows<T: Element>(
-    op: &RmsNorm,
-    access: &Access<'_>,
-    workers: &ThreadPool,
-) -> Result<(), ExecError> {
-    let (src, weight) = (access.read_blocks(&op.src)?, access.read(op.weight)?);
-    let residual = op.residual.map(|(residual, _)| access.read(residual)).transpose()?;
-    let mut sum = op.residual.map(|(_, sum)| access.write(sum)).transpose()?;
-    let mut out = access.write(op.out)?;
-    let args = RmsNormArgs {
-        src: pieces::<T>(&op.src, &src),
-        columns: weight.len(),
-        residual: residual.as_ref().zip(sum.as_mut()).map(|(from, to)| (elements(from), elements_mut(to))),
-        weight: elements(&weight),
-        epsilon: op.epsilon,
-        out: elements_mut(&mut out),
-    };
-    rms_norm(args, workers);
-    Ok(())
-}
-
 /// The rows of each block.
-fn pieces<'a, T: HostElement>(blocks: &[RowBlock], tensors: &'a [ReadGuard<'_>]) -> Vec<&'a [T]> {
+pub(super) fn pieces<'a, T: HostElement>(blocks: &[RowBlock], tensors: &'a [ReadGuard<'_>]) -> Vec<&'a [T]> {
     let rows = |(block, tensor): (&RowBlock, &'a ReadGuard<'_>)| {
         let columns = tensor.shape()[1];
         &elements::<T>(tensor)[block.rows.start * columns..block.rows.end * columns]
@@ -442,11 +425,11 @@ fn head_shape(q: &ReadGuard<'_>, k: &ReadGuard<'_>, v: &ReadGuard<'_>) -> HeadSh
 
 /// Elements of a tensor whose type `check_operands` has seen: for any other it would be empty, and the kernel would refuse
 /// its length.
-fn elements<'a, T: HostElement>(tensor: &'a ReadGuard<'_>) -> &'a [T] {
+pub(super) fn elements<'a, T: HostElement>(tensor: &'a ReadGuard<'_>) -> &'a [T] {
     tensor.view().as_slice().unwrap_or(&[])
 }
 
-fn elements_mut<'a, T: HostElement>(tensor: &'a mut WriteGuard<'_>) -> &'a mut [T] {
+pub(super) fn elements_mut<'a, T: HostElement>(tensor: &'a mut WriteGuard<'_>) -> &'a mut [T] {
     tensor.view().into_slice().unwrap_or(&mut [])
 }
 
@@ -464,7 +447,7 @@ impl<'a> Access<'a> {
         self.buffers[id.0].read(self.rank, self.place)
     }
 
-    fn read_blocks(&self, blocks: &[RowBlock]) -> Result<Vec<ReadGuard<'a>>, ExecError> {
+    pub(super) fn read_blocks(&self, blocks: &[RowBlock]) -> Result<Vec<ReadGuard<'a>>, ExecError> {
         blocks.iter().map(|block| self.read(block.buffer)).collect()
     }
 

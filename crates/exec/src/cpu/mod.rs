@@ -6,6 +6,7 @@ mod counter;
 mod event;
 mod host_view;
 mod kernel_barrier;
+mod normalise;
 mod signal;
 mod stream;
 mod user_kernel;

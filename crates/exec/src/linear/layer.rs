@@ -142,11 +142,11 @@ pub struct LayerPass<M: Machine> {
 /// Each call runs all ranks that are in this process, and waits for them. Buffers are those of ranks: parts of whole tensors as
 /// [`LinearLayer::scatter`] deals them out. A call that fails leaves the layer of no use, as its world is.
 pub struct LinearLayer<M: Machine> {
-    plan: LinearPlan,
-    gradient: LayerGradient,
-    forward: Vec<Rank<M>>,
-    backward: Vec<Rank<M>>,
-    deferred: Option<Deferred<M>>,
+    pub(super) plan: LinearPlan,
+    pub(super) gradient: LayerGradient,
+    pub(super) forward: Vec<Rank<M>>,
+    pub(super) backward: Vec<Rank<M>>,
+    pub(super) deferred: Option<Deferred<M>>,
 }
 
 impl<M: Machine> LinearLayer<M> {
@@ -421,7 +421,7 @@ impl<M: Machine> LinearLayer<M> {
         Some((Prepared::buffers_of(ranks, "dweight").ok()?, Prepared::buffers_of(ranks, "dbias").ok()))
     }
 
-    fn check_count(&self, name: &str, buffers: &RankBuffers<M>) -> Result<(), ExecError> {
+    pub(super) fn check_count(&self, name: &str, buffers: &RankBuffers<M>) -> Result<(), ExecError> {
         if buffers.len() == self.forward.len() {
             return Ok(());
         }
@@ -445,18 +445,29 @@ pub(super) fn prepare<M: Machine>(
     policy: OverlapPolicy,
     lower: impl Fn(usize) -> Program,
 ) -> Result<Vec<Rank<M>>, ExecError> {
+    prepare_with(group, plan, policy, None, lower)
+}
+
+/// The same of a layer that is something beside its plan, which all ranks must have alike.
+pub(super) fn prepare_with<M: Machine>(
+    group: &Group<M>,
+    plan: &LinearPlan,
+    policy: OverlapPolicy,
+    more: Option<(&'static str, String)>,
+    lower: impl Fn(usize) -> Program,
+) -> Result<Vec<Rank<M>>, ExecError> {
     if plan.tp_size != group.world_size() {
         let reason =
             format!("is split over {} ranks, and the group has {}", plan.tp_size, group.world_size());
         return Err(ExecError::Tensor { name: "layer".to_owned(), reason });
     }
-    group.prepare(lower, Some(&identity(plan, policy)))
+    group.prepare(lower, Some(&identity(plan, policy, more)))
 }
 
 /// What all ranks must have alike of a layer.
-fn identity(plan: &LinearPlan, policy: OverlapPolicy) -> PlanIdentity {
+fn identity(plan: &LinearPlan, policy: OverlapPolicy, more: Option<(&'static str, String)>) -> PlanIdentity {
     let spec = &plan.spec;
-    PlanIdentity::new([
+    let common = [
         ("ranks", plan.tp_size.to_string()),
         ("layer", format!("{}, {}", spec.kind, spec.activations)),
         ("tokens", spec.tokens.to_string()),
@@ -466,7 +477,8 @@ fn identity(plan: &LinearPlan, policy: OverlapPolicy) -> PlanIdentity {
         ("dtype", spec.dtype.to_string()),
         ("policy", policy.to_string()),
         ("groups", plan.groups().to_string()),
-    ])
+    ];
+    PlanIdentity::new(common.into_iter().chain(more))
 }
 
 pub(super) fn check_present(name: &str, given: bool, wanted: bool) -> Result<(), ExecError> {

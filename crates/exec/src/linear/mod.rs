@@ -3,6 +3,7 @@
 mod deferred;
 mod gemm_collective;
 mod layer;
+mod normalised;
 mod overlap;
 mod parallel;
 mod run;
@@ -20,6 +21,7 @@ pub use gemm_collective::{
     gemm_reduce_scatter,
 };
 pub use layer::{LayerCall, LayerGradient, LayerPass, LinearLayer, LinearTensor, NamedBuffers, RankBuffers};
+pub use normalised::{NormalisedBackward, NormalisedForward, RowParallelLinearRmsNorm};
 pub use overlap::{LayerOverlap, PlannedPass, PlannedPasses};
 pub use parallel::{ColumnParallelLinear, LinearOptions, RowParallelLinear};
 pub use run::{LinearConfig, run_linear, run_linear_on};

@@ -5,7 +5,7 @@ use std::ops::{Deref, DerefMut};
 use counterpoint_plan::{Activations, DType, LinearKind, LinearSpec};
 
 use super::layer::{LayerGradient, LinearLayer};
-use super::overlap::LayerOverlap;
+use super::overlap::{LayerOverlap, PlannedPasses};
 use crate::{ExecError, Group, Machine};
 
 /// What a tensor-parallel layer is beside its sizes.
@@ -39,14 +39,23 @@ impl LinearOptions {
         &self,
         group: &Group<M>,
         kind: LinearKind,
-        [tokens, in_features, out_features]: [usize; 3],
+        sizes: [usize; 3],
     ) -> Result<LinearLayer<M>, ExecError> {
+        LinearLayer::with_passes(group, self.passes(group, kind, sizes)?, self.gradient)
+    }
+
+    /// The passes of a layer of these tokens, input and output features.
+    pub(super) fn passes<M: Machine>(
+        &self,
+        group: &Group<M>,
+        kind: LinearKind,
+        [tokens, in_features, out_features]: [usize; 3],
+    ) -> Result<PlannedPasses, ExecError> {
         let Self { activations, has_bias, dtype, gradient, ref overlap } = *self;
         let spec = LinearSpec { kind, activations, tokens, in_features, out_features, has_bias, dtype };
-        let passes = overlap
+        overlap
             .passes(group.linear(), spec, gradient)
-            .map_err(|error| ExecError::Tensor { name: "layer".to_owned(), reason: error.to_string() })?;
-        LinearLayer::with_passes(group, passes, gradient)
+            .map_err(|error| ExecError::Tensor { name: "layer".to_owned(), reason: error.to_string() })
     }
 }
 

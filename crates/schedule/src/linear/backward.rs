@@ -166,10 +166,20 @@ fn column(lowering: &mut Lowering<'_>, gradient: WeightGradient) {
 }
 
 fn row(lowering: &mut Lowering<'_>, gradient: WeightGradient) {
+    let dy = lowering.input("dy", &Shapes::of(lowering).dy);
+    row_of(lowering, gradient, dy, None);
+}
+
+/// The backward of a row-parallel layer of this `dy`, which the computation has written by the mark, where there is one.
+pub(super) fn row_of(
+    lowering: &mut Lowering<'_>,
+    gradient: WeightGradient,
+    dy: BufferId,
+    written: Option<Mark>,
+) {
     let plan = lowering.plan;
     let (tokens, features) = (plan.spec.tokens, plan.local_in_features());
     let shapes = Shapes::of(lowering);
-    let dy = lowering.input("dy", &shapes.dy);
     let weight = lowering.input("weight", &[plan.spec.out_features, features]);
     let x = (gradient != WeightGradient::Frozen).then(|| lowering.input("x", &shapes.x));
     let dx = lowering.p.buffer("dx", plan.spec.dtype, &[tokens, features], BufferRole::Output);
@@ -186,6 +196,9 @@ fn row(lowering: &mut Lowering<'_>, gradient: WeightGradient) {
         let columns = plan.spec.out_features;
         let (name, role) = kept_or(gradient, "dy");
         let mut gathered = GatheredTokens::new(lowering, dy, columns, name, role);
+        if let Some(written) = written {
+            gathered.after(lowering, written);
+        }
         for stage in 0..=plan.groups() {
             let rows = gathered.enter(lowering, stage);
             input_gradient(lowering, stage, rows, weight, dx);

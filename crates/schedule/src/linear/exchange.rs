@@ -88,6 +88,11 @@ impl GatheredTokens {
         Self { own, columns, name: name.to_owned(), role, stream, groups: Vec::new(), barrier }
     }
 
+    /// Sends nothing before this mark.
+    pub(super) fn after(&self, lowering: &mut Lowering<'_>, mark: Mark) {
+        lowering.p.after(self.stream, None, "wait for tokens of this rank", mark);
+    }
+
     /// Sends the next group.
     fn send(&mut self, lowering: &mut Lowering<'_>) {
         let (plan, rank) = (lowering.plan, lowering.rank);

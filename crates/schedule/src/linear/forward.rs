@@ -1,4 +1,4 @@
-//! The forward of a tensor-parallel linear layer as a Program, with the RMSNorm behind a row-parallel one where wanted.
+//! The forward of a tensor-parallel linear layer as a Program.
 
 use counterpoint_mask::Range;
 use counterpoint_plan::{LinearKind, LinearPlan};
@@ -7,7 +7,7 @@ use super::exchange::{GatheredTokens, Lowering, rows_on_their_way};
 use super::reduced::{ReducedTokens, SpreadUnder};
 use crate::builder::ProgramBuilder;
 use crate::{
-    Accumulate, BufferId, BufferRole, CastGemm, Gemm, GemmLayout, Mover, Op, OverlapPolicy, Program, RmsNorm,
+    Accumulate, BufferId, BufferRole, CastGemm, Gemm, GemmLayout, Mover, Op, OverlapPolicy, Program,
     RowBlock, StartOrder, StreamKind,
 };
 
@@ -25,40 +25,6 @@ pub fn lower_linear_forward(plan: &LinearPlan, rank: usize, policy: OverlapPolic
                 sums.finish(&mut lowering);
             }
         }
-    }
-    lowering.p.finish()
-}
-
-/// Lowers one rank's forward of a row-parallel layer and the RMSNorm behind it. Inputs as [`lower_linear_forward`]'s, `residual`
-/// (as `y`) and `norm_weight` `[out_features]`; outputs `sum`, the layer's result and the residual together, rounded, and `y`, that
-/// normalised. Rows that were summed in groups come into their order in that pass.
-///
-/// # Panics
-/// For a column-parallel layer, whose rows are not whole.
-pub fn lower_normalised_forward(
-    plan: &LinearPlan,
-    rank: usize,
-    epsilon: f64,
-    policy: OverlapPolicy,
-) -> Program {
-    assert_eq!(plan.spec.kind, LinearKind::Row, "only a row-parallel layer has whole rows");
-    let mut p = ProgramBuilder::new("normalised linear forward", rank, plan.tp_size, policy);
-    let compute = p.stream("compute", StreamKind::Compute);
-    let mut lowering = Lowering { p, plan, rank, compute };
-    let (rows, features, dtype) = (lowering.local_tokens(), plan.spec.out_features, plan.spec.dtype);
-    let src = row(&mut lowering, "shares", BufferRole::Scratch);
-    let src = match src {
-        RowResult::One(buffer) => lowering.whole(buffer, rows),
-        RowResult::Sums(sums) => sums.rows(&mut lowering),
-    };
-    let residual = lowering.input("residual", &[rows, features]);
-    let weight = lowering.input("norm_weight", &[features]);
-    let sum = lowering.p.buffer("sum", dtype, &[rows, features], BufferRole::Output);
-    let out = lowering.p.buffer("y", dtype, &[rows, features], BufferRole::Output);
-    // A rank without tokens has nothing to normalise.
-    if rows > 0 {
-        let op = RmsNorm { src, residual: Some((residual, sum)), weight, epsilon, out };
-        lowering.p.push(compute, None, "normalise", Op::RmsNorm(op));
     }
     lowering.p.finish()
 }
@@ -120,7 +86,7 @@ fn column(lowering: &mut Lowering<'_>) {
 }
 
 /// What a row-parallel layer's products become.
-enum RowResult {
+pub(super) enum RowResult {
     /// All rows are here.
     One(BufferId),
     /// They are summed over ranks.
@@ -128,7 +94,7 @@ enum RowResult {
 }
 
 /// The layer's result, in buffers called `name` of this role.
-fn row(lowering: &mut Lowering<'_>, name: &str, role: BufferRole) -> RowResult {
+pub(super) fn row(lowering: &mut Lowering<'_>, name: &str, role: BufferRole) -> RowResult {
     let plan = lowering.plan;
     let (tokens, features) = (plan.spec.tokens, plan.spec.out_features);
     let x = lowering.input("x", &[tokens, plan.local_in_features()]);

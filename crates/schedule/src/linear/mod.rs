@@ -9,6 +9,7 @@ mod backward;
 mod clock;
 mod exchange;
 mod forward;
+mod normalised;
 mod parts;
 mod reduced;
 mod shared_input;
@@ -19,7 +20,8 @@ use serde::{Deserialize, Serialize};
 pub use backward::{lower_linear_backward, lower_linear_weight_gradient};
 pub use clock::{ClockError, SimulatedClock, travel_seconds};
 pub(crate) use exchange::leaves_workers;
-pub use forward::{lower_linear_forward, lower_normalised_forward};
+pub use forward::lower_linear_forward;
+pub use normalised::{NormSpec, lower_normalised_backward, lower_normalised_forward};
 pub use parts::{GATHER, REDUCE, lower_collective, lower_join, lower_product};
 pub use shared_input::{
     InputGradient, SharedInput, lower_shared_input_backward, lower_shared_input_forward,

@@ -107,20 +107,40 @@ pub struct CastGemm {
 }
 
 /// RMSNorm of the rows of `src`, which are those of its blocks one after the other, with a residual in front of it: `h` is the rows, or
-/// their sum with the residual, rounded, and `out = h / sqrt(mean of h's squares + epsilon) weight`, row by row. So rows that have
+/// their sum with the residual, rounded, and `out = h / sqrt(mean of h's squares + epsilon) weight`, row by row; without a weight it is 1. So rows that have
 /// travelled in groups come into their order in the pass that is there anyway.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RmsNorm {
     /// `[rows, columns]`.
     pub src: Vec<RowBlock>,
-    /// Residual and where `h` goes, both `[rows, columns]`.
-    pub residual: Option<(BufferId, BufferId)>,
+    /// `[rows, columns]`.
+    pub residual: Option<BufferId>,
+    /// Where `h` goes, `[rows, columns]`.
+    pub sum: BufferId,
     /// `[columns]`.
-    pub weight: BufferId,
+    pub weight: Option<BufferId>,
     /// What is added to the mean.
     pub epsilon: f64,
     /// `[rows, columns]`.
     pub out: BufferId,
+}
+
+/// The gradients of an [`RmsNorm`]: with `s = 1 / sqrt(mean of h's squares + epsilon)` and `g = dout weight`, row by row
+/// `dh = s (g - h s^2 mean(g h)) + dsum`, and that of the weight is the sum over the rows of `dout h s`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct RmsNormBackward {
+    /// `[rows, columns]`.
+    pub dout: BufferId,
+    /// `h`, `[rows, columns]`.
+    pub sum: BufferId,
+    /// `[columns]`, and where its gradient goes, in the type of sums.
+    pub weight: Option<(BufferId, BufferId)>,
+    /// What else goes into the gradient of `h`, `[rows, columns]`.
+    pub dsum: Option<BufferId>,
+    /// What was added to the mean.
+    pub epsilon: f64,
+    /// The gradient of `h`, `[rows, columns]`.
+    pub dh: BufferId,
 }
 
 /// The sum over the rows of `src`, which are those of its blocks one after the other: the gradient of a bias.

@@ -14,7 +14,8 @@ pub use attention::{
 };
 pub use collective::{Delivery, GroupCast, GroupReduce, ReduceOp};
 pub use linear::{
-    CastGemm, ColumnSum, Gemm, GemmLayout, GemmReduce, RmsNorm, RowBlock, UserKernel, UserPart, WaveGemm,
+    CastGemm, ColumnSum, Gemm, GemmLayout, GemmReduce, RmsNorm, RmsNormBackward, RowBlock, UserKernel,
+    UserPart, WaveGemm,
 };
 pub use op::Op;
 

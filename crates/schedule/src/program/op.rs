@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::{
     AttentionBackward, AttentionDelta, AttentionFinish, AttentionForward, BackwardReduce, BarrierId,
     BufferId, CastGemm, ColumnMax, ColumnSum, EventId, Gemm, GemmReduce, GroupCast, GroupReduce, RmsNorm,
-    SignalId, UserKernel, WaveGemm,
+    RmsNormBackward, SignalId, UserKernel, WaveGemm,
 };
 use crate::Mover;
 
@@ -39,6 +39,8 @@ pub enum Op {
     ColumnMax(ColumnMax),
     /// Root mean square normalisation of rows.
     RmsNorm(RmsNorm),
+    /// Its gradients.
+    RmsNormBackward(RmsNormBackward),
     /// A matrix product that is reduced over ranks while it is computed.
     GemmReduce(Box<GemmReduce>),
     /// A matrix product whose operand's rows come from other ranks while it is computed.
@@ -151,6 +153,7 @@ impl Op {
             | Op::ColumnSum(_)
             | Op::ColumnMax(_)
             | Op::RmsNorm(_)
+            | Op::RmsNormBackward(_)
             | Op::UserKernel(_)
             | Op::Cast { .. }
             | Op::Concat { .. }

@@ -4,7 +4,7 @@ use super::display::{ProgramText, dtype_name};
 use super::{
     Accumulate, ArrivingKeys, AttentionBackward, AttentionForward, AttentionState, BarrierId, BufferId,
     Delivery, ForwardBegin, ForwardEnd, Gemm, GemmLayout, GroupCast, GroupReduce, KeyBlocks, MaxLogits, Op,
-    ReduceOp, RmsNorm, UserKernel,
+    ReduceOp, RmsNorm, RmsNormBackward, UserKernel,
 };
 
 impl ProgramText<'_> {
@@ -45,6 +45,7 @@ impl ProgramText<'_> {
             }
             Op::ColumnMax(op) => format!("column_max {} -> {}", self.buffer(op.src), self.buffer(op.dst)),
             Op::RmsNorm(op) => self.rms_norm(op),
+            Op::RmsNormBackward(op) => self.rms_norm_backward(op),
             Op::GemmReduce(op) => {
                 let mut parts = vec![self.gemm(&op.gemm), self.group_reduce(&op.reduce)];
                 parts.extend(op.spread.as_ref().map(|cast| self.group_cast(cast)));
@@ -131,14 +132,22 @@ impl ProgramText<'_> {
     }
 
     fn rms_norm(&self, op: &RmsNorm) -> String {
-        let mut reads = vec![("weight", op.weight)];
-        let mut writes = vec![("out", op.out)];
-        if let Some((residual, sum)) = op.residual {
-            reads.push(("residual", residual));
-            writes.push(("sum", sum));
-        }
-        let (src, reads, writes) = (self.blocks(&op.src), self.operands(&reads), self.operands(&writes));
-        format!("rms_norm {src} {reads} -> {writes} | epsilon {:?}", op.epsilon)
+        let named = [("weight", op.weight), ("residual", op.residual)];
+        let reads: Vec<_> = named.into_iter().filter_map(|(name, id)| Some((name, id?))).collect();
+        let reads = if reads.is_empty() { String::new() } else { format!(" {}", self.operands(&reads)) };
+        let (src, writes) = (self.blocks(&op.src), self.operands(&[("out", op.out), ("sum", op.sum)]));
+        format!("rms_norm {src}{reads} -> {writes} | epsilon {:?}", op.epsilon)
+    }
+
+    fn rms_norm_backward(&self, op: &RmsNormBackward) -> String {
+        let (weight, dweight) = op.weight.unzip();
+        let mut reads = vec![("dout", op.dout), ("sum", op.sum)];
+        reads.extend(weight.map(|weight| ("weight", weight)));
+        reads.extend(op.dsum.map(|dsum| ("dsum", dsum)));
+        let mut writes = vec![("dh", op.dh)];
+        writes.extend(dweight.map(|dweight| ("dweight", dweight)));
+        let (reads, writes) = (self.operands(&reads), self.operands(&writes));
+        format!("rms_norm_backward {reads} -> {writes} | epsilon {:?}", op.epsilon)
     }
 
     fn user_kernel(&self, op: &UserKernel) -> String {

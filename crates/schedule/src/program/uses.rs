@@ -55,8 +55,14 @@ impl Op {
             Op::UserKernel(op) => op.parts.iter().flat_map(|part| part.reads.iter().copied()).collect(),
             Op::RmsNorm(op) => {
                 let mut out: Vec<_> = op.src.iter().map(|block| block.buffer).collect();
-                out.extend(op.residual.map(|(residual, _)| residual));
-                out.push(op.weight);
+                out.extend(op.residual);
+                out.extend(op.weight);
+                out
+            }
+            Op::RmsNormBackward(op) => {
+                let mut out = vec![op.dout, op.sum];
+                out.extend(op.weight.map(|(weight, _)| weight));
+                out.extend(op.dsum);
                 out
             }
             Op::ColumnSum(op) => {
@@ -117,9 +123,10 @@ impl Op {
             Op::Gemm(op) => vec![op.out],
             Op::WaveGemm(op) => op.groups.iter().map(|group| group.out).collect(),
             Op::UserKernel(op) => op.parts.iter().flat_map(|part| part.writes.iter().copied()).collect(),
-            Op::RmsNorm(op) => {
-                let mut out = vec![op.out];
-                out.extend(op.residual.map(|(_, sum)| sum));
+            Op::RmsNorm(op) => vec![op.out, op.sum],
+            Op::RmsNormBackward(op) => {
+                let mut out = vec![op.dh];
+                out.extend(op.weight.map(|(_, dweight)| dweight));
                 out
             }
             Op::ColumnSum(op) => vec![op.dst],

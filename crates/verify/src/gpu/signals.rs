@@ -8,7 +8,7 @@ use counterpoint_exec::{
 };
 use counterpoint_plan::{Activations, CostModel, DType, LinearKind, LinearPlan, LinearSpec, WaveGroups};
 use counterpoint_reference::selftest::{SelfCheck, unlike_elements};
-use counterpoint_schedule::{BufferRole, OverlapPolicy, StartOrder, lower_normalised_forward};
+use counterpoint_schedule::{BufferRole, NormSpec, OverlapPolicy, StartOrder, lower_normalised_forward};
 use half::bf16;
 
 use super::fused::{SHAPES, Way, examine};
@@ -295,7 +295,11 @@ fn normalised<M: Machine>(
     let ends = machine.connect(&world)?.into_iter().enumerate();
     let mut ranks = ends
         .map(|(rank, (backend, transport))| {
-            Prepared::new(lower_normalised_forward(plan, rank, EPSILON, policy), backend, transport)
+            Prepared::new(
+                lower_normalised_forward(plan, rank, NormSpec::new(EPSILON), policy),
+                backend,
+                transport,
+            )
         })
         .collect::<Result<Vec<_>, _>>()?;
     bind_inputs(&mut ranks)?;

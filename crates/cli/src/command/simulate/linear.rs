@@ -6,11 +6,12 @@ use counterpoint_console::{
     overlap::warning,
 };
 use counterpoint_plan::{
-    DType, LinearDirection, LinearMachine, LinearPlan, LinearSpec, Topology, WaveGroups, WorkerSharing,
+    DType, LinearDirection, LinearKind, LinearMachine, LinearPlan, LinearSpec, Topology, WaveGroups,
+    WorkerSharing,
 };
 use counterpoint_schedule::{
-    OverlapPolicy, Program, RankTransport, WeightGradient, Workload, lower_linear_backward,
-    lower_linear_forward, simulate,
+    NormSpec, OverlapPolicy, Program, RankTransport, WeightGradient, Workload, lower_linear_backward,
+    lower_linear_forward, lower_normalised_backward, lower_normalised_forward, simulate,
 };
 
 use super::{PassRow, Predicted, Setting, Simulated, pass_columns, simulated};
@@ -18,6 +19,10 @@ use crate::arguments::SimulateLinearArguments;
 
 /// Flags of the sizes of a layer.
 const FLAGS: [(&str, &str); 2] = [("in_features", "--in-features"), ("out_features", "--out-features")];
+
+/// What GPUs lack of a layer with an RMSNorm behind it.
+const NO_KERNEL: &str =
+    "on GPUs the gradients of an RMSNorm behind a layer have no kernel; CPU ranks have one";
 
 // Long: one table, whose rows are made where its columns are.
 pub(super) fn run(arguments: &SimulateLinearArguments) -> Result<(), CliError> {
@@ -32,6 +37,12 @@ pub(super) fn run(arguments: &SimulateLinearArguments) -> Result<(), CliError> {
         has_bias: false,
         dtype: arguments.dtype,
     };
+    let norm = arguments.rms_norm.then(|| NormSpec::new(1e-5));
+    if norm.is_some() && spec.kind != LinearKind::Row {
+        let reason =
+            "takes whole rows, of which a column-parallel layer gives columns; use --kind row".to_owned();
+        return Err(CliError::Flag { flag: "--rms-norm", value: String::new(), reason });
+    }
     let tp_size = arguments.tp_size;
     // As layers do: what does not overlap by groups has one.
     let plan_of = |policy: &OverlapPolicy, chosen: Option<Vec<usize>>| {
@@ -62,6 +73,9 @@ pub(super) fn run(arguments: &SimulateLinearArguments) -> Result<(), CliError> {
     predicted.set("kind", spec.kind);
     predicted.set("tokens", spec.tokens);
     predicted.set("features", format!("{} to {}", spec.in_features, spec.out_features));
+    if norm.is_some() {
+        predicted.set("behind", "residual and RMSNorm");
+    }
     predicted.set("dtype", dtype_name(spec.dtype));
     predicted.set("ranks", tp_size);
     predicted.set("nodes", topology.nodes());
@@ -75,9 +89,15 @@ pub(super) fn run(arguments: &SimulateLinearArguments) -> Result<(), CliError> {
         for (at, (policy, pass)) in passes.iter().zip(["forward", "backward"]).enumerate() {
             let is_chosen = *policy == chosen[at].0;
             let plan = plan_of(policy, is_chosen.then(|| chosen[at].1.clone()))?;
-            let timeline = alone(match directions[at] {
-                LinearDirection::Forward => lower_linear_forward(&plan, 0, *policy),
-                LinearDirection::Backward { .. } => lower_linear_backward(&plan, 0, gradient, *policy),
+            let timeline = alone(match (directions[at], norm) {
+                (LinearDirection::Forward, None) => lower_linear_forward(&plan, 0, *policy),
+                (LinearDirection::Forward, Some(norm)) => lower_normalised_forward(&plan, 0, norm, *policy),
+                (LinearDirection::Backward { .. }, None) => {
+                    lower_linear_backward(&plan, 0, gradient, *policy)
+                }
+                (LinearDirection::Backward { .. }, Some(norm)) => {
+                    lower_normalised_backward(&plan, 0, norm, gradient, *policy)
+                }
             })?;
             if index == 0 {
                 first[at] = timeline.makespan();
@@ -85,7 +105,10 @@ pub(super) fn run(arguments: &SimulateLinearArguments) -> Result<(), CliError> {
             let runs = RankTransport::any_of_gpus(&topology, policy, Workload::Linear);
             let groups = Some(plan.groups());
             let (policy, first) = (*policy, first[at]);
-            let warning = warning(&policy, &cost);
+            let warning = match (norm, directions[at]) {
+                (Some(_), LinearDirection::Backward { .. }) => Some(NO_KERNEL.to_owned()),
+                _ => warning(&policy, &cost),
+            };
             rows.push(PassRow {
                 pass,
                 asked,
