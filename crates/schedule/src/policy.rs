@@ -56,11 +56,13 @@ pub enum WorkerShare {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum CommunicationPriority {
-    /// As the backend sets it for all streams of that kind.
+    /// As the backend sets it for all streams of that kind: on CUDA above computation.
     #[default]
     Usual,
     /// Above computation.
     High,
+    /// That of computation, to see what a priority does.
+    Ordinary,
 }
 
 /// Hardware queues that streams are fed through.
@@ -165,9 +167,11 @@ impl fmt::Display for OverlapPolicy {
             WorkerShare::Margin(workers) => write!(f, "+sm-margin={workers}")?,
             WorkerShare::Partition(workers) => write!(f, "+partition={workers}")?,
         }
-        if self.priority == CommunicationPriority::High {
-            f.write_str("+priority")?;
-        }
+        f.write_str(match self.priority {
+            CommunicationPriority::Usual => "",
+            CommunicationPriority::High => "+priority",
+            CommunicationPriority::Ordinary => "+ordinary-priority",
+        })?;
         if self.queues == HardwareQueues::Single {
             f.write_str("+single-connection")?;
         }
@@ -186,7 +190,7 @@ pub enum PolicyError {
     /// A word is unknown.
     #[error(
         "unknown overlap policy `{0}`; use sequential, concurrent, kernel-barrier, signals, single-connection, priority, \
-         copy-engine, fused, sm-margin=N or partition=N, joined by +"
+         ordinary-priority, copy-engine, fused, sm-margin=N or partition=N, joined by +"
     )]
     Word(String),
     /// A number of workers is none.
@@ -219,7 +223,7 @@ impl FromStr for OverlapPolicy {
         }
         let mut policy = OverlapPolicy::default();
         // What each aspect was set by.
-        let (mut order, mut share, mut mover, mut last) = (None, None, None, None);
+        let (mut order, mut share, mut mover, mut priority, mut last) = (None, None, None, None, None);
         for word in text.split('+') {
             let start = StartOrder::ALL.into_iter().find(|order| order.name() == word);
             let exclusive = match (start, word) {
@@ -229,7 +233,11 @@ impl FromStr for OverlapPolicy {
                 }
                 (None, "priority") => {
                     policy.priority = CommunicationPriority::High;
-                    None
+                    priority.replace(word)
+                }
+                (None, "ordinary-priority") => {
+                    policy.priority = CommunicationPriority::Ordinary;
+                    priority.replace(word)
                 }
                 (None, "single-connection") => {
                     policy.queues = HardwareQueues::Single;
@@ -288,6 +296,7 @@ mod tests {
             "concurrent+partition=16+priority",
             "kernel-barrier+sm-margin=8+priority+single-connection+copy-engine",
             "concurrent+fused",
+            "concurrent+ordinary-priority",
         ];
         for text in canonical {
             assert_eq!(text.parse::<OverlapPolicy>().unwrap().to_string(), text);
@@ -315,6 +324,7 @@ mod tests {
             "concurrent+kernel-barrier",
             "kernel-barrier+signals",
             "fused+copy-engine",
+            "priority+ordinary-priority",
         ] {
             assert!(matches!(refused(text), PolicyError::Exclusive(..)), "{text}");
         }

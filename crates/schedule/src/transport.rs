@@ -86,9 +86,12 @@ impl RankTransport {
             (Self::Cpu, OverlapPolicy { workers: WorkerShare::Partition(_), .. }) => PolicySupport::Refused(
                 "communication on CPU ranks has threads of its own, not a share of the workers",
             ),
-            (Self::Cpu, OverlapPolicy { priority: CommunicationPriority::High, .. }) => {
-                PolicySupport::Refused("threads of CPU ranks have no priorities")
-            }
+            (
+                Self::Cpu,
+                OverlapPolicy {
+                    priority: CommunicationPriority::High | CommunicationPriority::Ordinary, ..
+                },
+            ) => PolicySupport::Refused("threads of CPU ranks have no priorities"),
             (Self::Cpu, OverlapPolicy { queues: HardwareQueues::Single, .. }) => {
                 PolicySupport::Refused("CPU ranks have no hardware queues")
             }
@@ -225,7 +228,7 @@ mod tests {
 
     #[test]
     fn cpu_ranks_refuse_what_only_gpus_have() {
-        for text in ["partition=2", "priority", "single-connection", "copy-engine"] {
+        for text in ["partition=2", "priority", "ordinary-priority", "single-connection", "copy-engine"] {
             let support = RankTransport::Cpu.support(&policy(text), Workload::Linear);
             assert!(matches!(support, PolicySupport::Refused(_)), "{text}: {support:?}");
         }

@@ -139,8 +139,8 @@ pub(crate) struct RunArguments {
     pub(crate) deterministic: bool,
 
     /// How communication is brought to run under computation: sequential, or concurrent, kernel-barrier or signals with any of
-    /// +sm-margin=N (leave N workers free), +partition=N, +priority, +single-connection, +copy-engine; one for both passes, or
-    /// forward=POLICY,backward=POLICY. auto: for each pass what is predicted to end first
+    /// +sm-margin=N (leave N workers free), +partition=N, +priority or +ordinary-priority, +single-connection, +copy-engine; one
+    /// for both passes, or forward=POLICY,backward=POLICY. auto: for each pass what is predicted to end first
     #[arg(long, value_name = "POLICY", default_value = "auto", value_parser = overlap::of_passes)]
     pub(crate) overlap: PassOverlaps,
 

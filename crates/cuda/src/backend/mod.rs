@@ -55,7 +55,7 @@ pub(crate) use exchange_marks::ExchangeMarks;
 
 use crate::partition::Part;
 use crate::sync::lock;
-use crate::{CudaError, DeviceBuffer, Event, Stream, StreamPriority};
+use crate::{CudaError, DeviceBuffer, Event, Stream};
 
 /// An error of the driver or the compiler as one of a run.
 pub fn exec_error(rank: usize, place: &str, error: CudaError) -> ExecError {
@@ -179,10 +179,11 @@ impl Backend for CudaBackend {
     }
 
     fn create_stream(&self, spec: &StreamSpec, policy: &OverlapPolicy) -> Result<CudaStream, ExecError> {
-        let (part, priority) = match spec.kind {
-            StreamKind::Compute => (Part::Computation, StreamPriority::Low),
-            StreamKind::Communication => (Part::Communication, StreamPriority::High),
+        let part = match spec.kind {
+            StreamKind::Compute => Part::Computation,
+            StreamKind::Communication => Part::Communication,
         };
+        let priority = policy::stream_priority(spec.kind, policy.priority);
         let stream = match self.partition(policy)? {
             Some(partition) => Stream::on(&partition, &self.0.device, part),
             None => Stream::new(&self.0.device, priority),

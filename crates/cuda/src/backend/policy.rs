@@ -3,9 +3,10 @@
 use std::sync::Arc;
 
 use counterpoint_exec::ExecError;
-use counterpoint_schedule::{HardwareQueues, OverlapPolicy, WorkerShare};
+use counterpoint_schedule::{CommunicationPriority, HardwareQueues, OverlapPolicy, StreamKind, WorkerShare};
 
 use super::CudaBackend;
+use crate::StreamPriority;
 use crate::partition::Partition;
 use crate::sync::lock;
 
@@ -39,8 +40,20 @@ impl CudaBackend {
     }
 }
 
-/// What of a policy this backend cannot do. Streams of communication have the high priority whatever the policy, a margin is
-/// the launchers' business; `connections` is what the driver was told.
+/// Of streams of this kind: those of communication are above the others, unless the policy says that they are not.
+pub(super) fn stream_priority(kind: StreamKind, priority: CommunicationPriority) -> StreamPriority {
+    match (kind, priority) {
+        (StreamKind::Communication, CommunicationPriority::Usual | CommunicationPriority::High) => {
+            StreamPriority::High
+        }
+        (StreamKind::Communication, CommunicationPriority::Ordinary) | (StreamKind::Compute, _) => {
+            StreamPriority::Low
+        }
+    }
+}
+
+/// What of a policy this backend cannot do. Priorities are the streams' business, a margin is the launchers'; `connections` is what the
+/// driver was told.
 fn policy_check(policy: &OverlapPolicy, connections: Option<&str>) -> Result<(), &'static str> {
     match policy {
         OverlapPolicy { queues: HardwareQueues::Single, .. } if connections != Some("1") => Err(
@@ -52,7 +65,18 @@ fn policy_check(policy: &OverlapPolicy, connections: Option<&str>) -> Result<(),
 
 #[cfg(test)]
 mod tests {
-    use super::policy_check;
+    use super::*;
+
+    #[test]
+    fn communication_is_above_computation_unless_its_priority_is_ordinary() {
+        use CommunicationPriority::{High, Ordinary, Usual};
+        let of = |kind, priority| stream_priority(kind, priority) == StreamPriority::High;
+        assert_eq!(
+            [Usual, High, Ordinary].map(|how| of(StreamKind::Communication, how)),
+            [true, true, false]
+        );
+        assert_eq!([Usual, High, Ordinary].map(|how| of(StreamKind::Compute, how)), [false; 3]);
+    }
 
     #[test]
     fn policies_that_cannot_be_followed_are_refused() {

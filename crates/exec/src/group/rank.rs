@@ -5,7 +5,8 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use counterpoint_schedule::{
-    BufferRole, BufferSpec, OverlapPolicy, Program, StreamKind, StreamSpec, WorkerShare,
+    BufferRole, BufferSpec, CommunicationPriority, OverlapPolicy, Program, StreamKind, StreamSpec,
+    WorkerShare,
 };
 
 use super::ticket::EventPool;
@@ -54,6 +55,8 @@ struct SharedStream<B: Backend> {
     kind: StreamKind,
     /// Multiprocessors that a policy gives to communication, which a device's streams are made for.
     partition: Option<usize>,
+    /// Whether it was made of the ordinary priority.
+    ordinary: bool,
     stream: Arc<B::Stream>,
 }
 
@@ -242,19 +245,22 @@ impl<B: Backend, T: Transport<B>> GroupRank<B, T> {
         policy: &OverlapPolicy,
     ) -> Result<Vec<Arc<B::Stream>>, ExecError> {
         let mut shared = lock(&self.shared);
-        let partition = partition_of(policy);
+        let (partition, ordinary) =
+            (partition_of(policy), policy.priority == CommunicationPriority::Ordinary);
         let mut taken: Vec<Arc<B::Stream>> = Vec::with_capacity(specs.len());
         for spec in specs {
             let fits = |known: &&SharedStream<B>| {
                 known.kind == spec.kind
                     && known.partition == partition
+                    && known.ordinary == ordinary
                     && !taken.iter().any(|stream| Arc::ptr_eq(stream, &known.stream))
             };
             let stream = match shared.streams.iter().find(fits) {
                 Some(known) => known.stream.clone(),
                 None => {
                     let stream = Arc::new(self.backend.create_stream(spec, policy)?);
-                    shared.streams.push(SharedStream { kind: spec.kind, partition, stream: stream.clone() });
+                    let kind = spec.kind;
+                    shared.streams.push(SharedStream { kind, partition, ordinary, stream: stream.clone() });
                     stream
                 }
             };
