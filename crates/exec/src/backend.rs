@@ -306,6 +306,14 @@ pub trait Backend: Clone + Send + Sync {
         false
     }
 
+    /// Whether what is put on a stream goes into a graph that somebody captures, and does not run now.
+    ///
+    /// # Errors
+    /// The device's.
+    fn captures(&self, _stream: &Self::Stream) -> Result<bool, ExecError> {
+        Ok(false)
+    }
+
     /// Sleeps until the event's last record has happened. Fails when nothing at all moves for the limit.
     ///
     /// # Errors

@@ -77,6 +77,16 @@ pub enum ExecError {
         /// In what.
         place: String,
     },
+    /// A call whose ranks meet on the host, on a stream that somebody captures. Nothing has been enqueued.
+    #[error("rank {rank}: `{program}` cannot go into a graph: {reason}")]
+    Capture {
+        /// The rank.
+        rank: usize,
+        /// The Program.
+        program: String,
+        /// Where its ranks meet and what to do.
+        reason: String,
+    },
     /// A call of a group that has been closed.
     #[error("the group of rank {rank} is closed; join a new one")]
     Closed {

@@ -90,6 +90,15 @@ pub trait Transport<B: Backend>: Send + Sync {
         Ok(None)
     }
 
+    /// Whether a graph of the device can hold calls of a collective, whose ranks then meet on the device alone each time it is replayed;
+    /// if not, why, and what to do.
+    ///
+    /// # Errors
+    /// The reason.
+    fn can_be_captured(&self, _collective: &Self::Collective) -> Result<(), String> {
+        Err("its ranks meet on the host in every call; call it outside of the graph".to_owned())
+    }
+
     /// Tells the peers of this rank's part. Arrives at the call's barrier as soon as the collective has started, before it
     /// waits for any peer.
     ///

@@ -91,12 +91,6 @@ pub(crate) trait InPlace: Backend {
     /// PyTorch's current stream, which calls are ordered with. `None` where there are none: calls are waited for there.
     fn caller(&self, stream: u64) -> Option<Arc<Self::Stream>>;
 
-    /// Whether what is put on such a stream goes into a graph.
-    ///
-    /// # Errors
-    /// The device's.
-    fn captures(&self, stream: &Self::Stream) -> Result<bool, ExecError>;
-
     /// Sleeps until all that the stream was given has ended.
     ///
     /// # Errors
@@ -126,10 +120,6 @@ impl InPlace for CpuBackend {
 
     fn caller(&self, _stream: u64) -> Option<Arc<Self::Stream>> {
         None
-    }
-
-    fn captures(&self, _stream: &Self::Stream) -> Result<bool, ExecError> {
-        Ok(false)
     }
 
     fn settle(&self, _stream: &Self::Stream) -> Result<(), ExecError> {
@@ -170,10 +160,6 @@ impl InPlace for CudaBackend {
         // SAFETY: PyTorch's streams live as long as the process, and are of the device's primary context.
         #[allow(unsafe_code)]
         Some(unsafe { self.borrow_stream(stream as *mut _) })
-    }
-
-    fn captures(&self, stream: &CudaStream) -> Result<bool, ExecError> {
-        stream.queue().is_capturing().map_err(|error| device_error(self.rank(), &error))
     }
 
     fn settle(&self, stream: &CudaStream) -> Result<(), ExecError> {

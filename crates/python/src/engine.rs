@@ -135,14 +135,15 @@ where
         Some(streams)
     }
 
-    /// Whether a stream captures; refused where its ranks meet on the host in a call.
+    /// Whether a stream captures; refused where ranks of one process share it.
     fn captures(&self, streams: Option<&[CallerStream<M>]>) -> Result<bool, ExecError> {
         let (Some([stream, ..]), [rank, ..]) = (streams, self.group.ranks()) else { return Ok(false) };
         let captures = rank.backend().captures(stream)?;
-        if captures && self.group.world_size() > 1 {
-            let ranks = self.group.world_size();
+        if captures && self.group.ranks().len() > 1 {
+            let ranks = self.group.ranks().len();
             let reason = format!(
-                "a group of {ranks} ranks cannot be captured: its ranks meet on the host in every call. Call it outside of the graph"
+                "a group of {ranks} ranks in one process cannot be captured: they meet on the host in every call. Call it outside of the \
+                 graph, or give each rank a process and a GPU of its own"
             );
             return Err(ExecError::Device { rank: rank.rank(), place: "a capture".to_owned(), reason });
         }
@@ -367,7 +368,12 @@ where
         let RowsCall { dispatch, what, stream, from, to } = *rows;
         self.group.poll()?;
         let streams = self.callers(stream);
-        self.captures(streams.as_deref())?;
+        if self.captures(streams.as_deref())? && self.group.world_size() > 1 {
+            let reason = "rows that travel between ranks are made ready in each call, which is no work for a graph; gather or roll them \
+                          outside of it";
+            let (rank, place) = (self.group.ranks_here().start, "a capture".to_owned());
+            return Err(ExecError::Device { rank, place, reason: reason.to_owned() });
+        }
         let calls = self.group.collective(|rank| row_collective(rank, dispatch, what, from, to))?;
         let borrow = |rank: &RankOf<M>| {
             let backend = rank.backend();
@@ -400,6 +406,7 @@ where
         let _one = lock(&self.calling);
         let closed = self.group.close();
         lock(&self.captured).clear();
+        self.layers.let_go();
         closed
     }
 }
@@ -414,13 +421,16 @@ where
     fn call(&self, call: &LinearCall) -> Result<(), ExecError> {
         self.group.poll()?;
         let streams = self.callers(call.stream);
-        self.captures(streams.as_deref())?;
+        let captures = self.captures(streams.as_deref())?;
         let callers: Option<Vec<_>> = streams.as_ref().map(|streams| streams.iter().collect());
         let _one = lock(&self.calling);
         let enqueued = self.layers.with(&self.group, &call.key, |layer| {
             linear::enqueue(&self.group, layer, call, callers.as_deref())
         });
         let called = enqueued.and_then(|tickets| self.ended(&tickets, streams.as_deref()));
+        if captures && called.is_ok() {
+            self.layers.keep(&call.key);
+        }
         if called.is_err() {
             lock(&self.kept).extend(call.tensors.iter().map(|(_, tensor)| tensor.keeper.clone()));
         }

@@ -74,7 +74,7 @@ impl Raised for ExecError {
             Self::Stalled(_) => "StalledError",
             Self::RankPanicked { .. } | Self::Program { .. } | Self::DataRace { .. } => "InternalError",
             Self::OutOfMemory { .. } => "OutOfMemoryError",
-            Self::Device { .. } => "DeviceError",
+            Self::Device { .. } | Self::Capture { .. } => "DeviceError",
             Self::Rendezvous(_) | Self::GaveUp { .. } | Self::Left { .. } => "PeerError",
             _ => "Error",
         }
@@ -87,6 +87,7 @@ impl Raised for ExecError {
             | Self::BadCollective { rank, .. }
             | Self::RankPanicked { rank, .. }
             | Self::Thread { rank, .. }
+            | Self::Capture { rank, .. }
             | Self::Device { rank, .. } => vec![("rank", *rank as u64)],
             Self::CollectiveMismatch { rank, peer, .. }
             | Self::CollectiveOrder { rank, peer, .. }

@@ -1,6 +1,6 @@
 //! Tensor-parallel linear layers of a rank that is this process, on tensors of Python, in place.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use counterpoint_exec::{
     Backend, BufferAccess, ExecError, Group, LayerCall, LayerGradient, LayerOverlap, LinearLayer,
@@ -141,7 +141,15 @@ impl<M: Machine> ReadyLayer<M> {
 }
 
 /// The layers that are ready on a group, latest first.
-pub(crate) struct Layers<M: Machine>(Mutex<Vec<(LayerKey, ReadyLayer<M>)>>);
+pub(crate) struct Layers<M: Machine>(Mutex<Vec<KeptLayer<M>>>);
+
+/// A layer that is ready, and what it is.
+struct KeptLayer<M: Machine> {
+    key: LayerKey,
+    layer: ReadyLayer<M>,
+    /// Whether a graph of the caller replays it.
+    is_captured: bool,
+}
 
 impl<M: Machine> Default for Layers<M> {
     fn default() -> Self {
@@ -157,17 +165,35 @@ impl<M: Machine> Layers<M> {
         key: &LayerKey,
         work: impl FnOnce(&ReadyLayer<M>) -> Result<T, ExecError>,
     ) -> Result<T, ExecError> {
-        let mut layers = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let known = match layers.iter().position(|(known, _)| known == key) {
+        let mut layers = self.lock();
+        let known = match layers.iter().position(|known| known.key == *key) {
             Some(index) => layers.remove(index),
-            None => (key.clone(), ReadyLayer::new(group, key)?),
+            None => KeptLayer { key: key.clone(), layer: ReadyLayer::new(group, key)?, is_captured: false },
         };
         layers.insert(0, known);
-        layers.truncate(KEPT);
+        let mut others = 0;
+        layers.retain(|kept| {
+            others += usize::from(!kept.is_captured);
+            kept.is_captured || others <= KEPT
+        });
         match layers.first() {
-            Some((_, layer)) => work(layer),
+            Some(kept) => work(&kept.layer),
             None => Err(tensor_error("layer", "is gone")),
         }
+    }
+
+    /// Has a layer stay, which a graph of the caller replays.
+    pub(crate) fn keep(&self, key: &LayerKey) {
+        self.lock().iter_mut().filter(|kept| kept.key == *key).for_each(|kept| kept.is_captured = true);
+    }
+
+    /// Lets go of layers that graphs replayed.
+    pub(crate) fn let_go(&self) {
+        self.lock().retain(|kept| !kept.is_captured);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<KeptLayer<M>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

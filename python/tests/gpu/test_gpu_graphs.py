@@ -1,4 +1,4 @@
-"""CUDA graphs that PyTorch captures: calls of one rank are replayed; what cannot be captured is refused in a sentence."""
+"""CUDA graphs that PyTorch captures: calls are replayed, each rank by its own process; what cannot be captured is refused in a sentence."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import counterpoint as cp
 
 torch = pytest.importorskip("torch")
 from gpu_cases import DEVICE, packed, plan_of, tensors  # noqa: E402
+from gpu_ranks import run  # noqa: E402
 
 
 @pytest.mark.parametrize("mode", ["global", "thread_local"])
@@ -62,7 +63,7 @@ def test_what_cannot_be_captured_is_refused_and_harms_nothing() -> None:
     torch.cuda.synchronize()
     for plan, sentence in (
         (fresh, "a plan that was never called cannot be called first inside of a graph"),
-        (shared, "a group of 2 ranks cannot be captured"),
+        (shared, "a group of 2 ranks in one process cannot be captured"),
     ):
         with pytest.raises(cp.DeviceError, match=sentence):
             graph = torch.cuda.CUDAGraph()
@@ -74,3 +75,113 @@ def test_what_cannot_be_captured_is_refused_and_harms_nothing() -> None:
         assert out.isfinite().all()
     alone.check()
     two.check()
+
+
+STEP_OF_RANK = """
+import torch, torch.distributed as dist, counterpoint as cp
+from gpu_cases import packed
+from counterpoint.nn import ColumnParallelLinear, RowParallelLinear
+torch.cuda.set_device(rank % torch.cuda.device_count())
+dist.init_process_group("gloo")
+group = cp.Group(device="cuda", limit=60.0)
+plans = [
+    group.plan(packed(cuts), heads=4, head_dim=64, dtype=torch.bfloat16, chunk=64, deterministic=True, dispatch="zigzag")
+    for cuts in ([1400, 648], [200, 1848])
+]
+layers = torch.nn.ModuleList(
+    [
+        ColumnParallelLinear(256, 512, bias=False, dtype=torch.bfloat16, group=group),
+        RowParallelLinear(512, 256, bias=False, dtype=torch.bfloat16, group=group),
+    ]
+)
+noise = torch.Generator("cuda").manual_seed(7 + rank)
+def drawn(*shape):
+    return torch.randn(shape, device="cuda", generator=noise).bfloat16()
+with torch.no_grad():
+    for parameter in layers.parameters():
+        parameter.copy_(drawn(*parameter.shape) / 16)
+rows = plans[0].sizes[rank]
+assert rows == plans[1].sizes[rank]
+inputs = [drawn(rows, 4, 64).requires_grad_() for _ in range(3)] + [drawn(256, 256).requires_grad_()]
+last, dy = drawn(rows, 4, 64), drawn(256, 256)
+
+def model():
+    x, _ = cp.attention(*inputs[:3], plans[0])
+    out, lse = cp.attention(x, *inputs[1:3], plans[1])
+    y = layers[1](layers[0](inputs[3])[0])[0]
+    gradients = torch.autograd.grad([out, y], [*inputs, *layers.parameters()], [last, dy])
+    return [out.detach(), lse.detach(), y.detach(), *gradients]
+
+def fresh(seed):
+    with torch.no_grad():
+        torch.manual_seed(seed)
+        for tensor in (*inputs, last, dy):
+            tensor.copy_(torch.randn_like(tensor))
+"""
+
+CAPTURED = (
+    STEP_OF_RANK
+    + """
+side = torch.cuda.Stream()
+side.wait_stream(torch.cuda.current_stream())
+with torch.cuda.stream(side):
+    for _ in range(2):
+        model()
+torch.cuda.current_stream().wait_stream(side)
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph, capture_error_mode=sys.argv[1]):
+    captured = model()
+for round in range(40):
+    fresh(100 * rank + round)
+    for tensor in captured:
+        tensor.fill_(torch.nan)
+    # Ranks come at other times.
+    torch.cuda._sleep(200_000 * ((round * (rank + 3)) % 5))
+    graph.replay()
+    if round % 4 == 0:
+        found = [tensor.clone() for tensor in captured]
+        expected = model()
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), round
+torch.cuda.synchronize()
+group.check()
+print("replayed", flush=True)
+group.close()
+"""
+)
+
+SHARED = (
+    STEP_OF_RANK
+    + """
+model()
+torch.cuda.synchronize()
+graph = torch.cuda.CUDAGraph()
+try:
+    with torch.cuda.graph(graph):
+        torch.zeros(1, device="cuda")
+        cp.attention(*inputs[:3], plans[0])
+except cp.DeviceError as error:
+    assert "its ranks meet on the host in every call" in str(error), str(error)
+    print("refused", flush=True)
+torch.cuda.synchronize()
+fresh(rank)
+assert all(tensor.isfinite().all() for tensor in model())
+group.check()
+group.close()
+"""
+)
+
+
+@pytest.mark.parametrize("mode", ["global", "thread_local"])
+def test_a_step_of_ranks_with_a_gpu_each_is_one_graph_on_each_rank(mode: str) -> None:
+    ranks = min(torch.cuda.device_count(), 4)
+    if ranks < 2:
+        pytest.skip("one GPU")
+    for output in run(ranks, CAPTURED, mode):
+        assert "replayed" in output and "ended with 0" in output, output
+
+
+def test_ranks_that_share_a_gpu_are_not_captured_and_work_on() -> None:
+    if torch.cuda.device_count() > 1:
+        pytest.skip("a GPU for each rank")
+    for output in run(2, SHARED):
+        assert "refused" in output and "ended with 0" in output, output

@@ -81,7 +81,7 @@ def test_ranks_that_are_processes_share_a_gpu() -> None:
 
 
 def test_micro_batches_on_streams_of_their_own_overlap() -> None:
-    for output in run(2, "overlap"):
+    for output in run(2, RANK, "overlap"):
         assert "overlapped" in output and "ended with 0" in output, output
 
 

@@ -323,6 +323,10 @@ impl Backend for CudaBackend {
         event.is_captured()
     }
 
+    fn captures(&self, stream: &CudaStream) -> Result<bool, ExecError> {
+        stream.queue().is_capturing().map_err(|error| self.error(&"a stream of the caller", error))
+    }
+
     fn wait_on_host(&self, event: &Event) -> Result<(), ExecError> {
         let began = Instant::now();
         let mut asked = began;

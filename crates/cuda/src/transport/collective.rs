@@ -80,4 +80,31 @@ impl CudaCollective {
             Work::Pull(_) | Work::Push(_) => false,
         }
     }
+
+    /// Whether calls can be captured, each rank by its own process; if not, why. Kernels that meet wait with a limit when a graph is
+    /// replayed, as in every call. Where copy engines move rows beside them, ranks meet on the host while they capture.
+    pub(super) fn can_be_captured(&self) -> Result<(), &'static str> {
+        let knows_others = match &self.work {
+            Work::Link(link) => link.knows_others(),
+            Work::BackwardReduce(work) => work.side.has_met(),
+            Work::GemmReduce(work) => work.side.has_met(),
+            Work::CastGemm(work) => work.side.has_met(),
+            Work::Exchange(_) => {
+                return Err(
+                    "NCCL moves its rows, whose calls have no limit when a graph is replayed; call it outside of the graph",
+                );
+            }
+            Work::Pull(_) | Work::Push(_) => {
+                return Err(
+                    "its ranks meet on the host in every call, because they share a GPU, copy engines alone move its rows, or \
+                            it merges or rounds them; call it outside of the graph",
+                );
+            }
+        };
+        if knows_others {
+            Ok(())
+        } else {
+            Err("its ranks have not met, which they do on the host; call it once before")
+        }
+    }
 }

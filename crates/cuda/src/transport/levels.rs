@@ -164,6 +164,11 @@ impl Transport<CudaBackend> for LevelledTransport {
         Ok(work.map(|work| LevelledCollective(vec![work])))
     }
 
+    fn can_be_captured(&self, collective: &LevelledCollective) -> Result<(), String> {
+        let mut levels = self.levels.iter().zip(&collective.0);
+        levels.try_for_each(|((_, transport), collective)| transport.can_be_captured(collective))
+    }
+
     fn begin(
         &self,
         call: &CollectiveCall<'_, CudaBackend, LevelledCollective>,

@@ -96,6 +96,11 @@ impl LinkWork {
         self.side.met().is_some_and(|met| met.engine.is_none())
     }
 
+    /// Whether the ranks have met.
+    pub(super) fn knows_others(&self) -> bool {
+        self.side.has_met()
+    }
+
     /// Whether other ranks write this one's outputs; else they read its inputs.
     pub(super) fn writes_outputs(&self) -> bool {
         self.spec.is_none() && CAST == LinkDirection::Push

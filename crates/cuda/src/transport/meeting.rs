@@ -99,7 +99,10 @@ impl CudaTransport {
             }
             Work::Exchange(_) => &[][..],
         };
-        part.ready.record(queue)?;
+        // Kernels that meet find out by themselves.
+        if matches!(collective.work, Work::Pull(_) | Work::Push(_)) {
+            part.ready.record(queue)?;
+        }
         let post = Post {
             place: place.clone(),
             collective: collective.collective.clone(),

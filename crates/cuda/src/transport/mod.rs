@@ -281,6 +281,10 @@ impl Transport<CudaBackend> for CudaTransport {
         Ok(work.map(|(collective, work)| self.collective(collective, Vec::new(), work)))
     }
 
+    fn can_be_captured(&self, collective: &CudaCollective) -> Result<(), String> {
+        collective.can_be_captured().map_err(str::to_owned)
+    }
+
     fn begin(&self, call: &Call<'_>) -> Result<CudaMeeting, ExecError> {
         call.backend.strike(call.stream, call.place).map_err(|error| self.world.fail(error))?;
         self.world.check()?;

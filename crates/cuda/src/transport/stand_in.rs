@@ -22,7 +22,11 @@ const MOST_COPIES: usize = 16;
 
 /// Blocks that tensors of the caller have stand in for them.
 #[derive(Debug, Default)]
-pub(super) struct StandIns(Mutex<BTreeMap<Use, DeviceBuffer>>);
+pub(super) struct StandIns {
+    blocks: Mutex<BTreeMap<Use, DeviceBuffer>>,
+    /// Those that graphs of the caller read and write, when larger ones take their place.
+    captured: Mutex<Vec<DeviceBuffer>>,
+}
 
 /// What a block serves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -52,7 +56,7 @@ struct Exposed {
 impl StandIns {
     /// A block of `bytes` at least.
     fn block(&self, device: &Device, of: Use, bytes: usize) -> Result<DeviceBuffer, CudaError> {
-        let mut blocks = lock(&self.0);
+        let mut blocks = lock(&self.blocks);
         if let Some(block) = blocks.get(&of).filter(|block| block.len() >= bytes) {
             return Ok(block.clone());
         }
@@ -63,7 +67,15 @@ impl StandIns {
 
     /// A collective with this number is gone.
     pub(super) fn forget(&self, number: u64) {
-        lock(&self.0).remove(&Use::Collective(number));
+        lock(&self.blocks).remove(&Use::Collective(number));
+    }
+
+    /// Keeps a block that a graph has.
+    fn keep(&self, block: &DeviceBuffer) {
+        let mut captured = lock(&self.captured);
+        if !captured.iter().any(|kept| kept.address() == block.address()) {
+            captured.push(block.clone());
+        }
     }
 }
 
@@ -89,6 +101,9 @@ impl CudaTransport {
         let length =
             |tensor: &Exposed| call.buffers[tensor.buffer.0].memory().len().next_multiple_of(ALIGNMENT);
         let block = self.stand_ins.block(&self.device, of, exposed.iter().map(length).sum())?;
+        if queue.is_capturing()? {
+            self.stand_ins.keep(&block);
+        }
         let mut stood_in = StoodIn { table: call.buffers.to_vec(), written: Vec::new() };
         let mut begin = 0;
         for tensor in exposed {

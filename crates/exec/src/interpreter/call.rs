@@ -7,6 +7,7 @@ use std::time::Instant;
 use counterpoint_schedule::{BufferRole, BufferSpec};
 
 use super::enqueue::{Enqueue, enqueue_all};
+use super::steps::Step;
 use super::{Prepared, begins_anew, given, is_bound};
 use crate::group::{CallOrder, Ticket};
 use crate::{Backend, BufferAccess, ExecError, OpPlace, RunTimes, Transport};
@@ -34,13 +35,17 @@ impl<'a, B: Backend, T: Transport<B>> Call<'a, B, T> {
     ///
     /// # Errors
     /// [`ExecError::Tensor`] with the tensor that is missing, unknown, of another shape or type, of memory that cannot be used so, or
-    /// that shares memory with one that is written; [`ExecError::Closed`]; the group's first error. Nothing has been enqueued then.
+    /// that shares memory with one that is written; [`ExecError::Capture`] within a capture of the stream, where its ranks meet on the
+    /// host; [`ExecError::Closed`]; the group's first error. Nothing has been enqueued then.
     pub fn new(
         prepared: &'a Prepared<B, T>,
         tensors: &[(&str, B::Buffer)],
         stream: Option<&'a Arc<B::Stream>>,
     ) -> Result<Self, ExecError> {
         prepared.group_rank().check()?;
+        if let Some(stream) = stream {
+            prepared.check_capture(stream)?;
+        }
         let lane = prepared.group_rank().next_lane(prepared.lanes());
         let mut bound = prepared.table_in(lane);
         for (name, buffer) in tensors {
@@ -258,6 +263,25 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
                 Call::new(rank, tensors, streams.map(|streams| streams[index]))
             });
         Call::enqueue_ranks(calls.collect::<Result<_, _>>()?)
+    }
+
+    /// Refuses a call on a stream that captures, where ranks meet on the host.
+    fn check_capture(&self, stream: &B::Stream) -> Result<(), ExecError> {
+        // A rank by itself meets nobody, and is not kept waiting for the driver's answer.
+        if self.backend().world_size() == 1 || !self.backend().captures(stream)? {
+            return Ok(());
+        }
+        let collectives = self.steps.iter().filter_map(|placed| match &placed.step {
+            Step::Collective { collective, .. } => Some(collective),
+            _ => None,
+        });
+        let transport = self.group_rank().transport();
+        let mut captured = collectives.map(|collective| transport.can_be_captured(collective));
+        captured.try_for_each(|captured| captured).map_err(|reason| ExecError::Capture {
+            rank: self.backend().rank(),
+            program: self.program().name.clone(),
+            reason,
+        })
     }
 
     /// The tensors that a call takes: what it reads, adds to and writes.
