@@ -21,5 +21,5 @@ def test_curves_of_two_ranks_are_those_of_one(tmp_path: pathlib.Path) -> None:
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     exact, *others = json.loads((tmp_path / "training.json").read_text())["rows"]
-    assert len(others) == 7 and all(row["agrees"] for row in others), done.stdout
+    assert len(others) == 9 and all(row["agrees"] for row in others), done.stdout
     assert all(len(row["losses"]) == 4 for row in others) and exact["losses"][-1] < exact["losses"][0]

@@ -1,4 +1,4 @@
-"""CUDA graphs that PyTorch captures: calls are replayed, each rank by its own process; what cannot be captured is refused in a sentence."""
+"""CUDA graphs that PyTorch captures: steps of one rank and of several are replayed; what cannot be captured is refused."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ plans = [
 ]
 layers = torch.nn.ModuleList(
     [
-        ColumnParallelLinear(256, 512, bias=False, dtype=torch.bfloat16, group=group),
-        RowParallelLinear(512, 256, bias=False, dtype=torch.bfloat16, group=group),
+        ColumnParallelLinear(256, 512, bias=False, dtype=torch.bfloat16, tp_group=group, overlap="concurrent"),
+        RowParallelLinear(512, 256, bias=False, dtype=torch.bfloat16, tp_group=group, overlap="concurrent"),
     ]
 )
 noise = torch.Generator("cuda").manual_seed(7 + rank)

@@ -39,6 +39,12 @@ impl Payload for Part {
     }
 }
 
+/// Why a graph cannot hold it.
+const BY_NCCL: &str =
+    "NCCL moves its rows, whose calls have no limit when a graph is replayed; call it outside of the graph";
+const ON_HOST: &str = "its ranks meet on the host in every call, because they share a GPU, copy engines alone move its rows \
+                       (linear layers: overlap=\"concurrent\" takes kernels), or it merges or rounds them; call it outside of the graph";
+
 /// One rank's part in a group collective, made ready.
 pub struct CudaCollective {
     /// Among those of its transport.
@@ -89,17 +95,8 @@ impl CudaCollective {
             Work::BackwardReduce(work) => work.side.has_met(),
             Work::GemmReduce(work) => work.side.has_met(),
             Work::CastGemm(work) => work.side.has_met(),
-            Work::Exchange(_) => {
-                return Err(
-                    "NCCL moves its rows, whose calls have no limit when a graph is replayed; call it outside of the graph",
-                );
-            }
-            Work::Pull(_) | Work::Push(_) => {
-                return Err(
-                    "its ranks meet on the host in every call, because they share a GPU, copy engines alone move its rows, or \
-                            it merges or rounds them; call it outside of the graph",
-                );
-            }
+            Work::Exchange(_) => return Err(BY_NCCL),
+            Work::Pull(_) | Work::Push(_) => return Err(ON_HOST),
         };
         if knows_others {
             Ok(())
