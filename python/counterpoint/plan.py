@@ -100,7 +100,7 @@ class Plan:
 
     def _bound_to(self, group: _Group) -> Plan:
         self._group, self._rank = group, group._native.rank
-        # Counted here: inside `torch.compile` they cannot be (`cached_property` of Python 3.10 and 3.11 takes a lock).
+        # Counted here: `torch.compile` looks into neither the engine nor the lock of `cached_property` before Python 3.12.
         _ = self.q_rows, self.k_rows
         return self
 

@@ -75,8 +75,8 @@ for part in $parts; do
     case $part in
     tests) step "tests" tests 300 "$here" ;;
     ranks) step "ranks" tests 150 "$here/test_gpu_ranks.py" ;;
-    training) step "training" launched 80 training ;;
-    training=*) step "training" launched 80 training --steps "$options" ;;
+    training) step "training" launched 100 training ;;
+    training=*) step "training" launched 100 training --steps "$options" ;;
     cp) step "context parallel" launched 100 context_parallel --counterpoint "$counterpoint" ;;
     # shellcheck disable=SC2086
     cp=*) step "context parallel" launched 100 context_parallel --counterpoint "$counterpoint" $options ;;
