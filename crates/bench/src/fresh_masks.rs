@@ -7,10 +7,11 @@ use counterpoint_console::{self as console, CliError, Schema, arguments::Device,
 use counterpoint_cuda::{CudaMachine, DriverCalls, Timing};
 use counterpoint_exec::{
     AttentionCalls, AttentionInputs, Backend, BackwardTensors, CpuMachine, ExecError, ForwardTensors, Group,
-    HostTensor, Machine, Pass, RunConfig, Ticket, WorldConfig, random_inputs, run_attention_on,
+    HostTensor, Machine, Pass, PlanningThreads, RunConfig, Ticket, WorldConfig, random_inputs,
+    run_attention_on,
 };
 use counterpoint_mask::{Documents, Mask};
-use counterpoint_plan::{AttentionSpec, DType, Plan, PlanConfig};
+use counterpoint_plan::{AttentionSpec, DType, Plan, PlanConfig, Planning};
 use counterpoint_reference::selftest::unlike_elements;
 use counterpoint_report::{Column, Statistics, format_seconds, table};
 use counterpoint_schedule::{
@@ -36,6 +37,7 @@ struct Row {
     ranks: usize,
     /// In all.
     tokens: usize,
+    planning_threads: usize,
     median_seconds: f64,
     min_seconds: f64,
     /// How often the driver was asked to wait, at most in one sample; none where there is no driver.
@@ -48,31 +50,34 @@ struct Row {
 pub(crate) fn run(arguments: &BenchFreshMasksArguments) -> Result<(), CliError> {
     console::note_development_build();
     let tokens = arguments.tokens;
+    let threads = PlanningThreads::new(arguments.planning_threads).map_err(exec)?;
+    let planning = threads.planning();
     let mut rows = Vec::new();
     for (ranks, tokens) in match arguments.ranks {
         Some(ranks) => vec![(ranks, tokens.unwrap_or(ranks * 8192))],
         None => vec![(8, tokens.unwrap_or(8 * 8192)), (64, tokens.unwrap_or(1 << 20))],
     } {
-        rows.push(tables(ranks, tokens)?);
+        rows.push(tables(ranks, tokens, &planning)?);
     }
     let ranks = arguments.ranks.unwrap_or(1);
     rows.extend(match arguments.device {
         Device::Cpu => {
             let machine = CpuMachine::new(0, None).map_err(|source| CliError::Run { source })?;
-            let case = Case { ranks, tokens: tokens.unwrap_or(512), device: device::cpu_name() };
+            let case = Case { ranks, tokens: tokens.unwrap_or(512), device: device::cpu_name(), planning };
             case.measure(&machine, |work| work().map(|()| None))?
         }
         Device::Cuda => {
             let machine = CudaMachine::for_ranks(ranks, Timing::Off);
             let machine = machine.map_err(|source| CliError::Cuda { source })?;
             let device = machine.devices()[0].properties().name.clone();
-            let case = Case { ranks, tokens: tokens.unwrap_or(32 << 10), device };
+            let case = Case { ranks, tokens: tokens.unwrap_or(32 << 10), device, planning };
             case.measure(&machine, |work| {
                 let (done, calls) = DriverCalls::of(work).map_err(|source| CliError::Cuda { source })?;
                 done.map(|()| Some([calls.synchronizations(), calls.allocations()]))
             })?
         }
     });
+    rows.iter_mut().for_each(|row| row.planning_threads = arguments.planning_threads);
     if arguments.json {
         return rows.iter().try_for_each(|row| console::print_json(Schema::BenchFreshMasks, row));
     }
@@ -108,17 +113,18 @@ fn pack(tokens: usize, number: usize) -> Result<Mask, CliError> {
     mask.map_err(|source| CliError::MaskExpression { expression: "of packed documents".to_owned(), source })
 }
 
-fn plan(mask: &Mask, ranks: usize) -> Result<Plan, CliError> {
-    Plan::new(mask, &SPEC, &PlanConfig::new(ranks)).map_err(|source| CliError::Plan { source })
+fn plan(mask: &Mask, ranks: usize, planning: &Planning<'_>) -> Result<Plan, CliError> {
+    let plan = Plan::within(mask, &SPEC, &PlanConfig::new(ranks), u64::MAX, planning);
+    plan.map_err(|source| CliError::Plan { source })
 }
 
 /// From a mask to what a loader can make of it ahead: the plan and one rank's Programs.
-fn tables(ranks: usize, tokens: usize) -> Result<Row, CliError> {
+fn tables(ranks: usize, tokens: usize, planning: &Planning<'_>) -> Result<Row, CliError> {
     let mut seconds = Vec::with_capacity(SAMPLES);
     for number in 0..SAMPLES {
         let mask = pack(tokens, number)?;
         let began = Instant::now();
-        let plan = plan(&mask, ranks)?;
+        let plan = plan(&mask, ranks, planning)?;
         let policy = OverlapPolicy::default();
         let forward = lower_attention_forward(&plan, 0, &SPEC, policy, KeyBlocks::Suited);
         let reduction = GradientReduction::Deterministic;
@@ -140,14 +146,26 @@ fn row(
     let statistics = Statistics::of(seconds);
     let (median_seconds, min_seconds) = statistics.map_or((f64::NAN, f64::NAN), |all| (all.median, all.min));
     let [synchronizations, allocations] = asked.map_or([None; 2], |asked| asked.map(Some));
-    Row { what, device, ranks, tokens, median_seconds, min_seconds, synchronizations, allocations }
+    let planning_threads = 1;
+    Row {
+        what,
+        device,
+        ranks,
+        tokens,
+        planning_threads,
+        median_seconds,
+        min_seconds,
+        synchronizations,
+        allocations,
+    }
 }
 
 /// Where fresh masks are called.
-struct Case {
+struct Case<'a> {
     ranks: usize,
     tokens: usize,
     device: String,
+    planning: Planning<'a>,
 }
 
 /// Seconds of one kind of thing, and the most that the driver was asked in one of them.
@@ -209,7 +227,7 @@ fn exec(source: ExecError) -> CliError {
 
 type Calls<M> = AttentionCalls<M>;
 
-impl Case {
+impl Case<'_> {
     /// `counted` runs what it is given and says what the driver was asked.
     fn measure<M: Machine>(
         &self,
@@ -222,7 +240,7 @@ impl Case {
         let mut first = [Samples::default(), Samples::default()];
         for number in 0..=SAMPLES {
             let mask = pack(self.tokens, number)?;
-            let ahead = plan(&mask, self.ranks)?;
+            let ahead = plan(&mask, self.ranks, &self.planning)?;
             let inputs = random_inputs(&mask, &SPEC, number as u64, true);
             let of_ranks = inputs.of_ranks(&ahead).map_err(exec)?;
             let ranks = group.ranks().iter().zip(&of_ranks);
@@ -233,7 +251,7 @@ impl Case {
             let adopted = began.elapsed().as_secs_f64();
             drop(calls);
             let began = Instant::now();
-            let calls = prepare(&group, &plan(&mask, self.ranks)?)?;
+            let calls = prepare(&group, &plan(&mask, self.ranks, &self.planning)?)?;
             step(&calls, &tensors)?;
             let unprepared = began.elapsed().as_secs_f64();
             group.synchronize().map_err(exec)?;

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use counterpoint_choose::{DeviceModel, plan_attention};
 use counterpoint_mask::{Documents, Mask};
-use counterpoint_plan::{AttentionSpec, CostModel, DType, Plan, PlanConfig};
+use counterpoint_plan::{AttentionSpec, CostModel, DType, Plan, PlanConfig, Planning};
 
 /// Lengths of documents as training data has them.
 const LENGTHS: &str = include_str!("../../../benches/data/packed_documents_lognormal_1m.txt");
@@ -62,7 +62,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             drop(Plan::new(&mask, &spec, &config)?);
             plain.push(1e3 * began.elapsed().as_secs_f64());
             let began = Instant::now();
-            drop(plan_attention(&mask, &spec, &config, model, u64::MAX)?);
+            drop(plan_attention(&mask, &spec, &config, model, u64::MAX, &Planning::ALONE)?);
             compared.push(1e3 * began.elapsed().as_secs_f64());
         }
         let (plain, compared) = (median(plain), median(compared));

@@ -1,9 +1,12 @@
 //! The dispatch: all of them are planned and simulated, forward and backward, but those whose slowest rank alone takes longer.
 
+use std::sync::{Mutex, PoisonError};
+
 use counterpoint_mask::Mask;
 use counterpoint_plan::{
     AttentionSpec, ChunkWork, CostModel, Dispatch, DispatchAlgorithm, PassStages, Plan, PlanConfig,
-    QueryExchange, RankPlan, Topology, chunk_work, dispatch, dispatch_keys, dispatch_queries, received_rows,
+    PlanError, Planning, QueryExchange, RankPlan, Topology, chunk_work, dispatch, dispatch_keys,
+    dispatch_queries, received_rows,
 };
 use counterpoint_schedule::{GradientReduction, OverlapPolicy, RankTransport, Timeline};
 
@@ -55,7 +58,8 @@ pub struct DispatchChoice {
 /// Who computes what decides about bits, so of `config` neither the stages nor the cost is looked at for the choice, and the same
 /// problem has the same dispatch on every machine of a kind. The plan itself has the stages and follows the cost of `config`, whose
 /// dispatch is not looked at. Nor do queries travel by what was measured: with [`QueryExchange::Auto`] they do where the simulator
-/// expects that to be faster by 5 %. Plans take at most `available` bytes.
+/// expects that to be faster by 5 %. Plans take at most `available` bytes. Neither the plan nor the choice depends on `planning`: with
+/// helpers, candidates that may be needed are tried side by side.
 ///
 /// # Errors
 /// As [`Plan::within`].
@@ -65,19 +69,22 @@ pub fn plan_attention(
     config: &PlanConfig,
     model: &DeviceModel,
     available: u64,
+    planning: &Planning<'_>,
 ) -> Result<(Plan, DispatchChoice), ChooseError> {
     if config.query_exchange == QueryExchange::Auto
         && (2..=MOST_COMPARED_RANKS).contains(&config.topology.world_size)
     {
-        return where_queries_travel(mask, spec, config, model, available);
+        return where_queries_travel(mask, spec, config, model, available, planning);
     }
-    let plan = |config: &PlanConfig| Plan::within(mask, spec, config, available);
+    let plan = |config: &PlanConfig| Plan::within(mask, spec, config, available, planning);
+    let staged =
+        |plan: Plan, config: &PlanConfig| plan.staged_within(mask, spec, config, available, planning);
     let ranks = config.topology.world_size;
     if !(2..=MOST_COMPARED_RANKS).contains(&ranks) {
         let modelled = PlanConfig { dispatch: DISPATCHES[0], cost: model.cost, ..*config };
         let planned = match config.query_exchange {
             // Neither do measurements decide here.
-            QueryExchange::Auto => plan(&modelled)?.staged_within(mask, spec, config, available)?,
+            QueryExchange::Auto => staged(plan(&modelled)?, config)?,
             _ => plan(&PlanConfig { cost: config.cost, ..modelled })?,
         };
         let planned = planned.over_nodes(&config.topology);
@@ -85,19 +92,22 @@ pub fn plan_attention(
     }
     config.validate_for(mask)?;
     let compared = PlanConfig { stages: PassStages::AUTO, cost: model.cost, ..*config };
-    let bounds = Bounds::new(mask, spec, &compared);
+    let attempt = |candidate: usize| -> Result<Tried, ChooseError> {
+        let planned = plan(&PlanConfig { dispatch: DISPATCHES[candidate], ..compared })?;
+        Tried::new(candidate, planned.over_nodes(&config.topology), spec, &compared, planning)
+    };
+    let mut ahead = Ahead::new(&Bounds::new(mask, spec, &compared), attempt, planning)?;
     let mut candidates = Vec::with_capacity(DISPATCHES.len());
     let mut tried: Vec<Tried> = Vec::with_capacity(DISPATCHES.len());
     // Of candidates that give all rows to the same ranks as another one, that one.
     let mut copies = Vec::new();
     for (candidate, algorithm) in DISPATCHES.into_iter().enumerate() {
         let mut seconds = None;
-        let bound = if candidate == 0 { Bound::NONE } else { bounds.of(algorithm) };
+        let bound = &ahead.bounds[candidate];
         if let Some(same) = tried.iter().find(|one| bound.is_of(&one.plan)) {
             copies.push((candidate, same.candidate));
         } else if bound.seconds < least(&tried) {
-            let planned = plan(&PlanConfig { dispatch: algorithm, ..compared })?;
-            let one = Tried::new(candidate, planned.over_nodes(&config.topology), spec, &compared)?;
+            let one = ahead.tried[candidate].take().unwrap_or_else(|| attempt(candidate))?;
             seconds = Some(one.seconds);
             tried.push(one);
         }
@@ -107,8 +117,9 @@ pub fn plan_attention(
     tried.retain(|one| one.seconds <= limit);
     if tried.len() > 1 {
         // Policies bring more to one dispatch than to another.
-        for one in &mut tried {
-            one.seconds = one.by_policies(spec, &compared)?;
+        let seconds = planning.map(tried.len(), |at| tried[at].by_policies(spec, &compared, planning))?;
+        for (one, seconds) in tried.iter_mut().zip(seconds) {
+            one.seconds = seconds?;
             candidates[one.candidate].seconds = Some(one.seconds);
         }
     }
@@ -123,7 +134,7 @@ pub fn plan_attention(
     let planned = match best.map(|one| one.plan) {
         Some(planned) if wanted.stages == compared.stages && wanted.cost == compared.cost => planned,
         // Rows stay where they are.
-        Some(planned) => planned.staged_within(mask, spec, &wanted, available)?.over_nodes(&config.topology),
+        Some(planned) => staged(planned, &wanted)?.over_nodes(&config.topology),
         None => plan(&wanted)?.over_nodes(&config.topology),
     };
     Ok((planned, DispatchChoice { candidates, chosen }))
@@ -136,23 +147,56 @@ fn where_queries_travel(
     config: &PlanConfig,
     model: &DeviceModel,
     available: u64,
+    planning: &Planning<'_>,
 ) -> Result<(Plan, DispatchChoice), ChooseError> {
     let never = PlanConfig { query_exchange: QueryExchange::Never, ..*config };
-    let (kept, choice) = plan_attention(mask, spec, &never, model, available)?;
+    let (kept, choice) = plan_attention(mask, spec, &never, model, available, planning)?;
     let compared =
         PlanConfig { stages: PassStages::AUTO, cost: model.cost, dispatch: choice.chosen, ..*config };
-    let hosting = Plan::within(mask, spec, &compared, available)?;
+    let hosting = Plan::within(mask, spec, &compared, available, planning)?;
     if hosting.ranks.iter().all(|rank| rank.hosted.is_none()) {
         return Ok((kept, choice));
     }
     let seconds = |plan: Plan| -> Result<f64, ChooseError> {
-        Tried::new(0, plan.over_nodes(&config.topology), spec, &compared)?.by_policies(spec, &compared)
+        let one = Tried::new(0, plan.over_nodes(&config.topology), spec, &compared, planning)?;
+        one.by_policies(spec, &compared, planning)
     };
-    let without = seconds(kept.staged_within(mask, spec, &compared, available)?)?;
+    let staged = |plan: &Plan, config| plan.staged_within(mask, spec, config, available, planning);
+    let without = seconds(staged(&kept, &compared)?)?;
     if seconds(hosting.clone())? > without * (1.0 - LEAST_GAIN_OF_HOSTS) {
         return Ok((kept, choice));
     }
-    Ok((hosting.staged_within(mask, spec, config, available)?.over_nodes(&config.topology), choice))
+    Ok((staged(&hosting, config)?.over_nodes(&config.topology), choice))
+}
+
+/// What is known of candidates before they are compared one after the other.
+struct Ahead {
+    bounds: Vec<Bound>,
+    /// Those that were tried: with helpers all that may be needed, else none.
+    tried: Vec<Option<Result<Tried, ChooseError>>>,
+}
+
+impl Ahead {
+    fn new(
+        bounds: &Bounds<'_>,
+        attempt: impl Fn(usize) -> Result<Tried, ChooseError> + Sync,
+        planning: &Planning<'_>,
+    ) -> Result<Self, PlanError> {
+        // The first is always needed, whatever is known of it.
+        let bound = |candidate: usize| match candidate {
+            0 => (Bound::NONE, planning.has_helpers().then(|| attempt(0))),
+            _ => (bounds.of(DISPATCHES[candidate]), None),
+        };
+        let (bounds, mut tried): (Vec<_>, Vec<_>) =
+            planning.map(DISPATCHES.len(), bound)?.into_iter().unzip();
+        if let Some(Ok(first)) = &tried[0] {
+            let is_open = |at: &usize| !bounds[*at].is_of(&first.plan) && bounds[*at].seconds < first.seconds;
+            let open: Vec<usize> = (1..DISPATCHES.len()).filter(is_open).collect();
+            let attempts = planning.map(open.len(), |at| attempt(open[at]))?;
+            open.into_iter().zip(attempts).for_each(|(candidate, one)| tried[candidate] = Some(one));
+        }
+        Ok(Self { bounds, tried })
+    }
 }
 
 /// A dispatch that was planned and simulated.
@@ -163,7 +207,7 @@ struct Tried {
     seconds: f64,
     plan: Plan,
     /// Of its operations.
-    known: KnownSeconds,
+    known: Mutex<KnownSeconds>,
 }
 
 /// What all ranks receive in a forward and a backward.
@@ -186,27 +230,39 @@ impl Tried {
         plan: Plan,
         spec: &AttentionSpec,
         config: &PlanConfig,
+        planning: &Planning<'_>,
     ) -> Result<Self, ChooseError> {
         let (policy, how) = (OverlapPolicy::default(), GradientReduction::default());
         let trial = Trial::new(&plan, spec, &config.topology);
         let cost = RememberedCost::new(&config.cost, &plan, KnownSeconds::default());
-        let passes = [trial.forward(policy, &cost)?, trial.backward(policy, how, &cost)?];
-        let (seconds, known) = (passes.iter().map(Timeline::makespan).sum(), cost.into_known());
+        let passes = planning.map(2, |pass| match pass {
+            0 => trial.forward(policy, &cost),
+            _ => trial.backward(policy, how, &cost),
+        })?;
+        let passes = passes.into_iter().collect::<Result<Vec<Timeline>, _>>()?;
+        let (seconds, known) = (passes.iter().map(Timeline::makespan).sum(), Mutex::new(cost.into_known()));
         Ok(Self { candidate, seconds, plan, known })
     }
 
     /// Seconds by the policies that would be chosen where every transport of such nodes is there: who computes what must not depend on
     /// the transport.
-    fn by_policies(&mut self, spec: &AttentionSpec, config: &PlanConfig) -> Result<f64, ChooseError> {
+    fn by_policies(
+        &self,
+        spec: &AttentionSpec,
+        config: &PlanConfig,
+        planning: &Planning<'_>,
+    ) -> Result<f64, ChooseError> {
         let (topology, cost) = (&config.topology, &config.cost);
         if cost.sharing.is_none() {
             // Nothing takes workers from anything, so no policy ends sooner.
             return Ok(self.seconds);
         }
         let trial = Trial::new(&self.plan, spec, topology);
-        let cost = RememberedCost::new(cost, &self.plan, std::mem::take(&mut self.known));
+        let known = std::mem::take(&mut *self.known.lock().unwrap_or_else(PoisonError::into_inner));
+        let cost = RememberedCost::new(cost, &self.plan, known);
         let transports = modelled_transports(topology, &config.cost);
-        Ok(policies_of(&trial, Some(GradientReduction::default()), transports, &cost)?.seconds())
+        let backward = Some(GradientReduction::default());
+        Ok(policies_of(&trial, backward, transports, &cost, planning)?.seconds())
     }
 }
 

@@ -1,11 +1,12 @@
 //! The overlap policy of each pass of attention: all that the transport runs are simulated.
 
-use counterpoint_plan::{AttentionSpec, CostModel, Plan, Topology};
+use counterpoint_plan::{AttentionSpec, CostModel, Plan, Planning, Topology};
 use counterpoint_schedule::{
     GradientReduction, Mover, OpCost, OverlapPolicy, PassPolicies, RankTransport, SimulateError, StartOrder,
     Timeline, WorkerShare, Workload,
 };
 
+use crate::ChooseError;
 use crate::prediction::Trial;
 use crate::remembered::{KnownSeconds, RememberedCost};
 
@@ -81,19 +82,23 @@ impl PolicyChoice {
 /// predicted never takes longer than one operation after the other. `backward` says how gradients travel, `None` that there are none.
 ///
 /// Of many ranks those with the most to do are simulated and stand for all. A policy changes no result, so `cost` may be what a machine was measured to do.
+/// What is chosen does not depend on `planning`.
 ///
 /// # Errors
-/// As [`counterpoint_schedule::simulate`]: Programs of one plan fit each other, so none is known.
+/// As [`counterpoint_schedule::simulate`]: Programs of one plan fit each other, so none is known;
+/// [`PlanError::Cancelled`](counterpoint_plan::PlanError::Cancelled).
 pub fn attention_policies(
     plan: &Plan,
     spec: &AttentionSpec,
     backward: Option<GradientReduction>,
     transports: &[RankTransport],
     topology: &Topology,
-    cost: &(impl OpCost + ?Sized),
-) -> Result<PolicyChoice, SimulateError> {
+    cost: &(impl OpCost + Sync + ?Sized),
+    planning: &Planning<'_>,
+) -> Result<PolicyChoice, ChooseError> {
     let trial = Trial::new(plan, spec, topology);
-    policies_of(&trial, backward, transports, &RememberedCost::new(cost, plan, KnownSeconds::default()))
+    let cost = RememberedCost::new(cost, plan, KnownSeconds::default());
+    policies_of(&trial, backward, transports, &cost, planning)
 }
 
 /// [`attention_policies`] of a plan of which some seconds may be known.
@@ -101,14 +106,17 @@ pub(crate) fn policies_of(
     trial: &Trial<'_>,
     backward: Option<GradientReduction>,
     transports: &[RankTransport],
-    cost: &RememberedCost<'_, impl OpCost + ?Sized>,
-) -> Result<PolicyChoice, SimulateError> {
-    let choose = |run: &dyn Fn(OverlapPolicy) -> Result<Timeline, SimulateError>| {
-        let candidates = candidates(trial, transports, cost.rates()).into_iter();
-        let candidates = candidates.map(|(policy, transport)| {
+    cost: &RememberedCost<'_, impl OpCost + Sync + ?Sized>,
+    planning: &Planning<'_>,
+) -> Result<PolicyChoice, ChooseError> {
+    type Run<'a> = dyn Fn(OverlapPolicy) -> Result<Timeline, SimulateError> + Sync + 'a;
+    let choose = |run: &Run<'_>| -> Result<PassChoice, ChooseError> {
+        let candidates = candidates(trial, transports, cost.rates());
+        let timed = planning.map(candidates.len(), |at| {
+            let (policy, transport) = candidates[at];
             Ok(PolicyCandidate { policy, transport, seconds: run(policy)?.makespan() })
-        });
-        candidates.collect::<Result<Vec<_>, SimulateError>>().map(PassChoice::of)
+        })?;
+        Ok(PassChoice::of(timed.into_iter().collect::<Result<Vec<_>, SimulateError>>()?))
     };
     let forward = choose(&|policy| trial.forward(policy, cost))?;
     let backward = backward.map(|how| choose(&|policy| trial.backward(policy, how, cost))).transpose()?;

@@ -1,7 +1,7 @@
 //! Seconds of attention that are worked out once a plan: policies change when operations start, not what they compute.
 
-use std::cell::RefCell;
 use std::collections::BTreeMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use counterpoint_mask::Band;
 use counterpoint_plan::{CostModel, Plan};
@@ -17,17 +17,22 @@ pub(crate) struct KnownSeconds(BTreeMap<Key, Option<f64>>);
 /// The costs of `cost`, with what was worked out before for the same plan. Programs differ in nothing but their policies.
 pub(crate) struct RememberedCost<'a, C: OpCost + ?Sized> {
     cost: &'a C,
-    known: RefCell<KnownSeconds>,
+    known: Mutex<KnownSeconds>,
 }
 
 impl<'a, C: OpCost + ?Sized> RememberedCost<'a, C> {
     /// Of Programs of `plan`, which keeps alive what tells their operations apart. `known` are seconds of the same plan and costs.
     pub(crate) fn new(cost: &'a C, _plan: &'a Plan, known: KnownSeconds) -> Self {
-        Self { cost, known: RefCell::new(known) }
+        Self { cost, known: Mutex::new(known) }
+    }
+
+    fn known(&self) -> MutexGuard<'_, KnownSeconds> {
+        // Entries are whole or not there.
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(crate) fn into_known(self) -> KnownSeconds {
-        self.known.into_inner()
+        self.known.into_inner().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -40,11 +45,11 @@ impl<C: OpCost + ?Sized> OpCost for RememberedCost<'_, C> {
         let work_out = || self.cost.part_seconds(program, op, part, computed);
         let Some((backward, bands)) = bands_of(&op.op) else { return work_out() };
         let key = (backward, program.rank, bands.as_ptr() as usize, part, computed.to_bits());
-        if let Some(&seconds) = self.known.borrow().0.get(&key) {
+        if let Some(&seconds) = self.known().0.get(&key) {
             return seconds;
         }
         let seconds = work_out();
-        self.known.borrow_mut().0.insert(key, seconds);
+        self.known().0.insert(key, seconds);
         seconds
     }
 }

@@ -1,7 +1,7 @@
 //! What `--overlap` comes to for a plan: policies that are named, or for each pass the one that is predicted to end first.
 
-use counterpoint_choose::{PassChoice, PolicyChoice, attention_policies};
-use counterpoint_plan::{AttentionSpec, CostModel, Plan, PlanConfig};
+use counterpoint_choose::{ChooseError, PassChoice, PolicyChoice, attention_policies};
+use counterpoint_plan::{AttentionSpec, CostModel, Plan, PlanConfig, Planning};
 use counterpoint_report::format_seconds;
 use counterpoint_schedule::{GradientReduction, OverlapPolicy, PassPolicies, RankTransport};
 use serde::Serialize;
@@ -41,8 +41,13 @@ impl Overlapped<'_> {
         {
             return Ok(Overlap { policies: PassPolicies { forward, backward }, choice: None });
         }
-        let choice = attention_policies(plan, spec, backward, transports, &config.topology, &config.cost);
-        let choice = choice.map_err(|source| CliError::Predict { source })?;
+        let (topology, cost) = (&config.topology, &config.cost);
+        let choice = attention_policies(plan, spec, backward, transports, topology, cost, &Planning::ALONE);
+        let choice = choice.map_err(|error| match error {
+            ChooseError::Simulate(source) => CliError::Predict { source },
+            ChooseError::Plan(source) => CliError::Plan { source },
+            other => CliError::Usage { message: other.to_string() },
+        })?;
         let chosen = choice.policies();
         let pick = |asked: OverlapChoice, chosen: OverlapPolicy| match asked {
             OverlapChoice::Auto => chosen,

@@ -6,7 +6,7 @@ use counterpoint_choose::{ChooseError, DeviceModel, DispatchChoice, plan_attenti
 use counterpoint_exec::available_memory;
 use counterpoint_mask::Mask;
 use counterpoint_plan::{
-    AttentionSpec, DispatchAlgorithm, Plan, PlanConfig, PlanError, PlanSummary, Topology,
+    AttentionSpec, DispatchAlgorithm, Plan, PlanConfig, PlanError, PlanSummary, Planning, Topology,
 };
 
 use crate::arguments::DispatchAsked;
@@ -37,6 +37,7 @@ impl Solution {
         spec: &AttentionSpec,
         config: &PlanConfig,
         (asked, machine): (DispatchAsked, &str),
+        planning: &Planning<'_>,
     ) -> Result<Self, CliError> {
         let begin = Instant::now();
         let available = available_memory().unwrap_or(u64::MAX);
@@ -53,11 +54,11 @@ impl Solution {
         let (plan, dispatch, choice) = match asked {
             DispatchAsked::Named(dispatch) => {
                 let config = PlanConfig { dispatch, ..*config };
-                (Plan::within(mask, spec, &config, most).map_err(refused)?, dispatch, None)
+                (Plan::within(mask, spec, &config, most, planning).map_err(refused)?, dispatch, None)
             }
             DispatchAsked::Auto => {
                 let model = DeviceModel::for_choices(machine, &config.cost);
-                let chosen = plan_attention(mask, spec, config, model, most);
+                let chosen = plan_attention(mask, spec, config, model, most, planning);
                 let (plan, choice) = chosen.map_err(|error| match error {
                     ChooseError::Simulate(source) => CliError::Predict { source },
                     ChooseError::Plan(source) => refused(source),

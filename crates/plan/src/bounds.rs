@@ -89,7 +89,7 @@ mod tests {
 
     use super::*;
     use crate::outline::Outline;
-    use crate::{DType, DispatchAlgorithm, PlanConfig};
+    use crate::{DType, DispatchAlgorithm, PlanConfig, Planning};
 
     const SPEC: AttentionSpec = AttentionSpec {
         heads_q: 8,
@@ -139,7 +139,7 @@ mod tests {
                         number /= ranks;
                     }
                     let dispatch = Dispatch::new(mask.seqlen_q(), chunk_size, rank_chunks);
-                    Outline::on(&mask, &SPEC, &config, dispatch.clone(), dispatch).unwrap().into_plan()
+                    Outline::on(&mask, &SPEC, &config, [dispatch.clone(), dispatch]).unwrap().into_plan(&Planning::ALONE).unwrap()
                 })
                 .collect();
             let limits = |plan: &Plan| {

@@ -16,8 +16,8 @@ use crate::runs::Runs;
 use crate::stages::StageCuts;
 use crate::work::rank_work;
 use crate::{
-    AttentionSpec, AttentionWork, ChunkWork, CostModel, Dispatch, DispatchAlgorithm, PlanConfig, ReadyWork,
-    StagePrediction, TileCost, TileCosts, WorkerSharing,
+    AttentionSpec, AttentionWork, ChunkWork, CostModel, Dispatch, DispatchAlgorithm, PlanConfig, PlanError,
+    Planning, ReadyWork, StagePrediction, TileCost, TileCosts, WorkerSharing,
 };
 
 const PICOSECONDS: f64 = 1e12;
@@ -44,48 +44,57 @@ pub(crate) fn by_seconds(
     dispatch: Dispatch,
     spec: &AttentionSpec,
     config: &PlanConfig,
-) -> Dispatch {
-    by_seconds_with(Effort::DEFAULT, mask, work, dispatch, spec, config)
+    planning: &Planning<'_>,
+) -> Result<Dispatch, PlanError> {
+    by_seconds_with(Effort::DEFAULT, &Problem { mask, spec, config, planning }, work, dispatch)
+}
+
+/// What is planned, and how.
+#[derive(Clone, Copy)]
+struct Problem<'a> {
+    mask: &'a Mask,
+    spec: &'a AttentionSpec,
+    config: &'a PlanConfig,
+    planning: &'a Planning<'a>,
 }
 
 fn by_seconds_with(
     effort: Effort,
-    mask: &Mask,
+    problem: &Problem<'_>,
     work: &ChunkWork,
     dispatch: Dispatch,
-    spec: &AttentionSpec,
-    config: &PlanConfig,
-) -> Dispatch {
+) -> Result<Dispatch, PlanError> {
+    let &Problem { mask, spec, config, planning } = problem;
     if config.dispatch != DispatchAlgorithm::Affinity
         || config.cost.tiles.is_none()
         || !settles(work, &dispatch)
     {
-        return dispatch;
+        return Ok(dispatch);
     }
     // What suits the whole mask hardly ever is another shape than what suits a rank's part of it.
     let bands: Vec<Band> = mask.bands().collect();
     let whole = AttentionWork::whole(&bands, [mask.seqlen_q(), mask.seqlen_k()], spec);
-    let Some(shapes) = COST.tile_shapes(&whole) else { return dispatch };
-    let Some(mut prices) = prices(mask, work, dispatch.cp_size(), spec, shapes) else { return dispatch };
+    let Some(shapes) = COST.tile_shapes(&whole) else { return Ok(dispatch) };
+    let Some(mut prices) = prices(problem, work, dispatch.cp_size(), shapes)? else { return Ok(dispatch) };
     let reach = Reach::new(work);
-    let mut dispatch = by_chunks(effort, work, &reach, &prices, dispatch);
+    let mut dispatch = by_chunks(effort, work, &reach, &prices, dispatch, planning);
     // A direction counts by the part that its slowest rank is behind: a forward is a third as long as a backward.
     let weight = Weight::of(&prices);
     prices.chunks.iter_mut().for_each(|price| *price = weight.weigh(*price));
     let mut known = KnownTimes::new(shapes);
     // Of all ranks; or of as many as take `until`.
-    let mut weighed = |dispatch: &Dispatch, until: i64| -> Vec<[i64; 2]> {
+    let mut weighed = |dispatch: &Dispatch, until: i64| -> Result<Vec<[i64; 2]>, PlanError> {
         let mut seconds = Vec::with_capacity(dispatch.cp_size());
-        rank_seconds(mask, dispatch, spec, config, &mut known, |rank| {
+        rank_seconds(problem, dispatch, &mut known, |rank| {
             seconds.push(weight.weigh(rank));
             match slowest(&seconds) < until {
                 true => ControlFlow::Continue(()),
                 false => ControlFlow::Break(()),
             }
-        });
-        seconds
+        })?;
+        Ok(seconds)
     };
-    let mut seconds = weighed(&dispatch, i64::MAX);
+    let mut seconds = weighed(&dispatch, i64::MAX)?;
     let (mut best, mut least) = (dispatch.clone(), slowest(&seconds));
     for round in 1..=ROUNDS {
         prices.beyond = (0..dispatch.cp_size())
@@ -94,19 +103,19 @@ fn by_seconds_with(
                 chunks.fold(seconds[rank], |rest, chunk| [0, 1].map(|at| rest[at] - chunk[at]))
             })
             .collect();
-        let next = settle(work, &reach, &prices, (Search::Downhill, effort), dispatch.clone());
+        let next = settle(work, &reach, &prices, (Search::Downhill, effort), dispatch.clone(), planning);
         if next == dispatch {
             break;
         }
         dispatch = next;
         let limit = least - least / LEAST_GAIN;
         // No swaps follow the last round, so of that only what gains is looked at to its end.
-        seconds = weighed(&dispatch, if round < ROUNDS { i64::MAX } else { limit });
+        seconds = weighed(&dispatch, if round < ROUNDS { i64::MAX } else { limit })?;
         if slowest(&seconds) < limit {
             (best, least) = (dispatch.clone(), slowest(&seconds));
         }
     }
-    best
+    Ok(best)
 }
 
 /// The first search. Chunks that are dear in one direction mostly are in the other: what tells them apart is left to schedules.
@@ -116,9 +125,11 @@ fn by_chunks(
     reach: &Reach,
     prices: &Prices,
     dispatch: Dispatch,
+    planning: &Planning<'_>,
 ) -> Dispatch {
     let both = prices.chunks.iter().map(|price| [0, price[0] + price[1]]).collect();
-    settle(work, reach, &Prices { chunks: both, ..prices.clone() }, (Search::Wide, effort), dispatch)
+    let prices = Prices { chunks: both, ..prices.clone() };
+    settle(work, reach, &prices, (Search::Wide, effort), dispatch, planning)
 }
 
 /// What makes a forward of all chunks as long as their backward.
@@ -143,30 +154,37 @@ fn slowest(seconds: &[[i64; 2]]) -> i64 {
 
 /// What each chunk costs, and each row that travels.
 fn prices(
-    mask: &Mask,
+    problem: &Problem<'_>,
     work: &ChunkWork,
     ranks: usize,
-    spec: &AttentionSpec,
     shapes: [TileShape; 2],
-) -> Option<Prices> {
+) -> Result<Option<Prices>, PlanError> {
+    let &Problem { mask, spec, planning, .. } = problem;
     let chunks = work.num_chunks();
     let alone = (0..chunks as u32).map(|chunk| vec![chunk]).collect();
     let runs = Runs::new(&Dispatch::new(work.seqlen_q(), work.chunk_size(), alone));
-    let price = |(chunk, bands): (usize, &Vec<Band>)| {
-        let work = AttentionWork::whole(bands, [work.rows(chunk).len(), work.seqlen_k()], spec);
+    let bands = rank_work(mask, &runs, chunks);
+    // Chunks of one document that see all of it are the same work: the first of each, and for every chunk which of them.
+    let (mut firsts, mut like) = (Vec::new(), Vec::with_capacity(chunks));
+    for chunk in 0..chunks {
+        let is_same =
+            |last: usize| bands[last] == bands[chunk] && work.rows(last).len() == work.rows(chunk).len();
+        if !chunk.checked_sub(1).is_some_and(is_same) {
+            firsts.push(chunk);
+        }
+        like.push(firsts.len() - 1);
+    }
+    let price = |first: usize| {
+        let chunk = firsts[first];
+        let work = AttentionWork::whole(&bands[chunk], [work.rows(chunk).len(), work.seqlen_k()], spec);
         Some(COST.share_seconds(&work, shapes)?.map(|seconds| (seconds * PICOSECONDS) as i64))
     };
-    let bands = rank_work(mask, &runs, chunks);
-    let mut chunks: Vec<[i64; 2]> = Vec::with_capacity(chunks);
-    for (chunk, own) in bands.iter().enumerate() {
-        // Chunks of one document that see all of it are the same work.
-        let is_same = |&last: &usize| bands[last] == *own && work.rows(last).len() == work.rows(chunk).len();
-        let last = chunk.checked_sub(1).filter(is_same);
-        chunks.push(last.map(|last| chunks[last]).map_or_else(|| price((chunk, own)), Some)?);
-    }
+    let each: Option<Vec<[i64; 2]>> = planning.map(firsts.len(), price)?.into_iter().collect();
+    let Some(each) = each else { return Ok(None) };
+    let chunks = like.into_iter().map(|first| each[first]).collect();
     let row_bytes = 2 * spec.kv_row_bytes() + spec.kv_gradient_row_bytes();
     let row = (row_bytes as f64 / COST.link.bytes_per_second * PICOSECONDS) as i64;
-    Some(Prices { chunks, beyond: vec![[0; 2]; ranks], row })
+    Ok(Some(Prices { chunks, beyond: vec![[0; 2]; ranks], row }))
 }
 
 /// What kernels take for work that was met before: swaps leave many ranks as they are.
@@ -182,38 +200,78 @@ impl KnownTimes {
 
     /// Seconds of a forward and a backward of `bands` over so many query and key rows.
     fn seconds(&mut self, bands: &[Band], rows: [usize; 2], spec: &AttentionSpec) -> [f64; 2] {
-        if let Some((.., seconds)) = self.known.iter().find(|known| known.1 == rows && known.0 == bands) {
-            return *seconds;
+        if let Some(seconds) = self.find(bands, rows) {
+            return seconds;
         }
-        let work = AttentionWork::whole(bands, rows, spec);
-        let seconds = COST
-            .seconds_in(&work, self.shapes)
-            .unwrap_or_else(|| [COST.forward_seconds(&work), COST.backward_seconds(&work)]);
+        let seconds = self.work_out(bands, rows, spec);
         self.known.push((bands.to_vec(), rows, seconds));
         seconds
+    }
+
+    /// Works out what of these is not known, side by side.
+    fn learn(
+        &mut self,
+        works: &[(Vec<Band>, [usize; 2])],
+        spec: &AttentionSpec,
+        planning: &Planning<'_>,
+    ) -> Result<(), PlanError> {
+        let mut new: Vec<&(Vec<Band>, [usize; 2])> = Vec::new();
+        for work in works {
+            if self.find(&work.0, work.1).is_none() && !new.contains(&work) {
+                new.push(work);
+            }
+        }
+        let seconds = planning.map(new.len(), |at| self.work_out(&new[at].0, new[at].1, spec))?;
+        let learnt = new.into_iter().zip(seconds);
+        self.known.extend(learnt.map(|((bands, rows), seconds)| (bands.clone(), *rows, seconds)));
+        Ok(())
+    }
+
+    fn find(&self, bands: &[Band], rows: [usize; 2]) -> Option<[f64; 2]> {
+        let known = self.known.iter().find(|known| known.1 == rows && known.0 == bands);
+        known.map(|(.., seconds)| *seconds)
+    }
+
+    fn work_out(&self, bands: &[Band], rows: [usize; 2], spec: &AttentionSpec) -> [f64; 2] {
+        let work = AttentionWork::whole(bands, rows, spec);
+        let seconds = COST.seconds_in(&work, self.shapes);
+        seconds.unwrap_or_else(|| [COST.forward_seconds(&work), COST.backward_seconds(&work)])
     }
 }
 
 /// Hands `visit` what a forward and a backward that do all work at once take rank after rank, in picoseconds, until it breaks off.
 /// `known` are times for the same `spec`.
 fn rank_seconds(
-    mask: &Mask,
+    problem: &Problem<'_>,
     dispatch: &Dispatch,
-    spec: &AttentionSpec,
-    config: &PlanConfig,
     known: &mut KnownTimes,
     mut visit: impl FnMut([i64; 2]) -> ControlFlow<()>,
-) {
+) -> Result<(), PlanError> {
+    let &Problem { mask, spec, config, planning } = problem;
     let owners = Owners::new(dispatch.clone(), dispatch.clone());
-    let ranks = RankOutline::of(&owners, owners.work(mask), Vec::new(), spec, config);
+    let ranks = RankOutline::of(&owners, owners.work(mask), Vec::new(), spec, config, planning)?;
     let cuts = StageCuts::gathered(&ranks);
     let parts = exchange(&owners.k_runs, &cuts.placed_rows(1));
+    let received = |rank: usize| cuts.rows(rank, 1).iter().map(Range::len).sum::<usize>();
+    let work = |rank: usize| {
+        let outline = &ranks[rank];
+        let rows = [outline.q_rows, outline.own_rows() + received(rank)];
+        (cuts.bands(rank, outline).swap_remove(1), rows)
+    };
+    let mut ahead = Vec::new();
+    if planning.has_helpers() {
+        // Alone, ranks after one that decides are not looked at.
+        ahead = planning.map(ranks.len(), work)?;
+        known.learn(&ahead, spec, planning)?;
+    }
+    let mut ahead = ahead.into_iter();
     for (rank, outline) in ranks.iter().enumerate() {
-        let (bands, own_rows) = (&cuts.bands(rank, outline)[1], outline.own_rows());
-        let received = cuts.rows(rank, 1).iter().map(Range::len).sum::<usize>();
-        let [forward, backward] = known.seconds(bands, [outline.q_rows, own_rows + received], spec);
+        planning.check()?;
+        let (bands, rows) = ahead.next().unwrap_or_else(|| work(rank));
+        let (own_rows, received) = (outline.own_rows(), received(rank));
+        let [forward, backward] = known.seconds(&bands, rows, spec);
         let (links, ready) =
-            (busier_rows(&parts[rank], rank, &config.topology), ReadyWork::of(bands, own_rows));
+            (busier_rows(&parts[rank], rank, &config.topology), ReadyWork::of(&bands, own_rows));
         let takes = |direction: Direction, computing: f64| {
             let compute_seconds = computing + direction.own_seconds(own_rows, spec, &COST);
             let stage = StagePrediction { compute_seconds, ..direction.transfers(links, spec, &COST) };
@@ -221,9 +279,10 @@ fn rank_seconds(
         };
         let seconds = [takes(Direction::Forward, forward), takes(Direction::Backward, backward)];
         if visit(seconds).is_break() {
-            return;
+            break;
         }
     }
+    Ok(())
 }
 
 #[cfg(test)]
@@ -251,17 +310,17 @@ mod tests {
         dlse: false,
     };
 
-    fn all_ranks(
-        mask: &Mask,
-        dispatch: &Dispatch,
-        config: &PlanConfig,
-        known: &mut KnownTimes,
-    ) -> Vec<[i64; 2]> {
+    fn problem<'a>(mask: &'a Mask, config: &'a PlanConfig) -> Problem<'a> {
+        Problem { mask, spec: &SPEC, config, planning: &Planning::ALONE }
+    }
+
+    fn all_ranks(problem: &Problem<'_>, dispatch: &Dispatch, known: &mut KnownTimes) -> Vec<[i64; 2]> {
         let mut seconds = Vec::new();
-        rank_seconds(mask, dispatch, &SPEC, config, known, |rank| {
+        let all = rank_seconds(problem, dispatch, known, |rank| {
             seconds.push(rank);
             ControlFlow::Continue(())
         });
+        all.unwrap();
         seconds
     }
 
@@ -304,9 +363,10 @@ mod tests {
             let config = PlanConfig { cost: CostModel::H200, ..PlanConfig::new(ranks) };
             let first = dispatch(&work, ranks, DispatchAlgorithm::Affinity);
             let kernels = |effort: Effort| {
-                let found = by_seconds_with(effort, &mask, &work, first.clone(), &SPEC, &config);
+                let found = by_seconds_with(effort, &problem(&mask, &config), &work, first.clone()).unwrap();
                 let owners = Owners::new(found.clone(), found);
-                let outlines = RankOutline::of(&owners, owners.work(&mask), Vec::new(), &SPEC, &config);
+                let (work, planning) = (owners.work(&mask), &Planning::ALONE);
+                let outlines = RankOutline::of(&owners, work, Vec::new(), &SPEC, &config, planning).unwrap();
                 let cuts = StageCuts::gathered(&outlines);
                 let seconds = outlines.iter().enumerate().map(|(rank, outline)| {
                     let bands = &cuts.bands(rank, outline)[1];
@@ -349,19 +409,24 @@ mod tests {
             let work = chunk_work(&mask, 512);
             let first = dispatch(&work, 4, DispatchAlgorithm::Affinity);
             let shapes = shapes(&mask);
-            let prices = prices(&mask, &work, 4, &SPEC, shapes).unwrap();
-            let level = by_seconds(&mask, &work, first.clone(), &SPEC, &config);
+            let problem = problem(&mask, &config);
+            let prices = prices(&problem, &work, 4, shapes).unwrap().unwrap();
+            let level_by = |config: &PlanConfig| {
+                by_seconds(&mask, &work, first.clone(), &SPEC, config, &Planning::ALONE).unwrap()
+            };
+            let level = level_by(&config);
             let seconds = |dispatch: &Dispatch| {
-                let ranks = all_ranks(&mask, dispatch, &config, &mut KnownTimes::new(shapes)).into_iter();
+                let ranks = all_ranks(&problem, dispatch, &mut KnownTimes::new(shapes)).into_iter();
                 slowest(&ranks.map(|rank| Weight::of(&prices).weigh(rank)).collect::<Vec<_>>())
             };
-            let by_chunks = by_chunks(Effort::DEFAULT, &work, &Reach::new(&work), &prices, first.clone());
+            let (reach, alone) = (Reach::new(&work), &Planning::ALONE);
+            let by_chunks = by_chunks(Effort::DEFAULT, &work, &reach, &prices, first.clone(), alone);
             let (before, after) = (seconds(&by_chunks), seconds(&level));
             assert!(after <= before, "{before} {after}");
             most = most.max((before - after) as f64 / before as f64);
-            assert_eq!(by_seconds(&mask, &work, first.clone(), &SPEC, &config), level);
+            assert_eq!(level_by(&config), level);
             let other = PlanConfig { dispatch: DispatchAlgorithm::Zigzag, ..config };
-            assert_eq!(by_seconds(&mask, &work, first.clone(), &SPEC, &other), first);
+            assert_eq!(level_by(&other), first);
         }
         assert!(most > 0.01, "{most}");
     }

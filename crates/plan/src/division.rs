@@ -7,7 +7,10 @@ use crate::outline::Outline;
 use crate::rows::without;
 use crate::runs::Runs;
 use crate::work::{needed_rows, rank_work};
-use crate::{AttentionSpec, Dispatch, HostedWork, PlanConfig, Prediction, QueryExchange, StageCount};
+use crate::{
+    AttentionSpec, Dispatch, HostedWork, PlanConfig, PlanError, Planning, Prediction, QueryExchange,
+    StageCount,
+};
 
 /// Who owns which rows.
 #[derive(Clone)]
@@ -83,41 +86,44 @@ impl Division {
         mask: &Mask,
         spec: &AttentionSpec,
         config: &PlanConfig,
+        planning: &Planning<'_>,
         owners: Owners,
-        redispatch: impl Fn(&[Range]) -> Owners,
-    ) -> Self {
+        redispatch: impl Fn(&[Range]) -> Result<Owners, PlanError>,
+    ) -> Result<Self, PlanError> {
         let work = owners.work(mask);
         let Owners { q_dispatch, k_dispatch, k_runs, .. } = &owners;
         let proposals = proposals(&work, q_dispatch, k_dispatch, k_runs, spec, config);
         let without = Self { owners, work, hosted: Vec::new(), unweighed: None };
         if proposals.is_empty() {
-            return without;
+            return Ok(without);
         }
-        let mut aim = Aim::of(&without, spec, config);
+        let mut aim = Aim::of(&without, spec, config, planning)?;
         let (mut best, mut unweighed) = (None, None);
         // One at a time: of thousands of ranks each takes hundreds of megabytes.
         let mut weigh = |owners: Owners, work: &[Vec<Band>], away: &Away| {
+            planning.check()?;
             let pieces = pieces(work, away, &owners.q_dispatch, &owners.k_runs);
             if pieces > MOST_PIECES {
                 unweighed = Some(UnweighedOffload { pieces });
-                return;
+                return Ok(());
             }
             let (work, hosted) = assign(work, away, &owners.q_dispatch, &owners.q_runs, &owners.k_runs);
             let division = Self { owners, work, hosted, unweighed: None };
-            if aim.is_nearer(&division, spec, config) {
+            if aim.is_nearer(&division, spec, config, planning)? {
                 best = Some(division);
             }
+            Ok(())
         };
         for away in proposals {
             let rows = without.owners.global(&away);
-            let other = redispatch(&rows);
+            let other = redispatch(&rows)?;
             if other != without.owners {
                 let (work, away) = (other.work(mask), other.local(&rows));
-                weigh(other, &work, &away);
+                weigh(other, &work, &away)?;
             }
-            weigh(without.owners.clone(), &without.work, &away);
+            weigh(without.owners.clone(), &without.work, &away)?;
         }
-        Self { unweighed, ..best.unwrap_or(without) }
+        Ok(Self { unweighed, ..best.unwrap_or(without) })
     }
 
     /// The division of `mask` for these owners in which these local query rows of each rank are away.
@@ -131,11 +137,17 @@ impl Division {
     }
 
     /// Predicted, of a forward and of a backward.
-    fn seconds(&self, spec: &AttentionSpec, config: &PlanConfig) -> (f64, f64) {
+    fn seconds(
+        &self,
+        spec: &AttentionSpec,
+        config: &PlanConfig,
+        planning: &Planning<'_>,
+    ) -> Result<(f64, f64), PlanError> {
         // Who computes what, and with it every bit of a result, must not depend on the stages that were asked for.
         let config = PlanConfig { stages: StageCount::Auto.into(), ..*config };
-        let prediction = Prediction::of_outline(&Outline::of(self.clone(), spec, &config), spec, &config);
-        (prediction.forward_seconds(), prediction.backward_seconds())
+        let outline = Outline::of(self.clone(), spec, &config, planning)?;
+        let prediction = Prediction::of_outline(&outline, spec, &config);
+        Ok((prediction.forward_seconds(), prediction.backward_seconds()))
     }
 
     /// Bytes that travel in a forward and a backward.
@@ -160,19 +172,30 @@ enum Aim {
 }
 
 impl Aim {
-    fn of(without: &Division, spec: &AttentionSpec, config: &PlanConfig) -> Self {
-        match config.query_exchange {
+    fn of(
+        without: &Division,
+        spec: &AttentionSpec,
+        config: &PlanConfig,
+        planning: &Planning<'_>,
+    ) -> Result<Self, PlanError> {
+        Ok(match config.query_exchange {
             QueryExchange::FewestBytes => Self::FewestBytes(None),
             _ => {
-                let limit = without.seconds(spec, config);
+                let limit = without.seconds(spec, config, planning)?;
                 Self::Soonest { limit, least: limit.0 + limit.1 }
             }
-        }
+        })
     }
 
     /// Whether it is nearer than all before it.
-    fn is_nearer(&mut self, division: &Division, spec: &AttentionSpec, config: &PlanConfig) -> bool {
-        match self {
+    fn is_nearer(
+        &mut self,
+        division: &Division,
+        spec: &AttentionSpec,
+        config: &PlanConfig,
+        planning: &Planning<'_>,
+    ) -> Result<bool, PlanError> {
+        Ok(match self {
             Self::FewestBytes(least) => {
                 let bytes = division.bytes(spec);
                 let is_nearer = least.is_none_or(|least| bytes < least);
@@ -182,13 +205,13 @@ impl Aim {
                 is_nearer
             }
             Self::Soonest { limit, least } => {
-                let (forward, backward) = division.seconds(spec, config);
+                let (forward, backward) = division.seconds(spec, config, planning)?;
                 let is_nearer = forward <= limit.0 && backward <= limit.1 && forward + backward < *least;
                 if is_nearer {
                     *least = forward + backward;
                 }
                 is_nearer
             }
-        }
+        })
     }
 }

@@ -95,6 +95,9 @@ pub enum PlanError {
         /// Bytes.
         available: u64,
     },
+    /// Whoever wanted the plan does not want it any more.
+    #[error("planning was cancelled")]
+    Cancelled,
     /// There is no such rank.
     #[error("rank {rank} does not exist; the plan is for {cp_size} ranks, counted from 0")]
     Rank {

@@ -34,6 +34,7 @@ mod outline;
 mod overview;
 mod pass_stages;
 mod plan;
+mod planning;
 mod prediction;
 mod ready_work;
 mod receive_order;
@@ -79,6 +80,7 @@ pub use machine_profile::{
 pub use overview::PlanOverview;
 pub use pass_stages::{PassStages, StageCount};
 pub use plan::{Plan, RankPlan, StagePlan, plan_rank};
+pub use planning::{CancellationToken, Helpers, Planning};
 pub use prediction::{Prediction, RankPrediction, StagePrediction};
 pub use ready_work::ReadyWork;
 pub use spec::{AttentionSpec, DType, GradientShares, HostedRowBytes};

@@ -7,8 +7,8 @@ use crate::link_counts::LinkCounts;
 use crate::outline::Outline;
 use crate::stages::StageCuts;
 use crate::{
-    AttentionSpec, CommSummary, HostedWork, Plan, PlanConfig, PlanError, PlanSummary, Prediction, RankPlan,
-    RankSummary, StageSummary, UnweighedOffload,
+    AttentionSpec, CommSummary, HostedWork, Plan, PlanConfig, PlanError, PlanSummary, Planning, Prediction,
+    RankPlan, RankSummary, StageSummary, UnweighedOffload,
 };
 
 /// What a plan comes to, figures alone: a plan of thousands of ranks has hundreds of millions of pieces, which a rank makes for
@@ -35,7 +35,7 @@ impl PlanOverview {
     /// # Errors
     /// As [`Plan::new`].
     pub fn new(mask: &Mask, spec: &AttentionSpec, config: &PlanConfig) -> Result<Self, PlanError> {
-        let outline = Outline::new(mask, spec, config)?;
+        let outline = Outline::new(mask, spec, config, &Planning::ALONE)?;
         let links = LinkCounts::new(&outline.k_runs, &outline.forward, outline.ranks.len(), &config.topology);
         let ranks: Vec<RankSummary> =
             (0..outline.ranks.len()).map(|rank| rank_summary(&outline, rank, &links)).collect();
@@ -72,44 +72,46 @@ impl PlanOverview {
 }
 
 impl Plan {
-    /// As [`Plan::new`], unless the pieces of all ranks would take more than `available` bytes.
+    /// As [`Plan::new`] and equal to it, made as `planning` says, unless the pieces of all ranks would take more than `available` bytes.
     ///
     /// # Errors
-    /// As [`Plan::new`]; [`PlanError::Memory`] before they are made.
+    /// As [`Plan::new`]; [`PlanError::Memory`] before they are made; [`PlanError::Cancelled`].
     pub fn within(
         mask: &Mask,
         spec: &AttentionSpec,
         config: &PlanConfig,
         available: u64,
+        planning: &Planning<'_>,
     ) -> Result<Plan, PlanError> {
-        Outline::new(mask, spec, config)?.into_plan_within(available)
+        Outline::new(mask, spec, config, planning)?.into_plan_within(available, planning)
     }
 
     /// The same mask on the same owners, and computed by the same hosts, cut into stages as `config` says; unless the pieces of all ranks
     /// would take more than `available` bytes. Nothing else of `config` is looked at but its cost and its topology.
     ///
     /// # Errors
-    /// As [`Plan::for_mask_on`]; [`PlanError::Memory`] before they are made.
+    /// As [`Plan::for_mask_on`]; [`PlanError::Memory`] before they are made; [`PlanError::Cancelled`].
     pub fn staged_within(
         &self,
         mask: &Mask,
         spec: &AttentionSpec,
         config: &PlanConfig,
         available: u64,
+        planning: &Planning<'_>,
     ) -> Result<Plan, PlanError> {
         let away = |rank: &RankPlan| rank.hosted.as_ref().map_or_else(Vec::new, HostedWork::away);
         let away = self.ranks.iter().map(away).collect();
-        Outline::again(mask, spec, config, self, &away)?.into_plan_within(available)
+        Outline::again(mask, spec, config, (self, &away), planning)?.into_plan_within(available, planning)
     }
 }
 
 impl Outline {
-    fn into_plan_within(self, available: u64) -> Result<Plan, PlanError> {
+    fn into_plan_within(self, available: u64, planning: &Planning<'_>) -> Result<Plan, PlanError> {
         let needed = self.plan_bytes();
         if needed > available {
             return Err(PlanError::Memory { ranks: self.ranks.len(), needed, available });
         }
-        Ok(self.into_plan())
+        self.into_plan(planning)
     }
 }
 
@@ -211,9 +213,9 @@ mod tests {
             let bytes = (pieces * 28) as u64;
             prop_assert!(overview.plan_bytes <= bytes && bytes <= 8 * overview.plan_bytes, "{} {bytes}", overview.plan_bytes);
             prop_assert_eq!(overview.unweighed, None);
-            prop_assert_eq!(Plan::within(&mask, &spec, &config, overview.plan_bytes), Ok(plan));
+            prop_assert_eq!(Plan::within(&mask, &spec, &config, overview.plan_bytes, &Planning::ALONE), Ok(plan));
             if overview.plan_bytes > 0 {
-                let refused = Plan::within(&mask, &spec, &config, overview.plan_bytes - 1).unwrap_err();
+                let refused = Plan::within(&mask, &spec, &config, overview.plan_bytes - 1, &Planning::ALONE).unwrap_err();
                 let is_memory = matches!(refused, PlanError::Memory { .. });
                 prop_assert!(is_memory, "{}", refused);
             }

@@ -7,7 +7,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::outline::Outline;
 use crate::{
-    AttentionSpec, Dispatch, GroupPart, HostedWork, PlanConfig, PlanError, Topology, TwoLevelExchange,
+    AttentionSpec, Dispatch, GroupPart, HostedWork, PlanConfig, PlanError, Planning, Topology,
+    TwoLevelExchange,
 };
 
 /// One stage of one rank. Stage 0 is the local work: its key buffer is the rank's own key rows and nothing moves.
@@ -101,7 +102,8 @@ impl Plan {
     /// # Errors
     /// A `config` that does not make sense for `mask`; see [`PlanConfig::validate_for`].
     pub fn new(mask: &Mask, spec: &AttentionSpec, config: &PlanConfig) -> Result<Plan, PlanError> {
-        Ok(Outline::new(mask, spec, config)?.into_plan())
+        let planning = &Planning::ALONE;
+        Outline::new(mask, spec, config, planning)?.into_plan(planning)
     }
 
     /// Plans `mask` with queries and keys dispatched each by a solve of its own, whatever their lengths.
@@ -113,7 +115,8 @@ impl Plan {
         spec: &AttentionSpec,
         config: &PlanConfig,
     ) -> Result<Plan, PlanError> {
-        Ok(Outline::cross_attention(mask, spec, config)?.into_plan())
+        let planning = &Planning::ALONE;
+        Outline::cross_attention(mask, spec, config, planning)?.into_plan(planning)
     }
 
     /// Plans another mask of the same training step on this plan's dispatch: rows stay where they are, exchange and
@@ -127,7 +130,8 @@ impl Plan {
         spec: &AttentionSpec,
         config: &PlanConfig,
     ) -> Result<Plan, PlanError> {
-        Ok(Outline::on(mask, spec, config, self.q_dispatch.clone(), self.k_dispatch.clone())?.into_plan())
+        let dispatches = [&self.q_dispatch, &self.k_dispatch].map(Dispatch::clone);
+        Outline::on(mask, spec, config, dispatches)?.into_plan(&Planning::ALONE)
     }
 
     /// The plan with its exchange in two steps, between nodes and inside each, for ranks that are laid out as `topology` says.
@@ -191,7 +195,7 @@ pub fn plan_rank(
     config: &PlanConfig,
     rank: usize,
 ) -> Result<RankPlan, PlanError> {
-    let outline = Outline::new(mask, spec, config)?;
+    let outline = Outline::new(mask, spec, config, &Planning::ALONE)?;
     if rank >= outline.ranks.len() {
         return Err(PlanError::Rank { rank, cp_size: outline.ranks.len() });
     }

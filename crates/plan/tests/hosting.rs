@@ -6,8 +6,8 @@ mod cases;
 use cases::{configs, masks};
 use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};
 use counterpoint_plan::{
-    AttentionSpec, DType, DispatchAlgorithm, GradientShares, Plan, PlanConfig, PlanSummary, Prediction,
-    QueryExchange, RankPlan, StageCount, Topology,
+    AttentionSpec, DType, DispatchAlgorithm, GradientShares, Plan, PlanConfig, PlanSummary, Planning,
+    Prediction, QueryExchange, RankPlan, StageCount, Topology,
 };
 use proptest::prelude::*;
 
@@ -220,7 +220,7 @@ fn other_stages_leave_owners_and_hosts() {
         assert!(plan.ranks.iter().any(|rank| rank.hosted.is_some()));
         for stages in [StageCount::Auto, StageCount::Fixed(1), StageCount::Fixed(3)] {
             let config = PlanConfig { stages: stages.into(), ..config };
-            let again = plan.staged_within(&mask, &SPEC, &config, u64::MAX).unwrap();
+            let again = plan.staged_within(&mask, &SPEC, &config, u64::MAX, &Planning::ALONE).unwrap();
             assert_eq!(again, Plan::new(&mask, &SPEC, &config).unwrap(), "{stages:?}");
         }
     }

@@ -5,7 +5,7 @@ use counterpoint_choose::{
 };
 use counterpoint_mask::Mask;
 use counterpoint_plan::{
-    AttentionSpec, CostModel, DispatchAlgorithm, MachineProfile, Plan, PlanConfig, Topology,
+    AttentionSpec, CostModel, DispatchAlgorithm, MachineProfile, Plan, PlanConfig, Planning, Topology,
 };
 use counterpoint_schedule::{GradientReduction, PassPolicies, RankTransport};
 use pyo3::prelude::*;
@@ -109,7 +109,7 @@ impl Problem<'_> {
             Some((on, _)) => on.for_mask_on(mask, spec, &config)?,
             None if dispatch.compares(pays) => {
                 let model = DeviceModel::for_choices(&site.machine, &config.cost);
-                let (plan, chosen) = plan_attention(mask, spec, &config, model, u64::MAX)?;
+                let (plan, chosen) = plan_attention(mask, spec, &config, model, u64::MAX, &Planning::ALONE)?;
                 choice = Some(chosen);
                 plan
             }
@@ -162,7 +162,8 @@ impl Site {
             // Threads that move rows take no workers from those that compute.
             cost.sharing = None;
         }
-        Ok(attention_policies(plan, spec, Some(backward), &[self.transport], &self.topology, &cost)?)
+        let (transports, alone) = (&[self.transport], &Planning::ALONE);
+        attention_policies(plan, spec, Some(backward), transports, &self.topology, &cost, alone)
     }
 }
 

@@ -86,6 +86,10 @@ pub struct BenchFreshMasksArguments {
     #[arg(long, value_name = "N", value_parser = value::size, allow_hyphen_values = true)]
     pub(crate) tokens: Option<usize>,
 
+    /// Threads that plan side by side, in rows of tables and cold
+    #[arg(long, value_name = "N", default_value = "1", value_parser = value::threads, allow_hyphen_values = true)]
+    pub(crate) planning_threads: usize,
+
     /// Print one JSON object a row and nothing else
     #[arg(long)]
     pub(crate) json: bool,

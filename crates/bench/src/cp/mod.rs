@@ -17,7 +17,7 @@ use counterpoint_console::{
 };
 use counterpoint_exec::{AttentionInputs, Pass, RunConfig, random_inputs};
 use counterpoint_mask::{Mask, MaskPreset};
-use counterpoint_plan::{AttentionSpec, DType, MachineProfile, PlanConfig, Topology};
+use counterpoint_plan::{AttentionSpec, DType, MachineProfile, PlanConfig, Planning, Topology};
 use counterpoint_schedule::{GradientReduction, OverlapPolicy, PassPolicies, StartOrder};
 
 use self::case::{Case, Traced, trace};
@@ -277,7 +277,13 @@ impl<'a> Bench<'a> {
             topology,
             cost: self.ranks.cost(&self.spec, topology.world_size, self.profile.as_ref()),
         };
-        let solution = Solution::solve(mask, &self.spec, &config, (planning.dispatch, self.ranks.name()))?;
+        let solution = Solution::solve(
+            mask,
+            &self.spec,
+            &config,
+            (planning.dispatch, self.ranks.name()),
+            &Planning::ALONE,
+        )?;
         let over_nodes = topology.nodes() > 1 && exchange == Exchange::TwoLevel;
         Ok((if over_nodes { solution.over_nodes(&topology) } else { solution }, config))
     }

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use counterpoint_choose::{DeviceModel, attention_policies, plan_attention};
 use counterpoint_mask::{Documents, Mask};
-use counterpoint_plan::{AttentionSpec, DType, Plan, PlanConfig};
+use counterpoint_plan::{AttentionSpec, DType, Plan, PlanConfig, Planning};
 use counterpoint_schedule::{GradientReduction, RankTransport};
 
 use crate::case::cost;
@@ -44,10 +44,13 @@ fn choosing_beside_planning() {
         let topology = config.topology;
         let (affinity, _) = least(|| Plan::new(&mask, &spec, &config).unwrap());
         let (chosen, (plan, choice)) =
-            least(|| plan_attention(&mask, &spec, &config, model, u64::MAX).unwrap());
+            least(|| plan_attention(&mask, &spec, &config, model, u64::MAX, &Planning::ALONE).unwrap());
         let backward = Some(GradientReduction::default());
         let transports = RankTransport::of_gpus(&topology);
-        let policies = || attention_policies(&plan, &spec, backward, transports, &topology, &config.cost);
+        let policies = || {
+            let (cost, alone) = (&config.cost, &Planning::ALONE);
+            attention_policies(&plan, &spec, backward, transports, &topology, cost, alone)
+        };
         let (by_policy, policies) = least(|| policies().unwrap());
         println!(
             "{name}: affinity planned in {affinity:.2?}, dispatch chosen and planned in {chosen:.2?} ({:?}), policies in {by_policy:.2?} ({})",

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use counterpoint_choose::{DISPATCHES, DeviceModel, attention_policies, plan_attention};
-use counterpoint_plan::{DispatchAlgorithm, Plan, PlanConfig};
+use counterpoint_plan::{DispatchAlgorithm, Plan, PlanConfig, Planning};
 use counterpoint_schedule::{GradientReduction, RankTransport};
 
 use crate::case::{Case, SEED, Sizes};
@@ -24,7 +24,9 @@ fn none_that_is_offered_is_predicted_faster_at_any_size() {
 pub(crate) fn seconds(case: &Case, plan: &Plan) -> f64 {
     let (topology, cost) = (case.config.topology, case.config.cost);
     let (backward, transports) = (Some(GradientReduction::default()), RankTransport::of_gpus(&topology));
-    let choice = attention_policies(plan, &case.spec, backward, transports, &topology, &cost).unwrap();
+    let choice =
+        attention_policies(plan, &case.spec, backward, transports, &topology, &cost, &Planning::ALONE)
+            .unwrap();
     choice.forward.chosen().seconds + choice.backward.unwrap().chosen().seconds
 }
 
@@ -37,7 +39,8 @@ fn check(cases: u64, sizes: Sizes) {
     for index in 0..cases {
         let case = Case::random(SEED, index, sizes);
         let began = Instant::now();
-        let (plan, choice) = plan_attention(&case.mask, &case.spec, &case.config, model, u64::MAX).unwrap();
+        let (plan, choice) =
+            plan_attention(&case.mask, &case.spec, &case.config, model, u64::MAX, &Planning::ALONE).unwrap();
         choosing += began.elapsed();
         left_out += choice.candidates.iter().filter(|one| one.seconds.is_none()).count();
         chosen.iter_mut().filter(|(one, _)| *one == choice.chosen).for_each(|(_, count)| *count += 1);

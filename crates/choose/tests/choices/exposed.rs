@@ -2,7 +2,7 @@
 
 use counterpoint_choose::{AttentionPrediction, DeviceModel, attention_policies, plan_attention};
 use counterpoint_mask::{Documents, Mask};
-use counterpoint_plan::{AttentionSpec, DType, GradientShares, Plan, PlanConfig, StageCount};
+use counterpoint_plan::{AttentionSpec, DType, GradientShares, Plan, PlanConfig, Planning, StageCount};
 use counterpoint_schedule::{GradientReduction, PassPolicies, RankTransport, Timeline};
 
 use crate::case::cost;
@@ -34,7 +34,7 @@ fn config(stages: StageCount) -> PlanConfig {
 
 fn planned(mask: &Mask, spec: &AttentionSpec, config: &PlanConfig) -> Plan {
     let model = DeviceModel::of_machine("NVIDIA H200").unwrap();
-    plan_attention(mask, spec, config, model, u64::MAX).unwrap().0
+    plan_attention(mask, spec, config, model, u64::MAX, &Planning::ALONE).unwrap().0
 }
 
 /// Forward and backward by these policies, or by those that are chosen.
@@ -47,7 +47,9 @@ fn passes(
     let (topology, backward) = (config.topology, Some(GradientReduction::default()));
     let policies = policies.unwrap_or_else(|| {
         let transports = RankTransport::of_gpus(&topology);
-        attention_policies(plan, spec, backward, transports, &topology, &config.cost).unwrap().policies()
+        attention_policies(plan, spec, backward, transports, &topology, &config.cost, &Planning::ALONE)
+            .unwrap()
+            .policies()
     });
     let predicted = AttentionPrediction::of(plan, spec, policies, backward, &topology, &config.cost).unwrap();
     [predicted.forward, predicted.backward.unwrap()]

@@ -1,7 +1,7 @@
 //! Where rows are computed, keys or queries travelling: what `auto` keeps beside keys that travel alone.
 
 use counterpoint_choose::{DeviceModel, plan_attention};
-use counterpoint_plan::{CostModel, Plan, PlanConfig, QueryExchange, StageCount};
+use counterpoint_plan::{CostModel, Plan, PlanConfig, Planning, QueryExchange, StageCount};
 
 use crate::case::{Case, SEED, Sizes};
 use crate::dispatches::seconds;
@@ -20,7 +20,7 @@ fn queries_travel_only_where_that_is_predicted_faster_at_any_size() {
 
 fn planned(case: &Case, config: &PlanConfig) -> Plan {
     let model = DeviceModel::of_machine("NVIDIA H200").unwrap();
-    plan_attention(&case.mask, &case.spec, config, model, u64::MAX).unwrap().0
+    plan_attention(&case.mask, &case.spec, config, model, u64::MAX, &Planning::ALONE).unwrap().0
 }
 
 fn hosts(plan: &Plan) -> bool {

@@ -9,4 +9,5 @@ mod exposed;
 mod hosting;
 mod policies;
 mod ratios;
+mod side_by_side;
 mod traffic;

@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use counterpoint_choose::{AttentionPrediction, PassChoice, attention_policies};
 use counterpoint_plan::Plan;
+use counterpoint_plan::Planning;
 use counterpoint_schedule::{GradientReduction, OverlapPolicy, RankTransport, Workload};
 
 use crate::case::{Case, SEED, Sizes};
@@ -58,7 +59,9 @@ fn check(cases: u64, sizes: Sizes) {
         let backward = Some(GradientReduction::default());
         let transports = RankTransport::of_gpus(&topology);
         let began = Instant::now();
-        let choice = attention_policies(&plan, &case.spec, backward, transports, &topology, &cost).unwrap();
+        let choice =
+            attention_policies(&plan, &case.spec, backward, transports, &topology, &cost, &Planning::ALONE)
+                .unwrap();
         choosing += began.elapsed();
         let passes: [&PassChoice; 2] = [&choice.forward, choice.backward.as_ref().unwrap()];
         for text in NAMED {

@@ -2,7 +2,9 @@
 
 use counterpoint_choose::{DISPATCHES, DeviceModel, plan_attention};
 use counterpoint_mask::Mask;
-use counterpoint_plan::{AttentionSpec, DType, Plan, PlanConfig, QueryExchange, RankPlan, TrafficBounds};
+use counterpoint_plan::{
+    AttentionSpec, DType, Plan, PlanConfig, Planning, QueryExchange, RankPlan, TrafficBounds,
+};
 
 use crate::case::cost;
 
@@ -21,7 +23,8 @@ fn a_last_global_block_moves_what_level_ranks_must() {
         let mask = Mask::last_global(tokens - block, block, block).unwrap();
         for query_exchange in [QueryExchange::Never, QueryExchange::Auto, QueryExchange::FewestBytes] {
             let config = PlanConfig { cost: cost(), query_exchange, ..PlanConfig::new(8) };
-            let (chosen, choice) = plan_attention(&mask, &spec, &config, model, u64::MAX).unwrap();
+            let (chosen, choice) =
+                plan_attention(&mask, &spec, &config, model, u64::MAX, &Planning::ALONE).unwrap();
             let bounds = TrafficBounds::new(&chosen, &mask, &spec);
             // Nothing as level as this receives two thirds of a ring, whoever owns what.
             assert!(bounds.lower_bound_tokens as f64 > 0.74 * bounds.ring_tokens as f64, "{bounds:?}");

@@ -39,6 +39,10 @@ pub(crate) struct PlanArguments {
     #[command(flatten)]
     pub(crate) shape: ShapeArguments,
 
+    /// Threads that plan side by side, up to 256 ranks; the plan is the same for any number
+    #[arg(long, value_name = "N", default_value = "1", value_parser = value::threads, allow_hyphen_values = true)]
+    pub(crate) planning_threads: usize,
+
     /// Write a report to open in a browser
     #[arg(long, value_name = "FILE")]
     pub(crate) report: Option<PathBuf>,

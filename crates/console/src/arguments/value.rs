@@ -71,6 +71,15 @@ pub fn product(text: &str) -> Result<[usize; 3], String> {
     sizes.try_into().map_err(|_| wrong())
 }
 
+/// A number of threads.
+pub fn threads(text: &str) -> Result<usize, String> {
+    const MOST: usize = 1024;
+    match text.parse::<usize>() {
+        Ok(threads) if (1..=MOST).contains(&threads) => Ok(threads),
+        _ => Err(format!("`{text}` is not a number of threads; it must be between 1 and {MOST}")),
+    }
+}
+
 /// A number of ranks.
 pub fn cp_size(text: &str) -> Result<usize, String> {
     let range = format!("it must be between 1 and {MAX_CP_SIZE}");

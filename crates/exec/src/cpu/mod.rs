@@ -109,18 +109,21 @@ fn pool_of(threads: usize) -> Result<Arc<ThreadPool>, ExecError> {
     if let Some(pool) = pools.get(&threads).and_then(Weak::upgrade) {
         return Ok(pool);
     }
-    let pool = rayon::ThreadPoolBuilder::new()
-        .num_threads(threads)
-        .thread_name(|index| format!("worker {index}"))
-        .build()
-        .map(Arc::new)
-        .map_err(|error| ExecError::Thread {
-            rank: 0,
-            stream: "workers".to_owned(),
-            reason: error.to_string(),
-        })?;
+    let pool = Arc::new(new_pool(threads, "worker")?);
     pools.insert(threads, Arc::downgrade(&pool));
     Ok(pool)
+}
+
+/// So many threads of this name, with a number each.
+pub(crate) fn new_pool(threads: usize, name: &'static str) -> Result<ThreadPool, ExecError> {
+    let pool = rayon::ThreadPoolBuilder::new()
+        .num_threads(threads)
+        .thread_name(move |index| format!("{name} {index}"));
+    pool.build().map_err(|error| ExecError::Thread {
+        rank: 0,
+        stream: format!("{name}s"),
+        reason: error.to_string(),
+    })
 }
 
 impl Backend for CpuBackend {

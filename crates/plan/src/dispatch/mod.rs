@@ -20,6 +20,8 @@ pub use received_rows::received_rows;
 use counterpoint_mask::Range;
 use serde::{Deserialize, Serialize};
 
+use crate::Planning;
+
 /// How chunks are given to ranks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -106,28 +108,35 @@ impl Dispatch {
 ///
 /// A pure function of its input: the same work gives the same dispatch everywhere.
 pub fn dispatch(work: &ChunkWork, cp_size: usize, algorithm: DispatchAlgorithm) -> Dispatch {
-    solve(work, cp_size, algorithm, Home::WithQueries)
+    solve(work, cp_size, algorithm, Home::WithQueries, &Planning::ALONE)
 }
 
 /// Gives every query chunk of `work` to a rank when keys are dispatched on their own (cross-attention), by
 /// [`dispatch_keys`]. Otherwise as [`dispatch`].
 pub fn dispatch_queries(work: &ChunkWork, cp_size: usize, algorithm: DispatchAlgorithm) -> Dispatch {
-    solve(work, cp_size, algorithm, Home::Elsewhere)
+    solve(work, cp_size, algorithm, Home::Elsewhere, &Planning::ALONE)
 }
 
 /// Where the key rows of a query chunk's own positions live.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Home {
+pub(crate) enum Home {
     /// On the rank that owns the query chunk.
     WithQueries,
     /// Not known yet: no key row counts as owned.
     Elsewhere,
 }
 
-fn solve(work: &ChunkWork, cp_size: usize, algorithm: DispatchAlgorithm, home: Home) -> Dispatch {
+/// As [`dispatch`] and [`dispatch_queries`]. Once it is cancelled, any dispatch.
+pub(crate) fn solve(
+    work: &ChunkWork,
+    cp_size: usize,
+    algorithm: DispatchAlgorithm,
+    home: Home,
+    planning: &Planning<'_>,
+) -> Dispatch {
     let chunks = work.num_chunks();
     let rank_chunks = match algorithm {
-        DispatchAlgorithm::Affinity => affinity::affinity(work, cp_size, home),
+        DispatchAlgorithm::Affinity => affinity::affinity(work, cp_size, home, planning),
         DispatchAlgorithm::MinHeap => min_heap::min_heap(work.areas(), cp_size),
         DispatchAlgorithm::Sequential => sequential::sequential(chunks, cp_size),
         DispatchAlgorithm::Zigzag => zigzag::zigzag(chunks, cp_size),

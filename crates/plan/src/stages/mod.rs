@@ -14,7 +14,7 @@ use crate::outline::RankOutline;
 use crate::prediction::busier_rows;
 use crate::runs::Runs;
 use crate::work::{KeySegment, cut_into_stages};
-use crate::{AttentionSpec, KEY_BLOCK, PlanConfig, StageCount, StagePrediction};
+use crate::{AttentionSpec, KEY_BLOCK, PlanConfig, PlanError, Planning, StageCount, StagePrediction};
 
 use profile::Profile;
 use solver::{Cuts, Rates};
@@ -106,45 +106,43 @@ pub(crate) fn cut(
     runs: &Runs,
     spec: &AttentionSpec,
     config: &PlanConfig,
-) -> [StageCuts; 2] {
+    planning: &Planning<'_>,
+) -> Result<[StageCuts; 2], PlanError> {
     let can_gather =
         config.topology.nodes() == 1 && ranks.iter().all(|rank| rank.own_rows().is_multiple_of(KEY_BLOCK));
     let gathers = |count: StageCount| can_gather && count == StageCount::Fixed(0);
     let asked = config.stages.each();
     if ranks.iter().all(|rank| rank.remote.len() == 0) {
-        return asked.map(|_| StageCuts::local(ranks.len()));
+        return Ok(asked.map(|_| StageCuts::local(ranks.len())));
     }
     if asked.into_iter().all(gathers) {
-        return asked.map(|_| StageCuts::gathered(ranks));
+        return Ok(asked.map(|_| StageCuts::gathered(ranks)));
     }
     let cells = asked.map(|count| match count {
         StageCount::Auto => CELLS,
         StageCount::Fixed(stages) => CELLS.max(stages),
     });
     let cells = cells[0].max(cells[1]);
-    let profiles: Vec<Profile> = ranks.iter().map(|rank| Profile::new(rank, runs, cells)).collect();
+    let profiles = planning.map(ranks.len(), |rank| Profile::new(&ranks[rank], runs, cells))?;
     let traffic = Traffic::new(ranks, &profiles, runs, &config.topology);
     let one_stage: Vec<Vec<u8>> = profiles.iter().map(|profile| vec![0; profile.places.len() - 1]).collect();
     let sent = traffic.sent(&one_stage, 1);
-    [(Direction::Forward, asked[0]), (Direction::Backward, asked[1])].map(|(direction, asked)| {
+    let passes = [(Direction::Forward, asked[0]), (Direction::Backward, asked[1])];
+    let cut = planning.map(passes.len(), |pass| {
+        let (direction, asked) = passes[pass];
         if gathers(asked) {
-            return StageCuts::gathered(ranks);
+            return Ok(StageCuts::gathered(ranks));
         }
         let most = match asked {
             StageCount::Auto => MOST_AUTO_STAGES,
             StageCount::Fixed(stages) => stages.max(1),
         };
-        let solved: Vec<Cuts> = profiles
-            .iter()
-            .zip(&sent)
-            .enumerate()
-            .map(|(rank, (profile, sent))| {
-                let received = ranks[rank].remote.len() as u64;
-                let links = [received, sent.near + sent.far, traffic.crossing(rank)];
-                let rates = direction.rates(spec, config, ranks[rank].q_rows, links);
-                Cuts::solve(profile, &rates, most)
-            })
-            .collect();
+        let solved = planning.map(ranks.len(), |rank| {
+            let received = ranks[rank].remote.len() as u64;
+            let links = [received, sent[rank].near + sent[rank].far, traffic.crossing(rank)];
+            let rates = direction.rates(spec, config, ranks[rank].q_rows, links);
+            Cuts::solve(&profiles[rank], &rates, most)
+        })?;
         let predict_hosted = |(rank, outline): (usize, &RankOutline)| {
             let hosted = outline.hosted.as_ref()?;
             let rows = busier_rows(&hosted.part, rank, &config.topology);
@@ -159,7 +157,7 @@ pub(crate) fn cut(
             StageCuts::new(ranks, &places.collect::<Vec<Vec<usize>>>(), choice.stages + 1)
         };
         if let StageCount::Fixed(stages) = asked {
-            return cuts(&Choice::new(&solved, stages.max(1), Cuts::most_up_to));
+            return Ok(cuts(&Choice::new(&solved, stages.max(1), Cuts::most_up_to)));
         }
         let by_pairs = |rank: usize, area, remote, rows| {
             let work = StageWork { area, q_rows: ranks[rank].q_rows, own_rows: 0, remote };
@@ -171,7 +169,7 @@ pub(crate) fn cut(
         });
         if config.cost.tiles.is_none() {
             // What the CPU's rates say of one launch more or less is too coarse to give up overlap for.
-            return cuts(&quickest);
+            return Ok(cuts(&quickest));
         }
         let single = Choice::new(&solved, 1, Cuts::best_up_to);
         let links = single.links(&profiles, &traffic);
@@ -185,10 +183,13 @@ pub(crate) fn cut(
         if can_gather {
             candidates.push(Candidate { cuts: StageCuts::gathered(ranks), links });
         }
-        tiles::quickest(candidates, |candidate| {
-            candidate.seconds(direction, ranks, &hosted, &probed, spec, &config.cost)
-        })
-    })
+        let seconds = planning.map(candidates.len(), |candidate| {
+            candidates[candidate].seconds(direction, ranks, &hosted, &probed, spec, &config.cost)
+        })?;
+        Ok(tiles::quickest(candidates, seconds))
+    })?;
+    let [forward, backward] = <[_; 2]>::try_from(cut).unwrap_or_else(|_| unreachable!("two passes were cut"));
+    Ok([forward?, backward?])
 }
 
 /// One way for all ranks to cut their lists into the same number of remote stages.

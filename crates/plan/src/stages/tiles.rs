@@ -19,8 +19,8 @@ pub(super) fn slowest(seconds: &[f64]) -> Vec<usize> {
 }
 
 /// The cuts of the candidate that takes the fewest seconds; of equal ones the first.
-pub(super) fn quickest(candidates: Vec<Candidate>, seconds: impl Fn(&Candidate) -> f64) -> StageCuts {
-    let timed = candidates.into_iter().map(|candidate| (seconds(&candidate), candidate));
+pub(super) fn quickest(candidates: Vec<Candidate>, seconds: Vec<f64>) -> StageCuts {
+    let timed = seconds.into_iter().zip(candidates);
     let quickest = timed.reduce(|best, other| if other.0 < best.0 { other } else { best });
     quickest.map_or_else(|| StageCuts::local(0), |(_, candidate)| candidate.cuts)
 }

@@ -22,7 +22,7 @@ use counterpoint_exec::{
     AttentionInputs, AttentionRun, RunConfig, SlowLink, available_memory, run_attention, run_attention_on,
 };
 use counterpoint_mask::Mask;
-use counterpoint_plan::{AttentionSpec, CostModel, DType, Link, Plan, PlanConfig, Topology};
+use counterpoint_plan::{AttentionSpec, CostModel, DType, Link, Plan, PlanConfig, Planning, Topology};
 use counterpoint_reference::{check_attention, reference_bytes};
 use counterpoint_schedule::{GradientReduction, PassPolicies, RankTransport};
 
@@ -285,7 +285,8 @@ fn solve(
     config: &PlanConfig,
     machine: &str,
 ) -> Result<Solution, CliError> {
-    let solution = Solution::solve(mask, spec, config, (arguments.planning.dispatch, machine))?;
+    let solution =
+        Solution::solve(mask, spec, config, (arguments.planning.dispatch, machine), &Planning::ALONE)?;
     Ok(match arguments.run.exchange {
         Exchange::TwoLevel => solution.over_nodes(&config.topology),
         Exchange::Flat => solution,

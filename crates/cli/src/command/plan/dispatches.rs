@@ -11,7 +11,9 @@ use counterpoint_console::{
     solution::Solution,
 };
 use counterpoint_mask::Mask;
-use counterpoint_plan::{AttentionSpec, DispatchAlgorithm, Plan, PlanConfig, PlanOverview, RankPlan};
+use counterpoint_plan::{
+    AttentionSpec, DispatchAlgorithm, Plan, PlanConfig, PlanOverview, Planning, RankPlan,
+};
 use counterpoint_report::{Column, Style, format_bytes, format_count, format_seconds, table};
 use counterpoint_schedule::GradientReduction;
 use serde::Serialize;
@@ -109,6 +111,7 @@ pub(super) fn compare(
     spec: &AttentionSpec,
     config: &PlanConfig,
     (plan, prediction): (&Plan, &AttentionPrediction),
+    planning: &Planning<'_>,
 ) -> Result<Vec<DispatchRow>, CliError> {
     let mut rows = Vec::with_capacity(DISPATCHES.len());
     for (_, dispatch) in DISPATCHES {
@@ -116,7 +119,7 @@ pub(super) fn compare(
             rows.push(DispatchRow::new(dispatch, plan, prediction, spec, true));
         } else if plan.cp_size() <= MOST_COMPARED_RANKS {
             let config = PlanConfig { dispatch, ..*config };
-            let other = Solution::solve(mask, spec, &config, (DispatchAsked::Named(dispatch), ""))?
+            let other = Solution::solve(mask, spec, &config, (DispatchAsked::Named(dispatch), ""), planning)?
                 .over_nodes(&config.topology);
             let (_, predicted) = by_default(&other.plan, spec, &config)?;
             rows.push(DispatchRow::new(dispatch, &other.plan, &predicted, spec, false));

@@ -21,6 +21,7 @@ use counterpoint_console::{
     profile,
     solution::Solution,
 };
+use counterpoint_exec::PlanningThreads;
 use counterpoint_mask::Mask;
 use counterpoint_plan::{
     AttentionSpec, CostModel, DType, Fingerprint, GradientShares, MachineProfile, PlanConfig, PlanSummary,
@@ -58,10 +59,13 @@ pub(crate) fn run(arguments: &PlanArguments) -> Result<(), CliError> {
     if arguments.cp_size > dispatches::MOST_COMPARED_RANKS && !needs_pieces {
         return figures::run(arguments, &mask, &spec, &profile, &config);
     }
+    let threads = PlanningThreads::new(arguments.planning_threads);
+    let threads = threads.map_err(|source| CliError::Run { source })?;
+    let by = threads.planning();
     let progress = Progress::new();
     progress.step(format!("planning for {}", console::count(arguments.cp_size, "rank")));
     let asked = (arguments.planning.dispatch, profile.machine.as_str());
-    let solution = Solution::solve(&mask, &spec, &config, asked)?.over_nodes(&topology);
+    let solution = Solution::solve(&mask, &spec, &config, asked, &by)?.over_nodes(&topology);
     let config = PlanConfig { dispatch: solution.dispatch, ..config };
     progress.step("simulating");
     let (overlap, prediction) = dispatches::by_default(&solution.plan, &spec, &config)?;
@@ -71,7 +75,7 @@ pub(crate) fn run(arguments: &PlanArguments) -> Result<(), CliError> {
     }
     progress.step("comparing dispatches");
     let planned = (&solution.plan, &prediction);
-    let dispatches = dispatches::compare(&mask, &spec, &config, planned)?;
+    let dispatches = dispatches::compare(&mask, &spec, &config, planned, &by)?;
     let level = Level::of(&solution.plan, imbalance::compute_balance(&prediction));
     let imbalance = Imbalance::of(&mask, &spec, &config, &level, (arguments.planning.dispatch, &dispatches));
     let choice = overlap.choice;

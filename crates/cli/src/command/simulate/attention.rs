@@ -9,7 +9,7 @@ use counterpoint_console::{
     prediction::predict,
     solution::Solution,
 };
-use counterpoint_plan::{PlanConfig, Topology, TrafficBounds};
+use counterpoint_plan::{PlanConfig, Planning, Topology, TrafficBounds};
 use counterpoint_schedule::{GradientReduction, PassPolicies, RankTransport, Workload};
 
 use super::{PassRow, Predicted, Setting, Simulated, pass_columns, simulated};
@@ -34,7 +34,7 @@ pub(super) fn run(arguments: &SimulateAttentionArguments) -> Result<(), CliError
     let progress = Progress::new();
     progress.step("planning");
     let asked = (arguments.planning.dispatch, setting.profile.machine.as_str());
-    let solution = Solution::solve(&mask, &spec, &config, asked)?.over_nodes(&topology);
+    let solution = Solution::solve(&mask, &spec, &config, asked, &Planning::ALONE)?.over_nodes(&topology);
     let mut predicted =
         Predicted::new(Schema::SimulateAttention, "Predicted attention", &setting.profile, pass_columns());
     predicted.set("mask", &arguments.mask);

@@ -40,6 +40,7 @@ use super::min_heap::min_heap;
 use super::received_rows::received_by;
 use super::sequential::sequential;
 use super::{ChunkWork, Home};
+use crate::Planning;
 pub(crate) use links::Reach;
 use pairing::pair_heavy_with_light;
 use segments::Segments;
@@ -53,7 +54,7 @@ const SMALL: [usize; 7] = [1, 4, 8, 16, 24, 32, 64];
 
 /// See the module. At least as good as the greedy: rows received in all and by the slowest rank, and balance within
 /// [`area_limit`].
-pub(super) fn affinity(work: &ChunkWork, ranks: usize, home: Home) -> Vec<Vec<u32>> {
+pub(super) fn affinity(work: &ChunkWork, ranks: usize, home: Home, planning: &Planning<'_>) -> Vec<Vec<u32>> {
     let greedy = Candidate::new(work, home, min_heap(work.areas(), ranks));
     if greedy.total == 0 {
         return greedy.rank_chunks;
@@ -64,17 +65,19 @@ pub(super) fn affinity(work: &ChunkWork, ranks: usize, home: Home) -> Vec<Vec<u3
     let mut tried = Vec::new();
     for small in SMALL {
         let joined = join_small(&stretches, small);
-        if tried.contains(&joined) {
-            continue;
+        if !tried.contains(&joined) {
+            tried.push(joined);
         }
-        let start = Candidate::new(work, home, pair_heavy_with_light(work, &joined, ranks));
-        tried.push(joined);
+    }
+    let start = |at: usize| Candidate::new(work, home, pair_heavy_with_light(work, &tried[at], ranks));
+    // None where the plan is not wanted any more.
+    for start in planning.map(tried.len(), start).unwrap_or_default() {
         if start.cost(limit) < best.cost(limit) {
             best = start;
         }
     }
     let mut traded = best.rank_chunks.clone();
-    trade(work, &Segments::new(work, home), &mut traded, limit);
+    trade(work, &Segments::new(work, home), &mut traded, limit, planning);
     let traded = Candidate::new(work, home, traded);
     if traded.cost(limit) < best.cost(limit) {
         best = traded;

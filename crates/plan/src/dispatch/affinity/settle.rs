@@ -2,6 +2,7 @@
 
 use super::links::{Links, Moved, Reach};
 use super::trade::Draw;
+use crate::Planning;
 use crate::dispatch::{ChunkWork, Dispatch};
 
 /// Chunks and ranks up to which dispatches are settled: a proposal looks at the links between all ranks.
@@ -76,6 +77,7 @@ pub(crate) fn settle(
     prices: &Prices,
     (search, effort): (Search, Effort),
     dispatch: Dispatch,
+    planning: &Planning<'_>,
 ) -> Dispatch {
     let mut state = State::new(reach, prices, &dispatch);
     let mut seconds = state.seconds();
@@ -87,6 +89,9 @@ pub(crate) fn settle(
     let (mut least, mut best) = (seconds, state.seats.clone());
     let mut draw = Draw::default();
     for step in 0..proposals {
+        if planning.is_cancelled() {
+            break;
+        }
         let threshold = first_threshold * (proposals - step) as i64 / proposals as i64;
         let Some(swap) = state.propose(&mut draw) else { continue };
         let Some(after) = state.after(swap, seconds + threshold) else { continue };
@@ -397,7 +402,7 @@ mod tests {
             let chunks = (0..work.num_chunks()).map(|chunk| [prices[chunk % 64] / 4, prices[chunk % 64]]).collect();
             let prices = Prices { chunks, beyond: vec![[0; 2]; ranks], row };
             let reach = Reach::new(&work);
-            let settled = settle(&work, &reach, &prices, (Search::Wide, Effort::DEFAULT), first.clone());
+            let settled = settle(&work, &reach, &prices, (Search::Wide, Effort::DEFAULT), first.clone(), &Planning::ALONE);
             let mut owned: Vec<u32> = (0..ranks).flat_map(|rank| settled.chunks(rank).to_vec()).collect();
             owned.sort_unstable();
             prop_assert_eq!(owned, (0..work.num_chunks() as u32).collect::<Vec<_>>());
@@ -406,8 +411,8 @@ mod tests {
             }
             let (before, after) = (slowest(&work, &prices, &first), slowest(&work, &prices, &settled));
             prop_assert!(settled == first || after < before - before / LEAST_GAIN, "{before} {after}");
-            prop_assert_eq!(settle(&work, &reach, &prices, (Search::Wide, Effort::DEFAULT), first.clone()), settled.clone());
-            let level = settle(&work, &reach, &prices, (Search::Downhill, Effort::DEFAULT), settled.clone());
+            prop_assert_eq!(settle(&work, &reach, &prices, (Search::Wide, Effort::DEFAULT), first.clone(), &Planning::ALONE), settled.clone());
+            let level = settle(&work, &reach, &prices, (Search::Downhill, Effort::DEFAULT), settled.clone(), &Planning::ALONE);
             prop_assert!(slowest(&work, &prices, &level) <= after);
         }
     }
@@ -428,6 +433,7 @@ mod tests {
             &prices,
             (Search::Wide, Effort::DEFAULT),
             Dispatch::new(work.seqlen_q(), 64, halves),
+            &Planning::ALONE,
         );
         let load =
             |rank| settled.chunks(rank).iter().map(|&chunk| prices.chunks[chunk as usize][0]).sum::<i64>();

@@ -2,6 +2,7 @@
 
 use super::coverage::Coverage;
 use super::segments::Segments;
+use crate::Planning;
 use crate::dispatch::ChunkWork;
 
 /// Swaps that are proposed. A budget and no clock: the result is the same on every machine.
@@ -25,7 +26,13 @@ const MAX_COVERAGE: usize = 1 << 22;
 /// rank's area is worth one percent of the rows that a rank receives; and area above the limit, one percent of which
 /// outweighs the whole key sequence. So a causal sequence, whose traffic no dispatch avoids, keeps its balance.
 // Long: one pass over pairs, whose bookkeeping every branch changes.
-pub(super) fn trade(work: &ChunkWork, segments: &Segments, rank_chunks: &mut [Vec<u32>], limit: u64) {
+pub(super) fn trade(
+    work: &ChunkWork,
+    segments: &Segments,
+    rank_chunks: &mut [Vec<u32>],
+    limit: u64,
+    planning: &Planning<'_>,
+) {
     let (chunks, ranks) = (work.num_chunks(), rank_chunks.len());
     if ranks < 2 || chunks < 2 || ranks * segments.words() > MAX_COVERAGE {
         return;
@@ -55,7 +62,7 @@ pub(super) fn trade(work: &ChunkWork, segments: &Segments, rank_chunks: &mut [Ve
     let mut left = STEPS;
     for _ in 0..PROPOSALS {
         since_gain += 1;
-        if since_gain > patience {
+        if since_gain > patience || planning.is_cancelled() {
             break;
         }
         let a = draw.below(chunks);
