@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from counterpoint._native import Mask, Ranks
 from counterpoint.errors import DeviceError, Error, PlanError
@@ -48,6 +48,15 @@ def begin_in_this_process() -> None:
             "this process was forked from one that has made groups, and a fork does not copy their threads; start workers with "
             "spawn, or make the first group in them"
         )
+
+
+class PlanCacheInfo(NamedTuple):
+    """What a group's cache of plans has done, as `functools.lru_cache` says it."""
+
+    hits: int
+    misses: int
+    maxsize: int
+    currsize: int
 
 
 class _Group:
@@ -146,6 +155,11 @@ class _Group:
         if future is not None:
             return future.result()
         return self._solve(mask, arguments)
+
+    def plan_cache_info(self) -> PlanCacheInfo:
+        """How often `plan` and `prefetch` found a plan that the group had made from an equal mask and equal arguments. The last
+        few are kept, in host memory alone: what calls need on a device is made ready for each `Plan` by itself."""
+        return PlanCacheInfo(*self._native.plan_cache_info())
 
     def prefetch(self, mask: Mask, **arguments: Any) -> None:
         """Plans in a thread, and makes the plan ready there; `plan` with the same arguments takes it from there. At most 16 wait

@@ -126,6 +126,28 @@ def test_prefetch(group) -> None:
         group.prefetch(mask, head=3, head_dim=8, dtype="float32", heads=1)
 
 
+def test_equal_masks_are_planned_once() -> None:
+    group = cp.LocalGroup(2)
+    plan = group.plan(cp.Mask.causal(1000), **SHAPE)
+    assert group.plan_cache_info() == (0, 1, 16, 1)
+    # Content counts, not which object has it.
+    again = group.plan(cp.Mask.causal(1000), **SHAPE)
+    assert group.plan_cache_info() == (1, 1, 16, 1)
+    assert again is not plan and again.fingerprint == plan.fingerprint
+    group.prefetch(cp.Mask.causal(1000), **SHAPE)
+    group.plan(cp.Mask.causal(1000), **SHAPE)
+    assert group.plan_cache_info() == (2, 1, 16, 1)
+    # Whatever may change a plan is another one.
+    others = [{"dispatch": "zigzag"}, {"dispatch": "affinity"}, {"stages": 2}, {"overlap": "sequential"}, {"chunk": 64}]
+    for number, other in enumerate([*others, {"deterministic": True}, {"on": plan}]):
+        group.plan(cp.Mask.causal(1000), **{**SHAPE, **other})
+        assert group.plan_cache_info() == (2, 2 + number, 16, 2 + number), other
+    for length in range(40, 80):
+        group.plan(cp.Mask.causal(length), **SHAPE)
+    assert group.plan_cache_info() == (2, 48, 16, 16)
+    group.close()
+
+
 def test_pickled_plans_dispatch_but_do_not_compute(group) -> None:
     plan = group.plan(cp.Mask.causal(64), **SHAPE)
     copy = pickle.loads(pickle.dumps(plan))

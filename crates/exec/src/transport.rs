@@ -96,7 +96,7 @@ pub trait Transport<B: Backend>: Send + Sync {
     /// # Errors
     /// The reason.
     fn can_be_captured(&self, _collective: &Self::Collective) -> Result<(), String> {
-        Err("its ranks meet on the host in every call; call it outside of the graph".to_owned())
+        Err("its ranks synchronise on the host in every call; call it outside of the graph".to_owned())
     }
 
     /// Tells the peers of this rank's part. Arrives at the call's barrier as soon as the collective has started, before it

@@ -22,22 +22,30 @@ impl Fingerprint {
             // One plan, so one fingerprint.
             return Self::of_cross_attention(mask, spec, config);
         }
-        Self::hash(&Hashed::SelfAttention(mask, spec, config))
+        Self::hash::<()>(&Hashed::SelfAttention(mask, spec, config))
     }
 
     /// The fingerprint of what [`Plan::cross_attention`] would plan.
     pub fn of_cross_attention(mask: &Mask, spec: &AttentionSpec, config: &PlanConfig) -> Self {
-        Self::hash(&Hashed::CrossAttention(mask, spec, config))
+        Self::hash::<()>(&Hashed::CrossAttention(mask, spec, config))
     }
 
     /// The fingerprint of what [`Plan::for_mask_on`] would plan on `base`. Of that plan it sees the dispatch, and of
     /// `config` all but the chunk size and the algorithm, which are not looked at there.
     pub fn of_mask_on(base: &Plan, mask: &Mask, spec: &AttentionSpec, config: &PlanConfig) -> Self {
         let config = PlanConfig { chunk_size: None, dispatch: DispatchAlgorithm::default(), ..*config };
-        Self::hash(&Hashed::OnDispatch([&base.q_dispatch, &base.k_dispatch], mask, spec, &config))
+        Self::hash::<()>(&Hashed::OnDispatch([&base.q_dispatch, &base.k_dispatch], mask, spec, &config))
     }
 
-    fn hash(hashed: &Hashed<'_>) -> Self {
+    /// The fingerprint of this and of more that plans are told apart by.
+    ///
+    /// # Panics
+    /// When `more` does not serialise.
+    pub fn and(&self, more: &impl Serialize) -> Self {
+        Self::hash(&Hashed::And(self, more))
+    }
+
+    fn hash<M: Serialize>(hashed: &Hashed<'_, M>) -> Self {
         // Lists follow their lengths, so different values are different bytes.
         postcard::serialize_with_flavor(hashed, Hasher(Sha256::new()))
             .expect("what is hashed serialises: its lists have known lengths, and hashing cannot fail")
@@ -58,7 +66,7 @@ impl fmt::Display for Fingerprint {
 impl Routing {
     /// The fingerprint of all ranks' tokens and their experts, by which ranks compare their routings.
     pub fn fingerprint(&self) -> Fingerprint {
-        Fingerprint::hash(&Hashed::Routing(self))
+        Fingerprint::hash::<()>(&Hashed::Routing(self))
     }
 }
 
@@ -66,18 +74,19 @@ impl Plan {
     /// The fingerprint of the plan's content: all dispatches, parts, work and stages of all ranks. Ranks that each planned
     /// for themselves, or were shipped a plan, compare theirs before the first collective.
     pub fn fingerprint(&self) -> Fingerprint {
-        Fingerprint::hash(&Hashed::Plan(self))
+        Fingerprint::hash::<()>(&Hashed::Plan(self))
     }
 }
 
 /// What has fingerprints. Each kind serialises with its own tag.
 #[derive(Serialize)]
-enum Hashed<'a> {
+enum Hashed<'a, M> {
     SelfAttention(&'a Mask, &'a AttentionSpec, &'a PlanConfig),
     CrossAttention(&'a Mask, &'a AttentionSpec, &'a PlanConfig),
     OnDispatch([&'a Dispatch; 2], &'a Mask, &'a AttentionSpec, &'a PlanConfig),
     Plan(&'a Plan),
     Routing(&'a Routing),
+    And(&'a Fingerprint, &'a M),
 }
 
 /// Hashes what is serialised as it comes, without keeping it.

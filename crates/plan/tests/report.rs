@@ -231,9 +231,10 @@ fn the_cache_is_bounded_and_goes_by_content() {
     plan(302);
     assert!(Arc::ptr_eq(&first, &plan(300)), "300 was used after 301");
     assert!(!Arc::ptr_eq(&second, &plan(301)), "301 had to go");
-    assert_eq!(cache.len(), 2);
+    assert_eq!((cache.len(), cache.capacity().get()), (2, 2));
+    assert_eq!((cache.hits(), cache.misses()), (3, 4));
     assert!(cache.plan(&causal(9), &spec(), &PlanConfig::new(0)).is_err());
-    assert_eq!(cache.len(), 2);
+    assert_eq!((cache.len(), cache.misses()), (2, 5));
 }
 
 #[test]
@@ -253,6 +254,8 @@ fn fingerprints_tell_the_three_plans_of_a_mask_apart() {
         on(&PlanConfig { chunk_size: Some(17), ..config }, &config),
         on(&config, &PlanConfig { stages: StageCount::Fixed(2).into(), ..config }),
         Plan::new(&mask, &spec(), &config).unwrap().fingerprint(),
+        Fingerprint::of(&mask, &spec(), &config).and(&"predicted"),
+        Fingerprint::of(&mask, &spec(), &config).and(&"auto"),
     ];
     // What a second mask does not look at does not count.
     assert_eq!(on(&config, &PlanConfig { chunk_size: None, ..zigzag }), on(&config, &config));

@@ -142,7 +142,7 @@ where
         if captures && self.group.ranks().len() > 1 {
             let ranks = self.group.ranks().len();
             let reason = format!(
-                "a group of {ranks} ranks in one process cannot be captured: they meet on the host in every call. Call it outside of the \
+                "a group of {ranks} ranks in one process cannot be captured: they synchronise on the host in every call. Call it outside of the \
                  graph, or give each rank a process and a GPU of its own"
             );
             return Err(ExecError::Device { rank: rank.rank(), place: "a capture".to_owned(), reason });

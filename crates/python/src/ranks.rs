@@ -1,12 +1,13 @@
 //! The ranks of a group that are in this process, and what they do together.
 
+use std::num::NonZeroUsize;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use counterpoint_cuda::{CudaMachine, CudaProcess, Device, Timing, TransportKind};
 use counterpoint_exec::{CpuMachine, ExecError, Group, JoinConfig, Rendezvous, SlowLink, WorldConfig};
-use counterpoint_plan::Topology;
+use counterpoint_plan::{PlanCache, Topology};
 use pyo3::prelude::*;
 
 use crate::allocator::PythonAllocator;
@@ -19,7 +20,7 @@ use crate::join::{self, PythonStore};
 use crate::linear::{LayerKey, LinearCall, WantedTensor, named_call};
 use crate::row_collective::RowCollective;
 use crate::site::{Site, measured};
-use crate::solution::Solution;
+use crate::solution::{Content, Solution};
 
 /// Ranks that are joined: all of a group in this process, or one of several processes.
 #[pyclass(frozen, module = "counterpoint._native")]
@@ -29,8 +30,13 @@ pub(crate) struct Ranks {
     transport: &'static str,
     site: Site,
     engine: Mutex<Option<Arc<dyn Engine>>>,
+    /// Plans that were made for it, in host memory alone.
+    plans: Mutex<PlanCache<Content>>,
     process: u32,
 }
+
+/// Plans that a group keeps, to be found again by their content.
+const KEPT_PLANS: NonZeroUsize = NonZeroUsize::new(16).expect("16 is not zero");
 
 #[pymethods]
 impl Ranks {
@@ -260,6 +266,12 @@ impl Ranks {
         engine(py, move || ranks.close())
     }
 
+    /// Of the plans that it keeps: how often one was found, how often one was made, how many there are at most, and how many there are.
+    fn plan_cache_info(&self) -> (u64, u64, usize, usize) {
+        let plans = self.plans();
+        (plans.hits(), plans.misses(), plans.capacity().get(), plans.len())
+    }
+
     /// Whether `close` was called.
     #[getter]
     fn closed(&self) -> bool {
@@ -270,12 +282,18 @@ impl Ranks {
 impl Ranks {
     fn with(rank: Option<usize>, transport: &'static str, site: Site, engine: Arc<dyn Engine>) -> Self {
         let size = site.topology.world_size;
-        Self { rank, size, transport, site, engine: Mutex::new(Some(engine)), process: std::process::id() }
+        let (engine, plans) = (Mutex::new(Some(engine)), Mutex::new(PlanCache::new(KEPT_PLANS)));
+        Self { rank, size, transport, site, engine, plans, process: std::process::id() }
     }
 
     /// What plans of the group follow.
     pub(crate) fn site(&self) -> &Site {
         &self.site
+    }
+
+    /// Plans that were made for the group.
+    pub(crate) fn plans(&self) -> MutexGuard<'_, PlanCache<Content>> {
+        self.plans.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The ranks of this process.

@@ -39,7 +39,7 @@ pub(crate) fn measured(py: Python<'_>, profile: Option<&str>) -> PyResult<Option
 }
 
 /// What was asked for where several will do.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub(crate) enum Asked<T> {
     /// What is predicted to end first, where passes take long enough for the comparison to pay; else what is usual.
     Auto,

@@ -5,8 +5,8 @@ use std::time::Instant;
 
 use counterpoint_choose::ChooseError;
 use counterpoint_plan::{
-    AttentionSpec, GradientShares, PassStages, Plan, PlanConfig, PlanError, PlanSummary, QueryExchange,
-    StageCount,
+    AttentionSpec, Fingerprint, GradientShares, PassStages, Plan, PlanConfig, PlanError, PlanSummary,
+    QueryExchange, StageCount,
 };
 use counterpoint_report::{Figures, HtmlReport, MaskDrawing, Style, TimelinePair, plan_table};
 use counterpoint_schedule::{
@@ -130,12 +130,24 @@ impl Solution {
         let content = engine(py, move || {
             let began = Instant::now();
             let on = on.as_ref().map(|on| (&on.plan, on.choices.dispatch));
+            let fingerprint = match on {
+                Some((on, _)) => Fingerprint::of_mask_on(on, &mask, &spec, &config),
+                None => Fingerprint::of(&mask, &spec, &config),
+            };
+            let asked = (dispatch, overlap, deterministic, on.map(|(_, dispatch)| dispatch));
+            let fingerprint = fingerprint.and(&asked);
+            // Another thread may plan meanwhile.
+            let found = ranks.plans().find(&fingerprint);
+            if let Some(content) = found {
+                return Ok(content);
+            }
             let problem = Problem { mask: &mask, spec: &spec, config, backward: reduction(deterministic) };
             let (plan, choices) = problem.solve(site, on, dispatch, overlap)?;
             let seconds = began.elapsed().as_secs_f64();
-            Ok::<_, ChooseError>(Content { mask, spec, config, plan, choices, deterministic, seconds })
+            let content = Content { mask, spec, config, plan, choices, deterministic, seconds };
+            Ok::<_, ChooseError>(ranks.plans().keep(fingerprint, Arc::new(content)))
         })?;
-        Ok(Self { content: Arc::new(content) })
+        Ok(Self { content })
     }
 
     /// The same whose forwards give the largest score of each head too, or whose backwards take the gradient of lse.

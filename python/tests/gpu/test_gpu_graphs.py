@@ -160,7 +160,7 @@ try:
         torch.zeros(1, device="cuda")
         cp.attention(*inputs[:3], plans[0])
 except cp.DeviceError as error:
-    assert "its ranks meet on the host in every call" in str(error), str(error)
+    assert "its ranks synchronise on the host in every call" in str(error), str(error)
     print("refused", flush=True)
 torch.cuda.synchronize()
 fresh(rank)

@@ -42,7 +42,7 @@ impl Payload for Part {
 /// Why a graph cannot hold it.
 const BY_NCCL: &str =
     "NCCL moves its rows, whose calls have no limit when a graph is replayed; call it outside of the graph";
-const ON_HOST: &str = "its ranks meet on the host in every call, because they share a GPU, copy engines alone move its rows \
+const ON_HOST: &str = "its ranks synchronise on the host in every call, because they share a GPU, copy engines alone move its rows \
                        (linear layers: overlap=\"concurrent\" takes kernels), or it merges or rounds them; call it outside of the graph";
 
 /// One rank's part in a group collective, made ready.
@@ -101,7 +101,9 @@ impl CudaCollective {
         if knows_others {
             Ok(())
         } else {
-            Err("its ranks have not met, which they do on the host; call it once before")
+            Err(
+                "its ranks have not called it yet, and the first call synchronises on the host; call it once before",
+            )
         }
     }
 }
