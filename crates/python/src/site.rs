@@ -5,7 +5,8 @@ use counterpoint_choose::{
 };
 use counterpoint_mask::Mask;
 use counterpoint_plan::{
-    AttentionSpec, CostModel, DispatchAlgorithm, MachineProfile, Plan, PlanConfig, Planning, Topology,
+    AttentionSpec, CostModel, DispatchAlgorithm, Fingerprint, MachineProfile, Plan, PlanConfig, Planning,
+    Topology,
 };
 use counterpoint_schedule::{GradientReduction, PassPolicies, RankTransport};
 use pyo3::prelude::*;
@@ -91,6 +92,19 @@ pub(crate) struct Choices {
 }
 
 impl Problem<'_> {
+    /// What a group tells its plans apart by: the problem, the plan `on` whose dispatch is kept, and what was `asked` for.
+    pub(crate) fn fingerprint(
+        &self,
+        on: Option<(&Plan, DispatchAlgorithm)>,
+        asked: &impl Serialize,
+    ) -> Fingerprint {
+        let Self { mask, spec, config, .. } = self;
+        match on {
+            Some((on, dispatch)) => Fingerprint::of_mask_on(on, mask, spec, config).and(&(asked, dispatch)),
+            None => Fingerprint::of(mask, spec, config).and(asked),
+        }
+    }
+
     /// The plan, and what was chosen for it. Pure: every rank finds the same.
     pub(crate) fn solve(
         mut self,

@@ -5,8 +5,8 @@ use std::time::Instant;
 
 use counterpoint_choose::ChooseError;
 use counterpoint_plan::{
-    AttentionSpec, Fingerprint, GradientShares, PassStages, Plan, PlanConfig, PlanError, PlanSummary,
-    QueryExchange, StageCount,
+    AttentionSpec, GradientShares, PassStages, Plan, PlanConfig, PlanError, PlanSummary, QueryExchange,
+    StageCount,
 };
 use counterpoint_report::{Figures, HtmlReport, MaskDrawing, Style, TimelinePair, plan_table};
 use counterpoint_schedule::{
@@ -130,18 +130,12 @@ impl Solution {
         let content = engine(py, move || {
             let began = Instant::now();
             let on = on.as_ref().map(|on| (&on.plan, on.choices.dispatch));
-            let fingerprint = match on {
-                Some((on, _)) => Fingerprint::of_mask_on(on, &mask, &spec, &config),
-                None => Fingerprint::of(&mask, &spec, &config),
-            };
-            let asked = (dispatch, overlap, deterministic, on.map(|(_, dispatch)| dispatch));
-            let fingerprint = fingerprint.and(&asked);
+            let problem = Problem { mask: &mask, spec: &spec, config, backward: reduction(deterministic) };
+            let fingerprint = problem.fingerprint(on, &(dispatch, overlap, deterministic));
             // Another thread may plan meanwhile.
-            let found = ranks.plans().find(&fingerprint);
-            if let Some(content) = found {
+            if let Some(content) = ranks.plans().find(&fingerprint) {
                 return Ok(content);
             }
-            let problem = Problem { mask: &mask, spec: &spec, config, backward: reduction(deterministic) };
             let (plan, choices) = problem.solve(site, on, dispatch, overlap)?;
             let seconds = began.elapsed().as_secs_f64();
             let content = Content { mask, spec, config, plan, choices, deterministic, seconds };
