@@ -116,14 +116,13 @@ impl Solution {
             dlse: false,
         };
         let site = ranks.site();
-        let (topology, cost) = (site.topology, site.cost);
         let config = PlanConfig {
             chunk_size: chunk,
             stages,
             query_exchange,
-            topology,
-            cost,
-            ..PlanConfig::new(topology.world_size)
+            topology: site.topology,
+            cost: site.cost,
+            ..PlanConfig::new(site.topology.world_size)
         };
         let mask = mask.native.clone();
         let on = on.map(|on| on.content.clone());
@@ -132,7 +131,6 @@ impl Solution {
             let on = on.as_ref().map(|on| (&on.plan, on.choices.dispatch));
             let problem = Problem { mask: &mask, spec: &spec, config, backward: reduction(deterministic) };
             let fingerprint = problem.fingerprint(on, &(dispatch, overlap, deterministic));
-            // Another thread may plan meanwhile.
             if let Some(content) = ranks.plans().find(&fingerprint) {
                 return Ok(content);
             }
