@@ -77,14 +77,14 @@ pub enum ExecError {
         /// In what.
         place: String,
     },
-    /// A call whose ranks meet on the host, on a stream that somebody captures. Nothing has been enqueued.
+    /// A call whose ranks synchronise on the host, on a stream that somebody captures. Nothing has been enqueued.
     #[error("rank {rank}: `{program}` cannot go into a graph: {reason}")]
     Capture {
         /// The rank.
         rank: usize,
         /// The Program.
         program: String,
-        /// Where its ranks meet and what to do.
+        /// Why not, and what to do.
         reason: String,
     },
     /// A call of a group that has been closed.

@@ -90,8 +90,8 @@ pub trait Transport<B: Backend>: Send + Sync {
         Ok(None)
     }
 
-    /// Whether a graph of the device can hold calls of a collective, whose ranks then meet on the device alone each time it is replayed;
-    /// if not, why, and what to do.
+    /// Whether a graph of the device can hold calls of a collective, whose ranks then synchronise on the device alone each time it is
+    /// replayed; if not, why, and what to do.
     ///
     /// # Errors
     /// The reason.

@@ -87,8 +87,8 @@ impl CudaCollective {
         }
     }
 
-    /// Whether calls can be captured, each rank by its own process; if not, why. Kernels that meet wait with a limit when a graph is
-    /// replayed, as in every call. Where copy engines move rows beside them, ranks meet on the host while they capture.
+    /// Whether calls can be captured, each rank by its own process; if not, why. Device-side barriers have a limit when a graph is replayed
+    /// too. Where copy engines move some of the rows, ranks synchronise on the host once, while they capture.
     pub(super) fn can_be_captured(&self) -> Result<(), &'static str> {
         let knows_others = match &self.work {
             Work::Link(link) => link.knows_others(),

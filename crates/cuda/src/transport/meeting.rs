@@ -99,7 +99,7 @@ impl CudaTransport {
             }
             Work::Exchange(_) => &[][..],
         };
-        // Kernels that meet find out by themselves.
+        // Others synchronise by device-side barriers.
         if matches!(collective.work, Work::Pull(_) | Work::Push(_)) {
             part.ready.record(queue)?;
         }

@@ -35,7 +35,7 @@ impl<'a, B: Backend, T: Transport<B>> Call<'a, B, T> {
     ///
     /// # Errors
     /// [`ExecError::Tensor`] with the tensor that is missing, unknown, of another shape or type, of memory that cannot be used so, or
-    /// that shares memory with one that is written; [`ExecError::Capture`] within a capture of the stream, where its ranks meet on the
+    /// that shares memory with one that is written; [`ExecError::Capture`] within a capture of the stream, where its ranks synchronise on the
     /// host; [`ExecError::Closed`]; the group's first error. Nothing has been enqueued then.
     pub fn new(
         prepared: &'a Prepared<B, T>,
@@ -265,7 +265,7 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
         Call::enqueue_ranks(calls.collect::<Result<_, _>>()?)
     }
 
-    /// Refuses a call on a stream that captures, where ranks meet on the host.
+    /// Refuses a call on a stream that captures, where ranks synchronise on the host.
     fn check_capture(&self, stream: &B::Stream) -> Result<(), ExecError> {
         // A rank by itself meets nobody, and is not kept waiting for the driver's answer.
         if self.backend().world_size() == 1 || !self.backend().captures(stream)? {
