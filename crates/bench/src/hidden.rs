@@ -10,7 +10,7 @@ use crate::turns::{noise, saved};
 pub(crate) struct Hidden {
     /// Of a rank, on average.
     pub(crate) communication_seconds: f64,
-    /// Of that, what no computation of the same rank ran beside.
+    /// Of that, the time in which no computation of the same rank ran.
     pub(crate) exposed_seconds: f64,
     /// To how much of the communication the exposed part is known: twice its standard error. 0 without communication.
     pub(crate) noise: f64,
