@@ -26,27 +26,10 @@ const KNOTS: &[(&str, &[&str], &str)] = &[
         "stages and the refined dispatch are chosen by predicted times while a plan is made; they belong in crate choose",
     ),
     (
-        "plan",
-        &["attention_cost", "cost"],
-        "a cost model asks the tile costs that it holds, and they fall back to its rates",
-    ),
-    (
-        "plan",
-        &["linear", "linear_pass"],
-        "how a layer is cut is chosen by predicted times; that belongs in crate choose",
-    ),
-    (
         "exec",
         &["attention", "communicator", "group", "interpreter"],
         "attention and single collectives are prepared on a group and called through it",
     ),
-    ("tiles", &["apart", "counts"], "tiles that lie apart are counted by what counts all tiles"),
-    (
-        "plan",
-        &["config", "pass_stages"],
-        "a configuration holds the stages of each pass, and they are checked against it",
-    ),
-    ("mask", &["band", "slice"], "a slice is cut into bands, and a band is written as slices"),
     (
         "cuda",
         &["device", "event", "function", "memory", "partition", "stream"],

@@ -2,11 +2,11 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::{AttnSlice, MaskType, Range};
+use crate::Range;
 
 /// The pairs of a rectangle whose diagonal `col - row` lies in `[diag_min, diag_max]`.
 ///
-/// Every [`AttnSlice`] is one band, and clipping a band to a rectangle, intersecting two bands or moving one by offsets
+/// Every [`AttnSlice`](crate::AttnSlice) is one band, and clipping a band to a rectangle, intersecting two bands or moving one by offsets
 /// gives one band again; a slice cut across a diagonal would need up to three. So planning and kernels work on bands,
 /// and slices are what people write and read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -263,42 +263,6 @@ impl Band {
             }
         }
         unreachable!("each round but the last has fewer bands")
-    }
-
-    /// The same pairs as at most three slices, from top to bottom. No slice is empty.
-    pub fn to_slices(&self) -> impl Iterator<Item = AttnSlice> + Clone + use<> {
-        self.trim().map_or([None; 3], Band::slices_of_trimmed).into_iter().flatten()
-    }
-
-    /// In a bounding box the upper diagonal enters in the first row and leaves the right edge after `upper_end` rows;
-    /// the lower one leaves the left edge at `lower_start`. These two rows cut the band into slices.
-    fn slices_of_trimmed(self) -> [Option<AttnSlice>; 3] {
-        let (q, k) = (self.q_range, self.k_range);
-        let upper_end = match self.diag_max {
-            Self::NO_MAX => q.start,
-            diag => (k.end as i64 - diag) as usize,
-        };
-        let lower_start = match self.diag_min {
-            Self::NO_MIN => q.end,
-            diag => (k.start as i64 - diag) as usize,
-        };
-        let piece = |start: usize, end: usize| {
-            if start >= end {
-                return None;
-            }
-            let mask_type = match (start < upper_end, lower_start < end) {
-                // In one row every shape is its interval of columns.
-                _ if end - start == 1 => MaskType::Full,
-                (false, false) => MaskType::Full,
-                (true, false) => MaskType::Causal,
-                (false, true) => MaskType::InvCausal,
-                (true, true) => MaskType::BiCausal,
-            };
-            let k_range = Range { start: self.columns(start).start, end: self.columns(end - 1).end };
-            Some(AttnSlice { q_range: Range { start, end }, k_range, mask_type })
-        };
-        let (first, second) = (upper_end.min(lower_start), upper_end.max(lower_start));
-        [piece(q.start, first), piece(first, second), piece(second, q.end)]
     }
 
     /// Number of unmasked pairs, in closed form.

@@ -1,4 +1,4 @@
-//! Slices as users and MagiAttention write masks: a query range, a key range and one of four types.
+//! Slices as users and MagiAttention write masks: a query range, a key range and one of four types; from bands and back.
 
 use serde::{Deserialize, Serialize};
 
@@ -88,5 +88,43 @@ impl AttnSlice {
     pub fn cut_cols(&self, at: usize) -> (Vec<AttnSlice>, Vec<AttnSlice>) {
         let (left, right) = self.band().cut_cols(at);
         (left.to_slices().collect(), right.to_slices().collect())
+    }
+}
+
+impl Band {
+    /// The same pairs as at most three slices, from top to bottom. No slice is empty.
+    pub fn to_slices(&self) -> impl Iterator<Item = AttnSlice> + Clone + use<> {
+        self.trim().map_or([None; 3], Band::slices_of_trimmed).into_iter().flatten()
+    }
+
+    /// In a bounding box the upper diagonal enters in the first row and leaves the right edge after `upper_end` rows;
+    /// the lower one leaves the left edge at `lower_start`. These two rows cut the band into slices.
+    fn slices_of_trimmed(self) -> [Option<AttnSlice>; 3] {
+        let (q, k) = (self.q_range, self.k_range);
+        let upper_end = match self.diag_max {
+            Self::NO_MAX => q.start,
+            diag => (k.end as i64 - diag) as usize,
+        };
+        let lower_start = match self.diag_min {
+            Self::NO_MIN => q.end,
+            diag => (k.start as i64 - diag) as usize,
+        };
+        let piece = |start: usize, end: usize| {
+            if start >= end {
+                return None;
+            }
+            let mask_type = match (start < upper_end, lower_start < end) {
+                // In one row every shape is its interval of columns.
+                _ if end - start == 1 => MaskType::Full,
+                (false, false) => MaskType::Full,
+                (true, false) => MaskType::Causal,
+                (false, true) => MaskType::InvCausal,
+                (true, true) => MaskType::BiCausal,
+            };
+            let k_range = Range { start: self.columns(start).start, end: self.columns(end - 1).end };
+            Some(AttnSlice { q_range: Range { start, end }, k_range, mask_type })
+        };
+        let (first, second) = (upper_end.min(lower_start), upper_end.max(lower_start));
+        [piece(q.start, first), piece(first, second), piece(second, q.end)]
     }
 }

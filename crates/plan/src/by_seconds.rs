@@ -5,7 +5,6 @@ use std::ops::ControlFlow;
 
 use counterpoint_mask::{Band, Mask, Range};
 
-use crate::attention_cost::TileShape;
 use crate::direction::{Direction, makespan};
 use crate::dispatch::{Effort, Prices, Reach, Search, settle, settles};
 use crate::division::Owners;
@@ -14,6 +13,7 @@ use crate::outline::RankOutline;
 use crate::prediction::busier_rows;
 use crate::runs::Runs;
 use crate::stages::StageCuts;
+use crate::tile_costs::TileShape;
 use crate::work::rank_work;
 use crate::{
     AttentionSpec, AttentionWork, ChunkWork, CostModel, Dispatch, DispatchAlgorithm, PlanConfig, PlanError,

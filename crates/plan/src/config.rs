@@ -50,9 +50,6 @@ const PICKED_CHUNKS: usize = 1 << 16;
 /// Many more chunks a rank balance no better and cost time.
 const PICKED_CHUNKS_A_RANK: usize = 64;
 
-/// The largest number of remote stages that can be asked for.
-pub const MAX_STAGES: usize = 64;
-
 impl PlanConfig {
     /// Everything automatic on `world_size` ranks of one node, and queries stay: what their travel brings is predicted too well
     /// on GPUs (docs/limits.md), so it is asked for.

@@ -6,6 +6,7 @@
 #![warn(clippy::unwrap_used)]
 
 mod attention_cost;
+mod attention_work;
 mod bounds;
 mod by_seconds;
 mod cache;
@@ -28,6 +29,7 @@ mod layout;
 mod linear;
 mod linear_machine;
 mod linear_pass;
+mod linear_spec;
 mod link_counts;
 mod machine_profile;
 mod outline;
@@ -43,6 +45,7 @@ mod runs;
 mod spec;
 mod stages;
 mod summary;
+mod tile_costs;
 mod topology;
 mod transformer;
 mod tuning;
@@ -50,10 +53,10 @@ mod wave_groups;
 mod work;
 mod worker_sharing;
 
-pub use attention_cost::{AttentionWork, TileCost, TileCosts};
+pub use attention_work::AttentionWork;
 pub use bounds::TrafficBounds;
 pub use cache::PlanCache;
-pub use config::{MAX_CHUNKS, MAX_CP_SIZE, MAX_STAGES, PlanConfig, QueryExchange};
+pub use config::{MAX_CHUNKS, MAX_CP_SIZE, PlanConfig, QueryExchange};
 pub use cost::{CostModel, Link};
 pub use dispatch::{
     ChunkWork, Dispatch, DispatchAlgorithm, chunk_work, dispatch, dispatch_keys, dispatch_queries,
@@ -71,20 +74,22 @@ pub use group_part::GroupPartError;
 pub use group_search::{GroupSearcher, PassClock, SearchStep};
 pub use hierarchy::{TwoLevelExchange, TwoLevelPart, flat_crossing_rows};
 pub use hosting::{HostedWork, UnweighedOffload};
-pub use linear::{Activations, LinearKind, LinearPlan, LinearSpec};
+pub use linear::LinearPlan;
 pub use linear_machine::{LinearMachine, TunedHere};
-pub use linear_pass::{LinearDirection, LinearPass, PassOverlap, SUMMING_WORKERS};
+pub use linear_pass::{LinearPass, PassOverlap, SUMMING_WORKERS};
+pub use linear_spec::{Activations, LinearDirection, LinearKind, LinearSpec};
 pub use machine_profile::{
     LinkPoint, MachineProfile, PROFILE_VERSION, PolicyMeasurement, ProfileError, TransportMeasurement,
 };
 pub use overview::PlanOverview;
-pub use pass_stages::{PassStages, StageCount};
+pub use pass_stages::{MAX_STAGES, PassStages, StageCount};
 pub use plan::{Plan, RankPlan, StagePlan, plan_rank};
 pub use planning::{CancellationToken, Helpers, Planning};
 pub use prediction::{Prediction, RankPrediction, StagePrediction};
 pub use ready_work::ReadyWork;
 pub use spec::{AttentionSpec, DType, GradientShares, HostedRowBytes};
 pub use summary::{CommSummary, PlanSummary, RankSummary, StageSummary};
+pub use tile_costs::{TileCost, TileCosts};
 pub use topology::Topology;
 pub use transformer::{LayerLinear, TransformerSpec};
 pub use tuning::{

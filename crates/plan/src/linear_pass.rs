@@ -1,14 +1,10 @@
 //! What a pass of a tensor-parallel linear layer takes in each of the ways in which it can be run, and so which of them to take.
 
+use crate::linear::{MOST_GROUPS, TILE_ROWS};
 use crate::{
-    Activations, CostModel, GemmExchange, GemmTraffic, GroupFlow, LinearKind, LinearPlan, LinearSpec,
-    LinkUse, PassCurves, PlanError, ProductStart, Topology, WaveGroups,
+    Activations, CostModel, GemmExchange, GemmTraffic, GroupFlow, LinearDirection, LinearKind, LinearPlan,
+    LinearSpec, LinkUse, PassCurves, PlanError, ProductStart, Topology, WaveGroups,
 };
-
-/// The most groups that a pass is cut into by itself: each costs the start of a collective.
-pub(crate) const MOST_GROUPS: usize = 16;
-/// Groups are cut at multiples of so many of an owner's rows, where it has enough: kernels compute tiles of as many.
-pub(crate) const TILE_ROWS: usize = 128;
 
 /// A pass of a layer on its ranks.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -19,18 +15,6 @@ pub struct LinearPass {
     pub topology: Topology,
     /// Which pass.
     pub direction: LinearDirection,
-}
-
-/// Which pass of a layer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum LinearDirection {
-    /// `y`.
-    Forward,
-    /// `dx`, and the gradient of the weight unless the weight is frozen or its gradient is deferred.
-    Backward {
-        /// Whether the pass computes it.
-        weight_gradient: bool,
-    },
 }
 
 /// How a pass and its collectives share a device.

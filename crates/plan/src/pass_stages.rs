@@ -5,7 +5,10 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{MAX_STAGES, PlanError};
+use crate::PlanError;
+
+/// The largest number of remote stages that can be asked for.
+pub const MAX_STAGES: usize = 64;
 
 /// How many stages the remote work of a pass is cut into.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]

@@ -2,8 +2,6 @@
 
 use counterpoint_mask::{Band, Range};
 
-use super::counts::AlikeTiles;
-
 /// Most bands that are looked at together.
 const MOST: usize = 8;
 
@@ -15,6 +13,16 @@ pub(super) struct BandsApart {
     /// Where the first of them ends.
     rows_end: usize,
     block: u32,
+}
+
+/// What one tile walks of all the bands.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct TileApart {
+    pub blocks: usize,
+    /// Those of them that bounds are tested for.
+    pub bounded_blocks: u64,
+    /// Where the first block begins, if there is one.
+    pub begin: Option<i32>,
 }
 
 /// Of a band, the first and the end of the columns, and the first and the last diagonal.
@@ -56,9 +64,8 @@ impl BandsApart {
         self.rows_end
     }
 
-    /// A tile of `rows`, which lie inside all the bands', and its bounded blocks; `None` where two bands are nearer to each other than a
-    /// block.
-    pub(super) fn tile(&self, rows: &Range) -> Option<(AlikeTiles, u64)> {
+    /// A tile of `rows`, which lie inside all the bands'; `None` where two bands are nearer to each other than a block.
+    pub(super) fn tile(&self, rows: &Range) -> Option<TileApart> {
         let block = i64::from(self.block);
         let (mut blocks, mut bounded, mut begin, mut end) = (0, 0, None, -block);
         for columns in &self.bands[..self.count] {
@@ -69,7 +76,7 @@ impl BandsApart {
             begin = begin.or(Some(walked.begin as i32));
             (blocks, bounded, end) = (blocks + walked.blocks, bounded + walked.bounded, walked.end);
         }
-        Some((AlikeTiles { count: 1, blocks: blocks as usize, begin }, u64::from(bounded)))
+        Some(TileApart { blocks: blocks as usize, bounded_blocks: u64::from(bounded), begin })
     }
 }
 

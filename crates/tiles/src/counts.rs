@@ -2,7 +2,7 @@
 
 use counterpoint_mask::{Band, Range};
 
-use super::apart::BandsApart;
+use super::apart::{BandsApart, TileApart};
 use super::sweep::Sweep;
 use super::walk::{RunSink, Walk};
 use super::{TileDirection, TileScheduleConfig, TileScheduleError, check_rows, fit, turned, turned_merged};
@@ -114,9 +114,10 @@ impl TileCounting {
                     let alone_to = sweep.alone_to(bands.rows_end()).min(stretch.end);
                     let before = start;
                     while start + tile_rows <= alone_to
-                        && let Some((tile, bounded)) = bands.tile(&Range::new(start, start + tile_rows))
+                        && let Some(tile) = bands.tile(&Range::new(start, start + tile_rows))
                     {
-                        counts.add(tile, bounded);
+                        let TileApart { blocks, bounded_blocks, begin } = tile;
+                        counts.add(AlikeTiles { count: 1, blocks, begin }, bounded_blocks);
                         start += tile_rows;
                     }
                     if start > before {

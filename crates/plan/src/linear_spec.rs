@@ -1,0 +1,136 @@
+//! Tensor-parallel linear layers: which axis of the weight is split, how activations lie, and the products of each pass.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use crate::{DType, GroupFlow};
+
+/// Which axis of the weight `[out_features, in_features]` is split over the ranks (Megatron-LM, section 3).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum LinearKind {
+    /// Output features: every rank has all tokens of the input and some columns of the output.
+    Column,
+    /// Input features: every rank has some columns of the input, and a share of every output, which are summed.
+    Row,
+}
+
+/// What a rank has of the activations that are not split by features: the input of a column-parallel layer, the output of a
+/// row-parallel one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Activations {
+    /// All tokens, the same on every rank: sums are all-reduced.
+    Replicated,
+    /// Its own tokens (sequence parallelism, Korthikanti et al. 2022): inputs are all-gathered, sums reduce-scattered.
+    SequenceParallel,
+}
+
+/// Which pass of a layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LinearDirection {
+    /// `y`.
+    Forward,
+    /// `dx`, and the gradient of the weight unless the weight is frozen or its gradient is deferred.
+    Backward {
+        /// Whether the pass computes it.
+        weight_gradient: bool,
+    },
+}
+
+impl fmt::Display for LinearKind {
+    /// The name on the command line.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            LinearKind::Column => "column",
+            LinearKind::Row => "row",
+        })
+    }
+}
+
+impl fmt::Display for Activations {
+    /// The name on the command line.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Activations::Replicated => "replicated",
+            Activations::SequenceParallel => "sequence-parallel",
+        })
+    }
+}
+
+/// A linear layer `y = x W^T + bias` over the ranks of a tensor-parallel group. `x` is `[tokens, in_features]`, `y` is
+/// `[tokens, out_features]`, `W` is `[out_features, in_features]`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LinearSpec {
+    /// The axis that is split.
+    pub kind: LinearKind,
+    /// How activations lie.
+    pub activations: Activations,
+    /// Rows of `x`, of all ranks.
+    pub tokens: usize,
+    /// Columns of `x`, of all ranks.
+    pub in_features: usize,
+    /// Columns of `y`, of all ranks.
+    pub out_features: usize,
+    /// Whether there is a bias. A row-parallel layer adds it once, on rank 0's share.
+    pub has_bias: bool,
+    /// Type of activations, weight and bias.
+    pub dtype: DType,
+}
+
+impl LinearSpec {
+    /// `[m, n, k]` of a rank's product of so many rows in the forward.
+    pub fn product_size(&self, rows: usize, tp_size: usize) -> [usize; 3] {
+        match self.kind {
+            LinearKind::Column => [rows, self.out_features / tp_size, self.in_features],
+            LinearKind::Row => [rows, self.out_features, self.in_features / tp_size],
+        }
+    }
+
+    /// `[m, n, k]` of a rank's product of so many rows in a pass: of the product of `y`, or of `dx`.
+    pub fn product_of(&self, direction: LinearDirection, rows: usize, tp_size: usize) -> [usize; 3] {
+        let [m, n, k] = self.product_size(rows, tp_size);
+        match direction {
+            LinearDirection::Forward => [m, n, k],
+            LinearDirection::Backward { .. } => [m, k, n],
+        }
+    }
+
+    /// `[m, n, k]` of a rank's gradient of the weight.
+    pub fn weight_gradient_size(&self, tp_size: usize) -> [usize; 3] {
+        let [_, rows, columns] = self.product_size(self.tokens, tp_size);
+        [rows, columns, self.tokens]
+    }
+
+    /// The pass whose collectives matter most: the forward, or the backward of a layer whose forward has none.
+    pub fn communicating_pass(&self) -> LinearDirection {
+        match (self.kind, self.activations) {
+            (LinearKind::Column, Activations::Replicated) => {
+                LinearDirection::Backward { weight_gradient: true }
+            }
+            _ => LinearDirection::Forward,
+        }
+    }
+
+    /// In which order products and collectives of a pass follow each other; `None` where it has no collective.
+    pub(crate) fn flow(&self, direction: LinearDirection) -> Option<GroupFlow> {
+        let sums = match self.activations {
+            Activations::SequenceParallel => GroupFlow::Reduce,
+            Activations::Replicated => GroupFlow::ReduceAndGather,
+        };
+        match (direction, self.kind) {
+            (LinearDirection::Forward, LinearKind::Row)
+            | (LinearDirection::Backward { .. }, LinearKind::Column) => Some(sums),
+            _ => (self.activations == Activations::SequenceParallel).then_some(GroupFlow::Gather),
+        }
+    }
+
+    /// Columns of the rows that travel.
+    pub fn travelling_columns(&self) -> usize {
+        match self.kind {
+            LinearKind::Column => self.in_features,
+            LinearKind::Row => self.out_features,
+        }
+    }
+}
