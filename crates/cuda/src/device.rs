@@ -94,6 +94,8 @@ struct Primary {
     guards: Guards,
     streams: StreamEnds,
     pools: Mutex<Vec<Weak<MemoryPool>>>,
+    // Those whose kernels and copies reach its memory.
+    peers: Mutex<Vec<Weak<Primary>>>,
     // The first error of releasing something, for which Drop has no result to put it in.
     release_error: Mutex<Option<CudaError>>,
     // Whether something of it was never released, which the context must outlive.
@@ -183,6 +185,7 @@ impl Device {
             guards: Guards::default(),
             streams: StreamEnds::default(),
             pools: Mutex::default(),
+            peers: Mutex::default(),
             release_error: Mutex::new(None),
             kept: AtomicBool::new(false),
         };
@@ -300,7 +303,10 @@ impl Device {
         }
         // SAFETY: the peer's context lives as long as `peer`.
         match unsafe { call!(driver, cuCtxEnablePeerAccess(peer.primary.context, 0)) } {
-            Ok(()) | Err(CudaError::Driver { code: ALREADY_ENABLED, .. }) => Ok(()),
+            Ok(()) | Err(CudaError::Driver { code: ALREADY_ENABLED, .. }) => {
+                peer.primary.reached_by(&self.primary);
+                Ok(())
+            }
             Err(error) => {
                 let (from, to) = (self.ordinal(), peer.ordinal());
                 Err(CudaError::NoPeerAccess { from, to, reason: error.to_string() })
@@ -326,7 +332,7 @@ impl Device {
     /// Frees memory that was made by any handle of this GPU and that nobody has. Waits for all that is enqueued.
     pub(crate) fn free_unused_memory(&self) -> Result<(), CudaError> {
         let driver = self.bind()?;
-        self.pools().iter().try_for_each(|pool| pool.free(&driver, false))
+        self.pools().iter().try_for_each(|pool| pool.free(&driver, false, || self.primary.wait_for_users()))
     }
 
     /// Has the driver keep some memory for a library that asks it for some, where all that is left is in pools. Waits for all that is
@@ -445,6 +451,28 @@ impl Primary {
         Ok(Bound { driver, before: Some(current) })
     }
 
+    /// Kernels and copies of `other` reach this one's memory from now on.
+    fn reached_by(&self, other: &Arc<Self>) {
+        let mut peers = self.peers.lock().unwrap_or_else(PoisonError::into_inner);
+        peers.retain(|peer| peer.strong_count() > 0);
+        if !peers.iter().any(|peer| ptr::eq(peer.as_ptr(), Arc::as_ptr(other))) {
+            peers.push(Arc::downgrade(other));
+        }
+    }
+
+    /// Waits for all that is enqueued on this GPU, and on those that reach its memory: no free waits for those.
+    fn wait_for_users(&self) -> Result<(), CudaError> {
+        let peers: Vec<Arc<Self>> = {
+            let peers = self.peers.lock().unwrap_or_else(PoisonError::into_inner);
+            peers.iter().filter_map(Weak::upgrade).collect()
+        };
+        peers.iter().map(Arc::as_ref).chain([self]).try_for_each(|user| {
+            let driver = user.bind()?;
+            // SAFETY: the context is current.
+            unsafe { call!(driver, cuCtxSynchronize()) }
+        })
+    }
+
     fn release(&self, release: impl FnOnce(&Driver) -> Result<(), CudaError>) {
         if let Err(error) = self.bind().and_then(|driver| release(&driver)) {
             self.release_error.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
@@ -476,7 +504,8 @@ impl Drop for Scope {
             let _inside = Inside::enter();
             // Who still had a buffer or a stream of it, had this scope.
             self.primary.release(|driver| {
-                let memory = self.records.free(driver).and(self.pool.free(driver, true));
+                let users = || self.primary.wait_for_users();
+                let memory = self.records.free(driver).and(self.pool.free(driver, true, users));
                 memory.and(self.events.free(driver))
             });
         }

@@ -331,16 +331,20 @@ impl MemoryPool {
         free + others + blocks.slabs.uncut_bytes(memory)
     }
 
-    /// Frees what nobody has and no other process has open; `all` at the end of a world, when nobody has any. Waits for the device, whose
-    /// context is current.
-    pub(crate) fn free(&self, driver: &Driver, all: bool) -> Result<(), CudaError> {
+    /// Frees what nobody has and no other process has open; `all` at the end of a world, when nobody has any. `wait` waits for all that
+    /// may use it; the device's context is current.
+    pub(crate) fn free(
+        &self,
+        driver: &Driver,
+        all: bool,
+        wait: impl FnOnce() -> Result<(), CudaError>,
+    ) -> Result<(), CudaError> {
         let unused = {
             let mut blocks = lock(&self.blocks);
             if blocks.is_empty() {
                 return Ok(());
             }
-            // SAFETY: the context is current.
-            unsafe { call!(driver, cuCtxSynchronize()) }?;
+            wait()?;
             blocks.unused(all)
         };
         let mut result = Ok(());

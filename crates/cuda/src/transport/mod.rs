@@ -67,6 +67,9 @@ pub struct CudaTransport {
     board: Arc<Board<Part>>,
     rank: usize,
     device: Device,
+    /// Those of all ranks that are threads: memory of a rank that has died stays until all have left, whose kernels may still write
+    /// there, or begin to.
+    _devices: Arc<[Device]>,
     next: AtomicU64,
     prepared: AtomicU64,
     /// Where the other ranks are processes. Before what moves rows, which must not go while others still use it.
@@ -86,13 +89,27 @@ impl CudaTransport {
         means: impl IntoIterator<Item = Means>,
     ) -> Vec<Self> {
         let board = Arc::new(Board::new(world));
-        let rank = |(rank, (device, means))| {
+        let devices: Arc<[Device]> = devices.into_iter().collect();
+        let rank = |(rank, means): (usize, Means)| {
             let (world, board) = (world.clone(), board.clone());
+            let (device, _devices) = (devices[rank].clone(), devices.clone());
             let (next, prepared) = (AtomicU64::new(0), AtomicU64::new(0));
             let (stand_ins, setup) = (Arc::default(), OnceLock::new());
-            Self { world, board, rank, device, next, prepared, peers: None, stand_ins, means, setup }
+            Self {
+                world,
+                board,
+                rank,
+                device,
+                _devices,
+                next,
+                prepared,
+                peers: None,
+                stand_ins,
+                means,
+                setup,
+            }
         };
-        (0..world.size()).zip(devices.into_iter().zip(means)).map(rank).collect()
+        (0..world.size()).zip(means).map(rank).collect()
     }
 
     /// The transport of the only rank of `world` in this process. All ranks call it, with the same `name`.
@@ -107,8 +124,8 @@ impl CudaTransport {
         let (world, board, device) = (world.clone(), peers.board().clone(), device.clone());
         let (next, prepared) = (AtomicU64::new(0), AtomicU64::new(0));
         let (rank, peers) = (rendezvous.rank(), Some(peers));
-        let (stand_ins, setup) = (Arc::default(), OnceLock::new());
-        Ok(Self { world, board, rank, device, next, prepared, peers, stand_ins, means, setup })
+        let (stand_ins, setup, _devices) = (Arc::default(), OnceLock::new(), Arc::default());
+        Ok(Self { world, board, rank, device, _devices, next, prepared, peers, stand_ins, means, setup })
     }
 
     /// A stream with nothing of a run on it.
