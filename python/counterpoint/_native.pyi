@@ -176,6 +176,7 @@ class Calls:
         tensors: tuple[Any, ...],
         /,
     ) -> Timeline | None: ...
+    def update_graph(self, old: Calls, graph: int, executable: int, stream: int, /) -> int: ...
 
 # allocate(bytes, stream), free(address), cached().
 _Allocator = tuple[Callable[[int, int], int | None], Callable[[int], None], Callable[[], int]]

@@ -254,6 +254,18 @@ class Plan:
         """
         return activated(self)
 
+    def update_graph(self, graph: torch.cuda.CUDAGraph, new: Plan) -> None:
+        """Has a captured graph compute `new` wherever it computed this plan: a step is captured once, and replayed with another mask.
+
+        `graph` was made with `keep_graph=True` and captured calls of this plan, or was updated to it; `new` is of the same group, for
+        tensors of the same shapes. Replays that are on their way are not changed. Call it on the stream that replays, with no replay
+        at the same time; not between `instantiate()` and the first replay alone: instantiating again brings the captured plan back.
+        On several ranks every rank updates its own graph, and `new` has been called once, forward and backward.
+        """
+        from counterpoint.graphs import update_graph
+
+        update_graph(graph, self, new)
+
     def summary(self) -> PlanSummary:
         """The plan in figures."""
         return PlanSummary.from_json(self._solution.summary_json())

@@ -1,8 +1,8 @@
 //! GPUs: their contexts, memory in all, and what belongs to one world on one of them.
 
+mod peers;
 mod properties;
 
-use std::ffi::c_int;
 use std::fmt;
 use std::ops::Deref;
 use std::ptr;
@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use cudarc::driver::sys::{CUcontext, CUdevice};
 
+use peers::PeerAccess;
 use properties::{handle, properties};
 
 pub use properties::DeviceProperties;
@@ -75,13 +76,6 @@ impl Drop for Bound {
             unsafe { (self.driver.cuCtxSetCurrent)(before) };
         }
     }
-}
-
-/// Whether it and other GPUs reach each other's memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum PeerAccess {
-    AsTheyDo,
-    Refused,
 }
 
 struct Primary {
@@ -277,43 +271,6 @@ impl Device {
         unsafe { call!(driver, cuCtxSynchronize()) }
     }
 
-    /// Whether the GPU with the number `from` can read and write the memory of GPU `to` in place.
-    ///
-    /// # Errors
-    /// When there are no such GPUs, or the driver does not say.
-    pub fn reaches(from: usize, to: usize) -> Result<bool, CudaError> {
-        let driver = Driver::get()?;
-        let (from, to) = (handle(driver, from)?, handle(driver, to)?);
-        let mut can: c_int = 0;
-        // SAFETY: both handles are the driver's.
-        unsafe { call!(driver, cuDeviceCanAccessPeer(&mut can, from, to)) }?;
-        Ok(can != 0)
-    }
-
-    /// Lets kernels and copies of this device read and write `peer`'s memory in place. Once is enough, twice is no error.
-    ///
-    /// # Errors
-    /// [`CudaError::NoPeerAccess`] when it cannot be reached.
-    pub fn enable_access(&self, peer: &Self) -> Result<(), CudaError> {
-        const ALREADY_ENABLED: u32 = 704;
-        let driver = self.bind()?;
-        if self.peers == PeerAccess::Refused || peer.peers == PeerAccess::Refused {
-            let (from, to, reason) = (self.ordinal(), peer.ordinal(), "it is isolated".to_owned());
-            return Err(CudaError::NoPeerAccess { from, to, reason });
-        }
-        // SAFETY: the peer's context lives as long as `peer`.
-        match unsafe { call!(driver, cuCtxEnablePeerAccess(peer.primary.context, 0)) } {
-            Ok(()) | Err(CudaError::Driver { code: ALREADY_ENABLED, .. }) => {
-                peer.primary.reached_by(&self.primary);
-                Ok(())
-            }
-            Err(error) => {
-                let (from, to) = (self.ordinal(), peer.ordinal());
-                Err(CudaError::NoPeerAccess { from, to, reason: error.to_string() })
-            }
-        }
-    }
-
     /// Makes this device's context the calling thread's current one, which most calls need, until the guard goes.
     pub(crate) fn bind(&self) -> Result<Bound, CudaError> {
         self.primary.bind()
@@ -405,6 +362,11 @@ impl Device {
         self.primary.handle
     }
 
+    /// Its primary context.
+    pub(crate) fn context(&self) -> CUcontext {
+        self.primary.context
+    }
+
     /// Who watches the memory around its buffers.
     pub(crate) fn guards(&self) -> &Guards {
         &self.primary.guards
@@ -449,28 +411,6 @@ impl Primary {
         // SAFETY: the context is retained as long as this value lives.
         unsafe { call!(driver, cuCtxSetCurrent(context)) }?;
         Ok(Bound { driver, before: Some(current) })
-    }
-
-    /// Kernels and copies of `other` reach this one's memory from now on.
-    fn reached_by(&self, other: &Arc<Self>) {
-        let mut peers = self.peers.lock().unwrap_or_else(PoisonError::into_inner);
-        peers.retain(|peer| peer.strong_count() > 0);
-        if !peers.iter().any(|peer| ptr::eq(peer.as_ptr(), Arc::as_ptr(other))) {
-            peers.push(Arc::downgrade(other));
-        }
-    }
-
-    /// Waits for all that is enqueued on this GPU, and on those that reach its memory: no free waits for those.
-    fn wait_for_users(&self) -> Result<(), CudaError> {
-        let peers: Vec<Arc<Self>> = {
-            let peers = self.peers.lock().unwrap_or_else(PoisonError::into_inner);
-            peers.iter().filter_map(Weak::upgrade).collect()
-        };
-        peers.iter().map(Arc::as_ref).chain([self]).try_for_each(|user| {
-            let driver = user.bind()?;
-            // SAFETY: the context is current.
-            unsafe { call!(driver, cuCtxSynchronize()) }
-        })
     }
 
     fn release(&self, release: impl FnOnce(&Driver) -> Result<(), CudaError>) {

@@ -87,19 +87,19 @@ impl Drop for Executable {
 }
 
 /// A stream that captures. Dropping it ends the capture, whatever was captured.
-struct Capture<'a> {
+pub(crate) struct Capture<'a> {
     stream: &'a Stream,
     open: bool,
 }
 
 /// What was captured, before it is made executable.
-struct Captured {
+pub(crate) struct Captured {
     device: Device,
     raw: CUgraph,
 }
 
 impl<'a> Capture<'a> {
-    fn begin(stream: &'a Stream) -> Result<Self, CudaError> {
+    pub(crate) fn begin(stream: &'a Stream) -> Result<Self, CudaError> {
         let driver = stream.device().bind()?;
         // Other threads (other ranks) may allocate and wait meanwhile; this one may not.
         let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
@@ -108,7 +108,7 @@ impl<'a> Capture<'a> {
         Ok(Self { stream, open: true })
     }
 
-    fn end(mut self) -> Result<Captured, CudaError> {
+    pub(crate) fn end(mut self) -> Result<Captured, CudaError> {
         self.close()
     }
 
@@ -132,6 +132,17 @@ impl Drop for Capture<'_> {
             // The graph, if there is one, goes with its own drop.
             let _ = self.close();
         }
+    }
+}
+
+impl Captured {
+    pub(crate) fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// The driver's handle.
+    pub(crate) fn raw(&self) -> CUgraph {
+        self.raw
     }
 }
 

@@ -1,9 +1,9 @@
-//! Tensors that Python owns, by address, shape, strides and type, as buffers of a backend: the only unsafe code of this crate.
+//! Tensors that Python owns, by address, shape, strides and type, as buffers of a backend; and its graphs: the only unsafe code of this crate.
 
 use std::ops::Range;
 use std::sync::Arc;
 
-use counterpoint_cuda::{CudaBackend, CudaBuffer, CudaError, CudaStream, DeviceBuffer};
+use counterpoint_cuda::{CudaBackend, CudaBuffer, CudaError, CudaStream, DeviceBuffer, GraphHandles};
 use counterpoint_exec::{Backend, BufferAccess, CpuBackend, CpuBuffer, ExecError, HostView, MemoryKeeper};
 use counterpoint_plan::DType;
 use pyo3::exceptions::PyValueError;
@@ -55,6 +55,13 @@ pub(crate) const fn name_of(dtype: DType) -> &'static str {
 }
 
 impl Borrowed {
+    /// The same place, which this does not keep.
+    pub(crate) fn place(&self) -> Self {
+        let Self { address, dtype, .. } = *self;
+        let (shape, strides) = (self.shape.clone(), self.strides.clone());
+        Self { address, shape, strides, dtype, keeper: Arc::new(()) }
+    }
+
     /// Rows.
     pub(crate) fn rows(&self) -> usize {
         self.shape.first().copied().unwrap_or(0)
@@ -71,6 +78,16 @@ impl Borrowed {
             return Ok((0, shape));
         }
         Ok((self.address + rows.start * self.strides[0] * self.dtype.size(), shape))
+    }
+}
+
+/// A graph of PyTorch's by its handles, to be updated.
+pub(crate) fn graph(graph: usize, executable: usize) -> GraphHandles {
+    // SAFETY: `counterpoint.graphs.update_graph` holds PyTorch's object, whose handles these are, until the update has ended; as for
+    // PyTorch's own methods of a graph, one thread at a time calls them. `CapturedCalls` keeps what the graph uses.
+    #[allow(unsafe_code)]
+    unsafe {
+        GraphHandles::new(graph, executable)
     }
 }
 

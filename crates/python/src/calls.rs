@@ -7,7 +7,7 @@ use counterpoint_plan::DType;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-use crate::borrow::Borrowed;
+use crate::borrow::{Borrowed, graph as graph_of};
 use crate::engine::{Direction, PassCall, Passes};
 use crate::error::engine;
 use crate::interrupt::interruptible;
@@ -218,6 +218,25 @@ impl Calls {
         let rows = shapes.ranks * shapes.sink;
         outputs.extend(dsink.map(|dsink| ("dsink", shapes.statistic(dsink, rows, &keeper))));
         self.run(py, PassCall { direction: Direction::Backward, stream, inputs, outputs, keeper })
+    }
+
+    /// Has a graph of PyTorch's, which launches are on `stream`, do calls of these where it does those of `old`: how many. `graph` and
+    /// `executable` are its handles.
+    #[pyo3(signature = (old, graph, executable, stream, /))]
+    fn update_graph(
+        &self,
+        py: Python<'_>,
+        old: &Self,
+        graph: usize,
+        executable: usize,
+        stream: u64,
+    ) -> PyResult<usize> {
+        let ranks = self.ranks.get().engine(py)?;
+        let (Some(new), Some(old)) = (self.passes.clone(), old.passes.clone()) else { return Ok(0) };
+        engine(py, move || {
+            ranks.poll()?;
+            new.update(graph_of(graph, executable), &old, stream)
+        })
     }
 }
 

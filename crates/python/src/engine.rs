@@ -1,17 +1,23 @@
 //! The seam to the engine: attention and row collectives of the ranks in this process, on tensors of Python, in place.
 
+mod linear_calls;
+
+use std::slice;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use counterpoint_cuda::GraphHandles;
 use counterpoint_exec::{
-    AttentionCalls, Backend, BackwardTensors, BufferAccess, ExecError, ForwardTensors, Group, LayerCall,
-    Machine, MemoryKeeper, Pass, Prepared, RankOf, RunTimes, Ticket,
+    AttentionCalls, Backend, BackwardTensors, BufferAccess, ExecError, ForwardTensors, Group, Machine,
+    MemoryKeeper, Pass, Prepared, RankOf, RunTimes, Ticket,
 };
 use counterpoint_plan::Dispatch;
 use counterpoint_schedule::Timeline;
 
 use crate::borrow::{Borrowed, InPlace};
-use crate::linear::{self, LayerKey, Layers, LinearCall, LinearEngine, ReadyLayer, WantedTensor};
+use crate::capture::Captures;
+use crate::captured::{CapturedCalls, Replaced};
+use crate::linear::{Layers, LinearEngine, ReadyLayer};
 use crate::row_collective::{RowCollective, row_collective};
 use crate::solution::Content;
 
@@ -65,6 +71,15 @@ pub(crate) trait Passes: Send + Sync {
     /// On the CPU it returns once the results are written; on a device once they are on their way on the stream. With times where they
     /// are asked for.
     fn run(self: Arc<Self>, call: PassCall) -> Result<Option<Timeline>, ExecError>;
+
+    /// Calls of `from`, of the same group, that a graph of PyTorch's has become this one's: how many. Launches that come from now on do
+    /// these; `stream` is the one that they are on.
+    fn update(
+        self: Arc<Self>,
+        graph: GraphHandles,
+        from: &Arc<dyn Passes>,
+        stream: u64,
+    ) -> Result<usize, ExecError>;
 }
 
 /// A collective of rows.
@@ -77,7 +92,10 @@ pub(crate) struct RowsCall<'a> {
 }
 
 /// Ranks of a machine that have joined.
-pub(crate) struct Joined<M: Machine> {
+pub(crate) struct Joined<M: Machine>
+where
+    M::Backend: Captures,
+{
     group: Group<M>,
     layers: Layers<M>,
     /// Ranks that wait for each other must be called in one order.
@@ -85,7 +103,7 @@ pub(crate) struct Joined<M: Machine> {
     /// What a call that failed half-way may still use.
     kept: Mutex<Vec<MemoryKeeper>>,
     /// What graphs of the caller replay.
-    captured: Mutex<Vec<Arc<dyn Passes>>>,
+    captured: CapturedCalls<M>,
     /// The caller's streams as every rank here has them, latest first. A call knows by them that it follows one on the same stream,
     /// which then orders them by itself.
     callers: Mutex<Vec<(u64, CallerStreams<M>)>>,
@@ -107,7 +125,10 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl<M: Machine> Joined<M> {
+impl<M: Machine> Joined<M>
+where
+    M::Backend: Captures,
+{
     pub(crate) fn new(group: Group<M>) -> Self {
         let (calling, kept, captured, callers) = Default::default();
         Self { group, layers: Layers::default(), calling, kept, captured, callers }
@@ -117,7 +138,7 @@ impl<M: Machine> Joined<M> {
 impl<M> Joined<M>
 where
     M: Machine,
-    M::Backend: InPlace,
+    M::Backend: Captures,
 {
     /// The caller's stream as every rank here has it; `None` where there is no such thing.
     fn callers(&self, stream: u64) -> Option<CallerStreams<M>> {
@@ -202,7 +223,10 @@ where
 }
 
 /// A plan that is ready.
-struct Ready<M: Machine> {
+struct Ready<M: Machine>
+where
+    M::Backend: Captures,
+{
     joined: Arc<Joined<M>>,
     content: Arc<Content>,
     calls: AttentionCalls<M>,
@@ -213,8 +237,15 @@ struct Ready<M: Machine> {
 impl<M> Ready<M>
 where
     M: Machine,
-    M::Backend: InPlace,
+    M::Backend: Captures,
 {
+    fn operations(&self, direction: Direction) -> Vec<String> {
+        match direction {
+            Direction::Forward => self.calls.forward_operations(),
+            Direction::Backward => self.calls.backward_operations(),
+        }
+    }
+
     fn enqueue(
         &self,
         direction: Direction,
@@ -272,28 +303,60 @@ where
 impl<M> Passes for Ready<M>
 where
     M: Machine + Send + Sync + 'static,
-    M::Backend: InPlace,
+    M::Backend: Captures,
     Group<M>: Send + Sync,
     AttentionCalls<M>: Send + Sync,
 {
     fn run(self: Arc<Self>, call: PassCall) -> Result<Option<Timeline>, ExecError> {
         let joined = &self.joined;
         let streams = joined.callers(call.stream);
-        if joined.captures(streams.as_deref())? && !self.is_captured.swap(true, Ordering::Relaxed) {
-            lock(&joined.captured).push(self.clone());
+        let captures = joined.captures(streams.as_deref())?;
+        if captures && !self.is_captured.swap(true, Ordering::Relaxed) {
+            joined.captured.keep(self.clone());
         }
         let tensors = joined.split(&self.content, &call)?;
         let called = {
             let _one = lock(&joined.calling);
-            let tickets = self.enqueue(call.direction, &tensors, streams.as_deref());
+            let enqueue = || self.enqueue(call.direction, &tensors, streams.as_deref());
+            let tickets = match (streams.as_deref(), joined.group.ranks()) {
+                (Some([stream, ..]), [rank, ..]) if captures => {
+                    let (place, passes) = ((rank.backend(), &**stream), self.clone() as Arc<dyn Passes>);
+                    let operations = self.operations(call.direction);
+                    joined.captured.record(place, (&passes, &call), operations, enqueue)
+                }
+                _ => enqueue(),
+            };
             tickets.and_then(|tickets| joined.ended(&tickets, streams.as_deref()))
         };
         joined.told(called, [call.keeper]).map(|()| None)
     }
+
+    fn update(
+        self: Arc<Self>,
+        graph: GraphHandles,
+        from: &Arc<dyn Passes>,
+        stream: u64,
+    ) -> Result<usize, ExecError> {
+        let joined = &self.joined;
+        joined.group.poll()?;
+        // Memory of what is replaced waits for what is on it.
+        let _ = joined.callers(stream);
+        let [rank] = joined.group.ranks() else { return Ok(0) };
+        let _one = lock(&joined.calling);
+        let replaced = Replaced { graph, from, to: self.clone() };
+        let operations = |direction| self.operations(direction);
+        joined.captured.update(rank.backend(), replaced, operations, |call, stream| {
+            let tensors = joined.split(&self.content, call)?;
+            self.enqueue(call.direction, &tensors, Some(slice::from_ref(stream))).map(drop)
+        })
+    }
 }
 
 /// A plan whose calls take times.
-struct Measured<M: Machine> {
+struct Measured<M: Machine>
+where
+    M::Backend: Captures,
+{
     joined: Arc<Joined<M>>,
     content: Arc<Content>,
 }
@@ -301,7 +364,7 @@ struct Measured<M: Machine> {
 impl<M> Passes for Measured<M>
 where
     M: Machine + Send + Sync + 'static,
-    M::Backend: InPlace,
+    M::Backend: Captures,
     Group<M>: Send + Sync,
 {
     /// Strided tensors are not for it.
@@ -324,12 +387,17 @@ where
         }
         joined.told(Prepared::run_ranks(&mut ranks), [call.keeper]).map(Some)
     }
+
+    /// Calls that take times are not captured.
+    fn update(self: Arc<Self>, _: GraphHandles, _: &Arc<dyn Passes>, _: u64) -> Result<usize, ExecError> {
+        Ok(0)
+    }
 }
 
 impl<M> Engine for Joined<M>
 where
     M: Machine + Send + Sync + 'static,
-    M::Backend: InPlace,
+    M::Backend: Captures,
     Group<M>: Send + Sync,
     AttentionCalls<M>: Send + Sync,
     ReadyLayer<M>: Send,
@@ -405,39 +473,8 @@ where
     fn close(&self) -> Result<(), ExecError> {
         let _one = lock(&self.calling);
         let closed = self.group.close();
-        lock(&self.captured).clear();
+        self.captured.let_go();
         self.layers.let_go();
         closed
-    }
-}
-
-impl<M> LinearEngine for Joined<M>
-where
-    M: Machine + Send + Sync + 'static,
-    M::Backend: InPlace,
-    Group<M>: Send + Sync,
-    ReadyLayer<M>: Send,
-{
-    fn call(&self, call: &LinearCall) -> Result<(), ExecError> {
-        self.group.poll()?;
-        let streams = self.callers(call.stream);
-        let captures = self.captures(streams.as_deref())?;
-        let callers: Option<Vec<_>> = streams.as_ref().map(|streams| streams.iter().collect());
-        let _one = lock(&self.calling);
-        let enqueued = self.layers.with(&self.group, &call.key, |layer| {
-            linear::enqueue(&self.group, layer, call, callers.as_deref())
-        });
-        let called = enqueued.and_then(|tickets| self.ended(&tickets, streams.as_deref()));
-        if captures && called.is_ok() {
-            self.layers.keep(&call.key);
-        }
-        if called.is_err() {
-            lock(&self.kept).extend(call.tensors.iter().map(|(_, tensor)| tensor.keeper.clone()));
-        }
-        called
-    }
-
-    fn tensors(&self, key: &LayerKey, call: LayerCall) -> Result<Vec<WantedTensor>, ExecError> {
-        self.layers.with(&self.group, key, |layer| linear::tensors(layer, call))
     }
 }

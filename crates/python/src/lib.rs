@@ -6,6 +6,8 @@
 mod allocator;
 mod borrow;
 mod calls;
+mod capture;
+mod captured;
 mod engine;
 mod error;
 mod integers;

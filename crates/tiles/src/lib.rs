@@ -1,4 +1,4 @@
-//! What each CTA of an attention kernel does: the mask, cut into tiles of rows and blocks of columns.
+//! What each CTA of a kernel does: of attention, the mask cut into tiles of rows and blocks of columns; of products, [`gemm`].
 //!
 //! Knows masks and nothing else. What it costs to compute a tile is counted in columns of a block, never in seconds.
 
@@ -14,6 +14,7 @@ mod counts;
 mod coverage;
 mod error;
 mod fit;
+pub mod gemm;
 mod head_groups;
 mod layout;
 mod list_time;

@@ -1,6 +1,6 @@
 //! The launcher of `attention/attention_merge.cuh`: split tiles of a forward put together, as split-KV decoding does.
 
-use counterpoint_tiles::TileSchedule;
+use counterpoint_tiles::{TileMerge, TileSchedule};
 
 use super::{AttentionProblem, ElementType, MatrixUnit, ResultTensors, Specialisation};
 use crate::layout::{SharedLayout, shared_layout};
@@ -8,11 +8,16 @@ use crate::{Arch, CudaError, DeviceBuffer, Function, KernelSource, Launch, Strea
 
 const THREADS: u32 = 256;
 
+/// What a launch is given that merges nothing.
+const NO_ROWS: TileMerge = TileMerge { start: 0, end: 0, slot_begin: 0, slot_end: 0 };
+
 /// The partial results of the split tiles of one schedule, and the kernel that merges them.
 #[derive(Clone, Debug)]
 pub(super) struct AttentionMerge {
     function: Function,
-    merges: DeviceBuffer,
+    _merges: DeviceBuffer,
+    /// Whether no tile is split.
+    is_idle: bool,
     partial_out: DeviceBuffer,
     partial_lse: DeviceBuffer,
     launch: Launch,
@@ -49,9 +54,12 @@ impl AttentionMerge {
     ) -> Result<Self, CudaError> {
         let device = stream.device();
         let rows = schedule.partials() * tile_tokens as usize * problem.heads_q;
-        let merges = DeviceBuffer::from_slice(stream, schedule.merges())?;
-        let partial_out = DeviceBuffer::new(device, rows * problem.head_dim_v * size_of::<f32>())?;
-        let partial_lse = DeviceBuffer::new(device, rows * size_of::<f32>())?;
+        let is_idle = schedule.merges().is_empty();
+        let merges = if is_idle { &[NO_ROWS][..] } else { schedule.merges() };
+        let merges = DeviceBuffer::from_slice(stream, merges)?;
+        // No buffer is empty.
+        let partial_out = DeviceBuffer::new(device, (rows * problem.head_dim_v * size_of::<f32>()).max(1))?;
+        let partial_lse = DeviceBuffer::new(device, (rows * size_of::<f32>()).max(1))?;
         let arguments = AttentionMergeArguments {
             merges: merges.address(),
             partial_out: partial_out.address(),
@@ -66,19 +74,22 @@ impl AttentionMerge {
         };
         // A thread for each piece of 8 columns: whoever waits for this kernel waits for the way to memory and back.
         let pieces = tile_tokens * problem.head_dim_v as u32 / 8;
-        let grid = [schedule.merges().len() as u32, problem.heads_q as u32, pieces.div_ceil(THREADS)];
+        let grid = match schedule.merges().len() {
+            0 => [1; 3],
+            merges => [merges as u32, problem.heads_q as u32, pieces.div_ceil(THREADS)],
+        };
         let launch = Launch::new(grid, [THREADS, 1, 1]);
         let function = device.function(&source(device.arch(), problem.element))?;
-        Ok(Self { function, merges, partial_out, partial_lse, launch, arguments })
+        Ok(Self { function, _merges: merges, is_idle, partial_out, partial_lse, launch, arguments })
     }
 
     /// Addresses of the slots' results and logarithms.
     pub(super) fn partials(&self) -> [u64; 2] {
-        debug_assert!(!self.merges.is_empty());
         [self.partial_out.address(), self.partial_lse.address()]
     }
 
-    /// Enqueues the merge into the rows of split tiles.
+    /// Enqueues the merge into the rows of split tiles. Where there are none, a graph that is captured gets a launch that does nothing: it
+    /// may be updated to a mask that has some.
     ///
     /// # Safety
     /// As the launch of the forward that wrote the partial results.
@@ -86,6 +97,9 @@ impl AttentionMerge {
     /// # Errors
     /// When the driver refuses.
     pub(super) unsafe fn launch(&self, stream: &Stream, result: &ResultTensors) -> Result<(), CudaError> {
+        if self.is_idle && !stream.is_capturing()? {
+            return Ok(());
+        }
         let ResultTensors { sink, out, lse } = *result;
         let arguments = AttentionMergeArguments { sink, out, lse, ..self.arguments };
         // SAFETY: the arguments are those of the kernel in `source`, a test compares their layouts; slots and list live as

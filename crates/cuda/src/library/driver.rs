@@ -7,11 +7,13 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use cudarc::driver::sys::{
-    CUDA_MEMCPY2D, CUcontext, CUdevResource, CUdevResourceDesc, CUdevResourceType, CUdevice,
-    CUdevice_attribute, CUdeviceptr, CUevent, CUfunction, CUfunction_attribute, CUgraph, CUgraphExec,
-    CUgraphNode, CUgreenCtx, CUipcEventHandle, CUipcMemHandle, CUlaunchConfig, CUmodule, CUpointer_attribute,
-    CUstream, CUstreamCaptureMode, CUstreamCaptureStatus, CUtensorMap, CUtensorMapDataType,
-    CUtensorMapFloatOOBfill, CUtensorMapInterleave, CUtensorMapL2promotion, CUtensorMapSwizzle, CUuuid,
+    CUDA_KERNEL_NODE_PARAMS, CUDA_MEMCPY2D, CUDA_MEMCPY3D, CUDA_MEMSET_NODE_PARAMS, CUcontext, CUdevResource,
+    CUdevResourceDesc, CUdevResourceType, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUfunction,
+    CUfunction_attribute, CUgraph, CUgraphExec, CUgraphNode, CUgraphNodeType, CUgreenCtx, CUipcEventHandle,
+    CUipcMemHandle, CUlaunchAttributeID, CUlaunchAttributeValue, CUlaunchConfig, CUmodule,
+    CUpointer_attribute, CUstream, CUstreamCaptureMode, CUstreamCaptureStatus, CUtensorMap,
+    CUtensorMapDataType, CUtensorMapFloatOOBfill, CUtensorMapInterleave, CUtensorMapL2promotion,
+    CUtensorMapSwizzle, CUuuid,
 };
 use libloading::Library;
 
@@ -92,6 +94,23 @@ function_table! {
         cuGraphInstantiateWithFlags(executable: *mut CUgraphExec, graph: CUgraph, flags: c_ulonglong);
         cuGraphLaunch(executable: CUgraphExec, stream: CUstream);
         cuGraphUpload(executable: CUgraphExec, stream: CUstream);
+        cuGraphGetNodes(graph: CUgraph, nodes: *mut CUgraphNode, count: *mut usize);
+        cuGraphNodeGetType(node: CUgraphNode, kind: *mut CUgraphNodeType);
+        cuGraphKernelNodeGetAttribute(
+            node: CUgraphNode, attribute: CUlaunchAttributeID, value: *mut CUlaunchAttributeValue,
+        );
+        cuGraphKernelNodeGetParams_v2(node: CUgraphNode, values: *mut CUDA_KERNEL_NODE_PARAMS);
+        cuGraphExecKernelNodeSetParams_v2(
+            executable: CUgraphExec, node: CUgraphNode, values: *const CUDA_KERNEL_NODE_PARAMS,
+        );
+        cuGraphMemsetNodeGetParams(node: CUgraphNode, values: *mut CUDA_MEMSET_NODE_PARAMS);
+        cuGraphExecMemsetNodeSetParams(
+            executable: CUgraphExec, node: CUgraphNode, values: *const CUDA_MEMSET_NODE_PARAMS, context: CUcontext,
+        );
+        cuGraphMemcpyNodeGetParams(node: CUgraphNode, values: *mut CUDA_MEMCPY3D);
+        cuGraphExecMemcpyNodeSetParams(
+            executable: CUgraphExec, node: CUgraphNode, values: *const CUDA_MEMCPY3D, context: CUcontext,
+        );
         cuGraphDestroy(graph: CUgraph);
         cuGraphExecDestroy(executable: CUgraphExec);
         cuTensorMapEncodeTiled(

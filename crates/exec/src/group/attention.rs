@@ -114,6 +114,18 @@ impl<M: Machine> AttentionCalls<M> {
         &self.ranks
     }
 
+    /// The operations of the forward of the ranks here, by their labels: what a CUDA graph has of two plans can only be exchanged where
+    /// these are the same.
+    pub fn forward_operations(&self) -> Vec<String> {
+        self.ranks.iter().flat_map(|rank| labels(&lock(&rank.forward))).collect()
+    }
+
+    /// Likewise of the backward; none where the forward alone was prepared.
+    pub fn backward_operations(&self) -> Vec<String> {
+        let backwards = self.ranks.iter().filter_map(|rank| rank.backward.as_ref());
+        backwards.flat_map(|backward| labels(&lock(backward))).collect()
+    }
+
     /// Enqueues the forward of all ranks here from this thread: the tensors of each, in their order. With `streams`, one each, a
     /// rank's call begins behind what its stream was given before, and what that is given later comes behind the call.
     ///
@@ -142,6 +154,10 @@ impl<M: Machine> AttentionCalls<M> {
         let named: Vec<_> = tensors.iter().map(BackwardTensors::named).collect();
         Prepared::call_ranks(&ranks.iter().map(|rank| &**rank).collect::<Vec<_>>(), &named, streams)
     }
+}
+
+fn labels<B: Backend, T: Transport<B>>(prepared: &Prepared<B, T>) -> Vec<String> {
+    prepared.program().ops.iter().map(|op| op.label.to_string()).collect()
 }
 
 /// A stream of a machine's ranks.

@@ -128,10 +128,10 @@ impl AttentionForward {
         let function = device.function(&choice.source())?;
 
         let merge = match mode.end {
-            ForwardModeEnd::Result { seqlen_sink } if schedule.partials() > 0 => {
+            ForwardModeEnd::Result { seqlen_sink } => {
                 Some(AttentionMerge::new(stream, problem, &schedule, shape.tokens(), seqlen_sink as u32)?)
             }
-            _ => None,
+            ForwardModeEnd::State => None,
         };
         let queue = DeviceBuffer::from_slice(stream, &[0u32; 3])?;
         let schedule = DeviceSchedule::new(stream, &schedule)?;

@@ -1,12 +1,13 @@
 //! The launcher of `gemm/gemm_gather.cuh`.
 
-use super::order::{self, TOGETHER_ROWS, TileOrder, UnitGrid};
-use super::shape::{GemmShape, TILE_ROWS, Warpgroups};
+use super::shape::TilingCost;
 use super::source::GemmEnds;
 use super::{GEMM_DESTINATIONS, Gemm, GemmArguments, GemmRows, GemmSpec, GemmTensors, refused};
 use crate::kernel::{CtaWaits, GemmEpilogue, GemmLayout, LinkCall};
 use crate::layout::{SharedLayout, shared_layout};
 use crate::{CudaError, Device, Stream};
+use counterpoint_tiles::gemm::{self as tiles, TOGETHER_ROWS, TileOrder, UnitGrid};
+use counterpoint_tiles::gemm::{GemmShape, TILE_ROWS, Warpgroups};
 
 /// A product whose first operand's rows are dealt to ranks, each of which sends its own to all others.
 #[derive(Clone, Debug, PartialEq)]
@@ -224,7 +225,7 @@ impl GemmGather {
         let mut product = spec.product.clone();
         product.sources = spec.sources();
         product.order = spec.order(&shape);
-        let units = order::units(&product.order, &shape, product.m, product.n).map_err(refused)?;
+        let units = tiles::units(&product.order, &shape, product.m, product.n).map_err(refused)?;
         let gemm = Gemm::with_units(stream, &product, shape, GemmEnds::RowsOfRanks, units, Vec::new())?;
         Ok(Self { gemm, spec: spec.clone() })
     }

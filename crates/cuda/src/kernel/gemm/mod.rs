@@ -2,7 +2,6 @@
 
 mod gather;
 mod library;
-mod order;
 mod reduce;
 mod rows;
 mod runner;
@@ -12,21 +11,17 @@ mod spec;
 
 use std::ops::Range;
 
+use counterpoint_tiles::gemm::{self as tiles, GemmUnit, TILE_ROWS};
+pub use counterpoint_tiles::gemm::{GemmLayout, GemmShape, TileOrder, TilePair, Warpgroups};
 pub use gather::{GemmGather, GemmGatherSpec, GemmGatherTensors};
 pub use library::{GemmLibrary, LibraryGemm};
-use order::GemmUnit;
-pub use order::TileOrder;
 pub use reduce::{GemmReduce, GemmReduceSpec, GemmReduceTensors, SumsGoTo};
 pub use rows::GemmRows;
 use rows::{Destination, GemmTerm, GemmTile, RowTile};
 pub use runner::GemmRunner;
-use shape::TILE_ROWS;
-pub use shape::{GemmShape, TilePair, Warpgroups};
 pub(super) use source::specialisations;
 use source::{GemmChoice, GemmEnds};
-pub use spec::{
-    GEMM_DESTINATIONS, GEMM_SOURCES, GemmEpilogue, GemmGrid, GemmLayout, GemmSignals, GemmSpec, GemmTensors,
-};
+pub use spec::{GEMM_DESTINATIONS, GEMM_SOURCES, GemmEpilogue, GemmGrid, GemmSignals, GemmSpec, GemmTensors};
 
 use super::{CtaWaits, Scalar, WaitLimit};
 use crate::layout::{SharedLayout, shared_layout};
@@ -155,11 +150,11 @@ impl Gemm {
             return Err(refused(format!("{shape:?} is not a shape of this product")));
         }
         let rows = spec.tiled_rows();
-        let mut unit_list = order::units(&spec.order, &shape, rows, spec.n).map_err(refused)?;
+        let mut unit_list = tiles::units(&spec.order, &shape, rows, spec.n).map_err(refused)?;
         let signals = match &spec.signals {
             GemmSignals::None => Vec::new(),
             GemmSignals::Device { sizes } | GemmSignals::System { sizes } => {
-                order::group(&mut unit_list, sizes, &shape, rows, spec.n).map_err(refused)?
+                tiles::group(&mut unit_list, sizes, &shape, rows, spec.n).map_err(refused)?
             }
             GemmSignals::Shares => Self::signals_of_shares(spec, shape, &unit_list),
         };

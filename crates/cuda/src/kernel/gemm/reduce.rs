@@ -1,12 +1,13 @@
 //! The launcher of `gemm/gemm_reduce.cuh`.
 
-use super::order::{self, GemmUnit, TileOrder, UnitGrid};
-use super::shape::{GemmShape, TILE_ROWS, TilePair, Warpgroups};
+use super::shape::TilingCost;
 use super::source::GemmEnds;
 use super::{GEMM_DESTINATIONS, Gemm, GemmArguments, GemmSpec, GemmTensors, STORED_ROWS, refused};
 use crate::kernel::{CtaWaits, GemmEpilogue, GemmLayout, LinkCall};
 use crate::layout::{SharedLayout, shared_layout};
 use crate::{CudaError, Device, Stream};
+use counterpoint_tiles::gemm::{self as tiles, GemmUnit, TileOrder, UnitGrid};
+use counterpoint_tiles::gemm::{GemmShape, TILE_ROWS, TilePair, Warpgroups};
 
 /// A product whose rows are summed over ranks, each of which keeps, or spreads, the sums of its own.
 #[derive(Clone, Debug, PartialEq)]
@@ -217,7 +218,7 @@ impl GemmReduce {
                 }
             }
         };
-        let mut units = order::units(&product.order, &shape, product.m, product.n).map_err(refused)?;
+        let mut units = tiles::units(&product.order, &shape, product.m, product.n).map_err(refused)?;
         number_in_shards(&mut units, &shape, &product, spec.shards());
         let gemm = Gemm::with_units(stream, &product, shape, GemmEnds::SumOverRanks, units, Vec::new())?;
         Ok(Self { gemm, spec: spec.clone() })
@@ -411,7 +412,7 @@ mod tests {
             let product = &spec(m, n, ranks).product;
             let numbered = |first: usize| {
                 let order = TileOrder::Shards { shards: ranks, first };
-                let mut units = order::units(&order, &shape, m, n).unwrap();
+                let mut units = tiles::units(&order, &shape, m, n).unwrap();
                 number_in_shards(&mut units, &shape, product, ranks);
                 units.sort_by_key(|unit| (unit.row_tile, unit.column_tile));
                 units

@@ -2,9 +2,9 @@
 
 use bytemuck::NoUninit;
 
-use super::order::GemmUnit;
-use super::shape::{BLOCK, GemmShape, TILE_ROWS, TilePair};
 use super::{GEMM_DESTINATIONS, GEMM_SOURCES, GemmLayout, GemmSpec};
+use counterpoint_tiles::gemm::GemmUnit;
+use counterpoint_tiles::gemm::{BLOCK, GemmShape, TILE_ROWS, TilePair};
 
 /// Some rows of one of the tensors that A is put together from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,140 +1,34 @@
-//! How a GEMM is tiled: tile size, cooperative or ping-pong warpgroups, split-k, chosen by an estimate of the time.
+//! How long a GEMM takes that is tiled in some way, as it is estimated, and what is chosen.
 
-use std::collections::BTreeSet;
+use counterpoint_tiles::gemm::{BLOCK, GemmLayout, GemmShape, TILE_ROWS, TilePair, UnitGrid, Warpgroups};
 
-use super::order::UnitGrid;
-use super::{GemmGrid, GemmLayout, GemmSpec};
+use super::{GemmGrid, GemmSpec};
 use crate::kernel::Scalar;
 
-/// Rows of a tile (`kGemmTileM`).
-pub(super) const TILE_ROWS: usize = 128;
-/// Terms of a block (`kGemmBlockK`).
-pub(super) const BLOCK: usize = 64;
-
-/// Where the second tile of a unit lies, and so which operand its CTAs share.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum TilePair {
-    /// Below the first: B is shared.
-    Rows,
-    /// Beside it: A is shared.
-    Columns,
-}
-
-/// How the two warpgroups of a CTA that multiply share its tiles, in CUTLASS's terms.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Warpgroups {
-    /// Each has 64 rows of every tile.
-    Cooperative,
-    /// They take tiles in turn, so that one's storing is hidden by the other's products.
-    Pingpong,
-}
-
-impl Warpgroups {
-    /// Columns of the tiles that there are kernels for. One warpgroup's registers hold the sums of 192 columns of 128 rows.
-    pub(super) const fn columns(self) -> &'static [u32] {
-        match self {
-            Self::Cooperative => &[64, 80, 128, 160, 192, 224, 256],
-            Self::Pingpong => &[128, 160, 176, 192],
-        }
-    }
-}
-
-/// How a product is cut up: tiles of 128 rows, two to a unit, and each unit's k into parts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct GemmShape {
-    /// Columns of a tile.
-    pub columns: u32,
-    /// Where the second tile of a unit lies.
-    pub pair: TilePair,
-    /// Who computes a tile; both together where k is in parts.
-    pub warpgroups: Warpgroups,
-    /// Parts of k, which the CTAs of a cluster compute at the same time and sum in their order.
-    pub splits: u32,
-    /// Or 2 parts of k, which the same CTAs compute one after the other: 1 where there are several of the above.
-    pub turns: u32,
-    /// Or 2 parts of k, the first of which one pair of CTAs hands over to another through memory: 1 where there are several of the above.
-    pub hands: u32,
-}
-
-impl GemmShape {
-    pub(super) const THREADS: u32 = 384;
-
-    /// All of k at once, each tile by both warpgroups.
-    pub(super) const fn whole(columns: u32, pair: TilePair) -> Self {
-        Self { columns, pair, warpgroups: Warpgroups::Cooperative, splits: 1, turns: 1, hands: 1 }
-    }
-
-    /// Bytes of a block of k. Where B lies along n, whole chunks of 64 columns are loaded.
-    const fn stage_bytes(columns: u32, layout: GemmLayout) -> u32 {
-        let loaded = match layout {
-            GemmLayout::Nt => columns,
-            GemmLayout::Nn | GemmLayout::Tn => columns.next_multiple_of(64),
-        };
-        (TILE_ROWS as u32 + loaded) * 128
-    }
-
-    /// What of `GemmShared` is no block of k: results on their way, records and barriers, and what aligning it to 1024 bytes may take.
-    const BESIDE_STAGES: u32 = (32 << 10) + 1024 + 1024;
-
-    /// Blocks of k on their way at once: as many as shared memory holds. From a load to its bytes pass 1300 cycles and more, in which the
-    /// tensor cores work through two blocks of 160 columns.
-    pub(super) const fn stages(columns: u32, layout: GemmLayout) -> u32 {
-        /// What a CTA may have.
-        const SHARED_BYTES: u32 = 232_448;
-        (SHARED_BYTES - Self::BESIDE_STAGES) / Self::stage_bytes(columns, layout)
-    }
-
-    /// Dynamic shared memory of a CTA.
-    pub(super) const fn shared_bytes(columns: u32, layout: GemmLayout) -> u32 {
-        Self::stages(columns, layout) * Self::stage_bytes(columns, layout) + Self::BESIDE_STAGES
-    }
-
-    /// Whether there are kernels that hand parts of k over: wider tiles have no registers for it, and are for more rows.
-    pub(super) const fn hands_over(columns: u32, layout: GemmLayout) -> bool {
-        columns <= 192 && !matches!(layout, GemmLayout::Tn)
-    }
-
-    /// Whether there are kernels that sum tiles of so many columns over ranks: what is sent comes in chunks of 32 columns and more.
-    pub(super) const fn sums_over_ranks(columns: u32) -> bool {
-        columns.is_multiple_of(32)
-    }
-
-    /// Columns of elements that are stored at once (`kChunkColumns`).
-    pub(super) const fn chunk_columns(&self) -> u32 {
-        match self.columns % 64 {
-            0 => 64,
-            32 => 32,
-            _ => 16,
-        }
-    }
-
-    /// The same of f32 (`kWideColumns`).
-    pub(super) const fn wide_columns(&self) -> u32 {
-        if self.chunk_columns() < 32 { self.chunk_columns() } else { 32 }
-    }
-
-    /// Rows and columns of a unit.
-    pub const fn unit(&self) -> [usize; 2] {
-        match self.pair {
-            TilePair::Rows => [2 * TILE_ROWS, self.columns as usize],
-            TilePair::Columns => [TILE_ROWS, 2 * self.columns as usize],
-        }
-    }
-
-    /// Pieces of a tile that parts sum, in turn (`GemmParts::kPieces`).
-    const fn pieces(&self) -> u32 {
-        2 * self.columns / self.chunk_columns()
-    }
-
-    /// Warpgroups that store some of a tile, and tell of it: number `piece % 2` of part `piece % splits`.
-    pub(super) fn tellers(&self) -> u32 {
-        let all = (0..self.pieces()).map(|piece| [piece % 2, piece % self.splits.max(1)]);
-        all.collect::<BTreeSet<_>>().len() as u32
-    }
-
+/// Estimates of what a tiling takes.
+pub(super) trait TilingCost: Sized {
     /// Clusters that run at once on so many multiprocessors. These come in groups of up to 18, and a cluster lies in one of them: the
     /// numbers are those of an H200 with 132.
-    const fn clusters(&self, workers: u32) -> u32 {
+    fn clusters(self, workers: u32) -> u32;
+
+    /// Cycles of a multiprocessor for one block of a tile while all of them compute; 4 a column is what the matrix unit takes. Narrow
+    /// tiles wait for operands.
+    fn block_cycles(self, spec: &GemmSpec) -> f64;
+
+    /// What the end of each tile takes of its CTA's products, and that of the last one beyond that.
+    fn end_cycles(self, output: Scalar) -> (f64, f64);
+
+    /// Cycles of a multiprocessor for its part of a tile.
+    fn unit_cycles(self, spec: &GemmSpec) -> f64;
+
+    /// An estimate of the time that a product takes on `workers` multiprocessors, in their cycles. The constants here and above are fitted
+    /// to times of 84 products in up to 16 shapes each on three H200s: what is chosen takes 0.6 % longer than the fastest in the mean, 5 %
+    /// at most.
+    fn cost(self, spec: &GemmSpec, workers: u32) -> f64;
+}
+
+impl TilingCost for GemmShape {
+    fn clusters(self, workers: u32) -> u32 {
         match self.splits {
             0 | 1 => workers / 2,
             2 => workers * 30 / 132,
@@ -143,8 +37,6 @@ impl GemmShape {
         }
     }
 
-    /// Cycles of a multiprocessor for one block of a tile while all of them compute; 4 a column is what the matrix unit takes. Narrow
-    /// tiles wait for operands.
     fn block_cycles(self, spec: &GemmSpec) -> f64 {
         let along_k = spec.layout == GemmLayout::Nt;
         let below = match (self.warpgroups, self.columns) {
@@ -170,7 +62,6 @@ impl GemmShape {
         }
     }
 
-    /// What the end of each tile takes of its CTA's products, and that of the last one beyond that.
     fn end_cycles(self, output: Scalar) -> (f64, f64) {
         match self.warpgroups {
             // f32 are stored in twice as many chunks, each of which waits for room.
@@ -182,13 +73,7 @@ impl GemmShape {
         }
     }
 
-    /// Parts of k whose sums are added: what the bits of a result depend on.
-    pub const fn parts(&self) -> u32 {
-        self.splits * self.turns * self.hands
-    }
-
-    /// Cycles of a multiprocessor for its part of a tile.
-    pub(super) fn unit_cycles(self, spec: &GemmSpec) -> f64 {
+    fn unit_cycles(self, spec: &GemmSpec) -> f64 {
         /// Until parts know of each other, and bytes of theirs that a multiprocessor sends in a cycle.
         const MEET: f64 = 3800.0;
         const SENT: f64 = 9.7;
@@ -209,10 +94,7 @@ impl GemmShape {
         blocks * self.block_cycles(spec) + self.end_cycles(spec.output).0 + exchange
     }
 
-    /// An estimate of the time that a product takes on `workers` multiprocessors, in their cycles. The constants here and above are fitted
-    /// to times of 84 products in up to 16 shapes each on three H200s: what is chosen takes 0.6 % longer than the fastest in the mean, 5 %
-    /// at most.
-    pub(super) fn cost(self, spec: &GemmSpec, workers: u32) -> f64 {
+    fn cost(self, spec: &GemmSpec, workers: u32) -> f64 {
         /// Bytes from memory in a cycle, of all 132 multiprocessors, with the time until the first of them come.
         const MEMORY: f64 = 1400.0;
         /// From a load of B's to its bytes while all multiprocessors load.
@@ -310,7 +192,7 @@ mod tests {
     use std::collections::BTreeMap;
 
     use super::*;
-    use crate::kernel::{ElementType, GemmLayout};
+    use crate::kernel::ElementType;
 
     fn best(m: usize, n: usize, k: usize) -> GemmShape {
         shapes(&GemmSpec::new(m, n, k, GemmLayout::Nt, ElementType::Bf16), 132)[0]

@@ -1,9 +1,9 @@
 //! The instantiations of the Hopper GEMM: layouts, types, tiles and what becomes of results.
 
 use super::GemmLayout;
-use super::shape::{GemmShape, Warpgroups};
 use crate::kernel::{ElementType, MatrixUnit, Specialisation};
 use crate::{Arch, KernelSource};
+use counterpoint_tiles::gemm::{GemmShape, Warpgroups};
 
 /// What of the kernel is compiled. What a launch does with the product is no part of it: it costs nothing to choose that when
 /// the kernel runs.

@@ -2,55 +2,14 @@
 
 use std::sync::Arc;
 
-use super::order::TileOrder;
 use super::rows::{self, GemmRows};
 use crate::kernel::{ElementType, Scalar};
+use counterpoint_tiles::gemm::{GemmLayout, TileOrder};
 
 /// Tensors that A's rows may be put together from (`kGemmSources`).
 pub const GEMM_SOURCES: usize = 16;
 /// Stretches of rows in which D may lie (`kGemmDestinations`): a share, or those of its rows that are one piece of A.
 pub const GEMM_DESTINATIONS: usize = 8;
-
-/// How the operands of `D[m, n] = A B` lie in memory, row after row. The letters are those of BLAS: `n` as it is, `t` transposed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum GemmLayout {
-    /// A `[m, k]`, B `[n, k]`: a linear layer's forward.
-    Nt,
-    /// A `[m, k]`, B `[k, n]`: its gradient of the input.
-    Nn,
-    /// A `[k, m]`, B `[k, n]`: its gradient of the weight.
-    Tn,
-}
-
-impl GemmLayout {
-    /// All of them.
-    pub const ALL: [Self; 3] = [Self::Nt, Self::Nn, Self::Tn];
-
-    /// As it stands in kernels' names.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Nt => "nt",
-            Self::Nn => "nn",
-            Self::Tn => "tn",
-        }
-    }
-
-    /// Rows and columns of A in memory.
-    pub const fn a_dims(self, m: usize, k: usize) -> [usize; 2] {
-        match self {
-            Self::Nt | Self::Nn => [m, k],
-            Self::Tn => [k, m],
-        }
-    }
-
-    /// Rows and columns of B in memory.
-    pub const fn b_dims(self, n: usize, k: usize) -> [usize; 2] {
-        match self {
-            Self::Nt => [n, k],
-            Self::Nn | Self::Tn => [k, n],
-        }
-    }
-}
 
 /// What becomes of a product.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -164,7 +123,7 @@ impl GemmSpec {
 
     /// As [`GemmSpec::m`], with every stretch of rows filled up to whole tiles.
     pub(super) fn tiled_rows(&self) -> usize {
-        rows::tile_rows(self) * super::shape::TILE_ROWS
+        rows::tile_rows(self) * counterpoint_tiles::gemm::TILE_ROWS
     }
 
     /// Why no kernel takes it.

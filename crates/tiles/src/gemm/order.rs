@@ -49,40 +49,45 @@ pub enum TileOrder {
 
 /// The place of a unit's first tile in the grid of tiles, and its group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct GemmUnit {
-    pub(super) row_tile: u16,
-    pub(super) column_tile: u16,
-    pub(super) group: u32,
+pub struct GemmUnit {
+    /// Row of its first tile, in tiles.
+    pub row_tile: u16,
+    /// Column of its first tile, in tiles.
+    pub column_tile: u16,
+    /// Whose signal tells of it.
+    pub group: u32,
 }
 
 /// Rows and columns of units of a product.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct UnitGrid {
-    pub(super) rows: usize,
-    pub(super) columns: usize,
+pub struct UnitGrid {
+    /// Rows of units.
+    pub rows: usize,
+    /// Columns of units.
+    pub columns: usize,
 }
 
 impl UnitGrid {
-    pub(super) fn new(shape: &GemmShape, m: usize, n: usize) -> Self {
+    /// Of a product of `m` rows and `n` columns.
+    pub fn new(shape: &GemmShape, m: usize, n: usize) -> Self {
         let [rows, columns] = shape.unit();
         Self { rows: m.div_ceil(rows), columns: n.div_ceil(columns) }
     }
 
-    pub(super) fn count(self) -> usize {
+    /// Units.
+    pub fn count(self) -> usize {
         self.rows * self.columns
     }
 }
 
 /// Elements of D that are computed at the same time should be about a square: 66 units of 256 x 256 are 8 x 8 of them.
-pub(super) const TOGETHER_ROWS: usize = 2048;
+pub const TOGETHER_ROWS: usize = 2048;
 
-/// The units of a product in their order, or why there is no such order.
-pub(super) fn units(
-    order: &TileOrder,
-    shape: &GemmShape,
-    m: usize,
-    n: usize,
-) -> Result<Vec<GemmUnit>, String> {
+/// The units of a product in their order.
+///
+/// # Errors
+/// Why there is no such order.
+pub fn units(order: &TileOrder, shape: &GemmShape, m: usize, n: usize) -> Result<Vec<GemmUnit>, String> {
     let grid = UnitGrid::new(shape, m, n);
     let unit_rows = shape.unit()[0];
     let numbers: Vec<usize> = match order {
@@ -205,7 +210,10 @@ fn grouped(
 
 /// Gives units their groups, `sizes` units each in their order, and says how often each group's counter hears of a tile: once
 /// from each warpgroup that stores some of a tile that has elements.
-pub(super) fn group(
+///
+/// # Errors
+/// When the groups are not of all units.
+pub fn group(
     units: &mut [GemmUnit],
     sizes: &[u32],
     shape: &GemmShape,

@@ -1,0 +1,9 @@
+//! What each CTA of a matrix product does: tiles of D two to a unit, the parts of k, and the order in which units are begun.
+
+mod layout;
+mod order;
+mod shape;
+
+pub use layout::GemmLayout;
+pub use order::{GemmUnit, TOGETHER_ROWS, TileOrder, UnitGrid, group, units};
+pub use shape::{BLOCK, GemmShape, TILE_ROWS, TilePair, Warpgroups};
