@@ -1,5 +1,5 @@
-// RMSNorm of rows that come in pieces, with a residual in front of it (Zhang and Sennrich, arXiv 1910.07467): what undoes the order in
-// which groups of rows have travelled, in the pass that a transformer needs anyway.
+// RMSNorm of rows that come in pieces, where there is one with a residual in front of it (Zhang and Sennrich, arXiv 1910.07467): what
+// undoes the order in which groups of rows have travelled, in the pass that a transformer needs anyway.
 //
 // A block takes a row at a time. What is normalised is the sum as it is stored, so the bits are those of two operations.
 #pragma once
@@ -16,8 +16,8 @@ constexpr u32 kRmsNormThreads = 512;
 struct RmsNormArguments {
   const RowPiece* pieces;  // one after the other
   u64 residual;                // [rows, columns], or 0
-  u64 sum;                     // likewise: rows and residual together
-  u64 weight;                  // [columns]
+  u64 sum;                     // [rows, columns]: what is normalised, rows and residual together
+  u64 weight;                  // [columns], or 0 for ones
   u64 out;                     // [rows, columns]
   u32 piece_count;
   u32 rows;
@@ -78,7 +78,7 @@ __device__ __forceinline__ void rms_norm(const RowSources& sources, const RmsNor
         if (column >= columns) continue;
         x[i] = load_pack<T, kPack>(from + column);
         if (residual != nullptr) added[i] = load_pack<T, kPack>(residual + begin + column);
-        if (span == 0) weights[i] = load_pack<T, kPack>(weight + column);
+        if (span == 0 && weight != nullptr) weights[i] = load_pack<T, kPack>(weight + column);
       }
 #pragma unroll
       for (u32 i = 0; i < kKept; ++i) {
@@ -87,8 +87,8 @@ __device__ __forceinline__ void rms_norm(const RowSources& sources, const RmsNor
         if (residual != nullptr) {
 #pragma unroll
           for (u32 e = 0; e < kPack; ++e) x[i].at[e] = narrow<T>(widen(x[i].at[e]) + widen(added[i].at[e]));
-          store_pack(sums + begin + column, x[i]);
         }
+        store_pack(sums + begin + column, x[i]);
 #pragma unroll
         for (u32 e = 0; e < kPack; ++e) squares += widen(x[i].at[e]) * widen(x[i].at[e]);
       }
@@ -98,17 +98,21 @@ __device__ __forceinline__ void rms_norm(const RowSources& sources, const RmsNor
     const auto store = [&](u32 column, const Pack<T, kPack>& summed, const Pack<T, kPack>& w) {
       Pack<T, kPack> y;
 #pragma unroll
-      for (u32 e = 0; e < kPack; ++e) y.at[e] = narrow<T>(widen(summed.at[e]) * scale * widen(w.at[e]));
+      for (u32 e = 0; e < kPack; ++e) {
+        const float normalised = widen(summed.at[e]) * scale;
+        y.at[e] = narrow<T>(weight != nullptr ? normalised * widen(w.at[e]) : normalised);
+      }
       store_pack(out + begin + column, y);
     };
 #pragma unroll
     for (u32 i = 0; i < kKept; ++i) {
       if (first + i * kStep < columns) store(first + i * kStep, x[i], weights[i]);
     }
-    // What did not fit, which each thread has read or written before, so that it is in the nearest cache.
-    const T* summed = residual != nullptr ? sums + begin : from;
+    // What did not fit, which each thread has written before, so that it is in the nearest cache.
     for (u32 column = kKept * kStep + first; column < columns; column += kStep) {
-      store(column, load_pack<T, kPack>(summed + column), load_pack<T, kPack>(weight + column));
+      Pack<T, kPack> w;
+      if (weight != nullptr) w = load_pack<T, kPack>(weight + column);
+      store(column, load_pack<T, kPack>(sums + begin + column), w);
     }
   }
 }

@@ -14,6 +14,7 @@ mod draw;
 mod experts;
 mod linear;
 mod normalised;
+mod rms_norm;
 pub mod selftest;
 
 pub use attention::{
@@ -26,3 +27,4 @@ pub use draw::Draw;
 pub use experts::check_experts;
 pub use linear::{LinearSample, check_linear, check_linear_part, half_unit};
 pub use normalised::{NormalisedInputs, NormalisedReference, reference_normalised};
+pub use rms_norm::{NormGradients, NormalisedRows, check_rms_norm, check_rms_norm_backward};

@@ -16,7 +16,7 @@ use counterpoint_cuda::{CudaError, Device, EngineUse, TransportKind};
 use counterpoint_exec::{Machine, TcpLoopback};
 use counterpoint_reference::selftest::{
     CpuSubject, Extent, SelfCheck, Share, Subject, selftest_attention, selftest_collectives,
-    selftest_experts, selftest_linear,
+    selftest_experts, selftest_linear, selftest_rms_norm,
 };
 
 use super::cannot_begin::CannotBegin;
@@ -143,8 +143,8 @@ impl Examiner {
         match group {
             Group::Cpu => Ok(self.attention(&CpuSubject, on_cpu)),
             Group::CpuLinear => {
-                let mut checks = selftest_linear(&CpuSubject, on_cpu, share, 4, |check, _| self.heard(check));
-                checks.extend(selftest_experts(&CpuSubject, on_cpu, share, 4, |check, _| self.heard(check)));
+                let mut checks = self.linear(&CpuSubject, on_cpu, 4);
+                checks.extend(self.rms_norm(&CpuSubject, on_cpu));
                 Ok(checks)
             }
             Group::Tcp => self.collectives(&TcpLoopback::default(), on_cpu, 8),
@@ -157,6 +157,7 @@ impl Examiner {
             Group::PortableAttention => Ok(self.attention(&portable()?, extent)),
             Group::LongSequence => Ok(selftest_long(CudaSubject::open()?.machine())),
             Group::Collectives => self.collectives(CudaSubject::open()?.machine(), extent, 4),
+            Group::RmsNorm => Ok(self.rms_norm(&CudaSubject::open()?, extent)),
             Group::Gemm => {
                 Ok(selftest_gemm(CudaSubject::open()?.gpu(), extent, share, |check, _| self.heard(check))?)
             }
@@ -256,12 +257,16 @@ impl Examiner {
         self.collectives(subject.machine(), self.extent, most)
     }
 
-    fn linear(&self, subject: &CudaSubject, extent: Extent, most_ranks: usize) -> Vec<SelfCheck> {
+    fn linear(&self, subject: &dyn Subject, extent: Extent, most_ranks: usize) -> Vec<SelfCheck> {
         let mut checks =
             selftest_linear(subject, extent, self.share, most_ranks, |check, _| self.heard(check));
         checks
             .extend(selftest_experts(subject, extent, self.share, most_ranks, |check, _| self.heard(check)));
         checks
+    }
+
+    fn rms_norm(&self, subject: &dyn Subject, extent: Extent) -> Vec<SelfCheck> {
+        selftest_rms_norm(subject, extent, self.share, |check, _| self.heard(check))
     }
 
     /// As [`Examiner::collectives_over`].

@@ -17,6 +17,7 @@ pub(crate) enum Group {
     PortableAttention,
     LongSequence,
     Collectives,
+    RmsNorm,
     Gemm,
     Linear,
     LibraryLinear,
@@ -63,7 +64,7 @@ pub(crate) enum Group {
 }
 
 impl Group {
-    pub(crate) const ALL: [Self; 55] = [
+    pub(crate) const ALL: [Self; 56] = [
         Self::Cpu,
         Self::CpuLinear,
         Self::Tcp,
@@ -76,6 +77,7 @@ impl Group {
         Self::PortableAttention,
         Self::LongSequence,
         Self::Collectives,
+        Self::RmsNorm,
         Self::Gemm,
         Self::Linear,
         Self::LibraryLinear,
@@ -136,6 +138,7 @@ impl Group {
             Self::PortableAttention => "portable attention",
             Self::LongSequence => "long sequence",
             Self::Collectives => "collectives",
+            Self::RmsNorm => "rms-norm",
             Self::Gemm => "gemm",
             Self::Linear => "linear layers",
             Self::LibraryLinear => "linear layers with cuBLASLt",

@@ -178,6 +178,7 @@ fn on_gpus(machine: Machine, extent: Extent, parts: &mut Vec<Part>) {
     add(&[G::Linear, G::Gemm], any, When::Compiled, shares, hopper);
     add(&[G::LibraryLinear], any, When::Compiled, 1, hopper);
     add(&[G::Guard, G::Collectives, G::Graphs], any, When::Compiled, 1, true);
+    add(&[G::RmsNorm], any, When::Compiled, 1, true);
     add(&[G::Callers], any, When::Compiled, 1, true);
     add(&[G::NvlinkLinear, G::CopyEngineLinear], everywhere, When::Compiled, 2, several && hopper);
     add(&[G::NvlinkCollectives, G::SharedCollectives], everywhere, When::Compiled, 1, several);

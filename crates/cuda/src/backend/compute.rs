@@ -9,7 +9,7 @@ use super::attention::Forward;
 use super::attention_backward::{Backward, Delta};
 use super::attention_finish::{Finish, Placing};
 use super::linear::{BiasGradient, Product};
-use super::norm::{self, Normalisation};
+use super::norm::{Normalisation, NormalisationGradients};
 use super::user_kernel::UserWork;
 use super::waves::Waves;
 use super::{CudaBackend, CudaBuffer, CudaSignal};
@@ -34,6 +34,7 @@ enum Work {
         dst: BufferId,
     },
     Normalisation(Box<Normalisation>),
+    NormalisationGradients(Box<NormalisationGradients>),
     User(Box<UserWork>),
     Cast {
         cast: Cast,
@@ -80,7 +81,9 @@ impl CudaKernel {
             Op::ColumnMax(op) => Work::Largest { kernel: prepare.column_max(op)?, src: op.src, dst: op.dst },
             Op::UserKernel(op) => Work::User(Box::new(UserWork::new(&prepare, op)?)),
             Op::RmsNorm(op) => Work::Normalisation(Box::new(Normalisation::new(&prepare, op)?)),
-            Op::RmsNormBackward(_) => return Err(prepare.error(norm::backward_refusal())),
+            Op::RmsNormBackward(op) => {
+                Work::NormalisationGradients(Box::new(NormalisationGradients::new(&prepare, op)?))
+            }
             Op::Cast { src, dst } if prepare.spec(*src).dtype == prepare.spec(*dst).dtype => {
                 Work::Concat { srcs: vec![*src], dst: *dst }
             }
@@ -125,6 +128,7 @@ impl CudaKernel {
                 unsafe { kernel.launch(stream, src, dst) }
             }
             Work::Normalisation(work) => work.launch(stream, buffers),
+            Work::NormalisationGradients(work) => work.launch(stream, buffers),
             Work::User(work) => work.launch(stream, buffers, signals),
             Work::Cast { cast, src, dst } => {
                 let (src, dst) = (&buffers[src.0], &buffers[dst.0]);

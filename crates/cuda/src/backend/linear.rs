@@ -161,7 +161,7 @@ impl BiasGradient {
         let spec = ColumnSumSpec {
             rows,
             columns: prepare.spec(op.dst).shape[0],
-            element: prepare.element(op.src[0].buffer)?,
+            element: prepare.element(op.src[0].buffer)?.scalar(),
             result: prepare.scalar(op.dst)?,
             adds: op.accumulate == Accumulate::Continue,
             sm_margin: prepare.sm_margin(),

@@ -1,4 +1,4 @@
-//! Normalisation of rows: from rows of a Program's buffers to tensors of a launcher.
+//! Normalisation of rows and its gradients: from rows of a Program's buffers to tensors of a launcher.
 
 use counterpoint_exec::ExecError;
 use counterpoint_schedule::{self as schedule, BufferId};
@@ -6,47 +6,29 @@ use counterpoint_schedule::{self as schedule, BufferId};
 use super::CudaBuffer;
 use super::compute::Prepare;
 use super::matrix_rows::tensors_of;
-use crate::kernel::{RmsNorm, RmsNormSpec, RmsNormTensors};
+use crate::kernel::{
+    RmsNorm, RmsNormBackward, RmsNormBackwardSpec, RmsNormBackwardTensors, RmsNormSpec, RmsNormTensors,
+};
 use crate::{CudaError, Stream};
 
 /// RMSNorm of rows that come in pieces.
 pub(super) struct Normalisation {
     kernel: RmsNorm,
     src: Vec<BufferId>,
-    residual: BufferId,
-    sum: BufferId,
-    weight: BufferId,
-    out: BufferId,
-}
-
-/// What no kernel here does, and what to do instead.
-fn refusal(op: &schedule::RmsNorm) -> String {
-    let without = if op.residual.is_none() { "a residual" } else { "a weight" };
-    let instead = if op.residual.is_none() { "a residual of zeros" } else { "a weight of ones" };
-    format!(
-        "on GPUs RMSNorm behind a layer has no kernel without {without}; give it {instead}, or use CPU ranks"
-    )
-}
-
-/// Likewise of its gradients.
-pub(super) fn backward_refusal() -> String {
-    "on GPUs RMSNorm behind a layer has no kernel for its gradients; make the layer for its forward alone, or use CPU ranks".to_owned()
+    op: schedule::RmsNorm,
 }
 
 impl Normalisation {
     pub(super) fn new(prepare: &Prepare<'_>, op: &schedule::RmsNorm) -> Result<Self, ExecError> {
-        let (Some(residual), Some(weight)) = (op.residual, op.weight) else {
-            return Err(prepare.error(refusal(op)));
-        };
         let (src, rows) = tensors_of(&op.src);
         let spec = RmsNormSpec {
             rows,
-            columns: prepare.spec(weight).shape[0],
+            columns: prepare.spec(op.out).row_elements(),
             element: prepare.element(op.out)?,
             epsilon: op.epsilon as f32,
         };
         let kernel = RmsNorm::new(prepare.setup(), &spec).map_err(|error| prepare.device_error(error))?;
-        Ok(Self { kernel, src, residual, sum: op.sum, weight, out: op.out })
+        Ok(Self { kernel, src, op: op.clone() })
     }
 
     pub(super) fn launch(&self, stream: &Stream, buffers: &[CudaBuffer]) -> Result<(), CudaError> {
@@ -54,9 +36,10 @@ impl Normalisation {
         let src: Vec<u64> = self.src.iter().map(|id| address(*id)).collect();
         let tensors = RmsNormTensors {
             src: &src,
-            residual: Some((address(self.residual), address(self.sum))),
-            weight: address(self.weight),
-            out: address(self.out),
+            residual: self.op.residual.map(address),
+            sum: address(self.op.sum),
+            weight: self.op.weight.map(address),
+            out: address(self.op.out),
         };
         // SAFETY: `check_operands` has compared all shapes and types; buffers live as long as what is enqueued; the Program orders
         // who else uses them.
@@ -64,23 +47,42 @@ impl Normalisation {
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
+/// The gradients of RMSNorm.
+pub(super) struct NormalisationGradients {
+    /// None where there are no rows.
+    kernel: Option<RmsNormBackward>,
+    op: schedule::RmsNormBackward,
+}
 
-    #[test]
-    fn what_has_no_kernel_says_what_to_do() {
-        let op = schedule::RmsNorm {
-            src: Vec::new(),
-            residual: None,
-            sum: BufferId(0),
-            weight: Some(BufferId(1)),
-            epsilon: 1e-5,
-            out: BufferId(2),
+impl NormalisationGradients {
+    pub(super) fn new(prepare: &Prepare<'_>, op: &schedule::RmsNormBackward) -> Result<Self, ExecError> {
+        let sum = prepare.spec(op.sum);
+        let spec = RmsNormBackwardSpec {
+            rows: sum.shape[0],
+            columns: sum.row_elements(),
+            element: prepare.element(op.sum)?,
+            epsilon: op.epsilon as f32,
+            has_weight: op.weight.is_some(),
         };
-        assert!(refusal(&op).contains("without a residual; give it a residual of zeros"));
-        let weightless = schedule::RmsNorm { residual: Some(BufferId(3)), weight: None, ..op };
-        assert!(refusal(&weightless).contains("without a weight; give it a weight of ones"));
-        assert!(backward_refusal().contains("its forward alone"));
+        let kernel = (spec.rows > 0).then(|| RmsNormBackward::new(prepare.setup(), &spec));
+        let kernel = kernel.transpose().map_err(|error| prepare.device_error(error))?;
+        Ok(Self { kernel, op: op.clone() })
+    }
+
+    pub(super) fn launch(&self, stream: &Stream, buffers: &[CudaBuffer]) -> Result<(), CudaError> {
+        let (op, address) = (&self.op, |id: BufferId| buffers[id.0].address());
+        let Some(kernel) = &self.kernel else {
+            // A sum over no rows.
+            return op.weight.map_or(Ok(()), |(_, dweight)| buffers[dweight.0].memory().fill(stream, 0));
+        };
+        let tensors = RmsNormBackwardTensors {
+            dout: address(op.dout),
+            sum: address(op.sum),
+            weight: op.weight.map(|(weight, dweight)| (address(weight), address(dweight))),
+            dsum: op.dsum.map(address),
+            dh: address(op.dh),
+        };
+        // SAFETY: as above.
+        unsafe { kernel.launch(stream, &tensors) }
     }
 }

@@ -1,4 +1,4 @@
-//! The launcher of `column_sum.cuh`: gradients of biases, with the same bits whatever SMs they run on.
+//! The launcher of `column_sum.cuh`: gradients of biases, and partial sums of other gradients, with the same bits whatever SMs they run on.
 
 use super::row_pieces::{PACK, RowPieces, pack_of};
 use super::{ElementType, GemmRows, MatrixUnit, Scalar, Specialisation};
@@ -21,7 +21,7 @@ pub struct ColumnSumSpec {
     /// Its columns.
     pub columns: usize,
     /// Its elements.
-    pub element: ElementType,
+    pub element: Scalar,
     /// Elements of the sums: that type, or f32.
     pub result: Scalar,
     /// Whether sums are added to what is there.
@@ -111,7 +111,7 @@ impl ColumnSum {
 
 #[derive(Clone, Copy)]
 struct Choice {
-    element: ElementType,
+    element: Scalar,
     result: Scalar,
     pack: usize,
 }
@@ -119,7 +119,6 @@ struct Choice {
 impl Choice {
     fn source(self, arch: Arch) -> KernelSource {
         let Self { element, result, pack } = self;
-        let element = element.scalar();
         let name = format!("column_sum_{}_{}_{pack}", element.name(), result.name());
         KernelSource::new(&name, arch)
             .line("#include \"column_sum.cuh\"")
@@ -141,16 +140,15 @@ impl Choice {
 
 /// Every kernel that [`ColumnSum`] may ask for.
 pub(super) fn specialisations(arch: Arch) -> Vec<Specialisation> {
-    let mut all = Vec::new();
-    for element in ElementType::ALL {
-        for result in [element.scalar(), Scalar::F32] {
-            for pack in [1, PACK] {
-                let source = Choice { element, result, pack }.source(arch);
-                all.push(Specialisation { source, matrix_unit: MatrixUnit::None, register_limit: 64 });
-            }
-        }
-    }
-    all
+    let narrow = ElementType::ALL.map(ElementType::scalar);
+    let pairs = narrow.into_iter().flat_map(|element| [(element, element), (element, Scalar::F32)]);
+    let pairs = pairs.chain([(Scalar::F32, Scalar::F32)]);
+    let all = pairs.flat_map(|(element, result)| [1, PACK].map(|pack| Choice { element, result, pack }));
+    let kernel = |choice: Choice| {
+        let source = choice.source(arch);
+        Specialisation { source, matrix_unit: MatrixUnit::None, register_limit: 64 }
+    };
+    all.map(kernel).collect()
 }
 
 /// Types that the kernel shares.

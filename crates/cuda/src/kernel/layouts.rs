@@ -39,6 +39,7 @@ pub fn shared_layouts() -> Vec<SharedLayout> {
         super::portable_backward_query::layouts(),
         super::portable_forward::layouts(),
         super::rms_norm::layouts(),
+        super::rms_norm_backward::layouts(),
         super::row_pieces::layouts(),
         super::row_check::layouts(),
         super::row_copy::layouts(),

@@ -1,4 +1,4 @@
-//! The launcher of `rms_norm.cuh`: RMSNorm with a residual, behind a row-parallel layer.
+//! The launcher of `rms_norm.cuh`: RMSNorm of rows in pieces, with or without a residual and a weight, behind a row-parallel layer.
 
 use super::row_pieces::{PACK, RowPieces, pack_of};
 use super::{ElementType, GemmRows, MatrixUnit, Specialisation, blocks_of};
@@ -27,10 +27,12 @@ pub struct RmsNormSpec {
 pub struct RmsNormTensors<'a> {
     /// Those that the rows are of.
     pub src: &'a [u64],
-    /// Residual and its sum with the rows, `[rows, columns]` each.
-    pub residual: Option<(u64, u64)>,
-    /// `[columns]`.
-    pub weight: u64,
+    /// What is added to the rows, `[rows, columns]`.
+    pub residual: Option<u64>,
+    /// Where what is normalised goes, the rows or their sum with the residual, `[rows, columns]`.
+    pub sum: u64,
+    /// `[columns]`; without one it is 1.
+    pub weight: Option<u64>,
     /// `[rows, columns]`.
     pub out: u64,
 }
@@ -91,12 +93,11 @@ impl RmsNorm {
         if self.pieces.rows == 0 {
             return Ok(());
         }
-        let (residual, sum) = tensors.residual.unwrap_or((0, 0));
         let arguments = RmsNormArguments {
             pieces: self.pieces.address(),
-            residual,
-            sum,
-            weight: tensors.weight,
+            residual: tensors.residual.unwrap_or(0),
+            sum: tensors.sum,
+            weight: tensors.weight.unwrap_or(0),
             out: tensors.out,
             piece_count: self.pieces.count,
             rows: self.pieces.rows,

@@ -3,8 +3,9 @@
 use super::{
     attention_backward, attention_delta, attention_finish, attention_forward, attention_merge, bit_check,
     cast, column_max, column_sum, foreign_meeting, gemm, head_resize, link_copy, link_litmus, link_reduce,
-    portable_backward, portable_backward_query, portable_forward, random_fill, rms_norm, row_check, row_copy,
-    row_merge, row_reduce, signal_litmus, signal_wait, staged_reduce, start_hold, start_litmus,
+    portable_backward, portable_backward_query, portable_forward, random_fill, rms_norm, rms_norm_backward,
+    row_check, row_copy, row_merge, row_reduce, signal_litmus, signal_wait, staged_reduce, start_hold,
+    start_litmus,
 };
 use crate::{Arch, KernelSource};
 
@@ -45,6 +46,7 @@ pub fn specialisations() -> Vec<Specialisation> {
             head_resize::specialisations(arch),
             random_fill::specialisations(arch),
             rms_norm::specialisations(arch),
+            rms_norm_backward::specialisations(arch),
             row_check::specialisations(arch),
             row_copy::specialisations(arch),
             row_merge::specialisations(arch),

@@ -21,8 +21,6 @@ use crate::{Backend, ExecError, Group, HostTensor, Machine, Prepared};
 /// residual and their gradients. Calls by [`LinearLayer::enqueue`] name `residual`, `norm_weight`, `sum`, `dsum`, `dresidual` and
 /// `dnorm_weight` too.
 ///
-/// On GPUs the forward alone runs, with a residual and a weight.
-///
 /// ```
 /// use counterpoint_exec::{
 ///     Group, HostTensor, LinearOptions, LinearTensor, RowParallelLinearRmsNorm, WorldConfig,
@@ -94,7 +92,7 @@ impl<M: Machine> RowParallelLinearRmsNorm<M> {
     ///
     /// # Errors
     /// As [`LinearLayer::with_passes`]; [`ExecError::Tensor`] for column-parallel layers, gradients of the weight that are deferred, and an
-    /// epsilon that is negative or no number; [`ExecError::Program`] on GPUs, which have no kernel for the gradients of the norm.
+    /// epsilon that is negative or no number.
     pub fn with_passes(
         group: &Group<M>,
         passes: PlannedPasses,
@@ -118,7 +116,7 @@ impl<M: Machine> RowParallelLinearRmsNorm<M> {
     /// The same without a backward.
     ///
     /// # Errors
-    /// As [`RowParallelLinearRmsNorm::with_passes`]; [`ExecError::Program`] on GPUs without a residual or a weight.
+    /// As [`RowParallelLinearRmsNorm::with_passes`].
     pub fn forward_only(
         group: &Group<M>,
         plan: LinearPlan,

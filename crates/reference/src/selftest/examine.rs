@@ -440,6 +440,14 @@ mod tests {
         ) -> Result<counterpoint_exec::ExpertOutputs, SubjectError> {
             Err(self.0.clone())
         }
+
+        fn run_alone(
+            &self,
+            _: &counterpoint_schedule::Program,
+            _: &[&HostTensor],
+        ) -> Result<Vec<HostTensor>, SubjectError> {
+            Err(self.0.clone())
+        }
     }
 
     #[test]

@@ -10,6 +10,7 @@ mod experts;
 mod linear;
 mod pattern;
 mod random_mask;
+mod rms_norm;
 mod share;
 mod soak;
 #[cfg(test)]
@@ -21,6 +22,7 @@ pub use collectives::selftest_collectives;
 pub use examine::{SelfCheck, selftest_attention, unlike_elements};
 pub use experts::selftest_experts;
 pub use linear::selftest_linear;
+pub use rms_norm::selftest_rms_norm;
 pub use share::Share;
 pub use soak::Soak;
-pub use subject::{CpuSubject, Subject, SubjectError};
+pub use subject::{CpuSubject, Subject, SubjectError, run_alone};

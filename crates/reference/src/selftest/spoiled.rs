@@ -8,6 +8,7 @@ use counterpoint_exec::{
     LinearConfig, LinearInputs, LinearOutputs, Pass, RunConfig, WorldConfig,
 };
 use counterpoint_plan::{AttentionSpec, DType, LinearPlan, Plan, Routing};
+use counterpoint_schedule::Program;
 
 use super::{CpuSubject, Subject, SubjectError};
 
@@ -74,6 +75,10 @@ impl<A: Fn(&mut AttentionOutputs, usize), L: Fn(&mut LinearOutputs, usize)> Subj
         config: WorldConfig,
     ) -> Result<ExpertOutputs, SubjectError> {
         CpuSubject.run_experts(options, routing, inputs, config)
+    }
+
+    fn run_alone(&self, program: &Program, inputs: &[&HostTensor]) -> Result<Vec<HostTensor>, SubjectError> {
+        CpuSubject.run_alone(program, inputs)
     }
 }
 

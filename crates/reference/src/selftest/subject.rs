@@ -1,14 +1,15 @@
 //! The trait of devices that the selftest examines, and the CPU as one.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use counterpoint_exec::{
-    AttentionInputs, AttentionOutputs, CpuMachine, ExecError, ExpertInputs, ExpertOptions, ExpertOutputs,
-    LinearConfig, LinearInputs, LinearOutputs, Pass, RunConfig, WorldConfig, run_attention, run_experts_on,
-    run_linear,
+    AttentionInputs, AttentionOutputs, Backend, CpuMachine, ExecError, ExpertInputs, ExpertOptions,
+    ExpertOutputs, HostTensor, LinearConfig, LinearInputs, LinearOutputs, Machine, Pass, Prepared, RunConfig,
+    World, WorldConfig, run_attention, run_experts_on, run_linear,
 };
 use counterpoint_plan::{AttentionSpec, DType, LinearPlan, Plan, Routing};
-use counterpoint_schedule::Mover;
+use counterpoint_schedule::{BufferRole, Mover, Program};
 use thiserror::Error;
 
 /// Why a subject has no results.
@@ -74,6 +75,43 @@ pub trait Subject {
         inputs: &ExpertInputs,
         config: WorldConfig,
     ) -> Result<ExpertOutputs, SubjectError>;
+
+    /// Runs the Program of a single rank likewise: its inputs and outputs are in the order of its buffers.
+    ///
+    /// # Errors
+    /// As [`Subject::run`].
+    fn run_alone(&self, program: &Program, inputs: &[&HostTensor]) -> Result<Vec<HostTensor>, SubjectError>;
+}
+
+/// Runs the Program of a single rank on a machine: its inputs and outputs are in the order of its buffers, outputs NaN before the run.
+///
+/// # Errors
+/// [`ExecError::Tensor`] for an input that does not fit; [`ExecError::OutOfMemory`]; whatever ends a run early.
+pub fn run_alone<M: Machine>(
+    machine: &M,
+    program: &Program,
+    inputs: &[&HostTensor],
+) -> Result<Vec<HostTensor>, ExecError> {
+    let config = WorldConfig { limit: Duration::from_secs(30), poison: true, ..WorldConfig::default() };
+    let world = World::new(1, config);
+    let ends = machine.connect(&world)?.into_iter();
+    let mut ranks = ends
+        .map(|(backend, transport)| Prepared::new(program.clone(), backend, transport))
+        .collect::<Result<Vec<_>, _>>()?;
+    let names = |role: BufferRole| {
+        program.buffers.iter().filter(move |spec| spec.role == role).map(|spec| spec.name.as_str())
+    };
+    for rank in &mut ranks {
+        for (name, tensor) in names(BufferRole::Input).zip(inputs) {
+            let buffer = rank.backend().upload(name, (*tensor).clone())?;
+            rank.bind(name, buffer)?;
+        }
+    }
+    Prepared::run_ranks(&mut ranks)?;
+    let outputs = names(BufferRole::Output).flat_map(|name| {
+        ranks.iter().filter_map(move |rank| Some(rank.backend().download(rank.buffer(name)?)))
+    });
+    outputs.collect()
 }
 
 /// Ranks that are threads of this process.
@@ -121,5 +159,9 @@ impl Subject for CpuSubject {
     ) -> Result<ExpertOutputs, SubjectError> {
         let machine = CpuMachine::new(options.passes.backward.policy.sm_margin(), None)?;
         Ok(run_experts_on(&machine, options, routing, inputs, config)?)
+    }
+
+    fn run_alone(&self, program: &Program, inputs: &[&HostTensor]) -> Result<Vec<HostTensor>, SubjectError> {
+        Ok(run_alone(&CpuMachine::new(0, None)?, program, inputs)?)
     }
 }

@@ -8,7 +8,10 @@ use counterpoint_exec::{
 };
 use counterpoint_plan::{Activations, CostModel, DType, LinearKind, LinearPlan, LinearSpec, WaveGroups};
 use counterpoint_reference::selftest::{SelfCheck, unlike_elements};
-use counterpoint_schedule::{BufferRole, NormSpec, OverlapPolicy, StartOrder, lower_normalised_forward};
+use counterpoint_schedule::{
+    BufferRole, NormSpec, OverlapPolicy, Program, StartOrder, WeightGradient, lower_normalised_backward,
+    lower_normalised_forward,
+};
 use half::bf16;
 
 use super::fused::{SHAPES, Way, examine};
@@ -231,18 +234,47 @@ fn output<B: Backend, T: Transport<B>>(rank: &Prepared<B, T>, name: &str) -> Res
     rank.backend().download(rank.buffer(name).ok_or_else(missing)?)
 }
 
-/// What is added to the mean of squares.
-const EPSILON: f64 = 1e-5;
+/// With a residual and a weight.
+const NORM: NormSpec = NormSpec::new(1e-5);
 
-/// A row-parallel layer with a residual and RMSNorm behind its sums: with groups that travel while one kernel computes all of them, the
-/// bits of the same without overlap, and CPU ranks' values up to the roundings of the type.
+/// A pass of a row-parallel layer with a residual and RMSNorm behind it.
+#[derive(Clone, Copy)]
+struct NormalisedPass {
+    name: &'static str,
+    lower: fn(&LinearPlan, usize, OverlapPolicy) -> Program,
+}
+
+const PASSES: [NormalisedPass; 2] = [
+    NormalisedPass {
+        name: "normalised sums",
+        lower: |plan, rank, policy| lower_normalised_forward(plan, rank, NORM, policy),
+    },
+    NormalisedPass {
+        name: "gradients of normalised sums",
+        lower: |plan, rank, policy| {
+            lower_normalised_backward(plan, rank, NORM, WeightGradient::Written, policy)
+        },
+    },
+];
+
+/// A row-parallel layer with a residual and RMSNorm behind its sums, and its gradients: with groups that travel while one kernel computes
+/// all of them, the bits of the same without overlap, and CPU ranks' values up to the roundings of the type.
 ///
 /// # Errors
 /// Whatever ends a run.
 pub fn selftest_normalised(machine: &CudaMachine) -> Result<Vec<SelfCheck>, ExecError> {
-    let ranks = machine.devices().len();
     let mut checks = Vec::new();
     for activations in [Activations::SequenceParallel, Activations::Replicated] {
+        for pass in PASSES {
+            checks.extend(pass.examine(machine, activations)?);
+        }
+    }
+    Ok(checks)
+}
+
+impl NormalisedPass {
+    fn examine(self, machine: &CudaMachine, activations: Activations) -> Result<[SelfCheck; 2], ExecError> {
+        let ranks = machine.devices().len();
         let spec = LinearSpec {
             kind: LinearKind::Row,
             activations,
@@ -260,49 +292,46 @@ pub fn selftest_normalised(machine: &CudaMachine) -> Result<Vec<SelfCheck>, Exec
             })
         };
         let sequential = OverlapPolicy::new(StartOrder::Sequential);
-        let whole = normalised(machine, &plan(WaveGroups::Fixed(1))?, sequential)?;
+        let whole = self.outputs(machine, &plan(WaveGroups::Fixed(1))?, sequential)?;
         let mut unlike = 0;
         for groups in [WaveGroups::Fixed(2), WaveGroups::Fixed(7)] {
-            let waves = normalised(machine, &plan(groups)?, OverlapPolicy::new(StartOrder::Signals))?;
+            let waves = self.outputs(machine, &plan(groups)?, OverlapPolicy::new(StartOrder::Signals))?;
             unlike += waves.iter().zip(&whole).map(|(a, b)| unlike_elements(a, b)).sum::<usize>();
         }
-        let name = format!(
-            "normalised sums, {activations:?}, on {ranks} GPUs, elements unlike those without overlap"
-        );
-        checks.push(SelfCheck::of(name, 0, unlike as f64, 0.0));
-        let cpu = normalised(&CpuMachine::new(0, None)?, &plan(WaveGroups::Fixed(1))?, sequential)?;
+        let name = format!("{}, {activations:?}, on {ranks} GPUs", self.name);
+        let bits = format!("{name}, elements unlike those without overlap");
+        let cpu = self.outputs(&CpuMachine::new(0, None)?, &plan(WaveGroups::Fixed(1))?, sequential)?;
         let error = |(found, right): (&HostTensor, &HostTensor)| {
             let (found, right) = (found.to_f64(), right.to_f64());
             let errors: f64 = found.iter().zip(&right).map(|(a, b)| (a - b) * (a - b)).sum();
             (errors / right.iter().map(|x| x * x).sum::<f64>()).sqrt()
         };
         let worst = whole.iter().zip(&cpu).map(error).fold(0.0, |a: f64, b| if b <= a { a } else { b });
-        let name =
-            format!("normalised sums, {activations:?}, on {ranks} GPUs, relative difference from CPU ranks");
+        let difference = format!("{name}, relative difference from CPU ranks");
         // Shares, sums and results are rounded to 8 bits on both sides.
-        checks.push(SelfCheck::of(name, 0, worst, 1e-2));
+        Ok([SelfCheck::of(bits, 0, unlike as f64, 0.0), SelfCheck::of(difference, 0, worst, 1e-2)])
     }
-    Ok(checks)
-}
 
-/// Both outputs of every rank.
-fn normalised<M: Machine>(
-    machine: &M,
-    plan: &LinearPlan,
-    policy: OverlapPolicy,
-) -> Result<Vec<HostTensor>, ExecError> {
-    let world = World::new(plan.tp_size, WorldConfig { limit: LIMIT, ..WorldConfig::default() });
-    let ends = machine.connect(&world)?.into_iter().enumerate();
-    let mut ranks = ends
-        .map(|(rank, (backend, transport))| {
-            Prepared::new(
-                lower_normalised_forward(plan, rank, NormSpec::new(EPSILON), policy),
-                backend,
-                transport,
-            )
-        })
-        .collect::<Result<Vec<_>, _>>()?;
-    bind_inputs(&mut ranks)?;
-    Prepared::run_ranks(&mut ranks)?;
-    ranks.iter().flat_map(|rank| ["sum", "y"].map(|name| output(rank, name))).collect()
+    /// All outputs of every rank.
+    fn outputs<M: Machine>(
+        self,
+        machine: &M,
+        plan: &LinearPlan,
+        policy: OverlapPolicy,
+    ) -> Result<Vec<HostTensor>, ExecError> {
+        let world = World::new(plan.tp_size, WorldConfig { limit: LIMIT, ..WorldConfig::default() });
+        let ends = machine.connect(&world)?.into_iter().enumerate();
+        let mut ranks = ends
+            .map(|(rank, (backend, transport))| {
+                Prepared::new((self.lower)(plan, rank, policy), backend, transport)
+            })
+            .collect::<Result<Vec<_>, _>>()?;
+        bind_inputs(&mut ranks)?;
+        Prepared::run_ranks(&mut ranks)?;
+        let of_rank = |rank: &Prepared<M::Backend, M::Transport>| -> Vec<Result<HostTensor, ExecError>> {
+            let outputs = rank.program().buffers.iter().filter(|spec| spec.role == BufferRole::Output);
+            outputs.map(|spec| output(rank, &spec.name)).collect()
+        };
+        ranks.iter().flat_map(of_rank).collect()
+    }
 }

@@ -3,13 +3,13 @@
 use std::sync::Arc;
 
 use counterpoint_exec::{
-    AttentionInputs, AttentionOutputs, ExpertInputs, ExpertOptions, ExpertOutputs, LinearConfig,
+    AttentionInputs, AttentionOutputs, ExpertInputs, ExpertOptions, ExpertOutputs, HostTensor, LinearConfig,
     LinearInputs, LinearOutputs, Pass, RunConfig, WorldConfig, run_attention_on, run_experts_on,
     run_linear_on,
 };
 use counterpoint_plan::{AttentionSpec, DType, LinearPlan, Plan, Routing};
-use counterpoint_reference::selftest::{SelfCheck, Subject, SubjectError};
-use counterpoint_schedule::Mover;
+use counterpoint_reference::selftest::{SelfCheck, Subject, SubjectError, run_alone};
+use counterpoint_schedule::{Mover, Program};
 
 use counterpoint_cuda::kernel::{GemmLibrary, specialisations_for};
 use counterpoint_cuda::{
@@ -154,6 +154,13 @@ impl Subject for CudaSubject {
     ) -> Result<ExpertOutputs, SubjectError> {
         let guards = self.guards(routing.ranks());
         let outputs = run_experts_on(&self.machine, options, routing, inputs, config)?;
+        guards.iter().try_for_each(|guard| clean(&guard.report()))?;
+        Ok(outputs)
+    }
+
+    fn run_alone(&self, program: &Program, inputs: &[&HostTensor]) -> Result<Vec<HostTensor>, SubjectError> {
+        let guards = self.guards(1);
+        let outputs = run_alone(&self.machine, program, inputs)?;
         guards.iter().try_for_each(|guard| clean(&guard.report()))?;
         Ok(outputs)
     }
