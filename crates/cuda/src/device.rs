@@ -19,11 +19,14 @@ pub use properties::DeviceProperties;
 
 use crate::CudaError;
 use crate::arch::{Arch, Capability};
-use crate::event::SpareEvents;
-use crate::function::LoadedKernels;
+use crate::guards::Guards;
+use crate::host_records::HostRecords;
 use crate::inside::Inside;
 use crate::library::{Driver, call};
-use crate::memory::{Guards, HostRecords, Lender, MemoryPool, PoolMemory, StreamEnds};
+use crate::loaded_kernels::LoadedKernels;
+use crate::pool::{Lender, MemoryPool, PoolMemory};
+use crate::spare_events::SpareEvents;
+use crate::stream_ends::StreamEnds;
 
 /// One GPU and its primary context, which is the one that PyTorch and the runtime API use too, and the kernels that are
 /// picked for it. Cheap to clone.

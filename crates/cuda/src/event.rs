@@ -1,6 +1,5 @@
-//! CUDA events: marks of streams, with times, shared between processes, or inside captures; kept for reuse.
+//! CUDA events: marks of streams, with times, shared between processes, or inside captures, and what streams wait for.
 
-use std::collections::VecDeque;
 use std::fmt;
 use std::ptr;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,7 +8,7 @@ use std::time::Duration;
 
 use cudarc::driver::sys::{CUevent, CUipcEventHandle};
 
-use crate::library::{Driver, call};
+use crate::library::call;
 use crate::stream::WeakStream;
 use crate::{CudaError, Device, Stream, memory};
 
@@ -28,51 +27,6 @@ struct Mark {
     captured_on: Mutex<WeakStream>,
     /// Whether it may be another's later.
     is_plain: bool,
-}
-
-/// Events of one world that nobody has: masks come and go, and each needs some. They are made by quarters of what there are, and the driver
-/// is asked for them again only when the world ends.
-#[derive(Debug, Default)]
-pub(crate) struct SpareEvents(Mutex<Shelf>);
-
-#[derive(Debug, Default)]
-struct Shelf {
-    spare: VecDeque<usize>,
-    /// Of these and those that somebody has.
-    made: usize,
-}
-
-/// So many are left alone, that what one marked has mostly been reached before it is another's: who waits for it before it is recorded
-/// anew waits for nothing then.
-const RESTING: usize = 64;
-
-impl SpareEvents {
-    /// One that nobody has; `make` makes one more.
-    fn take(&self, make: impl Fn() -> Result<CUevent, CudaError>) -> Result<CUevent, CudaError> {
-        let mut shelf = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if shelf.spare.len() <= RESTING {
-            // How many are needed at once grows by ever rarer coincidences of masks.
-            for _ in 0..(shelf.made / 4).max(RESTING) {
-                // In front of those that rest.
-                shelf.spare.push_front(make()? as usize);
-                shelf.made += 1;
-            }
-        }
-        shelf.spare.pop_front().map_or_else(make, |event| Ok(event as CUevent))
-    }
-
-    fn put(&self, event: CUevent) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).spare.push_back(event as usize);
-    }
-
-    /// Destroys all of them. Their context is current.
-    pub(crate) fn free(&self, driver: &Driver) -> Result<(), CudaError> {
-        let shelf = std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner));
-        shelf.spare.into_iter().try_for_each(|event| {
-            // SAFETY: made in make, and nobody has it.
-            unsafe { call!(driver, cuEventDestroy_v2(event as CUevent)) }
-        })
-    }
 }
 
 // SAFETY: events may be used from any thread.
@@ -233,6 +187,36 @@ impl Event {
     }
 }
 
+impl Stream {
+    /// Lets what is enqueued from now on wait for the point that `event` marks now, by which a stream joins a capture that `event` was
+    /// recorded in and that goes on. An event that was never recorded is no wait at all. Nor is one of another capture than the stream is
+    /// in, of one that has ended, or of none: whoever launches a graph orders it with what is not in it.
+    ///
+    /// # Errors
+    /// When the driver refuses.
+    pub fn wait(&self, event: &Event) -> Result<(), CudaError> {
+        match self.capture()? {
+            0 if event.is_captured() && !event.capture_goes_on()? => Ok(()),
+            0 => self.wait_for_mark(event),
+            _ => self.follow(event),
+        }
+    }
+
+    /// As [`Stream::wait`], but joins no capture: an event of a capture that the stream is not in is no wait at all.
+    ///
+    /// # Errors
+    /// When the driver refuses.
+    pub fn follow(&self, event: &Event) -> Result<(), CudaError> {
+        if event.capture() == self.capture()? { self.wait_for_mark(event) } else { Ok(()) }
+    }
+
+    fn wait_for_mark(&self, event: &Event) -> Result<(), CudaError> {
+        let driver = self.device().bind()?;
+        // SAFETY: both handles are alive.
+        unsafe { call!(driver, cuStreamWaitEvent(self.raw(), event.raw(), 0)) }
+    }
+}
+
 impl fmt::Debug for Event {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(formatter, "Event({:?}, {:p})", self.0.device, self.0.raw)
@@ -247,37 +231,5 @@ impl Drop for Mark {
         }
         // SAFETY: made in make. Waits that are enqueued keep what they need of it.
         self.device.release(|driver| unsafe { call!(driver, cuEventDestroy_v2(self.raw)) });
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::cell::Cell;
-
-    use super::*;
-
-    #[test]
-    fn a_spare_event_rests_before_it_is_another_s() {
-        let spare = SpareEvents::default();
-        let made = Cell::new(1000);
-        let take = || {
-            let make = || {
-                made.set(made.get() + 1);
-                Ok(made.get() as CUevent)
-            };
-            spare.take(make).map(|event| event as usize).unwrap()
-        };
-        // Many at once, so that a new most of a few makes none.
-        assert_eq!((take(), made.get()), (1000 + RESTING, 1000 + RESTING));
-        (1..=RESTING).for_each(|event| spare.put(event as CUevent));
-        let more: Vec<usize> = (1..RESTING).map(|_| take()).collect();
-        assert!(more.iter().all(|event| *event > 1000), "{more:?}");
-        assert_eq!(made.get(), 1000 + RESTING);
-        // Those that were given back rest until more come.
-        spare.put(2000 as CUevent);
-        spare.put(2001 as CUevent);
-        assert_eq!([take(), take()], [1, 2]);
-        assert_eq!(made.get(), 1000 + RESTING);
-        assert_eq!((take(), made.get()), (1000 + 2 * RESTING, 1000 + 2 * RESTING));
     }
 }

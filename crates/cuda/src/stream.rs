@@ -1,4 +1,4 @@
-//! CUDA streams: priorities, waits for events, captures, and uploads gathered into one copy.
+//! CUDA streams: priorities, captures, and uploads gathered into one copy.
 
 use std::fmt;
 use std::ptr;
@@ -7,9 +7,10 @@ use std::sync::{Arc, Weak};
 use cudarc::driver::sys::CUstream;
 
 use crate::library::call;
-use crate::memory::{Uploads, capture_of, captures};
+use crate::memory::Uploads;
 use crate::partition::{Part, Partition};
-use crate::{CudaError, Device, Event};
+use crate::stream_ends::{capture_of, captures};
+use crate::{CudaError, Device};
 
 /// A queue of a device whose operations run in order. Cheap to clone: a clone is the same queue.
 #[derive(Clone)]
@@ -136,7 +137,8 @@ impl Stream {
     /// # Errors
     /// When the driver refuses.
     pub(crate) fn send_gathered(&self) -> Result<(), CudaError> {
-        let copies = self.uploads().map_or(Ok(0), |uploads| uploads.enqueue(self))?;
+        let copies =
+            self.uploads().map_or(Ok(0), |uploads| uploads.enqueue(&*self.device().bind()?, self.raw()))?;
         if copies > 0 { self.synchronize() } else { Ok(()) }
     }
 
@@ -151,7 +153,7 @@ impl Stream {
                 .to_owned();
             return Err(CudaError::Launch { kernel: "a collective".to_owned(), reason });
         }
-        uploads.enqueue(self).map(drop)
+        uploads.enqueue(&*self.device().bind()?, self.raw()).map(drop)
     }
 
     /// Its device.
@@ -162,34 +164,6 @@ impl Stream {
     /// The driver's handle.
     pub fn raw(&self) -> CUstream {
         self.queue.raw
-    }
-
-    /// Lets what is enqueued from now on wait for the point that `event` marks now, by which a stream joins a capture that `event` was
-    /// recorded in and that goes on. An event that was never recorded is no wait at all. Nor is one of another capture than the stream is
-    /// in, of one that has ended, or of none: whoever launches a graph orders it with what is not in it.
-    ///
-    /// # Errors
-    /// When the driver refuses.
-    pub fn wait(&self, event: &Event) -> Result<(), CudaError> {
-        match self.capture()? {
-            0 if event.is_captured() && !event.capture_goes_on()? => Ok(()),
-            0 => self.wait_for_mark(event),
-            _ => self.follow(event),
-        }
-    }
-
-    /// As [`Stream::wait`], but joins no capture: an event of a capture that the stream is not in is no wait at all.
-    ///
-    /// # Errors
-    /// When the driver refuses.
-    pub fn follow(&self, event: &Event) -> Result<(), CudaError> {
-        if event.capture() == self.capture()? { self.wait_for_mark(event) } else { Ok(()) }
-    }
-
-    fn wait_for_mark(&self, event: &Event) -> Result<(), CudaError> {
-        let driver = self.queue.device.bind()?;
-        // SAFETY: both handles are alive.
-        unsafe { call!(driver, cuStreamWaitEvent(self.queue.raw, event.raw(), 0)) }
     }
 
     /// The capture that what is put on it goes into; 0 where it runs.

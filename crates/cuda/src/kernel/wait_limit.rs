@@ -58,7 +58,7 @@ impl WaitRecord {
     /// # Errors
     /// When the host's memory cannot be pinned.
     pub fn new(device: &Device) -> Result<Self, CudaError> {
-        device.host_records().place(device).map(Self)
+        RecordPlace::new(device).map(Self)
     }
 
     /// Waits that last `limit` at most, and leave this record.

@@ -5,12 +5,13 @@ use std::sync::Arc;
 use counterpoint_exec::{ElementTypes, Ends, ExecError, Machine, World, check_memory};
 use counterpoint_plan::{DType, LinearMachine, MachineProfile, Topology, WorkerSharing};
 
+use super::lender::lender;
 use crate::backend::clock::Clock;
 use crate::backend::rank::OtherKernels;
 use crate::backend::{CudaBackend, PlainProducts, Timing, exec_error};
 use crate::kernel::{LINK_BLOCKS, LINK_RANKS, UserKernelSource};
-use crate::memory::{DeviceAllocator, Lender};
 use crate::nccl::{ConnectedRanks, NcclRank};
+use crate::pool::{DeviceAllocator, Lender};
 use crate::transport::Means;
 use crate::{CudaError, CudaTransport, Device, EngineUse, TransportKind, compiler_version};
 
@@ -148,7 +149,7 @@ impl CudaMachine {
     /// When the driver has no stream left.
     pub fn with_allocator(mut self, allocator: Arc<dyn DeviceAllocator>) -> Result<Self, CudaError> {
         if let [device] = &self.devices[..] {
-            self.lender = Some(Arc::new(Lender::new(device, allocator)?));
+            self.lender = Some(lender(device, allocator)?);
         }
         Ok(self)
     }

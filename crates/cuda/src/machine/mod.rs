@@ -2,6 +2,7 @@
 
 mod cost;
 mod gpus;
+mod lender;
 mod process;
 
 pub use gpus::CudaMachine;

@@ -13,12 +13,14 @@ use serde::{Deserialize, Serialize};
 
 use super::cost;
 use super::gpus::{ELEMENT_TYPES, NUM_SMS};
+use super::lender::lender;
 use crate::backend::rank::OtherKernels;
 use crate::backend::start_line::StartPace;
 use crate::backend::{CudaBackend, PlainProducts, Timing, exec_error};
 use crate::kernel::{LINK_BLOCKS, LINK_RANKS};
-use crate::memory::{AllocationPlace, DeviceAllocator, Lender, OpenedMemory};
+use crate::memory::{AllocationPlace, OpenedMemory};
 use crate::nccl::{ConnectedRanks, NcclRank, NcclSeat};
+use crate::pool::{DeviceAllocator, Lender};
 use crate::transport::{Level, LevelledTransport, Means};
 use crate::{CudaError, CudaTransport, Device, DeviceBuffer, EngineUse, TransportKind, compiler_version};
 
@@ -179,7 +181,7 @@ impl CudaProcess {
     /// When the driver has no stream left.
     pub fn with_allocator(mut self, allocator: Arc<dyn DeviceAllocator>) -> Result<Self, CudaError> {
         if self.rendezvous.world_size() == 1 {
-            self.lender = Some(Arc::new(Lender::new(&self.device, allocator)?));
+            self.lender = Some(lender(&self.device, allocator)?);
         }
         Ok(self)
     }

@@ -1,15 +1,14 @@
-//! Device memory: allocated, borrowed from PyTorch, sliced, copied and filled in stream order.
+//! Device memory: allocated, borrowed from PyTorch, and sliced.
 
 use std::ops::Range;
 use std::sync::Arc;
 
-use bytemuck::{AnyBitPattern, NoUninit};
-use cudarc::driver::sys::CUdeviceptr;
+use cudarc::driver::sys::{CUdeviceptr, CUstream};
 
-use super::pool::Block;
-use super::{PinnedBuffer, PoolMemory, check_range, explain_allocation, guard, take_block};
-use crate::library::call;
-use crate::{CudaError, Device, Stream};
+use super::{PinnedBuffer, check_range, explain_allocation, take_block};
+use crate::library::{Driver, call};
+use crate::pool::{Block, PoolMemory};
+use crate::{CudaError, Device, guards};
 
 /// Bytes of a device's memory. Cheap to clone: a clone, like a slice, is the same memory, which lives as long as any of them.
 ///
@@ -59,27 +58,14 @@ impl DeviceBuffer {
             return Ok(allocated(block.address, MemoryKind::Pooled(block)));
         }
         let mut address = 0;
-        let size = guard::with_guards(bytes);
+        let size = guards::with_guards(bytes);
         explain_allocation(device, "device memory", size, |driver| {
             // SAFETY: the pointer is to a local; the memory is freed in drop.
             unsafe { call!(driver, cuMemAlloc_v2(&mut address, size)) }
         })?;
-        let guarded = allocated(guard::inner(address), MemoryKind::Guarded);
-        guard::write(&*device.bind()?, guarded.address(), bytes)?;
+        let guarded = allocated(guards::inner(address), MemoryKind::Guarded);
+        guards::write(&*device.bind()?, guarded.address(), bytes)?;
         Ok(guarded)
-    }
-
-    /// New memory with a copy of `values`. Waits until they have been copied, unless the stream gathers what is uploaded.
-    ///
-    /// # Errors
-    /// As [`DeviceBuffer::new`].
-    pub fn from_slice<T: NoUninit>(stream: &Stream, values: &[T]) -> Result<Self, CudaError> {
-        if let Some(uploads) = stream.uploads() {
-            return uploads.add(stream.device(), bytemuck::cast_slice(values));
-        }
-        let buffer = Self::new(stream.device(), size_of_val(values))?;
-        buffer.upload(stream, 0, values)?;
-        Ok(buffer)
     }
 
     /// Someone else's memory, a tensor of PyTorch say. It is not freed when this value goes.
@@ -134,107 +120,11 @@ impl DeviceBuffer {
         Ok(Self { allocation: self.allocation.clone(), offset: self.offset + range.start, bytes })
     }
 
-    /// Copies `values` to byte `offset` on, after what is enqueued on `stream`, and waits for it.
-    ///
-    /// # Errors
-    /// [`CudaError::OutOfBounds`], or when something before it on the stream failed.
-    pub fn upload<T: NoUninit>(&self, stream: &Stream, offset: usize, values: &[T]) -> Result<(), CudaError> {
-        let bytes: &[u8] = bytemuck::cast_slice(values);
-        check_range(offset, bytes.len(), self.bytes)?;
-        if bytes.is_empty() {
-            return Ok(());
-        }
-        let driver = stream.device().bind()?;
-        // SAFETY: both ranges are inside their memory, and the source outlives the copy: we wait for it.
-        let copied = unsafe {
-            call!(
-                driver,
-                cuMemcpyHtoDAsync_v2(
-                    self.address() + offset as u64,
-                    bytes.as_ptr().cast(),
-                    bytes.len(),
-                    stream.raw()
-                )
-            )
-        };
-        let waited = stream.synchronize();
-        copied.and(waited)
-    }
-
-    /// `count` values from byte `offset` on, as they are after what is enqueued on `stream`. Waits for it.
-    ///
-    /// # Errors
-    /// [`CudaError::OutOfBounds`], or when something before it on the stream failed.
-    pub fn download<T: AnyBitPattern + NoUninit>(
+    /// As [`DeviceBuffer::copy_from_pinned`], on a stream of the device whose context is current.
+    pub(crate) fn enqueue_pinned(
         &self,
-        stream: &Stream,
-        offset: usize,
-        count: usize,
-    ) -> Result<Vec<T>, CudaError> {
-        check_range(offset, count.saturating_mul(size_of::<T>()), self.bytes)?;
-        let mut values = vec![T::zeroed(); count];
-        let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut values);
-        if bytes.is_empty() {
-            return Ok(values);
-        }
-        let driver = stream.device().bind()?;
-        // SAFETY: both ranges are inside their memory, and the target outlives the copy: we wait for it.
-        let copied = unsafe {
-            call!(
-                driver,
-                cuMemcpyDtoHAsync_v2(
-                    bytes.as_mut_ptr().cast(),
-                    self.address() + offset as u64,
-                    bytes.len(),
-                    stream.raw()
-                )
-            )
-        };
-        let waited = stream.synchronize();
-        copied.and(waited)?;
-        Ok(values)
-    }
-
-    /// Enqueues a copy of all of `source`, of this or a peer device, to byte `offset` on.
-    ///
-    /// # Errors
-    /// [`CudaError::OutOfBounds`], or when the driver refuses.
-    pub fn copy_from(&self, stream: &Stream, offset: usize, source: &Self) -> Result<(), CudaError> {
-        check_range(offset, source.bytes, self.bytes)?;
-        if source.is_empty() {
-            return Ok(());
-        }
-        let driver = stream.device().bind()?;
-        let to = self.address() + offset as u64;
-        // SAFETY: both ranges are inside their memory, which nobody else has before what is enqueued has run.
-        unsafe { call!(driver, cuMemcpyAsync(to, source.address(), source.bytes, stream.raw())) }
-    }
-
-    /// Enqueues that this buffer is filled with the bytes of `source`, again and again from its first byte on.
-    ///
-    /// # Errors
-    /// [`CudaError::OutOfBounds`] when `source` is longer or has no bytes for a buffer that has some; when the driver refuses.
-    pub fn repeat(&self, stream: &Stream, source: &Self) -> Result<(), CudaError> {
-        check_range(0, source.bytes.max(self.bytes.min(1)), source.bytes)?;
-        self.copy_from(stream, 0, source)?;
-        let mut filled = source.bytes;
-        while filled < self.bytes {
-            // As much again as is there: a few copies for any length.
-            let more = filled.min(self.bytes - filled);
-            self.copy_from(stream, filled, &self.slice(0..more)?)?;
-            filled += more;
-        }
-        Ok(())
-    }
-
-    /// Enqueues a copy from pinned memory of the host to all of this buffer. What the host writes there before the copy has
-    /// run may be copied too.
-    ///
-    /// # Errors
-    /// [`CudaError::OutOfBounds`] when the pinned memory has fewer bytes from `pinned_offset` on than this buffer.
-    pub fn copy_from_pinned(
-        &self,
-        stream: &Stream,
+        driver: &Driver,
+        stream: CUstream,
         pinned: &PinnedBuffer,
         pinned_offset: usize,
     ) -> Result<(), CudaError> {
@@ -242,60 +132,11 @@ impl DeviceBuffer {
         if self.is_empty() {
             return Ok(());
         }
-        let driver = stream.device().bind()?;
         // SAFETY: both ranges are inside their memory, which nobody else has before what is enqueued has run.
         unsafe {
             let from = pinned.address().add(pinned_offset).cast();
-            call!(driver, cuMemcpyHtoDAsync_v2(self.address(), from, self.bytes, stream.raw()))
+            call!(driver, cuMemcpyHtoDAsync_v2(self.address(), from, self.bytes, stream))
         }
-    }
-
-    /// Enqueues a copy of all of this buffer to pinned memory of the host. Read it after the stream has come so far.
-    ///
-    /// # Errors
-    /// [`CudaError::OutOfBounds`] when the pinned memory has fewer bytes from `pinned_offset` on than this buffer.
-    pub fn copy_to_pinned(
-        &self,
-        stream: &Stream,
-        pinned: &PinnedBuffer,
-        pinned_offset: usize,
-    ) -> Result<(), CudaError> {
-        check_range(pinned_offset, self.bytes, pinned.len())?;
-        if self.is_empty() {
-            return Ok(());
-        }
-        let driver = stream.device().bind()?;
-        // SAFETY: both ranges are inside their memory, which nobody else has before what is enqueued has run.
-        unsafe {
-            let to = pinned.address().add(pinned_offset).cast();
-            call!(driver, cuMemcpyDtoHAsync_v2(to, self.address(), self.bytes, stream.raw()))
-        }
-    }
-
-    /// Enqueues that every byte becomes `byte`.
-    ///
-    /// # Errors
-    /// When the driver refuses.
-    pub fn fill(&self, stream: &Stream, byte: u8) -> Result<(), CudaError> {
-        if self.is_empty() {
-            return Ok(());
-        }
-        let driver = stream.device().bind()?;
-        // SAFETY: the range is inside its memory, which nobody else has before what is enqueued has run.
-        unsafe { call!(driver, cuMemsetD8Async(self.address(), byte, self.bytes, stream.raw())) }
-    }
-
-    /// Enqueues that every four bytes become `word`. The length is a multiple of 4; what is left of it stays as it is.
-    ///
-    /// # Errors
-    /// When the driver refuses.
-    pub fn fill_words(&self, stream: &Stream, word: u32) -> Result<(), CudaError> {
-        if self.bytes < 4 {
-            return Ok(());
-        }
-        let driver = stream.device().bind()?;
-        // SAFETY: the range is inside its memory, which nobody else has before what is enqueued has run.
-        unsafe { call!(driver, cuMemsetD32Async(self.address(), word, self.bytes / 4, stream.raw())) }
     }
 }
 
@@ -304,10 +145,12 @@ impl Drop for Allocation {
         match self.kind {
             MemoryKind::Pooled(block) => self.device.pool().give_back(block),
             MemoryKind::Guarded => {
-                self.device.guards().look(&self.device, self.address, self.bytes);
+                let found =
+                    self.device.bind().and_then(|driver| guards::look(&driver, self.address, self.bytes));
+                self.device.guards().keep(found);
                 self.device.release(|driver| {
                     // SAFETY: made by cuMemAlloc in new, which put the guard bytes in front.
-                    unsafe { call!(driver, cuMemFree_v2(guard::outer(self.address))) }
+                    unsafe { call!(driver, cuMemFree_v2(guards::outer(self.address))) }
                 });
             }
             MemoryKind::Borrowed => {}

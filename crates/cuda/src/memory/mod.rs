@@ -1,34 +1,27 @@
-//! Memory of devices, pinned memory of the host, and copies between them.
+//! Memory of devices and pinned memory of the host: what is allocated, lent, shared and watched.
 
-mod allocator;
 mod device_buffer;
 mod guard;
-mod host_records;
 mod pinned_buffer;
-mod pool;
+mod record_place;
 mod shared;
 mod uploads;
 
-pub(crate) use allocator::Lender;
-pub use allocator::{AllocationError, DeviceAllocator};
 pub use device_buffer::DeviceBuffer;
-pub(crate) use guard::Guards;
-pub use guard::{GuardReport, MemoryGuard, Overwrite};
-pub(crate) use host_records::{HostRecords, RecordPlace};
+pub use guard::MemoryGuard;
 pub use pinned_buffer::PinnedBuffer;
-pub(crate) use pool::{GivenWork, MemoryPool, PoolMemory, StreamEnds, capture_of, captures};
+pub(crate) use record_place::RecordPlace;
 pub(crate) use shared::{AllocationPlace, OpenedMemory, handle_bytes};
 pub(crate) use uploads::Uploads;
 
 use std::ptr;
 
-use pool::{Block, block_bytes};
-
 use crate::library::{Driver, call};
+use crate::pool::{Block, PoolMemory, block_bytes};
 use crate::{CudaError, Device};
 
 /// Checks that `bytes` from `offset` on lie inside of `len`.
-fn check_range(offset: usize, bytes: usize, len: usize) -> Result<(), CudaError> {
+pub(crate) fn check_range(offset: usize, bytes: usize, len: usize) -> Result<(), CudaError> {
     match offset.checked_add(bytes) {
         Some(end) if end <= len => Ok(()),
         _ => Err(CudaError::OutOfBounds { offset, bytes, len }),

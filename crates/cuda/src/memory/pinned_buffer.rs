@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use bytemuck::{AnyBitPattern, NoUninit};
 
-use super::pool::Block;
-use super::{PoolMemory, check_range, take_block};
+use super::{check_range, take_block};
+use crate::pool::{Block, PoolMemory};
 use crate::{CudaError, Device};
 
 /// Memory of the host that a device copies from and to while the host does something else. Cheap to clone: a clone is the
@@ -67,7 +67,8 @@ impl PinnedBuffer {
         self.0.address as u64
     }
 
-    pub(super) fn address(&self) -> *mut u8 {
+    /// Its first byte's address for the host.
+    pub(crate) fn address(&self) -> *mut u8 {
         self.0.address
     }
 

@@ -2,8 +2,11 @@
 
 use std::sync::{Mutex, PoisonError};
 
+use cudarc::driver::sys::CUstream;
+
 use super::{DeviceBuffer, PinnedBuffer};
-use crate::{CudaError, Device, Stream};
+use crate::library::Driver;
+use crate::{CudaError, Device};
 
 /// Bytes of a block, unless a table is longer. What a rank needs of a mask mostly fits one.
 const BLOCK_BYTES: usize = 64 << 10;
@@ -44,12 +47,12 @@ impl Uploads {
         block.device.slice(first..first + bytes.len())
     }
 
-    /// Enqueues copies of what was added since the last time, one for each block. How many these were.
-    pub(crate) fn enqueue(&self, stream: &Stream) -> Result<usize, CudaError> {
+    /// Enqueues copies of what was added since the last time, one for each block. How many these were. The stream's context is current.
+    pub(crate) fn enqueue(&self, driver: &Driver, stream: CUstream) -> Result<usize, CudaError> {
         let blocks = std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner));
         for Block { device, host, used } in &blocks {
             // What the host has goes back to the pool now, which lends it again once the stream has come so far.
-            device.slice(0..(*used).min(device.len()))?.copy_from_pinned(stream, host, 0)?;
+            device.slice(0..(*used).min(device.len()))?.enqueue_pinned(driver, stream, host, 0)?;
         }
         Ok(blocks.len())
     }

@@ -27,7 +27,8 @@ use super::{CallError, Part};
 use crate::backend::CudaBuffer;
 use crate::inside::Inside;
 use crate::kernel::LinkShifts;
-use crate::memory::{AllocationPlace, GivenWork};
+use crate::memory::AllocationPlace;
+use crate::stream_ends::GivenWork;
 use crate::sync::lock;
 use crate::{CudaError, Device, DeviceBuffer, Stream};
 

@@ -3,13 +3,10 @@
 //! They lie in few pages, so that one word tells whether any was left, and none is pinned or freed while kernels run.
 
 use std::ptr;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Mutex, PoisonError};
 
-use bytemuck::{AnyBitPattern, NoUninit};
-
-use super::explain_allocation;
+use crate::CudaError;
 use crate::library::{Driver, call};
-use crate::{CudaError, Device};
 
 /// Bytes of a record.
 pub(crate) const RECORD_BYTES: usize = 64;
@@ -30,32 +27,32 @@ struct Pages {
     stopped: bool,
 }
 
-/// The place of one record. It comes back when the last clone goes.
-#[derive(Clone, Debug)]
-pub(crate) struct RecordPlace(Arc<Held>);
-
-#[derive(Debug)]
-struct Held {
-    device: Device,
-    address: usize,
-    stop: usize,
-}
-
 impl HostRecords {
-    /// A place for a record, all zero. `device` is the one whose records these are.
+    /// The address of a record, all zero, and of the word that ends waits; `pin` gives so many bytes of pinned memory where all are taken.
     ///
     /// # Errors
-    /// When the host's memory cannot be pinned.
-    pub(crate) fn place(&self, device: &Device) -> Result<RecordPlace, CudaError> {
+    /// Those of `pin`.
+    pub(crate) fn take(
+        &self,
+        pin: impl FnOnce(usize) -> Result<usize, CudaError>,
+    ) -> Result<[usize; 2], CudaError> {
         let mut pages = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if pages.free.is_empty() {
-            pages.add(device)?;
+            let bytes = RECORDS * RECORD_BYTES;
+            let page = pin(bytes)?;
+            // SAFETY: just allocated, with this many bytes.
+            unsafe { pages.add(page) };
         }
         let stop = pages.addresses[0];
         let address = pages.free.pop().unwrap_or(stop);
-        // SAFETY: a record of a page that is never freed while `device` lives; nobody else has its place.
+        // SAFETY: a record of a page that is not freed before its world ends; nobody else has its place.
         unsafe { ptr::write_bytes(address as *mut u8, 0, RECORD_BYTES) };
-        Ok(RecordPlace(Arc::new(Held { device: device.clone(), address, stop })))
+        Ok([address, stop])
+    }
+
+    /// Takes the address of a record back.
+    pub(crate) fn put(&self, address: usize) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).free.push(address);
     }
 
     /// Ends all waits, those that have not begun too.
@@ -97,16 +94,13 @@ impl HostRecords {
 }
 
 impl Pages {
-    fn add(&mut self, device: &Device) -> Result<(), CudaError> {
-        const PORTABLE: u32 = 1;
-        let (bytes, mut address) = (RECORDS * RECORD_BYTES, ptr::null_mut());
-        explain_allocation(device, "pinned host memory", bytes, |driver| {
-            // SAFETY: the pointer is to a local; the memory is freed in `free`.
-            unsafe { call!(driver, cuMemHostAlloc(&mut address, bytes, PORTABLE)) }
-        })?;
-        // SAFETY: just allocated, with this many bytes.
-        unsafe { ptr::write_bytes(address.cast::<u8>(), 0, bytes) };
-        let page = address as usize;
+    /// Adds a page.
+    ///
+    /// # Safety
+    /// It is pinned memory of [`RECORDS`] records, which nobody else has.
+    unsafe fn add(&mut self, page: usize) {
+        // SAFETY: as the caller says.
+        unsafe { ptr::write_bytes(page as *mut u8, 0, RECORDS * RECORD_BYTES) };
         let first = usize::from(self.addresses.is_empty());
         self.addresses.push(page);
         self.free.extend((first..RECORDS).rev().map(|record| page + record * RECORD_BYTES));
@@ -114,32 +108,5 @@ impl Pages {
             // SAFETY: the first word of the first page.
             unsafe { ptr::write_volatile(self.addresses[0] as *mut u64, 1) };
         }
-        Ok(())
-    }
-}
-
-impl RecordPlace {
-    /// Its address for kernels, and that of the word that ends waits: with unified addressing, which every GPU here has, the host's own.
-    pub(crate) fn addresses(&self) -> (u64, u64) {
-        (self.0.address as u64, self.0.stop as u64)
-    }
-
-    /// Whether there are other clones.
-    pub(crate) fn is_shared(&self) -> bool {
-        Arc::strong_count(&self.0) > 1
-    }
-
-    /// What is there.
-    pub(crate) fn read<T: AnyBitPattern + NoUninit>(&self) -> T {
-        const { assert!(size_of::<T>() == RECORD_BYTES) };
-        // SAFETY: the place has as many bytes, any of which are a T; a kernel may be writing them, word by word.
-        unsafe { ptr::read_volatile(self.0.address as *const T) }
-    }
-}
-
-impl Drop for Held {
-    fn drop(&mut self) {
-        let records = self.device.host_records();
-        records.0.lock().unwrap_or_else(PoisonError::into_inner).free.push(self.address);
     }
 }

@@ -2,9 +2,9 @@
 //! used here any more is of use there.
 
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
-use crate::{CudaError, Device, Stream, StreamPriority};
+use crate::CudaError;
 
 /// Somebody else's allocator of a device's memory. It is called from any thread, and never while something of this crate is locked that
 /// giving memory back needs.
@@ -37,19 +37,18 @@ pub enum AllocationError {
 pub(crate) struct Lender {
     allocator: Arc<dyn DeviceAllocator>,
     /// Nothing is ever enqueued here: so whatever the allocator keeps for it is idle, and may be used on any stream at once.
-    stream: Stream,
+    stream: u64,
 }
 
 impl Lender {
-    /// # Errors
-    /// When the driver has no stream left.
-    pub(crate) fn new(device: &Device, allocator: Arc<dyn DeviceAllocator>) -> Result<Self, CudaError> {
-        Ok(Self { allocator, stream: empty_stream(device)? })
+    /// `stream` is one on which nothing is ever enqueued, and that is never destroyed.
+    pub(crate) fn new(allocator: Arc<dyn DeviceAllocator>, stream: u64) -> Self {
+        Self { allocator, stream }
     }
 
     /// `None` where it has too little.
-    pub(super) fn allocate(&self, bytes: usize) -> Result<Option<u64>, CudaError> {
-        match self.allocator.allocate(bytes, self.stream.raw() as u64) {
+    pub(crate) fn allocate(&self, bytes: usize) -> Result<Option<u64>, CudaError> {
+        match self.allocator.allocate(bytes, self.stream) {
             Ok(address) if address.is_multiple_of(256) => Ok(Some(address)),
             Ok(address) => {
                 self.allocator.free(address);
@@ -68,17 +67,4 @@ impl Lender {
     pub(crate) fn cached(&self) -> u64 {
         self.allocator.cached()
     }
-}
-
-/// A stream of a device on which nothing is enqueued, the same for all. It is never destroyed: allocators remember it with what they
-/// have cached (PyTorch's waits for it before it gives expandable segments back to the driver).
-fn empty_stream(device: &Device) -> Result<Stream, CudaError> {
-    static STREAMS: Mutex<Vec<Stream>> = Mutex::new(Vec::new());
-    let mut streams = STREAMS.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some(known) = streams.iter().find(|stream| stream.device() == device) {
-        return Ok(known.clone());
-    }
-    let stream = Stream::new(&device.for_world(), StreamPriority::Low)?;
-    streams.push(stream.clone());
-    Ok(stream)
 }
