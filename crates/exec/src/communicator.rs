@@ -4,12 +4,12 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
 
 use counterpoint_plan::{DType, Dispatch, GroupPart};
-use counterpoint_schedule::{Accumulate, OverlapPolicy, ReduceOp, StartOrder, StreamKind, StreamSpec};
+use counterpoint_schedule::{OverlapPolicy, StartOrder, StreamKind, StreamSpec};
 
 use crate::monitor::lock;
 use crate::{
     Backend, CollectiveRank, CollectiveSpec, CpuBackend, CpuTransport, ExecError, GroupCollective, GroupRank,
-    SlowLink, TensorPair, Ticket, Transport, World,
+    Reduce, SlowLink, TensorPair, Ticket, Transport, World,
 };
 
 /// Group collectives by themselves, without a Program: one rank's end of them, on a stream of communication of the rank.
@@ -29,19 +29,6 @@ type Ready<B, T> = (CollectiveSpec, Arc<CollectiveRank<B, T>>);
 
 /// Collectives that a communicator keeps ready.
 const KEPT: usize = 16;
-
-/// How a group-reduce combines partial results.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Reduce {
-    /// The operation.
-    pub op: ReduceOp,
-    /// Whether the result's own contents are the first operand.
-    pub accumulate: Accumulate,
-    /// Type on the wire (the logarithms of [`ReduceOp::Lse`] travel as they are stored).
-    pub wire_dtype: DType,
-    /// Type in which operands are combined.
-    pub reduce_dtype: DType,
-}
 
 impl Communicator<CpuBackend, CpuTransport> {
     /// A communicator for every rank of `world`, all in this process.

@@ -22,6 +22,7 @@ mod fault;
 mod frame;
 mod global_buffer;
 mod group;
+mod group_rank;
 mod host_element;
 mod identity;
 mod interpreter;
@@ -51,11 +52,12 @@ mod transport;
 mod world;
 
 pub use attention::{
-    AttentionInputs, AttentionOutputs, AttentionRun, PreparedAttention, PreparedRank, RankBuffer,
-    RankProblem, RanksRun, RunConfig, rank_outputs, run_attention, run_attention_on, run_attention_ranks,
+    AttentionCalls, AttentionInputs, AttentionOutputs, AttentionRank, AttentionRun, BackwardTensors,
+    ForwardTensors, PreparedAttention, RankBuffer, RankProblem, RanksRun, RunConfig, rank_outputs,
+    run_attention, run_attention_on, run_attention_ranks,
 };
 pub use backend::{Backend, BufferAccess, RunContext, RunTimes};
-pub use communicator::{Communicator, Handle, Reduce};
+pub use communicator::{Communicator, Handle};
 pub use cpu::{
     CpuBackend, CpuBuffer, CpuEvent, CpuKernel, CpuSignal, CpuStream, CpuUserPart, HostView, KernelBarrier,
     MemoryKeeper,
@@ -69,10 +71,10 @@ pub use experts::{
 pub use fault::{FaultInjection, FaultKind, FaultPoint};
 pub use global_buffer::GlobalBuffer;
 pub use group::{
-    AttentionCalls, AttentionRank, BackwardTensors, CollectiveCalls, CollectiveRank, CollectiveSpec,
-    CollectiveTensors, ForwardTensors, Group, GroupCollective, GroupRank, JoinConfig, RankOf, Store,
-    TensorPair, Ticket,
+    CollectiveCalls, CollectiveRank, CollectiveSpec, CollectiveTensors, Group, GroupCollective, JoinConfig,
+    PreparedRank, RankOf, Reduce, Store, TensorPair,
 };
+pub use group_rank::{GroupRank, Ticket};
 pub use host_element::{Accumulator, HostData, HostElement, convert_element};
 pub use identity::{PlanDifference, PlanIdentity};
 pub use interpreter::{Call, Prepared};

@@ -1,5 +1,6 @@
 //! Distributed attention from tensors to tensors.
 
+mod calls;
 mod prepared;
 mod programs;
 mod ranks;
@@ -10,8 +11,8 @@ use std::time::Duration;
 use counterpoint_plan::{AttentionSpec, DType, Plan, RankPlan};
 use counterpoint_schedule::{PassPolicies, Timeline};
 
-pub use self::prepared::{PreparedAttention, PreparedRank, RankBuffer, rank_outputs};
-pub(crate) use self::programs::{backward_program, forward_program, plan_identity};
+pub use self::calls::{AttentionCalls, AttentionRank, BackwardTensors, ForwardTensors};
+pub use self::prepared::{PreparedAttention, RankBuffer, rank_outputs};
 pub use self::ranks::{RankProblem, RanksRun, run_attention_ranks};
 use crate::layout::dispatch;
 use crate::{

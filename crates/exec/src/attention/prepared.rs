@@ -5,14 +5,11 @@ use std::ops::Range;
 use counterpoint_schedule::{BufferRole, Program, Timeline};
 
 use super::{AttentionInputs, AttentionOutputs, RankProblem, RunConfig};
-use super::{backward_program, forward_program, plan_identity};
+use super::programs::{backward_program, forward_program, plan_identity};
 use crate::{
-    Backend, ExecError, Group, HostTensor, Machine, Pass, PlanIdentity, Prepared, RunTimes, Transport,
-    WorldConfig,
+    Backend, ExecError, Group, HostTensor, Machine, Pass, PlanIdentity, Prepared, PreparedRank, RunTimes,
+    Transport, WorldConfig,
 };
-
-/// A rank of a machine, with one pass made ready.
-pub type PreparedRank<M> = Prepared<<M as Machine>::Backend, <M as Machine>::Transport>;
 
 /// Attention of this process's ranks, made ready to run again and again: tensors are on their devices, buffers allocated, operations
 /// resolved. A training step keeps one for each of its layers' shapes and masks.

@@ -3,9 +3,9 @@
 use counterpoint_plan::{AttentionSpec, Plan};
 use counterpoint_schedule::Timeline;
 
-use super::prepared::{ForwardResults, PreparedRank, Setup, add_gradients, bytes, forward_outputs, run_once};
+use super::prepared::{ForwardResults, Setup, add_gradients, bytes, forward_outputs, run_once};
 use super::{AttentionInputs, AttentionOutputs, RunConfig};
-use crate::{ExecError, Machine, Pass, RunTimes};
+use crate::{ExecError, Machine, Pass, PreparedRank, RunTimes};
 
 /// What ranks are to compute.
 #[derive(Clone, Copy, Debug)]

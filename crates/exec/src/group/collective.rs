@@ -4,13 +4,13 @@ use std::sync::{Arc, Mutex};
 
 use counterpoint_plan::{DType, GroupPart};
 use counterpoint_schedule::{
-    BufferId, BufferRole, BufferSpec, GroupCast, GroupReduce, Op, OverlapPolicy, Program, ProgramOp,
-    StreamId, StreamKind, StreamSpec,
+    Accumulate, BufferId, BufferRole, BufferSpec, GroupCast, GroupReduce, Op, OverlapPolicy, Program,
+    ProgramOp, ReduceOp, StreamId, StreamKind, StreamSpec,
 };
 
-use super::{Group, GroupRank, Ticket};
+use super::Group;
 use crate::monitor::lock;
-use crate::{Backend, Call, ExecError, Machine, Prepared, Reduce, Transport};
+use crate::{Backend, Call, ExecError, GroupRank, Machine, Prepared, Ticket, Transport};
 
 /// One rank's part in a collective: the same label, operation and tensors on all ranks, and parts that fit each other.
 #[derive(Clone, Debug, PartialEq)]
@@ -32,6 +32,19 @@ pub enum GroupCollective {
     Cast(DType),
     /// Partial results are combined into the outputs, in the order of source ranks.
     Reduce(Reduce),
+}
+
+/// How a group-reduce combines partial results.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Reduce {
+    /// The operation.
+    pub op: ReduceOp,
+    /// Whether the result's own contents are the first operand.
+    pub accumulate: Accumulate,
+    /// Type on the wire (the logarithms of [`ReduceOp::Lse`] travel as they are stored).
+    pub wire_dtype: DType,
+    /// Type in which operands are combined.
+    pub reduce_dtype: DType,
 }
 
 /// Shape and element type of an input and of its output. Row shapes are equal.

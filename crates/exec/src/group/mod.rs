@@ -1,11 +1,8 @@
 //! The group: ranks that work together, joined once for the life of a process, and the plans that are called on them.
 
-mod attention;
 mod collective;
 mod end;
 mod join;
-mod rank;
-mod ticket;
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -13,22 +10,21 @@ use std::sync::Arc;
 use counterpoint_plan::{LinearMachine, TunedHere};
 use counterpoint_schedule::Program;
 
-pub use self::attention::{AttentionCalls, AttentionRank, BackwardTensors, ForwardTensors};
 pub use self::collective::{
-    CollectiveCalls, CollectiveRank, CollectiveSpec, CollectiveTensors, GroupCollective, TensorPair,
+    CollectiveCalls, CollectiveRank, CollectiveSpec, CollectiveTensors, GroupCollective, Reduce, TensorPair,
 };
 pub use self::join::{JoinConfig, Store};
-pub(crate) use self::rank::CallOrder;
-use self::rank::ConnectionKeeper;
-pub use self::rank::GroupRank;
-pub use self::ticket::Ticket;
+use crate::group_rank::ConnectionKeeper;
 use crate::{
-    Backend, Call, CpuMachine, ExecError, Machine, PlanIdentity, Prepared, PreparedRank, Rendezvous, World,
-    WorldConfig,
+    Backend, Call, CpuMachine, ExecError, GroupRank, Machine, PlanIdentity, Prepared, Rendezvous, Ticket,
+    World, WorldConfig,
 };
 
 /// A rank of a machine's group.
 pub type RankOf<M> = Arc<GroupRank<<M as Machine>::Backend, <M as Machine>::Transport>>;
+
+/// A rank of a machine, with one Program made ready.
+pub type PreparedRank<M> = Prepared<<M as Machine>::Backend, <M as Machine>::Transport>;
 
 /// Ranks that work together, joined once, collectively: all of one process, or one of this process and others of other processes.
 ///

@@ -9,7 +9,7 @@ use counterpoint_schedule::{BufferRole, BufferSpec};
 use super::enqueue::{Enqueue, enqueue_all};
 use super::steps::Step;
 use super::{Prepared, begins_anew, given, is_bound};
-use crate::group::{CallOrder, Ticket};
+use crate::group_rank::{CallOrder, Ticket};
 use crate::{Backend, BufferAccess, ExecError, OpPlace, RunTimes, Transport};
 
 /// A call of a prepared Program: its tensors have been checked, and nothing has been enqueued.

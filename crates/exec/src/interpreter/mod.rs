@@ -12,7 +12,7 @@ use counterpoint_schedule::{BufferRole, BufferSpec, Program, Timeline};
 pub use self::call::Call;
 use self::enqueue::Enqueue;
 use self::steps::PlacedStep;
-use crate::group::GroupRank;
+use crate::group_rank::GroupRank;
 use crate::place::host_place;
 use crate::{Backend, ExecError, PlanIdentity, RunTimes, Transport};
 

@@ -1,5 +1,7 @@
 //! One rank of a group: what all Programs that run on it share.
 
+mod ticket;
+
 use std::any::Any;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -9,7 +11,8 @@ use counterpoint_schedule::{
     WorkerShare,
 };
 
-use super::ticket::EventPool;
+pub use self::ticket::Ticket;
+use self::ticket::EventPool;
 use crate::monitor::lock;
 use crate::{Backend, ExecError, GlobalBuffer, Rendezvous, Transport};
 

@@ -5,10 +5,11 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use counterpoint_plan::{AttentionSpec, Plan};
 use counterpoint_schedule::PassPolicies;
 
-use super::{Group, GroupRank, Ticket};
-use crate::attention::{backward_program, forward_program, plan_identity};
+use super::programs::{backward_program, forward_program, plan_identity};
 use crate::monitor::lock;
-use crate::{Backend, Call, ExecError, Machine, Pass, PlanIdentity, Prepared, Transport};
+use crate::{
+    Backend, Call, ExecError, Group, GroupRank, Machine, Pass, PlanIdentity, Prepared, Ticket, Transport,
+};
 
 /// Attention of a plan, prepared on the ranks of a group that are in this process. It keeps nothing between calls: what a backward
 /// needs of its forward is in tensors of the caller.
