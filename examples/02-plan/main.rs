@@ -8,8 +8,7 @@
 
 use counterpoint::mask::{Documents, Mask};
 use counterpoint::plan::{
-    AttentionSpec, DType, DispatchAlgorithm, Plan, PlanConfig, Prediction, Topology, TrafficBounds,
-    TwoLevelExchange, flat_crossing_rows, plan_rank,
+    AttentionSpec, DType, DispatchAlgorithm, Plan, PlanConfig, Prediction, Topology, TrafficBounds, plan_rank,
 };
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -90,8 +89,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 
     // On two nodes of four, a row that several ranks of the other node need crosses the network once.
     let topology = Topology { world_size: ranks, ranks_per_node: 4 };
-    let once = TwoLevelExchange::new(&other, &topology).crossing_rows();
-    let flat = flat_crossing_rows(&other, &topology);
+    let once = other.two_levels(&topology).crossing_rows();
+    let flat = other.flat_crossing_rows(&topology);
     println!("\nfull documents on the same dispatch, two nodes: {once} rows cross instead of {flat}");
     assert!(once <= flat);
     Ok(())

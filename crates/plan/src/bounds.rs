@@ -88,7 +88,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::outline::Outline;
+    use crate::planner::outline_on;
     use crate::{DType, DispatchAlgorithm, PlanConfig, Planning};
 
     const SPEC: AttentionSpec = AttentionSpec {
@@ -139,7 +139,7 @@ mod tests {
                         number /= ranks;
                     }
                     let dispatch = Dispatch::new(mask.seqlen_q(), chunk_size, rank_chunks);
-                    Outline::on(&mask, &SPEC, &config, [dispatch.clone(), dispatch]).unwrap().into_plan(&Planning::ALONE).unwrap()
+                    outline_on(&mask, &SPEC, &config, [dispatch.clone(), dispatch]).unwrap().into_plan(&Planning::ALONE).unwrap()
                 })
                 .collect();
             let limits = |plan: &Plan| {

@@ -5,14 +5,15 @@ use std::ops::ControlFlow;
 
 use counterpoint_mask::{Band, Mask, Range};
 
-use crate::direction::{Direction, makespan};
+use crate::direction::Direction;
 use crate::dispatch::{Effort, Prices, Reach, Search, settle, settles};
 use crate::division::Owners;
 use crate::exchange::exchange;
-use crate::outline::RankOutline;
-use crate::prediction::busier_rows;
+use crate::link_rows::busier_rows;
+use crate::rank_outline::RankOutline;
 use crate::runs::Runs;
-use crate::stages::StageCuts;
+use crate::stage_cuts::StageCuts;
+use crate::stage_prediction::makespan;
 use crate::tile_costs::TileShape;
 use crate::work::rank_work;
 use crate::{

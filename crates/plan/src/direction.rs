@@ -1,5 +1,6 @@
 //! Predicted seconds of a stage, forward and backward: its computation, its group-cast, its group-reduce.
 
+use crate::link_rows::LinkRows;
 use crate::{AttentionSpec, CostModel, HostedWork, StagePrediction, TileCost};
 
 /// The half of a training step that is planned: their stages are cut apart.
@@ -142,41 +143,4 @@ impl Direction {
             ..self.predict(stage, LinkRows::default(), spec, cost)
         }
     }
-}
-
-/// Key rows that one rank sends or receives in one collective.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct LinkRows {
-    /// Inside the node.
-    pub(crate) near: u64,
-    /// Between nodes.
-    pub(crate) far: u64,
-}
-
-impl LinkRows {
-    /// Sent and received at the same time: what takes time is the larger of the two on each link.
-    pub(crate) fn busier(sent: Self, received: Self) -> Self {
-        Self { near: sent.near.max(received.near), far: sent.far.max(received.far) }
-    }
-
-    /// Links inside the node and the network work side by side.
-    fn seconds(self, row_bytes: usize, cost: &CostModel) -> f64 {
-        let row_bytes = row_bytes as u64;
-        f64::max(cost.link.seconds(self.near * row_bytes), cost.network.seconds(self.far * row_bytes))
-    }
-}
-
-/// From the start of the first stage to the end of the last; hosted work is a stage after the first. Casts follow each other; a stage's computation waits for
-/// the stage before, and for its cast once it has done what is ready; reduces follow each other, each after its stage's computation.
-pub(crate) fn makespan(stages: impl IntoIterator<Item = StagePrediction>) -> f64 {
-    let (mut cast_end, mut compute_end, mut reduce_end) = (0.0_f64, 0.0_f64, 0.0_f64);
-    for stage in stages {
-        cast_end += stage.cast_seconds;
-        let begun = compute_end + stage.ready_seconds;
-        compute_end = begun.max(cast_end) + stage.compute_seconds - stage.ready_seconds;
-        if stage.reduce_seconds > 0.0 {
-            reduce_end = reduce_end.max(compute_end) + stage.reduce_seconds;
-        }
-    }
-    compute_end.max(reduce_end)
 }

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::exchange::{PlacedRows, sweep};
 use crate::runs::Runs;
-use crate::{GroupPart, OwnedSplit, Plan, RankPlan, RemoteSplit, StagePlan, Topology};
+use crate::{GroupPart, OwnedSplit, RemoteSplit, Topology};
 
 /// One rank's part in a group-cast in two steps: between nodes, then inside each node.
 ///
@@ -41,38 +41,20 @@ pub struct TwoLevelExchange {
     pub whole: Vec<TwoLevelPart>,
 }
 
-/// What the stages receive, their key buffers laid one after the other.
-fn placed(stages: &[StagePlan]) -> Vec<PlacedRows> {
-    let rows: Vec<Range> = stages.iter().flat_map(|stage| &stage.recv_ranges).copied().collect();
-    // Own rows are in one stage only, and then nothing is received before it.
-    PlacedRows::of(&rows, stages.iter().map(|stage| stage.own_rows).sum())
-}
-
 impl TwoLevelExchange {
-    /// The two levels of `plan`, whose ranks are laid out as `topology` says. On one node only the near part is not empty,
-    /// and is the flat exchange.
-    ///
-    /// # Panics
-    /// When `topology` is not for as many ranks as the plan.
-    pub fn new(plan: &Plan, topology: &Topology) -> Self {
-        assert_eq!(topology.world_size, plan.cp_size(), "the topology must be that of the plan's ranks");
-        let runs = Runs::new(&plan.k_dispatch);
-        let direction = |stages: fn(&RankPlan) -> &[StagePlan]| {
-            let mut parts = vec![Vec::new(); plan.cp_size()];
-            for stage in 0..stages(&plan.ranks[0]).len() {
-                let ranks = plan.ranks.iter();
-                let received: Vec<Vec<PlacedRows>> =
-                    ranks.map(|rank| placed(&stages(rank)[stage..=stage])).collect();
-                let stage_parts = two_levels(&runs, &received, topology);
-                parts.iter_mut().zip(stage_parts).for_each(|(parts, part)| parts.push(part));
-            }
-            parts
-        };
-        let received: Vec<Vec<PlacedRows>> = plan.ranks.iter().map(|rank| placed(&rank.backward)).collect();
+    /// Of ranks that are laid out as `topology` says: what each of them receives in the stages of a forward and of a backward, one after
+    /// the other, and in all stages of a backward as one. On one node only the near part is not empty, and is the flat exchange.
+    pub(crate) fn of(
+        runs: &Runs,
+        topology: &Topology,
+        forward: impl Iterator<Item = Vec<Vec<PlacedRows>>>,
+        backward: impl Iterator<Item = Vec<Vec<PlacedRows>>>,
+        whole: &[Vec<PlacedRows>],
+    ) -> Self {
         Self {
-            forward: direction(|rank| &rank.forward),
-            backward: direction(|rank| &rank.backward),
-            whole: two_levels(&runs, &received, topology),
+            forward: by_rank(runs, topology, forward),
+            backward: by_rank(runs, topology, backward),
+            whole: two_levels(runs, whole, topology),
         }
     }
 
@@ -88,13 +70,18 @@ impl TwoLevelExchange {
     }
 }
 
-/// Key rows that cross between nodes in a forward when every rank fetches for itself.
-pub fn flat_crossing_rows(plan: &Plan, topology: &Topology) -> u64 {
-    let crossing = |rank: usize, stage: &StagePlan| -> u64 {
-        let far = |owner: u32| topology.node(owner as usize) != topology.node(rank);
-        stage.part.remote.iter().filter(|split| far(split.rank)).map(|split| split.rows.len() as u64).sum()
-    };
-    plan.ranks.iter().flat_map(|rank| rank.forward.iter().map(|stage| crossing(rank.rank, stage))).sum()
+/// The parts of all ranks by rank, then stage.
+fn by_rank(
+    runs: &Runs,
+    topology: &Topology,
+    stages: impl Iterator<Item = Vec<Vec<PlacedRows>>>,
+) -> Vec<Vec<TwoLevelPart>> {
+    let mut parts = vec![Vec::new(); topology.world_size];
+    for received in stages {
+        let stage_parts = two_levels(runs, &received, topology);
+        parts.iter_mut().zip(stage_parts).for_each(|(parts, part)| parts.push(part));
+    }
+    parts
 }
 
 /// One stage, all ranks.

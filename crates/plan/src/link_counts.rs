@@ -1,9 +1,9 @@
 //! What ranks send and receive in every stage, counted without writing down who gets which piece.
 
 use crate::Topology;
-use crate::direction::LinkRows;
+use crate::link_rows::LinkRows;
 use crate::runs::Runs;
-use crate::stages::StageCuts;
+use crate::stage_cuts::StageCuts;
 
 /// Rows through every rank's links, by rank and stage.
 pub(crate) struct LinkCounts {

@@ -1,86 +1,15 @@
-//! The half of planning that every rank repeats: owners, work, needs and stage cuts, from which one rank's plan follows.
+//! Everything that all ranks agree on, from which one rank's plan or all of them are written out.
 
-use counterpoint_mask::{Band, Mask, Range};
+use counterpoint_mask::{Band, Range};
 
-use crate::by_seconds::by_seconds;
-use crate::dispatch::{Home, chunk_work_with_away, solve};
-use crate::division::{Division, Owners};
+use crate::division::Owners;
 use crate::exchange::{exchange, exchange_part};
-use crate::hosting::Away;
-use crate::receive_order::{ReceiveOrder, most_layers};
-use crate::rows::without;
+use crate::rank_outline::RankOutline;
 use crate::runs::Runs;
-use crate::stages::{StageCuts, cut};
-use crate::work::{RowList, needed_rows};
+use crate::stage_cuts::StageCuts;
 use crate::{
-    AttentionSpec, Dispatch, GroupPart, HostedWork, Plan, PlanConfig, PlanError, Planning, RankPlan,
-    StagePlan, UnweighedOffload, chunk_work, dispatch_keys,
+    Dispatch, GroupPart, Plan, PlanError, Planning, RankPlan, RemoteSplit, StagePlan, UnweighedOffload,
 };
-
-/// What all ranks must know of each rank: its work and what it receives.
-pub(crate) struct RankOutline {
-    /// Global key rows that it owns, merged and ascending.
-    pub(crate) own: Vec<Range>,
-    /// Query rows that it owns.
-    pub(crate) q_rows: usize,
-    /// Local query rows, global key columns; without rows that are away.
-    pub(crate) work: Vec<Band>,
-    /// Global key rows that it needs and does not own, in the order in which it receives them.
-    pub(crate) remote: RowList,
-    /// What it computes for rows that are away; on every rank or on none.
-    pub(crate) hosted: Option<HostedWork>,
-}
-
-impl RankOutline {
-    /// Those of all ranks: their work, and what of it is hosted, if any is.
-    pub(crate) fn of(
-        owners: &Owners,
-        work: Vec<Vec<Band>>,
-        hosted: Vec<HostedWork>,
-        spec: &AttentionSpec,
-        config: &PlanConfig,
-        planning: &Planning<'_>,
-    ) -> Result<Vec<Self>, PlanError> {
-        let Owners { q_dispatch, k_dispatch, k_runs, .. } = owners;
-        let k_rows: Vec<usize> = (0..work.len()).map(|rank| k_dispatch.tokens(rank)).collect();
-        let owned: Vec<Vec<Range>> = (0..work.len()).map(|rank| k_dispatch.ranges(rank)).collect();
-        let missing: Vec<Vec<Range>> =
-            planning.map(work.len(), |rank| without(&needed_rows(&work[rank]), &owned[rank]))?;
-        let received: Vec<usize> = missing.iter().map(|rows| rows.iter().map(Range::len).sum()).collect();
-        let layers = most_layers(&work, &received, spec, config);
-        let order = ReceiveOrder::new(k_runs, &k_rows, &config.topology, layers);
-        let remote = planning.map(work.len(), |rank| RowList::new(order.of(rank, &missing[rank])))?;
-        let mut hosted = hosted.into_iter();
-        let of_ranks = work.into_iter().zip(owned).zip(remote).enumerate();
-        let of_ranks = of_ranks.map(|(rank, ((work, own), remote))| Self {
-            own,
-            q_rows: q_dispatch.tokens(rank),
-            work,
-            remote,
-            hosted: hosted.next(),
-        });
-        Ok(of_ranks.collect())
-    }
-
-    /// Number of key rows that it owns.
-    pub(crate) fn own_rows(&self) -> usize {
-        self.own.iter().map(Range::len).sum()
-    }
-}
-
-/// Whether a mask can be planned for owners that were found before.
-fn fits(mask: &Mask, config: &PlanConfig, [q_dispatch, k_dispatch]: [&Dispatch; 2]) -> Result<(), PlanError> {
-    config.validate()?;
-    for (axis, mask_len, plan_len) in
-        [("q", mask.seqlen_q(), q_dispatch.seqlen()), ("k", mask.seqlen_k(), k_dispatch.seqlen())]
-    {
-        if mask_len != plan_len {
-            return Err(PlanError::OtherLength { axis, mask: mask_len, plan: plan_len });
-        }
-    }
-    let (config, plan) = (config.topology.world_size, q_dispatch.cp_size());
-    if config == plan { Ok(()) } else { Err(PlanError::OtherWorldSize { config, plan }) }
-}
 
 /// A rank's parts in the group-casts of a pass and its bands, by stage.
 type Parts = (Vec<GroupPart>, Vec<Vec<Band>>);
@@ -98,89 +27,15 @@ pub(crate) struct Outline {
 }
 
 impl Outline {
+    /// For these owners, whose work is cut into these stages of a forward and of a backward.
     pub(crate) fn new(
-        mask: &Mask,
-        spec: &AttentionSpec,
-        config: &PlanConfig,
-        planning: &Planning<'_>,
-    ) -> Result<Self, PlanError> {
-        config.validate_for(mask)?;
-        if mask.seqlen_q() != mask.seqlen_k() {
-            return Self::cross_attention(mask, spec, config, planning);
-        }
-        let chunk_size = config.chunk_size_for(mask.seqlen_q());
-        let dispatch_with = |away: &[Range]| {
-            planning.check()?;
-            let work = chunk_work_with_away(mask, chunk_size, away);
-            planning.check()?;
-            let (ranks, home) = (config.topology.world_size, Home::WithQueries);
-            let mut dispatch = solve(&work, ranks, config.dispatch, home, planning);
-            planning.check()?;
-            if away.is_empty() {
-                dispatch = by_seconds(mask, &work, dispatch, spec, config, planning)?;
-            }
-            Ok(Owners::new(dispatch.clone(), dispatch))
-        };
-        let division = Division::choose(mask, spec, config, planning, dispatch_with(&[])?, dispatch_with)?;
-        Self::of(division, spec, config, planning)
-    }
-
-    pub(crate) fn cross_attention(
-        mask: &Mask,
-        spec: &AttentionSpec,
-        config: &PlanConfig,
-        planning: &Planning<'_>,
-    ) -> Result<Self, PlanError> {
-        config.validate_for(mask)?;
-        let work = chunk_work(mask, config.chunk_size_for(mask.seqlen_q()));
-        let ranks = config.topology.world_size;
-        let q_dispatch = solve(&work, ranks, config.dispatch, Home::Elsewhere, planning);
-        planning.check()?;
-        let k_dispatch = dispatch_keys(&work, &q_dispatch, config.chunk_size_for(mask.seqlen_k()));
-        let owners = Owners::new(q_dispatch, k_dispatch);
-        let division =
-            Division::choose(mask, spec, config, planning, owners.clone(), |_| Ok(owners.clone()))?;
-        Self::of(division, spec, config, planning)
-    }
-
-    pub(crate) fn on(
-        mask: &Mask,
-        spec: &AttentionSpec,
-        config: &PlanConfig,
-        [q_dispatch, k_dispatch]: [Dispatch; 2],
-    ) -> Result<Self, PlanError> {
-        fits(mask, config, [&q_dispatch, &k_dispatch])?;
-        let (owners, planning) = (Owners::new(q_dispatch, k_dispatch), &Planning::ALONE);
-        let division =
-            Division::choose(mask, spec, config, planning, owners.clone(), |_| Ok(owners.clone()))?;
-        Self::of(division, spec, config, planning)
-    }
-
-    /// The division of `plan`, whose local query rows `away` are computed where their keys are.
-    pub(crate) fn again(
-        mask: &Mask,
-        spec: &AttentionSpec,
-        config: &PlanConfig,
-        (plan, away): (&Plan, &Away),
-        planning: &Planning<'_>,
-    ) -> Result<Self, PlanError> {
-        fits(mask, config, [&plan.q_dispatch, &plan.k_dispatch])?;
-        let owners = Owners::new(plan.q_dispatch.clone(), plan.k_dispatch.clone());
-        Self::of(Division::with_away(mask, owners, away), spec, config, planning)
-    }
-
-    /// Of a division of the work.
-    pub(crate) fn of(
-        division: Division,
-        spec: &AttentionSpec,
-        config: &PlanConfig,
-        planning: &Planning<'_>,
-    ) -> Result<Self, PlanError> {
-        let Division { owners, work, hosted, unweighed } = division;
-        let ranks = RankOutline::of(&owners, work, hosted, spec, config, planning)?;
+        owners: Owners,
+        ranks: Vec<RankOutline>,
+        [forward, backward]: [StageCuts; 2],
+        unweighed: Option<UnweighedOffload>,
+    ) -> Self {
         let Owners { q_dispatch, k_dispatch, k_runs, .. } = owners;
-        let [forward, backward] = cut(&ranks, &k_runs, spec, config, planning)?;
-        Ok(Self { q_dispatch, k_dispatch, k_runs, ranks, forward, backward, unweighed })
+        Self { q_dispatch, k_dispatch, k_runs, ranks, forward, backward, unweighed }
     }
 
     /// Writes out every rank's part.
@@ -262,5 +117,18 @@ impl Outline {
             StagePlan { part, recv_ranges, own_rows, key_rows, bands: bands.into(), area }
         });
         stages.collect()
+    }
+
+    /// Bytes of all ranks' pieces, about: every range that a rank receives has one for each owner's run that it crosses, in a list
+    /// of the receiver, and the receiver's number in a list of the owner.
+    pub(crate) fn plan_bytes(&self) -> u64 {
+        const PIECE_BYTES: u64 = (size_of::<RemoteSplit>() + size_of::<u32>()) as u64;
+        let pieces = |cuts: &StageCuts| -> u64 {
+            let stages =
+                (0..self.ranks.len()).flat_map(|rank| (1..cuts.stages()).map(move |stage| (rank, stage)));
+            let ranges = stages.flat_map(|(rank, stage)| cuts.rows(rank, stage));
+            ranges.map(|range| self.k_runs.overlapping(range).len() as u64).sum()
+        };
+        (pieces(&self.forward) + pieces(&self.backward)) * PIECE_BYTES
     }
 }

@@ -5,10 +5,10 @@ use counterpoint_mask::{Band, Mask, Range};
 use crate::bounds::TrafficBounds;
 use crate::link_counts::LinkCounts;
 use crate::outline::Outline;
-use crate::stages::StageCuts;
+use crate::planner::outline;
 use crate::{
-    AttentionSpec, CommSummary, HostedWork, Plan, PlanConfig, PlanError, PlanSummary, Planning, Prediction,
-    RankPlan, RankSummary, StageSummary, UnweighedOffload,
+    AttentionSpec, CommSummary, PlanConfig, PlanError, PlanSummary, Planning, Prediction, RankSummary,
+    StageSummary, UnweighedOffload,
 };
 
 /// What a plan comes to, figures alone: a plan of thousands of ranks has hundreds of millions of pieces, which a rank makes for
@@ -30,12 +30,12 @@ pub struct PlanOverview {
 }
 
 impl PlanOverview {
-    /// Plans `mask` as [`Plan::new`] does, and keeps the figures. Whoever times it fills in the seconds.
+    /// Plans `mask` as [`Plan::new`](crate::Plan::new) does, and keeps the figures. Whoever times it fills in the seconds.
     ///
     /// # Errors
-    /// As [`Plan::new`].
+    /// As [`Plan::new`](crate::Plan::new).
     pub fn new(mask: &Mask, spec: &AttentionSpec, config: &PlanConfig) -> Result<Self, PlanError> {
-        let outline = Outline::new(mask, spec, config, &Planning::ALONE)?;
+        let outline = outline(mask, spec, config, &Planning::ALONE)?;
         let links = LinkCounts::new(&outline.k_runs, &outline.forward, outline.ranks.len(), &config.topology);
         let ranks: Vec<RankSummary> =
             (0..outline.ranks.len()).map(|rank| rank_summary(&outline, rank, &links)).collect();
@@ -68,50 +68,6 @@ impl PlanOverview {
             },
             bounds,
         })
-    }
-}
-
-impl Plan {
-    /// As [`Plan::new`] and equal to it, made as `planning` says, unless the pieces of all ranks would take more than `available` bytes.
-    ///
-    /// # Errors
-    /// As [`Plan::new`]; [`PlanError::Memory`] before they are made; [`PlanError::Cancelled`].
-    pub fn within(
-        mask: &Mask,
-        spec: &AttentionSpec,
-        config: &PlanConfig,
-        available: u64,
-        planning: &Planning<'_>,
-    ) -> Result<Plan, PlanError> {
-        Outline::new(mask, spec, config, planning)?.into_plan_within(available, planning)
-    }
-
-    /// The same mask on the same owners, and computed by the same hosts, cut into stages as `config` says; unless the pieces of all ranks
-    /// would take more than `available` bytes. Nothing else of `config` is looked at but its cost and its topology.
-    ///
-    /// # Errors
-    /// As [`Plan::for_mask_on`]; [`PlanError::Memory`] before they are made; [`PlanError::Cancelled`].
-    pub fn staged_within(
-        &self,
-        mask: &Mask,
-        spec: &AttentionSpec,
-        config: &PlanConfig,
-        available: u64,
-        planning: &Planning<'_>,
-    ) -> Result<Plan, PlanError> {
-        let away = |rank: &RankPlan| rank.hosted.as_ref().map_or_else(Vec::new, HostedWork::away);
-        let away = self.ranks.iter().map(away).collect();
-        Outline::again(mask, spec, config, (self, &away), planning)?.into_plan_within(available, planning)
-    }
-}
-
-impl Outline {
-    fn into_plan_within(self, available: u64, planning: &Planning<'_>) -> Result<Plan, PlanError> {
-        let needed = self.plan_bytes();
-        if needed > available {
-            return Err(PlanError::Memory { ranks: self.ranks.len(), needed, available });
-        }
-        self.into_plan(planning)
     }
 }
 
@@ -150,27 +106,12 @@ fn rank_summary(outline: &Outline, rank: usize, links: &LinkCounts) -> RankSumma
     }
 }
 
-impl Outline {
-    /// Bytes of all ranks' pieces, about: every range that a rank receives has one for each owner's run that it crosses, in a list
-    /// of the receiver, and the receiver's number in a list of the owner.
-    pub(crate) fn plan_bytes(&self) -> u64 {
-        const PIECE_BYTES: u64 = (size_of::<crate::RemoteSplit>() + size_of::<u32>()) as u64;
-        let pieces = |cuts: &StageCuts| -> u64 {
-            let stages =
-                (0..self.ranks.len()).flat_map(|rank| (1..cuts.stages()).map(move |stage| (rank, stage)));
-            let ranges = stages.flat_map(|(rank, stage)| cuts.rows(rank, stage));
-            ranges.map(|range| self.k_runs.overlapping(range).len() as u64).sum()
-        };
-        (pieces(&self.forward) + pieces(&self.backward)) * PIECE_BYTES
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::{DType, QueryExchange, StageCount, Topology};
+    use crate::{DType, Plan, QueryExchange, StageCount, Topology};
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(64))]
@@ -206,7 +147,7 @@ mod tests {
             prop_assert_eq!(&overview.summary, &PlanSummary::new(&plan, &mask, &spec, 0.0));
             prop_assert_eq!(&overview.prediction, &Prediction::new(&plan, &spec, &config));
             prop_assert_eq!(overview.bounds, TrafficBounds::new(&plan, &mask, &spec));
-            prop_assert_eq!(overview.crossing_rows, crate::flat_crossing_rows(&plan, &config.topology));
+            prop_assert_eq!(overview.crossing_rows, plan.flat_crossing_rows(&config.topology));
             // Pieces that are there are counted, and no more than half of them are cut further.
             let stages = plan.ranks.iter().flat_map(|rank| rank.forward.iter().chain(&rank.backward));
             let pieces: usize = stages.map(|stage| stage.part.remote.len()).sum();

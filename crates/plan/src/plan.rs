@@ -1,15 +1,13 @@
-//! The type of plans: each rank's rows, stages, work and exchange, with the ways to make one.
+//! The type of plans: each rank's rows, stages, work and exchange.
 
 use std::sync::Arc;
 
-use counterpoint_mask::{Band, Mask, Range};
+use counterpoint_mask::{Band, Range};
 use serde::{Deserialize, Serialize};
 
-use crate::outline::Outline;
-use crate::{
-    AttentionSpec, Dispatch, GroupPart, HostedWork, PlanConfig, PlanError, Planning, Topology,
-    TwoLevelExchange,
-};
+use crate::exchange::PlacedRows;
+use crate::runs::Runs;
+use crate::{Dispatch, GroupPart, HostedWork, Topology, TwoLevelExchange};
 
 /// One stage of one rank. Stage 0 is the local work: its key buffer is the rank's own key rows and nothing moves.
 /// Stage `s > 0` has a key buffer of its own, filled by one group-cast.
@@ -96,42 +94,38 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Plans `mask`. Where the lengths of queries and keys agree it is self-attention: one dispatch for both, so that
-    /// token `i`'s query and key live on the same rank. Where they do not, as [`Plan::cross_attention`].
+    /// The two levels of its exchange, whose ranks are laid out as `topology` says. On one node only the near part is not empty, and is
+    /// the flat exchange.
     ///
-    /// # Errors
-    /// A `config` that does not make sense for `mask`; see [`PlanConfig::validate_for`].
-    pub fn new(mask: &Mask, spec: &AttentionSpec, config: &PlanConfig) -> Result<Plan, PlanError> {
-        let planning = &Planning::ALONE;
-        Outline::new(mask, spec, config, planning)?.into_plan(planning)
+    /// # Panics
+    /// When `topology` is not for as many ranks as the plan.
+    pub fn two_levels(&self, topology: &Topology) -> TwoLevelExchange {
+        assert_eq!(topology.world_size, self.cp_size(), "the topology must be that of the plan's ranks");
+        let runs = Runs::new(&self.k_dispatch);
+        let received = |stages: fn(&RankPlan) -> &[StagePlan]| {
+            let all = 0..stages(&self.ranks[0]).len();
+            all.map(move |stage| {
+                self.ranks.iter().map(|rank| placed(&stages(rank)[stage..=stage])).collect::<Vec<_>>()
+            })
+        };
+        let whole: Vec<Vec<PlacedRows>> = self.ranks.iter().map(|rank| placed(&rank.backward)).collect();
+        let [forward, backward] = [received(|rank| &rank.forward), received(|rank| &rank.backward)];
+        TwoLevelExchange::of(&runs, topology, forward, backward, &whole)
     }
 
-    /// Plans `mask` with queries and keys dispatched each by a solve of its own, whatever their lengths.
-    ///
-    /// # Errors
-    /// As [`Plan::new`].
-    pub fn cross_attention(
-        mask: &Mask,
-        spec: &AttentionSpec,
-        config: &PlanConfig,
-    ) -> Result<Plan, PlanError> {
-        let planning = &Planning::ALONE;
-        Outline::cross_attention(mask, spec, config, planning)?.into_plan(planning)
-    }
-
-    /// Plans another mask of the same training step on this plan's dispatch: rows stay where they are, exchange and
-    /// stages are those of `mask`. `config`'s chunk size and dispatch algorithm are not looked at.
-    ///
-    /// # Errors
-    /// As [`Plan::new`]; a mask whose lengths are not those of this plan's mask.
-    pub fn for_mask_on(
-        &self,
-        mask: &Mask,
-        spec: &AttentionSpec,
-        config: &PlanConfig,
-    ) -> Result<Plan, PlanError> {
-        let dispatches = [&self.q_dispatch, &self.k_dispatch].map(Dispatch::clone);
-        Outline::on(mask, spec, config, dispatches)?.into_plan(&Planning::ALONE)
+    /// Key rows that cross between nodes in a forward when every rank fetches for itself.
+    pub fn flat_crossing_rows(&self, topology: &Topology) -> u64 {
+        let crossing = |rank: usize, stage: &StagePlan| -> u64 {
+            let far = |owner: u32| topology.node(owner as usize) != topology.node(rank);
+            stage
+                .part
+                .remote
+                .iter()
+                .filter(|split| far(split.rank))
+                .map(|split| split.rows.len() as u64)
+                .sum()
+        };
+        self.ranks.iter().flat_map(|rank| rank.forward.iter().map(|stage| crossing(rank.rank, stage))).sum()
     }
 
     /// The plan with its exchange in two steps, between nodes and inside each, for ranks that are laid out as `topology` says.
@@ -140,7 +134,7 @@ impl Plan {
     /// # Panics
     /// When `topology` is not for as many ranks as the plan.
     pub fn over_nodes(self, topology: &Topology) -> Plan {
-        let two_level = (topology.nodes() > 1).then(|| TwoLevelExchange::new(&self, topology));
+        let two_level = (topology.nodes() > 1).then(|| self.two_levels(topology));
         Plan { two_level, ..self }
     }
 
@@ -184,20 +178,9 @@ impl Plan {
     }
 }
 
-/// The part of `rank` alone, equal to `Plan::new(mask, spec, config)?.rank(rank)` and cheaper: bands and splits of other
-/// ranks are not made.
-///
-/// # Errors
-/// As [`Plan::new`]; a rank that is not below the number of ranks.
-pub fn plan_rank(
-    mask: &Mask,
-    spec: &AttentionSpec,
-    config: &PlanConfig,
-    rank: usize,
-) -> Result<RankPlan, PlanError> {
-    let outline = Outline::new(mask, spec, config, &Planning::ALONE)?;
-    if rank >= outline.ranks.len() {
-        return Err(PlanError::Rank { rank, cp_size: outline.ranks.len() });
-    }
-    Ok(outline.into_rank(rank))
+/// What the stages receive, their key buffers laid one after the other.
+fn placed(stages: &[StagePlan]) -> Vec<PlacedRows> {
+    let rows: Vec<Range> = stages.iter().flat_map(|stage| &stage.recv_ranges).copied().collect();
+    // Own rows are in one stage only, and then nothing is received before it.
+    PlacedRows::of(&rows, stages.iter().map(|stage| stage.own_rows).sum())
 }

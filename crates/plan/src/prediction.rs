@@ -3,47 +3,14 @@
 use counterpoint_mask::{Band, Range};
 use serde::{Deserialize, Serialize};
 
-use crate::direction::{Direction, LinkRows, StageWork, makespan};
+use crate::direction::{Direction, StageWork};
 use crate::link_counts::LinkCounts;
-use crate::outline::{Outline, RankOutline};
-use crate::stages::StageCuts;
-use crate::{
-    AttentionSpec, CostModel, GroupPart, HostedWork, Plan, PlanConfig, RankPlan, ReadyWork, StagePlan,
-    Topology,
-};
-
-/// Predicted seconds of one stage of one rank.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct StagePrediction {
-    /// Computation.
-    pub compute_seconds: f64,
-    /// The part of it that needs no received rows, where it begins before these are there.
-    pub ready_seconds: f64,
-    /// Group-cast of keys and values; 0 for stage 0.
-    pub cast_seconds: f64,
-    /// Group-reduce of their gradients; 0 for stage 0 and in a forward.
-    pub reduce_seconds: f64,
-}
-
-impl StagePrediction {
-    /// The same of a stage that does all work, and begins with what is `ready` before the rows are there that it receives. On a GPU
-    /// of a rank's own gradients leave while it computes, and what is left is to add them.
-    pub(crate) fn as_rows_arrive(
-        self,
-        ready: &ReadyWork,
-        received: usize,
-        spec: &AttentionSpec,
-        cost: &CostModel,
-    ) -> Self {
-        let ready = ready.part(spec.heads_q, spec.delivery_parts(received), cost);
-        let ready_seconds = ready * self.compute_seconds;
-        let left = match cost.sharing {
-            Some(_) => cost.link.bytes_per_second / cost.memory_bytes_per_second,
-            None => 1.0,
-        };
-        Self { ready_seconds, reduce_seconds: left.min(1.0) * self.reduce_seconds, ..self }
-    }
-}
+use crate::link_rows::{LinkRows, busier_rows};
+use crate::outline::Outline;
+use crate::rank_outline::RankOutline;
+use crate::stage_cuts::StageCuts;
+use crate::stage_prediction::makespan;
+use crate::{AttentionSpec, HostedWork, Plan, PlanConfig, RankPlan, ReadyWork, StagePlan, StagePrediction};
 
 /// Predicted seconds of one rank in one direction.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -173,22 +140,4 @@ impl RankFigures<'_> {
         let seconds = makespan(local.iter().chain(&hosted).chain(remote).copied());
         RankPrediction { seconds, stages, hosted }
     }
-}
-
-/// Rows of the busier direction of a rank's links in one collective.
-pub(crate) fn busier_rows(part: &GroupPart, rank: usize, topology: &Topology) -> LinkRows {
-    let node = topology.node(rank);
-    let count = |rows: &mut LinkRows, other: u32, length: usize| {
-        if other as usize == rank {
-            return;
-        }
-        let side = if topology.node(other as usize) == node { &mut rows.near } else { &mut rows.far };
-        *side += length as u64;
-    };
-    let (mut sent, mut received) = (LinkRows::default(), LinkRows::default());
-    for split in &part.owned {
-        split.ranks.iter().for_each(|&other| count(&mut sent, other, split.rows.len()));
-    }
-    part.remote.iter().for_each(|split| count(&mut received, split.rank, split.rows.len()));
-    LinkRows::busier(sent, received)
 }

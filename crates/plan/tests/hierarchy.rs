@@ -7,9 +7,7 @@ use std::collections::{BTreeSet, VecDeque};
 
 use cases::{configs, masks, rows, spec};
 use counterpoint_mask::Range;
-use counterpoint_plan::{
-    GroupPart, Plan, RankPlan, StagePlan, Topology, TwoLevelExchange, TwoLevelPart, flat_crossing_rows,
-};
+use counterpoint_plan::{GroupPart, Plan, RankPlan, StagePlan, Topology, TwoLevelPart};
 use proptest::prelude::*;
 
 /// Moves rows as a group-cast does. `allowed(source, destination)` says which pairs may talk.
@@ -133,8 +131,8 @@ proptest! {
     fn rows_arrive_and_cross_once(mask in masks(300), config in configs()) {
         let plan = Plan::new(&mask, &spec(), &config).unwrap();
         let topology = config.topology;
-        let two_level = TwoLevelExchange::new(&plan, &topology);
-        prop_assert_eq!(&two_level, &TwoLevelExchange::new(&plan, &topology));
+        let two_level = plan.two_levels(&topology);
+        prop_assert_eq!(&two_level, &plan.two_levels(&topology));
         let mut crossed = 0;
         let directions: [(StagesOf, _); 2] =
             [(|rank| &rank.forward, &two_level.forward), (|rank| &rank.backward, &two_level.backward)];
@@ -156,7 +154,7 @@ proptest! {
         let parts: Vec<&TwoLevelPart> = two_level.whole.iter().collect();
         let once = check_stage(&plan, &whole.iter().collect::<Vec<_>>(), &parts, &topology);
         prop_assert!(once <= two_level.backward_crossing_rows());
-        prop_assert!(crossed <= flat_crossing_rows(&plan, &topology));
+        prop_assert!(crossed <= plan.flat_crossing_rows(&topology));
         if topology.nodes() == 1 {
             prop_assert_eq!(crossed, 0);
             for (rank, parts) in plan.ranks.iter().zip(&two_level.forward) {

@@ -453,7 +453,7 @@ fn two_levels_cross_once() {
         let exact = spec(dtype, 1);
         let spec = AttentionSpec { gradient_shares, ..exact };
         let flat = plan(&mask, 8, 128, stages);
-        let exchange = TwoLevelExchange::new(&flat, &topology);
+        let exchange = flat.two_levels(&topology);
         let sink = |programs: &[Program]| -> u64 {
             // The sink's gradient goes through rank 0 in either.
             let far = programs.iter().filter(|program| topology.node(program.rank) != 0).count() as u64;
@@ -463,7 +463,7 @@ fn two_levels_cross_once() {
             programs.iter().map(|program| program.crossing_bytes(&topology)).sum()
         };
         let [flat_forward, flat_backward, _] = programs(&flat, &spec, "concurrent");
-        let rows = flat_crossing_rows(&flat, &topology);
+        let rows = flat.flat_crossing_rows(&topology);
         assert_eq!(bytes(&flat_forward), rows * spec.kv_row_bytes() as u64);
         let both = flat.over_nodes(&topology);
         for policy in POLICIES {

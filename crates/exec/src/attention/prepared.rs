@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use counterpoint_schedule::{BufferRole, Program, Timeline};
 
-use super::{AttentionInputs, AttentionOutputs, RankProblem, RunConfig};
 use super::programs::{backward_program, forward_program, plan_identity};
+use super::{AttentionInputs, AttentionOutputs, RankProblem, RunConfig};
 use crate::{
     Backend, ExecError, Group, HostTensor, Machine, Pass, PlanIdentity, Prepared, PreparedRank, RunTimes,
     Transport, WorldConfig,

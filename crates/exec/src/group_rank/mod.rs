@@ -11,8 +11,8 @@ use counterpoint_schedule::{
     WorkerShare,
 };
 
-pub use self::ticket::Ticket;
 use self::ticket::EventPool;
+pub use self::ticket::Ticket;
 use crate::monitor::lock;
 use crate::{Backend, ExecError, GlobalBuffer, Rendezvous, Transport};
 

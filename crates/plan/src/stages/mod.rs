@@ -6,90 +6,20 @@ mod solver;
 mod tiles;
 mod traffic;
 
-use counterpoint_mask::{Band, Range};
-
-use crate::direction::{Direction, LinkRows, StageWork, makespan};
-use crate::exchange::PlacedRows;
-use crate::outline::RankOutline;
-use crate::prediction::busier_rows;
+use crate::direction::{Direction, StageWork};
+use crate::division::Division;
+use crate::link_rows::{LinkRows, busier_rows};
+use crate::outline::Outline;
+use crate::rank_outline::RankOutline;
 use crate::runs::Runs;
-use crate::work::{KeySegment, cut_into_stages};
+use crate::stage_cuts::StageCuts;
+use crate::stage_prediction::makespan;
 use crate::{AttentionSpec, KEY_BLOCK, PlanConfig, PlanError, Planning, StageCount, StagePrediction};
 
 use profile::Profile;
 use solver::{Cuts, Rates};
 use tiles::Candidate;
 use traffic::Traffic;
-
-/// The cuts of every rank's list of remote rows, for one direction.
-pub(crate) struct StageCuts {
-    stages: usize,
-    /// `rows[rank * stages + stage]`: global key rows received; empty for stage 0.
-    rows: Vec<Vec<Range>>,
-    /// By rank: own rows with which the key buffer of stage 1 begins, where all work is done there at once.
-    gathered: Option<Vec<usize>>,
-}
-
-impl StageCuts {
-    /// `places[rank]` are the `stages` ends of the remote stages in the rank's list, stage 0 included as 0.
-    fn new(ranks: &[RankOutline], places: &[Vec<usize>], stages: usize) -> Self {
-        let mut rows = Vec::with_capacity(ranks.len() * stages);
-        for (outline, places) in ranks.iter().zip(places) {
-            rows.push(Vec::new());
-            rows.extend(places.windows(2).map(|cut| outline.remote.rows(cut[0], cut[1])));
-        }
-        Self { stages, rows, gathered: None }
-    }
-
-    /// Stage 0 alone.
-    fn local(ranks: usize) -> Self {
-        Self { stages: 1, rows: vec![Vec::new(); ranks], gathered: None }
-    }
-
-    /// All work in one stage, which takes received rows as they arrive.
-    pub(crate) fn gathered(ranks: &[RankOutline]) -> Self {
-        let rows = ranks.iter().flat_map(|outline| [Vec::new(), outline.remote.ranges.clone()]).collect();
-        Self { stages: 2, rows, gathered: Some(ranks.iter().map(RankOutline::own_rows).collect()) }
-    }
-
-    /// Own rows with which the key buffer of a stage begins that does all of `rank`'s work; 0 in all others.
-    pub(crate) fn own_rows(&self, rank: usize, stage: usize) -> usize {
-        self.gathered.as_ref().filter(|_| stage == 1).map_or(0, |own_rows| own_rows[rank])
-    }
-
-    /// Number of stages, stage 0 included.
-    pub(crate) fn stages(&self) -> usize {
-        self.stages
-    }
-
-    /// Global key rows that `rank` receives in `stage`, in the order of its key buffer.
-    pub(crate) fn rows(&self, rank: usize, stage: usize) -> &[Range] {
-        &self.rows[rank * self.stages + stage]
-    }
-
-    /// As [`StageCuts::rows`], of all ranks, ascending.
-    pub(crate) fn placed_rows(&self, stage: usize) -> Vec<Vec<PlacedRows>> {
-        let placed = |rank| PlacedRows::of(self.rows(rank, stage), self.own_rows(rank, stage));
-        (0..self.rows.len() / self.stages).map(placed).collect()
-    }
-
-    /// The bands of every stage of `rank`.
-    pub(crate) fn bands(&self, rank: usize, outline: &RankOutline) -> Vec<Vec<Band>> {
-        let mut segments = Vec::with_capacity(outline.own.len() + outline.remote.ranges.len() + self.stages);
-        let mut add = |stage: usize, mut start: usize, rows: &[Range]| {
-            for &range in rows {
-                segments.push(KeySegment { range, stage, start });
-                start += range.len();
-            }
-        };
-        add(usize::from(self.gathered.is_some()), 0, &outline.own);
-        for stage in 1..self.stages {
-            add(stage, self.own_rows(rank, stage), self.rows(rank, stage));
-        }
-        segments.sort_unstable_by_key(|segment| segment.range.start);
-        cut_into_stages(&outline.work, &segments, self.stages)
-    }
-}
 
 /// Pieces of a list of remote rows between places where it may be cut. Solving takes time in the square of it, and more of
 /// them gain next to nothing: a stage's end is then known to a sixteenth of the list. More stages than
@@ -99,9 +29,22 @@ const CELLS: usize = 16;
 /// Remote stages that [`StageCount::Auto`] tries. Each one costs a launch and a collective on every rank.
 const MOST_AUTO_STAGES: usize = 8;
 
+/// The outline of a division of the work, cut into the stages that `config` asks for.
+pub(crate) fn outline(
+    division: Division,
+    spec: &AttentionSpec,
+    config: &PlanConfig,
+    planning: &Planning<'_>,
+) -> Result<Outline, PlanError> {
+    let Division { owners, work, hosted, unweighed } = division;
+    let ranks = RankOutline::of(&owners, work, hosted, spec, config, planning)?;
+    let stages = cut(&ranks, &owners.k_runs, spec, config, planning)?;
+    Ok(Outline::new(owners, ranks, stages, unweighed))
+}
+
 /// Cuts for the forward and for the backward.
 // Long: one comparison of every number of stages, whose bookkeeping all of its parts share.
-pub(crate) fn cut(
+fn cut(
     ranks: &[RankOutline],
     runs: &Runs,
     spec: &AttentionSpec,

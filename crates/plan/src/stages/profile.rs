@@ -4,7 +4,7 @@ use counterpoint_mask::Range;
 
 use super::columns::Columns;
 use crate::KEY_BLOCK;
-use crate::outline::RankOutline;
+use crate::rank_outline::RankOutline;
 use crate::runs::Runs;
 
 /// A rank's remote work along its list of remote rows: where it may be cut, and how much work lies before each place.

@@ -2,9 +2,11 @@
 
 use counterpoint_mask::{Band, Range};
 
-use super::StageCuts;
-use crate::direction::{Direction, LinkRows, makespan};
-use crate::outline::RankOutline;
+use crate::direction::Direction;
+use crate::link_rows::LinkRows;
+use crate::rank_outline::RankOutline;
+use crate::stage_cuts::StageCuts;
+use crate::stage_prediction::makespan;
 use crate::{AttentionSpec, AttentionWork, CostModel, ReadyWork, StagePrediction};
 
 /// Ranks that are looked at: of many ranks those that are slowest by pairs, which are hardly ever all wrong.

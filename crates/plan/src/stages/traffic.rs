@@ -4,8 +4,8 @@ use counterpoint_mask::Range;
 
 use super::profile::Profile;
 use crate::Topology;
-use crate::direction::LinkRows;
-use crate::outline::RankOutline;
+use crate::link_rows::LinkRows;
+use crate::rank_outline::RankOutline;
 use crate::runs::Runs;
 
 /// Who receives which rows, cell by cell of every rank's list, so that what a stage sends can be counted for many cuts.

@@ -25,7 +25,7 @@ use counterpoint_exec::PlanningThreads;
 use counterpoint_mask::Mask;
 use counterpoint_plan::{
     AttentionSpec, CostModel, DType, Fingerprint, GradientShares, MachineProfile, PlanConfig, PlanSummary,
-    TrafficBounds, TwoLevelExchange, flat_crossing_rows,
+    TrafficBounds, TwoLevelExchange,
 };
 use counterpoint_report::{
     Figures, HtmlReport, TimelinePair, comparison_table, format_count, format_seconds, plan_table,
@@ -246,7 +246,7 @@ impl Told<'_> {
                 out,
                 "\nbetween nodes: {} key rows in all, each once for a node that needs it in a stage ({} if every rank fetched for itself)",
                 format_count(crossing),
-                format_count(flat_crossing_rows(plan, &self.config.topology)),
+                format_count(plan.flat_crossing_rows(&self.config.topology)),
             );
         }
         let _ = writeln!(out);
