@@ -2,6 +2,7 @@
 
 mod attention;
 mod attention_kernels;
+mod attention_tensors;
 mod experts;
 mod gemm_collective;
 mod group;
