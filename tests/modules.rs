@@ -7,36 +7,6 @@ use std::path::Path;
 /// A module's names from the crate's root on.
 type Module = Vec<String>;
 
-/// Modules at the root of a crate that still use each other in a circle, and why. One that is mended must leave this list; one that is
-/// new fails the test.
-const KNOTS: &[(&str, &[&str], &str)] = &[
-    (
-        "plan",
-        &[
-            "by_seconds",
-            "direction",
-            "division",
-            "hierarchy",
-            "link_counts",
-            "outline",
-            "plan",
-            "prediction",
-            "stages",
-        ],
-        "stages and the refined dispatch are chosen by predicted times while a plan is made; they belong in crate choose",
-    ),
-    (
-        "exec",
-        &["attention", "communicator", "group", "interpreter"],
-        "attention and single collectives are prepared on a group and called through it",
-    ),
-    (
-        "cuda",
-        &["device", "event", "function", "memory", "partition", "stream"],
-        "a device keeps its spare events, its kernels and its memory, and each of them knows its device",
-    ),
-];
-
 #[test]
 fn modules_use_each_other_one_way() {
     let mut wrong = Vec::new();
@@ -48,23 +18,10 @@ fn modules_use_each_other_one_way() {
         }
         let tree = Tree::read(&root().join("crates").join(&name).join("src"));
         let edges = tree.edges();
-        let found: Vec<Vec<String>> = knots(&edges);
-        let known: Vec<&[&str]> =
-            KNOTS.iter().filter(|(of, ..)| *of == name).map(|(_, modules, _)| *modules).collect();
-        for knot in &found {
-            if !known.iter().any(|known| known.iter().eq(knot.iter())) {
-                wrong.push(format!("crate {name}: these use each other in a circle: {}", knot.join(", ")));
-                let inside = edges.iter().filter(|((from, to), _)| knot.contains(from) && knot.contains(to));
-                wrong.extend(inside.map(|((from, to), what)| format!("    {from} uses {to} for {what}")));
-            }
-        }
-        for known in known {
-            if !found.iter().any(|knot| known.iter().eq(knot.iter())) {
-                wrong.push(format!(
-                    "crate {name}: no longer a circle, take it off the list: {}",
-                    known.join(", ")
-                ));
-            }
+        for knot in knots(&edges) {
+            wrong.push(format!("crate {name}: these use each other in a circle: {}", knot.join(", ")));
+            let inside = edges.iter().filter(|((from, to), _)| knot.contains(from) && knot.contains(to));
+            wrong.extend(inside.map(|((from, to), what)| format!("    {from} uses {to} for {what}")));
         }
     }
     assert!(wrong.is_empty(), "\n{}", wrong.join("\n"));

@@ -4,9 +4,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use counterpoint_exec::{
-    AttentionInputs, AttentionRun, CpuBackend, CpuMachine, CpuTransport, ExecError, FaultInjection,
-    FaultKind, FaultPoint, HostTensor, Pass, Prepared, PreparedAttention, RankProblem, RanksRun, RunConfig,
-    SlowLink, SlowNetwork, World, WorldConfig, run_attention,
+    AttentionInputs, AttentionRun, CpuBackend, CpuBuffer, CpuMachine, CpuTransport, ExecError,
+    FaultInjection, FaultKind, FaultPoint, HostTensor, Pass, Prepared, PreparedAttention, RankProblem,
+    RanksRun, RunConfig, SlowLink, SlowNetwork, World, WorldConfig, run_attention,
 };
 use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};
 use counterpoint_plan::{
