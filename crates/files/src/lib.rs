@@ -6,6 +6,7 @@
 // Not a workspace lint: tests may unwrap, their helpers too.
 #![warn(clippy::unwrap_used)]
 
+mod child;
 mod error;
 mod identity;
 mod lock;
@@ -14,6 +15,7 @@ mod search;
 mod trusted;
 mod write;
 
+pub use child::output_of;
 pub use error::WriteError;
 pub use identity::FileId;
 pub use lock::{FileLock, LockError};

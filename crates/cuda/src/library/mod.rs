@@ -1,7 +1,6 @@
 //! Libraries that are opened at run time. Nothing is opened before it is asked for, and a library that is not there, or
 //! lacks a function, is an error with a sentence, never a panic.
 
-mod child;
 mod cublaslt;
 mod driver;
 mod driver_calls;
@@ -14,7 +13,6 @@ use std::path::Path;
 
 use libloading::Library;
 
-use child::output_of;
 pub(crate) use cublaslt::CublasLt;
 pub(crate) use driver::{Driver, call};
 pub use driver_calls::DriverCalls;

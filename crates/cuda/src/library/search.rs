@@ -7,9 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::time::Duration;
 
-use counterpoint_files::{RelativeFolder, absolute_entries, command, folder_named, program};
-
-use super::output_of;
+use counterpoint_files::{RelativeFolder, absolute_entries, command, folder_named, output_of, program};
 
 /// A library to try, and those that must be open before it.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -7,7 +7,10 @@ use std::time::{Duration, Instant};
 
 /// Runs a program to its end, `limit` at most, and gives what it wrote to standard output. An error names what went wrong, with
 /// the program's own words where it had some.
-pub(crate) fn output_of(command: &mut Command, limit: Duration) -> Result<Vec<u8>, String> {
+///
+/// # Errors
+/// When it cannot be started, does not end in time, or ends with a status of failure.
+pub fn output_of(command: &mut Command, limit: Duration) -> Result<Vec<u8>, String> {
     let mut child = command
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
