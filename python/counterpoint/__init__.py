@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from counterpoint._native import Mask, __version__
+from counterpoint._native import Mask, Routing, __version__
 from counterpoint.errors import (
     DeviceError,
     Error,
@@ -28,12 +28,14 @@ if TYPE_CHECKING:
     from counterpoint.batch import Batch
     from counterpoint.functional import attention, flex_attention
     from counterpoint.group import LocalGroup
+    from counterpoint.nn import ExpertLayer
     from counterpoint.plan import Plan
     from counterpoint.processes import Group
     from counterpoint.profiling import profile
 
 _LATER = {
     "Batch": "counterpoint.batch",
+    "ExpertLayer": "counterpoint.nn",
     "Group": "counterpoint.processes",
     "LocalGroup": "counterpoint.group",
     "Plan": "counterpoint.plan",
@@ -46,6 +48,7 @@ __all__ = [
     "Batch",
     "DeviceError",
     "Error",
+    "ExpertLayer",
     "Group",
     "InternalError",
     "LocalGroup",
@@ -58,6 +61,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "PolicyError",
+    "Routing",
     "StalledError",
     "TensorError",
     "__version__",

@@ -8,8 +8,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use counterpoint_cuda::GraphHandles;
 use counterpoint_exec::{
-    AttentionCalls, Backend, BackwardTensors, BufferAccess, ExecError, ForwardTensors, Group, Machine,
-    MemoryKeeper, Pass, Prepared, RankOf, RunTimes, Ticket,
+    AttentionCalls, Backend, BackwardTensors, BufferAccess, ExecError, ExpertLayer, ForwardTensors, Group,
+    Machine, MemoryKeeper, Pass, Prepared, RankOf, RunTimes, Ticket,
 };
 use counterpoint_plan::Dispatch;
 use counterpoint_schedule::Timeline;
@@ -17,6 +17,7 @@ use counterpoint_schedule::Timeline;
 use crate::borrow::{Borrowed, InPlace};
 use crate::capture::Captures;
 use crate::captured::{CapturedCalls, Replaced};
+use crate::experts::{ExpertEngine, Experts};
 use crate::linear::{Layers, LinearEngine, ReadyLayer};
 use crate::row_collective::{RowCollective, row_collective};
 use crate::solution::Content;
@@ -56,6 +57,8 @@ pub(crate) trait Engine: Send + Sync {
     fn rows(&self, rows: &RowsCall<'_>) -> Result<(), ExecError>;
     /// What it does for linear layers.
     fn linear(&self) -> &dyn LinearEngine;
+    /// What it does for layers of experts.
+    fn experts(&self) -> &dyn ExpertEngine;
     /// Has calls on different streams of the caller overlap, of what is made ready from now on.
     fn overlap_calls(&self);
     /// The first error, as far as it is known here.
@@ -98,6 +101,7 @@ where
 {
     group: Group<M>,
     layers: Layers<M>,
+    experts: Experts<M>,
     /// Ranks that wait for each other must be called in one order.
     calling: Mutex<()>,
     /// What a call that failed half-way may still use.
@@ -131,7 +135,8 @@ where
 {
     pub(crate) fn new(group: Group<M>) -> Self {
         let (calling, kept, captured, callers) = Default::default();
-        Self { group, layers: Layers::default(), calling, kept, captured, callers }
+        let (layers, experts) = (Layers::default(), Experts::default());
+        Self { group, layers, experts, calling, kept, captured, callers }
     }
 }
 
@@ -401,8 +406,13 @@ where
     Group<M>: Send + Sync,
     AttentionCalls<M>: Send + Sync,
     ReadyLayer<M>: Send,
+    ExpertLayer<M>: Send,
 {
     fn linear(&self) -> &dyn LinearEngine {
+        self
+    }
+
+    fn experts(&self) -> &dyn ExpertEngine {
         self
     }
 
@@ -475,6 +485,7 @@ where
         let closed = self.group.close();
         self.captured.let_go();
         self.layers.let_go();
+        self.experts.let_go();
         closed
     }
 }

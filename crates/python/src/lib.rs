@@ -10,12 +10,15 @@ mod capture;
 mod captured;
 mod engine;
 mod error;
+mod experts;
 mod integers;
 mod interrupt;
 mod join;
+mod kept;
 mod linear;
 mod mask;
 mod ranks;
+mod routing;
 mod row_collective;
 mod site;
 mod solution;
@@ -39,6 +42,8 @@ mod _native {
     use crate::mask::Mask;
     #[pymodule_export]
     use crate::ranks::Ranks;
+    #[pymodule_export]
+    use crate::routing::Routing;
     #[pymodule_export]
     use crate::solution::Solution;
     #[pymodule_export]

@@ -1,6 +1,6 @@
 //! Tensor-parallel linear layers of a rank that is this process, on tensors of Python, in place.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use counterpoint_exec::{
     Backend, BufferAccess, ExecError, Group, LayerCall, LayerGradient, LayerOverlap, LinearLayer,
@@ -12,6 +12,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::borrow::{Borrowed, InPlace, dtype_of, name_of};
+use crate::kept::Kept;
 
 /// A layer as modules share it: all that its Programs depend on.
 #[derive(Clone, Debug, PartialEq)]
@@ -88,9 +89,6 @@ pub(crate) trait LinearEngine: Send + Sync {
     fn tensors(&self, key: &LayerKey, call: LayerCall) -> Result<Vec<WantedTensor>, ExecError>;
 }
 
-/// Layers that stay prepared.
-const KEPT: usize = 32;
-
 /// A layer that is ready.
 pub(crate) enum ReadyLayer<M: Machine> {
     One(LinearLayer<M>),
@@ -98,7 +96,7 @@ pub(crate) enum ReadyLayer<M: Machine> {
 }
 
 impl<M: Machine> ReadyLayer<M> {
-    fn new(
+    pub(crate) fn new(
         group: &Group<M>,
         LayerKey { spec, shared, gradient, policy }: &LayerKey,
     ) -> Result<Self, ExecError> {
@@ -140,62 +138,8 @@ impl<M: Machine> ReadyLayer<M> {
     }
 }
 
-/// The layers that are ready on a group, latest first.
-pub(crate) struct Layers<M: Machine>(Mutex<Vec<KeptLayer<M>>>);
-
-/// A layer that is ready, and what it is.
-struct KeptLayer<M: Machine> {
-    key: LayerKey,
-    layer: ReadyLayer<M>,
-    /// Whether a graph of the caller replays it.
-    is_captured: bool,
-}
-
-impl<M: Machine> Default for Layers<M> {
-    fn default() -> Self {
-        Self(Mutex::new(Vec::new()))
-    }
-}
-
-impl<M: Machine> Layers<M> {
-    /// Has `work` use a layer, which is made ready where it is not.
-    pub(crate) fn with<T>(
-        &self,
-        group: &Group<M>,
-        key: &LayerKey,
-        work: impl FnOnce(&ReadyLayer<M>) -> Result<T, ExecError>,
-    ) -> Result<T, ExecError> {
-        let mut layers = self.lock();
-        let known = match layers.iter().position(|known| known.key == *key) {
-            Some(index) => layers.remove(index),
-            None => KeptLayer { key: key.clone(), layer: ReadyLayer::new(group, key)?, is_captured: false },
-        };
-        layers.insert(0, known);
-        let mut others = 0;
-        layers.retain(|kept| {
-            others += usize::from(!kept.is_captured);
-            kept.is_captured || others <= KEPT
-        });
-        match layers.first() {
-            Some(kept) => work(&kept.layer),
-            None => Err(tensor_error("layer", "is gone")),
-        }
-    }
-
-    /// Has a layer stay, which a graph of the caller replays.
-    pub(crate) fn keep(&self, key: &LayerKey) {
-        self.lock().iter_mut().filter(|kept| kept.key == *key).for_each(|kept| kept.is_captured = true);
-    }
-
-    /// Lets go of layers that graphs replayed.
-    pub(crate) fn let_go(&self) {
-        self.lock().retain(|kept| !kept.is_captured);
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Vec<KeptLayer<M>>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
+/// The layers that are ready on a group.
+pub(crate) type Layers<M> = Kept<LayerKey, ReadyLayer<M>>;
 
 /// Enqueues a call of the only rank here.
 pub(crate) fn enqueue<M>(

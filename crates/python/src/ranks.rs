@@ -15,9 +15,11 @@ use crate::borrow::Borrowed;
 use crate::calls::{Calls, Waits};
 use crate::engine::{Engine, Joined, RowsCall};
 use crate::error::{engine, raise};
+use crate::experts::{ExpertCall, ExpertFields, ExpertKey};
 use crate::interrupt::{self, interruptible};
 use crate::join::{self, PythonStore};
 use crate::linear::{LayerKey, LinearCall, WantedTensor, named_call};
+use crate::routing::Routing;
 use crate::row_collective::RowCollective;
 use crate::site::{Site, measured};
 use crate::solution::{Content, Solution};
@@ -231,6 +233,23 @@ impl Ranks {
     fn linear_tensors(&self, py: Python<'_>, layer: LayerKey, call: &str) -> PyResult<Vec<WantedTensor>> {
         let (ranks, call) = (self.engine(py)?, named_call(call));
         engine(py, || ranks.linear().tensors(&layer, call))
+    }
+
+    /// A call of a layer of experts, "forward" or "backward", on tensors by their names; they have the rows of all ranks here, one
+    /// rank's after the other's. Collective.
+    fn experts(
+        &self,
+        py: Python<'_>,
+        layer: ExpertFields,
+        routing: &Routing,
+        call: &str,
+        stream: u64,
+        tensors: Vec<(String, Borrowed)>,
+    ) -> PyResult<()> {
+        let ranks = self.engine(py)?;
+        let key = ExpertKey::new(layer, routing.native.clone());
+        let (call, transport) = (named_call(call), self.site.transport);
+        engine(py, || ranks.experts().call(&ExpertCall { key, call, transport, stream, tensors }))
     }
 
     /// Ends the group for all ranks, which hear `reason`.

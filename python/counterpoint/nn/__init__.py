@@ -1,6 +1,7 @@
-"""Tensor-parallel linear layers, with Megatron-Core's contract and communication under computation."""
+"""Tensor-parallel linear layers, with Megatron-Core's contract, and layers of experts: communication under computation."""
 
+from counterpoint.nn.experts import ExpertLayer
 from counterpoint.nn.linear import ColumnParallelLinear, RowParallelLinear
 from counterpoint.nn.shared_input import SharedInputLinear
 
-__all__ = ["ColumnParallelLinear", "RowParallelLinear", "SharedInputLinear"]
+__all__ = ["ColumnParallelLinear", "ExpertLayer", "RowParallelLinear", "SharedInputLinear"]

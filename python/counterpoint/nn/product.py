@@ -39,7 +39,7 @@ class Layer:
 
     def key(self, tokens: int, bias: bool, dtype: torch.dtype, gradient: str) -> Key:
         sizes = (tokens, self.in_features, *self.out_features)
-        return (self.kind, self.sequence_parallel, sizes, bias, _name(dtype), gradient, self.overlap)
+        return (self.kind, self.sequence_parallel, sizes, bias, name_of(dtype), gradient, self.overlap)
 
     def names(self, name: str) -> list[str]:
         """Of a tensor of each layer, as the engine calls it."""
@@ -70,7 +70,7 @@ class Layer:
             weights, key, tensors = self.waiting.popleft()
             main_grads = _main_grads(self, weights)
             if main_grads is not None:
-                _clear_overwritten(weights, main_grads)
+                clear_overwritten(weights, main_grads)
                 self.call(key, "weight_gradient", tensors | self.named("main_grad", main_grads))
                 continue
             dweights = [torch.empty_like(weight, memory_format=torch.contiguous_format) for weight in weights]
@@ -79,13 +79,13 @@ class Layer:
                 weight.grad = dweight if weight.grad is None else weight.grad.add_(dweight)
 
 
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
+def dense(tensor: torch.Tensor) -> torch.Tensor:
     """Contiguous, and on GPUs where the engine reads it: at a multiple of 16 bytes."""
     tensor = tensor.resolve_neg().contiguous()
     return tensor.clone() if tensor.is_cuda and tensor.data_ptr() & 15 else tensor
 
 
-def _name(dtype: torch.dtype) -> str:
+def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -125,13 +125,13 @@ def _gradient(layer: Layer, weights: Sequence[torch.Tensor]) -> str:
             )
         if main_grad.dtype != into:
             raise TensorError(f"main_grad is {into} of one weight and {main_grad.dtype} of another; layers of one input have one")
-    return f"deferred:{_name(into)}" if layer.delayed else _into_main_grad(weights, into)
+    return f"deferred:{name_of(into)}" if layer.delayed else _into_main_grad(weights, into)
 
 
 def _into_main_grad(weights: Sequence[torch.Tensor], into: torch.dtype) -> str:
     """How gradients go into a `main_grad`. On GPUs they are added, to zeros where they replace what is there."""
     replaces = not weights[0].is_cuda and all(map(_overwrites, weights))
-    return f"{'replaced' if replaces else 'added'}:{_name(into)}"
+    return f"{'replaced' if replaces else 'added'}:{name_of(into)}"
 
 
 def _overwrites(weight: torch.Tensor) -> bool:
@@ -155,13 +155,13 @@ class Product(torch.autograd.Function):
         count = len(layer.out_features)
         weights, biases = parameters[:count], parameters[count:]
         check(layer, x, weights, biases)
-        x, weights_data = _dense(x), [_dense(weight) for weight in weights]
+        x, weights_data = dense(x), [dense(weight) for weight in weights]
         tokens, rows = layer.rows(x)
         key = layer.key(tokens, bool(biases), x.dtype, _gradient(layer, weights))
         ys = tuple(x.new_empty((rows, weight.shape[0])) for weight in weights)
         tensors = {"x": x} | layer.named("weight", weights_data) | layer.named("y", ys)
         if biases:
-            tensors |= layer.named("bias", map(_dense, biases))
+            tensors |= layer.named("bias", map(dense, biases))
         layer.call(key, "forward", tensors)
         ctx.save_for_backward(x, *weights_data)
         ctx.layer, ctx.key, ctx.parameters = layer, key, weights
@@ -173,7 +173,7 @@ class Product(torch.autograd.Function):
         layer, parameters = ctx.layer, ctx.parameters
         x, *weights = ctx.saved_tensors
         has_bias, gradient = ctx.key[3], ctx.key[5]
-        dx, dys = torch.empty_like(x), tuple(_dense(dy) for dy in dys)
+        dx, dys = torch.empty_like(x), tuple(dense(dy) for dy in dys)
         tensors = {"dx": dx} | layer.named("dy", dys) | layer.named("weight", weights)
         dweights: list[torch.Tensor | None] = [None] * len(weights)
         dbiases: list[torch.Tensor | None] = [None] * len(weights) if has_bias else []
@@ -205,7 +205,7 @@ class Product(torch.autograd.Function):
         # Whether it is overwritten may have changed since the forward.
         key = (*ctx.key[:5], _into_main_grad(parameters, main_grads[0].dtype), ctx.key[6])
         if key[5].startswith("added"):
-            _clear_overwritten(parameters, main_grads)
+            clear_overwritten(parameters, main_grads)
         tensors |= layer.named("main_grad", main_grads)
         if has_bias:
             sums = [main_grad.new_zeros(main_grad.shape[0]) for main_grad in main_grads]
@@ -213,10 +213,10 @@ class Product(torch.autograd.Function):
         layer.call(key, "backward", tensors)
         if has_bias:
             dbiases = [dbias.to(weight.dtype) for dbias, weight in zip(sums, weights, strict=True)]
-        return dx, None, *map(_dummy, parameters), *dbiases
+        return dx, None, *map(dummy, parameters), *dbiases
 
 
-def _clear_overwritten(weights: Sequence[torch.Tensor], main_grads: Sequence[torch.Tensor]) -> None:
+def clear_overwritten(weights: Sequence[torch.Tensor], main_grads: Sequence[torch.Tensor]) -> None:
     """Has what is added to those that a gradient is to replace be nothing."""
     for weight, main_grad in zip(weights, main_grads, strict=True):
         if _overwrites(weight):
@@ -230,7 +230,7 @@ def _kept(layer: Layer, key: Key, x: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: x.new_empty(shape) for name, _, shape, _ in wanted if name.startswith("kept")}
 
 
-def _dummy(weight: torch.Tensor) -> torch.Tensor | None:
+def dummy(weight: torch.Tensor) -> torch.Tensor | None:
     """What autograd is given for a gradient in `main_grad`, as by Megatron-Core, whose data parallelism has hooks on it."""
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None

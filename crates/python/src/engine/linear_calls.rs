@@ -1,10 +1,35 @@
-//! Linear layers of the ranks in this process, on tensors of Python.
+//! Linear layers and layers of experts of the ranks in this process, on tensors of Python.
 
-use counterpoint_exec::{ExecError, Group, LayerCall, Machine};
+use counterpoint_exec::{ExecError, ExpertLayer, Group, LayerCall, Machine, MemoryKeeper, Ticket};
 
-use super::{Joined, lock};
+use super::{CallerStream, Joined, lock};
 use crate::capture::Captures;
+use crate::experts::{ExpertCall, ExpertEngine};
 use crate::linear::{self, LayerKey, LinearCall, LinearEngine, ReadyLayer, WantedTensor};
+
+impl<M> Joined<M>
+where
+    M: Machine,
+    M::Backend: Captures,
+{
+    /// Enqueues a call of a layer behind what the caller's stream was given, and waits for it where nothing else does. Whether a graph of the
+    /// caller captured it.
+    fn call_layer(
+        &self,
+        stream: u64,
+        keepers: impl Iterator<Item = MemoryKeeper>,
+        enqueue: impl FnOnce(Option<&[&CallerStream<M>]>) -> Result<Vec<Ticket<M::Backend>>, ExecError>,
+    ) -> Result<bool, ExecError> {
+        self.group.poll()?;
+        let streams = self.callers(stream);
+        let captures = self.captures(streams.as_deref())?;
+        let callers: Option<Vec<_>> = streams.as_ref().map(|streams| streams.iter().collect());
+        let _one = lock(&self.calling);
+        let tickets = enqueue(callers.as_deref());
+        let called = tickets.and_then(|tickets| self.ended(&tickets, streams.as_deref()));
+        self.told(called, keepers).map(|()| captures)
+    }
+}
 
 impl<M> LinearEngine for Joined<M>
 where
@@ -14,25 +39,37 @@ where
     ReadyLayer<M>: Send,
 {
     fn call(&self, call: &LinearCall) -> Result<(), ExecError> {
-        self.group.poll()?;
-        let streams = self.callers(call.stream);
-        let captures = self.captures(streams.as_deref())?;
-        let callers: Option<Vec<_>> = streams.as_ref().map(|streams| streams.iter().collect());
-        let _one = lock(&self.calling);
-        let enqueued = self.layers.with(&self.group, &call.key, |layer| {
-            linear::enqueue(&self.group, layer, call, callers.as_deref())
-        });
-        let called = enqueued.and_then(|tickets| self.ended(&tickets, streams.as_deref()));
-        if captures && called.is_ok() {
+        let keepers = call.tensors.iter().map(|(_, tensor)| tensor.keeper.clone());
+        let captured = self.call_layer(call.stream, keepers, |callers| {
+            let make = || ReadyLayer::new(&self.group, &call.key);
+            self.layers.with(&call.key, make, |layer| linear::enqueue(&self.group, layer, call, callers))
+        })?;
+        if captured {
             self.layers.keep(&call.key);
         }
-        if called.is_err() {
-            lock(&self.kept).extend(call.tensors.iter().map(|(_, tensor)| tensor.keeper.clone()));
-        }
-        called
+        Ok(())
     }
 
     fn tensors(&self, key: &LayerKey, call: LayerCall) -> Result<Vec<WantedTensor>, ExecError> {
-        self.layers.with(&self.group, key, |layer| linear::tensors(layer, call))
+        let make = || ReadyLayer::new(&self.group, key);
+        self.layers.with(key, make, |layer| linear::tensors(layer, call))
+    }
+}
+
+impl<M> ExpertEngine for Joined<M>
+where
+    M: Machine + Send + Sync + 'static,
+    M::Backend: Captures,
+    Group<M>: Send + Sync,
+    ExpertLayer<M>: Send,
+{
+    fn call(&self, call: &ExpertCall) -> Result<(), ExecError> {
+        let keepers = call.tensors.iter().map(|(_, tensor)| tensor.keeper.clone());
+        let captured = self
+            .call_layer(call.stream, keepers, |callers| self.experts.enqueue(&self.group, call, callers))?;
+        if captured {
+            self.experts.keep(&call.key);
+        }
+        Ok(())
     }
 }

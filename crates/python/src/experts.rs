@@ -1,0 +1,225 @@
+//! Layers of a mixture of experts, on tensors of Python, in place.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use counterpoint_choose::{ExpertDirection, expert_pass};
+use counterpoint_exec::{
+    Backend, BufferAccess, ExecError, ExpertLayer, ExpertOptions, ExpertPass, ExpertPasses, Group, LayerCall,
+    Machine, Ticket,
+};
+use counterpoint_plan::{ExpertCapacity, ExpertGroups, ExpertKind, ExpertSpec, Routing};
+use counterpoint_schedule::{OverlapPolicy, RankTransport, WeightGradient};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+
+use crate::borrow::{Borrowed, InPlace, dtype_of};
+use crate::kept::Kept;
+use crate::routing::rows_of_ranks;
+
+/// A layer, whatever its routing.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct ExpertFields {
+    spec: ExpertSpec,
+    experts: usize,
+    gradient: WeightGradient,
+    /// Without one, each pass as it is predicted to end first.
+    policy: Option<OverlapPolicy>,
+}
+
+impl<'py> FromPyObject<'_, 'py> for ExpertFields {
+    type Error = PyErr;
+
+    /// (kind, (in, out, experts), dtype, gradient, overlap): a kind is "dispatch" or "combine", a gradient "frozen", "written", or "added" with
+    /// the type of `main_grad` behind a colon.
+    fn extract(object: pyo3::Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        type Fields = (String, (usize, usize, usize), String, String, String);
+        let (kind, (in_features, out_features, experts), dtype, gradient, overlap): Fields =
+            object.extract()?;
+        let kind = if kind == "combine" { ExpertKind::Combine } else { ExpertKind::Dispatch };
+        let gradient = match gradient.split_once(':') {
+            Some((_, into)) => WeightGradient::Accumulated(dtype_of(into)?),
+            None if gradient == "written" => WeightGradient::Written,
+            None => WeightGradient::Frozen,
+        };
+        let policy = match overlap.as_str() {
+            "auto" => None,
+            text => Some(text.parse().map_err(|error| PyValueError::new_err(format!("{error}")))?),
+        };
+        let spec = ExpertSpec { kind, in_features, out_features, dtype: dtype_of(&dtype)? };
+        Ok(Self { spec, experts, gradient, policy })
+    }
+}
+
+/// A layer under a routing: all that its Programs depend on.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct ExpertKey {
+    layer: ExpertFields,
+    routing: Arc<Routing>,
+}
+
+impl ExpertKey {
+    pub(crate) fn new(layer: ExpertFields, routing: Arc<Routing>) -> Self {
+        Self { layer, routing }
+    }
+
+    /// Rows of a rank in a tensor of that name.
+    fn rows(&self, name: &str) -> Vec<usize> {
+        let Self { layer: ExpertFields { spec, experts, .. }, routing } = self;
+        let ranks = 0..routing.ranks();
+        match (name, spec.kind) {
+            ("x" | "dx", ExpertKind::Dispatch) | ("y" | "dy", ExpertKind::Combine) => {
+                ranks.map(|rank| routing.tokens(rank)).collect()
+            }
+            ("x" | "dx" | "y" | "dy", _) => rows_of_ranks(routing),
+            _ => vec![experts / routing.ranks() * spec.out_features; routing.ranks()],
+        }
+    }
+}
+
+/// A call of a layer.
+pub(crate) struct ExpertCall {
+    pub(crate) key: ExpertKey,
+    pub(crate) call: LayerCall,
+    /// Of the group's ranks.
+    pub(crate) transport: RankTransport,
+    /// PyTorch's current stream, where there are streams.
+    pub(crate) stream: u64,
+    /// With the rows of all ranks here.
+    pub(crate) tensors: Vec<(String, Borrowed)>,
+}
+
+/// Layers of experts of a group of ranks.
+pub(crate) trait ExpertEngine: Send + Sync {
+    /// On the CPU it returns once the results are written; on a device once they are on their way on the stream.
+    fn call(&self, call: &ExpertCall) -> Result<(), ExecError>;
+}
+
+/// The layers of experts of a group: those that are ready, each under one routing, and how the passes of each are run.
+pub(crate) struct Experts<M: Machine> {
+    ready: Kept<ExpertKey, ExpertLayer<M>>,
+    /// As the layer's first routing had it, which is the same on all ranks.
+    passes: Mutex<Vec<(ExpertFields, ExpertPasses)>>,
+}
+
+impl<M: Machine> Default for Experts<M> {
+    fn default() -> Self {
+        Self { ready: Kept::default(), passes: Mutex::new(Vec::new()) }
+    }
+}
+
+impl<M> Experts<M>
+where
+    M: Machine,
+    M::Backend: InPlace,
+{
+    /// Enqueues a call on the ranks here.
+    pub(crate) fn enqueue(
+        &self,
+        group: &Group<M>,
+        call: &ExpertCall,
+        streams: Option<&[&Arc<<M::Backend as Backend>::Stream>]>,
+    ) -> Result<Vec<Ticket<M::Backend>>, ExecError> {
+        let ExpertCall { key, call, transport, tensors, .. } = call;
+        let buffers = split(group, key, tensors)?;
+        let named: Vec<Vec<_>> = buffers
+            .iter()
+            .map(|buffers| buffers.iter().map(|(name, buffer)| (name.as_str(), buffer.clone())).collect())
+            .collect();
+        let make = || {
+            let ExpertFields { spec, experts, gradient, .. } = key.layer;
+            let (passes, capacity) = (self.passes_of(group, key, *transport)?, ExpertCapacity::default());
+            let mut layer =
+                ExpertLayer::new(group, ExpertOptions { spec, experts, gradient, capacity, passes })?;
+            layer.route(key.routing.clone())?;
+            Ok(layer)
+        };
+        self.ready.with(key, make, |layer| layer.enqueue(*call, &named, streams))
+    }
+
+    /// How the passes of a layer are run: found once, for predicting takes longer than a step should.
+    fn passes_of(
+        &self,
+        group: &Group<M>,
+        ExpertKey { layer, routing }: &ExpertKey,
+        transport: RankTransport,
+    ) -> Result<ExpertPasses, ExecError> {
+        let mut all = self.passes.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, passes)) = all.iter().find(|(known, _)| known == layer) {
+            return Ok(*passes);
+        }
+        let machine = group.linear();
+        let pass = |direction: ExpertDirection| -> Result<ExpertPass, ExecError> {
+            if let Some(policy) = layer.policy.filter(|policy| !policy.overlaps_by_groups()) {
+                return Ok(ExpertPass { policy, groups: ExpertGroups::default() });
+            }
+            let (topology, cost) = (&machine.topology, &machine.cost);
+            let choice = expert_pass(layer.spec, routing, direction, &[transport], topology, cost)
+                .map_err(|error| refused("layer", &error.to_string()))?;
+            Ok(match layer.policy {
+                None => ExpertPass { policy: choice.chosen().policy, groups: choice.chosen().groups },
+                Some(policy) => {
+                    let groups = choice.under(&policy).map_or(ExpertGroups::even(4), |best| best.groups);
+                    ExpertPass { policy, groups }
+                }
+            })
+        };
+        let passes = ExpertPasses {
+            forward: pass(ExpertDirection::Forward)?,
+            backward: pass(ExpertDirection::Backward(layer.gradient))?,
+        };
+        all.push((layer.clone(), passes));
+        Ok(passes)
+    }
+
+    /// Has a layer stay, which a graph of the caller replays.
+    pub(crate) fn keep(&self, key: &ExpertKey) {
+        self.ready.keep(key);
+    }
+
+    /// Lets go of layers that graphs replayed.
+    pub(crate) fn let_go(&self) {
+        self.ready.let_go();
+    }
+}
+
+/// A rank's rows of tensors, by name.
+type OfRank<M> = Vec<(String, <<M as Machine>::Backend as Backend>::Buffer)>;
+
+/// The tensors of every rank here, each rank's rows of them.
+fn split<M>(
+    group: &Group<M>,
+    key: &ExpertKey,
+    tensors: &[(String, Borrowed)],
+) -> Result<Vec<OfRank<M>>, ExecError>
+where
+    M: Machine,
+    M::Backend: InPlace,
+{
+    if key.routing.ranks() != group.world_size() {
+        let reason = format!("is of {} ranks, and the group has {}", key.routing.ranks(), group.world_size());
+        return Err(refused("routing", &reason));
+    }
+    let here = group.ranks().iter();
+    let mut buffers: Vec<Vec<_>> = here.clone().map(|_| Vec::with_capacity(tensors.len())).collect();
+    for (name, tensor) in tensors {
+        let rows = key.rows(name);
+        let wanted: usize = here.clone().map(|rank| rows[rank.rank()]).sum();
+        if tensor.rows() != wanted {
+            let reason = format!("has {} rows; the routing has {wanted} for the ranks here", tensor.rows());
+            return Err(refused(name, &reason));
+        }
+        let written = matches!(name.as_str(), "y" | "dx" | "dweight" | "main_grad");
+        let access = if written { BufferAccess::Write } else { BufferAccess::Read };
+        let mut first = 0;
+        for (rank, buffers) in here.clone().zip(&mut buffers) {
+            let next = first + rows[rank.rank()];
+            buffers.push((name.clone(), rank.backend().borrow(name, tensor, first..next, access)?));
+            first = next;
+        }
+    }
+    Ok(buffers)
+}
+
+fn refused(name: &str, reason: &str) -> ExecError {
+    ExecError::Tensor { name: name.to_owned(), reason: reason.to_owned() }
+}

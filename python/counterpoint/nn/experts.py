@@ -1,0 +1,200 @@
+"""Layers of a mixture of experts: one product of every expert, with the way of its tokens there or back under it."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from counterpoint._native import Routing
+from counterpoint.errors import PlanError, TensorError
+from counterpoint.fitting import accumulator
+from counterpoint.group import LocalGroup
+from counterpoint.nn.linear import Initializer, group_of
+from counterpoint.nn.product import clear_overwritten, dense, dummy, name_of
+from counterpoint.rows import borrowed
+
+if TYPE_CHECKING:
+    from counterpoint.nn.linear import TensorParallelGroup
+
+Kind = Literal["dispatch", "combine"]
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+Key = tuple[str, tuple[int, int, int], str, str, str]
+
+
+class ExpertLayer(torch.nn.Module):
+    """One product of every expert, `y = x W^T` with the expert's own `W`, on the ranks of a group.
+
+    `kind="dispatch"` brings tokens to their experts and multiplies them there: the first product of an expert. `x` is
+    `[tokens, in_features]`, this rank's tokens, and the result `[rows, out_features]`, the rows of this rank's experts: expert
+    after expert, of each the tokens of rank 0, then those of rank 1, and so on, in their order. `kind="combine"` multiplies such
+    rows and takes them home: the last product. Its result is `[tokens, out_features]`, for each token the sum of what its experts
+    gave, zeros where it has none. Activations between the two, biases and gates are the caller's: `routing.sources(rank)` says
+    which token and which expert each row is.
+
+    `experts` counts those of all ranks, of which each rank has an equal stretch; `weight` is `[experts here, out_features,
+    in_features]`. `routing` is a `counterpoint.Routing`, given for every call and the same on all ranks. Communication runs under
+    the products in groups of tokens; `overlap` names an overlap policy, and "auto" is the one that is predicted to end first with
+    the first routing that layers of these sizes are given. Results have the same bits under all of them.
+
+    `group` is a `counterpoint.Group`, a process group or mesh dimension of PyTorch's, or None for all ranks. In a `LocalGroup`,
+    whose ranks are all here, tensors have the rows of all of them, one rank's after the other's. With
+    `gradient_accumulation_fusion` gradients are added to `weight.main_grad`, where it has one.
+    """
+
+    def __init__(
+        self,
+        kind: Kind,
+        in_features: int,
+        out_features: int,
+        experts: int,
+        *,
+        group: TensorParallelGroup = None,
+        init_method: Initializer | None = None,
+        gradient_accumulation_fusion: bool = False,
+        overlap: str = "auto",
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if kind not in ("dispatch", "combine"):
+            raise PlanError(f'kind is {kind!r}; it must be "dispatch" or "combine"')
+        for name, size in (("in_features", in_features), ("out_features", out_features), ("experts", experts)):
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise PlanError(f"{name} is {size!r}; it must be a whole number of at least 1")
+        self.group = group if isinstance(group, LocalGroup) else group_of(group, device)
+        if experts % self.group.size:
+            raise PlanError(f"experts is {experts}, which {self.group.size} ranks cannot share equally")
+        dtype = dtype or torch.get_default_dtype()
+        if dtype not in _DTYPES:
+            raise PlanError(f"dtype is {dtype}; layers of experts compute in float64, float32, bfloat16 and float16")
+        if self.group._ordinal >= 0 and dtype not in (torch.bfloat16, torch.float16):
+            raise PlanError(f"dtype is {dtype}; on GPUs layers of experts compute in bfloat16 and float16, on the CPU in all")
+        self.kind, self.in_features, self.out_features, self.experts = kind, in_features, out_features, experts
+        self.gradient_accumulation_fusion, self.overlap = gradient_accumulation_fusion, overlap
+        here = experts if isinstance(self.group, LocalGroup) else experts // self.group.size
+        place = self.group.device if device is None else device
+        self.weight = torch.nn.Parameter(torch.empty(here, out_features, in_features, dtype=dtype, device=place))
+        # Experts are not what data parallelism over all ranks sums, as Megatron's gradient reduction reads it.
+        self.weight.allreduce = self.group.size == 1  # type: ignore[attr-defined]
+        self._initialize(init_method)
+
+    def _initialize(self, init_method: Initializer | None) -> None:
+        """Every rank draws all experts and keeps its own: ranks of one seed have the same layer, however many they are."""
+        if self.weight.is_meta:
+            return
+        init = init_method or functools.partial(torch.nn.init.kaiming_uniform_, a=5**0.5)
+        here = self.weight.shape[0]
+        first = 0 if here == self.experts else self.group.rank * here
+        with torch.no_grad():
+            for expert in range(self.experts):
+                drawn = torch.empty(self.out_features, self.in_features, dtype=torch.float32)
+                init(drawn)
+                if first <= expert < first + here:
+                    self.weight[expert - first].copy_(drawn)
+
+    def forward(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        """The rows of the experts here, or of a combine the tokens. Collective, as its backward."""
+        self._check(x, routing)
+        made: torch.Tensor = _ExpertProduct.apply(x, self.weight, self, routing)
+        return made
+
+    def rows(self, routing: Routing) -> tuple[int, int]:
+        """Rows of `x` and of the result here, under a routing."""
+        count = sum if isinstance(self.group, LocalGroup) else lambda of_ranks: of_ranks[self.group.rank]
+        tokens, rows = count(routing.tokens), count(routing.rows)
+        return (tokens, rows) if self.kind == "dispatch" else (rows, tokens)
+
+    def _check(self, x: torch.Tensor, routing: Routing) -> None:
+        """Refuses what the layer is not for, before anything is enqueued."""
+        if not isinstance(routing, Routing):
+            raise TensorError(f"routing must be a counterpoint.Routing, not a {type(routing).__name__}")
+        if (routing.experts, routing.ranks) != (self.experts, self.group.size):
+            raise TensorError(
+                f"routing is for {routing.experts} experts on {routing.ranks} ranks; the layer has {self.experts} on "
+                f"{self.group.size}"
+            )
+        if not isinstance(x, torch.Tensor):
+            raise TensorError(f"x must be a torch.Tensor, not a {type(x).__name__}")
+        wanted, what = (self.rows(routing)[0], self.in_features), "tokens" if self.kind == "dispatch" else "rows"
+        if tuple(x.shape) != wanted:
+            raise TensorError(
+                f"x is {list(x.shape)}; this routing has {wanted[0]} {what} here, and the layer {wanted[1]} features"
+            )
+        if tuple(self.weight.shape[1:]) != (self.out_features, self.in_features):
+            raise TensorError(f"weight is {list(self.weight.shape)}; it must be as the layer was made")
+        place = torch.device(self.group.device)
+        for name, tensor in (("x", x), ("weight", self.weight)):
+            if tensor.device != place:
+                raise TensorError(f"{name} is on {tensor.device}, and the layer's group computes on {place}; move it there")
+        if x.dtype != self.weight.dtype:
+            raise TensorError(f"x is {x.dtype} and weight is {self.weight.dtype}; they must be of one type")
+
+    def _call(self, key: Key, routing: Routing, name: str, tensors: dict[str, torch.Tensor]) -> None:
+        with self.group._named_errors():
+            given = [(of, borrowed(tensor)) for of, tensor in tensors.items()]
+            self.group._native.experts(key, routing, name, self.group._stream(), given)
+
+    def _main_grad(self) -> torch.Tensor | None:
+        main_grad: torch.Tensor | None = getattr(self.weight, "main_grad", None) if self.gradient_accumulation_fusion else None
+        if main_grad is None:
+            return None
+        if main_grad.shape != self.weight.shape or not main_grad.is_contiguous():
+            wanted = list(self.weight.shape)
+            raise TensorError(f"main_grad is {list(main_grad.shape)}; it must be {wanted} and contiguous, as its weight")
+        if main_grad.dtype not in (self.weight.dtype, accumulator(self.weight.dtype)):
+            raise TensorError(
+                f"main_grad is {main_grad.dtype}; gradients of {self.weight.dtype} are added to that or to "
+                f"{accumulator(self.weight.dtype)}"
+            )
+        return main_grad
+
+    def _key(self) -> Key:
+        """The layer as the engine knows it."""
+        main_grad = self._main_grad()
+        gradient = (
+            "frozen" if not self.weight.requires_grad else "written" if main_grad is None else f"added:{name_of(main_grad.dtype)}"
+        )
+        sizes = (self.in_features, self.out_features, self.experts)
+        return (self.kind, sizes, name_of(self.weight.dtype), gradient, self.overlap)
+
+    def extra_repr(self) -> str:
+        """For `print`."""
+        return f"{self.kind!r}, {self.in_features}, {self.out_features}, experts={self.experts}, ranks={self.group.size}"
+
+
+class _ExpertProduct(torch.autograd.Function):
+    """The product of a layer, with gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: ExpertLayer, routing: Routing) -> torch.Tensor:
+        key = layer._key()
+        x, flat = dense(x), dense(weight).view(-1, layer.in_features)
+        y = x.new_empty((layer.rows(routing)[1], layer.out_features))
+        layer._call(key, routing, "forward", {"x": x, "weight": flat, "y": y})
+        ctx.save_for_backward(x, flat)
+        ctx.layer, ctx.routing, ctx.key, ctx.weight = layer, routing, key, weight
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        layer, gradient = ctx.layer, ctx.key[3]
+        x, flat = ctx.saved_tensors
+        dx = torch.empty_like(x)
+        tensors = {"dy": dense(dy), "weight": flat, "dx": dx}
+        if gradient == "frozen":
+            layer._call(ctx.key, ctx.routing, "backward", tensors)
+            return dx, None, None, None
+        if gradient == "written":
+            dweight = torch.empty_like(flat)
+            layer._call(ctx.key, ctx.routing, "backward", tensors | {"x": x, "dweight": dweight})
+            return dx, dweight.view_as(ctx.weight), None, None
+        main_grad = layer._main_grad()
+        if main_grad is None:
+            raise TensorError("main_grad was taken from the weight between its forward and its backward")
+        clear_overwritten([ctx.weight], [main_grad])
+        layer._call(ctx.key, ctx.routing, "backward", tensors | {"x": x, "main_grad": main_grad.view(flat.shape)})
+        return dx, dummy(ctx.weight), None, None
