@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 import os
@@ -9,13 +10,14 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from counterpoint._native import Mask, Ranks
+from counterpoint._native import Cancellation, Mask, Ranks
 from counterpoint.errors import DeviceError, Error, PlanError
 from counterpoint.plan import Plan
+from counterpoint.prefetched import PrefetchedPlan
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +73,7 @@ class _Group:
     _stream: Callable[[], int] = staticmethod(lambda: 0)
 
     def __init__(self) -> None:
-        self._prefetched: dict[Any, Future[Plan]] = {}
+        self._prefetched: dict[Any, PrefetchedPlan] = {}
         self._lock = threading.Lock()
         self._planner: ThreadPoolExecutor | None = None
         # Whether this process's caller has met the error by which the group has failed.
@@ -130,6 +132,8 @@ class _Group:
         `"auto"` does so where a rank's forward and backward take 10 ms or longer on such GPUs, and else, as on one rank, takes
         "affinity" and "concurrent". `Plan.choices` and the report say what was chosen, and from what; either can be given to
         later plans: `dispatch=plan.choices.dispatch`.
+
+        Ctrl-C, or whatever else a handler of a signal raises, ends the planning at once.
         """
         arguments: dict[str, Any] = {
             "heads": heads,
@@ -151,9 +155,10 @@ class _Group:
         }
         _check_mask(mask)
         with self._lock:
-            future = self._prefetched.pop(_key(mask, arguments), None) if self._prefetched else None
-        if future is not None:
-            return future.result()
+            ahead = self._prefetched.pop(_key(mask, arguments), None) if self._prefetched else None
+        if ahead is not None and not ahead.cancelled():
+            with suppress(CancelledError):  # by another thread, just now
+                return ahead.result()
         return self._solve(mask, arguments)
 
     def plan_cache_info(self) -> PlanCacheInfo:
@@ -161,9 +166,9 @@ class _Group:
         few are kept, in host memory alone: what calls need on a device is made ready for each `Plan` by itself."""
         return PlanCacheInfo(*self._native.plan_cache_info())
 
-    def prefetch(self, mask: Mask, **arguments: Any) -> None:
-        """Plans in a thread, and makes the plan ready there; `plan` with the same arguments takes it from there. At most 16 wait
-        to be taken."""
+    def prefetch(self, mask: Mask, **arguments: Any) -> PrefetchedPlan:
+        """Plans in a thread, and makes the plan ready there; `plan` with the same arguments takes it from there. What it returns
+        can be cancelled. At most 16 wait to be taken; of more the oldest is cancelled."""
         _check_mask(mask)
         complete = {**_DEFAULTS, **arguments}
         unknown = set(arguments) - set(_DEFAULTS) - {"heads", "head_dim", "dtype"}
@@ -175,17 +180,20 @@ class _Group:
         with self._lock:
             if self._planner is None:
                 self._planner = ThreadPoolExecutor(1, thread_name_prefix="counterpoint-plan")
-            if key not in self._prefetched:
-                self._prefetched[key] = self._planner.submit(self._solve_ahead, mask, complete)
+            ahead = self._prefetched.get(key)
+            if ahead is None or ahead.cancelled():
+                ahead = PrefetchedPlan(functools.partial(self._solve_ahead, mask, complete), self._planner)
+                self._prefetched[key] = ahead
             while len(self._prefetched) > _PREFETCHED:
                 self._prefetched.pop(next(iter(self._prefetched))).cancel()
+            return ahead
 
-    def _solve_ahead(self, mask: Mask, arguments: dict[str, Any]) -> Plan:
-        plan = self._solve(mask, arguments)
+    def _solve_ahead(self, mask: Mask, arguments: dict[str, Any], cancellation: Cancellation) -> Plan:
+        plan = self._solve(mask, arguments, cancellation)
         plan._ready(None)
         return plan
 
-    def _solve(self, mask: Mask, arguments: dict[str, Any]) -> Plan:
+    def _solve(self, mask: Mask, arguments: dict[str, Any], cancellation: Cancellation | None = None) -> Plan:
         from counterpoint._native import Solution
 
         given = dict(arguments)
@@ -237,8 +245,13 @@ class _Group:
             overlap=given["overlap"],
             deterministic=deterministic,
             on=None if on is None else on._solution,
+            cancellation=cancellation,
         )
         return Plan(solution, given, given["sink_grad"], tokens)._bound_to(self)
+
+    def _plan_with(self, threads: int) -> None:
+        if threads > 1:
+            self._native.plan_with(threads)
 
     def _check_dispatch_of(self, on: Any) -> None:
         if not isinstance(on, Plan):
@@ -251,6 +264,9 @@ class _Group:
 
     def close(self) -> None:
         """Leaves the group, once all its ranks do. Calls from now on are errors. Happens by itself at the end of the process."""
+        with self._lock:
+            for ahead in self._prefetched.values():
+                ahead.cancel()
         if self._planner is not None:
             self._planner.shutdown(wait=False, cancel_futures=True)
         with self._named_errors():
@@ -427,13 +443,21 @@ class LocalGroup(_Group):
     `device` is "cpu", or a GPU that all ranks share: "cuda" (PyTorch's current one), "cuda:1". Calls there are enqueued on
     PyTorch's current stream and waited for by nobody; scratch memory comes from PyTorch's caching allocator. `slow_link`
     imitates a link between CPU ranks: (seconds of a collective, bytes a second). No wait is longer than `limit` seconds.
+    `planning_threads` make each plan side by side; plans are the same for any number.
     """
 
     def __init__(
-        self, size: int, *, device: Any = "cpu", slow_link: tuple[float, float] | None = None, limit: float = 600.0
+        self,
+        size: int,
+        *,
+        device: Any = "cpu",
+        slow_link: tuple[float, float] | None = None,
+        limit: float = 600.0,
+        planning_threads: int = 1,
     ) -> None:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise PlanError(f"size is {size!r}; a group has at least one rank")
+        threads = _whole_number("planning_threads", planning_threads, 1)
         begin_in_this_process()
         super().__init__()
         kind = str(device).split(":")[0]
@@ -451,3 +475,4 @@ class LocalGroup(_Group):
         else:
             raise DeviceError(f'device is {device}; it must be "cpu", "cuda" or a GPU with its number, such as "cuda:1"')
         self._global_ranks = tuple(range(size))
+        self._plan_with(threads)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from counterpoint._native import Ranks
 from counterpoint.errors import DeviceError, Error, PeerError, PlanError
-from counterpoint.group import _Group, _with_global_ranks, begin_in_this_process, read_profile, sentence
+from counterpoint.group import _Group, _whole_number, _with_global_ranks, begin_in_this_process, read_profile, sentence
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Transport = Literal["auto", "tcp", "nvlink", "copy-engine", "nccl", "hierarchical"]
 _TRANSPORTS = {"cpu": ("auto", "tcp"), "cuda": ("auto", "nvlink", "copy-engine", "nccl", "hierarchical")}
-_DEFAULTS = {"transport": "auto", "nodes": None, "limit": 600.0, "profile": None}
+_DEFAULTS = {"transport": "auto", "nodes": None, "limit": 600.0, "profile": None, "planning_threads": 1}
 _groups: dict[tuple[tuple[int, ...], str], Group] = {}
 _making = threading.Lock()
 
@@ -45,7 +45,8 @@ class Group(_Group):
 
     `limit` is how many seconds a rank waits for another that does nothing. `nodes` is how many machines the ranks are on, equally
     many on each; it is found out if it is not given. `profile` is the path of a machine profile of
-    `counterpoint doctor --calibrate`, which plans are made by.
+    `counterpoint doctor --calibrate`, which plans are made by. `planning_threads` make each plan side by side; plans are the same
+    for any number.
     """
 
     _wishes: dict[str, Any]
@@ -60,6 +61,7 @@ class Group(_Group):
         nodes: int | None = None,
         limit: float = 600.0,
         profile: str | os.PathLike[str] | None = None,
+        planning_threads: int = 1,
     ) -> Group:
         process_group, nodes_of_mesh = _process_group(group_or_mesh)
         place = _device(device, process_group)
@@ -70,11 +72,12 @@ class Group(_Group):
         nodes = nodes_of_mesh if nodes is None else nodes
         if nodes is not None and (nodes < 1 or len(ranks) % nodes):
             raise PlanError(f"nodes is {nodes}; {len(ranks)} ranks cannot be equally many on each")
-        wishes = {
+        wishes: dict[str, Any] = {
             "transport": transport,
             "nodes": nodes,
             "limit": limit,
             "profile": None if profile is None else os.fspath(profile),
+            "planning_threads": _whole_number("planning_threads", planning_threads, 1),
         }
         with _making:
             known = _groups.get((ranks, str(place)))
@@ -85,6 +88,7 @@ class Group(_Group):
                 return known
             made = super().__new__(cls)
             made._join(process_group, ranks, place, nodes, wishes)
+            made._plan_with(wishes["planning_threads"])
             made._wishes = {**wishes, "nodes": made._nodes}
             _groups[ranks, str(place)] = made
             _at_exit()
@@ -99,6 +103,7 @@ class Group(_Group):
         nodes: int | None = None,
         limit: float = 600.0,
         profile: str | os.PathLike[str] | None = None,
+        planning_threads: int = 1,
     ) -> None:
         """Nothing: `__new__` gives groups that are ready."""
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import pickle
+import signal
+import threading
+from concurrent.futures import CancelledError
 
 import pytest
 
@@ -124,6 +127,72 @@ def test_prefetch(group) -> None:
     assert len(group._prefetched) <= 16
     with pytest.raises(TypeError, match="no argument 'head'"):
         group.prefetch(mask, head=3, head_dim=8, dtype="float32", heads=1)
+
+
+LONG = {**SHAPE, "dispatch": "predicted", "overlap": "predicted"}
+
+
+def long_mask(seed: int) -> cp.Mask:
+    """One whose planning takes seconds."""
+    draw = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(100, 3000, (60_000,), generator=draw)
+    return cp.Mask.varlen([0, *lengths.cumsum(0).tolist()], causal=True)
+
+
+def test_a_plan_that_is_made_ahead_can_be_called_off() -> None:
+    group = cp.LocalGroup(16)
+    running, waiting = (group.prefetch(long_mask(seed), **LONG) for seed in range(2))
+    assert group.prefetch(long_mask(1), **LONG) is waiting
+    threading.Timer(0.2, running.cancel).start()
+    with pytest.raises(CancelledError):
+        running.result()
+    assert running.cancelled() and running.done()
+    waiting.cancel()
+    with pytest.raises(CancelledError):
+        waiting.result()
+    # Nothing was made, and what was called off is forgotten.
+    assert group.plan_cache_info().currsize == 0
+    mask = cp.Mask.causal(500)
+    called_off = group.prefetch(mask, **SHAPE)
+    made = called_off.result()
+    called_off.cancel()
+    assert not called_off.cancelled() and group.plan(mask, **SHAPE) is made
+    again = group.prefetch(mask, **SHAPE)
+    again.cancel()
+    assert group.plan(mask, **SHAPE).fingerprint == made.fingerprint
+    # So does a group that is closed.
+    left = group.prefetch(long_mask(2), **LONG)
+    group.close()
+    with pytest.raises(CancelledError):
+        left.result()
+
+
+def test_a_signal_ends_planning() -> None:
+    group = cp.LocalGroup(16)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        for call in (group.plan, lambda mask, **shape: group.prefetch(mask, **shape).result()):
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            with pytest.raises(KeyboardInterrupt):
+                call(long_mask(3), **LONG)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert group.plan_cache_info().currsize == 0
+    assert group.plan(cp.Mask.causal(64), **SHAPE).q_rows == 64
+
+
+def test_threads_change_no_plan() -> None:
+    mask = cp.Mask.varlen(range(0, 40_001, 500), causal=True)
+    alone, helped = cp.LocalGroup(4), cp.LocalGroup(4, planning_threads=3)
+    for more in ({}, {"dispatch": "predicted", "overlap": "predicted"}, {"stages": 3, "queries": "auto"}):
+        plans = [group.plan(mask, **SHAPE, **more) for group in (alone, helped)]
+        assert plans[0].fingerprint == plans[1].fingerprint and plans[0].choices == plans[1].choices
+    ahead = helped.prefetch(mask, **SHAPE, chunk=100)
+    assert ahead.result().fingerprint == alone.plan(mask, **SHAPE, chunk=100).fingerprint
+    for threads in (0, -1, 1.5, True, "two"):
+        with pytest.raises(cp.PlanError, match="planning_threads is .*; it must be a whole number of at least 1"):
+            cp.LocalGroup(2, planning_threads=threads)
 
 
 def test_equal_masks_are_planned_once() -> None:

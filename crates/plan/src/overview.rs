@@ -30,15 +30,20 @@ pub struct PlanOverview {
 }
 
 impl PlanOverview {
-    /// Plans `mask` as [`Plan::new`](crate::Plan::new) does, and keeps the figures. Whoever times it fills in the seconds.
+    /// Plans `mask` as [`Plan::new`](crate::Plan::new) does, in the way that `planning` says, and keeps the figures. Whoever times it fills in the seconds.
     ///
     /// # Errors
-    /// As [`Plan::new`](crate::Plan::new).
-    pub fn new(mask: &Mask, spec: &AttentionSpec, config: &PlanConfig) -> Result<Self, PlanError> {
-        let outline = outline(mask, spec, config, &Planning::ALONE)?;
+    /// As [`Plan::new`](crate::Plan::new); [`PlanError::Cancelled`].
+    pub fn new(
+        mask: &Mask,
+        spec: &AttentionSpec,
+        config: &PlanConfig,
+        planning: &Planning<'_>,
+    ) -> Result<Self, PlanError> {
+        let outline = outline(mask, spec, config, planning)?;
         let links = LinkCounts::new(&outline.k_runs, &outline.forward, outline.ranks.len(), &config.topology);
         let ranks: Vec<RankSummary> =
-            (0..outline.ranks.len()).map(|rank| rank_summary(&outline, rank, &links)).collect();
+            planning.map(outline.ranks.len(), |rank| rank_summary(&outline, rank, &links))?;
         let area = ranks.iter().map(|rank| rank.area).sum::<u64>();
         let most = ranks.iter().map(|rank| rank.area).max().unwrap_or(0);
         let recv_tokens = ranks.iter().map(|rank| rank.recv_tokens).sum();
@@ -143,7 +148,7 @@ mod tests {
                 config.cost.forward_flops_per_second = 1e11;
             }
             let plan = Plan::new(&mask, &spec, &config).unwrap();
-            let overview = PlanOverview::new(&mask, &spec, &config).unwrap();
+            let overview = PlanOverview::new(&mask, &spec, &config, &Planning::ALONE).unwrap();
             prop_assert_eq!(&overview.summary, &PlanSummary::new(&plan, &mask, &spec, 0.0));
             prop_assert_eq!(&overview.prediction, &Prediction::new(&plan, &spec, &config));
             prop_assert_eq!(overview.bounds, TrafficBounds::new(&plan, &mask, &spec));

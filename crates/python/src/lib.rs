@@ -45,7 +45,7 @@ mod _native {
     #[pymodule_export]
     use crate::routing::Routing;
     #[pymodule_export]
-    use crate::solution::Solution;
+    use crate::solution::{Cancellation, Solution};
     #[pymodule_export]
     use crate::timeline::Timeline;
 

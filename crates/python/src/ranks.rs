@@ -6,7 +6,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use counterpoint_cuda::{CudaMachine, CudaProcess, Device, Timing, TransportKind};
-use counterpoint_exec::{CpuMachine, ExecError, Group, JoinConfig, Rendezvous, SlowLink, WorldConfig};
+use counterpoint_exec::{
+    CpuMachine, ExecError, Group, JoinConfig, PlanningThreads, Rendezvous, SlowLink, WorldConfig,
+};
 use counterpoint_plan::{PlanCache, Topology};
 use pyo3::prelude::*;
 
@@ -34,6 +36,8 @@ pub(crate) struct Ranks {
     engine: Mutex<Option<Arc<dyn Engine>>>,
     /// Plans that were made for it, in host memory alone.
     plans: Mutex<PlanCache<Content>>,
+    /// Threads that plan side by side.
+    planners: Mutex<Option<Arc<PlanningThreads>>>,
     process: u32,
 }
 
@@ -285,6 +289,13 @@ impl Ranks {
         engine(py, move || ranks.close())
     }
 
+    /// Has so many threads make each plan from now on.
+    fn plan_with(&self, py: Python<'_>, threads: usize) -> PyResult<()> {
+        let planners = engine(py, || PlanningThreads::new(threads))?;
+        *self.planners.lock().unwrap_or_else(PoisonError::into_inner) = Some(Arc::new(planners));
+        Ok(())
+    }
+
     /// Of the plans that it keeps: how often one was found, how often one was made, how many there are at most, and how many there are.
     fn plan_cache_info(&self) -> (u64, u64, usize, usize) {
         let plans = self.plans();
@@ -302,7 +313,8 @@ impl Ranks {
     fn with(rank: Option<usize>, transport: &'static str, site: Site, engine: Arc<dyn Engine>) -> Self {
         let size = site.topology.world_size;
         let (engine, plans) = (Mutex::new(Some(engine)), Mutex::new(PlanCache::new(KEPT_PLANS)));
-        Self { rank, size, transport, site, engine, plans, process: std::process::id() }
+        let planners = Mutex::new(None);
+        Self { rank, size, transport, site, engine, plans, planners, process: std::process::id() }
     }
 
     /// What plans of the group follow.
@@ -313,6 +325,14 @@ impl Ranks {
     /// Plans that were made for the group.
     pub(crate) fn plans(&self) -> MutexGuard<'_, PlanCache<Content>> {
         self.plans.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Threads that plans of the group are made with; `None` where the caller's is enough, as in a fork, which has none of them.
+    pub(crate) fn planning_threads(&self) -> Option<Arc<PlanningThreads>> {
+        if self.is_forked() {
+            return None;
+        }
+        self.planners.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// The ranks of this process.
@@ -341,6 +361,7 @@ impl Drop for Ranks {
         if std::process::id() != self.process {
             let engine = self.engine.lock().unwrap_or_else(PoisonError::into_inner).take();
             std::mem::forget(engine);
+            std::mem::forget(self.planners.lock().unwrap_or_else(PoisonError::into_inner).take());
         }
     }
 }

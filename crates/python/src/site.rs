@@ -105,13 +105,14 @@ impl Problem<'_> {
         }
     }
 
-    /// The plan, and what was chosen for it. Pure: every rank finds the same.
+    /// The plan, and what was chosen for it, made as `planning` says. Pure: every rank finds the same.
     pub(crate) fn solve(
         mut self,
         site: &Site,
         on: Option<(&Plan, DispatchAlgorithm)>,
         dispatch: Asked<DispatchAlgorithm>,
         overlap: Asked<PassPolicies>,
+        planning: &Planning<'_>,
     ) -> Result<(Plan, Choices), ChooseError> {
         let (pays, reason) = self.pays(site);
         let mut choice = None;
@@ -123,15 +124,15 @@ impl Problem<'_> {
             Some((on, _)) => on.for_mask_on(mask, spec, &config)?,
             None if dispatch.compares(pays) => {
                 let model = DeviceModel::for_choices(&site.machine, &config.cost);
-                let (plan, chosen) = plan_attention(mask, spec, &config, model, u64::MAX, &Planning::ALONE)?;
+                let (plan, chosen) = plan_attention(mask, spec, &config, model, u64::MAX, planning)?;
                 choice = Some(chosen);
                 plan
             }
-            None => Plan::new(mask, spec, &config)?,
+            None => Plan::within(mask, spec, &config, u64::MAX, planning)?,
         };
         let plan = plan.over_nodes(&site.topology);
         let policies = match overlap {
-            _ if overlap.compares(pays) => Some(site.policies(&plan, spec, backward)?),
+            _ if overlap.compares(pays) => Some(site.policies(&plan, spec, backward, planning)?),
             _ => None,
         };
         let is_open = on.is_none() && dispatch == Asked::Auto || overlap == Asked::Auto;
@@ -170,14 +171,14 @@ impl Site {
         plan: &Plan,
         spec: &AttentionSpec,
         backward: GradientReduction,
+        planning: &Planning<'_>,
     ) -> Result<PolicyChoice, ChooseError> {
         let mut cost = self.cost;
         if self.transport == RankTransport::Cpu {
             // Threads that move rows take no workers from those that compute.
             cost.sharing = None;
         }
-        let (transports, alone) = (&[self.transport], &Planning::ALONE);
-        attention_policies(plan, spec, Some(backward), transports, &self.topology, &cost, alone)
+        attention_policies(plan, spec, Some(backward), &[self.transport], &self.topology, &cost, planning)
     }
 }
 

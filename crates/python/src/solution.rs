@@ -5,8 +5,8 @@ use std::time::Instant;
 
 use counterpoint_choose::ChooseError;
 use counterpoint_plan::{
-    AttentionSpec, GradientShares, PassStages, Plan, PlanConfig, PlanError, PlanSummary, QueryExchange,
-    StageCount,
+    AttentionSpec, CancellationToken, DispatchAlgorithm, GradientShares, PassStages, Plan, PlanConfig,
+    PlanError, PlanSummary, Planning, QueryExchange, StageCount,
 };
 use counterpoint_report::{Figures, HtmlReport, MaskDrawing, Style, TimelinePair, plan_table};
 use counterpoint_schedule::{
@@ -21,9 +21,10 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use crate::borrow::dtype_of;
 use crate::error::{Raised, engine, raise};
 use crate::integers::described;
+use crate::interrupt::interruptible;
 use crate::mask::Mask;
 use crate::ranks::Ranks;
-use crate::site::{Asked, Choices, Problem};
+use crate::site::{Asked, Choices, Problem, Site};
 use crate::timeline::Timeline;
 
 /// A plan with its mask, problem and configuration. Pure: the same in every process that solves it with the same arguments.
@@ -44,6 +45,32 @@ pub(crate) struct Content {
     seconds: f64,
 }
 
+/// Calls planning off, from any thread.
+#[pyclass(frozen, module = "counterpoint._native")]
+pub(crate) struct Cancellation {
+    token: CancellationToken,
+}
+
+#[pymethods]
+impl Cancellation {
+    /// One that calls nothing off yet.
+    #[new]
+    fn new() -> Self {
+        Self { token: CancellationToken::new() }
+    }
+
+    /// Planning with it ends soon, with an error.
+    fn cancel(&self) {
+        self.token.cancel();
+    }
+
+    /// Whether `cancel` was called.
+    #[getter]
+    fn cancelled(&self) -> bool {
+        self.token.is_cancelled()
+    }
+}
+
 /// A name of the command line as the value it stands for.
 fn named<T: DeserializeOwned>(py: Python<'_>, argument: &str, name: &str, known: &str) -> PyResult<T> {
     serde_json::from_value(serde_json::Value::String(name.to_owned()))
@@ -56,12 +83,72 @@ impl Raised for serde_json::Error {
     }
 }
 
+/// All that a plan follows from.
+struct Wanted {
+    mask: Arc<counterpoint_mask::Mask>,
+    spec: AttentionSpec,
+    config: PlanConfig,
+    on: Option<Arc<Content>>,
+    dispatch: Asked<DispatchAlgorithm>,
+    overlap: Asked<PassPolicies>,
+    deterministic: bool,
+}
+
+impl Wanted {
+    fn problem(&self) -> Problem<'_> {
+        let Self { mask, spec, config, deterministic, .. } = self;
+        Problem { mask, spec, config: *config, backward: reduction(*deterministic) }
+    }
+
+    fn on(&self) -> Option<(&Plan, DispatchAlgorithm)> {
+        self.on.as_ref().map(|on| (&on.plan, on.choices.dispatch))
+    }
+
+    /// The plan that the group has already, or one that is made.
+    fn found_or_made(
+        self,
+        py: Python<'_>,
+        ranks: &Ranks,
+        cancellation: Option<&Cancellation>,
+    ) -> PyResult<Arc<Content>> {
+        let fingerprint = engine(py, || {
+            let asked = (self.dispatch, self.overlap, self.deterministic);
+            Ok::<_, ChooseError>(self.problem().fingerprint(self.on(), &asked))
+        })?;
+        if let Some(content) = ranks.plans().find(&fingerprint) {
+            return Ok(content);
+        }
+        let (site, threads) = (ranks.site().clone(), ranks.planning_threads());
+        let token = cancellation.map(|cancellation| cancellation.token.clone()).unwrap_or_default();
+        let until = token.clone();
+        let solve = move || {
+            let helped = threads.as_ref().map_or(Planning::ALONE, |threads| threads.planning());
+            self.solve(&site, &helped.until(&until))
+        };
+        // Whoever has a token waits on a thread on which Python handles no signals.
+        let content = match cancellation {
+            Some(_) => engine(py, solve)?,
+            None => interruptible(py, solve, |_| token.cancel())?,
+        };
+        Ok(ranks.plans().keep(fingerprint, Arc::new(content)))
+    }
+
+    fn solve(self, site: &Site, planning: &Planning<'_>) -> Result<Content, ChooseError> {
+        let began = Instant::now();
+        let (plan, choices) = self.problem().solve(site, self.on(), self.dispatch, self.overlap, planning)?;
+        let seconds = began.elapsed().as_secs_f64();
+        let Self { mask, spec, config, deterministic, .. } = self;
+        Ok(Content { mask, spec, config, plan, choices, deterministic, seconds })
+    }
+}
+
 #[pymethods]
 impl Solution {
-    /// Plans `mask` for ranks. `on` is another plan of the same ranks, whose dispatch is kept. `dispatch` and `overlap` are names, "predicted"
+    /// Plans `mask` for ranks, with the threads that they plan with. `on` is another plan of the same ranks, whose dispatch is kept. Ends
+    /// early where a handler of a signal raises, or `cancellation` is cancelled. `dispatch` and `overlap` are names, "predicted"
     /// for what is predicted to end first, or "auto" for that where the comparison pays.
     #[new]
-    #[pyo3(signature = (mask, ranks, *, heads_q, heads_k, head_dim, head_dim_v, dtype, scale, softcap, sink_rows, chunk, dispatch, stages, queries, overlap, deterministic, on))]
+    #[pyo3(signature = (mask, ranks, *, heads_q, heads_k, head_dim, head_dim_v, dtype, scale, softcap, sink_rows, chunk, dispatch, stages, queries, overlap, deterministic, on, cancellation))]
     fn new(
         py: Python<'_>,
         mask: &Mask,
@@ -81,6 +168,7 @@ impl Solution {
         overlap: &str,
         deterministic: bool,
         on: Option<&Solution>,
+        cancellation: Option<&Cancellation>,
     ) -> PyResult<Self> {
         const DISPATCHES: &str =
             "\"auto\", \"predicted\", \"affinity\", \"min-heap\", \"sequential\" or \"zigzag\"";
@@ -124,22 +212,10 @@ impl Solution {
             cost: site.cost,
             ..PlanConfig::new(site.topology.world_size)
         };
-        let mask = mask.native.clone();
         let on = on.map(|on| on.content.clone());
-        let content = engine(py, move || {
-            let began = Instant::now();
-            let on = on.as_ref().map(|on| (&on.plan, on.choices.dispatch));
-            let problem = Problem { mask: &mask, spec: &spec, config, backward: reduction(deterministic) };
-            let fingerprint = problem.fingerprint(on, &(dispatch, overlap, deterministic));
-            if let Some(content) = ranks.plans().find(&fingerprint) {
-                return Ok(content);
-            }
-            let (plan, choices) = problem.solve(site, on, dispatch, overlap)?;
-            let seconds = began.elapsed().as_secs_f64();
-            let content = Content { mask, spec, config, plan, choices, deterministic, seconds };
-            Ok::<_, ChooseError>(ranks.plans().keep(fingerprint, Arc::new(content)))
-        })?;
-        Ok(Self { content })
+        let mask = mask.native.clone();
+        let wanted = Wanted { mask, spec, config, on, dispatch, overlap, deterministic };
+        Ok(Self { content: wanted.found_or_made(py, ranks, cancellation)? })
     }
 
     /// The same whose forwards give the largest score of each head too, or whose backwards take the gradient of lse.

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use counterpoint_console::{self as console, CliError, Progress, Schema, arguments::dispatch_name};
 use counterpoint_mask::Mask;
-use counterpoint_plan::{AttentionSpec, MachineProfile, PlanConfig, PlanOverview, RankPrediction};
+use counterpoint_plan::{AttentionSpec, MachineProfile, PlanConfig, PlanOverview, Planning, RankPrediction};
 use counterpoint_report::{comparison_table, format_count, format_seconds, summary_table};
 
 use super::dispatches::{self, DispatchRow};
@@ -22,11 +22,13 @@ pub(super) fn run(
     spec: &AttentionSpec,
     profile: &MachineProfile,
     config: &PlanConfig,
+    planning: &Planning<'_>,
 ) -> Result<(), CliError> {
     let progress = Progress::new();
     progress.step(format!("planning for {}", console::count(arguments.cp_size, "rank")));
     let begin = Instant::now();
-    let mut overview = PlanOverview::new(mask, spec, config).map_err(|source| CliError::Plan { source })?;
+    let overview = PlanOverview::new(mask, spec, config, planning);
+    let mut overview = overview.map_err(|source| CliError::Plan { source })?;
     overview.summary.solve_seconds = begin.elapsed().as_secs_f64();
     let rows = [DispatchRow::of_figures(config.dispatch, &overview, spec)];
     let summary = &overview.summary;

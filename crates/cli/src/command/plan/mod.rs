@@ -55,13 +55,13 @@ pub(crate) fn run(arguments: &PlanArguments) -> Result<(), CliError> {
         cost: profile.cost,
     };
     let ranks = arguments.program.map(|rank| programs::ranks(rank, arguments.cp_size)).transpose()?;
-    let needs_pieces = ranks.is_some() || arguments.report.is_some();
-    if arguments.cp_size > dispatches::MOST_COMPARED_RANKS && !needs_pieces {
-        return figures::run(arguments, &mask, &spec, &profile, &config);
-    }
     let threads = PlanningThreads::new(arguments.planning_threads);
     let threads = threads.map_err(|source| CliError::Run { source })?;
     let by = threads.planning();
+    let needs_pieces = ranks.is_some() || arguments.report.is_some();
+    if arguments.cp_size > dispatches::MOST_COMPARED_RANKS && !needs_pieces {
+        return figures::run(arguments, &mask, &spec, &profile, &config, &by);
+    }
     let progress = Progress::new();
     progress.step(format!("planning for {}", console::count(arguments.cp_size, "rank")));
     let asked = (arguments.planning.dispatch, profile.machine.as_str());
