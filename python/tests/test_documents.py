@@ -16,9 +16,10 @@ ROOT = pathlib.Path(__file__).parents[2]
 EXAMPLES = ROOT / "python" / "examples"
 
 
-def test_the_page_shows_what_happens() -> None:
-    results = doctest.testfile(str(ROOT / "docs" / "python.md"), module_relative=False, encoding="utf-8")
-    assert results.attempted > 20 and results.failed == 0, results
+@pytest.mark.parametrize(("page", "least"), [("python.md", 20), ("rows.md", 12)])
+def test_pages_show_what_happens(page: str, least: int) -> None:
+    results = doctest.testfile(str(ROOT / "docs" / page), module_relative=False, encoding="utf-8")
+    assert results.attempted > least and results.failed == 0, results
 
 
 def run(folder: pathlib.Path, name: str, ranks: int) -> str:
@@ -48,6 +49,12 @@ def test_answers_share_a_prompt(tmp_path: pathlib.Path) -> None:
 def test_a_tensor_parallel_mlp_learns(tmp_path: pathlib.Path) -> None:
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", run(tmp_path, "tensor_parallel_mlp.py", 2))]
     assert len(losses) == 6 and losses[-1] < 0.8 * losses[0], losses
+
+
+def test_two_tokens_ahead_are_learned(tmp_path: pathlib.Path) -> None:
+    found = re.findall(r"next token ([\d.]+), of the one after it ([\d.]+)", run(tmp_path, "multi_token_prediction.py", 2))
+    for losses in zip(*found, strict=True):
+        assert len(losses) == 12 and float(losses[-1]) < 0.6 * float(losses[0]), found
 
 
 def test_every_example_is_tested_and_listed() -> None:
