@@ -31,7 +31,9 @@ def update_graph(graph: torch.cuda.CUDAGraph, old: Plan, new: Plan) -> None:
             with group._named_errors():
                 updated += ready.update_graph(calls, *handles, stream)
     if not updated:
-        raise PlanError("the graph has no call of this plan; update it from the plan that it was captured with, or updated to last")
+        raise PlanError(
+            "the graph has no call of this plan; update it from the plan that it was captured with, or updated to last"
+        )
 
 
 def _handles(graph: torch.cuda.CUDAGraph) -> tuple[int, int]:
