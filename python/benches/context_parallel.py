@@ -210,7 +210,7 @@ def of_command_line(ranks: Ranks, counterpoint: str, case: Case, rounds: int) ->
         command += ["--masks", MASKS[case.mask], "--tokens", str(case.tokens), "--heads", f"{case.heads}:{case.key_heads}"]
         command += ["--head-dim", str(case.head_dim), "--iterations", str(max(3, rounds))]
         try:
-            run = subprocess.run(command, env=_unlaunched(), capture_output=True, text=True, timeout=60)
+            run = subprocess.run(command, env=_unlaunched(), capture_output=True, text=True, timeout=180)
             rows = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
             found = {row["pass"]: row for row in rows if row.get("asked") == "auto" and row["ranks"] == ranks.size}
             if not found:
