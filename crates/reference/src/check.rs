@@ -256,14 +256,16 @@ fn check_tensor(
     let max_abs_bound = yardstick
         .as_ref()
         .map(|yardstick| (base * largest(expected)).max(F32_BOUND * noise).max(PLAIN_FACTOR * yardstick.max));
-    let against = |norm: f64, relative_to| {
+    let against = |norm: f64, relative_to, max_abs_bound| {
         let plain = yardstick.as_ref().map_or(0.0, |yardstick| PLAIN_FACTOR * yardstick.relative_to(norm));
         TensorCheck::new(name, &error, norm, relative_to, base.max(plain), max_abs_bound)
     };
     let norm = norm(expected);
-    let check = against(norm, RelativeTo::Reference);
+    let check = against(norm, RelativeTo::Reference, max_abs_bound);
     let vanishes = noise > norm && (norm == 0.0 || !check.passed);
-    if vanishes { against(noise, RelativeTo::Terms) } else { check }
+    // What vanishes is the rounding of its terms, of which a plain implementation's largest error is one draw.
+    let of_terms = max_abs_bound.map(|bound| bound.max(base * noise));
+    if vanishes { against(noise, RelativeTo::Terms, of_terms) } else { check }
 }
 
 /// The largest error of rounding an element once, relative to the element.
