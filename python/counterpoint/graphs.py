@@ -19,8 +19,8 @@ def update_graph(graph: torch.cuda.CUDAGraph, old: Plan, new: Plan) -> None:
         raise PlanError("the new plan is of another group than the plan that was captured")
     if new._fits() != old._fits():
         raise PlanError(
-            f"the new plan is for tensors of other shapes or types than the graph has: {_shapes(new)}, and the graph was captured "
-            f"for {_shapes(old)}; pad its mask to as many tokens"
+            f"the new plan is for tensors of other shapes or types than the graph has: {_shapes(new)}, and the graph was "
+            f"captured for {_shapes(old)}; pad its mask to as many tokens"
         )
     handles = _handles(graph)
     stream = group._stream()

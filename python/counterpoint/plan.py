@@ -255,12 +255,12 @@ class Plan:
         return activated(self)
 
     def update_graph(self, graph: torch.cuda.CUDAGraph, new: Plan) -> None:
-        """Has a captured graph compute `new` wherever it computed this plan: a step is captured once, and replayed with another mask.
+        """Has a captured graph compute `new` wherever it computed this plan: captured once, a step is replayed with other masks.
 
-        `graph` was made with `keep_graph=True` and captured calls of this plan, or was updated to it; `new` is of the same group, for
-        tensors of the same shapes. Replays that are on their way are not changed. Call it on the stream that replays, while no other
-        thread does; `graph.instantiate()` brings the plan back that was captured. On several ranks every rank updates its own graph,
-        and `new` has been called once, forward and backward.
+        `graph` was made with `keep_graph=True` and captured calls of this plan, or was updated to it; `new` is of the same
+        group, for tensors of the same shapes. Replays that are on their way are not changed. Call it on the stream that
+        replays, while no other thread does; `graph.instantiate()` brings the plan back that was captured. On several ranks
+        every rank updates its own graph, and `new` has been called once, forward and backward.
         """
         from counterpoint.graphs import update_graph
 
