@@ -42,8 +42,8 @@ def _handles(graph: torch.cuda.CUDAGraph) -> tuple[int, int]:
         captured = graph.raw_cuda_graph()
     except (AttributeError, RuntimeError) as error:
         raise Error(
-            "an update needs the graph that was captured, which PyTorch (2.10 and newer) keeps if it is made as "
-            "torch.cuda.CUDAGraph(keep_graph=True)"
+            "an update needs the graph that was captured, which PyTorch keeps if it is made as "
+            "torch.cuda.CUDAGraph(keep_graph=True); a PyTorch whose graphs have no raw_cuda_graph_exec is too old (2.11 has it)"
         ) from error
     try:
         return captured, graph.raw_cuda_graph_exec()

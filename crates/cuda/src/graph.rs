@@ -36,11 +36,7 @@ impl Graph {
         stream: &Stream,
         enqueue: impl FnOnce() -> Result<(), E>,
     ) -> Result<Self, E> {
-        let capture = Capture::begin(stream)?;
-        let enqueued = enqueue();
-        let graph = capture.end();
-        enqueued?;
-        let graph = graph?;
+        let graph = Captured::of(stream, enqueue)?;
         let driver = stream.device().bind()?;
         let mut raw = ptr::null_mut();
         // SAFETY: the graph is alive; the executable is destroyed in drop.
@@ -87,7 +83,7 @@ impl Drop for Executable {
 }
 
 /// A stream that captures. Dropping it ends the capture, whatever was captured.
-pub(crate) struct Capture<'a> {
+struct Capture<'a> {
     stream: &'a Stream,
     open: bool,
 }
@@ -99,7 +95,7 @@ pub(crate) struct Captured {
 }
 
 impl<'a> Capture<'a> {
-    pub(crate) fn begin(stream: &'a Stream) -> Result<Self, CudaError> {
+    fn begin(stream: &'a Stream) -> Result<Self, CudaError> {
         let driver = stream.device().bind()?;
         // Other threads (other ranks) may allocate and wait meanwhile; this one may not.
         let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
@@ -108,7 +104,7 @@ impl<'a> Capture<'a> {
         Ok(Self { stream, open: true })
     }
 
-    pub(crate) fn end(mut self) -> Result<Captured, CudaError> {
+    fn end(mut self) -> Result<Captured, CudaError> {
         self.close()
     }
 
@@ -136,6 +132,18 @@ impl Drop for Capture<'_> {
 }
 
 impl Captured {
+    /// See [`Graph::capture`].
+    pub(crate) fn of<E: From<CudaError>>(
+        stream: &Stream,
+        enqueue: impl FnOnce() -> Result<(), E>,
+    ) -> Result<Self, E> {
+        let capture = Capture::begin(stream)?;
+        let enqueued = enqueue();
+        let graph = capture.end();
+        enqueued?;
+        Ok(graph?)
+    }
+
     pub(crate) fn device(&self) -> &Device {
         &self.device
     }

@@ -13,7 +13,7 @@ use cudarc::driver::sys::{
     CUgraph, CUgraphExec, CUgraphNode, CUgraphNodeType, CUlaunchAttributeID, CUstreamCaptureStatus,
 };
 
-use crate::graph::{Capture, Captured};
+use crate::graph::Captured;
 use crate::library::{Driver, call};
 use crate::{CudaError, Device, Stream};
 
@@ -132,11 +132,7 @@ impl CallGraph {
         stream: &Stream,
         enqueue: impl FnOnce() -> Result<(), E>,
     ) -> Result<Self, E> {
-        let capture = Capture::begin(stream)?;
-        let enqueued = enqueue();
-        let graph = capture.end();
-        enqueued?;
-        let graph = graph?;
+        let graph = Captured::of(stream, enqueue)?;
         let driver = stream.device().bind()?;
         let nodes = nodes_of(&driver, graph.raw())?.into_iter();
         let nodes = nodes.map(|node| Node::new(&driver, node)).collect::<Result<_, CudaError>>()?;
