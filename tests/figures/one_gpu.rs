@@ -1,56 +1,25 @@
-//! Draws the tables of figures in README.md and docs/performance.md from `benches/results`, and checks that they are drawn.
-//!
-//! `FIGURES=record cargo test --test figures` writes them anew after a result file has changed.
+//! Attention and GEMMs on one GPU beside their peers, of `benches/results`.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::fs;
-use std::path::{Path, PathBuf};
 
 use serde_json::Value;
+
+use crate::root;
 
 /// Masks in the order of the tables.
 const MASKS: [&str; 7] =
     ["full", "causal", "varlen_full", "varlen_causal", "sw_causal", "block_causal", "varlen_block_causal"];
-const BEGIN: &str = "<!-- figures: drawn by tests/figures.rs -->";
-const END: &str = "<!-- end of figures -->";
 
-#[test]
-fn figures_are_those_of_the_results() {
-    let attention_flex = Results::read("attention_cudnn_flex_2026-11-23.jsonl");
-    let attention_ffa = Results::read("attention_ffa_2026-11-23.jsonl");
+/// The blocks of README.md and of docs/performance.md.
+pub(crate) fn blocks() -> [String; 2] {
+    let flex = Results::read("attention_cudnn_flex_2026-11-23.jsonl");
+    let ffa = Results::read("attention_ffa_2026-11-23.jsonl");
     let gemm = Results::read("gemm_cublaslt_2026-11-23.jsonl");
-    let ratios = ratios(&attention_flex, &attention_ffa, &gemm);
-    between("README.md", &ratios);
-    let mut page = ratios;
-    write!(page, "\n{}", rows(&attention_flex)).unwrap();
-    between("docs/performance.md", &page);
-}
-
-/// The guide sums up experiments: each figure of its table stands on the page that the row names.
-#[test]
-fn figures_of_the_guide_are_those_of_experiments() {
-    let guide = fs::read_to_string(root().join("docs/guide.md")).unwrap();
-    let mut seen = 0;
-    for row in guide.lines().filter(|line| line.starts_with("| ") && line.contains("](experiments/")) {
-        let cells: Vec<&str> = row.split(" | ").collect();
-        let (figures, page) = (cells[1], cells[2]);
-        let page = page.split_once("](").and_then(|(_, link)| link.split_once(')')).unwrap().0;
-        let text = fs::read_to_string(root().join("docs").join(page)).unwrap();
-        let numbers = |text: &str| -> Vec<String> {
-            let numbers = text.split(|letter: char| !letter.is_ascii_digit() && letter != '.');
-            numbers
-                .map(|number| number.trim_matches('.').to_owned())
-                .filter(|number| number.contains('.'))
-                .collect()
-        };
-        let known = numbers(&text);
-        for figure in numbers(figures) {
-            seen += 1;
-            assert!(known.contains(&figure), "docs/guide.md: {figure} does not stand in {page}: {row}");
-        }
-    }
-    assert!(seen >= 18, "{seen} figures: is the search for them broken?");
+    let ratios = ratios(&flex, &ffa, &gemm);
+    let page = format!("{ratios}\n{}", rows(&flex));
+    [ratios, page]
 }
 
 /// One file of results: what it is, then a line for each case.
@@ -156,26 +125,4 @@ fn rows(results: &Results) -> String {
         }
     }
     out
-}
-
-/// Compares what stands between the marks of a page with `wanted`, or writes it there.
-fn between(page: &str, wanted: &str) {
-    let path = root().join(page);
-    let text = fs::read_to_string(&path).unwrap();
-    let begin = text.find(BEGIN).unwrap_or_else(|| panic!("{page} has no line `{BEGIN}`")) + BEGIN.len();
-    let end = text.find(END).unwrap_or_else(|| panic!("{page} has no line `{END}`"));
-    let wanted = format!("\n{wanted}");
-    if std::env::var_os("FIGURES").is_some_and(|value| value == "record") {
-        fs::write(&path, format!("{}{wanted}{}", &text[..begin], &text[end..])).unwrap();
-    } else {
-        assert_eq!(
-            &text[begin..end],
-            wanted,
-            "{page} shows other figures than benches/results; run `FIGURES=record cargo test --test figures`"
-        );
-    }
-}
-
-fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).to_path_buf()
 }
