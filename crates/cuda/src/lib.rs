@@ -78,7 +78,7 @@ pub use library::{DriverCalls, LibraryVersion, nccl_version, search_packages};
 pub use loaded_kernels::FunctionAttributes;
 pub use machine::{CudaMachine, CudaProcess};
 pub use memory::{DeviceBuffer, MemoryGuard, PinnedBuffer};
-pub use nccl::{NcclCollective, NcclRank};
+pub use nccl::NcclRank;
 pub use pool::{AllocationError, DeviceAllocator};
 pub use stream::{Stream, StreamPriority};
 pub use tensor_map::{L2Promotion, Swizzle, TensorMap, TensorMapElement, TensorMapSpec};

@@ -2,10 +2,10 @@
 
 use std::time::Duration;
 
-use clap::{Args, ValueEnum};
+use clap::Args;
 use counterpoint_console::arguments::{Device, OverlapChoice, overlap, value};
 use counterpoint_cuda::TransportKind;
-use counterpoint_exec::GemmCollective;
+use counterpoint_plan::GemmCollective;
 
 use super::kernels::BenchDType;
 
@@ -39,8 +39,8 @@ pub struct BenchGemmCollectiveArguments {
     pub(crate) ranks: u32,
 
     /// Collectives [default: all]
-    #[arg(long, value_name = "NAMES", value_enum, value_delimiter = ',')]
-    pub(crate) collective: Vec<BenchGemmCollective>,
+    #[arg(long, value_name = "NAMES", value_delimiter = ',', value_parser = value::collective())]
+    pub(crate) collective: Vec<GemmCollective>,
 
     /// Products of m x n x k instead of the usual ones
     #[arg(long, value_name = "M:N:K", value_parser = value::product, value_delimiter = ',')]
@@ -85,22 +85,4 @@ pub struct BenchGemmCollectiveArguments {
     /// Print one JSON object a row and nothing else
     #[arg(long)]
     pub(crate) json: bool,
-}
-
-/// A collective beside a product.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum BenchGemmCollective {
-    ReduceScatter,
-    AllReduce,
-    AllGather,
-}
-
-impl BenchGemmCollective {
-    pub(crate) const fn collective(self) -> GemmCollective {
-        match self {
-            Self::ReduceScatter => GemmCollective::ReduceScatter,
-            Self::AllReduce => GemmCollective::AllReduce,
-            Self::AllGather => GemmCollective::AllGather,
-        }
-    }
 }

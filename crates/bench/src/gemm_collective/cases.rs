@@ -1,8 +1,8 @@
 //! The products that `bench gemm-collective` measures where none are named: published shapes and layers of known models.
 
 use counterpoint_console::arguments::Device;
-use counterpoint_exec::{GemmCollective, GemmCollectiveSpec};
-use counterpoint_plan::DType;
+use counterpoint_exec::GemmCollectiveSpec;
+use counterpoint_plan::{DType, GemmCollective};
 
 use crate::arguments::{BenchDType, BenchGemmCollectiveArguments};
 
@@ -19,8 +19,8 @@ const ROWS: [usize; 5] = [128, 512, 2048, 8192, 32768];
 /// What is measured, in its order.
 pub(super) fn chosen(arguments: &BenchGemmCollectiveArguments) -> Vec<GemmCollectiveSpec> {
     let collectives: Vec<GemmCollective> = match arguments.collective.as_slice() {
-        [] => GemmCollective::ALL.to_vec(),
-        given => given.iter().map(|given| given.collective()).collect(),
+        [] => vec![GemmCollective::ReduceScatter, GemmCollective::AllReduce, GemmCollective::AllGather],
+        given => given.to_vec(),
     };
     let dtype = match (arguments.dtype, arguments.device) {
         (Some(BenchDType::F16), _) => DType::F16,

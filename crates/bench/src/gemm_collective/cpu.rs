@@ -3,10 +3,11 @@
 use std::time::Instant;
 
 use counterpoint_exec::{
-    Backend, CpuBackend, CpuMachine, CpuTransport, ExecError, GemmCollective, GemmCollectiveSpec, HostTensor,
-    Prepared, WorldConfig, dispatch, random_tensor,
+    Backend, CpuBackend, CpuMachine, CpuTransport, ExecError, GemmCollectiveSpec, HostTensor, Prepared,
+    WorldConfig, dispatch, random_tensor,
 };
 use counterpoint_mask::Range;
+use counterpoint_plan::GemmCollective;
 use counterpoint_report::Statistics;
 use counterpoint_schedule::OverlapPolicy;
 

@@ -148,7 +148,7 @@ impl PeerRow {
 
 #[cfg(test)]
 mod tests {
-    use counterpoint_exec::GemmCollective;
+    use counterpoint_plan::GemmCollective;
 
     use super::*;
     use crate::pytorch::assert_strings;
@@ -159,7 +159,7 @@ mod tests {
         let told = r#"{"by": "async-tp", "iterations": 4, "error": 2e-3, "error_over_bound": 0.2}"#;
         let known: Known = serde_json::from_str(told).unwrap();
         assert_eq!((known.by.as_str(), known.iterations), ("async-tp", 4));
-        let names = GemmCollective::ALL.map(|collective| collective.name());
+        let names = GemmCollective::NAMES.map(|(name, _)| name);
         assert_strings("gemm_collective.py", names.into_iter().chain(["by", "iterations", "error"]));
     }
 }

@@ -10,6 +10,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use counterpoint_exec::World;
+use counterpoint_plan::GemmCollective;
 
 pub(crate) use connect::NcclSeat;
 use shelf::{Lent, Shelf};
@@ -105,17 +106,6 @@ pub(crate) struct NcclMessage {
     pub(crate) bytes: u64,
 }
 
-/// A collective of NCCL's own, with the elements that it counts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum NcclCollective {
-    /// Of each rank what it sends.
-    AllGather,
-    /// Of each rank what it receives.
-    ReduceScatter,
-    /// All.
-    AllReduce,
-}
-
 impl NcclRank {
     /// Connects ranks that are threads of this process, one on each of these devices, for `world`.
     ///
@@ -193,7 +183,7 @@ impl NcclRank {
     pub unsafe fn collective(
         &self,
         stream: &Stream,
-        collective: NcclCollective,
+        collective: GemmCollective,
         element: ElementType,
         from: u64,
         to: u64,
@@ -209,13 +199,13 @@ impl NcclRank {
         // SAFETY: the caller's promise.
         let called = |handle: NcclHandle| unsafe {
             match collective {
-                NcclCollective::AllGather => {
+                GemmCollective::AllGather => {
                     ("ncclAllGather", (nccl.ncclAllGather)(from, to, count, kind, handle, queue))
                 }
-                NcclCollective::ReduceScatter => {
+                GemmCollective::ReduceScatter => {
                     ("ncclReduceScatter", (nccl.ncclReduceScatter)(from, to, count, kind, SUM, handle, queue))
                 }
-                NcclCollective::AllReduce => {
+                GemmCollective::AllReduce => {
                     ("ncclAllReduce", (nccl.ncclAllReduce)(from, to, count, kind, SUM, handle, queue))
                 }
             }

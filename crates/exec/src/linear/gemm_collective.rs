@@ -1,8 +1,7 @@
 //! Fused GEMM and collective as calls: reduce-scatter or all-reduce behind a product, all-gather before one.
 
 use counterpoint_plan::{
-    Activations, CostModel, DType, GemmExchange, GemmTraffic, LinearKind, LinearPlan, LinearSpec, PlanError,
-    WaveGroups,
+    CostModel, DType, GemmCollective, GemmExchange, GemmTraffic, LinearPlan, PlanError, WaveGroups,
 };
 use counterpoint_schedule::{Mover, OverlapPolicy, StartOrder, lower_linear_forward};
 
@@ -10,31 +9,6 @@ use crate::{Backend, ExecError, Group, HostTensor, Machine, Prepared, WorldConfi
 
 /// A Program made ready on a rank of a machine.
 pub type PreparedOn<M> = Prepared<<M as Machine>::Backend, <M as Machine>::Transport>;
-
-/// A matrix product and the collective that belongs to it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum GemmCollective {
-    /// Every rank has a share of each element of the product; they are summed, each rank's rows on that rank.
-    ReduceScatter,
-    /// They are summed, on all ranks.
-    AllReduce,
-    /// Every rank has some rows of the first operand, which all ranks need.
-    AllGather,
-}
-
-impl GemmCollective {
-    /// All of them.
-    pub const ALL: [Self; 3] = [Self::ReduceScatter, Self::AllReduce, Self::AllGather];
-
-    /// The name on the command line.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::ReduceScatter => "reduce-scatter",
-            Self::AllReduce => "all-reduce",
-            Self::AllGather => "all-gather",
-        }
-    }
-}
 
 /// How a product and its collective share a machine. Results have the same bits however they do.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -77,17 +51,11 @@ impl GemmCollectiveSpec {
     /// [`PlanError::Linear`] when there are no ranks or a size is 0.
     pub fn plan(&self, groups: WaveGroups, cost: &CostModel) -> Result<LinearPlan, PlanError> {
         let Self { collective, ranks, m, n, k, dtype } = *self;
-        let (kind, in_features, out_features) = match collective {
-            GemmCollective::AllGather => (LinearKind::Column, k, n * ranks),
-            GemmCollective::ReduceScatter | GemmCollective::AllReduce => (LinearKind::Row, k * ranks, n),
+        let size = match collective {
+            GemmCollective::AllGather => [m, n * ranks, k],
+            GemmCollective::ReduceScatter | GemmCollective::AllReduce => [m, n, k * ranks],
         };
-        let activations = match collective {
-            GemmCollective::AllReduce => Activations::Replicated,
-            GemmCollective::ReduceScatter | GemmCollective::AllGather => Activations::SequenceParallel,
-        };
-        let spec =
-            LinearSpec { kind, activations, tokens: m, in_features, out_features, has_bias: false, dtype };
-        LinearPlan::new(spec, ranks, groups, cost)
+        LinearPlan::new(collective.layer(size, dtype), ranks, groups, cost)
     }
 
     /// The policy under which it runs: by prediction [`StartOrder::Sequential`] or [`Mover::Fused`].

@@ -17,8 +17,7 @@ use crate::HostTensor;
 use crate::random::random_stream;
 
 pub use gemm_collective::{
-    GemmCollective, GemmCollectiveSpec, GemmOverlap, PreparedOn, all_gather_gemm, gemm_all_reduce,
-    gemm_reduce_scatter,
+    GemmCollectiveSpec, GemmOverlap, PreparedOn, all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter,
 };
 pub use layer::{LayerCall, LayerGradient, LayerPass, LinearLayer, LinearTensor, NamedBuffers, RankBuffers};
 pub use normalised::{NormalisedBackward, NormalisedForward, RowParallelLinearRmsNorm};

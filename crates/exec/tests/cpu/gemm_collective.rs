@@ -1,9 +1,10 @@
 //! Products and their collectives as functions: the definition, the same bits however they overlap, and errors with names.
 
 use counterpoint_exec::{
-    CpuMachine, ExecError, GemmCollective, GemmOverlap, HostTensor, WorldConfig, all_gather_gemm,
-    gemm_all_reduce, gemm_reduce_scatter,
+    CpuMachine, ExecError, GemmOverlap, HostTensor, WorldConfig, all_gather_gemm, gemm_all_reduce,
+    gemm_reduce_scatter,
 };
+use counterpoint_plan::GemmCollective;
 use counterpoint_schedule::OverlapPolicy;
 
 const N: usize = 10;

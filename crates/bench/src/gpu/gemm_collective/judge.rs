@@ -2,7 +2,8 @@
 
 use std::thread;
 
-use counterpoint_exec::{GemmCollective, GemmCollectiveSpec};
+use counterpoint_exec::GemmCollectiveSpec;
+use counterpoint_plan::GemmCollective;
 
 use super::rank::RankTimes;
 use super::{SEED, weight_seed};

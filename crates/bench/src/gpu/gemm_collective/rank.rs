@@ -2,13 +2,13 @@
 
 use std::time::Instant;
 
-use counterpoint_exec::{ExecError, GemmCollective, GemmCollectiveSpec};
+use counterpoint_exec::{ExecError, GemmCollectiveSpec};
+use counterpoint_plan::GemmCollective;
 use half::{bf16, f16};
 
 use super::meeting::Meeting;
 use super::{GemmCollectiveBench, GemmCollectiveRuns, Ranked, SEED, weight_seed};
 use crate::gpu::gemm::sample;
-use counterpoint_cuda::NcclCollective;
 use counterpoint_cuda::exec_error;
 use counterpoint_cuda::kernel::{ElementType, GemmLayout, GemmSpec, GemmTensors, LibraryGemm, RandomFill};
 use counterpoint_cuda::{CudaBuffer, CudaError, DeviceBuffer, Event, Stream, StreamPriority};
@@ -181,14 +181,14 @@ impl<'a> Rank<'a> {
     fn collective(&self) -> Result<(), CudaError> {
         let GemmCollectiveSpec { collective, ranks, m, n, k, .. } = self.spec;
         let (x, whole, y) = (self.x.address(), self.whole.address(), self.y.address());
-        let (kind, from, to, count) = match collective {
-            GemmCollective::AllGather => (NcclCollective::AllGather, x, whole, m / ranks * k),
-            GemmCollective::ReduceScatter => (NcclCollective::ReduceScatter, whole, y, m / ranks * n),
-            GemmCollective::AllReduce => (NcclCollective::AllReduce, whole, y, m * n),
+        let (from, to, count) = match collective {
+            GemmCollective::AllGather => (x, whole, m / ranks * k),
+            GemmCollective::ReduceScatter => (whole, y, m / ranks * n),
+            GemmCollective::AllReduce => (whole, y, m * n),
         };
         let nccl = &self.bench.nccl[self.rank];
         // SAFETY: as above.
-        unsafe { nccl.collective(&self.stream, kind, self.element, from, to, count) }
+        unsafe { nccl.collective(&self.stream, collective, self.element, from, to, count) }
     }
 
     fn finish(&mut self, contender: Contender) -> Result<(), ExecError> {
