@@ -41,12 +41,12 @@ def current_stream(place: Any) -> Callable[[], int]:
     return lambda: int(torch.cuda.current_stream(place).cuda_stream)
 
 
-def local(size: int, place: Any, limit: float) -> Ranks:
+def local(size: int, place: Any, limit: float, tuned: str | None) -> Ranks:
     """`size` ranks that share a GPU, whose memory is that of PyTorch's caching allocator."""
     torch = torch_module("a group on a GPU")
     _search_packages(package_folders())
     torch.cuda.init()
-    return Ranks.cuda(size, place.index, limit=limit, allocator=_memory(place))
+    return Ranks.cuda(size, place.index, limit=limit, tuned=tuned, allocator=_memory(place))
 
 
 def join(store: Any, rank: int, size: int, place: Any, **how: Any) -> Ranks:

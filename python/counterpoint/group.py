@@ -18,6 +18,7 @@ from counterpoint._native import Cancellation, Mask, Ranks
 from counterpoint.errors import DeviceError, Error, PlanError
 from counterpoint.plan import Plan
 from counterpoint.prefetched import PrefetchedPlan
+from counterpoint.tuned import TunedPlans, checked, read_tuned, warn_of_others
 
 if TYPE_CHECKING:
     import torch
@@ -443,7 +444,7 @@ class LocalGroup(_Group):
     `device` is "cpu", or a GPU that all ranks share: "cuda" (PyTorch's current one), "cuda:1". Calls there are enqueued on
     PyTorch's current stream and waited for by nobody; scratch memory comes from PyTorch's caching allocator. `slow_link`
     imitates a link between CPU ranks: (seconds of a collective, bytes a second). No wait is longer than `limit` seconds.
-    `planning_threads` make each plan side by side; plans are the same for any number.
+    `planning_threads` make each plan side by side; plans are the same for any number. `tuned` as of `Group`.
     """
 
     def __init__(
@@ -454,16 +455,19 @@ class LocalGroup(_Group):
         slow_link: tuple[float, float] | None = None,
         limit: float = 600.0,
         planning_threads: int = 1,
+        tuned: TunedPlans = True,
     ) -> None:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise PlanError(f"size is {size!r}; a group has at least one rank")
         threads = _whole_number("planning_threads", planning_threads, 1)
+        asked = checked(tuned)
         begin_in_this_process()
         super().__init__()
+        plans = read_tuned(asked, size)
         kind = str(device).split(":")[0]
         if kind == "cpu":
             self.device = device
-            self._native = Ranks.local(size, slow_link=slow_link, limit=limit)
+            self._native = Ranks.local(size, slow_link=slow_link, limit=limit, tuned=plans)
         elif kind == "cuda":
             from counterpoint import _cuda
 
@@ -471,8 +475,9 @@ class LocalGroup(_Group):
                 raise DeviceError("slow_link imitates a link between CPU ranks; leave it out with a GPU")
             self.device = _cuda.device(device)
             self._ordinal, self._stream = self.device.index, _cuda.current_stream(self.device)
-            self._native = _cuda.local(size, self.device, limit)
+            self._native = _cuda.local(size, self.device, limit, plans)
         else:
             raise DeviceError(f'device is {device}; it must be "cpu", "cuda" or a GPU with its number, such as "cuda:1"')
+        warn_of_others(asked, self._native)
         self._global_ranks = tuple(range(size))
         self._plan_with(threads)

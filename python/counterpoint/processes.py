@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from counterpoint._native import Ranks
 from counterpoint.errors import DeviceError, Error, PeerError, PlanError
 from counterpoint.group import _Group, _whole_number, _with_global_ranks, begin_in_this_process, read_profile, sentence
+from counterpoint.tuned import TunedPlans, checked, read_tuned, warn_of_others
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 Transport = Literal["auto", "tcp", "nvlink", "copy-engine", "nccl", "hierarchical"]
 _TRANSPORTS = {"cpu": ("auto", "tcp"), "cuda": ("auto", "nvlink", "copy-engine", "nccl", "hierarchical")}
-_DEFAULTS = {"transport": "auto", "nodes": None, "limit": 600.0, "profile": None, "planning_threads": 1}
+_DEFAULTS = {"transport": "auto", "nodes": None, "limit": 600.0, "profile": None, "planning_threads": 1, "tuned": True}
 _groups: dict[tuple[tuple[int, ...], str], Group] = {}
 _making = threading.Lock()
 
@@ -47,6 +48,10 @@ class Group(_Group):
     many on each; it is found out if it is not given. `profile` is the path of a machine profile of
     `counterpoint doctor --calibrate`, which plans are made by. `planning_threads` make each plan side by side; plans are the same
     for any number.
+
+    `tuned` says which linear layers run as they were measured to be fastest: those of a size that `counterpoint tune gemm` has
+    tuned, for this device, transport and number of ranks. True takes what it has kept for this user, a path is a file that it was
+    given by `--plans`, and False takes none. The first rank reads it for all.
     """
 
     _wishes: dict[str, Any]
@@ -62,6 +67,7 @@ class Group(_Group):
         limit: float = 600.0,
         profile: str | os.PathLike[str] | None = None,
         planning_threads: int = 1,
+        tuned: TunedPlans = True,
     ) -> Group:
         process_group, nodes_of_mesh = _process_group(group_or_mesh)
         place = _device(device, process_group)
@@ -78,6 +84,7 @@ class Group(_Group):
             "limit": limit,
             "profile": None if profile is None else os.fspath(profile),
             "planning_threads": _whole_number("planning_threads", planning_threads, 1),
+            "tuned": checked(tuned),
         }
         with _making:
             known = _groups.get((ranks, str(place)))
@@ -104,6 +111,7 @@ class Group(_Group):
         limit: float = 600.0,
         profile: str | os.PathLike[str] | None = None,
         planning_threads: int = 1,
+        tuned: TunedPlans = True,
     ) -> None:
         """Nothing: `__new__` gives groups that are ready."""
 
@@ -120,10 +128,13 @@ class Group(_Group):
         begin_in_this_process()
         super().__init__()
         profile = None if wishes["profile"] is None else read_profile(wishes["profile"])
-        places = _exchange_places(store, rank, ranks, limit)
-        self._nodes = nodes or _nodes([host for host, _ in places])
-        address = "127.0.0.1" if len({host for host, _ in places}) == 1 else places[0][1]
-        how: dict[str, Any] = {"address": address, "limit": limit, "nodes": self._nodes, "profile": profile}
+        places = _exchange_places(store, rank, ranks, limit, _tuned(wishes["tuned"], rank, len(ranks)))
+        self._nodes = nodes or _nodes([place.host for place in places])
+        address = "127.0.0.1" if len({place.host for place in places}) == 1 else places[0].address
+        if places[0].refused:
+            raise PlanError(places[0].refused)
+        tuned = places[0].tuned
+        how: dict[str, Any] = {"address": address, "limit": limit, "nodes": self._nodes, "profile": profile, "tuned": tuned}
         try:
             if place.type == "cpu":
                 self._native = Ranks.join(store, rank, len(ranks), **how)
@@ -137,6 +148,8 @@ class Group(_Group):
             error.global_rank = ranks[error.rank]
             error.args = (_with_global_ranks(str(error), ranks),)
             raise
+        if rank == 0:
+            warn_of_others(wishes["tuned"], self._native)
 
     def _refuse_others(self, wishes: dict[str, Any]) -> None:
         """Refuses settings that this group was not made with; those that were left out are no wish."""
@@ -224,12 +237,33 @@ def _store(process_group: dist.ProcessGroup) -> Store:
     return store
 
 
-def _exchange_places(store: Store, rank: int, ranks: tuple[int, ...], limit: float) -> list[tuple[str, str]]:
-    """Every rank's host and the address by which others reach it."""
+class _Place(NamedTuple):
+    """A rank's host, the address by which others reach it, and of the first rank the tuned plans, or what is wrong with them."""
+
+    host: str
+    address: str
+    tuned: str | None
+    refused: str | None
+
+
+def _tuned(asked: bool | str, rank: int, size: int) -> tuple[str | None, str | None]:
+    """The text of tuned plans, or what is wrong with them, which all ranks are to hear; of the first rank alone."""
+    if rank > 0:
+        return None, None
+    try:
+        return read_tuned(asked, size), None
+    except PlanError as error:
+        return None, str(error)
+
+
+def _exchange_places(
+    store: Store, rank: int, ranks: tuple[int, ...], limit: float, tuned: tuple[str | None, str | None]
+) -> list[_Place]:
+    """Where every rank is."""
     # A group that is made anew must not read what ranks said before.
     number = store.add(f"counterpoint/places/{rank}", 1)
     keys = [f"counterpoint/place/{number}/{other}" for other in range(len(ranks))]
-    store.set(keys[rank], json.dumps([_host(), _address(store)]))
+    store.set(keys[rank], json.dumps([_host(), _address(store), *tuned]))
     began, pause = time.monotonic(), 0.002
     while not store.check(keys):
         waited = time.monotonic() - began
@@ -238,7 +272,7 @@ def _exchange_places(store: Store, rank: int, ranks: tuple[int, ...], limit: flo
             raise _absent(rank, missing, ranks, waited)
         time.sleep(pause)
         pause = min(2 * pause, 0.05)
-    return [(host, address) for host, address in (json.loads(store.get(key)) for key in keys)]
+    return [_Place(*json.loads(store.get(key))) for key in keys]
 
 
 def _absent(rank: int, missing: list[int], ranks: tuple[int, ...], waited: float) -> Error:

@@ -19,6 +19,7 @@ use crate::digest::digest;
 use crate::error::CliError;
 use crate::launched::{ended, gather, gpu_of_rank};
 use crate::profile;
+use crate::tuned;
 
 /// What `--device` names.
 pub enum RankMachine {
@@ -115,10 +116,7 @@ impl RankMachine {
     /// Where plans of linear layers are tuned and used: the device, and what moves rows, an imitated link by its figures.
     pub fn tuned_place(&self, slow_link: Option<SlowLink>) -> TunedPlace {
         let transport = match self {
-            Self::Cpu(_) => slow_link.map_or_else(
-                || "threads".to_owned(),
-                |link| format!("threads {:?} {} GB/s", link.alpha, link.bytes_per_second / 1e9),
-            ),
+            Self::Cpu(_) => tuned::transport_of_threads(slow_link),
             Self::Cuda(machine) => machine.transport().name().to_owned(),
             Self::Process(process) => process.machine.transport().name().to_owned(),
         };

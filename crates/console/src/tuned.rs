@@ -4,6 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use counterpoint_exec::SlowLink;
 use counterpoint_files::{Destination, FileLock, check_writable, write_atomically};
 use counterpoint_plan::{TunedGroups, TunedPlans};
 
@@ -11,6 +12,9 @@ use crate::error::CliError;
 use crate::files;
 use crate::interrupt;
 use crate::profile;
+
+/// What the file is, in messages.
+const WHAT: &str = "file of tuned plans";
 
 /// Longest file of them that is read: room for a hundred thousand plans.
 const MAX_BYTES: u64 = 64 << 20;
@@ -27,6 +31,19 @@ pub fn kept() -> Result<TunedPlans, CliError> {
     kept_file()?.map_or_else(|| Ok(TunedPlans::default()), |path| read(&path))
 }
 
+/// What was tuned and is in a file that was named, which must be there.
+pub fn named(path: &Path) -> Result<TunedPlans, CliError> {
+    plans(path, &files::read_text(WHAT, path, MAX_BYTES)?)
+}
+
+/// What moves rows between CPU ranks that are threads, as tuned plans name it: an imitated link by its figures.
+pub fn transport_of_threads(slow_link: Option<SlowLink>) -> String {
+    slow_link.map_or_else(
+        || "threads".to_owned(),
+        |link| format!("threads {:?} {} GB/s", link.alpha, link.bytes_per_second / 1e9),
+    )
+}
+
 /// The file in the folder of profiles; `None` where the user has no home.
 fn kept_file() -> Result<Option<PathBuf>, CliError> {
     Ok(profile::folder()?.map(|folder| folder.join("tuned-plans.json")))
@@ -34,10 +51,14 @@ fn kept_file() -> Result<Option<PathBuf>, CliError> {
 
 /// What a file holds. One that is not there holds nothing yet.
 fn read(path: &Path) -> Result<TunedPlans, CliError> {
-    let Some(text) = files::read_text_if_there("file of tuned plans", path, MAX_BYTES)? else {
+    let Some(text) = files::read_text_if_there(WHAT, path, MAX_BYTES)? else {
         return Ok(TunedPlans::default());
     };
-    TunedPlans::from_json(&text)
+    plans(path, &text)
+}
+
+fn plans(path: &Path, text: &str) -> Result<TunedPlans, CliError> {
+    TunedPlans::from_json(text)
         .map_err(|source| CliError::Tuned { path: path.to_owned(), source: Box::new(source) })
 }
 

@@ -23,6 +23,7 @@ mod row_collective;
 mod site;
 mod solution;
 mod timeline;
+mod tuned;
 
 use counterpoint_cli::TellingAllocator;
 use pyo3::prelude::*;
@@ -58,6 +59,12 @@ mod _native {
     #[pyfunction]
     fn _search_packages(folders: Vec<std::path::PathBuf>) {
         counterpoint_cuda::search_packages(folders);
+    }
+
+    /// The tuned plans for so many ranks that are in a file, or without one those that were kept on this machine, as text.
+    #[pyfunction]
+    fn _tuned_plans(py: Python<'_>, path: Option<std::path::PathBuf>, ranks: usize) -> PyResult<String> {
+        crate::error::engine(py, || crate::tuned::text_of(path.as_deref(), ranks))
     }
 
     /// Runs the `counterpoint` command with these arguments, `file` being what starts it again, and ends the process with its status: where it

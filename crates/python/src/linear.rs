@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use counterpoint_exec::{
     Backend, BufferAccess, ExecError, Group, LayerCall, LayerGradient, LayerOverlap, LinearLayer,
-    LinearOptions, Machine, NamedBuffers, SharedInputLinear, Ticket,
+    LinearOptions, Machine, NamedBuffers, PlannedPass, PlannedPasses, SharedInputLinear, Ticket,
 };
 use counterpoint_plan::{Activations, LinearKind, LinearSpec, WaveGroups};
 use counterpoint_schedule::{BufferRole, BufferSpec, InputGradient, OverlapPolicy};
@@ -87,11 +87,16 @@ pub(crate) trait LinearEngine: Send + Sync {
     fn call(&self, call: &LinearCall) -> Result<(), ExecError>;
     /// What a call takes.
     fn tensors(&self, key: &LayerKey, call: LayerCall) -> Result<Vec<WantedTensor>, ExecError>;
+    /// How forward and backward are run.
+    fn passes(&self, key: &LayerKey) -> Result<[RunPass; 2], ExecError>;
 }
+
+/// How a pass is run: the policy, and rows of every group in the tokens of the first rank.
+pub(crate) type RunPass = (String, Vec<usize>);
 
 /// A layer that is ready.
 pub(crate) enum ReadyLayer<M: Machine> {
-    One(LinearLayer<M>),
+    One(LinearLayer<M>, PlannedPasses),
     SharedInput(SharedInputLinear<M>),
 }
 
@@ -114,13 +119,24 @@ impl<M: Machine> ReadyLayer<M> {
         let passes = overlap
             .passes(group.linear(), *spec, *gradient)
             .map_err(|error| tensor_error("layer", &error.to_string()))?;
-        LinearLayer::with_passes(group, passes, *gradient).map(Self::One)
+        let layer = LinearLayer::with_passes(group, passes.clone(), *gradient)?;
+        Ok(Self::One(layer, passes))
+    }
+
+    /// How forward and backward are run.
+    pub(crate) fn passes(&self) -> [RunPass; 2] {
+        let passes = match self {
+            Self::One(_, passes) => passes,
+            Self::SharedInput(layers) => layers.passes(),
+        };
+        [&passes.forward, &passes.backward]
+            .map(|PlannedPass { plan, policy }| (policy.to_string(), plan.group_sizes().to_vec()))
     }
 
     /// Of the only rank here.
     fn tensors(&self, call: LayerCall) -> Result<Vec<BufferSpec>, ExecError> {
         match self {
-            Self::One(layer) => layer.tensors(call, 0),
+            Self::One(layer, _) => layer.tensors(call, 0),
             Self::SharedInput(layers) => layers.tensors(call, 0),
         }
     }
@@ -132,7 +148,7 @@ impl<M: Machine> ReadyLayer<M> {
         streams: Option<&[&Arc<<M::Backend as Backend>::Stream>]>,
     ) -> Result<Vec<Ticket<M::Backend>>, ExecError> {
         match self {
-            Self::One(layer) => layer.enqueue(call, tensors, streams),
+            Self::One(layer, _) => layer.enqueue(call, tensors, streams),
             Self::SharedInput(layers) => layers.enqueue(call, tensors, streams),
         }
     }

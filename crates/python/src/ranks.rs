@@ -5,11 +5,12 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use counterpoint_console::{device::cpu_name, tuned::transport_of_threads};
 use counterpoint_cuda::{CudaMachine, CudaProcess, Device, Timing, TransportKind};
 use counterpoint_exec::{
     CpuMachine, ExecError, Group, JoinConfig, PlanningThreads, Rendezvous, SlowLink, WorldConfig,
 };
-use counterpoint_plan::{PlanCache, Topology};
+use counterpoint_plan::{PlanCache, Topology, TunedPlace};
 use pyo3::prelude::*;
 
 use crate::allocator::PythonAllocator;
@@ -25,6 +26,7 @@ use crate::routing::Routing;
 use crate::row_collective::RowCollective;
 use crate::site::{Site, measured};
 use crate::solution::{Content, Solution};
+use crate::tuned;
 
 /// Ranks that are joined: all of a group in this process, or one of several processes.
 #[pyclass(frozen, module = "counterpoint._native")]
@@ -38,7 +40,15 @@ pub(crate) struct Ranks {
     plans: Mutex<PlanCache<Content>>,
     /// Threads that plan side by side.
     planners: Mutex<Option<Arc<PlanningThreads>>>,
+    tuned: Tuned,
     process: u32,
+}
+
+/// What linear layers follow where it was measured.
+struct Tuned {
+    place: TunedPlace,
+    /// Plans for it.
+    count: usize,
 }
 
 /// Plans that a group keeps, to be found again by their content.
@@ -46,10 +56,18 @@ const KEPT_PLANS: NonZeroUsize = NonZeroUsize::new(16).expect("16 is not zero");
 
 #[pymethods]
 impl Ranks {
-    /// All `size` ranks in this process. `slow_link` imitates a link: (seconds of a collective, bytes a second).
+    /// All `size` ranks in this process. `slow_link` imitates a link: (seconds of a collective, bytes a second). `tuned` is the text of
+    /// tuned plans.
     #[staticmethod]
-    #[pyo3(signature = (size, *, slow_link, limit))]
-    fn local(py: Python<'_>, size: usize, slow_link: Option<(f64, f64)>, limit: f64) -> PyResult<Self> {
+    #[pyo3(signature = (size, *, slow_link, limit, tuned))]
+    fn local(
+        py: Python<'_>,
+        size: usize,
+        slow_link: Option<(f64, f64)>,
+        limit: f64,
+        tuned: Option<&str>,
+    ) -> PyResult<Self> {
+        let plans = tuned::given(py, tuned)?;
         let (limit, site) = (duration(py, limit)?, Site::cpu(topology(size, 1), None));
         let slow_link = match slow_link {
             None => None,
@@ -57,15 +75,17 @@ impl Ranks {
                 Some(SlowLink { alpha: duration(py, alpha)?, bytes_per_second, network: None })
             }
         };
+        let place = on_cpus(transport_of_threads(slow_link));
         let group = engine(py, || Group::connect(&CpuMachine::new(0, slow_link)?, size, config(limit)))?;
-        Ok(Self::with(None, "memory", site, Arc::new(Joined::new(group))))
+        let (group, count) = tuned::following(group, plans, &place);
+        Ok(Self::with(None, "memory", site, Tuned { place, count }, Arc::new(Joined::new(group))))
     }
 
     /// This process as `rank` of `size` that are processes, which meet through `store`, a `torch.distributed.Store` of theirs alone.
     /// `address` is one of rank 0's host at which all reach it. `nodes` is on how many machines they are, equally many on each. `profile` is
-    /// the text of a machine profile, which plans are made by. Collective.
+    /// the text of a machine profile, which plans are made by, `tuned` that of tuned plans, the same on all ranks. Collective.
     #[staticmethod]
-    #[pyo3(signature = (store, rank, size, *, address, limit, nodes, profile))]
+    #[pyo3(signature = (store, rank, size, *, address, limit, nodes, profile, tuned))]
     fn join(
         py: Python<'_>,
         store: Py<PyAny>,
@@ -75,18 +95,22 @@ impl Ranks {
         limit: f64,
         nodes: usize,
         profile: Option<&str>,
+        tuned: Option<&str>,
     ) -> PyResult<Self> {
+        let plans = tuned::given(py, tuned)?;
         let site = Site::cpu(topology(size, nodes), measured(py, profile)?);
         let (address, world) = (join::address(py, address)?, config(duration(py, limit)?));
         let (store, _give_up) = PythonStore::new(store, rank, size);
         let joined = move || Group::join(&store, rank, size, &JoinConfig { address, world });
         let group = interruptible(py, joined, |_| {})?;
-        Ok(Self::with(Some(rank), "tcp", site, Arc::new(Joined::new(group))))
+        let place = on_cpus("tcp".to_owned());
+        let (group, count) = tuned::following(group, plans, &place);
+        Ok(Self::with(Some(rank), "tcp", site, Tuned { place, count }, Arc::new(Joined::new(group))))
     }
 
     /// Likewise with this process on the GPU of that number, which other ranks may share.
     #[staticmethod]
-    #[pyo3(signature = (store, rank, size, ordinal, *, address, limit, transport, nodes, profile, allocator))]
+    #[pyo3(signature = (store, rank, size, ordinal, *, address, limit, transport, nodes, profile, tuned, allocator))]
     fn join_cuda(
         py: Python<'_>,
         store: Py<PyAny>,
@@ -98,9 +122,10 @@ impl Ranks {
         transport: &str,
         nodes: usize,
         profile: Option<&str>,
+        tuned: Option<&str>,
         allocator: PythonAllocator,
     ) -> PyResult<Self> {
-        let measured = measured(py, profile)?;
+        let (measured, plans) = (measured(py, profile)?, tuned::given(py, tuned)?);
         let (address, world) = (join::address(py, address)?, config(duration(py, limit)?));
         let Some((_, kind)) = TransportKind::NAMES.into_iter().find(|(name, _)| *name == transport) else {
             let names = TransportKind::NAMES.map(|(name, _)| name).join(", ");
@@ -125,23 +150,26 @@ impl Ranks {
             };
             let transport = process.transport().name();
             let group = Group::connect_at(&rendezvous, process, size, world)?;
-            Ok((Joined::new(group), transport, site))
+            let place = TunedPlace { device: site.machine.clone(), transport: transport.to_owned() };
+            let (group, count) = tuned::following(group, plans, &place);
+            Ok((Joined::new(group), transport, site, Tuned { place, count }))
         };
-        let (joined, transport, site) = interruptible(py, joined, |_| {})?;
-        Ok(Self::with(Some(rank), transport, site, Arc::new(joined)))
+        let (joined, transport, site, tuned) = interruptible(py, joined, |_| {})?;
+        Ok(Self::with(Some(rank), transport, site, tuned, Arc::new(joined)))
     }
 
     /// All `size` ranks in this process, on one GPU, with the allocator's memory.
     #[staticmethod]
-    #[pyo3(signature = (size, ordinal, *, limit, allocator))]
+    #[pyo3(signature = (size, ordinal, *, limit, tuned, allocator))]
     fn cuda(
         py: Python<'_>,
         size: usize,
         ordinal: usize,
         limit: f64,
+        tuned: Option<&str>,
         allocator: PythonAllocator,
     ) -> PyResult<Self> {
-        let limit = duration(py, limit)?;
+        let (limit, plans) = (duration(py, limit)?, tuned::given(py, tuned)?);
         let allocator = Arc::new(allocator);
         let machine = engine(py, || {
             let machine = CudaMachine::new(vec![Device::open(ordinal)?], Timing::Spans)?;
@@ -154,7 +182,10 @@ impl Ranks {
             cost: machine.cost(None, size),
         };
         let group = engine(py, || Group::connect(&machine, size, config(limit)))?;
-        Ok(Self::with(None, "memory", site, Arc::new(Joined::new(group))))
+        let transport = machine.transport().name().to_owned();
+        let place = TunedPlace { device: site.machine.clone(), transport };
+        let (group, count) = tuned::following(group, plans, &place);
+        Ok(Self::with(None, "memory", site, Tuned { place, count }, Arc::new(Joined::new(group))))
     }
 
     /// This process's rank; None where all are here.
@@ -239,6 +270,20 @@ impl Ranks {
         engine(py, || ranks.linear().tensors(&layer, call))
     }
 
+    /// How the passes of such a layer are run, the forward first: the overlap policy, and rows of every group in the tokens of the first
+    /// rank. Local.
+    fn linear_passes(&self, py: Python<'_>, layer: LayerKey) -> PyResult<[(String, Vec<usize>); 2]> {
+        let ranks = self.engine(py)?;
+        engine(py, || ranks.linear().passes(&layer))
+    }
+
+    /// Where tuned plans are used, (device, transport), and how many of the group's are for it.
+    #[getter]
+    fn tuned(&self) -> (&str, &str, usize) {
+        let Tuned { place, count } = &self.tuned;
+        (&place.device, &place.transport, *count)
+    }
+
     /// A call of a layer of experts, "forward" or "backward", on tensors by their names; they have the rows of all ranks here, one
     /// rank's after the other's. Collective.
     fn experts(
@@ -310,11 +355,17 @@ impl Ranks {
 }
 
 impl Ranks {
-    fn with(rank: Option<usize>, transport: &'static str, site: Site, engine: Arc<dyn Engine>) -> Self {
+    fn with(
+        rank: Option<usize>,
+        transport: &'static str,
+        site: Site,
+        tuned: Tuned,
+        engine: Arc<dyn Engine>,
+    ) -> Self {
         let size = site.topology.world_size;
         let (engine, plans) = (Mutex::new(Some(engine)), Mutex::new(PlanCache::new(KEPT_PLANS)));
         let planners = Mutex::new(None);
-        Self { rank, size, transport, site, engine, plans, planners, process: std::process::id() }
+        Self { rank, size, transport, site, engine, plans, planners, tuned, process: std::process::id() }
     }
 
     /// What plans of the group follow.
@@ -377,4 +428,9 @@ fn duration(py: Python<'_>, seconds: f64) -> PyResult<Duration> {
 
 fn topology(size: usize, nodes: usize) -> Topology {
     Topology { world_size: size, ranks_per_node: size / nodes.max(1) }
+}
+
+/// Where plans of CPU ranks are tuned and used.
+fn on_cpus(transport: String) -> TunedPlace {
+    TunedPlace { device: cpu_name(), transport }
 }

@@ -2,6 +2,7 @@
 
 from counterpoint.nn.experts import ExpertLayer
 from counterpoint.nn.linear import ColumnParallelLinear, RowParallelLinear
+from counterpoint.nn.product import LayerPass, LayerPasses
 from counterpoint.nn.shared_input import SharedInputLinear
 
-__all__ = ["ColumnParallelLinear", "ExpertLayer", "RowParallelLinear", "SharedInputLinear"]
+__all__ = ["ColumnParallelLinear", "ExpertLayer", "LayerPass", "LayerPasses", "RowParallelLinear", "SharedInputLinear"]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from counterpoint.errors import PlanError
 from counterpoint.group import LocalGroup, _Group
 from counterpoint.nn.layout import gather_features, split_features
-from counterpoint.nn.product import Kind, Layer, product
+from counterpoint.nn.product import Kind, Layer, LayerPasses, product
 from counterpoint.processes import Group
 
 if TYPE_CHECKING:
@@ -153,6 +153,12 @@ class _ParallelLinear(torch.nn.Module):
             y = y + given
         return y, self.bias if self.skip_bias_add else None
 
+    def passes(self, tokens: int) -> LayerPasses:
+        """How forward and backward over so many tokens, those of all ranks, are run: as they were tuned, or as is predicted to be
+        fastest. Local."""
+        in_engine = self.kind == "column" and not (self.bias is None or self.skip_bias_add or self._layer.delayed)
+        return self._layer.passes(tokens, [self.weight], in_engine)
+
     def backward_dw(self) -> None:
         """Computes the gradients of the weight that `delay_wgrad_compute` left for later, as Transformer Engine's layers do."""
         self._layer.backward_dw()
@@ -193,7 +199,7 @@ class ColumnParallelLinear(_ParallelLinear):
     computes where a `Group` is; otherwise on `device`, or on PyTorch's default device if that is a GPU, or on the current GPU
     for a process group of NCCL's. On GPUs (Hopper) it computes in bfloat16 or float16. What is not given is taken from
     `config`, a `TransformerConfig` or anything with its attributes. `overlap` names an overlap policy; "auto" is the one that
-    is predicted to end first.
+    was tuned for this size on this machine (`Group(tuned=)`), or else the one that is predicted to end first.
     """
 
     kind = "column"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
@@ -18,6 +18,20 @@ if TYPE_CHECKING:
 
 Kind = Literal["column", "row", "shared input"]
 Key = tuple[str, bool, tuple[int, ...], bool, str, str, str]
+
+
+class LayerPass(NamedTuple):
+    """How a pass of a layer is run: its overlap policy, and the tokens of each of its groups, of those of the first rank."""
+
+    overlap: str
+    groups: tuple[int, ...]
+
+
+class LayerPasses(NamedTuple):
+    """How the passes of a layer are run."""
+
+    forward: LayerPass
+    backward: LayerPass
 
 
 @dataclass
@@ -63,6 +77,13 @@ class Layer:
         if rows % size:
             raise TensorError(f"input_ has {rows} tokens, which {size} ranks cannot share equally under sequence parallelism")
         return rows, rows // size
+
+    def passes(self, tokens: int, weights: Sequence[torch.Tensor], bias: bool) -> LayerPasses:
+        """How passes over so many tokens, those of all ranks, are run."""
+        key = self.key(tokens, bias, weights[0].dtype, _gradient(self, weights))
+        with self.group._named_errors():
+            forward, backward = self.group._native.linear_passes(key)
+        return LayerPasses(*(LayerPass(overlap, tuple(groups)) for overlap, groups in (forward, backward)))
 
     def backward_dw(self) -> None:
         """Computes the gradients of the weight that wait, the oldest first."""

@@ -11,7 +11,7 @@ import torch
 
 from counterpoint.errors import PlanError
 from counterpoint.nn.linear import ColumnParallelLinear, Initializer, group_of
-from counterpoint.nn.product import product
+from counterpoint.nn.product import LayerPasses, product
 
 if TYPE_CHECKING:
     from counterpoint.nn.linear import TensorParallelGroup
@@ -101,6 +101,11 @@ class SharedInputLinear(torch.nn.Module):
             made = tuple(y + bias for y, bias in zip(made, biases, strict=True))
         outputs = tuple(y.reshape(-1, *input_.shape[1:-1], y.shape[-1]) for y in made)
         return outputs, tuple(biases) if self.skip_bias_add and biases else None
+
+    def passes(self, tokens: int) -> LayerPasses:
+        """How the passes of all layers together are run; as `ColumnParallelLinear.passes`."""
+        in_engine = self.layers[0].bias is not None and not self.skip_bias_add and not self._layer.delayed
+        return self._layer.passes(tokens, [layer.weight for layer in self.layers], in_engine)
 
     def backward_dw(self) -> None:
         """Computes the gradients of all weights that `delay_wgrad_compute` left for later."""

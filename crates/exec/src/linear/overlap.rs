@@ -1,9 +1,10 @@
 //! How a layer's passes overlap.
 
 use counterpoint_plan::{
-    CostModel, LinearMachine, LinearPlan, LinearSpec, PlanError, TunedPass, TunedShape, WaveGroups,
+    CostModel, LinearMachine, LinearPlan, LinearSpec, PassOverlap, PlanError, TunedPass, TunedShape,
+    WaveGroups,
 };
-use counterpoint_schedule::OverlapPolicy;
+use counterpoint_schedule::{Mover, OverlapPolicy};
 
 use super::layer::LayerGradient;
 
@@ -93,11 +94,16 @@ fn tuned_pass(
 ) -> Option<Result<PlannedPass, PlanError>> {
     let tuned = machine.tuned.as_ref()?;
     let shape = TunedShape::of(spec, pass, machine.topology, &tuned.place)?;
-    let runs = |policy: &str| policy.parse::<OverlapPolicy>().is_ok();
+    let runs = |policy: &str| policy.parse().is_ok_and(|policy| has_kernels(machine, &policy));
     let found = tuned.plans.fastest(&shape, runs)?;
     let policy = found.policy.parse().ok()?;
     let plan = LinearPlan::new(*spec, machine.topology.world_size, found.wave_groups(), cost);
     Some(plan.map(|plan| PlannedPass { plan, policy }))
+}
+
+/// Whether a pass that takes this machine can be fused as the policy says: layers that share an input cannot.
+fn has_kernels(machine: &LinearMachine, policy: &OverlapPolicy) -> bool {
+    policy.mover != Mover::Fused || machine.overlaps.contains(&PassOverlap::Fused)
 }
 
 /// The groups that were tuned for a pass under a policy, or automatic ones.
@@ -116,8 +122,13 @@ fn tuned_groups(
 
 #[cfg(test)]
 mod tests {
-    use counterpoint_plan::{Activations, DType, LinearKind, Topology};
-    use counterpoint_schedule::{Mover, StartOrder};
+    use std::sync::Arc;
+
+    use counterpoint_plan::{
+        Activations, DType, GemmCollective, GroupSearch, LinearKind, Topology, TunedGroups, TunedHere,
+        TunedPlace, TunedPlans,
+    };
+    use counterpoint_schedule::StartOrder;
 
     use super::*;
 
@@ -150,5 +161,34 @@ mod tests {
             assert_eq!(groups(policy, WaveGroups::Auto), 1);
             assert_eq!(groups(policy, WaveGroups::Fixed(3)), 3);
         }
+    }
+
+    /// Layers that share an input have no fused product, and the key of tuned plans does not tell them from others.
+    #[test]
+    fn tuned_plans_that_a_machine_has_no_kernels_for_are_passed_over() {
+        let collective = GemmCollective::ReduceScatter;
+        let spec = collective.layer([64, 32, 16], DType::F32);
+        let (topology, cost) = (Topology::flat(2), CostModel::H200);
+        let place = TunedPlace { device: "X".to_owned(), transport: "nvlink".to_owned() };
+        let shape = TunedShape::of(&spec, TunedPass::Forward, topology, &place).unwrap();
+        let tuned = |policy: &str, groups: &[usize], seconds| TunedGroups {
+            shape: shape.clone(),
+            policy: policy.to_owned(),
+            groups: groups.to_vec(),
+            seconds,
+            sequential_seconds: 1.0,
+            search: GroupSearch::Exhaustive,
+        };
+        let mut plans = TunedPlans::default();
+        plans.insert(tuned("fused", &[32], 0.1));
+        plans.insert(tuned("concurrent", &[12, 20], 0.2));
+        let ran = |overlaps| {
+            let tuned = Some(Arc::new(TunedHere { place: place.clone(), plans: plans.clone() }));
+            let machine = LinearMachine { overlaps, topology, cost, tuned };
+            let passes = LayerOverlap::default().passes(&machine, spec, LayerGradient::Written).unwrap();
+            (passes.forward.policy.to_string(), passes.forward.plan.group_sizes().to_vec())
+        };
+        assert_eq!(ran(vec![PassOverlap::Sequential, PassOverlap::Fused]), ("fused".to_owned(), vec![32]));
+        assert_eq!(ran(vec![PassOverlap::Sequential]), ("concurrent".to_owned(), vec![12, 20]));
     }
 }

@@ -12,7 +12,7 @@ use super::deferred::Deferred;
 use super::layer::{
     LayerCall, LayerGradient, LayerPass, NamedBuffers, Rank, RankBuffers, check_present, prepare, tensors_of,
 };
-use super::overlap::PlannedPass;
+use super::overlap::{PlannedPass, PlannedPasses};
 use super::parallel::LinearOptions;
 use super::shard::Shard;
 use crate::{Backend, ExecError, Group, HostTensor, Machine, Prepared, Ticket, Transport};
@@ -22,7 +22,7 @@ use crate::{Backend, ExecError, Group, HostTensor, Machine, Prepared, Ticket, Tr
 ///
 /// Weights, results and gradients are lists in the order of the layers.
 pub struct SharedInputLinear<M: Machine> {
-    plan: LinearPlan,
+    passes: PlannedPasses,
     /// Of each layer, its own, for how its tensors lie.
     layers: Vec<LinearPlan>,
     gradient: LayerGradient,
@@ -94,12 +94,17 @@ impl<M: Machine> SharedInputLinear<M> {
         let backward = prepare(group, plan, *policy, |rank| {
             lower_shared_input_backward(shared, rank, (of_weights, input), *policy)
         })?;
-        Ok(Self { plan: passes.forward.plan, layers, gradient, forward, backward, deferred })
+        Ok(Self { passes, layers, gradient, forward, backward, deferred })
     }
 
     /// How all of them together are split.
     pub fn plan(&self) -> &LinearPlan {
-        &self.plan
+        &self.passes.forward.plan
+    }
+
+    /// How the passes of all of them together are run.
+    pub fn passes(&self) -> &PlannedPasses {
+        &self.passes
     }
 
     /// Each layer's own split.
@@ -126,8 +131,8 @@ impl<M: Machine> SharedInputLinear<M> {
     /// # Errors
     /// [`ExecError::Tensor`] for another shape; [`ExecError::OutOfMemory`].
     pub fn scatter_input(&self, whole: &HostTensor) -> Result<RankBuffers<M>, ExecError> {
-        check_shape("x", whole, &[self.plan.spec.tokens, self.plan.spec.in_features])?;
-        self.upload("x", &self.plan, Shard::of_input(&self.plan), whole)
+        check_shape("x", whole, &[self.plan().spec.tokens, self.plan().spec.in_features])?;
+        self.upload("x", self.plan(), Shard::of_input(self.plan()), whole)
     }
 
     /// Uploads the ranks' parts of whole weights, `[out_features, in_features]`, one a layer.
@@ -187,7 +192,7 @@ impl<M: Machine> SharedInputLinear<M> {
         biases: &[RankBuffers<M>],
     ) -> Result<(), ExecError> {
         self.check_layers("weight", weights.len())?;
-        if self.plan.spec.has_bias {
+        if self.plan().spec.has_bias {
             self.check_layers("bias", biases.len())?;
         } else if !biases.is_empty() {
             check_present("bias", true, false)?;
@@ -208,7 +213,7 @@ impl<M: Machine> SharedInputLinear<M> {
     ) -> Result<(), ExecError> {
         check_present("main_grad", true, self.gradient.main_grad().is_some())?;
         self.check_layers("main_grad", weights.len())?;
-        if self.plan.spec.has_bias {
+        if self.plan().spec.has_bias {
             self.check_layers("main_grad's bias", biases.len())?;
         }
         let ranks = match &mut self.deferred {

@@ -5,7 +5,7 @@ use counterpoint_exec::{ExecError, ExpertLayer, Group, LayerCall, Machine, Memor
 use super::{CallerStream, Joined, lock};
 use crate::capture::Captures;
 use crate::experts::{ExpertCall, ExpertEngine};
-use crate::linear::{self, LayerKey, LinearCall, LinearEngine, ReadyLayer, WantedTensor};
+use crate::linear::{self, LayerKey, LinearCall, LinearEngine, ReadyLayer, RunPass, WantedTensor};
 
 impl<M> Joined<M>
 where
@@ -53,6 +53,11 @@ where
     fn tensors(&self, key: &LayerKey, call: LayerCall) -> Result<Vec<WantedTensor>, ExecError> {
         let make = || ReadyLayer::new(&self.group, key);
         self.layers.with(key, make, |layer| linear::tensors(layer, call))
+    }
+
+    fn passes(&self, key: &LayerKey) -> Result<[RunPass; 2], ExecError> {
+        let make = || ReadyLayer::new(&self.group, key);
+        self.layers.with(key, make, |layer| Ok(layer.passes()))
     }
 }
 

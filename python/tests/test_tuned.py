@@ -1,0 +1,109 @@
+"""Tuned plans: linear layers of a group run as a file of `counterpoint tune gemm` says, where it is for them."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import warnings
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+import counterpoint as cp
+
+torch = pytest.importorskip("torch")
+from ranks import Ranks  # noqa: E402
+
+from counterpoint.nn import ColumnParallelLinear, LayerPass, RowParallelLinear  # noqa: E402
+
+SIZE, TOKENS, WIDE, NARROW = 4, 64, 32, 24
+GROUPS = (3, 8, 5)
+OTHER = LayerPass("signals", GROUPS)
+
+
+def device() -> str:
+    with closing(cp.LocalGroup(2)) as group:
+        return group._native.tuned[0]
+
+
+def plan(of_device: str, **more: Any) -> dict[str, Any]:
+    """Of a row-parallel layer's forward under sequence parallelism."""
+    shape = {"ranks": SIZE, "ranks_per_node": SIZE, "pass": "forward", "collective": "reduce-scatter"}
+    sizes = {"m": TOKENS, "n": WIDE, "k": NARROW, "dtype": "f32", "bias": False}
+    found = {"policy": "signals", "groups": GROUPS, "seconds": 1e-9, "sequential_seconds": 1.0, "search": "predictive"}
+    return {"device": of_device, "transport": "tcp", **shape, **sizes, **found, **more}
+
+
+def written(path: pathlib.Path, *plans: dict[str, Any], version: int = 2) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"version": version, "plans": plans}))
+    return str(path)
+
+
+def passes(rank: int, tuned: Any, folder: str | None = None) -> dict[str, Any]:
+    """What layers of a group say of themselves, with the warnings of the group."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        if folder is not None:
+            patch.setenv("COUNTERPOINT_PROFILE_DIR", folder)
+        group = cp.Group(tuned=tuned)
+        try:
+            layer = RowParallelLinear(NARROW, WIDE, tp_group=group, sequence_parallel=True, bias=False, dtype=torch.float32)
+            x = torch.full((TOKENS, NARROW // SIZE), float(rank + 1))
+            with torch.no_grad():
+                layer.weight.fill_(0.5)
+                y, _ = layer(x)
+            assert torch.equal(y, torch.full((TOKENS // SIZE, WIDE), 0.5 * NARROW // SIZE * 10)), y
+            other = ColumnParallelLinear(WIDE, NARROW, tp_group=group, sequence_parallel=True, dtype=torch.float32)
+            found = {"row": layer.passes(TOKENS).forward, "shorter": layer.passes(TOKENS // 2).forward}
+            return {**found, "column": other.passes(TOKENS).forward, "said": [str(one.message) for one in said]}
+        finally:
+            group.close()
+
+
+def refused(rank: int, tuned: Any) -> str:
+    with pytest.raises(cp.PlanError) as caught:
+        cp.Group(tuned=tuned)
+    return str(caught.value)
+
+
+def test_layers_run_as_they_were_tuned(ranks: Ranks, tmp_path: pathlib.Path) -> None:
+    kept = written(tmp_path / "profiles" / "tuned-plans.json", plan(device()), plan("another device", groups=[16]))
+    # The file that is named, and the one in the folder of profiles.
+    for found in [*ranks.run(passes, kept), *ranks.run(passes, True, str(tmp_path / "profiles"))]:
+        assert found["row"] == OTHER
+        assert found["shorter"].groups != GROUPS and found["column"].groups != GROUPS
+        assert sum(found["row"].groups) == TOKENS // SIZE and sum(found["shorter"].groups) == TOKENS // SIZE // 2
+        assert not found["said"]
+    for found in ranks.run(passes, False, str(tmp_path / "profiles")):
+        assert found["row"] != OTHER and not found["said"]
+
+
+def test_a_file_that_is_not_for_the_group_is_said_and_not_used(ranks: Ranks, tmp_path: pathlib.Path) -> None:
+    others = written(tmp_path / "others.json", plan("another device"), plan(device(), transport="nvlink"))
+    first, *rest = ranks.run(passes, others)
+    assert len(first["said"]) == 1 and "no tuned plan for 4 ranks" in first["said"][0] and others in first["said"][0]
+    assert all(found["row"] != OTHER for found in [first, *rest]) and not any(found["said"] for found in rest)
+    old = written(tmp_path / "profiles" / "tuned-plans.json", plan(device()), version=1)
+    first, *rest = ranks.run(passes, True, str(tmp_path / "profiles"))
+    assert len(first["said"]) == 1 and "version 1" in first["said"][0] and "tune gemm" in first["said"][0]
+    assert all(found["row"] != OTHER for found in [first, *rest])
+    # A file of one's own is an error, of all ranks.
+    assert all("version 1" in said and old in said for said in ranks.run(refused, old))
+    assert all("missing.json" in said for said in ranks.run(refused, str(tmp_path / "missing.json")))
+    assert all("tuned is 7" in said for said in ranks.run(refused, 7))
+
+
+def test_ranks_of_one_process_follow_their_own(tmp_path: pathlib.Path) -> None:
+    name = written(
+        tmp_path / "plans.json",
+        plan(device(), transport="threads"),
+        plan(device(), transport="threads", ranks=2, ranks_per_node=2, groups=[32]),
+    )
+    with pytest.warns(UserWarning, match="no tuned plan for 3 ranks"), closing(cp.LocalGroup(3, tuned=name)):
+        pass
+    with closing(cp.LocalGroup(4, tuned=pathlib.Path(name))) as group:
+        assert group._native.tuned[1:] == ("threads", 1)
+    with closing(cp.LocalGroup(4, tuned=False)) as group:
+        assert group._native.tuned[1:] == ("threads", 0)
