@@ -56,10 +56,9 @@ impl<C: OpCost + ?Sized> OpCost for RememberedCost<'_, C> {
 
 /// The work of an attention, which a plan has once for each stage of a pass; whether it is of a backward.
 fn bands_of(op: &Op) -> Option<(bool, &[Band])> {
-    match op {
+    match op.computation() {
         Op::AttentionForward(forward) => Some((false, &forward.bands)),
         Op::AttentionBackward(backward) => Some((true, &backward.bands)),
-        Op::BackwardReduce(both) => Some((true, &both.backward.bands)),
         _ => None,
     }
 }

@@ -17,7 +17,7 @@ use crate::ExecError;
 // Long: one arm for each operation.
 pub fn check_operands(program: &Program, index: usize) -> Result<(), ExecError> {
     let check = Check { program, index };
-    match &program.ops[index].op {
+    match program.ops[index].op.computation() {
         Op::AttentionForward(op) => {
             let heads = check.heads(op.q, op.k, op.v)?;
             let (q, k) = (check.spec(op.q), check.spec(op.k));
@@ -80,11 +80,8 @@ pub fn check_operands(program: &Program, index: usize) -> Result<(), ExecError> 
             check.tensor(dsink, acc, &check.spec(sink).shape)
         }
         Op::AttentionBackward(op) => check.backward(op),
-        Op::BackwardReduce(both) => check.backward(&both.backward),
         Op::Gemm(op) => check.gemm(op),
         Op::WaveGemm(op) => op.groups.iter().try_for_each(|group| check.gemm(group)),
-        Op::GemmReduce(op) => check.gemm(&op.gemm),
-        Op::CastGemm(op) => check.gemm(&op.gemm),
         Op::UserKernel(op) => match op.parts.is_empty() {
             true => Err(check.error("it has no parts".to_owned())),
             // What its tensors must be like is its own business.

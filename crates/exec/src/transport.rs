@@ -1,8 +1,6 @@
 //! What moves rows between ranks: the face of a transport, and what it is given.
 
-use counterpoint_schedule::{
-    BackwardReduce, BufferSpec, CastGemm, GemmReduce, GroupCast, GroupReduce, OverlapPolicy, Program,
-};
+use counterpoint_schedule::{BufferSpec, GroupCast, GroupReduce, Op, OverlapPolicy, Program};
 
 use crate::{Backend, ExecError, OpPlace, PlanIdentity};
 
@@ -47,44 +45,16 @@ pub trait Transport<B: Backend>: Send + Sync {
         context: &CollectiveContext<'_>,
     ) -> Result<Self::Collective, ExecError>;
 
-    /// Makes a product that is reduced over ranks ready as one operation, or gives `None` where there is none that does both:
-    /// its parts are then enqueued one after the other. All ranks find the same.
+    /// Makes the parts of a fused operation ready as one, or gives `None` where there is no kernel for them: they are then enqueued one
+    /// after the other. All ranks find the same.
     ///
     /// # Errors
     /// As [`Transport::prepare_cast`]; when the device has too little of something.
-    fn prepare_gemm_reduce(
+    fn prepare_fused(
         &self,
         _backend: &B,
         _place: &OpPlace,
-        _op: &GemmReduce,
-        _program: &Program,
-    ) -> Result<Option<Self::Collective>, ExecError> {
-        Ok(None)
-    }
-
-    /// Likewise a product whose operand's rows come from other ranks.
-    ///
-    /// # Errors
-    /// As [`Transport::prepare_gemm_reduce`].
-    fn prepare_cast_gemm(
-        &self,
-        _backend: &B,
-        _place: &OpPlace,
-        _op: &CastGemm,
-        _program: &Program,
-    ) -> Result<Option<Self::Collective>, ExecError> {
-        Ok(None)
-    }
-
-    /// Likewise a stage of the attention backward whose gradients of keys are summed over ranks.
-    ///
-    /// # Errors
-    /// As [`Transport::prepare_gemm_reduce`].
-    fn prepare_backward_reduce(
-        &self,
-        _backend: &B,
-        _place: &OpPlace,
-        _op: &BackwardReduce,
+        _parts: &[Op],
         _program: &Program,
     ) -> Result<Option<Self::Collective>, ExecError> {
         Ok(None)

@@ -23,12 +23,9 @@ impl Program {
         };
         let cast = |op: &GroupCast| owned(&op.part) * row(&op.tensors) * op.wire_dtype.size();
         let reduce = |op: &GroupReduce| remote(&op.part) * row(&op.tensors) * op.wire_dtype.size();
-        let bytes = self.ops.iter().map(|op| match &op.op {
+        let bytes = self.ops.iter().flat_map(|op| op.op.parts()).map(|op| match op {
             Op::GroupCast(op) => cast(op),
             Op::GroupReduce(op) => reduce(op),
-            Op::BackwardReduce(op) => reduce(&op.reduce),
-            Op::GemmReduce(op) => reduce(&op.reduce) + op.spread.as_ref().map_or(0, cast),
-            Op::CastGemm(op) => cast(&op.cast),
             _ => 0,
         });
         bytes.map(|bytes| bytes as u64).sum()

@@ -40,10 +40,10 @@ pub use policy::{
 };
 pub use program::{
     Accumulate, ArrivingKeys, AttentionBackward, AttentionDelta, AttentionFinish, AttentionForward,
-    AttentionState, BackwardReduce, BarrierId, BufferId, BufferRole, BufferSpec, CastGemm, ColumnMax,
-    ColumnSum, Delivery, EventId, ForwardBegin, ForwardEnd, Gemm, GemmLayout, GemmReduce, GroupCast,
-    GroupReduce, KeyBlocks, MaxLogits, Op, Program, ProgramOp, ReduceOp, RmsNorm, RmsNormBackward, RowBlock,
-    SignalId, StreamId, StreamKind, StreamSpec, UserKernel, UserPart, WaveGemm,
+    AttentionState, BarrierId, BufferId, BufferRole, BufferSpec, ColumnMax, ColumnSum, Delivery, EventId,
+    ForwardBegin, ForwardEnd, Gemm, GemmLayout, GroupCast, GroupReduce, KeyBlocks, MaxLogits, Op, Program,
+    ProgramOp, ReduceOp, RmsNorm, RmsNormBackward, RowBlock, SignalId, StreamId, StreamKind, StreamSpec,
+    UserKernel, UserPart, WaveGemm,
 };
 pub use simulate::{SimulateError, simulate};
 pub use timeline::{Overlap, Span, SpanKind, Timeline};

@@ -30,7 +30,7 @@ pub(crate) fn compute_seconds(
     cost: &CostModel,
 ) -> f64 {
     let bytes = |id: BufferId| program.buffers[id.0].bytes();
-    let work = match &op.op {
+    let work = match op.op.computation() {
         Op::AttentionForward(a) => {
             let state = |state: &AttentionState| state.buffers().into_iter().map(bytes).sum::<u64>();
             let begun = if let ForwardBegin::Continue(begin) = &a.begin { state(begin) } else { 0 };
@@ -45,11 +45,8 @@ pub(crate) fn compute_seconds(
             });
         }
         Op::AttentionBackward(a) => return backward_seconds(program, a, computed_seconds, cost),
-        Op::BackwardReduce(both) => return backward_seconds(program, &both.backward, computed_seconds, cost),
         Op::Gemm(gemm) => product_seconds(program, gemm, cost),
         Op::WaveGemm(waves) => waves_seconds(program, &waves.groups, cost),
-        Op::GemmReduce(both) => product_seconds(program, &both.gemm, cost),
-        Op::CastGemm(both) => product_seconds(program, &both.gemm, cost),
         Op::CopyRows { src, rows, .. } => {
             let src = &program.buffers[src.0];
             // Read and written.

@@ -104,26 +104,13 @@ fn check_collectives(programs: &[Program]) -> Result<(), SimulateError> {
     Ok(())
 }
 
+/// Who sends which rows to whom, of a fused operation in its first collective.
 fn collective_part(op: &Op) -> Option<&GroupPart> {
-    match op {
-        Op::GroupCast(op) => Some(&op.part),
-        Op::GroupReduce(op) => Some(&op.part),
-        Op::BackwardReduce(op) => Some(&op.reduce.part),
-        Op::GemmReduce(op) => Some(&op.reduce.part),
-        Op::CastGemm(op) => Some(&op.cast.part),
+    op.parts().iter().find_map(|part| match part {
+        Op::GroupCast(op) => Some(&*op.part),
+        Op::GroupReduce(op) => Some(&*op.part),
         _ => None,
-    }
-}
-
-fn arrives_at(op: &Op) -> Option<usize> {
-    match op {
-        Op::GroupCast(op) => op.arrive.map(|barrier| barrier.0),
-        Op::GroupReduce(op) => op.arrive.map(|barrier| barrier.0),
-        Op::BackwardReduce(op) => op.reduce.arrive.map(|barrier| barrier.0),
-        Op::GemmReduce(op) => op.reduce.arrive.map(|barrier| barrier.0),
-        Op::CastGemm(op) => op.cast.arrive.map(|barrier| barrier.0),
-        _ => None,
-    }
+    })
 }
 
 /// What a collective moves through each of a rank's ports: its node's links, and the network. A copy engine begins a copy for every
@@ -147,27 +134,23 @@ fn transfer(program: &Program, op: &ProgramOp, topology: &Topology, cost: &CostM
 }
 
 fn bytes_moved(program: &Program, op: &ProgramOp, topology: &Topology, cost: &CostModel) -> Transfer {
-    match &op.op {
-        Op::GroupCast(op) => rows_moved(program, (&op.part, &op.tensors, op.wire_dtype), topology, cost),
-        Op::GroupReduce(op) => rows_moved(program, (&op.part, &op.tensors, op.wire_dtype), topology, cost),
-        Op::BackwardReduce(op) => homeward(program, &op.reduce, topology, cost),
-        Op::GemmReduce(op) => {
-            let reduce = &op.reduce;
-            let mut moved =
-                rows_moved(program, (&reduce.part, &reduce.tensors, reduce.wire_dtype), topology, cost);
-            if let Some(cast) = &op.spread {
-                let spread =
-                    rows_moved(program, (&cast.part, &cast.tensors, cast.wire_dtype), topology, cost);
-                (0..2).for_each(|port| moved.moving[port] += spread.moving[port]);
-            }
-            moved
+    let is_backward = op.op.backward().is_some();
+    let parts = op.op.parts().iter().filter_map(|part| match part {
+        Op::GroupReduce(op) if is_backward => Some(homeward(program, op, topology, cost)),
+        Op::GroupCast(op) => {
+            Some(rows_moved(program, (&op.part, &op.tensors, op.wire_dtype), topology, cost))
         }
-        Op::CastGemm(op) => {
-            let cast = &op.cast;
-            rows_moved(program, (&cast.part, &cast.tensors, cast.wire_dtype), topology, cost)
+        Op::GroupReduce(op) => {
+            Some(rows_moved(program, (&op.part, &op.tensors, op.wire_dtype), topology, cost))
         }
-        _ => Transfer { alpha: [0.0; 2], moving: [0.0; 2] },
-    }
+        _ => None,
+    });
+    // Collectives of one kernel start together.
+    let together = |first: Transfer, next: Transfer| Transfer {
+        alpha: first.alpha,
+        moving: [0, 1].map(|port| first.moving[port] + next.moving[port]),
+    };
+    parts.reduce(together).unwrap_or(Transfer { alpha: [0.0; 2], moving: [0.0; 2] })
 }
 
 /// What is left of a reduction whose rows leave while their computation goes on: the owner adds what has come. Only kernels on GPUs send
@@ -190,9 +173,8 @@ fn homeward(program: &Program, reduce: &GroupReduce, topology: &Topology, cost: 
 
 /// Operations that compute first, as any computation does, and in how many parts, and then meet other ranks.
 fn parts_before_meeting(op: &Op) -> usize {
-    match op {
-        Op::BackwardReduce(both) if both.backward.arriving.is_some() => 2,
-        Op::BackwardReduce(_) => 1,
+    match (op, op.backward()) {
+        (Op::Fused(_), Some(backward)) => 1 + usize::from(backward.arriving.is_some()),
         _ => 0,
     }
 }

@@ -6,9 +6,9 @@ use counterpoint_mask::{Band, Range};
 use counterpoint_plan::{CostModel, DType, GroupPart, KEY_BLOCK, Link, OwnedSplit, RemoteSplit, Topology};
 use counterpoint_schedule::{
     Accumulate, ArrivingKeys, AttentionForward, BarrierId, BufferId, BufferRole, BufferSpec, Delivery,
-    ForwardBegin, ForwardEnd, Gemm, GemmLayout, GemmReduce, GroupCast, GroupReduce, KeyBlocks, Op,
-    OverlapPolicy, Program, ProgramError, ProgramOp, ReduceOp, RowBlock, SignalId, SpanKind, StreamId,
-    StreamKind, StreamSpec, simulate,
+    ForwardBegin, ForwardEnd, Gemm, GemmLayout, GroupCast, GroupReduce, KeyBlocks, Op, OverlapPolicy,
+    Program, ProgramError, ProgramOp, ReduceOp, RowBlock, SignalId, SpanKind, StreamId, StreamKind,
+    StreamSpec, simulate,
 };
 
 const ROWS: usize = KEY_BLOCK;
@@ -136,7 +136,7 @@ fn product_before() -> (usize, Op) {
         arrive: cast.arrive,
     };
     let spread = GroupCast { tensors: vec![(BufferId(8), BufferId(7))], ..cast };
-    (1, Op::GemmReduce(Box::new(GemmReduce { gemm, reduce, spread: Some(spread) })))
+    (1, Op::Fused(vec![Op::Gemm(gemm), Op::GroupReduce(reduce), Op::GroupCast(spread)]))
 }
 
 #[test]

@@ -223,8 +223,11 @@ fn fused_products_are_alone() {
             bias: None,
             accumulate: Accumulate::Start,
         };
-        Op::CastGemm(Box::new(CastGemm { cast, gemm }))
+        Op::Fused(vec![Op::GroupCast(cast), Op::Gemm(gemm)])
     };
+    let twice = vec![(0, Op::Fused(vec![fused(0), swap(0, 0, 3, None)]))];
+    let error = program(0, 2, 4, twice).validate().unwrap_err();
+    assert_eq!(error, ProgramError::NotFusable { op: 0, label: "op0".into() });
     let apart = vec![(0, fused(0)), (1, swap(0, 0, 3, None))];
     let error = program(0, 2, 4, apart).validate().unwrap_err();
     assert!(matches!(error, ProgramError::UnorderedFused { first: 0, second: 1, .. }), "{error}");

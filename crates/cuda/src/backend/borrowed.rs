@@ -40,10 +40,9 @@ impl CudaBackend {
         let spec = &program.buffers[index];
         let whole = spec.shape.len() == 3 && padded_dim(spec.shape[2]) == spec.shape[2];
         let uses = |op: &Op| op.reads().contains(&id) || op.writes().contains(&id);
-        let takes = |op: &Op| match op {
+        let takes = |op: &Op| match op.computation() {
             Op::AttentionForward(op) => is_operand(id, op.q, [op.k, op.v], op.arriving.is_some()),
             Op::AttentionBackward(op) => backward_takes(id, op),
-            Op::BackwardReduce(op) => backward_takes(id, &op.backward),
             _ => false,
         };
         let mut used = program.ops.iter().map(|op| &op.op).filter(|op| uses(op));

@@ -63,7 +63,8 @@ impl CudaKernel {
     pub(super) fn new(backend: &CudaBackend, program: &Program, index: usize) -> Result<Self, ExecError> {
         check_operands(program, index)?;
         let prepare = Prepare::new(backend, program, index);
-        let work = match &program.ops[index].op {
+        // Where the transport has no kernel for a fused operation, its collectives are operations of their own.
+        let work = match program.ops[index].op.computation() {
             Op::AttentionForward(op) => Work::Forward(Box::new(Forward::new(&prepare, op)?)),
             Op::AttentionFinish(op) => Work::Finish(Box::new(Finish::new(&prepare, op)?)),
             Op::PlaceRows { src, dst, rows } => {
@@ -73,10 +74,6 @@ impl CudaKernel {
             Op::AttentionBackward(op) => Work::Backward(Box::new(Backward::new(&prepare, op)?)),
             Op::Gemm(op) => Work::Product(Box::new(Product::new(&prepare, op)?)),
             Op::WaveGemm(op) => Work::Waves(Box::new(Waves::new(&prepare, op)?)),
-            // Where the transport has no kernel that communicates too.
-            Op::BackwardReduce(op) => Work::Backward(Box::new(Backward::new(&prepare, &op.backward)?)),
-            Op::GemmReduce(op) => Work::Product(Box::new(Product::new(&prepare, &op.gemm)?)),
-            Op::CastGemm(op) => Work::Product(Box::new(Product::new(&prepare, &op.gemm)?)),
             Op::ColumnSum(op) => Work::BiasGradient(Box::new(BiasGradient::new(&prepare, op)?)),
             Op::ColumnMax(op) => Work::Largest { kernel: prepare.column_max(op)?, src: op.src, dst: op.dst },
             Op::UserKernel(op) => Work::User(Box::new(UserWork::new(&prepare, op)?)),
@@ -192,7 +189,9 @@ impl<'a> Prepare<'a> {
 
     /// Whether products are beside nothing but rows that copy engines move.
     pub(super) fn has_casts_by_engines_alone(&self) -> bool {
-        let reduces = |op: &ProgramOp| matches!(op.op, Op::GroupReduce(_) | Op::BackwardReduce(_));
+        let reduces = |op: &ProgramOp| {
+            !op.op.is_fused_gemm() && op.op.parts().iter().any(|part| matches!(part, Op::GroupReduce(_)))
+        };
         self.program.policy.mover == Mover::Fused && !self.program.ops.iter().any(reduces)
     }
 

@@ -6,7 +6,7 @@ use counterpoint_exec::collective::{Collective, Pattern, PeerRows};
 use counterpoint_exec::{CollectiveCall, CollectiveContext, ExecError, OpPlace};
 use counterpoint_mask::Range;
 use counterpoint_schedule::{
-    self as schedule, Accumulate, BufferId, BufferSpec, Program, ReduceOp, SpanKind,
+    Accumulate, AttentionBackward, BufferId, BufferSpec, GroupReduce, Program, ReduceOp, SpanKind,
 };
 
 use super::link_side::LinkSide;
@@ -86,11 +86,10 @@ impl CudaTransport {
         &self,
         backend: &CudaBackend,
         place: &OpPlace,
-        op: &schedule::BackwardReduce,
+        (backward, reduce): (&AttentionBackward, &GroupReduce),
         program: &Program,
     ) -> Result<Option<(Collective, Work)>, ExecError> {
         let Means::Link { .. } = &self.means else { return Ok(None) };
-        let schedule::BackwardReduce { backward, reduce } = op;
         let context = CollectiveContext { buffers: &program.buffers, policy: &program.policy, plan: None };
         let mut collective = Collective::reduce(self.rank, self.world.size(), place, reduce, &context)?;
         let shares: Vec<BufferId> = reduce.tensors.iter().map(|tensor| tensor.0).collect();
@@ -101,13 +100,13 @@ impl CudaTransport {
         if !alike {
             return Ok(None);
         }
-        let mut backward = backend.backward(program, place.index, backward)?;
-        let Some(reduction) = collective.reduction.as_ref().filter(|_| backward.sends_gradients()) else {
+        let mut work = backend.backward(program, place.index, backward)?;
+        let Some(reduction) = collective.reduction.as_ref().filter(|_| work.sends_gradients()) else {
             return Ok(None);
         };
         let outputs: Vec<BufferSpec> =
             reduce.tensors.iter().map(|tensor| program.buffers[tensor.1.0].clone()).collect();
-        let element = program.buffers[op.backward.k.0].dtype;
+        let element = program.buffers[backward.k.0].dtype;
         let make = || -> Result<BackwardReduceWork, CudaError> {
             let setup = backend.setup();
             let operands = LinkOperands::Delivered { rank: self.rank };
@@ -118,11 +117,11 @@ impl CudaTransport {
             let others = incoming.iter().filter(|peer| peer.rank != self.rank);
             let shared: Vec<Range> = others.flat_map(|peer| peer.rows.iter().copied()).collect();
             let is_element = outputs.iter().all(|output| output.dtype == element);
-            let alone = if is_element { backward.round_alone(setup, &shared)? } else { Vec::new() };
+            let alone = if is_element { work.round_alone(setup, &shared)? } else { Vec::new() };
             let delivered = Staging::new(&collective.pattern.incoming, &row_bytes, self.rank);
             Ok(BackwardReduceWork {
                 side: LinkSide::new(setup)?,
-                backward,
+                backward: work,
                 spec,
                 row_bytes,
                 alone,

@@ -4,7 +4,7 @@
 use counterpoint_exec::collective::Collective;
 use counterpoint_exec::{CollectiveCall, CollectiveContext, ExecError, OpPlace};
 use counterpoint_mask::Range;
-use counterpoint_schedule::{self as schedule, BufferId, BufferRole, Program, RowBlock};
+use counterpoint_schedule::{BufferId, BufferRole, Gemm, GroupCast, Program, RowBlock};
 
 use super::fused::{Rows, product_of, whole};
 use super::product_side::ProductSide;
@@ -35,9 +35,8 @@ struct Fitting {
 }
 
 /// The operation as the kernel takes it; `None` when it does not. Depends on what all ranks agree on only.
-fn fitting(op: &schedule::CastGemm, collective: &Collective, program: &Program) -> Option<Fitting> {
+fn fitting((cast, gemm): (&GroupCast, &Gemm), collective: &Collective, program: &Program) -> Option<Fitting> {
     let (rank, ranks) = (program.rank, program.world_size);
-    let schedule::CastGemm { cast, gemm } = op;
     let spec_of = |id: BufferId| &program.buffers[id.0];
     let [(own, all)] = cast.tensors[..] else { return None };
     let dtype = spec_of(own).dtype;
@@ -68,8 +67,9 @@ fn fitting(op: &schedule::CastGemm, collective: &Collective, program: &Program) 
 
 /// Whether anything but its product reads the copy of all rows, which rows that leave at once do not come into.
 fn is_read_elsewhere(program: &Program, all: BufferId) -> bool {
-    let reading = program.ops.iter().filter(|op| op.op.reads().contains(&all)).count();
-    reading > 1 || program.buffers[all.0].role != BufferRole::Scratch
+    // The product's own copy is written by its cast.
+    let is_read = program.ops.iter().any(|op| op.op.reads().contains(&all));
+    is_read || program.buffers[all.0].role != BufferRole::Scratch
 }
 
 impl CudaTransport {
@@ -78,13 +78,15 @@ impl CudaTransport {
         &self,
         backend: &CudaBackend,
         place: &OpPlace,
-        op: &schedule::CastGemm,
+        (cast, gemm): (&GroupCast, &Gemm),
         program: &Program,
     ) -> Result<Option<(Collective, Work)>, ExecError> {
         let Means::Link { .. } = &self.means else { return Ok(None) };
         let context = CollectiveContext { buffers: &program.buffers, policy: &program.policy, plan: None };
-        let collective = Collective::cast(self.rank, self.world.size(), place, &op.cast, &context)?;
-        let Some(Fitting { spec, own, all, b }) = fitting(op, &collective, program) else { return Ok(None) };
+        let collective = Collective::cast(self.rank, self.world.size(), place, cast, &context)?;
+        let Some(Fitting { spec, own, all, b }) = fitting((cast, gemm), &collective, program) else {
+            return Ok(None);
+        };
         let make = || -> Result<Option<(Collective, Work)>, CudaError> {
             let setup = backend.setup();
             let Some(&shape) = GemmGather::shapes(&self.device, &spec)?.first() else { return Ok(None) };
@@ -97,7 +99,7 @@ impl CudaTransport {
             let mut collective = collective;
             let (shape, ctas) = (kernel.shape(), kernel.ctas());
             collective.contract.kind = format!("a product of rows of all ranks, {shape:?} by {ctas} CTAs");
-            let work = CastGemmWork { kernel, side, own, all, b, out: op.gemm.out, bias: op.gemm.bias };
+            let work = CastGemmWork { kernel, side, own, all, b, out: gemm.out, bias: gemm.bias };
             Ok(Some((collective, Work::CastGemm(Box::new(work)))))
         };
         make().map_err(|error| backend.error(place, error))

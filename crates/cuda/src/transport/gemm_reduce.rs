@@ -5,7 +5,7 @@ use counterpoint_exec::collective::Collective;
 use counterpoint_exec::{CollectiveCall, CollectiveContext, ExecError, OpPlace};
 use counterpoint_mask::Range;
 use counterpoint_plan::DType;
-use counterpoint_schedule::{self as schedule, Accumulate, BufferId, GroupCast, Program, ReduceOp};
+use counterpoint_schedule::{Accumulate, BufferId, Gemm, GroupCast, GroupReduce, Program, ReduceOp};
 
 use super::fused::{Rows, one_stretch, product_of, whole};
 use super::product_side::ProductSide;
@@ -28,6 +28,9 @@ pub(super) struct GemmReduceWork {
     spread: SumsGoTo,
 }
 
+/// A product, the reduction of its rows, and where the sums go beside their owners.
+type GemmReduceParts<'a> = (&'a Gemm, &'a GroupReduce, Option<&'a GroupCast>);
+
 /// An operation whose tensors a kernel takes: its spec and where they are.
 struct Fitting {
     spec: GemmReduceSpec,
@@ -37,10 +40,13 @@ struct Fitting {
 }
 
 /// The operation as the kernel takes it; `None` when it does not. Depends on what all ranks agree on only.
-fn fitting(op: &schedule::GemmReduce, collective: &Collective, program: &Program) -> Option<Fitting> {
+fn fitting(
+    (gemm, reduce, spread): GemmReduceParts<'_>,
+    collective: &Collective,
+    program: &Program,
+) -> Option<Fitting> {
     let (rank, ranks) = (program.rank, program.world_size);
     let specs = &program.buffers;
-    let schedule::GemmReduce { gemm, reduce, spread } = op;
     let spec_of = |id: BufferId| &specs[id.0];
     let dtype = spec_of(gemm.out).dtype;
     let (a, m) = one_stretch(&gemm.a, specs)?;
@@ -97,13 +103,16 @@ impl CudaTransport {
         &self,
         backend: &CudaBackend,
         place: &OpPlace,
-        op: &schedule::GemmReduce,
+        parts: GemmReduceParts<'_>,
         program: &Program,
     ) -> Result<Option<(Collective, Work)>, ExecError> {
         let Means::Link { .. } = &self.means else { return Ok(None) };
+        let (gemm, reduce, spread) = parts;
         let context = CollectiveContext { buffers: &program.buffers, policy: &program.policy, plan: None };
-        let collective = Collective::reduce(self.rank, self.world.size(), place, &op.reduce, &context)?;
-        let Some(Fitting { spec, a, b, sums }) = fitting(op, &collective, program) else { return Ok(None) };
+        let collective = Collective::reduce(self.rank, self.world.size(), place, reduce, &context)?;
+        let Some(Fitting { spec, a, b, sums }) = fitting(parts, &collective, program) else {
+            return Ok(None);
+        };
         let make = || -> Result<Option<(Collective, Work)>, CudaError> {
             let setup = backend.setup();
             let Some(&shape) = GemmReduce::shapes(&self.device, &spec)?.first() else { return Ok(None) };
@@ -115,10 +124,10 @@ impl CudaTransport {
             let (bytes, zeroed) = (kernel.exchange_bytes(), kernel.zeroed_bytes());
             let side = self.product_side(setup, bytes, zeroed, written)?;
             let mut collective = collective;
-            let spread = op.spread.as_ref().map(|cast| &cast.part.remote);
+            let spread = spread.map(|cast| &cast.part.remote);
             collective.contract.kind =
                 format!("a product and its sum over ranks, {:?}, spread to {spread:?}", kernel.shape());
-            let work = GemmReduceWork { kernel, side, a, b, bias: op.gemm.bias, sums, spread: spec.spread };
+            let work = GemmReduceWork { kernel, side, a, b, bias: gemm.bias, sums, spread: spec.spread };
             Ok(Some((collective, Work::GemmReduce(Box::new(work)))))
         };
         make().map_err(|error| backend.error(place, error))

@@ -7,9 +7,7 @@
 use std::ops::Range;
 
 use counterpoint_exec::{CollectiveCall, CollectiveContext, ExecError, OpPlace, Transport};
-use counterpoint_schedule::{
-    Accumulate, BackwardReduce, CastGemm, GemmReduce, GroupCast, GroupReduce, Program, ReduceOp,
-};
+use counterpoint_schedule::{Accumulate, GroupCast, GroupReduce, Op, Program, ReduceOp};
 
 use super::{CudaCollective, CudaMeeting, CudaTransport};
 use crate::backend::CudaBackend;
@@ -128,39 +126,15 @@ impl Transport<CudaBackend> for LevelledTransport {
         self.levels.iter().enumerate().map(prepare).collect::<Result<_, _>>().map(LevelledCollective)
     }
 
-    fn prepare_gemm_reduce(
+    fn prepare_fused(
         &self,
         backend: &CudaBackend,
         place: &OpPlace,
-        op: &GemmReduce,
+        parts: &[Op],
         program: &Program,
     ) -> Result<Option<LevelledCollective>, ExecError> {
         let Some(transport) = self.only() else { return Ok(None) };
-        let work = transport.prepare_gemm_reduce(backend, place, op, program)?;
-        Ok(work.map(|work| LevelledCollective(vec![work])))
-    }
-
-    fn prepare_cast_gemm(
-        &self,
-        backend: &CudaBackend,
-        place: &OpPlace,
-        op: &CastGemm,
-        program: &Program,
-    ) -> Result<Option<LevelledCollective>, ExecError> {
-        let Some(transport) = self.only() else { return Ok(None) };
-        let work = transport.prepare_cast_gemm(backend, place, op, program)?;
-        Ok(work.map(|work| LevelledCollective(vec![work])))
-    }
-
-    fn prepare_backward_reduce(
-        &self,
-        backend: &CudaBackend,
-        place: &OpPlace,
-        op: &BackwardReduce,
-        program: &Program,
-    ) -> Result<Option<LevelledCollective>, ExecError> {
-        let Some(transport) = self.only() else { return Ok(None) };
-        let work = transport.prepare_backward_reduce(backend, place, op, program)?;
+        let work = transport.prepare_fused(backend, place, parts, program)?;
         Ok(work.map(|work| LevelledCollective(vec![work])))
     }
 

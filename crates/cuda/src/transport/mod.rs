@@ -40,8 +40,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 use counterpoint_exec::collective::{Board, Collective};
 use counterpoint_exec::{CollectiveContext, ExecError, OpPlace, Rendezvous, Transport, World};
 use counterpoint_schedule::{
-    BackwardReduce, BufferSpec, CastGemm, GemmReduce, GroupCast, GroupReduce, Mover, OverlapPolicy,
-    PolicySupport, Program, RankTransport,
+    BufferSpec, GroupCast, GroupReduce, Mover, Op, OverlapPolicy, PolicySupport, Program, RankTransport,
 };
 
 use crate::backend::{CudaBackend, exec_error};
@@ -261,39 +260,29 @@ impl Transport<CudaBackend> for CudaTransport {
         self.prepare(place, Collective::reduce(self.rank, self.world.size(), place, op, context), context)
     }
 
-    fn prepare_gemm_reduce(
+    fn prepare_fused(
         &self,
         backend: &CudaBackend,
         place: &OpPlace,
-        op: &GemmReduce,
+        parts: &[Op],
         program: &Program,
     ) -> Result<Option<CudaCollective>, ExecError> {
-        let work = self.gemm_reduce_work(backend, place, op, program);
+        let work = match parts {
+            [Op::Gemm(gemm), Op::GroupReduce(reduce)] => {
+                self.gemm_reduce_work(backend, place, (gemm, reduce, None), program)
+            }
+            [Op::Gemm(gemm), Op::GroupReduce(reduce), Op::GroupCast(spread)] => {
+                self.gemm_reduce_work(backend, place, (gemm, reduce, Some(spread)), program)
+            }
+            [Op::GroupCast(cast), Op::Gemm(gemm)] => {
+                self.cast_gemm_work(backend, place, (cast, gemm), program)
+            }
+            [Op::AttentionBackward(backward), Op::GroupReduce(reduce)] => {
+                self.backward_reduce_work(backend, place, (backward, reduce), program)
+            }
+            _ => Ok(None),
+        };
         // As for every collective: the others are told instead of being let wait.
-        let work = work.map_err(|error| self.world.fail(error))?;
-        Ok(work.map(|(collective, work)| self.collective(collective, Vec::new(), work)))
-    }
-
-    fn prepare_cast_gemm(
-        &self,
-        backend: &CudaBackend,
-        place: &OpPlace,
-        op: &CastGemm,
-        program: &Program,
-    ) -> Result<Option<CudaCollective>, ExecError> {
-        let work = self.cast_gemm_work(backend, place, op, program);
-        let work = work.map_err(|error| self.world.fail(error))?;
-        Ok(work.map(|(collective, work)| self.collective(collective, Vec::new(), work)))
-    }
-
-    fn prepare_backward_reduce(
-        &self,
-        backend: &CudaBackend,
-        place: &OpPlace,
-        op: &BackwardReduce,
-        program: &Program,
-    ) -> Result<Option<CudaCollective>, ExecError> {
-        let work = self.backward_reduce_work(backend, place, op, program);
         let work = work.map_err(|error| self.world.fail(error))?;
         Ok(work.map(|(collective, work)| self.collective(collective, Vec::new(), work)))
     }

@@ -74,7 +74,8 @@ impl CpuKernel {
     ) -> Result<(), ExecError> {
         let access = Access { rank, place, buffers, delivered };
         let dtype = |id: BufferId| buffers[id.0].dtype();
-        match &*self.op {
+        // Collectives of a fused operation are operations of their own here.
+        match self.op.computation() {
             Op::AttentionForward(op) => {
                 with_host_element!(dtype(op.q), T => forward::<T>(op, &access, workers))
             }
@@ -85,16 +86,12 @@ impl CpuKernel {
                 with_host_element!(dtype(op.out), T => delta::<T>(op, &access, workers))
             }
             Op::AttentionBackward(op) => backward_of_type(op, &access, workers),
-            Op::BackwardReduce(both) => backward_of_type(&both.backward, &access, workers),
             Op::Gemm(op) => multiply(op, &access, workers),
             Op::WaveGemm(op) => op.groups.iter().enumerate().try_for_each(|(done, group)| {
                 multiply(group, &access, workers)?;
                 raise(done as u64 + 1);
                 Ok(())
             }),
-            // Its collectives are operations of their own here.
-            Op::GemmReduce(op) => multiply(&op.gemm, &access, workers),
-            Op::CastGemm(op) => multiply(&op.gemm, &access, workers),
             Op::UserKernel(op) => match self.user_kernels.get(&op.kernel) {
                 Some(body) => user_kernel::run(op, body, &access, raise),
                 // `new` has found it.

@@ -1,6 +1,6 @@
 //! The operations of a Program, made ready by the backend and the transport of its rank.
 
-use counterpoint_schedule::{GroupCast, GroupReduce, Op, Program};
+use counterpoint_schedule::{Op, Program};
 
 use crate::{Backend, CollectiveContext, ExecError, OpPlace, PlanIdentity, Transport};
 
@@ -33,64 +33,43 @@ pub(super) fn prepare<B: Backend, T: Transport<B>>(
     let mut steps = Vec::with_capacity(program.ops.len());
     for (index, op) in program.ops.iter().enumerate() {
         let place = OpPlace { index, label: op.label.as_str().into(), stage: op.stage };
-        let cast = |cast: &GroupCast| -> Result<_, ExecError> {
-            let collective = transport.prepare_cast(&place, cast, &context)?;
-            let (arrive, signal) = (cast.arrive, cast.delivery.map(|delivery| delivery.signal.0));
-            Ok(Step::Collective { collective, arrive: arrive.map(|barrier| barrier.0), signal })
+        let step = |op: &Op| -> Result<Step<B, T>, ExecError> {
+            Ok(match op {
+                Op::GroupCast(cast) => Step::Collective {
+                    collective: transport.prepare_cast(&place, cast, &context)?,
+                    arrive: cast.arrive.map(|barrier| barrier.0),
+                    signal: cast.delivery.map(|delivery| delivery.signal.0),
+                },
+                Op::GroupReduce(reduce) => Step::Collective {
+                    collective: transport.prepare_reduce(&place, reduce, &context)?,
+                    arrive: reduce.arrive.map(|barrier| barrier.0),
+                    signal: None,
+                },
+                Op::Record(event) => Step::Record(event.0),
+                Op::Wait(event) => Step::Wait(event.0),
+                Op::Await { barrier, arrivals } => Step::Await { barrier: barrier.0, arrivals: *arrivals },
+                Op::Signal { signal, value } => Step::Signal { signal: signal.0, value: *value },
+                Op::WaitSignal { signal, value } => Step::WaitSignal { signal: signal.0, value: *value },
+                _ => Step::Compute(backend.prepare(program, index)?),
+            })
         };
-        let reduce = |reduce: &GroupReduce| -> Result<_, ExecError> {
-            let collective = transport.prepare_reduce(&place, reduce, &context)?;
-            let arrive = reduce.arrive.map(|barrier| barrier.0);
-            Ok(Step::Collective { collective, arrive, signal: None })
-        };
-        let stream = op.stream.0;
-        let mut push = |step| steps.push(PlacedStep { place: place.clone(), stream, step });
-        let step = match &op.op {
-            Op::GroupCast(op) => cast(op)?,
-            Op::GroupReduce(op) => reduce(op)?,
-            Op::BackwardReduce(both) => {
-                let arrive = both.reduce.arrive.map(|barrier| barrier.0);
-                let signal = both.backward.arriving.map(|keys| keys.delivery.signal.0);
-                match transport.prepare_backward_reduce(backend, &place, both, program)? {
-                    Some(collective) => Step::Collective { collective, arrive, signal },
-                    None => {
-                        push(Step::Compute(backend.prepare(program, index)?));
-                        reduce(&both.reduce)?
-                    }
+        let mut push = |step| steps.push(PlacedStep { place: place.clone(), stream: op.stream.0, step });
+        match &op.op {
+            Op::Fused(parts) => {
+                let mut arrivals = op.op.arrives().map(|barrier| barrier.0);
+                let (arrive, signal) = (arrivals.next(), op.op.arriving().map(|keys| keys.delivery.signal.0));
+                // One kernel arrives once.
+                let fused = match arrivals.next() {
+                    None => transport.prepare_fused(backend, &place, parts, program)?,
+                    Some(_) => None,
+                };
+                match fused {
+                    Some(collective) => push(Step::Collective { collective, arrive, signal }),
+                    None => parts.iter().try_for_each(|part| step(part).map(&mut push))?,
                 }
             }
-            Op::CastGemm(op) => {
-                let arrive = op.cast.arrive.map(|barrier| barrier.0);
-                match transport.prepare_cast_gemm(backend, &place, op, program)? {
-                    Some(collective) => Step::Collective { collective, arrive, signal: None },
-                    None => {
-                        push(cast(&op.cast)?);
-                        Step::Compute(backend.prepare(program, index)?)
-                    }
-                }
-            }
-            Op::GemmReduce(op) => {
-                let arrive = op.reduce.arrive.map(|barrier| barrier.0);
-                match transport.prepare_gemm_reduce(backend, &place, op, program)? {
-                    Some(collective) => Step::Collective { collective, arrive, signal: None },
-                    None => {
-                        push(Step::Compute(backend.prepare(program, index)?));
-                        push(reduce(&op.reduce)?);
-                        match &op.spread {
-                            Some(spread) => cast(spread)?,
-                            None => continue,
-                        }
-                    }
-                }
-            }
-            Op::Record(event) => Step::Record(event.0),
-            Op::Wait(event) => Step::Wait(event.0),
-            Op::Await { barrier, arrivals } => Step::Await { barrier: barrier.0, arrivals: *arrivals },
-            Op::Signal { signal, value } => Step::Signal { signal: signal.0, value: *value },
-            Op::WaitSignal { signal, value } => Step::WaitSignal { signal: signal.0, value: *value },
-            _ => Step::Compute(backend.prepare(program, index)?),
-        };
-        push(step);
+            alone => push(step(alone)?),
+        }
     }
     Ok(steps)
 }

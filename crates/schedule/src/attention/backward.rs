@@ -13,8 +13,8 @@ use super::rotation::Rotation;
 use super::{GradientReduction, LocalTensors, sink_input};
 use crate::builder::ProgramBuilder;
 use crate::{
-    Accumulate, AttentionBackward, AttentionDelta, BackwardReduce, BufferId, BufferRole, GroupCast,
-    GroupReduce, Op, OverlapPolicy, Program, ReduceOp, StreamKind,
+    Accumulate, AttentionBackward, AttentionDelta, BufferId, BufferRole, GroupCast, GroupReduce, Op,
+    OverlapPolicy, Program, ReduceOp, StreamKind,
 };
 
 /// Lowers one rank's backward. Inputs `q`, `k`, `v`, `out`, `lse`, `dout` (its local rows), and `sink` and `dlse`
@@ -198,8 +198,8 @@ pub fn lower_attention_backward(
                 reduce_dtype: acc_dtype,
                 arrive: None,
             };
-            let both = Op::BackwardReduce(Box::new(BackwardReduce { backward: op, reduce }));
-            p.push(compute, here, "attention backward", both);
+            let fused = Op::Fused(vec![Op::AttentionBackward(op), Op::GroupReduce(reduce)]);
+            p.push(compute, here, "attention backward", fused);
             keys.leave(&mut p, s);
             continue;
         }

@@ -11,8 +11,8 @@ use super::forward::group_rows;
 use super::reduced::{ReducedTokens, SpreadUnder};
 use crate::builder::{Mark, ProgramBuilder};
 use crate::{
-    Accumulate, BufferId, BufferRole, CastGemm, ColumnSum, Gemm, GemmLayout, GroupCast, Mover, Op,
-    OverlapPolicy, Program, RowBlock, StreamKind,
+    Accumulate, BufferId, BufferRole, ColumnSum, Gemm, GemmLayout, GroupCast, Mover, Op, OverlapPolicy,
+    Program, RowBlock, StreamKind,
 };
 
 /// Lowers one rank's backward. Inputs `dy` (as the forward's `y`), `weight` and, unless the weight is frozen, `x` (as the
@@ -190,7 +190,7 @@ pub(super) fn row_of(
         let (rows, cast) = rows_on_their_way(lowering, dy, plan.spec.out_features, "dy_all");
         all_dy = rows.clone();
         let gemm = input_product(lowering, (rows, vec![Range::new(0, tokens)]), weight, dx);
-        let op = Op::CastGemm(Box::new(CastGemm { cast, gemm }));
+        let op = Op::Fused(vec![Op::GroupCast(cast), Op::Gemm(gemm)]);
         lowering.p.push(lowering.compute, Some(0), "dx", op);
     } else if lowering.gathers() {
         let columns = plan.spec.out_features;

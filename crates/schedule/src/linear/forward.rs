@@ -7,8 +7,8 @@ use super::exchange::{GatheredTokens, Lowering, rows_on_their_way};
 use super::reduced::{ReducedTokens, SpreadUnder};
 use crate::builder::ProgramBuilder;
 use crate::{
-    Accumulate, BufferId, BufferRole, CastGemm, Gemm, GemmLayout, Mover, Op, OverlapPolicy, Program,
-    RowBlock, StartOrder, StreamKind,
+    Accumulate, BufferId, BufferRole, Gemm, GemmLayout, Mover, Op, OverlapPolicy, Program, RowBlock,
+    StartOrder, StreamKind,
 };
 
 /// Lowers one rank's forward. Inputs `x`, `weight` and, where the layer has one, `bias`; output `y`. Of a column-parallel layer
@@ -71,7 +71,8 @@ fn column(lowering: &mut Lowering<'_>) {
     if lowering.p.policy().mover == Mover::Fused {
         let (rows, cast) = rows_on_their_way(lowering, x, plan.spec.in_features, "x_all");
         let gemm = product(lowering, (rows, vec![Range::new(0, tokens)]), weight, bias, y);
-        lowering.p.push(lowering.compute, Some(0), "y", Op::CastGemm(Box::new(CastGemm { cast, gemm })));
+        let fused = Op::Fused(vec![Op::GroupCast(cast), Op::Gemm(gemm)]);
+        lowering.p.push(lowering.compute, Some(0), "y", fused);
         return;
     }
     let mut gathered = GatheredTokens::new(lowering, x, plan.spec.in_features, "x", BufferRole::Scratch);

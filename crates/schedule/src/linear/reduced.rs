@@ -9,8 +9,8 @@ use super::exchange::{Lowering, block, leaves_workers};
 use super::{GATHER, REDUCE};
 use crate::builder::Mark;
 use crate::{
-    Accumulate, BarrierId, BufferId, BufferRole, Gemm, GemmReduce, GroupCast, GroupReduce, Mover, Op,
-    ReduceOp, RowBlock, SignalId, StartOrder, StreamId, StreamKind, WaveGemm,
+    Accumulate, BarrierId, BufferId, BufferRole, Gemm, GroupCast, GroupReduce, Mover, Op, ReduceOp, RowBlock,
+    SignalId, StartOrder, StreamId, StreamKind, WaveGemm,
 };
 
 /// What hides the way of sums to all ranks, where the kernel that computes shares makes the sums too.
@@ -185,8 +185,9 @@ impl ReducedTokens {
         let (op, shares) = match last {
             Some(gemm) => {
                 let with_product = spread.take_if(|_| self.spread_under == SpreadUnder::Product);
-                let op = GemmReduce { gemm, reduce, spread: with_product };
-                (Some(Op::GemmReduce(Box::new(op))), Shares::Summed(Sums { group, spread, result }))
+                let parts = [Op::Gemm(gemm), Op::GroupReduce(reduce)].into_iter();
+                let fused = Op::Fused(parts.chain(with_product.map(Op::GroupCast)).collect());
+                (Some(fused), Shares::Summed(Sums { group, spread, result }))
             }
             None => (None, Shares::Apart(reduce, Sums { group, spread, result })),
         };

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use counterpoint_mask::{Band, Range};
 use serde::{Deserialize, Serialize};
 
-use super::{Accumulate, BufferId, Delivery, GroupReduce};
+use super::{Accumulate, BufferId, Delivery};
 
 /// The state of an online softmax between stages: for each (row, query head) the running maximum `row_max` of the scores,
 /// `row_sum = sum exp(s - row_max)`, and `acc = sum exp(s - row_max) v`, all in the accumulator type. Carrying the state
@@ -203,16 +203,4 @@ pub struct AttentionBackward {
     pub accumulate_dq: Accumulate,
     /// Whether two runs must give the same bits, which on a GPU puts the sums of `dq` in a fixed order.
     pub deterministic: bool,
-}
-
-/// A stage of the backward that does all work, and the way home of what it adds to the gradients of keys: `backward`, then
-/// `reduce` of its `dk` and `dv`. A transport with a kernel for it has the rows of other ranks leave as they are finished; nobody
-/// else looks at `dk` and `dv`, and those rows need not be written there. In any case the results are those of the two operations one
-/// after the other.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct BackwardReduce {
-    /// The computation. Its `dk` and `dv` are shares, in the accumulator type.
-    pub backward: AttentionBackward,
-    /// Sums of shares, the rank's own among them.
-    pub reduce: GroupReduce,
 }

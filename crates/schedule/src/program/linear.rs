@@ -3,7 +3,7 @@
 use counterpoint_mask::Range;
 use serde::{Deserialize, Serialize};
 
-use super::{Accumulate, BufferId, GroupCast, GroupReduce, SignalId};
+use super::{Accumulate, BufferId, SignalId};
 
 /// Some rows of a buffer `[rows, columns]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -49,20 +49,6 @@ pub struct Gemm {
     pub accumulate: Accumulate,
 }
 
-/// A product whose rows are reduced where they belong while it is computed: `gemm`, then `reduce` of its result and, where all
-/// ranks want the sums, `spread` of those. A transport with a kernel for it has rows leave as they are finished; the product's
-/// result is not looked at by anyone else, and need not be written. In any case the results have the bits of the three operations
-/// one after the other.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct GemmReduce {
-    /// The product.
-    pub gemm: Gemm,
-    /// What becomes of its result.
-    pub reduce: GroupReduce,
-    /// Sums to all ranks that want them.
-    pub spread: Option<GroupCast>,
-}
-
 /// The products of a pass, group by group, or those of several experts: they follow each other, and with the end of the n-th, counted
 /// from 1, `signal` is n. A backend with a kernel for it computes all of them in one launch, which goes on while others use what it has
 /// finished. In any case the results have the bits of the products one after the other.
@@ -93,17 +79,6 @@ pub struct UserPart {
     pub reads: Vec<BufferId>,
     /// Buffers that it writes, each element of them.
     pub writes: Vec<BufferId>,
-}
-
-/// A product whose operand's rows come from other ranks while it is computed: `cast`, then `gemm` of what it brings and of the
-/// rank's own rows. A transport with a kernel for it begins with those, and goes on as rows come. In any case the result has the
-/// bits of the two operations one after the other.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct CastGemm {
-    /// What brings the rows.
-    pub cast: GroupCast,
-    /// The product.
-    pub gemm: Gemm,
 }
 
 /// RMSNorm of the rows of `src`, which are those of its blocks one after the other, with a residual in front of it: `h` is the rows, or

@@ -10,12 +10,11 @@ mod uses;
 
 pub use attention::{
     ArrivingKeys, AttentionBackward, AttentionDelta, AttentionFinish, AttentionForward, AttentionState,
-    BackwardReduce, ColumnMax, ForwardBegin, ForwardEnd, KeyBlocks, MaxLogits,
+    ColumnMax, ForwardBegin, ForwardEnd, KeyBlocks, MaxLogits,
 };
 pub use collective::{Delivery, GroupCast, GroupReduce, ReduceOp};
 pub use linear::{
-    CastGemm, ColumnSum, Gemm, GemmLayout, GemmReduce, RmsNorm, RmsNormBackward, RowBlock, UserKernel,
-    UserPart, WaveGemm,
+    ColumnSum, Gemm, GemmLayout, RmsNorm, RmsNormBackward, RowBlock, UserKernel, UserPart, WaveGemm,
 };
 pub use op::Op;
 
@@ -197,8 +196,7 @@ impl Program {
     /// computation itself waits for other ranks while it holds all workers: beside it another call's collective would find none on one
     /// rank and run first on another. Nor may a run need what the one before leaves to it.
     pub fn overlaps_other_calls(&self) -> bool {
-        let meets = |op: &Op| matches!(op, Op::CastGemm(_) | Op::GemmReduce(_) | Op::BackwardReduce(_));
         let carries = |spec: &BufferSpec| spec.role == BufferRole::Carried;
-        !self.ops.iter().any(|op| meets(&op.op)) && !self.buffers.iter().any(carries)
+        !self.ops.iter().any(|op| matches!(op.op, Op::Fused(_))) && !self.buffers.iter().any(carries)
     }
 }

@@ -1,14 +1,15 @@
 //! Every operation that a rank can perform.
 
+use std::slice;
 use std::sync::Arc;
 
 use counterpoint_mask::Range;
 use serde::{Deserialize, Serialize};
 
 use super::{
-    AttentionBackward, AttentionDelta, AttentionFinish, AttentionForward, BackwardReduce, BarrierId,
-    BufferId, CastGemm, ColumnMax, ColumnSum, EventId, Gemm, GemmReduce, GroupCast, GroupReduce, RmsNorm,
-    RmsNormBackward, SignalId, UserKernel, WaveGemm,
+    AttentionBackward, AttentionDelta, AttentionFinish, AttentionForward, BarrierId, BufferId, ColumnMax,
+    ColumnSum, EventId, Gemm, GroupCast, GroupReduce, RmsNorm, RmsNormBackward, SignalId, UserKernel,
+    WaveGemm,
 };
 use crate::Mover;
 
@@ -25,8 +26,6 @@ pub enum Op {
     AttentionDelta(AttentionDelta),
     /// A stage of the attention backward.
     AttentionBackward(AttentionBackward),
-    /// A stage of the attention backward whose gradients of keys are summed over ranks.
-    BackwardReduce(Box<BackwardReduce>),
     /// A matrix product.
     Gemm(Gemm),
     /// Matrix products that raise a signal one by one.
@@ -41,14 +40,22 @@ pub enum Op {
     RmsNorm(RmsNorm),
     /// Its gradients.
     RmsNormBackward(RmsNormBackward),
-    /// A matrix product that is reduced over ranks while it is computed.
-    GemmReduce(Box<GemmReduce>),
-    /// A matrix product whose operand's rows come from other ranks while it is computed.
-    CastGemm(Box<CastGemm>),
     /// Rows to the ranks that need them.
     GroupCast(GroupCast),
     /// Partial results back to their owners.
     GroupReduce(GroupReduce),
+    /// A computation with the collectives before or behind it, each of which takes what the one before has made:
+    ///
+    /// | parts | what it is |
+    /// |---|---|
+    /// | GEMM, group-reduce | a product whose rows are reduced where they belong while it is computed |
+    /// | GEMM, group-reduce, group-cast | the same, and the sums go to all ranks that want them |
+    /// | group-cast, GEMM | a product whose operand's rows come from other ranks while it is computed |
+    /// | attention backward, group-reduce | a stage that does all work, and the sums of its `dk` and `dv` over ranks |
+    ///
+    /// A transport with a kernel for the parts runs them as one; nobody else looks at what passes between them, and it need not be written.
+    /// In any case the results have the bits of the parts one after the other.
+    Fused(Vec<Op>),
     /// Copies `src` to `dst`, converting the element type.
     Cast {
         /// Source.
@@ -126,45 +133,35 @@ impl Op {
         }
     }
 
-    /// The stage of the attention backward that the operation is, or begins with.
-    pub fn backward(&self) -> Option<&AttentionBackward> {
+    /// Of a fused operation its parts, in their order; of any other the operation.
+    pub fn parts(&self) -> &[Op] {
         match self {
+            Op::Fused(parts) => parts,
+            _ => slice::from_ref(self),
+        }
+    }
+
+    /// Of a fused operation the part that computes; of any other the operation.
+    pub fn computation(&self) -> &Op {
+        self.parts().iter().find(|part| !part.is_collective()).unwrap_or(self)
+    }
+
+    /// The stage of the attention backward that the operation is, or has as a part.
+    pub fn backward(&self) -> Option<&AttentionBackward> {
+        match self.computation() {
             Op::AttentionBackward(op) => Some(op),
-            Op::BackwardReduce(both) => Some(&both.backward),
             _ => None,
         }
     }
 
+    /// Whether it is a product whose rows travel while it is computed: it may hold all workers while it waits for other ranks.
+    pub fn is_fused_gemm(&self) -> bool {
+        matches!((self, self.computation()), (Op::Fused(_), Op::Gemm(_)))
+    }
+
     /// Whether rows travel between ranks in it.
     pub fn is_collective(&self) -> bool {
-        match self {
-            Op::GroupCast(_)
-            | Op::GroupReduce(_)
-            | Op::BackwardReduce(_)
-            | Op::GemmReduce(_)
-            | Op::CastGemm(_) => true,
-            Op::AttentionForward(_)
-            | Op::AttentionFinish(_)
-            | Op::AttentionDelta(_)
-            | Op::AttentionBackward(_)
-            | Op::PlaceRows { .. }
-            | Op::Gemm(_)
-            | Op::WaveGemm(_)
-            | Op::ColumnSum(_)
-            | Op::ColumnMax(_)
-            | Op::RmsNorm(_)
-            | Op::RmsNormBackward(_)
-            | Op::UserKernel(_)
-            | Op::Cast { .. }
-            | Op::Concat { .. }
-            | Op::CopyRows { .. }
-            | Op::ZeroRows { .. }
-            | Op::Record(_)
-            | Op::Wait(_)
-            | Op::Await { .. }
-            | Op::Signal { .. }
-            | Op::WaitSignal { .. } => false,
-        }
+        self.parts().iter().any(|part| matches!(part, Op::GroupCast(_) | Op::GroupReduce(_)))
     }
 
     /// Of an operation that others may see finished part by part, its signal and its parts.

@@ -30,8 +30,9 @@ impl ProgramText<'_> {
                 format!("attention_delta {} -> {}", self.operands(&reads), self.operands(&writes))
             }
             Op::AttentionBackward(op) => self.attention_backward(op),
-            Op::BackwardReduce(op) => {
-                self.fused(&[self.attention_backward(&op.backward), self.group_reduce(&op.reduce)])
+            Op::Fused(parts) => {
+                let parts: Vec<String> = parts.iter().map(|part| self.op(part)).collect();
+                format!("fused {}", parts.join(" then "))
             }
             Op::Gemm(op) => self.gemm(op),
             Op::WaveGemm(op) => {
@@ -46,12 +47,6 @@ impl ProgramText<'_> {
             Op::ColumnMax(op) => format!("column_max {} -> {}", self.buffer(op.src), self.buffer(op.dst)),
             Op::RmsNorm(op) => self.rms_norm(op),
             Op::RmsNormBackward(op) => self.rms_norm_backward(op),
-            Op::GemmReduce(op) => {
-                let mut parts = vec![self.gemm(&op.gemm), self.group_reduce(&op.reduce)];
-                parts.extend(op.spread.as_ref().map(|cast| self.group_cast(cast)));
-                self.fused(&parts)
-            }
-            Op::CastGemm(op) => self.fused(&[self.group_cast(&op.cast), self.gemm(&op.gemm)]),
             Op::GroupCast(op) => self.group_cast(op),
             Op::GroupReduce(op) => self.group_reduce(op),
             Op::Cast { src, dst } => format!("cast {} -> {}", self.buffer(*src), self.buffer(*dst)),
@@ -70,10 +65,6 @@ impl ProgramText<'_> {
             Op::Signal { signal, value } => format!("raise signal {} to {value}", signal.0),
             Op::WaitSignal { signal, value } => format!("wait signal {} value {value}", signal.0),
         }
-    }
-
-    fn fused(&self, parts: &[String]) -> String {
-        format!("fused {}", parts.join(" then "))
     }
 
     fn attention_forward(&self, op: &AttentionForward) -> String {

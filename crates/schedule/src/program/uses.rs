@@ -45,9 +45,13 @@ impl Op {
                 out
             }
             Op::AttentionBackward(op) => op.reads(),
-            Op::BackwardReduce(op) => {
-                let (mut out, own) = (op.backward.reads(), op.backward.writes());
-                out.extend(op.reduce.reads().into_iter().filter(|id| !own.contains(id)));
+            Op::Fused(parts) => {
+                // What one part writes for the next is not read from before.
+                let (mut out, mut written) = (Vec::new(), Vec::new());
+                for part in parts {
+                    out.extend(part.reads().into_iter().filter(|id| !written.contains(id)));
+                    written.extend(part.writes());
+                }
                 out
             }
             Op::Gemm(op) => op.reads(),
@@ -75,17 +79,6 @@ impl Op {
             Op::ColumnMax(op) => vec![op.src],
             Op::GroupCast(op) => op.tensors.iter().map(|&(input, _)| input).collect(),
             Op::GroupReduce(op) => op.reads(),
-            Op::GemmReduce(op) => {
-                let mut out = op.gemm.reads();
-                out.extend(op.reduce.reads());
-                out.extend(op.spread.iter().flat_map(|cast| &cast.tensors).map(|&(input, _)| input));
-                out
-            }
-            Op::CastGemm(op) => {
-                let mut out = op.gemm.reads();
-                out.extend(op.cast.tensors.iter().map(|&(input, _)| input));
-                out
-            }
             Op::Cast { src, .. } | Op::CopyRows { src, .. } => vec![*src],
             Op::Concat { srcs, .. } => srcs.clone(),
             // Rows that it does not name stay as they are, so what was there counts.
@@ -115,11 +108,7 @@ impl Op {
                 out
             }
             Op::AttentionBackward(op) => op.writes(),
-            Op::BackwardReduce(op) => {
-                let mut out = op.backward.writes();
-                out.extend(op.reduce.tensors.iter().map(|&(_, output)| output));
-                out
-            }
+            Op::Fused(parts) => parts.iter().flat_map(Op::writes).collect(),
             Op::Gemm(op) => vec![op.out],
             Op::WaveGemm(op) => op.groups.iter().map(|group| group.out).collect(),
             Op::UserKernel(op) => op.parts.iter().flat_map(|part| part.writes.iter().copied()).collect(),
@@ -133,16 +122,6 @@ impl Op {
             Op::ColumnMax(op) => vec![op.dst],
             Op::GroupCast(op) => op.tensors.iter().map(|&(_, output)| output).collect(),
             Op::GroupReduce(op) => op.tensors.iter().map(|&(_, output)| output).collect(),
-            Op::GemmReduce(op) => {
-                let casts = op.spread.iter().flat_map(|cast| &cast.tensors);
-                let outputs = op.reduce.tensors.iter().chain(casts).map(|&(_, output)| output);
-                [op.gemm.out].into_iter().chain(outputs).collect()
-            }
-            Op::CastGemm(op) => {
-                let mut out = vec![op.gemm.out];
-                out.extend(op.cast.tensors.iter().map(|&(_, output)| output));
-                out
-            }
             Op::Cast { dst, .. }
             | Op::Concat { dst, .. }
             | Op::CopyRows { dst, .. }
@@ -157,16 +136,12 @@ impl Op {
 
 impl Op {
     /// The barriers at which the operation arrives with its start.
-    pub(crate) fn arrives(&self) -> impl Iterator<Item = BarrierId> {
-        let both = match self {
-            Op::GroupCast(cast) => [cast.arrive, None],
-            Op::GroupReduce(reduce) => [reduce.arrive, None],
-            Op::GemmReduce(both) => [both.reduce.arrive, both.spread.as_ref().and_then(|cast| cast.arrive)],
-            Op::BackwardReduce(both) => [both.reduce.arrive, None],
-            Op::CastGemm(both) => [both.cast.arrive, None],
-            _ => [None, None],
-        };
-        both.into_iter().flatten()
+    pub fn arrives(&self) -> impl Iterator<Item = BarrierId> {
+        self.parts().iter().filter_map(|part| match part {
+            Op::GroupCast(cast) => cast.arrive,
+            Op::GroupReduce(reduce) => reduce.arrive,
+            _ => None,
+        })
     }
 
     /// What each part of the operation reads and then writes, parts in their order.

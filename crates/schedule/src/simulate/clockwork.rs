@@ -6,7 +6,7 @@ use std::collections::BinaryHeap;
 use counterpoint_plan::{CostModel, GroupPart, Topology};
 
 use super::rank::{Computing, Head, Rank};
-use super::{SimulateError, arrives_at, collective_part, parts_before_meeting, transfer};
+use super::{SimulateError, collective_part, parts_before_meeting, transfer};
 use crate::{GroupCast, Op, OpCost, Program, Span, SpanKind};
 
 /// All spans of a run, in no order.
@@ -247,8 +247,8 @@ impl<'a, C: OpCost + ?Sized> Clockwork<'a, C> {
         // Ends by an entry of its own, once it has begun.
         state.heads[stream] = Head::Running(0);
         state.communicating += usize::from(state.takes_workers(op));
-        if let Some(barrier) = arrives_at(&program.ops[op].op) {
-            state.arrivals[barrier] += 1;
+        for barrier in program.ops[op].op.arrives() {
+            self.ranks[rank].arrivals[barrier.0] += 1;
             self.wake_waiting(rank, now);
         }
         self.change_speed(rank, now);
@@ -300,7 +300,7 @@ impl<'a, C: OpCost + ?Sized> Clockwork<'a, C> {
         }
         let mut end = ends[0].max(ends[1]);
         let program = self.ranks[rank].program;
-        if matches!(program.ops[op].op, Op::GemmReduce(_) | Op::CastGemm(_)) {
+        if program.ops[op].op.is_fused_gemm() {
             let multiplying = self.seconds.compute_seconds(program, &program.ops[op], 0.0);
             let multiplied = now + moved.alpha[0] + multiplying;
             end = end.max(multiplied);
@@ -317,9 +317,9 @@ impl<'a, C: OpCost + ?Sized> Clockwork<'a, C> {
         let kind = match collective {
             Some(_) => {
                 state.communicating -= usize::from(state.takes_workers(op));
-                match state.program.ops[op].op {
-                    Op::GemmReduce(_) | Op::CastGemm(_) => SpanKind::Compute,
-                    _ => SpanKind::Communication,
+                match state.program.ops[op].op.is_fused_gemm() {
+                    true => SpanKind::Compute,
+                    false => SpanKind::Communication,
                 }
             }
             None => {

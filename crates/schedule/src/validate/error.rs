@@ -68,6 +68,14 @@ pub enum ProgramError {
         /// Name of the buffer that the slot holds.
         other: String,
     },
+    /// A fused operation has other parts than [`Op::Fused`](crate::Op::Fused) names.
+    #[error("op {op} ({label}) fuses operations that no kernel fuses; write them one after the other")]
+    NotFusable {
+        /// Index of the operation.
+        op: usize,
+        /// Its label.
+        label: String,
+    },
     /// A product whose rows travel while it is computed may run beside another collective.
     #[error(
         "ops {first} ({first_label}) and {second} ({second_label}) may wait for other ranks at the same time, and one of them \

@@ -109,14 +109,16 @@ impl Program {
     }
 
     fn check_fused(&self, clocks: &[Clocks]) -> Result<(), ProgramError> {
-        let collectives = self.ops.iter().enumerate().filter_map(|(index, op)| match op.op {
-            Op::GemmReduce(_) | Op::CastGemm(_) => Some((index, true)),
-            // Copy engines need no worker.
-            Op::GroupCast(_) if op.op.is_left_to_engines(self.policy.mover) => None,
-            Op::GroupCast(_) | Op::GroupReduce(_) | Op::BackwardReduce(_) => Some((index, false)),
-            _ => None,
-        });
-        let collectives: Vec<(usize, bool)> = collectives.collect();
+        let is_refused = |op: &Op| matches!(op, Op::Fused(parts) if !are_fusable(parts));
+        if let Some(op) = self.ops.iter().position(|op| is_refused(&op.op)) {
+            return Err(ProgramError::NotFusable { op, label: self.ops[op].label.clone() });
+        }
+        // Copy engines need no worker.
+        let by_engines = |op: &Op| matches!(op, Op::GroupCast(_)) && op.is_left_to_engines(self.policy.mover);
+        let takes_workers = |op: &Op| op.is_collective() && !by_engines(op);
+        let collectives = self.ops.iter().enumerate().filter(|(_, op)| takes_workers(&op.op));
+        let collectives: Vec<(usize, bool)> =
+            collectives.map(|(index, op)| (index, op.op.is_fused_gemm())).collect();
         for (place, &(first, first_fused)) in collectives.iter().enumerate() {
             for &(second, second_fused) in &collectives[place + 1..] {
                 let ordered = clocks[second].start.follows(self.ops[first].stream.0, Step::whole(first));
@@ -176,6 +178,17 @@ impl Program {
     fn unknown(&self, op: usize, what: &'static str) -> ProgramError {
         ProgramError::Unknown { op, label: self.ops[op].label.clone(), what }
     }
+}
+
+/// Whether there are kernels for these parts of a fused operation.
+fn are_fusable(parts: &[Op]) -> bool {
+    matches!(
+        parts,
+        [Op::Gemm(_), Op::GroupReduce(_)]
+            | [Op::Gemm(_), Op::GroupReduce(_), Op::GroupCast(_)]
+            | [Op::GroupCast(_), Op::Gemm(_)]
+            | [Op::AttentionBackward(_), Op::GroupReduce(_)]
+    )
 }
 
 /// A barrier, and how many have arrived at it by then.

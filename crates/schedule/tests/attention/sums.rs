@@ -59,15 +59,7 @@ fn sums_of_one_operation_are_carried() {
     let plans = [plan(&one, 1, 64, 1), plan(&two, 2, 64, 0), plan(&two, 3, 64, 3)];
     let mut found = [0; 2];
     for program in plans.iter().flat_map(|plan| programs(plan, &spec, "concurrent")).flatten() {
-        let ops: Vec<&AttentionBackward> = program
-            .ops
-            .iter()
-            .filter_map(|op| match &op.op {
-                Op::AttentionBackward(op) => Some(op),
-                Op::BackwardReduce(both) => Some(&both.backward),
-                _ => None,
-            })
-            .collect();
+        let ops: Vec<&AttentionBackward> = program.ops.iter().filter_map(|op| op.op.backward()).collect();
         let Some(first) = ops.first() else { continue };
         let alone = ops.len() == 1;
         let role = if alone { BufferRole::Carried } else { BufferRole::Scratch };
@@ -79,6 +71,14 @@ fn sums_of_one_operation_are_carried() {
     assert!(found.iter().all(|&count| count > 0), "{found:?}");
 }
 
+/// A backward and the sums of its gradients.
+fn sums(op: &Op) -> Option<(&AttentionBackward, &GroupReduce)> {
+    match op.parts() {
+        [Op::AttentionBackward(backward), Op::GroupReduce(reduce)] => Some((backward, reduce)),
+        _ => None,
+    }
+}
+
 /// One stage that does all work ends with the sums: of all shares, the own ones too, and rounded. In deterministic mode, whose own
 /// share comes first, it does not. While gradients leave under the computation, only their addition is left.
 #[test]
@@ -86,15 +86,8 @@ fn all_work_at_once_ends_with_the_sums() {
     let (plan, spec) = (plan(&mask(&[1024]), 2, 128, 0), spec(DType::Bf16, 0));
     let [_, backward, deterministic] = programs(&plan, &spec, "concurrent");
     for program in &backward {
-        let sums: Vec<&BackwardReduce> = program
-            .ops
-            .iter()
-            .filter_map(|op| match &op.op {
-                Op::BackwardReduce(both) => Some(&**both),
-                _ => None,
-            })
-            .collect();
-        let [BackwardReduce { backward, reduce }] = sums[..] else { panic!("{} sums", sums.len()) };
+        let found: Vec<_> = program.ops.iter().filter_map(|op| sums(&op.op)).collect();
+        let [(backward, reduce)] = found[..] else { panic!("{} sums", found.len()) };
         assert!(program.ops.iter().all(|op| !matches!(op.op, Op::Cast { .. } | Op::CopyRows { .. })));
         assert_eq!(reduce.accumulate, Accumulate::Start);
         for (&(share, sum), name) in reduce.tensors.iter().zip(["dk", "dv"]) {
@@ -111,7 +104,7 @@ fn all_work_at_once_ends_with_the_sums() {
         assert_eq!([backward.dk, backward.dv], [0, 1].map(|at| reduce.tensors[at].0));
     }
     assert!(deterministic.iter().flat_map(|program| &program.ops).all(|op| match &op.op {
-        Op::BackwardReduce(_) => false,
+        Op::Fused(_) => false,
         Op::GroupReduce(reduce) => reduce.accumulate == Accumulate::Continue,
         _ => true,
     }));
@@ -120,10 +113,7 @@ fn all_work_at_once_ends_with_the_sums() {
     for (sharing, bytes_per_second) in [(None, 1e8), (Some(WorkerSharing::H200), 1e10)] {
         let timeline = simulate(&backward, &Topology::flat(2), &CostModel { sharing, ..cost() }).unwrap();
         let beyond = backward.iter().map(|program| {
-            let Some(part) = program.ops.iter().find_map(|op| match &op.op {
-                Op::BackwardReduce(both) => Some(&both.reduce.part),
-                _ => None,
-            }) else {
+            let Some((_, GroupReduce { part, .. })) = program.ops.iter().find_map(|op| sums(&op.op)) else {
                 panic!("no sum")
             };
             let others = |rows: usize| rows - 512;
