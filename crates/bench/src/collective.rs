@@ -12,10 +12,11 @@ use counterpoint_console::{
 use counterpoint_cuda::{CudaMachine, Device, Timing, TransportKind};
 use counterpoint_exec::Rendezvous;
 use counterpoint_plan::{DType, MachineProfile, Topology};
-use counterpoint_report::{Column, LiveTable, Statistics};
+use counterpoint_report::{Column, Statistics};
 use serde::Serialize;
 
 use crate::arguments::{BenchCollectiveArguments, CollectiveDType};
+use crate::rows::{Rows, all_right};
 
 /// A measured case, as JSON has it.
 #[derive(Debug, Serialize)]
@@ -152,13 +153,10 @@ impl Ranks {
         let ranks = self.count();
         let mut transports = arguments.transports.clone();
         transports.sort_by_key(|transport| *transport != TransportKind::Nccl);
-        let table = LiveTable::new(&COLUMNS, &console::style());
-        if self.prints() {
-            console::note_development_build();
-            if !arguments.json {
-                console::print(&(self.title(collective)? + &table.header()))?;
-            }
-        }
+        let begin =
+            |title: String| Rows::begin(&title, &COLUMNS, Schema::BenchGroupCollective, arguments.json);
+        // Of several processes one prints; all hear of rows that are wrong.
+        let shown = self.prints().then(|| begin(self.title(collective)?)).transpose()?;
         let mut wrong = Vec::new();
         let mut size = arguments.min_bytes;
         while size <= arguments.max_bytes {
@@ -176,20 +174,11 @@ impl Ranks {
                 if row.wrong > 0 {
                     wrong.push(format!("{} elements of {transport} at {} bytes", row.wrong, row.size));
                 }
-                if self.prints() {
-                    if arguments.json {
-                        console::print_json(Schema::BenchGroupCollective, &row)?
-                    } else {
-                        console::print(&table.row(row.cells()))?
-                    }
-                }
+                shown.iter().try_for_each(|shown| shown.show(&row, row.cells()))?;
             }
             size = size.saturating_mul(arguments.step_factor);
         }
-        if wrong.is_empty() {
-            return Ok(());
-        }
-        Err(CliError::CheckFailed { what: format!("rows in the wrong place: {}", wrong.join("; ")) })
+        all_right("rows in the wrong place", &wrong)
     }
 
     fn title(&self, collective: BenchCollective) -> Result<String, CliError> {
@@ -209,7 +198,7 @@ impl Ranks {
             }
         };
         let ranks = console::count(self.count(), "rank");
-        Ok(format!("{name}, {ranks} on {place}\n"))
+        Ok(format!("{name}, {ranks} on {place}"))
     }
 }
 

@@ -25,7 +25,7 @@ pub use quantity::{
     format_bytes, format_count, format_counted, format_flops, format_gbps, format_ratio, format_seconds,
     format_tokens,
 };
-pub use statistics::{Statistics, geometric_mean};
+pub use statistics::{Statistics, geometric_mean, median};
 pub use svg::{MaskDrawing, TimelineDrawing};
 pub use table::{
     BenchRow, CheckFigures, CheckRow, Column, ComparisonRow, LiveTable, Rate, Style, Verified, bench_table,

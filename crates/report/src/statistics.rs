@@ -38,6 +38,11 @@ impl Statistics {
     }
 }
 
+/// The median of `samples` as [`Statistics`] has it; NaN when there are none or one of them is.
+pub fn median(samples: &[f64]) -> f64 {
+    Statistics::of(samples).map_or(f64::NAN, |statistics| statistics.median)
+}
+
 /// Geometric mean, the right mean of ratios; `None` when there are no values or one is not above 0.
 pub fn geometric_mean(values: &[f64]) -> Option<f64> {
     // Asked this way round, NaN is refused too.
@@ -60,6 +65,7 @@ mod tests {
         assert_eq!(Statistics::of(&[4.0, 1.0, 2.0, 8.0]).unwrap().median, 3.0);
         assert_eq!(Statistics::of(&[f64::MAX, f64::MAX]).unwrap().median, f64::MAX);
         assert_eq!(Statistics::of(&[]), None);
+        assert!(median(&[3.0, 1.0, 2.0]) == 2.0 && median(&[]).is_nan());
         assert_eq!(Statistics::of(&[1.0, f64::NAN]), None);
         assert!((geometric_mean(&[2.0, 8.0]).unwrap() - 4.0).abs() < 1e-12);
         assert_eq!(geometric_mean(&[]), None);

@@ -12,6 +12,7 @@ use counterpoint_report::{BenchRow, Style, Verified, bench_table, fold};
 use serde::Serialize;
 
 use crate::arguments::BenchAttentionArguments;
+use crate::rows::all_right;
 
 /// `counterpoint bench attention`.
 pub(crate) fn run(arguments: &BenchAttentionArguments) -> Result<(), CliError> {
@@ -29,19 +30,10 @@ pub(crate) fn run(arguments: &BenchAttentionArguments) -> Result<(), CliError> {
         let progress = Progress::new();
         let section = section(&sizes, &progress)?;
         drop(progress);
-        if arguments.json {
-            section.rows.iter().try_for_each(|row| console::print_json(Schema::BenchAttention, row))?;
-        } else {
-            console::print(&section.text(&console::style()))?;
-        }
+        section.print(Schema::BenchAttention, arguments.json)?;
         wrong.extend(section.wrong);
     }
-    if wrong.is_empty() {
-        return Ok(());
-    }
-    Err(CliError::CheckFailed {
-        what: format!("rows out of bounds against the f64 reference: {}", wrong.join("; ")),
-    })
+    all_right(OUT_OF_BOUNDS, &wrong)
 }
 
 /// Tensors that a check of the forward looks at.
@@ -98,6 +90,9 @@ pub(super) struct Row {
     detail: serde_json::Value,
 }
 
+/// What rows of attention are that are wrong.
+pub(super) const OUT_OF_BOUNDS: &str = "rows out of bounds against the f64 reference";
+
 /// Rows that belong together.
 pub(super) struct Section {
     pub(super) title: String,
@@ -124,7 +119,15 @@ impl Section {
         }
     }
 
-    pub(super) fn text(&self, style: &Style) -> String {
+    /// To standard output: rows and findings, or the rows as objects of JSON.
+    pub(super) fn print(&self, schema: Schema, json: bool) -> Result<(), CliError> {
+        match json {
+            true => self.rows.iter().try_for_each(|row| console::print_json(schema, row)),
+            false => console::print(&self.text(&console::style())),
+        }
+    }
+
+    fn text(&self, style: &Style) -> String {
         let rows: Vec<BenchRow> = self.rows.iter().map(|row| row.row.clone()).collect();
         let mut out = fold(&format!("{}\n", self.title), style) + &bench_table(&rows, style);
         for finding in &self.findings {

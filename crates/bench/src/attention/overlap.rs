@@ -9,7 +9,7 @@ use counterpoint_exec::{AttentionInputs, AttentionRun, RunConfig, SlowLink, run_
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, DType, Plan, PlanConfig, StageCount};
 use counterpoint_reference::{CheckReport, compare_with_reference, reference_attention};
-use counterpoint_report::{BenchRow, Rate, Statistics, format_seconds};
+use counterpoint_report::{BenchRow, Rate, Statistics, format_seconds, median};
 use counterpoint_schedule::{OverlapPolicy, StartOrder, Timeline};
 use serde_json::json;
 
@@ -196,10 +196,6 @@ impl Samples {
         self.moved.push(overlap.communication_seconds);
         self.efficiency.extend(overlap.efficiency);
     }
-}
-
-fn median(samples: &[f64]) -> f64 {
-    Statistics::of(samples).map_or(f64::NAN, |statistics| statistics.median)
 }
 
 fn fastest(samples: &[f64]) -> f64 {

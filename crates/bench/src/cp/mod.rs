@@ -24,9 +24,10 @@ use self::case::{Case, Traced, trace};
 use self::peers::{Known, PeerRow};
 use self::sizes::Sizes;
 use crate::arguments::BenchCpArguments;
-use crate::attention::Section;
+use crate::attention::{OUT_OF_BOUNDS, Section};
 use crate::masks;
 use crate::pytorch::Peers;
+use crate::rows::all_right;
 
 /// Rows and keys that are compared with the definition, in f64.
 const SAMPLED_ROWS: usize = 32;
@@ -98,22 +99,17 @@ fn measure_all(arguments: &BenchCpArguments, ranks: &RankMachine) -> Result<(), 
         if !ranks.prints() {
             continue;
         }
+        section.print(Schema::BenchCp, arguments.json)?;
         if arguments.json {
-            section.rows.iter().try_for_each(|row| console::print_json(Schema::BenchCp, row))?;
             beside.iter().try_for_each(|row| console::print_json(Schema::BenchCpPeer, row))?;
         } else {
-            console::print(&section.text(&console::style()))?;
             peers::print(&beside)?;
         }
         wrong.extend(section.wrong);
     }
     outputs.write(|_| Ok(trace(&traced).into_bytes()))?;
-    if wrong.is_empty() {
-        return peers.end();
-    }
-    Err(CliError::CheckFailed {
-        what: format!("rows out of bounds against the f64 reference: {}", wrong.join("; ")),
-    })
+    all_right(OUT_OF_BOUNDS, &wrong)?;
+    peers.end()
 }
 
 /// One number of tokens, with its tensors.

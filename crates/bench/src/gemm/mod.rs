@@ -3,15 +3,16 @@
 mod products;
 
 use crate::gpu::{GemmBench, GemmError};
-use counterpoint_console::{self as console, CliError, Schema, arguments::Device as Where};
+use counterpoint_console::{CliError, Schema, arguments::Device as Where};
 use counterpoint_cuda::kernel::{
     ElementType, Gemm, GemmEpilogue, GemmLibrary, GemmRunner, GemmSpec, TilePair, Warpgroups,
 };
 use counterpoint_cuda::{CudaError, Device};
-use counterpoint_report::{Column, LiveTable, Statistics};
+use counterpoint_report::{Column, geometric_mean, median};
 use serde::Serialize;
 
 use crate::arguments::{BenchDType, BenchGemmArguments};
+use crate::rows::Rows;
 use crate::turns::turns;
 
 /// How long the runs of one product should take together, of each who computes it: beyond it there are fewer.
@@ -28,34 +29,26 @@ pub(crate) fn run(arguments: &BenchGemmArguments) -> Result<(), CliError> {
     let failed = |source: CudaError| CliError::Cuda { source };
     let device = Device::open(0).map_err(failed)?;
     let library = GemmLibrary::open(&device).map_err(failed)?;
-    console::note_development_build();
     let element = match arguments.dtype.unwrap_or(BenchDType::Bf16) {
         BenchDType::Bf16 => ElementType::Bf16,
         BenchDType::F16 => ElementType::F16,
     };
-    let table = LiveTable::new(&COLUMNS, &console::style());
-    if !arguments.json {
-        console::print(&format!(
-            "matrix products of {} on {}, interleaved with cuBLASLt {}, by the device's clock\n{}",
-            element.name(),
-            device.properties().name,
-            library.version().version,
-            table.header(),
-        ))?;
-    }
-    let (mut best, mut wrong) = (Vec::new(), Vec::new());
+    let title = format!(
+        "matrix products of {} on {}, interleaved with cuBLASLt {}, by the device's clock",
+        element.name(),
+        device.properties().name,
+        library.version().version,
+    );
+    let mut shown = Rows::begin(&title, &COLUMNS, Schema::BenchGemm, arguments.json)?;
+    let mut best = Vec::new();
     for mut spec in products::chosen(arguments, element) {
         spec.sm_margin = arguments.sm_margin;
         let rows = measure(&device, &library, &spec, arguments).map_err(failed)?;
         for row in &rows {
             if row.of_bound <= 1.0 && row.library_of_bound <= 1.0 {
-                if arguments.json {
-                    console::print_json(Schema::BenchGemm, row)?
-                } else {
-                    console::print(&table.row(row.cells()))?
-                }
+                shown.show(row, row.cells())?;
             } else {
-                wrong.push(format!(
+                shown.add_wrong(format!(
                     "{} ({:.2} and {:.2} of the bound)",
                     row.name(),
                     row.of_bound,
@@ -65,13 +58,7 @@ pub(crate) fn run(arguments: &BenchGemmArguments) -> Result<(), CliError> {
         }
         best.extend(rows.first().map(|row| row.ratio));
     }
-    if !arguments.json {
-        console::print(&finding(&best))?;
-    }
-    if wrong.is_empty() {
-        return Ok(());
-    }
-    Err(CliError::CheckFailed { what: format!("products out of bounds against f64: {}", wrong.join("; ")) })
+    shown.end(&finding(&best), "products out of bounds against f64")
 }
 
 /// A product, ours in one shape beside the library's.
@@ -122,9 +109,7 @@ fn measure(
     for samples in &mut seconds {
         samples.remove(0);
     }
-    let median =
-        |samples: &Vec<f64>| Statistics::of(samples).map_or(f64::NAN, |statistics| statistics.median);
-    let medians: Vec<f64> = seconds.iter().map(median).collect();
+    let medians: Vec<f64> = seconds.iter().map(|samples| median(samples)).collect();
     let (library_seconds, library_error) = (medians[shapes.len()], errors[shapes.len()]);
     let row = |(index, shape): (usize, &counterpoint_cuda::kernel::GemmShape)| Row {
         m: spec.m,
@@ -206,10 +191,7 @@ impl Row {
 
 /// What to read from the ratios.
 fn finding(ratios: &[f64]) -> String {
-    if ratios.is_empty() {
-        return String::new();
-    }
-    let mean = (ratios.iter().map(|ratio| ratio.ln()).sum::<f64>() / ratios.len() as f64).exp();
+    let Some(mean) = geometric_mean(ratios) else { return String::new() };
     let worst = ratios.iter().copied().fold(f64::INFINITY, f64::min);
     let near = ratios.iter().filter(|ratio| **ratio >= 0.97).count();
     format!(

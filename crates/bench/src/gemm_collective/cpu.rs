@@ -8,7 +8,7 @@ use counterpoint_exec::{
 };
 use counterpoint_mask::Range;
 use counterpoint_plan::GemmCollective;
-use counterpoint_report::Statistics;
+use counterpoint_report::median;
 use counterpoint_schedule::OverlapPolicy;
 
 use super::row::Row;
@@ -54,7 +54,7 @@ pub(super) fn measure(
             asked: policy.to_string(),
             overlap: policy.to_string(),
             // The first run's memory is new.
-            seconds: Statistics::of(&seconds[1..]).map_or(f64::NAN, |statistics| statistics.median),
+            seconds: median(&seconds[1..]),
             library: None,
             error,
             of_bound,

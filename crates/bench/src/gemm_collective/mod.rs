@@ -14,13 +14,13 @@ use counterpoint_console::{
 use counterpoint_cuda::{CudaMachine, Timing, TransportKind};
 use counterpoint_exec::{ExecError, GemmCollectiveSpec, GemmOverlap};
 use counterpoint_plan::{CostModel, WaveGroups};
-use counterpoint_report::LiveTable;
 use counterpoint_schedule::OverlapPolicy;
 
 use self::peers::Known;
 use self::row::Row;
 use crate::arguments::BenchGemmCollectiveArguments;
 use crate::pytorch::Peers;
+use crate::rows::Rows;
 
 /// How long the runs of one sample should take together.
 const SECONDS: f64 = 0.01;
@@ -29,12 +29,9 @@ const SECONDS: f64 = 0.01;
 pub(crate) fn run(arguments: &BenchGemmCollectiveArguments) -> Result<(), CliError> {
     let machine = Where::open(arguments)?;
     let mut peers = peers::start(arguments)?;
-    console::note_development_build();
-    let table = LiveTable::new(&row::COLUMNS, &console::style());
-    if !arguments.json {
-        console::print(&format!("products and collectives on {}\n{}", machine.name(), table.header()))?;
-    }
-    let (mut last, mut wrong, mut of_peers) = (Vec::new(), Vec::new(), Vec::new());
+    let title = format!("products and collectives on {}", machine.name());
+    let mut shown = Rows::begin(&title, &row::COLUMNS, Schema::BenchGemmCollective, arguments.json)?;
+    let (mut last, mut of_peers) = (Vec::new(), Vec::new());
     let cases = cases::chosen(arguments);
     let cost = costs(arguments)?;
     let overlap = |choice: &OverlapChoice| match choice {
@@ -53,13 +50,11 @@ pub(crate) fn run(arguments: &BenchGemmCollectiveArguments) -> Result<(), CliErr
         for row in &rows {
             if !row.is_right() {
                 let Row { collective, m, n, k, overlap, of_bound, different, .. } = row;
-                wrong.push(format!(
+                shown.add_wrong(format!(
                     "{collective} of {m} x {n} x {k} under {overlap} ({of_bound:.2} of the bound, {different} other bits)"
                 ));
-            } else if arguments.json {
-                console::print_json(Schema::BenchGemmCollective, row)?;
             } else {
-                console::print(&table.row(row.cells()))?;
+                shown.show(row, row.cells())?;
             }
         }
         let beside = peers::rows(&peers, &rows);
@@ -69,14 +64,11 @@ pub(crate) fn run(arguments: &BenchGemmCollectiveArguments) -> Result<(), CliErr
         of_peers.extend(beside);
         last.extend(rows.into_iter().next_back());
     }
+    let judged = shown.end(&row::finding(&last), "results out of bounds against f64");
     if !arguments.json {
-        console::print(&row::finding(&last))?;
         peers::print(&of_peers)?;
     }
-    if wrong.is_empty() {
-        return peers.end();
-    }
-    Err(CliError::CheckFailed { what: format!("results out of bounds against f64: {}", wrong.join("; ")) })
+    judged.and_then(|()| peers.end())
 }
 
 /// By which `auto` is predicted: those of this machine's profile, if it has one.

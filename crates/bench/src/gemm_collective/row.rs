@@ -2,7 +2,7 @@
 
 use crate::gpu::GemmCollectiveTimes;
 use counterpoint_exec::GemmCollectiveSpec;
-use counterpoint_report::{Column, Statistics};
+use counterpoint_report::{Column, geometric_mean, median};
 use counterpoint_schedule::OverlapPolicy;
 use serde::Serialize;
 
@@ -65,8 +65,6 @@ impl Row {
         policies: &[OverlapPolicy],
         times: &GemmCollectiveTimes,
     ) -> Vec<Self> {
-        let median =
-            |samples: &[f64]| Statistics::of(samples).map_or(f64::NAN, |statistics| statistics.median);
         let [library, product, collective] =
             [&times.library, &times.product, &times.collective].map(|samples| median(samples));
         let row = |(index, policy): (usize, &OverlapPolicy)| {
@@ -129,7 +127,7 @@ impl Row {
 /// What to read from the rows of the last policy of each case.
 pub(super) fn finding(rows: &[Row]) -> String {
     let ratios: Vec<f64> = rows.iter().filter_map(|row| row.library.map(|library| library.ratio)).collect();
-    let Some(mean) = counterpoint_report::geometric_mean(&ratios) else { return String::new() };
+    let Some(mean) = geometric_mean(&ratios) else { return String::new() };
     let worst = ratios.iter().copied().fold(f64::INFINITY, f64::min);
     format!("{} products: geometric mean {mean:.3} of cuBLASLt then NCCL, worst {worst:.3}\n", ratios.len())
 }

@@ -13,12 +13,12 @@ use counterpoint_cuda::TransportKind;
 use counterpoint_exec::CpuMachine;
 use counterpoint_exec::Machine;
 use counterpoint_plan::{DType, ExpertKind, ExpertSpec, Routing, Topology};
-use counterpoint_report::LiveTable;
 use counterpoint_schedule::RankTransport;
 
 use self::case::Case;
 use self::row::Row;
 use crate::arguments::BenchMoeArguments;
+use crate::rows::Rows;
 
 /// `counterpoint bench moe`.
 pub(crate) fn run(arguments: &BenchMoeArguments) -> Result<(), CliError> {
@@ -33,37 +33,28 @@ pub(crate) fn run(arguments: &BenchMoeArguments) -> Result<(), CliError> {
     let machine = RankMachine::open(arguments.device, arguments.ep_size, TransportKind::Auto)?;
     let ranks = arguments.ep_size.unwrap_or(machine.gpus().max(2));
     let routing = routing(arguments, ranks)?;
-    let table = LiveTable::new(&row::COLUMNS, &console::style());
-    console::note_development_build();
-    if !arguments.json {
-        let rows = routing.rows();
-        let (most, all) = (rows.iter().max().copied().unwrap_or(0), rows.iter().sum::<usize>());
-        console::print(&format!(
-            "layers of {} on {}, {}; {all} rows, {most} of them at the fullest expert\n{}",
-            console::count(arguments.experts, "expert"),
-            machine.name(),
-            console::count(ranks, "rank"),
-            table.header()
-        ))?;
-    }
+    let rows = routing.rows();
+    let (most, all) = (rows.iter().max().copied().unwrap_or(0), rows.iter().sum::<usize>());
+    let title = format!(
+        "layers of {} on {}, {}; {all} rows, {most} of them at the fullest expert",
+        console::count(arguments.experts, "expert"),
+        machine.name(),
+        console::count(ranks, "rank"),
+    );
+    let mut shown = Rows::begin(&title, &row::COLUMNS, Schema::BenchMoe, arguments.json)?;
     let progress = Progress::new();
-    let mut wrong = Vec::new();
     for kind in &arguments.kinds {
         let kind = kind.kind();
         progress.step(format!("{kind} of {}", console::count(arguments.experts, "expert")));
         for row in measure(arguments, kind, &routing, &machine)? {
             match &row.wrong {
-                Some(reason) => wrong.push(format!("{}: {reason}", row.name())),
-                None if arguments.json => console::print_json(Schema::BenchMoe, &row)?,
-                None => console::print(&table.row(row.cells()))?,
+                Some(reason) => shown.add_wrong(format!("{}: {reason}", row.name())),
+                None => shown.show(&row, row.cells())?,
             }
         }
     }
     drop(progress);
-    if wrong.is_empty() {
-        return Ok(());
-    }
-    Err(CliError::CheckFailed { what: format!("results out of bounds against f64: {}", wrong.join("; ")) })
+    shown.end("", "results out of bounds against f64")
 }
 
 /// Who chooses whom, within the capacity.

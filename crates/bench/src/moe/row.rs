@@ -1,6 +1,6 @@
 //! Rows of `bench moe`.
 
-use counterpoint_report::{Column, Statistics};
+use counterpoint_report::{Column, Statistics, median};
 use counterpoint_schedule::{SpanKind, Timeline};
 use serde::Serialize;
 
@@ -97,9 +97,7 @@ impl Parts {
                 let spans = run.spans.iter().filter(|span| span.rank == rank && span.kind == kind);
                 spans.map(|span| span.end - span.start).sum()
             };
-            let mut all: Vec<f64> = runs.iter().map(of_run).collect();
-            all.sort_by(f64::total_cmp);
-            all.get(all.len() / 2).copied().unwrap_or(0.0)
+            median(&runs.iter().map(of_run).collect::<Vec<_>>())
         };
         let communication = (0..ranks).map(|rank| middle(rank, SpanKind::Communication));
         let communication = communication.fold(f64::INFINITY, f64::min);

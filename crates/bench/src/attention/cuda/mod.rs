@@ -4,6 +4,7 @@ mod peers;
 mod sizes;
 
 use crate::gpu::{AttentionBench, BenchCase, BenchPass};
+use crate::rows::all_right;
 use counterpoint_console::{
     self as console, CliError, Progress, Schema, arguments::dtype_name, input::random_inputs,
 };
@@ -15,7 +16,7 @@ use counterpoint_reference::{CheckReport, Sample, check_sample};
 use counterpoint_report::{BenchRow, Rate, Statistics};
 use serde_json::json;
 
-use super::{BACKWARD, FORWARD, Section, shape_text, verified};
+use super::{BACKWARD, FORWARD, OUT_OF_BOUNDS, Section, shape_text, verified};
 use crate::arguments::{BenchAttentionArguments, BenchKernels};
 use crate::masks;
 use sizes::Sizes;
@@ -38,20 +39,11 @@ pub(super) fn run(arguments: &BenchAttentionArguments) -> Result<(), CliError> {
         for &seqlen in &sizes.seqlens {
             let shape = Shape::new(&machine, &sizes, heads_q, heads_kv, seqlen)?;
             let section = shape.measure(&sizes)?;
-            if arguments.json {
-                section.rows.iter().try_for_each(|row| console::print_json(Schema::BenchAttention, row))?;
-            } else {
-                console::print(&section.text(&console::style()))?;
-            }
+            section.print(Schema::BenchAttention, arguments.json)?;
             wrong.extend(section.wrong);
         }
     }
-    if wrong.is_empty() {
-        return Ok(());
-    }
-    Err(CliError::CheckFailed {
-        what: format!("rows out of bounds against the f64 reference: {}", wrong.join("; ")),
-    })
+    all_right(OUT_OF_BOUNDS, &wrong)
 }
 
 /// The first GPU, with the kernels asked for.

@@ -5,6 +5,7 @@ use std::time::Duration;
 use counterpoint_exec::{ExecError, random_inputs};
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, CostModel, DType, Plan, PlanConfig, Topology};
+use counterpoint_report::median;
 use counterpoint_schedule::{
     GradientReduction, KeyBlocks, OverlapPolicy, Program, StartOrder, lower_attention_backward,
     lower_attention_forward, simulate,
@@ -14,12 +15,6 @@ use crate::gpu::{AttentionBench, BenchClock, BenchPass, GemmBench};
 use counterpoint_cuda::exec_error;
 use counterpoint_cuda::kernel::{ElementType, Gemm, GemmLayout, GemmRunner, GemmSpec};
 use counterpoint_cuda::{CudaError, CudaMachine, Device, DeviceBuffer, Event, Stream, StreamPriority};
-
-/// The middle one.
-pub(super) fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
-}
 
 /// Seconds of `work` on the device, enqueued `count` times after once to warm up.
 fn device_seconds(
@@ -68,7 +63,7 @@ pub(super) fn matmul_flops_per_second(device: &Device) -> Result<f64, ExecError>
         bench.seconds(&[runner], &[0; 6])
     };
     let seconds = measure().map_err(|error: CudaError| exec_error(0, "a calibration", error))?;
-    Ok(spec.flops() / median(seconds.into_iter().flatten().collect()))
+    Ok(spec.flops() / median(&seconds.concat()))
 }
 
 /// Masks whose times the rates are fitted to: dense ones, where a rate is nearly all that there is. What documents cost beside it
@@ -88,7 +83,7 @@ pub(super) fn attention_rates(machine: &CudaMachine, cost: &mut CostModel) -> Re
     for mask in &masks {
         let mut case = bench.case(mask)?;
         case.prepare(BenchPass::Backward)?;
-        let mut seconds = |pass| Ok::<_, ExecError>(median(case.seconds(pass, BenchClock::Device, 6)?));
+        let mut seconds = |pass| Ok::<_, ExecError>(median(&case.seconds(pass, BenchClock::Device, 6)?));
         let (forward_seconds, backward_seconds) =
             (seconds(BenchPass::Forward)?, seconds(BenchPass::Backward)?);
         forward.push(Timed { program: program(mask, &spec, FORWARD_ONLY)?, seconds: forward_seconds });
@@ -178,11 +173,5 @@ mod tests {
         for mask in MASKS {
             assert!(mask.parse::<Mask>().is_ok_and(|mask| mask.seqlen_q() == 8192), "{mask}");
         }
-    }
-
-    #[test]
-    fn the_median_is_the_middle() {
-        assert_eq!(median(vec![3.0, 1.0, 2.0]), 2.0);
-        assert!(median(Vec::new()).is_nan());
     }
 }

@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use counterpoint_exec::ExecError;
 use counterpoint_plan::{DType, Link, LinkPoint, TransportMeasurement};
+use counterpoint_report::median;
 
-use super::kernels::median;
 use crate::gpu::collective::{BenchCollective, CollectiveCase, bench_collective};
 use counterpoint_cuda::exec_error;
 use counterpoint_cuda::{CudaMachine, TransportKind};
@@ -63,7 +63,7 @@ fn point(machine: &CudaMachine, collective: BenchCollective, bytes: u64) -> Resu
             counterpoint_cuda::CudaError::Launch { kernel: "a group collective".to_owned(), reason },
         ));
     }
-    Ok(LinkPoint { bytes: case.bytes(), seconds: median(times.seconds) })
+    Ok(LinkPoint { bytes: case.bytes(), seconds: median(&times.seconds) })
 }
 
 /// The line through what was measured: its slope between the two largest casts, its begin at the second one.

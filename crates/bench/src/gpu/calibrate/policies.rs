@@ -5,9 +5,9 @@ use counterpoint_mask::Mask;
 use counterpoint_plan::{
     AttentionSpec, CostModel, DType, Plan, PlanConfig, PolicyMeasurement, StageCount, Topology,
 };
+use counterpoint_report::median;
 use counterpoint_schedule::{OverlapPolicy, StartOrder};
 
-use super::kernels::median;
 use counterpoint_cuda::CudaMachine;
 
 /// Rows of a rank.
@@ -73,7 +73,7 @@ pub(super) fn measure(
             StartOrder::Sequential => 0.0,
             _ => hidden / f64::max(hideable, f64::MIN_POSITIVE),
         };
-        let seconds = median(run.forward_seconds) + median(run.backward_seconds);
+        let seconds = median(&run.forward_seconds) + median(&run.backward_seconds);
         measured.push(PolicyMeasurement { policy: policy.to_string(), seconds, efficiency });
     }
     measured.sort_by(|a, b| a.seconds.total_cmp(&b.seconds));
