@@ -1,8 +1,8 @@
 //! Counterpoint: an engine in which computation and communication play at the same time.
 //!
 //! This crate gathers the others under one name; read them in the order in which data flows:
-//! [`mask`] (what), [`plan`] (who), [`schedule`] (when), [`exec`] (done; on GPUs [`cuda`]), [`mod@reference`] (right), [`measure`] (fast),
-//! [`report`] (shown).
+//! [`mask`] (what), [`plan`] (who), [`schedule`] (when), [`choose`] (which), [`exec`] (done; on GPUs [`cuda`]), [`mod@reference`] (right),
+//! [`measure`] (fast), [`report`] (shown).
 //!
 //! ```
 //! use counterpoint::exec::{RunConfig, random_inputs, run_attention};
@@ -41,6 +41,7 @@
 // Not a workspace lint: tests may unwrap, their helpers too.
 #![warn(clippy::unwrap_used)]
 
+pub use counterpoint_choose as choose;
 pub use counterpoint_cuda as cuda;
 pub use counterpoint_exec as exec;
 pub use counterpoint_mask as mask;

@@ -13,10 +13,10 @@ const MAY_USE: &[(&str, &[&str])] = &[
     ("counterpoint-plan", &["mask", "tiles"]),
     ("counterpoint-schedule", &["mask", "plan"]),
     ("counterpoint-choose", &["mask", "plan", "schedule"]),
-    ("counterpoint-exec", &["mask", "plan", "schedule"]),
+    ("counterpoint-exec", &["mask", "plan", "schedule", "choose"]),
     ("counterpoint-reference", &["mask", "plan", "schedule", "exec"]),
-    ("counterpoint-measure", &["mask", "plan", "schedule", "exec", "reference"]),
-    ("counterpoint-cuda", &["files", "mask", "tiles", "plan", "schedule", "exec"]),
+    ("counterpoint-measure", &["mask", "plan", "schedule", "choose", "exec", "reference"]),
+    ("counterpoint-cuda", &["files", "mask", "tiles", "plan", "schedule", "choose", "exec"]),
     ("counterpoint-report", &["mask", "plan", "schedule"]),
     (
         "counterpoint",

@@ -27,7 +27,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     // each pass overlaps as is predicted to be fastest on the machine.
     // Gradients of the weight wait in a queue of two, and are added to an f32 `main_grad`.
     let options = LinearOptions {
-        overlap: LayerOverlap::Policy(OverlapPolicy::default(), WaveGroups::Fixed(4), CostModel::H200),
+        overlap: LayerOverlap::Policy(OverlapPolicy::default(), WaveGroups::Fixed(4).into(), CostModel::H200),
         gradient: LayerGradient::Deferred { into: Some(DType::F32), limit: 2 },
         ..LinearOptions::new(DType::F32)
     };

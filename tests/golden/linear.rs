@@ -1,5 +1,6 @@
 //! Linear layers of all kinds: plans, the Programs of every pass, and results of some of them.
 
+use counterpoint::choose::LayerGroups;
 use counterpoint::exec::{LinearConfig, LinearInputs, LinearOutputs, RunConfig, run_linear};
 use counterpoint::plan::{Activations, CostModel, DType, LinearKind, LinearPlan, LinearSpec, WaveGroups};
 use counterpoint::schedule::{
@@ -74,12 +75,13 @@ impl Layer {
             dtype,
         };
         // A quarter leaves the groups to be chosen by predicted times.
-        let groups = if draw.percent(25) { WaveGroups::Auto } else { WaveGroups::Fixed(draw.within(1, 5)) };
+        let groups =
+            if draw.percent(25) { LayerGroups::Auto } else { WaveGroups::Fixed(draw.within(1, 5)).into() };
         let groups_text = match groups {
-            WaveGroups::Fixed(groups) => groups.to_string(),
+            LayerGroups::Given(WaveGroups::Fixed(groups)) => groups.to_string(),
             _ => "chosen".to_owned(),
         };
-        let plan = LinearPlan::new(spec, tp_size, groups, &CostModel::H200).unwrap();
+        let plan = groups.plan(spec, tp_size, &CostModel::H200).unwrap();
         let gradient = draw.pick(&[
             WeightGradient::Frozen,
             WeightGradient::Written,

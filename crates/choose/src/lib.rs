@@ -10,9 +10,11 @@ mod device_model;
 mod dispatch;
 mod error;
 mod experts;
+mod linear;
 mod policies;
 mod prediction;
 mod remembered;
+mod training_step;
 
 pub use device_model::{DEVICE_MODEL_VERSION, DeviceModel};
 pub use dispatch::{
@@ -20,5 +22,12 @@ pub use dispatch::{
 };
 pub use error::ChooseError;
 pub use experts::{ExpertCandidate, ExpertChoice, ExpertDirection, expert_pass, expert_programs};
+pub use linear::{
+    ClockError, GemmExchange, GemmExchangeSeconds, GemmTraffic, GroupSearch, GroupSearcher, LayerGroups,
+    LinearMachine, LinearPass, LinkUse, PassClock, PassCosts, PassCurves, ProductStart, SearchStep,
+    SimulatedClock, TUNING_VERSION, TunedGroups, TunedHere, TunedPass, TunedPlace, TunedPlans, TunedShape,
+    TuningError, compositions,
+};
 pub use policies::{PassChoice, PolicyCandidate, PolicyChoice, attention_policies};
 pub use prediction::AttentionPrediction;
+pub use training_step::{LayerPart, LayerPrediction, Parallelism, StepError, StepPrediction, StepSpec};

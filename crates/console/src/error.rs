@@ -233,7 +233,7 @@ pub enum CliError {
         /// The file.
         path: PathBuf,
         /// What is wrong.
-        source: Box<counterpoint_plan::TuningError>,
+        source: Box<counterpoint_choose::TuningError>,
     },
     /// A plan cannot be made.
     #[error("{source}")]

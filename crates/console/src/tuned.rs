@@ -4,9 +4,9 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use counterpoint_choose::{TunedGroups, TunedPlans};
 use counterpoint_exec::SlowLink;
 use counterpoint_files::{Destination, FileLock, check_writable, write_atomically};
-use counterpoint_plan::{TunedGroups, TunedPlans};
 
 use crate::error::CliError;
 use crate::files;

@@ -3,7 +3,8 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use counterpoint_plan::{CostModel, DType, LinearMachine, Link, Topology};
+use counterpoint_choose::LinearMachine;
+use counterpoint_plan::{CostModel, DType, Link, Topology};
 use counterpoint_schedule::RankTransport;
 use rayon::ThreadPool;
 

@@ -1,10 +1,10 @@
 //! Times of a linear layer's pass and of its parts, measured on the ranks of a machine.
 
+use counterpoint_choose::{PassClock, TunedPass};
 use counterpoint_exec::{Backend, ExecError, Machine};
 use counterpoint_mask::Range;
 use counterpoint_plan::{
-    Activations, GemmCollective, LinearDirection, LinearKind, LinearPlan, LinearSpec, PassClock, PlanError,
-    TunedPass,
+    Activations, GemmCollective, LinearDirection, LinearKind, LinearPlan, LinearSpec, PlanError,
 };
 use counterpoint_reference::LinearSample;
 use counterpoint_schedule::{
@@ -233,7 +233,7 @@ mod tests {
     use std::time::Duration;
 
     use counterpoint_exec::CpuMachine;
-    use counterpoint_plan::{CostModel, DType, WaveGroups};
+    use counterpoint_plan::{DType, WaveGroups};
     use counterpoint_schedule::StartOrder;
 
     use super::*;
@@ -260,7 +260,7 @@ mod tests {
             for dtype in [DType::F64, DType::F32, DType::Bf16, DType::F16] {
                 let mut clock = clock(&machine, collective, dtype);
                 for groups in [WaveGroups::Fixed(1), WaveGroups::Sizes(vec![3, 10, 8])] {
-                    let plan = LinearPlan::new(clock.spec, 3, groups, &CostModel::H200).unwrap();
+                    let plan = LinearPlan::new(clock.spec, 3, groups).unwrap();
                     for start in [StartOrder::Sequential, StartOrder::Concurrent, StartOrder::Signals] {
                         clock.policy = OverlapPolicy::new(start);
                         assert!(clock.pass(&plan).unwrap() > 0.0);
@@ -285,7 +285,7 @@ mod tests {
                 clock.spec = LinearSpec { kind, activations, ..clock.spec };
                 clock.pass = TunedPass::AddedGradient(DType::F32);
                 for groups in [WaveGroups::Fixed(1), WaveGroups::Sizes(vec![3, 10, 8])] {
-                    let plan = LinearPlan::new(clock.spec, 3, groups, &CostModel::H200).unwrap();
+                    let plan = LinearPlan::new(clock.spec, 3, groups).unwrap();
                     for start in [StartOrder::Sequential, StartOrder::Concurrent, StartOrder::Signals] {
                         clock.policy = OverlapPolicy::new(start);
                         assert!(clock.pass(&plan).unwrap() > 0.0, "{kind} {activations} {start:?}");
@@ -304,7 +304,7 @@ mod tests {
             let clock = clock(&machine, collective, DType::Bf16);
             let plan = |in_features| {
                 let spec = LinearSpec { in_features, ..clock.spec };
-                LinearPlan::new(spec, 3, WaveGroups::Fixed(2), &CostModel::H200).unwrap()
+                LinearPlan::new(spec, 3, WaveGroups::Fixed(2)).unwrap()
             };
             let lower = |rank| lower_linear_forward(&plan(42), rank, clock.policy);
             let (_, prepared) = run(&machine, 3, &TIMING, lower).unwrap();

@@ -22,13 +22,10 @@ mod figure_limits;
 mod fingerprint;
 mod gemm_collective;
 mod group_part;
-mod group_search;
 mod hierarchy;
 mod hosting;
 mod layout;
 mod linear;
-mod linear_machine;
-mod linear_pass;
 mod linear_spec;
 mod link_counts;
 mod link_rows;
@@ -54,8 +51,6 @@ mod summary;
 mod tile_costs;
 mod topology;
 mod transformer;
-mod tuning;
-mod wave_groups;
 mod work;
 mod worker_sharing;
 
@@ -75,15 +70,12 @@ pub use experts::{
     Routing, RoutingError,
 };
 pub use fingerprint::Fingerprint;
-pub use gemm_collective::{GemmExchange, GemmExchangeSeconds, GemmTraffic};
+pub use gemm_collective::GemmCollective;
 pub use group_part::GroupPartError;
-pub use group_search::{GroupSearcher, PassClock, SearchStep};
 pub use hierarchy::{TwoLevelExchange, TwoLevelPart};
 pub use hosting::{HostedWork, UnweighedOffload};
-pub use linear::LinearPlan;
-pub use linear_machine::{LinearMachine, TunedHere};
-pub use linear_pass::{LinearPass, PassOverlap, SUMMING_WORKERS};
-pub use linear_spec::{Activations, LinearDirection, LinearKind, LinearSpec};
+pub use linear::{GROUP_TILE_ROWS, LinearPlan, WaveGroups};
+pub use linear_spec::{Activations, GroupFlow, LinearDirection, LinearKind, LinearSpec};
 pub use machine_profile::{
     LinkPoint, MachineProfile, PROFILE_VERSION, PolicyMeasurement, ProfileError, TransportMeasurement,
 };
@@ -100,11 +92,6 @@ pub use summary::{CommSummary, PlanSummary, RankSummary, StageSummary};
 pub use tile_costs::{TileCost, TileCosts};
 pub use topology::Topology;
 pub use transformer::{LayerLinear, TransformerSpec};
-pub use tuning::{
-    GemmCollective, GroupSearch, TUNING_VERSION, TunedGroups, TunedPass, TunedPlace, TunedPlans, TunedShape,
-    TuningError,
-};
-pub use wave_groups::{GroupFlow, LinkUse, PassCosts, PassCurves, ProductStart, WaveGroups, compositions};
 pub use worker_sharing::WorkerSharing;
 
 /// Rows of a key block, the step in which kernels walk keys. Stages are cut only at multiples of it (counted along a

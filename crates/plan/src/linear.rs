@@ -4,18 +4,21 @@
 use counterpoint_mask::Range;
 use serde::{Deserialize, Serialize};
 
-use crate::{
-    CostModel, GroupFlow, GroupPart, LinearDirection, LinearKind, LinearSpec, LinkUse, OwnedSplit, PassCosts,
-    PassCurves, PlanError, ProductStart, RemoteSplit, WaveGroups,
-};
+use crate::{GroupPart, LinearKind, LinearSpec, OwnedSplit, PlanError, RemoteSplit};
 
-/// The most groups that a pass is cut into by itself: each costs the start of a collective.
-pub(crate) const MOST_GROUPS: usize = 16;
 /// Groups are cut at multiples of so many of an owner's rows, where it has enough: kernels compute tiles of as many.
-pub(crate) const TILE_ROWS: usize = 128;
+pub const GROUP_TILE_ROWS: usize = 128;
 
-/// The steps in which sizes of groups are looked at.
-const STEPS: usize = 32;
+/// How many groups of tokens one pass of a layer is cut into, and how large each is.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum WaveGroups {
+    /// So many of the same size, at least 1.
+    Fixed(usize),
+    /// So many rows of a rank's tokens in each, at least 1; together those that the first rank owns. A rank that owns one
+    /// token fewer has it missing in its last group.
+    Sizes(Vec<usize>),
+}
 
 /// A layer on its ranks: shards and groups.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -33,12 +36,7 @@ impl LinearPlan {
     ///
     /// # Errors
     /// [`PlanError::Linear`] when there are no ranks, an axis is empty, or the split features are no multiple of the ranks.
-    pub fn new(
-        spec: LinearSpec,
-        tp_size: usize,
-        groups: WaveGroups,
-        cost: &CostModel,
-    ) -> Result<Self, PlanError> {
+    pub fn new(spec: LinearSpec, tp_size: usize, groups: WaveGroups) -> Result<Self, PlanError> {
         let error = |field, value: usize, wanted: String| Err(PlanError::Linear { field, value, wanted });
         if tp_size == 0 {
             return error("tp_size", 0, "at least 1".to_owned());
@@ -70,7 +68,6 @@ impl LinearPlan {
                 }
                 sizes
             }
-            WaveGroups::Auto => plan.fastest_groups(cost),
         };
         Ok(plan)
     }
@@ -85,42 +82,6 @@ impl LinearPlan {
         &self.groups
     }
 
-    /// The groups with the smallest predicted time of the pass in which they matter most.
-    fn fastest_groups(&self, cost: &CostModel) -> Vec<usize> {
-        let (spec, tp_size, direction) = (&self.spec, self.tp_size, self.spec.communicating_pass());
-        let product = |rows: usize| {
-            cost.launch_seconds + cost.matmul_seconds(spec.product_of(direction, rows, tp_size))
-        };
-        let row_bytes = (tp_size - 1) * spec.travelling_columns() * spec.dtype.size();
-        let travel = |rows: usize| cost.link.seconds((rows * row_bytes) as u64);
-        let speed_beside = cost.sharing.map_or(1.0, |sharing| sharing.speed_without(sharing.communication));
-        let join = 2.0 * (self.tokens_of(0).len() * spec.travelling_columns() * spec.dtype.size()) as f64;
-        let curves = PassCurves {
-            product: &product,
-            travel: &travel,
-            back: &travel,
-            after: match direction {
-                LinearDirection::Backward { weight_gradient: true } => product(spec.tokens),
-                _ => 0.0,
-            },
-            join: cost.launch_seconds + join / cost.memory_bytes_per_second,
-            starts: ProductStart::Free,
-            link: LinkUse::Shared,
-            speed_beside,
-        };
-        let step = self.wave_step();
-        match self.pass_costs(direction, step, &curves) {
-            Some(costs) => self.rows_of_waves(step, &costs.fastest(MOST_GROUPS)),
-            None => vec![self.tokens_of(0).len()],
-        }
-    }
-
-    /// Rows of the waves that groups are made of by themselves: whole tiles, where an owner has enough rows.
-    pub(crate) fn wave_step(&self) -> usize {
-        let step = self.tokens_of(0).len().div_ceil(STEPS);
-        if step < TILE_ROWS { step } else { step.next_multiple_of(TILE_ROWS) }
-    }
-
     /// Rows of groups of so many waves, each of `wave` rows of the first rank's tokens; the last one may have fewer.
     pub fn rows_of_waves(&self, wave: usize, groups: &[usize]) -> Vec<usize> {
         let mut left = self.tokens_of(0).len();
@@ -130,39 +91,6 @@ impl LinearPlan {
             size
         });
         sizes.filter(|size| *size > 0).collect()
-    }
-
-    /// What a pass costs in waves of `wave` rows of each rank's tokens; `None` where it does not communicate.
-    pub fn pass_costs(
-        &self,
-        direction: LinearDirection,
-        wave: usize,
-        curves: &PassCurves<'_>,
-    ) -> Option<PassCosts> {
-        if self.tp_size == 1 {
-            return None;
-        }
-        let flow = self.spec.flow(direction)?;
-        let rows = self.tokens_of(0).len();
-        let waves = rows.div_ceil(wave.max(1));
-        let table = |seconds: &dyn Fn(usize) -> f64| {
-            (0..=waves).map(|n| if n == 0 { 0.0 } else { seconds((n * wave).min(rows)) }).collect()
-        };
-        let before = if flow == GroupFlow::Gather { (curves.product)(rows) } else { 0.0 };
-        // Of a gather the own rows are multiplied before.
-        let owners = if flow == GroupFlow::Gather { self.tp_size - 1 } else { self.tp_size };
-        Some(PassCosts {
-            flow,
-            product: table(&|rows| (curves.product)(rows * owners)),
-            travel: table(curves.travel),
-            back: table(curves.back),
-            before,
-            after: curves.after,
-            join: if flow == GroupFlow::Reduce { curves.join } else { 0.0 },
-            starts: curves.starts,
-            link: curves.link,
-            speed_beside: curves.speed_beside,
-        })
     }
 
     /// The tokens that a rank owns where activations are split by tokens, and sums where they are not: stretches of equal
@@ -253,14 +181,14 @@ fn to_others(rank: usize, part: &GroupPart) -> GroupPart {
 
 /// Sizes of so many groups of rows that are as even as whole tiles allow, where there is a tile for each.
 fn even_tiles(rows: usize, groups: usize) -> Vec<usize> {
-    let tiles = rows / TILE_ROWS;
+    let tiles = rows / GROUP_TILE_ROWS;
     if tiles < groups {
         return (0..groups).map(|group| even(rows, groups, group).len()).collect();
     }
     let mut sizes: Vec<usize> =
-        (0..groups).map(|group| even(tiles, groups, group).len() * TILE_ROWS).collect();
+        (0..groups).map(|group| even(tiles, groups, group).len() * GROUP_TILE_ROWS).collect();
     if let Some(last) = sizes.last_mut() {
-        *last += rows % TILE_ROWS;
+        *last += rows % GROUP_TILE_ROWS;
     }
     sizes
 }
@@ -296,9 +224,8 @@ mod tests {
                 let rows = tokens.div_ceil(tp_size);
                 let fixed = [1, 2, 5, 100].map(WaveGroups::Fixed);
                 let uneven = (rows > 2).then(|| WaveGroups::Sizes(vec![1, rows - 2, 1]));
-                for groups in fixed.into_iter().chain(uneven).chain([WaveGroups::Auto]) {
-                    let plan =
-                        LinearPlan::new(spec(tokens), tp_size, groups.clone(), &CostModel::H200).unwrap();
+                for groups in fixed.into_iter().chain(uneven) {
+                    let plan = LinearPlan::new(spec(tokens), tp_size, groups.clone()).unwrap();
                     let mut seen = vec![0; tokens];
                     for group in 0..plan.groups() {
                         let ranges = plan.group_tokens(group);
@@ -319,7 +246,7 @@ mod tests {
 
     #[test]
     fn groups_are_whole_tiles_where_there_are_enough() {
-        let plan = LinearPlan::new(spec(4096 + 7), 4, WaveGroups::Fixed(3), &CostModel::H200).unwrap();
+        let plan = LinearPlan::new(spec(4096 + 7), 4, WaveGroups::Fixed(3)).unwrap();
         let rows = |rank| (0..3).map(|group| plan.group_rows(rank, group).len()).collect::<Vec<_>>();
         assert_eq!(rows(0), [384, 384, 258]);
         assert_eq!(rows(3), [384, 384, 257]);
@@ -327,34 +254,13 @@ mod tests {
 
     #[test]
     fn what_does_not_divide_is_named() {
-        let error = LinearPlan::new(spec(5), 5, WaveGroups::Auto, &CostModel::H200).unwrap_err();
+        let error = LinearPlan::new(spec(5), 5, WaveGroups::Fixed(2)).unwrap_err();
         let text = error.to_string();
         assert!(text.contains("out_features") && text.contains("12") && text.contains('5'), "{text}");
         let row = LinearSpec { kind: LinearKind::Row, ..spec(5) };
-        assert!(LinearPlan::new(row, 3, WaveGroups::Auto, &CostModel::H200).is_err());
-        assert!(LinearPlan::new(row, 4, WaveGroups::Fixed(0), &CostModel::H200).is_err());
-        assert!(
-            LinearPlan::new(LinearSpec { tokens: 0, ..row }, 4, WaveGroups::Auto, &CostModel::H200).is_err()
-        );
-    }
-
-    /// More groups where there is more to hide, one where a collective's start costs more than all of it. Small first ones where
-    /// communication takes longer, so that it begins early; small last ones where computation does.
-    #[test]
-    fn automatic_groups_follow_the_cost() {
-        let groups = |tokens: usize, kind: LinearKind, in_features: usize| {
-            let spec = LinearSpec { kind, tokens, in_features, out_features: 8192, ..spec(1) };
-            let plan = LinearPlan::new(spec, 4, WaveGroups::Auto, &CostModel::H200).unwrap();
-            assert_eq!(plan.group_sizes().iter().sum::<usize>(), tokens.div_ceil(4));
-            plan.group_sizes().to_vec()
-        };
-        assert_eq!(groups(16, LinearKind::Row, 8192), [4]);
-        assert!(groups(32_768, LinearKind::Column, 8192).len() > 1);
-        let ends = |sizes: &[usize]| (sizes[0], sizes[sizes.len() - 1]);
-        let (first, last) = ends(&groups(32_768, LinearKind::Row, 4096));
-        assert!(first < last, "{first} {last}");
-        let (first, last) = ends(&groups(32_768, LinearKind::Row, 32_768));
-        assert!(first > last, "{first} {last}");
+        assert!(LinearPlan::new(row, 3, WaveGroups::Fixed(2)).is_err());
+        assert!(LinearPlan::new(row, 4, WaveGroups::Fixed(0)).is_err());
+        assert!(LinearPlan::new(LinearSpec { tokens: 0, ..row }, 4, WaveGroups::Fixed(2)).is_err());
     }
 
     #[test]
@@ -362,7 +268,7 @@ mod tests {
         for (sizes, words) in
             [(vec![3, 2], ["5", "6 tokens"]), (vec![6, 0], ["6", "at least 1"]), (vec![], ["0", "6 tokens"])]
         {
-            let error = LinearPlan::new(spec(12), 2, WaveGroups::Sizes(sizes), &CostModel::H200).unwrap_err();
+            let error = LinearPlan::new(spec(12), 2, WaveGroups::Sizes(sizes)).unwrap_err();
             let text = error.to_string();
             assert!(words.iter().all(|word| text.contains(word)), "{text}");
         }

@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{DType, GroupFlow};
+use crate::DType;
 
 /// Which axis of the weight `[out_features, in_features]` is split over the ranks (Megatron-LM, section 3).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -57,6 +57,18 @@ impl fmt::Display for Activations {
             Activations::SequenceParallel => "sequence-parallel",
         })
     }
+}
+
+/// In which order the products and the collectives of a pass follow each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum GroupFlow {
+    /// A group's sums are reduced once it is multiplied: reduce-scatter.
+    Reduce,
+    /// As `Reduce`, and then travel back to all: all-reduce.
+    ReduceAndGather,
+    /// A group's rows travel, then they are multiplied: all-gather.
+    Gather,
 }
 
 /// A linear layer `y = x W^T + bias` over the ranks of a tensor-parallel group. `x` is `[tokens, in_features]`, `y` is
@@ -114,7 +126,7 @@ impl LinearSpec {
     }
 
     /// In which order products and collectives of a pass follow each other; `None` where it has no collective.
-    pub(crate) fn flow(&self, direction: LinearDirection) -> Option<GroupFlow> {
+    pub fn flow(&self, direction: LinearDirection) -> Option<GroupFlow> {
         let sums = match self.activations {
             Activations::SequenceParallel => GroupFlow::Reduce,
             Activations::Replicated => GroupFlow::ReduceAndGather,

@@ -2,11 +2,12 @@
 
 use std::sync::Arc;
 
+use counterpoint_choose::LayerGroups;
 use counterpoint_exec::{
     Backend, BufferAccess, ExecError, Group, LayerCall, LayerGradient, LayerOverlap, LinearLayer,
     LinearOptions, Machine, NamedBuffers, PlannedPass, PlannedPasses, SharedInputLinear, Ticket,
 };
-use counterpoint_plan::{Activations, LinearKind, LinearSpec, WaveGroups};
+use counterpoint_plan::{Activations, LinearKind, LinearSpec};
 use counterpoint_schedule::{BufferRole, BufferSpec, InputGradient, OverlapPolicy};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -107,7 +108,7 @@ impl<M: Machine> ReadyLayer<M> {
     ) -> Result<Self, ExecError> {
         let overlap = match policy {
             None => LayerOverlap::default(),
-            Some(policy) => LayerOverlap::Policy(*policy, WaveGroups::Auto, group.linear().cost),
+            Some(policy) => LayerOverlap::Policy(*policy, LayerGroups::Auto, group.linear().cost),
         };
         let LinearSpec { activations, has_bias, dtype, tokens, in_features, .. } = *spec;
         if !shared.is_empty() {

@@ -5,12 +5,13 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use counterpoint_choose::TunedPlace;
 use counterpoint_console::{device::cpu_name, tuned::transport_of_threads};
 use counterpoint_cuda::{CudaMachine, CudaProcess, Device, Timing, TransportKind};
 use counterpoint_exec::{
     CpuMachine, ExecError, Group, JoinConfig, PlanningThreads, Rendezvous, SlowLink, WorldConfig,
 };
-use counterpoint_plan::{PlanCache, Topology, TunedPlace};
+use counterpoint_plan::{PlanCache, Topology};
 use pyo3::prelude::*;
 
 use crate::allocator::PythonAllocator;

@@ -3,9 +3,9 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use counterpoint_choose::{TunedHere, TunedPlace, TunedPlans};
 use counterpoint_console::{CliError, tuned};
 use counterpoint_exec::{Group, Machine};
-use counterpoint_plan::{TunedHere, TunedPlace, TunedPlans};
 use pyo3::prelude::*;
 
 use crate::error::{Raised, raise};
@@ -42,7 +42,7 @@ pub(crate) fn following<M: Machine>(
 ) -> (Group<M>, usize) {
     let Some(plans) = plans else { return (group, 0) };
     let topology = group.linear().topology;
-    let is_for = |plan: &&counterpoint_plan::TunedGroups| {
+    let is_for = |plan: &&counterpoint_choose::TunedGroups| {
         let shape = &plan.shape;
         (&shape.device, &shape.transport) == (&place.device, &place.transport)
             && (shape.ranks, shape.ranks_per_node) == (topology.world_size, topology.ranks_per_node)

@@ -13,12 +13,12 @@ mod experts;
 mod linear;
 mod op_cost;
 mod op_seconds;
+mod pass_overlap;
 mod pass_policies;
 mod policy;
 mod program;
 mod simulate;
 mod timeline;
-mod transformer;
 mod transport;
 mod validate;
 
@@ -27,13 +27,14 @@ pub use experts::{
     COMBINE as COMBINE_LABEL, DISPATCH as DISPATCH_LABEL, lower_expert_backward, lower_expert_forward,
 };
 pub use linear::{
-    ClockError, GATHER as GATHER_LABEL, InputGradient, NormSpec, REDUCE as REDUCE_LABEL, SharedInput,
-    SimulatedClock, WeightGradient, lower_collective, lower_join, lower_linear_backward,
-    lower_linear_forward, lower_linear_weight_gradient, lower_normalised_backward, lower_normalised_forward,
-    lower_product, lower_shared_input_backward, lower_shared_input_forward,
-    lower_shared_input_weight_gradient, travel_seconds,
+    GATHER as GATHER_LABEL, InputGradient, NormSpec, REDUCE as REDUCE_LABEL, SharedInput, WeightGradient,
+    lower_collective, lower_join, lower_linear_backward, lower_linear_forward, lower_linear_weight_gradient,
+    lower_normalised_backward, lower_normalised_forward, lower_product, lower_row_passes,
+    lower_shared_input_backward, lower_shared_input_forward, lower_shared_input_weight_gradient,
+    travel_seconds,
 };
 pub use op_cost::OpCost;
+pub use pass_overlap::{PassOverlap, SUMMING_WORKERS};
 pub use pass_policies::PassPolicies;
 pub use policy::{
     CommunicationPriority, HardwareQueues, Mover, OverlapPolicy, PolicyError, StartOrder, WorkerShare,
@@ -47,6 +48,5 @@ pub use program::{
 };
 pub use simulate::{SimulateError, simulate};
 pub use timeline::{Overlap, Span, SpanKind, Timeline};
-pub use transformer::{LayerPart, LayerPrediction, Parallelism, StepError, StepPrediction, StepSpec};
 pub use transport::{PolicySupport, RankTransport, Workload};
 pub use validate::ProgramError;

@@ -3,9 +3,10 @@
 use std::fmt;
 use std::str::FromStr;
 
-use counterpoint_plan::{PassOverlap, SUMMING_WORKERS};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
+
+use crate::{PassOverlap, SUMMING_WORKERS};
 
 /// What decides when a communication and the computation that may run beside it start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]

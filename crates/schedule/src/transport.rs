@@ -2,9 +2,11 @@
 
 use std::fmt;
 
-use counterpoint_plan::{PassOverlap, SUMMING_WORKERS, Topology};
+use counterpoint_plan::Topology;
 
-use crate::{CommunicationPriority, HardwareQueues, Mover, OverlapPolicy, WorkerShare};
+use crate::{
+    CommunicationPriority, HardwareQueues, Mover, OverlapPolicy, PassOverlap, SUMMING_WORKERS, WorkerShare,
+};
 
 /// How rows get from one rank to another, by the names that users know.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -130,7 +130,7 @@ fn sharing_h200() -> CostModel {
 fn policies_do_what_they_do_on_a_gpu() {
     let cost = sharing_h200();
     let spec = spec(LinearKind::Column, Activations::Replicated, 8192);
-    let plan = LinearPlan::new(spec, 4, WaveGroups::Fixed(1), &cost).unwrap();
+    let plan = LinearPlan::new(spec, 4, WaveGroups::Fixed(1)).unwrap();
     let overlap = |policy: &str| {
         let policy: OverlapPolicy = policy.parse().unwrap();
         let lower = |rank| lower_linear_backward(&plan, rank, WeightGradient::Written, policy);
@@ -165,7 +165,7 @@ fn collectives_follow_each_other_on_a_link() {
     let cost = CostModel { matmul_flops_per_second: 1e18, link, ..sharing_h200() };
     let spec = spec(LinearKind::Row, Activations::Replicated, 8192);
     let seconds = |groups: usize, cost: &CostModel| {
-        let plan = LinearPlan::new(spec, 4, WaveGroups::Fixed(groups), cost).unwrap();
+        let plan = LinearPlan::new(spec, 4, WaveGroups::Fixed(groups)).unwrap();
         let policy = "copy-engine".parse().unwrap();
         let ranks: Vec<Program> = (0..4).map(|rank| lower_linear_forward(&plan, rank, policy)).collect();
         simulate(&ranks, &Topology::flat(4), cost).unwrap().makespan()
@@ -189,7 +189,7 @@ fn fused_products_take_the_longer_of_two() {
         (LinearKind::Row, Activations::Replicated),
         (LinearKind::Column, Activations::SequenceParallel),
     ] {
-        let plan = LinearPlan::new(spec(kind, activations, 8192), 4, WaveGroups::Fixed(1), &cost).unwrap();
+        let plan = LinearPlan::new(spec(kind, activations, 8192), 4, WaveGroups::Fixed(1)).unwrap();
         let run = |policy: &str| {
             let lower = |rank| lower_linear_forward(&plan, rank, policy.parse().unwrap());
             let ranks: Vec<Program> = (0..4).map(lower).collect();
@@ -213,7 +213,7 @@ fn a_fused_backward_exposes_nothing() {
     let cost = sharing_h200();
     for activations in [Activations::Replicated, Activations::SequenceParallel] {
         let spec = LinearSpec { out_features: 4 * 7168, ..spec(LinearKind::Column, activations, 8192) };
-        let plan = LinearPlan::new(spec, 4, WaveGroups::Fixed(1), &cost).unwrap();
+        let plan = LinearPlan::new(spec, 4, WaveGroups::Fixed(1)).unwrap();
         let run = |policy: &str, gradient| {
             let lower = |rank| lower_linear_backward(&plan, rank, gradient, policy.parse().unwrap());
             let ranks: Vec<Program> = (0..4).map(lower).collect();
@@ -239,7 +239,7 @@ fn one_rank_stands_for_all() {
     for (tp_size, ranks_per_node) in [(8, 8), (16, 8)] {
         for kind in [LinearKind::Column, LinearKind::Row] {
             let spec = spec(kind, Activations::SequenceParallel, 4096);
-            let plan = LinearPlan::new(spec, tp_size, WaveGroups::Auto, &cost).unwrap();
+            let plan = LinearPlan::new(spec, tp_size, WaveGroups::Fixed(3)).unwrap();
             for policy in ["sequential", "kernel-barrier", "copy-engine"] {
                 let lower = |rank| lower_linear_forward(&plan, rank, policy.parse().unwrap());
                 let all: Vec<Program> = (0..tp_size).map(lower).collect();
@@ -258,8 +258,7 @@ fn thousands_of_ranks_take_seconds() {
     let cost = sharing_h200();
     let begin = Instant::now();
     let spec = spec(LinearKind::Row, Activations::SequenceParallel, 1 << 20);
-    let plan =
-        LinearPlan::new(spec, 4096, WaveGroups::Fixed(4), &cost).unwrap_or_else(|error| panic!("{error}"));
+    let plan = LinearPlan::new(spec, 4096, WaveGroups::Fixed(4)).unwrap_or_else(|error| panic!("{error}"));
     let topology = Topology { world_size: 4096, ranks_per_node: 8 };
     let one = lower_linear_forward(&plan, 0, OverlapPolicy::default());
     let seconds = simulate(&[one], &topology, &cost).unwrap().makespan();

@@ -5,9 +5,9 @@ use std::sync::Arc;
 
 use counterpoint_mask::Mask;
 use counterpoint_plan::{
-    Activations, AttentionSpec, CostModel, DType, DispatchAlgorithm, ExpertGroups, ExpertKind, ExpertPlan,
-    ExpertSpec, GemmCollective, LinearKind, LinearPlan, LinearSpec, Plan, PlanConfig, QueryExchange, Routing,
-    StageCount, Topology, WaveGroups,
+    Activations, AttentionSpec, DType, DispatchAlgorithm, ExpertGroups, ExpertKind, ExpertPlan, ExpertSpec,
+    GemmCollective, LinearKind, LinearPlan, LinearSpec, Plan, PlanConfig, QueryExchange, Routing, StageCount,
+    Topology, WaveGroups,
 };
 use counterpoint_schedule::{
     GradientReduction, KeyBlocks, NormSpec, OverlapPolicy, WeightGradient, lower_attention_backward,
@@ -103,7 +103,7 @@ fn layer(kind: LinearKind, activations: Activations) -> LinearPlan {
         has_bias: true,
         dtype: DType::Bf16,
     };
-    LinearPlan::new(spec, 2, WaveGroups::Fixed(2), &CostModel::H200).unwrap()
+    LinearPlan::new(spec, 2, WaveGroups::Fixed(2)).unwrap()
 }
 
 fn linear(plan: &LinearPlan, policy: &str) -> String {

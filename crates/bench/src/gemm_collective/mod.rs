@@ -6,6 +6,7 @@ mod peers;
 mod row;
 
 use crate::gpu::{GemmCollectiveBench, GemmCollectiveRuns};
+use counterpoint_choose::LayerGroups;
 use counterpoint_console::{
     self as console, CliError, Progress, Schema,
     arguments::{Device, OverlapChoice},
@@ -81,8 +82,8 @@ fn costs(arguments: &BenchGemmCollectiveArguments) -> Result<CostModel, CliError
 }
 
 /// In which groups an overlapped product's rows travel.
-fn groups(arguments: &BenchGemmCollectiveArguments) -> WaveGroups {
-    arguments.groups.map_or(WaveGroups::Auto, |groups| WaveGroups::Fixed(groups as usize))
+fn groups(arguments: &BenchGemmCollectiveArguments) -> LayerGroups {
+    arguments.groups.map_or(LayerGroups::Auto, |groups| WaveGroups::Fixed(groups as usize).into())
 }
 
 /// What `--device` names.

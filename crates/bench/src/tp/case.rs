@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use counterpoint_choose::{LayerGroups, LinearMachine, TunedHere};
 use counterpoint_console::{
     CliError,
     arguments::{OverlapChoice, dtype_name},
@@ -11,7 +12,7 @@ use counterpoint_exec::{
     ExecError, Group, HostTensor, LayerGradient, LayerOverlap, LinearInputs, LinearLayer, LinearOutputs,
     LinearTensor, Machine, PlannedPass, PlannedPasses, RankBuffers, RunConfig, RunTimes, WorldConfig,
 };
-use counterpoint_plan::{CostModel, LinearMachine, LinearPlan, LinearSpec, TunedHere, WaveGroups};
+use counterpoint_plan::{CostModel, LinearPlan, LinearSpec, WaveGroups};
 use counterpoint_reference::{LinearSample, check_linear_part};
 use counterpoint_report::Statistics;
 use counterpoint_schedule::{Mover, OverlapPolicy, StartOrder, WeightGradient};
@@ -92,8 +93,8 @@ impl Case<'_> {
             Group::connect(machine, self.tp_size, config).map_err(|source| CliError::Run { source })?;
         let mut tensors = None;
         let sequential = OverlapPolicy::new(StartOrder::Sequential);
-        let named = |policy, groups| LayerOverlap::Policy(policy, groups, self.cost);
-        let mut asked = vec![(sequential.to_string(), named(sequential, WaveGroups::Fixed(1)))];
+        let named = |policy, groups: LayerGroups| LayerOverlap::Policy(policy, groups, self.cost);
+        let mut asked = vec![(sequential.to_string(), named(sequential, WaveGroups::Fixed(1).into()))];
         for choice in &self.arguments.overlap {
             let OverlapChoice::Named(policy) = choice else {
                 asked.push((choice.to_string(), LayerOverlap::Predicted(Some(self.cost))));
@@ -101,8 +102,8 @@ impl Case<'_> {
             };
             asked.extend(self.arguments.groups.iter().map(|&groups| {
                 let groups = match groups {
-                    0 => WaveGroups::Auto,
-                    groups => WaveGroups::Fixed(groups as usize),
+                    0 => LayerGroups::Auto,
+                    groups => WaveGroups::Fixed(groups as usize).into(),
                 };
                 (choice.to_string(), named(*policy, groups))
             }));

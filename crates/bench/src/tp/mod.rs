@@ -9,6 +9,7 @@ mod row;
 
 use std::sync::Arc;
 
+use counterpoint_choose::{TunedHere, TunedPlans};
 use counterpoint_console::{
     self as console, CliError, CommandLine, Progress, Schema,
     arguments::Device,
@@ -19,7 +20,7 @@ use counterpoint_console::{
 };
 use counterpoint_cuda::TransportKind;
 use counterpoint_exec::{CpuMachine, LinearInputs, Machine, RunConfig, random_linear_inputs};
-use counterpoint_plan::{DType, LinearKind, LinearSpec, Topology, TunedHere, TunedPlans};
+use counterpoint_plan::{DType, LinearKind, LinearSpec, Topology};
 use counterpoint_report::{LiveTable, TimelinePair, TraceSection, chrome_trace};
 
 use self::case::Case;

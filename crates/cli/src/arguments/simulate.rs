@@ -3,11 +3,12 @@
 use std::path::PathBuf;
 
 use clap::{Args, Subcommand, ValueEnum};
+use counterpoint_choose::LayerGroups;
 use counterpoint_console::CliError;
 use counterpoint_console::arguments::{
     OverlapChoice, OverlapList, PlanningArguments, ShapeArguments, overlap, value,
 };
-use counterpoint_plan::{Activations, DType, ExpertKind, LinearKind, TransformerSpec, WaveGroups};
+use counterpoint_plan::{Activations, DType, ExpertKind, LinearKind, TransformerSpec};
 use counterpoint_schedule::{OverlapPolicy, WeightGradient};
 
 /// What to predict.
@@ -112,7 +113,7 @@ pub(crate) struct SimulateLinearArguments {
 
     /// Groups of tokens
     #[arg(long, value_name = "auto|N|ROWS+ROWS", default_value = "auto", value_parser = value::groups, allow_hyphen_values = true)]
-    pub(crate) groups: WaveGroups,
+    pub(crate) groups: LayerGroups,
 
     /// Element type
     #[arg(long, value_name = "TYPE", default_value = "bf16", value_parser = value::dtype())]
@@ -304,7 +305,7 @@ pub(crate) struct SimulateModelArguments {
 
     /// Groups of every linear layer: auto, or a number of equal ones
     #[arg(long, value_name = "auto|N", default_value = "auto", value_parser = value::groups, allow_hyphen_values = true)]
-    pub(crate) groups: WaveGroups,
+    pub(crate) groups: LayerGroups,
 
     /// How communication is brought to run under computation; may be several.
     #[arg(

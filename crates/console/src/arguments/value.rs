@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use clap::builder::{PossibleValuesParser, TypedValueParser};
+use counterpoint_choose::LayerGroups;
 use counterpoint_cuda::TransportKind;
 use counterpoint_exec::SlowLink;
 use counterpoint_mask::MaskPreset;
@@ -97,17 +98,18 @@ pub fn ranks(text: &str) -> Result<usize, String> {
 }
 
 /// `auto`, a number of equal groups, or the rows of each.
-pub fn groups(text: &str) -> Result<WaveGroups, String> {
+pub fn groups(text: &str) -> Result<LayerGroups, String> {
     let wrong = || {
         format!(
             "`{text}` does not name groups; give auto, a number such as 4, or the rows of each, such as 256+512+256"
         )
     };
     if text == "auto" {
-        return Ok(WaveGroups::Auto);
+        return Ok(LayerGroups::Auto);
     }
     let sizes: Vec<usize> = text.split('+').map(size).collect::<Result<_, _>>().map_err(|_| wrong())?;
-    Ok(if let [groups] = sizes[..] { WaveGroups::Fixed(groups) } else { WaveGroups::Sizes(sizes) })
+    let groups = if let [groups] = sizes[..] { WaveGroups::Fixed(groups) } else { WaveGroups::Sizes(sizes) };
+    Ok(groups.into())
 }
 
 /// A collective of tokens.
@@ -362,9 +364,9 @@ mod tests {
 
     #[test]
     fn sequences_of_groups() {
-        assert_eq!(groups("auto"), Ok(WaveGroups::Auto));
-        assert_eq!(groups("4"), Ok(WaveGroups::Fixed(4)));
-        assert_eq!(groups("1k+512"), Ok(WaveGroups::Sizes(vec![1024, 512])));
+        assert_eq!(groups("auto"), Ok(LayerGroups::Auto));
+        assert_eq!(groups("4"), Ok(WaveGroups::Fixed(4).into()));
+        assert_eq!(groups("1k+512"), Ok(WaveGroups::Sizes(vec![1024, 512]).into()));
         for text in ["", "0", "4+", "4+0", "a+b", "-1"] {
             assert!(groups(text).unwrap_err().contains("256+512+256"), "{text}");
         }

@@ -2,8 +2,9 @@
 
 use std::sync::Arc;
 
+use counterpoint_choose::LinearMachine;
 use counterpoint_exec::{ElementTypes, Ends, ExecError, Machine, World, check_memory};
-use counterpoint_plan::{DType, LinearMachine, MachineProfile, Topology, WorkerSharing};
+use counterpoint_plan::{DType, MachineProfile, Topology, WorkerSharing};
 
 use super::lender::lender;
 use crate::backend::clock::Clock;

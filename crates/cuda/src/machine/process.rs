@@ -4,10 +4,11 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use counterpoint_choose::LinearMachine;
 use counterpoint_exec::{
     ElementTypes, Ends, ExecError, Facet, Machine, Rendezvous, RendezvousError, World, check_memory,
 };
-use counterpoint_plan::{CostModel, LinearMachine, Topology};
+use counterpoint_plan::{CostModel, Topology};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 

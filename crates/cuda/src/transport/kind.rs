@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use counterpoint_plan::PassOverlap;
+use counterpoint_schedule::PassOverlap;
 use counterpoint_schedule::RankTransport;
 
 /// How rows travel between GPUs.

@@ -7,7 +7,7 @@ mod join;
 use std::ops::Range;
 use std::sync::Arc;
 
-use counterpoint_plan::{LinearMachine, TunedHere};
+use counterpoint_choose::{LinearMachine, TunedHere};
 use counterpoint_schedule::Program;
 
 pub use self::collective::{

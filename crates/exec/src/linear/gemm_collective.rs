@@ -1,8 +1,7 @@
 //! Fused GEMM and collective as calls: reduce-scatter or all-reduce behind a product, all-gather before one.
 
-use counterpoint_plan::{
-    CostModel, DType, GemmCollective, GemmExchange, GemmTraffic, LinearPlan, PlanError, WaveGroups,
-};
+use counterpoint_choose::{GemmExchange, GemmTraffic, LayerGroups};
+use counterpoint_plan::{CostModel, DType, GemmCollective, LinearPlan, PlanError, WaveGroups};
 use counterpoint_schedule::{Mover, OverlapPolicy, StartOrder, lower_linear_forward};
 
 use crate::{Backend, ExecError, Group, HostTensor, Machine, Prepared, WorldConfig};
@@ -49,13 +48,13 @@ impl GemmCollectiveSpec {
     ///
     /// # Errors
     /// [`PlanError::Linear`] when there are no ranks or a size is 0.
-    pub fn plan(&self, groups: WaveGroups, cost: &CostModel) -> Result<LinearPlan, PlanError> {
+    pub fn plan(&self, groups: &LayerGroups, cost: &CostModel) -> Result<LinearPlan, PlanError> {
         let Self { collective, ranks, m, n, k, dtype } = *self;
         let size = match collective {
             GemmCollective::AllGather => [m, n * ranks, k],
             GemmCollective::ReduceScatter | GemmCollective::AllReduce => [m, n, k * ranks],
         };
-        LinearPlan::new(collective.layer(size, dtype), ranks, groups, cost)
+        groups.plan(collective.layer(size, dtype), ranks, cost)
     }
 
     /// The policy under which it runs: by prediction [`StartOrder::Sequential`] or [`Mover::Fused`].
@@ -95,7 +94,7 @@ impl GemmCollectiveSpec {
         policy: OverlapPolicy,
         config: WorldConfig,
     ) -> Result<Vec<PreparedOn<M>>, ExecError> {
-        self.prepare_groups(machine, WaveGroups::Auto, policy, config)
+        self.prepare_groups(machine, LayerGroups::Auto, policy, config)
     }
 
     /// As [`GemmCollectiveSpec::prepare`], in these groups where it is not to be one.
@@ -105,15 +104,15 @@ impl GemmCollectiveSpec {
     pub fn prepare_groups<M: Machine>(
         &self,
         machine: &M,
-        groups: WaveGroups,
+        groups: impl Into<LayerGroups>,
         policy: OverlapPolicy,
         config: WorldConfig,
     ) -> Result<Vec<PreparedOn<M>>, ExecError> {
         let groups = match (policy.mover, policy.start) {
-            (Mover::Fused, _) | (_, StartOrder::Sequential) => WaveGroups::Fixed(1),
-            _ => groups,
+            (Mover::Fused, _) | (_, StartOrder::Sequential) => WaveGroups::Fixed(1).into(),
+            _ => groups.into(),
         };
-        let plan = self.plan(groups, &CostModel::H200).map_err(|error| ExecError::Tensor {
+        let plan = self.plan(&groups, &CostModel::H200).map_err(|error| ExecError::Tensor {
             name: "the product".to_owned(),
             reason: error.to_string(),
         })?;

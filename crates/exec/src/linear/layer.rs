@@ -2,8 +2,9 @@
 
 use std::sync::Arc;
 
+use counterpoint_choose::TunedPass;
 use counterpoint_mask::Range;
-use counterpoint_plan::{DType, LinearPlan, TunedPass};
+use counterpoint_plan::{DType, LinearPlan};
 use counterpoint_schedule::{
     BufferSpec, OverlapPolicy, Program, Timeline, WeightGradient, lower_linear_backward,
     lower_linear_forward, lower_linear_weight_gradient,

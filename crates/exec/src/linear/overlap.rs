@@ -1,10 +1,8 @@
 //! How a layer's passes overlap.
 
-use counterpoint_plan::{
-    CostModel, LinearMachine, LinearPlan, LinearSpec, PassOverlap, PlanError, TunedPass, TunedShape,
-    WaveGroups,
-};
-use counterpoint_schedule::{Mover, OverlapPolicy};
+use counterpoint_choose::{LayerGroups, LinearMachine, TunedPass, TunedShape};
+use counterpoint_plan::{CostModel, LinearPlan, LinearSpec, PlanError, WaveGroups};
+use counterpoint_schedule::{Mover, OverlapPolicy, PassOverlap};
 
 use super::layer::LayerGradient;
 
@@ -16,7 +14,7 @@ pub enum LayerOverlap {
     Predicted(Option<CostModel>),
     /// Both by this policy, in these groups. Automatic ones are those that were tuned for it, or follow from these costs, and are one
     /// where groups have nothing to hide.
-    Policy(OverlapPolicy, WaveGroups, CostModel),
+    Policy(OverlapPolicy, LayerGroups, CostModel),
 }
 
 impl Default for LayerOverlap {
@@ -61,18 +59,18 @@ impl LayerOverlap {
             Self::Policy(policy, groups, cost) => {
                 let pass = |pass: TunedPass| {
                     let groups = match groups {
-                        WaveGroups::Auto if !policy.overlaps_by_groups() => WaveGroups::Fixed(1),
-                        WaveGroups::Auto => tuned_groups(machine, &spec, pass, policy),
+                        LayerGroups::Auto if !policy.overlaps_by_groups() => WaveGroups::Fixed(1).into(),
+                        LayerGroups::Auto => tuned_groups(machine, &spec, pass, policy),
                         groups => groups.clone(),
                     };
-                    let plan = LinearPlan::new(spec, machine.topology.world_size, groups, cost)?;
+                    let plan = groups.plan(spec, machine.topology.world_size, cost)?;
                     Ok(PlannedPass { plan, policy: *policy })
                 };
                 Ok(PlannedPasses { forward: pass(forward)?, backward: pass(backward)? })
             }
             Self::Predicted(cost) => {
                 let cost = cost.as_ref().unwrap_or(&machine.cost);
-                let pass = |pass: TunedPass| match tuned_pass(machine, &spec, pass, cost) {
+                let pass = |pass: TunedPass| match tuned_pass(machine, &spec, pass) {
                     Some(tuned) => tuned,
                     None => {
                         let (way, plan) = machine.fastest(spec, pass.direction(), cost)?;
@@ -90,14 +88,13 @@ fn tuned_pass(
     machine: &LinearMachine,
     spec: &LinearSpec,
     pass: TunedPass,
-    cost: &CostModel,
 ) -> Option<Result<PlannedPass, PlanError>> {
     let tuned = machine.tuned.as_ref()?;
     let shape = TunedShape::of(spec, pass, machine.topology, &tuned.place)?;
     let runs = |policy: &str| policy.parse().is_ok_and(|policy| has_kernels(machine, &policy));
     let found = tuned.plans.fastest(&shape, runs)?;
     let policy = found.policy.parse().ok()?;
-    let plan = LinearPlan::new(*spec, machine.topology.world_size, found.wave_groups(), cost);
+    let plan = LinearPlan::new(*spec, machine.topology.world_size, found.wave_groups());
     Some(plan.map(|plan| PlannedPass { plan, policy }))
 }
 
@@ -112,22 +109,20 @@ fn tuned_groups(
     spec: &LinearSpec,
     pass: TunedPass,
     policy: &OverlapPolicy,
-) -> WaveGroups {
+) -> LayerGroups {
     let found = machine.tuned.as_ref().and_then(|tuned| {
         let shape = TunedShape::of(spec, pass, machine.topology, &tuned.place)?;
         tuned.plans.under(&shape, &policy.to_string())
     });
-    found.map_or(WaveGroups::Auto, |plan| plan.wave_groups())
+    found.map_or(LayerGroups::Auto, |plan| plan.wave_groups().into())
 }
 
 #[cfg(test)]
 mod tests {
     use std::sync::Arc;
 
-    use counterpoint_plan::{
-        Activations, DType, GemmCollective, GroupSearch, LinearKind, Topology, TunedGroups, TunedHere,
-        TunedPlace, TunedPlans,
-    };
+    use counterpoint_choose::{GroupSearch, TunedGroups, TunedHere, TunedPlace, TunedPlans};
+    use counterpoint_plan::{Activations, DType, GemmCollective, LinearKind, Topology};
     use counterpoint_schedule::StartOrder;
 
     use super::*;
@@ -149,17 +144,17 @@ mod tests {
         cost.link.bytes_per_second /= 4.0;
         let topology = Topology::flat(2);
         let machine = LinearMachine { overlaps: Vec::new(), topology, cost, tuned: None };
-        let groups = |policy, groups| {
+        let groups = |policy, groups: LayerGroups| {
             let overlap = LayerOverlap::Policy(policy, groups, cost);
             let passes = overlap.passes(&machine, spec, LayerGradient::Written).unwrap();
             passes.backward.plan.groups()
         };
         let fused = OverlapPolicy { mover: Mover::Fused, ..OverlapPolicy::default() };
         let sequential = OverlapPolicy::new(StartOrder::Sequential);
-        assert!(groups(OverlapPolicy::default(), WaveGroups::Auto) > 1);
+        assert!(groups(OverlapPolicy::default(), LayerGroups::Auto) > 1);
         for policy in [fused, sequential] {
-            assert_eq!(groups(policy, WaveGroups::Auto), 1);
-            assert_eq!(groups(policy, WaveGroups::Fixed(3)), 3);
+            assert_eq!(groups(policy, LayerGroups::Auto), 1);
+            assert_eq!(groups(policy, WaveGroups::Fixed(3).into()), 3);
         }
     }
 
@@ -188,7 +183,8 @@ mod tests {
             let passes = LayerOverlap::default().passes(&machine, spec, LayerGradient::Written).unwrap();
             (passes.forward.policy.to_string(), passes.forward.plan.group_sizes().to_vec())
         };
-        assert_eq!(ran(vec![PassOverlap::Sequential, PassOverlap::Fused]), ("fused".to_owned(), vec![32]));
+        let fused = "concurrent+fused".to_owned();
+        assert_eq!(ran(vec![PassOverlap::Sequential, PassOverlap::Fused]), (fused, vec![32]));
         assert_eq!(ran(vec![PassOverlap::Sequential]), ("concurrent".to_owned(), vec![12, 20]));
     }
 }

@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use counterpoint_plan::{Activations, LinearKind, LinearPlan, LinearSpec, PassOverlap};
+use counterpoint_plan::{Activations, LinearKind, LinearPlan, LinearSpec};
 use counterpoint_schedule::{
-    BufferSpec, InputGradient, SharedInput, Timeline, lower_shared_input_backward,
+    BufferSpec, InputGradient, PassOverlap, SharedInput, Timeline, lower_shared_input_backward,
     lower_shared_input_forward, lower_shared_input_weight_gradient,
 };
 
@@ -73,7 +73,7 @@ impl<M: Machine> SharedInputLinear<M> {
         let passes = overlap.passes(&machine, spec(all), gradient).map_err(failed)?;
         let layer = |&out_features: &usize| {
             let groups = counterpoint_plan::WaveGroups::Fixed(1);
-            LinearPlan::new(spec(out_features), group.world_size(), groups, &machine.cost).map_err(failed)
+            LinearPlan::new(spec(out_features), group.world_size(), groups).map_err(failed)
         };
         let layers: Vec<LinearPlan> = out_features.iter().map(layer).collect::<Result<_, _>>()?;
         let outputs: Vec<usize> = layers.iter().map(LinearPlan::local_out_features).collect();

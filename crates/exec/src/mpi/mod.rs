@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use counterpoint_plan::LinearMachine;
+use counterpoint_choose::LinearMachine;
 use rayon::ThreadPool;
 
 use self::messenger::Messenger;

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-use counterpoint_plan::LinearMachine;
+use counterpoint_choose::LinearMachine;
 
 use super::TcpMachine;
 use crate::machine::linear_on_cpus;

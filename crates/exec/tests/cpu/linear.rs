@@ -6,7 +6,7 @@ use counterpoint_exec::{
     ExecError, FaultInjection, FaultKind, FaultPoint, HostTensor, LinearConfig, LinearInputs, LinearRun,
     RunConfig, SlowLink, run_linear,
 };
-use counterpoint_plan::{Activations, CostModel, DType, LinearKind, LinearPlan, LinearSpec, WaveGroups};
+use counterpoint_plan::{Activations, DType, LinearKind, LinearPlan, LinearSpec, WaveGroups};
 use counterpoint_schedule::{OverlapPolicy, StartOrder, WeightGradient};
 use half::{bf16, f16};
 use proptest::prelude::*;
@@ -93,7 +93,7 @@ fn config(gradient: WeightGradient, start: StartOrder) -> LinearConfig {
 }
 
 fn plan(spec: LinearSpec, tp_size: usize, groups: usize) -> LinearPlan {
-    LinearPlan::new(spec, tp_size, WaveGroups::Fixed(groups), &CostModel::H200).unwrap()
+    LinearPlan::new(spec, tp_size, WaveGroups::Fixed(groups)).unwrap()
 }
 
 /// Sizes of at least 1 that add up to `rows`, as near to the weights as they come.
@@ -209,7 +209,7 @@ proptest! {
         let inputs = inputs(&spec, None, 7);
         let quiet = run(&plan(spec, tp_size, 1), &inputs, &config(WeightGradient::Written, StartOrder::Sequential));
         let sizes = WaveGroups::Sizes(in_proportion(spec.tokens.div_ceil(tp_size), &weights));
-        let grouped = LinearPlan::new(spec, tp_size, sizes, &CostModel::H200).unwrap();
+        let grouped = LinearPlan::new(spec, tp_size, sizes).unwrap();
         let fused = ["fused", "kernel-barrier+fused"].map(|policy| policy.parse().unwrap());
         for policy in StartOrder::ALL.map(OverlapPolicy::new).into_iter().chain(fused) {
             for gradient in [WeightGradient::Written, WeightGradient::Deferred, WeightGradient::Frozen] {

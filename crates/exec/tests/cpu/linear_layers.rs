@@ -52,7 +52,7 @@ fn options(gradient: LayerGradient, activations: Activations) -> LinearOptions {
         activations,
         overlap: LayerOverlap::Policy(
             OverlapPolicy::new(StartOrder::Concurrent),
-            WaveGroups::Fixed(2),
+            WaveGroups::Fixed(2).into(),
             CostModel::H200,
         ),
         ..LinearOptions::new(DType::F32)

@@ -71,8 +71,7 @@ fn outputs(
 fn rows_come_into_their_order_and_are_normalised() {
     for activations in [Activations::SequenceParallel, Activations::Replicated] {
         for dtype in [DType::F64, DType::F32, DType::Bf16] {
-            let plan =
-                |groups| LinearPlan::new(spec(activations, dtype), RANKS, groups, &CostModel::H200).unwrap();
+            let plan = |groups| LinearPlan::new(spec(activations, dtype), RANKS, groups).unwrap();
             let whole = plan(WaveGroups::Fixed(1));
             let sequential = OverlapPolicy::new(StartOrder::Sequential);
             let normalised = |plan: &LinearPlan, policy| {
@@ -129,7 +128,7 @@ fn check(found: &[HostTensor], plain: &HostTensor, activations: Activations, ran
 /// What a layer gives, whole: `sum`, `y`, `dx`, the gradients of the residual, of the weight, of the bias and of the norm's weight.
 fn of_layer(spec: LinearSpec, norm: NormSpec, policy: OverlapPolicy, groups: WaveGroups) -> Vec<HostTensor> {
     let group = Group::local(RANKS, WorldConfig::default()).unwrap();
-    let overlap = LayerOverlap::Policy(policy, groups, CostModel::H200);
+    let overlap = LayerOverlap::Policy(policy, groups.into(), CostModel::H200);
     let options = LinearOptions {
         activations: spec.activations,
         has_bias: spec.has_bias,

@@ -33,7 +33,7 @@ fn product(
 
 fn options(gradient: LayerGradient, activations: Activations, has_bias: bool, policy: &str) -> LinearOptions {
     let groups = WaveGroups::Fixed(1 + policy.len() % 3);
-    let overlap = LayerOverlap::Policy(policy.parse().unwrap(), groups, CostModel::H200);
+    let overlap = LayerOverlap::Policy(policy.parse().unwrap(), groups.into(), CostModel::H200);
     LinearOptions { activations, has_bias, gradient, overlap, ..LinearOptions::new(DType::F32) }
 }
 
@@ -180,7 +180,7 @@ fn one_sum_serves_all_layers() {
         has_bias: false,
         dtype: DType::Bf16,
     };
-    let plan = LinearPlan::new(spec, RANKS, WaveGroups::Fixed(2), &CostModel::H200).unwrap();
+    let plan = LinearPlan::new(spec, RANKS, WaveGroups::Fixed(2)).unwrap();
     let outputs = OUTPUTS.map(|out| out / RANKS);
     let collectives = |input| {
         let layers = SharedInput { plan: &plan, outputs: &outputs };

@@ -4,7 +4,7 @@ use std::fmt::Write;
 use std::time::Duration;
 
 use counterpoint_exec::{LinearConfig, LinearInputs, LinearOutputs, RunConfig, random_linear_inputs};
-use counterpoint_plan::{Activations, CostModel, DType, LinearKind, LinearPlan, LinearSpec, WaveGroups};
+use counterpoint_plan::{Activations, DType, LinearKind, LinearPlan, LinearSpec, WaveGroups};
 use counterpoint_schedule::{Mover, OverlapPolicy, StartOrder, WeightGradient, WorkerShare};
 
 use super::examine::unlike_elements;
@@ -87,7 +87,7 @@ impl LinearCase {
         let policy = OverlapPolicy { workers, mover, ..OverlapPolicy::new(start) };
         let policy = policy.into();
         let run = RunConfig { policy, poison: true, limit: Duration::from_secs(30), ..RunConfig::default() };
-        let plan = LinearPlan::new(spec, tp_size, groups, &CostModel::H200);
+        let plan = LinearPlan::new(spec, tp_size, groups);
         let plan = plan.expect("what is drawn divides and is not 0");
         Self { seed, plan, main_grad, config: LinearConfig { weight_gradient, run } }
     }
@@ -138,7 +138,7 @@ impl LinearCase {
     ) -> SelfCheck {
         let name = format!("same bits without overlap: {}", self.describe());
         let LinearPlan { spec, tp_size, .. } = self.plan;
-        let plan = match LinearPlan::new(spec, tp_size, WaveGroups::Fixed(1), &CostModel::H200) {
+        let plan = match LinearPlan::new(spec, tp_size, WaveGroups::Fixed(1)) {
             Ok(plan) => plan,
             Err(error) => return SelfCheck::failed(name, self.seed, error.to_string()),
         };

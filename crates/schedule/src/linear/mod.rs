@@ -6,27 +6,27 @@
 //! sum over ranks is formed in one reduction in their order, so that results have the same bits for any number of groups.
 
 mod backward;
-mod clock;
 mod exchange;
 mod forward;
 mod normalised;
 mod parts;
 mod reduced;
 mod shared_input;
+mod travel;
 
 use counterpoint_plan::DType;
 use serde::{Deserialize, Serialize};
 
 pub use backward::{lower_linear_backward, lower_linear_weight_gradient};
-pub use clock::{ClockError, SimulatedClock, travel_seconds};
 pub(crate) use exchange::leaves_workers;
 pub use forward::lower_linear_forward;
 pub use normalised::{NormSpec, lower_normalised_backward, lower_normalised_forward};
-pub use parts::{GATHER, REDUCE, lower_collective, lower_join, lower_product};
+pub use parts::{GATHER, REDUCE, lower_collective, lower_join, lower_product, lower_row_passes};
 pub use shared_input::{
     InputGradient, SharedInput, lower_shared_input_backward, lower_shared_input_forward,
     lower_shared_input_weight_gradient,
 };
+pub use travel::travel_seconds;
 
 /// What becomes of the gradient of the weight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]

@@ -97,3 +97,22 @@ pub fn lower_join([rank, ranks]: [usize; 2], shape: [usize; 2], dtype: DType) ->
     p.push(stream, None, "put sums together", Op::Concat { srcs: vec![from], dst });
     p.finish()
 }
+
+/// One rank's `passes` passes over rows `[rows, columns]`, of each a read and a write, and nothing else: what norms and residual sums cost.
+/// `name` is the Program's, `label` that of each pass.
+pub fn lower_row_passes(
+    [name, label]: [&str; 2],
+    passes: usize,
+    shape: [usize; 2],
+    dtype: DType,
+    policy: OverlapPolicy,
+) -> Program {
+    let mut p = ProgramBuilder::new(name, 0, 1, policy);
+    let stream = p.stream("compute", StreamKind::Compute);
+    for pass in 0..passes {
+        let mut buffer = |side: &str| p.buffer(&format!("{side}_{pass}"), dtype, &shape, BufferRole::Scratch);
+        let (src, dst) = (buffer("from"), buffer("to"));
+        p.push(stream, None, label, Op::Cast { src, dst });
+    }
+    p.finish()
+}

@@ -6,9 +6,7 @@ use counterpoint_exec::{
     Backend, CpuMachine, ExecError, GemmCollectiveSpec, HostTensor, Machine, Prepared, Transport, World,
     WorldConfig, random_tensor,
 };
-use counterpoint_plan::{
-    Activations, CostModel, DType, GemmCollective, LinearKind, LinearPlan, LinearSpec, WaveGroups,
-};
+use counterpoint_plan::{Activations, DType, GemmCollective, LinearKind, LinearPlan, LinearSpec, WaveGroups};
 use counterpoint_reference::selftest::{SelfCheck, unlike_elements};
 use counterpoint_schedule::{
     BufferRole, NormSpec, OverlapPolicy, Program, StartOrder, WeightGradient, lower_normalised_backward,
@@ -287,7 +285,7 @@ impl NormalisedPass {
             dtype: DType::Bf16,
         };
         let plan = |groups| {
-            LinearPlan::new(spec, ranks, groups, &CostModel::H200).map_err(|error| ExecError::Program {
+            LinearPlan::new(spec, ranks, groups).map_err(|error| ExecError::Program {
                 program: "a selftest".to_owned(),
                 rank: 0,
                 reason: error.to_string(),

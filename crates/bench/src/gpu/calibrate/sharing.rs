@@ -2,11 +2,10 @@
 
 use std::time::Duration;
 
+use counterpoint_choose::{GroupSearcher, LinkUse, ProductStart, TunedPass};
 use counterpoint_exec::ExecError;
 use counterpoint_measure::{MeasureError, MeasuredClock, Repeats};
-use counterpoint_plan::{
-    DType, GemmCollective, GroupSearcher, LinearDirection, LinkUse, ProductStart, TunedPass, WorkerSharing,
-};
+use counterpoint_plan::{DType, GemmCollective, LinearDirection, WorkerSharing};
 use counterpoint_schedule::{OverlapPolicy, StartOrder};
 
 use counterpoint_cuda::CudaMachine;

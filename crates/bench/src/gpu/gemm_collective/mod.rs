@@ -8,8 +8,8 @@ mod rank;
 use std::thread;
 use std::time::Duration;
 
+use counterpoint_choose::LayerGroups;
 use counterpoint_exec::{ExecError, GemmCollectiveSpec, Prepared, World, WorldConfig};
-use counterpoint_plan::WaveGroups;
 use counterpoint_schedule::OverlapPolicy;
 
 use self::judge::judge;
@@ -87,7 +87,7 @@ impl GemmCollectiveBench {
         &self,
         spec: &GemmCollectiveSpec,
         policies: &[OverlapPolicy],
-        groups: &WaveGroups,
+        groups: &LayerGroups,
         runs: GemmCollectiveRuns,
         between: &mut (dyn FnMut() + Send),
     ) -> Result<GemmCollectiveTimes, ExecError> {
@@ -159,7 +159,7 @@ impl GemmCollectiveBench {
         &self,
         spec: &GemmCollectiveSpec,
         policies: &[OverlapPolicy],
-        groups: &WaveGroups,
+        groups: &LayerGroups,
     ) -> Result<Vec<Vec<Ranked>>, ExecError> {
         let mut by_rank: Vec<Vec<Ranked>> = (0..spec.ranks).map(|_| Vec::new()).collect();
         for policy in policies {

@@ -1,9 +1,10 @@
 //! What `tune gemm` found for a product: the groups of every search and policy, printed and kept.
 
+use counterpoint_choose::{GroupSearch, TunedGroups, TunedPass};
 use counterpoint_console::{
     self as console, CliError, Schema, arguments::dtype_name, output::shown, tuned::TunedFile,
 };
-use counterpoint_plan::{GroupSearch, LinearPlan, TunedGroups, TunedPass};
+use counterpoint_plan::LinearPlan;
 use counterpoint_report::{Column, format_ratio, format_seconds, table};
 use counterpoint_schedule::{OverlapPolicy, StartOrder};
 use serde_json::{Value, json};

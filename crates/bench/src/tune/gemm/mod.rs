@@ -6,17 +6,17 @@ mod tuning;
 
 use std::time::{Duration, Instant};
 
+use counterpoint_choose::{
+    GroupSearcher, LinearMachine, LinkUse, ProductStart, TunedPass, TunedPlace, TunedShape,
+};
 use counterpoint_console::{
     self as console, CliError, arguments::Device, rank_machine::RankMachine, tuned::TunedFile,
 };
 use counterpoint_cuda::TransportKind;
 use counterpoint_exec::{CpuMachine, Machine};
 use counterpoint_measure::Repeats;
-use counterpoint_plan::{
-    DType, GroupSearcher, LinearDirection, LinearMachine, LinearPlan, LinearSpec, LinkUse, PassOverlap,
-    ProductStart, TunedPass, TunedPlace, TunedShape, WaveGroups,
-};
-use counterpoint_schedule::{Mover, OverlapPolicy, StartOrder, WorkerShare};
+use counterpoint_plan::{DType, LinearDirection, LinearPlan, LinearSpec, WaveGroups};
+use counterpoint_schedule::{Mover, OverlapPolicy, PassOverlap, StartOrder, WorkerShare};
 
 use crate::arguments::{BenchTpPass, RanksArguments, SearchArgument, TuneGemmArguments};
 use summary::Summary;
@@ -88,7 +88,7 @@ fn tunings<'a>(
                 Ok(Variant { policy, searcher })
             });
             let variants = variants.collect::<Result<Vec<_>, CliError>>()?;
-            let whole = LinearPlan::new(spec, tp_size, WaveGroups::Fixed(1), &linear.cost)
+            let whole = LinearPlan::new(spec, tp_size, WaveGroups::Fixed(1))
                 .map_err(|source| CliError::of_layer(source, &named))?;
             let shape = TunedShape::of(&spec, pass, linear.topology, place);
             let nothing = || CliError::Usage { message: "nothing travels in this pass".to_owned() };

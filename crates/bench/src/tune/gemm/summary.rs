@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
+use counterpoint_choose::{GroupSearch, TunedShape};
 use counterpoint_console::{self as console, CliError, Schema};
-use counterpoint_plan::{GroupSearch, TunedShape};
 use counterpoint_report::{Statistics, format_ratio, format_seconds};
 use serde_json::{Value, json};
 

@@ -3,12 +3,11 @@
 use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
+use counterpoint_choose::{GroupSearch, GroupSearcher, PassClock, SearchStep, TunedPass, TunedShape};
 use counterpoint_console::{Bar, CliError};
 use counterpoint_exec::Machine;
 use counterpoint_measure::{MeasureError, MeasuredClock, Repeats};
-use counterpoint_plan::{
-    GroupSearch, GroupSearcher, LinearPlan, LinearSpec, PassClock, SearchStep, TunedPass, TunedShape,
-};
+use counterpoint_plan::{LinearPlan, LinearSpec};
 use counterpoint_schedule::{OverlapPolicy, StartOrder};
 
 use super::found::{Answer, Found};

@@ -1,13 +1,13 @@
 //! `counterpoint simulate linear`.
 
+use counterpoint_choose::{LayerGroups, LinearMachine};
 use counterpoint_console::{
     CliError, Schema,
     arguments::{PassOverlaps, dtype_name},
     overlap::warning,
 };
 use counterpoint_plan::{
-    DType, LinearDirection, LinearKind, LinearMachine, LinearPlan, LinearSpec, Topology, WaveGroups,
-    WorkerSharing,
+    DType, LinearDirection, LinearKind, LinearSpec, Topology, WaveGroups, WorkerSharing,
 };
 use counterpoint_schedule::{
     NormSpec, OverlapPolicy, Program, RankTransport, WeightGradient, Workload, lower_linear_backward,
@@ -47,11 +47,11 @@ pub(super) fn run(arguments: &SimulateLinearArguments) -> Result<(), CliError> {
     // As layers do: what does not overlap by groups has one.
     let plan_of = |policy: &OverlapPolicy, chosen: Option<Vec<usize>>| {
         let groups = match (&arguments.groups, chosen) {
-            (WaveGroups::Auto, Some(groups)) => WaveGroups::Sizes(groups),
-            (WaveGroups::Auto, None) if !policy.overlaps_by_groups() => WaveGroups::Fixed(1),
+            (LayerGroups::Auto, Some(groups)) => WaveGroups::Sizes(groups).into(),
+            (LayerGroups::Auto, None) if !policy.overlaps_by_groups() => WaveGroups::Fixed(1).into(),
             (groups, _) => groups.clone(),
         };
-        LinearPlan::new(spec, tp_size, groups, &cost).map_err(|source| CliError::of_layer(source, &FLAGS))
+        groups.plan(spec, tp_size, &cost).map_err(|source| CliError::of_layer(source, &FLAGS))
     };
     let plan = plan_of(&OverlapPolicy::default(), None)?;
     let ranks_per_node = arguments.simulation.ranks_per_node.min(tp_size);

@@ -1,10 +1,10 @@
 //! `counterpoint simulate model`: a transformer's training step on more and more ranks.
 
+use counterpoint_choose::{LayerPrediction, Parallelism, StepError, StepPrediction, StepSpec};
 use counterpoint_console::{CliError, Progress, Schema};
 use counterpoint_mask::Mask;
 use counterpoint_plan::{Activations, DType, Topology};
 use counterpoint_report::{Column, format_count, format_flops, format_seconds};
-use counterpoint_schedule::{LayerPrediction, Parallelism, StepError, StepPrediction, StepSpec};
 use serde_json::{Value, json};
 
 use super::{Predicted, Setting};

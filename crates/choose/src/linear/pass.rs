@@ -1,10 +1,14 @@
 //! What a pass of a tensor-parallel linear layer takes in each of the ways in which it can be run, and so which of them to take.
 
-use crate::linear::{MOST_GROUPS, TILE_ROWS};
-use crate::{
-    Activations, CostModel, GemmExchange, GemmTraffic, GroupFlow, LinearDirection, LinearKind, LinearPlan,
-    LinearSpec, LinkUse, PassCurves, PlanError, ProductStart, Topology, WaveGroups,
+use counterpoint_plan::{
+    Activations, CostModel, GROUP_TILE_ROWS, GroupFlow, LinearDirection, LinearKind, LinearPlan, LinearSpec,
+    PlanError, Topology, WaveGroups,
 };
+use counterpoint_schedule::{PassOverlap, SUMMING_WORKERS};
+
+use super::gemm_exchange::{GemmExchange, GemmTraffic};
+use super::groups::{MOST_GROUPS, wave_step};
+use super::wave_costs::{LinkUse, PassCurves, ProductStart};
 
 /// A pass of a layer on its ranks.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -17,30 +21,6 @@ pub struct LinearPass {
     pub direction: LinearDirection,
 }
 
-/// How a pass and its collectives share a device.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum PassOverlap {
-    /// One after the other.
-    Sequential,
-    /// Collectives run beside products and take nothing from them: ranks whose rows other threads or devices move.
-    Concurrent,
-    /// The transport's kernels move rows beside products. Products start once the kernel that they should hide has, and have so many
-    /// multiprocessors fewer while it runs.
-    Barrier(usize),
-    /// The same, and products leave so many multiprocessors free all the time, so that communication also starts under a product.
-    Margin(usize),
-    /// One kernel computes all groups of a pass and signals each; what a group sends travels under the rest of that kernel, on so many
-    /// multiprocessors that it leaves free; none where communication takes none.
-    Signals(usize),
-    /// Rows leave and arrive while the kernel that makes or takes them computes, and those of others by copy engines beside it or
-    /// what follows.
-    Fused,
-    /// Copy engines move rows beside the products, and a few multiprocessors that these leave sum them.
-    Beside,
-}
-
-/// Multiprocessors that products leave to sums. Two pairs: with 64 of 66 pairs of CTAs most shapes take as many rounds of tiles.
-pub const SUMMING_WORKERS: usize = 4;
 /// Bytes a second of copies to other ranks over those of the link's kernels, both on H200s, and what it takes until the first of a
 /// collective has begun and the last is known to have ended (`docs/experiments/060-column-backward.md`).
 const ENGINE_RATE: f64 = 380e9 / 315e9;
@@ -57,18 +37,6 @@ const HELD_UP: f64 = 0.2;
 /// Kernels that take multiprocessors from products cost more than those: of ways without them, which were measured on H200s, one that is
 /// predicted to be slower by less than this is taken.
 const WORKERS_COST: f64 = 1.1;
-
-impl PassOverlap {
-    /// Whether communication takes no multiprocessors but for sums.
-    fn spares_workers(self) -> bool {
-        matches!(self, Self::Fused | Self::Beside)
-    }
-
-    /// Whether the transport's kernels take multiprocessors that products would have.
-    fn takes_workers(self) -> bool {
-        matches!(self, Self::Barrier(_) | Self::Margin(_) | Self::Signals(1..))
-    }
-}
 
 /// The parts of a pass, in seconds.
 struct Parts {
@@ -110,7 +78,7 @@ impl LinearPass {
         ways: &[PassOverlap],
         cost: &CostModel,
     ) -> Result<(PassOverlap, LinearPlan), PlanError> {
-        let whole = LinearPlan::new(self.spec, self.topology.world_size, WaveGroups::Fixed(1), cost)?;
+        let whole = LinearPlan::new(self.spec, self.topology.world_size, WaveGroups::Fixed(1))?;
         let candidates: Vec<Candidate> =
             ways.iter().filter_map(|way| self.candidate(*way, &whole, cost)).collect();
         let has_better = candidates.iter().any(|candidate| candidate.overlap.spares_workers());
@@ -123,7 +91,7 @@ impl LinearPass {
             return Ok((PassOverlap::Sequential, whole));
         };
         let groups = groups.clone();
-        Ok((*overlap, LinearPlan::new(self.spec, self.topology.world_size, groups, cost)?))
+        Ok((*overlap, LinearPlan::new(self.spec, self.topology.world_size, groups)?))
     }
 
     /// The best groups of a way to run it, with what that takes; `None` where it cannot be run so, or there is nothing that travels.
@@ -147,7 +115,7 @@ impl LinearPass {
     /// What it takes so, in its best groups; `None` where it cannot be run so, or there is nothing that travels.
     pub fn seconds(&self, overlap: PassOverlap, cost: &CostModel) -> Option<f64> {
         let groups = WaveGroups::Fixed(1);
-        let whole = LinearPlan::new(self.spec, self.topology.world_size, groups, cost).ok()?;
+        let whole = LinearPlan::new(self.spec, self.topology.world_size, groups).ok()?;
         self.candidate(overlap, &whole, cost).map(|candidate| candidate.seconds)
     }
 
@@ -198,8 +166,8 @@ impl LinearPass {
             link: LinkUse::Shared,
             speed_beside: beside,
         };
-        let step = whole.wave_step();
-        let costs = whole.pass_costs(self.direction, step, &curves)?;
+        let step = wave_step(whole);
+        let costs = curves.costs(whole, self.direction, step)?;
         // Rows that the gradient of the weight needs are on the link first, so sums are early enough behind the product of dx where they
         // fit under that gradient.
         let [inputs, _] = inputs;
@@ -268,7 +236,7 @@ impl LinearPass {
         let tokens = self.spec.tokens;
         let tp_size = self.topology.world_size;
         let own = tokens / tp_size;
-        let tiled = own.is_multiple_of(TILE_ROWS) || SLICES.contains(&own);
+        let tiled = own.is_multiple_of(GROUP_TILE_ROWS) || SLICES.contains(&own);
         traffic == GemmTraffic::Operand || (tokens.is_multiple_of(tp_size) && tiled)
     }
 
@@ -327,8 +295,9 @@ impl LinearPass {
 
 #[cfg(test)]
 mod tests {
+    use counterpoint_plan::{DType, WorkerSharing};
+
     use super::*;
-    use crate::DType;
 
     const WAYS: [PassOverlap; 3] = [PassOverlap::Sequential, PassOverlap::Fused, PassOverlap::Beside];
 
@@ -386,7 +355,7 @@ mod tests {
             .into_iter()
             .chain([PassOverlap::Barrier(16), PassOverlap::Margin(16), PassOverlap::Signals(16)])
             .collect();
-        let cost = CostModel { sharing: Some(crate::WorkerSharing::H200), ..CostModel::H200 };
+        let cost = CostModel { sharing: Some(WorkerSharing::H200), ..CostModel::H200 };
         for activations in [Activations::Replicated, Activations::SequenceParallel] {
             for shape in [[2048, 12288, 12288], [8192, 8192, 7168], [16384, 8192, 7168]] {
                 let backward = pass(LinearKind::Column, activations, BACKWARD, shape);

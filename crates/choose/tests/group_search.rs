@@ -3,11 +3,13 @@
 use std::ops::ControlFlow;
 use std::time::Instant;
 
-use counterpoint_plan::{
-    CostModel, DType, GemmCollective, GroupSearcher, LinearDirection, LinearPlan, Link, LinkUse, PassClock,
-    ProductStart, SearchStep, Topology, WaveGroups, WorkerSharing,
+use counterpoint_choose::{
+    ClockError, GroupSearcher, LinkUse, PassClock, ProductStart, SearchStep, SimulatedClock,
 };
-use counterpoint_schedule::{ClockError, Mover, OverlapPolicy, SimulatedClock, StartOrder};
+use counterpoint_plan::{
+    CostModel, DType, GemmCollective, LinearDirection, LinearPlan, Link, Topology, WaveGroups, WorkerSharing,
+};
+use counterpoint_schedule::{Mover, OverlapPolicy, StartOrder};
 
 /// Numbers that are drawn, the same in every run.
 struct Draw(u64);

@@ -1,73 +1,11 @@
 //! Passes of linear layers as a search has found them fastest, kept for the next run.
 
+use counterpoint_plan::{DType, GemmCollective, LinearDirection, LinearSpec, Topology, WaveGroups};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use crate::{Activations, DType, GroupFlow, LinearDirection, LinearKind, LinearSpec, Topology, WaveGroups};
-
 /// The version of the format, and of what a group means. It changes with either.
 pub const TUNING_VERSION: u32 = 2;
-
-/// A matrix product and the collective that its communication amounts to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum GemmCollective {
-    /// The rows of the first operand are gathered, then multiplied.
-    AllGather,
-    /// Every rank has a share of each sum, which ends on the row's owner.
-    ReduceScatter,
-    /// Every rank has a share of each sum, which ends on all.
-    AllReduce,
-}
-
-impl GemmCollective {
-    /// All of them, with their names on the command line.
-    pub const NAMES: [(&'static str, GemmCollective); 3] = [
-        ("all-gather", GemmCollective::AllGather),
-        ("reduce-scatter", GemmCollective::ReduceScatter),
-        ("all-reduce", GemmCollective::AllReduce),
-    ];
-
-    /// The name on the command line.
-    pub fn name(self) -> &'static str {
-        Self::NAMES.iter().find(|(_, named)| *named == self).map_or("", |(name, _)| name)
-    }
-
-    /// That of a layer's forward; `None` where it has none.
-    pub fn of(spec: &LinearSpec) -> Option<Self> {
-        Self::of_pass(spec, LinearDirection::Forward)
-    }
-
-    /// That of the product of a pass; `None` where it has none.
-    pub fn of_pass(spec: &LinearSpec, direction: LinearDirection) -> Option<Self> {
-        Some(match spec.flow(direction)? {
-            GroupFlow::Gather => Self::AllGather,
-            GroupFlow::Reduce => Self::ReduceScatter,
-            GroupFlow::ReduceAndGather => Self::AllReduce,
-        })
-    }
-
-    /// The layer whose forward it is, without a bias. `m`, `n` and `k` are those of all ranks together.
-    pub fn layer(self, size: [usize; 3], dtype: DType) -> LinearSpec {
-        self.layer_of(LinearDirection::Forward, size, dtype)
-    }
-
-    /// The layer in whose forward, or in whose backward's product of `dx`, it is; without a bias. `m`, `n` and `k` are those of all ranks
-    /// together.
-    pub fn layer_of(self, direction: LinearDirection, [m, n, k]: [usize; 3], dtype: DType) -> LinearSpec {
-        let activations = match self {
-            Self::AllGather | Self::ReduceScatter => Activations::SequenceParallel,
-            Self::AllReduce => Activations::Replicated,
-        };
-        let (kind, in_features, out_features) = match (direction, self) {
-            (LinearDirection::Forward, Self::AllGather) => (LinearKind::Column, k, n),
-            (LinearDirection::Forward, _) => (LinearKind::Row, k, n),
-            (LinearDirection::Backward { .. }, Self::AllGather) => (LinearKind::Row, n, k),
-            (LinearDirection::Backward { .. }, _) => (LinearKind::Column, n, k),
-        };
-        LinearSpec { kind, activations, tokens: m, in_features, out_features, has_bias: false, dtype }
-    }
-}
 
 /// Which pass was tuned, and what becomes of the gradient of the weight in it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -303,8 +241,9 @@ impl TunedGroups {
 
 #[cfg(test)]
 mod tests {
+    use counterpoint_plan::{Activations, LinearPlan};
+
     use super::*;
-    use crate::{CostModel, LinearPlan};
 
     const FLAT: Topology = Topology::flat(4);
 
@@ -314,7 +253,7 @@ mod tests {
 
     fn tuned(collective: GemmCollective, m: usize, device: &str, policy: &str) -> TunedGroups {
         let spec = collective.layer([m, 64, 32], DType::Bf16);
-        let plan = LinearPlan::new(spec, 4, WaveGroups::Fixed(2), &CostModel::H200).unwrap();
+        let plan = LinearPlan::new(spec, 4, WaveGroups::Fixed(2)).unwrap();
         TunedGroups {
             shape: TunedShape::of(&spec, TunedPass::Forward, FLAT, &place(device)).unwrap(),
             policy: policy.to_owned(),

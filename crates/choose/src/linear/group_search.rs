@@ -2,10 +2,9 @@
 
 use std::ops::ControlFlow;
 
-use crate::{
-    CostModel, GroupFlow, LinearDirection, LinearPlan, LinearSpec, LinkUse, PassCosts, PassCurves, PlanError,
-    ProductStart, WaveGroups, compositions,
-};
+use counterpoint_plan::{GroupFlow, LinearDirection, LinearPlan, LinearSpec, PlanError, WaveGroups};
+
+use super::wave_costs::{LinkUse, PassCosts, PassCurves, ProductStart, compositions};
 
 /// Says how long a pass of a layer and its parts take: a machine that runs them, or a simulator.
 pub trait PassClock {
@@ -55,11 +54,11 @@ pub struct GroupSearcher {
     pub most_groups: usize,
     /// The most sequences that a predictive search tries beside one group.
     pub trials: usize,
-    /// See [`PassCosts::starts`](crate::PassCosts::starts).
+    /// See [`PassCosts::starts`].
     pub starts: ProductStart,
-    /// See [`PassCosts::link`](crate::PassCosts::link).
+    /// See [`PassCosts::link`].
     pub link: LinkUse,
-    /// See [`PassCosts::speed_beside`](crate::PassCosts::speed_beside).
+    /// See [`PassCosts::speed_beside`].
     pub speed_beside: f64,
 }
 
@@ -77,8 +76,7 @@ impl GroupSearcher {
     /// # Errors
     /// A layer that cannot be split, groups that do not add up.
     pub fn plan(&self, groups: WaveGroups) -> Result<LinearPlan, PlanError> {
-        // The costs are of automatic groups only.
-        LinearPlan::new(self.spec, self.tp_size, groups, &CostModel::H200)
+        LinearPlan::new(self.spec, self.tp_size, groups)
     }
 
     /// The layer with groups of so many waves.
@@ -238,7 +236,7 @@ impl GroupSearcher {
             back: &|rows| back.at(rows),
             speed_beside: self.speed_beside,
         };
-        Ok(whole.pass_costs(self.direction, self.wave, &curves))
+        Ok(curves.costs(&whole, self.direction, self.wave))
     }
 
     /// The sequences that are expected to be fastest with up to 2, 4, 8 groups and so on.
@@ -337,12 +335,14 @@ impl Curve {
 
 #[cfg(test)]
 mod tests {
+    use counterpoint_plan::{DType, GemmCollective};
+
     use super::*;
 
     #[test]
     fn neighbours_differ_by_one_step() {
         let searcher = GroupSearcher {
-            spec: crate::GemmCollective::ReduceScatter.layer([64, 8, 8], crate::DType::Bf16),
+            spec: GemmCollective::ReduceScatter.layer([64, 8, 8], DType::Bf16),
             tp_size: 2,
             direction: LinearDirection::Forward,
             wave: 8,

@@ -4,32 +4,7 @@
 //! for that many waves, so both may be curves of any form (a start, then a rate that grows with the size). Small first groups
 //! let the communication begin early, small last ones leave little of it behind (FlashOverlap, arXiv 2504.19519, section 4.1).
 
-use serde::{Deserialize, Serialize};
-
-/// How many groups of tokens one pass of a layer is cut into, and how large each is.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum WaveGroups {
-    /// The sequence that the cost model predicts to be fastest.
-    Auto,
-    /// So many of the same size, at least 1.
-    Fixed(usize),
-    /// So many rows of a rank's tokens in each, at least 1; together those that the first rank owns. A rank that owns one
-    /// token fewer has it missing in its last group.
-    Sizes(Vec<usize>),
-}
-
-/// In which order the products and the collectives of a pass follow each other.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum GroupFlow {
-    /// A group's sums are reduced once it is multiplied: reduce-scatter.
-    Reduce,
-    /// As `Reduce`, and then travel back to all: all-reduce.
-    ReduceAndGather,
-    /// A group's rows travel, then they are multiplied: all-gather.
-    Gather,
-}
+use counterpoint_plan::{GroupFlow, LinearDirection, LinearPlan};
 
 /// What a product waits for besides what it multiplies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -98,6 +73,36 @@ pub struct PassCurves<'a> {
     pub link: LinkUse,
     /// See [`PassCosts::speed_beside`].
     pub speed_beside: f64,
+}
+
+impl PassCurves<'_> {
+    /// What a pass of a layer costs in waves of `wave` rows of each rank's tokens; `None` where it does not communicate.
+    pub fn costs(&self, plan: &LinearPlan, direction: LinearDirection, wave: usize) -> Option<PassCosts> {
+        if plan.tp_size == 1 {
+            return None;
+        }
+        let flow = plan.spec.flow(direction)?;
+        let rows = plan.tokens_of(0).len();
+        let waves = rows.div_ceil(wave.max(1));
+        let table = |seconds: &dyn Fn(usize) -> f64| {
+            (0..=waves).map(|n| if n == 0 { 0.0 } else { seconds((n * wave).min(rows)) }).collect()
+        };
+        let before = if flow == GroupFlow::Gather { (self.product)(rows) } else { 0.0 };
+        // Of a gather the own rows are multiplied before.
+        let owners = if flow == GroupFlow::Gather { plan.tp_size - 1 } else { plan.tp_size };
+        Some(PassCosts {
+            flow,
+            product: table(&|rows| (self.product)(rows * owners)),
+            travel: table(self.travel),
+            back: table(self.back),
+            before,
+            after: self.after,
+            join: if flow == GroupFlow::Reduce { self.join } else { 0.0 },
+            starts: self.starts,
+            link: self.link,
+            speed_beside: self.speed_beside,
+        })
+    }
 }
 
 /// How far a pass has got after some groups: when each kind of work ends, in seconds.

@@ -1,12 +1,13 @@
 //! What linear layers run by default, on every transport: predicted to end first, and by the simulator nearly all hidden.
 
+use counterpoint_choose::LinearMachine;
 use counterpoint_plan::{
-    Activations, CostModel, DType, LinearDirection, LinearKind, LinearMachine, LinearPlan, LinearSpec, Link,
-    PassOverlap, Topology, WaveGroups, WorkerSharing,
+    Activations, CostModel, DType, LinearDirection, LinearKind, LinearPlan, LinearSpec, Link, Topology,
+    WaveGroups, WorkerSharing,
 };
 use counterpoint_schedule::{
-    OverlapPolicy, RankTransport, Timeline, WeightGradient, lower_linear_backward, lower_linear_forward,
-    simulate,
+    OverlapPolicy, PassOverlap, RankTransport, Timeline, WeightGradient, lower_linear_backward,
+    lower_linear_forward, simulate,
 };
 
 const BACKWARD: LinearDirection = LinearDirection::Backward { weight_gradient: true };
@@ -73,7 +74,7 @@ impl Case {
     fn of(machine: &LinearMachine, spec: LinearSpec, direction: LinearDirection) -> Self {
         let (way, plan) = machine.fastest(spec, direction, &machine.cost).unwrap();
         let ranks = machine.topology.world_size;
-        let whole = LinearPlan::new(spec, ranks, WaveGroups::Fixed(1), &machine.cost).unwrap();
+        let whole = LinearPlan::new(spec, ranks, WaveGroups::Fixed(1)).unwrap();
         let sequential = OverlapPolicy::from(PassOverlap::Sequential);
         let LinearSpec { kind, activations, tokens, in_features, out_features, .. } = spec;
         Self {

@@ -2,10 +2,11 @@
 
 use std::sync::Arc;
 
-use crate::{
-    CostModel, LinearDirection, LinearPass, LinearPlan, LinearSpec, PassOverlap, PlanError, Topology,
-    TunedPlace, TunedPlans,
-};
+use counterpoint_plan::{CostModel, LinearDirection, LinearPlan, LinearSpec, PlanError, Topology};
+use counterpoint_schedule::PassOverlap;
+
+use super::pass::LinearPass;
+use super::tuned::{TunedPlace, TunedPlans};
 
 /// What was tuned, and where the ranks that use it are.
 #[derive(Clone, Debug, PartialEq)]

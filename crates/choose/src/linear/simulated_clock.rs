@@ -1,15 +1,15 @@
 //! The simulator as the clock by which groups of a layer's pass are searched.
 
 use counterpoint_plan::{
-    CostModel, DType, GemmCollective, LinearDirection, LinearPlan, LinearSpec, PassClock, PlanError, Topology,
+    CostModel, DType, GemmCollective, LinearDirection, LinearPlan, LinearSpec, PlanError, Topology,
+};
+use counterpoint_schedule::{
+    OverlapPolicy, Program, SimulateError, Timeline, WeightGradient, lower_collective, lower_join,
+    lower_linear_backward, lower_linear_forward, lower_product, simulate, travel_seconds,
 };
 use thiserror::Error;
 
-use super::{
-    GATHER, WeightGradient, lower_collective, lower_join, lower_linear_backward, lower_linear_forward,
-    lower_product,
-};
-use crate::{OverlapPolicy, Program, SimulateError, Timeline, simulate};
+use super::group_search::PassClock;
 
 /// Simulated times of a layer's pass and its parts, on a modelled machine. All ranks do the same, so one is simulated.
 #[derive(Clone, Copy, Debug)]
@@ -90,18 +90,5 @@ impl PassClock for SimulatedClock<'_> {
             }
         };
         Ok(self.play(program)?.makespan())
-    }
-}
-
-/// Seconds of a collective that ran alone: of the gather or the reduction, and of an all-reduce's way back. A mean over the
-/// ranks of the timeline.
-pub fn travel_seconds(collective: GemmCollective, timeline: &Timeline) -> [f64; 2] {
-    let of = |gathers: bool| -> f64 {
-        let spans = timeline.spans.iter().filter(|span| (span.label == GATHER) == gathers);
-        spans.map(|span| span.end - span.start).sum::<f64>() / timeline.world_size.max(1) as f64
-    };
-    match collective {
-        GemmCollective::AllGather => [of(true), 0.0],
-        GemmCollective::ReduceScatter | GemmCollective::AllReduce => [of(false), of(true)],
     }
 }

@@ -2,17 +2,16 @@
 
 use counterpoint_mask::Mask;
 use counterpoint_plan::{
-    Activations, CostModel, DType, GroupFlow, LinearPlan, LinkUse, PassCosts, Plan, PlanConfig, PlanError,
-    ProductStart, Topology, TransformerSpec, WaveGroups,
+    Activations, CostModel, DType, GroupFlow, Plan, PlanConfig, PlanError, Topology, TransformerSpec,
+};
+use counterpoint_schedule::{
+    GradientReduction, KeyBlocks, Mover, Overlap, OverlapPolicy, Program, SimulateError, StartOrder,
+    Timeline, WeightGradient, WorkerShare, lower_attention_backward, lower_attention_forward,
+    lower_linear_backward, lower_linear_forward, lower_row_passes, simulate,
 };
 use thiserror::Error;
 
-use crate::builder::ProgramBuilder;
-use crate::{
-    BufferRole, GradientReduction, KeyBlocks, Mover, Op, Overlap, OverlapPolicy, Program, SimulateError,
-    StartOrder, StreamKind, Timeline, WeightGradient, WorkerShare, lower_attention_backward,
-    lower_attention_forward, lower_linear_backward, lower_linear_forward, simulate,
-};
+use crate::{LayerGroups, LinkUse, PassCosts, ProductStart};
 
 /// Passes over the tokens of a rank that norms, residual sums and rotations make besides products and attention: of each a
 /// read and a write.
@@ -47,7 +46,7 @@ pub struct StepSpec {
     /// What becomes of the gradients of weights.
     pub gradient: WeightGradient,
     /// Groups of every linear layer.
-    pub groups: WaveGroups,
+    pub groups: LayerGroups,
     /// How communication is brought to run under computation.
     pub policy: OverlapPolicy,
 }
@@ -172,7 +171,7 @@ impl StepSpec {
                 };
                 parts.push(self.norm(own, &near, cost)?);
             }
-            let plan = LinearPlan::new(linear.spec, tp_size, self.groups.clone(), cost)?;
+            let plan = self.groups.plan(linear.spec, tp_size, cost)?;
             let alone = |program: Program| simulate(&[program], &near, cost);
             parts.push(LayerPart {
                 name: linear.name,
@@ -245,18 +244,10 @@ impl StepSpec {
     /// Norm and residual sum of `tokens` tokens of a rank.
     fn norm(&self, tokens: usize, topology: &Topology, cost: &CostModel) -> Result<LayerPart, StepError> {
         let pass = |name: &str| {
-            let policy = self.policy;
-            let mut p = ProgramBuilder::new(name, 0, 1, policy);
-            let stream = p.stream("compute", StreamKind::Compute);
-            for pass in 0..NORM_PASSES {
-                let mut buffer = |side: &str| {
-                    let shape = [tokens.max(1), self.model.hidden];
-                    p.buffer(&format!("{side}_{pass}"), self.dtype, &shape, BufferRole::Scratch)
-                };
-                let (src, dst) = (buffer("from"), buffer("to"));
-                p.push(stream, None, "norm and residual", Op::Cast { src, dst });
-            }
-            simulate(&[p.finish()], topology, cost)
+            let shape = [tokens.max(1), self.model.hidden];
+            let program =
+                lower_row_passes([name, "norm and residual"], NORM_PASSES, shape, self.dtype, self.policy);
+            simulate(&[program], topology, cost)
         };
         Ok(LayerPart { name: "norm", forward: pass("norm forward")?, backward: pass("norm backward")? })
     }

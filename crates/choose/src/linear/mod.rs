@@ -1,0 +1,21 @@
+//! How the passes of a tensor-parallel linear layer overlap, and in which groups of tokens: by prediction, or as it was tuned.
+
+mod gemm_exchange;
+mod group_search;
+mod groups;
+mod machine;
+mod pass;
+mod simulated_clock;
+mod tuned;
+mod wave_costs;
+
+pub use gemm_exchange::{GemmExchange, GemmExchangeSeconds, GemmTraffic};
+pub use group_search::{GroupSearcher, PassClock, SearchStep};
+pub use groups::LayerGroups;
+pub use machine::{LinearMachine, TunedHere};
+pub use pass::LinearPass;
+pub use simulated_clock::{ClockError, SimulatedClock};
+pub use tuned::{
+    GroupSearch, TUNING_VERSION, TunedGroups, TunedPass, TunedPlace, TunedPlans, TunedShape, TuningError,
+};
+pub use wave_costs::{LinkUse, PassCosts, PassCurves, ProductStart, compositions};
