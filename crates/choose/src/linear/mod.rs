@@ -1,5 +1,6 @@
 //! How the passes of a tensor-parallel linear layer overlap, and in which groups of tokens: by prediction, or as it was tuned.
 
+mod fastest;
 mod gemm_exchange;
 mod group_search;
 mod groups;

@@ -1,8 +1,8 @@
-//! What a pass of a tensor-parallel linear layer takes in each of the ways in which it can be run, and so which of them to take.
+//! What a pass of a tensor-parallel linear layer is expected to take in each of the ways in which it can be run, by what its parts take.
 
 use counterpoint_plan::{
     Activations, CostModel, GROUP_TILE_ROWS, GroupFlow, LinearDirection, LinearKind, LinearPlan, LinearSpec,
-    PlanError, Topology, WaveGroups,
+    Topology, WaveGroups,
 };
 use counterpoint_schedule::{PassOverlap, SUMMING_WORKERS};
 
@@ -36,7 +36,7 @@ const HELD_UP: f64 = 0.2;
 
 /// Kernels that take multiprocessors from products cost more than those: of ways without them, which were measured on H200s, one that is
 /// predicted to be slower by less than this is taken.
-const WORKERS_COST: f64 = 1.1;
+pub(super) const WORKERS_COST: f64 = 1.1;
 
 /// The parts of a pass, in seconds.
 struct Parts {
@@ -68,30 +68,23 @@ impl Parts {
 }
 
 impl LinearPass {
-    /// The way that is predicted to end first, of those that a machine has, and the layer in the groups of that way. Of equal times the
-    /// first one counts.
-    ///
-    /// # Errors
-    /// As [`LinearPlan::new`].
-    pub fn fastest(
+    /// The way that is expected to end first, of those that a machine has, and the groups of that way; `None` where nothing travels, or no
+    /// way is left. Of equal times the first one counts.
+    pub(super) fn expected(
         &self,
         ways: &[PassOverlap],
+        whole: &LinearPlan,
         cost: &CostModel,
-    ) -> Result<(PassOverlap, LinearPlan), PlanError> {
-        let whole = LinearPlan::new(self.spec, self.topology.world_size, WaveGroups::Fixed(1))?;
+    ) -> Option<(PassOverlap, WaveGroups)> {
         let candidates: Vec<Candidate> =
-            ways.iter().filter_map(|way| self.candidate(*way, &whole, cost)).collect();
+            ways.iter().filter_map(|way| self.candidate(*way, whole, cost)).collect();
         let has_better = candidates.iter().any(|candidate| candidate.overlap.spares_workers());
         let rated = |candidate: &Candidate| match has_better && candidate.overlap.takes_workers() {
             true => candidate.seconds * WORKERS_COST,
             false => candidate.seconds,
         };
-        let fastest = candidates.iter().min_by(|a, b| rated(a).total_cmp(&rated(b)));
-        let Some(Candidate { overlap, groups, .. }) = fastest else {
-            return Ok((PassOverlap::Sequential, whole));
-        };
-        let groups = groups.clone();
-        Ok((*overlap, LinearPlan::new(self.spec, self.topology.world_size, groups)?))
+        let fastest = candidates.into_iter().min_by(|a, b| rated(a).total_cmp(&rated(b)))?;
+        Some((fastest.overlap, fastest.groups))
     }
 
     /// The best groups of a way to run it, with what that takes; `None` where it cannot be run so, or there is nothing that travels.

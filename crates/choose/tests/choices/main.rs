@@ -7,6 +7,7 @@ mod dispatches;
 mod experts;
 mod exposed;
 mod hosting;
+mod linear;
 mod policies;
 mod ratios;
 mod side_by_side;
