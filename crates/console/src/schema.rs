@@ -32,6 +32,8 @@ pub enum Schema {
     BenchGemmCollectivePeer,
     /// A row of `bench tp`.
     BenchTp,
+    /// A row of `bench tp --shared-input`.
+    BenchTpSharedInput,
     /// A row of `bench moe`.
     BenchMoe,
     /// A row of `bench tp` of another implementation.
@@ -82,6 +84,7 @@ impl Schema {
             Self::BenchGemmCollective => "counterpoint.bench-gemm-collective/1",
             Self::BenchGemmCollectivePeer => "counterpoint.bench-gemm-collective-peer/1",
             Self::BenchTp => "counterpoint.bench-tp/1",
+            Self::BenchTpSharedInput => "counterpoint.bench-tp-shared-input/1",
             Self::BenchMoe => "counterpoint.bench-moe/1",
             Self::BenchTpPeer => "counterpoint.bench-tp-peer/1",
             Self::BenchBandwidth => "counterpoint.bench-bandwidth/1",

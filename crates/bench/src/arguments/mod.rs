@@ -19,6 +19,6 @@ pub(crate) use kernels::{
     BenchPlanArguments, CudaBenchArguments,
 };
 pub(crate) use moe::BenchMoeArguments;
-pub(crate) use tp::{BenchTpArguments, BenchTpPass, GradientArgument};
+pub(crate) use tp::{BenchTpArguments, BenchTpKind, BenchTpPass, GradientArgument};
 pub use tune::TuneCommand;
 pub(crate) use tune::{BenchBandwidthArguments, RanksArguments, SearchArgument, TuneGemmArguments};

@@ -29,6 +29,15 @@ are not known to 0.2 are not printed.
 Results are compared with f64 on a sample of elements, and their bits with those of
 the sequential run; a row that is wrong is not printed, and the exit status is 1.
 
+With --rms-norm the norm is part of both passes. The sequential run, in one group, is
+a layer with a norm behind it: there rows are in order, and the norm is a pass by
+itself. Runs in groups have rows in the order in which they travelled, and the norm
+puts them into their own.
+
+With --shared-input every shape is of so many layers from HIDDEN to LOCAL features a
+rank, first each by itself, run one after the other. `vs apart` is what those take
+over this; the additions of their gradients of the input are not in it.
+
 --peers wants a python3 with PyTorch and GPUs, and times torch.mm with NCCL's
 collectives as Megatron-LM does, and PyTorch's fused operators, in processes with
 CUDA_DEVICE_MAX_CONNECTIONS unset, 1 and 32, whose runs take turns with ours. With
@@ -37,6 +46,8 @@ CUDA_DEVICE_MAX_CONNECTIONS unset, 1 and 32, whose runs take turns with ours. Wi
 Examples:
   counterpoint bench tp
   counterpoint bench tp --slow-link 500,0.05 --shapes 1k:1k:512
+  counterpoint bench tp --kinds row --rms-norm --overlap signals,fused
+  counterpoint bench tp --shared-input 3 --shapes 1k:512:256
   counterpoint bench tp --device cuda --tp-size 2
   torchrun --nproc-per-node 4 --no-python counterpoint bench tp --device cuda --transport nvlink
   counterpoint bench tp --device cuda --kinds column --passes backward \\
@@ -110,6 +121,16 @@ pub struct BenchTpArguments {
     /// What becomes of the gradient of the weight
     #[arg(long, value_name = "KIND", value_enum, default_value_t = GradientArgument::F32)]
     pub(crate) gradient: GradientArgument,
+
+    /// A residual and an RMSNorm behind row-parallel layers, which takes rows in the order in which their groups have travelled; its
+    /// gradients are part of the backward
+    #[arg(long, conflicts_with_all = ["peers", "connections"])]
+    pub(crate) rms_norm: bool,
+
+    /// So many column-parallel layers of one input, such as q, k and v, which share its gather and the sum of its gradient, beside as many
+    /// that share nothing
+    #[arg(long, value_name = "LAYERS", value_parser = clap::value_parser!(u32).range(2..=16), conflicts_with_all = ["kinds", "groups", "rms_norm", "peers", "connections", "trace"], allow_hyphen_values = true)]
+    pub(crate) shared_input: Option<u32>,
 
     /// Imitate a link between CPU ranks
     #[arg(long, value_name = "ALPHA_US,GB_PER_S", value_parser = value::slow_link, allow_hyphen_values = true)]

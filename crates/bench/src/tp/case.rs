@@ -9,8 +9,8 @@ use counterpoint_console::{
 };
 use counterpoint_cuda::TransportKind;
 use counterpoint_exec::{
-    ExecError, Group, HostTensor, LayerGradient, LayerOverlap, LinearInputs, LinearLayer, LinearOutputs,
-    LinearTensor, Machine, PlannedPass, PlannedPasses, RankBuffers, RunConfig, RunTimes, WorldConfig,
+    ExecError, Group, HostTensor, LayerGradient, LayerOverlap, LinearInputs, LinearOutputs, LinearTensor,
+    Machine, PlannedPass, PlannedPasses, RankBuffers, RunConfig, RunTimes, WorldConfig,
 };
 use counterpoint_plan::{CostModel, LinearPlan, LinearSpec, WaveGroups};
 use counterpoint_reference::{LinearSample, check_linear_part};
@@ -20,6 +20,7 @@ use rayon::prelude::*;
 
 use super::connections;
 use super::measured::{Measured, MeasuredPass, digest};
+use super::normalised::{First, Layer, NORM};
 use super::parts::Parts;
 use super::peers::{self, Known};
 use super::row::Row;
@@ -65,7 +66,7 @@ struct Sums<M: Machine> {
 struct Way<M: Machine> {
     overlap: String,
     planned: PlannedPasses,
-    layer: LinearLayer<M>,
+    layer: Layer<M>,
     checked: Result<f64, String>,
     bits: Vec<u64>,
     passes: Vec<MeasuredPass>,
@@ -155,7 +156,8 @@ impl Case<'_> {
         tensors: &mut Option<Tensors<M>>,
     ) -> Result<Way<M>, CliError> {
         let failed = |source| CliError::Run { source };
-        let layer = LinearLayer::with_passes(group, planned.clone(), self.gradient());
+        let norm = self.arguments.rms_norm.then_some(NORM);
+        let layer = Layer::new(group, planned.clone(), self.gradient(), norm);
         // Other ranks wait for this one by now: they are to hear of it.
         let mut layer = layer.map_err(|error| failed(group.fail_with(error)))?;
         let tensors = match tensors {
@@ -218,7 +220,7 @@ impl Case<'_> {
         Ok(())
     }
 
-    fn upload<M: Machine>(&self, layer: &LinearLayer<M>) -> Result<Tensors<M>, CliError> {
+    fn upload<M: Machine>(&self, layer: &Layer<M>) -> Result<Tensors<M>, CliError> {
         let scatter = |tensor, whole: &HostTensor| {
             layer.scatter(tensor, whole).map_err(|source| CliError::Run { source })
         };
@@ -233,7 +235,7 @@ impl Case<'_> {
     }
 
     /// So that the gradient of the first backward can be told.
-    fn zeros<M: Machine>(&self, layer: &LinearLayer<M>) -> Result<Option<Sums<M>>, ExecError> {
+    fn zeros<M: Machine>(&self, layer: &Layer<M>) -> Result<Option<Sums<M>>, ExecError> {
         let LayerGradient::Accumulated(dtype) = self.gradient() else { return Ok(None) };
         let LinearSpec { out_features, in_features, has_bias, .. } = self.spec;
         let zeros = |tensor, shape: Vec<usize>| layer.scatter(tensor, &HostTensor::zeros(shape, dtype));
@@ -246,14 +248,15 @@ impl Case<'_> {
     /// Runs each pass once and compares a sample of all results with f64; and what tells these bits from others, by rank.
     fn check<M: Machine>(
         &self,
-        layer: &mut LinearLayer<M>,
+        layer: &mut Layer<M>,
         tensors: &Tensors<M>,
         sums: Option<&Sums<M>>,
         plan: &LinearPlan,
     ) -> Result<(Result<f64, String>, Vec<u64>), CliError> {
-        let mut outputs = || -> Result<Vec<LinearOutputs>, ExecError> {
-            let y = layer.forward(&tensors.x)?.result;
-            let dx = layer.backward(&tensors.x, &tensors.dy)?.result;
+        let failed = |source| CliError::Run { source };
+        let First { y, dx, inputs, norm } =
+            layer.first(&tensors.x, &tensors.dy, self.inputs).map_err(failed)?;
+        let outputs = || -> Result<Vec<LinearOutputs>, ExecError> {
             let (ys, dxs) = (layer.download(&y)?, layer.download(&dx)?);
             // Added to, or written; a frozen weight has none.
             let written = if sums.is_none() { layer.weight_gradient() } else { None };
@@ -271,7 +274,7 @@ impl Case<'_> {
             let outputs = |(((y, dx), dweight), dbias)| LinearOutputs { y, dx: Some(dx), dweight, dbias };
             Ok(all.map(outputs).collect())
         };
-        let outputs = outputs().map_err(|source| CliError::Run { source })?;
+        let outputs = outputs().map_err(failed)?;
         // What is added to began as zeros.
         let gradient = match self.gradient() {
             LayerGradient::Frozen => WeightGradient::Frozen,
@@ -279,11 +282,11 @@ impl Case<'_> {
         };
         let sample = LinearSample::Spread(SAMPLED);
         let of_rank = |(rank, outputs): (usize, &LinearOutputs)| {
-            check_linear_part(plan, rank, self.inputs, gradient, outputs, sample)
+            check_linear_part(plan, rank, &inputs, gradient, outputs, sample)
                 .map_err(|reason| format!("rank {rank}: {reason}"))
         };
         let mut checks = layer.ranks().zip(&outputs).map(of_rank);
-        let checked = checks.try_fold(0.0, |worst, share| Ok(f64::max(worst, share?)));
+        let checked = norm.and_then(|norm| checks.try_fold(norm, |worst, share| Ok(f64::max(worst, share?))));
         Ok((checked, outputs.par_iter().map(digest).collect()))
     }
 
@@ -319,6 +322,7 @@ impl Case<'_> {
         Some(Row {
             by: "counterpoint".to_owned(),
             kind: self.spec.kind,
+            behind: self.arguments.rms_norm.then(|| "rms-norm".to_owned()),
             pass,
             activations: self.spec.activations,
             shape: self.shape,

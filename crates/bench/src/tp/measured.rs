@@ -35,16 +35,20 @@ pub(super) struct MeasuredPass {
 impl MeasuredPass {
     /// What the slowest rank took in each run.
     pub(super) fn seconds(&self) -> Vec<f64> {
-        let of_rank = |timeline: &Timeline, rank: usize| {
-            let spans = timeline.spans.iter().filter(|span| span.rank == rank);
-            let (begin, end) = spans.fold((f64::INFINITY, f64::NEG_INFINITY), |(begin, end), span| {
-                (span.start.min(begin), span.end.max(end))
-            });
-            end - begin
-        };
-        let slowest = |run: &Timeline| (0..run.world_size).map(|rank| of_rank(run, rank)).fold(0.0, f64::max);
         self.whole.iter().map(slowest).collect()
     }
+}
+
+/// What the slowest rank took in a run, from the start of its first operation to the end of its last.
+pub(super) fn slowest(run: &Timeline) -> f64 {
+    let of_rank = |rank: usize| {
+        let spans = run.spans.iter().filter(|span| span.rank == rank);
+        let (begin, end) = spans.fold((f64::INFINITY, f64::NEG_INFINITY), |(begin, end), span| {
+            (span.start.min(begin), span.end.max(end))
+        });
+        end - begin
+    };
+    (0..run.world_size).map(of_rank).fold(0.0, f64::max)
 }
 
 impl Measured {

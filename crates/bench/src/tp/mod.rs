@@ -3,9 +3,11 @@
 mod case;
 mod connections;
 mod measured;
+mod normalised;
 mod parts;
 mod peers;
 mod row;
+mod shared;
 
 use std::sync::Arc;
 
@@ -20,13 +22,13 @@ use counterpoint_console::{
 };
 use counterpoint_cuda::TransportKind;
 use counterpoint_exec::{CpuMachine, LinearInputs, Machine, RunConfig, random_linear_inputs};
-use counterpoint_plan::{DType, LinearKind, LinearSpec, Topology};
+use counterpoint_plan::{CostModel, DType, LinearKind, LinearSpec, Topology};
 use counterpoint_report::{LiveTable, TimelinePair, TraceSection, chrome_trace};
 
 use self::case::Case;
 use self::peers::Known;
 use self::row::Row;
-use crate::arguments::BenchTpArguments;
+use crate::arguments::{BenchTpArguments, BenchTpKind};
 use crate::pytorch::Peers;
 
 /// `counterpoint bench tp`.
@@ -73,6 +75,12 @@ fn refuse_threads_alone(arguments: &BenchTpArguments) -> Result<(), CliError> {
         BenchTpArguments { connections, .. } if !connections.is_empty() => {
             alone("--connections", numbers(connections), "starts processes of its own")
         }
+        BenchTpArguments { rms_norm: true, .. } => {
+            alone("--rms-norm", String::new(), "is checked with ranks as threads")
+        }
+        BenchTpArguments { shared_input: Some(layers), .. } => {
+            alone("--shared-input", layers.to_string(), "is timed with ranks as threads")
+        }
         BenchTpArguments { device: Device::Cpu, .. } => {
             alone("--device", "cpu".to_owned(), "is timed with ranks as threads")
         }
@@ -89,8 +97,22 @@ fn measure_all(
         let reason = "imitates a link between CPU ranks; leave it out with --device cuda".to_owned();
         return Err(CliError::Flag { flag: "--slow-link", value: String::new(), reason });
     }
-    let traces = Outputs::check(&[("--trace", arguments.trace.as_deref())])?;
+    if let (true, Some(kind)) =
+        (arguments.rms_norm, arguments.kinds.iter().find(|kind| kind.kind() != LinearKind::Row))
+    {
+        let reason = format!(
+            "RMSNorm takes whole rows, of which {}-parallel layers give columns; use --kinds row",
+            kind.kind()
+        );
+        return Err(CliError::Flag { flag: "--rms-norm", value: String::new(), reason });
+    }
     let tp_size = arguments.tp_size.unwrap_or(first.gpus().max(2));
+    if let Some(layers) = arguments.shared_input {
+        let columns = BenchTpKind::Column;
+        let specs = specs(arguments, &[columns], tp_size);
+        return shared::run(arguments, layers as usize, (machines, tp_size), &specs);
+    }
+    let traces = Outputs::check(&[("--trace", arguments.trace.as_deref())])?;
     let table = LiveTable::new(&row::COLUMNS, &console::style());
     if first.prints() {
         console::note_development_build();
@@ -103,13 +125,12 @@ fn measure_all(
             ))?;
         }
     }
-    let shapes = shapes(arguments);
     let tuned = tuned::kept()?;
     first.agree("what was tuned and kept", &tuned.to_json())?;
     let mut peers = peers::start(arguments, tp_size)?;
     let progress = Progress::new();
     let (mut rows, mut of_peers, mut wrong) = (Vec::new(), Vec::new(), Vec::new());
-    for (shape, spec) in specs(arguments, &shapes, tp_size) {
+    for (shape, spec) in specs(arguments, &arguments.kinds, tp_size) {
         let inputs = random_linear_inputs(&spec, None, spec.tokens as u64, true);
         for (transport, machine) in machines {
             let [tokens, hidden, local] = shape;
@@ -161,6 +182,24 @@ struct On<'a> {
     tuned: &'a TunedPlans,
 }
 
+/// What work costs on so many ranks of a machine.
+fn cost_of(
+    arguments: &BenchTpArguments,
+    machine: &RankMachine,
+    tp_size: usize,
+) -> Result<CostModel, CliError> {
+    let profile = machine.profile(None)?;
+    let measured = profile.as_ref().map(|profile| &profile.cost);
+    Ok(match machine {
+        RankMachine::Cuda(gpus) => gpus.cost(measured, tp_size),
+        RankMachine::Process(process) => process.machine().cost(measured),
+        RankMachine::Cpu(_) => {
+            let ranks = CpuMachine::new(0, arguments.slow_link).map_err(|source| CliError::Run { source })?;
+            measured.copied().unwrap_or(ranks.linear(tp_size).cost)
+        }
+    })
+}
+
 fn measure(
     arguments: &BenchTpArguments,
     (spec, shape): (LinearSpec, [usize; 3]),
@@ -169,16 +208,7 @@ fn measure(
     inputs: &LinearInputs,
     peers: &mut Peers<Known>,
 ) -> Result<Vec<Row>, CliError> {
-    let profile = machine.profile(None)?;
-    let measured = profile.as_ref().map(|profile| &profile.cost);
-    let cost = match machine {
-        RankMachine::Cuda(gpus) => gpus.cost(measured, tp_size),
-        RankMachine::Process(process) => process.machine().cost(measured),
-        RankMachine::Cpu(_) => {
-            let ranks = CpuMachine::new(0, arguments.slow_link).map_err(|source| CliError::Run { source })?;
-            measured.copied().unwrap_or(ranks.linear(tp_size).cost)
-        }
-    };
+    let cost = cost_of(arguments, machine, tp_size)?;
     let device = machine.name();
     let tuned = TunedHere { place: machine.tuned_place(arguments.slow_link), plans: tuned.clone() };
     let tuned = Arc::new(tuned);
@@ -209,13 +239,13 @@ fn shapes(arguments: &BenchTpArguments) -> Vec<[usize; 3]> {
 /// Every layer that is measured, with its shape.
 fn specs(
     arguments: &BenchTpArguments,
-    shapes: &[[usize; 3]],
+    kinds: &[BenchTpKind],
     tp_size: usize,
 ) -> Vec<([usize; 3], LinearSpec)> {
     let mut specs = Vec::new();
-    for &shape in shapes {
+    for shape in shapes(arguments) {
         let [tokens, hidden, local] = shape;
-        for kind in arguments.kinds.iter().map(|kind| kind.kind()) {
+        for kind in kinds.iter().map(|kind| kind.kind()) {
             let (in_features, out_features) = match kind {
                 LinearKind::Column => (hidden, local * tp_size),
                 LinearKind::Row => (local * tp_size, hidden),

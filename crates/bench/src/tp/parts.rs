@@ -14,6 +14,8 @@ pub(super) struct Parts {
     pub(super) weight_gradient: f64,
     /// That of the bias.
     pub(super) bias_gradient: f64,
+    /// An RMSNorm behind a row-parallel layer, or its gradients: whole rows, under which nothing of the pass travels.
+    pub(super) norm: f64,
     /// Inputs on their way to all ranks.
     pub(super) gather: f64,
     /// Sums on their way to their owners.
@@ -32,6 +34,8 @@ impl Parts {
             match (span.kind, span.label.as_str()) {
                 (SpanKind::Compute, "dweight") => parts.weight_gradient += seconds,
                 (SpanKind::Compute, "dbias") => parts.bias_gradient += seconds,
+                // Each has whole sums on one side, and products on the other.
+                (SpanKind::Compute, "normalise" | "dnorm") => parts.norm += seconds,
                 (SpanKind::Compute, _) => parts.product += seconds,
                 (SpanKind::Communication, "reduce-scatter") => {
                     reduces = true;
@@ -72,6 +76,7 @@ impl Parts {
             product: of(|parts| parts.product),
             weight_gradient: of(|parts| parts.weight_gradient),
             bias_gradient: of(|parts| parts.bias_gradient),
+            norm: of(|parts| parts.norm),
             gather: of(|parts| parts.gather),
             reduce: of(|parts| parts.reduce),
             spread: of(|parts| parts.spread),
@@ -101,11 +106,12 @@ impl Parts {
         let Self { product, gather, .. } = *self;
         let reduce = self.reduce + self.spread;
         let weight_gradient = self.weight_gradient + self.bias_gradient;
-        match (pass, kind) {
+        let alone = match (pass, kind) {
             (BenchTpPass::Forward, _) => product.max(gather + reduce),
             (BenchTpPass::Backward, LinearKind::Column) => product.max(gather) + weight_gradient.max(reduce),
             (BenchTpPass::Backward, LinearKind::Row) => (product + weight_gradient).max(gather),
-        }
+        };
+        alone + self.norm
     }
 }
 
@@ -146,6 +152,7 @@ mod tests {
                 product: 200.0,
                 weight_gradient: 490.0,
                 bias_gradient: 10.0,
+                norm: 0.0,
                 gather: 0.0,
                 reduce: 200.0,
                 spread: 200.0

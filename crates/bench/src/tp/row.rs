@@ -13,6 +13,8 @@ use crate::turns::efficiency_text;
 pub(super) struct Row {
     pub(super) by: String,
     pub(super) kind: LinearKind,
+    /// What is computed behind the layer, as part of its passes: `rms-norm`, or nothing.
+    pub(super) behind: Option<String>,
     pub(super) pass: BenchTpPass,
     pub(super) activations: Activations,
     /// Tokens, features that are not split, features of a rank.
@@ -73,7 +75,7 @@ pub(super) struct Row {
 }
 
 pub(super) const COLUMNS: [Column; 17] = [
-    Column::name("kind").wide(6),
+    Column::name("kind").wide(12),
     Column::name("pass").wide(8),
     Column::name("activations").wide(17),
     Column::name("shape").wide(18),
@@ -95,8 +97,15 @@ pub(super) const COLUMNS: [Column; 17] = [
 impl Row {
     pub(super) fn name(&self) -> String {
         let [tokens, hidden, local] = self.shape;
-        let Self { kind, pass, activations, policy, transport, .. } = self;
-        format!("{kind} {pass} {activations} {tokens}:{hidden}:{local} {policy} {transport}")
+        let Self { pass, activations, policy, transport, .. } = self;
+        format!("{} {pass} {activations} {tokens}:{hidden}:{local} {policy} {transport}", self.layer())
+    }
+
+    fn layer(&self) -> String {
+        match &self.behind {
+            Some(behind) => format!("{}+{behind}", self.kind),
+            None => self.kind.to_string(),
+        }
     }
 
     /// Nothing of it runs side by side because that was asked for.
@@ -109,7 +118,7 @@ impl Row {
         let us = |seconds: f64| format!("{:.1}", 1e6 * seconds);
         let none = || "–".to_owned();
         [
-            self.kind.to_string(),
+            self.layer(),
             self.pass.to_string(),
             self.activations.to_string(),
             format!("{tokens}:{hidden}:{local}"),

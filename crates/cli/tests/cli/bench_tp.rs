@@ -65,6 +65,19 @@ fn a_fused_pass_says_what_it_hides() {
 }
 
 #[test]
+fn a_norm_behind_a_layer_is_checked_and_timed() {
+    let folder = Folder::new();
+    let command = "bench tp --shapes 50:24:16 --iterations 3 --tp-size 3 --kinds row --rms-norm --overlap signals,fused";
+    let rows = folder.run(&format!("{command} --json")).ok().json_lines();
+    // Two activations, two passes, sequential and two policies.
+    assert_eq!(rows.len(), 2 * 2 * 3);
+    assert!(rows.iter().all(|row| row["behind"] == "rms-norm" && row["of_bound"].as_f64().unwrap() <= 1.0));
+    let text = folder.run(command).ok().stdout;
+    assert!(text.lines().any(|line| line.starts_with(" row+rms-norm ")), "{text}");
+    folder.refuses("bench tp --rms-norm", &["--rms-norm", "--kinds row"]);
+}
+
+#[test]
 fn a_table_has_a_line_for_each() {
     let folder = Folder::new();
     let ran =
@@ -144,4 +157,34 @@ fn bad_requests_are_refused() {
     if !std::path::Path::new("/dev/nvidia0").exists() {
         folder.run("bench tp --device cuda").is_refusal(3, &["NVIDIA"]);
     }
+}
+
+/// Layers of one input beside those that share nothing, each way checked, with uneven tokens, biases and gradients of every kind.
+#[test]
+fn layers_that_share_their_input_are_checked_and_timed() {
+    let folder = Folder::new();
+    for (gradient, bias) in [("f32", ""), ("written", "--bias"), ("own", "--bias"), ("frozen", "")] {
+        let command = format!(
+            "bench tp --shared-input 3 --shapes 50:24:16 --iterations 3 --tp-size 3 --overlap auto,signals --gradient {gradient} {bias} --json"
+        );
+        let rows = folder.run(&command).ok().json_lines();
+        // Two activations, two passes; apart, sequential and two that were asked for.
+        assert_eq!(rows.len(), 2 * 2 * 4);
+        for row in &rows {
+            assert_eq!(row["schema"], "counterpoint.bench-tp-shared-input/1");
+            assert_eq!((&row["layers"], &row["ranks"]), (&3.into(), &3.into()));
+            assert!(
+                row["of_bound"].as_f64().unwrap() <= 1.0 && row["speedup"].as_f64().unwrap() > 0.0,
+                "{row}"
+            );
+        }
+        let asked: Vec<&str> = rows[..4].iter().map(|row| row["overlap"].as_str().unwrap()).collect();
+        assert_eq!(asked, ["apart", "sequential", "auto", "signals"]);
+    }
+    let command = "bench tp --shared-input 2 --shapes 64:32:16 --iterations 3";
+    let text = folder.run(command).ok().stdout;
+    assert!(text.contains("2 column-parallel layers of one input") && text.contains("apart: "), "{text}");
+    folder.refuses(&format!("{command} --overlap fused"), &["--overlap", "several"]);
+    folder.refuses(&format!("{command} --kinds row"), &["--shared-input", "--kinds"]);
+    folder.refuses("bench tp --shared-input 1", &["--shared-input", "2"]);
 }

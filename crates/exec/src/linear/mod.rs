@@ -25,7 +25,7 @@ pub use overlap::{LayerOverlap, PlannedPass, PlannedPasses};
 pub use parallel::{ColumnParallelLinear, LinearOptions, RowParallelLinear};
 pub use run::{LinearConfig, run_linear, run_linear_on};
 pub(crate) use shard::join_rows;
-pub use shared_input::SharedInputLinear;
+pub use shared_input::{SharedInputForward, SharedInputLinear};
 
 /// Tensors of a whole layer, in global order.
 #[derive(Clone, Debug, PartialEq)]

@@ -15,7 +15,7 @@ use super::layer::{
 use super::overlap::{PlannedPass, PlannedPasses};
 use super::parallel::LinearOptions;
 use super::shard::Shard;
-use crate::{Backend, ExecError, Group, HostTensor, Machine, Prepared, Ticket, Transport};
+use crate::{Backend, ExecError, Group, HostTensor, Machine, Prepared, RunTimes, Ticket, Transport};
 
 /// Column-parallel layers of one input, such as q, k and v of an attention, or gate and up of an MLP: `x` is gathered once for all of
 /// them, and what they give to its gradient is added on each rank and summed over ranks once.
@@ -29,6 +29,14 @@ pub struct SharedInputLinear<M: Machine> {
     forward: Vec<Rank<M>>,
     backward: Vec<Rank<M>>,
     deferred: Option<Deferred<M>>,
+}
+
+/// What a forward gave. The next one writes over the memory of the results.
+pub struct SharedInputForward<M: Machine> {
+    /// `y` of each layer.
+    pub ys: Vec<RankBuffers<M>>,
+    /// Measured.
+    pub timeline: Timeline,
 }
 
 impl<M: Machine> SharedInputLinear<M> {
@@ -224,14 +232,16 @@ impl<M: Machine> SharedInputLinear<M> {
         bind(ranks, "main_grad_bias", biases)
     }
 
-    /// `y` of each layer, in memory that the next forward writes over.
+    /// `y` of each layer.
     ///
     /// # Errors
     /// As [`LinearLayer::forward`](crate::LinearLayer::forward).
-    pub fn forward(&mut self, x: &RankBuffers<M>) -> Result<Vec<RankBuffers<M>>, ExecError> {
+    pub fn forward(&mut self, x: &RankBuffers<M>) -> Result<SharedInputForward<M>, ExecError> {
         Prepared::bind_ranks(&mut self.forward, "x", x)?;
-        Prepared::run_ranks(&mut self.forward)?;
-        (0..self.layers.len()).map(|at| Prepared::buffers_of(&self.forward, &format!("y_{at}"))).collect()
+        let timeline = Prepared::run_ranks(&mut self.forward)?;
+        let y = |at: usize| Prepared::buffers_of(&self.forward, &format!("y_{at}"));
+        let ys = (0..self.layers.len()).map(y).collect::<Result<_, _>>()?;
+        Ok(SharedInputForward { ys, timeline })
     }
 
     /// `dx` of the gradients of all results, and what becomes of those of the weights: `x` is that of the forward, which frozen weights
@@ -320,9 +330,23 @@ impl<M: Machine> SharedInputLinear<M> {
 
     /// The last gradients of the weights that were written, one a layer; `None` where they are added to something, or there are none.
     pub fn weight_gradients(&self) -> Option<Vec<RankBuffers<M>>> {
+        self.written("dweight")
+    }
+
+    /// Likewise those of the biases; `None` too where there are no biases.
+    pub fn bias_gradients(&self) -> Option<Vec<RankBuffers<M>>> {
+        self.written("dbias")
+    }
+
+    fn written(&self, name: &str) -> Option<Vec<RankBuffers<M>>> {
         let ranks = self.deferred.as_ref().map_or(&self.backward[..], Deferred::written);
-        let of = |at: usize| Prepared::buffers_of(ranks, &format!("dweight_{at}")).ok();
+        let of = |at: usize| Prepared::buffers_of(ranks, &format!("{name}_{at}")).ok();
         (0..self.layers.len()).map(of).collect()
+    }
+
+    /// Which times passes take from the next one on, in their timelines.
+    pub fn take_times(&mut self, times: RunTimes) {
+        self.forward.iter_mut().chain(&mut self.backward).for_each(|rank| rank.take_times(times));
     }
 
     fn check_layers(&self, name: &str, given: usize) -> Result<(), ExecError> {

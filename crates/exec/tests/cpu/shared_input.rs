@@ -82,7 +82,7 @@ fn run(options: &LinearOptions, input: InputGradient) -> Run {
         sums = Some(of_weights);
     }
     let x = layers.scatter_input(&whole(&[TOKENS, FEATURES], 1)).unwrap();
-    let y = layers.forward(&x).unwrap();
+    let y = layers.forward(&x).unwrap().ys;
     let dys = layers.scatter_outputs(&tensors(&|out| vec![TOKENS, out], 50)).unwrap();
     let dx = layers.backward(&x, &dys).unwrap().result;
     assert_eq!(

@@ -1,0 +1,217 @@
+//! `bench tp --shared-input`: column-parallel layers of one input, such as q, k and v, together and each by itself.
+
+mod row;
+mod way;
+
+use std::sync::Arc;
+
+use counterpoint_choose::{LayerGroups, TunedHere};
+use counterpoint_console::{
+    self as console, CliError, Progress, Schema, arguments::OverlapChoice, rank_machine::RankMachine, tuned,
+};
+use counterpoint_cuda::TransportKind;
+use counterpoint_exec::{
+    CpuMachine, ExecError, Group, LayerGradient, LayerOverlap, LinearInputs, LinearLayer, Machine,
+    RankBuffers, RunConfig, RunTimes, SharedInputLinear, WorldConfig, random_linear_inputs,
+};
+use counterpoint_plan::{CostModel, LinearSpec, WaveGroups};
+use counterpoint_schedule::{Mover, OverlapPolicy, StartOrder};
+
+use self::row::{COLUMNS, SharedRow, row};
+use super::{cost_of, measured::slowest};
+use crate::arguments::{BenchTpArguments, BenchTpPass};
+use crate::rows::Rows;
+use crate::turns::turns;
+
+const WARM_UPS: usize = 3;
+
+/// Measures `layers` layers of one input of every shape and prints them; `specs` are of layers of which each has them all.
+pub(super) fn run(
+    arguments: &BenchTpArguments,
+    layers: usize,
+    (machines, tp_size): (&[(TransportKind, RankMachine)], usize),
+    specs: &[([usize; 3], LinearSpec)],
+) -> Result<(), CliError> {
+    let Some((_, first)) = machines.first() else { return Ok(()) };
+    let fused = arguments.overlap.iter().find_map(|choice| match choice {
+        OverlapChoice::Named(policy) if policy.mover == Mover::Fused => Some(policy.to_string()),
+        _ => None,
+    });
+    if let Some(value) = fused {
+        let reason = "sends what one product makes, and these are several; name another policy".to_owned();
+        return Err(CliError::Flag { flag: "--overlap", value, reason });
+    }
+    let ranks = console::count(tp_size, "rank");
+    let title = format!("{layers} column-parallel layers of one input on {}, {ranks}", first.name());
+    let mut shown = Rows::begin(&title, &COLUMNS, Schema::BenchTpSharedInput, arguments.json)?;
+    let kept = tuned::kept()?;
+    let progress = Progress::new();
+    for (shape, spec) in specs {
+        let spec = LinearSpec { out_features: spec.out_features.saturating_mul(layers), ..*spec };
+        let inputs = random_linear_inputs(&spec, None, spec.tokens as u64, true);
+        for (transport, machine) in machines {
+            let [tokens, hidden, local] = *shape;
+            progress.step(format!("{layers} x {tokens}:{hidden}:{local} {transport}"));
+            let case = Shared {
+                arguments,
+                spec,
+                layers,
+                shape: *shape,
+                tp_size,
+                transport: transport.to_string(),
+                cost: cost_of(arguments, machine, tp_size)?,
+                device: machine.name(),
+                inputs: &inputs,
+                tuned: Arc::new(TunedHere {
+                    place: machine.tuned_place(arguments.slow_link),
+                    plans: kept.clone(),
+                }),
+            };
+            for row in case.measure(machine)? {
+                match &row.wrong {
+                    Some(reason) => shown.add_wrong(format!("{}: {reason}", row.name())),
+                    None => shown.show(&row, row.cells())?,
+                }
+            }
+        }
+    }
+    drop(progress);
+    shown.end("", "results out of bounds against f64")
+}
+
+/// Layers of one input on one machine.
+struct Shared<'a> {
+    arguments: &'a BenchTpArguments,
+    /// Of all of them as one layer: every rank has its part of the first, then its part of the second, and so on.
+    spec: LinearSpec,
+    layers: usize,
+    /// Tokens, features of the input, features that a rank has of each output.
+    shape: [usize; 3],
+    tp_size: usize,
+    transport: String,
+    cost: CostModel,
+    device: &'a str,
+    inputs: &'a LinearInputs,
+    tuned: Arc<TunedHere>,
+}
+
+/// Layers in one of the ways that are compared.
+enum Layers<M: Machine> {
+    Together(Box<SharedInputLinear<M>>),
+    Apart(Vec<LinearLayer<M>>),
+}
+
+struct Way<M: Machine> {
+    overlap: String,
+    /// Of forward and backward: the policy, and the number of groups.
+    passes: [(OverlapPolicy, usize); 2],
+    layers: Layers<M>,
+    checked: Result<f64, String>,
+    bits: Vec<u64>,
+    /// Of each pass that is timed.
+    seconds: Vec<Vec<f64>>,
+}
+
+/// The tensors that all ways use; of each layer, but for `x`.
+struct Tensors<M: Machine> {
+    x: RankBuffers<M>,
+    dys: Vec<RankBuffers<M>>,
+    weights: Vec<RankBuffers<M>>,
+    biases: Vec<RankBuffers<M>>,
+}
+
+impl Shared<'_> {
+    fn measure(&self, machine: &RankMachine) -> Result<Vec<SharedRow>, CliError> {
+        match machine {
+            RankMachine::Cpu(_) => {
+                let ranks = CpuMachine::new(0, self.arguments.slow_link);
+                self.measure_on(&ranks.map_err(|source| CliError::Run { source })?)
+            }
+            RankMachine::Cuda(gpus) => self.measure_on(gpus),
+            // Refused before.
+            RankMachine::Process(process) => self.measure_on(process.machine()),
+        }
+    }
+
+    /// Rows of all passes: layers that share nothing, those that share their input with nothing side by side, and under each policy.
+    fn measure_on<M: Machine>(&self, machine: &M) -> Result<Vec<SharedRow>, CliError> {
+        let failed = |source| CliError::Run { source };
+        let config =
+            WorldConfig { limit: RunConfig::default().limit, poison: false, ..WorldConfig::default() };
+        let group = Group::connect(machine, self.tp_size, config).map_err(failed)?;
+        let group = group.with_tuned(self.tuned.clone());
+        let parts = self.parts().map_err(failed)?;
+        let sequential = OverlapPolicy::new(StartOrder::Sequential);
+        let named = |policy, groups: LayerGroups| LayerOverlap::Policy(policy, groups, self.cost);
+        let mut asked = vec![(sequential.to_string(), named(sequential, WaveGroups::Fixed(1).into()))];
+        for choice in &self.arguments.overlap {
+            let how = match choice {
+                OverlapChoice::Named(policy) => named(*policy, LayerGroups::Auto),
+                OverlapChoice::Auto => LayerOverlap::Predicted(Some(self.cost)),
+            };
+            asked.push((choice.to_string(), how));
+        }
+        let mut ways = vec![self.apart(&group, &parts).map_err(failed)?];
+        let mut tensors = None;
+        for (overlap, how) in asked {
+            ways.push(self.together(&group, overlap, how, &parts, &mut tensors).map_err(failed)?);
+        }
+        let Some(tensors) = &tensors else { return Ok(Vec::new()) };
+        for &pass in &self.arguments.passes {
+            self.time(machine, pass, &mut ways, tensors).map_err(failed)?;
+        }
+        let ways = &ways;
+        let passes = self.arguments.passes.iter().enumerate();
+        let rows =
+            passes.flat_map(|(at, &pass)| ways.iter().filter_map(move |way| row(self, pass, at, way, ways)));
+        Ok(rows.collect())
+    }
+
+    fn gradient(&self) -> LayerGradient {
+        self.arguments.gradient.gradient(self.spec.dtype)
+    }
+
+    /// Times a pass in all ways, a run of each in turn.
+    fn time<M: Machine>(
+        &self,
+        machine: &M,
+        pass: BenchTpPass,
+        ways: &mut [Way<M>],
+        tensors: &Tensors<M>,
+    ) -> Result<(), ExecError> {
+        let Tensors { x, dys, .. } = tensors;
+        ways.iter_mut().for_each(|way| way.seconds.push(Vec::new()));
+        for run in 0..WARM_UPS + self.arguments.iterations as usize {
+            for turn in turns(run, ways.len()) {
+                let Way { layers, seconds, .. } = &mut ways[turn];
+                machine.meet("a run")?;
+                let took = match (layers, pass) {
+                    (Layers::Together(layers), BenchTpPass::Forward) => {
+                        layers.take_times(RunTimes::Whole);
+                        slowest(&layers.forward(x)?.timeline)
+                    }
+                    (Layers::Together(layers), BenchTpPass::Backward) => {
+                        layers.take_times(RunTimes::Whole);
+                        slowest(&layers.backward(x, dys)?.timeline)
+                    }
+                    (Layers::Apart(layers), pass) => {
+                        let mut sum = 0.0;
+                        for (layer, dy) in layers.iter_mut().zip(dys) {
+                            layer.take_times(RunTimes::Whole);
+                            let done = match pass {
+                                BenchTpPass::Forward => layer.forward(x)?,
+                                BenchTpPass::Backward => layer.backward(x, dy)?,
+                            };
+                            sum += slowest(&done.timeline);
+                        }
+                        sum
+                    }
+                };
+                if let Some(seconds) = seconds.last_mut().filter(|_| run >= WARM_UPS) {
+                    seconds.push(took);
+                }
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,122 @@
+//! Rows of `bench tp --shared-input`: a pass of layers that share their input, compared with layers that share nothing.
+
+use counterpoint_console::arguments::dtype_name;
+use counterpoint_exec::Machine;
+use counterpoint_report::{Column, Statistics};
+use serde::Serialize;
+
+use super::{Shared, Way};
+use crate::arguments::BenchTpPass;
+
+/// One pass in one way.
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct SharedRow {
+    layers: usize,
+    pass: BenchTpPass,
+    activations: String,
+    /// Tokens, features of the input, features that a rank has of each output.
+    shape: [usize; 3],
+    ranks: usize,
+    device: String,
+    dtype: String,
+    /// What was asked for: a policy, or `auto`; `apart` of layers that share nothing, each as `auto`.
+    overlap: String,
+    /// What the pass ran under; of layers that share nothing the first one's.
+    policy: String,
+    transport: String,
+    groups: usize,
+    /// Of the slowest rank. Of layers that share nothing those of all, without the additions of their gradients of the input.
+    seconds: Statistics,
+    sequential_seconds: f64,
+    apart_seconds: f64,
+    /// Layers that share nothing over this.
+    speedup: f64,
+    /// The largest share of what an element may err.
+    of_bound: f64,
+    #[serde(skip)]
+    pub(super) wrong: Option<String>,
+}
+
+pub(super) const COLUMNS: [Column; 11] = [
+    Column::name("layers").wide(6),
+    Column::name("pass").wide(8),
+    Column::name("activations").wide(17),
+    Column::name("shape").wide(18),
+    Column::name("policy").wide(38),
+    Column::name("transport").wide(11),
+    Column::number_name("groups"),
+    Column::number("us", 0).wide(9),
+    Column::number("sequential", 2).wide(9),
+    Column::number("vs apart", 1).wide(9),
+    Column::number("of bound", 3),
+];
+
+impl SharedRow {
+    pub(super) fn name(&self) -> String {
+        let [tokens, hidden, local] = self.shape;
+        let Self { layers, pass, activations, policy, .. } = self;
+        format!("{layers} layers {pass} {activations} {tokens}:{hidden}:{local} {policy}")
+    }
+
+    pub(super) fn cells(&self) -> [String; 11] {
+        let [tokens, hidden, local] = self.shape;
+        let us = |seconds: f64| format!("{:.1}", 1e6 * seconds);
+        let policy =
+            if self.overlap == APART { format!("{APART}: {}", self.policy) } else { self.policy.clone() };
+        [
+            self.layers.to_string(),
+            self.pass.to_string(),
+            self.activations.clone(),
+            format!("{tokens}:{hidden}:{local}"),
+            policy,
+            self.transport.clone(),
+            self.groups.to_string(),
+            us(self.seconds.median),
+            us(self.sequential_seconds),
+            format!("{:.2}", self.speedup),
+            format!("{:.2}", self.of_bound),
+        ]
+    }
+}
+
+/// What layers that share nothing are called.
+pub(super) const APART: &str = "apart";
+
+/// Of one of the ways, of which the first are apart, the second sequential.
+pub(super) fn row<M: Machine>(
+    case: &Shared<'_>,
+    pass: BenchTpPass,
+    at: usize,
+    way: &Way<M>,
+    ways: &[Way<M>],
+) -> Option<SharedRow> {
+    let [apart, sequential, ..] = ways else { return None };
+    let of = |way: &Way<M>| Statistics::of(&way.seconds[at]);
+    let (seconds, apart_seconds) = (of(way)?, of(apart)?.median);
+    let (policy, groups) = way.passes[usize::from(pass == BenchTpPass::Backward)];
+    Some(SharedRow {
+        layers: case.layers,
+        pass,
+        activations: case.spec.activations.to_string(),
+        shape: case.shape,
+        ranks: case.tp_size,
+        device: case.device.to_owned(),
+        dtype: dtype_name(case.spec.dtype).to_owned(),
+        overlap: way.overlap.clone(),
+        policy: policy.to_string(),
+        transport: case.transport.clone(),
+        groups,
+        sequential_seconds: of(sequential)?.median,
+        apart_seconds,
+        speedup: apart_seconds / seconds.median,
+        seconds,
+        of_bound: way.checked.clone().unwrap_or(f64::INFINITY),
+        wrong: match &way.checked {
+            Err(reason) => Some(reason.clone()),
+            Ok(_) if !way.bits.is_empty() && way.bits != sequential.bits => {
+                Some("its bits are not those of the sequential run".to_owned())
+            }
+            Ok(_) => None,
+        },
+    })
+}
