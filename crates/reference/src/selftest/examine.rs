@@ -284,13 +284,14 @@ mod tests {
 
     type Spoil = fn(&mut AttentionOutputs, usize);
 
-    /// What is found on a device for each way to spoil, with one reference for all of them.
+    /// What is found on a device for each way to spoil, with one reference for all of them, on a third of the cases: what fails is
+    /// measured twice.
     fn failures<const N: usize>(spoils: [Spoil; N]) -> [Vec<SelfCheck>; N] {
         let devices = spoils.map(Spoiled::attention);
         let subjects = devices.each_ref().map(|device| device as &dyn Subject);
-        let found = selftest_attention(&subjects, Extent::Quick, Share::ALL, |_, _| ());
+        let found = selftest_attention(&subjects, Extent::Quick, Share::each(3).last().unwrap(), |_, _| ());
         let failed = |checks: Vec<SelfCheck>| {
-            assert!(checks.len() > 25, "{}", checks.len());
+            assert!(checks.len() > 8, "{}", checks.len());
             checks.into_iter().filter(|check| !check.passed).collect()
         };
         found.into_iter().map(failed).collect::<Vec<_>>().try_into().unwrap()
@@ -349,7 +350,7 @@ mod tests {
         ]);
         assert!(right.is_empty(), "{right:#?}");
         for (index, found) in wrong.iter().enumerate() {
-            assert!(found.len() > 10, "{index}: {}", found.len());
+            assert!(found.len() > 3, "{index}: {}", found.len());
             assert!(found.iter().all(|check| check.reason.is_some()));
         }
     }
