@@ -336,7 +336,7 @@ pub(super) fn specialisations() -> Vec<Specialisation> {
 /// What host and kernel share.
 pub(super) fn layouts() -> Vec<SharedLayout> {
     vec![shared_layout!(
-        "attention/portable_forward.cuh",
+        "attention/portable_forward_config.cuh",
         PortableForwardArguments {
             tiles,
             runs,
