@@ -79,6 +79,8 @@ class _Group:
         self._planner: ThreadPoolExecutor | None = None
         # Whether this process's caller has met the error by which the group has failed.
         self._is_failure_known = False
+        # Streams of other libraries, see `order_with`.
+        self._ordered: tuple[torch.cuda.Stream, ...] = ()
 
     @property
     def rank(self) -> int:
@@ -279,6 +281,25 @@ class _Group:
         uses one stream's results on another orders the two, as always with streams. Takes scratch memory twice."""
         with self._named_errors():
             self._native.overlap_calls()
+
+    def order_with(self, stream: torch.cuda.Stream) -> None:
+        """Has calls of this rank, and what another library enqueues on `stream`, follow each other from now on: a call begins
+        once all that the stream was given before has ended, and what it is given later begins once the call has ended.
+
+        For collectives beside linear layers that compute and communicate in one kernel (`overlap="fused"`, or chosen). Such a
+        kernel may hold all multiprocessors until those of other ranks run, and so may another library's collective: one first
+        here, the other first there, and both wait until the limit. Name the stream on every rank, and enqueue both in one order
+        on all of them. Where a library does not show its streams, give such layers `overlap="concurrent"`. Attention needs
+        neither."""
+        place = getattr(stream, "device", None)
+        if not isinstance(getattr(stream, "cuda_stream", None), int) or place != self.device or self._ordinal < 0:
+            on_cpu = "a CUDA stream, and this group is on the CPU"
+            wanted = on_cpu if self._ordinal < 0 else f"a torch.cuda.Stream on {self.device}"
+            raise DeviceError(f"stream is {stream!r}; order_with takes {wanted}")
+        with self._named_errors():
+            self._native.order_with(stream.cuda_stream)
+        # PyTorch's own live as long as the process; an ExternalStream is its owner's.
+        self._ordered = (*(one for one in self._ordered if one != stream), stream)
 
     def check(self) -> None:
         """Raises the group's first error, as far as it is known here; never waits. Calls on a GPU return before they have run:

@@ -1,5 +1,6 @@
 //! The seam to the engine: attention and row collectives of the ranks in this process, on tensors of Python, in place.
 
+mod callers;
 mod linear_calls;
 
 use std::slice;
@@ -13,6 +14,8 @@ use counterpoint_exec::{
 };
 use counterpoint_plan::Dispatch;
 use counterpoint_schedule::Timeline;
+
+use callers::{CallerStream, CallerStreams, Callers};
 
 use crate::borrow::{Borrowed, InPlace};
 use crate::capture::Captures;
@@ -61,6 +64,8 @@ pub(crate) trait Engine: Send + Sync {
     fn experts(&self) -> &dyn ExpertEngine;
     /// Has calls on different streams of the caller overlap, of what is made ready from now on.
     fn overlap_calls(&self);
+    /// Has calls and what a stream of another library is given follow each other from now on; false where there are no streams.
+    fn order_with(&self, stream: u64) -> bool;
     /// The first error, as far as it is known here.
     fn poll(&self) -> Result<(), ExecError>;
     /// Ends the group for all ranks.
@@ -108,22 +113,12 @@ where
     kept: Mutex<Vec<MemoryKeeper>>,
     /// What graphs of the caller replay.
     captured: CapturedCalls<M>,
-    /// The caller's streams as every rank here has them, latest first. A call knows by them that it follows one on the same stream,
-    /// which then orders them by itself.
-    callers: Mutex<Vec<(u64, CallerStreams<M>)>>,
+    /// The caller's streams.
+    callers: Callers<M>,
 }
 
 /// Buffers of one rank, by name.
 type Buffers<B> = Vec<(&'static str, <B as Backend>::Buffer)>;
-
-/// A stream of the caller's.
-type CallerStream<M> = Arc<<<M as Machine>::Backend as Backend>::Stream>;
-
-/// The same as every rank here has it.
-type CallerStreams<M> = Arc<[CallerStream<M>]>;
-
-/// Streams of the caller that are kept; PyTorch has 32 of each priority, of which few take turns.
-const KEPT_CALLERS: usize = 16;
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -134,8 +129,8 @@ where
     M::Backend: Captures,
 {
     pub(crate) fn new(group: Group<M>) -> Self {
-        let (calling, kept, captured, callers) = Default::default();
-        let (layers, experts) = (Layers::default(), Experts::default());
+        let (calling, kept, captured) = Default::default();
+        let (layers, experts, callers) = (Layers::default(), Experts::default(), Callers::default());
         Self { group, layers, experts, calling, kept, captured, callers }
     }
 }
@@ -147,18 +142,7 @@ where
 {
     /// The caller's stream as every rank here has it; `None` where there is no such thing.
     fn callers(&self, stream: u64) -> Option<CallerStreams<M>> {
-        let mut known = lock(&self.callers);
-        let latest = match known.iter().position(|(handle, _)| *handle == stream) {
-            Some(index) => known.remove(index),
-            None => (
-                stream,
-                self.group.ranks().iter().map(|rank| rank.backend().caller(stream)).collect::<Option<_>>()?,
-            ),
-        };
-        let streams = latest.1.clone();
-        known.insert(0, latest);
-        known.truncate(KEPT_CALLERS);
-        Some(streams)
+        self.callers.of(&self.group, stream)
     }
 
     /// Whether a stream captures; refused where ranks of one process share it.
@@ -470,6 +454,16 @@ where
 
     fn overlap_calls(&self) {
         self.group.ranks().iter().for_each(|rank| rank.overlap_calls());
+    }
+
+    fn order_with(&self, stream: u64) -> bool {
+        let Some(streams) = self.callers(stream) else { return false };
+        self.group
+            .ranks()
+            .iter()
+            .zip(streams.iter())
+            .for_each(|(rank, stream)| rank.order_with(stream.clone()));
+        true
     }
 
     fn poll(&self) -> Result<(), ExecError> {

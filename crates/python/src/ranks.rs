@@ -317,6 +317,11 @@ impl Ranks {
         Ok(())
     }
 
+    /// Has calls and what a stream is given follow each other from now on; false where there are no streams.
+    fn order_with(&self, py: Python<'_>, stream: u64) -> PyResult<bool> {
+        Ok(self.engine(py)?.order_with(stream))
+    }
+
     /// Raises the group's first error, as far as it is known here; never waits.
     fn check(&self, py: Python<'_>) -> PyResult<()> {
         let ranks = self.engine(py)?;

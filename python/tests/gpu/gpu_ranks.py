@@ -16,7 +16,7 @@ rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 """
 
 
-def run(size: int, program: str, *arguments: str, segments: str = "False") -> list[str]:
+def run(size: int, program: str, *arguments: str, segments: str = "False", limit: float = 120.0) -> list[str]:
     """What each of `size` processes says that run `program`, and how it ended."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -35,7 +35,7 @@ def run(size: int, program: str, *arguments: str, segments: str = "False") -> li
         for rank in range(size)
     ]
     try:
-        return [f"{process.communicate(timeout=120)[0]}\nended with {process.returncode}" for process in made]
+        return [f"{process.communicate(timeout=limit)[0]}\nended with {process.returncode}" for process in made]
     finally:
         for process in made:
             process.kill()

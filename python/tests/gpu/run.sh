@@ -8,6 +8,7 @@
 #   bench[=PARTS]     python/benches/attention.py: all of it, or of host,rates,fresh,masks
 # With two and more, a rank each under torchrun, in about 5 minutes together:
 #   ranks             tests of ranks with GPUs of their own
+#   long[=COUNT]      masks that come and go, calls beside NCCL's collectives, COUNT (10,000) of each; ranks that are killed
 #   training[=STEPS]  python/benches/training.py: loss curves of all ways to share a small Llama out
 #   cp[=OPTIONS]      python/benches/context_parallel.py, beside the command line and PyTorch's ways; such as cp=--tokens=8192
 #   tp                python/benches/tensor_parallel.py, beside Megatron's way and async-TP
@@ -75,6 +76,8 @@ for part in $parts; do
     case $part in
     tests) step "tests" tests 300 "$here" ;;
     ranks) step "ranks" tests 150 "$here/test_gpu_ranks.py" ;;
+    long) LONG_RUN_COUNT=10000 step "long runs" tests 550 "$here/test_gpu_long_runs.py" ;;
+    long=*) LONG_RUN_COUNT=$options step "long runs" tests 550 "$here/test_gpu_long_runs.py" ;;
     training) step "training" launched 100 training ;;
     training=*) step "training" launched 100 training --steps "$options" ;;
     cp) step "context parallel" launched 100 context_parallel --counterpoint "$counterpoint" ;;

@@ -288,7 +288,10 @@ impl<B: Backend, T: Transport<B>> GroupRank<B, T> {
     /// other until the limit. Name that stream here on every rank, and enqueue calls and the library's collectives in the same order on
     /// all of them.
     pub fn order_with(&self, stream: Arc<B::Stream>) {
-        lock(&self.neighbours).push(stream);
+        let mut neighbours = lock(&self.neighbours);
+        if !neighbours.iter().any(|known| Arc::ptr_eq(known, &stream)) {
+            neighbours.push(stream);
+        }
     }
 
     pub(crate) fn neighbours(&self) -> Vec<Arc<B::Stream>> {
