@@ -23,10 +23,10 @@ pub use dispatch::{
 pub use error::ChooseError;
 pub use experts::{ExpertCandidate, ExpertChoice, ExpertDirection, expert_pass, expert_programs};
 pub use linear::{
-    ClockError, GemmExchange, GemmExchangeSeconds, GemmTraffic, GroupSearch, GroupSearcher, LayerGroups,
-    LinearMachine, LinearPass, LinkUse, PassClock, PassCosts, PassCurves, ProductStart, SearchStep,
-    SimulatedClock, TUNING_VERSION, TunedGroups, TunedHere, TunedPass, TunedPlace, TunedPlans, TunedShape,
-    TuningError, compositions,
+    ClockError, GemmExchange, GemmExchangeSeconds, GroupSearch, GroupSearcher, LayerGroups, LinearMachine,
+    LinearPass, LinkUse, PassClock, PassCosts, PassCurves, ProductStart, SearchStep, SimulatedClock,
+    TUNING_VERSION, TunedGroups, TunedHere, TunedPass, TunedPlace, TunedPlans, TunedShape, TuningError,
+    compositions,
 };
 pub use policies::{PassChoice, PolicyCandidate, PolicyChoice, attention_policies};
 pub use prediction::AttentionPrediction;

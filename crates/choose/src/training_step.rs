@@ -2,7 +2,7 @@
 
 use counterpoint_mask::Mask;
 use counterpoint_plan::{
-    Activations, CostModel, DType, GroupFlow, Plan, PlanConfig, PlanError, Topology, TransformerSpec,
+    Activations, CostModel, DType, GemmCollective, Plan, PlanConfig, PlanError, Topology, TransformerSpec,
 };
 use counterpoint_schedule::{
     GradientReduction, KeyBlocks, Mover, Overlap, OverlapPolicy, Program, SimulateError, StartOrder,
@@ -200,14 +200,14 @@ impl StepSpec {
                 (Mover::CopyEngine, _) | (_, WorkerShare::Margin(_) | WorkerShare::Partition(_)) => 1.0,
                 _ => sharing.speed_without(sharing.communication),
             });
-        let added = |flow: GroupFlow, product: f64, travel: f64| {
+        let added = |collective: GemmCollective, product: f64, travel: f64| {
             if travel == 0.0 {
                 return 0.0;
             }
             let table = |each: f64| (0..=layers).map(|n| n as f64 * each).collect::<Vec<f64>>();
             let (product, travel) = (table(product), table(travel));
             let costs = PassCosts {
-                flow,
+                collective,
                 product,
                 travel,
                 back: Vec::new(),
@@ -225,7 +225,8 @@ impl StepSpec {
         let replica_exposed_seconds = if sequential {
             all
         } else {
-            added(GroupFlow::Reduce, backward, gradients) + added(GroupFlow::Gather, forward, gathered)
+            added(GemmCollective::ReduceScatter, backward, gradients)
+                + added(GemmCollective::AllGather, forward, gathered)
         };
         let passes = (layers * self.microbatches) as f64;
         let tokens = self.mask.seqlen_q() as f64 / ranks.cp_size as f64;

@@ -2,9 +2,10 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Activations, DType, GroupFlow, LinearDirection, LinearKind, LinearSpec};
+use crate::{Activations, DType, LinearDirection, LinearKind, LinearSpec};
 
-/// A matrix product and the collective that its communication amounts to.
+/// A matrix product and the collective that its communication amounts to. In groups of rows, products and collectives take turns: a gather
+/// comes before its group's product, a reduction behind it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum GemmCollective {
@@ -36,11 +37,15 @@ impl GemmCollective {
 
     /// That of the product of a pass; `None` where it has none.
     pub fn of_pass(spec: &LinearSpec, direction: LinearDirection) -> Option<Self> {
-        Some(match spec.flow(direction)? {
-            GroupFlow::Gather => Self::AllGather,
-            GroupFlow::Reduce => Self::ReduceScatter,
-            GroupFlow::ReduceAndGather => Self::AllReduce,
-        })
+        let sums = match spec.activations {
+            Activations::SequenceParallel => Self::ReduceScatter,
+            Activations::Replicated => Self::AllReduce,
+        };
+        match (direction, spec.kind) {
+            (LinearDirection::Forward, LinearKind::Row)
+            | (LinearDirection::Backward { .. }, LinearKind::Column) => Some(sums),
+            _ => (spec.activations == Activations::SequenceParallel).then_some(Self::AllGather),
+        }
     }
 
     /// The layer whose forward it is, without a bias. `m`, `n` and `k` are those of all ranks together.

@@ -75,7 +75,7 @@ pub use group_part::GroupPartError;
 pub use hierarchy::{TwoLevelExchange, TwoLevelPart};
 pub use hosting::{HostedWork, UnweighedOffload};
 pub use linear::{GROUP_TILE_ROWS, LinearPlan, WaveGroups};
-pub use linear_spec::{Activations, GroupFlow, LinearDirection, LinearKind, LinearSpec};
+pub use linear_spec::{Activations, LinearDirection, LinearKind, LinearSpec};
 pub use machine_profile::{
     LinkPoint, MachineProfile, PROFILE_VERSION, PolicyMeasurement, ProfileError, TransportMeasurement,
 };

@@ -59,18 +59,6 @@ impl fmt::Display for Activations {
     }
 }
 
-/// In which order the products and the collectives of a pass follow each other.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum GroupFlow {
-    /// A group's sums are reduced once it is multiplied: reduce-scatter.
-    Reduce,
-    /// As `Reduce`, and then travel back to all: all-reduce.
-    ReduceAndGather,
-    /// A group's rows travel, then they are multiplied: all-gather.
-    Gather,
-}
-
 /// A linear layer `y = x W^T + bias` over the ranks of a tensor-parallel group. `x` is `[tokens, in_features]`, `y` is
 /// `[tokens, out_features]`, `W` is `[out_features, in_features]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -122,19 +110,6 @@ impl LinearSpec {
                 LinearDirection::Backward { weight_gradient: true }
             }
             _ => LinearDirection::Forward,
-        }
-    }
-
-    /// In which order products and collectives of a pass follow each other; `None` where it has no collective.
-    pub fn flow(&self, direction: LinearDirection) -> Option<GroupFlow> {
-        let sums = match self.activations {
-            Activations::SequenceParallel => GroupFlow::Reduce,
-            Activations::Replicated => GroupFlow::ReduceAndGather,
-        };
-        match (direction, self.kind) {
-            (LinearDirection::Forward, LinearKind::Row)
-            | (LinearDirection::Backward { .. }, LinearKind::Column) => Some(sums),
-            _ => (self.activations == Activations::SequenceParallel).then_some(GroupFlow::Gather),
         }
     }
 

@@ -1,29 +1,18 @@
 //! What a product with its collective takes, one after the other and in one kernel, and so which of them to run.
 
-use counterpoint_plan::CostModel;
+use counterpoint_plan::{CostModel, GemmCollective};
 
 /// A product that each of several ranks computes, and the rows that travel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GemmExchange {
-    /// What travels.
-    pub traffic: GemmTraffic,
+    /// What travels: shares of rows of the result to their owners, the same and the sums to everyone, or rows of the first operand.
+    pub collective: GemmCollective,
     /// Ranks, at least 2.
     pub ranks: usize,
     /// Rows, columns and terms of a rank's product.
     pub product: [usize; 3],
     /// Bytes of an element.
     pub element_bytes: usize,
-}
-
-/// The rows that travel beside a product.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum GemmTraffic {
-    /// Shares of rows of the result, to their owners, who sum them.
-    Shares,
-    /// The same, and the sums to everyone.
-    SharesAndSums,
-    /// Rows of the first operand, to everyone.
-    Operand,
 }
 
 /// Seconds of a [`GemmExchange`].
@@ -58,7 +47,7 @@ const AT_ONCE: f64 = 7e-6;
 impl GemmExchange {
     /// What it takes by a machine's costs.
     pub fn seconds(&self, cost: &CostModel) -> GemmExchangeSeconds {
-        let Self { traffic, ranks, product: [m, n, k], element_bytes } = *self;
+        let Self { collective, ranks, product: [m, n, k], element_bytes } = *self;
         let own = m.div_ceil(ranks) as f64;
         let others = ranks as f64 - 1.0;
         let bytes = |columns: usize| own * others * (columns * element_bytes) as f64;
@@ -67,17 +56,17 @@ impl GemmExchange {
         let reading = (n * k * element_bytes) as f64 / cost.memory_bytes_per_second;
         let product = cost.matmul_seconds([m, n, k]).max(reading);
         let together = if m * n > ROUND { TOGETHER } else { 1.0 };
-        match traffic {
-            GemmTraffic::Shares => GemmExchangeSeconds {
+        match collective {
+            GemmCollective::ReduceScatter => GemmExchangeSeconds {
                 sequential: product + cost.launch_seconds + travel(n),
                 fused: (together * product).max(bytes(n) / cost.link.bytes_per_second) + LAST_SUMS,
             },
-            GemmTraffic::SharesAndSums => GemmExchangeSeconds {
+            GemmCollective::AllReduce => GemmExchangeSeconds {
                 sequential: product + 2.0 * (cost.launch_seconds + travel(n)),
                 fused: (together * product).max(2.0 * bytes(n) / cost.link.bytes_per_second) + LAST_SPREAD,
             },
             // All tiles wait for all rows.
-            GemmTraffic::Operand
+            GemmCollective::AllGather
                 if m.div_ceil(ranks) <= TILE_ROWS
                     && m.div_ceil(ranks) * k * element_bytes <= AT_ONCE_BYTES =>
             {
@@ -86,7 +75,7 @@ impl GemmExchange {
                     fused: together * product + AT_ONCE + bytes(k) / cost.link.bytes_per_second,
                 }
             }
-            GemmTraffic::Operand => {
+            GemmCollective::AllGather => {
                 let rounds = (m * n).div_ceil(ROUND) as f64;
                 let tiled = m.div_ceil(ranks).next_multiple_of(TILE_ROWS) * ranks;
                 let product_of_tiles = together * cost.matmul_seconds([tiled, n, k]).max(reading);
@@ -110,15 +99,17 @@ impl GemmExchange {
 mod tests {
     use super::*;
 
-    fn seconds(traffic: GemmTraffic, ranks: usize, product: [usize; 3]) -> GemmExchangeSeconds {
-        GemmExchange { traffic, ranks, product, element_bytes: 2 }.seconds(&CostModel::H200)
+    fn seconds(collective: GemmCollective, ranks: usize, product: [usize; 3]) -> GemmExchangeSeconds {
+        GemmExchange { collective, ranks, product, element_bytes: 2 }.seconds(&CostModel::H200)
     }
 
     #[test]
     fn long_products_hide_what_travels() {
-        for traffic in [GemmTraffic::Shares, GemmTraffic::SharesAndSums, GemmTraffic::Operand] {
-            let GemmExchangeSeconds { sequential, fused } = seconds(traffic, 4, [8192, 8192, 3584]);
-            assert!(fused < 0.85 * sequential, "{traffic:?}: {fused} beside {sequential}");
+        for collective in
+            [GemmCollective::ReduceScatter, GemmCollective::AllReduce, GemmCollective::AllGather]
+        {
+            let GemmExchangeSeconds { sequential, fused } = seconds(collective, 4, [8192, 8192, 3584]);
+            assert!(fused < 0.85 * sequential, "{collective:?}: {fused} beside {sequential}");
         }
     }
 
@@ -126,9 +117,9 @@ mod tests {
     #[test]
     fn few_rows_travel_under_the_product_too() {
         for m in [128, 512, 1024] {
-            for traffic in [GemmTraffic::Shares, GemmTraffic::Operand] {
-                let few = seconds(traffic, 4, [m, 8192, 4096]);
-                assert!(few.fused < few.sequential, "{m} {traffic:?}: {few:?}");
+            for collective in [GemmCollective::ReduceScatter, GemmCollective::AllGather] {
+                let few = seconds(collective, 4, [m, 8192, 4096]);
+                assert!(few.fused < few.sequential, "{m} {collective:?}: {few:?}");
             }
         }
     }
@@ -136,7 +127,7 @@ mod tests {
     /// More rows than leave at once, of which two ranks' would share a tile: four rows of tiles instead of one.
     #[test]
     fn rows_that_fill_no_tile_come_first() {
-        let few = seconds(GemmTraffic::Operand, 4, [128, 8192, 65536]);
+        let few = seconds(GemmCollective::AllGather, 4, [128, 8192, 65536]);
         assert!(few.fused > 1.2 * few.sequential, "{few:?}");
     }
 
@@ -146,7 +137,7 @@ mod tests {
         let mut cost = CostModel::H200;
         cost.link.bytes_per_second = 1e9;
         let exchange = GemmExchange {
-            traffic: GemmTraffic::Shares,
+            collective: GemmCollective::ReduceScatter,
             ranks: 2,
             product: [1024, 1024, 1024],
             element_bytes: 2,

@@ -2,7 +2,7 @@
 
 use std::ops::ControlFlow;
 
-use counterpoint_plan::{GroupFlow, LinearDirection, LinearPlan, LinearSpec, PlanError, WaveGroups};
+use counterpoint_plan::{GemmCollective, LinearDirection, LinearPlan, LinearSpec, PlanError, WaveGroups};
 
 use super::wave_costs::{LinkUse, PassCosts, PassCurves, ProductStart, compositions};
 
@@ -180,13 +180,13 @@ impl GroupSearcher {
         let mut sizes: Vec<usize> =
             doubled(self.waves()?).map(|waves| (waves * self.wave).min(rows)).collect();
         sizes.dedup();
-        let Some(flow) = self.spec.flow(self.direction) else { return Ok(None) };
-        let owners = match flow {
-            GroupFlow::Gather => (self.tp_size - 1).max(1),
-            GroupFlow::Reduce | GroupFlow::ReduceAndGather => self.tp_size,
+        let Some(collective) = GemmCollective::of_pass(&self.spec, self.direction) else { return Ok(None) };
+        let owners = match collective {
+            GemmCollective::AllGather => (self.tp_size - 1).max(1),
+            GemmCollective::ReduceScatter | GemmCollective::AllReduce => self.tp_size,
         };
         let has_after = self.direction == (LinearDirection::Backward { weight_gradient: true });
-        let others = usize::from(flow != GroupFlow::ReduceAndGather) + usize::from(has_after);
+        let others = usize::from(collective != GemmCollective::AllReduce) + usize::from(has_after);
         let (mut done, mut all) = (0, 2 * sizes.len() + others);
         let mut tell = |what: String, more: usize| {
             all += more;
@@ -210,16 +210,16 @@ impl GroupSearcher {
             back.add(size, home);
         }
         let mut join = 0.0;
-        match flow {
-            GroupFlow::Gather => {
+        match collective {
+            GemmCollective::AllGather => {
                 tell("a product of a rank's own rows".to_owned(), 0);
                 product.add(rows, clock.product(rows)?);
             }
-            GroupFlow::Reduce => {
+            GemmCollective::ReduceScatter => {
                 tell("putting groups together".to_owned(), 0);
                 join = clock.join()?;
             }
-            GroupFlow::ReduceAndGather => {}
+            GemmCollective::AllReduce => {}
         }
         let mut after = 0.0;
         if has_after {

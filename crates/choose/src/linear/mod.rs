@@ -10,7 +10,7 @@ mod simulated_clock;
 mod tuned;
 mod wave_costs;
 
-pub use gemm_exchange::{GemmExchange, GemmExchangeSeconds, GemmTraffic};
+pub use gemm_exchange::{GemmExchange, GemmExchangeSeconds};
 pub use group_search::{GroupSearcher, PassClock, SearchStep};
 pub use groups::LayerGroups;
 pub use machine::{LinearMachine, TunedHere};

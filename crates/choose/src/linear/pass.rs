@@ -1,12 +1,12 @@
 //! What a pass of a tensor-parallel linear layer is expected to take in each of the ways in which it can be run, by what its parts take.
 
 use counterpoint_plan::{
-    Activations, CostModel, GROUP_TILE_ROWS, GroupFlow, LinearDirection, LinearKind, LinearPlan, LinearSpec,
-    Topology, WaveGroups,
+    Activations, CostModel, GROUP_TILE_ROWS, GemmCollective, LinearDirection, LinearKind, LinearPlan,
+    LinearSpec, Topology, WaveGroups,
 };
 use counterpoint_schedule::{PassOverlap, SUMMING_WORKERS};
 
-use super::gemm_exchange::{GemmExchange, GemmTraffic};
+use super::gemm_exchange::GemmExchange;
 use super::groups::{MOST_GROUPS, wave_step};
 use super::wave_costs::{LinkUse, PassCurves, ProductStart};
 
@@ -119,10 +119,10 @@ impl LinearPass {
         whole: &LinearPlan,
         cost: &CostModel,
     ) -> Option<(Vec<usize>, f64)> {
-        let traffic = self.traffic()?;
-        let Parts { weight_gradient, inputs, .. } = self.parts(traffic, cost);
+        let collective = self.collective()?;
+        let Parts { weight_gradient, inputs, .. } = self.parts(collective, cost);
         // One kernel of all groups is for products whose results travel.
-        if matches!(overlap, PassOverlap::Signals(_)) && traffic == GemmTraffic::Operand {
+        if matches!(overlap, PassOverlap::Signals(_)) && collective == GemmCollective::AllGather {
             return None;
         }
         let speed_without = |workers| cost.sharing.map_or(1.0, |sharing| sharing.speed_without(workers));
@@ -130,7 +130,7 @@ impl LinearPass {
         let (always, beside) = match overlap {
             PassOverlap::Margin(workers) | PassOverlap::Signals(workers) => (speed_without(workers), 1.0),
             // Sums and the way back of those before start together, each on workers of its own.
-            PassOverlap::Barrier(workers) if traffic == GemmTraffic::SharesAndSums => {
+            PassOverlap::Barrier(workers) if collective == GemmCollective::AllReduce => {
                 (1.0, speed_without(2 * workers))
             }
             PassOverlap::Barrier(workers) => (1.0, speed_without(workers)),
@@ -187,22 +187,24 @@ impl LinearPass {
 
     /// What it takes sequentially, as one kernel, or beside copy engines.
     fn alone(&self, overlap: PassOverlap, cost: &CostModel) -> Option<f64> {
-        let traffic = self.traffic()?;
-        let parts = self.parts(traffic, cost);
+        let collective = self.collective()?;
+        let parts = self.parts(collective, cost);
         let Parts { product, weight_gradient, sums, spread, operand, inputs } = parts;
         let sequential = product + weight_gradient + sums[0] + operand + inputs[0];
         match overlap {
             PassOverlap::Sequential => Some(sequential),
-            PassOverlap::Fused if !self.has_whole_tiles(traffic) => None,
+            PassOverlap::Fused if !self.has_whole_tiles(collective) => None,
             PassOverlap::Fused => {
                 // Sums for everyone leave under the gradient of the weight, where there is one.
-                let (traffic, spread, beside) = match traffic {
-                    GemmTraffic::SharesAndSums if weight_gradient > 0.0 => {
-                        (GemmTraffic::Shares, 0.0, f64::max(weight_gradient * SLOWER_BESIDE, spread[1]))
-                    }
-                    _ => (traffic, spread[0], weight_gradient),
+                let (collective, spread, beside) = match collective {
+                    GemmCollective::AllReduce if weight_gradient > 0.0 => (
+                        GemmCollective::ReduceScatter,
+                        0.0,
+                        f64::max(weight_gradient * SLOWER_BESIDE, spread[1]),
+                    ),
+                    _ => (collective, spread[0], weight_gradient),
                 };
-                let fused = self.exchange(traffic).seconds(cost).fused;
+                let fused = self.exchange(collective).seconds(cost).fused;
                 // Sums are made with the rank's own tiles, which are the last ones, so they leave no earlier.
                 let ranks = self.topology.world_size as f64;
                 let last = f64::max(product / ranks, spread);
@@ -220,39 +222,35 @@ impl LinearPass {
     /// Groups of tokens in which it is best run [`PassOverlap::Beside`]: what does not fit under the gradient of the weight begins under the
     /// product of `dx`.
     fn groups_beside(&self, cost: &CostModel) -> usize {
-        self.traffic().map_or(1, |traffic| self.parts(traffic, cost).groups())
+        self.collective().map_or(1, |collective| self.parts(collective, cost).groups())
     }
 
     /// Whether there is a kernel for the product and its sums: rows of each rank are whole tiles, or equal slices of one.
-    fn has_whole_tiles(&self, traffic: GemmTraffic) -> bool {
+    fn has_whole_tiles(&self, collective: GemmCollective) -> bool {
         const SLICES: [usize; 3] = [16, 32, 64];
         let tokens = self.spec.tokens;
         let tp_size = self.topology.world_size;
         let own = tokens / tp_size;
         let tiled = own.is_multiple_of(GROUP_TILE_ROWS) || SLICES.contains(&own);
-        traffic == GemmTraffic::Operand || (tokens.is_multiple_of(tp_size) && tiled)
+        collective == GemmCollective::AllGather || (tokens.is_multiple_of(tp_size) && tiled)
     }
 
     /// What travels beside the first product; `None` where nothing does.
-    fn traffic(&self) -> Option<GemmTraffic> {
-        let flow = self.spec.flow(self.direction).filter(|_| self.topology.world_size > 1)?;
-        Some(match flow {
-            GroupFlow::Gather => GemmTraffic::Operand,
-            GroupFlow::Reduce => GemmTraffic::Shares,
-            GroupFlow::ReduceAndGather => GemmTraffic::SharesAndSums,
-        })
+    fn collective(&self) -> Option<GemmCollective> {
+        let is_alone = self.topology.world_size <= 1;
+        GemmCollective::of_pass(&self.spec, self.direction).filter(|_| !is_alone)
     }
 
     /// The first product and what travels beside it.
-    fn exchange(&self, traffic: GemmTraffic) -> GemmExchange {
+    fn exchange(&self, collective: GemmCollective) -> GemmExchange {
         let ranks = self.topology.world_size;
         let product = self.spec.product_of(self.direction, self.spec.tokens, ranks);
-        GemmExchange { traffic, ranks, product, element_bytes: self.spec.dtype.size() }
+        GemmExchange { collective, ranks, product, element_bytes: self.spec.dtype.size() }
     }
 
-    fn parts(&self, traffic: GemmTraffic, cost: &CostModel) -> Parts {
+    fn parts(&self, collective: GemmCollective, cost: &CostModel) -> Parts {
         let LinearSpec { tokens, dtype, .. } = self.spec;
-        let exchange = self.exchange(traffic);
+        let exchange = self.exchange(collective);
         let [_, n, k] = exchange.product;
         let product = cost.matmul_seconds(exchange.product);
         let weight_gradient = match self.direction {
@@ -269,15 +267,15 @@ impl LinearPass {
             |columns: usize| ENGINE_START + to_others(columns) / (ENGINE_RATE * cost.link.bytes_per_second);
         let sum_rate = SUMMING_WORKERS as f64 * SUM_RATE * cost.memory_bytes_per_second;
         let adding = own * (tp_size as f64 + 1.0) * row(n) / sum_rate;
-        let (sums, spread) = match traffic {
-            GemmTraffic::Shares => ([by_kernels(n), by_engines(n) + adding], [0.0; 2]),
-            GemmTraffic::SharesAndSums => {
+        let (sums, spread) = match collective {
+            GemmCollective::ReduceScatter => ([by_kernels(n), by_engines(n) + adding], [0.0; 2]),
+            GemmCollective::AllReduce => {
                 let spread = [by_kernels(n), by_engines(n)];
                 ([2.0 * spread[0], 2.0 * spread[1] + adding], spread)
             }
-            GemmTraffic::Operand => ([0.0; 2], [0.0; 2]),
+            GemmCollective::AllGather => ([0.0; 2], [0.0; 2]),
         };
-        let operand = if traffic == GemmTraffic::Operand { by_kernels(k) } else { 0.0 };
+        let operand = if collective == GemmCollective::AllGather { by_kernels(k) } else { 0.0 };
         let regathers = self.spec.kind == LinearKind::Column
             && self.spec.activations == Activations::SequenceParallel
             && matches!(self.direction, LinearDirection::Backward { weight_gradient: true });

@@ -4,7 +4,7 @@
 //! for that many waves, so both may be curves of any form (a start, then a rate that grows with the size). Small first groups
 //! let the communication begin early, small last ones leave little of it behind (FlashOverlap, arXiv 2504.19519, section 4.1).
 
-use counterpoint_plan::{GroupFlow, LinearDirection, LinearPlan};
+use counterpoint_plan::{GemmCollective, LinearDirection, LinearPlan};
 
 /// What a product waits for besides what it multiplies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,12 +32,12 @@ pub enum LinkUse {
 #[derive(Clone, Debug, PartialEq)]
 pub struct PassCosts {
     /// What follows what.
-    pub flow: GroupFlow,
+    pub collective: GemmCollective,
     /// The product of a group.
     pub product: Vec<f64>,
-    /// The collective of a group: reduction, or under [`GroupFlow::Gather`] the gather.
+    /// The collective of a group: reduction, or under [`GemmCollective::AllGather`] the gather.
     pub travel: Vec<f64>,
-    /// The way back under [`GroupFlow::ReduceAndGather`]; else not looked at.
+    /// The way back under [`GemmCollective::AllReduce`]; else not looked at.
     pub back: Vec<f64>,
     /// Computation before the first group's product that needs no communication: the product of the rank's own rows.
     pub before: f64,
@@ -81,23 +81,23 @@ impl PassCurves<'_> {
         if plan.tp_size == 1 {
             return None;
         }
-        let flow = plan.spec.flow(direction)?;
+        let collective = GemmCollective::of_pass(&plan.spec, direction)?;
         let rows = plan.tokens_of(0).len();
         let waves = rows.div_ceil(wave.max(1));
         let table = |seconds: &dyn Fn(usize) -> f64| {
             (0..=waves).map(|n| if n == 0 { 0.0 } else { seconds((n * wave).min(rows)) }).collect()
         };
-        let before = if flow == GroupFlow::Gather { (self.product)(rows) } else { 0.0 };
+        let before = if collective == GemmCollective::AllGather { (self.product)(rows) } else { 0.0 };
         // Of a gather the own rows are multiplied before.
-        let owners = if flow == GroupFlow::Gather { plan.tp_size - 1 } else { plan.tp_size };
+        let owners = if collective == GemmCollective::AllGather { plan.tp_size - 1 } else { plan.tp_size };
         Some(PassCosts {
-            flow,
+            collective,
             product: table(&|rows| (self.product)(rows * owners)),
             travel: table(self.travel),
             back: table(self.back),
             before,
             after: self.after,
-            join: if flow == GroupFlow::Reduce { self.join } else { 0.0 },
+            join: if collective == GemmCollective::ReduceScatter { self.join } else { 0.0 },
             starts: self.starts,
             link: self.link,
             speed_beside: self.speed_beside,
@@ -202,13 +202,13 @@ impl PassCosts {
     }
 
     fn start(&self, waves: usize) -> Ends {
-        let busy_until = if self.flow == GroupFlow::Gather { self.travel[waves] } else { 0.0 };
+        let busy_until = if self.collective == GemmCollective::AllGather { self.travel[waves] } else { 0.0 };
         Ends { compute: self.compute_until(0.0, self.before, busy_until), ..Ends::default() }
     }
 
     /// After one more group of `waves`, with `left` still to come.
     fn step(&self, mut ends: Ends, waves: usize, left: usize) -> Ends {
-        if self.flow == GroupFlow::Gather {
+        if self.collective == GemmCollective::AllGather {
             // It starts with the product that hides it.
             let begin = if self.takes_workers() { ends.travel.max(ends.started) } else { ends.travel };
             ends.travel = begin + self.travel[waves];
@@ -236,7 +236,7 @@ impl PassCosts {
         if self.takes_workers() {
             ends.started = ends.travel.max(ends.compute);
             ends.travel = self.carry(&mut ends.link, ends.started, &self.travel, waves);
-            if self.flow == GroupFlow::ReduceAndGather {
+            if self.collective == GemmCollective::AllReduce {
                 ends.pending = waves;
             }
             return ends;
@@ -249,7 +249,7 @@ impl PassCosts {
         ends.started = ends.travel.max(ends.compute);
         ends.travel = self.carry(&mut ends.link, ends.started, &self.travel, waves);
         ends = self.send_back(ends, reduced);
-        if self.flow == GroupFlow::ReduceAndGather {
+        if self.collective == GemmCollective::AllReduce {
             ends.pending = waves;
         }
         ends
@@ -295,7 +295,7 @@ impl PassCosts {
     }
 
     fn end(&self, ends: Ends, groups: usize) -> f64 {
-        if self.takes_workers() && self.flow == GroupFlow::ReduceAndGather {
+        if self.takes_workers() && self.collective == GemmCollective::AllReduce {
             return self.end_of_workers(ends);
         }
         let reduced = ends.travel;
@@ -388,18 +388,27 @@ mod tests {
     use super::*;
 
     fn costs() -> impl Strategy<Value = PassCosts> {
-        let flow =
-            prop_oneof![Just(GroupFlow::Reduce), Just(GroupFlow::ReduceAndGather), Just(GroupFlow::Gather)];
+        let collective = prop_oneof![
+            Just(GemmCollective::ReduceScatter),
+            Just(GemmCollective::AllReduce),
+            Just(GemmCollective::AllGather)
+        ];
         let curve = (0.0..5.0f64, 0.2..3.0f64);
-        (flow, 1usize..10, [curve.clone(), curve.clone(), curve], (0.0..8.0f64, 0.0..20.0f64), 0.5..=1.0f64)
-            .prop_map(|(flow, waves, curves, (before, after), speed_beside)| {
+        (
+            collective,
+            1usize..10,
+            [curve.clone(), curve.clone(), curve],
+            (0.0..8.0f64, 0.0..20.0f64),
+            0.5..=1.0f64,
+        )
+            .prop_map(|(collective, waves, curves, (before, after), speed_beside)| {
                 let [product, travel, back] = curves.map(|(start, each)| {
                     (0..=waves).map(|n| if n == 0 { 0.0 } else { start + each * n as f64 }).collect()
                 });
                 let starts =
                     if waves % 2 == 0 { ProductStart::Free } else { ProductStart::AfterCommunication };
                 PassCosts {
-                    flow,
+                    collective,
                     product,
                     travel,
                     back,
@@ -425,7 +434,7 @@ mod tests {
             prop_assert!(found.len() <= most && found.iter().all(|&size| size > 0));
             let best = compositions(waves, most).map(|sizes| costs.seconds(&sizes)).fold(f64::INFINITY, f64::min);
             let seconds = costs.seconds(&found);
-            let missed = if costs.flow == GroupFlow::ReduceAndGather { 0.05 } else { 0.001 };
+            let missed = if costs.collective == GemmCollective::AllReduce { 0.05 } else { 0.001 };
             prop_assert!(seconds <= best * (1.0 + missed), "{:?} takes {} and the best {}", found, seconds, best);
         }
     }
@@ -447,7 +456,7 @@ mod tests {
             (0..=4).map(|n| if n == 0 { 0.0 } else { start + each * n as f64 }).collect()
         };
         let costs = |travel: f64| PassCosts {
-            flow: GroupFlow::Reduce,
+            collective: GemmCollective::ReduceScatter,
             product: table(0.0, 2.0),
             travel: table(0.5, travel),
             back: Vec::new(),

@@ -1,6 +1,6 @@
 //! Fused GEMM and collective as calls: reduce-scatter or all-reduce behind a product, all-gather before one.
 
-use counterpoint_choose::{GemmExchange, GemmTraffic, LayerGroups};
+use counterpoint_choose::{GemmExchange, LayerGroups};
 use counterpoint_plan::{CostModel, DType, GemmCollective, LinearPlan, PlanError, WaveGroups};
 use counterpoint_schedule::{Mover, OverlapPolicy, StartOrder, lower_linear_forward};
 
@@ -64,12 +64,7 @@ impl GemmCollectiveSpec {
             GemmOverlap::Policy(policy) => return policy,
             GemmOverlap::Predicted(cost) => cost,
         };
-        let traffic = match collective {
-            GemmCollective::ReduceScatter => GemmTraffic::Shares,
-            GemmCollective::AllReduce => GemmTraffic::SharesAndSums,
-            GemmCollective::AllGather => GemmTraffic::Operand,
-        };
-        let exchange = GemmExchange { traffic, ranks, product: [m, n, k], element_bytes: dtype.size() };
+        let exchange = GemmExchange { collective, ranks, product: [m, n, k], element_bytes: dtype.size() };
         let seconds = exchange.seconds(cost);
         if seconds.fused < seconds.sequential {
             OverlapPolicy { mover: Mover::Fused, ..OverlapPolicy::default() }
