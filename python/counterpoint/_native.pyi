@@ -223,6 +223,7 @@ class Ranks:
         nodes: int,
         profile: str | None,
         tuned: str | None,
+        beside_collectives: bool,
     ) -> Ranks: ...
     @staticmethod
     def join_cuda(
@@ -237,6 +238,7 @@ class Ranks:
         nodes: int,
         profile: str | None,
         tuned: str | None,
+        beside_collectives: bool,
         allocator: _Allocator,
     ) -> Ranks: ...
     @staticmethod

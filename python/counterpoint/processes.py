@@ -27,7 +27,15 @@ if TYPE_CHECKING:
 
 Transport = Literal["auto", "tcp", "nvlink", "copy-engine", "nccl", "hierarchical"]
 _TRANSPORTS = {"cpu": ("auto", "tcp"), "cuda": ("auto", "nvlink", "copy-engine", "nccl", "hierarchical")}
-_DEFAULTS = {"transport": "auto", "nodes": None, "limit": 600.0, "profile": None, "planning_threads": 1, "tuned": True}
+_DEFAULTS = {
+    "transport": "auto",
+    "nodes": None,
+    "limit": 600.0,
+    "profile": None,
+    "planning_threads": 1,
+    "tuned": True,
+    "beside_collectives": None,
+}
 _groups: dict[tuple[tuple[int, ...], str], Group] = {}
 _making = threading.Lock()
 
@@ -52,8 +60,14 @@ class Group(_Group):
     `tuned` says which linear layers run as they were measured to be fastest: those of a size that `counterpoint tune gemm` has
     tuned, for this device, transport and number of ranks. True takes what it has kept for this user, a path is a file that it was
     given by `--plans`, and False takes none. The first rank reads it for all.
+
+    `beside_collectives` says whether collectives of other libraries (FSDP2's, DDP's) run while this group's calls do, on streams
+    that these are not ordered with (`order_with`). Then no linear layer is chosen to be one kernel with its collective: two of
+    these beside two of NCCL's may each hold the multiprocessors that another needs, and wait until the limit. `overlap="fused"`
+    is taken as it is. None is True where the default process group has ranks that this group has not.
     """
 
+    beside_collectives: bool
     _wishes: dict[str, Any]
     _process: int
 
@@ -68,6 +82,7 @@ class Group(_Group):
         profile: str | os.PathLike[str] | None = None,
         planning_threads: int = 1,
         tuned: TunedPlans = True,
+        beside_collectives: bool | None = None,
     ) -> Group:
         process_group, nodes_of_mesh = _process_group(group_or_mesh)
         place = _device(device, process_group)
@@ -85,6 +100,7 @@ class Group(_Group):
             "profile": None if profile is None else os.fspath(profile),
             "planning_threads": _whole_number("planning_threads", planning_threads, 1),
             "tuned": checked(tuned),
+            "beside_collectives": _yes_or_no("beside_collectives", beside_collectives),
         }
         with _making:
             known = _groups.get((ranks, str(place)))
@@ -96,7 +112,7 @@ class Group(_Group):
             made = super().__new__(cls)
             made._join(process_group, ranks, place, nodes, wishes)
             made._plan_with(wishes["planning_threads"])
-            made._wishes = {**wishes, "nodes": made._nodes}
+            made._wishes = {**wishes, "nodes": made._nodes, "beside_collectives": made.beside_collectives}
             _groups[ranks, str(place)] = made
             _at_exit()
             return made
@@ -112,6 +128,7 @@ class Group(_Group):
         profile: str | os.PathLike[str] | None = None,
         planning_threads: int = 1,
         tuned: TunedPlans = True,
+        beside_collectives: bool | None = None,
     ) -> None:
         """Nothing: `__new__` gives groups that are ready."""
 
@@ -134,7 +151,10 @@ class Group(_Group):
         if places[0].refused:
             raise PlanError(places[0].refused)
         tuned = places[0].tuned
+        asked = wishes["beside_collectives"]
+        self.beside_collectives = len(ranks) < dist.get_world_size() if asked is None else asked
         how: dict[str, Any] = {"address": address, "limit": limit, "nodes": self._nodes, "profile": profile, "tuned": tuned}
+        how["beside_collectives"] = self.beside_collectives
         try:
             if place.type == "cpu":
                 self._native = Ranks.join(store, rank, len(ranks), **how)
@@ -163,6 +183,12 @@ class Group(_Group):
     def _is_of_this_process(self) -> bool:
         """Whether it is open, and not a copy in a forked process."""
         return self._process == os.getpid() and not self._native.closed
+
+
+def _yes_or_no(name: str, value: bool | None) -> bool | None:
+    if value is not None and not isinstance(value, bool):
+        raise PlanError(f"{name} is {value!r}; it must be True, False or None")
+    return value
 
 
 def _device(asked: torch.device | str | None, process_group: dist.ProcessGroup) -> torch.device:

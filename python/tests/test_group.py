@@ -51,6 +51,27 @@ def of_a_mesh(rank: int) -> list[list[float]]:
     return [total(group) for group in (inner, outer, both, inner)]
 
 
+def who_is_beside_others(rank: int) -> list[bool | str]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    found: list[bool | str] = []
+    for ranks, asked in ((mesh["tp"], None), (mesh["tp"], False), (None, None), (None, True)):
+        group = cp.Group(ranks, beside_collectives=asked)
+        found.append(group.beside_collectives)
+        if asked is None:
+            try:
+                cp.Group(ranks, beside_collectives=not group.beside_collectives)
+            except cp.Error as error:
+                found.append(str(error))
+        group.close()
+    return found
+
+
+def test_a_part_of_the_ranks_is_beside_collectives_of_the_others(ranks: Ranks) -> None:
+    refusal = "beside_collectives is {}, and the group of these ranks was made with {}; close that one before"
+    for found in ranks.run(who_is_beside_others):
+        assert found == [True, refusal.format(False, True), False, False, refusal.format(True, False), True]
+
+
 def test_groups_of_a_mesh_work_side_by_side(ranks: Ranks) -> None:
     for rank, found in enumerate(ranks.run(of_a_mesh)):
         row, column = divmod(rank, 2)

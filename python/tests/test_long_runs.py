@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from long_runs import (
     LIMIT,
@@ -16,8 +18,15 @@ from ranks import Died, Ranks
 import counterpoint as cp
 
 
-def test_masks_come_and_go_and_nothing_grows(ranks: Ranks) -> None:
-    for result in ranks.run(masks_come_and_go, "cpu", 160, 60, 80):
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Ranks]:
+    """Two ranks of this module's own: their group has a limit that others have not."""
+    with Ranks(2) as pool:
+        yield pool
+
+
+def test_masks_come_and_go_and_nothing_grows(pair: Ranks) -> None:
+    for result in pair.run(masks_come_and_go, "cpu", 160, 60, 80):
         assert result["wrong"] == 0 and result["looked"] > 0, result
         more = grown(result)
         assert more["threads"] <= 0 and more["descriptors"] <= 0, more
@@ -25,13 +34,13 @@ def test_masks_come_and_go_and_nothing_grows(ranks: Ranks) -> None:
         assert more["mappings"] <= 8 and more["host"] <= 16 << 20, more
 
 
-def test_attention_beside_collectives_of_the_process_group(ranks: Ranks) -> None:
-    for result in ranks.run(attention_beside_collectives, "cpu", 20, 80):
+def test_attention_beside_collectives_of_the_process_group(pair: Ranks) -> None:
+    for result in pair.run(attention_beside_collectives, "cpu", 20, 80):
         assert result == {"rounds": 20, "unlike": 0, "wrong": 0}
 
 
-def test_layers_beside_collectives_of_the_process_group(ranks: Ranks) -> None:
-    for result in ranks.run(layers_beside_collectives, "cpu", 20, "auto"):
+def test_layers_beside_collectives_of_the_process_group(pair: Ranks) -> None:
+    for result in pair.run(layers_beside_collectives, "cpu", 20, "auto"):
         assert result == {"rounds": 20, "unlike": 0, "wrong": 0}
 
 

@@ -147,6 +147,23 @@ fn nothing_is_sequential_by_nvlink() {
     hides(RankTransport::Nvlink, true, Topology::flat(8));
 }
 
+/// Beside other libraries' collectives no kernel waits for other ranks on all multiprocessors, and most is hidden all the same.
+#[test]
+fn nothing_is_fused_where_it_must_not_be() {
+    let machine = machine(RankTransport::Nvlink, true, Topology::flat(8));
+    let beside = machine.clone().without_fused();
+    let mut fused = 0;
+    for spec in [[2048, 12288, 12288], [8192, 8192, 7168]].into_iter().flat_map(|shape| layers(shape, 8)) {
+        for direction in [LinearDirection::Forward, BACKWARD] {
+            fused += usize::from(Case::of(&machine, spec, direction).way == PassOverlap::Fused);
+            let case = Case::of(&beside, spec, direction);
+            assert_ne!(case.way, PassOverlap::Fused, "{}", case.name);
+            assert!(case.default.makespan() <= case.sequential.makespan(), "{}", case.name);
+        }
+    }
+    assert!(fused > 0, "nothing was fused before");
+}
+
 #[test]
 fn nothing_is_sequential_by_copy_engines() {
     hides(RankTransport::CopyEngine, false, Topology::flat(8));

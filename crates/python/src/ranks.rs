@@ -9,7 +9,7 @@ use counterpoint_choose::TunedPlace;
 use counterpoint_console::{device::cpu_name, tuned::transport_of_threads};
 use counterpoint_cuda::{CudaMachine, CudaProcess, Device, Timing, TransportKind};
 use counterpoint_exec::{
-    CpuMachine, ExecError, Group, JoinConfig, PlanningThreads, Rendezvous, SlowLink, WorldConfig,
+    CpuMachine, ExecError, Group, JoinConfig, Machine, PlanningThreads, Rendezvous, SlowLink, WorldConfig,
 };
 use counterpoint_plan::{PlanCache, Topology};
 use pyo3::prelude::*;
@@ -84,9 +84,10 @@ impl Ranks {
 
     /// This process as `rank` of `size` that are processes, which meet through `store`, a `torch.distributed.Store` of theirs alone.
     /// `address` is one of rank 0's host at which all reach it. `nodes` is on how many machines they are, equally many on each. `profile` is
-    /// the text of a machine profile, which plans are made by, `tuned` that of tuned plans, the same on all ranks. Collective.
+    /// the text of a machine profile, which plans are made by, `tuned` that of tuned plans, `beside_collectives` whether those of other
+    /// libraries run at any time; all the same on all ranks. Collective.
     #[staticmethod]
-    #[pyo3(signature = (store, rank, size, *, address, limit, nodes, profile, tuned))]
+    #[pyo3(signature = (store, rank, size, *, address, limit, nodes, profile, tuned, beside_collectives))]
     fn join(
         py: Python<'_>,
         store: Py<PyAny>,
@@ -97,13 +98,14 @@ impl Ranks {
         nodes: usize,
         profile: Option<&str>,
         tuned: Option<&str>,
+        beside_collectives: bool,
     ) -> PyResult<Self> {
         let plans = tuned::given(py, tuned)?;
         let site = Site::cpu(topology(size, nodes), measured(py, profile)?);
         let (address, world) = (join::address(py, address)?, config(duration(py, limit)?));
         let (store, _give_up) = PythonStore::new(store, rank, size);
         let joined = move || Group::join(&store, rank, size, &JoinConfig { address, world });
-        let group = interruptible(py, joined, |_| {})?;
+        let group = placed(interruptible(py, joined, |_| {})?, beside_collectives);
         let place = on_cpus("tcp".to_owned());
         let (group, count) = tuned::following(group, plans, &place);
         Ok(Self::with(Some(rank), "tcp", site, Tuned { place, count }, Arc::new(Joined::new(group))))
@@ -111,7 +113,7 @@ impl Ranks {
 
     /// Likewise with this process on the GPU of that number, which other ranks may share.
     #[staticmethod]
-    #[pyo3(signature = (store, rank, size, ordinal, *, address, limit, transport, nodes, profile, tuned, allocator))]
+    #[pyo3(signature = (store, rank, size, ordinal, *, address, limit, transport, nodes, profile, tuned, beside_collectives, allocator))]
     fn join_cuda(
         py: Python<'_>,
         store: Py<PyAny>,
@@ -124,6 +126,7 @@ impl Ranks {
         nodes: usize,
         profile: Option<&str>,
         tuned: Option<&str>,
+        beside_collectives: bool,
         allocator: PythonAllocator,
     ) -> PyResult<Self> {
         let (measured, plans) = (measured(py, profile)?, tuned::given(py, tuned)?);
@@ -150,7 +153,7 @@ impl Ranks {
                 cost: process.cost(measured.as_ref()),
             };
             let transport = process.transport().name();
-            let group = Group::connect_at(&rendezvous, process, size, world)?;
+            let group = placed(Group::connect_at(&rendezvous, process, size, world)?, beside_collectives);
             let place = TunedPlace { device: site.machine.clone(), transport: transport.to_owned() };
             let (group, count) = tuned::following(group, plans, &place);
             Ok((Joined::new(group), transport, site, Tuned { place, count }))
@@ -434,6 +437,11 @@ fn duration(py: Python<'_>, seconds: f64) -> PyResult<Duration> {
 
 fn topology(size: usize, nodes: usize) -> Topology {
     Topology { world_size: size, ranks_per_node: size / nodes.max(1) }
+}
+
+/// A group beside collectives of other libraries, or by itself.
+fn placed<M: Machine>(group: Group<M>, beside_collectives: bool) -> Group<M> {
+    if beside_collectives { group.beside_collectives() } else { group }
 }
 
 /// Where plans of CPU ranks are tuned and used.

@@ -31,6 +31,13 @@ pub struct LinearMachine {
 }
 
 impl LinearMachine {
+    /// The same, of which no pass is chosen to be one kernel with its collective.
+    #[must_use]
+    pub fn without_fused(mut self) -> Self {
+        self.overlaps.retain(|way| *way != PassOverlap::Fused);
+        self
+    }
+
     /// The way and the groups of a pass that are predicted to end first, by `cost`.
     ///
     /// # Errors

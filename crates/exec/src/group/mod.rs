@@ -125,6 +125,15 @@ impl<M: Machine> Group<M> {
         self
     }
 
+    /// The same beside collectives of other libraries, on streams that its calls are not ordered with
+    /// ([`GroupRank::order_with`](crate::GroupRank::order_with)): no pass of a linear layer is chosen, or taken as it was tuned, that may
+    /// hold all multiprocessors while it waits for other ranks. A policy that is named is taken as it is. The same on all ranks.
+    #[must_use]
+    pub fn beside_collectives(mut self) -> Self {
+        self.linear = Arc::new((*self.linear).clone().without_fused());
+        self
+    }
+
     /// The same, whose calls overlap where the caller gives them different streams, as micro-batches have: the first collectives of one
     /// run under the last computations of the one before. Every stream's own calls follow each other, and whoever uses one stream's
     /// results on another orders the two, as always with streams. What was made ready before keeps to itself, and so do calls without

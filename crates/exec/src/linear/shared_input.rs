@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use counterpoint_plan::{Activations, LinearKind, LinearPlan, LinearSpec};
 use counterpoint_schedule::{
-    BufferSpec, InputGradient, PassOverlap, SharedInput, Timeline, lower_shared_input_backward,
+    BufferSpec, InputGradient, SharedInput, Timeline, lower_shared_input_backward,
     lower_shared_input_forward, lower_shared_input_weight_gradient,
 };
 
@@ -75,8 +75,7 @@ impl<M: Machine> SharedInputLinear<M> {
             dtype,
         };
         // A kernel that sends its tiles makes them of one product.
-        let mut machine = group.linear().clone();
-        machine.overlaps.retain(|way| *way != PassOverlap::Fused);
+        let machine = group.linear().clone().without_fused();
         let all = out_features.iter().fold(0usize, |sum, features| sum.saturating_add(*features));
         let passes = overlap.passes(&machine, spec(all), gradient).map_err(failed)?;
         let layer = |&out_features: &usize| {
