@@ -20,10 +20,10 @@ fn the_cpu_proves_itself_and_prints_seeds_and_one_row_of_figures() {
     assert!(checks.len() > 25, "{}", checks.len());
     assert!(checks.iter().all(|line| line.starts_with("ok ") && line.contains(", seed ")), "{}", ran.stdout);
     assert!(last.contains(&format!("{} passed, 0 failed", checks.len())), "{last}");
-    // Without --verbose the table and the row of figures are all that there is to say.
-    let brief = folder.run("selftest --quick").ok();
-    assert_eq!(brief.stdout.lines().count(), rest.len() - table + 1, "{}", brief.stdout);
-    assert!(brief.stdout.lines().last().unwrap().contains(&format!("{} passed", checks.len())));
+    // Without --verbose the table and the row of figures are all that there is to say; of one group here, as all take long.
+    let brief = folder.run("selftest --quick --only tcp").ok();
+    assert_eq!(brief.stdout.lines().count(), 4, "{}", brief.stdout);
+    assert!(brief.stdout.lines().last().unwrap().contains("10 passed, 0 failed"), "{}", brief.stdout);
 }
 
 /// Where standard error is not a terminal a line every few seconds says how far it is.
@@ -54,14 +54,15 @@ fn it_says_how_far_it_is_while_it_runs() {
 #[test]
 fn json_is_one_document() {
     let folder = Folder::new();
-    let ran = folder.run("selftest --quick --json").ok();
+    let ran = folder.run("selftest --quick --only layers --json").ok();
     let json: serde_json::Value = serde_json::from_str(&ran.stdout).unwrap();
     let checks = json["checks"].as_array().unwrap();
     assert_eq!(json["passed"], checks.len());
     assert_eq!(json["failed"], 0);
     assert!(json["seconds"].as_f64().unwrap() > 0.0);
     assert!(!json["device"].as_str().unwrap().is_empty());
-    assert_eq!(json["groups"].as_array().unwrap().len(), 3);
+    assert_eq!(json["groups"].as_array().unwrap().len(), 1);
+    assert!(checks.len() > 80, "{}", checks.len());
     for check in checks {
         assert!(check["error"].as_f64().unwrap() <= check["bound"].as_f64().unwrap(), "{check}");
         assert!(check["seed"].is_u64() && check["name"].is_string() && check["passed"] == true, "{check}");
