@@ -385,15 +385,6 @@ def _with_global_ranks(message: str, global_ranks: tuple[int, ...]) -> str:
     return f"{message} ({', '.join(named)})" if named else message
 
 
-def read_profile(path: str | os.PathLike[str]) -> str:
-    """The text of a machine profile."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            return file.read()
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(f"profile {os.fspath(path)!r} cannot be read: {error}") from None
-
-
 def _check_mask(mask: Any) -> None:
     if not isinstance(mask, Mask):
         raise PlanError(f"mask must be a counterpoint.Mask, not a {type(mask).__name__}")

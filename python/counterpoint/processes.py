@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from counterpoint._native import Ranks
 from counterpoint.errors import DeviceError, Error, PeerError, PlanError
-from counterpoint.group import _Group, _whole_number, _with_global_ranks, begin_in_this_process, read_profile, sentence
+from counterpoint.group import _Group, _whole_number, _with_global_ranks, begin_in_this_process, sentence
 from counterpoint.tuned import TunedPlans, checked, read_tuned, warn_of_others
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ class Group(_Group):
         self.device, self._global_ranks, self._process = "cpu" if place.type == "cpu" else place, ranks, os.getpid()
         begin_in_this_process()
         super().__init__()
-        profile = None if wishes["profile"] is None else read_profile(wishes["profile"])
+        profile = None if wishes["profile"] is None else _read_profile(wishes["profile"])
         places = _exchange_places(store, rank, ranks, limit, _tuned(wishes["tuned"], rank, len(ranks)))
         self._nodes = nodes or _nodes([place.host for place in places])
         address = "127.0.0.1" if len({place.host for place in places}) == 1 else places[0].address
@@ -183,6 +183,15 @@ class Group(_Group):
     def _is_of_this_process(self) -> bool:
         """Whether it is open, and not a copy in a forked process."""
         return self._process == os.getpid() and not self._native.closed
+
+
+def _read_profile(path: str | os.PathLike[str]) -> str:
+    """The text of a machine profile."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"profile {os.fspath(path)!r} cannot be read: {error}") from None
 
 
 def _yes_or_no(name: str, value: bool | None) -> bool | None:
