@@ -47,6 +47,8 @@ def passes(rank: int, tuned: Any, folder: str | None = None) -> dict[str, Any]:
         warnings.simplefilter("always")
         if folder is not None:
             patch.setenv("COUNTERPOINT_PROFILE_DIR", folder)
+        cp.Group().close()  # which may have been made with other plans
+        said.clear()
         group = cp.Group(tuned=tuned)
         try:
             layer = RowParallelLinear(NARROW, WIDE, tp_group=group, sequence_parallel=True, bias=False, dtype=torch.float32)
