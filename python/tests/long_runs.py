@@ -251,6 +251,58 @@ def layers_beside_collectives(rank: int, device: str, rounds: int, overlap: str)
     return {"rounds": neighbour.rounds, "unlike": unlike, "wrong": wrong}
 
 
+def masks_through_one_graph(rank: int, masks: int, rows: int) -> dict[str, Any]:
+    """A step of two layers, forward and backward, is captured once and replayed with `masks` masks, behind delays of a rank's own.
+    Elements of replays that differ from direct calls, and what updates cost the host, in seconds."""
+    group = cp.Group(device="cuda", limit=LIMIT)
+    steps, own = Steps(group, rows), random.Random(4000 + rank)
+    # Every mask has as many rows on each rank, and as many nodes in a graph.
+    steps.shape |= {"deterministic": True, "dispatch": "zigzag", "stages": 1}
+
+    def planned(number: int) -> cp.Plan:
+        draw = random.Random(number)
+        cuts = sorted(draw.sample(range(1, rows), draw.randrange(1, 8)))
+        return group.plan(cp.Mask.varlen([0, *cuts, rows], causal=True), **steps.shape)
+
+    plan = planned(0)
+    q, k, v, dout = steps.tensors(plan, seed=rank)
+    leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
+
+    def step(plan: cp.Plan) -> Tensors:
+        x = cp.attention(*leaves, plan)[0]
+        out, lse = cp.attention(x, *leaves[1:], plan)
+        return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step(plan)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(graph):
+        captured = step(plan)
+    unlike = torch.zeros((), device=group.device, dtype=torch.int64)
+    took = []
+    for number in range(1, masks + 1):
+        new = planned(number)
+        expected = step(new)
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        plan.update_graph(graph, new)
+        took.append(time.perf_counter() - began)
+        plan = new
+        for tensor in captured:
+            tensor.fill_(torch.nan)
+        delay(True, own)
+        graph.replay()
+        for found, right in zip(captured, expected, strict=True):
+            unlike += (found != right).sum()
+    settled(group)
+    group.close()
+    took.sort()
+    return {"masks": masks, "unlike": int(unlike), "median": took[masks // 2], "worst": took[-1]}
+
+
 def last_rank_is_killed(rank: int, size: int, device: str, when: str, rows: int) -> dict[str, Any]:
     """The last rank is killed within a call, or while the others drop plans. What the others hear and after how many seconds;
     then each attends by itself."""

@@ -72,6 +72,14 @@ def test_layers_beside_nccl(size: int, overlap: str) -> None:
 
 
 @several
+@pytest.mark.parametrize("size", sizes())
+def test_masks_through_one_graph_a_rank(size: int) -> None:
+    masks = min(COUNT, 1000)
+    for result in results(size, f"masks_through_one_graph(rank, {masks}, 2048)"):
+        assert result["masks"] == masks and result["unlike"] == 0, result
+
+
+@several
 @pytest.mark.parametrize("when", ["in a call", "while others drop"])
 def test_a_rank_that_is_killed_is_named_and_gpus_go_on(when: str) -> None:
     size = sizes()[-1]
