@@ -252,7 +252,7 @@ def layers_beside_collectives(rank: int, device: str, rounds: int, overlap: str)
 
 
 def masks_through_one_graph(rank: int, masks: int, rows: int) -> dict[str, Any]:
-    """A step of two layers, forward and backward, is captured once and replayed with `masks` masks, behind delays of a rank's own.
+    """A step of two layers, forward and backward, is captured once and replayed with `masks` masks, after delays of a rank's own.
     Elements of replays that differ from direct calls, and what updates cost the host, in seconds."""
     group = cp.Group(device="cuda", limit=LIMIT)
     steps, own = Steps(group, rows), random.Random(4000 + rank)
