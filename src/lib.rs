@@ -5,15 +5,16 @@
 //! [`measure`] (fast), [`report`] (shown).
 //!
 //! ```
+//! use counterpoint::choose::plan_mask;
 //! use counterpoint::exec::{RunConfig, random_inputs, run_attention};
 //! use counterpoint::mask::Mask;
-//! use counterpoint::plan::{AttentionSpec, DType, Plan, PlanConfig};
+//! use counterpoint::plan::{AttentionSpec, DType, PlanConfig};
 //! use counterpoint::reference::check_attention;
 //!
 //! // Three packed documents, causal inside each, on 2 ranks.
 //! let mask: Mask = "varlen-causal:lengths=100,60,96".parse()?;
 //! let spec = AttentionSpec::new(4, 2, 64, DType::F32);
-//! let plan = Plan::new(&mask, &spec, &PlanConfig::new(2))?;
+//! let plan = plan_mask(&mask, &spec, &PlanConfig::new(2))?;
 //!
 //! // Tensors of the whole sequence, in its order: q [256, 4, 64], k and v [256, 2, 64], and a dout, which asks for gradients.
 //! let inputs = random_inputs(&mask, &spec, 0, true);

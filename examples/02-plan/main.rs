@@ -6,9 +6,10 @@
 //!
 //! `cargo run --release --example 02-plan`
 
+use counterpoint::choose::{Prediction, plan_mask, plan_mask_on, plan_rank};
 use counterpoint::mask::{Documents, Mask};
 use counterpoint::plan::{
-    AttentionSpec, DType, DispatchAlgorithm, Plan, PlanConfig, Prediction, Topology, TrafficBounds, plan_rank,
+    AttentionSpec, DType, DispatchAlgorithm, PlanConfig, Planning, Topology, TrafficBounds,
 };
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -33,7 +34,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         DispatchAlgorithm::Affinity,
     ] {
         let config = PlanConfig { chunk_size: Some(256), dispatch, ..PlanConfig::new(ranks) };
-        let plan = Plan::new(&mask, &spec, &config)?;
+        let plan = plan_mask(&mask, &spec, &config)?;
         let bounds = TrafficBounds::new(&plan, &mask, &spec);
         let of_ring = 100.0 * bounds.recv_tokens as f64 / bounds.ring_tokens as f64;
         println!(
@@ -53,7 +54,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 
     // The default, looked at more closely.
     let config = PlanConfig { chunk_size: Some(256), ..PlanConfig::new(ranks) };
-    let plan = Plan::new(&mask, &spec, &config)?;
+    let plan = plan_mask(&mask, &spec, &config)?;
     let prediction = Prediction::new(&plan, &spec, &config);
     let stages = plan.rank(0).forward.len();
     println!(
@@ -84,7 +85,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 
     // The layer above may use another mask on the same rows: nothing is dispatched again.
     let full = Mask::full(Documents::from_lengths(lengths)?)?;
-    let other = plan.for_mask_on(&full, &spec, &config)?;
+    let other = plan_mask_on(&plan, &full, &spec, &config, &Planning::ALONE)?;
     assert_eq!(other.q_dispatch, plan.q_dispatch);
 
     // On two nodes of four, a row that several ranks of the other node need crosses the network once.

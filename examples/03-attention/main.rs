@@ -8,12 +8,13 @@
 use std::error::Error;
 use std::time::Duration;
 
+use counterpoint::choose::plan_mask;
 use counterpoint::exec::{
     AttentionInputs, CpuMachine, HostTensor, Pass, PreparedAttention, RankProblem, RanksRun, RunConfig,
     SlowLink, run_attention,
 };
 use counterpoint::mask::{Documents, Mask};
-use counterpoint::plan::{AttentionSpec, DType, Plan, PlanConfig, StageCount};
+use counterpoint::plan::{AttentionSpec, DType, PlanConfig, StageCount};
 use counterpoint::reference::check_attention;
 use counterpoint::schedule::{OverlapPolicy, StartOrder};
 
@@ -24,7 +25,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let spec = AttentionSpec::new(4, 2, 64, DType::F32);
     let config =
         PlanConfig { chunk_size: Some(64), stages: StageCount::Fixed(3).into(), ..PlanConfig::new(ranks) };
-    let plan = Plan::new(&mask, &spec, &config)?;
+    let plan = plan_mask(&mask, &spec, &config)?;
 
     // Tensors are of the whole sequence, in its order; where their rows live is the plan's business. A `dout` asks for the
     // backward.

@@ -10,6 +10,7 @@ use std::error::Error;
 use std::sync::mpsc;
 use std::thread;
 
+use counterpoint::choose::plan_mask;
 use counterpoint::exec::{
     AttentionCalls, AttentionInputs, AttentionOutputs, BackwardTensors, CpuBackend, CpuBuffer, CpuMachine,
     ForwardTensors, Group, HostTensor, Pass, Ticket, WorldConfig, dispatch, undispatch,
@@ -67,7 +68,7 @@ fn load(group: &Group<CpuMachine>, spec: &AttentionSpec, step: usize) -> Result<
     let first = 20 + 31 * step;
     let mask = Mask::causal(Documents::from_lengths([first, 50, TOKENS - 50 - first])?)?;
     let config = PlanConfig { chunk_size: Some(16), ..PlanConfig::new(RANKS) };
-    let plan = Plan::new(&mask, spec, &config)?;
+    let plan = plan_mask(&mask, spec, &config)?;
     let attention = group.attention(&plan, spec, Pass::ForwardBackward, OverlapPolicy::default(), false)?;
     Ok(Batch { mask, plan, attention })
 }

@@ -1,5 +1,6 @@
 //! Attention: random masks and plans, their Programs, and results of some of them.
 
+use counterpoint::choose::{plan_cross_attention, plan_mask};
 use counterpoint::exec::{AttentionInputs, AttentionOutputs, RunConfig, run_attention};
 use counterpoint::mask::{AttnSlice, Mask, MaskType, Range};
 use counterpoint::plan::{
@@ -156,8 +157,8 @@ impl Attention {
     fn plan(&self) -> Plan {
         let Self { mask, spec, config, .. } = self;
         let plan = match self.cross {
-            true => Plan::cross_attention(mask, spec, config),
-            false => Plan::new(mask, spec, config),
+            true => plan_cross_attention(mask, spec, config),
+            false => plan_mask(mask, spec, config),
         };
         plan.unwrap().over_nodes(&config.topology)
     }

@@ -3,6 +3,7 @@
 use std::thread;
 use std::time::{Duration, Instant};
 
+use counterpoint_choose::plan_mask_within;
 use counterpoint_console::{self as console, CliError, Schema, arguments::Device, device};
 use counterpoint_cuda::{CudaMachine, DriverCalls, Timing};
 use counterpoint_exec::{
@@ -114,7 +115,7 @@ fn pack(tokens: usize, number: usize) -> Result<Mask, CliError> {
 }
 
 fn plan(mask: &Mask, ranks: usize, planning: &Planning<'_>) -> Result<Plan, CliError> {
-    let plan = Plan::within(mask, &SPEC, &PlanConfig::new(ranks), u64::MAX, planning);
+    let plan = plan_mask_within(mask, &SPEC, &PlanConfig::new(ranks), u64::MAX, planning);
     plan.map_err(|source| CliError::Plan { source })
 }
 

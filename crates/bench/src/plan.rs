@@ -3,6 +3,7 @@
 use std::fmt::Write;
 use std::time::Instant;
 
+use counterpoint_choose::plan_mask;
 use counterpoint_console::{
     self as console, CliError, Progress, Schema,
     arguments::{DISPATCHES, dispatch_name},
@@ -244,7 +245,7 @@ impl Case {
 }
 
 fn solve(mask: &Mask, config: &PlanConfig) -> Result<Plan, CliError> {
-    Plan::new(mask, &SPEC, config).map_err(|source| CliError::Plan { source })
+    plan_mask(mask, &SPEC, config).map_err(|source| CliError::Plan { source })
 }
 
 /// Rows that the plan gets wrong, by other arithmetic than the planner's: key rows received against the difference of

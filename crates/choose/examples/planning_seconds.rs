@@ -1,13 +1,13 @@
-//! What planning takes on one core: packed documents, `Plan::new` beside `plan_attention`, which compares dispatches and policies.
+//! What planning takes on one core: packed documents, `plan_mask` beside `plan_attention`, which compares dispatches and policies.
 //!
 //! `cargo run --release -p counterpoint-choose --example planning_seconds [case]`
 
 use std::error::Error;
 use std::time::Instant;
 
-use counterpoint_choose::{DeviceModel, plan_attention};
+use counterpoint_choose::{DeviceModel, plan_attention, plan_mask};
 use counterpoint_mask::{Documents, Mask};
-use counterpoint_plan::{AttentionSpec, CostModel, DType, Plan, PlanConfig, Planning};
+use counterpoint_plan::{AttentionSpec, CostModel, DType, PlanConfig, Planning};
 
 /// Lengths of documents as training data has them.
 const LENGTHS: &str = include_str!("../../../benches/data/packed_documents_lognormal_1m.txt");
@@ -47,7 +47,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let only: Option<usize> = std::env::args().nth(1).map(|text| text.parse()).transpose()?;
     let model = DeviceModel::for_choices("NVIDIA H200", &CostModel::H200);
     println!(
-        "| ranks | tokens | heads | Plan::new, ms | plan_attention, ms | ratio |\n|---|---|---|---|---|---|"
+        "| ranks | tokens | heads | plan_mask, ms | plan_attention, ms | ratio |\n|---|---|---|---|---|---|"
     );
     for (case, (ranks, tokens, [heads_q, heads_kv])) in CASES.into_iter().enumerate() {
         if only.is_some_and(|only| only != case) {
@@ -59,7 +59,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         for number in 0..PACKS {
             let mask = pack(tokens, number)?;
             let began = Instant::now();
-            drop(Plan::new(&mask, &spec, &config)?);
+            drop(plan_mask(&mask, &spec, &config)?);
             plain.push(1e3 * began.elapsed().as_secs_f64());
             let began = Instant::now();
             drop(plan_attention(&mask, &spec, &config, model, u64::MAX, &Planning::ALONE)?);

@@ -5,11 +5,12 @@ use std::sync::{Mutex, PoisonError};
 use counterpoint_mask::Mask;
 use counterpoint_plan::{
     AttentionSpec, ChunkWork, CostModel, Dispatch, DispatchAlgorithm, PassStages, Plan, PlanConfig,
-    PlanError, Planning, QueryExchange, RankPlan, Topology, chunk_work, dispatch, dispatch_keys,
-    dispatch_queries, received_rows,
+    PlanError, Planning, QueryExchange, RankPlan, Topology, chunk_work, received_rows,
 };
 use counterpoint_schedule::{GradientReduction, OverlapPolicy, RankTransport, Timeline};
 
+use crate::owners::{dispatch, dispatch_keys, dispatch_queries};
+use crate::planner::{plan_mask_within, plan_stages_within};
 use crate::policies::policies_of;
 use crate::prediction::Trial;
 use crate::remembered::{KnownSeconds, RememberedCost};
@@ -62,7 +63,7 @@ pub struct DispatchChoice {
 /// helpers, candidates that may be needed are tried side by side.
 ///
 /// # Errors
-/// As [`Plan::within`].
+/// As [`plan_mask_within`].
 pub fn plan_attention(
     mask: &Mask,
     spec: &AttentionSpec,
@@ -76,9 +77,9 @@ pub fn plan_attention(
     {
         return where_queries_travel(mask, spec, config, model, available, planning);
     }
-    let plan = |config: &PlanConfig| Plan::within(mask, spec, config, available, planning);
+    let plan = |config: &PlanConfig| plan_mask_within(mask, spec, config, available, planning);
     let staged =
-        |plan: Plan, config: &PlanConfig| plan.staged_within(mask, spec, config, available, planning);
+        |plan: Plan, config: &PlanConfig| plan_stages_within(&plan, mask, spec, config, available, planning);
     let ranks = config.topology.world_size;
     if !(2..=MOST_COMPARED_RANKS).contains(&ranks) {
         let modelled = PlanConfig { dispatch: DISPATCHES[0], cost: model.cost, ..*config };
@@ -153,7 +154,7 @@ fn where_queries_travel(
     let (kept, choice) = plan_attention(mask, spec, &never, model, available, planning)?;
     let compared =
         PlanConfig { stages: PassStages::AUTO, cost: model.cost, dispatch: choice.chosen, ..*config };
-    let hosting = Plan::within(mask, spec, &compared, available, planning)?;
+    let hosting = plan_mask_within(mask, spec, &compared, available, planning)?;
     if hosting.ranks.iter().all(|rank| rank.hosted.is_none()) {
         return Ok((kept, choice));
     }
@@ -161,7 +162,7 @@ fn where_queries_travel(
         let one = Tried::new(0, plan.over_nodes(&config.topology), spec, &compared, planning)?;
         one.by_policies(spec, &compared, planning)
     };
-    let staged = |plan: &Plan, config| plan.staged_within(mask, spec, config, available, planning);
+    let staged = |plan: &Plan, config| plan_stages_within(plan, mask, spec, config, available, planning);
     let without = seconds(staged(&kept, &compared)?)?;
     if seconds(hosting.clone())? > without * (1.0 - LEAST_GAIN_OF_HOSTS) {
         return Ok((kept, choice));

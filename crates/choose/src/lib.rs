@@ -6,27 +6,41 @@
 // Not a workspace lint: tests may unwrap, their helpers too.
 #![warn(clippy::unwrap_used)]
 
+mod closed_form;
 mod device_model;
 mod dispatch;
 mod error;
 mod experts;
+mod hosts;
 mod linear;
+mod overview;
+mod owners;
+mod planner;
 mod policies;
 mod prediction;
+mod receive_layers;
 mod remembered;
+mod stages;
 mod training_step;
 
+pub use closed_form::{Prediction, RankPrediction, StagePrediction};
 pub use device_model::{DEVICE_MODEL_VERSION, DeviceModel};
 pub use dispatch::{
     DISPATCHES, DispatchCandidate, DispatchChoice, MOST_COMPARED_RANKS, modelled_transports, plan_attention,
 };
 pub use error::ChooseError;
 pub use experts::{ExpertCandidate, ExpertChoice, ExpertDirection, expert_pass, expert_programs};
+pub use hosts::UnweighedOffload;
 pub use linear::{
     ClockError, GemmExchange, GemmExchangeSeconds, GroupSearch, GroupSearcher, LayerGroups, LinearMachine,
     LinearPass, LinkUse, PassClock, PassCosts, PassCurves, ProductStart, SearchStep, SimulatedClock,
     TUNING_VERSION, TunedGroups, TunedHere, TunedPass, TunedPlace, TunedPlans, TunedShape, TuningError,
     compositions,
+};
+pub use overview::PlanOverview;
+pub use owners::{dispatch, dispatch_keys, dispatch_queries};
+pub use planner::{
+    plan_cross_attention, plan_mask, plan_mask_on, plan_mask_within, plan_rank, plan_stages_within,
 };
 pub use policies::{PassChoice, PolicyCandidate, PolicyChoice, attention_policies};
 pub use prediction::AttentionPrediction;

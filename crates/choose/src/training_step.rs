@@ -2,7 +2,7 @@
 
 use counterpoint_mask::Mask;
 use counterpoint_plan::{
-    Activations, CostModel, DType, GemmCollective, Plan, PlanConfig, PlanError, Topology, TransformerSpec,
+    Activations, CostModel, DType, GemmCollective, PlanConfig, PlanError, Topology, TransformerSpec,
 };
 use counterpoint_schedule::{
     GradientReduction, KeyBlocks, Mover, Overlap, OverlapPolicy, Program, SimulateError, StartOrder,
@@ -11,7 +11,7 @@ use counterpoint_schedule::{
 };
 use thiserror::Error;
 
-use crate::{LayerGroups, LinkUse, PassCosts, ProductStart};
+use crate::{LayerGroups, LinkUse, PassCosts, ProductStart, plan_mask};
 
 /// Passes over the tokens of a rank that norms, residual sums and rotations make besides products and attention: of each a
 /// read and a write.
@@ -260,7 +260,7 @@ impl StepSpec {
         let topology = Topology { world_size: cp_size, ranks_per_node };
         let spec = self.model.attention(ranks.tp_size, self.dtype);
         let config = PlanConfig { topology, cost: *cost, ..PlanConfig::new(cp_size) };
-        let plan = Plan::new(&self.mask, &spec, &config)?.over_nodes(&topology);
+        let plan = plan_mask(&self.mask, &spec, &config)?.over_nodes(&topology);
         let lower = |lower: &dyn Fn(usize) -> Program| {
             let programs: Vec<Program> = (0..cp_size).map(lower).collect();
             simulate(&programs, &topology, cost)

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use counterpoint_choose::{ChooseError, DeviceModel, DispatchChoice, plan_attention};
+use counterpoint_choose::{ChooseError, DeviceModel, DispatchChoice, plan_attention, plan_mask_within};
 use counterpoint_exec::available_memory;
 use counterpoint_mask::Mask;
 use counterpoint_plan::{
@@ -54,7 +54,7 @@ impl Solution {
         let (plan, dispatch, choice) = match asked {
             DispatchAsked::Named(dispatch) => {
                 let config = PlanConfig { dispatch, ..*config };
-                (Plan::within(mask, spec, &config, most, planning).map_err(refused)?, dispatch, None)
+                (plan_mask_within(mask, spec, &config, most, planning).map_err(refused)?, dispatch, None)
             }
             DispatchAsked::Auto => {
                 let model = DeviceModel::for_choices(machine, &config.cost);

@@ -3,6 +3,7 @@
 
 use std::time::Instant;
 
+use counterpoint_choose::plan_mask;
 use counterpoint_cuda::kernel::{
     AttentionDelta, Cast, DeltaTensors, ElementType, ReduceTypes, RowCopy, RowCopyTensor, RowMerge,
     RowMergeSpec, RowMove, RowReduce, RowReduceSpec, Scalar,
@@ -10,7 +11,7 @@ use counterpoint_cuda::kernel::{
 use counterpoint_cuda::{CudaMachine, DeviceBuffer, Event, Stream, StreamPriority, Timing};
 use counterpoint_exec::{AttentionInputs, HostTensor, RunConfig, run_attention_on};
 use counterpoint_mask::{Documents, Mask, Range};
-use counterpoint_plan::{AttentionSpec, DType, Plan, PlanConfig};
+use counterpoint_plan::{AttentionSpec, DType, PlanConfig};
 use counterpoint_schedule::{Accumulate, ReduceOp};
 
 fn machine(timing: Timing) -> Option<CudaMachine> {
@@ -158,7 +159,7 @@ fn first_call() {
     let rows = 2048;
     let mask = Mask::causal(Documents::from_lengths([rows]).unwrap()).unwrap();
     let spec = AttentionSpec::new(16, 16, 128, DType::Bf16);
-    let plan = Plan::new(&mask, &spec, &PlanConfig::new(1)).unwrap();
+    let plan = plan_mask(&mask, &spec, &PlanConfig::new(1)).unwrap();
     let tensor = || HostTensor::zeros(vec![rows, 16, 128], DType::Bf16);
     let inputs = AttentionInputs {
         q: tensor(),

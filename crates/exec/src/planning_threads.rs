@@ -40,8 +40,9 @@ impl Helpers for PlanningThreads {
 
 #[cfg(test)]
 mod tests {
+    use counterpoint_choose::{plan_mask, plan_mask_within};
     use counterpoint_mask::Mask;
-    use counterpoint_plan::{AttentionSpec, DType, Plan, PlanConfig};
+    use counterpoint_plan::{AttentionSpec, DType, PlanConfig};
 
     use super::*;
 
@@ -49,10 +50,10 @@ mod tests {
     fn threads_make_the_plan_that_one_makes() {
         let mask = Mask::causal(16 << 10).unwrap();
         let (spec, config) = (AttentionSpec::new(8, 2, 64, DType::Bf16), PlanConfig::new(4));
-        let alone = Plan::new(&mask, &spec, &config).unwrap();
+        let alone = plan_mask(&mask, &spec, &config).unwrap();
         for count in [0, 1, 3] {
             let threads = PlanningThreads::new(count).unwrap();
-            let helped = Plan::within(&mask, &spec, &config, u64::MAX, &threads.planning());
+            let helped = plan_mask_within(&mask, &spec, &config, u64::MAX, &threads.planning());
             assert_eq!(helped, Ok(alone.clone()));
         }
     }

@@ -3,6 +3,7 @@
 use std::process::Command;
 use std::time::{Duration, Instant};
 
+use counterpoint_choose::plan_mask;
 use counterpoint_exec::{
     ExecError, FaultInjection, FaultKind, FaultPoint, Launch, MpiMachine, Pass, RankProblem, Rendezvous,
     RunConfig, random_inputs, run_attention, run_attention_ranks,
@@ -83,7 +84,7 @@ fn problem(ranks: usize) -> (Mask, AttentionSpec, Plan) {
     };
     let config =
         PlanConfig { chunk_size: Some(32), stages: StageCount::Fixed(2).into(), ..PlanConfig::new(ranks) };
-    let plan = Plan::new(&mask, &spec, &config).unwrap();
+    let plan = plan_mask(&mask, &spec, &config).unwrap();
     (mask, spec, plan)
 }
 

@@ -80,6 +80,33 @@ impl Range {
         });
         ranges
     }
+
+    /// The tokens of `ranges` that are not in `taken`. Both ascend, and neither overlap nor touch; so does the result.
+    pub fn without(ranges: &[Range], taken: &[Range]) -> Vec<Range> {
+        let mut left = Vec::with_capacity(ranges.len());
+        let mut taken = taken.iter().peekable();
+        for range in ranges {
+            let mut start = range.start;
+            while let Some(own) = taken.peek() {
+                if own.start >= range.end {
+                    break;
+                }
+                if own.start > start {
+                    left.push(Range::new(start, own.start));
+                }
+                start = start.max(own.end);
+                if own.end > range.end {
+                    // It may reach into the next range as well.
+                    break;
+                }
+                taken.next();
+            }
+            if start < range.end {
+                left.push(Range::new(start, range.end));
+            }
+        }
+        left
+    }
 }
 
 impl std::fmt::Display for Range {

@@ -30,7 +30,7 @@ impl CostModel {
     }
 
     /// The shapes of tiles in which a forward and a backward of `work` take least; `None` without tiles.
-    pub(crate) fn tile_shapes(&self, work: &AttentionWork<'_>) -> Option<[TileShape; 2]> {
+    pub fn tile_shapes(&self, work: &AttentionWork<'_>) -> Option<[TileShape; 2]> {
         let tiles = self.tiles?;
         let [forward, backward] = TileCounting::both(work.bands, work.q_rows, work.k_rows).ok()?;
         let forward = tiles.forward.least(work, &forward, tiles.workers)?.1;
@@ -38,7 +38,7 @@ impl CostModel {
     }
 
     /// [`CostModel::forward_seconds`] and [`CostModel::backward_seconds`] in tiles of these shapes; `None` without tiles.
-    pub(crate) fn seconds_in(&self, work: &AttentionWork<'_>, shapes: [TileShape; 2]) -> Option<[f64; 2]> {
+    pub fn seconds_in(&self, work: &AttentionWork<'_>, shapes: [TileShape; 2]) -> Option<[f64; 2]> {
         let walks = self.walks_in(work, shapes)?;
         Some(walks.map(|(tile, walk, workers, pair_flops, rate)| {
             let columns = walk.until_last(workers);
@@ -48,7 +48,7 @@ impl CostModel {
 
     /// Seconds that `work` adds to a long forward and to a long backward in which it is among other work, in tiles of these shapes; `None`
     /// without tiles.
-    pub(crate) fn share_seconds(&self, work: &AttentionWork<'_>, shapes: [TileShape; 2]) -> Option<[f64; 2]> {
+    pub fn share_seconds(&self, work: &AttentionWork<'_>, shapes: [TileShape; 2]) -> Option<[f64; 2]> {
         let [forward, backward] = self.walks_in(work, shapes)?;
         let share = |(tile, _, workers, pair_flops, rate): &DirectionWalk, columns: f64| {
             columns * tile.column_seconds(*workers, *pair_flops, *rate) / *workers as f64

@@ -31,7 +31,7 @@ pub struct AttentionWork<'a> {
 
 impl<'a> AttentionWork<'a> {
     /// All work of a rank at once, before which nothing was computed.
-    pub(crate) fn whole(bands: &'a [Band], [q_rows, k_rows]: [usize; 2], spec: &AttentionSpec) -> Self {
+    pub fn whole(bands: &'a [Band], [q_rows, k_rows]: [usize; 2], spec: &AttentionSpec) -> Self {
         let AttentionSpec { heads_q, heads_kv, head_dim, head_dim_v, .. } = *spec;
         let (staged, passed_bytes, computed_seconds) = (false, 0, 0.0);
         Self {

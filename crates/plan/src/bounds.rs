@@ -27,7 +27,7 @@ impl TrafficBounds {
     /// Bounds of `plan`, which must be a plan for `mask` and `spec`.
     pub fn new(plan: &Plan, mask: &Mask, spec: &AttentionSpec) -> Self {
         let recv_tokens = plan.ranks.iter().map(|rank| rank.recv_rows()).sum();
-        Self::of(recv_tokens, [&plan.q_dispatch, &plan.k_dispatch], mask, spec)
+        Self::of_dispatches(recv_tokens, [&plan.q_dispatch, &plan.k_dispatch], mask, spec)
     }
 
     /// What each moves over what a ring does, by a name for people: this plan first. `None` of one rank, where nothing travels.
@@ -46,7 +46,7 @@ impl TrafficBounds {
     }
 
     /// Bounds of a plan with these dispatches of queries and keys, whose ranks receive so many key rows.
-    pub(crate) fn of(
+    pub fn of_dispatches(
         recv_tokens: u64,
         [q_dispatch, k_dispatch]: [&Dispatch; 2],
         mask: &Mask,
@@ -88,8 +88,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::planner::outline_on;
-    use crate::{DType, DispatchAlgorithm, PlanConfig, Planning};
+    use crate::{DType, Division, MOST_LAYERS, Outline, Owners, Planning, RankOutline, StageCuts, Topology};
 
     const SPEC: AttentionSpec = AttentionSpec {
         heads_q: 8,
@@ -117,6 +116,17 @@ mod tests {
         Mask::new(start, start, slices).unwrap()
     }
 
+    /// A plan in which every rank receives all that it needs in one stage.
+    fn plan(mask: &Mask, dispatch: Dispatch) -> Plan {
+        let topology = Topology::flat(dispatch.cp_size());
+        let division = Division::new(mask, Owners::new(dispatch.clone(), dispatch));
+        let (owners, ranks) =
+            RankOutline::of(division, &topology, |_, _| MOST_LAYERS, &Planning::ALONE).unwrap();
+        let places: Vec<Vec<usize>> = ranks.iter().map(|rank| vec![0, rank.remote.len()]).collect();
+        let cuts = StageCuts::new(&ranks, &places, 2);
+        Outline { owners, ranks, forward: cuts.clone(), backward: cuts }.into_plan(&Planning::ALONE).unwrap()
+    }
+
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(48))]
 
@@ -125,12 +135,11 @@ mod tests {
         fn no_dispatch_receives_less(
             lengths in proptest::collection::vec(1..40_usize, 1..5), chunk_size in 8..24_usize, picked: usize,
         ) {
-            let ranks = 3;
+            let ranks = 3_usize;
             let mask = documents(&lengths);
             let chunks = mask.seqlen_q().div_ceil(chunk_size).min(6);
             let chunk_size = mask.seqlen_q().div_ceil(chunks);
             let chunks = mask.seqlen_q().div_ceil(chunk_size);
-            let config = PlanConfig { chunk_size: Some(chunk_size), ..PlanConfig::new(ranks) };
             let plans: Vec<Plan> = (0..ranks.pow(chunks as u32))
                 .map(|mut number| {
                     let mut rank_chunks = vec![Vec::new(); ranks];
@@ -139,7 +148,7 @@ mod tests {
                         number /= ranks;
                     }
                     let dispatch = Dispatch::new(mask.seqlen_q(), chunk_size, rank_chunks);
-                    outline_on(&mask, &SPEC, &config, [dispatch.clone(), dispatch]).unwrap().into_plan(&Planning::ALONE).unwrap()
+                    plan(&mask, dispatch)
                 })
                 .collect();
             let limits = |plan: &Plan| {
@@ -159,33 +168,6 @@ mod tests {
                 }
             }
         }
-    }
-
-    #[test]
-    fn the_bound_bites_on_one_causal_document() {
-        let mask = documents(&[4096]);
-        let config = PlanConfig { chunk_size: Some(64), ..PlanConfig::new(8) };
-        let bounds = TrafficBounds::new(&Plan::new(&mask, &SPEC, &config).unwrap(), &mask, &SPEC);
-        assert!(bounds.lower_bound_tokens * 2 > bounds.ring_tokens, "{bounds:?}");
-        // Level ranks each read beyond the middle, the further the more of them there are: nothing as level as a zigzag of two pieces a
-        // rank receives less than that, three quarters of a ring.
-        let zigzag = PlanConfig { chunk_size: Some(256), dispatch: DispatchAlgorithm::Zigzag, ..config };
-        let zigzag = TrafficBounds::new(&Plan::new(&mask, &SPEC, &zigzag).unwrap(), &mask, &SPEC);
-        assert_eq!(
-            (zigzag.recv_tokens, zigzag.recv_tokens * 4),
-            (zigzag.lower_bound_tokens, zigzag.ring_tokens * 3)
-        );
-        assert!(bounds.lower_bound_tokens <= bounds.recv_tokens && bounds.recv_tokens <= bounds.ring_tokens);
-        assert_eq!(bounds.ring_tokens, 7 * 4096);
-        let shares: Vec<_> = bounds.of_ring().unwrap().collect();
-        assert_eq!(
-            shares.iter().map(|(name, _)| *name).collect::<Vec<_>>(),
-            ["this plan", "lower bound", "ring", "all-gather", "Ulysses"]
-        );
-        assert_eq!((shares[2].1, shares[3].1), (1.0, 1.0));
-        assert!(shares[1].1 <= shares[0].1 && shares[0].1 < 1.0, "{shares:?}");
-        // q and out: 8 heads of 2 rows each; k and v: 8 copies where there are 2 heads; 7/8 of it moves.
-        assert_eq!(bounds.ulysses_tokens, Some(4096 * (8 + 8) / 2 * 7 / 8));
     }
 
     #[test]

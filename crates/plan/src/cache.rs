@@ -3,10 +3,9 @@
 use std::num::NonZeroUsize;
 use std::sync::Arc;
 
-use counterpoint_mask::Mask;
 use lru::LruCache;
 
-use crate::{AttentionSpec, Fingerprint, Plan, PlanConfig, PlanError};
+use crate::{Fingerprint, Plan};
 
 /// The plans used last, found again by what they were made from: plans alone, or each with what was chosen for it.
 #[derive(Debug)]
@@ -60,60 +59,5 @@ impl<T> PlanCache<T> {
     /// Whether it holds no plan.
     pub fn is_empty(&self) -> bool {
         self.plans.is_empty()
-    }
-}
-
-impl PlanCache {
-    /// The plan of [`Plan::new`], made only when the cache does not hold it.
-    ///
-    /// # Errors
-    /// As [`Plan::new`]; nothing is kept then.
-    pub fn plan(
-        &mut self,
-        mask: &Mask,
-        spec: &AttentionSpec,
-        config: &PlanConfig,
-    ) -> Result<Arc<Plan>, PlanError> {
-        self.get(Fingerprint::of(mask, spec, config), || Plan::new(mask, spec, config))
-    }
-
-    /// The plan of [`Plan::cross_attention`], likewise.
-    ///
-    /// # Errors
-    /// As [`Plan::cross_attention`]; nothing is kept then.
-    pub fn cross_attention(
-        &mut self,
-        mask: &Mask,
-        spec: &AttentionSpec,
-        config: &PlanConfig,
-    ) -> Result<Arc<Plan>, PlanError> {
-        let fingerprint = Fingerprint::of_cross_attention(mask, spec, config);
-        self.get(fingerprint, || Plan::cross_attention(mask, spec, config))
-    }
-
-    /// The plan of [`Plan::for_mask_on`] on `base`, likewise. Plans with the same dispatch are the same base.
-    ///
-    /// # Errors
-    /// As [`Plan::for_mask_on`]; nothing is kept then.
-    pub fn for_mask_on(
-        &mut self,
-        base: &Plan,
-        mask: &Mask,
-        spec: &AttentionSpec,
-        config: &PlanConfig,
-    ) -> Result<Arc<Plan>, PlanError> {
-        let fingerprint = Fingerprint::of_mask_on(base, mask, spec, config);
-        self.get(fingerprint, || base.for_mask_on(mask, spec, config))
-    }
-
-    fn get(
-        &mut self,
-        fingerprint: Fingerprint,
-        plan: impl FnOnce() -> Result<Plan, PlanError>,
-    ) -> Result<Arc<Plan>, PlanError> {
-        match self.find(&fingerprint) {
-            Some(plan) => Ok(plan),
-            None => Ok(self.keep(fingerprint, Arc::new(plan()?))),
-        }
     }
 }

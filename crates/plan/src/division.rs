@@ -2,15 +2,14 @@
 
 use counterpoint_mask::{Band, Mask, Range};
 
-use crate::hosting::{Away, UnweighedOffload, assign};
-use crate::rows::without;
+use crate::hosting::{Away, assign, pieces};
 use crate::runs::Runs;
 use crate::work::{needed_rows, rank_work};
 use crate::{AttentionSpec, Dispatch, HostedWork};
 
 /// Who owns which rows.
-#[derive(Clone)]
-pub(crate) struct Owners {
+#[derive(Clone, Debug)]
+pub struct Owners {
     pub(crate) q_dispatch: Dispatch,
     pub(crate) k_dispatch: Dispatch,
     pub(crate) q_runs: Runs,
@@ -25,19 +24,35 @@ impl PartialEq for Owners {
 }
 
 impl Owners {
-    pub(crate) fn new(q_dispatch: Dispatch, k_dispatch: Dispatch) -> Self {
+    /// Of queries and of keys; the same dispatch twice for self-attention.
+    pub fn new(q_dispatch: Dispatch, k_dispatch: Dispatch) -> Self {
         let k_runs = Runs::new(&k_dispatch);
         let q_runs = if q_dispatch == k_dispatch { k_runs.clone() } else { Runs::new(&q_dispatch) };
         Self { q_dispatch, k_dispatch, q_runs, k_runs }
     }
 
+    /// Of query rows.
+    pub fn q_dispatch(&self) -> &Dispatch {
+        &self.q_dispatch
+    }
+
+    /// Of key rows.
+    pub fn k_dispatch(&self) -> &Dispatch {
+        &self.k_dispatch
+    }
+
+    /// Owners of key rows in global order.
+    pub fn k_runs(&self) -> &Runs {
+        &self.k_runs
+    }
+
     /// By rank: local query rows, global key columns.
-    pub(crate) fn work(&self, mask: &Mask) -> Vec<Vec<Band>> {
+    pub fn work(&self, mask: &Mask) -> Vec<Vec<Band>> {
         rank_work(mask, &self.q_runs, self.q_dispatch.cp_size())
     }
 
     /// Global query rows (merged, ascending), by rank as its local ones.
-    pub(crate) fn local(&self, rows: &[Range]) -> Away {
+    pub fn local(&self, rows: &[Range]) -> Away {
         let mut local: Away = vec![Vec::new(); self.q_dispatch.cp_size()];
         for rows in rows {
             for run in self.q_runs.overlapping(rows) {
@@ -48,7 +63,7 @@ impl Owners {
     }
 
     /// The other way round.
-    pub(crate) fn global(&self, away: &Away) -> Vec<Range> {
+    pub fn global(&self, away: &Away) -> Vec<Range> {
         let mut rows = Vec::new();
         for run in self.q_runs.all() {
             let here = run.local(&run.range);
@@ -64,33 +79,53 @@ impl Owners {
 }
 
 /// One way to give work to ranks.
-#[derive(Clone)]
-pub(crate) struct Division {
+#[derive(Clone, Debug)]
+pub struct Division {
     pub(crate) owners: Owners,
     /// By rank: local query rows, global key columns; without rows that are away.
     pub(crate) work: Vec<Vec<Band>>,
     /// By rank; empty where no row is away.
     pub(crate) hosted: Vec<HostedWork>,
-    /// A way that was not weighed, because it comes in too many pieces.
-    pub(crate) unweighed: Option<UnweighedOffload>,
 }
 
 impl Division {
-    /// The division of `mask` for these owners in which these local query rows of each rank are away.
-    pub(crate) fn with_away(mask: &Mask, owners: Owners, away: &Away) -> Self {
+    /// The division of `mask` for these owners in which no row is away.
+    pub fn new(mask: &Mask, owners: Owners) -> Self {
         let work = owners.work(mask);
+        Self { owners, work, hosted: Vec::new() }
+    }
+
+    /// Who owns which rows.
+    pub fn owners(&self) -> &Owners {
+        &self.owners
+    }
+
+    /// By rank, what it computes of its own rows: local query rows, global key columns.
+    pub fn work(&self) -> &[Vec<Band>] {
+        &self.work
+    }
+
+    /// The same, but these local query rows of each rank are away: the ranks that own their keys compute them. `self` has none that are.
+    #[must_use]
+    pub fn with_away(&self, away: &Away) -> Self {
+        let owners = self.owners.clone();
         if away.iter().all(Vec::is_empty) {
-            return Self { owners, work, hosted: Vec::new(), unweighed: None };
+            return Self { owners, work: self.work.clone(), hosted: Vec::new() };
         }
-        let (work, hosted) = assign(&work, away, &owners.q_dispatch, &owners.q_runs, &owners.k_runs);
-        Self { owners, work, hosted, unweighed: None }
+        let (work, hosted) = assign(&self.work, away, &owners.q_dispatch, &owners.q_runs, &owners.k_runs);
+        Self { owners, work, hosted }
+    }
+
+    /// At least so many bands does [`Division::with_away`] cut before it joins neighbours again.
+    pub fn hosted_pieces(&self, away: &Away) -> u64 {
+        pieces(&self.work, away, &self.owners.q_dispatch, &self.owners.k_runs)
     }
 
     /// Bytes that travel in a forward and a backward.
-    pub(crate) fn bytes(&self, spec: &AttentionSpec) -> u64 {
+    pub fn bytes(&self, spec: &AttentionSpec) -> u64 {
         let keys = |(rank, work): (usize, &Vec<Band>)| -> usize {
             let own = self.owners.k_dispatch.ranges(rank);
-            without(&needed_rows(work), &own).iter().map(Range::len).sum()
+            Range::without(&needed_rows(work), &own).iter().map(Range::len).sum()
         };
         let keys: usize = self.work.iter().enumerate().map(keys).sum();
         let queries = self.hosted.iter().enumerate().map(|(rank, hosted)| hosted.recv_rows(rank));

@@ -16,7 +16,7 @@ use crate::{AttentionSpec, Dispatch, DispatchAlgorithm, Plan, PlanConfig, Routin
 pub struct Fingerprint([u8; 32]);
 
 impl Fingerprint {
-    /// The fingerprint of what [`Plan::new`] would plan.
+    /// The fingerprint of what is planned for `mask` (`plan_mask` of crate `choose`).
     pub fn of(mask: &Mask, spec: &AttentionSpec, config: &PlanConfig) -> Self {
         if mask.seqlen_q() != mask.seqlen_k() {
             // One plan, so one fingerprint.
@@ -25,12 +25,12 @@ impl Fingerprint {
         Self::hash::<()>(&Hashed::SelfAttention(mask, spec, config))
     }
 
-    /// The fingerprint of what [`Plan::cross_attention`] would plan.
+    /// The fingerprint of what is planned with queries and keys dispatched apart (`plan_cross_attention`).
     pub fn of_cross_attention(mask: &Mask, spec: &AttentionSpec, config: &PlanConfig) -> Self {
         Self::hash::<()>(&Hashed::CrossAttention(mask, spec, config))
     }
 
-    /// The fingerprint of what [`Plan::for_mask_on`] would plan on `base`. Of that plan it sees the dispatch, and of
+    /// The fingerprint of what is planned for `mask` on the dispatch of `base` (`plan_mask_on`). Of that plan it sees the dispatch, and of
     /// `config` all but the chunk size and the algorithm, which are not looked at there.
     pub fn of_mask_on(base: &Plan, mask: &Mask, spec: &AttentionSpec, config: &PlanConfig) -> Self {
         let config = PlanConfig { chunk_size: None, dispatch: DispatchAlgorithm::default(), ..*config };

@@ -8,11 +8,9 @@
 mod attention_cost;
 mod attention_work;
 mod bounds;
-mod by_seconds;
 mod cache;
 mod config;
 mod cost;
-mod direction;
 mod dispatch;
 mod division;
 mod error;
@@ -27,26 +25,18 @@ mod hosting;
 mod layout;
 mod linear;
 mod linear_spec;
-mod link_counts;
-mod link_rows;
 mod machine_profile;
-mod offload;
 mod outline;
-mod overview;
 mod pass_stages;
 mod plan;
-mod planner;
 mod planning;
-mod prediction;
 mod rank_outline;
 mod ready_work;
 mod receive_order;
-mod rows;
+mod row_list;
 mod runs;
 mod spec;
 mod stage_cuts;
-mod stage_prediction;
-mod stages;
 mod summary;
 mod tile_costs;
 mod topology;
@@ -60,9 +50,10 @@ pub use cache::PlanCache;
 pub use config::{MAX_CHUNKS, MAX_CP_SIZE, PlanConfig, QueryExchange};
 pub use cost::{CostModel, Link};
 pub use dispatch::{
-    ChunkWork, Dispatch, DispatchAlgorithm, chunk_work, dispatch, dispatch_keys, dispatch_queries,
-    received_rows, received_rows_lower_bound,
+    ChunkWork, Dispatch, DispatchAlgorithm, chunk_work, chunk_work_with_away, received_rows,
+    received_rows_lower_bound,
 };
+pub use division::{Division, Owners};
 pub use error::PlanError;
 pub use exchange::{GroupPart, OwnedSplit, RemoteSplit};
 pub use experts::{
@@ -73,23 +64,25 @@ pub use fingerprint::Fingerprint;
 pub use gemm_collective::GemmCollective;
 pub use group_part::GroupPartError;
 pub use hierarchy::{TwoLevelExchange, TwoLevelPart};
-pub use hosting::{HostedWork, UnweighedOffload};
+pub use hosting::{Away, HostedWork};
 pub use linear::{GROUP_TILE_ROWS, LinearPlan, WaveGroups};
 pub use linear_spec::{Activations, LinearDirection, LinearKind, LinearSpec};
 pub use machine_profile::{
     LinkPoint, MachineProfile, PROFILE_VERSION, PolicyMeasurement, ProfileError, TransportMeasurement,
 };
-pub use overview::PlanOverview;
+pub use outline::Outline;
 pub use pass_stages::{MAX_STAGES, PassStages, StageCount};
 pub use plan::{Plan, RankPlan, StagePlan};
-pub use planner::plan_rank;
 pub use planning::{CancellationToken, Helpers, Planning};
-pub use prediction::{Prediction, RankPrediction};
+pub use rank_outline::RankOutline;
 pub use ready_work::ReadyWork;
+pub use receive_order::MOST_LAYERS;
+pub use row_list::RowList;
+pub use runs::{Run, Runs};
 pub use spec::{AttentionSpec, DType, GradientShares, HostedRowBytes};
-pub use stage_prediction::StagePrediction;
+pub use stage_cuts::StageCuts;
 pub use summary::{CommSummary, PlanSummary, RankSummary, StageSummary};
-pub use tile_costs::{TileCost, TileCosts};
+pub use tile_costs::{TileCost, TileCosts, TileShape};
 pub use topology::Topology;
 pub use transformer::{LayerLinear, TransformerSpec};
 pub use worker_sharing::WorkerSharing;

@@ -3,43 +3,33 @@
 use counterpoint_mask::{Band, Range};
 
 use crate::division::Owners;
-use crate::exchange::{exchange, exchange_part};
 use crate::rank_outline::RankOutline;
-use crate::runs::Runs;
 use crate::stage_cuts::StageCuts;
-use crate::{
-    Dispatch, GroupPart, Plan, PlanError, Planning, RankPlan, RemoteSplit, StagePlan, UnweighedOffload,
-};
+use crate::{GroupPart, Plan, PlanError, Planning, RankPlan, RemoteSplit, StagePlan};
 
 /// A rank's parts in the group-casts of a pass and its bands, by stage.
 type Parts = (Vec<GroupPart>, Vec<Vec<Band>>);
 
 /// Everything that all ranks agree on, before bands and splits of the stages are written out. The shared, cheap half of
 /// a plan: one rank's part follows from it alone.
-pub(crate) struct Outline {
-    pub(crate) q_dispatch: Dispatch,
-    pub(crate) k_dispatch: Dispatch,
-    pub(crate) k_runs: Runs,
-    pub(crate) ranks: Vec<RankOutline>,
-    pub(crate) forward: StageCuts,
-    pub(crate) backward: StageCuts,
-    pub(crate) unweighed: Option<UnweighedOffload>,
+#[derive(Clone, Debug)]
+pub struct Outline {
+    /// Who owns which rows.
+    pub owners: Owners,
+    /// By rank.
+    pub ranks: Vec<RankOutline>,
+    /// The stages of a forward.
+    pub forward: StageCuts,
+    /// The stages of a backward.
+    pub backward: StageCuts,
 }
 
 impl Outline {
-    /// For these owners, whose work is cut into these stages of a forward and of a backward.
-    pub(crate) fn new(
-        owners: Owners,
-        ranks: Vec<RankOutline>,
-        [forward, backward]: [StageCuts; 2],
-        unweighed: Option<UnweighedOffload>,
-    ) -> Self {
-        let Owners { q_dispatch, k_dispatch, k_runs, .. } = owners;
-        Self { q_dispatch, k_dispatch, k_runs, ranks, forward, backward, unweighed }
-    }
-
     /// Writes out every rank's part.
-    pub(crate) fn into_plan(self, planning: &Planning<'_>) -> Result<Plan, PlanError> {
+    ///
+    /// # Errors
+    /// [`PlanError::Cancelled`].
+    pub fn into_plan(self, planning: &Planning<'_>) -> Result<Plan, PlanError> {
         let passes = [&self.forward, &self.backward];
         let bands = planning.map(self.ranks.len(), |rank| passes.map(|cuts| self.bands(rank, cuts)))?;
         let [forward, backward] = passes.map(|cuts| self.parts_of_all(cuts, planning));
@@ -48,11 +38,27 @@ impl Outline {
             self.rank_plan(rank, (forward, in_forward), (backward, in_backward))
         });
         let ranks = ranks.collect();
-        Ok(Plan { q_dispatch: self.q_dispatch, k_dispatch: self.k_dispatch, ranks, two_level: None })
+        let Owners { q_dispatch, k_dispatch, .. } = self.owners;
+        Ok(Plan { q_dispatch, k_dispatch, ranks, two_level: None })
     }
 
-    /// Writes out one rank's part.
-    pub(crate) fn into_rank(self, rank: usize) -> RankPlan {
+    /// Writes out every rank's part, unless their pieces would take more than `available` bytes.
+    ///
+    /// # Errors
+    /// [`PlanError::Memory`] before they are made; [`PlanError::Cancelled`].
+    pub fn into_plan_within(self, available: u64, planning: &Planning<'_>) -> Result<Plan, PlanError> {
+        let needed = self.plan_bytes();
+        if needed > available {
+            return Err(PlanError::Memory { ranks: self.ranks.len(), needed, available });
+        }
+        self.into_plan(planning)
+    }
+
+    /// Writes out the part of `rank` alone, equal to that of the whole plan.
+    ///
+    /// # Panics
+    /// When `rank` is not below the number of ranks.
+    pub fn into_rank(self, rank: usize) -> RankPlan {
         let [forward, backward] = [&self.forward, &self.backward]
             .map(|cuts| (self.parts_of_one(cuts, rank), self.bands(rank, cuts)));
         self.rank_plan(rank, forward, backward)
@@ -71,7 +77,7 @@ impl Outline {
     ) -> Result<Vec<Vec<GroupPart>>, PlanError> {
         let mut parts = vec![Vec::with_capacity(cuts.stages()); self.ranks.len()];
         parts.iter_mut().for_each(|parts| parts.push(GroupPart::default()));
-        let of_stage = |before: usize| exchange(&self.k_runs, &cuts.placed_rows(before + 1));
+        let of_stage = |before: usize| cuts.parts(&self.owners.k_runs, before + 1);
         for stage_parts in planning.map(cuts.stages() - 1, of_stage)? {
             parts.iter_mut().zip(stage_parts).for_each(|(parts, part)| parts.push(part));
         }
@@ -81,9 +87,7 @@ impl Outline {
     /// One rank's parts in all group-casts, by stage.
     fn parts_of_one(&self, cuts: &StageCuts, rank: usize) -> Vec<GroupPart> {
         let mut parts = vec![GroupPart::default()];
-        parts.extend(
-            (1..cuts.stages()).map(|stage| exchange_part(&self.k_runs, &cuts.placed_rows(stage), rank)),
-        );
+        parts.extend((1..cuts.stages()).map(|stage| cuts.part(&self.owners.k_runs, stage, rank)));
         parts
     }
 
@@ -92,10 +96,10 @@ impl Outline {
         let hosted = self.ranks[rank].hosted.clone();
         RankPlan {
             rank,
-            q_ranges: self.q_dispatch.ranges(rank),
+            q_ranges: self.owners.q_dispatch.ranges(rank),
             k_ranges: self.ranks[rank].own.clone(),
-            q_rows: self.q_dispatch.tokens(rank),
-            k_rows: self.k_dispatch.tokens(rank),
+            q_rows: self.owners.q_dispatch.tokens(rank),
+            k_rows: self.owners.k_dispatch.tokens(rank),
             area: forward.iter().map(|stage| stage.area).sum::<u64>()
                 + hosted.as_ref().map_or(0, |work| work.area),
             forward,
@@ -110,7 +114,7 @@ impl Outline {
             let recv_ranges = cuts.rows(rank, stage).to_vec();
             let own_rows = cuts.own_rows(rank, stage);
             let key_rows = match stage {
-                0 => self.k_dispatch.tokens(rank),
+                0 => self.owners.k_dispatch.tokens(rank),
                 _ => own_rows + recv_ranges.iter().map(Range::len).sum::<usize>(),
             };
             let area = bands.iter().map(Band::area).sum();
@@ -121,13 +125,13 @@ impl Outline {
 
     /// Bytes of all ranks' pieces, about: every range that a rank receives has one for each owner's run that it crosses, in a list
     /// of the receiver, and the receiver's number in a list of the owner.
-    pub(crate) fn plan_bytes(&self) -> u64 {
+    pub fn plan_bytes(&self) -> u64 {
         const PIECE_BYTES: u64 = (size_of::<RemoteSplit>() + size_of::<u32>()) as u64;
         let pieces = |cuts: &StageCuts| -> u64 {
             let stages =
                 (0..self.ranks.len()).flat_map(|rank| (1..cuts.stages()).map(move |stage| (rank, stage)));
             let ranges = stages.flat_map(|(rank, stage)| cuts.rows(rank, stage));
-            ranges.map(|range| self.k_runs.overlapping(range).len() as u64).sum()
+            ranges.map(|range| self.owners.k_runs.overlapping(range).len() as u64).sum()
         };
         (pieces(&self.forward) + pieces(&self.backward)) * PIECE_BYTES
     }

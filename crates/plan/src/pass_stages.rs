@@ -61,8 +61,8 @@ impl PassStages {
     /// Each pass has the number that minimises its predicted makespan.
     pub const AUTO: Self = Self { forward: StageCount::Auto, backward: StageCount::Auto };
 
-    /// Both numbers.
-    pub(crate) fn each(self) -> [StageCount; 2] {
+    /// The number of the forward and that of the backward.
+    pub fn each(self) -> [StageCount; 2] {
         [self.forward, self.backward]
     }
 

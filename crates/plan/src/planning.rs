@@ -59,7 +59,7 @@ impl<'a> Planning<'a> {
     }
 
     /// Whether the plan is not wanted any more: searches end with the best that they have found, which nobody looks at.
-    pub(crate) fn is_cancelled(&self) -> bool {
+    pub fn is_cancelled(&self) -> bool {
         self.cancellation.is_some_and(CancellationToken::is_cancelled)
     }
 

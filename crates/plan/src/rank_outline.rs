@@ -2,44 +2,47 @@
 
 use counterpoint_mask::{Band, Range};
 
-use crate::division::Owners;
-use crate::receive_order::{ReceiveOrder, most_layers};
-use crate::rows::without;
-use crate::work::{RowList, needed_rows};
-use crate::{AttentionSpec, HostedWork, PlanConfig, PlanError, Planning};
+use crate::division::{Division, Owners};
+use crate::receive_order::ReceiveOrder;
+use crate::row_list::RowList;
+use crate::work::needed_rows;
+use crate::{HostedWork, PlanError, Planning, Topology};
 
 /// What all ranks must know of each rank: its work and what it receives.
-pub(crate) struct RankOutline {
+#[derive(Clone, Debug)]
+pub struct RankOutline {
     /// Global key rows that it owns, merged and ascending.
-    pub(crate) own: Vec<Range>,
+    pub own: Vec<Range>,
     /// Query rows that it owns.
-    pub(crate) q_rows: usize,
+    pub q_rows: usize,
     /// Local query rows, global key columns; without rows that are away.
-    pub(crate) work: Vec<Band>,
+    pub work: Vec<Band>,
     /// Global key rows that it needs and does not own, in the order in which it receives them.
-    pub(crate) remote: RowList,
+    pub remote: RowList,
     /// What it computes for rows that are away; on every rank or on none.
-    pub(crate) hosted: Option<HostedWork>,
+    pub hosted: Option<HostedWork>,
 }
 
 impl RankOutline {
-    /// Those of all ranks: their work, and what of it is hosted, if any is.
-    pub(crate) fn of(
-        owners: &Owners,
-        work: Vec<Vec<Band>>,
-        hosted: Vec<HostedWork>,
-        spec: &AttentionSpec,
-        config: &PlanConfig,
+    /// Those of all ranks, and who owns what. `layers(work, received)` says into how many layers owners' rows are cut at most, in which
+    /// ranks receive that do such work, by rank, and receive so many rows for it.
+    ///
+    /// # Errors
+    /// [`PlanError::Cancelled`].
+    pub fn of(
+        division: Division,
+        topology: &Topology,
+        layers: impl FnOnce(&[Vec<Band>], &[usize]) -> usize,
         planning: &Planning<'_>,
-    ) -> Result<Vec<Self>, PlanError> {
-        let Owners { q_dispatch, k_dispatch, k_runs, .. } = owners;
+    ) -> Result<(Owners, Vec<Self>), PlanError> {
+        let Division { owners, work, hosted } = division;
+        let Owners { q_dispatch, k_dispatch, k_runs, .. } = &owners;
         let k_rows: Vec<usize> = (0..work.len()).map(|rank| k_dispatch.tokens(rank)).collect();
         let owned: Vec<Vec<Range>> = (0..work.len()).map(|rank| k_dispatch.ranges(rank)).collect();
         let missing: Vec<Vec<Range>> =
-            planning.map(work.len(), |rank| without(&needed_rows(&work[rank]), &owned[rank]))?;
+            planning.map(work.len(), |rank| Range::without(&needed_rows(&work[rank]), &owned[rank]))?;
         let received: Vec<usize> = missing.iter().map(|rows| rows.iter().map(Range::len).sum()).collect();
-        let layers = most_layers(&work, &received, spec, config);
-        let order = ReceiveOrder::new(k_runs, &k_rows, &config.topology, layers);
+        let order = ReceiveOrder::new(k_runs, &k_rows, topology, layers(&work, &received));
         let remote = planning.map(work.len(), |rank| RowList::new(order.of(rank, &missing[rank])))?;
         let mut hosted = hosted.into_iter();
         let of_ranks = work.into_iter().zip(owned).zip(remote).enumerate();
@@ -50,11 +53,12 @@ impl RankOutline {
             remote,
             hosted: hosted.next(),
         });
-        Ok(of_ranks.collect())
+        let ranks = of_ranks.collect();
+        Ok((owners, ranks))
     }
 
     /// Number of key rows that it owns.
-    pub(crate) fn own_rows(&self) -> usize {
+    pub fn own_rows(&self) -> usize {
         self.own.iter().map(Range::len).sum()
     }
 }

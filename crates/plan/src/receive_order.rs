@@ -11,18 +11,15 @@
 //! The order depends on the mask, the dispatch and the kind of machine. It is the same for any number of stages, and so are the bits of
 //! a result.
 
-use counterpoint_mask::{Band, Range};
+use counterpoint_mask::Range;
 
 use crate::runs::Runs;
-use crate::{AttentionSpec, CostModel, KEY_BLOCK, PlanConfig, Topology};
+use crate::{KEY_BLOCK, Topology};
 
-/// More layers spread the load no better, and each is one more piece for every owner and receiver. Where a causal mask on 8
+/// Layers at most that an owner's rows are received in. More spread the load no better, and each is one more piece for every owner and receiver. Where a causal mask on 8
 /// ranks communicates for as long as it computes, stages bring the predicted forward from 27.5 ms to 19.7 in ascending order, to
 /// 22.7 with 1 layer, 17.7 with 2, 16.7 with 4, 16.3 with 8.
-const MOST_LAYERS: usize = 8;
-
-/// Nobody waits for rows that take less than one part in so many of what a rank computes: its own ones keep it busy meanwhile.
-const HIDDEN: f64 = 4.0;
+pub const MOST_LAYERS: usize = 8;
 
 /// Owners times layers at most. Many owners are spread well enough by where each rank starts, and their number alone makes
 /// many pieces.
@@ -30,27 +27,6 @@ const MOST_PIECES: usize = 256;
 
 /// An owner's rows of a layer are not cut shorter than this: kernels walk them block by block.
 const LEAST_LAYER_ROWS: usize = 4 * KEY_BLOCK;
-
-/// Layers at most for ranks that do such `work` and receive so many rows for it. By the figures of one GPU and not of the machine's
-/// profile, whose measurements must not decide about bits; but its links must be of the same kind.
-pub(crate) fn most_layers(
-    work: &[Vec<Band>],
-    received: &[usize],
-    spec: &AttentionSpec,
-    config: &PlanConfig,
-) -> usize {
-    const COST: CostModel = CostModel::H200;
-    let is_hidden = |(bands, &rows): (&Vec<Band>, &usize)| {
-        let area = bands.iter().map(Band::area).sum();
-        let computing = spec.flops_forward(area) / COST.forward_flops_per_second;
-        let coming = (rows * spec.kv_row_bytes()) as f64 / COST.link.bytes_per_second;
-        HIDDEN * coming <= computing
-    };
-    let is_alike = config.cost.tiles.is_some()
-        && config.topology.nodes() == 1
-        && 2.0 * config.cost.link.bytes_per_second >= COST.link.bytes_per_second;
-    if is_alike && work.iter().zip(received).all(is_hidden) { 1 } else { MOST_LAYERS }
-}
 
 /// Rows of one owner in one layer.
 struct Piece {
@@ -173,7 +149,7 @@ mod tests {
                 Range::new(start, (start + length).min(dispatch.seqlen()))
             };
             let needed = Range::merged(drawn.iter().map(clip).filter(|range| !range.is_empty()).collect());
-            let needed = crate::rows::without(&needed, &dispatch.ranges(rank));
+            let needed = Range::without(&needed, &dispatch.ranges(rank));
             let ordered = ReceiveOrder::new(&runs, &rows, &Topology::flat(rows.len()), MOST_LAYERS).of(rank, &needed);
             prop_assert!(ordered.windows(2).all(|pair| pair[0].end != pair[1].start));
             prop_assert_eq!(Range::merged(ordered), needed);
@@ -189,8 +165,8 @@ mod tests {
         let order = ReceiveOrder::new(&runs, &rows, &Topology::flat(rows.len()), MOST_LAYERS);
         for rank in 0..ranks {
             let all = [Range::new(0, dispatch.seqlen())];
-            let ordered = order.of(rank, &crate::rows::without(&all, &dispatch.ranges(rank)));
-            let list = crate::work::RowList::new(ordered);
+            let ordered = order.of(rank, &Range::without(&all, &dispatch.ranges(rank)));
+            let list = crate::RowList::new(ordered);
             let layer = list.len() / MOST_LAYERS;
             for start in (0..list.len()).step_by(layer) {
                 let mut drawn = vec![0; ranks];
@@ -205,32 +181,6 @@ mod tests {
         }
     }
 
-    /// A full mask on four ranks.
-    #[test]
-    fn there_is_one_layer_where_rows_come_much_sooner_than_they_are_used() {
-        let spec = AttentionSpec::new(64, 8, 128, crate::DType::Bf16);
-        let layers = |rows: usize, config: &PlanConfig| {
-            let work = vec![vec![Band::full(Range::new(0, rows / 4), Range::new(0, rows))]; 4];
-            most_layers(&work, &[rows * 3 / 4; 4], &spec, config)
-        };
-        let gpus = PlanConfig::new(4);
-        assert_eq!(layers(32_768, &gpus), 1);
-        // Too few rows read what comes.
-        assert_eq!(layers(2048, &gpus), MOST_LAYERS);
-        let cost = gpus.cost;
-        let others = [
-            PlanConfig { topology: Topology { world_size: 4, ranks_per_node: 2 }, ..gpus },
-            PlanConfig { cost: CostModel { tiles: None, ..cost }, ..gpus },
-            PlanConfig {
-                cost: CostModel { link: crate::Link { bytes_per_second: 50e9, ..cost.link }, ..cost },
-                ..gpus
-            },
-        ];
-        for config in others {
-            assert_eq!(layers(32_768, &config), MOST_LAYERS, "{config:?}");
-        }
-    }
-
     /// Ranks start at different owners.
     #[test]
     fn ranks_start_after_themselves() {
@@ -240,7 +190,7 @@ mod tests {
         let order = ReceiveOrder::new(&runs, &rows, &Topology::flat(rows.len()), MOST_LAYERS);
         let all = [Range::new(0, dispatch.seqlen())];
         for rank in 1..ranks - 1 {
-            let ordered = order.of(rank, &crate::rows::without(&all, &dispatch.ranges(rank)));
+            let ordered = order.of(rank, &Range::without(&all, &dispatch.ranges(rank)));
             assert_eq!(ordered, [Range::new((rank + 1) * 128, ranks * 128), Range::new(0, rank * 128)]);
         }
     }

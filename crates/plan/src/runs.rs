@@ -6,18 +6,18 @@ use crate::Dispatch;
 
 /// Neighbouring rows of one owner: as long as possible, so the next run belongs to somebody else.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Run {
+pub struct Run {
     /// Global rows.
-    pub(crate) range: Range,
+    pub range: Range,
     /// Their owner.
-    pub(crate) rank: u32,
+    pub rank: u32,
     /// The owner's local row that holds `range.start`.
-    pub(crate) local_start: usize,
+    pub local_start: usize,
 }
 
 impl Run {
     /// The owner's local rows that hold `rows`, which must lie inside the run.
-    pub(crate) fn local(&self, rows: &Range) -> Range {
+    pub fn local(&self, rows: &Range) -> Range {
         let start = self.local_start + (rows.start - self.range.start);
         Range::new(start, start + rows.len())
     }
@@ -25,7 +25,7 @@ impl Run {
 
 /// A dispatch seen from the sequence: who owns row `x`, in global order.
 #[derive(Clone, Debug)]
-pub(crate) struct Runs {
+pub struct Runs {
     runs: Vec<Run>,
     /// The run of every chunk; looking up a row costs one division.
     run_of_chunk: Vec<u32>,
@@ -33,7 +33,8 @@ pub(crate) struct Runs {
 }
 
 impl Runs {
-    pub(crate) fn new(dispatch: &Dispatch) -> Self {
+    /// Of this dispatch.
+    pub fn new(dispatch: &Dispatch) -> Self {
         let mut owner = vec![0_u32; dispatch.num_chunks()];
         for rank in 0..dispatch.cp_size() {
             for &chunk in dispatch.chunks(rank) {
@@ -57,12 +58,12 @@ impl Runs {
     }
 
     /// All runs in global order.
-    pub(crate) fn all(&self) -> &[Run] {
+    pub fn all(&self) -> &[Run] {
         &self.runs
     }
 
     /// The runs that hold a row of `rows`, in global order; none when `rows` is empty.
-    pub(crate) fn overlapping(&self, rows: &Range) -> &[Run] {
+    pub fn overlapping(&self, rows: &Range) -> &[Run] {
         if rows.is_empty() {
             return &[];
         }

@@ -139,13 +139,13 @@ impl TileCost {
     }
 
     /// Seconds of one pair of one query head in the middle of a large mask, in stages.
-    pub(crate) fn pair_seconds(&self, pair_flops: f64, flops_per_second: f64) -> f64 {
+    pub fn pair_seconds(&self, pair_flops: f64, flops_per_second: f64) -> f64 {
         let overhead = |block: usize| (block as f64 + self.block_columns) / block as f64;
         pair_flops / flops_per_second * overhead(self.staged_block) / overhead(self.block)
     }
 
     /// Seconds that all tiles of `rows` rows cost, however little they walk, over `heads` heads.
-    pub(crate) fn tiles_seconds(
+    pub fn tiles_seconds(
         &self,
         rows: usize,
         heads: usize,
@@ -254,7 +254,7 @@ impl TileCost {
 
 /// A shape of tiles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct TileShape {
+pub struct TileShape {
     /// Query heads of one key head that share a tile.
     pack: usize,
     /// Columns of a block.

@@ -2,6 +2,7 @@
 
 use counterpoint_choose::{
     ChooseError, DeviceModel, DispatchChoice, PassChoice, PolicyChoice, attention_policies, plan_attention,
+    plan_mask_on, plan_mask_within,
 };
 use counterpoint_mask::Mask;
 use counterpoint_plan::{
@@ -121,14 +122,14 @@ impl Problem<'_> {
         }
         let Self { mask, spec, config, backward } = self;
         let plan = match on {
-            Some((on, _)) => on.for_mask_on(mask, spec, &config)?,
+            Some((on, _)) => plan_mask_on(on, mask, spec, &config, planning)?,
             None if dispatch.compares(pays) => {
                 let model = DeviceModel::for_choices(&site.machine, &config.cost);
                 let (plan, chosen) = plan_attention(mask, spec, &config, model, u64::MAX, planning)?;
                 choice = Some(chosen);
                 plan
             }
-            None => Plan::within(mask, spec, &config, u64::MAX, planning)?,
+            None => plan_mask_within(mask, spec, &config, u64::MAX, planning)?,
         };
         let plan = plan.over_nodes(&site.topology);
         let policies = match overlap {

@@ -45,6 +45,7 @@ impl CommMatrix {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use counterpoint_choose::plan_mask;
     use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};
     use counterpoint_plan::{AttentionSpec, DType, GradientShares, PlanConfig};
     use proptest::prelude::*;
@@ -71,7 +72,7 @@ mod tests {
                 dlse: false,
             };
             let config = PlanConfig { chunk_size: Some(chunk_size), ..PlanConfig::new(cp_size) };
-            let plan = Plan::new(&mask, &spec, &config).unwrap();
+            let plan = plan_mask(&mask, &spec, &config).unwrap();
             let dense = plan.communication_matrix();
             let matrix = CommMatrix::forward(&plan);
             let grouped = matrix.grouped(ranks_per_cell);

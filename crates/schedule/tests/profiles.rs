@@ -2,10 +2,11 @@
 
 use std::time::{Duration, Instant};
 
+use counterpoint_choose::{Prediction, plan_mask};
 use counterpoint_mask::Mask;
 use counterpoint_plan::{
-    AttentionSpec, DType, DispatchAlgorithm, GemmCollective, LinkPoint, MachineProfile, Plan, PlanConfig,
-    PolicyMeasurement, Prediction, QueryExchange, StageCount, Topology, TransportMeasurement,
+    AttentionSpec, DType, DispatchAlgorithm, GemmCollective, LinkPoint, MachineProfile, PlanConfig,
+    PolicyMeasurement, QueryExchange, StageCount, Topology, TransportMeasurement,
 };
 use counterpoint_schedule::{
     GradientReduction, KeyBlocks, OverlapPolicy, Program, lower_attention_backward, lower_attention_forward,
@@ -79,7 +80,7 @@ fn predict(profile: &MachineProfile, rng: &mut impl Rng) {
         topology,
         cost: profile.cost,
     };
-    let plan = Plan::new(&mask, &spec, &config).expect("a valid profile plans").over_nodes(&topology);
+    let plan = plan_mask(&mask, &spec, &config).expect("a valid profile plans").over_nodes(&topology);
     let prediction = Prediction::new(&plan, &spec, &config);
     assert!(prediction.forward_seconds().is_finite() && prediction.backward_seconds().is_finite());
     let policy = OverlapPolicy::default();

@@ -3,6 +3,7 @@
 
 use std::sync::Arc;
 
+use counterpoint_choose::plan_mask;
 use counterpoint_mask::Mask;
 use counterpoint_plan::{
     Activations, AttentionSpec, DType, DispatchAlgorithm, ExpertGroups, ExpertKind, ExpertPlan, ExpertSpec,
@@ -32,7 +33,7 @@ fn config(cp_size: usize, stages: usize) -> PlanConfig {
 
 fn plan(mask: &str, config: &PlanConfig) -> Plan {
     let mask: Mask = mask.parse().unwrap();
-    Plan::new(&mask, &spec(), config).unwrap().over_nodes(&config.topology)
+    plan_mask(&mask, &spec(), config).unwrap().over_nodes(&config.topology)
 }
 
 fn forward(plan: &Plan, policy: &str) -> String {

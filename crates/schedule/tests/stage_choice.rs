@@ -2,9 +2,10 @@
 
 use std::path::Path;
 
+use counterpoint_choose::plan_mask;
 use counterpoint_mask::{Documents, Mask};
 use counterpoint_plan::{
-    AttentionSpec, CostModel, DType, GradientShares, Plan, PlanConfig, StageCount, Topology, WorkerSharing,
+    AttentionSpec, CostModel, DType, GradientShares, PlanConfig, StageCount, Topology, WorkerSharing,
 };
 use counterpoint_schedule::{
     GradientReduction, KeyBlocks, OverlapPolicy, Program, StartOrder, lower_attention_backward,
@@ -29,7 +30,7 @@ const SPEC: AttentionSpec = AttentionSpec {
 fn seconds(mask: &Mask, ranks: usize, stages: StageCount) -> [f64; 2] {
     let cost = CostModel { sharing: Some(WorkerSharing::H200), ..CostModel::H200 };
     let config = PlanConfig { stages: stages.into(), cost, ..PlanConfig::new(ranks) };
-    let plan = Plan::new(mask, &SPEC, &config).unwrap();
+    let plan = plan_mask(mask, &SPEC, &config).unwrap();
     let policy = OverlapPolicy::new(StartOrder::KernelBarrier);
     let makespan = |lower: &dyn Fn(usize) -> Program| {
         let programs: Vec<Program> = (0..ranks).map(lower).collect();

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use counterpoint_choose::plan_mask;
 use counterpoint_console::{
     CliError, Progress, arguments::dtype_name, device, input::random_inputs, mask_argument,
 };
@@ -100,7 +101,7 @@ impl Case {
             stages: StageCount::Fixed(STAGES).into(),
             ..PlanConfig::new(RANKS)
         };
-        let plan = Plan::new(&mask, &spec, &config).map_err(|source| CliError::Plan { source })?;
+        let plan = plan_mask(&mask, &spec, &config).map_err(|source| CliError::Plan { source })?;
         let inputs = random_inputs(&mask, &spec, 7, true);
         Ok(Self { name, plan, mask, spec, inputs })
     }

@@ -4,6 +4,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use counterpoint_choose::plan_mask;
 use counterpoint_exec::{
     AttentionInputs, AttentionOutputs, Backend, ExecError, HostTensor, Machine, Prepared, World, WorldConfig,
 };
@@ -123,7 +124,7 @@ impl AttentionBench {
     /// # Errors
     /// When a mask or a kernel does not fit, or the run fails.
     pub fn case(&self, mask: &Mask) -> Result<BenchCase<'_>, ExecError> {
-        let plan = Plan::new(mask, &self.spec, &PlanConfig::new(1)).map_err(|error| ExecError::Program {
+        let plan = plan_mask(mask, &self.spec, &PlanConfig::new(1)).map_err(|error| ExecError::Program {
             program: "attention".to_owned(),
             rank: 0,
             reason: error.to_string(),

@@ -2,9 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-use counterpoint_choose::{DeviceModel, attention_policies, plan_attention};
+use counterpoint_choose::{DeviceModel, attention_policies, plan_attention, plan_mask};
 use counterpoint_mask::{Documents, Mask};
-use counterpoint_plan::{AttentionSpec, DType, Plan, PlanConfig, Planning};
+use counterpoint_plan::{AttentionSpec, DType, PlanConfig, Planning};
 use counterpoint_schedule::{GradientReduction, RankTransport};
 
 use crate::case::cost;
@@ -42,7 +42,7 @@ fn choosing_beside_planning() {
     ] {
         let config = PlanConfig { cost: cost(), ..PlanConfig::new(ranks) };
         let topology = config.topology;
-        let (affinity, _) = least(|| Plan::new(&mask, &spec, &config).unwrap());
+        let (affinity, _) = least(|| plan_mask(&mask, &spec, &config).unwrap());
         let (chosen, (plan, choice)) =
             least(|| plan_attention(&mask, &spec, &config, model, u64::MAX, &Planning::ALONE).unwrap());
         let backward = Some(GradientReduction::default());

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use counterpoint_choose::{DISPATCHES, DeviceModel, attention_policies, plan_attention};
+use counterpoint_choose::{DISPATCHES, DeviceModel, attention_policies, plan_attention, plan_mask};
 use counterpoint_plan::{DispatchAlgorithm, Plan, PlanConfig, Planning};
 use counterpoint_schedule::{GradientReduction, RankTransport};
 
@@ -48,7 +48,7 @@ fn check(cases: u64, sizes: Sizes) {
         for dispatch in DISPATCHES {
             let began = Instant::now();
             let config = PlanConfig { dispatch, ..case.config };
-            let other = Plan::new(&case.mask, &case.spec, &config).unwrap().over_nodes(&config.topology);
+            let other = plan_mask(&case.mask, &case.spec, &config).unwrap().over_nodes(&config.topology);
             let planned = began.elapsed();
             let ratio = taken / seconds(&case, &other);
             if ratio > 1.01 {

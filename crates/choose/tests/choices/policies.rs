@@ -2,8 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use counterpoint_choose::{AttentionPrediction, PassChoice, attention_policies};
-use counterpoint_plan::Plan;
+use counterpoint_choose::{AttentionPrediction, PassChoice, attention_policies, plan_mask};
 use counterpoint_plan::Planning;
 use counterpoint_schedule::{GradientReduction, OverlapPolicy, RankTransport, Workload};
 
@@ -54,7 +53,7 @@ fn check(cases: u64, sizes: Sizes) {
         let case = Case::random(SEED, index, sizes);
         let (topology, cost) = (case.config.topology, case.config.cost);
         let began = Instant::now();
-        let plan = Plan::new(&case.mask, &case.spec, &case.config).unwrap().over_nodes(&topology);
+        let plan = plan_mask(&case.mask, &case.spec, &case.config).unwrap().over_nodes(&topology);
         planning += began.elapsed();
         let backward = Some(GradientReduction::default());
         let transports = RankTransport::of_gpus(&topology);

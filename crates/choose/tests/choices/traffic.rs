@@ -1,6 +1,6 @@
 //! What travels of a mask whose last block sees everything, beside ring attention and what no plan as level can go below.
 
-use counterpoint_choose::{DISPATCHES, DeviceModel, plan_attention};
+use counterpoint_choose::{DISPATCHES, DeviceModel, plan_attention, plan_mask};
 use counterpoint_mask::Mask;
 use counterpoint_plan::{
     AttentionSpec, DType, Plan, PlanConfig, Planning, QueryExchange, RankPlan, TrafficBounds,
@@ -30,7 +30,7 @@ fn a_last_global_block_moves_what_level_ranks_must() {
             assert!(bounds.lower_bound_tokens as f64 > 0.74 * bounds.ring_tokens as f64, "{bounds:?}");
             assert!(received(&chosen, &spec) <= 1.15 * bounds.lower_bound_tokens as f64, "{bounds:?}");
             let plans = DISPATCHES.map(|dispatch| {
-                let plan = Plan::new(&mask, &spec, &PlanConfig { dispatch, ..config }).unwrap();
+                let plan = plan_mask(&mask, &spec, &PlanConfig { dispatch, ..config }).unwrap();
                 (format!("{dispatch:?}"), plan)
             });
             for (name, plan) in plans.into_iter().chain([(format!("chosen, {:?}", choice.chosen), chosen)]) {

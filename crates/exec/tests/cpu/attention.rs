@@ -3,6 +3,7 @@
 use std::thread;
 use std::time::{Duration, Instant};
 
+use counterpoint_choose::plan_mask;
 use counterpoint_exec::{
     AttentionInputs, AttentionRun, CpuBackend, CpuBuffer, CpuMachine, CpuTransport, ExecError,
     FaultInjection, FaultKind, FaultPoint, HostTensor, Pass, Prepared, PreparedAttention, RankProblem,
@@ -100,7 +101,7 @@ proptest! {
             stages: PassStages { forward, backward },
             ..config(cp_size, chunk_size, forward, DISPATCHES[algorithm])
         };
-        let plan = Plan::new(&mask, &spec, &config).unwrap().over_nodes(&topology);
+        let plan = plan_mask(&mask, &spec, &config).unwrap().over_nodes(&topology);
         let inputs = inputs(&mask, &spec, &mut rng);
         let run_config = RunConfig {
             policy: policy(StartOrder::ALL[order]).into(), deterministic, ..RunConfig::default()
@@ -132,7 +133,7 @@ proptest! {
         for (order, stages) in [(0, 1), (1, 1), (1, 2), (2, 3), (1, 5), (1, 2)] {
             let stages = StageCount::Fixed(stages);
             let config = PlanConfig { topology, ..config(cp_size, 64, stages, DispatchAlgorithm::MinHeap) };
-            let plan = Plan::new(&mask, &spec, &config).unwrap().over_nodes(&topology);
+            let plan = plan_mask(&mask, &spec, &config).unwrap().over_nodes(&topology);
             let start = StartOrder::ALL[order];
             let run_config = RunConfig { policy: policy(start).into(), deterministic: true, ..RunConfig::default() };
             let outputs = run(&plan, &spec, &inputs, &run_config).outputs;
@@ -155,7 +156,7 @@ proptest! {
             let outputs = [0, 1, 2].map(|stages| {
                 let stages = StageCount::Fixed(stages);
                 let config = config(cp_size, 128, stages, DispatchAlgorithm::MinHeap);
-                let plan = Plan::new(&mask, &spec, &config).unwrap();
+                let plan = plan_mask(&mask, &spec, &config).unwrap();
                 let own = plan.ranks.iter().flat_map(|rank| rank.backward.get(1)).map(|stage| stage.own_rows);
                 assert!(own.clone().all(|rows| rows == if stages == StageCount::Fixed(0) { 256 } else { 0 }));
                 let run_config = RunConfig { deterministic, ..RunConfig::default() };
@@ -177,7 +178,7 @@ proptest! {
         let mask = random_mask(seqlen, seqlen, &mut rng);
         let spec = spec(2, 1, 16, 16, DType::F32);
         let inputs = inputs(&mask, &spec, &mut rng);
-        let plan = Plan::new(&mask, &spec, &config(cp_size, 16, StageCount::Fixed(3), DispatchAlgorithm::MinHeap)).unwrap();
+        let plan = plan_mask(&mask, &spec, &config(cp_size, 16, StageCount::Fixed(3), DispatchAlgorithm::MinHeap)).unwrap();
         let quiet = RunConfig { policy: policy(StartOrder::ALL[order]).into(), ..RunConfig::default() };
         let expected = run(&plan, &spec, &inputs, &quiet).outputs;
         for round in 0..3 {
@@ -219,7 +220,7 @@ fn fault_ends_the_run(kind: FaultKind, [rank, op]: [usize; 2], seed: u64) {
     let mask = causal(256);
     let spec = spec(2, 1, 16, 16, DType::F32);
     let config = config(3, 16, StageCount::Fixed(2), DispatchAlgorithm::MinHeap);
-    let plan = Plan::new(&mask, &spec, &config).unwrap();
+    let plan = plan_mask(&mask, &spec, &config).unwrap();
     let inputs = inputs(&mask, &spec, &mut rng);
     let reduction = GradientReduction::PerStage;
     let ops = lower_attention_backward(&plan, rank, &spec, OverlapPolicy::default(), reduction).ops.len();
@@ -245,7 +246,7 @@ fn every_measured_run_has_its_time() {
     let spec = spec(2, 1, 16, 16, DType::F32);
     let mask = causal(64);
     let plan =
-        Plan::new(&mask, &spec, &config(2, 16, StageCount::Fixed(1), DispatchAlgorithm::Affinity)).unwrap();
+        plan_mask(&mask, &spec, &config(2, 16, StageCount::Fixed(1), DispatchAlgorithm::Affinity)).unwrap();
     let inputs = counterpoint_exec::random_inputs(&mask, &spec, 3, true);
     let once = run(&plan, &spec, &inputs, &RunConfig::default());
     let config = RunConfig { warmups: 2, samples: 3, ..RunConfig::default() };
@@ -272,7 +273,7 @@ fn ranks_with_different_masks_are_named() {
         .zip(transports)
         .enumerate()
         .map(|(rank, (mask, transport))| {
-            let plan = Plan::new(mask, &spec, &config).unwrap();
+            let plan = plan_mask(mask, &spec, &config).unwrap();
             let program =
                 lower_attention_forward(&plan, rank, &spec, OverlapPolicy::default(), KeyBlocks::Suited);
             let backend = CpuBackend::new(&world, rank, workers.clone());
@@ -296,7 +297,7 @@ fn what_was_not_asked_for_is_not_computed() {
     let mask = causal(100);
     let spec = spec(2, 2, 8, 8, DType::F32);
     let plan =
-        Plan::new(&mask, &spec, &config(3, 16, StageCount::Auto, DispatchAlgorithm::Affinity)).unwrap();
+        plan_mask(&mask, &spec, &config(3, 16, StageCount::Auto, DispatchAlgorithm::Affinity)).unwrap();
     let inputs = AttentionInputs { dout: None, ..inputs(&mask, &spec, &mut rng) };
     let run = run(&plan, &spec, &inputs, &RunConfig::default());
     assert_eq!((run.outputs.dq, run.outputs.dk, run.backward), (None, None, None));
@@ -310,7 +311,7 @@ fn the_number_of_ranks_does_not_matter() {
     let inputs = inputs(&mask, &spec, &mut rng);
     for cp_size in [1, 2, 3, 8, 40, 200] {
         let plan =
-            Plan::new(&mask, &spec, &config(cp_size, 32, StageCount::Auto, DispatchAlgorithm::Affinity))
+            plan_mask(&mask, &spec, &config(cp_size, 32, StageCount::Auto, DispatchAlgorithm::Affinity))
                 .unwrap();
         let run = run(&plan, &spec, &inputs, &RunConfig::default());
         let report = check_attention(&mask, &spec, &inputs, &run.outputs);
@@ -327,7 +328,7 @@ fn two_levels_are_quicker_over_a_slow_network() {
     let topology = Topology { world_size: 6, ranks_per_node: 3 };
     let config =
         PlanConfig { topology, ..config(6, 64, StageCount::Fixed(2), DispatchAlgorithm::Sequential) };
-    let flat = Plan::new(&mask, &spec, &config).unwrap();
+    let flat = plan_mask(&mask, &spec, &config).unwrap();
     let inputs = inputs(&mask, &spec, &mut rng);
     // A rank needs 512 rows of the other node: 0.3 s of the network, three times the node's share.
     let network = SlowNetwork {
@@ -356,7 +357,7 @@ fn the_timeline_shows_every_rank_and_stage() {
     let mask = causal(512);
     let spec = spec(2, 2, 32, 32, DType::F32);
     let plan =
-        Plan::new(&mask, &spec, &config(2, 32, StageCount::Fixed(2), DispatchAlgorithm::MinHeap)).unwrap();
+        plan_mask(&mask, &spec, &config(2, 32, StageCount::Fixed(2), DispatchAlgorithm::MinHeap)).unwrap();
     let inputs = inputs(&mask, &spec, &mut rng);
     let slow_link = Some(SlowLink { alpha: Duration::from_millis(5), bytes_per_second: 1e9, network: None });
     let run = run(&plan, &spec, &inputs, &RunConfig { slow_link, ..RunConfig::default() });
@@ -386,7 +387,7 @@ fn policies_that_cpu_ranks_cannot_follow_are_refused() {
     let mut rng = ChaCha8Rng::seed_from_u64(4);
     let (mask, spec) = (causal(64), spec(1, 1, 8, 8, DType::F32));
     let plan =
-        Plan::new(&mask, &spec, &config(2, 16, StageCount::Auto, DispatchAlgorithm::Affinity)).unwrap();
+        plan_mask(&mask, &spec, &config(2, 16, StageCount::Auto, DispatchAlgorithm::Affinity)).unwrap();
     let inputs = inputs(&mask, &spec, &mut rng);
     for policy in ["partition=1", "priority", "single-connection", "kernel-barrier+copy-engine"] {
         let config = RunConfig { policy: policy.parse().unwrap(), ..RunConfig::default() };
@@ -404,7 +405,7 @@ fn attention_is_prepared_once_and_run_on_other_tensors() {
     let mask = causal(37);
     let spec = spec(4, 2, 8, 8, DType::F32);
     let plan =
-        Plan::new(&mask, &spec, &config(3, 4, StageCount::Fixed(2), DispatchAlgorithm::Zigzag)).unwrap();
+        plan_mask(&mask, &spec, &config(3, 4, StageCount::Fixed(2), DispatchAlgorithm::Zigzag)).unwrap();
     let mut rng = ChaCha8Rng::seed_from_u64(20);
     let given = [inputs(&mask, &spec, &mut rng), inputs(&mask, &spec, &mut rng)];
     let run = RunConfig { deterministic: true, ..RunConfig::default() };

@@ -1,11 +1,12 @@
 //! Tensors of distributed attention: dispatched, rolled and put together again; refused where they fit nothing.
 
+use counterpoint_choose::plan_mask;
 use counterpoint_exec::{
     AttentionInputs, Communicator, CpuBuffer, ExecError, HostTensor, RunConfig, World, WorldConfig,
     available_memory, dispatch, run_attention, undispatch,
 };
 use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};
-use counterpoint_plan::{AttentionSpec, DType, DispatchAlgorithm, Plan, StageCount};
+use counterpoint_plan::{AttentionSpec, DType, DispatchAlgorithm, StageCount};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -18,7 +19,7 @@ fn tensors_that_do_not_fit_are_refused() {
     let mask = causal(64);
     let with_sink = AttentionSpec { seqlen_sink: 2, ..spec(4, 2, 16, 8, DType::F32) };
     let plan =
-        Plan::new(&mask, &with_sink, &config(2, 16, StageCount::Auto, DispatchAlgorithm::Affinity)).unwrap();
+        plan_mask(&mask, &with_sink, &config(2, 16, StageCount::Auto, DispatchAlgorithm::Affinity)).unwrap();
     let good = inputs(&mask, &with_sink, &mut rng);
     let other = |shape: &[usize]| HostTensor::zeros(shape.to_vec(), DType::F32);
     for (name, bad) in [
@@ -45,7 +46,7 @@ fn what_cannot_fit_into_memory_is_refused_before_it_is_allocated() {
     let whole = Range::new(0, seqlen);
     let mask = Mask::new(seqlen, seqlen, vec![AttnSlice::new(whole, whole, MaskType::Full)]).unwrap();
     let spec = spec(1, 1, 1024, 1024, DType::F32);
-    let plan = Plan::new(&mask, &spec, &config(4096, 1, StageCount::Fixed(1), DispatchAlgorithm::Sequential))
+    let plan = plan_mask(&mask, &spec, &config(4096, 1, StageCount::Fixed(1), DispatchAlgorithm::Sequential))
         .unwrap();
     let tensor = || HostTensor::zeros(vec![seqlen, 1, 1024], DType::F32);
     let inputs =
@@ -69,7 +70,7 @@ fn dispatch_and_back() {
         let (cp_size, chunk_size) = (rng.random_range(1..7), rng.random_range(1..50));
         let algorithm = DISPATCHES[rng.random_range(0..4)];
         let plan =
-            Plan::new(&mask, &spec, &config(cp_size, chunk_size, StageCount::Auto, algorithm)).unwrap();
+            plan_mask(&mask, &spec, &config(cp_size, chunk_size, StageCount::Auto, algorithm)).unwrap();
         let whole = HostTensor::from_vec(vec![seqlen, 3], (0..3 * seqlen).map(|i| i as f64).collect());
         let locals: Vec<_> =
             plan.ranks.iter().map(|rank| dispatch(&whole, &rank.q_ranges).unwrap()).collect();
@@ -88,7 +89,7 @@ fn rolling_is_undispatch_roll_dispatch() {
         let seqlen = rng.random_range(1..200);
         let cp_size = rng.random_range(1..6);
         let config = config(cp_size, rng.random_range(1..50), StageCount::Auto, DispatchAlgorithm::Zigzag);
-        let plan = Plan::new(&causal(seqlen), &spec(1, 1, 4, 4, DType::F32), &config).unwrap();
+        let plan = plan_mask(&causal(seqlen), &spec(1, 1, 4, 4, DType::F32), &config).unwrap();
         let shift = rng.random_range(-300..300i64);
         let rolled = |shift: i64| {
             let row = |p: usize| (p as i64 - shift).rem_euclid(seqlen as i64) as f32;
@@ -114,7 +115,7 @@ fn rolling_is_undispatch_roll_dispatch() {
 fn undispatch_refuses_what_does_not_fit() {
     let mask = causal(10);
     let spec = spec(1, 1, 4, 4, DType::F64);
-    let plan = Plan::new(&mask, &spec, &config(2, 2, StageCount::Auto, DispatchAlgorithm::MinHeap)).unwrap();
+    let plan = plan_mask(&mask, &spec, &config(2, 2, StageCount::Auto, DispatchAlgorithm::MinHeap)).unwrap();
     let rows = |rank: usize| plan.q_dispatch.tokens(rank);
     let tensor = |rows, width, dtype| HostTensor::zeros(vec![rows, width], dtype);
     let first = tensor(rows(0), 3, DType::F32);

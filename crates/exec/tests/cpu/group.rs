@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
+use counterpoint_choose::plan_mask;
 use counterpoint_exec::{
     AttentionCalls, AttentionInputs, AttentionOutputs, Backend, BackwardTensors, BufferAccess, Communicator,
     CpuBackend, CpuBuffer, CpuMachine, ExecError, ForwardTensors, Group, HostTensor, HostView, Machine,
@@ -30,7 +31,7 @@ pub(crate) struct Case {
 impl Case {
     pub(crate) fn new(mask: &Mask, ranks: usize, spec: AttentionSpec, seed: u64) -> Self {
         let config = PlanConfig { chunk_size: Some(4), ..PlanConfig::new(ranks) };
-        let plan = Plan::new(mask, &spec, &config).unwrap();
+        let plan = plan_mask(mask, &spec, &config).unwrap();
         let inputs = support::inputs::<f32>(mask, &spec, 1.0, &mut ChaCha8Rng::seed_from_u64(seed));
         let run = RunConfig { deterministic: true, ..RunConfig::default() };
         let right = run_attention(&plan, &spec, &inputs, &run).unwrap().outputs;

@@ -1,5 +1,6 @@
 //! Attention whose queries travel to the keys, tensors to tensors, against the dense f64 reference.
 
+use counterpoint_choose::plan_mask;
 use counterpoint_exec::{AttentionInputs, RunConfig, SlowLink, random_inputs, run_attention};
 use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};
 use counterpoint_plan::{
@@ -96,7 +97,7 @@ proptest! {
         let topology = Topology { world_size: cp_size, ranks_per_node: cp_size.div_ceil(nodes) };
         let dispatch = DISPATCHES[algorithm];
         let config = PlanConfig { topology, dispatch, ..config(cp_size, chunk_size, stages) };
-        let plan = Plan::new(&mask, &spec, &config).unwrap().over_nodes(&topology);
+        let plan = plan_mask(&mask, &spec, &config).unwrap().over_nodes(&topology);
         let inputs = random_inputs(&mask, &spec, seed, true);
         let policy = OverlapPolicy::new(StartOrder::ALL[order]);
         let run_config = RunConfig { policy: policy.into(), deterministic, ..RunConfig::default() };
@@ -113,7 +114,7 @@ fn most_masks_with_wide_rows_have_hosts() {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let mask = mask_with_wide_rows(300, 300, &mut rng);
         let spec = spec(4, 2, 16, 16, DType::Bf16);
-        is_hosted(&Plan::new(&mask, &spec, &config(4, 32, StageCount::Auto)).unwrap())
+        is_hosted(&plan_mask(&mask, &spec, &config(4, 32, StageCount::Auto)).unwrap())
     });
     let hosted = hosted.count();
     assert!(hosted > 30, "{hosted} of 50");
@@ -134,7 +135,7 @@ proptest! {
         let mut first = None;
         for (order, stages) in [(0, 1), (1, 2), (2, 3), (1, 0), (2, 0), (1, 5), (1, 2)] {
             let stages = StageCount::Fixed(stages);
-            let plan = Plan::new(&mask, &spec, &config(cp_size, 32, stages)).unwrap();
+            let plan = plan_mask(&mask, &spec, &config(cp_size, 32, stages)).unwrap();
             let policy = OverlapPolicy::new(StartOrder::ALL[order]);
             let run_config = RunConfig { policy: policy.into(), deterministic: true, ..RunConfig::default() };
             let outputs = run_attention(&plan, &spec, &inputs, &run_config).unwrap().outputs;
@@ -167,7 +168,7 @@ fn few_queries_end_sooner_where_they_travel() {
     let run_config = RunConfig { slow_link: Some(slow_link), ..RunConfig::default() };
     let run = |query_exchange| {
         let config = PlanConfig { query_exchange, cost, ..PlanConfig::new(4) };
-        let plan = Plan::new(&mask, &spec, &config).unwrap();
+        let plan = plan_mask(&mask, &spec, &config).unwrap();
         let run = run_attention(&plan, &spec, &inputs, &run_config).unwrap();
         assert!(check_attention(&mask, &spec, &inputs, &run.outputs).passed);
         (plan, run)

@@ -1,9 +1,10 @@
 //! NaN and infinity in the inputs: which results they make NaN, and that no other result changes by a bit.
 
+use counterpoint_choose::plan_mask;
 use counterpoint_exec::kernel::{BackwardArgs, HeadShape, attention_backward};
 use counterpoint_exec::{AttentionInputs, AttentionOutputs, HostTensor, RunConfig, run_attention};
 use counterpoint_mask::{AttnSlice, Band, Mask, MaskType, Range};
-use counterpoint_plan::{AttentionSpec, DType, KEY_BLOCK, Plan, PlanConfig};
+use counterpoint_plan::{AttentionSpec, DType, KEY_BLOCK, PlanConfig};
 use counterpoint_schedule::Accumulate;
 use half::{bf16, f16};
 use proptest::prelude::*;
@@ -245,7 +246,7 @@ fn garbage_in_padding_changes_nothing() {
             }
         }
         let config = PlanConfig { chunk_size: Some(16), ..PlanConfig::new(3) };
-        let plan = Plan::new(&mask, &spec, &config).unwrap();
+        let plan = plan_mask(&mask, &spec, &config).unwrap();
         let config = RunConfig { deterministic: true, ..RunConfig::default() };
         let run = |inputs: &AttentionInputs| run_attention(&plan, &spec, inputs, &config).unwrap().outputs;
         compare_all(&run(&bad), &run(&clean), &Expected::new(&mask, &spec, &Places::default()));

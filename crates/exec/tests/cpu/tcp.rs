@@ -3,6 +3,7 @@
 use std::thread;
 use std::time::{Duration, Instant};
 
+use counterpoint_choose::plan_mask;
 use counterpoint_exec::{
     AttentionInputs, AttentionRun, Communicator, CpuBuffer, ExecError, FaultInjection, FaultKind, FaultPoint,
     Handle, HostTensor, Machine, RunConfig, Stall, TcpLoopback, World, WorldConfig, random_inputs,
@@ -46,7 +47,7 @@ impl Problem {
             stages: StageCount::Fixed(3).into(),
             ..PlanConfig::new(ranks)
         };
-        let plan = Plan::new(&mask, &spec, &config).unwrap();
+        let plan = plan_mask(&mask, &spec, &config).unwrap();
         let inputs = random_inputs(&mask, &spec, 11, true);
         Self { spec, plan, inputs }
     }

@@ -54,6 +54,11 @@ impl ChunkWork {
     pub fn needs(&self, chunk: usize) -> &[Range] {
         &self.ranges[self.offsets[chunk]..self.offsets[chunk + 1]]
     }
+
+    /// The key rows that `chunks` together read, merged and ascending.
+    pub fn needs_of(&self, chunks: &[u32]) -> Vec<Range> {
+        Range::merged(chunks.iter().flat_map(|&chunk| self.needs(chunk as usize)).copied().collect())
+    }
 }
 
 /// The work of every chunk of `chunk_size` query rows of `mask`. `chunk_size` must be at least 1.
@@ -66,7 +71,7 @@ pub fn chunk_work(mask: &Mask, chunk_size: usize) -> ChunkWork {
 
 /// As [`chunk_work`] of self-attention in which the work of the query rows `away` (merged, ascending) is done where its keys
 /// are: it is work of the chunks of these keys, which needs no other rows.
-pub(crate) fn chunk_work_with_away(mask: &Mask, chunk_size: usize, away: &[Range]) -> ChunkWork {
+pub fn chunk_work_with_away(mask: &Mask, chunk_size: usize, away: &[Range]) -> ChunkWork {
     let chunks = mask.seqlen_q().div_ceil(chunk_size);
     let mut areas = vec![0_u64; chunks];
     let mut counts = vec![0_usize; chunks + 1];

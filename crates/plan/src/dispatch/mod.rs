@@ -1,26 +1,15 @@
-//! Chunks to ranks.
+//! Chunks on ranks: who owns which rows, what chunks compute and read, and what must travel then.
 
-mod affinity;
-mod capacity;
 mod chunk_work;
-mod keys;
 mod lower_bound;
-mod min_heap;
 mod received_rows;
-mod sequential;
-mod zigzag;
 
-pub(crate) use affinity::{Effort, Prices, Reach, Search, settle, settles};
-pub(crate) use chunk_work::chunk_work_with_away;
-pub use chunk_work::{ChunkWork, chunk_work};
-pub use keys::dispatch_keys;
+pub use chunk_work::{ChunkWork, chunk_work, chunk_work_with_away};
 pub use lower_bound::received_rows_lower_bound;
 pub use received_rows::received_rows;
 
 use counterpoint_mask::Range;
 use serde::{Deserialize, Serialize};
-
-use crate::Planning;
 
 /// How chunks are given to ranks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -48,7 +37,17 @@ pub struct Dispatch {
 }
 
 impl Dispatch {
-    pub(crate) fn new(seqlen: usize, chunk_size: usize, mut rank_chunks: Vec<Vec<u32>>) -> Self {
+    /// Of a sequence of `seqlen` rows, whose chunks of `chunk_size` rows belong to the ranks in whose lists they are.
+    ///
+    /// # Panics
+    /// When a chunk is in no list or in two, or `chunk_size` is 0.
+    pub fn new(seqlen: usize, chunk_size: usize, mut rank_chunks: Vec<Vec<u32>>) -> Self {
+        let mut owned = vec![false; seqlen.div_ceil(chunk_size)];
+        for &chunk in rank_chunks.iter().flatten() {
+            let is_second = std::mem::replace(&mut owned[chunk as usize], true);
+            assert!(!is_second, "chunk {chunk} has two owners");
+        }
+        assert!(owned.iter().all(|&is_owned| is_owned), "every chunk must have an owner");
         rank_chunks.iter_mut().for_each(|chunks| chunks.sort_unstable());
         Self { seqlen, chunk_size, rank_chunks }
     }
@@ -100,46 +99,4 @@ impl Dispatch {
     pub fn tokens(&self, rank: usize) -> usize {
         self.chunks(rank).iter().map(|&chunk| self.chunk_range(chunk as usize).len()).sum()
     }
-}
-
-/// Gives every chunk of `work` to a rank, queries and keys together (self-attention): chunk `i` of the queries and chunk
-/// `i` of the keys live on the same rank. Counts differ by at most one; with more ranks than chunks some ranks own
-/// nothing. `cp_size` must be at least 1.
-///
-/// A pure function of its input: the same work gives the same dispatch everywhere.
-pub fn dispatch(work: &ChunkWork, cp_size: usize, algorithm: DispatchAlgorithm) -> Dispatch {
-    solve(work, cp_size, algorithm, Home::WithQueries, &Planning::ALONE)
-}
-
-/// Gives every query chunk of `work` to a rank when keys are dispatched on their own (cross-attention), by
-/// [`dispatch_keys`]. Otherwise as [`dispatch`].
-pub fn dispatch_queries(work: &ChunkWork, cp_size: usize, algorithm: DispatchAlgorithm) -> Dispatch {
-    solve(work, cp_size, algorithm, Home::Elsewhere, &Planning::ALONE)
-}
-
-/// Where the key rows of a query chunk's own positions live.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Home {
-    /// On the rank that owns the query chunk.
-    WithQueries,
-    /// Not known yet: no key row counts as owned.
-    Elsewhere,
-}
-
-/// As [`dispatch`] and [`dispatch_queries`]. Once it is cancelled, any dispatch.
-pub(crate) fn solve(
-    work: &ChunkWork,
-    cp_size: usize,
-    algorithm: DispatchAlgorithm,
-    home: Home,
-    planning: &Planning<'_>,
-) -> Dispatch {
-    let chunks = work.num_chunks();
-    let rank_chunks = match algorithm {
-        DispatchAlgorithm::Affinity => affinity::affinity(work, cp_size, home, planning),
-        DispatchAlgorithm::MinHeap => min_heap::min_heap(work.areas(), cp_size),
-        DispatchAlgorithm::Sequential => sequential::sequential(chunks, cp_size),
-        DispatchAlgorithm::Zigzag => zigzag::zigzag(chunks, cp_size),
-    };
-    Dispatch::new(work.seqlen_q(), work.chunk_size(), rank_chunks)
 }

@@ -5,8 +5,9 @@ use counterpoint_mask::{Band, Range};
 use super::{Away, HostedWork};
 use crate::Dispatch;
 use crate::exchange::{PlacedRows, exchange};
+use crate::row_list::RowList;
 use crate::runs::Runs;
-use crate::work::{RowList, push_fused};
+use crate::work::push_fused;
 
 /// Takes the work of rows that are away out of `work` (local rows, global columns), and gives it to the owners of its keys:
 /// what remains, and every rank's part of the rest.

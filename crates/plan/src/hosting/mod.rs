@@ -7,7 +7,6 @@
 //! merged once, in the order of ranks, and no stage waits for them.
 
 mod assign;
-mod choice;
 mod pieces;
 
 use std::sync::Arc;
@@ -18,10 +17,10 @@ use serde::{Deserialize, Serialize};
 use crate::{GroupPart, OwnedSplit};
 
 pub(crate) use assign::assign;
-pub(crate) use choice::{Away, proposals};
-pub(crate) use pieces::{MOST_PIECES, pieces};
+pub(crate) use pieces::pieces;
 
-pub use pieces::UnweighedOffload;
+/// By rank: local query rows that are away, merged and ascending.
+pub type Away = Vec<Vec<Range>>;
 
 /// One rank's part in the work that is done where keys are; the same in the forward and in the backward.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -1,34 +1,11 @@
 //! How many pieces hosted work comes in, counted before any is made.
 
-use std::fmt;
-
 use counterpoint_mask::{Band, Range};
 
 use super::Away;
 use crate::Dispatch;
+use crate::row_list::RowList;
 use crate::runs::Runs;
-use crate::work::RowList;
-
-/// The most that are weighed: seconds of one core (0.1 to 1.2 us a piece on an EPYC, whether neighbours can be joined or not) and some
-/// hundred megabytes. Rows that are worth sending are few, and come in thousands of pieces.
-pub(crate) const MOST_PIECES: u64 = 1 << 23;
-
-/// Query offload that was asked for and not weighed, because it comes in too many pieces.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct UnweighedOffload {
-    /// Pieces of work, one for each owner of keys that neighbouring rows see.
-    pub pieces: u64,
-}
-
-impl fmt::Display for UnweighedOffload {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { pieces } = self;
-        write!(
-            f,
-            "query offload comes in {pieces} pieces here and was not weighed; at most {MOST_PIECES} are: use fewer ranks, or larger chunks"
-        )
-    }
-}
 
 /// At least so many bands does [`assign`](super::assign) cut before it joins neighbours again.
 pub(crate) fn pieces(work: &[Vec<Band>], away: &Away, q_dispatch: &Dispatch, k_runs: &Runs) -> u64 {
@@ -76,8 +53,13 @@ mod tests {
         ) {
             let documents = Documents::from_lengths(lengths).unwrap();
             let mask = if is_full { Mask::full(documents) } else { Mask::causal(documents) }.unwrap();
-            let work = crate::chunk_work(&mask, chunk_size);
-            let dispatch = crate::dispatch(&work, ranks, crate::DispatchAlgorithm::Zigzag);
+            let chunks = mask.seqlen_q().div_ceil(chunk_size);
+            // A run from the front and its mirror from the back to each.
+            let mut rank_chunks = vec![Vec::new(); ranks];
+            for chunk in 0..chunks {
+                rank_chunks[chunk.min(chunks - 1 - chunk) * 2 * ranks / (chunks + 1)].push(chunk as u32);
+            }
+            let dispatch = Dispatch::new(mask.seqlen_q(), chunk_size, rank_chunks);
             let owners = Owners::new(dispatch.clone(), dispatch);
             let work = owners.work(&mask);
             let of_rank = |rank: usize| -> Vec<Range> {

@@ -257,10 +257,11 @@ fn row_of<A: Real>(tensor: &HostTensor, row: usize, head: usize) -> Vec<A> {
 
 #[cfg(test)]
 mod tests {
+    use counterpoint_choose::plan_mask;
     use counterpoint_exec::{RunConfig, random_inputs, run_attention};
     use counterpoint_mask::{AttnSlice, MaskType, Range};
     use counterpoint_plan::GradientShares;
-    use counterpoint_plan::{Plan, PlanConfig};
+    use counterpoint_plan::PlanConfig;
 
     use super::*;
     use crate::{check_attention, check_sample};
@@ -286,7 +287,7 @@ mod tests {
             dlse: false,
         };
         let inputs = random_inputs(&mask, &spec, 5, true);
-        let plan = Plan::new(&mask, &spec, &PlanConfig::new(1)).unwrap();
+        let plan = plan_mask(&mask, &spec, &PlanConfig::new(1)).unwrap();
         let outputs = run_attention(&plan, &spec, &inputs, &RunConfig::default()).unwrap().outputs;
         (mask, spec, inputs, outputs)
     }

@@ -3,6 +3,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::sync_channel;
 
+use counterpoint_choose::plan_mask;
 use counterpoint_exec::{AttentionInputs, AttentionOutputs, ExecError, HostData, HostTensor, Pass};
 use counterpoint_plan::{DType, Plan, PlanConfig, StageCount};
 use rayon::prelude::*;
@@ -178,7 +179,7 @@ fn examine(subject: &dyn Subject, expected: &Expected, index: usize) -> (Vec<Sel
         };
         (SelfCheck::failed(name, case.seed, error.to_string()), state)
     };
-    let plan = match Plan::new(&case.mask, &case.spec, &case.plan) {
+    let plan = match plan_mask(&case.mask, &case.spec, &case.plan) {
         Ok(plan) => plan,
         Err(error) => {
             return (vec![SelfCheck::failed(name, case.seed, error.to_string())], DeviceState::Answers);
@@ -212,7 +213,7 @@ fn examine(subject: &dyn Subject, expected: &Expected, index: usize) -> (Vec<Sel
     if case.run.deterministic && plan.cp_size() > 1 {
         let other = if plan.ranks[0].forward.len() == 2 { 3 } else { 1 };
         let other = PlanConfig { stages: StageCount::Fixed(other).into(), ..case.plan };
-        if let Ok(plan) = Plan::new(&case.mask, &case.spec, &other) {
+        if let Ok(plan) = plan_mask(&case.mask, &case.spec, &other) {
             repeat(format!("same bits in other stages: {name}"), &plan, subject.same_in_any_stages());
         }
     }

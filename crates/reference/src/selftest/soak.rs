@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::ops::{Range, RangeInclusive};
 use std::sync::Arc;
 
+use counterpoint_choose::plan_mask;
 use counterpoint_exec::{
     AttentionRank, Backend, BackwardTensors, ExecError, ForwardTensors, Group, GroupRank, HostTensor,
     Machine, Pass, Ticket, Transport,
@@ -48,7 +49,7 @@ impl Soak {
                 })
                 .map_err(|error| refused(error.to_string()))?;
             let config = PlanConfig { chunk_size: Some(chunk), ..PlanConfig::new(ranks) };
-            Plan::new(&mask, spec, &config).map_err(|error| refused(error.to_string()))
+            plan_mask(&mask, spec, &config).map_err(|error| refused(error.to_string()))
         };
         Ok(Self { spec: *spec, plans: (0..plans).map(plan).collect::<Result<_, _>>()?, seed })
     }

@@ -6,6 +6,7 @@ mod sums;
 
 use std::collections::BTreeMap;
 
+use counterpoint_choose::plan_mask;
 use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};
 use counterpoint_plan::*;
 use counterpoint_schedule::*;
@@ -57,7 +58,7 @@ fn config(cp_size: usize, chunk_size: usize, stages: usize) -> PlanConfig {
 
 fn plan(mask: &Mask, cp_size: usize, chunk_size: usize, stages: usize) -> Plan {
     let config = config(cp_size, chunk_size, stages);
-    Plan::new(mask, &spec(DType::Bf16, 0), &config).unwrap()
+    plan_mask(mask, &spec(DType::Bf16, 0), &config).unwrap()
 }
 
 /// A packed batch: causal documents of the given lengths, some of them looking back at the first as well.

@@ -1,5 +1,6 @@
 //! What communication hides under, in stages and between nodes, and the memory that stages take.
 
+use counterpoint_choose::plan_mask;
 use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};
 use counterpoint_plan::*;
 use counterpoint_schedule::*;
@@ -34,13 +35,13 @@ fn stages_of_a_causal_mask_pay_off() {
     let spec =
         AttentionSpec { heads_q: 64, heads_kv: 8, head_dim: 128, head_dim_v: 128, ..spec(DType::Bf16, 0) };
     let one_stage = PlanConfig { stages: StageCount::Fixed(1).into(), ..PlanConfig::new(ranks) };
-    let flat = Plan::new(&mask, &spec, &one_stage).unwrap();
+    let flat = plan_mask(&mask, &spec, &one_stage).unwrap();
     let busiest = flat.ranks.iter().map(|rank| rank.recv_rows().max(rank.send_rows())).max().unwrap();
     let compute = spec.flops_forward(mask.area() / ranks as u64) / CostModel::H200.forward_flops_per_second;
     let bytes_per_second = busiest as f64 * spec.kv_row_bytes() as f64 / compute;
     let cost = CostModel { link: Link { bytes_per_second, ..CostModel::H200.link }, ..CostModel::H200 };
     let staged =
-        Plan::new(&mask, &spec, &PlanConfig { stages: StageCount::Auto.into(), cost, ..one_stage }).unwrap();
+        plan_mask(&mask, &spec, &PlanConfig { stages: StageCount::Auto.into(), cost, ..one_stage }).unwrap();
     let seconds = |plan: &Plan| {
         let [forward, backward, _] = programs(plan, &spec, "concurrent");
         [forward, backward].map(|ranks| simulate(&ranks, &Topology::flat(8), &cost).unwrap().makespan())

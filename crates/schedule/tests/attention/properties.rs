@@ -1,5 +1,6 @@
 //! What holds of every lowering, over random masks and plans.
 
+use counterpoint_choose::plan_mask;
 use counterpoint_mask::Mask;
 use counterpoint_plan::*;
 use counterpoint_schedule::*;
@@ -31,7 +32,7 @@ proptest! {
         // Neighbours stay together, so that the block's owner fetches most of what it sees for the block alone.
         let (dispatch, query_exchange) = (DispatchAlgorithm::Sequential, QueryExchange::FewestBytes);
         let config = PlanConfig { dispatch, query_exchange, ..config(cp_size, chunk_size, stages) };
-        let plan = Plan::new(&mask, &spec(DType::Bf16, sink), &config).unwrap();
+        let plan = plan_mask(&mask, &spec(DType::Bf16, sink), &config).unwrap();
         // With two ranks it may be predicted to take no longer without; proptest gives up where too few cases are left.
         prop_assume!(plan.ranks.iter().all(|rank| rank.hosted.is_some()));
         check(&plan, &spec(DType::Bf16, sink))?;
@@ -47,7 +48,7 @@ proptest! {
         let config = PlanConfig { query_exchange, ..config(cp_size, chunk_size, 1) };
         let config = PlanConfig { chunk_size: None, ..config };
         let spec = spec(DType::Bf16, sink);
-        let plan = Plan::new(&mask, &spec, &config).unwrap();
+        let plan = plan_mask(&mask, &spec, &config).unwrap();
         let [forward, backward, _] = programs(&plan, &spec, "concurrent");
         for program in forward.iter().chain(&backward) {
             prop_assert_eq!(program.validate(), Ok(()), "{}", program.name);

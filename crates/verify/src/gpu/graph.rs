@@ -2,9 +2,10 @@
 
 use std::time::Duration;
 
+use counterpoint_choose::plan_mask;
 use counterpoint_exec::{Backend, ExecError, HostTensor, Machine, Pass, Prepared, World, WorldConfig};
 use counterpoint_mask::Mask;
-use counterpoint_plan::{DType, Plan, PlanConfig};
+use counterpoint_plan::{DType, PlanConfig};
 use counterpoint_reference::selftest::{Case, Extent, SelfCheck, unlike_elements};
 use counterpoint_schedule::{
     BufferRole, GradientReduction, KeyBlocks, OverlapPolicy, Program, lower_attention_backward,
@@ -48,7 +49,7 @@ pub fn selftest_graphs(
 /// Elements of all outputs, forward and backward, that a replay made otherwise than the direct run.
 fn replay(machine: &CudaMachine, case: &Case) -> Result<usize, ExecError> {
     let spec = &case.spec;
-    let plan = Plan::new(&case.mask, spec, &case.plan).map_err(|error| ExecError::Program {
+    let plan = plan_mask(&case.mask, spec, &case.plan).map_err(|error| ExecError::Program {
         program: "attention".to_owned(),
         rank: 0,
         reason: error.to_string(),

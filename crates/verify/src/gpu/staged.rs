@@ -1,5 +1,6 @@
 //! The small problem of staged attention that several checks run.
 
+use counterpoint_choose::plan_mask;
 use counterpoint_exec::{AttentionInputs, ExecError, random_inputs};
 use counterpoint_mask::{Mask, MaskError};
 use counterpoint_plan::{AttentionSpec, DType, Plan, PlanConfig, StageCount};
@@ -31,7 +32,7 @@ impl StagedAttention {
             stages: StageCount::Fixed(stages).into(),
             ..PlanConfig::new(ranks)
         };
-        let plan = Plan::new(&mask, &spec, &config).map_err(|error| refuse(error.to_string()))?;
+        let plan = plan_mask(&mask, &spec, &config).map_err(|error| refuse(error.to_string()))?;
         let inputs = random_inputs(&mask, &spec, seed, backward);
         Ok(Self { spec, plan, inputs })
     }

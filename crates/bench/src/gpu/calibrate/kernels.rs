@@ -2,9 +2,10 @@
 
 use std::time::Duration;
 
+use counterpoint_choose::plan_mask;
 use counterpoint_exec::{ExecError, random_inputs};
 use counterpoint_mask::Mask;
-use counterpoint_plan::{AttentionSpec, CostModel, DType, Plan, PlanConfig, Topology};
+use counterpoint_plan::{AttentionSpec, CostModel, DType, PlanConfig, Topology};
 use counterpoint_report::median;
 use counterpoint_schedule::{
     GradientReduction, KeyBlocks, OverlapPolicy, Program, StartOrder, lower_attention_backward,
@@ -109,7 +110,7 @@ fn program(
     backward: Option<GradientReduction>,
 ) -> Result<Program, ExecError> {
     let refused = |reason: String| ExecError::Program { program: "calibration".to_owned(), rank: 0, reason };
-    let plan = Plan::new(mask, spec, &PlanConfig::new(1)).map_err(|error| refused(error.to_string()))?;
+    let plan = plan_mask(mask, spec, &PlanConfig::new(1)).map_err(|error| refused(error.to_string()))?;
     let policy = OverlapPolicy::new(StartOrder::Sequential);
     Ok(match backward {
         None => lower_attention_forward(&plan, 0, spec, policy, KeyBlocks::Suited),

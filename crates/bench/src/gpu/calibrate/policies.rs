@@ -1,9 +1,10 @@
 //! Overlap policies by their measured speed on one causal problem, for `doctor --calibrate`.
 
+use counterpoint_choose::plan_mask;
 use counterpoint_exec::{ExecError, RunConfig, random_inputs, run_attention_on};
 use counterpoint_mask::Mask;
 use counterpoint_plan::{
-    AttentionSpec, CostModel, DType, Plan, PlanConfig, PolicyMeasurement, StageCount, Topology,
+    AttentionSpec, CostModel, DType, PlanConfig, PolicyMeasurement, StageCount, Topology,
 };
 use counterpoint_report::median;
 use counterpoint_schedule::{OverlapPolicy, StartOrder};
@@ -40,7 +41,7 @@ pub(super) fn measure(
         cost: *cost,
         ..PlanConfig::new(ranks)
     };
-    let plan = Plan::new(&mask, &spec, &config).map_err(|error| refused(error.to_string()))?;
+    let plan = plan_mask(&mask, &spec, &config).map_err(|error| refused(error.to_string()))?;
     let inputs = random_inputs(&mask, &spec, 11, true);
     let policies = POLICIES.iter().filter_map(|text| text.parse::<OverlapPolicy>().ok());
     let mut measured = Vec::new();

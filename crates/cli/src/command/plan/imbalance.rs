@@ -2,14 +2,12 @@
 
 use counterpoint_console::arguments::{DispatchAsked, dispatch_name};
 use counterpoint_mask::Mask;
-use counterpoint_plan::{
-    AttentionSpec, DispatchAlgorithm, Plan, PlanConfig, QueryExchange, chunk_work, dispatch, dispatch_queries,
-};
+use counterpoint_plan::{AttentionSpec, DispatchAlgorithm, Plan, PlanConfig, QueryExchange, chunk_work};
 use counterpoint_schedule::{SpanKind, Timeline};
 use serde::Serialize;
 
 use super::dispatches::DispatchRow;
-use counterpoint_choose::AttentionPrediction;
+use counterpoint_choose::{AttentionPrediction, dispatch, dispatch_queries, plan_mask};
 
 /// From here on a balance is explained.
 const LEVEL: f64 = 1.02;
@@ -164,7 +162,7 @@ fn balance_with(mask: &Mask, spec: &AttentionSpec, config: &PlanConfig) -> Optio
     if by_areas {
         return Some(pair_balance(mask, config));
     }
-    Plan::new(mask, spec, config).ok().map(|plan| plan.balance())
+    plan_mask(mask, spec, config).ok().map(|plan| plan.balance())
 }
 
 /// The largest chunks below the plan's that make it level, or the best of those that are tried.

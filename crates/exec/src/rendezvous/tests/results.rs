@@ -3,8 +3,9 @@
 use std::thread;
 use std::time::Duration;
 
+use counterpoint_choose::plan_mask;
 use counterpoint_mask::Mask;
-use counterpoint_plan::{AttentionSpec, DType, Plan, PlanConfig};
+use counterpoint_plan::{AttentionSpec, DType, PlanConfig};
 
 use super::{LIMIT, ranks};
 use crate::{AttentionOutputs, HostTensor, RanksRun};
@@ -14,7 +15,7 @@ use crate::{AttentionOutputs, HostTensor, RanksRun};
 fn results_that_are_gathered_again_and_again_are_each_their_own() {
     let (heads, dim) = (2, 16);
     let spec = AttentionSpec::new(heads, 1, dim, DType::F32);
-    let plan = Plan::new(&Mask::full(64).unwrap(), &spec, &PlanConfig::new(2)).unwrap();
+    let plan = plan_mask(&Mask::full(64).unwrap(), &spec, &PlanConfig::new(2)).unwrap();
     let found = ranks(2, LIMIT, |rank| {
         let own = rank.rank();
         let rows = plan.ranks[own].q_rows;

@@ -1,0 +1,442 @@
+//! Local search for the dispatch whose slowest rank ends first, computation and links together: threshold accepting over swaps.
+
+use counterpoint_plan::{ChunkWork, Dispatch, Planning};
+
+use super::links::{Links, Moved, Reach};
+use super::trade::Draw;
+
+/// Chunks and ranks up to which dispatches are settled: a proposal looks at the links between all ranks.
+const MOST_CHUNKS: usize = 1024;
+pub(super) const MOST_RANKS: usize = 16;
+/// The first worsening that is accepted, as a part of the whole; they shrink evenly to none.
+const FIRST_THRESHOLD: i64 = 48;
+/// How much of the time of the slowest rank all others' counts for: so that a swap that helps only these is a step.
+const OTHERS: i64 = 8;
+
+/// A dispatch is left alone unless another one is predicted to take less by this part: what is predicted is no better.
+const LEAST_GAIN: i64 = 100;
+/// By which part of an average chunk each piece costs more that ranks' rows are cut into: blocks end where pieces do.
+const PIECE: i64 = 16;
+
+/// What a step of work takes, in picoseconds: a forward, and a backward.
+#[derive(Clone, Debug)]
+pub(crate) struct Prices {
+    /// Computing each chunk.
+    pub(crate) chunks: Vec<[i64; 2]>,
+    /// Of each rank, what it takes beyond its chunks.
+    pub(crate) beyond: Vec<[i64; 2]>,
+    /// A key row on the busier side of a rank's links.
+    pub(crate) row: i64,
+}
+
+/// Swaps that are proposed for each rank, and for eight of them at least. A budget and no clock: the result is the same on every machine.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Effort {
+    wide: usize,
+    downhill: usize,
+}
+
+impl Effort {
+    /// What plans are made with. Three times as many make the slowest rank faster by 0.3 % in the geometric mean (120 packed masks on 2 to
+    /// 16 ranks), and take two and a half times as long.
+    pub(crate) const DEFAULT: Self = Self { wide: 320, downhill: 80 };
+    /// To compare with.
+    #[cfg(test)]
+    pub(crate) const LONG: Self = Self { wide: 1_000, downhill: 250 };
+
+    fn proposals(self, search: Search, ranks: usize) -> usize {
+        let each = match search {
+            Search::Wide => self.wide,
+            Search::Downhill => self.downhill,
+        };
+        each * ranks.max(8)
+    }
+}
+
+/// How far swaps are looked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Search {
+    /// From one dispatch to whatever is best, over worse ones too. A dispatch is left alone unless another gains.
+    Wide,
+    /// Only where each swap gains.
+    Downhill,
+}
+
+/// Whether a dispatch is one that is settled: of a few ranks, in pieces that are not too many.
+pub(crate) fn settles(work: &ChunkWork, dispatch: &Dispatch) -> bool {
+    let (chunks, ranks) = (work.num_chunks(), dispatch.cp_size());
+    (2..=MOST_RANKS).contains(&ranks) && (2 * ranks..=MOST_CHUNKS).contains(&chunks)
+}
+
+/// Swaps chunks of `dispatch` so that its slowest rank ends sooner: what a rank computes, and after it what its links carry. By
+/// threshold accepting (Dueck and Scheuer, Journal of Computational Physics 90, 1990): integers alone, and the best that was met.
+/// `reach` is that of `work`.
+pub(crate) fn settle(
+    work: &ChunkWork,
+    reach: &Reach,
+    prices: &Prices,
+    (search, effort): (Search, Effort),
+    dispatch: Dispatch,
+    planning: &Planning<'_>,
+) -> Dispatch {
+    let mut state = State::new(reach, prices, &dispatch);
+    let mut seconds = state.seconds();
+    let (limit, first_threshold) = match search {
+        Search::Wide => (seconds - seconds / LEAST_GAIN, seconds / FIRST_THRESHOLD),
+        Search::Downhill => (seconds, 0),
+    };
+    let proposals = effort.proposals(search, dispatch.cp_size());
+    let (mut least, mut best) = (seconds, state.seats.clone());
+    let mut draw = Draw::default();
+    for step in 0..proposals {
+        if planning.is_cancelled() {
+            break;
+        }
+        let threshold = first_threshold * (proposals - step) as i64 / proposals as i64;
+        let Some(swap) = state.propose(&mut draw) else { continue };
+        let Some(after) = state.after(swap, seconds + threshold) else { continue };
+        seconds = after.seconds;
+        state.swap(swap, after);
+        if seconds < least {
+            least = seconds;
+            best.copy_from_slice(&state.seats);
+        }
+    }
+    match least < limit {
+        true => {
+            let rank_chunks = state.starts.windows(2).map(|ends| best[ends[0]..ends[1]].to_vec()).collect();
+            Dispatch::new(work.seqlen_q(), work.chunk_size(), rank_chunks)
+        }
+        false => dispatch,
+    }
+}
+
+/// The three heaviest of `loads`, the heaviest first; 0 of no rank where there are fewer.
+fn heaviest(loads: &[i64]) -> [(i64, usize); 3] {
+    let mut found = [(0, usize::MAX); 3];
+    for (rank, &load) in loads.iter().enumerate() {
+        if let Some(at) = found.iter().position(|(other, _)| load > *other) {
+            found.copy_within(at..2, at + 1);
+            found[at] = (load, rank);
+        }
+    }
+    found
+}
+
+/// Two chunks of different ranks.
+type Swap = [u32; 2];
+
+/// What ranks compute, by direction.
+#[derive(Clone, Copy)]
+struct Loads {
+    of: [[i64; MOST_RANKS]; 2],
+    /// By how much all ranks together are off the mean.
+    uneven: i64,
+}
+
+/// What follows from a swap.
+struct After {
+    seconds: i64,
+    loads: Loads,
+    pieces: i64,
+    moved: Moved,
+}
+
+/// Who has which chunks, and what follows from it.
+struct State<'a> {
+    prices: &'a Prices,
+    ranks: usize,
+    /// The chunks of rank `r`: `seats[starts[r]..starts[r + 1]]`.
+    seats: Vec<u32>,
+    starts: Vec<usize>,
+    /// By chunk.
+    seat_of: Vec<usize>,
+    rank_of: Vec<usize>,
+    /// By direction, of a rank; swaps leave it as it is.
+    mean: [i64; 2],
+    /// What one more piece costs, times [`PIECE`] and ranks.
+    piece: i64,
+    loads: Loads,
+    /// By direction, the heaviest ranks: whichever two swap, one of them is another.
+    heaviest: [[(i64, usize); 3]; 2],
+    /// Neighbouring chunks of different ranks.
+    pieces: i64,
+    links: Links<'a>,
+}
+
+impl<'a> State<'a> {
+    fn new(reach: &'a Reach, prices: &'a Prices, dispatch: &Dispatch) -> Self {
+        let (ranks, chunks) = (dispatch.cp_size(), prices.chunks.len());
+        let (mut seats, mut starts) = (Vec::with_capacity(chunks), vec![0]);
+        let (mut seat_of, mut rank_of) = (vec![0; chunks], vec![0; chunks]);
+        let mut of = [[0; MOST_RANKS]; 2];
+        for rank in 0..ranks {
+            (0..2).for_each(|at| of[at][rank] = prices.beyond[rank][at]);
+            for &chunk in dispatch.chunks(rank) {
+                seat_of[chunk as usize] = seats.len();
+                rank_of[chunk as usize] = rank;
+                seats.push(chunk);
+                (0..2).for_each(|at| of[at][rank] += prices.chunks[chunk as usize][at]);
+            }
+            starts.push(seats.len());
+        }
+        let all = of.map(|loads| loads.iter().sum::<i64>());
+        let mean = all.map(|all| all / ranks as i64);
+        let uneven = |at: usize| of[at][..ranks].iter().map(|load| (load - mean[at]).abs()).sum::<i64>();
+        let loads = Loads { of, uneven: uneven(0) + uneven(1) };
+        let piece = (all[0] + all[1]) / chunks as i64;
+        let pieces = rank_of.windows(2).filter(|pair| pair[0] != pair[1]).count() as i64;
+        let links = Links::new(reach, (0..ranks).map(|rank| dispatch.chunks(rank)));
+        let heaviest = of.map(|loads| heaviest(&loads[..ranks]));
+        Self { prices, ranks, seats, starts, seat_of, rank_of, mean, piece, loads, heaviest, pieces, links }
+    }
+
+    /// Two chunks of different ranks. A rank that owns a neighbour likely reads most of what a chunk reads.
+    fn propose(&self, draw: &mut Draw) -> Option<Swap> {
+        let a = draw.below(self.rank_of.len());
+        let to = match draw.below(4) {
+            0 => draw.below(self.ranks),
+            way if way % 2 == 0 => self.rank_of[(a + 1).min(self.rank_of.len() - 1)],
+            _ => self.rank_of[a.saturating_sub(1)],
+        };
+        let seats = &self.seats[self.starts[to]..self.starts[to + 1]];
+        if self.rank_of[a] == to || seats.is_empty() {
+            return None;
+        }
+        Some([a as u32, seats[draw.below(seats.len())]])
+    }
+
+    /// What follows from a swap; `None` where it leads beyond `limit`, which is often plain before looking at links.
+    fn after(&self, swap: Swap, limit: i64) -> Option<After> {
+        let [a, b] = swap.map(|chunk| self.rank_of[chunk as usize]);
+        let prices = swap.map(|chunk| self.prices.chunks[chunk as usize]);
+        let (mut uneven, mut slowest, mut swapped) = (self.loads.uneven, 0, [[0; 2]; 2]);
+        for at in 0..2 {
+            let change = prices[1][at] - prices[0][at];
+            let loads = &self.loads.of[at];
+            swapped[at] = [loads[a] + change, loads[b] - change];
+            for (rank, load) in [(a, swapped[at][0]), (b, swapped[at][1])] {
+                uneven += (load - self.mean[at]).abs() - (loads[rank] - self.mean[at]).abs();
+            }
+            let other = self.heaviest[at].iter().find(|(_, rank)| *rank != a && *rank != b);
+            slowest += other.map_or(0, |(load, _)| *load).max(swapped[at][0]).max(swapped[at][1]);
+        }
+        let pieces = self.pieces + self.more_pieces(swap);
+        if self.seconds_of(slowest, uneven, pieces, (0, 0)) > limit {
+            return None;
+        }
+        let moved = self.links.after([(a, swap[0]), (b, swap[1])]);
+        let seconds = self.seconds_of(slowest, uneven, pieces, self.carried(&moved));
+        if seconds > limit {
+            return None;
+        }
+        let mut loads = Loads { uneven, ..self.loads };
+        for at in 0..2 {
+            [loads.of[at][a], loads.of[at][b]] = swapped[at];
+        }
+        Some(After { seconds, loads, pieces, moved })
+    }
+
+    /// How many more neighbours are of different ranks after a swap.
+    fn more_pieces(&self, swap: Swap) -> i64 {
+        let [a, b] = swap.map(|chunk| chunk as usize);
+        let more = |chunk: usize, other: usize| {
+            let (from, to) = (self.rank_of[chunk], self.rank_of[other]);
+            let beside = [chunk.wrapping_sub(1), chunk + 1].into_iter();
+            // Two that are swapped stay of different ranks.
+            let ranks = beside.filter(|&chunk| chunk != other).filter_map(|chunk| self.rank_of.get(chunk));
+            ranks.map(|&rank| i64::from(rank != to) - i64::from(rank != from)).sum::<i64>()
+        };
+        more(a, b) + more(b, a)
+    }
+
+    fn swap(&mut self, swap: Swap, After { loads, pieces, moved, .. }: After) {
+        let [a, b] = swap.map(|chunk| chunk as usize);
+        self.links.swap([(self.rank_of[a], swap[0]), (self.rank_of[b], swap[1])], moved);
+        self.seats.swap(self.seat_of[a], self.seat_of[b]);
+        self.seat_of.swap(a, b);
+        self.rank_of.swap(a, b);
+        (self.loads, self.pieces) = (loads, pieces);
+        self.heaviest = loads.of.map(|loads| heaviest(&loads[..self.ranks]));
+    }
+
+    /// Picoseconds of the slowest rank, and a part of everybody's.
+    fn seconds(&self) -> i64 {
+        let slowest = self.heaviest.iter().map(|ranks| ranks[0].0).sum();
+        self.seconds_of(slowest, self.loads.uneven, self.pieces, self.carried(self.links.moved()))
+    }
+
+    /// What the busiest rank's links carry, and all ranks' together, in seconds.
+    fn carried(&self, Moved { sent, received }: &Moved) -> (i64, i64) {
+        let busier = sent[..self.ranks].iter().zip(received).map(|(&sent, &received)| sent.max(received));
+        let (most, all) = busier.fold((0, 0), |(most, all), rows| (rows.max(most), all + rows));
+        (most * self.prices.row, all * self.prices.row)
+    }
+
+    /// With what the slowest rank computes, how uneven all are, and what links carry: no less with more of any.
+    fn seconds_of(&self, slowest: i64, uneven: i64, pieces: i64, (most_moved, moved): (i64, i64)) -> i64 {
+        let ranks = self.ranks as i64;
+        let cut = pieces * self.piece / (PIECE * ranks);
+        slowest + most_moved + cut + (uneven + moved) / (OTHERS * ranks)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use counterpoint_mask::{Documents, Mask, Range, Window};
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::owners::dispatch;
+    use counterpoint_plan::{DispatchAlgorithm, chunk_work};
+
+    fn slowest(work: &ChunkWork, prices: &Prices, dispatch: &Dispatch) -> i64 {
+        plain(work, prices, &lists(dispatch))
+    }
+
+    fn lists(dispatch: &Dispatch) -> Vec<Vec<u32>> {
+        (0..dispatch.cp_size()).map(|rank| dispatch.chunks(rank).to_vec()).collect()
+    }
+
+    /// What [`State::seconds`] is, from rows and without anything that is kept.
+    fn plain(work: &ChunkWork, prices: &Prices, rank_chunks: &[Vec<u32>]) -> i64 {
+        let ranks = rank_chunks.len();
+        let rows = |rank: usize| rank_chunks[rank].iter().map(|&chunk| work.rows(chunk as usize));
+        let (mut sent, mut received) = (vec![0; ranks], vec![0; ranks]);
+        for to in 0..ranks {
+            let needs = rank_chunks[to].iter().flat_map(|&chunk| work.needs(chunk as usize).to_vec());
+            let missing = Range::without(&Range::merged(needs.collect()), &Range::merged(rows(to).collect()));
+            for from in (0..ranks).filter(|&from| from != to) {
+                let shared =
+                    rows(from).flat_map(|own| missing.iter().map(move |rows| rows.intersect(&own).len()));
+                let shared = shared.sum::<usize>() as i64;
+                sent[from] += shared;
+                received[to] += shared;
+            }
+        }
+        let busier: Vec<i64> =
+            (0..ranks).map(|rank| i64::max(sent[rank], received[rank]) * prices.row).collect();
+        let (mut most, mut all, mut uneven) = (*busier.iter().max().unwrap(), 0, 0);
+        for at in 0..2 {
+            let load = |rank: usize| {
+                let chunks = rank_chunks[rank].iter().map(|&chunk| prices.chunks[chunk as usize][at]);
+                prices.beyond[rank][at] + chunks.sum::<i64>()
+            };
+            let sum: i64 = (0..ranks).map(load).sum();
+            most += (0..ranks).map(load).max().unwrap();
+            all += sum;
+            uneven += (0..ranks).map(|rank| (load(rank) - sum / ranks as i64).abs()).sum::<i64>();
+        }
+        let rank_of = |chunk: u32| rank_chunks.iter().position(|chunks| chunks.contains(&chunk));
+        let chunks = work.num_chunks() as i64;
+        let pieces = (1..chunks as u32).filter(|&chunk| rank_of(chunk) != rank_of(chunk - 1)).count() as i64;
+        let cut = pieces * (all / chunks) / (PIECE * ranks as i64);
+        most + cut + (uneven + busier.iter().sum::<i64>()) / (OTHERS * ranks as i64)
+    }
+
+    proptest! {
+        /// What a swap is weighed at is what all ranks are found to take after it, whatever was kept of swaps before; and a limit
+        /// turns away exactly what is beyond it.
+        #[test]
+        fn a_swap_is_weighed_as_from_scratch(
+            lengths in prop::collection::vec(1..700_usize, 1..12),
+            kind in 0..4_usize,
+            ranks in 2..=MOST_RANKS,
+            drawn in prop::collection::vec([1_000_000..9_000_000_i64, 0..9_000_000], 64),
+            row in 0..60_000_i64,
+            swaps in prop::collection::vec((any::<usize>(), any::<usize>(), any::<bool>()), 1..40),
+        ) {
+            let documents = Documents::from_lengths(lengths).unwrap();
+            let window = Window { left: Some(100), right: Some(30), global: 20 };
+            let mask = match kind {
+                0 => Mask::full(documents),
+                1 => Mask::sliding_window(documents, window),
+                2 => Mask::block_causal(documents, 90),
+                _ => Mask::causal(documents),
+            };
+            let work = chunk_work(&mask.unwrap(), 64);
+            let first = dispatch(&work, ranks, DispatchAlgorithm::Affinity);
+            prop_assume!(settles(&work, &first));
+            let chunks = (0..work.num_chunks()).map(|chunk| drawn[chunk % 64]).collect();
+            let prices = Prices { chunks, beyond: drawn[..ranks].to_vec(), row };
+            let reach = Reach::new(&work);
+            let mut state = State::new(&reach, &prices, &first);
+            let mut owned = lists(&first);
+            prop_assert_eq!(state.seconds(), plain(&work, &prices, &owned));
+            for (a, b, stays) in swaps {
+                let swap = [a, b].map(|chunk| (chunk % work.num_chunks()) as u32);
+                let seat = |owned: &[Vec<u32>], chunk: u32| {
+                    let place = |rank: usize| Some((rank, owned[rank].iter().position(|&own| own == chunk)?));
+                    (0..ranks).find_map(place).unwrap()
+                };
+                let [(rank_a, at_a), (rank_b, at_b)] = swap.map(|chunk| seat(&owned, chunk));
+                if rank_a == rank_b {
+                    continue;
+                }
+                let mut after = owned.clone();
+                (after[rank_a][at_a], after[rank_b][at_b]) = (swap[1], swap[0]);
+                let wanted = plain(&work, &prices, &after);
+                prop_assert!(state.after(swap, wanted - 1).is_none());
+                let found = state.after(swap, wanted).unwrap();
+                prop_assert_eq!(found.seconds, wanted);
+                if stays {
+                    state.swap(swap, found);
+                    owned = after;
+                    prop_assert_eq!(state.seconds(), wanted);
+                }
+            }
+        }
+
+        /// Every chunk keeps exactly one rank, ranks keep their counts, nothing gets slower, and twice is the same.
+        #[test]
+        fn swaps_gain_or_are_left(
+            lengths in prop::collection::vec(1..900_usize, 1..20),
+            ranks in 2..6_usize,
+            prices in prop::collection::vec(1_000_000..9_000_000_i64, 64),
+            row in 0..60_000_i64,
+        ) {
+            let mask = Mask::causal(Documents::from_lengths(lengths).unwrap()).unwrap();
+            let work = chunk_work(&mask, 64);
+            let first = dispatch(&work, ranks, DispatchAlgorithm::Affinity);
+            prop_assume!(settles(&work, &first));
+            let chunks = (0..work.num_chunks()).map(|chunk| [prices[chunk % 64] / 4, prices[chunk % 64]]).collect();
+            let prices = Prices { chunks, beyond: vec![[0; 2]; ranks], row };
+            let reach = Reach::new(&work);
+            let settled = settle(&work, &reach, &prices, (Search::Wide, Effort::DEFAULT), first.clone(), &Planning::ALONE);
+            let mut owned: Vec<u32> = (0..ranks).flat_map(|rank| settled.chunks(rank).to_vec()).collect();
+            owned.sort_unstable();
+            prop_assert_eq!(owned, (0..work.num_chunks() as u32).collect::<Vec<_>>());
+            for rank in 0..ranks {
+                prop_assert_eq!(settled.chunks(rank).len(), first.chunks(rank).len());
+            }
+            let (before, after) = (slowest(&work, &prices, &first), slowest(&work, &prices, &settled));
+            prop_assert!(settled == first || after < before - before / LEAST_GAIN, "{before} {after}");
+            prop_assert_eq!(settle(&work, &reach, &prices, (Search::Wide, Effort::DEFAULT), first.clone(), &Planning::ALONE), settled.clone());
+            let level = settle(&work, &reach, &prices, (Search::Downhill, Effort::DEFAULT), settled.clone(), &Planning::ALONE);
+            prop_assert!(slowest(&work, &prices, &level) <= after);
+        }
+    }
+
+    /// Chunks of two prices that areas do not tell apart: balance by pairs leaves one rank with all dear ones.
+    #[test]
+    fn a_load_that_pairs_do_not_show_is_shared() {
+        let mask = Mask::full(Documents::from_lengths(vec![64; 16]).unwrap()).unwrap();
+        let work = chunk_work(&mask, 64);
+        let price = |chunk| if chunk < 8 { 9_000 } else { 1_000 };
+        let chunks = (0..16).map(|chunk| [price(chunk), 2 * price(chunk)]).collect();
+        let prices = Prices { chunks, beyond: vec![[0; 2]; 2], row: 1 };
+        let halves = vec![(0..8).collect(), (8..16).collect()];
+        let reach = Reach::new(&work);
+        let settled = settle(
+            &work,
+            &reach,
+            &prices,
+            (Search::Wide, Effort::DEFAULT),
+            Dispatch::new(work.seqlen_q(), 64, halves),
+            &Planning::ALONE,
+        );
+        let load =
+            |rank| settled.chunks(rank).iter().map(|&chunk| prices.chunks[chunk as usize][0]).sum::<i64>();
+        assert_eq!([load(0), load(1)], [40_000, 40_000]);
+    }
+}

@@ -1,0 +1,171 @@
+//! From a mask to a plan with the dispatch that a configuration names: owners, hosts and stages are chosen here, crate `plan` writes out
+//! what follows from them.
+
+use counterpoint_mask::{Mask, Range};
+use counterpoint_plan::{
+    AttentionSpec, Division, HostedWork, Outline, Owners, Plan, PlanConfig, PlanError, Planning, RankPlan,
+    chunk_work, chunk_work_with_away,
+};
+
+use crate::hosts::{self, UnweighedOffload};
+use crate::owners::{Home, by_seconds, dispatch_keys, solve};
+use crate::stages;
+
+/// Plans `mask` with the dispatch of `config`. Where the lengths of queries and keys agree it is self-attention: one dispatch for both,
+/// so that token `i`'s query and key live on the same rank. Where they do not, as [`plan_cross_attention`].
+///
+/// # Errors
+/// A `config` that does not make sense for `mask`; see [`PlanConfig::validate_for`].
+pub fn plan_mask(mask: &Mask, spec: &AttentionSpec, config: &PlanConfig) -> Result<Plan, PlanError> {
+    let planning = &Planning::ALONE;
+    outline(mask, spec, config, planning)?.0.into_plan(planning)
+}
+
+/// As [`plan_mask`] and equal to it, made as `planning` says, unless the pieces of all ranks would take more than `available` bytes.
+///
+/// # Errors
+/// As [`plan_mask`]; [`PlanError::Memory`] before they are made; [`PlanError::Cancelled`].
+pub fn plan_mask_within(
+    mask: &Mask,
+    spec: &AttentionSpec,
+    config: &PlanConfig,
+    available: u64,
+    planning: &Planning<'_>,
+) -> Result<Plan, PlanError> {
+    outline(mask, spec, config, planning)?.0.into_plan_within(available, planning)
+}
+
+/// Plans `mask` with queries and keys dispatched each by a solve of its own, whatever their lengths.
+///
+/// # Errors
+/// As [`plan_mask`].
+pub fn plan_cross_attention(
+    mask: &Mask,
+    spec: &AttentionSpec,
+    config: &PlanConfig,
+) -> Result<Plan, PlanError> {
+    let planning = &Planning::ALONE;
+    outline_of_cross_attention(mask, spec, config, planning)?.0.into_plan(planning)
+}
+
+/// Plans another mask of the same training step on the dispatch of `base`: rows stay where they are, exchange and
+/// stages are those of `mask`. `config`'s chunk size and dispatch algorithm are not looked at. Made as `planning` says.
+///
+/// # Errors
+/// As [`plan_mask`]; a mask whose lengths are not those of the mask of `base`; [`PlanError::Cancelled`].
+pub fn plan_mask_on(
+    base: &Plan,
+    mask: &Mask,
+    spec: &AttentionSpec,
+    config: &PlanConfig,
+    planning: &Planning<'_>,
+) -> Result<Plan, PlanError> {
+    let owners = owners_of(base, mask, config)?;
+    let (division, _) = hosts::choose(mask, spec, config, planning, owners.clone(), |_| Ok(owners.clone()))?;
+    stages::outline(division, spec, config, planning)?.into_plan(planning)
+}
+
+/// The same mask on the owners of `base`, and computed by the same hosts, cut into stages as `config` says; unless the pieces of all
+/// ranks would take more than `available` bytes. Nothing else of `config` is looked at but its cost and its topology.
+///
+/// # Errors
+/// As [`plan_mask_on`]; [`PlanError::Memory`] before they are made.
+pub fn plan_stages_within(
+    base: &Plan,
+    mask: &Mask,
+    spec: &AttentionSpec,
+    config: &PlanConfig,
+    available: u64,
+    planning: &Planning<'_>,
+) -> Result<Plan, PlanError> {
+    let mut division = Division::new(mask, owners_of(base, mask, config)?);
+    let away = |rank: &RankPlan| rank.hosted.as_ref().map_or_else(Vec::new, HostedWork::away);
+    let away: Vec<Vec<Range>> = base.ranks.iter().map(away).collect();
+    if !away.iter().all(Vec::is_empty) {
+        division = division.with_away(&away);
+    }
+    stages::outline(division, spec, config, planning)?.into_plan_within(available, planning)
+}
+
+/// The part of `rank` alone, equal to `plan_mask(mask, spec, config)?.rank(rank)` and cheaper: bands and splits of other
+/// ranks are not made.
+///
+/// # Errors
+/// As [`plan_mask`]; a rank that is not below the number of ranks.
+pub fn plan_rank(
+    mask: &Mask,
+    spec: &AttentionSpec,
+    config: &PlanConfig,
+    rank: usize,
+) -> Result<RankPlan, PlanError> {
+    let (outline, _) = outline(mask, spec, config, &Planning::ALONE)?;
+    if rank >= outline.ranks.len() {
+        return Err(PlanError::Rank { rank, cp_size: outline.ranks.len() });
+    }
+    Ok(outline.into_rank(rank))
+}
+
+/// The outline of `mask`, with owners, hosts and stages as they are chosen for `config`, beside hosts that were not weighed.
+pub(crate) fn outline(
+    mask: &Mask,
+    spec: &AttentionSpec,
+    config: &PlanConfig,
+    planning: &Planning<'_>,
+) -> Result<(Outline, Option<UnweighedOffload>), PlanError> {
+    config.validate_for(mask)?;
+    if mask.seqlen_q() != mask.seqlen_k() {
+        return outline_of_cross_attention(mask, spec, config, planning);
+    }
+    let chunk_size = config.chunk_size_for(mask.seqlen_q());
+    let dispatch_with = |away: &[Range]| {
+        planning.check()?;
+        let work = chunk_work_with_away(mask, chunk_size, away);
+        planning.check()?;
+        let (ranks, home) = (config.topology.world_size, Home::WithQueries);
+        let mut dispatch = solve(&work, ranks, config.dispatch, home, planning);
+        planning.check()?;
+        if away.is_empty() {
+            dispatch = by_seconds(mask, &work, dispatch, spec, config, planning)?;
+        }
+        Ok(Owners::new(dispatch.clone(), dispatch))
+    };
+    let (division, unweighed) =
+        hosts::choose(mask, spec, config, planning, dispatch_with(&[])?, dispatch_with)?;
+    Ok((stages::outline(division, spec, config, planning)?, unweighed))
+}
+
+fn outline_of_cross_attention(
+    mask: &Mask,
+    spec: &AttentionSpec,
+    config: &PlanConfig,
+    planning: &Planning<'_>,
+) -> Result<(Outline, Option<UnweighedOffload>), PlanError> {
+    config.validate_for(mask)?;
+    let work = chunk_work(mask, config.chunk_size_for(mask.seqlen_q()));
+    let ranks = config.topology.world_size;
+    let q_dispatch = solve(&work, ranks, config.dispatch, Home::Elsewhere, planning);
+    planning.check()?;
+    let k_dispatch = dispatch_keys(&work, &q_dispatch, config.chunk_size_for(mask.seqlen_k()));
+    let owners = Owners::new(q_dispatch, k_dispatch);
+    let (division, unweighed) =
+        hosts::choose(mask, spec, config, planning, owners.clone(), |_| Ok(owners.clone()))?;
+    Ok((stages::outline(division, spec, config, planning)?, unweighed))
+}
+
+/// The owners of `base`, where they fit `mask` and `config`.
+fn owners_of(base: &Plan, mask: &Mask, config: &PlanConfig) -> Result<Owners, PlanError> {
+    config.validate()?;
+    let [q_dispatch, k_dispatch] = [&base.q_dispatch, &base.k_dispatch];
+    for (axis, mask_len, plan_len) in
+        [("q", mask.seqlen_q(), q_dispatch.seqlen()), ("k", mask.seqlen_k(), k_dispatch.seqlen())]
+    {
+        if mask_len != plan_len {
+            return Err(PlanError::OtherLength { axis, mask: mask_len, plan: plan_len });
+        }
+    }
+    let (config, plan) = (config.topology.world_size, base.cp_size());
+    match config == plan {
+        true => Ok(Owners::new(q_dispatch.clone(), k_dispatch.clone())),
+        false => Err(PlanError::OtherWorldSize { config, plan }),
+    }
+}
