@@ -151,6 +151,13 @@ class Neighbour:
         self.stream = torch.cuda.Stream(group.device) if self.is_gpu else None
         self.sums = torch.ones(1 << (20 if self.is_gpu else 12), device=group.device)
         self.rounds = 0
+        # The first collective of a process group makes NCCL's communicator on the host and waits for what the GPU does: a rank that called
+        # the group before would wait for one that has not.
+        self.begin()
+        if self.stream is not None:
+            self.stream.synchronize()
+        dist.barrier()
+        self.rounds = 0
 
     @contextlib.contextmanager
     def on_its_stream(self) -> Iterator[None]:
@@ -256,8 +263,8 @@ def masks_through_one_graph(rank: int, masks: int, rows: int) -> dict[str, Any]:
     Elements of replays that differ from direct calls, and what updates cost the host, in seconds."""
     group = cp.Group(device="cuda", limit=LIMIT)
     steps, own = Steps(group, rows), random.Random(4000 + rank)
-    # Every mask has as many rows on each rank, and as many nodes in a graph.
-    steps.shape |= {"deterministic": True, "dispatch": "zigzag", "stages": 1}
+    # Every mask has as many rows on each rank, and its work at once: the same operations, whatever rows travel.
+    steps.shape |= {"deterministic": True, "dispatch": "zigzag", "stages": 0, "chunk": 128}
 
     def planned(number: int) -> cp.Plan:
         draw = random.Random(number)

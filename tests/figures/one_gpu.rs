@@ -14,7 +14,7 @@ const MASKS: [&str; 7] =
 
 /// The blocks of README.md and of docs/performance.md.
 pub(crate) fn blocks() -> [String; 2] {
-    let flex = Results::read("attention_cudnn_flex_2026-11-23.jsonl");
+    let flex = Results::read("attention_cudnn_flex_2026-11-27.jsonl");
     let ffa = Results::read("attention_ffa_2026-11-23.jsonl");
     let gemm = Results::read("gemm_cublaslt_2026-11-23.jsonl");
     let ratios = ratios(&flex, &ffa, &gemm);
@@ -57,7 +57,7 @@ fn ratios(flex: &Results, ffa: &Results, gemm: &Results) -> String {
     let best_ffa: IsVariant = |name| name.starts_with("ffa") && !name.ends_with("kernel");
     let any_flex: IsVariant = |name| name.starts_with("flex");
     let peers: [(&str, &Results, &[&str], IsVariant); 4] = [
-        ("attention, cuDNN (full and causal masks)", ffa, &["forward", "backward"], cudnn),
+        ("attention, cuDNN (full and causal masks)", flex, &["forward", "backward"], cudnn),
         (
             "attention, MagiAttention's FFA, its best variant of each row",
             ffa,

@@ -51,15 +51,21 @@ def serve(ways_of):
 
 
 def ready(prepare, **names):
-    """The ways that `prepare` gives: a peer that cannot, or errs, is no reason to lose the others. `names` are its own."""
-    who = ", ".join(map(str, names.values()))
+    """What `prepare` gives: a peer that cannot, or errs, is no reason to lose the others. Ways whose results are wrong are left out.
+    `names` are its own."""
+    who = ", ".join(map(str, filter(None, names.values())))
     try:
         for way in prepare():
-            error = way.known["error_over_bound"]
+            error = way.known["error_over_bound"] if isinstance(way, Way) else 0.0
             if error <= 1.0:
                 yield way
-            elif dist.get_rank() == 0:
-                note(f"{who}: results are {error:.1f} times their bound off; not timed")
+            else:
+                note_once(f"{who}: results are {error:.1f} times their bound off; not timed")
     except Exception as error:
-        if dist.get_rank() == 0:
-            note(f"{who}: {first_line(error)}")
+        note_once(f"{who}: {first_line(error)}")
+
+
+def note_once(text):
+    """One of the ranks says it, or the only process."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        note(text)

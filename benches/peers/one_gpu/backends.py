@@ -1,20 +1,20 @@
-"""PyTorch's attentions.
+"""PyTorch's own attentions."""
 
-Each gives `forward()` -> (out,) and `backward()` -> (dq, dk, dv); `rows` turns them to [rows, heads, dim]."""
+from contextlib import nullcontext
+from functools import partial
 
 from common.pytorch import torch
 from one_gpu.masks import WINDOW
+from one_gpu.tensors import PASSES
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
-class Sdpa:
-    """A backend of `scaled_dot_product_attention`, through autograd, as its users call it."""
+class Autograd:
+    """A function of q, k and v through autograd, as its users call it."""
 
-    def __init__(self, mask, tensors, attend):
-        batch = lambda x: x.transpose(0, 1)[None]
-        self.leaves = [batch(x).detach().requires_grad_() for x in (tensors.q, tensors.k, tensors.v)]
-        self.dout = batch(tensors.dout)
-        self.attend = attend
+    def __init__(self, leaves, dout, attend, within=nullcontext):
+        self.leaves = [x.detach().requires_grad_() for x in leaves]
+        self.dout, self.attend, self.within = dout, attend, within
         self.out = None
 
     def forward(self):
@@ -28,19 +28,32 @@ class Sdpa:
 
     @staticmethod
     def rows(x):
+        return x
+
+
+class Sdpa(Autograd):
+    """A function of tensors that are [batch, heads, rows, dim]."""
+
+    def __init__(self, tensors, attend, within=nullcontext):
+        batch = lambda x: x.transpose(0, 1)[None]
+        super().__init__(map(batch, (tensors.q, tensors.k, tensors.v)), batch(tensors.dout), attend, within)
+
+    @staticmethod
+    def rows(x):
         return x[0].transpose(0, 1)
 
 
 def cudnn(mask, tensors):
-    if mask.name not in ("full", "causal"):
-        return None
-    shape = tensors.shape
-    options = {"is_causal": mask.name == "causal", "enable_gqa": shape.heads_q != shape.heads_kv}
-    return Sdpa(mask, tensors, lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v, **options))
+    if mask.name in ("full", "causal"):
+        options = {"is_causal": mask.name == "causal", "enable_gqa": tensors.shape.is_grouped}
+        attend = partial(torch.nn.functional.scaled_dot_product_attention, **options)
+        yield "", lambda: Sdpa(tensors, attend, lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION)), PASSES
 
 
 class Flash:
     """PyTorch's flash backend by its own operators, which have the varlen form and the window."""
+
+    within = staticmethod(nullcontext)
 
     def __init__(self, mask, tensors):
         self.t = tensors
@@ -75,7 +88,8 @@ class Flash:
 
 
 def flash(mask, tensors):
-    return None if mask.name.endswith("block_causal") else Flash(mask, tensors)
+    if not mask.name.endswith("block_causal"):
+        yield "", lambda: Flash(mask, tensors), PASSES
 
 
 _compiled_flex = None
@@ -91,14 +105,8 @@ def flex(mask, tensors):
         _compiled_flex = torch.compile(flex_attention, dynamic=False)
     mod, n = mask.flex_mod(), mask.seqlen
     block_mask = create_block_mask(mod, None, None, n, n, device="cuda") if mod else None
-    gqa = tensors.shape.heads_q != tensors.shape.heads_kv
-    return Sdpa(mask, tensors, lambda q, k, v: _compiled_flex(q, k, v, block_mask=block_mask, enable_gqa=gqa))
+    attend = partial(_compiled_flex, block_mask=block_mask, enable_gqa=tensors.shape.is_grouped)
+    yield "", lambda: Sdpa(tensors, attend), PASSES
 
 
-# What each makes of a mask and tensors: None where it has no such mask.
-PEERS = {"cudnn": cudnn, "flash": flash, "flex": flex}
-
-
-def backend(name):
-    """The context in which a peer runs."""
-    return sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if name == "cudnn" else sdpa_kernel(SDPBackend.FLASH_ATTENTION)
+BACKENDS = {"cudnn": cudnn, "flash": flash, "flex": flex}

@@ -1,6 +1,6 @@
 """Shapes of attention, and random tensors of them."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from common.pytorch import torch
 
@@ -19,6 +19,13 @@ class Shape:
     def __str__(self):
         heads = f"{self.heads_q}" if self.heads_q == self.heads_kv else f"{self.heads_q}:{self.heads_kv}"
         return f"{self.seqlen} x {heads} x {self.head_dim}"
+
+    @property
+    def is_grouped(self):
+        return self.heads_q != self.heads_kv
+
+    def described(self):
+        return asdict(self)
 
     def flops(self, area, which):
         return 4 * area * self.heads_q * self.head_dim * (1 if which == "forward" else 2.5)

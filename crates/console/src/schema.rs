@@ -18,6 +18,8 @@ pub enum Schema {
     BenchPlan,
     /// A row of `bench attention`.
     BenchAttention,
+    /// `bench attention --peers`, a variant of a peer.
+    BenchAttentionPeer,
     /// A row of `bench fresh-masks`.
     BenchFreshMasks,
     /// A row of `bench cp`.
@@ -77,6 +79,7 @@ impl Schema {
             Self::Mask => counterpoint_mask::MASK_SCHEMA,
             Self::BenchPlan => "counterpoint.bench-plan/1",
             Self::BenchAttention => "counterpoint.bench-attention/1",
+            Self::BenchAttentionPeer => "counterpoint.bench-attention-peer/1",
             Self::BenchFreshMasks => "counterpoint.bench-fresh-masks/1",
             Self::BenchCp => "counterpoint.bench-cp/1",
             Self::BenchCpPeer => "counterpoint.bench-cp-peer/1",

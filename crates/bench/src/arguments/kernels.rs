@@ -1,5 +1,7 @@
 //! What `bench plan`, `bench fresh-masks` and `bench attention` accept, and the commands of `bench`.
 
+use std::path::PathBuf;
+
 use clap::{Args, Subcommand, ValueEnum};
 use counterpoint_console::arguments::{Device, value};
 use counterpoint_mask::MaskPreset;
@@ -103,8 +105,10 @@ and keys); a row out of bounds is not printed, and the exit status is 1.
 
 --device cuda takes the flags from --masks on. Its masks have packed documents of
 realistic lengths, windows of 1024 and blocks of 2048; `counterpoint mask
-preset:NAME,8k` shows one. --peers wants a python3 with PyTorch and prints the
-ratios over what it has, measured in the same run.
+preset:NAME,8k` shows one. --peers wants a python3 with PyTorch; runs of peers and
+of ours are interleaved, and each peer's fastest variant counts. cudnn_flex
+(nvidia-cudnn-frontend) and ffa (MagiAttention's flex_flash_attn_func, which
+compiles each variant when it first runs) are packages of their own.
 
 Examples:
   counterpoint bench attention
@@ -113,6 +117,8 @@ Examples:
   counterpoint bench attention --device cuda
   counterpoint bench attention --device cuda --masks causal,varlen_causal \\
       --seqlens 8k,32k --heads 64:8 --peers
+  counterpoint bench attention --device cuda --peers=cudnn_flex,ffa \\
+      --peer-folder /opt/peers
   counterpoint bench attention --device cuda --seqlens 1k,2k,4k --clock wall")]
 pub struct BenchAttentionArguments {
     /// What to measure
@@ -170,9 +176,13 @@ pub(crate) struct CudaBenchArguments {
     #[arg(long, value_enum)]
     pub(crate) kernels: Option<BenchKernels>,
 
-    /// Time these of PyTorch's attentions too: cudnn, flash, flex (slow to compile) [given without names: cudnn,flash]
-    #[arg(long, value_name = "NAMES", num_args = 0..=1, require_equals = true, default_missing_value = "cudnn,flash", value_delimiter = ',', value_parser = ["cudnn", "flash", "flex"])]
+    /// Time these too: PyTorch's cudnn, flash and flex (slow to compile), and cudnn_flex and ffa [given without names: cudnn,flash]
+    #[arg(long, value_name = "NAMES", num_args = 0..=1, require_equals = true, default_missing_value = "cudnn,flash", value_delimiter = ',', value_parser = ["cudnn", "flash", "flex", "cudnn_flex", "ffa"])]
     pub(crate) peers: Vec<String>,
+
+    /// Where Python packages of peers lie; a prepare.py there runs first [default: where python3 finds them]
+    #[arg(long, value_name = "FOLDER", requires = "peers")]
+    pub(crate) peer_folder: Option<PathBuf>,
 }
 
 impl CudaBenchArguments {

@@ -198,7 +198,7 @@ class cuda:
     empty_cache = synchronize = staticmethod(lambda: None)
     _sleep = staticmethod(lambda cycles: time.sleep(cycles / 1.9e9))
 ";
-    const DISTRIBUTED: &str = "barrier = lambda: None\nget_rank = lambda: 0\n";
+    const DISTRIBUTED: &str = "barrier = lambda: None\nget_rank = lambda: 0\nis_initialized = lambda: True\n";
     /// A script with two ways, and one that errs, and one that cannot.
     const SCRIPT: &str = "import time
 from common.turns import Way, ready, serve

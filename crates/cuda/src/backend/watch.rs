@@ -89,7 +89,9 @@ impl CudaBackend {
         if !self.0.device.waits_have_ended() {
             return Ok(());
         }
-        let began = Instant::now();
+        // A kernel gives up when the limit is over.
+        let now = Instant::now();
+        let began = now.checked_sub(self.0.world.config().limit).unwrap_or(now);
         let found = self.check_links(began).and_then(|()| self.check_waits());
         found.and_then(|()| self.check_signals(began)).map_err(|error| self.0.world.fail(error))
     }

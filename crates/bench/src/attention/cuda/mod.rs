@@ -9,7 +9,7 @@ use counterpoint_console::{
     self as console, CliError, Progress, Schema, arguments::dtype_name, input::random_inputs,
 };
 use counterpoint_cuda::{CudaError, CudaMachine, Device, Timing};
-use counterpoint_exec::{AttentionInputs, Pass};
+use counterpoint_exec::{AttentionInputs, ExecError, Pass};
 use counterpoint_mask::{Mask, MaskPreset};
 use counterpoint_plan::AttentionSpec;
 use counterpoint_reference::{CheckReport, Sample, check_sample};
@@ -19,31 +19,40 @@ use serde_json::json;
 use super::{BACKWARD, FORWARD, OUT_OF_BOUNDS, Section, shape_text, verified};
 use crate::arguments::{BenchAttentionArguments, BenchKernels};
 use crate::masks;
+use crate::pytorch::Peers;
+use crate::turns::turns;
+use peers::{Known, PeerRow};
 use sizes::Sizes;
 
 /// Rows and keys that are compared with the definition, in f64: enough to see a wrong tile or head, and soon done.
 const SAMPLED_ROWS: usize = 32;
 const SAMPLED_KEYS: usize = 8;
 
-/// Measures the kernels of one GPU, or with `--peers` lets the comparison do so.
+/// Measures the kernels of one GPU, interleaved with peers where they are asked for.
 pub(super) fn run(arguments: &BenchAttentionArguments) -> Result<(), CliError> {
     let sizes = Sizes::of(arguments);
     // Without a GPU there is nothing to compare either.
     let machine = machine(sizes.kernels).map_err(|source| CliError::Cuda { source })?;
-    if !arguments.cuda.peers.is_empty() {
-        return peers::compare(arguments, &sizes);
-    }
+    let mut peers = peers::start(arguments, &sizes)?;
     console::note_development_build();
-    let mut wrong = Vec::new();
+    let (mut wrong, mut beside) = (Vec::new(), Vec::new());
     for &(heads_q, heads_kv) in &sizes.heads {
         for &seqlen in &sizes.seqlens {
             let shape = Shape::new(&machine, &sizes, heads_q, heads_kv, seqlen)?;
-            let section = shape.measure(&sizes)?;
+            let (section, rows) = shape.measure(&sizes, &mut peers)?;
             section.print(Schema::BenchAttention, arguments.json)?;
+            if arguments.json {
+                rows.iter().try_for_each(|row| console::print_json(Schema::BenchAttentionPeer, row))?;
+            }
             wrong.extend(section.wrong);
+            beside.extend(rows);
         }
     }
-    all_right(OUT_OF_BOUNDS, &wrong)
+    if !arguments.json {
+        peers::print(&beside)?;
+    }
+    all_right(OUT_OF_BOUNDS, &wrong)?;
+    peers.end()
 }
 
 /// The first GPU, with the kernels asked for.
@@ -54,6 +63,29 @@ fn machine(kernels: BenchKernels) -> Result<CudaMachine, CudaError> {
         BenchKernels::Portable => device.portable(),
     };
     CudaMachine::new(vec![device], Timing::Off)
+}
+
+/// Seconds of a pass's runs, which take turns with those of peers.
+fn interleaved(
+    case: &mut BenchCase<'_>,
+    pass: BenchPass,
+    sizes: &Sizes,
+    peers: &mut Peers<Known>,
+    of_peers: &[usize],
+) -> Result<Vec<f64>, ExecError> {
+    if of_peers.is_empty() {
+        return case.seconds(pass, sizes.by(), sizes.iterations);
+    }
+    let mut seconds = Vec::new();
+    for round in 0..sizes.iterations.div_ceil(peers::TIMED) {
+        for turn in turns(round, 1 + of_peers.len()) {
+            match turn.checked_sub(1) {
+                None => seconds.extend(case.seconds(pass, sizes.by(), peers::TIMED)?),
+                Some(at) => peers::take_turn(peers, of_peers[at]),
+            }
+        }
+    }
+    Ok(seconds)
 }
 
 /// One length and one number of heads, with random inputs on the GPU.
@@ -82,7 +114,8 @@ impl Shape {
         Ok(Self { spec, inputs, bench, device })
     }
 
-    fn measure(&self, sizes: &Sizes) -> Result<Section, CliError> {
+    /// Rows of ours, and those of peers beside them.
+    fn measure(&self, sizes: &Sizes, peers: &mut Peers<Known>) -> Result<(Section, Vec<PeerRow>), CliError> {
         let shape = shape_text(&self.inputs.q, &self.inputs.k);
         let mut section = Section::new(format!(
             "{} attention kernels on {}, {}",
@@ -92,11 +125,16 @@ impl Shape {
         ));
         let progress = Progress::new();
         let passes = sizes.timed();
+        let (seqlen, heads) = (self.inputs.q.rows(), (self.spec.heads_q, self.spec.heads_kv));
+        let mut beside = Vec::new();
         for &name in &sizes.masks {
             progress.step(format!("{}, {shape}", name.name()));
             let mask = masks::load(name, self.inputs.q.rows())?;
             let failed = |source| CliError::Run { source };
             let mut case = self.bench.case(&mask).map_err(failed)?;
+            if masks::has_peers(name) {
+                peers.prepare(&peers::case(name, seqlen, heads));
+            }
             for &pass in &passes {
                 // The other passes are worth knowing.
                 if let Err(error) = case.prepare(pass) {
@@ -105,7 +143,8 @@ impl Shape {
                     continue;
                 }
                 let check = self.check(&mask, &case, pass)?;
-                let seconds = case.seconds(pass, sizes.by(), sizes.iterations).map_err(failed)?;
+                let of_peers = if masks::has_peers(name) { peers::of_pass(peers, pass) } else { Vec::new() };
+                let seconds = interleaved(&mut case, pass, sizes, peers, &of_peers).map_err(failed)?;
                 let Some(seconds) = Statistics::of(&seconds) else { continue };
                 let flops = match pass {
                     BenchPass::Forward => self.spec.flops_forward(mask.area()),
@@ -140,10 +179,13 @@ impl Shape {
                     "heads_kv": self.spec.heads_kv,
                     "head_dim": self.spec.head_dim,
                 });
+                if !of_peers.is_empty() && row.verified.passed() {
+                    beside.extend(peers::rows(peers, pass, &row, sizes, seqlen, heads));
+                }
                 section.add(row, detail, &check);
             }
         }
-        Ok(section)
+        Ok((section, beside))
     }
 
     /// What the pass wrote over poisoned outputs, against the definition.
