@@ -9,14 +9,16 @@ use counterpoint_plan::{AttentionSpec, DType};
 use counterpoint_reference::selftest::Soak;
 
 const RANKS: usize = 4;
-const MASKS: usize = 10_000;
+/// Without `SOAK_MASKS`, which docs/testing.md names.
+const MASKS: usize = 2_000;
 /// After so many, nothing grows any more.
 const WARM: usize = 100;
 
 #[test]
 fn masks_come_and_go_and_nothing_grows() {
-    soak(&CpuMachine::new(0, None).unwrap(), MASKS);
-    soak(&TcpLoopback::new(None), MASKS / 10);
+    let masks = std::env::var("SOAK_MASKS").map_or(MASKS, |masks| masks.parse().unwrap());
+    soak(&CpuMachine::new(0, None).unwrap(), masks);
+    soak(&TcpLoopback::new(None), WARM + masks / 10);
 }
 
 fn soak<M: Machine<Backend = CpuBackend, Transport = CpuTransport>>(machine: &M, masks: usize) {
@@ -34,8 +36,8 @@ fn soak<M: Machine<Backend = CpuBackend, Transport = CpuTransport>>(machine: &M,
     println!("{masks} masks: {before:?} before, {after:?} after");
     assert_eq!(after.threads, before.threads);
     assert_eq!(after.descriptors, before.descriptors);
-    // Allocators keep some of what they are given back: a kilobyte a mask would be ten times this.
-    assert!(after.resident < before.resident + (16 << 20), "{before:?} {after:?}");
+    // Allocators keep some of what they are given back. 10,000 masks leave one or two megabytes.
+    assert!(after.resident < before.resident + (6 << 20) + masks * 1024, "{before:?} {after:?}");
     group.close().unwrap();
 }
 

@@ -54,9 +54,11 @@ pub struct AttentionBench {
     pub forward: Rate,
     /// The backward with its row statistic, where `dout` is given.
     pub backward: Option<Rate>,
-    /// A square product of [`MATMUL_SIZE`] in the accumulator type, by the library that the kernels use, its rows shared
+    /// A square product of `matmul_size` rows in the accumulator type, by the library that the kernels use, its rows shared
     /// out evenly among the threads.
     pub matmul: Rate,
+    /// Rows and columns of it: as many as the mask has rows, 2,048 at most.
+    pub matmul_size: usize,
     /// Comparison with the f64 reference on the first and the last key head with their query heads (all of them where
     /// there are no more): heads do not depend on each other, and the dense reference is slow.
     pub check: CheckReport,
@@ -73,8 +75,8 @@ pub struct Rate {
     pub of_matmul: f64,
 }
 
-/// Rows and columns of the square product that attention is compared with.
-pub const MATMUL_SIZE: usize = 2048;
+/// Rows and columns of the square product that attention is compared with, at most: a small problem must not wait for it.
+const MATMUL_SIZE: usize = 2048;
 
 /// Runs the problem `iterations` times (at least once) on `threads`, after one run that does not count, interleaved with a
 /// matrix product, so that both meet the same disturbance by other programs; then checks the results.
@@ -99,7 +101,8 @@ fn bench<T: Element>(
     threads: &ThreadPool,
 ) -> AttentionBench {
     let mut run = Run::<T>::new(mask, spec, inputs);
-    let mut product = square_product::<T::Accumulator>(MATMUL_SIZE);
+    let matmul_size = mask.seqlen_q().clamp(1, MATMUL_SIZE);
+    let mut product = square_product::<T::Accumulator>(matmul_size);
     let has_backward = inputs.dout.is_some();
     let (mut forward, mut backward, mut matmul) = (Vec::new(), Vec::new(), Vec::new());
     run.forward(threads);
@@ -116,7 +119,7 @@ fn bench<T: Element>(
     }
 
     let matmul = Seconds::of(matmul);
-    let matmul_flops = 2.0 * (MATMUL_SIZE as f64).powi(3);
+    let matmul_flops = 2.0 * (matmul_size as f64).powi(3);
     let rate = |flops: f64, seconds: Seconds| Rate {
         seconds,
         tflops: flops / seconds.median / 1e12,
@@ -129,6 +132,7 @@ fn bench<T: Element>(
         forward: rate(spec.flops_forward(area), Seconds::of(forward)),
         backward: has_backward.then(|| rate(spec.flops_backward(area), Seconds::of(backward))),
         matmul: rate(matmul_flops, matmul),
+        matmul_size,
         check: check_ends(mask, spec, inputs, &run.outputs()),
     }
 }

@@ -13,7 +13,7 @@ mod collective_shape;
 mod contents;
 mod timed;
 
-pub use attention::{AttentionBench, MATMUL_SIZE, Rate, Seconds, bench_attention};
+pub use attention::{AttentionBench, Rate, Seconds, bench_attention};
 pub use calibrate::calibrate;
 pub use clock::{MeasureError, MeasuredClock};
 pub use collective_shape::CollectiveShape;

@@ -3,7 +3,7 @@
 use counterpoint_console::{
     CliError, Progress, arguments::dtype_name, device, input::random_inputs, mask_argument,
 };
-use counterpoint_measure::{AttentionBench, MATMUL_SIZE, Rate as Measured, Seconds, bench_attention};
+use counterpoint_measure::{AttentionBench, Rate as Measured, Seconds, bench_attention};
 use counterpoint_plan::DType;
 use counterpoint_report::{BenchRow, Rate, Statistics, format_flops};
 use rayon::ThreadPoolBuilder;
@@ -22,7 +22,7 @@ pub(super) fn measure(sizes: &Sizes, progress: &Progress) -> Result<Section, Cli
         .build()
         .map_err(|error| CliError::Threads { threads, reason: error.to_string() })?;
     let mut section = Section::new(format!(
-        "attention kernels, one rank, {threads} threads; vs baseline: rate over that of a {MATMUL_SIZE}^3 matrix product"
+        "attention kernels, one rank, {threads} threads; vs baseline: rate over that of a matrix product"
     ));
     let (goal_rows, rows, heads) = (sizes.goal_rows, sizes.rows, sizes.heads);
     let documents = [rows / 2, rows / 4, rows / 8, rows / 16, rows / 16].map(|n| n.to_string()).join(",");
@@ -51,7 +51,7 @@ pub(super) fn measure(sizes: &Sizes, progress: &Progress) -> Result<Section, Cli
             section.findings = findings(&bench, &name, dtype, sizes.goals);
         }
         let baseline = json!({
-            "name": format!("matmul {MATMUL_SIZE}^3 {}", dtype_name(dtype.accumulator())),
+            "name": format!("matmul {}^3 {}", bench.matmul_size, dtype_name(dtype.accumulator())),
             "seconds": bench.matmul.seconds,
             "tflops": bench.matmul.tflops,
         });
@@ -90,8 +90,9 @@ fn statistics(seconds: &Seconds) -> Statistics {
 fn findings(bench: &AttentionBench, mask: &str, dtype: DType, goals: Goals) -> Vec<String> {
     let percent = |measured: &Measured| format!("{:.0} %", 100.0 * measured.of_matmul);
     let mut out = vec![format!(
-        "{} matrix product {MATMUL_SIZE}^3 on {} threads: {}",
+        "{} matrix product {}^3 on {} threads: {}",
         dtype_name(dtype.accumulator()),
+        bench.matmul_size,
         bench.threads,
         format_flops(bench.matmul.tflops * 1e12)
     )];

@@ -10,7 +10,7 @@ const DOCUMENTS: [(&str, &str); 10] = [
     ("mask causal:8", "counterpoint.mask/1"),
     ("attention --mask causal:64 --cp-size 2", "counterpoint.attention/1"),
     ("bench plan --mask causal:4k --cp-size 2", "counterpoint.bench-plan/1"),
-    ("bench fresh-masks --ranks 2 --tokens 256", "counterpoint.bench-fresh-masks/1"),
+    ("bench fresh-masks --ranks 2 --tokens 64", "counterpoint.bench-fresh-masks/1"),
     (
         "simulate linear --kind row --tokens 1k --in-features 1k --out-features 1k --tp-size 2",
         "counterpoint.simulate-linear/1",

@@ -15,7 +15,7 @@ use safetensors::Dtype;
 use crate::support::{Folder, qkv, safetensors};
 
 /// How long each of these tests goes on with new cases.
-const BUDGET: Duration = Duration::from_secs(8);
+const BUDGET: Duration = Duration::from_secs(4);
 /// Of one case: they take milliseconds, and a busy machine makes them seconds.
 const PATIENCE: Duration = Duration::from_secs(90);
 

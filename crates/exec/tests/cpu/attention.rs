@@ -152,22 +152,21 @@ proptest! {
             seqlen_sink: 1, ..spec(4, 2, 16, 8, if bf16 { DType::Bf16 } else { DType::F32 })
         };
         let inputs = inputs(&mask, &spec, &mut rng);
-        for deterministic in [true, false] {
-            let outputs = [0, 1, 2].map(|stages| {
-                let stages = StageCount::Fixed(stages);
-                let config = config(cp_size, 128, stages, DispatchAlgorithm::MinHeap);
-                let plan = plan_mask(&mask, &spec, &config).unwrap();
-                let own = plan.ranks.iter().flat_map(|rank| rank.backward.get(1)).map(|stage| stage.own_rows);
-                assert!(own.clone().all(|rows| rows == if stages == StageCount::Fixed(0) { 256 } else { 0 }));
-                let run_config = RunConfig { deterministic, ..RunConfig::default() };
-                run(&plan, &spec, &inputs, &run_config).outputs
-            });
-            if deterministic {
-                prop_assert!(outputs[0] == outputs[1] && outputs[1] == outputs[2]);
-            }
-            let report = check_attention(&mask, &spec, &inputs, &outputs[0]);
-            prop_assert!(report.passed, "{:#?}", report);
-        }
+        let outputs_of = |stages, deterministic| {
+            let stages = StageCount::Fixed(stages);
+            let config = config(cp_size, 128, stages, DispatchAlgorithm::MinHeap);
+            let plan = plan_mask(&mask, &spec, &config).unwrap();
+            let own = plan.ranks.iter().flat_map(|rank| rank.backward.get(1)).map(|stage| stage.own_rows);
+            assert!(own.clone().all(|rows| rows == if stages == StageCount::Fixed(0) { 256 } else { 0 }));
+            let run_config = RunConfig { deterministic, ..RunConfig::default() };
+            run(&plan, &spec, &inputs, &run_config).outputs
+        };
+        let at_once = outputs_of(0, true);
+        prop_assert!([1, 2].iter().all(|&stages| outputs_of(stages, true) == at_once));
+        // The reference takes longer than all of these: it judges one of both modes.
+        let judged = if seed % 2 == 0 { at_once } else { outputs_of(0, false) };
+        let report = check_attention(&mask, &spec, &inputs, &judged);
+        prop_assert!(report.passed, "{:#?}", report);
     }
 
     /// Without that mode, too, the order of sums is the plan's, not that of arrival: delays change no bit.
