@@ -52,14 +52,16 @@ step() {
     times+=("$((SECONDS - begin)) s  $*")
 }
 # With MPI in one go, so that nothing is compiled twice; what most build is without it, and linted as well. Tests are the same.
-with_mpi=(--workspace --features counterpoint-exec/mpi,counterpoint-cli/mpi --locked)
+features=counterpoint-exec/mpi,counterpoint-cli/mpi
+with_mpi=(--workspace --features "$features" --locked)
 step cargo fmt --all --check
 step cargo clippy "${with_mpi[@]}" --all-targets -- -D warnings
 step cargo clippy --workspace --locked -- -D warnings
 step cargo test "${with_mpi[@]}" --no-run
 if cargo nextest --version >/dev/null 2>&1; then
-    # Many tests wait for most of their time: here those of all crates run at the same time, and none runs for long unseen.
-    step cargo nextest run "${with_mpi[@]}"
+    # Many tests wait for most of their time: here those of all crates run at the same time, more of them than there are cores, and
+    # none runs for long unseen.
+    step cargo nextest run "${with_mpi[@]}" --test-threads $(($(nproc) + ($(nproc) + 1) / 2))
     step cargo test "${with_mpi[@]}" --doc
 else
     # Compiling nextest would take longer than it saves.
@@ -69,8 +71,8 @@ for example in examples/*/; do
     # Built with the tests.
     step "${CARGO_TARGET_DIR:-target}/debug/examples/$(basename "$example")"
 done
-# With a real PyTorch, which it installs below target/.
-step python/test.sh
-RUSTDOCFLAGS="-D warnings" step cargo doc --workspace --no-deps --locked --quiet
+# With a real PyTorch, which it installs below target/. What the tests of Rust were built from is not compiled again.
+COUNTERPOINT_FEATURES=$features step python/test.sh
+RUSTDOCFLAGS="-D warnings" step cargo doc "${with_mpi[@]}" --no-deps --quiet
 printf '%s\n' "${times[@]}"
 echo "== all of it passed"

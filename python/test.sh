@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Everything that must hold of the Python package: formatted, linted, typed, and tested against a real PyTorch, which is installed
 # below target/ without the CUDA libraries that it links to: stand-ins are enough where there is no GPU. Arguments go to pytest.
+# COUNTERPOINT_FEATURES has cargo's features of the module, with commas between; none unless it is set.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -39,8 +40,9 @@ if [ "$(cat "$environment/installed.txt" 2>/dev/null)" != "$wanted" ]; then
 fi
 export PATH=$environment/bin:$PATH VIRTUAL_ENV=$environment
 
+build=(--locked ${COUNTERPOINT_FEATURES:+--features "$COUNTERPOINT_FEATURES"})
 echo "== building counterpoint into it"
-maturin develop --quiet --locked
+maturin develop --quiet "${build[@]}"
 ruff format --check --quiet python
 ruff check --quiet python
 mypy
@@ -48,12 +50,15 @@ python -m pytest "$@"
 
 # Of the whole, not of tests that were asked for by name.
 if [ $# -gt 0 ]; then exit; fi
-echo "== pip install . into a fresh environment, as a development build"
+echo "== a wheel by pip, installed into a fresh environment, as a development build"
 fresh=$target/pip-install
 trap 'rm -rf "$fresh"' EXIT
 rm -rf "$fresh"
 python -m venv "$fresh"
-MATURIN_PEP517_ARGS="--profile dev --locked" "$fresh/bin/python" -m pip install --quiet --disable-pip-version-check .
+pip=(pip --quiet --disable-pip-version-check)
+# By the environment's Python, for which all of it is compiled already.
+MATURIN_PEP517_ARGS="--profile dev ${build[*]}" python -m "${pip[@]}" wheel --no-deps --wheel-dir "$fresh" .
+"$fresh/bin/python" -m "${pip[@]}" install "$fresh"/counterpoint-*.whl
 cd "$fresh"
 found=$(bin/python -I -c 'import counterpoint as cp; print(cp.__file__, cp.Mask.causal(9).area)')
 case $found in "$fresh"/*" 45") ;; *) echo "what pip installed says $found"; exit 1 ;; esac
