@@ -260,7 +260,8 @@ class Plan:
         `graph` was made with `keep_graph=True` and captured calls of this plan, or was updated to it; `new` is of the same
         group, for tensors of the same shapes. Replays that are on their way are not changed. Call it on the stream that
         replays, while no other thread does; `graph.instantiate()` brings the plan back that was captured. On several ranks
-        every rank updates its own graph, and `new` has been called once, forward and backward.
+        every rank updates its own graph, and `new` has been called once, forward and backward. Plans with `stages=0`, on ranks
+        with multiples of 128 rows, have the same operations for all masks, as an update needs.
         """
         from counterpoint.graphs import update_graph
 

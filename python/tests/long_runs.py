@@ -151,8 +151,8 @@ class Neighbour:
         self.stream = torch.cuda.Stream(group.device) if self.is_gpu else None
         self.sums = torch.ones(1 << (20 if self.is_gpu else 12), device=group.device)
         self.rounds = 0
-        # The first collective of a process group makes NCCL's communicator, and waits on the host for what the GPU does: ranks that
-        # call the group before it or behind it, as each likes, would wait for each other.
+        # The first collective of a process group makes NCCL's communicator, and waits on the host for what the GPU does: ranks
+        # that call the group before it or behind it, as each likes, would wait for each other.
         self.begin()
         if self.stream is not None:
             self.stream.synchronize()

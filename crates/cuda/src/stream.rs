@@ -92,13 +92,7 @@ impl Stream {
         };
         let mut raw = ptr::null_mut();
         // SAFETY: the pointer is to a local; the stream is destroyed in drop.
-        let mut make =
-            || unsafe { call!(driver, cuStreamCreateWithPriority(&mut raw, NON_BLOCKING, priority)) };
-        if make().is_err() {
-            // The driver wants some memory for a stream, and pools may have all.
-            device.free_unused_memory()?;
-            make()?;
-        }
+        unsafe { call!(driver, cuStreamCreateWithPriority(&mut raw, NON_BLOCKING, priority)) }?;
         Ok(Self::of(Queue { device: device.clone(), raw, owned: true, _partition: None }))
     }
 
