@@ -1,4 +1,4 @@
-"""Tuned plans: linear layers of a group run as a file of `counterpoint tune gemm` says, where it is for them."""
+"""Tuned plans: layers of a group run as a file of `counterpoint tune` says, where it is for them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import counterpoint as cp
 torch = pytest.importorskip("torch")
 from ranks import Ranks  # noqa: E402
 
-from counterpoint.nn import ColumnParallelLinear, LayerPass, RowParallelLinear  # noqa: E402
+from counterpoint.nn import ColumnParallelLinear, ExpertLayer, LayerPass, RowParallelLinear  # noqa: E402
 
 SIZE, TOKENS, WIDE, NARROW = 4, 64, 32, 24
 GROUPS = (3, 8, 5)
@@ -89,12 +89,35 @@ def test_a_file_that_is_not_for_the_group_is_said_and_not_used(ranks: Ranks, tmp
     assert all(found["row"] != OTHER for found in [first, *rest]) and not any(found["said"] for found in rest)
     old = written(tmp_path / "profiles" / "tuned-plans.json", plan(device()), version=1)
     first, *rest = ranks.run(passes, True, str(tmp_path / "profiles"))
-    assert len(first["said"]) == 1 and "version 1" in first["said"][0] and "tune gemm" in first["said"][0]
+    assert len(first["said"]) == 1 and "version 1" in first["said"][0] and "tune again" in first["said"][0]
     assert all(found["row"] != OTHER for found in [first, *rest])
     # A file of one's own is an error, of all ranks.
     assert all("version 1" in said and old in said for said in ranks.run(refused, old))
     assert all("missing.json" in said for said in ranks.run(refused, str(tmp_path / "missing.json")))
     assert all("tuned is 7" in said for said in ranks.run(refused, 7))
+
+
+def test_experts_run_as_they_were_tuned(tmp_path: pathlib.Path) -> None:
+    ids = [torch.tensor([[0, 1], [2, 3], [1, 2]]), torch.tensor([[3, 0], [0, 2], [1, 3]])]
+    routing, fewer = cp.Routing.top_k(4, ids), cp.Routing.top_k(4, [ids[0], ids[1][:2]])
+    shape = {"device": device(), "transport": "threads", "ranks": 2, "ranks_per_node": 2, "kind": "dispatch", "experts": 4}
+    sizes = {"pass": "forward", "tokens": 6, "rows": 12, "in_features": 8, "out_features": 5, "dtype": "f32"}
+    groups, times = {"count": 3, "growth": 150}, {"seconds": 1e-9, "sequential_seconds": 1.0}
+    found = {"policy": "signals", "groups": groups, "search": "predictive"} | times
+    path = tmp_path / "plans.json"
+    path.write_text(json.dumps({"version": 2, "plans": [], "experts": [shape | sizes | found]}))
+    results = []
+    for tuned in (path, False):
+        with closing(cp.LocalGroup(2, tuned=tuned)) as group:
+            torch.manual_seed(1)
+            layer = ExpertLayer("dispatch", 8, 5, 4, group=group, dtype=torch.float32)
+            assert (layer.passes(routing).forward == ("signals", 3, 150)) == (tuned is path)
+            assert layer.passes(routing).backward != ("signals", 3, 150)
+            results.append(layer(torch.ones(6, 8), routing).detach())
+            other = ExpertLayer("combine", 8, 5, 4, group=group, dtype=torch.float32)
+            assert other.passes(fewer).forward != ("signals", 3, 150)
+            assert group._native.tuned[2] == (1 if tuned is path else 0)
+    assert torch.equal(*results)
 
 
 def test_ranks_of_one_process_follow_their_own(tmp_path: pathlib.Path) -> None:

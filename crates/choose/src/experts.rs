@@ -8,6 +8,9 @@ use counterpoint_schedule::{
     WeightGradient, WorkerShare, Workload, lower_expert_backward, lower_expert_forward, simulate,
 };
 
+use crate::linear::LinearMachine;
+use crate::tuned::{TunedExpertShape, TunedPass};
+
 /// Numbers of groups that are tried: each costs the start of a collective and of a product.
 const COUNTS: [usize; 6] = [1, 2, 3, 4, 6, 8];
 /// Percents by which groups grow that are tried: small first groups where products wait for what arrives, small last ones where it is
@@ -27,6 +30,20 @@ pub enum ExpertDirection {
     Forward,
     /// `dx` and what becomes of the gradients of the weights.
     Backward(WeightGradient),
+}
+
+impl ExpertDirection {
+    /// What tuned passes are told apart by.
+    pub fn tuned_pass(self) -> TunedPass {
+        match self {
+            Self::Forward => TunedPass::Forward,
+            Self::Backward(WeightGradient::Frozen | WeightGradient::Deferred) => TunedPass::InputGradient,
+            Self::Backward(WeightGradient::Written) => TunedPass::WrittenGradient,
+            Self::Backward(WeightGradient::Accumulated(dtype) | WeightGradient::Replaced(dtype)) => {
+                TunedPass::AddedGradient(dtype)
+            }
+        }
+    }
 }
 
 /// A way to run a pass, and what it is predicted to take.
@@ -60,6 +77,52 @@ impl ExpertChoice {
     pub fn under(&self, policy: &OverlapPolicy) -> Option<&ExpertCandidate> {
         let under = self.candidates.iter().filter(|one| one.policy == *policy);
         under.min_by(|a, b| a.seconds.total_cmp(&b.seconds))
+    }
+}
+
+impl LinearMachine {
+    /// The policy and the groups of a pass of a layer of experts on these ranks: those that were tuned for as many tokens and rows, where they
+    /// were, else those that are predicted to end first. Under a policy that is named, its groups.
+    ///
+    /// # Errors
+    /// As [`expert_pass`].
+    pub fn expert_way(
+        &self,
+        spec: ExpertSpec,
+        routing: &Arc<Routing>,
+        direction: ExpertDirection,
+        named: Option<OverlapPolicy>,
+    ) -> Result<(OverlapPolicy, ExpertGroups), SimulateError> {
+        if let Some(policy) = named.filter(|policy| !policy.overlaps_by_groups()) {
+            return Ok((policy, ExpertGroups::default()));
+        }
+        if let Some(tuned) = self.tuned_experts(&spec, routing, direction, named) {
+            return Ok(tuned);
+        }
+        let choice = expert_pass(spec, routing, direction, &[self.transport], &self.topology, &self.cost)?;
+        Ok(match named {
+            None => (choice.chosen().policy, choice.chosen().groups),
+            Some(policy) => (policy, choice.under(&policy).map_or(ExpertGroups::even(4), |best| best.groups)),
+        })
+    }
+
+    fn tuned_experts(
+        &self,
+        spec: &ExpertSpec,
+        routing: &Routing,
+        direction: ExpertDirection,
+        named: Option<OverlapPolicy>,
+    ) -> Option<(OverlapPolicy, ExpertGroups)> {
+        let tuned = self.tuned.as_ref()?;
+        let shape = TunedExpertShape::of(spec, routing, direction.tuned_pass(), self.topology, &tuned.place)?;
+        if let Some(policy) = named {
+            return Some((policy, tuned.plans.experts.under(&shape, &policy.to_string())?.groups));
+        }
+        let runs = |policy: OverlapPolicy| {
+            RankTransport::any_of(&[self.transport], &policy, Workload::Experts).is_ok()
+        };
+        let found = tuned.plans.experts.fastest(&shape, |policy| policy.parse().is_ok_and(runs))?;
+        Some((found.policy.parse().ok()?, found.groups))
     }
 }
 

@@ -22,6 +22,7 @@ mod receive_layers;
 mod remembered;
 mod stages;
 mod training_step;
+mod tuned;
 
 pub use closed_form::{Prediction, RankPrediction, StagePrediction};
 pub use device_model::{DEVICE_MODEL_VERSION, DeviceModel};
@@ -32,10 +33,8 @@ pub use error::ChooseError;
 pub use experts::{ExpertCandidate, ExpertChoice, ExpertDirection, expert_pass, expert_programs};
 pub use hosts::UnweighedOffload;
 pub use linear::{
-    ClockError, GemmExchange, GemmExchangeSeconds, GroupSearch, GroupSearcher, LayerGroups, LinearMachine,
-    LinearPass, LinkUse, PassClock, PassCosts, PassCurves, ProductStart, SearchStep, SimulatedClock,
-    TUNING_VERSION, TunedGroups, TunedHere, TunedPass, TunedPlace, TunedPlans, TunedShape, TuningError,
-    compositions,
+    ClockError, GemmExchange, GemmExchangeSeconds, GroupSearcher, LayerGroups, LinearMachine, LinearPass,
+    LinkUse, PassClock, PassCosts, PassCurves, ProductStart, SearchStep, SimulatedClock, compositions,
 };
 pub use overview::PlanOverview;
 pub use owners::{dispatch, dispatch_keys, dispatch_queries};
@@ -45,3 +44,7 @@ pub use planner::{
 pub use policies::{PassChoice, PolicyCandidate, PolicyChoice, attention_policies};
 pub use prediction::AttentionPrediction;
 pub use training_step::{LayerPart, LayerPrediction, Parallelism, StepError, StepPrediction, StepSpec};
+pub use tuned::{
+    GroupSearch, TUNING_VERSION, Tuned, TunedExpertShape, TunedExperts, TunedGroups, TunedHere, TunedList,
+    TunedPass, TunedPlace, TunedPlans, TunedShape, TuningError,
+};

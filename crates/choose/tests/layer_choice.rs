@@ -28,7 +28,7 @@ fn machine(transport: RankTransport, meets: bool, topology: Topology) -> LinearM
             (CostModel { sharing, ..CostModel::H200 }, WorkerSharing::H200.communication)
         }
     };
-    LinearMachine { overlaps: transport.pass_overlaps(meets, workers), topology, cost, tuned: None }
+    LinearMachine::new(transport, transport.pass_overlaps(meets, workers), topology, cost)
 }
 
 fn layers([tokens, hidden, local]: [usize; 3], tp_size: usize) -> impl Iterator<Item = LinearSpec> {

@@ -54,6 +54,8 @@ pub enum Schema {
     SimulateModel,
     /// A product of `tune gemm`.
     TuneGemm,
+    /// A pass of `tune moe`.
+    TuneMoe,
     /// What `tune gemm` sums up.
     TuneGemmSummary,
     /// `selftest`.
@@ -97,6 +99,7 @@ impl Schema {
             Self::SimulateLinear => "counterpoint.simulate-linear/1",
             Self::SimulateModel => "counterpoint.simulate-model/1",
             Self::TuneGemm => "counterpoint.tune-gemm/2",
+            Self::TuneMoe => "counterpoint.tune-moe/1",
             Self::TuneGemmSummary => "counterpoint.tune-gemm-summary/1",
             Self::Selftest => "counterpoint.selftest/1",
             Self::SelftestPart => "counterpoint.selftest-part/1",

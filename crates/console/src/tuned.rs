@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use counterpoint_choose::{TunedGroups, TunedPlans};
+use counterpoint_choose::TunedPlans;
 use counterpoint_exec::SlowLink;
 use counterpoint_files::{Destination, FileLock, check_writable, write_atomically};
 
@@ -25,7 +25,7 @@ const LOCK_LIMIT: Duration = Duration::from_secs(30);
 /// The flag that names the file.
 const FLAG: &str = "--plans";
 
-/// What was tuned on this machine, and maybe on others whose plans lie in the same file: what linear layers take their groups from.
+/// What was tuned on this machine, and maybe on others whose plans lie in the same file: what layers take their groups from.
 pub fn kept() -> Result<TunedPlans, CliError> {
     // Without a folder nothing was kept.
     kept_file()?.map_or_else(|| Ok(TunedPlans::default()), |path| read(&path))
@@ -102,13 +102,13 @@ impl TunedFile {
         &self.path
     }
 
-    /// Adds plans to what the file holds by now, which other processes may have added to, and writes it whole or not at all.
-    pub fn keep(&mut self, plans: Vec<TunedGroups>) -> Result<(), CliError> {
+    /// Adds to what the file holds by now, which other processes may have added to, and writes it whole or not at all.
+    pub fn keep(&mut self, add: impl FnOnce(&mut TunedPlans)) -> Result<(), CliError> {
         let lock = FileLock::acquire(&self.target, LOCK_LIMIT)
             .map_err(|source| CliError::Locked { flag: FLAG, source })?;
         interrupt::not_during(|| {
             self.plans = read(&self.target)?;
-            plans.into_iter().for_each(|plan| self.plans.insert(plan));
+            add(&mut self.plans);
             let written = write_atomically(&self.target, self.plans.to_json().as_bytes());
             drop(lock);
             written.map_err(|source| CliError::Output { flag: FLAG, source })

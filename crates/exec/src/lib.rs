@@ -66,7 +66,8 @@ pub use cpu_transport::{CpuCollective, CpuTransport};
 pub use environment::EnvironmentVariable;
 pub use error::{ExecError, Stall};
 pub use experts::{
-    ExpertInputs, ExpertLayer, ExpertOptions, ExpertOutputs, ExpertPass, ExpertPasses, run_experts_on,
+    ExpertInputs, ExpertLayer, ExpertOptions, ExpertOutputs, ExpertOverlap, ExpertPass, ExpertPasses,
+    run_experts_on,
 };
 pub use fault::{FaultInjection, FaultKind, FaultPoint};
 pub use global_buffer::GlobalBuffer;

@@ -47,7 +47,7 @@ pub trait Machine: Sized {
         0..world_size
     }
 
-    /// What so many ranks can do with passes of linear layers, and what these cost. The same on all ranks.
+    /// What so many ranks can do with passes of layers, and what these cost. The same on all ranks.
     fn linear(&self, ranks: usize) -> LinearMachine;
 
     /// Backend and transport of every rank of `world` that is in this process, in the order of ranks.
@@ -134,5 +134,5 @@ pub(crate) fn linear_on_cpus(ranks: usize, slow_link: Option<SlowLink>) -> Linea
             topology.ranks_per_node = network.topology.ranks_per_node.min(ranks);
         }
     }
-    LinearMachine { overlaps, topology, cost, tuned: None }
+    LinearMachine::new(RankTransport::Cpu, overlaps, topology, cost)
 }

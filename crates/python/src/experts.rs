@@ -2,13 +2,12 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use counterpoint_choose::{ExpertDirection, expert_pass};
 use counterpoint_exec::{
-    Backend, BufferAccess, ExecError, ExpertLayer, ExpertOptions, ExpertPass, ExpertPasses, Group, LayerCall,
-    Machine, Ticket,
+    Backend, BufferAccess, ExecError, ExpertLayer, ExpertOptions, ExpertOverlap, ExpertPasses, Group,
+    LayerCall, Machine, Ticket,
 };
-use counterpoint_plan::{ExpertCapacity, ExpertGroups, ExpertKind, ExpertSpec, Routing};
-use counterpoint_schedule::{OverlapPolicy, RankTransport, WeightGradient};
+use counterpoint_plan::{ExpertCapacity, ExpertKind, ExpertSpec, Routing};
+use counterpoint_schedule::{OverlapPolicy, WeightGradient};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
@@ -22,7 +21,7 @@ pub(crate) struct ExpertFields {
     spec: ExpertSpec,
     experts: usize,
     gradient: WeightGradient,
-    /// Without one, each pass as it is predicted to end first.
+    /// Without one, each pass as it was tuned or is predicted to end first.
     policy: Option<OverlapPolicy>,
 }
 
@@ -80,8 +79,6 @@ impl ExpertKey {
 pub(crate) struct ExpertCall {
     pub(crate) key: ExpertKey,
     pub(crate) call: LayerCall,
-    /// Of the group's ranks.
-    pub(crate) transport: RankTransport,
     /// PyTorch's current stream, where there are streams.
     pub(crate) stream: u64,
     /// With the rows of all ranks here.
@@ -92,6 +89,8 @@ pub(crate) struct ExpertCall {
 pub(crate) trait ExpertEngine: Send + Sync {
     /// On the CPU it returns once the results are written; on a device once they are on their way on the stream.
     fn call(&self, call: &ExpertCall) -> Result<(), ExecError>;
+    /// How the passes of a layer are run.
+    fn passes(&self, key: &ExpertKey) -> Result<ExpertPasses, ExecError>;
 }
 
 /// The layers of experts of a group: those that are ready, each under one routing, and how the passes of each are run.
@@ -119,7 +118,7 @@ where
         call: &ExpertCall,
         streams: Option<&[&Arc<<M::Backend as Backend>::Stream>]>,
     ) -> Result<Vec<Ticket<M::Backend>>, ExecError> {
-        let ExpertCall { key, call, transport, tensors, .. } = call;
+        let ExpertCall { key, call, tensors, .. } = call;
         let buffers = split(group, key, tensors)?;
         let named: Vec<Vec<_>> = buffers
             .iter()
@@ -127,9 +126,10 @@ where
             .collect();
         let make = || {
             let ExpertFields { spec, experts, gradient, .. } = key.layer;
-            let (passes, capacity) = (self.passes_of(group, key, *transport)?, ExpertCapacity::default());
+            let (passes, capacity) = (self.passes_of(group, key)?, ExpertCapacity::default());
+            let overlap = ExpertOverlap::Passes(passes);
             let mut layer =
-                ExpertLayer::new(group, ExpertOptions { spec, experts, gradient, capacity, passes })?;
+                ExpertLayer::new(group, ExpertOptions { spec, experts, gradient, capacity, overlap })?;
             layer.route(key.routing.clone())?;
             Ok(layer)
         };
@@ -137,36 +137,18 @@ where
     }
 
     /// How the passes of a layer are run: found once, for predicting takes longer than a step should.
-    fn passes_of(
+    pub(crate) fn passes_of(
         &self,
         group: &Group<M>,
         ExpertKey { layer, routing }: &ExpertKey,
-        transport: RankTransport,
     ) -> Result<ExpertPasses, ExecError> {
         let mut all = self.passes.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((_, passes)) = all.iter().find(|(known, _)| known == layer) {
             return Ok(*passes);
         }
-        let machine = group.linear();
-        let pass = |direction: ExpertDirection| -> Result<ExpertPass, ExecError> {
-            if let Some(policy) = layer.policy.filter(|policy| !policy.overlaps_by_groups()) {
-                return Ok(ExpertPass { policy, groups: ExpertGroups::default() });
-            }
-            let (topology, cost) = (&machine.topology, &machine.cost);
-            let choice = expert_pass(layer.spec, routing, direction, &[transport], topology, cost)
-                .map_err(|error| refused("layer", &error.to_string()))?;
-            Ok(match layer.policy {
-                None => ExpertPass { policy: choice.chosen().policy, groups: choice.chosen().groups },
-                Some(policy) => {
-                    let groups = choice.under(&policy).map_or(ExpertGroups::even(4), |best| best.groups);
-                    ExpertPass { policy, groups }
-                }
-            })
-        };
-        let passes = ExpertPasses {
-            forward: pass(ExpertDirection::Forward)?,
-            backward: pass(ExpertDirection::Backward(layer.gradient))?,
-        };
+        let ExpertFields { spec, gradient, policy, .. } = *layer;
+        let overlap = policy.map_or(ExpertOverlap::Predicted, ExpertOverlap::Policy);
+        let passes = overlap.passes(group.linear(), spec, routing, gradient)?;
         all.push((layer.clone(), passes));
         Ok(passes)
     }

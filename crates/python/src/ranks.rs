@@ -9,7 +9,8 @@ use counterpoint_choose::TunedPlace;
 use counterpoint_console::{device::cpu_name, tuned::transport_of_threads};
 use counterpoint_cuda::{CudaMachine, CudaProcess, Device, Timing, TransportKind};
 use counterpoint_exec::{
-    CpuMachine, ExecError, Group, JoinConfig, Machine, PlanningThreads, Rendezvous, SlowLink, WorldConfig,
+    CpuMachine, ExecError, ExpertPass, Group, JoinConfig, Machine, PlanningThreads, Rendezvous, SlowLink,
+    WorldConfig,
 };
 use counterpoint_plan::{PlanCache, Topology};
 use pyo3::prelude::*;
@@ -301,8 +302,23 @@ impl Ranks {
     ) -> PyResult<()> {
         let ranks = self.engine(py)?;
         let key = ExpertKey::new(layer, routing.native.clone());
-        let (call, transport) = (named_call(call), self.site.transport);
-        engine(py, || ranks.experts().call(&ExpertCall { key, call, transport, stream, tensors }))
+        let call = named_call(call);
+        engine(py, || ranks.experts().call(&ExpertCall { key, call, stream, tensors }))
+    }
+
+    /// How the passes of such a layer are run, the forward first: the overlap policy, the number of groups, and the tokens of each in percent
+    /// of those of the one before. Local.
+    fn expert_passes(
+        &self,
+        py: Python<'_>,
+        layer: ExpertFields,
+        routing: &Routing,
+    ) -> PyResult<[(String, usize, u32); 2]> {
+        let ranks = self.engine(py)?;
+        let key = ExpertKey::new(layer, routing.native.clone());
+        let passes = engine(py, || ranks.experts().passes(&key))?;
+        let pass = |pass: ExpertPass| (pass.policy.to_string(), pass.groups.count.max(1), pass.groups.growth);
+        Ok([passes.forward, passes.backward].map(pass))
     }
 
     /// Ends the group for all ranks, which hear `reason`.

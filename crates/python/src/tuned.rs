@@ -1,4 +1,4 @@
-//! What linear layers of Python follow where it was measured: plans that `counterpoint tune gemm` kept.
+//! What layers of Python follow where it was measured: plans that `counterpoint tune` kept.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -20,11 +20,10 @@ impl Raised for CliError {
 pub(crate) fn text_of(path: Option<&Path>, ranks: usize) -> Result<String, CliError> {
     let all = path.map_or_else(tuned::kept, tuned::named)?;
     let mut of_ranks = TunedPlans::default();
-    all.plans()
-        .iter()
-        .filter(|plan| plan.shape.ranks == ranks)
-        .cloned()
-        .for_each(|plan| of_ranks.insert(plan));
+    let layers = all.layers.plans().iter().filter(|plan| plan.shape.ranks == ranks);
+    layers.cloned().for_each(|plan| of_ranks.layers.insert(plan));
+    let experts = all.experts.plans().iter().filter(|plan| plan.shape.ranks == ranks);
+    experts.cloned().for_each(|plan| of_ranks.experts.insert(plan));
     Ok(of_ranks.to_json())
 }
 
@@ -42,11 +41,11 @@ pub(crate) fn following<M: Machine>(
 ) -> (Group<M>, usize) {
     let Some(plans) = plans else { return (group, 0) };
     let topology = group.linear().topology;
-    let is_for = |plan: &&counterpoint_choose::TunedGroups| {
-        let shape = &plan.shape;
-        (&shape.device, &shape.transport) == (&place.device, &place.transport)
-            && (shape.ranks, shape.ranks_per_node) == (topology.world_size, topology.ranks_per_node)
-    };
-    let count = plans.plans().iter().filter(is_for).count();
+    let here = (&place.device, &place.transport, topology.world_size, topology.ranks_per_node);
+    let layers = plans.layers.plans().iter().map(|plan| &plan.shape);
+    let layers = layers.filter(|one| (&one.device, &one.transport, one.ranks, one.ranks_per_node) == here);
+    let experts = plans.experts.plans().iter().map(|plan| &plan.shape);
+    let experts = experts.filter(|one| (&one.device, &one.transport, one.ranks, one.ranks_per_node) == here);
+    let count = layers.count() + experts.count();
     (group.with_tuned(Arc::new(TunedHere { place: place.clone(), plans })), count)
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -24,6 +24,21 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 Key = tuple[str, tuple[int, int, int], str, str, str]
 
 
+class ExpertPass(NamedTuple):
+    """How a pass of a layer is run: its overlap policy, its groups, and the tokens of each in percent of the one before."""
+
+    overlap: str
+    groups: int
+    growth: int
+
+
+class ExpertPasses(NamedTuple):
+    """How the passes of a layer are run."""
+
+    forward: ExpertPass
+    backward: ExpertPass
+
+
 class ExpertLayer(torch.nn.Module):
     """One product of every expert, `y = x W^T` with the expert's own `W`, on the ranks of a group.
 
@@ -36,8 +51,9 @@ class ExpertLayer(torch.nn.Module):
 
     `experts` counts those of all ranks, of which each rank has an equal stretch; `weight` is `[experts here, out_features,
     in_features]`. `routing` is a `counterpoint.Routing`, given for every call and the same on all ranks. Communication runs under
-    the products in groups of tokens; `overlap` names an overlap policy, and "auto" is the one that is predicted to end first with
-    the first routing that layers of these sizes are given. Results have the same bits under all of them.
+    the products in groups of tokens; `overlap` names an overlap policy, and "auto" is the one that `counterpoint tune moe` has
+    found fastest for as many tokens and rows on this machine (`Group(tuned=)`), or else is predicted to end first, with the first
+    routing that layers of these sizes are given. Results have the same bits under all of them.
 
     `group` is a `counterpoint.Group`, a process group or mesh dimension of PyTorch's, or None for all ranks. In a `LocalGroup`,
     whose ranks are all here, tensors have the rows of all of them, one rank's after the other's. With
@@ -107,8 +123,15 @@ class ExpertLayer(torch.nn.Module):
         tokens, rows = count(routing.tokens), count(routing.rows)
         return (tokens, rows) if self.kind == "dispatch" else (rows, tokens)
 
-    def _check(self, x: torch.Tensor, routing: Routing) -> None:
-        """Refuses what the layer is not for, before anything is enqueued."""
+    def passes(self, routing: Routing) -> ExpertPasses:
+        """How forward and backward are run; chosen by this routing where layers of these sizes had none yet. Local."""
+        self._check_routing(routing)
+        with self.group._named_errors():
+            forward, backward = self.group._native.expert_passes(self._key(), routing)
+        return ExpertPasses(ExpertPass(*forward), ExpertPass(*backward))
+
+    def _check_routing(self, routing: Routing) -> None:
+        """Refuses a routing of other experts or ranks."""
         if not isinstance(routing, Routing):
             raise TensorError(f"routing must be a counterpoint.Routing, not a {type(routing).__name__}")
         if (routing.experts, routing.ranks) != (self.experts, self.group.size):
@@ -116,6 +139,10 @@ class ExpertLayer(torch.nn.Module):
                 f"routing is for {routing.experts} experts on {routing.ranks} ranks; the layer has {self.experts} on "
                 f"{self.group.size}"
             )
+
+    def _check(self, x: torch.Tensor, routing: Routing) -> None:
+        """Refuses what the layer is not for, before anything is enqueued."""
+        self._check_routing(routing)
         if not isinstance(x, torch.Tensor):
             raise TensorError(f"x must be a torch.Tensor, not a {type(x).__name__}")
         wanted, what = (self.rows(routing)[0], self.in_features), "tokens" if self.kind == "dispatch" else "rows"

@@ -18,7 +18,7 @@ pub(crate) use kernels::{
     BenchAttentionArguments, BenchClock, BenchDType, BenchFreshMasksArguments, BenchKernels, BenchPass,
     BenchPlanArguments, CudaBenchArguments,
 };
-pub(crate) use moe::BenchMoeArguments;
+pub(crate) use moe::{BenchMoeArguments, MoeLayersArguments, TuneMoeArguments};
 pub(crate) use tp::{BenchTpArguments, BenchTpKind, BenchTpPass, GradientArgument};
 pub use tune::TuneCommand;
 pub(crate) use tune::{BenchBandwidthArguments, RanksArguments, SearchArgument, TuneGemmArguments};

@@ -1,11 +1,13 @@
-//! What `bench moe` accepts.
+//! What `bench moe` and `tune moe` accept.
+
+use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 use counterpoint_console::arguments::{Device, OverlapChoice, overlap, value};
 use counterpoint_exec::SlowLink;
 use counterpoint_plan::{DType, ExpertKind};
 
-use super::BenchTpPass;
+use super::{BenchTpPass, GradientArgument};
 
 /// Time layers of a mixture of experts: how much of their communication runs under their products
 #[derive(Debug, Args)]
@@ -28,6 +30,44 @@ Examples:
   counterpoint bench moe --experts 16 --choices 4 --skew 1 --kinds combine --json
   counterpoint bench moe --device cuda --tokens 4k --hidden 4k --inner 8k --experts 64")]
 pub struct BenchMoeArguments {
+    #[command(flatten)]
+    pub(crate) layers: MoeLayersArguments,
+}
+
+/// Find the groups and the policies in which layers of experts overlap best, and keep them
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Passes of the layers that `bench moe` times run under every overlap policy that runs
+on these ranks, or those that --overlap names, in the groups that are predicted to be
+fastest: --trials of them, interleaved, beside the same without overlap. Results are
+compared with f64, and their bits with those of the sequential run; a wrong one ends
+the command, and the exit status is 1.
+
+The fastest groups under every policy are kept by device, transport, ranks, kind,
+pass, gradient, experts, tokens, rows, features and type in the file of `tune gemm`.
+`bench moe` and Python's ExpertLayer run such layers as was fastest from then on, as
+programs do that give these plans to their group.
+
+Examples:
+  counterpoint tune moe --tokens 512 --hidden 512 --inner 512
+  counterpoint tune moe --device cuda --tokens 4k --hidden 4k --inner 8k --experts 64
+  counterpoint tune moe --slow-link 200,0.2 --kinds combine --passes forward --json")]
+pub struct TuneMoeArguments {
+    /// Policies and groups of a pass that are measured: of every policy at least one
+    #[arg(long, value_name = "N", default_value = "12", value_parser = clap::value_parser!(u32).range(1..=200), allow_hyphen_values = true)]
+    pub(crate) trials: u32,
+
+    /// The file that plans are kept in
+    #[arg(long, value_name = "FILE")]
+    pub(crate) plans: Option<PathBuf>,
+
+    #[command(flatten)]
+    pub(crate) layers: MoeLayersArguments,
+}
+
+/// Which layers, and how they are timed.
+#[derive(Debug, Args)]
+pub(crate) struct MoeLayersArguments {
     /// What to measure
     #[arg(long, value_enum, default_value_t = Device::Cpu)]
     pub(crate) device: Device,
@@ -72,7 +112,7 @@ pub struct BenchMoeArguments {
     #[arg(long, value_name = "NAMES", value_enum, value_delimiter = ',', default_value = "forward,backward")]
     pub(crate) passes: Vec<BenchTpPass>,
 
-    /// How communication is brought to run under computation; auto runs each pass in the way that is predicted to end first
+    /// How communication is brought to run under computation; auto is each pass as it was tuned, or else is predicted to end first
     #[arg(
         long,
         value_name = "POLICIES",
@@ -85,6 +125,10 @@ pub struct BenchMoeArguments {
     /// Element type [default: bf16 on GPUs, f32 on CPUs]
     #[arg(long, value_name = "TYPE", value_parser = value::dtype())]
     pub(crate) dtype: Option<DType>,
+
+    /// What becomes of the gradients of the weights
+    #[arg(long, value_name = "KIND", value_enum, default_value_t = GradientArgument::F32)]
+    pub(crate) gradient: GradientArgument,
 
     /// Imitate a link between CPU ranks
     #[arg(long, value_name = "ALPHA_US,GB_PER_S", value_parser = value::slow_link, allow_hyphen_values = true)]

@@ -10,13 +10,14 @@ use counterpoint_exec::SlowLink;
 use counterpoint_plan::{DType, GemmCollective};
 use counterpoint_schedule::OverlapPolicy;
 
-use super::{BenchTpPass, GradientArgument};
+use super::{BenchTpPass, GradientArgument, TuneMoeArguments};
 
 /// What to tune.
 #[derive(Debug, Subcommand)]
 #[expect(missing_docs, reason = "the help of a command is the text of its arguments")]
 pub enum TuneCommand {
     Gemm(TuneGemmArguments),
+    Moe(TuneMoeArguments),
 }
 
 /// What times are taken on.
@@ -75,8 +76,8 @@ the predicted sequence is as good as the best of all, and what searches took.
 
 Plans are kept by device, transport, ranks, pass, shape, type, collective, bias,
 gradient and policy in one file, in COUNTERPOINT_PROFILE_DIR or the user's
-configuration folder. `bench tp` runs layers of that very shape there as was fastest
-from then on, as programs do that give these plans to their group.
+configuration folder. `bench tp` and Python's layers run layers of that very shape
+there as was fastest from then on, as programs do that give these plans to their group.
 
 Examples:
   counterpoint tune gemm --m 4k --n 4k --k 4k --collective reduce-scatter --tp-size 2

@@ -2,22 +2,25 @@
 
 use std::sync::Arc;
 
-use counterpoint_choose::{ExpertDirection, expert_pass};
+use counterpoint_choose::{
+    ExpertDirection, LinearMachine, TunedExpertShape, TunedHere, TunedPlace, expert_pass,
+};
 use counterpoint_console::{
     CliError,
     arguments::{OverlapChoice, dtype_name},
 };
 use counterpoint_exec::{
-    ExecError, ExpertInputs, ExpertLayer, ExpertOptions, ExpertOutputs, ExpertPass, ExpertPasses, Group,
-    HostTensor, Machine, RankBuffers, RunConfig, RunTimes, WorldConfig, random_tensor,
+    ExecError, ExpertInputs, ExpertLayer, ExpertOptions, ExpertOutputs, ExpertOverlap, ExpertPass,
+    ExpertPasses, Group, HostTensor, LayerGradient, Machine, RankBuffers, RunConfig, RunTimes, WorldConfig,
+    random_tensor,
 };
 use counterpoint_plan::{CostModel, ExpertCapacity, ExpertGroups, ExpertKind, ExpertSpec, Routing, Topology};
 use counterpoint_reference::{LinearSample, check_experts};
 use counterpoint_report::Statistics;
-use counterpoint_schedule::{OverlapPolicy, RankTransport, StartOrder, Timeline, WeightGradient};
+use counterpoint_schedule::{OverlapPolicy, StartOrder, Timeline, WeightGradient};
 
 use super::row::{Parts, Row};
-use crate::arguments::{BenchMoeArguments, BenchTpPass};
+use crate::arguments::{BenchTpPass, MoeLayersArguments};
 use crate::hidden::Hidden;
 use crate::turns::{figure, turns};
 
@@ -27,13 +30,21 @@ const WARM_UPS: usize = 3;
 
 /// One layer.
 pub(super) struct Case<'a> {
-    pub(super) arguments: &'a BenchMoeArguments,
+    pub(super) arguments: &'a MoeLayersArguments,
     pub(super) spec: ExpertSpec,
     pub(super) routing: &'a Arc<Routing>,
-    pub(super) topology: Topology,
-    pub(super) transports: &'static [RankTransport],
     pub(super) cost: CostModel,
     pub(super) device: &'a str,
+    pub(super) place: TunedPlace,
+    pub(super) compared: &'a Compared,
+}
+
+/// Which ways are compared, beside the sequential one.
+pub(crate) enum Compared {
+    /// Those that `--overlap` names, as they were tuned where they were.
+    Asked(Arc<TunedHere>),
+    /// So many of those that are predicted to be fastest, under every policy, or each of those that `--overlap` names.
+    Fastest(usize),
 }
 
 /// A layer that runs in one of the ways that are compared.
@@ -63,12 +74,29 @@ impl Case<'_> {
         let sequential = OverlapPolicy::new(StartOrder::Sequential);
         let alone = ExpertPass { policy: sequential, groups: ExpertGroups::default() };
         let mut asked = vec![(sequential.to_string(), ExpertPasses { forward: alone, backward: alone })];
-        for choice in &self.arguments.overlap {
-            let passes = ExpertPasses {
-                forward: self.pass(choice, ExpertDirection::Forward)?,
-                backward: self.pass(choice, ExpertDirection::Backward(self.gradient()))?,
-            };
-            asked.push((choice.to_string(), passes));
+        let linear = LinearMachine { cost: self.cost, ..group.linear().clone() };
+        match self.compared {
+            Compared::Asked(tuned) => {
+                let linear = LinearMachine { tuned: Some(tuned.clone()), ..linear };
+                for choice in &self.arguments.overlap {
+                    let overlap = match choice {
+                        OverlapChoice::Named(policy) => ExpertOverlap::Policy(*policy),
+                        OverlapChoice::Auto => ExpertOverlap::Predicted,
+                    };
+                    let passes = overlap.passes(&linear, self.spec, self.routing, self.gradient());
+                    asked.push((choice.to_string(), passes.map_err(failed)?));
+                }
+            }
+            Compared::Fastest(trials) => {
+                let forward = self.fastest(&linear, ExpertDirection::Forward, *trials)?;
+                let backward = self.fastest(&linear, self.backward(), *trials)?;
+                // Of a pass that has fewer, they are tried again.
+                let of = |all: &[ExpertPass], at: usize| all.get(at % all.len().max(1)).copied();
+                for at in 0..forward.len().max(backward.len()) {
+                    let [forward, backward] = [&forward, &backward].map(|all| of(all, at).unwrap_or(alone));
+                    asked.push(("trial".to_owned(), ExpertPasses { forward, backward }));
+                }
+            }
         }
         let mut ways: Vec<Way<M>> = Vec::new();
         let (mut tensors, mut first) = (None, None);
@@ -79,35 +107,52 @@ impl Case<'_> {
         for &pass in &self.arguments.passes {
             self.measure(machine, pass, &mut ways, tensors).map_err(failed)?;
         }
-        let passes = self.arguments.passes.iter().enumerate();
+        let (passes, topology) = (self.arguments.passes.iter().enumerate(), group.linear().topology);
         let rows = passes.flat_map(|(at, &pass)| {
             let ways = &ways;
-            ways.iter().filter_map(move |way| self.row(pass, at, way, &ways[0]))
+            ways.iter().filter_map(move |way| self.row((pass, at), topology, way, &ways[0]))
         });
         Ok(rows.collect())
     }
 
     fn gradient(&self) -> WeightGradient {
-        WeightGradient::Accumulated(self.spec.dtype.accumulator())
+        match self.arguments.gradient.gradient(self.spec.dtype) {
+            LayerGradient::Frozen => WeightGradient::Frozen,
+            LayerGradient::Accumulated(dtype) => WeightGradient::Accumulated(dtype),
+            _ => WeightGradient::Written,
+        }
     }
 
-    /// How a pass is run that was asked for so.
-    fn pass(&self, choice: &OverlapChoice, direction: ExpertDirection) -> Result<ExpertPass, CliError> {
-        let choose = || {
-            let Self { spec, routing, transports, topology, cost, .. } = self;
-            expert_pass(*spec, routing, direction, transports, topology, cost)
-                .map_err(|source| CliError::Predict { source })
+    fn backward(&self) -> ExpertDirection {
+        ExpertDirection::Backward(self.gradient())
+    }
+
+    /// So many ways to run a pass, those first that are predicted to be fastest; of every policy at least one.
+    fn fastest(
+        &self,
+        machine: &LinearMachine,
+        direction: ExpertDirection,
+        trials: usize,
+    ) -> Result<Vec<ExpertPass>, CliError> {
+        let LinearMachine { transport, topology, cost, .. } = machine;
+        let choice = expert_pass(self.spec, self.routing, direction, &[*transport], topology, cost)
+            .map_err(|source| CliError::Predict { source })?;
+        let asked = &self.arguments.overlap;
+        let is_asked = |policy: &OverlapPolicy| {
+            let all = asked.contains(&OverlapChoice::Auto);
+            policy.start != StartOrder::Sequential && (all || asked.contains(&OverlapChoice::Named(*policy)))
         };
-        let OverlapChoice::Named(policy) = choice else {
-            let choice = choose()?;
-            let chosen = choice.chosen();
-            return Ok(ExpertPass { policy: chosen.policy, groups: chosen.groups });
-        };
-        let groups = match policy.overlaps_by_groups() {
-            true => choose()?.under(policy).map_or(ExpertGroups::even(4), |best| best.groups),
-            false => ExpertGroups::default(),
-        };
-        Ok(ExpertPass { policy: *policy, groups })
+        let mut candidates: Vec<_> = choice.candidates.iter().filter(|one| is_asked(&one.policy)).collect();
+        candidates.sort_by(|a, b| a.seconds.total_cmp(&b.seconds));
+        let mut policies: Vec<OverlapPolicy> = Vec::new();
+        let (first_of_policy, others): (Vec<_>, Vec<_>) = candidates.into_iter().partition(|one| {
+            let is_first = !policies.contains(&one.policy);
+            policies.extend(is_first.then_some(one.policy));
+            is_first
+        });
+        let trials = trials.max(first_of_policy.len());
+        let all = first_of_policy.into_iter().chain(others).take(trials);
+        Ok(all.map(|one| ExpertPass { policy: one.policy, groups: one.groups }).collect())
     }
 
     fn inputs(&self) -> ExpertInputs {
@@ -131,7 +176,10 @@ impl Case<'_> {
             weight: random_tensor(shape.clone(), dtype, seed.wrapping_add(7)),
             dy: Some(tensors(out_features, kind == ExpertKind::Dispatch, 2)),
             // So that the gradient of the first backward can be told.
-            main_grad: Some(HostTensor::zeros(shape, dtype.accumulator())),
+            main_grad: match self.gradient() {
+                WeightGradient::Accumulated(into) => Some(HostTensor::zeros(shape, into)),
+                _ => None,
+            },
         }
     }
 
@@ -150,7 +198,7 @@ impl Case<'_> {
             experts: self.routing.experts(),
             gradient: self.gradient(),
             capacity: ExpertCapacity::default(),
-            passes,
+            overlap: ExpertOverlap::Passes(passes),
         };
         let mut layer = ExpertLayer::new(group, options)?;
         let tensors = match tensors {
@@ -173,7 +221,10 @@ impl Case<'_> {
         let outputs = ExpertOutputs {
             y,
             dx: Some(layer.download(&dx)?),
-            dweight: zeros.map(|sums| layer.gather_weight(&sums)).transpose()?,
+            dweight: zeros
+                .or_else(|| layer.weight_gradient())
+                .map(|gradient| layer.gather_weight(&gradient))
+                .transpose()?,
         };
         let sample = LinearSample::Spread(SAMPLED);
         let mut checked = check_experts(&self.spec, self.routing, inputs, &outputs, sample)
@@ -210,7 +261,19 @@ impl Case<'_> {
         Ok(())
     }
 
-    fn row<M: Machine>(&self, pass: BenchTpPass, at: usize, way: &Way<M>, plain: &Way<M>) -> Option<Row> {
+    /// What a tuned pass would be for.
+    fn shape(&self, pass: BenchTpPass, topology: Topology) -> Option<TunedExpertShape> {
+        let direction = if pass == BenchTpPass::Forward { ExpertDirection::Forward } else { self.backward() };
+        TunedExpertShape::of(&self.spec, self.routing, direction.tuned_pass(), topology, &self.place)
+    }
+
+    fn row<M: Machine>(
+        &self,
+        (pass, at): (BenchTpPass, usize),
+        topology: Topology,
+        way: &Way<M>,
+        plain: &Way<M>,
+    ) -> Option<Row> {
         let seconds = |way: &Way<M>| -> Vec<f64> { way.runs[at][1].iter().map(Timeline::duration).collect() };
         let (statistics, sequential) = (Statistics::of(&seconds(way))?, Statistics::of(&seconds(plain))?);
         let parts = Parts::of(&plain.runs[at][0]);
@@ -221,7 +284,8 @@ impl Case<'_> {
             BenchTpPass::Backward => way.passes.backward,
         };
         let rows: usize = self.routing.rows().iter().sum();
-        let products = if pass == BenchTpPass::Forward { 1.0 } else { 2.0 };
+        let has_one = pass == BenchTpPass::Forward || self.gradient() == WeightGradient::Frozen;
+        let products = if has_one { 1.0 } else { 2.0 };
         let flops = products * 2.0 * (rows * self.spec.in_features) as f64 * self.spec.out_features as f64;
         Some(Row {
             kind: self.spec.kind.to_string(),
@@ -236,6 +300,8 @@ impl Case<'_> {
             overlap: way.overlap.clone(),
             policy: policy.to_string(),
             groups: groups.to_string(),
+            cut: groups,
+            shape: self.shape(pass, topology),
             tflops: flops / self.routing.ranks() as f64 / statistics.median / 1e12,
             seconds: statistics,
             sequential_seconds: sequential.median,

@@ -1,5 +1,7 @@
 //! Rows of `bench moe`.
 
+use counterpoint_choose::TunedExpertShape;
+use counterpoint_plan::ExpertGroups;
 use counterpoint_report::{Column, Statistics, median};
 use counterpoint_schedule::{SpanKind, Timeline};
 use serde::Serialize;
@@ -9,9 +11,9 @@ use crate::turns::efficiency_text;
 
 /// One pass of one layer in one way.
 #[derive(Clone, Debug, Serialize)]
-pub(super) struct Row {
+pub(crate) struct Row {
     pub(super) kind: String,
-    pub(super) pass: BenchTpPass,
+    pub(crate) pass: BenchTpPass,
     pub(super) ranks: usize,
     pub(super) experts: usize,
     /// Of all experts.
@@ -23,13 +25,18 @@ pub(super) struct Row {
     /// What was asked for: a policy, or `auto`.
     pub(super) overlap: String,
     /// What the pass ran under, and in which groups.
-    pub(super) policy: String,
+    pub(crate) policy: String,
     pub(super) groups: String,
+    #[serde(skip)]
+    pub(crate) cut: ExpertGroups,
+    /// What it would be kept for; `None` on one rank.
+    #[serde(skip)]
+    pub(crate) shape: Option<TunedExpertShape>,
     /// From the start of the first operation to the end of the last.
-    pub(super) seconds: Statistics,
+    pub(crate) seconds: Statistics,
     /// Of a rank, on average.
     pub(super) tflops: f64,
-    pub(super) sequential_seconds: f64,
+    pub(crate) sequential_seconds: f64,
     /// Of the sequential run: all operations of the slowest rank, and what travels on the rank that waits least in it.
     pub(super) computation_seconds: f64,
     pub(super) communication_seconds: f64,
@@ -62,7 +69,7 @@ impl Row {
         format!("{} {} {}", self.kind, self.pass, self.policy)
     }
 
-    pub(super) fn cells(&self) -> [String; 10] {
+    pub(crate) fn cells(&self) -> [String; 10] {
         let us = |seconds: f64| format!("{:.1}", 1e6 * seconds);
         [
             self.kind.clone(),

@@ -1,6 +1,7 @@
 //! `counterpoint tune`.
 
 mod gemm;
+mod moe;
 
 pub(crate) use gemm::{dtype, only_threads, repeats, tp_size};
 
@@ -15,5 +16,6 @@ use crate::arguments::TuneCommand;
 pub fn run(command: &TuneCommand) -> Result<(), CliError> {
     match command {
         TuneCommand::Gemm(arguments) => gemm::run(arguments),
+        TuneCommand::Moe(arguments) => moe::run(arguments),
     }
 }

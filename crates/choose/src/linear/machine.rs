@@ -1,25 +1,18 @@
-//! What the ranks of a machine can do with passes of linear layers, and what these cost there.
+//! What the ranks of a machine can do with passes of layers, and what these cost there.
 
 use std::sync::Arc;
 
 use counterpoint_plan::{CostModel, LinearDirection, LinearPlan, LinearSpec, PlanError, Topology};
-use counterpoint_schedule::PassOverlap;
+use counterpoint_schedule::{PassOverlap, RankTransport};
 
 use super::pass::LinearPass;
-use super::tuned::{TunedPlace, TunedPlans};
+use crate::tuned::TunedHere;
 
-/// What was tuned, and where the ranks that use it are.
-#[derive(Clone, Debug, PartialEq)]
-pub struct TunedHere {
-    /// Device and transport of the ranks.
-    pub place: TunedPlace,
-    /// All that was tuned, elsewhere too. The same on all ranks.
-    pub plans: TunedPlans,
-}
-
-/// What the ranks of a machine can do with passes of linear layers, and what these cost there.
+/// What the ranks of a machine can do with passes of linear layers and of layers of experts, and what these cost there.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LinearMachine {
+    /// How its ranks exchange rows, which says how passes of layers of experts can be run.
+    pub transport: RankTransport,
     /// The ways in which a pass can be run, of equally fast ones the preferred first.
     pub overlaps: Vec<PassOverlap>,
     /// Ranks and nodes.
@@ -31,6 +24,16 @@ pub struct LinearMachine {
 }
 
 impl LinearMachine {
+    /// Ranks of which nothing was tuned.
+    pub fn new(
+        transport: RankTransport,
+        overlaps: Vec<PassOverlap>,
+        topology: Topology,
+        cost: CostModel,
+    ) -> Self {
+        Self { transport, overlaps, topology, cost, tuned: None }
+    }
+
     /// The same, of which no pass is chosen to be one kernel with its collective.
     #[must_use]
     pub fn without_fused(mut self) -> Self {

@@ -7,16 +7,12 @@ mod groups;
 mod machine;
 mod pass;
 mod simulated_clock;
-mod tuned;
 mod wave_costs;
 
 pub use gemm_exchange::{GemmExchange, GemmExchangeSeconds};
 pub use group_search::{GroupSearcher, PassClock, SearchStep};
 pub use groups::LayerGroups;
-pub use machine::{LinearMachine, TunedHere};
+pub use machine::LinearMachine;
 pub use pass::LinearPass;
 pub use simulated_clock::{ClockError, SimulatedClock};
-pub use tuned::{
-    GroupSearch, TUNING_VERSION, TunedGroups, TunedPass, TunedPlace, TunedPlans, TunedShape, TuningError,
-};
 pub use wave_costs::{LinkUse, PassCosts, PassCurves, ProductStart, compositions};

@@ -78,7 +78,7 @@ impl Case {
             "case {index}: {kind} {activations} {direction:?} of {tokens}, {in_features} to {out_features}, on {tp_size} ranks of \
              {nodes} nodes by {transport}"
         );
-        Self { name, machine: LinearMachine { overlaps, topology, cost, tuned: None }, spec, direction }
+        Self { name, machine: LinearMachine::new(transport, overlaps, topology, cost), spec, direction }
     }
 
     /// What the pass takes in a way and in groups.

@@ -2,7 +2,7 @@
 
 use crate::support::Folder;
 
-const LEVELS: [&str; 25] = [
+const LEVELS: [&str; 26] = [
     "",
     "attention",
     "plan",
@@ -24,6 +24,7 @@ const LEVELS: [&str; 25] = [
     "simulate model",
     "tune",
     "tune gemm",
+    "tune moe",
     "selftest",
     "doctor",
     "completions",

@@ -223,7 +223,12 @@ impl Machine for CudaMachine {
 
     fn linear(&self, ranks: usize) -> LinearMachine {
         let overlaps = self.transport.pass_overlaps(self.meets(ranks), self.num_sms as usize);
-        LinearMachine { overlaps, topology: Topology::flat(ranks), cost: self.cost(None, ranks), tuned: None }
+        LinearMachine::new(
+            self.transport.transport(),
+            overlaps,
+            Topology::flat(ranks),
+            self.cost(None, ranks),
+        )
     }
 
     fn connect(&self, world: &Arc<World>) -> Result<Vec<Ends<Self>>, ExecError> {

@@ -290,7 +290,7 @@ impl Machine for CudaProcess {
     fn linear(&self, _: usize) -> LinearMachine {
         let meets = self.meets && self.topology.nodes() == 1;
         let overlaps = self.transport.pass_overlaps(meets, self.num_sms as usize);
-        LinearMachine { overlaps, topology: self.topology, cost: self.cost(None), tuned: None }
+        LinearMachine::new(self.transport.transport(), overlaps, self.topology, self.cost(None))
     }
 
     fn meet(&self, place: &str) -> Result<(), ExecError> {

@@ -2,11 +2,13 @@
 
 use std::sync::Arc;
 
-use counterpoint_plan::{DType, ExpertCapacity, ExpertGroups, ExpertPlan, ExpertSpec, Routing};
+use counterpoint_choose::LinearMachine;
+use counterpoint_plan::{DType, ExpertCapacity, ExpertPlan, ExpertSpec, Routing};
 use counterpoint_schedule::{
     OverlapPolicy, Program, Timeline, WeightGradient, lower_expert_backward, lower_expert_forward,
 };
 
+use super::overlap::{ExpertOverlap, ExpertPass, ExpertPasses};
 use crate::linear::join_rows;
 use crate::{
     Backend, ExecError, Group, HostTensor, LayerCall, LayerPass, Machine, NamedBuffers, PlanIdentity,
@@ -14,24 +16,6 @@ use crate::{
 };
 
 type Rank<M> = Prepared<<M as Machine>::Backend, <M as Machine>::Transport>;
-
-/// How a pass of a layer of experts is run. Results have the same bits however it is.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct ExpertPass {
-    /// How communication is brought to run under computation.
-    pub policy: OverlapPolicy,
-    /// Groups of tokens.
-    pub groups: ExpertGroups,
-}
-
-/// How the passes of a layer of experts are run.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct ExpertPasses {
-    /// `y`.
-    pub forward: ExpertPass,
-    /// `dx` and the gradients of the weights.
-    pub backward: ExpertPass,
-}
 
 /// What a layer of experts is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,8 +28,8 @@ pub struct ExpertOptions {
     pub gradient: WeightGradient,
     /// The most that a routing may ask for.
     pub capacity: ExpertCapacity,
-    /// How passes are run: `choose` predicts which way ends first.
-    pub passes: ExpertPasses,
+    /// How passes are run.
+    pub overlap: ExpertOverlap,
 }
 
 /// One product of every expert of a mixture, with the way of its tokens there or back ([`ExpertSpec`]), on a group. Experts lie on ranks
@@ -55,7 +39,7 @@ pub struct ExpertOptions {
 /// ```
 /// use std::sync::Arc;
 ///
-/// use counterpoint_exec::{ExpertLayer, ExpertOptions, ExpertPasses, Group, HostTensor, WorldConfig};
+/// use counterpoint_exec::{ExpertLayer, ExpertOptions, ExpertOverlap, Group, HostTensor, WorldConfig};
 /// use counterpoint_plan::{DType, ExpertCapacity, ExpertKind, ExpertSpec, Routing};
 /// use counterpoint_schedule::WeightGradient;
 ///
@@ -69,7 +53,7 @@ pub struct ExpertOptions {
 ///         experts: 2,
 ///         gradient: WeightGradient::Frozen,
 ///         capacity: ExpertCapacity { rows_of_expert: Some(3), ..ExpertCapacity::default() },
-///         passes: ExpertPasses::default(),
+///         overlap: ExpertOverlap::default(),
 ///     },
 /// )?;
 /// // Expert 0, on rank 0, multiplies by 10, expert 1 by 100.
@@ -90,6 +74,9 @@ pub struct ExpertOptions {
 pub struct ExpertLayer<M: Machine> {
     options: ExpertOptions,
     ranks: Vec<RankOf<M>>,
+    machine: LinearMachine,
+    /// Known from the first routing on.
+    passes: Option<ExpertPasses>,
     weight: Option<RankBuffers<M>>,
     main_grad: Option<RankBuffers<M>>,
     routed: Option<Routed<M>>,
@@ -98,6 +85,7 @@ pub struct ExpertLayer<M: Machine> {
 /// What was made ready for a routing.
 struct Routed<M: Machine> {
     routing: Arc<Routing>,
+    passes: ExpertPasses,
     forward: Vec<Rank<M>>,
     /// Made ready with the first backward.
     backward: Vec<Rank<M>>,
@@ -131,8 +119,8 @@ impl<M: Machine> ExpertLayer<M> {
                 "cannot replace a main_grad of experts; have gradients written or added".to_owned(),
             ));
         }
-        let ranks = group.ranks().to_vec();
-        Ok(Self { options, ranks, weight: None, main_grad: None, routed: None })
+        let (ranks, machine) = (group.ranks().to_vec(), group.linear().clone());
+        Ok(Self { options, ranks, machine, passes: None, weight: None, main_grad: None, routed: None })
     }
 
     /// What it is.
@@ -143,6 +131,11 @@ impl<M: Machine> ExpertLayer<M> {
     /// The routing that it was given last.
     pub fn routing(&self) -> Option<&Arc<Routing>> {
         self.routed.as_ref().map(|routed| &routed.routing)
+    }
+
+    /// How its passes are run; `None` before its first routing, by which that is chosen.
+    pub fn passes(&self) -> Option<ExpertPasses> {
+        self.passes
     }
 
     /// Uploads the weights of the experts on the ranks here, of those of all, `[experts x out_features, in_features]`.
@@ -243,10 +236,18 @@ impl<M: Machine> ExpertLayer<M> {
             reason: error.to_string(),
         };
         routing.check(&self.options.capacity).map_err(exceeded)?;
-        let ExpertPass { policy, groups } = self.options.passes.forward;
+        let passes = match self.passes {
+            Some(passes) => passes,
+            None => {
+                let ExpertOptions { spec, gradient, overlap, .. } = self.options;
+                overlap.passes(&self.machine, spec, &routing, gradient)?
+            }
+        };
+        let ExpertPass { policy, groups } = passes.forward;
         let plan = ExpertPlan::new(self.options.spec, routing.clone(), groups);
         let forward = self.prepare(&plan, policy, |rank| lower_expert_forward(&plan, rank, policy))?;
-        self.routed = Some(Routed { routing, forward, backward: Vec::new() });
+        self.passes = Some(passes);
+        self.routed = Some(Routed { routing, passes, forward, backward: Vec::new() });
         Ok(())
     }
 
@@ -281,7 +282,7 @@ impl<M: Machine> ExpertLayer<M> {
         if !routed.backward.is_empty() {
             return Ok(());
         }
-        let ExpertPass { policy, groups } = self.options.passes.backward;
+        let ExpertPass { policy, groups } = routed.passes.backward;
         let (plan, gradient) =
             (ExpertPlan::new(self.options.spec, routed.routing.clone(), groups), self.options.gradient);
         let mut backward =

@@ -1,11 +1,13 @@
 //! Layers of a mixture of experts from tensors to tensors.
 
 mod layer;
+mod overlap;
 mod run;
 
 use crate::HostTensor;
 
-pub use self::layer::{ExpertLayer, ExpertOptions, ExpertPass, ExpertPasses};
+pub use self::layer::{ExpertLayer, ExpertOptions};
+pub use self::overlap::{ExpertOverlap, ExpertPass, ExpertPasses};
 pub use self::run::run_experts_on;
 
 /// Tensors of a layer of experts: of activations each rank's, of weights those of all experts.

@@ -92,7 +92,7 @@ fn tuned_pass(
     let tuned = machine.tuned.as_ref()?;
     let shape = TunedShape::of(spec, pass, machine.topology, &tuned.place)?;
     let runs = |policy: &str| policy.parse().is_ok_and(|policy| has_kernels(machine, &policy));
-    let found = tuned.plans.fastest(&shape, runs)?;
+    let found = tuned.plans.layers.fastest(&shape, runs)?;
     let policy = found.policy.parse().ok()?;
     let plan = LinearPlan::new(*spec, machine.topology.world_size, found.wave_groups());
     Some(plan.map(|plan| PlannedPass { plan, policy }))
@@ -112,7 +112,7 @@ fn tuned_groups(
 ) -> LayerGroups {
     let found = machine.tuned.as_ref().and_then(|tuned| {
         let shape = TunedShape::of(spec, pass, machine.topology, &tuned.place)?;
-        tuned.plans.under(&shape, &policy.to_string())
+        tuned.plans.layers.under(&shape, &policy.to_string())
     });
     found.map_or(LayerGroups::Auto, |plan| plan.wave_groups().into())
 }
@@ -123,7 +123,7 @@ mod tests {
 
     use counterpoint_choose::{GroupSearch, TunedGroups, TunedHere, TunedPlace, TunedPlans};
     use counterpoint_plan::{Activations, DType, GemmCollective, LinearKind, Topology};
-    use counterpoint_schedule::StartOrder;
+    use counterpoint_schedule::{RankTransport, StartOrder};
 
     use super::*;
 
@@ -143,7 +143,7 @@ mod tests {
         let mut cost = CostModel::H200;
         cost.link.bytes_per_second /= 4.0;
         let topology = Topology::flat(2);
-        let machine = LinearMachine { overlaps: Vec::new(), topology, cost, tuned: None };
+        let machine = LinearMachine::new(RankTransport::Nvlink, Vec::new(), topology, cost);
         let groups = |policy, groups: LayerGroups| {
             let overlap = LayerOverlap::Policy(policy, groups, cost);
             let passes = overlap.passes(&machine, spec, LayerGradient::Written).unwrap();
@@ -175,11 +175,11 @@ mod tests {
             search: GroupSearch::Exhaustive,
         };
         let mut plans = TunedPlans::default();
-        plans.insert(tuned("fused", &[32], 0.1));
-        plans.insert(tuned("concurrent", &[12, 20], 0.2));
+        plans.layers.insert(tuned("fused", &[32], 0.1));
+        plans.layers.insert(tuned("concurrent", &[12, 20], 0.2));
         let ran = |overlaps| {
             let tuned = Some(Arc::new(TunedHere { place: place.clone(), plans: plans.clone() }));
-            let machine = LinearMachine { overlaps, topology, cost, tuned };
+            let machine = LinearMachine { transport: RankTransport::Nvlink, overlaps, topology, cost, tuned };
             let passes = LayerOverlap::default().passes(&machine, spec, LayerGradient::Written).unwrap();
             (passes.forward.policy.to_string(), passes.forward.plan.group_sizes().to_vec())
         };

@@ -2,11 +2,14 @@
 
 use std::sync::Arc;
 
-use counterpoint_exec::{
-    CpuMachine, ExecError, ExpertInputs, ExpertLayer, ExpertOptions, ExpertOutputs, ExpertPass, ExpertPasses,
-    Group, HostTensor, WorldConfig, random_tensor,
+use counterpoint_choose::{
+    GroupSearch, TunedExpertShape, TunedExperts, TunedHere, TunedPass, TunedPlace, TunedPlans,
 };
-use counterpoint_plan::{DType, ExpertCapacity, ExpertGroups, ExpertKind, ExpertSpec, Routing};
+use counterpoint_exec::{
+    CpuMachine, ExecError, ExpertInputs, ExpertLayer, ExpertOptions, ExpertOutputs, ExpertOverlap,
+    ExpertPass, ExpertPasses, Group, HostTensor, WorldConfig, random_tensor,
+};
+use counterpoint_plan::{DType, ExpertCapacity, ExpertGroups, ExpertKind, ExpertSpec, Routing, Topology};
 use counterpoint_reference::{LinearSample, check_experts};
 use counterpoint_schedule::{OverlapPolicy, WeightGradient};
 
@@ -94,7 +97,7 @@ impl Case {
             experts: self.routing.experts(),
             gradient: self.gradient,
             capacity: ExpertCapacity::default(),
-            passes: ExpertPasses { forward: pass, backward: pass },
+            overlap: ExpertOverlap::Passes(ExpertPasses { forward: pass, backward: pass }),
         };
         ExpertLayer::new(group, options).unwrap()
     }
@@ -196,7 +199,10 @@ fn a_mixture_of_experts_is_its_dense_definition() {
             experts,
             gradient: WeightGradient::Frozen,
             capacity: ExpertCapacity::default(),
-            passes: ExpertPasses { forward: pass("signals", 3), backward: pass("concurrent", 3) },
+            overlap: ExpertOverlap::Passes(ExpertPasses {
+                forward: pass("signals", 3),
+                backward: pass("concurrent", 3),
+            }),
         };
         let mut layer = ExpertLayer::new(&group, options).unwrap();
         let parts = layer.scatter_weight(weight).unwrap();
@@ -289,7 +295,7 @@ fn what_does_not_fit_is_refused_and_loses_nothing() {
         experts: 4,
         gradient: WeightGradient::Written,
         capacity: ExpertCapacity { tokens: Some(4), rows_of_expert: Some(3), rows_of_rank: Some(5) },
-        passes: ExpertPasses::default(),
+        overlap: ExpertOverlap::Passes(ExpertPasses::default()),
     };
     let refused = |options| ExpertLayer::new(&group, options).err().unwrap().to_string();
     assert!(refused(ExpertOptions { experts: 3, ..options }).contains("3 experts for 2 ranks"));
@@ -343,4 +349,47 @@ fn policies_that_nothing_runs_are_refused() {
     };
     let mut layer = case.layer(&group, ExpertPass { policy: partition, groups: ExpertGroups::even(2) });
     assert!(layer.route(case.routing.clone()).is_err());
+}
+
+/// By default a layer runs as it was tuned for as many tokens and rows, where it was; a policy that is named has the groups that were tuned
+/// for it.
+#[test]
+fn layers_run_as_they_were_tuned() {
+    let (ranks, experts, spec) =
+        (2, 4, ExpertSpec { kind: ExpertKind::Dispatch, in_features: 3, out_features: 2, dtype: DType::F32 });
+    let routing = |tokens| Arc::new(Routing::random(experts, 2, [ranks, tokens], 0.0, 1).unwrap());
+    let place = TunedPlace { device: "X".to_owned(), transport: "threads".to_owned() };
+    let mut plans = TunedPlans::default();
+    for (policy, count, seconds) in [("signals", 3, 0.5), ("concurrent", 2, 0.7), ("copy-engine", 4, 0.1)] {
+        let topology = Topology::flat(ranks);
+        let shape = TunedExpertShape::of(&spec, &routing(12), TunedPass::Forward, topology, &place).unwrap();
+        let (groups, search) = (ExpertGroups { count, growth: 150 }, GroupSearch::Predictive);
+        let policy = policy.to_owned();
+        plans.experts.insert(TunedExperts {
+            shape,
+            policy,
+            groups,
+            seconds,
+            sequential_seconds: 1.0,
+            search,
+        });
+    }
+    let group = Group::local(ranks, WorldConfig::default()).unwrap();
+    let group = group.with_tuned(Arc::new(TunedHere { place, plans }));
+    let passes = |overlap, tokens| {
+        let (gradient, capacity) = (WeightGradient::Frozen, ExpertCapacity::default());
+        let mut layer =
+            ExpertLayer::new(&group, ExpertOptions { spec, experts, gradient, capacity, overlap }).unwrap();
+        assert!(layer.passes().is_none());
+        layer.route(routing(tokens)).unwrap();
+        layer.passes().unwrap()
+    };
+    // CPU ranks have no copy engines.
+    let tuned = pass("signals", 3);
+    let tuned = ExpertPass { groups: ExpertGroups { growth: 150, ..tuned.groups }, ..tuned };
+    assert_eq!(passes(ExpertOverlap::default(), 12).forward, tuned);
+    assert_ne!(passes(ExpertOverlap::default(), 12).backward, tuned);
+    assert_ne!(passes(ExpertOverlap::default(), 11).forward, tuned);
+    let named = passes(ExpertOverlap::Policy("concurrent".parse().unwrap()), 12).forward;
+    assert_eq!(named.groups, ExpertGroups { count: 2, growth: 150 });
 }

@@ -14,7 +14,7 @@ pub use self::rows::{ExpertRow, ExpertRows, GroupRows};
 use crate::DType;
 
 /// Which way tokens go in the forward of a layer of experts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ExpertKind {
     /// To the experts, which multiply them: a group-cast, then products. The first product of an expert.

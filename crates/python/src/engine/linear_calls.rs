@@ -1,10 +1,12 @@
 //! Linear layers and layers of experts of the ranks in this process, on tensors of Python.
 
-use counterpoint_exec::{ExecError, ExpertLayer, Group, LayerCall, Machine, MemoryKeeper, Ticket};
+use counterpoint_exec::{
+    ExecError, ExpertLayer, ExpertPasses, Group, LayerCall, Machine, MemoryKeeper, Ticket,
+};
 
 use super::{CallerStream, Joined, lock};
 use crate::capture::Captures;
-use crate::experts::{ExpertCall, ExpertEngine};
+use crate::experts::{ExpertCall, ExpertEngine, ExpertKey};
 use crate::linear::{self, LayerKey, LinearCall, LinearEngine, ReadyLayer, RunPass, WantedTensor};
 
 impl<M> Joined<M>
@@ -76,5 +78,9 @@ where
             self.experts.keep(&call.key);
         }
         Ok(())
+    }
+
+    fn passes(&self, key: &ExpertKey) -> Result<ExpertPasses, ExecError> {
+        self.experts.passes_of(&self.group, key)
     }
 }

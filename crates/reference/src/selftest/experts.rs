@@ -4,7 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use counterpoint_exec::{
-    ExpertInputs, ExpertOptions, ExpertPass, ExpertPasses, HostTensor, WorldConfig, random_tensor,
+    ExpertInputs, ExpertOptions, ExpertOverlap, ExpertPass, ExpertPasses, HostTensor, WorldConfig,
+    random_tensor,
 };
 use counterpoint_plan::{DType, ExpertCapacity, ExpertGroups, ExpertKind, ExpertSpec, Routing};
 use counterpoint_schedule::{Mover, OverlapPolicy, StartOrder, WeightGradient, WorkerShare};
@@ -18,6 +19,8 @@ struct ExpertCase {
     seed: u64,
     routing: Arc<Routing>,
     options: ExpertOptions,
+    /// How both of its passes are run.
+    pass: ExpertPass,
     inputs: ExpertInputs,
 }
 
@@ -83,14 +86,14 @@ impl ExpertCase {
             experts,
             gradient,
             capacity: ExpertCapacity::default(),
-            passes: ExpertPasses { forward: pass, backward: pass },
+            overlap: ExpertOverlap::Passes(ExpertPasses { forward: pass, backward: pass }),
         };
         let inputs = inputs(&spec, &routing, gradient, seed);
-        Self { seed, routing: Arc::new(routing), options, inputs }
+        Self { seed, routing: Arc::new(routing), options, pass, inputs }
     }
 
     fn describe(&self) -> String {
-        let ExpertOptions { spec, experts, gradient, passes, .. } = self.options;
+        let ExpertOptions { spec, experts, gradient, .. } = self.options;
         let ExpertSpec { kind, in_features, out_features, dtype } = spec;
         let (rows, ranks) = (self.routing.rows(), self.routing.ranks());
         let empty = rows.iter().filter(|rows| **rows == 0).count();
@@ -100,7 +103,7 @@ impl ExpertCase {
             WeightGradient::Frozen => " frozen".to_owned(),
             WeightGradient::Written | WeightGradient::Replaced(_) | WeightGradient::Deferred => String::new(),
         };
-        let ExpertPass { policy, groups } = passes.forward;
+        let ExpertPass { policy, groups } = self.pass;
         format!(
             "experts {kind} {dtype} {rows} rows of {experts} experts ({empty} empty) {in_features} to {out_features}{gradient} \
              ranks={ranks} groups={groups} {policy}"
@@ -126,8 +129,8 @@ impl ExpertCase {
             policy: OverlapPolicy::new(StartOrder::Sequential),
             groups: ExpertGroups::default(),
         };
-        let plain =
-            ExpertOptions { passes: ExpertPasses { forward: alone, backward: alone }, ..self.options };
+        let alone = ExpertOverlap::Passes(ExpertPasses { forward: alone, backward: alone });
+        let plain = ExpertOptions { overlap: alone, ..self.options };
         let bits = match run(plain) {
             Ok(plain) if plain == outputs => SelfCheck::of(bits, seed, 0.0, 0.0),
             Ok(_) => SelfCheck::failed(bits, seed, "other bits".to_owned()),

@@ -157,7 +157,7 @@ impl Subject for CpuSubject {
         inputs: &ExpertInputs,
         config: WorldConfig,
     ) -> Result<ExpertOutputs, SubjectError> {
-        let machine = CpuMachine::new(options.passes.backward.policy.sm_margin(), None)?;
+        let machine = CpuMachine::new(options.overlap.sm_margin(), None)?;
         Ok(run_experts_on(&machine, options, routing, inputs, config)?)
     }
 

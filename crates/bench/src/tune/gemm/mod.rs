@@ -118,7 +118,8 @@ fn tune<M: Machine>(machine: &M, tunings: &[Tuning<'_>], file: &mut TunedFile) -
     let mut summary = Summary::default();
     for tuning in tunings {
         let found = tuning.search(machine)?;
-        file.keep(found.kept(tuning))?;
+        let kept = found.kept(tuning);
+        file.keep(|plans| kept.into_iter().for_each(|plan| plans.layers.insert(plan)))?;
         found.tell(tuning, file)?;
         summary.add(tuning, &found);
     }

@@ -65,8 +65,7 @@ pub(super) fn run(arguments: &SimulateLinearArguments) -> Result<(), CliError> {
     // The way that layers take by themselves on the nodes' first transport, and its groups.
     let workers = cost.sharing.map_or(WorkerSharing::H200.communication, |sharing| sharing.communication);
     let transport = RankTransport::of_gpus(&topology)[0];
-    let machine =
-        LinearMachine { overlaps: transport.pass_overlaps(true, workers), topology, cost, tuned: None };
+    let machine = LinearMachine::new(transport, transport.pass_overlaps(true, workers), topology, cost);
     let chosen = [chosen(&machine, spec, directions[0])?, chosen(&machine, spec, directions[1])?];
     let mut predicted =
         Predicted::new(Schema::SimulateLinear, "Predicted linear layer", &setting.profile, pass_columns());

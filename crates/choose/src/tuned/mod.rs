@@ -1,11 +1,23 @@
-//! Passes of linear layers as a search has found them fastest, kept for the next run.
+//! Passes of layers as a search has found them fastest, kept for the next run.
 
-use counterpoint_plan::{DType, GemmCollective, LinearDirection, LinearSpec, Topology, WaveGroups};
+mod experts;
+mod layers;
+
+use std::ops::RangeInclusive;
+
+use counterpoint_plan::{DType, ExpertGroups, GemmCollective, LinearDirection, WaveGroups};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
+pub use self::experts::TunedExpertShape;
+pub use self::layers::TunedShape;
+
 /// The version of the format, and of what a group means. It changes with either.
 pub const TUNING_VERSION: u32 = 2;
+
+/// What groups of layers of experts a file may hold: a search finds none beyond.
+const MOST_EXPERT_GROUPS: usize = 4096;
+const GROWTHS: RangeInclusive<u32> = 10..=1000;
 
 /// Which pass was tuned, and what becomes of the gradient of the weight in it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -43,48 +55,6 @@ pub struct TunedPlace {
     pub transport: String,
 }
 
-/// What a tuned plan is for. It is used for nothing else.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct TunedShape {
-    /// Name of the device, as the system gives it.
-    pub device: String,
-    /// What moves rows between ranks.
-    pub transport: String,
-    /// Ranks that share the layer.
-    pub ranks: usize,
-    /// Of them, those of one node.
-    pub ranks_per_node: usize,
-    /// The pass.
-    pub pass: TunedPass,
-    /// What travels beside the pass's product of `y` or `dx`.
-    pub collective: GemmCollective,
-    /// Rows of that product.
-    pub m: usize,
-    /// Columns of it, of all ranks.
-    pub n: usize,
-    /// Terms of every sum of it, of all ranks.
-    pub k: usize,
-    /// Element type.
-    pub dtype: DType,
-    /// Whether the layer has a bias.
-    pub bias: bool,
-}
-
-impl TunedShape {
-    /// That of a pass of a layer; `None` where nothing travels in it.
-    pub fn of(spec: &LinearSpec, pass: TunedPass, topology: Topology, place: &TunedPlace) -> Option<Self> {
-        let Topology { world_size: ranks, ranks_per_node } = topology;
-        let collective = GemmCollective::of_pass(spec, pass.direction()).filter(|_| ranks > 1)?;
-        let LinearSpec { tokens: m, in_features, out_features, dtype, has_bias: bias, .. } = *spec;
-        let (n, k) = match pass.direction() {
-            LinearDirection::Forward => (out_features, in_features),
-            LinearDirection::Backward { .. } => (in_features, out_features),
-        };
-        let TunedPlace { device, transport } = place.clone();
-        Some(Self { device, transport, ranks, ranks_per_node, pass, collective, m, n, k, dtype, bias })
-    }
-}
-
 /// How the groups were found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -95,16 +65,16 @@ pub enum GroupSearch {
     Predictive,
 }
 
-/// The fastest groups of a shape under a policy.
+/// The fastest groups of what is tuned under a policy.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct TunedGroups {
+pub struct Tuned<S, G> {
     /// What they are for.
     #[serde(flatten)]
-    pub shape: TunedShape,
+    pub shape: S,
     /// The overlap policy, its margin included, as users write it.
     pub policy: String,
-    /// Rows of every group in the tokens of the first rank.
-    pub groups: Vec<usize>,
+    /// The groups of tokens.
+    pub groups: G,
     /// Seconds measured with them.
     pub seconds: f64,
     /// Seconds measured with one group, nothing overlapped.
@@ -113,13 +83,76 @@ pub struct TunedGroups {
     pub search: GroupSearch,
 }
 
+/// Of a linear layer: rows of every group in the tokens of the first rank.
+pub type TunedGroups = Tuned<TunedShape, Vec<usize>>;
+
+/// Of a layer of experts.
+pub type TunedExperts = Tuned<TunedExpertShape, ExpertGroups>;
+
+/// What was tuned of one kind of layer: at most one plan for every shape and policy, in their order.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct TunedList<S, G>(Vec<Tuned<S, G>>);
+
+impl<S, G> Default for TunedList<S, G> {
+    fn default() -> Self {
+        Self(Vec::new())
+    }
+}
+
+impl<S, G> TunedList<S, G> {
+    /// The plans, in the order of their shapes.
+    pub fn plans(&self) -> &[Tuned<S, G>] {
+        &self.0
+    }
+
+    fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+}
+
+impl<S: Ord, G> TunedList<S, G> {
+    /// Keeps a plan, in place of an older one of the same shape and policy.
+    pub fn insert(&mut self, plan: Tuned<S, G>) {
+        let key = (&plan.shape, &plan.policy);
+        match self.0.binary_search_by(|known| (&known.shape, &known.policy).cmp(&key)) {
+            Ok(index) => self.0[index] = plan,
+            Err(index) => self.0.insert(index, plan),
+        }
+    }
+
+    /// The fastest plan of a shape, of all policies that `runs` says can be run; the sequential one where none was faster.
+    pub fn fastest(&self, shape: &S, runs: impl Fn(&str) -> bool) -> Option<&Tuned<S, G>> {
+        let known = self.0.iter().filter(|plan| plan.shape == *shape && runs(&plan.policy));
+        known.min_by(|a, b| a.seconds.total_cmp(&b.seconds))
+    }
+
+    /// The plan of a shape under a policy.
+    pub fn under(&self, shape: &S, policy: &str) -> Option<&Tuned<S, G>> {
+        self.0.iter().find(|plan| plan.shape == *shape && plan.policy == policy)
+    }
+}
+
 /// All that was tuned, as a file holds it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TunedPlans {
     /// [`TUNING_VERSION`] of whoever wrote it.
     version: u32,
-    /// At most one for every shape and policy, in their order.
-    plans: Vec<TunedGroups>,
+    /// Of linear layers.
+    #[serde(rename = "plans")]
+    pub layers: TunedList<TunedShape, Vec<usize>>,
+    /// Of layers of experts.
+    #[serde(default, skip_serializing_if = "TunedList::is_empty")]
+    pub experts: TunedList<TunedExpertShape, ExpertGroups>,
+}
+
+/// What was tuned, and where the ranks that use it are.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TunedHere {
+    /// Device and transport of the ranks.
+    pub place: TunedPlace,
+    /// All that was tuned, elsewhere too. The same on all ranks.
+    pub plans: TunedPlans,
 }
 
 /// Why tuned plans cannot be used.
@@ -127,7 +160,7 @@ pub struct TunedPlans {
 #[non_exhaustive]
 pub enum TuningError {
     /// Not JSON, or not of the form.
-    #[error("it holds no tuned plans ({reason}); move it away and tune again with `counterpoint tune gemm`")]
+    #[error("it holds no tuned plans ({reason}); move it away and tune again with `counterpoint tune`")]
     Form {
         /// What is wrong, with line and column.
         reason: String,
@@ -135,7 +168,7 @@ pub enum TuningError {
     /// Written by a program whose groups mean something else.
     #[error(
         "its plans are of version {found}, and this program has version {TUNING_VERSION}; move it away and tune again with \
-         `counterpoint tune gemm`"
+         `counterpoint tune`"
     )]
     Version {
         /// Of the file.
@@ -161,6 +194,19 @@ pub enum TuningError {
         /// What they must add up to.
         rows: usize,
     },
+    /// A plan of a layer of experts whose groups cannot be.
+    #[error(
+        "plan {index} of layers of experts has {count} groups that grow by {growth} %; remove it, or tune the layer again with \
+         `counterpoint tune moe`",
+        count = groups.count,
+        growth = groups.growth
+    )]
+    ExpertGroups {
+        /// Its index among those of experts.
+        index: usize,
+        /// Its groups.
+        groups: ExpertGroups,
+    },
 }
 
 /// The version alone: it says whether the rest can be understood.
@@ -171,7 +217,7 @@ struct Versioned {
 
 impl Default for TunedPlans {
     fn default() -> Self {
-        Self { version: TUNING_VERSION, plans: Vec::new() }
+        Self { version: TUNING_VERSION, layers: TunedList::default(), experts: TunedList::default() }
     }
 }
 
@@ -187,12 +233,17 @@ impl TunedPlans {
             return Err(TuningError::Version { found: version });
         }
         let plans: Self = serde_json::from_str(text).map_err(form)?;
-        for (index, plan) in plans.plans.iter().enumerate() {
+        for (index, plan) in plans.layers.0.iter().enumerate() {
             let TunedShape { m, ranks, collective, .. } = plan.shape;
             let rows = m.div_ceil(ranks.max(1));
             let sum = plan.groups.iter().fold(0usize, |sum, size| sum.saturating_add(*size));
             if sum != rows || plan.groups.contains(&0) {
                 return Err(TuningError::Groups { index, m, collective, ranks, sum, rows });
+            }
+        }
+        for (index, TunedExperts { groups, .. }) in plans.experts.0.iter().enumerate() {
+            if !(1..=MOST_EXPERT_GROUPS).contains(&groups.count) || !GROWTHS.contains(&groups.growth) {
+                return Err(TuningError::ExpertGroups { index, groups: *groups });
             }
         }
         Ok(plans)
@@ -205,31 +256,6 @@ impl TunedPlans {
         text.push('\n');
         text
     }
-
-    /// The plans, in the order of their shapes.
-    pub fn plans(&self) -> &[TunedGroups] {
-        &self.plans
-    }
-
-    /// Keeps a plan, in place of an older one of the same shape and policy.
-    pub fn insert(&mut self, plan: TunedGroups) {
-        let key = (&plan.shape, &plan.policy);
-        match self.plans.binary_search_by(|known| (&known.shape, &known.policy).cmp(&key)) {
-            Ok(index) => self.plans[index] = plan,
-            Err(index) => self.plans.insert(index, plan),
-        }
-    }
-
-    /// The fastest plan of a shape, of all policies that `runs` says can be run; the sequential one where none was faster.
-    pub fn fastest(&self, shape: &TunedShape, runs: impl Fn(&str) -> bool) -> Option<&TunedGroups> {
-        let known = self.plans.iter().filter(|plan| plan.shape == *shape && runs(&plan.policy));
-        known.min_by(|a, b| a.seconds.total_cmp(&b.seconds))
-    }
-
-    /// The plan of a shape under a policy.
-    pub fn under(&self, shape: &TunedShape, policy: &str) -> Option<&TunedGroups> {
-        self.plans.iter().find(|plan| plan.shape == *shape && plan.policy == policy)
-    }
 }
 
 impl TunedGroups {
@@ -241,7 +267,7 @@ impl TunedGroups {
 
 #[cfg(test)]
 mod tests {
-    use counterpoint_plan::{Activations, LinearPlan};
+    use counterpoint_plan::{Activations, LinearPlan, LinearSpec, Topology};
 
     use super::*;
 
@@ -268,25 +294,28 @@ mod tests {
     fn plans_survive_their_file_and_are_found_by_all_that_they_are_for() {
         let mut plans = TunedPlans::default();
         for (_, collective) in GemmCollective::NAMES {
-            plans.insert(tuned(collective, 128, "X", "signals"));
+            plans.layers.insert(tuned(collective, 128, "X", "signals"));
         }
-        plans.insert(TunedGroups { seconds: 0.5, ..tuned(GemmCollective::AllGather, 128, "X", "signals") });
         plans
+            .layers
+            .insert(TunedGroups { seconds: 0.5, ..tuned(GemmCollective::AllGather, 128, "X", "signals") });
+        plans
+            .layers
             .insert(TunedGroups { seconds: 0.7, ..tuned(GemmCollective::AllGather, 128, "X", "concurrent") });
-        plans.insert(tuned(GemmCollective::AllGather, 128, "Y", "signals"));
-        assert_eq!(plans.plans().len(), 5);
+        plans.layers.insert(tuned(GemmCollective::AllGather, 128, "Y", "signals"));
+        assert_eq!(plans.layers.plans().len(), 5);
         assert_eq!(TunedPlans::from_json(&plans.to_json()), Ok(plans.clone()));
 
         let spec = GemmCollective::AllGather.layer([128, 64, 32], DType::Bf16);
         let shape =
             |spec: &LinearSpec, pass, topology, device| TunedShape::of(spec, pass, topology, &place(device));
         let own = shape(&spec, TunedPass::Forward, FLAT, "X").unwrap();
-        let fastest = |shape: &TunedShape| plans.fastest(shape, |_| true);
+        let fastest = |shape: &TunedShape| plans.layers.fastest(shape, |_| true);
         assert_eq!(fastest(&own).unwrap().seconds, 0.5);
         assert_eq!(fastest(&own).unwrap().wave_groups(), WaveGroups::Sizes(vec![16, 16]));
-        assert_eq!(plans.fastest(&own, |policy| policy != "signals").unwrap().seconds, 0.7);
-        assert_eq!(plans.under(&own, "concurrent").unwrap().seconds, 0.7);
-        assert!(plans.under(&own, "kernel-barrier").is_none());
+        assert_eq!(plans.layers.fastest(&own, |policy| policy != "signals").unwrap().seconds, 0.7);
+        assert_eq!(plans.layers.under(&own, "concurrent").unwrap().seconds, 0.7);
+        assert!(plans.layers.under(&own, "kernel-barrier").is_none());
         // Anything that differs is another shape.
         let nodes = Topology { world_size: 4, ranks_per_node: 2 };
         let backward = TunedPass::AddedGradient(DType::F32);
@@ -330,7 +359,7 @@ mod tests {
         for wrong in [vec![16, 17], vec![32, 0], vec![]] {
             let mut plans = TunedPlans::default();
             let plan = tuned(GemmCollective::ReduceScatter, 128, "X", "signals");
-            plans.insert(TunedGroups { groups: wrong, ..plan });
+            plans.layers.insert(TunedGroups { groups: wrong, ..plan });
             let text = refused(&plans.to_json()).to_string();
             assert!(text.contains("plan 0") && text.contains("32") && text.contains("tune"), "{text}");
         }
