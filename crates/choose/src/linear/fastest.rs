@@ -6,7 +6,7 @@ use counterpoint_schedule::{OverlapPolicy, PassOverlap};
 
 use super::group_search::PassClock;
 use super::groups::MOST_GROUPS;
-use super::pass::{LinearPass, WORKERS_COST};
+use super::pass::{Candidate, LinearPass, WORKERS_COST};
 use super::simulated_clock::SimulatedClock;
 
 /// Equal groups that are tried beside those that follow from what the parts of a pass take: they may lie better on the tiles of kernels.
@@ -36,27 +36,27 @@ impl LinearPass {
         cost: &CostModel,
     ) -> Result<(PassOverlap, LinearPlan), PlanError> {
         let whole = LinearPlan::new(self.spec, self.topology.world_size, WaveGroups::Fixed(1))?;
-        let Some((overlap, groups)) = self.expected(ways, &whole, cost) else {
+        let candidates = self.candidates(ways, &whole, cost);
+        let Some(expected) = Candidate::soonest(candidates.iter()) else {
             return Ok((PassOverlap::Sequential, whole));
         };
-        let sparing: Vec<PassOverlap> = ways.iter().copied().filter(|way| way.spares_workers()).collect();
-        let sparing = self.expected(&sparing, &whole, cost).map(|(way, _)| way);
+        let sparing = candidates.iter().filter(|one| one.overlap.spares_workers());
+        let sparing = Candidate::soonest(sparing).map(|one| one.overlap);
         let simulated = |overlap: PassOverlap, groups: WaveGroups| {
             let plan = LinearPlan::new(self.spec, self.topology.world_size, groups)?;
             let rate = if sparing.is_some() && overlap.takes_workers() { WORKERS_COST } else { 1.0 };
             let seconds = rate * self.simulated(overlap, &plan, cost);
             Ok::<_, PlanError>(Simulated { overlap, plan, seconds })
         };
-        let expected = simulated(overlap, groups)?;
+        let expected = simulated(expected.overlap, expected.groups.clone())?;
         let mut least: Option<Simulated> = None;
-        for &way in ways {
+        for &Candidate { overlap: way, groups: ref own, .. } in &candidates {
             if way.spares_workers() && Some(way) != sparing {
                 continue;
             }
-            let Some((_, own)) = self.expected(&[way], &whole, cost) else { continue };
             let by_groups = OverlapPolicy::from(way).overlaps_by_groups();
             let equal = EQUAL_GROUPS.into_iter().take_while(|groups| by_groups || *groups == 1);
-            for groups in [own].into_iter().chain(equal.map(WaveGroups::Fixed)) {
+            for groups in [own.clone()].into_iter().chain(equal.map(WaveGroups::Fixed)) {
                 let one = simulated(way, groups)?;
                 if least.as_ref().is_none_or(|least| one.seconds < least.seconds) {
                     least = Some(one);

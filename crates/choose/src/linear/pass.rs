@@ -54,11 +54,23 @@ struct Parts {
     inputs: [f64; 2],
 }
 
-/// A way to run a pass, and what that is predicted to take.
-struct Candidate {
-    overlap: PassOverlap,
-    groups: WaveGroups,
+/// A way to run a pass, its best groups, and what that is predicted to take.
+pub(super) struct Candidate {
+    pub(super) overlap: PassOverlap,
+    pub(super) groups: WaveGroups,
     seconds: f64,
+}
+
+impl Candidate {
+    /// The one that is expected to end first; of equal times the first one, and none of none.
+    pub(super) fn soonest<'a>(candidates: impl Iterator<Item = &'a Self> + Clone) -> Option<&'a Self> {
+        let has_better = candidates.clone().any(|candidate| candidate.overlap.spares_workers());
+        let rated = |candidate: &Self| match has_better && candidate.overlap.takes_workers() {
+            true => candidate.seconds * WORKERS_COST,
+            false => candidate.seconds,
+        };
+        candidates.min_by(|a, b| rated(a).total_cmp(&rated(b)))
+    }
 }
 
 impl Parts {
@@ -68,23 +80,14 @@ impl Parts {
 }
 
 impl LinearPass {
-    /// The way that is expected to end first, of those that a machine has, and the groups of that way; `None` where nothing travels, or no
-    /// way is left. Of equal times the first one counts.
-    pub(super) fn expected(
+    /// Each of the ways that a machine has and that this pass can take, in their order; none where nothing travels.
+    pub(super) fn candidates(
         &self,
         ways: &[PassOverlap],
         whole: &LinearPlan,
         cost: &CostModel,
-    ) -> Option<(PassOverlap, WaveGroups)> {
-        let candidates: Vec<Candidate> =
-            ways.iter().filter_map(|way| self.candidate(*way, whole, cost)).collect();
-        let has_better = candidates.iter().any(|candidate| candidate.overlap.spares_workers());
-        let rated = |candidate: &Candidate| match has_better && candidate.overlap.takes_workers() {
-            true => candidate.seconds * WORKERS_COST,
-            false => candidate.seconds,
-        };
-        let fastest = candidates.into_iter().min_by(|a, b| rated(a).total_cmp(&rated(b)))?;
-        Some((fastest.overlap, fastest.groups))
+    ) -> Vec<Candidate> {
+        ways.iter().filter_map(|way| self.candidate(*way, whole, cost)).collect()
     }
 
     /// The best groups of a way to run it, with what that takes; `None` where it cannot be run so, or there is nothing that travels.
