@@ -42,6 +42,8 @@ export COUNTERPOINT_CACHE_DIR=${COUNTERPOINT_CACHE_DIR:-$PWD/target/cubins}
 # A build that is thrown away keeps nothing for the next one. Panics say where they are without tables of lines, which take a
 # sixth of what compiling takes.
 if [ -n "${CI:-}" ]; then export CARGO_INCREMENTAL=0 CARGO_PROFILE_DEV_DEBUG=0; fi
+# Masks that come and go: all that the group promises.
+if [ -n "${CI:-}" ]; then export SOAK_MASKS=${SOAK_MASKS:-10000}; fi
 
 # What each step took is printed at the end; docs/testing.md has the table.
 times=()

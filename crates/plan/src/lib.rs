@@ -1,4 +1,4 @@
-//! From a mask to who computes what and who sends what.
+//! What follows from a mask and what was chosen for it: who computes what, and who sends what to whom.
 //!
 //! Pure and deterministic: the same input gives the same plan on every rank, so no rank tells another its plan.
 
