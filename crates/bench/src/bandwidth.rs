@@ -4,7 +4,7 @@ use counterpoint_console::{
     self as console, CliError, Progress, Schema, arguments::dtype_name, rank_machine::RankMachine,
 };
 use counterpoint_exec::{CpuMachine, Machine};
-use counterpoint_measure::CollectiveShape;
+use counterpoint_measure::{CollectiveShape, Processes};
 use counterpoint_reference::LinearSample;
 use counterpoint_report::{Column, Statistics, format_bytes, format_gbps, format_seconds, table};
 use serde_json::json;
@@ -51,7 +51,7 @@ fn measure<M: Machine>(
             let columns = arguments.row_elements;
             let shape = CollectiveShape { collective, ranks, rows: rows_each, columns, dtype };
             progress.step(format!("{} of {}", collective.name(), format_bytes(shape.bytes())));
-            let times = shape.measure(machine, &timing, LinearSample::Whole);
+            let times = shape.measure(machine, Processes::One, &timing, LinearSample::Whole);
             let times = times.map_err(|source| CliError::Run { source })?;
             let seconds: Vec<f64> = times.iter().map(|[there, back]| there + back).collect();
             size = size.saturating_mul(arguments.step_factor);

@@ -16,7 +16,7 @@ use counterpoint_report::{Column, Statistics};
 use serde::Serialize;
 
 use crate::arguments::{BenchCollectiveArguments, CollectiveDType};
-use crate::rows::{Rows, all_right};
+use crate::rows::Rows;
 
 /// A measured case, as JSON has it.
 #[derive(Debug, Serialize)]
@@ -153,11 +153,12 @@ impl Ranks {
         let ranks = self.count();
         let mut transports = arguments.transports.clone();
         transports.sort_by_key(|transport| *transport != TransportKind::Nccl);
-        let begin =
-            |title: String| Rows::begin(&title, &COLUMNS, Schema::BenchGroupCollective, arguments.json);
+        let schema = Schema::BenchGroupCollective;
         // Of several processes one prints; all hear of rows that are wrong.
-        let shown = self.prints().then(|| begin(self.title(collective)?)).transpose()?;
-        let mut wrong = Vec::new();
+        let mut shown = match self.prints() {
+            true => Rows::begin(&self.title(collective)?, &COLUMNS, schema, arguments.json)?,
+            false => Rows::quiet(schema),
+        };
         let mut size = arguments.min_bytes;
         while size <= arguments.max_bytes {
             let case = case(collective, arguments, ranks, size);
@@ -172,13 +173,13 @@ impl Ranks {
                     nccl = Some(row.seconds.median);
                 }
                 if row.wrong > 0 {
-                    wrong.push(format!("{} elements of {transport} at {} bytes", row.wrong, row.size));
+                    shown.add_wrong(format!("{} elements of {transport} at {} bytes", row.wrong, row.size));
                 }
-                shown.iter().try_for_each(|shown| shown.show(&row, row.cells()))?;
+                shown.show(&row, row.cells())?;
             }
             size = size.saturating_mul(arguments.step_factor);
         }
-        all_right("rows in the wrong place", &wrong)
+        shown.end("", "rows in the wrong place")
     }
 
     fn title(&self, collective: BenchCollective) -> Result<String, CliError> {

@@ -40,7 +40,7 @@ pub fn bench(command: &BenchCommand, line: &CommandLine) -> Result<(), CliError>
         BenchCommand::GemmCollective(arguments) => gemm_collective::run(arguments),
         BenchCommand::Cp(arguments) => cp::run(arguments, line),
         BenchCommand::Tp(arguments) => tp::run(arguments, line),
-        BenchCommand::Moe(arguments) => moe::run(arguments),
+        BenchCommand::Moe(arguments) => moe::run(arguments, line),
         BenchCommand::GroupCast(arguments) => collective::run(BenchCollective::GroupCast, arguments, line),
         BenchCommand::GroupReduce(arguments) => {
             collective::run(BenchCollective::GroupReduce, arguments, line)

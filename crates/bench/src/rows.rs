@@ -6,10 +6,19 @@ use serde::Serialize;
 
 /// Rows on their way to standard output.
 pub(crate) struct Rows {
-    /// `None`: objects of JSON.
-    table: Option<LiveTable>,
+    form: Form,
     schema: Schema,
     wrong: Vec<String>,
+}
+
+/// What becomes of rows.
+enum Form {
+    /// Lines of it.
+    Table(LiveTable),
+    /// Objects of JSON.
+    Json,
+    /// Nothing: another process prints them.
+    Nothing,
 }
 
 impl Rows {
@@ -21,9 +30,24 @@ impl Rows {
         json: bool,
     ) -> Result<Self, CliError> {
         console::note_development_build();
-        let table = (!json).then(|| LiveTable::new(columns, &console::style()));
-        table.iter().try_for_each(|table| console::print(&format!("{title}\n{}", table.header())))?;
-        Ok(Self { table, schema, wrong: Vec::new() })
+        let form = match json {
+            true => Form::Json,
+            false => Form::Table(LiveTable::new(columns, &console::style())),
+        };
+        if let Form::Table(table) = &form {
+            console::print(&format!("{title}\n{}", table.header()))?;
+        }
+        Ok(Self { form, schema, wrong: Vec::new() })
+    }
+
+    /// In a process that prints none of them.
+    pub(crate) fn quiet(schema: Schema) -> Self {
+        Self { form: Form::Nothing, schema, wrong: Vec::new() }
+    }
+
+    /// Whether they are text.
+    pub(crate) fn are_text(&self) -> bool {
+        matches!(self.form, Form::Table(_))
     }
 
     /// Prints a row, which as text has these cells.
@@ -32,9 +56,10 @@ impl Rows {
         row: &impl Serialize,
         cells: impl IntoIterator<Item = String>,
     ) -> Result<(), CliError> {
-        match &self.table {
-            Some(table) => console::print(&table.row(cells)),
-            None => console::print_json(self.schema, row),
+        match &self.form {
+            Form::Table(table) => console::print(&table.row(cells)),
+            Form::Json => console::print_json(self.schema, row),
+            Form::Nothing => Ok(()),
         }
     }
 
@@ -48,7 +73,7 @@ impl Rows {
     /// # Errors
     /// Where rows were wrong, with `what` they are.
     pub(crate) fn end(self, finding: &str, what: &str) -> Result<(), CliError> {
-        if self.table.is_some() {
+        if self.are_text() {
             console::print(finding)?;
         }
         all_right(what, &self.wrong)

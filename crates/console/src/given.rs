@@ -13,7 +13,7 @@ use crate::input::TensorFile;
 use crate::profile;
 
 /// Flags that change where results go and how they are printed, never what they are.
-pub const RESULTS: [&str; 4] = ["output", "report", "trace", "json"];
+pub const RESULTS: [&str; 5] = ["output", "report", "trace", "json", "plans"];
 /// The file of tensors: it is too large to be read by every rank, and is compared further when its rows are.
 const TENSORS: &str = "input";
 /// The machine's profile, which rank 0 plans with.

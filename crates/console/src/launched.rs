@@ -4,12 +4,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use counterpoint_cuda::{CudaError, CudaProcess, Device, Timing, TransportKind, compiler_version};
-use counterpoint_exec::{ExecError, Launch, Rendezvous, RendezvousError};
+use counterpoint_exec::{ExecError, Facet, Launch, Rendezvous, RendezvousError};
 use counterpoint_plan::Topology;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::command_line::CommandLine;
+use crate::digest::digest;
 use crate::error::CliError;
 use crate::given;
 
@@ -53,6 +54,12 @@ pub fn refuse_other_sizes(launch: &Launch, flag: &'static str, ranks: usize) -> 
     Err(CliError::Flag { flag, value: ranks.to_string(), reason })
 }
 
+/// The error of a command that times GPUs of one process alone.
+pub fn gpus_as_threads() -> CliError {
+    let reason = "is timed with ranks as threads; run it without a launcher".to_owned();
+    CliError::Flag { flag: "--device", value: "cuda".to_owned(), reason }
+}
+
 /// An error of a run.
 pub fn ended(source: ExecError) -> CliError {
     CliError::Run { source }
@@ -77,11 +84,10 @@ pub fn gather<T: Serialize + DeserializeOwned>(
     place: &str,
     own: &T,
 ) -> Result<Vec<T>, CliError> {
-    let broken = |error: serde_json::Error| {
-        let (rank, reason) = (rendezvous.rank(), error.to_string());
-        ended(RendezvousError::Broken { rank, reason }.into())
-    };
-    let own = serde_json::to_vec(own).map_err(broken)?;
-    let all = rendezvous.all_gather(place, &own).map_err(ended)?;
-    all.iter().map(|one| serde_json::from_slice(one).map_err(broken)).collect()
+    rendezvous.gather(place, own).map_err(ended)
+}
+
+/// Compares a text that decides what is computed.
+pub fn agree(rendezvous: &Rendezvous, what: &str, text: &str) -> Result<(), CliError> {
+    rendezvous.agree(what, &[Facet::new(what, digest(text.as_bytes()))]).map_err(ended)
 }

@@ -16,9 +16,8 @@ use counterpoint_schedule::{RankTransport, Timeline};
 
 use crate::arguments::Device;
 use crate::device;
-use crate::digest::digest;
 use crate::error::CliError;
-use crate::launched::{ended, gather, gpu_of_rank};
+use crate::launched::{agree, gather, gpu_of_rank};
 use crate::profile;
 use crate::tuned;
 
@@ -117,7 +116,7 @@ impl RankMachine {
     /// Where plans of linear layers are tuned and used: the device, and what moves rows, an imitated link by its figures.
     pub fn tuned_place(&self, slow_link: Option<SlowLink>) -> TunedPlace {
         let transport = match self {
-            Self::Cpu(_) => tuned::transport_of_threads(slow_link),
+            Self::Cpu(_) => return tuned::place_of_threads(slow_link),
             Self::Cuda(machine) => machine.transport().name().to_owned(),
             Self::Process(process) => process.machine.transport().name().to_owned(),
         };
@@ -152,7 +151,7 @@ impl RankMachine {
     /// Compares a text that decides what is computed, where ranks are processes.
     pub fn agree(&self, what: &str, text: &str) -> Result<(), CliError> {
         let Self::Process(process) = self else { return Ok(()) };
-        process.rendezvous.agree(what, &[Facet::new(what, digest(text.as_bytes()))]).map_err(ended)
+        agree(&process.rendezvous, what, text)
     }
 
     /// How its ranks exchange rows.

@@ -4,10 +4,11 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use counterpoint_choose::TunedPlans;
+use counterpoint_choose::{TunedPlace, TunedPlans};
 use counterpoint_exec::SlowLink;
 use counterpoint_files::{Destination, FileLock, check_writable, write_atomically};
 
+use crate::device::cpu_name;
 use crate::error::CliError;
 use crate::files;
 use crate::interrupt;
@@ -36,12 +37,22 @@ pub fn named(path: &Path) -> Result<TunedPlans, CliError> {
     plans(path, &files::read_text(WHAT, path, MAX_BYTES)?)
 }
 
-/// What moves rows between CPU ranks that are threads, as tuned plans name it: an imitated link by its figures.
-pub fn transport_of_threads(slow_link: Option<SlowLink>) -> String {
-    slow_link.map_or_else(
-        || "threads".to_owned(),
-        |link| format!("threads {:?} {} GB/s", link.alpha, link.bytes_per_second / 1e9),
-    )
+/// Where plans of CPU ranks that are threads are tuned and used; an imitated link is named by its figures.
+pub fn place_of_threads(slow_link: Option<SlowLink>) -> TunedPlace {
+    on_cpus("threads", slow_link)
+}
+
+/// Likewise of CPU ranks that are processes.
+pub fn place_of_processes(slow_link: Option<SlowLink>) -> TunedPlace {
+    on_cpus("tcp", slow_link)
+}
+
+fn on_cpus(name: &str, slow_link: Option<SlowLink>) -> TunedPlace {
+    let transport = slow_link.map_or_else(
+        || name.to_owned(),
+        |link| format!("{name} {:?} {} GB/s", link.alpha, link.bytes_per_second / 1e9),
+    );
+    TunedPlace { device: cpu_name(), transport }
 }
 
 /// The file in the folder of profiles; `None` where the user has no home.

@@ -164,7 +164,7 @@ impl HostTensor {
     ///
     /// # Panics
     /// As [`HostTensor::new`].
-    pub(crate) fn from_bytes(shape: Vec<usize>, dtype: DType, bytes: &[u8]) -> Self {
+    pub fn from_bytes(shape: Vec<usize>, dtype: DType, bytes: &[u8]) -> Self {
         with_host_element!(dtype, T => Self::from_vec::<T>(shape, bytemuck::pod_collect_to_vec(bytes)))
     }
 

@@ -15,6 +15,7 @@ use thiserror::Error;
 
 use crate::collective_shape::CollectiveShape;
 use crate::contents::Contents;
+use crate::processes::Processes;
 use crate::timed::{Repeats, TimedRank, Wanted, check, median, run};
 
 /// Measured times of a layer's pass and of its parts, on the ranks of a machine. A sample of every result is compared with what it
@@ -22,6 +23,8 @@ use crate::timed::{Repeats, TimedRank, Wanted, check, median, run};
 pub struct MeasuredClock<'a, M> {
     /// The machine.
     pub machine: &'a M,
+    /// Where its ranks are.
+    pub processes: Processes<'a>,
     /// The layer.
     pub spec: LinearSpec,
     /// The pass.
@@ -73,7 +76,7 @@ impl<M: Machine> PassClock for MeasuredClock<'_, M> {
             columns: self.spec.travelling_columns(),
             dtype: self.spec.dtype,
         };
-        let times = case.measure(self.machine, &self.timing, SAMPLED_ROWS)?;
+        let times = case.measure(self.machine, self.processes, &self.timing, SAMPLED_ROWS)?;
         Ok([median(times.iter().map(|times| times[0])), median(times.iter().map(|times| times[1]))])
     }
 
@@ -130,7 +133,7 @@ impl<M: Machine> MeasuredClock<'_, M> {
         lower: impl Fn(usize) -> Program,
         check: impl Fn(&TimedRank<M>) -> Result<(), ExecError>,
     ) -> Result<f64, MeasureError> {
-        let (timelines, prepared) = run(self.machine, self.ranks, &self.timing, lower)?;
+        let (timelines, prepared) = run(self.machine, self.processes, self.ranks, &self.timing, lower)?;
         prepared.iter().try_for_each(check)?;
         Ok(median(timelines.iter().map(Timeline::duration)))
     }
@@ -249,7 +252,8 @@ mod tests {
         // A token that not all ranks have, and rows of no usual length.
         let spec = collective.layer([61, 30, 42], dtype);
         let pass = TunedPass::Forward;
-        MeasuredClock { machine, spec, pass, ranks: 3, policy: OverlapPolicy::default(), timing: TIMING }
+        let (processes, policy) = (Processes::One, OverlapPolicy::default());
+        MeasuredClock { machine, processes, spec, pass, ranks: 3, policy, timing: TIMING }
     }
 
     /// What ranks compute is what is said of it, for all collectives and types, in one group and in several.
@@ -307,7 +311,7 @@ mod tests {
                 LinearPlan::new(spec, 3, WaveGroups::Fixed(2)).unwrap()
             };
             let lower = |rank| lower_linear_forward(&plan(42), rank, clock.policy);
-            let (_, prepared) = run(&machine, 3, &TIMING, lower).unwrap();
+            let (_, prepared) = run(&machine, Processes::One, 3, &TIMING, lower).unwrap();
             assert!(prepared.iter().all(|rank| check_forward::<CpuMachine>(rank, &plan(42)).is_ok()));
             // As if rows were shorter.
             for rank in &prepared {

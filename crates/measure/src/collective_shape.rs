@@ -7,6 +7,7 @@ use counterpoint_reference::LinearSample;
 use counterpoint_schedule::{lower_collective, travel_seconds};
 
 use crate::contents::Contents;
+use crate::processes::Processes;
 use crate::timed::{Repeats, Wanted, check, run};
 
 /// A collective of tokens by itself.
@@ -44,12 +45,13 @@ impl CollectiveShape {
     pub fn measure<M: Machine>(
         &self,
         machine: &M,
+        processes: Processes<'_>,
         timing: &Repeats,
         sample: LinearSample,
     ) -> Result<Vec<[f64; 2]>, ExecError> {
         let Self { collective, ranks, rows, columns, dtype } = *self;
         let lower = |rank| lower_collective(collective, [rank, ranks], [rows, columns], dtype);
-        let (timelines, prepared) = run(machine, ranks, timing, lower)?;
+        let (timelines, prepared) = run(machine, processes, ranks, timing, lower)?;
         let held = if collective == GemmCollective::ReduceScatter { rows } else { rows * ranks };
         let (rows, columns) = (sample.of(Range::new(0, held)), Vec::from_iter(0..columns));
         for rank in &prepared {

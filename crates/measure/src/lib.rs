@@ -11,10 +11,12 @@ mod calibrate;
 mod clock;
 mod collective_shape;
 mod contents;
+mod processes;
 mod timed;
 
 pub use attention::{AttentionBench, Rate, Seconds, bench_attention};
 pub use calibrate::calibrate;
 pub use clock::{MeasureError, MeasuredClock};
 pub use collective_shape::CollectiveShape;
+pub use processes::Processes;
 pub use timed::Repeats;

@@ -7,6 +7,7 @@ use counterpoint_reference::half_unit;
 use counterpoint_schedule::{BufferRole, BufferSpec, Program, Timeline};
 
 use crate::contents::Contents;
+use crate::processes::Processes;
 
 /// How things are timed.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -24,10 +25,11 @@ pub struct Repeats {
 
 pub(crate) type TimedRank<M> = Prepared<<M as Machine>::Backend, <M as Machine>::Transport>;
 
-/// Runs every rank's Program on inputs that are [`Contents`]; the timelines of the counted runs, and the ranks with the last one's
+/// Runs every rank's Program on inputs that are [`Contents`]; the timelines of the counted runs, and the ranks here with the last one's
 /// results. What a run must write is NaN before it.
 pub(crate) fn run<M: Machine>(
     machine: &M,
+    processes: Processes<'_>,
     ranks: usize,
     timing: &Repeats,
     lower: impl Fn(usize) -> Program,
@@ -53,7 +55,8 @@ pub(crate) fn run<M: Machine>(
         let enough = enough.as_secs_f64();
         let (mut timelines, mut spent) = (Vec::new(), 0.0);
         while timelines.len() < most && (timelines.len() < least || spent < enough) {
-            let timeline = Prepared::run_ranks(&mut prepared)?;
+            machine.meet("a run")?;
+            let timeline = processes.joined(Prepared::run_ranks(&mut prepared)?)?;
             spent += timeline.duration();
             timelines.push(timeline);
         }

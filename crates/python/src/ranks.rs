@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use counterpoint_choose::TunedPlace;
-use counterpoint_console::{device::cpu_name, tuned::transport_of_threads};
+use counterpoint_console::tuned::{place_of_processes, place_of_threads};
 use counterpoint_cuda::{CudaMachine, CudaProcess, Device, Timing, TransportKind};
 use counterpoint_exec::{
     CpuMachine, ExecError, ExpertPass, Group, JoinConfig, Machine, PlanningThreads, Rendezvous, SlowLink,
@@ -77,7 +77,7 @@ impl Ranks {
                 Some(SlowLink { alpha: duration(py, alpha)?, bytes_per_second, network: None })
             }
         };
-        let place = on_cpus(transport_of_threads(slow_link));
+        let place = place_of_threads(slow_link);
         let group = engine(py, || Group::connect(&CpuMachine::new(0, slow_link)?, size, config(limit)))?;
         let (group, count) = tuned::following(group, plans, &place);
         Ok(Self::with(None, "memory", site, Tuned { place, count }, Arc::new(Joined::new(group))))
@@ -107,7 +107,7 @@ impl Ranks {
         let (store, _give_up) = PythonStore::new(store, rank, size);
         let joined = move || Group::join(&store, rank, size, &JoinConfig { address, world });
         let group = placed(interruptible(py, joined, |_| {})?, beside_collectives);
-        let place = on_cpus("tcp".to_owned());
+        let place = place_of_processes(None);
         let (group, count) = tuned::following(group, plans, &place);
         Ok(Self::with(Some(rank), "tcp", site, Tuned { place, count }, Arc::new(Joined::new(group))))
     }
@@ -458,9 +458,4 @@ fn topology(size: usize, nodes: usize) -> Topology {
 /// A group beside collectives of other libraries, or by itself.
 fn placed<M: Machine>(group: Group<M>, beside_collectives: bool) -> Group<M> {
     if beside_collectives { group.beside_collectives() } else { group }
-}
-
-/// Where plans of CPU ranks are tuned and used.
-fn on_cpus(transport: String) -> TunedPlace {
-    TunedPlace { device: cpu_name(), transport }
 }

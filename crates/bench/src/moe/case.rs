@@ -14,6 +14,7 @@ use counterpoint_exec::{
     ExpertPasses, Group, HostTensor, LayerGradient, Machine, RankBuffers, RunConfig, RunTimes, WorldConfig,
     random_tensor,
 };
+use counterpoint_measure::Processes;
 use counterpoint_plan::{CostModel, ExpertCapacity, ExpertGroups, ExpertKind, ExpertSpec, Routing, Topology};
 use counterpoint_reference::{LinearSample, check_experts};
 use counterpoint_report::Statistics;
@@ -37,6 +38,7 @@ pub(super) struct Case<'a> {
     pub(super) device: &'a str,
     pub(super) place: TunedPlace,
     pub(super) compared: &'a Compared,
+    pub(super) processes: Processes<'a>,
 }
 
 /// Which ways are compared, beside the sequential one.
@@ -62,6 +64,11 @@ struct Tensors<M: Machine> {
     x: RankBuffers<M>,
     dy: RankBuffers<M>,
     weight: RankBuffers<M>,
+}
+
+/// The tensors of the ranks here, of those of all.
+fn of_ranks<M: Machine>(group: &Group<M>, all: Option<&Vec<HostTensor>>) -> Vec<HostTensor> {
+    all.and_then(|all| all.get(group.ranks_here())).unwrap_or_default().to_vec()
 }
 
 impl Case<'_> {
@@ -204,8 +211,8 @@ impl Case<'_> {
         let tensors = match tensors {
             Some(tensors) => tensors,
             None => tensors.insert(Tensors {
-                x: layer.upload("x", inputs.x.clone())?,
-                dy: layer.upload("dy", inputs.dy.clone().unwrap_or_default())?,
+                x: layer.upload("x", of_ranks(group, Some(&inputs.x)))?,
+                dy: layer.upload("dy", of_ranks(group, inputs.dy.as_ref()))?,
                 weight: layer.scatter_weight(&inputs.weight)?,
             }),
         };
@@ -215,17 +222,18 @@ impl Case<'_> {
             layer.bind_main_grad(zeros)?;
         }
         layer.route(self.routing.clone())?;
+        let all =
+            |layer: &ExpertLayer<M>, parts: &RankBuffers<M>| self.processes.gathered(layer.download(parts)?);
         let y = layer.forward(&tensors.x)?.result;
-        let y = layer.download(&y)?;
+        let y = all(&layer, &y)?;
         let dx = layer.backward(&tensors.x, &tensors.dy)?.result;
-        let outputs = ExpertOutputs {
-            y,
-            dx: Some(layer.download(&dx)?),
-            dweight: zeros
-                .or_else(|| layer.weight_gradient())
-                .map(|gradient| layer.gather_weight(&gradient))
-                .transpose()?,
-        };
+        let dx = Some(all(&layer, &dx)?);
+        let dweight = zeros.or_else(|| layer.weight_gradient());
+        let dweight = dweight.map(|parts| match self.processes {
+            Processes::One => layer.gather_weight(&parts),
+            Processes::Each(_) => self.processes.rows(layer.download(&parts)?),
+        });
+        let outputs = ExpertOutputs { y, dx, dweight: dweight.transpose()? };
         let sample = LinearSample::Spread(SAMPLED);
         let mut checked = check_experts(&self.spec, self.routing, inputs, &outputs, sample)
             .map_err(|error| error.to_string());
@@ -253,8 +261,9 @@ impl Case<'_> {
                     BenchTpPass::Forward => layer.forward(&tensors.x)?,
                     BenchTpPass::Backward => layer.backward(&tensors.x, &tensors.dy)?,
                 };
+                let timeline = self.processes.joined(done.timeline)?;
                 if let Some(runs) = runs.last_mut().filter(|_| run >= WARM_UPS) {
-                    runs[turn % 2].push(done.timeline);
+                    runs[turn % 2].push(timeline);
                 }
             }
         }

@@ -5,13 +5,18 @@ mod row;
 
 use std::sync::Arc;
 
-use counterpoint_choose::TunedHere;
+use counterpoint_choose::{TunedHere, TunedPlace};
 use counterpoint_console::{
-    self as console, CliError, Progress, Schema, arguments::Device, launched::launch,
-    rank_machine::RankMachine, tuned,
+    self as console, CliError, CommandLine, Progress, Schema,
+    arguments::Device,
+    device::cpu_name,
+    launched::{agree, as_rank, ended, gpus_as_threads, launch, refuse_other_sizes},
+    rank_machine::RankMachine,
+    tuned,
 };
 use counterpoint_cuda::TransportKind;
-use counterpoint_exec::{CpuMachine, Machine};
+use counterpoint_exec::{CpuMachine, Machine, Rendezvous, RunConfig, SlowLink, TcpMachine};
+use counterpoint_measure::Processes;
 use counterpoint_plan::{DType, ExpertKind, ExpertSpec, Routing};
 
 use self::case::Case;
@@ -21,57 +26,114 @@ use crate::arguments::{BenchMoeArguments, MoeLayersArguments};
 use crate::rows::Rows;
 
 /// `counterpoint bench moe`.
-pub(crate) fn run(arguments: &BenchMoeArguments) -> Result<(), CliError> {
+pub(crate) fn run(arguments: &BenchMoeArguments, line: &CommandLine) -> Result<(), CliError> {
     let arguments = &arguments.layers;
-    let machine = open(arguments)?;
-    let tuned = TunedHere { place: machine.tuned_place(arguments.slow_link), plans: tuned::kept()? };
-    let compared = Compared::Asked(Arc::new(tuned));
-    each_kind(arguments, (&machine, Schema::BenchMoe), &compared, |shown, rows| {
-        rows.iter().try_for_each(|row| shown.show(row, row.cells()))
+    on_ranks(arguments, line, |ranks| {
+        let plans = tuned::kept()?;
+        if let MoeRanks::Each(rendezvous, _) = ranks {
+            agree(rendezvous, "what was tuned and kept", &plans.to_json())?;
+        }
+        let compared =
+            Compared::Asked(Arc::new(TunedHere { place: ranks.place(arguments.slow_link), plans }));
+        let show = |shown: &Rows, rows: &[Row]| rows.iter().try_for_each(|row| shown.show(row, row.cells()));
+        each_kind(arguments, (ranks, Schema::BenchMoe), &compared, show)?.end("", WRONG)
     })
-    .and_then(|shown| shown.end("", WRONG))
 }
 
 /// What rows that are wrong are.
 pub(crate) const WRONG: &str = "results out of bounds against f64";
 
-/// The ranks that were asked for.
-pub(crate) fn open(arguments: &MoeLayersArguments) -> Result<RankMachine, CliError> {
-    if launch()?.is_some() {
-        let reason = "is timed with ranks as threads of one process; run it without a launcher".to_owned();
-        return Err(CliError::Flag { flag: "--ep-size", value: String::new(), reason });
+/// The ranks that layers are measured on.
+pub(crate) enum MoeRanks<'a> {
+    /// All of them are here.
+    Here(RankMachine),
+    /// CPU ranks that are processes, of which this is one.
+    Each(&'a Arc<Rendezvous>, TcpMachine),
+}
+
+impl MoeRanks<'_> {
+    /// Whether this process has the file of tuned plans, and prints.
+    pub(crate) fn is_first(&self) -> bool {
+        match self {
+            Self::Here(_) => true,
+            Self::Each(rendezvous, _) => rendezvous.rank() == 0,
+        }
     }
+
+    /// As many as were asked for, as there are GPUs, or two; as there are processes.
+    pub(crate) fn count(&self, asked: Option<usize>) -> usize {
+        match self {
+            Self::Here(machine) => asked.unwrap_or(machine.gpus().max(2)),
+            Self::Each(rendezvous, _) => rendezvous.world_size(),
+        }
+    }
+
+    fn name(&self) -> String {
+        match self {
+            Self::Here(machine) => machine.name().to_owned(),
+            Self::Each(..) => cpu_name(),
+        }
+    }
+
+    fn place(&self, slow_link: Option<SlowLink>) -> TunedPlace {
+        match self {
+            Self::Here(machine) => machine.tuned_place(slow_link),
+            Self::Each(..) => tuned::place_of_processes(slow_link),
+        }
+    }
+}
+
+/// Does the work on the ranks that were asked for: here, or as one of the processes that a launcher started.
+pub(crate) fn on_ranks(
+    arguments: &MoeLayersArguments,
+    line: &CommandLine,
+    work: impl FnOnce(&MoeRanks<'_>) -> Result<(), CliError>,
+) -> Result<(), CliError> {
     if let (Some(_), Device::Cuda) = (arguments.slow_link, arguments.device) {
         let reason = "imitates a link between CPU ranks; leave it out with --device cuda".to_owned();
         return Err(CliError::Flag { flag: "--slow-link", value: String::new(), reason });
     }
-    RankMachine::open(arguments.device, arguments.ep_size, TransportKind::Auto)
+    let Some(launch) = launch()? else {
+        let machine = RankMachine::open(arguments.device, arguments.ep_size, TransportKind::Auto)?;
+        return work(&MoeRanks::Here(machine));
+    };
+    as_rank(&launch, line, RunConfig::default().limit, |rendezvous| {
+        refuse_other_sizes(&launch, "--ep-size", arguments.ep_size.unwrap_or(launch.world_size))?;
+        if arguments.device == Device::Cuda {
+            return Err(gpus_as_threads());
+        }
+        let machine = TcpMachine::new(rendezvous.clone(), 0, arguments.slow_link).map_err(ended)?;
+        work(&MoeRanks::Each(rendezvous, machine))
+    })
 }
 
 /// Measures the layers of each kind. `show` gets the rows of each that are right, and those that are wrong are named at the end.
 pub(crate) fn each_kind(
     arguments: &MoeLayersArguments,
-    (machine, schema): (&RankMachine, Schema),
+    (on, schema): (&MoeRanks<'_>, Schema),
     compared: &Compared,
     mut show: impl FnMut(&Rows, &[Row]) -> Result<(), CliError>,
 ) -> Result<Rows, CliError> {
-    let ranks = arguments.ep_size.unwrap_or(machine.gpus().max(2));
+    let ranks = on.count(arguments.ep_size);
     let routing = routing(arguments, ranks)?;
     let rows = routing.rows();
     let (most, all) = (rows.iter().max().copied().unwrap_or(0), rows.iter().sum::<usize>());
     let title = format!(
         "layers of {} on {}, {}; {all} rows, {most} of them at the fullest expert",
         console::count(arguments.experts, "expert"),
-        machine.name(),
+        on.name(),
         console::count(ranks, "rank"),
     );
-    let mut shown = Rows::begin(&title, &row::COLUMNS, schema, arguments.json)?;
+    let mut shown = match on.is_first() {
+        true => Rows::begin(&title, &row::COLUMNS, schema, arguments.json)?,
+        false => Rows::quiet(schema),
+    };
     let progress = Progress::new();
     for kind in &arguments.kinds {
         let kind = kind.kind();
         progress.step(format!("{kind} of {}", console::count(arguments.experts, "expert")));
         let mut right = Vec::new();
-        for row in measure(arguments, kind, &routing, machine, compared)? {
+        for row in measure(arguments, kind, &routing, on, compared)? {
             match &row.wrong {
                 Some(reason) => shown.add_wrong(format!("{}: {reason}", row.name())),
                 None => right.push(row),
@@ -104,7 +166,7 @@ fn measure(
     arguments: &MoeLayersArguments,
     kind: ExpertKind,
     routing: &Arc<Routing>,
-    machine: &RankMachine,
+    on: &MoeRanks<'_>,
     compared: &Compared,
 ) -> Result<Vec<Row>, CliError> {
     let usual = if arguments.device == Device::Cpu { DType::F32 } else { DType::Bf16 };
@@ -114,18 +176,33 @@ fn measure(
     };
     let dtype = arguments.dtype.unwrap_or(usual);
     let spec = ExpertSpec { kind, in_features, out_features, dtype };
-    let (profile, device) = (machine.profile(None)?, machine.name());
+    let (ranks, device, place) = (routing.ranks(), on.name(), on.place(arguments.slow_link));
+    let case = |cost, processes| Case {
+        arguments,
+        spec,
+        routing,
+        cost,
+        device: &device,
+        place: place.clone(),
+        compared,
+        processes,
+    };
+    let machine = match on {
+        MoeRanks::Each(rendezvous, machine) => {
+            // Without a profile, which hosts may have others of.
+            return case(machine.linear(ranks).cost, Processes::Each(rendezvous)).measure_on(machine);
+        }
+        MoeRanks::Here(machine) => machine,
+    };
+    let profile = machine.profile(None)?;
     let measured = profile.as_ref().map(|profile| &profile.cost);
-    let ranks = routing.ranks();
-    let place = machine.tuned_place(arguments.slow_link);
-    let case = |cost| Case { arguments, spec, routing, cost, device, place, compared };
     match machine {
-        RankMachine::Cuda(gpus) => case(gpus.cost(measured, ranks)).measure_on(gpus),
-        // Processes are refused above.
+        RankMachine::Cuda(gpus) => case(gpus.cost(measured, ranks), Processes::One).measure_on(gpus),
+        // Processes are not opened so.
         RankMachine::Cpu(_) | RankMachine::Process(_) => {
-            let cpu = CpuMachine::new(0, arguments.slow_link).map_err(|source| CliError::Run { source })?;
+            let cpu = CpuMachine::new(0, arguments.slow_link).map_err(ended)?;
             let cost = measured.copied().unwrap_or(cpu.linear(ranks).cost);
-            case(cost).measure_on(&cpu)
+            case(cost, Processes::One).measure_on(&cpu)
         }
     }
 }

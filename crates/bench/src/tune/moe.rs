@@ -1,35 +1,41 @@
 //! `counterpoint tune moe`.
 
 use counterpoint_choose::{GroupSearch, TunedExperts};
-use counterpoint_console::{self as console, CliError, Schema, output::shown, tuned::TunedFile};
+use counterpoint_console::{self as console, CliError, CommandLine, Schema, output::shown, tuned::TunedFile};
 use serde_json::{Value, json};
 
 use crate::arguments::TuneMoeArguments;
-use crate::moe::{Compared, Row, WRONG, each_kind, open};
+use crate::moe::{Compared, MoeRanks, Row, WRONG, each_kind, on_ranks};
 
-pub(super) fn run(arguments: &TuneMoeArguments) -> Result<(), CliError> {
-    let mut file = TunedFile::open(arguments.plans.as_deref())?;
+pub(super) fn run(arguments: &TuneMoeArguments, line: &CommandLine) -> Result<(), CliError> {
+    on_ranks(&arguments.layers, line, |ranks| tune(arguments, ranks))
+}
+
+fn tune(arguments: &TuneMoeArguments, ranks: &MoeRanks<'_>) -> Result<(), CliError> {
     let layers = &arguments.layers;
-    if layers.ep_size == Some(1) {
+    if ranks.count(layers.ep_size) < 2 {
         let reason = "is one rank, and nothing travels; use at least 2".to_owned();
         return Err(CliError::Flag { flag: "--ep-size", value: "1".to_owned(), reason });
     }
-    let machine = open(layers)?;
+    let file = ranks.is_first().then(|| TunedFile::open(arguments.plans.as_deref()));
+    let mut file = file.transpose()?;
     let compared = Compared::Fastest(arguments.trials as usize);
-    let rows = each_kind(layers, (&machine, Schema::TuneMoe), &compared, |table, rows| {
+    let rows = each_kind(layers, (ranks, Schema::TuneMoe), &compared, |table, rows| {
+        let Some(file) = &mut file else { return Ok(()) };
         // What is found is kept at once, so that who breaks off has what was found by then.
         for &pass in &layers.passes {
             let rows = once(rows.iter().filter(|row| row.pass == pass));
             let kept = fastest(&rows);
             file.keep(|plans| kept.iter().for_each(|plan| plans.experts.insert(plan.clone())))?;
             match layers.json {
-                true => console::print_json(Schema::TuneMoe, &document(&rows, &kept, &file))?,
+                true => console::print_json(Schema::TuneMoe, &document(&rows, &kept, file))?,
                 false => rows.iter().try_for_each(|row| table.show(row, row.cells()))?,
             }
         }
         Ok(())
     })?;
-    rows.end(&format!("\nkept in {}\n", shown(file.path())), WRONG)
+    let told = file.map(|file| format!("\nkept in {}\n", shown(file.path())));
+    rows.end(&told.unwrap_or_default(), WRONG)
 }
 
 /// Each way once: a pass of fewer ways than the other was tried in some of them again.

@@ -57,9 +57,16 @@ fn a_process_that_does_the_same_is_given_what_was_given() {
 #[test]
 fn every_flag_is_compared_but_those_of_results() {
     let folder = tempfile::tempdir().unwrap();
-    for command in
-        ["attention --mask full:8", "bench cp", "bench tp", "bench group-cast", "bench group-reduce"]
-    {
+    for command in [
+        "attention --mask full:8",
+        "bench cp",
+        "bench tp",
+        "bench moe",
+        "bench group-cast",
+        "bench group-reduce",
+        "tune gemm --m 8 --n 8 --k 8 --collective all-reduce",
+        "tune moe",
+    ] {
         let path = folder.path().join("missing");
         let flags = parsed(&format!("counterpoint {command}")).flags().to_vec();
         for flag in &flags {

@@ -21,7 +21,7 @@ pub(crate) fn run(command: Command, line: &CommandLine) -> Result<(), CliError> 
         Command::Mask(arguments) => mask::run(&arguments),
         Command::Bench(command) => counterpoint_bench::bench(&command, line),
         Command::Simulate(command) => simulate::run(&command),
-        Command::Tune(command) => counterpoint_bench::tune(&command),
+        Command::Tune(command) => counterpoint_bench::tune(&command, line),
         Command::Selftest(arguments) => counterpoint_verify::run(&arguments),
         Command::Doctor(arguments) => doctor::run(&arguments),
         Command::Completions(arguments) => documents::completions(&arguments),

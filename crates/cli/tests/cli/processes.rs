@@ -384,3 +384,32 @@ fn a_run_over_a_slow_network_takes_what_is_predicted() {
         }
     }
 }
+
+/// What is tuned there is kept once, for ranks that send rows through TCP, and followed by them.
+#[test]
+fn layers_are_tuned_with_ranks_that_are_processes() {
+    let folder = Folder::new();
+    let gemm = "tune gemm --m 64 --n 32 --k 32 --collective reduce-scatter --iterations 1 --warmups 0";
+    let layers =
+        "--tokens 20 --hidden 8 --inner 8 --experts 4 --iterations 3 --gradient written --kinds combine";
+    let ran = |line: &str| -> Vec<serde_json::Value> {
+        let ended = Job::start(&folder, line, 2).end(SOON);
+        for (rank, Ended { status, stdout, stderr }) in ended.iter().enumerate() {
+            assert_eq!(*status, Some(0), "rank {rank}: {stdout}{stderr}");
+            assert_eq!(stdout.is_empty(), rank > 0, "rank {rank}: {stdout}");
+        }
+        serde_json::Deserializer::from_str(&ended[0].stdout).into_iter().map(Result::unwrap).collect()
+    };
+    assert_eq!(ran(&format!("{gemm} --plans plans.json --json"))[0]["shape"]["transport"], "tcp");
+    assert_eq!(ran(&format!("tune moe {layers} --trials 2 --plans plans.json --json")).len(), 2);
+    let file: serde_json::Value = serde_json::from_slice(&folder.read("plans.json")).unwrap();
+    for (kind, least) in [("plans", 3), ("experts", 4)] {
+        let plans = file[kind].as_array().unwrap();
+        assert!(plans.len() >= least, "{file}");
+        assert!(plans.iter().all(|plan| plan["transport"] == "tcp" && plan["ranks"] == 2), "{file}");
+    }
+    // The sequential run and one way, of two passes.
+    assert_eq!(ran(&format!("bench moe {layers} --overlap signals --json")).len(), 4);
+    let ended = Job::start(&folder, &format!("{gemm} --plans plans.json --tp-size 3"), 2).end(SOON);
+    ended.iter().for_each(|rank| rank.is_error(2, &["--tp-size 3", "torchrun started 2"]));
+}

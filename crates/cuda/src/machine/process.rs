@@ -5,11 +5,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use counterpoint_choose::LinearMachine;
-use counterpoint_exec::{
-    ElementTypes, Ends, ExecError, Facet, Machine, Rendezvous, RendezvousError, World, check_memory,
-};
+use counterpoint_exec::{ElementTypes, Ends, ExecError, Facet, Machine, Rendezvous, World, check_memory};
 use counterpoint_plan::{CostModel, Topology};
-use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::cost;
@@ -99,7 +96,7 @@ impl CudaProcess {
             is_hopper: device.arch().is_hopper(),
             probe: handle.ok(),
         };
-        let seats: Vec<Seat> = gather(rendezvous, "GPUs", &seat)?;
+        let seats: Vec<Seat> = rendezvous.gather("GPUs", &seat)?;
         // Ranks that are to reach this one's memory.
         let is_near = |other: usize| match transport {
             TransportKind::Auto | TransportKind::Hierarchical => topology.node(other) == topology.node(rank),
@@ -107,7 +104,7 @@ impl CudaProcess {
         };
         let near: Vec<usize> = (0..seats.len()).filter(|other| *other != rank && is_near(*other)).collect();
         let reached = reach(&device, rank, &near, &neighbours, &seats);
-        let unreached: Vec<Option<String>> = gather(rendezvous, "memory of GPUs", &reached.err())?;
+        let unreached: Vec<Option<String>> = rendezvous.gather("memory of GPUs", &reached.err())?;
         // Nobody's memory goes before all have closed it.
         rendezvous.barrier("memory of GPUs closed")?;
         drop(probe);
@@ -248,7 +245,7 @@ impl CudaProcess {
         };
         // A rank that could not end an exchange has none left of its connection, so that all must have it.
         let own = NcclRank::connections(&self.connected);
-        let all: Vec<Vec<u64>> = gather(&self.rendezvous, &format!("nccl connections {number}"), &own)?;
+        let all: Vec<Vec<u64>> = self.rendezvous.gather(&format!("nccl connections {number}"), &own)?;
         let common =
             own.into_iter().filter(|number| all.iter().all(|numbers| numbers.contains(number))).max();
         let joined = match common {
@@ -379,19 +376,6 @@ fn choose(
         (TransportKind::Nccl, _) | (_, None) => Ok(kind),
         (_, Some(reason)) => refuse(format!("{reason}; use --transport nccl")),
     }
-}
-
-fn gather<T: Serialize + DeserializeOwned>(
-    rendezvous: &Rendezvous,
-    place: &str,
-    own: &T,
-) -> Result<Vec<T>, ExecError> {
-    let broken = |error: serde_json::Error| {
-        ExecError::from(RendezvousError::Broken { rank: rendezvous.rank(), reason: error.to_string() })
-    };
-    let own = serde_json::to_vec(own).map_err(broken)?;
-    let all = rendezvous.all_gather(place, &own)?;
-    all.iter().map(|one| serde_json::from_slice(one).map_err(broken)).collect()
 }
 
 #[cfg(test)]

@@ -28,12 +28,7 @@ impl Rendezvous {
     /// # Errors
     /// [`RendezvousError::Disagreement`] with the first facet that differs and who has what; whatever ended the job.
     pub fn agree(&self, place: &str, facets: &[Facet]) -> Result<(), ExecError> {
-        let broken = |reason: String| RendezvousError::Broken { rank: self.rank(), reason };
-        let own = serde_json::to_vec(facets).map_err(|error| broken(error.to_string()))?;
-        let all = self.all_gather(place, &own)?;
-        let all = all.iter().map(|facets| serde_json::from_slice(facets));
-        let all: Vec<Vec<Facet>> =
-            all.collect::<Result<_, _>>().map_err(|error| broken(error.to_string()))?;
+        let all = self.gather(place, &facets.to_vec())?;
         // All ranks find the same, so none needs to be told.
         let all: Vec<(usize, &[Facet])> = all.iter().map(Vec::as_slice).enumerate().collect();
         first_difference(&all).map_or(Ok(()), |error| Err(error.into()))

@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::admission::with_size;
@@ -321,6 +322,19 @@ impl Rendezvous {
             _ => self.no_answer(),
         };
         Err(self.fail(error))
+    }
+
+    /// Every rank's value, in the order of ranks, as [`Rendezvous::all_gather`] does for bytes.
+    ///
+    /// # Errors
+    /// As [`Rendezvous::all_gather`]; [`RendezvousError::Broken`] for what is no such value.
+    pub fn gather<T: Serialize + DeserializeOwned>(&self, place: &str, own: &T) -> Result<Vec<T>, ExecError> {
+        let not_whole = |error: serde_json::Error| {
+            ExecError::from(RendezvousError::Broken { rank: self.rank(), reason: error.to_string() })
+        };
+        let own = serde_json::to_vec(own).map_err(not_whole)?;
+        let all = self.all_gather(place, &own)?;
+        all.iter().map(|one| serde_json::from_slice(one).map_err(not_whole)).collect()
     }
 
     /// Returns once all ranks have come.

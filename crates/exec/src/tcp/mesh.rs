@@ -98,7 +98,7 @@ impl<M: Serialize + DeserializeOwned> Mesh<M> {
         let (arrive, arrivals) = mpsc::channel();
         let door = Door::open(listener, token.clone(), Greeter(arrive), &format!("rank {rank} connections"));
         let door = door.map_err(|error| failed(rank, &error))?;
-        let ports = gather(rendezvous, &format!("connections {name}"), port)?;
+        let ports = rendezvous.gather(&format!("connections {name}"), &port)?;
 
         let mut streams: Vec<Option<TcpStream>> = (0..ranks).map(|_| None).collect();
         for (peer, &port) in ports.iter().enumerate().take(rank) {
@@ -261,17 +261,6 @@ fn lost(world: &World, rank: usize, peer: usize, reason: String) -> ExecError {
 
 fn out_of_descriptors(rank: usize, world_size: usize) -> ExecError {
     RendezvousError::Descriptors { rank, world_size, limit: descriptor_limit() }.into()
-}
-
-fn gather(rendezvous: &Rendezvous, place: &str, own: u16) -> Result<Vec<u16>, ExecError> {
-    let own = own.to_le_bytes();
-    let all = rendezvous.all_gather(place, &own)?;
-    let ports: Option<Vec<u16>> =
-        all.iter().map(|port| port.as_slice().try_into().ok().map(u16::from_le_bytes)).collect();
-    ports.ok_or_else(|| {
-        let reason = "what a rank says of its port is not whole".to_owned();
-        RendezvousError::Broken { rank: rendezvous.rank(), reason }.into()
-    })
 }
 
 /// Connects to a rank's door. It has said that it is open, but strangers may be in the way for a moment.

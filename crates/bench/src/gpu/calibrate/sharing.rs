@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use counterpoint_choose::{GroupSearcher, LinkUse, ProductStart, TunedPass};
 use counterpoint_exec::ExecError;
-use counterpoint_measure::{MeasureError, MeasuredClock, Repeats};
+use counterpoint_measure::{MeasureError, MeasuredClock, Processes, Repeats};
 use counterpoint_plan::{DType, GemmCollective, LinearDirection, WorkerSharing};
 use counterpoint_schedule::{OverlapPolicy, StartOrder};
 
@@ -32,7 +32,9 @@ pub(super) fn measure(machine: &CudaMachine, assumed: WorkerSharing) -> Result<W
     };
     let policy = OverlapPolicy::new(StartOrder::KernelBarrier);
     let timing = Repeats { limit: Duration::from_secs(20), warmups: 2, iterations: 7, enough: Duration::MAX };
-    let mut clock = MeasuredClock { machine, spec, pass: TunedPass::Forward, ranks, policy, timing };
+    let processes = Processes::One;
+    let mut clock =
+        MeasuredClock { machine, processes, spec, pass: TunedPass::Forward, ranks, policy, timing };
     let failed = |error: MeasureError| match error {
         MeasureError::Run(error) => error,
         other => ExecError::Program { program: "calibration".to_owned(), rank: 0, reason: other.to_string() },

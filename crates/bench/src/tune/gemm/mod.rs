@@ -4,17 +4,22 @@ mod found;
 mod summary;
 mod tuning;
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use counterpoint_choose::{
     GroupSearcher, LinearMachine, LinkUse, ProductStart, TunedPass, TunedPlace, TunedShape,
 };
 use counterpoint_console::{
-    self as console, CliError, arguments::Device, rank_machine::RankMachine, tuned::TunedFile,
+    self as console, CliError, CommandLine,
+    arguments::Device,
+    launched::{as_rank, gpus_as_threads, launch, refuse_other_sizes},
+    rank_machine::RankMachine,
+    tuned::{self, TunedFile},
 };
-use counterpoint_cuda::TransportKind;
-use counterpoint_exec::{CpuMachine, Machine};
-use counterpoint_measure::Repeats;
+use counterpoint_cuda::{CudaMachine, TransportKind};
+use counterpoint_exec::{CpuMachine, Launch, Machine, Rendezvous, TcpMachine};
+use counterpoint_measure::{Processes, Repeats};
 use counterpoint_plan::{DType, LinearDirection, LinearPlan, LinearSpec, WaveGroups};
 use counterpoint_schedule::{Mover, OverlapPolicy, PassOverlap, StartOrder, WorkerShare};
 
@@ -28,7 +33,18 @@ const MEASURED_WAVES: u32 = 6;
 /// Rows of a tile of the GPU's product.
 const TILE_ROWS: usize = 128;
 
-pub(super) fn run(arguments: &TuneGemmArguments) -> Result<(), CliError> {
+/// `counterpoint tune gemm`.
+pub(super) fn run(arguments: &TuneGemmArguments, line: &CommandLine) -> Result<(), CliError> {
+    match launch()? {
+        None => with_threads(arguments),
+        Some(launch) => as_rank(&launch, line, arguments.ranks.limit, |rendezvous| {
+            with_processes(arguments, &launch, rendezvous)
+        }),
+    }
+}
+
+/// Ranks are threads, on CPUs or GPUs.
+fn with_threads(arguments: &TuneGemmArguments) -> Result<(), CliError> {
     let mut file = TunedFile::open(arguments.plans.as_deref())?;
     let ranks =
         RankMachine::open(arguments.ranks.device, arguments.ranks.tp_size, arguments.ranks.transport)?;
@@ -36,20 +52,45 @@ pub(super) fn run(arguments: &TuneGemmArguments) -> Result<(), CliError> {
     let place = ranks.tuned_place(arguments.ranks.slow_link);
     match &ranks {
         RankMachine::Cpu(_) => {
-            let margin = arguments.overlap.iter().map(OverlapPolicy::sm_margin).max();
-            let machine = CpuMachine::new(margin.unwrap_or(0), arguments.ranks.slow_link)
+            let machine = CpuMachine::new(margin(arguments), arguments.ranks.slow_link)
                 .map_err(|source| CliError::Run { source })?;
-            let tunings = tunings(arguments, &machine.linear(tp_size), &place, &ranks)?;
-            console::note_development_build();
-            tune(&machine, &tunings, &mut file)
+            let tunings = tunings(arguments, &machine.linear(tp_size), &place, None)?;
+            tune((&machine, Processes::One), &tunings, Some(&mut file))
         }
         RankMachine::Cuda(machine) => {
-            let tunings = tunings(arguments, &machine.linear(tp_size), &place, &ranks)?;
-            console::note_development_build();
-            tune(machine, &tunings, &mut file)
+            let tunings = tunings(arguments, &machine.linear(tp_size), &place, Some(machine))?;
+            tune((machine, Processes::One), &tunings, Some(&mut file))
         }
         RankMachine::Process(_) => Err(only_threads()),
     }
+}
+
+/// This process is one of several CPU ranks, as Python's are. The first has the file, and prints.
+fn with_processes(
+    arguments: &TuneGemmArguments,
+    launch: &Launch,
+    rendezvous: &Arc<Rendezvous>,
+) -> Result<(), CliError> {
+    let ranks = &arguments.ranks;
+    refuse_other_sizes(launch, "--tp-size", ranks.tp_size.unwrap_or(launch.world_size))?;
+    let tp_size = checked_size(ranks, launch.world_size)?;
+    if ranks.device == Device::Cuda {
+        return Err(gpus_as_threads());
+    }
+    // Refuses transports that CPUs do not have.
+    RankMachine::open(ranks.device, None, ranks.transport)?;
+    let is_first = rendezvous.rank() == 0;
+    let mut file = is_first.then(|| TunedFile::open(arguments.plans.as_deref())).transpose()?;
+    let machine = TcpMachine::new(rendezvous.clone(), margin(arguments), ranks.slow_link)
+        .map_err(|source| CliError::Run { source })?;
+    let place = tuned::place_of_processes(ranks.slow_link);
+    let tunings = tunings(arguments, &machine.linear(tp_size), &place, None)?;
+    tune((&machine, Processes::Each(rendezvous)), &tunings, file.as_mut())
+}
+
+/// Cores that the policies leave free.
+fn margin(arguments: &TuneGemmArguments) -> usize {
+    arguments.overlap.iter().map(OverlapPolicy::sm_margin).max().unwrap_or(0)
 }
 
 /// What is asked for: every collective of every product.
@@ -57,7 +98,7 @@ fn tunings<'a>(
     arguments: &'a TuneGemmArguments,
     linear: &LinearMachine,
     place: &TunedPlace,
-    ranks: &RankMachine,
+    gpus: Option<&CudaMachine>,
 ) -> Result<Vec<Tuning<'a>>, CliError> {
     let (products, flags) = match [arguments.m, arguments.n, arguments.k] {
         [Some(m), Some(n), Some(k)] => (vec![[m, n, k]], ["--k", "--n"]),
@@ -84,7 +125,7 @@ fn tunings<'a>(
             let spec = LinearSpec { has_bias: arguments.bias, ..spec };
             let tp_size = linear.topology.world_size;
             let variants = policies.iter().map(|&policy| {
-                let searcher = searcher(arguments, spec, (tp_size, pass.direction()), policy, ranks)?;
+                let searcher = searcher(arguments, spec, (tp_size, pass.direction()), policy, gpus)?;
                 Ok(Variant { policy, searcher })
             });
             let variants = variants.collect::<Result<Vec<_>, CliError>>()?;
@@ -112,20 +153,29 @@ fn policies(arguments: &TuneGemmArguments, linear: &LinearMachine) -> Vec<Overla
     overlapping.flat_map(margins).map(OverlapPolicy::from).collect()
 }
 
-/// Tunes one after the other. What is found is kept at once, so that who breaks off has what was found by then.
-fn tune<M: Machine>(machine: &M, tunings: &[Tuning<'_>], file: &mut TunedFile) -> Result<(), CliError> {
+/// Tunes one after the other. What is found is kept at once, so that who breaks off has what was found by then. Of several processes the one
+/// with the file prints.
+fn tune<M: Machine>(
+    (machine, processes): (&M, Processes<'_>),
+    tunings: &[Tuning<'_>],
+    mut file: Option<&mut TunedFile>,
+) -> Result<(), CliError> {
+    if file.is_some() {
+        console::note_development_build();
+    }
     let begun = Instant::now();
     let mut summary = Summary::default();
     for tuning in tunings {
-        let found = tuning.search(machine)?;
+        let found = tuning.search(machine, processes)?;
+        let Some(file) = file.as_deref_mut() else { continue };
         let kept = found.kept(tuning);
         file.keep(|plans| kept.into_iter().for_each(|plan| plans.layers.insert(plan)))?;
         found.tell(tuning, file)?;
         summary.add(tuning, &found);
     }
     match tunings {
-        [] | [_] => Ok(()),
-        [first, ..] => summary.tell(begun.elapsed(), first.arguments.ranks.json),
+        [first, _, ..] if file.is_some() => summary.tell(begun.elapsed(), first.arguments.ranks.json),
+        _ => Ok(()),
     }
 }
 
@@ -137,7 +187,10 @@ pub(crate) fn only_threads() -> CliError {
 
 /// Ranks that were asked for, or as many as there are GPUs; at least two.
 pub(crate) fn tp_size(arguments: &RanksArguments, ranks: &RankMachine) -> Result<usize, CliError> {
-    let tp_size = arguments.tp_size.unwrap_or_else(|| ranks.gpus().max(2));
+    checked_size(arguments, arguments.tp_size.unwrap_or_else(|| ranks.gpus().max(2)))
+}
+
+fn checked_size(arguments: &RanksArguments, tp_size: usize) -> Result<usize, CliError> {
     if tp_size < 2 {
         let reason = "is one rank, and nothing travels; use at least 2".to_owned();
         return Err(CliError::Flag { flag: "--tp-size", value: tp_size.to_string(), reason });
@@ -171,7 +224,7 @@ fn searcher(
     spec: LinearSpec,
     (tp_size, direction): (usize, LinearDirection),
     policy: OverlapPolicy,
-    ranks: &RankMachine,
+    gpus: Option<&CudaMachine>,
 ) -> Result<GroupSearcher, CliError> {
     let predicted_only = arguments.search == SearchArgument::Predictive;
     let waves = arguments.waves.unwrap_or(if predicted_only { PREDICTED_WAVES } else { MEASURED_WAVES });
@@ -185,7 +238,7 @@ fn searcher(
         && policy.mover == Mover::Transport
         && policy.workers == WorkerShare::Common;
     let (mut speed_beside, mut link) = (1.0, LinkUse::Apart);
-    if let RankMachine::Cuda(machine) = ranks {
+    if let Some(machine) = gpus {
         // Whole tiles of the rows of all ranks together.
         wave = wave.next_multiple_of(TILE_ROWS.div_ceil(tp_size));
         link = LinkUse::Shared;

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use counterpoint_choose::{GroupSearch, GroupSearcher, PassClock, SearchStep, TunedPass, TunedShape};
 use counterpoint_console::{Bar, CliError};
 use counterpoint_exec::Machine;
-use counterpoint_measure::{MeasureError, MeasuredClock, Repeats};
+use counterpoint_measure::{MeasureError, MeasuredClock, Processes, Repeats};
 use counterpoint_plan::{LinearPlan, LinearSpec};
 use counterpoint_schedule::{OverlapPolicy, StartOrder};
 
@@ -67,21 +67,30 @@ pub(super) struct Variant {
 }
 
 impl Tuning<'_> {
-    fn clock<'m, M>(&self, machine: &'m M, policy: OverlapPolicy) -> MeasuredClock<'m, M> {
+    fn clock<'m, M>(
+        &self,
+        (machine, processes): (&'m M, Processes<'m>),
+        policy: OverlapPolicy,
+    ) -> MeasuredClock<'m, M> {
         let timing = Repeats { enough: ENOUGH, ..repeats(&self.arguments.ranks) };
         let (spec, pass, ranks) = (self.spec, self.pass, self.whole.tp_size);
-        MeasuredClock { machine, spec, pass, ranks, policy, timing }
+        MeasuredClock { machine, processes, spec, pass, ranks, policy, timing }
     }
 
     /// Searches as the arguments say under every policy, and measures what was found beside the same without overlap.
-    pub(super) fn search<M: Machine>(&self, machine: &M) -> Result<Found, CliError> {
+    pub(super) fn search<M: Machine>(
+        &self,
+        machine: &M,
+        processes: Processes<'_>,
+    ) -> Result<Found, CliError> {
         let begun = Instant::now();
-        let mut alone = self.clock(machine, OverlapPolicy::new(StartOrder::Sequential));
+        let on = (machine, processes);
+        let mut alone = self.clock(on, OverlapPolicy::new(StartOrder::Sequential));
         // What a process does once, connecting ranks above all, is no part of a search.
         let mut sequential = alone.pass(&self.whole).map_err(failed)?;
         let mut answers = Vec::new();
         for variant in &self.variants {
-            self.answers(machine, variant, &mut answers)?;
+            self.answers(on, variant, &mut answers)?;
         }
         // All of them interleaved, so that they meet the same disturbance by other programs. Two searches may have one answer.
         let mut trials: Vec<(OverlapPolicy, LinearPlan, f64)> = Vec::new();
@@ -92,12 +101,14 @@ impl Tuning<'_> {
         }
         let turning = Instant::now();
         for turn in 0..TURNS[1] {
-            if turn >= TURNS[0] && turning.elapsed() >= TURNS_ENOUGH {
+            // All processes end together.
+            let spent = processes.longest(turning.elapsed()).map_err(|source| CliError::Run { source })?;
+            if turn >= TURNS[0] && spent >= TURNS_ENOUGH {
                 break;
             }
             sequential = sequential.min(alone.pass(&self.whole).map_err(failed)?);
             for (policy, plan, least) in &mut trials {
-                *least = least.min(self.clock(machine, *policy).pass(plan).map_err(failed)?);
+                *least = least.min(self.clock(on, *policy).pass(plan).map_err(failed)?);
             }
         }
         for answer in &mut answers {
@@ -113,7 +124,7 @@ impl Tuning<'_> {
     /// What the searches that were asked for find under a policy; a kernel that sends its tiles as they are done has no groups.
     fn answers<M: Machine>(
         &self,
-        machine: &M,
+        on: (&M, Processes<'_>),
         Variant { policy, searcher }: &Variant,
         answers: &mut Vec<Answer>,
     ) -> Result<(), CliError> {
@@ -122,7 +133,7 @@ impl Tuning<'_> {
             SearchArgument::Exhaustive => &[GroupSearch::Exhaustive],
             SearchArgument::Both => &[GroupSearch::Predictive, GroupSearch::Exhaustive],
         };
-        let mut clock = self.clock(machine, *policy);
+        let mut clock = self.clock(on, *policy);
         for &search in searches {
             let bar = Bar::new();
             let show = |step: &SearchStep| bar.show(&format!("{policy}: {}", step.what), step.done, step.all);
@@ -136,7 +147,11 @@ impl Tuning<'_> {
                 GroupSearch::Predictive => searcher
                     .predictive(&mut clock, |step| {
                         show(&step);
-                        patience.lasts(step.done, Instant::now())
+                        // All processes end together; where one has failed, the next trial says why.
+                        match on.1.longest(begun.elapsed()) {
+                            Ok(spent) => patience.lasts(step.done, begun + spent),
+                            Err(_) => ControlFlow::Break(()),
+                        }
                     })
                     .map_err(failed)?,
                 GroupSearch::Exhaustive => {
