@@ -6,11 +6,12 @@ use std::process::{Command, Stdio};
 use counterpoint_console::{self as console, CliError, CommandLine, OwnProcess, Schema};
 use serde::Deserialize;
 
-use counterpoint_report::{Column, LiveTable, table as report_table};
+use counterpoint_report::{Column, table as report_table};
 
 use super::peers::{self, PeerRow};
-use super::row::{COLUMNS, Row};
+use super::row::{COLUMNS, Row, title};
 use crate::arguments::BenchTpArguments;
+use crate::rows::Rows;
 
 /// The driver's own variable.
 const CONNECTIONS: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
@@ -35,7 +36,7 @@ enum Line {
 /// ours that have as many. Where a process fails, what was measured until then is kept.
 pub(super) fn run(arguments: &BenchTpArguments, line: &CommandLine) -> Result<(), CliError> {
     let (mut all, mut of_peers): (Vec<Row>, Vec<PeerRow>) = Default::default();
-    let table = LiveTable::new(&COLUMNS, &console::style());
+    let mut shown: Option<Rows> = None;
     let mut ended = Ok(());
     for &connections in &arguments.connections {
         let (lines, end) = in_child(arguments, line, connections)?;
@@ -46,24 +47,16 @@ pub(super) fn run(arguments: &BenchTpArguments, line: &CommandLine) -> Result<()
                 Line::Peer(row) => of_peers.push(*row),
             }
         }
-        if let (true, Some(first)) = (all.is_empty() && !arguments.json, rows.first()) {
-            let Row { device, ranks, .. } = first;
-            console::print(&format!(
-                "tensor-parallel linear layers on {device}, {}\n{}",
-                console::count(*ranks, "rank"),
-                table.header()
-            ))?;
+        if let (None, Some(Row { device, ranks, .. })) = (&shown, rows.first()) {
+            shown = Some(Rows::begin(&title(device, *ranks), &COLUMNS, Schema::BenchTp, arguments.json)?);
         }
-        if !arguments.json {
-            console::print(&format!("{}:\n", console::count(connections as usize, "hardware queue")))?;
-        }
-        for row in rows {
-            match arguments.json {
-                true => console::print_json(Schema::BenchTp, &row)?,
-                false => console::print(&table.row(row.cells()))?,
+        if let Some(shown) = &shown {
+            if shown.are_text() {
+                console::print(&format!("{}:\n", console::count(connections as usize, "hardware queue")))?;
             }
-            all.push(row);
+            rows.iter().try_for_each(|row| shown.show(row, row.cells()))?;
         }
+        all.extend(rows);
         ended = ended.and(end);
         if ended.is_err() {
             break;

@@ -23,13 +23,14 @@ use counterpoint_console::{
 use counterpoint_cuda::TransportKind;
 use counterpoint_exec::{CpuMachine, LinearInputs, Machine, RunConfig, random_linear_inputs};
 use counterpoint_plan::{CostModel, DType, LinearKind, LinearSpec, Topology};
-use counterpoint_report::{LiveTable, TimelinePair, TraceSection, chrome_trace};
+use counterpoint_report::{TimelinePair, TraceSection, chrome_trace};
 
 use self::case::Case;
 use self::peers::Known;
 use self::row::Row;
 use crate::arguments::{BenchTpArguments, BenchTpKind};
 use crate::pytorch::Peers;
+use crate::rows::Rows;
 
 /// `counterpoint bench tp`.
 pub(crate) fn run(arguments: &BenchTpArguments, line: &CommandLine) -> Result<(), CliError> {
@@ -113,23 +114,18 @@ fn measure_all(
         return shared::run(arguments, layers as usize, (machines, tp_size), &specs);
     }
     let traces = Outputs::check(&[("--trace", arguments.trace.as_deref())])?;
-    let table = LiveTable::new(&row::COLUMNS, &console::style());
-    if first.prints() {
-        console::note_development_build();
-        if !arguments.json {
-            console::print(&format!(
-                "tensor-parallel linear layers on {}, {}\n{}",
-                first.name(),
-                console::count(tp_size, "rank"),
-                table.header()
-            ))?;
+    let mut shown = match first.prints() {
+        true => {
+            let title = row::title(first.name(), tp_size);
+            Rows::begin(&title, &row::COLUMNS, Schema::BenchTp, arguments.json)?
         }
-    }
+        false => Rows::quiet(Schema::BenchTp),
+    };
     let tuned = tuned::kept()?;
     first.agree("what was tuned and kept", &tuned.to_json())?;
     let mut peers = peers::start(arguments, tp_size)?;
     let progress = Progress::new();
-    let (mut rows, mut of_peers, mut wrong) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut rows, mut of_peers) = (Vec::new(), Vec::new());
     for (shape, spec) in specs(arguments, &arguments.kinds, tp_size) {
         let inputs = random_linear_inputs(&spec, None, spec.tokens as u64, true);
         for (transport, machine) in machines {
@@ -141,9 +137,8 @@ fn measure_all(
             let beside = peers::rows(&peers, &ours);
             for row in ours {
                 match &row.wrong {
-                    Some(reason) => wrong.push(format!("{}: {reason}", row.name())),
-                    None if arguments.json => console::print_json(Schema::BenchTp, &row)?,
-                    None => console::print(&table.row(row.cells()))?,
+                    Some(reason) => shown.add_wrong(format!("{}: {reason}", row.name())),
+                    None => shown.show(&row, row.cells())?,
                 }
                 rows.push(row);
             }
@@ -160,10 +155,8 @@ fn measure_all(
     if first.prints() {
         traces.write(|_| Ok(trace_of(&rows).into_bytes()))?;
     }
-    if wrong.is_empty() {
-        return peers.end();
-    }
-    Err(CliError::CheckFailed { what: format!("results out of bounds against f64: {}", wrong.join("; ")) })
+    shown.end("", "results out of bounds against f64")?;
+    peers.end()
 }
 
 /// The rows one after the other.

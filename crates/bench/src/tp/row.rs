@@ -74,6 +74,11 @@ pub(super) struct Row {
     pub(super) wrong: Option<String>,
 }
 
+/// What stands above the rows.
+pub(super) fn title(device: &str, ranks: usize) -> String {
+    format!("tensor-parallel linear layers on {device}, {}", counterpoint_console::count(ranks, "rank"))
+}
+
 pub(super) const COLUMNS: [Column; 17] = [
     Column::name("kind").wide(12),
     Column::name("pass").wide(8),
