@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
+import socket
+import subprocess
+import sys
 import warnings
 from contextlib import closing
 from typing import Any
@@ -70,6 +74,22 @@ def refused(rank: int, tuned: Any) -> str:
     return str(caught.value)
 
 
+def tuned_on_processes(path: pathlib.Path, arguments: str, size: int) -> None:
+    """Runs `counterpoint tune` with CPU ranks that are processes, as a launcher starts them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # The port after the launcher's is the ranks' own.
+    place = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port - 1)}
+    line = [sys.executable, "-m", "counterpoint.command_line", "tune", *arguments.split(), "--plans", str(path)]
+    started = []
+    for rank in range(size):
+        environment = os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        started.append(subprocess.Popen(line, env=environment, stderr=subprocess.PIPE, text=True))
+    said = [process.communicate(timeout=240)[1] for process in started]
+    assert [process.returncode for process in started] == [0] * size, said
+
+
 def test_layers_run_as_they_were_tuned(ranks: Ranks, tmp_path: pathlib.Path) -> None:
     kept = written(tmp_path / "profiles" / "tuned-plans.json", plan(device()), plan("another device", groups=[16]))
     # The file that is named, and the one in the folder of profiles.
@@ -80,6 +100,21 @@ def test_layers_run_as_they_were_tuned(ranks: Ranks, tmp_path: pathlib.Path) -> 
         assert not found["said"]
     for found in ranks.run(passes, False, str(tmp_path / "profiles")):
         assert found["row"] != OTHER and not found["said"]
+
+
+def test_ranks_that_are_processes_are_tuned_as_such(ranks: Ranks, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "plans.json"
+    size = f"--m {TOKENS} --n {WIDE} --k {NARROW} --collective reduce-scatter --overlap signals"
+    tuned_on_processes(path, f"gemm {size} --iterations 1 --warmups 0", SIZE)
+    plans = json.loads(path.read_text())["plans"]
+    assert {one["policy"] for one in plans} == {"sequential", "signals"}
+    assert {(one["device"], one["transport"], one["ranks"]) for one in plans} == {(device(), "tcp", SIZE)}
+    for chosen in plans:
+        # As if that one had been the fastest.
+        for one in plans:
+            one["seconds"] = 1e-9 if one is chosen else 1.0
+        wanted = LayerPass(chosen["policy"], tuple(chosen["groups"]))
+        assert all(found["row"] == wanted and not found["said"] for found in ranks.run(passes, written(path, *plans)))
 
 
 def test_a_file_that_is_not_for_the_group_is_said_and_not_used(ranks: Ranks, tmp_path: pathlib.Path) -> None:
