@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use counterpoint_mask::Range;
 
@@ -12,6 +12,9 @@ use super::pattern::PeerRows;
 use crate::monitor::Monitor;
 use crate::world::{Awaited, Blocker, StreamStatus, WaitEnd, World};
 use crate::{ExecError, OpPlace};
+
+/// In which a rank hears why one of another process has left, if that one failed.
+const REASON: Duration = Duration::from_millis(500);
 
 /// Where ranks publish their parts in collectives and find those of others, each with a transport's own payload (where its
 /// inputs are, say). A post stays until no rank can ask for it.
@@ -206,16 +209,28 @@ impl<P: Payload> Board<P> {
                 .filter(|from| *from <= sequence)
                 .map(|_| Err(left(peer, waiter.rank, sequence, waiter.place))),
         };
+        let or_failure = |left| self.end_of_peer(world, peer, left);
         if let Some(found) = self.slots[peer].peek(look) {
-            return found;
+            return found.map_err(or_failure);
         }
         let began = Instant::now();
         waiter.status.block(Some(Blocker::Rank(peer)));
         let end = world.wait(&self.slots[peer], world.deadline(), |slot| look(slot));
-        let post = end.map_err(|end| self.end_of_wait(end, world, waiter, peer, sequence, began))??;
+        let found = end.map_err(|end| self.end_of_wait(end, world, waiter, peer, sequence, began))?;
+        let post = found.map_err(or_failure)?;
         // Not after a failure: others whose limits end now must not take this stream for one that works.
         waiter.status.block(None);
         Ok(post)
+    }
+
+    /// What became of a `peer` that has left: one that has failed leaves too, and of another process this rank hears why by another way.
+    fn end_of_peer(&self, world: &World, peer: usize, left: ExecError) -> ExecError {
+        let now = Instant::now();
+        let soon = if self.reads(peer) { now } else { world.deadline().min(now + REASON) };
+        match world.wait(&self.slots[peer], soon, |_| None::<()>) {
+            Err(WaitEnd::Failed(error)) => error,
+            Ok(()) | Err(WaitEnd::Limit) => left,
+        }
     }
 
     /// `user` has used what `rank` published for it.
@@ -321,4 +336,50 @@ pub struct Waiter<'a> {
     pub place: &'a OpPlace,
     /// What the rank's stream is doing.
     pub status: &'a StreamStatus,
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use counterpoint_schedule::StreamKind;
+
+    use super::*;
+    use crate::WorldConfig;
+
+    /// Nothing travels.
+    struct Nothing;
+
+    impl Payload for Nothing {
+        fn spent(&self) -> Self {
+            Self
+        }
+    }
+
+    /// What rank 0 hears that waits for a rank of another process that has left.
+    fn heard(fails: bool) -> ExecError {
+        let world = World::new(2, WorldConfig::default());
+        let board = Board::<Nothing>::of_rank(&world, 0);
+        let place = OpPlace::new(0, "cast k v");
+        let status = world.register_stream(0, "group-cast", StreamKind::Communication);
+        let waiter = Waiter { rank: 0, place: &place, status: &status };
+        board.leave(1, 0);
+        thread::scope(|scope| {
+            if fails {
+                scope.spawn(|| {
+                    thread::sleep(Duration::from_millis(20));
+                    let (place, message) = ("`cast k v`".to_owned(), "on purpose".to_owned());
+                    world.fail(ExecError::RankPanicked { rank: 1, place, message })
+                });
+            }
+            board.post_of(&world, &waiter, 1, 0).err().unwrap()
+        })
+    }
+
+    /// Its farewell may come before the news of its failure.
+    #[test]
+    fn a_rank_that_failed_and_left_is_said_to_have_failed() {
+        assert!(matches!(heard(true), ExecError::RankPanicked { rank: 1, .. }), "{}", heard(true));
+        assert!(matches!(heard(false), ExecError::Left { left: 1, rank: 0, .. }), "{}", heard(false));
+    }
 }
