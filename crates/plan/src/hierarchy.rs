@@ -28,7 +28,7 @@ pub struct TwoLevelPart {
 }
 
 /// The exchange of a plan on several nodes: a row that several ranks of a node need crosses the network once. Stages are
-/// cut and [`Prediction`](crate::Prediction) is made for the flat exchange, as if every rank fetched for itself, so what
+/// cut and a prediction (crate `choose`) is made for the flat exchange, as if every rank fetched for itself, so what
 /// they count for the network is an upper bound.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TwoLevelExchange {
