@@ -22,7 +22,7 @@ pub(super) const TIMED: usize = 2;
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 pub(super) struct Known {
     by: String,
-    /// Empty where a peer has one.
+    /// Empty where a peer has only one.
     variant: String,
     pass: String,
     error_over_bound: f64,
@@ -71,12 +71,16 @@ pub(super) fn start(arguments: &BenchAttentionArguments, sizes: &Sizes) -> Resul
         return Ok(Peers::new(Vec::new()));
     }
     if !sizes.masks.iter().copied().any(masks::has_peers) {
-        let reason = "the peers have none of these masks".to_owned();
+        let reason = "the peers have none of these masks; ask for another".to_owned();
+        return Err(CliError::NoPeers { reason });
+    }
+    let passes: Vec<&str> = sizes.timed().into_iter().filter_map(name_of).collect();
+    if passes.is_empty() {
+        let reason = "the peers have no deterministic backward; ask for another pass".to_owned();
         return Err(CliError::NoPeers { reason });
     }
     let folder = cuda.peer_folder.as_deref().map(existing).transpose()?;
     let script = Script::unpack("attention.py")?;
-    let passes: Vec<&str> = sizes.timed().into_iter().filter_map(name_of).collect();
     let mut command = script.command();
     command.args(["--peers", &cuda.peers.join(","), "--passes", &passes.join(",")]);
     command.args(["--head-dim", &sizes.head_dim.to_string(), "--dtype", &value_name(&sizes.dtype)]);
@@ -107,7 +111,7 @@ pub(super) fn case(mask: MaskPreset, seqlen: usize, heads: (usize, usize)) -> se
     json!({ "mask": mask.name(), "seqlen": seqlen, "heads_q": heads.0, "heads_kv": heads.1 })
 }
 
-/// Which of the case's ways run that pass: of a deterministic backward none, for the peers have not one kind of it.
+/// Which of the case's ways run that pass: of a deterministic backward none.
 pub(super) fn of_pass(peers: &Peers<Known>, pass: BenchPass) -> Vec<usize> {
     peers.those(|known| name_of(pass) == Some(known.pass.as_str()))
 }
