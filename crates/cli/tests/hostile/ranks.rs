@@ -228,6 +228,21 @@ fn a_rank_with_another_secret_is_of_no_use() {
     Ranks::start(both).end(SOON).iter().for_each(Ended::is_well);
 }
 
+/// The reason outlasts what answered: a rank that looks on after a stranger has left still says whom it met.
+#[test]
+fn a_stranger_that_left_is_still_named() {
+    let folder = Folder::new();
+    let place = Place { secret: Some("the secret of this job"), ..Place::new() };
+    let stranger = TcpListener::bind(("127.0.0.1", place.port + 1)).unwrap();
+    let ranks = Ranks::start([place.rank(&folder, &format!("{LINE} --limit 5"), 1, 2)]);
+    let (mut stream, _) = stranger.accept().unwrap();
+    stream.write_all(&[b'x'; 4096]).unwrap();
+    // Until it has read that and closed.
+    stream.read_to_end(&mut Vec::new()).ok();
+    drop((stream, stranger));
+    ranks.end(SOON)[0].says(1, &["is not counterpoint, and later: ", "refused"]);
+}
+
 /// What one would get for a job of several hosts without a secret.
 #[test]
 fn another_host_needs_a_secret() {

@@ -169,7 +169,33 @@ pub(super) struct Seated {
 enum Asked {
     Seated(Seated),
     NoSeat(String),
+    /// Something listens there, and it is not rank 0 of this job.
+    Stranger(String),
     Failed(String),
+}
+
+/// Why no seat was found.
+#[derive(Default)]
+struct Failures {
+    /// What the last round of attempts met.
+    last: String,
+    /// The stranger met last.
+    stranger: Option<String>,
+}
+
+impl Failures {
+    fn round(&mut self, failed: Option<String>, stranger: Option<String>) {
+        self.last = stranger.clone().or(failed).unwrap_or_default();
+        self.stranger = stranger.or(self.stranger.take());
+    }
+
+    /// A stranger explains more than a connection that was refused after it had left.
+    fn reason(self) -> String {
+        match self.stranger {
+            Some(stranger) if stranger != self.last => format!("{stranger}, and later: {}", self.last),
+            _ => self.last,
+        }
+    }
 }
 
 impl Seeker<'_> {
@@ -177,9 +203,10 @@ impl Seeker<'_> {
     pub(super) fn seek(&self, launch: &Launch, identity: &Identity) -> Result<Seated, ExecError> {
         let meeting = &launch.meeting;
         let mut no_seat: Option<(Instant, String)> = None;
-        let mut failed = String::new();
+        let mut failures = Failures::default();
         loop {
-            let mut reason = String::new();
+            // Where there are several ports, the first word of a round is the one that counts.
+            let (mut failed, mut stranger) = (None, None);
             match self.candidates(meeting, identity) {
                 Ok(candidates) => {
                     for (address, token) in candidates {
@@ -188,23 +215,20 @@ impl Seeker<'_> {
                             Asked::NoSeat(reason) => {
                                 no_seat = Some(no_seat.map_or((Instant::now(), reason), |no_seat| no_seat))
                             }
-                            // The first word is the one that counts, where there are several ports.
-                            Asked::Failed(word) if reason.is_empty() => reason = word,
-                            Asked::Failed(_) => {}
+                            Asked::Stranger(word) => stranger = stranger.or(Some(word)),
+                            Asked::Failed(word) => failed = failed.or(Some(word)),
                         }
                     }
                 }
-                Err(error) => reason = self.without(&error)?,
+                Err(error) => failed = Some(self.without(&error)?),
             }
-            if !reason.is_empty() {
-                failed = reason;
-            }
+            failures.round(failed, stranger);
             if let Some((_, reason)) = no_seat.take_if(|(since, _)| since.elapsed() >= ELSEWHERE) {
                 let (rank, address) = (self.hello.rank, self.place.to_owned());
                 return Err(RendezvousError::AnotherJob { rank, address, reason }.into());
             }
             if Instant::now() + PAUSE >= self.deadline {
-                return Err(self.unreachable(failed));
+                return Err(self.unreachable(failures.reason()));
             }
             thread::sleep(PAUSE);
         }
@@ -219,7 +243,7 @@ impl Seeker<'_> {
                     let (rank, address) = (self.hello.rank, self.place.to_owned());
                     return Err(RendezvousError::AnotherJob { rank, address, reason }.into());
                 }
-                Asked::Failed(reason) => reason,
+                Asked::Stranger(reason) | Asked::Failed(reason) => reason,
             };
             if Instant::now() + PAUSE >= self.deadline {
                 return Err(self.unreachable(reason));
@@ -266,7 +290,7 @@ impl Seeker<'_> {
                 return Err(RendezvousError::Refused { rank, reason }.into());
             }
             Err(KnockError::Io(error)) => return self.without(&error).map(Asked::Failed),
-            Err(error) => return Ok(Asked::Failed(format!("{address}: {error}"))),
+            Err(error) => return Ok(Asked::Stranger(format!("{address}: {error}"))),
         };
         // A process that may not be of the job is kept waiting: until the deadline, not for one attempt.
         let answer = read_frame::<Welcome>(&mut Until { stream: &stream, deadline: self.deadline });
