@@ -42,6 +42,10 @@ pub struct CostModel {
     /// Seconds in which a copy engine begins each of its copies, one for every range of rows and who receives it.
     #[serde(default = "copy_seconds")]
     pub copy_seconds: f64,
+    /// Rows that copy engines bring to other ranks of a node, one copy to each rank: what it takes until the first copy has begun and
+    /// the last is known to have ended, and the rate. Without it nobody measured them: [`CostModel::engine_link`].
+    #[serde(default)]
+    pub engine: Option<Link>,
     /// What overlapping work takes from each other; without it, nothing.
     #[serde(default)]
     pub sharing: Option<WorkerSharing>,
@@ -55,6 +59,11 @@ const fn copy_seconds() -> f64 {
     2.5e-6
 }
 
+/// Bytes a second of copies to other ranks over those of the link's kernels, both on H200s, and what it takes until the first of a
+/// collective has begun and the last is known to have ended (`docs/experiments/060-column-backward.md`).
+const ENGINE_RATE: f64 = 380e9 / 315e9;
+const ENGINE_START: f64 = 25e-6;
+
 impl CostModel {
     /// A Hopper GPU on NVLink, nodes joined by 400 Gb/s of network a GPU: what to plan with where nothing was measured.
     /// Our attention kernels and the link that kernels drive themselves, as measured on this GPU.
@@ -67,6 +76,7 @@ impl CostModel {
         link: Link { alpha_seconds: 10e-6, bytes_per_second: 315e9 },
         network: Link { alpha_seconds: 60e-6, bytes_per_second: 45e9 },
         copy_seconds: copy_seconds(),
+        engine: None,
         sharing: None,
         tiles: Some(TileCosts::H200),
     };
@@ -80,11 +90,19 @@ impl CostModel {
         memory_bytes_per_second: 8e9,
         launch_seconds: 20e-6,
         copy_seconds: 0.0,
+        engine: None,
         link: Link { alpha_seconds: 50e-6, bytes_per_second: 2e9 },
         network: Link { alpha_seconds: 100e-6, bytes_per_second: 1e9 },
         sharing: None,
         tiles: None,
     };
+
+    /// What copy engines take between ranks of a node: as measured, or else as much faster than the link's kernels as on H200s.
+    pub fn engine_link(&self) -> Link {
+        let alike =
+            Link { alpha_seconds: ENGINE_START, bytes_per_second: ENGINE_RATE * self.link.bytes_per_second };
+        self.engine.unwrap_or(alike)
+    }
 
     /// Seconds of a product of `m x n x k`, without its launch.
     pub fn matmul_seconds(&self, [m, n, k]: [usize; 3]) -> f64 {
@@ -115,6 +133,10 @@ impl CostModel {
         ];
         rates.into_iter().try_for_each(|(field, rate)| check_figure(field, rate, RATES))?;
         costs.into_iter().try_for_each(|(field, seconds)| check_figure(field, seconds, COSTS))?;
+        if let Some(engine) = self.engine {
+            check_figure("engine.bytes_per_second", engine.bytes_per_second, RATES)?;
+            check_figure("engine.alpha_seconds", engine.alpha_seconds, COSTS)?;
+        }
         self.sharing.map_or(Ok(()), |sharing| sharing.validate())?;
         self.tiles.map_or(Ok(()), |tiles| tiles.validate())
     }

@@ -114,7 +114,7 @@ fn collective_part(op: &Op) -> Option<&GroupPart> {
 }
 
 /// What a collective moves through each of a rank's ports: its node's links, and the network. A copy engine begins a copy for every
-/// range of rows and who receives it, one after the other.
+/// range of rows and who receives it, one after the other, at its own rate where that was measured.
 struct Transfer {
     /// Seconds until bytes move.
     alpha: [f64; 2],
@@ -123,10 +123,12 @@ struct Transfer {
 }
 
 fn transfer(program: &Program, op: &ProgramOp, topology: &Topology, cost: &CostModel) -> Transfer {
-    let mut moved = bytes_moved(program, op, topology, cost);
-    if op.op.is_left_to_engines(program.policy.mover)
-        && let Op::GroupCast(cast) = &op.op
-    {
+    if !op.op.is_left_to_engines(program.policy.mover) {
+        return bytes_moved(program, op, topology, cost);
+    }
+    let by_engines = CostModel { link: cost.engine.unwrap_or(cost.link), ..*cost };
+    let mut moved = bytes_moved(program, op, topology, &by_engines);
+    if let Op::GroupCast(cast) = &op.op {
         let copies = cast.part.owned.iter().map(|split| split.ranks.len()).sum::<usize>();
         moved.moving[0] += copies as f64 * cost.copy_seconds;
     }

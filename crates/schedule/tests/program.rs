@@ -21,6 +21,7 @@ fn cost() -> CostModel {
         link,
         network: Link { bytes_per_second: link.bytes_per_second / 2.0, ..link },
         copy_seconds: 0.0,
+        engine: None,
         sharing: None,
         tiles: None,
     }

@@ -176,6 +176,16 @@ fn collectives_follow_each_other_on_a_link() {
         let seconds = seconds(groups, &cost);
         assert!(seconds >= moving && seconds < 1.4 * moving, "{groups}: {seconds} {moving}");
     }
+    // Copy engines take what they were measured to take, and the link's kernels what those do.
+    let slow = Link { bytes_per_second: cost.link.bytes_per_second / 2.0, ..cost.link };
+    let measured = CostModel { engine: Some(slow), ..cost };
+    assert!(seconds(2, &measured) >= 2.0 * moving, "{} {moving}", seconds(2, &measured));
+    let by_kernels = |cost: &CostModel| {
+        let plan = LinearPlan::new(spec, 4, WaveGroups::Fixed(2)).unwrap();
+        let lower = |rank| lower_linear_forward(&plan, rank, "sequential".parse().unwrap());
+        simulate(&(0..4).map(lower).collect::<Vec<_>>(), &Topology::flat(4), cost).unwrap().makespan()
+    };
+    assert_eq!(by_kernels(&measured), by_kernels(&cost));
     // Where nothing gets in each other's way, the way there and the way back do not either.
     assert!(seconds(8, &CostModel { sharing: None, ..cost }) < 0.8 * moving);
 }

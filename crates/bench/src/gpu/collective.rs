@@ -23,9 +23,6 @@ use counterpoint_cuda::{CudaBackend, CudaBuffer, CudaError, CudaStream, DeviceBu
 
 pub use repeat::{Delays, repeat_collective};
 
-/// Tensors that travel together, as keys and values do.
-const TENSORS: usize = 2;
-
 /// What is timed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BenchCollective {
@@ -60,15 +57,20 @@ pub struct CollectiveCase {
     pub limit: Duration,
 }
 
+impl BenchCollective {
+    /// Tensors that travel together, as keys and values do.
+    pub const TENSORS: usize = 2;
+}
+
 impl CollectiveCase {
     /// Bytes that each rank sends.
     pub fn bytes(&self) -> u64 {
-        (TENSORS * self.rows * self.row_elements * self.dtype.size()) as u64
+        (BenchCollective::TENSORS * self.rows * self.row_elements * self.dtype.size()) as u64
     }
 
     /// Elements that each rank sends.
     pub fn elements(&self) -> u64 {
-        (TENSORS * self.rows * self.row_elements) as u64
+        (BenchCollective::TENSORS * self.rows * self.row_elements) as u64
     }
 
     /// Every rank's part. A rank's splits go to the others in turn; between two lie rows that stay. They arrive in the order in
@@ -215,11 +217,15 @@ impl<'a, M: Machine<Backend = CudaBackend>> Rank<'a, M> {
         };
         let spec =
             |name: String, rows, role| BufferSpec { name, dtype, shape: vec![rows, row_elements], role };
-        let inputs = (0..TENSORS).map(|t| spec(format!("input {t}"), input_rows, BufferRole::Input));
-        let outputs = (0..TENSORS).map(|t| spec(format!("output {t}"), output_rows, BufferRole::Output));
+        let inputs =
+            (0..BenchCollective::TENSORS).map(|t| spec(format!("input {t}"), input_rows, BufferRole::Input));
+        let outputs = (0..BenchCollective::TENSORS)
+            .map(|t| spec(format!("output {t}"), output_rows, BufferRole::Output));
         let specs: Vec<BufferSpec> = inputs.chain(outputs).collect();
         let buffers = specs.iter().map(|spec| backend.allocate(spec)).collect::<Result<Vec<_>, _>>()?;
-        let tensors = (0..TENSORS).map(|t| (BufferId(t), BufferId(TENSORS + t))).collect();
+        let tensors = (0..BenchCollective::TENSORS)
+            .map(|t| (BufferId(t), BufferId(BenchCollective::TENSORS + t)))
+            .collect();
         let place = OpPlace::new(0, "bench");
         let policy = OverlapPolicy::default();
         let context = CollectiveContext { buffers: &specs, policy: &policy, plan: None };
@@ -312,7 +318,8 @@ impl<'a, M: Machine<Backend = CudaBackend>> Rank<'a, M> {
     fn fill(&self) -> Result<(), CudaError> {
         let setup = self.ends.0.setup();
         for (at, buffer) in self.buffers.iter().enumerate() {
-            let is_received = at >= TENSORS && self.case.collective == BenchCollective::GroupCast;
+            let is_received =
+                at >= BenchCollective::TENSORS && self.case.collective == BenchCollective::GroupCast;
             match is_received {
                 true => buffer.memory().fill(setup, 0xff)?,
                 // SAFETY: the buffer lives as long as this value, and its type is the kernel's.
@@ -328,7 +335,7 @@ impl<'a, M: Machine<Backend = CudaBackend>> Rank<'a, M> {
             BenchCollective::GroupReduce => RowContents::Summed,
         };
         let setup = self.ends.0.setup();
-        let each = (TENSORS..2 * TENSORS).map(|at| {
+        let each = (BenchCollective::TENSORS..2 * BenchCollective::TENSORS).map(|at| {
             // SAFETY: as in `fill`; there is an origin for every row of an output.
             unsafe { self.check.wrong(setup, &self.rows(at), &self.origins, contents) }
         });
@@ -342,7 +349,7 @@ impl<'a, M: Machine<Backend = CudaBackend>> Rank<'a, M> {
             rows: buffer.shape()[0] as u64,
             row_elements: self.case.row_elements as u32,
             rank: self.rank as u32,
-            index: (at % TENSORS) as u32,
+            index: (at % BenchCollective::TENSORS) as u32,
         }
     }
 }

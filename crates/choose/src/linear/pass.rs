@@ -21,11 +21,8 @@ pub struct LinearPass {
     pub direction: LinearDirection,
 }
 
-/// Bytes a second of copies to other ranks over those of the link's kernels, both on H200s, and what it takes until the first of a
-/// collective has begun and the last is known to have ended (`docs/experiments/060-column-backward.md`).
-const ENGINE_RATE: f64 = 380e9 / 315e9;
-const ENGINE_START: f64 = 25e-6;
-/// What one multiprocessor reads, adds and writes beside a product, over the memory's rate, likewise.
+/// What one multiprocessor reads, adds and writes beside a product, over the memory's rate, on H200s
+/// (`docs/experiments/060-column-backward.md`).
 const SUM_RATE: f64 = 50e9 / 4300e9;
 /// How much longer a product takes beside copies, and one whose rows travel while it is computed.
 const SLOWER_BESIDE: f64 = 1.02;
@@ -266,8 +263,8 @@ impl LinearPass {
         let row = |columns: usize| (columns * dtype.size()) as f64;
         let to_others = |columns: usize| own * (tp_size as f64 - 1.0) * row(columns);
         let by_kernels = |columns: usize| cost.launch_seconds + self.travel_seconds(own_rows, columns, cost);
-        let by_engines =
-            |columns: usize| ENGINE_START + to_others(columns) / (ENGINE_RATE * cost.link.bytes_per_second);
+        let engine = cost.engine_link();
+        let by_engines = |columns: usize| engine.alpha_seconds + to_others(columns) / engine.bytes_per_second;
         let sum_rate = SUMMING_WORKERS as f64 * SUM_RATE * cost.memory_bytes_per_second;
         let adding = own * (tp_size as f64 + 1.0) * row(n) / sum_rate;
         let (sums, spread) = match collective {
@@ -289,7 +286,7 @@ impl LinearPass {
 
 #[cfg(test)]
 mod tests {
-    use counterpoint_plan::{DType, WorkerSharing};
+    use counterpoint_plan::{DType, Link, WorkerSharing};
 
     use super::*;
 
@@ -409,7 +406,7 @@ mod tests {
         }
     }
 
-    /// Copy engines are no faster than the link that was measured.
+    /// Copy engines that nobody measured are no faster than the link that was, and those that were measured are what they are.
     #[test]
     fn engines_take_what_the_link_takes() {
         let pass = pass(LinearKind::Column, Activations::Replicated, BACKWARD, [8192, 8192, 7168]);
@@ -418,8 +415,11 @@ mod tests {
         let fast = seconds(&cost);
         cost.link.bytes_per_second = 25e9;
         let bytes = 3.0 * 2048.0 * 8192.0 * 2.0;
-        assert!(seconds(&cost) > bytes / (25e9 * ENGINE_RATE), "{}", seconds(&cost));
+        assert!(seconds(&cost) > bytes / cost.engine_link().bytes_per_second, "{}", seconds(&cost));
         assert!(seconds(&cost) > 1.5 * fast, "{} {fast}", seconds(&cost));
+        let unmeasured = seconds(&cost);
+        cost.engine = Some(Link { alpha_seconds: 25e-6, bytes_per_second: 20e9 });
+        assert!(seconds(&cost) > bytes / 20e9 && seconds(&cost) > unmeasured, "{}", seconds(&cost));
     }
 
     /// A link that is slow hides under nothing, and no way is faster than its bytes.

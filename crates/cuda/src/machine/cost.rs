@@ -45,6 +45,7 @@ pub(super) fn shared(one: CostModel, ranks: usize) -> CostModel {
         memory_bytes_per_second,
         // A copy reads and writes each byte.
         link: Link { alpha_seconds: 20e-6, bytes_per_second: memory_bytes_per_second / 2.0 },
+        engine: None,
         // Kernels of several ranks find room among each other in ways that this does not know.
         sharing: None,
         tiles: one.tiles.map(|tiles| TileCosts { workers: tiles.workers.div_ceil(ranks), ..tiles }),

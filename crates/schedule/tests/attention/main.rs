@@ -40,6 +40,7 @@ fn cost() -> CostModel {
         link,
         network: link,
         copy_seconds: 0.0,
+        engine: None,
         sharing: None,
         tiles: None,
     }

@@ -1,4 +1,5 @@
-//! Group-casts and group-reduces by transport and size for `doctor --calibrate`, and the line of latency and bandwidth through them.
+//! Group-casts and group-reduces by transport and size for `doctor --calibrate`, the line of latency and bandwidth through them, and
+//! what copy engines take.
 
 use std::time::Duration;
 
@@ -27,7 +28,10 @@ pub(super) fn transports(
         }
         told(&format!("transport {kind}"));
         let points = |collective| {
-            SIZES.iter().map(|&bytes| point(&machine, collective, bytes)).collect::<Result<Vec<_>, _>>()
+            SIZES
+                .iter()
+                .map(|&bytes| point(&machine, collective, bytes, SPLIT))
+                .collect::<Result<Vec<_>, _>>()
         };
         let (cast, reduce) = (points(BenchCollective::GroupCast)?, points(BenchCollective::GroupReduce)?);
         measured.push(TransportMeasurement { transport: kind.to_string(), cast, reduce });
@@ -35,7 +39,42 @@ pub(super) fn transports(
     Ok(measured)
 }
 
-fn point(machine: &CudaMachine, collective: BenchCollective, bytes: u64) -> Result<LinkPoint, ExecError> {
+/// Rows that lie together, of those that a rank sends to another.
+const SPLIT: usize = 128;
+
+/// What copy engines take: the link that they are where each rank gets its rows of a tensor by one copy, and seconds in which one begins
+/// a copy. `None` where there are none between these GPUs.
+pub(super) fn engines(
+    machine: &CudaMachine,
+    told: &mut dyn FnMut(&str),
+) -> Result<Option<(Link, f64)>, ExecError> {
+    let Ok(machine) = machine.clone().with_transport(TransportKind::CopyEngine) else { return Ok(None) };
+    told("copy engines, one copy for each rank");
+    let cast = |bytes, split| point(&machine, BenchCollective::GroupCast, bytes, split);
+    let whole = SIZES.iter().map(|&bytes| cast(bytes, usize::MAX)).collect::<Result<Vec<_>, _>>()?;
+    let Some(link) = line(&whole) else { return Ok(None) };
+    let (pieces, one) = (cast(SIZES[2], SPLIT)?, whole[2]);
+    let more = pieces.bytes.div_ceil((SPLIT * ROW_BYTES) as u64) as usize;
+    let fewer = BenchCollective::TENSORS * (machine.devices().len() - 1);
+    Ok(Some((link, begin_seconds([one, pieces], more.saturating_sub(fewer)))))
+}
+
+/// What each copy takes to begin, of so many more of as many bytes.
+fn begin_seconds([one, pieces]: [LinkPoint; 2], copies: usize) -> f64 {
+    ((pieces.seconds - one.seconds) / copies.max(1) as f64).max(0.0)
+}
+
+/// Of a tensor that is cast, bf16.
+const ROW_ELEMENTS: usize = 1024;
+const ROW_BYTES: usize = 2 * ROW_ELEMENTS;
+
+/// A collective of so many bytes a rank, in splits of at most so many rows and one at least for every other rank.
+fn point(
+    machine: &CudaMachine,
+    collective: BenchCollective,
+    bytes: u64,
+    split_rows: usize,
+) -> Result<LinkPoint, ExecError> {
     let dtype = match collective {
         BenchCollective::GroupCast => DType::Bf16,
         BenchCollective::GroupReduce => DType::F32,
@@ -44,15 +83,17 @@ fn point(machine: &CudaMachine, collective: BenchCollective, bytes: u64) -> Resu
         collective,
         ranks: machine.devices().len(),
         dtype,
-        row_elements: 1024,
+        row_elements: ROW_ELEMENTS,
         rows: 1,
-        split_rows: 128,
+        split_rows,
         warmups: 3,
         iterations: 10,
         samples: 3,
         limit: Duration::from_secs(20),
     };
-    let case = CollectiveCase { rows: (bytes / case.bytes()).max(1) as usize, ..case };
+    let rows = (bytes / case.bytes()).max(1) as usize;
+    let to_each = rows.div_ceil((case.ranks - 1).max(1));
+    let case = CollectiveCase { rows, split_rows: split_rows.min(to_each), ..case };
     let times = bench_collective(machine, &case)?;
     if times.wrong > 0 {
         let reason =
@@ -66,10 +107,15 @@ fn point(machine: &CudaMachine, collective: BenchCollective, bytes: u64) -> Resu
     Ok(LinkPoint { bytes: case.bytes(), seconds: median(&times.seconds) })
 }
 
-/// The line through what was measured: its slope between the two largest casts, its begin at the second one.
+/// The line through the casts of a transport.
 pub(super) fn link(measured: &TransportMeasurement) -> Option<Link> {
-    let [.., large, largest] = &measured.cast[..] else { return None };
-    let small = measured.cast.get(1)?;
+    line(&measured.cast)
+}
+
+/// The line through what was measured: its slope between the two largest, its begin at the second one.
+fn line(casts: &[LinkPoint]) -> Option<Link> {
+    let [.., large, largest] = casts else { return None };
+    let small = casts.get(1)?;
     let bytes_per_second = (largest.bytes - large.bytes) as f64 / (largest.seconds - large.seconds);
     let alpha_seconds = small.seconds - small.bytes as f64 / bytes_per_second;
     (bytes_per_second.is_finite() && bytes_per_second > 0.0)
@@ -91,5 +137,10 @@ mod tests {
                 && (link.bytes_per_second / 3e11 - 1.0).abs() < 1e-6
         );
         assert!(super::link(&TransportMeasurement { cast: Vec::new(), ..measured }).is_none());
+        // 64 more copies that each take 2 us to begin.
+        let one = on_line(16 << 20);
+        let pieces = LinkPoint { seconds: one.seconds + 64.0 * 2e-6, ..one };
+        assert!((begin_seconds([one, pieces], 64) / 2e-6 - 1.0).abs() < 1e-6);
+        assert_eq!(begin_seconds([pieces, one], 64), 0.0);
     }
 }

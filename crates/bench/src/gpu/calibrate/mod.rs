@@ -52,6 +52,9 @@ pub fn calibrate(machine: &CudaMachine, told: &mut dyn FnMut(&str)) -> Result<Ma
         if let Some(link) = used.and_then(links::link) {
             profile.cost.link = link;
         }
+        if let Some((engine, copy_seconds)) = links::engines(&untimed, told)? {
+            (profile.cost.engine, profile.cost.copy_seconds) = (Some(engine), copy_seconds);
+        }
         if let Some(assumed) = profile.cost.sharing {
             told("products beside collectives");
             profile.cost.sharing = Some(sharing::measure(machine, assumed)?);

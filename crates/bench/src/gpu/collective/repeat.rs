@@ -4,7 +4,7 @@ use std::mem;
 
 use counterpoint_exec::{Backend, ExecError, Machine, Transport};
 
-use super::{BenchCollective, CheckedRows, CollectiveCase, Gate, Rank, RowContents, TENSORS, on_ranks};
+use super::{BenchCollective, CheckedRows, CollectiveCase, Gate, Rank, RowContents, on_ranks};
 use counterpoint_cuda::exec_error;
 use counterpoint_cuda::{CudaBackend, CudaError, DeviceBuffer};
 
@@ -38,8 +38,8 @@ impl<M: Machine<Backend = CudaBackend>> Rank<'_, M> {
         let enqueued = self.call(&stream);
         // Sums begin with what their owner has, which is new in each call too.
         let (made, contents) = match self.case.collective {
-            BenchCollective::GroupCast => (TENSORS, RowContents::Received),
-            BenchCollective::GroupReduce => (2 * TENSORS, RowContents::Summed),
+            BenchCollective::GroupCast => (BenchCollective::TENSORS, RowContents::Received),
+            BenchCollective::GroupReduce => (2 * BenchCollective::TENSORS, RowContents::Summed),
         };
         gate.wait()?;
         for call in 0..calls {
@@ -51,7 +51,7 @@ impl<M: Machine<Backend = CudaBackend>> Rank<'_, M> {
                 unsafe { self.check.fill(queue, &self.rows_of(at, call)) }.map_err(failed)?;
             }
             transport.enqueue(&enqueued)?;
-            for at in TENSORS..2 * TENSORS {
+            for at in BenchCollective::TENSORS..2 * BenchCollective::TENSORS {
                 let rows = self.rows_of(at, call);
                 // SAFETY: as in `Rank::wrong`; the count is a word.
                 unsafe { self.check.count(queue, &rows, &self.origins, contents, &wrong) }.map_err(failed)?;
@@ -69,7 +69,7 @@ impl<M: Machine<Backend = CudaBackend>> Rank<'_, M> {
     /// Rows that are unlike those of the calls before.
     fn rows_of(&self, at: usize, call: usize) -> CheckedRows {
         let rows = self.rows(at);
-        CheckedRows { index: rows.index + (TENSORS * (call % (1 << 24))) as u32, ..rows }
+        CheckedRows { index: rows.index + (BenchCollective::TENSORS * (call % (1 << 24))) as u32, ..rows }
     }
 }
 
