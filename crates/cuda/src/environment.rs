@@ -1,24 +1,16 @@
-//! The environment variables of this crate, in one list for help and documentation.
+//! The environment variables of the GPU's crates, in one list for help and documentation.
 
+use counterpoint_driver::ENVIRONMENT as VARIABLES;
 use counterpoint_exec::EnvironmentVariable;
 
-/// All that this crate reads. There are no others, and none of them switches something experimental.
-pub const ENVIRONMENT: [EnvironmentVariable; 5] = [
-    EnvironmentVariable { name: crate::CACHE_VARIABLE, purpose: "the folder of compiled kernels" },
-    EnvironmentVariable {
-        name: crate::CACHE_OWNER_VARIABLE,
-        purpose: "the number of a user whose compiled kernels are trusted too",
-    },
-    EnvironmentVariable {
-        name: crate::library::NVRTC_VARIABLE,
-        purpose: "the folder of libnvrtc.so.* and libnvrtc-builtins.so.*",
-    },
-    EnvironmentVariable { name: crate::library::NCCL_VARIABLE, purpose: "the folder of libnccl.so.2" },
-    EnvironmentVariable {
-        name: crate::library::CUBLASLT_VARIABLE,
-        purpose: "the folder of libcublasLt.so.*",
-    },
-];
+/// All variables of our own that GPUs need. There are no others, and none of them switches something experimental.
+pub const ENVIRONMENT: [EnvironmentVariable; VARIABLES.len()] =
+    [variable(0), variable(1), variable(2), variable(3), variable(4)];
+
+const fn variable(index: usize) -> EnvironmentVariable {
+    let (name, purpose) = VARIABLES[index];
+    EnvironmentVariable { name, purpose }
+}
 
 /// How many hardware queues the driver was told to use. The driver's own variable: set by whoever starts the program, only looked
 /// at here.

@@ -2,6 +2,7 @@
 
 use std::fmt::Write;
 
+use crate::headers::kernel_source;
 use crate::{Arch, KernelSource};
 
 /// The layout of a type that host and kernels share, as the host has it.
@@ -23,7 +24,7 @@ impl SharedLayout {
     /// A source that compiles only if the kernels' side of all `layouts` is the same.
     pub fn assertions(layouts: &[Self], arch: Arch) -> KernelSource {
         // NVRTC has no <stddef.h> and no __builtin_offsetof; this is its front end's own.
-        let mut source = KernelSource::new("shared_layouts", arch)
+        let mut source = kernel_source("shared_layouts", arch)
             .line("#define OFFSET_OF(type, field) __INTADDR__(&((type*)0)->field)");
         for Self { header, name, bytes, alignment, fields } in layouts {
             let mut text = format!("#include \"{header}\"\nnamespace counterpoint {{\n");

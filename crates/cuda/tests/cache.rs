@@ -8,12 +8,14 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Instant;
 
-use counterpoint_cuda::{Arch, CACHE_VARIABLE, CacheWarning, Cubin, CubinCache, CubinOrigin, KernelSource};
+use counterpoint_cuda::{
+    Arch, CACHE_VARIABLE, CacheWarning, Cubin, CubinCache, CubinOrigin, KernelSource, kernel_source,
+};
 
 mod support;
 
 fn source(name: &str) -> KernelSource {
-    KernelSource::new(name, Arch::SM_90A)
+    kernel_source(name, Arch::SM_90A)
         .line("#include \"types.cuh\"")
         .line(format_args!("extern \"C\" __global__ void {name}(float* x) {{ x[0] = counterpoint::kLn2; }}"))
 }
@@ -59,7 +61,7 @@ fn compiled_once() {
     assert_eq!(cache.usage().entries, 2);
     assert_eq!(origins(&cache, &mut seen, &["b", "c"]), [CACHED, COMPILED]);
     assert!(cache.cubins(&[]).is_empty());
-    let broken = KernelSource::new("d", Arch::SM_90A).line("nonsense");
+    let broken = kernel_source("d", Arch::SM_90A).line("nonsense");
     assert!(cache.cubins(&[&broken])[0].is_err());
     assert_eq!(cache.usage().entries, 3, "errors are not kept");
 }

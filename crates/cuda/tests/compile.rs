@@ -6,7 +6,9 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use counterpoint_cuda::SharedLayout;
 use counterpoint_cuda::kernel::{MatrixUnit, Specialisation, shared_layouts, specialisations};
-use counterpoint_cuda::{Arch, CubinCache, CudaError, KernelSource, compile, compiler_version, examine};
+use counterpoint_cuda::{
+    Arch, CubinCache, CudaError, KernelSource, compile, compiler_version, examine, kernel_source,
+};
 use ledger::{Entry, Ledger};
 use live_line::LiveLine;
 use rand::SeedableRng;
@@ -230,7 +232,7 @@ fn a_users_own_kernel_finds_its_header() {
     }
     let text = include_str!("../../../examples/06-user-kernel/silu.cu");
     for arch in [Arch::SM_90A, Arch::SM_80] {
-        assert!(!compile(&KernelSource::new("silu", arch).line(text)).unwrap().image.is_empty());
+        assert!(!compile(&kernel_source("silu", arch).line(text)).unwrap().image.is_empty());
     }
 }
 

@@ -10,7 +10,7 @@ use counterpoint_cuda::kernel::specialisations;
 use counterpoint_cuda::{
     CACHE_VARIABLE, CubinCache, CudaError, Device, DeviceBuffer, Event, Function, Graph, KernelSource,
     Launch, LaunchStart, PinnedBuffer, Stream, StreamPriority, Swizzle, TensorMapElement, TensorMapSpec,
-    compiler_version,
+    compiler_version, kernel_source,
 };
 
 fn device() -> Option<Device> {
@@ -198,7 +198,7 @@ fn tensor_maps_move_boxes() {
     }
     let stream = Stream::new(&device, StreamPriority::Low).unwrap();
     // Rows of 2 heads of 64; a box is 4 rows of one head, of which the last two lie behind the tensor.
-    let source = KernelSource::new("boxes", device.arch())
+    let source = kernel_source("boxes", device.arch())
         .line("#include \"ptx/tma.cuh\"")
         .line("using namespace counterpoint;")
         .line("extern \"C\" __global__ void boxes(const __grid_constant__ TensorMap map, u16* out, i32 head, i32 row) {")

@@ -1,15 +1,13 @@
 //! Tensors and streams of the caller, as operations of a rank take them.
 
 use std::ops::Range;
-use std::ptr;
 use std::sync::Arc;
 
+use counterpoint_driver::{PitchedCopy, RawStream};
 use counterpoint_schedule::{AttentionBackward, BufferId, Op, Program, StreamKind};
-use cudarc::driver::sys::{CUDA_MEMCPY2D, CUmemorytype, CUstream};
 
 use super::padding::padded_dim;
 use super::{CudaBackend, CudaBuffer, CudaStream};
-use crate::library::call;
 use crate::sync::lock;
 use crate::{CudaError, Stream};
 
@@ -20,7 +18,7 @@ impl CudaBackend {
     /// # Safety
     /// `raw` is a stream of the primary context of this rank's device, and lives until this rank has gone: its group, and every plan, ticket
     /// and backend that keeps the rank. Until then the driver is asked about it, by calls and whenever memory is looked for.
-    pub unsafe fn borrow_stream(&self, raw: CUstream) -> Arc<CudaStream> {
+    pub unsafe fn borrow_stream(&self, raw: RawStream) -> Arc<CudaStream> {
         let mut known = lock(&self.0.borrowed);
         if let Some(stream) = known.iter().find(|stream| stream.queue().raw() == raw) {
             return stream.clone();
@@ -66,20 +64,18 @@ impl CudaBackend {
         let ([from_row, from_head], [to_row, to_head]) = (strides(from), strides(to));
         let bytes = |elements: usize| elements * size;
         let (from, to) = (from.address(), to.address());
-        let lines = |from, to, width: usize| Lines {
-            from,
-            to,
-            bytes: bytes(width),
-            count: rows,
-            from_pitch: bytes(from_row),
-            to_pitch: bytes(to_row),
+        let copy = |from, to, width: usize| {
+            let (from_pitch, to_pitch) = (bytes(from_row), bytes(to_row));
+            let copy = PitchedCopy { from, to, bytes: bytes(width), lines: rows, from_pitch, to_pitch };
+            // SAFETY: both tensors hold these lines, which nobody else has before the copy has run.
+            unsafe { copy.launch(stream) }
         };
         if [from_head, to_head] == [elements; 2] {
-            return lines(from, to, heads * elements).copy(stream);
+            return copy(from, to, heads * elements);
         }
         (0..heads).try_for_each(|head| {
             let at = |stride: usize| bytes(head * stride) as u64;
-            lines(from + at(from_head), to + at(to_head), elements).copy(stream)
+            copy(from + at(from_head), to + at(to_head), elements)
         })
     }
 }
@@ -95,43 +91,6 @@ fn backward_takes(id: BufferId, op: &AttentionBackward) -> bool {
 
 fn axes(buffer: &CudaBuffer) -> Option<[usize; 3]> {
     buffer.shape().try_into().ok()
-}
-
-/// Lines of bytes, as far apart on either side as its pitch says.
-struct Lines {
-    from: u64,
-    to: u64,
-    bytes: usize,
-    count: usize,
-    from_pitch: usize,
-    to_pitch: usize,
-}
-
-impl Lines {
-    fn copy(&self, stream: &Stream) -> Result<(), CudaError> {
-        let driver = stream.device().bind()?;
-        let copy = CUDA_MEMCPY2D {
-            srcXInBytes: 0,
-            srcY: 0,
-            srcMemoryType: CUmemorytype::CU_MEMORYTYPE_DEVICE,
-            srcHost: ptr::null(),
-            srcDevice: self.from,
-            srcArray: ptr::null_mut(),
-            srcPitch: self.from_pitch,
-            dstXInBytes: 0,
-            dstY: 0,
-            dstMemoryType: CUmemorytype::CU_MEMORYTYPE_DEVICE,
-            dstHost: ptr::null_mut(),
-            dstDevice: self.to,
-            dstArray: ptr::null_mut(),
-            dstPitch: self.to_pitch,
-            WidthInBytes: self.bytes,
-            Height: self.count,
-        };
-        // SAFETY: both tensors hold these lines, which nobody else has before the copy has run; the driver reads the description before it
-        // returns.
-        unsafe { call!(driver, cuMemcpy2DAsync_v2(&copy, stream.raw())) }
-    }
 }
 
 /// Whether two tensors have a byte in common. Those of one packed tensor, whose rows are equally far apart, may lie between each other.

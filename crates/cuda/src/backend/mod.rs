@@ -53,9 +53,9 @@ pub(crate) use stream::SpanStart;
 
 pub(crate) use exchange_marks::ExchangeMarks;
 
-use crate::partition::Part;
 use crate::sync::lock;
 use crate::{CudaError, DeviceBuffer, Event, Stream};
+use counterpoint_driver::Part;
 
 /// An error of the driver or the compiler as one of a run.
 pub fn exec_error(rank: usize, place: &str, error: CudaError) -> ExecError {
@@ -89,8 +89,8 @@ impl Backend for CudaBackend {
 
     fn available_memory(&self, needed: u64) -> Option<u64> {
         let free = self.0.device.memory().ok()?.free as u64;
-        let lender = self.0.device.pool().lender().filter(|_| free < needed);
-        Some(free + lender.map_or(0, |lender| lender.cached()))
+        let lent = if free < needed { self.0.device.lendable_memory() } else { 0 };
+        Some(free + lent)
     }
 
     fn allocate(&self, spec: &BufferSpec) -> Result<CudaBuffer, ExecError> {

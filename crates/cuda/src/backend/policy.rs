@@ -7,8 +7,8 @@ use counterpoint_schedule::{CommunicationPriority, HardwareQueues, OverlapPolicy
 
 use super::CudaBackend;
 use crate::StreamPriority;
-use crate::partition::Partition;
 use crate::sync::lock;
+use counterpoint_driver::Partition;
 
 impl CudaBackend {
     /// Whether this backend can do what `policy` asks for.

@@ -12,9 +12,9 @@ use super::exchange_marks::{ExchangeMarks, LastCalls};
 use super::start_line::{StartLine, StartPace};
 use super::{CudaSignal, CudaStream, PlainProducts, Timing, exec_error};
 use crate::kernel::{CtaWaits, GemmLibrary, LinkEnd, UserKernelSource};
-use crate::partition::Partition;
 use crate::sync::lock;
 use crate::{CudaError, Device, Stream, StreamPriority};
+use counterpoint_driver::Partition;
 
 /// What computes beside this crate's kernels.
 #[derive(Clone, Debug, Default)]
@@ -200,7 +200,7 @@ impl CudaBackend {
         self.strike(stream, place)?;
         self.0.world.check()?;
         // This thread may be new to the device, and a launcher that encodes a tensor map needs a current context.
-        let _bound = self.0.device.bind().map_err(|error| self.error(place, error))?;
+        let _bound = self.0.device.make_current().map_err(|error| self.error(place, error))?;
         stream.enqueue(place, kind, self.timed(), work).map_err(|error| self.error(place, error))
     }
 }

@@ -6,7 +6,7 @@ use counterpoint_mask::Band;
 use half::{bf16, f16};
 
 use super::Scalar;
-use crate::tensor_map::TensorMapElement;
+use crate::TensorMapElement;
 
 /// The type of the elements of q, k, v, out and their gradients. Statistics and sums are f32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]

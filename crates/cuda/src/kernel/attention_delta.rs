@@ -1,9 +1,9 @@
 //! The launcher of `attention/attention_delta.cuh`: delta and the sink's gradient before an attention backward.
 
 use super::{DeltaTensors, ElementType, MatrixUnit, Specialisation};
-use crate::arch::Arch;
+use crate::headers::kernel_source;
 use crate::layout::{SharedLayout, shared_layout};
-use crate::{CudaError, DeviceBuffer, Function, KernelSource, Launch, Stream};
+use crate::{Arch, CudaError, DeviceBuffer, Function, KernelSource, Launch, Stream};
 
 /// Threads of a block of `attention_delta`.
 const THREADS: u32 = 256;
@@ -135,7 +135,7 @@ impl AttentionDelta {
 
 fn delta_source(arch: Arch, element: ElementType) -> KernelSource {
     let name = format!("attention_delta_{}", element.name());
-    KernelSource::new(&name, arch)
+    kernel_source(&name, arch)
         .define("ELEMENT_BF16", element.define())
         .line("#include \"attention/attention_delta.cuh\"")
         .line("using namespace counterpoint;")
@@ -149,7 +149,7 @@ fn delta_source(arch: Arch, element: ElementType) -> KernelSource {
 }
 
 fn dsink_source(arch: Arch) -> KernelSource {
-    KernelSource::new("attention_dsink", arch)
+    kernel_source("attention_dsink", arch)
         .line("#include \"attention/attention_delta.cuh\"")
         .line("extern \"C\" __global__ void __launch_bounds__(32)")
         .line("attention_dsink(const __grid_constant__ counterpoint::AttentionDsinkArguments arguments) {")

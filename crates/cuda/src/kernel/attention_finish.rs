@@ -2,9 +2,9 @@
 
 use super::scalar::Scalar;
 use super::{MatrixUnit, ResultTensors, Specialisation, StateTensors, blocks_of};
-use crate::arch::Arch;
+use crate::headers::kernel_source;
 use crate::layout::{SharedLayout, shared_layout};
-use crate::{CudaError, Device, Function, KernelSource, Launch, Stream};
+use crate::{Arch, CudaError, Device, Function, KernelSource, Launch, Stream};
 
 /// Threads of a block (`kFinishThreads`); a warp ends one head of a row.
 const THREADS: u32 = 256;
@@ -151,7 +151,7 @@ impl AttentionFinish {
 
 fn source(arch: Arch, out: Scalar) -> KernelSource {
     let name = format!("attention_finish_{}", out.name());
-    KernelSource::new(&name, arch)
+    kernel_source(&name, arch)
         .line("#include \"attention/attention_finish.cuh\"")
         .line("using namespace counterpoint;")
         .line(format_args!("static_assert(kFinishThreads == {THREADS}, \"launch\");"))

@@ -3,6 +3,7 @@
 use counterpoint_tiles::{TileMerge, TileSchedule};
 
 use super::{AttentionProblem, ElementType, MatrixUnit, ResultTensors, Specialisation};
+use crate::headers::kernel_source;
 use crate::layout::{SharedLayout, shared_layout};
 use crate::{Arch, CudaError, DeviceBuffer, Function, KernelSource, Launch, Stream};
 
@@ -110,7 +111,7 @@ impl AttentionMerge {
 
 fn source(arch: Arch, element: ElementType) -> KernelSource {
     let name = format!("attention_merge_{}", element.name());
-    KernelSource::new(&name, arch)
+    kernel_source(&name, arch)
         .define("ELEMENT_BF16", element.define())
         .line("#include \"attention/attention_merge.cuh\"")
         .line(format_args!("extern \"C\" __global__ void __launch_bounds__({THREADS})"))

@@ -1,8 +1,8 @@
 //! The launcher of `bit_check.cuh`: results of the selftest compared where they lie, call after call.
 
 use super::{MatrixUnit, Specialisation, blocks_of};
-use crate::arch::Arch;
-use crate::{CudaError, Device, DeviceBuffer, Function, KernelSource, Launch, Stream};
+use crate::headers::kernel_source;
+use crate::{Arch, CudaError, Device, DeviceBuffer, Function, KernelSource, Launch, Stream};
 
 const THREADS: u32 = 256;
 
@@ -51,7 +51,7 @@ impl BitCheck {
 }
 
 fn source(arch: Arch) -> KernelSource {
-    KernelSource::new("bit_check", arch)
+    kernel_source("bit_check", arch)
         .line("#include \"bit_check.cuh\"")
         .line("using namespace counterpoint;")
         .line(format_args!("extern \"C\" __global__ void __launch_bounds__({THREADS})"))

@@ -2,8 +2,8 @@
 
 use super::scalar::Scalar;
 use super::{MatrixUnit, Specialisation, blocks_of};
-use crate::arch::Arch;
-use crate::{CudaError, Device, Function, KernelSource, Launch, Stream};
+use crate::headers::kernel_source;
+use crate::{Arch, CudaError, Device, Function, KernelSource, Launch, Stream};
 
 const THREADS: u32 = 256;
 /// Elements that a thread converts at a time (`kCastPack` times `kCastUnroll`).
@@ -46,7 +46,7 @@ impl Cast {
 fn source(arch: Arch, src: Scalar, dst: Scalar) -> KernelSource {
     let name = format!("cast_{}_{}", src.name(), dst.name());
     let (src, dst) = (src.cpp(), dst.cpp());
-    KernelSource::new(&name, arch)
+    kernel_source(&name, arch)
         .line("#include \"cast.cuh\"")
         .line(format_args!("extern \"C\" __global__ void __launch_bounds__({THREADS})"))
         .line(format_args!("{name}(const {src}* src, {dst}* dst, counterpoint::u64 count) {{"))

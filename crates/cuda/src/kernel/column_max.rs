@@ -1,8 +1,8 @@
 //! The launcher of `column_max.cuh`: `max_logits` of all ranks from those of each.
 
 use super::{MatrixUnit, Specialisation};
-use crate::arch::Arch;
-use crate::{CudaError, Device, Function, KernelSource, Launch, Stream};
+use crate::headers::kernel_source;
+use crate::{Arch, CudaError, Device, Function, KernelSource, Launch, Stream};
 
 const THREADS: u32 = 128;
 
@@ -42,7 +42,7 @@ impl ColumnMax {
 }
 
 fn source(arch: Arch) -> KernelSource {
-    KernelSource::new("column_max", arch)
+    kernel_source("column_max", arch)
         .line("#include \"column_max.cuh\"")
         .line("using namespace counterpoint;")
         .line(format_args!("extern \"C\" __global__ void __launch_bounds__({THREADS})"))

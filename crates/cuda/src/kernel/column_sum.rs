@@ -2,9 +2,9 @@
 
 use super::row_pieces::{PACK, RowPieces, pack_of};
 use super::{ElementType, GemmRows, MatrixUnit, Scalar, Specialisation};
-use crate::arch::Arch;
+use crate::headers::kernel_source;
 use crate::layout::{SharedLayout, shared_layout};
-use crate::{CudaError, DeviceBuffer, Function, KernelSource, Launch, Stream};
+use crate::{Arch, CudaError, DeviceBuffer, Function, KernelSource, Launch, Stream};
 
 const KERNEL: &str = "column_sum";
 const THREADS: u32 = 256;
@@ -120,7 +120,7 @@ impl Choice {
     fn source(self, arch: Arch) -> KernelSource {
         let Self { element, result, pack } = self;
         let name = format!("column_sum_{}_{}_{pack}", element.name(), result.name());
-        KernelSource::new(&name, arch)
+        kernel_source(&name, arch)
             .line("#include \"column_sum.cuh\"")
             .line("using namespace counterpoint;")
             .line(format_args!(

@@ -5,8 +5,8 @@ use std::sync::{Mutex, PoisonError};
 use serde::Serialize;
 
 use super::{MatrixUnit, Specialisation};
-use crate::compile::{MatrixInstructions, count_matrix_instructions, map_parallel};
 use crate::{CompilerVersion, CubinCache, CudaError, compiler_version};
+use counterpoint_driver::{MatrixInstructions, count_matrix_instructions, map_parallel};
 
 /// What became of every kernel that was to be compiled. No GPU is needed for it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]

@@ -3,9 +3,9 @@
 use std::time::Duration;
 
 use super::{MatrixUnit, Specialisation};
-use crate::arch::Arch;
+use crate::headers::kernel_source;
 use crate::layout::{SharedLayout, shared_layout};
-use crate::{CudaError, Device, Function, KernelSource, Launch, Stream};
+use crate::{Arch, CudaError, Device, Function, KernelSource, Launch, Stream};
 
 const THREADS: u32 = 32;
 
@@ -80,7 +80,7 @@ impl ForeignMeeting {
 }
 
 fn source(arch: Arch) -> KernelSource {
-    KernelSource::new("foreign_meeting", arch)
+    kernel_source("foreign_meeting", arch)
         .line("#include \"foreign_meeting.cuh\"")
         .line("using namespace counterpoint;")
         .line(format_args!("extern \"C\" __global__ void __launch_bounds__({THREADS})"))

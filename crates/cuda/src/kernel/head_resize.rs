@@ -1,8 +1,8 @@
 //! The launcher of `head_resize.cuh`: padded copies of heads, and copies back without the padding.
 
 use super::{MatrixUnit, Specialisation, blocks_of};
-use crate::arch::Arch;
-use crate::{CudaError, Device, Function, KernelSource, Launch, Stream};
+use crate::headers::kernel_source;
+use crate::{Arch, CudaError, Device, Function, KernelSource, Launch, Stream};
 
 const THREADS: u32 = 256;
 
@@ -53,7 +53,7 @@ impl HeadResize {
 fn source(arch: Arch, bytes: u64) -> KernelSource {
     let name = format!("head_resize_{bytes}");
     let word = if bytes == 2 { "counterpoint::u16" } else { "counterpoint::u32" };
-    KernelSource::new(&name, arch)
+    kernel_source(&name, arch)
         .line("#include \"head_resize.cuh\"")
         .line(format_args!("extern \"C\" __global__ void __launch_bounds__({THREADS})"))
         .line(format_args!(

@@ -48,5 +48,17 @@ pub fn shared_layouts() -> Vec<SharedLayout> {
         super::user_kernel::layouts(),
         super::wait_limit::layouts(),
     ];
-    schedule.into_iter().chain([TensorMap::layout()]).chain(kernels.into_iter().flatten()).collect()
+    schedule.into_iter().chain([tensor_map()]).chain(kernels.into_iter().flatten()).collect()
+}
+
+/// Only the driver knows what it says.
+fn tensor_map() -> SharedLayout {
+    let (bytes, alignment) = (size_of::<TensorMap>(), align_of::<TensorMap>());
+    SharedLayout {
+        header: "ptx/tma.cuh",
+        name: "TensorMap",
+        bytes,
+        alignment,
+        fields: vec![("opaque", 0, bytes)],
+    }
 }

@@ -4,9 +4,9 @@ use bytemuck::NoUninit;
 
 use super::link_meeting::{LINK_PARTS, LINK_RANKS, LINK_TENSORS, LinkCall};
 use super::{MatrixUnit, RowMove, Specialisation};
-use crate::arch::Arch;
+use crate::headers::kernel_source;
 use crate::layout::{SharedLayout, shared_layout};
-use crate::{CudaError, Device, DeviceBuffer, Event, Function, KernelSource, Launch, Stream};
+use crate::{Arch, CudaError, Device, DeviceBuffer, Event, Function, KernelSource, Launch, Stream};
 
 /// Bytes of a piece at least, unless there are no more.
 const LEAST_BYTES: u64 = 1 << 10;
@@ -255,7 +255,7 @@ fn source(arch: Arch, direction: LinkDirection) -> KernelSource {
         LinkDirection::Push => ("link_push", "true"),
     };
     let ahead = direction.ahead();
-    KernelSource::new(name, arch)
+    kernel_source(name, arch)
         .line("#include \"link_copy.cuh\"")
         .line("using namespace counterpoint;")
         .line(format_args!(

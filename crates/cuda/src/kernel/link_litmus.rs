@@ -3,8 +3,8 @@
 use super::link_copy::LinkDirection;
 use super::link_meeting::LinkCall;
 use super::{MatrixUnit, Specialisation};
-use crate::arch::Arch;
-use crate::{CudaError, Device, DeviceBuffer, Function, KernelSource, Launch, Stream};
+use crate::headers::kernel_source;
+use crate::{Arch, CudaError, Device, DeviceBuffer, Function, KernelSource, Launch, Stream};
 
 const THREADS: u32 = 32;
 
@@ -75,7 +75,7 @@ fn source(arch: Arch, direction: LinkDirection) -> KernelSource {
         LinkDirection::Pull => ("link_litmus_pull", "false"),
         LinkDirection::Push => ("link_litmus_push", "true"),
     };
-    KernelSource::new(name, arch)
+    kernel_source(name, arch)
         .line("#include \"link_litmus.cuh\"")
         .line("using namespace counterpoint;")
         .line(format_args!("extern \"C\" __global__ void __launch_bounds__({THREADS})"))

@@ -8,9 +8,9 @@ use super::operand_rows::operand_rows;
 use super::row_reduce::ReduceTypes;
 use super::scalar::Scalar;
 use super::{MatrixUnit, RowMove, Specialisation};
-use crate::arch::Arch;
+use crate::headers::kernel_source;
 use crate::layout::{SharedLayout, shared_layout};
-use crate::{CudaError, Device, DeviceBuffer, Event, Function, KernelSource, Launch, Stream};
+use crate::{Arch, CudaError, Device, DeviceBuffer, Event, Function, KernelSource, Launch, Stream};
 
 /// Teams that add pieces in turn.
 const TEAMS: u32 = 1;
@@ -287,7 +287,7 @@ pub(super) fn source_of(arch: Arch, types: ReduceTypes, teams: u32, [stem, call]
     let ReduceTypes { partial, result, .. } = types;
     let name = format!("{stem}_{}_{}", partial.name(), result.name());
     let (partial, result) = (partial.cpp(), result.cpp());
-    KernelSource::new(&name, arch)
+    kernel_source(&name, arch)
         .line(format_args!("#include \"{stem}.cuh\""))
         .line("using namespace counterpoint;")
         .line(format_args!(

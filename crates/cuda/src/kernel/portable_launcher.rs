@@ -7,6 +7,7 @@ use counterpoint_tiles::{TileSchedule, TileScheduleConfig};
 use super::device_schedule::DeviceSchedule;
 use super::portable_shape::grid;
 use super::{AttentionProblem, ElementType};
+use crate::headers::kernel_source;
 use crate::{Arch, CudaError, KernelSource, Launch, Stream};
 
 /// One form of a kernel: of the function `attention/{function}.cuh` defines.
@@ -35,7 +36,7 @@ impl PortableKernel<'_> {
     pub(super) fn source(&self, arch: Arch) -> KernelSource {
         let Self { function, arguments, name, config, element, cta: Cta { shared_bytes, per_sm, .. } } =
             *self;
-        KernelSource::new(name, arch)
+        kernel_source(name, arch)
             .define("ELEMENT_BF16", element.define())
             .line(format_args!("#include \"attention/{function}.cuh\""))
             .line("using namespace counterpoint;")

@@ -4,8 +4,8 @@ use half::{bf16, f16};
 
 use super::scalar::Scalar;
 use super::{MatrixUnit, Specialisation, blocks_of};
-use crate::arch::Arch;
-use crate::{CudaError, Device, DeviceBuffer, Function, KernelSource, Launch, Stream};
+use crate::headers::kernel_source;
+use crate::{Arch, CudaError, Device, DeviceBuffer, Function, KernelSource, Launch, Stream};
 
 const THREADS: u32 = 256;
 
@@ -61,7 +61,7 @@ impl RandomFill {
 
 fn source(arch: Arch, scalar: Scalar) -> KernelSource {
     let name = format!("random_fill_{}", scalar.name());
-    KernelSource::new(&name, arch)
+    kernel_source(&name, arch)
         .line("#include \"random_fill.cuh\"")
         .line(format_args!("extern \"C\" __global__ void __launch_bounds__({THREADS})"))
         .line(format_args!(

@@ -2,9 +2,9 @@
 
 use super::row_pieces::{PACK, RowPieces, pack_of};
 use super::{ElementType, GemmRows, MatrixUnit, Specialisation, blocks_of};
-use crate::arch::Arch;
+use crate::headers::kernel_source;
 use crate::layout::{SharedLayout, shared_layout};
-use crate::{CudaError, Function, KernelSource, Launch, LaunchStart, Stream};
+use crate::{Arch, CudaError, Function, KernelSource, Launch, LaunchStart, Stream};
 
 const KERNEL: &str = "rms_norm";
 const THREADS: u32 = 512;
@@ -113,7 +113,7 @@ impl RmsNorm {
 fn source(arch: Arch, element: ElementType, pack: usize) -> KernelSource {
     let element = element.scalar();
     let name = format!("rms_norm_{}_{pack}", element.name());
-    KernelSource::new(&name, arch)
+    kernel_source(&name, arch)
         .line("#include \"rms_norm.cuh\"")
         .line("using namespace counterpoint;")
         .line(format_args!("static_assert(kRmsNormThreads == {THREADS}, \"blocks\");"))

@@ -2,9 +2,9 @@
 
 use super::row_pieces::{PACK, pack_of};
 use super::{ColumnSum, ColumnSumSpec, ElementType, GemmRows, MatrixUnit, Scalar, Specialisation};
-use crate::arch::Arch;
+use crate::headers::kernel_source;
 use crate::layout::{SharedLayout, shared_layout};
-use crate::{CudaError, DeviceBuffer, Function, KernelSource, Launch, Stream};
+use crate::{Arch, CudaError, DeviceBuffer, Function, KernelSource, Launch, Stream};
 
 const KERNEL: &str = "rms_norm_backward";
 const THREADS: u32 = 512;
@@ -141,7 +141,7 @@ fn rows_of_block(rows: usize) -> usize {
 fn source(arch: Arch, element: ElementType, pack: usize) -> KernelSource {
     let element = element.scalar();
     let name = format!("rms_norm_backward_{}_{pack}", element.name());
-    KernelSource::new(&name, arch)
+    kernel_source(&name, arch)
         .line("#include \"rms_norm_backward.cuh\"")
         .line("using namespace counterpoint;")
         .line(format_args!("static_assert(kRmsNormBackwardThreads == {THREADS}, \"blocks\");"))

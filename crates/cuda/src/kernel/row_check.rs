@@ -4,9 +4,9 @@ use bytemuck::{NoUninit, Zeroable};
 
 use super::scalar::Scalar;
 use super::{MatrixUnit, Specialisation, blocks_of};
-use crate::arch::Arch;
+use crate::headers::kernel_source;
 use crate::layout::{SharedLayout, shared_layout};
-use crate::{CudaError, Device, DeviceBuffer, Function, KernelSource, Launch, Stream};
+use crate::{Arch, CudaError, Device, DeviceBuffer, Function, KernelSource, Launch, Stream};
 
 const THREADS: u32 = 256;
 
@@ -137,7 +137,7 @@ impl RowCheck {
 }
 
 fn start(name: &str, arch: Arch) -> KernelSource {
-    KernelSource::new(name, arch)
+    kernel_source(name, arch)
         .line("#include \"row_check.cuh\"")
         .line("using namespace counterpoint;")
         .line(format_args!("extern \"C\" __global__ void __launch_bounds__({THREADS})"))

@@ -5,9 +5,9 @@ use counterpoint_mask::Range;
 
 use super::scalar::Scalar;
 use super::{MatrixUnit, Specialisation};
-use crate::arch::Arch;
+use crate::headers::kernel_source;
 use crate::layout::{SharedLayout, shared_layout};
-use crate::{CudaError, Device, DeviceBuffer, Function, KernelSource, Launch, Stream};
+use crate::{Arch, CudaError, Device, DeviceBuffer, Function, KernelSource, Launch, Stream};
 
 const THREADS: u32 = 256;
 /// Blocks that a multiprocessor holds: of the copy of aligned rows, which are all that it can, and of others.
@@ -307,7 +307,7 @@ fn source(arch: Arch, entry: Entry) -> KernelSource {
         }
     };
     let lanes = if lanes { ", u32 lanes" } else { "" };
-    KernelSource::new(&name, arch)
+    kernel_source(&name, arch)
         .line("#include \"row_copy.cuh\"")
         .line("using namespace counterpoint;")
         .line(format_args!("extern \"C\" __global__ void __launch_bounds__({THREADS}, {blocks})"))

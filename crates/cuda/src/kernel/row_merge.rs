@@ -6,9 +6,9 @@ use counterpoint_schedule::Accumulate;
 use super::operand_rows::operand_rows;
 use super::row_reduce::ReduceTypes;
 use super::{MatrixUnit, RowMove, Specialisation, blocks_of};
-use crate::arch::Arch;
+use crate::headers::kernel_source;
 use crate::layout::{SharedLayout, shared_layout};
-use crate::{CudaError, Device, DeviceBuffer, Function, KernelSource, Launch, Stream};
+use crate::{Arch, CudaError, Device, DeviceBuffer, Function, KernelSource, Launch, Stream};
 
 const THREADS: u32 = 256;
 const WARPS: u64 = 8;
@@ -166,7 +166,7 @@ impl RowMerge {
 fn source(arch: Arch, types: ReduceTypes) -> KernelSource {
     let name = format!("row_merge_{}", types.name());
     let result = types.result.cpp();
-    KernelSource::new(&name, arch)
+    kernel_source(&name, arch)
         .line("#include \"row_merge.cuh\"")
         .line("using namespace counterpoint;")
         .line(format_args!("extern \"C\" __global__ void __launch_bounds__({THREADS})"))

@@ -6,9 +6,9 @@ use counterpoint_schedule::{Accumulate, ReduceOp};
 use super::operand_rows::operand_rows;
 use super::scalar::Scalar;
 use super::{MatrixUnit, RowMove, Specialisation, blocks_of};
-use crate::arch::Arch;
+use crate::headers::kernel_source;
 use crate::layout::{SharedLayout, shared_layout};
-use crate::{CudaError, Device, DeviceBuffer, Function, KernelSource, Launch, Stream};
+use crate::{Arch, CudaError, Device, DeviceBuffer, Function, KernelSource, Launch, Stream};
 
 const THREADS: u32 = 256;
 const WARPS: u64 = 8;
@@ -246,7 +246,7 @@ fn lists(
 fn source(arch: Arch, types: ReduceTypes) -> KernelSource {
     let name = format!("row_reduce_{}", types.name());
     let result = types.result.cpp();
-    KernelSource::new(&name, arch)
+    kernel_source(&name, arch)
         .line("#include \"row_reduce.cuh\"")
         .line("using namespace counterpoint;")
         .line(format_args!("extern \"C\" __global__ void __launch_bounds__({THREADS}, {BLOCKS})"))

@@ -6,9 +6,9 @@ use bytemuck::NoUninit;
 
 use super::gemm::{Gemm, TileUnit};
 use super::{ElementType, MatrixUnit, Specialisation};
-use crate::arch::Arch;
+use crate::headers::kernel_source;
 use crate::layout::{SharedLayout, shared_layout};
-use crate::{CudaError, DeviceBuffer, Function, KernelSource, Launch, Stream};
+use crate::{Arch, CudaError, DeviceBuffer, Function, KernelSource, Launch, Stream};
 
 const THREADS: u32 = 128;
 
@@ -151,7 +151,7 @@ impl SignalLitmus {
 }
 
 fn source(arch: Arch) -> KernelSource {
-    KernelSource::new("signal_litmus", arch)
+    kernel_source("signal_litmus", arch)
         .line("#include \"signal_litmus.cuh\"")
         .line("using namespace counterpoint;")
         .line(format_args!("extern \"C\" __global__ void __launch_bounds__({THREADS})"))

@@ -1,8 +1,8 @@
 //! The launcher of `signal_wait.cuh`: streams that wait for a running GEMM's tile counters.
 
 use super::{MatrixUnit, Specialisation, WaitLimit};
-use crate::arch::Arch;
-use crate::{CudaError, Device, DeviceBuffer, Function, KernelSource, Launch, Stream};
+use crate::headers::kernel_source;
+use crate::{Arch, CudaError, Device, DeviceBuffer, Function, KernelSource, Launch, Stream};
 
 /// Registers that a multiprocessor has left for each thread of one warp beside a product, which holds 63 Ki of 64 Ki of them: with
 /// more, the wait would not start before the product's last tiles.
@@ -65,7 +65,7 @@ impl SignalWait {
 }
 
 fn source(arch: Arch) -> KernelSource {
-    KernelSource::new("signal_wait", arch)
+    kernel_source("signal_wait", arch)
         .line("#include \"signal_wait.cuh\"")
         .line("using namespace counterpoint;")
         .line("extern \"C\" __global__ void __launch_bounds__(1)")

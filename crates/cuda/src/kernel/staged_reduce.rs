@@ -8,9 +8,8 @@ use super::link_reduce::{
 };
 use super::row_reduce::ReduceTypes;
 use super::{RowMove, Specialisation};
-use crate::arch::Arch;
 use crate::layout::{SharedLayout, shared_layout};
-use crate::{CudaError, Device, Function, KernelSource, Launch, Stream};
+use crate::{Arch, CudaError, Device, Function, KernelSource, Launch, Stream};
 
 /// Teams of a block that add pieces in turn.
 const TEAMS: u32 = 2;

@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use super::{MatrixUnit, Specialisation};
-use crate::arch::Arch;
-use crate::{CudaError, Device, Function, KernelSource, Launch, Stream};
+use crate::headers::kernel_source;
+use crate::{Arch, CudaError, Device, Function, KernelSource, Launch, Stream};
 
 /// A kernel of one thread that does nothing for a while.
 #[derive(Debug)]
@@ -25,7 +25,7 @@ impl StartHold {
 }
 
 fn source(arch: Arch) -> KernelSource {
-    KernelSource::new("start_hold", arch)
+    kernel_source("start_hold", arch)
         .line("#include \"start_hold.cuh\"")
         .line("using namespace counterpoint;")
         .line("extern \"C\" __global__ void __launch_bounds__(1)")

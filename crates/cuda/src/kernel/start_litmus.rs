@@ -1,8 +1,8 @@
 //! The launcher of `start_litmus.cuh`: which of two kernels began first, by the blocks' own clocks.
 
 use super::{MatrixUnit, Specialisation};
-use crate::arch::Arch;
-use crate::{CudaError, Device, Event, Function, KernelSource, Launch, Stream};
+use crate::headers::kernel_source;
+use crate::{Arch, CudaError, Device, Event, Function, KernelSource, Launch, Stream};
 
 const THREADS: u32 = 32;
 
@@ -48,7 +48,7 @@ impl StartLitmus {
 }
 
 fn source(arch: Arch) -> KernelSource {
-    KernelSource::new("start_litmus", arch)
+    kernel_source("start_litmus", arch)
         .line("#include \"start_litmus.cuh\"")
         .line("using namespace counterpoint;")
         .line(format_args!("extern \"C\" __global__ void __launch_bounds__({THREADS})"))

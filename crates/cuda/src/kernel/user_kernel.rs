@@ -1,7 +1,8 @@
 //! The launcher of users' own kernels, which include `user_kernel.cuh` and signal the parts that they have done.
 
+use crate::headers::kernel_source;
 use crate::layout::{SharedLayout, shared_layout};
-use crate::{CudaError, Device, Function, KernelSource, Launch, Stream};
+use crate::{CudaError, Device, Function, Launch, Stream};
 
 /// Parts of one launch (`kUserParts`).
 const PARTS: usize = 32;
@@ -67,7 +68,7 @@ impl UserKernel {
             let reason = format!("{blocks} blocks of {threads} threads");
             return Err(CudaError::Launch { kernel: entry.clone(), reason });
         }
-        let function = device.function(&KernelSource::new(entry, device.arch()).line(text))?;
+        let function = device.function(&kernel_source(entry, device.arch()).line(text))?;
         Ok(Self { function, launch: Launch::linear(*blocks, *threads), blocks: *blocks })
     }
 

@@ -5,8 +5,8 @@ use std::time::Duration;
 use bytemuck::{AnyBitPattern, NoUninit};
 
 use crate::layout::{SharedLayout, shared_layout};
-use crate::memory::RecordPlace;
 use crate::{CudaError, Device};
+use counterpoint_driver::RecordPlace;
 
 /// `WaitFault` of the kernels: left by a wait that gave up.
 #[derive(Clone, Copy, Debug, NoUninit, AnyBitPattern)]

@@ -12,9 +12,9 @@ use crate::backend::rank::OtherKernels;
 use crate::backend::{CudaBackend, PlainProducts, Timing, exec_error};
 use crate::kernel::{LINK_BLOCKS, LINK_RANKS, UserKernelSource};
 use crate::nccl::{ConnectedRanks, NcclRank};
-use crate::pool::{DeviceAllocator, Lender};
 use crate::transport::Means;
 use crate::{CudaError, CudaTransport, Device, EngineUse, TransportKind, compiler_version};
+use counterpoint_driver::{DeviceAllocator, Lender};
 
 /// The GPUs of this process. Ranks are dealt out to them in turn: on one GPU they share it.
 #[derive(Clone, Debug)]

@@ -2,8 +2,8 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crate::pool::{DeviceAllocator, Lender};
 use crate::{CudaError, Device, Stream, StreamPriority};
+use counterpoint_driver::{DeviceAllocator, Lender};
 
 /// Somebody else's allocator of this device's memory, as worlds borrow from it.
 ///

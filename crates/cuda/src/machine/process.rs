@@ -16,11 +16,11 @@ use crate::backend::rank::OtherKernels;
 use crate::backend::start_line::StartPace;
 use crate::backend::{CudaBackend, PlainProducts, Timing, exec_error};
 use crate::kernel::{LINK_BLOCKS, LINK_RANKS};
-use crate::memory::{AllocationPlace, OpenedMemory};
 use crate::nccl::{ConnectedRanks, NcclRank, NcclSeat};
-use crate::pool::{DeviceAllocator, Lender};
 use crate::transport::{Level, LevelledTransport, Means};
 use crate::{CudaError, CudaTransport, Device, DeviceBuffer, EngineUse, TransportKind, compiler_version};
+use counterpoint_driver::{AllocationPlace, OpenedMemory};
+use counterpoint_driver::{DeviceAllocator, Lender};
 
 /// One GPU rank of several that are processes.
 pub struct CudaProcess {

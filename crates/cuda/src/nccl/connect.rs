@@ -9,9 +9,9 @@ use std::{ptr, thread};
 use counterpoint_exec::World;
 
 use super::{Among, ConnectedRanks, End, LOOK, NcclMessage, NcclRank, explain, go_on, group};
-use crate::inside::Inside;
-use crate::library::{Nccl, NcclConfig, NcclUniqueId};
 use crate::{CudaError, Device, DeviceBuffer, Stream, StreamPriority};
+use counterpoint_driver::Inside;
+use counterpoint_driver::{Nccl, NcclConfig, NcclUniqueId};
 
 impl NcclRank {
     /// Ranks that are threads of this process, the first on the first of `devices`, connected with each other: those of
@@ -68,7 +68,7 @@ impl NcclRank {
         let mut handles = vec![ptr::null_mut(); devices.len()];
         group(nccl, || {
             devices.iter().zip(&mut handles).enumerate().try_for_each(|(rank, (device, handle))| {
-                let _bound = device.bind()?;
+                let _bound = device.make_current()?;
                 let mut config = NcclConfig::blocking();
                 let count = devices.len() as c_int;
                 // SAFETY: the handle is in a list that outlives the group, the configuration is copied before the call returns.
@@ -212,7 +212,7 @@ fn init_one(
     id: NcclUniqueId,
 ) -> Result<End, CudaError> {
     device.leave_memory()?;
-    let _bound = device.bind()?;
+    let _bound = device.make_current()?;
     let mut handle = ptr::null_mut();
     let mut config = NcclConfig::blocking();
     // SAFETY: the pointers are to locals; the handle is written and the configuration copied before the call returns.
@@ -284,7 +284,7 @@ fn exchange_once(ranks: &[NcclRank], places: &[Place]) -> Result<(), CudaError> 
             let others = || (0..rank.count).filter(|&peer| peer != rank.rank);
             let sends: Vec<_> = others().map(|peer| message(peer, 0)).collect();
             let receives: Vec<_> = others().map(|peer| message(peer, 1)).collect();
-            let _bound = rank.device.bind()?;
+            let _bound = rank.device.make_current()?;
             // SAFETY: the messages lie in `memory`, which lives until the streams are idle or the ranks aborted.
             rank.lent.end().with(|handle| unsafe { rank.enqueue(handle, stream, &sends, &receives) })
         })

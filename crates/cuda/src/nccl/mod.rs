@@ -15,11 +15,11 @@ use counterpoint_plan::GemmCollective;
 pub(crate) use connect::NcclSeat;
 use shelf::{Lent, Shelf};
 
-use crate::inside::Inside;
 use crate::kernel::ElementType;
-use crate::library::{Nccl, NcclHandle, NcclProgress};
 use crate::sync::lock;
 use crate::{CudaError, Device, Event, Stream};
+use counterpoint_driver::Inside;
+use counterpoint_driver::{Nccl, NcclHandle, NcclProgress};
 
 /// `ncclUint8`: bytes, whatever they mean.
 const BYTES: c_int = 1;
@@ -83,7 +83,7 @@ impl End {
     fn abort(&self) {
         let mut handle = lock(&self.handle);
         if let Some(handle) = handle.take()
-            && self.device.bind().is_ok()
+            && self.device.make_current().is_ok()
         {
             let _inside = Inside::enter();
             // SAFETY: a handle of NCCL's, which nobody else has any more.
@@ -130,7 +130,7 @@ impl NcclRank {
         receives: &[NcclMessage],
         ended: Option<&Event>,
     ) -> Result<(), CudaError> {
-        let _bound = self.device.bind()?;
+        let _bound = self.device.make_current()?;
         // SAFETY: the caller's promise.
         let calls = |handle| group(self.nccl, || unsafe { self.enqueue(handle, stream, sends, receives) });
         self.lent.end().with(calls).map_err(|error| explain(&self.world, self.rank, error))?;
@@ -194,7 +194,7 @@ impl NcclRank {
         let nccl = self.nccl;
         // `ncclFloat16` and `ncclBfloat16`.
         let kind = if element == ElementType::F16 { 6 } else { 9 };
-        let _bound = self.device.bind()?;
+        let _bound = self.device.make_current()?;
         let (from, to, queue) = (from as *const c_void, to as *mut c_void, stream.raw());
         // SAFETY: the caller's promise.
         let called = |handle: NcclHandle| unsafe {

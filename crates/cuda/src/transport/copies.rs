@@ -1,12 +1,9 @@
 //! The copy engines: each rank pushes its rows into the other ranks' memory, on a stream for each of them.
 
-use std::ptr;
-
+use counterpoint_driver::{PitchedCopy, copy_bytes};
 use counterpoint_exec::collective::PeerRows;
 use counterpoint_mask::Range;
-use cudarc::driver::sys::{CUDA_MEMCPY2D, CUmemorytype};
 
-use crate::library::call;
 use crate::{CudaError, Device, Event, Stream, StreamPriority};
 
 /// One copy: lines of bytes that lie together on both sides, as far apart as the pitches say, of the tensor with this index.
@@ -130,32 +127,15 @@ impl CopyRun {
     /// # Safety
     /// All lines lie inside the tensors, which live until the copy is made, and nobody else touches them meanwhile.
     unsafe fn launch(&self, stream: &Stream, from: u64, to: u64) -> Result<(), CudaError> {
-        let driver = stream.device().bind()?;
-        let (from, to) = (from + self.from, to + self.to);
+        let (from, to, bytes) = (from + self.from, to + self.to, self.bytes as usize);
         if self.lines == 1 {
             // SAFETY: the caller's promise.
-            return unsafe { call!(driver, cuMemcpyAsync(to, from, self.bytes as usize, stream.raw())) };
+            return unsafe { copy_bytes(stream, from, to, bytes) };
         }
-        let copy = CUDA_MEMCPY2D {
-            srcXInBytes: 0,
-            srcY: 0,
-            srcMemoryType: CUmemorytype::CU_MEMORYTYPE_UNIFIED,
-            srcHost: ptr::null(),
-            srcDevice: from,
-            srcArray: ptr::null_mut(),
-            srcPitch: self.from_pitch as usize,
-            dstXInBytes: 0,
-            dstY: 0,
-            dstMemoryType: CUmemorytype::CU_MEMORYTYPE_UNIFIED,
-            dstHost: ptr::null_mut(),
-            dstDevice: to,
-            dstArray: ptr::null_mut(),
-            dstPitch: self.to_pitch as usize,
-            WidthInBytes: self.bytes as usize,
-            Height: self.lines as usize,
-        };
-        // SAFETY: the caller's promise; the driver reads the description before it returns.
-        unsafe { call!(driver, cuMemcpy2DAsync_v2(&copy, stream.raw())) }
+        let (from_pitch, to_pitch) = (self.from_pitch as usize, self.to_pitch as usize);
+        let copy = PitchedCopy { from, to, bytes, lines: self.lines as usize, from_pitch, to_pitch };
+        // SAFETY: the caller's promise.
+        unsafe { copy.launch(stream) }
     }
 }
 

@@ -38,7 +38,7 @@ impl CudaTransport {
     pub(super) fn begin_meeting(&self, call: &Call<'_>) -> Result<CudaMeeting, CallError> {
         let CollectiveCall { backend, stream, place, collective, barrier, .. } = *call;
         let queue = stream.queue();
-        let _bound = backend.device().bind()?;
+        let _bound = backend.device().make_current()?;
         stream.status().begin(place);
         let started = stream.start_span(backend.timed())?;
         // Kernels that meet by themselves say themselves when they have started.

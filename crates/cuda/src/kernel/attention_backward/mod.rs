@@ -298,7 +298,7 @@ impl AttentionBackward {
     // Long: one struct of the kernel's arguments, field by field.
     fn arguments(&self, tensors: &BackwardTensors) -> Result<AttentionBackwardArguments, CudaError> {
         // Bound once for all tensor maps.
-        let _bound = self.function.device().bind()?;
+        let _bound = self.function.device().make_current()?;
         let AttentionProblem { rows_q, rows_k, heads_q, heads_kv, head_dim, head_dim_v, .. } = self.problem;
         let AttentionProblem { element, scale, softcap, rows_arriving, .. } = self.problem;
         let map =

@@ -1,6 +1,7 @@
 //! The instantiations of the Hopper attention backward: shapes, element types, and modes that are compiled.
 
 use super::shape::{BackwardShape, KeyOwners};
+use crate::headers::kernel_source;
 use crate::kernel::{ElementType, MatrixUnit, Specialisation};
 use crate::{Arch, KernelSource};
 
@@ -37,7 +38,7 @@ impl BackwardChoice {
             KeyOwners::Warpgroups => ("attention_backward", "backward"),
             KeyOwners::Ctas => ("attention_backward_pair", "backward_pair"),
         };
-        KernelSource::new(&name, Arch::SM_90A)
+        kernel_source(&name, Arch::SM_90A)
             .define("ELEMENT_BF16", element.define())
             .define("HEAD_DIM", head_dim)
             .define("HEAD_DIM_V", head_dim_v)
@@ -60,7 +61,7 @@ impl BackwardChoice {
 /// The pass that turns the rows' statistics and begins all counts.
 pub(super) fn rows_source(element: ElementType) -> KernelSource {
     let name = format!("attention_backward_rows_{}", element.name());
-    KernelSource::new(&name, Arch::SM_90A)
+    kernel_source(&name, Arch::SM_90A)
         .define("ELEMENT_BF16", element.define())
         .line("#include \"attention/attention_backward_rows.cuh\"")
         .line(format_args!(

@@ -185,7 +185,7 @@ impl AttentionForward {
         end: &StateTensors,
     ) -> Result<AttentionForwardArguments, CudaError> {
         // Bound once for all tensor maps.
-        let _bound = self.function.device().bind()?;
+        let _bound = self.function.device().make_current()?;
         let Self { problem, shape, .. } = self;
         let element = problem.element.tensor_map_element();
         let map = |name: &str, tensor: HeadRows, dim, heads, rows: usize, box_heads, box_rows| {

@@ -1,6 +1,7 @@
 //! The instantiations of the Hopper attention forward: shapes, element types, stages and score options that are compiled.
 
 use super::shape::{ForwardShape, HEAD_DIMS, PACKS};
+use crate::headers::kernel_source;
 use crate::kernel::{AttentionProblem, ElementType, MatrixUnit, Specialisation};
 use crate::{Arch, KernelSource};
 
@@ -57,7 +58,7 @@ impl ForwardChoice {
             if max_logits { "_max_logits" } else { "" },
         )
         .to_lowercase();
-        KernelSource::new(&name, Arch::SM_90A)
+        kernel_source(&name, Arch::SM_90A)
             .define("ELEMENT_BF16", element.define())
             .line("#include \"attention/attention_forward.cuh\"")
             .line("using namespace counterpoint;")

@@ -4,15 +4,15 @@ use std::ffi::c_void;
 use std::ptr;
 use std::sync::Arc;
 
-use cudarc::cublaslt::sys::{
+use counterpoint_driver::CublasLt;
+use counterpoint_driver::cublaslt_types::{
     cublasComputeType_t, cublasLtEpilogue_t, cublasLtHandle_t, cublasLtMatmulAlgo_t, cublasLtMatmulDesc_t,
-    cublasLtMatmulDescAttributes_t, cublasLtMatmulHeuristicResult_t, cublasLtMatmulPreferenceAttributes_t,
-    cublasLtMatrixLayout_t, cudaDataType_t,
+    cublasLtMatmulDescAttributes_t, cublasLtMatmulHeuristicResult_t, cublasLtMatmulPreference_t,
+    cublasLtMatmulPreferenceAttributes_t, cublasLtMatrixLayout_t, cudaDataType_t,
 };
 
 use super::{GemmEpilogue, GemmLayout, GemmSignals, GemmSpec, GemmTensors};
 use crate::kernel::Scalar;
-use crate::library::CublasLt;
 use crate::{CudaError, Device, DeviceBuffer, LibraryVersion, Stream};
 
 /// Memory that an algorithm may use beside the tensors: what NVIDIA recommends for Hopper.
@@ -33,12 +33,6 @@ struct Handle {
 unsafe impl Send for Handle {}
 // SAFETY: as above.
 unsafe impl Sync for Handle {}
-
-impl std::fmt::Debug for CublasLt {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "cuBLASLt {}", self.version().version)
-    }
-}
 
 /// A product by cuBLASLt, prepared to run many times. One run at a time: its workspace is its own.
 #[derive(Debug)]
@@ -82,7 +76,7 @@ impl GemmLibrary {
     /// [`CudaError::NoCublasLt`] with the places that were tried.
     pub fn open(device: &Device) -> Result<Self, CudaError> {
         let library = CublasLt::get()?;
-        let _bound = device.bind()?;
+        let _bound = device.make_current()?;
         let mut raw = ptr::null_mut();
         // SAFETY: the pointer is to a local.
         library.check("cublasLtCreate", unsafe { (library.cublasLtCreate)(&mut raw) })?;
@@ -105,7 +99,7 @@ impl GemmLibrary {
             return Err(refused("cuBLASLt knows no pieces, no shares and no signals".to_owned()));
         }
         let Handle { library, device, raw } = &*self.0;
-        let _bound = device.bind()?;
+        let _bound = device.make_current()?;
         let desc = self.describe(spec)?;
         let layouts = self.layouts(spec)?;
         let preference = self.preference()?;
@@ -222,7 +216,7 @@ impl GemmLibrary {
         ])
     }
 
-    fn preference(&self) -> Result<Described<cudarc::cublaslt::sys::cublasLtMatmulPreference_t>, CudaError> {
+    fn preference(&self) -> Result<Described<cublasLtMatmulPreference_t>, CudaError> {
         let library = self.0.library;
         let mut raw = ptr::null_mut();
         // SAFETY: the pointer is to a local.
@@ -265,7 +259,7 @@ impl LibraryGemm {
     pub unsafe fn launch(&self, stream: &Stream, tensors: &GemmTensors<'_>) -> Result<(), CudaError> {
         use cublasLtMatmulDescAttributes_t as A;
         let Handle { library, device, raw } = &*self.library.0;
-        let _bound = device.bind()?;
+        let _bound = device.make_current()?;
         if self.spec.epilogue == GemmEpilogue::StoreBias {
             self.library.set(&self.desc, A::CUBLASLT_MATMUL_DESC_BIAS_POINTER, tensors.bias)?;
         }

@@ -304,7 +304,7 @@ impl Gemm {
         let Self { spec, shape, .. } = self;
         self.check_tensors(tensors).map_err(refused)?;
         // Bound once for all tensor maps.
-        let _bound = self.function.device().bind()?;
+        let _bound = self.function.device().make_current()?;
         let wide = spec.output == Scalar::F32;
         let mut d_maps = [None; GEMM_DESTINATIONS];
         let mut d = [0; GEMM_DESTINATIONS];

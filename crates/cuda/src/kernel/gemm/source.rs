@@ -1,6 +1,7 @@
 //! The instantiations of the Hopper GEMM: layouts, types, tiles and what becomes of results.
 
 use super::GemmLayout;
+use crate::headers::kernel_source;
 use crate::kernel::{ElementType, MatrixUnit, Specialisation};
 use crate::{Arch, KernelSource};
 use counterpoint_tiles::gemm::{GemmShape, Warpgroups};
@@ -71,7 +72,7 @@ impl GemmChoice {
             GemmLayout::Tn => ("kMN", "kMN"),
         };
         let stages = GemmShape::stages(columns, layout);
-        KernelSource::new(&name, Arch::SM_90A)
+        kernel_source(&name, Arch::SM_90A)
             .define("ELEMENT_BF16", element.define())
             .line(format_args!("#include \"{header}\""))
             .line("using namespace counterpoint;")

@@ -4,8 +4,8 @@ use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::message::{MemoryPlace, PartMessage};
-use crate::memory::AllocationPlace;
 use crate::{CudaError, Device, DeviceBuffer};
+use counterpoint_driver::AllocationPlace;
 
 /// What a rank has told the other processes, so that it is told once.
 #[derive(Default)]

@@ -11,10 +11,10 @@ use super::LOOK;
 use super::exports::events_of;
 use super::message::{MemoryPlace, PartMessage, TensorPlace};
 use crate::backend::{CudaBuffer, exec_error};
-use crate::memory::OpenedMemory;
 use crate::sync::lock;
 use crate::transport::Part;
 use crate::{CudaError, Device, DeviceBuffer, Event};
+use counterpoint_driver::OpenedMemory;
 
 /// Takes what the other processes tell a rank, and puts their parts on its board.
 pub(super) struct Inbox {

@@ -25,12 +25,12 @@ use self::message::{MemoryPlace, PartMessage, TensorPlace};
 use super::stand_in::StandIns;
 use super::{CallError, Part};
 use crate::backend::CudaBuffer;
-use crate::inside::Inside;
 use crate::kernel::LinkShifts;
-use crate::memory::AllocationPlace;
-use crate::stream_ends::GivenWork;
 use crate::sync::lock;
 use crate::{CudaError, Device, DeviceBuffer, Stream};
+use counterpoint_driver::AllocationPlace;
+use counterpoint_driver::GivenWork;
+use counterpoint_driver::Inside;
 
 /// The ranks of other processes, as one rank's transport reaches them. Dropping it waits for nobody: a thread keeps what the others
 /// have open until they have closed it. When the job fails, nothing of the device is freed any more: what is enqueued may wait for an
@@ -248,11 +248,10 @@ impl Connected {
 
     /// Whether the device has done all that it had been given when this was first asked.
     fn has_ended(&self, given: &mut Option<GivenWork>) -> Result<bool, CudaError> {
-        let driver = self.device.bind()?;
         if given.is_none() {
-            *given = self.device.stream_ends().given(&driver)?;
+            *given = self.device.given_work()?;
         }
-        given.as_mut().map_or(Ok(false), |given| given.has_ended(&driver))
+        given.as_mut().map_or(Ok(false), |given| self.device.has_ended(given))
     }
 
     /// Somebody may still have it open, which ends with this process, as does the memory.

@@ -1,0 +1,40 @@
+//! Libraries that are opened at run time. Nothing is opened before it is asked for, and a library that is not there, or
+//! lacks a function, is an error with a sentence, never a panic.
+
+mod cublaslt;
+mod driver;
+mod driver_calls;
+mod nccl;
+mod nvrtc;
+mod search;
+mod table;
+
+use std::path::Path;
+
+use libloading::Library;
+
+pub use cublaslt::{CublasLt, cublaslt_types};
+pub(crate) use driver::{Driver, call};
+pub use driver_calls::DriverCalls;
+pub use nccl::{LibraryVersion, Nccl, NcclConfig, NcclHandle, NcclProgress, NcclUniqueId, nccl_version};
+pub(crate) use nvrtc::Nvrtc;
+pub use search::search_packages;
+pub(crate) use search::{CUBLASLT_VARIABLE, NCCL_VARIABLE, NVRTC_VARIABLE, SEARCH_VARIABLES};
+
+/// Opens a library, by path or by a name that the loader knows; an error is the loader's own words.
+///
+/// # Safety
+/// The library's initialisers must be harmless to this program.
+unsafe fn open(library: impl libloading::AsFilename) -> Result<Library, String> {
+    // SAFETY: the caller's promise.
+    unsafe { Library::new(library) }.map_err(|error| {
+        let words = std::error::Error::source(&error).map(ToString::to_string);
+        words.unwrap_or_else(|| error.to_string())
+    })
+}
+
+/// Why a file or a name was of no use. The loader's own words mostly begin with it.
+fn tell(library: &Path, reason: &str) -> String {
+    let name = library.display().to_string();
+    if reason.starts_with(&name) { reason.to_owned() } else { format!("{name}: {reason}") }
+}
