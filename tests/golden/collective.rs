@@ -50,7 +50,7 @@ pub(crate) fn case(index: usize) -> Case {
             case.part(&format!("{name} {rank}"), plan_text::program(&program));
         }
     }
-    let product = lower_product([0, ranks], [rows, columns, 7], 2 * rows, dtypes[0], policy);
+    let product = lower_product([0, ranks], [rows, columns, 7].into(), 2 * rows, dtypes[0], policy);
     case.part("product", plan_text::program(&product));
     case.part("join", plan_text::program(&lower_join([0, ranks], [rows, columns], dtypes[0])));
     let reduce = Reduce { op: how, accumulate, wire_dtype: dtypes[1], reduce_dtype: dtypes[2] };

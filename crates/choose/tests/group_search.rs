@@ -45,7 +45,7 @@ impl Case {
         let m = draw.pick(&[1024, 2048, 3000, 4096, 8192, 16_384, 20_000, 32_768]);
         let n = tp_size * draw.pick(&[256, 500, 1024, 2048, 4096]);
         let k = tp_size * draw.pick(&[128, 448, 1024, 3584, 8192]);
-        let spec = collective.layer_of(direction, [m, n, k], DType::Bf16);
+        let spec = collective.layer_of(direction, [m, n, k].into(), DType::Bf16);
         let sharing = draw.pick(&[
             None,
             Some(WorkerSharing::H200),
@@ -286,7 +286,7 @@ fn a_search_is_broken_off() {
 #[test]
 fn many_waves_take_no_time() {
     let cost = CostModel { sharing: Some(WorkerSharing::H200), ..CostModel::H200 };
-    let spec = GemmCollective::ReduceScatter.layer([32_768, 8192, 28_672], DType::Bf16);
+    let spec = GemmCollective::ReduceScatter.layer([32_768, 8192, 28_672].into(), DType::Bf16);
     let searcher = GroupSearcher {
         spec,
         tp_size: 8,

@@ -4,7 +4,7 @@ use counterpoint_choose::{PassClock, TunedPass};
 use counterpoint_exec::{Backend, ExecError, Machine};
 use counterpoint_mask::Range;
 use counterpoint_plan::{
-    Activations, GemmCollective, LinearDirection, LinearKind, LinearPlan, LinearSpec, PlanError,
+    Activations, GemmCollective, LinearDirection, LinearKind, LinearPlan, LinearSpec, PlanError, ProblemSize,
 };
 use counterpoint_reference::LinearSample;
 use counterpoint_schedule::{
@@ -96,7 +96,7 @@ impl<M: Machine> PassClock for MeasuredClock<'_, M> {
             return Ok(0.0);
         };
         let size = self.spec.weight_gradient_size(self.ranks);
-        self.timed_product(size, size[0])
+        self.timed_product(size, size.m)
     }
 
     fn pass(&mut self, plan: &LinearPlan) -> Result<f64, MeasureError> {
@@ -115,11 +115,11 @@ impl<M: Machine> PassClock for MeasuredClock<'_, M> {
 }
 
 impl<M: Machine> MeasuredClock<'_, M> {
-    /// Seconds of a product of `[m, n, k]` as one of a pass of so many rows.
-    fn timed_product(&self, size: [usize; 3], pass_rows: usize) -> Result<f64, MeasureError> {
+    /// Seconds of a product as one of a pass of so many rows.
+    fn timed_product(&self, size: ProblemSize, pass_rows: usize) -> Result<f64, MeasureError> {
         let dtype = self.spec.dtype;
         let lower = |rank| lower_product([rank, self.ranks], size, pass_rows, dtype, self.policy);
-        let [m, n, k] = size;
+        let ProblemSize { m, n, k } = size;
         let (rows, columns) = (SAMPLED.of(Range::new(0, m)), SAMPLED.of(Range::new(0, n)));
         self.seconds(lower, |rank| {
             let [a, b] = [0, 1].map(|input| Contents::of(rank.backend().rank(), input));
@@ -250,7 +250,7 @@ mod tests {
         dtype: DType,
     ) -> MeasuredClock<'_, CpuMachine> {
         // A token that not all ranks have, and rows of no usual length.
-        let spec = collective.layer([61, 30, 42], dtype);
+        let spec = collective.layer([61, 30, 42].into(), dtype);
         let pass = TunedPass::Forward;
         let (processes, policy) = (Processes::One, OverlapPolicy::default());
         MeasuredClock { machine, processes, spec, pass, ranks: 3, policy, timing: TIMING }

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::figure_limits::{COSTS, RATES, check_figure};
-use crate::{PlanError, TileCosts, WorkerSharing};
+use crate::{PlanError, ProblemSize, TileCosts, WorkerSharing};
 
 /// A link: moving `b` bytes takes `alpha_seconds + b / bytes_per_second`.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -104,11 +104,11 @@ impl CostModel {
         self.engine.unwrap_or(alike)
     }
 
-    /// Seconds of a product of `m x n x k`, without its launch.
-    pub fn matmul_seconds(&self, [m, n, k]: [usize; 3]) -> f64 {
+    /// Seconds of a product, without its launch.
+    pub fn matmul_seconds(&self, size: ProblemSize) -> f64 {
         match self.sharing {
-            Some(sharing) => sharing.matmul_seconds([m, n, k], self.matmul_flops_per_second),
-            None => 2.0 * m as f64 * n as f64 * k as f64 / self.matmul_flops_per_second,
+            Some(sharing) => sharing.matmul_seconds(size, self.matmul_flops_per_second),
+            None => size.flops() / self.matmul_flops_per_second,
         }
     }
 

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Activations, DType, LinearDirection, LinearKind, LinearSpec};
+use crate::{Activations, DType, LinearDirection, LinearKind, LinearSpec, ProblemSize};
 
 /// A matrix product and the collective that its communication amounts to. In groups of rows, products and collectives take turns: a gather
 /// comes before its group's product, a reduction behind it.
@@ -48,14 +48,14 @@ impl GemmCollective {
         }
     }
 
-    /// The layer whose forward it is, without a bias. `m`, `n` and `k` are those of all ranks together.
-    pub fn layer(self, size: [usize; 3], dtype: DType) -> LinearSpec {
+    /// The layer whose forward it is, without a bias. `size` is that of all ranks together.
+    pub fn layer(self, size: ProblemSize, dtype: DType) -> LinearSpec {
         self.layer_of(LinearDirection::Forward, size, dtype)
     }
 
-    /// The layer in whose forward, or in whose backward's product of `dx`, it is; without a bias. `m`, `n` and `k` are those of all ranks
-    /// together.
-    pub fn layer_of(self, direction: LinearDirection, [m, n, k]: [usize; 3], dtype: DType) -> LinearSpec {
+    /// The layer in whose forward, or in whose backward's product of `dx`, it is; without a bias. `size` is that of all ranks together.
+    pub fn layer_of(self, direction: LinearDirection, size: ProblemSize, dtype: DType) -> LinearSpec {
+        let ProblemSize { m, n, k } = size;
         let activations = match self {
             Self::AllGather | Self::ReduceScatter => Activations::SequenceParallel,
             Self::AllReduce => Activations::Replicated,

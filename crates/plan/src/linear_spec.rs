@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use crate::DType;
+use crate::{DType, ProblemSize};
 
 /// Which axis of the weight `[out_features, in_features]` is split over the ranks (Megatron-LM, section 3).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -80,27 +80,28 @@ pub struct LinearSpec {
 }
 
 impl LinearSpec {
-    /// `[m, n, k]` of a rank's product of so many rows in the forward.
-    pub fn product_size(&self, rows: usize, tp_size: usize) -> [usize; 3] {
-        match self.kind {
-            LinearKind::Column => [rows, self.out_features / tp_size, self.in_features],
-            LinearKind::Row => [rows, self.out_features, self.in_features / tp_size],
-        }
+    /// A rank's product of so many rows in the forward.
+    pub fn product_size(&self, rows: usize, tp_size: usize) -> ProblemSize {
+        let (n, k) = match self.kind {
+            LinearKind::Column => (self.out_features / tp_size, self.in_features),
+            LinearKind::Row => (self.out_features, self.in_features / tp_size),
+        };
+        ProblemSize { m: rows, n, k }
     }
 
-    /// `[m, n, k]` of a rank's product of so many rows in a pass: of the product of `y`, or of `dx`.
-    pub fn product_of(&self, direction: LinearDirection, rows: usize, tp_size: usize) -> [usize; 3] {
-        let [m, n, k] = self.product_size(rows, tp_size);
+    /// A rank's product of so many rows in a pass: that of `y`, or of `dx`.
+    pub fn product_of(&self, direction: LinearDirection, rows: usize, tp_size: usize) -> ProblemSize {
+        let forward = self.product_size(rows, tp_size);
         match direction {
-            LinearDirection::Forward => [m, n, k],
-            LinearDirection::Backward { .. } => [m, k, n],
+            LinearDirection::Forward => forward,
+            LinearDirection::Backward { .. } => ProblemSize { n: forward.k, k: forward.n, ..forward },
         }
     }
 
-    /// `[m, n, k]` of a rank's gradient of the weight.
-    pub fn weight_gradient_size(&self, tp_size: usize) -> [usize; 3] {
-        let [_, rows, columns] = self.product_size(self.tokens, tp_size);
-        [rows, columns, self.tokens]
+    /// A rank's product of the gradient of the weight.
+    pub fn weight_gradient_size(&self, tp_size: usize) -> ProblemSize {
+        let ProblemSize { n, k, .. } = self.product_size(self.tokens, tp_size);
+        ProblemSize { m: n, n: k, k: self.tokens }
     }
 
     /// The pass whose collectives matter most: the forward, or the backward of a layer whose forward has none.

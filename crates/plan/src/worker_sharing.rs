@@ -3,8 +3,8 @@
 use counterpoint_tiles::MAX_TILE_SIZE;
 use serde::{Deserialize, Serialize};
 
-use crate::PlanError;
 use crate::figure_limits::{MOST_WORKERS, check_figure};
+use crate::{PlanError, ProblemSize};
 
 /// How the computation and the communication of one rank get in each other's way. Without it, what overlaps costs nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -24,16 +24,17 @@ impl WorkerSharing {
     /// An H200: 132 multiprocessors, of which the kernels that move rows take 16 by default; tiles of the product kernel.
     pub const H200: WorkerSharing = WorkerSharing { workers: 132, communication: 16, gemm_tile: [128, 256] };
 
-    /// Seconds of a product of `m x n x k` whose tiles fill all workers at `flops_per_second`: tiles are computed in waves, and
+    /// Seconds of a product whose tiles fill all workers at `flops_per_second`: tiles are computed in waves, and
     /// the last wave takes as long as a full one.
-    pub fn matmul_seconds(&self, [m, n, k]: [usize; 3], flops_per_second: f64) -> f64 {
+    pub fn matmul_seconds(&self, size: ProblemSize, flops_per_second: f64) -> f64 {
+        let ProblemSize { m, n, k } = size;
         let [rows, columns] = self.gemm_tile;
         let tiles = m.div_ceil(rows) * n.div_ceil(columns);
         let tile = 2.0 * (rows * columns) as f64 * k as f64 * self.workers as f64 / flops_per_second;
         if tiles >= self.workers {
             return tiles.div_ceil(self.workers) as f64 * tile;
         }
-        f64::max(2.0 * m as f64 * n as f64 * k as f64 / flops_per_second, tile / SPLIT)
+        f64::max(size.flops() / flops_per_second, tile / SPLIT)
     }
 
     /// Speed of a computation that `taken` workers are missing to, of its usual one.
@@ -58,7 +59,7 @@ mod tests {
     #[test]
     fn products_take_whole_waves() {
         let sharing = WorkerSharing { workers: 132, communication: 16, gemm_tile: [2, 2] };
-        let seconds = |m, n| sharing.matmul_seconds([m, n, 3], 132.0);
+        let seconds = |m, n| sharing.matmul_seconds(ProblemSize { m, n, k: 3 }, 132.0);
         assert_eq!(seconds(2 * 132, 2), 24.0);
         assert_eq!(seconds(2 * 133, 2), 48.0);
         // Half a wave has its sums split; a single tile at most four ways.

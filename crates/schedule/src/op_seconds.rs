@@ -1,7 +1,7 @@
 //! Seconds of operations by the rates of a machine.
 
 use counterpoint_mask::Band;
-use counterpoint_plan::{AttentionWork, CostModel, ReadyWork};
+use counterpoint_plan::{AttentionWork, CostModel, ProblemSize, ReadyWork};
 
 use crate::{
     Accumulate, ArrivingKeys, AttentionBackward, AttentionState, BufferId, ForwardBegin, ForwardEnd, Gemm,
@@ -96,12 +96,12 @@ fn product_seconds(program: &Program, gemm: &Gemm, cost: &CostModel) -> f64 {
 
 /// Products of one launch, which has the waves of all their rows together.
 fn waves_seconds(program: &Program, groups: &[Gemm], cost: &CostModel) -> f64 {
-    let sizes: Vec<[usize; 3]> = groups.iter().map(|gemm| product_size(program, gemm)).collect();
-    let Some([_, n, _]) = sizes.first() else { return 0.0 };
-    let rows: usize = sizes.iter().map(|[m, ..]| m).sum();
+    let sizes: Vec<ProblemSize> = groups.iter().map(|gemm| product_size(program, gemm)).collect();
+    let Some(ProblemSize { n, .. }) = sizes.first() else { return 0.0 };
+    let rows: usize = sizes.iter().map(|size| size.m).sum();
     // Experts' gradients sum over rows of their own: a mean, by the rows of their results.
-    let terms: usize = sizes.iter().map(|[m, _, k]| m * k).sum();
-    cost.matmul_seconds([rows, *n, terms / rows.max(1)])
+    let terms: usize = sizes.iter().map(|size| size.m * size.k).sum();
+    cost.matmul_seconds(ProblemSize { m: rows, n: *n, k: terms / rows.max(1) })
 }
 
 /// Seconds from the start of an operation, or from the end of its part before, to the end of part `part`; `None` when it has
@@ -135,7 +135,7 @@ pub(crate) fn part_seconds(
     }
 }
 
-fn product_size(program: &Program, gemm: &Gemm) -> [usize; 3] {
+fn product_size(program: &Program, gemm: &Gemm) -> ProblemSize {
     let shape = |id: BufferId| &program.buffers[id.0].shape;
     let rows = |blocks: &[RowBlock]| blocks.iter().map(|block| block.rows.len()).sum::<usize>();
     let columns = |blocks: &[RowBlock]| blocks.first().map_or(0, |block| shape(block.buffer)[1]);
@@ -143,7 +143,7 @@ fn product_size(program: &Program, gemm: &Gemm) -> [usize; 3] {
         GemmLayout::Nt | GemmLayout::Nn => (rows(&gemm.a), columns(&gemm.a)),
         GemmLayout::Tn => (columns(&gemm.a), rows(&gemm.a)),
     };
-    [m, shape(gemm.out)[1], k]
+    ProblemSize { m, n: shape(gemm.out)[1], k }
 }
 
 /// A whole attention on `[q, k, v]`.

@@ -2,6 +2,7 @@
 
 use clap::{Args, ValueEnum};
 use counterpoint_console::arguments::{Device, value};
+use counterpoint_plan::ProblemSize;
 
 use super::kernels::BenchDType;
 
@@ -27,7 +28,7 @@ pub struct BenchGemmArguments {
 
     /// Products of m x n x k instead of the usual ones
     #[arg(long, value_name = "M:N:K", value_parser = value::product, value_delimiter = ',')]
-    pub(crate) shapes: Vec<[usize; 3]>,
+    pub(crate) shapes: Vec<ProblemSize>,
 
     /// Layouts of --shapes [default: nt]
     #[arg(long, value_name = "NAMES", value_enum, value_delimiter = ',', requires = "shapes")]

@@ -5,7 +5,7 @@ use std::time::Duration;
 use clap::Args;
 use counterpoint_console::arguments::{Device, OverlapChoice, overlap, value};
 use counterpoint_cuda::TransportKind;
-use counterpoint_plan::GemmCollective;
+use counterpoint_plan::{GemmCollective, ProblemSize};
 
 use super::kernels::BenchDType;
 
@@ -44,7 +44,7 @@ pub struct BenchGemmCollectiveArguments {
 
     /// Products of m x n x k instead of the usual ones
     #[arg(long, value_name = "M:N:K", value_parser = value::product, value_delimiter = ',')]
-    pub(crate) shapes: Vec<[usize; 3]>,
+    pub(crate) shapes: Vec<ProblemSize>,
 
     /// What moves rows between GPUs
     #[arg(long, value_name = "TRANSPORT", default_value = "auto", value_parser = value::transport())]

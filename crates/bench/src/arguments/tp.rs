@@ -65,7 +65,7 @@ pub struct BenchTpArguments {
     pub(crate) tp_size: Option<usize>,
 
     /// Shapes [default: 512:256:256; with --device cuda 2048:12288:12288,8192:8192:7168,16384:8192:7168]
-    #[arg(long, value_name = "T:HIDDEN:LOCAL", value_parser = value::product, value_delimiter = ',')]
+    #[arg(long, value_name = "T:HIDDEN:LOCAL", value_parser = value::sizes, value_delimiter = ',')]
     pub(crate) shapes: Vec<[usize; 3]>,
 
     /// Kinds of layers

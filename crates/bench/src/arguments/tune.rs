@@ -7,7 +7,7 @@ use clap::{Args, Subcommand, ValueEnum};
 use counterpoint_console::arguments::{Device, overlap, value};
 use counterpoint_cuda::TransportKind;
 use counterpoint_exec::SlowLink;
-use counterpoint_plan::{DType, GemmCollective};
+use counterpoint_plan::{DType, GemmCollective, ProblemSize};
 use counterpoint_schedule::OverlapPolicy;
 
 use super::{BenchTpPass, GradientArgument, TuneMoeArguments};
@@ -100,7 +100,7 @@ pub struct TuneGemmArguments {
 
     /// Several products instead of one, each with every collective
     #[arg(long, value_name = "M:N:K", value_parser = value::product, value_delimiter = ',', conflicts_with_all = ["m", "n", "k"])]
-    pub(crate) shapes: Vec<[usize; 3]>,
+    pub(crate) shapes: Vec<ProblemSize>,
 
     /// What travels: rows before the product, or sums after it
     #[arg(long, value_name = "NAMES", value_delimiter = ',', required = true, value_parser = value::collective())]

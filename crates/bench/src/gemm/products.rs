@@ -1,6 +1,7 @@
 //! The products that `bench gemm` measures where none are named: linear layers of Llama-3 70B and GPT-3, and published shapes.
 
 use counterpoint_cuda::kernel::{ElementType, GemmEpilogue, GemmLayout, GemmSpec, Scalar};
+use counterpoint_plan::ProblemSize;
 
 use crate::arguments::{BenchGemmArguments, BenchGemmLayout};
 
@@ -17,14 +18,14 @@ const BACKWARD: [[usize; 3]; 3] = [[2048, 12288, 12288], [8192, 8192, 7168], [16
 
 /// The products to measure.
 pub(super) fn chosen(arguments: &BenchGemmArguments, element: ElementType) -> Vec<GemmSpec> {
-    let forward = |[m, n, k]: [usize; 3]| spec([m, n, k], GemmLayout::Nt, element);
+    let forward = |size: [usize; 3]| spec(size.into(), GemmLayout::Nt, element);
     if !arguments.shapes.is_empty() {
         let layouts = match arguments.layouts.as_slice() {
             [] => vec![GemmLayout::Nt],
             given => given.iter().map(|layout| layout_of(*layout)).collect(),
         };
         let of_shape =
-            |sizes: &[usize; 3]| layouts.iter().map(|&layout| spec(*sizes, layout, element)).collect();
+            |size: &ProblemSize| layouts.iter().map(|&layout| spec(*size, layout, element)).collect();
         return arguments.shapes.iter().flat_map::<Vec<_>, _>(of_shape).collect();
     }
     if arguments.quick {
@@ -32,15 +33,15 @@ pub(super) fn chosen(arguments: &BenchGemmArguments, element: ElementType) -> Ve
     }
     let layers = LAYERS.into_iter().flat_map(|(n, k)| ROWS.map(|m| forward([m, n, k])));
     let backward = BACKWARD.into_iter().flat_map(|[tokens, hidden, local]| {
-        let of_input = spec([tokens, hidden, local], GemmLayout::Nn, element);
-        let of_weight = spec([local, hidden, tokens], GemmLayout::Tn, element);
+        let of_input = spec([tokens, hidden, local].into(), GemmLayout::Nn, element);
+        let of_weight = spec([local, hidden, tokens].into(), GemmLayout::Tn, element);
         [of_input, of_weight]
     });
     layers.chain(BEFORE_COLLECTIVES.map(forward)).chain(backward).collect()
 }
 
 /// Gradients of weights are added to those that are there, in f32.
-fn spec([m, n, k]: [usize; 3], layout: GemmLayout, element: ElementType) -> GemmSpec {
+fn spec(ProblemSize { m, n, k }: ProblemSize, layout: GemmLayout, element: ElementType) -> GemmSpec {
     let mut spec = GemmSpec::new(m, n, k, layout, element);
     if layout == GemmLayout::Tn {
         (spec.epilogue, spec.output) = (GemmEpilogue::Accumulate, Scalar::F32);

@@ -2,7 +2,7 @@
 
 use counterpoint_console::arguments::Device;
 use counterpoint_exec::GemmCollectiveSpec;
-use counterpoint_plan::{DType, GemmCollective};
+use counterpoint_plan::{DType, GemmCollective, ProblemSize};
 
 use crate::arguments::{BenchDType, BenchGemmCollectiveArguments};
 
@@ -28,14 +28,14 @@ pub(super) fn chosen(arguments: &BenchGemmCollectiveArguments) -> Vec<GemmCollec
         (Some(BenchDType::Bf16) | None, _) => DType::Bf16,
     };
     let ranks = arguments.ranks as usize;
-    let spec = |collective, [m, n, k]: [usize; 3]| GemmCollectiveSpec { collective, ranks, m, n, k, dtype };
+    let spec = |collective, size: ProblemSize| GemmCollectiveSpec { collective, ranks, size, dtype };
     let sizes = |collective| {
         if !arguments.shapes.is_empty() {
             arguments.shapes.clone()
         } else if arguments.device == Device::Cpu {
-            vec![[512, 256, 128]]
+            vec![[512, 256, 128].into()]
         } else if arguments.quick {
-            vec![[512, 1024, 512], [4096, 4096, 4096]]
+            vec![[512, 1024, 512].into(), [4096, 4096, 4096].into()]
         } else {
             usual(collective, ranks)
         }
@@ -46,11 +46,11 @@ pub(super) fn chosen(arguments: &BenchGemmCollectiveArguments) -> Vec<GemmCollec
         .collect()
 }
 
-fn usual(collective: GemmCollective, ranks: usize) -> Vec<[usize; 3]> {
+fn usual(collective: GemmCollective, ranks: usize) -> Vec<ProblemSize> {
     let layers = match collective {
         GemmCollective::AllGather => COLUMN.map(|[n, k]| [n / ranks, k]),
         GemmCollective::ReduceScatter | GemmCollective::AllReduce => ROW.map(|[n, k]| [n, k / ranks]),
     };
-    let of_layer = |[n, k]: [usize; 2]| ROWS.map(|m| [m, n, k]);
-    PUBLISHED.into_iter().chain(layers.into_iter().flat_map(of_layer)).collect()
+    let of_layer = |[n, k]: [usize; 2]| ROWS.map(|m| ProblemSize { m, n, k });
+    PUBLISHED.map(ProblemSize::from).into_iter().chain(layers.into_iter().flat_map(of_layer)).collect()
 }

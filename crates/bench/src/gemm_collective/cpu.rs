@@ -7,7 +7,7 @@ use counterpoint_exec::{
     WorldConfig, dispatch, random_tensor,
 };
 use counterpoint_mask::Range;
-use counterpoint_plan::GemmCollective;
+use counterpoint_plan::{GemmCollective, ProblemSize};
 use counterpoint_report::median;
 use counterpoint_schedule::OverlapPolicy;
 
@@ -48,9 +48,9 @@ pub(super) fn measure(
         rows.push(Row {
             collective: spec.collective.name(),
             ranks: spec.ranks,
-            m: spec.m,
-            n: spec.n,
-            k: spec.k,
+            m: spec.size.m,
+            n: spec.size.n,
+            k: spec.size.k,
             asked: policy.to_string(),
             overlap: policy.to_string(),
             // The first run's memory is new.
@@ -72,7 +72,7 @@ struct Inputs {
 
 impl Inputs {
     fn new(spec: &GemmCollectiveSpec) -> Result<Self, ExecError> {
-        let GemmCollectiveSpec { collective, ranks, m, n, k, dtype } = *spec;
+        let GemmCollectiveSpec { collective, ranks, size: ProblemSize { m, n, k }, dtype } = *spec;
         let tensor = |shape: [usize; 2], seed: usize| random_tensor(shape.to_vec(), dtype, seed as u64);
         let x = match collective {
             GemmCollective::AllGather => {
@@ -104,11 +104,11 @@ impl Inputs {
 
     /// Every rank's result in f64.
     fn product(&self, spec: &GemmCollectiveSpec) -> Vec<Vec<f64>> {
-        let GemmCollectiveSpec { collective, ranks, m, n, .. } = *spec;
+        let GemmCollectiveSpec { collective, ranks, size: ProblemSize { m, n, k }, .. } = *spec;
         let product = |x: &[f64], weight: &[f64]| -> Vec<f64> {
             let dot = |row: &[f64], column: &[f64]| row.iter().zip(column).map(|(a, b)| a * b).sum::<f64>();
-            let rows = x.chunks_exact(spec.k);
-            rows.flat_map(|row| weight.chunks_exact(spec.k).map(move |column| dot(row, column))).collect()
+            let rows = x.chunks_exact(k);
+            rows.flat_map(|row| weight.chunks_exact(k).map(move |column| dot(row, column))).collect()
         };
         let x: Vec<Vec<f64>> = self.x.iter().map(HostTensor::to_f64).collect();
         let weights: Vec<Vec<f64>> = self.weight.iter().map(HostTensor::to_f64).collect();

@@ -41,7 +41,7 @@ pub(crate) fn run(arguments: &BenchGemmCollectiveArguments) -> Result<(), CliErr
     };
     for spec in &cases {
         let progress = Progress::new();
-        progress.step(format!("{} of {} x {} x {}", spec.collective.name(), spec.m, spec.n, spec.k));
+        progress.step(format!("{} of {}", spec.collective.name(), spec.size));
         let policies: Vec<_> = arguments.overlap.iter().map(|choice| spec.policy(overlap(choice))).collect();
         let mut rows = machine
             .measure(spec, &policies, arguments, &mut peers)

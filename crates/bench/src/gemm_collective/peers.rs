@@ -4,6 +4,7 @@ use std::process::Command;
 
 use counterpoint_console::{self as console, CliError, arguments::Device};
 use counterpoint_exec::GemmCollectiveSpec;
+use counterpoint_plan::ProblemSize;
 use counterpoint_report::{Column, Statistics, geometric_mean, table};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
@@ -81,7 +82,8 @@ fn command(script: &Script, arguments: &BenchGemmCollectiveArguments) -> Command
 
 /// A product, as the script knows it.
 pub(super) fn case(spec: &GemmCollectiveSpec) -> serde_json::Value {
-    json!({ "collective": spec.collective.name(), "shape": [spec.m, spec.n, spec.k] })
+    let ProblemSize { m, n, k } = spec.size;
+    json!({ "collective": spec.collective.name(), "shape": [m, n, k] })
 }
 
 /// What the product's ways took, with `ours`, interleaved with them.

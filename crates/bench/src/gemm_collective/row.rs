@@ -72,9 +72,9 @@ impl Row {
             Self {
                 collective: spec.collective.name(),
                 ranks: spec.ranks,
-                m: spec.m,
-                n: spec.n,
-                k: spec.k,
+                m: spec.size.m,
+                n: spec.size.n,
+                k: spec.size.k,
                 asked: policy.to_string(),
                 overlap: policy.to_string(),
                 seconds,

@@ -1,6 +1,6 @@
 //! What a product with its collective takes, one after the other and in one kernel, and so which of them to run.
 
-use counterpoint_plan::{CostModel, GemmCollective};
+use counterpoint_plan::{CostModel, GemmCollective, ProblemSize};
 
 /// A product that each of several ranks computes, and the rows that travel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -9,8 +9,8 @@ pub struct GemmExchange {
     pub collective: GemmCollective,
     /// Ranks, at least 2.
     pub ranks: usize,
-    /// Rows, columns and terms of a rank's product.
-    pub product: [usize; 3],
+    /// A rank's product.
+    pub product: ProblemSize,
     /// Bytes of an element.
     pub element_bytes: usize,
 }
@@ -47,14 +47,14 @@ const AT_ONCE: f64 = 7e-6;
 impl GemmExchange {
     /// What it takes by a machine's costs.
     pub fn seconds(&self, cost: &CostModel) -> GemmExchangeSeconds {
-        let Self { collective, ranks, product: [m, n, k], element_bytes } = *self;
+        let Self { collective, ranks, product: size @ ProblemSize { m, n, k }, element_bytes } = *self;
         let own = m.div_ceil(ranks) as f64;
         let others = ranks as f64 - 1.0;
         let bytes = |columns: usize| own * others * (columns * element_bytes) as f64;
         let travel = |columns: usize| cost.link.seconds(bytes(columns) as u64);
         // Few rows wait for the other operand.
         let reading = (n * k * element_bytes) as f64 / cost.memory_bytes_per_second;
-        let product = cost.matmul_seconds([m, n, k]).max(reading);
+        let product = cost.matmul_seconds(size).max(reading);
         let together = if m * n > ROUND { TOGETHER } else { 1.0 };
         match collective {
             GemmCollective::ReduceScatter => GemmExchangeSeconds {
@@ -78,7 +78,8 @@ impl GemmExchange {
             GemmCollective::AllGather => {
                 let rounds = (m * n).div_ceil(ROUND) as f64;
                 let tiled = m.div_ceil(ranks).next_multiple_of(TILE_ROWS) * ranks;
-                let product_of_tiles = together * cost.matmul_seconds([tiled, n, k]).max(reading);
+                let product_of_tiles =
+                    together * cost.matmul_seconds(ProblemSize { m: tiled, ..size }).max(reading);
                 let rate = ROWS_RATE * cost.link.bytes_per_second;
                 // After the rows of the j-th other rank have come, the products of what remains.
                 let after = |rank: usize| {
@@ -100,6 +101,7 @@ mod tests {
     use super::*;
 
     fn seconds(collective: GemmCollective, ranks: usize, product: [usize; 3]) -> GemmExchangeSeconds {
+        let product = product.into();
         GemmExchange { collective, ranks, product, element_bytes: 2 }.seconds(&CostModel::H200)
     }
 
@@ -139,7 +141,7 @@ mod tests {
         let exchange = GemmExchange {
             collective: GemmCollective::ReduceScatter,
             ranks: 2,
-            product: [1024, 1024, 1024],
+            product: [1024, 1024, 1024].into(),
             element_bytes: 2,
         };
         let found = exchange.seconds(&cost);

@@ -342,7 +342,7 @@ mod tests {
     #[test]
     fn neighbours_differ_by_one_step() {
         let searcher = GroupSearcher {
-            spec: GemmCollective::ReduceScatter.layer([64, 8, 8], DType::Bf16),
+            spec: GemmCollective::ReduceScatter.layer([64, 8, 8].into(), DType::Bf16),
             tp_size: 2,
             direction: LinearDirection::Forward,
             wave: 8,

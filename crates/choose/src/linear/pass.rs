@@ -2,7 +2,7 @@
 
 use counterpoint_plan::{
     Activations, CostModel, GROUP_TILE_ROWS, GemmCollective, LinearDirection, LinearKind, LinearPlan,
-    LinearSpec, Topology, WaveGroups,
+    LinearSpec, ProblemSize, Topology, WaveGroups,
 };
 use counterpoint_schedule::{PassOverlap, SUMMING_WORKERS};
 
@@ -251,10 +251,12 @@ impl LinearPass {
     fn parts(&self, collective: GemmCollective, cost: &CostModel) -> Parts {
         let LinearSpec { tokens, dtype, .. } = self.spec;
         let exchange = self.exchange(collective);
-        let [_, n, k] = exchange.product;
+        let ProblemSize { n, k, .. } = exchange.product;
         let product = cost.matmul_seconds(exchange.product);
         let weight_gradient = match self.direction {
-            LinearDirection::Backward { weight_gradient: true } => cost.matmul_seconds([k, n, tokens]),
+            LinearDirection::Backward { weight_gradient: true } => {
+                cost.matmul_seconds(ProblemSize { m: k, n, k: tokens })
+            }
             _ => 0.0,
         };
         let tp_size = self.topology.world_size;

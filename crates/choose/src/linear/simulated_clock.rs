@@ -75,7 +75,7 @@ impl PassClock for SimulatedClock<'_> {
         let LinearDirection::Backward { weight_gradient: true } = self.direction else { return Ok(0.0) };
         let ranks = self.topology.world_size;
         let size = self.spec.weight_gradient_size(ranks);
-        Ok(self.play(lower_product([0, ranks], size, size[0], self.spec.dtype, self.policy))?.makespan())
+        Ok(self.play(lower_product([0, ranks], size, size.m, self.spec.dtype, self.policy))?.makespan())
     }
 
     fn pass(&mut self, plan: &LinearPlan) -> Result<f64, ClockError> {

@@ -278,7 +278,7 @@ mod tests {
     }
 
     fn tuned(collective: GemmCollective, m: usize, device: &str, policy: &str) -> TunedGroups {
-        let spec = collective.layer([m, 64, 32], DType::Bf16);
+        let spec = collective.layer([m, 64, 32].into(), DType::Bf16);
         let plan = LinearPlan::new(spec, 4, WaveGroups::Fixed(2)).unwrap();
         TunedGroups {
             shape: TunedShape::of(&spec, TunedPass::Forward, FLAT, &place(device)).unwrap(),
@@ -306,7 +306,7 @@ mod tests {
         assert_eq!(plans.layers.plans().len(), 5);
         assert_eq!(TunedPlans::from_json(&plans.to_json()), Ok(plans.clone()));
 
-        let spec = GemmCollective::AllGather.layer([128, 64, 32], DType::Bf16);
+        let spec = GemmCollective::AllGather.layer([128, 64, 32].into(), DType::Bf16);
         let shape =
             |spec: &LinearSpec, pass, topology, device| TunedShape::of(spec, pass, topology, &place(device));
         let own = shape(&spec, TunedPass::Forward, FLAT, "X").unwrap();
@@ -342,7 +342,7 @@ mod tests {
     fn layers_of_both_passes_have_their_product() {
         for pass in [TunedPass::Forward, TunedPass::WrittenGradient] {
             for (_, collective) in GemmCollective::NAMES {
-                let spec = collective.layer_of(pass.direction(), [128, 64, 32], DType::F32);
+                let spec = collective.layer_of(pass.direction(), [128, 64, 32].into(), DType::F32);
                 let shape = TunedShape::of(&spec, pass, FLAT, &place("X")).unwrap();
                 assert_eq!((shape.collective, [shape.m, shape.n, shape.k]), (collective, [128, 64, 32]));
             }

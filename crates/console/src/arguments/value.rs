@@ -9,7 +9,7 @@ use counterpoint_exec::SlowLink;
 use counterpoint_mask::MaskPreset;
 use counterpoint_plan::{
     DType, DispatchAlgorithm, GemmCollective, GradientShares, MAX_CP_SIZE, PassStages, PlanError,
-    QueryExchange, TransformerSpec, WaveGroups,
+    ProblemSize, QueryExchange, TransformerSpec, WaveGroups,
 };
 
 use crate::error::CliError;
@@ -65,8 +65,13 @@ pub fn heads(text: &str) -> Result<(usize, usize), String> {
     if q % kv == 0 { Ok((q, kv)) } else { Err(wrong()) }
 }
 
-/// Rows, columns and terms of a matrix product, such as `8192:8192:3584`.
-pub fn product(text: &str) -> Result<[usize; 3], String> {
+/// A matrix product by its `m:n:k`, such as `8192:8192:3584`.
+pub fn product(text: &str) -> Result<ProblemSize, String> {
+    sizes(text).map(ProblemSize::from)
+}
+
+/// Three sizes, such as `8192:8192:3584`.
+pub fn sizes(text: &str) -> Result<[usize; 3], String> {
     let wrong = || format!("`{text}` is not a product; give m, n and k, such as 8192:8192:3584 or 4k:4k:4k");
     let sizes: Vec<_> = text.split(':').map(size).collect::<Result<_, _>>().map_err(|_| wrong())?;
     sizes.try_into().map_err(|_| wrong())
@@ -332,7 +337,7 @@ mod tests {
 
     #[test]
     fn products() {
-        assert_eq!(product("4k:8:3584"), Ok([4096, 8, 3584]));
+        assert_eq!(product("4k:8:3584"), Ok(ProblemSize { m: 4096, n: 8, k: 3584 }));
         for text in ["", "1", "1:2", "1:2:3:4", "1:0:3", "1:x:3"] {
             assert!(product(text).unwrap_err().contains("give m, n and k"), "{text}");
         }

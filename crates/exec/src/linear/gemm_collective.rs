@@ -1,7 +1,7 @@
 //! Fused GEMM and collective as calls: reduce-scatter or all-reduce behind a product, all-gather before one.
 
 use counterpoint_choose::{GemmExchange, LayerGroups};
-use counterpoint_plan::{CostModel, DType, GemmCollective, LinearPlan, PlanError, WaveGroups};
+use counterpoint_plan::{CostModel, DType, GemmCollective, LinearPlan, PlanError, ProblemSize, WaveGroups};
 use counterpoint_schedule::{Mover, OverlapPolicy, StartOrder, lower_linear_forward};
 
 use crate::{Backend, ExecError, Group, HostTensor, Machine, Prepared, WorldConfig};
@@ -32,12 +32,8 @@ pub struct GemmCollectiveSpec {
     pub collective: GemmCollective,
     /// Ranks.
     pub ranks: usize,
-    /// Rows of the product, of all ranks.
-    pub m: usize,
-    /// Columns of a rank's product.
-    pub n: usize,
-    /// Terms of a rank's product.
-    pub k: usize,
+    /// A rank's product, whose rows are those of all ranks.
+    pub size: ProblemSize,
     /// Type of the operands and the result.
     pub dtype: DType,
 }
@@ -49,22 +45,24 @@ impl GemmCollectiveSpec {
     /// # Errors
     /// [`PlanError::Linear`] when there are no ranks or a size is 0.
     pub fn plan(&self, groups: &LayerGroups, cost: &CostModel) -> Result<LinearPlan, PlanError> {
-        let Self { collective, ranks, m, n, k, dtype } = *self;
+        let Self { collective, ranks, size, dtype } = *self;
         let size = match collective {
-            GemmCollective::AllGather => [m, n * ranks, k],
-            GemmCollective::ReduceScatter | GemmCollective::AllReduce => [m, n, k * ranks],
+            GemmCollective::AllGather => ProblemSize { n: size.n * ranks, ..size },
+            GemmCollective::ReduceScatter | GemmCollective::AllReduce => {
+                ProblemSize { k: size.k * ranks, ..size }
+            }
         };
         groups.plan(collective.layer(size, dtype), ranks, cost)
     }
 
     /// The policy under which it runs: by prediction [`StartOrder::Sequential`] or [`Mover::Fused`].
     pub fn policy(&self, overlap: GemmOverlap<'_>) -> OverlapPolicy {
-        let Self { collective, ranks, m, n, k, dtype } = *self;
+        let Self { collective, ranks, size, dtype } = *self;
         let cost = match overlap {
             GemmOverlap::Policy(policy) => return policy,
             GemmOverlap::Predicted(cost) => cost,
         };
-        let exchange = GemmExchange { collective, ranks, product: [m, n, k], element_bytes: dtype.size() };
+        let exchange = GemmExchange { collective, ranks, product: size, element_bytes: dtype.size() };
         let seconds = exchange.seconds(cost);
         if seconds.fused < seconds.sequential {
             OverlapPolicy { mover: Mover::Fused, ..OverlapPolicy::default() }
@@ -75,7 +73,7 @@ impl GemmCollectiveSpec {
 
     /// Multiplications and additions of a rank.
     pub fn flops(&self) -> f64 {
-        2.0 * self.m as f64 * self.n as f64 * self.k as f64
+        self.size.flops()
     }
 
     /// The Programs of all ranks, made ready on a machine: inputs `x` and `weight`, output `y`. What travels while it is computed is
@@ -181,7 +179,8 @@ fn run<M: Machine>(
         GemmCollective::AllGather => rows.sum(),
         GemmCollective::ReduceScatter | GemmCollective::AllReduce => first_x.rows(),
     };
-    let spec = GemmCollectiveSpec { collective, ranks, m, n, k, dtype: first_x.dtype() };
+    let spec =
+        GemmCollectiveSpec { collective, ranks, size: ProblemSize { m, n, k }, dtype: first_x.dtype() };
     let mut prepared = spec.prepare(machine, spec.policy(overlap), config.clone())?;
     for (rank, prepared) in prepared.iter_mut().enumerate() {
         for (name, tensor) in [("x", &x[rank]), ("weight", &weight[rank])] {

@@ -162,7 +162,7 @@ mod tests {
     #[test]
     fn tuned_plans_that_a_machine_has_no_kernels_for_are_passed_over() {
         let collective = GemmCollective::ReduceScatter;
-        let spec = collective.layer([64, 32, 16], DType::F32);
+        let spec = collective.layer([64, 32, 16].into(), DType::F32);
         let (topology, cost) = (Topology::flat(2), CostModel::H200);
         let place = TunedPlace { device: "X".to_owned(), transport: "nvlink".to_owned() };
         let shape = TunedShape::of(&spec, TunedPass::Forward, topology, &place).unwrap();

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use counterpoint_plan::{DType, GemmCollective, GroupPart};
+use counterpoint_plan::{DType, GemmCollective, GroupPart, ProblemSize};
 
 use counterpoint_mask::Range;
 
@@ -59,15 +59,16 @@ pub const REDUCE: &str = "reduce-scatter";
 /// Label of gathers of tokens.
 pub const GATHER: &str = "all-gather";
 
-/// One rank's product of `m x n x k` and nothing else, as one of a pass of `pass_rows` rows, to be measured under the policy's share of
+/// One rank's product and nothing else, as one of a pass of `pass_rows` rows, to be measured under the policy's share of
 /// workers. Inputs `a` `[m, k]` and `b` `[n, k]`; output `to`.
 pub fn lower_product(
     [rank, ranks]: [usize; 2],
-    [m, n, k]: [usize; 3],
+    size: ProblemSize,
     pass_rows: usize,
     dtype: DType,
     policy: OverlapPolicy,
 ) -> Program {
+    let ProblemSize { m, n, k } = size;
     let mut p = ProgramBuilder::new("product", rank, ranks, policy);
     let stream = p.stream("compute", StreamKind::Compute);
     let a = p.buffer("a", dtype, &[m, k], BufferRole::Input);

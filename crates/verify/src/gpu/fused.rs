@@ -7,7 +7,7 @@ use counterpoint_exec::{
     Backend, ExecError, GemmCollectiveSpec, GemmOverlap, HostTensor, Prepared, WorldConfig, all_gather_gemm,
     gemm_all_reduce, gemm_reduce_scatter, random_tensor,
 };
-use counterpoint_plan::{DType, GemmCollective, WaveGroups};
+use counterpoint_plan::{DType, GemmCollective, ProblemSize, WaveGroups};
 use counterpoint_reference::selftest::SelfCheck;
 use counterpoint_schedule::{Mover, OverlapPolicy, StartOrder};
 
@@ -71,7 +71,7 @@ pub(super) fn examine(
 ) -> Result<SelfCheck, ExecError> {
     let ranks = machine.devices().len().min(GEMM_DESTINATIONS);
     let m = own * ranks;
-    let spec = GemmCollectiveSpec { collective, ranks, m, n, k, dtype: DType::Bf16 };
+    let spec = GemmCollectiveSpec { collective, ranks, size: ProblemSize { m, n, k }, dtype: DType::Bf16 };
     let rows = if collective == GemmCollective::AllGather { own } else { m };
     let tensor = |rows, seed| random_tensor(vec![rows, k], DType::Bf16, seed);
     let weights: Vec<HostTensor> = (0..ranks).map(|rank| tensor(n, 900 + rank as u64)).collect();

@@ -9,7 +9,7 @@ use counterpoint_exec::{
     Backend, Call, ExecError, GemmCollectiveSpec, HostTensor, Prepared, Ticket, WorldConfig, random_tensor,
 };
 use counterpoint_mask::Mask;
-use counterpoint_plan::{DType, GemmCollective, WaveGroups};
+use counterpoint_plan::{DType, GemmCollective, ProblemSize, WaveGroups};
 use counterpoint_reference::selftest::{SelfCheck, unlike_elements};
 use counterpoint_schedule::{Mover, OverlapPolicy};
 
@@ -183,7 +183,8 @@ fn products(
     const K: usize = 512;
     let ranks = machine.devices().len().min(GEMM_DESTINATIONS);
     let m = OWN * ranks;
-    let spec = GemmCollectiveSpec { collective, ranks, m, n: N, k: K, dtype: DType::Bf16 };
+    let spec =
+        GemmCollectiveSpec { collective, ranks, size: ProblemSize { m, n: N, k: K }, dtype: DType::Bf16 };
     let rows = if collective == GemmCollective::AllGather { OWN } else { m };
     let tensor = |rows, seed| random_tensor(vec![rows, K], DType::Bf16, seed);
     let policy = OverlapPolicy { mover: Mover::Fused, ..OverlapPolicy::default() };

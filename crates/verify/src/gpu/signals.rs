@@ -6,7 +6,9 @@ use counterpoint_exec::{
     Backend, CpuMachine, ExecError, GemmCollectiveSpec, HostTensor, Machine, Prepared, Transport, World,
     WorldConfig, random_tensor,
 };
-use counterpoint_plan::{Activations, DType, GemmCollective, LinearKind, LinearPlan, LinearSpec, WaveGroups};
+use counterpoint_plan::{
+    Activations, DType, GemmCollective, LinearKind, LinearPlan, LinearSpec, ProblemSize, WaveGroups,
+};
 use counterpoint_reference::selftest::{SelfCheck, unlike_elements};
 use counterpoint_schedule::{
     BufferRole, NormSpec, OverlapPolicy, Program, StartOrder, WeightGradient, lower_normalised_backward,
@@ -178,9 +180,7 @@ pub fn selftest_signals_in_graphs(machine: &CudaMachine) -> Result<Vec<SelfCheck
         let spec = GemmCollectiveSpec {
             collective,
             ranks,
-            m: SHAPES[0][0] * ranks,
-            n: 512,
-            k: 256,
+            size: ProblemSize { m: SHAPES[0][0] * ranks, n: 512, k: 256 },
             dtype: DType::Bf16,
         };
         let world = WorldConfig { limit: LIMIT, ..WorldConfig::default() };

@@ -5,25 +5,25 @@ use std::time::Duration;
 use counterpoint_choose::{GroupSearcher, LinkUse, ProductStart, TunedPass};
 use counterpoint_exec::ExecError;
 use counterpoint_measure::{MeasureError, MeasuredClock, Processes, Repeats};
-use counterpoint_plan::{DType, GemmCollective, LinearDirection, WorkerSharing};
+use counterpoint_plan::{DType, GemmCollective, LinearDirection, ProblemSize, WorkerSharing};
 use counterpoint_schedule::{OverlapPolicy, StartOrder};
 
 use counterpoint_cuda::CudaMachine;
 
 /// The layer whose products and reductions are timed. Both take some 200 microseconds a group on GPUs of today: what one takes from the
 /// other is a tenth of what they take side by side, and nothing beside the noise of a product that is longer.
-const SHAPE: [usize; 3] = [16384, 8192, 1024];
+const SIZE: ProblemSize = ProblemSize { m: 16384, n: 8192, k: 1024 };
 
 /// How many multiprocessors a collective takes from a product that runs beside it: those by which a forward in two groups is
 /// slower than by the times of its parts. What was assumed stays where nothing overlaps.
 pub(super) fn measure(machine: &CudaMachine, assumed: WorkerSharing) -> Result<WorkerSharing, ExecError> {
     let ranks = machine.devices().len();
-    let spec = GemmCollective::ReduceScatter.layer(SHAPE, DType::Bf16);
+    let spec = GemmCollective::ReduceScatter.layer(SIZE, DType::Bf16);
     let searcher = GroupSearcher {
         spec,
         tp_size: ranks,
         direction: LinearDirection::Forward,
-        wave: SHAPE[0].div_ceil(ranks).div_ceil(4),
+        wave: SIZE.m.div_ceil(ranks).div_ceil(4),
         most_groups: 2,
         trials: 0,
         starts: ProductStart::AfterCommunication,

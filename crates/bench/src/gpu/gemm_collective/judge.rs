@@ -3,7 +3,7 @@
 use std::thread;
 
 use counterpoint_exec::GemmCollectiveSpec;
-use counterpoint_plan::GemmCollective;
+use counterpoint_plan::{GemmCollective, ProblemSize};
 
 use super::rank::RankTimes;
 use super::{SEED, weight_seed};
@@ -16,7 +16,7 @@ const COLUMNS: usize = 16;
 /// Compares every contender's sample with f64: the Programs', then the library's.
 pub(super) fn judge(spec: &GemmCollectiveSpec, element: ElementType, results: &[RankTimes]) -> Vec<Judged> {
     let contenders = results.first().map_or(0, |times| times.rows.len());
-    let (columns, scalar) = (sample(spec.n, COLUMNS), element.scalar());
+    let (columns, scalar) = (sample(spec.size.n, COLUMNS), element.scalar());
     let parts: Vec<Vec<Sums>> = thread::scope(|scope| {
         let mut threads = Vec::new();
         for (rank, times) in results.iter().enumerate() {
@@ -60,7 +60,8 @@ struct Expected {
 impl Expected {
     /// Shares are rounded, then their sum is.
     fn bound(&self, scalar: Scalar, spec: &GemmCollectiveSpec) -> f64 {
-        let share = |&(magnitude, squares): &(f64, f64)| element_bound(scalar, magnitude, squares, spec.k);
+        let share =
+            |&(magnitude, squares): &(f64, f64)| element_bound(scalar, magnitude, squares, spec.size.k);
         let shares: f64 = self.shares.iter().map(share).sum();
         match spec.collective {
             GemmCollective::AllGather => shares,
@@ -78,7 +79,7 @@ fn expected(
     row: usize,
     column: usize,
 ) -> Expected {
-    let GemmCollectiveSpec { collective, ranks, m, k, .. } = *spec;
+    let GemmCollectiveSpec { collective, ranks, size: ProblemSize { m, k, .. }, .. } = *spec;
     let value = |seed, row: usize, column: usize| {
         f64::from(RandomFill::value(element.scalar(), seed, (row * k + column) as u64))
     };

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use counterpoint_exec::{ExecError, GemmCollectiveSpec};
-use counterpoint_plan::GemmCollective;
+use counterpoint_plan::{GemmCollective, ProblemSize};
 use half::{bf16, f16};
 
 use super::meeting::Meeting;
@@ -63,7 +63,7 @@ impl<'a> Rank<'a> {
         rank: usize,
         mut programs: Vec<Ranked>,
     ) -> Result<Self, CudaError> {
-        let GemmCollectiveSpec { collective, ranks, m, n, k, dtype } = *spec;
+        let GemmCollectiveSpec { collective, ranks, size: ProblemSize { m, n, k }, dtype } = *spec;
         let device = &bench.machine.devices()[rank];
         let stream = Stream::new(device, StreamPriority::Low)?;
         let gathers = collective == GemmCollective::AllGather;
@@ -102,7 +102,7 @@ impl<'a> Rank<'a> {
         let programs = (0..self.programs.len()).map(Contender::Program);
         let contenders: Vec<Contender> =
             programs.chain([Contender::Library, Contender::Product, Contender::Collective]).collect();
-        let y_rows = self.y.len() / (self.spec.n * self.element.bytes());
+        let y_rows = self.y.len() / (self.spec.size.n * self.element.bytes());
         let sampled = sample(y_rows, ROWS);
         let mut rows = Vec::new();
         for &contender in &contenders[..=self.programs.len()] {
@@ -179,7 +179,7 @@ impl<'a> Rank<'a> {
     }
 
     fn collective(&self) -> Result<(), CudaError> {
-        let GemmCollectiveSpec { collective, ranks, m, n, k, .. } = self.spec;
+        let GemmCollectiveSpec { collective, ranks, size: ProblemSize { m, n, k }, .. } = self.spec;
         let (x, whole, y) = (self.x.address(), self.whole.address(), self.y.address());
         let (from, to, count) = match collective {
             GemmCollective::AllGather => (x, whole, m / ranks * k),
@@ -208,7 +208,7 @@ impl<'a> Rank<'a> {
 
     /// A row of the result.
     fn row(&self, row: usize) -> Result<Vec<f32>, CudaError> {
-        let (n, offset) = (self.spec.n, row * self.spec.n * self.element.bytes());
+        let (n, offset) = (self.spec.size.n, row * self.spec.size.n * self.element.bytes());
         Ok(match self.element {
             ElementType::Bf16 => {
                 self.y.download::<bf16>(&self.stream, offset, n)?.into_iter().map(f32::from).collect()

@@ -20,7 +20,7 @@ use counterpoint_console::{
 use counterpoint_cuda::{CudaMachine, TransportKind};
 use counterpoint_exec::{CpuMachine, Launch, Machine, Rendezvous, TcpMachine};
 use counterpoint_measure::{Processes, Repeats};
-use counterpoint_plan::{DType, LinearDirection, LinearPlan, LinearSpec, WaveGroups};
+use counterpoint_plan::{DType, LinearDirection, LinearPlan, LinearSpec, ProblemSize, WaveGroups};
 use counterpoint_schedule::{Mover, OverlapPolicy, PassOverlap, StartOrder, WorkerShare};
 
 use crate::arguments::{BenchTpPass, RanksArguments, SearchArgument, TuneGemmArguments};
@@ -101,7 +101,7 @@ fn tunings<'a>(
     gpus: Option<&CudaMachine>,
 ) -> Result<Vec<Tuning<'a>>, CliError> {
     let (products, flags) = match [arguments.m, arguments.n, arguments.k] {
-        [Some(m), Some(n), Some(k)] => (vec![[m, n, k]], ["--k", "--n"]),
+        [Some(m), Some(n), Some(k)] => (vec![ProblemSize { m, n, k }], ["--k", "--n"]),
         _ => (arguments.shapes.clone(), ["--shapes"; 2]),
     };
     let dtype = dtype(&arguments.ranks);
