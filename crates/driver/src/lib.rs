@@ -49,7 +49,7 @@ pub use inside::{Inside, end_process};
 pub use launch::{KernelArguments, Launch, LaunchStart};
 pub use library::{
     CublasLt, DriverCalls, LibraryVersion, Nccl, NcclConfig, NcclHandle, NcclProgress, NcclUniqueId,
-    cublaslt_types, nccl_version, search_packages,
+    NvtxDomain, cublaslt_types, nccl_version, search_packages,
 };
 pub use loaded_kernels::FunctionAttributes;
 pub use memory::{AllocationPlace, DeviceBuffer, MemoryGuard, OpenedMemory, PinnedBuffer, RecordPlace};

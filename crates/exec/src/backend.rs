@@ -7,7 +7,7 @@ use std::time::Instant;
 use counterpoint_plan::DType;
 use counterpoint_schedule::{BufferSpec, OverlapPolicy, Program, Span, StreamSpec};
 
-use crate::{ExecError, HostTensor, OpPlace};
+use crate::{ExecError, HostTensor, OpPlace, Profiler};
 
 /// Which times runs take.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -239,6 +239,11 @@ pub trait Backend: Clone + Send + Sync {
     fn mark_end(&self, streams: &[Arc<Self::Stream>]) -> Result<(), ExecError> {
         let _ = streams;
         Ok(())
+    }
+
+    /// Who is told which operation is enqueued, where a profiler of the device is attached.
+    fn profiler(&self) -> Option<&dyn Profiler> {
+        None
     }
 
     /// Whether what a run must write is filled with NaN before it, so that an element that no operation wrote shows.

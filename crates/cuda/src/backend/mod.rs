@@ -18,6 +18,7 @@ mod options;
 mod padding;
 mod pass_order;
 mod policy;
+mod ranges;
 pub(crate) mod rank;
 mod signal;
 pub(crate) mod start_line;
@@ -32,7 +33,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use counterpoint_exec::{
-    Awaited, Backend, BufferAccess, ExecError, HostData, HostTensor, OpPlace, RunContext,
+    Awaited, Backend, BufferAccess, ExecError, HostData, HostTensor, OpPlace, Profiler, RunContext,
 };
 use counterpoint_plan::DType;
 use counterpoint_schedule::{
@@ -267,6 +268,10 @@ impl Backend for CudaBackend {
         self.0.start_line.enqueued();
         let Some(first) = streams.first().filter(|_| self.times_whole_runs()) else { return Ok(()) };
         first.end_run().map_err(|error| self.error(&"the end of a run", error))
+    }
+
+    fn profiler(&self) -> Option<&dyn Profiler> {
+        self.0.ranges.as_deref().map(|ranges| ranges as &dyn Profiler)
     }
 
     fn poisons(&self) -> bool {

@@ -9,6 +9,7 @@ use counterpoint_schedule::SpanKind;
 
 use super::clock::{Clock, RunClock};
 use super::exchange_marks::{ExchangeMarks, LastCalls};
+use super::ranges::NvtxRanges;
 use super::start_line::{StartLine, StartPace};
 use super::{CudaSignal, CudaStream, PlainProducts, Timing, exec_error};
 use crate::kernel::{CtaWaits, GemmLibrary, LinkEnd, UserKernelSource};
@@ -64,6 +65,8 @@ pub(crate) struct Rank {
     /// What faults strike: the Program that runs, and how many runs there were.
     pub(crate) program: Mutex<(String, u64)>,
     pub(crate) start_line: StartLine,
+    /// Who is told what is enqueued, where a profiler is attached.
+    pub(super) ranges: Option<Arc<NvtxRanges>>,
     /// Streams of the caller.
     pub(crate) borrowed: Mutex<Vec<Arc<CudaStream>>>,
 }
@@ -105,6 +108,7 @@ impl CudaBackend {
             library: Mutex::default(),
             program: Mutex::default(),
             start_line: StartLine::new(pace),
+            ranges: NvtxRanges::of_process(),
             borrowed: Mutex::default(),
         });
         Ok(Self(rank, setup))

@@ -6,6 +6,7 @@ mod driver;
 mod driver_calls;
 mod nccl;
 mod nvrtc;
+mod nvtx;
 mod search;
 mod table;
 
@@ -18,6 +19,7 @@ pub(crate) use driver::{Driver, call};
 pub use driver_calls::DriverCalls;
 pub use nccl::{LibraryVersion, Nccl, NcclConfig, NcclHandle, NcclProgress, NcclUniqueId, nccl_version};
 pub(crate) use nvrtc::Nvrtc;
+pub use nvtx::NvtxDomain;
 pub use search::search_packages;
 pub(crate) use search::{CUBLASLT_VARIABLE, NCCL_VARIABLE, NVRTC_VARIABLE, SEARCH_VARIABLES};
 

@@ -37,7 +37,7 @@ pub use user_kernel::CpuUserPart;
 use crate::memory::available_memory;
 use crate::monitor::lock;
 use crate::world::World;
-use crate::{Backend, BufferAccess, ExecError, HostTensor, OpPlace, RunContext, RunTimes};
+use crate::{Backend, BufferAccess, ExecError, HostTensor, OpPlace, Profiler, RunContext, RunTimes};
 
 /// One rank of the CPU backend.
 #[derive(Clone)]
@@ -48,6 +48,7 @@ pub struct CpuBackend {
     /// `None` until the first run of a Program.
     run: Arc<Mutex<Option<Run>>>,
     user_kernels: CpuUserKernels,
+    profiler: Option<Arc<dyn Profiler>>,
 }
 
 #[derive(Clone)]
@@ -66,7 +67,13 @@ impl CpuBackend {
     pub fn new(world: &Arc<World>, rank: usize, workers: Arc<ThreadPool>) -> Self {
         assert!(rank < world.size(), "rank {rank} of a world of {}", world.size());
         let (world, user_kernels) = (world.clone(), CpuUserKernels::default());
-        Self { world, rank, workers, run: Arc::default(), user_kernels }
+        Self { world, rank, workers, run: Arc::default(), user_kernels, profiler: None }
+    }
+
+    /// The same, whose operations are told to a profiler as they are enqueued.
+    #[must_use]
+    pub fn with_profiler(self, profiler: Arc<dyn Profiler>) -> Self {
+        Self { profiler: Some(profiler), ..self }
     }
 
     /// The same with users' own kernels.
@@ -233,6 +240,10 @@ impl Backend for CpuBackend {
         barriers.iter().for_each(|barrier| barrier.0.begin_run());
         signals.iter().for_each(|signal| signal.0.begin_run());
         Ok(())
+    }
+
+    fn profiler(&self) -> Option<&dyn Profiler> {
+        self.profiler.as_deref()
     }
 
     fn poisons(&self) -> bool {

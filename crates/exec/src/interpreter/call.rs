@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use counterpoint_schedule::{BufferRole, BufferSpec};
 
-use super::enqueue::{Enqueue, enqueue_all};
+use super::enqueue::{Enqueue, enqueue_all, range_of_ranks};
 use super::steps::Step;
 use super::{Prepared, begins_anew, given, is_bound};
 use crate::group_rank::{CallOrder, Ticket};
@@ -110,6 +110,7 @@ impl<'a, B: Backend, T: Transport<B>> Call<'a, B, T> {
     pub fn enqueue_ranks(calls: Vec<Self>) -> Result<Vec<Ticket<B>>, ExecError> {
         let mut orders: Vec<_> = calls.iter().map(|call| call.prepared.group_rank().order()).collect();
         calls.iter().try_for_each(|call| call.prepared.group_rank().check())?;
+        let _range = range_of_ranks(calls.iter().map(|call| call.prepared));
         let origin = Instant::now();
         let mut queues = Vec::with_capacity(calls.len());
         for (call, order) in calls.iter().zip(&mut orders) {

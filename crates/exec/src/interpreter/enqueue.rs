@@ -5,6 +5,7 @@ use std::time::Instant;
 
 use super::Prepared;
 use super::steps::{PlacedStep, Step};
+use crate::profiler::ProfilerRange;
 use crate::{Backend, CollectiveCall, ExecError, OpPlace, RunContext, RunTimes, Transport};
 
 /// Enqueues what every rank has before its next collective, then that collective's steps, each for all ranks, and so on. A
@@ -34,6 +35,19 @@ pub(super) fn enqueue_all<B: Backend, T: Transport<B>>(
         meetings.iter_mut().try_for_each(|(queue, meeting)| queue.fetch(meeting))?;
         meetings.into_iter().try_for_each(|(queue, meeting)| queue.end(meeting))?;
     }
+}
+
+/// A profiler's range of a run or a call of these ranks, around those of their operations. Ranks are enqueued by one thread, whose ranges
+/// nest: so it is one range.
+pub(super) fn range_of_ranks<'a, B: Backend + 'a, T: Transport<B> + 'a>(
+    ranks: impl Iterator<Item = &'a Prepared<B, T>> + Clone,
+) -> ProfilerRange<'a> {
+    let first = ranks.clone().next();
+    ProfilerRange::begin(first.and_then(|rank| rank.backend().profiler()), || {
+        let name = first.map_or("", |rank| &rank.program().name);
+        let numbers: Vec<String> = ranks.map(|rank| rank.backend().rank().to_string()).collect();
+        format!("{name}, rank {}", numbers.join(", "))
+    })
 }
 
 /// A rank's run that is being enqueued.
@@ -68,6 +82,11 @@ impl<'a, B: Backend, T: Transport<B>> Enqueue<'a, B, T> {
         Self { rank, table, streams, next: 0 }
     }
 
+    /// A profiler's range of an operation, by the name that timelines have.
+    fn range(&self, place: &'a OpPlace) -> ProfilerRange<'a> {
+        ProfilerRange::begin(self.rank.backend().profiler(), || &*place.label)
+    }
+
     /// Tells the backend of it.
     pub(super) fn begin(self, origin: Instant, times: RunTimes) -> Result<Self, ExecError> {
         let Prepared { program, barriers, signals, .. } = self.rank;
@@ -85,6 +104,7 @@ impl<'a, B: Backend, T: Transport<B>> Enqueue<'a, B, T> {
             while let Some(PlacedStep { place, stream, step }) = steps.get(self.next) {
                 let stream: &'a B::Stream = &self.streams[*stream];
                 self.next += 1;
+                let _range = self.range(place);
                 match step {
                     Step::Compute(kernel) => {
                         backend.launch(stream, place, kernel, &self.table, signals)?;
@@ -123,6 +143,7 @@ impl<'a, B: Backend, T: Transport<B>> Enqueue<'a, B, T> {
         let Meeting { place, stream, collective, barrier, signal, ref mut meeting } = *meeting;
         let buffers = &self.table;
         let call = CollectiveCall { backend, stream, place, collective, buffers, barrier, signal };
+        let _range = self.range(place);
         transport.fetch(&call, meeting).map_err(|error| backend.fail(error))
     }
 
@@ -131,6 +152,7 @@ impl<'a, B: Backend, T: Transport<B>> Enqueue<'a, B, T> {
         let Meeting { place, stream, collective, barrier, signal, meeting } = meeting;
         let buffers = &self.table;
         let call = CollectiveCall { backend, stream, place, collective, buffers, barrier, signal };
+        let _range = self.range(place);
         transport.end(&call, meeting).map_err(|error| backend.fail(error))
     }
 }

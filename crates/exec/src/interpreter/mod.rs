@@ -266,6 +266,7 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
 
     /// Enqueues all of a run, whose time may be taken as a whole.
     fn enqueue_ranks(ranks: &[Self], mut queues: Vec<Enqueue<'_, B, T>>) -> Result<(), ExecError> {
+        let _range = enqueue::range_of_ranks(ranks.iter());
         let failed = |rank: &Self, error| rank.backend().fail(error);
         let begin =
             |rank: &Self| rank.backend().mark_begin(&rank.streams).map_err(|error| failed(rank, error));

@@ -19,7 +19,7 @@ use crate::programs::{COMMUNICATION, COMPUTE, Draft, prepare};
 const LIMIT: Duration = Duration::from_millis(1200);
 
 /// Every rank gathers everyone's row, three times, and copies what it got.
-fn gather_program(rank: usize, world_size: usize) -> Program {
+pub(crate) fn gather_program(rank: usize, world_size: usize) -> Program {
     let mut draft = Draft::new(rank, world_size);
     let own = draft.buffer("own", 1, BufferRole::Input);
     let part = GroupPart::all_gather_v(rank, &vec![1; world_size]);

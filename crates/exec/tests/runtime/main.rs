@@ -5,4 +5,5 @@ mod errors;
 mod faults;
 mod overlap;
 mod pattern;
+mod profiler;
 mod programs;
