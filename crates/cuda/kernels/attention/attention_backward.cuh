@@ -26,58 +26,32 @@
 
 namespace counterpoint {
 
-// The body of the kernel, which is launched with kThreads threads and kSharedBytes of dynamic shared memory, one CTA a
-// multiprocessor at most.
-__device__ __forceinline__ void attention_backward(const AttentionBackwardArguments& params) {
+// The body of the kernel, which is launched with kThreads threads and a Storage of dynamic shared memory, one CTA a multiprocessor
+// at most.
+template <typename C>
+__device__ __forceinline__ void attention_backward(const BackwardParams<C>& params) {
   using namespace backward;
-  Storage& shared = storage();
-  if (threadIdx.x == 0) {
-    mbarrier_init(&shared.full_k, 1);
-    mbarrier_init(&shared.full_v, 1);
-    for (u32 i = 0; i < kStages; ++i) {
-      mbarrier_init(&shared.full_q[i], 1);
-      mbarrier_init(&shared.full_dout[i], 1);
-      mbarrier_init(&shared.empty[i], 8);  // warps of the key warpgroups
-    }
-    for (u32 i = 0; i < 2; ++i) {
-      mbarrier_init(&shared.full_ds[i], 8);
-      mbarrier_init(&shared.empty_ds[i], 4);  // warps of the query warpgroup
-      mbarrier_init(&shared.full_added[i], 1);
-      mbarrier_init(&shared.empty_added[i], 1);
-      mbarrier_init(&shared.full_found[i], 1);
-      mbarrier_init(&shared.empty_found[i], 4);
-    }
-    for (u32 i = 0; i < kDqBuffers; ++i) {
-      mbarrier_init(&shared.full_dq[i], 4);
-      mbarrier_init(&shared.empty_dq[i], 1);
-    }
-    fence_mbarrier_init();
-    fence_async_proxy();
-  }
+  Storage<C>& shared = *reinterpret_cast<Storage<C>*>(dynamic_shared);
+  if (threadIdx.x == 0) shared.initialise();
   __syncthreads();
   const u32 warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
-    registers_decrease<kLoadRegisters>();
+    registers_decrease<C::kLoadRegisters>();
     if (threadIdx.x == 0) load_role(params, shared);
-    if constexpr (kDeterministic) {
+    if constexpr (C::kTurns) {
       const u32 adder = threadIdx.x / 32 - 1;
-      if (threadIdx.x % 32 == 0 && adder < kAdders) add_in_turn_role(params, shared, adder);
+      if (threadIdx.x % 32 == 0 && adder < C::kAdders) add_in_turn_role(params, shared, adder);
     } else {
       if (threadIdx.x == 32) add_role(params, shared);
       if (threadIdx.x / 32 == 2) count_role(params, shared);
     }
     if (threadIdx.x == 96) find_role(params, shared);
   } else if (warpgroup == 1) {
-    registers_decrease<kQueryRegisters>();
+    registers_decrease<C::kQueryRegisters>();
     query_role(params, shared);
-    // The last CTA to finish leaves the queue, and what has been delivered, as it found it.
-    if (threadIdx.x == 128 && atomicAdd(params.queue + 1, 1u) == gridDim.x - 1) {
-      params.queue[0] = 0;
-      params.queue[1] = 0;
-      if (params.arrivals.mailbox != nullptr) link_take_back(params.arrivals);
-    }
+    if (threadIdx.x == 128) leave_queue(params.all);
   } else {
-    registers_increase<kKeyRegisters>();
+    registers_increase<C::kKeyRegisters>();
     key_role(params, shared, warpgroup - 2);
     gradients_arrive(params);
     round_role(params);

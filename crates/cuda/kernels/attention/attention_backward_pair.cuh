@@ -20,31 +20,26 @@
 
 namespace counterpoint {
 
-// The body of the kernel, which is launched in clusters of two CTAs of kThreads threads and kSharedBytes of dynamic shared
-// memory.
-__device__ __forceinline__ void attention_backward_pair(const AttentionBackwardArguments& params) {
+// The body of the kernel, which is launched in clusters of two CTAs of kThreads threads and a Storage of dynamic shared memory.
+template <typename C>
+__device__ __forceinline__ void attention_backward_pair(const BackwardParams<C>& params) {
   using namespace backward_pair;
-  backward_pair::Storage& shared = backward_pair::storage();
-  if (threadIdx.x == 0) initialise_barriers(shared);
+  backward_pair::Storage<C>& shared = *reinterpret_cast<backward_pair::Storage<C>*>(dynamic_shared);
+  if (threadIdx.x == 0) shared.initialise();
   __syncthreads();
   cluster_sync();
   const u32 rank = cluster_rank();
   const u32 warpgroup = uniform(threadIdx.x / 128);
   if (warpgroup == 0) {
-    registers_decrease<backward_pair::kLoadRegisters>();
+    registers_decrease<C::kLoadRegisters>();
     if (threadIdx.x == 0) load_role(params, shared, rank);
     if (threadIdx.x == 32) add_role(params, shared, rank);
   } else if (warpgroup == 1) {
-    registers_decrease<backward_pair::kQueryRegisters>();
+    registers_decrease<C::kQueryRegisters>();
     query_role(params, shared, rank);
-    // The last CTA to finish leaves the queue, and what has been delivered, as it found it.
-    if (threadIdx.x == 128 && atomicAdd(params.queue + 1, 1u) == gridDim.x - 1) {
-      params.queue[0] = 0;
-      params.queue[1] = 0;
-      if (params.arrivals.mailbox != nullptr) link_take_back(params.arrivals);
-    }
+    if (threadIdx.x == 128) leave_queue(params.all);
   } else {
-    registers_increase<backward_pair::kKeyRegisters>();
+    registers_increase<C::kKeyRegisters>();
     if (warpgroup == 2) {
       value_role(params, shared);
     } else {

@@ -10,50 +10,53 @@ namespace counterpoint {
 namespace backward {
 
 // Adds a part of a step's dq, from its buffer.
-__device__ __forceinline__ void add_part(const AttentionBackwardArguments& params, Storage& shared, const Step& step,
+template <typename C>
+__device__ __forceinline__ void add_part(const BackwardParams<C>& params, Storage<C>& shared, const Step& step,
                                          u32 part, u32 buffer) {
-  const u32 column = 64 * (part % kChunks);
-  const i32 row = step.row + i32(64 * (part / kChunks));
+  const u32 column = 64 * (part % C::kChunks);
+  const i32 row = step.row + i32(64 * (part / C::kChunks));
 #pragma unroll 1
   for (u32 box = 0; box < 2; ++box) {
-    tma_reduce_add_3d(&params.dq, shared.dq[buffer] + box * (64 * 128), column + 32 * box, step.head_q, row);
+    tma_reduce_add_3d(&params.all.dq, shared.dq[buffer] + box * (64 * 128), column + 32 * box, step.head_q, row);
   }
 }
 
-__device__ __forceinline__ void announce_added(Storage& shared, u32 count, const AddedItem& item) {
+template <typename C>
+__device__ __forceinline__ void announce_added(Storage<C>& shared, u32 count, const AddedItem& item) {
   mbarrier_wait(&shared.empty_added[slot_of(count)], parity_of(count) ^ 1);
   shared.added[slot_of(count)] = item;
   mbarrier_arrive(&shared.full_added[slot_of(count)]);
 }
 
 // The thread that adds to dq what the query warpgroup leaves in shared memory, whoever else adds when.
-__device__ __forceinline__ void add_role(const AttentionBackwardArguments& params, Storage& shared) {
+template <typename C>
+__device__ __forceinline__ void add_role(const BackwardParams<C>& params, Storage<C>& shared) {
   u32 items = 0;  // that have something to see
   for (u32 count = 0;; ++count) {
-    mbarrier_wait(&shared.full_dq[dq_slot_of(count, 0)], dq_parity_of(count, 0));
+    mbarrier_wait(&shared.full_dq[dq_slot_of<C>(count, 0)], dq_parity_of<C>(count, 0));
     const Step& step = shared.steps[count % kSteps];
     if (step.flags & kExit) break;
     const bool rows = !(step.flags & kEmpty);
 #pragma unroll 1
-    for (u32 part = 0; part < kParts; ++part) {
-      const u32 buffer = dq_slot_of(count, part);
-      if (part > 0) mbarrier_wait(&shared.full_dq[buffer], dq_parity_of(count, part));
+    for (u32 part = 0; part < C::kParts; ++part) {
+      const u32 buffer = dq_slot_of<C>(count, part);
+      if (part > 0) mbarrier_wait(&shared.full_dq[buffer], dq_parity_of<C>(count, part));
       if (rows) add_part(params, shared, step, part, buffer);
       tma_store_commit();
       // The buffer before this one has been read by now.
       tma_store_wait_read<1>();
       if (count > 0 || part > 0) {
-        mbarrier_arrive(&shared.empty_dq[buffer > 0 ? buffer - 1 : kDqBuffers - 1]);
+        mbarrier_arrive(&shared.empty_dq[buffer > 0 ? buffer - 1 : C::kDqBuffers - 1]);
       }
     }
-    if (rows && step.flags & kLast && params.rounded_dq != nullptr) {
+    if (rows && step.flags & kLast && params.rounding.rounded_dq != nullptr) {
       tma_store_wait<0>();
-      const u32 heads = step.flags & kHalf ? params.group / 2 : params.group;
+      const u32 heads = step.flags & kHalf ? params.all.group / 2 : params.all.group;
       announce_added(shared, items++, AddedItem{step.head_q + 1 - heads, heads, step.run_begin, step.run_end});
     }
   }
   tma_store_wait<0>();
-  if (params.rounded_dq != nullptr) announce_added(shared, items, AddedItem{0, 0, 0, 0});
+  if (params.rounding.rounded_dq != nullptr) announce_added(shared, items, AddedItem{0, 0, 0, 0});
 }
 
 }  // namespace backward

@@ -17,25 +17,26 @@ namespace backward {
 
 // The first of this thread's two keys in the tile; the other is 8 further. Asked for again where it is wanted, because
 // the main loop has no register to keep it.
+template <typename C>
 __device__ __forceinline__ i32 own_key() {
-  const u32 thread = threadIdx.x % (2 * kOwnKeys);  // the warpgroups that own keys come last
-  const u32 first = kCtas == 2 ? kOwnKeys * cluster_rank() : 0;
+  const u32 thread = threadIdx.x % (2 * C::kOwnKeys);  // the warpgroups that own keys come last
+  const u32 first = C::kCtas == 2 ? C::kOwnKeys * cluster_rank() : 0;
   return i32(first + 16 * (thread / 32) + thread % 32 / 4);
 }
 
 // What is done with the rows of a half.
 enum class HalfRows { kLeave, kAdd };
 
-template <HalfRows kWhat, u32 kCount>
-__device__ __forceinline__ void half_rows(void* out, u32 head_dim, const AttentionBackwardArguments& params,
+template <HalfRows kWhat, u32 kCount, typename C>
+__device__ __forceinline__ void half_rows(void* out, u32 head_dim, const BackwardParams<C>& params,
                                           const Step& step, float (&d)[kCount]) {
-  const i32 key = uniform_load(&step.key) + own_key();
+  const i32 key = uniform_load(&step.key) + own_key<C>();
   const i32 key_end = uniform_load(&step.key_end);
   const u32 head = uniform_load(&step.head_kv);
 #pragma unroll
   for (u32 i = 0; i < 2; ++i) {
     const i32 row = key + i32(8 * i);
-    float* at = static_cast<float*>(out) + (u64(u32(row)) * params.heads_kv + head) * head_dim + 2 * (threadIdx.x % 4);
+    float* at = static_cast<float*>(out) + (u64(u32(row)) * params.all.heads_kv + head) * head_dim + 2 * (threadIdx.x % 4);
 #pragma unroll
     for (u32 j = 0; j < kCount / 4; ++j) {
       if (row >= key_end || 8 * j + 2 * (threadIdx.x % 4) >= head_dim) continue;
@@ -52,30 +53,30 @@ __device__ __forceinline__ void half_rows(void* out, u32 head_dim, const Attenti
 }
 
 // Of a warp that is done with a half: whether it now has both. It waits at most for the other one to store what it has.
-template <u32 kCount, u32 kCountV>
-__device__ __forceinline__ bool is_whole(const AttentionBackwardArguments& params, const Step& step, float (&dk)[kCount],
+template <u32 kCount, u32 kCountV, typename C>
+__device__ __forceinline__ bool is_whole(const BackwardParams<C>& params, const Step& step, float (&dk)[kCount],
                                          float (&dv)[kCountV]) {
   constexpr u32 kTaken = 1, kLeft = 2;
-  u32* word = params.halves + 8 * uniform_load(&step.counter) + threadIdx.x % 256 / 32;
+  u32* word = params.halves.words + 8 * uniform_load(&step.counter) + threadIdx.x % 256 / 32;
   const bool leads = threadIdx.x % 32 == 0;
   u32 before = 0;
   if (leads) before = add_relaxed(word, kTaken);
   before = uniform(before);
   if (before == 0) {
-    half_rows<HalfRows::kLeave>(params.dv, params.head_dim_v, params, step, dv);
-    half_rows<HalfRows::kLeave>(params.dk, params.head_dim, params, step, dk);
+    half_rows<HalfRows::kLeave>(params.all.dv, params.all.head_dim_v, params, step, dv);
+    half_rows<HalfRows::kLeave>(params.all.dk, params.all.head_dim, params, step, dk);
     __syncwarp();
     if (leads) add_release(word, kLeft);
     __syncwarp();
     return false;
   }
   if (leads) {
-    await_value(word, 2 * kTaken + kLeft, params.wait);
+    await_value(word, 2 * kTaken + kLeft, params.all.wait);
     store_relaxed(word, 0);
   }
   __syncwarp();
-  half_rows<HalfRows::kAdd>(params.dv, params.head_dim_v, params, step, dv);
-  half_rows<HalfRows::kAdd>(params.dk, params.head_dim, params, step, dk);
+  half_rows<HalfRows::kAdd>(params.all.dv, params.all.head_dim_v, params, step, dv);
+  half_rows<HalfRows::kAdd>(params.all.dk, params.all.head_dim, params, step, dk);
   return true;
 }
 

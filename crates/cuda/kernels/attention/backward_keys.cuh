@@ -12,17 +12,12 @@ namespace counterpoint {
 
 namespace backward {
 
-// The flags of an announcement. They decide the way of all lanes.
-__device__ __forceinline__ u32 step_flags(const Storage& shared, u32 count) {
-  return uniform_load(&shared.steps[count % kSteps].flags);
-}
-
 // Which of a thread's rows are unmasked for its keys from `offset` on, each 8 further than the last: bit 8 (j % 4) + e of a
 // key's word j / 4 is column 8 j + 2 (lane % 4) + e. Both keys at once take half the loads, where there are registers for it.
-template <u32 kOfKeys>
-__device__ __forceinline__ void key_rows(const AttentionBackwardArguments& params, const Step& step, i32 offset,
-                                         u32 (&words)[kOfKeys][kRows / 32]) {
-  const i32 key = uniform_load(&step.key) + own_key() + offset;
+template <u32 kOfKeys, typename C>
+__device__ __forceinline__ void key_rows(const BackwardParams<C>& params, const Step& step, i32 offset,
+                                         u32 (&words)[kOfKeys][C::kRows / 32]) {
+  const i32 key = uniform_load(&step.key) + own_key<C>() + offset;
   const i32 key_end = uniform_load(&step.key_end);
   const i32 row = uniform_load(&step.row);
   const i32 limit = uniform_load(&step.row_end) - row;
@@ -32,11 +27,11 @@ __device__ __forceinline__ void key_rows(const AttentionBackwardArguments& param
 #pragma unroll
   for (u32 i = 0; i < kOfKeys; ++i) {
 #pragma unroll
-    for (u32 w = 0; w < kRows / 32; ++w) words[i][w] = whole && key + i32(8 * i) < key_end ? 0xffffffffu : 0;
+    for (u32 w = 0; w < C::kRows / 32; ++w) words[i][w] = whole && key + i32(8 * i) < key_end ? 0xffffffffu : 0;
   }
   if (whole) return;
   for (u32 b = bound_begin; b < bound_end; ++b) {
-    const int4* bound = reinterpret_cast<const int4*>(params.bounds + b);
+    const int4* bound = reinterpret_cast<const int4*>(params.all.bounds + b);
     const int4 box = __ldg(bound);
     const int2 diagonals = __ldg(reinterpret_cast<const int2*>(bound + 1));
 #pragma unroll
@@ -47,7 +42,7 @@ __device__ __forceinline__ void key_rows(const AttentionBackwardArguments& param
       const i32 low = max(box.x, own - diagonals.y) - row;
       const i32 high = seen ? min(min(box.y, own - diagonals.x + 1) - row, limit) : 0;
 #pragma unroll
-      for (u32 w = 0; w < kRows / 32; ++w) {
+      for (u32 w = 0; w < C::kRows / 32; ++w) {
         const i32 first = min(max(low - i32(32 * w), 0), 32);
         const i32 end = min(max(high - i32(32 * w), 0), 32);
         words[i][w] |= bit_mask(u32(first), u32(max(end - first, 0)));
@@ -57,41 +52,43 @@ __device__ __forceinline__ void key_rows(const AttentionBackwardArguments& param
 #pragma unroll
   for (u32 i = 0; i < kOfKeys; ++i) {
 #pragma unroll
-    for (u32 w = 0; w < kRows / 32; ++w) words[i][w] >>= 2 * (threadIdx.x % 4);
+    for (u32 w = 0; w < C::kRows / 32; ++w) words[i][w] >>= 2 * (threadIdx.x % 4);
   }
 }
 
 // Where a key's row of dk (tensor 0) or dv (1) goes: to `out`, or straight to the memory of the GPU that owns the key. Nobody is told
 // before this kernel has ended.
-template <u32 kTensor>
-__device__ __forceinline__ Gradient* gradient_row(void* out, const AttentionBackwardArguments& params, i32 row, u32 head,
-                                                  u32 head_dim) {
-  Gradient* to = static_cast<Gradient*>(out) + u64(u32(row)) * (params.heads_kv * head_dim);
-  if (row >= params.homed_from) {
-    to = reinterpret_cast<Gradient*>(__ldg(params.homes + 2 * u32(row - params.homed_from) + kTensor));
+template <u32 kTensor, typename C>
+__device__ __forceinline__ typename C::Gradient* gradient_row(void* out, const BackwardParams<C>& params, i32 row,
+                                                              u32 head, u32 head_dim) {
+  using Gradient = typename C::Gradient;
+  Gradient* to = static_cast<Gradient*>(out) + u64(u32(row)) * (params.all.heads_kv * head_dim);
+  if (row >= params.all.homed_from) {
+    to = reinterpret_cast<Gradient*>(__ldg(params.all.homes + 2 * u32(row - params.all.homed_from) + kTensor));
   }
   return to + head * head_dim;
 }
 
 // The last that a thread does which stores such rows: those that leave are there once this kernel has ended, and who tells of it need
 // not make a fence for what others wrote.
-__device__ __forceinline__ void gradients_arrive(const AttentionBackwardArguments& params) {
-  if (params.homes != nullptr) fence_system();
+template <typename C>
+__device__ __forceinline__ void gradients_arrive(const BackwardParams<C>& params) {
+  if (params.all.homes != nullptr) fence_system();
 }
 
 // Where such a row goes as elements: of a tile that is alone, to `out`.
-template <u32 kTensor>
-__device__ __forceinline__ void* rounded_row(void* out, const AttentionBackwardArguments& params, i32 row, u32 head,
+template <u32 kTensor, typename C>
+__device__ __forceinline__ void* rounded_row(void* out, const BackwardParams<C>& params, i32 row, u32 head,
                                              u32 head_dim) {
-  if (!kOutputF32) return gradient_row<kTensor>(out, params, row, head, head_dim);
-  return static_cast<Element*>(out) + (u64(u32(row)) * params.heads_kv + head) * head_dim;
+  if (!C::kShares) return gradient_row<kTensor>(out, params, row, head, head_dim);
+  return static_cast<Element*>(out) + (u64(u32(row)) * params.all.heads_kv + head) * head_dim;
 }
 
 // Stores the accumulators of a warpgroup, 64 keys x a head, times `factor`: as elements.
-template <u32 kTensor, u32 kCount>
-__device__ __forceinline__ void store_rounded(void* out, u32 head_dim, const AttentionBackwardArguments& params,
+template <u32 kTensor, u32 kCount, typename C>
+__device__ __forceinline__ void store_rounded(void* out, u32 head_dim, const BackwardParams<C>& params,
                                               const Step& step, const float (&d)[kCount], float factor) {
-  const i32 key = uniform_load(&step.key) + own_key();
+  const i32 key = uniform_load(&step.key) + own_key<C>();
   const i32 key_end = uniform_load(&step.key_end);
   const u32 head = uniform_load(&step.head_kv);
   const u32 c = threadIdx.x % 4;
@@ -116,24 +113,24 @@ __device__ __forceinline__ void store_rounded(void* out, u32 head_dim, const Att
 }
 
 // Likewise, as what its tensor is of.
-template <u32 kTensor, u32 kCount>
-__device__ __forceinline__ void store_gradient(const AttentionBackwardArguments& params, const Step& step,
+template <u32 kTensor, u32 kCount, typename C>
+__device__ __forceinline__ void store_gradient(const BackwardParams<C>& params, const Step& step,
                                                const float (&d)[kCount], float factor) {
-  void* out = kTensor == 0 ? params.dk : params.dv;
-  const u32 head_dim = kTensor == 0 ? params.head_dim : params.head_dim_v;
-  if (!kOutputF32 || (kAlones && uniform_load(&step.flags) & kAlone)) {
-    if (kOutputF32) out = kTensor == 0 ? params.rounded_dk : params.rounded_dv;
+  void* out = kTensor == 0 ? params.all.dk : params.all.dv;
+  const u32 head_dim = kTensor == 0 ? params.all.head_dim : params.all.head_dim_v;
+  if (!C::kShares || (C::kAlone && uniform_load(&step.flags) & kAlone)) {
+    if constexpr (C::kAlone) out = kTensor == 0 ? params.alone.dk : params.alone.dv;
     store_rounded<kTensor>(out, head_dim, params, step, d, factor);
     return;
   }
-  const i32 key = uniform_load(&step.key) + own_key();
+  const i32 key = uniform_load(&step.key) + own_key<C>();
   const i32 key_end = uniform_load(&step.key_end);
   const u32 head = uniform_load(&step.head_kv);
 #pragma unroll
   for (u32 i = 0; i < 2; ++i) {
     const i32 row = key + i32(8 * i);
     if (row >= key_end) continue;
-    Gradient* to = gradient_row<kTensor>(out, params, row, head, head_dim) + 2 * (threadIdx.x % 4);
+    auto* to = gradient_row<kTensor>(out, params, row, head, head_dim) + 2 * (threadIdx.x % 4);
 #pragma unroll
     for (u32 j = 0; j < kCount / 4; ++j) {
       if (8 * j + 2 * (threadIdx.x % 4) >= head_dim) continue;
@@ -143,16 +140,18 @@ __device__ __forceinline__ void store_gradient(const AttentionBackwardArguments&
 }
 
 // Zeros for keys that nobody sees.
-template <u32 kTensor>
-__device__ __forceinline__ void store_zeros(const AttentionBackwardArguments& params, const Step& step) {
-  const i32 key = uniform_load(&step.key) + own_key();
+template <u32 kTensor, typename C>
+__device__ __forceinline__ void store_zeros(const BackwardParams<C>& params, const Step& step) {
+  const i32 key = uniform_load(&step.key) + own_key<C>();
   const i32 key_end = uniform_load(&step.key_end);
   const u32 head = uniform_load(&step.head_kv);
-  const u32 head_dim = kTensor == 0 ? params.head_dim : params.head_dim_v;
-  const bool alone = kAlones && uniform_load(&step.flags) & kAlone;
-  void* out = kTensor == 0 ? params.dk : params.dv;
-  if (alone) out = kTensor == 0 ? params.rounded_dk : params.rounded_dv;
-  const u32 size = kOutputF32 && !alone ? 4 : 2;
+  const u32 head_dim = kTensor == 0 ? params.all.head_dim : params.all.head_dim_v;
+  const bool alone = C::kAlone && uniform_load(&step.flags) & kAlone;
+  void* out = kTensor == 0 ? params.all.dk : params.all.dv;
+  if constexpr (C::kAlone) {
+    if (alone) out = kTensor == 0 ? params.alone.dk : params.alone.dv;
+  }
+  const u32 size = C::kShares && !alone ? 4 : 2;
   for (u32 i = 0; i < 2; ++i) {
     const i32 row = key + i32(8 * i);
     if (row >= key_end) continue;
@@ -170,13 +169,13 @@ __device__ __forceinline__ void store_zeros(const AttentionBackwardArguments& pa
 }
 
 // S^T or dP^T of 64 keys: keys [64, kDim] times rows [kRows, kDim].
-template <u32 kDim = kHeadDim>
-__device__ __forceinline__ void multiply_keys_rows(float (&d)[kRows / 2], u32 keys, u32 rows) {
-  Wgmma<kRows>::template ss_first<Major::kK, Major::kK>(d, descriptor(keys, 0), descriptor(rows, 0));
+template <typename C, u32 kDim = C::kHeadDim>
+__device__ __forceinline__ void multiply_keys_rows(float (&d)[C::kRows / 2], u32 keys, u32 rows) {
+  Wgmma<C::kRows>::template ss_first<Major::kK, Major::kK>(d, descriptor(keys, 0), descriptor(rows, 0));
 #pragma unroll
   for (u32 k = 1; k < kDim / 16; ++k) {
-    Wgmma<kRows>::template ss<Major::kK, Major::kK>(d, descriptor(keys, (k / 4) * (kOwnKeys * 128) + (k % 4) * 32),
-                                                    descriptor(rows, (k / 4) * (kRows * 128) + (k % 4) * 32), 1);
+    Wgmma<C::kRows>::template ss<Major::kK, Major::kK>(d, descriptor(keys, (k / 4) * (C::kOwnKeys * 128) + (k % 4) * 32),
+                                                       descriptor(rows, (k / 4) * (C::kRows * 128) + (k % 4) * 32), 1);
   }
 }
 
@@ -207,8 +206,9 @@ __device__ __forceinline__ float2 unpack_half(u32 pair) {
 
 // Where this lane's row of a stored dS^T matrix lies in a buffer: 128 bytes a key, 16-byte pieces swizzled by the key.
 // Asked for again at every block, like own_key.
+template <typename C>
 __device__ __forceinline__ u32 own_matrix_row(u32 buffer) {
-  const u32 thread = threadIdx.x % (2 * kOwnKeys);
+  const u32 thread = threadIdx.x % (2 * C::kOwnKeys);
   const u32 key = 16 * (thread / 32) + thread % 16;
   return buffer + key * 128 + (((thread % 32 / 16) ^ (key % 8)) << 4);
 }
@@ -224,26 +224,27 @@ __device__ __forceinline__ float2 column_values(const float* columns, u32 j) {
 // P of a block from its scores, as operand A of dv: `p`. And `w`: P (times the softcap's slope) for dS, in f16 whatever
 // the elements are: it is at most one, so that f16 has it three bits better than bf16, and dS is as good as if P had
 // stayed in f32. `row_lse` is of the block's rows; `rows` says which are unmasked, where the block is `bounded`.
-__device__ __forceinline__ void weigh(const AttentionBackwardArguments& params, const float* row_lse, bool bounded,
-                                      const u32 (&rows)[2][kRows / 32], float (&s)[kRows / 2], u32 (&p)[kRows / 16][4],
-                                      u32 (&w)[kRows / 16][4]) {
+template <typename C>
+__device__ __forceinline__ void weigh(const BackwardParams<C>& params, const float* row_lse, bool bounded,
+                                      const u32 (&rows)[2][C::kRows / 32], float (&s)[C::kRows / 2],
+                                      u32 (&p)[C::kRows / 16][4], u32 (&w)[C::kRows / 16][4]) {
   // The scores in powers of two, less the row's denominator; with a softcap only its tanh, as yet.
 #pragma unroll
-  for (u32 j = 0; j < kRows / 8; ++j) {
+  for (u32 j = 0; j < C::kRows / 8; ++j) {
     const float2 lse = column_values(row_lse, j);
 #pragma unroll
     for (u32 m = 0; m < 4; ++m) {
       float& score = s[4 * j + m];
-      if (kSoftcap) {
-        score = tanh_of(score * params.scale_log2);
+      if (C::kSoftcap) {
+        score = tanh_of(score * params.all.scale_log2);
       } else {
-        score = fmaf(score, params.scale_log2, m % 2 ? lse.y : lse.x);
+        score = fmaf(score, params.all.scale_log2, m % 2 ? lse.y : lse.x);
       }
     }
   }
   if (bounded) {
 #pragma unroll
-    for (u32 j = 0; j < kRows / 8; ++j) {
+    for (u32 j = 0; j < C::kRows / 8; ++j) {
 #pragma unroll
       for (u32 m = 0; m < 4; ++m) {
         if (!(rows[m / 2][j / 4] & (1u << (8 * (j % 4) + m % 2)))) s[4 * j + m] = minus_infinity();
@@ -251,18 +252,18 @@ __device__ __forceinline__ void weigh(const AttentionBackwardArguments& params, 
     }
   }
 #pragma unroll
-  for (u32 j = 0; j < kRows / 8; ++j) {
+  for (u32 j = 0; j < C::kRows / 8; ++j) {
     const float2 lse = column_values(row_lse, j);
 #pragma unroll
     for (u32 i = 0; i < 2; ++i) {
       float low = s[4 * j + 2 * i];
       float high = s[4 * j + 2 * i + 1];
       const u32 at = 2 * (j % 2) + i;
-      if constexpr (kSoftcap) {
+      if constexpr (C::kSoftcap) {
         const float slope_low = fmaxf(1.0f - low * low, 0.0f);
         const float slope_high = fmaxf(1.0f - high * high, 0.0f);
-        low = exp2_fast(fmaf(low, params.cap_log2, lse.x));
-        high = exp2_fast(fmaf(high, params.cap_log2, lse.y));
+        low = exp2_fast(fmaf(low, params.all.cap_log2, lse.x));
+        high = exp2_fast(fmaf(high, params.all.cap_log2, lse.y));
         w[j / 2][at] = pack_half(low * slope_low, high * slope_high);
       } else {
         low = exp2_fast(low);
@@ -275,9 +276,10 @@ __device__ __forceinline__ void weigh(const AttentionBackwardArguments& params, 
 }
 
 // The two warpgroups that own keys.
-__device__ __forceinline__ void key_role(const AttentionBackwardArguments& params, Storage& shared, u32 warpgroup) {
-  const u32 keys_k = operand(shared_address(shared.k) + warpgroup * 64 * 128);
-  const u32 keys_v = operand(shared_address(shared.v) + warpgroup * 64 * 128);
+template <typename C>
+__device__ __forceinline__ void key_role(const BackwardParams<C>& params, Storage<C>& shared, u32 warpgroup) {
+  const u32 keys_k = operand<C>(shared_address(shared.k) + warpgroup * 64 * 128);
+  const u32 keys_v = operand<C>(shared_address(shared.v) + warpgroup * 64 * 128);
 
   u32 count = 0;
   while (true) {
@@ -297,21 +299,21 @@ __device__ __forceinline__ void key_role(const AttentionBackwardArguments& param
       ++count;
       continue;
     }
-    float dk[kHeadDim / 2], dv[kHeadDim / 2];
+    float dk[C::kHeadDim / 2], dv[C::kHeadDim / 2];
     set_zero(dk);
     set_zero(dv);
     mbarrier_wait(&shared.full_k, item_parity_of(flags));
     while (true) {
       flags = step_flags(shared, count);
-      u32 p[kRows / 16][4], ds[kRows / 16][4];
-      u32 w[kRows / 16][4];
+      u32 p[C::kRows / 16][4], ds[C::kRows / 16][4];
+      u32 w[C::kRows / 16][4];
       {
-        float s[kRows / 2];
+        float s[C::kRows / 2];
         wgmma_fence();
-        multiply_keys_rows(s, keys_k, operand(shared_address(shared.q[0]) + slot_of(count) * kRowBytes));
+        multiply_keys_rows<C>(s, keys_k, operand<C>(shared_address(shared.q[0]) + slot_of(count) * C::kRowBytes));
         wgmma_commit();
         const bool bounded = flags & kBounded;
-        u32 rows[2][kRows / 32];
+        u32 rows[2][C::kRows / 32];
         if (bounded) key_rows(params, shared.steps[count % kSteps], 0, rows);
         __syncwarp();
         if (flags & kFirst) mbarrier_wait(&shared.full_v, item_parity_of(flags));
@@ -320,23 +322,23 @@ __device__ __forceinline__ void key_role(const AttentionBackwardArguments& param
         weigh(params, shared.lse[slot_of(count)], bounded, rows, s, p, w);
       }
       {
-        float dp[kRows / 2];
+        float dp[C::kRows / 2];
         mbarrier_wait(&shared.full_dout[slot_of(count)], parity_of(count));
         wgmma_fence();
-        multiply_keys_rows(dp, keys_v, operand(shared_address(shared.dout[0]) + slot_of(count) * kRowBytes));
+        multiply_keys_rows<C>(dp, keys_v, operand<C>(shared_address(shared.dout[0]) + slot_of(count) * C::kRowBytes));
         wgmma_commit();
-        const u32 dout_rows = operand(shared_address(shared.dout[0]) + slot_of(count) * kRowBytes, kRows * 128);
+        const u32 dout_rows = operand<C>(shared_address(shared.dout[0]) + slot_of(count) * C::kRowBytes, C::kRows * 128);
 #pragma unroll
-        for (u32 k = 0; k < kRows / 16; ++k) {
-          Wgmma<kHeadDim>::template rs<Major::kMN>(dv, p[k], descriptor(dout_rows, k * 2048), 1);
+        for (u32 k = 0; k < C::kRows / 16; ++k) {
+          Wgmma<C::kHeadDim>::template rs<Major::kMN>(dv, p[k], descriptor(dout_rows, k * 2048), 1);
         }
         wgmma_commit();
         mbarrier_wait(&shared.empty_ds[slot_of(count)], parity_of(count) ^ 1);
         wgmma_wait<1>();
         pin(dp);
-        const u32 ds_buffer = own_matrix_row(shared_address(shared.ds[0])) + slot_of(count) * kDsBytes;
+        const u32 ds_buffer = own_matrix_row<C>(shared_address(shared.ds[0])) + slot_of(count) * C::kDsBytes;
 #pragma unroll
-        for (u32 k = 0; k < kRows / 16; ++k) {
+        for (u32 k = 0; k < C::kRows / 16; ++k) {
 #pragma unroll
           for (u32 n = 0; n < 2; ++n) {
             const float2 delta = column_values(shared.delta[slot_of(count)], 2 * k + n);
@@ -349,17 +351,17 @@ __device__ __forceinline__ void key_role(const AttentionBackwardArguments& param
               ds[k][at] = pack(low, high);
             }
           }
-          store_matrix_x4((ds_buffer ^ ((k % 4) << 5)) + (k / 4) * (kKeys * 128), ds[k]);
+          store_matrix_x4((ds_buffer ^ ((k % 4) << 5)) + (k / 4) * (C::kKeys * 128), ds[k]);
         }
       }
       fence_async_proxy();
       __syncwarp();
       if (elect_one()) mbarrier_arrive(&shared.full_ds[slot_of(count)]);
       wgmma_fence();
-      const u32 q_rows = operand(shared_address(shared.q[0]) + slot_of(count) * kRowBytes, kRows * 128);
+      const u32 q_rows = operand<C>(shared_address(shared.q[0]) + slot_of(count) * C::kRowBytes, C::kRows * 128);
 #pragma unroll
-      for (u32 k = 0; k < kRows / 16; ++k) {
-        Wgmma<kHeadDim>::template rs<Major::kMN>(dk, ds[k], descriptor(q_rows, k * 2048), 1);
+      for (u32 k = 0; k < C::kRows / 16; ++k) {
+        Wgmma<C::kHeadDim>::template rs<Major::kMN>(dk, ds[k], descriptor(q_rows, k * 2048), 1);
       }
       wgmma_commit();
       // Asked for again, which saves a register.
@@ -374,11 +376,11 @@ __device__ __forceinline__ void key_role(const AttentionBackwardArguments& param
     pin(dk);
     pin(dv);
     const Step& step = shared.steps[(count - 1) % kSteps];
-    if constexpr (kHalves) {
+    if constexpr (C::kHalves) {
       if (uniform_load(&step.flags) & kHalf && !is_whole(params, step, dk, dv)) continue;
     }
     store_gradient<1>(params, step, dv, 1.0f);
-    store_gradient<0>(params, step, dk, params.scale);
+    store_gradient<0>(params, step, dk, params.all.scale);
     __syncwarp();
   }
 }

@@ -11,22 +11,25 @@ namespace backward_pair {
 
 // Where a lane leaves its part of P, 64 bytes in four pieces 512 bytes apart. A warp's part lies where its part of dS will:
 // the warp of the other warpgroup that reads it is the one that overwrites it.
-__device__ __forceinline__ u32 own_weights(const Storage& shared, u32 slot) {
+template <typename C>
+__device__ __forceinline__ u32 own_weights(const Storage<C>& shared, u32 slot) {
   return shared_address(shared.ds[slot]) + threadIdx.x % 128 / 32 * 2048 + threadIdx.x % 32 * 16;
 }
 
-__device__ __forceinline__ void store_weights(u32 address, const u32 (&w)[kRows / 16][4]) {
+template <u32 kCount>
+__device__ __forceinline__ void store_weights(u32 address, const u32 (&w)[kCount][4]) {
 #pragma unroll
-  for (u32 k = 0; k < kRows / 16; ++k) {
+  for (u32 k = 0; k < kCount; ++k) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address + 512 * k), "r"(w[k][0]), "r"(w[k][1]),
                  "r"(w[k][2]), "r"(w[k][3])
                  : "memory");
   }
 }
 
-__device__ __forceinline__ void load_weights(u32 address, u32 (&w)[kRows / 16][4]) {
+template <u32 kCount>
+__device__ __forceinline__ void load_weights(u32 address, u32 (&w)[kCount][4]) {
 #pragma unroll
-  for (u32 k = 0; k < kRows / 16; ++k) {
+  for (u32 k = 0; k < kCount; ++k) {
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(w[k][0]), "=r"(w[k][1]), "=r"(w[k][2]), "=r"(w[k][3])
                  : "r"(address + 512 * k)
@@ -35,12 +38,12 @@ __device__ __forceinline__ void load_weights(u32 address, u32 (&w)[kRows / 16][4
 }
 
 // Adds to the gradients of 64 keys: those of the scores [64, kRows], in registers, times rows [kRows, kDim].
-template <u32 kDim>
-__device__ __forceinline__ void add_products(float (&d)[kDim / 2], const u32 (&a)[kRows / 16][4], u32 rows) {
+template <typename C, u32 kDim>
+__device__ __forceinline__ void add_products(float (&d)[kDim / 2], const u32 (&a)[C::kRows / 16][4], u32 rows) {
   // The compiler refuses 128 accumulators of one instruction where a thread has 128 registers before its role begins.
   constexpr u32 kColumns = kDim > 192 ? kDim / 2 : kDim;
 #pragma unroll
-  for (u32 k = 0; k < kRows / 16; ++k) {
+  for (u32 k = 0; k < C::kRows / 16; ++k) {
 #pragma unroll
     for (u32 c = 0; c < kDim; c += kColumns) {
       Wgmma<kColumns>::template rs<Major::kMN>(reinterpret_cast<float (&)[kColumns / 2]>(d[c / 2]), a[k],
@@ -50,7 +53,8 @@ __device__ __forceinline__ void add_products(float (&d)[kDim / 2], const u32 (&a
 }
 
 // S, P and dv.
-__device__ __forceinline__ void value_role(const AttentionBackwardArguments& params, Storage& shared) {
+template <typename C>
+__device__ __forceinline__ void value_role(const BackwardParams<C>& params, Storage<C>& shared) {
   u32 count = 0;
   while (true) {
     mbarrier_wait(&shared.full_q[slot_of(count)], parity_of(count));
@@ -59,39 +63,39 @@ __device__ __forceinline__ void value_role(const AttentionBackwardArguments& par
       release_to_both(&shared.empty_q[slot_of(count)]);
       mbarrier_wait(&shared.empty_ds[slot_of(count)], parity_of(count) ^ 1);
       if (elect_one()) mbarrier_arrive(&shared.full_p[slot_of(count)]);
-      mbarrier_wait(&shared.full_dout[dout_slot_of(count)], dout_parity_of(count));
-      release_to_both(&shared.empty_dout[dout_slot_of(count)]);
+      mbarrier_wait(&shared.full_dout[dout_slot_of<C>(count)], dout_parity_of<C>(count));
+      release_to_both(&shared.empty_dout[dout_slot_of<C>(count)]);
       if (flags & kExit) break;
       store_zeros<1>(params, shared.steps[count % kSteps]);
       __syncwarp();
       ++count;
       continue;
     }
-    float dv[kHeadDimV / 2];
+    float dv[C::kHeadDimV / 2];
     set_zero(dv);
     mbarrier_wait(&shared.full_k, item_parity_of(flags));
     while (true) {
       flags = step_flags(shared, count);
-      u32 p[kRows / 16][4];
+      u32 p[C::kRows / 16][4];
       {
-        u32 w[kRows / 16][4];
-        float s[kRows / 2];
+        u32 w[C::kRows / 16][4];
+        float s[C::kRows / 2];
         wgmma_fence();
-        multiply_keys_rows<kHeadDim>(s, operand(shared_address(shared.k)),
-                                     operand(shared_address(shared.q[0]) + slot_of(count) * (kChunks * kChunkBytes)));
+        multiply_keys_rows<C>(s, operand<C>(shared_address(shared.k)),
+                              operand<C>(shared_address(shared.q[0]) + slot_of(count) * (C::kChunks * kChunkBytes)));
         wgmma_commit();
         const bool bounded = flags & kBounded;
-        u32 rows[2][kRows / 32];
+        u32 rows[2][C::kRows / 32];
         if (bounded) {
 #pragma unroll
           for (u32 i = 0; i < 2; ++i) {
-            key_rows(params, shared.steps[count % kSteps], i32(8 * i), reinterpret_cast<u32 (&)[1][kRows / 32]>(rows[i]));
+            key_rows(params, shared.steps[count % kSteps], i32(8 * i), reinterpret_cast<u32 (&)[1][C::kRows / 32]>(rows[i]));
           }
         }
         __syncwarp();
         // dV of the block before is done.
         wgmma_wait<1>();
-        if (!(flags & kFirst)) release_to_both(&shared.empty_dout[dout_slot_of(count - 1)]);
+        if (!(flags & kFirst)) release_to_both(&shared.empty_dout[dout_slot_of<C>(count - 1)]);
         wgmma_wait<0>();
         pin(s);
         weigh(params, shared.lse[slot_of(count)], bounded, rows, s, p, w);
@@ -102,11 +106,11 @@ __device__ __forceinline__ void value_role(const AttentionBackwardArguments& par
       }
       __syncwarp();
       if (elect_one()) mbarrier_arrive(&shared.full_p[slot_of(count)]);
-      mbarrier_wait(&shared.full_dout[dout_slot_of(count)], dout_parity_of(count));
+      mbarrier_wait(&shared.full_dout[dout_slot_of<C>(count)], dout_parity_of<C>(count));
       wgmma_fence();
       const u32 dout_rows =
-          operand(shared_address(shared.dout[0]) + dout_slot_of(count) * (kChunksV * kChunkBytes), kChunkBytes);
-      add_products<kHeadDimV>(dv, p, dout_rows);
+          operand<C>(shared_address(shared.dout[0]) + dout_slot_of<C>(count) * (C::kChunksV * kChunkBytes), kChunkBytes);
+      add_products<C, C::kHeadDimV>(dv, p, dout_rows);
       wgmma_commit();
       const bool last = step_flags(shared, count) & kLast;
       ++count;
@@ -114,7 +118,7 @@ __device__ __forceinline__ void value_role(const AttentionBackwardArguments& par
       mbarrier_wait(&shared.full_q[slot_of(count)], parity_of(count));
     }
     wgmma_wait<0>();
-    release_to_both(&shared.empty_dout[dout_slot_of(count - 1)]);
+    release_to_both(&shared.empty_dout[dout_slot_of<C>(count - 1)]);
     pin(dv);
     store_gradient<1>(params, shared.steps[(count - 1) % kSteps], dv, 1.0f);
     __syncwarp();
@@ -122,7 +126,8 @@ __device__ __forceinline__ void value_role(const AttentionBackwardArguments& par
 }
 
 // Hands dS of this warp's 16 keys to the other CTA.
-__device__ __forceinline__ void send_gradients(Storage& shared, u32 slot) {
+template <typename C>
+__device__ __forceinline__ void send_gradients(Storage<C>& shared, u32 slot) {
   const u32 part = threadIdx.x % 128 / 32 * 2048;
   const u32 peer = cluster_rank() ^ 1;
   if (elect_one()) {
@@ -134,13 +139,14 @@ __device__ __forceinline__ void send_gradients(Storage& shared, u32 slot) {
 }
 
 // dP, dS and dk.
-__device__ __forceinline__ void key_role(const AttentionBackwardArguments& params, Storage& shared) {
+template <typename C>
+__device__ __forceinline__ void key_role(const BackwardParams<C>& params, Storage<C>& shared) {
   u32 count = 0;
   while (true) {
-    mbarrier_wait(&shared.full_dout[dout_slot_of(count)], dout_parity_of(count));
+    mbarrier_wait(&shared.full_dout[dout_slot_of<C>(count)], dout_parity_of<C>(count));
     u32 flags = step_flags(shared, count);
     if (flags & (kExit | kEmpty)) {
-      release_to_both(&shared.empty_dout[dout_slot_of(count)]);
+      release_to_both(&shared.empty_dout[dout_slot_of<C>(count)]);
       mbarrier_wait(&shared.full_p[slot_of(count)], parity_of(count));
       if (elect_one()) mbarrier_arrive(&shared.full_ds[slot_of(count)]);
       mbarrier_wait(&shared.full_q[slot_of(count)], parity_of(count));
@@ -151,18 +157,18 @@ __device__ __forceinline__ void key_role(const AttentionBackwardArguments& param
       ++count;
       continue;
     }
-    float dk[kHeadDim / 2];
+    float dk[C::kHeadDim / 2];
     set_zero(dk);
     mbarrier_wait(&shared.full_v, item_parity_of(flags));
     while (true) {
       flags = step_flags(shared, count);
-      u32 ds[kRows / 16][4];
+      u32 ds[C::kRows / 16][4];
       {
-        float dp[kRows / 2];
+        float dp[C::kRows / 2];
         wgmma_fence();
-        multiply_keys_rows<kHeadDimV>(
-            dp, operand(shared_address(shared.v)),
-            operand(shared_address(shared.dout[0]) + dout_slot_of(count) * (kChunksV * kChunkBytes)));
+        multiply_keys_rows<C, C::kHeadDimV>(
+            dp, operand<C>(shared_address(shared.v)),
+            operand<C>(shared_address(shared.dout[0]) + dout_slot_of<C>(count) * (C::kChunksV * kChunkBytes)));
         wgmma_commit();
         __syncwarp();
         // dK of the block before is done.
@@ -170,17 +176,17 @@ __device__ __forceinline__ void key_role(const AttentionBackwardArguments& param
         if (!(flags & kFirst)) release_to_both(&shared.empty_q[slot_of(count - 1)]);
         wgmma_wait<0>();
         pin(dp);
-        u32 w[kRows / 16][4];
+        u32 w[C::kRows / 16][4];
         mbarrier_wait(&shared.full_p[slot_of(count)], parity_of(count));
         load_weights(own_weights(shared, slot_of(count)), w);
         // Where dS goes, lanes have read P.
         __syncwarp();
-        const u32 ds_rows = own_matrix_row(shared_address(shared.ds[slot_of(count)]));
+        const u32 ds_rows = own_matrix_row<C>(shared_address(shared.ds[slot_of(count)]));
 #pragma unroll
-        for (u32 k = 0; k < kRows / 16; ++k) {
+        for (u32 k = 0; k < C::kRows / 16; ++k) {
 #pragma unroll
           for (u32 n = 0; n < 2; ++n) {
-            const float2 delta = column_values(shared.delta[dout_slot_of(count)], 2 * k + n);
+            const float2 delta = column_values(shared.delta[dout_slot_of<C>(count)], 2 * k + n);
 #pragma unroll
             for (u32 i = 0; i < 2; ++i) {
               const u32 at = 2 * n + i;
@@ -196,22 +202,22 @@ __device__ __forceinline__ void key_role(const AttentionBackwardArguments& param
       fence_async_proxy();
       __syncwarp();
       send_gradients(shared, slot_of(count));
-      release_to_both(&shared.empty_dout[dout_slot_of(count)]);
+      release_to_both(&shared.empty_dout[dout_slot_of<C>(count)]);
       mbarrier_wait(&shared.full_q[slot_of(count)], parity_of(count));
       wgmma_fence();
       const u32 q_rows =
-          operand(shared_address(shared.q[0]) + slot_of(count) * (kChunks * kChunkBytes), kChunkBytes);
-      add_products<kHeadDim>(dk, ds, q_rows);
+          operand<C>(shared_address(shared.q[0]) + slot_of(count) * (C::kChunks * kChunkBytes), kChunkBytes);
+      add_products<C, C::kHeadDim>(dk, ds, q_rows);
       wgmma_commit();
       const bool last = step_flags(shared, count) & kLast;
       ++count;
       if (last) break;
-      mbarrier_wait(&shared.full_dout[dout_slot_of(count)], dout_parity_of(count));
+      mbarrier_wait(&shared.full_dout[dout_slot_of<C>(count)], dout_parity_of<C>(count));
     }
     wgmma_wait<0>();
     release_to_both(&shared.empty_q[slot_of(count - 1)]);
     pin(dk);
-    store_gradient<0>(params, shared.steps[(count - 1) % kSteps], dk, params.scale);
+    store_gradient<0>(params, shared.steps[(count - 1) % kSteps], dk, params.all.scale);
     __syncwarp();
   }
 }

@@ -11,7 +11,8 @@ namespace counterpoint {
 namespace backward_pair {
 
 // Writes the walk's next step down for both CTAs. The first CTA's walking thread.
-__device__ __forceinline__ void announce(Storage& shared, u32 count) {
+template <typename C>
+__device__ __forceinline__ void announce(Storage<C>& shared, u32 count) {
   Step& step = shared.steps[count % kSteps];
   step = shared.walk.next;
   const u32 to = peer_address(shared_address(&step), 1);
@@ -22,9 +23,9 @@ __device__ __forceinline__ void announce(Storage& shared, u32 count) {
 }
 
 // Half of the rows of a block: both CTAs get it. The other CTA fetches the other half for both.
-template <u32 kCount>
+template <typename C, u32 kCount>
 __device__ __forceinline__ void load_half(u8* to, const TensorMap* map, u64* full, const Step& step, u32 rank) {
-  constexpr u32 kHalf = kRows / 2;
+  constexpr u32 kHalf = C::kRows / 2;
 #pragma unroll
   for (u32 c = 0; c < kCount; ++c) {
     tma_load_3d_multicast(to + c * kChunkBytes + rank * (kHalf * 128), map, full, 64 * c, step.head_q,
@@ -34,44 +35,48 @@ __device__ __forceinline__ void load_half(u8* to, const TensorMap* map, u64* ful
 
 __device__ __forceinline__ bool has_rows(const Step& step) { return !(step.flags & (kExit | kEmpty)); }
 
-__device__ __forceinline__ void load_v(const AttentionBackwardArguments& params, Storage& shared, const Step& step,
+template <typename C>
+__device__ __forceinline__ void load_v(const BackwardParams<C>& params, Storage<C>& shared, const Step& step,
                                        u32 rank) {
   if (!has_rows(step)) return;
   i32 key = step.key;
-  const TensorMap* map = key_map(params.v, params.arriving_v, params.own_rows, key);
+  const TensorMap* map = key_map(params.all.v, params.all.arriving_v, params.all.own_rows, key);
   mbarrier_arrive_expect(&shared.full_v, sizeof(shared.v));
 #pragma unroll
-  for (u32 c = 0; c < kChunksV; ++c) {
-    tma_load_3d(shared.v + c * kChunkBytes, map, &shared.full_v, 64 * c, step.head_kv, key + i32(rank * kOwnKeys));
+  for (u32 c = 0; c < C::kChunksV; ++c) {
+    tma_load_3d(shared.v + c * kChunkBytes, map, &shared.full_v, 64 * c, step.head_kv, key + i32(rank * C::kOwnKeys));
   }
 }
 
-__device__ __forceinline__ void load_k(const AttentionBackwardArguments& params, Storage& shared, const Step& step,
+template <typename C>
+__device__ __forceinline__ void load_k(const BackwardParams<C>& params, Storage<C>& shared, const Step& step,
                                        u32 rank) {
   if (!has_rows(step)) return;
   i32 key = step.key;
-  const TensorMap* map = key_map(params.k, params.arriving_k, params.own_rows, key);
+  const TensorMap* map = key_map(params.all.k, params.all.arriving_k, params.all.own_rows, key);
   mbarrier_arrive_expect(&shared.full_k, sizeof(shared.k) + sizeof(shared.peer_k));
 #pragma unroll
-  for (u32 c = 0; c < kChunks; ++c) {
-    tma_load_3d(shared.k + c * kChunkBytes, map, &shared.full_k, 64 * c, step.head_kv, key + i32(rank * kOwnKeys));
+  for (u32 c = 0; c < C::kChunks; ++c) {
+    tma_load_3d(shared.k + c * kChunkBytes, map, &shared.full_k, 64 * c, step.head_kv, key + i32(rank * C::kOwnKeys));
   }
 #pragma unroll 1  // registers
-  for (u32 c = 0; c < kWholeParts; ++c) {
-    tma_load_3d(shared.peer_k + c * kChunkBytes, map, &shared.full_k, 64 * part_chunk(c, rank), step.head_kv,
-                key + i32((rank ^ 1) * kOwnKeys));
+  for (u32 c = 0; c < C::kWholeParts; ++c) {
+    tma_load_3d(shared.peer_k + c * kChunkBytes, map, &shared.full_k, 64 * part_chunk<C>(c, rank), step.head_kv,
+                key + i32((rank ^ 1) * C::kOwnKeys));
   }
 }
 
 // The lse or delta of a block's rows, of which each CTA fetches its own; see load_rows in backward_queries.cuh.
-__device__ __forceinline__ void load_statistic(const AttentionBackwardArguments& params, float* to, u64* full,
+template <typename C>
+__device__ __forceinline__ void load_statistic(const BackwardParams<C>& params, float* to, u64* full,
                                                const Step& step, i32 first_copy) {
-  tma_load_3d(to, &params.statistics, full, step.row & ~3, step.head_q, first_copy + (step.row & 3));
+  tma_load_3d(to, &params.all.statistics, full, step.row & ~3, step.head_q, first_copy + (step.row & 3));
 }
 
 // The thread that loads. In the first CTA it walks, for both.
-__device__ __forceinline__ void load_role(const AttentionBackwardArguments& params, Storage& shared, u32 rank) {
-  shared.delivered.begin(params);
+template <typename C>
+__device__ __forceinline__ void load_role(const BackwardParams<C>& params, Storage<C>& shared, u32 rank) {
+  shared.delivered.begin(params.all);
   if (rank == 0) {
     shared.walk.begin(params);
     announce(shared, 0);
@@ -85,20 +90,20 @@ __device__ __forceinline__ void load_role(const AttentionBackwardArguments& para
     const Step& step = shared.steps[count % kSteps];
     const bool rows = has_rows(step);
     const u32 slot = slot_of(count);
-    const u32 dout_slot = dout_slot_of(count);
+    const u32 dout_slot = dout_slot_of<C>(count);
     u64* full_q = &shared.full_q[slot];
     u64* full_dout = &shared.full_dout[dout_slot];
 
     mbarrier_wait(&shared.empty_q[slot], parity_of(count) ^ 1);
-    mbarrier_arrive_expect(full_q, rows ? sizeof(shared.q[0]) + kStatisticBytes : 0);
+    mbarrier_arrive_expect(full_q, rows ? sizeof(shared.q[0]) + C::kStatisticBytes : 0);
     if (rows) {
-      load_half<kChunks>(shared.q[slot], &params.q, full_q, step, rank);
+      load_half<C, C::kChunks>(shared.q[slot], &params.all.q, full_q, step, rank);
       load_statistic(params, shared.lse[slot], full_q, step, 0);
     }
-    mbarrier_wait(&shared.empty_dout[dout_slot], dout_parity_of(count) ^ 1);
-    mbarrier_arrive_expect(full_dout, rows ? sizeof(shared.dout[0]) + kStatisticBytes : 0);
+    mbarrier_wait(&shared.empty_dout[dout_slot], dout_parity_of<C>(count) ^ 1);
+    mbarrier_arrive_expect(full_dout, rows ? sizeof(shared.dout[0]) + C::kStatisticBytes : 0);
     if (rows) {
-      load_half<kChunksV>(shared.dout[dout_slot], &params.dout, full_dout, step, rank);
+      load_half<C, C::kChunksV>(shared.dout[dout_slot], &params.all.dout, full_dout, step, rank);
       load_statistic(params, shared.delta[dout_slot], full_dout, step, 4);
     }
     if (rank == 0 && !(step.flags & kExit)) {
@@ -110,7 +115,7 @@ __device__ __forceinline__ void load_role(const AttentionBackwardArguments& para
     if (first_step || shared.steps[(count - 1) % kSteps].flags & kLast) {
       // Who has computed dS of the last block reads V no more; when dQ of it is computed, nobody reads K.
       if (!first_step) mbarrier_wait(&shared.full_ds[slot_of(count - 1)], parity_of(count - 1));
-      if (rows) shared.delivered.await(params, step);
+      if (rows) shared.delivered.await(params.all, step);
       load_v(params, shared, step, rank);
       if (!first_step) mbarrier_wait(&shared.empty_ds[slot_of(count - 1)], parity_of(count - 1));
       load_k(params, shared, step, rank);
@@ -120,31 +125,34 @@ __device__ __forceinline__ void load_role(const AttentionBackwardArguments& para
 }
 
 // The thread that adds to dq what the warpgroup that computes it leaves in shared memory.
-__device__ __forceinline__ void add_role(const AttentionBackwardArguments& params, Storage& shared, u32 rank) {
+template <typename C>
+__device__ __forceinline__ void add_role(const BackwardParams<C>& params, Storage<C>& shared, u32 rank) {
   for (u32 count = 0;; ++count) {
-    mbarrier_wait(&shared.full_dq[dq_slot_of(count, 0)], dq_parity_of(count, 0));
+    mbarrier_wait(&shared.full_dq[dq_slot_of<C>(count, 0)], dq_parity_of<C>(count, 0));
     const Step& step = shared.steps[count % kSteps];
     if (step.flags & kExit) break;
     const bool rows = has_rows(step);
     u32* turns = nullptr;
-    if (kDeterministic && rows) {
-      turns = turn_counter(params, step);
-      // Both CTAs of a tile add, the first one first: columns that both add to get their sums in one order too.
-      await_turn(params, turns, 2 * step.turn + rank);
+    if constexpr (C::kTurns) {
+      if (rows) {
+        turns = turn_counter(params, step);
+        // Both CTAs of a tile add, the first one first: columns that both add to get their sums in one order too.
+        await_turn(params, turns, 2 * step.turn + rank);
+      }
     }
 #pragma unroll 1
-    for (u32 part = 0; part < kParts; ++part) {
-      const u32 buffer = dq_slot_of(count, part);
-      if (part > 0) mbarrier_wait(&shared.full_dq[buffer], dq_parity_of(count, part));
+    for (u32 part = 0; part < C::kParts; ++part) {
+      const u32 buffer = dq_slot_of<C>(count, part);
+      if (part > 0) mbarrier_wait(&shared.full_dq[buffer], dq_parity_of<C>(count, part));
       if (rows) {
-        const u32 column = 64 * part_chunk(part, rank);
+        const u32 column = 64 * part_chunk<C>(part, rank);
 #pragma unroll 1
         for (u32 box = 0; box < 2; ++box) {
-          tma_reduce_add_3d(&params.dq, shared.dq[buffer] + box * (64 * 128), column + 32 * box, step.head_q, step.row);
+          tma_reduce_add_3d(&params.all.dq, shared.dq[buffer] + box * (64 * 128), column + 32 * box, step.head_q, step.row);
         }
       }
       tma_store_commit();
-      if constexpr (kDqBuffers == 1) {
+      if constexpr (C::kDqBuffers == 1) {
         tma_store_wait_read<0>();
         mbarrier_arrive(&shared.empty_dq[0]);
       } else {
@@ -153,7 +161,7 @@ __device__ __forceinline__ void add_role(const AttentionBackwardArguments& param
         if (count > 0 || part > 0) mbarrier_arrive(&shared.empty_dq[buffer ^ 1]);
       }
     }
-    if (kDeterministic && rows) {
+    if (C::kTurns && rows) {
       // The additions are done: it is the next one's turn.
       tma_store_wait<0>();
       fence_device();
@@ -164,24 +172,26 @@ __device__ __forceinline__ void add_role(const AttentionBackwardArguments& param
 }
 
 // Adds to dQ^T of a part, 64 columns x kRows rows, or begins it: the products of 64 keys.
-template <bool kBegin>
-__device__ __forceinline__ void multiply_part(float (&dq)[kRows / 2], const u8* keys, const u8* ds) {
-  const u32 keys_operand = operand(shared_address(keys), kChunkBytes);
-  const u32 ds_operand = operand(shared_address(ds), kChunkBytes);
+template <typename C, bool kBegin>
+__device__ __forceinline__ void multiply_part(float (&dq)[C::kRows / 2], const u8* keys, const u8* ds) {
+  const u32 keys_operand = operand<C>(shared_address(keys), kChunkBytes);
+  const u32 ds_operand = operand<C>(shared_address(ds), kChunkBytes);
   wgmma_fence();
   if (kBegin) {
-    Wgmma<kRows>::template ss_first<Major::kMN, Major::kMN>(dq, descriptor(keys_operand, 0), descriptor(ds_operand, 0));
+    Wgmma<C::kRows>::template ss_first<Major::kMN, Major::kMN>(dq, descriptor(keys_operand, 0),
+                                                               descriptor(ds_operand, 0));
   }
 #pragma unroll
-  for (u32 k = kBegin ? 1 : 0; k < kOwnKeys / 16; ++k) {
-    Wgmma<kRows>::template ss<Major::kMN, Major::kMN>(dq, descriptor(keys_operand, k * 2048),
-                                                      descriptor(ds_operand, k * 2048), 1);
+  for (u32 k = kBegin ? 1 : 0; k < C::kOwnKeys / 16; ++k) {
+    Wgmma<C::kRows>::template ss<Major::kMN, Major::kMN>(dq, descriptor(keys_operand, k * 2048),
+                                                         descriptor(ds_operand, k * 2048), 1);
   }
   wgmma_commit();
 }
 
 // The warpgroup that owns query rows: dQ.
-__device__ __forceinline__ void query_role(const AttentionBackwardArguments& params, Storage& shared, u32 rank) {
+template <typename C>
+__device__ __forceinline__ void query_role(const BackwardParams<C>& params, Storage<C>& shared, u32 rank) {
   u32 offsets[2][2];
   dq_part_offsets(offsets);
   for (u32 count = 0;; ++count) {
@@ -190,9 +200,9 @@ __device__ __forceinline__ void query_role(const AttentionBackwardArguments& par
     const u32 flags = step_flags(shared, count);
     if (flags & (kExit | kEmpty)) {
       // The adding thread leaves at the first part of the last step.
-      for (u32 part = 0; part < (flags & kExit ? 1 : kParts); ++part) {
-        const u32 buffer = dq_slot_of(count, part);
-        mbarrier_wait(&shared.empty_dq[buffer], dq_parity_of(count, part) ^ 1);
+      for (u32 part = 0; part < (flags & kExit ? 1 : C::kParts); ++part) {
+        const u32 buffer = dq_slot_of<C>(count, part);
+        mbarrier_wait(&shared.empty_dq[buffer], dq_parity_of<C>(count, part) ^ 1);
         if (elect_one()) mbarrier_arrive(&shared.full_dq[buffer]);
       }
       if (flags & kExit) break;
@@ -201,19 +211,19 @@ __device__ __forceinline__ void query_role(const AttentionBackwardArguments& par
     }
     if (flags & kFirst) mbarrier_wait(&shared.full_k, item_parity_of(flags));
 #pragma unroll 1  // what the compiler would keep for each part costs registers that this warpgroup has not
-    for (u32 part = 0; part < kParts; ++part) {
-      float dq[kRows / 2];
-      const u32 buffer = dq_slot_of(count, part);
+    for (u32 part = 0; part < C::kParts; ++part) {
+      float dq[C::kRows / 2];
+      const u32 buffer = dq_slot_of<C>(count, part);
       __syncwarp();
-      multiply_part<true>(dq, shared.k + part_chunk(part, rank) * kChunkBytes, shared.ds[slot]);
-      if (kParts == kWholeParts || part < kWholeParts) {
-        multiply_part<false>(dq, shared.peer_k + part * kChunkBytes, shared.peer_ds[slot]);
+      multiply_part<C, true>(dq, shared.k + part_chunk<C>(part, rank) * kChunkBytes, shared.ds[slot]);
+      if (C::kParts == C::kWholeParts || part < C::kWholeParts) {
+        multiply_part<C, false>(dq, shared.peer_k + part * kChunkBytes, shared.peer_ds[slot]);
       }
-      mbarrier_wait(&shared.empty_dq[buffer], dq_parity_of(count, part) ^ 1);
+      mbarrier_wait(&shared.empty_dq[buffer], dq_parity_of<C>(count, part) ^ 1);
       wgmma_wait<0>();
       pin(dq);
-      if (part + 1 == kParts) release_to_both(&shared.empty_ds[slot]);
-      store_dq_part(shared.dq[buffer], offsets, dq, params.scale);
+      if (part + 1 == C::kParts) release_to_both(&shared.empty_ds[slot]);
+      store_dq_part(shared.dq[buffer], offsets, dq, params.all.scale);
       fence_async_proxy();
       __syncwarp();
       if (elect_one()) mbarrier_arrive(&shared.full_dq[buffer]);

@@ -14,8 +14,9 @@ namespace backward {
 //
 // lse and delta come as boxes of a tensor, too. A box begins at a multiple of 16 bytes and a block at any row, so there are
 // four copies of them, each a row ahead of the one before.
-__device__ __forceinline__ void load_rows(const AttentionBackwardArguments& params, Storage& shared) {
-  Walk& walk = shared.walk;
+template <typename C>
+__device__ __forceinline__ void load_rows(const BackwardParams<C>& params, Storage<C>& shared) {
+  Walk<C>& walk = shared.walk;
   const u32 count = walk.count;
   const u32 flags = walk.next.flags;
   if (flags & kExit && count > 0 && shared.steps[(count - 1) % kSteps].flags & kExit) return;
@@ -26,43 +27,46 @@ __device__ __forceinline__ void load_rows(const AttentionBackwardArguments& para
   shared.steps[count % kSteps] = walk.next;
   walk.count = count + 1;
   // Every thread that adds leaves at a step of its own.
-  if (flags & kExit && kAdders > 1) shared.steps[(count + 1) % kSteps].flags = kExit;
+  if (flags & kExit && C::kAdders > 1) shared.steps[(count + 1) % kSteps].flags = kExit;
   if (flags & (kExit | kEmpty)) {
     mbarrier_arrive(full_q);
     mbarrier_arrive(full_dout);
   } else {
     const i32 row = walk.next.row;
     const u32 head = walk.next.head_q;
-    mbarrier_arrive_expect(full_q, kRowBytes + kStatisticBytes);
-    mbarrier_arrive_expect(full_dout, kRowBytes + kStatisticBytes);
+    mbarrier_arrive_expect(full_q, C::kRowBytes + C::kStatisticBytes);
+    mbarrier_arrive_expect(full_dout, C::kRowBytes + C::kStatisticBytes);
 #pragma unroll
-    for (u32 c = 0; c < kChunks; ++c) {
-      tma_load_3d(shared.q[slot] + c * kRows * 128, &params.q, full_q, 64 * c, head, row);
+    for (u32 c = 0; c < C::kChunks; ++c) {
+      tma_load_3d(shared.q[slot] + c * C::kRows * 128, &params.all.q, full_q, 64 * c, head, row);
     }
-    tma_load_3d(shared.lse[slot], &params.statistics, full_q, row & ~3, head, row & 3);
+    tma_load_3d(shared.lse[slot], &params.all.statistics, full_q, row & ~3, head, row & 3);
 #pragma unroll
-    for (u32 c = 0; c < kChunks; ++c) {
-      tma_load_3d(shared.dout[slot] + c * kRows * 128, &params.dout, full_dout, 64 * c, head, row);
+    for (u32 c = 0; c < C::kChunks; ++c) {
+      tma_load_3d(shared.dout[slot] + c * C::kRows * 128, &params.all.dout, full_dout, 64 * c, head, row);
     }
-    tma_load_3d(shared.delta[slot], &params.statistics, full_dout, row & ~3, head, 4 + (row & 3));
+    tma_load_3d(shared.delta[slot], &params.all.statistics, full_dout, row & ~3, head, 4 + (row & 3));
   }
   if (!(flags & kExit)) walk.advance(params);
 }
 
-__device__ __forceinline__ void load_keys(const AttentionBackwardArguments& params, const TensorMap& own,
+template <typename C>
+__device__ __forceinline__ void load_keys(const BackwardParams<C>& params, const TensorMap& own,
                                           const TensorMap& arriving, u8* to, u64* full, const Step& step) {
   if (step.flags & (kExit | kEmpty)) return;
   i32 key = step.key;
-  const TensorMap* map = key_map(own, arriving, params.own_rows, key);
-  mbarrier_arrive_expect(full, kKeyBytes);
+  const TensorMap* map = key_map(own, arriving, params.all.own_rows, key);
+  mbarrier_arrive_expect(full, C::kKeyBytes);
 #pragma unroll
-  for (u32 c = 0; c < kChunks; ++c) tma_load_3d(to + c * kKeys * 128, map, full, 64 * c, step.head_kv, key);
+  for (u32 c = 0; c < C::kChunks; ++c) tma_load_3d(to + c * C::kKeys * 128, map, full, 64 * c, step.head_kv, key);
 }
-__device__ __forceinline__ void load_k(const AttentionBackwardArguments& params, Storage& shared, const Step& step) {
-  load_keys(params, params.k, params.arriving_k, shared.k, &shared.full_k, step);
+template <typename C>
+__device__ __forceinline__ void load_k(const BackwardParams<C>& params, Storage<C>& shared, const Step& step) {
+  load_keys(params, params.all.k, params.all.arriving_k, shared.k, &shared.full_k, step);
 }
-__device__ __forceinline__ void load_v(const AttentionBackwardArguments& params, Storage& shared, const Step& step) {
-  load_keys(params, params.v, params.arriving_v, shared.v, &shared.full_v, step);
+template <typename C>
+__device__ __forceinline__ void load_v(const BackwardParams<C>& params, Storage<C>& shared, const Step& step) {
+  load_keys(params, params.all.v, params.all.arriving_v, shared.v, &shared.full_v, step);
 }
 
 // Before the first keys of an item are loaded.
@@ -72,11 +76,12 @@ __device__ __forceinline__ void await_keys(const AttentionBackwardArguments& par
 }
 
 // The thread that loads.
-__device__ __forceinline__ void load_role(const AttentionBackwardArguments& params, Storage& shared) {
+template <typename C>
+__device__ __forceinline__ void load_role(const BackwardParams<C>& params, Storage<C>& shared) {
   shared.walk.begin(params);
   load_rows(params, shared);
-  shared.delivered.begin(params);
-  await_keys(params, shared.delivered, shared.steps[0]);
+  shared.delivered.begin(params.all);
+  await_keys(params.all, shared.delivered, shared.steps[0]);
   load_k(params, shared, shared.steps[0]);
   load_v(params, shared, shared.steps[0]);
   for (u32 count = 0; !(shared.steps[count % kSteps].flags & kExit); ++count) {
@@ -85,7 +90,7 @@ __device__ __forceinline__ void load_role(const AttentionBackwardArguments& para
       const Step& next = shared.steps[(count + 1) % kSteps];
       // Who has computed dS of the last block reads V no more; when dq of it is computed, nobody reads K.
       mbarrier_wait(&shared.full_ds[slot_of(count)], parity_of(count));
-      await_keys(params, shared.delivered, next);
+      await_keys(params.all, shared.delivered, next);
       load_v(params, shared, next);
       mbarrier_wait(&shared.empty_ds[slot_of(count)], parity_of(count));
       load_k(params, shared, next);
@@ -137,16 +142,17 @@ __device__ __forceinline__ void clear_dq_rows(u8* to, const u32 (&offsets)[2][2]
 }
 
 // The warpgroup that owns query rows: dq.
-__device__ __forceinline__ void query_role(const AttentionBackwardArguments& params, Storage& shared) {
+template <typename C>
+__device__ __forceinline__ void query_role(const BackwardParams<C>& params, Storage<C>& shared) {
   const u32 lane = threadIdx.x % 32;
   u32 offsets[2][2];
   dq_part_offsets(offsets);
-  RoundingBeside rounding;
+  RoundingBeside<C> rounding;
   for (u32 count = 0;; ++count) {
     const u32 slot = slot_of(count);
     // Not full_q: the rows of the step after next may be there before this warpgroup comes to look.
     if (rounding.has_rows(shared)) {
-      RoundingBeside::Rows rows;
+      typename RoundingBeside<C>::Rows rows;
       rounding.load(params, shared, rows);
       mbarrier_wait(&shared.full_ds[slot], parity_of(count));
       rounding.round(params, shared, rows);
@@ -156,17 +162,17 @@ __device__ __forceinline__ void query_role(const AttentionBackwardArguments& par
     const u32 flags = uniform_load(&shared.steps[count % kSteps].flags);
     if (flags & kExit) {
       // Threads that add leave at the first part of a step.
-      for (u32 adder = 0; adder < kAdders; ++adder) {
-        const u32 buffer = dq_slot_of(count + adder, 0);
-        mbarrier_wait(&shared.empty_dq[buffer], dq_parity_of(count + adder, 0) ^ 1);
+      for (u32 adder = 0; adder < C::kAdders; ++adder) {
+        const u32 buffer = dq_slot_of<C>(count + adder, 0);
+        mbarrier_wait(&shared.empty_dq[buffer], dq_parity_of<C>(count + adder, 0) ^ 1);
         if (lane == 0) mbarrier_arrive(&shared.full_dq[buffer]);
       }
       break;
     }
     if (flags & kEmpty) {
-      for (u32 part = 0; part < kParts; ++part) {
-        const u32 buffer = dq_slot_of(count, part);
-        mbarrier_wait(&shared.empty_dq[buffer], dq_parity_of(count, part) ^ 1);
+      for (u32 part = 0; part < C::kParts; ++part) {
+        const u32 buffer = dq_slot_of<C>(count, part);
+        mbarrier_wait(&shared.empty_dq[buffer], dq_parity_of<C>(count, part) ^ 1);
         if (lane == 0) mbarrier_arrive(&shared.full_dq[buffer]);
       }
       if (lane == 0) mbarrier_arrive(&shared.empty_ds[slot]);
@@ -174,26 +180,26 @@ __device__ __forceinline__ void query_role(const AttentionBackwardArguments& par
     }
     if (flags & kFirst) mbarrier_wait(&shared.full_k, item_parity_of(flags));
 #pragma unroll 1  // what the compiler would keep for each part costs registers that this warpgroup has not
-    for (u32 part = 0; part < kParts; ++part) {
-      const u32 chunk = part % kChunks;
-      const u32 half = part / kChunks;
+    for (u32 part = 0; part < C::kParts; ++part) {
+      const u32 chunk = part % C::kChunks;
+      const u32 half = part / C::kChunks;
       float dq[32];
-      const u32 keys = operand(shared_address(shared.k) + chunk * kKeys * 128, kKeys * 128);
-      const u32 rows = operand(shared_address(shared.ds[0]) + slot * kDsBytes + half * kKeys * 128, kKeys * 128);
+      const u32 keys = operand<C>(shared_address(shared.k) + chunk * C::kKeys * 128, C::kKeys * 128);
+      const u32 rows = operand<C>(shared_address(shared.ds[0]) + slot * C::kDsBytes + half * C::kKeys * 128, C::kKeys * 128);
       __syncwarp();
       wgmma_fence();
       Wgmma<64>::ss_first<Major::kMN, Major::kMN>(dq, descriptor(keys, 0), descriptor(rows, 0));
 #pragma unroll
-      for (u32 k = 1; k < kKeys / 16; ++k) {
+      for (u32 k = 1; k < C::kKeys / 16; ++k) {
         Wgmma<64>::ss<Major::kMN, Major::kMN>(dq, descriptor(keys, k * 2048), descriptor(rows, k * 2048), 1);
       }
       wgmma_commit();
-      const u32 buffer = dq_slot_of(count, part);
-      mbarrier_wait(&shared.empty_dq[buffer], dq_parity_of(count, part) ^ 1);
+      const u32 buffer = dq_slot_of<C>(count, part);
+      mbarrier_wait(&shared.empty_dq[buffer], dq_parity_of<C>(count, part) ^ 1);
       wgmma_wait<0>();
       pin(dq);
-      if (part + 1 == kParts && lane == 0) mbarrier_arrive(&shared.empty_ds[slot]);
-      store_dq_part(shared.dq[buffer], offsets, dq, params.scale);
+      if (part + 1 == C::kParts && lane == 0) mbarrier_arrive(&shared.empty_ds[slot]);
+      store_dq_part(shared.dq[buffer], offsets, dq, params.all.scale);
       const Step& step = shared.steps[count % kSteps];
       // Asked for again, which saves a register.
       if (uniform_load(&step.flags) & kShort) {

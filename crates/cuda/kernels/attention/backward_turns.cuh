@@ -15,35 +15,38 @@ namespace counterpoint {
 namespace backward {
 
 // What counts the additions to a step's rows.
-__device__ __forceinline__ u32* turn_counter(const AttentionBackwardArguments& params, const Step& step) {
-  return params.turns + u64(step.counter) * (params.heads_kv * params.group) + step.head_q;
+template <typename C>
+__device__ __forceinline__ u32* turn_counter(const BackwardParams<C>& params, const Step& step) {
+  return params.order.added + u64(step.counter) * (params.all.heads_kv * params.all.group) + step.head_q;
 }
 
 // Waits until `turn` others have added.
-__device__ __forceinline__ void await_turn(const AttentionBackwardArguments& params, const u32* turns, u32 turn) {
-  if (turn < params.ordered_from) return;
+template <typename C>
+__device__ __forceinline__ void await_turn(const BackwardParams<C>& params, const u32* turns, u32 turn) {
+  if (turn < params.order.ordered_from) return;
   // Not until there are exactly so many: those whose turn comes later wait for this one.
-  await_value(turns, turn, params.wait);
+  await_value(turns, turn, params.all.wait);
 }
 
 // A thread that adds to dq every kAdders-th of what the query warpgroup leaves in shared memory, `adder` first.
-__device__ __forceinline__ void add_in_turn_role(const AttentionBackwardArguments& params, Storage& shared, u32 adder) {
-  for (u32 count = adder;; count += kAdders) {
-    mbarrier_wait(&shared.full_dq[dq_slot_of(count, 0)], dq_parity_of(count, 0));
+template <typename C>
+__device__ __forceinline__ void add_in_turn_role(const BackwardParams<C>& params, Storage<C>& shared, u32 adder) {
+  for (u32 count = adder;; count += C::kAdders) {
+    mbarrier_wait(&shared.full_dq[dq_slot_of<C>(count, 0)], dq_parity_of<C>(count, 0));
     // Read before the buffers are free, after which the place is another step's.
     const Step& step = shared.steps[count % kSteps];
     const u32 flags = step.flags;
     if (flags & kExit) break;
     const bool rows = !(flags & kEmpty);
-    const u32 slab = u32(step.row) / kRows;
+    const u32 slab = u32(step.row) / C::kRows;
     const u32 head = step.head_q;
     const u32 added = u32(step.row_end - step.row);
     u32* turns = turn_counter(params, step);
     if (rows) await_turn(params, turns, step.turn);
 #pragma unroll 1
-    for (u32 part = 0; part < kParts; ++part) {
-      const u32 buffer = dq_slot_of(count, part);
-      if (part > 0) mbarrier_wait(&shared.full_dq[buffer], dq_parity_of(count, part));
+    for (u32 part = 0; part < C::kParts; ++part) {
+      const u32 buffer = dq_slot_of<C>(count, part);
+      if (part > 0) mbarrier_wait(&shared.full_dq[buffer], dq_parity_of<C>(count, part));
       if (rows) add_part(params, shared, step, part, buffer);
       tma_store_commit();
       if (part > 0) {
@@ -52,13 +55,13 @@ __device__ __forceinline__ void add_in_turn_role(const AttentionBackwardArgument
       }
     }
     tma_store_wait_read<0>();
-    mbarrier_arrive(&shared.empty_dq[dq_slot_of(count, kParts - 1)]);
+    mbarrier_arrive(&shared.empty_dq[dq_slot_of<C>(count, C::kParts - 1)]);
     if (!rows) continue;
     // The additions are done: it is the next tile's turn.
     tma_store_wait<0>();
     fence_device();
     add_relaxed(turns, 1);
-    if (params.rounded_dq != nullptr) count_added(params, slab, head, added);
+    if (params.rounding.rounded_dq != nullptr) count_added(params, slab, head, added);
   }
 }
 

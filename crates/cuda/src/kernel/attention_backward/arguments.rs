@@ -1,9 +1,59 @@
 //! What the kernels are given.
 
+use std::ffi::c_void;
+
 use super::shape::CLASSES;
-use crate::TensorMap;
 use crate::kernel::{LinkArrivals, WaitLimit};
 use crate::layout::{SharedLayout, shared_layout};
+use crate::{KernelArguments, TensorMap};
+
+/// What a kernel is given: what every kernel takes, and what its configuration has beside.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct BackwardParams {
+    pub(super) all: AttentionBackwardArguments,
+    /// Where the kernel rounds dq itself.
+    pub(super) rounding: Option<BackwardRounding>,
+    pub(super) order: BackwardOrder,
+}
+
+/// In which order tiles are handed out and add to dq, with what depends on it.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum BackwardOrder {
+    Turns(BackwardTurns),
+    Classes(BackwardClasses),
+    /// Some tiles' gradients may be results.
+    Alone(BackwardClasses, BackwardAlone),
+    /// Items may be halves, too.
+    Halves(BackwardClasses, BackwardAlone, BackwardHalves),
+}
+
+/// Two that lie behind each other in a kernel's parameter.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(super) struct Then<A, B>(A, B);
+
+impl KernelArguments for BackwardParams {
+    fn with_pointers<R>(&self, run: impl FnOnce(&mut [*mut c_void], &[usize]) -> R) -> R {
+        match self.order {
+            BackwardOrder::Turns(turns) => self.with_order(turns, run),
+            BackwardOrder::Classes(classes) => self.with_order(classes, run),
+            BackwardOrder::Alone(classes, alone) => self.with_order(Then(classes, alone), run),
+            BackwardOrder::Halves(classes, alone, halves) => {
+                self.with_order(Then(classes, Then(alone, halves)), run)
+            }
+        }
+    }
+}
+
+impl BackwardParams {
+    /// As [`KernelArguments::with_pointers`], of the one parameter that ends in `order`.
+    fn with_order<O: Copy, R>(&self, order: O, run: impl FnOnce(&mut [*mut c_void], &[usize]) -> R) -> R {
+        match self.rounding {
+            Some(rounding) => (Then(self.all, Then(rounding, order)),).with_pointers(run),
+            None => (Then(self.all, order),).with_pointers(run),
+        }
+    }
+}
 
 /// `AttentionBackwardArguments` of the kernel.
 #[derive(Clone, Copy, Debug)]
@@ -17,50 +67,79 @@ pub(super) struct AttentionBackwardArguments {
     pub(super) arriving_v: TensorMap,
     pub(super) dq: TensorMap,
     pub(super) statistics: TensorMap,
+    pub(super) arrivals: LinkArrivals,
     pub(super) dk: u64,
     pub(super) dv: u64,
+    pub(super) homes: u64,
     pub(super) tiles: u64,
     pub(super) runs: u64,
     pub(super) bounds: u64,
-    pub(super) dq_rows: u64,
-    pub(super) rounded_dq: u64,
-    pub(super) coverage: u64,
-    pub(super) summed_rows: u64,
-    pub(super) summed: u64,
-    pub(super) rounding: u64,
-    pub(super) cursors: u64,
     pub(super) queue: u64,
-    pub(super) turn_spans: u64,
-    pub(super) turn_begins: u64,
-    pub(super) turns: u64,
     pub(super) wait: WaitLimit,
-    pub(super) alone: u64,
-    pub(super) rounded_dk: u64,
-    pub(super) rounded_dv: u64,
-    pub(super) halves: u64,
-    pub(super) ordered_from: u32,
-    pub(super) zeroes_sums: u32,
-    pub(super) heads_at_a_time: u32,
-    pub(super) num_tiles: u32,
     pub(super) items: u32,
-    pub(super) halved_classes: u32,
-    pub(super) rounds: u32,
-    pub(super) rounds_beside: u32,
-    pub(super) rows_q: u32,
     pub(super) heads_kv: u32,
     pub(super) group: u32,
     pub(super) head_dim: u32,
     pub(super) head_dim_v: u32,
     pub(super) stretch: u32,
-    pub(super) arrivals: LinkArrivals,
     pub(super) own_rows: i32,
     pub(super) homed_from: i32,
-    pub(super) homes: u64,
-    pub(super) classes: u32,
-    pub(super) class_end: [u32; CLASSES],
     pub(super) scale: f32,
     pub(super) scale_log2: f32,
     pub(super) cap_log2: f32,
+}
+
+/// `BackwardTurns` of the kernel.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(super) struct BackwardTurns {
+    pub(super) spans: u64,
+    pub(super) begins: u64,
+    pub(super) added: u64,
+    pub(super) ordered_from: u32,
+    pub(super) num_tiles: u32,
+    pub(super) heads_at_a_time: u32,
+}
+
+/// `BackwardClasses` of the kernel.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(super) struct BackwardClasses {
+    pub(super) cursors: u64,
+    pub(super) ends: [u32; CLASSES],
+}
+
+/// `BackwardRounding` of the kernel.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(super) struct BackwardRounding {
+    pub(super) dq: u64,
+    pub(super) rounded_dq: u64,
+    pub(super) coverage: u64,
+    pub(super) summed_rows: u64,
+    pub(super) summed: u64,
+    pub(super) progress: u64,
+    pub(super) slabs: u32,
+    pub(super) beside: u32,
+    pub(super) rows_q: u32,
+    pub(super) zeroes_sums: u32,
+}
+
+/// `BackwardAlone` of the kernel.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(super) struct BackwardAlone {
+    pub(super) tiles: u64,
+    pub(super) dk: u64,
+    pub(super) dv: u64,
+}
+
+/// `BackwardHalves` of the kernel.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(super) struct BackwardHalves {
+    pub(super) words: u64,
+    pub(super) classes: u32,
 }
 
 /// `AttentionBackwardRowsArguments` of the kernel.
@@ -87,7 +166,7 @@ pub(super) struct AttentionBackwardRowsArguments {
 pub(in crate::kernel) fn layouts() -> Vec<SharedLayout> {
     vec![
         shared_layout!(
-            "attention/attention_backward.cuh",
+            "attention/backward_work.cuh",
             AttentionBackwardArguments {
                 q,
                 dout,
@@ -97,52 +176,50 @@ pub(in crate::kernel) fn layouts() -> Vec<SharedLayout> {
                 arriving_v,
                 dq,
                 statistics,
+                arrivals,
                 dk,
                 dv,
+                homes,
                 tiles,
                 runs,
                 bounds,
-                dq_rows,
-                rounded_dq,
-                coverage,
-                summed_rows,
-                summed,
-                rounding,
-                cursors,
                 queue,
-                turn_spans,
-                turn_begins,
-                turns,
                 wait,
-                alone,
-                rounded_dk,
-                rounded_dv,
-                halves,
-                ordered_from,
-                zeroes_sums,
-                heads_at_a_time,
-                num_tiles,
                 items,
-                halved_classes,
-                rounds,
-                rounds_beside,
-                rows_q,
                 heads_kv,
                 group,
                 head_dim,
                 head_dim_v,
                 stretch,
-                arrivals,
                 own_rows,
                 homed_from,
-                homes,
-                classes,
-                class_end,
                 scale,
                 scale_log2,
                 cap_log2
             }
         ),
+        shared_layout!(
+            "attention/backward_work.cuh",
+            BackwardTurns { spans, begins, added, ordered_from, num_tiles, heads_at_a_time }
+        ),
+        shared_layout!("attention/backward_work.cuh", BackwardClasses { cursors, ends }),
+        shared_layout!(
+            "attention/backward_work.cuh",
+            BackwardRounding {
+                dq,
+                rounded_dq,
+                coverage,
+                summed_rows,
+                summed,
+                progress,
+                slabs,
+                beside,
+                rows_q,
+                zeroes_sums
+            }
+        ),
+        shared_layout!("attention/backward_work.cuh", BackwardAlone { tiles, dk, dv }),
+        shared_layout!("attention/backward_work.cuh", BackwardHalves { words, classes }),
         shared_layout!(
             "attention/attention_backward_rows.cuh",
             AttentionBackwardRowsArguments {

@@ -7,10 +7,13 @@ mod source;
 use std::f32::consts::LOG2_E;
 
 pub(super) use arguments::layouts;
-use arguments::{AttentionBackwardArguments, AttentionBackwardRowsArguments};
+use arguments::{
+    AttentionBackwardArguments, AttentionBackwardRowsArguments, BackwardAlone, BackwardClasses,
+    BackwardHalves, BackwardOrder, BackwardParams, BackwardRounding, BackwardTurns,
+};
 use counterpoint_mask::Range;
 use counterpoint_tiles::{Tile, TileClasses, TileTakers, TurnSpan};
-use shape::{BackwardShape, CLASSES, DqSums, KeyOwners, heads_at_a_time, rounds_beside, stretch};
+use shape::{BackwardShape, CLASSES, DqSums, heads_at_a_time, rounds_beside, stretch};
 pub(super) use source::specialisations;
 use source::{BackwardChoice, ROWS_THREADS, SHARED_BYTES, THREADS, rows_source};
 
@@ -43,12 +46,12 @@ pub struct AttentionBackward {
     rows_function: Function,
     problem: AttentionProblem,
     mode: BackwardMode,
-    shape: BackwardShape,
+    choice: BackwardChoice,
     schedule: DeviceSchedule,
     /// Two words of the queue, and where the walk of each key head is.
     queue: DeviceBuffer,
     statistics: DeviceBuffer,
-    /// Rows that all tiles add to each slab of `shape.rows` rows of dq.
+    /// Rows that all tiles add to each slab of `choice.shape.rows` rows of dq.
     coverage: DeviceBuffer,
     /// Slabs that some tile adds to, of all query heads.
     rounds: u32,
@@ -67,8 +70,8 @@ pub struct AttentionBackward {
     tile_keys: Vec<Range>,
     /// Of each tile, whether its dk and dv go rounded to where results are: see [`AttentionBackward::round_alone`].
     alone: Option<DeviceBuffer>,
-    /// A word for each warp that has keys of a tile that is handed out by halves.
-    halves: DeviceBuffer,
+    /// A word for each warp that has keys of a tile that is handed out by halves, where the kernel has halves.
+    halves: Option<DeviceBuffer>,
     /// See [`stretch`].
     stretch: u32,
     /// See [`heads_at_a_time`].
@@ -159,13 +162,14 @@ impl AttentionBackward {
             workers: clusters as usize,
             heads: heads_kv,
             walks: heads_q / heads_kv,
-            halves: !problem.deterministic && !mode.rounds_keys && shape.head_dim == 128,
+            halves: choice.halves(),
         };
         let classes = schedule.classes(takers, CLASSES);
         let halved_tiles = classes.halved_tiles() as usize;
         // No buffer is empty.
         let half_words = (halved_tiles * heads_kv * KEY_WARPS).max(1);
-        let halves = DeviceBuffer::from_slice(stream, &vec![0_u32; half_words])?;
+        let halves = choice.halves().then(|| DeviceBuffer::from_slice(stream, &vec![0_u32; half_words]));
+        let halves = halves.transpose()?;
         let missed = match (&turns, halved_tiles) {
             (Some(_), _) => Some(MISSED_TURN),
             (None, 0) if !mode.rounds_queries => None,
@@ -184,10 +188,7 @@ impl AttentionBackward {
         let heads_at_a_time =
             heads_at_a_time(schedule.tile_count() as usize, heads_kv, clusters as usize) as u32;
         let launch = Launch::linear(groups * ctas, THREADS).cluster([ctas, 1, 1]).shared_bytes(SHARED_BYTES);
-        let dq_rounding = match shape.owners {
-            KeyOwners::Warpgroups => None,
-            KeyOwners::Ctas => DqRounding::new(stream, problem, mode)?,
-        };
+        let dq_rounding = if choice.rounds_dq() { None } else { DqRounding::new(stream, problem, mode)? };
         let zeroes_sums = mode.dq == DqBegin::Carried && mode.rounds_queries && dq_rounding.is_none();
         let clears = mode.dq != DqBegin::Sums && !zeroes_sums;
         let quads = (rows_q * heads_q) as u64 * if clears { head_dim as u64 / 4 } else { 1 };
@@ -198,7 +199,7 @@ impl AttentionBackward {
             rows_function,
             problem: problem.clone(),
             mode,
-            shape,
+            choice,
             schedule,
             queue,
             statistics,
@@ -230,7 +231,7 @@ impl AttentionBackward {
     /// # Errors
     /// When memory is short.
     pub fn round_alone(&mut self, stream: &Stream, shared: &[Range]) -> Result<Vec<Range>, CudaError> {
-        if self.mode.rounds_keys || self.problem.deterministic {
+        if !self.choice.alone() {
             return Ok(Vec::new());
         }
         let own_rows = self.problem.rows_k - self.problem.rows_arriving;
@@ -244,9 +245,9 @@ impl AttentionBackward {
     /// Enqueues the backward. Nothing is allocated, and nothing waits but for rows that arrive.
     ///
     /// # Safety
-    /// As of [`super::AttentionForward::launch`] for rows that arrive. `tensors` are addresses of what [`BackwardTensors`] says, for this value's problem and mode, which live until the kernels
-    /// have run; what is written overlaps nothing else. This value lives as long, and its earlier run has finished or is
-    /// before this one on the same stream.
+    /// As of [`super::AttentionForward::launch`] for rows that arrive. `tensors` are addresses of what [`BackwardTensors`] says, for
+    /// this value's problem and mode, which live until the kernels have run; what is written overlaps nothing else. This value
+    /// lives as long, and its earlier run has finished or is before this one on the same stream.
     ///
     /// # Errors
     /// [`CudaError::TensorMap`] for an address that is no multiple of 16, or the driver's refusal.
@@ -262,7 +263,7 @@ impl AttentionBackward {
                 dq: tensors.dq,
                 rounded: self.rounded_in_kernel(tensors),
                 word_count: self.progress.len() as u64 / 4,
-                slab_rows: self.shape.rows,
+                slab_rows: self.choice.shape.rows,
                 clears: u32::from(self.clears),
                 rows: rows_q as u32,
                 heads: heads_q as u32,
@@ -274,9 +275,9 @@ impl AttentionBackward {
             unsafe { self.rows_function.launch(stream, &self.rows_launch, &(rows,))? };
         }
         if self.schedule.tile_count() > 0 {
-            let arguments = self.arguments(tensors)?;
+            let params = self.params(tensors)?;
             // SAFETY: likewise, of the kernel in `BackwardChoice::source`.
-            unsafe { self.function.launch(stream, &self.launch, &(arguments,))? };
+            unsafe { self.function.launch(stream, &self.launch, &params)? };
         }
         // SAFETY: the caller's promise.
         self.dq_rounding.as_ref().map_or(Ok(()), |rounding| unsafe { rounding.launch(stream, tensors) })
@@ -295,19 +296,70 @@ impl AttentionBackward {
         self.waits.as_ref()
     }
 
+    /// What the kernel of `choice` is given.
+    fn params(&self, tensors: &BackwardTensors) -> Result<BackwardParams, CudaError> {
+        let slab_words = (self.coverage.len() / 4 * self.problem.heads_q) as u64;
+        let [summed_rows, summed, added] =
+            [0, 1, 2].map(|at| self.progress.address() + 4 * (ROUNDING as u64 + at * slab_words));
+        let rounding = BackwardRounding {
+            dq: tensors.dq,
+            rounded_dq: self.rounded_in_kernel(tensors),
+            coverage: self.coverage.address(),
+            summed_rows,
+            summed,
+            progress: self.progress.address(),
+            slabs: self.rounds,
+            beside: self.rounds_beside,
+            rows_q: self.problem.rows_q as u32,
+            zeroes_sums: u32::from(self.zeroes_sums),
+        };
+        let order = match &self.turns {
+            Some(turns) => BackwardOrder::Turns(BackwardTurns {
+                spans: turns.spans.address(),
+                begins: turns.begins.address(),
+                added,
+                ordered_from: if self.mode.dq == DqBegin::Sums { 1 } else { 2 },
+                num_tiles: self.schedule.tile_count(),
+                heads_at_a_time: self.heads_at_a_time,
+            }),
+            None => self.classes(tensors),
+        };
+        let rounding = self.choice.rounds_dq().then_some(rounding);
+        Ok(BackwardParams { all: self.arguments(tensors)?, rounding, order })
+    }
+
+    /// The order of tiles that take no turns, with what else a kernel of such tiles has.
+    fn classes(&self, tensors: &BackwardTensors) -> BackwardOrder {
+        let mut ends = [self.schedule.tile_count(); CLASSES];
+        ends[..self.classes.ends.len()].copy_from_slice(&self.classes.ends);
+        let cursors = self.queue.address() + 4 * QUEUE_WORDS as u64;
+        let classes = BackwardClasses { cursors, ends };
+        let [dk, dv] = tensors.rounded.unwrap_or([0; 2]);
+        let alone = BackwardAlone { tiles: self.alone.as_ref().map_or(0, DeviceBuffer::address), dk, dv };
+        match &self.halves {
+            Some(words) => {
+                let halves = BackwardHalves { words: words.address(), classes: self.classes.halved as u32 };
+                BackwardOrder::Halves(classes, alone, halves)
+            }
+            None if self.choice.alone() => BackwardOrder::Alone(classes, alone),
+            None => BackwardOrder::Classes(classes),
+        }
+    }
+
     // Long: one struct of the kernel's arguments, field by field.
     fn arguments(&self, tensors: &BackwardTensors) -> Result<AttentionBackwardArguments, CudaError> {
         // Bound once for all tensor maps.
         let _bound = self.function.device().make_current()?;
         let AttentionProblem { rows_q, rows_k, heads_q, heads_kv, head_dim, head_dim_v, .. } = self.problem;
         let AttentionProblem { element, scale, softcap, rows_arriving, .. } = self.problem;
+        let shape = self.choice.shape;
         let map =
             |name: &str, kind: TensorMapElement, tensor: HeadRows, dims: [usize; 3], box_dims: [u32; 3]| {
                 let spec = TensorMapSpec::new(kind, tensor.address, dims.map(|dim| dim as u64), box_dims);
                 tensor.map(spec).swizzle(Swizzle::Span128).encode(self.function.device(), name)
             };
         let kind = element.tensor_map_element();
-        let (key_box, row_box) = ([64, 1, self.shape.key_box()], [64, 1, self.shape.row_box()]);
+        let (key_box, row_box) = ([64, 1, shape.key_box()], [64, 1, shape.row_box()]);
         let own_rows = rows_k - rows_arriving;
         // No tensor of the copy engine is empty. Without rows none is read, and any address of this device will do.
         let any = self.statistics.address();
@@ -319,25 +371,16 @@ impl AttentionBackward {
         let rows = rows_q.max(1);
         let query = |tensor: HeadRows| if rows_q == 0 { any.into() } else { tensor };
         let [tiles, runs, bounds] = self.schedule.addresses();
-        let [turn_spans, turn_begins] = self
-            .turns
-            .as_ref()
-            .map_or([0; 2], |turns| [&turns.spans, &turns.begins].map(DeviceBuffer::address));
-        let [rounding, after_it] = [0, 4 * ROUNDING as u64].map(|at| self.progress.address() + at);
-        let slab_words = self.coverage.len() as u64 * heads_q as u64;
-        let [summed_rows, summed, turns] = [0, 1, 2].map(|at| after_it + at * slab_words);
         let pitch = 4 * statistic_pitch(rows_q) as u64;
         // Without rows the buffer has 4 bytes, which is as good as any address.
         let statistics = TensorMapSpec::new(
             TensorMapElement::F32,
             self.statistics.address(),
             [rows as u64, heads_q as u64, STATISTICS as u64],
-            [self.shape.rows, 1, 1],
+            [shape.rows, 1, 1],
         )
         .strides([pitch.max(16), (pitch * heads_q as u64).max(16)])
         .encode(self.function.device(), "statistics")?;
-        let mut class_end = [self.schedule.tile_count(); CLASSES];
-        class_end[..self.classes.ends.len()].copy_from_slice(&self.classes.ends);
         Ok(AttentionBackwardArguments {
             q: map("q", kind, query(tensors.q), [head_dim, heads_q, rows], row_box)?,
             dout: map("dout", kind, query(tensors.dout.into()), [head_dim_v, heads_q, rows], row_box)?,
@@ -353,47 +396,23 @@ impl AttentionBackward {
                 [32, 1, 64],
             )?,
             statistics,
+            arrivals: arriving.arrivals.after(own_rows, rows_arriving),
             dk: tensors.dk,
             dv: tensors.dv,
+            homes: tensors.homes.map_or(0, |homes| homes.addresses),
             tiles,
             runs,
             bounds,
-            dq_rows: tensors.dq,
-            rounded_dq: self.rounded_in_kernel(tensors),
-            coverage: self.coverage.address(),
-            summed_rows,
-            summed,
-            rounding,
-            cursors: self.queue.address() + 4 * QUEUE_WORDS as u64,
             queue: self.queue.address(),
-            turn_spans,
-            turn_begins,
-            turns,
             wait: self.waits.as_ref().map_or(WaitLimit::NONE, CtaWaits::limit),
-            alone: self.alone.as_ref().map_or(0, DeviceBuffer::address),
-            rounded_dk: tensors.rounded.map_or(0, |rounded| rounded[0]),
-            rounded_dv: tensors.rounded.map_or(0, |rounded| rounded[1]),
-            halves: self.halves.address(),
-            ordered_from: if self.mode.dq == DqBegin::Sums { 1 } else { 2 },
-            zeroes_sums: u32::from(self.zeroes_sums),
-            heads_at_a_time: self.heads_at_a_time,
-            num_tiles: self.schedule.tile_count(),
             items: self.items,
-            halved_classes: self.classes.halved as u32,
-            rounds: self.rounds,
-            rounds_beside: self.rounds_beside,
-            rows_q: rows_q as u32,
             heads_kv: heads_kv as u32,
             group: (heads_q / heads_kv) as u32,
             head_dim: head_dim as u32,
             head_dim_v: head_dim_v as u32,
             stretch: self.stretch,
-            arrivals: arriving.arrivals.after(own_rows, rows_arriving),
             own_rows: if rows_arriving == 0 { i32::MAX } else { own_rows as i32 },
             homed_from: tensors.homes.map_or(i32::MAX, |homes| homes.first_row as i32),
-            homes: tensors.homes.map_or(0, |homes| homes.addresses),
-            classes: self.classes.ends.len() as u32,
-            class_end,
             scale,
             scale_log2: softcap.map_or(scale, |softcap| 2.0 * scale / softcap) * LOG2_E,
             cap_log2: softcap.unwrap_or(0.0) * LOG2_E,

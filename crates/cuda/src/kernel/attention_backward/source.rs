@@ -1,5 +1,9 @@
 //! The instantiations of the Hopper attention backward: shapes, element types, and modes that are compiled.
 
+use super::arguments::{
+    AttentionBackwardArguments, BackwardAlone, BackwardClasses, BackwardHalves, BackwardRounding,
+    BackwardTurns, Then,
+};
 use super::shape::{BackwardShape, KeyOwners};
 use crate::headers::kernel_source;
 use crate::kernel::{ElementType, MatrixUnit, Specialisation};
@@ -24,36 +28,108 @@ pub(super) struct BackwardChoice {
     pub(super) turns: bool,
 }
 
+/// The one parameter of a kernel. Were it several, the compiler would load some of them long before they are used, for which the thread
+/// that loads tiles has no register.
+struct Parameter {
+    /// Its fields.
+    fields: String,
+    /// What `BackwardParams` is made of.
+    values: String,
+    /// As long as a launch gives it.
+    bytes: usize,
+}
+
 impl BackwardChoice {
+    /// Whether the kernel rounds dq itself.
+    pub(super) fn rounds_dq(self) -> bool {
+        self.shape.owners == KeyOwners::Warpgroups
+    }
+
+    /// Whether some tiles' gradients may be results where others' are shares.
+    pub(super) fn alone(self) -> bool {
+        !self.rounds_keys && !self.turns
+    }
+
+    /// Whether items may be half of a tile's query heads: shorter heads have no register for that.
+    pub(super) fn halves(self) -> bool {
+        self.alone() && self.shape.head_dim == 128
+    }
+
+    /// The kernel's parameter.
+    fn parameter(self) -> Parameter {
+        // In the order of `BackwardParams`, there and here.
+        let features = [
+            ("BackwardRounding", "rounding", self.rounds_dq()),
+            (if self.turns { "BackwardTurns" } else { "BackwardClasses" }, "order", true),
+            ("BackwardAlone", "alone", self.alone()),
+            ("BackwardHalves", "halves", self.halves()),
+        ];
+        let mut fields = "AttentionBackwardArguments all;".to_owned();
+        let mut values = "given.all".to_owned();
+        for (kind, name, has) in features {
+            if has {
+                fields += &format!(" {kind} {name};");
+                values += &format!(", given.{name}");
+            } else {
+                values += ", {}";
+            }
+        }
+        Parameter { fields, values, bytes: self.parameter_bytes() }
+    }
+
+    /// Bytes of what [`BackwardParams`](super::arguments::BackwardParams) gives a launch.
+    fn parameter_bytes(self) -> usize {
+        fn ending_in<O>(choice: BackwardChoice) -> usize {
+            if choice.rounds_dq() {
+                size_of::<Then<AttentionBackwardArguments, Then<BackwardRounding, O>>>()
+            } else {
+                size_of::<Then<AttentionBackwardArguments, O>>()
+            }
+        }
+        match (self.turns, self.alone(), self.halves()) {
+            (true, ..) => ending_in::<BackwardTurns>(self),
+            (false, false, _) => ending_in::<BackwardClasses>(self),
+            (false, true, false) => ending_in::<Then<BackwardClasses, BackwardAlone>>(self),
+            (false, true, true) => {
+                ending_in::<Then<BackwardClasses, Then<BackwardAlone, BackwardHalves>>>(self)
+            }
+        }
+    }
+
     pub(super) fn source(self) -> KernelSource {
         let Self { shape, element, rounds_keys, softcap, turns } = self;
         let BackwardShape { head_dim, head_dim_v, rows, owners } = shape;
         let (keys, ctas) = (BackwardShape::KEYS, shape.ctas());
         let gradient = if rounds_keys { "rounded" } else { "f32" };
         let cap = if softcap { "_softcap" } else { "" };
-        let order = if turns { "_turns" } else { "" };
-        let name =
-            format!("attention_backward_{}_{head_dim}_{head_dim_v}_{gradient}{cap}{order}", element.name());
-        let (body, scope) = match owners {
-            KeyOwners::Warpgroups => ("attention_backward", "backward"),
-            KeyOwners::Ctas => ("attention_backward_pair", "backward_pair"),
+        let name = format!(
+            "attention_backward_{}_{head_dim}_{head_dim_v}_{gradient}{cap}{}",
+            element.name(),
+            if turns { "_turns" } else { "" },
+        );
+        let (body, config, scope) = match owners {
+            KeyOwners::Warpgroups => ("attention_backward", "AttentionBackwardConfig", "backward"),
+            KeyOwners::Ctas => ("attention_backward_pair", "AttentionBackwardPairConfig", "backward_pair"),
         };
+        let gradients = if rounds_keys { "kResults" } else { "kShares" };
+        let order = if turns { "kInTurn" } else { "kAsTheyCome" };
+        let Parameter { fields, values, bytes } = self.parameter();
         kernel_source(&name, Arch::SM_90A)
             .define("ELEMENT_BF16", element.define())
-            .define("HEAD_DIM", head_dim)
-            .define("HEAD_DIM_V", head_dim_v)
-            .define("OUTPUT_F32", u32::from(!rounds_keys))
-            .define("SOFTCAP", u32::from(softcap))
-            .define("DETERMINISTIC", u32::from(turns))
             .line(format_args!("#include \"attention/{body}.cuh\""))
             .line("using namespace counterpoint;")
             .line(format_args!(
-                "static_assert(backward::kKeys == {keys} && backward::kRows == {rows} && {scope}::kThreads == {THREADS} \
-                 && {scope}::kSharedBytes <= {SHARED_BYTES} && backward::kCtas == {ctas}, \"launch\");"
+                "using Config = {config}<{head_dim}, {head_dim_v}, KeyGradients::{gradients}, {softcap}, DqOrder::{order}>;"
             ))
-            .line(format_args!("extern \"C\" __global__ void __launch_bounds__({THREADS}, 1)"))
-            .line(format_args!("{name}(const __grid_constant__ AttentionBackwardArguments arguments) {{"))
-            .line(format_args!("  {body}(arguments);"))
+            .line(format_args!(
+                "static_assert(Config::kKeys == {keys} && Config::kRows == {rows} && Config::kThreads == {THREADS} && \
+                 sizeof({scope}::Storage<Config>) <= {SHARED_BYTES} && Config::kCtas == {ctas}, \"launch\");"
+            ))
+            .line(format_args!("struct Parameter {{ {fields} }};"))
+            .line(format_args!("static_assert(sizeof(Parameter) == {bytes}, \"what a launch gives\");"))
+            .line("extern \"C\" __global__ void __launch_bounds__(Config::kThreads, 1)")
+            .line(format_args!("{name}(const __grid_constant__ Parameter given) {{"))
+            .line(format_args!("  {body}<Config>({{{values}}});"))
             .line("}")
     }
 }
