@@ -134,7 +134,7 @@ class Solution:
         chunk: int | None,
         dispatch: str,
         stages: str | int,
-        queries: str,
+        queries: str | None,
         overlap: str,
         deterministic: bool,
         on: Solution | None,

@@ -113,7 +113,7 @@ class _Group:
         even: bool = False,
         dispatch: Literal["auto", "predicted", "affinity", "min-heap", "sequential", "zigzag"] = "auto",
         stages: str | int = "auto",
-        queries: Literal["never", "auto", "fewest_bytes"] = "never",
+        queries: Literal["never", "auto", "fewest_bytes"] | None = None,
         overlap: str = "auto",
         deterministic: bool | None = None,
         sink_grad: Literal["share", "sum"] = "share",
@@ -131,10 +131,14 @@ class _Group:
 
         `dispatch` says how chunks are given to ranks, `overlap` how communication runs under computation: a policy of the command
         line such as "kernel-barrier+sm-margin=8", or one for each pass, "forward=...,backward=...". `"predicted"` simulates all
-        that there are and takes what ends first: 2 to 40 ms of one core for each mask, which `prefetch` spends in its thread.
+        that there are and takes what ends first: 2 to 60 ms of one core for each mask, which `prefetch` spends in its thread.
         `"auto"` does so where a rank's forward and backward take 10 ms or longer on such GPUs, and else, as on one rank, takes
         "affinity" and "concurrent". `Plan.choices` and the report say what was chosen, and from what; either can be given to
         later plans: `dispatch=plan.choices.dispatch`.
+
+        `queries` says whether rows of q that see many keys of other ranks may travel to these instead: `"auto"` where that is
+        predicted to be faster. It is what is done with `dispatch="predicted"`, and `"never"` else. GPUs that send results of such rows
+        back meet on the host, so a step that `torch.cuda.graph` captures needs `queries="never"`.
 
         Ctrl-C, or whatever else a handler of a signal raises, ends the planning at once.
         """
@@ -219,7 +223,7 @@ class _Group:
         if given["sink_grad"] not in ("share", "sum"):
             raise PlanError(f'sink_grad is {given["sink_grad"]!r}; it must be "share" or "sum"')
         for name in ("dispatch", "queries", "overlap"):
-            if not isinstance(given[name], str):
+            if not isinstance(given[name], str) and (name, given[name]) != ("queries", None):
                 raise PlanError(f"{name} is {given[name]!r}; it must be a string")
         dtype = dtype_name(given["dtype"])
         if self._ordinal >= 0 and dtype not in ("bfloat16", "float16"):

@@ -1,4 +1,5 @@
-//! What planning takes on one core: packed documents, `plan_mask` beside `plan_attention`, which compares dispatches and policies.
+//! What planning takes on one core: packed documents, `plan_mask` beside `plan_attention`, which compares dispatches and policies, with and
+//! without queries that may travel.
 //!
 //! `cargo run --release -p counterpoint-choose --example planning_seconds [case]`
 
@@ -7,7 +8,7 @@ use std::time::Instant;
 
 use counterpoint_choose::{DeviceModel, plan_attention, plan_mask};
 use counterpoint_mask::{Documents, Mask};
-use counterpoint_plan::{AttentionSpec, CostModel, DType, PlanConfig, Planning};
+use counterpoint_plan::{AttentionSpec, CostModel, DType, PlanConfig, Planning, QueryExchange};
 
 /// Lengths of documents as training data has them.
 const LENGTHS: &str = include_str!("../../../benches/data/packed_documents_lognormal_1m.txt");
@@ -47,7 +48,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let only: Option<usize> = std::env::args().nth(1).map(|text| text.parse()).transpose()?;
     let model = DeviceModel::for_choices("NVIDIA H200", &CostModel::H200);
     println!(
-        "| ranks | tokens | heads | plan_mask, ms | plan_attention, ms | ratio |\n|---|---|---|---|---|---|"
+        "| ranks | tokens | heads | plan_mask, ms | plan_attention, ms | ratio | queries may travel, ms |\n|---|---|---|---|---|---|---|"
     );
     for (case, (ranks, tokens, [heads_q, heads_kv])) in CASES.into_iter().enumerate() {
         if only.is_some_and(|only| only != case) {
@@ -55,7 +56,8 @@ fn main() -> Result<(), Box<dyn Error>> {
         }
         let config = PlanConfig::new(ranks);
         let spec = AttentionSpec::new(heads_q, heads_kv, 128, DType::Bf16);
-        let (mut plain, mut compared) = (Vec::new(), Vec::new());
+        let (mut plain, mut compared, mut travelling) = (Vec::new(), Vec::new(), Vec::new());
+        let auto = PlanConfig { query_exchange: QueryExchange::Auto, ..config };
         for number in 0..PACKS {
             let mask = pack(tokens, number)?;
             let began = Instant::now();
@@ -64,10 +66,13 @@ fn main() -> Result<(), Box<dyn Error>> {
             let began = Instant::now();
             drop(plan_attention(&mask, &spec, &config, model, u64::MAX, &Planning::ALONE)?);
             compared.push(1e3 * began.elapsed().as_secs_f64());
+            let began = Instant::now();
+            drop(plan_attention(&mask, &spec, &auto, model, u64::MAX, &Planning::ALONE)?);
+            travelling.push(1e3 * began.elapsed().as_secs_f64());
         }
-        let (plain, compared) = (median(plain), median(compared));
+        let (plain, compared, travelling) = (median(plain), median(compared), median(travelling));
         println!(
-            "| {ranks} | {tokens} | {heads_q}:{heads_kv} | {plain:.2} | {compared:.2} | {:.1} |",
+            "| {ranks} | {tokens} | {heads_q}:{heads_kv} | {plain:.2} | {compared:.2} | {:.1} | {travelling:.2} |",
             compared / plain
         );
     }

@@ -11,6 +11,7 @@ mod device_model;
 mod dispatch;
 mod error;
 mod experts;
+mod hosted_cost;
 mod hosts;
 mod linear;
 mod overview;

@@ -4,9 +4,10 @@
 use counterpoint_mask::{Mask, Range};
 use counterpoint_plan::{
     AttentionSpec, Division, HostedWork, Outline, Owners, Plan, PlanConfig, PlanError, Planning, RankPlan,
-    chunk_work, chunk_work_with_away,
+    chunk_work_with_away, chunk_work_without,
 };
 
+use crate::closed_form::{Prediction, RankPrediction};
 use crate::hosts::{self, UnweighedOffload};
 use crate::owners::{Home, by_seconds, dispatch_keys, solve};
 use crate::stages;
@@ -45,7 +46,8 @@ pub fn plan_cross_attention(
     config: &PlanConfig,
 ) -> Result<Plan, PlanError> {
     let planning = &Planning::ALONE;
-    outline_of_cross_attention(mask, spec, config, planning)?.0.into_plan(planning)
+    let (division, _) = divide_cross_attention(mask, spec, config, planning, None)?;
+    stages::outline(division, spec, config, planning)?.into_plan(planning)
 }
 
 /// Plans another mask of the same training step on the dispatch of `base`: rows stay where they are, exchange and
@@ -87,6 +89,26 @@ pub fn plan_stages_within(
     stages::outline(division, spec, config, planning)?.into_plan_within(available, planning)
 }
 
+/// Whether hosts could make `base`, a plan of `mask` without any, quicker by this part: whether ranks do something else than to compute
+/// for so long, and rows of them are worth a look. Hosts share work, and do not lessen it.
+pub(crate) fn may_host(
+    base: &Plan,
+    owners: &Owners,
+    mask: &Mask,
+    spec: &AttentionSpec,
+    config: &PlanConfig,
+    gain: f64,
+) -> bool {
+    let prediction = Prediction::new(base, spec, config);
+    let computing = |ranks: &[RankPrediction]| {
+        let stages = ranks.iter().flat_map(|rank| &rank.stages);
+        stages.map(|stage| stage.compute_seconds).sum::<f64>() / ranks.len() as f64
+    };
+    let least = computing(&prediction.forward) + computing(&prediction.backward);
+    let seconds = prediction.forward_seconds() + prediction.backward_seconds();
+    least <= (1.0 - gain) * seconds && hosts::any(&Division::new(mask, owners.clone()), spec, config)
+}
+
 /// The part of `rank` alone, equal to `plan_mask(mask, spec, config)?.rank(rank)` and cheaper: bands and splits of other
 /// ranks are not made.
 ///
@@ -105,6 +127,21 @@ pub fn plan_rank(
     Ok(outline.into_rank(rank))
 }
 
+/// As [`plan_mask_within`], where that plan has rows that are away. `owners` are those that it has without any, if they are known.
+pub(crate) fn plan_hosting_within(
+    owners: Option<Owners>,
+    mask: &Mask,
+    spec: &AttentionSpec,
+    config: &PlanConfig,
+    available: u64,
+    planning: &Planning<'_>,
+) -> Result<Option<Plan>, PlanError> {
+    let (division, _) = divide(mask, spec, config, planning, owners)?;
+    let plan =
+        |division| stages::outline(division, spec, config, planning)?.into_plan_within(available, planning);
+    division.has_hosts().then(|| plan(division)).transpose()
+}
+
 /// The outline of `mask`, with owners, hosts and stages as they are chosen for `config`, beside hosts that were not weighed.
 pub(crate) fn outline(
     mask: &Mask,
@@ -112,9 +149,21 @@ pub(crate) fn outline(
     config: &PlanConfig,
     planning: &Planning<'_>,
 ) -> Result<(Outline, Option<UnweighedOffload>), PlanError> {
+    let (division, unweighed) = divide(mask, spec, config, planning, None)?;
+    Ok((stages::outline(division, spec, config, planning)?, unweighed))
+}
+
+/// Who owns and who computes what. `owners` are those that suit all work, if they are known.
+fn divide(
+    mask: &Mask,
+    spec: &AttentionSpec,
+    config: &PlanConfig,
+    planning: &Planning<'_>,
+    owners: Option<Owners>,
+) -> Result<(Division, Option<UnweighedOffload>), PlanError> {
     config.validate_for(mask)?;
     if mask.seqlen_q() != mask.seqlen_k() {
-        return outline_of_cross_attention(mask, spec, config, planning);
+        return divide_cross_attention(mask, spec, config, planning, owners);
     }
     let chunk_size = config.chunk_size_for(mask.seqlen_q());
     let dispatch_with = |away: &[Range]| {
@@ -129,31 +178,37 @@ pub(crate) fn outline(
         }
         Ok(Owners::new(dispatch.clone(), dispatch))
     };
-    let (division, unweighed) =
-        hosts::choose(mask, spec, config, planning, dispatch_with(&[])?, dispatch_with)?;
-    Ok((stages::outline(division, spec, config, planning)?, unweighed))
+    let owners = owners.map_or_else(|| dispatch_with(&[]), Ok)?;
+    hosts::choose(mask, spec, config, planning, owners, dispatch_with)
 }
 
-fn outline_of_cross_attention(
+fn divide_cross_attention(
     mask: &Mask,
     spec: &AttentionSpec,
     config: &PlanConfig,
     planning: &Planning<'_>,
-) -> Result<(Outline, Option<UnweighedOffload>), PlanError> {
+    owners: Option<Owners>,
+) -> Result<(Division, Option<UnweighedOffload>), PlanError> {
     config.validate_for(mask)?;
-    let work = chunk_work(mask, config.chunk_size_for(mask.seqlen_q()));
-    let ranks = config.topology.world_size;
-    let q_dispatch = solve(&work, ranks, config.dispatch, Home::Elsewhere, planning);
-    planning.check()?;
-    let k_dispatch = dispatch_keys(&work, &q_dispatch, config.chunk_size_for(mask.seqlen_k()));
-    let owners = Owners::new(q_dispatch, k_dispatch);
-    let (division, unweighed) =
-        hosts::choose(mask, spec, config, planning, owners.clone(), |_| Ok(owners.clone()))?;
-    Ok((stages::outline(division, spec, config, planning)?, unweighed))
+    let [chunk_size_q, chunk_size_k] =
+        [mask.seqlen_q(), mask.seqlen_k()].map(|seqlen| config.chunk_size_for(seqlen));
+    let dispatch_with = |away: &[Range]| {
+        planning.check()?;
+        // What is away is computed by the owners of its keys, who have equally many.
+        let work = chunk_work_without(mask, chunk_size_q, away);
+        planning.check()?;
+        let ranks = config.topology.world_size;
+        let q_dispatch = solve(&work, ranks, config.dispatch, Home::Elsewhere, planning);
+        planning.check()?;
+        let k_dispatch = dispatch_keys(&work, &q_dispatch, chunk_size_k);
+        Ok(Owners::new(q_dispatch, k_dispatch))
+    };
+    let owners = owners.map_or_else(|| dispatch_with(&[]), Ok)?;
+    hosts::choose(mask, spec, config, planning, owners, dispatch_with)
 }
 
 /// The owners of `base`, where they fit `mask` and `config`.
-fn owners_of(base: &Plan, mask: &Mask, config: &PlanConfig) -> Result<Owners, PlanError> {
+pub(crate) fn owners_of(base: &Plan, mask: &Mask, config: &PlanConfig) -> Result<Owners, PlanError> {
     config.validate()?;
     let [q_dispatch, k_dispatch] = [&base.q_dispatch, &base.k_dispatch];
     for (axis, mask_len, plan_len) in

@@ -55,7 +55,7 @@ impl<C: OpCost + ?Sized> OpCost for RememberedCost<'_, C> {
 }
 
 /// The work of an attention, which a plan has once for each stage of a pass; whether it is of a backward.
-fn bands_of(op: &Op) -> Option<(bool, &[Band])> {
+pub(crate) fn bands_of(op: &Op) -> Option<(bool, &[Band])> {
     match op.computation() {
         Op::AttentionForward(forward) => Some((false, &forward.bands)),
         Op::AttentionBackward(backward) => Some((true, &backward.bands)),

@@ -105,6 +105,11 @@ impl Division {
         &self.work
     }
 
+    /// Whether any row is away.
+    pub fn has_hosts(&self) -> bool {
+        !self.hosted.is_empty()
+    }
+
     /// The same, but these local query rows of each rank are away: the ranks that own their keys compute them. `self` has none that are.
     #[must_use]
     pub fn with_away(&self, away: &Away) -> Self {

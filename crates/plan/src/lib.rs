@@ -51,8 +51,8 @@ pub use cache::PlanCache;
 pub use config::{MAX_CHUNKS, MAX_CP_SIZE, PlanConfig, QueryExchange};
 pub use cost::{CostModel, Link};
 pub use dispatch::{
-    ChunkWork, Dispatch, DispatchAlgorithm, chunk_work, chunk_work_with_away, received_rows,
-    received_rows_lower_bound,
+    ChunkWork, Dispatch, DispatchAlgorithm, chunk_work, chunk_work_with_away, chunk_work_without,
+    received_rows, received_rows_lower_bound,
 };
 pub use division::{Division, Owners};
 pub use error::PlanError;

@@ -164,7 +164,7 @@ impl Solution {
         chunk: Option<usize>,
         dispatch: &str,
         stages: &Bound<'_, PyAny>,
-        queries: &str,
+        queries: Option<&str>,
         overlap: &str,
         deterministic: bool,
         on: Option<&Solution>,
@@ -176,8 +176,12 @@ impl Solution {
         let overlap = Asked::named(overlap, |text| {
             text.parse::<PassPolicies>().map_err(|error| raise(py, "PolicyError", &format!("{error}"), &[]))
         })?;
-        let query_exchange: QueryExchange =
-            named(py, "queries", queries, "\"never\", \"auto\" or \"fewest_bytes\"")?;
+        let query_exchange = match (queries, dispatch) {
+            (Some(queries), _) => named(py, "queries", queries, "\"never\", \"auto\" or \"fewest_bytes\"")?,
+            (None, Asked::Predicted) if on.is_none() => QueryExchange::Auto,
+            // Looking for hosts would take longer than the rest of the plan.
+            (None, _) => QueryExchange::Never,
+        };
         let stages = match (stages.extract::<usize>(), stages.extract::<String>()) {
             (Ok(stages), _) => StageCount::Fixed(stages).into(),
             (_, Ok(text)) => {

@@ -269,7 +269,7 @@ impl<'a> Bench<'a> {
             chunk_size: planning.chunk_size,
             dispatch: planning.dispatch.named(),
             stages: planning.stages,
-            query_exchange: planning.query_exchange_of(self.arguments.deterministic),
+            query_exchange: planning.query_exchange_of(topology.world_size, self.arguments.deterministic),
             topology,
             cost: self.ranks.cost(&self.spec, topology.world_size, self.profile.as_ref()),
         };

@@ -34,6 +34,11 @@ impl fmt::Display for UnweighedOffload {
     }
 }
 
+/// Whether any rows of a division, none of which is computed elsewhere, are worth a look.
+pub(crate) fn any(without: &Division, spec: &AttentionSpec, config: &PlanConfig) -> bool {
+    !proposals(without, spec, config).is_empty()
+}
+
 /// The division of `mask` for these owners; or, where rows that are away make it better, the best one for them or for those
 /// that `redispatch` finds, knowing which query rows are away. Ways in more than [`MOST_PIECES`] pieces are passed over, and told of.
 pub(crate) fn choose(

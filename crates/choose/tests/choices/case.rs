@@ -1,6 +1,6 @@
 //! Random problems of attention, from a seed: ranks, nodes, masks of every kind and lengths as they are trained with.
 
-use counterpoint_mask::{Documents, Mask, MaskPreset, Window};
+use counterpoint_mask::{AttnSlice, Documents, Mask, MaskPreset, MaskType, Range, Window};
 use counterpoint_plan::{AttentionSpec, CostModel, DType, MachineProfile, PlanConfig, Topology};
 use rand::{Rng, RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -30,6 +30,20 @@ pub(crate) fn cost() -> CostModel {
 
 impl Case {
     pub(crate) fn random(seed: u64, index: u64, sizes: Sizes) -> Self {
+        Self::with(seed, index, sizes, mask)
+    }
+
+    /// Some of whose rows see the keys of all ranks, and the others few.
+    pub(crate) fn with_wide_rows(seed: u64, index: u64, sizes: Sizes) -> Self {
+        Self::with(seed, index, sizes, wide_rows)
+    }
+
+    fn with(
+        seed: u64,
+        index: u64,
+        sizes: Sizes,
+        mask: impl FnOnce(usize, &mut ChaCha8Rng) -> (&'static str, Mask),
+    ) -> Self {
         let mut rng = ChaCha8Rng::seed_from_u64(seed ^ index << 32);
         let rng = &mut rng;
         let most = sizes.most_ranks.ilog2();
@@ -51,6 +65,30 @@ impl Case {
             heads.1
         );
         Self { name, mask, spec, config }
+    }
+}
+
+/// A last global block, global tokens, few queries over many keys; or some of these among rows that see a window of the keys.
+fn wide_rows(tokens: usize, rng: &mut ChaCha8Rng) -> (&'static str, Mask) {
+    let rows = (1usize << rng.random_range(3..=10)).min(tokens / 4);
+    let far = tokens / (1 << rng.random_range(3..7));
+    match rng.random_range(0..4) {
+        0 => ("last global block", Mask::last_global(documents(tokens - rows, rng), far, rows).unwrap()),
+        1 => {
+            let window = Window { left: Some(far), right: Some(0), global: rows };
+            ("global tokens", Mask::sliding_window(tokens, window).unwrap())
+        }
+        2 => ("few queries", Mask::cross_full(rows, tokens).unwrap()),
+        _ => {
+            let queries = tokens / 2;
+            let slice = |q: Range, k: Range| AttnSlice::new(q, k, MaskType::Full);
+            let mut slices = vec![slice(Range::new(0, rows), Range::new(0, tokens))];
+            slices.extend((rows..queries).step_by(far.max(1)).map(|start| {
+                let end = (start + far.max(1)).min(queries);
+                slice(Range::new(start, end), Range::new(2 * start, 2 * end))
+            }));
+            ("few queries among others", Mask::new(queries, tokens, slices).unwrap())
+        }
     }
 }
 

@@ -15,12 +15,6 @@ impl Ratios {
         worst.map_or((1.0, "no case"), |(ratio, case)| (*ratio, case))
     }
 
-    /// The part of them that is above `limit`.
-    pub(crate) fn share_above(&self, limit: f64) -> f64 {
-        let above = self.0.iter().filter(|(ratio, _)| *ratio > limit).count();
-        above as f64 / self.0.len().max(1) as f64
-    }
-
     /// How many are above 1 by more than a hundredth, by how much in the mean, and the worst.
     pub(crate) fn text(&self) -> String {
         let above: Vec<f64> = self.0.iter().map(|(ratio, _)| *ratio).filter(|ratio| *ratio > 1.01).collect();

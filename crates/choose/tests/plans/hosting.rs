@@ -1,7 +1,7 @@
 //! Query/output exchange: where it pays, what it saves, and that it is never predicted to be worse.
 
 use crate::cases::{configs, masks};
-use counterpoint_choose::{Prediction, plan_mask, plan_stages_within};
+use counterpoint_choose::{Prediction, plan_mask, plan_mask_on, plan_stages_within};
 use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};
 use counterpoint_plan::{
     AttentionSpec, DType, DispatchAlgorithm, GradientShares, Plan, PlanConfig, PlanSummary, Planning,
@@ -131,6 +131,36 @@ fn few_queries_over_many_keys_travel_to_the_keys() {
     assert_eq!(saved, 57_344 * 16_384 - 448 * 115_456);
     assert!(gain.forward > 3.0 && gain.backward > 3.0, "{} {}", gain.forward, gain.backward);
     assert!((gain.with.balance() - 1.0).abs() < 1e-9 && gain.without.balance() == 8.0);
+}
+
+/// Rows that see everything among rows that see a few keys each, in cross-attention.
+fn few_queries_among_others(wide: usize) -> Mask {
+    let (queries, far) = (SEQLEN / 4, 512);
+    let mut slices = vec![slice((0, wide), (0, SEQLEN), MaskType::Full)];
+    slices.extend((wide..queries).step_by(far).map(|start| {
+        let end = (start + far).min(queries);
+        slice((start, end), (4 * start, 4 * end), MaskType::Full)
+    }));
+    Mask::new(queries, SEQLEN, slices).unwrap()
+}
+
+/// Who owns which rows of cross-attention is chosen for the work that is left: by so much sooner than on the owners that suit all of it.
+#[test]
+fn cross_attention_is_dispatched_for_the_rows_that_stay() {
+    for (ranks, wide, of_time) in [(4, 64, 0.97), (8, 1024, 0.9)] {
+        let mask = few_queries_among_others(wide);
+        let gain = gain(&mask, &SPEC, ranks);
+        assert_ne!(gain.with.q_dispatch, gain.without.q_dispatch);
+        assert!(gain.forward > 1.2 && gain.backward > 1.2, "{} {}", gain.forward, gain.backward);
+        let config = config(ranks, QueryExchange::Auto);
+        let on_those = plan_mask_on(&gain.without, &mask, &SPEC, &config, &Planning::ALONE).unwrap();
+        let [here, there] = [&gain.with, &on_those].map(|plan| {
+            let prediction = Prediction::new(plan, &SPEC, &config);
+            prediction.forward_seconds() + prediction.backward_seconds()
+        });
+        assert!(here < of_time * there, "{here} s and {there} s");
+        assert!(gain.with.balance() <= on_those.balance(), "{} {}", gain.with.balance(), on_those.balance());
+    }
 }
 
 /// Where rows of all ranks see the same keys, moving queries saves none.

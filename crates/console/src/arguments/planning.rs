@@ -3,7 +3,8 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use counterpoint_plan::{DType, GradientShares, PassStages, QueryExchange};
+use counterpoint_choose::MOST_COMPARED_RANKS;
+use counterpoint_plan::{DType, GradientShares, PassStages, Plan, QueryExchange};
 
 use super::value::{self, DispatchAsked};
 
@@ -25,9 +26,11 @@ pub struct PlanningArguments {
     #[arg(long, value_name = "auto|N", default_value = "auto", value_parser = value::stages, allow_hyphen_values = true)]
     pub stages: PassStages,
 
-    /// Whether queries that see many keys of other ranks may travel to these keys instead; with --deterministic `auto` is `never`
-    #[arg(long, value_name = "WHEN", default_value = "never", value_parser = value::query_exchange())]
-    pub query_exchange: QueryExchange,
+    /// Whether queries that see many keys of other ranks may travel to these keys instead. auto: where both passes are predicted to take
+    /// 5 % less together, and neither more by 1 %; where --dispatch is named by the machine's profile, and with --deterministic then never.
+    /// Left out: auto with --dispatch auto on up to 256 ranks, else never
+    #[arg(long, value_name = "WHEN", value_parser = value::query_exchange())]
+    pub query_exchange: Option<QueryExchange>,
 
     /// What ranks send each other of the gradients of keys and values before they are added in f32: accumulators, or elements of the
     /// tensors' type, half the bytes of bf16's accumulators but rounded. With --deterministic always accumulators
@@ -41,12 +44,22 @@ pub struct PlanningArguments {
 }
 
 impl PlanningArguments {
-    /// When queries may travel. Where bits must be the same every time, not by what the machine was just measured to do, as the
-    /// planner decides for a dispatch that is named; what is chosen with the dispatch follows the shipped figures.
-    pub fn query_exchange_of(&self, deterministic: bool) -> QueryExchange {
+    /// When queries of so many ranks may travel. Where bits must be the same every time, not by what the machine was just measured to do, as
+    /// the planner decides for a dispatch that is named; what is chosen with the dispatch follows the shipped figures.
+    pub fn query_exchange_of(&self, ranks: usize, deterministic: bool) -> QueryExchange {
         match (self.query_exchange, self.dispatch, deterministic) {
-            (QueryExchange::Auto, DispatchAsked::Named(_), true) => QueryExchange::Never,
-            (asked, ..) => asked,
+            (Some(QueryExchange::Auto), DispatchAsked::Named(_), true) => QueryExchange::Never,
+            (Some(asked), ..) => asked,
+            (None, DispatchAsked::Auto, _) if ranks <= MOST_COMPARED_RANKS => QueryExchange::Auto,
+            (None, ..) => QueryExchange::Never,
+        }
+    }
+
+    /// When queries travel in `plan`, as it is told: nobody asked for what was looked at and not taken.
+    pub fn query_exchange_in(&self, plan: &Plan, deterministic: bool) -> QueryExchange {
+        match (self.query_exchange, plan.ranks.iter().any(|rank| rank.hosted.is_some())) {
+            (None, false) => QueryExchange::Never,
+            _ => self.query_exchange_of(plan.ranks.len(), deterministic),
         }
     }
 }

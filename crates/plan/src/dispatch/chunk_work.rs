@@ -66,12 +66,28 @@ impl ChunkWork {
 /// Each band is cut only by the chunks that its rows reach, so time and memory are linear in slices, chunks and pairs of
 /// a slice and a chunk that it touches (apart from sorting the ranges of one chunk).
 pub fn chunk_work(mask: &Mask, chunk_size: usize) -> ChunkWork {
-    chunk_work_with_away(mask, chunk_size, &[])
+    chunk_work_without(mask, chunk_size, &[])
 }
 
 /// As [`chunk_work`] of self-attention in which the work of the query rows `away` (merged, ascending) is done where its keys
 /// are: it is work of the chunks of these keys, which needs no other rows.
 pub fn chunk_work_with_away(mask: &Mask, chunk_size: usize, away: &[Range]) -> ChunkWork {
+    let mut work = chunk_work_without(mask, chunk_size, away);
+    for band in mask.bands().flat_map(|band| goes(&band, away)) {
+        let Some(band) = band.trim() else { continue };
+        for (chunk, area) in work.areas.iter_mut().enumerate().skip(band.k_range.start / chunk_size) {
+            let keys = Range::new(chunk * chunk_size, (chunk + 1) * chunk_size);
+            if keys.start >= band.k_range.end {
+                break;
+            }
+            *area += band.clip(&band.q_range, &keys).area();
+        }
+    }
+    work
+}
+
+/// As [`chunk_work`], without the work of the query rows `away` (merged, ascending).
+pub fn chunk_work_without(mask: &Mask, chunk_size: usize, away: &[Range]) -> ChunkWork {
     let chunks = mask.seqlen_q().div_ceil(chunk_size);
     let mut areas = vec![0_u64; chunks];
     let mut counts = vec![0_usize; chunks + 1];
@@ -86,17 +102,6 @@ pub fn chunk_work_with_away(mask: &Mask, chunk_size: usize, away: &[Range]) -> C
                 counts[chunk] += 1;
                 touched.push((chunk as u32, piece.k_range));
             }
-        }
-    }
-
-    for band in mask.bands().flat_map(|band| goes(&band, away)) {
-        let Some(band) = band.trim() else { continue };
-        for (chunk, area) in areas.iter_mut().enumerate().skip(band.k_range.start / chunk_size) {
-            let keys = Range::new(chunk * chunk_size, (chunk + 1) * chunk_size);
-            if keys.start >= band.k_range.end {
-                break;
-            }
-            *area += band.clip(&band.q_range, &keys).area();
         }
     }
 

@@ -304,7 +304,9 @@ fn plan_config(arguments: &AttentionArguments, topology: Topology, mut cost: Cos
         chunk_size: arguments.planning.chunk_size,
         dispatch: arguments.planning.dispatch.named(),
         stages: arguments.planning.stages,
-        query_exchange: arguments.planning.query_exchange_of(arguments.run.deterministic),
+        query_exchange: arguments
+            .planning
+            .query_exchange_of(topology.world_size, arguments.run.deterministic),
         topology,
         cost,
     }

@@ -50,7 +50,7 @@ pub(crate) fn run(arguments: &PlanArguments) -> Result<(), CliError> {
         chunk_size: arguments.planning.chunk_size,
         dispatch: arguments.planning.dispatch.named(),
         stages: arguments.planning.stages,
-        query_exchange: arguments.planning.query_exchange,
+        query_exchange: arguments.planning.query_exchange_of(arguments.cp_size, false),
         topology,
         cost: profile.cost,
     };
@@ -66,7 +66,8 @@ pub(crate) fn run(arguments: &PlanArguments) -> Result<(), CliError> {
     progress.step(format!("planning for {}", console::count(arguments.cp_size, "rank")));
     let asked = (arguments.planning.dispatch, profile.machine.as_str());
     let solution = Solution::solve(&mask, &spec, &config, asked, &by)?.over_nodes(&topology);
-    let config = PlanConfig { dispatch: solution.dispatch, ..config };
+    let query_exchange = arguments.planning.query_exchange_in(&solution.plan, false);
+    let config = PlanConfig { dispatch: solution.dispatch, query_exchange, ..config };
     progress.step("simulating");
     let (overlap, prediction) = dispatches::by_default(&solution.plan, &spec, &config)?;
     if let Some(ranks) = ranks {

@@ -27,7 +27,7 @@ pub(super) fn run(arguments: &SimulateAttentionArguments) -> Result<(), CliError
         chunk_size: arguments.planning.chunk_size,
         dispatch: arguments.planning.dispatch.named(),
         stages: arguments.planning.stages,
-        query_exchange: arguments.planning.query_exchange,
+        query_exchange: arguments.planning.query_exchange_of(cp_size, false),
         topology,
         cost: setting.profile.cost,
     };
