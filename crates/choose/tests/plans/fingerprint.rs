@@ -16,7 +16,11 @@ fn inputs() -> Value {
     let config = PlanConfig {
         chunk_size: Some(64),
         stages: StageCount::Fixed(2).into(),
-        cost: CostModel { sharing: Some(WorkerSharing::H200), ..CostModel::H200 },
+        cost: CostModel {
+            sharing: Some(WorkerSharing::H200),
+            engine: Some(CostModel::H200.link),
+            ..CostModel::H200
+        },
         ..PlanConfig::new(4)
     };
     json!({"mask": mask, "spec": spec, "config": config})
