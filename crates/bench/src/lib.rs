@@ -17,6 +17,7 @@ mod masks;
 mod moe;
 mod plan;
 mod pytorch;
+mod ranks;
 mod rows;
 mod tp;
 mod tune;

@@ -5,17 +5,16 @@ mod row;
 
 use std::sync::Arc;
 
-use counterpoint_choose::{TunedHere, TunedPlace};
+use counterpoint_choose::TunedHere;
 use counterpoint_console::{
     self as console, CliError, CommandLine, Progress, Schema,
     arguments::Device,
-    device::cpu_name,
-    launched::{agree, as_rank, ended, gpus_as_threads, launch, refuse_other_sizes},
+    launched::{as_rank, ended, gpus_as_threads, launch, refuse_other_sizes},
     rank_machine::RankMachine,
     tuned,
 };
 use counterpoint_cuda::TransportKind;
-use counterpoint_exec::{CpuMachine, Machine, Rendezvous, RunConfig, SlowLink, TcpMachine};
+use counterpoint_exec::{CpuMachine, Machine, RunConfig, TcpMachine};
 use counterpoint_measure::Processes;
 use counterpoint_plan::{DType, ExpertKind, ExpertSpec, Routing};
 
@@ -23,6 +22,7 @@ use self::case::Case;
 pub(crate) use self::case::Compared;
 pub(crate) use self::row::Row;
 use crate::arguments::{BenchMoeArguments, MoeLayersArguments};
+use crate::ranks::BenchRanks;
 use crate::rows::Rows;
 
 /// `counterpoint bench moe`.
@@ -30,11 +30,9 @@ pub(crate) fn run(arguments: &BenchMoeArguments, line: &CommandLine) -> Result<(
     let arguments = &arguments.layers;
     on_ranks(arguments, line, |ranks| {
         let plans = tuned::kept()?;
-        if let MoeRanks::Each(rendezvous, _) = ranks {
-            agree(rendezvous, "what was tuned and kept", &plans.to_json())?;
-        }
+        ranks.agree("what was tuned and kept", &plans.to_json())?;
         let compared =
-            Compared::Asked(Arc::new(TunedHere { place: ranks.place(arguments.slow_link), plans }));
+            Compared::Asked(Arc::new(TunedHere { place: ranks.tuned_place(arguments.slow_link), plans }));
         let show = |shown: &Rows, rows: &[Row]| rows.iter().try_for_each(|row| shown.show(row, row.cells()));
         each_kind(arguments, (ranks, Schema::BenchMoe), &compared, show)?.end("", WRONG)
     })
@@ -43,51 +41,11 @@ pub(crate) fn run(arguments: &BenchMoeArguments, line: &CommandLine) -> Result<(
 /// What rows that are wrong are.
 pub(crate) const WRONG: &str = "results out of bounds against f64";
 
-/// The ranks that layers are measured on.
-pub(crate) enum MoeRanks<'a> {
-    /// All of them are here.
-    Here(RankMachine),
-    /// CPU ranks that are processes, of which this is one.
-    Each(&'a Arc<Rendezvous>, TcpMachine),
-}
-
-impl MoeRanks<'_> {
-    /// Whether this process has the file of tuned plans, and prints.
-    pub(crate) fn is_first(&self) -> bool {
-        match self {
-            Self::Here(_) => true,
-            Self::Each(rendezvous, _) => rendezvous.rank() == 0,
-        }
-    }
-
-    /// As many as were asked for, as there are GPUs, or two; as there are processes.
-    pub(crate) fn count(&self, asked: Option<usize>) -> usize {
-        match self {
-            Self::Here(machine) => asked.unwrap_or(machine.gpus().max(2)),
-            Self::Each(rendezvous, _) => rendezvous.world_size(),
-        }
-    }
-
-    fn name(&self) -> String {
-        match self {
-            Self::Here(machine) => machine.name().to_owned(),
-            Self::Each(..) => cpu_name(),
-        }
-    }
-
-    fn place(&self, slow_link: Option<SlowLink>) -> TunedPlace {
-        match self {
-            Self::Here(machine) => machine.tuned_place(slow_link),
-            Self::Each(..) => tuned::place_of_processes(slow_link),
-        }
-    }
-}
-
 /// Does the work on the ranks that were asked for: here, or as one of the processes that a launcher started.
 pub(crate) fn on_ranks(
     arguments: &MoeLayersArguments,
     line: &CommandLine,
-    work: impl FnOnce(&MoeRanks<'_>) -> Result<(), CliError>,
+    work: impl FnOnce(&BenchRanks) -> Result<(), CliError>,
 ) -> Result<(), CliError> {
     if let (Some(_), Device::Cuda) = (arguments.slow_link, arguments.device) {
         let reason = "imitates a link between CPU ranks; leave it out with --device cuda".to_owned();
@@ -95,7 +53,7 @@ pub(crate) fn on_ranks(
     }
     let Some(launch) = launch()? else {
         let machine = RankMachine::open(arguments.device, arguments.ep_size, TransportKind::Auto)?;
-        return work(&MoeRanks::Here(machine));
+        return work(&BenchRanks::Machine(machine));
     };
     as_rank(&launch, line, RunConfig::default().limit, |rendezvous| {
         refuse_other_sizes(&launch, "--ep-size", arguments.ep_size.unwrap_or(launch.world_size))?;
@@ -103,14 +61,14 @@ pub(crate) fn on_ranks(
             return Err(gpus_as_threads());
         }
         let machine = TcpMachine::new(rendezvous.clone(), 0, arguments.slow_link).map_err(ended)?;
-        work(&MoeRanks::Each(rendezvous, machine))
+        work(&BenchRanks::CpuProcess(rendezvous.clone(), machine))
     })
 }
 
 /// Measures the layers of each kind. `show` gets the rows of each that are right, and those that are wrong are named at the end.
 pub(crate) fn each_kind(
     arguments: &MoeLayersArguments,
-    (on, schema): (&MoeRanks<'_>, Schema),
+    (on, schema): (&BenchRanks, Schema),
     compared: &Compared,
     mut show: impl FnMut(&Rows, &[Row]) -> Result<(), CliError>,
 ) -> Result<Rows, CliError> {
@@ -124,7 +82,7 @@ pub(crate) fn each_kind(
         on.name(),
         console::count(ranks, "rank"),
     );
-    let mut shown = match on.is_first() {
+    let mut shown = match on.prints() {
         true => Rows::begin(&title, &row::COLUMNS, schema, arguments.json)?,
         false => Rows::quiet(schema),
     };
@@ -166,7 +124,7 @@ fn measure(
     arguments: &MoeLayersArguments,
     kind: ExpertKind,
     routing: &Arc<Routing>,
-    on: &MoeRanks<'_>,
+    on: &BenchRanks,
     compared: &Compared,
 ) -> Result<Vec<Row>, CliError> {
     let usual = if arguments.device == Device::Cpu { DType::F32 } else { DType::Bf16 };
@@ -176,7 +134,7 @@ fn measure(
     };
     let dtype = arguments.dtype.unwrap_or(usual);
     let spec = ExpertSpec { kind, in_features, out_features, dtype };
-    let (ranks, device, place) = (routing.ranks(), on.name(), on.place(arguments.slow_link));
+    let (ranks, device, place) = (routing.ranks(), on.name(), on.tuned_place(arguments.slow_link));
     let case = |cost, processes| Case {
         arguments,
         spec,
@@ -188,11 +146,11 @@ fn measure(
         processes,
     };
     let machine = match on {
-        MoeRanks::Each(rendezvous, machine) => {
+        BenchRanks::CpuProcess(_, machine) => {
             // Without a profile, which hosts may have others of.
-            return case(machine.linear(ranks).cost, Processes::Each(rendezvous)).measure_on(machine);
+            return case(machine.linear(ranks).cost, on.processes()).measure_on(machine);
         }
-        MoeRanks::Here(machine) => machine,
+        BenchRanks::Machine(machine) => machine,
     };
     let profile = machine.profile(None)?;
     let measured = profile.as_ref().map(|profile| &profile.cost);

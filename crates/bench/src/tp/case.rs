@@ -12,6 +12,7 @@ use counterpoint_exec::{
     ExecError, Group, HostTensor, LayerGradient, LayerOverlap, LinearInputs, LinearOutputs, LinearTensor,
     Machine, PlannedPass, PlannedPasses, RankBuffers, RunConfig, RunTimes, WorldConfig,
 };
+use counterpoint_measure::Processes;
 use counterpoint_plan::{CostModel, LinearPlan, LinearSpec, WaveGroups};
 use counterpoint_reference::{LinearSample, check_linear_part};
 use counterpoint_report::Statistics;
@@ -44,6 +45,7 @@ pub(super) struct Case<'a> {
     pub(super) cost: CostModel,
     pub(super) device: &'a str,
     pub(super) inputs: &'a LinearInputs,
+    pub(super) processes: Processes<'a>,
     /// What was tuned on this machine.
     pub(super) tuned: Arc<TunedHere>,
 }
@@ -255,7 +257,7 @@ impl Case<'_> {
     ) -> Result<(Result<f64, String>, Vec<u64>), CliError> {
         let failed = |source| CliError::Run { source };
         let First { y, dx, inputs, norm } =
-            layer.first(&tensors.x, &tensors.dy, self.inputs).map_err(failed)?;
+            layer.first(&tensors.x, &tensors.dy, self.inputs, self.processes).map_err(failed)?;
         let outputs = || -> Result<Vec<LinearOutputs>, ExecError> {
             let (ys, dxs) = (layer.download(&y)?, layer.download(&dx)?);
             // Added to, or written; a frozen weight has none.

@@ -15,13 +15,15 @@ use counterpoint_choose::{TunedHere, TunedPlans};
 use counterpoint_console::{
     self as console, CliError, CommandLine, Progress, Schema,
     arguments::Device,
-    launched::{as_rank, launch, refuse_other_sizes},
+    launched::{as_rank, ended, launch, refuse_other_sizes},
     output::Outputs,
     rank_machine::RankMachine,
     tuned,
 };
 use counterpoint_cuda::TransportKind;
-use counterpoint_exec::{CpuMachine, LinearInputs, Machine, RunConfig, random_linear_inputs};
+use counterpoint_exec::{
+    CpuMachine, LinearInputs, Machine, Rendezvous, RunConfig, TcpMachine, random_linear_inputs,
+};
 use counterpoint_plan::{CostModel, DType, LinearKind, LinearSpec, Topology};
 use counterpoint_report::{TimelinePair, TraceSection, chrome_trace};
 
@@ -30,6 +32,7 @@ use self::peers::Known;
 use self::row::Row;
 use crate::arguments::{BenchTpArguments, BenchTpKind};
 use crate::pytorch::Peers;
+use crate::ranks::BenchRanks;
 use crate::rows::Rows;
 
 /// `counterpoint bench tp`.
@@ -46,6 +49,9 @@ pub(crate) fn run(arguments: &BenchTpArguments, line: &CommandLine) -> Result<()
         Some(launch) => as_rank(&launch, line, RunConfig::default().limit, |rendezvous| {
             refuse_other_sizes(&launch, "--tp-size", arguments.tp_size.unwrap_or(launch.world_size))?;
             refuse_threads_alone(arguments)?;
+            if arguments.device == Device::Cpu {
+                return measure_all(arguments, &cpu_process(arguments, rendezvous)?);
+            }
             let topology = Topology::flat(launch.world_size);
             let join = |kind| RankMachine::join(rendezvous, &launch, kind, topology);
             measure_all(arguments, &machines(arguments, join)?)
@@ -57,9 +63,21 @@ pub(crate) fn run(arguments: &BenchTpArguments, line: &CommandLine) -> Result<()
 fn machines(
     arguments: &BenchTpArguments,
     open: impl Fn(TransportKind) -> Result<RankMachine, CliError>,
-) -> Result<Vec<(TransportKind, RankMachine)>, CliError> {
+) -> Result<Vec<(TransportKind, BenchRanks)>, CliError> {
     let by = arguments.plain_products.products();
-    arguments.transport.iter().map(|&kind| Ok((kind, open(kind)?.with_plain_products(by)?))).collect()
+    let ranks = |kind| Ok((kind, BenchRanks::Machine(open(kind)?.with_plain_products(by)?)));
+    arguments.transport.iter().map(|&kind| ranks(kind)).collect()
+}
+
+/// This process as one of several that are CPU ranks.
+fn cpu_process(
+    arguments: &BenchTpArguments,
+    rendezvous: &Arc<Rendezvous>,
+) -> Result<Vec<(TransportKind, BenchRanks)>, CliError> {
+    // Refuses what is for GPUs.
+    machines(arguments, |kind| RankMachine::open(Device::Cpu, None, kind))?;
+    let machine = TcpMachine::new(rendezvous.clone(), 0, arguments.slow_link).map_err(ended)?;
+    Ok(vec![(TransportKind::Auto, BenchRanks::CpuProcess(rendezvous.clone(), machine))])
 }
 
 /// What only ranks that are threads do.
@@ -76,22 +94,13 @@ fn refuse_threads_alone(arguments: &BenchTpArguments) -> Result<(), CliError> {
         BenchTpArguments { connections, .. } if !connections.is_empty() => {
             alone("--connections", numbers(connections), "starts processes of its own")
         }
-        BenchTpArguments { rms_norm: true, .. } => {
-            alone("--rms-norm", String::new(), "is checked with ranks as threads")
-        }
-        BenchTpArguments { shared_input: Some(layers), .. } => {
-            alone("--shared-input", layers.to_string(), "is timed with ranks as threads")
-        }
-        BenchTpArguments { device: Device::Cpu, .. } => {
-            alone("--device", "cpu".to_owned(), "is timed with ranks as threads")
-        }
         _ => Ok(()),
     }
 }
 
 fn measure_all(
     arguments: &BenchTpArguments,
-    machines: &[(TransportKind, RankMachine)],
+    machines: &[(TransportKind, BenchRanks)],
 ) -> Result<(), CliError> {
     let Some((_, first)) = machines.first() else { return Ok(()) };
     if let (Some(_), Device::Cuda) = (arguments.slow_link, arguments.device) {
@@ -107,7 +116,7 @@ fn measure_all(
         );
         return Err(CliError::Flag { flag: "--rms-norm", value: String::new(), reason });
     }
-    let tp_size = arguments.tp_size.unwrap_or(first.gpus().max(2));
+    let tp_size = first.count(arguments.tp_size);
     if let Some(layers) = arguments.shared_input {
         let columns = BenchTpKind::Column;
         let specs = specs(arguments, &[columns], tp_size);
@@ -116,7 +125,7 @@ fn measure_all(
     let traces = Outputs::check(&[("--trace", arguments.trace.as_deref())])?;
     let mut shown = match first.prints() {
         true => {
-            let title = row::title(first.name(), tp_size);
+            let title = row::title(&first.name(), tp_size);
             Rows::begin(&title, &row::COLUMNS, Schema::BenchTp, arguments.json)?
         }
         false => Rows::quiet(Schema::BenchTp),
@@ -171,16 +180,17 @@ fn trace_of(rows: &[Row]) -> String {
 /// What a layer is measured on.
 struct On<'a> {
     transport: TransportKind,
-    machine: &'a RankMachine,
+    machine: &'a BenchRanks,
     tuned: &'a TunedPlans,
 }
 
 /// What work costs on so many ranks of a machine.
-fn cost_of(
-    arguments: &BenchTpArguments,
-    machine: &RankMachine,
-    tp_size: usize,
-) -> Result<CostModel, CliError> {
+fn cost_of(arguments: &BenchTpArguments, ranks: &BenchRanks, tp_size: usize) -> Result<CostModel, CliError> {
+    let machine = match ranks {
+        // Without a profile, which hosts may have others of.
+        BenchRanks::CpuProcess(_, machine) => return Ok(machine.linear(tp_size).cost),
+        BenchRanks::Machine(machine) => machine,
+    };
     let profile = machine.profile(None)?;
     let measured = profile.as_ref().map(|profile| &profile.cost);
     Ok(match machine {
@@ -202,10 +212,17 @@ fn measure(
     peers: &mut Peers<Known>,
 ) -> Result<Vec<Row>, CliError> {
     let cost = cost_of(arguments, machine, tp_size)?;
-    let device = machine.name();
+    let device = &machine.name();
+    let processes = machine.processes();
     let tuned = TunedHere { place: machine.tuned_place(arguments.slow_link), plans: tuned.clone() };
     let tuned = Arc::new(tuned);
-    let case = Case { arguments, spec, shape, tp_size, transport, cost, device, inputs, tuned };
+    let case = Case { arguments, spec, shape, tp_size, transport, cost, device, inputs, tuned, processes };
+    let machine = match machine {
+        BenchRanks::CpuProcess(rendezvous, machine) => {
+            return case.measure_on(machine, peers, |measured| measured.of_all(rendezvous));
+        }
+        BenchRanks::Machine(machine) => machine,
+    };
     match machine {
         RankMachine::Cpu(_) => {
             let ranks = CpuMachine::new(0, arguments.slow_link).map_err(|source| CliError::Run { source })?;

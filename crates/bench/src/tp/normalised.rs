@@ -7,6 +7,8 @@ use counterpoint_exec::{
     ExecError, Group, HostTensor, LayerGradient, LinearInputs, LinearLayer, LinearTensor, Machine,
     PlannedPasses, RankBuffers, RowParallelLinearRmsNorm, random_tensor,
 };
+use counterpoint_measure::Processes;
+use counterpoint_plan::Activations;
 use counterpoint_reference::{
     LinearSample, NormGradients, NormalisedRows, check_rms_norm, check_rms_norm_backward,
 };
@@ -75,6 +77,7 @@ impl<M: Machine> Layer<M> {
         x: &RankBuffers<M>,
         dy: &RankBuffers<M>,
         inputs: &'a LinearInputs,
+        processes: Processes<'_>,
     ) -> Result<First<'a, M>, ExecError> {
         let layer = match self {
             Self::Alone(layer) => {
@@ -105,7 +108,12 @@ impl<M: Machine> Layer<M> {
             Ok(forward.max(check_rms_norm_backward(&rows, &gradients, sample)?))
         };
         let worst = (0..sums.len()).try_fold(0.0, |worst, rank| Ok(f64::max(worst, of_rank(rank)?)));
-        let dy = layer.gather(LinearTensor::Output, &backward.dresidual)?;
+        let dy = match (processes, spec.activations) {
+            (Processes::One, _) => layer.gather(LinearTensor::Output, &backward.dresidual)?,
+            // Every rank has all rows, or those behind the ones of the rank before.
+            (Processes::Each(_), Activations::Replicated) => dhs[0].clone(),
+            (Processes::Each(_), Activations::SequenceParallel) => processes.rows(dhs)?,
+        };
         let inputs = Cow::Owned(LinearInputs { dy: Some(dy), ..inputs.clone() });
         Ok(First { y: forward.sum, dx: backward.dx, inputs, norm: worst })
     }

@@ -5,19 +5,20 @@ use counterpoint_console::{self as console, CliError, CommandLine, Schema, outpu
 use serde_json::{Value, json};
 
 use crate::arguments::TuneMoeArguments;
-use crate::moe::{Compared, MoeRanks, Row, WRONG, each_kind, on_ranks};
+use crate::moe::{Compared, Row, WRONG, each_kind, on_ranks};
+use crate::ranks::BenchRanks;
 
 pub(super) fn run(arguments: &TuneMoeArguments, line: &CommandLine) -> Result<(), CliError> {
     on_ranks(&arguments.layers, line, |ranks| tune(arguments, ranks))
 }
 
-fn tune(arguments: &TuneMoeArguments, ranks: &MoeRanks<'_>) -> Result<(), CliError> {
+fn tune(arguments: &TuneMoeArguments, ranks: &BenchRanks) -> Result<(), CliError> {
     let layers = &arguments.layers;
     if ranks.count(layers.ep_size) < 2 {
         let reason = "is one rank, and nothing travels; use at least 2".to_owned();
         return Err(CliError::Flag { flag: "--ep-size", value: "1".to_owned(), reason });
     }
-    let file = ranks.is_first().then(|| TunedFile::open(arguments.plans.as_deref()));
+    let file = ranks.prints().then(|| TunedFile::open(arguments.plans.as_deref()));
     let mut file = file.transpose()?;
     let compared = Compared::Fastest(arguments.trials as usize);
     let rows = each_kind(layers, (ranks, Schema::TuneMoe), &compared, |table, rows| {

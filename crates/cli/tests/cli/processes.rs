@@ -413,3 +413,33 @@ fn layers_are_tuned_with_ranks_that_are_processes() {
     let ended = Job::start(&folder, &format!("{gemm} --plans plans.json --tp-size 3"), 2).end(SOON);
     ended.iter().for_each(|rank| rank.is_error(2, &["--tp-size 3", "torchrun started 2"]));
 }
+
+/// `bench tp` times layers there too, also with a norm behind them and layers of one input, and their bits are those of threads.
+#[test]
+fn linear_layers_are_timed_with_ranks_that_are_processes() {
+    let folder = Folder::new();
+    let documents = |text: &str| -> Vec<serde_json::Value> {
+        serde_json::Deserializer::from_str(text).into_iter().map(Result::unwrap).collect()
+    };
+    let small = "bench tp --shapes 32:16:8 --iterations 3 --overlap signals --json";
+    for (what, rows) in [("--bias", 16), ("--kinds row --rms-norm", 8), ("--shared-input 2", 12)] {
+        let line = format!("{small} {what}");
+        let ended = Job::start(&folder, &line, 2).end(SOON);
+        for (rank, Ended { status, stdout, stderr }) in ended.iter().enumerate() {
+            assert_eq!(*status, Some(0), "{what}, rank {rank}: {stdout}{stderr}");
+            assert_eq!(stdout.is_empty(), rank > 0, "{what}, rank {rank}: {stdout}");
+        }
+        let processes = documents(&ended[0].stdout);
+        assert_eq!(processes.len(), rows, "{what}");
+        assert!(
+            processes.iter().all(|row| row["ranks"] == 2 && row["seconds"]["count"] == 3),
+            "{processes:?}"
+        );
+        let threads = documents(&folder.run(&line).ok().stdout);
+        let bits =
+            |rows: &[serde_json::Value]| rows.iter().map(|row| row["bits"].clone()).collect::<Vec<_>>();
+        assert_eq!(bits(&processes), bits(&threads), "{what}");
+    }
+    let ended = Job::start(&folder, &format!("{small} --transport nccl"), 2).end(SOON);
+    ended.iter().for_each(|rank| rank.is_error(2, &["--transport", "GPUs"]));
+}

@@ -7,19 +7,23 @@ use std::sync::Arc;
 
 use counterpoint_choose::{LayerGroups, TunedHere};
 use counterpoint_console::{
-    self as console, CliError, Progress, Schema, arguments::OverlapChoice, rank_machine::RankMachine, tuned,
+    self as console, CliError, Progress, Schema, arguments::OverlapChoice, launched::gather,
+    rank_machine::RankMachine, tuned,
 };
 use counterpoint_cuda::TransportKind;
 use counterpoint_exec::{
     CpuMachine, ExecError, Group, LayerGradient, LayerOverlap, LinearInputs, LinearLayer, Machine,
     RankBuffers, RunConfig, RunTimes, SharedInputLinear, WorldConfig, random_linear_inputs,
 };
+use counterpoint_measure::Processes;
 use counterpoint_plan::{CostModel, LinearSpec, WaveGroups};
 use counterpoint_schedule::{Mover, OverlapPolicy, StartOrder};
 
 use self::row::{COLUMNS, SharedRow, row};
+use self::way::worse;
 use super::{cost_of, measured::slowest};
 use crate::arguments::{BenchTpArguments, BenchTpPass};
+use crate::ranks::BenchRanks;
 use crate::rows::Rows;
 use crate::turns::turns;
 
@@ -29,7 +33,7 @@ const WARM_UPS: usize = 3;
 pub(super) fn run(
     arguments: &BenchTpArguments,
     layers: usize,
-    (machines, tp_size): (&[(TransportKind, RankMachine)], usize),
+    (machines, tp_size): (&[(TransportKind, BenchRanks)], usize),
     specs: &[([usize; 3], LinearSpec)],
 ) -> Result<(), CliError> {
     let Some((_, first)) = machines.first() else { return Ok(()) };
@@ -43,8 +47,12 @@ pub(super) fn run(
     }
     let ranks = console::count(tp_size, "rank");
     let title = format!("{layers} column-parallel layers of one input on {}, {ranks}", first.name());
-    let mut shown = Rows::begin(&title, &COLUMNS, Schema::BenchTpSharedInput, arguments.json)?;
+    let mut shown = match first.prints() {
+        true => Rows::begin(&title, &COLUMNS, Schema::BenchTpSharedInput, arguments.json)?,
+        false => Rows::quiet(Schema::BenchTpSharedInput),
+    };
     let kept = tuned::kept()?;
+    first.agree("what was tuned and kept", &kept.to_json())?;
     let progress = Progress::new();
     for (shape, spec) in specs {
         let spec = LinearSpec { out_features: spec.out_features.saturating_mul(layers), ..*spec };
@@ -60,8 +68,9 @@ pub(super) fn run(
                 tp_size,
                 transport: transport.to_string(),
                 cost: cost_of(arguments, machine, tp_size)?,
-                device: machine.name(),
+                device: &machine.name(),
                 inputs: &inputs,
+                processes: machine.processes(),
                 tuned: Arc::new(TunedHere {
                     place: machine.tuned_place(arguments.slow_link),
                     plans: kept.clone(),
@@ -92,6 +101,7 @@ struct Shared<'a> {
     cost: CostModel,
     device: &'a str,
     inputs: &'a LinearInputs,
+    processes: Processes<'a>,
     tuned: Arc<TunedHere>,
 }
 
@@ -121,15 +131,15 @@ struct Tensors<M: Machine> {
 }
 
 impl Shared<'_> {
-    fn measure(&self, machine: &RankMachine) -> Result<Vec<SharedRow>, CliError> {
-        match machine {
-            RankMachine::Cpu(_) => {
+    fn measure(&self, ranks: &BenchRanks) -> Result<Vec<SharedRow>, CliError> {
+        match ranks {
+            BenchRanks::Machine(RankMachine::Cpu(_)) => {
                 let ranks = CpuMachine::new(0, self.arguments.slow_link);
                 self.measure_on(&ranks.map_err(|source| CliError::Run { source })?)
             }
-            RankMachine::Cuda(gpus) => self.measure_on(gpus),
-            // Refused before.
-            RankMachine::Process(process) => self.measure_on(process.machine()),
+            BenchRanks::Machine(RankMachine::Cuda(gpus)) => self.measure_on(gpus),
+            BenchRanks::Machine(RankMachine::Process(process)) => self.measure_on(process.machine()),
+            BenchRanks::CpuProcess(_, machine) => self.measure_on(machine),
         }
     }
 
@@ -160,11 +170,34 @@ impl Shared<'_> {
         for &pass in &self.arguments.passes {
             self.time(machine, pass, &mut ways, tensors).map_err(failed)?;
         }
+        ways.iter_mut().try_for_each(|way| self.join(way))?;
         let ways = &ways;
         let passes = self.arguments.passes.iter().enumerate();
         let rows =
             passes.flat_map(|(at, &pass)| ways.iter().filter_map(move |way| row(self, pass, at, way, ways)));
         Ok(rows.collect())
+    }
+
+    /// What the ranks of all processes found: the slowest of each run, and the worst result.
+    fn join<M: Machine>(&self, way: &mut Way<M>) -> Result<(), CliError> {
+        let Processes::Each(rendezvous) = self.processes else { return Ok(()) };
+        let own = (way.checked.clone(), std::mem::take(&mut way.bits), way.seconds.clone());
+        for (checked, bits, seconds) in gather(rendezvous, "times", &own)? {
+            way.checked = worse(way.checked.clone(), checked);
+            way.bits.extend(bits);
+            for (longest, took) in way.seconds.iter_mut().flatten().zip(seconds.into_iter().flatten()) {
+                *longest = longest.max(took);
+            }
+        }
+        Ok(())
+    }
+
+    /// The number of the first rank that is in this process.
+    fn first_rank(&self) -> usize {
+        match self.processes {
+            Processes::One => 0,
+            Processes::Each(rendezvous) => rendezvous.rank(),
+        }
     }
 
     fn gradient(&self) -> LayerGradient {

@@ -100,7 +100,10 @@ impl Shared<'_> {
             for (at, (y, dx)) in ys.into_iter().zip(dxs).enumerate() {
                 let of = |all: &Option<Vec<HostTensor>>| all.as_ref().map(|all| all[at].clone());
                 let outputs = LinearOutputs { y, dx: Some(dx), dweight: of(&dweights), dbias: of(&dbiases) };
-                checked = worse(checked, self.check(&planned.forward.plan, at, inputs, &outputs));
+                checked = worse(
+                    checked,
+                    self.check(&planned.forward.plan, self.first_rank() + at, inputs, &outputs),
+                );
             }
             layers.push(layer);
         }
@@ -167,7 +170,7 @@ impl Shared<'_> {
                 dbias: stacked(&dbiases, &[local]),
             };
             bits.push(digest(&outputs));
-            checked = worse(checked, self.check(&plan, rank, self.inputs, &outputs));
+            checked = worse(checked, self.check(&plan, self.first_rank() + rank, self.inputs, &outputs));
         }
         let passes = layers.passes();
         let passes = [&passes.forward, &passes.backward].map(|pass| (pass.policy, pass.plan.groups()));
@@ -205,7 +208,7 @@ fn upload<M: Machine>(
 }
 
 /// The larger share of a bound, or what is wrong.
-fn worse(before: Result<f64, String>, next: Result<f64, String>) -> Result<f64, String> {
+pub(super) fn worse(before: Result<f64, String>, next: Result<f64, String>) -> Result<f64, String> {
     Ok(f64::max(before?, next?))
 }
 
