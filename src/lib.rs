@@ -2,7 +2,7 @@
 //!
 //! This crate gathers the others under one name; read them in the order in which data flows:
 //! [`mask`] (what), [`plan`] (who), [`schedule`] (when), [`choose`] (which), [`exec`] (done; on GPUs [`cuda`]), [`mod@reference`] (right),
-//! [`measure`] (fast), [`report`] (shown).
+//! [`measure`] (fast), [`report`] (shown). [`tiles`] and [`cost`] say what kernels walk and what that takes.
 //!
 //! ```
 //! use counterpoint::choose::plan_mask;
@@ -32,7 +32,7 @@
 //! | linear layers | [`exec::ColumnParallelLinear`], [`exec::RowParallelLinear`] |
 //! | rows to those who need them, and sums back | [`exec::Communicator::group_cast`], [`exec::Communicator::group_reduce`] |
 //! | who computes what, without running it | [`plan::Plan`], [`plan::PlanSummary`] |
-//! | a timeline of a machine that is not here | [`schedule::simulate()`] with [`plan::MachineProfile`] |
+//! | a timeline of a machine that is not here | [`schedule::simulate()`] with [`cost::MachineProfile`] |
 //! | whether results are right | [`reference::check_attention`], [`reference::check_linear`] |
 //! | how fast this machine is | [`measure::calibrate`], [`measure::bench_attention()`] |
 //! | a Program of your own | [`schedule::Program`], [`exec::Prepared`] |
@@ -43,6 +43,7 @@
 #![warn(clippy::unwrap_used)]
 
 pub use counterpoint_choose as choose;
+pub use counterpoint_cost as cost;
 pub use counterpoint_cuda as cuda;
 pub use counterpoint_exec as exec;
 pub use counterpoint_mask as mask;

@@ -10,32 +10,46 @@ const MAY_USE: &[(&str, &[&str])] = &[
     ("counterpoint-files", &[]),
     ("counterpoint-mask", &[]),
     ("counterpoint-tiles", &["mask"]),
-    ("counterpoint-plan", &["mask", "tiles"]),
-    ("counterpoint-schedule", &["mask", "plan"]),
-    ("counterpoint-choose", &["mask", "plan", "schedule"]),
-    ("counterpoint-exec", &["mask", "plan", "schedule", "choose"]),
+    ("counterpoint-cost", &["mask", "tiles"]),
+    ("counterpoint-plan", &["mask", "cost"]),
+    ("counterpoint-schedule", &["mask", "cost", "plan"]),
+    ("counterpoint-choose", &["mask", "cost", "plan", "schedule"]),
+    ("counterpoint-exec", &["mask", "cost", "plan", "schedule", "choose"]),
     ("counterpoint-reference", &["mask", "plan", "schedule", "choose", "exec"]),
-    ("counterpoint-measure", &["mask", "plan", "schedule", "choose", "exec", "reference"]),
+    ("counterpoint-measure", &["mask", "cost", "plan", "schedule", "choose", "exec", "reference"]),
     ("counterpoint-driver", &["files"]),
-    ("counterpoint-cuda", &["driver", "mask", "tiles", "plan", "schedule", "choose", "exec"]),
+    ("counterpoint-cuda", &["driver", "mask", "tiles", "cost", "plan", "schedule", "choose", "exec"]),
     ("counterpoint-report", &["mask", "plan", "schedule"]),
     (
         "counterpoint",
-        &["mask", "tiles", "plan", "schedule", "choose", "exec", "reference", "measure", "cuda", "report"],
+        &[
+            "mask",
+            "tiles",
+            "cost",
+            "plan",
+            "schedule",
+            "choose",
+            "exec",
+            "reference",
+            "measure",
+            "cuda",
+            "report",
+        ],
     ),
     (
         "counterpoint-python",
-        &["mask", "plan", "schedule", "choose", "exec", "cuda", "report", "console", "cli"],
+        &["mask", "cost", "plan", "schedule", "choose", "exec", "cuda", "report", "console", "cli"],
     ),
     (
         "counterpoint-console",
-        &["files", "mask", "plan", "schedule", "choose", "exec", "measure", "cuda", "report"],
+        &["files", "mask", "cost", "plan", "schedule", "choose", "exec", "measure", "cuda", "report"],
     ),
     (
         "counterpoint-bench",
         &[
             "files",
             "mask",
+            "cost",
             "plan",
             "schedule",
             "choose",
@@ -52,6 +66,7 @@ const MAY_USE: &[(&str, &[&str])] = &[
         &[
             "files",
             "mask",
+            "cost",
             "plan",
             "schedule",
             "choose",
@@ -67,6 +82,7 @@ const MAY_USE: &[(&str, &[&str])] = &[
         "counterpoint-cli",
         &[
             "mask",
+            "cost",
             "plan",
             "schedule",
             "choose",
@@ -131,7 +147,7 @@ fn crates_depend_one_way() {
 
 #[test]
 fn pure_crates_name_nothing_impure() {
-    for name in ["mask", "tiles", "plan", "schedule", "choose"] {
+    for name in ["mask", "tiles", "cost", "plan", "schedule", "choose"] {
         for (path, line, text) in code_lines(&root().join("crates").join(name).join("src"), "rs") {
             for word in IMPURE {
                 assert!(!text.contains(word), "{}:{line} names {word}: {text}", path.display());

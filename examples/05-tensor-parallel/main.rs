@@ -7,11 +7,12 @@
 
 use std::error::Error;
 
+use counterpoint::cost::CostModel;
 use counterpoint::exec::{
     ColumnParallelLinear, Group, HostTensor, LayerGradient, LayerOverlap, LinearOptions, LinearTensor,
     RowParallelLinear, WorldConfig,
 };
-use counterpoint::plan::{CostModel, DType, WaveGroups};
+use counterpoint::plan::{DType, WaveGroups};
 use counterpoint::schedule::OverlapPolicy;
 
 const RANKS: usize = 2;

@@ -1,8 +1,9 @@
 //! Linear layers of all kinds: plans, the Programs of every pass, and results of some of them.
 
 use counterpoint::choose::LayerGroups;
+use counterpoint::cost::CostModel;
 use counterpoint::exec::{LinearConfig, LinearInputs, LinearOutputs, RunConfig, run_linear};
-use counterpoint::plan::{Activations, CostModel, DType, LinearKind, LinearPlan, LinearSpec, WaveGroups};
+use counterpoint::plan::{Activations, DType, LinearKind, LinearPlan, LinearSpec, WaveGroups};
 use counterpoint::schedule::{
     NormSpec, OverlapPolicy, WeightGradient, lower_linear_backward, lower_linear_forward,
     lower_linear_weight_gradient, lower_normalised_forward,

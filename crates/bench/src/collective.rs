@@ -9,9 +9,10 @@ use counterpoint_console::{
     launched::{as_rank, ended, gather, gpu_of_rank, launch, refuse_other_sizes},
     profile,
 };
+use counterpoint_cost::MachineProfile;
 use counterpoint_cuda::{CudaMachine, Device, Timing, TransportKind};
 use counterpoint_exec::Rendezvous;
-use counterpoint_plan::{DType, MachineProfile, Topology};
+use counterpoint_plan::{DType, Topology};
 use counterpoint_report::{Column, Statistics};
 use serde::Serialize;
 

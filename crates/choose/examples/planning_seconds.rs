@@ -7,8 +7,9 @@ use std::error::Error;
 use std::time::Instant;
 
 use counterpoint_choose::{DeviceModel, plan_attention, plan_mask};
+use counterpoint_cost::CostModel;
 use counterpoint_mask::{Documents, Mask};
-use counterpoint_plan::{AttentionSpec, CostModel, DType, PlanConfig, Planning, QueryExchange};
+use counterpoint_plan::{AttentionSpec, DType, PlanConfig, Planning, QueryExchange};
 
 /// Lengths of documents as training data has them.
 const LENGTHS: &str = include_str!("../../../benches/data/packed_documents_lognormal_1m.txt");

@@ -2,7 +2,7 @@
 
 use std::sync::LazyLock;
 
-use counterpoint_plan::CostModel;
+use counterpoint_cost::CostModel;
 use counterpoint_schedule::OpCost;
 use serde::{Deserialize, Serialize};
 
@@ -74,7 +74,7 @@ impl OpCost for DeviceModel {
 
 #[cfg(test)]
 mod tests {
-    use counterpoint_plan::MachineProfile;
+    use counterpoint_cost::MachineProfile;
 
     use super::*;
 

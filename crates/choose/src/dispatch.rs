@@ -2,10 +2,11 @@
 
 use std::sync::{Mutex, PoisonError};
 
+use counterpoint_cost::CostModel;
 use counterpoint_mask::Mask;
 use counterpoint_plan::{
-    AttentionSpec, ChunkWork, CostModel, Dispatch, DispatchAlgorithm, PassStages, Plan, PlanConfig,
-    PlanError, Planning, QueryExchange, RankPlan, Topology, chunk_work, received_rows,
+    AttentionSpec, ChunkWork, Dispatch, DispatchAlgorithm, PassStages, Plan, PlanConfig, PlanError, Planning,
+    QueryExchange, RankPlan, Topology, chunk_work, received_rows,
 };
 use counterpoint_schedule::{GradientReduction, OpCost, OverlapPolicy, RankTransport, Timeline};
 

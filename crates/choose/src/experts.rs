@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use counterpoint_plan::{CostModel, ExpertGroups, ExpertPlan, ExpertSpec, Routing, Topology};
+use counterpoint_cost::CostModel;
+use counterpoint_plan::{ExpertGroups, ExpertPlan, ExpertSpec, Routing, Topology};
 use counterpoint_schedule::{
     Mover, OpCost, OverlapPolicy, Program, RankTransport, SimulateError, StartOrder, Timeline,
     WeightGradient, WorkerShare, Workload, lower_expert_backward, lower_expert_forward, simulate,

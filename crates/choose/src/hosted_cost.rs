@@ -1,6 +1,7 @@
 //! What hosted work costs where it must not be underestimated: as much longer than predicted as it was ever measured.
 
-use counterpoint_plan::{CostModel, Plan};
+use counterpoint_cost::CostModel;
+use counterpoint_plan::Plan;
 use counterpoint_schedule::{OpCost, Program, ProgramOp};
 
 use crate::remembered::bands_of;

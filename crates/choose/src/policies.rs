@@ -1,6 +1,7 @@
 //! The overlap policy of each pass of attention: all that the transport runs are simulated.
 
-use counterpoint_plan::{AttentionSpec, CostModel, Plan, Planning, Topology};
+use counterpoint_cost::CostModel;
+use counterpoint_plan::{AttentionSpec, Plan, Planning, Topology};
 use counterpoint_schedule::{
     GradientReduction, Mover, OpCost, OverlapPolicy, PassPolicies, RankTransport, SimulateError, StartOrder,
     Timeline, WorkerShare, Workload,

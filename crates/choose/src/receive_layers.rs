@@ -1,7 +1,8 @@
 //! In how many layers ranks receive: one where rows come much sooner than they can be used.
 
+use counterpoint_cost::CostModel;
 use counterpoint_mask::Band;
-use counterpoint_plan::{AttentionSpec, CostModel, MOST_LAYERS, PlanConfig};
+use counterpoint_plan::{AttentionSpec, MOST_LAYERS, PlanConfig};
 
 /// Nobody waits for rows that take less than one part in so many of what a rank computes: its own ones keep it busy meanwhile.
 const HIDDEN: f64 = 4.0;
@@ -29,8 +30,9 @@ pub(crate) fn most_layers(
 
 #[cfg(test)]
 mod tests {
+    use counterpoint_cost::Link;
     use counterpoint_mask::Range;
-    use counterpoint_plan::{DType, Link, Topology};
+    use counterpoint_plan::{DType, Topology};
 
     use super::*;
 

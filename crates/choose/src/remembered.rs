@@ -3,8 +3,9 @@
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use counterpoint_cost::CostModel;
 use counterpoint_mask::Band;
-use counterpoint_plan::{CostModel, Plan};
+use counterpoint_plan::Plan;
 use counterpoint_schedule::{Op, OpCost, Program, ProgramOp};
 
 /// Which part of which operation of which rank after how many seconds (their bits).

@@ -1,8 +1,9 @@
 //! What a layer of a transformer takes on its ranks, part by part, and a training step of all layers.
 
+use counterpoint_cost::CostModel;
 use counterpoint_mask::Mask;
 use counterpoint_plan::{
-    Activations, CostModel, DType, GemmCollective, PlanConfig, PlanError, Topology, TransformerSpec,
+    Activations, DType, GemmCollective, PlanConfig, PlanError, Topology, TransformerSpec,
 };
 use counterpoint_schedule::{
     GradientReduction, KeyBlocks, Mover, Overlap, OverlapPolicy, Program, SimulateError, StartOrder,

@@ -6,9 +6,8 @@ use std::time::Instant;
 use counterpoint_choose::{
     ClockError, GroupSearcher, LinkUse, PassClock, ProductStart, SearchStep, SimulatedClock,
 };
-use counterpoint_plan::{
-    CostModel, DType, GemmCollective, LinearDirection, LinearPlan, Link, Topology, WaveGroups, WorkerSharing,
-};
+use counterpoint_cost::{CostModel, Link, WorkerSharing};
+use counterpoint_plan::{DType, GemmCollective, LinearDirection, LinearPlan, Topology, WaveGroups};
 use counterpoint_schedule::{Mover, OverlapPolicy, StartOrder};
 
 /// Numbers that are drawn, the same in every run.

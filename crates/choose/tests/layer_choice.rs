@@ -1,9 +1,9 @@
 //! What linear layers run by default, on every transport: predicted to end first, and by the simulator nearly all hidden.
 
 use counterpoint_choose::LinearMachine;
+use counterpoint_cost::{CostModel, Link, WorkerSharing};
 use counterpoint_plan::{
-    Activations, CostModel, DType, LinearDirection, LinearKind, LinearPlan, LinearSpec, Link, Topology,
-    WaveGroups, WorkerSharing,
+    Activations, DType, LinearDirection, LinearKind, LinearPlan, LinearSpec, Topology, WaveGroups,
 };
 use counterpoint_schedule::{
     OverlapPolicy, PassOverlap, RankTransport, Timeline, WeightGradient, lower_linear_backward,

@@ -42,7 +42,7 @@ pub enum CliError {
         /// The file.
         path: PathBuf,
         /// What is wrong.
-        source: Box<counterpoint_plan::ProfileError>,
+        source: Box<counterpoint_cost::ProfileError>,
     },
     /// A file does not hold a mask.
     #[error("{}: {source}", path.display())]

@@ -1,7 +1,8 @@
 //! What `--overlap` comes to for a plan: policies that are named, or for each pass the one that is predicted to end first.
 
 use counterpoint_choose::{ChooseError, PassChoice, PolicyChoice, attention_policies};
-use counterpoint_plan::{AttentionSpec, CostModel, Plan, PlanConfig, Planning};
+use counterpoint_cost::CostModel;
+use counterpoint_plan::{AttentionSpec, Plan, PlanConfig, Planning};
 use counterpoint_report::format_seconds;
 use counterpoint_schedule::{GradientReduction, OverlapPolicy, PassPolicies, RankTransport};
 use serde::Serialize;

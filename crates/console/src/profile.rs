@@ -2,9 +2,9 @@
 
 use std::path::{Path, PathBuf};
 
+use counterpoint_cost::MachineProfile;
 use counterpoint_exec::EnvironmentVariable;
 use counterpoint_files::{folder_in_home, folder_named};
-use counterpoint_plan::MachineProfile;
 
 use crate::arguments::Device;
 use crate::device;

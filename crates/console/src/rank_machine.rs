@@ -5,13 +5,14 @@ use std::path::Path;
 use std::sync::Arc;
 
 use counterpoint_choose::TunedPlace;
+use counterpoint_cost::{CostModel, MachineProfile};
 use counterpoint_cuda::{CudaMachine, CudaProcess, PlainProducts, Timing, TransportKind};
 use counterpoint_exec::{
     AttentionInputs, AttentionRun, CpuMachine, ExecError, Facet, Launch, Machine, Pass, PreparedAttention,
     RankProblem, RanksRun, Rendezvous, RunConfig, RunTimes, SlowLink,
 };
 use counterpoint_measure::calibrate;
-use counterpoint_plan::{AttentionSpec, CostModel, MachineProfile, Plan, Topology};
+use counterpoint_plan::{AttentionSpec, Plan, Topology};
 use counterpoint_schedule::{RankTransport, Timeline};
 
 use crate::arguments::Device;

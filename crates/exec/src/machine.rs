@@ -4,7 +4,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use counterpoint_choose::LinearMachine;
-use counterpoint_plan::{CostModel, DType, Link, Topology};
+use counterpoint_cost::{CostModel, Link};
+use counterpoint_plan::{DType, Topology};
 use counterpoint_schedule::RankTransport;
 use rayon::ThreadPool;
 

@@ -4,10 +4,11 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use counterpoint_cost::{CostModel, Link};
 use counterpoint_exec::kernel::{Element, GemmArgs, gemm};
 use counterpoint_exec::{AttentionInputs, HostTensor, with_host_element};
 use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};
-use counterpoint_plan::{AttentionSpec, CostModel, Link};
+use counterpoint_plan::AttentionSpec;
 use counterpoint_schedule::{Accumulate, GemmLayout};
 use rayon::{ThreadPool, ThreadPoolBuilder};
 

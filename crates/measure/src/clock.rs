@@ -1,10 +1,11 @@
 //! Times of a linear layer's pass and of its parts, measured on the ranks of a machine.
 
 use counterpoint_choose::{PassClock, TunedPass};
+use counterpoint_cost::ProblemSize;
 use counterpoint_exec::{Backend, ExecError, Machine};
 use counterpoint_mask::Range;
 use counterpoint_plan::{
-    Activations, GemmCollective, LinearDirection, LinearKind, LinearPlan, LinearSpec, PlanError, ProblemSize,
+    Activations, GemmCollective, LinearDirection, LinearKind, LinearPlan, LinearSpec, PlanError,
 };
 use counterpoint_reference::LinearSample;
 use counterpoint_schedule::{

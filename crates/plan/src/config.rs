@@ -1,9 +1,10 @@
 //! What plans are made with: chunk size, dispatch, stages, query exchange, ranks and costs, and their limits.
 
+use counterpoint_cost::CostModel;
 use counterpoint_mask::Mask;
 use serde::{Deserialize, Serialize};
 
-use crate::{CostModel, DispatchAlgorithm, PassStages, PlanError, Topology};
+use crate::{DispatchAlgorithm, PassStages, PlanError, Topology};
 
 /// Whether the work of query rows that see many keys of others may be done where these keys are: queries travel there, partial
 /// results back, and the keys stay.
@@ -114,7 +115,7 @@ impl PlanConfig {
             return Err(PlanError::RanksPerNode { ranks_per_node, world_size });
         }
         self.stages.validate()?;
-        self.cost.validate()
+        self.cost.validate().map_err(PlanError::Cost)
     }
 }
 

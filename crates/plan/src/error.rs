@@ -1,5 +1,6 @@
 //! What is refused of a plan: chunk sizes, ranks, stages, cost models, layers, memory.
 
+use counterpoint_cost::CostError;
 use thiserror::Error;
 
 /// Why a plan cannot be made.
@@ -63,15 +64,8 @@ pub enum PlanError {
         max: usize,
     },
     /// A figure of the cost model with which no time can be predicted.
-    #[error("the cost model's {field} is {value}; it must be {wanted}")]
-    Cost {
-        /// Which figure.
-        field: &'static str,
-        /// What was given.
-        value: String,
-        /// What it must be.
-        wanted: String,
-    },
+    #[error(transparent)]
+    Cost(CostError),
     /// A linear layer cannot be split so.
     #[error("{field} is {value}; a tensor-parallel linear layer wants {wanted}")]
     Linear {

@@ -1,8 +1,9 @@
 //! A matrix product with a collective as a linear layer, and a pass of a layer as such a product.
 
+use counterpoint_cost::ProblemSize;
 use serde::{Deserialize, Serialize};
 
-use crate::{Activations, DType, LinearDirection, LinearKind, LinearSpec, ProblemSize};
+use crate::{Activations, DType, LinearDirection, LinearKind, LinearSpec};
 
 /// A matrix product and the collective that its communication amounts to. In groups of rows, products and collectives take turns: a gather
 /// comes before its group's product, a reduction behind it.

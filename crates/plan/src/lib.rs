@@ -5,18 +5,14 @@
 // Not a workspace lint: tests may unwrap, their helpers too.
 #![warn(clippy::unwrap_used)]
 
-mod attention_cost;
-mod attention_work;
 mod bounds;
 mod cache;
 mod config;
-mod cost;
 mod dispatch;
 mod division;
 mod error;
 mod exchange;
 mod experts;
-mod figure_limits;
 mod fingerprint;
 mod gemm_collective;
 mod group_part;
@@ -25,31 +21,24 @@ mod hosting;
 mod layout;
 mod linear;
 mod linear_spec;
-mod machine_profile;
 mod outline;
 mod pass_stages;
 mod plan;
 mod planning;
-mod problem_size;
 mod rank_outline;
-mod ready_work;
 mod receive_order;
 mod row_list;
 mod runs;
 mod spec;
 mod stage_cuts;
 mod summary;
-mod tile_costs;
 mod topology;
 mod transformer;
 mod work;
-mod worker_sharing;
 
-pub use attention_work::AttentionWork;
 pub use bounds::TrafficBounds;
 pub use cache::PlanCache;
 pub use config::{MAX_CHUNKS, MAX_CP_SIZE, PlanConfig, QueryExchange};
-pub use cost::{CostModel, Link};
 pub use dispatch::{
     ChunkWork, Dispatch, DispatchAlgorithm, chunk_work, chunk_work_with_away, chunk_work_without,
     received_rows, received_rows_lower_bound,
@@ -68,26 +57,19 @@ pub use hierarchy::{TwoLevelExchange, TwoLevelPart};
 pub use hosting::{Away, HostedWork};
 pub use linear::{GROUP_TILE_ROWS, LinearPlan, WaveGroups};
 pub use linear_spec::{Activations, LinearDirection, LinearKind, LinearSpec};
-pub use machine_profile::{
-    LinkPoint, MachineProfile, PROFILE_VERSION, PolicyMeasurement, ProfileError, TransportMeasurement,
-};
 pub use outline::Outline;
 pub use pass_stages::{MAX_STAGES, PassStages, StageCount};
 pub use plan::{Plan, RankPlan, StagePlan};
 pub use planning::{CancellationToken, Helpers, Planning};
-pub use problem_size::ProblemSize;
 pub use rank_outline::RankOutline;
-pub use ready_work::ReadyWork;
 pub use receive_order::MOST_LAYERS;
 pub use row_list::RowList;
 pub use runs::{Run, Runs};
 pub use spec::{AttentionSpec, DType, GradientShares, HostedRowBytes};
 pub use stage_cuts::StageCuts;
 pub use summary::{CommSummary, PlanSummary, RankSummary, StageSummary};
-pub use tile_costs::{TileCost, TileCosts, TileShape};
 pub use topology::Topology;
 pub use transformer::{LayerLinear, TransformerSpec};
-pub use worker_sharing::WorkerSharing;
 
 /// Rows of a key block, the step in which kernels walk keys. Stages are cut only at multiples of it (counted along a
 /// rank's received rows in their order), so that every kernel block, and with it every bit of a deterministic result, is the same for

@@ -1,10 +1,11 @@
 //! Tensor-parallel linear layers: which axis of the weight is split, how activations lie, and the products of each pass.
 
+use counterpoint_cost::ProblemSize;
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{DType, ProblemSize};
+use crate::DType;
 
 /// Which axis of the weight `[out_features, in_features]` is split over the ranks (Megatron-LM, section 3).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]

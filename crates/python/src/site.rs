@@ -4,10 +4,10 @@ use counterpoint_choose::{
     ChooseError, DeviceModel, DispatchChoice, PassChoice, PolicyChoice, attention_policies, plan_attention,
     plan_mask_on, plan_mask_within,
 };
+use counterpoint_cost::{CostModel, MachineProfile};
 use counterpoint_mask::Mask;
 use counterpoint_plan::{
-    AttentionSpec, CostModel, DispatchAlgorithm, Fingerprint, MachineProfile, Plan, PlanConfig, Planning,
-    Topology,
+    AttentionSpec, DispatchAlgorithm, Fingerprint, Plan, PlanConfig, Planning, Topology,
 };
 use counterpoint_schedule::{GradientReduction, PassPolicies, RankTransport};
 use pyo3::prelude::*;

@@ -1,6 +1,6 @@
 //! The one source of seconds: what an operation's computation takes, what links carry, what sharing costs.
 
-use counterpoint_plan::{CostModel, MachineProfile};
+use counterpoint_cost::{CostModel, MachineProfile};
 
 use crate::op_seconds::{compute_seconds, part_seconds};
 use crate::{Program, ProgramOp};

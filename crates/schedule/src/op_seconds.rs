@@ -1,7 +1,7 @@
 //! Seconds of operations by the rates of a machine.
 
+use counterpoint_cost::{AttentionWork, CostModel, ProblemSize, ReadyWork};
 use counterpoint_mask::Band;
-use counterpoint_plan::{AttentionWork, CostModel, ProblemSize, ReadyWork};
 
 use crate::{
     Accumulate, ArrivingKeys, AttentionBackward, AttentionState, BufferId, ForwardBegin, ForwardEnd, Gemm,

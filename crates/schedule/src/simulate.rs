@@ -3,7 +3,8 @@
 mod clockwork;
 mod rank;
 
-use counterpoint_plan::{CostModel, DType, GroupPart, Topology};
+use counterpoint_cost::CostModel;
+use counterpoint_plan::{DType, GroupPart, Topology};
 use thiserror::Error;
 
 use crate::{BufferId, GroupReduce, Mover, Op, OpCost, Program, ProgramOp, Span, Timeline};
@@ -48,7 +49,7 @@ pub enum SimulateError {
 ///
 /// A product whose rows travel while it is computed takes the longer of both, and the link's start. A backward whose gradients do
 /// ends when those that its rank owns have come from everyone, and are added. Attention that takes rows
-/// as they arrive does what needs none of them ([`ReadyWork`](counterpoint_plan::ReadyWork)), and the rest once all are there.
+/// as they arrive does what needs none of them ([`ReadyWork`](counterpoint_cost::ReadyWork)), and the rest once all are there.
 ///
 /// Under [`CostModel::sharing`] the work of one rank gets in its own way, as the Program's policy allows: a computation
 /// holds all workers but the policy's margin, so a collective that needs workers starts only where none runs, and

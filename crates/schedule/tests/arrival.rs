@@ -2,8 +2,9 @@
 
 use std::sync::Arc;
 
+use counterpoint_cost::{CostModel, Link};
 use counterpoint_mask::{Band, Range};
-use counterpoint_plan::{CostModel, DType, GroupPart, KEY_BLOCK, Link, OwnedSplit, RemoteSplit, Topology};
+use counterpoint_plan::{DType, GroupPart, KEY_BLOCK, OwnedSplit, RemoteSplit, Topology};
 use counterpoint_schedule::{
     Accumulate, ArrivingKeys, AttentionForward, BarrierId, BufferId, BufferRole, BufferSpec, Delivery,
     ForwardBegin, ForwardEnd, Gemm, GemmLayout, GroupCast, GroupReduce, KeyBlocks, Op, OverlapPolicy,

@@ -2,8 +2,9 @@
 
 use std::sync::Arc;
 
+use counterpoint_cost::{CostModel, Link};
 use counterpoint_mask::Range;
-use counterpoint_plan::{CostModel, DType, GroupPart, Link, OwnedSplit, RemoteSplit, Topology};
+use counterpoint_plan::{DType, GroupPart, OwnedSplit, RemoteSplit, Topology};
 use counterpoint_schedule::*;
 
 const ROWS: usize = 1000;

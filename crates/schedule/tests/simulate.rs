@@ -3,10 +3,10 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use counterpoint_cost::{CostModel, Link, WorkerSharing};
 use counterpoint_mask::Range;
 use counterpoint_plan::{
-    Activations, CostModel, DType, GroupPart, LinearKind, LinearPlan, LinearSpec, Link, Topology, WaveGroups,
-    WorkerSharing,
+    Activations, DType, GroupPart, LinearKind, LinearPlan, LinearSpec, Topology, WaveGroups,
 };
 use counterpoint_schedule::{
     Accumulate, BufferId, BufferRole, BufferSpec, EventId, Gemm, GemmLayout, GroupReduce, Op, OverlapPolicy,

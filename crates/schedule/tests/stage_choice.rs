@@ -3,10 +3,9 @@
 use std::path::Path;
 
 use counterpoint_choose::plan_mask;
+use counterpoint_cost::{CostModel, WorkerSharing};
 use counterpoint_mask::{Documents, Mask};
-use counterpoint_plan::{
-    AttentionSpec, CostModel, DType, GradientShares, PlanConfig, StageCount, Topology, WorkerSharing,
-};
+use counterpoint_plan::{AttentionSpec, DType, GradientShares, PlanConfig, StageCount, Topology};
 use counterpoint_schedule::{
     GradientReduction, KeyBlocks, OverlapPolicy, Program, StartOrder, lower_attention_backward,
     lower_attention_forward, simulate,

@@ -2,7 +2,7 @@
 
 use clap::{Args, ValueEnum};
 use counterpoint_console::arguments::{Device, value};
-use counterpoint_plan::ProblemSize;
+use counterpoint_cost::ProblemSize;
 
 use super::kernels::BenchDType;
 

@@ -4,8 +4,9 @@ use std::time::Duration;
 
 use clap::Args;
 use counterpoint_console::arguments::{Device, OverlapChoice, overlap, value};
+use counterpoint_cost::ProblemSize;
 use counterpoint_cuda::TransportKind;
-use counterpoint_plan::{GemmCollective, ProblemSize};
+use counterpoint_plan::GemmCollective;
 
 use super::kernels::BenchDType;
 

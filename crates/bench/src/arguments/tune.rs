@@ -5,9 +5,10 @@ use std::time::Duration;
 
 use clap::{Args, Subcommand, ValueEnum};
 use counterpoint_console::arguments::{Device, overlap, value};
+use counterpoint_cost::ProblemSize;
 use counterpoint_cuda::TransportKind;
 use counterpoint_exec::SlowLink;
-use counterpoint_plan::{DType, GemmCollective, ProblemSize};
+use counterpoint_plan::{DType, GemmCollective};
 use counterpoint_schedule::OverlapPolicy;
 
 use super::{BenchTpPass, GradientArgument, TuneMoeArguments};

@@ -15,9 +15,10 @@ use counterpoint_console::{
     rank_machine::RankMachine,
     solution::Solution,
 };
+use counterpoint_cost::MachineProfile;
 use counterpoint_exec::{AttentionInputs, Pass, RunConfig, random_inputs};
 use counterpoint_mask::{Mask, MaskPreset};
-use counterpoint_plan::{AttentionSpec, DType, MachineProfile, PlanConfig, Planning, Topology};
+use counterpoint_plan::{AttentionSpec, DType, PlanConfig, Planning, Topology};
 use counterpoint_schedule::{GradientReduction, OverlapPolicy, PassPolicies, StartOrder};
 
 use self::case::{Case, Traced, trace};

@@ -1,7 +1,7 @@
 //! The products that `bench gemm` measures where none are named: linear layers of Llama-3 70B and GPT-3, and published shapes.
 
+use counterpoint_cost::ProblemSize;
 use counterpoint_cuda::kernel::{ElementType, GemmEpilogue, GemmLayout, GemmSpec, Scalar};
-use counterpoint_plan::ProblemSize;
 
 use crate::arguments::{BenchGemmArguments, BenchGemmLayout};
 

@@ -1,8 +1,9 @@
 //! The products that `bench gemm-collective` measures where none are named: published shapes and layers of known models.
 
 use counterpoint_console::arguments::Device;
+use counterpoint_cost::ProblemSize;
 use counterpoint_exec::GemmCollectiveSpec;
-use counterpoint_plan::{DType, GemmCollective, ProblemSize};
+use counterpoint_plan::{DType, GemmCollective};
 
 use crate::arguments::{BenchDType, BenchGemmCollectiveArguments};
 

@@ -2,12 +2,13 @@
 
 use std::time::Instant;
 
+use counterpoint_cost::ProblemSize;
 use counterpoint_exec::{
     Backend, CpuBackend, CpuMachine, CpuTransport, ExecError, GemmCollectiveSpec, HostTensor, Prepared,
     WorldConfig, dispatch, random_tensor,
 };
 use counterpoint_mask::Range;
-use counterpoint_plan::{GemmCollective, ProblemSize};
+use counterpoint_plan::GemmCollective;
 use counterpoint_report::median;
 use counterpoint_schedule::OverlapPolicy;
 

@@ -12,9 +12,10 @@ use counterpoint_console::{
     arguments::{Device, OverlapChoice},
     profile,
 };
+use counterpoint_cost::CostModel;
 use counterpoint_cuda::{CudaMachine, Timing, TransportKind};
 use counterpoint_exec::{ExecError, GemmCollectiveSpec, GemmOverlap};
-use counterpoint_plan::{CostModel, WaveGroups};
+use counterpoint_plan::WaveGroups;
 use counterpoint_schedule::OverlapPolicy;
 
 use self::peers::Known;

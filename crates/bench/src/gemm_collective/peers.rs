@@ -3,8 +3,8 @@
 use std::process::Command;
 
 use counterpoint_console::{self as console, CliError, arguments::Device};
+use counterpoint_cost::ProblemSize;
 use counterpoint_exec::GemmCollectiveSpec;
-use counterpoint_plan::ProblemSize;
 use counterpoint_report::{Column, Statistics, geometric_mean, table};
 use serde::{Deserialize, Serialize};
 use serde_json::json;

@@ -9,13 +9,14 @@ use counterpoint_console::{
     CliError,
     arguments::{OverlapChoice, dtype_name},
 };
+use counterpoint_cost::CostModel;
 use counterpoint_exec::{
     ExecError, ExpertInputs, ExpertLayer, ExpertOptions, ExpertOutputs, ExpertOverlap, ExpertPass,
     ExpertPasses, Group, HostTensor, LayerGradient, Machine, RankBuffers, RunConfig, RunTimes, WorldConfig,
     random_tensor,
 };
 use counterpoint_measure::Processes;
-use counterpoint_plan::{CostModel, ExpertCapacity, ExpertGroups, ExpertKind, ExpertSpec, Routing, Topology};
+use counterpoint_plan::{ExpertCapacity, ExpertGroups, ExpertKind, ExpertSpec, Routing, Topology};
 use counterpoint_reference::{LinearSample, check_experts};
 use counterpoint_report::Statistics;
 use counterpoint_schedule::{OverlapPolicy, StartOrder, Timeline, WeightGradient};

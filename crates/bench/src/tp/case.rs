@@ -7,13 +7,14 @@ use counterpoint_console::{
     CliError,
     arguments::{OverlapChoice, dtype_name},
 };
+use counterpoint_cost::CostModel;
 use counterpoint_cuda::TransportKind;
 use counterpoint_exec::{
     ExecError, Group, HostTensor, LayerGradient, LayerOverlap, LinearInputs, LinearOutputs, LinearTensor,
     Machine, PlannedPass, PlannedPasses, RankBuffers, RunConfig, RunTimes, WorldConfig,
 };
 use counterpoint_measure::Processes;
-use counterpoint_plan::{CostModel, LinearPlan, LinearSpec, WaveGroups};
+use counterpoint_plan::{LinearPlan, LinearSpec, WaveGroups};
 use counterpoint_reference::{LinearSample, check_linear_part};
 use counterpoint_report::Statistics;
 use counterpoint_schedule::{Mover, OverlapPolicy, StartOrder, WeightGradient};

@@ -20,11 +20,12 @@ use counterpoint_console::{
     rank_machine::RankMachine,
     tuned,
 };
+use counterpoint_cost::CostModel;
 use counterpoint_cuda::TransportKind;
 use counterpoint_exec::{
     CpuMachine, LinearInputs, Machine, Rendezvous, RunConfig, TcpMachine, random_linear_inputs,
 };
-use counterpoint_plan::{CostModel, DType, LinearKind, LinearSpec, Topology};
+use counterpoint_plan::{DType, LinearKind, LinearSpec, Topology};
 use counterpoint_report::{TimelinePair, TraceSection, chrome_trace};
 
 use self::case::Case;

@@ -1,6 +1,7 @@
 //! Predicted seconds of a stage, forward and backward: its computation, its group-cast, its group-reduce.
 
-use counterpoint_plan::{AttentionSpec, CostModel, HostedWork, TileCost};
+use counterpoint_cost::{CostModel, TileCost};
+use counterpoint_plan::{AttentionSpec, HostedWork};
 
 use super::link_rows::LinkRows;
 use super::stage_prediction::StagePrediction;

@@ -1,6 +1,7 @@
 //! Rows through the links of one rank in one collective, inside its node and between nodes.
 
-use counterpoint_plan::{CostModel, GroupPart, Topology};
+use counterpoint_cost::CostModel;
+use counterpoint_plan::{GroupPart, Topology};
 
 /// Key rows that one rank sends or receives in one collective.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

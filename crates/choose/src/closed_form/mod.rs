@@ -5,10 +5,10 @@ mod link_counts;
 mod link_rows;
 mod stage_prediction;
 
+use counterpoint_cost::ReadyWork;
 use counterpoint_mask::{Band, Range};
 use counterpoint_plan::{
-    AttentionSpec, HostedWork, Outline, Plan, PlanConfig, RankOutline, RankPlan, ReadyWork, StageCuts,
-    StagePlan,
+    AttentionSpec, HostedWork, Outline, Plan, PlanConfig, RankOutline, RankPlan, StageCuts, StagePlan,
 };
 use serde::{Deserialize, Serialize};
 
@@ -43,7 +43,7 @@ pub struct Prediction {
 impl Prediction {
     /// Predicts `plan` with the machine of `config`, by pairs. Every stage is charged what it really sends and receives. The number
     /// of stages of [`StageCount::Auto`](counterpoint_plan::StageCount::Auto) is chosen by the same measure, and on machines with
-    /// [`TileCosts`](counterpoint_plan::TileCosts) by the tiles of each stage.
+    /// [`TileCosts`](counterpoint_cost::TileCosts) by the tiles of each stage.
     pub fn new(plan: &Plan, spec: &AttentionSpec, config: &PlanConfig) -> Self {
         let predict = |direction: Direction, plan: &RankPlan, stages: &[StagePlan]| {
             let stages = stages.iter().map(|stage| {

@@ -2,7 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
-use counterpoint_plan::{AttentionSpec, CostModel, ReadyWork};
+use counterpoint_cost::{CostModel, ReadyWork};
+use counterpoint_plan::AttentionSpec;
 
 /// Predicted seconds of one stage of one rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]

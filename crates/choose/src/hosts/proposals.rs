@@ -1,9 +1,8 @@
 //! Query offload: which query rows are worth sending to the keys that they see.
 
+use counterpoint_cost::CostModel;
 use counterpoint_mask::{Band, Range};
-use counterpoint_plan::{
-    AttentionSpec, Away, CostModel, Dispatch, Division, PlanConfig, QueryExchange, Runs,
-};
+use counterpoint_plan::{AttentionSpec, Away, Dispatch, Division, PlanConfig, QueryExchange, Runs};
 
 /// Pieces of a rank's rows that may be away, widest first. Those that are not as wide gain less, and each is a step.
 const MOST_PIECES: usize = 64;

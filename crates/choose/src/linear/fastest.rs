@@ -1,7 +1,8 @@
 //! In which way and in which groups a pass of a linear layer is predicted to end first: what its parts let expect, unless the simulator
 //! says that another way or other groups end sooner.
 
-use counterpoint_plan::{CostModel, LinearPlan, PlanError, WaveGroups};
+use counterpoint_cost::CostModel;
+use counterpoint_plan::{LinearPlan, PlanError, WaveGroups};
 use counterpoint_schedule::{OverlapPolicy, PassOverlap};
 
 use super::group_search::PassClock;

@@ -1,6 +1,7 @@
 //! What a product with its collective takes, one after the other and in one kernel, and so which of them to run.
 
-use counterpoint_plan::{CostModel, GemmCollective, ProblemSize};
+use counterpoint_cost::{CostModel, ProblemSize};
+use counterpoint_plan::GemmCollective;
 
 /// A product that each of several ranks computes, and the rows that travel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

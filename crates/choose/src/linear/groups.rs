@@ -1,8 +1,7 @@
 //! The groups of tokens in which a layer's pass is computed: as they are asked for, or those that are predicted to end first.
 
-use counterpoint_plan::{
-    CostModel, GROUP_TILE_ROWS, LinearDirection, LinearPlan, LinearSpec, PlanError, WaveGroups,
-};
+use counterpoint_cost::CostModel;
+use counterpoint_plan::{GROUP_TILE_ROWS, LinearDirection, LinearPlan, LinearSpec, PlanError, WaveGroups};
 
 use super::wave_costs::{LinkUse, PassCurves, ProductStart};
 

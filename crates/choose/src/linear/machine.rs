@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use counterpoint_plan::{CostModel, LinearDirection, LinearPlan, LinearSpec, PlanError, Topology};
+use counterpoint_cost::CostModel;
+use counterpoint_plan::{LinearDirection, LinearPlan, LinearSpec, PlanError, Topology};
 use counterpoint_schedule::{PassOverlap, RankTransport};
 
 use super::pass::LinearPass;

@@ -1,8 +1,9 @@
 //! What a pass of a tensor-parallel linear layer is expected to take in each of the ways in which it can be run, by what its parts take.
 
+use counterpoint_cost::{CostModel, ProblemSize};
 use counterpoint_plan::{
-    Activations, CostModel, GROUP_TILE_ROWS, GemmCollective, LinearDirection, LinearKind, LinearPlan,
-    LinearSpec, ProblemSize, Topology, WaveGroups,
+    Activations, GROUP_TILE_ROWS, GemmCollective, LinearDirection, LinearKind, LinearPlan, LinearSpec,
+    Topology, WaveGroups,
 };
 use counterpoint_schedule::{PassOverlap, SUMMING_WORKERS};
 
@@ -288,7 +289,8 @@ impl LinearPass {
 
 #[cfg(test)]
 mod tests {
-    use counterpoint_plan::{DType, Link, WorkerSharing};
+    use counterpoint_cost::{Link, WorkerSharing};
+    use counterpoint_plan::DType;
 
     use super::*;
 

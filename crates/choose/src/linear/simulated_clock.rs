@@ -1,7 +1,8 @@
 //! The simulator as the clock by which groups of a layer's pass are searched.
 
+use counterpoint_cost::CostModel;
 use counterpoint_plan::{
-    CostModel, DType, GemmCollective, LinearDirection, LinearPlan, LinearSpec, PlanError, Topology,
+    DType, GemmCollective, LinearDirection, LinearPlan, LinearSpec, PlanError, Topology,
 };
 use counterpoint_schedule::{
     OverlapPolicy, Program, SimulateError, Timeline, WeightGradient, lower_collective, lower_join,

@@ -5,10 +5,10 @@ use std::ops::ControlFlow;
 
 use counterpoint_mask::{Band, Mask, Range};
 
+use counterpoint_cost::{CostModel, ReadyWork, TileCost, TileCosts, TileShape, WorkerSharing};
 use counterpoint_plan::{
-    AttentionSpec, AttentionWork, ChunkWork, CostModel, Dispatch, DispatchAlgorithm, Division, Owners,
-    PlanConfig, PlanError, Planning, RankOutline, ReadyWork, StageCuts, TileCost, TileCosts, TileShape,
-    WorkerSharing,
+    AttentionSpec, ChunkWork, Dispatch, DispatchAlgorithm, Division, Owners, PlanConfig, PlanError, Planning,
+    RankOutline, StageCuts,
 };
 
 use super::affinity::{Effort, Prices, Reach, Search, settle, settles};
@@ -68,7 +68,7 @@ fn by_seconds_with(
     }
     // What suits the whole mask hardly ever is another shape than what suits a rank's part of it.
     let bands: Vec<Band> = mask.bands().collect();
-    let whole = AttentionWork::whole(&bands, [mask.seqlen_q(), mask.seqlen_k()], spec);
+    let whole = spec.work(&bands, [mask.seqlen_q(), mask.seqlen_k()]);
     let Some(shapes) = COST.tile_shapes(&whole) else { return Ok(dispatch) };
     let Some(mut prices) = prices(problem, work, dispatch.cp_size(), shapes)? else { return Ok(dispatch) };
     let reach = Reach::new(work);
@@ -171,7 +171,7 @@ fn prices(
     }
     let price = |first: usize| {
         let chunk = firsts[first];
-        let work = AttentionWork::whole(&bands[chunk], [work.rows(chunk).len(), work.seqlen_k()], spec);
+        let work = spec.work(&bands[chunk], [work.rows(chunk).len(), work.seqlen_k()]);
         Some(COST.share_seconds(&work, shapes)?.map(|seconds| (seconds * PICOSECONDS) as i64))
     };
     let each: Option<Vec<[i64; 2]>> = planning.map(firsts.len(), price)?.into_iter().collect();
@@ -228,7 +228,7 @@ impl KnownTimes {
     }
 
     fn work_out(&self, bands: &[Band], rows: [usize; 2], spec: &AttentionSpec) -> [f64; 2] {
-        let work = AttentionWork::whole(bands, rows, spec);
+        let work = spec.work(bands, rows);
         let seconds = COST.seconds_in(&work, self.shapes);
         seconds.unwrap_or_else(|| [COST.forward_seconds(&work), COST.backward_seconds(&work)])
     }
@@ -322,7 +322,7 @@ mod tests {
     fn shapes(mask: &Mask) -> [TileShape; 2] {
         let bands: Vec<Band> = mask.bands().collect();
         let rows = [mask.seqlen_q(), mask.seqlen_k()];
-        COST.tile_shapes(&AttentionWork::whole(&bands, rows, &SPEC)).unwrap()
+        COST.tile_shapes(&SPEC.work(&bands, rows)).unwrap()
     }
 
     /// Packs of documents whose lengths are as unlike as those of texts.
@@ -369,7 +369,7 @@ mod tests {
                     let bands = &cuts.bands(rank, outline)[1];
                     let received: usize = cuts.rows(rank, 1).iter().map(Range::len).sum();
                     let rows = [outline.q_rows, outline.own_rows() + received];
-                    let work = AttentionWork::whole(bands, rows, &SPEC);
+                    let work = SPEC.work(bands, rows);
                     [COST.forward_seconds(&work), COST.backward_seconds(&work)]
                 });
                 let slowest =

@@ -1,7 +1,8 @@
 //! What stages take by the tiles that their kernels walk: slower to find than by pairs, and right where documents are short.
 
+use counterpoint_cost::{AttentionWork, CostModel, ReadyWork};
 use counterpoint_mask::{Band, Range};
-use counterpoint_plan::{AttentionSpec, AttentionWork, CostModel, RankOutline, ReadyWork, StageCuts};
+use counterpoint_plan::{AttentionSpec, RankOutline, StageCuts};
 
 use crate::closed_form::{Direction, LinkRows, StagePrediction, makespan};
 
@@ -126,7 +127,7 @@ impl Direction {
             staged: !(place.begins && place.ends),
             passed_bytes,
             computed_seconds,
-            ..AttentionWork::whole(bands, [q_rows, k_rows], spec)
+            ..spec.work(bands, [q_rows, k_rows])
         };
         match self {
             Direction::Forward => cost.forward_seconds(&work),

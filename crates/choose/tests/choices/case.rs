@@ -1,7 +1,8 @@
 //! Random problems of attention, from a seed: ranks, nodes, masks of every kind and lengths as they are trained with.
 
+use counterpoint_cost::{CostModel, MachineProfile};
 use counterpoint_mask::{AttnSlice, Documents, Mask, MaskPreset, MaskType, Range, Window};
-use counterpoint_plan::{AttentionSpec, CostModel, DType, MachineProfile, PlanConfig, Topology};
+use counterpoint_plan::{AttentionSpec, DType, PlanConfig, Topology};
 use rand::{Rng, RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 

@@ -3,9 +3,8 @@
 use std::sync::Arc;
 
 use counterpoint_choose::{ExpertDirection, expert_pass, expert_programs};
-use counterpoint_plan::{
-    CostModel, DType, ExpertGroups, ExpertKind, ExpertPlan, ExpertSpec, Routing, Topology, WorkerSharing,
-};
+use counterpoint_cost::{CostModel, WorkerSharing};
+use counterpoint_plan::{DType, ExpertGroups, ExpertKind, ExpertPlan, ExpertSpec, Routing, Topology};
 use counterpoint_schedule::{OverlapPolicy, RankTransport, StartOrder, WeightGradient, simulate};
 
 /// Passes of layers with 64 experts of which each token has 4.

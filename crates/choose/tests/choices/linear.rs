@@ -5,9 +5,9 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use counterpoint_choose::{LinearMachine, PassClock, SimulatedClock};
+use counterpoint_cost::{CostModel, Link, WorkerSharing};
 use counterpoint_plan::{
-    Activations, CostModel, DType, LinearDirection, LinearKind, LinearPlan, LinearSpec, Link, Topology,
-    WaveGroups, WorkerSharing,
+    Activations, DType, LinearDirection, LinearKind, LinearPlan, LinearSpec, Topology, WaveGroups,
 };
 use counterpoint_schedule::{OverlapPolicy, PassOverlap, RankTransport};
 use rand::{RngExt, SeedableRng};

@@ -1,8 +1,9 @@
 //! Random masks and configurations that tests of the plan share.
 
+use counterpoint_cost::CostModel;
 use counterpoint_plan::{
-    AttentionSpec, CostModel, DType, DispatchAlgorithm, GradientShares, PassStages, PlanConfig,
-    QueryExchange, StageCount, Topology,
+    AttentionSpec, DType, DispatchAlgorithm, GradientShares, PassStages, PlanConfig, QueryExchange,
+    StageCount, Topology,
 };
 use proptest::prelude::*;
 

@@ -3,10 +3,9 @@
 use std::collections::HashMap;
 
 use counterpoint_choose::plan_mask;
+use counterpoint_cost::{CostModel, WorkerSharing};
 use counterpoint_mask::Mask;
-use counterpoint_plan::{
-    AttentionSpec, CostModel, DType, Fingerprint, Plan, PlanConfig, StageCount, WorkerSharing,
-};
+use counterpoint_plan::{AttentionSpec, DType, Fingerprint, Plan, PlanConfig, StageCount};
 use serde_json::{Value, json};
 
 /// Inputs in which nothing is left out.

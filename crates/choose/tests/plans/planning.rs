@@ -4,10 +4,11 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use counterpoint_choose::{plan_mask, plan_mask_on, plan_mask_within, plan_stages_within};
+use counterpoint_cost::CostModel;
 use counterpoint_mask::{Documents, Mask};
 use counterpoint_plan::{
-    AttentionSpec, CancellationToken, CostModel, DType, DispatchAlgorithm, Helpers, PlanConfig, PlanError,
-    Planning, QueryExchange, StageCount, Topology,
+    AttentionSpec, CancellationToken, DType, DispatchAlgorithm, Helpers, PlanConfig, PlanError, Planning,
+    QueryExchange, StageCount, Topology,
 };
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;

@@ -93,7 +93,7 @@ fn files_are_compared_by_what_they_hold() {
         std::fs::write(&path, contents).unwrap();
         facets(&parsed(&format!("counterpoint attention --mask full:8 --profile {}", path.display())))
     };
-    let profile = counterpoint_plan::MachineProfile::h200();
+    let profile = counterpoint_cost::MachineProfile::h200();
     let same = of("a", &profile.to_json());
     assert_eq!(same, of("b", &profile.to_json()));
     let mut other = profile;

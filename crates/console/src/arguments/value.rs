@@ -4,12 +4,13 @@ use std::time::Duration;
 
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use counterpoint_choose::LayerGroups;
+use counterpoint_cost::ProblemSize;
 use counterpoint_cuda::TransportKind;
 use counterpoint_exec::SlowLink;
 use counterpoint_mask::MaskPreset;
 use counterpoint_plan::{
     DType, DispatchAlgorithm, GemmCollective, GradientShares, MAX_CP_SIZE, PassStages, PlanError,
-    ProblemSize, QueryExchange, TransformerSpec, WaveGroups,
+    QueryExchange, TransformerSpec, WaveGroups,
 };
 
 use crate::error::CliError;

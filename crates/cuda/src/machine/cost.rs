@@ -1,6 +1,6 @@
 //! Cost models of GPUs that were not calibrated, scaled from an H200 by SMs, and of ranks that share a GPU.
 
-use counterpoint_plan::{CostModel, Link, TileCosts, WorkerSharing};
+use counterpoint_cost::{CostModel, Link, TileCosts, WorkerSharing};
 
 use super::CudaMachine;
 

@@ -3,8 +3,9 @@
 use std::sync::Arc;
 
 use counterpoint_choose::LinearMachine;
+use counterpoint_cost::{MachineProfile, WorkerSharing};
 use counterpoint_exec::{ElementTypes, Ends, ExecError, Machine, World, check_memory};
-use counterpoint_plan::{DType, MachineProfile, Topology, WorkerSharing};
+use counterpoint_plan::{DType, Topology};
 
 use super::lender::lender;
 use crate::backend::clock::Clock;

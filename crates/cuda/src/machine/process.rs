@@ -5,8 +5,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use counterpoint_choose::LinearMachine;
+use counterpoint_cost::CostModel;
 use counterpoint_exec::{ElementTypes, Ends, ExecError, Facet, Machine, Rendezvous, World, check_memory};
-use counterpoint_plan::{CostModel, Topology};
+use counterpoint_plan::Topology;
 use serde::{Deserialize, Serialize};
 
 use super::cost;

@@ -6,9 +6,9 @@
 
 use std::sync::Arc;
 
+use counterpoint_cost::{LinkPoint, MachineProfile};
 use counterpoint_exec::collective::{Pattern, PeerRows, Post};
 use counterpoint_exec::{CollectiveCall, ExecError};
-use counterpoint_plan::{LinkPoint, MachineProfile};
 
 use super::copies::{CopyStreams, PeerCopies, peer_copies};
 use super::{Call, CallError, CudaMeeting, CudaTransport, Part, TransportKind, addresses};

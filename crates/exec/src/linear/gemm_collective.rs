@@ -1,7 +1,8 @@
 //! Fused GEMM and collective as calls: reduce-scatter or all-reduce behind a product, all-gather before one.
 
 use counterpoint_choose::{GemmExchange, LayerGroups};
-use counterpoint_plan::{CostModel, DType, GemmCollective, LinearPlan, PlanError, ProblemSize, WaveGroups};
+use counterpoint_cost::{CostModel, ProblemSize};
+use counterpoint_plan::{DType, GemmCollective, LinearPlan, PlanError, WaveGroups};
 use counterpoint_schedule::{Mover, OverlapPolicy, StartOrder, lower_linear_forward};
 
 use crate::{Backend, ExecError, Group, HostTensor, Machine, Prepared, WorldConfig};

@@ -1,7 +1,8 @@
 //! How a layer's passes overlap.
 
 use counterpoint_choose::{LayerGroups, LinearMachine, TunedPass, TunedShape};
-use counterpoint_plan::{CostModel, LinearPlan, LinearSpec, PlanError, WaveGroups};
+use counterpoint_cost::CostModel;
+use counterpoint_plan::{LinearPlan, LinearSpec, PlanError, WaveGroups};
 use counterpoint_schedule::{Mover, OverlapPolicy, PassOverlap};
 
 use super::layer::LayerGradient;

@@ -1,11 +1,12 @@
 //! Layers that are prepared once: several micro-batches, queues of gradients, scratch memory in common.
 
+use counterpoint_cost::CostModel;
 use counterpoint_exec::{
     ColumnParallelLinear, CpuBuffer, CpuMachine, ExecError, Group, HostTensor, LayerCall, LayerGradient,
     LayerOverlap, LinearInputs, LinearLayer, LinearOptions, LinearOutputs, LinearTensor, RowParallelLinear,
     WorldConfig,
 };
-use counterpoint_plan::{Activations, CostModel, DType, WaveGroups};
+use counterpoint_plan::{Activations, DType, WaveGroups};
 use counterpoint_reference::{LinearSample, check_linear_part};
 use counterpoint_schedule::{OverlapPolicy, StartOrder, WeightGradient};
 

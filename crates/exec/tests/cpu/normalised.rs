@@ -1,12 +1,13 @@
 //! Row-parallel layers with a residual and RMSNorm behind their sums: whatever groups the rows have travelled in, results are in order and
 //! have the same bits.
 
+use counterpoint_cost::CostModel;
 use counterpoint_exec::{
     Backend, CpuBackend, CpuMachine, CpuTransport, Group, HostTensor, LayerGradient, LayerOverlap,
     LinearOptions, LinearTensor, Machine, Prepared, RowParallelLinearRmsNorm, World, WorldConfig,
     random_linear_inputs, random_tensor,
 };
-use counterpoint_plan::{Activations, CostModel, DType, LinearKind, LinearPlan, LinearSpec, WaveGroups};
+use counterpoint_plan::{Activations, DType, LinearKind, LinearPlan, LinearSpec, WaveGroups};
 use counterpoint_reference::{NormalisedInputs, reference_normalised};
 use counterpoint_schedule::{
     BufferRole, NormSpec, OverlapPolicy, StartOrder, lower_linear_forward, lower_normalised_forward,

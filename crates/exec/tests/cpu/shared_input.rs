@@ -1,10 +1,11 @@
 //! Column-parallel layers that share one input: what they are alone, with one sum of its gradient.
 
+use counterpoint_cost::CostModel;
 use counterpoint_exec::{
     CpuMachine, Group, HostTensor, LayerGradient, LayerOverlap, LinearOptions, RankBuffers,
     SharedInputLinear, WorldConfig,
 };
-use counterpoint_plan::{Activations, CostModel, DType, LinearKind, LinearPlan, LinearSpec, WaveGroups};
+use counterpoint_plan::{Activations, DType, LinearKind, LinearPlan, LinearSpec, WaveGroups};
 use counterpoint_schedule::{
     InputGradient, Op, OverlapPolicy, SharedInput, WeightGradient, lower_shared_input_backward,
 };

@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use counterpoint_plan::{DType, GemmCollective, GroupPart, ProblemSize};
+use counterpoint_cost::ProblemSize;
+use counterpoint_plan::{DType, GemmCollective, GroupPart};
 
 use counterpoint_mask::Range;
 

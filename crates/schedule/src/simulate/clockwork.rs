@@ -3,7 +3,8 @@
 use std::cmp::{Ordering, Reverse};
 use std::collections::BinaryHeap;
 
-use counterpoint_plan::{CostModel, GroupPart, Topology};
+use counterpoint_cost::CostModel;
+use counterpoint_plan::{GroupPart, Topology};
 
 use super::rank::{Computing, Head, Rank};
 use super::{SimulateError, collective_part, parts_before_meeting, transfer};

@@ -1,6 +1,6 @@
 //! A rank in the simulator: the heads of its streams, its hardware queue, and the workers that collectives hold.
 
-use counterpoint_plan::WorkerSharing;
+use counterpoint_cost::WorkerSharing;
 
 use super::{collective_part, parts_before_meeting};
 use crate::{HardwareQueues, Op, OverlapPolicy, Program, WorkerShare};

@@ -7,6 +7,7 @@ mod sums;
 use std::collections::BTreeMap;
 
 use counterpoint_choose::plan_mask;
+use counterpoint_cost::{CostModel, Link};
 use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};
 use counterpoint_plan::*;
 use counterpoint_schedule::*;

@@ -1,5 +1,6 @@
 //! Where states, sums of gradients and results are made, carried and written.
 
+use counterpoint_cost::{CostModel, WorkerSharing};
 use counterpoint_plan::*;
 use counterpoint_schedule::*;
 

@@ -3,11 +3,12 @@
 use std::thread;
 use std::time::{Duration, Instant};
 
+use counterpoint_cost::ProblemSize;
 use counterpoint_exec::{
     Backend, ExecError, GemmCollectiveSpec, GemmOverlap, HostTensor, Prepared, WorldConfig, all_gather_gemm,
     gemm_all_reduce, gemm_reduce_scatter, random_tensor,
 };
-use counterpoint_plan::{DType, GemmCollective, ProblemSize, WaveGroups};
+use counterpoint_plan::{DType, GemmCollective, WaveGroups};
 use counterpoint_reference::selftest::SelfCheck;
 use counterpoint_schedule::{Mover, OverlapPolicy, StartOrder};
 

@@ -5,11 +5,12 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
+use counterpoint_cost::ProblemSize;
 use counterpoint_exec::{
     Backend, Call, ExecError, GemmCollectiveSpec, HostTensor, Prepared, Ticket, WorldConfig, random_tensor,
 };
 use counterpoint_mask::Mask;
-use counterpoint_plan::{DType, GemmCollective, ProblemSize, WaveGroups};
+use counterpoint_plan::{DType, GemmCollective, WaveGroups};
 use counterpoint_reference::selftest::{SelfCheck, unlike_elements};
 use counterpoint_schedule::{Mover, OverlapPolicy};
 

@@ -2,13 +2,12 @@
 
 use std::time::Duration;
 
+use counterpoint_cost::ProblemSize;
 use counterpoint_exec::{
     Backend, CpuMachine, ExecError, GemmCollectiveSpec, HostTensor, Machine, Prepared, Transport, World,
     WorldConfig, random_tensor,
 };
-use counterpoint_plan::{
-    Activations, DType, GemmCollective, LinearKind, LinearPlan, LinearSpec, ProblemSize, WaveGroups,
-};
+use counterpoint_plan::{Activations, DType, GemmCollective, LinearKind, LinearPlan, LinearSpec, WaveGroups};
 use counterpoint_reference::selftest::{SelfCheck, unlike_elements};
 use counterpoint_schedule::{
     BufferRole, NormSpec, OverlapPolicy, Program, StartOrder, WeightGradient, lower_normalised_backward,

@@ -3,8 +3,9 @@
 
 use std::time::Duration;
 
+use counterpoint_cost::{Link, LinkPoint, TransportMeasurement};
 use counterpoint_exec::ExecError;
-use counterpoint_plan::{DType, Link, LinkPoint, TransportMeasurement};
+use counterpoint_plan::DType;
 use counterpoint_report::median;
 
 use crate::gpu::collective::{BenchCollective, CollectiveCase, bench_collective};

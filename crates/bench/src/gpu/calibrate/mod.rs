@@ -8,8 +8,8 @@ mod starts;
 
 pub use starts::{StartCount, count_starts};
 
+use counterpoint_cost::{CostModel, MachineProfile, PROFILE_VERSION};
 use counterpoint_exec::ExecError;
-use counterpoint_plan::{CostModel, MachineProfile, PROFILE_VERSION};
 
 use counterpoint_cuda::CudaMachine;
 use counterpoint_cuda::exec_error;

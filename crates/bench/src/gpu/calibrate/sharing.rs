@@ -3,9 +3,10 @@
 use std::time::Duration;
 
 use counterpoint_choose::{GroupSearcher, LinkUse, ProductStart, TunedPass};
+use counterpoint_cost::{ProblemSize, WorkerSharing};
 use counterpoint_exec::ExecError;
 use counterpoint_measure::{MeasureError, MeasuredClock, Processes, Repeats};
-use counterpoint_plan::{DType, GemmCollective, LinearDirection, ProblemSize, WorkerSharing};
+use counterpoint_plan::{DType, GemmCollective, LinearDirection};
 use counterpoint_schedule::{OverlapPolicy, StartOrder};
 
 use counterpoint_cuda::CudaMachine;

@@ -2,8 +2,9 @@
 
 use std::thread;
 
+use counterpoint_cost::ProblemSize;
 use counterpoint_exec::GemmCollectiveSpec;
-use counterpoint_plan::{GemmCollective, ProblemSize};
+use counterpoint_plan::GemmCollective;
 
 use super::rank::RankTimes;
 use super::{SEED, weight_seed};

@@ -2,8 +2,9 @@
 
 use std::time::Instant;
 
+use counterpoint_cost::ProblemSize;
 use counterpoint_exec::{ExecError, GemmCollectiveSpec};
-use counterpoint_plan::{GemmCollective, ProblemSize};
+use counterpoint_plan::GemmCollective;
 use half::{bf16, f16};
 
 use super::meeting::Meeting;

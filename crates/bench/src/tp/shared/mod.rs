@@ -10,13 +10,14 @@ use counterpoint_console::{
     self as console, CliError, Progress, Schema, arguments::OverlapChoice, launched::gather,
     rank_machine::RankMachine, tuned,
 };
+use counterpoint_cost::CostModel;
 use counterpoint_cuda::TransportKind;
 use counterpoint_exec::{
     CpuMachine, ExecError, Group, LayerGradient, LayerOverlap, LinearInputs, LinearLayer, Machine,
     RankBuffers, RunConfig, RunTimes, SharedInputLinear, WorldConfig, random_linear_inputs,
 };
 use counterpoint_measure::Processes;
-use counterpoint_plan::{CostModel, LinearSpec, WaveGroups};
+use counterpoint_plan::{LinearSpec, WaveGroups};
 use counterpoint_schedule::{Mover, OverlapPolicy, StartOrder};
 
 use self::row::{COLUMNS, SharedRow, row};

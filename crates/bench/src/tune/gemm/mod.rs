@@ -17,10 +17,11 @@ use counterpoint_console::{
     rank_machine::RankMachine,
     tuned::{self, TunedFile},
 };
+use counterpoint_cost::ProblemSize;
 use counterpoint_cuda::{CudaMachine, TransportKind};
 use counterpoint_exec::{CpuMachine, Launch, Machine, Rendezvous, TcpMachine};
 use counterpoint_measure::{Processes, Repeats};
-use counterpoint_plan::{DType, LinearDirection, LinearPlan, LinearSpec, ProblemSize, WaveGroups};
+use counterpoint_plan::{DType, LinearDirection, LinearPlan, LinearSpec, WaveGroups};
 use counterpoint_schedule::{Mover, OverlapPolicy, PassOverlap, StartOrder, WorkerShare};
 
 use crate::arguments::{BenchTpPass, RanksArguments, SearchArgument, TuneGemmArguments};

@@ -18,11 +18,12 @@ use counterpoint_console::{
     rank_machine::RankMachine,
     solution::Solution,
 };
+use counterpoint_cost::{CostModel, Link};
 use counterpoint_exec::{
     AttentionInputs, AttentionRun, RunConfig, SlowLink, available_memory, run_attention, run_attention_on,
 };
 use counterpoint_mask::Mask;
-use counterpoint_plan::{AttentionSpec, CostModel, DType, Link, Plan, PlanConfig, Planning, Topology};
+use counterpoint_plan::{AttentionSpec, DType, Plan, PlanConfig, Planning, Topology};
 use counterpoint_reference::{check_attention, reference_bytes};
 use counterpoint_schedule::{GradientReduction, PassPolicies, RankTransport};
 

@@ -12,6 +12,7 @@ use counterpoint_console::{
     output::Outputs,
     profile,
 };
+use counterpoint_cost::CostModel;
 use counterpoint_cuda::{CudaProcess, Timing};
 use counterpoint_exec::{
     AttentionInputs, ExecError, Facet, Launch, Pass, RankProblem, RanksRun, Rendezvous, RendezvousError,
@@ -21,7 +22,7 @@ use counterpoint_exec::{
 use counterpoint_exec::{Launcher, MpiMachine};
 use counterpoint_mask::Mask;
 use counterpoint_measure::calibrate;
-use counterpoint_plan::{AttentionSpec, CostModel, Plan, PlanConfig, Topology};
+use counterpoint_plan::{AttentionSpec, Plan, PlanConfig, Topology};
 use counterpoint_schedule::{PassPolicies, PolicyError, RankTransport};
 
 use super::process_inputs::agree_on_rows;

@@ -11,9 +11,10 @@ use counterpoint_console::{
     output::{Outputs, shown},
     profile,
 };
+use counterpoint_cost::{MachineProfile, PROFILE_VERSION};
 use counterpoint_cuda::{CudaMachine, Timing};
 use counterpoint_measure::calibrate;
-use counterpoint_plan::{AttentionSpec, DType, MachineProfile, PROFILE_VERSION};
+use counterpoint_plan::{AttentionSpec, DType};
 use counterpoint_report::{format_bytes, format_flops, format_gbps, format_seconds};
 
 use crate::arguments::DoctorArguments;

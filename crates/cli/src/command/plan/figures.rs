@@ -6,8 +6,9 @@ use std::time::Instant;
 
 use counterpoint_choose::{PlanOverview, RankPrediction};
 use counterpoint_console::{self as console, CliError, Progress, Schema, arguments::dispatch_name};
+use counterpoint_cost::MachineProfile;
 use counterpoint_mask::Mask;
-use counterpoint_plan::{AttentionSpec, MachineProfile, PlanConfig, Planning};
+use counterpoint_plan::{AttentionSpec, PlanConfig, Planning};
 use counterpoint_report::{comparison_table, format_count, format_seconds, summary_table};
 
 use super::dispatches::{self, DispatchRow};

@@ -21,11 +21,12 @@ use counterpoint_console::{
     profile,
     solution::Solution,
 };
+use counterpoint_cost::{CostModel, MachineProfile};
 use counterpoint_exec::PlanningThreads;
 use counterpoint_mask::Mask;
 use counterpoint_plan::{
-    AttentionSpec, CostModel, DType, Fingerprint, GradientShares, MachineProfile, PlanConfig, PlanSummary,
-    TrafficBounds, TwoLevelExchange,
+    AttentionSpec, DType, Fingerprint, GradientShares, PlanConfig, PlanSummary, TrafficBounds,
+    TwoLevelExchange,
 };
 use counterpoint_report::{
     Figures, HtmlReport, TimelinePair, comparison_table, format_count, format_seconds, plan_table,

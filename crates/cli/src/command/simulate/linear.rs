@@ -6,9 +6,8 @@ use counterpoint_console::{
     arguments::{PassOverlaps, dtype_name},
     overlap::warning,
 };
-use counterpoint_plan::{
-    DType, LinearDirection, LinearKind, LinearSpec, Topology, WaveGroups, WorkerSharing,
-};
+use counterpoint_cost::WorkerSharing;
+use counterpoint_plan::{DType, LinearDirection, LinearKind, LinearSpec, Topology, WaveGroups};
 use counterpoint_schedule::{
     NormSpec, OverlapPolicy, Program, RankTransport, WeightGradient, Workload, lower_linear_backward,
     lower_linear_forward, lower_normalised_backward, lower_normalised_forward, simulate,

@@ -14,7 +14,7 @@ use counterpoint_console::{
     output::Outputs,
     profile,
 };
-use counterpoint_plan::MachineProfile;
+use counterpoint_cost::MachineProfile;
 use counterpoint_report::{
     Column, SimulationReport, TimelinePair, TraceSection, chrome_trace, fold, format_seconds, printable,
     table,

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use crate::figure_limits::{COSTS, check_figure};
-use crate::{CostModel, PlanError, WorkerSharing};
+use crate::{CostError, CostModel, WorkerSharing};
 
 /// The version of the format. It changes with the meaning of a field, not when one is added.
 pub const PROFILE_VERSION: u32 = 1;
@@ -96,7 +96,7 @@ pub enum ProfileError {
     },
     /// A figure that no time can be predicted with.
     #[error("{0}; measure this machine again with `counterpoint doctor --calibrate`")]
-    Cost(#[from] PlanError),
+    Cost(#[from] CostError),
 }
 
 /// The version alone: it says whether the rest can be understood.
@@ -149,7 +149,7 @@ impl MachineProfile {
                 let mut pairs = sizes.clone().zip(sizes.skip(1));
                 if let Some((_, bytes)) = pairs.find(|(before, bytes)| bytes <= before) {
                     let (value, wanted) = (format!("{bytes} bytes"), "ascending by size".to_owned());
-                    return Err(PlanError::Cost { field, value, wanted }.into());
+                    return Err(CostError { field, value, wanted }.into());
                 }
             }
         }

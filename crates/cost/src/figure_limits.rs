@@ -3,7 +3,7 @@
 use std::fmt::{Debug, Display};
 use std::ops::RangeInclusive;
 
-use crate::PlanError;
+use crate::CostError;
 
 /// Rates and costs of any machine, by a wide margin: what is predicted of the largest problem with the worst of them stays far
 /// within the range of f64, so nothing that follows from a profile need look out for infinities.
@@ -17,10 +17,10 @@ pub(crate) fn check_figure<T: PartialOrd + Display + Debug>(
     field: &'static str,
     value: T,
     wanted: RangeInclusive<T>,
-) -> Result<(), PlanError> {
+) -> Result<(), CostError> {
     if wanted.contains(&value) {
         return Ok(());
     }
     let wanted = format!("from {:?} to {:?}", wanted.start(), wanted.end());
-    Err(PlanError::Cost { field, value: value.to_string(), wanted })
+    Err(CostError { field, value: value.to_string(), wanted })
 }

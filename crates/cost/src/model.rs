@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::figure_limits::{COSTS, RATES, check_figure};
-use crate::{PlanError, ProblemSize, TileCosts, WorkerSharing};
+use crate::{CostError, ProblemSize, TileCosts, WorkerSharing};
 
 /// A link: moving `b` bytes takes `alpha_seconds + b / bytes_per_second`.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -116,7 +116,7 @@ impl CostModel {
     ///
     /// # Errors
     /// A figure that no machine could have: predicted times would overflow.
-    pub fn validate(&self) -> Result<(), PlanError> {
+    pub fn validate(&self) -> Result<(), CostError> {
         let rates = [
             ("forward_flops_per_second", self.forward_flops_per_second),
             ("backward_flops_per_second", self.backward_flops_per_second),

@@ -4,7 +4,7 @@ use counterpoint_tiles::MAX_TILE_SIZE;
 use serde::{Deserialize, Serialize};
 
 use crate::figure_limits::{MOST_WORKERS, check_figure};
-use crate::{PlanError, ProblemSize};
+use crate::{CostError, ProblemSize};
 
 /// How the computation and the communication of one rank get in each other's way. Without it, what overlaps costs nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -42,7 +42,7 @@ impl WorkerSharing {
         self.workers.saturating_sub(taken).max(1) as f64 / self.workers as f64
     }
 
-    pub(crate) fn validate(&self) -> Result<(), PlanError> {
+    pub(crate) fn validate(&self) -> Result<(), CostError> {
         check_figure("sharing.workers", self.workers, 1..=MOST_WORKERS)?;
         check_figure("sharing.communication", self.communication, 0..=self.workers - 1)?;
         self.gemm_tile

@@ -2,8 +2,8 @@
 
 use std::path::Path;
 
+use counterpoint_cost::{AttentionWork, CostModel};
 use counterpoint_mask::{Band, Documents, Mask, Window};
-use counterpoint_plan::{AttentionWork, CostModel};
 
 type Measured = (usize, usize, usize, [f64; 7], [f64; 7]);
 

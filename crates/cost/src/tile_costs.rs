@@ -4,7 +4,7 @@ use counterpoint_tiles::{MAX_TILE_SIZE, TileCounting, TileCounts, TileDirection}
 use serde::{Deserialize, Serialize};
 
 use crate::figure_limits::{COSTS, MOST_WORKERS, check_figure};
-use crate::{AttentionWork, PlanError};
+use crate::{AttentionWork, CostError};
 
 /// Attention kernels that walk a [`TileSchedule`](counterpoint_tiles::TileSchedule): what a run of theirs costs besides unmasked pairs.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -84,7 +84,7 @@ impl TileCosts {
     };
 
     /// Whether times can be predicted with it.
-    pub(crate) fn validate(&self) -> Result<(), PlanError> {
+    pub(crate) fn validate(&self) -> Result<(), CostError> {
         check_figure("tiles.workers", self.workers, 1..=MOST_WORKERS)?;
         for kernel in [&self.forward, &self.backward] {
             let sizes = [
@@ -96,7 +96,7 @@ impl TileCosts {
             sizes.into_iter().try_for_each(|(field, size)| check_figure(field, size, 1..=MAX_TILE_SIZE))?;
             if kernel.tile_rows % kernel.pack != 0 {
                 let (value, wanted) = (kernel.pack.to_string(), "a divisor of tile_rows".to_owned());
-                return Err(PlanError::Cost { field: "tiles.pack", value, wanted });
+                return Err(CostError { field: "tiles.pack", value, wanted });
             }
             let costs = [
                 ("tiles.block_columns", kernel.block_columns),

@@ -2,8 +2,6 @@
 
 use counterpoint_mask::Band;
 
-use crate::AttentionSpec;
-
 /// One attention operation, as far as its time goes.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionWork<'a> {
@@ -29,25 +27,7 @@ pub struct AttentionWork<'a> {
     pub computed_seconds: f64,
 }
 
-impl<'a> AttentionWork<'a> {
-    /// All work of a rank at once, before which nothing was computed.
-    pub fn whole(bands: &'a [Band], [q_rows, k_rows]: [usize; 2], spec: &AttentionSpec) -> Self {
-        let AttentionSpec { heads_q, heads_kv, head_dim, head_dim_v, .. } = *spec;
-        let (staged, passed_bytes, computed_seconds) = (false, 0, 0.0);
-        Self {
-            bands,
-            q_rows,
-            k_rows,
-            heads_q,
-            heads_kv,
-            head_dim,
-            head_dim_v,
-            staged,
-            passed_bytes,
-            computed_seconds,
-        }
-    }
-
+impl AttentionWork<'_> {
     /// Floating-point operations of the forward over one pair of one query head.
     pub(crate) fn pair_flops(&self) -> f64 {
         2.0 * (self.head_dim + self.head_dim_v) as f64
