@@ -137,8 +137,8 @@ class _Group:
         later plans: `dispatch=plan.choices.dispatch`.
 
         `queries` says whether rows of q that see many keys of other ranks may travel to these instead: `"auto"` where that is
-        predicted to be faster. It is what is done with `dispatch="predicted"`, and `"never"` else. GPUs that send results of such rows
-        back meet on the host, so a step that `torch.cuda.graph` captures needs `queries="never"`.
+        predicted to be faster. It is what is done with `dispatch="predicted"` on CPU ranks, and `"never"` else: GPUs that send results
+        of such rows back meet on the host, which ends a capture by `torch.cuda.graph`.
 
         Ctrl-C, or whatever else a handler of a signal raises, ends the planning at once.
         """
@@ -225,6 +225,8 @@ class _Group:
         for name in ("dispatch", "queries", "overlap"):
             if not isinstance(given[name], str) and (name, given[name]) != ("queries", None):
                 raise PlanError(f"{name} is {given[name]!r}; it must be a string")
+        # Calls on GPUs return at once, which those whose results are merged by their owners do not.
+        queries = "never" if given["queries"] is None and self._ordinal >= 0 else given["queries"]
         dtype = dtype_name(given["dtype"])
         if self._ordinal >= 0 and dtype not in ("bfloat16", "float16"):
             raise PlanError(f"dtype is {given['dtype']}; on GPUs attention computes in bfloat16 and float16, on the CPU in all")
@@ -248,7 +250,7 @@ class _Group:
             chunk=chunk,
             dispatch=given["dispatch"],
             stages=given["stages"],
-            queries=given["queries"],
+            queries=queries,
             overlap=given["overlap"],
             deterministic=deterministic,
             on=None if on is None else on._solution,
