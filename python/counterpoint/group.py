@@ -137,8 +137,8 @@ class _Group:
         later plans: `dispatch=plan.choices.dispatch`.
 
         `queries` says whether rows of q that see many keys of other ranks may travel to these instead: `"auto"` where that is
-        predicted to be faster. It is what is done with `dispatch="predicted"` on CPU ranks, and `"never"` else: GPUs that send results
-        of such rows back meet on the host, which ends a capture by `torch.cuda.graph`.
+        predicted to be faster. It is what is done with `dispatch="predicted"` on CPU ranks, and `"never"` else: GPUs that send
+        results of such rows back meet on the host, which ends a capture by `torch.cuda.graph`.
 
         Ctrl-C, or whatever else a handler of a signal raises, ends the planning at once.
         """
