@@ -68,11 +68,9 @@ fn every_flag_is_compared_but_those_of_results() {
         "tune moe",
     ] {
         let path = folder.path().join("missing");
-        let flags = parsed(&format!("counterpoint {command}")).flags().to_vec();
-        for flag in &flags {
-            let with = |values: Vec<String>| {
-                facets(&parsed(&format!("counterpoint {command}")).with(&flag.name, values))
-            };
+        let line = parsed(&format!("counterpoint {command}"));
+        for flag in line.flags() {
+            let with = |values: Vec<String>| facets(&line.clone().with(&flag.name, values));
             let value = if flag.is_file { path.display().to_string() } else { "something else".to_owned() };
             let is_compared = with(vec![value]) != with(Vec::new());
             assert_eq!(
