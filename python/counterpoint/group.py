@@ -136,9 +136,8 @@ class _Group:
         "affinity" and "concurrent". `Plan.choices` and the report say what was chosen, and from what; either can be given to
         later plans: `dispatch=plan.choices.dispatch`.
 
-        `queries` says whether rows of q that see many keys of other ranks may travel to these instead: `"auto"` where that is
-        predicted to be faster. It is what is done with `dispatch="predicted"` on CPU ranks, and `"never"` else: GPUs that send
-        results of such rows back meet on the host, which ends a capture by `torch.cuda.graph`.
+        `queries` says whether rows of q that see many keys of other ranks travel to these: `"auto"` where that is predicted to be
+        faster, the default on CPU ranks with `dispatch="predicted"`, else `"never"`: GPUs meet on the host to merge such rows.
 
         Ctrl-C, or whatever else a handler of a signal raises, ends the planning at once.
         """

@@ -33,9 +33,9 @@ pub const MOST_COMPARED_RANKS: usize = 256;
 /// fewest bytes is kept, and of several the first.
 const LEAST_GAIN: f64 = 0.008;
 
-/// Queries travel where a forward and a backward are predicted to take less by this part together,
+/// Queries travel where a forward and a backward are predicted to take less by this part together.
 const LEAST_GAIN_OF_HOSTS: f64 = 0.05;
-/// and neither of them longer by this one.
+/// They stay where either of the two is predicted to take longer by more than this part.
 const MOST_LOSS_OF_A_PASS: f64 = 0.01;
 
 /// A dispatch, and what a forward and a backward with it are predicted to take.

@@ -44,17 +44,22 @@ pub(super) fn transports(
 const SPLIT: usize = 128;
 
 /// What copy engines take: the link that they are where each rank gets its rows of a tensor by one copy, and seconds in which one begins
-/// a copy. `None` where there are none between these GPUs.
+/// a copy, by what `measured` has of more copies. `None` where there are none between these GPUs.
 pub(super) fn engines(
     machine: &CudaMachine,
+    measured: &[TransportMeasurement],
     told: &mut dyn FnMut(&str),
 ) -> Result<Option<(Link, f64)>, ExecError> {
-    let Ok(machine) = machine.clone().with_transport(TransportKind::CopyEngine) else { return Ok(None) };
+    let kind = TransportKind::CopyEngine;
+    let Some(in_splits) = measured.iter().find(|one| one.transport == kind.to_string()) else {
+        return Ok(None);
+    };
+    let Ok(machine) = machine.clone().with_transport(kind) else { return Ok(None) };
     told("copy engines, one copy for each rank");
-    let cast = |bytes, split| point(&machine, BenchCollective::GroupCast, bytes, split);
-    let whole = SIZES.iter().map(|&bytes| cast(bytes, usize::MAX)).collect::<Result<Vec<_>, _>>()?;
+    let cast = |&bytes: &u64| point(&machine, BenchCollective::GroupCast, bytes, usize::MAX);
+    let whole = SIZES.iter().map(cast).collect::<Result<Vec<_>, _>>()?;
     let Some(link) = line(&whole) else { return Ok(None) };
-    let (pieces, one) = (cast(SIZES[2], SPLIT)?, whole[2]);
+    let (pieces, one) = (in_splits.cast[2], whole[2]);
     let more = pieces.bytes.div_ceil((SPLIT * ROW_BYTES) as u64) as usize;
     let fewer = BenchCollective::TENSORS * (machine.devices().len() - 1);
     Ok(Some((link, begin_seconds([one, pieces], more.saturating_sub(fewer)))))

@@ -52,7 +52,7 @@ pub fn calibrate(machine: &CudaMachine, told: &mut dyn FnMut(&str)) -> Result<Ma
         if let Some(link) = used.and_then(links::link) {
             profile.cost.link = link;
         }
-        if let Some((engine, copy_seconds)) = links::engines(&untimed, told)? {
+        if let Some((engine, copy_seconds)) = links::engines(&untimed, &profile.transports, told)? {
             (profile.cost.engine, profile.cost.copy_seconds) = (Some(engine), copy_seconds);
         }
         if let Some(assumed) = profile.cost.sharing {
