@@ -9,6 +9,7 @@ use counterpoint_exec::{CollectiveCall, ExecError};
 use counterpoint_schedule::SpanKind;
 
 use super::collective::{Part, Work};
+use super::process::Readers;
 use super::stand_in::StoodIn;
 use super::{Call, CallError, CudaTransport};
 use crate::backend::SpanStart;
@@ -111,7 +112,15 @@ impl CudaTransport {
         };
         let own = self.board.publish(self.rank, sequence, post, users);
         if let Some(peers) = &self.peers {
-            peers.tell(sequence, collective.number, &own)?;
+            // Every rank of a product learns where the others' tensors are. Elsewhere memory of the caller's has a stand-in only where
+            // somebody uses its rows.
+            let readers = match &collective.work {
+                Work::Pull(_) | Work::Push(_) | Work::Link(_) => Readers::Those(users),
+                Work::BackwardReduce(_) | Work::GemmReduce(_) | Work::CastGemm(_) | Work::Exchange(_) => {
+                    Readers::All
+                }
+            };
+            peers.tell(sequence, collective.number, &own, readers)?;
         }
         Ok(CudaMeeting { sequence, own: Some(own), started, stood_in })
     }

@@ -98,9 +98,11 @@ pub fn selftest_isolation(machine: &CudaMachine) -> Result<Vec<SelfCheck>, ExecE
     Ok(vec![check().unwrap_or_else(|reason| SelfCheck::failed(name.clone(), 0, reason))])
 }
 
-/// All memory that a device gives.
+/// All memory that a device gives. It is another program's, as it were: the driver has it back when this goes, where a pool of ours would
+/// keep it from what makes no memory of its own, such as streams.
 fn all_memory(device: &Device) -> Vec<DeviceBuffer> {
     const SMALLEST: usize = 64 << 10;
+    let device = &device.for_world();
     let mut all = Vec::new();
     let mut bytes = 64 << 30;
     while bytes >= SMALLEST {

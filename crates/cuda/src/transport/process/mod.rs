@@ -16,7 +16,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use counterpoint_exec::collective::{Board, Collective, Post};
+use counterpoint_exec::collective::{Board, Collective, PeerRows, Post};
 use counterpoint_exec::{Awaited, Blocker, ExecError, Mesh, OpPlace, Rendezvous, World};
 
 use self::exports::{Exports, Told, events_of};
@@ -48,6 +48,22 @@ struct Connected {
     inbox: Arc<Inbox>,
     mesh: Arc<Mesh<PartMessage>>,
     exports: Mutex<Exports>,
+}
+
+/// Who is told where a rank's tensors lie, among those that exchange rows with it.
+#[derive(Clone, Copy)]
+pub(super) enum Readers<'a> {
+    All,
+    Those(&'a [PeerRows]),
+}
+
+impl Readers<'_> {
+    fn contain(self, rank: usize) -> bool {
+        match self {
+            Self::All => true,
+            Self::Those(readers) => readers.iter().any(|reader| reader.rank == rank),
+        }
+    }
 }
 
 /// Between two looks at whether something has ended.
@@ -102,7 +118,13 @@ impl PeerProcesses {
     }
 
     /// Tells those that this rank exchanges rows with of its part in a collective with this number.
-    pub(super) fn tell(&self, sequence: u64, number: u64, post: &Post<Part>) -> Result<(), CallError> {
+    pub(super) fn tell(
+        &self,
+        sequence: u64,
+        number: u64,
+        post: &Post<Part>,
+        readers: Readers<'_>,
+    ) -> Result<(), CallError> {
         let Post { place, collective, payload, .. } = post;
         let pattern = &collective.pattern;
         let mut peers: Vec<usize> =
@@ -135,7 +157,10 @@ impl PeerProcesses {
                 };
                 buffers.iter().map(tensor).collect()
             };
-            let (inputs, outputs) = (tensors(&payload.inputs)?, tensors(&payload.outputs)?);
+            let (inputs, outputs) = match readers.contain(peer) {
+                true => (tensors(&payload.inputs)?, tensors(&payload.outputs)?),
+                false => (Vec::new(), Vec::new()),
+            };
             let staging = payload.staging.as_ref().map(&mut memory).transpose()?;
             let mailbox = payload.mailbox.as_ref().map(&mut memory).transpose()?;
             let place: OpPlace = place.clone();
