@@ -14,11 +14,11 @@ const MASKS: [&str; 7] =
 
 /// The blocks of README.md and of docs/performance.md.
 pub(crate) fn blocks() -> [String; 2] {
+    let peers = Results::read("attention_peers_2026-11-28.jsonl");
     let flex = Results::read("attention_cudnn_flex_2026-11-27.jsonl");
-    let ffa = Results::read("attention_ffa_2026-11-23.jsonl");
     let gemm = Results::read("gemm_cublaslt_2026-11-23.jsonl");
-    let ratios = ratios(&flex, &ffa, &gemm);
-    let page = format!("{ratios}\n{}", rows(&flex));
+    let ratios = ratios(&peers, &flex, &gemm);
+    let page = format!("{ratios}\n{}\n{}", rows(&peers), rows(&flex));
     [ratios, page]
 }
 
@@ -37,6 +37,12 @@ impl Results {
         Self { name, about, rows: lines.collect() }
     }
 
+    /// Which GPU it was measured on.
+    fn gpu(&self) -> &str {
+        let machine = self.about["machine"].as_str().unwrap();
+        ["H100", "H200"].into_iter().find(|gpu| machine.contains(gpu)).unwrap()
+    }
+
     /// Of every case of this direction that has one of `variants`, the time of the fastest of them over ours.
     fn ratios(&self, direction: Option<&str>, is_variant: impl Fn(&str) -> bool) -> Vec<f64> {
         let rows = self.rows.iter().filter(|row| direction.is_none_or(|is| row["direction"] == is));
@@ -50,27 +56,25 @@ fn least(row: &Value, is_variant: impl Fn(&str) -> bool) -> Option<f64> {
 }
 
 /// The speed of ours over every peer's: geometric mean and worst case.
-fn ratios(flex: &Results, ffa: &Results, gemm: &Results) -> String {
+fn ratios(peers: &Results, flex: &Results, gemm: &Results) -> String {
     type IsVariant = fn(&str) -> bool;
+    const BOTH: &[&str] = &["forward", "backward"];
     let cudnn: IsVariant = |name| name == "cudnn";
-    // What only launches kernels leaves out what a call needs around them.
-    let best_ffa: IsVariant = |name| name.starts_with("ffa") && !name.ends_with("kernel");
     let any_flex: IsVariant = |name| name.starts_with("flex");
-    let peers: [(&str, &Results, &[&str], IsVariant); 4] = [
-        ("attention, cuDNN (full and causal masks)", flex, &["forward", "backward"], cudnn),
-        (
-            "attention, MagiAttention's FFA, its best variant of each row",
-            ffa,
-            &["forward", "backward"],
-            best_ffa,
-        ),
-        ("attention, cudnn.flex_attention", flex, &["forward", "backward"], any_flex),
+    let ffa = "attention, MagiAttention's FFA, its best variant of each row";
+    let compared: [(&str, &Results, &[&str], IsVariant); 6] = [
+        ("attention, cuDNN (full and causal masks)", peers, BOTH, cudnn),
+        (ffa, peers, BOTH, |name| name == "ffa"),
+        ("attention, cudnn.flex_attention", peers, BOTH, any_flex),
+        ("attention, cuDNN (full and causal masks)", flex, BOTH, cudnn),
+        ("attention, cudnn.flex_attention", flex, BOTH, any_flex),
         ("GEMM, cuBLASLt", gemm, &[], |name| name == "cublaslt"),
     ];
     let mut table = String::from(
-        "| speed of ours over | pass | cases | geometric mean | worst | run |\n|---|---|---|---|---|---|\n",
+        "| speed of ours over | on | pass | cases | geometric mean | worst | run |\n|---|---|---|---|---|---|---|\n",
     );
-    for (what, results, directions, is_variant) in peers {
+    for (what, results, directions, is_variant) in compared {
+        let gpu = results.gpu();
         let passes: Vec<Option<&str>> = match directions {
             [] => vec![None],
             _ => directions.iter().copied().map(Some).collect(),
@@ -79,14 +83,14 @@ fn ratios(flex: &Results, ffa: &Results, gemm: &Results) -> String {
             let ratios = results.ratios(pass, is_variant);
             let (mean, worst) = mean_and_worst(&ratios);
             let (cases, file, pass) = (ratios.len(), results.name, pass.unwrap_or("-"));
-            writeln!(table, "| {what} | {pass} | {cases} | {mean:.2} | {worst:.2} | `{file}` |").unwrap();
+            writeln!(table, "| {what} | {gpu} | {pass} | {cases} | {mean:.2} | {worst:.2} | `{file}` |")
+                .unwrap();
         }
     }
-    let about = &flex.about;
-    let (machine, dtype) = (about["machine"].as_str().unwrap(), about["dtype"].as_str().unwrap());
+    let dtype = peers.about["dtype"].as_str().unwrap();
     writeln!(
         table,
-        "\nOn {machine}; {dtype}. Attention: head_dim 128, 8k and 16k tokens, 16:16 and 64:8 heads. Variants ran interleaved, and every result \
+        "\nOne GPU; {dtype}. Attention: head_dim 128, 8k and 16k tokens, 16:16 and 64:8 heads. Variants ran interleaved, and every result \
          was checked."
     )
     .unwrap();
@@ -110,8 +114,10 @@ fn rows(results: &Results) -> String {
         let case = (text("direction"), row["seqlen"].as_u64().unwrap(), text("heads"));
         cases.entry(case).or_default().insert(text("mask"), format!("{tflops:.0} ({ratio:.2})"));
     }
-    let mut out =
-        String::from("TFLOP/s by unmasked area, in brackets the speed over cudnn.flex_attention:\n");
+    let mut out = format!(
+        "TFLOP/s by unmasked area on {}, in brackets the speed over cudnn.flex_attention:\n",
+        results.gpu()
+    );
     for direction in ["forward", "backward"] {
         let of_direction: Vec<_> = cases.iter().filter(|(case, _)| case.0 == direction).collect();
         write!(out, "\n| {direction} |").unwrap();

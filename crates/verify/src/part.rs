@@ -185,7 +185,8 @@ fn on_gpus(machine: Machine, extent: Extent, parts: &mut Vec<Part>) {
     add(&[G::CopyEngineCollectives, G::EngineCollectives], everywhere, When::Compiled, 1, several);
     add(&[G::GpusAttention], everywhere, When::Compiled, 1, several);
     add(&[G::NvlinkSteps, G::CopyEngineSteps], everywhere, When::Compiled, 1, several);
-    add(&[G::NvlinkRepeats, G::CopyEngineRepeats, G::Neighbours], everywhere, When::Compiled, 1, true);
+    add(&[G::NvlinkRepeats, G::CopyEngineRepeats], everywhere, When::Compiled, 1, true);
+    add(&[G::Neighbours], everywhere, When::Compiled, 1, true);
     // It needs no memory, and the others leave it the first GPU's.
     add(&[G::CompiledKernels], Place::AnyGpu(NOTHING), When::Last, 1, true);
     // They use up all memory.

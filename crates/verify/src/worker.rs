@@ -11,12 +11,16 @@ use counterpoint_console::{OwnProcess, arguments::Device, program};
 use counterpoint_reference::selftest::SelfCheck;
 use serde::{Deserialize, Serialize};
 
+use super::group::Group;
 use super::ledger::{Examined, GroupChecks, Heard};
 use super::part::{Part, Place};
 use crate::arguments::SelftestArguments;
 
 /// A part may take so long, and with `--patience` as many times as that: whatever waits inside it has a far shorter limit.
 const LIMIT: Duration = Duration::from_secs(900);
+/// Hardware queues where kernels wait for those of a neighbour's peers. Ranks that share a GPU have more streams than the driver's usual
+/// eight queues, and one that is queued behind a kernel that waits, only because it has the same queue, never runs.
+const NEIGHBOUR_QUEUES: &str = "32";
 
 /// A process that examines a part.
 pub(super) struct Worker {
@@ -60,6 +64,9 @@ impl Worker {
         }
         if let (Place::AnyGpu(_), [gpu]) = (part.place, gpus.as_slice()) {
             command.env("CUDA_VISIBLE_DEVICES", visible(*gpu));
+        }
+        if part.groups.contains(&Group::Neighbours) {
+            command.env("CUDA_DEVICE_MAX_CONNECTIONS", NEIGHBOUR_QUEUES);
         }
         let process = OwnProcess::start(&mut command)?;
         let open = process.stdin();

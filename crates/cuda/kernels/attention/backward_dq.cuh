@@ -51,7 +51,7 @@ __device__ __forceinline__ void add_role(const BackwardParams<C>& params, Storag
     }
     if (rows && step.flags & kLast && params.rounding.rounded_dq != nullptr) {
       tma_store_wait<0>();
-      const u32 heads = step.flags & kHalf ? params.all.group / 2 : params.all.group;
+      const u32 heads = item_heads(params, step.flags);
       announce_added(shared, items++, AddedItem{step.head_q + 1 - heads, heads, step.run_begin, step.run_end});
     }
   }

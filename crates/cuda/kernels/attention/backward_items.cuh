@@ -27,6 +27,16 @@ struct Item {
   }
 };
 
+// Query heads of an item whose steps have these flags.
+template <typename C>
+__device__ __forceinline__ u32 item_heads(const BackwardParams<C>& params, u32 flags) {
+  if constexpr (C::kSums) {
+    return params.all.group / params.sums.parts;
+  } else {
+    return flags & kHalf ? params.all.group / 2 : params.all.group;
+  }
+}
+
 // Where additions take turns, the queue goes tile by tile, some heads of each: the longer before a tile the one that it follows has
 // started, the less it waits.
 struct TurnItems {
@@ -64,7 +74,9 @@ struct ClassItems {
   // Items of each tile and key head of a class.
   template <typename C>
   static __device__ __forceinline__ u32 parts_of(const BackwardParams<C>& params, u32 index) {
-    if constexpr (C::kHalves) {
+    if constexpr (C::kSums) {
+      return params.sums.parts;
+    } else if constexpr (C::kHalves) {
       return index < params.halves.classes ? 2 : 1;
     } else {
       return 1;
@@ -86,11 +98,11 @@ struct ClassItems {
       tiles = ends[i] - first;
       parts = parts_of(params, i);
     }
-    item.flags = parts == 2 ? kHalf : 0;
+    item.flags = C::kHalves && parts == 2 ? kHalf : 0;
     const u32 head = rest / tiles;
     const u32 place = first + rest % tiles;
     item.set_heads(params.all, step, head / parts, head % parts, params.all.group / parts);
-    if constexpr (C::kHalves) step.counter = place * heads_kv + step.head_kv;
+    if constexpr (C::kHalves || C::kSums) step.counter = place * heads_kv + step.head_kv;
     if constexpr (C::kAlone) {
       if (params.alone.tiles != nullptr && __ldg(params.alone.tiles + place)) item.flags |= kAlone;
     }
@@ -98,16 +110,20 @@ struct ClassItems {
   }
 };
 
-// Where the CTAs that work on a key head are, which read the same rows: of each head the row where the last stretch began. It is a
-// hint, and whatever it says, every block is walked once. Where turns are taken, blocks have one order and nobody asks.
+// Where the CTAs that work on a key head are, or on the query heads of an item, which read the same rows: the row where the last stretch
+// began. It is a hint, and whatever it says, every block is walked once. Where turns are taken, blocks have one order and nobody asks.
 struct Neighbours {
   template <typename C>
-  static __device__ __forceinline__ i32 row(const BackwardParams<C>& params, u32 head_kv) {
-    return i32(load_relaxed(params.order.cursors + head_kv));
+  static __device__ __forceinline__ u32* cursor(const BackwardParams<C>& params, const Item& item, u32 head_kv) {
+    return params.order.cursors + (C::kSums ? item.head_q_begin : head_kv);
   }
   template <typename C>
-  static __device__ __forceinline__ void tell(const BackwardParams<C>& params, u32 head_kv, i32 row) {
-    store_relaxed(params.order.cursors + head_kv, u32(row));
+  static __device__ __forceinline__ i32 row(const BackwardParams<C>& params, const Item& item, u32 head_kv) {
+    return i32(load_relaxed(cursor(params, item, head_kv)));
+  }
+  template <typename C>
+  static __device__ __forceinline__ void tell(const BackwardParams<C>& params, const Item& item, u32 head_kv, i32 row) {
+    store_relaxed(cursor(params, item, head_kv), u32(row));
   }
 };
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/backward_halves.cuh"
+#include "attention/backward_sums.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/bits.cuh"
 #include "ptx/cluster.cuh"
@@ -378,6 +379,9 @@ __device__ __forceinline__ void key_role(const BackwardParams<C>& params, Storag
     const Step& step = shared.steps[(count - 1) % kSteps];
     if constexpr (C::kHalves) {
       if (uniform_load(&step.flags) & kHalf && !is_whole(params, step, dk, dv)) continue;
+    }
+    if constexpr (C::kSums) {
+      if (!has_sums(params, shared, warpgroup, step, dk, dv)) continue;
     }
     store_gradient<1>(params, step, dv, 1.0f);
     store_gradient<0>(params, step, dk, params.all.scale);

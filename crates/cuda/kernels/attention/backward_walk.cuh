@@ -62,7 +62,7 @@ struct Walk {
     // Turns are taken in one order; and a short item has its rows in the cache anyway, and no time to look for a place.
     if constexpr (!C::kTurns) {
       if (steps < kFollowingSteps) return;
-      go_to(params, Neighbours::row(params, next.head_kv));
+      go_to(params, Neighbours::row(params, item, next.head_kv));
     }
   }
 
@@ -106,7 +106,7 @@ struct Walk {
   __device__ __forceinline__ void open_stretch(const BackwardParams<C>& params) {
     next.head_q = item.head_q_begin;
     stretch = Stretch{run + 1, params.all.stretch, next.row};
-    if constexpr (!C::kTurns) Neighbours::tell(params, next.head_kv, next.row);
+    if constexpr (!C::kTurns) Neighbours::tell(params, item, next.head_kv, next.row);
   }
 
   // Opens it again, for the next head.
@@ -173,7 +173,7 @@ struct Storage {
   u8 q[C::kStages][C::kRowBytes];
   u8 dout[C::kStages][C::kRowBytes];
   u8 ds[2][C::kDsBytes];
-  u8 dq[C::kDqBuffers][kPartBytes];
+  u8 dq[C::kDqBuffers + C::kGradientBuffers][kPartBytes];
   float lse[C::kStages][C::kRows];
   float delta[C::kStages][C::kRows];
   Step steps[kSteps];
@@ -187,6 +187,7 @@ struct Storage {
   u64 full_dq[C::kDqBuffers], empty_dq[C::kDqBuffers];
   u64 full_added[2], empty_added[2];
   u64 full_found[2], empty_found[2];
+  u32 parts_before[2];  // see has_sums
 
   // By one thread, before anybody waits.
   __device__ __forceinline__ void initialise() {

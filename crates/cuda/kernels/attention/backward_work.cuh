@@ -17,6 +17,7 @@ enum class DqOrder : u32 {
 enum class KeyGradients : u32 {
   kResults,  // elements
   kShares,   // f32, of which others have some too
+  kSums,     // elements, each the sum of what items of several query heads have (backward_sums.cuh)
 };
 
 // Classes of tiles that the host tells of.
@@ -63,7 +64,7 @@ struct BackwardTurns {
 
 // Where they take none: tiles of similar work (ClassItems).
 struct BackwardClasses {
-  u32* cursors;           // [heads_kv]: rows, see Neighbours
+  u32* cursors;           // rows, see Neighbours
   u32 ends[kItemClasses];  // tiles up to which each class goes
 };
 
@@ -94,6 +95,15 @@ struct BackwardHalves {
   u32 classes;  // items of the first so many are halves
 };
 
+// Where items are some of the query heads of a tile and a key head, and their dk and dv are added up (backward_sums.cuh).
+struct BackwardSums {
+  TensorMap dk_map, dv_map;  // of dk and dv, box 32 x 1 x 64, swizzle 128
+  float* dk;                 // [rows_k, heads_kv, head_dim], zero before the first launch; each launch leaves them so
+  float* dv;                 // [rows_k, heads_kv, head_dim_v], likewise
+  u32* words;                // [tiles, heads_kv, 2], likewise
+  u32 parts;                 // items of a tile and a key head
+};
+
 // In place of what a configuration has not.
 struct BackwardNothing {};
 
@@ -112,6 +122,7 @@ struct AttentionBackwardConfig {
   static constexpr u32 kHeadDim = kHeadDimOf;  // of the tile; the tensors' may be smaller, the rest reads as zeros
   static constexpr u32 kHeadDimV = kHeadDimVOf;
   static constexpr bool kShares = kGradientsOf == KeyGradients::kShares;
+  static constexpr bool kSums = kGradientsOf == KeyGradients::kSums;
   static constexpr bool kSoftcap = kSoftcapOf;
   static constexpr bool kTurns = kOrderOf == DqOrder::kInTurn;
   // Of the elements of dk and dv.
@@ -125,6 +136,7 @@ struct AttentionBackwardConfig {
   using Rounding = typename ChooseType<kRounds, BackwardRounding, BackwardNothing>::Type;
   using Alone = typename ChooseType<kAlone, BackwardAlone, BackwardNothing>::Type;
   using Halves = typename ChooseType<kHalves, BackwardHalves, BackwardNothing>::Type;
+  using Sums = typename ChooseType<kSums, BackwardSums, BackwardNothing>::Type;
 
   static constexpr u32 kKeys = 128;                               // keys of a tile
   static constexpr u32 kOwnKeys = kKeys / kCtas;                  // of them, a CTA's
@@ -142,7 +154,9 @@ struct AttentionBackwardConfig {
   static constexpr u32 kStatisticBytes = kRows * 4;
   static constexpr u32 kDsBytes = kKeys * kRows * 2;
   static constexpr u32 kParts = kChunks * kRows / 64;  // dq leaves in parts of 64 rows x 64 columns
-  static constexpr u32 kDqBuffers = 2 * kParts;        // so that the additions of a block have the time of a block
+  // So that the additions of a block have the time of a block, unless dk and dv need room, too.
+  static constexpr u32 kDqBuffers = kSums ? kParts : 2 * kParts;
+  static constexpr u32 kGradientBuffers = kSums ? 2 : 0;  // through which dk and dv leave, as parts of dq do
   static_assert(kHeadDim == 64 || kHeadDim == 128 || kCtas == 2, "head sizes that the accumulators of two warpgroups hold");
 };
 
@@ -155,6 +169,7 @@ struct BackwardParams {
   const typename C::Order& order;
   const typename C::Alone& alone;
   const typename C::Halves& halves;
+  const typename C::Sums& sums;
 };
 
 namespace backward {
@@ -167,7 +182,7 @@ struct Step {
   u32 head_kv;
   u32 flags;
   u32 head_q;
-  u32 turn, counter;       // how many add to these rows before, where turns are taken, and what counts them; or, of a half, which
+  u32 turn, counter;       // how many add to these rows before, where turns are taken, and what counts them; or of what it is a part
   u32 run_begin, run_end;  // of the item
 };
 constexpr u32 kFirst = 1, kLast = 2, kEmpty = 4, kExit = 8, kBounded = 16;

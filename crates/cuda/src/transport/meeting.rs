@@ -4,7 +4,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-use counterpoint_exec::collective::{Post, Waiter};
+use counterpoint_exec::collective::{PeerRows, Post, Waiter};
 use counterpoint_exec::{CollectiveCall, ExecError};
 use counterpoint_schedule::SpanKind;
 
@@ -15,6 +15,15 @@ use super::{Call, CallError, CudaTransport};
 use crate::backend::SpanStart;
 use crate::sync::lock;
 use crate::{CudaError, Event};
+
+/// Whom a rank tells where its tensors lie, those of `users` that use them: every rank of a product learns where the others' are, but
+/// elsewhere memory of the caller's has a stand-in only where somebody uses its rows.
+fn readers<'a>(work: &Work, users: &'a [PeerRows]) -> Readers<'a> {
+    match work {
+        Work::Pull(_) | Work::Push(_) | Work::Link(_) => Readers::Those(users),
+        Work::BackwardReduce(_) | Work::GemmReduce(_) | Work::CastGemm(_) | Work::Exchange(_) => Readers::All,
+    }
+}
 
 /// A collective that is being enqueued.
 pub struct CudaMeeting {
@@ -112,15 +121,7 @@ impl CudaTransport {
         };
         let own = self.board.publish(self.rank, sequence, post, users);
         if let Some(peers) = &self.peers {
-            // Every rank of a product learns where the others' tensors are. Elsewhere memory of the caller's has a stand-in only where
-            // somebody uses its rows.
-            let readers = match &collective.work {
-                Work::Pull(_) | Work::Push(_) | Work::Link(_) => Readers::Those(users),
-                Work::BackwardReduce(_) | Work::GemmReduce(_) | Work::CastGemm(_) | Work::Exchange(_) => {
-                    Readers::All
-                }
-            };
-            peers.tell(sequence, collective.number, &own, readers)?;
+            peers.tell(sequence, collective.number, &own, readers(&collective.work, users))?;
         }
         Ok(CudaMeeting { sequence, own: Some(own), started, stood_in })
     }

@@ -18,9 +18,12 @@ pub(super) struct BackwardParams {
 
 /// In which order tiles are handed out and add to dq, with what depends on it.
 #[derive(Clone, Copy, Debug)]
+#[expect(clippy::large_enum_variant, reason = "one value at a time, which is copied to a launch")]
 pub(super) enum BackwardOrder {
     Turns(BackwardTurns),
     Classes(BackwardClasses),
+    /// Items are parts of a tile's query heads.
+    Sums(BackwardClasses, BackwardSums),
     /// Some tiles' gradients may be results.
     Alone(BackwardClasses, BackwardAlone),
     /// Items may be halves, too.
@@ -37,6 +40,7 @@ impl KernelArguments for BackwardParams {
         match self.order {
             BackwardOrder::Turns(turns) => self.with_order(turns, run),
             BackwardOrder::Classes(classes) => self.with_order(classes, run),
+            BackwardOrder::Sums(classes, sums) => self.with_order(Then(classes, sums), run),
             BackwardOrder::Alone(classes, alone) => self.with_order(Then(classes, alone), run),
             BackwardOrder::Halves(classes, alone, halves) => {
                 self.with_order(Then(classes, Then(alone, halves)), run)
@@ -142,6 +146,18 @@ pub(super) struct BackwardHalves {
     pub(super) classes: u32,
 }
 
+/// `BackwardSums` of the kernel.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(super) struct BackwardSums {
+    pub(super) dk_map: TensorMap,
+    pub(super) dv_map: TensorMap,
+    pub(super) dk: u64,
+    pub(super) dv: u64,
+    pub(super) words: u64,
+    pub(super) parts: u32,
+}
+
 /// `AttentionBackwardRowsArguments` of the kernel.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
@@ -220,6 +236,7 @@ pub(in crate::kernel) fn layouts() -> Vec<SharedLayout> {
         ),
         shared_layout!("attention/backward_work.cuh", BackwardAlone { tiles, dk, dv }),
         shared_layout!("attention/backward_work.cuh", BackwardHalves { words, classes }),
+        shared_layout!("attention/backward_work.cuh", BackwardSums { dk_map, dv_map, dk, dv, words, parts }),
         shared_layout!(
             "attention/attention_backward_rows.cuh",
             AttentionBackwardRowsArguments {

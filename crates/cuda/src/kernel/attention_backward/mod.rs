@@ -1,6 +1,7 @@
 //! The launcher of `attention/attention_backward.cuh` and, for long heads, `attention/attention_backward_pair.cuh`.
 
 mod arguments;
+mod scratch;
 mod shape;
 mod source;
 
@@ -12,10 +13,11 @@ use arguments::{
     BackwardHalves, BackwardOrder, BackwardParams, BackwardRounding, BackwardTurns,
 };
 use counterpoint_mask::Range;
-use counterpoint_tiles::{Tile, TileClasses, TileTakers, TurnSpan};
-use shape::{BackwardShape, CLASSES, DqSums, heads_at_a_time, rounds_beside, stretch};
+use counterpoint_tiles::{Tile, TileClasses, TileTakers};
+use scratch::{Sums, Turns};
+use shape::{BackwardShape, CLASSES, DqSums, ItemHeads, heads_at_a_time, rounds_beside, stretch};
 pub(super) use source::specialisations;
-use source::{BackwardChoice, ROWS_THREADS, SHARED_BYTES, THREADS, rows_source};
+use source::{BackwardChoice, KeyGradients, ROWS_THREADS, SHARED_BYTES, THREADS, rows_source};
 
 use super::device_schedule::DeviceSchedule;
 use super::{
@@ -72,6 +74,8 @@ pub struct AttentionBackward {
     alone: Option<DeviceBuffer>,
     /// A word for each warp that has keys of a tile that is handed out by halves, where the kernel has halves.
     halves: Option<DeviceBuffer>,
+    /// Where items are parts of a tile's query heads.
+    sums: Option<Sums>,
     /// See [`stretch`].
     stretch: u32,
     /// See [`heads_at_a_time`].
@@ -84,14 +88,6 @@ pub struct AttentionBackward {
     zeroes_sums: bool,
     /// After the kernel for long heads, which does not round dq itself.
     dq_rounding: Option<DqRounding>,
-}
-
-/// In which order key tiles add to dq.
-#[derive(Clone, Debug)]
-struct Turns {
-    spans: DeviceBuffer,
-    begins: DeviceBuffer,
-    counters: usize,
 }
 
 impl AttentionBackward {
@@ -120,10 +116,15 @@ impl AttentionBackward {
         }
         let sums = DqSums::of(problem, mode);
         let mut schedule = shape.schedule(problem, sums).map_err(|error| refused(error.to_string()))?;
+        let heads = ItemHeads::of(problem, mode, shape, schedule.tiles());
         let choice = BackwardChoice {
             shape,
             element: problem.element,
-            rounds_keys: mode.rounds_keys,
+            gradients: match (mode.rounds_keys, heads.parts) {
+                (true, 1) => KeyGradients::Results,
+                (true, _) => KeyGradients::Sums,
+                (false, _) => KeyGradients::Shares,
+            },
             softcap: problem.softcap.is_some(),
             turns: problem.deterministic,
         };
@@ -132,27 +133,14 @@ impl AttentionBackward {
             return Err(refused("its kernels were not loaded".to_owned()));
         };
 
-        let turns = match schedule.dq_turns().filter(|_| problem.deterministic) {
-            Some(turns) => {
-                // No buffer is empty.
-                let spans = match turns.spans() {
-                    [] => &[TurnSpan { first: 0, end: 0, turn: 0, counter: 0 }],
-                    spans => spans,
-                };
-                Some(Turns {
-                    spans: DeviceBuffer::from_slice(stream, spans)?,
-                    begins: DeviceBuffer::from_slice(stream, turns.begins())?,
-                    counters: turns.counters() as usize,
-                })
-            }
-            None => None,
-        };
+        let turns = schedule.dq_turns().filter(|_| problem.deterministic);
+        let turns = turns.map(|turns| Turns::new(stream, &turns)).transpose()?;
         let counters = turns.as_ref().map_or(0, |turns| turns.counters);
         let stretch = stretch(schedule.tiles(), sums);
         // No buffer is empty.
         let mut coverage = schedule.walked_rows(shape.rows as usize);
         coverage.resize(coverage.len().max(1), 0);
-        let queue = DeviceBuffer::from_slice(stream, &vec![0u32; QUEUE_WORDS + heads_kv])?;
+        let queue = DeviceBuffer::from_slice(stream, &vec![0u32; QUEUE_WORDS + heads_q])?;
         let statistics =
             DeviceBuffer::new(device, (4 * STATISTICS * statistic_pitch(rows_q) * heads_q).max(4))?;
         let workers = device.sm_count().saturating_sub(problem.sm_margin).max(1);
@@ -160,8 +148,8 @@ impl AttentionBackward {
         let clusters = (workers / ctas).max(1);
         let takers = TileTakers {
             workers: clusters as usize,
-            heads: heads_kv,
-            walks: heads_q / heads_kv,
+            heads: heads_kv * heads.parts,
+            walks: heads.walks,
             halves: choice.halves(),
         };
         let classes = schedule.classes(takers, CLASSES);
@@ -170,6 +158,9 @@ impl AttentionBackward {
         let half_words = (halved_tiles * heads_kv * KEY_WARPS).max(1);
         let halves = choice.halves().then(|| DeviceBuffer::from_slice(stream, &vec![0_u32; half_words]));
         let halves = halves.transpose()?;
+        let sums =
+            choice.sums().then(|| Sums::new(stream, problem, schedule.tiles().len(), heads.parts as u32));
+        let sums = sums.transpose()?;
         let missed = match (&turns, halved_tiles) {
             (Some(_), _) => Some(MISSED_TURN),
             (None, 0) if !mode.rounds_queries => None,
@@ -178,12 +169,12 @@ impl AttentionBackward {
         };
         let waits = missed.map(|what| CtaWaits::new(device, what)).transpose()?;
         let rounds = (coverage.iter().filter(|rows| **rows > 0).count() * heads_q) as u32;
-        let heads = (heads_kv, heads_q / heads_kv);
-        let rounds_beside = rounds_beside(&schedule, heads, clusters as usize, rounds);
+        let items_of_tile = heads_kv * heads.parts;
+        let rounds_beside = rounds_beside(&schedule, (items_of_tile, heads.walks), clusters as usize, rounds);
         let keys = |tile: &Tile| Range::new(tile.start as usize, tile.end as usize);
         let tile_keys = schedule.tiles().iter().map(keys).collect();
         let schedule = DeviceSchedule::new(stream, &schedule)?;
-        let items = (schedule.tile_count() + halved_tiles as u32).saturating_mul(heads_kv as u32);
+        let items = (schedule.tile_count() + halved_tiles as u32).saturating_mul(items_of_tile as u32);
         let groups = items.clamp(1, clusters);
         let heads_at_a_time =
             heads_at_a_time(schedule.tile_count() as usize, heads_kv, clusters as usize) as u32;
@@ -214,6 +205,7 @@ impl AttentionBackward {
             tile_keys,
             alone: None,
             halves,
+            sums,
             stretch,
             heads_at_a_time,
             launch,
@@ -335,6 +327,9 @@ impl AttentionBackward {
         let cursors = self.queue.address() + 4 * QUEUE_WORDS as u64;
         let classes = BackwardClasses { cursors, ends };
         let [dk, dv] = tensors.rounded.unwrap_or([0; 2]);
+        if let Some(sums) = &self.sums {
+            return BackwardOrder::Sums(classes, sums.arguments);
+        }
         let alone = BackwardAlone { tiles: self.alone.as_ref().map_or(0, DeviceBuffer::address), dk, dv };
         match &self.halves {
             Some(words) => {

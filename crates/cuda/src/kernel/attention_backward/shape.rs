@@ -1,5 +1,7 @@
 //! Tiles of the Hopper attention backward: which kernel has a head size, how tiles are ordered, how dq is summed.
 
+use std::collections::HashSet;
+
 use counterpoint_tiles::{
     Tile, TileDirection, TileOrder, TilePlacement, TileSchedule, TileScheduleConfig, TileScheduleError,
 };
@@ -61,6 +63,43 @@ impl DqSums {
             (false, _) => Self::AsTheyCome,
             (true, true) => Self::InOrder,
             (true, false) => Self::AcrossStages,
+        }
+    }
+}
+
+/// Blocks that tiles have in the mean where an item is one query head of several: with fewer, what an item costs beside its blocks (some
+/// 30 us on an H100) outweighs what the cache saves.
+const LONG_TILES: u64 = 96;
+
+/// How the query heads of a key head are shared out among the items of a tile.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct ItemHeads {
+    /// Items of a tile and a key head.
+    pub(super) parts: usize,
+    /// Query heads of an item, one after the other.
+    pub(super) walks: usize,
+}
+
+impl ItemHeads {
+    /// CTAs whose tiles have as many blocks walk all heads in step and read the same rows at a time. Where tiles differ they drift apart,
+    /// over the rows of all heads, whose q, dout and f32 dq of 16k rows are 128 MB; those of one head are 16 MB, and in the second level
+    /// cache.
+    pub(super) fn of(
+        problem: &AttentionProblem,
+        mode: BackwardMode,
+        shape: BackwardShape,
+        tiles: &[Tile],
+    ) -> Self {
+        let group = problem.heads_q / problem.heads_kv.max(1);
+        let blocks: u64 = tiles.iter().map(|tile| u64::from(tile.blocks)).sum();
+        let is_long = blocks >= LONG_TILES * tiles.len() as u64;
+        let lengths: HashSet<u32> = tiles.iter().map(|tile| tile.blocks).collect();
+        let is_uneven = 2 * lengths.len() > tiles.len();
+        let is_plain = problem.softcap.is_none() && !problem.deterministic;
+        let has_kernel = is_plain && mode.rounds_keys && shape.head_dim == 128;
+        match has_kernel && is_long && is_uneven {
+            true => Self { parts: group, walks: 1 },
+            false => Self { parts: 1, walks: group },
         }
     }
 }
@@ -201,6 +240,32 @@ mod tests {
         assert_eq!(stretch(&tiles([0]), DqSums::AsTheyCome), 1);
         assert_eq!(stretch(&[], DqSums::AsTheyCome), STRETCH);
         assert_eq!(stretch(&tiles([18, 18, 18, 5]), DqSums::AcrossStages), STRETCH);
+    }
+
+    #[test]
+    fn long_tiles_of_many_lengths_are_shared_out_by_query_heads() {
+        let shape = BackwardShape::of(128, 128, false).unwrap();
+        let mode = |rounds_keys| BackwardMode { dq: DqBegin::Anything, rounds_queries: true, rounds_keys };
+        let parts = |text: &str, mode: BackwardMode, change: fn(&mut AttentionProblem)| {
+            let mask: Mask = text.parse().unwrap();
+            let (rows_q, rows_k) = (mask.seqlen_q(), mask.seqlen_k());
+            let bands = mask.bands().collect::<Vec<_>>().into();
+            let mut problem =
+                AttentionProblem { rows_q, rows_k, bands, heads_q: 64, heads_kv: 8, ..small_problem() };
+            change(&mut problem);
+            let schedule = shape.schedule(&problem, DqSums::AsTheyCome).unwrap();
+            let heads = ItemHeads::of(&problem, mode, shape, schedule.tiles());
+            assert_eq!(heads.parts * heads.walks, problem.heads_q / problem.heads_kv);
+            heads.parts
+        };
+        assert_eq!(parts("causal:16k", mode(true), |_| ()), 8);
+        // Short, even, in shares, in turns, with a softcap, and with one query head of a key head.
+        assert_eq!(parts("causal:8k", mode(true), |_| ()), 1);
+        assert_eq!(parts("full:16k", mode(true), |_| ()), 1);
+        assert_eq!(parts("causal:16k", mode(false), |_| ()), 1);
+        assert_eq!(parts("causal:16k", mode(true), |problem| problem.deterministic = true), 1);
+        assert_eq!(parts("causal:16k", mode(true), |problem| problem.softcap = Some(30.0)), 1);
+        assert_eq!(parts("causal:16k", mode(true), |problem| problem.heads_kv = 64), 1);
     }
 
     #[test]

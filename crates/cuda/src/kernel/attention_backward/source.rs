@@ -2,7 +2,7 @@
 
 use super::arguments::{
     AttentionBackwardArguments, BackwardAlone, BackwardClasses, BackwardHalves, BackwardRounding,
-    BackwardTurns, Then,
+    BackwardSums, BackwardTurns, Then,
 };
 use super::shape::{BackwardShape, KeyOwners};
 use crate::headers::kernel_source;
@@ -21,11 +21,21 @@ pub(super) const SHARED_BYTES: u32 = 227 << 10;
 pub(super) struct BackwardChoice {
     pub(super) shape: BackwardShape,
     pub(super) element: ElementType,
-    /// Whether dk and dv are rounded to elements.
-    pub(super) rounds_keys: bool,
+    pub(super) gradients: KeyGradients,
     pub(super) softcap: bool,
     /// Whether additions to dq come in one order.
     pub(super) turns: bool,
+}
+
+/// `KeyGradients` of the kernel: what items give for a row of dk and dv.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum KeyGradients {
+    /// Elements.
+    Results,
+    /// f32, of which others have some too.
+    Shares,
+    /// Elements, each the sum of what several items have.
+    Sums,
 }
 
 /// The one parameter of a kernel. Were it several, the compiler would load some of them long before they are used, for which the thread
@@ -47,12 +57,22 @@ impl BackwardChoice {
 
     /// Whether some tiles' gradients may be results where others' are shares.
     pub(super) fn alone(self) -> bool {
-        !self.rounds_keys && !self.turns
+        self.gradients == KeyGradients::Shares && !self.turns
     }
 
     /// Whether items may be half of a tile's query heads: shorter heads have no register for that.
     pub(super) fn halves(self) -> bool {
         self.alone() && self.shape.head_dim == 128
+    }
+
+    /// Whether items are parts of a tile's query heads, of which the last one has the sum.
+    pub(super) fn sums(self) -> bool {
+        self.gradients == KeyGradients::Sums
+    }
+
+    /// Whether there is such a kernel: sums are for tiles that take no turns, where there are registers for them.
+    fn exists(self) -> bool {
+        !self.sums() || (!self.turns && !self.softcap && self.shape.head_dim == 128)
     }
 
     /// The kernel's parameter.
@@ -63,6 +83,7 @@ impl BackwardChoice {
             (if self.turns { "BackwardTurns" } else { "BackwardClasses" }, "order", true),
             ("BackwardAlone", "alone", self.alone()),
             ("BackwardHalves", "halves", self.halves()),
+            ("BackwardSums", "sums", self.sums()),
         ];
         let mut fields = "AttentionBackwardArguments all;".to_owned();
         let mut values = "given.all".to_owned();
@@ -86,6 +107,9 @@ impl BackwardChoice {
                 size_of::<Then<AttentionBackwardArguments, O>>()
             }
         }
+        if self.sums() {
+            return ending_in::<Then<BackwardClasses, BackwardSums>>(self);
+        }
         match (self.turns, self.alone(), self.halves()) {
             (true, ..) => ending_in::<BackwardTurns>(self),
             (false, false, _) => ending_in::<BackwardClasses>(self),
@@ -97,10 +121,14 @@ impl BackwardChoice {
     }
 
     pub(super) fn source(self) -> KernelSource {
-        let Self { shape, element, rounds_keys, softcap, turns } = self;
+        let Self { shape, element, gradients, softcap, turns } = self;
         let BackwardShape { head_dim, head_dim_v, rows, owners } = shape;
         let (keys, ctas) = (BackwardShape::KEYS, shape.ctas());
-        let gradient = if rounds_keys { "rounded" } else { "f32" };
+        let (gradient, gradients) = match gradients {
+            KeyGradients::Results => ("rounded", "kResults"),
+            KeyGradients::Shares => ("f32", "kShares"),
+            KeyGradients::Sums => ("summed", "kSums"),
+        };
         let cap = if softcap { "_softcap" } else { "" };
         let name = format!(
             "attention_backward_{}_{head_dim}_{head_dim_v}_{gradient}{cap}{}",
@@ -111,7 +139,6 @@ impl BackwardChoice {
             KeyOwners::Warpgroups => ("attention_backward", "AttentionBackwardConfig", "backward"),
             KeyOwners::Ctas => ("attention_backward_pair", "AttentionBackwardPairConfig", "backward_pair"),
         };
-        let gradients = if rounds_keys { "kResults" } else { "kShares" };
         let order = if turns { "kInTurn" } else { "kAsTheyCome" };
         let Parameter { fields, values, bytes } = self.parameter();
         kernel_source(&name, Arch::SM_90A)
@@ -161,16 +188,18 @@ pub(in crate::kernel) fn specialisations() -> Vec<Specialisation> {
     let mut all = rows.to_vec();
     for (head_dim, head_dim_v) in BackwardShape::HEADS {
         for element in ElementType::ALL {
-            for [rounds_keys, softcap, turns] in (0..8).map(|bits| [4, 2, 1].map(|bit| bits & bit != 0)) {
-                let Some(shape) = BackwardShape::of(head_dim, head_dim_v, softcap) else {
-                    continue;
-                };
-                let choice = BackwardChoice { shape, element, rounds_keys, softcap, turns };
-                all.push(Specialisation {
-                    source: choice.source(),
-                    matrix_unit: MatrixUnit::Warpgroup,
-                    register_limit: 65536 / THREADS,
-                });
+            for gradients in [KeyGradients::Shares, KeyGradients::Results, KeyGradients::Sums] {
+                for [softcap, turns] in (0..4).map(|bits| [2, 1].map(|bit| bits & bit != 0)) {
+                    let Some(shape) = BackwardShape::of(head_dim, head_dim_v, softcap) else {
+                        continue;
+                    };
+                    let choice = BackwardChoice { shape, element, gradients, softcap, turns };
+                    all.extend(choice.exists().then(|| Specialisation {
+                        source: choice.source(),
+                        matrix_unit: MatrixUnit::Warpgroup,
+                        register_limit: 65536 / THREADS,
+                    }));
+                }
             }
         }
     }
