@@ -24,12 +24,16 @@ __device__ __forceinline__ i32 own_key() {
   return i32(first + 16 * (thread / 32) + thread % 32 / 4);
 }
 
-// What is done with the rows of a half.
-enum class HalfRows { kLeave, kAdd };
+// What a thread does with its rows of partial sums in memory.
+enum class PartialRows {
+  kLeave,  // stores its own there
+  kAdd,    // adds them to its own
+  kTake,   // has them in place of its own, and leaves zeros
+};
 
-template <HalfRows kWhat, u32 kCount, typename C>
-__device__ __forceinline__ void half_rows(void* out, u32 head_dim, const BackwardParams<C>& params,
-                                          const Step& step, float (&d)[kCount]) {
+template <PartialRows kWhat, u32 kCount, typename C>
+__device__ __forceinline__ void partial_rows(void* out, u32 head_dim, const BackwardParams<C>& params,
+                                             const Step& step, float (&d)[kCount]) {
   const i32 key = uniform_load(&step.key) + own_key<C>();
   const i32 key_end = uniform_load(&step.key_end);
   const u32 head = uniform_load(&step.head_kv);
@@ -41,13 +45,14 @@ __device__ __forceinline__ void half_rows(void* out, u32 head_dim, const Backwar
     for (u32 j = 0; j < kCount / 4; ++j) {
       if (row >= key_end || 8 * j + 2 * (threadIdx.x % 4) >= head_dim) continue;
       float2* pair = reinterpret_cast<float2*>(at + 8 * j);
-      if (kWhat == HalfRows::kLeave) {
+      if (kWhat == PartialRows::kLeave) {
         __stcg(pair, make_float2(d[4 * j + 2 * i], d[4 * j + 2 * i + 1]));
-      } else {
-        const float2 other = __ldcg(pair);
-        d[4 * j + 2 * i] += other.x;
-        d[4 * j + 2 * i + 1] += other.y;
+        continue;
       }
+      const float2 partial = __ldcg(pair);
+      d[4 * j + 2 * i] = kWhat == PartialRows::kAdd ? d[4 * j + 2 * i] + partial.x : partial.x;
+      d[4 * j + 2 * i + 1] = kWhat == PartialRows::kAdd ? d[4 * j + 2 * i + 1] + partial.y : partial.y;
+      if (kWhat == PartialRows::kTake) __stcg(pair, make_float2(0.0f, 0.0f));
     }
   }
 }
@@ -63,8 +68,8 @@ __device__ __forceinline__ bool is_whole(const BackwardParams<C>& params, const 
   if (leads) before = add_relaxed(word, kTaken);
   before = uniform(before);
   if (before == 0) {
-    half_rows<HalfRows::kLeave>(params.all.dv, params.all.head_dim_v, params, step, dv);
-    half_rows<HalfRows::kLeave>(params.all.dk, params.all.head_dim, params, step, dk);
+    partial_rows<PartialRows::kLeave>(params.all.dv, params.all.head_dim_v, params, step, dv);
+    partial_rows<PartialRows::kLeave>(params.all.dk, params.all.head_dim, params, step, dk);
     __syncwarp();
     if (leads) add_release(word, kLeft);
     __syncwarp();
@@ -75,8 +80,8 @@ __device__ __forceinline__ bool is_whole(const BackwardParams<C>& params, const 
     store_relaxed(word, 0);
   }
   __syncwarp();
-  half_rows<HalfRows::kAdd>(params.all.dv, params.all.head_dim_v, params, step, dv);
-  half_rows<HalfRows::kAdd>(params.all.dk, params.all.head_dim, params, step, dk);
+  partial_rows<PartialRows::kAdd>(params.all.dv, params.all.head_dim_v, params, step, dv);
+  partial_rows<PartialRows::kAdd>(params.all.dk, params.all.head_dim, params, step, dk);
   return true;
 }
 

@@ -1,7 +1,7 @@
 // Items that are some of the query heads of a tile and a key head, in attention backward: where a key head has several query heads and
-// tiles see many rows, CTAs that all walk one query head find its rows in the second level cache, and those that walk several do not.
+// tiles see many rows, CTAs that all walk one query head find its rows in L2, and those that walk several do not.
 //
-// Every item adds its dk and dv to sums in f32, as it adds to dq: by the copy engine. Whichever warpgroup adds the last part of its keys
+// Every item adds its dk and dv to sums in f32, as it adds to dq: by TMA. Whichever warpgroup adds the last part of its keys
 // takes the sums, leaves zeros, and goes on as if it had walked all heads.
 #pragma once
 
@@ -59,29 +59,6 @@ __device__ __forceinline__ void add_to_sums(const TensorMap* map, u8* buffer, u3
   }
 }
 
-// Takes a thread's rows of the sums, and leaves zeros.
-template <u32 kCount, typename C>
-__device__ __forceinline__ void take_sums(float* sums, u32 head_dim, const BackwardParams<C>& params, const Step& step,
-                                          float (&d)[kCount]) {
-  const i32 key = uniform_load(&step.key) + own_key<C>();
-  const i32 key_end = uniform_load(&step.key_end);
-  const u32 head = uniform_load(&step.head_kv);
-#pragma unroll
-  for (u32 i = 0; i < 2; ++i) {
-    const i32 row = key + i32(8 * i);
-    float* at = sums + (u64(u32(row)) * params.all.heads_kv + head) * head_dim + 2 * (threadIdx.x % 4);
-#pragma unroll
-    for (u32 j = 0; j < kCount / 4; ++j) {
-      if (row >= key_end || 8 * j + 2 * (threadIdx.x % 4) >= head_dim) continue;
-      float2* pair = reinterpret_cast<float2*>(at + 8 * j);
-      const float2 sum = __ldcg(pair);
-      d[4 * j + 2 * i] = sum.x;
-      d[4 * j + 2 * i + 1] = sum.y;
-      __stcg(pair, make_float2(0.0f, 0.0f));
-    }
-  }
-}
-
 // Of a warpgroup that is done with a part: whether it was the last one, and now has the sums of all.
 template <u32 kCount, u32 kCountV, typename C>
 __device__ __forceinline__ bool has_sums(const BackwardParams<C>& params, Storage<C>& shared, u32 warpgroup,
@@ -102,8 +79,8 @@ __device__ __forceinline__ bool has_sums(const BackwardParams<C>& params, Storag
   if (uniform_load(&shared.parts_before[warpgroup]) + 1 != params.sums.parts) return false;
   fence_device();
   if (leads) store_relaxed(word, 0);
-  take_sums(params.sums.dv, params.all.head_dim_v, params, step, dv);
-  take_sums(params.sums.dk, params.all.head_dim, params, step, dk);
+  partial_rows<PartialRows::kTake>(params.sums.dv, params.all.head_dim_v, params, step, dv);
+  partial_rows<PartialRows::kTake>(params.sums.dk, params.all.head_dim, params, step, dk);
   return true;
 }
 
