@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use cudarc::driver::sys::{CUevent, CUipcEventHandle};
+use cudarc::driver::sys::{CUevent, CUipcEventHandle, CUstreamCaptureMode};
 
 use crate::library::call;
 use crate::stream::WeakStream;
@@ -164,6 +164,21 @@ impl Event {
         let driver = self.0.device.bind()?;
         // SAFETY: the handle is alive.
         driver.check_done("cuEventQuery", unsafe { (driver.cuEventQuery)(self.0.raw) })
+    }
+
+    /// Waits until the mark has been reached, while a stream captures: the driver else refuses to be asked then. The mark is in no graph.
+    ///
+    /// # Errors
+    /// When something before the mark failed.
+    pub fn synchronize_beside_capture(&self) -> Result<(), CudaError> {
+        let driver = self.0.device.bind()?;
+        let mut mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        // SAFETY: the pointer is to a local, which takes the mode that this thread has had.
+        unsafe { call!(driver, cuThreadExchangeStreamCaptureMode(&mut mode)) }?;
+        let done = self.synchronize();
+        // SAFETY: as above.
+        unsafe { call!(driver, cuThreadExchangeStreamCaptureMode(&mut mode)) }?;
+        done
     }
 
     /// Waits until the mark has been reached.

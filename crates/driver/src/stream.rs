@@ -145,17 +145,13 @@ impl Stream {
         if copies > 0 { self.synchronize() } else { Ok(()) }
     }
 
-    /// Enqueues copies of what this handle and its clones have gathered: what comes later on this stream finds it.
+    /// Enqueues copies of what this handle and its clones have gathered: what comes later on this stream finds it. Not within a capture,
+    /// whose graph would copy what is there no more.
     ///
     /// # Errors
-    /// [`CudaError::Launch`] within a capture, whose graph would copy what is there no more; when the driver refuses.
+    /// When the driver refuses.
     pub fn enqueue_gathered(&self) -> Result<(), CudaError> {
         let Some(uploads) = self.uploads() else { return Ok(()) };
-        if self.is_capturing()? {
-            let reason = "it meets the other ranks for the first time within a capture; call it once before"
-                .to_owned();
-            return Err(CudaError::Launch { kernel: "a collective".to_owned(), reason });
-        }
         uploads.enqueue(&*self.device().bind()?, self.raw()).map(drop)
     }
 

@@ -69,7 +69,21 @@ pub trait Transport<B: Backend>: Send + Sync {
         Err("its ranks synchronise on the host in every call; call it outside of the graph".to_owned())
     }
 
-    /// Tells the peers of this rank's part. Arrives at the call's barrier as soon as the collective has started, before it
+    /// Tells the peers of this rank's part in a collective that it has not called yet, which comes after `between` others that are not
+    /// enqueued yet: a call then waits once for what all of its collectives need of the peers. [`Transport::begin`] tells what this has
+    /// not.
+    ///
+    /// # Errors
+    /// The world's error, when it has failed.
+    fn announce(
+        &self,
+        _call: &CollectiveCall<'_, B, Self::Collective>,
+        _between: u64,
+    ) -> Result<(), ExecError> {
+        Ok(())
+    }
+
+    /// Tells the peers of this rank's part, unless [`Transport::announce`] has. Arrives at the call's barrier as soon as the collective has started, before it
     /// waits for any peer.
     ///
     /// # Errors

@@ -75,7 +75,7 @@ mod tests {
     #[test]
     fn other_bytes_than_planned_are_found_and_so_is_a_level_that_saves_nothing() {
         let failures = |lines: [String; 2]| {
-            let checks = checks(&Ended { code: Some(0), text: lines.join("\n") });
+            let checks = checks(&Ended { code: Some(0), text: lines.join("\n"), threads: None });
             checks.iter().filter(|check| !check.passed).count()
         };
         assert_eq!(failures([row("two-level", 5, 5), row("flat", 9, 9)]), 0);

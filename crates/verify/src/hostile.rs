@@ -176,7 +176,7 @@ fn refused(ended: &[Ended], words: &str) -> Result<(), String> {
 }
 
 fn said(ended: &[Ended]) -> String {
-    let one = |(rank, Ended { code, text }): (usize, &Ended)| {
+    let one = |(rank, Ended { code, text, .. }): (usize, &Ended)| {
         let line = text.trim_end().lines().next_back().unwrap_or("nothing");
         format!(
             "rank {rank} ended with {}: {line}",

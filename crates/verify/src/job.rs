@@ -26,6 +26,8 @@ pub(super) struct Ended {
     pub(super) code: Option<i32>,
     /// All that it said.
     pub(super) text: String,
+    /// What its threads did at the limit, where it had not ended.
+    pub(super) threads: Option<String>,
 }
 
 /// How a process ended, for people.
@@ -79,6 +81,21 @@ pub(super) fn start_at(
     Ok(job)
 }
 
+/// The threads of a process, each with its state and where the system has it wait, as far as the system tells.
+fn threads(process: u32) -> String {
+    let known = |file: PathBuf| fs::read_to_string(file).unwrap_or_default();
+    let one = |thread: &Path| {
+        let name = known(thread.join("comm"));
+        let status = known(thread.join("status"));
+        let state = status.lines().find_map(|line| line.strip_prefix("State:")).unwrap_or("?");
+        let state = state.trim().chars().next().unwrap_or('?');
+        format!("{} {state} {}", name.trim_end(), known(thread.join("wchan")))
+    };
+    let tasks = fs::read_dir(format!("/proc/{process}/task"));
+    let tasks = tasks.into_iter().flatten().flatten().map(|entry| one(&entry.path()));
+    tasks.collect::<Vec<_>>().join(", ")
+}
+
 /// What GPUs a process sees.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Gpus {
@@ -123,12 +140,14 @@ impl Job {
         }
         let end = |process: &OwnProcess| {
             let status = process.status().ok().flatten();
+            let threads = process.runs().then(|| threads(process.id()));
             process.end();
-            status.and_then(|status| status.code())
+            (status.and_then(|status| status.code()), threads)
         };
         // What they said is read when none of them says more.
-        let codes: Vec<_> = self.processes.iter().map(end).collect();
-        codes.into_iter().enumerate().map(|(rank, code)| Ended { code, text: self.text(rank) }).collect()
+        let ended: Vec<_> = self.processes.iter().map(end).collect();
+        let of_rank = |(rank, (code, threads))| Ended { code, text: self.text(rank), threads };
+        ended.into_iter().enumerate().map(of_rank).collect()
     }
 }
 
@@ -146,5 +165,12 @@ mod tests {
         assert_eq!(ended[0].code, Some(0), "{}", ended[0].text);
         assert!(ended[0].text.contains("ranks_are_told_who_they_are"), "{}", ended[0].text);
         assert!(ended[1].code.is_some_and(|code| code != 0), "{}", ended[1].text);
+    }
+
+    #[test]
+    fn of_a_process_that_does_not_end_it_is_told_what_its_threads_do() {
+        let own = threads(std::process::id());
+        let [name, state] = own.split(' ').take(2).collect::<Vec<_>>()[..] else { panic!("{own}") };
+        assert!(!name.is_empty() && ["R", "S"].contains(&state), "{own}");
     }
 }

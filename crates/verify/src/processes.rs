@@ -155,7 +155,7 @@ impl Bench {
         let ended = job.end(&all, self.patient(LONG));
         match ended.iter().enumerate().find(|(_, rank)| rank.code != Some(0)) {
             None => Ok(output),
-            Some((rank, Ended { code, text })) => {
+            Some((rank, Ended { code, text, .. })) => {
                 Err(format!("rank {rank} ended with {}: {}", how(*code), last_line(text)))
             }
         }
@@ -218,9 +218,15 @@ impl Bench {
         }
         let began = Instant::now();
         let ended = job.end(&[0], limit);
-        let (took, Ended { code, text }) = (began.elapsed(), &ended[0]);
+        let (took, Ended { code, text, threads }) = (began.elapsed(), &ended[0]);
         match code {
-            None => fail(format!("rank 0 was still running after {:.1} s", took.as_secs_f64())),
+            None => {
+                let (took, doing) = (took.as_secs_f64(), threads.as_deref().unwrap_or("nothing"));
+                let said = last_line(text);
+                fail(format!(
+                    "rank 0 was still running after {took:.1} s; it had said: {said}; threads: {doing}"
+                ))
+            }
             Some(0) => fail("rank 0 noticed nothing".to_owned()),
             Some(_) if !last_line(text).contains("rank 1") => {
                 fail(format!("rank 0 said: {}", last_line(text)))

@@ -14,7 +14,7 @@ use super::staging::Staging;
 use super::{Call, CallError, CudaMeeting, CudaTransport, Means, Work, link, rows, untold};
 use crate::backend::{Backward, CudaBackend};
 use crate::kernel::{GradientHomes, LinkOperands, LinkPeers, LinkReduce, LinkReduceSpec, RowMove};
-use crate::{CudaError, DeviceBuffer};
+use crate::{CudaError, DeviceBuffer, Stream};
 
 /// One rank's part.
 pub(super) struct BackwardReduceWork {
@@ -145,7 +145,8 @@ impl CudaTransport {
         work: &BackwardReduceWork,
     ) -> Result<(), CallError> {
         let CollectiveCall { backend, stream, place, buffers, .. } = *call;
-        let met = work.side.met_by(call, || self.meet_homes(call, meeting, work))?;
+        let met =
+            work.side.met_by(call, self.setup()?, |lists| self.meet_homes(call, meeting, work, lists))?;
         let results = [0, 1].map(|at: usize| buffers[work.tensors[at].1.0].address());
         work.backward.launch(stream.queue(), buffers, call.signal, Some(results), met.homes)?;
         stream.end_span(place, SpanKind::Compute, meeting.started.take())?;
@@ -170,6 +171,7 @@ impl CudaTransport {
         call: &Call<'_>,
         meeting: &CudaMeeting,
         work: &BackwardReduceWork,
+        lists: &Stream,
     ) -> Result<Met, CallError> {
         let pattern = &call.collective.collective.pattern;
         let of = |peers: &[PeerRows]| -> Vec<usize> {
@@ -181,7 +183,8 @@ impl CudaTransport {
         ranks.sort_unstable();
         ranks.dedup();
         let (mut mailboxes, mut memory) = (Vec::new(), Vec::new());
-        let mut homes: Vec<(usize, [u64; 2])> = Vec::new();
+        // The own rows that go to others, and where the first of each range is at home.
+        let mut homes: Vec<(Range, [u64; 2])> = Vec::new();
         for rank in ranks {
             let post = self.post_of(call, meeting, rank)?;
             let (Some(mailbox), Some(delivered)) = (&post.payload.mailbox, &post.payload.staging) else {
@@ -197,25 +200,27 @@ impl CudaTransport {
                 };
                 [of_tensor(0), of_tensor(1)]
             };
-            for (from, to) in pattern.to(rank).iter().zip(theirs.of(self.rank)) {
-                homes.extend((from.start..from.end).zip((to.start..to.end).map(place)));
-            }
+            let ranges = pattern.to(rank).iter().zip(theirs.of(self.rank));
+            homes.extend(ranges.map(|(from, to)| (*from, place(to.start))));
         }
-        pattern.outgoing.iter().try_for_each(|peer| self.acknowledge(peer.rank, meeting.sequence))?;
+        pattern.outgoing.iter().for_each(|peer| self.learnt(peer.rank, meeting.sequence));
         homes.sort_unstable();
-        let first_row = homes.first().map(|home| home.0);
+        let first_row = homes.first().map(|home| home.0.start);
         // The kernel finds a row's home by its number.
-        if homes.windows(2).any(|pair| pair[0].0 + 1 != pair[1].0) {
+        if homes.windows(2).any(|pair| pair[0].0.end != pair[1].0.start) {
             let reason = "keys of other ranks do not follow each other".to_owned();
             return Err(CudaError::Launch { kernel: call.place.to_string(), reason }.into());
         }
-        let setup = call.backend.setup();
-        let mut addresses: Vec<[u64; 2]> = homes.into_iter().map(|home| home.1).collect();
+        let row = |(rows, first): &(Range, [u64; 2])| {
+            let (count, first) = (rows.len() as u64, *first);
+            (0..count).map(move |at| [0, 1].map(|tensor| first[tensor] + at * work.row_bytes[tensor]))
+        };
+        let mut addresses: Vec<[u64; 2]> = homes.iter().flat_map(row).collect();
         // No buffer is empty.
         addresses.resize(addresses.len().max(1), [0; 2]);
-        let table = DeviceBuffer::from_slice(setup, &addresses)?;
+        let table = DeviceBuffer::from_slice(lists, &addresses)?;
         let moves = moves(pattern, self.rank, &work.delivered, &work.alone);
-        let sums = LinkReduce::new(setup, &work.spec, &moves, work.adders)?;
+        let sums = LinkReduce::new(lists, &work.spec, &moves, work.adders)?;
         Ok(Met {
             peers: LinkPeers { mailboxes, announce_to, work_on },
             sums,

@@ -6,6 +6,7 @@ use counterpoint_exec::collective::{Collective, Payload};
 use counterpoint_schedule::BufferSpec;
 
 use super::backward_reduce::BackwardReduceWork;
+use super::call::{CallError, untold};
 use super::cast_gemm::CastGemmWork;
 use super::exchange::ExchangeWork;
 use super::gemm_reduce::GemmReduceWork;
@@ -24,18 +25,31 @@ pub(super) struct Part {
     pub(super) staging: Option<DeviceBuffer>,
     /// Where others' kernels write to, when kernels pass a device-side barrier.
     pub(super) mailbox: Option<DeviceBuffer>,
+    /// Where ranks follow each other by events.
+    pub(super) marks: Option<Marks>,
+}
+
+/// Events by which ranks follow each other.
+#[derive(Clone)]
+pub(super) struct Marks {
     /// Passed when the inputs may be read and the outputs be written.
     pub(super) ready: Event,
     /// Passed when this rank is through with the tensors of others.
     pub(super) done: Event,
 }
 
+impl Part {
+    /// The events of `rank`, whose part this is.
+    pub(super) fn marks_of(&self, rank: usize) -> Result<&Marks, CallError> {
+        self.marks.as_ref().ok_or_else(|| untold(rank))
+    }
+}
+
 impl Payload for Part {
     fn spent(&self) -> Self {
         // Others still wait for the events, and kernels still meet.
-        let Self { mailbox, ready, done, .. } = self;
-        let (mailbox, ready, done) = (mailbox.clone(), ready.clone(), done.clone());
-        Self { inputs: Vec::new(), outputs: Vec::new(), staging: None, mailbox, ready, done }
+        let (mailbox, marks) = (self.mailbox.clone(), self.marks.clone());
+        Self { inputs: Vec::new(), outputs: Vec::new(), staging: None, mailbox, marks }
     }
 }
 
@@ -51,8 +65,8 @@ pub struct CudaCollective {
     pub(super) number: u64,
     pub(super) collective: Arc<Collective>,
     pub(super) outputs: Vec<BufferSpec>,
-    pub(super) ready: Mutex<Option<Event>>,
-    pub(super) done: Mutex<Option<Event>>,
+    /// Made when it is first called.
+    pub(super) marks: Mutex<Option<Marks>>,
     pub(super) work: Work,
     /// Where the other ranks are processes, which forget it.
     pub(super) _departure: Option<Departure>,
@@ -73,6 +87,11 @@ impl CudaCollective {
     /// Parts in which its rows are told of as they come.
     pub(super) fn delivery_parts(&self) -> Option<usize> {
         self.collective.delivery_parts
+    }
+
+    /// Whether its ranks follow each other by events; else by device-side barriers, or NCCL's.
+    pub(super) fn synchronises_by_events(&self) -> bool {
+        matches!(self.work, Work::Pull(_) | Work::Push(_))
     }
 
     /// Whether its ranks have met, where kernels or NCCL do without the host from then on.

@@ -50,10 +50,14 @@ impl EngineUse {
         }
     }
 
+    /// Whether so many bytes that one of the ranks sends another are enough.
+    pub(super) fn may_take(self, bytes: u64, ranks: usize) -> bool {
+        bytes > 0 && bytes.saturating_mul(ranks.saturating_sub(1) as u64) >= self.least_bytes
+    }
+
     fn takes(self, copies: &PeerCopies, ranks: usize) -> bool {
         let bytes: u64 = copies.runs.iter().map(|run| run.bytes * run.lines).sum();
-        let enough = bytes.saturating_mul(ranks.saturating_sub(1) as u64) >= self.least_bytes;
-        bytes > 0 && enough && bytes / copies.runs.len() as u64 >= self.least_copy
+        self.may_take(bytes, ranks) && bytes / copies.runs.len() as u64 >= self.least_copy
     }
 }
 

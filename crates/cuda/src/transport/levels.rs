@@ -143,6 +143,14 @@ impl Transport<CudaBackend> for LevelledTransport {
         levels.try_for_each(|((_, transport), collective)| transport.can_be_captured(collective))
     }
 
+    fn announce(
+        &self,
+        call: &CollectiveCall<'_, CudaBackend, LevelledCollective>,
+        between: u64,
+    ) -> Result<(), ExecError> {
+        self.calls(call).try_for_each(|(transport, call)| transport.announce(&call, between))
+    }
+
     fn begin(
         &self,
         call: &CollectiveCall<'_, CudaBackend, LevelledCollective>,

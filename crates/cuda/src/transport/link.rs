@@ -11,7 +11,6 @@ use counterpoint_schedule::{BufferSpec, Delivery, ReduceOp};
 use super::engine::{EngineUse, LinkEngine};
 use super::link_side::LinkSide;
 use super::own_rows::OwnRows;
-use super::process::KnownShifts;
 use super::rows;
 use super::{Call, CallError, CudaMeeting, CudaTransport, Part, addresses};
 use crate::kernel::{
@@ -25,8 +24,15 @@ const CAST: LinkDirection = LinkDirection::Push;
 
 /// One rank's part.
 pub(super) struct LinkWork {
+    /// This rank, and of how many.
+    place: (usize, usize),
     num_sms: u32,
     engines: EngineUse,
+    /// Whether rows may be left to them: what takes rows as they arrive holds all multiprocessors, and the launch that ends a call of
+    /// copy engines needs one.
+    may_use_engines: bool,
+    /// Of a row of all tensors.
+    row_bytes: u64,
     /// Of a group-reduce.
     spec: Option<LinkReduceSpec>,
     pub(super) side: LinkSide<Met>,
@@ -39,8 +45,6 @@ pub(super) struct Met {
     engine: Option<LinkEngine>,
     own_rows: Option<OwnRows>,
     peers: LinkPeers,
-    /// Where ranks are processes.
-    shifts: KnownShifts,
 }
 
 enum LinkKernel {
@@ -76,8 +80,8 @@ impl LinkWork {
         setup: &Stream,
         collective: &Collective,
         outputs: &[BufferSpec],
-        num_sms: u32,
-        engines: EngineUse,
+        place: (usize, usize),
+        (num_sms, engines): (u32, EngineUse),
     ) -> Result<Self, CudaError> {
         let spec = collective
             .reduction
@@ -88,7 +92,10 @@ impl LinkWork {
             Some(spec) => LinkReduce::load(setup.device(), spec.types)?,
             None => LinkCopy::load(setup.device(), CAST)?,
         }
-        Ok(Self { num_sms, engines, spec, side: LinkSide::new(setup)? })
+        let may_use_engines = spec.is_none() && collective.delivery_parts.is_none();
+        let row_bytes = rows::row_bytes(collective).iter().sum();
+        let side = LinkSide::new(setup)?;
+        Ok(Self { place, num_sms, engines, may_use_engines, row_bytes, spec, side })
     }
 
     /// Whether the ranks know each other, and all that they need to know in every run.
@@ -106,14 +113,21 @@ impl LinkWork {
         self.spec.is_none() && CAST == LinkDirection::Push
     }
 
-    /// Who needs to know where the outputs are: in the first run all that send rows of a group-cast, for any may leave them to an
-    /// engine.
-    pub(super) fn told_of_outputs<'a>(&'a self, pattern: &'a Pattern) -> &'a [PeerRows] {
+    /// Who needs to know where the outputs are: in the first run those that send so many rows of a group-cast that they may leave them
+    /// to an engine.
+    pub(super) fn told_of_outputs(&self, pattern: &Pattern) -> Vec<PeerRows> {
         match self.side.met() {
-            None if self.spec.is_none() => &pattern.incoming,
-            None => &[],
-            Some(met) => met.engine.as_ref().map_or(&[], LinkEngine::senders),
+            None => self.may_leave(&pattern.incoming),
+            Some(met) => met.engine.as_ref().map_or(Vec::new(), |engine| engine.senders().to_vec()),
         }
+    }
+
+    /// Those of `peers` whose rows are enough for a copy engine. Both sides of them find the same.
+    fn may_leave(&self, peers: &[PeerRows]) -> Vec<PeerRows> {
+        let (rank, ranks) = self.place;
+        let bytes = |peer: &PeerRows| peer.total() as u64 * self.row_bytes;
+        let enough = |peer: &&PeerRows| peer.rank != rank && self.engines.may_take(bytes(peer), ranks);
+        if self.may_use_engines { peers.iter().filter(enough).cloned().collect() } else { Vec::new() }
     }
 }
 
@@ -126,7 +140,7 @@ impl CudaTransport {
     ) -> Result<(), CallError> {
         let CollectiveCall { backend, stream, place, barrier, collective, .. } = *call;
         let is_first = !work.side.has_met();
-        let met = work.side.met_by(call, || self.meet(call, meeting, work))?;
+        let met = work.side.met_by(call, self.setup()?, |lists| self.meet(call, meeting, work, lists))?;
         // A sum also makes the rows that have no operand.
         if met.peers.mailboxes.is_empty() && work.spec.is_none() {
             barrier.map_or(Ok(()), |barrier| barrier.arrive(stream.queue()))?;
@@ -141,7 +155,7 @@ impl CudaTransport {
             let announced = tensors.map(|(input, output)| if pushes { output } else { input });
             let announced: Vec<_> = announced.map(|id| call.buffers[id.0].memory().clone()).collect();
             let (setup, peers) = (backend.setup(), &met.peers.announce_to);
-            link = link.shifted(&processes.shifts(&met.shifts, place, setup, &announced, peers)?);
+            link = link.shifted(&processes.shifts(place, setup, &announced, peers)?);
         }
         if let Some((signal, parts)) = call.signal.zip(call.collective.collective.delivery_parts) {
             signal.deliver(LinkArrivals::of(&link, parts));
@@ -168,17 +182,25 @@ impl CudaTransport {
         // Those that have told where their outputs are.
         let pattern = &collective.collective.pattern;
         let told: Vec<usize> = match (&met.kernel, &met.engine) {
-            (LinkKernel::Copy(_), _) if is_first => pattern.outgoing.iter().map(|peer| peer.rank).collect(),
+            (LinkKernel::Copy(_), _) if is_first => {
+                work.may_leave(&pattern.outgoing).iter().map(|peer| peer.rank).collect()
+            }
             (_, Some(engine)) => engine.receivers().collect(),
             _ => Vec::new(),
         };
-        told.into_iter().try_for_each(|rank| self.acknowledge(rank, meeting.sequence))?;
+        told.into_iter().for_each(|rank| self.learnt(rank, meeting.sequence));
         Ok(())
     }
 
     /// Learns the others' rows and mailboxes.
-    fn meet(&self, call: &Call<'_>, meeting: &CudaMeeting, work: &LinkWork) -> Result<Met, CallError> {
-        let CollectiveCall { stream, collective, .. } = *call;
+    fn meet(
+        &self,
+        call: &Call<'_>,
+        meeting: &CudaMeeting,
+        work: &LinkWork,
+        lists: &Stream,
+    ) -> Result<Met, CallError> {
+        let collective = call.collective;
         let pattern = &collective.collective.pattern;
         let mut ranks: Vec<usize> =
             pattern.incoming.iter().chain(&pattern.outgoing).map(|peer| peer.rank).collect();
@@ -187,19 +209,12 @@ impl CudaTransport {
         let posts = ranks.into_iter().map(|rank| Ok((rank, self.post_of(call, meeting, rank)?)));
         let posts: Vec<(usize, Arc<Post<Part>>)> = posts.collect::<Result<_, ExecError>>()?;
         let row_bytes = rows::row_bytes(&collective.collective);
-        let engine = match &work.spec {
-            // What takes rows as they arrive holds all multiprocessors, and the launch that ends a call of copy engines needs one.
-            None if collective.collective.delivery_parts.is_none() => {
-                let place = (self.rank, self.world.size());
-                LinkEngine::new(&self.device, work.engines, place, pattern, &posts, &row_bytes)?
-            }
-            _ => None,
-        };
-        let own_rows = match &work.spec {
-            None if collective.collective.delivery_parts.is_none() => {
-                OwnRows::new(&self.device, self.rank, pattern, &row_bytes)?
-            }
-            _ => None,
+        let (engine, own_rows) = match work.may_use_engines {
+            true => (
+                LinkEngine::new(&self.device, work.engines, work.place, pattern, &posts, &row_bytes)?,
+                OwnRows::new(&self.device, self.rank, pattern, &row_bytes)?,
+            ),
+            false => (None, None),
         };
         let mut mailboxes = Vec::with_capacity(posts.len());
         let told = collective.collective.delivery_parts;
@@ -226,17 +241,15 @@ impl CudaTransport {
         let of = |peers: &[PeerRows]| peers.iter().map(|peer| peer.rank).collect();
         let (incoming, outgoing) = (of(&pattern.incoming), of(&pattern.outgoing));
         let (announce_to, work_on) = if pushes { (incoming, outgoing) } else { (outgoing, incoming) };
-        let lists = stream.queue().gathering();
         let kernel = match &work.spec {
             None => {
                 let delivery = told.map_or(LinkDelivery::Whole, |_| LinkDelivery::Parts);
-                LinkKernel::Copy(LinkCopy::new(&lists, CAST, &row_bytes, &parts, delivery, work.num_sms)?)
+                LinkKernel::Copy(LinkCopy::new(lists, CAST, &row_bytes, &parts, delivery, work.num_sms)?)
             }
-            Some(spec) => LinkKernel::Reduce(LinkReduce::new(&lists, spec, &parts.concat(), work.num_sms)?),
+            Some(spec) => LinkKernel::Reduce(LinkReduce::new(lists, spec, &parts.concat(), work.num_sms)?),
         };
-        lists.enqueue_gathered()?;
         let peers = LinkPeers { mailboxes, announce_to, work_on };
-        Ok(Met { kernel, engine, own_rows, peers, shifts: KnownShifts::default() })
+        Ok(Met { kernel, engine, own_rows, peers })
     }
 }
 

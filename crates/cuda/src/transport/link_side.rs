@@ -3,6 +3,7 @@
 
 use std::sync::{Arc, OnceLock};
 
+use super::lists::Lists;
 use super::{Call, CallError, CudaTransport};
 use crate::kernel::{LinkCall, LinkEnd, LinkPeers};
 use crate::{CudaError, DeviceBuffer, Stream};
@@ -12,12 +13,17 @@ pub(super) struct LinkSide<Met> {
     end: Arc<LinkEnd>,
     /// Made when ranks first meet.
     met: OnceLock<Met>,
+    lists: Lists,
 }
 
 impl<Met> LinkSide<Met> {
     /// Of a rank that has met nobody yet, made on `setup`, which is waited for.
     pub(super) fn new(setup: &Stream) -> Result<Self, CudaError> {
-        Ok(Self { end: Arc::new(LinkEnd::new(setup)?), met: OnceLock::new() })
+        Ok(Self {
+            end: Arc::new(LinkEnd::new(setup)?),
+            met: OnceLock::new(),
+            lists: Lists::new(setup.device())?,
+        })
     }
 
     /// What the rank knows of the others, once they have met.
@@ -34,19 +40,24 @@ impl<Met> LinkSide<Met> {
         self.end.mailbox().clone()
     }
 
-    /// What the rank knows of the others, in the first run by `meet`; from then on the end of every run asks whether a rank was waited
-    /// for in vain.
+    /// What the rank knows of the others, in the first run by `meet`, which gathers lists for the device on the stream that it is given, a
+    /// handle of `setup`. From then on the end of every run asks whether a rank was waited for in vain.
     pub(super) fn met_by(
         &self,
         call: &Call<'_>,
-        meet: impl FnOnce() -> Result<Met, CallError>,
+        setup: &Stream,
+        meet: impl FnOnce(&Stream) -> Result<Met, CallError>,
     ) -> Result<&Met, CallError> {
-        if let Some(met) = self.met.get() {
-            return Ok(met);
-        }
-        let met = meet()?;
-        call.backend.watch_link(call.place.to_string(), self.end.clone());
-        Ok(self.met.get_or_init(|| met))
+        let met = match self.met.get() {
+            Some(met) => met,
+            None => {
+                let met = self.lists.upload(setup, meet)?;
+                call.backend.watch_link(call.place.to_string(), self.end.clone());
+                self.met.get_or_init(|| met)
+            }
+        };
+        self.lists.follow(call.stream.queue())?;
+        Ok(met)
     }
 }
 

@@ -1,20 +1,23 @@
 //! How ranks meet on the host while a collective is enqueued: what each publishes, and whom it waits for.
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use counterpoint_exec::collective::{PeerRows, Post, Waiter};
 use counterpoint_exec::{CollectiveCall, ExecError};
 use counterpoint_schedule::SpanKind;
 
-use super::collective::{Part, Work};
+use super::collective::{Marks, Part, Work};
 use super::process::Readers;
 use super::stand_in::StoodIn;
-use super::{Call, CallError, CudaTransport};
-use crate::backend::SpanStart;
+use super::{Call, CallError, CudaCollective, CudaTransport};
+use crate::backend::{CudaBuffer, SpanStart};
 use crate::sync::lock;
 use crate::{CudaError, Event};
+
+/// How long a thread looks for what a peer is about to tell, whose message takes about as long.
+const WATCH: Duration = Duration::from_micros(150);
 
 /// Whom a rank tells where its tensors lie, those of `users` that use them: every rank of a product learns where the others' are, but
 /// elsewhere memory of the caller's has a stand-in only where somebody uses its rows.
@@ -58,11 +61,50 @@ impl CudaTransport {
         }
         let sequence = self.next.fetch_add(1, Ordering::Relaxed);
         let stood_in = self.stand_in(call)?;
-        let buffers = stood_in.as_ref().map_or(call.buffers, |stood_in| &stood_in.table);
-        let pattern = &collective.collective.pattern;
         if collective.has_met() {
             return Ok(CudaMeeting { sequence, own: None, started, stood_in });
         }
+        let announced = lock(&self.announced).remove(&sequence);
+        let own = match announced {
+            Some(post) => post,
+            None => {
+                let buffers = stood_in.as_ref().map_or(call.buffers, |stood_in| &stood_in.table);
+                self.publish(call, buffers, sequence)?
+            }
+        };
+        // Others synchronise by device-side barriers.
+        if let Some(marks) = &own.payload.marks {
+            marks.ready.record(queue)?;
+        }
+        Ok(CudaMeeting { sequence, own: Some(own), started, stood_in })
+    }
+
+    /// Tells the peers of this rank's part in a collective that comes after `between` others, as far as its ranks synchronise on the
+    /// device and have not met yet, and no peer needs to know where memory lies that a call brings.
+    pub(super) fn announce_part(&self, call: &Call<'_>, between: u64) -> Result<(), CallError> {
+        let pattern = &call.collective.collective.pattern;
+        let is_known = match &call.collective.work {
+            Work::Link(link) => !link.knows_others() && link.told_of_outputs(pattern).is_empty(),
+            Work::BackwardReduce(work) => !work.side.has_met(),
+            _ => false,
+        };
+        if is_known {
+            let sequence = self.next.load(Ordering::Relaxed) + between;
+            let post = self.publish(call, call.buffers, sequence)?;
+            lock(&self.announced).insert(sequence, post);
+        }
+        Ok(())
+    }
+
+    /// Publishes this rank's part in a collective, whose tensors others see in `buffers`.
+    fn publish(
+        &self,
+        call: &Call<'_>,
+        buffers: &[CudaBuffer],
+        sequence: u64,
+    ) -> Result<Arc<Post<Part>>, CallError> {
+        let CollectiveCall { place, collective, .. } = *call;
+        let pattern = &collective.collective.pattern;
         let tensors = &collective.collective.tensors;
         let inputs = || tensors.iter().map(|(input, _)| buffers[input.0].clone()).collect();
         let outputs = || tensors.iter().map(|(_, output)| buffers[output.0].clone()).collect();
@@ -71,9 +113,9 @@ impl CudaTransport {
             outputs: Vec::new(),
             staging: None,
             mailbox: None,
-            ready: self.event(&collective.ready)?,
-            done: self.event(&collective.done)?,
+            marks: collective.synchronises_by_events().then(|| self.marks_of(collective)).transpose()?,
         };
+        let told;
         let users = match &collective.work {
             Work::Pull(_) => {
                 part.inputs = inputs();
@@ -88,11 +130,11 @@ impl CudaTransport {
             }
             Work::Link(link) => {
                 part.mailbox = Some(link.side.mailbox());
-                let told = link.told_of_outputs(pattern);
+                told = link.told_of_outputs(pattern);
                 if !told.is_empty() {
                     part.outputs = outputs();
                 }
-                told
+                &told[..]
             }
             Work::BackwardReduce(work) => {
                 part.mailbox = Some(work.side.mailbox());
@@ -109,21 +151,19 @@ impl CudaTransport {
             }
             Work::Exchange(_) => &[][..],
         };
-        // Others synchronise by device-side barriers.
-        if matches!(collective.work, Work::Pull(_) | Work::Push(_)) {
-            part.ready.record(queue)?;
-        }
         let post = Post {
             place: place.clone(),
             collective: collective.collective.clone(),
             at: Instant::now(),
             payload: part,
         };
-        let own = self.board.publish(self.rank, sequence, post, users);
+        // Other processes have a copy of what they are told, and nobody waits for their answer where events do not order them.
+        let awaited = if self.peers.is_none() || collective.synchronises_by_events() { users } else { &[] };
+        let own = self.board.publish(self.rank, sequence, post, awaited);
         if let Some(peers) = &self.peers {
             peers.tell(sequence, collective.number, &own, readers(&collective.work, users))?;
         }
-        Ok(CudaMeeting { sequence, own: Some(own), started, stood_in })
+        Ok(own)
     }
 
     pub(super) fn end_meeting(&self, call: &Call<'_>, meeting: &CudaMeeting) -> Result<(), CallError> {
@@ -131,12 +171,7 @@ impl CudaTransport {
         match &collective.work {
             Work::Pull(_) => self.end_pull(call, meeting)?,
             Work::Push(work) => self.end_push(&meeting.as_others_see(call), meeting, work)?,
-            // Who has not learnt yet where this rank's memory is must find it told.
-            Work::Link(_) | Work::BackwardReduce(_) | Work::GemmReduce(_) | Work::CastGemm(_)
-                if meeting.own.is_some() =>
-            {
-                self.board.all_used(&self.world, &self.waiter(call), meeting.sequence)?;
-            }
+            // What was published stays for who has not learnt yet where this rank's memory is.
             Work::Link(_)
             | Work::BackwardReduce(_)
             | Work::GemmReduce(_)
@@ -180,21 +215,28 @@ impl CudaTransport {
         }
     }
 
-    /// A collective's event, made on its first run.
-    pub(super) fn event(&self, slot: &Mutex<Option<Event>>) -> Result<Event, CudaError> {
-        let mut slot = lock(slot);
-        if let Some(event) = &*slot {
-            return Ok(event.clone());
+    /// Lets `peer`, of a collective whose ranks synchronise on the device, know that this rank has learnt where that one's memory is.
+    pub(super) fn learnt(&self, peer: usize, sequence: u64) {
+        if self.peers.is_none() {
+            self.board.acknowledge(peer, sequence, self.rank);
         }
-        let made = match self.peers {
-            Some(_) => Event::shared(&self.device)?,
-            None => Event::new(&self.device)?,
+    }
+
+    /// A collective's events, made on its first run.
+    fn marks_of(&self, collective: &CudaCollective) -> Result<Marks, CudaError> {
+        let mut slot = lock(&collective.marks);
+        if let Some(marks) = &*slot {
+            return Ok(marks.clone());
+        }
+        let event = || match self.peers {
+            Some(_) => Event::shared(&self.device),
+            None => Event::new(&self.device),
         };
-        Ok(slot.insert(made).clone())
+        Ok(slot.insert(Marks { ready: event()?, done: event()? }).clone())
     }
 
     pub(super) fn waiter<'a>(&self, call: &Call<'a>) -> Waiter<'a> {
-        Waiter { rank: self.rank, place: call.place, status: call.stream.status() }
+        Waiter { rank: self.rank, place: call.place, status: call.stream.status(), watches: WATCH }
     }
 
     pub(super) fn report<R>(&self, call: &Call<'_>, result: Result<R, CallError>) -> Result<R, ExecError> {

@@ -5,6 +5,7 @@
 //! it enqueues its work: waits for their events, what moves the rows, and an event "done". *End*: it enqueues waits for the
 //! events of those who have used what it published. So every event is recorded before anyone is told to wait for it, and the
 //! device can never be left waiting: not on any number of hardware queues, and not when a rank fails.
+//! A call begins by *announcing* all collectives that peers do not know, so that they meet at once and not one after the other.
 //!
 //! Who moves the rows is a matter of the [`TransportKind`]: their receivers by kernels that read the others' memory (`pull`),
 //! their senders by copy engines (`push`), or NCCL (`exchange`). Where each rank has a GPU of its own, kernels that read or
@@ -23,6 +24,7 @@ mod kind;
 mod levels;
 mod link;
 mod link_side;
+mod lists;
 mod means;
 mod meeting;
 mod own_rows;
@@ -34,10 +36,11 @@ mod rows;
 mod staging;
 mod stand_in;
 
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
-use counterpoint_exec::collective::{Board, Collective};
+use counterpoint_exec::collective::{Board, Collective, Post};
 use counterpoint_exec::{CollectiveContext, ExecError, OpPlace, Rendezvous, Transport, World};
 use counterpoint_schedule::{
     BufferSpec, GroupCast, GroupReduce, Mover, Op, OverlapPolicy, PolicySupport, Program, RankTransport,
@@ -71,6 +74,8 @@ pub struct CudaTransport {
     _devices: Arc<[Device]>,
     next: AtomicU64,
     prepared: AtomicU64,
+    /// What the peers have been told of collectives that are not enqueued yet, by their place among all.
+    announced: Mutex<BTreeMap<u64, Arc<Post<Part>>>>,
     /// Where the other ranks are processes. Before what moves rows, which must not go while others still use it.
     peers: Option<PeerProcesses>,
     /// What other processes have of the caller's tensors.
@@ -102,6 +107,7 @@ impl CudaTransport {
                 _devices,
                 next,
                 prepared,
+                announced: Mutex::default(),
                 peers: None,
                 stand_ins,
                 means,
@@ -124,7 +130,21 @@ impl CudaTransport {
         let (next, prepared) = (AtomicU64::new(0), AtomicU64::new(0));
         let (rank, peers) = (rendezvous.rank(), Some(peers));
         let (stand_ins, setup, _devices) = (Arc::default(), OnceLock::new(), Arc::default());
-        Ok(Self { world, board, rank, device, _devices, next, prepared, peers, stand_ins, means, setup })
+        let announced = Mutex::default();
+        Ok(Self {
+            world,
+            board,
+            rank,
+            device,
+            _devices,
+            next,
+            prepared,
+            announced,
+            peers,
+            stand_ins,
+            means,
+            setup,
+        })
     }
 
     /// A stream with nothing of a run on it.
@@ -154,7 +174,7 @@ impl CudaTransport {
             let work = self
                 .work(&collective, &outputs, context.policy.mover)
                 .map_err(|error| exec_error(self.rank, &format!("the preparation of {place}"), error))?;
-            Ok(self.collective(collective, outputs, work))
+            self.collective(collective, outputs, work)
         });
         // A bad part leaves the other ranks without this one: they are told why instead of being let wait.
         checked.map_err(|error| self.world.fail(error))
@@ -171,17 +191,26 @@ impl CudaTransport {
         Ok(())
     }
 
-    fn collective(&self, collective: Collective, outputs: Vec<BufferSpec>, work: Work) -> CudaCollective {
+    /// Of processes, the others hear of its rows at once, long before they need them.
+    fn collective(
+        &self,
+        collective: Collective,
+        outputs: Vec<BufferSpec>,
+        work: Work,
+    ) -> Result<CudaCollective, ExecError> {
         let number = self.prepared.fetch_add(1, Ordering::Relaxed);
-        CudaCollective {
+        let collective = Arc::new(collective);
+        if let Some(peers) = &self.peers {
+            peers.tell_rows(number, &collective)?;
+        }
+        Ok(CudaCollective {
             number,
-            collective: Arc::new(collective),
+            collective,
             outputs,
-            ready: Mutex::new(None),
-            done: Mutex::new(None),
+            marks: Mutex::new(None),
             work,
             _departure: self.peers.as_ref().map(|peers| peers.departure(number, &self.stand_ins)),
-        }
+        })
     }
 
     /// How rows of a collective are moved. All ranks must find the same, so it depends on what they agree on only.
@@ -211,7 +240,8 @@ impl CudaTransport {
             }
             Means::Pull | Means::Push => pull(),
             Means::Link { num_sms, engines } if link::takes(collective) => {
-                LinkWork::new(self.setup()?, collective, outputs, *num_sms, *engines).map(Work::Link)
+                let place = (self.rank, self.world.size());
+                LinkWork::new(self.setup()?, collective, outputs, place, (*num_sms, *engines)).map(Work::Link)
             }
             Means::Link { .. } => pull(),
             Means::Exchange(_) => {
@@ -284,11 +314,15 @@ impl Transport<CudaBackend> for CudaTransport {
         };
         // As for every collective: the others are told instead of being let wait.
         let work = work.map_err(|error| self.world.fail(error))?;
-        Ok(work.map(|(collective, work)| self.collective(collective, Vec::new(), work)))
+        work.map(|(collective, work)| self.collective(collective, Vec::new(), work)).transpose()
     }
 
     fn can_be_captured(&self, collective: &CudaCollective) -> Result<(), String> {
         collective.can_be_captured().map_err(str::to_owned)
+    }
+
+    fn announce(&self, call: &Call<'_>, between: u64) -> Result<(), ExecError> {
+        self.report(call, self.announce_part(call, between))
     }
 
     fn begin(&self, call: &Call<'_>) -> Result<CudaMeeting, ExecError> {

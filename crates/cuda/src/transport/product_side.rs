@@ -77,9 +77,9 @@ impl CudaTransport {
         ranks: impl Iterator<Item = usize>,
         users: &[PeerRows],
     ) -> Result<&'a Met, CallError> {
-        side.link.met_by(call, || {
+        side.link.met_by(call, self.setup()?, |_| {
             let met = self.meet_for_product(call, meeting, side, ranks)?;
-            users.iter().try_for_each(|peer| self.acknowledge(peer.rank, meeting.sequence))?;
+            users.iter().for_each(|peer| self.learnt(peer.rank, meeting.sequence));
             if let Some(waits) = waits {
                 call.backend.watch(call.place.to_string(), waits.clone());
             }

@@ -5,8 +5,10 @@ use std::sync::{Arc, Mutex};
 use counterpoint_exec::CollectiveCall;
 use counterpoint_exec::collective::{Collective, Post};
 
+use super::lists::Lists;
 use super::rows::{Incoming, RowWork};
 use super::{Call, CallError, CudaMeeting, CudaTransport, Part, addresses};
+use crate::Stream;
 use crate::backend::CudaBuffer;
 use crate::sync::lock;
 
@@ -14,6 +16,7 @@ use crate::sync::lock;
 pub(super) struct PullWork {
     parts: Vec<Arc<Collective>>,
     rows: RowWork,
+    lists: Lists,
 }
 
 /// Whether these are the same parts: the same values, not only equal ones.
@@ -36,7 +39,7 @@ impl CudaTransport {
         for peer in &pattern.incoming {
             let post = self.post_of(call, meeting, peer.rank)?;
             if peer.rank != self.rank {
-                queue.wait(&post.payload.ready)?;
+                queue.wait(&post.payload.marks_of(peer.rank)?.ready)?;
             }
             posts.push(post);
         }
@@ -52,24 +55,22 @@ impl CudaTransport {
                         to: &peer.rows,
                     })
                     .collect();
-                let lists = queue.gathering();
-                let rows =
-                    RowWork::new(&lists, &collective.collective, &collective.outputs, &incoming, None)?;
-                lists.enqueue_gathered()?;
-                PullWork { parts: posts.iter().map(|post| post.collective.clone()).collect(), rows }
+                let (setup, own) = (self.setup()?, &collective.collective);
+                let lists = Lists::new(&self.device)?;
+                let make = |lists: &Stream| RowWork::new(lists, own, &collective.outputs, &incoming, None);
+                let rows = lists.upload(setup, make)?;
+                let parts = posts.iter().map(|post| post.collective.clone()).collect();
+                PullWork { parts, rows, lists }
             }
         };
         let input = |peer: usize, tensor: usize| {
             posts[peer].payload.inputs.get(tensor).map_or(0, CudaBuffer::address)
         };
-        work.insert(current).rows.launch(
-            queue,
-            backend.left_to_communication(),
-            input,
-            &addresses(call).1,
-        )?;
+        let current = work.insert(current);
+        current.lists.follow(queue)?;
+        current.rows.launch(queue, backend.left_to_communication(), input, &addresses(call).1)?;
         if let Some(own) = &meeting.own {
-            own.payload.done.record(queue)?;
+            own.payload.marks_of(self.rank)?.done.record(queue)?;
         }
         for peer in &pattern.incoming {
             self.acknowledge(peer.rank, meeting.sequence)?;
@@ -95,7 +96,7 @@ impl CudaTransport {
         self.board.all_used(&self.world, &self.waiter(call), meeting.sequence)?;
         for (rank, post) in &posts {
             if *rank != self.rank {
-                call.stream.queue().wait(&post.payload.done)?;
+                call.stream.queue().wait(&post.payload.marks_of(*rank)?.done)?;
             }
         }
         Ok(())

@@ -7,7 +7,9 @@ use counterpoint_exec::CollectiveCall;
 use counterpoint_exec::collective::{Collective, PeerRows};
 use counterpoint_schedule::BufferSpec;
 
+use super::collective::Marks;
 use super::copies::{CopyPace, CopyStreams, PeerCopies, peer_copies};
+use super::lists::Lists;
 use super::pull::are_same;
 use super::rows::{self, Incoming, RowWork};
 use super::staging::Staging;
@@ -40,6 +42,7 @@ struct StagedReduction {
     memory: DeviceBuffer,
     /// Made in the first run, when it is known how many multiprocessors computation leaves.
     rows: OnceLock<RowWork>,
+    lists: Lists,
 }
 
 impl PushWork {
@@ -58,7 +61,8 @@ impl PushWork {
                 rows::load(device, collective, outputs)?;
                 let staging = Staging::new(&pattern.incoming, &row_bytes, rank);
                 let memory = DeviceBuffer::new(device, staging.bytes as usize)?;
-                Some(StagedReduction { staging, memory, rows: OnceLock::new() })
+                let (rows, lists) = (OnceLock::new(), Lists::new(device)?);
+                Some(StagedReduction { staging, memory, rows, lists })
             }
         };
         let others = pattern.outgoing.iter().map(|peer| peer.rank).filter(|&peer| peer != rank);
@@ -145,9 +149,11 @@ impl CudaTransport {
             }
         };
         let Copies { sent, kept, .. } = copies.insert(current);
+        let marks = receivers.iter().zip(&posts).map(|(peer, post)| post.payload.marks_of(peer.rank));
+        let marks: Vec<&Marks> = marks.collect::<Result<_, _>>()?;
         let at = |rank: usize| receivers.iter().position(|peer| peer.rank == rank);
         let writable = |rank: usize| -> Option<Event> {
-            at(rank).filter(|_| rank != self.rank).map(|at| posts[at].payload.ready.clone())
+            at(rank).filter(|_| rank != self.rank).map(|at| marks[at].ready.clone())
         };
         let target = |rank: usize, tensor: usize| {
             let part = at(rank).map(|at| &posts[at].payload);
@@ -155,12 +161,13 @@ impl CudaTransport {
             let output = || part.and_then(|part| part.outputs.get(tensor)).map(CudaBuffer::address);
             staging.or_else(output).unwrap_or(0)
         };
-        let (queue, ready, inputs) = (stream.queue(), &own.payload.ready, addresses(call).0);
+        let Marks { ready, done } = own.payload.marks_of(self.rank)?;
+        let (queue, inputs) = (stream.queue(), addresses(call).0);
         // SAFETY: `Post::meet` has compared both sides' rows, `Collective`'s checks have seen that they are inside the tensors,
         // posts keep those, and events order everyone else's use of them.
         unsafe { work.streams.start(queue, ready, sent, writable, &inputs, target) }?;
         work.streams.join(queue, sent)?;
-        own.payload.done.record(queue)?;
+        done.record(queue)?;
         // The driver copies within a GPU by a kernel. Beside a product that waits for multiprocessors, and nobody else waits for it.
         // SAFETY: as above.
         unsafe { work.streams.start(queue, ready, kept, writable, &inputs, target) }?;
@@ -180,7 +187,7 @@ impl CudaTransport {
         let CollectiveCall { backend, stream, collective, .. } = *call;
         let incoming = &collective.collective.pattern.incoming;
         self.end_after(call, meeting, incoming.iter().map(|peer| peer.rank))?;
-        if let Some(StagedReduction { staging, memory, rows }) = &work.reduction {
+        if let Some(StagedReduction { staging, memory, rows, lists }) = &work.reduction {
             let (inputs, outputs) = addresses(call);
             let input = staged_input(self.rank, incoming, &inputs, staging, memory);
             let sms = backend.left_to_communication();
@@ -188,12 +195,12 @@ impl CudaTransport {
                 Some(rows) => rows,
                 None => {
                     let of = (&*collective.collective, &collective.outputs[..]);
-                    let lists = stream.queue().gathering();
-                    let made = staged_rows(&lists, self.rank, of, incoming, staging, sms)?;
-                    lists.enqueue_gathered()?;
+                    let make = |lists: &Stream| staged_rows(lists, self.rank, of, incoming, staging, sms);
+                    let made = lists.upload(self.setup()?, make)?;
                     rows.get_or_init(|| made)
                 }
             };
+            lists.follow(stream.queue())?;
             rows.launch(stream.queue(), sms, input, &outputs)?;
         }
         Ok(())

@@ -53,6 +53,7 @@ function_table! {
             dependencies: *mut *const CUgraphNode, count: *mut usize,
         );
         cuStreamBeginCapture_v2(stream: CUstream, mode: CUstreamCaptureMode);
+        cuThreadExchangeStreamCaptureMode(mode: *mut CUstreamCaptureMode);
         cuStreamEndCapture(stream: CUstream, graph: *mut CUgraph);
         cuEventCreate(event: *mut CUevent, flags: c_uint);
         cuEventDestroy_v2(event: CUevent);

@@ -34,7 +34,7 @@ struct Slot<P> {
     /// Finished out of order, on another stream.
     finished: BTreeSet<u64>,
     last_finished: Option<(u64, OpPlace)>,
-    last_begun: Option<(u64, OpPlace)>,
+    last_told: Option<(u64, OpPlace)>,
     /// The first number that the rank takes no part in, once it has left.
     left_from: Option<u64>,
     /// Number of posts at which old ones are looked for.
@@ -45,6 +45,8 @@ struct Entry<P> {
     post: Arc<Post<P>>,
     /// Ranks that have not used it yet, ascending.
     outstanding: Vec<usize>,
+    /// Its rank is through with the collective.
+    is_finished: bool,
 }
 
 impl<P: Payload> Entry<P> {
@@ -155,7 +157,7 @@ impl<P: Payload> Board<P> {
             posts: BTreeMap::new(),
             finished: BTreeSet::new(),
             last_finished: None,
-            last_begun: None,
+            last_told: None,
             left_from: None,
             prune_at: 0,
         };
@@ -172,8 +174,8 @@ impl<P: Payload> Board<P> {
         let outstanding = users.iter().map(|peer| peer.rank).collect();
         let post = Arc::new(post);
         self.slots[rank].update(|slot| {
-            slot.last_begun = Some((sequence, post.place.clone()));
-            slot.posts.insert(sequence, Entry { post: post.clone(), outstanding });
+            slot.last_told = Some((sequence, post.place.clone()));
+            slot.posts.insert(sequence, Entry { post: post.clone(), outstanding, is_finished: false });
             if slot.posts.len() > slot.prune_at {
                 let low = self.finished_below.iter().map(|below| below.load(Ordering::Relaxed)).min();
                 slot.posts = slot.posts.split_off(&low.unwrap_or(0));
@@ -210,10 +212,16 @@ impl<P: Payload> Board<P> {
                 .map(|_| Err(left(peer, waiter.rank, sequence, waiter.place))),
         };
         let or_failure = |left| self.end_of_peer(world, peer, left);
-        if let Some(found) = self.slots[peer].peek(look) {
-            return found.map_err(or_failure);
-        }
         let began = Instant::now();
+        loop {
+            if let Some(found) = self.slots[peer].peek(look) {
+                return found.map_err(or_failure);
+            }
+            if began.elapsed() >= waiter.watches {
+                break;
+            }
+            std::hint::spin_loop();
+        }
         waiter.status.block(Some(Blocker::Rank(peer)));
         let end = world.wait(&self.slots[peer], world.deadline(), |slot| look(slot));
         let found = end.map_err(|end| self.end_of_wait(end, world, waiter, peer, sequence, began))?;
@@ -238,8 +246,8 @@ impl<P: Payload> Board<P> {
         self.slots[rank].update(|slot| {
             if let Some(entry) = slot.posts.get_mut(&sequence) {
                 entry.outstanding.retain(|outstanding| *outstanding != user);
-                if !self.reads(rank) {
-                    // It does not finish here, so that nobody else lets go of what it sent.
+                // One of another process does not finish here, so that nobody else lets go of what it sent.
+                if !self.reads(rank) || (entry.is_finished && entry.outstanding.is_empty()) {
                     entry.spend();
                 }
             }
@@ -268,11 +276,14 @@ impl<P: Payload> Board<P> {
         Ok(())
     }
 
-    /// This rank is through with collective `sequence`.
+    /// This rank is through with collective `sequence`. What it published stays for those who have not used it.
     pub fn finish(&self, rank: usize, sequence: u64, place: &OpPlace) {
         self.slots[rank].update(|slot| {
             if let Some(entry) = slot.posts.get_mut(&sequence) {
-                entry.spend();
+                entry.is_finished = true;
+                if entry.outstanding.is_empty() {
+                    entry.spend();
+                }
             }
             slot.last_finished = Some((sequence, place.clone()));
             slot.finished.insert(sequence);
@@ -303,15 +314,15 @@ impl<P: Payload> Board<P> {
         if let WaitEnd::Failed(error) = end {
             return error;
         }
-        let evidence = self.slots[peer].peek(|slot| match (&slot.last_finished, &slot.last_begun) {
+        let evidence = self.slots[peer].peek(|slot| match (&slot.last_finished, &slot.last_told) {
             (Some((sequence, place)), _) => {
                 format!("rank {peer} last finished collective {sequence} {place}")
             }
             (None, Some((sequence, place))) if !self.reads(peer) => {
-                format!("rank {peer} last began collective {sequence} {place}")
+                format!("rank {peer} last told of its part in collective {sequence} {place}")
             }
             _ if self.reads(peer) => format!("rank {peer} has finished no collective"),
-            _ => format!("rank {peer} has begun no collective"),
+            _ => format!("rank {peer} has told of its part in no collective"),
         });
         let place = collective_at(sequence, waiter.place);
         let awaited = Awaited { name: format!("rank {peer}"), evidence, blocker: Some(Blocker::Rank(peer)) };
@@ -336,6 +347,8 @@ pub struct Waiter<'a> {
     pub place: &'a OpPlace,
     /// What the rank's stream is doing.
     pub status: &'a StreamStatus,
+    /// How long it looks again and again for a peer's part before it sleeps, from which a thread takes tens of microseconds to wake.
+    pub watches: Duration,
 }
 
 #[cfg(test)]
@@ -362,7 +375,7 @@ mod tests {
         let board = Board::<Nothing>::of_rank(&world, 0);
         let place = OpPlace::new(0, "cast k v");
         let status = world.register_stream(0, "group-cast", StreamKind::Communication);
-        let waiter = Waiter { rank: 0, place: &place, status: &status };
+        let waiter = Waiter { rank: 0, place: &place, status: &status, watches: Duration::ZERO };
         board.leave(1, 0);
         thread::scope(|scope| {
             if fails {

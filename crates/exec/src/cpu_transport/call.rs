@@ -233,6 +233,7 @@ impl Call {
     }
 
     fn waiter<'a>(&'a self, stream: &'a StreamShared) -> Waiter<'a> {
-        Waiter { rank: self.rank, place: &self.place, status: &stream.status }
+        // Cores are for computation.
+        Waiter { rank: self.rank, place: &self.place, status: &stream.status, watches: Duration::ZERO }
     }
 }

@@ -13,6 +13,7 @@ use crate::{Backend, CollectiveCall, ExecError, OpPlace, RunContext, RunTimes, T
 pub(super) fn enqueue_all<B: Backend, T: Transport<B>>(
     queues: &mut [Enqueue<'_, B, T>],
 ) -> Result<(), ExecError> {
+    queues.iter().try_for_each(Enqueue::announce)?;
     loop {
         let mut meetings: Vec<Option<Meeting<'_, B, T>>> = queues.iter().map(|_| None).collect();
         let mut under_way: Vec<usize> = (0..queues.len()).collect();
@@ -94,6 +95,23 @@ impl<'a, B: Backend, T: Transport<B>> Enqueue<'a, B, T> {
         let backend = self.rank.backend();
         backend.begin_run(&run, barriers, signals).map_err(|error| backend.fail(error))?;
         Ok(self)
+    }
+
+    /// Tells the peers of all collectives of the run that they do not know.
+    fn announce(&self) -> Result<(), ExecError> {
+        let Prepared { rank, barriers, signals, steps, .. } = self.rank;
+        let (backend, transport) = (rank.backend(), rank.transport());
+        let mut between = 0;
+        for PlacedStep { place, stream, step } in steps {
+            let Step::Collective { collective, arrive, signal } = step else { continue };
+            let (stream, buffers) = (&*self.streams[*stream], &self.table[..]);
+            let barrier = arrive.map(|barrier| &barriers[barrier]);
+            let signal = signal.map(|signal| &signals[signal]);
+            let call = CollectiveCall { backend, stream, place, collective, buffers, barrier, signal };
+            transport.announce(&call, between).map_err(|error| backend.fail(error))?;
+            between += 1;
+        }
+        Ok(())
     }
 
     /// Enqueues operations up to the next computation, which is, or the next collective, which it begins.

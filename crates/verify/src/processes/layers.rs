@@ -45,7 +45,7 @@ impl Bench {
         let all: Vec<usize> = (0..processes).collect();
         let ended = job.end(&all, self.patient(LONG));
         match ended.iter().enumerate().find(|(_, rank)| rank.code != Some(0)) {
-            Some((rank, Ended { code, text })) => {
+            Some((rank, Ended { code, text, .. })) => {
                 Err(format!("rank {rank} ended with {}: {}", how(*code), last_line(text)))
             }
             None => {

@@ -13,6 +13,7 @@ use super::message::{MemoryPlace, PartMessage, TensorPlace};
 use crate::backend::{CudaBuffer, exec_error};
 use crate::sync::lock;
 use crate::transport::Part;
+use crate::transport::collective::Marks;
 use crate::{CudaError, Device, DeviceBuffer, Event};
 use counterpoint_driver::OpenedMemory;
 
@@ -138,7 +139,7 @@ impl Inbox {
     }
 
     fn publish(&self, peer: usize, part: PartMessage) -> Result<(), CudaError> {
-        let PartMessage::Part { sequence, place, rows, ready, done, inputs, outputs, staging, mailbox } =
+        let PartMessage::Part { sequence, place, rows, marks: told, inputs, outputs, staging, mailbox } =
             part
         else {
             return Ok(());
@@ -147,7 +148,11 @@ impl Inbox {
             transport: "between processes",
             reason: format!("rank {peer} names {what} {number}, of which it has not told"),
         };
-        let event = |number| lock(&self.events).get(&(peer, number)).cloned();
+        let event = |number| {
+            let known = lock(&self.events).get(&(peer, number)).cloned();
+            known.ok_or_else(|| untold("event", number))
+        };
+        let marks = |[ready, done]: [u64; 2]| Ok(Marks { ready: event(ready)?, done: event(done)? });
         let collective = lock(&self.rows).get(&(peer, rows)).cloned().ok_or_else(|| untold("rows", rows))?;
         let memory = |place: Option<MemoryPlace>| place.map(|place| self.buffer(peer, &place)).transpose();
         let payload = Part {
@@ -155,8 +160,7 @@ impl Inbox {
             outputs: self.tensors(peer, &outputs)?,
             staging: memory(staging)?,
             mailbox: memory(mailbox)?,
-            ready: event(ready).ok_or_else(|| untold("event", ready))?,
-            done: event(done).ok_or_else(|| untold("event", done))?,
+            marks: told.map(marks).transpose()?,
         };
         let post = Post { place, collective, at: Instant::now(), payload };
         self.board.publish(peer, sequence, post, &[]);

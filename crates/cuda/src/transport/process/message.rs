@@ -21,8 +21,8 @@ pub(super) enum PartMessage {
         sequence: u64,
         place: OpPlace,
         rows: u64,
-        ready: u64,
-        done: u64,
+        /// Its events, ready and done, where ranks follow each other by them.
+        marks: Option<[u64; 2]>,
         inputs: Vec<TensorPlace>,
         outputs: Vec<TensorPlace>,
         staging: Option<MemoryPlace>,

@@ -16,12 +16,13 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use counterpoint_exec::collective::{Board, Collective, PeerRows, Post};
+use counterpoint_exec::collective::{Board, Collective, Pattern, PeerRows, Post};
 use counterpoint_exec::{Awaited, Blocker, ExecError, Mesh, OpPlace, Rendezvous, World};
 
 use self::exports::{Exports, Told, events_of};
 use self::inbox::Inbox;
 use self::message::{MemoryPlace, PartMessage, TensorPlace};
+use super::collective::Marks;
 use super::stand_in::StandIns;
 use super::{CallError, Part};
 use crate::backend::CudaBuffer;
@@ -48,7 +49,12 @@ struct Connected {
     inbox: Arc<Inbox>,
     mesh: Arc<Mesh<PartMessage>>,
     exports: Mutex<Exports>,
+    /// Differences of addresses.
+    shifts: Mutex<BTreeMap<Announced, LinkShifts>>,
 }
+
+/// The allocations of tensors that kernels announce, and the ranks that they announce them to.
+type Announced = (Vec<u64>, Vec<usize>);
 
 /// Who is told where a rank's tensors lie, among those that exchange rows with it.
 #[derive(Clone, Copy)]
@@ -83,9 +89,6 @@ impl Drop for Departure {
     }
 }
 
-/// Differences of addresses that were made for a collective, by the allocations of the tensors that it announces.
-pub(super) type KnownShifts = Mutex<BTreeMap<Vec<u64>, LinkShifts>>;
-
 impl PeerProcesses {
     /// Connects this rank to all others, which do the same with the same `name`.
     pub(super) fn connect(
@@ -103,7 +106,8 @@ impl PeerProcesses {
         // Nobody is told anything before all can answer.
         rendezvous.barrier(&format!("parts {name}"))?;
         let (world, device) = (world.clone(), device.clone());
-        let connected = Connected { world, rank, device, inbox, mesh, exports: Mutex::default() };
+        let (exports, shifts) = (Mutex::default(), Mutex::default());
+        let connected = Connected { world, rank, device, inbox, mesh, exports, shifts };
         Ok(Self { connected: Arc::new(connected), gone: Arc::default() })
     }
 
@@ -117,7 +121,22 @@ impl PeerProcesses {
         Departure { number, gone: self.gone.clone(), stand_ins: stand_ins.clone() }
     }
 
-    /// Tells those that this rank exchanges rows with of its part in a collective with this number.
+    /// Tells those that this rank exchanges rows with which rows these are, in a collective with this number; and which collectives are
+    /// gone.
+    pub(super) fn tell_rows(&self, number: u64, collective: &Collective) -> Result<(), ExecError> {
+        let Collective { contract, pattern, .. } = collective;
+        let mut exports = lock(&self.connected.exports);
+        for number in std::mem::take(&mut *lock(&self.gone)) {
+            let mut told = exports.forget(number).into_iter();
+            told.try_for_each(|peer| self.connected.mesh.send(peer, &PartMessage::Gone { number }, &[]))?;
+        }
+        let message = PartMessage::Rows { number, contract: contract.clone(), pattern: pattern.clone() };
+        self.connected.peers_of(pattern).into_iter().try_for_each(|peer| {
+            exports.tell(peer, Told::Rows(number), || self.connected.mesh.send(peer, &message, &[]))
+        })
+    }
+
+    /// Tells those that this rank exchanges rows with of its part in a collective with this number, whose rows they know.
     pub(super) fn tell(
         &self,
         sequence: u64,
@@ -126,28 +145,16 @@ impl PeerProcesses {
         readers: Readers<'_>,
     ) -> Result<(), CallError> {
         let Post { place, collective, payload, .. } = post;
-        let pattern = &collective.pattern;
-        let mut peers: Vec<usize> =
-            pattern.incoming.iter().chain(&pattern.outgoing).map(|peer| peer.rank).collect();
-        peers.sort_unstable();
-        peers.dedup();
         let mut exports = lock(&self.connected.exports);
-        for number in std::mem::take(&mut *lock(&self.gone)) {
-            let mut told = exports.forget(number).into_iter();
-            told.try_for_each(|peer| self.connected.mesh.send(peer, &PartMessage::Gone { number }, &[]))?;
-        }
-        for peer in peers.into_iter().filter(|peer| *peer != self.connected.rank) {
+        for peer in self.connected.peers_of(&collective.pattern) {
             let send = |message: &PartMessage| self.connected.mesh.send(peer, message, &[]);
-            exports.tell::<ExecError>(peer, Told::Rows(number), || {
-                let Collective { contract, pattern, .. } = &**collective;
-                send(&PartMessage::Rows { number, contract: contract.clone(), pattern: pattern.clone() })
-            })?;
-            // Two events of every collective.
-            let [ready, done] = events_of(number);
-            for (number, event) in [(ready, &payload.ready), (done, &payload.done)] {
-                exports.tell::<CallError>(peer, Told::Event(number), || {
-                    Ok(send(&PartMessage::Event { number, handle: event.handle()? })?)
-                })?;
+            let numbers = events_of(number);
+            if let Some(Marks { ready, done }) = &payload.marks {
+                for (number, event) in numbers.into_iter().zip([ready, done]) {
+                    exports.tell::<CallError>(peer, Told::Event(number), || {
+                        Ok(send(&PartMessage::Event { number, handle: event.handle()? })?)
+                    })?;
+                }
             }
             let mut memory = |buffer: &DeviceBuffer| self.connected.tell_memory(&mut exports, peer, buffer);
             let mut tensors = |buffers: &[CudaBuffer]| -> Result<Vec<TensorPlace>, CallError> {
@@ -164,18 +171,8 @@ impl PeerProcesses {
             let staging = payload.staging.as_ref().map(&mut memory).transpose()?;
             let mailbox = payload.mailbox.as_ref().map(&mut memory).transpose()?;
             let place: OpPlace = place.clone();
-            let rows = number;
-            send(&PartMessage::Part {
-                sequence,
-                place,
-                rows,
-                ready,
-                done,
-                inputs,
-                outputs,
-                staging,
-                mailbox,
-            })?;
+            let (rows, marks) = (number, payload.marks.as_ref().map(|_| numbers));
+            send(&PartMessage::Part { sequence, place, rows, marks, inputs, outputs, staging, mailbox })?;
         }
         Ok(())
     }
@@ -188,7 +185,6 @@ impl PeerProcesses {
     /// What is added to the addresses of `announced` for each of `peers`, once those have opened the allocations.
     pub(super) fn shifts(
         &self,
-        known: &KnownShifts,
         place: &OpPlace,
         setup: &Stream,
         announced: &[DeviceBuffer],
@@ -200,8 +196,9 @@ impl PeerProcesses {
         };
         let allocations: Vec<Option<AllocationPlace>> =
             announced.iter().map(allocation).collect::<Result<_, _>>()?;
-        let key: Vec<u64> = allocations.iter().map(|place| place.map_or(0, |place| place.id)).collect();
-        if let Some(shifts) = lock(known).get(&key) {
+        let ids: Vec<u64> = allocations.iter().map(|place| place.map_or(0, |place| place.id)).collect();
+        let key = (ids, peers.to_vec());
+        if let Some(shifts) = lock(&self.connected.shifts).get(&key) {
             return Ok(shifts.clone());
         }
         let peers = || peers.iter().copied().filter(|peer| *peer != self.connected.rank);
@@ -224,11 +221,21 @@ impl PeerProcesses {
             }
         }
         let made = LinkShifts::new(setup, shifts)?;
-        Ok(lock(known).entry(key).or_insert(made).clone())
+        Ok(lock(&self.connected.shifts).entry(key).or_insert(made).clone())
     }
 }
 
 impl Connected {
+    /// The other ranks of a pattern, ascending.
+    fn peers_of(&self, pattern: &Pattern) -> Vec<usize> {
+        let mut peers: Vec<usize> =
+            pattern.incoming.iter().chain(&pattern.outgoing).map(|peer| peer.rank).collect();
+        peers.sort_unstable();
+        peers.dedup();
+        peers.retain(|peer| *peer != self.rank);
+        peers
+    }
+
     fn tell_memory(
         &self,
         exports: &mut Exports,

@@ -1,0 +1,53 @@
+//! Lists of rows that a collective uploads when its ranks first meet, and who may read them when.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use crate::{CudaError, Device, Event, Stream};
+
+/// When the lists of a collective are on the device. Calls on several streams read them, so that they are uploaded on none of these, where
+/// they might be behind anything.
+pub(super) struct Lists {
+    uploaded: Event,
+    /// Whether that is known to be over.
+    are_there: AtomicBool,
+}
+
+impl Lists {
+    /// Of nothing yet.
+    pub(super) fn new(device: &Device) -> Result<Self, CudaError> {
+        Ok(Self { uploaded: Event::new(device)?, are_there: AtomicBool::new(true) })
+    }
+
+    /// Has `make` gather lists, and enqueues their upload on `setup`, which has nothing of a call on it.
+    pub(super) fn upload<T, E: From<CudaError>>(
+        &self,
+        setup: &Stream,
+        make: impl FnOnce(&Stream) -> Result<T, E>,
+    ) -> Result<T, E> {
+        let gathering = setup.gathering();
+        let made = make(&gathering)?;
+        gathering.enqueue_gathered()?;
+        self.uploaded.record(setup)?;
+        self.are_there.store(false, Ordering::Relaxed);
+        Ok(made)
+    }
+
+    /// What is enqueued on `queue` from now on may read them.
+    pub(super) fn follow(&self, queue: &Stream) -> Result<(), CudaError> {
+        if self.are_there.load(Ordering::Relaxed) {
+            return Ok(());
+        }
+        // A graph runs later, and cannot wait for what is not in it.
+        let is_over = if queue.is_capturing()? {
+            self.uploaded.synchronize_beside_capture()?;
+            true
+        } else {
+            self.uploaded.is_done()?
+        };
+        if is_over {
+            self.are_there.store(true, Ordering::Relaxed);
+            return Ok(());
+        }
+        queue.wait(&self.uploaded)
+    }
+}
