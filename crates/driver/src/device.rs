@@ -23,7 +23,7 @@ use crate::CudaError;
 use crate::arch::{Arch, Capability};
 use crate::guards::Guards;
 use crate::host_records::HostRecords;
-use crate::inside::Inside;
+use crate::inside::{self, Inside};
 use crate::library::{Driver, call};
 use crate::loaded_kernels::LoadedKernels;
 use crate::pool::{Lender, MemoryPool};
@@ -337,6 +337,7 @@ impl Device {
     pub fn release_nothing(&self) {
         self.scope.kept.store(true, Ordering::Relaxed);
         self.primary.kept.store(true, Ordering::Relaxed);
+        inside::leave_waiting();
     }
 
     /// Releases something in a drop, where an error can only be kept for later.

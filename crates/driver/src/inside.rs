@@ -3,7 +3,7 @@
 use std::ffi::c_int;
 use std::io::{self, Write};
 use std::process;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
 
@@ -12,6 +12,14 @@ const PATIENCE: Duration = Duration::from_secs(2);
 
 /// How many there are.
 static THREADS: AtomicUsize = AtomicUsize::new(0);
+
+/// Whether a device may have been left with work that never ends.
+static LEFT_WAITING: AtomicBool = AtomicBool::new(false);
+
+/// A device of this process may wait for an event of a process that is gone, and so would whoever waits for the device.
+pub(crate) fn leave_waiting() {
+    LEFT_WAITING.store(true, Ordering::SeqCst);
+}
 
 /// A thread that is inside NCCL or the driver, until this goes; [`end_process`] knows of it.
 #[must_use = "the thread counts only as long as this lives"]
@@ -37,8 +45,9 @@ unsafe extern "C" {
     fn _exit(status: c_int) -> !;
 }
 
-/// Ends this process as [`process::exit`] does. Where a thread that nobody waits for is still inside NCCL or the driver, which crash when
-/// the process ends under them, no library's own end is run.
+/// Ends this process as [`process::exit`] does. No library's own end is run where a thread that nobody waits for is still inside NCCL or
+/// the driver, which crash when the process ends under them, or where a device may have been left with work that never ends, for which the
+/// driver's end waits.
 pub fn end_process(status: u8) -> ! {
     const LOOK: Duration = Duration::from_millis(2);
     // What went well lets other processes close what they have of this one's.
@@ -49,7 +58,7 @@ pub fn end_process(status: u8) -> ! {
         }
         thread::sleep(LOOK);
     }
-    if THREADS.load(Ordering::SeqCst) == 0 {
+    if THREADS.load(Ordering::SeqCst) == 0 && !LEFT_WAITING.load(Ordering::SeqCst) {
         process::exit(status.into());
     }
     // Nobody could be told.

@@ -94,14 +94,42 @@ fn product_seconds(program: &Program, gemm: &Gemm, cost: &CostModel) -> f64 {
     cost.matmul_seconds(product_size(program, gemm))
 }
 
-/// Products of one launch, which has the waves of all their rows together.
+/// Products of one operation, without the launch of the first. In tiles, those with the same second operand have one launch, and the waves
+/// of all their rows together; those of several experts follow each other.
 fn waves_seconds(program: &Program, groups: &[Gemm], cost: &CostModel) -> f64 {
-    let sizes: Vec<ProblemSize> = groups.iter().map(|gemm| product_size(program, gemm)).collect();
-    let Some(ProblemSize { n, .. }) = sizes.first() else { return 0.0 };
-    let rows: usize = sizes.iter().map(|size| size.m).sum();
-    // Experts' gradients sum over rows of their own: a mean, by the rows of their results.
-    let terms: usize = sizes.iter().map(|size| size.m * size.k).sum();
-    cost.matmul_seconds(ProblemSize { m: rows, n: *n, k: terms / rows.max(1) })
+    let of_launch = |groups: &[Gemm]| {
+        let sizes: Vec<ProblemSize> = groups.iter().map(|gemm| product_size(program, gemm)).collect();
+        let Some(ProblemSize { n, k, .. }) = sizes.first().copied() else { return 0.0 };
+        cost.matmul_seconds(ProblemSize { m: sizes.iter().map(|size| size.m).sum(), n, k })
+    };
+    let launches = groups.chunk_by(|a, b| a.b == b.b && a.layout == b.layout);
+    let seconds = launches.enumerate().map(|(at, groups)| {
+        let launch = if at > 0 && cost.sharing.is_some() { cost.launch_seconds } else { 0.0 };
+        let copies: f64 = groups.iter().map(|gemm| copied_seconds(program, gemm, cost)).sum();
+        launch + of_launch(groups) + copies
+    });
+    seconds.sum()
+}
+
+/// Of a product in tiles, the copies of rows that it cannot take, or store, as they lie.
+fn copied_seconds(program: &Program, gemm: &Gemm, cost: &CostModel) -> f64 {
+    if cost.sharing.is_none() {
+        return 0.0;
+    }
+    let copy = |ranges: usize, rows: usize, id: BufferId| {
+        let (is_copied, buffer) = (Gemm::copies_rows(ranges, rows), &program.buffers[id.0]);
+        // Read and written.
+        let bytes = 2 * rows * buffer.row_elements() * buffer.dtype.size();
+        if is_copied { cost.launch_seconds + bytes as f64 / cost.memory_bytes_per_second } else { 0.0 }
+    };
+    let rows = |blocks: &[RowBlock]| blocks.iter().map(|block| block.rows.len()).sum::<usize>();
+    let read = [&gemm.a, &gemm.b].map(|blocks| match blocks.first() {
+        Some(block) => copy(blocks.len(), rows(blocks), block.buffer),
+        None => 0.0,
+    });
+    let stored = gemm.out_rows.iter().map(|rows| rows.len()).sum();
+    let ways = if gemm.accumulate == Accumulate::Continue { 2.0 } else { 1.0 };
+    read.iter().sum::<f64>() + ways * copy(gemm.out_rows.len(), stored, gemm.out)
 }
 
 /// Seconds from the start of an operation, or from the end of its part before, to the end of part `part`; `None` when it has

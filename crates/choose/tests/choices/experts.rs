@@ -69,7 +69,7 @@ fn over_the_longer(
 }
 
 /// `most` of the longer of both, in passes that take long enough for the starts of kernels to be small beside them; `most_of_short` in
-/// others.
+/// others, where each group has a copy of rows and a product for each expert.
 fn check(
     transports: &[RankTransport],
     topology: Topology,

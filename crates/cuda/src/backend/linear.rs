@@ -22,6 +22,9 @@ pub(super) struct Product {
     parts: Vec<Part>,
 }
 
+// What is predicted to be copied is.
+const _: () = assert!(schedule::Gemm::RANGES == GEMM_DESTINATIONS);
+
 /// What one launch computes.
 struct Part {
     gemm: GemmRunner,
@@ -43,10 +46,13 @@ impl Product {
         let element = prepare.element(op.a[0].buffer)?;
         let layout = prepare.gemm_layout(op.layout);
         let terms = layout == GemmLayout::Tn;
-        let a = SourceRows::new(prepare, &op.a, |rows| !terms || GemmRows::are_terms(rows))?;
+        let m = op.out_rows.iter().map(Range::len).sum();
+        let a = SourceRows::new(prepare, &op.a, |rows| match terms {
+            true => GemmRows::are_terms(rows),
+            false => !schedule::Gemm::copies_rows(rows.len(), m),
+        })?;
         let b = SourceRows::new(prepare, &op.b, |rows| rows.len() == 1)?;
         let n = prepare.spec(op.out).row_elements();
-        let m = op.out_rows.iter().map(Range::len).sum();
         let k = if terms { a.count() } else { prepare.spec(op.a[0].buffer).row_elements() };
         let epilogue = match (op.bias, op.accumulate) {
             (None, Accumulate::Start) => GemmEpilogue::Store,
@@ -57,7 +63,7 @@ impl Product {
             }
         };
         let out = ResultRows::new(prepare, op.out, &op.out_rows, op.accumulate, |rows| {
-            !terms || columns_fit(rows)
+            if terms { columns_fit(rows) } else { !schedule::Gemm::copies_rows(rows.len(), m) }
         })?;
         let spec = |m: usize, sources: Vec<GemmRows>, shares: Vec<usize>| GemmSpec {
             output: out.scalar(),

@@ -6,7 +6,7 @@ use counterpoint_schedule::{Accumulate, BufferId, RowBlock};
 
 use super::CudaBuffer;
 use super::compute::Prepare;
-use crate::kernel::{GemmRows, HeadResize, Scalar};
+use crate::kernel::{GemmRows, HeadResize, RowCopy, RowCopyTensor, RowMove, Scalar};
 use crate::{CudaError, DeviceBuffer, Stream};
 
 /// Bytes of which rows must be multiples.
@@ -42,12 +42,20 @@ pub(super) struct SourceRows {
     copy: Option<RowsCopy>,
 }
 
-/// All rows of an operand, one after the other, with rows of another length.
+/// All rows of an operand or a result, one after the other.
 struct RowsCopy {
     memory: DeviceBuffer,
-    resize: HeadResize,
     /// As they lie in the Program's buffers.
     rows: Vec<GemmRows>,
+    copying: Copying,
+}
+
+/// What copies rows to where they lie together, and back.
+enum Copying {
+    /// All of them by one launch, in those ways that are needed.
+    Together { gather: Option<RowCopy>, scatter: Option<RowCopy> },
+    /// Range by range, whose rows are there longer than they are.
+    Resized(HeadResize),
 }
 
 impl SourceRows {
@@ -65,8 +73,8 @@ impl SourceRows {
             return Ok(Self { tensors, rows, columns, stride, bytes, copy: None });
         }
         let count = rows.iter().map(|piece| piece.count).sum();
-        let copy = prepare.rows_copy(count, stride, bytes)?;
-        let copy = Some(RowsCopy { memory: copy.0, resize: copy.1, rows });
+        let scalar = prepare.scalar(blocks[0].buffer)?;
+        let copy = Some(prepare.rows_copy(scalar, (columns, stride), rows, &[Way::Gather])?);
         let rows = vec![GemmRows { tensor: 0, first: 0, count }];
         Ok(Self { tensors, rows, columns, stride, bytes, copy })
     }
@@ -91,26 +99,9 @@ impl SourceRows {
 
     /// Before a kernel that reads them.
     pub(super) fn enter(&self, stream: &Stream, buffers: &[CudaBuffer]) -> Result<(), CudaError> {
-        let Some(RowsCopy { memory, resize, rows }) = &self.copy else { return Ok(()) };
-        let mut row = 0;
-        for piece in rows {
-            let from = buffers[self.tensors[piece.tensor].0].memory();
-            let of = |row: usize, stride: usize| row * stride * self.bytes;
-            if self.stride == self.columns {
-                let from =
-                    from.slice(of(piece.first, self.columns)..of(piece.first + piece.count, self.columns))?;
-                memory.copy_from(stream, of(row, self.stride), &from)?;
-            } else {
-                let from = from.address() + of(piece.first, self.columns) as u64;
-                let to = memory.address() + of(row, self.stride) as u64;
-                let lengths = (self.columns as u32, self.stride as u32);
-                // SAFETY: `check_operands` has compared the rows with the buffer's, the copy has room for all; the Program
-                // orders who else uses the buffer.
-                unsafe { resize.launch(stream, from, to, piece.count as u64, lengths) }?;
-            }
-            row += piece.count;
-        }
-        Ok(())
+        let Some(copy) = &self.copy else { return Ok(()) };
+        let tensors: Vec<u64> = self.tensors.iter().map(|id| buffers[id.0].address()).collect();
+        copy.run(stream, &tensors, (self.columns, self.stride, self.bytes), Way::Gather)
     }
 
     /// Where each tensor begins.
@@ -136,8 +127,8 @@ pub(super) struct ResultRows {
     stride: usize,
     /// As a kernel is told of them.
     rows: Vec<Range>,
-    /// A copy of the rows, one after the other, with where they belong, and whether it begins as they are.
-    copy: Option<(DeviceBuffer, HeadResize, Vec<Range>, Accumulate)>,
+    /// A copy of the rows, and whether it begins as they are.
+    copy: Option<(RowsCopy, Accumulate)>,
 }
 
 impl ResultRows {
@@ -156,8 +147,13 @@ impl ResultRows {
             return Ok(Self { buffer, scalar, columns, stride, rows: rows.to_vec(), copy: None });
         }
         let count = rows.iter().map(Range::len).sum();
-        let (memory, resize) = prepare.rows_copy(count, stride, bytes)?;
-        let copy = Some((memory, resize, rows.to_vec(), accumulate));
+        let of = |rows: &Range| GemmRows { tensor: 0, first: rows.start, count: rows.len() };
+        let there = rows.iter().map(of).collect();
+        let ways = match accumulate {
+            Accumulate::Start => &[Way::Scatter][..],
+            Accumulate::Continue => &[Way::Gather, Way::Scatter],
+        };
+        let copy = Some((prepare.rows_copy(scalar, (columns, stride), there, ways)?, accumulate));
         Ok(Self { buffer, scalar, columns, stride, rows: vec![Range::new(0, count)], copy })
     }
 
@@ -176,8 +172,10 @@ impl ResultRows {
 
     /// Where a row lies that a kernel was told of.
     pub(super) fn address(&self, buffers: &[CudaBuffer], row: usize) -> u64 {
-        let begin =
-            self.copy.as_ref().map_or_else(|| buffers[self.buffer.0].address(), |copy| copy.0.address());
+        let begin = match &self.copy {
+            Some((copy, _)) => copy.memory.address(),
+            None => buffers[self.buffer.0].address(),
+        };
         begin + self.bytes(row, self.stride)
     }
 
@@ -188,31 +186,77 @@ impl ResultRows {
     /// Before a kernel that writes or adds to them.
     pub(super) fn enter(&self, stream: &Stream, buffers: &[CudaBuffer]) -> Result<(), CudaError> {
         match &self.copy {
-            Some((.., Accumulate::Continue)) => self.resize(stream, buffers, true),
+            Some((copy, Accumulate::Continue)) => self.copied(copy, stream, buffers, Way::Gather),
             _ => Ok(()),
         }
     }
 
     /// After it.
     pub(super) fn leave(&self, stream: &Stream, buffers: &[CudaBuffer]) -> Result<(), CudaError> {
-        self.resize(stream, buffers, false)
+        match &self.copy {
+            Some((copy, _)) => self.copied(copy, stream, buffers, Way::Scatter),
+            None => Ok(()),
+        }
     }
 
-    fn resize(&self, stream: &Stream, buffers: &[CudaBuffer], enters: bool) -> Result<(), CudaError> {
-        let Some((memory, resize, rows, _)) = &self.copy else { return Ok(()) };
-        let mut row = 0;
-        for range in rows {
-            let there = buffers[self.buffer.0].address() + self.bytes(range.start, self.columns);
-            let here = memory.address() + self.bytes(row, self.stride);
-            let (columns, stride) = (self.columns as u32, self.stride as u32);
-            let (from, to, lengths) =
-                if enters { (there, here, (columns, stride)) } else { (here, there, (stride, columns)) };
-            // SAFETY: `check_operands` has compared the rows with the buffer's, the copy has room for all; the Program orders
-            // who else uses the buffer.
-            unsafe { resize.launch(stream, from, to, range.len() as u64, lengths) }?;
-            row += range.len();
+    fn copied(
+        &self,
+        copy: &RowsCopy,
+        stream: &Stream,
+        buffers: &[CudaBuffer],
+        way: Way,
+    ) -> Result<(), CudaError> {
+        let (there, bytes) = (buffers[self.buffer.0].address(), self.scalar.bytes() as usize);
+        copy.run(stream, &[there], (self.columns, self.stride, bytes), way)
+    }
+}
+
+/// Which way rows are copied.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Way {
+    /// To where they lie together.
+    Gather,
+    /// Back.
+    Scatter,
+}
+
+impl RowsCopy {
+    /// Enqueues it, between the Program's buffers, which begin at `tensors`, and its own memory; with the elements of a row there, from
+    /// one to the next here, and an element's bytes.
+    fn run(
+        &self,
+        stream: &Stream,
+        tensors: &[u64],
+        (columns, stride, bytes): (usize, usize, usize),
+        way: Way,
+    ) -> Result<(), CudaError> {
+        let here = self.memory.address();
+        // SAFETY: `check_operands` has compared the rows with the buffers', the copy has room for all; the Program orders who else uses
+        // the buffers.
+        unsafe {
+            match (&self.copying, way) {
+                (Copying::Together { gather, .. }, Way::Gather) => gather
+                    .iter()
+                    .try_for_each(|gather| gather.launch(stream, |tensor, _| tensors[tensor], &[here])),
+                (Copying::Together { scatter, .. }, Way::Scatter) => {
+                    scatter.iter().try_for_each(|scatter| scatter.launch(stream, |_, _| here, tensors))
+                }
+                (Copying::Resized(resize), _) => {
+                    let mut row = 0;
+                    self.rows.iter().try_for_each(|piece| {
+                        let there = tensors[piece.tensor] + (piece.first * columns * bytes) as u64;
+                        let here = here + (row * stride * bytes) as u64;
+                        row += piece.count;
+                        let (columns, stride) = (columns as u32, stride as u32);
+                        let (from, to, lengths) = match way {
+                            Way::Gather => (there, here, (columns, stride)),
+                            Way::Scatter => (here, there, (stride, columns)),
+                        };
+                        resize.launch(stream, from, to, piece.count as u64, lengths)
+                    })
+                }
+            }
         }
-        Ok(())
     }
 }
 
@@ -222,24 +266,64 @@ fn padded(columns: usize, bytes: usize) -> usize {
 }
 
 impl Prepare<'_> {
+    /// Memory for `rows` of these many elements, and of so many from one to the next there, and what copies them these `ways`.
     fn rows_copy(
         &self,
-        rows: usize,
-        stride: usize,
-        bytes: usize,
-    ) -> Result<(DeviceBuffer, HeadResize), ExecError> {
-        let device = self.setup().device();
-        let memory = DeviceBuffer::new(device, rows * stride * bytes);
-        let resize = HeadResize::new(device, bytes as u64);
-        memory
-            .and_then(|memory| resize.map(|resize| (memory, resize)))
-            .map_err(|error| self.device_error(error))
+        scalar: Scalar,
+        (columns, stride): (usize, usize),
+        rows: Vec<GemmRows>,
+        ways: &[Way],
+    ) -> Result<RowsCopy, ExecError> {
+        let make = || -> Result<RowsCopy, CudaError> {
+            let (setup, bytes) = (self.setup(), scalar.bytes());
+            let count: usize = rows.iter().map(|piece| piece.count).sum();
+            let memory = DeviceBuffer::new(setup.device(), count * stride * bytes as usize)?;
+            let copying = if stride == columns {
+                let tensor = RowCopyTensor { scalar, row_elements: columns as u64, wire: scalar };
+                let copy = |way: Way| {
+                    let moves = || RowCopy::new(setup, &[tensor], &moves(&rows, way));
+                    ways.contains(&way).then(moves).transpose()
+                };
+                Copying::Together { gather: copy(Way::Gather)?, scatter: copy(Way::Scatter)? }
+            } else {
+                Copying::Resized(HeadResize::new(setup.device(), bytes)?)
+            };
+            Ok(RowsCopy { memory, rows, copying })
+        };
+        make().map_err(|error| self.device_error(error))
     }
+}
+
+/// Rows of several tensors to where they lie one after the other, or those of one back from there.
+fn moves(rows: &[GemmRows], way: Way) -> Vec<RowMove> {
+    let mut next = 0;
+    let step = |&GemmRows { tensor, first, count }: &GemmRows| {
+        let (there, here) = (Range::new(first, first + count), Range::new(next, next + count));
+        next += count;
+        match way {
+            Way::Gather => RowMove { peer: tensor, from: there, to: here },
+            Way::Scatter => RowMove { peer: 0, from: here, to: there },
+        }
+    };
+    rows.iter().map(step).collect()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn rows_are_gathered_one_after_the_other_and_go_back() {
+        let rows = [(1, 7, 2), (0, 3, 1), (1, 9, 4)];
+        let rows = rows.map(|(tensor, first, count)| GemmRows { tensor, first, count });
+        let step = |peer, from: usize, to: usize, count: usize| RowMove {
+            peer,
+            from: Range::new(from, from + count),
+            to: Range::new(to, to + count),
+        };
+        assert_eq!(moves(&rows, Way::Gather), [step(1, 7, 0, 2), step(0, 3, 2, 1), step(1, 9, 3, 4)]);
+        assert_eq!(moves(&rows[1..2], Way::Scatter), [step(0, 0, 3, 1)]);
+    }
 
     #[test]
     fn neighbours_are_one_piece() {

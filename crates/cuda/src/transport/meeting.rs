@@ -72,10 +72,6 @@ impl CudaTransport {
                 self.publish(call, buffers, sequence)?
             }
         };
-        // Others synchronise by device-side barriers.
-        if let Some(marks) = &own.payload.marks {
-            marks.ready.record(queue)?;
-        }
         Ok(CudaMeeting { sequence, own: Some(own), started, stood_in })
     }
 
@@ -151,6 +147,10 @@ impl CudaTransport {
             }
             Work::Exchange(_) => &[][..],
         };
+        // Before anyone is told to wait for it.
+        if let Some(marks) = &part.marks {
+            marks.ready.record(call.stream.queue())?;
+        }
         let post = Post {
             place: place.clone(),
             collective: collective.collective.clone(),

@@ -49,6 +49,18 @@ pub struct Gemm {
     pub accumulate: Accumulate,
 }
 
+impl Gemm {
+    /// Ranges of rows that one launch of a product takes as they lie.
+    pub const RANGES: usize = 8;
+    /// Rows of a range on average, at least, where they come in more: a range of fewer is a part of a tile.
+    const LEAST_ROWS: usize = 128;
+
+    /// Whether a device copies rows in so many ranges to where they lie together first: tokens of an expert, say, come one by one.
+    pub fn copies_rows(ranges: usize, rows: usize) -> bool {
+        ranges > Self::RANGES && rows < ranges * Self::LEAST_ROWS
+    }
+}
+
 /// The products of a pass, group by group, or those of several experts: they follow each other, and with the end of the n-th, counted
 /// from 1, `signal` is n. A backend with a kernel for it computes all of them in one launch, which goes on while others use what it has
 /// finished. In any case the results have the bits of the products one after the other.
