@@ -1,4 +1,5 @@
-//! How far calls of NCCL have come, so that the host never runs so far ahead of the device that it could not give up.
+//! How far calls have come whose waits have no limit on the device, of NCCL or for events of other processes, so that the host never runs
+//! so far ahead of the device that it could not give up.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
@@ -14,7 +15,7 @@ use crate::{CudaError, Device, Event};
 /// Calls of one exchange that the host may be ahead of the device. It must not come so far ahead that the device's queue is
 /// full: then the driver holds the host up, which could tell nobody for whom it waits.
 const AHEAD: usize = 8;
-/// Calls of all exchanges of a rank together: a queue takes about a thousand entries, and a call is six at most. Else the driver would
+/// Calls of all exchanges of a rank together: a queue takes about a thousand entries, and a call of NCCL's is six at most. Else the driver would
 /// hold the host up inside a call of NCCL's, which nobody could abort meanwhile.
 const AHEAD_TOGETHER: usize = 16;
 

@@ -52,7 +52,7 @@ pub use signal::CudaSignal;
 pub use stream::CudaStream;
 pub(crate) use stream::SpanStart;
 
-pub(crate) use exchange_marks::ExchangeMarks;
+pub(crate) use exchange_marks::{CallMarks, ExchangeMarks};
 
 use crate::sync::lock;
 use crate::{CudaError, DeviceBuffer, Event, Stream};

@@ -1,6 +1,6 @@
 //! A rank's part in one collective: what is prepared of it, and what the others are told.
 
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use counterpoint_exec::collective::{Collective, Payload};
 use counterpoint_schedule::BufferSpec;
@@ -14,7 +14,7 @@ use super::link::LinkWork;
 use super::process::Departure;
 use super::pull::PullWork;
 use super::push::PushWork;
-use crate::backend::CudaBuffer;
+use crate::backend::{CudaBuffer, ExchangeMarks};
 use crate::{DeviceBuffer, Event};
 
 /// What a rank publishes of its part in a collective.
@@ -67,6 +67,8 @@ pub struct CudaCollective {
     pub(super) outputs: Vec<BufferSpec>,
     /// Made when it is first called.
     pub(super) marks: Mutex<Option<Marks>>,
+    /// Likewise, where ranks that are processes follow each other by events: those of a process that is killed never happen.
+    pub(super) last_calls: OnceLock<Arc<ExchangeMarks>>,
     pub(super) work: Work,
     /// Where the other ranks are processes, which forget it.
     pub(super) _departure: Option<Departure>,

@@ -149,8 +149,7 @@ impl CudaTransport {
             for peer in pattern.incoming.iter().chain(&pattern.outgoing) {
                 self.post_of(call, meeting, peer.rank)?;
             }
-            let marks = Arc::new(self.marks(call)?);
-            backend.watch_exchange(work.met.get_or_init(|| marks).clone());
+            self.watched(call, &work.met)?;
         }
         let queue = stream.queue();
         // A graph is captured, not run.
@@ -178,7 +177,22 @@ impl CudaTransport {
         Ok(())
     }
 
-    fn marks(&self, call: &Call<'_>) -> Result<ExchangeMarks, CudaError> {
+    /// The marks of an exchange, made by its first call, of which whoever waits for the device knows from then on.
+    pub(super) fn watched<'a>(
+        &self,
+        call: &Call<'_>,
+        marks: &'a OnceLock<Arc<ExchangeMarks>>,
+    ) -> Result<&'a Arc<ExchangeMarks>, CudaError> {
+        if let Some(marks) = marks.get() {
+            return Ok(marks);
+        }
+        let made = Arc::new(self.exchange_marks(call)?);
+        let marks = marks.get_or_init(|| made);
+        call.backend.watch_exchange(marks.clone());
+        Ok(marks)
+    }
+
+    fn exchange_marks(&self, call: &Call<'_>) -> Result<ExchangeMarks, CudaError> {
         let pattern = &call.collective.collective.pattern;
         let mut peers: Vec<usize> =
             pattern.incoming.iter().chain(&pattern.outgoing).map(|peer| peer.rank).collect();

@@ -12,7 +12,7 @@ use super::collective::{Marks, Part, Work};
 use super::process::Readers;
 use super::stand_in::StoodIn;
 use super::{Call, CallError, CudaCollective, CudaTransport};
-use crate::backend::{CudaBuffer, SpanStart};
+use crate::backend::{CallMarks, CudaBuffer, SpanStart};
 use crate::sync::lock;
 use crate::{CudaError, Event};
 
@@ -35,6 +35,8 @@ pub struct CudaMeeting {
     pub(super) own: Option<Arc<Post<Part>>>,
     /// Where its time is taken, when it is.
     pub(super) started: Option<SpanStart>,
+    /// Where it begins and ends on the device, of ranks that are processes and follow each other by events.
+    marks: Option<CallMarks>,
     /// What other processes have of the caller's tensors.
     stood_in: Option<StoodIn>,
 }
@@ -60,9 +62,10 @@ impl CudaTransport {
             _ => {}
         }
         let sequence = self.next.fetch_add(1, Ordering::Relaxed);
+        let marks = self.marks_of_next(call)?;
         let stood_in = self.stand_in(call)?;
         if collective.has_met() {
-            return Ok(CudaMeeting { sequence, own: None, started, stood_in });
+            return Ok(CudaMeeting { sequence, own: None, started, marks, stood_in });
         }
         let announced = lock(&self.announced).remove(&sequence);
         let own = match announced {
@@ -72,7 +75,20 @@ impl CudaTransport {
                 self.publish(call, buffers, sequence)?
             }
         };
-        Ok(CudaMeeting { sequence, own: Some(own), started, stood_in })
+        Ok(CudaMeeting { sequence, own: Some(own), started, marks, stood_in })
+    }
+
+    /// Of a call whose ranks are processes and follow each other by events, once the host is not too far ahead of the device: the driver
+    /// would hold it up for ever where a process is gone that was to record one.
+    fn marks_of_next(&self, call: &Call<'_>) -> Result<Option<CallMarks>, CallError> {
+        let CollectiveCall { backend, stream, collective, .. } = *call;
+        let by_events = self.peers.is_some() && collective.synchronises_by_events();
+        if !by_events || stream.queue().is_capturing()? {
+            return Ok(None);
+        }
+        let marks = backend.marks_of_next(self.watched(call, &collective.last_calls)?)?;
+        marks.begun.record(stream.queue())?;
+        Ok(Some(marks))
     }
 
     /// Tells the peers of this rank's part in a collective that comes after `between` others, as far as its ranks synchronise on the
@@ -179,6 +195,7 @@ impl CudaTransport {
             | Work::Exchange(_) => {}
         }
         meeting.stood_in.as_ref().map_or(Ok(()), |stood_in| stood_in.give(stream.queue()))?;
+        meeting.marks.as_ref().map_or(Ok(()), |marks| marks.ended.record(stream.queue()))?;
         if let Some((signal, parts)) = call.signal.zip(collective.collective.delivery_parts) {
             signal.raise(stream.queue(), parts as u64)?;
         }

@@ -208,6 +208,7 @@ impl CudaTransport {
             collective,
             outputs,
             marks: Mutex::new(None),
+            last_calls: OnceLock::new(),
             work,
             _departure: self.peers.as_ref().map(|peers| peers.departure(number, &self.stand_ins)),
         })
