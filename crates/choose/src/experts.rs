@@ -23,7 +23,7 @@ const LEAST_ROWS: usize = 64;
 const FINALISTS: usize = 2;
 /// Predictions that differ by less say nothing: of those the simplest is kept.
 const LEAST_GAIN: f64 = 0.003;
-/// Nothing is run side by side for less: ways that were predicted to gain 1 % took 14 and 22 % longer than one after the other on H200s
+/// Nothing is run side by side for less: ways that were predicted to gain 2 and 1 % took 14 and 22 % longer than one after the other on H200s
 /// (`docs/experiments/033-scattered-rows.md`).
 const LEAST_GAIN_OF_OVERLAP: f64 = 0.03;
 
