@@ -166,16 +166,16 @@ impl Event {
         driver.check_done("cuEventQuery", unsafe { (driver.cuEventQuery)(self.0.raw) })
     }
 
-    /// Waits until the mark has been reached, while a stream captures: the driver else refuses to be asked then. The mark is in no graph.
+    /// [`Event::is_done`] while a stream captures: the driver else refuses to be asked then. The mark is in no graph.
     ///
     /// # Errors
     /// When something before the mark failed.
-    pub fn synchronize_beside_capture(&self) -> Result<(), CudaError> {
+    pub fn is_done_beside_capture(&self) -> Result<bool, CudaError> {
         let driver = self.0.device.bind()?;
         let mut mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
         // SAFETY: the pointer is to a local, which takes the mode that this thread has had.
         unsafe { call!(driver, cuThreadExchangeStreamCaptureMode(&mut mode)) }?;
-        let done = self.synchronize();
+        let done = self.is_done();
         // SAFETY: as above.
         unsafe { call!(driver, cuThreadExchangeStreamCaptureMode(&mut mode)) }?;
         done

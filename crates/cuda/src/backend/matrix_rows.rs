@@ -52,7 +52,7 @@ struct RowsCopy {
 
 /// What copies rows to where they lie together, and back.
 enum Copying {
-    /// All of them by one launch, in those ways that are needed.
+    /// All of them by one launch, in each direction that is needed.
     Together { gather: Option<RowCopy>, scatter: Option<RowCopy> },
     /// Range by range, whose rows are there longer than they are.
     Resized(HeadResize),
@@ -74,7 +74,7 @@ impl SourceRows {
         }
         let count = rows.iter().map(|piece| piece.count).sum();
         let scalar = prepare.scalar(blocks[0].buffer)?;
-        let copy = Some(prepare.rows_copy(scalar, (columns, stride), rows, &[Way::Gather])?);
+        let copy = Some(prepare.rows_copy(scalar, (columns, stride), rows, &[Direction::Gather])?);
         let rows = vec![GemmRows { tensor: 0, first: 0, count }];
         Ok(Self { tensors, rows, columns, stride, bytes, copy })
     }
@@ -101,7 +101,7 @@ impl SourceRows {
     pub(super) fn enter(&self, stream: &Stream, buffers: &[CudaBuffer]) -> Result<(), CudaError> {
         let Some(copy) = &self.copy else { return Ok(()) };
         let tensors: Vec<u64> = self.tensors.iter().map(|id| buffers[id.0].address()).collect();
-        copy.run(stream, &tensors, (self.columns, self.stride, self.bytes), Way::Gather)
+        copy.run(stream, &tensors, (self.columns, self.stride, self.bytes), Direction::Gather)
     }
 
     /// Where each tensor begins.
@@ -149,11 +149,11 @@ impl ResultRows {
         let count = rows.iter().map(Range::len).sum();
         let of = |rows: &Range| GemmRows { tensor: 0, first: rows.start, count: rows.len() };
         let there = rows.iter().map(of).collect();
-        let ways = match accumulate {
-            Accumulate::Start => &[Way::Scatter][..],
-            Accumulate::Continue => &[Way::Gather, Way::Scatter],
+        let directions = match accumulate {
+            Accumulate::Start => &[Direction::Scatter][..],
+            Accumulate::Continue => &[Direction::Gather, Direction::Scatter],
         };
-        let copy = Some((prepare.rows_copy(scalar, (columns, stride), there, ways)?, accumulate));
+        let copy = Some((prepare.rows_copy(scalar, (columns, stride), there, directions)?, accumulate));
         Ok(Self { buffer, scalar, columns, stride, rows: vec![Range::new(0, count)], copy })
     }
 
@@ -186,7 +186,7 @@ impl ResultRows {
     /// Before a kernel that writes or adds to them.
     pub(super) fn enter(&self, stream: &Stream, buffers: &[CudaBuffer]) -> Result<(), CudaError> {
         match &self.copy {
-            Some((copy, Accumulate::Continue)) => self.copied(copy, stream, buffers, Way::Gather),
+            Some((copy, Accumulate::Continue)) => self.copied(copy, stream, buffers, Direction::Gather),
             _ => Ok(()),
         }
     }
@@ -194,7 +194,7 @@ impl ResultRows {
     /// After it.
     pub(super) fn leave(&self, stream: &Stream, buffers: &[CudaBuffer]) -> Result<(), CudaError> {
         match &self.copy {
-            Some((copy, _)) => self.copied(copy, stream, buffers, Way::Scatter),
+            Some((copy, _)) => self.copied(copy, stream, buffers, Direction::Scatter),
             None => Ok(()),
         }
     }
@@ -204,16 +204,16 @@ impl ResultRows {
         copy: &RowsCopy,
         stream: &Stream,
         buffers: &[CudaBuffer],
-        way: Way,
+        direction: Direction,
     ) -> Result<(), CudaError> {
         let (there, bytes) = (buffers[self.buffer.0].address(), self.scalar.bytes() as usize);
-        copy.run(stream, &[there], (self.columns, self.stride, bytes), way)
+        copy.run(stream, &[there], (self.columns, self.stride, bytes), direction)
     }
 }
 
-/// Which way rows are copied.
+/// Where rows are copied to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Way {
+enum Direction {
     /// To where they lie together.
     Gather,
     /// Back.
@@ -228,17 +228,17 @@ impl RowsCopy {
         stream: &Stream,
         tensors: &[u64],
         (columns, stride, bytes): (usize, usize, usize),
-        way: Way,
+        direction: Direction,
     ) -> Result<(), CudaError> {
         let here = self.memory.address();
         // SAFETY: `check_operands` has compared the rows with the buffers', the copy has room for all; the Program orders who else uses
         // the buffers.
         unsafe {
-            match (&self.copying, way) {
-                (Copying::Together { gather, .. }, Way::Gather) => gather
+            match (&self.copying, direction) {
+                (Copying::Together { gather, .. }, Direction::Gather) => gather
                     .iter()
                     .try_for_each(|gather| gather.launch(stream, |tensor, _| tensors[tensor], &[here])),
-                (Copying::Together { scatter, .. }, Way::Scatter) => {
+                (Copying::Together { scatter, .. }, Direction::Scatter) => {
                     scatter.iter().try_for_each(|scatter| scatter.launch(stream, |_, _| here, tensors))
                 }
                 (Copying::Resized(resize), _) => {
@@ -248,9 +248,9 @@ impl RowsCopy {
                         let here = here + (row * stride * bytes) as u64;
                         row += piece.count;
                         let (columns, stride) = (columns as u32, stride as u32);
-                        let (from, to, lengths) = match way {
-                            Way::Gather => (there, here, (columns, stride)),
-                            Way::Scatter => (here, there, (stride, columns)),
+                        let (from, to, lengths) = match direction {
+                            Direction::Gather => (there, here, (columns, stride)),
+                            Direction::Scatter => (here, there, (stride, columns)),
                         };
                         resize.launch(stream, from, to, piece.count as u64, lengths)
                     })
@@ -266,13 +266,13 @@ fn padded(columns: usize, bytes: usize) -> usize {
 }
 
 impl Prepare<'_> {
-    /// Memory for `rows` of these many elements, and of so many from one to the next there, and what copies them these `ways`.
+    /// Memory for `rows` of these many elements, and of so many from one to the next there, and what copies them in these `directions`.
     fn rows_copy(
         &self,
         scalar: Scalar,
         (columns, stride): (usize, usize),
         rows: Vec<GemmRows>,
-        ways: &[Way],
+        directions: &[Direction],
     ) -> Result<RowsCopy, ExecError> {
         let make = || -> Result<RowsCopy, CudaError> {
             let (setup, bytes) = (self.setup(), scalar.bytes());
@@ -280,11 +280,11 @@ impl Prepare<'_> {
             let memory = DeviceBuffer::new(setup.device(), count * stride * bytes as usize)?;
             let copying = if stride == columns {
                 let tensor = RowCopyTensor { scalar, row_elements: columns as u64, wire: scalar };
-                let copy = |way: Way| {
-                    let moves = || RowCopy::new(setup, &[tensor], &moves(&rows, way));
-                    ways.contains(&way).then(moves).transpose()
+                let copy = |direction: Direction| {
+                    let moves = || RowCopy::new(setup, &[tensor], &moves(&rows, direction));
+                    directions.contains(&direction).then(moves).transpose()
                 };
-                Copying::Together { gather: copy(Way::Gather)?, scatter: copy(Way::Scatter)? }
+                Copying::Together { gather: copy(Direction::Gather)?, scatter: copy(Direction::Scatter)? }
             } else {
                 Copying::Resized(HeadResize::new(setup.device(), bytes)?)
             };
@@ -295,14 +295,14 @@ impl Prepare<'_> {
 }
 
 /// Rows of several tensors to where they lie one after the other, or those of one back from there.
-fn moves(rows: &[GemmRows], way: Way) -> Vec<RowMove> {
+fn moves(rows: &[GemmRows], direction: Direction) -> Vec<RowMove> {
     let mut next = 0;
     let step = |&GemmRows { tensor, first, count }: &GemmRows| {
         let (there, here) = (Range::new(first, first + count), Range::new(next, next + count));
         next += count;
-        match way {
-            Way::Gather => RowMove { peer: tensor, from: there, to: here },
-            Way::Scatter => RowMove { peer: 0, from: here, to: there },
+        match direction {
+            Direction::Gather => RowMove { peer: tensor, from: there, to: here },
+            Direction::Scatter => RowMove { peer: 0, from: here, to: there },
         }
     };
     rows.iter().map(step).collect()
@@ -321,8 +321,8 @@ mod tests {
             from: Range::new(from, from + count),
             to: Range::new(to, to + count),
         };
-        assert_eq!(moves(&rows, Way::Gather), [step(1, 7, 0, 2), step(0, 3, 2, 1), step(1, 9, 3, 4)]);
-        assert_eq!(moves(&rows[1..2], Way::Scatter), [step(0, 0, 3, 1)]);
+        assert_eq!(moves(&rows, Direction::Gather), [step(1, 7, 0, 2), step(0, 3, 2, 1), step(1, 9, 3, 4)]);
+        assert_eq!(moves(&rows[1..2], Direction::Scatter), [step(0, 0, 3, 1)]);
     }
 
     #[test]

@@ -203,7 +203,7 @@ impl CudaTransport {
             let ranges = pattern.to(rank).iter().zip(theirs.of(self.rank));
             homes.extend(ranges.map(|(from, to)| (*from, place(to.start))));
         }
-        pattern.outgoing.iter().for_each(|peer| self.learnt(peer.rank, meeting.sequence));
+        pattern.outgoing.iter().for_each(|peer| self.release_post(peer.rank, meeting.sequence));
         homes.sort_unstable();
         let first_row = homes.first().map(|home| home.0.start);
         // The kernel finds a row's home by its number.

@@ -177,7 +177,7 @@ impl CudaTransport {
         Ok(())
     }
 
-    /// The marks of an exchange, made by its first call, of which whoever waits for the device knows from then on.
+    /// The marks of an exchange, made by its first call and registered for errors of waits for the device.
     pub(super) fn watched<'a>(
         &self,
         call: &Call<'_>,

@@ -115,7 +115,7 @@ impl LinkWork {
 
     /// Who needs to know where the outputs are: in the first run those that send so many rows of a group-cast that they may leave them
     /// to an engine.
-    pub(super) fn told_of_outputs(&self, pattern: &Pattern) -> Vec<PeerRows> {
+    pub(super) fn output_readers(&self, pattern: &Pattern) -> Vec<PeerRows> {
         match self.side.met() {
             None => self.may_leave(&pattern.incoming),
             Some(met) => met.engine.as_ref().map_or(Vec::new(), |engine| engine.senders().to_vec()),
@@ -188,7 +188,7 @@ impl CudaTransport {
             (_, Some(engine)) => engine.receivers().collect(),
             _ => Vec::new(),
         };
-        told.into_iter().for_each(|rank| self.learnt(rank, meeting.sequence));
+        told.into_iter().for_each(|rank| self.release_post(rank, meeting.sequence));
         Ok(())
     }
 

@@ -1,8 +1,12 @@
-//! Lists of rows that a collective uploads when its ranks first meet, and who may read them when.
+//! The upload of a collective's lists of rows, and the events by which calls on any stream come behind it.
 
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use crate::{CudaError, Device, Event, Stream};
+
+/// An upload of some kilobytes takes microseconds.
+const MOST: Duration = Duration::from_secs(5);
 
 /// When the lists of a collective are on the device. Calls on several streams read them, so that they are uploaded on none of these, where
 /// they might be behind anything.
@@ -38,16 +42,26 @@ impl Lists {
             return Ok(());
         }
         // A graph runs later, and cannot wait for what is not in it.
-        let is_over = if queue.is_capturing()? {
-            self.uploaded.synchronize_beside_capture()?;
-            true
-        } else {
-            self.uploaded.is_done()?
-        };
+        let is_over =
+            if queue.is_capturing()? { self.ends_beside_capture()? } else { self.uploaded.is_done()? };
         if is_over {
             self.are_there.store(true, Ordering::Relaxed);
             return Ok(());
         }
         queue.wait(&self.uploaded)
+    }
+
+    /// Polls until the upload has ended.
+    fn ends_beside_capture(&self) -> Result<bool, CudaError> {
+        let began = Instant::now();
+        while !self.uploaded.is_done_beside_capture()? {
+            if began.elapsed() > MOST {
+                let reason =
+                    format!("its lists are not on the device after {MOST:?}; synchronize before the capture");
+                return Err(CudaError::Launch { kernel: "a captured collective".to_owned(), reason });
+            }
+            std::hint::spin_loop();
+        }
+        Ok(true)
     }
 }

@@ -16,8 +16,8 @@ use crate::backend::{CallMarks, CudaBuffer, SpanStart};
 use crate::sync::lock;
 use crate::{CudaError, Event};
 
-/// How long a thread looks for what a peer is about to tell, whose message takes about as long.
-const WATCH: Duration = Duration::from_micros(150);
+/// How long a thread polls for a peer's message before it sleeps: a message between processes takes about as long.
+const POLL: Duration = Duration::from_micros(150);
 
 /// Whom a rank tells where its tensors lie, those of `users` that use them: every rank of a product learns where the others' are, but
 /// elsewhere memory of the caller's has a stand-in only where somebody uses its rows.
@@ -96,7 +96,7 @@ impl CudaTransport {
     pub(super) fn announce_part(&self, call: &Call<'_>, between: u64) -> Result<(), CallError> {
         let pattern = &call.collective.collective.pattern;
         let is_known = match &call.collective.work {
-            Work::Link(link) => !link.knows_others() && link.told_of_outputs(pattern).is_empty(),
+            Work::Link(link) => !link.knows_others() && link.output_readers(pattern).is_empty(),
             Work::BackwardReduce(work) => !work.side.has_met(),
             _ => false,
         };
@@ -127,7 +127,7 @@ impl CudaTransport {
             mailbox: None,
             marks: collective.synchronises_by_events().then(|| self.marks_of(collective)).transpose()?,
         };
-        let told;
+        let readers_of_outputs;
         let users = match &collective.work {
             Work::Pull(_) => {
                 part.inputs = inputs();
@@ -142,11 +142,11 @@ impl CudaTransport {
             }
             Work::Link(link) => {
                 part.mailbox = Some(link.side.mailbox());
-                told = link.told_of_outputs(pattern);
-                if !told.is_empty() {
+                readers_of_outputs = link.output_readers(pattern);
+                if !readers_of_outputs.is_empty() {
                     part.outputs = outputs();
                 }
-                &told[..]
+                &readers_of_outputs[..]
             }
             Work::BackwardReduce(work) => {
                 part.mailbox = Some(work.side.mailbox());
@@ -163,7 +163,7 @@ impl CudaTransport {
             }
             Work::Exchange(_) => &[][..],
         };
-        // Before anyone is told to wait for it.
+        // Before peers are notified: a wait for an event that was not recorded ends at once.
         if let Some(marks) = &part.marks {
             marks.ready.record(call.stream.queue())?;
         }
@@ -173,7 +173,7 @@ impl CudaTransport {
             at: Instant::now(),
             payload: part,
         };
-        // Other processes have a copy of what they are told, and nobody waits for their answer where events do not order them.
+        // Other processes get a copy by message; where device-side barriers order ranks nobody needs their acknowledgement.
         let awaited = if self.peers.is_none() || collective.synchronises_by_events() { users } else { &[] };
         let own = self.board.publish(self.rank, sequence, post, awaited);
         if let Some(peers) = &self.peers {
@@ -232,8 +232,8 @@ impl CudaTransport {
         }
     }
 
-    /// Lets `peer`, of a collective whose ranks synchronise on the device, know that this rank has learnt where that one's memory is.
-    pub(super) fn learnt(&self, peer: usize, sequence: u64) {
+    /// Acknowledges the post of `peer` in a collective whose ranks synchronise on the device: this rank has the addresses that it needs.
+    pub(super) fn release_post(&self, peer: usize, sequence: u64) {
         if self.peers.is_none() {
             self.board.acknowledge(peer, sequence, self.rank);
         }
@@ -253,7 +253,7 @@ impl CudaTransport {
     }
 
     pub(super) fn waiter<'a>(&self, call: &Call<'a>) -> Waiter<'a> {
-        Waiter { rank: self.rank, place: call.place, status: call.stream.status(), watches: WATCH }
+        Waiter { rank: self.rank, place: call.place, status: call.stream.status(), polls: POLL }
     }
 
     pub(super) fn report<R>(&self, call: &Call<'_>, result: Result<R, CallError>) -> Result<R, ExecError> {

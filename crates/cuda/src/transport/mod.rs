@@ -96,23 +96,8 @@ impl CudaTransport {
         let devices: Arc<[Device]> = devices.into_iter().collect();
         let rank = |(rank, means): (usize, Means)| {
             let (world, board) = (world.clone(), board.clone());
-            let (device, _devices) = (devices[rank].clone(), devices.clone());
-            let (next, prepared) = (AtomicU64::new(0), AtomicU64::new(0));
-            let (stand_ins, setup) = (Arc::default(), OnceLock::new());
-            Self {
-                world,
-                board,
-                rank,
-                device,
-                _devices,
-                next,
-                prepared,
-                announced: Mutex::default(),
-                peers: None,
-                stand_ins,
-                means,
-                setup,
-            }
+            let (device, devices) = (devices[rank].clone(), devices.clone());
+            Self::new(world, board, rank, device, devices, None, means)
         };
         (0..world.size()).zip(means).map(rank).collect()
     }
@@ -127,24 +112,32 @@ impl CudaTransport {
     ) -> Result<Self, ExecError> {
         let peers = PeerProcesses::connect(rendezvous, world, device, name)?;
         let (world, board, device) = (world.clone(), peers.board().clone(), device.clone());
-        let (next, prepared) = (AtomicU64::new(0), AtomicU64::new(0));
-        let (rank, peers) = (rendezvous.rank(), Some(peers));
-        let (stand_ins, setup, _devices) = (Arc::default(), OnceLock::new(), Arc::default());
-        let announced = Mutex::default();
-        Ok(Self {
+        Ok(Self::new(world, board, rendezvous.rank(), device, Arc::default(), Some(peers), means))
+    }
+
+    fn new(
+        world: Arc<World>,
+        board: Arc<Board<Part>>,
+        rank: usize,
+        device: Device,
+        devices: Arc<[Device]>,
+        peers: Option<PeerProcesses>,
+        means: Means,
+    ) -> Self {
+        Self {
             world,
             board,
             rank,
             device,
-            _devices,
-            next,
-            prepared,
-            announced,
+            _devices: devices,
+            next: AtomicU64::new(0),
+            prepared: AtomicU64::new(0),
+            announced: Mutex::default(),
             peers,
-            stand_ins,
+            stand_ins: Arc::default(),
             means,
-            setup,
-        })
+            setup: OnceLock::new(),
+        }
     }
 
     /// A stream with nothing of a run on it.

@@ -79,7 +79,7 @@ impl CudaTransport {
     ) -> Result<&'a Met, CallError> {
         side.link.met_by(call, self.setup()?, |_| {
             let met = self.meet_for_product(call, meeting, side, ranks)?;
-            users.iter().for_each(|peer| self.learnt(peer.rank, meeting.sequence));
+            users.iter().for_each(|peer| self.release_post(peer.rank, meeting.sequence));
             if let Some(waits) = waits {
                 call.backend.watch(call.place.to_string(), waits.clone());
             }

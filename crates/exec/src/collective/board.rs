@@ -217,7 +217,7 @@ impl<P: Payload> Board<P> {
             if let Some(found) = self.slots[peer].peek(look) {
                 return found.map_err(or_failure);
             }
-            if began.elapsed() >= waiter.watches {
+            if began.elapsed() >= waiter.polls {
                 break;
             }
             std::hint::spin_loop();
@@ -347,8 +347,8 @@ pub struct Waiter<'a> {
     pub place: &'a OpPlace,
     /// What the rank's stream is doing.
     pub status: &'a StreamStatus,
-    /// How long it looks again and again for a peer's part before it sleeps, from which a thread takes tens of microseconds to wake.
-    pub watches: Duration,
+    /// How long it polls for a peer's part before it sleeps: a thread takes tens of microseconds to wake.
+    pub polls: Duration,
 }
 
 #[cfg(test)]
@@ -369,13 +369,61 @@ mod tests {
         }
     }
 
+    /// Says whether it is what is left.
+    struct Memory(bool);
+
+    impl Payload for Memory {
+        fn spent(&self) -> Self {
+            Self(false)
+        }
+    }
+
+    /// Else who comes late would not find where memory is, or memory would stay that nobody needs.
+    #[test]
+    fn a_post_keeps_its_memory_until_its_rank_and_all_users_are_through() {
+        let world = World::new(3, WorldConfig::default());
+        let place = OpPlace::new(0, "cast k v");
+        for finishes_first in [true, false] {
+            let board = Board::<Memory>::new(&world);
+            let users = [1, 2].map(|rank| PeerRows { rank, rows: Vec::new() });
+            let contract =
+                super::super::contract::Contract { kind: String::new(), tensors: Vec::new(), plan: None };
+            let collective = Collective {
+                contract,
+                pattern: super::super::pattern::Pattern::default(),
+                tensors: Vec::new(),
+                reduction: None,
+                delivery_parts: None,
+            };
+            let post = Post {
+                place: place.clone(),
+                collective: Arc::new(collective),
+                at: Instant::now(),
+                payload: Memory(true),
+            };
+            board.publish(0, 0, post, &users);
+            let has_memory = || board.slots[0].peek(|slot| slot.posts[&0].post.payload.0);
+            board.acknowledge(0, 0, 1);
+            if finishes_first {
+                board.finish(0, 0, &place);
+                assert!(has_memory());
+                board.acknowledge(0, 0, 2);
+            } else {
+                board.acknowledge(0, 0, 2);
+                assert!(has_memory());
+                board.finish(0, 0, &place);
+            }
+            assert!(!has_memory());
+        }
+    }
+
     /// What rank 0 hears that waits for a rank of another process that has left.
     fn heard(fails: bool) -> ExecError {
         let world = World::new(2, WorldConfig::default());
         let board = Board::<Nothing>::of_rank(&world, 0);
         let place = OpPlace::new(0, "cast k v");
         let status = world.register_stream(0, "group-cast", StreamKind::Communication);
-        let waiter = Waiter { rank: 0, place: &place, status: &status, watches: Duration::ZERO };
+        let waiter = Waiter { rank: 0, place: &place, status: &status, polls: Duration::ZERO };
         board.leave(1, 0);
         thread::scope(|scope| {
             if fails {
