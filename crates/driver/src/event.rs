@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use cudarc::driver::sys::{CUevent, CUipcEventHandle, CUstreamCaptureMode};
+use cudarc::driver::sys::{CUevent, CUipcEventHandle};
 
 use crate::library::call;
 use crate::stream::WeakStream;
@@ -164,21 +164,6 @@ impl Event {
         let driver = self.0.device.bind()?;
         // SAFETY: the handle is alive.
         driver.check_done("cuEventQuery", unsafe { (driver.cuEventQuery)(self.0.raw) })
-    }
-
-    /// [`Event::is_done`] while a stream captures: the driver else refuses to be asked then. The mark is in no graph.
-    ///
-    /// # Errors
-    /// When something before the mark failed.
-    pub fn is_done_beside_capture(&self) -> Result<bool, CudaError> {
-        let driver = self.0.device.bind()?;
-        let mut mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
-        // SAFETY: the pointer is to a local, which takes the mode that this thread has had.
-        unsafe { call!(driver, cuThreadExchangeStreamCaptureMode(&mut mode)) }?;
-        let done = self.is_done();
-        // SAFETY: as above.
-        unsafe { call!(driver, cuThreadExchangeStreamCaptureMode(&mut mode)) }?;
-        done
     }
 
     /// Waits until the mark has been reached.

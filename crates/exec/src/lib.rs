@@ -46,6 +46,7 @@ mod recipient;
 mod remote_ranks;
 mod rendezvous;
 mod rendezvous_error;
+mod shared_rings;
 mod slow_link;
 mod tcp;
 mod tensor;
@@ -106,6 +107,7 @@ pub use rendezvous::{
     RENDEZVOUS_VARIABLE, Rendezvous, RendezvousHost, RunStart,
 };
 pub use rendezvous_error::RendezvousError;
+pub use shared_rings::{RING_WORDS, SharedRings};
 pub use slow_link::{SlowLink, SlowNetwork};
 pub use tcp::{Mesh, TcpLoopback, TcpMachine};
 pub use tensor::{HostTensor, TensorMut, TensorRef};

@@ -9,6 +9,7 @@ use counterpoint_schedule::{
     Accumulate, AttentionBackward, BufferId, BufferSpec, GroupReduce, Program, ReduceOp, SpanKind,
 };
 
+use super::collective::PeerPost;
 use super::link_side::LinkSide;
 use super::staging::Staging;
 use super::{Call, CallError, CudaMeeting, CudaTransport, Means, Work, link, rows, untold};
@@ -47,6 +48,67 @@ pub(super) struct Met {
 impl BackwardReduceWork {
     pub(super) fn memory(&self) -> DeviceBuffer {
         self.memory.clone()
+    }
+
+    /// What rank `own` knows by where the others take shares in, with lists that are gathered on `lists`.
+    pub(super) fn gather(
+        &self,
+        own: usize,
+        collective: &Collective,
+        posts: &[PeerPost],
+        lists: &Stream,
+    ) -> Result<Met, CallError> {
+        let pattern = &collective.pattern;
+        let of = |peers: &[PeerRows]| -> Vec<usize> {
+            peers.iter().map(|peer| peer.rank).filter(|&rank| rank != own).collect()
+        };
+        // Those to whom this rank's shares go add them once it announces that it is through.
+        let (announce_to, work_on) = (of(&pattern.outgoing), of(&pattern.incoming));
+        let (mut mailboxes, mut memory) = (Vec::new(), Vec::new());
+        // The own rows that go to others, and where the first of each range is at home.
+        let mut homes: Vec<(Range, [u64; 2])> = Vec::new();
+        for (rank, post) in posts.iter().filter(|(rank, _)| *rank != own) {
+            let rank = *rank;
+            let (Some(mailbox), Some(delivered)) = (&post.payload.mailbox, &post.payload.staging) else {
+                return Err(untold(rank));
+            };
+            mailboxes.push((rank, mailbox.clone()));
+            memory.push(delivered.clone());
+            let theirs = Staging::new(&post.collective.pattern.incoming, &self.row_bytes, rank);
+            let place = |row: usize| {
+                let of_tensor = |at: usize| {
+                    let (offset, row_bytes) = theirs.tensors[at];
+                    delivered.address() + offset + row as u64 * row_bytes
+                };
+                [of_tensor(0), of_tensor(1)]
+            };
+            let ranges = pattern.to(rank).iter().zip(theirs.of(own));
+            homes.extend(ranges.map(|(from, to)| (*from, place(to.start))));
+        }
+        homes.sort_unstable();
+        let first_row = homes.first().map(|home| home.0.start);
+        // The kernel finds a row's home by its number.
+        if homes.windows(2).any(|pair| pair[0].0.end != pair[1].0.start) {
+            let reason = "keys of other ranks do not follow each other".to_owned();
+            return Err(CudaError::Launch { kernel: collective.contract.kind.clone(), reason }.into());
+        }
+        let row = |(rows, first): &(Range, [u64; 2])| {
+            let (count, first) = (rows.len() as u64, *first);
+            (0..count).map(move |at| [0, 1].map(|tensor| first[tensor] + at * self.row_bytes[tensor]))
+        };
+        let mut addresses: Vec<[u64; 2]> = homes.iter().flat_map(row).collect();
+        // No buffer is empty.
+        addresses.resize(addresses.len().max(1), [0; 2]);
+        let table = DeviceBuffer::from_slice(lists, &addresses)?;
+        let moves = moves(pattern, own, &self.delivered, &self.alone);
+        let sums = LinkReduce::new(lists, &self.spec, &moves, self.adders)?;
+        Ok(Met {
+            peers: LinkPeers { mailboxes, announce_to, work_on },
+            sums,
+            homes: first_row.map(|first_row| GradientHomes { first_row, addresses: table.address() }),
+            _table: table,
+            _memory: memory,
+        })
     }
 }
 
@@ -145,8 +207,15 @@ impl CudaTransport {
         work: &BackwardReduceWork,
     ) -> Result<(), CallError> {
         let CollectiveCall { backend, stream, place, buffers, .. } = *call;
-        let met =
-            work.side.met_by(call, self.setup()?, |lists| self.meet_homes(call, meeting, work, lists))?;
+        let is_first = !work.side.has_met();
+        let own = &call.collective.collective;
+        let peers = || own.pattern.peers().into_iter().filter(|rank| *rank != self.rank).collect();
+        let posts = || self.posts_of(call, meeting, peers());
+        let gather = |posts: &[_], lists: &Stream| work.gather(self.rank, own, posts, lists);
+        let met = work.side.met_by(call, self.setup()?, posts, gather)?;
+        if is_first {
+            own.pattern.outgoing.iter().for_each(|peer| self.release_post(peer.rank, meeting.sequence));
+        }
         let results = [0, 1].map(|at: usize| buffers[work.tensors[at].1.0].address());
         work.backward.launch(stream.queue(), buffers, call.signal, Some(results), met.homes)?;
         stream.end_span(place, SpanKind::Compute, meeting.started.take())?;
@@ -163,71 +232,6 @@ impl CudaTransport {
         // GPU of its own, and a rank's shares are sent again only after all who add them have said that they are through.
         unsafe { met.sums.launch(stream.queue(), &link, None) }?;
         Ok(())
-    }
-
-    /// Learns where the others take shares in.
-    fn meet_homes(
-        &self,
-        call: &Call<'_>,
-        meeting: &CudaMeeting,
-        work: &BackwardReduceWork,
-        lists: &Stream,
-    ) -> Result<Met, CallError> {
-        let pattern = &call.collective.collective.pattern;
-        let of = |peers: &[PeerRows]| -> Vec<usize> {
-            peers.iter().map(|peer| peer.rank).filter(|&rank| rank != self.rank).collect()
-        };
-        // Those to whom this rank's shares go add them once it announces that it is through.
-        let (announce_to, work_on) = (of(&pattern.outgoing), of(&pattern.incoming));
-        let mut ranks: Vec<usize> = announce_to.iter().chain(&work_on).copied().collect();
-        ranks.sort_unstable();
-        ranks.dedup();
-        let (mut mailboxes, mut memory) = (Vec::new(), Vec::new());
-        // The own rows that go to others, and where the first of each range is at home.
-        let mut homes: Vec<(Range, [u64; 2])> = Vec::new();
-        for rank in ranks {
-            let post = self.post_of(call, meeting, rank)?;
-            let (Some(mailbox), Some(delivered)) = (&post.payload.mailbox, &post.payload.staging) else {
-                return Err(untold(rank));
-            };
-            mailboxes.push((rank, mailbox.clone()));
-            memory.push(delivered.clone());
-            let theirs = Staging::new(&post.collective.pattern.incoming, &work.row_bytes, rank);
-            let place = |row: usize| {
-                let of_tensor = |at: usize| {
-                    let (offset, row_bytes) = theirs.tensors[at];
-                    delivered.address() + offset + row as u64 * row_bytes
-                };
-                [of_tensor(0), of_tensor(1)]
-            };
-            let ranges = pattern.to(rank).iter().zip(theirs.of(self.rank));
-            homes.extend(ranges.map(|(from, to)| (*from, place(to.start))));
-        }
-        pattern.outgoing.iter().for_each(|peer| self.release_post(peer.rank, meeting.sequence));
-        homes.sort_unstable();
-        let first_row = homes.first().map(|home| home.0.start);
-        // The kernel finds a row's home by its number.
-        if homes.windows(2).any(|pair| pair[0].0.end != pair[1].0.start) {
-            let reason = "keys of other ranks do not follow each other".to_owned();
-            return Err(CudaError::Launch { kernel: call.place.to_string(), reason }.into());
-        }
-        let row = |(rows, first): &(Range, [u64; 2])| {
-            let (count, first) = (rows.len() as u64, *first);
-            (0..count).map(move |at| [0, 1].map(|tensor| first[tensor] + at * work.row_bytes[tensor]))
-        };
-        let mut addresses: Vec<[u64; 2]> = homes.iter().flat_map(row).collect();
-        // No buffer is empty.
-        addresses.resize(addresses.len().max(1), [0; 2]);
-        let table = DeviceBuffer::from_slice(lists, &addresses)?;
-        let moves = moves(pattern, self.rank, &work.delivered, &work.alone);
-        let sums = LinkReduce::new(lists, &work.spec, &moves, work.adders)?;
-        Ok(Met {
-            peers: LinkPeers { mailboxes, announce_to, work_on },
-            sums,
-            homes: first_row.map(|first_row| GradientHomes { first_row, addresses: table.address() }),
-            _table: table,
-            _memory: memory,
-        })
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex, OnceLock};
 
-use counterpoint_exec::collective::{Collective, Payload};
+use counterpoint_exec::collective::{Collective, Pattern, Payload, Post};
 use counterpoint_schedule::BufferSpec;
 
 use super::backward_reduce::BackwardReduceWork;
@@ -14,11 +14,15 @@ use super::link::LinkWork;
 use super::process::Departure;
 use super::pull::PullWork;
 use super::push::PushWork;
+use super::ready::OwnPart;
 use crate::backend::{CudaBuffer, ExchangeMarks};
 use crate::{DeviceBuffer, Event};
 
 /// What a rank publishes of its part in a collective.
+#[derive(Clone)]
 pub(super) struct Part {
+    /// Of the collective, among those of its rank.
+    pub(super) number: u64,
     pub(super) inputs: Vec<CudaBuffer>,
     pub(super) outputs: Vec<CudaBuffer>,
     /// Where others write partial results, when copy engines do.
@@ -28,6 +32,9 @@ pub(super) struct Part {
     /// Where ranks follow each other by events.
     pub(super) marks: Option<Marks>,
 }
+
+/// What another rank, whose number comes first, has published of its part.
+pub(super) type PeerPost = (usize, Arc<Post<Part>>);
 
 /// Events by which ranks follow each other.
 #[derive(Clone)]
@@ -49,7 +56,8 @@ impl Payload for Part {
     fn spent(&self) -> Self {
         // Others still wait for the events, and kernels still meet.
         let (mailbox, marks) = (self.mailbox.clone(), self.marks.clone());
-        Self { inputs: Vec::new(), outputs: Vec::new(), staging: None, mailbox, marks }
+        let number = self.number;
+        Self { number, inputs: Vec::new(), outputs: Vec::new(), staging: None, mailbox, marks }
     }
 }
 
@@ -69,7 +77,9 @@ pub struct CudaCollective {
     pub(super) marks: Mutex<Option<Marks>>,
     /// Likewise, where ranks that are processes follow each other by events: those of a process that is killed never happen.
     pub(super) last_calls: OnceLock<Arc<ExchangeMarks>>,
-    pub(super) work: Work,
+    pub(super) work: Arc<Work>,
+    /// By which its lists are gathered ahead.
+    pub(super) _ready: Arc<OwnPart>,
     /// Where the other ranks are processes, which forget it.
     pub(super) _departure: Option<Departure>,
 }
@@ -77,12 +87,36 @@ pub struct CudaCollective {
 /// How its rows are moved. What depends on the other ranks' rows is made when they first meet, and again only if those change.
 pub(super) enum Work {
     Pull(Mutex<Option<PullWork>>),
-    Link(LinkWork),
+    Link(Box<LinkWork>),
     BackwardReduce(Box<BackwardReduceWork>),
     GemmReduce(Box<GemmReduceWork>),
     CastGemm(Box<CastGemmWork>),
     Push(PushWork),
     Exchange(ExchangeWork),
+}
+
+impl Work {
+    /// Memory that the others' kernels write to, for as long as it is there: where they take in what comes, and the mailbox.
+    pub(super) fn memory(&self) -> (Option<DeviceBuffer>, Option<DeviceBuffer>) {
+        match self {
+            Self::Link(work) => (None, Some(work.side.mailbox())),
+            Self::BackwardReduce(work) => (Some(work.memory()), Some(work.side.mailbox())),
+            Self::Pull(_) | Self::Push(_) | Self::GemmReduce(_) | Self::CastGemm(_) | Self::Exchange(_) => {
+                (None, None)
+            }
+        }
+    }
+
+    /// Whether a call adds nothing to what the others were told when the collective, whose rows these are, was made ready.
+    pub(super) fn is_known(&self, pattern: &Pattern) -> bool {
+        match self {
+            Self::Link(work) => work.output_readers(pattern).is_empty(),
+            Self::BackwardReduce(_) => true,
+            Self::Pull(_) | Self::Push(_) | Self::GemmReduce(_) | Self::CastGemm(_) | Self::Exchange(_) => {
+                false
+            }
+        }
+    }
 }
 
 impl CudaCollective {
@@ -93,12 +127,12 @@ impl CudaCollective {
 
     /// Whether its ranks follow each other by events; else by device-side barriers, or NCCL's.
     pub(super) fn synchronises_by_events(&self) -> bool {
-        matches!(self.work, Work::Pull(_) | Work::Push(_))
+        matches!(&*self.work, Work::Pull(_) | Work::Push(_))
     }
 
     /// Whether its ranks have met, where kernels or NCCL do without the host from then on.
     pub(super) fn has_met(&self) -> bool {
-        match &self.work {
+        match &*self.work {
             Work::Link(link) => link.has_met(),
             Work::BackwardReduce(work) => work.side.has_met(),
             Work::GemmReduce(work) => work.side.has_met(),
@@ -111,7 +145,7 @@ impl CudaCollective {
     /// Whether calls can be captured, each rank by its own process; if not, why. Device-side barriers have a limit when a graph is replayed
     /// too. Where copy engines move some of the rows, ranks synchronise on the host once, while they capture.
     pub(super) fn can_be_captured(&self) -> Result<(), &'static str> {
-        let knows_others = match &self.work {
+        let knows_others = match &*self.work {
             Work::Link(link) => link.knows_others(),
             Work::BackwardReduce(work) => work.side.has_met(),
             Work::GemmReduce(work) => work.side.has_met(),

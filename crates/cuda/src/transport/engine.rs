@@ -10,6 +10,7 @@ use counterpoint_cost::{LinkPoint, MachineProfile};
 use counterpoint_exec::collective::{Pattern, PeerRows, Post};
 use counterpoint_exec::{CollectiveCall, ExecError};
 
+use super::collective::PeerPost;
 use super::copies::{CopyStreams, PeerCopies, peer_copies};
 use super::{Call, CallError, CudaMeeting, CudaTransport, Part, TransportKind, addresses};
 use crate::backend::CudaBuffer;
@@ -94,7 +95,7 @@ impl LinkEngine {
         engines: EngineUse,
         (rank, ranks): (usize, usize),
         own: &Pattern,
-        posts: &[(usize, Arc<Post<Part>>)],
+        posts: &[PeerPost],
         row_bytes: &[u64],
     ) -> Result<Option<Self>, CudaError> {
         let others = || posts.iter().filter(|(peer, _)| *peer != rank);

@@ -1,23 +1,22 @@
 //! Kernels that move rows between GPUs and meet by themselves. The host's meeting of the first run tells each rank the others'
 //! rows and mailboxes; from then on a run is one launch, but for casts some of whose rows copy engines move (`engine`).
 
-use std::sync::Arc;
-
-use counterpoint_exec::collective::{Collective, Pattern, PeerRows, Post, Reduction, WireTensor};
-use counterpoint_exec::{CollectiveCall, ExecError};
+use counterpoint_exec::CollectiveCall;
+use counterpoint_exec::collective::{Collective, Pattern, PeerRows, Reduction, WireTensor};
 use counterpoint_mask::Range;
 use counterpoint_schedule::{BufferSpec, Delivery, ReduceOp};
 
+use super::collective::PeerPost;
 use super::engine::{EngineUse, LinkEngine};
 use super::link_side::LinkSide;
 use super::own_rows::OwnRows;
 use super::rows;
-use super::{Call, CallError, CudaMeeting, CudaTransport, Part, addresses};
+use super::{Call, CallError, CudaMeeting, CudaTransport, addresses};
 use crate::kernel::{
     LINK_PARTS, LINK_TENSORS, LinkArrivals, LinkCall, LinkCopy, LinkDelivery, LinkDirection, LinkOperands,
     LinkPeers, LinkPhase, LinkReduce, LinkReduceSpec, RowMove, Scalar,
 };
-use crate::{CudaBarrier, CudaError, Stream};
+use crate::{CudaBarrier, CudaError, Device, Stream};
 
 /// Who moves the rows of a group-cast.
 const CAST: LinkDirection = LinkDirection::Push;
@@ -129,6 +128,59 @@ impl LinkWork {
         let enough = |peer: &&PeerRows| peer.rank != rank && self.engines.may_take(bytes(peer), ranks);
         if self.may_use_engines { peers.iter().filter(enough).cloned().collect() } else { Vec::new() }
     }
+
+    /// What this rank knows by the others' rows and mailboxes, with lists that are gathered on `lists`.
+    pub(super) fn gather(
+        &self,
+        device: &Device,
+        collective: &Collective,
+        posts: &[PeerPost],
+        lists: &Stream,
+    ) -> Result<Met, CallError> {
+        let (pattern, row_bytes) = (&collective.pattern, rows::row_bytes(collective));
+        let (own, _) = self.place;
+        let (engine, own_rows) = match self.may_use_engines {
+            true => (
+                LinkEngine::new(device, self.engines, self.place, pattern, posts, &row_bytes)?,
+                OwnRows::new(device, own, pattern, &row_bytes)?,
+            ),
+            false => (None, None),
+        };
+        let mut mailboxes = Vec::with_capacity(posts.len());
+        let told = collective.delivery_parts;
+        let mut parts = vec![Vec::new(); told.unwrap_or(1)];
+        let pushes = self.writes_outputs();
+        for (rank, post) in posts {
+            let (rank, theirs) = (*rank, &post.collective.pattern);
+            let pairs = match pushes {
+                true => pattern.to(rank).iter().zip(theirs.from(own)),
+                false => theirs.to(own).iter().zip(pattern.from(rank)),
+            };
+            let by_engine = engine.as_ref().is_some_and(|engine| engine.sends_to(rank))
+                || (own_rows.is_some() && rank == own);
+            if !by_engine {
+                let rows = theirs.incoming.iter().map(PeerRows::total).sum();
+                for (&from, &to) in pairs {
+                    cut_into_parts(RowMove { peer: rank, from, to }, rows, &mut parts);
+                }
+            }
+            if let Some(mailbox) = &post.payload.mailbox {
+                mailboxes.push((rank, mailbox.clone()));
+            }
+        }
+        let of = |peers: &[PeerRows]| peers.iter().map(|peer| peer.rank).collect();
+        let (incoming, outgoing) = (of(&pattern.incoming), of(&pattern.outgoing));
+        let (announce_to, work_on) = if pushes { (incoming, outgoing) } else { (outgoing, incoming) };
+        let kernel = match &self.spec {
+            None => {
+                let delivery = told.map_or(LinkDelivery::Whole, |_| LinkDelivery::Parts);
+                LinkKernel::Copy(LinkCopy::new(lists, CAST, &row_bytes, &parts, delivery, self.num_sms)?)
+            }
+            Some(spec) => LinkKernel::Reduce(LinkReduce::new(lists, spec, &parts.concat(), self.num_sms)?),
+        };
+        let peers = LinkPeers { mailboxes, announce_to, work_on };
+        Ok(Met { kernel, engine, own_rows, peers })
+    }
 }
 
 impl CudaTransport {
@@ -140,7 +192,10 @@ impl CudaTransport {
     ) -> Result<(), CallError> {
         let CollectiveCall { backend, stream, place, barrier, collective, .. } = *call;
         let is_first = !work.side.has_met();
-        let met = work.side.met_by(call, self.setup()?, |lists| self.meet(call, meeting, work, lists))?;
+        let own = &collective.collective;
+        let posts = || self.posts_of(call, meeting, own.pattern.peers());
+        let gather = |posts: &[_], lists: &Stream| work.gather(&self.device, own, posts, lists);
+        let met = work.side.met_by(call, self.setup()?, posts, gather)?;
         // A sum also makes the rows that have no operand.
         if met.peers.mailboxes.is_empty() && work.spec.is_none() {
             barrier.map_or(Ok(()), |barrier| barrier.arrive(stream.queue()))?;
@@ -190,66 +245,6 @@ impl CudaTransport {
         };
         told.into_iter().for_each(|rank| self.release_post(rank, meeting.sequence));
         Ok(())
-    }
-
-    /// Learns the others' rows and mailboxes.
-    fn meet(
-        &self,
-        call: &Call<'_>,
-        meeting: &CudaMeeting,
-        work: &LinkWork,
-        lists: &Stream,
-    ) -> Result<Met, CallError> {
-        let collective = call.collective;
-        let pattern = &collective.collective.pattern;
-        let mut ranks: Vec<usize> =
-            pattern.incoming.iter().chain(&pattern.outgoing).map(|peer| peer.rank).collect();
-        ranks.sort_unstable();
-        ranks.dedup();
-        let posts = ranks.into_iter().map(|rank| Ok((rank, self.post_of(call, meeting, rank)?)));
-        let posts: Vec<(usize, Arc<Post<Part>>)> = posts.collect::<Result<_, ExecError>>()?;
-        let row_bytes = rows::row_bytes(&collective.collective);
-        let (engine, own_rows) = match work.may_use_engines {
-            true => (
-                LinkEngine::new(&self.device, work.engines, work.place, pattern, &posts, &row_bytes)?,
-                OwnRows::new(&self.device, self.rank, pattern, &row_bytes)?,
-            ),
-            false => (None, None),
-        };
-        let mut mailboxes = Vec::with_capacity(posts.len());
-        let told = collective.collective.delivery_parts;
-        let mut parts = vec![Vec::new(); told.unwrap_or(1)];
-        let pushes = work.writes_outputs();
-        for (rank, post) in posts {
-            let theirs = &post.collective.pattern;
-            let pairs = match pushes {
-                true => pattern.to(rank).iter().zip(theirs.from(self.rank)),
-                false => theirs.to(self.rank).iter().zip(pattern.from(rank)),
-            };
-            let by_engine = engine.as_ref().is_some_and(|engine| engine.sends_to(rank))
-                || (own_rows.is_some() && rank == self.rank);
-            if !by_engine {
-                let rows = theirs.incoming.iter().map(PeerRows::total).sum();
-                for (&from, &to) in pairs {
-                    cut_into_parts(RowMove { peer: rank, from, to }, rows, &mut parts);
-                }
-            }
-            if let Some(mailbox) = &post.payload.mailbox {
-                mailboxes.push((rank, mailbox.clone()));
-            }
-        }
-        let of = |peers: &[PeerRows]| peers.iter().map(|peer| peer.rank).collect();
-        let (incoming, outgoing) = (of(&pattern.incoming), of(&pattern.outgoing));
-        let (announce_to, work_on) = if pushes { (incoming, outgoing) } else { (outgoing, incoming) };
-        let kernel = match &work.spec {
-            None => {
-                let delivery = told.map_or(LinkDelivery::Whole, |_| LinkDelivery::Parts);
-                LinkKernel::Copy(LinkCopy::new(lists, CAST, &row_bytes, &parts, delivery, work.num_sms)?)
-            }
-            Some(spec) => LinkKernel::Reduce(LinkReduce::new(lists, spec, &parts.concat(), work.num_sms)?),
-        };
-        let peers = LinkPeers { mailboxes, announce_to, work_on };
-        Ok(Met { kernel, engine, own_rows, peers })
     }
 }
 

@@ -11,6 +11,7 @@ const MOST: Duration = Duration::from_secs(5);
 /// When the lists of a collective are on the device. Calls on several streams read them, so that they are uploaded on none of these, where
 /// they might be behind anything.
 pub(super) struct Lists {
+    device: Device,
     uploaded: Event,
     /// Whether that is known to be over.
     are_there: AtomicBool,
@@ -19,7 +20,8 @@ pub(super) struct Lists {
 impl Lists {
     /// Of nothing yet.
     pub(super) fn new(device: &Device) -> Result<Self, CudaError> {
-        Ok(Self { uploaded: Event::new(device)?, are_there: AtomicBool::new(true) })
+        let (device, uploaded) = (device.clone(), Event::new(device)?);
+        Ok(Self { device, uploaded, are_there: AtomicBool::new(true) })
     }
 
     /// Has `make` gather lists, and enqueues their upload on `setup`, which has nothing of a call on it.
@@ -54,7 +56,7 @@ impl Lists {
     /// Polls until the upload has ended.
     fn ends_beside_capture(&self) -> Result<bool, CudaError> {
         let began = Instant::now();
-        while !self.uploaded.is_done_beside_capture()? {
+        while !self.device.beside_captures(|| self.uploaded.is_done())? {
             if began.elapsed() > MOST {
                 let reason =
                     format!("its lists are not on the device after {MOST:?}; synchronize before the capture");

@@ -8,8 +8,8 @@ use counterpoint_exec::collective::{PeerRows, Post, Waiter};
 use counterpoint_exec::{CollectiveCall, ExecError};
 use counterpoint_schedule::SpanKind;
 
-use super::collective::{Marks, Part, Work};
-use super::process::Readers;
+use super::collective::{Marks, Part, PeerPost, Work};
+use super::process::{PeerProcesses, Readers};
 use super::stand_in::StoodIn;
 use super::{Call, CallError, CudaCollective, CudaTransport};
 use crate::backend::{CallMarks, CudaBuffer, SpanStart};
@@ -58,7 +58,7 @@ impl CudaTransport {
         let started = stream.start_span(backend.timed())?;
         // Kernels that meet by themselves say themselves when they have started.
         match barrier {
-            Some(barrier) if !matches!(collective.work, Work::Link(_)) => barrier.arrive(queue)?,
+            Some(barrier) if !matches!(&*collective.work, Work::Link(_)) => barrier.arrive(queue)?,
             _ => {}
         }
         let sequence = self.next.fetch_add(1, Ordering::Relaxed);
@@ -94,13 +94,8 @@ impl CudaTransport {
     /// Tells the peers of this rank's part in a collective that comes after `between` others, as far as its ranks synchronise on the
     /// device and have not met yet, and no peer needs to know where memory lies that a call brings.
     pub(super) fn announce_part(&self, call: &Call<'_>, between: u64) -> Result<(), CallError> {
-        let pattern = &call.collective.collective.pattern;
-        let is_known = match &call.collective.work {
-            Work::Link(link) => !link.knows_others() && link.output_readers(pattern).is_empty(),
-            Work::BackwardReduce(work) => !work.side.has_met(),
-            _ => false,
-        };
-        if is_known {
+        let CudaCollective { work, collective, .. } = call.collective;
+        if work.is_known(&collective.pattern) && !call.collective.has_met() {
             let sequence = self.next.load(Ordering::Relaxed) + between;
             let post = self.publish(call, call.buffers, sequence)?;
             lock(&self.announced).insert(sequence, post);
@@ -121,6 +116,7 @@ impl CudaTransport {
         let inputs = || tensors.iter().map(|(input, _)| buffers[input.0].clone()).collect();
         let outputs = || tensors.iter().map(|(_, output)| buffers[output.0].clone()).collect();
         let mut part = Part {
+            number: collective.number,
             inputs: Vec::new(),
             outputs: Vec::new(),
             staging: None,
@@ -128,7 +124,7 @@ impl CudaTransport {
             marks: collective.synchronises_by_events().then(|| self.marks_of(collective)).transpose()?,
         };
         let readers_of_outputs;
-        let users = match &collective.work {
+        let users = match &*collective.work {
             Work::Pull(_) => {
                 part.inputs = inputs();
                 &pattern.outgoing[..]
@@ -176,15 +172,19 @@ impl CudaTransport {
         // Other processes get a copy by message; where device-side barriers order ranks nobody needs their acknowledgement.
         let awaited = if self.peers.is_none() || collective.synchronises_by_events() { users } else { &[] };
         let own = self.board.publish(self.rank, sequence, post, awaited);
-        if let Some(peers) = &self.peers {
-            peers.tell(sequence, collective.number, &own, readers(&collective.work, users))?;
+        match &self.peers {
+            Some(peers) if collective.work.is_known(pattern) => {
+                peers.tell_call(sequence, collective.number, pattern)?;
+            }
+            Some(peers) => peers.tell(sequence, &own, readers(&collective.work, users))?,
+            None => {}
         }
         Ok(own)
     }
 
     pub(super) fn end_meeting(&self, call: &Call<'_>, meeting: &CudaMeeting) -> Result<(), CallError> {
         let CollectiveCall { stream, place, collective, .. } = *call;
-        match &collective.work {
+        match &*collective.work {
             Work::Pull(_) => self.end_pull(call, meeting)?,
             Work::Push(work) => self.end_push(&meeting.as_others_see(call), meeting, work)?,
             // What was published stays for who has not learnt yet where this rank's memory is.
@@ -200,7 +200,7 @@ impl CudaTransport {
             signal.raise(stream.queue(), parts as u64)?;
         }
         self.board.finish(self.rank, meeting.sequence, place);
-        let kind = match &collective.work {
+        let kind = match &*collective.work {
             Work::GemmReduce(_) | Work::CastGemm(_) => SpanKind::Compute,
             _ => SpanKind::Communication,
         };
@@ -221,6 +221,16 @@ impl CudaTransport {
             own.meet(self.rank, meeting.sequence, peer, &post)?;
         }
         Ok(post)
+    }
+
+    /// The parts of `peers`.
+    pub(super) fn posts_of(
+        &self,
+        call: &Call<'_>,
+        meeting: &CudaMeeting,
+        peers: Vec<usize>,
+    ) -> Result<Vec<PeerPost>, CallError> {
+        peers.into_iter().map(|peer| Ok((peer, self.post_of(call, meeting, peer)?))).collect()
     }
 
     /// Lets `peer` know that this rank has enqueued its use of what that one published.
@@ -252,8 +262,14 @@ impl CudaTransport {
         Ok(slot.insert(Marks { ready: event()?, done: event()? }).clone())
     }
 
-    pub(super) fn waiter<'a>(&self, call: &Call<'a>) -> Waiter<'a> {
-        Waiter { rank: self.rank, place: call.place, status: call.stream.status(), polls: POLL }
+    pub(super) fn waiter<'a>(&'a self, call: &Call<'a>) -> Waiter<'a> {
+        Waiter {
+            rank: self.rank,
+            place: call.place,
+            status: call.stream.status(),
+            polls: POLL,
+            listener: self.peers.as_ref().map(PeerProcesses::listener),
+        }
     }
 
     pub(super) fn report<R>(&self, call: &Call<'_>, result: Result<R, CallError>) -> Result<R, ExecError> {

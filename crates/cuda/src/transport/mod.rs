@@ -32,6 +32,7 @@ mod process;
 mod product_side;
 mod pull;
 mod push;
+mod ready;
 mod rows;
 mod staging;
 mod stand_in;
@@ -39,6 +40,7 @@ mod stand_in;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
+use std::time::Instant;
 
 use counterpoint_exec::collective::{Board, Collective, Post};
 use counterpoint_exec::{CollectiveContext, ExecError, OpPlace, Rendezvous, Transport, World};
@@ -61,6 +63,7 @@ use link::LinkWork;
 pub(crate) use means::Means;
 pub use meeting::CudaMeeting;
 use process::PeerProcesses;
+use ready::{OwnPart, ReadyParts};
 use stand_in::StandIns;
 
 /// One rank of the CUDA transport.
@@ -76,6 +79,8 @@ pub struct CudaTransport {
     prepared: AtomicU64,
     /// What the peers have been told of collectives that are not enqueued yet, by their place among all.
     announced: Mutex<BTreeMap<u64, Arc<Post<Part>>>>,
+    /// What ranks have told of collectives when they made them ready.
+    ready: Arc<ReadyParts>,
     /// Where the other ranks are processes. Before what moves rows, which must not go while others still use it.
     peers: Option<PeerProcesses>,
     /// What other processes have of the caller's tensors.
@@ -92,12 +97,12 @@ impl CudaTransport {
         devices: impl IntoIterator<Item = Device>,
         means: impl IntoIterator<Item = Means>,
     ) -> Vec<Self> {
-        let board = Arc::new(Board::new(world));
+        let (board, ready) = (Arc::new(Board::new(world)), Arc::<ReadyParts>::default());
         let devices: Arc<[Device]> = devices.into_iter().collect();
         let rank = |(rank, means): (usize, Means)| {
-            let (world, board) = (world.clone(), board.clone());
+            let (world, board, ready) = (world.clone(), board.clone(), ready.clone());
             let (device, devices) = (devices[rank].clone(), devices.clone());
-            Self::new(world, board, rank, device, devices, None, means)
+            Self::new(world, (board, ready), rank, device, devices, None, means)
         };
         (0..world.size()).zip(means).map(rank).collect()
     }
@@ -111,13 +116,14 @@ impl CudaTransport {
         means: Means,
     ) -> Result<Self, ExecError> {
         let peers = PeerProcesses::connect(rendezvous, world, device, name)?;
-        let (world, board, device) = (world.clone(), peers.board().clone(), device.clone());
-        Ok(Self::new(world, board, rendezvous.rank(), device, Arc::default(), Some(peers), means))
+        let (world, device) = (world.clone(), device.clone());
+        let heard = (peers.board().clone(), peers.ready().clone());
+        Ok(Self::new(world, heard, rendezvous.rank(), device, Arc::default(), Some(peers), means))
     }
 
     fn new(
         world: Arc<World>,
-        board: Arc<Board<Part>>,
+        (board, ready): (Arc<Board<Part>>, Arc<ReadyParts>),
         rank: usize,
         device: Device,
         devices: Arc<[Device]>,
@@ -133,6 +139,7 @@ impl CudaTransport {
             next: AtomicU64::new(0),
             prepared: AtomicU64::new(0),
             announced: Mutex::default(),
+            ready,
             peers,
             stand_ins: Arc::default(),
             means,
@@ -167,7 +174,7 @@ impl CudaTransport {
             let work = self
                 .work(&collective, &outputs, context.policy.mover)
                 .map_err(|error| exec_error(self.rank, &format!("the preparation of {place}"), error))?;
-            self.collective(collective, outputs, work)
+            self.collective(place, collective, outputs, work)
         });
         // A bad part leaves the other ranks without this one: they are told why instead of being let wait.
         checked.map_err(|error| self.world.fail(error))
@@ -184,18 +191,35 @@ impl CudaTransport {
         Ok(())
     }
 
-    /// Of processes, the others hear of its rows at once, long before they need them.
+    /// The others hear of its rows at once, long before they need them.
     fn collective(
         &self,
+        place: &OpPlace,
         collective: Collective,
         outputs: Vec<BufferSpec>,
         work: Work,
     ) -> Result<CudaCollective, ExecError> {
         let number = self.prepared.fetch_add(1, Ordering::Relaxed);
-        let collective = Arc::new(collective);
+        let (collective, work) = (Arc::new(collective), Arc::new(work));
+        let (staging, mailbox) = work.memory();
+        let payload = Part { number, inputs: Vec::new(), outputs: Vec::new(), staging, mailbox, marks: None };
+        let (place, at) = (place.clone(), Instant::now());
+        let post = Arc::new(Post { place: place.clone(), collective: collective.clone(), at, payload });
         if let Some(peers) = &self.peers {
-            peers.tell_rows(number, &collective)?;
+            peers.tell_ready(&post).map_err(|error| match error {
+                CallError::Exec(error) => error,
+                CallError::Cuda(error) => {
+                    exec_error(self.rank, &format!("the preparation of {place}"), error)
+                }
+            })?;
         }
+        let setup = self
+            .setup()
+            .map_err(|error| exec_error(self.rank, &format!("the preparation of {place}"), error))?;
+        let (rank, device, setup, known) =
+            (self.rank, self.device.clone(), setup.clone(), self.ready.clone());
+        let ready = Arc::new(OwnPart { rank, number, post, work: work.clone(), device, setup, known });
+        self.ready.add(&ready);
         Ok(CudaCollective {
             number,
             collective,
@@ -203,6 +227,7 @@ impl CudaTransport {
             marks: Mutex::new(None),
             last_calls: OnceLock::new(),
             work,
+            _ready: ready,
             _departure: self.peers.as_ref().map(|peers| peers.departure(number, &self.stand_ins)),
         })
     }
@@ -235,7 +260,8 @@ impl CudaTransport {
             Means::Pull | Means::Push => pull(),
             Means::Link { num_sms, engines } if link::takes(collective) => {
                 let place = (self.rank, self.world.size());
-                LinkWork::new(self.setup()?, collective, outputs, place, (*num_sms, *engines)).map(Work::Link)
+                LinkWork::new(self.setup()?, collective, outputs, place, (*num_sms, *engines))
+                    .map(|work| Work::Link(Box::new(work)))
             }
             Means::Link { .. } => pull(),
             Means::Exchange(_) => {
@@ -308,7 +334,7 @@ impl Transport<CudaBackend> for CudaTransport {
         };
         // As for every collective: the others are told instead of being let wait.
         let work = work.map_err(|error| self.world.fail(error))?;
-        work.map(|(collective, work)| self.collective(collective, Vec::new(), work)).transpose()
+        work.map(|(collective, work)| self.collective(place, collective, Vec::new(), work)).transpose()
     }
 
     fn can_be_captured(&self, collective: &CudaCollective) -> Result<(), String> {
@@ -327,7 +353,7 @@ impl Transport<CudaBackend> for CudaTransport {
 
     fn fetch(&self, call: &Call<'_>, meeting: &mut CudaMeeting) -> Result<(), ExecError> {
         let stood_in = &meeting.as_others_see(call);
-        let enqueued = match &call.collective.work {
+        let enqueued = match &*call.collective.work {
             // A rank has its own rows from its own tensors.
             Work::Pull(work) => self.pull(call, meeting, work),
             Work::Link(work) => self.link(stood_in, meeting, work),

@@ -4,7 +4,7 @@
 use counterpoint_exec::collective::PeerRows;
 use counterpoint_schedule::BufferId;
 
-use super::collective::Part;
+use super::collective::{Part, PeerPost};
 use super::fused::Rows;
 use super::link_side::LinkSide;
 use super::{Call, CallError, CudaMeeting, CudaTransport, untold};
@@ -77,8 +77,9 @@ impl CudaTransport {
         ranks: impl Iterator<Item = usize>,
         users: &[PeerRows],
     ) -> Result<&'a Met, CallError> {
-        side.link.met_by(call, self.setup()?, |_| {
-            let met = self.meet_for_product(call, meeting, side, ranks)?;
+        let posts = || self.posts_of(call, meeting, ranks.collect());
+        side.link.met_by(call, self.setup()?, posts, |posts, _| {
+            let met = self.met_for_product(call, side, posts)?;
             users.iter().for_each(|peer| self.release_post(peer.rank, meeting.sequence));
             if let Some(waits) = waits {
                 call.backend.watch(call.place.to_string(), waits.clone());
@@ -87,21 +88,19 @@ impl CudaTransport {
         })
     }
 
-    /// Learns where the memory of `ranks` is, all but this one at least.
-    fn meet_for_product(
+    /// What this rank knows by the posts of all others.
+    fn met_for_product(
         &self,
         call: &Call<'_>,
-        meeting: &CudaMeeting,
         side: &ProductSide,
-        ranks: impl Iterator<Item = usize>,
+        posts: &[PeerPost],
     ) -> Result<Met, CallError> {
         let of_each = |own: u64| vec![own; self.world.size()];
         let mut exchanges = of_each(side.exchange.address());
         let mut written = side.written.map_or(Vec::new(), |rows| of_each(rows.address(call.buffers)));
         let (mut mailboxes, mut memory) = (Vec::new(), Vec::new());
-        for rank in ranks {
-            let post = self.post_of(call, meeting, rank)?;
-            let part = &post.payload;
+        for (rank, post) in posts {
+            let (rank, part) = (*rank, &post.payload);
             let (Some(mailbox), Some(exchange)) = (&part.mailbox, &part.staging) else {
                 return Err(untold(rank));
             };

@@ -94,7 +94,7 @@ impl CudaTransport {
             return Ok(None);
         }
         let queue = call.stream.queue();
-        let of = match call.collective.work {
+        let of = match &*call.collective.work {
             Work::GemmReduce(_) | Work::CastGemm(_) => Use::Collective(call.collective.number),
             _ => Use::Stream(queue.raw() as usize),
         };
@@ -141,7 +141,7 @@ impl CudaTransport {
                 |&(_, buffer): &(_, BufferId)| Exposed { buffer, rows: rows.clone(), is_written: true };
             collective.tensors.iter().map(tensor).collect()
         };
-        match &call.collective.work {
+        match &*call.collective.work {
             // A rank has its own rows from its own tensor.
             Work::Pull(_) => read(false),
             Work::Push(push) if push.staging().is_none() => written(),

@@ -15,6 +15,8 @@ use crate::{ExecError, OpPlace};
 
 /// In which a rank hears why one of another process has left, if that one failed.
 const REASON: Duration = Duration::from_millis(500);
+/// Between two looks of one who sleeps at what no thread listens to.
+const NAP: Duration = Duration::from_micros(200);
 
 /// Where ranks publish their parts in collectives and find those of others, each with a transport's own payload (where its
 /// inputs are, say). A post stays until no rank can ask for it.
@@ -212,18 +214,28 @@ impl<P: Payload> Board<P> {
                 .map(|_| Err(left(peer, waiter.rank, sequence, waiter.place))),
         };
         let or_failure = |left| self.end_of_peer(world, peer, left);
+        let listen = || waiter.listener.is_some_and(|listener| listener.listen(peer));
         let began = Instant::now();
-        loop {
+        let must_listen = loop {
+            // What has come is on the board before it is looked at.
+            let must_listen = listen();
             if let Some(found) = self.slots[peer].peek(look) {
                 return found.map_err(or_failure);
             }
             if began.elapsed() >= waiter.polls {
-                break;
+                break must_listen;
             }
             std::hint::spin_loop();
-        }
+        };
         waiter.status.block(Some(Blocker::Rank(peer)));
-        let end = world.wait(&self.slots[peer], world.deadline(), |slot| look(slot));
+        let deadline = world.deadline();
+        let end = loop {
+            let until = if must_listen { deadline.min(Instant::now() + NAP) } else { deadline };
+            match world.wait(&self.slots[peer], until, |slot| look(slot)) {
+                Err(WaitEnd::Limit) if until < deadline => _ = listen(),
+                end => break end,
+            }
+        };
         let found = end.map_err(|end| self.end_of_wait(end, world, waiter, peer, sequence, began))?;
         let post = found.map_err(or_failure)?;
         // Not after a failure: others whose limits end now must not take this stream for one that works.
@@ -349,6 +361,14 @@ pub struct Waiter<'a> {
     pub status: &'a StreamStatus,
     /// How long it polls for a peer's part before it sleeps: a thread takes tens of microseconds to wake.
     pub polls: Duration,
+    /// Whom it asks to take in what peers have written where no thread listens.
+    pub listener: Option<&'a dyn Listener>,
+}
+
+/// Takes in what peers write into memory that they share with a rank.
+pub trait Listener {
+    /// Takes in what `peer` has written; false where it writes nothing so.
+    fn listen(&self, peer: usize) -> bool;
 }
 
 #[cfg(test)]
@@ -417,13 +437,47 @@ mod tests {
         }
     }
 
+    /// Publishes the part of a rank when it is asked for the third time, as one that finds it in shared memory then.
+    struct Third<'a>(&'a Board<Nothing>, AtomicU64);
+
+    impl Listener for Third<'_> {
+        fn listen(&self, peer: usize) -> bool {
+            if self.1.fetch_add(1, Ordering::Relaxed) == 2 {
+                let contract =
+                    super::super::contract::Contract { kind: String::new(), tensors: Vec::new(), plan: None };
+                let pattern = super::super::pattern::Pattern::default();
+                let (tensors, reduction, delivery_parts) = (Vec::new(), None, None);
+                let collective =
+                    Arc::new(Collective { contract, pattern, tensors, reduction, delivery_parts });
+                let (place, at) = (OpPlace::new(0, "cast k v"), Instant::now());
+                self.0.publish(peer, 0, Post { place, collective, at, payload: Nothing }, &[]);
+            }
+            true
+        }
+    }
+
+    /// Nobody wakes who waits for a part that comes so, asleep or not.
+    #[test]
+    fn what_no_thread_listens_to_is_found_by_who_waits() {
+        for polls in [Duration::ZERO, Duration::from_secs(10)] {
+            let world = World::new(2, WorldConfig::default());
+            let board = Board::<Nothing>::of_rank(&world, 0);
+            let status = world.register_stream(0, "group-cast", StreamKind::Communication);
+            let place = OpPlace::new(0, "cast k v");
+            let listener = Third(&board, AtomicU64::new(0));
+            let waiter = Waiter { rank: 0, place: &place, status: &status, polls, listener: Some(&listener) };
+            assert_eq!(board.post_of(&world, &waiter, 1, 0).unwrap().place.label, place.label);
+        }
+    }
+
     /// What rank 0 hears that waits for a rank of another process that has left.
     fn heard(fails: bool) -> ExecError {
         let world = World::new(2, WorldConfig::default());
         let board = Board::<Nothing>::of_rank(&world, 0);
         let place = OpPlace::new(0, "cast k v");
         let status = world.register_stream(0, "group-cast", StreamKind::Communication);
-        let waiter = Waiter { rank: 0, place: &place, status: &status, polls: Duration::ZERO };
+        let waiter =
+            Waiter { rank: 0, place: &place, status: &status, polls: Duration::ZERO, listener: None };
         board.leave(1, 0);
         thread::scope(|scope| {
             if fails {

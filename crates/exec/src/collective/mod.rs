@@ -5,6 +5,6 @@ mod board;
 mod contract;
 mod pattern;
 
-pub use board::{Board, Payload, Post, Waiter};
+pub use board::{Board, Listener, Payload, Post, Waiter};
 pub use contract::{Collective, Contract, Reduction, WireTensor};
 pub use pattern::{Pattern, PeerRows};

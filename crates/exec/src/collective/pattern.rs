@@ -43,6 +43,15 @@ impl Pattern {
         rows_of(&self.outgoing, rank)
     }
 
+    /// The ranks on either side, ascending.
+    pub fn peers(&self) -> Vec<usize> {
+        let mut peers: Vec<usize> =
+            self.incoming.iter().chain(&self.outgoing).map(|peer| peer.rank).collect();
+        peers.sort_unstable();
+        peers.dedup();
+        peers
+    }
+
     /// What comes from `rank`.
     pub fn from(&self, rank: usize) -> &[Range] {
         rows_of(&self.incoming, rank)

@@ -234,6 +234,12 @@ impl Call {
 
     fn waiter<'a>(&'a self, stream: &'a StreamShared) -> Waiter<'a> {
         // Cores are for computation.
-        Waiter { rank: self.rank, place: &self.place, status: &stream.status, polls: Duration::ZERO }
+        Waiter {
+            rank: self.rank,
+            place: &self.place,
+            status: &stream.status,
+            polls: Duration::ZERO,
+            listener: None,
+        }
     }
 }

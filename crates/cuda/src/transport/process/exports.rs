@@ -18,7 +18,7 @@ pub(super) struct Exports {
 /// Something with a number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Told {
-    Rows(u64),
+    Ready(u64),
     Event(u64),
     Memory(u64),
 }
@@ -50,7 +50,7 @@ impl Exports {
     /// Forgets a collective of this number, and gives the peers that were told of it.
     pub(super) fn forget(&mut self, number: u64) -> BTreeSet<usize> {
         let [ready, done] = events_of(number);
-        let of_it = [Told::Rows(number), Told::Event(ready), Told::Event(done)];
+        let of_it = [Told::Ready(number), Told::Event(ready), Told::Event(done)];
         self.told.extract_if(.., |(_, told)| of_it.contains(told)).map(|(peer, _)| peer).collect()
     }
 
@@ -90,7 +90,7 @@ mod tests {
         let mut exports = Exports::default();
         let mut tell = |peer, what| exports.tell::<()>(peer, what, || Ok(())).unwrap();
         for peer in [1, 3] {
-            for what in [Told::Rows(7), Told::Event(14), Told::Event(15), Told::Rows(8), Told::Memory(7)] {
+            for what in [Told::Ready(7), Told::Event(14), Told::Event(15), Told::Ready(8), Told::Memory(7)] {
                 tell(peer, what);
             }
         }

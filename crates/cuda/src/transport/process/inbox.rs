@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, Weak};
 use std::time::Instant;
 
-use counterpoint_exec::collective::{Board, Collective, Post};
-use counterpoint_exec::{ExecError, Mesh, Recipient, World};
+use counterpoint_exec::collective::{Board, Collective, Listener, Post};
+use counterpoint_exec::{ExecError, Mesh, RING_WORDS, Recipient, SharedRings, World};
 
 use super::LOOK;
 use super::exports::events_of;
@@ -14,6 +14,7 @@ use crate::backend::{CudaBuffer, exec_error};
 use crate::sync::lock;
 use crate::transport::Part;
 use crate::transport::collective::Marks;
+use crate::transport::ready::ReadyParts;
 use crate::{CudaError, Device, DeviceBuffer, Event};
 use counterpoint_driver::OpenedMemory;
 
@@ -25,8 +26,10 @@ pub(super) struct Inbox {
     board: Arc<Board<Part>>,
     /// To answer. Weak: the connections' threads hold this value.
     answers: OnceLock<Weak<Mesh<PartMessage>>>,
-    /// What peers have told, by (peer, its number).
-    rows: Mutex<BTreeMap<(usize, u64), Arc<Collective>>>,
+    /// Of collectives that peers have made ready.
+    ready: Arc<ReadyParts>,
+    rings: Arc<SharedRings>,
+    /// What else peers have told, by (peer, its number).
     events: Mutex<BTreeMap<(usize, u64), Event>>,
     memory: Mutex<BTreeMap<(usize, u64), OpenedMemory>>,
     seen: Mutex<Seen>,
@@ -43,14 +46,15 @@ struct Seen {
 }
 
 impl Inbox {
-    pub(super) fn new(world: &Arc<World>, rank: usize, device: &Device) -> Self {
+    pub(super) fn new(world: &Arc<World>, rank: usize, device: &Device, rings: &Arc<SharedRings>) -> Self {
         Self {
             world: world.clone(),
             rank,
             device: device.clone(),
             board: Arc::new(Board::of_rank(world, rank)),
             answers: OnceLock::new(),
-            rows: Mutex::default(),
+            ready: Arc::default(),
+            rings: rings.clone(),
             events: Mutex::default(),
             memory: Mutex::default(),
             seen: Mutex::default(),
@@ -60,6 +64,10 @@ impl Inbox {
 
     pub(super) fn board(&self) -> &Arc<Board<Part>> {
         &self.board
+    }
+
+    pub(super) fn ready(&self) -> &Arc<ReadyParts> {
+        &self.ready
     }
 
     /// By which it answers. No peer may tell it anything before.
@@ -112,7 +120,8 @@ impl Inbox {
 
     /// Opens an allocation of `peer`, and answers where it is.
     fn open(&self, peer: usize, number: u64, handle: &[u8], bytes: usize) -> Result<(), ExecError> {
-        let opened = OpenedMemory::open(&self.device, handle, bytes)
+        let open = || OpenedMemory::open(&self.device, handle, bytes);
+        let opened = (self.device.beside_captures(open))
             .map_err(|error| exec_error(self.rank, &format!("the memory of rank {peer}"), error))?;
         let base = opened.base();
         lock(&self.memory).insert((peer, number), opened);
@@ -138,33 +147,66 @@ impl Inbox {
         places.iter().map(tensor).collect()
     }
 
+    /// What `peer` has told of a collective that is ready.
+    fn take_ready(&self, peer: usize, message: PartMessage) -> Result<(), CudaError> {
+        let PartMessage::Ready { number, place, contract, pattern, staging, mailbox } = message else {
+            return Ok(());
+        };
+        let (tensors, reduction, delivery_parts) = (Vec::new(), None, None);
+        let collective = Arc::new(Collective { contract, pattern, tensors, reduction, delivery_parts });
+        let memory = |place: Option<MemoryPlace>| place.map(|place| self.buffer(peer, &place)).transpose();
+        let (staging, mailbox) = (memory(staging)?, memory(mailbox)?);
+        let payload = Part { number, inputs: Vec::new(), outputs: Vec::new(), staging, mailbox, marks: None };
+        self.ready.tell(peer, number, Post { place, collective, at: Instant::now(), payload });
+        Ok(())
+    }
+
+    /// `peer` calls a collective of which it has told all; false where what it told is still on its way.
+    fn take_call(&self, peer: usize, [sequence, number]: [u64; RING_WORDS]) -> bool {
+        let Some(ready) = self.ready.of(peer, number) else { return false };
+        let Post { place, collective, payload, .. } = &*ready;
+        let (place, collective, payload) = (place.clone(), collective.clone(), payload.clone());
+        self.board.publish(peer, sequence, Post { place, collective, at: Instant::now(), payload }, &[]);
+        true
+    }
+
     fn publish(&self, peer: usize, part: PartMessage) -> Result<(), CudaError> {
-        let PartMessage::Part { sequence, place, rows, marks: told, inputs, outputs, staging, mailbox } =
-            part
+        let PartMessage::Part { sequence, number, marks: told, inputs, outputs, staging, mailbox } = part
         else {
             return Ok(());
         };
-        let untold = |what: &str, number: u64| CudaError::Transport {
-            transport: "between processes",
-            reason: format!("rank {peer} names {what} {number}, of which it has not told"),
-        };
+        let untold = |what, number| untold(peer, what, number);
         let event = |number| {
             let known = lock(&self.events).get(&(peer, number)).cloned();
             known.ok_or_else(|| untold("event", number))
         };
         let marks = |[ready, done]: [u64; 2]| Ok(Marks { ready: event(ready)?, done: event(done)? });
-        let collective = lock(&self.rows).get(&(peer, rows)).cloned().ok_or_else(|| untold("rows", rows))?;
+        let ready = self.ready.of(peer, number).ok_or_else(|| untold("collective", number))?;
         let memory = |place: Option<MemoryPlace>| place.map(|place| self.buffer(peer, &place)).transpose();
         let payload = Part {
+            number,
             inputs: self.tensors(peer, &inputs)?,
             outputs: self.tensors(peer, &outputs)?,
             staging: memory(staging)?,
             mailbox: memory(mailbox)?,
             marks: told.map(marks).transpose()?,
         };
-        let post = Post { place, collective, at: Instant::now(), payload };
-        self.board.publish(peer, sequence, post, &[]);
+        let (place, collective) = (ready.place.clone(), ready.collective.clone());
+        self.board.publish(peer, sequence, Post { place, collective, at: Instant::now(), payload }, &[]);
         Ok(())
+    }
+}
+
+/// The error of a peer that names what it has not told of.
+fn untold(peer: usize, what: &str, number: u64) -> CudaError {
+    let reason = format!("rank {peer} names {what} {number}, of which it has not told");
+    CudaError::Transport { transport: "between processes", reason }
+}
+
+impl Listener for Inbox {
+    fn listen(&self, peer: usize) -> bool {
+        self.rings.read(peer, |call| self.take_call(peer, call));
+        self.rings.reads(peer)
     }
 }
 
@@ -173,6 +215,7 @@ impl Recipient for Inbox {
 
     fn left(&self, peer: usize) {
         // Its parts come before its farewell.
+        self.listen(peer);
         self.board.leave(peer, 0);
     }
 
@@ -183,12 +226,16 @@ impl Recipient for Inbox {
 
     fn receive(&self, peer: usize, message: PartMessage, _payload: &[u8]) -> Result<(), String> {
         let told: Result<(), ExecError> = match message {
-            PartMessage::Rows { number, contract, pattern } => {
-                let (tensors, reduction, delivery_parts) = (Vec::new(), None, None);
-                let collective = Collective { contract, pattern, tensors, reduction, delivery_parts };
-                lock(&self.rows).insert((peer, number), Arc::new(collective));
-                Ok(())
-            }
+            PartMessage::Ready { .. } => self
+                .take_ready(peer, message)
+                .map_err(|error| exec_error(self.rank, &format!("a collective of rank {peer}"), error)),
+            PartMessage::Call { sequence, number } => match self.take_call(peer, [sequence, number]) {
+                true => Ok(()),
+                false => {
+                    let error = untold(peer, "collective", number);
+                    Err(exec_error(self.rank, &format!("a call of rank {peer}"), error))
+                }
+            },
             PartMessage::Event { number, handle } => Event::open(&self.device, &handle)
                 .map(|event| drop(lock(&self.events).insert((peer, number), event)))
                 .map_err(|error| exec_error(self.rank, &format!("an event of rank {peer}"), error)),
@@ -205,7 +252,9 @@ impl Recipient for Inbox {
                 Ok(())
             }
             PartMessage::Gone { number } => {
-                lock(&self.rows).remove(&(peer, number));
+                // Its calls were written before.
+                self.listen(peer);
+                self.ready.forget(peer, number);
                 let mut events = lock(&self.events);
                 events_of(number).iter().for_each(|event| drop(events.remove(&(peer, *event))));
                 Ok(())

@@ -8,19 +8,27 @@ use serde::{Deserialize, Serialize};
 /// What GPU ranks of different processes tell each other. Numbers are the sender's own; what they stand for is told once.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) enum PartMessage {
-    /// Rows of a collective, which later parts name.
-    Rows { number: u64, contract: Contract, pattern: Pattern },
+    /// A collective that is ready, which later messages name: its rows, and memory that the others' kernels write to.
+    Ready {
+        number: u64,
+        place: OpPlace,
+        contract: Contract,
+        pattern: Pattern,
+        staging: Option<MemoryPlace>,
+        mailbox: Option<MemoryPlace>,
+    },
+    /// The sender calls a collective of which the receiver knows all.
+    Call { sequence: u64, number: u64 },
     /// An event, which later parts name.
     Event { number: u64, handle: Vec<u8> },
     /// An allocation, in which the tensors of later parts lie.
     Memory { number: u64, handle: Vec<u8>, bytes: usize },
     /// The receiver's allocation begins here in the sender's address space.
     Opened { number: u64, base: u64 },
-    /// The sender's part in a collective.
+    /// The sender's part in a call of a collective.
     Part {
         sequence: u64,
-        place: OpPlace,
-        rows: u64,
+        number: u64,
         /// Its events, ready and done, where ranks follow each other by them.
         marks: Option<[u64; 2]>,
         inputs: Vec<TensorPlace>,
@@ -30,7 +38,7 @@ pub(super) enum PartMessage {
     },
     /// The sender has enqueued its use of what the receiver published.
     Used { sequence: u64 },
-    /// No later part names these rows, nor their events.
+    /// No later message names this collective, nor its events.
     Gone { number: u64 },
     /// The sender has closed all that it had opened.
     Closed,

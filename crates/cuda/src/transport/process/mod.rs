@@ -2,7 +2,8 @@
 //!
 //! A process has a board of its own. What a rank publishes there it also tells its peers, by messages that go where its memory
 //! and events are named by handles of the driver; they open those and publish the part on their boards. From there on waiting,
-//! comparing and enqueueing are the code of threads. Allocations, events and rows are told once, later parts name them.
+//! comparing and enqueueing are the code of threads. Allocations, events and rows are told once, later parts name them. A call that adds
+//! nothing to that is two words in a ring that both processes map ([`SharedRings`]).
 //!
 //! An address means something in one process only. Kernels that meet by themselves tell each other addresses, so who announces
 //! one adds what the peer's mapping of that allocation differs by, which the peer has answered.
@@ -16,13 +17,14 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use counterpoint_exec::collective::{Board, Collective, Pattern, PeerRows, Post};
-use counterpoint_exec::{Awaited, Blocker, ExecError, Mesh, OpPlace, Rendezvous, World};
+use counterpoint_exec::collective::{Board, Collective, Listener, Pattern, PeerRows, Post};
+use counterpoint_exec::{Awaited, Blocker, ExecError, Mesh, OpPlace, Rendezvous, SharedRings, World};
 
 use self::exports::{Exports, Told, events_of};
 use self::inbox::Inbox;
 use self::message::{MemoryPlace, PartMessage, TensorPlace};
 use super::collective::Marks;
+use super::ready::ReadyParts;
 use super::stand_in::StandIns;
 use super::{CallError, Part};
 use crate::backend::CudaBuffer;
@@ -47,6 +49,7 @@ struct Connected {
     rank: usize,
     device: Device,
     inbox: Arc<Inbox>,
+    rings: Arc<SharedRings>,
     mesh: Arc<Mesh<PartMessage>>,
     exports: Mutex<Exports>,
     /// Differences of addresses.
@@ -98,7 +101,8 @@ impl PeerProcesses {
         name: &str,
     ) -> Result<Self, ExecError> {
         let rank = rendezvous.rank();
-        let inbox = Arc::new(Inbox::new(world, rank, device));
+        let rings = Arc::new(SharedRings::connect(rendezvous, name)?);
+        let inbox = Arc::new(Inbox::new(world, rank, device, &rings));
         let left = device.clone();
         world.when_failed(move || left.release_nothing());
         let mesh = Arc::new(Mesh::connect(rendezvous, world, &inbox, name)?);
@@ -107,7 +111,7 @@ impl PeerProcesses {
         rendezvous.barrier(&format!("parts {name}"))?;
         let (world, device) = (world.clone(), device.clone());
         let (exports, shifts) = (Mutex::default(), Mutex::default());
-        let connected = Connected { world, rank, device, inbox, mesh, exports, shifts };
+        let connected = Connected { world, rank, device, inbox, rings, mesh, exports, shifts };
         Ok(Self { connected: Arc::new(connected), gone: Arc::default() })
     }
 
@@ -116,35 +120,62 @@ impl PeerProcesses {
         self.connected.inbox.board()
     }
 
+    /// What the others have told of collectives that they have made ready, and this rank.
+    pub(super) fn ready(&self) -> &Arc<ReadyParts> {
+        self.connected.inbox.ready()
+    }
+
+    /// Who takes in what the others write into memory that they share with this rank.
+    pub(super) fn listener(&self) -> &dyn Listener {
+        &*self.connected.inbox
+    }
+
     /// What a collective with this number drops last.
     pub(super) fn departure(&self, number: u64, stand_ins: &Arc<StandIns>) -> Departure {
         Departure { number, gone: self.gone.clone(), stand_ins: stand_ins.clone() }
     }
 
-    /// Tells those that this rank exchanges rows with which rows these are, in a collective with this number; and which collectives are
-    /// gone.
-    pub(super) fn tell_rows(&self, number: u64, collective: &Collective) -> Result<(), ExecError> {
-        let Collective { contract, pattern, .. } = collective;
+    /// Tells those that this rank exchanges rows with of its part in a collective that is ready: the rows, and memory that they write to;
+    /// and which collectives are gone.
+    pub(super) fn tell_ready(&self, post: &Post<Part>) -> Result<(), CallError> {
+        let Post { place, collective, payload, .. } = post;
+        let Collective { contract, pattern, .. } = &**collective;
         let mut exports = lock(&self.connected.exports);
         for number in std::mem::take(&mut *lock(&self.gone)) {
             let mut told = exports.forget(number).into_iter();
             told.try_for_each(|peer| self.connected.mesh.send(peer, &PartMessage::Gone { number }, &[]))?;
         }
-        let message = PartMessage::Rows { number, contract: contract.clone(), pattern: pattern.clone() };
+        let number = payload.number;
+        for peer in self.connected.peers_of(pattern) {
+            let mut memory = |buffer: &DeviceBuffer| self.connected.tell_memory(&mut exports, peer, buffer);
+            let staging = payload.staging.as_ref().map(&mut memory).transpose()?;
+            let mailbox = payload.mailbox.as_ref().map(&mut memory).transpose()?;
+            let (place, contract, pattern) = (place.clone(), contract.clone(), pattern.clone());
+            let message = PartMessage::Ready { number, place, contract, pattern, staging, mailbox };
+            exports.tell(peer, Told::Ready(number), || self.connected.mesh.send(peer, &message, &[]))?;
+        }
+        Ok(())
+    }
+
+    /// Tells the others of a pattern that this rank calls the collective with this number, of which they know all.
+    pub(super) fn tell_call(&self, sequence: u64, number: u64, pattern: &Pattern) -> Result<(), ExecError> {
         self.connected.peers_of(pattern).into_iter().try_for_each(|peer| {
-            exports.tell(peer, Told::Rows(number), || self.connected.mesh.send(peer, &message, &[]))
+            match self.connected.rings.write(peer, [sequence, number]) {
+                true => Ok(()),
+                false => self.connected.mesh.send(peer, &PartMessage::Call { sequence, number }, &[]),
+            }
         })
     }
 
-    /// Tells those that this rank exchanges rows with of its part in a collective with this number, whose rows they know.
+    /// Tells those that this rank exchanges rows with of its part in a call of a collective, whose rows they know.
     pub(super) fn tell(
         &self,
         sequence: u64,
-        number: u64,
         post: &Post<Part>,
         readers: Readers<'_>,
     ) -> Result<(), CallError> {
-        let Post { place, collective, payload, .. } = post;
+        let Post { collective, payload, .. } = post;
+        let number = payload.number;
         let mut exports = lock(&self.connected.exports);
         for peer in self.connected.peers_of(&collective.pattern) {
             let send = |message: &PartMessage| self.connected.mesh.send(peer, message, &[]);
@@ -170,9 +201,8 @@ impl PeerProcesses {
             };
             let staging = payload.staging.as_ref().map(&mut memory).transpose()?;
             let mailbox = payload.mailbox.as_ref().map(&mut memory).transpose()?;
-            let place: OpPlace = place.clone();
-            let (rows, marks) = (number, payload.marks.as_ref().map(|_| numbers));
-            send(&PartMessage::Part { sequence, place, rows, marks, inputs, outputs, staging, mailbox })?;
+            let marks = payload.marks.as_ref().map(|_| numbers);
+            send(&PartMessage::Part { sequence, number, marks, inputs, outputs, staging, mailbox })?;
         }
         Ok(())
     }
@@ -228,10 +258,7 @@ impl PeerProcesses {
 impl Connected {
     /// The other ranks of a pattern, ascending.
     fn peers_of(&self, pattern: &Pattern) -> Vec<usize> {
-        let mut peers: Vec<usize> =
-            pattern.incoming.iter().chain(&pattern.outgoing).map(|peer| peer.rank).collect();
-        peers.sort_unstable();
-        peers.dedup();
+        let mut peers = pattern.peers();
         peers.retain(|peer| *peer != self.rank);
         peers
     }
