@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 4 python/benches/fresh_masks.py
 
-Each step has another mask of packed documents, and calls of four layers, forward and backward. Times are the host's, of the
-slowest rank: of the first call of a mask, and of later ones. Nobody waits for a device within a step.
+Each step has another mask of packed documents, and calls of four layers, forward and backward; then the same mask again. Times
+are of the host, from when the last rank begins until the last one has enqueued all layers: a rank that is late is not what a mask
+costs. Nobody waits for a device within a step.
 """
 
 from __future__ import annotations
@@ -33,12 +34,11 @@ def documents(tokens: int, number: int) -> cp.Mask:
     return cp.Mask.varlen(starts, causal=True)
 
 
-def timed(times: list[float], work: launched.Call) -> Any:
-    """What `work` returns, whose microseconds of the host are kept."""
-    began = time.perf_counter()
-    result = work()
-    times.append((time.perf_counter() - began) * 1e6)
-    return result
+def ended(began: float, ranks: launched.Ranks) -> float:
+    """Microseconds from when the last rank began until now, on the last rank. The ranks share a host, and its clock."""
+    now = time.monotonic()
+    last_began, last_ended = ranks.largest([began, now])
+    return (last_ended - last_began) * 1e6
 
 
 def measure(ranks: launched.Ranks, tokens: int) -> list[dict[str, Any]]:
@@ -46,35 +46,39 @@ def measure(ranks: launched.Ranks, tokens: int) -> list[dict[str, Any]]:
     group = cp.Group()
     dtype = torch.bfloat16 if ranks.device.type == "cuda" else torch.float32
     arguments: dict[str, Any] = {"heads": HEADS, "head_dim": 128 if ranks.device.type == "cuda" else 16, "dtype": dtype}
-    parts = ("plan", "first forward", "later forwards", "first backward", "later backwards")
-    times: dict[str, list[float]] = {part: [] for part in parts}
+    times: dict[str, list[float]] = {}
     for number in range(STEPS):
         mask = documents(tokens * ranks.size, number)
-        ahead = group.prefetch(mask, **arguments)
-        ahead.result()
-        here: dict[str, list[float]] = {part: [] for part in parts}
-        plan = timed(here["plan"], lambda mask=mask: group.plan(mask, **arguments))
-        rows = plan.sizes[ranks.rank]
-        shapes = [(rows, heads, arguments["head_dim"]) for heads in (HEADS[0], HEADS[1], HEADS[1], HEADS[0])]
-        q, k, v, dout = (torch.randn(shape, device=ranks.device, dtype=dtype) for shape in shapes)
-        inputs = tuple(tensor.requires_grad_() for tensor in (q, k, v))
-        ranks.meet()
-        outs = []
-        for layer in range(LAYERS):
-            name = "later forwards" if layer else "first forward"
-            outs.append(timed(here[name], lambda inputs=inputs, plan=plan: cp.attention(*inputs, plan)[0]))
-        for layer, out in enumerate(reversed(outs)):
-            name = "later backwards" if layer else "first backward"
-            timed(here[name], lambda out=out, inputs=inputs, dout=dout: torch.autograd.grad(out, inputs, dout))
-        ranks.meet()
-        slowest = dict(zip(parts, ranks.largest([statistics.mean(here[part]) for part in parts]), strict=True))
-        if number >= WARM_UPS:
-            for part in parts:
-                times[part].append(slowest[part])
+        group.prefetch(mask, **arguments).result()
+        for mask_is in ("fresh", "known"):
+            ranks.meet()
+            began = time.monotonic()
+            plan = group.plan(mask, **arguments)
+            here = {f"plan, {mask_is}": ended(began, ranks)}
+            rows = plan.sizes[ranks.rank]
+            shapes = [(rows, heads, arguments["head_dim"]) for heads in (HEADS[0], HEADS[1], HEADS[1], HEADS[0])]
+            q, k, v, dout = (torch.randn(shape, device=ranks.device, dtype=dtype) for shape in shapes)
+            inputs = tuple(tensor.requires_grad_() for tensor in (q, k, v))
+            ranks.meet()
+            began = time.monotonic()
+            outs = [cp.attention(*inputs, plan)[0] for _ in range(LAYERS)]
+            here[f"forwards, {mask_is}"] = ended(began, ranks)
+            ranks.meet()
+            began = time.monotonic()
+            for out in reversed(outs):
+                torch.autograd.grad(out, inputs, dout)
+            here[f"backwards, {mask_is}"] = ended(began, ranks)
+            ranks.meet()
+            if number >= WARM_UPS:
+                for what, microseconds in here.items():
+                    times.setdefault(what, []).append(microseconds)
     group.close()
+    for what in ("forwards", "backwards"):
+        pairs = zip(times[f"{what}, fresh"], times[f"{what}, known"], strict=True)
+        times[f"{what}, a fresh mask more"] = [fresh - known for fresh, known in pairs]
     return [
-        {"what": part, "tokens": tokens, "median_us": statistics.median(of), "least_us": min(of), "most_us": max(of)}
-        for part, of in times.items()
+        {"what": what, "tokens": tokens, "median_us": statistics.median(of), "least_us": min(of), "most_us": max(of)}
+        for what, of in times.items()
     ]
 
 
