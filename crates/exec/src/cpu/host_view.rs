@@ -1,6 +1,6 @@
 //! Host memory that somebody else owns, such as a tensor of PyTorch: where it is, how it lies, and until when it stays.
 //!
-//! The only unsafe code of this crate but the matrix product's: a description of foreign memory cannot be checked, so making one
+//! Unsafe code, as of the matrix product and of memory that processes share: a description of foreign memory cannot be checked, so making one
 //! is unsafe and what it promises is written at [`HostView::new`]. Everything else is bounds-checked.
 
 use std::any::Any;
