@@ -203,21 +203,17 @@ impl CudaTransport {
         let (collective, work) = (Arc::new(collective), Arc::new(work));
         let (staging, mailbox) = work.memory();
         let payload = Part { number, inputs: Vec::new(), outputs: Vec::new(), staging, mailbox, marks: None };
-        let (place, at) = (place.clone(), Instant::now());
+        let failed = |error| exec_error(self.rank, &format!("the preparation of {place}"), error);
+        let at = Instant::now();
         let post = Arc::new(Post { place: place.clone(), collective: collective.clone(), at, payload });
         if let Some(peers) = &self.peers {
             peers.tell_ready(&post).map_err(|error| match error {
                 CallError::Exec(error) => error,
-                CallError::Cuda(error) => {
-                    exec_error(self.rank, &format!("the preparation of {place}"), error)
-                }
+                CallError::Cuda(error) => failed(error),
             })?;
         }
-        let setup = self
-            .setup()
-            .map_err(|error| exec_error(self.rank, &format!("the preparation of {place}"), error))?;
-        let (rank, device, setup, known) =
-            (self.rank, self.device.clone(), setup.clone(), self.ready.clone());
+        let setup = self.setup().map_err(failed)?.clone();
+        let (rank, device, known) = (self.rank, self.device.clone(), self.ready.clone());
         let ready = Arc::new(OwnPart { rank, number, post, work: work.clone(), device, setup, known });
         self.ready.add(&ready);
         Ok(CudaCollective {
