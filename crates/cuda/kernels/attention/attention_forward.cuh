@@ -8,6 +8,7 @@
 // (The two-level overlap is FlashAttention 3's, https://arxiv.org/abs/2407.08608; the stream across tiles is not.)
 #pragma once
 
+#include "attention/attention_forward_interior.cuh"
 #include "attention/attention_forward_load.cuh"
 #include "attention/attention_forward_rows.cuh"
 #include "attention/attention_forward_walk.cuh"
@@ -17,14 +18,11 @@
 
 namespace counterpoint {
 
-// Barriers that name their users: 0 is __syncthreads.
-constexpr u32 kTurnBarrier = 1;
-
 // Warps of the first warpgroup.
 constexpr u32 kLoaderWarp = 0;
 constexpr u32 kWalkerWarp = 1;
 
-// One consumer warpgroup.
+// One consumer warpgroup, with one loop body for all steps (`Loop::kUniform`).
 template <typename C>
 struct AttentionForwardConsumer {
   const AttentionForwardArguments& arguments;
@@ -282,8 +280,13 @@ __device__ __forceinline__ void attention_forward(const AttentionForwardArgument
     }
   } else {
     registers_increase<C::kConsumerRegisters>();
-    AttentionForwardConsumer<C> consumer{arguments, shared};
-    consumer.work();
+    if constexpr (C::kLoop == Loop::kInterior) {
+      AttentionForwardInteriorConsumer<C> consumer{arguments, shared};
+      consumer.work();
+    } else {
+      AttentionForwardConsumer<C> consumer{arguments, shared};
+      consumer.work();
+    }
   }
 }
 

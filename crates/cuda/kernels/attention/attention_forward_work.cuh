@@ -10,6 +10,9 @@ namespace counterpoint {
 // A row of 64 elements, as the copy engine swizzles it.
 constexpr u32 kRowBytes = 128;
 
+// Barriers that name their users: 0 is __syncthreads.
+constexpr u32 kTurnBarrier = 1;
+
 // What a launch may be a part of.
 enum class Span : u32 {
   kWhole,   // nothing: items start from nothing and end in out and lse, or as a part of a split tile
@@ -22,16 +25,23 @@ enum class Scores : u32 {
   kTransformed,  // softcap * tanh(scale * product / softcap); without a softcap scale * product, of whatever sign
 };
 
+// How consumers go through their steps.
+enum class Loop : u32 {
+  kUniform,   // one body for all steps
+  kInterior,  // steps that are not bounded and neither begin nor end an item have a body of their own, for long rows
+};
+
 // What a kernel is compiled for. kPack query heads of one key head share a tile: row r of a tile is token start + r /
 // kPack, query head head * kPack + r % kPack.
-template <u32 kHeadDimOf, u32 kHeadDimVOf, u32 kTileRowsOf, u32 kBlockOf, u32 kPackOf, u32 kQuerySlotsOf, Span kSpanOf,
-          Scores kScoresOf, bool kMaxLogitsOf>
+template <u32 kHeadDimOf, u32 kHeadDimVOf, u32 kTileRowsOf, u32 kBlockOf, u32 kPackOf, u32 kQuerySlotsOf, Loop kLoopOf,
+          Span kSpanOf, Scores kScoresOf, bool kMaxLogitsOf>
 struct AttentionForwardConfig {
   static constexpr u32 kHeadDim = kHeadDimOf;
   static constexpr u32 kHeadDimV = kHeadDimVOf;
   static constexpr u32 kTileRows = kTileRowsOf;
   static constexpr u32 kBlock = kBlockOf;
   static constexpr u32 kPack = kPackOf;
+  static constexpr Loop kLoop = kLoopOf;
   static constexpr Span kSpan = kSpanOf;
   static constexpr Scores kScores = kScoresOf;
   // Whether the largest scores are wanted.

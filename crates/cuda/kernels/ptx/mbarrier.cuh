@@ -36,7 +36,19 @@ __device__ __forceinline__ void mbarrier_arrive_expect(u64* barrier, u32 bytes) 
                : "memory");
 }
 
-__device__ __forceinline__ bool mbarrier_try_wait(u64* barrier, u32 parity) {
+// Arrives where `condition` holds: the address is then worked out for the whole warp, not in a branch of one lane.
+__device__ __forceinline__ void mbarrier_arrive_if(u32 address, bool condition) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.u32 p, %1, 0;\n"
+      "@p mbarrier.arrive.shared::cta.b64 _, [%0];\n"
+      "}\n" ::"r"(address),
+      "r"(u32(condition))
+      : "memory");
+}
+
+__device__ __forceinline__ bool mbarrier_try_wait(u32 address, u32 parity) {
   u32 done;
   asm volatile(
       "{\n"
@@ -45,9 +57,12 @@ __device__ __forceinline__ bool mbarrier_try_wait(u64* barrier, u32 parity) {
       "selp.u32 %0, 1, 0, p;\n"
       "}\n"
       : "=r"(done)
-      : "r"(shared_address(barrier)), "r"(parity)
+      : "r"(address), "r"(parity)
       : "memory");
   return done != 0;
+}
+__device__ __forceinline__ bool mbarrier_try_wait(u64* barrier, u32 parity) {
+  return mbarrier_try_wait(shared_address(barrier), parity);
 }
 
 // Whether the phase of this parity has completed. Does not wait, as mbarrier_try_wait may for a while.
@@ -66,6 +81,10 @@ __device__ __forceinline__ bool mbarrier_test_wait(u64* barrier, u32 parity) {
 }
 
 // Waits until the phase of this parity has completed. A fresh barrier has completed the phase of parity 1.
+__device__ __forceinline__ void mbarrier_wait(u32 address, u32 parity) {
+  while (!mbarrier_try_wait(address, parity)) {
+  }
+}
 __device__ __forceinline__ void mbarrier_wait(u64* barrier, u32 parity) {
   while (!mbarrier_try_wait(barrier, parity)) {
   }

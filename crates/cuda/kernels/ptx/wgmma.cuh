@@ -36,6 +36,10 @@ __device__ __forceinline__ u64 wgmma_descriptor(const void* shared, u32 chunk_by
   return (u64(1) << 62) | (u64(1024 >> 4) << 32) | (u64((chunk_bytes >> 4) & 0x3fffu) << 16) |
          u64((address >> 4) & 0x3fffu);
 }
+// The same of an address in shared memory. Those have 18 bits, so that no field runs into another and nothing is masked.
+__device__ __forceinline__ u64 wgmma_descriptor_at(u32 address, u32 chunk_bytes = 16) {
+  return (u64((1u << 30) | (1024 >> 4)) << 32) | ((address >> 4) | ((chunk_bytes >> 4) << 16));
+}
 // The descriptor `bytes` further.
 __device__ __forceinline__ u64 wgmma_advance(u64 descriptor, u32 bytes) { return descriptor + (bytes >> 4); }
 
@@ -118,6 +122,7 @@ WGMMA(128, 8, 64, 65, 66, 67, 68, 69, 70)
 WGMMA(160, 10, 80, 81, 82, 83, 84, 85, 86)
 WGMMA(176, 11, 88, 89, 90, 91, 92, 93, 94)
 WGMMA(192, 12, 96, 97, 98, 99, 100, 101, 102)
+WGMMA(208, 13, 104, 105, 106, 107, 108, 109, 110)
 WGMMA(224, 14, 112, 113, 114, 115, 116, 117, 118)
 WGMMA(256, 16, 128, 129, 130, 131, 132, 133, 134)
 

@@ -1,6 +1,6 @@
 //! The instantiations of the Hopper attention forward: shapes, element types, stages and score options that are compiled.
 
-use super::shape::{ForwardShape, HEAD_DIMS, PACKS};
+use super::shape::{ForwardShape, HEAD_DIMS, Loop, PACKS};
 use crate::headers::kernel_source;
 use crate::kernel::{AttentionProblem, ElementType, MatrixUnit, Specialisation};
 use crate::{Arch, KernelSource};
@@ -51,10 +51,11 @@ impl ForwardChoice {
 
     pub(super) fn source(self) -> KernelSource {
         let Self { shape, element, span, scores, max_logits } = self;
-        let ForwardShape { head_dim, head_dim_v, rows, block, pack, query_slots } = shape;
+        let ForwardShape { head_dim, head_dim_v, rows, block, pack, query_slots, steps } = shape;
         let name = format!(
-            "attention_forward_{}_{head_dim}_{head_dim_v}_{rows}x{block}_pack{pack}_{span:?}_{scores:?}{}",
+            "attention_forward_{}_{head_dim}_{head_dim_v}_{rows}x{block}{}_pack{pack}_{span:?}_{scores:?}{}",
             element.name(),
+            if steps == Loop::Interior { "_interior" } else { "" },
             if max_logits { "_max_logits" } else { "" },
         )
         .to_lowercase();
@@ -64,7 +65,7 @@ impl ForwardChoice {
             .line("using namespace counterpoint;")
             .line(format_args!(
                 "using Config = AttentionForwardConfig<{head_dim}, {head_dim_v}, {rows}, {block}, {pack}, \
-                 {query_slots}, Span::k{span:?}, Scores::k{scores:?}, {max_logits}>;"
+                 {query_slots}, Loop::k{steps:?}, Span::k{span:?}, Scores::k{scores:?}, {max_logits}>;"
             ))
             .line(format_args!(
                 "static_assert(Config::kThreads == {} && sizeof(AttentionForwardShared<Config>) + 1024 <= {}, \
@@ -101,7 +102,7 @@ pub(in crate::kernel) fn specialisations() -> Vec<Specialisation> {
                 let (large, small) = (ForwardShape::large(dims, pack), ForwardShape::small(dims, pack));
                 add(small, Span::Whole, Scores::Scaled);
                 add(small, Span::Staged, Scores::Scaled);
-                if large != small {
+                for large in large.loops().filter(|&large| large != small) {
                     add(large, Span::Whole, Scores::Scaled);
                 }
             }
