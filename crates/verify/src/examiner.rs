@@ -7,8 +7,8 @@ use std::time::Instant;
 
 use crate::gpu::{
     CudaSubject, selftest_cache, selftest_callers, selftest_exhaustion, selftest_faults, selftest_fused,
-    selftest_gemm, selftest_graphs, selftest_guard, selftest_isolation, selftest_links, selftest_long,
-    selftest_neighbours, selftest_normalised, selftest_repeats, selftest_signalled_products,
+    selftest_gemm, selftest_graphs, selftest_grouped, selftest_guard, selftest_isolation, selftest_links,
+    selftest_long, selftest_neighbours, selftest_normalised, selftest_repeats, selftest_signalled_products,
     selftest_signals, selftest_signals_in_graphs, selftest_step_graphs,
 };
 use counterpoint_console::{self as console, CliError, Schema, arguments::Device as Examinee, interrupt};
@@ -159,7 +159,10 @@ impl Examiner {
             Group::Collectives => self.collectives(CudaSubject::open()?.machine(), extent, 4),
             Group::RmsNorm => Ok(self.rms_norm(&CudaSubject::open()?, extent)),
             Group::Gemm => {
-                Ok(selftest_gemm(CudaSubject::open()?.gpu(), extent, share, |check, _| self.heard(check))?)
+                let subject = CudaSubject::open()?;
+                let mut checks = selftest_gemm(subject.gpu(), extent, share, |check, _| self.heard(check))?;
+                checks.extend(selftest_grouped(subject.gpu(), extent, share, |check| self.heard(check))?);
+                Ok(checks)
             }
             Group::Linear => Ok(self.linear(&CudaSubject::open()?, extent, 4)),
             Group::LibraryLinear => Ok(match CudaSubject::open()?.with_cublaslt() {

@@ -2,7 +2,8 @@
 
 use counterpoint_tiles::gemm::{GemmLayout, GemmShape, TILE_ROWS, TilePair};
 
-use super::problems::{BOX_MAPS, BOXES, GROUPED_SOURCES, GemmBox, GroupedGemmSpec};
+use super::problem_tiles::{BOX_MAPS, BOXES, GemmBox};
+use super::problems::{GROUPED_SOURCES, GroupedGemmSpec};
 
 const _: () = assert!(BOX_MAPS + GROUPED_SOURCES <= GEMM_SOURCES);
 use super::source::{GemmChoice, GemmEnds};

@@ -3,6 +3,7 @@
 mod gather;
 mod grouped;
 mod library;
+mod problem_tiles;
 mod problems;
 mod reduce;
 mod rows;
