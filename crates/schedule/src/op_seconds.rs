@@ -187,6 +187,17 @@ pub(crate) fn part_seconds(
     cost: &CostModel,
 ) -> Option<f64> {
     match &op.op {
+        // Problems end with their launch.
+        Op::WaveGemm(waves) if waves.grouped && cost.sharing.is_some() => {
+            let (before, rest) = waves.groups.split_at_checked(part + 1)?;
+            let last = before.last()?;
+            if rest.first().is_some_and(|next| GroupedLaunch::joins(last, next)) {
+                return Some(0.0);
+            }
+            let of_launch = before.chunk_by(GroupedLaunch::joins).next_back().unwrap_or_default();
+            let sharing = cost.sharing?;
+            Some(cost.launch_seconds + grouped_seconds(program, of_launch, &sharing, cost))
+        }
         Op::WaveGemm(waves) => {
             let until = |groups| waves_seconds(program, waves, groups, cost);
             let launch = if part == 0 { cost.launch_seconds } else { 0.0 };

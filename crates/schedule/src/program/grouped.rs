@@ -61,13 +61,17 @@ impl GroupedLaunch {
 
     /// The launches of some products.
     pub fn of(products: &[Gemm]) -> Vec<Self> {
-        let alike = |a: &Gemm, b: &Gemm| a.out == b.out && a.layout == b.layout;
         let mut first = 0;
         let launch = |products: &[Gemm]| {
             first += products.len();
             Self::of_one(first - products.len(), products)
         };
-        products.chunk_by(alike).map(launch).collect()
+        products.chunk_by(Self::joins).map(launch).collect()
+    }
+
+    /// Whether one launch computes both of two products that follow each other.
+    pub fn joins(one: &Gemm, next: &Gemm) -> bool {
+        one.out == next.out && one.layout == next.layout
     }
 
     fn of_one(first: usize, products: &[Gemm]) -> Self {
