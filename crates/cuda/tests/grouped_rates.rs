@@ -65,7 +65,7 @@ fn rates() {
         }
     }
     println!(
-        "rows one by one or in runs, nt: us of a gather and a launch, of the gather, and of a launch that loads runs; stores runs"
+        "rows one by one or in runs, nt: us of a gather and a launch, of the gather, and of a launch that stores runs"
     );
     for [experts, rows, k, n] in [SIZES[0], SIZES[2], SIZES[4]] {
         bench.scattered(experts, rows, k, n);
@@ -200,21 +200,16 @@ impl Bench {
                 if row / run < count { row / run * step % count * 2 * run + row % run } else { row * 2 }
             };
             let mut spec = products.spec();
-            let in_pieces = |problem: &GemmProblem, sources: bool| {
+            let in_pieces = |problem: &GemmProblem| {
                 let rows = problem.rows.iter().flat_map(|rows| rows.to..rows.to + rows.count);
-                let row = |row: usize| match sources {
-                    true => ProblemRows { source: 0, first: place(row), to: row, count: 1 },
-                    false => ProblemRows { source: 0, first: row, to: place(row), count: 1 },
-                };
+                let row = |row: usize| ProblemRows { source: 0, first: row, to: place(row), count: 1 };
                 GemmProblem { rows: rows.map(row).collect(), ..problem.clone() }
             };
             let whole = GroupedGemm::new(&self.stream, &spec).unwrap();
-            let problems = spec.problems.clone();
-            spec.problems = problems.iter().map(|problem| in_pieces(problem, true)).collect();
-            spec.rows_a = vec![2 * total];
-            let loads = GroupedGemm::new(&self.stream, &spec).unwrap();
-            spec.problems = problems.iter().map(|problem| in_pieces(problem, false)).collect();
-            (spec.rows_a, spec.rows_d) = (vec![total], 2 * total);
+            let per_unit = GroupedGemmSpec { grid: GemmGrid::PerUnit, ..spec.clone() };
+            let per_unit = GroupedGemm::new(&self.stream, &per_unit).unwrap();
+            spec.problems = spec.problems.iter().map(in_pieces).collect();
+            spec.rows_d = 2 * total;
             let stores = GroupedGemm::new(&self.stream, &spec).unwrap();
             let moves: Vec<RowMove> =
                 (0..total).map(|row| RowMove { peer: 0, from: one(place(row)), to: one(row) }).collect();
@@ -234,19 +229,17 @@ impl Bench {
                 gathers();
                 launch(&whole, a, d);
             };
-            let direct = || launch(&loads, tokens.address(), d);
-            self.same_bits(&products, &both, &direct);
             let runs: Vec<Box<dyn Fn() + '_>> = vec![
                 Box::new(both),
                 Box::new(gathers),
-                Box::new(direct),
                 Box::new(|| launch(&stores, a, results.address())),
                 Box::new(|| launch(&whole, a, d)),
+                Box::new(|| launch(&per_unit, a, d)),
             ];
             let us: Vec<String> =
                 self.medians(&runs).into_iter().map(|seconds| format!("{:.1}", 1e6 * seconds)).collect();
             println!(
-                "{experts} x {mean} {k} {n}, runs of {run}: gather + launch {}, gather {}, loads runs {}, stores runs {}, all together {}",
+                "{experts} x {mean} {k} {n}, runs of {run}: gather + launch {}, gather {}, stores runs {}, all together {}, CTAs for each unit {}",
                 us[0], us[1], us[2], us[3], us[4]
             );
         }

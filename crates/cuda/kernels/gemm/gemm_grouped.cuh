@@ -5,9 +5,10 @@
 // which a table says where A's and B's are; the last one of a problem, which may have fewer rows than a block, lies in a tensor of its own
 // with zeros behind them: gradients of experts' weights.
 //
-// Rows of a tile that do not lie together in A, or in D, are loaded, or stored, by boxes of 64, 32, 16, 8, 4, 2 and 1 rows. So are the last
-// rows of a problem, which are followed in D by the first of the next, another CTA's. How rows are swizzled follows from shared memory's
-// addresses, of which a row of a block or a chunk is 128 bytes, so any of them may begin a box.
+// A problem's rows lie together in A: loading them by boxes of few rows takes 3 to 20 times as long (docs/experiments/033-scattered-rows.md).
+// Rows of a tile that do not lie together in D are stored by boxes of 64, 32, 16, 8, 4, 2 and 1 rows. So are the last rows of a problem, which
+// are followed in D by the first of the next, another CTA's. How rows are swizzled follows from shared memory's addresses, of which a row of
+// a chunk is 128 bytes, so any of them may begin a box.
 #pragma once
 
 #include "gemm/gemm.cuh"
@@ -17,21 +18,17 @@ namespace counterpoint {
 // Rows of 64 of a tile that follow those of the box before it, and lie together. Shared with the host.
 struct GemmBox {
   u32 row;
-  u32 map;  // of A's or D's, and so how many
+  u32 map;  // of D's, and so how many
 };
 
-// What of a tile is by boxes, bits of its `destination`.
+// That a tile is stored by listed boxes, in its `destination`.
 constexpr u32 kBoxesOfD = 1;
-constexpr u32 kBoxesOfA = 2;
-// A's tensors where it lies along k: its maps are those of both with boxes of 64 rows, then of 32 and so on, then with those of whole tiles.
-constexpr u32 kGroupedSources = 2;
 
 // The kernel's parameter. Of `gemm`, the maps of D are of the same tensor, with boxes of 64, 32, 16, 8, 4, 2 and 1 rows. Shared with the host.
 struct GemmGroupedArguments {
   GemmArguments gemm;
   TensorMap b_ends;  // B of the last blocks of problems, where A lies along m
-  // Lists of 64 rows each. Of a tile by boxes of D, those of its first 64 rows are from `destination_row` on, the others' from `group` on; of
-  // one by boxes of A, at `source_row` a box tells where the second list begins, and behind it is the first.
+  // Lists of 64 rows each. Of a tile by boxes, those of its first 64 rows are from `destination_row` on, the others' from `group` on.
   const GemmBox* boxes;
   u64 unused[7];
 };
@@ -50,34 +47,6 @@ struct GemmOfProblems {
   const GemmArguments& arguments;
   const TensorMap* b_ends;
   const GemmBox* boxes;
-
-  // Of 64 rows of A, from `listed` on, a block of k.
-  __device__ __forceinline__ void load_boxes(u8* to, u32 listed, u64* full, i32 k, bool both) const {
-    const uint2* next = reinterpret_cast<const uint2*>(boxes) + listed;
-    uint2 box = __ldg(next);
-#pragma unroll 1
-    for (u32 row = 0; row < 64;) {
-      const uint2 here = box;
-      const u32 rows = 64u >> (here.y / kGroupedSources);
-      // Looked up while this one is loaded.
-      if (row + rows < 64) box = __ldg(++next);
-      u8* there = to + row * kGemmRowBytes;
-      if (both) {
-        tma_load_2d_multicast(there, &arguments.a_maps[here.y], full, k, i32(here.x), u16(3));
-      } else {
-        tma_load_2d(there, &arguments.a_maps[here.y], full, k, i32(here.x));
-      }
-      row += rows;
-    }
-  }
-
-  // A tile's rows of A that do not lie together, a block of k: all of them, or this CTA's half of what both read.
-  __device__ __forceinline__ void load_listed(u8* to, const GemmTile& tile, u32 second, u64* full, i32 k, const GemmWalk& walk,
-                                              bool both, u32 halves) const {
-    for (u32 half = both ? walk.rank : 0; half < halves; half += both ? 2 : 1) {
-      load_boxes(to + half * 64 * kGemmRowBytes, half == 0 ? tile.source_row + 1 : second, full, k, both);
-    }
-  }
 
   // The operands of kLoads of a tile, block by block of k. Who loads A speaks for both.
   template <u32 kLoads>
@@ -99,21 +68,14 @@ struct GemmOfProblems {
       }
     };
     look_up(0);
-    [[maybe_unused]] u32 second = 0;
-    const bool listed = !kTerms && kLoads == kLoadsA && (tile.destination & kBoxesOfA) != 0;
-    if (listed) second = __ldg(&boxes[tile.source_row].row);
 #pragma unroll 1
     for (u32 block = 0; block < tile.blocks; ++block) {
       const u32 stage = ring.stage;
       mbarrier_wait(&shared.empty[stage], (ring.round & 1) ^ 1);
       if constexpr (kLoads == kLoadsA) {
         mbarrier_arrive_expect(&shared.full[stage], C::kBytesA / 2 * halves + C::kBytesB);
-        if (listed) {
-          load_listed(shared.a[stage], tile, second, &shared.full[stage], i32(term.y), walk, pairs_columns, halves);
-        } else {
-          load_operand<kGemmTileM, C::kMajorA>(shared.a[stage], &arguments.a_maps[term.x], &shared.full[stage], i32(term.y),
-                                               tile.source_row, pairs_columns, walk, halves);
-        }
+        load_operand<kGemmTileM, C::kMajorA>(shared.a[stage], &arguments.a_maps[term.x], &shared.full[stage], i32(term.y),
+                                             tile.source_row, pairs_columns, walk, halves);
       } else {
         const TensorMap* map = kTerms && term.x != 0 ? b_ends : &arguments.b_map;
         const u32 row = tile.column + (C::kMajorB == Major::kK ? tile.first : 0);

@@ -15,8 +15,8 @@ use super::grouped_gradient::Gradients;
 use super::linear::Product;
 use super::{CudaBuffer, CudaSignal};
 use crate::kernel::{
-    GROUPED_SOURCES, GemmProblem, GroupedGemm, GroupedGemmSpec, GroupedGemmTensors, ProblemRows, ReduceTypes,
-    RowCopy, RowCopyTensor, RowMove, RowReduce, RowReduceSpec, Scalar,
+    GemmProblem, GroupedGemm, GroupedGemmSpec, GroupedGemmTensors, ProblemRows, ReduceTypes, RowCopy,
+    RowCopyTensor, RowMove, RowReduce, RowReduceSpec, Scalar,
 };
 use crate::{CudaError, DeviceBuffer, Stream};
 
@@ -220,8 +220,6 @@ impl Rows {
         }
     }
 }
-
-const _: () = assert!(GroupedLaunch::SOURCES == GROUPED_SOURCES);
 
 /// Where the rows of a launch lie and go.
 struct Places {

@@ -66,11 +66,11 @@ pub use dq_rounding::DqRounding;
 pub use examine::{CompileReport, KernelFault, KernelReport, examine};
 pub use foreign_meeting::{ForeignMeeting, ForeignMeetingRound};
 pub use gemm::{
-    GEMM_DESTINATIONS, GEMM_SOURCES, GROUPED_SOURCES, Gemm, GemmEpilogue, GemmGather, GemmGatherSpec,
-    GemmGatherTensors, GemmGrid, GemmLayout, GemmLibrary, GemmProblem, GemmReduce, GemmReduceSpec,
-    GemmReduceTensors, GemmRows, GemmRunner, GemmShape, GemmSignals, GemmSpec, GemmTensors, GroupedGemm,
-    GroupedGemmSpec, GroupedGemmTensors, LibraryGemm, ProblemRows, ProblemTerm, SumsGoTo, TileOrder,
-    TilePair, TileUnit, Warpgroups,
+    GEMM_DESTINATIONS, GEMM_SOURCES, Gemm, GemmEpilogue, GemmGather, GemmGatherSpec, GemmGatherTensors,
+    GemmGrid, GemmLayout, GemmLibrary, GemmProblem, GemmReduce, GemmReduceSpec, GemmReduceTensors, GemmRows,
+    GemmRunner, GemmShape, GemmSignals, GemmSpec, GemmTensors, GroupedGemm, GroupedGemmSpec,
+    GroupedGemmTensors, LibraryGemm, ProblemRows, ProblemTerm, SumsGoTo, TileOrder, TilePair, TileUnit,
+    Warpgroups,
 };
 pub use head_resize::HeadResize;
 pub use layouts::shared_layouts;

@@ -12,7 +12,7 @@ pub struct GroupedLaunch {
     /// Its problems: products that follow each other with the same second operand are one. None where the result's rows are columns of
     /// the first operand ([`GemmLayout::Tn`]): there each product is one.
     pub problems: Vec<GroupedProblem>,
-    /// Whether the first operand's rows are copied to where they lie together first, since they come nearly one by one.
+    /// Whether the first operand's rows are copied to where they lie together first: those of a problem do not follow each other.
     pub gathers: bool,
     /// The way of its results.
     pub results: GroupedResults,
@@ -54,10 +54,9 @@ pub enum GroupedResults {
 impl GroupedLaunch {
     /// Rows of half a tile: with no more rows a tile takes about half of the time.
     pub const HALF_ROWS: usize = 64;
-    /// Rows that lie together on average, unless they are copied: each such range is loaded, or stored, by itself.
-    const LEAST_ROWS: usize = 8;
-    /// Buffers that the rows of one launch come from at most, unless they are copied.
-    pub const SOURCES: usize = 2;
+    /// Rows of the result that lie together on average, unless they are copied: each such range is stored by itself, which took 81 us in
+    /// ranges of 4 rows on an H200, and 103 of 2, where all together and a copy took 90 (`docs/experiments/033-scattered-rows.md`).
+    const LEAST_ROWS: usize = 4;
 
     /// The launches of some products.
     pub fn of(products: &[Gemm]) -> Vec<Self> {
@@ -89,25 +88,27 @@ impl GroupedLaunch {
                 None => problems.push(GroupedProblem { product, rows }),
             }
         }
-        let are_few = |problems: &[GroupedProblem], joins: fn(&GroupedRows, &GroupedRows) -> bool| {
-            let ranges = problems.iter().flat_map(|problem| problem.rows.chunk_by(joins)).count();
-            problems.iter().map(GroupedProblem::count).sum::<usize>() < Self::LEAST_ROWS * ranges
-        };
+        let count: usize = problems.iter().map(GroupedProblem::count).sum();
+        let ranges =
+            problems.iter().flat_map(|problem| problem.rows.chunk_by(GroupedRows::meet_there)).count();
         let sums = products.iter().any(|gemm| gemm.accumulate == Accumulate::Continue);
         let results = match sums {
             true => GroupedResults::Summed,
-            false if are_few(&problems, GroupedRows::meet_there) => GroupedResults::Copied,
+            false if count < Self::LEAST_ROWS * ranges => GroupedResults::Copied,
             false => GroupedResults::InPlace,
         };
         if results != GroupedResults::InPlace {
             // The fewer ranges where they lie, the better.
             problems.iter_mut().for_each(|problem| problem.rows.sort_by_key(|rows| rows.source));
         }
-        let mut sources: Vec<BufferId> =
-            problems.iter().flat_map(|problem| problem.rows.iter().map(|rows| rows.source.0)).collect();
-        sources.sort_unstable();
-        sources.dedup();
-        let gathers = are_few(&problems, GroupedRows::meet_here) || sources.len() > Self::SOURCES;
+        // Loads by boxes of 64 rows and fewer take 3 to 20 times as long as a copy and loads of whole tiles.
+        let source = products[0].a.first().map(|block| block.buffer);
+        let follows = |problem: &GroupedProblem| {
+            let rows = &problem.rows;
+            rows.windows(2).all(|pair| pair[0].meet_here(&pair[1]))
+                && rows.iter().all(|rows| Some(rows.source.0) == source)
+        };
+        let gathers = !problems.iter().all(follows);
         Self { products: numbers, problems, gathers, results }
     }
 
@@ -205,9 +206,12 @@ mod tests {
         assert_eq!((launch.rows(), launch.halves(), launch.problems.len()), (500, 4 + 5, 2));
         let last = launch.problems[0].rows[199];
         assert_eq!(last, GroupedRows { source: (BufferId(0), 398), to: 199, count: 1, product: 0 });
-        // Two ranges of 100 rows stay where they are.
-        let few = gemm(0, &[(0, 0, 100), (1, 0, 100)], &[(0, 200)], Accumulate::Start);
-        assert!(!GroupedLaunch::of(&[few])[0].gathers);
+        // Those of a problem that follow each other stay where they are.
+        let gathers = |a: &[(usize, usize, usize)]| {
+            GroupedLaunch::of(&[gemm(0, a, &[(0, 200)], Accumulate::Start)])[0].gathers
+        };
+        assert!(!gathers(&[(0, 0, 100), (0, 100, 200)]));
+        assert!(gathers(&[(0, 0, 100), (0, 101, 201)]) && gathers(&[(0, 0, 100), (1, 100, 200)]));
     }
 
     /// An expert's rows of tokens that have another expert before it are added to what that gave.
@@ -220,7 +224,7 @@ mod tests {
         ];
         let launches = GroupedLaunch::of(&products);
         let launch = &launches[0];
-        assert_eq!((launch.gathers, launch.results), (true, GroupedResults::Summed));
+        assert_eq!((launch.gathers, launch.results), (false, GroupedResults::Summed));
         let rows = |problem: usize| -> Vec<_> {
             let rows = launch.problems[problem].rows.iter();
             rows.map(|rows| (rows.source.1, rows.to, rows.count, rows.product)).collect()

@@ -16,7 +16,7 @@ const BLOCK: usize = 64;
 /// Columns of each row that are compared with f64.
 const COLUMNS: usize = 24;
 
-/// Random grouped GEMMs: every layout and type, problems with few and many rows, rows in pieces of A and of D, and blocks of k in their tensor
+/// Random grouped GEMMs: every layout and type, problems with few and many rows, rows in pieces of D, and blocks of k in their tensor
 /// or in copies. Elements are compared with f64; rows of D of no problem must stay as they are, and all shapes have the same bits.
 ///
 /// # Errors
@@ -152,22 +152,15 @@ impl Case {
         }
         let results: Vec<usize> = runs.into_iter().flat_map(|(first, count)| first..first + count).collect();
         let mut next = 0;
-        let longest = dice.of(&[1, 3, 17, 1000]);
         for (index, &count) in rows.iter().enumerate() {
             let mut problem =
                 GemmProblem { b_row: b_rows * (rows.len() - 1 - index), ..GemmProblem::default() };
-            let end = next + count;
-            while next < end {
-                let count = (1 + dice.below(longest)).min(end - next).min(rows_a);
-                let (source, first) = (dice.below(tensors), dice.below(rows_a + 1 - count));
-                let to = &results[next..next + count];
-                let mut first = first;
-                for to in to.chunk_by(|a, b| a + 1 == *b) {
-                    problem.rows.push(ProblemRows { source, first, to: to[0], count: to.len() });
-                    first += to.len();
-                }
-                next += count;
+            let (source, mut first) = (dice.below(tensors), dice.below(rows_a + 1 - count));
+            for to in results[next..next + count].chunk_by(|a, b| a + 1 == *b) {
+                problem.rows.push(ProblemRows { source, first, to: to[0], count: to.len() });
+                first += to.len();
             }
+            next += count;
             spec.problems.push(problem);
         }
         let a =

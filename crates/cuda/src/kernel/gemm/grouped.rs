@@ -2,10 +2,8 @@
 
 use counterpoint_tiles::gemm::{GemmLayout, GemmShape, TILE_ROWS, TilePair};
 
-use super::problem_tiles::{BOX_MAPS, BOXES, GemmBox};
-use super::problems::{GROUPED_SOURCES, GroupedGemmSpec};
-
-const _: () = assert!(BOX_MAPS + GROUPED_SOURCES <= GEMM_SOURCES);
+use super::problem_tiles::{BOXES, GemmBox};
+use super::problems::GroupedGemmSpec;
 use super::source::{GemmChoice, GemmEnds};
 use super::{GEMM_DESTINATIONS, GEMM_SOURCES, GemmArguments, GemmGrid, refused};
 use crate::kernel::{Scalar, WaitLimit};
@@ -136,17 +134,9 @@ impl GroupedGemm {
         // Bound once for all tensor maps.
         let _bound = self.function.device().make_current()?;
         // Nobody looks at those that are not there.
-        let tile = TILE_ROWS as u32;
-        let mut a_maps = [self.map_of_a(tensors.a[0], spec.rows_a[0], BOXES[0])?; GEMM_SOURCES];
-        for (source, (&address, &rows)) in tensors.a.iter().zip(&spec.rows_a).enumerate() {
-            if spec.layout == GemmLayout::Tn {
-                a_maps[source] = self.map_of_a(address, rows, BOXES[0])?;
-                continue;
-            }
-            for (size, box_rows) in BOXES.into_iter().enumerate() {
-                a_maps[size * GROUPED_SOURCES + source] = self.map_of_a(address, rows, box_rows)?;
-            }
-            a_maps[BOX_MAPS + source] = self.map_of_a(address, rows, tile)?;
+        let mut a_maps = [self.map_of_a(tensors.a[0], spec.rows_a[0])?; GEMM_SOURCES];
+        for (map, (&address, &rows)) in a_maps.iter_mut().zip(tensors.a.iter().zip(&spec.rows_a)).skip(1) {
+            *map = self.map_of_a(address, rows)?;
         }
         let b_map = self.map_of_b(tensors.b[0], spec.rows_b[0])?;
         let b_ends = match (tensors.b.get(1), spec.rows_b.get(1)) {
@@ -187,8 +177,12 @@ impl GroupedGemm {
         Ok(GemmGroupedArguments { gemm, b_ends, boxes, unused: [0; 7] })
     }
 
-    fn map_of_a(&self, address: u64, rows: usize, box_rows: u32) -> Result<TensorMap, CudaError> {
-        let columns = if self.spec.layout == GemmLayout::Tn { self.spec.m } else { self.spec.k };
+    fn map_of_a(&self, address: u64, rows: usize) -> Result<TensorMap, CudaError> {
+        let (columns, box_rows) = match (self.spec.layout, self.shape.pair) {
+            (GemmLayout::Tn, _) => (self.spec.m, 64),
+            (_, TilePair::Columns) => (self.spec.k, TILE_ROWS as u32 / 2),
+            (_, TilePair::Rows) => (self.spec.k, TILE_ROWS as u32),
+        };
         self.map_of_operand("A", address, [rows, columns], self.spec.strides[0], box_rows)
     }
 

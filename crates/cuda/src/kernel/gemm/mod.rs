@@ -19,7 +19,7 @@ pub use counterpoint_tiles::gemm::{GemmLayout, GemmShape, TileOrder, TilePair, W
 pub use gather::{GemmGather, GemmGatherSpec, GemmGatherTensors};
 pub use grouped::{GroupedGemm, GroupedGemmTensors};
 pub use library::{GemmLibrary, LibraryGemm};
-pub use problems::{GROUPED_SOURCES, GemmProblem, GroupedGemmSpec, ProblemRows, ProblemTerm};
+pub use problems::{GemmProblem, GroupedGemmSpec, ProblemRows, ProblemTerm};
 pub use reduce::{GemmReduce, GemmReduceSpec, GemmReduceTensors, SumsGoTo};
 pub use rows::GemmRows;
 use rows::{Destination, GemmTerm, GemmTile, RowTile};

@@ -6,7 +6,7 @@ use counterpoint_tiles::gemm::{
 };
 
 use super::GemmSpec;
-use super::problems::{GROUPED_SOURCES, GemmProblem, GroupedGemmSpec, ProblemRows};
+use super::problems::{GemmProblem, GroupedGemmSpec, ProblemRows};
 use super::rows::{GemmTile, RowTile};
 use super::shape::TilingCost;
 use super::source::TILES_OF_PROBLEMS;
@@ -15,17 +15,14 @@ use super::source::TILES_OF_PROBLEMS;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, NoUninit)]
 #[repr(C)]
 pub(super) struct GemmBox {
-    /// Of A's tensor or D.
+    /// Of D.
     pub(super) row: u32,
-    /// Which of [`BOXES`]; of A, of [`GROUPED_SOURCES`] tensors each.
+    /// Which of [`BOXES`].
     pub(super) map: u32,
 }
 
-/// What of a tile is by boxes (`kBoxesOfD`, `kBoxesOfA`).
+/// That a tile is stored by listed boxes (`kBoxesOfD`).
 const BOXES_OF_D: u16 = 1;
-const BOXES_OF_A: u16 = 2;
-/// Maps of A with boxes; behind them are those of whole tiles.
-pub(super) const BOX_MAPS: usize = GROUPED_SOURCES * BOXES.len();
 
 /// Rows that are stored at once, box by box.
 pub(super) const BOXES: [u32; 7] = [64, 32, 16, 8, 4, 2, 1];
@@ -42,7 +39,7 @@ pub(super) type ProblemUnit = [GemmTile; 2];
 impl GroupedGemmSpec {
     /// The tiles of a problem's rows, and one more for a unit that needs a second. Tiles whose rows do not lie together have their boxes in
     /// a list.
-    fn row_tiles(&self, problem: &GemmProblem, pair: TilePair, boxes: &mut Vec<GemmBox>) -> Vec<ListedTile> {
+    fn row_tiles(problem: &GemmProblem, boxes: &mut Vec<GemmBox>) -> Vec<ListedTile> {
         // A product's rows are fewer than 2^22.
         let of = |rows: &ProblemRows| {
             let ProblemRows { source, first, to, count } = *rows;
@@ -59,30 +56,13 @@ impl GroupedGemmSpec {
                 destination: 0,
                 rows: rows.len() as u32,
             };
-            if self.layout != GemmLayout::Tn && pair == TilePair::Rows {
-                tile.source += BOX_MAPS as u16;
-            }
             let mut group = 0;
             let halves = || rows.chunks(TILE_ROWS / 2);
             if !rows.windows(2).all(|pair| pair[0].1 + 1 == pair[1].1) {
-                let mut list = |rows: &[ProblemRow]| list_boxes(rows.iter().map(|row| (0, row.1)), 1, boxes);
+                let mut list = |rows: &[ProblemRow]| list_boxes(rows, boxes);
                 tile.destination |= BOXES_OF_D;
                 tile.destination_row = halves().next().map_or(0, &mut list);
                 group = halves().nth(1).map_or(0, list);
-            }
-            if self.layout != GemmLayout::Tn && !rows.windows(2).all(|pair| follows(pair[0].0, pair[1].0)) {
-                let header = boxes.len();
-                boxes.push(GemmBox { row: 0, map: 0 });
-                // A list has 64 rows; of those that are too many any will do.
-                let mut list = |half: usize| {
-                    let rows = halves().nth(half).unwrap_or_default();
-                    let more = (0..(TILE_ROWS / 2 - rows.len()) as u32).map(|row| (0, row));
-                    list_boxes(rows.iter().map(|row| row.0).chain(more), GROUPED_SOURCES, boxes)
-                };
-                list(0);
-                boxes[header].row = list(1);
-                tile.destination |= BOXES_OF_A;
-                tile.source_row = header as u32;
             }
             tiles.push((tile, group));
         }
@@ -113,7 +93,7 @@ impl GroupedGemmSpec {
         let (mut units, mut boxes) = (Vec::new(), Vec::new());
         for index in self.in_order() {
             let problem = &self.problems[index];
-            let tiles = self.row_tiles(problem, shape.pair, &mut boxes);
+            let tiles = Self::row_tiles(problem, &mut boxes);
             let first = if self.layout == GemmLayout::Tn { first_terms[index] } else { problem.b_row } as u32;
             let blocks = self.blocks_of(problem) as u32;
             let rows = (tiles.len() - 1) * TILE_ROWS;
@@ -155,7 +135,10 @@ impl GroupedGemmSpec {
         let [unit_rows, unit_columns] = shape.unit();
         let columns = self.n.div_ceil(unit_columns);
         let like = GemmSpec::new(2 * TILE_ROWS, self.n, self.k.max(1), self.layout, self.element);
-        let (block, end) = (shape.block_cycles(&like), shape.end_cycles(self.output));
+        // Pairs side by side take no longer here: of 18 sizes on an H200 they were the fastest in 12, and with what they take of one product
+        // chosen in 3 (docs/experiments/033-scattered-rows.md).
+        let one_above = GemmShape { pair: TilePair::Rows, ..shape };
+        let (block, end) = (one_above.block_cycles(&like), shape.end_cycles(self.output));
         let clusters = shape.clusters(workers).max(1) as usize;
         let (mut busy, mut next, mut elements) = (vec![0.0f64; clusters], 0, 0.0);
         let together = unit_rows / TILE_ROWS;
@@ -182,20 +165,14 @@ impl GroupedGemmSpec {
     }
 }
 
-/// Whether a row follows another in the same tensor.
-fn follows((source, row): (usize, u32), next: (usize, u32)) -> bool {
-    (source, row + 1) == next
-}
-
-/// Adds the boxes of some rows, each of a tensor, of `tensors`: the largest first of those that lie together. Where they begin.
-fn list_boxes(rows: impl Iterator<Item = (usize, u32)>, tensors: usize, boxes: &mut Vec<GemmBox>) -> u32 {
+/// Adds the boxes of the rows of D: the largest first of those that lie together. Where they begin.
+fn list_boxes(rows: &[ProblemRow], boxes: &mut Vec<GemmBox>) -> u32 {
     let begin = boxes.len() as u32;
-    let rows: Vec<(usize, u32)> = rows.collect();
-    for together in rows.chunk_by(|a, b| follows(*a, *b)) {
-        let (tensor, mut row) = together[0];
-        for (size, rows) in BOXES.into_iter().enumerate() {
+    for together in rows.chunk_by(|a, b| a.1 + 1 == b.1) {
+        let mut row = together[0].1;
+        for (map, rows) in (0..).zip(BOXES) {
             if together.len() as u32 & rows != 0 {
-                boxes.push(GemmBox { row, map: (size * tensors + tensor) as u32 });
+                boxes.push(GemmBox { row, map });
                 row += rows;
             }
         }
@@ -231,15 +208,14 @@ mod tests {
             let (units, boxes) = spec.units(&shape, 66).unwrap();
             for tile in units.into_iter().flatten() {
                 assert_eq!(tile.blocks, 3);
-                let rows = sources(&tile, &boxes).into_iter().zip(results(&tile, &boxes));
-                for ((source, row), at) in rows {
+                for (row, at) in (tile.source_row as usize..).zip(results(&tile, &boxes)) {
                     let of = |rows: &&ProblemRows| (rows.to..rows.to + rows.count).contains(&at);
                     let (problem, rows) = spec
                         .problems
                         .iter()
                         .find_map(|problem| Some((problem, problem.rows.iter().find(of)?)))
                         .unwrap();
-                    assert_eq!((tile.first as usize, source), (problem.b_row, rows.source));
+                    assert_eq!((tile.first as usize, usize::from(tile.source)), (problem.b_row, rows.source));
                     assert_eq!(row, rows.first + at - rows.to);
                     let columns = tile.column as usize..(tile.column + shape.columns).min(640) as usize;
                     columns.for_each(|column| found[at][column] += 1);
@@ -258,32 +234,19 @@ mod tests {
         for (begin, rows) in
             [(tile.destination_row, tile.rows.min(64)), (tile.group, tile.rows.saturating_sub(64))]
         {
-            all.extend(listed(begin, rows as usize, 1, boxes).into_iter().map(|(_, row)| row));
+            all.extend(listed(begin, rows as usize, boxes));
         }
-        all
-    }
-
-    /// The tensors and rows of A that the kernel loads for a tile.
-    fn sources(tile: &GemmTile, boxes: &[GemmBox]) -> Vec<(usize, usize)> {
-        if tile.destination & BOXES_OF_A == 0 {
-            let source = usize::from(tile.source) % BOX_MAPS;
-            return (0..tile.rows).map(|row| (source, (tile.source_row + row) as usize)).collect();
-        }
-        let second = boxes[tile.source_row as usize].row;
-        let mut all = listed(tile.source_row + 1, 64, GROUPED_SOURCES, boxes);
-        all.extend(listed(second, 64, GROUPED_SOURCES, boxes));
         all
     }
 
     /// So many rows of a list.
-    fn listed(begin: u32, rows: usize, tensors: usize, boxes: &[GemmBox]) -> Vec<(usize, usize)> {
+    fn listed(begin: u32, rows: usize, boxes: &[GemmBox]) -> Vec<usize> {
         let mut all = Vec::new();
         for of in &boxes[begin as usize..] {
             if all.len() == rows {
                 break;
             }
-            let (size, tensor) = (of.map as usize / tensors, of.map as usize % tensors);
-            all.extend((of.row..of.row + BOXES[size]).map(|row| (tensor, row as usize)));
+            all.extend((of.row..of.row + BOXES[of.map as usize]).map(|row| row as usize));
         }
         assert_eq!(all.len(), rows);
         all

@@ -31,7 +31,7 @@ pub struct ProblemTerm {
 /// One of the products.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct GemmProblem {
-    /// Its rows.
+    /// Its rows. They lie together in A, whichever way they go.
     pub rows: Vec<ProblemRows>,
     /// The first of its rows of B.
     pub b_row: usize,
@@ -73,8 +73,8 @@ pub struct GroupedGemmSpec {
     pub grid: GemmGrid,
 }
 
-/// Tensors that A's rows may be put together from, unless A lies along m (`kGroupedSources`).
-pub const GROUPED_SOURCES: usize = 2;
+/// Tensors that A may lie in.
+const SOURCES: usize = 2;
 
 impl GroupedGemmSpec {
     /// Multiplications and additions.
@@ -130,7 +130,7 @@ impl GroupedGemmSpec {
             return Err(format!("rows are {:?} elements apart, but have {columns:?}", self.strides));
         }
         let tensors_b = if along_m { 1..=2 } else { 1..=1 };
-        if !(1..=GROUPED_SOURCES).contains(&self.rows_a.len()) || !tensors_b.contains(&self.rows_b.len()) {
+        if !(1..=SOURCES).contains(&self.rows_a.len()) || !tensors_b.contains(&self.rows_b.len()) {
             return Err(format!("{} tensors of A, {} of B", self.rows_a.len(), self.rows_b.len()));
         }
         if self.problems.is_empty() {
@@ -156,6 +156,12 @@ impl GroupedGemmSpec {
         }
         if problem.rows.is_empty() || self.blocks_of(problem) == 0 {
             return refused("nothing");
+        }
+        let meet = |rows: &[ProblemRows]| {
+            (rows[0].source, rows[0].first + rows[0].count) == (rows[1].source, rows[1].first)
+        };
+        if !problem.rows.windows(2).all(meet) {
+            return refused("rows of A that do not follow each other");
         }
         let b_rows = match self.layout {
             GemmLayout::Nt => self.n,
@@ -197,8 +203,6 @@ pub(super) mod tests {
             let rows = match index {
                 // Behind each other in A, the other way round in D.
                 2 => vec![rows(begin, begin + 70, 58), rows(begin + 58, begin, 70)],
-                // The other way round in A, behind each other in D.
-                3 => vec![rows(begin + 37, begin, 92), rows(begin, begin + 92, 37)],
                 _ => vec![rows(begin, begin, count)],
             };
             GemmProblem { rows, b_row: index * 640, terms: Vec::new() }
@@ -231,6 +235,11 @@ pub(super) mod tests {
         };
         assert!(wrong(|spec| spec.problems[1].rows[0].to = 110).contains("rows that are not there"));
         assert!(wrong(|spec| spec.problems[1].b_row = 700).contains("rows of B"));
+        let scattered = |spec: &mut GroupedGemmSpec| {
+            let row = ProblemRows { source: 0, first: 3, to: 5, count: 1 };
+            spec.problems[0].rows = vec![row, ProblemRows { to: 7, ..row }];
+        };
+        assert!(wrong(scattered).contains("follow each other"));
         assert!(wrong(|spec| spec.strides[2] = 644).contains("pad them"));
         assert!(wrong(|spec| spec.problems.clear()).contains("no problems"));
         let takes =
