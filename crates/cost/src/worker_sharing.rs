@@ -37,6 +37,26 @@ impl WorkerSharing {
         f64::max(size.flops() / flops_per_second, tile / SPLIT)
     }
 
+    /// Seconds of products in one launch: each its rows of halves of tiles, and the terms of its elements, of which all have `n` columns.
+    /// Nothing is split.
+    pub fn grouped_seconds(&self, problems: &[(usize, usize)], n: usize, flops_per_second: f64) -> f64 {
+        let [rows, columns] = self.gemm_tile;
+        let halves: usize = problems.iter().map(|(halves, _)| halves).sum();
+        let terms: usize = problems.iter().map(|(halves, terms)| halves * terms).sum();
+        if halves == 0 {
+            return 0.0;
+        }
+        // Of as many terms as they have on average, in tiles of the width that leaves the last wave fullest.
+        let terms = terms as f64 / halves as f64;
+        let seconds = |(quarters, slower): (usize, f64)| {
+            let width = (columns * quarters).div_ceil(4);
+            let waves = (halves * n.div_ceil(width)).div_ceil(2).div_ceil(self.workers);
+            let flops = 2.0 * (rows * width) as f64 * terms * (waves * self.workers) as f64;
+            flops * slower / flops_per_second
+        };
+        [(4, 1.0), (3, 1.0), (2, 1.02)].map(seconds).into_iter().fold(f64::INFINITY, f64::min)
+    }
+
     /// Speed of a computation that `taken` workers are missing to, of its usual one.
     pub fn speed_without(&self, taken: usize) -> f64 {
         self.workers.saturating_sub(taken).max(1) as f64 / self.workers as f64
@@ -54,6 +74,20 @@ impl WorkerSharing {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// In tiles of half the width, since those leave fewer workers idle: five halves of tiles are one wave, 265 three; terms are those of all
+    /// on average.
+    #[test]
+    fn problems_of_one_launch_take_waves_together() {
+        let sharing = WorkerSharing { workers: 132, communication: 16, gemm_tile: [2, 2] };
+        let waves = |problems: &[(usize, usize)]| sharing.grouped_seconds(problems, 2, 132.0) / (12.0 * 1.02);
+        let all =
+            [waves(&[(2, 3), (3, 3)]), waves(&[(260, 3), (5, 3)]), waves(&[(66, 2), (66, 4)]), waves(&[])];
+        let close = all.iter().zip([1.0, 3.0, 1.0, 0.0]).all(|(found, wanted)| (found - wanted).abs() < 1e-9);
+        assert!(close, "{all:?}");
+        // A full wave of whole tiles.
+        assert_eq!(sharing.grouped_seconds(&[(264, 3)], 2, 132.0), 24.0);
+    }
 
     /// At 132 operations a second a worker does one: a tile of 2 x 2 over 3 terms takes 24 seconds.
     #[test]

@@ -42,9 +42,9 @@ pub use policy::{
 pub use program::{
     Accumulate, ArrivingKeys, AttentionBackward, AttentionDelta, AttentionFinish, AttentionForward,
     AttentionState, BarrierId, BufferId, BufferRole, BufferSpec, ColumnMax, ColumnSum, Delivery, EventId,
-    ForwardBegin, ForwardEnd, Gemm, GemmLayout, GroupCast, GroupReduce, KeyBlocks, MaxLogits, Op, Program,
-    ProgramOp, ReduceOp, RmsNorm, RmsNormBackward, RowBlock, SignalId, StreamId, StreamKind, StreamSpec,
-    UserKernel, UserPart, WaveGemm,
+    ForwardBegin, ForwardEnd, Gemm, GemmLayout, GroupCast, GroupReduce, GroupedLaunch, GroupedProblem,
+    GroupedResults, GroupedRows, KeyBlocks, MaxLogits, Op, Program, ProgramOp, ReduceOp, RmsNorm,
+    RmsNormBackward, RowBlock, SignalId, StreamId, StreamKind, StreamSpec, UserKernel, UserPart, WaveGemm,
 };
 pub use simulate::{SimulateError, simulate};
 pub use timeline::{Overlap, Span, SpanKind, Timeline};

@@ -1,11 +1,11 @@
 //! Seconds of operations by the rates of a machine.
 
-use counterpoint_cost::{AttentionWork, CostModel, ProblemSize, ReadyWork};
+use counterpoint_cost::{AttentionWork, CostModel, ProblemSize, ReadyWork, WorkerSharing};
 use counterpoint_mask::Band;
 
 use crate::{
     Accumulate, ArrivingKeys, AttentionBackward, AttentionState, BufferId, ForwardBegin, ForwardEnd, Gemm,
-    GemmLayout, Op, Program, ProgramOp, RowBlock,
+    GemmLayout, GroupedLaunch, GroupedResults, Op, Program, ProgramOp, RowBlock, WaveGemm,
 };
 
 /// Of a computation, the part that needs no rows that arrive while it runs.
@@ -46,7 +46,7 @@ pub(crate) fn compute_seconds(
         }
         Op::AttentionBackward(a) => return backward_seconds(program, a, computed_seconds, cost),
         Op::Gemm(gemm) => product_seconds(program, gemm, cost),
-        Op::WaveGemm(waves) => waves_seconds(program, &waves.groups, cost),
+        Op::WaveGemm(waves) => waves_seconds(program, waves, waves.groups.len(), cost),
         Op::CopyRows { src, rows, .. } => {
             let src = &program.buffers[src.0];
             // Read and written.
@@ -95,8 +95,12 @@ fn product_seconds(program: &Program, gemm: &Gemm, cost: &CostModel) -> f64 {
 }
 
 /// Products of one operation, without the launch of the first. In tiles, those with the same second operand have one launch, and the waves
-/// of all their rows together; those of several experts follow each other.
-fn waves_seconds(program: &Program, groups: &[Gemm], cost: &CostModel) -> f64 {
+/// of all their rows together; those with others follow each other, unless they are the problems of a grouped GEMM.
+fn waves_seconds(program: &Program, waves: &WaveGemm, count: usize, cost: &CostModel) -> f64 {
+    let groups = &waves.groups[..count];
+    if let Some(sharing) = cost.sharing.filter(|_| waves.grouped) {
+        return grouped_seconds(program, groups, &sharing, cost);
+    }
     let of_launch = |groups: &[Gemm]| {
         let sizes: Vec<ProblemSize> = groups.iter().map(|gemm| product_size(program, gemm)).collect();
         let Some(ProblemSize { n, k, .. }) = sizes.first().copied() else { return 0.0 };
@@ -132,6 +136,47 @@ fn copied_seconds(program: &Program, gemm: &Gemm, cost: &CostModel) -> f64 {
     read.iter().sum::<f64>() + ways * copy(gemm.out_rows.len(), stored, gemm.out)
 }
 
+/// Problems of a grouped GEMM: as many launches as results, and of each the copies of rows that it cannot take, or store, as they lie.
+fn grouped_seconds(program: &Program, products: &[Gemm], sharing: &WorkerSharing, cost: &CostModel) -> f64 {
+    let copied = |rows: usize, id: BufferId, ways: f64| {
+        let buffer = &program.buffers[id.0];
+        let bytes = rows * buffer.row_elements() * buffer.dtype.size();
+        cost.launch_seconds + ways * bytes as f64 / cost.memory_bytes_per_second
+    };
+    let halves = |rows: usize| rows.div_ceil(GroupedLaunch::HALF_ROWS);
+    let of_launch = |(at, launch): (usize, GroupedLaunch)| {
+        let products = &products[launch.products.clone()];
+        let mut seconds = if at > 0 { cost.launch_seconds } else { 0.0 };
+        let n = program.buffers[products[0].out.0].row_elements();
+        let problems: Vec<(usize, usize)> = match products[0].layout {
+            GemmLayout::Tn => {
+                let sizes: Vec<ProblemSize> =
+                    products.iter().map(|gemm| product_size(program, gemm)).collect();
+                let terms: usize = sizes.iter().map(|size| size.k).sum();
+                for blocks in [&products[0].a, &products[0].b] {
+                    // Of one operand the ends of problems alone.
+                    let rows =
+                        if blocks.len() > 1 { terms } else { products.len() * GroupedLaunch::HALF_ROWS / 2 };
+                    seconds += blocks.first().map_or(0.0, |block| copied(rows, block.buffer, 2.0));
+                }
+                sizes.iter().map(|size| (halves(size.m), size.k)).collect()
+            }
+            GemmLayout::Nt | GemmLayout::Nn => {
+                let source = products[0].a.first().map(|block| block.buffer);
+                if launch.gathers {
+                    seconds += source.map_or(0.0, |source| copied(launch.rows(), source, 2.0));
+                }
+                if launch.results != GroupedResults::InPlace {
+                    seconds += copied(launch.rows(), products[0].out, 2.0);
+                }
+                vec![(launch.halves(), product_size(program, &products[0]).k)]
+            }
+        };
+        seconds + sharing.grouped_seconds(&problems, n, cost.matmul_flops_per_second)
+    };
+    GroupedLaunch::of(products).into_iter().enumerate().map(of_launch).sum()
+}
+
 /// Seconds from the start of an operation, or from the end of its part before, to the end of part `part`; `None` when it has
 /// fewer parts. The rank has computed for `computed_seconds` before.
 pub(crate) fn part_seconds(
@@ -142,8 +187,19 @@ pub(crate) fn part_seconds(
     cost: &CostModel,
 ) -> Option<f64> {
     match &op.op {
+        // Problems end with their launch.
+        Op::WaveGemm(waves) if waves.grouped && cost.sharing.is_some() => {
+            let (before, rest) = waves.groups.split_at_checked(part + 1)?;
+            let last = before.last()?;
+            if rest.first().is_some_and(|next| GroupedLaunch::joins(last, next)) {
+                return Some(0.0);
+            }
+            let of_launch = before.chunk_by(GroupedLaunch::joins).next_back().unwrap_or_default();
+            let sharing = cost.sharing?;
+            Some(cost.launch_seconds + grouped_seconds(program, of_launch, &sharing, cost))
+        }
         Op::WaveGemm(waves) => {
-            let until = |groups| waves_seconds(program, &waves.groups[..groups], cost);
+            let until = |groups| waves_seconds(program, waves, groups, cost);
             let launch = if part == 0 { cost.launch_seconds } else { 0.0 };
             (part < waves.groups.len()).then(|| launch + until(part + 1) - until(part))
         }

@@ -7,8 +7,8 @@ use std::time::Instant;
 
 use crate::gpu::{
     CudaSubject, selftest_cache, selftest_callers, selftest_exhaustion, selftest_faults, selftest_fused,
-    selftest_gemm, selftest_graphs, selftest_guard, selftest_isolation, selftest_links, selftest_long,
-    selftest_neighbours, selftest_normalised, selftest_repeats, selftest_signalled_products,
+    selftest_gemm, selftest_graphs, selftest_grouped, selftest_guard, selftest_isolation, selftest_links,
+    selftest_long, selftest_neighbours, selftest_normalised, selftest_repeats, selftest_signalled_products,
     selftest_signals, selftest_signals_in_graphs, selftest_step_graphs,
 };
 use counterpoint_console::{self as console, CliError, Schema, arguments::Device as Examinee, interrupt};
@@ -139,7 +139,7 @@ impl Examiner {
 
     fn checks(&self, group: Group) -> Checks {
         use TransportKind::{CopyEngine, Nccl, Nvlink};
-        let Self { extent, on_cpu, calls, share, .. } = *self;
+        let Self { extent, on_cpu, calls, .. } = *self;
         match group {
             Group::Cpu => Ok(self.attention(&CpuSubject, on_cpu)),
             Group::CpuLinear => {
@@ -158,9 +158,7 @@ impl Examiner {
             Group::LongSequence => Ok(selftest_long(CudaSubject::open()?.machine())),
             Group::Collectives => self.collectives(CudaSubject::open()?.machine(), extent, 4),
             Group::RmsNorm => Ok(self.rms_norm(&CudaSubject::open()?, extent)),
-            Group::Gemm => {
-                Ok(selftest_gemm(CudaSubject::open()?.gpu(), extent, share, |check, _| self.heard(check))?)
-            }
+            Group::Gemm => self.gemm(CudaSubject::open()?.gpu()),
             Group::Linear => Ok(self.linear(&CudaSubject::open()?, extent, 4)),
             Group::LibraryLinear => Ok(match CudaSubject::open()?.with_cublaslt() {
                 Ok(subject) => self.linear(&subject, Extent::Quick, 4),
@@ -263,6 +261,12 @@ impl Examiner {
         checks
             .extend(selftest_experts(subject, extent, self.share, most_ranks, |check, _| self.heard(check)));
         checks
+    }
+
+    fn gemm(&self, device: &Device) -> Checks {
+        let mut checks = selftest_gemm(device, self.extent, self.share, |check, _| self.heard(check))?;
+        checks.extend(selftest_grouped(device, self.extent, self.share, |check| self.heard(check))?);
+        Ok(checks)
     }
 
     fn rms_norm(&self, subject: &dyn Subject, extent: Extent) -> Vec<SelfCheck> {

@@ -93,5 +93,5 @@ fn streams_that_do_not_slow_each_other_take_the_longer_of_both() {
 #[test]
 fn on_gpus_of_one_node() {
     let cost = CostModel { sharing: Some(WorkerSharing::H200), ..CostModel::H200 };
-    check(RankTransport::of_gpus(&Topology::flat(8)), Topology::flat(8), &cost, [1.08, 1.35]);
+    check(RankTransport::of_gpus(&Topology::flat(8)), Topology::flat(8), &cost, [1.15, 1.35]);
 }

@@ -51,7 +51,7 @@ __device__ __forceinline__ void gemm(const GemmArguments& arguments, const Ends&
   const GemmWalk walk{arguments};
   GemmTile first = {};
   if (uniform(threadIdx.x / 128) == 0) {
-    if (walk.more()) first = walk.look_up();
+    if (walk.more()) first = walk.look_up<C::kGrouped>();
     tma_prefetch_map(&arguments.a_maps[0]);
     tma_prefetch_map(&arguments.b_map);
   }
@@ -83,7 +83,10 @@ __device__ __forceinline__ void gemm(const GemmArguments& arguments, const Ends&
     const u32 warp = uniform(threadIdx.x / 32);
     // Issuing copies takes longer than narrow tiles' products. The compiler knows that an elected thread is alone, and has it issue them
     // without a loop over threads.
-    if constexpr (Ends::kLoaders == 2) {
+    if constexpr (C::kGrouped) {
+      if (warp == 0 && elect_one()) ends.template load<kLoadsA>(shared, walk, first);
+      if (warp == 3 && elect_one()) ends.template load<kLoadsB>(shared, walk, first);
+    } else if constexpr (Ends::kLoaders == 2) {
       if (warp == 0 && elect_one()) gemm_load<C, kLoadsA>(arguments, shared, ends, walk, first);
       if (warp == 3 && elect_one()) gemm_load<C, kLoadsB>(arguments, shared, ends, walk, first);
     } else {

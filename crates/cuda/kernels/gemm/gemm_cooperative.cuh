@@ -83,7 +83,34 @@ struct GemmCooperative : GemmMultiplier<C> {
     }
   }
 
+  // A tile's blocks of k, of which this warpgroup has no rows: the other one has the matrix unit to itself.
+  __device__ __forceinline__ void pass_blocks(u32 count) {
+#pragma unroll 1
+    for (; count > 0; --count) {
+      mbarrier_wait(&shared.full[ring.stage], ring.round & 1);
+      release(ring.stage);
+      ring.next();
+    }
+  }
+
+  // Tiles of several problems, each with all of its k.
+  __device__ __forceinline__ void run_problems() {
+    GemmStaging<C> staging{arguments, shared, group, warp, lane, (1u << GemmParts<C>::kChunks) - 1};
+    typename Ends::Held held;
+    for (GemmWalk walk{arguments}; walk.more(); walk.advance()) {
+      const GemmTile tile = walk.look_up<true>();
+      if (tile.rows <= this->first_row()) {
+        pass_blocks(tile.blocks);
+        continue;
+      }
+      this->template multiply<0>(tile.blocks, [](u32) {}, [] {});
+      if (tile.column < arguments.n) ends.tile(*this, staging, held, tile, walk);
+    }
+    staging.finish();
+  }
+
   __device__ __forceinline__ void run() {
+    if constexpr (C::kGrouped) return run_problems();
     GemmWalk walk{arguments};
     const GemmParts<C> parts{arguments.splits, walk.part, walk.rank};
     GemmStaging<C> staging{arguments, shared, group, warp, lane, parts.owned(group)};

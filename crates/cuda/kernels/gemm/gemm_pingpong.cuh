@@ -17,9 +17,11 @@ struct GemmPingpong : GemmMultiplier<C> {
   __device__ __forceinline__ GemmPingpong(const GemmArguments& of, GemmShared<C>& with, const Ends& at)
       : Base{with}, arguments(of), ends(at) {}
 
-  // The ring behind a tile of the other warpgroup.
-  __device__ __forceinline__ void skip_tile() {
-    const u32 stage = ring.stage + arguments.k_blocks;
+  // The ring behind the tile of the other warpgroup that `walk` is at.
+  __device__ __forceinline__ void skip_tile(const GemmWalk& walk) {
+    u32 blocks = arguments.k_blocks;
+    if constexpr (C::kGrouped) blocks = walk.more() ? walk.look_up<true>().blocks : 0;
+    const u32 stage = ring.stage + blocks;
     ring.stage = stage % C::kStages;
     ring.round += stage / C::kStages;
   }
@@ -29,14 +31,14 @@ struct GemmPingpong : GemmMultiplier<C> {
     GemmStaging<C> staging{arguments, shared, group, warp, lane, (1u << (C::kTileN / C::kChunkColumns)) - 1};
     typename Ends::Held held;
     if (group == 1) {
+      skip_tile(walk);
       walk.advance();
-      skip_tile();
     }
     for (u32 number = 0; walk.more(); ++number) {
-      const GemmTile tile = walk.look_up();
+      const GemmTile tile = walk.look_up<C::kGrouped>();
       // Whoever looked at a stage a round too early would take the last round's completion for its own.
       mbarrier_wait(&shared.turns[group], (number & 1) ^ (group ^ 1));
-      this->template multiply<0>(arguments.k_blocks, [](u32) {}, [&] {
+      this->template multiply<0>(C::kGrouped ? tile.blocks : arguments.k_blocks, [](u32) {}, [&] {
         if (lane == 0) mbarrier_arrive(&shared.turns[group ^ 1]);
       });
       // A unit at the edge may have a tile without an element.
@@ -45,8 +47,8 @@ struct GemmPingpong : GemmMultiplier<C> {
         ends.tile(*this, staging, held, tile, walk);
       }
       walk.advance();
+      skip_tile(walk);
       walk.advance();
-      skip_tile();
     }
     staging.finish();
   }

@@ -113,11 +113,18 @@ struct GemmStaging {
     constexpr u32 kColumns = kWide ? C::kWideColumns : C::kChunkColumns;
     constexpr u32 kChunks = C::kTileN / kColumns, kWithin = C::kChunkColumns / kColumns;
     const u8 rows = u8(min(64u, of.rows - min(of.rows, first_row)));
+    // Of a tile by boxes, where those of its rows begin (gemm_grouped.cuh).
+    const auto row = [&] {
+      if constexpr (C::kGrouped) {
+        if (of.destination & 1) return first_row == 0 ? of.destination_row : of.group;
+      }
+      return of.destination_row + first_row;
+    };
 #pragma unroll
     for (u32 c = 0; c < kChunks; ++c) {
       const u32 left = owned >> (c / kWithin);
       if ((left & 1) == 0) continue;
-      const GemmChunk chunk{i32(of.column + c * kColumns), i32(of.destination_row + first_row), of.group,
+      const GemmChunk chunk{i32(of.column + c * kColumns), i32(row()), of.group,
                             of.destination, rows, left == 1 && (c + 1) % kWithin == 0 ? kChunkLast : u8(0)};
       stage(chunk, [&](u8* to) {
         const float* from = acc + c * (kColumns / 2);

@@ -29,9 +29,10 @@ constexpr u32 kGemmDestinations = 8;
 enum class Warpgroups : u32 { kCooperative, kPingpong };
 
 // What a kernel is compiled for: how wide tiles are, how many blocks of k are on their way, how operands lie in memory, how warpgroups
-// share tiles, and whether parts of k are handed over. With that in it the compiler no longer sees that a warp's stage is uniform, and
-// products without such parts would take a tenth longer.
-template <u32 kTileNOf, u32 kStagesOf, Major kMajorAOf, Major kMajorBOf, Warpgroups kWarpgroupsOf, u32 kHandsOf>
+// share tiles, whether parts of k are handed over, and whether tiles are of several problems (gemm_grouped.cuh). With parts that are handed
+// over in it the compiler no longer sees that a warp's stage is uniform, and products without such parts would take a tenth longer.
+template <u32 kTileNOf, u32 kStagesOf, Major kMajorAOf, Major kMajorBOf, Warpgroups kWarpgroupsOf, u32 kHandsOf,
+          bool kGroupedOf = false>
 struct GemmConfig {
   static constexpr u32 kTileN = kTileNOf;
   static constexpr u32 kStages = kStagesOf;
@@ -39,6 +40,7 @@ struct GemmConfig {
   static constexpr Major kMajorB = kMajorBOf;
   static constexpr Warpgroups kWarpgroups = kWarpgroupsOf;
   static constexpr u32 kHands = kHandsOf;  // `hands` of its arguments
+  static constexpr bool kGrouped = kGroupedOf;
   static constexpr u32 kHalves = kWarpgroups == Warpgroups::kPingpong ? 2 : 1;  // of a tile's rows, that a warpgroup computes
   static_assert(kHalves == 1 || kHands == 1, "parts of k are for warpgroups that compute each tile together");
   static constexpr u32 kBytesA = kGemmTileM * kGemmRowBytes;
@@ -60,10 +62,12 @@ struct alignas(32) GemmTile {
   u32 rows;             // 0 for a tile that is there to make a unit whole
   u32 column;           // of B and D
   u32 group;            // whose counter hears when it is stored
-  u32 unused[2];
+  u32 first;            // of a problem among several: its first row of B, or, where A lies along k's rows, its first block of k
+  u32 blocks;           // and its blocks of k, at least one
 };
 
-// A block of k where A, which lies along m, is in pieces. Shared with the host.
+// A block of k where A, which lies along m, is in pieces, and B too where tiles are of several problems: then A's and B's places take
+// turns in the list. Shared with the host.
 struct GemmTerm {
   u32 source;
   u32 row;
@@ -157,12 +161,22 @@ struct GemmWalk {
   __device__ __forceinline__ u32 keeper() const { return 2 * unit_index() + rank; }
   __device__ __forceinline__ u32 half() const { return index & (arguments.hands - 1); }
   // This CTA's tile. The load stays where it is called, before whoever uses it waits for anything else.
+  template <bool kGrouped = false>
   __device__ __forceinline__ GemmTile look_up() const {
     const GemmTile* from = arguments.tiles + keeper();
     u32 rows[4], place[2];
+    if constexpr (kGrouped) {
+      u32 problem[2];
+      asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(rows[0]), "=r"(rows[1]), "=r"(rows[2]), "=r"(rows[3]) : "l"(from));
+      asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(place[0]), "=r"(place[1]), "=r"(problem[0]), "=r"(problem[1])
+                   : "l"(&from->column));
+      return GemmTile{rows[0], rows[1],  u16(rows[2] & 0xffffu), u16(rows[2] >> 16), rows[3],
+                      place[0], place[1], problem[0],             problem[1]};
+    }
     asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(rows[0]), "=r"(rows[1]), "=r"(rows[2]), "=r"(rows[3]) : "l"(from));
     asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(place[0]), "=r"(place[1]) : "l"(&from->column));
-    return GemmTile{rows[0], rows[1], u16(rows[2] & 0xffffu), u16(rows[2] >> 16), rows[3], place[0], place[1]};
+    return GemmTile{rows[0], rows[1], u16(rows[2] & 0xffffu), u16(rows[2] >> 16), rows[3], place[0], place[1], 0, 0};
   }
   __device__ __forceinline__ u32 k_begin() const {
     return arguments.k_blocks / (arguments.splits * arguments.hands) * (part + half());

@@ -2,12 +2,13 @@
 
 use counterpoint_exec::{ExecError, check_operands};
 use counterpoint_schedule::{
-    self as schedule, BufferId, BufferSpec, Mover, Op, Program, ProgramOp, WorkerShare,
+    self as schedule, BufferId, BufferSpec, Mover, Op, Program, ProgramOp, SignalId, WorkerShare,
 };
 
 use super::attention::Forward;
 use super::attention_backward::{Backward, Delta};
 use super::attention_finish::{Finish, Placing};
+use super::grouped::Grouped;
 use super::linear::{BiasGradient, Product};
 use super::norm::{Normalisation, NormalisationGradients};
 use super::user_kernel::UserWork;
@@ -27,6 +28,7 @@ enum Work {
     Backward(Box<Backward>),
     Product(Box<Product>),
     Waves(Box<Waves>),
+    Grouped(Box<Grouped>),
     BiasGradient(Box<BiasGradient>),
     Largest {
         kernel: ColumnMax,
@@ -73,6 +75,7 @@ impl CudaKernel {
             Op::AttentionDelta(op) => Work::Delta(Box::new(Delta::new(&prepare, op)?)),
             Op::AttentionBackward(op) => Work::Backward(Box::new(Backward::new(&prepare, op)?)),
             Op::Gemm(op) => Work::Product(Box::new(Product::new(&prepare, op)?)),
+            Op::WaveGemm(op) if op.grouped => Work::Grouped(Box::new(Grouped::new(&prepare, op)?)),
             Op::WaveGemm(op) => Work::Waves(Box::new(Waves::new(&prepare, op)?)),
             Op::ColumnSum(op) => Work::BiasGradient(Box::new(BiasGradient::new(&prepare, op)?)),
             Op::ColumnMax(op) => Work::Largest { kernel: prepare.column_max(op)?, src: op.src, dst: op.dst },
@@ -118,6 +121,7 @@ impl CudaKernel {
             }
             Work::Product(work) => work.launch(stream, buffers),
             Work::Waves(work) => work.launch(stream, buffers, signals),
+            Work::Grouped(work) => work.launch(stream, buffers, signals),
             Work::BiasGradient(work) => work.launch(stream, buffers),
             Work::Largest { kernel, src, dst } => {
                 let (src, dst) = (buffers[src.0].address(), buffers[dst.0].address());
@@ -203,6 +207,12 @@ impl<'a> Prepare<'a> {
     /// cuBLASLt, where plain products are its.
     pub(super) fn library(&self) -> Result<Option<GemmLibrary>, ExecError> {
         self.backend.library().map_err(|error| self.device_error(error))
+    }
+
+    /// Whether anything of the Program waits for a signal.
+    pub(super) fn is_waited_for(&self, wanted: SignalId) -> bool {
+        let waits = |op: &ProgramOp| matches!(op.op, Op::WaitSignal { signal, .. } if signal == wanted);
+        self.program.ops.iter().any(waits)
     }
 
     /// Whether the Program's operations follow each other.

@@ -10,6 +10,8 @@ mod compute;
 mod counters;
 mod exchange_marks;
 mod graph_run;
+mod grouped;
+mod grouped_gradient;
 mod keys;
 mod linear;
 mod matrix_rows;

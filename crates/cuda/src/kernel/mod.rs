@@ -67,8 +67,9 @@ pub use examine::{CompileReport, KernelFault, KernelReport, examine};
 pub use foreign_meeting::{ForeignMeeting, ForeignMeetingRound};
 pub use gemm::{
     GEMM_DESTINATIONS, GEMM_SOURCES, Gemm, GemmEpilogue, GemmGather, GemmGatherSpec, GemmGatherTensors,
-    GemmGrid, GemmLayout, GemmLibrary, GemmReduce, GemmReduceSpec, GemmReduceTensors, GemmRows, GemmRunner,
-    GemmShape, GemmSignals, GemmSpec, GemmTensors, LibraryGemm, SumsGoTo, TileOrder, TilePair, TileUnit,
+    GemmGrid, GemmLayout, GemmLibrary, GemmProblem, GemmReduce, GemmReduceSpec, GemmReduceTensors, GemmRows,
+    GemmRunner, GemmShape, GemmSignals, GemmSpec, GemmTensors, GroupedGemm, GroupedGemmSpec,
+    GroupedGemmTensors, LibraryGemm, ProblemRows, ProblemTerm, SumsGoTo, TileOrder, TilePair, TileUnit,
     Warpgroups,
 };
 pub use head_resize::HeadResize;

@@ -55,15 +55,23 @@ impl ExpertCase {
         let ranks = draw.within(1, most_ranks);
         let experts = ranks * draw.within(1, 4);
         let choices = draw.within(1, experts.min(4));
-        let tokens = if draw.chance(10) { 0 } else { draw.within(1, 200) };
+        let tokens = match draw.within(1, 10) {
+            1 => 0,
+            // Experts with several tiles of rows.
+            2 => draw.within(300, 700),
+            _ => draw.within(1, 200),
+        };
         let skew = draw.pick(&[0.0, 1.0, 4.0]);
         let routing = Routing::random(experts, choices, [ranks, tokens], skew, seed);
         let mut routing = routing.expect("what is drawn divides");
         if draw.chance(30) {
             routing = routing.within((ranks * tokens * choices).div_ceil(experts)).0;
         }
-        let features =
-            |draw: &mut Draw| if draw.chance(40) { draw.within(1, 60) } else { 8 * draw.within(1, 30) };
+        let features = |draw: &mut Draw| match draw.within(1, 10) {
+            1..=3 => draw.within(1, 60),
+            4..=6 => 64 * draw.within(1, 4),
+            _ => 8 * draw.within(1, 30),
+        };
         let dtype = draw.pick(dtypes);
         let kind = draw.pick(&[ExpertKind::Dispatch, ExpertKind::Combine]);
         let (in_features, out_features) = (features(&mut draw), features(&mut draw));

@@ -88,7 +88,7 @@ impl LeavingTokens {
         let signal: Option<SignalId> = (!products.is_empty()).then(|| lowering.p.signal());
         if let Some(signal) = signal {
             // Queued before whoever waits for its signal.
-            let op = Op::WaveGemm(WaveGemm { groups: products, signal });
+            let op = Op::WaveGemm(WaveGemm { groups: products, grouped: true, signal });
             lowering.p.push(lowering.compute, None, label, op);
         }
         for (group, (value, reduce)) in reduces.into_iter().enumerate() {

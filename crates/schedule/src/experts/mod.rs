@@ -60,15 +60,11 @@ impl<'a> Lowering<'a> {
         self.rows.experts.last().map_or(0, |last| last.end)
     }
 
-    /// Has the computation multiply all of these in one launch, where there are any.
-    fn multiply(&mut self, stage: Option<usize>, label: &str, mut products: Vec<Gemm>) {
-        let op = match products.len() {
-            0 => return,
-            1 => products.pop().map(Op::Gemm),
-            _ => Some(Op::WaveGemm(WaveGemm { groups: products, signal: self.p.signal() })),
-        };
-        if let Some(op) = op {
-            self.p.push(self.compute, stage, label, op);
+    /// Has the computation multiply all of these as the problems of one grouped GEMM, where there are any.
+    fn multiply(&mut self, stage: Option<usize>, label: &str, products: Vec<Gemm>) {
+        if !products.is_empty() {
+            let op = WaveGemm { groups: products, grouped: true, signal: self.p.signal() };
+            self.p.push(self.compute, stage, label, Op::WaveGemm(op));
         }
     }
 

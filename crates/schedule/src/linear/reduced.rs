@@ -206,7 +206,8 @@ impl ReducedTokens {
     fn compute_waves(&mut self, lowering: &mut Lowering<'_>, label: &str) {
         let Some(Waves { signal, products, sums }) = self.waves.take() else { return };
         // The kernel is queued before whoever waits for its signal.
-        lowering.p.push(lowering.compute, None, label, Op::WaveGemm(WaveGemm { groups: products, signal }));
+        let op = WaveGemm { groups: products, grouped: false, signal };
+        lowering.p.push(lowering.compute, None, label, Op::WaveGemm(op));
         for (value, reduce, sums) in sums {
             let wait = Op::WaitSignal { signal, value };
             lowering.p.push(self.reduce, Some(sums.group), "wait for shares", wait);

@@ -61,13 +61,16 @@ impl Gemm {
     }
 }
 
-/// The products of a pass, group by group, or those of several experts: they follow each other, and with the end of the n-th, counted
-/// from 1, `signal` is n. A backend with a kernel for it computes all of them in one launch, which goes on while others use what it has
-/// finished. In any case the results have the bits of the products one after the other.
+/// The products of a pass, group by group, or a grouped GEMM, whose problems are several experts' products: they follow each other, and with
+/// the end of the n-th, counted from 1, `signal` is n. A backend with a kernel for it computes all of them in one launch: groups while
+/// others use what it has finished, the problems of a grouped GEMM with one result together. In any case the results have the bits of
+/// the products one after the other.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct WaveGemm {
     /// The products, which differ in their rows of the operands and in where these go.
     pub groups: Vec<Gemm>,
+    /// Whether they are the problems of a grouped GEMM ([`GroupedLaunch`](super::GroupedLaunch)): each with a second operand of its own.
+    pub grouped: bool,
     /// Raised by nothing else.
     pub signal: SignalId,
 }

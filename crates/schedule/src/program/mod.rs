@@ -3,6 +3,7 @@
 mod attention;
 mod collective;
 mod display;
+mod grouped;
 mod linear;
 mod op;
 mod op_display;
@@ -13,6 +14,7 @@ pub use attention::{
     ColumnMax, ForwardBegin, ForwardEnd, KeyBlocks, MaxLogits,
 };
 pub use collective::{Delivery, GroupCast, GroupReduce, ReduceOp};
+pub use grouped::{GroupedLaunch, GroupedProblem, GroupedResults, GroupedRows};
 pub use linear::{
     ColumnSum, Gemm, GemmLayout, RmsNorm, RmsNormBackward, RowBlock, UserKernel, UserPart, WaveGemm,
 };

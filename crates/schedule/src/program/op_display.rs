@@ -37,7 +37,8 @@ impl ProgramText<'_> {
             Op::Gemm(op) => self.gemm(op),
             Op::WaveGemm(op) => {
                 let groups: Vec<String> = op.groups.iter().map(|group| self.gemm(group)).collect();
-                format!("wave_gemm signal {}: {}", op.signal.0, groups.join("; "))
+                let name = if op.grouped { "grouped_gemm" } else { "wave_gemm" };
+                format!("{name} signal {}: {}", op.signal.0, groups.join("; "))
             }
             Op::UserKernel(op) => self.user_kernel(op),
             Op::ColumnSum(op) => {

@@ -63,14 +63,14 @@ struct Case {
 }
 
 /// A few random choices.
-struct Dice(u64);
+pub(super) struct Dice(pub(super) u64);
 
 impl Dice {
-    fn below(&mut self, end: usize) -> usize {
+    pub(super) fn below(&mut self, end: usize) -> usize {
         self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         ((self.0 >> 33) as usize) % end.max(1)
     }
-    fn of<T: Clone>(&mut self, values: &[T]) -> T {
+    pub(super) fn of<T: Clone>(&mut self, values: &[T]) -> T {
         values[self.below(values.len())].clone()
     }
 }
@@ -438,7 +438,7 @@ fn cut(dice: &mut Dice, length: usize, parts: usize, unit: usize) -> Vec<usize> 
     stretches
 }
 
-fn encode(scalar: Scalar, value: f32) -> [u8; 4] {
+pub(super) fn encode(scalar: Scalar, value: f32) -> [u8; 4] {
     let mut bytes = [0; 4];
     match scalar {
         Scalar::F32 => bytes = value.to_le_bytes(),
@@ -448,7 +448,7 @@ fn encode(scalar: Scalar, value: f32) -> [u8; 4] {
     bytes
 }
 
-fn decode(scalar: Scalar, bytes: &[u8]) -> f64 {
+pub(super) fn decode(scalar: Scalar, bytes: &[u8]) -> f64 {
     match (scalar, bytes) {
         (Scalar::F32, &[a, b, c, d]) => f64::from(f32::from_le_bytes([a, b, c, d])),
         (Scalar::Bf16, &[a, b]) => f64::from(bf16::from_le_bytes([a, b])),

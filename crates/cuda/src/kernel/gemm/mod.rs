@@ -1,7 +1,10 @@
 //! The launcher of `gemm/gemm.cuh`.
 
 mod gather;
+mod grouped;
 mod library;
+mod problem_tiles;
+mod problems;
 mod reduce;
 mod rows;
 mod runner;
@@ -14,7 +17,9 @@ use std::ops::Range;
 use counterpoint_tiles::gemm::{self as tiles, GemmUnit, TILE_ROWS};
 pub use counterpoint_tiles::gemm::{GemmLayout, GemmShape, TileOrder, TilePair, Warpgroups};
 pub use gather::{GemmGather, GemmGatherSpec, GemmGatherTensors};
+pub use grouped::{GroupedGemm, GroupedGemmTensors};
 pub use library::{GemmLibrary, LibraryGemm};
+pub use problems::{GemmProblem, GroupedGemmSpec, ProblemRows, ProblemTerm};
 pub use reduce::{GemmReduce, GemmReduceSpec, GemmReduceTensors, SumsGoTo};
 pub use rows::GemmRows;
 use rows::{Destination, GemmTerm, GemmTile, RowTile};
@@ -450,7 +455,7 @@ pub(super) fn layouts() -> Vec<SharedLayout> {
     let mut all = vec![
         shared_layout!(
             "gemm/gemm_work.cuh",
-            GemmTile { source_row, destination_row, source, destination, rows, column, group, unused }
+            GemmTile { source_row, destination_row, source, destination, rows, column, group, first, blocks }
         ),
         shared_layout!("gemm/gemm_work.cuh", GemmTerm { source, row }),
         shared_layout!(
@@ -483,6 +488,7 @@ pub(super) fn layouts() -> Vec<SharedLayout> {
         ),
     ];
     all.extend(gather::layouts());
+    all.extend(grouped::layouts());
     all.extend(reduce::layouts());
     all
 }

@@ -58,7 +58,8 @@ pub(super) struct GemmTile {
     pub(super) rows: u32,
     pub(super) column: u32,
     pub(super) group: u32,
-    pub(super) unused: [u32; 2],
+    pub(super) first: u32,
+    pub(super) blocks: u32,
 }
 
 impl GemmTile {
@@ -77,7 +78,8 @@ impl GemmTile {
                 rows,
                 column,
                 group: unit.group,
-                unused: [0; 2],
+                first: 0,
+                blocks: 0,
             }
         })
     }

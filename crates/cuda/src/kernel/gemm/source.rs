@@ -28,6 +28,8 @@ pub(super) enum GemmEnds {
     SumOverRanks,
     /// They are stored; rows of A come from other ranks.
     RowsOfRanks,
+    /// They are stored; they are of several problems.
+    OfProblems,
 }
 
 impl GemmEnds {
@@ -52,9 +54,24 @@ impl GemmEnds {
                 "GemmGatherArguments",
                 "gemm_gather<Config>(arguments)",
             ],
+            Self::OfProblems => [
+                "gemm/gemm_grouped.cuh",
+                "gemm_grouped",
+                "GemmGroupedArguments",
+                "gemm_grouped<Config>(arguments)",
+            ],
         }
     }
 }
+
+/// How the tiles of several problems are computed: chunks of results have 64 columns ([`GemmEnds::OfProblems`]).
+pub(super) const TILES_OF_PROBLEMS: [(Warpgroups, u32); 5] = [
+    (Warpgroups::Cooperative, 128),
+    (Warpgroups::Cooperative, 192),
+    (Warpgroups::Cooperative, 256),
+    (Warpgroups::Pingpong, 128),
+    (Warpgroups::Pingpong, 192),
+];
 
 impl GemmChoice {
     pub(super) fn source(self) -> KernelSource {
@@ -72,12 +89,13 @@ impl GemmChoice {
             GemmLayout::Tn => ("kMN", "kMN"),
         };
         let stages = GemmShape::stages(columns, layout);
+        let grouped = if ends == GemmEnds::OfProblems { ", true" } else { "" };
         kernel_source(&name, Arch::SM_90A)
             .define("ELEMENT_BF16", element.define())
             .line(format_args!("#include \"{header}\""))
             .line("using namespace counterpoint;")
             .line(format_args!(
-                "using Config = GemmConfig<{columns}, {stages}, Major::{a}, Major::{b}, Warpgroups::{warpgroups}, {hands}>;"
+                "using Config = GemmConfig<{columns}, {stages}, Major::{a}, Major::{b}, Warpgroups::{warpgroups}, {hands}{grouped}>;"
             ))
             .line(format_args!(
                 "static_assert(kGemmThreads == {} && sizeof(GemmShared<Config>) + 1024 <= {}, \
@@ -118,6 +136,9 @@ pub(in crate::kernel) fn specialisations() -> Vec<Specialisation> {
             }
             for &columns in Warpgroups::Pingpong.columns() {
                 add(GemmEnds::Memory, Warpgroups::Pingpong, columns, 1);
+            }
+            for (warpgroups, columns) in TILES_OF_PROBLEMS {
+                add(GemmEnds::OfProblems, warpgroups, columns, 1);
             }
         }
     }

@@ -1,0 +1,280 @@
+//! The tiles of the problems of a grouped GEMM, in their order, and in which shape they are computed fastest.
+
+use bytemuck::NoUninit;
+use counterpoint_tiles::gemm::{
+    self as tiles, GemmLayout, GemmShape, TILE_ROWS, TileOrder, TilePair, Warpgroups,
+};
+
+use super::GemmSpec;
+use super::problems::{GemmProblem, GroupedGemmSpec, ProblemRows};
+use super::rows::{GemmTile, RowTile};
+use super::shape::TilingCost;
+use super::source::TILES_OF_PROBLEMS;
+
+/// `GemmBox` of the kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, NoUninit)]
+#[repr(C)]
+pub(super) struct GemmBox {
+    /// Of D.
+    pub(super) row: u32,
+    /// Which of [`BOXES`].
+    pub(super) map: u32,
+}
+
+/// That a tile is stored by listed boxes (`kBoxesOfD`).
+const BOXES_OF_D: u16 = 1;
+
+/// Rows that are stored at once, box by box.
+pub(super) const BOXES: [u32; 7] = [64, 32, 16, 8, 4, 2, 1];
+
+/// A row of tiles, and its group: where its second 64 rows' boxes begin.
+type ListedTile = (RowTile, u32);
+
+/// A row of a problem: its tensor and row of A, and its row of D.
+type ProblemRow = ((usize, u32), u32);
+
+/// A unit: the tiles of both CTAs of a cluster.
+pub(super) type ProblemUnit = [GemmTile; 2];
+
+impl GroupedGemmSpec {
+    /// The tiles of a problem's rows, and one more for a unit that needs a second. Tiles whose rows do not lie together have their boxes in
+    /// a list.
+    fn row_tiles(problem: &GemmProblem, boxes: &mut Vec<GemmBox>) -> Vec<ListedTile> {
+        // A product's rows are fewer than 2^22.
+        let of = |rows: &ProblemRows| {
+            let ProblemRows { source, first, to, count } = *rows;
+            (0..count as u32).map(move |row| ((source, first as u32 + row), to as u32 + row))
+        };
+        let rows: Vec<ProblemRow> = problem.rows.iter().flat_map(of).collect();
+        let mut tiles = Vec::new();
+        for rows in rows.chunks(TILE_ROWS) {
+            let ((source, first), to) = rows[0];
+            let mut tile = RowTile {
+                source_row: first,
+                destination_row: to,
+                source: source as u16,
+                destination: 0,
+                rows: rows.len() as u32,
+            };
+            let mut group = 0;
+            let halves = || rows.chunks(TILE_ROWS / 2);
+            if !rows.windows(2).all(|pair| pair[0].1 + 1 == pair[1].1) {
+                let mut list = |rows: &[ProblemRow]| list_boxes(rows, boxes);
+                tile.destination |= BOXES_OF_D;
+                tile.destination_row = halves().next().map_or(0, &mut list);
+                group = halves().nth(1).map_or(0, list);
+            }
+            tiles.push((tile, group));
+        }
+        let empty = tiles.last().map(|&(last, group)| (RowTile { rows: 0, ..last }, group));
+        tiles.extend(empty);
+        tiles
+    }
+
+    /// The problems in the order in which they are begun: those with most terms first, so that the last units are short ones.
+    fn in_order(&self) -> Vec<usize> {
+        let mut order: Vec<usize> = (0..self.problems.len()).collect();
+        order.sort_by_key(|&problem| std::cmp::Reverse(self.blocks_of(&self.problems[problem])));
+        order
+    }
+
+    /// All units, as `clusters` clusters take them in turn, and the boxes of their tiles.
+    pub(super) fn units(
+        &self,
+        shape: &GemmShape,
+        clusters: usize,
+    ) -> Result<(Vec<ProblemUnit>, Vec<GemmBox>), String> {
+        let mut first_terms = Vec::with_capacity(self.problems.len());
+        let mut terms = 0;
+        for problem in &self.problems {
+            first_terms.push(terms);
+            terms += problem.terms.len();
+        }
+        let (mut units, mut boxes) = (Vec::new(), Vec::new());
+        for index in self.in_order() {
+            let problem = &self.problems[index];
+            let tiles = Self::row_tiles(problem, &mut boxes);
+            let first = if self.layout == GemmLayout::Tn { first_terms[index] } else { problem.b_row } as u32;
+            let blocks = self.blocks_of(problem) as u32;
+            let rows = (tiles.len() - 1) * TILE_ROWS;
+            let rows_of: Vec<RowTile> = tiles.iter().map(|(tile, _)| *tile).collect();
+            for unit in tiles::units(&TileOrder::Grouped, shape, rows, self.n)? {
+                let [mut one, mut other] = GemmTile::of_unit(&unit, shape, &rows_of);
+                let below = usize::from(shape.pair == TilePair::Rows);
+                for (tile, down) in [(&mut one, 0), (&mut other, below)] {
+                    let group = tiles[usize::from(unit.row_tile) + down].1;
+                    *tile = GemmTile { group, first, blocks, ..*tile };
+                }
+                units.push([one, other]);
+            }
+        }
+        if self.layout == GemmLayout::Tn {
+            deal(&mut units, clusters);
+        }
+        Ok((units, boxes))
+    }
+
+    /// The shapes that there are kernels for, the one first that is estimated to be the fastest.
+    pub(super) fn shapes(&self, sm_count: u32) -> Vec<GemmShape> {
+        let all = TILES_OF_PROBLEMS.into_iter().flat_map(|(warpgroups, columns)| {
+            let shape = |pair| GemmShape { warpgroups, ..GemmShape::whole(columns, pair) };
+            [TilePair::Rows, TilePair::Columns].map(shape)
+        });
+        let workers = sm_count.saturating_sub(self.sm_margin).max(2);
+        let mut all: Vec<(f64, GemmShape)> = all.map(|shape| (self.cost(shape, workers), shape)).collect();
+        all.sort_by(|a, b| a.0.total_cmp(&b.0));
+        all.into_iter().map(|(_, shape)| shape).collect()
+    }
+
+    /// An estimate of the time in cycles of a multiprocessor, as that of one product ([`TilingCost::cost`]).
+    fn cost(&self, shape: GemmShape, workers: u32) -> f64 {
+        /// Bytes from memory in a cycle, of all 132 multiprocessors.
+        const MEMORY: f64 = 1400.0;
+        /// Of the time of a block, what one warpgroup's rows take. Not measured.
+        const HALF: f64 = 0.6;
+        let [unit_rows, unit_columns] = shape.unit();
+        let columns = self.n.div_ceil(unit_columns);
+        let like = GemmSpec::new(2 * TILE_ROWS, self.n, self.k.max(1), self.layout, self.element);
+        // Pairs side by side take no longer here: of 18 sizes on an H200 they were the fastest in 12, and with what they take of one product
+        // chosen in 3 (docs/experiments/033-scattered-rows.md).
+        let one_above = GemmShape { pair: TilePair::Rows, ..shape };
+        let (block, end) = (one_above.block_cycles(&like), shape.end_cycles(self.output));
+        let clusters = shape.clusters(workers).max(1) as usize;
+        let (mut busy, mut next, mut elements) = (vec![0.0f64; clusters], 0, 0.0);
+        let together = unit_rows / TILE_ROWS;
+        for index in self.in_order() {
+            let problem = &self.problems[index];
+            let rows = self.rows_of(problem);
+            let tiles = rows.div_ceil(TILE_ROWS);
+            // Of a tile of few rows one warpgroup has none; where tiles lie one above the other the other one has more.
+            let is_half = (1..=TILE_ROWS / 2).contains(&(rows % TILE_ROWS));
+            let alone = shape.pair == TilePair::Columns && shape.warpgroups == Warpgroups::Cooperative;
+            let halves = usize::from(is_half && alone);
+            let blocks = self.blocks_of(problem) as f64 * block;
+            let units = tiles.div_ceil(together) * columns;
+            for unit in 0..units {
+                let part = if unit >= units - halves * columns { HALF } else { 1.0 };
+                busy[turn(next, clusters)] += part * blocks + end.0;
+                next += 1;
+            }
+            elements += (self.rows_of(problem) + self.n) as f64 * self.k_of(problem) as f64;
+        }
+        let computing = busy.into_iter().fold(0.0, f64::max) + end.1;
+        let loading = elements * self.element.bytes() as f64 / (MEMORY * f64::from(workers) / 132.0);
+        (computing.powi(3) + loading.powi(3)).cbrt()
+    }
+}
+
+/// Adds the boxes of the rows of D: the largest first of those that lie together. Where they begin.
+fn list_boxes(rows: &[ProblemRow], boxes: &mut Vec<GemmBox>) -> u32 {
+    let begin = boxes.len() as u32;
+    for together in rows.chunk_by(|a, b| a.1 + 1 == b.1) {
+        let mut row = together[0].1;
+        for (map, rows) in (0..).zip(BOXES) {
+            if together.len() as u32 & rows != 0 {
+                boxes.push(GemmBox { row, map });
+                row += rows;
+            }
+        }
+    }
+    begin
+}
+
+/// Which of so many clusters computes a unit: every other round goes backwards, so that who had the longest has the shortest next.
+fn turn(unit: usize, clusters: usize) -> usize {
+    let (round, place) = (unit / clusters, unit % clusters);
+    if round % 2 == 0 { place } else { clusters - 1 - place }
+}
+
+/// Units, which clusters take in turn, for those that [`turn`] says.
+fn deal<T>(units: &mut [T], clusters: usize) {
+    units.chunks_exact_mut(clusters).skip(1).step_by(2).for_each(<[T]>::reverse);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    use super::super::problems::ProblemTerm;
+    use super::super::problems::tests::spec;
+
+    /// Element by element: each of D is in one tile, which has the row of A and the matrix of B that it is the product of.
+    #[test]
+    fn every_element_is_in_one_tile() {
+        let spec = spec(&[300, 1, 128, 129, 500]);
+        spec.check().unwrap();
+        for shape in spec.shapes(132) {
+            let mut found = vec![[0u8; 640]; spec.rows_d];
+            let (units, boxes) = spec.units(&shape, 66).unwrap();
+            for tile in units.into_iter().flatten() {
+                assert_eq!(tile.blocks, 3);
+                for (row, at) in (tile.source_row as usize..).zip(results(&tile, &boxes)) {
+                    let of = |rows: &&ProblemRows| (rows.to..rows.to + rows.count).contains(&at);
+                    let (problem, rows) = spec
+                        .problems
+                        .iter()
+                        .find_map(|problem| Some((problem, problem.rows.iter().find(of)?)))
+                        .unwrap();
+                    assert_eq!((tile.first as usize, usize::from(tile.source)), (problem.b_row, rows.source));
+                    assert_eq!(row, rows.first + at - rows.to);
+                    let columns = tile.column as usize..(tile.column + shape.columns).min(640) as usize;
+                    columns.for_each(|column| found[at][column] += 1);
+                }
+            }
+            assert!(found.iter().flatten().all(|times| *times == 1), "{shape:?}");
+        }
+    }
+
+    /// The rows of D that the kernel stores a tile's in.
+    fn results(tile: &GemmTile, boxes: &[GemmBox]) -> Vec<usize> {
+        if tile.destination & BOXES_OF_D == 0 {
+            return (0..tile.rows).map(|row| (tile.destination_row + row) as usize).collect();
+        }
+        let mut all = Vec::new();
+        for (begin, rows) in
+            [(tile.destination_row, tile.rows.min(64)), (tile.group, tile.rows.saturating_sub(64))]
+        {
+            all.extend(listed(begin, rows as usize, boxes));
+        }
+        all
+    }
+
+    /// So many rows of a list.
+    fn listed(begin: u32, rows: usize, boxes: &[GemmBox]) -> Vec<usize> {
+        let mut all = Vec::new();
+        for of in &boxes[begin as usize..] {
+            if all.len() == rows {
+                break;
+            }
+            all.extend((of.row..of.row + BOXES[of.map as usize]).map(|row| row as usize));
+        }
+        assert_eq!(all.len(), rows);
+        all
+    }
+
+    #[test]
+    fn units_with_most_terms_come_first_and_rounds_turn() {
+        let mut spec = spec(&[256, 256, 128]);
+        spec.layout = GemmLayout::Tn;
+        (spec.m, spec.strides[0], spec.strides[1]) = (256, 256, 640);
+        (spec.rows_a, spec.rows_b) = (vec![4096], vec![4096, 64]);
+        let mut next = 0;
+        for (problem, blocks) in spec.problems.iter_mut().zip([2, 5, 3]) {
+            problem.rows =
+                vec![ProblemRows { source: 0, first: 0, to: problem.rows[0].to.min(384), count: 256 }];
+            problem.terms =
+                (0..blocks).map(|block| ProblemTerm { a: (0, 64 * block), b: (0, 64 * block) }).collect();
+            next += blocks;
+        }
+        spec.check().unwrap();
+        assert_eq!(spec.terms().len(), 2 * next);
+        let shape = GemmShape::whole(256, TilePair::Rows);
+        let (units, boxes) = spec.units(&shape, 4).unwrap();
+        assert!(boxes.is_empty());
+        let of: Vec<_> = units.iter().map(|unit| (unit[0].first, unit[0].blocks)).collect();
+        let (long, middle, short) = ((2, 5), (7, 3), (0, 2));
+        assert_eq!(of, [long, long, long, middle, short, short, middle, middle, short]);
+        let busy: Vec<usize> = (0..9).map(|unit| turn(unit, 4)).collect();
+        assert_eq!(busy, [0, 1, 2, 3, 3, 2, 1, 0, 0]);
+    }
+}

@@ -1,0 +1,251 @@
+//! How a device with tiles runs the problems of a grouped GEMM: which of them one launch computes, and which rows are copied for it.
+
+use std::ops::Range;
+
+use super::{Accumulate, BufferId, Gemm, GemmLayout};
+
+/// Problems of a [`WaveGemm`](super::WaveGemm) that one launch computes: neighbours that have a layout and a result in common.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GroupedLaunch {
+    /// Its products.
+    pub products: Range<usize>,
+    /// Its problems: products that follow each other with the same second operand are one. None where the result's rows are columns of
+    /// the first operand ([`GemmLayout::Tn`]): there each product is one.
+    pub problems: Vec<GroupedProblem>,
+    /// Whether the first operand's rows are copied to where they lie together first: those of a problem do not follow each other.
+    pub gathers: bool,
+    /// The way of its results.
+    pub results: GroupedResults,
+}
+
+/// One problem.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GroupedProblem {
+    /// One of its products: its second operand is theirs.
+    pub product: usize,
+    /// Its rows, in the order in which they are multiplied.
+    pub rows: Vec<GroupedRows>,
+}
+
+/// Rows that lie together, and whose results do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GroupedRows {
+    /// Where they lie, and the first of them there.
+    pub source: (BufferId, usize),
+    /// The first row of the result.
+    pub to: usize,
+    /// How many.
+    pub count: usize,
+    /// Number of the product that they are of.
+    pub product: usize,
+}
+
+/// The way of the results of a [`GroupedLaunch`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GroupedResults {
+    /// They are stored where they belong.
+    InPlace,
+    /// They are stored together, and copied where they belong.
+    Copied,
+    /// They are stored together, and those of the same row are summed in the order of the products.
+    Summed,
+}
+
+impl GroupedLaunch {
+    /// Rows of half a tile: with no more rows a tile takes about half of the time.
+    pub const HALF_ROWS: usize = 64;
+    /// Rows of the result that lie together on average, unless they are copied: each such range is stored by itself, which took 81 us in
+    /// ranges of 4 rows on an H200, and 103 of 2, where all together and a copy took 90 (`docs/experiments/033-scattered-rows.md`).
+    const LEAST_ROWS: usize = 4;
+
+    /// The launches of some products.
+    pub fn of(products: &[Gemm]) -> Vec<Self> {
+        let mut first = 0;
+        let launch = |products: &[Gemm]| {
+            first += products.len();
+            Self::of_one(first - products.len(), products)
+        };
+        products.chunk_by(Self::joins).map(launch).collect()
+    }
+
+    /// Whether one launch computes both of two products that follow each other.
+    pub fn joins(one: &Gemm, next: &Gemm) -> bool {
+        one.out == next.out && one.layout == next.layout
+    }
+
+    fn of_one(first: usize, products: &[Gemm]) -> Self {
+        let numbers = first..first + products.len();
+        if products[0].layout == GemmLayout::Tn {
+            let results = GroupedResults::InPlace;
+            return Self { products: numbers, problems: Vec::new(), gathers: false, results };
+        }
+        let mut problems: Vec<GroupedProblem> = Vec::new();
+        for (product, gemm) in numbers.clone().zip(products) {
+            let rows = pieces(product, gemm);
+            let same = |problem: &&mut GroupedProblem| products[problem.product - first].b == gemm.b;
+            match problems.last_mut().filter(same) {
+                Some(problem) => problem.rows.extend(rows),
+                None => problems.push(GroupedProblem { product, rows }),
+            }
+        }
+        let count: usize = problems.iter().map(GroupedProblem::count).sum();
+        let ranges =
+            problems.iter().flat_map(|problem| problem.rows.chunk_by(GroupedRows::meet_there)).count();
+        let sums = products.iter().any(|gemm| gemm.accumulate == Accumulate::Continue);
+        let results = match sums {
+            true => GroupedResults::Summed,
+            false if count < Self::LEAST_ROWS * ranges => GroupedResults::Copied,
+            false => GroupedResults::InPlace,
+        };
+        if results != GroupedResults::InPlace {
+            // The fewer ranges where they lie, the better.
+            problems.iter_mut().for_each(|problem| problem.rows.sort_by_key(|rows| rows.source));
+        }
+        // Loads by boxes of 64 rows and fewer take 3 to 20 times as long as a copy and loads of whole tiles.
+        let source = products[0].a.first().map(|block| block.buffer);
+        let follows = |problem: &GroupedProblem| {
+            let rows = &problem.rows;
+            rows.windows(2).all(|pair| pair[0].meet_here(&pair[1]))
+                && rows.iter().all(|rows| Some(rows.source.0) == source)
+        };
+        let gathers = !problems.iter().all(follows);
+        Self { products: numbers, problems, gathers, results }
+    }
+
+    /// Rows of all problems.
+    pub fn rows(&self) -> usize {
+        self.problems.iter().map(GroupedProblem::count).sum()
+    }
+
+    /// Rows of halves of tiles of all problems.
+    pub fn halves(&self) -> usize {
+        self.problems.iter().map(|problem| problem.count().div_ceil(Self::HALF_ROWS)).sum()
+    }
+}
+
+impl GroupedProblem {
+    /// Its rows.
+    pub fn count(&self) -> usize {
+        self.rows.iter().map(|rows| rows.count).sum()
+    }
+}
+
+impl GroupedRows {
+    /// Whether others follow them where they lie.
+    pub fn meet_here(&self, next: &Self) -> bool {
+        self.source.0 == next.source.0 && self.source.1 + self.count == next.source.1
+    }
+
+    /// Whether others follow them in the result.
+    pub fn meet_there(&self, next: &Self) -> bool {
+        self.to + self.count == next.to
+    }
+}
+
+/// The rows of a product, cut wherever they or their results end.
+fn pieces(product: usize, gemm: &Gemm) -> Vec<GroupedRows> {
+    let mut rows = Vec::new();
+    let mut results = gemm.out_rows.iter().copied();
+    let mut to = results.next();
+    for block in &gemm.a {
+        let mut at = block.rows.start;
+        while at < block.rows.end {
+            let Some(out) = &mut to else { return rows };
+            let count = (block.rows.end - at).min(out.len());
+            rows.push(GroupedRows { source: (block.buffer, at), to: out.start, count, product });
+            (at, out.start) = (at + count, out.start + count);
+            if out.is_empty() {
+                to = results.next();
+            }
+        }
+    }
+    rows
+}
+
+#[cfg(test)]
+mod tests {
+    use counterpoint_mask::Range as Rows;
+
+    use super::super::RowBlock;
+    use super::*;
+
+    fn gemm(
+        expert: usize,
+        a: &[(usize, usize, usize)],
+        out: &[(usize, usize)],
+        accumulate: Accumulate,
+    ) -> Gemm {
+        let block = |&(buffer, start, end): &(usize, usize, usize)| RowBlock {
+            buffer: BufferId(buffer),
+            rows: Rows::new(start, end),
+        };
+        Gemm {
+            layout: GemmLayout::Nt,
+            a: a.iter().map(block).collect(),
+            b: vec![block(&(9, 64 * expert, 64 * expert + 64))],
+            out: BufferId(8),
+            out_rows: out.iter().map(|&(start, end)| Rows::new(start, end)).collect(),
+            pass_rows: 1000,
+            bias: None,
+            accumulate,
+        }
+    }
+
+    /// Tokens one by one become rows that lie together.
+    #[test]
+    fn scattered_rows_are_gathered_for_all_problems() {
+        let scattered: Vec<_> = (0..200).map(|row| (0, 2 * row, 2 * row + 1)).collect();
+        let products = [
+            gemm(0, &scattered, &[(0, 200)], Accumulate::Start),
+            gemm(1, &[(1, 0, 300)], &[(200, 500)], Accumulate::Start),
+        ];
+        let launches = GroupedLaunch::of(&products);
+        assert_eq!(launches.len(), 1);
+        let launch = &launches[0];
+        assert_eq!((launch.gathers, launch.results), (true, GroupedResults::InPlace));
+        assert_eq!((launch.rows(), launch.halves(), launch.problems.len()), (500, 4 + 5, 2));
+        let last = launch.problems[0].rows[199];
+        assert_eq!(last, GroupedRows { source: (BufferId(0), 398), to: 199, count: 1, product: 0 });
+        // Those of a problem that follow each other stay where they are.
+        let gathers = |a: &[(usize, usize, usize)]| {
+            GroupedLaunch::of(&[gemm(0, a, &[(0, 200)], Accumulate::Start)])[0].gathers
+        };
+        assert!(!gathers(&[(0, 0, 100), (0, 100, 200)]));
+        assert!(gathers(&[(0, 0, 100), (0, 101, 201)]) && gathers(&[(0, 0, 100), (1, 100, 200)]));
+    }
+
+    /// An expert's rows of tokens that have another expert before it are added to what that gave.
+    #[test]
+    fn rows_of_an_expert_are_one_problem_whatever_becomes_of_them() {
+        let products = [
+            gemm(0, &[(0, 0, 4)], &[(0, 2), (5, 7)], Accumulate::Start),
+            gemm(1, &[(0, 4, 5), (0, 7, 8)], &[(2, 3), (4, 5)], Accumulate::Start),
+            gemm(1, &[(0, 5, 7)], &[(0, 1), (6, 7)], Accumulate::Continue),
+        ];
+        let launches = GroupedLaunch::of(&products);
+        let launch = &launches[0];
+        assert_eq!((launch.gathers, launch.results), (false, GroupedResults::Summed));
+        let rows = |problem: usize| -> Vec<_> {
+            let rows = launch.problems[problem].rows.iter();
+            rows.map(|rows| (rows.source.1, rows.to, rows.count, rows.product)).collect()
+        };
+        assert_eq!(rows(0), [(0, 0, 2, 0), (2, 5, 2, 0)]);
+        assert_eq!(rows(1), [(4, 2, 1, 1), (5, 0, 1, 2), (6, 6, 1, 2), (7, 4, 1, 1)]);
+        assert_eq!(launch.halves(), 2);
+    }
+
+    #[test]
+    fn results_one_by_one_are_copied_and_others_begin_launches() {
+        let scattered: Vec<_> = (0..200).map(|row| (2 * row, 2 * row + 1)).collect();
+        let one = gemm(0, &[(0, 0, 200)], &scattered, Accumulate::Start);
+        let other = Gemm { out: BufferId(7), ..one.clone() };
+        let launches = GroupedLaunch::of(&[one, other.clone(), other]);
+        assert_eq!(launches.iter().map(|launch| launch.products.clone()).collect::<Vec<_>>(), [0..1, 1..3]);
+        assert_eq!((launches[0].gathers, launches[0].results), (false, GroupedResults::Copied));
+        assert_eq!((launches[0].halves(), launches[1].problems.len()), (4, 1));
+        // Ranges of some rows are stored where they belong.
+        let ranges: Vec<_> = (0..20).map(|range| (20 * range, 20 * range + 10)).collect();
+        let launch = &GroupedLaunch::of(&[gemm(0, &[(0, 0, 200)], &ranges, Accumulate::Start)])[0];
+        assert_eq!((launch.results, launch.halves()), (GroupedResults::InPlace, 4));
+    }
+}
