@@ -263,6 +263,30 @@ fn few_long_tiles_are_split() {
     }
 }
 
+/// Rows so long that unmasked steps have a loop of their own (`Loop::Interior`; a test of `shape.rs` says from where on), among them
+/// rows that see nothing, and bounds inside of blocks.
+#[test]
+fn long_rows() {
+    let Some(stream) = stream() else { return };
+    for (heads, dims, sinks) in
+        [((2, 2), (64, 64), 0), ((2, 1), (64, 64), 1), ((2, 2), (128, 128), 0), ((8, 1), (128, 128), 2)]
+    {
+        let mut case = Case::new("causal:6000", heads, dims, sinks, 11);
+        let rows = 300;
+        let band = |first: usize, last: usize, diag_max: i64, k_end: usize| Band {
+            q_range: Range::new(first, last),
+            k_range: Range::new(0, k_end),
+            diag_max,
+            ..case.problem.bands[0]
+        };
+        let bands = [band(0, 60, 5700, 6000), band(130, 190, 5000, 6000), band(190, 300, 6000, 5801)];
+        case.problem.bands = Arc::from(bands);
+        case.problem.rows_q = rows;
+        case.q.truncate(rows * heads.0 * dims.0);
+        case.check(&stream, &[], &format!("long rows, heads {heads:?} dims {dims:?} sinks {sinks}"));
+    }
+}
+
 #[test]
 fn nothing_to_see() {
     let Some(stream) = stream() else { return };

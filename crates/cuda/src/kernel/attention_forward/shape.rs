@@ -322,6 +322,18 @@ mod tests {
     }
 
     #[test]
+    fn a_loop_of_interior_steps_pays_from_some_blocks_on() {
+        for (dim, seqlens) in [(64, [2048, 4096]), (128, [1024, 2048])] {
+            let chosen = seqlens.map(|seqlen| {
+                let mut problem = problem(&format!("full:{seqlen}"), 16, 16);
+                (problem.head_dim, problem.head_dim_v) = (dim as usize, dim as usize);
+                choose(&problem, (dim, dim), Freedom::Any, 132, true).unwrap().0.steps
+            });
+            assert_eq!(chosen, [Loop::Uniform, Loop::Interior], "{dim}");
+        }
+    }
+
+    #[test]
     fn few_tiles_are_split_unless_bits_must_not_change() {
         let mut problem = problem("full:16k", 1, 1);
         problem.bands = vec![counterpoint_mask::Band {
