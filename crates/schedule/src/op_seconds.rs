@@ -5,7 +5,7 @@ use counterpoint_mask::Band;
 
 use crate::{
     Accumulate, ArrivingKeys, AttentionBackward, AttentionState, BufferId, ForwardBegin, ForwardEnd, Gemm,
-    GemmLayout, GroupedLaunch, GroupedResults, Op, Program, ProgramOp, RowBlock, WaveGemm,
+    GemmLayout, GroupedLaunch, GroupedResults, Op, Program, ProgramOp, RowBlock, StartOrder, WaveGemm,
 };
 
 /// Of a computation, the part that needs no rows that arrive while it runs.
@@ -136,6 +136,11 @@ fn copied_seconds(program: &Program, gemm: &Gemm, cost: &CostModel) -> f64 {
     read.iter().sum::<f64>() + ways * copy(gemm.out_rows.len(), stored, gemm.out)
 }
 
+/// What grouped GEMMs take in a pass that has something beside them, of what they take alone with the workers that are left: 1.09 to 1.53 in
+/// eight passes on two H200 (`docs/experiments/033-scattered-rows.md`), where CTAs had a unit each and stored it while they multiplied
+/// nothing. The most of them, so that nothing runs side by side that is slower than one after the other.
+const GROUPED_BESIDE: f64 = 1.53;
+
 /// Problems of a grouped GEMM: as many launches as results, and of each the copies of rows that it cannot take, or store, as they lie.
 fn grouped_seconds(program: &Program, products: &[Gemm], sharing: &WorkerSharing, cost: &CostModel) -> f64 {
     let copied = |rows: usize, id: BufferId, ways: f64| {
@@ -144,6 +149,7 @@ fn grouped_seconds(program: &Program, products: &[Gemm], sharing: &WorkerSharing
         cost.launch_seconds + ways * bytes as f64 / cost.memory_bytes_per_second
     };
     let halves = |rows: usize| rows.div_ceil(GroupedLaunch::HALF_ROWS);
+    let beside = if program.policy.start == StartOrder::Sequential { 1.0 } else { GROUPED_BESIDE };
     let of_launch = |(at, launch): (usize, GroupedLaunch)| {
         let products = &products[launch.products.clone()];
         let mut seconds = if at > 0 { cost.launch_seconds } else { 0.0 };
@@ -172,7 +178,7 @@ fn grouped_seconds(program: &Program, products: &[Gemm], sharing: &WorkerSharing
                 vec![(launch.halves(), product_size(program, &products[0]).k)]
             }
         };
-        seconds + sharing.grouped_seconds(&problems, n, cost.matmul_flops_per_second)
+        seconds + beside * sharing.grouped_seconds(&problems, n, cost.matmul_flops_per_second)
     };
     GroupedLaunch::of(products).into_iter().enumerate().map(of_launch).sum()
 }

@@ -143,9 +143,7 @@ fn bytes_moved(program: &Program, op: &ProgramOp, topology: &Topology, cost: &Co
         Op::GroupCast(op) => {
             Some(rows_moved(program, (&op.part, &op.tensors, op.wire_dtype), topology, cost))
         }
-        Op::GroupReduce(op) => {
-            Some(rows_moved(program, (&op.part, &op.tensors, op.wire_dtype), topology, cost))
-        }
+        Op::GroupReduce(op) => Some(rows_reduced(program, op, topology, cost)),
         _ => None,
     });
     // Collectives of one kernel start together.
@@ -154,6 +152,17 @@ fn bytes_moved(program: &Program, op: &ProgramOp, topology: &Topology, cost: &Co
         moving: [0, 1].map(|port| first.moving[port] + next.moving[port]),
     };
     parts.reduce(together).unwrap_or(Transfer { alpha: [0.0; 2], moving: [0.0; 2] })
+}
+
+/// Kernels on GPUs fetch what is summed from where it lies, and round it to the type on the wire behind that; others send that type.
+fn rows_reduced(program: &Program, reduce: &GroupReduce, topology: &Topology, cost: &CostModel) -> Transfer {
+    let one_type = |dtype: DType| rows_moved(program, (&reduce.part, &reduce.tensors, dtype), topology, cost);
+    let mut moved = one_type(reduce.wire_dtype);
+    let widest = reduce.tensors.iter().map(|(share, _)| program.buffers[share.0].dtype);
+    if let Some(fetched) = widest.max_by_key(|dtype| dtype.size()).filter(|_| cost.sharing.is_some()) {
+        moved.moving[0] = one_type(fetched).moving[0];
+    }
+    moved
 }
 
 /// What is left of a reduction whose rows leave while their computation goes on: the owner adds what has come. Only kernels on GPUs send

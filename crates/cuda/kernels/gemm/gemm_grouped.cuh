@@ -5,7 +5,7 @@
 // which a table says where A's and B's are; the last one of a problem, which may have fewer rows than a block, lies in a tensor of its own
 // with zeros behind them: gradients of experts' weights.
 //
-// A problem's rows lie together in A: loading them by boxes of few rows takes 3 to 20 times as long (docs/experiments/033-scattered-rows.md).
+// A problem's rows lie together in A: loading them by boxes of few rows takes 1.7 to 21 times as long (docs/experiments/033-scattered-rows.md).
 // Rows of a tile that do not lie together in D are stored by boxes of 64, 32, 16, 8, 4, 2 and 1 rows. So are the last rows of a problem, which
 // are followed in D by the first of the next, another CTA's. How rows are swizzled follows from shared memory's addresses, of which a row of
 // a chunk is 128 bytes, so any of them may begin a box.

@@ -5,11 +5,11 @@ use counterpoint_tiles::gemm::{
     self as tiles, GemmLayout, GemmShape, TILE_ROWS, TileOrder, TilePair, Warpgroups,
 };
 
-use super::GemmSpec;
 use super::problems::{GemmProblem, GroupedGemmSpec, ProblemRows};
 use super::rows::{GemmTile, RowTile};
 use super::shape::TilingCost;
 use super::source::TILES_OF_PROBLEMS;
+use super::{GemmGrid, GemmSpec};
 
 /// `GemmBox` of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, NoUninit)]
@@ -135,10 +135,12 @@ impl GroupedGemmSpec {
         let [unit_rows, unit_columns] = shape.unit();
         let columns = self.n.div_ceil(unit_columns);
         let like = GemmSpec::new(2 * TILE_ROWS, self.n, self.k.max(1), self.layout, self.element);
-        // Pairs side by side take no longer here: of 18 sizes on an H200 they were the fastest in 12, and with what they take of one product
-        // chosen in 3 (docs/experiments/033-scattered-rows.md).
+        // Pairs side by side take no longer here: of 18 sizes on an H200 they were the fastest in 13, and with what they take of one product
+        // chosen in 4 (docs/experiments/033-scattered-rows.md).
         let one_above = GemmShape { pair: TilePair::Rows, ..shape };
-        let (block, end) = (one_above.block_cycles(&like), shape.end_cycles(self.output));
+        let (block, (each, last)) = (one_above.block_cycles(&like), shape.end_cycles(self.output));
+        // A CTA for each unit has no next one to multiply while it stores.
+        let each = if self.grid == GemmGrid::PerUnit { each + last } else { each };
         let clusters = shape.clusters(workers).max(1) as usize;
         let (mut busy, mut next, mut elements) = (vec![0.0f64; clusters], 0, 0.0);
         let together = unit_rows / TILE_ROWS;
@@ -154,12 +156,12 @@ impl GroupedGemmSpec {
             let units = tiles.div_ceil(together) * columns;
             for unit in 0..units {
                 let part = if unit >= units - halves * columns { HALF } else { 1.0 };
-                busy[turn(next, clusters)] += part * blocks + end.0;
+                busy[turn(next, clusters)] += part * blocks + each;
                 next += 1;
             }
             elements += (self.rows_of(problem) + self.n) as f64 * self.k_of(problem) as f64;
         }
-        let computing = busy.into_iter().fold(0.0, f64::max) + end.1;
+        let computing = busy.into_iter().fold(0.0, f64::max) + last;
         let loading = elements * self.element.bytes() as f64 / (MEMORY * f64::from(workers) / 132.0);
         (computing.powi(3) + loading.powi(3)).cbrt()
     }
@@ -250,6 +252,16 @@ mod tests {
         }
         assert_eq!(all.len(), rows);
         all
+    }
+
+    /// Of tiles in turn each would be stored while nothing is multiplied.
+    #[test]
+    fn products_beside_kernels_share_their_tiles() {
+        let mut spec = spec(&[1024; 16]);
+        (spec.n, spec.k) = (2048, 1024);
+        assert_eq!(spec.shapes(132)[0].warpgroups, Warpgroups::Pingpong);
+        spec.grid = GemmGrid::PerUnit;
+        assert_eq!(spec.shapes(132)[0].warpgroups, Warpgroups::Cooperative);
     }
 
     #[test]
