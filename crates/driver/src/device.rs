@@ -454,6 +454,10 @@ impl Drop for Scope {
             // Who still had a buffer or a stream of it, had this scope.
             self.primary.release(|driver| {
                 let users = || self.primary.wait_for_users();
+                if self.primary.kept.load(Ordering::Relaxed) {
+                    // The driver's own functions that free memory wait as well.
+                    users()?;
+                }
                 let memory = self.records.free(driver).and(self.pool.free(driver, true, users));
                 memory.and(self.events.free(driver))
             });

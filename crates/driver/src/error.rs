@@ -1,6 +1,7 @@
 //! What goes wrong with GPUs: libraries that are missing, driver, NVRTC and NCCL errors, memory, launches, tensors.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use thiserror::Error;
 
@@ -198,6 +199,14 @@ pub enum CudaError {
         bytes: usize,
         /// The buffer's size.
         len: usize,
+    },
+    /// A GPU waits for a process that is gone.
+    #[error(
+        "the GPU did not end in {waited:?} what it had been given before a process was lost; its memory is freed when this process ends"
+    )]
+    NeverEnds {
+        /// How long it was waited for.
+        waited: Duration,
     },
     /// A tensor that kernels cannot load 16 bytes at a time.
     #[error(

@@ -1,12 +1,20 @@
 //! GPUs that reach each other's memory: who may, and what must have ended before memory is freed.
 
 use std::ffi::c_int;
-use std::ptr;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, PoisonError, Weak};
+use std::time::{Duration, Instant};
+use std::{ptr, thread};
 
 use super::{Device, Primary, handle};
-use crate::CudaError;
 use crate::library::{Driver, call};
+use crate::{CudaError, Inside};
+
+/// In which a GPU that may have been left with work that never ends is to end what it has.
+const SOON: Duration = Duration::from_secs(1);
+/// Between looks at whether it has been.
+const LOOK: Duration = Duration::from_millis(5);
 
 /// Whether it and other GPUs reach each other's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -64,16 +72,47 @@ impl Primary {
         }
     }
 
-    /// Waits for all that is enqueued on this GPU, and on those that reach its memory: no free waits for those.
-    pub(super) fn wait_for_users(&self) -> Result<(), CudaError> {
+    /// Waits for all that is enqueued on this GPU, and on those that reach its memory: no free waits for those. Not for ever where a GPU may
+    /// have been left with work that never ends ([`Device::release_nothing`]).
+    pub(super) fn wait_for_users(self: &Arc<Self>) -> Result<(), CudaError> {
         let peers: Vec<Arc<Self>> = {
             let peers = self.peers.lock().unwrap_or_else(PoisonError::into_inner);
             peers.iter().filter_map(Weak::upgrade).collect()
         };
-        peers.iter().map(Arc::as_ref).chain([self]).try_for_each(|user| {
-            let driver = user.bind()?;
-            // SAFETY: the context is current.
-            unsafe { call!(driver, cuCtxSynchronize()) }
-        })
+        peers.iter().chain([self]).try_for_each(|user| user.wait_for_all())
+    }
+
+    /// The driver has no such wait with a limit, a process may be lost while it lasts, and a stream that nobody has any more cannot be asked:
+    /// so a thread waits, that may never come back. The end of the process knows of it.
+    fn wait_for_all(self: &Arc<Self>) -> Result<(), CudaError> {
+        let (ended, end) = mpsc::channel();
+        let waiting = self.clone();
+        let synchronize = move || {
+            let _inside = Inside::enter();
+            let waited = waiting.bind().and_then(|driver| {
+                // SAFETY: the context is current.
+                unsafe { call!(driver, cuCtxSynchronize()) }
+            });
+            // Whoever waits is to be the last who has the context, and may have gone.
+            drop(waiting);
+            ended.send(waited).ok();
+        };
+        let name = "the end of a GPU's work".to_owned();
+        // Without a thread its end of the channel is gone, and nothing is freed.
+        thread::Builder::new().name(name).spawn(synchronize).ok();
+        let never = || CudaError::NeverEnds { waited: SOON };
+        let mut lost: Option<Instant> = None;
+        loop {
+            match end.recv_timeout(LOOK) {
+                Ok(waited) => return waited,
+                Err(RecvTimeoutError::Disconnected) => return Err(never()),
+                Err(RecvTimeoutError::Timeout) if self.kept.load(Ordering::Relaxed) => {
+                    if lost.get_or_insert_with(Instant::now).elapsed() >= SOON {
+                        return Err(never());
+                    }
+                }
+                Err(RecvTimeoutError::Timeout) => {}
+            }
+        }
     }
 }
