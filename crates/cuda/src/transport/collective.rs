@@ -78,8 +78,8 @@ pub struct CudaCollective {
     /// Likewise, where ranks that are processes follow each other by events: those of a process that is killed never happen.
     pub(super) last_calls: OnceLock<Arc<ExchangeMarks>>,
     pub(super) work: Arc<Work>,
-    /// By which its lists are gathered ahead.
-    pub(super) _ready: Arc<OwnPart>,
+    /// By which its lists are gathered ahead, where it has some.
+    pub(super) _ready: Option<Arc<OwnPart>>,
     /// Where the other ranks are processes, which forget it.
     pub(super) _departure: Option<Departure>,
 }
@@ -105,6 +105,11 @@ impl Work {
                 (None, None)
             }
         }
+    }
+
+    /// Whether kernels move its rows by lists of those of all ranks.
+    pub(super) fn has_lists(&self) -> bool {
+        matches!(self, Self::Link(_) | Self::BackwardReduce(_))
     }
 
     /// Whether a call adds nothing to what the others were told when the collective, whose rows these are, was made ready.

@@ -212,10 +212,15 @@ impl CudaTransport {
                 CallError::Cuda(error) => failed(error),
             })?;
         }
-        let setup = self.setup().map_err(failed)?.clone();
-        let (rank, device, known) = (self.rank, self.device.clone(), self.ready.clone());
-        let ready = Arc::new(OwnPart { rank, number, post, work: work.clone(), device, setup, known });
-        self.ready.add(&ready);
+        let own = |setup: &Stream| {
+            let (work, setup, known) = (work.clone(), setup.clone(), self.ready.clone());
+            let (rank, device) = (self.rank, self.device.clone());
+            let own = Arc::new(OwnPart { rank, number, post, work, device, setup, known });
+            self.ready.add(&own);
+            own
+        };
+        // Of others nothing is gathered, and a stream more may share a hardware queue.
+        let ready = work.has_lists().then(|| self.setup().map(own)).transpose().map_err(failed)?;
         Ok(CudaCollective {
             number,
             collective,
