@@ -57,14 +57,16 @@ fn what_cannot_be_is_refused() {
     folder.refuses(&format!("{simulate} --experts 2 --skew 9"), &["--skew", "from 0 to 8"]);
 }
 
-/// The default is among the rows, and none that can run is predicted to be faster.
+/// The default is among the rows, none that can run is predicted to be faster by more than the 3 % from which on something is hidden, and
+/// over two nodes a dispatch hides something. Within one, products beside collectives take too long for that (experiment 033).
 #[test]
 fn the_default_is_the_fastest_that_runs() {
     let folder = Folder::new();
-    for kind in ["dispatch", "combine"] {
+    let sizes = [("dispatch", "1k", 8), ("combine", "1k", 8), ("dispatch", "8k", 4), ("combine", "8k", 4)];
+    for (kind, tokens, node) in sizes {
         let command = format!(
-            "simulate moe --kind {kind} --tokens 1k --in-features 4k --out-features 4k --experts 16 --choices 4 \
-             --ep-size 8 --json"
+            "simulate moe --kind {kind} --tokens {tokens} --in-features 4k --out-features 4k --experts 16 --choices 4 \
+             --ep-size 8 --ranks-per-node {node} --json"
         );
         let document = folder.run(&command).ok().json();
         let rows = document["rows"].as_array().unwrap();
@@ -73,8 +75,10 @@ fn the_default_is_the_fastest_that_runs() {
             let seconds = |row: &serde_json::Value| row["seconds"].as_f64().unwrap();
             let least = of_pass().map(seconds).fold(f64::INFINITY, f64::min);
             let chosen = of_pass().find(|row| row["chosen"] == true).unwrap();
-            assert!(seconds(chosen) <= 1.02 * least, "{kind} {pass}: {chosen} {least}");
-            assert!(seconds(chosen) < 0.95 * seconds(of_pass().next().unwrap()), "{kind} {pass}: {chosen}");
+            assert!(0.97 * seconds(chosen) <= least, "{kind} {pass}: {chosen} {least}");
+            let most = if kind == "dispatch" && node < 8 { 0.95 } else { 1.0 };
+            let sequential = of_pass().find(|row| row["policy"] == "sequential").unwrap();
+            assert!(seconds(chosen) <= most * seconds(sequential), "{kind} {pass}: {chosen}");
         }
     }
 }
