@@ -200,6 +200,14 @@ pub enum CudaError {
         /// The buffer's size.
         len: usize,
     },
+    /// The system starts no thread to wait for a GPU.
+    #[error(
+        "no thread can be started to wait for the GPU ({reason}), so its memory is freed when this process ends"
+    )]
+    NoThread {
+        /// In the system's words.
+        reason: String,
+    },
     /// A GPU waits for a process that is gone.
     #[error(
         "the GPU did not end in {waited:?} what it had been given before a process was lost; its memory is freed when this process ends"

@@ -1,5 +1,6 @@
-//! Rings of small messages between the processes of one host, in memory that both map: a message is there within a microsecond, where a
-//! socket and the thread that listens to it take a hundred. As NCCL's shared-memory transport, which takes rows as well.
+//! Rings of small messages between the processes of one host, in memory that both map: who polls reads them without the system, where a
+//! socket and the thread that listens to it took 110 to 217 us (`docs/experiments/076-fresh-masks.md`). As NCCL's shared-memory transport,
+//! which takes rows as well.
 //!
 //! Unsafe code is the mapping, whose file can neither shrink nor be anything but memory of this job (`Segment`), and views of its words.
 #![allow(unsafe_code)]

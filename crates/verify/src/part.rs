@@ -172,7 +172,7 @@ fn on_gpus(machine: Machine, extent: Extent, parts: &mut Vec<Part>) {
     add(&[G::CopyEngineFaults], light, When::AtOnce, if full { 2 } else { 1 }, true);
     add(&[G::NcclCollectives], light, When::Compiled, 1, several);
     add(&[G::ProcessDeaths], everywhere, When::AtOnce, 1, true);
-    add(&[G::ProcessDisagreement], everywhere, When::AtOnce, 1, true);
+    add(&[G::ProcessLateDeaths, G::ProcessDisagreement], everywhere, When::AtOnce, 1, true);
     add(&[G::Isolation, G::NcclSteps, G::NcclRepeats], light, When::Compiled, 1, several);
     add(&[G::Linear, G::Gemm], any, When::Compiled, shares, hopper);
     add(&[G::LibraryLinear], any, When::Compiled, 1, hopper);
@@ -188,9 +188,8 @@ fn on_gpus(machine: Machine, extent: Extent, parts: &mut Vec<Part>) {
     add(&[G::Neighbours], everywhere, When::Compiled, 1, true);
     // It needs no memory, and the others leave it the first GPU's.
     add(&[G::CompiledKernels], Place::AnyGpu(NOTHING), When::Last, 1, true);
-    // What is to be heard within seconds, after the others: while fifty processes begin and end, NCCL's abort and the driver take as long.
+    // Beside fifty processes that begin and end a rank of NCCL took longer to say so than its limit, by itself not (docs/limits.md).
     add(&[G::ProcessStops], everywhere, When::Last, 1, true);
-    add(&[G::ProcessLateDeaths], everywhere, When::Last, 1, true);
     // They use up all memory.
     add(&[G::ProcessMemory], alone, When::Last, 1, several);
     let memory = [G::NvlinkExhaustion, G::CopyEngineExhaustion, G::NcclExhaustion];

@@ -98,8 +98,8 @@ impl Primary {
             ended.send(waited).ok();
         };
         let name = "the end of a GPU's work".to_owned();
-        // Without a thread its end of the channel is gone, and nothing is freed.
-        thread::Builder::new().name(name).spawn(synchronize).ok();
+        let spawned = thread::Builder::new().name(name).spawn(synchronize);
+        spawned.map_err(|error| CudaError::NoThread { reason: error.to_string() })?;
         let never = || CudaError::NeverEnds { waited: SOON };
         let mut lost: Option<Instant> = None;
         loop {

@@ -90,7 +90,7 @@ impl GroupedLaunch {
         }
         let count: usize = problems.iter().map(GroupedProblem::count).sum();
         let ranges =
-            problems.iter().flat_map(|problem| problem.rows.chunk_by(GroupedRows::meet_there)).count();
+            problems.iter().flat_map(|problem| problem.rows.chunk_by(GroupedRows::result_precedes)).count();
         let sums = products.iter().any(|gemm| gemm.accumulate == Accumulate::Continue);
         let results = match sums {
             true => GroupedResults::Summed,
@@ -105,7 +105,7 @@ impl GroupedLaunch {
         let source = products[0].a.first().map(|block| block.buffer);
         let follows = |problem: &GroupedProblem| {
             let rows = &problem.rows;
-            rows.windows(2).all(|pair| pair[0].meet_here(&pair[1]))
+            rows.windows(2).all(|pair| pair[0].source_precedes(&pair[1]))
                 && rows.iter().all(|rows| Some(rows.source.0) == source)
         };
         let gathers = !problems.iter().all(follows);
@@ -132,12 +132,12 @@ impl GroupedProblem {
 
 impl GroupedRows {
     /// Whether others follow them where they lie.
-    pub fn meet_here(&self, next: &Self) -> bool {
+    pub fn source_precedes(&self, next: &Self) -> bool {
         self.source.0 == next.source.0 && self.source.1 + self.count == next.source.1
     }
 
     /// Whether others follow them in the result.
-    pub fn meet_there(&self, next: &Self) -> bool {
+    pub fn result_precedes(&self, next: &Self) -> bool {
         self.to + self.count == next.to
     }
 }

@@ -31,9 +31,8 @@ fn seconds(group: Group) -> f64 {
         G::ProcessLayers => 26.0,
         // Beside nothing else.
         G::ProcessStops => 10.0,
-        G::ProcessLateDeaths => 5.0,
         G::ProcessCrossing => 8.0,
-        G::ProcessDeaths => 9.0,
+        G::ProcessDeaths | G::ProcessLateDeaths => 9.0,
         G::ProcessMemory | G::ProcessBitsAfter => 4.0,
         G::NcclLinear => 69.0,
         G::NcclSignalled => 23.0,

@@ -5,7 +5,7 @@ use counterpoint_tiles::gemm::{GemmLayout, GemmShape, TILE_ROWS, TilePair};
 use super::problem_tiles::{BOXES, GemmBox};
 use super::problems::GroupedGemmSpec;
 use super::source::{GemmChoice, GemmEnds};
-use super::{GEMM_DESTINATIONS, GEMM_SOURCES, GemmArguments, GemmGrid, refused};
+use super::{GEMM_DESTINATIONS, GEMM_SOURCES, GemmArguments, GemmGrid, check_arch, refused};
 use crate::kernel::{Scalar, WaitLimit};
 use crate::layout::{SharedLayout, shared_layout};
 use crate::{
@@ -65,10 +65,7 @@ impl GroupedGemm {
     /// # Errors
     /// As [`GroupedGemm::new`].
     pub fn shapes(device: &Device, spec: &GroupedGemmSpec) -> Result<Vec<GemmShape>, CudaError> {
-        if !device.arch().is_hopper() {
-            let reason = format!("it is for compute capability 9.0, the GPU has {}", device.capability());
-            return Err(refused(reason));
-        }
+        check_arch(device)?;
         spec.check().map_err(refused)?;
         Ok(spec.shapes(device.sm_count()))
     }

@@ -126,10 +126,7 @@ impl Gemm {
     /// # Errors
     /// As [`Gemm::new`].
     pub fn shapes(device: &Device, spec: &GemmSpec) -> Result<Vec<GemmShape>, CudaError> {
-        if !device.arch().is_hopper() {
-            let reason = format!("it is for compute capability 9.0, the GPU has {}", device.capability());
-            return Err(refused(reason));
-        }
+        check_arch(device)?;
         spec.check().map_err(refused)?;
         Ok(shape::shapes(spec, device.sm_count()))
     }
@@ -444,6 +441,14 @@ impl Gemm {
         }
         Ok(())
     }
+}
+
+/// Refuses GPUs for which there are no such kernels.
+fn check_arch(device: &Device) -> Result<(), CudaError> {
+    if device.arch().is_hopper() {
+        return Ok(());
+    }
+    Err(refused(format!("it is for compute capability 9.0, the GPU has {}", device.capability())))
 }
 
 fn refused(reason: String) -> CudaError {
