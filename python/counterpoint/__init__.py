@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from counterpoint._native import Mask, Routing, __version__
+from counterpoint._native import Mask, Routing, Splits, __version__
 from counterpoint.errors import (
     DeviceError,
     Error,
@@ -26,6 +26,7 @@ from counterpoint.errors import (
 
 if TYPE_CHECKING:
     from counterpoint.batch import Batch
+    from counterpoint.collectives import group_cast, group_reduce
     from counterpoint.functional import attention, flex_attention
     from counterpoint.group import LocalGroup
     from counterpoint.nn import ExpertLayer
@@ -41,6 +42,8 @@ _LATER = {
     "Plan": "counterpoint.plan",
     "attention": "counterpoint.functional",
     "flex_attention": "counterpoint.functional",
+    "group_cast": "counterpoint.collectives",
+    "group_reduce": "counterpoint.collectives",
     "profile": "counterpoint.profiling",
 }
 
@@ -62,11 +65,14 @@ __all__ = [
     "PlanError",
     "PolicyError",
     "Routing",
+    "Splits",
     "StalledError",
     "TensorError",
     "__version__",
     "attention",
     "flex_attention",
+    "group_cast",
+    "group_reduce",
     "profile",
 ]
 

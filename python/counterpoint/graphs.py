@@ -22,6 +22,11 @@ def update_graph(graph: torch.cuda.CUDAGraph, old: Plan, new: Plan) -> None:
             f"the new plan is for tensors of other shapes or types than the graph has: {_shapes(new)}, and the graph was "
             f"captured for {_shapes(old)}; pad its mask to as many tokens"
         )
+    if old._moves_rows_in_graphs and _rows(old) != _rows(new):
+        raise PlanError(
+            "a graph moves rows of the plan that was captured (undispatch, roll), and an update does not change that; the new "
+            "plan gives its ranks other rows: move rows outside of the graph, or plan with on=, which keeps a plan's rows"
+        )
     handles = _handles(graph)
     stream = group._stream()
     updated = 0
@@ -34,6 +39,11 @@ def update_graph(graph: torch.cuda.CUDAGraph, old: Plan, new: Plan) -> None:
         raise PlanError(
             "the graph has no call of this plan; update it from the plan that it was captured with, or updated to last"
         )
+
+
+def _rows(plan: Plan) -> list[list[tuple[int, int]]]:
+    """Those of every rank, of queries and of keys."""
+    return [plan._ranges(rank, role) for rank in range(plan.group.size) for role in ("q", "k")]
 
 
 def _handles(graph: torch.cuda.CUDAGraph) -> tuple[int, int]:

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from counterpoint.collectives import check_device
 from counterpoint.errors import Error, TensorError
 from counterpoint.fitting import accumulator
 from counterpoint.lookup import of_handle
 from counterpoint.profiling import profiling
-from counterpoint.rows import check_device
 
 if TYPE_CHECKING:
     from counterpoint.plan import Plan
@@ -55,7 +55,7 @@ def check(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: t
             raise TensorError(f"{name} is {tensor.layout}; attention takes dense tensors: give {name}.to_dense()")
         if tensor.dtype != type_:
             raise TensorError(f"{name} is {tensor.dtype}, and the plan is for {type_}; plan with dtype={tensor.dtype}")
-        check_device(plan, name, tensor)
+        check_device(plan.group, name, tensor, "the plan's group")
         if tuple(tensor.shape) != shape:
             raise TensorError(f"{name} is {list(tensor.shape)}; the plan wants {list(shape)}: rows, heads, elements of a head")
 

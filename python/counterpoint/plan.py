@@ -49,6 +49,8 @@ class Plan:
         # Of those that give max logits, or take a gradient of lse.
         self._asking_calls: dict[tuple[bool, bool], Calls] = {}
         self._fitting: Fitting | None = None
+        # Whether a graph of PyTorch's replays collectives of its rows.
+        self._moves_rows_in_graphs = False
         self._handle = numbered(self)
 
     def _ready(self, stream: int | None) -> Calls:

@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
+from counterpoint.collectives import Borrowed, check_device, moved
 from counterpoint.errors import TensorError
 
 if TYPE_CHECKING:
     from counterpoint.plan import Plan, Role
-
-# The engine moves floats. Of other types it moves the bits, as floats of the same size; on GPUs 8 bytes are two floats.
-_CARRIERS = {torch.int64: torch.float64, torch.int32: torch.float32, torch.int16: torch.float16}
-_CARRIERS_ON_GPUS = {**_CARRIERS, torch.int64: torch.float32}
-_NAME_OF = {
-    torch.float64: "float64",
-    torch.float32: "float32",
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-}
-
-
-def borrowed(tensor: torch.Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...], str, torch.Tensor]:
-    """A tensor as the engine takes it, which keeps it alive as long as it uses the memory."""
-    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), _NAME_OF[tensor.dtype], tensor
 
 
 def dispatch(plan: Plan, x: torch.Tensor, dim: int, role: Role, pad_value: float) -> torch.Tensor:
@@ -88,53 +73,15 @@ def _gather(plan: Plan, x: torch.Tensor, dim: int, role: Role) -> torch.Tensor:
 
 
 def _exchange(plan: Plan, x: torch.Tensor, dim: int, role: Role, what: str, *, rows: int, shift: int = 0) -> torch.Tensor:
-    check_device(plan, "x", x)
-    # The engine reads memory as it lies, and not through a view that conjugates or negates.
-    x = x.resolve_conj().resolve_neg()
-    if x.is_complex():
-        return torch.view_as_complex(
-            _exchange(plan, torch.view_as_real(x), dim % x.ndim, role, what, rows=rows, shift=shift).contiguous()
-        )
-    if x.is_cuda and x.dtype == torch.float64:
-        return _exchange_doubles(plan, x, dim, role, what, rows=rows, shift=shift)
-    first = x.movedim(dim, 0)
-    tail, dtype = first.shape[1:], x.dtype
-    carriers = _CARRIERS_ON_GPUS if x.is_cuda else _CARRIERS
-    # Not -1, which of no rows could be any number.
-    flat = first.reshape(first.shape[0], math.prod(tail)).contiguous()
-    if dtype in carriers:
-        flat = flat.view(carriers[dtype])
-    elif dtype not in _NAME_OF:
-        flat = flat.to(torch.int16).view(torch.float16)
-    result = flat.new_empty((rows, flat.shape[1]))
-    if flat.shape[1]:
-        group, tensors = plan.group, (borrowed(flat), borrowed(result))
-        with group._named_errors():
-            group._native.rows(
-                plan._solution, what, role, shift=shift, stream=group._stream(), source=tensors[0], target=tensors[1]
-            )
-    if dtype in carriers:
-        result = result.view(dtype)
-    elif dtype not in _NAME_OF:
-        result = result.view(torch.int16).to(dtype)
-    return result.reshape(rows, *tail).movedim(0, dim)
+    check_device(plan.group, "x", x, "the plan's group")
+    group, solution = plan.group, plan._solution
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        plan._moves_rows_in_graphs = True
 
+    def call(source: Borrowed, target: Borrowed) -> None:
+        group._native.rows(solution, what, role, shift=shift, stream=group._stream(), source=source, target=target)
 
-def _exchange_doubles(plan: Plan, x: torch.Tensor, dim: int, role: Role, what: str, *, rows: int, shift: int) -> torch.Tensor:
-    """On GPUs, where the engine adds up no f64: moved as the bits that they are."""
-    if what == "reduce_scatter":
-        raise TensorError("x is torch.float64; on GPUs rows are added up in float32, bfloat16 and float16")
-    return _exchange(plan, x.view(torch.int64), dim, role, what, rows=rows, shift=shift).view(torch.float64)
-
-
-def check_device(plan: Plan, name: str, tensor: torch.Tensor) -> None:
-    """Refuses a tensor that is not where the plan's group is."""
-    ordinal = plan.group._ordinal
-    if tensor.get_device() != ordinal or (ordinal < 0 and not tensor.is_cpu):
-        where = plan.group.device
-        raise TensorError(
-            f"{name} is on {tensor.device}, and the plan's group on {where}; move it there with .to({str(where)!r})"
-        )
+    return moved(group, x, dim, rows, call, sums=what == "reduce_scatter")
 
 
 class _Dispatch(torch.autograd.Function):

@@ -19,7 +19,7 @@ pub(crate) struct Borrowed {
     pub(crate) keeper: MemoryKeeper,
 }
 
-/// `counterpoint.rows.borrowed` makes them.
+/// `counterpoint.collectives.borrowed` makes them.
 impl<'py> FromPyObject<'_, 'py> for Borrowed {
     type Error = PyErr;
 
@@ -31,7 +31,7 @@ impl<'py> FromPyObject<'_, 'py> for Borrowed {
     }
 }
 
-/// The type that `counterpoint.rows` names.
+/// The type that `counterpoint.collectives` names.
 pub(crate) fn dtype_of(name: &str) -> PyResult<DType> {
     match name {
         "float64" => Ok(DType::F64),

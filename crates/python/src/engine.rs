@@ -2,6 +2,7 @@
 
 mod callers;
 mod linear_calls;
+mod row_calls;
 
 use std::slice;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,9 +11,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use counterpoint_cuda::GraphHandles;
 use counterpoint_exec::{
     AttentionCalls, Backend, BackwardTensors, BufferAccess, ExecError, ExpertLayer, ForwardTensors, Group,
-    Machine, MemoryKeeper, Pass, Prepared, RankOf, RunTimes, Ticket,
+    Machine, MemoryKeeper, Pass, Prepared, RunTimes, Ticket,
 };
-use counterpoint_plan::Dispatch;
 use counterpoint_schedule::Timeline;
 
 use callers::{CallerStream, CallerStreams, Callers};
@@ -22,7 +22,7 @@ use crate::capture::Captures;
 use crate::captured::{CapturedCalls, Replaced};
 use crate::experts::{ExpertEngine, Experts};
 use crate::linear::{Layers, LinearEngine, ReadyLayer};
-use crate::row_collective::{RowCollective, row_collective};
+use crate::rows::{KeptRows, ReadyRows, RowEngine};
 use crate::solution::Content;
 
 /// Tensors of one call, by the names of the Program's inputs and outputs.
@@ -56,8 +56,8 @@ pub(crate) trait Engine: Send + Sync {
     ) -> Result<Arc<dyn Passes>, ExecError>;
     /// Likewise to be called and measured.
     fn measured(self: Arc<Self>, content: Arc<Content>) -> Arc<dyn Passes>;
-    /// Rows of `from` to `to`.
-    fn rows(&self, rows: &RowsCall<'_>) -> Result<(), ExecError>;
+    /// What it does for rows.
+    fn rows(&self) -> &dyn RowEngine;
     /// What it does for linear layers.
     fn linear(&self) -> &dyn LinearEngine;
     /// What it does for layers of experts.
@@ -90,15 +90,6 @@ pub(crate) trait Passes: Send + Sync {
     ) -> Result<usize, ExecError>;
 }
 
-/// A collective of rows.
-pub(crate) struct RowsCall<'a> {
-    pub(crate) dispatch: &'a Dispatch,
-    pub(crate) what: RowCollective,
-    pub(crate) stream: u64,
-    pub(crate) from: &'a Borrowed,
-    pub(crate) to: &'a Borrowed,
-}
-
 /// Ranks of a machine that have joined.
 pub(crate) struct Joined<M: Machine>
 where
@@ -107,6 +98,7 @@ where
     group: Group<M>,
     layers: Layers<M>,
     experts: Experts<M>,
+    rows: KeptRows<M>,
     /// Ranks that wait for each other must be called in one order.
     calling: Mutex<()>,
     /// What a call that failed half-way may still use.
@@ -130,8 +122,8 @@ where
 {
     pub(crate) fn new(group: Group<M>) -> Self {
         let (calling, kept, captured) = Default::default();
-        let (layers, experts, callers) = (Layers::default(), Experts::default(), Callers::default());
-        Self { group, layers, experts, calling, kept, captured, callers }
+        let (layers, experts, rows) = (Layers::default(), Experts::default(), KeptRows::default());
+        Self { group, layers, experts, rows, calling, kept, captured, callers: Callers::default() }
     }
 }
 
@@ -390,8 +382,13 @@ where
     Group<M>: Send + Sync,
     AttentionCalls<M>: Send + Sync,
     ReadyLayer<M>: Send,
+    ReadyRows<M>: Send,
     ExpertLayer<M>: Send,
 {
+    fn rows(&self) -> &dyn RowEngine {
+        self
+    }
+
     fn linear(&self) -> &dyn LinearEngine {
         self
     }
@@ -426,32 +423,6 @@ where
         Arc::new(Measured { joined: self, content })
     }
 
-    fn rows(&self, rows: &RowsCall<'_>) -> Result<(), ExecError> {
-        let RowsCall { dispatch, what, stream, from, to } = *rows;
-        self.group.poll()?;
-        let streams = self.callers(stream);
-        if self.captures(streams.as_deref())? && self.group.world_size() > 1 {
-            let reason = "rows that travel between ranks are made ready in each call, which is no work for a graph; gather or roll them \
-                          outside of it";
-            let (rank, place) = (self.group.ranks_here().start, "a capture".to_owned());
-            return Err(ExecError::Device { rank, place, reason: reason.to_owned() });
-        }
-        let calls = self.group.collective(|rank| row_collective(rank, dispatch, what, from, to))?;
-        let borrow = |rank: &RankOf<M>| {
-            let backend = rank.backend();
-            let from = backend.borrow("from", from, 0..from.rows(), BufferAccess::Read)?;
-            Ok((from, backend.borrow("to", to, 0..to.rows(), BufferAccess::Write)?))
-        };
-        let tensors = self.group.ranks().iter().map(borrow).collect::<Result<Vec<_>, ExecError>>()?;
-        let pairs: Vec<_> = tensors.iter().map(|(from, to)| [(from, to)]).collect();
-        let pairs: Vec<_> = pairs.iter().map(|pair| &pair[..]).collect();
-        let _one = lock(&self.calling);
-        let of_callers = streams.as_ref().map(|streams| streams.iter().collect::<Vec<_>>());
-        let tickets = calls.call(&pairs, of_callers.as_deref());
-        let called = tickets.and_then(|tickets| self.ended(&tickets, streams.as_deref()));
-        self.told(called, [from.keeper.clone(), to.keeper.clone()])
-    }
-
     fn overlap_calls(&self) {
         self.group.ranks().iter().for_each(|rank| rank.overlap_calls());
     }
@@ -480,6 +451,7 @@ where
         self.captured.let_go();
         self.layers.let_go();
         self.experts.let_go();
+        self.rows.let_go();
         closed
     }
 }

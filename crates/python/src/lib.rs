@@ -19,9 +19,10 @@ mod linear;
 mod mask;
 mod ranks;
 mod routing;
-mod row_collective;
+mod rows;
 mod site;
 mod solution;
+mod splits;
 mod timeline;
 mod tuned;
 
@@ -47,6 +48,8 @@ mod _native {
     use crate::routing::Routing;
     #[pymodule_export]
     use crate::solution::{Cancellation, Solution};
+    #[pymodule_export]
+    use crate::splits::Splits;
     #[pymodule_export]
     use crate::timeline::Timeline;
 

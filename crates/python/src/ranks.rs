@@ -13,21 +13,23 @@ use counterpoint_exec::{
     WorldConfig,
 };
 use counterpoint_plan::{PlanCache, Topology};
+use counterpoint_schedule::ReduceOp;
 use pyo3::prelude::*;
 
 use crate::allocator::PythonAllocator;
 use crate::borrow::Borrowed;
 use crate::calls::{Calls, Waits};
-use crate::engine::{Engine, Joined, RowsCall};
+use crate::engine::{Engine, Joined};
 use crate::error::{engine, raise};
 use crate::experts::{ExpertCall, ExpertFields, ExpertKey};
 use crate::interrupt::{self, interruptible};
 use crate::join::{self, PythonStore};
 use crate::linear::{LayerKey, LinearCall, WantedTensor, named_call};
 use crate::routing::Routing;
-use crate::row_collective::RowCollective;
+use crate::rows::{RowAction, RowPattern, RowsCall, RowsKey, rows_of};
 use crate::site::{Site, measured};
 use crate::solution::{Content, Solution};
+use crate::splits::Splits;
 use crate::tuned;
 
 /// Ranks that are joined: all of a group in this process, or one of several processes.
@@ -241,18 +243,37 @@ impl Ranks {
         source: Borrowed,
         target: Borrowed,
     ) -> PyResult<()> {
-        let ranks = self.engine(py)?;
-        let content = solution.content.clone();
-        let what = match what {
-            "gather" => RowCollective::Gather,
-            "reduce_scatter" => RowCollective::ReduceScatter,
-            _ => RowCollective::Roll(shift),
+        let (content, keys) = (solution.content.clone(), role == "k");
+        let (pattern, action) = match what {
+            "gather" => (RowPattern::Whole { content, keys }, RowAction::Cast),
+            "reduce_scatter" => (RowPattern::Whole { content, keys }, RowAction::Reduce(ReduceOp::Sum)),
+            _ => (RowPattern::Rolled { content, shift }, RowAction::Cast),
         };
-        let keys = role == "k";
-        engine(py, || {
-            let dispatch = if keys { &content.plan.k_dispatch } else { &content.plan.q_dispatch };
-            ranks.rows(&RowsCall { dispatch, what, stream, from: &source, to: &target })
-        })
+        self.move_rows(py, pattern, action, stream, vec![(source, target)])
+    }
+
+    /// Moves rows by splits, one of each rank here: "cast", or a reduction, "sum", "avg" or "lse". Of the pairs (source, target) all rows
+    /// of a split travel together. Collective.
+    fn move_by_splits(
+        &self,
+        py: Python<'_>,
+        splits: Vec<PyRef<'_, Splits>>,
+        what: &str,
+        stream: u64,
+        pairs: Vec<(Borrowed, Borrowed)>,
+    ) -> PyResult<()> {
+        let parts: Vec<_> = splits.iter().map(|splits| splits.part.clone()).collect();
+        for (rank, part) in self.here().zip(&parts) {
+            let [own, held] = rows_of(part);
+            engine(py, || part.check(rank, self.size, own, held))?;
+        }
+        let action = match what {
+            "cast" => RowAction::Cast,
+            "sum" => RowAction::Reduce(ReduceOp::Sum),
+            "avg" => RowAction::Reduce(ReduceOp::Avg),
+            _ => RowAction::Reduce(ReduceOp::Lse),
+        };
+        self.move_rows(py, RowPattern::Splits(Arc::new(parts)), action, stream, pairs)
     }
 
     /// A call of a linear layer, "forward", "backward" or "weight_gradient", on tensors by their names. Collective.
@@ -391,6 +412,22 @@ impl Ranks {
         let (engine, plans) = (Mutex::new(Some(engine)), Mutex::new(PlanCache::new(KEPT_PLANS)));
         let planners = Mutex::new(None);
         Self { rank, size, transport, site, engine, plans, planners, tuned, process: std::process::id() }
+    }
+
+    fn move_rows(
+        &self,
+        py: Python<'_>,
+        pattern: RowPattern,
+        action: RowAction,
+        stream: u64,
+        pairs: Vec<(Borrowed, Borrowed)>,
+    ) -> PyResult<()> {
+        let ranks = self.engine(py)?;
+        let of_row =
+            |(from, _): &(Borrowed, Borrowed)| (from.shape.iter().skip(1).copied().collect(), from.dtype);
+        let key = RowsKey { pattern, action, tensors: pairs.iter().map(of_row).collect() };
+        let call = RowsCall { key, stream, pairs };
+        engine(py, || ranks.rows().call(&call))
     }
 
     /// What plans of the group follow.

@@ -9,12 +9,12 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from counterpoint._native import Routing
+from counterpoint.collectives import borrowed
 from counterpoint.errors import PlanError, TensorError
 from counterpoint.fitting import accumulator
 from counterpoint.group import LocalGroup
 from counterpoint.nn.linear import Initializer, group_of
 from counterpoint.nn.product import clear_overwritten, dense, dummy, name_of
-from counterpoint.rows import borrowed
 
 if TYPE_CHECKING:
     from counterpoint.nn.linear import TensorParallelGroup

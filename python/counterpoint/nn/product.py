@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
+from counterpoint.collectives import borrowed
 from counterpoint.errors import TensorError
 from counterpoint.fitting import accumulator
-from counterpoint.rows import borrowed
 
 if TYPE_CHECKING:
     from counterpoint.group import _Group

@@ -182,6 +182,70 @@ def one_dies(rank: int, size: int, device: str) -> None:
     os._exit(0)
 
 
+def moved(group: cp.Group, plan: cp.Plan, x: torch.Tensor) -> list[torch.Tensor]:
+    """What collectives of rows make of this rank's rows of one tensor."""
+    splits = cp.Splits.all_gather(group.rank, [plan.rows_of(rank) for rank in range(group.size)])
+    gathered = cp.group_cast(x, splits, group)
+    return [plan.undispatch(x), plan.roll(x, 5), gathered, cp.group_reduce(gathered, splits, group)]
+
+
+def rows_move(rank: int, size: int, device: str, in_graph: bool) -> None:
+    """Rows between orders, and by splits: of several types, and replayed on other rows by a graph."""
+    joined(rank, device, "gloo")
+    group = cp.Group(device=device, limit=LIMIT)
+    plan = group.plan(cp.Mask.causal(1024), heads=2, head_dim=64, dtype=torch.bfloat16, chunk=32)
+
+    def judge(whole: torch.Tensor, found: list[torch.Tensor]) -> None:
+        own = plan.dispatch(whole)
+        everyone = torch.cat([whole[plan_rows(plan, other, whole.device)] for other in range(size)])
+        wanted = [whole, plan.dispatch(whole.roll(5, 0)), everyone, own * size]
+        for number, (part, right) in enumerate(zip(found, wanted, strict=True)):
+            assert torch.equal(part, right), (number, whole.dtype)
+
+    draw = torch.Generator().manual_seed(3)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        whole = torch.randint(-8, 8, (1024, 16), generator=draw).to(device, dtype)
+        judge(whole, moved(group, plan, plan.dispatch(whole)))
+    ids = torch.randint(0, 1 << 40, (1024,), generator=draw).to(device)
+    assert torch.equal(plan.undispatch(plan.dispatch(ids)), ids)
+    if in_graph:
+        graph, x = torch.cuda.CUDAGraph(), plan.dispatch(whole).clone()
+        with torch.cuda.graph(graph):
+            found = moved(group, plan, x)
+        for _ in range(5):
+            other = torch.randint(-8, 8, (1024, 16), generator=draw).to(device, torch.float16)
+            x.copy_(plan.dispatch(other))
+            graph.replay()
+            judge(other, found)
+        other_plan = group.plan(plan.mask, heads=2, head_dim=64, dtype=torch.bfloat16, chunk=32, dispatch="sequential")
+        try:
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                other_plan.roll(torch.zeros(other_plan.q_rows, 3, device=device), 1)
+            raise AssertionError("rows of a new shape were captured")
+        except cp.Error as error:
+            assert "once before the capture" in str(error), error
+    group.check()
+    print("rank", rank, "is right", flush=True)
+    group.close()
+
+
+def plan_rows(plan: cp.Plan, rank: int, device: Any) -> torch.Tensor:
+    """The rows of queries that a rank has."""
+    return torch.cat([torch.arange(start, end, device=device) for start, end in plan._ranges(rank, "q")])
+
+
+def test_rows_move_between_ranks_that_share_a_gpu() -> None:
+    for rank, output in enumerate(run(2, program("rows_move(False)"))):
+        assert f"rank {rank} is right" in output and "ended with 0" in output, output
+
+
+@several
+@pytest.mark.parametrize("size", sizes())
+def test_rows_move_within_graphs(size: int) -> None:
+    for rank, output in enumerate(run(size, program("rows_move(True)"))):
+        assert f"rank {rank} is right" in output and "ended with 0" in output, output
+
+
 @several
 @pytest.mark.parametrize("size", sizes())
 @pytest.mark.parametrize("segments", ["False", "True"])

@@ -16,7 +16,7 @@ where
 {
     /// Enqueues a call of a layer behind what the caller's stream was given, and waits for it where nothing else does. Whether a graph of the
     /// caller captured it.
-    fn call_layer(
+    pub(super) fn call_layer(
         &self,
         stream: u64,
         keepers: impl Iterator<Item = MemoryKeeper>,
