@@ -4,7 +4,8 @@
 
 Each step has another mask of packed documents, and calls of four layers, forward and backward; then the same mask again. Times
 are of the host, from when the last rank begins until the last one has enqueued all layers: a rank that is late is not what a mask
-costs. Nobody waits for a device within a step.
+costs. Devices are idle when a time begins, for a host that is far ahead of its device waits for it, and nobody waits for a device
+after that.
 """
 
 from __future__ import annotations
@@ -34,6 +35,14 @@ def documents(tokens: int, number: int) -> cp.Mask:
     return cp.Mask.varlen(starts, causal=True)
 
 
+def begin(ranks: launched.Ranks) -> float:
+    """When this rank begins: all are here, and their devices have nothing to do."""
+    if ranks.device.type == "cuda":
+        torch.cuda.synchronize()
+    ranks.meet()
+    return time.monotonic()
+
+
 def ended(began: float, ranks: launched.Ranks) -> float:
     """Microseconds from when the last rank began until now, on the last rank. The ranks share a host, and its clock."""
     now = time.monotonic()
@@ -51,20 +60,17 @@ def measure(ranks: launched.Ranks, tokens: int) -> list[dict[str, Any]]:
         mask = documents(tokens * ranks.size, number)
         group.prefetch(mask, **arguments).result()
         for mask_is in ("fresh", "known"):
-            ranks.meet()
-            began = time.monotonic()
+            began = begin(ranks)
             plan = group.plan(mask, **arguments)
             here = {f"plan, {mask_is}": ended(began, ranks)}
             rows = plan.sizes[ranks.rank]
             shapes = [(rows, heads, arguments["head_dim"]) for heads in (HEADS[0], HEADS[1], HEADS[1], HEADS[0])]
             q, k, v, dout = (torch.randn(shape, device=ranks.device, dtype=dtype) for shape in shapes)
             inputs = tuple(tensor.requires_grad_() for tensor in (q, k, v))
-            ranks.meet()
-            began = time.monotonic()
+            began = begin(ranks)
             outs = [cp.attention(*inputs, plan)[0] for _ in range(LAYERS)]
             here[f"forwards, {mask_is}"] = ended(began, ranks)
-            ranks.meet()
-            began = time.monotonic()
+            began = begin(ranks)
             for out in reversed(outs):
                 torch.autograd.grad(out, inputs, dout)
             here[f"backwards, {mask_is}"] = ended(began, ranks)

@@ -58,7 +58,7 @@ impl Op {
             Op::WaveGemm(op) => op.groups.iter().flat_map(Gemm::reads).collect(),
             Op::UserKernel(op) => op.parts.iter().flat_map(|part| part.reads.iter().copied()).collect(),
             Op::RmsNorm(op) => {
-                let mut out: Vec<_> = op.src.iter().map(|block| block.buffer).collect();
+                let mut out = once_each(op.src.iter().map(|block| block.buffer));
                 out.extend(op.residual);
                 out.extend(op.weight);
                 out
@@ -70,7 +70,7 @@ impl Op {
                 out
             }
             Op::ColumnSum(op) => {
-                let mut out: Vec<_> = op.src.iter().map(|block| block.buffer).collect();
+                let mut out = once_each(op.src.iter().map(|block| block.buffer));
                 if op.accumulate == Accumulate::Continue {
                     out.push(op.dst);
                 }
@@ -182,12 +182,23 @@ impl AttentionBackward {
 
 impl Gemm {
     fn reads(&self) -> Vec<BufferId> {
-        let mut out: Vec<_> = self.a.iter().chain(&self.b).map(|block| block.buffer).collect();
+        let mut out = once_each(self.a.iter().chain(&self.b).map(|block| block.buffer));
         out.extend(self.bias);
         // Rows that it does not name stay as they are, so what was there counts in any case.
         out.push(self.out);
         out
     }
+}
+
+/// Each buffer where it first comes: tokens of experts are thousands of blocks of a few buffers.
+fn once_each(buffers: impl Iterator<Item = BufferId>) -> Vec<BufferId> {
+    let mut out = Vec::new();
+    for buffer in buffers {
+        if !out.contains(&buffer) {
+            out.push(buffer);
+        }
+    }
+    out
 }
 
 impl GroupReduce {
@@ -197,5 +208,35 @@ impl GroupReduce {
             out.extend(self.tensors.iter().map(|&(_, output)| output));
         }
         out
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use counterpoint_mask::Range;
+    use counterpoint_tiles::gemm::GemmLayout;
+
+    use super::*;
+    use crate::RowBlock;
+
+    #[test]
+    fn a_product_reads_a_buffer_once_in_however_many_blocks() {
+        let blocks = |of: &[usize]| -> Vec<RowBlock> {
+            of.iter()
+                .enumerate()
+                .map(|(at, &id)| RowBlock { buffer: BufferId(id), rows: Range::new(at, at + 1) })
+                .collect()
+        };
+        let gemm = Gemm {
+            layout: GemmLayout::Nt,
+            a: blocks(&[0, 3, 0, 3, 0]),
+            b: blocks(&[1]),
+            out: BufferId(2),
+            out_rows: vec![Range::new(0, 5)],
+            pass_rows: 5,
+            bias: None,
+            accumulate: Accumulate::Start,
+        };
+        assert_eq!(gemm.reads(), [0, 3, 1, 2].map(BufferId));
     }
 }
