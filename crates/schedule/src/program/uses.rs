@@ -214,10 +214,9 @@ impl GroupReduce {
 #[cfg(test)]
 mod tests {
     use counterpoint_mask::Range;
-    use counterpoint_tiles::gemm::GemmLayout;
 
     use super::*;
-    use crate::RowBlock;
+    use crate::{GemmLayout, RowBlock};
 
     #[test]
     fn a_product_reads_a_buffer_once_in_however_many_blocks() {
