@@ -67,7 +67,7 @@ fn fitting(
     if !alike || spec_of(sum).rows() != own || !(0..ranks).all(shares) {
         return None;
     }
-    let row_bytes = (product.n * dtype.size()) as u64;
+    let row_bytes = (product.size.n * dtype.size()) as u64;
     let (sums, goes_to) = match spread {
         None => (Rows { buffer: sum, offset: 0 }, SumsGoTo::Owner),
         Some(cast) => {

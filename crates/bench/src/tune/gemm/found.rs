@@ -114,10 +114,8 @@ impl Found {
         });
         let pass = if tuning.pass == TunedPass::Forward { "forward" } else { "backward" };
         let mut text = format!(
-            "{} x {} x {} {}, {pass}, {} over {} ranks, {}, {}; sequential {}\n\n",
-            shape.m,
-            shape.n,
-            shape.k,
+            "{} {}, {pass}, {} over {} ranks, {}, {}; sequential {}\n\n",
+            shape.product,
             dtype_name(shape.dtype),
             shape.collective.name(),
             shape.ranks,

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use counterpoint_choose::{GroupSearch, TunedShape};
 use counterpoint_console::{self as console, CliError, Schema};
+use counterpoint_cost::ProblemSize;
 use counterpoint_report::{Statistics, format_ratio, format_seconds};
 use serde_json::{Value, json};
 
@@ -30,7 +31,7 @@ struct Case {
 
 impl Summary {
     pub(super) fn add(&mut self, tuning: &Tuning<'_>, found: &Found) {
-        let TunedShape { collective, m, n, k, .. } = &tuning.shape;
+        let TunedShape { collective, product: ProblemSize { m, n, k }, .. } = &tuning.shape;
         let name = format!("{} {m}:{n}:{k}", collective.name());
         let took = [GroupSearch::Predictive, GroupSearch::Exhaustive].map(|search| found.search_took(search));
         self.cases.push(Case { name, ratio: found.predicted_over_best(), took });
