@@ -11,7 +11,7 @@ const MAY_USE: &[(&str, &[&str])] = &[
     ("counterpoint-mask", &[]),
     ("counterpoint-tiles", &["mask"]),
     ("counterpoint-cost", &["mask", "tiles"]),
-    ("counterpoint-plan", &["mask", "cost"]),
+    ("counterpoint-plan", &["mask", "tiles"]),
     ("counterpoint-schedule", &["mask", "cost", "plan"]),
     ("counterpoint-choose", &["mask", "cost", "plan", "schedule"]),
     ("counterpoint-exec", &["mask", "cost", "plan", "schedule", "choose"]),

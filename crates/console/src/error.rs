@@ -3,6 +3,7 @@
 use std::io;
 use std::path::PathBuf;
 
+use counterpoint_choose::ChooseError;
 use counterpoint_plan::PlanError;
 use thiserror::Error;
 
@@ -239,7 +240,7 @@ pub enum CliError {
     #[error("{source}")]
     Plan {
         /// Why.
-        source: PlanError,
+        source: ChooseError,
     },
     /// The Programs of a plan do not fit each other, which is a bug of ours.
     #[error("the plan cannot be simulated ({source}); this is a bug in counterpoint, please report it")]
@@ -270,14 +271,24 @@ pub enum CliError {
 }
 
 impl CliError {
+    /// Why nothing could be chosen, or planned.
+    pub fn of_choice(error: impl Into<ChooseError>) -> Self {
+        match error.into() {
+            ChooseError::Simulate(source) => Self::Predict { source },
+            source => Self::Plan { source },
+        }
+    }
+
     /// Why a linear layer cannot be planned; its sizes came from these flags.
     pub fn of_layer(source: PlanError, flags: &[(&str, &'static str)]) -> Self {
-        let PlanError::Linear { field, value, ref wanted } = source else { return Self::Plan { source } };
+        let PlanError::Linear { field, value, ref wanted } = source else {
+            return Self::of_choice(source);
+        };
         match flags.iter().find(|(name, _)| *name == field) {
             Some(&(_, flag)) => {
                 Self::Flag { flag, value: value.to_string(), reason: format!("must be {wanted}") }
             }
-            None => Self::Plan { source },
+            None => Self::of_choice(source),
         }
     }
 

@@ -3,10 +3,11 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use counterpoint_choose::ChooseError;
+use counterpoint_choose::{
+    ChooseError, DispatchAlgorithm, PassStages, PlanConfig, QueryExchange, StageCount,
+};
 use counterpoint_plan::{
-    AttentionSpec, CancellationToken, DispatchAlgorithm, GradientShares, PassStages, Plan, PlanConfig,
-    PlanError, PlanSummary, Planning, QueryExchange, StageCount,
+    AttentionSpec, CancellationToken, GradientShares, Plan, PlanError, PlanSummary, Planning,
 };
 use counterpoint_report::{Figures, HtmlReport, MaskDrawing, Style, TimelinePair, plan_table};
 use counterpoint_schedule::{

@@ -1,6 +1,6 @@
 //! One mask in `bench cp`: planned, predicted, run in interleaved ways, checked, and what is hidden of its communication.
 
-use counterpoint_choose::AttentionPrediction;
+use counterpoint_choose::{AttentionPrediction, PlanConfig};
 use counterpoint_console::{
     self as console, CliError,
     arguments::{Exchange, PassOverlaps, dtype_name},
@@ -12,7 +12,7 @@ use counterpoint_console::{
 };
 use counterpoint_exec::{AttentionRun, Pass, RanksRun, RunConfig, RunTimes};
 use counterpoint_mask::{Mask, MaskPreset};
-use counterpoint_plan::{PlanConfig, RankPlan, Topology, TrafficBounds};
+use counterpoint_plan::{RankPlan, Topology, TrafficBounds};
 use counterpoint_reference::{CheckReport, Sample, check_sample};
 use counterpoint_report::{
     BenchRow, Rate, Statistics, TimelinePair, TraceSection, chrome_trace, format_bytes, format_ratio,

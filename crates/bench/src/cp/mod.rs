@@ -6,6 +6,7 @@ mod peers;
 mod sizes;
 mod step;
 
+use counterpoint_choose::PlanConfig;
 use counterpoint_console::{
     self as console, CliError, CommandLine, Progress, Schema,
     arguments::{Device, Exchange, OverlapChoice, PassOverlaps},
@@ -18,7 +19,7 @@ use counterpoint_console::{
 use counterpoint_cost::MachineProfile;
 use counterpoint_exec::{AttentionInputs, Pass, RunConfig, random_inputs};
 use counterpoint_mask::{Mask, MaskPreset};
-use counterpoint_plan::{AttentionSpec, DType, PlanConfig, Planning, Topology};
+use counterpoint_plan::{AttentionSpec, DType, Planning, Topology};
 use counterpoint_schedule::{GradientReduction, OverlapPolicy, PassPolicies, StartOrder};
 
 use self::case::{Case, Traced, trace};

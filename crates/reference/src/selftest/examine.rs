@@ -3,9 +3,9 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::sync_channel;
 
-use counterpoint_choose::plan_mask;
+use counterpoint_choose::{PlanConfig, StageCount, plan_mask};
 use counterpoint_exec::{AttentionInputs, AttentionOutputs, ExecError, HostData, HostTensor, Pass};
-use counterpoint_plan::{DType, Plan, PlanConfig, StageCount};
+use counterpoint_plan::{DType, Plan};
 use rayon::prelude::*;
 use serde::{Deserialize, Deserializer, Serialize};
 

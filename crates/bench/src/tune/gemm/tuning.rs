@@ -167,7 +167,7 @@ impl Tuning<'_> {
 
 fn failed(error: MeasureError) -> CliError {
     match error {
-        MeasureError::Plan(source) => CliError::Plan { source },
+        MeasureError::Plan(source) => CliError::of_choice(source),
         MeasureError::Run(source) => CliError::Run { source },
         other => CliError::Usage { message: other.to_string() },
     }

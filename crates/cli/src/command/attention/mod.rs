@@ -5,6 +5,7 @@ mod process_inputs;
 mod result;
 mod tensors;
 
+use counterpoint_choose::PlanConfig;
 use counterpoint_console::{
     self as console, CliError, CommandLine, Progress, Schema,
     arguments::{Device, Exchange, dtype_name},
@@ -23,7 +24,7 @@ use counterpoint_exec::{
     AttentionInputs, AttentionRun, RunConfig, SlowLink, available_memory, run_attention, run_attention_on,
 };
 use counterpoint_mask::Mask;
-use counterpoint_plan::{AttentionSpec, DType, Plan, PlanConfig, Planning, Topology};
+use counterpoint_plan::{AttentionSpec, DType, Plan, Planning, Topology};
 use counterpoint_reference::{check_attention, reference_bytes};
 use counterpoint_schedule::{GradientReduction, PassPolicies, RankTransport};
 

@@ -3,6 +3,7 @@
 
 use std::sync::Arc;
 
+use counterpoint_choose::PlanConfig;
 use counterpoint_console::{
     self as console, CliError, CommandLine, Progress,
     arguments::Device,
@@ -22,7 +23,7 @@ use counterpoint_exec::{
 use counterpoint_exec::{Launcher, MpiMachine};
 use counterpoint_mask::Mask;
 use counterpoint_measure::calibrate;
-use counterpoint_plan::{AttentionSpec, Plan, PlanConfig, Topology};
+use counterpoint_plan::{AttentionSpec, Plan, Topology};
 use counterpoint_schedule::{PassPolicies, PolicyError, RankTransport};
 
 use super::process_inputs::agree_on_rows;

@@ -7,7 +7,7 @@ mod imbalance;
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
-use counterpoint_choose::{AttentionPrediction, PassChoice, PolicyChoice};
+use counterpoint_choose::{AttentionPrediction, PassChoice, PlanConfig, PolicyChoice};
 use counterpoint_console::{
     self as console, CliError, Progress, Schema,
     arguments::{ShapeArguments, dispatch_name, dtype_name},
@@ -25,8 +25,7 @@ use counterpoint_cost::{CostModel, MachineProfile};
 use counterpoint_exec::PlanningThreads;
 use counterpoint_mask::Mask;
 use counterpoint_plan::{
-    AttentionSpec, DType, Fingerprint, GradientShares, PlanConfig, PlanSummary, TrafficBounds,
-    TwoLevelExchange,
+    AttentionSpec, DType, Fingerprint, GradientShares, PlanSummary, TrafficBounds, TwoLevelExchange,
 };
 use counterpoint_report::{
     Figures, HtmlReport, TimelinePair, comparison_table, format_count, format_seconds, plan_table,
