@@ -37,6 +37,16 @@ pub enum CliError {
         /// Why.
         source: counterpoint_files::ReadError,
     },
+    /// A file that nobody named, or its folder, is not trusted.
+    #[error("{what} {} is not used: {source}; or name the file that is to be taken", path.display())]
+    Distrusted {
+        /// What it is, such as `file of tuned plans`.
+        what: &'static str,
+        /// Its path.
+        path: PathBuf,
+        /// Why.
+        source: counterpoint_files::DistrustError,
+    },
     /// A file does not hold a profile that can be used.
     #[error("machine profile {}: {source}", path.display())]
     Profile {
