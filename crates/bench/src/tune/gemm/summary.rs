@@ -8,7 +8,7 @@ use counterpoint_cost::ProblemSize;
 use counterpoint_report::{Statistics, format_ratio, format_seconds};
 use serde_json::{Value, json};
 
-use super::found::Found;
+use super::found::SearchResult;
 use super::tuning::Tuning;
 
 /// A predicted sequence counts as the best one up to this much more than what the exhaustive search's takes.
@@ -23,14 +23,14 @@ pub(super) struct Summary {
 /// Of one product.
 struct Case {
     name: String,
-    /// See [`Found::predicted_over_best`].
+    /// See [`SearchResult::predicted_over_best`].
     ratio: Option<f64>,
     /// Seconds of the predictive and of the exhaustive search.
     took: [Option<f64>; 2],
 }
 
 impl Summary {
-    pub(super) fn add(&mut self, tuning: &Tuning<'_>, found: &Found) {
+    pub(super) fn add(&mut self, tuning: &Tuning<'_>, found: &SearchResult) {
         let TunedShape { collective, product: ProblemSize { m, n, k }, .. } = &tuning.shape;
         let name = format!("{} {m}:{n}:{k}", collective.name());
         let took = [GroupSearch::Predictive, GroupSearch::Exhaustive].map(|search| found.search_took(search));

@@ -92,7 +92,7 @@ fn run_all(arguments: &AttentionArguments) -> Result<(), CliError> {
     };
     let run = run.map_err(|source| CliError::Run { source })?;
     let has_unused_dout = tensors.has_unused_dout();
-    let ended = Ended {
+    let ended = FinishedRun {
         crossed: None,
         policies,
         arguments,
@@ -107,7 +107,7 @@ fn run_all(arguments: &AttentionArguments) -> Result<(), CliError> {
 }
 
 /// A run that is over.
-struct Ended<'a> {
+struct FinishedRun<'a> {
     /// Bytes that were sent between nodes, where they were counted.
     crossed: Option<u64>,
     policies: PassPolicies,
@@ -120,7 +120,7 @@ struct Ended<'a> {
     has_unused_dout: bool,
 }
 
-impl Ended<'_> {
+impl FinishedRun<'_> {
     /// Checks the results where that was asked for, writes and prints them.
     fn conclude(
         self,

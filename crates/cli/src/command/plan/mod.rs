@@ -81,7 +81,7 @@ pub(crate) fn run(arguments: &PlanArguments) -> Result<(), CliError> {
     let imbalance = Imbalance::of(&mask, &spec, &config, &level, (arguments.planning.dispatch, &dispatches));
     let choice = overlap.choice;
     let told =
-        Told { arguments, mask: &mask, spec, profile, config, solution, choice, dispatches, imbalance };
+        PlanReport { arguments, mask: &mask, spec, profile, config, solution, choice, dispatches, imbalance };
     outputs.write(|_| Ok(told.report(&prediction).into_bytes()))?;
     drop(progress);
     told.solution.note_idle_ranks();
@@ -192,7 +192,7 @@ fn headline(mask: &Mask, config: &PlanConfig, dispatch: &str, chunks: usize, chu
 }
 
 /// A plan with all that is to be told of it.
-struct Told<'a> {
+struct PlanReport<'a> {
     arguments: &'a PlanArguments,
     mask: &'a Mask,
     spec: AttentionSpec,
@@ -206,7 +206,7 @@ struct Told<'a> {
     imbalance: Option<Imbalance>,
 }
 
-impl Told<'_> {
+impl PlanReport<'_> {
     fn document(&self) -> Document<'_> {
         Document {
             inputs: Inputs::new(&self.arguments.mask, self.mask, &self.spec, &self.config, &self.profile),
