@@ -5,10 +5,10 @@
 //! [`measure`] (fast), [`report`] (shown). [`tiles`] and [`cost`] say what kernels walk and what that takes.
 //!
 //! ```
-//! use counterpoint::choose::plan_mask;
+//! use counterpoint::choose::{PlanConfig, plan_mask};
 //! use counterpoint::exec::{RunConfig, random_inputs, run_attention};
 //! use counterpoint::mask::Mask;
-//! use counterpoint::plan::{AttentionSpec, DType, PlanConfig};
+//! use counterpoint::plan::{AttentionSpec, DType};
 //! use counterpoint::reference::check_attention;
 //!
 //! // Three packed documents, causal inside each, on 2 ranks.

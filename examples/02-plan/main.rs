@@ -6,11 +6,9 @@
 //!
 //! `cargo run --release --example 02-plan`
 
-use counterpoint::choose::{Prediction, plan_mask, plan_mask_on, plan_rank};
+use counterpoint::choose::{DispatchAlgorithm, PlanConfig, Prediction, plan_mask, plan_mask_on, plan_rank};
 use counterpoint::mask::{Documents, Mask};
-use counterpoint::plan::{
-    AttentionSpec, DType, DispatchAlgorithm, PlanConfig, Planning, Topology, TrafficBounds,
-};
+use counterpoint::plan::{AttentionSpec, DType, Planning, Topology, TrafficBounds};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let ranks = 8;

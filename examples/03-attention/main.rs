@@ -8,13 +8,13 @@
 use std::error::Error;
 use std::time::Duration;
 
-use counterpoint::choose::plan_mask;
+use counterpoint::choose::{PlanConfig, StageCount, plan_mask};
 use counterpoint::exec::{
     AttentionInputs, CpuMachine, HostTensor, Pass, PreparedAttention, RankProblem, RanksRun, RunConfig,
     SlowLink, run_attention,
 };
 use counterpoint::mask::{Documents, Mask};
-use counterpoint::plan::{AttentionSpec, DType, PlanConfig, StageCount};
+use counterpoint::plan::{AttentionSpec, DType};
 use counterpoint::reference::check_attention;
 use counterpoint::schedule::{OverlapPolicy, StartOrder};
 

@@ -10,13 +10,13 @@ use std::error::Error;
 use std::sync::mpsc;
 use std::thread;
 
-use counterpoint::choose::plan_mask;
+use counterpoint::choose::{PlanConfig, plan_mask};
 use counterpoint::exec::{
     AttentionCalls, AttentionInputs, AttentionOutputs, BackwardTensors, CpuBackend, CpuBuffer, CpuMachine,
     ForwardTensors, Group, HostTensor, Pass, Ticket, WorldConfig, dispatch, undispatch,
 };
 use counterpoint::mask::{Documents, Mask};
-use counterpoint::plan::{AttentionSpec, DType, Plan, PlanConfig};
+use counterpoint::plan::{AttentionSpec, DType, Plan};
 use counterpoint::reference::check_attention;
 use counterpoint::schedule::OverlapPolicy;
 

@@ -1,12 +1,11 @@
 //! Attention: random masks and plans, their Programs, and results of some of them.
 
-use counterpoint::choose::{plan_cross_attention, plan_mask};
+use counterpoint::choose::{
+    DispatchAlgorithm, PlanConfig, QueryExchange, StageCount, plan_cross_attention, plan_mask,
+};
 use counterpoint::exec::{AttentionInputs, AttentionOutputs, RunConfig, run_attention};
 use counterpoint::mask::{AttnSlice, Mask, MaskType, Range};
-use counterpoint::plan::{
-    AttentionSpec, DType, DispatchAlgorithm, GradientShares, KEY_BLOCK, Plan, PlanConfig, QueryExchange,
-    StageCount, Topology,
-};
+use counterpoint::plan::{AttentionSpec, DType, GradientShares, KEY_BLOCK, Plan, Topology};
 use counterpoint::schedule::{
     GradientReduction, KeyBlocks, OverlapPolicy, lower_attention_backward, lower_attention_forward,
 };

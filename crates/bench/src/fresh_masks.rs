@@ -3,7 +3,7 @@
 use std::thread;
 use std::time::{Duration, Instant};
 
-use counterpoint_choose::plan_mask_within;
+use counterpoint_choose::{PlanConfig, plan_mask_within};
 use counterpoint_console::{self as console, CliError, Schema, arguments::Device, device};
 use counterpoint_cuda::{CudaMachine, DriverCalls, Timing};
 use counterpoint_exec::{
@@ -12,7 +12,7 @@ use counterpoint_exec::{
     run_attention_on,
 };
 use counterpoint_mask::{Documents, Mask};
-use counterpoint_plan::{AttentionSpec, DType, Plan, PlanConfig, Planning};
+use counterpoint_plan::{AttentionSpec, DType, Plan, Planning};
 use counterpoint_reference::selftest::unlike_elements;
 use counterpoint_report::{Column, Statistics, format_seconds, table};
 use counterpoint_schedule::{
@@ -116,7 +116,7 @@ fn pack(tokens: usize, number: usize) -> Result<Mask, CliError> {
 
 fn plan(mask: &Mask, ranks: usize, planning: &Planning<'_>) -> Result<Plan, CliError> {
     let plan = plan_mask_within(mask, &SPEC, &PlanConfig::new(ranks), u64::MAX, planning);
-    plan.map_err(|source| CliError::Plan { source })
+    plan.map_err(CliError::of_choice)
 }
 
 /// From a mask to what a loader can make of it ahead: the plan and one rank's Programs.

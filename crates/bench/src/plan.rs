@@ -3,16 +3,14 @@
 use std::fmt::Write;
 use std::time::Instant;
 
-use counterpoint_choose::plan_mask;
+use counterpoint_choose::{DispatchAlgorithm, PlanConfig, plan_mask};
 use counterpoint_console::{
     self as console, CliError, Progress, Schema,
     arguments::{DISPATCHES, dispatch_name},
     device, mask_argument,
 };
 use counterpoint_mask::Mask;
-use counterpoint_plan::{
-    AttentionSpec, DType, DispatchAlgorithm, GradientShares, Plan, PlanConfig, chunk_work, received_rows,
-};
+use counterpoint_plan::{AttentionSpec, DType, GradientShares, Plan, chunk_work, received_rows};
 use counterpoint_report::{
     BenchRow, ComparisonRow, Statistics, Style, Verified, comparison_table, fold, format_count,
     format_seconds,
@@ -184,7 +182,7 @@ impl Case {
         let mut group = Group { rows: Vec::new(), wrong: Vec::new() };
         let config = PlanConfig { chunk_size: Some(self.chunk_size), ..PlanConfig::new(self.cp_size) };
         // Before the chunks are counted one by one.
-        config.validate_for(&self.mask).map_err(|source| CliError::Plan { source })?;
+        config.validate_for(&self.mask).map_err(CliError::of_choice)?;
         let work = chunk_work(&self.mask, self.chunk_size);
         for (name, dispatch) in DISPATCHES {
             progress.step(format!("{} on {}: {name}", self.name, console::count(self.cp_size, "rank")));
@@ -245,7 +243,7 @@ impl Case {
 }
 
 fn solve(mask: &Mask, config: &PlanConfig) -> Result<Plan, CliError> {
-    plan_mask(mask, &SPEC, config).map_err(|source| CliError::Plan { source })
+    plan_mask(mask, &SPEC, config).map_err(CliError::of_choice)
 }
 
 /// Rows that the plan gets wrong, by other arithmetic than the planner's: key rows received against the difference of

@@ -6,10 +6,10 @@
 use std::error::Error;
 use std::time::Instant;
 
-use counterpoint_choose::{DeviceModel, plan_attention, plan_mask};
+use counterpoint_choose::{DeviceModel, PlanConfig, QueryExchange, plan_attention, plan_mask};
 use counterpoint_cost::CostModel;
 use counterpoint_mask::{Documents, Mask};
-use counterpoint_plan::{AttentionSpec, DType, PlanConfig, Planning, QueryExchange};
+use counterpoint_plan::{AttentionSpec, DType, Planning};
 
 /// Lengths of documents as training data has them.
 const LENGTHS: &str = include_str!("../../../benches/data/packed_documents_lognormal_1m.txt");

@@ -5,13 +5,15 @@ use std::sync::{Mutex, PoisonError};
 use counterpoint_cost::CostModel;
 use counterpoint_mask::Mask;
 use counterpoint_plan::{
-    AttentionSpec, ChunkWork, Dispatch, DispatchAlgorithm, PassStages, Plan, PlanConfig, PlanError, Planning,
-    QueryExchange, RankPlan, Topology, chunk_work, received_rows,
+    AttentionSpec, ChunkWork, Dispatch, Plan, PlanError, Planning, RankPlan, Topology, chunk_work,
+    received_rows,
 };
 use counterpoint_schedule::{GradientReduction, OpCost, OverlapPolicy, RankTransport, Timeline};
 
+use crate::config::{DispatchAlgorithm, PlanConfig, QueryExchange};
 use crate::hosted_cost::HostedCost;
 use crate::owners::{dispatch, dispatch_keys, dispatch_queries};
+use crate::pass_stages::PassStages;
 use crate::planner::{may_host, owners_of, plan_hosting_within, plan_mask_within, plan_stages_within};
 use crate::policies::{PolicyChoice, policies_of};
 use crate::prediction::Trial;

@@ -7,6 +7,7 @@
 #![warn(clippy::unwrap_used)]
 
 mod closed_form;
+mod config;
 mod device_model;
 mod dispatch;
 mod error;
@@ -16,6 +17,7 @@ mod hosts;
 mod linear;
 mod overview;
 mod owners;
+mod pass_stages;
 mod planner;
 mod policies;
 mod prediction;
@@ -24,13 +26,15 @@ mod remembered;
 mod stages;
 mod training_step;
 mod tuned;
+mod whole_work;
 
 pub use closed_form::{Prediction, RankPrediction, StagePrediction};
+pub use config::{DispatchAlgorithm, MAX_CHUNKS, MAX_CP_SIZE, PlanConfig, QueryExchange};
 pub use device_model::{DEVICE_MODEL_VERSION, DeviceModel};
 pub use dispatch::{
     DISPATCHES, DispatchCandidate, DispatchChoice, MOST_COMPARED_RANKS, modelled_transports, plan_attention,
 };
-pub use error::ChooseError;
+pub use error::{ChooseError, ConfigError};
 pub use experts::{ExpertCandidate, ExpertChoice, ExpertDirection, expert_pass, expert_programs};
 pub use hosts::UnweighedOffload;
 pub use linear::{
@@ -39,6 +43,7 @@ pub use linear::{
 };
 pub use overview::PlanOverview;
 pub use owners::{dispatch, dispatch_keys, dispatch_queries};
+pub use pass_stages::{MAX_STAGES, PassStages, StageCount};
 pub use planner::{
     plan_cross_attention, plan_mask, plan_mask_on, plan_mask_within, plan_rank, plan_stages_within,
 };

@@ -2,11 +2,12 @@
 
 use counterpoint_mask::{Band, Mask, Range};
 use counterpoint_plan::{
-    AttentionSpec, CommSummary, Outline, PlanConfig, PlanError, PlanSummary, Planning, RankSummary,
-    StageSummary, TrafficBounds,
+    AttentionSpec, CommSummary, Outline, PlanSummary, Planning, RankSummary, StageSummary, TrafficBounds,
 };
 
 use crate::closed_form::{LinkCounts, Prediction};
+use crate::config::PlanConfig;
+use crate::error::ChooseError;
 use crate::hosts::UnweighedOffload;
 use crate::planner::outline;
 
@@ -32,13 +33,13 @@ impl PlanOverview {
     /// Plans `mask` as [`plan_mask`](crate::plan_mask) does, in the way that `planning` says, and keeps the figures. Whoever times it fills in the seconds.
     ///
     /// # Errors
-    /// As [`plan_mask`](crate::plan_mask); [`PlanError::Cancelled`].
+    /// As [`plan_mask`](crate::plan_mask); [`PlanError::Cancelled`](counterpoint_plan::PlanError::Cancelled).
     pub fn new(
         mask: &Mask,
         spec: &AttentionSpec,
         config: &PlanConfig,
         planning: &Planning<'_>,
-    ) -> Result<Self, PlanError> {
+    ) -> Result<Self, ChooseError> {
         let (outline, unweighed) = outline(mask, spec, config, planning)?;
         let dispatches = [outline.owners.q_dispatch(), outline.owners.k_dispatch()];
         let links =
@@ -117,8 +118,10 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::config::QueryExchange;
+    use crate::pass_stages::StageCount;
     use crate::{plan_mask, plan_mask_within};
-    use counterpoint_plan::{DType, QueryExchange, StageCount, Topology};
+    use counterpoint_plan::{DType, PlanError, Topology};
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(64))]
@@ -164,7 +167,7 @@ mod tests {
             prop_assert_eq!(plan_mask_within(&mask, &spec, &config, overview.plan_bytes, &Planning::ALONE), Ok(plan));
             if overview.plan_bytes > 0 {
                 let refused = plan_mask_within(&mask, &spec, &config, overview.plan_bytes - 1, &Planning::ALONE).unwrap_err();
-                let is_memory = matches!(refused, PlanError::Memory { .. });
+                let is_memory = matches!(refused, ChooseError::Plan(PlanError::Memory { .. }));
                 prop_assert!(is_memory, "{}", refused);
             }
         }

@@ -3,11 +3,13 @@
 
 use counterpoint_mask::{Mask, Range};
 use counterpoint_plan::{
-    AttentionSpec, Division, HostedWork, Outline, Owners, Plan, PlanConfig, PlanError, Planning, RankPlan,
+    AttentionSpec, Division, HostedWork, Outline, Owners, Plan, PlanError, Planning, RankPlan,
     chunk_work_with_away, chunk_work_without,
 };
 
 use crate::closed_form::{Prediction, RankPrediction};
+use crate::config::PlanConfig;
+use crate::error::ChooseError;
 use crate::hosts::{self, UnweighedOffload};
 use crate::owners::{Home, by_seconds, dispatch_keys, solve};
 use crate::stages;
@@ -17,9 +19,9 @@ use crate::stages;
 ///
 /// # Errors
 /// A `config` that does not make sense for `mask`; see [`PlanConfig::validate_for`].
-pub fn plan_mask(mask: &Mask, spec: &AttentionSpec, config: &PlanConfig) -> Result<Plan, PlanError> {
+pub fn plan_mask(mask: &Mask, spec: &AttentionSpec, config: &PlanConfig) -> Result<Plan, ChooseError> {
     let planning = &Planning::ALONE;
-    outline(mask, spec, config, planning)?.0.into_plan(planning)
+    Ok(outline(mask, spec, config, planning)?.0.into_plan(planning)?)
 }
 
 /// As [`plan_mask`] and equal to it, made as `planning` says, unless the pieces of all ranks would take more than `available` bytes.
@@ -32,8 +34,8 @@ pub fn plan_mask_within(
     config: &PlanConfig,
     available: u64,
     planning: &Planning<'_>,
-) -> Result<Plan, PlanError> {
-    outline(mask, spec, config, planning)?.0.into_plan_within(available, planning)
+) -> Result<Plan, ChooseError> {
+    Ok(outline(mask, spec, config, planning)?.0.into_plan_within(available, planning)?)
 }
 
 /// Plans `mask` with queries and keys dispatched each by a solve of its own, whatever their lengths.
@@ -44,10 +46,10 @@ pub fn plan_cross_attention(
     mask: &Mask,
     spec: &AttentionSpec,
     config: &PlanConfig,
-) -> Result<Plan, PlanError> {
+) -> Result<Plan, ChooseError> {
     let planning = &Planning::ALONE;
     let (division, _) = divide_cross_attention(mask, spec, config, planning, None)?;
-    stages::outline(division, spec, config, planning)?.into_plan(planning)
+    Ok(stages::outline(division, spec, config, planning)?.into_plan(planning)?)
 }
 
 /// Plans another mask of the same training step on the dispatch of `base`: rows stay where they are, exchange and
@@ -61,10 +63,10 @@ pub fn plan_mask_on(
     spec: &AttentionSpec,
     config: &PlanConfig,
     planning: &Planning<'_>,
-) -> Result<Plan, PlanError> {
+) -> Result<Plan, ChooseError> {
     let owners = owners_of(base, mask, config)?;
     let (division, _) = hosts::choose(mask, spec, config, planning, owners.clone(), |_| Ok(owners.clone()))?;
-    stages::outline(division, spec, config, planning)?.into_plan(planning)
+    Ok(stages::outline(division, spec, config, planning)?.into_plan(planning)?)
 }
 
 /// The same mask on the owners of `base`, and computed by the same hosts, cut into stages as `config` says; unless the pieces of all
@@ -79,14 +81,14 @@ pub fn plan_stages_within(
     config: &PlanConfig,
     available: u64,
     planning: &Planning<'_>,
-) -> Result<Plan, PlanError> {
+) -> Result<Plan, ChooseError> {
     let mut division = Division::new(mask, owners_of(base, mask, config)?);
     let away = |rank: &RankPlan| rank.hosted.as_ref().map_or_else(Vec::new, HostedWork::away);
     let away: Vec<Vec<Range>> = base.ranks.iter().map(away).collect();
     if !away.iter().all(Vec::is_empty) {
         division = division.with_away(&away);
     }
-    stages::outline(division, spec, config, planning)?.into_plan_within(available, planning)
+    Ok(stages::outline(division, spec, config, planning)?.into_plan_within(available, planning)?)
 }
 
 /// Whether hosts could make `base`, a plan of `mask` without any, quicker by this part: whether ranks do something else than to compute
@@ -119,10 +121,10 @@ pub fn plan_rank(
     spec: &AttentionSpec,
     config: &PlanConfig,
     rank: usize,
-) -> Result<RankPlan, PlanError> {
+) -> Result<RankPlan, ChooseError> {
     let (outline, _) = outline(mask, spec, config, &Planning::ALONE)?;
     if rank >= outline.ranks.len() {
-        return Err(PlanError::Rank { rank, cp_size: outline.ranks.len() });
+        return Err(PlanError::Rank { rank, cp_size: outline.ranks.len() }.into());
     }
     Ok(outline.into_rank(rank))
 }
@@ -135,11 +137,11 @@ pub(crate) fn plan_hosting_within(
     config: &PlanConfig,
     available: u64,
     planning: &Planning<'_>,
-) -> Result<Option<Plan>, PlanError> {
+) -> Result<Option<Plan>, ChooseError> {
     let (division, _) = divide(mask, spec, config, planning, owners)?;
     let plan =
         |division| stages::outline(division, spec, config, planning)?.into_plan_within(available, planning);
-    division.has_hosts().then(|| plan(division)).transpose()
+    Ok(division.has_hosts().then(|| plan(division)).transpose()?)
 }
 
 /// The outline of `mask`, with owners, hosts and stages as they are chosen for `config`, beside hosts that were not weighed.
@@ -148,7 +150,7 @@ pub(crate) fn outline(
     spec: &AttentionSpec,
     config: &PlanConfig,
     planning: &Planning<'_>,
-) -> Result<(Outline, Option<UnweighedOffload>), PlanError> {
+) -> Result<(Outline, Option<UnweighedOffload>), ChooseError> {
     let (division, unweighed) = divide(mask, spec, config, planning, None)?;
     Ok((stages::outline(division, spec, config, planning)?, unweighed))
 }
@@ -160,7 +162,7 @@ fn divide(
     config: &PlanConfig,
     planning: &Planning<'_>,
     owners: Option<Owners>,
-) -> Result<(Division, Option<UnweighedOffload>), PlanError> {
+) -> Result<(Division, Option<UnweighedOffload>), ChooseError> {
     config.validate_for(mask)?;
     if mask.seqlen_q() != mask.seqlen_k() {
         return divide_cross_attention(mask, spec, config, planning, owners);
@@ -179,7 +181,7 @@ fn divide(
         Ok(Owners::new(dispatch.clone(), dispatch))
     };
     let owners = owners.map_or_else(|| dispatch_with(&[]), Ok)?;
-    hosts::choose(mask, spec, config, planning, owners, dispatch_with)
+    Ok(hosts::choose(mask, spec, config, planning, owners, dispatch_with)?)
 }
 
 fn divide_cross_attention(
@@ -188,7 +190,7 @@ fn divide_cross_attention(
     config: &PlanConfig,
     planning: &Planning<'_>,
     owners: Option<Owners>,
-) -> Result<(Division, Option<UnweighedOffload>), PlanError> {
+) -> Result<(Division, Option<UnweighedOffload>), ChooseError> {
     config.validate_for(mask)?;
     let [chunk_size_q, chunk_size_k] =
         [mask.seqlen_q(), mask.seqlen_k()].map(|seqlen| config.chunk_size_for(seqlen));
@@ -204,23 +206,23 @@ fn divide_cross_attention(
         Ok(Owners::new(q_dispatch, k_dispatch))
     };
     let owners = owners.map_or_else(|| dispatch_with(&[]), Ok)?;
-    hosts::choose(mask, spec, config, planning, owners, dispatch_with)
+    Ok(hosts::choose(mask, spec, config, planning, owners, dispatch_with)?)
 }
 
 /// The owners of `base`, where they fit `mask` and `config`.
-pub(crate) fn owners_of(base: &Plan, mask: &Mask, config: &PlanConfig) -> Result<Owners, PlanError> {
+pub(crate) fn owners_of(base: &Plan, mask: &Mask, config: &PlanConfig) -> Result<Owners, ChooseError> {
     config.validate()?;
     let [q_dispatch, k_dispatch] = [&base.q_dispatch, &base.k_dispatch];
     for (axis, mask_len, plan_len) in
         [("q", mask.seqlen_q(), q_dispatch.seqlen()), ("k", mask.seqlen_k(), k_dispatch.seqlen())]
     {
         if mask_len != plan_len {
-            return Err(PlanError::OtherLength { axis, mask: mask_len, plan: plan_len });
+            return Err(PlanError::OtherLength { axis, mask: mask_len, plan: plan_len }.into());
         }
     }
     let (config, plan) = (config.topology.world_size, base.cp_size());
     match config == plan {
         true => Ok(Owners::new(q_dispatch.clone(), k_dispatch.clone())),
-        false => Err(PlanError::OtherWorldSize { config, plan }),
+        false => Err(PlanError::OtherWorldSize { config, plan }.into()),
     }
 }

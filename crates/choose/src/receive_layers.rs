@@ -2,7 +2,9 @@
 
 use counterpoint_cost::CostModel;
 use counterpoint_mask::Band;
-use counterpoint_plan::{AttentionSpec, MOST_LAYERS, PlanConfig};
+use counterpoint_plan::{AttentionSpec, MOST_LAYERS};
+
+use crate::config::PlanConfig;
 
 /// Nobody waits for rows that take less than one part in so many of what a rank computes: its own ones keep it busy meanwhile.
 const HIDDEN: f64 = 4.0;

@@ -2,9 +2,7 @@
 
 use counterpoint_cost::CostModel;
 use counterpoint_mask::Mask;
-use counterpoint_plan::{
-    Activations, DType, GemmCollective, PlanConfig, PlanError, Topology, TransformerSpec,
-};
+use counterpoint_plan::{Activations, DType, GemmCollective, PlanError, Topology, TransformerSpec};
 use counterpoint_schedule::{
     GradientReduction, KeyBlocks, Mover, Overlap, OverlapPolicy, Program, SimulateError, StartOrder,
     Timeline, WeightGradient, WorkerShare, lower_attention_backward, lower_attention_forward,
@@ -12,6 +10,8 @@ use counterpoint_schedule::{
 };
 use thiserror::Error;
 
+use crate::config::PlanConfig;
+use crate::error::{ChooseError, ConfigError};
 use crate::{LayerGroups, LinkUse, PassCosts, ProductStart, plan_mask};
 
 /// Passes over the tokens of a rank that norms, residual sums and rotations make besides products and attention: of each a
@@ -56,6 +56,9 @@ pub struct StepSpec {
 #[derive(Clone, Debug, PartialEq, Error)]
 #[non_exhaustive]
 pub enum StepError {
+    /// A configuration that makes no sense.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
     /// Ranks, heads or tokens do not divide.
     #[error(transparent)]
     Plan(#[from] PlanError),
@@ -74,6 +77,16 @@ pub enum StepError {
     /// Programs of a plan that do not fit each other.
     #[error(transparent)]
     Simulate(#[from] SimulateError),
+}
+
+impl From<ChooseError> for StepError {
+    fn from(error: ChooseError) -> Self {
+        match error {
+            ChooseError::Config(source) => Self::Config(source),
+            ChooseError::Plan(source) => Self::Plan(source),
+            ChooseError::Simulate(source) => Self::Simulate(source),
+        }
+    }
 }
 
 /// A part of a layer and when everything in it happens.

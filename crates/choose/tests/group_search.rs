@@ -158,7 +158,7 @@ impl PassClock for RoughClock<'_> {
 
 /// What the predictive search found on some machines.
 #[derive(Default)]
-struct Found {
+struct SearchQuality {
     cases: usize,
     /// Those within 3 % of the best of all sequences.
     within: usize,
@@ -172,7 +172,7 @@ struct Found {
 
 /// Searches on machines drawn from a seed, with `waves` waves and so many trials; forwards take up to `beyond` more or less than their
 /// parts let expect.
-fn found(cases: usize, waves: usize, trials: usize, beyond: [f64; 2], is_noisy: bool) -> Found {
+fn found(cases: usize, waves: usize, trials: usize, beyond: [f64; 2], is_noisy: bool) -> SearchQuality {
     found_of(LinearDirection::Forward, cases, [waves, trials], beyond, is_noisy)
 }
 
@@ -183,9 +183,9 @@ fn found_of(
     [waves, trials]: [usize; 2],
     beyond: [f64; 2],
     is_noisy: bool,
-) -> Found {
+) -> SearchQuality {
     let (mut draw, mut others) = (Draw(7), Draw(1));
-    let mut found = Found { cases, ..Found::default() };
+    let mut found = SearchQuality { cases, ..SearchQuality::default() };
     for index in 0..cases {
         let case = Case::draw(&mut draw, waves, trials, direction);
         let searcher = &case.searcher;
@@ -207,7 +207,7 @@ fn found_of(
             println!("  {:?} {ratio:.3}", predicted.group_sizes());
         }
     }
-    let Found { within, worst, most_times, slowest, .. } = found;
+    let SearchQuality { within, worst, most_times, slowest, .. } = found;
     println!(
         "{waves} waves, {trials} trials, beyond {beyond:?}, noise {is_noisy}: {within} of {cases} within 3 %, worst {worst:.3}, at most \
          {most_times} times, {slowest:.4} s"

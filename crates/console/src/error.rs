@@ -3,6 +3,7 @@
 use std::io;
 use std::path::PathBuf;
 
+use counterpoint_choose::ChooseError;
 use counterpoint_plan::PlanError;
 use thiserror::Error;
 
@@ -35,6 +36,16 @@ pub enum CliError {
         path: PathBuf,
         /// Why.
         source: counterpoint_files::ReadError,
+    },
+    /// A file that nobody named, or its folder, is not trusted.
+    #[error("{what} {} is not used: {source}; or name the file that is to be taken", path.display())]
+    Distrusted {
+        /// What it is, such as `file of tuned plans`.
+        what: &'static str,
+        /// Its path.
+        path: PathBuf,
+        /// Why.
+        source: counterpoint_files::DistrustError,
     },
     /// A file does not hold a profile that can be used.
     #[error("machine profile {}: {source}", path.display())]
@@ -239,7 +250,7 @@ pub enum CliError {
     #[error("{source}")]
     Plan {
         /// Why.
-        source: PlanError,
+        source: ChooseError,
     },
     /// The Programs of a plan do not fit each other, which is a bug of ours.
     #[error("the plan cannot be simulated ({source}); this is a bug in counterpoint, please report it")]
@@ -270,14 +281,24 @@ pub enum CliError {
 }
 
 impl CliError {
+    /// Why nothing could be chosen, or planned.
+    pub fn of_choice(error: impl Into<ChooseError>) -> Self {
+        match error.into() {
+            ChooseError::Simulate(source) => Self::Predict { source },
+            source => Self::Plan { source },
+        }
+    }
+
     /// Why a linear layer cannot be planned; its sizes came from these flags.
     pub fn of_layer(source: PlanError, flags: &[(&str, &'static str)]) -> Self {
-        let PlanError::Linear { field, value, ref wanted } = source else { return Self::Plan { source } };
+        let PlanError::Linear { field, value, ref wanted } = source else {
+            return Self::of_choice(source);
+        };
         match flags.iter().find(|(name, _)| *name == field) {
             Some(&(_, flag)) => {
                 Self::Flag { flag, value: value.to_string(), reason: format!("must be {wanted}") }
             }
-            None => Self::Plan { source },
+            None => Self::of_choice(source),
         }
     }
 

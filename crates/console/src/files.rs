@@ -1,10 +1,12 @@
 //! The files that this process reads, and those that it will write: none may be both, and no two outputs may be one file.
 
+use std::fs;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use counterpoint_files::{Destination, FileId, OpenFile, ReadLimits};
+use counterpoint_files::{Destination, FileId, OpenFile, Owners, ReadError, ReadLimits, TrustedFolder};
 
 use crate::console;
 use crate::error::CliError;
@@ -42,13 +44,18 @@ fn used() -> MutexGuard<'static, Used> {
 pub fn open(what: &'static str, path: &Path) -> Result<OpenFile, CliError> {
     let unreadable = |source| CliError::Unreadable { what, path: path.to_owned(), source };
     let file = OpenFile::open(path).map_err(unreadable)?;
+    enter(what, path, file.id())?;
+    Ok(file)
+}
+
+/// Takes note of a file that is read, which no output may replace.
+fn enter(what: &'static str, path: &Path, id: FileId) -> Result<(), CliError> {
     let mut used = used();
-    let output = used.written.iter().find(|output| output.destination.id() == Some(file.id()));
-    if let Some(output) = output {
+    if let Some(output) = used.written.iter().find(|output| output.destination.id() == Some(id)) {
         return Err(replaced(output, what, path));
     }
-    used.read.push(Input { what, path: path.to_owned(), id: file.id() });
-    Ok(file)
+    used.read.push(Input { what, path: path.to_owned(), id });
+    Ok(())
 }
 
 /// The text of such a file, which may be a pipe: `most_bytes` at most, and within two minutes.
@@ -72,6 +79,34 @@ pub fn read_text_if_there(
         Err(CliError::Unreadable { source, .. }) if source.is_not_found() => Ok(None),
         Err(error) => Err(error),
     }
+}
+
+/// The text of a file that nobody named, which is looked for where such files are kept; `None` where there is none. Its folder and it must
+/// be this user's or root's, and nobody else may write to them: what it says decides about plans.
+pub fn read_kept(what: &'static str, path: &Path, most_bytes: u64) -> Result<Option<String>, CliError> {
+    let (Some(folder), Some(name)) = (path.parent(), path.file_name()) else { return Ok(None) };
+    let read =
+        TrustedFolder::open(folder, Owners::default()).and_then(|folder| folder.read(name, most_bytes));
+    let bytes = match read {
+        Ok(bytes) => bytes,
+        Err(source) => {
+            let is_there = fs::symlink_metadata(path).map_or_else(
+                |error| !matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory),
+                |_| true,
+            );
+            let path = path.to_owned();
+            return if is_there { Err(CliError::Distrusted { what, path, source }) } else { Ok(None) };
+        }
+    };
+    FileId::at(path).map_or(Ok(()), |id| enter(what, path, id))?;
+    let no_text = |_| CliError::Unreadable { what, path: path.to_owned(), source: ReadError::NotText };
+    String::from_utf8(bytes).map(Some).map_err(no_text)
+}
+
+/// Makes the folder of such files where it is not there, for this user alone.
+pub fn make_kept_folder(what: &'static str, folder: &Path) -> Result<(), CliError> {
+    let made = TrustedFolder::open_or_make(folder, Owners::default());
+    made.map(|_| ()).map_err(|source| CliError::Distrusted { what, path: folder.to_owned(), source })
 }
 
 /// The right to write a file, which no other output of this process has and no input is. It goes when this is dropped.
@@ -105,4 +140,38 @@ impl Drop for Claim {
 fn replaced(output: &Output, what: &'static str, input: &Path) -> CliError {
     let Output { flag, path, .. } = output;
     CliError::InputReplaced { flag, path: path.clone(), what, input: input.to_owned() }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::{PermissionsExt, chown};
+
+    use super::*;
+
+    /// What nobody named is this user's, or it is not read. Only root can give files away.
+    #[test]
+    fn what_another_user_kept_is_refused_in_a_sentence() {
+        let outer = tempfile::tempdir().unwrap();
+        let folder = outer.path().join("kept");
+        let path = folder.join("profile.json");
+        let read = || read_kept("machine profile", &path, 100).map_err(|error| error.to_string());
+        assert_eq!(read(), Ok(None));
+        make_kept_folder("folder of machine profiles", &folder).unwrap();
+        assert_eq!((read(), folder.metadata().unwrap().permissions().mode() & 0o777), (Ok(None), 0o700));
+        fs::write(&path, "text").unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).unwrap();
+        assert_eq!(read(), Ok(Some("text".to_owned())));
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o620)).unwrap();
+        let refused = read().unwrap_err();
+        assert!(refused.contains("profile.json is not used: others may write to it"), "{refused}");
+        if chown(&path, Some(12345), None).is_ok() {
+            let refused = read().unwrap_err();
+            assert!(refused.contains("it belongs to user 12345"), "{refused}");
+            // An empty folder of someone else's keeps nothing from anybody.
+            fs::remove_file(&path).unwrap();
+            chown(&folder, Some(12345), None).unwrap();
+            assert_eq!(read(), Ok(None));
+            assert!(make_kept_folder("folder of machine profiles", &folder).is_err());
+        }
+    }
 }

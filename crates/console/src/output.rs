@@ -17,6 +17,7 @@ use crate::interrupt;
 #[derive(Debug, Default)]
 pub struct Outputs {
     files: Vec<Output>,
+    for_owner: bool,
 }
 
 /// One of them: the flag that names it, the path, and where that leads.
@@ -41,6 +42,11 @@ impl Outputs {
         Ok(outputs)
     }
 
+    /// Those that this user trusts later: new ones are open to nobody else's changes.
+    pub fn for_owner(self) -> Self {
+        Self { for_owner: true, ..self }
+    }
+
     /// Writes what `contents` makes for each flag: all of the files or, where one of them cannot be made or written,
     /// none. Devices and pipes come first. They may keep us waiting, which an interruption must be able to end.
     pub fn write(&self, contents: impl Fn(&str) -> Result<Vec<u8>, CliError>) -> Result<(), CliError> {
@@ -51,7 +57,7 @@ impl Outputs {
             .collect::<Result<Vec<_>, _>>()?;
         let (streams, files): (Vec<_>, Vec<_>) =
             made.into_iter().partition(|(output, _)| !matches!(output.destination, Destination::File { .. }));
-        let mut batch = AtomicFiles::default();
+        let mut batch = if self.for_owner { AtomicFiles::for_owner() } else { AtomicFiles::default() };
         for (output, bytes) in &streams {
             console::note_waiting(&output.path, "reads from it");
             batch.stage(&output.path, bytes).map_err(|error| self.refused(error))?;

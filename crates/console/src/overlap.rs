@@ -1,8 +1,8 @@
 //! What `--overlap` comes to for a plan: policies that are named, or for each pass the one that is predicted to end first.
 
-use counterpoint_choose::{ChooseError, PassChoice, PolicyChoice, attention_policies};
+use counterpoint_choose::{PassChoice, PlanConfig, PolicyChoice, attention_policies};
 use counterpoint_cost::CostModel;
-use counterpoint_plan::{AttentionSpec, Plan, PlanConfig, Planning};
+use counterpoint_plan::{AttentionSpec, Plan, Planning};
 use counterpoint_report::format_seconds;
 use counterpoint_schedule::{GradientReduction, OverlapPolicy, PassPolicies, RankTransport};
 use serde::Serialize;
@@ -44,11 +44,7 @@ impl Overlapped<'_> {
         }
         let (topology, cost) = (&config.topology, &config.cost);
         let choice = attention_policies(plan, spec, backward, transports, topology, cost, &Planning::ALONE);
-        let choice = choice.map_err(|error| match error {
-            ChooseError::Simulate(source) => CliError::Predict { source },
-            ChooseError::Plan(source) => CliError::Plan { source },
-            other => CliError::Usage { message: other.to_string() },
-        })?;
+        let choice = choice.map_err(CliError::of_choice)?;
         let chosen = choice.policies();
         let pick = |asked: OverlapChoice, chosen: OverlapPolicy| match asked {
             OverlapChoice::Auto => chosen,

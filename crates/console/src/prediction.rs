@@ -1,7 +1,7 @@
 //! What the simulator expects of a plan, with the command line's error.
 
-use counterpoint_choose::AttentionPrediction;
-use counterpoint_plan::{AttentionSpec, Plan, PlanConfig};
+use counterpoint_choose::{AttentionPrediction, PlanConfig};
+use counterpoint_plan::{AttentionSpec, Plan};
 use counterpoint_schedule::{GradientReduction, PassPolicies, Timeline};
 
 use crate::error::CliError;

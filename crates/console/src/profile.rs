@@ -36,11 +36,22 @@ pub fn file_in(folder: &Path, machine: &str) -> PathBuf {
 /// Longest profile that is read: a thousand times what a measured one takes.
 const MAX_BYTES: u64 = 16 << 20;
 
-/// The profile in a file.
+/// What the file is, in messages.
+const WHAT: &str = "machine profile";
+
+/// The profile in a file that was named.
 pub fn read(path: &Path) -> Result<MachineProfile, CliError> {
-    let text = files::read_text("machine profile", path, MAX_BYTES)?;
-    MachineProfile::from_json(&text)
+    parsed(path, &files::read_text(WHAT, path, MAX_BYTES)?)
+}
+
+fn parsed(path: &Path, text: &str) -> Result<MachineProfile, CliError> {
+    MachineProfile::from_json(text)
         .map_err(|source| CliError::Profile { path: path.to_owned(), source: Box::new(source) })
+}
+
+/// Makes the folder of profiles, for this user alone.
+pub fn make(folder: &Path) -> Result<(), CliError> {
+    files::make_kept_folder("folder of machine profiles", folder)
 }
 
 /// The profile that plans and simulations are made for: the one that was named, of whatever machine, or the built-in H200. What was
@@ -51,18 +62,24 @@ pub fn modelled(path: Option<&Path>) -> Result<MachineProfile, CliError> {
 
 /// The profile in the file that was named, which must be of `machine`.
 pub fn named(path: Option<&Path>, machine: &str) -> Result<Option<MachineProfile>, CliError> {
-    let Some(path) = path else { return Ok(None) };
-    let profile = read(path)?;
-    let checked = profile.check_machine(machine);
-    checked.map_err(|source| CliError::Profile { path: path.to_owned(), source: Box::new(source) })?;
-    Ok(Some(profile))
+    path.map(|path| of(machine, path, read(path)?)).transpose()
 }
 
-/// The profile of `machine`: the one that was named, or the one that was measured here and kept; `None` without either.
+/// The profile of a file, which must be of `machine`.
+fn of(machine: &str, path: &Path, profile: MachineProfile) -> Result<MachineProfile, CliError> {
+    let checked = profile.check_machine(machine);
+    checked.map_err(|source| CliError::Profile { path: path.to_owned(), source: Box::new(source) })?;
+    Ok(profile)
+}
+
+/// The profile of `machine`: the one that was named, or the one that was measured here and kept, which must be trusted; `None` without either.
 pub fn of_machine(path: Option<&Path>, machine: &str) -> Result<Option<MachineProfile>, CliError> {
-    let kept = || folder().map(|folder| Some(file_in(&folder?, machine)).filter(|path| path.exists()));
-    let path = path.map_or_else(kept, |path| Ok(Some(path.to_owned())))?;
-    named(path.as_deref(), machine)
+    if path.is_some() {
+        return named(path, machine);
+    }
+    let Some(path) = folder()?.map(|folder| file_in(&folder, machine)) else { return Ok(None) };
+    let kept = files::read_kept(WHAT, &path, MAX_BYTES)?;
+    kept.map(|text| of(machine, &path, parsed(&path, &text)?)).transpose()
 }
 
 /// As [`of_machine`], of what `--device` names.

@@ -2,12 +2,12 @@
 
 use std::time::Instant;
 
-use counterpoint_choose::{ChooseError, DeviceModel, DispatchChoice, plan_attention, plan_mask_within};
+use counterpoint_choose::{
+    ChooseError, DeviceModel, DispatchAlgorithm, DispatchChoice, PlanConfig, plan_attention, plan_mask_within,
+};
 use counterpoint_exec::available_memory;
 use counterpoint_mask::Mask;
-use counterpoint_plan::{
-    AttentionSpec, DispatchAlgorithm, Plan, PlanConfig, PlanError, PlanSummary, Planning, Topology,
-};
+use counterpoint_plan::{AttentionSpec, Plan, PlanError, PlanSummary, Planning, Topology};
 
 use crate::arguments::DispatchAsked;
 use crate::console;
@@ -42,13 +42,13 @@ impl Solution {
         let begin = Instant::now();
         let available = available_memory().unwrap_or(u64::MAX);
         let refused = |source| match source {
-            PlanError::Memory { needed, .. } => CliError::OutOfMemory {
+            ChooseError::Plan(PlanError::Memory { needed, .. }) => CliError::OutOfMemory {
                 what: "a plan with every rank's pieces, and its Programs,",
                 needed: needed.saturating_mul(COPIES),
                 available,
                 instead: "use fewer ranks or a larger --chunk-size; `counterpoint plan` without --report and --program needs figures alone",
             },
-            source => CliError::Plan { source },
+            error => CliError::of_choice(error),
         };
         let most = available / COPIES;
         let (plan, dispatch, choice) = match asked {
@@ -59,11 +59,7 @@ impl Solution {
             DispatchAsked::Auto => {
                 let model = DeviceModel::for_choices(machine, &config.cost);
                 let chosen = plan_attention(mask, spec, config, model, most, planning);
-                let (plan, choice) = chosen.map_err(|error| match error {
-                    ChooseError::Simulate(source) => CliError::Predict { source },
-                    ChooseError::Plan(source) => refused(source),
-                    other => CliError::Usage { message: other.to_string() },
-                })?;
+                let (plan, choice) = chosen.map_err(refused)?;
                 // Whoever wants rows to cross in two steps says so.
                 (Plan { two_level: None, ..plan }, choice.chosen, Some(choice))
             }

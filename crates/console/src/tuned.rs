@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use counterpoint_choose::{TunedPlace, TunedPlans};
 use counterpoint_exec::SlowLink;
-use counterpoint_files::{Destination, FileLock, check_writable, write_atomically};
+use counterpoint_files::{AtomicFiles, Destination, DistrustError, FileLock, check_writable};
 
 use crate::device::cpu_name;
 use crate::error::CliError;
@@ -26,10 +26,11 @@ const LOCK_LIMIT: Duration = Duration::from_secs(30);
 /// The flag that names the file.
 const FLAG: &str = "--plans";
 
-/// What was tuned on this machine, and maybe on others whose plans lie in the same file: what layers take their groups from.
+/// What was tuned on this machine, and maybe on others whose plans lie in the same file: what layers take their groups from. Nobody else may
+/// have written it.
 pub fn kept() -> Result<TunedPlans, CliError> {
     // Without a folder nothing was kept.
-    kept_file()?.map_or_else(|| Ok(TunedPlans::default()), |path| read(&path))
+    kept_file()?.map_or_else(|| Ok(TunedPlans::default()), |path| read(&path, false))
 }
 
 /// What was tuned and is in a file that was named, which must be there.
@@ -60,12 +61,13 @@ fn kept_file() -> Result<Option<PathBuf>, CliError> {
     Ok(profile::folder()?.map(|folder| folder.join("tuned-plans.json")))
 }
 
-/// What a file holds. One that is not there holds nothing yet.
-fn read(path: &Path) -> Result<TunedPlans, CliError> {
-    let Some(text) = files::read_text_if_there(WHAT, path, MAX_BYTES)? else {
-        return Ok(TunedPlans::default());
+/// What a file holds, whether it was named or must be trusted. One that is not there holds nothing yet.
+fn read(path: &Path, is_named: bool) -> Result<TunedPlans, CliError> {
+    let text = match is_named {
+        true => files::read_text_if_there(WHAT, path, MAX_BYTES)?,
+        false => files::read_kept(WHAT, path, MAX_BYTES)?,
     };
-    plans(path, &text)
+    text.map_or_else(|| Ok(TunedPlans::default()), |text| plans(path, &text))
 }
 
 fn plans(path: &Path, text: &str) -> Result<TunedPlans, CliError> {
@@ -80,6 +82,8 @@ pub struct TunedFile {
     path: PathBuf,
     /// Where it lies, so that all who change it hold one lock.
     target: PathBuf,
+    /// Whether the user named it; else it is the one that is kept, which nobody else may have written.
+    is_named: bool,
     /// What it held when it was last looked at.
     pub plans: TunedPlans,
 }
@@ -94,9 +98,15 @@ impl TunedFile {
                 kept_file()?.ok_or_else(|| CliError::Usage { message: none.to_owned() })?
             }
         };
-        if let Some(folder) = path.parent().filter(|folder| !folder.as_os_str().is_empty()) {
-            // Where it cannot be made, the next line says so with the path.
-            let _ = fs::create_dir_all(folder);
+        let is_named = named.is_some();
+        match path.parent().filter(|folder| !folder.as_os_str().is_empty()) {
+            // Where it cannot be made, the next lines say so with the path.
+            Some(folder) if is_named => drop(fs::create_dir_all(folder)),
+            Some(folder) => match files::make_kept_folder("folder of tuned plans", folder) {
+                Err(CliError::Distrusted { source: DistrustError::Io(_), .. }) => {}
+                made => made?,
+            },
+            None => {}
         }
         let destination = check_writable(&path).map_err(|source| CliError::Output { flag: FLAG, source })?;
         let Destination::File { path: target, .. } = destination else {
@@ -104,8 +114,8 @@ impl TunedFile {
             let (value, reason) = (path.display().to_string(), reason.to_owned());
             return Err(CliError::Flag { flag: FLAG, value, reason });
         };
-        let plans = read(&target)?;
-        Ok(Self { path, target, plans })
+        let plans = read(&target, is_named)?;
+        Ok(Self { path, target, is_named, plans })
     }
 
     /// Where it lies.
@@ -118,9 +128,11 @@ impl TunedFile {
         let lock = FileLock::acquire(&self.target, LOCK_LIMIT)
             .map_err(|source| CliError::Locked { flag: FLAG, source })?;
         interrupt::not_during(|| {
-            self.plans = read(&self.target)?;
+            self.plans = read(&self.target, self.is_named)?;
             add(&mut self.plans);
-            let written = write_atomically(&self.target, self.plans.to_json().as_bytes());
+            let mut files = if self.is_named { AtomicFiles::default() } else { AtomicFiles::for_owner() };
+            let staged = files.stage(&self.target, self.plans.to_json().as_bytes());
+            let written = staged.and_then(|()| files.commit());
             drop(lock);
             written.map_err(|source| CliError::Output { flag: FLAG, source })
         })

@@ -11,18 +11,17 @@ mod error;
 mod figure_limits;
 mod machine_profile;
 mod model;
-mod problem_size;
 mod ready_work;
 mod tile_costs;
 mod worker_sharing;
 
 pub use attention_work::AttentionWork;
+pub use counterpoint_tiles::gemm::ProblemSize;
 pub use error::CostError;
 pub use machine_profile::{
     LinkPoint, MachineProfile, PROFILE_VERSION, PolicyMeasurement, ProfileError, TransportMeasurement,
 };
 pub use model::{CostModel, Link};
-pub use problem_size::ProblemSize;
 pub use ready_work::ReadyWork;
 pub use tile_costs::{TileCost, TileCosts, TileShape};
 pub use worker_sharing::WorkerSharing;

@@ -4,7 +4,7 @@
 // what is on its way, not threads, is what fills a link.
 #pragma once
 
-#include "link_meeting.cuh"
+#include "link_barrier.cuh"
 #include "ptx/bulk.cuh"
 #include "ptx/tma.cuh"
 
@@ -23,7 +23,7 @@ static_assert(sizeof(LinkPiece) == 24, "layout shared with the host");
 // Entries of the list that a warp takes at a time.
 constexpr u32 kLinkTurn = 4;
 
-// Parts of the pieces that receivers are told of one after the other.
+// Parts of the pieces whose arrival is signalled one after the other.
 struct LinkParts {
   u32 count;
   u32 ends[kLinkParts];  // in the list of pieces
@@ -46,7 +46,7 @@ template <bool kPush, u32 kWarps, u32 kStages, u32 kAhead, u32 kPieceBytes>
 __device__ __forceinline__ void link_copy(const LinkCall& call, const LinkPiece* __restrict__ pieces, u32 count,
                                           u32 phases, const LinkParts& parts) {
   static_assert(kWarps == 1, "a block counts once for each part");
-  // Stores that may go on when a part is told of whose own stores are before them: waiting for all would empty the link.
+  // Stores that may go on when a part is signalled whose own stores are before them: waiting for all would empty the link.
   constexpr u32 kLater = 4;
   using Shared = LinkCopyShared<kWarps, kStages, kPieceBytes>;
   extern __shared__ __align__(128) u8 shared_bytes[];
@@ -119,7 +119,7 @@ __device__ __forceinline__ void link_copy(const LinkCall& call, const LinkPiece*
   u32 n = 0;  // pieces so far
   // Pieces are taken in the list's order, so with one behind a part's end this warp has had all of its share of that part.
   constexpr u32 kUnknown = ~0u;
-  u32 part = 0;            // the next to be told of
+  u32 part = 0;            // the next to be signalled
   u32 before = kUnknown;   // pieces of this warp that come before its end, at most
   bool more = true;
   for (u32 turn = 0; more; ++turn) {

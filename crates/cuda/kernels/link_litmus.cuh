@@ -1,8 +1,8 @@
-// Two ranks send each other messages round after round, with random delays, by the very meetings that collectives use; every
+// Two ranks send each other messages round after round, with random delays, by the very barriers that collectives use; every
 // word that is not of its round is counted.
 #pragma once
 
-#include "link_meeting.cuh"
+#include "link_barrier.cuh"
 #include "ptx/bulk.cuh"
 #include "ptx/tma.cuh"
 

@@ -5,7 +5,7 @@
 // others add them in that order, so a result has the same bits every time, and the same as `row_reduce` gives.
 #pragma once
 
-#include "link_meeting.cuh"
+#include "link_barrier.cuh"
 #include "ptx/bulk.cuh"
 #include "scalar.cuh"
 
@@ -218,7 +218,7 @@ __device__ __forceinline__ void link_reduce(const LinkCall& call, const LinkRedu
   const LinkBlock begin = blocks[blockIdx.x];
   const LinkBlock end = blocks[blockIdx.x + 1];
   if (threadIdx.x == 0) link_stages_init(shared);
-  // Lists are on their way while ranks meet.
+  // Lists are on their way while ranks wait for each other.
   const bool adds = threadIdx.x >= 32 * C::kFetchers;
   const LinkFetches<C> mine(fetches, begin.fetches, end.fetches, uniform(threadIdx.x / 32));
   LinkFetch first_fetch = {};

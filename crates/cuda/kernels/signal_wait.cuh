@@ -19,7 +19,7 @@ __device__ __forceinline__ void signal_wait(const u32* counter, u32* waited, u32
     pause_nanoseconds<200>();
     return false;
   };
-  wait_until(limit, came, [&] { tell_fault(limit, 0, 0, seen, wanted); });
+  wait_until(limit, came, [&] { report_fault(limit, 0, 0, seen, wanted); });
   *waited = wanted;
 }
 

@@ -1,4 +1,4 @@
-// What a user's own kernel is given, and how it tells that a part of its work is done. A translation unit includes this header and
+// What a user's own kernel is given, and how it signals that a part of its work is done. A translation unit includes this header and
 // has one entry point:
 //
 //   extern "C" __global__ void halve(const __grid_constant__ counterpoint::UserCall call) {
@@ -43,7 +43,7 @@ __device__ __forceinline__ T* user_tensor(const UserCall& call, u32 part, u32 te
 }
 
 // Every thread of every block calls it, once it has written its share of a part. All that the block has written is seen by whoever
-// hears of it: its threads meet, and one releases for all of them.
+// hears of it: its threads synchronise, and one releases for all of them.
 __device__ __forceinline__ void part_done(const UserCall& call, u32 part) {
   __syncthreads();
   if (threadIdx.x == 0 && threadIdx.y == 0 && threadIdx.z == 0 && call.counters != nullptr) {

@@ -39,7 +39,7 @@ constexpr u32 kLooks = 64;
 constexpr u32 kHostLooks = 4096;
 
 // Leaves the record of a wait that gave up.
-__device__ __forceinline__ void tell_fault(const WaitLimit& limit, u64 awaited, u64 step, u64 seen, u64 wanted) {
+__device__ __forceinline__ void report_fault(const WaitLimit& limit, u64 awaited, u64 step, u64 seen, u64 wanted) {
   store_relaxed_system(&limit.fault->awaited, awaited);
   store_relaxed_system(&limit.fault->step, step);
   store_relaxed_system(&limit.fault->seen, seen);
@@ -74,7 +74,7 @@ __device__ __forceinline__ bool wait_until(const WaitLimit& limit, const Came& c
 __device__ __forceinline__ bool await_value(const u32* word, u32 wanted, const WaitLimit& limit) {
   return wait_until(
       limit, [&] { return load_acquire(word) == wanted; },
-      [&] { tell_fault(limit, 0, 0, load_relaxed(word), wanted); });
+      [&] { report_fault(limit, 0, 0, load_relaxed(word), wanted); });
 }
 
 }  // namespace counterpoint

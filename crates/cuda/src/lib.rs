@@ -52,6 +52,6 @@ pub use layout::SharedLayout;
 pub use machine::{CudaMachine, CudaProcess};
 pub use nccl::NcclRank;
 pub use transport::{
-    CudaCollective, CudaMeeting, CudaTransport, EngineUse, LevelledCollective, LevelledMeeting,
+    CudaCollective, CudaPending, CudaTransport, EngineUse, LevelledCollective, LevelledPending,
     LevelledTransport, TransportKind,
 };

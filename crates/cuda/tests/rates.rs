@@ -3,7 +3,7 @@
 
 use std::time::Instant;
 
-use counterpoint_choose::plan_mask;
+use counterpoint_choose::{PlanConfig, plan_mask};
 use counterpoint_cuda::kernel::{
     AttentionDelta, Cast, DeltaTensors, ElementType, ReduceTypes, RowCopy, RowCopyTensor, RowMerge,
     RowMergeSpec, RowMove, RowReduce, RowReduceSpec, Scalar,
@@ -11,7 +11,7 @@ use counterpoint_cuda::kernel::{
 use counterpoint_cuda::{CudaMachine, DeviceBuffer, Event, Stream, StreamPriority, Timing};
 use counterpoint_exec::{AttentionInputs, HostTensor, RunConfig, run_attention_on};
 use counterpoint_mask::{Documents, Mask, Range};
-use counterpoint_plan::{AttentionSpec, DType, PlanConfig};
+use counterpoint_plan::{AttentionSpec, DType};
 use counterpoint_schedule::{Accumulate, ReduceOp};
 
 fn machine(timing: Timing) -> Option<CudaMachine> {

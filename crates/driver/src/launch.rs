@@ -197,7 +197,7 @@ impl Function {
         arguments: &impl KernelArguments,
     ) -> Result<(), CudaError> {
         // SAFETY: the caller's promise.
-        unsafe { self.launch_telling(stream, launch, arguments, None) }
+        unsafe { self.launch_signalling(stream, launch, arguments, None) }
     }
 
     /// As [`Function::launch`]; `started` is marked once every block of the kernel has begun, where the driver can do that (from
@@ -208,7 +208,7 @@ impl Function {
     ///
     /// # Errors
     /// As [`Function::launch`].
-    pub unsafe fn launch_telling(
+    pub unsafe fn launch_signalling(
         &self,
         stream: &Stream,
         launch: &Launch,

@@ -210,7 +210,7 @@ pub trait Backend: Clone + Send + Sync {
 
     /// Has all that is enqueued from now on for the `ranks` of this process start at one time, once there was time to enqueue
     /// it: on a device that runs behind its host, the rank that is enqueued first would else wait for the last one, which no
-    /// rank of a training step does. Ranks of other processes too, where [`Machine::meet`](crate::Machine::meet) has agreed on a start with
+    /// rank of a training step does. Ranks of other processes too, where [`Machine::barrier`](crate::Machine::barrier) has agreed on a start with
     /// them. Nothing where operations start when they are enqueued.
     ///
     /// # Errors

@@ -103,8 +103,8 @@ pub use random::{random_inputs, random_rows, random_stream, random_tensor};
 pub use recipient::Recipient;
 pub use remote_ranks::RankActivity;
 pub use rendezvous::{
-    ENVIRONMENT, Facet, JOB_SECRET_VARIABLE, JobSecret, Launch, Launcher, LeavingAtTheEnd, MeetingPoint,
-    RENDEZVOUS_VARIABLE, Rendezvous, RendezvousHost, RunStart,
+    ENVIRONMENT, Facet, JOB_SECRET_VARIABLE, JobSecret, Launch, Launcher, LeavingAtTheEnd,
+    RENDEZVOUS_VARIABLE, Rendezvous, RendezvousHost, RendezvousPoint, RunStart,
 };
 pub use rendezvous_error::RendezvousError;
 pub use shared_rings::{RING_WORDS, SharedRings};

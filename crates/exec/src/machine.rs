@@ -62,7 +62,7 @@ pub trait Machine: Sized {
     ///
     /// # Errors
     /// When one of them does not come.
-    fn meet(&self, _place: &str) -> Result<(), ExecError> {
+    fn barrier(&self, _place: &str) -> Result<(), ExecError> {
         Ok(())
     }
 

@@ -40,9 +40,9 @@ impl Helpers for PlanningThreads {
 
 #[cfg(test)]
 mod tests {
-    use counterpoint_choose::{plan_mask, plan_mask_within};
+    use counterpoint_choose::{PlanConfig, plan_mask, plan_mask_within};
     use counterpoint_mask::Mask;
-    use counterpoint_plan::{AttentionSpec, DType, PlanConfig};
+    use counterpoint_plan::{AttentionSpec, DType};
 
     use super::*;
 

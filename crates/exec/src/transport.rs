@@ -14,7 +14,7 @@ pub trait Transport<B: Backend>: Send + Sync {
     /// A collective made ready to run many times.
     type Collective: Send;
     /// A collective that is being enqueued.
-    type Meeting: Send;
+    type Pending: Send;
 
     /// This rank.
     fn rank(&self) -> usize;
@@ -88,7 +88,7 @@ pub trait Transport<B: Backend>: Send + Sync {
     ///
     /// # Errors
     /// The world's error, when it has failed.
-    fn begin(&self, call: &CollectiveCall<'_, B, Self::Collective>) -> Result<Self::Meeting, ExecError>;
+    fn begin(&self, call: &CollectiveCall<'_, B, Self::Collective>) -> Result<Self::Pending, ExecError>;
 
     /// Enqueues what takes the peers' rows, once they have begun.
     ///
@@ -97,7 +97,7 @@ pub trait Transport<B: Backend>: Send + Sync {
     fn fetch(
         &self,
         call: &CollectiveCall<'_, B, Self::Collective>,
-        meeting: &mut Self::Meeting,
+        pending: &mut Self::Pending,
     ) -> Result<(), ExecError>;
 
     /// Enqueues the end, once the peers have fetched: what is enqueued on the stream after it finds this rank's outputs
@@ -108,7 +108,7 @@ pub trait Transport<B: Backend>: Send + Sync {
     fn end(
         &self,
         call: &CollectiveCall<'_, B, Self::Collective>,
-        meeting: Self::Meeting,
+        pending: Self::Pending,
     ) -> Result<(), ExecError>;
 
     /// All three steps.
@@ -116,9 +116,9 @@ pub trait Transport<B: Backend>: Send + Sync {
     /// # Errors
     /// As [`Transport::fetch`].
     fn enqueue(&self, call: &CollectiveCall<'_, B, Self::Collective>) -> Result<(), ExecError> {
-        let mut meeting = self.begin(call)?;
-        self.fetch(call, &mut meeting)?;
-        self.end(call, meeting)
+        let mut pending = self.begin(call)?;
+        self.fetch(call, &mut pending)?;
+        self.end(call, pending)
     }
 }
 

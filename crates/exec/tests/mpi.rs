@@ -3,13 +3,13 @@
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use counterpoint_choose::plan_mask;
+use counterpoint_choose::{PlanConfig, StageCount, plan_mask};
 use counterpoint_exec::{
     ExecError, FaultInjection, FaultKind, FaultPoint, Launch, MpiMachine, Pass, RankProblem, Rendezvous,
     RunConfig, random_inputs, run_attention, run_attention_ranks,
 };
 use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};
-use counterpoint_plan::{AttentionSpec, DType, GradientShares, Plan, PlanConfig, StageCount};
+use counterpoint_plan::{AttentionSpec, DType, GradientShares, Plan};
 use counterpoint_reference::selftest::{Extent, Share, selftest_collectives};
 
 /// Runs one of the tests below in `ranks` processes; gives whether all passed, and what they said.

@@ -18,6 +18,8 @@ use crate::{FileId, WriteError};
 #[derive(Debug, Default)]
 pub struct AtomicFiles {
     staged: Vec<Staged>,
+    /// Whether new ones are open to nobody else's changes.
+    for_owner: bool,
 }
 
 #[derive(Debug)]
@@ -28,6 +30,11 @@ struct Staged {
 }
 
 impl AtomicFiles {
+    /// Files that their owner trusts later: a new one is open to nobody else's changes, whatever the umask ([`TrustedFolder`](crate::TrustedFolder)).
+    pub fn for_owner() -> Self {
+        Self { for_owner: true, ..Self::default() }
+    }
+
     /// Writes `bytes` beside the file that `path` names, to take its place later. A device or a pipe gets them now: it
     /// is best given before the files, since what it got cannot be taken back, and what it refuses then stops them all.
     ///
@@ -42,7 +49,11 @@ impl AtomicFiles {
         let replaced = fs::metadata(&target).ok();
         // What may be seen of a file that replaces another is known only when it has its contents. One that replaces none has
         // the permissions that the process gives to new files: its umask still applies.
-        let mode = if replaced.is_some() { PRIVATE } else { 0o666 };
+        let mode = match (&replaced, self.for_owner) {
+            (Some(_), _) => PRIVATE,
+            (None, true) => 0o644,
+            (None, false) => 0o666,
+        };
         let mut temporary = temporary_beside(path, &target, mode)?;
         temporary.write_all(bytes).map_err(|source| match source.kind() {
             io::ErrorKind::FileTooLarge => {

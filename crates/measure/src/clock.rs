@@ -17,7 +17,7 @@ use thiserror::Error;
 use crate::collective_shape::CollectiveShape;
 use crate::contents::Contents;
 use crate::processes::Processes;
-use crate::timed::{Repeats, TimedRank, Wanted, check, median, run};
+use crate::timed::{Expected, Repeats, TimedRank, check, median, run};
 
 /// Measured times of a layer's pass and of its parts, on the ranks of a machine. A sample of every result is compared with what it
 /// must be.
@@ -87,7 +87,7 @@ impl<M: Machine> PassClock for MeasuredClock<'_, M> {
         let lower = |rank| lower_join([rank, self.ranks], shape, self.spec.dtype);
         self.seconds(lower, |rank| {
             let from = Contents::of(rank.backend().rank(), 0);
-            let wanted = |row, column| Wanted { value: from.at(row * shape[1] + column), shares: 0.0 };
+            let wanted = |row, column| Expected { value: from.at(row * shape[1] + column), shares: 0.0 };
             check::<M>(rank, "to", [&rows, &columns], wanted)
         })
     }
@@ -124,7 +124,7 @@ impl<M: Machine> MeasuredClock<'_, M> {
         let (rows, columns) = (SAMPLED.of(Range::new(0, m)), SAMPLED.of(Range::new(0, n)));
         self.seconds(lower, |rank| {
             let [a, b] = [0, 1].map(|input| Contents::of(rank.backend().rank(), input));
-            let wanted = |row, column| Wanted { value: a.dot(row * k, b, column * k, k), shares: 0.0 };
+            let wanted = |row, column| Expected { value: a.dot(row * k, b, column * k, k), shares: 0.0 };
             check::<M>(rank, "to", [&rows, &columns], wanted)
         })
     }
@@ -175,15 +175,15 @@ fn check_forward<M: Machine>(rank: &TimedRank<M>, plan: &LinearPlan) -> Result<(
             false => 0.0,
         };
         match plan.spec.kind {
-            LinearKind::Row => (0..plan.tp_size).fold(Wanted::default(), |sum, rank| {
+            LinearKind::Row => (0..plan.tp_size).fold(Expected::default(), |sum, rank| {
                 let share = share(rank, rank, token, column) + if rank == 0 { bias(0) } else { 0.0 };
-                Wanted { value: sum.value + share, shares: sum.shares + share.abs() }
+                Expected { value: sum.value + share, shares: sum.shares + share.abs() }
             }),
             LinearKind::Column => {
                 let owner =
                     (0..plan.tp_size).find(|&rank| plan.tokens_of(rank).contains(token)).unwrap_or(number);
                 let row = token - plan.tokens_of(owner).start;
-                Wanted { value: share(owner, number, row, column) + bias(number), shares: 0.0 }
+                Expected { value: share(owner, number, row, column) + bias(number), shares: 0.0 }
             }
         }
     };
@@ -216,17 +216,17 @@ fn check_backward<M: Machine>(rank: &TimedRank<M>, plan: &LinearPlan) -> Result<
     let wanted = |row: usize, column: usize| {
         let token = here.start + row;
         match spec.kind {
-            LinearKind::Column => (0..plan.tp_size).fold(Wanted::default(), |sum, rank| {
+            LinearKind::Column => (0..plan.tp_size).fold(Expected::default(), |sum, rank| {
                 let share = share(rank, rank, token, column);
-                Wanted { value: sum.value + share, shares: sum.shares + share.abs() }
+                Expected { value: sum.value + share, shares: sum.shares + share.abs() }
             }),
             LinearKind::Row if spec.activations == Activations::SequenceParallel => {
                 let owner = (0..plan.tp_size).find(|&rank| plan.tokens_of(rank).contains(token));
                 let owner = owner.unwrap_or(number);
                 let row = token - plan.tokens_of(owner).start;
-                Wanted { value: share(owner, number, row, column), shares: 0.0 }
+                Expected { value: share(owner, number, row, column), shares: 0.0 }
             }
-            LinearKind::Row => Wanted { value: share(number, number, token, column), shares: 0.0 },
+            LinearKind::Row => Expected { value: share(number, number, token, column), shares: 0.0 },
         }
     };
     check::<M>(rank, "dx", [&rows, &SAMPLED_ENDS.of(Range::new(0, columns))], wanted)

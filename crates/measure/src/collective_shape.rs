@@ -8,7 +8,7 @@ use counterpoint_schedule::{lower_collective, travel_seconds};
 
 use crate::contents::Contents;
 use crate::processes::Processes;
-use crate::timed::{Repeats, Wanted, check, run};
+use crate::timed::{Expected, Repeats, check, run};
 
 /// A collective of tokens by itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -62,7 +62,7 @@ impl CollectiveShape {
     }
 
     /// An element of a rank's result.
-    fn wanted(&self, rank: usize, row: usize, column: usize) -> Wanted {
+    fn wanted(&self, rank: usize, row: usize, column: usize) -> Expected {
         let at = |row: usize| row * self.columns + column;
         let sum = |row: usize| (0..self.ranks).map(|from| Contents::of(from, 0).at(at(row))).sum();
         let value = match self.collective {
@@ -70,6 +70,6 @@ impl CollectiveShape {
             GemmCollective::ReduceScatter => sum(rank * self.rows + row),
             GemmCollective::AllReduce => sum(row),
         };
-        Wanted { value, shares: 0.0 }
+        Expected { value, shares: 0.0 }
     }
 }

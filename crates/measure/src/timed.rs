@@ -55,7 +55,7 @@ pub(crate) fn run<M: Machine>(
         let enough = enough.as_secs_f64();
         let (mut timelines, mut spent) = (Vec::new(), 0.0);
         while timelines.len() < most && (timelines.len() < least || spent < enough) {
-            machine.meet("a run")?;
+            machine.barrier("a run")?;
             let timeline = processes.joined(Prepared::run_ranks(&mut prepared)?)?;
             spent += timeline.duration();
             timelines.push(timeline);
@@ -69,7 +69,7 @@ pub(crate) fn run<M: Machine>(
 
 /// What an element of a result must be.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(crate) struct Wanted {
+pub(crate) struct Expected {
     /// Without any rounding.
     pub(crate) value: f64,
     /// The sum of the magnitudes of the ranks' shares of it, each of which is rounded before they are summed; 0 where nothing is.
@@ -84,7 +84,7 @@ pub(crate) fn check<M: Machine>(
     rank: &TimedRank<M>,
     name: &str,
     [rows, columns]: [&[usize]; 2],
-    wanted: impl Fn(usize, usize) -> Wanted,
+    wanted: impl Fn(usize, usize) -> Expected,
 ) -> Result<(), ExecError> {
     let wrong = |reason| ExecError::Tensor { name: name.to_owned(), reason };
     let buffer = rank.buffer(name).ok_or_else(|| wrong("is missing".to_owned()))?;
@@ -95,7 +95,7 @@ pub(crate) fn check<M: Machine>(
         let (found, half, width) = (tensor.to_f64(), half_unit(tensor.dtype()), tensor.row_elements());
         for (index, &row) in rows.iter().enumerate() {
             for &column in columns {
-                let Wanted { value, shares } = wanted(row, column);
+                let Expected { value, shares } = wanted(row, column);
                 let bound = 1.02 * half * (value.abs() + shares);
                 let found = found[index * width + column];
                 // NaN is within no bound.

@@ -7,7 +7,7 @@ use postcard::ser_flavors::Flavor;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use crate::{AttentionSpec, Dispatch, DispatchAlgorithm, Plan, PlanConfig, Routing};
+use crate::{AttentionSpec, Dispatch, Plan, Routing};
 
 /// A SHA-256 of everything that a plan depends on, or of a plan itself ([`Plan::fingerprint`]): content, never object
 /// identity. Equal content has equal fingerprints in every process and on every machine, so ranks that plan apart can
@@ -16,25 +16,33 @@ use crate::{AttentionSpec, Dispatch, DispatchAlgorithm, Plan, PlanConfig, Routin
 pub struct Fingerprint([u8; 32]);
 
 impl Fingerprint {
-    /// The fingerprint of what is planned for `mask` (`plan_mask` of crate `choose`).
-    pub fn of(mask: &Mask, spec: &AttentionSpec, config: &PlanConfig) -> Self {
+    /// The fingerprint of what is planned for `mask` with `config`, all that a person chose (`plan_mask` and `PlanConfig` of crate `choose`).
+    ///
+    /// # Panics
+    /// When `config` does not serialise.
+    pub fn of(mask: &Mask, spec: &AttentionSpec, config: &impl Serialize) -> Self {
         if mask.seqlen_q() != mask.seqlen_k() {
             // One plan, so one fingerprint.
             return Self::of_cross_attention(mask, spec, config);
         }
-        Self::hash::<()>(&Hashed::SelfAttention(mask, spec, config))
+        Self::hash::<_, ()>(&Hashed::SelfAttention(mask, spec, config))
     }
 
     /// The fingerprint of what is planned with queries and keys dispatched apart (`plan_cross_attention`).
-    pub fn of_cross_attention(mask: &Mask, spec: &AttentionSpec, config: &PlanConfig) -> Self {
-        Self::hash::<()>(&Hashed::CrossAttention(mask, spec, config))
+    ///
+    /// # Panics
+    /// When `config` does not serialise.
+    pub fn of_cross_attention(mask: &Mask, spec: &AttentionSpec, config: &impl Serialize) -> Self {
+        Self::hash::<_, ()>(&Hashed::CrossAttention(mask, spec, config))
     }
 
-    /// The fingerprint of what is planned for `mask` on the dispatch of `base` (`plan_mask_on`). Of that plan it sees the dispatch, and of
-    /// `config` all but the chunk size and the algorithm, which are not looked at there.
-    pub fn of_mask_on(base: &Plan, mask: &Mask, spec: &AttentionSpec, config: &PlanConfig) -> Self {
-        let config = PlanConfig { chunk_size: None, dispatch: DispatchAlgorithm::default(), ..*config };
-        Self::hash::<()>(&Hashed::OnDispatch([&base.q_dispatch, &base.k_dispatch], mask, spec, &config))
+    /// The fingerprint of what is planned for `mask` on the dispatch of `base` (`plan_mask_on`). Of that plan it sees the dispatch. `config`
+    /// is without what is not looked at there (`PlanConfig::on_a_dispatch`).
+    ///
+    /// # Panics
+    /// When `config` does not serialise.
+    pub fn of_mask_on(base: &Plan, mask: &Mask, spec: &AttentionSpec, config: &impl Serialize) -> Self {
+        Self::hash::<_, ()>(&Hashed::OnDispatch([&base.q_dispatch, &base.k_dispatch], mask, spec, config))
     }
 
     /// The fingerprint of this and of more that plans are told apart by.
@@ -42,10 +50,10 @@ impl Fingerprint {
     /// # Panics
     /// When `more` does not serialise.
     pub fn and(&self, more: &impl Serialize) -> Self {
-        Self::hash(&Hashed::And(self, more))
+        Self::hash::<(), _>(&Hashed::And(self, more))
     }
 
-    fn hash<M: Serialize>(hashed: &Hashed<'_, M>) -> Self {
+    fn hash<C: Serialize, M: Serialize>(hashed: &Hashed<'_, C, M>) -> Self {
         // Lists follow their lengths, so different values are different bytes.
         postcard::serialize_with_flavor(hashed, Hasher(Sha256::new()))
             .expect("what is hashed serialises: its lists have known lengths, and hashing cannot fail")
@@ -66,7 +74,7 @@ impl fmt::Display for Fingerprint {
 impl Routing {
     /// The fingerprint of all ranks' tokens and their experts, by which ranks compare their routings.
     pub fn fingerprint(&self) -> Fingerprint {
-        Fingerprint::hash::<()>(&Hashed::Routing(self))
+        Fingerprint::hash::<(), ()>(&Hashed::Routing(self))
     }
 }
 
@@ -74,16 +82,16 @@ impl Plan {
     /// The fingerprint of the plan's content: all dispatches, parts, work and stages of all ranks. Ranks that each planned
     /// for themselves, or were shipped a plan, compare theirs before the first collective.
     pub fn fingerprint(&self) -> Fingerprint {
-        Fingerprint::hash::<()>(&Hashed::Plan(self))
+        Fingerprint::hash::<(), ()>(&Hashed::Plan(self))
     }
 }
 
 /// What has fingerprints. Each kind serialises with its own tag.
 #[derive(Serialize)]
-enum Hashed<'a, M> {
-    SelfAttention(&'a Mask, &'a AttentionSpec, &'a PlanConfig),
-    CrossAttention(&'a Mask, &'a AttentionSpec, &'a PlanConfig),
-    OnDispatch([&'a Dispatch; 2], &'a Mask, &'a AttentionSpec, &'a PlanConfig),
+enum Hashed<'a, C, M> {
+    SelfAttention(&'a Mask, &'a AttentionSpec, &'a C),
+    CrossAttention(&'a Mask, &'a AttentionSpec, &'a C),
+    OnDispatch([&'a Dispatch; 2], &'a Mask, &'a AttentionSpec, &'a C),
     Plan(&'a Plan),
     Routing(&'a Routing),
     And(&'a Fingerprint, &'a M),

@@ -1,6 +1,6 @@
 //! A matrix product with a collective as a linear layer, and a pass of a layer as such a product.
 
-use counterpoint_cost::ProblemSize;
+use counterpoint_tiles::gemm::ProblemSize;
 use serde::{Deserialize, Serialize};
 
 use crate::{Activations, DType, LinearDirection, LinearKind, LinearSpec};

@@ -7,7 +7,6 @@
 
 mod bounds;
 mod cache;
-mod config;
 mod dispatch;
 mod division;
 mod error;
@@ -22,7 +21,6 @@ mod layout;
 mod linear;
 mod linear_spec;
 mod outline;
-mod pass_stages;
 mod plan;
 mod planning;
 mod rank_outline;
@@ -38,10 +36,9 @@ mod work;
 
 pub use bounds::TrafficBounds;
 pub use cache::PlanCache;
-pub use config::{MAX_CHUNKS, MAX_CP_SIZE, PlanConfig, QueryExchange};
 pub use dispatch::{
-    ChunkWork, Dispatch, DispatchAlgorithm, chunk_work, chunk_work_with_away, chunk_work_without,
-    received_rows, received_rows_lower_bound,
+    ChunkWork, Dispatch, chunk_work, chunk_work_with_away, chunk_work_without, received_rows,
+    received_rows_lower_bound,
 };
 pub use division::{Division, Owners};
 pub use error::PlanError;
@@ -58,7 +55,6 @@ pub use hosting::{Away, HostedWork};
 pub use linear::{GROUP_TILE_ROWS, LinearPlan, WaveGroups};
 pub use linear_spec::{Activations, LinearDirection, LinearKind, LinearSpec};
 pub use outline::Outline;
-pub use pass_stages::{MAX_STAGES, PassStages, StageCount};
 pub use plan::{Plan, RankPlan, StagePlan};
 pub use planning::{CancellationToken, Helpers, Planning};
 pub use rank_outline::RankOutline;

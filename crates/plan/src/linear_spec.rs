@@ -1,6 +1,6 @@
 //! Tensor-parallel linear layers: which axis of the weight is split, how activations lie, and the products of each pass.
 
-use counterpoint_cost::ProblemSize;
+use counterpoint_tiles::gemm::ProblemSize;
 use std::fmt;
 
 use serde::{Deserialize, Serialize};

@@ -1,7 +1,5 @@
 //! The attention problem apart from its mask: element types, heads, scale, softcap, sink, and its FLOPs and bytes.
 
-use counterpoint_cost::AttentionWork;
-use counterpoint_mask::Band;
 use serde::{Deserialize, Serialize};
 
 /// Element type of a tensor.
@@ -126,22 +124,6 @@ impl AttentionSpec {
             gradient_shares: GradientShares::default(),
             max_logits: false,
             dlse: false,
-        }
-    }
-
-    /// All work of a rank at once, before which nothing was computed.
-    pub fn work<'a>(&self, bands: &'a [Band], [q_rows, k_rows]: [usize; 2]) -> AttentionWork<'a> {
-        AttentionWork {
-            bands,
-            q_rows,
-            k_rows,
-            heads_q: self.heads_q,
-            heads_kv: self.heads_kv,
-            head_dim: self.head_dim,
-            head_dim_v: self.head_dim_v,
-            staged: false,
-            passed_bytes: 0,
-            computed_seconds: 0.0,
         }
     }
 

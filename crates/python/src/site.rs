@@ -1,14 +1,12 @@
 //! Where a group's plans run, and what is chosen for them by prediction: who computes what, and how each pass overlaps.
 
 use counterpoint_choose::{
-    ChooseError, DeviceModel, DispatchChoice, PassChoice, PolicyChoice, attention_policies, plan_attention,
-    plan_mask_on, plan_mask_within,
+    ChooseError, DeviceModel, DispatchAlgorithm, DispatchChoice, PassChoice, PlanConfig, PolicyChoice,
+    attention_policies, plan_attention, plan_mask_on, plan_mask_within,
 };
 use counterpoint_cost::{CostModel, MachineProfile};
 use counterpoint_mask::Mask;
-use counterpoint_plan::{
-    AttentionSpec, DispatchAlgorithm, Fingerprint, Plan, PlanConfig, Planning, Topology,
-};
+use counterpoint_plan::{AttentionSpec, Fingerprint, Plan, Planning, Topology};
 use counterpoint_schedule::{GradientReduction, PassPolicies, RankTransport};
 use pyo3::prelude::*;
 use serde::{Deserialize, Serialize};
@@ -101,7 +99,9 @@ impl Problem<'_> {
     ) -> Fingerprint {
         let Self { mask, spec, config, .. } = self;
         match on {
-            Some((on, dispatch)) => Fingerprint::of_mask_on(on, mask, spec, config).and(&(asked, dispatch)),
+            Some((on, dispatch)) => {
+                Fingerprint::of_mask_on(on, mask, spec, &config.on_a_dispatch()).and(&(asked, dispatch))
+            }
             None => Fingerprint::of(mask, spec, config).and(asked),
         }
     }

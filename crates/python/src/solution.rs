@@ -3,10 +3,11 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use counterpoint_choose::ChooseError;
+use counterpoint_choose::{
+    ChooseError, DispatchAlgorithm, PassStages, PlanConfig, QueryExchange, StageCount,
+};
 use counterpoint_plan::{
-    AttentionSpec, CancellationToken, DispatchAlgorithm, GradientShares, PassStages, Plan, PlanConfig,
-    PlanError, PlanSummary, Planning, QueryExchange, StageCount,
+    AttentionSpec, CancellationToken, GradientShares, Plan, PlanError, PlanSummary, Planning,
 };
 use counterpoint_report::{Figures, HtmlReport, MaskDrawing, Style, TimelinePair, plan_table};
 use counterpoint_schedule::{
@@ -84,7 +85,7 @@ impl Raised for serde_json::Error {
 }
 
 /// All that a plan follows from.
-struct Wanted {
+struct PlanInputs {
     mask: Arc<counterpoint_mask::Mask>,
     spec: AttentionSpec,
     config: PlanConfig,
@@ -94,7 +95,7 @@ struct Wanted {
     deterministic: bool,
 }
 
-impl Wanted {
+impl PlanInputs {
     fn problem(&self) -> Problem<'_> {
         let Self { mask, spec, config, deterministic, .. } = self;
         Problem { mask, spec, config: *config, backward: reduction(*deterministic) }
@@ -218,7 +219,7 @@ impl Solution {
         };
         let on = on.map(|on| on.content.clone());
         let mask = mask.native.clone();
-        let wanted = Wanted { mask, spec, config, on, dispatch, overlap, deterministic };
+        let wanted = PlanInputs { mask, spec, config, on, dispatch, overlap, deterministic };
         Ok(Self { content: wanted.found_or_made(py, ranks, cancellation)? })
     }
 

@@ -1,6 +1,7 @@
 //! Results of attention compared with the reference: errors, their bounds, and whether they are within them.
 
 use std::fmt;
+use std::rc::Rc;
 
 use counterpoint_exec::{AttentionInputs, AttentionOutputs, HostTensor};
 use counterpoint_mask::Mask;
@@ -127,17 +128,18 @@ pub fn check_attention(
 ) -> CheckReport {
     let reference = reference_attention(mask, spec, inputs);
     let plain = matches!(spec.dtype, DType::Bf16 | DType::F16).then(|| plain_attention(mask, spec, inputs));
-    check_against(mask, spec, inputs, (&reference, plain.as_ref()), outputs)
+    check_against(spec, (&reference, plain.as_ref()), outputs, |out| {
+        Rc::new(plain_attention_from(mask, spec, inputs, out))
+    })
 }
 
 /// As [`check_attention`], with the reference at hand and, for bf16 and f16, the yardstick. What that yardstick refuses is
-/// measured by a second one before it counts as wrong, whose gradients are computed from the `out` of the run.
+/// measured by a second one before it counts as wrong, whose gradients are computed from the `out` of the run, as `from_out` does.
 pub(crate) fn check_against(
-    mask: &Mask,
     spec: &AttentionSpec,
-    inputs: &AttentionInputs,
     (reference, plain): (&Reference, Option<&Reference>),
     outputs: &AttentionOutputs,
+    from_out: impl FnOnce(&HostTensor) -> Rc<Reference>,
 ) -> CheckReport {
     let compare = |plain: &[&Reference]| {
         let mut report = compare_with_reference(spec.dtype, reference, plain, outputs);
@@ -153,7 +155,7 @@ pub(crate) fn check_against(
     let report = compare(plain.as_slice());
     match plain {
         Some(plain) if !report.passed && outputs.out.shape().iter().product::<usize>() == plain.out.len() => {
-            compare(&[plain, &plain_attention_from(mask, spec, inputs, &outputs.out)])
+            compare(&[plain, &from_out(&outputs.out)])
         }
         _ => report,
     }

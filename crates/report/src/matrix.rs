@@ -45,9 +45,9 @@ impl CommMatrix {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use counterpoint_choose::plan_mask;
+    use counterpoint_choose::{PlanConfig, plan_mask};
     use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};
-    use counterpoint_plan::{AttentionSpec, DType, GradientShares, PlanConfig};
+    use counterpoint_plan::{AttentionSpec, DType, GradientShares};
     use proptest::prelude::*;
 
     proptest! {

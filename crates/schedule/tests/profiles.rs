@@ -2,12 +2,10 @@
 
 use std::time::{Duration, Instant};
 
-use counterpoint_choose::{Prediction, plan_mask};
+use counterpoint_choose::{DispatchAlgorithm, PlanConfig, Prediction, QueryExchange, StageCount, plan_mask};
 use counterpoint_cost::{LinkPoint, MachineProfile, PolicyMeasurement, TransportMeasurement};
 use counterpoint_mask::Mask;
-use counterpoint_plan::{
-    AttentionSpec, DType, DispatchAlgorithm, GemmCollective, PlanConfig, QueryExchange, StageCount, Topology,
-};
+use counterpoint_plan::{AttentionSpec, DType, GemmCollective, Topology};
 use counterpoint_schedule::{
     GradientReduction, KeyBlocks, OverlapPolicy, Program, lower_attention_backward, lower_attention_forward,
     lower_collective, simulate,

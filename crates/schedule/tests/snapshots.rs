@@ -3,12 +3,11 @@
 
 use std::sync::Arc;
 
-use counterpoint_choose::plan_mask;
+use counterpoint_choose::{DispatchAlgorithm, PlanConfig, QueryExchange, StageCount, plan_mask};
 use counterpoint_mask::Mask;
 use counterpoint_plan::{
-    Activations, AttentionSpec, DType, DispatchAlgorithm, ExpertGroups, ExpertKind, ExpertPlan, ExpertSpec,
-    GemmCollective, LinearKind, LinearPlan, LinearSpec, Plan, PlanConfig, QueryExchange, Routing, StageCount,
-    Topology, WaveGroups,
+    Activations, AttentionSpec, DType, ExpertGroups, ExpertKind, ExpertPlan, ExpertSpec, GemmCollective,
+    LinearKind, LinearPlan, LinearSpec, Plan, Routing, Topology, WaveGroups,
 };
 use counterpoint_schedule::{
     GradientReduction, KeyBlocks, NormSpec, OverlapPolicy, WeightGradient, lower_attention_backward,

@@ -2,10 +2,10 @@
 
 use std::path::Path;
 
-use counterpoint_choose::plan_mask;
+use counterpoint_choose::{PlanConfig, StageCount, plan_mask};
 use counterpoint_cost::{CostModel, WorkerSharing};
 use counterpoint_mask::{Documents, Mask};
-use counterpoint_plan::{AttentionSpec, DType, GradientShares, PlanConfig, StageCount, Topology};
+use counterpoint_plan::{AttentionSpec, DType, GradientShares, Topology};
 use counterpoint_schedule::{
     GradientReduction, KeyBlocks, OverlapPolicy, Program, StartOrder, lower_attention_backward,
     lower_attention_forward, simulate,

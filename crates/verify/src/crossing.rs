@@ -3,7 +3,7 @@
 use counterpoint_reference::selftest::SelfCheck;
 use serde::Deserialize;
 
-use super::job::Ended;
+use super::job::ProcessEnd;
 
 /// What each rank is given. Under this mask every rank needs rows of both nodes.
 pub(super) const LINE: &str = "bench cp --device cuda --nodes 2 --exchange two-level,flat --masks causal --tokens 512 --heads 4:2 \
@@ -22,7 +22,7 @@ struct Row {
 }
 
 /// Whether what rank 0 said holds.
-pub(super) fn checks(ended: &Ended) -> Vec<SelfCheck> {
+pub(super) fn checks(ended: &ProcessEnd) -> Vec<SelfCheck> {
     let rows = ended.text.lines().filter(|line| line.starts_with('{'));
     let rows = rows.map(serde_json::from_str::<Row>).collect::<Result<Vec<_>, _>>();
     let name = |what: &str| format!("{RANKS} processes on 2 nodes: {what}");
@@ -75,7 +75,7 @@ mod tests {
     #[test]
     fn other_bytes_than_planned_are_found_and_so_is_a_level_that_saves_nothing() {
         let failures = |lines: [String; 2]| {
-            let checks = checks(&Ended { code: Some(0), text: lines.join("\n"), threads: None });
+            let checks = checks(&ProcessEnd { code: Some(0), text: lines.join("\n"), threads: None });
             checks.iter().filter(|check| !check.passed).count()
         };
         assert_eq!(failures([row("two-level", 5, 5), row("flat", 9, 9)]), 0);

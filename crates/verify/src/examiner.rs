@@ -72,11 +72,11 @@ struct Examiner {
     at: Cell<(String, Heard)>,
 }
 
-/// How often what meets is called.
+/// How often what waits for other ranks is called.
 #[derive(Clone, Copy)]
 struct Calls {
-    /// Meetings inside a kernel, in each direction.
-    meetings: u32,
+    /// Device-side barriers, in each direction.
+    barriers: u32,
     /// Products whose tiles are read as they are signalled.
     signals: u32,
     /// Each collective with its product, in each shape and way.
@@ -89,12 +89,12 @@ struct Calls {
 
 impl Calls {
     const QUICK: Self =
-        Self { meetings: 50_000, signals: 1000, products: 100, collectives: 100, neighbours: 100 };
+        Self { barriers: 50_000, signals: 1000, products: 100, collectives: 100, neighbours: 100 };
     const FULL: Self =
-        Self { meetings: 500_000, signals: 8000, products: 2_000, collectives: 2_000, neighbours: 1_000 };
+        Self { barriers: 500_000, signals: 8000, products: 2_000, collectives: 2_000, neighbours: 1_000 };
     /// More than a million calls in which computation and communication overlap, 800,000 of them products on two GPUs and more.
     const STRESS: Self = Self {
-        meetings: 2_000_000,
+        barriers: 2_000_000,
         signals: 50_000,
         products: 25_000,
         collectives: 40_000,
@@ -170,7 +170,7 @@ impl Examiner {
                 Ok(selftest_graphs(CudaSubject::open()?.machine(), extent, |check, _| self.heard(check)))
             }
             Group::CompiledKernels => Ok(selftest_cache(CudaSubject::open()?.gpu())?),
-            Group::Meetings => Ok(selftest_links(over_gpus(Nvlink)?.machine().devices(), calls.meetings)?),
+            Group::Barriers => Ok(selftest_links(over_gpus(Nvlink)?.machine().devices(), calls.barriers)?),
             Group::Neighbours => Ok(selftest_neighbours(over_gpus(Nvlink)?.machine(), calls.neighbours)?),
             Group::Signals => Ok(selftest_signals(over_gpus(Nvlink)?.machine().devices(), calls.signals)?),
             Group::ProcessBits => self.processes(|bench| bench.bits(extent)),

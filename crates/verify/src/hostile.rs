@@ -13,7 +13,7 @@ use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 
 use super::cannot_begin::CannotBegin;
-use super::job::{Ended, Gpus, Job, free_port, start_at};
+use super::job::{Gpus, Job, ProcessEnd, free_port, start_at};
 
 const ATTENTION: &str = "attention --mask causal:64 --heads-q 2 --head-dim 8 --chunk-size 16 --cp-size 2";
 /// Every collective takes a second, so that what happens meanwhile happens in one.
@@ -109,7 +109,7 @@ impl Hostile {
         let second = self.start("second", &vec![line(2); 2], port)?;
         let ended = [first, second].map(|job| job.end(&[0, 1], LONG * self.patience));
         let (wells, others): (Vec<_>, Vec<_>) = ended.iter().partition(|job| well(job).is_ok());
-        let conflict = |rank: &Ended| rank.code == Some(2) && rank.text.contains("another job");
+        let conflict = |rank: &ProcessEnd| rank.code == Some(2) && rank.text.contains("another job");
         match (wells.len(), others.iter().flat_map(|job| job.iter()).all(conflict)) {
             (1 | 2, true) => Ok(()),
             _ => Err(others.iter().map(|job| said(job)).collect::<Vec<_>>().join("; ")),
@@ -166,17 +166,17 @@ fn write_input(path: &Path, last: u8) -> Result<(), safetensors::SafeTensorError
     safetensors::serialize_to_file(views, None, path)
 }
 
-fn well(ended: &[Ended]) -> Result<(), String> {
+fn well(ended: &[ProcessEnd]) -> Result<(), String> {
     if ended.iter().all(|rank| rank.code == Some(0)) { Ok(()) } else { Err(said(ended)) }
 }
 
-fn refused(ended: &[Ended], words: &str) -> Result<(), String> {
-    let is_refused = |rank: &Ended| rank.code == Some(2) && rank.text.contains(words);
+fn refused(ended: &[ProcessEnd], words: &str) -> Result<(), String> {
+    let is_refused = |rank: &ProcessEnd| rank.code == Some(2) && rank.text.contains(words);
     if ended.iter().all(is_refused) { Ok(()) } else { Err(said(ended)) }
 }
 
-fn said(ended: &[Ended]) -> String {
-    let one = |(rank, Ended { code, text, .. }): (usize, &Ended)| {
+fn said(ended: &[ProcessEnd]) -> String {
+    let one = |(rank, ProcessEnd { code, text, .. }): (usize, &ProcessEnd)| {
         let line = text.trim_end().lines().next_back().unwrap_or("nothing");
         format!(
             "rank {rank} ended with {}: {line}",

@@ -21,7 +21,7 @@ pub(super) struct Job {
 }
 
 /// How a process ended.
-pub(super) struct Ended {
+pub(super) struct ProcessEnd {
     /// Its exit status; `None` when a signal ended it, ours among them.
     pub(super) code: Option<i32>,
     /// All that it said.
@@ -133,7 +133,7 @@ impl Job {
     }
 
     /// Waits until the processes of `ranks` have ended, for `limit` at most. All that still run then are killed.
-    pub(super) fn end(self, ranks: &[usize], limit: Duration) -> Vec<Ended> {
+    pub(super) fn end(self, ranks: &[usize], limit: Duration) -> Vec<ProcessEnd> {
         let began = Instant::now();
         while ranks.iter().any(|rank| self.processes[*rank].runs()) && began.elapsed() < limit {
             thread::sleep(LOOK);
@@ -146,7 +146,7 @@ impl Job {
         };
         // What they said is read when none of them says more.
         let ended: Vec<_> = self.processes.iter().map(end).collect();
-        let of_rank = |(rank, (code, threads))| Ended { code, text: self.text(rank), threads };
+        let of_rank = |(rank, (code, threads))| ProcessEnd { code, text: self.text(rank), threads };
         ended.into_iter().enumerate().map(of_rank).collect()
     }
 }

@@ -103,7 +103,7 @@ pub(super) fn hostile_parts() -> Vec<Part> {
 pub(super) fn stress_parts(machine: Machine) -> Vec<Part> {
     let mut groups = Vec::new();
     if machine.hopper {
-        groups.extend([Group::Meetings, Group::Signals]);
+        groups.extend([Group::Barriers, Group::Signals]);
     }
     if machine.hopper && machine.gpus > 1 {
         groups.extend([
@@ -150,7 +150,7 @@ fn on_gpus(machine: Machine, extent: Extent, parts: &mut Vec<Part>) {
     add(&[G::PortableKernels], Place::AnyGpu(NOTHING), When::AtOnce, 1, full && hopper);
     // Kernels that wait for each other by the million are held up by everyone else's turns, and hold up everyone else.
     let alone = Place::AllGpus(SLOTS);
-    add(&[G::Meetings, G::Signals], alone, When::AtOnce, 1, hopper);
+    add(&[G::Barriers, G::Signals], alone, When::AtOnce, 1, hopper);
     let travelling = [G::Fused, G::NvlinkSignalled, G::CopyEngineSignalled];
     add(&travelling, alone, When::AtOnce, 1, several && hopper);
     // Half a minute of one thread, which makes its inputs, before the GPU has anything to do.

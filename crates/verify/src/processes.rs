@@ -13,7 +13,7 @@ use counterpoint_reference::selftest::{Extent, SelfCheck};
 
 use super::cannot_begin::CannotBegin;
 use super::crossing;
-use super::job::{Ended, Gpus, Job, how, start};
+use super::job::{Gpus, Job, ProcessEnd, how, start};
 
 /// What every rank is given where bits are compared.
 const ATTENTION: &str = "attention --device cuda --mask varlen-block-causal:0,500,2500,4096,block=256 --heads-q 4 --heads-kv 2 \
@@ -155,7 +155,7 @@ impl Bench {
         let ended = job.end(&all, self.patient(LONG));
         match ended.iter().enumerate().find(|(_, rank)| rank.code != Some(0)) {
             None => Ok(output),
-            Some((rank, Ended { code, text, .. })) => {
+            Some((rank, ProcessEnd { code, text, .. })) => {
                 Err(format!("rank {rank} ended with {}: {}", how(*code), last_line(text)))
             }
         }
@@ -178,7 +178,7 @@ impl Bench {
             |mask: &str| self.within(WAIT, &format!("attention --device cuda --mask {mask} --cp-size 2"));
         let name = "ranks with different masks: how many do not say so".to_owned();
         let job = start(self.folder.path(), "masks", &[line("causal:1k"), line("causal:2k")], Gpus::All);
-        let says = |rank: &Ended| {
+        let says = |rank: &ProcessEnd| {
             rank.code != Some(0) && rank.text.contains("the ranks disagree") && rank.text.contains("--mask")
         };
         vec![match job {
@@ -218,7 +218,7 @@ impl Bench {
         }
         let began = Instant::now();
         let ended = job.end(&[0], limit);
-        let (took, Ended { code, text, threads }) = (began.elapsed(), &ended[0]);
+        let (took, ProcessEnd { code, text, threads }) = (began.elapsed(), &ended[0]);
         match code {
             None => {
                 let (took, doing) = (took.as_secs_f64(), threads.as_deref().unwrap_or("nothing"));
@@ -247,7 +247,7 @@ impl Bench {
             let name = format!("{transport}, ranks of which one has no memory left: how many do not say so");
             let job =
                 start(self.folder.path(), &format!("memory-{transport}"), &[line.clone(), line], Gpus::All);
-            let says = |rank: &Ended| {
+            let says = |rank: &ProcessEnd| {
                 let text = last_line(&rank.text);
                 rank.code.is_some_and(|code| code != 0) && text.contains("memory") && text.contains("rank 1")
             };
@@ -272,9 +272,9 @@ fn side_by_side<C: Sync, R: Send>(cases: &[C], run: impl Fn(&C) -> R + Sync) -> 
 }
 
 /// How many of a job's ranks did not end as `says` wants.
-fn who_says(name: String, ended: &[Ended], says: impl Fn(&Ended) -> bool) -> SelfCheck {
+fn who_says(name: String, ended: &[ProcessEnd], says: impl Fn(&ProcessEnd) -> bool) -> SelfCheck {
     let silent: Vec<_> = ended.iter().enumerate().filter(|(_, rank)| !says(rank)).collect();
-    let told = |(rank, ended): &(usize, &Ended)| {
+    let told = |(rank, ended): &(usize, &ProcessEnd)| {
         format!("rank {rank} ended with {}: {}", how(ended.code), last_line(&ended.text))
     };
     let reason = silent.iter().map(told).collect::<Vec<_>>().join("; ");

@@ -24,7 +24,7 @@ and the linear layers of Llama-3 70B and GPT-3 with 128 to 32768 rows.
 
 --peers wants a python3 with PyTorch and a GPU for each rank. It times torch.mm and
 NCCL one after the other, PyTorch's async-TP operators and its all-reduce in
-symmetric memory in the same way, interleaved with ours, on the same shapes.
+symmetric memory in the same variant, interleaved with ours, on the same shapes.
 
 Examples:
   counterpoint bench gemm-collective --ranks 2

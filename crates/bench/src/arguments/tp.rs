@@ -20,7 +20,7 @@ Every case first runs with nothing side by side, in one group: its parts are wha
 the others are judged by. The ideal hides all that can be hidden: of a forward
 whichever of products and communication is shorter, of a column-parallel backward
 the sums of dx under the gradient of the weight. Efficiency is how much of the
-way from sequential to ideal a policy comes, and speedup the sequential pass over
+variant from sequential to ideal a policy comes, and speedup the sequential pass over
 this one. `hidden` is the share of the communication that runs under computation,
 1 - exposed / communication; of a fused pass, whose kernels send as they multiply,
 by what it is shorter than the sequential one. Efficiencies and hidden shares that

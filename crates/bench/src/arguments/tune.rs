@@ -68,7 +68,7 @@ The product is that of a layer's forward, or with --pass backward that of dx, be
 which comes the gradient of the weight. Every overlap policy that runs on these ranks
 is tried, with margins of several sizes, or those that --overlap names. Under each the
 product is cut into waves, and some waves in a row are a group: multiplied together,
-and on their way together. `exhaustive` measures every sequence of groups,
+and on their variant together. `exhaustive` measures every sequence of groups,
 2^(waves - 1) of them; `predictive` measures products and collectives of some sizes
 and computes the best sequence from these; `both` does both and compares. What is
 found is measured beside the same without overlap, which is kept too. A sample of every result is checked; a wrong one ends the command,

@@ -2,13 +2,13 @@
 
 use std::time::Duration;
 
-use counterpoint_choose::plan_mask;
+use counterpoint_choose::{PlanConfig, StageCount, plan_mask};
 use counterpoint_console::{
     CliError, Progress, arguments::dtype_name, device, input::random_inputs, mask_argument,
 };
 use counterpoint_exec::{AttentionInputs, AttentionRun, RunConfig, SlowLink, run_attention};
 use counterpoint_mask::Mask;
-use counterpoint_plan::{AttentionSpec, DType, Plan, PlanConfig, StageCount};
+use counterpoint_plan::{AttentionSpec, DType, Plan};
 use counterpoint_reference::{CheckReport, compare_with_reference, reference_attention};
 use counterpoint_report::{BenchRow, Rate, Statistics, format_seconds, median};
 use counterpoint_schedule::{OverlapPolicy, StartOrder, Timeline};
@@ -101,7 +101,7 @@ impl Case {
             stages: StageCount::Fixed(STAGES).into(),
             ..PlanConfig::new(RANKS)
         };
-        let plan = plan_mask(&mask, &spec, &config).map_err(|source| CliError::Plan { source })?;
+        let plan = plan_mask(&mask, &spec, &config).map_err(CliError::of_choice)?;
         let inputs = random_inputs(&mask, &spec, 7, true);
         Ok(Self { name, plan, mask, spec, inputs })
     }

@@ -1,6 +1,6 @@
-//! One mask in `bench cp`: planned, predicted, run in interleaved ways, checked, and what is hidden of its communication.
+//! One mask in `bench cp`: planned, predicted, run in interleaved variants, checked, and what is hidden of its communication.
 
-use counterpoint_choose::AttentionPrediction;
+use counterpoint_choose::{AttentionPrediction, PlanConfig};
 use counterpoint_console::{
     self as console, CliError,
     arguments::{Exchange, PassOverlaps, dtype_name},
@@ -12,7 +12,7 @@ use counterpoint_console::{
 };
 use counterpoint_exec::{AttentionRun, Pass, RanksRun, RunConfig, RunTimes};
 use counterpoint_mask::{Mask, MaskPreset};
-use counterpoint_plan::{PlanConfig, RankPlan, Topology, TrafficBounds};
+use counterpoint_plan::{RankPlan, Topology, TrafficBounds};
 use counterpoint_reference::{CheckReport, Sample, check_sample};
 use counterpoint_report::{
     BenchRow, Rate, Statistics, TimelinePair, TraceSection, chrome_trace, format_bytes, format_ratio,
@@ -23,7 +23,7 @@ use rayon::prelude::*;
 use serde_json::json;
 
 use super::hiding::Hiding;
-use super::peers::{self, Known};
+use super::peers::{self, PeerResult};
 use super::{Bench, SAMPLED_KEYS, SAMPLED_ROWS, WARM_UPS};
 use crate::attention::{BACKWARD, FORWARD, shape_text, verified};
 use crate::masks;
@@ -59,7 +59,7 @@ pub(super) struct Planned {
 }
 
 /// One mask on so many ranks under one policy of each pass, ready to run in turn with others.
-pub(super) struct Way<'a> {
+pub(super) struct Variant<'a> {
     topology: Topology,
     exchange: Exchange,
     asked: PassOverlaps,
@@ -74,7 +74,7 @@ pub(super) struct Way<'a> {
     crossing: Option<Crossing>,
 }
 
-impl Way<'_> {
+impl Variant<'_> {
     /// Whether it runs by these policies.
     pub(super) fn runs_by(&self, policies: PassPolicies) -> bool {
         self.policies == policies
@@ -103,7 +103,7 @@ impl<'a> Bench<'a> {
     }
 
     /// Predicts and prepares.
-    pub(super) fn way(&self, planned: Planned, is_asked: bool) -> Result<Way<'a>, CliError> {
+    pub(super) fn variant(&self, planned: Planned, is_asked: bool) -> Result<Variant<'a>, CliError> {
         let Planned { topology, exchange, asked, policies, solution, config } = planned;
         let predicted = predict(&solution.plan, &self.spec, policies, self.backward(), &config)?;
         let run_config = RunConfig {
@@ -119,30 +119,41 @@ impl<'a> Bench<'a> {
             Crossing { planned, counted: Some(0) }
         });
         let times = RanksRun::of_outputs(Vec::new());
-        Ok(Way { topology, exchange, asked, is_asked, policies, solution, predicted, runs, times, crossing })
+        Ok(Variant {
+            topology,
+            exchange,
+            asked,
+            is_asked,
+            policies,
+            solution,
+            predicted,
+            runs,
+            times,
+            crossing,
+        })
     }
 
-    /// Runs a pass in all ways, those of the peers too, once each in turn, again and again.
+    /// Runs a pass in all variants, those of the peers too, once each in turn, again and again.
     pub(super) fn run(
         &self,
         pass: Pass,
-        ways: &mut [Way<'_>],
-        peers: &mut Peers<Known>,
+        variants: &mut [Variant<'_>],
+        peers: &mut Peers<PeerResult>,
     ) -> Result<(), CliError> {
         let of_peers = peers::of_pass(peers, pass);
         for round in 0..WARM_UPS + self.arguments.iterations as usize {
-            for turn in turns(round, ways.len() + of_peers.len()) {
-                match ways.get_mut(turn) {
-                    Some(way) => self.run_once(pass, round, way)?,
-                    None => peers.run(of_peers[turn - ways.len()], round >= WARM_UPS),
+            for turn in turns(round, variants.len() + of_peers.len()) {
+                match variants.get_mut(turn) {
+                    Some(variant) => self.run_once(pass, round, variant)?,
+                    None => peers.run(of_peers[turn - variants.len()], round >= WARM_UPS),
                 }
             }
         }
         Ok(())
     }
 
-    fn run_once(&self, pass: Pass, round: usize, way: &mut Way<'_>) -> Result<(), CliError> {
-        let Way { runs, times, crossing, .. } = way;
+    fn run_once(&self, pass: Pass, round: usize, variant: &mut Variant<'_>) -> Result<(), CliError> {
+        let Variant { runs, times, crossing, .. } = variant;
         // Time stamps of operations hold up others.
         let taken = if round < WARM_UPS { RunTimes::Operations } else { RunTimes::Whole };
         runs.iter_mut().for_each(|runs| runs.take_times(taken));
@@ -171,9 +182,19 @@ impl<'a> Bench<'a> {
     }
 
     /// What came of it, checked; `None` in a process that has no results.
-    pub(super) fn finish(&self, mask: &Mask, way: Way<'_>) -> Result<Option<Case>, CliError> {
-        let Way { topology, exchange, asked, is_asked, policies, solution, predicted, runs, times, crossing } =
-            way;
+    pub(super) fn finish(&self, mask: &Mask, variant: Variant<'_>) -> Result<Option<Case>, CliError> {
+        let Variant {
+            topology,
+            exchange,
+            asked,
+            is_asked,
+            policies,
+            solution,
+            predicted,
+            runs,
+            times,
+            crossing,
+        } = variant;
         // What each GPU found by itself is the same.
         let Some(runs) = runs.into_iter().next() else { return Ok(None) };
         let Some(run) = runs.finish(&solution.plan, times).map_err(ended)? else { return Ok(None) };
@@ -214,7 +235,7 @@ const PASSES: [Pass; 2] = [Pass::Forward, Pass::ForwardBackward];
 pub(super) struct Case {
     area: u64,
     cp_size: usize,
-    /// Key rows that all ranks receive, beside other ways to distribute attention.
+    /// Key rows that all ranks receive, beside other variants to distribute attention.
     traffic: TrafficBounds,
     exchange: Exchange,
     asked: PassOverlaps,
@@ -321,8 +342,8 @@ impl Case {
         let (seconds, measured, predicted) = self.pass(pass)?;
         let median = Statistics::of(seconds)?.median;
         let key = if pass == Pass::Forward { "forward" } else { "backward" };
-        let way = self.way_text(bench);
-        let name = format!("{} {key}{way}, {} tokens a rank", mask.name(), bench.tokens);
+        let variant = self.way_text(bench);
+        let name = format!("{} {key}{variant}, {} tokens a rank", mask.name(), bench.tokens);
         let rank = &self.solution.plan.ranks[0];
         let stages = if pass == Pass::Forward { rank.forward.len() } else { rank.backward.len() } - 1;
         let predicted_seconds = predicted.map(Timeline::duration);
@@ -346,12 +367,12 @@ impl Case {
         format!("{}{}", bench.exchange_text(self.exchange), bench.policy_text(self.asked, self.policies))
     }
 
-    /// What is received, beside other ways to distribute attention, in parts of what a ring moves.
+    /// What is received, beside other variants to distribute attention, in parts of what a ring moves.
     pub(super) fn traffic_text(&self, bench: &Bench<'_>, mask: MaskPreset) -> Option<String> {
-        let (mask, way) = (mask.name(), self.way_text(bench));
+        let (mask, variant) = (mask.name(), self.way_text(bench));
         let shares =
             self.traffic.of_ring()?.map(|(name, share)| format!("{name} {share:.3}")).collect::<Vec<_>>();
-        Some(format!("{mask}{way}: key rows received, in parts of a ring's: {}", shares.join(", ")))
+        Some(format!("{mask}{variant}: key rows received, in parts of a ring's: {}", shares.join(", ")))
     }
 
     /// What crosses between nodes, where there are several.
@@ -362,8 +383,8 @@ impl Case {
             Some(bytes) => format!(", {} counted", format_bytes(*bytes)),
             None => ", not counted by this transport".to_owned(),
         };
-        let (mask, way) = (mask.name(), self.way_text(bench));
-        Some(format!("{mask}{way}: {} between nodes{counted}", format_bytes(*planned)))
+        let (mask, variant) = (mask.name(), self.way_text(bench));
+        Some(format!("{mask}{variant}: {} between nodes{counted}", format_bytes(*planned)))
     }
 
     /// What is wrong, where other bytes crossed than planned.

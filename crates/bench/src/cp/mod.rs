@@ -6,6 +6,7 @@ mod peers;
 mod sizes;
 mod step;
 
+use counterpoint_choose::PlanConfig;
 use counterpoint_console::{
     self as console, CliError, CommandLine, Progress, Schema,
     arguments::{Device, Exchange, OverlapChoice, PassOverlaps},
@@ -18,11 +19,11 @@ use counterpoint_console::{
 use counterpoint_cost::MachineProfile;
 use counterpoint_exec::{AttentionInputs, Pass, RunConfig, random_inputs};
 use counterpoint_mask::{Mask, MaskPreset};
-use counterpoint_plan::{AttentionSpec, DType, PlanConfig, Planning, Topology};
+use counterpoint_plan::{AttentionSpec, DType, Planning, Topology};
 use counterpoint_schedule::{GradientReduction, OverlapPolicy, PassPolicies, StartOrder};
 
 use self::case::{Case, Traced, trace};
-use self::peers::{Known, PeerRow};
+use self::peers::{PeerResult, PeerRow};
 use self::sizes::Sizes;
 use crate::arguments::BenchCpArguments;
 use crate::attention::{OUT_OF_BOUNDS, Section};
@@ -160,7 +161,7 @@ impl<'a> Bench<'a> {
         &self,
         masks: &[MaskPreset],
         traced: &mut Vec<Traced>,
-        peers: &mut Peers<Known>,
+        peers: &mut Peers<PeerResult>,
     ) -> Result<(Section, Vec<PeerRow>), CliError> {
         let mut beside = Vec::new();
         let mut section = Section::new(format!(
@@ -179,26 +180,26 @@ impl<'a> Bench<'a> {
             let mask = masks::load(name, self.inputs.q.rows())?;
             progress.step(name.name().to_owned());
             let alone = self.planned(&mask, Topology::flat(1), Exchange::Flat, self.overlaps[0])?;
-            let mut ways = vec![self.way(alone, true)?];
+            let mut variants = vec![self.variant(alone, true)?];
             for &exchange in self.exchanges() {
-                let first = ways.len();
+                let first = variants.len();
                 // What the others are judged by, whether it is asked for or not.
                 for (overlap, is_asked) in
                     self.overlaps.iter().map(|one| (*one, true)).chain([(SEQUENTIAL, false)])
                 {
                     let planned = self.planned(&mask, self.topology, exchange, overlap)?;
-                    if ways[first..].iter().all(|way| !way.runs_by(planned.policies)) {
-                        ways.push(self.way(planned, is_asked)?);
+                    if variants[first..].iter().all(|variant| !variant.runs_by(planned.policies)) {
+                        variants.push(self.variant(planned, is_asked)?);
                     }
                 }
             }
             peers.prepare(&peers::case(name, self.tokens));
-            self.run(Pass::Forward, &mut ways, peers)?;
+            self.run(Pass::Forward, &mut variants, peers)?;
             if !self.arguments.forward_only {
-                self.run(Pass::ForwardBackward, &mut ways, peers)?;
+                self.run(Pass::ForwardBackward, &mut variants, peers)?;
             }
             let finished: Vec<_> =
-                ways.into_iter().map(|way| self.finish(&mask, way)).collect::<Result<_, _>>()?;
+                variants.into_iter().map(|variant| self.finish(&mask, variant)).collect::<Result<_, _>>()?;
             let mut finished = finished.into_iter();
             let alone = finished.next().flatten();
             let mut cases: Vec<Case> = finished.flatten().collect();
@@ -230,7 +231,7 @@ impl<'a> Bench<'a> {
         Ok((section, beside))
     }
 
-    /// How rows cross: on one node there is one way.
+    /// How rows cross: on one node there is one variant.
     fn exchanges(&self) -> &[Exchange] {
         let all = &self.arguments.exchange[..];
         if self.topology.nodes() > 1 { all } else { &all[..1] }

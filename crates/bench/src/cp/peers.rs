@@ -11,11 +11,11 @@ use serde_json::json;
 
 use super::sizes::Sizes;
 use crate::arguments::BenchCpArguments;
-use crate::pytorch::{PeerWay, Peers, Script, TurnTaking, lacks_gpus, on_gpus};
+use crate::pytorch::{PeerVariant, Peers, Script, TurnTaking, lacks_gpus, on_gpus};
 
-/// What the script says of a way.
+/// What the script says of a variant.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
-pub(super) struct Known {
+pub(super) struct PeerResult {
     by: String,
     pass: String,
     heads_q: usize,
@@ -58,7 +58,7 @@ const COLUMNS: [Column; 9] = [
 ];
 
 /// Starts PyTorch's context parallelisms, if any are asked for, in the machine's own `python3`: a process a GPU.
-pub(super) fn start(arguments: &BenchCpArguments, sizes: &Sizes) -> Result<Peers<Known>, CliError> {
+pub(super) fn start(arguments: &BenchCpArguments, sizes: &Sizes) -> Result<Peers<PeerResult>, CliError> {
     if arguments.peers.is_empty() {
         return Ok(Peers::new(Vec::new()));
     }
@@ -84,8 +84,8 @@ pub(super) fn case(mask: MaskPreset, tokens: usize) -> serde_json::Value {
     json!({ "tokens": tokens, "mask": mask.name() })
 }
 
-/// Which of the case's ways run that pass.
-pub(super) fn of_pass(peers: &Peers<Known>, pass: Pass) -> Vec<usize> {
+/// Which of the case's variants run that pass.
+pub(super) fn of_pass(peers: &Peers<PeerResult>, pass: Pass) -> Vec<usize> {
     peers.those(|known| known.pass == name_of(pass))
 }
 
@@ -96,12 +96,12 @@ fn name_of(pass: Pass) -> &'static str {
     }
 }
 
-/// What the case's ways took of a pass, with the row of `ours`, interleaved with them, on `tokens` a rank.
-pub(super) fn rows(peers: &Peers<Known>, pass: Pass, ours: &BenchRow, tokens: usize) -> Vec<PeerRow> {
+/// What the case's variants took of a pass, with the row of `ours`, interleaved with them, on `tokens` a rank.
+pub(super) fn rows(peers: &Peers<PeerResult>, pass: Pass, ours: &BenchRow, tokens: usize) -> Vec<PeerRow> {
     let Some(Rate::Compute { tflops }) = ours.rate else { return Vec::new() };
-    let row = |way: &PeerWay<Known>| {
-        let seconds = Statistics::of(&way.seconds)?;
-        let Known { by, pass, heads_q, heads_kv, error_over_bound } = way.known.clone();
+    let row = |variant: &PeerVariant<PeerResult>| {
+        let seconds = Statistics::of(&variant.seconds)?;
+        let PeerResult { by, pass, heads_q, heads_kv, error_over_bound } = variant.known.clone();
         let ratio = seconds.median / ours.seconds.median;
         Some(PeerRow {
             by,
@@ -121,7 +121,7 @@ pub(super) fn rows(peers: &Peers<Known>, pass: Pass, ours: &BenchRow, tokens: us
             ratio,
         })
     };
-    peers.ways().iter().filter(|way| way.known.pass == name_of(pass)).filter_map(row).collect()
+    peers.variants().iter().filter(|variant| variant.known.pass == name_of(pass)).filter_map(row).collect()
 }
 
 /// Prints rows, if there are any.
@@ -156,12 +156,12 @@ mod tests {
     use super::*;
     use crate::pytorch::assert_strings;
 
-    /// What the script says of its ways is what is read here, and both know the same names.
+    /// What the script says of its variants is what is read here, and both know the same names.
     #[test]
     fn ways_of_the_script_are_understood() {
         let told =
             r#"{"by": "ring", "pass": "backward", "heads_q": 64, "heads_kv": 64, "error_over_bound": 0.2}"#;
-        let known: Known = serde_json::from_str(told).unwrap();
+        let known: PeerResult = serde_json::from_str(told).unwrap();
         assert_eq!((known.by.as_str(), known.pass.as_str()), ("ring", name_of(Pass::ForwardBackward)));
         let names = ["forward", "backward", "full", "causal", "ring"];
         let keys = ["by", "pass", "heads_q", "heads_kv", "error_over_bound"];

@@ -112,9 +112,9 @@ fn measure(
     let medians: Vec<f64> = seconds.iter().map(|samples| median(samples)).collect();
     let (library_seconds, library_error) = (medians[shapes.len()], errors[shapes.len()]);
     let row = |(index, shape): (usize, &counterpoint_cuda::kernel::GemmShape)| Row {
-        m: spec.m,
-        n: spec.n,
-        k: spec.k,
+        m: spec.size.m,
+        n: spec.size.n,
+        k: spec.size.k,
         layout: spec.layout.name(),
         epilogue: match spec.epilogue {
             GemmEpilogue::Store => "store",

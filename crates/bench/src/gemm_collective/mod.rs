@@ -18,7 +18,7 @@ use counterpoint_exec::{ExecError, GemmCollectiveSpec, GemmOverlap};
 use counterpoint_plan::WaveGroups;
 use counterpoint_schedule::OverlapPolicy;
 
-use self::peers::Known;
+use self::peers::PeerResult;
 use self::row::Row;
 use crate::arguments::BenchGemmCollectiveArguments;
 use crate::pytorch::Peers;
@@ -29,7 +29,7 @@ const SECONDS: f64 = 0.01;
 
 /// `counterpoint bench gemm-collective`.
 pub(crate) fn run(arguments: &BenchGemmCollectiveArguments) -> Result<(), CliError> {
-    let machine = Where::open(arguments)?;
+    let machine = Ranks::open(arguments)?;
     let mut peers = peers::start(arguments)?;
     let title = format!("products and collectives on {}", machine.name());
     let mut shown = Rows::begin(&title, &row::COLUMNS, Schema::BenchGemmCollective, arguments.json)?;
@@ -88,12 +88,12 @@ fn groups(arguments: &BenchGemmCollectiveArguments) -> LayerGroups {
 }
 
 /// What `--device` names.
-enum Where {
+enum Ranks {
     Cpu,
     Cuda(Box<GemmCollectiveBench>),
 }
 
-impl Where {
+impl Ranks {
     fn open(arguments: &BenchGemmCollectiveArguments) -> Result<Self, CliError> {
         if arguments.device == Device::Cpu && arguments.transport != TransportKind::Auto {
             let reason = "is for GPUs; add --device cuda".to_owned();
@@ -131,7 +131,7 @@ impl Where {
         spec: &GemmCollectiveSpec,
         policies: &[OverlapPolicy],
         arguments: &BenchGemmCollectiveArguments,
-        peers: &mut Peers<Known>,
+        peers: &mut Peers<PeerResult>,
     ) -> Result<Vec<Row>, ExecError> {
         match self {
             Self::Cpu => cpu::measure(spec, policies, arguments),
@@ -142,8 +142,8 @@ impl Where {
                     ((SECONDS / estimate) as usize).clamp(2, arguments.iterations.max(2) as usize);
                 let runs = GemmCollectiveRuns { iterations, samples: arguments.cycles as usize };
                 peers.prepare(&peers::case(spec));
-                let ways = peers.ways().len();
-                let mut timed = |timed| (0..ways).for_each(|way| peers.run(way, timed));
+                let variants = peers.variants().len();
+                let mut timed = |timed| (0..variants).for_each(|variant| peers.run(variant, timed));
                 timed(false);
                 let mut between = || timed(true);
                 let times = bench.measure(spec, policies, &groups(arguments), runs, &mut between)?;

@@ -11,11 +11,11 @@ use serde_json::json;
 
 use super::row::Row;
 use crate::arguments::{BenchDType, BenchGemmCollectiveArguments};
-use crate::pytorch::{PeerWay, Peers, Script, TurnTaking, lacks_gpus, on_gpus};
+use crate::pytorch::{PeerVariant, Peers, Script, TurnTaking, lacks_gpus, on_gpus};
 
 /// What the script says of a way.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
-pub(super) struct Known {
+pub(super) struct PeerResult {
     by: String,
     /// Runs of a cycle, one after the other.
     iterations: usize,
@@ -55,7 +55,7 @@ const COLUMNS: [Column; 10] = [
 ];
 
 /// Starts PyTorch's ways, if any are asked for, in the machine's own `python3`: a process a GPU.
-pub(super) fn start(arguments: &BenchGemmCollectiveArguments) -> Result<Peers<Known>, CliError> {
+pub(super) fn start(arguments: &BenchGemmCollectiveArguments) -> Result<Peers<PeerResult>, CliError> {
     if arguments.peers.is_empty() {
         return Ok(Peers::new(Vec::new()));
     }
@@ -87,18 +87,18 @@ pub(super) fn case(spec: &GemmCollectiveSpec) -> serde_json::Value {
 }
 
 /// What the product's ways took, with `ours`, interleaved with them.
-pub(super) fn rows(peers: &Peers<Known>, ours: &[Row]) -> Vec<PeerRow> {
+pub(super) fn rows(peers: &Peers<PeerResult>, ours: &[Row]) -> Vec<PeerRow> {
     let right = ours.iter().filter(|row| row.is_right());
     let Some(best) = right.min_by(|a, b| a.seconds.total_cmp(&b.seconds)) else { return Vec::new() };
-    let row = |way: &PeerWay<Known>| {
-        let Known { by, iterations, error } = way.known.clone();
-        let seconds = Statistics::of(&way.seconds)?.median / iterations as f64;
+    let row = |variant: &PeerVariant<PeerResult>| {
+        let PeerResult { by, iterations, error } = variant.known.clone();
+        let seconds = Statistics::of(&variant.seconds)?.median / iterations as f64;
         let Row { collective, ranks, m, n, k, .. } = *best;
         let ratio = seconds / best.seconds;
         let (ours_seconds, ours_by) = (best.seconds, best.overlap.clone());
         Some(PeerRow { by, collective, ranks, m, n, k, seconds, error, ours_seconds, ratio, ours_by })
     };
-    peers.ways().iter().filter_map(row).collect()
+    peers.variants().iter().filter_map(row).collect()
 }
 
 /// Prints rows, if there are any, and what to read from them.
@@ -159,7 +159,7 @@ mod tests {
     #[test]
     fn ways_of_the_script_are_understood() {
         let told = r#"{"by": "async-tp", "iterations": 4, "error": 2e-3, "error_over_bound": 0.2}"#;
-        let known: Known = serde_json::from_str(told).unwrap();
+        let known: PeerResult = serde_json::from_str(told).unwrap();
         assert_eq!((known.by.as_str(), known.iterations), ("async-tp", 4));
         let names = GemmCollective::NAMES.map(|(name, _)| name);
         assert_strings("gemm_collective.py", names.into_iter().chain(["by", "iterations", "error"]));

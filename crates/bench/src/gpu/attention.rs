@@ -4,12 +4,12 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use counterpoint_choose::plan_mask;
+use counterpoint_choose::{PlanConfig, plan_mask};
 use counterpoint_exec::{
     AttentionInputs, AttentionOutputs, Backend, ExecError, HostTensor, Machine, Prepared, World, WorldConfig,
 };
 use counterpoint_mask::Mask;
-use counterpoint_plan::{AttentionSpec, Plan, PlanConfig};
+use counterpoint_plan::{AttentionSpec, Plan};
 use counterpoint_schedule::{
     BufferRole, GradientReduction, KeyBlocks, OverlapPolicy, Program, StartOrder, lower_attention_backward,
     lower_attention_forward,

@@ -175,7 +175,7 @@ struct Gate<'a, M> {
 impl<M: Machine> Gate<'_, M> {
     fn wait(&self) -> Result<(), ExecError> {
         if self.threads.wait().is_leader()
-            && let Err(error) = self.machine.meet("a benchmark")
+            && let Err(error) = self.machine.barrier("a benchmark")
         {
             self.failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
         }
@@ -300,7 +300,7 @@ impl<'a, M: Machine<Backend = CudaBackend>> Rank<'a, M> {
         let mut seconds = Vec::with_capacity(self.case.samples);
         for _ in 0..self.case.samples {
             gate.wait()?;
-            // The first run's meeting is not timed: it waits for the host's threads to come out of the barrier.
+            // The first run connects ranks and is not timed: it waits for the host's threads to come out of the barrier.
             transport.enqueue(&call)?;
             begin.record(stream.queue()).map_err(failed)?;
             (0..self.case.iterations).try_for_each(|_| transport.enqueue(&call))?;

@@ -40,7 +40,11 @@ impl GemmBench {
     /// When they do not fit.
     pub fn new(device: &Device, spec: &GemmSpec) -> Result<Self, CudaError> {
         let stream = Stream::new(device, StreamPriority::Low)?;
-        let rows = [spec.layout.a_dims(spec.m, spec.k)[0], spec.layout.b_dims(spec.n, spec.k)[0], spec.m];
+        let rows = [
+            spec.layout.a_dims(spec.size.m, spec.size.k)[0],
+            spec.layout.b_dims(spec.size.n, spec.size.k)[0],
+            spec.size.m,
+        ];
         let element = spec.element.bytes();
         let bytes = [element, element, spec.output.bytes() as usize];
         let buffer =
@@ -79,8 +83,8 @@ impl GemmBench {
             self.d.fill(&self.stream, 0xff)?;
         }
         self.launch(runner)?;
-        let rows = sample(self.spec.m, 8);
-        let columns = sample(self.spec.n, 24);
+        let rows = sample(self.spec.size.m, 8);
+        let columns = sample(self.spec.size.n, 24);
         let mut found = Vec::with_capacity(rows.len());
         for &row in &rows {
             found.push(self.row(row)?);
@@ -114,9 +118,15 @@ impl GemmBench {
         let Self { stream, spec, d, .. } = self;
         let offset = row * spec.strides[2] * spec.output.bytes() as usize;
         Ok(match spec.output {
-            Scalar::F32 => d.download::<f32>(stream, offset, spec.n)?.into_iter().map(f64::from).collect(),
-            Scalar::Bf16 => d.download::<bf16>(stream, offset, spec.n)?.into_iter().map(f64::from).collect(),
-            Scalar::F16 => d.download::<f16>(stream, offset, spec.n)?.into_iter().map(f64::from).collect(),
+            Scalar::F32 => {
+                d.download::<f32>(stream, offset, spec.size.n)?.into_iter().map(f64::from).collect()
+            }
+            Scalar::Bf16 => {
+                d.download::<bf16>(stream, offset, spec.size.n)?.into_iter().map(f64::from).collect()
+            }
+            Scalar::F16 => {
+                d.download::<f16>(stream, offset, spec.size.n)?.into_iter().map(f64::from).collect()
+            }
         })
     }
 
@@ -171,7 +181,7 @@ fn judge(spec: &GemmSpec, row: usize, column: usize, found: f64) -> Judged {
     let a_along_k = spec.layout.a_dims(1, 2) == [1, 2];
     let b_along_k = spec.layout.b_dims(1, 2) == [1, 2];
     let (mut right, mut squares) = (0.0, 0.0);
-    for k in 0..spec.k {
+    for k in 0..spec.size.k {
         let a = if a_along_k { value(SEED_A, stride_a, row, k) } else { value(SEED_A, stride_a, k, row) };
         let b =
             if b_along_k { value(SEED_B, stride_b, column, k) } else { value(SEED_B, stride_b, k, column) };
@@ -189,7 +199,7 @@ fn judge(spec: &GemmSpec, row: usize, column: usize, found: f64) -> Judged {
             rounded += right.abs();
         }
     }
-    let bound = element_bound(spec.output, rounded.max(right.abs()), squares, spec.k);
+    let bound = element_bound(spec.output, rounded.max(right.abs()), squares, spec.size.k);
     let error = (found - right).abs();
     Judged { right, error, of_bound: error / bound }
 }

@@ -1,4 +1,4 @@
-//! One layer of experts on one machine: in all ways that are compared, one run after the other.
+//! One layer of experts on one machine: in all variants that are compared, one run after the other.
 
 use std::sync::Arc;
 
@@ -42,7 +42,7 @@ pub(super) struct Case<'a> {
     pub(super) processes: Processes<'a>,
 }
 
-/// Which ways are compared, beside the sequential one.
+/// Which variants are compared, beside the sequential one.
 pub(crate) enum Compared {
     /// Those that `--overlap` names, as they were tuned where they were.
     Asked(Arc<TunedHere>),
@@ -50,8 +50,8 @@ pub(crate) enum Compared {
     Fastest(usize),
 }
 
-/// A layer that runs in one of the ways that are compared.
-struct Way<M: Machine> {
+/// A layer that runs in one of the variants that are compared.
+struct Variant<M: Machine> {
     overlap: String,
     passes: ExpertPasses,
     layer: ExpertLayer<M>,
@@ -60,7 +60,7 @@ struct Way<M: Machine> {
     runs: Vec<[Vec<Timeline>; 2]>,
 }
 
-/// The tensors that all ways use.
+/// The tensors that all variants use.
 struct Tensors<M: Machine> {
     x: RankBuffers<M>,
     dy: RankBuffers<M>,
@@ -106,19 +106,21 @@ impl Case<'_> {
                 }
             }
         }
-        let mut ways: Vec<Way<M>> = Vec::new();
+        let mut variants: Vec<Variant<M>> = Vec::new();
         let (mut tensors, mut first) = (None, None);
         for (overlap, passes) in asked {
-            ways.push(self.way(&group, overlap, passes, &inputs, &mut tensors, &mut first).map_err(failed)?);
+            variants.push(
+                self.variant(&group, overlap, passes, &inputs, &mut tensors, &mut first).map_err(failed)?,
+            );
         }
         let Some(tensors) = &tensors else { return Ok(Vec::new()) };
         for &pass in &self.arguments.passes {
-            self.measure(machine, pass, &mut ways, tensors).map_err(failed)?;
+            self.measure(machine, pass, &mut variants, tensors).map_err(failed)?;
         }
         let (passes, topology) = (self.arguments.passes.iter().enumerate(), group.linear().topology);
         let rows = passes.flat_map(|(at, &pass)| {
-            let ways = &ways;
-            ways.iter().filter_map(move |way| self.row((pass, at), topology, way, &ways[0]))
+            let variants = &variants;
+            variants.iter().filter_map(move |variant| self.row((pass, at), topology, variant, &variants[0]))
         });
         Ok(rows.collect())
     }
@@ -135,7 +137,7 @@ impl Case<'_> {
         ExpertDirection::Backward(self.gradient())
     }
 
-    /// So many ways to run a pass, those first that are predicted to be fastest; of every policy at least one.
+    /// So many variants to run a pass, those first that are predicted to be fastest; of every policy at least one.
     fn fastest(
         &self,
         machine: &LinearMachine,
@@ -191,8 +193,8 @@ impl Case<'_> {
         }
     }
 
-    /// A layer that runs so, its results compared with f64 and with the first way's bits.
-    fn way<M: Machine>(
+    /// A layer that runs so, its results compared with f64 and with the first variant's bits.
+    fn variant<M: Machine>(
         &self,
         group: &Group<M>,
         overlap: String,
@@ -200,7 +202,7 @@ impl Case<'_> {
         inputs: &ExpertInputs,
         tensors: &mut Option<Tensors<M>>,
         first: &mut Option<ExpertOutputs>,
-    ) -> Result<Way<M>, ExecError> {
+    ) -> Result<Variant<M>, ExecError> {
         let options = ExpertOptions {
             spec: self.spec,
             experts: self.routing.experts(),
@@ -241,23 +243,23 @@ impl Case<'_> {
         if first.get_or_insert_with(|| outputs.clone()) != &outputs {
             checked = checked.and(Err("its bits are not those of the sequential run".to_owned()));
         }
-        Ok(Way { overlap, passes, layer, checked, runs: Vec::new() })
+        Ok(Variant { overlap, passes, layer, checked, runs: Vec::new() })
     }
 
-    /// Times a pass in all ways, a run of each in turn.
+    /// Times a pass in all variants, a run of each in turn.
     fn measure<M: Machine>(
         &self,
         machine: &M,
         pass: BenchTpPass,
-        ways: &mut [Way<M>],
+        variants: &mut [Variant<M>],
         tensors: &Tensors<M>,
     ) -> Result<(), ExecError> {
-        ways.iter_mut().for_each(|way| way.runs.push([Vec::new(), Vec::new()]));
+        variants.iter_mut().for_each(|variant| variant.runs.push([Vec::new(), Vec::new()]));
         for run in 0..WARM_UPS + self.arguments.iterations as usize {
-            for turn in turns(run, 2 * ways.len()) {
-                let Way { layer, runs, .. } = &mut ways[turn / 2];
+            for turn in turns(run, 2 * variants.len()) {
+                let Variant { layer, runs, .. } = &mut variants[turn / 2];
                 layer.take_times(if turn % 2 == 0 { RunTimes::Operations } else { RunTimes::Whole });
-                machine.meet("a run")?;
+                machine.barrier("a run")?;
                 let done = match pass {
                     BenchTpPass::Forward => layer.forward(&tensors.x)?,
                     BenchTpPass::Backward => layer.backward(&tensors.x, &tensors.dy)?,
@@ -281,17 +283,19 @@ impl Case<'_> {
         &self,
         (pass, at): (BenchTpPass, usize),
         topology: Topology,
-        way: &Way<M>,
-        plain: &Way<M>,
+        variant: &Variant<M>,
+        plain: &Variant<M>,
     ) -> Option<Row> {
-        let seconds = |way: &Way<M>| -> Vec<f64> { way.runs[at][1].iter().map(Timeline::duration).collect() };
-        let (statistics, sequential) = (Statistics::of(&seconds(way))?, Statistics::of(&seconds(plain))?);
+        let seconds = |variant: &Variant<M>| -> Vec<f64> {
+            variant.runs[at][1].iter().map(Timeline::duration).collect()
+        };
+        let (statistics, sequential) = (Statistics::of(&seconds(variant))?, Statistics::of(&seconds(plain))?);
         let parts = Parts::of(&plain.runs[at][0]);
-        let hidden = Hidden::of(&way.runs[at][0])?;
+        let hidden = Hidden::of(&variant.runs[at][0])?;
         let hidden_noise = hidden.share().map(|_| hidden.noise);
         let ExpertPass { policy, groups } = match pass {
-            BenchTpPass::Forward => way.passes.forward,
-            BenchTpPass::Backward => way.passes.backward,
+            BenchTpPass::Forward => variant.passes.forward,
+            BenchTpPass::Backward => variant.passes.backward,
         };
         let rows: usize = self.routing.rows().iter().sum();
         let has_one = pass == BenchTpPass::Forward || self.gradient() == WeightGradient::Frozen;
@@ -307,7 +311,7 @@ impl Case<'_> {
             out_features: self.spec.out_features,
             dtype: dtype_name(self.spec.dtype).to_owned(),
             device: self.device.to_owned(),
-            overlap: way.overlap.clone(),
+            overlap: variant.overlap.clone(),
             policy: policy.to_string(),
             groups: groups.to_string(),
             cut: groups,
@@ -320,7 +324,7 @@ impl Case<'_> {
             of_longer: statistics.median / parts.longer(),
             hidden: figure(hidden.share(), hidden_noise),
             hidden_noise,
-            wrong: way.checked.clone().err(),
+            wrong: variant.checked.clone().err(),
         })
     }
 }

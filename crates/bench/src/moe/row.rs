@@ -9,7 +9,7 @@ use serde::Serialize;
 use crate::arguments::BenchTpPass;
 use crate::turns::efficiency_text;
 
-/// One pass of one layer in one way.
+/// One pass of one layer in one variant.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Row {
     pub(super) kind: String,

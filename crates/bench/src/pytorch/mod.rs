@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use counterpoint_console::CliError;
 
-pub(super) use peers::{PeerWay, Peers};
+pub(super) use peers::{PeerVariant, Peers};
 pub(super) use script::Script;
 #[cfg(test)]
 pub(super) use script::{assert_strings, text_of};

@@ -10,7 +10,7 @@ use super::TurnTaking;
 
 /// A way of PyTorch's to run a case, and what is known of it.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct PeerWay<T> {
+pub(crate) struct PeerVariant<T> {
     group: usize,
     number: usize,
     pub(crate) known: T,
@@ -20,7 +20,7 @@ pub(crate) struct PeerWay<T> {
     enqueued: VecDeque<f64>,
 }
 
-impl<T> PeerWay<T> {
+impl<T> PeerVariant<T> {
     /// How long devices are held back, on all ranks alike: half as long again as hosts took lately.
     fn hold(&self) -> f64 {
         let known = self.enqueued.iter().copied().fold(0.0, f64::max);
@@ -47,14 +47,14 @@ const RUNS: usize = 6;
 /// then stays, and ours go on.
 pub(crate) struct Peers<T> {
     groups: Vec<TurnTaking>,
-    ways: Vec<PeerWay<T>>,
+    variants: Vec<PeerVariant<T>>,
     failure: Option<CliError>,
 }
 
 impl<T> Peers<T> {
     /// Those of `groups`, none of which has a case yet.
     pub(crate) fn new(groups: Vec<TurnTaking>) -> Self {
-        Self { groups, ways: Vec::new(), failure: None }
+        Self { groups, variants: Vec::new(), failure: None }
     }
 
     /// Has a case made ready instead of the one before.
@@ -62,15 +62,15 @@ impl<T> Peers<T> {
     where
         T: DeserializeOwned,
     {
-        self.ways.clear();
+        self.variants.clear();
         for group in 0..self.groups.len() {
             match self.groups[group].prepare(case) {
                 Ok(known) => {
-                    let way = |(number, known)| {
+                    let variant = |(number, known)| {
                         let (seconds, enqueued) = (Vec::new(), VecDeque::new());
-                        PeerWay { group, number, known, seconds, enqueued }
+                        PeerVariant { group, number, known, seconds, enqueued }
                     };
-                    self.ways.extend(known.into_iter().enumerate().map(way));
+                    self.variants.extend(known.into_iter().enumerate().map(variant));
                 }
                 Err(error) => return self.fail(error),
             }
@@ -78,20 +78,20 @@ impl<T> Peers<T> {
     }
 
     /// The ways of the case.
-    pub(crate) fn ways(&self) -> &[PeerWay<T>] {
-        &self.ways
+    pub(crate) fn variants(&self) -> &[PeerVariant<T>] {
+        &self.variants
     }
 
     /// Which of them are as `wanted`.
     pub(crate) fn those(&self, wanted: impl Fn(&T) -> bool) -> Vec<usize> {
-        (0..self.ways.len()).filter(|way| wanted(&self.ways[*way].known)).collect()
+        (0..self.variants.len()).filter(|variant| wanted(&self.variants[*variant].known)).collect()
     }
 
     /// Runs one of them once, and keeps what it took where that is `timed`.
-    pub(crate) fn run(&mut self, way: usize, timed: bool) {
-        let Some(way) = self.ways.get_mut(way) else { return };
-        match self.groups[way.group].run(way.number, way.hold()) {
-            Ok(took) => way.ran(took, timed),
+    pub(crate) fn run(&mut self, variant: usize, timed: bool) {
+        let Some(variant) = self.variants.get_mut(variant) else { return };
+        match self.groups[variant.group].run(variant.number, variant.hold()) {
+            Ok(took) => variant.ran(took, timed),
             Err(error) => self.fail(error),
         }
     }
@@ -100,7 +100,7 @@ impl<T> Peers<T> {
         self.failure.get_or_insert(error);
         // Ranks that wait for one that has failed would hold on to their GPUs.
         self.groups.clear();
-        self.ways.clear();
+        self.variants.clear();
     }
 
     /// Ends them: why they ended before ours, where they did.
@@ -117,10 +117,10 @@ mod tests {
 
     #[test]
     fn ways_of_all_groups_are_kept_until_one_fails() {
-        let group = |ways: &str, seconds: &str| {
+        let group = |variants: &str, seconds: &str| {
             ranks(
                 &format!(
-                    r#"while read line; do case "$line" in *case*) echo '{ways}';; *) echo [{seconds}, 0.001];; esac; done"#
+                    r#"while read line; do case "$line" in *case*) echo '{variants}';; *) echo [{seconds}, 0.001];; esac; done"#
                 ),
                 2,
             )
@@ -133,13 +133,13 @@ mod tests {
         for timed in [false, true] {
             peers.run(1, timed);
         }
-        assert_eq!(peers.ways()[1].seconds, [0.5]);
-        assert_eq!([peers.ways()[0].hold(), peers.ways()[1].hold()], [1e-3, 1.5e-3]);
+        assert_eq!(peers.variants()[1].seconds, [0.5]);
+        assert_eq!([peers.variants()[0].hold(), peers.variants()[1].hold()], [1e-3, 1.5e-3]);
         peers.run(9, true);
         peers.run(2, true);
-        assert!(peers.ways().is_empty());
+        assert!(peers.variants().is_empty());
         peers.prepare(&"another");
-        assert!(peers.ways().is_empty());
+        assert!(peers.variants().is_empty());
         assert!(peers.end().unwrap_err().to_string().contains('4'));
         assert!(Peers::<String>::new(Vec::new()).end().is_ok());
     }

@@ -71,8 +71,8 @@ impl TurnTaking {
 
     /// Runs a way of the case once, for which devices are held back for `hold` seconds: seconds of the slowest rank, and those in which
     /// the slowest host enqueued it.
-    pub(super) fn run(&mut self, way: usize, hold: f64) -> Result<[f64; 2], CliError> {
-        let of_ranks: Vec<[f64; 2]> = self.ask(&json!({ "run": way, "hold": hold }))?;
+    pub(super) fn run(&mut self, variant: usize, hold: f64) -> Result<[f64; 2], CliError> {
+        let of_ranks: Vec<[f64; 2]> = self.ask(&json!({ "run": variant, "hold": hold }))?;
         Ok(of_ranks.into_iter().fold([0.0; 2], |[a, b], [c, d]| [a.max(c), b.max(d)]))
     }
 
@@ -169,7 +169,7 @@ pub(super) mod tests {
         let mut ranks = ranks(script, 3);
         let ways = ranks.prepare::<String>(&json!({ "mask": "full" })).unwrap();
         assert_eq!(ways, ["one", "two"]);
-        assert_eq!([0, 1].map(|way| ranks.run(way, 0.25).unwrap()), [[1.0, 1.0], [2.2, 0.2]]);
+        assert_eq!([0, 1].map(|variant| ranks.run(variant, 0.25).unwrap()), [[1.0, 1.0], [2.2, 0.2]]);
     }
 
     #[test]

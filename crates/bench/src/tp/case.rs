@@ -24,7 +24,7 @@ use super::connections;
 use super::measured::{Measured, MeasuredPass, digest};
 use super::normalised::{First, Layer, NORM};
 use super::parts::Parts;
-use super::peers::{self, Known};
+use super::peers::{self, PeerResult};
 use super::row::Row;
 use crate::arguments::{BenchTpArguments, BenchTpPass};
 use crate::hidden::Hidden;
@@ -65,8 +65,8 @@ struct Sums<M: Machine> {
     bias: Option<RankBuffers<M>>,
 }
 
-/// A layer that runs in one of the ways that are compared.
-struct Way<M: Machine> {
+/// A layer that runs in one of the variants that are compared.
+struct Variant<M: Machine> {
     overlap: String,
     planned: PlannedPasses,
     layer: Layer<M>,
@@ -75,7 +75,7 @@ struct Way<M: Machine> {
     passes: Vec<MeasuredPass>,
 }
 
-impl<M: Machine> Way<M> {
+impl<M: Machine> Variant<M> {
     fn measured(self) -> Measured {
         let Self { overlap, checked, bits, passes, .. } = self;
         Measured { overlap, passes, checked, bits }
@@ -88,7 +88,7 @@ impl Case<'_> {
     pub(super) fn measure_on<M: Machine>(
         &self,
         machine: &M,
-        peers: &mut Peers<Known>,
+        peers: &mut Peers<PeerResult>,
         joined: impl Fn(Measured) -> Result<Option<Measured>, CliError>,
     ) -> Result<Vec<Row>, CliError> {
         let config =
@@ -112,20 +112,21 @@ impl Case<'_> {
                 (choice.to_string(), named(*policy, groups))
             }));
         }
-        let mut ways: Vec<Way<M>> = Vec::new();
+        let mut variants: Vec<Variant<M>> = Vec::new();
         for (overlap, how) in asked {
             let planned = self.passes(machine, &how)?;
-            if !ways.iter().any(|way| way.overlap == overlap && way.planned == planned) {
-                ways.push(self.prepare(&group, overlap, planned, &mut tensors)?);
+            if !variants.iter().any(|variant| variant.overlap == overlap && variant.planned == planned) {
+                variants.push(self.prepare(&group, overlap, planned, &mut tensors)?);
             }
         }
         let Some(tensors) = &tensors else { return Ok(Vec::new()) };
         peers.prepare(&peers::case(self.shape, self.spec.kind, self.spec.activations));
         for &pass in &self.arguments.passes {
-            self.measure(machine, pass, &mut ways, tensors, peers)
+            self.measure(machine, pass, &mut variants, tensors, peers)
                 .map_err(|source| CliError::Run { source })?;
         }
-        let all: Vec<_> = ways.into_iter().map(|way| joined(way.measured())).collect::<Result<_, _>>()?;
+        let all: Vec<_> =
+            variants.into_iter().map(|variant| joined(variant.measured())).collect::<Result<_, _>>()?;
         let all: Vec<Measured> = all.into_iter().flatten().collect();
         let Some(plain) = all.first() else { return Ok(Vec::new()) };
         let rows = self
@@ -157,7 +158,7 @@ impl Case<'_> {
         overlap: String,
         planned: PlannedPasses,
         tensors: &mut Option<Tensors<M>>,
-    ) -> Result<Way<M>, CliError> {
+    ) -> Result<Variant<M>, CliError> {
         let failed = |source| CliError::Run { source };
         let norm = self.arguments.rms_norm.then_some(NORM);
         let layer = Layer::new(group, planned.clone(), self.gradient(), norm);
@@ -173,44 +174,44 @@ impl Case<'_> {
             layer.bind_main_grad(&sums.weight, sums.bias.as_ref()).map_err(failed)?;
         }
         let (checked, bits) = self.check(&mut layer, tensors, sums.as_ref(), &planned.forward.plan)?;
-        Ok(Way { overlap, planned, layer, checked, bits, passes: Vec::new() })
+        Ok(Variant { overlap, planned, layer, checked, bits, passes: Vec::new() })
     }
 
-    /// Times a pass in all ways, those of the peers too, a run of each in turn.
+    /// Times a pass in all variants, those of the peers too, a run of each in turn.
     fn measure<M: Machine>(
         &self,
         machine: &M,
         pass: BenchTpPass,
-        ways: &mut [Way<M>],
+        variants: &mut [Variant<M>],
         tensors: &Tensors<M>,
-        peers: &mut Peers<Known>,
+        peers: &mut Peers<PeerResult>,
     ) -> Result<(), ExecError> {
-        for way in &mut *ways {
+        for variant in &mut *variants {
             let PlannedPass { plan, policy } = match pass {
-                BenchTpPass::Forward => &way.planned.forward,
-                BenchTpPass::Backward => &way.planned.backward,
+                BenchTpPass::Forward => &variant.planned.forward,
+                BenchTpPass::Backward => &variant.planned.backward,
             };
             let (policy, groups) = (*policy, plan.groups());
             let (detailed, whole) = (Vec::new(), Vec::new());
-            way.passes.push(MeasuredPass { pass, policy, groups, detailed, whole });
+            variant.passes.push(MeasuredPass { pass, policy, groups, detailed, whole });
         }
         let of_peers = peers.those(|known| known.pass == pass);
-        // A way's runs with the times of all operations and those without are turns of their own: nobody runs behind itself alone.
-        let ours = 2 * ways.len();
+        // A variant's runs with the times of all operations and those without are turns of their own: nobody runs behind itself alone.
+        let ours = 2 * variants.len();
         for run in 0..WARM_UPS + self.arguments.iterations as usize {
             for turn in turns(run, ours + of_peers.len()) {
                 if turn >= ours {
                     peers.run(of_peers[turn - ours], run >= WARM_UPS);
                     continue;
                 }
-                let Way { layer, passes, .. } = &mut ways[turn / 2];
+                let Variant { layer, passes, .. } = &mut variants[turn / 2];
                 let Some(MeasuredPass { detailed, whole, .. }) = passes.last_mut() else { continue };
                 let (times, timelines) = match turn % 2 {
                     0 => (RunTimes::Operations, detailed),
                     _ => (RunTimes::Whole, whole),
                 };
                 layer.take_times(times);
-                machine.meet("a run")?;
+                machine.barrier("a run")?;
                 let done = match pass {
                     BenchTpPass::Forward => layer.forward(&tensors.x)?,
                     BenchTpPass::Backward => layer.backward(&tensors.x, &tensors.dy)?,

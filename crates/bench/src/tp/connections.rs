@@ -16,7 +16,7 @@ use crate::rows::Rows;
 /// The driver's own variable.
 const CONNECTIONS: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
 
-/// What such a process is not given, or in another way.
+/// What such a process is not given, or in another variant.
 const LEFT_OUT: [&str; 4] = ["connections", "peers", "trace", "json"];
 
 /// What this process's driver was told.
@@ -32,7 +32,7 @@ enum Line {
     Peer(Box<PeerRow>),
 }
 
-/// Measures with each number in turn. A number may be named several times: its best median counts. PyTorch's ways run beside those of
+/// Measures with each number in turn. A number may be named several times: its best median counts. PyTorch's variants run beside those of
 /// ours that have as many. Where a process fails, what was measured until then is kept.
 pub(super) fn run(arguments: &BenchTpArguments, line: &CommandLine) -> Result<(), CliError> {
     let (mut all, mut of_peers): (Vec<Row>, Vec<PeerRow>) = Default::default();

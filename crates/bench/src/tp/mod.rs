@@ -29,7 +29,7 @@ use counterpoint_plan::{DType, LinearKind, LinearSpec, Topology};
 use counterpoint_report::{TimelinePair, TraceSection, chrome_trace};
 
 use self::case::Case;
-use self::peers::Known;
+use self::peers::PeerResult;
 use self::row::Row;
 use crate::arguments::{BenchTpArguments, BenchTpKind};
 use crate::pytorch::Peers;
@@ -142,7 +142,7 @@ fn measure_all(
             let [tokens, hidden, local] = shape;
             let LinearSpec { kind, activations, .. } = spec;
             progress.step(format!("{kind} {activations} {tokens}:{hidden}:{local} {transport}"));
-            let on = On { transport: *transport, machine, tuned: &tuned };
+            let on = Setting { transport: *transport, machine, tuned: &tuned };
             let ours = measure(arguments, (spec, shape), tp_size, on, &inputs, &mut peers)?;
             let beside = peers::rows(&peers, &ours);
             for row in ours {
@@ -179,7 +179,7 @@ fn trace_of(rows: &[Row]) -> String {
 }
 
 /// What a layer is measured on.
-struct On<'a> {
+struct Setting<'a> {
     transport: TransportKind,
     machine: &'a BenchRanks,
     tuned: &'a TunedPlans,
@@ -208,9 +208,9 @@ fn measure(
     arguments: &BenchTpArguments,
     (spec, shape): (LinearSpec, [usize; 3]),
     tp_size: usize,
-    On { transport, machine, tuned }: On<'_>,
+    Setting { transport, machine, tuned }: Setting<'_>,
     inputs: &LinearInputs,
-    peers: &mut Peers<Known>,
+    peers: &mut Peers<PeerResult>,
 ) -> Result<Vec<Row>, CliError> {
     let cost = cost_of(arguments, machine, tp_size)?;
     let device = &machine.name();

@@ -16,9 +16,9 @@ pub(super) struct Parts {
     pub(super) bias_gradient: f64,
     /// An RMSNorm behind a row-parallel layer, or its gradients: whole rows, under which nothing of the pass travels.
     pub(super) norm: f64,
-    /// Inputs on their way to all ranks.
+    /// Inputs on their variant to all ranks.
     pub(super) gather: f64,
-    /// Sums on their way to their owners.
+    /// Sums on their variant to their owners.
     pub(super) reduce: f64,
     /// From there to all ranks, where all want them.
     pub(super) spread: f64,

@@ -10,21 +10,21 @@ use serde_json::json;
 
 use super::row::Row;
 use crate::arguments::{BenchTpArguments, BenchTpPass};
-use crate::pytorch::{PeerWay, Peers, Script, TurnTaking, lacks_gpus, on_gpus};
+use crate::pytorch::{PeerVariant, Peers, Script, TurnTaking, lacks_gpus, on_gpus};
 
 /// CUDA's own number of connections, which it uses where the variable is not set.
 const USUAL_CONNECTIONS: u32 = 8;
 
-/// What the script says of a way.
+/// What the script says of a variant.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
-pub(super) struct Known {
+pub(super) struct PeerResult {
     by: String,
     pub(super) pass: BenchTpPass,
     connections: String,
     error_over_bound: f64,
 }
 
-/// A layer in one of PyTorch's ways, beside the fastest of ours.
+/// A layer in one of PyTorch's variants, beside the fastest of ours.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct PeerRow {
     by: String,
@@ -67,9 +67,9 @@ pub(super) fn print(rows: &[PeerRow]) -> Result<(), CliError> {
     console::print(&(TITLE.to_owned() + &table(&COLUMNS, rows.iter().map(PeerRow::cells), &console::style())))
 }
 
-/// Starts PyTorch's ways to run a tensor-parallel layer, in the machine's own `python3`: a process a GPU for each number of connections
+/// Starts PyTorch's variants to run a tensor-parallel layer, in the machine's own `python3`: a process a GPU for each number of connections
 /// that is asked for, which CUDA reads when it starts.
-pub(super) fn start(arguments: &BenchTpArguments, tp_size: usize) -> Result<Peers<Known>, CliError> {
+pub(super) fn start(arguments: &BenchTpArguments, tp_size: usize) -> Result<Peers<PeerResult>, CliError> {
     let group = |connections: u32| {
         let script = Script::unpack("tensor_parallel.py")?;
         let process = || {
@@ -92,13 +92,13 @@ pub(super) fn case(shape: [usize; 3], kind: LinearKind, activations: Activations
     json!({ "shape": shape, "kind": kind, "activations": activations })
 }
 
-/// What a layer's ways took, with `ours`, interleaved with them.
-pub(super) fn rows(peers: &Peers<Known>, ours: &[Row]) -> Vec<PeerRow> {
-    let row = |way: &PeerWay<Known>| {
-        let Known { by, pass, connections, error_over_bound } = way.known.clone();
+/// What a layer's variants took, with `ours`, interleaved with them.
+pub(super) fn rows(peers: &Peers<PeerResult>, ours: &[Row]) -> Vec<PeerRow> {
+    let row = |variant: &PeerVariant<PeerResult>| {
+        let PeerResult { by, pass, connections, error_over_bound } = variant.known.clone();
         let right = ours.iter().filter(|row| row.pass == pass && row.wrong.is_none());
         let best = right.min_by(|a, b| a.seconds.median.total_cmp(&b.seconds.median))?;
-        let seconds = Statistics::of(&way.seconds)?;
+        let seconds = Statistics::of(&variant.seconds)?;
         Some(PeerRow {
             by,
             kind: best.kind,
@@ -115,7 +115,7 @@ pub(super) fn rows(peers: &Peers<Known>, ours: &[Row]) -> Vec<PeerRow> {
             seconds,
         })
     };
-    peers.ways().iter().filter_map(row).collect()
+    peers.variants().iter().filter_map(row).collect()
 }
 
 fn command(script: &Script, arguments: &BenchTpArguments) -> Command {
@@ -151,11 +151,11 @@ mod tests {
     use super::*;
     use crate::pytorch::assert_strings;
 
-    /// What the script says of its ways is what is read here, and both know the same names.
+    /// What the script says of its variants is what is read here, and both know the same names.
     #[test]
     fn ways_of_the_script_are_understood() {
         let told = r#"{"by": "megatron", "pass": "backward", "error_over_bound": 0.3, "wide_addmm": true, "connections": "unset"}"#;
-        let known: Known = serde_json::from_str(told).unwrap();
+        let known: PeerResult = serde_json::from_str(told).unwrap();
         assert_eq!((known.by.as_str(), known.pass), ("megatron", BenchTpPass::Backward));
         assert_strings("tensor_parallel.py", ["column", "row", "replicated", "sequence_parallel"]);
         assert_strings("layers/passes.py", ["forward", "backward", "megatron", "async_tp"]);

@@ -37,7 +37,7 @@ pub(super) struct Row {
     /// With nothing side by side.
     pub(super) sequential_seconds: f64,
     pub(super) ideal_seconds: f64,
-    /// How much of the way from the one to the other; `None` where there is none, or where it is not known well enough.
+    /// How much of the variant from the one to the other; `None` where there is none, or where it is not known well enough.
     pub(super) efficiency: Option<f64>,
     /// To how much that is known: twice its standard error.
     pub(super) efficiency_noise: Option<f64>,
@@ -56,7 +56,7 @@ pub(super) struct Row {
     pub(super) bias_gradient_seconds: f64,
     /// That of the weight over that of the sequential run.
     pub(super) weight_gradient_slowdown: Option<f64>,
-    /// Inputs on their way to all ranks; sums to their owners; those to all ranks.
+    /// Inputs on their variant to all ranks; sums to their owners; those to all ranks.
     pub(super) gather_seconds: f64,
     pub(super) reduce_seconds: f64,
     pub(super) spread_seconds: f64,

@@ -8,9 +8,11 @@ mod stage_prediction;
 use counterpoint_cost::ReadyWork;
 use counterpoint_mask::{Band, Range};
 use counterpoint_plan::{
-    AttentionSpec, HostedWork, Outline, Plan, PlanConfig, RankOutline, RankPlan, StageCuts, StagePlan,
+    AttentionSpec, HostedWork, Outline, Plan, RankOutline, RankPlan, StageCuts, StagePlan,
 };
 use serde::{Deserialize, Serialize};
+
+use crate::config::PlanConfig;
 
 pub(crate) use direction::{Direction, StageWork};
 pub(crate) use link_counts::LinkCounts;
@@ -42,7 +44,7 @@ pub struct Prediction {
 
 impl Prediction {
     /// Predicts `plan` with the machine of `config`, by pairs. Every stage is charged what it really sends and receives. The number
-    /// of stages of [`StageCount::Auto`](counterpoint_plan::StageCount::Auto) is chosen by the same measure, and on machines with
+    /// of stages of [`StageCount::Auto`](crate::StageCount::Auto) is chosen by the same measure, and on machines with
     /// [`TileCosts`](counterpoint_cost::TileCosts) by the tiles of each stage.
     pub fn new(plan: &Plan, spec: &AttentionSpec, config: &PlanConfig) -> Self {
         let predict = |direction: Direction, plan: &RankPlan, stages: &[StagePlan]| {

@@ -5,11 +5,11 @@ mod proposals;
 use std::fmt;
 
 use counterpoint_mask::{Mask, Range};
-use counterpoint_plan::{
-    AttentionSpec, Away, Division, Owners, PlanConfig, PlanError, Planning, QueryExchange, StageCount,
-};
+use counterpoint_plan::{AttentionSpec, Away, Division, Owners, PlanError, Planning};
 
 use crate::closed_form::Prediction;
+use crate::config::{PlanConfig, QueryExchange};
+use crate::pass_stages::StageCount;
 use crate::stages;
 use proposals::proposals;
 

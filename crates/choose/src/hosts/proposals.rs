@@ -2,7 +2,9 @@
 
 use counterpoint_cost::CostModel;
 use counterpoint_mask::{Band, Range};
-use counterpoint_plan::{AttentionSpec, Away, Dispatch, Division, PlanConfig, QueryExchange, Runs};
+use counterpoint_plan::{AttentionSpec, Away, Dispatch, Division, Runs};
+
+use crate::config::{PlanConfig, QueryExchange};
 
 /// Pieces of a rank's rows that may be away, widest first. Those that are not as wide gain less, and each is a step.
 const MOST_PIECES: usize = 64;

@@ -7,13 +7,14 @@ use counterpoint_mask::{Band, Mask, Range};
 
 use counterpoint_cost::{CostModel, ReadyWork, TileCost, TileCosts, TileShape, WorkerSharing};
 use counterpoint_plan::{
-    AttentionSpec, ChunkWork, Dispatch, DispatchAlgorithm, Division, Owners, PlanConfig, PlanError, Planning,
-    RankOutline, StageCuts,
+    AttentionSpec, ChunkWork, Dispatch, Division, Owners, PlanError, Planning, RankOutline, StageCuts,
 };
 
 use super::affinity::{Effort, Prices, Reach, Search, settle, settles};
 use crate::closed_form::{Direction, StagePrediction, busier_rows, makespan};
+use crate::config::{DispatchAlgorithm, PlanConfig};
 use crate::receive_layers::most_layers;
+use crate::whole_work::whole_work;
 
 const PICOSECONDS: f64 = 1e12;
 /// Keys of a rank are there or arrive, and lie in pieces: its backward can gather fewer of a document's tiles than that of a whole mask.
@@ -68,7 +69,7 @@ fn by_seconds_with(
     }
     // What suits the whole mask hardly ever is another shape than what suits a rank's part of it.
     let bands: Vec<Band> = mask.bands().collect();
-    let whole = spec.work(&bands, [mask.seqlen_q(), mask.seqlen_k()]);
+    let whole = whole_work(spec, &bands, [mask.seqlen_q(), mask.seqlen_k()]);
     let Some(shapes) = COST.tile_shapes(&whole) else { return Ok(dispatch) };
     let Some(mut prices) = prices(problem, work, dispatch.cp_size(), shapes)? else { return Ok(dispatch) };
     let reach = Reach::new(work);
@@ -171,7 +172,7 @@ fn prices(
     }
     let price = |first: usize| {
         let chunk = firsts[first];
-        let work = spec.work(&bands[chunk], [work.rows(chunk).len(), work.seqlen_k()]);
+        let work = whole_work(spec, &bands[chunk], [work.rows(chunk).len(), work.seqlen_k()]);
         Some(COST.share_seconds(&work, shapes)?.map(|seconds| (seconds * PICOSECONDS) as i64))
     };
     let each: Option<Vec<[i64; 2]>> = planning.map(firsts.len(), price)?.into_iter().collect();
@@ -228,7 +229,7 @@ impl KnownTimes {
     }
 
     fn work_out(&self, bands: &[Band], rows: [usize; 2], spec: &AttentionSpec) -> [f64; 2] {
-        let work = spec.work(bands, rows);
+        let work = whole_work(spec, bands, rows);
         let seconds = COST.seconds_in(&work, self.shapes);
         seconds.unwrap_or_else(|| [COST.forward_seconds(&work), COST.backward_seconds(&work)])
     }
@@ -322,7 +323,7 @@ mod tests {
     fn shapes(mask: &Mask) -> [TileShape; 2] {
         let bands: Vec<Band> = mask.bands().collect();
         let rows = [mask.seqlen_q(), mask.seqlen_k()];
-        COST.tile_shapes(&SPEC.work(&bands, rows)).unwrap()
+        COST.tile_shapes(&whole_work(&SPEC, &bands, rows)).unwrap()
     }
 
     /// Packs of documents whose lengths are as unlike as those of texts.
@@ -369,7 +370,7 @@ mod tests {
                     let bands = &cuts.bands(rank, outline)[1];
                     let received: usize = cuts.rows(rank, 1).iter().map(Range::len).sum();
                     let rows = [outline.q_rows, outline.own_rows() + received];
-                    let work = SPEC.work(bands, rows);
+                    let work = whole_work(&SPEC, bands, rows);
                     [COST.forward_seconds(&work), COST.backward_seconds(&work)]
                 });
                 let slowest =

@@ -9,7 +9,9 @@ mod min_heap;
 mod sequential;
 mod zigzag;
 
-use counterpoint_plan::{ChunkWork, Dispatch, DispatchAlgorithm, Planning};
+use counterpoint_plan::{ChunkWork, Dispatch, Planning};
+
+use crate::config::DispatchAlgorithm;
 
 pub(crate) use by_seconds::by_seconds;
 pub(crate) use home::Home;

@@ -8,11 +8,12 @@ mod traffic;
 
 use counterpoint_mask::Band;
 use counterpoint_plan::{
-    AttentionSpec, Division, KEY_BLOCK, Outline, PlanConfig, PlanError, Planning, RankOutline, Runs,
-    StageCount, StageCuts,
+    AttentionSpec, Division, KEY_BLOCK, Outline, PlanError, Planning, RankOutline, Runs, StageCuts,
 };
 
 use crate::closed_form::{Direction, LinkRows, StagePrediction, StageWork, busier_rows, makespan};
+use crate::config::PlanConfig;
+use crate::pass_stages::StageCount;
 use crate::receive_layers::most_layers;
 
 use profile::Profile;

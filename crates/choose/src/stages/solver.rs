@@ -52,9 +52,9 @@ pub(crate) struct Cuts {
     places: usize,
 }
 
-/// One way to cut up to a place.
+/// One path to cut up to a place.
 #[derive(Clone, Copy, Debug)]
-struct Way {
+struct Path {
     /// When the last stage's computation ends.
     compute_end: f64,
     /// The latest `compute_end(s) - (s - 1) reduce_alpha - start(s) reduce_row` of the stages so far. Group-reduces run one
@@ -63,59 +63,59 @@ struct Way {
     reduce_lag: f64,
     /// The place where the last stage ends.
     place: u16,
-    /// The way up to where the last stage starts.
+    /// The path up to where the last stage starts.
     from: u32,
 }
 
-/// Ways to cut up to all places into ever more stages. Those of one state, a number of stages and a place where the last
+/// Paths to cut up to all places into ever more stages. Those of one state, a number of stages and a place where the last
 /// one ends, lie together; none of them is better than another both in its end and in its lag. All of these are kept, so
 /// the cuts found are the best; there are few (at most 13 in 30,000 random problems of 16 cells and 8 stages, at most 48
 /// with 64 of each).
-struct Ways {
-    ways: Vec<Way>,
-    /// Where the ways of each state start, and the end.
+struct Paths {
+    paths: Vec<Path>,
+    /// Where the paths of each state start, and the end.
     starts: Vec<usize>,
 }
 
-impl Ways {
-    /// The ways of the state that is being filled.
-    fn add(&mut self, way: Way) {
+impl Paths {
+    /// The paths of the state that is being filled.
+    fn add(&mut self, path: Path) {
         let start = self.starts[self.starts.len() - 1];
-        let better = |a: &Way, b: &Way| a.compute_end <= b.compute_end && a.reduce_lag <= b.reduce_lag;
-        if self.ways[start..].iter().any(|other| better(other, &way)) {
+        let better = |a: &Path, b: &Path| a.compute_end <= b.compute_end && a.reduce_lag <= b.reduce_lag;
+        if self.paths[start..].iter().any(|other| better(other, &path)) {
             return;
         }
         let mut index = start;
-        while index < self.ways.len() {
-            if better(&way, &self.ways[index]) {
-                self.ways.swap_remove(index);
+        while index < self.paths.len() {
+            if better(&path, &self.paths[index]) {
+                self.paths.swap_remove(index);
             } else {
                 index += 1;
             }
         }
-        self.ways.push(way);
+        self.paths.push(path);
     }
 
     fn close_state(&mut self) {
-        self.starts.push(self.ways.len());
+        self.starts.push(self.paths.len());
     }
 
-    /// Indices of the ways of a closed state.
+    /// Indices of the paths of a closed state.
     fn of(&self, state: usize) -> std::ops::Range<usize> {
         self.starts[state]..self.starts[state + 1]
     }
 
-    /// The way of a closed state at the end of the list that ends first. In a forward the lag is the end of the last
+    /// The path of a closed state at the end of the list that ends first. In a forward the lag is the end of the last
     /// computation.
     fn first(&self, state: usize) -> Option<usize> {
         self.of(state).reduce(|first, index| {
-            if self.ways[index].reduce_lag < self.ways[first].reduce_lag { index } else { first }
+            if self.paths[index].reduce_lag < self.paths[first].reduce_lag { index } else { first }
         })
     }
 }
 
-/// What all ways share whose `m`th stage ends at a place, and what whoever goes on from there cannot avoid: the next
-/// stage has at least the next cell, and so at least some lag. To count that lag now makes most ways equal that differ in
+/// What all paths share whose `m`th stage ends at a place, and what whoever goes on from there cannot avoid: the next
+/// stage has at least the next cell, and so at least some lag. To count that lag now makes most paths equal that differ in
 /// a smaller one.
 struct Step {
     cast_end: f64,
@@ -155,42 +155,42 @@ impl Cuts {
         let mut solved = Self { seconds: Vec::with_capacity(stages + 1), cuts: vec![0], places };
         solved.seconds.push(if places == 1 { local } else { f64::INFINITY });
         // State m * places + j: the first m stages end at place j. Without a stage only place 0 can be reached.
-        let mut ways = Ways { ways: Vec::new(), starts: vec![0] };
-        ways.add(Way { compute_end: local, reduce_lag: f64::NEG_INFINITY, place: 0, from: 0 });
-        (0..places).for_each(|_| ways.close_state());
+        let mut paths = Paths { paths: Vec::new(), starts: vec![0] };
+        paths.add(Path { compute_end: local, reduce_lag: f64::NEG_INFINITY, place: 0, from: 0 });
+        (0..places).for_each(|_| paths.close_state());
         for m in 1..=stages {
             for j in 0..places {
                 let step = Step::new(profile, rates, m, j);
                 for i in (m - 1)..j {
                     let compute = rates.remote(profile.area_before[j] - profile.area_before[i]);
                     let reduced = rates.reduced(m - 1, profile.places[i]);
-                    for index in ways.of((m - 1) * places + i) {
-                        let way = ways.ways[index];
-                        let compute_end = way.compute_end.max(step.cast_end) + compute;
-                        let reduce_lag = way.reduce_lag.max(compute_end - reduced);
+                    for index in paths.of((m - 1) * places + i) {
+                        let path = paths.paths[index];
+                        let compute_end = path.compute_end.max(step.cast_end) + compute;
+                        let reduce_lag = path.reduce_lag.max(compute_end - reduced);
                         let reduce_lag = reduce_lag.max(step.least_next_lag(compute_end));
-                        ways.add(Way { compute_end, reduce_lag, place: j as u16, from: index as u32 });
+                        paths.add(Path { compute_end, reduce_lag, place: j as u16, from: index as u32 });
                     }
                 }
-                ways.close_state();
+                paths.close_state();
             }
-            solved.keep(profile, rates, &ways, m);
+            solved.keep(profile, rates, &paths, m);
         }
         solved
     }
 
-    /// Keeps the best way to cut the whole list into `m` stages.
-    fn keep(&mut self, profile: &Profile, rates: &Rates, ways: &Ways, m: usize) {
+    /// Keeps the best path to cut the whole list into `m` stages.
+    fn keep(&mut self, profile: &Profile, rates: &Rates, paths: &Paths, m: usize) {
         let start = self.cuts.len();
         self.cuts.resize(start + m + 1, 0);
-        let Some(mut way) = ways.first((m + 1) * self.places - 1).map(|index| &ways.ways[index]) else {
+        let Some(mut path) = paths.first((m + 1) * self.places - 1).map(|index| &paths.paths[index]) else {
             self.seconds.push(f64::INFINITY);
             return;
         };
-        self.seconds.push(way.reduce_lag + rates.reduced(m, profile.places[self.places - 1]));
+        self.seconds.push(path.reduce_lag + rates.reduced(m, profile.places[self.places - 1]));
         for stage in (1..=m).rev() {
-            self.cuts[start + stage] = way.place;
-            way = &ways.ways[way.from as usize];
+            self.cuts[start + stage] = path.place;
+            path = &paths.paths[path.from as usize];
         }
     }
 
@@ -231,7 +231,7 @@ mod tests {
         f64::max(compute_end, reduce_end)
     }
 
-    /// All ways to cut `0 ..= last` into `m` stages with rows.
+    /// All paths to cut `0 ..= last` into `m` stages with rows.
     fn all_cuts(last: usize, m: usize) -> Vec<Vec<usize>> {
         if m == 0 {
             return if last == 0 { vec![vec![0]] } else { Vec::new() };

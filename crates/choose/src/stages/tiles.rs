@@ -5,6 +5,7 @@ use counterpoint_mask::{Band, Range};
 use counterpoint_plan::{AttentionSpec, RankOutline, StageCuts};
 
 use crate::closed_form::{Direction, LinkRows, StagePrediction, makespan};
+use crate::whole_work::whole_work;
 
 /// Ranks that are looked at: of many ranks those that are slowest by pairs, which are hardly ever all wrong.
 pub(super) const PROBED: usize = 4;
@@ -127,7 +128,7 @@ impl Direction {
             staged: !(place.begins && place.ends),
             passed_bytes,
             computed_seconds,
-            ..spec.work(bands, [q_rows, k_rows])
+            ..whole_work(spec, bands, [q_rows, k_rows])
         };
         match self {
             Direction::Forward => cost.forward_seconds(&work),

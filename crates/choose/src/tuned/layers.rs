@@ -1,5 +1,6 @@
 //! What tuned passes of linear layers are told apart by.
 
+use counterpoint_cost::ProblemSize;
 use counterpoint_plan::{DType, GemmCollective, LinearDirection, LinearSpec, Topology};
 use serde::{Deserialize, Serialize};
 
@@ -20,12 +21,9 @@ pub struct TunedShape {
     pub pass: TunedPass,
     /// What travels beside the pass's product of `y` or `dx`.
     pub collective: GemmCollective,
-    /// Rows of that product.
-    pub m: usize,
-    /// Columns of it, of all ranks.
-    pub n: usize,
-    /// Terms of every sum of it, of all ranks.
-    pub k: usize,
+    /// The size of that product, of all ranks.
+    #[serde(flatten)]
+    pub product: ProblemSize,
     /// Element type.
     pub dtype: DType,
     /// Whether the layer has a bias.
@@ -42,7 +40,8 @@ impl TunedShape {
             LinearDirection::Forward => (out_features, in_features),
             LinearDirection::Backward { .. } => (in_features, out_features),
         };
+        let product = ProblemSize { m, n, k };
         let TunedPlace { device, transport } = place.clone();
-        Some(Self { device, transport, ranks, ranks_per_node, pass, collective, m, n, k, dtype, bias })
+        Some(Self { device, transport, ranks, ranks_per_node, pass, collective, product, dtype, bias })
     }
 }

@@ -5,6 +5,7 @@ mod layers;
 
 use std::ops::RangeInclusive;
 
+use counterpoint_cost::ProblemSize;
 use counterpoint_plan::{DType, ExpertGroups, GemmCollective, LinearDirection, WaveGroups};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
@@ -234,7 +235,7 @@ impl TunedPlans {
         }
         let plans: Self = serde_json::from_str(text).map_err(form)?;
         for (index, plan) in plans.layers.0.iter().enumerate() {
-            let TunedShape { m, ranks, collective, .. } = plan.shape;
+            let TunedShape { product: ProblemSize { m, .. }, ranks, collective, .. } = plan.shape;
             let rows = m.div_ceil(ranks.max(1));
             let sum = plan.groups.iter().fold(0usize, |sum, size| sum.saturating_add(*size));
             if sum != rows || plan.groups.contains(&0) {
@@ -305,6 +306,9 @@ mod tests {
         plans.layers.insert(tuned(GemmCollective::AllGather, 128, "Y", "signals"));
         assert_eq!(plans.layers.plans().len(), 5);
         assert_eq!(TunedPlans::from_json(&plans.to_json()), Ok(plans.clone()));
+        // Sizes stand beside everything else, where files of former versions have them.
+        let file: serde_json::Value = serde_json::from_str(&plans.to_json()).unwrap();
+        assert_eq!(["m", "n", "k"].map(|axis| file["plans"][0][axis].as_u64()), [128, 64, 32].map(Some));
 
         let spec = GemmCollective::AllGather.layer([128, 64, 32].into(), DType::Bf16);
         let shape =
@@ -344,7 +348,7 @@ mod tests {
             for (_, collective) in GemmCollective::NAMES {
                 let spec = collective.layer_of(pass.direction(), [128, 64, 32].into(), DType::F32);
                 let shape = TunedShape::of(&spec, pass, FLAT, &place("X")).unwrap();
-                assert_eq!((shape.collective, [shape.m, shape.n, shape.k]), (collective, [128, 64, 32]));
+                assert_eq!((shape.collective, shape.product), (collective, [128, 64, 32].into()));
             }
         }
     }

@@ -1,8 +1,9 @@
 //! Random problems of attention, from a seed: ranks, nodes, masks of every kind and lengths as they are trained with.
 
+use counterpoint_choose::PlanConfig;
 use counterpoint_cost::{CostModel, MachineProfile};
 use counterpoint_mask::{AttnSlice, Documents, Mask, MaskPreset, MaskType, Range, Window};
-use counterpoint_plan::{AttentionSpec, DType, PlanConfig, Topology};
+use counterpoint_plan::{AttentionSpec, DType, Topology};
 use rand::{Rng, RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 

@@ -2,9 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-use counterpoint_choose::{DeviceModel, attention_policies, plan_attention, plan_mask};
+use counterpoint_choose::{DeviceModel, PlanConfig, attention_policies, plan_attention, plan_mask};
 use counterpoint_mask::{Documents, Mask};
-use counterpoint_plan::{AttentionSpec, DType, PlanConfig, Planning};
+use counterpoint_plan::{AttentionSpec, DType, Planning};
 use counterpoint_schedule::{GradientReduction, RankTransport};
 
 use crate::case::cost;

@@ -2,8 +2,10 @@
 
 use std::time::{Duration, Instant};
 
-use counterpoint_choose::{DISPATCHES, DeviceModel, attention_policies, plan_attention, plan_mask};
-use counterpoint_plan::{DispatchAlgorithm, Plan, PlanConfig, Planning};
+use counterpoint_choose::{
+    DISPATCHES, DeviceModel, DispatchAlgorithm, PlanConfig, attention_policies, plan_attention, plan_mask,
+};
+use counterpoint_plan::{Plan, Planning};
 use counterpoint_schedule::{GradientReduction, RankTransport};
 
 use crate::case::{Case, SEED, Sizes};

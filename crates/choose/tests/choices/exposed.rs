@@ -1,8 +1,10 @@
 //! What of communication is not hidden where nothing is named: packed documents, 8 ranks of 8k tokens, simulated.
 
-use counterpoint_choose::{AttentionPrediction, DeviceModel, attention_policies, plan_attention};
+use counterpoint_choose::{
+    AttentionPrediction, DeviceModel, PlanConfig, StageCount, attention_policies, plan_attention,
+};
 use counterpoint_mask::{Documents, Mask};
-use counterpoint_plan::{AttentionSpec, DType, GradientShares, Plan, PlanConfig, Planning, StageCount};
+use counterpoint_plan::{AttentionSpec, DType, GradientShares, Plan, Planning};
 use counterpoint_schedule::{GradientReduction, PassPolicies, RankTransport, Timeline};
 
 use crate::case::cost;

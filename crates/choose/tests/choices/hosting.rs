@@ -1,8 +1,11 @@
 //! Where rows are computed, keys or queries travelling: what `auto` keeps beside keys that travel alone.
 
-use counterpoint_choose::{DeviceModel, attention_policies, modelled_transports, plan_attention};
+use counterpoint_choose::{
+    DeviceModel, PlanConfig, QueryExchange, StageCount, attention_policies, modelled_transports,
+    plan_attention,
+};
 use counterpoint_cost::CostModel;
-use counterpoint_plan::{AttentionSpec, DType, Plan, PlanConfig, Planning, QueryExchange, StageCount};
+use counterpoint_plan::{AttentionSpec, DType, Plan, Planning};
 use counterpoint_schedule::GradientReduction;
 
 use crate::case::{Case, SEED, Sizes};

@@ -2,8 +2,10 @@
 
 use std::thread;
 
-use counterpoint_choose::{ChooseError, DeviceModel, attention_policies, plan_attention};
-use counterpoint_plan::{CancellationToken, Helpers, PlanConfig, PlanError, Planning, QueryExchange};
+use counterpoint_choose::{
+    ChooseError, DeviceModel, PlanConfig, QueryExchange, attention_policies, plan_attention,
+};
+use counterpoint_plan::{CancellationToken, Helpers, PlanError, Planning};
 use counterpoint_schedule::{GradientReduction, RankTransport};
 
 use crate::case::{Case, SEED, Sizes};

@@ -1,10 +1,8 @@
 //! What travels of a mask whose last block sees everything, beside ring attention and what no plan as level can go below.
 
-use counterpoint_choose::{DISPATCHES, DeviceModel, plan_attention, plan_mask};
+use counterpoint_choose::{DISPATCHES, DeviceModel, PlanConfig, QueryExchange, plan_attention, plan_mask};
 use counterpoint_mask::Mask;
-use counterpoint_plan::{
-    AttentionSpec, DType, Plan, PlanConfig, Planning, QueryExchange, RankPlan, TrafficBounds,
-};
+use counterpoint_plan::{AttentionSpec, DType, Plan, Planning, RankPlan, TrafficBounds};
 
 use crate::case::cost;
 

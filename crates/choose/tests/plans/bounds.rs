@@ -1,8 +1,8 @@
 //! The lower bound of what plans move, beside plans that reach it.
 
-use counterpoint_choose::plan_mask;
+use counterpoint_choose::{DispatchAlgorithm, PlanConfig, plan_mask};
 use counterpoint_mask::Mask;
-use counterpoint_plan::{DispatchAlgorithm, PlanConfig, TrafficBounds};
+use counterpoint_plan::TrafficBounds;
 
 use crate::cases::spec;
 

@@ -1,10 +1,8 @@
 //! Random masks and configurations that tests of the plan share.
 
+use counterpoint_choose::{DispatchAlgorithm, PassStages, PlanConfig, QueryExchange, StageCount};
 use counterpoint_cost::CostModel;
-use counterpoint_plan::{
-    AttentionSpec, DType, DispatchAlgorithm, GradientShares, PassStages, PlanConfig, QueryExchange,
-    StageCount, Topology,
-};
+use counterpoint_plan::{AttentionSpec, DType, GradientShares, Topology};
 use proptest::prelude::*;
 
 #[path = "../../../mask/tests/random/mod.rs"]

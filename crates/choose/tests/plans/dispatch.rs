@@ -3,11 +3,9 @@
 use std::fs;
 
 use crate::cases::masks;
-use counterpoint_choose::{dispatch, dispatch_keys, dispatch_queries};
+use counterpoint_choose::{DispatchAlgorithm, MAX_CHUNKS, dispatch, dispatch_keys, dispatch_queries};
 use counterpoint_mask::{AttnSlice, Documents, Mask, MaskType, Range};
-use counterpoint_plan::{
-    ChunkWork, Dispatch, DispatchAlgorithm, MAX_CHUNKS, chunk_work, received_rows, received_rows_lower_bound,
-};
+use counterpoint_plan::{ChunkWork, Dispatch, chunk_work, received_rows, received_rows_lower_bound};
 use proptest::prelude::*;
 
 const ALGORITHMS: [DispatchAlgorithm; 4] = [

@@ -2,10 +2,10 @@
 
 use std::collections::HashMap;
 
-use counterpoint_choose::plan_mask;
+use counterpoint_choose::{PlanConfig, StageCount, plan_mask};
 use counterpoint_cost::{CostModel, WorkerSharing};
 use counterpoint_mask::Mask;
-use counterpoint_plan::{AttentionSpec, DType, Fingerprint, Plan, PlanConfig, StageCount};
+use counterpoint_plan::{AttentionSpec, DType, Fingerprint, Plan};
 use serde_json::{Value, json};
 
 /// Inputs in which nothing is left out.
@@ -106,7 +106,7 @@ fn sharing_counts() {
     let shared = PlanConfig { cost, ..config };
     assert_ne!(Fingerprint::of(&mask, &spec, &config), Fingerprint::of(&mask, &spec, &shared));
     let base = plan_mask(&mask, &spec, &config).unwrap();
-    let on = |config| Fingerprint::of_mask_on(&base, &mask, &spec, config);
+    let on = |config: &PlanConfig| Fingerprint::of_mask_on(&base, &mask, &spec, &config.on_a_dispatch());
     assert_ne!(on(&config), on(&shared));
 }
 
@@ -115,7 +115,7 @@ fn sharing_counts() {
 fn every_field_of_a_plan_changes_its_fingerprint() {
     let config = PlanConfig {
         chunk_size: Some(64),
-        query_exchange: counterpoint_plan::QueryExchange::FewestBytes,
+        query_exchange: counterpoint_choose::QueryExchange::FewestBytes,
         topology: counterpoint_plan::Topology { world_size: 2, ranks_per_node: 1 },
         stages: StageCount::Fixed(1).into(),
         ..PlanConfig::new(2)

@@ -1,11 +1,13 @@
 //! Query/output exchange: where it pays, what it saves, and that it is never predicted to be worse.
 
 use crate::cases::{configs, masks};
-use counterpoint_choose::{Prediction, plan_mask, plan_mask_on, plan_stages_within};
+use counterpoint_choose::{
+    DispatchAlgorithm, PlanConfig, Prediction, QueryExchange, StageCount, plan_mask, plan_mask_on,
+    plan_stages_within,
+};
 use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};
 use counterpoint_plan::{
-    AttentionSpec, DType, DispatchAlgorithm, GradientShares, Plan, PlanConfig, PlanSummary, Planning,
-    QueryExchange, RankPlan, StageCount, Topology,
+    AttentionSpec, DType, GradientShares, Plan, PlanSummary, Planning, RankPlan, Topology,
 };
 use proptest::prelude::*;
 

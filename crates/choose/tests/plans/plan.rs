@@ -2,10 +2,12 @@
 
 use crate::cases::{configs, masks, spec};
 use crate::checks::{check_dispatch, check_exchange, check_hosting, check_pairs};
-use counterpoint_choose::{plan_cross_attention, plan_mask, plan_rank};
+use counterpoint_choose::{
+    DispatchAlgorithm, PassStages, PlanConfig, StageCount, plan_cross_attention, plan_mask, plan_rank,
+};
 use counterpoint_cost::{CostModel, Link};
 use counterpoint_mask::{Documents, Mask, Window};
-use counterpoint_plan::{AttentionSpec, DispatchAlgorithm, PassStages, PlanConfig, RankPlan, StageCount};
+use counterpoint_plan::{AttentionSpec, RankPlan};
 use proptest::prelude::*;
 
 proptest! {

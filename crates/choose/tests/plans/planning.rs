@@ -3,13 +3,13 @@
 use std::thread;
 use std::time::{Duration, Instant};
 
-use counterpoint_choose::{plan_mask, plan_mask_on, plan_mask_within, plan_stages_within};
+use counterpoint_choose::{
+    ChooseError, DispatchAlgorithm, PlanConfig, QueryExchange, StageCount, plan_mask, plan_mask_on,
+    plan_mask_within, plan_stages_within,
+};
 use counterpoint_cost::CostModel;
 use counterpoint_mask::{Documents, Mask};
-use counterpoint_plan::{
-    AttentionSpec, CancellationToken, DType, DispatchAlgorithm, Helpers, PlanConfig, PlanError, Planning,
-    QueryExchange, StageCount, Topology,
-};
+use counterpoint_plan::{AttentionSpec, CancellationToken, DType, Helpers, PlanError, Planning, Topology};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -96,12 +96,12 @@ fn a_plan_that_is_cancelled_ends_soon() {
             let planning = if helped { Planning::ALONE.with_helpers(&Threads) } else { Planning::ALONE };
             plan_mask_within(&mask, &spec, &config, u64::MAX, &planning.until(token))
         };
-        assert_eq!(plan(&token, false), Err(PlanError::Cancelled));
+        assert_eq!(plan(&token, false), Err(ChooseError::Plan(PlanError::Cancelled)));
         let began = Instant::now();
         let whole = plan(&CancellationToken::new(), false).unwrap();
         let takes = began.elapsed();
         let on = plan_mask_on(&whole, &mask, &spec, &config, &Planning::ALONE.until(&token));
-        assert_eq!(on, Err(PlanError::Cancelled));
+        assert_eq!(on, Err(ChooseError::Plan(PlanError::Cancelled)));
         for twentieth in 0..20 {
             for helped in [false, true] {
                 let token = CancellationToken::new();
@@ -115,7 +115,7 @@ fn a_plan_that_is_cancelled_ends_soon() {
                 });
                 match ended.0 {
                     Err(error) => {
-                        assert_eq!(error, PlanError::Cancelled);
+                        assert_eq!(error, ChooseError::Plan(PlanError::Cancelled));
                         late.push(ended.1.saturating_duration_since(cancelled));
                     }
                     // It came too late.

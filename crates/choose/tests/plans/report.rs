@@ -4,12 +4,14 @@ use std::num::NonZeroUsize;
 use std::sync::Arc;
 
 use crate::cases::{configs, masks, spec};
-use counterpoint_choose::{Prediction, plan_cross_attention, plan_mask, plan_mask_on, plan_rank};
+use counterpoint_choose::{
+    ChooseError, ConfigError, DispatchAlgorithm, MAX_CP_SIZE, MAX_STAGES, PlanConfig, Prediction, StageCount,
+    plan_cross_attention, plan_mask, plan_mask_on, plan_rank,
+};
 use counterpoint_cost::Link;
 use counterpoint_mask::{Mask, Range};
 use counterpoint_plan::{
-    DispatchAlgorithm, Fingerprint, MAX_CP_SIZE, MAX_STAGES, Plan, PlanCache, PlanConfig, PlanError,
-    PlanSummary, Planning, RankSummary, StageCount, Topology,
+    Fingerprint, Plan, PlanCache, PlanError, PlanSummary, Planning, RankSummary, Topology,
 };
 use proptest::prelude::*;
 
@@ -218,7 +220,7 @@ fn a_chunk_size_is_chosen_where_none_is_asked_for() {
 }
 
 /// The plan of a mask, made where the cache does not hold it.
-fn cached(cache: &mut PlanCache, mask: &Mask, config: &PlanConfig) -> Result<Arc<Plan>, PlanError> {
+fn cached(cache: &mut PlanCache, mask: &Mask, config: &PlanConfig) -> Result<Arc<Plan>, ChooseError> {
     let fingerprint = Fingerprint::of(mask, &spec(), config);
     match cache.find(&fingerprint) {
         Some(plan) => Ok(plan),
@@ -251,7 +253,7 @@ fn fingerprints_tell_the_three_plans_of_a_mask_apart() {
     let config = PlanConfig { chunk_size: Some(16), ..PlanConfig::new(4) };
     let on = |config: &PlanConfig, by: &PlanConfig| {
         let base = plan_mask(&mask, &spec(), config).unwrap();
-        Fingerprint::of_mask_on(&base, &mask, &spec(), by)
+        Fingerprint::of_mask_on(&base, &mask, &spec(), &by.on_a_dispatch())
     };
     let zigzag = PlanConfig { dispatch: DispatchAlgorithm::Zigzag, ..config };
     let mut all = vec![
@@ -293,8 +295,8 @@ fn the_cache_holds_every_kind_of_plan() {
             Fingerprint::of_cross_attention(&mask, &spec(), &config),
             plan_cross_attention(&mask, &spec(), &config).unwrap(),
         ),
-        (Fingerprint::of_mask_on(&bases[0], &other, &spec(), &config), on(&bases[0])),
-        (Fingerprint::of_mask_on(&bases[1], &other, &spec(), &config), on(&bases[1])),
+        (Fingerprint::of_mask_on(&bases[0], &other, &spec(), &config.on_a_dispatch()), on(&bases[0])),
+        (Fingerprint::of_mask_on(&bases[1], &other, &spec(), &config.on_a_dispatch()), on(&bases[1])),
     ];
     for (fingerprint, plan) in &plans {
         assert!(cache.find(fingerprint).is_none());
@@ -363,38 +365,44 @@ fn bad_configurations_are_refused() {
     let plan = |change: fn(&mut PlanConfig)| {
         let mut config = PlanConfig::new(4);
         change(&mut config);
-        plan_mask(&causal(100), &spec(), &config).unwrap_err()
+        match plan_mask(&causal(100), &spec(), &config) {
+            Err(ChooseError::Config(refused)) => refused,
+            other => panic!("{other:?}"),
+        }
     };
-    assert_eq!(plan(|config| config.chunk_size = Some(0)), PlanError::ZeroChunkSize);
+    assert_eq!(plan(|config| config.chunk_size = Some(0)), ConfigError::ZeroChunkSize);
     assert_eq!(
         plan(|config| config.topology = Topology::flat(0)),
-        PlanError::CpSize { cp_size: 0, max: MAX_CP_SIZE }
+        ConfigError::CpSize { cp_size: 0, max: MAX_CP_SIZE }
     );
     assert_eq!(
         plan(|config| config.topology = Topology::flat(MAX_CP_SIZE + 1)),
-        PlanError::CpSize { cp_size: MAX_CP_SIZE + 1, max: MAX_CP_SIZE }
+        ConfigError::CpSize { cp_size: MAX_CP_SIZE + 1, max: MAX_CP_SIZE }
     );
     for ranks_per_node in [0, 5] {
         let mut config = PlanConfig::new(4);
         config.topology.ranks_per_node = ranks_per_node;
-        assert_eq!(config.validate(), Err(PlanError::RanksPerNode { ranks_per_node, world_size: 4 }));
+        assert_eq!(config.validate(), Err(ConfigError::RanksPerNode { ranks_per_node, world_size: 4 }));
     }
     for stages in [MAX_STAGES + 1, usize::MAX] {
         let config = PlanConfig { stages: StageCount::Fixed(stages).into(), ..PlanConfig::new(4) };
-        assert_eq!(config.validate(), Err(PlanError::Stages { stages, max: MAX_STAGES }));
+        assert_eq!(config.validate(), Err(ConfigError::Stages { stages, max: MAX_STAGES }));
     }
     let message = plan(|config| config.cost.link.bytes_per_second = 0.0).to_string();
     assert_eq!(message, "the cost model's link.bytes_per_second is 0; it must be from 1e-6 to 1e30");
-    assert!(matches!(plan(|config| config.cost.launch_seconds = f64::NAN), PlanError::Cost(_)));
+    assert!(matches!(plan(|config| config.cost.launch_seconds = f64::NAN), ConfigError::Cost(_)));
     let config = PlanConfig::new(4);
-    assert_eq!(plan_rank(&causal(100), &spec(), &config, 4), Err(PlanError::Rank { rank: 4, cp_size: 4 }));
+    assert_eq!(
+        plan_rank(&causal(100), &spec(), &config, 4),
+        Err(PlanError::Rank { rank: 4, cp_size: 4 }.into())
+    );
     let whole = plan_mask(&causal(100), &spec(), &config).unwrap();
     assert_eq!(
         plan_mask_on(&whole, &causal(99), &spec(), &config, &Planning::ALONE),
-        Err(PlanError::OtherLength { axis: "q", mask: 99, plan: 100 })
+        Err(PlanError::OtherLength { axis: "q", mask: 99, plan: 100 }.into())
     );
     assert_eq!(
         plan_mask_on(&whole, &causal(100), &spec(), &PlanConfig::new(3), &Planning::ALONE),
-        Err(PlanError::OtherWorldSize { config: 3, plan: 4 })
+        Err(PlanError::OtherWorldSize { config: 3, plan: 4 }.into())
     );
 }

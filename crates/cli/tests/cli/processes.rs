@@ -18,7 +18,7 @@ struct Job {
 }
 
 /// How one of them ended.
-struct Ended {
+struct ProcessEnd {
     status: Option<i32>,
     stdout: String,
     stderr: String,
@@ -81,7 +81,7 @@ impl Job {
     }
 
     /// Waits for all, which must end within `limit` of the start.
-    fn end(mut self, limit: Duration) -> Vec<Ended> {
+    fn end(mut self, limit: Duration) -> Vec<ProcessEnd> {
         for (rank, process) in self.processes.iter_mut().enumerate() {
             while process.try_wait().unwrap().is_none() {
                 assert!(self.began.elapsed() < limit, "rank {rank} still runs after {limit:?}");
@@ -93,7 +93,7 @@ impl Job {
             .drain(..)
             .map(|process| {
                 let Output { status, stdout, stderr } = process.wait_with_output().unwrap();
-                Ended { status: status.code(), stdout: text(stdout), stderr: text(stderr) }
+                ProcessEnd { status: status.code(), stdout: text(stdout), stderr: text(stderr) }
             })
             .collect()
     }
@@ -108,7 +108,7 @@ impl Drop for Job {
     }
 }
 
-impl Ended {
+impl ProcessEnd {
     /// One sentence on stderr with all `words`, and `status`.
     fn is_error(&self, status: i32, words: &[&str]) {
         let Self { stdout, stderr, .. } = self;
@@ -133,7 +133,7 @@ fn results_are_those_of_threads_to_the_last_bit() {
         folder.run(&format!("{line} --output threads.st")).ok();
         let line = format!("{line} --output out.st --report report.html --json --limit 60");
         let ended = Job::start(&folder, &line, ranks).end(SOON);
-        for (rank, Ended { status, stdout, stderr }) in ended.iter().enumerate() {
+        for (rank, ProcessEnd { status, stdout, stderr }) in ended.iter().enumerate() {
             assert_eq!((*status, stderr.as_str()), (Some(0), ""), "rank {rank}: {stdout}");
             assert_eq!(stdout.is_empty(), rank > 0, "rank {rank}: {stdout}");
         }
@@ -394,7 +394,7 @@ fn layers_are_tuned_with_ranks_that_are_processes() {
         "--tokens 20 --hidden 8 --inner 8 --experts 4 --iterations 3 --gradient written --kinds combine";
     let ran = |line: &str| -> Vec<serde_json::Value> {
         let ended = Job::start(&folder, line, 2).end(SOON);
-        for (rank, Ended { status, stdout, stderr }) in ended.iter().enumerate() {
+        for (rank, ProcessEnd { status, stdout, stderr }) in ended.iter().enumerate() {
             assert_eq!(*status, Some(0), "rank {rank}: {stdout}{stderr}");
             assert_eq!(stdout.is_empty(), rank > 0, "rank {rank}: {stdout}");
         }
@@ -425,7 +425,7 @@ fn linear_layers_are_timed_with_ranks_that_are_processes() {
     for (what, rows) in [("--bias", 16), ("--kinds row --rms-norm", 8), ("--shared-input 2", 12)] {
         let line = format!("{small} {what}");
         let ended = Job::start(&folder, &line, 2).end(SOON);
-        for (rank, Ended { status, stdout, stderr }) in ended.iter().enumerate() {
+        for (rank, ProcessEnd { status, stdout, stderr }) in ended.iter().enumerate() {
             assert_eq!(*status, Some(0), "{what}, rank {rank}: {stdout}{stderr}");
             assert_eq!(stdout.is_empty(), rank > 0, "{what}, rank {rank}: {stdout}");
         }

@@ -1,5 +1,8 @@
 //! Machine profiles: measured, kept, read, and refused.
 
+use std::fs::{Permissions, set_permissions};
+use std::os::unix::fs::PermissionsExt;
+
 use serde_json::Value;
 
 use crate::support::Folder;
@@ -16,6 +19,15 @@ fn a_measured_profile_is_kept_and_planned_with() {
     assert_eq!(measured["version"], 1);
     let names: Vec<_> = std::fs::read_dir(folder.path("profiles")).unwrap().collect();
     assert_eq!(names.len(), 1, "one machine, one file, nothing beside it");
+    // It is this user's alone to change, as whoever reads it wants it.
+    let file = names[0].as_ref().unwrap().path();
+    assert_eq!([&file, &profiles].map(|path| path.metadata().unwrap().permissions().mode() & 0o022), [0, 0]);
+    set_permissions(&file, Permissions::from_mode(0o646)).unwrap();
+    let measure = "bench gemm-collective --shapes 64:32:16 --ranks 2 --json";
+    let refused = folder.run_with(measure, &[kept]);
+    let sentence = "is not used: others may write to it (mode 0646); chmod go-w it, if nobody has";
+    assert!(refused.status == 2 && refused.stderr.contains(sentence), "{}", refused.stderr);
+    set_permissions(&file, Permissions::from_mode(0o644)).unwrap();
 
     folder.run("doctor --calibrate --output mine.json").ok();
     folder.run(&format!("{ATTENTION} --profile mine.json")).ok();

@@ -1,5 +1,8 @@
 //! `counterpoint tune gemm` and `counterpoint bench bandwidth` on CPU ranks.
 
+use std::fs::{Permissions, set_permissions};
+use std::os::unix::fs::PermissionsExt;
+
 use serde_json::Value;
 
 use crate::support::Folder;
@@ -61,6 +64,21 @@ fn what_was_tuned_is_run() {
     }
     assert_eq!(changed, 2);
     folder.write("profiles/tuned-plans.json", file.to_string());
+    // Not while others could have written it, nor where they could have put another one in its place.
+    let mine =
+        |name: &str, mode: u32| set_permissions(folder.path(name), Permissions::from_mode(mode)).unwrap();
+    let bench = "bench tp --kinds row --shapes 64:32:24 --tp-size 2 --json";
+    for (name, others, own) in [("profiles/tuned-plans.json", 0o666, 0o644), ("profiles", 0o777, 0o700)] {
+        mine(name, others);
+        for line in [bench, "tune gemm --m 64 --n 32 --k 48 --tp-size 2 --collective reduce-scatter --json"] {
+            let refused = folder.run_with(line, &home);
+            assert_eq!(refused.status, 2, "{line}: {}", refused.stderr);
+            for word in ["tuned plans", name, "others may write to it", "chmod go-w"] {
+                assert!(refused.stderr.contains(word), "{line}: no {word} in {}", refused.stderr);
+            }
+        }
+        mine(name, own);
+    }
     for (kind, pass, activations) in
         [("row", "forward", "sequence-parallel"), ("column", "backward", "replicated")]
     {

@@ -65,7 +65,7 @@ struct Ranks {
     began: Instant,
 }
 
-struct Ended {
+struct ProcessEnd {
     status: Option<i32>,
     stderr: String,
 }
@@ -97,7 +97,7 @@ impl Ranks {
     }
 
     /// Waits for these, which must end within `limit` of the start.
-    fn end_of(&mut self, ranks: &[usize], limit: Duration) -> Vec<Ended> {
+    fn end_of(&mut self, ranks: &[usize], limit: Duration) -> Vec<ProcessEnd> {
         let end = |&rank: &usize| {
             let process = &mut self.processes[rank];
             let status = loop {
@@ -109,12 +109,12 @@ impl Ranks {
             };
             let mut stderr = String::new();
             process.stderr.take().unwrap().read_to_string(&mut stderr).unwrap();
-            Ended { status: status.code(), stderr }
+            ProcessEnd { status: status.code(), stderr }
         };
         ranks.iter().map(end).collect()
     }
 
-    fn end(mut self, limit: Duration) -> Vec<Ended> {
+    fn end(mut self, limit: Duration) -> Vec<ProcessEnd> {
         self.end_of(&(0..self.processes.len()).collect::<Vec<_>>(), limit)
     }
 }
@@ -128,7 +128,7 @@ impl Drop for Ranks {
     }
 }
 
-impl Ended {
+impl ProcessEnd {
     fn is_well(&self) {
         assert!(
             self.status == Some(0) && !self.stderr.contains("error"),
@@ -197,7 +197,7 @@ fn strangers_at_the_port_change_nothing() {
     }
     let second = Instant::now();
     ranks.processes.push(place.rank(&folder, &line, 1, 2).spawn().unwrap());
-    ranks.end(SOON).iter().for_each(Ended::is_well);
+    ranks.end(SOON).iter().for_each(ProcessEnd::is_well);
     assert!(second.elapsed() < Duration::from_secs(25), "{:?}", second.elapsed());
 }
 
@@ -225,7 +225,7 @@ fn a_rank_with_another_secret_is_of_no_use() {
     let ended = Ranks::start([short.rank(&folder, &line, 0, 2)]).end(SOON);
     ended[0].says(2, &["COUNTERPOINT_JOB_SECRET is too short"]);
     let both = [place.rank(&folder, &line, 0, 2), place.rank(&folder, &line, 1, 2)];
-    Ranks::start(both).end(SOON).iter().for_each(Ended::is_well);
+    Ranks::start(both).end(SOON).iter().for_each(ProcessEnd::is_well);
 }
 
 /// The reason outlasts what answered: a rank that looks on after a stranger has left still says whom it met.
@@ -284,7 +284,8 @@ fn two_jobs_at_one_port_never_swap_ranks() {
         });
         let ended = Ranks::start(start).end(SOON);
         for job in 0..2 {
-            let of_job: Vec<&Ended> = (0..4).filter(|&at| order[at].0 == job).map(|at| &ended[at]).collect();
+            let of_job: Vec<&ProcessEnd> =
+                (0..4).filter(|&at| order[at].0 == job).map(|at| &ended[at]).collect();
             let wells = of_job.iter().filter(|rank| rank.status == Some(0)).count();
             if wells == 2 {
                 let name = |name: &str| folder.read(&format!("{name}{job}.st"));
@@ -337,7 +338,7 @@ fn a_stale_copy_of_the_input_is_noticed() {
         std::fs::copy(folder.path("0.st"), folder.path("1.st")).unwrap();
         let place = Place::new();
         let ended = Ranks::start([0, 1].map(|rank| place.rank(&folder, &line(rank), rank, 2))).end(SOON);
-        ended.iter().for_each(Ended::is_well);
+        ended.iter().for_each(ProcessEnd::is_well);
         std::fs::remove_file(folder.path("out.st")).unwrap();
     }
 }
@@ -399,7 +400,7 @@ fn words_of_other_ranks_command_no_terminal() {
             command
         };
         let ended = Ranks::start([0, 1].map(rank)).end(SOON);
-        for Ended { status, stderr } in ended {
+        for ProcessEnd { status, stderr } in ended {
             assert!(status != Some(0) && stderr.contains("x\\x1b]0;title\\x07"), "{stderr}");
             let commands = |c: char| c != '\n' && (c.is_control() || ('\u{202a}'..='\u{202e}').contains(&c));
             assert!(!stderr.chars().any(commands), "{stderr:?}");
@@ -434,7 +435,7 @@ fn ranks_meet_at_this_hosts_own_address() {
                 local_size.map(|size: usize| command.env("LOCAL_WORLD_SIZE", size.to_string()));
                 command
             });
-            Ranks::start(commands).end(SOON).iter().for_each(Ended::is_well);
+            Ranks::start(commands).end(SOON).iter().for_each(ProcessEnd::is_well);
         }
     }
 }

@@ -3,8 +3,8 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use counterpoint_choose::MOST_COMPARED_RANKS;
-use counterpoint_plan::{DType, GradientShares, PassStages, Plan, QueryExchange};
+use counterpoint_choose::{MOST_COMPARED_RANKS, PassStages, QueryExchange};
+use counterpoint_plan::{DType, GradientShares, Plan};
 
 use super::value::{self, DispatchAsked};
 

@@ -3,15 +3,14 @@
 use std::time::Duration;
 
 use clap::builder::{PossibleValuesParser, TypedValueParser};
-use counterpoint_choose::LayerGroups;
+use counterpoint_choose::{
+    ConfigError, DispatchAlgorithm, LayerGroups, MAX_CP_SIZE, PassStages, QueryExchange,
+};
 use counterpoint_cost::ProblemSize;
 use counterpoint_cuda::TransportKind;
 use counterpoint_exec::SlowLink;
 use counterpoint_mask::MaskPreset;
-use counterpoint_plan::{
-    DType, DispatchAlgorithm, GemmCollective, GradientShares, MAX_CP_SIZE, PassStages, PlanError,
-    QueryExchange, TransformerSpec, WaveGroups,
-};
+use counterpoint_plan::{DType, GemmCollective, GradientShares, TransformerSpec, WaveGroups};
 
 use crate::error::CliError;
 
@@ -135,7 +134,7 @@ pub fn model() -> impl TypedValueParser<Value = TransformerSpec> {
 
 /// `auto` or a number of remote stages, for both passes or for each.
 pub fn stages(text: &str) -> Result<PassStages, String> {
-    text.parse().map_err(|error: PlanError| error.to_string())
+    text.parse().map_err(|error: ConfigError| error.to_string())
 }
 
 /// A seed.
@@ -309,7 +308,7 @@ fn named<T: Copy + Send + Sync + 'static, const N: usize>(
 
 #[cfg(test)]
 mod tests {
-    use counterpoint_plan::StageCount;
+    use counterpoint_choose::StageCount;
 
     use super::*;
 

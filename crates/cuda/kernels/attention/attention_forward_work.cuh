@@ -2,7 +2,7 @@
 #pragma once
 
 #include "attention/tile_schedule.cuh"
-#include "link_meeting.cuh"
+#include "link_barrier.cuh"
 #include "ptx/tma.cuh"
 
 namespace counterpoint {

@@ -122,7 +122,7 @@ struct Neighbours {
     return i32(load_relaxed(cursor(params, item, head_kv)));
   }
   template <typename C>
-  static __device__ __forceinline__ void tell(const BackwardParams<C>& params, const Item& item, u32 head_kv, i32 row) {
+  static __device__ __forceinline__ void notify(const BackwardParams<C>& params, const Item& item, u32 head_kv, i32 row) {
     store_relaxed(cursor(params, item, head_kv), u32(row));
   }
 };

@@ -57,7 +57,7 @@ __device__ __forceinline__ void key_rows(const BackwardParams<C>& params, const 
   }
 }
 
-// Where a key's row of dk (tensor 0) or dv (1) goes: to `out`, or straight to the memory of the GPU that owns the key. Nobody is told
+// Where a key's row of dk (tensor 0) or dv (1) goes: to `out`, or straight to the memory of the GPU that owns the key. Nobody is notified
 // before this kernel has ended.
 template <u32 kTensor, typename C>
 __device__ __forceinline__ typename C::Gradient* gradient_row(void* out, const BackwardParams<C>& params, i32 row,
@@ -70,7 +70,7 @@ __device__ __forceinline__ typename C::Gradient* gradient_row(void* out, const B
   return to + head * head_dim;
 }
 
-// The last that a thread does which stores such rows: those that leave are there once this kernel has ended, and who tells of it need
+// The last that a thread does which stores such rows: those that leave are there once this kernel has ended, and who notifies of it need
 // not make a fence for what others wrote.
 template <typename C>
 __device__ __forceinline__ void gradients_arrive(const BackwardParams<C>& params) {

@@ -1,5 +1,5 @@
 // Where things are in the shared memory of the two CTAs that share a tile (attention_backward_pair.cuh), and how their
-// roles tell each other what is there.
+// roles notify each other of what is there.
 #pragma once
 
 #include "attention/backward_walk.cuh"

@@ -87,7 +87,7 @@ __device__ __forceinline__ SummedSlab take_summed(const BackwardParams<C>& param
     if (index == 0) pause_nanoseconds<500>();
     return index != 0;
   };
-  const auto late = [&] { tell_fault(params.all.wait, 0, 0, ticket, params.rounding.slabs); };
+  const auto late = [&] { report_fault(params.all.wait, 0, 0, ticket, params.rounding.slabs); };
   if (!wait_until(params.all.wait, came, late)) return SummedSlab{0, 0};
   fence_device();
   const u32 heads = params.all.heads_kv * params.all.group;

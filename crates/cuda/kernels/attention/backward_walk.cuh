@@ -106,7 +106,7 @@ struct Walk {
   __device__ __forceinline__ void open_stretch(const BackwardParams<C>& params) {
     next.head_q = item.head_q_begin;
     stretch = Stretch{run + 1, params.all.stretch, next.row};
-    if constexpr (!C::kTurns) Neighbours::tell(params, item, next.head_kv, next.row);
+    if constexpr (!C::kTurns) Neighbours::notify(params, item, next.head_kv, next.row);
   }
 
   // Opens it again, for the next head.

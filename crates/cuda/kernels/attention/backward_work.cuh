@@ -2,7 +2,7 @@
 #pragma once
 
 #include "attention/tile_schedule.cuh"
-#include "link_meeting.cuh"
+#include "link_barrier.cuh"
 #include "ptx/tma.cuh"
 
 namespace counterpoint {
@@ -20,7 +20,7 @@ enum class KeyGradients : u32 {
   kSums,     // elements, each the sum of what items of several query heads have (backward_sums.cuh)
 };
 
-// Classes of tiles that the host tells of.
+// Classes of tiles that the host lists.
 constexpr u32 kItemClasses = 16;
 
 // What every kernel is given. Row strides of the tensors are in the tensor maps. Shared with the host, as all that follow.

@@ -6,12 +6,12 @@
 // too. Tiles begin with the rank's own rows and go on with those of the ranks after it, in the order in which they come; who
 // loads a tile waits until the blocks that it needs have been stored by all CTAs of their owner.
 //
-// Ranks meet as link_meeting.cuh says: a rank's memory is written once it has announced the call. When its kernel ends all that
+// Ranks wait as link_barrier.cuh says: a rank's memory is written once it has announced the call. When its kernel ends all that
 // it sent has been stored, and all that it was sent has been used.
 #pragma once
 
 #include "gemm/gemm.cuh"
-#include "link_meeting.cuh"
+#include "link_barrier.cuh"
 #include "ptx/bulk.cuh"
 
 namespace counterpoint {

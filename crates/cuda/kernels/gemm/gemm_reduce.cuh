@@ -14,13 +14,13 @@
 // Where a rank has fewer rows than a tile, tiles have slices of several owners: they are sent, and then those of this rank are
 // added up. All ranks then take tiles in the same order, so each tile's parts have been sent before anyone waits behind it.
 //
-// Ranks meet as link_meeting.cuh says: a rank writes into another's memory once that one has announced the call. Nobody reads
+// Ranks wait as link_barrier.cuh says: a rank writes into another's memory once that one has announced the call. Nobody reads
 // what another rank has, so only who spreads sums must wait at the end until all that come to it have come.
 #pragma once
 
 #include "gemm/gemm.cuh"
 #include "gemm/gemm_spread.cuh"
-#include "link_meeting.cuh"
+#include "link_barrier.cuh"
 #include "ptx/bulk.cuh"
 
 namespace counterpoint {

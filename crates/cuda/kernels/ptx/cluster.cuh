@@ -25,7 +25,7 @@ __device__ __forceinline__ u32 cluster_count() {
   return count;
 }
 
-// All threads of the cluster meet; what was written before, to any of its shared memory, is seen after.
+// A barrier of all threads of the cluster; what was written before, to any of its shared memory, is seen after.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release;\n"
                "barrier.cluster.wait.acquire;\n" ::: "memory");

@@ -1,4 +1,4 @@
-// Words in global memory by which CTAs, of one GPU or of several, tell each other what is done (PTX ISA, "ld", "red", memory
+// Flags in global memory by which CTAs, of one GPU or of several, notify each other of what is done (PTX ISA, "ld", "red", memory
 // consistency).
 #pragma once
 
@@ -86,7 +86,7 @@ __device__ __forceinline__ void store_relaxed_system(u64* word, u64 value) {
 // What this thread wrote or has seen written comes before what it releases, for all GPUs.
 __device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
-// Words in shared memory, among the threads of a CTA.
+// Flags in shared memory, among the threads of a CTA.
 __device__ __forceinline__ u32 load_acquire_shared(const u32* word) {
   u32 value;
   asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(value) : "r"(u32(__cvta_generic_to_shared(word))) : "memory");

@@ -203,7 +203,7 @@ impl Prepare<'_> {
 
     /// A product that stores its result and does nothing else: the library's where that is wanted and no policy would have it otherwise.
     fn product(&self, spec: &GemmSpec) -> Result<GemmRunner, ExecError> {
-        let whole = spec.m == spec.pass_rows && spec.sources.len() == 1 && spec.shares.len() == 1;
+        let whole = spec.size.m == spec.pass_rows && spec.sources.len() == 1 && spec.shares.len() == 1;
         if whole && self.sends_nothing() {
             let library = self.library()?;
             if let Some(library) = library {

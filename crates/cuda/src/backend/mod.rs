@@ -23,7 +23,7 @@ mod policy;
 mod ranges;
 pub(crate) mod rank;
 mod signal;
-pub(crate) mod start_line;
+pub(crate) mod start_gate;
 mod stream;
 mod user_kernel;
 mod watch;
@@ -254,7 +254,7 @@ impl Backend for CudaBackend {
             [(first, _), ..] if first.takes_times() => {
                 let streams: Vec<&Stream> =
                     ranks.iter().flat_map(|(_, streams)| *streams).map(|stream| stream.queue()).collect();
-                let held = first.0.start_line.hold(first.device(), ranks.len(), &streams);
+                let held = first.0.start_gate.hold(first.device(), ranks.len(), &streams);
                 held.map_err(|error| first.error(&"the start of a run", error))
             }
             _ => Ok(()),
@@ -267,7 +267,7 @@ impl Backend for CudaBackend {
     }
 
     fn mark_end(&self, streams: &[Arc<CudaStream>]) -> Result<(), ExecError> {
-        self.0.start_line.enqueued();
+        self.0.start_gate.enqueued();
         let Some(first) = streams.first().filter(|_| self.times_whole_runs()) else { return Ok(()) };
         first.end_run().map_err(|error| self.error(&"the end of a run", error))
     }

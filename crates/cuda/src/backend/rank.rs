@@ -10,7 +10,7 @@ use counterpoint_schedule::SpanKind;
 use super::clock::{Clock, RunClock};
 use super::exchange_marks::{ExchangeMarks, LastCalls};
 use super::ranges::NvtxRanges;
-use super::start_line::{StartLine, StartPace};
+use super::start_gate::{StartGate, StartPace};
 use super::{CudaSignal, CudaStream, PlainProducts, Timing, exec_error};
 use crate::kernel::{CtaWaits, GemmLibrary, LinkEnd, UserKernelSource};
 use crate::sync::lock;
@@ -64,7 +64,7 @@ pub(crate) struct Rank {
     pub(crate) library: Mutex<Option<GemmLibrary>>,
     /// What faults strike: the Program that runs, and how many runs there were.
     pub(crate) program: Mutex<(String, u64)>,
-    pub(crate) start_line: StartLine,
+    pub(crate) start_gate: StartGate,
     /// Who is told what is enqueued, where a profiler is attached.
     pub(super) ranges: Option<Arc<NvtxRanges>>,
     /// Streams of the caller.
@@ -107,7 +107,7 @@ impl CudaBackend {
             others,
             library: Mutex::default(),
             program: Mutex::default(),
-            start_line: StartLine::new(pace),
+            start_gate: StartGate::new(pace),
             ranges: NvtxRanges::of_process(),
             borrowed: Mutex::default(),
         });

@@ -24,7 +24,7 @@ struct State {
     used: usize,
     /// Likewise waits for counters, with their operations' labels.
     waits: Option<Waits>,
-    /// Where kernels that meet raise it: what a kernel may wait for by itself, because those have started before.
+    /// Where kernels with device-side barriers raise it: what a kernel may wait for by itself, because those have started before.
     arrivals: Option<LinkArrivals>,
 }
 

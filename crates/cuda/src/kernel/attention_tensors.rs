@@ -7,7 +7,7 @@
 //! Tensors are row-major, and dense where they are not [`HeadRows`]; addresses are those of their first elements, aligned to 16 bytes.
 //! Rows of a head have a multiple of 8 elements (others are padded before they come here).
 
-use super::link_meeting::LinkArrivals;
+use super::link_barrier::LinkArrivals;
 use crate::{CudaError, TensorMapSpec};
 
 /// What a stage of the forward goes on from and what it leaves.

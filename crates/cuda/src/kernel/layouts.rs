@@ -22,7 +22,7 @@ pub fn shared_layouts() -> Vec<SharedLayout> {
     ];
     // Each launcher's module adds its own arguments here.
     let kernels = [
-        super::foreign_meeting::layouts(),
+        super::foreign_barrier::layouts(),
         super::signal_litmus::layouts(),
         super::attention_backward::layouts(),
         super::attention_delta::layouts(),
@@ -32,7 +32,7 @@ pub fn shared_layouts() -> Vec<SharedLayout> {
         super::column_sum::layouts(),
         super::gemm::layouts(),
         super::link_copy::layouts(),
-        super::link_meeting::layouts(),
+        super::link_barrier::layouts(),
         super::link_reduce::layouts(),
         super::staged_reduce::layouts(),
         super::portable_backward::layouts(),

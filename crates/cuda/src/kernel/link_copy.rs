@@ -2,7 +2,7 @@
 
 use bytemuck::NoUninit;
 
-use super::link_meeting::{LINK_PARTS, LINK_RANKS, LINK_TENSORS, LinkCall};
+use super::link_barrier::{LINK_PARTS, LINK_RANKS, LINK_TENSORS, LinkCall};
 use super::{MatrixUnit, RowMove, Specialisation};
 use crate::headers::kernel_source;
 use crate::layout::{SharedLayout, shared_layout};
@@ -35,9 +35,9 @@ pub enum LinkDirection {
 /// What of a call one launch does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LinkPhase {
-    /// All: ranks meet, rows are copied, ranks part.
+    /// All: a barrier, the copies, a barrier.
     Whole,
-    /// Ranks meet: what is enqueued behind it may write the others' tensors.
+    /// The first barrier: what is enqueued behind it may write the others' tensors.
     Begin,
     /// The rows of the list are copied, between begin and end.
     Work,
@@ -68,7 +68,7 @@ impl LinkDirection {
 }
 
 /// Ranges of rows between the memories of GPUs that reach each other, for tensors of one pattern, prepared to run many
-/// times: the list of pieces is on the device. Ranks meet inside the kernel.
+/// times: the list of pieces is on the device. Ranks pass barriers inside the kernel.
 #[derive(Debug)]
 pub struct LinkCopy {
     function: Function,
@@ -183,7 +183,7 @@ impl LinkCopy {
         let launch = Launch::linear(blocks, THREADS).shared_bytes(SHARED_BYTES);
         let arguments = (*call, self.pieces.address(), count, phase.bits(), self.parts);
         // SAFETY: the arguments are those of the kernel in `source`; the rest is the caller's promise.
-        unsafe { self.function.launch_telling(stream, &launch, &arguments, started) }
+        unsafe { self.function.launch_signalling(stream, &launch, &arguments, started) }
     }
 }
 

@@ -1,7 +1,7 @@
 //! The launcher of `link_litmus.cuh`: a message-passing litmus test between two GPUs.
 
+use super::link_barrier::LinkCall;
 use super::link_copy::LinkDirection;
-use super::link_meeting::LinkCall;
 use super::{MatrixUnit, Specialisation};
 use crate::headers::kernel_source;
 use crate::{Arch, CudaError, Device, DeviceBuffer, Function, KernelSource, Launch, Stream};
@@ -9,7 +9,7 @@ use crate::{Arch, CudaError, Device, DeviceBuffer, Function, KernelSource, Launc
 const THREADS: u32 = 32;
 
 /// Two ranks that send each other messages round after round, and count words that are not of their round: whether the
-/// meetings inside kernels keep what they promise.
+/// device-side barriers keep what they promise.
 #[derive(Debug)]
 pub struct LinkLitmus {
     function: Function,
@@ -21,7 +21,7 @@ pub struct LinkLitmus {
 pub struct LitmusResult {
     /// Words that were not of their round.
     pub wrong: u64,
-    /// Rounds in which the other rank was met.
+    /// Rounds in which the other rank was seen.
     pub rounds: u64,
 }
 

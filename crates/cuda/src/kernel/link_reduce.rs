@@ -3,7 +3,7 @@
 use bytemuck::NoUninit;
 use counterpoint_schedule::{Accumulate, ReduceOp};
 
-use super::link_meeting::{LINK_RANKS, LINK_TENSORS, LinkCall};
+use super::link_barrier::{LINK_RANKS, LINK_TENSORS, LinkCall};
 use super::operand_rows::operand_rows;
 use super::row_reduce::ReduceTypes;
 use super::scalar::Scalar;
@@ -31,7 +31,7 @@ pub(super) const SHARED_BYTES: u32 =
     (STAGES * (STAGE_BYTES + 16) + 8 * (LINK_RANKS * LINK_TENSORS) as u32 + 4).next_multiple_of(128);
 
 /// Partial results of rows summed (or averaged) in f32 into their owner's rows, straight from the memories of GPUs that reach
-/// each other, for tensors of one pattern, prepared to run many times. Ranks meet inside the kernel; operands are added in the
+/// each other, for tensors of one pattern, prepared to run many times. Ranks pass a barrier inside the kernel; operands are added in the
 /// order of their ranks.
 #[derive(Debug)]
 pub struct LinkReduce {
@@ -200,7 +200,7 @@ impl LinkReduce {
         let [pieces, fetches, blocks] = self.lists.addresses();
         let arguments = (*call, pieces, fetches, blocks, accumulate);
         // SAFETY: the arguments are those of the kernel in `source`; the rest is the caller's promise.
-        unsafe { self.function.launch_telling(stream, &launch, &arguments, started) }
+        unsafe { self.function.launch_signalling(stream, &launch, &arguments, started) }
     }
 }
 

@@ -15,13 +15,13 @@ mod column_sum;
 mod device_schedule;
 mod dq_rounding;
 mod examine;
-mod foreign_meeting;
+mod foreign_barrier;
 mod gemm;
 mod head_resize;
 mod layouts;
+mod link_barrier;
 mod link_copy;
 mod link_litmus;
-mod link_meeting;
 mod link_reduce;
 mod operand_rows;
 mod portable_backward;
@@ -64,7 +64,7 @@ pub use column_sum::{ColumnSum, ColumnSumSpec};
 pub use device_schedule::DeviceSchedule;
 pub use dq_rounding::DqRounding;
 pub use examine::{CompileReport, KernelFault, KernelReport, examine};
-pub use foreign_meeting::{ForeignMeeting, ForeignMeetingRound};
+pub use foreign_barrier::{ForeignBarrier, ForeignBarrierPhase};
 pub use gemm::{
     GEMM_DESTINATIONS, GEMM_SOURCES, Gemm, GemmEpilogue, GemmGather, GemmGatherSpec, GemmGatherTensors,
     GemmGrid, GemmLayout, GemmLibrary, GemmProblem, GemmReduce, GemmReduceSpec, GemmReduceTensors, GemmRows,
@@ -74,12 +74,12 @@ pub use gemm::{
 };
 pub use head_resize::HeadResize;
 pub use layouts::shared_layouts;
-pub use link_copy::{LinkCopy, LinkDelivery, LinkDirection, LinkPhase};
-pub use link_litmus::{LinkLitmus, LitmusResult};
-pub use link_meeting::{
+pub use link_barrier::{
     LINK_BLOCKS, LINK_PARTS, LINK_RANKS, LINK_TENSORS, LinkArrivals, LinkCall, LinkEnd, LinkPeers,
     LinkShifts, LinkStep, MissedRank,
 };
+pub use link_copy::{LinkCopy, LinkDelivery, LinkDirection, LinkPhase};
+pub use link_litmus::{LinkLitmus, LitmusResult};
 pub use link_reduce::{LinkOperands, LinkReduce, LinkReduceSpec};
 pub use portable_backward::PortableBackward;
 pub use portable_forward::PortableForward;

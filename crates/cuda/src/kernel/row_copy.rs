@@ -1,4 +1,4 @@
-//! The launcher of `row_copy.cuh`: packs and unpacks rows for NCCL, and copies them between peers without a meeting.
+//! The launcher of `row_copy.cuh`: packs and unpacks rows for NCCL, and copies them between peers without a barrier.
 
 use bytemuck::{NoUninit, Zeroable};
 use counterpoint_mask::Range;

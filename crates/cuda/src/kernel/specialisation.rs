@@ -2,7 +2,7 @@
 
 use super::{
     attention_backward, attention_delta, attention_finish, attention_forward, attention_merge, bit_check,
-    cast, column_max, column_sum, foreign_meeting, gemm, head_resize, link_copy, link_litmus, link_reduce,
+    cast, column_max, column_sum, foreign_barrier, gemm, head_resize, link_copy, link_litmus, link_reduce,
     portable_backward, portable_backward_query, portable_forward, random_fill, rms_norm, rms_norm_backward,
     row_check, row_copy, row_merge, row_reduce, signal_litmus, signal_wait, staged_reduce, start_hold,
     start_litmus,
@@ -53,7 +53,7 @@ pub fn specialisations() -> Vec<Specialisation> {
             row_reduce::specialisations(arch),
             signal_wait::specialisations(arch),
             start_hold::specialisations(arch),
-            foreign_meeting::specialisations(arch),
+            foreign_barrier::specialisations(arch),
         ]
     });
     let products = [

@@ -2,7 +2,7 @@
 
 use counterpoint_schedule::Accumulate;
 
-use super::link_meeting::{LINK_RANKS, LINK_TENSORS};
+use super::link_barrier::{LINK_RANKS, LINK_TENSORS};
 use super::link_reduce::{
     DeviceLists, LinkReduce, LinkReduceSpec, SHARED_BYTES, source_of, specialisations_of, threads,
 };

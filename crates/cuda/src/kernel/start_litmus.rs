@@ -43,7 +43,7 @@ impl StartLitmus {
         let most = self.0.attributes().max_dynamic_shared_bytes;
         let launch = Launch::linear(blocks, THREADS).shared_bytes(Self::shared_bytes(most));
         // SAFETY: the arguments are those of the kernel in `source`; the rest is the caller's promise.
-        unsafe { self.0.launch_telling(stream, &launch, &(starts, nanoseconds), started) }
+        unsafe { self.0.launch_signalling(stream, &launch, &(starts, nanoseconds), started) }
     }
 }
 

@@ -188,7 +188,7 @@ impl CudaMachine {
     }
 
     /// Whether kernels of so many ranks can wait for each other: all must be running.
-    fn meets(&self, ranks: usize) -> bool {
+    fn has_barriers(&self, ranks: usize) -> bool {
         let alone = ranks <= self.devices.len().min(LINK_RANKS);
         alone && ranks > 1 && self.devices.iter().take(ranks).all(|device| device.arch().is_hopper())
     }
@@ -202,7 +202,7 @@ impl CudaMachine {
             }
             TransportKind::CopyEngine => Ok(devices.iter().map(|_| Means::Push).collect()),
             TransportKind::Nvlink | TransportKind::Hierarchical | TransportKind::Auto
-                if self.meets(world.size()) =>
+                if self.has_barriers(world.size()) =>
             {
                 let link = |_: &Device| Means::Link { num_sms: self.num_sms, engines: self.engines };
                 Ok(devices.iter().map(link).collect())
@@ -223,7 +223,7 @@ impl Machine for CudaMachine {
     }
 
     fn linear(&self, ranks: usize) -> LinearMachine {
-        let overlaps = self.transport.pass_overlaps(self.meets(ranks), self.num_sms as usize);
+        let overlaps = self.transport.pass_overlaps(self.has_barriers(ranks), self.num_sms as usize);
         LinearMachine::new(
             self.transport.transport(),
             overlaps,

@@ -14,7 +14,7 @@ use super::cost;
 use super::gpus::{ELEMENT_TYPES, NUM_SMS};
 use super::lender::lender;
 use crate::backend::rank::OtherKernels;
-use crate::backend::start_line::StartPace;
+use crate::backend::start_gate::StartPace;
 use crate::backend::{CudaBackend, PlainProducts, Timing, exec_error};
 use crate::kernel::{LINK_BLOCKS, LINK_RANKS};
 use crate::nccl::{ConnectedRanks, NcclRank, NcclSeat};
@@ -37,7 +37,7 @@ pub struct CudaProcess {
     /// Ranks of the GPU that has most.
     sharing: usize,
     /// Whether kernels of all ranks that reach each other's memory can wait for each other.
-    meets: bool,
+    has_barriers: bool,
     /// What NCCL is told to be this process's host, where not what it finds.
     nccl_host: Option<String>,
     /// Connections made so far, the same number on every rank.
@@ -122,7 +122,7 @@ impl CudaProcess {
             TransportKind::Hierarchical => count(&|a, b| topology.node(a) == topology.node(b)),
             _ => sharing,
         };
-        let meets = sharing_near == 1
+        let has_barriers = sharing_near == 1
             && seats.iter().all(|seat| seat.is_hopper)
             && (2..=LINK_RANKS).contains(&seats.len());
         let imitated = neighbours.iter().any(|other| topology.node(*other) != topology.node(rank));
@@ -142,7 +142,7 @@ impl CudaProcess {
             others: OtherKernels::default(),
             topology,
             sharing,
-            meets,
+            has_barriers,
             nccl_host,
             connections: AtomicU64::new(0),
             connected: ConnectedRanks::default(),
@@ -228,7 +228,7 @@ impl CudaProcess {
     }
 
     fn nvlink(&self) -> Means {
-        match self.meets {
+        match self.has_barriers {
             true => Means::Link { num_sms: self.num_sms, engines: self.engines },
             false => Means::Pull,
         }
@@ -253,12 +253,12 @@ impl CudaProcess {
             Some(number) => NcclRank::join_again(&seat, number),
             None => {
                 let own = match rank {
-                    0 => NcclRank::meeting(seat.host).map_err(|error| self.unconnected(error))?,
+                    0 => NcclRank::unique_id(seat.host).map_err(|error| self.unconnected(error))?,
                     _ => Vec::new(),
                 };
                 // Here a rank that never comes has a name.
-                let meeting = self.rendezvous.all_gather(&format!("nccl {number}"), &own)?.swap_remove(0);
-                NcclRank::join(seat, number, &meeting)
+                let unique_id = self.rendezvous.all_gather(&format!("nccl {number}"), &own)?.swap_remove(0);
+                NcclRank::join(seat, number, &unique_id)
             }
         };
         joined.map(Means::Exchange).map_err(|error| self.unconnected(error))
@@ -286,12 +286,12 @@ impl Machine for CudaProcess {
     }
 
     fn linear(&self, _: usize) -> LinearMachine {
-        let meets = self.meets && self.topology.nodes() == 1;
-        let overlaps = self.transport.pass_overlaps(meets, self.num_sms as usize);
+        let has_barriers = self.has_barriers && self.topology.nodes() == 1;
+        let overlaps = self.transport.pass_overlaps(has_barriers, self.num_sms as usize);
         LinearMachine::new(self.transport.transport(), overlaps, self.topology, self.cost(None))
     }
 
-    fn meet(&self, place: &str) -> Result<(), ExecError> {
+    fn barrier(&self, place: &str) -> Result<(), ExecError> {
         let start = self.rendezvous.start_together(place, self.pace.wish())?;
         self.pace.agree(start);
         Ok(())

@@ -80,21 +80,21 @@ impl NcclRank {
         let ends = handles.into_iter().zip(devices).map(|(handle, device)| End::new(nccl, device, handle));
         let among = Among::Devices(devices.to_vec());
         let ranks = Self::of_ends(nccl, connected, among, ends.collect(), 0, world, &Arc::default());
-        met(ranks)
+        all_connected(ranks)
     }
 
     /// What all ranks that are processes need to find each other; one of them makes it. `host` as in [`NcclRank::join`].
     ///
     /// # Errors
     /// [`CudaError::NoNccl`]; NCCL's own.
-    pub(crate) fn meeting(host: Option<&str>) -> Result<Vec<u8>, CudaError> {
+    pub(crate) fn unique_id(host: Option<&str>) -> Result<Vec<u8>, CudaError> {
         let nccl = Nccl::get()?;
         never_multicast();
         host_is(host);
         unique_id(nccl).map(|id| id.bytes.to_vec())
     }
 
-    /// The rank `seat.rank` of `world`, the only one of this process, connected with all others, which have the same `meeting`.
+    /// The rank `seat.rank` of `world`, the only one of this process, connected with all others, which have the same `unique_id`.
     /// Connecting is left to a thread that is given up when another rank fails, and at the limit.
     ///
     /// Calls block as those of threads do, for the same reason, and because the host stays close to the device
@@ -102,11 +102,11 @@ impl NcclRank {
     ///
     /// # Errors
     /// As [`NcclRank::connect`].
-    pub(crate) fn join(seat: NcclSeat<'_>, number: u64, meeting: &[u8]) -> Result<Self, CudaError> {
+    pub(crate) fn join(seat: NcclSeat<'_>, number: u64, unique_id: &[u8]) -> Result<Self, CudaError> {
         let nccl = Nccl::get()?;
         never_multicast();
         host_is(seat.host);
-        let id = NcclUniqueId { bytes: std::array::from_fn(|at| meeting.get(at).copied().unwrap_or(0)) };
+        let id = NcclUniqueId { bytes: std::array::from_fn(|at| unique_id.get(at).copied().unwrap_or(0)) };
         let NcclSeat { connected, device, rank, world, sent, .. } = seat;
         let (sender, receiver) = mpsc::channel();
         let join = {
@@ -119,7 +119,7 @@ impl NcclRank {
                 let among = Among::Processes(number);
                 let ranks = Self::of_ends(nccl, &connected, among, vec![end], rank, &world, &sent);
                 ranks.iter().for_each(Self::end_with_world);
-                only(met(ranks)?)
+                only(all_connected(ranks)?)
             }
         };
         thread::spawn(move || drop(sender.send(join())));
@@ -254,7 +254,7 @@ fn unique_id(nccl: &Nccl) -> Result<NcclUniqueId, CudaError> {
 }
 
 /// The ranks of this process, connected with all others.
-fn met(ranks: Vec<NcclRank>) -> Result<Vec<NcclRank>, CudaError> {
+fn all_connected(ranks: Vec<NcclRank>) -> Result<Vec<NcclRank>, CudaError> {
     let connect = |places: &mut Vec<Place>| {
         ranks.iter().try_for_each(|rank| rank.wait("ncclCommInitRankConfig"))?;
         for rank in &ranks {

@@ -1,6 +1,6 @@
 //! A backward whose gradients of other ranks' keys leave while it is computed, each rank on a GPU of its own. They go into memory of
 //! the rank that owns the keys, a place for each rank that has some; once all of these are through with their computation, which
-//! they say by a meeting inside a kernel, it adds what has come to its own share, in the order of ranks.
+//! a device-side barrier says, it adds what has come to its own share, in the order of ranks.
 
 use counterpoint_exec::collective::{Collective, Pattern, PeerRows};
 use counterpoint_exec::{CollectiveCall, CollectiveContext, ExecError, OpPlace};
@@ -12,7 +12,7 @@ use counterpoint_schedule::{
 use super::collective::PeerPost;
 use super::link_side::LinkSide;
 use super::staging::Staging;
-use super::{Call, CallError, CudaMeeting, CudaTransport, Means, Work, link, rows, untold};
+use super::{Call, CallError, CudaPending, CudaTransport, Means, Work, link, rows, unpublished};
 use crate::backend::{Backward, CudaBackend};
 use crate::kernel::{GradientHomes, LinkOperands, LinkPeers, LinkReduce, LinkReduceSpec, RowMove};
 use crate::{CudaError, DeviceBuffer, Stream};
@@ -32,11 +32,11 @@ pub(super) struct BackwardReduceWork {
     memory: DeviceBuffer,
     /// Blocks that add.
     adders: u32,
-    pub(super) side: LinkSide<Met>,
+    pub(super) side: LinkSide<Connected>,
 }
 
 /// What a rank knows of the others.
-pub(super) struct Met {
+pub(super) struct Connected {
     peers: LinkPeers,
     sums: LinkReduce,
     homes: Option<GradientHomes>,
@@ -57,7 +57,7 @@ impl BackwardReduceWork {
         collective: &Collective,
         posts: &[PeerPost],
         lists: &Stream,
-    ) -> Result<Met, CallError> {
+    ) -> Result<Connected, CallError> {
         let pattern = &collective.pattern;
         let of = |peers: &[PeerRows]| -> Vec<usize> {
             peers.iter().map(|peer| peer.rank).filter(|&rank| rank != own).collect()
@@ -70,7 +70,7 @@ impl BackwardReduceWork {
         for (rank, post) in posts.iter().filter(|(rank, _)| *rank != own) {
             let rank = *rank;
             let (Some(mailbox), Some(delivered)) = (&post.payload.mailbox, &post.payload.staging) else {
-                return Err(untold(rank));
+                return Err(unpublished(rank));
             };
             mailboxes.push((rank, mailbox.clone()));
             memory.push(delivered.clone());
@@ -102,7 +102,7 @@ impl BackwardReduceWork {
         let table = DeviceBuffer::from_slice(lists, &addresses)?;
         let moves = moves(pattern, own, &self.delivered, &self.alone);
         let sums = LinkReduce::new(lists, &self.spec, &moves, self.adders)?;
-        Ok(Met {
+        Ok(Connected {
             peers: LinkPeers { mailboxes, announce_to, work_on },
             sums,
             homes: first_row.map(|first_row| GradientHomes { first_row, addresses: table.address() }),
@@ -203,34 +203,34 @@ impl CudaTransport {
     pub(super) fn backward_reduce(
         &self,
         call: &Call<'_>,
-        meeting: &mut CudaMeeting,
+        pending: &mut CudaPending,
         work: &BackwardReduceWork,
     ) -> Result<(), CallError> {
         let CollectiveCall { backend, stream, place, buffers, .. } = *call;
-        let is_first = !work.side.has_met();
+        let is_first = !work.side.is_connected();
         let own = &call.collective.collective;
         let peers = || own.pattern.peers().into_iter().filter(|rank| *rank != self.rank).collect();
-        let posts = || self.posts_of(call, meeting, peers());
+        let posts = || self.posts_of(call, pending, peers());
         let gather = |posts: &[_], lists: &Stream| work.gather(self.rank, own, posts, lists);
-        let met = work.side.met_by(call, self.setup()?, posts, gather)?;
+        let connected = work.side.connected_by(call, self.setup()?, posts, gather)?;
         if is_first {
-            own.pattern.outgoing.iter().for_each(|peer| self.release_post(peer.rank, meeting.sequence));
+            own.pattern.outgoing.iter().for_each(|peer| self.release_post(peer.rank, pending.sequence));
         }
         let results = [0, 1].map(|at: usize| buffers[work.tensors[at].1.0].address());
-        work.backward.launch(stream.queue(), buffers, call.signal, Some(results), met.homes)?;
-        stream.end_span(place, SpanKind::Compute, meeting.started.take())?;
-        meeting.started = stream.start_span(backend.timed())?;
+        work.backward.launch(stream.queue(), buffers, call.signal, Some(results), connected.homes)?;
+        stream.end_span(place, SpanKind::Compute, pending.started.take())?;
+        pending.started = stream.start_span(backend.timed())?;
         let delivered = work.delivered.tensors.iter().map(|(offset, _)| work.memory.address() + offset);
         let address = |id: BufferId| buffers[id.0].address();
         let sums = work.tensors.iter().map(|tensor| address(tensor.1));
         let shares = work.tensors.iter().map(|tensor| address(tensor.0));
         let own: Vec<u64> = sums.chain(delivered).chain(shares).collect();
         // Nobody reads what is announced: all that others have is here once they announce it.
-        let link = self.link_call(&work.side, &met.peers, &own, &own)?;
-        // SAFETY: `Post::meet` has compared both sides' rows, `Collective`'s checks have seen that they are inside the tensors, and
-        // `delivered` has room for all that comes; the others' memory lives as long as `met`. All ranks make the same calls, each on a
+        let link = self.link_call(&work.side, &connected.peers, &own, &own)?;
+        // SAFETY: `Post::check_peer` has compared both sides' rows, `Collective`'s checks have seen that they are inside the tensors, and
+        // `delivered` has room for all that comes; the others' memory lives as long as `connected`. All ranks make the same calls, each on a
         // GPU of its own, and a rank's shares are sent again only after all who add them have said that they are through.
-        unsafe { met.sums.launch(stream.queue(), &link, None) }?;
+        unsafe { connected.sums.launch(stream.queue(), &link, None) }?;
         Ok(())
     }
 }

@@ -14,9 +14,10 @@ pub(super) fn addresses(call: &Call<'_>) -> (Vec<u64>, Vec<u64>) {
     tensors.map(|(input, output)| (call.buffers[input.0].address(), call.buffers[output.0].address())).unzip()
 }
 
-/// The error of a rank that has not told where its memory is: nothing may be enqueued then.
-pub(super) fn untold(rank: usize) -> CallError {
-    let reason = format!("rank {rank} has not told where its memory is; this is a bug, please report it");
+/// The error of a rank that has not published where its memory is: nothing may be enqueued then.
+pub(super) fn unpublished(rank: usize) -> CallError {
+    let reason =
+        format!("rank {rank} has not published where its memory is; this is a bug, please report it");
     CallError::Cuda(CudaError::Launch { kernel: "a product whose rows travel".to_owned(), reason })
 }
 

@@ -1,5 +1,5 @@
-//! Products whose operand's rows come from other ranks while they are computed, each rank on a GPU of its own. The host's meeting
-//! of the first run tells each rank where the others take rows in; from then on a run is one launch.
+//! Products whose operand's rows come from other ranks while they are computed, each rank on a GPU of its own. In the first
+//! run the host exchanges where each rank takes rows in; from then on a run is one launch.
 
 use counterpoint_exec::collective::Collective;
 use counterpoint_exec::{CollectiveCall, CollectiveContext, ExecError, OpPlace};
@@ -8,7 +8,7 @@ use counterpoint_schedule::{BufferId, BufferRole, Gemm, GroupCast, Program, RowB
 
 use super::fused::{Rows, product_of, whole};
 use super::product_side::ProductSide;
-use super::{Call, CallError, CudaMeeting, CudaTransport, Means, Work};
+use super::{Call, CallError, CudaPending, CudaTransport, Means, Work};
 use crate::CudaError;
 use crate::backend::CudaBackend;
 use crate::kernel::{GemmGather, GemmGatherSpec, GemmGatherTensors};
@@ -108,26 +108,27 @@ impl CudaTransport {
     pub(super) fn cast_gemm(
         &self,
         call: &Call<'_>,
-        meeting: &CudaMeeting,
+        pending: &CudaPending,
         work: &CastGemmWork,
     ) -> Result<(), CallError> {
         let CollectiveCall { stream, place, collective, buffers, .. } = *call;
         let others = (0..self.world.size()).filter(|&rank| rank != self.rank);
         let users = &collective.collective.pattern.incoming;
-        let met = self.met_of_product(call, meeting, &work.side, work.kernel.waits(), others, users)?;
+        let connected =
+            self.product_connected(call, pending, &work.side, work.kernel.waits(), others, users)?;
         if !work.kernel.leaves_at_once() {
-            self.check_unmoved(place, met.written[self.rank], buffers[work.all.0].address())?;
+            self.check_unmoved(place, connected.written[self.rank], buffers[work.all.0].address())?;
         }
-        let link = self.product_call(&work.side, met)?;
+        let link = self.product_call(&work.side, connected)?;
         let tensors = GemmGatherTensors {
             own: buffers[work.own.0].address(),
-            gathered: &met.written,
-            exchanges: &met.exchanges,
+            gathered: &connected.written,
+            exchanges: &connected.exchanges,
             b: work.b.address(buffers),
             d: buffers[work.out.0].address(),
             bias: work.bias.map_or(0, |bias| buffers[bias.0].address()),
         };
-        // SAFETY: `fitting` has compared shapes and types; the other ranks' memory lives as long as `met`; all ranks make the same
+        // SAFETY: `fitting` has compared shapes and types; the other ranks' memory lives as long as `connected`; all ranks make the same
         // calls, each on a GPU of its own, and `Program::validate` has seen that nothing beside them waits for other ranks.
         unsafe { work.kernel.launch(stream.queue(), &tensors, &link) }?;
         Ok(())

@@ -1,4 +1,4 @@
-//! A rank's part in one collective: what is prepared of it, and what the others are told.
+//! A rank's part in one collective: what is prepared of it, and what the others learn of it.
 
 use std::sync::{Arc, Mutex, OnceLock};
 
@@ -6,7 +6,7 @@ use counterpoint_exec::collective::{Collective, Pattern, Payload, Post};
 use counterpoint_schedule::BufferSpec;
 
 use super::backward_reduce::BackwardReduceWork;
-use super::call::{CallError, untold};
+use super::call::{CallError, unpublished};
 use super::cast_gemm::CastGemmWork;
 use super::exchange::ExchangeWork;
 use super::gemm_reduce::GemmReduceWork;
@@ -48,13 +48,13 @@ pub(super) struct Marks {
 impl Part {
     /// The events of `rank`, whose part this is.
     pub(super) fn marks_of(&self, rank: usize) -> Result<&Marks, CallError> {
-        self.marks.as_ref().ok_or_else(|| untold(rank))
+        self.marks.as_ref().ok_or_else(|| unpublished(rank))
     }
 }
 
 impl Payload for Part {
     fn spent(&self) -> Self {
-        // Others still wait for the events, and kernels still meet.
+        // Others still wait for the events, and kernels still pass barriers.
         let (mailbox, marks) = (self.mailbox.clone(), self.marks.clone());
         let number = self.number;
         Self { number, inputs: Vec::new(), outputs: Vec::new(), staging: None, mailbox, marks }
@@ -84,7 +84,7 @@ pub struct CudaCollective {
     pub(super) _departure: Option<Departure>,
 }
 
-/// How its rows are moved. What depends on the other ranks' rows is made when they first meet, and again only if those change.
+/// How its rows are moved. What depends on the other ranks' rows is made in the first run, and again only if those change.
 pub(super) enum Work {
     Pull(Mutex<Option<PullWork>>),
     Link(Box<LinkWork>),
@@ -112,7 +112,7 @@ impl Work {
         matches!(self, Self::Link(_) | Self::BackwardReduce(_))
     }
 
-    /// Whether a call adds nothing to what the others were told when the collective, whose rows these are, was made ready.
+    /// Whether a call adds nothing to what the others know since the collective, whose rows these are, was made ready.
     pub(super) fn is_known(&self, pattern: &Pattern) -> bool {
         match self {
             Self::Link(work) => work.output_readers(pattern).is_empty(),
@@ -125,7 +125,7 @@ impl Work {
 }
 
 impl CudaCollective {
-    /// Parts in which its rows are told of as they come.
+    /// Parts in which its rows' arrival is signalled.
     pub(super) fn delivery_parts(&self) -> Option<usize> {
         self.collective.delivery_parts
     }
@@ -135,14 +135,14 @@ impl CudaCollective {
         matches!(&*self.work, Work::Pull(_) | Work::Push(_))
     }
 
-    /// Whether its ranks have met, where kernels or NCCL do without the host from then on.
-    pub(super) fn has_met(&self) -> bool {
+    /// Whether its ranks are connected, where kernels or NCCL do without the host from then on.
+    pub(super) fn is_connected(&self) -> bool {
         match &*self.work {
-            Work::Link(link) => link.has_met(),
-            Work::BackwardReduce(work) => work.side.has_met(),
-            Work::GemmReduce(work) => work.side.has_met(),
-            Work::CastGemm(work) => work.side.has_met(),
-            Work::Exchange(exchange) => exchange.has_met(),
+            Work::Link(link) => link.is_connected(),
+            Work::BackwardReduce(work) => work.side.is_connected(),
+            Work::GemmReduce(work) => work.side.is_connected(),
+            Work::CastGemm(work) => work.side.is_connected(),
+            Work::Exchange(exchange) => exchange.is_connected(),
             Work::Pull(_) | Work::Push(_) => false,
         }
     }
@@ -152,9 +152,9 @@ impl CudaCollective {
     pub(super) fn can_be_captured(&self) -> Result<(), &'static str> {
         let knows_others = match &*self.work {
             Work::Link(link) => link.knows_others(),
-            Work::BackwardReduce(work) => work.side.has_met(),
-            Work::GemmReduce(work) => work.side.has_met(),
-            Work::CastGemm(work) => work.side.has_met(),
+            Work::BackwardReduce(work) => work.side.is_connected(),
+            Work::GemmReduce(work) => work.side.is_connected(),
+            Work::CastGemm(work) => work.side.is_connected(),
             Work::Exchange(_) => return Err(BY_NCCL),
             Work::Pull(_) | Work::Push(_) => return Err(ON_HOST),
         };

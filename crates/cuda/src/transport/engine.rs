@@ -1,8 +1,8 @@
-//! Group-casts whose ranks meet inside kernels, and whose long copies are made by copy engines: nothing of them takes a
-//! multiprocessor but the kernels that meet and part. Each sender decides for each receiver, by rows that both know.
+//! Group-casts whose ranks pass device-side barriers, and whose long copies are made by copy engines: nothing of them takes a
+//! multiprocessor but the kernels of the barriers. Each sender decides for each receiver, by rows that both know.
 //!
-//! Engines are told addresses by the host, so receivers publish theirs for such senders in every run. Events order what
-//! follows a kernel of one's own only; everyone else is met inside kernels.
+//! Engines take addresses from the host, so receivers publish theirs for such senders in every run. Events order what
+//! follows a kernel of one's own only; everyone else is waited for inside kernels.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use counterpoint_exec::{CollectiveCall, ExecError};
 
 use super::collective::PeerPost;
 use super::copies::{CopyStreams, PeerCopies, peer_copies};
-use super::{Call, CallError, CudaMeeting, CudaTransport, Part, TransportKind, addresses};
+use super::{Call, CallError, CudaPending, CudaTransport, Part, TransportKind, addresses};
 use crate::backend::CudaBuffer;
 use crate::kernel::{LinkCall, LinkCopy, LinkPhase};
 use crate::{CudaError, Device, Event};
@@ -142,14 +142,14 @@ impl CudaTransport {
     pub(super) fn link_by_engines(
         &self,
         call: &Call<'_>,
-        meeting: &CudaMeeting,
+        pending: &CudaPending,
         (copy, engine): (&LinkCopy, &LinkEngine),
         link: &LinkCall,
         started: Option<&Event>,
     ) -> Result<(), CallError> {
         let CollectiveCall { stream, place, .. } = *call;
         let LinkEngine { streams, copies, begun, .. } = engine;
-        let posts = copies.iter().map(|copies| self.post_of(call, meeting, copies.rank));
+        let posts = copies.iter().map(|copies| self.post_of(call, pending, copies.rank));
         let posts: Vec<Arc<Post<Part>>> = posts.collect::<Result<_, _>>()?;
         let outputs = |post: &Arc<Post<Part>>| -> Vec<u64> {
             post.payload.outputs.iter().map(CudaBuffer::address).collect()
@@ -159,7 +159,7 @@ impl CudaTransport {
         let tensors = call.collective.collective.tensors.len();
         if let Some((peer, _)) = targets.iter().find(|(_, outputs)| outputs.len() != tensors) {
             // It decided otherwise, which it cannot where all have the same `EngineUse`.
-            let reason = format!("rank {peer} has not told where its outputs are");
+            let reason = format!("rank {peer} has not published where its outputs are");
             let (rank, collective) = (self.rank, place.to_string());
             return Err(ExecError::BadCollective { rank, collective, reason }.into());
         }

@@ -10,7 +10,7 @@ use counterpoint_schedule::BufferSpec;
 use super::push::{staged_input, staged_rows};
 use super::rows::{self, RowWork};
 use super::staging::Staging;
-use super::{Call, CallError, CudaMeeting, CudaTransport, Means, addresses};
+use super::{Call, CallError, CudaPending, CudaTransport, Means, addresses};
 use crate::backend::ExchangeMarks;
 use crate::kernel::{RowCopy, RowMove};
 use crate::nccl::NcclMessage;
@@ -29,7 +29,7 @@ pub(super) struct ExchangeWork {
     pack: RowCopy,
     place: RowWork,
     /// Set once the other ranks' parts were found to fit.
-    met: OnceLock<Arc<ExchangeMarks>>,
+    connected: OnceLock<Arc<ExchangeMarks>>,
 }
 
 /// Rows of a peer that lie together.
@@ -124,13 +124,13 @@ impl ExchangeWork {
             staged,
             direct,
             row_bytes,
-            met: OnceLock::new(),
+            connected: OnceLock::new(),
         })
     }
 
     /// Whether the ranks have compared their parts.
-    pub(super) fn has_met(&self) -> bool {
-        self.met.get().is_some()
+    pub(super) fn is_connected(&self) -> bool {
+        self.connected.get().is_some()
     }
 }
 
@@ -138,23 +138,23 @@ impl CudaTransport {
     pub(super) fn exchange(
         &self,
         call: &Call<'_>,
-        meeting: &CudaMeeting,
+        pending: &CudaPending,
         work: &ExchangeWork,
     ) -> Result<(), CallError> {
         let Means::Exchange(nccl) = &self.means else { return Ok(()) };
         let CollectiveCall { backend, stream, collective, .. } = *call;
         let pattern = &collective.collective.pattern;
         // NCCL would wait for ever for one that sends something else.
-        if !work.has_met() {
+        if !work.is_connected() {
             for peer in pattern.incoming.iter().chain(&pattern.outgoing) {
-                self.post_of(call, meeting, peer.rank)?;
+                self.post_of(call, pending, peer.rank)?;
             }
-            self.watched(call, &work.met)?;
+            self.watched(call, &work.connected)?;
         }
         let queue = stream.queue();
         // A graph is captured, not run.
         let captured = queue.is_capturing()?;
-        let marks = work.met.get().filter(|_| !captured);
+        let marks = work.connected.get().filter(|_| !captured);
         let marks = marks.map(|marks| backend.marks_of_next(marks)).transpose()?;
         let (inputs, outputs) = addresses(call);
         let ExchangeWork { row_bytes, direct, sent, received, staged, pack, place, .. } = work;

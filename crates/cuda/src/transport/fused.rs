@@ -85,12 +85,12 @@ pub(super) fn whole(blocks: &[RowBlock], specs: &[BufferSpec]) -> Option<Rows> {
 }
 
 impl CudaTransport {
-    /// Whether memory that other ranks write is where they were told when they first met.
-    pub(super) fn check_unmoved(&self, place: &OpPlace, told: u64, now: u64) -> Result<(), CallError> {
-        if told == now {
+    /// Whether memory that other ranks write is where it was when ranks connected.
+    pub(super) fn check_unmoved(&self, place: &OpPlace, known: u64, now: u64) -> Result<(), CallError> {
+        if known == now {
             return Ok(());
         }
-        let reason = "the other ranks write into its memory and know where that was when they first met; make the Program ready \
+        let reason = "the other ranks write into its memory and know where that was when they first connected; make the Program ready \
                       again to use other memory";
         Err(CudaError::Launch { kernel: place.to_string(), reason: reason.to_owned() }.into())
     }

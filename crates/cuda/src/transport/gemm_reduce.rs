@@ -1,5 +1,5 @@
-//! Products that are summed over ranks while they are computed, each rank on a GPU of its own. The host's meeting of the first
-//! run tells each rank where the others take parts of tiles in; from then on a run is one launch.
+//! Products that are summed over ranks while they are computed, each rank on a GPU of its own. In the first run the host
+//! exchanges where each rank takes parts of tiles in; from then on a run is one launch.
 
 use counterpoint_exec::collective::Collective;
 use counterpoint_exec::{CollectiveCall, CollectiveContext, ExecError, OpPlace};
@@ -9,7 +9,7 @@ use counterpoint_schedule::{Accumulate, BufferId, Gemm, GroupCast, GroupReduce, 
 
 use super::fused::{Rows, one_stretch, product_of, whole};
 use super::product_side::ProductSide;
-use super::{Call, CallError, CudaMeeting, CudaTransport, Means, Work};
+use super::{Call, CallError, CudaPending, CudaTransport, Means, Work};
 use crate::CudaError;
 use crate::backend::CudaBackend;
 use crate::kernel::{GemmReduce, GemmReduceSpec, GemmReduceTensors, SumsGoTo};
@@ -67,7 +67,7 @@ fn fitting(
     if !alike || spec_of(sum).rows() != own || !(0..ranks).all(shares) {
         return None;
     }
-    let row_bytes = (product.n * dtype.size()) as u64;
+    let row_bytes = (product.size.n * dtype.size()) as u64;
     let (sums, goes_to) = match spread {
         None => (Rows { buffer: sum, offset: 0 }, SumsGoTo::Owner),
         Some(cast) => {
@@ -136,31 +136,32 @@ impl CudaTransport {
     pub(super) fn gemm_reduce(
         &self,
         call: &Call<'_>,
-        meeting: &CudaMeeting,
+        pending: &CudaPending,
         work: &GemmReduceWork,
     ) -> Result<(), CallError> {
         let CollectiveCall { stream, place, collective, buffers, .. } = *call;
         let pattern = &collective.collective.pattern;
         let (ranks, users) = (pattern.incoming.iter().map(|peer| peer.rank), &pattern.outgoing);
-        let met = self.met_of_product(call, meeting, &work.side, work.kernel.waits(), ranks, users)?;
+        let connected =
+            self.product_connected(call, pending, &work.side, work.kernel.waits(), ranks, users)?;
         let own = work.sums.address(buffers);
         let sums = match work.spread {
             // Nobody else's are looked at.
-            SumsGoTo::Owner => vec![own; met.exchanges.len()],
+            SumsGoTo::Owner => vec![own; connected.exchanges.len()],
             SumsGoTo::All => {
-                self.check_unmoved(place, met.written[self.rank], own)?;
-                met.written.clone()
+                self.check_unmoved(place, connected.written[self.rank], own)?;
+                connected.written.clone()
             }
         };
-        let link = self.product_call(&work.side, met)?;
+        let link = self.product_call(&work.side, connected)?;
         let tensors = GemmReduceTensors {
             a: work.a.address(buffers),
             b: work.b.address(buffers),
             bias: work.bias.map_or(0, |bias| buffers[bias.0].address()),
-            exchanges: &met.exchanges,
+            exchanges: &connected.exchanges,
             sums: &sums,
         };
-        // SAFETY: `fitting` has compared shapes and types; the other ranks' memory lives as long as `met`; all ranks make the same
+        // SAFETY: `fitting` has compared shapes and types; the other ranks' memory lives as long as `connected`; all ranks make the same
         // calls, each on a GPU of its own, and `Program::validate` has seen that nothing beside them waits for other ranks.
         unsafe { work.kernel.launch(stream.queue(), &tensors, &link) }?;
         Ok(())

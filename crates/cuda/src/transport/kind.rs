@@ -12,7 +12,7 @@ pub enum TransportKind {
     /// nodes: [`TransportKind::Hierarchical`].
     #[default]
     Auto,
-    /// Kernels of a few multiprocessors read the other GPUs' memory. Where each rank has a GPU of its own, ranks meet inside
+    /// Kernels of a few multiprocessors read the other GPUs' memory. Where each rank has a GPU of its own, ranks pass barriers inside
     /// these kernels; where they share one, on the host.
     Nvlink,
     /// The copy engines write into the other GPUs' memory; no multiprocessor takes part in a group-cast, and in a group-reduce
@@ -34,10 +34,10 @@ impl TransportKind {
         ("hierarchical", Self::Hierarchical),
     ];
 
-    /// The ways in which passes of linear layers can be run; `meets` where kernels of all ranks can wait for each other, and
+    /// The ways in which passes of linear layers can be run; `has_barriers` where kernels of all ranks can wait for each other, and
     /// `workers` the multiprocessors of this transport's kernels.
-    pub(crate) fn pass_overlaps(self, meets: bool, workers: usize) -> Vec<PassOverlap> {
-        self.transport().pass_overlaps(meets, workers)
+    pub(crate) fn pass_overlaps(self, has_barriers: bool, workers: usize) -> Vec<PassOverlap> {
+        self.transport().pass_overlaps(has_barriers, workers)
     }
 
     /// What it is in the table of what runs where, on one node where that is left open.

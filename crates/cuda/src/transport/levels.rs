@@ -9,7 +9,7 @@ use std::ops::Range;
 use counterpoint_exec::{CollectiveCall, CollectiveContext, ExecError, OpPlace, Transport};
 use counterpoint_schedule::{Accumulate, GroupCast, GroupReduce, Op, Program, ReduceOp};
 
-use super::{CudaCollective, CudaMeeting, CudaTransport};
+use super::{CudaCollective, CudaPending, CudaTransport};
 use crate::backend::CudaBackend;
 
 /// Which ranks one transport reaches.
@@ -52,7 +52,7 @@ pub struct LevelledTransport {
 pub struct LevelledCollective(Vec<CudaCollective>);
 
 /// A collective that is being enqueued, by level.
-pub struct LevelledMeeting(Vec<CudaMeeting>);
+pub struct LevelledPending(Vec<CudaPending>);
 
 impl LevelledTransport {
     pub(crate) fn new(levels: Vec<(Level, CudaTransport)>) -> Self {
@@ -84,7 +84,7 @@ impl LevelledTransport {
 
 impl Transport<CudaBackend> for LevelledTransport {
     type Collective = LevelledCollective;
-    type Meeting = LevelledMeeting;
+    type Pending = LevelledPending;
 
     fn rank(&self) -> usize {
         self.levels[0].1.rank()
@@ -154,27 +154,27 @@ impl Transport<CudaBackend> for LevelledTransport {
     fn begin(
         &self,
         call: &CollectiveCall<'_, CudaBackend, LevelledCollective>,
-    ) -> Result<LevelledMeeting, ExecError> {
+    ) -> Result<LevelledPending, ExecError> {
         let begun = self.calls(call).map(|(transport, call)| transport.begin(&call));
-        begun.collect::<Result<_, _>>().map(LevelledMeeting)
+        begun.collect::<Result<_, _>>().map(LevelledPending)
     }
 
     fn fetch(
         &self,
         call: &CollectiveCall<'_, CudaBackend, LevelledCollective>,
-        meeting: &mut LevelledMeeting,
+        pending: &mut LevelledPending,
     ) -> Result<(), ExecError> {
-        let mut levels = self.calls(call).zip(&mut meeting.0);
-        levels.try_for_each(|((transport, call), meeting)| transport.fetch(&call, meeting))
+        let mut levels = self.calls(call).zip(&mut pending.0);
+        levels.try_for_each(|((transport, call), pending)| transport.fetch(&call, pending))
     }
 
     fn end(
         &self,
         call: &CollectiveCall<'_, CudaBackend, LevelledCollective>,
-        meeting: LevelledMeeting,
+        pending: LevelledPending,
     ) -> Result<(), ExecError> {
-        let mut levels = self.calls(call).zip(meeting.0);
-        levels.try_for_each(|((transport, call), meeting)| transport.end(&call, meeting))?;
+        let mut levels = self.calls(call).zip(pending.0);
+        levels.try_for_each(|((transport, call), pending)| transport.end(&call, pending))?;
         // Rows of several levels are there when all are.
         let parts = call.collective.0.first().and_then(CudaCollective::delivery_parts);
         match call.signal.zip(parts).filter(|_| self.levels.len() > 1) {

@@ -1,4 +1,4 @@
-//! Kernels that move rows between GPUs and meet by themselves. The host's meeting of the first run tells each rank the others'
+//! Kernels that move rows between GPUs, with device-side barriers. In the first run the host exchanges all ranks'
 //! rows and mailboxes; from then on a run is one launch, but for casts some of whose rows copy engines move (`engine`).
 
 use counterpoint_exec::CollectiveCall;
@@ -11,7 +11,7 @@ use super::engine::{EngineUse, LinkEngine};
 use super::link_side::LinkSide;
 use super::own_rows::OwnRows;
 use super::rows;
-use super::{Call, CallError, CudaMeeting, CudaTransport, addresses};
+use super::{Call, CallError, CudaPending, CudaTransport, addresses};
 use crate::kernel::{
     LINK_PARTS, LINK_TENSORS, LinkArrivals, LinkCall, LinkCopy, LinkDelivery, LinkDirection, LinkOperands,
     LinkPeers, LinkPhase, LinkReduce, LinkReduceSpec, RowMove, Scalar,
@@ -34,11 +34,11 @@ pub(super) struct LinkWork {
     row_bytes: u64,
     /// Of a group-reduce.
     spec: Option<LinkReduceSpec>,
-    pub(super) side: LinkSide<Met>,
+    pub(super) side: LinkSide<Connected>,
 }
 
 /// What a rank knows of the others.
-pub(super) struct Met {
+pub(super) struct Connected {
     kernel: LinkKernel,
     /// Of a group-cast some of whose rows are not in the kernel's list: those for others, and the rank's own.
     engine: Option<LinkEngine>,
@@ -98,13 +98,13 @@ impl LinkWork {
     }
 
     /// Whether the ranks know each other, and all that they need to know in every run.
-    pub(super) fn has_met(&self) -> bool {
-        self.side.met().is_some_and(|met| met.engine.is_none())
+    pub(super) fn is_connected(&self) -> bool {
+        self.side.connected().is_some_and(|connected| connected.engine.is_none())
     }
 
-    /// Whether the ranks have met.
+    /// Whether the ranks are connected.
     pub(super) fn knows_others(&self) -> bool {
-        self.side.has_met()
+        self.side.is_connected()
     }
 
     /// Whether other ranks write this one's outputs; else they read its inputs.
@@ -115,9 +115,11 @@ impl LinkWork {
     /// Who needs to know where the outputs are: in the first run those that send so many rows of a group-cast that they may leave them
     /// to an engine.
     pub(super) fn output_readers(&self, pattern: &Pattern) -> Vec<PeerRows> {
-        match self.side.met() {
+        match self.side.connected() {
             None => self.may_leave(&pattern.incoming),
-            Some(met) => met.engine.as_ref().map_or(Vec::new(), |engine| engine.senders().to_vec()),
+            Some(connected) => {
+                connected.engine.as_ref().map_or(Vec::new(), |engine| engine.senders().to_vec())
+            }
         }
     }
 
@@ -136,7 +138,7 @@ impl LinkWork {
         collective: &Collective,
         posts: &[PeerPost],
         lists: &Stream,
-    ) -> Result<Met, CallError> {
+    ) -> Result<Connected, CallError> {
         let (pattern, row_bytes) = (&collective.pattern, rows::row_bytes(collective));
         let (own, _) = self.place;
         let (engine, own_rows) = match self.may_use_engines {
@@ -147,8 +149,8 @@ impl LinkWork {
             false => (None, None),
         };
         let mut mailboxes = Vec::with_capacity(posts.len());
-        let told = collective.delivery_parts;
-        let mut parts = vec![Vec::new(); told.unwrap_or(1)];
+        let signalled = collective.delivery_parts;
+        let mut parts = vec![Vec::new(); signalled.unwrap_or(1)];
         let pushes = self.writes_outputs();
         for (rank, post) in posts {
             let (rank, theirs) = (*rank, &post.collective.pattern);
@@ -173,13 +175,13 @@ impl LinkWork {
         let (announce_to, work_on) = if pushes { (incoming, outgoing) } else { (outgoing, incoming) };
         let kernel = match &self.spec {
             None => {
-                let delivery = told.map_or(LinkDelivery::Whole, |_| LinkDelivery::Parts);
+                let delivery = signalled.map_or(LinkDelivery::Whole, |_| LinkDelivery::Parts);
                 LinkKernel::Copy(LinkCopy::new(lists, CAST, &row_bytes, &parts, delivery, self.num_sms)?)
             }
             Some(spec) => LinkKernel::Reduce(LinkReduce::new(lists, spec, &parts.concat(), self.num_sms)?),
         };
         let peers = LinkPeers { mailboxes, announce_to, work_on };
-        Ok(Met { kernel, engine, own_rows, peers })
+        Ok(Connected { kernel, engine, own_rows, peers })
     }
 }
 
@@ -187,29 +189,29 @@ impl CudaTransport {
     pub(super) fn link(
         &self,
         call: &Call<'_>,
-        meeting: &CudaMeeting,
+        pending: &CudaPending,
         work: &LinkWork,
     ) -> Result<(), CallError> {
         let CollectiveCall { backend, stream, place, barrier, collective, .. } = *call;
-        let is_first = !work.side.has_met();
+        let is_first = !work.side.is_connected();
         let own = &collective.collective;
-        let posts = || self.posts_of(call, meeting, own.pattern.peers());
+        let posts = || self.posts_of(call, pending, own.pattern.peers());
         let gather = |posts: &[_], lists: &Stream| work.gather(&self.device, own, posts, lists);
-        let met = work.side.met_by(call, self.setup()?, posts, gather)?;
+        let connected = work.side.connected_by(call, self.setup()?, posts, gather)?;
         // A sum also makes the rows that have no operand.
-        if met.peers.mailboxes.is_empty() && work.spec.is_none() {
+        if connected.peers.mailboxes.is_empty() && work.spec.is_none() {
             barrier.map_or(Ok(()), |barrier| barrier.arrive(stream.queue()))?;
             return Ok(());
         }
         let (inputs, outputs) = addresses(call);
-        let pushes = matches!((&met.kernel, CAST), (LinkKernel::Copy(_), LinkDirection::Push));
+        let pushes = matches!((&connected.kernel, CAST), (LinkKernel::Copy(_), LinkDirection::Push));
         let (announced, own) = if pushes { (outputs, inputs) } else { (inputs, outputs) };
-        let mut link: LinkCall = self.link_call(&work.side, &met.peers, &announced, &own)?;
+        let mut link: LinkCall = self.link_call(&work.side, &connected.peers, &announced, &own)?;
         if let Some(processes) = &self.peers {
             let tensors = call.collective.collective.tensors.iter();
             let announced = tensors.map(|(input, output)| if pushes { output } else { input });
             let announced: Vec<_> = announced.map(|id| call.buffers[id.0].memory().clone()).collect();
-            let (setup, peers) = (backend.setup(), &met.peers.announce_to);
+            let (setup, peers) = (backend.setup(), &connected.peers.announce_to);
             link = link.shifted(&processes.shifts(place, setup, &announced, peers)?);
         }
         if let Some((signal, parts)) = call.signal.zip(call.collective.collective.delivery_parts) {
@@ -218,32 +220,32 @@ impl CudaTransport {
         // Who waits for the start of this goes on once all its blocks hold their multiprocessors.
         let started = barrier.map(CudaBarrier::arrival).transpose()?;
         let started = started.as_ref();
-        if let Some(own_rows) = &met.own_rows {
+        if let Some(own_rows) = &connected.own_rows {
             let (inputs, outputs) = addresses(call);
             // SAFETY: `Collective`'s checks have seen that the rows are inside the tensors, which the rank's buffers keep; neither the
             // others nor the kernel touch them.
             unsafe { own_rows.start(stream.queue(), &inputs, &outputs) }?;
         }
-        // SAFETY: `Post::meet` has compared both sides' rows, `Collective`'s checks have seen that they are inside the tensors,
+        // SAFETY: `Post::check_peer` has compared both sides' rows, `Collective`'s checks have seen that they are inside the tensors,
         // which the ranks' buffers keep; all ranks make the same calls, each on a GPU of its own.
-        match &met.kernel {
-            LinkKernel::Copy(copy) => match &met.engine {
-                Some(engine) => self.link_by_engines(call, meeting, (copy, engine), &link, started)?,
+        match &connected.kernel {
+            LinkKernel::Copy(copy) => match &connected.engine {
+                Some(engine) => self.link_by_engines(call, pending, (copy, engine), &link, started)?,
                 None => unsafe { copy.launch(stream.queue(), &link, LinkPhase::Whole, started) }?,
             },
             LinkKernel::Reduce(reduce) => unsafe { reduce.launch(stream.queue(), &link, started) }?,
         }
-        met.own_rows.as_ref().map_or(Ok(()), |own_rows| own_rows.join(stream.queue()))?;
-        // Those that have told where their outputs are.
+        connected.own_rows.as_ref().map_or(Ok(()), |own_rows| own_rows.join(stream.queue()))?;
+        // Those that have published where their outputs are.
         let pattern = &collective.collective.pattern;
-        let told: Vec<usize> = match (&met.kernel, &met.engine) {
+        let published: Vec<usize> = match (&connected.kernel, &connected.engine) {
             (LinkKernel::Copy(_), _) if is_first => {
                 work.may_leave(&pattern.outgoing).iter().map(|peer| peer.rank).collect()
             }
             (_, Some(engine)) => engine.receivers().collect(),
             _ => Vec::new(),
         };
-        told.into_iter().for_each(|rank| self.release_post(rank, meeting.sequence));
+        published.into_iter().for_each(|rank| self.release_post(rank, pending.sequence));
         Ok(())
     }
 }
@@ -271,7 +273,7 @@ pub(super) fn reduce_spec(
     })
 }
 
-/// Adds a move to the parts in which its receiver, who receives so many `rows`, is told of them.
+/// Adds a move to the parts in which its receiver, who receives so many `rows`, is notified of them.
 fn cut_into_parts(whole: RowMove, rows: usize, parts: &mut [Vec<RowMove>]) {
     let count = parts.len();
     let mut begin = 0;
@@ -292,7 +294,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_row_is_in_the_part_that_it_is_told_of_in() {
+    fn every_row_is_in_the_part_that_signals_it() {
         let whole = RowMove { peer: 1, from: Range::new(100, 170), to: Range::new(20, 90) };
         let mut parts = vec![Vec::new(); 3];
         cut_into_parts(whole, 100, &mut parts);

@@ -1,4 +1,4 @@
-//! A rank's side of a collective whose kernels pass a device-side barrier: the host's meeting of the first run tells it what it must know of
+//! A rank's side of a collective whose kernels pass a device-side barrier: in the first run the host exchanges what each rank must know of
 //! the others, and it keeps that for all later runs.
 
 use std::sync::{Arc, Mutex, OnceLock};
@@ -10,35 +10,35 @@ use crate::kernel::{LinkCall, LinkEnd, LinkPeers};
 use crate::sync::lock;
 use crate::{CudaError, DeviceBuffer, Stream};
 
-/// One rank's side; `Met` is what it knows of the others.
-pub(super) struct LinkSide<Met> {
+/// One rank's side; `Connected` is what it knows of the others.
+pub(super) struct LinkSide<Connected> {
     end: Arc<LinkEnd>,
-    /// Made when ranks first meet.
-    met: OnceLock<Met>,
+    /// Made when ranks connect, in the first run.
+    connected: OnceLock<Connected>,
     /// What that will be where the others call their collectives of this number.
-    ahead: Mutex<Option<(u64, Met)>>,
+    ahead: Mutex<Option<(u64, Connected)>>,
     lists: Lists,
 }
 
-impl<Met> LinkSide<Met> {
-    /// Of a rank that has met nobody yet, made on `setup`, which is waited for.
+impl<Connected> LinkSide<Connected> {
+    /// Of a rank that knows nobody yet, made on `setup`, which is waited for.
     pub(super) fn new(setup: &Stream) -> Result<Self, CudaError> {
         Ok(Self {
             end: Arc::new(LinkEnd::new(setup)?),
-            met: OnceLock::new(),
+            connected: OnceLock::new(),
             ahead: Mutex::default(),
             lists: Lists::new(setup.device())?,
         })
     }
 
-    /// What the rank knows of the others, once they have met.
-    pub(super) fn met(&self) -> Option<&Met> {
-        self.met.get()
+    /// What the rank knows of the others, once they are connected.
+    pub(super) fn connected(&self) -> Option<&Connected> {
+        self.connected.get()
     }
 
     /// Whether the ranks know each other.
-    pub(super) fn has_met(&self) -> bool {
-        self.met().is_some()
+    pub(super) fn is_connected(&self) -> bool {
+        self.connected().is_some()
     }
 
     pub(super) fn mailbox(&self) -> DeviceBuffer {
@@ -50,10 +50,10 @@ impl<Met> LinkSide<Met> {
         &self,
         number: u64,
         setup: &Stream,
-        gather: impl FnOnce(&Stream) -> Result<Met, CallError>,
+        gather: impl FnOnce(&Stream) -> Result<Connected, CallError>,
     ) -> Result<(), CallError> {
         let mut ahead = lock(&self.ahead);
-        if ahead.is_none() && !self.has_met() {
+        if ahead.is_none() && !self.is_connected() {
             *ahead = Some((number, self.lists.upload(setup, gather)?));
         }
         Ok(())
@@ -62,38 +62,39 @@ impl<Met> LinkSide<Met> {
     /// What the rank knows of the others, in the first run by their `posts`: what was gathered ahead, if it was of these, or what `gather`
     /// makes of them for the device on the stream that it is given, a handle of `setup`. From then on the end of every run asks whether
     /// a rank was waited for in vain.
-    pub(super) fn met_by(
+    pub(super) fn connected_by(
         &self,
         call: &Call<'_>,
         setup: &Stream,
         posts: impl FnOnce() -> Result<Vec<PeerPost>, CallError>,
-        gather: impl FnOnce(&[PeerPost], &Stream) -> Result<Met, CallError>,
-    ) -> Result<&Met, CallError> {
-        let met = match self.met.get() {
-            Some(met) => met,
+        gather: impl FnOnce(&[PeerPost], &Stream) -> Result<Connected, CallError>,
+    ) -> Result<&Connected, CallError> {
+        let connected = match self.connected.get() {
+            Some(connected) => connected,
             None => {
                 let posts = posts()?;
                 let mut ahead = lock(&self.ahead);
-                let of_these =
-                    |(number, _): &(u64, Met)| posts.iter().all(|(_, post)| post.payload.number == *number);
-                let met = match ahead.take().filter(of_these) {
-                    Some((_, met)) => met,
+                let of_these = |(number, _): &(u64, Connected)| {
+                    posts.iter().all(|(_, post)| post.payload.number == *number)
+                };
+                let connected = match ahead.take().filter(of_these) {
+                    Some((_, connected)) => connected,
                     None => self.lists.upload(setup, |lists| gather(&posts, lists))?,
                 };
                 call.backend.watch_link(call.place.to_string(), self.end.clone());
-                self.met.get_or_init(|| met)
+                self.connected.get_or_init(|| connected)
             }
         };
         self.lists.follow(call.stream.queue())?;
-        Ok(met)
+        Ok(connected)
     }
 }
 
 impl CudaTransport {
     /// A call of this rank's, as [`LinkEnd::call`], whose waits have the world's limit.
-    pub(super) fn link_call<Met>(
+    pub(super) fn link_call<Connected>(
         &self,
-        side: &LinkSide<Met>,
+        side: &LinkSide<Connected>,
         peers: &LinkPeers,
         announced: &[u64],
         own: &[u64],

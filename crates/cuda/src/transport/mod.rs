@@ -1,15 +1,15 @@
 //! The CUDA transport between ranks that are threads of one process, on one GPU or several, or processes (`process`).
 //!
-//! A collective meets on the host while it is enqueued. *Begin*: a rank records an event "my inputs are ready, my outputs may
+//! Ranks synchronise on the host while a collective is enqueued. *Begin*: a rank records an event "my inputs are ready, my outputs may
 //! be written" and publishes it with where its tensors are. *Fetch*: once those that it takes part with have published theirs,
 //! it enqueues its work: waits for their events, what moves the rows, and an event "done". *End*: it enqueues waits for the
-//! events of those who have used what it published. So every event is recorded before anyone is told to wait for it, and the
+//! events of those who have used what it published. So every event is recorded before anyone is notified to wait for it, and the
 //! device can never be left waiting: not on any number of hardware queues, and not when a rank fails.
-//! A call begins by *announcing* all collectives that peers do not know, so that they meet at once and not one after the other.
+//! A call begins by *announcing* all collectives that peers do not know, so that they are matched at once and not one after the other.
 //!
 //! Who moves the rows is a matter of the [`TransportKind`]: their receivers by kernels that read the others' memory (`pull`),
 //! their senders by copy engines (`push`), or NCCL (`exchange`). Where each rank has a GPU of its own, kernels that read or
-//! write the others' memory meet by themselves (`link`). The last two need the host's meeting in the first run only.
+//! write the others' memory pass device-side barriers (`link`). The last two need the host in the first run only.
 
 mod backward_reduce;
 mod call;
@@ -20,13 +20,13 @@ mod engine;
 mod exchange;
 mod fused;
 mod gemm_reduce;
+mod host_sync;
 mod kind;
 mod levels;
 mod link;
 mod link_side;
 mod lists;
 mod means;
-mod meeting;
 mod own_rows;
 mod process;
 mod product_side;
@@ -51,17 +51,17 @@ use counterpoint_schedule::{
 use crate::backend::{CudaBackend, exec_error};
 use crate::{CudaError, Device, Stream, StreamPriority};
 
-use call::{Call, CallError, addresses, untold};
+use call::{Call, CallError, addresses, unpublished};
 pub use collective::CudaCollective;
 use collective::{Part, Work};
 use copies::CopyPace;
 pub use engine::EngineUse;
+pub use host_sync::CudaPending;
 pub use kind::TransportKind;
 pub(crate) use levels::Level;
-pub use levels::{LevelledCollective, LevelledMeeting, LevelledTransport};
+pub use levels::{LevelledCollective, LevelledPending, LevelledTransport};
 use link::LinkWork;
 pub(crate) use means::Means;
-pub use meeting::CudaMeeting;
 use process::PeerProcesses;
 use ready::{OwnPart, ReadyParts};
 use stand_in::StandIns;
@@ -77,9 +77,9 @@ pub struct CudaTransport {
     _devices: Arc<[Device]>,
     next: AtomicU64,
     prepared: AtomicU64,
-    /// What the peers have been told of collectives that are not enqueued yet, by their place among all.
+    /// What peers were sent of collectives that are not enqueued yet, by their place among all.
     announced: Mutex<BTreeMap<u64, Arc<Post<Part>>>>,
-    /// What ranks have told of collectives when they made them ready.
+    /// What ranks have published of collectives when they made them ready.
     ready: Arc<ReadyParts>,
     /// Where the other ranks are processes. Before what moves rows, which must not go while others still use it.
     peers: Option<PeerProcesses>,
@@ -176,7 +176,7 @@ impl CudaTransport {
                 .map_err(|error| exec_error(self.rank, &format!("the preparation of {place}"), error))?;
             self.collective(place, collective, outputs, work)
         });
-        // A bad part leaves the other ranks without this one: they are told why instead of being let wait.
+        // A bad part leaves the other ranks without this one: they are notified of the reason instead of being let wait.
         checked.map_err(|error| self.world.fail(error))
     }
 
@@ -207,7 +207,7 @@ impl CudaTransport {
         let at = Instant::now();
         let post = Arc::new(Post { place: place.clone(), collective: collective.clone(), at, payload });
         if let Some(peers) = &self.peers {
-            peers.tell_ready(&post).map_err(|error| match error {
+            peers.send_ready(&post).map_err(|error| match error {
                 CallError::Exec(error) => error,
                 CallError::Cuda(error) => failed(error),
             })?;
@@ -283,7 +283,7 @@ impl Drop for CudaTransport {
 
 impl Transport<CudaBackend> for CudaTransport {
     type Collective = CudaCollective;
-    type Meeting = CudaMeeting;
+    type Pending = CudaPending;
 
     fn rank(&self) -> usize {
         self.rank
@@ -333,7 +333,7 @@ impl Transport<CudaBackend> for CudaTransport {
             }
             _ => Ok(None),
         };
-        // As for every collective: the others are told instead of being let wait.
+        // As for every collective: the others are notified instead of being let wait.
         let work = work.map_err(|error| self.world.fail(error))?;
         work.map(|(collective, work)| self.collective(place, collective, Vec::new(), work)).transpose()
     }
@@ -346,28 +346,28 @@ impl Transport<CudaBackend> for CudaTransport {
         self.report(call, self.announce_part(call, between))
     }
 
-    fn begin(&self, call: &Call<'_>) -> Result<CudaMeeting, ExecError> {
+    fn begin(&self, call: &Call<'_>) -> Result<CudaPending, ExecError> {
         call.backend.strike(call.stream, call.place).map_err(|error| self.world.fail(error))?;
         self.world.check()?;
-        self.report(call, self.begin_meeting(call))
+        self.report(call, self.begin_collective(call))
     }
 
-    fn fetch(&self, call: &Call<'_>, meeting: &mut CudaMeeting) -> Result<(), ExecError> {
-        let stood_in = &meeting.as_others_see(call);
+    fn fetch(&self, call: &Call<'_>, pending: &mut CudaPending) -> Result<(), ExecError> {
+        let stood_in = &pending.as_others_see(call);
         let enqueued = match &*call.collective.work {
             // A rank has its own rows from its own tensors.
-            Work::Pull(work) => self.pull(call, meeting, work),
-            Work::Link(work) => self.link(stood_in, meeting, work),
-            Work::BackwardReduce(work) => self.backward_reduce(call, meeting, work),
-            Work::GemmReduce(work) => self.gemm_reduce(stood_in, meeting, work),
-            Work::CastGemm(work) => self.cast_gemm(stood_in, meeting, work),
-            Work::Push(work) => self.push(stood_in, meeting, work),
-            Work::Exchange(work) => self.exchange(call, meeting, work),
+            Work::Pull(work) => self.pull(call, pending, work),
+            Work::Link(work) => self.link(stood_in, pending, work),
+            Work::BackwardReduce(work) => self.backward_reduce(call, pending, work),
+            Work::GemmReduce(work) => self.gemm_reduce(stood_in, pending, work),
+            Work::CastGemm(work) => self.cast_gemm(stood_in, pending, work),
+            Work::Push(work) => self.push(stood_in, pending, work),
+            Work::Exchange(work) => self.exchange(call, pending, work),
         };
         self.report(call, enqueued)
     }
 
-    fn end(&self, call: &Call<'_>, meeting: CudaMeeting) -> Result<(), ExecError> {
-        self.report(call, self.end_meeting(call, &meeting))
+    fn end(&self, call: &Call<'_>, pending: CudaPending) -> Result<(), ExecError> {
+        self.report(call, self.end_collective(call, &pending))
     }
 }

@@ -7,7 +7,7 @@ use counterpoint_schedule::BufferId;
 use super::collective::{Part, PeerPost};
 use super::fused::Rows;
 use super::link_side::LinkSide;
-use super::{Call, CallError, CudaMeeting, CudaTransport, untold};
+use super::{Call, CallError, CudaPending, CudaTransport, unpublished};
 use crate::backend::CudaBuffer;
 use crate::kernel::{CtaWaits, LinkCall, LinkPeers};
 use crate::{CudaError, DeviceBuffer, Stream};
@@ -18,11 +18,11 @@ pub(super) struct ProductSide {
     exchange: DeviceBuffer,
     /// Rows of a tensor that the others write as well, in all ranks' copies of it.
     written: Option<Rows>,
-    link: LinkSide<Met>,
+    link: LinkSide<Connected>,
 }
 
 /// What a rank knows of the others.
-pub(super) struct Met {
+pub(super) struct Connected {
     peers: LinkPeers,
     /// Of each rank its memory for what comes in.
     pub(super) exchanges: Vec<u64>,
@@ -33,8 +33,8 @@ pub(super) struct Met {
 
 impl ProductSide {
     /// Whether the ranks know each other.
-    pub(super) fn has_met(&self) -> bool {
-        self.link.has_met()
+    pub(super) fn is_connected(&self) -> bool {
+        self.link.is_connected()
     }
 
     /// The tensor that the others write as well.
@@ -42,8 +42,8 @@ impl ProductSide {
         self.written.map(|rows| rows.buffer)
     }
 
-    /// Tells the others where this rank takes in what they send.
-    pub(super) fn tell(&self, part: &mut Part, buffers: &[CudaBuffer]) {
+    /// Publishes where this rank takes in what the others send.
+    pub(super) fn publish(&self, part: &mut Part, buffers: &[CudaBuffer]) {
         part.mailbox = Some(self.link.mailbox());
         part.staging = Some(self.exchange.clone());
         part.outputs = self.written.iter().map(|rows| buffers[rows.buffer.0].clone()).collect();
@@ -66,35 +66,35 @@ impl CudaTransport {
         Ok(ProductSide { exchange, written, link: LinkSide::new(setup)? })
     }
 
-    /// What this rank knows of the others. In the first run `ranks` tell it where their memory is, and `users` are told that it has
-    /// learnt that; from then on the end of every run also asks for the `waits` of its CTAs.
-    pub(super) fn met_of_product<'a>(
+    /// What this rank knows of the others. In the first run `ranks` publish where their memory is, and `users` are notified that this one has
+    /// learnt it; from then on the end of every run also asks for the `waits` of its CTAs.
+    pub(super) fn product_connected<'a>(
         &self,
         call: &Call<'_>,
-        meeting: &CudaMeeting,
+        pending: &CudaPending,
         side: &'a ProductSide,
         waits: Option<&CtaWaits>,
         ranks: impl Iterator<Item = usize>,
         users: &[PeerRows],
-    ) -> Result<&'a Met, CallError> {
-        let posts = || self.posts_of(call, meeting, ranks.collect());
-        side.link.met_by(call, self.setup()?, posts, |posts, _| {
-            let met = self.met_for_product(call, side, posts)?;
-            users.iter().for_each(|peer| self.release_post(peer.rank, meeting.sequence));
+    ) -> Result<&'a Connected, CallError> {
+        let posts = || self.posts_of(call, pending, ranks.collect());
+        side.link.connected_by(call, self.setup()?, posts, |posts, _| {
+            let connected = self.connect_product(call, side, posts)?;
+            users.iter().for_each(|peer| self.release_post(peer.rank, pending.sequence));
             if let Some(waits) = waits {
                 call.backend.watch(call.place.to_string(), waits.clone());
             }
-            Ok(met)
+            Ok(connected)
         })
     }
 
     /// What this rank knows by the posts of all others.
-    fn met_for_product(
+    fn connect_product(
         &self,
         call: &Call<'_>,
         side: &ProductSide,
         posts: &[PeerPost],
-    ) -> Result<Met, CallError> {
+    ) -> Result<Connected, CallError> {
         let of_each = |own: u64| vec![own; self.world.size()];
         let mut exchanges = of_each(side.exchange.address());
         let mut written = side.written.map_or(Vec::new(), |rows| of_each(rows.address(call.buffers)));
@@ -102,24 +102,28 @@ impl CudaTransport {
         for (rank, post) in posts {
             let (rank, part) = (*rank, &post.payload);
             let (Some(mailbox), Some(exchange)) = (&part.mailbox, &part.staging) else {
-                return Err(untold(rank));
+                return Err(unpublished(rank));
             };
             exchanges[rank] = exchange.address();
             mailboxes.push((rank, mailbox.clone()));
             memory.push(exchange.clone());
             if let Some(rows) = &side.written {
-                let theirs = part.outputs.first().ok_or_else(|| untold(rank))?;
+                let theirs = part.outputs.first().ok_or_else(|| unpublished(rank))?;
                 written[rank] = theirs.address() + rows.offset;
                 memory.push(theirs.memory().clone());
             }
         }
         let others: Vec<usize> = (0..self.world.size()).filter(|&rank| rank != self.rank).collect();
         let peers = LinkPeers { mailboxes, announce_to: others.clone(), work_on: others };
-        Ok(Met { peers, exchanges, written, _memory: memory })
+        Ok(Connected { peers, exchanges, written, _memory: memory })
     }
 
-    /// A run of this rank's kernel, which announces no tensors: where they are, all know since they met.
-    pub(super) fn product_call(&self, side: &ProductSide, met: &Met) -> Result<LinkCall, CudaError> {
-        self.link_call(&side.link, &met.peers, &[], &[])
+    /// A run of this rank's kernel, which announces no tensors: where they are, all know since the first run.
+    pub(super) fn product_call(
+        &self,
+        side: &ProductSide,
+        connected: &Connected,
+    ) -> Result<LinkCall, CudaError> {
+        self.link_call(&side.link, &connected.peers, &[], &[])
     }
 }

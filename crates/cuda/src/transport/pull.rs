@@ -7,7 +7,7 @@ use counterpoint_exec::collective::{Collective, Post};
 
 use super::lists::Lists;
 use super::rows::{Incoming, RowWork};
-use super::{Call, CallError, CudaMeeting, CudaTransport, Part, addresses};
+use super::{Call, CallError, CudaPending, CudaTransport, Part, addresses};
 use crate::Stream;
 use crate::backend::CudaBuffer;
 use crate::sync::lock;
@@ -29,7 +29,7 @@ impl CudaTransport {
     pub(super) fn pull(
         &self,
         call: &Call<'_>,
-        meeting: &CudaMeeting,
+        pending: &CudaPending,
         work: &Mutex<Option<PullWork>>,
     ) -> Result<(), CallError> {
         let CollectiveCall { backend, stream, collective, .. } = *call;
@@ -37,7 +37,7 @@ impl CudaTransport {
         let pattern = &collective.collective.pattern;
         let mut posts = Vec::with_capacity(pattern.incoming.len());
         for peer in &pattern.incoming {
-            let post = self.post_of(call, meeting, peer.rank)?;
+            let post = self.post_of(call, pending, peer.rank)?;
             if peer.rank != self.rank {
                 queue.wait(&post.payload.marks_of(peer.rank)?.ready)?;
             }
@@ -69,31 +69,31 @@ impl CudaTransport {
         let current = work.insert(current);
         current.lists.follow(queue)?;
         current.rows.launch(queue, backend.left_to_communication(), input, &addresses(call).1)?;
-        if let Some(own) = &meeting.own {
+        if let Some(own) = &pending.own {
             own.payload.marks_of(self.rank)?.done.record(queue)?;
         }
         for peer in &pattern.incoming {
-            self.acknowledge(peer.rank, meeting.sequence)?;
+            self.acknowledge(peer.rank, pending.sequence)?;
         }
         Ok(())
     }
 
     /// The inputs may be overwritten after it.
-    pub(super) fn end_pull(&self, call: &Call<'_>, meeting: &CudaMeeting) -> Result<(), CallError> {
+    pub(super) fn end_pull(&self, call: &Call<'_>, pending: &CudaPending) -> Result<(), CallError> {
         let pattern = &call.collective.collective.pattern;
-        self.end_after(call, meeting, pattern.outgoing.iter().map(|peer| peer.rank))
+        self.end_after(call, pending, pattern.outgoing.iter().map(|peer| peer.rank))
     }
 
     /// What is enqueued from now on comes after all that `users` have done with what this rank published.
     pub(super) fn end_after(
         &self,
         call: &Call<'_>,
-        meeting: &CudaMeeting,
+        pending: &CudaPending,
         users: impl Iterator<Item = usize>,
     ) -> Result<(), CallError> {
-        let posts = users.map(|rank| Ok((rank, self.post_of(call, meeting, rank)?)));
+        let posts = users.map(|rank| Ok((rank, self.post_of(call, pending, rank)?)));
         let posts: Vec<_> = posts.collect::<Result<_, CallError>>()?;
-        self.board.all_used(&self.world, &self.waiter(call), meeting.sequence)?;
+        self.board.all_used(&self.world, &self.waiter(call), pending.sequence)?;
         for (rank, post) in &posts {
             if *rank != self.rank {
                 call.stream.queue().wait(&post.payload.marks_of(*rank)?.done)?;

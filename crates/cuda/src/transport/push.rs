@@ -13,7 +13,7 @@ use super::lists::Lists;
 use super::pull::are_same;
 use super::rows::{self, Incoming, RowWork};
 use super::staging::Staging;
-use super::{Call, CallError, CudaMeeting, CudaTransport, addresses};
+use super::{Call, CallError, CudaPending, CudaTransport, addresses};
 use crate::backend::CudaBuffer;
 use crate::sync::lock;
 use crate::{CudaError, Device, DeviceBuffer, Event, Stream};
@@ -115,11 +115,11 @@ impl CudaTransport {
     pub(super) fn push(
         &self,
         call: &Call<'_>,
-        meeting: &CudaMeeting,
+        pending: &CudaPending,
         work: &PushWork,
     ) -> Result<(), CallError> {
         let CollectiveCall { stream, collective, .. } = *call;
-        let Some(own) = &meeting.own else { return Ok(()) };
+        let Some(own) = &pending.own else { return Ok(()) };
         let pattern = &collective.collective.pattern;
         let reduces = work.reduction.is_some();
         let mut receivers: Vec<&PeerRows> =
@@ -128,7 +128,7 @@ impl CudaTransport {
         let ranks = self.world.size();
         receivers.sort_by_key(|peer| (peer.rank + ranks - self.rank) % ranks);
         let posts: Vec<_> =
-            receivers.iter().map(|peer| self.post_of(call, meeting, peer.rank)).collect::<Result<_, _>>()?;
+            receivers.iter().map(|peer| self.post_of(call, pending, peer.rank)).collect::<Result<_, _>>()?;
         let mut copies = lock(&work.copies);
         let current = match copies.take() {
             Some(current) if are_same(&current.parts, &posts) => current,
@@ -163,7 +163,7 @@ impl CudaTransport {
         };
         let Marks { ready, done } = own.payload.marks_of(self.rank)?;
         let (queue, inputs) = (stream.queue(), addresses(call).0);
-        // SAFETY: `Post::meet` has compared both sides' rows, `Collective`'s checks have seen that they are inside the tensors,
+        // SAFETY: `Post::check_peer` has compared both sides' rows, `Collective`'s checks have seen that they are inside the tensors,
         // posts keep those, and events order everyone else's use of them.
         unsafe { work.streams.start(queue, ready, sent, writable, &inputs, target) }?;
         work.streams.join(queue, sent)?;
@@ -172,7 +172,7 @@ impl CudaTransport {
         // SAFETY: as above.
         unsafe { work.streams.start(queue, ready, kept, writable, &inputs, target) }?;
         for peer in &pattern.outgoing {
-            self.acknowledge(peer.rank, meeting.sequence)?;
+            self.acknowledge(peer.rank, pending.sequence)?;
         }
         Ok(())
     }
@@ -181,12 +181,12 @@ impl CudaTransport {
     pub(super) fn end_push(
         &self,
         call: &Call<'_>,
-        meeting: &CudaMeeting,
+        pending: &CudaPending,
         work: &PushWork,
     ) -> Result<(), CallError> {
         let CollectiveCall { backend, stream, collective, .. } = *call;
         let incoming = &collective.collective.pattern.incoming;
-        self.end_after(call, meeting, incoming.iter().map(|peer| peer.rank))?;
+        self.end_after(call, pending, incoming.iter().map(|peer| peer.rank))?;
         if let Some(StagedReduction { staging, memory, rows, lists }) = &work.reduction {
             let (inputs, outputs) = addresses(call);
             let input = staged_input(self.rank, incoming, &inputs, staging, memory);

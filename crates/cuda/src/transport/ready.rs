@@ -1,4 +1,4 @@
-//! What ranks tell each other of a collective when they make it ready, long before it is called: its rows, and memory that the others'
+//! What ranks publish of a collective when they make it ready, long before it is called: its rows, and memory that the others'
 //! kernels write to. A rank that knows this of all its peers gathers its lists of rows ahead, which its first call then finds.
 //!
 //! Ranks make collectives ready in any order. What is made ahead is of those that have the same number on every rank, as they have where
@@ -14,15 +14,15 @@ use super::collective::{Part, PeerPost, Work};
 use crate::sync::lock;
 use crate::{Device, Stream};
 
-/// What ranks have told, those of this process and, where ranks are processes, the others.
+/// What ranks have published, those of this process and, where ranks are processes, the others.
 #[derive(Default)]
-pub(super) struct ReadyParts(Mutex<Known>);
+pub(super) struct ReadyParts(Mutex<Parts>);
 
 #[derive(Default)]
-struct Known {
+struct Parts {
     /// By number and rank.
     parts: BTreeMap<(u64, usize), Arc<Post<Part>>>,
-    /// Likewise those of this process, which need what their peers tell.
+    /// Likewise those of this process, which need what their peers publish.
     own: BTreeMap<(u64, usize), Weak<OwnPart>>,
 }
 
@@ -39,13 +39,13 @@ pub(super) struct OwnPart {
 }
 
 impl ReadyParts {
-    /// What `rank` has told of its collective with this number.
+    /// What `rank` has published of its collective with this number.
     pub(super) fn of(&self, rank: usize, number: u64) -> Option<Arc<Post<Part>>> {
         lock(&self.0).parts.get(&(number, rank)).cloned()
     }
 
-    /// `rank`, which is another process, tells of a collective. Those that wait for it gather their lists on this thread.
-    pub(super) fn tell(&self, rank: usize, number: u64, part: Post<Part>) {
+    /// `rank`, which is another process, has made a collective ready. Those that wait for it gather their lists on this thread.
+    pub(super) fn record(&self, rank: usize, number: u64, part: Post<Part>) {
         lock(&self.0).parts.insert((number, rank), Arc::new(part));
         self.gather(number);
     }
@@ -67,7 +67,7 @@ impl ReadyParts {
         known.own.remove(&(number, rank));
     }
 
-    /// Has ranks of this process gather the lists of their collectives with this number, as far as all their peers have told.
+    /// Has ranks of this process gather the lists of their collectives with this number, as far as all their peers have published.
     fn gather(&self, number: u64) {
         let own: Vec<Arc<OwnPart>> = {
             let known = lock(&self.0);
@@ -78,7 +78,7 @@ impl ReadyParts {
             let posts = own.collective().pattern.peers().into_iter();
             let posts = posts.map(|rank| Some((rank, self.of(rank, number)?))).collect::<Option<Vec<_>>>();
             let Some(posts) = posts else { continue };
-            let fit = |(peer, post): &PeerPost| own.post.meet(own.rank, number, *peer, post).is_ok();
+            let fit = |(peer, post): &PeerPost| own.post.check_peer(own.rank, number, *peer, post).is_ok();
             if posts.iter().all(fit) {
                 // The first call makes them where this did not, and says why it cannot.
                 own.gather(&posts).ok();

@@ -11,7 +11,7 @@ use crate::kernel::{
 };
 use crate::{CudaError, Device, Stream};
 
-/// What one peer has for this rank: rows of its tensors, and the own rows that they meet, in order.
+/// What one peer has for this rank: rows of its tensors, and the own rows that they belong to, in order.
 pub(super) struct Incoming<'a> {
     pub(super) from: &'a [Range],
     pub(super) to: &'a [Range],
@@ -182,7 +182,7 @@ impl RowWork {
         input: impl Fn(usize, usize) -> u64,
         outputs: &[u64],
     ) -> Result<(), CudaError> {
-        // SAFETY: `Post::meet` has compared the shapes of both sides, `Collective`'s checks have seen that rows are inside
+        // SAFETY: `Post::check_peer` has compared the shapes of both sides, `Collective`'s checks have seen that rows are inside
         // the tensors, and events order everyone else's use of them (see the head of `transport`).
         unsafe {
             match self {

@@ -274,7 +274,7 @@ pub(super) fn run_once<M: Machine>(
     ranks: &mut [PreparedRank<M>],
 ) -> Result<Timeline, ExecError> {
     // Processes have clocks of their own: all begin when the last one is ready.
-    machine.meet(pass)?;
+    machine.barrier(pass)?;
     Prepared::run_ranks(ranks)
 }
 

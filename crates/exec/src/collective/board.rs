@@ -84,7 +84,7 @@ impl<P> Post<P> {
     /// # Errors
     /// [`ExecError::Left`] when one closes its group and the other does not; [`ExecError::PlanDiffers`] when it is another plan's, [`ExecError::CollectiveOrder`] when it is another collective, [`ExecError::CollectiveMismatch`] when tensors or splits
     /// do not fit.
-    pub fn meet(&self, rank: usize, sequence: u64, peer: usize, other: &Self) -> Result<(), ExecError> {
+    pub fn check_peer(&self, rank: usize, sequence: u64, peer: usize, other: &Self) -> Result<(), ExecError> {
         let (own_contract, other_contract) = (&self.collective.contract, &other.collective.contract);
         match (own_contract.ends_group(), other_contract.ends_group()) {
             (true, false) => return Err(left(rank, peer, sequence, &other.place)),

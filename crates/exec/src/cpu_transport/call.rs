@@ -68,7 +68,7 @@ impl Call {
         }
         for peer in &pattern.outgoing {
             let post = self.board.post_of(&stream.world, &self.waiter(stream), peer.rank, self.sequence)?;
-            own.meet(self.rank, self.sequence, peer.rank, &post)?;
+            own.check_peer(self.rank, self.sequence, peer.rank, &post)?;
             began = began.max(post.at);
         }
         self.board.all_used(&stream.world, &self.waiter(stream), self.sequence)?;
@@ -113,7 +113,7 @@ impl Call {
     ) -> Result<(), ExecError> {
         for peer in &self.collective.pattern.incoming {
             let post = self.board.post_of(&stream.world, &self.waiter(stream), peer.rank, self.sequence)?;
-            own.meet(self.rank, self.sequence, peer.rank, &post)?;
+            own.check_peer(self.rank, self.sequence, peer.rank, &post)?;
             *began = (*began).max(post.at);
             let mut take_all = |inputs: &[TensorRef<'_>]| {
                 for (&from, &to) in post.collective.pattern.to(self.rank).iter().zip(&peer.rows) {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::message::told_part;
+use super::message::received_part;
 use super::{PeerMessage, Rows};
 use crate::collective::{Board, Contract, Post};
 use crate::world::World;
@@ -47,7 +47,7 @@ impl Recipient for Inbox {
         match message {
             PeerMessage::Part { sequence, place, contract, sent, expected } => {
                 let rows = unpack(&contract, &sent, payload, &place)?;
-                let collective = Arc::new(told_part(self.rank, contract, &sent, &expected));
+                let collective = Arc::new(received_part(self.rank, contract, &sent, &expected));
                 let post = Post { place, collective, at: Instant::now(), payload: Rows::Arrived(rows) };
                 let users = post.collective.pattern.outgoing.clone();
                 self.board.publish(peer, sequence, post, &users);

@@ -41,7 +41,12 @@ impl PeerMessage {
 }
 
 /// A part that was told to `rank`, as if it had been published here: rows are those of the payload.
-pub(super) fn told_part(rank: usize, contract: Contract, sent: &[usize], expected: &[usize]) -> Collective {
+pub(super) fn received_part(
+    rank: usize,
+    contract: Contract,
+    sent: &[usize],
+    expected: &[usize],
+) -> Collective {
     let pattern =
         Pattern { outgoing: one_after_the_other(rank, sent), incoming: one_after_the_other(rank, expected) };
     Collective { contract, pattern, tensors: Vec::new(), reduction: None, delivery_parts: None }

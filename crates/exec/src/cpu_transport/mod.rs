@@ -119,7 +119,7 @@ type Workspaces = Arc<Mutex<Vec<Option<HostTensor>>>>;
 
 impl Transport<CpuBackend> for CpuTransport {
     type Collective = CpuCollective;
-    type Meeting = ();
+    type Pending = ();
 
     fn rank(&self) -> usize {
         self.rank

@@ -73,7 +73,7 @@ impl Default for JoinConfig {
 
 /// Where rank 0 waits for the others, and what they prove to it that they are.
 #[derive(Serialize, Deserialize)]
-struct MeetingPlace {
+struct RendezvousPlace {
     address: SocketAddr,
     token: [u8; JobToken::BYTES],
 }
@@ -97,7 +97,7 @@ impl Rendezvous {
         let broken = |reason: String| ExecError::from(RendezvousError::Broken { rank, reason });
         if rank > 0 {
             store.wait(&key, limit)?;
-            let place: MeetingPlace =
+            let place: RendezvousPlace =
                 serde_json::from_slice(&store.get(&key)?).map_err(|error| broken(error.to_string()))?;
             return Self::join(place.address, rank, world_size, &JobToken::from_bytes(place.token), limit);
         }
@@ -112,7 +112,7 @@ impl Rendezvous {
         let listener = TcpListener::bind((config.address, 0)).map_err(cannot_listen)?;
         let host = Self::host(listener, world_size, &token, limit)?;
         let address = SocketAddr::new(config.address, host.port());
-        let place = MeetingPlace { address, token: token.to_bytes() };
+        let place = RendezvousPlace { address, token: token.to_bytes() };
         store.set(&key, &serde_json::to_vec(&place).map_err(|error| broken(error.to_string()))?)?;
         host.join(config.address, limit)
     }

@@ -15,26 +15,26 @@ pub(super) fn enqueue_all<B: Backend, T: Transport<B>>(
 ) -> Result<(), ExecError> {
     queues.iter().try_for_each(Enqueue::announce)?;
     loop {
-        let mut meetings: Vec<Option<Meeting<'_, B, T>>> = queues.iter().map(|_| None).collect();
+        let mut calls: Vec<Option<PendingCall<'_, B, T>>> = queues.iter().map(|_| None).collect();
         let mut under_way: Vec<usize> = (0..queues.len()).collect();
         while !under_way.is_empty() {
             let mut left = Vec::with_capacity(under_way.len());
             for rank in under_way {
                 match queues[rank].advance()? {
                     Reached::Computation => left.push(rank),
-                    Reached::Collective(meeting) => meetings[rank] = Some(meeting),
+                    Reached::Collective(pending) => calls[rank] = Some(pending),
                     Reached::End => {}
                 }
             }
             under_way = left;
         }
-        let meetings = queues.iter().zip(meetings).filter_map(|(queue, met)| Some((queue, met?)));
-        let mut meetings: Vec<_> = meetings.collect();
-        if meetings.is_empty() {
+        let calls = queues.iter().zip(calls).filter_map(|(queue, call)| Some((queue, call?)));
+        let mut calls: Vec<_> = calls.collect();
+        if calls.is_empty() {
             return Ok(());
         }
-        meetings.iter_mut().try_for_each(|(queue, meeting)| queue.fetch(meeting))?;
-        meetings.into_iter().try_for_each(|(queue, meeting)| queue.end(meeting))?;
+        calls.iter_mut().try_for_each(|(queue, pending)| queue.fetch(pending))?;
+        calls.into_iter().try_for_each(|(queue, pending)| queue.end(pending))?;
     }
 }
 
@@ -134,9 +134,9 @@ impl<'a, B: Backend, T: Transport<B>> Enqueue<'a, B, T> {
                         let buffers = &self.table;
                         let call =
                             CollectiveCall { backend, stream, place, collective, buffers, barrier, signal };
-                        let meeting = transport.begin(&call)?;
-                        let meeting = Meeting { place, stream, collective, barrier, signal, meeting };
-                        return Ok(Reached::Collective(meeting));
+                        let pending = transport.begin(&call)?;
+                        let pending = PendingCall { place, stream, collective, barrier, signal, pending };
+                        return Ok(Reached::Collective(pending));
                     }
                     Step::Record(event) => backend.record(stream, place, &events[*event])?,
                     Step::Wait(event) => backend.wait(stream, place, &events[*event])?,
@@ -156,22 +156,22 @@ impl<'a, B: Backend, T: Transport<B>> Enqueue<'a, B, T> {
         enqueue().map_err(|error| backend.fail(error))
     }
 
-    fn fetch(&self, meeting: &mut Meeting<'a, B, T>) -> Result<(), ExecError> {
+    fn fetch(&self, pending: &mut PendingCall<'a, B, T>) -> Result<(), ExecError> {
         let (backend, transport) = (self.rank.rank.backend(), self.rank.rank.transport());
-        let Meeting { place, stream, collective, barrier, signal, ref mut meeting } = *meeting;
+        let PendingCall { place, stream, collective, barrier, signal, ref mut pending } = *pending;
         let buffers = &self.table;
         let call = CollectiveCall { backend, stream, place, collective, buffers, barrier, signal };
         let _range = self.range(place);
-        transport.fetch(&call, meeting).map_err(|error| backend.fail(error))
+        transport.fetch(&call, pending).map_err(|error| backend.fail(error))
     }
 
-    fn end(&self, meeting: Meeting<'a, B, T>) -> Result<(), ExecError> {
+    fn end(&self, pending: PendingCall<'a, B, T>) -> Result<(), ExecError> {
         let (backend, transport) = (self.rank.rank.backend(), self.rank.rank.transport());
-        let Meeting { place, stream, collective, barrier, signal, meeting } = meeting;
+        let PendingCall { place, stream, collective, barrier, signal, pending } = pending;
         let buffers = &self.table;
         let call = CollectiveCall { backend, stream, place, collective, buffers, barrier, signal };
         let _range = self.range(place);
-        transport.end(&call, meeting).map_err(|error| backend.fail(error))
+        transport.end(&call, pending).map_err(|error| backend.fail(error))
     }
 }
 
@@ -180,16 +180,16 @@ enum Reached<'a, B: Backend, T: Transport<B>> {
     /// Behind a computation.
     Computation,
     /// Within a collective.
-    Collective(Meeting<'a, B, T>),
+    Collective(PendingCall<'a, B, T>),
     End,
 }
 
 /// A collective that a rank has begun.
-struct Meeting<'a, B: Backend, T: Transport<B>> {
+struct PendingCall<'a, B: Backend, T: Transport<B>> {
     place: &'a OpPlace,
     stream: &'a B::Stream,
     collective: &'a T::Collective,
     barrier: Option<&'a B::Barrier>,
     signal: Option<&'a B::Signal>,
-    meeting: T::Meeting,
+    pending: T::Pending,
 }

@@ -116,7 +116,7 @@ impl Rendezvous {
     /// As there; [`RendezvousError::Listen`]; [`RendezvousError::Variable`] where ranks of several hosts have no secret.
     pub fn join_launched(launch: &Launch, facets: &[Facet], limit: Duration) -> Result<Arc<Self>, ExecError> {
         let identity = Identity::of(launch)?;
-        let (ranks, place) = ((launch.rank, launch.world_size), launch.meeting.to_string());
+        let (ranks, place) = ((launch.rank, launch.world_size), launch.point.to_string());
         let facets = facets.to_vec();
         if launch.rank > 0 {
             let seek = |seeker: &Seeker<'_>| seeker.seek(launch, &identity);

@@ -80,7 +80,7 @@ pub struct Launch {
     /// This process among those of its host, where the launcher says.
     pub local_rank: Option<usize>,
     /// Where rank 0 listens.
-    pub meeting: MeetingPoint,
+    pub point: RendezvousPoint,
     /// Whether all processes are on this host, where the launcher says.
     pub one_host: Option<bool>,
     /// What ranks know each other by; without it, ranks of one user on one host are given a random token.
@@ -89,7 +89,7 @@ pub struct Launch {
 
 /// Where rank 0 listens.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct MeetingPoint {
+pub struct RendezvousPoint {
     /// Name or address of rank 0's host.
     pub host: String,
     /// Rank 0 takes the first of these that is free; the others look for it at each.
@@ -98,7 +98,7 @@ pub struct MeetingPoint {
     pub job: String,
 }
 
-impl fmt::Display for MeetingPoint {
+impl fmt::Display for RendezvousPoint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.ports.as_slice() {
             [] => f.write_str(&self.host),
@@ -199,9 +199,9 @@ impl Launch {
         let local_rank =
             variables.has(names.local_rank).then(|| variables.number(names.local_rank)).transpose()?;
         let one_host = variables.one_host(names, world_size)?;
-        let meeting = variables.meeting_point(names, one_host)?;
+        let point = variables.rendezvous_point(names, one_host)?;
         let secret = variables.secret()?;
-        Ok(Some(Self { launcher: names.launcher, rank, world_size, local_rank, meeting, one_host, secret }))
+        Ok(Some(Self { launcher: names.launcher, rank, world_size, local_rank, point, one_host, secret }))
     }
 }
 
@@ -249,7 +249,11 @@ impl Variables<'_> {
         self.has(name).then(|| Ok(self.number(name)? == alone)).transpose()
     }
 
-    fn meeting_point(&self, names: &Names, one_host: Option<bool>) -> Result<MeetingPoint, RendezvousError> {
+    fn rendezvous_point(
+        &self,
+        names: &Names,
+        one_host: Option<bool>,
+    ) -> Result<RendezvousPoint, RendezvousError> {
         let mut job: Vec<String> = names.job.iter().filter_map(|name| self.get(name)).collect();
         if let Some(address) = self.get(RENDEZVOUS_VARIABLE) {
             let reason = || format!("is `{address}`, which is not host:port, such as node1:29600");
@@ -258,13 +262,13 @@ impl Variables<'_> {
             let port = port.parse().ok().filter(|&port: &u16| port > 0);
             let port = port.filter(|_| !host.is_empty());
             let port = port.ok_or_else(|| wrong(RENDEZVOUS_VARIABLE, reason()))?;
-            return Ok(MeetingPoint { host: bare(host), ports: vec![port], job: job.join(" ") });
+            return Ok(RendezvousPoint { host: bare(host), ports: vec![port], job: job.join(" ") });
         }
         if let (Some(host), true) = (self.get("MASTER_ADDR"), self.has("MASTER_PORT")) {
             let port = u16::try_from(self.number("MASTER_PORT")?).ok().filter(|&port| port > 0);
             let port = port.ok_or_else(|| wrong("MASTER_PORT", "is not a port; give one from 1 to 65535"))?;
             job.push(format!("port {port}"));
-            return Ok(MeetingPoint { host: bare(&host), ports: beside(port), job: job.join(" ") });
+            return Ok(RendezvousPoint { host: bare(&host), ports: beside(port), job: job.join(" ") });
         }
         if one_host != Some(true) || job.is_empty() {
             let first = ["MASTER_ADDR", "MASTER_PORT"].into_iter().find(|name| !self.has(name));
@@ -277,7 +281,7 @@ impl Variables<'_> {
         // Below the ports that systems hand out by themselves.
         let first = 20_000 + (hash(&job.join(" ")) % 10_000) as u16;
         let ports = (first..first + PORTS).collect();
-        Ok(MeetingPoint { host: "127.0.0.1".to_owned(), ports, job: job.join(" ") })
+        Ok(RendezvousPoint { host: "127.0.0.1".to_owned(), ports, job: job.join(" ") })
     }
 }
 
@@ -330,12 +334,12 @@ mod tests {
         assert_eq!((found.launcher, found.rank, found.world_size), (Launcher::Torchrun, 1, 4));
         assert_eq!(found.local_rank, Some(1));
         // torchrun's agent listens at MASTER_PORT itself.
-        assert_eq!(found.meeting.ports, (29501..=29508).collect::<Vec<u16>>());
-        assert_eq!((found.meeting.host.as_str(), found.meeting.job.as_str()), ("node7", "run port 29500"));
+        assert_eq!(found.point.ports, (29501..=29508).collect::<Vec<u16>>());
+        assert_eq!((found.point.host.as_str(), found.point.job.as_str()), ("node7", "run port 29500"));
         let mut named = torchrun.to_vec();
         named.push((RENDEZVOUS_VARIABLE, "[::1]:7000"));
         let found = launch(&named).unwrap().unwrap();
-        assert_eq!(found.meeting.to_string(), "::1:7000");
+        assert_eq!(found.point.to_string(), "::1:7000");
         assert_eq!(beside(65535), (65527..=65534).rev().collect::<Vec<u16>>());
     }
 
@@ -350,16 +354,16 @@ mod tests {
         ];
         let found = launch(&variables).unwrap().unwrap();
         assert_eq!((found.launcher, found.rank, found.world_size), (Launcher::OpenMpi, 2, 4));
-        assert_eq!(found.meeting.host, "127.0.0.1");
-        assert!(found.meeting.ports.iter().all(|port| (20_000..30_008).contains(port)));
+        assert_eq!(found.point.host, "127.0.0.1");
+        assert!(found.point.ports.iter().all(|port| (20_000..30_008).contains(port)));
         variables[4].1 = "1235";
-        assert_ne!(launch(&variables).unwrap().unwrap().meeting, found.meeting);
+        assert_ne!(launch(&variables).unwrap().unwrap().point, found.point);
         variables[3].1 = "2";
         assert!(
             launch(&variables).unwrap_err().contains("MASTER_ADDR is not set, and Open MPI does not say")
         );
         variables.extend([("MASTER_ADDR", "a"), ("MASTER_PORT", "1")]);
-        assert_eq!(launch(&variables).unwrap().unwrap().meeting.host, "a");
+        assert_eq!(launch(&variables).unwrap().unwrap().point.host, "a");
     }
 
     #[test]

@@ -32,7 +32,7 @@ use crate::RendezvousError;
 pub use agreement::Facet;
 pub use client::{LeavingAtTheEnd, Rendezvous, RendezvousHost};
 pub use launch::{
-    ENVIRONMENT, JOB_SECRET_VARIABLE, JobSecret, Launch, Launcher, MeetingPoint, RENDEZVOUS_VARIABLE,
+    ENVIRONMENT, JOB_SECRET_VARIABLE, JobSecret, Launch, Launcher, RENDEZVOUS_VARIABLE, RendezvousPoint,
 };
 pub use start::RunStart;
 

@@ -5,7 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, T
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::launch::{JOB_SECRET_VARIABLE, Launch, MeetingPoint};
+use super::launch::{JOB_SECRET_VARIABLE, Launch, RendezvousPoint};
 use super::local_token::{LocalName, LocalToken, NameError};
 use super::message::{Hello, Welcome};
 use super::{RENDEZVOUS_VARIABLE, RendezvousError};
@@ -30,9 +30,9 @@ pub(super) enum Identity {
 impl Identity {
     /// What it is for this rank.
     pub(super) fn of(launch: &Launch) -> Result<Self, RendezvousError> {
-        let meeting = &launch.meeting;
+        let point = &launch.point;
         if let Some(secret) = &launch.secret {
-            return Ok(Self::Secret(JobToken::of_secret(secret.text(), &meeting.job)));
+            return Ok(Self::Secret(JobToken::of_secret(secret.text(), &point.job)));
         }
         let needed = |which: &str| {
             let reason = format!(
@@ -41,16 +41,16 @@ impl Identity {
             );
             RendezvousError::Variable { variable: JOB_SECRET_VARIABLE.to_owned(), reason }
         };
-        let address = meeting.to_string();
+        let address = point.to_string();
         if launch.one_host == Some(false) {
             return Err(needed(&format!("{} started ranks on several hosts", launch.launcher)));
         }
         // Where the name cannot be looked up, looking for rank 0 says so.
-        let is_elsewhere = addresses(&meeting.host).is_ok_and(|all| own_addresses(&all).is_empty());
+        let is_elsewhere = addresses(&point.host).is_ok_and(|all| own_addresses(&all).is_empty());
         if launch.rank > 0 && is_elsewhere {
-            return Err(needed(&format!("rank 0 is on another host ({})", meeting.host)));
+            return Err(needed(&format!("rank 0 is on another host ({})", point.host)));
         }
-        let name = LocalName::of(&format!("{address} {}", meeting.job));
+        let name = LocalName::of(&format!("{address} {}", point.job));
         name.map(Self::Local).map_err(|error| cannot_listen(launch, &error))
     }
 }
@@ -83,7 +83,7 @@ pub(super) fn open(
     identity: &Identity,
     limit: Duration,
 ) -> Result<Listening, RendezvousError> {
-    let meeting = &launch.meeting;
+    let point = &launch.point;
     let refused = |error: io::Error| cannot_listen(launch, &error);
     let name = match identity {
         Identity::Secret(token) => {
@@ -103,7 +103,7 @@ pub(super) fn open(
                     |process| format!("process {process}"),
                 );
                 let reason = format!("{process} is its rank 0");
-                let (rank, address) = (launch.rank, meeting.to_string());
+                let (rank, address) = (launch.rank, point.to_string());
                 return Err(RendezvousError::AnotherJob { rank, address, reason });
             }
             Err(NameError::Io(error)) => return Err(refused(error)),
@@ -117,8 +117,8 @@ pub(super) fn open(
 
 /// Listens at the first port that is free, at the address by which ranks of this host reach it where all are here.
 fn listen(launch: &Launch) -> Result<(TcpListener, SocketAddr), RendezvousError> {
-    let meeting = &launch.meeting;
-    let all = addresses(&meeting.host).unwrap_or_default();
+    let point = &launch.point;
+    let all = addresses(&point.host).unwrap_or_default();
     let own = own_addresses(&all).first().copied();
     let v6 = own.map_or(!all.is_empty() && all.iter().all(IpAddr::is_ipv6), |own| own.is_ipv6());
     let (any, loopback): (IpAddr, IpAddr) = match v6 {
@@ -128,7 +128,7 @@ fn listen(launch: &Launch) -> Result<(TcpListener, SocketAddr), RendezvousError>
     let is_here = launch.one_host.unwrap_or_else(|| own.is_some_and(|own| own.is_loopback()));
     let at = own.filter(|_| is_here).unwrap_or(any);
     let mut failed = io::Error::other("there is no port to try");
-    for &port in &meeting.ports {
+    for &port in &point.ports {
         match TcpListener::bind((at, port)) {
             // The name may be one that only others know this host by.
             Ok(listener) => return Ok((listener, SocketAddr::new(own.unwrap_or(loopback), port))),
@@ -140,12 +140,12 @@ fn listen(launch: &Launch) -> Result<(TcpListener, SocketAddr), RendezvousError>
 
 /// Why rank 0 does not listen.
 pub(super) fn cannot_listen(launch: &Launch, error: &io::Error) -> RendezvousError {
-    let Launch { rank, world_size, ref meeting, .. } = *launch;
+    let Launch { rank, world_size, ref point, .. } = *launch;
     if is_out_of_descriptors(error) {
         return RendezvousError::Descriptors { rank, world_size, limit: descriptor_limit() };
     }
     let (reason, variable) = (error.to_string(), RENDEZVOUS_VARIABLE.to_owned());
-    RendezvousError::Listen { address: meeting.to_string(), reason, variable }
+    RendezvousError::Listen { address: point.to_string(), reason, variable }
 }
 
 /// A rank that looks for a seat.
@@ -201,13 +201,13 @@ impl Failures {
 impl Seeker<'_> {
     /// Looks for rank 0 until it is there, or the time for it is over.
     pub(super) fn seek(&self, launch: &Launch, identity: &Identity) -> Result<Seated, ExecError> {
-        let meeting = &launch.meeting;
+        let point = &launch.point;
         let mut no_seat: Option<(Instant, String)> = None;
         let mut failures = Failures::default();
         loop {
             // Where there are several ports, the first word of a round is the one that counts.
             let (mut failed, mut stranger) = (None, None);
-            match self.candidates(meeting, identity) {
+            match self.candidates(point, identity) {
                 Ok(candidates) => {
                     for (address, token) in candidates {
                         match self.ask(address, &token)? {
@@ -260,11 +260,11 @@ impl Seeker<'_> {
     /// Where rank 0 may listen now.
     fn candidates(
         &self,
-        meeting: &MeetingPoint,
+        point: &RendezvousPoint,
         identity: &Identity,
     ) -> io::Result<Vec<(SocketAddr, JobToken)>> {
-        let hosts = addresses(&meeting.host).map_err(|error| {
-            io::Error::new(error.kind(), format!("{} cannot be looked up: {error}", meeting.host))
+        let hosts = addresses(&point.host).map_err(|error| {
+            io::Error::new(error.kind(), format!("{} cannot be looked up: {error}", point.host))
         })?;
         let at = |ports: &[u16], token: &JobToken| {
             let each =
@@ -272,7 +272,7 @@ impl Seeker<'_> {
             each.map(|address| (address, token.clone())).collect()
         };
         match identity {
-            Identity::Secret(token) => Ok(at(&meeting.ports, token)),
+            Identity::Secret(token) => Ok(at(&point.ports, token)),
             Identity::Local(name) => match name.ask(self.deadline)? {
                 Some((token, port)) => Ok(at(&[port], &token)),
                 None => Err(io::Error::other("no process of this user is rank 0 there: connection refused")),

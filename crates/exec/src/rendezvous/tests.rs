@@ -32,7 +32,7 @@ fn launch(rank: usize, world_size: usize, ports: &[u16]) -> Launch {
         rank,
         world_size,
         local_rank: None,
-        meeting: MeetingPoint { host: "localhost".to_owned(), ports: ports.to_vec(), job: "job".to_owned() },
+        point: RendezvousPoint { host: "localhost".to_owned(), ports: ports.to_vec(), job: "job".to_owned() },
         one_host: None,
         secret: None,
     }
@@ -411,7 +411,7 @@ fn ranks_with_a_secret_know_each_other_and_no_others() {
                     _ => None,
                 };
                 let mut launch = Launch::from_variables(variables).unwrap().unwrap();
-                launch.meeting.ports = ports.to_vec();
+                launch.point.ports = ports.to_vec();
                 let joined = Rendezvous::join_launched(&launch, &[], LIMIT).unwrap();
                 assert_eq!(joined.all_gather("jobs", &[job]).unwrap(), [[job], [job]]);
             });
@@ -423,7 +423,7 @@ fn ranks_with_a_secret_know_each_other_and_no_others() {
 fn ranks_on_several_hosts_need_a_secret() {
     let mut far = launch(1, 2, &[29_501]);
     // Set aside for documents: no host has it.
-    far.meeting.host = "203.0.113.7".to_owned();
+    far.point.host = "203.0.113.7".to_owned();
     let mut several = launch(0, 2, &[29_501]);
     several.one_host = Some(false);
     for launch in [far, several] {

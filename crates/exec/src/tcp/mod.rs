@@ -56,7 +56,7 @@ impl Machine for TcpMachine {
         self.rendezvous.rank()..self.rendezvous.rank() + 1
     }
 
-    fn meet(&self, place: &str) -> Result<(), ExecError> {
+    fn barrier(&self, place: &str) -> Result<(), ExecError> {
         // Operations start when they are enqueued: there is nothing to hold back.
         self.rendezvous.start_together(place, Duration::ZERO).map(drop)
     }

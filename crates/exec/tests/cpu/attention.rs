@@ -3,16 +3,14 @@
 use std::thread;
 use std::time::{Duration, Instant};
 
-use counterpoint_choose::plan_mask;
+use counterpoint_choose::{DispatchAlgorithm, PassStages, PlanConfig, StageCount, plan_mask};
 use counterpoint_exec::{
     AttentionInputs, AttentionRun, CpuBackend, CpuBuffer, CpuMachine, CpuTransport, ExecError,
     FaultInjection, FaultKind, FaultPoint, HostTensor, Pass, Prepared, PreparedAttention, RankProblem,
     RanksRun, RunConfig, SlowLink, SlowNetwork, World, WorldConfig, run_attention,
 };
 use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};
-use counterpoint_plan::{
-    AttentionSpec, DType, DispatchAlgorithm, PassStages, Plan, PlanConfig, StageCount, Topology,
-};
+use counterpoint_plan::{AttentionSpec, DType, Plan, Topology};
 use counterpoint_reference::check_attention;
 use counterpoint_schedule::{
     GradientReduction, KeyBlocks, OverlapPolicy, SpanKind, StartOrder, lower_attention_backward,

@@ -1,12 +1,12 @@
 //! Tensors of distributed attention: dispatched, rolled and put together again; refused where they fit nothing.
 
-use counterpoint_choose::plan_mask;
+use counterpoint_choose::{DispatchAlgorithm, StageCount, plan_mask};
 use counterpoint_exec::{
     AttentionInputs, Communicator, CpuBuffer, ExecError, HostTensor, RunConfig, World, WorldConfig,
     available_memory, dispatch, run_attention, undispatch,
 };
 use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};
-use counterpoint_plan::{AttentionSpec, DType, DispatchAlgorithm, StageCount};
+use counterpoint_plan::{AttentionSpec, DType};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 

@@ -4,14 +4,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use counterpoint_choose::plan_mask;
+use counterpoint_choose::{PlanConfig, plan_mask};
 use counterpoint_exec::{
     AttentionCalls, AttentionInputs, AttentionOutputs, Backend, BackwardTensors, BufferAccess, Communicator,
     CpuBackend, CpuBuffer, CpuMachine, ExecError, ForwardTensors, Group, HostTensor, HostView, Machine,
     OpPlace, Pass, RanksRun, RunConfig, TcpLoopback, Ticket, WorldConfig, run_attention,
 };
 use counterpoint_mask::Mask;
-use counterpoint_plan::{AttentionSpec, DType, GroupPart, Plan, PlanConfig};
+use counterpoint_plan::{AttentionSpec, DType, GroupPart, Plan};
 use counterpoint_schedule::{OverlapPolicy, StreamKind};
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;

@@ -170,11 +170,11 @@ fn a_rank_that_left_the_job_is_named_where_others_meet() {
         if rank == 1 {
             return Ok(());
         }
-        job.barrier("a meeting of all")
+        job.barrier("a barrier of all")
     });
     for error in [0, 2].map(|rank| ended[rank].clone().unwrap_err()) {
         assert!(matches!(error, ExecError::Left { left: 1, .. }), "{error}");
-        assert!(error.to_string().contains("in `a meeting of all`"), "{error}");
+        assert!(error.to_string().contains("in `a barrier of all`"), "{error}");
     }
     assert!(began.elapsed() < config.world.limit / 2, "{:?}", began.elapsed());
 }

@@ -1,12 +1,10 @@
 //! Attention whose queries travel to the keys, tensors to tensors, against the dense f64 reference.
 
-use counterpoint_choose::plan_mask;
+use counterpoint_choose::{DispatchAlgorithm, PlanConfig, QueryExchange, StageCount, plan_mask};
 use counterpoint_cost::{CostModel, Link};
 use counterpoint_exec::{AttentionInputs, RunConfig, SlowLink, random_inputs, run_attention};
 use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};
-use counterpoint_plan::{
-    AttentionSpec, DType, DispatchAlgorithm, Plan, PlanConfig, QueryExchange, StageCount, Topology,
-};
+use counterpoint_plan::{AttentionSpec, DType, Plan, Topology};
 use counterpoint_reference::check_attention;
 use counterpoint_schedule::{OverlapPolicy, SpanKind, StartOrder};
 use proptest::prelude::*;

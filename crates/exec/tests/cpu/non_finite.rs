@@ -1,10 +1,10 @@
 //! NaN and infinity in the inputs: which results they make NaN, and that no other result changes by a bit.
 
-use counterpoint_choose::plan_mask;
+use counterpoint_choose::{PlanConfig, plan_mask};
 use counterpoint_exec::kernel::{BackwardArgs, HeadShape, attention_backward};
 use counterpoint_exec::{AttentionInputs, AttentionOutputs, HostTensor, RunConfig, run_attention};
 use counterpoint_mask::{AttnSlice, Band, Mask, MaskType, Range};
-use counterpoint_plan::{AttentionSpec, DType, KEY_BLOCK, PlanConfig};
+use counterpoint_plan::{AttentionSpec, DType, KEY_BLOCK};
 use counterpoint_schedule::Accumulate;
 use half::{bf16, f16};
 use proptest::prelude::*;

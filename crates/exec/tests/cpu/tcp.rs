@@ -3,14 +3,14 @@
 use std::thread;
 use std::time::{Duration, Instant};
 
-use counterpoint_choose::plan_mask;
+use counterpoint_choose::{PlanConfig, StageCount, plan_mask};
 use counterpoint_exec::{
     AttentionInputs, AttentionRun, Communicator, CpuBuffer, ExecError, FaultInjection, FaultKind, FaultPoint,
     Handle, HostTensor, Machine, RunConfig, Stall, TcpLoopback, World, WorldConfig, random_inputs,
     run_attention, run_attention_on,
 };
 use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};
-use counterpoint_plan::{AttentionSpec, DType, GradientShares, GroupPart, Plan, PlanConfig, StageCount};
+use counterpoint_plan::{AttentionSpec, DType, GradientShares, GroupPart, Plan};
 use counterpoint_schedule::SpanKind;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;

@@ -11,22 +11,6 @@ pub use received_rows::received_rows;
 use counterpoint_mask::Range;
 use serde::{Deserialize, Serialize};
 
-/// How chunks are given to ranks.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum DispatchAlgorithm {
-    /// Few key rows received, with areas within 1 % of the greedy's; of few chunks on up to 16 GPUs the predicted times are levelled
-    /// instead, which may leave areas far apart. The default.
-    #[default]
-    Affinity,
-    /// Heaviest chunk first, each to the lightest rank that still has room.
-    MinHeap,
-    /// Contiguous runs in order.
-    Sequential,
-    /// Chunk `i` and its mirror to the same rank.
-    Zigzag,
-}
-
 /// Which rank owns which chunk of a sequence. Chunk `i` is rows `[i * chunk_size, (i + 1) * chunk_size)`, the last one
 /// maybe shorter. A rank's local rows are its chunks in ascending order.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]

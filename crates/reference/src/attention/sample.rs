@@ -257,11 +257,10 @@ fn row_of<A: Real>(tensor: &HostTensor, row: usize, head: usize) -> Vec<A> {
 
 #[cfg(test)]
 mod tests {
-    use counterpoint_choose::plan_mask;
+    use counterpoint_choose::{PlanConfig, plan_mask};
     use counterpoint_exec::{RunConfig, random_inputs, run_attention};
     use counterpoint_mask::{AttnSlice, MaskType, Range};
     use counterpoint_plan::GradientShares;
-    use counterpoint_plan::PlanConfig;
 
     use super::*;
     use crate::{check_attention, check_sample};

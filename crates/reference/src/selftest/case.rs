@@ -3,12 +3,10 @@
 use std::fmt::Write;
 use std::time::Duration;
 
+use counterpoint_choose::{DispatchAlgorithm, PassStages, PlanConfig, QueryExchange, StageCount};
 use counterpoint_exec::{AttentionInputs, Pass, RunConfig, random_inputs};
 use counterpoint_mask::{Mask, MaskType};
-use counterpoint_plan::{
-    AttentionSpec, DType, DispatchAlgorithm, GradientShares, KEY_BLOCK, PassStages, PlanConfig,
-    QueryExchange, StageCount,
-};
+use counterpoint_plan::{AttentionSpec, DType, GradientShares, KEY_BLOCK};
 use counterpoint_schedule::{OverlapPolicy, StartOrder, WorkerShare};
 
 use super::random_mask;

@@ -4,13 +4,13 @@ use std::collections::VecDeque;
 use std::ops::{Range, RangeInclusive};
 use std::sync::Arc;
 
-use counterpoint_choose::plan_mask;
+use counterpoint_choose::{PlanConfig, plan_mask};
 use counterpoint_exec::{
     AttentionRank, Backend, BackwardTensors, ExecError, ForwardTensors, Group, GroupRank, HostTensor,
     Machine, Pass, Ticket, Transport,
 };
 use counterpoint_mask::{Documents, Mask};
-use counterpoint_plan::{AttentionSpec, DType, Plan, PlanConfig};
+use counterpoint_plan::{AttentionSpec, DType, Plan};
 use counterpoint_schedule::{BufferRole, BufferSpec, OverlapPolicy};
 use half::bf16;
 

@@ -1,33 +1,62 @@
 //! A device that spoils what the CPU computes: what a selftest must notice.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 
 use counterpoint_exec::{
     AttentionInputs, AttentionOutputs, ExpertInputs, ExpertOptions, ExpertOutputs, HostData, HostTensor,
     LinearConfig, LinearInputs, LinearOutputs, Pass, RunConfig, WorldConfig,
 };
-use counterpoint_plan::{AttentionSpec, DType, LinearPlan, Plan, Routing};
+use counterpoint_plan::{AttentionSpec, DType, Fingerprint, LinearPlan, Plan, Routing};
 use counterpoint_schedule::Program;
 
+use super::examine::unlike_elements;
 use super::{CpuSubject, Subject, SubjectError};
+
+/// What the CPU computed of the last queries that it was given, by plan: whoever spoils the same runs shares them. That a run has the same
+/// bits whenever it is repeated is what other tests hold.
+#[derive(Default)]
+pub(super) struct SharedRuns(Mutex<(Option<HostTensor>, Vec<(Fingerprint, AttentionOutputs)>)>);
+
+impl SharedRuns {
+    fn run(
+        &self,
+        plan: &Plan,
+        spec: &AttentionSpec,
+        inputs: &AttentionInputs,
+        config: &RunConfig,
+    ) -> Result<AttentionOutputs, SubjectError> {
+        let mut last = self.0.lock().unwrap();
+        if last.0.as_ref().is_none_or(|q| unlike_elements(q, &inputs.q) > 0) {
+            *last = (Some(inputs.q.clone()), Vec::new());
+        }
+        let of = plan.fingerprint();
+        if let Some((_, outputs)) = last.1.iter().find(|(other, _)| *other == of) {
+            return Ok(outputs.clone());
+        }
+        let outputs = CpuSubject.run(plan, spec, inputs, config)?;
+        last.1.push((of, outputs.clone()));
+        Ok(outputs)
+    }
+}
 
 /// One, which knows how many runs came before.
 pub(super) struct Spoiled<A, L> {
     attention: A,
     linear: L,
     runs: AtomicUsize,
+    shared: Arc<SharedRuns>,
 }
 
 impl<A> Spoiled<A, fn(&mut LinearOutputs, usize)> {
-    pub(super) fn attention(spoil: A) -> Self {
-        Self { attention: spoil, linear: |_, _| (), runs: AtomicUsize::new(0) }
+    pub(super) fn attention(spoil: A, shared: Arc<SharedRuns>) -> Self {
+        Self { attention: spoil, linear: |_, _| (), runs: AtomicUsize::new(0), shared }
     }
 }
 
 impl<L> Spoiled<fn(&mut AttentionOutputs, usize), L> {
     pub(super) fn linear(spoil: L) -> Self {
-        Self { attention: |_, _| (), linear: spoil, runs: AtomicUsize::new(0) }
+        Self { attention: |_, _| (), linear: spoil, runs: AtomicUsize::new(0), shared: Arc::default() }
     }
 }
 
@@ -51,7 +80,7 @@ impl<A: Fn(&mut AttentionOutputs, usize), L: Fn(&mut LinearOutputs, usize)> Subj
         inputs: &AttentionInputs,
         config: &RunConfig,
     ) -> Result<AttentionOutputs, SubjectError> {
-        let mut outputs = CpuSubject.run(plan, spec, inputs, config)?;
+        let mut outputs = self.shared.run(plan, spec, inputs, config)?;
         (self.attention)(&mut outputs, self.runs.fetch_add(1, Ordering::Relaxed));
         Ok(outputs)
     }

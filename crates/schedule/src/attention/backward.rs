@@ -6,7 +6,7 @@ use counterpoint_mask::Range;
 use counterpoint_plan::{AttentionSpec, GroupPart, OwnedSplit, Plan, RemoteSplit, StagePlan};
 
 use super::gradient::Gradient;
-use super::homeward::{Homeward, Way};
+use super::homeward::{Homeward, Route};
 use super::hosting::{Hosting, hosts_do_all};
 use super::keys::{KeyPrefetch, StageKeys, delivery_parts};
 use super::rotation::Rotation;
@@ -224,8 +224,9 @@ pub fn lower_attention_backward(
             match reduction {
                 GradientReduction::PerStage => {
                     let done = p.mark(compute, here, "dk dv done");
-                    let way = two_level.map_or(Way::Straight(&stage.part), |parts| Way::OverNodes(&parts[s]));
-                    homeward.send(&mut p, here, way, (stage_dk, stage_dv), done);
+                    let route =
+                        two_level.map_or(Route::Straight(&stage.part), |parts| Route::OverNodes(&parts[s]));
+                    homeward.send(&mut p, here, route, (stage_dk, stage_dv), done);
                     share_buffers.leave(&mut p, reduce, s);
                 }
                 GradientReduction::Deterministic => shares.push((stage_dk, stage_dv)),
@@ -243,15 +244,15 @@ pub fn lower_attention_backward(
         p.push(compute, None, "gather dv", Op::Concat { srcs: dvs, dst: all_dv });
         let done = p.mark(compute, None, "dk dv done");
         let straight;
-        let way = match &plan.two_level {
+        let route = match &plan.two_level {
             None => {
                 let parts = stages[1..].iter().map(|stage| (&stage.part, stage.key_rows));
                 straight = GroupPart::concat(parts);
-                Way::Straight(&straight)
+                Route::Straight(&straight)
             }
-            Some(exchange) => Way::OverNodes(&exchange.whole[rank]),
+            Some(exchange) => Route::OverNodes(&exchange.whole[rank]),
         };
-        homeward.send(&mut p, None, way, (all_dk, all_dv), done);
+        homeward.send(&mut p, None, route, (all_dk, all_dv), done);
     }
     let home = homeward.arrived(&mut p);
     p.after(compute, None, "wait for the last reduce", home);

@@ -31,7 +31,7 @@ struct BetweenNodes {
 
 /// How shares travel.
 #[derive(Clone, Copy)]
-pub(super) enum Way<'a> {
+pub(super) enum Route<'a> {
     /// In one step.
     Straight(&'a GroupPart),
     /// Inside the node, then between nodes.
@@ -60,14 +60,14 @@ impl<'a> Homeward<'a> {
         &mut self,
         p: &mut ProgramBuilder,
         s: Option<usize>,
-        way: Way<'_>,
+        route: Route<'_>,
         shares: (BufferId, BufferId),
         done: Mark,
     ) {
         p.after(self.reduce, s, "wait for dk dv", done);
-        let (part, sums) = match (way, &mut self.between_nodes) {
-            (Way::OverNodes(part), Some(between_nodes)) => (part, between_nodes),
-            (Way::OverNodes(TwoLevelPart { near: part, .. }) | Way::Straight(part), _) => {
+        let (part, sums) = match (route, &mut self.between_nodes) {
+            (Route::OverNodes(part), Some(between_nodes)) => (part, between_nodes),
+            (Route::OverNodes(TwoLevelPart { near: part, .. }) | Route::Straight(part), _) => {
                 let op = self.op(part, shares, self.sums, Accumulate::Continue, self.barrier);
                 p.push(self.reduce, s, "reduce dk dv", op);
                 return;

@@ -7,7 +7,7 @@ use counterpoint_cost::CostModel;
 use counterpoint_plan::{GroupPart, Topology};
 
 use super::rank::{Computing, Head, Rank};
-use super::{SimulateError, collective_part, parts_before_meeting, transfer};
+use super::{SimulateError, collective_part, parts_before_collective, transfer};
 use crate::{GroupCast, Op, OpCost, Program, Span, SpanKind};
 
 /// All spans of a run, in no order.
@@ -50,7 +50,7 @@ impl PartialOrd for Entry {
 }
 
 /// A collective that ranks meet at.
-struct Meeting {
+struct Arrivals {
     /// Of every Program: ranks that it exchanges rows with and that have started.
     started: Vec<u32>,
     /// Of every Program: how many it waits for, once it has started itself.
@@ -65,7 +65,7 @@ struct Clockwork<'a, C: OpCost + ?Sized> {
     ranks: Vec<Rank<'a>>,
     /// Index of every rank's Program, where it is given.
     index: Vec<Option<usize>>,
-    meetings: Vec<Meeting>,
+    arrivals: Vec<Arrivals>,
     agenda: BinaryHeap<Reverse<Entry>>,
     entries: u64,
     spans: Vec<Span>,
@@ -83,13 +83,13 @@ impl<'a, C: OpCost + ?Sized> Clockwork<'a, C> {
             index[program.rank] = Some(at);
         }
         let collectives = ranks.first().map_or(0, |rank| rank.collectives);
-        let meeting = || Meeting { started: vec![0; programs.len()], wanted: vec![None; programs.len()] };
+        let arrivals = || Arrivals { started: vec![0; programs.len()], wanted: vec![None; programs.len()] };
         Self {
             topology,
             seconds,
             cost,
             index,
-            meetings: (0..collectives).map(|_| meeting()).collect(),
+            arrivals: (0..collectives).map(|_| arrivals()).collect(),
             ranks,
             agenda: BinaryHeap::new(),
             entries: 0,
@@ -255,15 +255,15 @@ impl<'a, C: OpCost + ?Sized> Clockwork<'a, C> {
         self.change_speed(rank, now);
         let Some(part) = collective_part(&program.ops[op].op) else { return };
         let peers = self.peers(rank, part);
-        let meeting = &mut self.meetings[number];
-        meeting.wanted[rank] = Some(peers.len() as u32);
+        let arrivals = &mut self.arrivals[number];
+        arrivals.wanted[rank] = Some(peers.len() as u32);
         let mut complete = Vec::new();
-        if meeting.started[rank] == peers.len() as u32 {
+        if arrivals.started[rank] == peers.len() as u32 {
             complete.push(rank);
         }
         for peer in peers {
-            meeting.started[peer] += 1;
-            if meeting.wanted[peer] == Some(meeting.started[peer]) {
+            arrivals.started[peer] += 1;
+            if arrivals.wanted[peer] == Some(arrivals.started[peer]) {
                 complete.push(peer);
             }
         }
@@ -352,11 +352,11 @@ impl<'a, C: OpCost + ?Sized> Clockwork<'a, C> {
     /// A part of an operation has ended. Whether there is another one, which has started then or waits for its rows.
     fn go_on(&mut self, rank: usize, stream: usize, op: usize, now: f64) -> bool {
         let state = &mut self.ranks[rank];
-        let before_meeting = parts_before_meeting(&state.program.ops[op].op);
-        if before_meeting > 0 {
+        let before_collective = parts_before_collective(&state.program.ops[op].op);
+        if before_collective > 0 {
             state.parts[stream] += 1;
             state.heads[stream] = Head::Waiting;
-            if state.parts[stream] == before_meeting {
+            if state.parts[stream] == before_collective {
                 self.span(rank, stream, op, SpanKind::Compute, self.ranks[rank].reached[stream], now);
                 self.ranks[rank].reached[stream] = now;
             }

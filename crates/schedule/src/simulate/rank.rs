@@ -2,7 +2,7 @@
 
 use counterpoint_cost::WorkerSharing;
 
-use super::{collective_part, parts_before_meeting};
+use super::{collective_part, parts_before_collective};
 use crate::{HardwareQueues, Op, OverlapPolicy, Program, WorkerShare};
 
 /// How far one rank's simulated run has got.
@@ -87,8 +87,8 @@ impl<'a> Rank<'a> {
     /// from then on.
     pub(super) fn head(&self, stream: usize) -> Option<(usize, Option<usize>)> {
         let (op, collective) = self.queues[stream].get(self.next[stream]).copied()?;
-        let meets = self.parts[stream] >= parts_before_meeting(&self.program.ops[op].op);
-        Some((op, collective.filter(|_| meets)))
+        let arrives = self.parts[stream] >= parts_before_collective(&self.program.ops[op].op);
+        Some((op, collective.filter(|_| arrives)))
     }
 
     pub(super) fn first_unfinished(&self) -> Option<usize> {

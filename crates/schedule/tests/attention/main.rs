@@ -6,7 +6,7 @@ mod sums;
 
 use std::collections::BTreeMap;
 
-use counterpoint_choose::plan_mask;
+use counterpoint_choose::{DispatchAlgorithm, PlanConfig, QueryExchange, StageCount, plan_mask};
 use counterpoint_cost::{CostModel, Link};
 use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};
 use counterpoint_plan::*;

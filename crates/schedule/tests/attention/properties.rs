@@ -1,6 +1,6 @@
 //! What holds of every lowering, over random masks and plans.
 
-use counterpoint_choose::plan_mask;
+use counterpoint_choose::{DispatchAlgorithm, PlanConfig, QueryExchange, plan_mask};
 use counterpoint_mask::Mask;
 use counterpoint_plan::*;
 use counterpoint_schedule::*;

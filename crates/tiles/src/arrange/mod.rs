@@ -130,7 +130,7 @@ impl<'a> Arranger<'a> {
             true => Search::<1>::new(self, &candidates).best(ways, most_tried),
             false => Search::<TRIALS>::new(self, &candidates).best(ways, most_tried),
         };
-        best.map_or_else(Order::default, |Found { candidate, halved, .. }| {
+        best.map_or_else(Order::default, |BestOrder { candidate, halved, .. }| {
             let Candidate { places, ends, .. } = &candidates[candidate];
             let tiles = places.iter().map(|&place| self.by_work[place as usize]).collect();
             Order { tiles, ends: ends.clone(), halved }
@@ -194,7 +194,7 @@ impl<'a> Arranger<'a> {
 
 /// The best order so far. Of those that take as long it is the first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Found {
+struct BestOrder {
     time: u64,
     candidate: usize,
     halved: usize,
@@ -228,23 +228,23 @@ impl<'a, const N: usize> Search<'a, N> {
         }
     }
 
-    fn best(mut self, ways: &[usize], most_tried: usize) -> Option<Found> {
+    fn best(mut self, ways: &[usize], most_tried: usize) -> Option<BestOrder> {
         let mut bounds = Vec::with_capacity(self.candidates.len() * ways.len());
         for (at, candidate) in self.candidates.iter().enumerate() {
             let mut last = None;
             for (halved, time) in self.arranger.least(candidate, ways) {
                 if last.replace(halved) != Some(halved) {
-                    bounds.push(Found { time, candidate: at, halved });
+                    bounds.push(BestOrder { time, candidate: at, halved });
                 }
             }
         }
         bounds.sort_unstable();
-        let mut best: Option<Found> = None;
+        let mut best: Option<BestOrder> = None;
         for bound in bounds.into_iter().take(most_tried) {
             if best.is_some_and(|best| best.time < bound.time) {
                 break;
             }
-            let found = Found { time: self.time(bound.candidate, bound.halved), ..bound };
+            let found = BestOrder { time: self.time(bound.candidate, bound.halved), ..bound };
             best = Some(best.map_or(found, |best| best.min(found)));
         }
         best

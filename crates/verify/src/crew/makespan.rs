@@ -20,7 +20,7 @@ fn seconds(group: Group) -> f64 {
         G::PortableAttention | G::ProcessDisagreement => 0.0,
         G::Linear => 44.0,
         G::Gemm => 34.0,
-        G::Meetings => 8.0,
+        G::Barriers => 8.0,
         G::Signals => 11.0,
         G::LibraryLinear => 10.0,
         G::Fused => 12.0,

@@ -115,7 +115,7 @@ fn all_memory(device: &Device) -> Vec<DeviceBuffer> {
 }
 
 /// What became of ranks.
-struct Ended {
+struct Outcome {
     ranks: Vec<Result<HostTensor, ExecError>>,
     /// Until the last of them that did not die said so.
     took: Duration,
@@ -156,7 +156,7 @@ impl Problem {
     }
 
     /// What becomes of each rank.
-    fn run(&self, ends: Vec<Ends<CudaMachine>>) -> Ended {
+    fn run(&self, ends: Vec<Ends<CudaMachine>>) -> Outcome {
         let (began, said) = (Instant::now(), Mutex::new(Duration::ZERO));
         let ranks = thread::scope(|scope| {
             let said = &said;
@@ -178,7 +178,7 @@ impl Problem {
             threads.into_iter().enumerate().map(join).collect()
         });
         let took = *said.lock().unwrap_or_else(PoisonError::into_inner);
-        Ended { ranks, took }
+        Outcome { ranks, took }
     }
 
     /// Uses up the memory of the last rank's GPU once all are connected: every rank must say that it was that one's.
@@ -194,7 +194,7 @@ impl Problem {
             Err(error) => return fail(error.to_string()),
         };
         let hog = all_memory(device);
-        let Ended { ranks, took } = self.run(ends);
+        let Outcome { ranks, took } = self.run(ends);
         drop(hog);
         for (rank, ended) in ranks.iter().enumerate() {
             let said = match ended {
@@ -262,7 +262,7 @@ impl Problem {
         };
         let label = &self.programs[victim].ops[op].label;
         let name = format!("rank {victim} {what} before `{label}`: seconds until all ranks say so");
-        let Ended { ranks, took } = match self.connect(machine, LIMIT, vec![fault]) {
+        let Outcome { ranks, took } = match self.connect(machine, LIMIT, vec![fault]) {
             Ok(ends) => self.run(ends),
             Err(error) => return SelfCheck::failed(name, seed as u64, error.to_string()),
         };

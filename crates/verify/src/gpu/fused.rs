@@ -49,14 +49,17 @@ const LIMIT: Duration = Duration::from_secs(60);
 /// Whatever ends a run.
 pub fn selftest_fused(machine: &CudaMachine, calls: usize) -> Result<Vec<SelfCheck>, ExecError> {
     let policy = OverlapPolicy { mover: Mover::Fused, ..OverlapPolicy::default() };
-    let way = Way { name: "fused", policy, groups: WaveGroups::Fixed(1) };
+    let variant = Variant { name: "fused", policy, groups: WaveGroups::Fixed(1) };
     let cases =
         SHAPES.into_iter().flat_map(|shape| GemmCollective::NAMES.map(|(_, collective)| (shape, collective)));
-    cases.chain(MORE).map(|(shape, collective)| examine(machine, shape, collective, &way, calls)).collect()
+    cases
+        .chain(MORE)
+        .map(|(shape, collective)| examine(machine, shape, collective, &variant, calls))
+        .collect()
 }
 
 /// How a product and its collective are run.
-pub(super) struct Way {
+pub(super) struct Variant {
     pub(super) name: &'static str,
     pub(super) policy: OverlapPolicy,
     pub(super) groups: WaveGroups,
@@ -67,7 +70,7 @@ pub(super) fn examine(
     machine: &CudaMachine,
     [own, n, k]: [usize; 3],
     collective: GemmCollective,
-    way: &Way,
+    variant: &Variant,
     calls: usize,
 ) -> Result<SelfCheck, ExecError> {
     let ranks = machine.devices().len().min(GEMM_DESTINATIONS);
@@ -87,7 +90,7 @@ pub(super) fn examine(
     });
     let [first, second] = expected;
     let expected = [first?, second?];
-    let prepared = spec.prepare_groups(machine, way.groups.clone(), way.policy, world)?;
+    let prepared = spec.prepare_groups(machine, variant.groups.clone(), variant.policy, world)?;
     let wrong = thread::scope(|scope| {
         let threads: Vec<_> = prepared
             .into_iter()
@@ -109,7 +112,7 @@ pub(super) fn examine(
     let name = format!(
         "{calls} products of {m} x {n} x {k} with {}, {}, on {ranks} GPUs, random delays, wrong words",
         collective.name(),
-        way.name
+        variant.name
     );
     Ok(SelfCheck::of(name, 0, wrong as f64, 0.0))
 }

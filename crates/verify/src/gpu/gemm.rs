@@ -93,17 +93,17 @@ impl Case {
             let shares = dice.of(&[2, 3, 4]);
             if dice.below(2) == 0 {
                 // Whole units, for the order that goes round them.
-                spec.m = shares * 256 * (1 + dice.below(2));
-                spec.pass_rows = spec.m;
-                spec.shares = vec![spec.m / shares; shares];
+                spec.size.m = shares * 256 * (1 + dice.below(2));
+                spec.pass_rows = spec.size.m;
+                spec.shares = vec![spec.size.m / shares; shares];
                 spec.order = TileOrder::Shards { shards: shares, first: dice.below(shares) };
             } else {
                 // Where A lies along m, its rows begin at multiples of 16 bytes.
                 let unit = if layout == GemmLayout::Tn { 8 } else { 1 };
-                spec.shares = cut(&mut dice, spec.m, shares, unit);
+                spec.shares = cut(&mut dice, spec.size.m, shares, unit);
             }
         }
-        let rows = layout.a_dims(spec.m, k)[0];
+        let rows = layout.a_dims(spec.size.m, k)[0];
         spec.sources = vec![GemmRows { tensor: 0, first: 0, count: rows }];
         let ordered = spec.order != TileOrder::Grouped;
         if dice.below(2) == 0 && !ordered {
@@ -123,14 +123,14 @@ impl Case {
                 spec.sources.rotate_left(1);
             }
         }
-        let columns = [layout.a_dims(spec.m, k)[1], layout.b_dims(n, k)[1], n];
+        let columns = [layout.a_dims(spec.size.m, k)[1], layout.b_dims(n, k)[1], n];
         spec.strides = columns.map(|columns| columns.next_multiple_of(8) + 8 * dice.below(3));
         spec.sm_margin = dice.of(&[0, 0, 5, 100]) as u32;
         spec.grid = dice.of(&[GemmGrid::Persistent, GemmGrid::PerUnit]);
         let shape = dice.of(&Gemm::shapes(stream.device(), &spec)?);
         let units = Gemm::with_shape(stream, &spec, shape)?.units().len();
         if spec.order == TileOrder::Grouped {
-            let cut = spec.m.div_ceil(TILE_ROWS).min(1 + dice.below(3));
+            let cut = spec.size.m.div_ceil(TILE_ROWS).min(1 + dice.below(3));
             spec.order = match dice.below(4) {
                 0 => TileOrder::Table((0..units as u32).rev().collect()),
                 1 => TileOrder::Cuts([cut].into()),
@@ -149,7 +149,7 @@ impl Case {
     }
 
     fn describe(&self) -> String {
-        let GemmSpec { m, n, k, layout, element, output, epilogue, sources, shares, sm_margin, grid, .. } =
+        let GemmSpec { size, layout, element, output, epilogue, sources, shares, sm_margin, grid, .. } =
             &self.spec;
         let GemmShape { columns, pair, warpgroups, splits, turns, hands } = self.shape;
         let order = match &self.spec.order {
@@ -166,7 +166,7 @@ impl Case {
             GemmSignals::Device { sizes } | GemmSignals::System { sizes } => sizes.len(),
         };
         format!(
-            "{} {} {m} x {n} x {k} to {}, {epilogue:?}, tiles of {columns} in {pair:?}, {warpgroups:?}, {splits} parts in {turns} turns \
+            "{} {} {size} to {}, {epilogue:?}, tiles of {columns} in {pair:?}, {warpgroups:?}, {splits} parts in {turns} turns \
              and {hands} hands, {order}, \
              {} pieces, {} shares, {signals} groups, {grid:?}, margin {sm_margin}",
             element.name(),
@@ -189,7 +189,7 @@ impl Case {
         }
         let plain = GemmSpec {
             order: TileOrder::Grouped,
-            shares: vec![self.spec.m],
+            shares: vec![self.spec.size.m],
             signals: GemmSignals::None,
             sm_margin: 0,
             grid: GemmGrid::Persistent,
@@ -271,13 +271,15 @@ impl Case {
     fn judge(&self, found: &[u8], tensors: &Tensors) -> Result<f64, String> {
         let spec = &self.spec;
         let (a, b) = (&tensors.rows_of_a(spec), &tensors.columns_of_b(spec));
-        let threads = thread::available_parallelism().map_or(1, usize::from).min(spec.m);
+        let threads = thread::available_parallelism().map_or(1, usize::from).min(spec.size.m);
         thread::scope(|scope| {
             let part = |part: usize| {
-                let rows = spec.m * part / threads..spec.m * (part + 1) / threads;
+                let rows = spec.size.m * part / threads..spec.size.m * (part + 1) / threads;
                 scope.spawn(move || {
-                    rows.map(|row| self.judge_row(row, found, tensors, &a[row * spec.k..][..spec.k], b))
-                        .try_fold(0.0, |worst, share| share.map(|share| f64::max(worst, share)))
+                    rows.map(|row| {
+                        self.judge_row(row, found, tensors, &a[row * spec.size.k..][..spec.size.k], b)
+                    })
+                    .try_fold(0.0, |worst, share| share.map(|share| f64::max(worst, share)))
                 })
             };
             let parts: Vec<_> = (0..threads).map(part).collect();
@@ -301,20 +303,20 @@ impl Case {
         for column in 0..spec.strides[2] {
             let at = (row * spec.strides[2] + column) * width;
             let (found, before) = (&found[at..at + width], &tensors.d_before[at..at + width]);
-            if column >= spec.n {
+            if column >= spec.size.n {
                 if found != before {
                     return Err(format!("element {column} of row {row}, past its end, was written"));
                 }
                 continue;
             }
             let (mut right, mut squares) = (0.0f64, 0.0f64);
-            for (x, y) in a.iter().zip(&b[column * spec.k..][..spec.k]) {
+            for (x, y) in a.iter().zip(&b[column * spec.size.k..][..spec.size.k]) {
                 let term = f64::from(*x) * f64::from(*y);
                 right += term;
                 squares += term * term;
             }
             let mut magnitude = right.abs();
-            let mut k = spec.k;
+            let mut k = spec.size.k;
             match spec.epilogue {
                 GemmEpilogue::Store => {}
                 GemmEpilogue::StoreBias => {
@@ -367,10 +369,10 @@ impl Tensors {
         // The last row has no padding behind it.
         let elements = |[rows, columns]: [usize; 2], stride: usize| (rows - 1) * stride + columns;
         let width = spec.output.bytes() as usize;
-        let mut d_before = vec![POISON; spec.m * spec.strides[2] * width];
+        let mut d_before = vec![POISON; spec.size.m * spec.strides[2] * width];
         if spec.epilogue == GemmEpilogue::Accumulate {
-            for row in 0..spec.m {
-                for column in 0..spec.n {
+            for row in 0..spec.size.m {
+                for column in 0..spec.size.n {
                     let index = row * spec.strides[2] + column;
                     let value = RandomFill::value(spec.output, seed + 3, index as u64);
                     d_before[index * width..(index + 1) * width]
@@ -382,14 +384,14 @@ impl Tensors {
         let a = |tensor: usize| {
             let read = spec.sources.iter().filter(|source| source.tensor == tensor);
             let rows = read.map(|source| source.first + source.count).max().unwrap_or(1);
-            let columns = spec.layout.a_dims(spec.m, spec.k)[1];
+            let columns = spec.layout.a_dims(spec.size.m, spec.size.k)[1];
             filled(elements([rows, columns], spec.strides[0]), seed + 4 + tensor as u64)
         };
         Ok(Self {
             seed,
             a: (0..count).map(a).collect::<Result<_, _>>()?,
-            b: filled(elements(spec.layout.b_dims(spec.n, spec.k), spec.strides[1]), seed + 1)?,
-            bias: filled(spec.n, seed + 2)?,
+            b: filled(elements(spec.layout.b_dims(spec.size.n, spec.size.k), spec.strides[1]), seed + 1)?,
+            bias: filled(spec.size.n, seed + 2)?,
             d_before,
         })
     }
@@ -408,7 +410,7 @@ impl Tensors {
             RandomFill::value(scalar, self.seed + 4 + tensor as u64, index as u64)
         };
         let along_k = spec.layout.a_dims(1, 2) == [1, 2];
-        let all = (0..spec.m).flat_map(|row| (0..spec.k).map(move |k| (row, k)));
+        let all = (0..spec.size.m).flat_map(|row| (0..spec.size.k).map(move |k| (row, k)));
         all.map(|(row, k)| if along_k { value(row, k) } else { value(k, row) }).collect()
     }
 
@@ -417,7 +419,7 @@ impl Tensors {
         let along_k = spec.layout.b_dims(1, 2) == [1, 2];
         let stride = spec.strides[1];
         let place = |row: usize, k: usize| if along_k { row * stride + k } else { k * stride + row };
-        let all = (0..spec.n).flat_map(|row| (0..spec.k).map(move |k| (row, k)));
+        let all = (0..spec.size.n).flat_map(|row| (0..spec.size.k).map(move |k| (row, k)));
         let value = |(row, k)| RandomFill::value(spec.element.scalar(), self.seed + 1, place(row, k) as u64);
         all.map(value).collect()
     }

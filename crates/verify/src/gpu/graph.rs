@@ -2,10 +2,10 @@
 
 use std::time::Duration;
 
-use counterpoint_choose::plan_mask;
+use counterpoint_choose::{PlanConfig, plan_mask};
 use counterpoint_exec::{Backend, ExecError, HostTensor, Machine, Pass, Prepared, World, WorldConfig};
 use counterpoint_mask::Mask;
-use counterpoint_plan::{DType, PlanConfig};
+use counterpoint_plan::DType;
 use counterpoint_reference::selftest::{Case, Extent, SelfCheck, unlike_elements};
 use counterpoint_schedule::{
     BufferRole, GradientReduction, KeyBlocks, OverlapPolicy, Program, lower_attention_backward,

@@ -7,7 +7,7 @@ use counterpoint_reference::selftest::SelfCheck;
 use counterpoint_cuda::kernel::{LinkDirection, LinkEnd, LinkLitmus, LinkPeers};
 use counterpoint_cuda::{CudaError, Device, DeviceBuffer, Stream, StreamPriority};
 
-/// Meetings inside kernels: two ranks send each other messages in both ways that there are, `rounds` times with
+/// Device-side barriers: two ranks send each other messages in both ways that there are, `rounds` times with
 /// random delays, on the first two of `devices` or on two streams of the only one. Every word must be of its round. Then a rank
 /// waits for one that never comes, and must say so in time.
 ///
@@ -31,7 +31,7 @@ pub fn selftest_links(devices: &[Device], rounds: u32) -> Result<Vec<SelfCheck>,
             wrong += result.wrong + (u64::from(rounds) - result.rounds);
         }
         let name =
-            format!("{rounds} meetings of kernels that {name} the other's memory, {place}, stale words");
+            format!("{rounds} barriers of kernels that {name} the other's memory, {place}, stale flags");
         checks.push(SelfCheck::of(name, 0, wrong as f64, 0.0));
     }
     let limit = Duration::from_millis(20);

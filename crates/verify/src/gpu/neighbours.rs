@@ -16,7 +16,7 @@ use counterpoint_schedule::{Mover, OverlapPolicy};
 
 use super::calls::{Case, failed, group};
 use counterpoint_bench::gpu::collective::Delays;
-use counterpoint_cuda::kernel::{ForeignMeeting, ForeignMeetingRound, GEMM_DESTINATIONS, StartHold};
+use counterpoint_cuda::kernel::{ForeignBarrier, ForeignBarrierPhase, GEMM_DESTINATIONS, StartHold};
 use counterpoint_cuda::{
     CudaBackend, CudaError, CudaMachine, CudaStream, CudaTransport, Device, PinnedBuffer, Stream,
     StreamPriority, exec_error,
@@ -31,7 +31,7 @@ const BATCH: usize = 50;
 /// How long a call or a neighbour is held back, at most.
 const MOST_DELAY: Duration = Duration::from_micros(150);
 
-/// Forwards and backwards of attention, each beside a meeting of the neighbour's kernels: in a random order on every rank, with random
+/// Forwards and backwards of attention, each beside a phase of the neighbour's kernels: in a random order on every rank, with random
 /// delays, ordered with nothing. And, where each rank has a GPU, fused GEMMs with collectives, which are ordered with the neighbour's stream
 /// ([`GroupRank::order_with`](counterpoint_exec::GroupRank::order_with)). No wait may reach its limit in all `rounds`, and bits are as
 /// without a neighbour.
@@ -63,7 +63,7 @@ impl Words {
     fn missed(&self) -> Result<usize, CudaError> {
         let mut missed = vec![0u64; self.peers];
         self.memory.read(BLOCKS * self.peers * size_of::<u64>(), &mut missed)?;
-        Ok(missed.iter().filter(|meeting| **meeting > 0).count())
+        Ok(missed.iter().filter(|phase| **phase > 0).count())
     }
 }
 
@@ -71,27 +71,27 @@ impl Words {
 struct Neighbour<'a> {
     words: &'a Words,
     peer: usize,
-    kernel: ForeignMeeting,
+    kernel: ForeignBarrier,
     hold: StartHold,
     stream: Stream,
-    meeting: u64,
+    phase: u64,
 }
 
 impl<'a> Neighbour<'a> {
     fn new(words: &'a Words, device: &Device, peer: usize) -> Result<Self, CudaError> {
         let stream = Stream::new(device, StreamPriority::High)?;
-        let (kernel, hold) = (ForeignMeeting::new(device)?, StartHold::new(device)?);
-        Ok(Self { words, peer, kernel, hold, stream, meeting: 0 })
+        let (kernel, hold) = (ForeignBarrier::new(device)?, StartHold::new(device)?);
+        Ok(Self { words, peer, kernel, hold, stream, phase: 0 })
     }
 
-    /// Enqueues its next meeting, so long from now.
-    fn meet(&mut self, delay: Duration) -> Result<(), CudaError> {
-        self.meeting += 1;
+    /// Enqueues its next phase, so long from now.
+    fn enqueue(&mut self, delay: Duration) -> Result<(), CudaError> {
+        self.phase += 1;
         let Words { memory, peers } = self.words;
         let started = memory.device_address();
         let missed = started + (BLOCKS * peers * size_of::<u64>()) as u64;
-        let (meeting, peer, peers) = (self.meeting, self.peer, *peers);
-        let round = ForeignMeetingRound { started, missed, limit: LIMIT, meeting, peer, peers };
+        let (phase, peer, peers) = (self.phase, self.peer, *peers);
+        let round = ForeignBarrierPhase { started, missed, limit: LIMIT, phase, peer, peers };
         self.hold.launch(&self.stream, delay)?;
         // SAFETY: the words outlive the streams, which are waited for; all peers have as many blocks.
         unsafe { self.kernel.launch(&self.stream, &round, BLOCKS as u32) }
@@ -136,7 +136,7 @@ fn attention(machine: &CudaMachine, rounds: usize) -> Result<Vec<SelfCheck>, Exe
             for is_forward in [true, false] {
                 let comes_first = choices.toss();
                 if comes_first {
-                    neighbour.meet(choices.delay()).map_err(failed)?;
+                    neighbour.enqueue(choices.delay()).map_err(failed)?;
                 }
                 hold.launch(tensors.stream(), choices.delay()).map_err(failed)?;
                 last = Some(match is_forward {
@@ -144,7 +144,7 @@ fn attention(machine: &CudaMachine, rounds: usize) -> Result<Vec<SelfCheck>, Exe
                     false => calls.backward(&tensors.backward(), Some(tensors.callers()))?,
                 });
                 if !comes_first {
-                    neighbour.meet(choices.delay()).map_err(failed)?;
+                    neighbour.enqueue(choices.delay()).map_err(failed)?;
                 }
             }
             if round % BATCH == BATCH - 1 {
@@ -251,11 +251,11 @@ fn product_of_rank(
     for round in 0..rounds {
         let comes_first = order.toss();
         if comes_first {
-            neighbour.meet(delays.delay()).map_err(failed)?;
+            neighbour.enqueue(delays.delay()).map_err(failed)?;
         }
         let ticket = Call::new(&prepared, &[], None)?.enqueue()?;
         if !comes_first {
-            neighbour.meet(delays.delay()).map_err(failed)?;
+            neighbour.enqueue(delays.delay()).map_err(failed)?;
         }
         if round % BATCH == BATCH - 1 {
             ticket.wait()?;

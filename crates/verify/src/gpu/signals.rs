@@ -15,7 +15,7 @@ use counterpoint_schedule::{
 };
 use half::bf16;
 
-use super::fused::{SHAPES, Way, examine};
+use super::fused::{SHAPES, Variant, examine};
 use counterpoint_cuda::kernel::{
     ElementType, Gemm, GemmLayout, GemmSignals, GemmSpec, GemmTensors, SignalLitmus, SignalLitmusRound,
     SignalWait, SignalWaits, WaitRecord,
@@ -156,9 +156,9 @@ pub fn selftest_signalled_products(machine: &CudaMachine, calls: usize) -> Resul
     for (policy, name) in policies.into_iter().zip(["signals", "signals and a margin"]) {
         let Ok(policy) = policy else { continue };
         for groups in &groups {
-            let way = Way { name, policy, groups: groups.clone() };
+            let variant = Variant { name, policy, groups: groups.clone() };
             for collective in [GemmCollective::ReduceScatter, GemmCollective::AllReduce] {
-                checks.push(examine(machine, shape, collective, &way, calls)?);
+                checks.push(examine(machine, shape, collective, &variant, calls)?);
             }
         }
     }

@@ -1,9 +1,9 @@
 //! The small problem of staged attention that several checks run.
 
-use counterpoint_choose::plan_mask;
+use counterpoint_choose::{PlanConfig, StageCount, plan_mask};
 use counterpoint_exec::{AttentionInputs, ExecError, random_inputs};
 use counterpoint_mask::{Mask, MaskError};
-use counterpoint_plan::{AttentionSpec, DType, Plan, PlanConfig, StageCount};
+use counterpoint_plan::{AttentionSpec, DType, Plan};
 
 /// A small problem of attention whose ranks exchange keys in stages.
 pub(super) struct StagedAttention {

@@ -2,7 +2,7 @@
 
 use counterpoint_reference::selftest::SelfCheck;
 
-use super::super::job::{Ended, Gpus, how, start};
+use super::super::job::{Gpus, ProcessEnd, how, start};
 use super::{Bench, LONG, last_line, lost_check, lost_thread, side_by_side};
 
 /// Layers whose passes gather, scatter and sum, as parts and in one kernel. Few: NCCL takes two seconds to connect each.
@@ -45,7 +45,7 @@ impl Bench {
         let all: Vec<usize> = (0..processes).collect();
         let ended = job.end(&all, self.patient(LONG));
         match ended.iter().enumerate().find(|(_, rank)| rank.code != Some(0)) {
-            Some((rank, Ended { code, text, .. })) => {
+            Some((rank, ProcessEnd { code, text, .. })) => {
                 Err(format!("rank {rank} ended with {}: {}", how(*code), last_line(text)))
             }
             None => {

@@ -21,7 +21,7 @@ use crate::arguments::{BenchAttentionArguments, BenchKernels};
 use crate::masks;
 use crate::pytorch::Peers;
 use crate::turns::turns;
-use peers::{Known, PeerRow};
+use peers::{PeerResult, PeerRow};
 use sizes::Sizes;
 
 /// Rows and keys that are compared with the definition, in f64: enough to see a wrong tile or head, and soon done.
@@ -70,7 +70,7 @@ fn interleaved(
     case: &mut BenchCase<'_>,
     pass: BenchPass,
     sizes: &Sizes,
-    peers: &mut Peers<Known>,
+    peers: &mut Peers<PeerResult>,
     of_peers: &[usize],
 ) -> Result<Vec<f64>, ExecError> {
     if of_peers.is_empty() {
@@ -115,7 +115,11 @@ impl Shape {
     }
 
     /// Rows of ours, and those of peers beside them.
-    fn measure(&self, sizes: &Sizes, peers: &mut Peers<Known>) -> Result<(Section, Vec<PeerRow>), CliError> {
+    fn measure(
+        &self,
+        sizes: &Sizes,
+        peers: &mut Peers<PeerResult>,
+    ) -> Result<(Section, Vec<PeerRow>), CliError> {
         let shape = shape_text(&self.inputs.q, &self.inputs.k);
         let mut section = Section::new(format!(
             "{} attention kernels on {}, {}",

@@ -12,7 +12,7 @@ use super::sizes::Sizes;
 use crate::arguments::BenchAttentionArguments;
 use crate::gpu::BenchPass;
 use crate::masks::{self, value_name};
-use crate::pytorch::{PeerWay, Peers, Script, TurnTaking};
+use crate::pytorch::{PeerVariant, Peers, Script, TurnTaking};
 
 /// Runs of a turn that do not count, as ours has, and those that do.
 const WARM_UP: usize = 3;
@@ -20,7 +20,7 @@ pub(super) const TIMED: usize = 2;
 
 /// What the script says of a way.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
-pub(super) struct Known {
+pub(super) struct PeerResult {
     by: String,
     /// Empty where a peer has only one.
     variant: String,
@@ -65,7 +65,10 @@ const COLUMNS: [Column; 8] = [
 ];
 
 /// Starts the peers, if any are asked for, in the machine's own `python3`.
-pub(super) fn start(arguments: &BenchAttentionArguments, sizes: &Sizes) -> Result<Peers<Known>, CliError> {
+pub(super) fn start(
+    arguments: &BenchAttentionArguments,
+    sizes: &Sizes,
+) -> Result<Peers<PeerResult>, CliError> {
     let cuda = &arguments.cuda;
     if cuda.peers.is_empty() {
         return Ok(Peers::new(Vec::new()));
@@ -112,7 +115,7 @@ pub(super) fn case(mask: MaskPreset, seqlen: usize, heads: (usize, usize)) -> se
 }
 
 /// Which of the case's ways run that pass: of a deterministic backward none.
-pub(super) fn of_pass(peers: &Peers<Known>, pass: BenchPass) -> Vec<usize> {
+pub(super) fn of_pass(peers: &Peers<PeerResult>, pass: BenchPass) -> Vec<usize> {
     peers.those(|known| name_of(pass) == Some(known.pass.as_str()))
 }
 
@@ -125,15 +128,15 @@ fn name_of(pass: BenchPass) -> Option<&'static str> {
 }
 
 /// A turn of one of the ways.
-pub(super) fn take_turn(peers: &mut Peers<Known>, way: usize) {
+pub(super) fn take_turn(peers: &mut Peers<PeerResult>, variant: usize) {
     for run in 0..WARM_UP + TIMED {
-        peers.run(way, run >= WARM_UP);
+        peers.run(variant, run >= WARM_UP);
     }
 }
 
 /// What the case's ways took of a pass, with the row of `ours`.
 pub(super) fn rows(
-    peers: &Peers<Known>,
+    peers: &Peers<PeerResult>,
     pass: BenchPass,
     ours: &BenchRow,
     sizes: &Sizes,
@@ -141,9 +144,9 @@ pub(super) fn rows(
     heads: (usize, usize),
 ) -> Vec<PeerRow> {
     let Some(Rate::Compute { tflops: ours_tflops }) = ours.rate else { return Vec::new() };
-    let row = |way: &PeerWay<Known>| {
-        let seconds = Statistics::of(&way.seconds)?;
-        let Known { by, variant, pass, error_over_bound } = way.known.clone();
+    let row = |variant: &PeerVariant<PeerResult>| {
+        let seconds = Statistics::of(&variant.seconds)?;
+        let PeerResult { by, variant, pass, error_over_bound } = variant.known.clone();
         let ratio = seconds.median / ours.seconds.median;
         Some(PeerRow {
             by,
@@ -168,7 +171,7 @@ pub(super) fn rows(
         })
     };
     let wanted = name_of(pass);
-    let of_pass = peers.ways().iter().filter(|way| wanted == Some(way.known.pass.as_str()));
+    let of_pass = peers.variants().iter().filter(|variant| wanted == Some(variant.known.pass.as_str()));
     of_pass.filter_map(row).collect()
 }
 
@@ -257,7 +260,7 @@ mod tests {
         assert_strings("one_gpu/case.py", ["by", "variant", "pass", "error_over_bound", "cudnn_flex", "ffa"]);
         assert_strings("one_gpu/backends.py", ["cudnn", "flash", "flex"]);
         let told = r#"{"by": "ffa", "variant": "tuned", "pass": "backward", "error_over_bound": 0.2}"#;
-        let known: Known = serde_json::from_str(told).unwrap();
+        let known: PeerResult = serde_json::from_str(told).unwrap();
         assert_eq!(Some(known.pass.as_str()), name_of(BenchPass::Backward));
     }
 

@@ -2,11 +2,11 @@
 
 use std::time::Duration;
 
-use counterpoint_choose::plan_mask;
+use counterpoint_choose::{PlanConfig, plan_mask};
 use counterpoint_cost::CostModel;
 use counterpoint_exec::{ExecError, random_inputs};
 use counterpoint_mask::Mask;
-use counterpoint_plan::{AttentionSpec, DType, PlanConfig, Topology};
+use counterpoint_plan::{AttentionSpec, DType, Topology};
 use counterpoint_report::median;
 use counterpoint_schedule::{
     GradientReduction, KeyBlocks, OverlapPolicy, Program, StartOrder, lower_attention_backward,

@@ -1,10 +1,10 @@
 //! Overlap policies by their measured speed on one causal problem, for `doctor --calibrate`.
 
-use counterpoint_choose::plan_mask;
+use counterpoint_choose::{PlanConfig, StageCount, plan_mask};
 use counterpoint_cost::{CostModel, PolicyMeasurement};
 use counterpoint_exec::{ExecError, RunConfig, random_inputs, run_attention_on};
 use counterpoint_mask::Mask;
-use counterpoint_plan::{AttentionSpec, DType, PlanConfig, StageCount, Topology};
+use counterpoint_plan::{AttentionSpec, DType, Topology};
 use counterpoint_report::median;
 use counterpoint_schedule::{OverlapPolicy, StartOrder};
 

@@ -1,8 +1,8 @@
 //! Timing products with their collectives among the GPUs of this process, beside cuBLASLt and NCCL one after the other, and
 //! checking what came out.
 
+mod host_barrier;
 mod judge;
-mod meeting;
 mod rank;
 
 use std::thread;
@@ -12,8 +12,8 @@ use counterpoint_choose::LayerGroups;
 use counterpoint_exec::{ExecError, GemmCollectiveSpec, Prepared, World, WorldConfig};
 use counterpoint_schedule::OverlapPolicy;
 
+use self::host_barrier::HostBarrier;
 use self::judge::judge;
-use self::meeting::Meeting;
 use self::rank::{Rank, RankTimes};
 use counterpoint_cuda::NcclRank;
 use counterpoint_cuda::exec_error;
@@ -101,31 +101,31 @@ impl GemmCollectiveBench {
         for (rank, programs) in prepared.into_iter().enumerate() {
             ranks.push(Rank::new(self, spec, element, rank, programs).map_err(failed(rank))?);
         }
-        let meeting = Meeting::new(ranks.len(), self.limit);
+        let barrier = HostBarrier::new(ranks.len(), self.limit);
         // One rank calls it.
         let mut between = Some(between);
         let results: Vec<Option<RankTimes>> = thread::scope(|scope| {
-            let meeting = &meeting;
+            let barrier = &barrier;
             let threads: Vec<_> = ranks
                 .iter_mut()
                 .map(|rank| {
                     let between = between.take();
                     scope.spawn(move || {
-                        rank.run(meeting, runs, between).map_err(|error| meeting.give_up(error)).ok()
+                        rank.run(barrier, runs, between).map_err(|error| barrier.give_up(error)).ok()
                     })
                 })
                 .collect();
             let joined = threads.into_iter().enumerate().map(|(rank, thread)| {
                 thread.join().unwrap_or_else(|_| {
                     let place = "a benchmark".to_owned();
-                    meeting.give_up(ExecError::RankPanicked { rank, place, message: "see above".to_owned() });
+                    barrier.give_up(ExecError::RankPanicked { rank, place, message: "see above".to_owned() });
                     None
                 })
             });
             joined.collect()
         });
         // Of the first that failed: the others only say that one has.
-        meeting.first_error().map_or(Ok(()), Err)?;
+        barrier.first_error().map_or(Ok(()), Err)?;
         let results: Vec<RankTimes> = results.into_iter().flatten().collect();
         let slowest = |contender: usize| -> Vec<f64> {
             (0..runs.samples)

@@ -7,7 +7,7 @@ use counterpoint_exec::{ExecError, GemmCollectiveSpec};
 use counterpoint_plan::GemmCollective;
 use half::{bf16, f16};
 
-use super::meeting::Meeting;
+use super::host_barrier::HostBarrier;
 use super::{GemmCollectiveBench, GemmCollectiveRuns, Ranked, SEED, weight_seed};
 use crate::gpu::gemm::sample;
 use counterpoint_cuda::exec_error;
@@ -96,7 +96,7 @@ impl<'a> Rank<'a> {
 
     pub(super) fn run(
         &mut self,
-        meeting: &Meeting,
+        barrier: &HostBarrier,
         runs: GemmCollectiveRuns,
         mut between: Option<&mut (dyn FnMut() + Send)>,
     ) -> Result<RankTimes, ExecError> {
@@ -108,10 +108,10 @@ impl<'a> Rank<'a> {
         let mut rows = Vec::new();
         for &contender in &contenders[..=self.programs.len()] {
             self.fail(self.y.fill(&self.stream, 0xff).and_then(|()| self.stream.synchronize()))?;
-            meeting.wait(self.rank)?;
+            barrier.wait(self.rank)?;
             self.enqueue(contender)?;
             self.finish(contender)?;
-            meeting.wait(self.rank)?;
+            barrier.wait(self.rank)?;
             rows.push(self.fail(sampled.iter().map(|&row| self.row(row)).collect::<Result<_, _>>())?);
         }
         let device = self.stream.device().clone();
@@ -120,7 +120,7 @@ impl<'a> Rank<'a> {
         let mut seconds = vec![Vec::new(); contenders.len()];
         for _ in 0..runs.samples {
             for (&contender, seconds) in contenders.iter().zip(&mut seconds) {
-                meeting.wait(self.rank)?;
+                barrier.wait(self.rank)?;
                 // Not timed: while the device is busy with these, all runs that are timed are enqueued, on every rank.
                 for _ in 0..GATE_FILLS {
                     self.fail(self.gate.fill(self.queue(contender), 0))?;
@@ -135,7 +135,7 @@ impl<'a> Rank<'a> {
                 let took = self.fail(end.time_since(&begin))?;
                 seconds.push(took.as_secs_f64() / runs.iterations as f64);
             }
-            meeting.wait(self.rank)?;
+            barrier.wait(self.rank)?;
             if let Some(between) = &mut between {
                 between();
             }

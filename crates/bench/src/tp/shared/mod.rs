@@ -1,7 +1,7 @@
 //! `bench tp --shared-input`: column-parallel layers of one input, such as q, k and v, together and each by itself.
 
 mod row;
-mod way;
+mod variant;
 
 use std::sync::Arc;
 
@@ -21,7 +21,7 @@ use counterpoint_plan::{LinearSpec, WaveGroups};
 use counterpoint_schedule::{Mover, OverlapPolicy, StartOrder};
 
 use self::row::{COLUMNS, SharedRow, row};
-use self::way::worse;
+use self::variant::worse;
 use super::{cost_of, measured::slowest};
 use crate::arguments::{BenchTpArguments, BenchTpPass};
 use crate::ranks::BenchRanks;
@@ -106,13 +106,13 @@ struct Shared<'a> {
     tuned: Arc<TunedHere>,
 }
 
-/// Layers in one of the ways that are compared.
+/// Layers in one of the variants that are compared.
 enum Layers<M: Machine> {
     Together(Box<SharedInputLinear<M>>),
     Apart(Vec<LinearLayer<M>>),
 }
 
-struct Way<M: Machine> {
+struct Variant<M: Machine> {
     overlap: String,
     /// Of forward and backward: the policy, and the number of groups.
     passes: [(OverlapPolicy, usize); 2],
@@ -123,7 +123,7 @@ struct Way<M: Machine> {
     seconds: Vec<Vec<f64>>,
 }
 
-/// The tensors that all ways use; of each layer, but for `x`.
+/// The tensors that all variants use; of each layer, but for `x`.
 struct Tensors<M: Machine> {
     x: RankBuffers<M>,
     dys: Vec<RankBuffers<M>>,
@@ -162,31 +162,32 @@ impl Shared<'_> {
             };
             asked.push((choice.to_string(), how));
         }
-        let mut ways = vec![self.apart(&group, &parts).map_err(failed)?];
+        let mut variants = vec![self.apart(&group, &parts).map_err(failed)?];
         let mut tensors = None;
         for (overlap, how) in asked {
-            ways.push(self.together(&group, overlap, how, &parts, &mut tensors).map_err(failed)?);
+            variants.push(self.together(&group, overlap, how, &parts, &mut tensors).map_err(failed)?);
         }
         let Some(tensors) = &tensors else { return Ok(Vec::new()) };
         for &pass in &self.arguments.passes {
-            self.time(machine, pass, &mut ways, tensors).map_err(failed)?;
+            self.time(machine, pass, &mut variants, tensors).map_err(failed)?;
         }
-        ways.iter_mut().try_for_each(|way| self.join(way))?;
-        let ways = &ways;
+        variants.iter_mut().try_for_each(|variant| self.join(variant))?;
+        let variants = &variants;
         let passes = self.arguments.passes.iter().enumerate();
-        let rows =
-            passes.flat_map(|(at, &pass)| ways.iter().filter_map(move |way| row(self, pass, at, way, ways)));
+        let rows = passes.flat_map(|(at, &pass)| {
+            variants.iter().filter_map(move |variant| row(self, pass, at, variant, variants))
+        });
         Ok(rows.collect())
     }
 
     /// What the ranks of all processes found: the slowest of each run, and the worst result.
-    fn join<M: Machine>(&self, way: &mut Way<M>) -> Result<(), CliError> {
+    fn join<M: Machine>(&self, variant: &mut Variant<M>) -> Result<(), CliError> {
         let Processes::Each(rendezvous) = self.processes else { return Ok(()) };
-        let own = (way.checked.clone(), std::mem::take(&mut way.bits), way.seconds.clone());
+        let own = (variant.checked.clone(), std::mem::take(&mut variant.bits), variant.seconds.clone());
         for (checked, bits, seconds) in gather(rendezvous, "times", &own)? {
-            way.checked = worse(way.checked.clone(), checked);
-            way.bits.extend(bits);
-            for (longest, took) in way.seconds.iter_mut().flatten().zip(seconds.into_iter().flatten()) {
+            variant.checked = worse(variant.checked.clone(), checked);
+            variant.bits.extend(bits);
+            for (longest, took) in variant.seconds.iter_mut().flatten().zip(seconds.into_iter().flatten()) {
                 *longest = longest.max(took);
             }
         }
@@ -205,20 +206,20 @@ impl Shared<'_> {
         self.arguments.gradient.gradient(self.spec.dtype)
     }
 
-    /// Times a pass in all ways, a run of each in turn.
+    /// Times a pass in all variants, a run of each in turn.
     fn time<M: Machine>(
         &self,
         machine: &M,
         pass: BenchTpPass,
-        ways: &mut [Way<M>],
+        variants: &mut [Variant<M>],
         tensors: &Tensors<M>,
     ) -> Result<(), ExecError> {
         let Tensors { x, dys, .. } = tensors;
-        ways.iter_mut().for_each(|way| way.seconds.push(Vec::new()));
+        variants.iter_mut().for_each(|variant| variant.seconds.push(Vec::new()));
         for run in 0..WARM_UPS + self.arguments.iterations as usize {
-            for turn in turns(run, ways.len()) {
-                let Way { layers, seconds, .. } = &mut ways[turn];
-                machine.meet("a run")?;
+            for turn in turns(run, variants.len()) {
+                let Variant { layers, seconds, .. } = &mut variants[turn];
+                machine.barrier("a run")?;
                 let took = match (layers, pass) {
                     (Layers::Together(layers), BenchTpPass::Forward) => {
                         layers.take_times(RunTimes::Whole);

@@ -5,10 +5,10 @@ use counterpoint_exec::Machine;
 use counterpoint_report::{Column, Statistics};
 use serde::Serialize;
 
-use super::{Shared, Way};
+use super::{Shared, Variant};
 use crate::arguments::BenchTpPass;
 
-/// One pass in one way.
+/// One pass in one variant.
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct SharedRow {
     layers: usize,
@@ -82,18 +82,18 @@ impl SharedRow {
 /// What layers that share nothing are called.
 pub(super) const APART: &str = "apart";
 
-/// Of one of the ways, of which the first are apart, the second sequential.
+/// Of one of the variants, of which the first are apart, the second sequential.
 pub(super) fn row<M: Machine>(
     case: &Shared<'_>,
     pass: BenchTpPass,
     at: usize,
-    way: &Way<M>,
-    ways: &[Way<M>],
+    variant: &Variant<M>,
+    variants: &[Variant<M>],
 ) -> Option<SharedRow> {
-    let [apart, sequential, ..] = ways else { return None };
-    let of = |way: &Way<M>| Statistics::of(&way.seconds[at]);
-    let (seconds, apart_seconds) = (of(way)?, of(apart)?.median);
-    let (policy, groups) = way.passes[usize::from(pass == BenchTpPass::Backward)];
+    let [apart, sequential, ..] = variants else { return None };
+    let of = |variant: &Variant<M>| Statistics::of(&variant.seconds[at]);
+    let (seconds, apart_seconds) = (of(variant)?, of(apart)?.median);
+    let (policy, groups) = variant.passes[usize::from(pass == BenchTpPass::Backward)];
     Some(SharedRow {
         layers: case.layers,
         pass,
@@ -102,7 +102,7 @@ pub(super) fn row<M: Machine>(
         ranks: case.tp_size,
         device: case.device.to_owned(),
         dtype: dtype_name(case.spec.dtype).to_owned(),
-        overlap: way.overlap.clone(),
+        overlap: variant.overlap.clone(),
         policy: policy.to_string(),
         transport: case.transport.clone(),
         groups,
@@ -110,10 +110,10 @@ pub(super) fn row<M: Machine>(
         apart_seconds,
         speedup: apart_seconds / seconds.median,
         seconds,
-        of_bound: way.checked.clone().unwrap_or(f64::INFINITY),
-        wrong: match &way.checked {
+        of_bound: variant.checked.clone().unwrap_or(f64::INFINITY),
+        wrong: match &variant.checked {
             Err(reason) => Some(reason.clone()),
-            Ok(_) if !way.bits.is_empty() && way.bits != sequential.bits => {
+            Ok(_) if !variant.bits.is_empty() && variant.bits != sequential.bits => {
                 Some("its bits are not those of the sequential run".to_owned())
             }
             Ok(_) => None,

@@ -25,7 +25,7 @@ pub(super) struct Answer {
 }
 
 /// Answers, and the same without overlap.
-pub(super) struct Found {
+pub(super) struct SearchResult {
     pub(super) answers: Vec<Answer>,
     pub(super) whole: LinearPlan,
     pub(super) sequential: f64,
@@ -33,7 +33,7 @@ pub(super) struct Found {
     pub(super) took: f64,
 }
 
-impl Found {
+impl SearchResult {
     /// The fastest answer of a search.
     fn of(&self, search: GroupSearch) -> Option<&Answer> {
         let found = self.answers.iter().filter(|answer| answer.search == search);
@@ -114,10 +114,8 @@ impl Found {
         });
         let pass = if tuning.pass == TunedPass::Forward { "forward" } else { "backward" };
         let mut text = format!(
-            "{} x {} x {} {}, {pass}, {} over {} ranks, {}, {}; sequential {}\n\n",
-            shape.m,
-            shape.n,
-            shape.k,
+            "{} {}, {pass}, {} over {} ranks, {}, {}; sequential {}\n\n",
+            shape.product,
             dtype_name(shape.dtype),
             shape.collective.name(),
             shape.ranks,

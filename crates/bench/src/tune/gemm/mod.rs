@@ -145,12 +145,12 @@ fn policies(arguments: &TuneGemmArguments, linear: &LinearMachine) -> Vec<Overla
         return arguments.overlap.clone();
     }
     let sizes = |workers: usize| [workers.div_ceil(2), workers, workers + workers / 2];
-    let margins = |way: &PassOverlap| match *way {
+    let margins = |variant: &PassOverlap| match *variant {
         PassOverlap::Margin(workers) => sizes(workers).map(PassOverlap::Margin).to_vec(),
         PassOverlap::Signals(workers) if workers > 0 => sizes(workers).map(PassOverlap::Signals).to_vec(),
-        way => vec![way],
+        variant => vec![variant],
     };
-    let overlapping = linear.overlaps.iter().filter(|way| **way != PassOverlap::Sequential);
+    let overlapping = linear.overlaps.iter().filter(|variant| **variant != PassOverlap::Sequential);
     overlapping.flat_map(margins).map(OverlapPolicy::from).collect()
 }
 

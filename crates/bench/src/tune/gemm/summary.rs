@@ -4,10 +4,11 @@ use std::time::Duration;
 
 use counterpoint_choose::{GroupSearch, TunedShape};
 use counterpoint_console::{self as console, CliError, Schema};
+use counterpoint_cost::ProblemSize;
 use counterpoint_report::{Statistics, format_ratio, format_seconds};
 use serde_json::{Value, json};
 
-use super::found::Found;
+use super::found::SearchResult;
 use super::tuning::Tuning;
 
 /// A predicted sequence counts as the best one up to this much more than what the exhaustive search's takes.
@@ -22,15 +23,15 @@ pub(super) struct Summary {
 /// Of one product.
 struct Case {
     name: String,
-    /// See [`Found::predicted_over_best`].
+    /// See [`SearchResult::predicted_over_best`].
     ratio: Option<f64>,
     /// Seconds of the predictive and of the exhaustive search.
     took: [Option<f64>; 2],
 }
 
 impl Summary {
-    pub(super) fn add(&mut self, tuning: &Tuning<'_>, found: &Found) {
-        let TunedShape { collective, m, n, k, .. } = &tuning.shape;
+    pub(super) fn add(&mut self, tuning: &Tuning<'_>, found: &SearchResult) {
+        let TunedShape { collective, product: ProblemSize { m, n, k }, .. } = &tuning.shape;
         let name = format!("{} {m}:{n}:{k}", collective.name());
         let took = [GroupSearch::Predictive, GroupSearch::Exhaustive].map(|search| found.search_took(search));
         self.cases.push(Case { name, ratio: found.predicted_over_best(), took });

@@ -10,7 +10,7 @@ use counterpoint_measure::{MeasureError, MeasuredClock, Processes, Repeats};
 use counterpoint_plan::{LinearPlan, LinearSpec};
 use counterpoint_schedule::{OverlapPolicy, StartOrder};
 
-use super::found::{Answer, Found};
+use super::found::{Answer, SearchResult};
 use super::repeats;
 use crate::arguments::{SearchArgument, TuneGemmArguments};
 
@@ -82,7 +82,7 @@ impl Tuning<'_> {
         &self,
         machine: &M,
         processes: Processes<'_>,
-    ) -> Result<Found, CliError> {
+    ) -> Result<SearchResult, CliError> {
         let begun = Instant::now();
         let on = (machine, processes);
         let mut alone = self.clock(on, OverlapPolicy::new(StartOrder::Sequential));
@@ -118,7 +118,7 @@ impl Tuning<'_> {
             answer.measured = trials.iter().find(of_answer).map_or(f64::INFINITY, |(_, _, least)| *least);
         }
         let whole = self.whole.clone();
-        Ok(Found { answers, whole, sequential, took: begun.elapsed().as_secs_f64() })
+        Ok(SearchResult { answers, whole, sequential, took: begun.elapsed().as_secs_f64() })
     }
 
     /// What the searches that were asked for find under a policy; a kernel that sends its tiles as they are done has no groups.
@@ -167,7 +167,7 @@ impl Tuning<'_> {
 
 fn failed(error: MeasureError) -> CliError {
     match error {
-        MeasureError::Plan(source) => CliError::Plan { source },
+        MeasureError::Plan(source) => CliError::of_choice(source),
         MeasureError::Run(source) => CliError::Run { source },
         other => CliError::Usage { message: other.to_string() },
     }

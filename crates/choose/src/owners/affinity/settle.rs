@@ -287,8 +287,9 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::config::DispatchAlgorithm;
     use crate::owners::dispatch;
-    use counterpoint_plan::{DispatchAlgorithm, chunk_work};
+    use counterpoint_plan::chunk_work;
 
     fn slowest(work: &ChunkWork, prices: &Prices, dispatch: &Dispatch) -> i64 {
         plain(work, prices, &lists(dispatch))

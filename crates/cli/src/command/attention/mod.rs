@@ -5,6 +5,7 @@ mod process_inputs;
 mod result;
 mod tensors;
 
+use counterpoint_choose::PlanConfig;
 use counterpoint_console::{
     self as console, CliError, CommandLine, Progress, Schema,
     arguments::{Device, Exchange, dtype_name},
@@ -23,7 +24,7 @@ use counterpoint_exec::{
     AttentionInputs, AttentionRun, RunConfig, SlowLink, available_memory, run_attention, run_attention_on,
 };
 use counterpoint_mask::Mask;
-use counterpoint_plan::{AttentionSpec, DType, Plan, PlanConfig, Planning, Topology};
+use counterpoint_plan::{AttentionSpec, DType, Plan, Planning, Topology};
 use counterpoint_reference::{check_attention, reference_bytes};
 use counterpoint_schedule::{GradientReduction, PassPolicies, RankTransport};
 
@@ -91,7 +92,7 @@ fn run_all(arguments: &AttentionArguments) -> Result<(), CliError> {
     };
     let run = run.map_err(|source| CliError::Run { source })?;
     let has_unused_dout = tensors.has_unused_dout();
-    let ended = Ended {
+    let ended = FinishedRun {
         crossed: None,
         policies,
         arguments,
@@ -106,7 +107,7 @@ fn run_all(arguments: &AttentionArguments) -> Result<(), CliError> {
 }
 
 /// A run that is over.
-struct Ended<'a> {
+struct FinishedRun<'a> {
     /// Bytes that were sent between nodes, where they were counted.
     crossed: Option<u64>,
     policies: PassPolicies,
@@ -119,7 +120,7 @@ struct Ended<'a> {
     has_unused_dout: bool,
 }
 
-impl Ended<'_> {
+impl FinishedRun<'_> {
     /// Checks the results where that was asked for, writes and prints them.
     fn conclude(
         self,

@@ -3,6 +3,7 @@
 
 use std::sync::Arc;
 
+use counterpoint_choose::PlanConfig;
 use counterpoint_console::{
     self as console, CliError, CommandLine, Progress,
     arguments::Device,
@@ -22,13 +23,13 @@ use counterpoint_exec::{
 use counterpoint_exec::{Launcher, MpiMachine};
 use counterpoint_mask::Mask;
 use counterpoint_measure::calibrate;
-use counterpoint_plan::{AttentionSpec, Plan, PlanConfig, Topology};
+use counterpoint_plan::{AttentionSpec, Plan, Topology};
 use counterpoint_schedule::{PassPolicies, PolicyError, RankTransport};
 
 use super::process_inputs::agree_on_rows;
 use super::tensors::Tensors;
 use super::{
-    Ended, checked_outputs, passes, placed, plan_config, policies, refuse_what_does_not_fit,
+    FinishedRun, checked_outputs, passes, placed, plan_config, policies, refuse_what_does_not_fit,
     refuse_what_the_device_lacks, run_config, solve,
 };
 use crate::arguments::AttentionArguments;
@@ -103,8 +104,17 @@ impl Rank<'_> {
         let crossed = self.crossed_bytes(&machine)?;
         let Some(run) = run.gather(rendezvous, plan).map_err(ended)? else { return Ok(()) };
         let has_unused_dout = tensors.has_unused_dout();
-        let over =
-            Ended { crossed, policies, arguments, mask: &mask, spec, config, solution, run, has_unused_dout };
+        let over = FinishedRun {
+            crossed,
+            policies,
+            arguments,
+            mask: &mask,
+            spec,
+            config,
+            solution,
+            run,
+            has_unused_dout,
+        };
         over.conclude(&outputs, progress, || tensors.read(arguments, &mask))
     }
 

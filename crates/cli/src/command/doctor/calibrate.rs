@@ -1,7 +1,6 @@
 //! `counterpoint doctor --calibrate`.
 
 use std::fmt::Write;
-use std::fs;
 use std::path::PathBuf;
 
 use counterpoint_console::{
@@ -35,6 +34,7 @@ pub(super) fn run(arguments: &DoctorArguments) -> Result<(), CliError> {
     // Known to be writable before minutes of measuring.
     let path = destination(arguments, &machine)?;
     let outputs = Outputs::check(&[("--output", Some(&path))])?;
+    let outputs = if arguments.output.is_none() { outputs.for_owner() } else { outputs };
     let progress = Progress::new();
     let measured = match &gpus {
         None => of_cpu(&progress, machine),
@@ -75,9 +75,7 @@ fn destination(arguments: &DoctorArguments, machine: &str) -> Result<PathBuf, Cl
     let folder = profile::folder()?.ok_or_else(|| {
         usage("there is no home folder to keep the profile in; name a file with --output".to_owned())
     })?;
-    fs::create_dir_all(&folder).map_err(|error| {
-        usage(format!("{} cannot be made ({error}); name a file with --output", folder.display()))
-    })?;
+    profile::make(&folder)?;
     Ok(profile::file_in(&folder, machine))
 }
 

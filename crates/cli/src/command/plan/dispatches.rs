@@ -2,7 +2,9 @@
 
 use std::fmt::Write;
 
-use counterpoint_choose::{AttentionPrediction, PlanOverview, modelled_transports};
+use counterpoint_choose::{
+    AttentionPrediction, DispatchAlgorithm, PlanConfig, PlanOverview, modelled_transports,
+};
 use counterpoint_console::{
     CliError,
     arguments::{DISPATCHES, DispatchAsked, dispatch_name},
@@ -11,7 +13,7 @@ use counterpoint_console::{
     solution::Solution,
 };
 use counterpoint_mask::Mask;
-use counterpoint_plan::{AttentionSpec, DispatchAlgorithm, Plan, PlanConfig, Planning, RankPlan};
+use counterpoint_plan::{AttentionSpec, Plan, Planning, RankPlan};
 use counterpoint_report::{Column, Style, format_bytes, format_count, format_seconds, table};
 use counterpoint_schedule::GradientReduction;
 use serde::Serialize;

@@ -4,11 +4,11 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::time::Instant;
 
-use counterpoint_choose::{PlanOverview, RankPrediction};
+use counterpoint_choose::{PlanConfig, PlanOverview, RankPrediction};
 use counterpoint_console::{self as console, CliError, Progress, Schema, arguments::dispatch_name};
 use counterpoint_cost::MachineProfile;
 use counterpoint_mask::Mask;
-use counterpoint_plan::{AttentionSpec, PlanConfig, Planning};
+use counterpoint_plan::{AttentionSpec, Planning};
 use counterpoint_report::{comparison_table, format_count, format_seconds, summary_table};
 
 use super::dispatches::{self, DispatchRow};
@@ -30,7 +30,7 @@ pub(super) fn run(
     progress.step(format!("planning for {}", console::count(arguments.cp_size, "rank")));
     let begin = Instant::now();
     let overview = PlanOverview::new(mask, spec, config, planning);
-    let mut overview = overview.map_err(|source| CliError::Plan { source })?;
+    let mut overview = overview.map_err(CliError::of_choice)?;
     overview.summary.solve_seconds = begin.elapsed().as_secs_f64();
     let rows = [DispatchRow::of_figures(config.dispatch, &overview, spec)];
     let summary = &overview.summary;

@@ -2,12 +2,14 @@
 
 use counterpoint_console::arguments::{DispatchAsked, dispatch_name};
 use counterpoint_mask::Mask;
-use counterpoint_plan::{AttentionSpec, DispatchAlgorithm, Plan, PlanConfig, QueryExchange, chunk_work};
+use counterpoint_plan::{AttentionSpec, Plan, chunk_work};
 use counterpoint_schedule::{SpanKind, Timeline};
 use serde::Serialize;
 
 use super::dispatches::DispatchRow;
-use counterpoint_choose::{AttentionPrediction, dispatch, dispatch_queries, plan_mask};
+use counterpoint_choose::{
+    AttentionPrediction, DispatchAlgorithm, PlanConfig, QueryExchange, dispatch, dispatch_queries, plan_mask,
+};
 
 /// From here on a balance is explained.
 const LEVEL: f64 = 1.02;

@@ -7,7 +7,7 @@ mod imbalance;
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
-use counterpoint_choose::{AttentionPrediction, PassChoice, PolicyChoice};
+use counterpoint_choose::{AttentionPrediction, PassChoice, PlanConfig, PolicyChoice};
 use counterpoint_console::{
     self as console, CliError, Progress, Schema,
     arguments::{ShapeArguments, dispatch_name, dtype_name},
@@ -25,8 +25,7 @@ use counterpoint_cost::{CostModel, MachineProfile};
 use counterpoint_exec::PlanningThreads;
 use counterpoint_mask::Mask;
 use counterpoint_plan::{
-    AttentionSpec, DType, Fingerprint, GradientShares, PlanConfig, PlanSummary, TrafficBounds,
-    TwoLevelExchange,
+    AttentionSpec, DType, Fingerprint, GradientShares, PlanSummary, TrafficBounds, TwoLevelExchange,
 };
 use counterpoint_report::{
     Figures, HtmlReport, TimelinePair, comparison_table, format_count, format_seconds, plan_table,
@@ -82,7 +81,7 @@ pub(crate) fn run(arguments: &PlanArguments) -> Result<(), CliError> {
     let imbalance = Imbalance::of(&mask, &spec, &config, &level, (arguments.planning.dispatch, &dispatches));
     let choice = overlap.choice;
     let told =
-        Told { arguments, mask: &mask, spec, profile, config, solution, choice, dispatches, imbalance };
+        PlanReport { arguments, mask: &mask, spec, profile, config, solution, choice, dispatches, imbalance };
     outputs.write(|_| Ok(told.report(&prediction).into_bytes()))?;
     drop(progress);
     told.solution.note_idle_ranks();
@@ -193,7 +192,7 @@ fn headline(mask: &Mask, config: &PlanConfig, dispatch: &str, chunks: usize, chu
 }
 
 /// A plan with all that is to be told of it.
-struct Told<'a> {
+struct PlanReport<'a> {
     arguments: &'a PlanArguments,
     mask: &'a Mask,
     spec: AttentionSpec,
@@ -207,7 +206,7 @@ struct Told<'a> {
     imbalance: Option<Imbalance>,
 }
 
-impl Told<'_> {
+impl PlanReport<'_> {
     fn document(&self) -> Document<'_> {
         Document {
             inputs: Inputs::new(&self.arguments.mask, self.mask, &self.spec, &self.config, &self.profile),

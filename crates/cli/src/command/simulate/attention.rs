@@ -1,6 +1,6 @@
 //! `counterpoint simulate attention`.
 
-use counterpoint_choose::{AttentionPrediction, modelled_transports};
+use counterpoint_choose::{AttentionPrediction, PlanConfig, modelled_transports};
 use counterpoint_console::{
     CliError, Progress, Schema,
     arguments::{dispatch_name, dtype_name},
@@ -9,7 +9,7 @@ use counterpoint_console::{
     prediction::predict,
     solution::Solution,
 };
-use counterpoint_plan::{PlanConfig, Planning, Topology, TrafficBounds};
+use counterpoint_plan::{Planning, Topology, TrafficBounds};
 use counterpoint_schedule::{GradientReduction, PassPolicies, RankTransport, Workload};
 
 use super::{PassRow, Predicted, Setting, Simulated, pass_columns, simulated};

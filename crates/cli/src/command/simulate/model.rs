@@ -80,8 +80,9 @@ pub(super) fn run(arguments: &SimulateModelArguments) -> Result<(), CliError> {
 
 fn refusal(error: StepError) -> CliError {
     match error {
-        StepError::Simulate(source) => CliError::Predict { source },
-        StepError::Plan(source) => CliError::Plan { source },
+        StepError::Simulate(source) => CliError::of_choice(source),
+        StepError::Plan(source) => CliError::of_choice(source),
+        StepError::Config(source) => CliError::of_choice(source),
         other => CliError::Usage { message: other.to_string() },
     }
 }

@@ -11,7 +11,7 @@ use source::{ForwardChoice, Scores, Span};
 
 use super::attention_merge::AttentionMerge;
 use super::device_schedule::DeviceSchedule;
-use super::link_meeting::LinkArrivals;
+use super::link_barrier::LinkArrivals;
 use super::portable_shape;
 use super::{
     ArrivingTensors, AttentionProblem, ForwardMode, ForwardModeEnd, ForwardTarget, ForwardTensors, HeadRows,

@@ -92,16 +92,16 @@ impl GemmGatherSpec {
         if *ranks < 2 || *ranks > GEMM_DESTINATIONS || rank >= ranks {
             return Err(format!("rank {rank} of {ranks}; it takes 2 to {GEMM_DESTINATIONS} ranks"));
         }
-        if !product.m.is_multiple_of(*ranks) || (self.mixes_owners() && self.own_bytes() > AT_ONCE) {
+        if !product.size.m.is_multiple_of(*ranks) || (self.mixes_owners() && self.own_bytes() > AT_ONCE) {
             return Err(format!(
                 "{} rows of {ranks} ranks; each must have a multiple of {TILE_ROWS}, or at most {AT_ONCE} bytes",
-                product.m
+                product.size.m
             ));
         }
-        if product.strides[0] != product.k {
+        if product.strides[0] != product.size.k {
             return Err(format!(
                 "rows of A are {} elements apart, they travel as {}",
-                product.strides[0], product.k
+                product.strides[0], product.size.k
             ));
         }
         if product.output != product.element.scalar() || product.epilogue == GemmEpilogue::Accumulate {
@@ -114,7 +114,7 @@ impl GemmGatherSpec {
     }
 
     fn own_bytes(&self) -> usize {
-        self.own_rows() * self.product.k * self.product.element.bytes()
+        self.own_rows() * self.product.size.k * self.product.element.bytes()
     }
 
     /// Whether tiles have rows of several ranks.
@@ -140,7 +140,7 @@ impl GemmGatherSpec {
         if self.awaits_all() {
             return TileOrder::Grouped;
         }
-        let grid = UnitGrid::new(shape, self.own_rows(), self.product.n);
+        let grid = UnitGrid::new(shape, self.own_rows(), self.product.size.n);
         let travel = FIRST + (self.own_bytes() * (self.ranks - 1)) as f64 / BYTES;
         let rounds = (travel / shape.unit_cycles(&self.product)).ceil() as usize;
         let ahead = (rounds * ROUND).div_ceil(grid.rows);
@@ -171,7 +171,7 @@ impl GemmGatherSpec {
         const BYTES: usize = 4 << 20;
         /// Groups of CTAs that copy a block each (`groups`).
         const GROUPS: usize = 4;
-        let tile = TILE_ROWS * self.product.k * self.product.element.bytes();
+        let tile = TILE_ROWS * self.product.size.k * self.product.element.bytes();
         let tiles = self.own_rows() / TILE_ROWS;
         let of_each_group = (tiles * (self.ranks - 1) / GROUPS).max(1);
         BYTES.div_ceil(tile).min(of_each_group).min(tiles) * TILE_ROWS
@@ -181,10 +181,10 @@ impl GemmGatherSpec {
     fn sources(&self) -> Vec<GemmRows> {
         let own = self.own_rows();
         if self.mixes_owners() {
-            return vec![GemmRows { tensor: 0, first: 0, count: self.product.m }];
+            return vec![GemmRows { tensor: 0, first: 0, count: self.product.size.m }];
         }
         let first = self.rank * own;
-        let after = GemmRows { tensor: 0, first: first + own, count: self.product.m - first - own };
+        let after = GemmRows { tensor: 0, first: first + own, count: self.product.size.m - first - own };
         let sources = [
             GemmRows { tensor: 0, first: 0, count: first },
             GemmRows { tensor: 1, first: 0, count: own },
@@ -194,7 +194,7 @@ impl GemmGatherSpec {
     }
 
     fn own_rows(&self) -> usize {
-        self.product.m / self.ranks
+        self.product.size.m / self.ranks
     }
 }
 
@@ -225,7 +225,7 @@ impl GemmGather {
         let mut product = spec.product.clone();
         product.sources = spec.sources();
         product.order = spec.order(&shape);
-        let units = tiles::units(&product.order, &shape, product.m, product.n).map_err(refused)?;
+        let units = tiles::units(&product.order, &shape, product.size.m, product.size.n).map_err(refused)?;
         let gemm = Gemm::with_units(stream, &product, shape, GemmEnds::RowsOfRanks, units, Vec::new())?;
         Ok(Self { gemm, spec: spec.clone() })
     }
@@ -302,10 +302,10 @@ impl GemmGather {
         let a = if self.spec.mixes_owners() { &a[..1] } else { &a };
         let mut gemm = self.gemm.arguments(&GemmTensors { a, b, d: &[d], bias, counters: &[] })?;
         if self.leaves_at_once() {
-            gemm.a_maps[0] = self.gemm.map_of_a(copies[rank], 2 * product.m)?;
+            gemm.a_maps[0] = self.gemm.map_of_a(copies[rank], 2 * product.size.m)?;
         }
         let (own_rows, block_rows) = (self.spec.own_rows(), self.spec.block_rows());
-        let row_bytes = product.k * product.element.bytes();
+        let row_bytes = product.size.k * product.element.bytes();
         let [pieces, piece_bytes] = self.spec.pieces().unwrap_or_default();
         let all = (1u32 << ranks) - 1;
         let gathering = GemmGathering {
@@ -325,7 +325,7 @@ impl GemmGather {
             piece_bytes,
             sends_to: if self.spec.mixes_owners() { all } else { all & !(1 << rank) },
             in_turn: u32::from(!self.spec.awaits_all()),
-            copy_rows: if self.leaves_at_once() { product.m as u32 } else { 0 },
+            copy_rows: if self.leaves_at_once() { product.size.m as u32 } else { 0 },
             copy_bytes: self.copy_bytes() as u64,
         };
         let arguments = GemmGatherArguments { gemm, gathering };

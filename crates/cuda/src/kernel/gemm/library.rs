@@ -210,9 +210,9 @@ impl GemmLibrary {
         };
         let element = spec.element.scalar();
         Ok([
-            layout(element, spec.layout.b_dims(spec.n, spec.k), stride_b)?,
-            layout(element, spec.layout.a_dims(spec.m, spec.k), stride_a)?,
-            layout(spec.output, [spec.m, spec.n], stride_d)?,
+            layout(element, spec.layout.b_dims(spec.size.n, spec.size.k), stride_b)?,
+            layout(element, spec.layout.a_dims(spec.size.m, spec.size.k), stride_a)?,
+            layout(spec.output, [spec.size.m, spec.size.n], stride_d)?,
         ])
     }
 

@@ -152,11 +152,11 @@ impl Gemm {
             return Err(refused(format!("{shape:?} is not a shape of this product")));
         }
         let rows = spec.tiled_rows();
-        let mut unit_list = tiles::units(&spec.order, &shape, rows, spec.n).map_err(refused)?;
+        let mut unit_list = tiles::units(&spec.order, &shape, rows, spec.size.n).map_err(refused)?;
         let signals = match &spec.signals {
             GemmSignals::None => Vec::new(),
             GemmSignals::Device { sizes } | GemmSignals::System { sizes } => {
-                tiles::group(&mut unit_list, sizes, &shape, rows, spec.n).map_err(refused)?
+                tiles::group(&mut unit_list, sizes, &shape, rows, spec.size.n).map_err(refused)?
             }
             GemmSignals::Shares => Self::signals_of_shares(spec, shape, &unit_list),
         };
@@ -255,7 +255,7 @@ impl Gemm {
             let column = usize::from(unit.column_tile) * self.shape.columns as usize;
             TileUnit {
                 rows: row..row + of_unit.iter().map(|tile| tile.rows as usize).sum::<usize>(),
-                columns: column..(column + columns).min(self.spec.n),
+                columns: column..(column + columns).min(self.spec.size.n),
                 group: unit.group as usize,
             }
         })
@@ -273,7 +273,7 @@ impl Gemm {
         let (destinations, tiles) = (rows::destinations(&stretches).0, rows::row_tiles(&stretches));
         let mut signals = vec![0; spec.shares.len()];
         for tile in units.iter().flat_map(|unit| GemmTile::of_unit(unit, &shape, &tiles)) {
-            if tile.rows > 0 && (tile.column as usize) < spec.n {
+            if tile.rows > 0 && (tile.column as usize) < spec.size.n {
                 signals[destinations[usize::from(tile.destination)].share] += shape.tellers();
             }
         }
@@ -346,8 +346,8 @@ impl Gemm {
             splits: shape.splits,
             turns: shape.turns,
             hands: shape.hands,
-            k_blocks: spec.k.div_ceil(64) as u32,
-            n: spec.n as u32,
+            k_blocks: spec.size.k.div_ceil(64) as u32,
+            n: spec.size.n as u32,
             n_whole: self.columns_by_copy_engine() as u32,
             d_stride: spec.strides[2] as u32,
             pairs_columns: u32::from(shape.pair == TilePair::Columns),
@@ -366,7 +366,7 @@ impl Gemm {
             (_, TilePair::Rows) => TILE_ROWS as u32,
             (_, TilePair::Columns) => TILE_ROWS as u32 / 2,
         };
-        let dims = [rows, spec.layout.a_dims(spec.m, spec.k)[1]];
+        let dims = [rows, spec.layout.a_dims(spec.size.m, spec.size.k)[1]];
         self.map_of_operand("A", address, dims, spec.strides[0], box_rows)
     }
 
@@ -378,7 +378,7 @@ impl Gemm {
             (GemmLayout::Nt, TilePair::Rows) => shape.columns / 2,
             (GemmLayout::Nt, TilePair::Columns) => shape.columns,
         };
-        self.map_of_operand("B", address, spec.layout.b_dims(spec.n, spec.k), spec.strides[1], rows)
+        self.map_of_operand("B", address, spec.layout.b_dims(spec.size.n, spec.size.k), spec.strides[1], rows)
     }
 
     fn map_of_operand(
@@ -399,7 +399,7 @@ impl Gemm {
     /// Columns of D up to the last multiple of 16 bytes.
     fn columns_by_copy_engine(&self) -> usize {
         let of_16_bytes = 16 / self.spec.output.bytes() as usize;
-        self.spec.n / of_16_bytes * of_16_bytes
+        self.spec.size.n / of_16_bytes * of_16_bytes
     }
 
     /// How the copy engine finds one destination's rows of D, of which it stores some at once.

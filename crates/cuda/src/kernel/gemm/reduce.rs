@@ -7,7 +7,7 @@ use crate::kernel::{CtaWaits, GemmEpilogue, GemmLayout, LinkCall};
 use crate::layout::{SharedLayout, shared_layout};
 use crate::{CudaError, Device, Stream};
 use counterpoint_tiles::gemm::{self as tiles, GemmUnit, TileOrder, UnitGrid};
-use counterpoint_tiles::gemm::{GemmShape, TILE_ROWS, TilePair, Warpgroups};
+use counterpoint_tiles::gemm::{GemmShape, ProblemSize, TILE_ROWS, TilePair, Warpgroups};
 
 /// A product whose rows are summed over ranks, each of which keeps, or spreads, the sums of its own.
 #[derive(Clone, Debug, PartialEq)]
@@ -93,7 +93,7 @@ impl GemmReduceSpec {
     pub fn check(&self) -> Result<(), String> {
         let Self { product, rank, ranks, .. } = self;
         product.check()?;
-        let GemmSpec { m, n, .. } = *product;
+        let ProblemSize { m, n, .. } = product.size;
         if *ranks < 2 || *ranks > GEMM_DESTINATIONS || rank >= ranks {
             return Err(format!("rank {rank} of {ranks}; it takes 2 to {GEMM_DESTINATIONS} ranks"));
         }
@@ -116,7 +116,7 @@ impl GemmReduceSpec {
     }
 
     fn own_rows(&self) -> usize {
-        self.product.m / self.ranks
+        self.product.size.m / self.ranks
     }
 
     /// Blocks in which sums that everyone gets are made. Sums that take longer to be sent than to be computed are begun before all of
@@ -127,10 +127,10 @@ impl GemmReduceSpec {
         const ROUND: usize = 66;
         /// What may be left, of the whole product.
         const LEFT: f64 = 0.04;
-        let units = UnitGrid::new(shape, self.own_rows(), self.product.n).count();
+        let units = UnitGrid::new(shape, self.own_rows(), self.product.size.n).count();
         let others = units * (self.ranks - 1);
         let own_cycles = units as f64 / ROUND as f64 * shape.unit_cycles(&self.product);
-        let late = self.spread_cycles(self.own_rows() * self.product.n) - own_cycles;
+        let late = self.spread_cycles(self.own_rows() * self.product.size.n) - own_cycles;
         let wanted = (late / (LEFT * own_cycles * self.ranks as f64)).ceil();
         // Less than one where nothing is late.
         (wanted as usize).clamp(1, (others / ROUND).max(1))
@@ -147,14 +147,14 @@ impl GemmReduceSpec {
         /// What the last sums take beside their bytes' time on the links: measured 2.2 to 2.7 on four H200s.
         const LAST: f64 = 2.2;
         let columns = shape.columns as usize;
-        let own = self.own_rows() / TILE_ROWS * self.product.n.div_ceil(columns);
+        let own = self.own_rows() / TILE_ROWS * self.product.size.n.div_ceil(columns);
         let (tiles, at_once) = (own * self.ranks, sm_count.max(1) as usize);
         let last = (tiles - 1) % at_once + 1;
         let (blocks, sums) = match self.spread {
             SumsGoTo::Owner => (1, 0.0),
             SumsGoTo::All => {
                 let blocks = self.blocks(shape);
-                (blocks, LAST * self.spread_cycles(self.own_rows() * self.product.n / blocks))
+                (blocks, LAST * self.spread_cycles(self.own_rows() * self.product.size.n / blocks))
             }
         };
         let parts = last.saturating_sub(own / blocks) * TILE_ROWS * columns * self.product.element.bytes();
@@ -218,7 +218,8 @@ impl GemmReduce {
                 }
             }
         };
-        let mut units = tiles::units(&product.order, &shape, product.m, product.n).map_err(refused)?;
+        let mut units =
+            tiles::units(&product.order, &shape, product.size.m, product.size.n).map_err(refused)?;
         number_in_shards(&mut units, &shape, &product, spec.shards());
         let gemm = Gemm::with_units(stream, &product, shape, GemmEnds::SumOverRanks, units, Vec::new())?;
         Ok(Self { gemm, spec: spec.clone() })
@@ -236,9 +237,9 @@ impl GemmReduce {
 
     /// Parts of tiles that one rank sends to one other.
     fn parts(&self) -> usize {
-        let rows = self.spec.product.m / self.spec.shards();
+        let rows = self.spec.product.size.m / self.spec.shards();
         // Of each of a unit's two tiles, one from each warpgroup.
-        UnitGrid::new(&self.gemm.shape, rows, self.spec.product.n).count() * 4
+        UnitGrid::new(&self.gemm.shape, rows, self.spec.product.size.n).count() * 4
     }
 
     fn part_bytes(&self) -> usize {
@@ -316,7 +317,7 @@ impl GemmReduce {
 
 /// Gives every unit its number among those of its shard, in the order in which all ranks count them.
 fn number_in_shards(units: &mut [GemmUnit], shape: &GemmShape, product: &GemmSpec, shards: usize) {
-    let grid = UnitGrid::new(shape, product.m / shards, product.n);
+    let grid = UnitGrid::new(shape, product.size.m / shards, product.size.n);
     let [row_tiles, column_tiles] = match shape.pair {
         TilePair::Rows => [2, 1],
         TilePair::Columns => [1, 2],

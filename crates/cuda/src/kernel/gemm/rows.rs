@@ -95,7 +95,7 @@ pub(super) struct GemmTerm {
 
 /// Why A's and D's rows are none that a kernel takes.
 pub(super) fn check(spec: &GemmSpec) -> Result<(), String> {
-    let rows_a = spec.layout.a_dims(spec.m, spec.k)[0];
+    let rows_a = spec.layout.a_dims(spec.size.m, spec.size.k)[0];
     let sum: usize = spec.sources.iter().map(|source| source.count).sum();
     if sum != rows_a || spec.sources.iter().any(|source| source.count == 0) {
         return Err(format!("A has {rows_a} rows, its sources are {:?}", spec.sources));
@@ -103,8 +103,8 @@ pub(super) fn check(spec: &GemmSpec) -> Result<(), String> {
     if let Some(source) = spec.sources.iter().find(|source| source.tensor >= GEMM_SOURCES) {
         return Err(format!("A's source {} of at most {GEMM_SOURCES}", source.tensor));
     }
-    if spec.shares.iter().sum::<usize>() != spec.m || spec.shares.contains(&0) {
-        return Err(format!("D has {} rows, its shares have {:?}", spec.m, spec.shares));
+    if spec.shares.iter().sum::<usize>() != spec.size.m || spec.shares.contains(&0) {
+        return Err(format!("D has {} rows, its shares have {:?}", spec.size.m, spec.shares));
     }
     let stretches = stretches(spec);
     let destinations = destinations(&stretches).0.len();
@@ -151,7 +151,7 @@ impl GemmRows {
 /// D's rows, cut wherever a share or a source of A ends.
 pub(super) fn stretches(spec: &GemmSpec) -> Vec<Stretch> {
     // Where A lies along m, all tensors have all of m.
-    let along_m = [GemmRows { tensor: 0, first: 0, count: spec.m }];
+    let along_m = [GemmRows { tensor: 0, first: 0, count: spec.size.m }];
     let sources = if spec.layout == GemmLayout::Tn { &along_m[..] } else { &spec.sources };
     let mut stretches = Vec::new();
     let mut sources = sources.iter().copied();
@@ -219,7 +219,8 @@ pub(super) fn row_tiles(stretches: &[Stretch]) -> Vec<RowTile> {
 
 /// Where A's blocks of k lie, where that is not one after the other from the first row of one tensor.
 pub(super) fn terms(spec: &GemmSpec) -> Vec<GemmTerm> {
-    if spec.layout != GemmLayout::Tn || spec.sources == [GemmRows { tensor: 0, first: 0, count: spec.k }] {
+    if spec.layout != GemmLayout::Tn || spec.sources == [GemmRows { tensor: 0, first: 0, count: spec.size.k }]
+    {
         return Vec::new();
     }
     let blocks = |source: &GemmRows| {

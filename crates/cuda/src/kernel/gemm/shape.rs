@@ -1,6 +1,8 @@
 //! How long a GEMM takes that is tiled in some way, as it is estimated, and what is chosen.
 
-use counterpoint_tiles::gemm::{BLOCK, GemmLayout, GemmShape, TILE_ROWS, TilePair, UnitGrid, Warpgroups};
+use counterpoint_tiles::gemm::{
+    BLOCK, GemmLayout, GemmShape, ProblemSize, TILE_ROWS, TilePair, UnitGrid, Warpgroups,
+};
 
 use super::{GemmGrid, GemmSpec};
 use crate::kernel::Scalar;
@@ -57,7 +59,7 @@ impl TilingCost for GemmShape {
         match self.pair {
             TilePair::Rows => below,
             // Of one row of tiles both CTAs have rows, and load less of them.
-            TilePair::Columns if self.columns <= 80 && spec.m <= TILE_ROWS => below - 46.0,
+            TilePair::Columns if self.columns <= 80 && spec.size.m <= TILE_ROWS => below - 46.0,
             TilePair::Columns => below + 20.0,
         }
     }
@@ -90,7 +92,7 @@ impl TilingCost for GemmShape {
             _ => MEET + bytes * (splits - 1.0) / splits / SENT,
         };
         let at_once = f64::from(self.splits * self.hands);
-        let blocks = spec.k.div_ceil(BLOCK) as f64 / at_once;
+        let blocks = spec.size.k.div_ceil(BLOCK) as f64 / at_once;
         blocks * self.block_cycles(spec) + self.end_cycles(spec.output).0 + exchange
     }
 
@@ -99,10 +101,10 @@ impl TilingCost for GemmShape {
         const MEMORY: f64 = 1400.0;
         /// From a load of B's to its bytes while all multiprocessors load.
         const LATENCY: f64 = 3800.0;
-        let items = UnitGrid::new(&self, spec.m, spec.n).count() as f64 * f64::from(self.hands);
+        let items = UnitGrid::new(&self, spec.size.m, spec.size.n).count() as f64 * f64::from(self.hands);
         let clusters = f64::from(self.clusters(workers).max(1));
         let computing = (items / clusters).ceil() * self.unit_cycles(spec) + self.end_cycles(spec.output).1;
-        let operands = (spec.m + spec.n) as f64 * spec.k as f64 * spec.element.bytes() as f64;
+        let operands = (spec.size.m + spec.size.n) as f64 * spec.size.k as f64 * spec.element.bytes() as f64;
         let mut rate = MEMORY * f64::from(workers.max(1)) / 132.0;
         if self.pair == TilePair::Columns {
             // Few rows wait for B, of which memory gives no more than is on its way.
@@ -125,7 +127,11 @@ pub(super) fn parts_in_pass(spec: &GemmSpec, sm_count: u32) -> u32 {
     if spec.layout == GemmLayout::Tn {
         return 1;
     }
-    let pass = GemmSpec { m: spec.pass_rows, grid: GemmGrid::Persistent, ..spec.clone() };
+    let pass = GemmSpec {
+        size: ProblemSize { m: spec.pass_rows, ..spec.size },
+        grid: GemmGrid::Persistent,
+        ..spec.clone()
+    };
     let all = shapes(&pass, sm_count);
     // The fastest is the first. More than two parts are in no kernel that sums over ranks.
     let cycles = |parts: u32| {
@@ -142,7 +148,7 @@ pub(super) fn shapes(spec: &GemmSpec, sm_count: u32) -> Vec<GemmShape> {
     const MOST_SPLITS: u32 = 4;
     /// Blocks that a part has at least.
     const LEAST_BLOCKS: usize = 8;
-    let blocks = spec.k.div_ceil(BLOCK);
+    let blocks = spec.size.k.div_ceil(BLOCK);
     let mut all = Vec::new();
     for pair in [TilePair::Rows, TilePair::Columns] {
         for &columns in Warpgroups::Cooperative.columns() {
@@ -160,7 +166,7 @@ pub(super) fn shapes(spec: &GemmSpec, sm_count: u32) -> Vec<GemmShape> {
                 all.push(in_turn);
             }
             // All at the same time: who waits for a part then finds that it is being computed.
-            let units = UnitGrid::new(&whole, spec.m, spec.n).count();
+            let units = UnitGrid::new(&whole, spec.size.m, spec.size.n).count();
             let taken = GemmShape::hands_over(columns, spec.layout) && 2 * units <= sm_count as usize / 2;
             if fits(&2) && taken {
                 all.push(handed);
@@ -254,7 +260,7 @@ mod tests {
         assert_eq!(parts(128, 2560, 8192, GemmLayout::Tn), 1);
         for rows in [1, 64, 100] {
             let whole = GemmSpec::new(128, 2560, 8192, GemmLayout::Nn, ElementType::Bf16);
-            let some = GemmSpec { m: rows, ..whole.clone() };
+            let some = GemmSpec { size: ProblemSize { m: rows, ..whole.size }, ..whole.clone() };
             assert_eq!(parts_in_pass(&some, 132), parts_in_pass(&whole, 132));
         }
     }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::rows::{self, GemmRows};
 use crate::kernel::{ElementType, Scalar};
-use counterpoint_tiles::gemm::{GemmLayout, TileOrder};
+use counterpoint_tiles::gemm::{GemmLayout, ProblemSize, TileOrder};
 
 /// Tensors that A's rows may be put together from (`kGemmSources`).
 pub const GEMM_SOURCES: usize = 16;
@@ -58,12 +58,8 @@ pub enum GemmGrid {
 /// A matrix product `D[m, n] = A B`, as one launch computes it. Sums are f32.
 #[derive(Clone, Debug, PartialEq)]
 pub struct GemmSpec {
-    /// Rows of D.
-    pub m: usize,
-    /// Columns of D.
-    pub n: usize,
-    /// Terms of each element.
-    pub k: usize,
+    /// Rows and columns of D, terms of each element.
+    pub size: ProblemSize,
     /// Rows of all products of the pass that it is one of: parts of k follow from these, so that they are alike in all of them.
     pub pass_rows: usize,
     /// How A and B lie in memory.
@@ -98,9 +94,7 @@ impl GemmSpec {
         let output = element.scalar();
         let strides = [layout.a_dims(m, k)[1], layout.b_dims(n, k)[1], n];
         Self {
-            m,
-            n,
-            k,
+            size: ProblemSize { m, n, k },
             pass_rows: m,
             layout,
             element,
@@ -118,10 +112,10 @@ impl GemmSpec {
 
     /// Multiplications and additions.
     pub fn flops(&self) -> f64 {
-        2.0 * self.m as f64 * self.n as f64 * self.k as f64
+        self.size.flops()
     }
 
-    /// As [`GemmSpec::m`], with every stretch of rows filled up to whole tiles.
+    /// Rows of D, with every stretch of rows filled up to whole tiles.
     pub(super) fn tiled_rows(&self) -> usize {
         rows::tile_rows(self) * counterpoint_tiles::gemm::TILE_ROWS
     }
@@ -130,7 +124,7 @@ impl GemmSpec {
     pub(super) fn check(&self) -> Result<(), String> {
         /// Tiles are numbered by 16 bits.
         const MOST: usize = 1 << 22;
-        let Self { m, n, k, .. } = *self;
+        let ProblemSize { m, n, k } = self.size;
         for (name, size) in [("m", m), ("n", n), ("k", k)] {
             if size == 0 || size > MOST {
                 return Err(format!("{name} is {size}; it takes 1 to {MOST}"));
@@ -190,7 +184,7 @@ mod tests {
     #[test]
     fn what_no_kernel_takes_is_told_with_figures() {
         assert_eq!(GemmSpec::new(1, 8, 8, GemmLayout::Nn, ElementType::F16).check(), Ok(()));
-        assert!(refused(|spec| spec.k = 0).contains("k is 0"));
+        assert!(refused(|spec| spec.size.k = 0).contains("k is 0"));
         assert!(refused(|spec| spec.pass_rows = 256).contains("512 rows of a pass of 256"));
         assert!(refused(|spec| spec.strides[0] = 100).contains("A are 100 elements apart, but have 128"));
         assert!(refused(|spec| spec.strides[1] = 132).contains("132 elements of 2 bytes apart"));

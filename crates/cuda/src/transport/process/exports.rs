@@ -12,12 +12,12 @@ use counterpoint_driver::AllocationPlace;
 pub(super) struct Exports {
     allocations: BTreeMap<u64, Export>,
     /// (peer, what it was told of).
-    told: BTreeSet<(usize, Told)>,
+    sent: BTreeSet<(usize, Sent)>,
 }
 
 /// Something with a number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Told {
+pub(super) enum Sent {
     Ready(u64),
     Event(u64),
     Memory(u64),
@@ -37,21 +37,21 @@ pub(super) fn events_of(number: u64) -> [u64; 2] {
 }
 
 impl Exports {
-    /// Has `send` tell `peer` of `what`, unless it was told.
-    pub(super) fn tell<E>(
+    /// Has `send` send `what` to `peer`, unless it was.
+    pub(super) fn send<E>(
         &mut self,
         peer: usize,
-        what: Told,
+        what: Sent,
         send: impl FnOnce() -> Result<(), E>,
     ) -> Result<(), E> {
-        if self.told.insert((peer, what)) { send() } else { Ok(()) }
+        if self.sent.insert((peer, what)) { send() } else { Ok(()) }
     }
 
     /// Forgets a collective of this number, and gives the peers that were told of it.
     pub(super) fn forget(&mut self, number: u64) -> BTreeSet<usize> {
         let [ready, done] = events_of(number);
-        let of_it = [Told::Ready(number), Told::Event(ready), Told::Event(done)];
-        self.told.extract_if(.., |(_, told)| of_it.contains(told)).map(|(peer, _)| peer).collect()
+        let of_it = [Sent::Ready(number), Sent::Event(ready), Sent::Event(done)];
+        self.sent.extract_if(.., |(_, told)| of_it.contains(told)).map(|(peer, _)| peer).collect()
     }
 
     /// Where a buffer lies. Its allocation has a message from now on.
@@ -88,16 +88,16 @@ mod tests {
     #[test]
     fn a_collective_that_is_gone_is_forgotten_and_memory_is_not() {
         let mut exports = Exports::default();
-        let mut tell = |peer, what| exports.tell::<()>(peer, what, || Ok(())).unwrap();
+        let mut tell = |peer, what| exports.send::<()>(peer, what, || Ok(())).unwrap();
         for peer in [1, 3] {
-            for what in [Told::Ready(7), Told::Event(14), Told::Event(15), Told::Ready(8), Told::Memory(7)] {
+            for what in [Sent::Ready(7), Sent::Event(14), Sent::Event(15), Sent::Ready(8), Sent::Memory(7)] {
                 tell(peer, what);
             }
         }
-        tell(2, Told::Event(16));
+        tell(2, Sent::Event(16));
         assert_eq!(exports.forget(7), BTreeSet::from([1, 3]));
         assert_eq!(exports.forget(7), BTreeSet::new());
         assert_eq!(exports.forget(8), BTreeSet::from([1, 2, 3]));
-        assert_eq!(exports.told, BTreeSet::from([(1, Told::Memory(7)), (3, Told::Memory(7))]));
+        assert_eq!(exports.sent, BTreeSet::from([(1, Sent::Memory(7)), (3, Sent::Memory(7))]));
     }
 }

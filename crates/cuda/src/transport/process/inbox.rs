@@ -157,7 +157,7 @@ impl Inbox {
         let memory = |place: Option<MemoryPlace>| place.map(|place| self.buffer(peer, &place)).transpose();
         let (staging, mailbox) = (memory(staging)?, memory(mailbox)?);
         let payload = Part { number, inputs: Vec::new(), outputs: Vec::new(), staging, mailbox, marks: None };
-        self.ready.tell(peer, number, Post { place, collective, at: Instant::now(), payload });
+        self.ready.record(peer, number, Post { place, collective, at: Instant::now(), payload });
         Ok(())
     }
 
@@ -175,13 +175,13 @@ impl Inbox {
         else {
             return Ok(());
         };
-        let untold = |what, number| untold(peer, what, number);
+        let unpublished = |what, number| unpublished(peer, what, number);
         let event = |number| {
             let known = lock(&self.events).get(&(peer, number)).cloned();
-            known.ok_or_else(|| untold("event", number))
+            known.ok_or_else(|| unpublished("event", number))
         };
         let marks = |[ready, done]: [u64; 2]| Ok(Marks { ready: event(ready)?, done: event(done)? });
-        let ready = self.ready.of(peer, number).ok_or_else(|| untold("collective", number))?;
+        let ready = self.ready.of(peer, number).ok_or_else(|| unpublished("collective", number))?;
         let memory = |place: Option<MemoryPlace>| place.map(|place| self.buffer(peer, &place)).transpose();
         let payload = Part {
             number,
@@ -197,9 +197,9 @@ impl Inbox {
     }
 }
 
-/// The error of a peer that names what it has not told of.
-fn untold(peer: usize, what: &str, number: u64) -> CudaError {
-    let reason = format!("rank {peer} names {what} {number}, of which it has not told");
+/// The error of a peer that names what it has not sent.
+fn unpublished(peer: usize, what: &str, number: u64) -> CudaError {
+    let reason = format!("rank {peer} names {what} {number}, which it has not sent");
     CudaError::Transport { transport: "between processes", reason }
 }
 
@@ -232,7 +232,7 @@ impl Recipient for Inbox {
             PartMessage::Call { sequence, number } => match self.take_call(peer, [sequence, number]) {
                 true => Ok(()),
                 false => {
-                    let error = untold(peer, "collective", number);
+                    let error = unpublished(peer, "collective", number);
                     Err(exec_error(self.rank, &format!("a call of rank {peer}"), error))
                 }
             },

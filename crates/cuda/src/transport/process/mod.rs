@@ -1,11 +1,11 @@
 //! Ranks that are processes of one host, or of several.
 //!
-//! A process has a board of its own. What a rank publishes there it also tells its peers, by messages that go where its memory
+//! A process has a board of its own. What a rank publishes there it also sends to its peers, by messages that go where its memory
 //! and events are named by handles of the driver; they open those and publish the part on their boards. From there on waiting,
-//! comparing and enqueueing are the code of threads. Allocations, events and rows are told once, later parts name them. A call that adds
+//! comparing and enqueueing are the code of threads. Allocations, events and rows are sent once, later parts name them. A call that adds
 //! nothing to that is two words in a ring that both processes map ([`SharedRings`]).
 //!
-//! An address means something in one process only. Kernels that meet by themselves tell each other addresses, so who announces
+//! An address means something in one process only. Kernels with device-side barriers send each other addresses, so who announces
 //! one adds what the peer's mapping of that allocation differs by, which the peer has answered.
 
 mod exports;
@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 use counterpoint_exec::collective::{Board, Collective, Listener, Pattern, PeerRows, Post};
 use counterpoint_exec::{Awaited, Blocker, ExecError, Mesh, OpPlace, Rendezvous, SharedRings, World};
 
-use self::exports::{Exports, Told, events_of};
+use self::exports::{Exports, Sent, events_of};
 use self::inbox::Inbox;
 use self::message::{MemoryPlace, PartMessage, TensorPlace};
 use super::collective::Marks;
@@ -137,7 +137,7 @@ impl PeerProcesses {
 
     /// Tells those that this rank exchanges rows with of its part in a collective that is ready: the rows, and memory that they write to;
     /// and which collectives are gone.
-    pub(super) fn tell_ready(&self, post: &Post<Part>) -> Result<(), CallError> {
+    pub(super) fn send_ready(&self, post: &Post<Part>) -> Result<(), CallError> {
         let Post { place, collective, payload, .. } = post;
         let Collective { contract, pattern, .. } = &**collective;
         let mut exports = lock(&self.connected.exports);
@@ -147,18 +147,18 @@ impl PeerProcesses {
         }
         let number = payload.number;
         for peer in self.connected.peers_of(pattern) {
-            let mut memory = |buffer: &DeviceBuffer| self.connected.tell_memory(&mut exports, peer, buffer);
+            let mut memory = |buffer: &DeviceBuffer| self.connected.send_memory(&mut exports, peer, buffer);
             let staging = payload.staging.as_ref().map(&mut memory).transpose()?;
             let mailbox = payload.mailbox.as_ref().map(&mut memory).transpose()?;
             let (place, contract, pattern) = (place.clone(), contract.clone(), pattern.clone());
             let message = PartMessage::Ready { number, place, contract, pattern, staging, mailbox };
-            exports.tell(peer, Told::Ready(number), || self.connected.mesh.send(peer, &message, &[]))?;
+            exports.send(peer, Sent::Ready(number), || self.connected.mesh.send(peer, &message, &[]))?;
         }
         Ok(())
     }
 
     /// Tells the others of a pattern that this rank calls the collective with this number, of which they know all.
-    pub(super) fn tell_call(&self, sequence: u64, number: u64, pattern: &Pattern) -> Result<(), ExecError> {
+    pub(super) fn send_call(&self, sequence: u64, number: u64, pattern: &Pattern) -> Result<(), ExecError> {
         self.connected.peers_of(pattern).into_iter().try_for_each(|peer| {
             match self.connected.rings.write(peer, [sequence, number]) {
                 true => Ok(()),
@@ -168,7 +168,7 @@ impl PeerProcesses {
     }
 
     /// Tells those that this rank exchanges rows with of its part in a call of a collective, whose rows they know.
-    pub(super) fn tell(
+    pub(super) fn send_post(
         &self,
         sequence: u64,
         post: &Post<Part>,
@@ -182,12 +182,12 @@ impl PeerProcesses {
             let numbers = events_of(number);
             if let Some(Marks { ready, done }) = &payload.marks {
                 for (number, event) in numbers.into_iter().zip([ready, done]) {
-                    exports.tell::<CallError>(peer, Told::Event(number), || {
+                    exports.send::<CallError>(peer, Sent::Event(number), || {
                         Ok(send(&PartMessage::Event { number, handle: event.handle()? })?)
                     })?;
                 }
             }
-            let mut memory = |buffer: &DeviceBuffer| self.connected.tell_memory(&mut exports, peer, buffer);
+            let mut memory = |buffer: &DeviceBuffer| self.connected.send_memory(&mut exports, peer, buffer);
             let mut tensors = |buffers: &[CudaBuffer]| -> Result<Vec<TensorPlace>, CallError> {
                 let tensor = |buffer: &CudaBuffer| {
                     let (shape, dtype) = (buffer.shape().to_vec(), buffer.dtype());
@@ -236,7 +236,7 @@ impl PeerProcesses {
             let mut exports = lock(&self.connected.exports);
             for peer in peers() {
                 for buffer in announced {
-                    self.connected.tell_memory(&mut exports, peer, buffer)?;
+                    self.connected.send_memory(&mut exports, peer, buffer)?;
                 }
             }
         }
@@ -263,7 +263,7 @@ impl Connected {
         peers
     }
 
-    fn tell_memory(
+    fn send_memory(
         &self,
         exports: &mut Exports,
         peer: usize,
@@ -271,7 +271,7 @@ impl Connected {
     ) -> Result<MemoryPlace, CallError> {
         let place = exports.place(&self.device, buffer)?;
         if let Some((number, message)) = place.number.and_then(|at| Some((at, exports.message(at)?))) {
-            exports.tell(peer, Told::Memory(number), || self.mesh.send(peer, &message, &[]))?;
+            exports.send(peer, Sent::Memory(number), || self.mesh.send(peer, &message, &[]))?;
         }
         Ok(place)
     }

@@ -3,9 +3,9 @@
 use std::thread;
 use std::time::Duration;
 
-use counterpoint_choose::plan_mask;
+use counterpoint_choose::{PlanConfig, plan_mask};
 use counterpoint_mask::Mask;
-use counterpoint_plan::{AttentionSpec, DType, PlanConfig};
+use counterpoint_plan::{AttentionSpec, DType};
 
 use super::{LIMIT, ranks};
 use crate::{AttentionOutputs, HostTensor, RanksRun};

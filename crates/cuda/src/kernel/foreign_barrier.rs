@@ -1,4 +1,4 @@
-//! The launcher of `foreign_meeting.cuh`: a stand-in for NCCL's kernels that run concurrently with ours, for tests of deadlock.
+//! The launcher of `foreign_barrier.cuh`: a stand-in for NCCL's kernels that run concurrently with ours, for tests of deadlock.
 
 use std::time::Duration;
 
@@ -11,38 +11,38 @@ const THREADS: u32 = 32;
 
 /// A kernel that behaves like one of another library's collectives: its blocks hold multiprocessors until those of its peers have started.
 #[derive(Debug)]
-pub struct ForeignMeeting(Function);
+pub struct ForeignBarrier(Function);
 
-/// One meeting of a peer.
+/// One phase of a peer.
 #[derive(Clone, Copy, Debug)]
-pub struct ForeignMeetingRound {
-    /// Of a u64 for each peer and block, which all peers reach; all 0 before the first meeting.
+pub struct ForeignBarrierPhase {
+    /// Of a u64 for each peer and block, which all peers reach; all 0 before the first phase.
     pub started: u64,
-    /// Of a u64 for each peer: the last meeting at which it gave up.
+    /// Of a u64 for each peer: the last phase at which it gave up.
     pub missed: u64,
     /// How long it waits.
     pub limit: Duration,
     /// From 1.
-    pub meeting: u64,
+    pub phase: u64,
     /// This one.
     pub peer: usize,
     /// At most 32.
     pub peers: usize,
 }
 
-/// `ForeignMeetingCall` of the kernel.
+/// `ForeignBarrierCall` of the kernel.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
-struct ForeignMeetingCall {
+struct ForeignBarrierCall {
     started: u64,
     missed: u64,
     nanoseconds: u64,
-    meeting: u64,
+    phase: u64,
     peer: u32,
     peers: u32,
 }
 
-impl ForeignMeeting {
+impl ForeignBarrier {
     /// The kernel, loaded.
     ///
     /// # Errors
@@ -51,7 +51,7 @@ impl ForeignMeeting {
         device.function(&source(device.arch())).map(Self)
     }
 
-    /// Enqueues a meeting of so many blocks, each on a multiprocessor of its own.
+    /// Enqueues a phase of so many blocks, each on a multiprocessor of its own.
     ///
     /// # Safety
     /// The words live until the kernel has run, and all peers meet with as many blocks.
@@ -61,14 +61,14 @@ impl ForeignMeeting {
     pub unsafe fn launch(
         &self,
         stream: &Stream,
-        round: &ForeignMeetingRound,
+        round: &ForeignBarrierPhase,
         blocks: u32,
     ) -> Result<(), CudaError> {
-        let call = ForeignMeetingCall {
+        let call = ForeignBarrierCall {
             started: round.started,
             missed: round.missed,
             nanoseconds: u64::try_from(round.limit.as_nanos()).unwrap_or(u64::MAX),
-            meeting: round.meeting,
+            phase: round.phase,
             peer: round.peer as u32,
             peers: round.peers as u32,
         };
@@ -80,13 +80,13 @@ impl ForeignMeeting {
 }
 
 fn source(arch: Arch) -> KernelSource {
-    kernel_source("foreign_meeting", arch)
-        .line("#include \"foreign_meeting.cuh\"")
+    kernel_source("foreign_barrier", arch)
+        .line("#include \"foreign_barrier.cuh\"")
         .line("using namespace counterpoint;")
         .line(format_args!("extern \"C\" __global__ void __launch_bounds__({THREADS})"))
         .line(
-            "foreign_meeting(const __grid_constant__ ForeignMeetingCall call) { \
-             counterpoint::foreign_meeting(call); }",
+            "foreign_barrier(const __grid_constant__ ForeignBarrierCall call) { \
+             counterpoint::foreign_barrier(call); }",
         )
 }
 
@@ -98,7 +98,7 @@ pub(super) fn specialisations(arch: Arch) -> Vec<Specialisation> {
 /// What host and kernel share.
 pub(super) fn layouts() -> Vec<SharedLayout> {
     vec![shared_layout!(
-        "foreign_meeting.cuh",
-        ForeignMeetingCall { started, missed, nanoseconds, meeting, peer, peers }
+        "foreign_barrier.cuh",
+        ForeignBarrierCall { started, missed, nanoseconds, phase, peer, peers }
     )]
 }

@@ -1,4 +1,4 @@
-//! Mailboxes and calls by which kernels of peer GPUs wait for each other; the host's side of `link_meeting.cuh`.
+//! Mailboxes and calls by which kernels of peer GPUs wait for each other; the host's side of `link_barrier.cuh`.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use super::{MissedWait, WaitLimit, WaitRecord};
 use crate::layout::{SharedLayout, shared_layout};
 use crate::{CudaError, DeviceBuffer, Stream};
 
-/// Ranks that can meet inside their kernels (`kLinkRanks`).
+/// Ranks that can pass device-side barriers (`kLinkRanks`).
 pub const LINK_RANKS: usize = 16;
 /// Tensors of one call (`kLinkTensors`).
 pub const LINK_TENSORS: usize = 13;
@@ -84,7 +84,7 @@ pub struct LinkCall {
 
 const MAILBOX_BYTES: usize = LINK_RANKS * size_of::<LinkSlot>();
 
-/// A rank's end of one collective whose ranks meet inside their kernels: its mailbox in its GPU's memory, and in the host's
+/// A rank's end of one collective whose ranks pass device-side barriers: its mailbox in its GPU's memory, and in the host's
 /// what a wait that gave up tells.
 #[derive(Debug)]
 pub struct LinkEnd {
@@ -245,11 +245,11 @@ impl LinkShifts {
 /// Types that the kernels share.
 pub(super) fn layouts() -> Vec<SharedLayout> {
     vec![
-        shared_layout!("link_meeting.cuh", LinkSlot { announced, passed, delivered, tensors }),
-        shared_layout!("link_meeting.cuh", LinkState { calls, arrived, faults, taken, parts }),
-        shared_layout!("link_meeting.cuh", LinkArrivals { mailbox, state, limit, senders, parts, ends }),
+        shared_layout!("link_barrier.cuh", LinkSlot { announced, passed, delivered, tensors }),
+        shared_layout!("link_barrier.cuh", LinkState { calls, arrived, faults, taken, parts }),
+        shared_layout!("link_barrier.cuh", LinkArrivals { mailbox, state, limit, senders, parts, ends }),
         shared_layout!(
-            "link_meeting.cuh",
+            "link_barrier.cuh",
             LinkCall { slots, announced, own, shifts, mailbox, state, limit, tensors, announce_to, work_on }
         ),
     ]

@@ -1,16 +1,16 @@
-// How ranks on GPUs that reach each other's memory meet inside their kernels, without the host.
+// The device-side barrier of ranks on GPUs that reach each other's memory: kernels wait for each other without the host.
 //
 // Every rank has a mailbox with a slot for each rank, which only that rank writes. A call of a collective has two sides: a
 // rank *announces* where its tensors are to those that work on them, and once they have announced theirs it *works* on the
 // others'. Pulling, a rank announces what it sends and works on what it receives; pushing, the other way round. When all its
-// blocks are through it tells those it has worked on, and its kernel ends once all that it announced to have told it. So a
+// blocks are through it notifies those it has worked on, and its kernel ends once all that it announced to have notified it. So a
 // kernel's inputs may be overwritten, and its outputs be read, by what is enqueued behind it.
 //
 // Counters only grow (a call's number), so nothing is reset while another rank may look, and a replayed graph needs nothing
 // new. The call's number is the rank's own: all ranks make the same calls.
 //
-// What a meeting takes is flights of words (0.7 us) and fences for all GPUs (as long, and longer behind stores that are on their
-// way to one). So an address carries its call's number and needs no fence and no word that follows it; every block tells by itself
+// What a barrier takes is flights of flags (0.7 us) and fences for all GPUs (as long, and longer behind stores that are on their
+// way to one). So an address carries its call's number and needs no fence and no flag that follows it; every block sees by itself
 // that it has passed; and nobody fences what needs no fence: what earlier kernels of a stream wrote into this GPU's memory is there for
 // all, and so are pieces that have been read. Who writes into another GPU's memory makes the fence itself, behind its last store.
 #pragma once
@@ -24,7 +24,7 @@ constexpr u32 kLinkRanks = 16;
 constexpr u32 kLinkTensors = 13;
 constexpr u32 kLinkParts = 8;
 
-// What one rank tells another.
+// The flags that one rank sets for another.
 struct LinkSlot {
   u64 announced;              // the call that it has begun, by kernels that announce no tensors
   u64 passed;                 // grows with each call in which it was through with what was announced to it (kLinkPasses)
@@ -33,7 +33,7 @@ struct LinkSlot {
 };
 
 // An address that is a multiple of 16, divided by that, and below it the last bits of the call's number. Who announces a call has
-// been told of the one before that the other has passed it, so an older word is of the call before and of none as long ago.
+// been notified of the one before that the other has passed it, so an older flag is of the call before and of none as long ago.
 constexpr u32 kLinkStampBits = 16;
 __device__ __forceinline__ u64 link_place(u64 address, u64 number) {
   return address >> 4 << kLinkStampBits | (number & ((1 << kLinkStampBits) - 1));
@@ -97,20 +97,20 @@ __device__ __forceinline__ bool link_wait_until(const Call& call, const Look& lo
   u64 seen = 0;
   const auto came = [&] { return (seen = look_at()) >= wanted; };
   const auto late = [&] {
-    if (atomicAdd(&call.state->faults, 1u) == 0) tell_fault(call.limit, rank, step, seen, wanted);
+    if (atomicAdd(&call.state->faults, 1u) == 0) report_fault(call.limit, rank, step, seen, wanted);
   };
   // Once a wait has given up, those beside it and launches behind it must not each wait as long again.
   const auto ended = [&] { return *reinterpret_cast<volatile u32*>(&call.state->faults) != 0; };
   return wait_until(call.limit, came, late, ended);
 }
 
-// The same for a word of another rank's; what was written before it, is read after.
+// The same for a flag of another rank's; what was written before it, is read after.
 template <typename Call>
-__device__ __forceinline__ bool link_wait(const Call& call, const u64* word, u64 wanted, u32 rank, LinkStep step) {
-  return link_wait_until(call, [&] { return load_acquire_system(word); }, wanted, rank, step);
+__device__ __forceinline__ bool link_wait(const Call& call, const u64* flag, u64 wanted, u32 rank, LinkStep step) {
+  return link_wait_until(call, [&] { return load_acquire_system(flag); }, wanted, rank, step);
 }
 
-// The first warp of every block, before anything else: tells those that work on them where this rank's tensors are. Gives the
+// The first warp of every block, before anything else: announces to those that work on them where this rank's tensors are. Gives the
 // call's number. What this kernel itself has written there is fenced before.
 __device__ __forceinline__ u64 link_announce(const LinkCall& call) {
   const u32 lane = threadIdx.x % 32;
@@ -175,8 +175,8 @@ __device__ __forceinline__ void link_end(const LinkCall& call, u64 number) {
   if (before + 1 != gridDim.x) return;
   bool passed = true;
   if ((call.announce_to >> lane & 1) != 0) {
-    const u64* word = &call.mailbox[lane].passed;
-    passed = link_wait_until(call, [&] { return load_acquire_system(word) / kLinkPasses; }, number, lane, kLinkPass);
+    const u64* flag = &call.mailbox[lane].passed;
+    passed = link_wait_until(call, [&] { return load_acquire_system(flag) / kLinkPasses; }, number, lane, kLinkPass);
   }
   passed = __all_sync(0xffffffffu, passed);
   if (lane == 0) {
@@ -186,7 +186,7 @@ __device__ __forceinline__ void link_end(const LinkCall& call, u64 number) {
   }
 }
 
-// One thread of every block, once its stores of a part's rows are complete. The last one tells those to whom they went.
+// One thread of every block, once its stores of a part's rows are complete. The last one notifies those to whom they went.
 __device__ __forceinline__ void link_deliver(const LinkCall& call, u32 part) {
   fence_async_proxy_all();
   fence_system();

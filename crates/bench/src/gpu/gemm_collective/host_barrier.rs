@@ -6,21 +6,21 @@ use std::time::Duration;
 use counterpoint_exec::ExecError;
 
 /// Where the ranks' threads wait for each other, but not longer than the limit and not for one that has failed.
-pub(super) struct Meeting {
+pub(super) struct HostBarrier {
     ranks: usize,
     limit: Duration,
-    state: Mutex<MeetingState>,
+    state: Mutex<BarrierState>,
     changed: Condvar,
 }
 
 #[derive(Default)]
-struct MeetingState {
+struct BarrierState {
     round: u64,
     here: usize,
     failed: Option<ExecError>,
 }
 
-impl Meeting {
+impl HostBarrier {
     pub(super) fn new(ranks: usize, limit: Duration) -> Self {
         Self { ranks, limit, state: Mutex::default(), changed: Condvar::new() }
     }
@@ -45,7 +45,7 @@ impl Meeting {
             self.changed.notify_all();
             return Ok(());
         }
-        let waiting = |state: &mut MeetingState| state.round == round && state.failed.is_none();
+        let waiting = |state: &mut BarrierState| state.round == round && state.failed.is_none();
         let waited = self.changed.wait_timeout_while(state, self.limit, waiting);
         let (state, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
         if state.round != round {

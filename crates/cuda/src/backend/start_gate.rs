@@ -16,12 +16,12 @@ use crate::{CudaError, Device, Event, Stream, StreamPriority};
 /// It lasts longer than enqueueing took lately. A rank that waits for one that is not yet enqueued would make the run longer, which no
 /// rank of a training step does, whose host is ahead of its device. Ranks that are processes agree on when it ends
 /// ([`Rendezvous::start_together`](counterpoint_exec::Rendezvous::start_together)): each holds its own streams back until then.
-pub(crate) struct StartLine {
+pub(crate) struct StartGate {
     hold: Mutex<Option<Hold>>,
     pace: Arc<StartPace>,
 }
 
-/// What decides how long ranks are held back: for those of a process that meets others, one for all that it runs, because they agree
+/// What decides how long ranks are held back: for those of a process that waits for others, one for all that it runs, because they agree
 /// before it is known what that will be.
 #[derive(Default)]
 pub(crate) struct StartPace {
@@ -54,14 +54,14 @@ struct Hold {
     passed: Event,
 }
 
-/// Enqueueing up to the first meeting takes about so long for each rank: what is known before the first run.
+/// Enqueueing up to the first collective takes about so long for each rank: what is known before the first run.
 const OF_A_RANK: Duration = Duration::from_micros(40);
 /// The host that enqueued longer than this was held up by something else.
 const LONGEST: Duration = Duration::from_millis(5);
 /// Forwards and backwards may take turns, and all that is compared; they take unlike times to enqueue.
 const RUNS: usize = 16;
 
-impl StartLine {
+impl StartGate {
     pub(crate) fn new(pace: Arc<StartPace>) -> Self {
         Self { hold: Mutex::default(), pace }
     }
@@ -169,7 +169,7 @@ mod tests {
         assert_eq!(held(&[400, 800, 300], 2), 1200);
         assert_eq!(held(&[400, 800, 300], 40), 1600);
         assert_eq!(held(&[400, 1_000_000], 2), 5000);
-        let line = StartLine::new(Arc::new(pace));
+        let line = StartGate::new(Arc::new(pace));
         for _ in 0..=RUNS {
             line.pace.begin(2, Turn::Later, Instant::now());
             line.enqueued();

@@ -1,4 +1,4 @@
-//! Layers of one input in one of the ways that are compared, made ready and checked against f64.
+//! Layers of one input in one of the variants that are compared, made ready and checked against f64.
 
 use counterpoint_exec::{
     ExecError, Group, HostElement, HostTensor, LayerGradient, LayerOverlap, LinearInputs, LinearLayer,
@@ -11,7 +11,7 @@ use counterpoint_schedule::{InputGradient, WeightGradient};
 use half::{bf16, f16};
 
 use super::row::APART;
-use super::{Layers, Shared, Tensors, Way};
+use super::{Layers, Shared, Tensors, Variant};
 use crate::tp::measured::digest;
 
 /// Rows and columns of each result that are compared with f64.
@@ -66,7 +66,7 @@ impl Shared<'_> {
         &self,
         group: &Group<M>,
         parts: &[LinearInputs],
-    ) -> Result<Way<M>, ExecError> {
+    ) -> Result<Variant<M>, ExecError> {
         let spec = LinearSpec { out_features: self.spec.out_features / self.layers, ..self.spec };
         let overlap = LayerOverlap::Predicted(Some(self.cost));
         let planned =
@@ -109,7 +109,7 @@ impl Shared<'_> {
         }
         let passes = [&planned.forward, &planned.backward].map(|pass| (pass.policy, pass.plan.groups()));
         let (overlap, layers) = (APART.to_owned(), Layers::Apart(layers));
-        Ok(Way { overlap, passes, layers, checked, bits: Vec::new(), seconds: Vec::new() })
+        Ok(Variant { overlap, passes, layers, checked, bits: Vec::new(), seconds: Vec::new() })
     }
 
     /// Layers that share their input and run so.
@@ -120,7 +120,7 @@ impl Shared<'_> {
         overlap: LayerOverlap,
         parts: &[LinearInputs],
         tensors: &mut Option<Tensors<M>>,
-    ) -> Result<Way<M>, ExecError> {
+    ) -> Result<Variant<M>, ExecError> {
         let LinearSpec { tokens, in_features, out_features, activations, has_bias, dtype, .. } = self.spec;
         let options = LinearOptions { activations, has_bias, dtype, gradient: self.gradient(), overlap };
         let features = vec![out_features / self.layers; self.layers];
@@ -175,7 +175,7 @@ impl Shared<'_> {
         let passes = layers.passes();
         let passes = [&passes.forward, &passes.backward].map(|pass| (pass.policy, pass.plan.groups()));
         let layers = Layers::Together(Box::new(layers));
-        Ok(Way { overlap: name, passes, layers, checked, bits, seconds: Vec::new() })
+        Ok(Variant { overlap: name, passes, layers, checked, bits, seconds: Vec::new() })
     }
 
     fn check(

@@ -1,4 +1,4 @@
-//! How ranks meet on the host while a collective is enqueued: what each publishes, and whom it waits for.
+//! How ranks synchronise on the host while a collective is enqueued: what each publishes, and whom it waits for.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -19,7 +19,7 @@ use crate::{CudaError, Event};
 /// How long a thread polls for a peer's message before it sleeps: a message between processes takes about as long.
 const POLL: Duration = Duration::from_micros(150);
 
-/// Whom a rank tells where its tensors lie, those of `users` that use them: every rank of a product learns where the others' are, but
+/// Who learns where a rank's tensors lie, those of `users` that use them: every rank of a product learns where the others' are, but
 /// elsewhere memory of the caller's has a stand-in only where somebody uses its rows.
 fn readers<'a>(work: &Work, users: &'a [PeerRows]) -> Readers<'a> {
     match work {
@@ -29,7 +29,7 @@ fn readers<'a>(work: &Work, users: &'a [PeerRows]) -> Readers<'a> {
 }
 
 /// A collective that is being enqueued.
-pub struct CudaMeeting {
+pub struct CudaPending {
     pub(super) sequence: u64,
     /// `None` where nobody needs to know any more.
     pub(super) own: Option<Arc<Post<Part>>>,
@@ -41,7 +41,7 @@ pub struct CudaMeeting {
     stood_in: Option<StoodIn>,
 }
 
-impl CudaMeeting {
+impl CudaPending {
     /// A call with the tensors that other processes use.
     pub(super) fn as_others_see<'a>(&'a self, call: &Call<'a>) -> Call<'a> {
         let buffers = self.stood_in.as_ref().map_or(call.buffers, |stood_in| &stood_in.table);
@@ -50,13 +50,13 @@ impl CudaMeeting {
 }
 
 impl CudaTransport {
-    pub(super) fn begin_meeting(&self, call: &Call<'_>) -> Result<CudaMeeting, CallError> {
+    pub(super) fn begin_collective(&self, call: &Call<'_>) -> Result<CudaPending, CallError> {
         let CollectiveCall { backend, stream, place, collective, barrier, .. } = *call;
         let queue = stream.queue();
         let _bound = backend.device().make_current()?;
         stream.status().begin(place);
         let started = stream.start_span(backend.timed())?;
-        // Kernels that meet by themselves say themselves when they have started.
+        // Kernels with device-side barriers say themselves when they have started.
         match barrier {
             Some(barrier) if !matches!(&*collective.work, Work::Link(_)) => barrier.arrive(queue)?,
             _ => {}
@@ -64,8 +64,8 @@ impl CudaTransport {
         let sequence = self.next.fetch_add(1, Ordering::Relaxed);
         let marks = self.marks_of_next(call)?;
         let stood_in = self.stand_in(call)?;
-        if collective.has_met() {
-            return Ok(CudaMeeting { sequence, own: None, started, marks, stood_in });
+        if collective.is_connected() {
+            return Ok(CudaPending { sequence, own: None, started, marks, stood_in });
         }
         let announced = lock(&self.announced).remove(&sequence);
         let own = match announced {
@@ -75,7 +75,7 @@ impl CudaTransport {
                 self.publish(call, buffers, sequence)?
             }
         };
-        Ok(CudaMeeting { sequence, own: Some(own), started, marks, stood_in })
+        Ok(CudaPending { sequence, own: Some(own), started, marks, stood_in })
     }
 
     /// Of a call whose ranks are processes and follow each other by events, once the host is not too far ahead of the device: the driver
@@ -91,11 +91,11 @@ impl CudaTransport {
         Ok(Some(marks))
     }
 
-    /// Tells the peers of this rank's part in a collective that comes after `between` others, as far as its ranks synchronise on the
-    /// device and have not met yet, and no peer needs to know where memory lies that a call brings.
+    /// Announces to the peers this rank's part in a collective that comes after `between` others, as far as its ranks synchronise on the
+    /// device and are not connected yet, and no peer needs to know where memory lies that a call brings.
     pub(super) fn announce_part(&self, call: &Call<'_>, between: u64) -> Result<(), CallError> {
         let CudaCollective { work, collective, .. } = call.collective;
-        if work.is_known(&collective.pattern) && !call.collective.has_met() {
+        if work.is_known(&collective.pattern) && !call.collective.is_connected() {
             let sequence = self.next.load(Ordering::Relaxed) + between;
             let post = self.publish(call, call.buffers, sequence)?;
             lock(&self.announced).insert(sequence, post);
@@ -150,11 +150,11 @@ impl CudaTransport {
                 &pattern.incoming[..]
             }
             Work::GemmReduce(work) => {
-                work.side.tell(&mut part, buffers);
+                work.side.publish(&mut part, buffers);
                 &pattern.incoming[..]
             }
             Work::CastGemm(work) => {
-                work.side.tell(&mut part, buffers);
+                work.side.publish(&mut part, buffers);
                 &pattern.outgoing[..]
             }
             Work::Exchange(_) => &[][..],
@@ -174,19 +174,19 @@ impl CudaTransport {
         let own = self.board.publish(self.rank, sequence, post, awaited);
         match &self.peers {
             Some(peers) if collective.work.is_known(pattern) => {
-                peers.tell_call(sequence, collective.number, pattern)?;
+                peers.send_call(sequence, collective.number, pattern)?;
             }
-            Some(peers) => peers.tell(sequence, &own, readers(&collective.work, users))?,
+            Some(peers) => peers.send_post(sequence, &own, readers(&collective.work, users))?,
             None => {}
         }
         Ok(own)
     }
 
-    pub(super) fn end_meeting(&self, call: &Call<'_>, meeting: &CudaMeeting) -> Result<(), CallError> {
+    pub(super) fn end_collective(&self, call: &Call<'_>, pending: &CudaPending) -> Result<(), CallError> {
         let CollectiveCall { stream, place, collective, .. } = *call;
         match &*collective.work {
-            Work::Pull(_) => self.end_pull(call, meeting)?,
-            Work::Push(work) => self.end_push(&meeting.as_others_see(call), meeting, work)?,
+            Work::Pull(_) => self.end_pull(call, pending)?,
+            Work::Push(work) => self.end_push(&pending.as_others_see(call), pending, work)?,
             // What was published stays for who has not learnt yet where this rank's memory is.
             Work::Link(_)
             | Work::BackwardReduce(_)
@@ -194,17 +194,17 @@ impl CudaTransport {
             | Work::CastGemm(_)
             | Work::Exchange(_) => {}
         }
-        meeting.stood_in.as_ref().map_or(Ok(()), |stood_in| stood_in.give(stream.queue()))?;
-        meeting.marks.as_ref().map_or(Ok(()), |marks| marks.ended.record(stream.queue()))?;
+        pending.stood_in.as_ref().map_or(Ok(()), |stood_in| stood_in.give(stream.queue()))?;
+        pending.marks.as_ref().map_or(Ok(()), |marks| marks.ended.record(stream.queue()))?;
         if let Some((signal, parts)) = call.signal.zip(collective.collective.delivery_parts) {
             signal.raise(stream.queue(), parts as u64)?;
         }
-        self.board.finish(self.rank, meeting.sequence, place);
+        self.board.finish(self.rank, pending.sequence, place);
         let kind = match &*collective.work {
             Work::GemmReduce(_) | Work::CastGemm(_) => SpanKind::Compute,
             _ => SpanKind::Communication,
         };
-        stream.end_span(place, kind, meeting.started)?;
+        stream.end_span(place, kind, pending.started)?;
         stream.status().end();
         Ok(())
     }
@@ -213,12 +213,12 @@ impl CudaTransport {
     pub(super) fn post_of(
         &self,
         call: &Call<'_>,
-        meeting: &CudaMeeting,
+        pending: &CudaPending,
         peer: usize,
     ) -> Result<Arc<Post<Part>>, ExecError> {
-        let post = self.board.post_of(&self.world, &self.waiter(call), peer, meeting.sequence)?;
-        if let Some(own) = &meeting.own {
-            own.meet(self.rank, meeting.sequence, peer, &post)?;
+        let post = self.board.post_of(&self.world, &self.waiter(call), peer, pending.sequence)?;
+        if let Some(own) = &pending.own {
+            own.check_peer(self.rank, pending.sequence, peer, &post)?;
         }
         Ok(post)
     }
@@ -227,10 +227,10 @@ impl CudaTransport {
     pub(super) fn posts_of(
         &self,
         call: &Call<'_>,
-        meeting: &CudaMeeting,
+        pending: &CudaPending,
         peers: Vec<usize>,
     ) -> Result<Vec<PeerPost>, CallError> {
-        peers.into_iter().map(|peer| Ok((peer, self.post_of(call, meeting, peer)?))).collect()
+        peers.into_iter().map(|peer| Ok((peer, self.post_of(call, pending, peer)?))).collect()
     }
 
     /// Lets `peer` know that this rank has enqueued its use of what that one published.

@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-use crate::PlanError;
+use crate::error::ConfigError;
 
 /// The largest number of remote stages that can be asked for.
 pub const MAX_STAGES: usize = 64;
@@ -18,7 +18,7 @@ pub enum StageCount {
     Auto,
     /// So many remote stages after stage 0 (the local work), on every rank. 0 is all work at once: one stage that begins with
     /// what needs no received row and takes those as they arrive; its keys begin with the rank's own. Where some rank's own rows are no multiple of
-    /// [`KEY_BLOCK`](crate::KEY_BLOCK), or rows cross nodes, that is not to be had, and 0 is as 1.
+    /// [`KEY_BLOCK`](counterpoint_plan::KEY_BLOCK), or rows cross nodes, that is not to be had, and 0 is as 1.
     Fixed(usize),
 }
 
@@ -67,12 +67,12 @@ impl PassStages {
     }
 
     /// Whether plans can be made with it.
-    pub(crate) fn validate(self) -> Result<(), PlanError> {
+    pub(crate) fn validate(self) -> Result<(), ConfigError> {
         for count in self.each() {
             if let StageCount::Fixed(stages) = count
                 && stages > MAX_STAGES
             {
-                return Err(PlanError::Stages { stages, max: MAX_STAGES });
+                return Err(ConfigError::Stages { stages, max: MAX_STAGES });
             }
         }
         Ok(())
@@ -106,25 +106,25 @@ impl fmt::Display for PassStages {
 }
 
 impl FromStr for StageCount {
-    type Err = PlanError;
+    type Err = ConfigError;
 
-    fn from_str(text: &str) -> Result<Self, PlanError> {
+    fn from_str(text: &str) -> Result<Self, ConfigError> {
         match (text, text.parse::<usize>()) {
             ("auto", _) => Ok(Self::Auto),
             (_, Ok(count @ 0..=MAX_STAGES)) => Ok(Self::Fixed(count)),
-            _ => Err(PlanError::StagesText { text: text.to_owned(), max: MAX_STAGES }),
+            _ => Err(ConfigError::StagesText { text: text.to_owned(), max: MAX_STAGES }),
         }
     }
 }
 
 impl FromStr for PassStages {
-    type Err = PlanError;
+    type Err = ConfigError;
 
-    fn from_str(text: &str) -> Result<Self, PlanError> {
+    fn from_str(text: &str) -> Result<Self, ConfigError> {
         if !text.contains('=') {
             return text.parse::<StageCount>().map(Self::from);
         }
-        let refused = || PlanError::StagesText { text: text.to_owned(), max: MAX_STAGES };
+        let refused = || ConfigError::StagesText { text: text.to_owned(), max: MAX_STAGES };
         let (mut forward, mut backward) = (None, None);
         for part in text.split(',') {
             let (pass, count) = match part.split_once('=') {
