@@ -136,10 +136,20 @@ fn copied_seconds(program: &Program, gemm: &Gemm, cost: &CostModel) -> f64 {
     read.iter().sum::<f64>() + ways * copy(gemm.out_rows.len(), stored, gemm.out)
 }
 
-/// What grouped GEMMs take in a pass that has something beside them, of what they take alone with the workers that are left: 1.09 to 1.53 in
-/// eight passes on two H200 (`docs/experiments/033-scattered-rows.md`), where CTAs had a unit each and stored it while they multiplied
-/// nothing. The most of them, so that nothing runs side by side that is slower than one after the other.
-const GROUPED_BESIDE: f64 = 1.53;
+/// What grouped GEMMs take in a pass that has something beside them, of what they take alone with the workers that are left: where rows are
+/// only copied beside them, and where partial sums are added up as well. They took 0.92 to 1.45 and 1.41 to 1.9 in sixteen passes on two
+/// H200 (`docs/experiments/033-scattered-rows.md`); with these, what is chosen for them is what was measured to be fastest.
+const GROUPED_BESIDE: [f64; 2] = [1.2, 1.53];
+
+/// Which of them holds in a Program.
+fn grouped_beside(program: &Program) -> f64 {
+    if program.policy.start == StartOrder::Sequential {
+        return 1.0;
+    }
+    let adds_up =
+        program.ops.iter().any(|op| op.op.parts().iter().any(|part| matches!(part, Op::GroupReduce(_))));
+    GROUPED_BESIDE[usize::from(adds_up)]
+}
 
 /// Problems of a grouped GEMM: as many launches as results, and of each the copies of rows that it cannot take, or store, as they lie.
 fn grouped_seconds(program: &Program, products: &[Gemm], sharing: &WorkerSharing, cost: &CostModel) -> f64 {
@@ -149,7 +159,7 @@ fn grouped_seconds(program: &Program, products: &[Gemm], sharing: &WorkerSharing
         cost.launch_seconds + ways * bytes as f64 / cost.memory_bytes_per_second
     };
     let halves = |rows: usize| rows.div_ceil(GroupedLaunch::HALF_ROWS);
-    let beside = if program.policy.start == StartOrder::Sequential { 1.0 } else { GROUPED_BESIDE };
+    let beside = grouped_beside(program);
     let of_launch = |(at, launch): (usize, GroupedLaunch)| {
         let products = &products[launch.products.clone()];
         let mut seconds = if at > 0 { cost.launch_seconds } else { 0.0 };
