@@ -1,7 +1,5 @@
 //! What `Mask::new` refuses, and how fast.
 
-mod cases;
-
 use std::time::Instant;
 
 use counterpoint_mask::{AttnSlice, MAX_SEQLEN, Mask, MaskError, MaskType, Range};
@@ -22,7 +20,7 @@ fn any_slice(size: usize, longest: usize) -> impl Strategy<Value = AttnSlice> {
 }
 
 proptest! {
-    #![proptest_config(cases::cases(20000))]
+    #![proptest_config(crate::cases::cases(20000))]
 
     /// Against counting. Short slices on a large plane are often disjoint, long ones on a small one rarely.
     #[test]

@@ -1,7 +1,5 @@
 //! Masks as text: builder expressions and JSON, and what is said about wrong ones.
 
-mod cases;
-
 use std::time::Instant;
 
 use counterpoint_mask::expression::BUILDERS;
@@ -236,7 +234,7 @@ fn wrong_expressions_get_one_clear_sentence() {
 }
 
 proptest! {
-    #![proptest_config(cases::cases(2000))]
+    #![proptest_config(crate::cases::cases(2000))]
 
     /// Nothing that a person can type makes the parser panic, and every refusal is one line.
     #[test]

@@ -1,7 +1,5 @@
 //! Builders against the definition of each mask, pair by pair.
 
-mod cases;
-
 use counterpoint_mask::{Documents, MAX_SEQLEN, Mask, MaskError, Window};
 use proptest::prelude::*;
 
@@ -41,7 +39,7 @@ fn documents(lengths: &[usize]) -> Documents {
 }
 
 proptest! {
-    #![proptest_config(cases::cases(1500))]
+    #![proptest_config(crate::cases::cases(1500))]
 
     #[test]
     fn full_and_causal(lengths in lengths()) {

@@ -1,7 +1,5 @@
 //! Pictures of masks against their pairs.
 
-mod cases;
-
 use std::time::Instant;
 
 use counterpoint_mask::{Mask, PictureStyle, Window};
@@ -19,7 +17,7 @@ fn small_mask() -> impl Strategy<Value = Mask> {
 }
 
 proptest! {
-    #![proptest_config(cases::cases(600))]
+    #![proptest_config(crate::cases::cases(600))]
 
     #[test]
     fn a_raster_counts_every_pair_once(mask in small_mask(), width in 0_usize..50, height in 0_usize..50) {

@@ -1,7 +1,5 @@
 //! Bands against their dense pictures.
 
-mod cases;
-
 use std::collections::BTreeSet;
 
 use counterpoint_mask::{AttnSlice, Band, MAX_SEQLEN, MaskType, Range};
@@ -73,7 +71,7 @@ fn union_of(slices: &[AttnSlice]) -> Pairs {
 }
 
 proptest! {
-    #![proptest_config(cases::cases(10000))]
+    #![proptest_config(crate::cases::cases(10000))]
 
     #[test]
     fn a_band_is_its_definition(band in band()) {

@@ -1,7 +1,5 @@
 //! Masks from overlapping slices, dense arrays, trees and marks of tokens, against their definitions, pair by pair.
 
-mod cases;
-
 use counterpoint_mask::{AttnSlice, Documents, Mask, MaskError, MaskType, Range, Window};
 use proptest::prelude::*;
 
@@ -28,7 +26,7 @@ fn check(mask: &Mask, sees: impl Fn(usize, usize) -> bool) -> Result<(), TestCas
 }
 
 proptest! {
-    #![proptest_config(cases::cases(1500))]
+    #![proptest_config(crate::cases::cases(1500))]
 
     #[test]
     fn a_union_counts_a_pair_once(slices in slices()) {

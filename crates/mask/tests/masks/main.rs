@@ -1,0 +1,9 @@
+//! Masks and bands against their definitions: cutting, shapes, builders, pictures, text and what is refused. One binary, so that one is linked.
+
+mod band;
+mod builders;
+mod cases;
+mod raster;
+mod shapes;
+mod text;
+mod validation;
