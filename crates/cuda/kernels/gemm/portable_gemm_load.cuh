@@ -2,18 +2,9 @@
 #pragma once
 
 #include "gemm/portable_gemm_config.cuh"
+#include "ptx/cp_async_bytes.cuh"
 
 namespace counterpoint {
-
-// 16 bytes to the shared address. Both addresses are multiples of 16.
-__device__ __forceinline__ void cp_async_all(u32 shared, const void* global) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
-}
-
-// The same, of which only the first `bytes` are read and the rest are zeros.
-__device__ __forceinline__ void cp_async_some(u32 shared, const void* global, u32 bytes) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
-}
 
 // What one thread copies of an operand's blocks: one column of pieces of 16 bytes, some rows apart.
 template <typename Rows, Lie kLie, u32 kThreads>
@@ -61,7 +52,8 @@ struct PortableOperand {
     const i32 elements = kLie == Lie::kAlong ? terms - i32(column()) : left;
     const i32 rows = kLie == Lie::kAlong ? left : terms - i32(row());
     const u32 bytes = u32(min(max(elements, 0), 8)) * u32(sizeof(Element));
-#pragma unroll
+    // A loop stays a branch, where straight code would be fetched with every whole block too.
+#pragma unroll 1
     for (u32 i = 0; i < kCopies; ++i) {
       if (!copies(i)) continue;
       cp_async_some(place + stage_bytes + i * kStep * Rows::kPitch, from + u64(i * kStep) * stride,
