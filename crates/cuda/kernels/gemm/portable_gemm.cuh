@@ -19,6 +19,9 @@ struct PortableGemm {
   const u32 lane = threadIdx.x % 32;
   const u32 warp = threadIdx.x / 32;
   PortableGemmLoads<C> loads{arguments};
+  // Terms before a tile's end when what it is added to is asked for: late enough to stay in a small cache, and early enough for DRAM.
+  static constexpr u32 kSoon = 512;
+
   u32 stage_bytes = 0;  // before the stage that is multiplied
   u32 left;             // where this lane's part of a warp's first fragments is in the first stage
   u32 right;
@@ -41,29 +44,34 @@ struct PortableGemm {
     loads.begin(shared);
   }
 
-  // The fragments of step `kk` of the stage that is multiplied.
-  __device__ __forceinline__ void fetch(u32 into, u32 kk) {
+  // A part of the fragments of step `kk` of the stage that is multiplied, of kRowTiles parts, in the order in which they are wanted: A's
+  // first, all of B, and the rest of A.
+  __device__ __forceinline__ void fetch(u32 part, u32 into, u32 kk) {
+    constexpr u32 kAll = C::kRowTiles + C::kPairs;
     OperandOfA of_a(0, 0, 0);
     OperandOfB of_b(0, 0, 0);
     of_a.base = left + stage_bytes;
     of_b.base = right + stage_bytes;
 #pragma unroll
-    for (u32 m = 0; m < C::kRowTiles; ++m) of_a.load(a[into][m], m, kk);
-#pragma unroll
-    for (u32 n = 0; n < C::kPairs; ++n) of_b.load(b[into][n], n, kk);
+    for (u32 i = 0; i < kAll; ++i) {
+      if (i * C::kRowTiles / kAll != part) continue;
+      if (i >= 1 && i <= C::kPairs) {
+        of_b.load(b[into][i - 1], i - 1, kk);
+      } else {
+        const u32 m = i == 0 ? 0 : i - C::kPairs;
+        of_a.load(a[into][m], m, kk);
+      }
+    }
   }
 
-  __device__ __forceinline__ void multiply(u32 of) {
+  __device__ __forceinline__ void multiply(u32 m, u32 of) {
 #pragma unroll
-    for (u32 m = 0; m < C::kRowTiles; ++m) {
-#pragma unroll
-      for (u32 i = 0; i < C::kPairs; ++i) {
-        // Forth and back, so that two products in a row share a fragment.
-        const u32 n = m % 2 == 0 ? i : C::kPairs - 1 - i;
-        float* to = &acc[m][8 * n];
-        mma_m16n8k16(to[0], to[1], to[2], to[3], a[of][m], b[of][n][0], b[of][n][1]);
-        mma_m16n8k16(to[4], to[5], to[6], to[7], a[of][m], b[of][n][2], b[of][n][3]);
-      }
+    for (u32 i = 0; i < C::kPairs; ++i) {
+      // Forth and back, so that two products in a row share a fragment.
+      const u32 n = m % 2 == 0 ? i : C::kPairs - 1 - i;
+      float* to = &acc[m][8 * n];
+      mma_m16n8k16(to[0], to[1], to[2], to[3], a[of][m], b[of][n][0], b[of][n][1]);
+      mma_m16n8k16(to[4], to[5], to[6], to[7], a[of][m], b[of][n][2], b[of][n][3]);
     }
   }
 
@@ -73,42 +81,57 @@ struct PortableGemm {
     stage_bytes = stage_bytes + C::kStageBytes == C::kSharedBytes ? 0 : stage_bytes + C::kStageBytes;
   }
 
-  // Multiplies a block, whose first fragments are there; those of the next block's first step are when it ends.
+  // Multiplies a block, whose first fragments are there; those of the next block's first step are when it ends. Fragments and copies are
+  // asked for between rows of products, a few at a time, so that no queue is full when a warp wants to go on.
   __device__ __forceinline__ void block() {
     const u32 before = stage_bytes == 0 ? C::kSharedBytes - C::kStageBytes : stage_bytes - C::kStageBytes;
+    loads.begin_block(before);
 #pragma unroll
     for (u32 kk = 0; kk < C::kSteps; ++kk) {
-      if (kk + 1 == C::kSteps) next_block();
-      fetch((kk + 1) % 2, (kk + 1) % C::kSteps);
-      if (kk == 0) loads.copy(before);
-      multiply(kk % 2);
+      if (kk + 1 == C::kSteps) {
+        loads.end_block();
+        next_block();
+      }
+#pragma unroll
+      for (u32 m = 0; m < C::kRowTiles; ++m) {
+        fetch(m, (kk + 1) % 2, (kk + 1) % C::kSteps);
+        if (kk + 1 < C::kSteps) loads.copy_part(kk * C::kRowTiles + m, (C::kSteps - 1) * C::kRowTiles, before);
+        multiply(m, kk % 2);
+      }
     }
   }
 
-  __device__ __forceinline__ void end_tile(u32 index) {
+  __device__ __forceinline__ PortableGemmStore<C> store(u32 index, u32& destination, u32& group) const {
     const GemmTile* of = arguments.tiles + index;
     const uint4 rows = __ldg(reinterpret_cast<const uint4*>(of));
     const uint2 place = __ldg(reinterpret_cast<const uint2*>(&of->column));
-    const u32 destination = rows.z >> 16;
+    destination = rows.z >> 16;
+    group = place.y;
     const u64 width = arguments.wide ? sizeof(float) : sizeof(Element);
     const u64 d = arguments.d[destination] + u64(rows.y) * arguments.d_stride * width;
-    const PortableGemmStore<C> store{arguments, lane, warp_row() + lane / 4, place.x + warp_column(), rows.w, d};
-    if (arguments.bias != nullptr) store.add_bias(acc);
-    if (arguments.wide) {
-      store.floats(acc);
-    } else {
-      store.elements(acc);
-    }
+    return {arguments, place.x, rows.w, d};
+  }
+
+  __device__ __forceinline__ void end_tile(u32 index) {
+    u32 destination, group;
+    const PortableGemmStore<C> end = store(index, destination, group);
+    end.store(acc, lane, warp_row(), warp_column());
     if (arguments.counters[destination] == 0) return;
     // What all threads have stored comes before what the first one releases.
     __syncthreads();
     if (threadIdx.x != 0) return;
-    u32* counter = reinterpret_cast<u32*>(arguments.counters[destination]) + place.y;
+    u32* counter = reinterpret_cast<u32*>(arguments.counters[destination]) + group;
     if (arguments.counters_of_peers) {
       add_release_system(counter, 1);
     } else {
       add_release(counter, 1);
     }
+  }
+
+  // What the tile will be added to.
+  __device__ __forceinline__ void prefetch(u32 index) const {
+    u32 destination, group;
+    store(index, destination, group).prefetch();
   }
 
   __device__ __forceinline__ void run(u32 shared) {
@@ -117,13 +140,19 @@ struct PortableGemm {
     for (u32 s = 0; s + 1 < C::kStages; ++s) loads.copy(s * C::kStageBytes);
     cp_async_wait<C::kStages - 2>();
     __syncthreads();
-    fetch(0, 0);
     const u32 blocks = (arguments.k + C::kBlock - 1) / C::kBlock;
+    const u32 soon = arguments.adds ? min(blocks, kSoon / C::kBlock) : 0;
 #pragma unroll 1
     for (u32 index = blockIdx.x; index < arguments.tile_count; index += gridDim.x) {
       clear(acc);
+      // Again, though the block before has fetched them: so that no registers keep them while a tile is stored.
+#pragma unroll
+      for (u32 part = 0; part < C::kRowTiles; ++part) fetch(part, 0, 0);
 #pragma unroll 1
-      for (u32 left = blocks; left > 0; --left) block();
+      for (u32 left = blocks; left > 0; --left) {
+        if (left == soon) prefetch(index);
+        block();
+      }
       end_tile(index);
     }
     cp_async_wait<0>();

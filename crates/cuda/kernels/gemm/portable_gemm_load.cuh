@@ -12,8 +12,8 @@ struct PortableOperand {
   static constexpr u32 kPieces = Rows::kColumns / 8;
   static constexpr u32 kStep = kThreads / kPieces / 8 * 8;
   static_assert(kStep >= 8, "places differ by constants: rows exchange their pieces in groups of 8");
-  static constexpr u32 kCopies = (Rows::kRows + kStep - 1) / kStep;
-  static constexpr bool kAllCopy = kStep * kPieces == kThreads && Rows::kRows % kStep == 0;
+  static constexpr u32 kCopies = Rows::kRows / kStep;
+  static_assert(kStep * kPieces == kThreads && Rows::kRows % kStep == 0, "all threads copy the same number of pieces");
 
   const Element* from;  // this thread's first piece of the next block
   u32 place;            // of that piece in the first stage
@@ -35,19 +35,11 @@ struct PortableOperand {
   __device__ __forceinline__ void move_to(const Element* corner, u32 stride) {
     from = corner + (u64(row()) * stride + column());
   }
-  // Whether this thread has a row of number `i`.
-  static __device__ __forceinline__ bool copies(u32 i) {
-    if (kAllCopy) return true;
-    return (kStep * kPieces == kThreads || row() < kStep) && row() + i * kStep < Rows::kRows;
+  // Starts copy number `i` of a block that is there as a whole.
+  __device__ __forceinline__ void copy(u32 i, u32 stage_bytes, u32 stride) const {
+    cp_async_all(place + stage_bytes + i * kStep * Rows::kPitch, from + u64(i * kStep) * stride);
   }
-  // Starts the copy of a block that is there as a whole.
-  __device__ __forceinline__ void copy(u32 stage_bytes, u32 stride) const {
-#pragma unroll
-    for (u32 i = 0; i < kCopies; ++i) {
-      if (copies(i)) cp_async_all(place + stage_bytes + i * kStep * Rows::kPitch, from + u64(i * kStep) * stride);
-    }
-  }
-  // The same of a block that has only so many terms, or of a tile at an edge: the rest are zeros.
+  // All copies of a block that has only so many terms, or of a tile at an edge: the rest are zeros.
   __device__ __forceinline__ void copy_some(u32 stage_bytes, u32 stride, i32 terms) const {
     const i32 elements = kLie == Lie::kAlong ? terms - i32(column()) : left;
     const i32 rows = kLie == Lie::kAlong ? left : terms - i32(row());
@@ -55,7 +47,6 @@ struct PortableOperand {
     // A loop stays a branch, where straight code would be fetched with every whole block too.
 #pragma unroll 1
     for (u32 i = 0; i < kCopies; ++i) {
-      if (!copies(i)) continue;
       cp_async_some(place + stage_bytes + i * kStep * Rows::kPitch, from + u64(i * kStep) * stride,
                     i32(i * kStep) < rows ? bytes : 0);
     }
@@ -67,6 +58,7 @@ struct PortableOperand {
 };
 
 // The blocks of all of a CTA's tiles, one after the other: the first ones of a tile are on their way while the one before is stored.
+// A block is begun, copied in parts, between which there can be products, and ended.
 template <typename C>
 struct PortableGemmLoads {
   const PortableGemmArguments& arguments;
@@ -76,6 +68,7 @@ struct PortableGemmLoads {
   i32 terms;       // of it and those behind it
   i32 whole;       // blocks with fewer terms are not whole; of a tile at an edge none are
   u32 source_row;  // of its tile, where A lies along m
+  bool in_parts;   // whether the parts are all of the next block: else it was copied when it was begun, or there is none
 
   __device__ __forceinline__ void begin(u32 shared) {
     a.begin(shared);
@@ -108,27 +101,45 @@ struct PortableGemmLoads {
     const uint2 term = __ldg(reinterpret_cast<const uint2*>(arguments.terms) + done / kGemmBlockK);
     a.move_to(arguments.a[term.x] + (u64(term.y) * arguments.a_stride + source_row), arguments.a_stride);
   }
-  // Starts the copy of the next block, if there is one, and closes its group in any case.
-  __device__ __forceinline__ void copy(u32 stage_bytes) {
-    if (tile < arguments.tile_count) {
-      if (terms >= whole) {
-        a.copy(stage_bytes, arguments.a_stride);
-        b.copy(stage_bytes, arguments.b_stride);
+  __device__ __forceinline__ void begin_block(u32 stage_bytes) {
+    in_parts = tile < arguments.tile_count && terms >= whole;
+    if (in_parts || tile >= arguments.tile_count) return;
+    a.copy_some(stage_bytes, arguments.a_stride, terms);
+    b.copy_some(stage_bytes, arguments.b_stride, terms);
+  }
+  // Part `part` of so many.
+  __device__ __forceinline__ void copy_part(u32 part, u32 parts, u32 stage_bytes) const {
+    constexpr u32 kOfA = decltype(a)::kCopies, kAll = kOfA + decltype(b)::kCopies;
+    if (!in_parts) return;
+#pragma unroll
+    for (u32 i = 0; i < kAll; ++i) {
+      if (i * parts / kAll != part) continue;
+      if (i < kOfA) {
+        a.copy(i, stage_bytes, arguments.a_stride);
       } else {
-        a.copy_some(stage_bytes, arguments.a_stride, terms);
-        b.copy_some(stage_bytes, arguments.b_stride, terms);
-      }
-      terms -= i32(C::kBlock);
-      if (terms > 0) {
-        a.advance(arguments.a_stride);
-        b.advance(arguments.b_stride);
-        if constexpr (C::kLieA == Lie::kAcross) find_term();
-      } else {
-        tile += gridDim.x;
-        if (tile < arguments.tile_count) begin_tile();
+        b.copy(i - kOfA, stage_bytes, arguments.b_stride);
       }
     }
+  }
+  // Closes the block's group, if there was a block or not.
+  __device__ __forceinline__ void end_block() {
     cp_async_commit();
+    if (tile >= arguments.tile_count) return;
+    terms -= i32(C::kBlock);
+    if (terms > 0) {
+      a.advance(arguments.a_stride);
+      b.advance(arguments.b_stride);
+      if constexpr (C::kLieA == Lie::kAcross) find_term();
+    } else {
+      tile += gridDim.x;
+      if (tile < arguments.tile_count) begin_tile();
+    }
+  }
+  // All of the next block.
+  __device__ __forceinline__ void copy(u32 stage_bytes) {
+    begin_block(stage_bytes);
+    copy_part(0, 1, stage_bytes);
+    end_block();
   }
 };
 

@@ -40,7 +40,7 @@ impl Warpgroups {
         match self {
             Self::Cooperative => &[64, 80, 128, 160, 192, 224, 256],
             Self::Pingpong => &[128, 160, 176, 192],
-            Self::Warps { .. } => &[64, 128, 192, 256],
+            Self::Warps { .. } => &[64, 128, 256],
         }
     }
 }

@@ -35,8 +35,10 @@ pub(super) struct PortableGemmArguments {
     counters_of_peers: u32,
 }
 
-/// Terms of a block of k, and blocks in shared memory.
-const PIPELINES: [[u32; 2]; 4] = [[32, 4], [32, 3], [64, 3], [64, 2]];
+/// Columns of a tile; terms of a block of k, and blocks in shared memory: the fastest first, then what GPUs with less shared memory hold as
+/// many CTAs of.
+const PIPELINES: [(u32, &[[u32; 2]]); 3] =
+    [(64, &[[64, 3], [32, 4]]), (128, &[[64, 3], [32, 4], [32, 3]]), (256, &[[64, 3], [32, 4]])];
 
 /// Shared memory of a CTA in bytes, of the kinds of GPUs that kernels are made for: compute capability 8.0, which holds what all other
 /// 8.x hold, and 9.0.
@@ -80,23 +82,19 @@ impl Cta {
 fn pipeline(shape: &GemmShape) -> [u32; 2] {
     match shape.warpgroups {
         Warpgroups::Warps { block, stages } => [block, stages],
-        Warpgroups::Cooperative | Warpgroups::Pingpong => PIPELINES[0],
+        Warpgroups::Cooperative | Warpgroups::Pingpong => [64, 3],
     }
 }
 
 /// Every shape of a GPU whose CTAs have at most so much shared memory.
 fn every_shape(limit: usize) -> Vec<GemmShape> {
-    let mut all = Vec::new();
-    for [block, stages] in PIPELINES {
-        let warpgroups = Warpgroups::Warps { block, stages };
-        for &columns in warpgroups.columns() {
-            let shape = GemmShape { warpgroups, ..GemmShape::whole(columns, TilePair::Rows) };
-            if Cta::of(&shape).at_once(limit) > 0 {
-                all.push(shape);
-            }
-        }
-    }
-    all
+    let of_width = |&(columns, pipelines): &(u32, &'static [[u32; 2]])| {
+        pipelines.iter().map(move |&[block, stages]| GemmShape {
+            warpgroups: Warpgroups::Warps { block, stages },
+            ..GemmShape::whole(columns, TilePair::Rows)
+        })
+    };
+    PIPELINES.iter().flat_map(of_width).filter(|shape| Cta::of(shape).at_once(limit) > 0).collect()
 }
 
 /// The shapes that a product can have, the one that is estimated to be the fastest first, or why there is none.
@@ -123,25 +121,38 @@ fn sorted(spec: &GemmSpec, workers: u32, limit: usize) -> Vec<GemmShape> {
 fn cost(spec: &GemmSpec, shape: &GemmShape, workers: u32, limit: usize) -> f64 {
     /// What a tile takes beside its terms.
     const END: f64 = 200.0;
+    /// And what it takes to add it in f32 to what is there, of a CTA by itself.
+    const ADDED: f64 = 500.0;
     let cta = Cta::of(shape);
     let at_once = cta.at_once(limit);
-    // Of narrow tiles more is loaded for each product, and of one CTA by itself nothing hides the barriers.
+    // Of narrow tiles more is loaded for each product, and of fewer CTAs than there are registers for nothing hides the barriers.
     let slower = match (shape.columns, at_once) {
-        (64, _) => 1.4,
+        (64, 3..) => 1.17,
+        (64, 2) => 1.3,
+        (64, _) => 1.6,
         (128, 1) => 1.25,
-        (128, _) => 1.08,
-        (192, _) => 1.04,
+        (128, _) => 1.01,
         _ => 1.0,
     };
     let pipeline = match pipeline(shape) {
-        [64, 3] => 1.0,
-        [32, 4] => 1.01,
-        [32, 3] => 1.02,
-        _ => 1.03,
+        [64, _] => 1.0,
+        [_, 4] => 1.04,
+        _ => 1.05,
+    };
+    // While one CTA stores, another one multiplies.
+    let added = if spec.epilogue == GemmEpilogue::Accumulate && spec.output == Scalar::F32 {
+        ADDED / f64::from(at_once * at_once)
+    } else {
+        0.0
     };
     let tiles = 2 * UnitGrid::new(shape, spec.m, spec.n).count() as u32;
-    let rounds = f64::from(tiles.div_ceil(workers * at_once)) * f64::from(at_once);
-    rounds * f64::from(shape.columns) * (spec.k as f64 * slower * pipeline + END)
+    let rounds = tiles / (workers * at_once) * at_once;
+    // Those of the last round share a multiprocessor with fewer, and are faster.
+    let last = (tiles % (workers * at_once)).div_ceil(workers);
+    let last =
+        f64::from(last) + 0.5 * f64::from(u32::from(last > 0) * (at_once - last.max(1))) / f64::from(at_once);
+    let term = spec.k as f64 * slower * pipeline + END + added;
+    (f64::from(rounds) + last) * f64::from(shape.columns) * term
 }
 
 /// The kernel of a shape.
@@ -289,10 +300,11 @@ mod tests {
     #[test]
     fn every_gpu_has_every_width() {
         for limit in [99 << 10, 163 << 10, 227 << 10] {
-            let warps = Warpgroups::Warps { block: 32, stages: 3 };
-            for columns in warps.columns() {
-                let of_width = |shape: &GemmShape| shape.columns == *columns;
-                assert!(every_shape(limit).iter().any(of_width), "{columns} in {limit}");
+            for (columns, pipelines) in PIPELINES {
+                assert!(Warpgroups::Warps { block: 32, stages: 4 }.columns().contains(&columns));
+                let shapes = every_shape(limit);
+                let mut of_width = shapes.iter().filter(|shape| shape.columns == columns);
+                assert!(of_width.next().is_some(), "{pipelines:?} of {columns} in {limit}");
             }
         }
     }
@@ -305,5 +317,36 @@ mod tests {
         };
         assert_eq!(columns(8192, 8192), 256);
         assert!(columns(128, 4096) < 256);
+    }
+
+    /// TFLOP/s of `benches/runs/2026-11-28-h200-x2-portable`: of each shape, the products in order.
+    const MEASURED: [(u32, [u32; 2], [f64; 9]); 7] = [
+        (64, [64, 3], [375.0, 370.0, 357.0, 381.0, 380.0, 360.0, 372.0, 363.0, 354.0]),
+        (64, [32, 4], [356.0, 353.0, 348.0, 372.0, 367.0, 340.0, 353.0, 346.0, 348.0]),
+        (128, [64, 3], [436.0, 431.0, 368.0, 451.0, 441.0, 359.0, 421.0, 412.0, 383.0]),
+        (128, [32, 4], [428.0, 423.0, 357.0, 441.0, 433.0, 348.0, 416.0, 406.0, 355.0]),
+        (128, [32, 3], [422.0, 416.0, 347.0, 435.0, 430.0, 343.0, 412.0, 399.0, 345.0]),
+        (256, [64, 3], [439.0, 437.0, 349.0, 454.0, 450.0, 351.0, 429.0, 423.0, 344.0]),
+        (256, [32, 4], [438.0, 428.0, 341.0, 452.0, 440.0, 342.0, 427.0, 411.0, 333.0]),
+    ];
+
+    #[test]
+    fn the_tile_that_is_chosen_is_within_two_percent_of_the_fastest() {
+        let sizes = [[2048, 12288], [4096, 4096], [8192, 8192]];
+        let layouts = [GemmLayout::Nn, GemmLayout::Nt, GemmLayout::Tn];
+        let products = sizes.iter().flat_map(|&size| layouts.map(|layout| (size, layout)));
+        for (index, ([m, n], layout)) in products.enumerate() {
+            let mut spec = GemmSpec::new(m, n, 4096, layout, ElementType::Bf16);
+            if layout == GemmLayout::Tn {
+                (spec.epilogue, spec.output) = (GemmEpilogue::Accumulate, Scalar::F32);
+            }
+            let chosen = sorted(&spec, 132, 227 << 10)[0];
+            let of = |&&(columns, at, _): &&(u32, [u32; 2], [f64; 9])| {
+                columns == chosen.columns && at == pipeline(&chosen)
+            };
+            let rate = MEASURED.iter().find(of).unwrap().2[index];
+            let best = MEASURED.iter().map(|one| one.2[index]).fold(0.0, f64::max);
+            assert!(rate >= 0.98 * best, "{m} {n} {layout:?}: {rate} of {best}");
+        }
     }
 }
