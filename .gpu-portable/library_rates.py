@@ -103,6 +103,10 @@ class Product:
     def __init__(self, m, n, k, layout):
         self.size = (m, n, k, layout)
         self.flops = 2.0 * m * n * k
+        # "tn" adds to what is there in f32, as bench gemm does of a gradient of weights; "tn-store" stores bf16.
+        self.adds = layout == "tn"
+        self.kind, self.beta = (F32, 1.0) if self.adds else (BF16, 0.0)
+        layout = layout[:2]
         first, second = {"nt": (1, 0), "nn": (0, 0), "tn": (0, 1)}[layout]
         self.desc = P()
         check("desc", lt.cublasLtMatmulDescCreate(C.byref(self.desc), COMPUTE, F32))
@@ -112,14 +116,14 @@ class Product:
         a = (k, m) if layout == "tn" else (m, k)
         b = (n, k) if layout == "nt" else (k, n)
         self.layouts = []
-        for rows, columns in (b, a, (m, n)):
+        for rows, columns, kind in ((*b, BF16), (*a, BF16), (m, n, self.kind)):
             made = P()
-            check("layout", lt.cublasLtMatrixLayoutCreate(C.byref(made), BF16, columns, rows, columns))
+            check("layout", lt.cublasLtMatrixLayoutCreate(C.byref(made), kind, columns, rows, columns))
             self.layouts.append(made)
-        self.b, self.a, self.d = filled(2 * n * k), filled(2 * m * k), memory(2 * m * n)
+        self.b, self.a, self.d = filled(2 * n * k), filled(2 * m * k), memory(4 * m * n)
 
     def launch(self, algo, on=None):
-        one, zero = C.c_float(1), C.c_float(0)
+        one, zero = C.c_float(1), C.c_float(self.beta)
         b, a, d = self.layouts
         return lt.cublasLtMatmul(
             handle, self.desc, C.byref(one), P(self.b.value), b, P(self.a.value), a, C.byref(zero), P(self.d.value), d,
@@ -137,11 +141,11 @@ class Product:
 
     def all(self):
         ids, count = (C.c_int * 256)(), C.c_int()
-        check("ids", lt.cublasLtMatmulAlgoGetIds(handle, COMPUTE, F32, BF16, BF16, BF16, BF16, 256, ids, C.byref(count)))
+        check("ids", lt.cublasLtMatmulAlgoGetIds(handle, COMPUTE, F32, BF16, BF16, self.kind, self.kind, 256, ids, C.byref(count)))
         b, a, d = self.layouts
         for number in ids[: count.value]:
             algo = Algo()
-            if lt.cublasLtMatmulAlgoInit(handle, COMPUTE, F32, BF16, BF16, BF16, BF16, number, C.byref(algo)) != 0:
+            if lt.cublasLtMatmulAlgoInit(handle, COMPUTE, F32, BF16, BF16, self.kind, self.kind, number, C.byref(algo)) != 0:
                 continue
             lists = []
             for capability in (6, 13):

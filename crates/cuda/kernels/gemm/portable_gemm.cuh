@@ -85,6 +85,7 @@ struct PortableGemm {
   // asked for between rows of products, a few at a time, so that no queue is full when a warp wants to go on.
   __device__ __forceinline__ void block() {
     const u32 before = stage_bytes == 0 ? C::kSharedBytes - C::kStageBytes : stage_bytes - C::kStageBytes;
+    constexpr u32 kParts = C::kRowTiles / 2;
     loads.begin_block(before);
 #pragma unroll
     for (u32 kk = 0; kk < C::kSteps; ++kk) {
@@ -95,7 +96,7 @@ struct PortableGemm {
 #pragma unroll
       for (u32 m = 0; m < C::kRowTiles; ++m) {
         fetch(m, (kk + 1) % 2, (kk + 1) % C::kSteps);
-        if (kk + 1 < C::kSteps) loads.copy_part(kk * C::kRowTiles + m, (C::kSteps - 1) * C::kRowTiles, before);
+        if (kk + 1 < C::kSteps && m % 2 == 1) loads.copy_part(kk * kParts + m / 2, (C::kSteps - 1) * kParts, before);
         multiply(m, kk % 2);
       }
     }
