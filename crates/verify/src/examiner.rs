@@ -159,7 +159,9 @@ impl Examiner {
             Group::Collectives => self.collectives(CudaSubject::open()?.machine(), extent, 4),
             Group::RmsNorm => Ok(self.rms_norm(&CudaSubject::open()?, extent)),
             Group::Gemm => self.gemm(CudaSubject::open()?.gpu()),
+            Group::PortableGemm => self.gemm(portable()?.gpu()),
             Group::Linear => Ok(self.linear(&CudaSubject::open()?, extent, 4)),
+            Group::PortableLinear => Ok(self.linear(&portable()?, extent, 4)),
             Group::LibraryLinear => Ok(match CudaSubject::open()?.with_cublaslt() {
                 Ok(subject) => self.linear(&subject, Extent::Quick, 4),
                 // Nobody needs it.
@@ -265,7 +267,10 @@ impl Examiner {
 
     fn gemm(&self, device: &Device) -> Checks {
         let mut checks = selftest_gemm(device, self.extent, self.share, |check, _| self.heard(check))?;
-        checks.extend(selftest_grouped(device, self.extent, self.share, |check| self.heard(check))?);
+        // Elsewhere each problem is a launch.
+        if device.arch().is_hopper() {
+            checks.extend(selftest_grouped(device, self.extent, self.share, |check| self.heard(check))?);
+        }
         Ok(checks)
     }
 

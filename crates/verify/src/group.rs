@@ -19,7 +19,9 @@ pub(crate) enum Group {
     Collectives,
     RmsNorm,
     Gemm,
+    PortableGemm,
     Linear,
+    PortableLinear,
     LibraryLinear,
     Graphs,
     CompiledKernels,
@@ -64,7 +66,7 @@ pub(crate) enum Group {
 }
 
 impl Group {
-    pub(crate) const ALL: [Self; 56] = [
+    pub(crate) const ALL: [Self; 58] = [
         Self::Cpu,
         Self::CpuLinear,
         Self::Tcp,
@@ -79,7 +81,9 @@ impl Group {
         Self::Collectives,
         Self::RmsNorm,
         Self::Gemm,
+        Self::PortableGemm,
         Self::Linear,
+        Self::PortableLinear,
         Self::LibraryLinear,
         Self::Graphs,
         Self::CompiledKernels,
@@ -140,7 +144,9 @@ impl Group {
             Self::Collectives => "collectives",
             Self::RmsNorm => "rms-norm",
             Self::Gemm => "gemm",
+            Self::PortableGemm => "portable gemm",
             Self::Linear => "linear layers",
+            Self::PortableLinear => "portable linear layers",
             Self::LibraryLinear => "linear layers with cuBLASLt",
             Self::Graphs => "graphs",
             Self::CompiledKernels => "compiled kernels",

@@ -160,11 +160,11 @@ fn on_gpus(machine: Machine, extent: Extent, parts: &mut Vec<Part>) {
     let any = Place::AnyGpu(USUAL);
     // The longest first: many processes, which begin one after the other, and what waits for limits and connects NCCL's ranks anew.
     add(&[G::ProcessBits], jobs, When::AtOnce, 1, true);
-    add(&[G::ProcessLayers], jobs, When::AtOnce, 1, hopper);
+    add(&[G::ProcessLayers], jobs, When::AtOnce, 1, true);
     add(&[G::NcclFaults], light, When::AtOnce, if full { 4 } else { 1 }, several);
     let attention: &[_] = if hopper { &[G::Attention, G::PortableAttention] } else { &[G::Attention] };
     // What wants all GPUs finds no room once shares of attention take turns on each of them.
-    add(&[G::NcclLinear], light, When::Compiled, 2, several && hopper);
+    add(&[G::NcclLinear], light, When::Compiled, 2, several);
     add(&[G::NcclSignalled], light, When::Compiled, 1, several && hopper);
     add(attention, any, When::Compiled, shares, true);
     add(&[G::ProcessCrossing], jobs, When::AtOnce, 1, several);
@@ -174,12 +174,13 @@ fn on_gpus(machine: Machine, extent: Extent, parts: &mut Vec<Part>) {
     add(&[G::ProcessDeaths], everywhere, When::AtOnce, 1, true);
     add(&[G::ProcessLateDeaths, G::ProcessDisagreement], everywhere, When::AtOnce, 1, true);
     add(&[G::Isolation, G::NcclSteps, G::NcclRepeats], light, When::Compiled, 1, several);
-    add(&[G::Linear, G::Gemm], any, When::Compiled, shares, hopper);
-    add(&[G::LibraryLinear], any, When::Compiled, 1, hopper);
+    add(&[G::Linear, G::Gemm], any, When::Compiled, shares, true);
+    add(&[G::PortableLinear, G::PortableGemm], any, When::Compiled, shares, hopper);
+    add(&[G::LibraryLinear], any, When::Compiled, 1, true);
     add(&[G::Guard, G::Collectives, G::Graphs], any, When::Compiled, 1, true);
     add(&[G::RmsNorm], any, When::Compiled, 1, true);
     add(&[G::Callers], any, When::Compiled, 1, true);
-    add(&[G::NvlinkLinear, G::CopyEngineLinear], everywhere, When::Compiled, 2, several && hopper);
+    add(&[G::NvlinkLinear, G::CopyEngineLinear], everywhere, When::Compiled, 2, several);
     add(&[G::NvlinkCollectives, G::SharedCollectives], everywhere, When::Compiled, 1, several);
     add(&[G::CopyEngineCollectives, G::EngineCollectives], everywhere, When::Compiled, 1, several);
     add(&[G::GpusAttention], everywhere, When::Compiled, 1, several);
@@ -240,8 +241,10 @@ mod tests {
         let machine = Machine { gpus: 2, hopper: true, cores: 8 };
         let all = parts(Device::Cuda, machine, Extent::Full);
         let parts = keep(all, |group| group.name().contains("gemm"));
-        assert_eq!(parts.len(), 2);
-        assert!(parts.iter().all(|part| part.groups == [Group::Gemm]));
+        assert_eq!(parts.len(), 4);
+        let gemm =
+            |part: &Part| [Group::Gemm, Group::PortableGemm].iter().any(|group| part.groups == [*group]);
+        assert!(parts.iter().all(gemm));
     }
 
     #[test]

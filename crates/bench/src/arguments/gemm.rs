@@ -4,7 +4,7 @@ use clap::{Args, ValueEnum};
 use counterpoint_console::arguments::{Device, value};
 use counterpoint_cost::ProblemSize;
 
-use super::kernels::BenchDType;
+use super::kernels::{BenchDType, BenchKernels};
 
 /// Time matrix products on a GPU beside cuBLASLt
 #[derive(Debug, Args)]
@@ -20,6 +20,7 @@ Layouts: nt is x W^T, nn is dy W, tn is dy^T x, added to an f32 gradient.
 Examples:
   counterpoint bench gemm --device cuda
   counterpoint bench gemm --device cuda --shapes 8192:8192:3584,4096:4096:4096 --layouts nt,nn
+  counterpoint bench gemm --device cuda --kernels portable --shapes 8192:8192:4096 --tiles 16
   counterpoint bench gemm --device cuda --shapes 512:8192:8192 --tiles 4 --json")]
 pub struct BenchGemmArguments {
     /// What to measure; only GPUs have these kernels
@@ -37,6 +38,10 @@ pub struct BenchGemmArguments {
     /// Element type of the operands [default: bf16]
     #[arg(long, value_enum)]
     pub(crate) dtype: Option<BenchDType>,
+
+    /// Which kernels: the GPU's own, or those that run on every GPU since Ampere [default: native]
+    #[arg(long, value_enum)]
+    pub(crate) kernels: Option<BenchKernels>,
 
     /// Multiprocessors that both leave free
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=130), allow_hyphen_values = true)]

@@ -5,13 +5,13 @@ mod products;
 use crate::gpu::{GemmBench, GemmError};
 use counterpoint_console::{CliError, Schema, arguments::Device as Where};
 use counterpoint_cuda::kernel::{
-    ElementType, Gemm, GemmEpilogue, GemmLibrary, GemmRunner, GemmSpec, TilePair, Warpgroups,
+    ElementType, Gemm, GemmEpilogue, GemmLibrary, GemmRunner, GemmShape, GemmSpec, TilePair, Warpgroups,
 };
 use counterpoint_cuda::{CudaError, Device};
 use counterpoint_report::{Column, geometric_mean, median};
 use serde::Serialize;
 
-use crate::arguments::{BenchDType, BenchGemmArguments};
+use crate::arguments::{BenchDType, BenchGemmArguments, BenchKernels};
 use crate::rows::Rows;
 use crate::turns::turns;
 
@@ -28,6 +28,10 @@ pub(crate) fn run(arguments: &BenchGemmArguments) -> Result<(), CliError> {
     }
     let failed = |source: CudaError| CliError::Cuda { source };
     let device = Device::open(0).map_err(failed)?;
+    let device = match arguments.kernels.unwrap_or(BenchKernels::Native) {
+        BenchKernels::Native => device,
+        BenchKernels::Portable => device.portable(),
+    };
     let library = GemmLibrary::open(&device).map_err(failed)?;
     let element = match arguments.dtype.unwrap_or(BenchDType::Bf16) {
         BenchDType::Bf16 => ElementType::Bf16,
@@ -111,7 +115,7 @@ fn measure(
     }
     let medians: Vec<f64> = seconds.iter().map(|samples| median(samples)).collect();
     let (library_seconds, library_error) = (medians[shapes.len()], errors[shapes.len()]);
-    let row = |(index, shape): (usize, &counterpoint_cuda::kernel::GemmShape)| Row {
+    let row = |(index, shape): (usize, &GemmShape)| Row {
         m: spec.size.m,
         n: spec.size.n,
         k: spec.size.k,
@@ -121,17 +125,7 @@ fn measure(
             GemmEpilogue::StoreBias => "bias",
             GemmEpilogue::Accumulate => "add",
         },
-        tile: {
-            let pair = if shape.pair == TilePair::Rows { "2x1" } else { "1x2" };
-            // Parts at the same time, in turn, or handed over.
-            let (sign, parts) = match (shape.turns, shape.hands) {
-                (1, 1) => ('/', shape.splits),
-                (_, 1) => ('+', shape.turns),
-                _ => ('>', shape.hands),
-            };
-            let turns = if shape.warpgroups == Warpgroups::Pingpong { "p" } else { "" };
-            format!("128x{}{turns} {pair} {sign}{parts}", shape.columns)
-        },
+        tile: label(shape),
         seconds: medians[index],
         tflops: spec.flops() / medians[index] / 1e12,
         library_seconds,
@@ -144,6 +138,23 @@ fn measure(
         iterations,
     };
     Ok(shapes.iter().enumerate().map(row).collect())
+}
+
+/// A shape in a few letters.
+fn label(shape: &GemmShape) -> String {
+    let pair = if shape.pair == TilePair::Rows { "2x1" } else { "1x2" };
+    // Parts at the same time, in turn, or handed over.
+    let (sign, parts) = match (shape.turns, shape.hands) {
+        (1, 1) => ('/', shape.splits),
+        (_, 1) => ('+', shape.turns),
+        _ => ('>', shape.hands),
+    };
+    let turns = match shape.warpgroups {
+        Warpgroups::Cooperative => "",
+        Warpgroups::Pingpong => "p",
+        Warpgroups::Warps { block, stages } => return format!("128x{}x{block} {stages}", shape.columns),
+    };
+    format!("128x{}{turns} {pair} {sign}{parts}", shape.columns)
 }
 
 const COLUMNS: [Column; 13] = [

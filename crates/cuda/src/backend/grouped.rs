@@ -153,7 +153,8 @@ impl Rows {
         let plain =
             |gemm: &schedule::Gemm| gemm.b.len() == 1 && gemm.b[0].buffer == weights && gemm.bias.is_none();
         let sums = launch.results != GroupedResults::Summed || output == Scalar::F32;
-        if !GroupedGemmSpec::takes(layout, strides, k, element, output)
+        if !prepare.setup().device().arch().is_hopper()
+            || !GroupedGemmSpec::takes(layout, strides, k, element, output)
             || !sums
             || !of_launch.iter().all(plain)
         {

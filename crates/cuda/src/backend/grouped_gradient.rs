@@ -44,7 +44,9 @@ impl Gradients {
         let plain = |gemm: &Gemm| {
             gemm.out_rows.len() == 1 && gemm.bias.is_none() && gemm.accumulate == first.accumulate
         };
-        if !GroupedGemmSpec::takes(GemmLayout::Tn, strides, 0, element, output) || !products.iter().all(plain)
+        if !prepare.setup().device().arch().is_hopper()
+            || !GroupedGemmSpec::takes(GemmLayout::Tn, strides, 0, element, output)
+            || !products.iter().all(plain)
         {
             return Ok(None);
         }

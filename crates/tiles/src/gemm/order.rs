@@ -208,8 +208,8 @@ fn grouped(
     })
 }
 
-/// Gives units their groups, `sizes` units each in their order, and says how often each group's counter hears of a tile: once
-/// from each warpgroup that stores some of a tile that has elements.
+/// Gives units their groups, `sizes` units each in their order, and says how often each group's counter hears of a tile that has
+/// elements ([`GemmShape::tellers`]).
 ///
 /// # Errors
 /// When the groups are not of all units.

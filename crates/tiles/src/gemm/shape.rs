@@ -1,4 +1,4 @@
-//! How a GEMM is tiled: tile size, cooperative or ping-pong warpgroups, split-k.
+//! How a GEMM is tiled: tile size, cooperative or ping-pong warpgroups or warps by themselves, split-k.
 
 use std::collections::BTreeSet;
 
@@ -18,13 +18,20 @@ pub enum TilePair {
     Columns,
 }
 
-/// How the two warpgroups of a CTA that multiply share its tiles, in CUTLASS's terms.
+/// Who of a CTA multiplies, and how they share its tiles; of the two warpgroups on Hopper in CUTLASS's terms.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Warpgroups {
     /// Each has 64 rows of every tile.
     Cooperative,
     /// They take tiles in turn, so that one's storing is hidden by the other's products.
     Pingpong,
+    /// There are none: each warp has a part of every tile (mma.sync, on every GPU since Ampere).
+    Warps {
+        /// Terms of a block of k.
+        block: u32,
+        /// Blocks in shared memory.
+        stages: u32,
+    },
 }
 
 impl Warpgroups {
@@ -33,6 +40,7 @@ impl Warpgroups {
         match self {
             Self::Cooperative => &[64, 80, 128, 160, 192, 224, 256],
             Self::Pingpong => &[128, 160, 176, 192],
+            Self::Warps { .. } => &[64, 128, 256],
         }
     }
 }
@@ -125,10 +133,19 @@ impl GemmShape {
         2 * self.columns / self.chunk_columns()
     }
 
-    /// Warpgroups that store some of a tile, and tell of it: number `piece % 2` of part `piece % splits`.
+    /// How often a tile is told of: by the warpgroups that store some of it, number `piece % 2` of part `piece % splits`, or once by all
+    /// warps together.
     pub fn tellers(&self) -> u32 {
+        if self.is_portable() {
+            return 1;
+        }
         let all = (0..self.pieces()).map(|piece| [piece % 2, piece % self.splits.max(1)]);
         all.collect::<BTreeSet<_>>().len() as u32
+    }
+
+    /// Whether every GPU since Ampere can have it.
+    pub const fn is_portable(&self) -> bool {
+        matches!(self.warpgroups, Warpgroups::Warps { .. })
     }
 
     /// Parts of k whose sums are added: what the bits of a result depend on.

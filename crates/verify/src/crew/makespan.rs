@@ -20,6 +20,9 @@ fn seconds(group: Group) -> f64 {
         G::PortableAttention | G::ProcessDisagreement => 0.0,
         G::Linear => 44.0,
         G::Gemm => 34.0,
+        // Not yet measured: the same problems, and no grouped ones.
+        G::PortableLinear => 44.0,
+        G::PortableGemm => 25.0,
         G::Barriers => 8.0,
         G::Signals => 11.0,
         G::LibraryLinear => 10.0,

@@ -197,7 +197,7 @@ impl Case {
         };
         // Bits depend on the parts of k alone.
         let alike = |shape: &GemmShape| {
-            shape.parts() == self.shape.parts() && shape.warpgroups == Warpgroups::Cooperative
+            shape.parts() == self.shape.parts() && shape.warpgroups != Warpgroups::Pingpong
         };
         let shapes = Gemm::shapes(stream.device(), &plain).map_err(failed)?;
         let shape = shapes.into_iter().find(alike).unwrap_or(self.shape);

@@ -43,7 +43,8 @@ pub fn selftest_signals(devices: &[Device], rounds: u32) -> Result<Vec<SelfCheck
     let Some(first) = devices.first().filter(|device| device.arch().is_hopper()) else {
         return Ok(Vec::new());
     };
-    let mut checks = vec![read_tiles(first, first, rounds)?];
+    // The kernel that reads is of Hopper; products are of both families.
+    let mut checks = vec![read_tiles(first, first, rounds)?, read_tiles(&first.portable(), first, rounds)?];
     if let Some(second) = devices.get(1).filter(|second| *second != first) {
         checks.push(read_tiles(first, second, rounds)?);
     }
@@ -112,8 +113,9 @@ fn read_tiles(producer: &Device, reader: &Device, rounds: u32) -> Result<SelfChe
     let result = litmus.result(&reading)?;
     let tiles = u64::from(rounds) * litmus.tiles();
     let place = if of_system { "on another GPU" } else { "on the same GPU" };
+    let kernel = if shape.is_portable() { "portable " } else { "" };
     let name = format!(
-        "{tiles} tiles read {place} while their product runs on, stale words and tiles that never came"
+        "{tiles} {kernel}tiles read {place} while their product runs on, stale words and tiles that never came"
     );
     Ok(SelfCheck::of(name, 0, (result.wrong + (tiles - result.tiles.min(tiles))) as f64, 0.0))
 }

@@ -2,7 +2,7 @@
 
 use super::shape::TilingCost;
 use super::source::GemmEnds;
-use super::{GEMM_DESTINATIONS, Gemm, GemmArguments, GemmRows, GemmSpec, GemmTensors, refused};
+use super::{GEMM_DESTINATIONS, Gemm, GemmArguments, GemmRows, GemmSpec, GemmTensors, check_arch, refused};
 use crate::kernel::{CtaWaits, GemmEpilogue, GemmLayout, LinkCall};
 use crate::layout::{SharedLayout, shared_layout};
 use crate::{CudaError, Device, Stream};
@@ -206,6 +206,7 @@ impl GemmGather {
     /// # Errors
     /// [`CudaError::Launch`] when no kernel takes it.
     pub fn shapes(device: &Device, spec: &GemmGatherSpec) -> Result<Vec<GemmShape>, CudaError> {
+        check_arch(device)?;
         spec.check().map_err(refused)?;
         let in_rank = |shape: &GemmShape| spec.own_rows().is_multiple_of(shape.unit()[0]);
         let fits = |shape: &GemmShape| spec.awaits_all() || in_rank(shape);

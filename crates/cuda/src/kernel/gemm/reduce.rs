@@ -2,7 +2,9 @@
 
 use super::shape::TilingCost;
 use super::source::GemmEnds;
-use super::{GEMM_DESTINATIONS, Gemm, GemmArguments, GemmSpec, GemmTensors, STORED_ROWS, refused};
+use super::{
+    GEMM_DESTINATIONS, Gemm, GemmArguments, GemmSpec, GemmTensors, STORED_ROWS, check_arch, refused,
+};
 use crate::kernel::{CtaWaits, GemmEpilogue, GemmLayout, LinkCall};
 use crate::layout::{SharedLayout, shared_layout};
 use crate::{CudaError, Device, Stream};
@@ -175,6 +177,7 @@ impl GemmReduce {
     /// # Errors
     /// [`CudaError::Launch`] when no kernel takes it.
     pub fn shapes(device: &Device, spec: &GemmReduceSpec) -> Result<Vec<GemmShape>, CudaError> {
+        check_arch(device)?;
         spec.check().map_err(refused)?;
         let (rows, shards) = (spec.own_rows(), spec.shards());
         // Both tiles of a unit take turns in the ring for what comes of them, or neither.

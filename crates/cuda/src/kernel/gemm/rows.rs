@@ -85,6 +85,13 @@ impl GemmTile {
     }
 }
 
+impl GemmTile {
+    /// Whether anything of it is stored.
+    pub(super) fn has_elements(&self, n: usize) -> bool {
+        self.rows > 0 && (self.column as usize) < n
+    }
+}
+
 /// `GemmTerm` of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, NoUninit)]
 #[repr(C)]

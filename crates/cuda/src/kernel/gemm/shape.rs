@@ -54,7 +54,8 @@ impl TilingCost for GemmShape {
             (Warpgroups::Pingpong, 160) if along_k => 675.0,
             (Warpgroups::Pingpong, 160) => 700.0,
             (Warpgroups::Pingpong, 176) => 745.0,
-            (Warpgroups::Pingpong, _) => 798.0,
+            // Shapes for warps by themselves are not estimated here (portable.rs).
+            (Warpgroups::Pingpong | Warpgroups::Warps { .. }, _) => 798.0,
         };
         match self.pair {
             TilePair::Rows => below,
@@ -71,7 +72,7 @@ impl TilingCost for GemmShape {
             Warpgroups::Cooperative => (3200.0, 0.0),
             // Rows of 32 bytes.
             Warpgroups::Pingpong if self.chunk_columns() < 32 => (1750.0, 7150.0),
-            Warpgroups::Pingpong => (200.0, 7150.0),
+            Warpgroups::Pingpong | Warpgroups::Warps { .. } => (200.0, 7150.0),
         }
     }
 

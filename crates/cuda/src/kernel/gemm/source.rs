@@ -81,6 +81,8 @@ impl GemmChoice {
         let (turns, warpgroups) = match warpgroups {
             Warpgroups::Cooperative => ("", "kCooperative"),
             Warpgroups::Pingpong => ("_pingpong", "kPingpong"),
+            // Of `portable.rs`.
+            Warpgroups::Warps { .. } => ("_warps", ""),
         };
         let name = format!("{stem}_{}_{}_128x{columns}{turns}{handed}", element.name(), layout.name());
         let (a, b) = match layout {
@@ -110,8 +112,8 @@ impl GemmChoice {
     }
 }
 
-/// Every kernel that [`Gemm`](super::Gemm) may ask for.
-pub(in crate::kernel) fn specialisations() -> Vec<Specialisation> {
+/// Every Hopper kernel that [`Gemm`](super::Gemm) may ask for.
+pub(super) fn specialisations() -> Vec<Specialisation> {
     let mut all = Vec::new();
     // Those of a launch; consumers then take more from the warps that load and store.
     let register_limit = 65536 / GemmShape::THREADS / 8 * 8;
