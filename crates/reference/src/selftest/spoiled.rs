@@ -16,7 +16,13 @@ use super::{CpuSubject, Subject, SubjectError};
 /// What the CPU computed of the last queries that it was given, by plan: whoever spoils the same runs shares them. That a run has the same
 /// bits whenever it is repeated is what other tests hold.
 #[derive(Default)]
-pub(super) struct SharedRuns(Mutex<(Option<HostTensor>, Vec<(Fingerprint, AttentionOutputs)>)>);
+pub(super) struct SharedRuns(Mutex<LastRuns>);
+
+#[derive(Default)]
+struct LastRuns {
+    q: Option<HostTensor>,
+    of_plans: Vec<(Fingerprint, AttentionOutputs)>,
+}
 
 impl SharedRuns {
     fn run(
@@ -27,15 +33,15 @@ impl SharedRuns {
         config: &RunConfig,
     ) -> Result<AttentionOutputs, SubjectError> {
         let mut last = self.0.lock().unwrap();
-        if last.0.as_ref().is_none_or(|q| unlike_elements(q, &inputs.q) > 0) {
-            *last = (Some(inputs.q.clone()), Vec::new());
+        if last.q.as_ref().is_none_or(|q| unlike_elements(q, &inputs.q) > 0) {
+            *last = LastRuns { q: Some(inputs.q.clone()), of_plans: Vec::new() };
         }
         let of = plan.fingerprint();
-        if let Some((_, outputs)) = last.1.iter().find(|(other, _)| *other == of) {
+        if let Some((_, outputs)) = last.of_plans.iter().find(|(other, _)| *other == of) {
             return Ok(outputs.clone());
         }
         let outputs = CpuSubject.run(plan, spec, inputs, config)?;
-        last.1.push((of, outputs.clone()));
+        last.of_plans.push((of, outputs.clone()));
         Ok(outputs)
     }
 }
