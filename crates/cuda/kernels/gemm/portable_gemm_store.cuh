@@ -177,14 +177,17 @@ struct PortableGemmStore {
 
   // Fetches all of it into the level 2 cache, by 32 bytes.
   __device__ __forceinline__ void prefetch() const {
-    const u32 shift = arguments.wide ? 3 : 4;  // of the elements of 32 bytes
-    const u32 pieces = C::kTileN >> shift;
+    arguments.wide ? prefetch_as<float>() : prefetch_as<Element>();
+  }
+  template <typename Value>
+  __device__ __forceinline__ void prefetch_as() const {
+    constexpr u32 kElements = 32 / sizeof(Value), kPieces = C::kTileN / kElements, kStep = C::kThreads / kPieces;
+    const u32 at = column + threadIdx.x % kPieces * kElements;
+    if (at >= arguments.n) return;
+    const u32 first = threadIdx.x / kPieces;
+    const Value* from = reinterpret_cast<const Value*>(d) + (u64(first) * arguments.d_stride + at);
 #pragma unroll 1
-    for (u32 i = threadIdx.x; i < C::kTileM * pieces; i += C::kThreads) {
-      const u32 row = i / pieces, at = column + (i % pieces << shift);
-      if (row >= rows || at >= arguments.n) continue;
-      prefetch_l2(d + ((u64(row) * arguments.d_stride + at) << (5 - shift)));
-    }
+    for (u32 row = first; row < rows; row += kStep, from += u64(kStep) * arguments.d_stride) prefetch_l2(from);
   }
 };
 

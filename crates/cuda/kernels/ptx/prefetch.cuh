@@ -6,7 +6,7 @@
 namespace counterpoint {
 
 // The 32 bytes at the address, or more.
-__device__ __forceinline__ void prefetch_l2(u64 address) {
+__device__ __forceinline__ void prefetch_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
 }
 
