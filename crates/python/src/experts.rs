@@ -93,16 +93,19 @@ pub(crate) trait ExpertEngine: Send + Sync {
     fn passes(&self, key: &ExpertKey) -> Result<ExpertPasses, ExecError>;
 }
 
-/// The layers of experts of a group: those that are ready, each under one routing, and how the passes of each are run.
+/// Passes that stay ready: each has memory for the rows of its own, and most routings come once.
+const KEPT_PASSES: usize = 4;
+
+/// The layers of experts of a group: those that are ready, each under one routing for one call, and how the passes of each are run.
 pub(crate) struct Experts<M: Machine> {
-    ready: Kept<ExpertKey, ExpertLayer<M>>,
+    ready: Kept<(ExpertKey, LayerCall), ExpertLayer<M>>,
     /// As the layer's first routing had it, which is the same on all ranks.
     passes: Mutex<Vec<(ExpertFields, ExpertPasses)>>,
 }
 
 impl<M: Machine> Default for Experts<M> {
     fn default() -> Self {
-        Self { ready: Kept::default(), passes: Mutex::new(Vec::new()) }
+        Self { ready: Kept::of(KEPT_PASSES), passes: Mutex::new(Vec::new()) }
     }
 }
 
@@ -130,10 +133,10 @@ where
             let overlap = ExpertOverlap::Passes(passes);
             let mut layer =
                 ExpertLayer::new(group, ExpertOptions { spec, experts, gradient, capacity, overlap })?;
-            layer.route(key.routing.clone())?;
+            layer.route_for(key.routing.clone(), *call)?;
             Ok(layer)
         };
-        self.ready.with(key, make, |layer| layer.enqueue(*call, &named, streams))
+        self.ready.with(&(key.clone(), *call), make, |layer| layer.enqueue(*call, &named, streams))
     }
 
     /// How the passes of a layer are run: found once, for predicting takes longer than a step should.
@@ -154,8 +157,8 @@ where
     }
 
     /// Has a layer stay, which a graph of the caller replays.
-    pub(crate) fn keep(&self, key: &ExpertKey) {
-        self.ready.keep(key);
+    pub(crate) fn keep(&self, ExpertCall { key, call, .. }: &ExpertCall) {
+        self.ready.keep(&(key.clone(), *call));
     }
 
     /// Lets go of layers that graphs replayed.

@@ -4,11 +4,14 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use counterpoint_exec::ExecError;
 
-/// How many of a kind stay ready.
+/// How many of a kind stay ready, unless it says otherwise.
 const KEPT: usize = 32;
 
 /// Layers that are ready, each with the key that all its Programs depend on.
-pub(crate) struct Kept<K, L>(Mutex<Vec<One<K, L>>>);
+pub(crate) struct Kept<K, L> {
+    all: Mutex<Vec<One<K, L>>>,
+    most: usize,
+}
 
 struct One<K, L> {
     key: K,
@@ -19,7 +22,14 @@ struct One<K, L> {
 
 impl<K, L> Default for Kept<K, L> {
     fn default() -> Self {
-        Self(Mutex::new(Vec::new()))
+        Self::of(KEPT)
+    }
+}
+
+impl<K, L> Kept<K, L> {
+    /// At most so many that no graph replays.
+    pub(crate) fn of(most: usize) -> Self {
+        Self { all: Mutex::new(Vec::new()), most }
     }
 }
 
@@ -40,7 +50,7 @@ impl<K: Clone + PartialEq, L> Kept<K, L> {
         let mut others = 0;
         all.retain(|kept| {
             others += usize::from(!kept.is_captured);
-            kept.is_captured || others <= KEPT
+            kept.is_captured || others <= self.most
         });
         match all.first_mut() {
             Some(kept) => work(&mut kept.layer),
@@ -59,6 +69,6 @@ impl<K: Clone + PartialEq, L> Kept<K, L> {
     }
 
     fn lock(&self) -> MutexGuard<'_, Vec<One<K, L>>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.all.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -82,12 +82,11 @@ pub struct ExpertLayer<M: Machine> {
     routed: Option<Routed<M>>,
 }
 
-/// What was made ready for a routing.
+/// What was made ready for a routing; of a pass that has not been asked for, nothing.
 struct Routed<M: Machine> {
     routing: Arc<Routing>,
     passes: ExpertPasses,
     forward: Vec<Rank<M>>,
-    /// Made ready with the first backward.
     backward: Vec<Rank<M>>,
 }
 
@@ -219,12 +218,21 @@ impl<M: Machine> ExpertLayer<M> {
         Ok(())
     }
 
-    /// Has the next passes send tokens so. Nothing is enqueued: Programs are lowered and made ready, for the ranks here alone.
+    /// Has the next passes send tokens so. Nothing is enqueued: the forward is lowered and made ready, for the ranks here alone, the backward with
+    /// its first call.
     ///
     /// # Errors
     /// [`ExecError::Tensor`] for a routing of other experts or ranks, or one that exceeds a capacity: the layer keeps the routing that it
     /// had. [`ExecError::OutOfMemory`].
     pub fn route(&mut self, routing: Arc<Routing>) -> Result<(), ExecError> {
+        self.route_for(routing, LayerCall::Forward)
+    }
+
+    /// The same of which the pass of one call alone is made ready, for who has a layer for each; others are with their first call.
+    ///
+    /// # Errors
+    /// As [`ExpertLayer::route`].
+    pub fn route_for(&mut self, routing: Arc<Routing>, call: LayerCall) -> Result<(), ExecError> {
         let (experts, ranks) = (self.options.experts, self.ranks.first().map_or(0, |rank| rank.world_size()));
         if (routing.experts(), routing.ranks()) != (experts, ranks) {
             let (of, on) = (routing.experts(), routing.ranks());
@@ -243,11 +251,13 @@ impl<M: Machine> ExpertLayer<M> {
                 overlap.passes(&self.machine, spec, &routing, gradient)?
             }
         };
-        let ExpertPass { policy, groups } = passes.forward;
-        let plan = ExpertPlan::new(self.options.spec, routing.clone(), groups);
-        let forward = self.prepare(&plan, policy, |rank| lower_expert_forward(&plan, rank, policy))?;
-        self.passes = Some(passes);
-        self.routed = Some(Routed { routing, passes, forward, backward: Vec::new() });
+        let mut routed = Routed { routing, passes, forward: Vec::new(), backward: Vec::new() };
+        match call {
+            LayerCall::Forward => routed.forward = self.prepared_forward(&routed)?,
+            LayerCall::Backward => routed.backward = self.prepared_backward(&routed)?,
+            LayerCall::WeightGradient => {}
+        }
+        (self.passes, self.routed) = (Some(passes), Some(routed));
         Ok(())
     }
 
@@ -276,12 +286,13 @@ impl<M: Machine> ExpertLayer<M> {
         Ok(prepared)
     }
 
-    /// The backward under the routing, made ready where it is not.
-    fn prepare_backward(&mut self) -> Result<(), ExecError> {
-        let routed = self.routed.as_ref().ok_or_else(unrouted)?;
-        if !routed.backward.is_empty() {
-            return Ok(());
-        }
+    fn prepared_forward(&self, routed: &Routed<M>) -> Result<Vec<Rank<M>>, ExecError> {
+        let ExpertPass { policy, groups } = routed.passes.forward;
+        let plan = ExpertPlan::new(self.options.spec, routed.routing.clone(), groups);
+        self.prepare(&plan, policy, |rank| lower_expert_forward(&plan, rank, policy))
+    }
+
+    fn prepared_backward(&self, routed: &Routed<M>) -> Result<Vec<Rank<M>>, ExecError> {
         let ExpertPass { policy, groups } = routed.passes.backward;
         let (plan, gradient) =
             (ExpertPlan::new(self.options.spec, routed.routing.clone(), groups), self.options.gradient);
@@ -290,10 +301,22 @@ impl<M: Machine> ExpertLayer<M> {
         if let Some(main_grad) = &self.main_grad {
             Prepared::bind_ranks(&mut backward, "main_grad", main_grad)?;
         }
-        if let Some(routed) = &mut self.routed {
-            routed.backward = backward;
+        Ok(backward)
+    }
+
+    /// Makes a pass ready under the routing where it is not.
+    fn make_ready(&mut self, call: LayerCall) -> Result<&mut Routed<M>, ExecError> {
+        let routed = self.routed.as_ref().ok_or_else(unrouted)?;
+        let (mut forward, mut backward) = (Vec::new(), Vec::new());
+        match call {
+            LayerCall::Forward if routed.forward.is_empty() => forward = self.prepared_forward(routed)?,
+            LayerCall::Backward if routed.backward.is_empty() => backward = self.prepared_backward(routed)?,
+            _ => {}
         }
-        Ok(())
+        let routed = self.routed.as_mut().ok_or_else(unrouted)?;
+        routed.forward.append(&mut forward);
+        routed.backward.append(&mut backward);
+        Ok(routed)
     }
 
     /// `y` of `x`.
@@ -303,7 +326,7 @@ impl<M: Machine> ExpertLayer<M> {
     /// whatever ends a run early.
     pub fn forward(&mut self, x: &RankBuffers<M>) -> Result<LayerPass<M>, ExecError> {
         self.check_count("x", x.len())?;
-        let routed = self.routed.as_mut().ok_or_else(unrouted)?;
+        let routed = self.make_ready(LayerCall::Forward)?;
         Prepared::bind_ranks(&mut routed.forward, "x", x)?;
         let timeline = Prepared::run_ranks(&mut routed.forward)?;
         Ok(LayerPass { result: Prepared::buffers_of(&routed.forward, "y")?, timeline })
@@ -316,10 +339,10 @@ impl<M: Machine> ExpertLayer<M> {
     pub fn backward(&mut self, x: &RankBuffers<M>, dy: &RankBuffers<M>) -> Result<LayerPass<M>, ExecError> {
         self.check_count("x", x.len())?;
         self.check_count("dy", dy.len())?;
-        self.prepare_backward()?;
-        let routed = self.routed.as_mut().ok_or_else(unrouted)?;
+        let needs_x = self.options.gradient != WeightGradient::Frozen;
+        let routed = self.make_ready(LayerCall::Backward)?;
         Prepared::bind_ranks(&mut routed.backward, "dy", dy)?;
-        if self.options.gradient != WeightGradient::Frozen {
+        if needs_x {
             Prepared::bind_ranks(&mut routed.backward, "x", x)?;
         }
         let timeline: Timeline = Prepared::run_ranks(&mut routed.backward)?;
@@ -344,10 +367,7 @@ impl<M: Machine> ExpertLayer<M> {
         tensors: &NamedBuffers<'_, M>,
         streams: Option<&[&Arc<<M::Backend as Backend>::Stream>]>,
     ) -> Result<Vec<Ticket<M::Backend>>, ExecError> {
-        if call == LayerCall::Backward {
-            self.prepare_backward()?;
-        }
-        let routed = self.routed.as_ref().ok_or_else(unrouted)?;
+        let routed = self.make_ready(call)?;
         let ranks: Vec<&Rank<M>> = match call {
             LayerCall::Forward => routed.forward.iter().collect(),
             LayerCall::Backward => routed.backward.iter().collect(),

@@ -75,7 +75,7 @@ where
         let captured = self
             .call_layer(call.stream, keepers, |callers| self.experts.enqueue(&self.group, call, callers))?;
         if captured {
-            self.experts.keep(&call.key);
+            self.experts.keep(call);
         }
         Ok(())
     }
