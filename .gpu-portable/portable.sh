@@ -24,7 +24,7 @@ timeout 60 "$BIN" bench gemm --device cuda --kernels portable --shapes "${LONG:-
 echo "status $?"; tail -2 "$OUT/long.err"
 stamp library
 products=()
-for shape in ${SHAPES//,/ }; do for layout in nt nn tn tn-store; do products+=("$shape:$layout"); done; done
+for shape in ${SHAPES//,/ }; do for layout in tn nt nn tn-store; do products+=("$shape:$layout"); done; done
 LIMIT=${LIMIT:-60} timeout 120 python3 "$here/library_rates.py" "${products[@]}" > "$OUT/library.jsonl" 2> "$OUT/library.err"
 echo "status $?"; tail -3 "$OUT/library.err"
 stamp layers; timeout 120 "$BIN" selftest --device cuda --quick --only "portable linear" > "$OUT/linear.txt" 2>&1; echo "status $?"; tail -8 "$OUT/linear.txt"
