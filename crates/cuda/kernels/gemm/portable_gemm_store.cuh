@@ -4,7 +4,7 @@
 
 #include "gemm/portable_gemm_config.cuh"
 #include "ptx/flag.cuh"
-#include "ptx/prefetch.cuh"
+#include "ptx/global_memory.cuh"
 
 namespace counterpoint {
 
@@ -73,8 +73,9 @@ struct ElementPieces {
   }
 };
 
-// A warp's part of a tile on its way to memory. A thread has a piece of every group of columns of every eighth row.
-template <typename C, typename Pieces, bool kAdds>
+// A warp's part of a tile on its way to memory. A thread has a piece of every group of columns of every eighth row. Tiles that are whole
+// have code without branches, so that exchanges of several pieces are under way at once.
+template <typename C, typename Pieces, bool kAdds, bool kWhole>
 struct PortableGemmPart {
   static constexpr u32 kPieces = C::kWarpN / Pieces::kColumns;
   static constexpr u32 kCount = 2 * C::kRowTiles * kPieces;
@@ -90,12 +91,12 @@ struct PortableGemmPart {
     return to + (u64(8 * group) * stride + Pieces::kColumns * p);
   }
   __device__ __forceinline__ bool has(u32 group, u32 p, u32 elements) const {
-    return i32(8 * group) < rows && i32(Pieces::kColumns * p + elements) <= columns;
+    return kWhole || (i32(8 * group) < rows && i32(Pieces::kColumns * p + elements) <= columns);
   }
   // Pieces go group by group.
   __device__ __forceinline__ void read(uint4& there, u32 index) const {
     const u32 group = index / kPieces, p = index % kPieces;
-    if (index < kCount && has(group, p, Pieces::kElements)) there = *reinterpret_cast<const uint4*>(at(group, p));
+    if (index < kCount && has(group, p, Pieces::kElements)) there = load_global_16(at(group, p));
   }
   __device__ __forceinline__ void store(const float (&acc)[C::kRowTiles][C::kWarpN / 2], u32 lane) const {
     uint4 there[kAhead];
@@ -117,7 +118,7 @@ struct PortableGemmPart {
           words[2] = Pieces::add(was.z, words[2]);
           words[3] = Pieces::add(was.w, words[3]);
         }
-        *reinterpret_cast<uint4*>(at(group, p)) = make_uint4(words[0], words[1], words[2], words[3]);
+        store_global_16(at(group, p), words);
       } else if (has(group, p, 1)) {
         edge(at(group, p), words, columns - i32(Pieces::kColumns * p));
       }
@@ -161,7 +162,12 @@ struct PortableGemmStore {
                                            u32 first) const {
     const u32 at = column + first + Pieces::column(lane), r = row + lane / 4;
     auto* to = reinterpret_cast<typename Pieces::Value*>(d) + (u64(r) * arguments.d_stride + at);
-    PortableGemmPart<C, Pieces, kAdds>{to, arguments.d_stride, i32(rows - r), i32(arguments.n - at)}.store(acc, lane);
+    const i32 rows_left = i32(rows - r), columns_left = i32(arguments.n - at);
+    if (rows == C::kTileM && i32(arguments.n - column) >= i32(C::kTileN)) {
+      PortableGemmPart<C, Pieces, kAdds, true>{to, arguments.d_stride, rows_left, columns_left}.store(acc, lane);
+    } else {
+      PortableGemmPart<C, Pieces, kAdds, false>{to, arguments.d_stride, rows_left, columns_left}.store(acc, lane);
+    }
   }
   // A warp's part, whose corner is at a row and column of the tile.
   __device__ __forceinline__ void store(float (&acc)[C::kRowTiles][C::kWarpN / 2], u32 lane, u32 row, u32 first) const {
