@@ -17,7 +17,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import wait
 from typing import Any
 
 import torch
@@ -172,7 +171,7 @@ def host() -> list[Row]:
     rows = [
         ("attention(q, k, v, plan), forward, no gradients", host_time(lambda: cp.attention(*plain, plan)), ""),
         ("  with gradients asked for", host_time(lambda: cp.attention(q, k, v, plan)), "goal 30"),
-        ("  of it the compiled module", host_time(lambda: calls.forward(stream, *places, None, *addresses, kept)), ""),
+        ("  of it the compiled module", host_time(lambda: calls.forward(stream, *places, None, *addresses, None, kept)), ""),
         ("  of it an autograd.Function that does nothing", host_time(lambda: Nothing.apply(q, k, v)), ""),
         ("  of it two allocations", host_time(lambda: (torch.empty_like(plain[0]), torch.empty_like(lse))), ""),
         ("  beside: scaled_dot_product_attention, no gradients", host_time(lambda: theirs(*by_head)), ""),
@@ -329,7 +328,8 @@ def fresh() -> list[Row]:
         def new(masks: list[cp.Mask], host: list[float], group: cp.LocalGroup = group) -> float:
             group.prefetch(masks[0], **arguments)
             # Of a loop that goes on; else the first plan, under which nothing computes, would be shared out over the steps.
-            wait([*group._prefetched.values()])
+            for prefetched in [*group._prefetched.values()]:
+                prefetched.result()
             torch.cuda.synchronize()
             began = time.perf_counter()
             for mask, following in zip(masks, [*masks[1:], None], strict=True):

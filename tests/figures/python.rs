@@ -13,10 +13,10 @@ pub(crate) fn blocks() -> [String; 3] {
     [calls(), ranks(), host_time()]
 }
 
-/// Calls on one H100, beside PyTorch's own attention.
+/// Calls on one H200, beside PyTorch's own attention.
 fn calls() -> String {
     const BESIDE: &str = "beside: scaled_dot_product_attention";
-    let text = run("2026-11-24-h100-group-python/python-3.txt");
+    let text = run("2026-11-28-h200-x2-evening/python.txt");
     let first = |label: &str| time(&text, "", label);
     let behind = |behind: &str, label: &str| time(&text, behind, label).to_owned();
     let pair = |labels: [&str; 2]| labels.map(first).join(", ");
@@ -60,9 +60,8 @@ fn calls() -> String {
     }
     let masks =
         ["8k", "16k", "32k"].map(|tokens| first(&format!("a new mask each step, {tokens} tokens, 4 layers")));
-    let rates = run("2026-11-24-h100-group-python/python-1.txt");
     let rates =
-        rates.lines().filter_map(|line| line.split_once(" TFLOP/s  ")?.1.split_once(" of bench attention"));
+        text.lines().filter_map(|line| line.split_once(" TFLOP/s  ")?.1.split_once(" of bench attention"));
     let rates = Figures::computed(rates.map(|(rate, _)| rate.parse().unwrap()));
     writeln!(table, "\n| what | figure |\n|---|---|").unwrap();
     writeln!(
