@@ -6,8 +6,8 @@ use counterpoint_driver::Header;
 
 use crate::{Arch, KernelSource};
 
-/// Every header below `kernels/`, sorted by name.
-const HEADERS: HeaderSet = HeaderSet::new(include!(concat!(env!("OUT_DIR"), "/headers.rs")));
+/// Every header below `kernels/`, sorted by name. Not a constant, of which every part of the program that asks for a kernel would have a copy.
+static HEADERS: HeaderSet = HeaderSet::new(include!(concat!(env!("OUT_DIR"), "/headers.rs")));
 
 /// A source with no text yet, which may include any header below `kernels/`. `name` is that of its one `extern "C"` entry point, and says
 /// what was chosen, such as `attention_forward_bf16_128`.
