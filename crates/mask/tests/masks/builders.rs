@@ -3,18 +3,7 @@
 use counterpoint_mask::{Documents, MAX_SEQLEN, Mask, MaskError, Window};
 use proptest::prelude::*;
 
-/// Compares every pair with `sees(row, col)`.
-fn check(mask: &Mask, sees: impl Fn(usize, usize) -> bool) -> Result<(), TestCaseError> {
-    let picture = mask.rasterise();
-    for row in 0..mask.seqlen_q() {
-        for col in 0..mask.seqlen_k() {
-            let found = picture[row * mask.seqlen_k() + col];
-            prop_assert_eq!(found, sees(row, col), "row {}, column {} of {:?}", row, col, mask);
-        }
-    }
-    prop_assert_eq!(mask.area(), picture.iter().filter(|&&sees| sees).count() as u64);
-    Ok(())
-}
+use super::pairs::check;
 
 /// The document of a token and its place in it.
 fn place(lengths: &[usize], token: usize) -> (usize, usize) {

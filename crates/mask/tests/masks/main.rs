@@ -3,6 +3,7 @@
 mod band;
 mod builders;
 mod cases;
+mod pairs;
 mod raster;
 mod shapes;
 mod text;

@@ -3,6 +3,8 @@
 use counterpoint_mask::{AttnSlice, Documents, Mask, MaskError, MaskType, Range, Window};
 use proptest::prelude::*;
 
+use super::pairs::check;
+
 const SIDE: usize = 14;
 
 fn slices() -> impl Strategy<Value = Vec<AttnSlice>> {
@@ -10,19 +12,6 @@ fn slices() -> impl Strategy<Value = Vec<AttnSlice>> {
     let kinds = [MaskType::Full, MaskType::Causal, MaskType::InvCausal, MaskType::BiCausal];
     let slice = (range(), range(), prop::sample::select(kinds.to_vec()));
     prop::collection::vec(slice.prop_map(|(q, k, kind)| AttnSlice::new(q, k, kind)), 0..7)
-}
-
-fn check(mask: &Mask, sees: impl Fn(usize, usize) -> bool) -> Result<(), TestCaseError> {
-    let picture = mask.rasterise();
-    for row in 0..mask.seqlen_q() {
-        for col in 0..mask.seqlen_k() {
-            let found = picture[row * mask.seqlen_k() + col];
-            prop_assert_eq!(found, sees(row, col), "row {}, column {} of {:?}", row, col, mask);
-        }
-    }
-    // Slices that share a pair would count it twice.
-    prop_assert_eq!(mask.area(), picture.iter().filter(|&&sees| sees).count() as u64);
-    Ok(())
 }
 
 proptest! {
