@@ -39,6 +39,8 @@ def update_graph(graph: torch.cuda.CUDAGraph, old: Plan, new: Plan) -> None:
         raise PlanError(
             "the graph has no call of this plan; update it from the plan that it was captured with, or updated to last"
         )
+    # Its rows are those that the graph moves, and the next update starts from it.
+    new._moves_rows_in_graphs |= old._moves_rows_in_graphs
 
 
 def _rows(plan: Plan) -> list[list[tuple[int, int]]]:

@@ -41,7 +41,7 @@ pub(super) struct GemmArguments {
     pub(super) counters_of_peers: u32,
 }
 
-/// Rows of D that a warpgroup puts into shared memory and the copy engine stores at once.
+/// Rows of D that a warpgroup puts into shared memory and TMA stores at once.
 pub(super) const STORED_ROWS: usize = 64;
 
 /// The launch of the Hopper kernel, and its CTAs, for so many units.
@@ -125,7 +125,7 @@ impl Gemm {
             hands: shape.hands,
             k_blocks: spec.size.k.div_ceil(64) as u32,
             n: spec.size.n as u32,
-            n_whole: self.columns_by_copy_engine() as u32,
+            n_whole: self.columns_by_tma() as u32,
             d_stride: spec.strides[2] as u32,
             pairs_columns: u32::from(shape.pair == TilePair::Columns),
             wide: u32::from(wide),
@@ -134,7 +134,7 @@ impl Gemm {
         })
     }
 
-    /// How the copy engine finds `rows` rows of one of A's tensors: along k, a CTA loads all rows of its operand, or half of those
+    /// How TMA finds `rows` rows of one of A's tensors: along k, a CTA loads all rows of its operand, or half of those
     /// that the other reads too.
     pub(super) fn map_of_a(&self, address: u64, rows: usize) -> Result<TensorMap, CudaError> {
         let Self { spec, shape, .. } = self;
@@ -174,20 +174,20 @@ impl Gemm {
     }
 
     /// Columns of D up to the last multiple of 16 bytes.
-    fn columns_by_copy_engine(&self) -> usize {
+    fn columns_by_tma(&self) -> usize {
         let of_16_bytes = 16 / self.spec.output.bytes() as usize;
         self.spec.size.n / of_16_bytes * of_16_bytes
     }
 
-    /// How the copy engine finds one destination's rows of D, of which it stores some at once.
+    /// How TMA finds one destination's rows of D, of which it stores some at once.
     pub(super) fn map_of_d(&self, address: u64, rows: usize, at_once: usize) -> Result<TensorMap, CudaError> {
         let Self { spec, shape, .. } = self;
         let (kind, box_columns) = match spec.output {
             Scalar::F32 => (TensorMapElement::F32, shape.wide_columns()),
             _ => (spec.element.tensor_map_element(), shape.chunk_columns()),
         };
-        // A tensor of the copy engine has at least one column. The kernel stores none by it where there are fewer.
-        let columns = self.columns_by_copy_engine().max(1) as u64;
+        // A tensor of TMA has at least one column. The kernel stores none by it where there are fewer.
+        let columns = self.columns_by_tma().max(1) as u64;
         let swizzle = match box_columns * kind.bytes() {
             32 => Swizzle::Span32,
             64 => Swizzle::Span64,

@@ -29,7 +29,7 @@ pub(super) struct Stretch {
     pub(super) rows: usize,
 }
 
-/// Rows of D that the copy engine knows as one tensor: stretches that follow each other in a share.
+/// Rows of D that TMA knows as one tensor: stretches that follow each other in a share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Destination {
     pub(super) share: usize,
@@ -124,7 +124,7 @@ pub(super) fn check(spec: &GemmSpec) -> Result<(), String> {
             spec.sources
         ));
     }
-    // The copy engine's boxes begin at multiples of 16 bytes.
+    // Boxes of TMA begin at multiples of 16 bytes.
     let begins = |stretch: &Stretch| (stretch.source_row * spec.element.bytes()).is_multiple_of(16);
     if spec.layout == GemmLayout::Tn && !stretches.iter().all(begins) {
         return Err(format!("shares of {:?} rows; A's columns take multiples of 16 bytes", spec.shares));
@@ -186,7 +186,7 @@ pub(super) fn tile_rows(spec: &GemmSpec) -> usize {
     stretches(spec).iter().map(|stretch| stretch.rows.div_ceil(TILE_ROWS)).sum()
 }
 
-/// Where stretches go, and for each of them the destination and its first row there. The copy engine stores 64 rows at once and
+/// Where stretches go, and for each of them the destination and its first row there. TMA stores 64 rows at once and
 /// stops at a destination's end, so a stretch that others follow in it has whole boxes of rows.
 pub(super) fn destinations(stretches: &[Stretch]) -> (Vec<Destination>, Vec<(usize, usize)>) {
     const BOX_ROWS: usize = 64;
