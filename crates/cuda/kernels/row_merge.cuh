@@ -10,6 +10,8 @@ namespace counterpoint {
 
 constexpr u32 kRowMergeThreads = 256;
 constexpr u32 kRowMergeSources = 128;
+// Heads of a row that a warp merges before it looks for more.
+constexpr u32 kRowMergeHeads = 4;
 // Elements of one row and head that a lane holds at once.
 constexpr u32 kRowMergeHeld = 4;
 
@@ -17,9 +19,11 @@ constexpr u32 kRowMergeHeld = 4;
 struct RowMergeSources {
   u64 out[kRowMergeSources];
   u64 lse[kRowMergeSources];
+  __device__ __forceinline__ u64 out_of(u32 source) const { return out[source]; }
+  __device__ __forceinline__ u64 lse_of(u32 source) const { return lse[source]; }
 };
 
-// Rows with the same operands; a warp merges them, head by head.
+// Rows with the same operands: several where they have few heads. A warp merges `kRowMergeHeads` heads of them at once.
 struct RowMergePiece {
   u32 to;  // first row
   u32 rows;
@@ -61,11 +65,12 @@ struct MergeOperand {
   float terms[kHeld][kPack];
 
   // Columns from `first` on, of row and head `at` of the operand's rows.
-  __device__ __forceinline__ void load(const RowMergeSources& sources, RowMergeOperand operand, u64 at, u32 heads,
-                                       u32 dim, u32 first) {
+  template <typename Sources>
+  __device__ __forceinline__ void load(const Sources& sources, RowMergeOperand operand, u64 at, u32 heads, u32 dim,
+                                       u32 first) {
     const u64 from = u64(operand.from) * heads + at;
-    lse = reinterpret_cast<const float*>(sources.lse[operand.source])[from];
-    const Partial* out = reinterpret_cast<const Partial*>(sources.out[operand.source]) + from * dim;
+    lse = reinterpret_cast<const float*>(sources.lse_of(operand.source))[from];
+    const Partial* out = reinterpret_cast<const Partial*>(sources.out_of(operand.source)) + from * dim;
 #pragma unroll
     for (u32 h = 0; h < kHeld; ++h) {
       const u32 column = first + 32 * h * kPack;
@@ -80,8 +85,8 @@ struct MergeOperand {
 
 // One row and head; heads longer than what a warp holds take several turns. An operand's rows are on their way while the one
 // before is merged: the chain of logarithms and weights is longer than memory's latency allows.
-template <typename Partial, typename Wire, typename Sum, typename Result, u32 kPack>
-__device__ __forceinline__ void merge_head(const RowMergeSources& sources, const RowMergePiece& piece,
+template <typename Partial, typename Wire, typename Sum, typename Result, u32 kPack, typename Sources>
+__device__ __forceinline__ void merge_head(const Sources& sources, const RowMergePiece& piece,
                                            const RowMergeOperand* __restrict__ operands, Result* result,
                                            float* result_lse, u64 at, u32 heads, u32 dim, bool accumulate, u32 lane) {
   using Operand = MergeOperand<Partial, kPack>;
@@ -142,18 +147,22 @@ __device__ __forceinline__ void merge_head(const RowMergeSources& sources, const
   if (lane == 0) result_lse[to] = lse;
 }
 
-// Any number of blocks. `result_lse` and the operands' are [rows, heads], the others [rows, heads, dim]. `packed`: every
-// address is aligned to 16 bytes, `dim` is a multiple of 4.
-template <typename Partial, typename Wire, typename Sum, typename Result>
-__device__ __forceinline__ void row_merge(const RowMergeSources& sources, const RowMergePiece* __restrict__ pieces,
+// Any number of blocks of `kThreads`. `Sources` says where the operands of each source begin. `result_lse` and the operands' are
+// [rows, heads], the others [rows, heads, dim]. `packed`: every address is aligned to 16 bytes, `dim` is a multiple of 4.
+template <typename Partial, typename Wire, typename Sum, typename Result, u32 kThreads = kRowMergeThreads, typename Sources>
+__device__ __forceinline__ void row_merge(const Sources& sources, const RowMergePiece* __restrict__ pieces,
                                           const RowMergeOperand* __restrict__ operands, Result* result,
                                           float* result_lse, u32 count, u32 heads, u32 dim, u32 accumulate,
                                           u32 packed) {
   const u32 lane = threadIdx.x % 32;
-  const u32 warps = gridDim.x * (kRowMergeThreads / 32);
-  for (u32 i = blockIdx.x * (kRowMergeThreads / 32) + threadIdx.x / 32; i < count; i += warps) {
-    const RowMergePiece piece = pieces[i];
-    for (u64 at = 0; at < u64(piece.rows) * heads; ++at) {
+  const u32 warps = gridDim.x * (kThreads / 32);
+  const u32 turns = heads > kRowMergeHeads ? (heads + kRowMergeHeads - 1) / kRowMergeHeads : 1;
+  for (u64 i = blockIdx.x * (kThreads / 32) + threadIdx.x / 32; i < u64(count) * turns; i += warps) {
+    const RowMergePiece piece = pieces[i / turns];
+    // A piece of more than one row has one turn.
+    const u32 begin = u32(i % turns) * kRowMergeHeads;
+    const u32 end = turns == 1 ? piece.rows * heads : min(begin + kRowMergeHeads, heads);
+    for (u32 at = begin; at < end; ++at) {
       if (packed) {
         merge_head<Partial, Wire, Sum, Result, 4>(sources, piece, operands, result, result_lse, at, heads, dim,
                                                   accumulate, lane);

@@ -14,6 +14,7 @@ constexpr u32 kRowReduceSources = 256;
 // Where every rank's partial results begin.
 struct RowReduceSources {
   u64 at[kRowReduceSources];
+  __device__ __forceinline__ u64 of(u32 source) const { return at[source]; }
 };
 
 // Elements that lie together and have the same operands; a warp sums them.
@@ -46,8 +47,8 @@ __device__ __forceinline__ void load_terms(Pack<Partial, kPack> (&terms)[kUnroll
 //
 // Beside a product there are few multiprocessors, and what each has on its way is what counts: the loads of two operands are
 // begun before the first is added.
-template <typename Partial, typename Wire, typename Sum, typename Result, u32 kPack>
-__device__ __forceinline__ void reduce_piece(const RowReduceSources& sources, const RowReducePiece& piece,
+template <typename Partial, typename Wire, typename Sum, typename Result, u32 kPack, typename Sources>
+__device__ __forceinline__ void reduce_piece(const Sources& sources, const RowReducePiece& piece,
                                              const RowReduceOperand* __restrict__ operands, Result* result,
                                              bool accumulate, u32 lane) {
   // As many as registers allow.
@@ -55,7 +56,7 @@ __device__ __forceinline__ void reduce_piece(const RowReduceSources& sources, co
   const u32 packs = piece.count / kPack;
   const auto terms_of = [&](u32 operand) {
     const RowReduceOperand from = operands[operand];
-    return reinterpret_cast<const Partial*>(sources.at[from.source]) + from.from;
+    return reinterpret_cast<const Partial*>(sources.of(from.source)) + from.from;
   };
   for (u32 first = lane; first < packs; first += 32 * kUnroll) {
     float sums[kUnroll][kPack] = {};
@@ -114,14 +115,15 @@ __device__ __forceinline__ void reduce_piece(const RowReduceSources& sources, co
   }
 }
 
-// Any number of blocks. `packed`: every address is aligned to 16 bytes, every offset and count is a multiple of 8 elements.
-template <typename Partial, typename Wire, typename Sum, typename Result>
-__device__ __forceinline__ void row_reduce(const RowReduceSources& sources, const RowReducePiece* __restrict__ pieces,
+// Any number of blocks of `kThreads`. `Sources` says where the operands of each source begin. `packed`: every address is aligned to
+// 16 bytes, every offset and count is a multiple of 8 elements.
+template <typename Partial, typename Wire, typename Sum, typename Result, u32 kThreads = kRowReduceThreads, typename Sources>
+__device__ __forceinline__ void row_reduce(const Sources& sources, const RowReducePiece* __restrict__ pieces,
                                            const RowReduceOperand* __restrict__ operands, Result* result, u32 count,
                                            u32 accumulate, u32 packed) {
   const u32 lane = threadIdx.x % 32;
-  const u32 warps = gridDim.x * (kRowReduceThreads / 32);
-  for (u32 i = blockIdx.x * (kRowReduceThreads / 32) + threadIdx.x / 32; i < count; i += warps) {
+  const u32 warps = gridDim.x * (kThreads / 32);
+  for (u32 i = blockIdx.x * (kThreads / 32) + threadIdx.x / 32; i < count; i += warps) {
     const RowReducePiece piece = pieces[i];
     if (packed) {
       reduce_piece<Partial, Wire, Sum, Result, 16 / sizeof(Partial)>(sources, piece, operands, result, accumulate, lane);

@@ -34,6 +34,7 @@ pub fn shared_layouts() -> Vec<SharedLayout> {
         super::link_copy::layouts(),
         super::link_barrier::layouts(),
         super::link_reduce::layouts(),
+        super::link_rows::layouts(),
         super::staged_reduce::layouts(),
         super::portable_backward::layouts(),
         super::portable_backward_query::layouts(),

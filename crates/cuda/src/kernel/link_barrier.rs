@@ -214,6 +214,11 @@ impl LinkArrivals {
 }
 
 impl LinkCall {
+    /// Where this rank's tensor of that number is on its side of its own work.
+    pub(super) fn own_address(&self, tensor: usize) -> u64 {
+        self.own[tensor]
+    }
+
     /// The same call where ranks are processes, which reach the announced tensors by other addresses than this one.
     #[must_use]
     pub fn shifted(self, shifts: &LinkShifts) -> Self {

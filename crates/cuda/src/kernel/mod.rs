@@ -23,6 +23,7 @@ mod link_barrier;
 mod link_copy;
 mod link_litmus;
 mod link_reduce;
+mod link_rows;
 mod operand_rows;
 mod portable_backward;
 mod portable_backward_query;
@@ -81,6 +82,7 @@ pub use link_barrier::{
 pub use link_copy::{LinkCopy, LinkDelivery, LinkDirection, LinkPhase};
 pub use link_litmus::{LinkLitmus, LitmusResult};
 pub use link_reduce::{LinkOperands, LinkReduce, LinkReduceSpec};
+pub use link_rows::{LinkMerge, LinkSum};
 pub use portable_backward::PortableBackward;
 pub use portable_forward::PortableForward;
 pub use random_fill::RandomFill;

@@ -14,8 +14,8 @@ const THREADS: u32 = 256;
 const WARPS: u64 = 8;
 /// Pointers of one launch (`kRowMergeSources`).
 const SOURCES: usize = 128;
-/// Heads that a warp merges before it looks for more.
-const HEADS: u64 = 16;
+/// Heads that a warp merges before it looks for more (`kRowMergeHeads`).
+const HEADS: u32 = 4;
 
 /// Partial results of attention, (out, lse) pairs over disjoint columns, merged into their owner's rows, prepared to run
 /// many times. The operands of a row are merged in the order of their peers. Logarithms are f32.
@@ -45,6 +45,18 @@ pub struct RowMergeSpec {
     pub dim: u32,
 }
 
+impl RowMergeSpec {
+    /// What warps of the kernel take from a list of so many pieces.
+    pub(super) fn turns(&self, pieces: u32) -> u64 {
+        u64::from(pieces) * u64::from(self.heads.div_ceil(HEADS).max(1))
+    }
+
+    /// Whether heads are multiples of what the kernel packs.
+    pub(super) fn packs(&self) -> bool {
+        self.dim.is_multiple_of(4)
+    }
+}
+
 /// `RowMergeSources` of the kernel.
 #[derive(Clone, Copy)]
 #[repr(C)]
@@ -56,7 +68,7 @@ struct RowMergeSources {
 /// `RowMergePiece` of the kernel.
 #[derive(Clone, Copy, Debug, NoUninit)]
 #[repr(C)]
-struct RowMergePiece {
+pub(super) struct RowMergePiece {
     to: u32,
     rows: u32,
     operand_begin: u32,
@@ -66,7 +78,7 @@ struct RowMergePiece {
 /// `RowMergeOperand` of the kernel.
 #[derive(Clone, Copy, Debug, NoUninit)]
 #[repr(C)]
-struct RowMergeOperand {
+pub(super) struct RowMergeOperand {
     from: u32,
     source: u32,
 }
@@ -92,23 +104,7 @@ impl RowMerge {
             let reason = format!("{peers} ranks merge into one, at most {SOURCES} can");
             return Err(CudaError::Launch { kernel: function.name().to_owned(), reason });
         }
-        let (mut pieces, mut operands) = (Vec::new(), Vec::new());
-        let most = (HEADS / u64::from(spec.heads.max(1))).max(1) as usize;
-        for part in operand_rows(moves, spec.rows, spec.accumulate == Accumulate::Start) {
-            let mut done = 0;
-            while done < part.rows.len() {
-                let rows = most.min(part.rows.len() - done);
-                let operand_begin = operands.len() as u32;
-                operands.extend(part.operands.iter().map(|&(peer, from)| RowMergeOperand {
-                    from: (from + done) as u32,
-                    source: peer as u32,
-                }));
-                let operand_end = operands.len() as u32;
-                let to = (part.rows.start + done) as u32;
-                pieces.push(RowMergePiece { to, rows: rows as u32, operand_begin, operand_end });
-                done += rows;
-            }
-        }
+        let (pieces, operands) = lists(spec, moves);
         Ok(Self {
             function,
             count: pieces.len() as u32,
@@ -143,8 +139,8 @@ impl RowMerge {
             addresses |= sources.out[peer];
         }
         let RowMergeSpec { heads, dim, accumulate, .. } = self.spec;
-        let packed = dim.is_multiple_of(4) && addresses.is_multiple_of(16);
-        let blocks = blocks_of(u64::from(self.count).div_ceil(WARPS), self.sm_count);
+        let packed = self.spec.packs() && addresses.is_multiple_of(16);
+        let blocks = blocks_of(self.spec.turns(self.count).div_ceil(WARPS), self.sm_count);
         let arguments = (
             sources,
             self.pieces.address(),
@@ -161,6 +157,30 @@ impl RowMerge {
         // freed only after what is enqueued; the rest is the caller's promise.
         unsafe { self.function.launch(stream, &Launch::linear(blocks, THREADS), &arguments) }
     }
+}
+
+/// The rows of the result, cut into what a warp merges, and their operands.
+pub(super) fn lists(spec: &RowMergeSpec, moves: &[RowMove]) -> (Vec<RowMergePiece>, Vec<RowMergeOperand>) {
+    let (mut pieces, mut operands) = (Vec::new(), Vec::new());
+    // Rows with more heads are merged in several turns, each row by itself.
+    let most = (HEADS / spec.heads.max(1)).max(1) as usize;
+    for part in operand_rows(moves, spec.rows, spec.accumulate == Accumulate::Start) {
+        let mut done = 0;
+        while done < part.rows.len() {
+            let rows = most.min(part.rows.len() - done);
+            let operand_begin = operands.len() as u32;
+            operands.extend(
+                part.operands
+                    .iter()
+                    .map(|&(peer, from)| RowMergeOperand { from: (from + done) as u32, source: peer as u32 }),
+            );
+            let operand_end = operands.len() as u32;
+            let to = (part.rows.start + done) as u32;
+            pieces.push(RowMergePiece { to, rows: rows as u32, operand_begin, operand_end });
+            done += rows;
+        }
+    }
+    (pieces, operands)
 }
 
 fn source(arch: Arch, types: ReduceTypes) -> KernelSource {

@@ -93,7 +93,7 @@ struct RowReduceSources {
 /// `RowReducePiece` of the kernel.
 #[derive(Clone, Copy, Debug, NoUninit)]
 #[repr(C)]
-struct RowReducePiece {
+pub(super) struct RowReducePiece {
     to: u64,
     count: u32,
     operand_begin: u32,
@@ -101,10 +101,18 @@ struct RowReducePiece {
     divisor: u32,
 }
 
+impl RowReducePiece {
+    /// The same piece where its operands are listed behind so many others.
+    pub(super) fn behind(self, operands: u32) -> Self {
+        let (operand_begin, operand_end) = (self.operand_begin + operands, self.operand_end + operands);
+        Self { operand_begin, operand_end, ..self }
+    }
+}
+
 /// `RowReduceOperand` of the kernel.
 #[derive(Clone, Copy, Debug, NoUninit)]
 #[repr(C)]
-struct RowReduceOperand {
+pub(super) struct RowReduceOperand {
     from: u64,
     source: u32,
     reserved: u32,
@@ -123,6 +131,13 @@ pub struct RowReduceSpec {
     pub rows: usize,
     /// Elements of one row.
     pub row_elements: u64,
+}
+
+impl RowReduceSpec {
+    /// Whether rows are multiples of what the kernel packs.
+    pub(super) fn packs(&self) -> bool {
+        self.row_elements.is_multiple_of(PACK)
+    }
 }
 
 impl RowReduce {
@@ -154,7 +169,7 @@ impl RowReduce {
             operands: DeviceBuffer::from_slice(stream, &operands)?,
             peers,
             accumulate: spec.accumulate == Accumulate::Continue,
-            packs: spec.row_elements.is_multiple_of(PACK),
+            packs: spec.packs(),
             sm_count: device.sm_count(),
         })
     }
@@ -207,7 +222,7 @@ impl RowReduce {
 }
 
 /// The rows of the result, cut into what a warp sums.
-fn lists(
+pub(super) fn lists(
     spec: &RowReduceSpec,
     moves: &[RowMove],
     sm_count: u32,

@@ -13,8 +13,9 @@ use super::own_rows::OwnRows;
 use super::rows;
 use super::{Call, CallError, CudaPending, CudaTransport, addresses};
 use crate::kernel::{
-    LINK_PARTS, LINK_TENSORS, LinkArrivals, LinkCall, LinkCopy, LinkDelivery, LinkDirection, LinkOperands,
-    LinkPeers, LinkPhase, LinkReduce, LinkReduceSpec, RowMove, Scalar,
+    LINK_PARTS, LINK_TENSORS, LinkArrivals, LinkCall, LinkCopy, LinkDelivery, LinkDirection, LinkMerge,
+    LinkOperands, LinkPeers, LinkPhase, LinkReduce, LinkReduceSpec, LinkSum, RowMergeSpec, RowMove,
+    RowReduceSpec, Scalar,
 };
 use crate::{CudaBarrier, CudaError, Device, Stream};
 
@@ -32,8 +33,7 @@ pub(super) struct LinkWork {
     may_use_engines: bool,
     /// Of a row of all tensors.
     row_bytes: u64,
-    /// Of a group-reduce.
-    spec: Option<LinkReduceSpec>,
+    spec: LinkSpec,
     pub(super) side: LinkSide<Connected>,
 }
 
@@ -49,6 +49,53 @@ pub(super) struct Connected {
 enum LinkKernel {
     Copy(LinkCopy),
     Reduce(LinkReduce),
+    Sum(LinkSum),
+    Merge(LinkMerge),
+}
+
+/// What the kernel of a collective does with the rows.
+enum LinkSpec {
+    Copy,
+    /// Sums in f32 of what comes as it is.
+    Reduce(LinkReduceSpec),
+    /// Sums in other types, or of what is rounded on its way; a tensor each.
+    Sum(Vec<RowReduceSpec>),
+    /// A merge by logarithms.
+    Merge(RowMergeSpec),
+}
+
+impl LinkSpec {
+    fn of(collective: &Collective, outputs: &[BufferSpec]) -> Result<Self, CudaError> {
+        let Some(reduction) = &collective.reduction else { return Ok(Self::Copy) };
+        let tensors = &collective.contract.tensors;
+        Ok(match (reduction.op, &tensors[..], outputs) {
+            (ReduceOp::Lse, [out, lse], [result, _]) => {
+                Self::Merge(rows::merge_spec(collective, reduction, [out, lse], result)?)
+            }
+            _ if tensors.iter().all(|tensor| is_copied(tensor, reduction)) => {
+                Self::Reduce(reduce_spec(collective, reduction, outputs, LinkOperands::Announced)?)
+            }
+            _ => Self::Sum(rows::sum_specs(collective, reduction, outputs)?),
+        })
+    }
+
+    fn load(&self, device: &Device) -> Result<(), CudaError> {
+        match self {
+            Self::Copy => LinkCopy::load(device, CAST),
+            Self::Reduce(spec) => LinkReduce::load(device, spec.types),
+            Self::Sum(specs) => specs.first().map_or(Ok(()), |spec| LinkSum::load(device, spec.types)),
+            Self::Merge(spec) => LinkMerge::load(device, spec.types),
+        }
+    }
+}
+
+/// Whether copy engines of multiprocessors fetch what a sum adds of this tensor.
+fn is_copied(tensor: &WireTensor, reduction: &Reduction) -> bool {
+    let [partial, wire, sum] = [tensor.dtype, tensor.wire, reduction.dtype].map(Scalar::of);
+    let types = partial.zip(wire).zip(sum);
+    types.is_some_and(|((partial, wire), sum)| {
+        LinkReduce::takes(partial, wire, sum, tensor.row_elements as u64)
+    })
 }
 
 /// Whether there is a kernel for a collective. Depends on what all ranks agree on only.
@@ -65,11 +112,10 @@ pub(super) fn takes(collective: &Collective) -> bool {
         Some(reduction) => {
             let alike =
                 tensors.windows(2).all(|pair| pair[0].dtype == pair[1].dtype && pair[0].wire == pair[1].wire);
-            let takes = |tensor: &WireTensor| -> Option<bool> {
-                let [partial, wire, sum] = [tensor.dtype, tensor.wire, reduction.dtype].map(Scalar::of);
-                Some(LinkReduce::takes(partial?, wire?, sum?, tensor.row_elements as u64))
-            };
-            alike && reduction.op != ReduceOp::Lse && tensors.iter().all(|tensor| takes(tensor) == Some(true))
+            match reduction.op {
+                ReduceOp::Lse => tensors.len() == 2,
+                ReduceOp::Sum | ReduceOp::Avg => alike,
+            }
         }
     }
 }
@@ -82,16 +128,9 @@ impl LinkWork {
         place: (usize, usize),
         (num_sms, engines): (u32, EngineUse),
     ) -> Result<Self, CudaError> {
-        let spec = collective
-            .reduction
-            .as_ref()
-            .map(|reduction| reduce_spec(collective, reduction, outputs, LinkOperands::Announced));
-        let spec = spec.transpose()?;
-        match &spec {
-            Some(spec) => LinkReduce::load(setup.device(), spec.types)?,
-            None => LinkCopy::load(setup.device(), CAST)?,
-        }
-        let may_use_engines = spec.is_none() && collective.delivery_parts.is_none();
+        let spec = LinkSpec::of(collective, outputs)?;
+        spec.load(setup.device())?;
+        let may_use_engines = matches!(spec, LinkSpec::Copy) && collective.delivery_parts.is_none();
         let row_bytes = rows::row_bytes(collective).iter().sum();
         let side = LinkSide::new(setup)?;
         Ok(Self { place, num_sms, engines, may_use_engines, row_bytes, spec, side })
@@ -109,7 +148,7 @@ impl LinkWork {
 
     /// Whether other ranks write this one's outputs; else they read its inputs.
     pub(super) fn writes_outputs(&self) -> bool {
-        self.spec.is_none() && CAST == LinkDirection::Push
+        matches!(self.spec, LinkSpec::Copy) && CAST == LinkDirection::Push
     }
 
     /// Who needs to know where the outputs are: in the first run those that send so many rows of a group-cast that they may leave them
@@ -174,11 +213,19 @@ impl LinkWork {
         let (incoming, outgoing) = (of(&pattern.incoming), of(&pattern.outgoing));
         let (announce_to, work_on) = if pushes { (incoming, outgoing) } else { (outgoing, incoming) };
         let kernel = match &self.spec {
-            None => {
+            LinkSpec::Copy => {
                 let delivery = signalled.map_or(LinkDelivery::Whole, |_| LinkDelivery::Parts);
                 LinkKernel::Copy(LinkCopy::new(lists, CAST, &row_bytes, &parts, delivery, self.num_sms)?)
             }
-            Some(spec) => LinkKernel::Reduce(LinkReduce::new(lists, spec, &parts.concat(), self.num_sms)?),
+            LinkSpec::Reduce(spec) => {
+                LinkKernel::Reduce(LinkReduce::new(lists, spec, &parts.concat(), self.num_sms)?)
+            }
+            LinkSpec::Sum(specs) => {
+                LinkKernel::Sum(LinkSum::new(lists, specs, &parts.concat(), self.num_sms)?)
+            }
+            LinkSpec::Merge(spec) => {
+                LinkKernel::Merge(LinkMerge::new(lists, spec, &parts.concat(), self.num_sms)?)
+            }
         };
         let peers = LinkPeers { mailboxes, announce_to, work_on };
         Ok(Connected { kernel, engine, own_rows, peers })
@@ -199,7 +246,7 @@ impl CudaTransport {
         let gather = |posts: &[_], lists: &Stream| work.gather(&self.device, own, posts, lists);
         let connected = work.side.connected_by(call, self.setup()?, posts, gather)?;
         // A sum also makes the rows that have no operand.
-        if connected.peers.mailboxes.is_empty() && work.spec.is_none() {
+        if connected.peers.mailboxes.is_empty() && matches!(work.spec, LinkSpec::Copy) {
             barrier.map_or(Ok(()), |barrier| barrier.arrive(stream.queue()))?;
             return Ok(());
         }
@@ -234,6 +281,8 @@ impl CudaTransport {
                 None => unsafe { copy.launch(stream.queue(), &link, LinkPhase::Whole, started) }?,
             },
             LinkKernel::Reduce(reduce) => unsafe { reduce.launch(stream.queue(), &link, started) }?,
+            LinkKernel::Sum(sum) => unsafe { sum.launch(stream.queue(), &link, started) }?,
+            LinkKernel::Merge(merge) => unsafe { merge.launch(stream.queue(), &link, started) }?,
         }
         connected.own_rows.as_ref().map_or(Ok(()), |own_rows| own_rows.join(stream.queue()))?;
         // Those that have published where their outputs are.

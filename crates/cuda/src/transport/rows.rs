@@ -140,30 +140,15 @@ impl RowWork {
             Some(reduction) if reduction.op == ReduceOp::Lse => {
                 let pairs = tensors.chunks_exact(2).zip(outputs.chunks_exact(2));
                 let merge = |(pair, output): (&[WireTensor], &[BufferSpec])| {
-                    let heads = pair[1].row_elements;
-                    let spec = RowMergeSpec {
-                        accumulate: reduction.accumulate,
-                        types: types(&pair[0], reduction, &output[0]).map_err(refuse)?,
-                        rows: output[0].rows(),
-                        heads: heads as u32,
-                        dim: (pair[0].row_elements / heads.max(1)) as u32,
-                    };
+                    let spec = merge_spec(collective, reduction, [&pair[0], &pair[1]], &output[0])?;
                     RowMerge::new(setup, &spec, &moves)
                 };
                 Self::Merge(pairs.map(merge).collect::<Result<_, _>>()?)
             }
             Some(reduction) => {
-                let reduce = |(tensor, output): (&WireTensor, &BufferSpec)| {
-                    let spec = RowReduceSpec {
-                        op: reduction.op,
-                        accumulate: reduction.accumulate,
-                        types: types(tensor, reduction, output).map_err(refuse)?,
-                        rows: output.rows(),
-                        row_elements: tensor.row_elements as u64,
-                    };
-                    RowReduce::new(setup, &spec, &moves)
-                };
-                let each = tensors.iter().zip(outputs).map(reduce).collect::<Result<_, _>>()?;
+                let specs = sum_specs(collective, reduction, outputs)?;
+                let reduce = |spec| RowReduce::new(setup, spec, &moves);
+                let each = specs.iter().map(reduce).collect::<Result<_, _>>()?;
                 let few = sms.zip(few_spec(setup.device(), collective, reduction, outputs, parts.len()));
                 match few {
                     Some((sms, spec)) => Self::Few(StagedReduce::new(setup, &spec, &moves, sms)?, each),
@@ -216,6 +201,43 @@ impl RowWork {
             }
         }
     }
+}
+
+/// The merge of one pair (out, lse) of a collective into `result`.
+pub(super) fn merge_spec(
+    collective: &Collective,
+    reduction: &Reduction,
+    [out, lse]: [&WireTensor; 2],
+    result: &BufferSpec,
+) -> Result<RowMergeSpec, CudaError> {
+    let refuse = |reason| CudaError::Launch { kernel: collective.contract.kind.clone(), reason };
+    let heads = lse.row_elements;
+    Ok(RowMergeSpec {
+        accumulate: reduction.accumulate,
+        types: types(out, reduction, result).map_err(refuse)?,
+        rows: result.rows(),
+        heads: heads as u32,
+        dim: (out.row_elements / heads.max(1)) as u32,
+    })
+}
+
+/// The sums of a collective, one for each tensor.
+pub(super) fn sum_specs(
+    collective: &Collective,
+    reduction: &Reduction,
+    outputs: &[BufferSpec],
+) -> Result<Vec<RowReduceSpec>, CudaError> {
+    let refuse = |reason| CudaError::Launch { kernel: collective.contract.kind.clone(), reason };
+    let spec = |(tensor, output): (&WireTensor, &BufferSpec)| {
+        Ok(RowReduceSpec {
+            op: reduction.op,
+            accumulate: reduction.accumulate,
+            types: types(tensor, reduction, output).map_err(refuse)?,
+            rows: output.rows(),
+            row_elements: tensor.row_elements as u64,
+        })
+    };
+    collective.contract.tensors.iter().zip(outputs).map(spec).collect()
 }
 
 /// What one launch on a few multiprocessors sums, where there is a kernel for it.
