@@ -47,6 +47,12 @@ pub struct TileCost {
     pub slowdown_seconds: f64,
 }
 
+/// Blocks of the shortest part of a tile that is split, what a part costs beside its blocks, in tiles, and what merging them costs in all, in
+/// columns (as [`TileSplit`](counterpoint_tiles::TileSplit)).
+const LEAST_PART: usize = 4;
+const PART_TILES: f64 = 2.0;
+const MERGE_COLUMNS: f64 = 400.0;
+
 /// Tiles up to so many blocks, most of them alike, are walked in step, so that neighbours read the same rows anyway.
 const IN_STEP: usize = 32;
 
@@ -243,11 +249,15 @@ impl TileCost {
         let block = block as f64 + self.block_columns;
         let walked = blocks as f64 * block + bounded_blocks as f64 * self.bounded_columns + staggered;
         let tiles = tiles as f64 * tile_heads;
+        // Forwards that neither begin from a state nor leave one split tiles that are too few for all.
+        let may_split = direction == TileDirection::Forward && !work.staged && longest_tile >= 2 * LEAST_PART;
         Walk {
             blocks: walked * heads,
             all: walked * heads + tiles * self.tile_columns,
             tiles,
             longest: longest_tile as f64 * block * walks + self.tile_columns,
+            least_part: may_split.then_some(LEAST_PART as f64 * block),
+            part: PART_TILES * self.tile_columns,
         }
     }
 }
@@ -271,6 +281,10 @@ pub(crate) struct Walk {
     tiles: f64,
     /// The tile that takes longest.
     longest: f64,
+    /// What the shortest part of a tile walks, where tiles can be split.
+    least_part: Option<f64>,
+    /// What a part costs beside that.
+    part: f64,
 }
 
 impl Walk {
@@ -278,7 +292,21 @@ impl Walk {
     /// tile behind; and nobody finishes before the longest tile.
     pub(crate) fn until_last(&self, workers: usize) -> f64 {
         let behind = self.all / self.tiles.max(1.0) / 2.0;
-        (self.all / workers as f64 + behind).max(self.longest)
+        let share = self.all / workers as f64;
+        let whole = (share + behind).max(self.longest);
+        match self.least_part {
+            Some(least) if self.longest > share => whole.min(self.in_parts(share, least)),
+            _ => whole,
+        }
+    }
+
+    /// The same of tiles that are split until the longest part is about everybody's share.
+    fn in_parts(&self, share: f64, least: f64) -> f64 {
+        let part = share.max(least);
+        let parts = (self.blocks / part).max(self.tiles);
+        // Those of the workers that have one more than others.
+        (share * (1.0 + self.part * parts / self.all.max(1.0)) + part / 4.0).max(part + self.part)
+            + MERGE_COLUMNS
     }
 }
 

@@ -76,6 +76,17 @@ pub struct TileSplit {
     pub last_round_partials: usize,
 }
 
+/// Which tiles leave partial results, which are merged after, in f32.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum TilePartials {
+    /// The parts of those that are split.
+    #[default]
+    OfSplit,
+    /// All: a tile that is whole leaves one.
+    OfAll,
+}
+
 /// How a [`TileSchedule`](super::TileSchedule) is made. All sizes are in tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct TileScheduleConfig {
@@ -93,6 +104,8 @@ pub struct TileScheduleConfig {
     pub order: TileOrder,
     /// Whether and for whom tiles may be split. Merging parts rounds differently from not splitting.
     pub split: Option<TileSplit>,
+    /// Which tiles leave partial results.
+    pub partials: TilePartials,
     /// Key row from which on keys arrive while the kernel runs: no block and no tile of keys lies on both sides of it, and tiles
     /// that need none of the later rows come before the others.
     pub arrival: Option<usize>,
@@ -109,6 +122,7 @@ impl TileScheduleConfig {
             blocks: TilePlacement::Tight,
             order: TileOrder::Work,
             split: None,
+            partials: TilePartials::OfSplit,
             arrival: None,
         }
     }

@@ -17,7 +17,7 @@ pub struct Tile {
     pub run_begin: u32,
     /// End of the runs. Without any, the results of the rows are zeros.
     pub run_end: u32,
-    /// -1, or the slot of the partial result that this part of a split tile writes.
+    /// -1, or the slot of the partial result that this tile, or part of one, writes.
     pub partial: i32,
     /// Blocks in all its runs.
     pub blocks: u32,

@@ -27,7 +27,7 @@ mod walk;
 mod walked;
 
 pub use classes::TileClasses;
-pub use config::{TileDirection, TileOrder, TilePlacement, TileScheduleConfig, TileSplit};
+pub use config::{TileDirection, TileOrder, TilePartials, TilePlacement, TileScheduleConfig, TileSplit};
 pub use counts::{AlikeTiles, TileCounting, TileCounts};
 pub use error::TileScheduleError;
 pub use head_groups::HeadGroups;
@@ -156,9 +156,11 @@ impl TileSchedule {
         let (config, merges) = (*config, Vec::new());
         let mut schedule =
             Self { config, q_rows, k_rows, area, tiles, runs, bounds, merges, partials: 0, ready_tiles: 0 };
-        if let Some(cuts) = config.split.and_then(|split| split::cuts(&schedule.tiles, config.block, &split))
-        {
-            schedule.split(&cuts);
+        let cuts = config.split.and_then(|split| split::cuts(&schedule.tiles, config.block, &split));
+        match (cuts, config.partials) {
+            (Some(cuts), _) => schedule.split(&cuts),
+            (None, TilePartials::OfAll) => schedule.split(&vec![Cut::WHOLE; schedule.tiles.len()]),
+            (None, TilePartials::OfSplit) => {}
         }
         match config.order {
             TileOrder::Work => sort_by_work(&mut schedule.tiles),
@@ -169,11 +171,9 @@ impl TileSchedule {
     }
 
     fn split(&mut self, cuts: &[Cut]) {
-        let direction = self.config.direction;
-        let parts =
-            Parts::new(&self.tiles, &self.runs, &self.bounds, self.config.block, cuts, |bound, run| {
-                bound.clip(direction, run)
-            });
+        let TileScheduleConfig { direction, block, partials, .. } = self.config;
+        let lists = (&*self.tiles, &*self.runs, &*self.bounds);
+        let parts = Parts::new(lists, (block, partials), cuts, |bound, run| bound.clip(direction, run));
         (self.tiles, self.runs, self.bounds) = (parts.tiles, parts.runs, parts.bounds);
         (self.merges, self.partials) = (parts.merges, parts.slots as usize);
     }

@@ -1,7 +1,7 @@
 //! Splitting tiles along the walked axis.
 
 use super::list_time::list_time;
-use super::{TILE_COST, Tile, TileBound, TileMerge, TileRun, TileSplit};
+use super::{TILE_COST, Tile, TileBound, TileMerge, TilePartials, TileRun, TileSplit};
 
 /// A part of fewer blocks would wait for its first block longer than it computes.
 const LEAST_PART: usize = 4;
@@ -23,7 +23,7 @@ pub(super) struct Cut {
 }
 
 impl Cut {
-    const WHOLE: Self = Self { first: 0, parts: 1 };
+    pub(super) const WHOLE: Self = Self { first: 0, parts: 1 };
 
     fn equal(parts: usize) -> Self {
         Self { first: 0, parts }
@@ -193,16 +193,15 @@ pub(super) struct Parts {
 impl Parts {
     /// Cuts each of `tiles` as the one of `cuts` says.
     pub(super) fn new(
-        tiles: &[Tile],
-        runs: &[TileRun],
-        bounds: &[TileBound],
-        block: usize,
+        (tiles, runs, bounds): (&[Tile], &[TileRun], &[TileBound]),
+        (block, partials): (usize, TilePartials),
         cuts: &[Cut],
         clip: impl Fn(&TileBound, &TileRun) -> Option<TileBound>,
     ) -> Self {
         let mut split = Self::default();
         for (tile, cut) in tiles.iter().zip(cuts) {
             let (parts, slot) = (cut.count(), split.slots);
+            let is_merged = parts > 1 || partials == TilePartials::OfAll;
             let mut first = 0;
             for (index, size) in cut.sizes(tile.blocks as usize).enumerate() {
                 let end = first + size;
@@ -215,7 +214,7 @@ impl Parts {
                     end,
                     &clip,
                 );
-                let partial = if parts > 1 { (slot + index as u32) as i32 } else { -1 };
+                let partial = if is_merged { (slot + index as u32) as i32 } else { -1 };
                 split.tiles.push(Tile {
                     run_begin,
                     run_end: split.runs.len() as u32,
@@ -225,7 +224,7 @@ impl Parts {
                 });
                 first = end;
             }
-            if parts > 1 {
+            if is_merged {
                 split.slots += parts as u32;
                 let (start, end) = (tile.start, tile.end);
                 split.merges.push(TileMerge { start, end, slot_begin: slot, slot_end: split.slots });

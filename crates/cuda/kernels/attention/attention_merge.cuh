@@ -1,4 +1,5 @@
-// Merges the partial results of split tiles: out and lse of a row over disjoint keys, and its sinks.
+// Merges the partial results of tiles: out and lse of a row over disjoint keys, and its sinks; into results, or in f32 into shares that are
+// merged with others.
 #pragma once
 
 #include "attention/tile_schedule.cuh"
@@ -10,7 +11,7 @@ struct AttentionMergeArguments {
   const TileMerge* merges;
   const float* partial_out;  // [slots, tile_tokens, heads_q, head_dim_v]
   const float* partial_lse;  // [slots, tile_tokens, heads_q]
-  Element* out;              // [rows_q, heads_q, head_dim_v]
+  void* out;                 // [rows_q, heads_q, head_dim_v]
   float* lse;                // [rows_q, heads_q]
   const float* sink;         // [sink_rows, heads_q]
   u32 tile_tokens;
@@ -19,7 +20,25 @@ struct AttentionMergeArguments {
   u32 sink_rows;
 };
 
-// A thread makes 8 columns of a row. Slots are summed in their order, so the result does not depend on timing.
+__device__ __forceinline__ void store_merged(Element* to, const float (&sums)[8], float factor) {
+  uint4 bits;
+  bits.x = pack(sums[0] * factor, sums[1] * factor);
+  bits.y = pack(sums[2] * factor, sums[3] * factor);
+  bits.z = pack(sums[4] * factor, sums[5] * factor);
+  bits.w = pack(sums[6] * factor, sums[7] * factor);
+  *reinterpret_cast<uint4*>(to) = bits;
+}
+
+__device__ __forceinline__ void store_merged(float* to, const float (&sums)[8], float factor) {
+#pragma unroll
+  for (u32 half = 0; half < 2; ++half) {
+    const float* from = sums + 4 * half;
+    reinterpret_cast<float4*>(to)[half] = {from[0] * factor, from[1] * factor, from[2] * factor, from[3] * factor};
+  }
+}
+
+// A thread makes 8 columns of a row. Slots are summed in their order, so the result does not depend on timing. `Result`: of `out`.
+template <typename Result>
 __device__ __forceinline__ void attention_merge(const AttentionMergeArguments& arguments) {
   const TileMerge merge = arguments.merges[blockIdx.x];
   const u32 head = blockIdx.y;
@@ -58,12 +77,7 @@ __device__ __forceinline__ void attention_merge(const AttentionMergeArguments& a
       }
     }
     const float factor = total > 0.0f ? 1.0f / total : 0.0f;
-    uint4 bits;
-    bits.x = pack(sums[0] * factor, sums[1] * factor);
-    bits.y = pack(sums[2] * factor, sums[3] * factor);
-    bits.z = pack(sums[4] * factor, sums[5] * factor);
-    bits.w = pack(sums[6] * factor, sums[7] * factor);
-    *reinterpret_cast<uint4*>(arguments.out + place * arguments.head_dim_v + 8 * piece) = bits;
+    store_merged(static_cast<Result*>(arguments.out) + place * arguments.head_dim_v + 8 * piece, sums, factor);
     if (piece == 0) arguments.lse[place] = total > 0.0f ? top + log2_fast(total) * kLn2 : minus_infinity();
   }
 }

@@ -117,7 +117,7 @@ impl State {
     }
 }
 
-/// Results in f32, to be merged with others: the state is made where they go.
+/// Results in f32, to be merged with others, by kernels that leave states: the state is made where they go.
 struct Share {
     kernel: AttentionFinish,
     out: Operand,
@@ -170,12 +170,10 @@ pub(super) struct Forward {
 enum End {
     /// `None` where it continues a state, which it leaves in the same buffers.
     State(Option<State>),
+    /// Made of a state.
     Share(Share),
-    Result {
-        sink: Option<BufferId>,
-        out: Operand,
-        lse: BufferId,
-    },
+    /// Or a share, as the kernel leaves it.
+    Result { sink: Option<BufferId>, out: Operand, lse: BufferId },
 }
 
 impl Forward {
@@ -185,13 +183,15 @@ impl Forward {
         let inside = prepare.arrive(&mut problem, op.k, op.arriving.as_ref(), |_| true);
         let seqlen_sink = |sink: Option<BufferId>| sink.map_or(0, |sink| prepare.spec(sink).rows());
         let is_share = |out: BufferId| prepare.spec(out).dtype != prepare.spec(op.q).dtype;
+        let continues = matches!(op.begin, ForwardBegin::Continue(_));
+        let by_state = continues || !ForwardKernel::leaves_shares(prepare.setup().device());
         let mode = ForwardMode {
-            continues: matches!(op.begin, ForwardBegin::Continue(_)),
+            continues,
             max_logits: op.max_logits.is_some(),
             end: match op.end {
                 ForwardEnd::State(_) => ForwardModeEnd::State,
-                // Kernels write results in the elements' type only; a share is made of the state.
-                ForwardEnd::Result { out, .. } if is_share(out) => ForwardModeEnd::State,
+                ForwardEnd::Result { out, .. } if is_share(out) && by_state => ForwardModeEnd::State,
+                ForwardEnd::Result { out, .. } if is_share(out) => ForwardModeEnd::Share,
                 ForwardEnd::Result { sink, .. } => ForwardModeEnd::Result { seqlen_sink: seqlen_sink(sink) },
             },
         };
@@ -207,7 +207,7 @@ impl Forward {
             end: match &op.end {
                 ForwardEnd::State(_) if begin.is_some() => End::State(None),
                 ForwardEnd::State(state) => End::State(Some(State::new(prepare, state)?)),
-                ForwardEnd::Result { out, lse, .. } if is_share(*out) => {
+                ForwardEnd::Result { out, lse, .. } if is_share(*out) && by_state => {
                     End::Share(Share::new(prepare, *out, *lse)?)
                 }
                 ForwardEnd::Result { sink, out, lse } => {

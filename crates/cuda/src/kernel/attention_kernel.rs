@@ -6,7 +6,7 @@ use super::{
     AttentionBackward, AttentionForward, AttentionProblem, BackwardMode, BackwardTensors, CtaWaits,
     DqRounding, ForwardMode, ForwardTensors, PortableBackward, PortableForward,
 };
-use crate::{CudaError, Stream};
+use crate::{CudaError, Device, Stream};
 
 /// The forward on a device: a problem prepared to run many times.
 #[derive(Clone, Debug)]
@@ -28,6 +28,12 @@ impl ForwardKernel {
         } else {
             Ok(Self::Portable(Box::new(PortableForward::new(setup, problem, mode)?)))
         }
+    }
+
+    /// Whether one made for this device leaves shares by itself ([`ForwardModeEnd::Share`](super::ForwardModeEnd)); else they are made of a
+    /// state.
+    pub fn leaves_shares(device: &Device) -> bool {
+        device.arch().is_hopper()
     }
 
     /// What `row_max` of a state that it leaves is multiplied by to be that of base 2.

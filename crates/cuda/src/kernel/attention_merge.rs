@@ -1,8 +1,8 @@
-//! The launcher of `attention/attention_merge.cuh`: split tiles of a forward put together, as split-KV decoding does.
+//! The launcher of `attention/attention_merge.cuh`: parts of a forward's rows put together, as split-KV decoding does.
 
 use counterpoint_tiles::{TileMerge, TileSchedule};
 
-use super::{AttentionProblem, ElementType, MatrixUnit, ResultTensors, Specialisation};
+use super::{AttentionProblem, ElementType, MatrixUnit, ResultTensors, Scalar, Specialisation};
 use crate::headers::kernel_source;
 use crate::layout::{SharedLayout, shared_layout};
 use crate::{Arch, CudaError, DeviceBuffer, Function, KernelSource, Launch, Stream};
@@ -42,7 +42,8 @@ struct AttentionMergeArguments {
 }
 
 impl AttentionMerge {
-    /// Memory for the partial results of `schedule`, whose tiles own up to `tile_tokens` tokens.
+    /// Memory for the partial results of `schedule`, whose tiles own up to `tile_tokens` tokens. What they are merged into has elements of
+    /// type `result`: those of the problem, or f32.
     ///
     /// # Errors
     /// When memory is short or the kernel cannot be compiled.
@@ -50,8 +51,8 @@ impl AttentionMerge {
         stream: &Stream,
         problem: &AttentionProblem,
         schedule: &TileSchedule,
-        tile_tokens: u32,
-        sink_rows: u32,
+        (tile_tokens, sink_rows): (u32, u32),
+        result: Scalar,
     ) -> Result<Self, CudaError> {
         let device = stream.device();
         let rows = schedule.partials() * tile_tokens as usize * problem.heads_q;
@@ -80,7 +81,7 @@ impl AttentionMerge {
             merges => [merges as u32, problem.heads_q as u32, pieces.div_ceil(THREADS)],
         };
         let launch = Launch::new(grid, [THREADS, 1, 1]);
-        let function = device.function(&source(device.arch(), problem.element))?;
+        let function = device.function(&source(device.arch(), problem.element, result))?;
         Ok(Self { function, _merges: merges, is_idle, partial_out, partial_lse, launch, arguments })
     }
 
@@ -109,27 +110,32 @@ impl AttentionMerge {
     }
 }
 
-fn source(arch: Arch, element: ElementType) -> KernelSource {
-    let name = format!("attention_merge_{}", element.name());
+fn source(arch: Arch, element: ElementType, result: Scalar) -> KernelSource {
+    // Partial results have no element type.
+    let element = if result == Scalar::F32 { ElementType::Bf16 } else { element };
+    let name = format!("attention_merge_{}", result.name());
+    let result = if result == Scalar::F32 { "float" } else { "Element" };
     kernel_source(&name, arch)
         .define("ELEMENT_BF16", element.define())
         .line("#include \"attention/attention_merge.cuh\"")
+        .line("using namespace counterpoint;")
         .line(format_args!("extern \"C\" __global__ void __launch_bounds__({THREADS})"))
         .line(format_args!(
             "{name}(const __grid_constant__ counterpoint::AttentionMergeArguments arguments) {{"
         ))
-        .line("  counterpoint::attention_merge(arguments);")
+        .line(format_args!("  attention_merge<{result}>(arguments);"))
         .line("}")
 }
 
-/// Both element types.
+/// Both element types, and shares.
 pub(super) fn specialisations(arch: Arch) -> Vec<Specialisation> {
-    let specialisation = |element| Specialisation {
-        source: source(arch, element),
+    let specialisation = |(element, result)| Specialisation {
+        source: source(arch, element, result),
         matrix_unit: MatrixUnit::None,
         register_limit: 255,
     };
-    ElementType::ALL.map(specialisation).to_vec()
+    let results = ElementType::ALL.map(|element| (element, element.scalar()));
+    results.into_iter().chain([(ElementType::Bf16, Scalar::F32)]).map(specialisation).collect()
 }
 
 /// What host and kernel share.

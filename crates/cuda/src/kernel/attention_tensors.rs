@@ -26,6 +26,8 @@ pub struct ForwardMode {
 pub enum ForwardModeEnd {
     /// The state, for a later stage.
     State,
+    /// The results of the rows over these keys alone, in f32 and without a sink, to be merged with others.
+    Share,
     /// The results.
     Result {
         /// Rows of the sink; 0 without one.
@@ -151,7 +153,7 @@ impl ForwardTensors {
 pub enum ForwardTarget {
     /// With [`ForwardModeEnd::State`]. It may be the state that the stage began from.
     State(StateTensors),
-    /// With [`ForwardModeEnd::Result`].
+    /// With [`ForwardModeEnd::Share`], where `out` is f32 and there is no sink, and with [`ForwardModeEnd::Result`].
     Result(ResultTensors),
 }
 

@@ -218,6 +218,9 @@ impl PortableForward {
         let Choice { shape, .. } = choice;
         let seqlen_sink = match mode.end {
             ForwardModeEnd::State => 0,
+            ForwardModeEnd::Share => {
+                return Err(refused("it makes no shares; they are made of a state".to_owned()));
+            }
             ForwardModeEnd::Result { seqlen_sink } => seqlen_sink,
         };
         let function = device.function(&choice.source(Arch::portable(device.capability())))?;

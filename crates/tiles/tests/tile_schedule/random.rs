@@ -14,8 +14,9 @@ fn configs() -> impl Strategy<Value = TileScheduleConfig> {
     let placement = || prop_oneof![Just(TilePlacement::Tight), Just(TilePlacement::Aligned)];
     let split = proptest::option::of((1..200_usize, 1..9_usize));
     let arrival = proptest::option::of(0..200_usize);
-    (direction(), 1..70_usize, 1..50_usize, placement(), placement(), order(), split, arrival).prop_map(
-        |(direction, tile_rows, block, tiles, blocks, order, split, arrival)| {
+    let partials = prop_oneof![Just(TilePartials::OfSplit), Just(TilePartials::OfAll)];
+    (direction(), 1..70_usize, 1..50_usize, placement(), placement(), order(), split, partials, arrival)
+        .prop_map(|(direction, tile_rows, block, tiles, blocks, order, split, partials, arrival)| {
             let split =
                 split.map(|(workers, heads)| TileSplit { workers, heads, last_round_partials: usize::MAX });
             // Sizes that are aligned to divide it.
@@ -25,9 +26,8 @@ fn configs() -> impl Strategy<Value = TileScheduleConfig> {
                 _ => 1,
             };
             let arrival = arrival.map(|row| row / unit * unit);
-            TileScheduleConfig { direction, tile_rows, block, tiles, blocks, order, split, arrival }
-        },
-    )
+            TileScheduleConfig { direction, tile_rows, block, tiles, blocks, order, split, partials, arrival }
+        })
 }
 
 fn direction() -> impl Strategy<Value = TileDirection> {

@@ -5,7 +5,7 @@ mod source;
 
 use std::f32::consts::LOG2_E;
 
-use shape::{ForwardShape, Freedom};
+use shape::{ForwardShape, Freedom, TileEnds};
 pub(super) use source::specialisations;
 use source::{ForwardChoice, Scores, Span};
 
@@ -15,7 +15,7 @@ use super::link_barrier::LinkArrivals;
 use super::portable_shape;
 use super::{
     ArrivingTensors, AttentionProblem, ForwardMode, ForwardModeEnd, ForwardTarget, ForwardTensors, HeadRows,
-    ResultTensors, StateTensors,
+    ResultTensors, Scalar, StateTensors,
 };
 use crate::layout::{SharedLayout, shared_layout};
 use crate::{
@@ -104,13 +104,20 @@ impl AttentionForward {
         let workers = device.sm_count().saturating_sub(problem.sm_margin).max(1);
 
         let scores = Scores::of(problem);
-        let whole = !mode.continues && matches!(mode.end, ForwardModeEnd::Result { .. });
+        let whole = !mode.continues && mode.end != ForwardModeEnd::State;
+        let ends = match mode.end {
+            _ if !whole => TileEnds::States,
+            ForwardModeEnd::Share => TileEnds::Shares,
+            _ => TileEnds::Results,
+        };
+        // What others merge has the same bits whatever multiprocessors a policy leaves.
+        let splitters = if ends == TileEnds::Shares { device.sm_count() } else { workers };
         let freedom = match scores {
             Scores::Transformed => Freedom::SmallUnpacked,
             Scores::Scaled if whole => Freedom::Any,
             Scores::Scaled => Freedom::Small,
         };
-        let (shape, schedule) = shape::choose(problem, dims, freedom, workers, whole)
+        let (shape, schedule) = shape::choose(problem, dims, freedom, splitters, ends)
             .map_err(|error| refused(error.to_string()))?;
         let (ready, waiting) = schedule.tiles().split_at(schedule.ready_tiles());
         let tiles = [(0, ready), (ready.len(), waiting)].map(|(first, tiles)| {
@@ -129,7 +136,17 @@ impl AttentionForward {
 
         let merge = match mode.end {
             ForwardModeEnd::Result { seqlen_sink } => {
-                Some(AttentionMerge::new(stream, problem, &schedule, shape.tokens(), seqlen_sink as u32)?)
+                let element = problem.element.scalar();
+                Some(AttentionMerge::new(
+                    stream,
+                    problem,
+                    &schedule,
+                    (shape.tokens(), seqlen_sink as u32),
+                    element,
+                )?)
+            }
+            ForwardModeEnd::Share => {
+                Some(AttentionMerge::new(stream, problem, &schedule, (shape.tokens(), 0), Scalar::F32)?)
             }
             ForwardModeEnd::State => None,
         };
@@ -208,7 +225,7 @@ impl AttentionForward {
         let sink_rows = match self.mode.end {
             // Split tiles meet their sinks when they are merged; the kernel gives them to whole ones.
             ForwardModeEnd::Result { seqlen_sink } => seqlen_sink as u32,
-            ForwardModeEnd::State => 0,
+            ForwardModeEnd::State | ForwardModeEnd::Share => 0,
         };
         let heads = heads_q as u32 / shape.pack;
         Ok(AttentionForwardArguments {

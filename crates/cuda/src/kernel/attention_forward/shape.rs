@@ -1,8 +1,8 @@
 //! Tiles of the Hopper attention forward: block sizes, packed query heads and split tiles, chosen by an estimate of the time.
 
 use counterpoint_tiles::{
-    HeadGroups, Tile, TileDirection, TileOrder, TilePlacement, TileSchedule, TileScheduleConfig,
-    TileScheduleError, TileSplit,
+    HeadGroups, Tile, TileDirection, TileOrder, TilePartials, TilePlacement, TileSchedule,
+    TileScheduleConfig, TileScheduleError, TileSplit,
 };
 
 use crate::kernel::AttentionProblem;
@@ -111,13 +111,14 @@ impl ForwardShape {
             blocks,
             order: TileOrder::Work,
             split: None,
+            partials: TilePartials::OfSplit,
             arrival: (problem.rows_arriving > 0).then(|| problem.rows_k - problem.rows_arriving),
         }
     }
 
     /// An estimate of the time that a schedule takes on `workers` CTAs, in keys that one CTA walks with 128 rows. The constants
     /// are fitted to an H200's times for the masks of the benchmark.
-    fn cost(self, schedule: &TileSchedule, heads: usize, workers: u32) -> f64 {
+    fn cost(self, schedule: &TileSchedule, heads: usize, workers: u32, may_split: bool) -> f64 {
         // What a block costs beside its keys, a bounded block on top of that, and a tile. Interior blocks cost 2 % less where they have
         // a loop body of their own, the others 5 % more. At head 64 that loop has not been timed on documents and windows: what a tile
         // costs there leaves those of the benchmark, up to 16k tokens, in small blocks.
@@ -136,7 +137,10 @@ impl ForwardShape {
         let longest = statistics.longest_tile as f64 * block + tile;
         // Whoever finishes last is half an average tile behind.
         let behind = all / statistics.tiles.max(1) as f64 / 2.0;
-        (all * heads / f64::from(workers.max(1)) + behind).max(longest)
+        let share = all * heads / f64::from(workers.max(1));
+        // Tiles that are too few for all are split.
+        let is_split = may_split && longest > 2.0 * share && statistics.longest_tile >= 16;
+        if is_split { share } else { (share + behind).max(longest) }
     }
 }
 
@@ -151,14 +155,25 @@ pub(super) enum Freedom {
     SmallUnpacked,
 }
 
+/// What becomes of the tiles of a launch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum TileEnds {
+    /// States, of whole tiles.
+    States,
+    /// Results; those of split tiles are merged.
+    Results,
+    /// All are merged.
+    Shares,
+}
+
 /// The shape for a problem, and the schedule to walk: of all shapes in question the one whose estimate is least. Tiles are split
-/// along the keys where there are too few of them to keep `workers` busy and `may_split` allows it.
+/// along the keys where there are too few of them to keep `workers` busy and `ends` allows it.
 pub(super) fn choose(
     problem: &AttentionProblem,
     dims: (u32, u32),
     freedom: Freedom,
     workers: u32,
-    may_split: bool,
+    ends: TileEnds,
 ) -> Result<(ForwardShape, TileSchedule), TileScheduleError> {
     let heads_per_key = (problem.heads_q / problem.heads_kv) as u32;
     // Packing more heads wastes less at the edges of a mask, so the largest pack stands for all.
@@ -180,7 +195,8 @@ pub(super) fn choose(
     for shape in shapes {
         let schedule =
             TileSchedule::new(&problem.bands, problem.rows_q, problem.rows_k, &shape.config(problem))?;
-        let cost = |shape: &ForwardShape| shape.cost(&schedule, problem.heads_q, workers);
+        let may_split = ends != TileEnds::States && !problem.deterministic;
+        let cost = |shape: &ForwardShape| shape.cost(&schedule, problem.heads_q, workers, may_split);
         let shape = shape.loops().min_by(|a, b| cost(a).total_cmp(&cost(b))).unwrap_or(shape);
         let cost = cost(&shape);
         if best.as_ref().is_none_or(|(least, ..)| cost < *least) {
@@ -188,13 +204,21 @@ pub(super) fn choose(
         }
     }
     let Some((_, shape, schedule)) = best else { unreachable!("there is always a small shape") };
-    if !may_split || problem.deterministic {
-        return Ok((shape, schedule));
-    }
+    let partials = match ends {
+        TileEnds::States => return Ok((shape, schedule)),
+        TileEnds::Results if problem.deterministic => return Ok((shape, schedule)),
+        TileEnds::Results => TilePartials::OfSplit,
+        TileEnds::Shares => TilePartials::OfAll,
+    };
     let heads = problem.heads_q / shape.pack as usize;
-    let last_round_partials = problem_bytes(problem) / 100 / shape.partial_bytes(problem);
-    let split = Some(TileSplit { workers: workers.max(1) as usize, heads, last_round_partials });
-    let config = TileScheduleConfig { split, ..shape.config(problem) };
+    // All partial results of shares are there anyway.
+    let last_round_partials = match ends {
+        TileEnds::Shares => usize::MAX,
+        _ => problem_bytes(problem) / 100 / shape.partial_bytes(problem),
+    };
+    let split = TileSplit { workers: workers.max(1) as usize, heads, last_round_partials };
+    let split = (!problem.deterministic).then_some(split);
+    let config = TileScheduleConfig { split, partials, ..shape.config(problem) };
     Ok((shape, TileSchedule::new(&problem.bands, problem.rows_q, problem.rows_k, &config)?))
 }
 
@@ -270,7 +294,7 @@ mod tests {
     fn long_rows_take_large_blocks_and_short_documents_packed_heads() {
         let shape = |mask, heads_q, heads_kv| {
             let problem = problem(mask, heads_q, heads_kv);
-            choose(&problem, (128, 128), Freedom::Any, 132, true).unwrap().0
+            choose(&problem, (128, 128), Freedom::Any, 132, TileEnds::Results).unwrap().0
         };
         assert_eq!(shape("full:8k", 16, 16).block, 176);
         assert_eq!(shape("sliding-window:8k,left=1023,right=0", 16, 16).block, 128);
@@ -298,7 +322,7 @@ mod tests {
             };
             let mut problem = problem_of(mask.unwrap(), heads.0, heads.1);
             (problem.head_dim, problem.head_dim_v) = (dim as usize, dim as usize);
-            let shape = choose(&problem, (dim, dim), Freedom::Any, 132, true).unwrap().0;
+            let shape = choose(&problem, (dim, dim), Freedom::Any, 132, TileEnds::Results).unwrap().0;
             (shape.block, shape.pack, shape.steps)
         };
         let (uniform, interior) = (Loop::Uniform, Loop::Interior);
@@ -327,7 +351,7 @@ mod tests {
             let chosen = seqlens.map(|seqlen| {
                 let mut problem = problem(&format!("full:{seqlen}"), 16, 16);
                 (problem.head_dim, problem.head_dim_v) = (dim as usize, dim as usize);
-                choose(&problem, (dim, dim), Freedom::Any, 132, true).unwrap().0.steps
+                choose(&problem, (dim, dim), Freedom::Any, 132, TileEnds::Results).unwrap().0.steps
             });
             assert_eq!(chosen, [Loop::Uniform, Loop::Interior], "{dim}");
         }
@@ -342,10 +366,13 @@ mod tests {
         }]
         .into();
         problem.rows_q = 128;
-        assert!(choose(&problem, (128, 128), Freedom::Any, 132, true).unwrap().1.partials() > 1);
-        assert_eq!(choose(&problem, (128, 128), Freedom::Any, 132, false).unwrap().1.partials(), 0);
+        assert!(choose(&problem, (128, 128), Freedom::Any, 132, TileEnds::Results).unwrap().1.partials() > 1);
+        assert_eq!(
+            choose(&problem, (128, 128), Freedom::Any, 132, TileEnds::States).unwrap().1.partials(),
+            0
+        );
         problem.deterministic = true;
-        let (shape, schedule) = choose(&problem, (128, 128), Freedom::Any, 132, true).unwrap();
+        let (shape, schedule) = choose(&problem, (128, 128), Freedom::Any, 132, TileEnds::Results).unwrap();
         assert_eq!((schedule.partials(), shape.block), (0, 128));
     }
 
@@ -353,8 +380,8 @@ mod tests {
     fn an_incomplete_last_round_is_cut() {
         let gain = |mask: &str, heads_q: usize, heads_kv: usize| {
             let problem = problem(mask, heads_q, heads_kv);
-            let (shape, cut) = choose(&problem, (128, 128), Freedom::Any, 132, true).unwrap();
-            let (_, whole) = choose(&problem, (128, 128), Freedom::Any, 132, false).unwrap();
+            let (shape, cut) = choose(&problem, (128, 128), Freedom::Any, 132, TileEnds::Results).unwrap();
+            let (_, whole) = choose(&problem, (128, 128), Freedom::Any, 132, TileEnds::States).unwrap();
             let heads = heads_q / shape.pack as usize;
             let gain = whole.makespan(132, heads) as f64 / cut.makespan(132, heads) as f64 - 1.0;
             (cut.merges().len(), cut.partials(), (1000.0 * gain).round())
@@ -401,7 +428,8 @@ mod tests {
                 masks.into_iter().flat_map(|mask| [(mask.clone(), (16, 16)), (mask, (64, 8))])
             {
                 let problem = problem_of(mask.unwrap(), heads.0, heads.1);
-                let (shape, schedule) = choose(&problem, (128, 128), Freedom::Any, 132, true).unwrap();
+                let (shape, schedule) =
+                    choose(&problem, (128, 128), Freedom::Any, 132, TileEnds::Results).unwrap();
                 let workspace = schedule.partials() * shape.partial_bytes(&problem);
                 assert!(
                     100 * workspace < problem_bytes(&problem),
@@ -416,7 +444,8 @@ mod tests {
     fn heads_whose_keys_fit_the_cache_go_together() {
         let groups = |mask: &str, heads_q: usize, heads_kv: usize| {
             let problem = problem(mask, heads_q, heads_kv);
-            let (shape, schedule) = choose(&problem, (128, 128), Freedom::Any, 132, true).unwrap();
+            let (shape, schedule) =
+                choose(&problem, (128, 128), Freedom::Any, 132, TileEnds::Results).unwrap();
             let HeadGroups { tiles, heads } = head_groups(&problem, shape, &schedule, schedule.tiles(), 132);
             (tiles, schedule.tiles().len(), heads)
         };
