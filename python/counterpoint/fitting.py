@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Fitting:
-    """Shapes, types and the device of tensors that fit a plan."""
+    """Shapes, types and the device of tensors that fit a plan, and what results are made by."""
 
     q: tuple[int, int, int]
     k: tuple[int, int, int]
@@ -23,6 +24,15 @@ class Fitting:
     statistic: torch.dtype
     # As `Tensor.get_device` counts.
     ordinal: int
+    # The handle of PyTorch's current stream there.
+    stream: Callable[[], int] = field(compare=False)
+    # A tensor of each shape, all of one element: `torch.empty_like` of it takes half as long as `Tensor.new_empty`, which reads
+    # arguments.
+    q_like: torch.Tensor = field(compare=False)
+    k_like: torch.Tensor = field(compare=False)
+    v_like: torch.Tensor = field(compare=False)
+    out_like: torch.Tensor = field(compare=False)
+    lse_like: torch.Tensor = field(compare=False)
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

@@ -64,14 +64,18 @@ def attention(
     if return_max_logits:
         with_maxima: tuple[torch.Tensor, ...] = _with_max_logits(q, k, v, plan, sink)
         return with_maxima
-    q, k, v, batched = _rows_first(q, k, v)
-    if sink is not None:
-        sink = _sink_rows(sink)
+    batched = False
     if torch.compiler.is_compiling():
+        q, k, v, batched = _rows_first(q, k, v)
+        sink = None if sink is None else _sink_rows(sink)
         out, lse = torch.ops.counterpoint.attention(q, k, v, sink, plan.handle)
     else:
         _check_plan(plan)
-        ops.check(plan, q, k, v, sink)
+        if sink is not None or not ops.fit(plan, q, k, v):
+            q, k, v, batched = _rows_first(q, k, v)
+            sink = None if sink is None else _sink_rows(sink)
+            if sink is not None or not ops.fit(plan, q, k, v):
+                ops.check(plan, q, k, v, sink)
         differentiable = q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)
         if differentiable and torch.is_grad_enabled():
             out, lse = ops.differentiable(q, k, v, sink, plan)

@@ -82,21 +82,32 @@ class Plan:
         """What tensors it takes."""
         fitting = self._fitting
         if fitting is None:
-            given, dtype = self._arguments, self._dtype
+            import torch
+
+            given, dtype, group = self._arguments, self._dtype, self.group
             heads = given["heads"]
             heads_q, heads_k = (heads, heads) if isinstance(heads, int) else heads
             head_dim, head_dim_v = given["head_dim"], given["head_dim_v"] or given["head_dim"]
+            q, k, v = (self.q_rows, heads_q, head_dim), (self.k_rows, heads_k, head_dim), (self.k_rows, heads_k, head_dim_v)
+            out, lse = (self.q_rows, heads_q, head_dim_v), (self.q_rows, heads_q)
             statistic = accumulator(dtype)
+            one, of_statistic = (torch.empty(1, dtype=of, device=group.device) for of in (dtype, statistic))
             fitting = self._fitting = Fitting(
-                (self.q_rows, heads_q, head_dim),
-                (self.k_rows, heads_k, head_dim),
-                (self.k_rows, heads_k, head_dim_v),
-                (given["sink_rows"], heads_q) if given["sink_rows"] else None,
-                (self.q_rows, heads_q, head_dim_v),
-                (self.q_rows, heads_q),
-                dtype,
-                statistic,
-                self.group._ordinal,
+                q=q,
+                k=k,
+                v=v,
+                sink=(given["sink_rows"], heads_q) if given["sink_rows"] else None,
+                out=out,
+                lse=lse,
+                dtype=dtype,
+                statistic=statistic,
+                ordinal=group._ordinal,
+                stream=group._stream,
+                q_like=one.expand(q),
+                k_like=one.expand(k),
+                v_like=one.expand(v),
+                out_like=one.expand(out),
+                lse_like=of_statistic.expand(lse),
             )
         return fitting
 
