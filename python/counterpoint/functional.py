@@ -192,7 +192,7 @@ def flex_attention(
     rows_q, rows_k, rows_v, _ = _rows_first(q, k, v)
     for name, tensor, rows in (("q", rows_q, mask.seqlen_q), ("k", rows_k, mask.seqlen_k), ("v", rows_v, mask.seqlen_k)):
         if tensor.shape[0] != rows:
-            raise TensorError(f"{name} has {tensor.shape[0]} rows, and the mask {rows}")
+            raise TensorError(f"{name} has {tensor.shape[0]} rows, and the mask {rows}; make a mask of as many rows")
     if sink is not None:
         sink = _sink_rows(sink)
     sink_rows = 0 if sink is None else sink.shape[0]

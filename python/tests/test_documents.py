@@ -51,6 +51,14 @@ def test_a_tensor_parallel_mlp_learns(tmp_path: pathlib.Path) -> None:
     assert len(losses) == 6 and losses[-1] < 0.8 * losses[0], losses
 
 
+def test_a_mixture_of_experts_learns_the_same_on_one_rank_and_two(tmp_path: pathlib.Path) -> None:
+    one, two = (
+        [float(loss) for loss in re.findall(r"loss ([\d.]+)", run(tmp_path, "mixture_of_experts.py", size))] for size in (1, 2)
+    )
+    assert len(one) == 12 and one[-1] < 0.4 * one[0], one
+    assert two == pytest.approx(one, abs=2e-4)  # printed with four digits
+
+
 def test_two_tokens_ahead_are_learned(tmp_path: pathlib.Path) -> None:
     found = re.findall(r"next token ([\d.]+), of the one after it ([\d.]+)", run(tmp_path, "multi_token_prediction.py", 2))
     for losses in zip(*found, strict=True):
