@@ -24,11 +24,20 @@ def test_pages_show_what_happens(page: str, least: int) -> None:
 
 def run(folder: pathlib.Path, name: str, ranks: int) -> str:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
-    command = [sys.executable, *launcher, str(EXAMPLES / name)]
+    command = [sys.executable, *launcher, str(folder / name if (folder / name).exists() else EXAMPLES / name)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_the_program_of_the_page_runs_on_two_ranks(tmp_path: pathlib.Path) -> None:
+    page = (ROOT / "docs" / "python.md").read_text()
+    (program,) = re.findall(r"```python\n(# long_context.py.*?)```", page, flags=re.DOTALL)
+    (tmp_path / "long_context.py").write_text(program)
+    found = re.findall(r"rank (\d) has (\d+) rows; the gradient of to_q is (\S+)", run(tmp_path, "long_context.py", 2))
+    assert sorted(rank for rank, *_ in found) == ["0", "1"] and sum(int(rows) for _, rows, _ in found) == 4096, found
+    assert all(float(norm) > 0 for *_, norm in found), found
 
 
 def test_a_llama_learns_packed_documents(tmp_path: pathlib.Path) -> None:
