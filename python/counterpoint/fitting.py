@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +34,14 @@ class Fitting:
     v_like: torch.Tensor = field(compare=False)
     out_like: torch.Tensor = field(compare=False)
     lse_like: torch.Tensor = field(compare=False)
+
+
+@functools.cache
+def element(dtype: torch.dtype, device: Any) -> torch.Tensor:
+    """One element of a type on a device, which nobody reads."""
+    import torch
+
+    return torch.empty(1, dtype=dtype, device=device)
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

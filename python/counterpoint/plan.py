@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from counterpoint._native import Calls, Mask, Solution, Timeline
 from counterpoint.errors import Error, PlanError, TensorError
 from counterpoint.figures import Choices, PlanSummary, Timelines
-from counterpoint.fitting import Fitting, accumulator
+from counterpoint.fitting import Fitting, accumulator, element
 from counterpoint.lookup import activated, numbered
 from counterpoint.report import Report
 
@@ -82,8 +82,6 @@ class Plan:
         """What tensors it takes."""
         fitting = self._fitting
         if fitting is None:
-            import torch
-
             given, dtype, group = self._arguments, self._dtype, self.group
             heads = given["heads"]
             heads_q, heads_k = (heads, heads) if isinstance(heads, int) else heads
@@ -91,7 +89,7 @@ class Plan:
             q, k, v = (self.q_rows, heads_q, head_dim), (self.k_rows, heads_k, head_dim), (self.k_rows, heads_k, head_dim_v)
             out, lse = (self.q_rows, heads_q, head_dim_v), (self.q_rows, heads_q)
             statistic = accumulator(dtype)
-            one, of_statistic = (torch.empty(1, dtype=of, device=group.device) for of in (dtype, statistic))
+            one, of_statistic = element(dtype, group.device), element(statistic, group.device)
             fitting = self._fitting = Fitting(
                 q=q,
                 k=k,
