@@ -328,3 +328,7 @@ def test_what_a_plan_is_called_with_first_binds_nothing() -> None:
     out, _ = cp.attention(q, k, v, plan)
     gradients = torch.autograd.grad(out.sum(), (q, k, v))
     assert torch.equal(out, without.clone()) and not any(gradient.is_inference() for gradient in gradients)
+    # Of another plan of these types too.
+    other = cp.LocalGroup(1).plan(cp.Mask.full(16), heads=2, head_dim=8, dtype=torch.float32)
+    out, _ = cp.attention(q, k, v, other)
+    assert not out.is_inference() and torch.isfinite(torch.autograd.grad(out.sum(), v)[0]).all()
