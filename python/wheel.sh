@@ -23,5 +23,6 @@ export CARGO_PROFILE_RELEASE_CODEGEN_UNITS=1 CARGO_PROFILE_RELEASE_OPT_LEVEL=2
 rm -rf "$target/wheels"
 maturin build --release --locked --zig --compatibility manylinux_2_17 --target x86_64-unknown-linux-gnu \
     --compression-level 9 --out "$target/wheels"
+# By 3 % smaller again; pip reads it as any other.
 "$environment/bin/python" python/smaller_wheel.py "$target"/wheels/*.whl
 "$environment/bin/python" python/tests/check_wheel.py "$target"/wheels/*.whl "$PWD" "$cargo_home" "$HOME"

@@ -305,7 +305,8 @@ class Plan:
         page = self._solution.html(
             title, [("ranks", str(self._solution.ranks)), *setup], self._measured.get(False), self._measured.get(True)
         )
-        report = Report(page, title)
+        measured = self._measured.get(False)
+        report = Report(page, title, lambda: measured or self._solution.predict()[0])
         if path is not None:
             report.save(path)
         return report
