@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-tools=("maturin==1.16.0" "ziglang==0.15.2")
+tools=("maturin==1.16.0" "ziglang==0.15.2" "zopfli==0.4.3")
 target=${CARGO_TARGET_DIR:-$PWD/target}
 environment=$target/wheel-tools
 if [ "$(cat "$environment/installed.txt" 2>/dev/null)" != "${tools[*]}" ]; then
@@ -23,4 +23,6 @@ export CARGO_PROFILE_RELEASE_CODEGEN_UNITS=1 CARGO_PROFILE_RELEASE_OPT_LEVEL=2
 rm -rf "$target/wheels"
 maturin build --release --locked --zig --compatibility manylinux_2_17 --target x86_64-unknown-linux-gnu \
     --compression-level 9 --out "$target/wheels"
+# By 3 % smaller again; pip reads it as any other.
+"$environment/bin/python" python/smaller_wheel.py "$target"/wheels/*.whl
 "$environment/bin/python" python/tests/check_wheel.py "$target"/wheels/*.whl "$PWD" "$cargo_home" "$HOME"

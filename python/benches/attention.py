@@ -25,6 +25,7 @@ import counterpoint as cp
 from counterpoint import ops
 
 DEVICE = "cuda"
+sdpa = torch.nn.functional.scaled_dot_product_attention
 Row = tuple[str, str, str]
 
 
@@ -87,11 +88,68 @@ class Timed(torch.autograd.Function):
         return dq, dk, dv, None
 
 
+class Idle:
+    """In the place of a plan's calls: what a call costs in Python and PyTorch."""
+
+    def forward(self, *_: Any) -> None:
+        """Does nothing."""
+
+    backward = forward
+
+
+def chain(call: Callable[..., torch.Tensor], tensors: list[torch.Tensor], dout: torch.Tensor, layers: int = 20) -> float:
+    """Microseconds of a layer's backward, when one backward goes through many layers."""
+    times = []
+    for _ in range(8):
+        x = tensors[0]
+        for _ in range(layers):
+            x = call(x, tensors[1], tensors[2])
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        torch.autograd.grad(x, tensors, dout)
+        times.append((time.perf_counter() - began) / layers * 1e6)
+    return statistics.median(times)
+
+
+def floors(plan: cp.Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor) -> list[tuple[str, float, str]]:
+    """What PyTorch takes for a backward whoever computes it, and what is left where no other thread is woken."""
+    idle = plan.group.plan(plan.mask, heads=q.shape[1], head_dim=q.shape[2], dtype=q.dtype)
+    idle._calls = Idle()  # type: ignore[assignment]
+    leaves, plain = [q, k, v], [tensor.detach() for tensor in (q, k, v)]
+    by_head = [tensor.transpose(0, 1)[None].clone().requires_grad_() for tensor in plain]
+    graphs = {
+        "ours": (cp.attention(q, k, v, plan)[0], leaves, dout),
+        "ours without the compiled module": (cp.attention(q, k, v, idle)[0], leaves, dout),
+        "scaled_dot_product_attention": (sdpa(*by_head, is_causal=True), by_head, dout.transpose(0, 1)[None]),
+        "an autograd.Function that does nothing": (Nothing.apply(q, k, v), leaves, dout),
+        "a node of PyTorch's own in C++ that does nothing (of q + k)": (q + k, [q, k], dout),
+    }
+
+    def backward(name: str) -> float:
+        out, inputs, gradient = graphs[name]
+        return host_time(lambda: torch.autograd.grad(out, inputs, gradient, retain_graph=True))
+
+    rows = [
+        ("forward, no gradients, without the compiled module", host_time(lambda: cp.attention(*plain, idle)), ""),
+        ("forward, with gradients, without the compiled module", host_time(lambda: cp.attention(q, k, v, idle)), ""),
+    ]
+    rows += [(f"backward: {name}", backward(name), "") for name in graphs]
+    rows.append(("backward of 20 in one: an autograd.Function that does nothing", chain(Nothing.apply, leaves, dout), "a layer"))
+    without = chain(lambda q, k, v: cp.attention(q, k, v, idle)[0], leaves, dout)
+    rows.append(("backward of 20 in one: ours without the compiled module", without, "a layer"))
+    with torch.autograd.set_multithreading_enabled(False):
+        rows += [(f"backward in the caller's thread: {name}", backward(name), "") for name in graphs]
+        alone = chain(lambda q, k, v: cp.attention(q, k, v, plan)[0], leaves, dout)
+    rows.append(("backward of 20 in one, in the caller's thread: ours", alone, "a layer"))
+    return rows
+
+
 def host() -> list[Row]:
     """Calls on so few tokens that the device is as fast as the host."""
     torch._dynamo.reset()
     tokens, heads, head_dim = 256, 2, 64
-    plan = cp.LocalGroup(1, device=DEVICE).plan(cp.Mask.causal(tokens), heads=heads, head_dim=head_dim, dtype=torch.bfloat16)
+    mask = cp.Mask.causal(tokens)
+    plan = cp.LocalGroup(1, device=DEVICE).plan(mask, heads=heads, head_dim=head_dim, dtype=torch.bfloat16)
     q, k, v, dout = tensors(tokens, heads, head_dim)
     plain = [tensor.detach() for tensor in (q, k, v)]
     out, lse = cp.attention(q, k, v, plan)
@@ -100,6 +158,13 @@ def host() -> list[Row]:
     places = [ops.place(tensor, True)[0] for tensor in plain]
     kept = (*plain, None, out_plain, lse_plain)
     addresses = out_plain.data_ptr(), lse_plain.data_ptr()
+
+    gradients = [torch.empty_like(tensor) for tensor in plain]
+    written = [gradient.data_ptr() for gradient in gradients]
+    at_dout, read = ops.place(dout, True)[0], (out.data_ptr(), lse.data_ptr())
+
+    def native_backward() -> None:
+        calls.backward(stream, at_dout, *places, None, *read, None, *written, None, (kept, gradients, dout, out, lse))
 
     def backward() -> None:
         torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
@@ -131,7 +196,6 @@ def host() -> list[Row]:
     # PyTorch's own, on the same machine: what a call costs that does nothing of ours.
     by_head = [tensor.transpose(0, 1)[None] for tensor in plain]
     leaves = [tensor.clone().requires_grad_() for tensor in by_head]
-    sdpa = torch.nn.functional.scaled_dot_product_attention
     sdpa_out, dout_by_head = sdpa(*leaves, is_causal=True), dout.transpose(0, 1)[None]
     nothing_out, timed_out = Nothing.apply(q, k, v), Timed.apply(q, k, v, plan)
     compiled_sdpa = torch.compile(lambda q, k, v: sdpa(q, k, v, is_causal=True), fullgraph=True)
@@ -149,19 +213,6 @@ def host() -> list[Row]:
         host_time(lambda: torch.autograd.grad(timed_out, (q, k, v), dout, retain_graph=True))
         return statistics.median(Timed.seconds) * 1e6
 
-    def chain(call: Callable[..., torch.Tensor], tensors: list[torch.Tensor], dout: torch.Tensor, layers: int = 20) -> float:
-        """Microseconds of a layer's backward, when one backward goes through many layers."""
-        times = []
-        for _ in range(8):
-            x = tensors[0]
-            for _ in range(layers):
-                x = call(x, tensors[1], tensors[2])
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            torch.autograd.grad(x, tensors, dout)
-            times.append((time.perf_counter() - began) / layers * 1e6)
-        return statistics.median(times)
-
     def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return cp.attention(q, k, v, plan)[0]
 
@@ -177,6 +228,7 @@ def host() -> list[Row]:
         ("  beside: scaled_dot_product_attention, no gradients", host_time(lambda: theirs(*by_head)), ""),
         ("  beside: scaled_dot_product_attention, with gradients", host_time(lambda: theirs(*leaves)), ""),
         ("backward of one layer by torch.autograd.grad", host_time(backward), "goal 40"),
+        ("  of it the compiled module", host_time(native_backward), ""),
         (
             "  of it the operator alone",
             host_time(lambda: ops.run_backward(plan, dout, *plain, None, out.detach(), lse)),
@@ -205,8 +257,9 @@ def host() -> list[Row]:
             host_time(lambda: torch.autograd.grad(compiled_sdpa(*leaves), leaves, dout_by_head)),
             "",
         ),
-        ("flex_attention, forward, a mask seen before", host_time(lambda: cp.flex_attention(*plain, plan.mask)), ""),
+        ("flex_attention, forward, a mask seen before", host_time(lambda: cp.flex_attention(*plain, mask)), ""),
         ("a forward replayed as a CUDA graph", host_time(graph.replay), ""),
+        *floors(plan, q, k, v, dout),
     ]
     return [
         *((name, f"{value:.1f} us", note) for name, value, note in rows),

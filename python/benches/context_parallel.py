@@ -305,10 +305,15 @@ def host(ranks: Ranks, group: cp.Group, dtype: torch.dtype) -> list[dict[str, An
             x, _ = cp.attention(x, leaves[1], leaves[2], plan)
         return list(torch.autograd.grad(x, leaves, dout))
 
+    def alone() -> list[torch.Tensor]:
+        with torch.autograd.set_multithreading_enabled(False):
+            return list(torch.autograd.grad(out, leaves, dout, retain_graph=True))
+
     found = [
         ("forward, no gradients", ranks.host_time(lambda: cp.attention(*plain, plan))),
         ("forward, gradients asked for", ranks.host_time(lambda: cp.attention(*leaves, plan))),
         ("backward of one layer", ranks.host_time(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True))),
+        ("backward of one layer in the caller's thread", ranks.host_time(alone)),
         ("forward and backward of four layers", ranks.host_time(chain, calls=20)),
     ]
     return [*({"host": name, "microseconds": value} for name, value in found), *waits(ranks, chain)]

@@ -23,7 +23,10 @@ def device(asked: Any) -> Any:
     except RuntimeError as error:
         raise DeviceError(f"device is {asked!r}: {str(error).splitlines()[0]}") from None
     if not torch.cuda.is_available():
-        raise DeviceError(f"device is {found}, and PyTorch {torch.__version__} finds no GPU: torch.cuda.is_available() is False")
+        raise DeviceError(
+            f"device is {found}, and PyTorch {torch.__version__} finds no GPU: torch.cuda.is_available() is False; see whether "
+            'nvidia-smi finds its driver, or take device="cpu"'
+        )
     count = torch.cuda.device_count()
     index = torch.cuda.current_device() if found.index is None else found.index
     if index >= count:

@@ -90,7 +90,7 @@ class Batch:
         context-parallel ranks; the loss is multiplied by it.
         """
         if self.labels is None:
-            raise TensorError("the batch had no labels, so it has no loss")
+            raise TensorError("the batch had no labels, so it has no loss; give labels to Batch.prepare")
         items = self.num_items if self.total_items is None else self.total_items
         flat = logits.reshape(-1, logits.shape[-1]).float() if logits.dtype != torch.float64 else logits.flatten(0, -2)
         total = torch.nn.functional.cross_entropy(flat, self.labels.flatten(), ignore_index=IGNORED, reduction="sum")
@@ -113,7 +113,7 @@ class _Given:
     def of(cls, batch: Mapping[str, Any]) -> _Given:
         tokens = batch.get("input_ids") if batch.get("input_ids") is not None else batch.get("inputs_embeds")
         if not isinstance(tokens, torch.Tensor):
-            raise TensorError("the batch has neither input_ids nor inputs_embeds")
+            raise TensorError("the batch has neither input_ids nor inputs_embeds; give one of them")
         if tokens.ndim < 2:
             raise TensorError(f"input_ids is {list(tokens.shape)}; it is [sequences, tokens]")
         made = cls(batch, (tokens.shape[0], tokens.shape[1]))
@@ -163,7 +163,7 @@ class _Given:
     def mask(self, causal: bool) -> Mask:
         documents = self.documents()
         if not (documents >= 0).any():
-            raise MaskError("attention_mask is 0 everywhere: the batch is padding alone")
+            raise MaskError("attention_mask is 0 everywhere: the batch is padding alone; leave it out")
         return Mask.from_document_ids(documents, causal=causal)
 
     def positions(self) -> torch.Tensor:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -11,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Fitting:
-    """Shapes, types and the device of tensors that fit a plan."""
+    """Shapes, types and the device of tensors that fit a plan, and what results are made by."""
 
     q: tuple[int, int, int]
     k: tuple[int, int, int]
@@ -23,6 +25,23 @@ class Fitting:
     statistic: torch.dtype
     # As `Tensor.get_device` counts.
     ordinal: int
+    # The handle of PyTorch's current stream there.
+    stream: Callable[[], int] = field(compare=False)
+    # A tensor of each shape, all of one element: `torch.empty_like` of it takes half as long as `Tensor.new_empty`, which reads
+    # arguments.
+    q_like: torch.Tensor = field(compare=False)
+    k_like: torch.Tensor = field(compare=False)
+    v_like: torch.Tensor = field(compare=False)
+    out_like: torch.Tensor = field(compare=False)
+    lse_like: torch.Tensor = field(compare=False)
+
+
+@functools.cache
+def element(dtype: torch.dtype, device: Any) -> torch.Tensor:
+    """One element of a type on a device, which nobody reads."""
+    import torch
+
+    return torch.empty(1, dtype=dtype, device=device)
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

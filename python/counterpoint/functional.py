@@ -64,14 +64,18 @@ def attention(
     if return_max_logits:
         with_maxima: tuple[torch.Tensor, ...] = _with_max_logits(q, k, v, plan, sink)
         return with_maxima
-    q, k, v, batched = _rows_first(q, k, v)
-    if sink is not None:
-        sink = _sink_rows(sink)
+    batched = False
     if torch.compiler.is_compiling():
+        q, k, v, batched = _rows_first(q, k, v)
+        sink = None if sink is None else _sink_rows(sink)
         out, lse = torch.ops.counterpoint.attention(q, k, v, sink, plan.handle)
     else:
         _check_plan(plan)
-        ops.check(plan, q, k, v, sink)
+        if sink is not None or not ops.fit(plan, q, k, v):
+            q, k, v, batched = _rows_first(q, k, v)
+            sink = None if sink is None else _sink_rows(sink)
+            if sink is not None or not ops.fit(plan, q, k, v):
+                ops.check(plan, q, k, v, sink)
         differentiable = q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)
         if differentiable and torch.is_grad_enabled():
             out, lse = ops.differentiable(q, k, v, sink, plan)
@@ -186,16 +190,17 @@ def flex_attention(
             f"mask must be a counterpoint.Mask, not a {type(mask).__name__}; Mask.from_dense takes a tensor of booleans"
         )
     rows_q, rows_k, rows_v, _ = _rows_first(q, k, v)
-    for name, tensor, rows in (("q", rows_q, mask.seqlen_q), ("k", rows_k, mask.seqlen_k), ("v", rows_v, mask.seqlen_k)):
-        if tensor.shape[0] != rows:
-            raise TensorError(f"{name} has {tensor.shape[0]} rows, and the mask {rows}")
+    shape_q, shape_k, shape_v, queries, keys = rows_q.shape, rows_k.shape, rows_v.shape, mask.seqlen_q, mask.seqlen_k
+    if shape_q[0] != queries or shape_k[0] != keys or shape_v[0] != keys:
+        for name, found, rows in (("q", shape_q[0], queries), ("k", shape_k[0], keys), ("v", shape_v[0], keys)):
+            if found != rows:
+                raise TensorError(f"{name} has {found} rows, and the mask {rows}; make a mask of as many rows")
     if sink is not None:
         sink = _sink_rows(sink)
     sink_rows = 0 if sink is None else sink.shape[0]
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    shapes = (rows_q.shape[1:], rows_k.shape[1], rows_v.shape[2], q.dtype, q.device)
-    key = (mask, shapes, scale, softcap, sink_rows, deterministic)
+    key = (mask, shape_q[1:], shape_k[1], shape_v[2], q.dtype, q.device, scale, softcap, sink_rows, deterministic)
     with _lock:
         plan = _plans.get(key)
         if plan is None:
@@ -212,7 +217,7 @@ _uncompiled = torch.compiler.disable(flex_attention)
 
 
 def _plan_alone(key: Any) -> Plan:
-    mask, ((heads_q, head_dim), heads_k, head_dim_v, dtype, device), scale, softcap, sink_rows, deterministic = key
+    mask, (heads_q, head_dim), heads_k, head_dim_v, dtype, device, scale, softcap, sink_rows, deterministic = key
     if device not in _alone:
         _alone[device] = LocalGroup(1, device=device)
     plan = _plans[key] = _alone[device].plan(

@@ -16,7 +16,7 @@ def update_graph(graph: torch.cuda.CUDAGraph, old: Plan, new: Plan) -> None:
     """See `Plan.update_graph`."""
     group = old.group
     if new.group is not group:
-        raise PlanError("the new plan is of another group than the plan that was captured")
+        raise PlanError("the new plan is of another group than the plan that was captured; make both with one group")
     if new._fits() != old._fits():
         raise PlanError(
             f"the new plan is for tensors of other shapes or types than the graph has: {_shapes(new)}, and the graph was "

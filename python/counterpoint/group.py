@@ -265,7 +265,9 @@ class _Group:
         if not isinstance(on, Plan):
             raise PlanError(f"on must be a counterpoint.Plan, not a {type(on).__name__}")
         if on._solution.ranks != self.size:
-            raise PlanError(f"on is a plan of {on._solution.ranks} ranks, and this group has {self.size}")
+            raise PlanError(
+                f"on is a plan of {on._solution.ranks} ranks, and this group has {self.size}; plan with the group that made it"
+            )
         # One without a group is a value, as after pickling.
         if on._group is not None and on._group is not self:
             raise PlanError(f"on is a plan of another group, {on._group!r}; this is {self!r}, whose ranks have other rows")

@@ -129,7 +129,7 @@ def _backward(
     window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     own = layer_plan(of_handle(plan), q, k, v, scale, softcap, window, 0 if sink is None else 1)
-    return ops.run_backward(own, dout, q, k, v, sink, out, lse)
+    return ops.operator_gradients(ops.run_backward(own, dout, q, k, v, sink, out, lse), lse)
 
 
 _library.impl("layer_attention", _forward, "CompositeExplicitAutograd")

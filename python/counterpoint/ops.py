@@ -17,28 +17,32 @@ if TYPE_CHECKING:
 
 # An address; of a tensor that is not dense also the elements from a row to the next and from a head to the next.
 Place = int | tuple[int, int, int]
+_empty_like = torch.empty_like
 
 
-def check(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None) -> None:
-    """Refuses tensors that the plan is not for, before anything is enqueued."""
-    fits = plan._fits()
+def fit(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether these are what the plan is for, with neither a batch axis nor a sink: one look at what most calls give."""
+    fits = plan._fitting or plan._fits()
     dtype, ordinal = fits.dtype, fits.ordinal
-    if (
-        q.shape == fits.q
+    return (
+        fits.sink is None
+        and type(q) is type(k) is type(v) is torch.Tensor
+        and q.shape == fits.q
         and k.shape == fits.k
         and v.shape == fits.v
-        and q.dtype is dtype
-        and k.dtype is dtype
-        and v.dtype is dtype
+        and q.dtype is k.dtype is v.dtype is dtype
         and q.get_device() == ordinal
         and k.get_device() == ordinal
         and v.get_device() == ordinal
         and (ordinal >= 0 or (q.is_cpu and k.is_cpu and v.is_cpu))
         and q.layout is k.layout is v.layout is torch.strided
-        and sink is None
-        and fits.sink is None
-    ):
-        return
+    )
+
+
+def check(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None) -> None:
+    """Refuses tensors that the plan is not for, before anything is enqueued."""
+    fits = plan._fits()
+    dtype = fits.dtype
     wanted: dict[str, tuple[torch.Tensor, tuple[int, ...], torch.dtype]] = {
         "q": (q, fits.q, dtype),
         "k": (k, fits.k, dtype),
@@ -86,9 +90,21 @@ def place(tensor: torch.Tensor, on_gpu: bool) -> tuple[Place, torch.Tensor]:
     return (address, row, head), tensor
 
 
-def _dense_like(tensor: torch.Tensor) -> torch.Tensor:
-    # Without an argument that must be read it takes half as long.
-    return torch.empty_like(tensor) if tensor.is_contiguous() else tensor.new_empty(tensor.shape)
+def places(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, on_gpu: bool
+) -> tuple[Place, Place, Place, tuple[torch.Tensor, ...]]:
+    """The same of all three at once, where all are dense."""
+    at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    if (
+        q.is_contiguous()
+        and k.is_contiguous()
+        and v.is_contiguous()
+        and not (q.is_neg() or k.is_neg() or v.is_neg())
+        and not (on_gpu and (at_q | at_k | at_v) & 15)
+    ):
+        return at_q, at_k, at_v, (q, k, v)
+    (placed_q, q), (placed_k, k), (placed_v, v) = place(q, on_gpu), place(k, on_gpu), place(v, on_gpu)
+    return placed_q, placed_k, placed_v, (q, k, v)
 
 
 def run_forward(
@@ -100,13 +116,12 @@ def run_forward(
     max_logits: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of the local rows: (out, lse). Writes `max_logits`, if it is given: a copy for each rank of this process."""
-    group, fits, measured = plan.group, plan._fits(), profiling()
-    on_gpu, stream = fits.ordinal >= 0, group._stream()
-    out = _dense_like(q) if fits.out == fits.q else q.new_empty(fits.out)
-    lse = q.new_empty(fits.lse, dtype=fits.statistic)
+    fits = plan._fitting or plan._fits()
+    stream, measured = fits.stream(), profiling()
+    out, lse = _empty_like(fits.out_like), _empty_like(fits.lse_like)
     if measured:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    (at_q, q), (at_k, k), (at_v, v) = place(q, on_gpu), place(k, on_gpu), place(v, on_gpu)
+    at_q, at_k, at_v, inputs = places(q, k, v, fits.ordinal >= 0)
     sink = None if sink is None else sink.resolve_neg().contiguous()
     asked = max_logits is not None
     calls = plan._measured_calls(max_logits=asked) if measured else plan._asking(stream, max_logits=asked)
@@ -120,10 +135,10 @@ def run_forward(
             out.data_ptr(),
             lse.data_ptr(),
             None if max_logits is None else max_logits.data_ptr(),
-            (q, k, v, sink, out, lse, max_logits),
+            (inputs, sink, out, lse, max_logits),
         )
     except BaseException as error:
-        group._meet(error)
+        plan.group._meet(error)
         raise
     if timeline is not None:
         plan._measured[False] = timeline
@@ -140,11 +155,11 @@ def run_backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     dlse: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k, v and sink (of no elements without one)."""
-    group, fits, measured = plan.group, plan._fits(), profiling()
-    on_gpu, stream = fits.ordinal >= 0, group._stream()
-    dq, dk, dv = _dense_like(q), _dense_like(k), _dense_like(v)
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Gradients of q, k, v and, where there is one, sink."""
+    fits = plan._fitting or plan._fits()
+    stream, measured, on_gpu = fits.stream(), profiling(), fits.ordinal >= 0
+    dq, dk, dv = _empty_like(fits.q_like), _empty_like(fits.k_like), _empty_like(fits.v_like)
     dsinks = None
     if sink is not None:
         # Every rank of this process writes the sum over all ranks.
@@ -152,8 +167,8 @@ def run_backward(
         dsinks = sink.new_empty((copies * sink.shape[0], sink.shape[1]))
     if measured:
         dout, q, k, v = dout.contiguous(), q.contiguous(), k.contiguous(), v.contiguous()
-    (at_dout, dout), (at_q, q) = place(dout, on_gpu), place(q, on_gpu)
-    (at_k, k), (at_v, v) = place(k, on_gpu), place(v, on_gpu)
+    at_q, at_k, at_v, inputs = places(q, k, v, on_gpu)
+    at_dout, dout = place(dout, on_gpu)
     sink = None if sink is None else sink.resolve_neg().contiguous()
     if dlse is not None:
         dlse = dlse.resolve_neg()
@@ -175,19 +190,27 @@ def run_backward(
             dk.data_ptr(),
             dv.data_ptr(),
             None if dsinks is None else dsinks.data_ptr(),
-            (dout, q, k, v, sink, out, lse, dlse, dq, dk, dv, dsinks),
+            (inputs, dout, sink, out, lse, dlse, dq, dk, dv, dsinks),
         )
     except BaseException as error:
-        group._meet(error)
+        plan.group._meet(error)
         raise
     if timeline is not None:
         plan._measured[True] = timeline
     if sink is None or dsinks is None:
-        return dq, dk, dv, q.new_empty(0, dtype=lse.dtype)
+        return dq, dk, dv, None
     dsink = dsinks[: sink.shape[0]]
     if plan._sink_grad == "share" and plan._rank:
         dsink.zero_()  # of shares, the sum over ranks is the gradient
     return dq, dk, dv, dsink.clone() if dsink.shape != dsinks.shape else dsink
+
+
+def operator_gradients(
+    gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What `run_backward` gives as results of an operator, each of which is a tensor: of no elements where there is no sink."""
+    dq, dk, dv, dsink = gradients
+    return dq, dk, dv, lse.new_empty(0) if dsink is None else dsink
 
 
 def empty_max_logits(plan: Plan, q: torch.Tensor) -> torch.Tensor:
@@ -278,7 +301,7 @@ def _backward_operator(
     dlse: torch.Tensor | None,
     plan: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    return run_backward(of_handle(plan), dout, q, k, v, sink, out, lse, dlse)
+    return operator_gradients(run_backward(of_handle(plan), dout, q, k, v, sink, out, lse, dlse), lse)
 
 
 _library.impl("attention", _forward_operator, "CompositeExplicitAutograd")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from counterpoint._native import Calls, Mask, Solution, Timeline
 from counterpoint.errors import Error, PlanError, TensorError
 from counterpoint.figures import Choices, PlanSummary, Timelines
-from counterpoint.fitting import Fitting, accumulator
+from counterpoint.fitting import Fitting, accumulator, element
 from counterpoint.lookup import activated, numbered
 from counterpoint.report import Report
 
@@ -82,21 +82,30 @@ class Plan:
         """What tensors it takes."""
         fitting = self._fitting
         if fitting is None:
-            given, dtype = self._arguments, self._dtype
+            given, dtype, group = self._arguments, self._dtype, self.group
             heads = given["heads"]
             heads_q, heads_k = (heads, heads) if isinstance(heads, int) else heads
             head_dim, head_dim_v = given["head_dim"], given["head_dim_v"] or given["head_dim"]
+            q, k, v = (self.q_rows, heads_q, head_dim), (self.k_rows, heads_k, head_dim), (self.k_rows, heads_k, head_dim_v)
+            out, lse = (self.q_rows, heads_q, head_dim_v), (self.q_rows, heads_q)
             statistic = accumulator(dtype)
+            one, of_statistic = element(dtype, group.device), element(statistic, group.device)
             fitting = self._fitting = Fitting(
-                (self.q_rows, heads_q, head_dim),
-                (self.k_rows, heads_k, head_dim),
-                (self.k_rows, heads_k, head_dim_v),
-                (given["sink_rows"], heads_q) if given["sink_rows"] else None,
-                (self.q_rows, heads_q, head_dim_v),
-                (self.q_rows, heads_q),
-                dtype,
-                statistic,
-                self.group._ordinal,
+                q=q,
+                k=k,
+                v=v,
+                sink=(given["sink_rows"], heads_q) if given["sink_rows"] else None,
+                out=out,
+                lse=lse,
+                dtype=dtype,
+                statistic=statistic,
+                ordinal=group._ordinal,
+                stream=group._stream,
+                q_like=one.expand(q),
+                k_like=one.expand(k),
+                v_like=one.expand(v),
+                out_like=one.expand(out),
+                lse_like=of_statistic.expand(lse),
             )
         return fitting
 
@@ -296,7 +305,8 @@ class Plan:
         page = self._solution.html(
             title, [("ranks", str(self._solution.ranks)), *setup], self._measured.get(False), self._measured.get(True)
         )
-        report = Report(page, title)
+        measured = self._measured.get(False)
+        report = Report(page, title, lambda: measured or self._solution.predict()[0])
         if path is not None:
             report.save(path)
         return report

@@ -5,7 +5,10 @@ from __future__ import annotations
 import html
 import os
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from counterpoint._native import Timeline
 
 
 @dataclass(frozen=True)
@@ -14,6 +17,13 @@ class Report:
 
     html: str
     title: str
+    # Of the forward: measured, where it was.
+    timeline: Callable[[], Timeline] = field(repr=False, compare=False)
+
+    def chrome_trace(self) -> str:
+        """The timeline of the forward as JSON for Perfetto and chrome://tracing: as it was measured inside
+        `counterpoint.profile()`, or else as it is predicted."""
+        return self.timeline().chrome_trace()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the page to `path`, whole or not at all."""

@@ -315,3 +315,20 @@ def test_bad_masks_are_one_sentence() -> None:
         cp.flex_attention(x, x, x, cp.Mask.causal(33))
     with pytest.raises(cp.MaskError, match=r"mask must be a counterpoint\.Mask, not a Tensor"):
         cp.flex_attention(x, x, x, torch.ones(32, 32))
+
+
+def test_what_a_plan_is_called_with_first_binds_nothing() -> None:
+    """Inference mode, or a default device, of the first call is not that of later ones."""
+    plan = cp.LocalGroup(1).plan(cp.Mask.causal(16), heads=2, head_dim=8, dtype=torch.float32)
+    with torch.inference_mode(), torch.device("meta"):
+        made = torch.randn(3, 16, 2, 8, device="cpu")
+        without, _ = cp.attention(*made, plan)
+        assert without.is_inference() and without.is_cpu
+    q, k, v = (tensor.requires_grad_() for tensor in made.clone().unbind())
+    out, _ = cp.attention(q, k, v, plan)
+    gradients = torch.autograd.grad(out.sum(), (q, k, v))
+    assert torch.equal(out, without.clone()) and not any(gradient.is_inference() for gradient in gradients)
+    # Of another plan of these types too.
+    other = cp.LocalGroup(1).plan(cp.Mask.full(16), heads=2, head_dim=8, dtype=torch.float32)
+    out, _ = cp.attention(q, k, v, other)
+    assert not out.is_inference() and torch.isfinite(torch.autograd.grad(out.sum(), v)[0]).all()

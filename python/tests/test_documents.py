@@ -24,11 +24,20 @@ def test_pages_show_what_happens(page: str, least: int) -> None:
 
 def run(folder: pathlib.Path, name: str, ranks: int) -> str:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
-    command = [sys.executable, *launcher, str(EXAMPLES / name)]
+    command = [sys.executable, *launcher, str(folder / name if (folder / name).exists() else EXAMPLES / name)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_the_program_of_the_page_runs_on_two_ranks(tmp_path: pathlib.Path) -> None:
+    page = (ROOT / "docs" / "python.md").read_text()
+    (program,) = re.findall(r"```python\n(# long_context.py.*?)```", page, flags=re.DOTALL)
+    (tmp_path / "long_context.py").write_text(program)
+    found = re.findall(r"rank (\d) has (\d+) rows; the gradient of to_q is (\S+)", run(tmp_path, "long_context.py", 2))
+    assert sorted(rank for rank, *_ in found) == ["0", "1"] and sum(int(rows) for _, rows, _ in found) == 4096, found
+    assert all(float(norm) > 0 for *_, norm in found), found
 
 
 def test_a_llama_learns_packed_documents(tmp_path: pathlib.Path) -> None:
@@ -49,6 +58,14 @@ def test_answers_share_a_prompt(tmp_path: pathlib.Path) -> None:
 def test_a_tensor_parallel_mlp_learns(tmp_path: pathlib.Path) -> None:
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", run(tmp_path, "tensor_parallel_mlp.py", 2))]
     assert len(losses) == 6 and losses[-1] < 0.8 * losses[0], losses
+
+
+def test_a_mixture_of_experts_learns_the_same_on_one_rank_and_two(tmp_path: pathlib.Path) -> None:
+    one, two = (
+        [float(loss) for loss in re.findall(r"loss ([\d.]+)", run(tmp_path, "mixture_of_experts.py", size))] for size in (1, 2)
+    )
+    assert len(one) == 12 and one[-1] < 0.4 * one[0], one
+    assert two == pytest.approx(one, abs=2e-4)  # printed with four digits
 
 
 def test_two_tokens_ahead_are_learned(tmp_path: pathlib.Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from xml.etree import ElementTree
 
@@ -80,3 +81,13 @@ def test_reports_are_frames_of_their_own(plan, tmp_path) -> None:
     shown = report._repr_html_()
     assert shown.startswith("<iframe srcdoc=") and 'sandbox="allow-scripts"' in shown and "<script" not in shown
     assert (tmp_path / "report.html").read_text() == report.html
+
+
+def test_a_report_gives_a_trace_of_what_was_measured_and_else_predicted() -> None:
+    plan = cp.LocalGroup(3).plan(cp.Mask.causal(300), heads=(4, 2), head_dim=16, dtype=torch.float32)
+    assert plan.report().chrome_trace() == plan.predict().forward.chrome_trace()
+    with cp.profile():
+        run(plan, backward=False)
+    trace = plan.report().chrome_trace()
+    assert trace == plan.timeline().forward.chrome_trace() != plan.predict().forward.chrome_trace()
+    assert json.loads(trace)

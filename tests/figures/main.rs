@@ -16,7 +16,7 @@ const END: &str = "<!-- end of figures -->";
 #[test]
 fn figures_are_those_of_the_results() {
     let [readme, performance] = one_gpu::blocks();
-    let [calls, ranks, host_time] = python::blocks();
+    let [calls, ranks, host_time, host_time_on_a_gpu] = python::blocks();
     let blocks = [
         ("README.md", "one GPU", readme),
         ("docs/performance.md", "one GPU", performance),
@@ -24,6 +24,7 @@ fn figures_are_those_of_the_results() {
         ("docs/python.md", "calls on a GPU", calls),
         ("docs/python.md", "ranks on GPUs", ranks),
         ("docs/python.md", "host time", host_time),
+        ("docs/performance.md", "host time of calls from Python", host_time_on_a_gpu),
     ];
     for (page, name, wanted) in blocks {
         between(page, name, &wanted);

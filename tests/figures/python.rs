@@ -8,15 +8,34 @@ use serde_json::Value;
 use crate::printed::{Figures, Row, figure, rows, run, time};
 use crate::root;
 
-/// Blocks of calls on a GPU, of ranks on GPUs, and of host time.
-pub(crate) fn blocks() -> [String; 3] {
-    [calls(), ranks(), host_time()]
+/// What calls on one GPU were measured in.
+const CALLS: &str = "2026-11-28-h200-x2-evening/python.txt";
+
+/// Blocks of calls on a GPU, of ranks on GPUs, of host time on CPU ranks, and of all that was measured of it on a GPU.
+pub(crate) fn blocks() -> [String; 4] {
+    [calls(), ranks(), host_time(), host_time_on_a_gpu()]
+}
+
+/// Every row of the host's microseconds, in the order of the run.
+fn host_time_on_a_gpu() -> String {
+    let text = run(CALLS);
+    let mut table = String::from("| call on 256 tokens | us | |\n|---|---|---|\n");
+    for line in text.lines().filter(|line| !line.starts_with("a new mask each step")) {
+        let mut cells = line.split("  ").map(str::trim).filter(|cell| !cell.is_empty());
+        let (Some(label), Some(Some(figure))) =
+            (cells.next(), cells.next().map(|cell| cell.strip_suffix(" us")))
+        else {
+            continue;
+        };
+        writeln!(table, "| {label} | {figure} | {} |", cells.next().unwrap_or_default()).unwrap();
+    }
+    table
 }
 
 /// Calls on one H200, beside PyTorch's own attention.
 fn calls() -> String {
     const BESIDE: &str = "beside: scaled_dot_product_attention";
-    let text = run("2026-11-28-h200-x2-evening/python.txt");
+    let text = run(CALLS);
     let first = |label: &str| time(&text, "", label);
     let behind = |behind: &str, label: &str| time(&text, behind, label).to_owned();
     let pair = |labels: [&str; 2]| labels.map(first).join(", ");
@@ -29,6 +48,11 @@ fn calls() -> String {
             "forward, without and with gradients asked for",
             pair(["attention(q, k, v, plan), forward, no gradients", "with gradients asked for"]),
             pair([&gradients[0], &gradients[1]]),
+        ),
+        (
+            "backward of one layer",
+            first("backward of one layer by torch.autograd.grad").to_owned(),
+            behind("backward of one layer", BESIDE),
         ),
         (of_twenty, first(of_twenty).to_owned(), behind(of_twenty, BESIDE)),
         (

@@ -17,6 +17,7 @@ mod join;
 mod kept;
 mod linear;
 mod mask;
+mod process;
 mod ranks;
 mod routing;
 mod rows;
@@ -55,6 +56,7 @@ mod _native {
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        crate::process::Process::watch_forks(module.py())?;
         module.add("__version__", env!("CARGO_PKG_VERSION"))
     }
 

@@ -25,6 +25,7 @@ use crate::experts::{ExpertCall, ExpertFields, ExpertKey};
 use crate::interrupt::{self, interruptible};
 use crate::join::{self, PythonStore};
 use crate::linear::{LayerKey, LinearCall, WantedTensor, named_call};
+use crate::process::Process;
 use crate::routing::Routing;
 use crate::rows::{RowAction, RowPattern, RowsCall, RowsKey, rows_of};
 use crate::site::{Site, measured};
@@ -45,7 +46,7 @@ pub(crate) struct Ranks {
     /// Threads that plan side by side.
     planners: Mutex<Option<Arc<PlanningThreads>>>,
     tuned: Tuned,
-    process: u32,
+    process: Process,
 }
 
 /// What linear layers follow where it was measured.
@@ -372,7 +373,7 @@ impl Ranks {
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         let ranks = self.engine.lock().unwrap_or_else(PoisonError::into_inner).take();
         let Some(ranks) = ranks else { return Ok(()) };
-        if std::process::id() != self.process {
+        if self.is_forked() {
             // Its threads are those of another process.
             std::mem::forget(ranks);
             return Ok(());
@@ -411,7 +412,7 @@ impl Ranks {
         let size = site.topology.world_size;
         let (engine, plans) = (Mutex::new(Some(engine)), Mutex::new(PlanCache::new(KEPT_PLANS)));
         let planners = Mutex::new(None);
-        Self { rank, size, transport, site, engine, plans, planners, tuned, process: std::process::id() }
+        Self { rank, size, transport, site, engine, plans, planners, tuned, process: Process::this() }
     }
 
     fn move_rows(
@@ -455,11 +456,11 @@ impl Ranks {
 
     /// Whether this is another process than the one that made it.
     pub(crate) fn is_forked(&self) -> bool {
-        std::process::id() != self.process
+        self.process != Process::this()
     }
 
     pub(crate) fn engine(&self, py: Python<'_>) -> PyResult<Arc<dyn Engine>> {
-        if std::process::id() != self.process {
+        if self.is_forked() {
             let message = "this group was made in another process, and a fork does not copy its threads; start workers \
                            with spawn, or make the group in them";
             return Err(raise(py, "Error", message, &[]));
@@ -471,7 +472,7 @@ impl Ranks {
 
 impl Drop for Ranks {
     fn drop(&mut self) {
-        if std::process::id() != self.process {
+        if self.is_forked() {
             let engine = self.engine.lock().unwrap_or_else(PoisonError::into_inner).take();
             std::mem::forget(engine);
             std::mem::forget(self.planners.lock().unwrap_or_else(PoisonError::into_inner).take());

@@ -1,5 +1,6 @@
 """Tensor-parallel linear layers, with Megatron-Core's contract, and layers of experts: communication under computation."""
 
+from counterpoint.nn import compiled as compiled
 from counterpoint.nn.experts import ExpertLayer, ExpertPass, ExpertPasses
 from counterpoint.nn.linear import ColumnParallelLinear, RowParallelLinear
 from counterpoint.nn.product import LayerPass, LayerPasses

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +22,18 @@ Kind = Literal["column", "row", "shared input"]
 Key = tuple[str, bool, tuple[int, ...], bool, str, str, str]
 
 
+_numbers = itertools.count(1)
+_layers: weakref.WeakValueDictionary[int, Layer] = weakref.WeakValueDictionary()
+
+
+def of_number(number: int) -> Layer:
+    """The layer that a compiled operator was given as a number."""
+    layer = _layers.get(int(number))
+    if layer is None:
+        raise TensorError(f"layer {number} is gone; keep its module as long as a compiled call may use it")
+    return layer
+
+
 class LayerPass(NamedTuple):
     """How a pass of a layer is run: its overlap policy, and the tokens of each of its groups, of those of the first rank."""
 
@@ -34,7 +48,7 @@ class LayerPasses(NamedTuple):
     backward: LayerPass
 
 
-@dataclass
+@dataclass(eq=False)
 class Layer:
     """A layer, or layers that share an input, on the ranks of a group, as modules have it. Sizes are those of all ranks."""
 
@@ -50,6 +64,13 @@ class Layer:
     delayed: bool
     """They wait for `backward_dw`."""
     waiting: deque[tuple[tuple[torch.nn.Parameter, ...], Key, dict[str, torch.Tensor]]] = field(default_factory=deque)
+    ranks: int = field(init=False)
+    number: int = field(init=False)
+    """By which compiled operators know it."""
+
+    def __post_init__(self) -> None:
+        self.ranks, self.number = self.group.size, next(_numbers)
+        _layers[self.number] = self
 
     def key(self, tokens: int, bias: bool, dtype: torch.dtype, gradient: str) -> Key:
         sizes = (tokens, self.in_features, *self.out_features)
@@ -69,7 +90,7 @@ class Layer:
 
     def rows(self, x: torch.Tensor) -> tuple[int, int]:
         """Tokens of all ranks, and rows of the result, of an `x` of so many rows."""
-        size, rows = self.group.size, x.shape[0]
+        size, rows = self.ranks, x.shape[0]
         if not self.sequence_parallel:
             return rows, rows
         if self.kind != "row":
@@ -164,8 +185,42 @@ def product(
     x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor], layer: Layer
 ) -> tuple[torch.Tensor, ...]:
     """`x W^T + bias` of a rank's part of each layer. `x` is `[rows, features]`; there are no biases, or as many as weights."""
+    if torch.compiler.is_compiling() and not (layer.fused or layer.delayed):
+        gradient = "written" if any(weight.requires_grad for weight in weights) else "frozen"
+        rows = layer.rows(x)[1]
+        compiled = torch.ops.counterpoint.product(x, list(weights), list(biases), rows, gradient, layer.number)
+        return tuple(compiled)
     made: tuple[torch.Tensor, ...] = Product.apply(x, layer, *weights, *biases)
     return made
+
+
+def forward(
+    layer: Layer, x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor], gradient: str
+) -> tuple[tuple[torch.Tensor, ...], Key, torch.Tensor, list[torch.Tensor]]:
+    """The results, what the engine calls the layer, and input and weights as they were read."""
+    check(layer, x, weights, biases)
+    x, read = dense(x), [dense(weight) for weight in weights]
+    tokens, rows = layer.rows(x)
+    key = layer.key(tokens, bool(biases), x.dtype, gradient)
+    ys = tuple(x.new_empty((rows, weight.shape[0])) for weight in weights)
+    tensors = {"x": x} | layer.named("weight", read) | layer.named("y", ys)
+    if biases:
+        tensors |= layer.named("bias", map(dense, biases))
+    layer.call(key, "forward", tensors)
+    return ys, key, x, read
+
+
+def written(
+    layer: Layer, key: Key, tensors: dict[str, torch.Tensor], weights: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Runs a backward of which gradients of weights, and of biases where there are any, are tensors of their own."""
+    dweights, dbiases = [torch.empty_like(weight) for weight in weights], []
+    tensors |= layer.named("dweight", dweights)
+    if key[3]:
+        dbiases = [weight.new_empty(weight.shape[0]) for weight in weights]
+        tensors |= layer.named("dbias", dbiases)
+    layer.call(key, "backward", tensors)
+    return dweights, dbiases
 
 
 class Product(torch.autograd.Function):
@@ -175,16 +230,8 @@ class Product(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, layer: Layer, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
         count = len(layer.out_features)
         weights, biases = parameters[:count], parameters[count:]
-        check(layer, x, weights, biases)
-        x, weights_data = dense(x), [dense(weight) for weight in weights]
-        tokens, rows = layer.rows(x)
-        key = layer.key(tokens, bool(biases), x.dtype, _gradient(layer, weights))
-        ys = tuple(x.new_empty((rows, weight.shape[0])) for weight in weights)
-        tensors = {"x": x} | layer.named("weight", weights_data) | layer.named("y", ys)
-        if biases:
-            tensors |= layer.named("bias", map(dense, biases))
-        layer.call(key, "forward", tensors)
-        ctx.save_for_backward(x, *weights_data)
+        ys, key, x, read = forward(layer, x, weights, biases, _gradient(layer, weights))
+        ctx.save_for_backward(x, *read)
         ctx.layer, ctx.key, ctx.parameters = layer, key, weights
         return ys
 
@@ -212,14 +259,8 @@ class Product(torch.autograd.Function):
             layer.waiting.append((parameters, ctx.key, {"x": x, **layer.named("dy", dys), **kept}))
             return dx, None, *dweights, *dbiases
         if gradient == "written":
-            written = [torch.empty_like(weight) for weight in weights]
-            tensors |= layer.named("dweight", written)
-            if has_bias:
-                sums = [weight.new_empty(weight.shape[0]) for weight in weights]
-                tensors |= layer.named("dbias", sums)
-                dbiases = [*sums]
-            layer.call(ctx.key, "backward", tensors)
-            return dx, None, *written, *dbiases
+            made, sums = written(layer, ctx.key, tensors, weights)
+            return dx, None, *made, *sums
         main_grads = _main_grads(layer, parameters)
         if main_grads is None:
             raise TensorError("main_grad was taken from the weight between its forward and its backward")

@@ -61,12 +61,14 @@ def layer_of(kind: str, bias: bool, **more: Any) -> Any:
 @hopper
 @pytest.mark.parametrize("kind", ["column", "row"])
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_layer_alone(kind: str, bias: bool) -> None:
+@pytest.mark.parametrize("backend", [None, "inductor"])
+def test_a_layer_alone(kind: str, bias: bool, backend: str | None) -> None:
     wanted = Wanted(bias)
     layer = layer_of(kind, bias, device="cuda")
     assert layer.weight.is_cuda and layer.group.device == torch.device("cuda", torch.cuda.current_device())
     x = wanted.x.detach().bfloat16().cuda().requires_grad_()
-    y, _ = layer(x)
+    call = layer if backend is None else torch.compile(layer, fullgraph=True, backend=backend)
+    y, _ = call(x)
     close(y, wanted.y, "y")
     y.backward(wanted.dy.bfloat16().cuda())
     close(x.grad, wanted.x.grad, "dx")
@@ -153,9 +155,11 @@ def on_ranks(rank: int, size: int) -> None:
             tensor = tensor.detach()
             return tensor if dim is None else tensor.chunk(size, dim)[rank].contiguous()
 
-        for _ in range(2):
+        # Gradients into `main_grad` are no part of what is compiled.
+        compiled = torch.compile(layer, fullgraph=not bias, backend="aot_eager")
+        for call in (layer, compiled):
             x = own(wanted.x, of_x).bfloat16().cuda().requires_grad_()
-            y, _ = layer(x)
+            y, _ = call(x)
             y.backward(own(wanted.dy, of_y).bfloat16().cuda())
         what = f"of {kind}, sequence parallel {sequence_parallel}, bias {bias}, rank {rank}"
         close(y, own(wanted.y, of_y), f"y {what}")
