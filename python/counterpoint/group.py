@@ -137,7 +137,8 @@ class _Group:
         later plans: `dispatch=plan.choices.dispatch`.
 
         `queries` says whether rows of q that see many keys of other ranks travel to these: `"auto"` where that is predicted to be
-        faster, the default on CPU ranks with `dispatch="predicted"`, else `"never"`: GPUs meet on the host to merge such rows.
+        faster, the default on CPU ranks with `dispatch="predicted"`, else `"never"`. By NVLink their results are merged on the
+        device; by other transports, and where ranks share a GPU, such calls wait for each other's host.
 
         Ctrl-C, or whatever else a handler of a signal raises, ends the planning at once.
         """
@@ -224,7 +225,7 @@ class _Group:
         for name in ("dispatch", "queries", "overlap"):
             if not isinstance(given[name], str) and (name, given[name]) != ("queries", None):
                 raise PlanError(f"{name} is {given[name]!r}; it must be a string")
-        # Calls on GPUs return at once, which those whose results are merged by their owners do not.
+        # Calls on GPUs return at once, which by some transports those whose results are merged by their owners do not.
         queries = "never" if given["queries"] is None and self._ordinal >= 0 else given["queries"]
         dtype = dtype_name(given["dtype"])
         if self._ordinal >= 0 and dtype not in ("bfloat16", "float16"):
