@@ -1,15 +1,18 @@
 //! What a fresh mask asks of the driver and of other ranks, counted with a driver that has no GPU.
 
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
+use std::sync::Arc;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use counterpoint_choose::{PlanConfig, plan_mask};
-use counterpoint_cuda::{CudaMachine, DriverCalls, Timing};
+use counterpoint_cuda::{CudaMachine, CudaProcess, DriverCalls, Timing, TransportKind};
 use counterpoint_exec::{
-    AttentionCalls, Backend, BackwardTensors, ForwardTensors, Group, HostTensor,
-    Machine, Pass, WorldConfig,
+    AttentionCalls, Backend, BackwardTensors, ExecError, ForwardTensors, Group, HostTensor, JobToken,
+    Machine, Pass, Rendezvous, WorldConfig,
 };
 use counterpoint_mask::{Documents, Mask};
-use counterpoint_plan::{AttentionSpec, DType, GradientShares, Plan};
+use counterpoint_plan::{AttentionSpec, DType, GradientShares, Plan, Topology};
 use counterpoint_schedule::OverlapPolicy;
 
 mod hollow_driver;
@@ -112,6 +115,47 @@ fn config() -> WorldConfig {
     WorldConfig { limit: LIMIT, poison: false, ..WorldConfig::default() }
 }
 
+/// Runs `rank` on two ranks that reach each other as processes do, each on a GPU of its own.
+fn on_processes<R: Send>(rank: impl Fn(&Arc<Rendezvous>, &Group<CudaProcess>) -> R + Sync) -> Vec<R> {
+    on_processes_that_fail(|rendezvous, group| {
+        let done = rank(rendezvous, group);
+        group.clone().close().unwrap();
+        done
+    })
+}
+
+/// The same, who do not close the group.
+fn on_processes_that_fail<R: Send>(
+    rank: impl Fn(&Arc<Rendezvous>, &Group<CudaProcess>) -> R + Sync,
+) -> Vec<R> {
+    const RANKS: usize = 2;
+    let here = IpAddr::V4(Ipv4Addr::LOCALHOST);
+    let token = JobToken::random().unwrap();
+    let host = Rendezvous::host(TcpListener::bind((here, 0)).unwrap(), RANKS, &token, LIMIT).unwrap();
+    let address = SocketAddr::new(here, host.port());
+    let mut host = Some(host);
+    thread::scope(|scope| {
+        let threads: Vec<_> = (0..RANKS)
+            .map(|number| {
+                let (token, host, rank) = (&token, host.take(), &rank);
+                scope.spawn(move || {
+                    let rendezvous = match host {
+                        Some(host) => host.join(here, LIMIT),
+                        None => Rendezvous::join(address, number, RANKS, token, LIMIT),
+                    }
+                    .unwrap();
+                    let (kind, topology) = (TransportKind::Auto, Topology::flat(RANKS));
+                    let machine =
+                        CudaProcess::new(&rendezvous, Some(number), Timing::Off, kind, topology).unwrap();
+                    let group = Group::connect(&machine, RANKS, config()).unwrap();
+                    rank(&rendezvous, &group)
+                })
+            })
+            .collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
 /// A rank's tables of a mask, those of its forward and of its backward, are one copy. What its kernels learn of other ranks' rows is one more
 /// for each collective, made when all have told of it. Calls copy nothing.
 #[test]
@@ -142,5 +186,79 @@ fn tables_of_a_mask_are_one_copy_and_calls_copy_nothing() {
             }
         }
         group.close().unwrap();
+    }
+}
+
+/// What rank 0 does while rank 1 is late, in the first calls of a mask that both have made ready.
+#[test]
+fn the_first_call_of_a_ready_mask_waits_for_no_rank() {
+    if support::no_compiler() || !hollow_driver::is_loaded("the_first_call_of_a_ready_mask_waits_for_no_rank")
+    {
+        return;
+    }
+    const LATE: Duration = Duration::from_millis(300);
+    let waits = on_processes(|rendezvous, group| {
+        let mut waits = Vec::new();
+        for number in 0..4 {
+            let plan = plan(2, number);
+            let tensors = tensors(group, &plan);
+            let calls = ready(group, &plan);
+            rendezvous.barrier(&format!("ready {number}")).unwrap();
+            // What the other has told of its mask comes by a thread.
+            thread::sleep(Duration::from_millis(50));
+            for pass in [Pass::Forward, Pass::ForwardBackward] {
+                rendezvous.barrier(&format!("{number} {pass:?}")).unwrap();
+                if rendezvous.rank() == 1 {
+                    thread::sleep(LATE);
+                }
+                let before = group.ranks()[0].backend().world().waits();
+                let (asked, took) = counted(&calls, &tensors, pass);
+                waits.push((number, pass, group.ranks()[0].backend().world().waits() - before, took, asked));
+            }
+            group.synchronize().unwrap();
+        }
+        waits
+    });
+    for (number, pass, waits, took, asked) in waits.into_iter().flatten() {
+        println!("mask {number}, {pass:?}: {waits} waits, {took:?}");
+        assert_eq!(waits, 0, "mask {number}, {pass:?}");
+        assert!(took < LATE / 2, "mask {number}, {pass:?}: {took:?}");
+        assert_eq!(asked.synchronizations(), 0, "mask {number}, {pass:?}: {asked}");
+    }
+}
+
+/// Each rank goes ahead, and hears at once that the other has called something else.
+#[test]
+fn a_rank_that_calls_another_mask_is_named() {
+    if support::no_compiler() || !hollow_driver::is_loaded("a_rank_that_calls_another_mask_is_named") {
+        return;
+    }
+    let told = thread::spawn(|| {
+        on_processes_that_fail(|rendezvous, group| {
+            let plans = [plan(2, 0), plan(2, 1)];
+            let both = plans.each_ref().map(|plan| (tensors(group, plan), ready(group, plan)));
+            rendezvous.barrier("ready").unwrap();
+            thread::sleep(Duration::from_millis(50));
+            rendezvous.barrier("begin").unwrap();
+            let (tensors, calls) = &both[rendezvous.rank()];
+            let began = Instant::now();
+            let called =
+                calls.forward(&tensors.iter().map(Tensors::forward).collect::<Vec<_>>(), None).map(drop);
+            let error = loop {
+                if let Err(error) = group.poll() {
+                    break error;
+                }
+                assert!(began.elapsed() < LIMIT / 2, "nobody says that ranks differ");
+                thread::sleep(Duration::from_millis(1));
+            };
+            (called, error, began.elapsed())
+        })
+    })
+    .join()
+    .unwrap();
+    for (called, error, took) in told {
+        assert!(called.is_ok() || called.as_ref() == Err(&error), "{called:?}");
+        assert!(matches!(error, ExecError::PlanDiffers { .. }), "{error}");
+        assert!(took < LIMIT / 4, "{took:?}");
     }
 }

@@ -53,6 +53,7 @@ pub struct World {
     streams: Mutex<Vec<Weak<StreamStatus>>>,
     /// Nanoseconds from `born` to the last start or end of an operation of any rank.
     progress: AtomicU64,
+    waits: AtomicU64,
     remote: OnceLock<Arc<dyn RemoteRanks>>,
 }
 
@@ -80,6 +81,7 @@ impl World {
             enders: Mutex::new(Vec::new()),
             streams: Mutex::new(Vec::new()),
             progress: AtomicU64::new(0),
+            waits: AtomicU64::new(0),
             remote: OnceLock::new(),
         })
     }
@@ -227,6 +229,16 @@ impl World {
             Err(WaitEnd::Failed(error)) => Err(error),
             _ => Ok(()),
         }
+    }
+
+    /// How often a rank here has had to wait on the host for what another tells of its part in a collective: not where that was there.
+    pub fn waits(&self) -> u64 {
+        self.waits.load(Ordering::Relaxed)
+    }
+
+    /// One more time.
+    pub fn note_wait(&self) {
+        self.waits.fetch_add(1, Ordering::Relaxed);
     }
 
     pub(crate) fn note_progress(&self) {

@@ -211,7 +211,8 @@ impl CudaTransport {
         let peers = || own.pattern.peers().into_iter().filter(|rank| *rank != self.rank).collect();
         let posts = || self.posts_of(call, pending, peers());
         let gather = |posts: &[_], lists: &Stream| work.gather(self.rank, own, posts, lists);
-        let connected = work.side.connected_by(call, self.setup()?, posts, gather)?;
+        let goes_ahead = || self.goes_ahead(call, pending);
+        let connected = work.side.connected_by(call, self.setup()?, goes_ahead, posts, gather)?;
         if is_first {
             own.pattern.outgoing.iter().for_each(|peer| self.release_post(peer.rank, pending.sequence));
         }

@@ -7,7 +7,7 @@ use std::time::Instant;
 use counterpoint_schedule::{BufferRole, BufferSpec};
 
 use super::enqueue::{Enqueue, enqueue_all, range_of_ranks};
-use super::steps::Step;
+use super::steps::collectives;
 use super::{Prepared, begins_anew, given, is_bound};
 use crate::group_rank::{CallOrder, Ticket};
 use crate::{Backend, BufferAccess, ExecError, OpPlace, RunTimes, Transport};
@@ -272,12 +272,8 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
         if self.backend().world_size() == 1 || !self.backend().captures(stream)? {
             return Ok(());
         }
-        let collectives = self.steps.iter().filter_map(|placed| match &placed.step {
-            Step::Collective { collective, .. } => Some(collective),
-            _ => None,
-        });
         let transport = self.group_rank().transport();
-        let mut captured = collectives.map(|collective| transport.can_be_captured(collective));
+        let mut captured = collectives(&self.steps).map(|collective| transport.can_be_captured(collective));
         captured.try_for_each(|captured| captured).map_err(|reason| ExecError::Capture {
             rank: self.backend().rank(),
             program: self.program().name.clone(),

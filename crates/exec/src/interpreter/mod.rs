@@ -100,6 +100,12 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
         rank.check_memory(&program)?;
         let lanes = rank.lanes_of(&program);
         let steps = steps::prepare(backend, rank.transport(), &program, plan)?;
+        let buffers = own_buffers(rank, &program, 0)?;
+        let other_lanes = (1..lanes).map(|lane| own_buffers(rank, &program, lane));
+        let other_lanes: Vec<_> = other_lanes.collect::<Result<_, _>>()?;
+        for lane in other_lanes.iter().chain([&buffers]) {
+            steps::collectives(&steps).try_for_each(|one| rank.transport().tell_memory(one, lane))?;
+        }
         Ok(Self {
             streams: rank.streams_for(&program.streams, &program.policy)?,
             events: (0..program.num_events).map(|_| backend.create_event()).collect::<Result<_, _>>()?,
@@ -107,10 +113,8 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
                 .map(|_| backend.create_barrier())
                 .collect::<Result<_, _>>()?,
             signals: (0..program.num_signals).map(|_| backend.create_signal()).collect::<Result<_, _>>()?,
-            buffers: own_buffers(rank, &program, 0)?,
-            other_lanes: (1..lanes)
-                .map(|lane| own_buffers(rank, &program, lane))
-                .collect::<Result<_, _>>()?,
+            buffers,
+            other_lanes,
             steps,
             rank: rank.clone(),
             times: RunTimes::default(),
