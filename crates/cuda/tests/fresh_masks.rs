@@ -1,12 +1,16 @@
 //! What a fresh mask asks of the driver and of other ranks, counted with a driver that has no GPU.
 
+#![allow(unsafe_code)]
+
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use counterpoint_choose::{PlanConfig, plan_mask};
-use counterpoint_cuda::{CudaMachine, CudaProcess, DriverCalls, Timing, TransportKind};
+use counterpoint_cuda::{
+    CudaMachine, CudaProcess, DriverCalls, Stream, StreamPriority, Timing, TransportKind,
+};
 use counterpoint_exec::{
     AttentionCalls, Backend, BackwardTensors, ExecError, ForwardTensors, Group, HostTensor, JobToken,
     Machine, Pass, Rendezvous, WorldConfig,
@@ -260,5 +264,49 @@ fn a_rank_that_calls_another_mask_is_named() {
         assert!(called.is_ok() || called.as_ref() == Err(&error), "{called:?}");
         assert!(matches!(error, ExecError::PlanDiffers { .. }), "{error}");
         assert!(took < LIMIT / 4, "{took:?}");
+    }
+}
+
+/// An error before anything is enqueued; the group goes on, and memory is lent as before.
+#[test]
+fn a_call_on_a_stream_that_was_destroyed_is_refused() {
+    if support::no_compiler() || !hollow_driver::is_loaded("a_call_on_a_stream_that_was_destroyed_is_refused")
+    {
+        return;
+    }
+    for ranks in [1, 2] {
+        let machine = CudaMachine::for_ranks(ranks, Timing::Off).unwrap();
+        let group = Group::connect(&machine, ranks, config()).unwrap();
+        let plan = plan(ranks, 0);
+        let (tensors, calls) = (tensors(&group, &plan), ready(&group, &plan));
+        let of_ranks: Vec<_> = tensors.iter().map(Tensors::forward).collect();
+        let own = |rank: &counterpoint_exec::RankOf<CudaMachine>| {
+            Stream::new(rank.backend().device(), StreamPriority::Low).unwrap()
+        };
+        // SAFETY: the first goes before who borrows it, which is what is tested; nothing is enqueued on it.
+        let borrowed = |owned: &[Stream]| -> Vec<_> {
+            let ranks = group.ranks().iter().zip(owned);
+            ranks.map(|(rank, stream)| unsafe { rank.backend().borrow_stream(stream.raw()) }).collect()
+        };
+        let mut owned: Vec<Stream> = group.ranks().iter().map(own).collect();
+        let gone = borrowed(&owned);
+        calls.forward(&of_ranks, Some(&gone.iter().collect::<Vec<_>>())).unwrap();
+        owned.clear();
+        let call = || calls.forward(&of_ranks, Some(&gone.iter().collect::<Vec<_>>())).map(drop);
+        let (called, asked) = DriverCalls::of(call).unwrap();
+        let error = called.unwrap_err().to_string();
+        assert!(error.contains("has been destroyed"), "{error}");
+        for name in ["cuLaunchKernelEx", "cuEventRecord", "cuStreamWaitEvent", "cuMemcpyAsync"] {
+            assert_eq!(asked.of_function(name), 0, "{asked}");
+        }
+        let new: Vec<Stream> = group.ranks().iter().map(own).collect();
+        let there = borrowed(&new);
+        // Asks for memory, which asks all streams.
+        drop((ready(&group, &self::plan(ranks, 1)), tensors.len()));
+        calls.forward(&of_ranks, Some(&there.iter().collect::<Vec<_>>())).unwrap();
+        group.synchronize().unwrap();
+        drop((gone, there));
+        group.close().unwrap();
+        assert_eq!(machine.devices()[0].take_release_error(), None);
     }
 }
