@@ -16,6 +16,7 @@ mod error;
 mod fit;
 pub mod gemm;
 mod head_groups;
+mod interruption;
 mod layout;
 mod list_time;
 mod split;
@@ -31,6 +32,7 @@ pub use config::{TileDirection, TileOrder, TilePlacement, TileScheduleConfig, Ti
 pub use counts::{AlikeTiles, TileCounting, TileCounts};
 pub use error::TileScheduleError;
 pub use head_groups::HeadGroups;
+pub use interruption::Interruption;
 pub use layout::{NO_LIMIT, Tile, TileBound, TileMerge, TileRun};
 pub use statistics::TileStatistics;
 pub use takers::TileTakers;
