@@ -21,6 +21,7 @@ mod layout;
 mod list_time;
 mod split;
 mod statistics;
+mod strips;
 mod sweep;
 mod takers;
 mod turns;
@@ -286,7 +287,7 @@ fn turned(bands: &[Band], direction: TileDirection) -> Vec<Band> {
 fn turned_merged(mut turned: Vec<Band>, direction: TileDirection) -> Vec<Band> {
     turned.iter_mut().for_each(|band| *band = direction.turn(band));
     turned.sort_unstable();
-    turned
+    strips::recut(turned)
 }
 
 /// The stretches, one of which ends at `row`.
