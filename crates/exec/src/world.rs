@@ -252,8 +252,7 @@ impl World {
 
     /// Makes a stream of `rank` known to those who ask what the rank is doing, as long as the status lives.
     pub fn register_stream(&self, rank: usize, name: &str, kind: StreamKind) -> Arc<StreamStatus> {
-        let status =
-            Arc::new(StreamStatus { rank, name: name.to_owned(), kind, state: Mutex::new(State::default()) });
+        let status = Arc::new(StreamStatus::new(rank, name, kind));
         push_forgetting(&mut lock(&self.streams), Arc::downgrade(&status));
         status
     }
@@ -415,6 +414,11 @@ struct State {
 }
 
 impl StreamStatus {
+    /// Of a stream that nobody asks about.
+    pub(crate) fn new(rank: usize, name: &str, kind: StreamKind) -> Self {
+        Self { rank, name: name.to_owned(), kind, state: Mutex::default() }
+    }
+
     /// Notes that it works on `place` from now on.
     pub fn begin(&self, place: &OpPlace) {
         lock(&self.state).current = Some((place.clone(), Instant::now()));

@@ -30,7 +30,7 @@ struct Shared<P: Payload> {
     rank: usize,
     listener: Arc<dyn Listener + Send + Sync>,
     fits: fn(&P, &P) -> Result<(), String>,
-    status: Arc<StreamStatus>,
+    status: StreamStatus,
     state: Mutex<State<P>>,
     /// Of `state`, for who has nothing to look at.
     count: AtomicUsize,
@@ -62,7 +62,7 @@ impl<P: Payload> LateChecks<P> {
         listener: Arc<dyn Listener + Send + Sync>,
         fits: fn(&P, &P) -> Result<(), String>,
     ) -> Self {
-        let status = world.register_stream(rank, "checks of calls", StreamKind::Communication);
+        let status = StreamStatus::new(rank, "checks of calls", StreamKind::Communication);
         let state = Mutex::new(State { open: Vec::new(), has_ended: false });
         let (world, board, count, changed) =
             (world.clone(), board.clone(), AtomicUsize::new(0), Condvar::new());
