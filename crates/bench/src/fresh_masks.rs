@@ -45,6 +45,8 @@ struct Row {
     synchronizations: Option<usize>,
     /// Likewise to make memory, streams, events or graphs.
     allocations: Option<usize>,
+    /// Likewise to copy from the host to a device.
+    uploads: Option<usize>,
 }
 
 /// `counterpoint bench fresh-masks`.
@@ -74,7 +76,7 @@ pub(crate) fn run(arguments: &BenchFreshMasksArguments) -> Result<(), CliError> 
             let case = Case { ranks, tokens: tokens.unwrap_or(32 << 10), device, planning };
             case.measure(&machine, |work| {
                 let (done, calls) = DriverCalls::of(work).map_err(|source| CliError::Cuda { source })?;
-                done.map(|()| Some([calls.synchronizations(), calls.allocations()]))
+                done.map(|()| Some([calls.synchronizations(), calls.allocations(), calls.uploads()]))
             })?
         }
     });
@@ -142,11 +144,11 @@ fn row(
     ranks: usize,
     tokens: usize,
     seconds: &[f64],
-    asked: Option<[usize; 2]>,
+    asked: Option<[usize; 3]>,
 ) -> Row {
     let statistics = Statistics::of(seconds);
     let (median_seconds, min_seconds) = statistics.map_or((f64::NAN, f64::NAN), |all| (all.median, all.min));
-    let [synchronizations, allocations] = asked.map_or([None; 2], |asked| asked.map(Some));
+    let [synchronizations, allocations, uploads] = asked.map_or([None; 3], |asked| asked.map(Some));
     let planning_threads = 1;
     Row {
         what,
@@ -158,6 +160,7 @@ fn row(
         min_seconds,
         synchronizations,
         allocations,
+        uploads,
     }
 }
 
@@ -173,13 +176,14 @@ struct Case<'a> {
 #[derive(Default)]
 struct Samples {
     seconds: Vec<f64>,
-    asked: Option<[usize; 2]>,
+    asked: Option<[usize; 3]>,
 }
 
 impl Samples {
-    fn add(&mut self, seconds: f64, asked: Option<[usize; 2]>) {
+    fn add(&mut self, seconds: f64, asked: Option<[usize; 3]>) {
         self.seconds.push(seconds);
-        let most = |of: [usize; 2]| self.asked.map_or(of, |asked| [asked[0].max(of[0]), asked[1].max(of[1])]);
+        let most =
+            |of: [usize; 3]| self.asked.map_or(of, |asked| std::array::from_fn(|at| asked[at].max(of[at])));
         self.asked = asked.map(most).or(self.asked);
     }
 }
@@ -233,7 +237,7 @@ impl Case<'_> {
     fn measure<M: Machine>(
         &self,
         machine: &M,
-        counted: impl Fn(&mut dyn FnMut() -> Result<(), CliError>) -> Result<Option<[usize; 2]>, CliError>,
+        counted: impl Fn(&mut dyn FnMut() -> Result<(), CliError>) -> Result<Option<[usize; 3]>, CliError>,
     ) -> Result<Vec<Row>, CliError> {
         let config = WorldConfig { limit: Duration::from_secs(120), poison: false, ..WorldConfig::default() };
         let group = Group::connect(machine, self.ranks, config).map_err(exec)?;
@@ -247,10 +251,14 @@ impl Case<'_> {
             let ranks = group.ranks().iter().zip(&of_ranks);
             let tensors = ranks.map(|(rank, inputs)| Tensors::new(rank.backend(), inputs));
             let tensors = tensors.collect::<Result<Vec<_>, _>>().map_err(exec)?;
-            let began = Instant::now();
-            let calls = prepare(&group, &ahead)?;
-            let adopted = began.elapsed().as_secs_f64();
-            drop(calls);
+            let (mut kept, mut adopted) = (None, 0.0);
+            let of_adopting = counted(&mut || {
+                let began = Instant::now();
+                kept = Some(prepare(&group, &ahead)?);
+                adopted = began.elapsed().as_secs_f64();
+                Ok(())
+            })?;
+            drop(kept);
             let began = Instant::now();
             let calls = prepare(&group, &plan(&mask, self.ranks, &self.planning)?)?;
             step(&calls, &tensors)?;
@@ -261,7 +269,7 @@ impl Case<'_> {
                 self.check(machine, &ahead, &inputs, &group, &tensors)?;
                 continue;
             }
-            adopt.add(adopted, None);
+            adopt.add(adopted, of_adopting);
             cold.add(unprepared, None);
             let timed = |calls: &Calls<M>, pass: Pass, samples: &mut Samples| -> Result<(), CliError> {
                 let mut seconds = 0.0;
@@ -355,7 +363,7 @@ fn step<M: Machine>(calls: &Calls<M>, tensors: &[Tensors<M::Backend>]) -> Result
 }
 
 fn text(rows: &[Row]) -> String {
-    const COLUMNS: [Column; 7] = [
+    const COLUMNS: [Column; 8] = [
         Column::name("what"),
         Column::number_name("ranks"),
         Column::number_name("tokens"),
@@ -363,13 +371,14 @@ fn text(rows: &[Row]) -> String {
         Column::number("fastest", 2),
         Column::number("synchronizations", 1),
         Column::number("allocations", 1),
+        Column::number("uploads", 1),
     ];
     let count = |count: Option<usize>| count.map_or_else(|| "–".to_owned(), |count| count.to_string());
     let cells = |row: &Row| {
         let [median, fastest] = [row.median_seconds, row.min_seconds].map(format_seconds);
-        let [waits, made] = [row.synchronizations, row.allocations].map(count);
+        let [waits, made, uploads] = [row.synchronizations, row.allocations, row.uploads].map(count);
         let Row { what, ranks, tokens, .. } = row;
-        vec![(*what).to_owned(), ranks.to_string(), tokens.to_string(), median, fastest, waits, made]
+        vec![(*what).to_owned(), ranks.to_string(), tokens.to_string(), median, fastest, waits, made, uploads]
     };
     table(&COLUMNS, rows.iter().map(cells), &console::style())
 }

@@ -2,13 +2,14 @@
 
 use counterpoint_cost::AttentionWork;
 use counterpoint_mask::Band;
-use counterpoint_plan::AttentionSpec;
+use counterpoint_plan::{AttentionSpec, Planning};
 
-/// All work of a rank at once, before which nothing was computed.
+/// All work of a rank at once, before which nothing was computed, as long as its plan is wanted.
 pub(crate) fn whole_work<'a>(
     spec: &AttentionSpec,
     bands: &'a [Band],
     [q_rows, k_rows]: [usize; 2],
+    planning: &Planning<'a>,
 ) -> AttentionWork<'a> {
     AttentionWork {
         bands,
@@ -21,5 +22,6 @@ pub(crate) fn whole_work<'a>(
         staged: false,
         passed_bytes: 0,
         computed_seconds: 0.0,
+        interruption: planning.interruption(),
     }
 }

@@ -1,6 +1,7 @@
 //! One attention operation as cost models see it: its bands, heads and sizes.
 
 use counterpoint_mask::Band;
+use counterpoint_tiles::Interruption;
 
 /// One attention operation, as far as its time goes.
 #[derive(Clone, Copy, Debug)]
@@ -25,6 +26,8 @@ pub struct AttentionWork<'a> {
     pub passed_bytes: u64,
     /// Seconds that the run has computed before it: the clock has fallen meanwhile.
     pub computed_seconds: f64,
+    /// When nobody wants to know what it takes any more: what is said then counts for nothing.
+    pub interruption: Interruption<'a>,
 }
 
 impl AttentionWork<'_> {

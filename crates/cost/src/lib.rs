@@ -16,6 +16,7 @@ mod tile_costs;
 mod worker_sharing;
 
 pub use attention_work::AttentionWork;
+pub use counterpoint_tiles::Interruption;
 pub use counterpoint_tiles::gemm::ProblemSize;
 pub use error::CostError;
 pub use machine_profile::{

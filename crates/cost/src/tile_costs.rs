@@ -223,7 +223,8 @@ impl TileCost {
         counting: &TileCounting,
         shape: TileShape,
     ) -> Option<Walk> {
-        let counts = counting.counts(self.tile_rows / shape.pack, shape.block).ok()?;
+        let counts =
+            counting.counts_until(self.tile_rows / shape.pack, shape.block, work.interruption).ok()?;
         Some(self.walk(&counts, work, counting.direction(), shape))
     }
 

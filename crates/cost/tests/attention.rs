@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use counterpoint_cost::{AttentionWork, CostModel};
+use counterpoint_cost::{AttentionWork, CostModel, Interruption};
 use counterpoint_mask::{Band, Documents, Mask, Window};
 
 type Measured = (usize, usize, usize, [f64; 7], [f64; 7]);
@@ -96,6 +96,7 @@ fn an_h200_takes_what_is_predicted() {
                 staged: false,
                 passed_bytes,
                 computed_seconds: 0.0,
+                interruption: Interruption::default(),
             };
             // The backward also reads out and dout for delta, clears its sums of dq and rounds them.
             let predicted = [cost.forward_seconds(&work(0)), cost.backward_seconds(&work(12 * elements))];
@@ -130,6 +131,7 @@ fn without_tiles_time_is_in_proportion_to_pairs() {
             staged: false,
             passed_bytes: 0,
             computed_seconds: 0.0,
+            interruption: Interruption::default(),
         };
         let flops = 2.0 * 96.0 * 2.0 * mask.area() as f64;
         let expected = [

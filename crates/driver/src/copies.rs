@@ -78,8 +78,8 @@ impl DeviceBuffer {
     /// # Errors
     /// As [`DeviceBuffer::new`].
     pub fn from_slice<T: NoUninit>(stream: &Stream, values: &[T]) -> Result<Self, CudaError> {
-        if let Some(uploads) = stream.uploads() {
-            return uploads.add(stream.device(), bytemuck::cast_slice(values));
+        if let Some(tables) = stream.tables() {
+            return tables.add(stream.device(), bytemuck::cast_slice(values));
         }
         let buffer = Self::new(stream.device(), size_of_val(values))?;
         buffer.upload(stream, 0, values)?;

@@ -236,6 +236,11 @@ pub enum CudaError {
         /// Why not.
         reason: String,
     },
+    /// A stream that is somebody else's is none any more.
+    #[error(
+        "the stream has been destroyed; its owner keeps it until calls on it have been made and what borrowed it is dropped"
+    )]
+    StreamGone,
     /// A graph cannot be captured from a stream.
     #[error("a graph cannot be captured: {reason}")]
     Capture {
@@ -245,6 +250,13 @@ pub enum CudaError {
 }
 
 impl CudaError {
+    /// Whether the driver says that what it was asked about is no stream (any more).
+    pub fn is_of_no_stream(&self) -> bool {
+        const INVALID_HANDLE: u32 = 400;
+        const CONTEXT_IS_DESTROYED: u32 = 709;
+        matches!(self, Self::Driver { call, code: INVALID_HANDLE | CONTEXT_IS_DESTROYED, .. } if call.starts_with("cuStream"))
+    }
+
     /// Whether the machine lacks something (a driver, a GPU, a library), as opposed to something going wrong.
     pub fn is_missing(&self) -> bool {
         matches!(

@@ -10,7 +10,7 @@ use cudarc::driver::sys::CUstream;
 pub type RawStream = CUstream;
 
 use crate::library::call;
-use crate::memory::Uploads;
+use crate::memory::Tables;
 use crate::partition::{Part, Partition};
 use crate::stream_ends::{capture_of, captures};
 use crate::{CudaError, Device};
@@ -20,7 +20,7 @@ use crate::{CudaError, Device};
 pub struct Stream {
     queue: Arc<Queue>,
     /// What this handle and its clones gather; see [`Stream::gathering`].
-    uploads: Option<Arc<Uploads>>,
+    tables: Option<Arc<Tables>>,
 }
 
 struct Queue {
@@ -121,18 +121,18 @@ impl Stream {
 
     fn of(queue: Queue) -> Self {
         queue.device.stream_ends().join(queue.raw);
-        Self { queue: Arc::new(queue), uploads: None }
+        Self { queue: Arc::new(queue), tables: None }
     }
 
-    /// The same queue, by a handle whose [`DeviceBuffer::from_slice`](crate::DeviceBuffer::from_slice) only gathers: nothing is there
-    /// before [`Stream::send_gathered`].
+    /// The same queue, by a handle whose [`DeviceBuffer::from_slice`](crate::DeviceBuffer::from_slice) only gathers bytes on the host: they
+    /// are nowhere, and have no address, before [`Stream::send_gathered`] or [`Stream::enqueue_gathered`] copies them all at once.
     pub fn gathering(&self) -> Self {
-        Self { queue: self.queue.clone(), uploads: Some(Arc::default()) }
+        Self { queue: self.queue.clone(), tables: Some(Arc::default()) }
     }
 
     /// Where this handle gathers.
-    pub(crate) fn uploads(&self) -> Option<&Uploads> {
-        self.uploads.as_deref()
+    pub(crate) fn tables(&self) -> Option<&Tables> {
+        self.tables.as_deref()
     }
 
     /// Copies what this handle and its clones have gathered, and waits for that.
@@ -140,19 +140,17 @@ impl Stream {
     /// # Errors
     /// When the driver refuses.
     pub fn send_gathered(&self) -> Result<(), CudaError> {
-        let copies =
-            self.uploads().map_or(Ok(0), |uploads| uploads.enqueue(&*self.device().bind()?, self.raw()))?;
-        if copies > 0 { self.synchronize() } else { Ok(()) }
+        if self.enqueue_gathered()? { self.synchronize() } else { Ok(()) }
     }
 
-    /// Enqueues copies of what this handle and its clones have gathered: what comes later on this stream finds it. Not within a capture,
-    /// whose graph would copy what is there no more.
+    /// Enqueues one copy of what this handle and its clones have gathered: what comes later on this stream finds it. Not within a capture,
+    /// whose graph would copy what is there no more. Whether there was anything.
     ///
     /// # Errors
     /// When the driver refuses.
-    pub fn enqueue_gathered(&self) -> Result<(), CudaError> {
-        let Some(uploads) = self.uploads() else { return Ok(()) };
-        uploads.enqueue(&*self.device().bind()?, self.raw()).map(drop)
+    pub fn enqueue_gathered(&self) -> Result<bool, CudaError> {
+        let Some(tables) = self.tables() else { return Ok(false) };
+        tables.send(self.device(), &*self.device().bind()?, self.raw())
     }
 
     /// Its device.

@@ -86,8 +86,11 @@ impl StreamEnds {
     pub(crate) fn mark_end(&self, driver: &Driver, stream: CUstream) -> Result<(), CudaError> {
         let mut ends = lock(&self.0);
         let stream = stream as usize;
-        if captures(driver, stream)? {
-            return Ok(());
+        match captures(driver, stream) {
+            Ok(false) => {}
+            Ok(true) => return Ok(()),
+            Err(error) if error.is_of_no_stream() => return Ok(()),
+            Err(error) => return Err(error),
         }
         let point = Point::mark(driver, &ends.spare, stream)?;
         if !point.is_passed(driver)? {
@@ -107,9 +110,14 @@ impl StreamEnds {
         let mut streams = ends.streams.clone();
         streams.sort_unstable();
         streams.dedup();
-        for stream in &streams {
-            if captures(driver, *stream)? {
-                return Ok(None);
+        let mut there = Vec::with_capacity(streams.len());
+        for stream in streams {
+            match captures(driver, stream) {
+                Ok(true) => return Ok(None),
+                Ok(false) => there.push(stream),
+                // Its owner has destroyed it, and still has to drop what borrowed it: nothing more comes to be there.
+                Err(error) if error.is_of_no_stream() => ends.streams.retain(|one| *one != stream),
+                Err(error) => return Err(error),
             }
         }
         let mut left = Vec::new();
@@ -118,7 +126,7 @@ impl StreamEnds {
                 left.push(point);
             }
         }
-        let points = streams.iter().map(|stream| Point::mark(driver, &ends.spare, *stream));
+        let points = there.iter().map(|stream| Point::mark(driver, &ends.spare, *stream));
         let points = points.chain(left.iter().cloned().map(Ok)).collect::<Result<_, _>>();
         ends.gone = left;
         points.map(Some)

@@ -176,7 +176,7 @@ pub trait Backend: Clone + Send + Sync {
         self.clone()
     }
 
-    /// Sends what was gathered, and waits until it is there.
+    /// Sends what was gathered by one copy, and waits until it is there.
     ///
     /// # Errors
     /// When the device refuses.

@@ -60,6 +60,19 @@ pub trait Transport<B: Backend>: Send + Sync {
         Ok(None)
     }
 
+    /// Tells the peers where memory lies that calls of a collective will bring them, as far as it is in `buffers`, which hold none for tensors of
+    /// the caller: they open it before the first call.
+    ///
+    /// # Errors
+    /// The world's error, when it has failed.
+    fn tell_memory(
+        &self,
+        _collective: &Self::Collective,
+        _buffers: &[Option<B::Buffer>],
+    ) -> Result<(), ExecError> {
+        Ok(())
+    }
+
     /// Whether a graph of the device can hold calls of a collective, whose ranks then synchronise on the device alone each time it is
     /// replayed; if not, why, and what to do.
     ///

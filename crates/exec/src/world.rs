@@ -53,6 +53,7 @@ pub struct World {
     streams: Mutex<Vec<Weak<StreamStatus>>>,
     /// Nanoseconds from `born` to the last start or end of an operation of any rank.
     progress: AtomicU64,
+    waits: AtomicU64,
     remote: OnceLock<Arc<dyn RemoteRanks>>,
 }
 
@@ -80,6 +81,7 @@ impl World {
             enders: Mutex::new(Vec::new()),
             streams: Mutex::new(Vec::new()),
             progress: AtomicU64::new(0),
+            waits: AtomicU64::new(0),
             remote: OnceLock::new(),
         })
     }
@@ -229,6 +231,16 @@ impl World {
         }
     }
 
+    /// How often a rank here has had to wait on the host for what another tells of its part in a collective: not where that was there.
+    pub fn waits(&self) -> u64 {
+        self.waits.load(Ordering::Relaxed)
+    }
+
+    /// One more time.
+    pub fn note_wait(&self) {
+        self.waits.fetch_add(1, Ordering::Relaxed);
+    }
+
     pub(crate) fn note_progress(&self) {
         let now = u64::try_from(self.born.elapsed().as_nanos()).unwrap_or(u64::MAX);
         self.progress.fetch_max(now, Ordering::Relaxed);
@@ -240,8 +252,7 @@ impl World {
 
     /// Makes a stream of `rank` known to those who ask what the rank is doing, as long as the status lives.
     pub fn register_stream(&self, rank: usize, name: &str, kind: StreamKind) -> Arc<StreamStatus> {
-        let status =
-            Arc::new(StreamStatus { rank, name: name.to_owned(), kind, state: Mutex::new(State::default()) });
+        let status = Arc::new(StreamStatus::new(rank, name, kind));
         push_forgetting(&mut lock(&self.streams), Arc::downgrade(&status));
         status
     }
@@ -403,6 +414,11 @@ struct State {
 }
 
 impl StreamStatus {
+    /// Of a stream that nobody asks about.
+    pub(crate) fn new(rank: usize, name: &str, kind: StreamKind) -> Self {
+        Self { rank, name: name.to_owned(), kind, state: Mutex::default() }
+    }
+
     /// Notes that it works on `place` from now on.
     pub fn begin(&self, place: &OpPlace) {
         lock(&self.state).current = Some((place.clone(), Instant::now()));

@@ -3,6 +3,8 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use counterpoint_tiles::Interruption;
+
 use crate::PlanError;
 
 /// Threads that a caller lends for planning.
@@ -61,6 +63,11 @@ impl<'a> Planning<'a> {
     /// Whether the plan is not wanted any more: searches end with the best that they have found, which nobody looks at.
     pub fn is_cancelled(&self) -> bool {
         self.cancellation.is_some_and(CancellationToken::is_cancelled)
+    }
+
+    /// The same, for walks over tiles.
+    pub fn interruption(&self) -> Interruption<'a> {
+        self.cancellation.map_or(Interruption::default(), |token| Interruption::by(&token.0))
     }
 
     /// Whether the plan is still wanted.

@@ -1,6 +1,6 @@
 //! Seconds of operations by the rates of a machine.
 
-use counterpoint_cost::{AttentionWork, CostModel, ProblemSize, ReadyWork, WorkerSharing};
+use counterpoint_cost::{AttentionWork, CostModel, Interruption, ProblemSize, ReadyWork, WorkerSharing};
 use counterpoint_mask::Band;
 
 use crate::{
@@ -265,5 +265,6 @@ fn attention_work<'a>(
         staged: false,
         passed_bytes: 0,
         computed_seconds: 0.0,
+        interruption: Interruption::default(),
     }
 }

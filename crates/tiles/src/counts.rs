@@ -3,6 +3,7 @@
 use counterpoint_mask::{Band, Range};
 
 use super::apart::{BandsApart, TileApart};
+use super::interruption::Interruption;
 use super::sweep::Sweep;
 use super::walk::{RunSink, Walk};
 use super::{TileDirection, TileScheduleConfig, TileScheduleError, check_rows, fit, turned, turned_merged};
@@ -90,6 +91,16 @@ impl TileCounting {
 
     /// With tiles of `tile_rows` rows that walk blocks of `block` columns.
     pub fn counts(&self, tile_rows: usize, block: usize) -> Result<TileCounts, TileScheduleError> {
+        self.counts_until(tile_rows, block, Interruption::default())
+    }
+
+    /// The same, unless it is interrupted: it looks whether it is at every tile.
+    pub fn counts_until(
+        &self,
+        tile_rows: usize,
+        block: usize,
+        interruption: Interruption<'_>,
+    ) -> Result<TileCounts, TileScheduleError> {
         let config = TileScheduleConfig::new(self.direction, tile_rows, block);
         config.validate()?;
         let most = self.own_rows.div_ceil(tile_rows) + self.bands.len();
@@ -109,11 +120,15 @@ impl TileCounting {
         for stretch in stretches {
             let mut start = stretch.start;
             while start < stretch.end {
+                if interruption.has_come() {
+                    return Err(TileScheduleError::Interrupted);
+                }
                 let rows = Range::new(start, (start + tile_rows).min(stretch.end));
                 if let Some(bands) = BandsApart::of(sweep.touching(&rows), &rows, block) {
                     let alone_to = sweep.alone_to(bands.rows_end()).min(stretch.end);
                     let before = start;
                     while start + tile_rows <= alone_to
+                        && !interruption.has_come()
                         && let Some(tile) = bands.tile(&Range::new(start, start + tile_rows))
                     {
                         let TileApart { blocks, bounded_blocks, begin } = tile;
@@ -154,10 +169,51 @@ impl TileCounts {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::thread;
+    use std::time::{Duration, Instant};
+
     use proptest::prelude::*;
 
     use super::*;
     use crate::TileSchedule;
+
+    /// Within one walk over the tiles of a rank, in the way that most tiles are counted and in the other.
+    #[test]
+    fn a_walk_is_interrupted_where_it_is() {
+        const DOCUMENTS: usize = 400_000;
+        let document = |at: usize, rows: usize, columns: usize| Band {
+            q_range: Range::new(at * rows, (at + 1) * rows),
+            k_range: Range::new(at * columns, (at + 1) * columns),
+            diag_min: Band::NO_MIN,
+            diag_max: (at * columns) as i64 - (at * rows) as i64,
+        };
+        for (rows, columns, tile_rows) in [(5, 5, 128), (64, 64, 16)] {
+            let bands: Vec<Band> =
+                (0..DOCUMENTS).filter_map(|at| document(at, rows, columns).trim()).collect();
+            let (q_rows, k_rows) = (DOCUMENTS * rows, DOCUMENTS * columns);
+            let counting = TileCounting::new(&bands, q_rows, k_rows, TileDirection::Forward).unwrap();
+            let whole = counting.counts(tile_rows, 64).unwrap();
+            assert!(whole.tiles > 10_000, "{}", whole.tiles);
+            let flag = AtomicBool::new(false);
+            assert_eq!(counting.counts_until(tile_rows, 64, Interruption::by(&flag)), Ok(whole));
+            thread::scope(|scope| {
+                let walk = scope.spawn(|| {
+                    let mut walks = 0;
+                    while counting.counts_until(tile_rows, 64, Interruption::by(&flag)).is_ok() {
+                        walks += 1;
+                    }
+                    walks
+                });
+                flag.store(true, Ordering::Relaxed);
+                let began = Instant::now();
+                walk.join().unwrap();
+                assert!(began.elapsed() < Duration::from_secs(5));
+            });
+            let interrupted = counting.counts_until(tile_rows, 64, Interruption::by(&flag));
+            assert_eq!(interrupted, Err(TileScheduleError::Interrupted));
+        }
+    }
 
     proptest! {
         /// What is counted is what a schedule that is written out has.

@@ -47,6 +47,9 @@ pub enum TileScheduleError {
         /// Rows of the tensor.
         rows: usize,
     },
+    /// Nobody wants it any more.
+    #[error("counting tiles was interrupted")]
+    Interrupted,
     /// More runs or bounds than 32-bit indices can hold.
     #[error(
         "the mask is cut into {entries} {what}, more than {limit}; use larger tiles, or slices that are less fine"

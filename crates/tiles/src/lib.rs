@@ -16,10 +16,12 @@ mod error;
 mod fit;
 pub mod gemm;
 mod head_groups;
+mod interruption;
 mod layout;
 mod list_time;
 mod split;
 mod statistics;
+mod strips;
 mod sweep;
 mod takers;
 mod turns;
@@ -31,6 +33,7 @@ pub use config::{TileDirection, TileOrder, TilePartials, TilePlacement, TileSche
 pub use counts::{AlikeTiles, TileCounting, TileCounts};
 pub use error::TileScheduleError;
 pub use head_groups::HeadGroups;
+pub use interruption::Interruption;
 pub use layout::{NO_LIMIT, Tile, TileBound, TileMerge, TileRun};
 pub use statistics::TileStatistics;
 pub use takers::TileTakers;
@@ -284,7 +287,7 @@ fn turned(bands: &[Band], direction: TileDirection) -> Vec<Band> {
 fn turned_merged(mut turned: Vec<Band>, direction: TileDirection) -> Vec<Band> {
     turned.iter_mut().for_each(|band| *band = direction.turn(band));
     turned.sort_unstable();
-    turned
+    strips::recut(turned)
 }
 
 /// The stretches, one of which ends at `row`.

@@ -69,7 +69,7 @@ fn by_seconds_with(
     }
     // What suits the whole mask hardly ever is another shape than what suits a rank's part of it.
     let bands: Vec<Band> = mask.bands().collect();
-    let whole = whole_work(spec, &bands, [mask.seqlen_q(), mask.seqlen_k()]);
+    let whole = whole_work(spec, &bands, [mask.seqlen_q(), mask.seqlen_k()], planning);
     let Some(shapes) = COST.tile_shapes(&whole) else { return Ok(dispatch) };
     let Some(mut prices) = prices(problem, work, dispatch.cp_size(), shapes)? else { return Ok(dispatch) };
     let reach = Reach::new(work);
@@ -172,7 +172,7 @@ fn prices(
     }
     let price = |first: usize| {
         let chunk = firsts[first];
-        let work = whole_work(spec, &bands[chunk], [work.rows(chunk).len(), work.seqlen_k()]);
+        let work = whole_work(spec, &bands[chunk], [work.rows(chunk).len(), work.seqlen_k()], planning);
         Some(COST.share_seconds(&work, shapes)?.map(|seconds| (seconds * PICOSECONDS) as i64))
     };
     let each: Option<Vec<[i64; 2]>> = planning.map(firsts.len(), price)?.into_iter().collect();
@@ -195,11 +195,17 @@ impl KnownTimes {
     }
 
     /// Seconds of a forward and a backward of `bands` over so many query and key rows.
-    fn seconds(&mut self, bands: &[Band], rows: [usize; 2], spec: &AttentionSpec) -> [f64; 2] {
+    fn seconds(
+        &mut self,
+        bands: &[Band],
+        rows: [usize; 2],
+        spec: &AttentionSpec,
+        planning: &Planning<'_>,
+    ) -> [f64; 2] {
         if let Some(seconds) = self.find(bands, rows) {
             return seconds;
         }
-        let seconds = self.work_out(bands, rows, spec);
+        let seconds = self.work_out(bands, rows, spec, planning);
         self.known.push((bands.to_vec(), rows, seconds));
         seconds
     }
@@ -217,7 +223,7 @@ impl KnownTimes {
                 new.push(work);
             }
         }
-        let seconds = planning.map(new.len(), |at| self.work_out(&new[at].0, new[at].1, spec))?;
+        let seconds = planning.map(new.len(), |at| self.work_out(&new[at].0, new[at].1, spec, planning))?;
         let learnt = new.into_iter().zip(seconds);
         self.known.extend(learnt.map(|((bands, rows), seconds)| (bands.clone(), *rows, seconds)));
         Ok(())
@@ -228,8 +234,14 @@ impl KnownTimes {
         known.map(|(.., seconds)| *seconds)
     }
 
-    fn work_out(&self, bands: &[Band], rows: [usize; 2], spec: &AttentionSpec) -> [f64; 2] {
-        let work = whole_work(spec, bands, rows);
+    fn work_out(
+        &self,
+        bands: &[Band],
+        rows: [usize; 2],
+        spec: &AttentionSpec,
+        planning: &Planning<'_>,
+    ) -> [f64; 2] {
+        let work = whole_work(spec, bands, rows, planning);
         let seconds = COST.seconds_in(&work, self.shapes);
         seconds.unwrap_or_else(|| [COST.forward_seconds(&work), COST.backward_seconds(&work)])
     }
@@ -266,7 +278,7 @@ fn rank_seconds(
         planning.check()?;
         let (bands, rows) = ahead.next().unwrap_or_else(|| work(rank));
         let (own_rows, received) = (outline.own_rows(), received(rank));
-        let [forward, backward] = known.seconds(&bands, rows, spec);
+        let [forward, backward] = known.seconds(&bands, rows, spec, planning);
         let (links, ready) =
             (busier_rows(&parts[rank], rank, &config.topology), ReadyWork::of(&bands, own_rows));
         let takes = |direction: Direction, computing: f64| {
@@ -323,7 +335,7 @@ mod tests {
     fn shapes(mask: &Mask) -> [TileShape; 2] {
         let bands: Vec<Band> = mask.bands().collect();
         let rows = [mask.seqlen_q(), mask.seqlen_k()];
-        COST.tile_shapes(&whole_work(&SPEC, &bands, rows)).unwrap()
+        COST.tile_shapes(&whole_work(&SPEC, &bands, rows, &Planning::ALONE)).unwrap()
     }
 
     /// Packs of documents whose lengths are as unlike as those of texts.
@@ -370,7 +382,7 @@ mod tests {
                     let bands = &cuts.bands(rank, outline)[1];
                     let received: usize = cuts.rows(rank, 1).iter().map(Range::len).sum();
                     let rows = [outline.q_rows, outline.own_rows() + received];
-                    let work = whole_work(&SPEC, bands, rows);
+                    let work = whole_work(&SPEC, bands, rows, &Planning::ALONE);
                     [COST.forward_seconds(&work), COST.backward_seconds(&work)]
                 });
                 let slowest =

@@ -127,7 +127,7 @@ fn cut(
             candidates.push(Candidate { cuts: StageCuts::gathered(ranks), links });
         }
         let seconds = planning.map(candidates.len(), |candidate| {
-            candidates[candidate].seconds(direction, ranks, &hosted, &probed, spec, &config.cost)
+            candidates[candidate].seconds(direction, ranks, &hosted, &probed, (spec, &config.cost), planning)
         })?;
         Ok(tiles::quickest(candidates, seconds))
     })?;

@@ -2,7 +2,7 @@
 
 use counterpoint_cost::{AttentionWork, CostModel, ReadyWork};
 use counterpoint_mask::{Band, Range};
-use counterpoint_plan::{AttentionSpec, RankOutline, StageCuts};
+use counterpoint_plan::{AttentionSpec, Planning, RankOutline, StageCuts};
 
 use crate::closed_form::{Direction, LinkRows, StagePrediction, makespan};
 use crate::whole_work::whole_work;
@@ -40,11 +40,11 @@ impl Candidate {
         ranks: &[RankOutline],
         hosted: &[Option<StagePrediction>],
         probed: &[usize],
-        spec: &AttentionSpec,
-        cost: &CostModel,
+        (spec, cost): (&AttentionSpec, &CostModel),
+        planning: &Planning<'_>,
     ) -> f64 {
         let of_rank = |&rank: &usize| {
-            let stages = self.stages(direction, rank, &ranks[rank], spec, cost);
+            let stages = self.stages(direction, rank, &ranks[rank], (spec, cost), planning);
             let (local, remote) = stages.split_at(1);
             let delta = direction.delta(ranks[rank].q_rows, spec, cost);
             makespan(delta.into_iter().chain(local.iter().chain(&hosted[rank]).chain(remote).copied()))
@@ -57,8 +57,8 @@ impl Candidate {
         direction: Direction,
         rank: usize,
         outline: &RankOutline,
-        spec: &AttentionSpec,
-        cost: &CostModel,
+        (spec, cost): (&AttentionSpec, &CostModel),
+        planning: &Planning<'_>,
     ) -> Vec<StagePrediction> {
         let bands = self.cuts.bands(rank, outline);
         let has_work = |stage: &usize| !bands[*stage].is_empty();
@@ -80,7 +80,8 @@ impl Candidate {
             let mut compute_seconds = 0.0;
             if !bands[stage].is_empty() {
                 let rows = [outline.q_rows, k_rows];
-                compute_seconds = direction.walk_seconds(&bands[stage], rows, place, computed, spec, cost);
+                compute_seconds =
+                    direction.walk_seconds(&bands[stage], rows, place, computed, (spec, cost), planning);
                 computed += compute_seconds;
             }
             let copies = direction.own_seconds(from, spec, cost);
@@ -112,8 +113,8 @@ impl Direction {
         [q_rows, k_rows]: [usize; 2],
         place: Place,
         computed_seconds: f64,
-        spec: &AttentionSpec,
-        cost: &CostModel,
+        (spec, cost): (&AttentionSpec, &CostModel),
+        planning: &Planning<'_>,
     ) -> f64 {
         let sum = spec.dtype.accumulator().size();
         let rows_of = |elements: usize| (q_rows * spec.heads_q * elements * sum) as u64;
@@ -128,7 +129,7 @@ impl Direction {
             staged: !(place.begins && place.ends),
             passed_bytes,
             computed_seconds,
-            ..whole_work(spec, bands, [q_rows, k_rows])
+            ..whole_work(spec, bands, [q_rows, k_rows], planning)
         };
         match self {
             Direction::Forward => cost.forward_seconds(&work),

@@ -331,7 +331,10 @@ impl Backend for CudaBackend {
     }
 
     fn captures(&self, stream: &CudaStream) -> Result<bool, ExecError> {
-        stream.queue().is_capturing().map_err(|error| self.error(&"a stream of the caller", error))
+        stream.queue().is_capturing().map_err(|error| {
+            let error = if error.is_of_no_stream() { CudaError::StreamGone } else { error };
+            self.error(&"a stream of the caller", error)
+        })
     }
 
     fn wait_on_host(&self, event: &Event) -> Result<(), ExecError> {

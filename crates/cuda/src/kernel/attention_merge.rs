@@ -16,7 +16,7 @@ const NO_ROWS: TileMerge = TileMerge { start: 0, end: 0, slot_begin: 0, slot_end
 #[derive(Clone, Debug)]
 pub(super) struct AttentionMerge {
     function: Function,
-    _merges: DeviceBuffer,
+    merges: DeviceBuffer,
     /// Whether no tile is split.
     is_idle: bool,
     partial_out: DeviceBuffer,
@@ -63,7 +63,7 @@ impl AttentionMerge {
         let partial_out = DeviceBuffer::new(device, (rows * problem.head_dim_v * size_of::<f32>()).max(1))?;
         let partial_lse = DeviceBuffer::new(device, (rows * size_of::<f32>()).max(1))?;
         let arguments = AttentionMergeArguments {
-            merges: merges.address(),
+            merges: 0,
             partial_out: partial_out.address(),
             partial_lse: partial_lse.address(),
             out: 0,
@@ -82,7 +82,7 @@ impl AttentionMerge {
         };
         let launch = Launch::new(grid, [THREADS, 1, 1]);
         let function = device.function(&source(device.arch(), problem.element, result))?;
-        Ok(Self { function, _merges: merges, is_idle, partial_out, partial_lse, launch, arguments })
+        Ok(Self { function, merges, is_idle, partial_out, partial_lse, launch, arguments })
     }
 
     /// Addresses of the slots' results and logarithms.
@@ -103,7 +103,8 @@ impl AttentionMerge {
             return Ok(());
         }
         let ResultTensors { sink, out, lse } = *result;
-        let arguments = AttentionMergeArguments { sink, out, lse, ..self.arguments };
+        let arguments =
+            AttentionMergeArguments { merges: self.merges.address(), sink, out, lse, ..self.arguments };
         // SAFETY: the arguments are those of the kernel in `source`, a test compares their layouts; slots and list live as
         // long as this value; the rest is the caller's promise.
         unsafe { self.function.launch(stream, &self.launch, &(arguments,)) }

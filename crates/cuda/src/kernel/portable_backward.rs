@@ -191,11 +191,10 @@ impl PortableBackward {
             tiles(setup, "portable_backward", problem, &config, problem.heads_kv, shape.cta())?;
         let [scale_log2, softcap_scale] = exponential_scales(problem, problem.scale);
 
-        let [tiles, runs, bounds] = schedule.addresses();
         let arguments = PortableBackwardArguments {
-            tiles,
-            runs,
-            bounds,
+            tiles: 0,
+            runs: 0,
+            bounds: 0,
             q: 0,
             k: 0,
             v: 0,
@@ -251,7 +250,22 @@ impl PortableBackward {
             return Ok(());
         }
         let dq = if self.queries.is_some() { 0 } else { dq };
-        let arguments = PortableBackwardArguments { q, k, v, dout, lse, delta, dq, dk, dv, ..self.arguments };
+        let [tiles, runs, bounds] = self.schedule.addresses();
+        let arguments = PortableBackwardArguments {
+            tiles,
+            runs,
+            bounds,
+            q,
+            k,
+            v,
+            dout,
+            lse,
+            delta,
+            dq,
+            dk,
+            dv,
+            ..self.arguments
+        };
         // SAFETY: the arguments are those of the kernel in `Choice::source`, a test compares their layouts; the rest is the
         // caller's promise.
         unsafe { self.function.launch(stream, &self.launch, &(arguments,)) }

@@ -112,11 +112,10 @@ impl PortableBackwardQuery {
         let (schedule, launch) =
             tiles(setup, "portable_backward_query", problem, &config, problem.heads_q, choice.cta())?;
         let [scale_log2, softcap_scale] = exponential_scales(problem, problem.scale);
-        let [tiles, runs, bounds] = schedule.addresses();
         let arguments = PortableBackwardQueryArguments {
-            tiles,
-            runs,
-            bounds,
+            tiles: 0,
+            runs: 0,
+            bounds: 0,
             q: 0,
             k: 0,
             v: 0,
@@ -152,7 +151,20 @@ impl PortableBackwardQuery {
         let BackwardTensors { q, k, v, dout, lse, delta, dq, .. } = *tensors;
         let name = self.function.name();
         let (q, k, v) = (q.dense(name)?, k.dense(name)?, v.dense(name)?);
-        let arguments = PortableBackwardQueryArguments { q, k, v, dout, lse, delta, dq, ..self.arguments };
+        let [tiles, runs, bounds] = self.schedule.addresses();
+        let arguments = PortableBackwardQueryArguments {
+            tiles,
+            runs,
+            bounds,
+            q,
+            k,
+            v,
+            dout,
+            lse,
+            delta,
+            dq,
+            ..self.arguments
+        };
         // SAFETY: the arguments are those of the kernel in `Choice::source`, a test compares their layouts; the rest is the
         // caller's promise.
         unsafe { self.function.launch(stream, &self.launch, &(arguments,)) }

@@ -239,11 +239,10 @@ impl PortableForward {
         // Scores keep their order: a scale below zero is its opposite, and zero so small a number that all scores are zero.
         let scale = problem.scale.abs().max(1e-30);
         let [scale_log2, softcap_scale] = exponential_scales(problem, scale);
-        let [tiles, runs, bounds] = schedule.addresses();
         let arguments = PortableForwardArguments {
-            tiles,
-            runs,
-            bounds,
+            tiles: 0,
+            runs: 0,
+            bounds: 0,
             q: 0,
             k: 0,
             v: 0,
@@ -285,7 +284,11 @@ impl PortableForward {
         let ForwardTensors { q, k, v, begin, end, .. } = *tensors;
         let name = self.function.name();
         let (q, k, v) = (q.dense(name)?, k.dense(name)?, v.dense(name)?);
+        let [tiles, runs, bounds] = self.schedule.addresses();
         let mut arguments = PortableForwardArguments {
+            tiles,
+            runs,
+            bounds,
             q,
             k,
             v,

@@ -39,8 +39,8 @@ pub(super) struct BackwardReduceWork {
 pub(super) struct Connected {
     peers: LinkPeers,
     sums: LinkReduce,
-    homes: Option<GradientHomes>,
-    _table: DeviceBuffer,
+    /// The first row of others, and where each of those rows is at home.
+    homes: (Option<usize>, DeviceBuffer),
     /// Where others take shares in.
     _memory: Vec<DeviceBuffer>,
 }
@@ -105,8 +105,7 @@ impl BackwardReduceWork {
         Ok(Connected {
             peers: LinkPeers { mailboxes, announce_to, work_on },
             sums,
-            homes: first_row.map(|first_row| GradientHomes { first_row, addresses: table.address() }),
-            _table: table,
+            homes: (first_row, table),
             _memory: memory,
         })
     }
@@ -212,12 +211,15 @@ impl CudaTransport {
         let peers = || own.pattern.peers().into_iter().filter(|rank| *rank != self.rank).collect();
         let posts = || self.posts_of(call, pending, peers());
         let gather = |posts: &[_], lists: &Stream| work.gather(self.rank, own, posts, lists);
-        let connected = work.side.connected_by(call, self.setup()?, posts, gather)?;
+        let goes_ahead = || self.goes_ahead(call, pending);
+        let connected = work.side.connected_by(call, self.setup()?, goes_ahead, posts, gather)?;
         if is_first {
             own.pattern.outgoing.iter().for_each(|peer| self.release_post(peer.rank, pending.sequence));
         }
         let results = [0, 1].map(|at: usize| buffers[work.tensors[at].1.0].address());
-        work.backward.launch(stream.queue(), buffers, call.signal, Some(results), connected.homes)?;
+        let (first_row, table) = &connected.homes;
+        let homes = first_row.map(|first_row| GradientHomes { first_row, addresses: table.address() });
+        work.backward.launch(stream.queue(), buffers, call.signal, Some(results), homes)?;
         stream.end_span(place, SpanKind::Compute, pending.started.take())?;
         pending.started = stream.start_span(backend.timed())?;
         let delivered = work.delivered.tensors.iter().map(|(offset, _)| work.memory.address() + offset);

@@ -52,6 +52,20 @@ impl Part {
     }
 }
 
+impl Part {
+    /// Whether the part of a peer is of the same collective as this one, by which the rank goes.
+    pub(super) fn fits(&self, peer: &Self) -> Result<(), String> {
+        if self.number == peer.number {
+            return Ok(());
+        }
+        let (own, theirs) = (self.number, peer.number);
+        Err(format!(
+            "it is ready for its first call as the {own}th of this rank, and as the {theirs}th of the other, which has dropped that \
+             one and made it ready again; make a plan ready as often on all ranks"
+        ))
+    }
+}
+
 impl Payload for Part {
     fn spent(&self) -> Self {
         // Others still wait for the events, and kernels still pass barriers.

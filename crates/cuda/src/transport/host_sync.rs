@@ -199,7 +199,10 @@ impl CudaTransport {
         if let Some((signal, parts)) = call.signal.zip(collective.collective.delivery_parts) {
             signal.raise(stream.queue(), parts as u64)?;
         }
-        self.board.finish(self.rank, pending.sequence, place);
+        match &self.late {
+            Some(late) => late.finish(pending.sequence, place),
+            None => self.board.finish(self.rank, pending.sequence, place),
+        }
         let kind = match &*collective.work {
             Work::GemmReduce(_) | Work::CastGemm(_) => SpanKind::Compute,
             _ => SpanKind::Communication,
@@ -240,6 +243,22 @@ impl CudaTransport {
             Some(peers) => peers.used(peer, sequence),
             None => Ok(()),
         }
+    }
+
+    /// Whether the first call of a collective needs nothing of its peers that these have not told when they made theirs ready, by which its
+    /// lists were gathered. From then on it is checked whether they call the same, as this call goes on.
+    pub(super) fn goes_ahead(&self, call: &Call<'_>, pending: &CudaPending) -> bool {
+        let (Some(late), Some(own)) = (&self.late, &pending.own) else { return false };
+        let CudaCollective { number, collective, work, .. } = call.collective;
+        let mut peers = collective.pattern.peers();
+        peers.retain(|peer| *peer != self.rank);
+        // One that has dropped what it told of has made it ready anew, if it calls it.
+        let is_known = |peer: &usize| self.ready.of(*peer, *number).is_some();
+        let goes = work.is_known(&collective.pattern) && peers.iter().all(is_known);
+        if goes {
+            late.open(pending.sequence, own.clone(), peers);
+        }
+        goes
     }
 
     /// Acknowledges the post of `peer` in a collective whose ranks synchronise on the device: this rank has the addresses that it needs.

@@ -10,7 +10,7 @@ use counterpoint_exec::{CollectiveCall, CollectiveContext, ExecError, OpPlace, T
 use counterpoint_schedule::{Accumulate, GroupCast, GroupReduce, Op, Program, ReduceOp};
 
 use super::{CudaCollective, CudaPending, CudaTransport};
-use crate::backend::CudaBackend;
+use crate::backend::{CudaBackend, CudaBuffer};
 
 /// Which ranks one transport reaches.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -136,6 +136,15 @@ impl Transport<CudaBackend> for LevelledTransport {
         let Some(transport) = self.only() else { return Ok(None) };
         let work = transport.prepare_fused(backend, place, parts, program)?;
         Ok(work.map(|work| LevelledCollective(vec![work])))
+    }
+
+    fn tell_memory(
+        &self,
+        collective: &LevelledCollective,
+        buffers: &[Option<CudaBuffer>],
+    ) -> Result<(), ExecError> {
+        let mut levels = self.levels.iter().zip(&collective.0);
+        levels.try_for_each(|((_, transport), collective)| transport.tell_memory(collective, buffers))
     }
 
     fn can_be_captured(&self, collective: &LevelledCollective) -> Result<(), String> {

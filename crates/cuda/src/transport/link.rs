@@ -4,7 +4,7 @@
 use counterpoint_exec::CollectiveCall;
 use counterpoint_exec::collective::{Collective, Pattern, PeerRows, Reduction, WireTensor};
 use counterpoint_mask::Range;
-use counterpoint_schedule::{BufferSpec, Delivery, ReduceOp};
+use counterpoint_schedule::{BufferId, BufferSpec, Delivery, ReduceOp};
 
 use super::collective::PeerPost;
 use super::engine::{EngineUse, LinkEngine};
@@ -151,6 +151,17 @@ impl LinkWork {
         matches!(self.spec, LinkSpec::Copy) && CAST == LinkDirection::Push
     }
 
+    /// Of an input and its output, the one whose place a call announces.
+    pub(super) fn announced(&self, (input, output): (BufferId, BufferId)) -> BufferId {
+        if self.writes_outputs() { output } else { input }
+    }
+
+    /// The ranks to which it does.
+    pub(super) fn announced_to(&self, pattern: &Pattern) -> Vec<usize> {
+        let peers = if self.writes_outputs() { &pattern.incoming } else { &pattern.outgoing };
+        peers.iter().map(|peer| peer.rank).collect()
+    }
+
     /// Who needs to know where the outputs are: in the first run those that send so many rows of a group-cast that they may leave them
     /// to an engine.
     pub(super) fn output_readers(&self, pattern: &Pattern) -> Vec<PeerRows> {
@@ -209,9 +220,9 @@ impl LinkWork {
                 mailboxes.push((rank, mailbox.clone()));
             }
         }
-        let of = |peers: &[PeerRows]| peers.iter().map(|peer| peer.rank).collect();
-        let (incoming, outgoing) = (of(&pattern.incoming), of(&pattern.outgoing));
-        let (announce_to, work_on) = if pushes { (incoming, outgoing) } else { (outgoing, incoming) };
+        let announce_to = self.announced_to(pattern);
+        let work_on = if pushes { &pattern.outgoing } else { &pattern.incoming };
+        let work_on = work_on.iter().map(|peer| peer.rank).collect();
         let kernel = match &self.spec {
             LinkSpec::Copy => {
                 let delivery = signalled.map_or(LinkDelivery::Whole, |_| LinkDelivery::Parts);
@@ -239,12 +250,13 @@ impl CudaTransport {
         pending: &CudaPending,
         work: &LinkWork,
     ) -> Result<(), CallError> {
-        let CollectiveCall { backend, stream, place, barrier, collective, .. } = *call;
+        let CollectiveCall { stream, place, barrier, collective, .. } = *call;
         let is_first = !work.side.is_connected();
         let own = &collective.collective;
         let posts = || self.posts_of(call, pending, own.pattern.peers());
         let gather = |posts: &[_], lists: &Stream| work.gather(&self.device, own, posts, lists);
-        let connected = work.side.connected_by(call, self.setup()?, posts, gather)?;
+        let goes_ahead = || self.goes_ahead(call, pending);
+        let connected = work.side.connected_by(call, self.setup()?, goes_ahead, posts, gather)?;
         // A sum also makes the rows that have no operand.
         if connected.peers.mailboxes.is_empty() && matches!(work.spec, LinkSpec::Copy) {
             barrier.map_or(Ok(()), |barrier| barrier.arrive(stream.queue()))?;
@@ -255,11 +267,10 @@ impl CudaTransport {
         let (announced, own) = if pushes { (outputs, inputs) } else { (inputs, outputs) };
         let mut link: LinkCall = self.link_call(&work.side, &connected.peers, &announced, &own)?;
         if let Some(processes) = &self.peers {
-            let tensors = call.collective.collective.tensors.iter();
-            let announced = tensors.map(|(input, output)| if pushes { output } else { input });
-            let announced: Vec<_> = announced.map(|id| call.buffers[id.0].memory().clone()).collect();
-            let (setup, peers) = (backend.setup(), &connected.peers.announce_to);
-            link = link.shifted(&processes.shifts(place, setup, &announced, peers)?);
+            let tensors = call.collective.collective.tensors.iter().map(|pair| work.announced(*pair));
+            let announced: Vec<_> = tensors.map(|id| call.buffers[id.0].memory().clone()).collect();
+            let (setup, peers) = (self.setup()?, &connected.peers.announce_to);
+            link = link.shifted(&processes.shifts(place, (setup, stream.queue()), &announced, peers)?);
         }
         if let Some((signal, parts)) = call.signal.zip(call.collective.collective.delivery_parts) {
             signal.deliver(LinkArrivals::of(&link, parts));

@@ -59,27 +59,35 @@ impl<Connected> LinkSide<Connected> {
         Ok(())
     }
 
-    /// What the rank knows of the others, in the first run by their `posts`: what was gathered ahead, if it was of these, or what `gather`
-    /// makes of them for the device on the stream that it is given, a handle of `setup`. From then on the end of every run asks whether
-    /// a rank was waited for in vain.
+    /// What the rank knows of the others: in the first run what was gathered ahead, where it `goes_ahead` with that, or is of their `posts`;
+    /// or what `gather` makes of them for the device on the stream that it is given, a handle of `setup`. From then on the end of every
+    /// run asks whether a rank was waited for in vain.
     pub(super) fn connected_by(
         &self,
         call: &Call<'_>,
         setup: &Stream,
+        goes_ahead: impl FnOnce() -> bool,
         posts: impl FnOnce() -> Result<Vec<PeerPost>, CallError>,
         gather: impl FnOnce(&[PeerPost], &Stream) -> Result<Connected, CallError>,
     ) -> Result<&Connected, CallError> {
         let connected = match self.connected.get() {
             Some(connected) => connected,
             None => {
-                let posts = posts()?;
                 let mut ahead = lock(&self.ahead);
-                let of_these = |(number, _): &(u64, Connected)| {
-                    posts.iter().all(|(_, post)| post.payload.number == *number)
-                };
-                let connected = match ahead.take().filter(of_these) {
+                let known = if ahead.is_some() && goes_ahead() { ahead.take() } else { None };
+                let connected = match known {
                     Some((_, connected)) => connected,
-                    None => self.lists.upload(setup, |lists| gather(&posts, lists))?,
+                    None => {
+                        drop(ahead);
+                        let posts = posts()?;
+                        let of_these = |(number, _): &(u64, Connected)| {
+                            posts.iter().all(|(_, post)| post.payload.number == *number)
+                        };
+                        match lock(&self.ahead).take().filter(of_these) {
+                            Some((_, connected)) => connected,
+                            None => self.lists.upload(setup, |lists| gather(&posts, lists))?,
+                        }
+                    }
                 };
                 call.backend.watch_link(call.place.to_string(), self.end.clone());
                 self.connected.get_or_init(|| connected)

@@ -42,14 +42,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Instant;
 
-use counterpoint_exec::collective::{Board, Collective, Post};
+use counterpoint_exec::collective::{Board, Collective, LateChecks, Post};
 use counterpoint_exec::{CollectiveContext, ExecError, OpPlace, Rendezvous, Transport, World};
 use counterpoint_schedule::{
     BufferSpec, GroupCast, GroupReduce, Mover, Op, OverlapPolicy, PolicySupport, Program, RankTransport,
 };
 
-use crate::backend::{CudaBackend, exec_error};
-use crate::{CudaError, Device, Stream, StreamPriority};
+use crate::backend::{CudaBackend, CudaBuffer, exec_error};
+use crate::{CudaError, Device, DeviceBuffer, Stream, StreamPriority};
 
 use call::{Call, CallError, addresses, unpublished};
 pub use collective::CudaCollective;
@@ -81,6 +81,8 @@ pub struct CudaTransport {
     announced: Mutex<BTreeMap<u64, Arc<Post<Part>>>>,
     /// What ranks have published of collectives when they made them ready.
     ready: Arc<ReadyParts>,
+    /// Of calls that did not wait for what the other ranks tell, where these are processes.
+    late: Option<LateChecks<Part>>,
     /// Where the other ranks are processes. Before what moves rows, which must not go while others still use it.
     peers: Option<PeerProcesses>,
     /// What other processes have of the caller's tensors.
@@ -130,6 +132,8 @@ impl CudaTransport {
         peers: Option<PeerProcesses>,
         means: Means,
     ) -> Self {
+        let late =
+            peers.as_ref().map(|peers| LateChecks::new(&world, &board, rank, peers.hearing(), Part::fits));
         Self {
             world,
             board,
@@ -140,6 +144,7 @@ impl CudaTransport {
             prepared: AtomicU64::new(0),
             announced: Mutex::default(),
             ready,
+            late,
             peers,
             stand_ins: Arc::default(),
             means,
@@ -338,6 +343,23 @@ impl Transport<CudaBackend> for CudaTransport {
         work.map(|(collective, work)| self.collective(place, collective, Vec::new(), work)).transpose()
     }
 
+    fn tell_memory(
+        &self,
+        collective: &CudaCollective,
+        buffers: &[Option<CudaBuffer>],
+    ) -> Result<(), ExecError> {
+        let (Some(peers), Work::Link(work)) = (&self.peers, &*collective.work) else { return Ok(()) };
+        let announced = collective.collective.tensors.iter();
+        let announced = announced.map(|pair| buffers[work.announced(*pair).0].as_ref());
+        let Some(announced) = announced.collect::<Option<Vec<_>>>() else { return Ok(()) };
+        let announced: Vec<DeviceBuffer> = announced.into_iter().map(|one| one.memory().clone()).collect();
+        let told = peers.tell_memory(&announced, &work.announced_to(&collective.collective.pattern));
+        told.map_err(|error| match error {
+            CallError::Exec(error) => error,
+            CallError::Cuda(error) => exec_error(self.rank, "the memory of a collective", error),
+        })
+    }
+
     fn can_be_captured(&self, collective: &CudaCollective) -> Result<(), String> {
         collective.can_be_captured().map_err(str::to_owned)
     }
@@ -348,6 +370,7 @@ impl Transport<CudaBackend> for CudaTransport {
 
     fn begin(&self, call: &Call<'_>) -> Result<CudaPending, ExecError> {
         call.backend.strike(call.stream, call.place).map_err(|error| self.world.fail(error))?;
+        self.late.as_ref().map_or(Ok(()), LateChecks::look)?;
         self.world.check()?;
         self.report(call, self.begin_collective(call))
     }

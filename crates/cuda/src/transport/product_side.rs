@@ -78,14 +78,20 @@ impl CudaTransport {
         users: &[PeerRows],
     ) -> Result<&'a Connected, CallError> {
         let posts = || self.posts_of(call, pending, ranks.collect());
-        side.link.connected_by(call, self.setup()?, posts, |posts, _| {
-            let connected = self.connect_product(call, side, posts)?;
-            users.iter().for_each(|peer| self.release_post(peer.rank, pending.sequence));
-            if let Some(waits) = waits {
-                call.backend.watch(call.place.to_string(), waits.clone());
-            }
-            Ok(connected)
-        })
+        side.link.connected_by(
+            call,
+            self.setup()?,
+            || false,
+            posts,
+            |posts, _| {
+                let connected = self.connect_product(call, side, posts)?;
+                users.iter().for_each(|peer| self.release_post(peer.rank, pending.sequence));
+                if let Some(waits) = waits {
+                    call.backend.watch(call.place.to_string(), waits.clone());
+                }
+                Ok(connected)
+            },
+        )
     }
 
     /// What this rank knows by the posts of all others.

@@ -77,6 +77,11 @@ impl DriverCalls {
     pub fn allocations(&self) -> usize {
         MAKING.iter().map(|name| self.of_function(name)).sum()
     }
+
+    /// Calls that copy from the host to a device.
+    pub fn uploads(&self) -> usize {
+        self.of_function("cuMemcpyHtoDAsync_v2")
+    }
 }
 
 impl fmt::Display for DriverCalls {

@@ -1,7 +1,7 @@
 //! Device memory: allocated, borrowed from PyTorch, and sliced.
 
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use cudarc::driver::sys::{CUdeviceptr, CUstream};
 
@@ -38,6 +38,8 @@ enum MemoryKind {
     Guarded,
     /// Someone else's, or none.
     Borrowed,
+    /// Of tables, which have a place once they are sent.
+    Table(Arc<OnceLock<DeviceBuffer>>),
 }
 
 impl DeviceBuffer {
@@ -78,6 +80,18 @@ impl DeviceBuffer {
         Self { allocation: Arc::new(allocation), offset: 0, bytes }
     }
 
+    /// A table of those that will have this place.
+    pub(super) fn of_table(
+        device: &Device,
+        place: &Arc<OnceLock<Self>>,
+        offset: usize,
+        bytes: usize,
+    ) -> Self {
+        let kind = MemoryKind::Table(place.clone());
+        let allocation = Allocation { device: device.clone(), address: 0, bytes, kind };
+        Self { allocation: Arc::new(allocation), offset, bytes }
+    }
+
     /// The device whose memory it is.
     pub fn device(&self) -> &Device {
         &self.allocation.device
@@ -90,14 +104,29 @@ impl DeviceBuffer {
 
     /// Whether its allocation stays when it is dropped, until its world ends: then it may be a later buffer's.
     pub fn stays_allocated(&self) -> bool {
-        let MemoryKind::Pooled(block) = self.allocation.kind else { return false };
-        self.device().pool().export(block.address);
-        true
+        match &self.allocation.kind {
+            MemoryKind::Pooled(block) => {
+                self.device().pool().export(block.address);
+                true
+            }
+            MemoryKind::Table(place) => place.get().is_some_and(Self::stays_allocated),
+            MemoryKind::Guarded | MemoryKind::Borrowed => false,
+        }
     }
 
     /// Its first byte's address on the device.
+    ///
+    /// # Panics
+    /// For what a stream has gathered ([`Stream::gathering`](crate::Stream::gathering)) and has not sent: it lies nowhere yet.
     pub fn address(&self) -> CUdeviceptr {
-        self.allocation.address + self.offset as u64
+        let first = match &self.allocation.kind {
+            MemoryKind::Table(place) => match place.get() {
+                Some(block) => block.address(),
+                None => panic!("an address of a table that was gathered and not sent"),
+            },
+            _ => self.allocation.address,
+        };
+        first + self.offset as u64
     }
 
     /// Bytes.
@@ -142,8 +171,8 @@ impl DeviceBuffer {
 
 impl Drop for Allocation {
     fn drop(&mut self) {
-        match self.kind {
-            MemoryKind::Pooled(block) => self.device.pool().give_back(block),
+        match &self.kind {
+            MemoryKind::Pooled(block) => self.device.pool().give_back(*block),
             MemoryKind::Guarded => {
                 let found =
                     self.device.bind().and_then(|driver| guards::look(&driver, self.address, self.bytes));
@@ -153,7 +182,7 @@ impl Drop for Allocation {
                     unsafe { call!(driver, cuMemFree_v2(guards::outer(self.address))) }
                 });
             }
-            MemoryKind::Borrowed => {}
+            MemoryKind::Borrowed | MemoryKind::Table(_) => {}
         }
     }
 }

@@ -5,7 +5,7 @@ mod guard;
 mod pinned_buffer;
 mod record_place;
 mod shared;
-mod uploads;
+mod tables;
 
 pub use device_buffer::DeviceBuffer;
 pub use guard::MemoryGuard;
@@ -13,7 +13,7 @@ pub use pinned_buffer::PinnedBuffer;
 pub use record_place::RecordPlace;
 pub(crate) use shared::handle_bytes;
 pub use shared::{AllocationPlace, OpenedMemory};
-pub(crate) use uploads::Uploads;
+pub(crate) use tables::Tables;
 
 use std::ptr;
 

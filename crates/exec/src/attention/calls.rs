@@ -192,15 +192,15 @@ impl<B: Backend, T: Transport<B>> AttentionRank<B, T> {
             );
             return Err(ExecError::Program { program: "attention".to_owned(), rank: rank.rank(), reason });
         }
-        let prepare = |program| Prepared::on(rank, program, Some(identity)).map(Mutex::new);
-        let forward = prepare(forward_program(plan, rank.rank(), spec, policy.forward, *deterministic))?;
-        let backward = match pass {
-            Pass::Forward => None,
-            Pass::ForwardBackward => {
-                Some(prepare(backward_program(plan, rank.rank(), spec, policy.backward, *deterministic))?)
-            }
-        };
-        Ok(Self { forward, backward })
+        let forward = forward_program(plan, rank.rank(), spec, policy.forward, *deterministic);
+        if *pass == Pass::Forward {
+            let forward = Mutex::new(Prepared::on(rank, forward, Some(identity))?);
+            return Ok(Self { forward, backward: None });
+        }
+        let backward = backward_program(plan, rank.rank(), spec, policy.backward, *deterministic);
+        let both = Prepared::both_on(rank, [forward, backward], Some(identity))?;
+        let [forward, backward] = both.map(Mutex::new);
+        Ok(Self { forward, backward: Some(backward) })
     }
 
     /// Enqueues a forward and returns at once; with `stream`, behind what that was given before, and before what it is given later.

@@ -9,8 +9,9 @@ use counterpoint_mask::Range;
 
 use super::contract::{Collective, tensors_text};
 use super::pattern::PeerRows;
+use super::waiter::Waiter;
 use crate::monitor::Monitor;
-use crate::world::{Awaited, Blocker, StreamStatus, WaitEnd, World};
+use crate::world::{Awaited, Blocker, WaitEnd, World};
 use crate::{ExecError, OpPlace};
 
 /// In which a rank hears why one of another process has left, if that one failed.
@@ -41,6 +42,24 @@ struct Slot<P> {
     left_from: Option<u64>,
     /// Number of posts at which old ones are looked for.
     prune_at: usize,
+}
+
+impl<P> Slot<P> {
+    /// The part of its rank, which is `peer`, or that it has left.
+    fn post(
+        &self,
+        waiter: &Waiter<'_>,
+        peer: usize,
+        sequence: u64,
+    ) -> Option<Result<Arc<Post<P>>, ExecError>> {
+        match self.posts.get(&sequence) {
+            Some(entry) => Some(Ok(entry.post.clone())),
+            None => self
+                .left_from
+                .filter(|from| *from <= sequence)
+                .map(|_| Err(left(peer, waiter.rank, sequence, waiter.place))),
+        }
+    }
 }
 
 struct Entry<P> {
@@ -206,21 +225,19 @@ impl<P: Payload> Board<P> {
         peer: usize,
         sequence: u64,
     ) -> Result<Arc<Post<P>>, ExecError> {
-        let look = |slot: &Slot<P>| match slot.posts.get(&sequence) {
-            Some(entry) => Some(Ok(entry.post.clone())),
-            None => slot
-                .left_from
-                .filter(|from| *from <= sequence)
-                .map(|_| Err(left(peer, waiter.rank, sequence, waiter.place))),
-        };
+        let look = |slot: &Slot<P>| slot.post(waiter, peer, sequence);
         let or_failure = |left| self.end_of_peer(world, peer, left);
         let listen = || waiter.listener.is_some_and(|listener| listener.listen(peer));
         let began = Instant::now();
+        let mut waits = false;
         let must_listen = loop {
             // What has come is on the board before it is looked at.
             let must_listen = listen();
             if let Some(found) = self.slots[peer].peek(look) {
                 return found.map_err(or_failure);
+            }
+            if !std::mem::replace(&mut waits, true) {
+                world.note_wait();
             }
             if began.elapsed() >= waiter.polls {
                 break must_listen;
@@ -241,6 +258,26 @@ impl<P: Payload> Board<P> {
         // Not after a failure: others whose limits end now must not take this stream for one that works.
         waiter.status.block(None);
         Ok(post)
+    }
+
+    /// The part of `peer` in collective `sequence`, if it has come: nobody waits, but has known since `began` that it must.
+    ///
+    /// # Errors
+    /// As [`Board::post_of`].
+    pub(super) fn found(
+        &self,
+        world: &World,
+        waiter: &Waiter<'_>,
+        peer: usize,
+        sequence: u64,
+        began: Instant,
+    ) -> Result<Option<Arc<Post<P>>>, ExecError> {
+        waiter.listener.map(|listener| listener.listen(peer));
+        match self.slots[peer].peek(|slot| slot.post(waiter, peer, sequence)) {
+            Some(found) => found.map(Some).map_err(|left| self.end_of_peer(world, peer, left)),
+            None if began.elapsed() < world.config().limit => Ok(None),
+            None => Err(self.end_of_wait(WaitEnd::Limit, world, waiter, peer, sequence, began)),
+        }
     }
 
     /// What became of a `peer` that has left: one that has failed leaves too, and of another process this rank hears why by another way.
@@ -351,150 +388,5 @@ fn collective_at(sequence: u64, place: &OpPlace) -> String {
     format!("collective {sequence} {place}")
 }
 
-/// Who waits, for errors and for those who ask what it is doing.
-pub struct Waiter<'a> {
-    /// The rank.
-    pub rank: usize,
-    /// The collective's place in its Program.
-    pub place: &'a OpPlace,
-    /// What the rank's stream is doing.
-    pub status: &'a StreamStatus,
-    /// How long it polls for a peer's part before it sleeps: a thread takes tens of microseconds to wake.
-    pub polls: Duration,
-    /// Whom it asks to take in what peers have written where no thread listens.
-    pub listener: Option<&'a dyn Listener>,
-}
-
-/// Takes in what peers write into memory that they share with a rank.
-pub trait Listener {
-    /// Takes in what `peer` has written; false where it writes nothing so.
-    fn listen(&self, peer: usize) -> bool;
-}
-
 #[cfg(test)]
-mod tests {
-    use std::thread;
-
-    use counterpoint_schedule::StreamKind;
-
-    use super::*;
-    use crate::WorldConfig;
-
-    /// Nothing travels.
-    struct Nothing;
-
-    impl Payload for Nothing {
-        fn spent(&self) -> Self {
-            Self
-        }
-    }
-
-    /// Says whether it is what is left.
-    struct Memory(bool);
-
-    impl Payload for Memory {
-        fn spent(&self) -> Self {
-            Self(false)
-        }
-    }
-
-    /// Else who comes late would not find where memory is, or memory would stay that nobody needs.
-    #[test]
-    fn a_post_keeps_its_memory_until_its_rank_and_all_users_are_through() {
-        let world = World::new(3, WorldConfig::default());
-        let place = OpPlace::new(0, "cast k v");
-        for finishes_first in [true, false] {
-            let board = Board::<Memory>::new(&world);
-            let users = [1, 2].map(|rank| PeerRows { rank, rows: Vec::new() });
-            let contract =
-                super::super::contract::Contract { kind: String::new(), tensors: Vec::new(), plan: None };
-            let collective = Collective {
-                contract,
-                pattern: super::super::pattern::Pattern::default(),
-                tensors: Vec::new(),
-                reduction: None,
-                delivery_parts: None,
-            };
-            let post = Post {
-                place: place.clone(),
-                collective: Arc::new(collective),
-                at: Instant::now(),
-                payload: Memory(true),
-            };
-            board.publish(0, 0, post, &users);
-            let has_memory = || board.slots[0].peek(|slot| slot.posts[&0].post.payload.0);
-            board.acknowledge(0, 0, 1);
-            if finishes_first {
-                board.finish(0, 0, &place);
-                assert!(has_memory());
-                board.acknowledge(0, 0, 2);
-            } else {
-                board.acknowledge(0, 0, 2);
-                assert!(has_memory());
-                board.finish(0, 0, &place);
-            }
-            assert!(!has_memory());
-        }
-    }
-
-    /// Publishes the part of a rank when it is asked for the third time, as one that finds it in shared memory then.
-    struct Third<'a>(&'a Board<Nothing>, AtomicU64);
-
-    impl Listener for Third<'_> {
-        fn listen(&self, peer: usize) -> bool {
-            if self.1.fetch_add(1, Ordering::Relaxed) == 2 {
-                let contract =
-                    super::super::contract::Contract { kind: String::new(), tensors: Vec::new(), plan: None };
-                let pattern = super::super::pattern::Pattern::default();
-                let (tensors, reduction, delivery_parts) = (Vec::new(), None, None);
-                let collective =
-                    Arc::new(Collective { contract, pattern, tensors, reduction, delivery_parts });
-                let (place, at) = (OpPlace::new(0, "cast k v"), Instant::now());
-                self.0.publish(peer, 0, Post { place, collective, at, payload: Nothing }, &[]);
-            }
-            true
-        }
-    }
-
-    /// Nobody wakes who waits for a part that comes so, asleep or not.
-    #[test]
-    fn what_no_thread_listens_to_is_found_by_who_waits() {
-        for polls in [Duration::ZERO, Duration::from_secs(10)] {
-            let world = World::new(2, WorldConfig::default());
-            let board = Board::<Nothing>::of_rank(&world, 0);
-            let status = world.register_stream(0, "group-cast", StreamKind::Communication);
-            let place = OpPlace::new(0, "cast k v");
-            let listener = Third(&board, AtomicU64::new(0));
-            let waiter = Waiter { rank: 0, place: &place, status: &status, polls, listener: Some(&listener) };
-            assert_eq!(board.post_of(&world, &waiter, 1, 0).unwrap().place.label, place.label);
-        }
-    }
-
-    /// What rank 0 hears that waits for a rank of another process that has left.
-    fn heard(fails: bool) -> ExecError {
-        let world = World::new(2, WorldConfig::default());
-        let board = Board::<Nothing>::of_rank(&world, 0);
-        let place = OpPlace::new(0, "cast k v");
-        let status = world.register_stream(0, "group-cast", StreamKind::Communication);
-        let waiter =
-            Waiter { rank: 0, place: &place, status: &status, polls: Duration::ZERO, listener: None };
-        board.leave(1, 0);
-        thread::scope(|scope| {
-            if fails {
-                scope.spawn(|| {
-                    thread::sleep(Duration::from_millis(20));
-                    let (place, message) = ("`cast k v`".to_owned(), "on purpose".to_owned());
-                    world.fail(ExecError::RankPanicked { rank: 1, place, message })
-                });
-            }
-            board.post_of(&world, &waiter, 1, 0).err().unwrap()
-        })
-    }
-
-    /// Its farewell may come before the news of its failure.
-    #[test]
-    fn a_rank_that_failed_and_left_is_said_to_have_failed() {
-        assert!(matches!(heard(true), ExecError::RankPanicked { rank: 1, .. }), "{}", heard(true));
-        assert!(matches!(heard(false), ExecError::Left { left: 1, rank: 0, .. }), "{}", heard(false));
-    }
-}
+mod tests;

@@ -3,8 +3,12 @@
 
 mod board;
 mod contract;
+mod late_checks;
 mod pattern;
+mod waiter;
 
-pub use board::{Board, Listener, Payload, Post, Waiter};
+pub use board::{Board, Payload, Post};
 pub use contract::{Collective, Contract, Reduction, WireTensor};
+pub use late_checks::LateChecks;
 pub use pattern::{Pattern, PeerRows};
+pub use waiter::{Listener, Waiter};

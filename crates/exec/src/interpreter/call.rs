@@ -7,7 +7,7 @@ use std::time::Instant;
 use counterpoint_schedule::{BufferRole, BufferSpec};
 
 use super::enqueue::{Enqueue, enqueue_all, range_of_ranks};
-use super::steps::Step;
+use super::steps::collectives;
 use super::{Prepared, begins_anew, given, is_bound};
 use crate::group_rank::{CallOrder, Ticket};
 use crate::{Backend, BufferAccess, ExecError, OpPlace, RunTimes, Transport};
@@ -36,7 +36,7 @@ impl<'a, B: Backend, T: Transport<B>> Call<'a, B, T> {
     /// # Errors
     /// [`ExecError::Tensor`] with the tensor that is missing, unknown, of another shape or type, of memory that cannot be used so, or
     /// that shares memory with one that is written; [`ExecError::Capture`] within a capture of the stream, where its ranks synchronise on the
-    /// host; [`ExecError::Closed`]; the group's first error. Nothing has been enqueued then.
+    /// host; [`ExecError::Device`] for a stream that its owner has destroyed, as far as the device says so; [`ExecError::Closed`]; the group's first error. Nothing has been enqueued then.
     pub fn new(
         prepared: &'a Prepared<B, T>,
         tensors: &[(&str, B::Buffer)],
@@ -44,7 +44,7 @@ impl<'a, B: Backend, T: Transport<B>> Call<'a, B, T> {
     ) -> Result<Self, ExecError> {
         prepared.group_rank().check()?;
         if let Some(stream) = stream {
-            prepared.check_capture(stream)?;
+            prepared.check_stream(stream)?;
         }
         let lane = prepared.group_rank().next_lane(prepared.lanes());
         let mut bound = prepared.table_in(lane);
@@ -266,18 +266,14 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
         Call::enqueue_ranks(calls.collect::<Result<_, _>>()?)
     }
 
-    /// Refuses a call on a stream that captures, where ranks synchronise on the host.
-    fn check_capture(&self, stream: &B::Stream) -> Result<(), ExecError> {
-        // A rank by itself meets nobody, and is not kept waiting for the driver's answer.
-        if self.backend().world_size() == 1 || !self.backend().captures(stream)? {
+    /// Refuses a call on a stream that is gone, and one on a stream that captures, where ranks synchronise on the host.
+    fn check_stream(&self, stream: &B::Stream) -> Result<(), ExecError> {
+        // A rank by itself meets nobody.
+        if !self.backend().captures(stream)? || self.backend().world_size() == 1 {
             return Ok(());
         }
-        let collectives = self.steps.iter().filter_map(|placed| match &placed.step {
-            Step::Collective { collective, .. } => Some(collective),
-            _ => None,
-        });
         let transport = self.group_rank().transport();
-        let mut captured = collectives.map(|collective| transport.can_be_captured(collective));
+        let mut captured = collectives(&self.steps).map(|collective| transport.can_be_captured(collective));
         captured.try_for_each(|captured| captured).map_err(|reason| ExecError::Capture {
             rank: self.backend().rank(),
             program: self.program().name.clone(),

@@ -65,34 +65,61 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
         program: Program,
         plan: Option<&PlanIdentity>,
     ) -> Result<Self, ExecError> {
-        let prepare = || {
-            rank.check()?;
-            check_program(&program, rank)?;
-            rank.check_memory(&program)?;
-            let lanes = rank.lanes_of(&program);
-            let backend = rank.backend().gathering_uploads();
-            let steps = steps::prepare(&backend, rank.transport(), &program, plan)?;
-            backend.send_uploads()?;
-            Ok(Self {
-                streams: rank.streams_for(&program.streams, &program.policy)?,
-                events: (0..program.num_events).map(|_| backend.create_event()).collect::<Result<_, _>>()?,
-                barriers: (0..program.num_barriers)
-                    .map(|_| backend.create_barrier())
-                    .collect::<Result<_, _>>()?,
-                signals: (0..program.num_signals)
-                    .map(|_| backend.create_signal())
-                    .collect::<Result<_, _>>()?,
-                buffers: own_buffers(rank, &program, 0)?,
-                other_lanes: (1..lanes)
-                    .map(|lane| own_buffers(rank, &program, lane))
-                    .collect::<Result<_, _>>()?,
-                steps,
-                rank: rank.clone(),
-                times: RunTimes::default(),
-                program: program.clone(),
-            })
-        };
-        prepare()
+        let backend = rank.backend().gathering_uploads();
+        let prepared = Self::gathered(rank, &backend, program, plan)?;
+        backend.send_uploads()?;
+        Ok(prepared)
+    }
+
+    /// Makes the Programs of two passes ready on a rank, whose tables go to its device together.
+    ///
+    /// # Errors
+    /// As [`Prepared::on`].
+    pub fn both_on(
+        rank: &Arc<GroupRank<B, T>>,
+        programs: [Program; 2],
+        plan: Option<&PlanIdentity>,
+    ) -> Result<[Self; 2], ExecError> {
+        let backend = rank.backend().gathering_uploads();
+        let [first, second] = programs;
+        let first = Self::gathered(rank, &backend, first, plan)?;
+        let prepared = [first, Self::gathered(rank, &backend, second, plan)?];
+        backend.send_uploads()?;
+        Ok(prepared)
+    }
+
+    /// As [`Prepared::on`], whose tables `backend` has gathered and not sent.
+    fn gathered(
+        rank: &Arc<GroupRank<B, T>>,
+        backend: &B,
+        program: Program,
+        plan: Option<&PlanIdentity>,
+    ) -> Result<Self, ExecError> {
+        rank.check()?;
+        check_program(&program, rank)?;
+        rank.check_memory(&program)?;
+        let lanes = rank.lanes_of(&program);
+        let steps = steps::prepare(backend, rank.transport(), &program, plan)?;
+        let buffers = own_buffers(rank, &program, 0)?;
+        let other_lanes = (1..lanes).map(|lane| own_buffers(rank, &program, lane));
+        let other_lanes: Vec<_> = other_lanes.collect::<Result<_, _>>()?;
+        for lane in other_lanes.iter().chain([&buffers]) {
+            steps::collectives(&steps).try_for_each(|one| rank.transport().tell_memory(one, lane))?;
+        }
+        Ok(Self {
+            streams: rank.streams_for(&program.streams, &program.policy)?,
+            events: (0..program.num_events).map(|_| backend.create_event()).collect::<Result<_, _>>()?,
+            barriers: (0..program.num_barriers)
+                .map(|_| backend.create_barrier())
+                .collect::<Result<_, _>>()?,
+            signals: (0..program.num_signals).map(|_| backend.create_signal()).collect::<Result<_, _>>()?,
+            buffers,
+            other_lanes,
+            steps,
+            rank: rank.clone(),
+            times: RunTimes::default(),
+            program,
+        })
     }
 
     /// The Program.

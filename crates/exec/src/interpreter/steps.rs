@@ -22,6 +22,16 @@ pub(super) enum Step<B: Backend, T: Transport<B>> {
     WaitSignal { signal: usize, value: u64 },
 }
 
+/// The collectives among them, in their order.
+pub(super) fn collectives<B: Backend, T: Transport<B>>(
+    steps: &[PlacedStep<B, T>],
+) -> impl Iterator<Item = &T::Collective> {
+    steps.iter().filter_map(|placed| match &placed.step {
+        Step::Collective { collective, .. } => Some(collective),
+        _ => None,
+    })
+}
+
 /// Makes every operation ready.
 pub(super) fn prepare<B: Backend, T: Transport<B>>(
     backend: &B,

@@ -97,7 +97,8 @@ impl Case {
 
     fn check(&self, group: Group<CudaMachine>, how: &str) -> Result<Vec<SelfCheck>, ExecError> {
         let ranks = self.inputs.len();
-        let calls = self.prepare(&group)?;
+        let (calls, to_prepare) = DriverCalls::of(|| self.prepare(&group)).map_err(failed)?;
+        let calls = calls?;
         // Two micro-batches on their way at once.
         let both = [self.tensors(&group)?, self.tensors(&group)?];
         let step = || -> Result<Vec<Ticket<CudaBackend>>, ExecError> {
@@ -132,6 +133,12 @@ impl Case {
             0.0,
         ));
         checks.push(SelfCheck::of(of("things made in calls"), 11, asked.allocations() as f64, 0.0));
+        checks.push(SelfCheck::of(of("copies to the device in calls"), 11, asked.uploads() as f64, 0.0));
+        if ranks == 1 {
+            let more = to_prepare.uploads().abs_diff(1);
+            let name = of("tables that are not one copy when a mask is made ready");
+            checks.push(SelfCheck::of(name, 11, more as f64, 0.0));
+        }
         if let ([tensors], 1) = (&both[0][..], ranks) {
             checks.push(self.captured(&calls, tensors)?);
         }

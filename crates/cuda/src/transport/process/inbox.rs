@@ -77,6 +77,11 @@ impl Inbox {
 
     /// Where an own allocation begins for `peer`, which was told of it; waits until it has answered. `None` at the limit.
     pub(super) fn base_for(&self, peer: usize, number: u64) -> Result<Option<u64>, ExecError> {
+        let known = lock(&self.seen).bases.get(&(peer, number)).copied();
+        if known.is_some() {
+            return Ok(known);
+        }
+        self.world.note_wait();
         let deadline = Instant::now() + self.world.config().limit;
         self.wait(Some(deadline), |seen| seen.bases.get(&(peer, number)).copied())
     }

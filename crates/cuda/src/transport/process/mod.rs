@@ -24,6 +24,7 @@ use self::exports::{Exports, Sent, events_of};
 use self::inbox::Inbox;
 use self::message::{MemoryPlace, PartMessage, TensorPlace};
 use super::collective::Marks;
+use super::lists::Lists;
 use super::ready::ReadyParts;
 use super::stand_in::StandIns;
 use super::{CallError, Part};
@@ -53,7 +54,13 @@ struct Connected {
     mesh: Arc<Mesh<PartMessage>>,
     exports: Mutex<Exports>,
     /// Differences of addresses.
-    shifts: Mutex<BTreeMap<Announced, LinkShifts>>,
+    shifts: Mutex<BTreeMap<Announced, Arc<Shifts>>>,
+}
+
+/// Differences of addresses, and when they are on the device.
+struct Shifts {
+    table: LinkShifts,
+    lists: Lists,
 }
 
 /// The allocations of tensors that kernels announce, and the ranks that they announce them to.
@@ -128,6 +135,11 @@ impl PeerProcesses {
     /// Who takes in what the others write into memory that they share with this rank.
     pub(super) fn listener(&self) -> &dyn Listener {
         &*self.connected.inbox
+    }
+
+    /// The same, shared.
+    pub(super) fn hearing(&self) -> Arc<dyn Listener + Send + Sync> {
+        self.connected.inbox.clone()
     }
 
     /// What a collective with this number drops last.
@@ -212,11 +224,23 @@ impl PeerProcesses {
         self.connected.mesh.send(peer, &PartMessage::Used { sequence }, &[])
     }
 
-    /// What is added to the addresses of `announced` for each of `peers`, once those have opened the allocations.
+    /// Has `peers` open the allocations of what will be announced to them.
+    pub(super) fn tell_memory(&self, announced: &[DeviceBuffer], peers: &[usize]) -> Result<(), CallError> {
+        let mut exports = lock(&self.connected.exports);
+        for peer in peers.iter().copied().filter(|peer| *peer != self.connected.rank) {
+            for buffer in announced {
+                self.connected.send_memory(&mut exports, peer, buffer)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// What is added to the addresses of `announced` for each of `peers`, once those have opened the allocations, for what is enqueued on
+    /// `queue` from now on. It goes to the device by `setup`.
     pub(super) fn shifts(
         &self,
         place: &OpPlace,
-        setup: &Stream,
+        (setup, queue): (&Stream, &Stream),
         announced: &[DeviceBuffer],
         peers: &[usize],
     ) -> Result<LinkShifts, CallError> {
@@ -228,20 +252,14 @@ impl PeerProcesses {
             announced.iter().map(allocation).collect::<Result<_, _>>()?;
         let ids: Vec<u64> = allocations.iter().map(|place| place.map_or(0, |place| place.id)).collect();
         let key = (ids, peers.to_vec());
-        if let Some(shifts) = lock(&self.connected.shifts).get(&key) {
-            return Ok(shifts.clone());
+        let known = lock(&self.connected.shifts).get(&key).cloned();
+        if let Some(shifts) = known {
+            shifts.lists.follow(queue)?;
+            return Ok(shifts.table.clone());
         }
-        let peers = || peers.iter().copied().filter(|peer| *peer != self.connected.rank);
-        {
-            let mut exports = lock(&self.connected.exports);
-            for peer in peers() {
-                for buffer in announced {
-                    self.connected.send_memory(&mut exports, peer, buffer)?;
-                }
-            }
-        }
+        self.tell_memory(announced, peers)?;
         let mut shifts = Vec::new();
-        for peer in peers() {
+        for peer in peers.iter().copied().filter(|peer| *peer != self.connected.rank) {
             for (tensor, allocation) in allocations.iter().enumerate() {
                 let Some(AllocationPlace { id, base, .. }) = allocation else { continue };
                 let began = Instant::now();
@@ -250,8 +268,12 @@ impl PeerProcesses {
                 shifts.push((peer, tensor, found.wrapping_sub(*base)));
             }
         }
-        let made = LinkShifts::new(setup, shifts)?;
-        Ok(lock(&self.connected.shifts).entry(key).or_insert(made).clone())
+        let lists = Lists::new(&self.connected.device)?;
+        let table = lists.upload(setup, |setup| LinkShifts::new(setup, shifts))?;
+        let made =
+            lock(&self.connected.shifts).entry(key).or_insert(Arc::new(Shifts { table, lists })).clone();
+        made.lists.follow(queue)?;
+        Ok(made.table.clone())
     }
 }
 
