@@ -287,6 +287,22 @@ fn long_rows() {
     }
 }
 
+/// Many rounds of long rows at head 64, for which three warpgroups share a tile (a test of `shape.rs` says so): on one multiprocessor
+/// few rows are enough.
+#[test]
+fn three_warpgroups() {
+    let Some(stream) = stream() else { return };
+    for (heads, sinks) in [((3, 3), 0), ((3, 1), 1)] {
+        let mut case = Case::new("causal:10000", heads, (64, 64), sinks, 13);
+        case.problem.bands =
+            Arc::from([Band { q_range: Range::new(0, 384), diag_max: 9600, ..case.problem.bands[0] }]);
+        case.problem.rows_q = 384;
+        case.q.truncate(384 * heads.0 * 64);
+        case.problem.sm_margin = u32::MAX;
+        case.check(&stream, &[], &format!("three warpgroups, heads {heads:?} sinks {sinks}"));
+    }
+}
+
 #[test]
 fn nothing_to_see() {
     let Some(stream) = stream() else { return };

@@ -36,7 +36,8 @@ __device__ __forceinline__ u64 wgmma_descriptor(const void* shared, u32 chunk_by
   return (u64(1) << 62) | (u64(1024 >> 4) << 32) | (u64((chunk_bytes >> 4) & 0x3fffu) << 16) |
          u64((address >> 4) & 0x3fffu);
 }
-// The same of an address in shared memory. Those have 18 bits, so that no field runs into another and nothing is masked.
+// The same of an address in shared memory. Those have 18 bits, so that no field runs into another and nothing is masked. But not in a
+// cluster: there the CTA's rank is in bits 24 and up, which would be added to `chunk_bytes`.
 __device__ __forceinline__ u64 wgmma_descriptor_at(u32 address, u32 chunk_bytes = 16) {
   return (u64((1u << 30) | (1024 >> 4)) << 32) | ((address >> 4) | ((chunk_bytes >> 4) << 16));
 }

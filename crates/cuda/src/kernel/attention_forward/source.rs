@@ -99,10 +99,11 @@ pub(in crate::kernel) fn specialisations() -> Vec<Specialisation> {
         };
         for dims in HEAD_DIMS {
             for pack in PACKS {
-                let (large, small) = (ForwardShape::large(dims, pack), ForwardShape::small(dims, pack));
+                let small = ForwardShape::small(dims, pack);
                 add(small, Span::Whole, Scores::Scaled);
                 add(small, Span::Staged, Scores::Scaled);
-                for large in large.loops().filter(|&large| large != small) {
+                let large = ForwardShape::large(dims, pack).flat_map(ForwardShape::loops);
+                for large in large.filter(|&large| large != small) {
                     add(large, Span::Whole, Scores::Scaled);
                 }
             }
