@@ -23,6 +23,7 @@ mod transport;
 mod validate;
 
 pub use attention::{GradientReduction, STAGE_SLOTS, lower_attention_backward, lower_attention_forward};
+pub use builder::{Mark, ProgramBuilder};
 pub use experts::{
     COMBINE as COMBINE_LABEL, DISPATCH as DISPATCH_LABEL, lower_expert_backward, lower_expert_forward,
 };
