@@ -290,7 +290,7 @@ struct RunsOfProcess<'a> {
 }
 
 impl RunsOfProcess<'_> {
-    fn told<T>(&self, result: Result<T, ExecError>) -> Result<T, ExecError> {
+    fn reported<T>(&self, result: Result<T, ExecError>) -> Result<T, ExecError> {
         result.map_err(|error| self.process.rendezvous.fail(error))
     }
 }
@@ -298,7 +298,7 @@ impl RunsOfProcess<'_> {
 impl AttentionRuns for RunsOfProcess<'_> {
     fn run(&mut self, pass: Pass) -> Result<Timeline, ExecError> {
         let timeline = run_pass(&mut self.prepared, &self.process.machine, pass);
-        self.told(timeline)
+        self.reported(timeline)
     }
 
     fn take_times(&mut self, times: RunTimes) {
@@ -306,7 +306,7 @@ impl AttentionRuns for RunsOfProcess<'_> {
     }
 
     fn finish(self: Box<Self>, plan: &Plan, times: RanksRun) -> Result<Option<AttentionRun>, ExecError> {
-        let outputs = self.told(self.prepared.outputs())?;
+        let outputs = self.reported(self.prepared.outputs())?;
         RanksRun { outputs, ..times }.gather(&self.process.rendezvous, plan)
     }
 }
@@ -317,7 +317,7 @@ impl RankProcess {
         &self.machine
     }
 
-    /// Where it meets the others.
+    /// The rendezvous with the others.
     pub fn rendezvous(&self) -> &Rendezvous {
         &self.rendezvous
     }

@@ -26,12 +26,12 @@ mod splits;
 mod timeline;
 mod tuned;
 
-use counterpoint_cli::TellingAllocator;
+use counterpoint_cli::ReportingAllocator;
 use pyo3::prelude::*;
 
 // The command needs it; until that runs it is the system's.
 #[global_allocator]
-static ALLOCATOR: TellingAllocator = TellingAllocator;
+static ALLOCATOR: ReportingAllocator = ReportingAllocator;
 
 /// The compiled part of the package counterpoint.
 #[pymodule]

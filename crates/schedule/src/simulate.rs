@@ -183,7 +183,7 @@ fn homeward(program: &Program, reduce: &GroupReduce, topology: &Topology, cost: 
     moved
 }
 
-/// Operations that compute first, as any computation does, and in how many parts, and then meet other ranks.
+/// Operations that compute first, as any computation does, and in how many parts, and then wait for other ranks.
 fn parts_before_collective(op: &Op) -> usize {
     match (op, op.backward()) {
         (Op::Fused(_), Some(backward)) => 1 + usize::from(backward.arriving.is_some()),

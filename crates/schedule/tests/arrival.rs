@@ -99,7 +99,7 @@ fn what_arrives_is_delivered_by_a_cast_that_has_started() {
     // It holds all workers while the cast wants some.
     let not_started = error(vec![cast(Some(DELIVERY)), forward(DELIVERY)]);
     assert_eq!(not_started, ProgramError::StartNotAwaited { op: 1, label: "op1".into() });
-    // Nobody tells of the rows, or only afterwards, or in other parts.
+    // No one signals the rows, or only afterwards, or in other parts.
     let other = Delivery { parts: 3, ..DELIVERY };
     for ops in [
         vec![cast(None), start(), forward(DELIVERY)],

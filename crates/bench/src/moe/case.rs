@@ -185,7 +185,7 @@ impl Case<'_> {
             x: tensors(in_features, kind == ExpertKind::Combine, 1),
             weight: random_tensor(shape.clone(), dtype, seed.wrapping_add(7)),
             dy: Some(tensors(out_features, kind == ExpertKind::Dispatch, 2)),
-            // So that the gradient of the first backward can be told.
+            // So that the gradient of the first backward can be distinguished.
             main_grad: match self.gradient() {
                 WeightGradient::Accumulated(into) => Some(HostTensor::zeros(shape, into)),
                 _ => None,

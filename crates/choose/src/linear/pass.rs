@@ -372,7 +372,7 @@ mod tests {
         }
     }
 
-    /// A machine without copy engines or kernels that meet has what it has.
+    /// A machine without copy engines or kernels with device-side barriers has what it has.
     #[test]
     fn only_what_a_machine_has_is_chosen() {
         let pass = pass(LinearKind::Column, Activations::Replicated, BACKWARD, [8192, 8192, 7168]);

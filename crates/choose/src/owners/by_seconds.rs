@@ -114,7 +114,7 @@ fn by_seconds_with(
     Ok(best)
 }
 
-/// The first search. Chunks that are dear in one direction mostly are in the other: what tells them apart is left to schedules.
+/// The first search. Chunks that are dear in one direction mostly are in the other: what distinguishes them is left to schedules.
 fn by_chunks(
     effort: Effort,
     work: &ChunkWork,

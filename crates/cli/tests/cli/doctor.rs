@@ -97,7 +97,7 @@ fn every_variable_is_listed() {
     }
 }
 
-/// What the job was started with is told, each with what to do.
+/// What the job was started with is printed, each with what to do.
 #[test]
 fn variables_of_the_job_are_judged() {
     let folder = Folder::new();

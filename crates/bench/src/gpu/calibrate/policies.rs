@@ -28,7 +28,7 @@ const POLICIES: [&str; 6] = [
 pub(super) fn measure(
     machine: &CudaMachine,
     cost: &CostModel,
-    told: &mut dyn FnMut(&str),
+    report: &mut dyn FnMut(&str),
 ) -> Result<Vec<PolicyMeasurement>, ExecError> {
     let ranks = machine.devices().len();
     let spec = AttentionSpec::new(32, 8, 128, DType::Bf16);
@@ -45,7 +45,7 @@ pub(super) fn measure(
     let policies = POLICIES.iter().filter_map(|text| text.parse::<OverlapPolicy>().ok());
     let mut measured = Vec::new();
     for policy in policies {
-        told(&format!("overlap policy {policy}"));
+        report(&format!("overlap policy {policy}"));
         let config = RunConfig {
             policy: policy.into(),
             poison: false,
@@ -56,7 +56,7 @@ pub(super) fn measure(
         let run = match run_attention_on(machine, &plan, &spec, &inputs, &config) {
             Ok(run) => run,
             Err(ExecError::Policy { reason, .. }) => {
-                told(&format!("overlap policy {policy}: {reason}"));
+                report(&format!("overlap policy {policy}: {reason}"));
                 continue;
             }
             Err(error) => return Err(error),

@@ -418,7 +418,7 @@ mod tests {
         }
     }
 
-    /// Chunks of two prices that areas do not tell apart: balance by pairs leaves one rank with all dear ones.
+    /// Chunks of two prices that areas do not distinguish: balance by pairs leaves one rank with all dear ones.
     #[test]
     fn a_load_that_pairs_do_not_show_is_shared() {
         let mask = Mask::full(Documents::from_lengths(vec![64; 16]).unwrap()).unwrap();

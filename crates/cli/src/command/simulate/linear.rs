@@ -121,7 +121,7 @@ pub(super) fn run(arguments: &SimulateLinearArguments) -> Result<(), CliError> {
         }
     }
     predicted.add_passes(rows);
-    predicted.tell(&arguments.simulation, &setting)
+    predicted.print(&arguments.simulation, &setting)
 }
 
 /// What layers take for a pass on GPUs of such nodes, and the layer in its groups.

@@ -234,7 +234,7 @@ impl Gemm {
         let mut signals = vec![0; spec.shares.len()];
         for tile in units.iter().flat_map(|unit| GemmTile::of_unit(unit, &shape, &tiles)) {
             if tile.has_elements(spec.size.n) {
-                signals[destinations[usize::from(tile.destination)].share] += shape.tellers();
+                signals[destinations[usize::from(tile.destination)].share] += shape.raises();
             }
         }
         signals

@@ -324,13 +324,13 @@ mod tests {
                 assert!(
                     shape.splits <= shape.pieces() && k.div_ceil(BLOCK).is_multiple_of(shape.splits as usize)
                 );
-                let (of_both, most) = (shape.tellers() >= 2, shape.tellers() <= 2 * shape.splits);
-                assert!(of_both && most && shape.tellers() >= shape.splits, "{shape:?}");
+                let (of_both, most) = (shape.raises() >= 2, shape.raises() <= 2 * shape.splits);
+                assert!(of_both && most && shape.raises() >= shape.splits, "{shape:?}");
             }
         }
-        let tellers =
-            |columns, splits| GemmShape { splits, ..GemmShape::whole(columns, TilePair::Rows) }.tellers();
+        let raises =
+            |columns, splits| GemmShape { splits, ..GemmShape::whole(columns, TilePair::Rows) }.raises();
         // A part has the rows of one warpgroup, or of both.
-        assert_eq!([(256, 1), (64, 2), (128, 3), (256, 4)].map(|(c, s)| tellers(c, s)), [2, 2, 4, 4]);
+        assert_eq!([(256, 1), (64, 2), (128, 3), (256, 4)].map(|(c, s)| raises(c, s)), [2, 2, 4, 4]);
     }
 }
