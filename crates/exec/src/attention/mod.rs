@@ -2,6 +2,7 @@
 
 mod calls;
 mod prepared;
+mod process;
 mod programs;
 mod ranks;
 mod whole;
@@ -13,6 +14,7 @@ use counterpoint_schedule::{PassPolicies, Timeline};
 
 pub use self::calls::{AttentionCalls, AttentionRank, BackwardTensors, ForwardTensors};
 pub use self::prepared::{PreparedAttention, RankBuffer, rank_outputs};
+pub use self::process::run_attention_process;
 pub use self::ranks::{RankProblem, RanksRun, run_attention_ranks};
 use crate::layout::dispatch;
 use crate::{
