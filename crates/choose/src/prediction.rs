@@ -37,7 +37,7 @@ impl AttentionPrediction {
         let PassPolicies { forward, backward: of_backward } = policies.into();
         let ranks: Vec<usize> = (0..plan.ranks.len()).collect();
         let predict = |programs: Vec<Program>| {
-            let crossing = programs.iter().map(|program| program.crossing_bytes(topology)).sum::<u64>();
+            let crossing = programs.iter().map(|program| program.inter_node_bytes(topology)).sum::<u64>();
             simulate(&programs, topology, cost).map(|timeline| (timeline, crossing))
         };
         let (forward, forward_crossing_bytes) = predict(forwards(plan, &ranks, spec, forward))?;

@@ -8,8 +8,8 @@
 
 mod attention;
 mod builder;
-mod crossing;
 mod experts;
+mod inter_node;
 mod linear;
 mod op_cost;
 mod op_seconds;
@@ -48,6 +48,6 @@ pub use program::{
     RmsNormBackward, RowBlock, SignalId, StreamId, StreamKind, StreamSpec, UserKernel, UserPart, WaveGemm,
 };
 pub use simulate::{SimulateError, simulate};
-pub use timeline::{Overlap, Span, SpanKind, Timeline};
+pub use timeline::{Interval, Overlap, Span, SpanKind, Timeline, interval_length, merged_intervals};
 pub use transport::{PolicySupport, RankTransport, Workload};
 pub use validate::ProgramError;

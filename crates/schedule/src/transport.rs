@@ -123,7 +123,7 @@ impl RankTransport {
     /// preferred first. `has_barriers` where kernels of all ranks can wait for each other, and `workers` the multiprocessors of this
     /// transport's kernels.
     pub fn pass_overlaps(self, has_barriers: bool, workers: usize) -> Vec<PassOverlap> {
-        use PassOverlap::{Barrier, Beside, Concurrent, Fused, Margin, Sequential, Signals};
+        use PassOverlap::{Barrier, Concurrent, CopyEngine, Fused, Margin, Sequential, Signals};
         // Threads of CPU ranks take no workers from products.
         if self == Self::Cpu {
             return vec![Sequential, Concurrent, Signals(0)];
@@ -133,7 +133,7 @@ impl RankTransport {
         let runs = |mover| has_barriers && self.moves_by(mover) == PolicySupport::Runs;
         let mut ways = vec![Sequential];
         ways.extend(runs(Mover::Fused).then_some(Fused));
-        ways.extend(runs(Mover::CopyEngine).then_some(Beside));
+        ways.extend(runs(Mover::CopyEngine).then_some(CopyEngine));
         // Copy engines leave kernels the sums alone.
         let workers = if self == Self::CopyEngine { SUMMING_WORKERS } else { workers };
         ways.extend([Barrier(workers), Margin(workers), Signals(workers)]);

@@ -6,9 +6,9 @@ use counterpoint_mask::Range;
 use counterpoint_plan::{AttentionSpec, GroupPart, OwnedSplit, Plan, RemoteSplit, StagePlan};
 
 use super::gradient::Gradient;
-use super::homeward::{Homeward, Route};
 use super::hosting::{Hosting, hosts_do_all};
 use super::keys::{KeyPrefetch, StageKeys, delivery_parts};
+use super::reduce_to_owner::{ReduceToOwner, Route};
 use super::rotation::Rotation;
 use super::{GradientReduction, LocalTensors, sink_input};
 use crate::builder::ProgramBuilder;
@@ -134,10 +134,10 @@ pub fn lower_attention_backward(
     }
     let mut shares: Vec<(BufferId, BufferId)> = Vec::new();
     let mut share_buffers = Rotation::new(stages.len());
-    let mut homeward = Homeward::new(spec, share_dtype, reduce, (dk.written, dv.written), arrive);
+    let mut to_owners = ReduceToOwner::new(spec, share_dtype, reduce, (dk.written, dv.written), arrive);
     if two_level.is_some() {
         let stream = p.stream("group-reduce between nodes", StreamKind::Communication);
-        homeward = homeward.over_nodes(stream, stages.len());
+        to_owners = to_owners.over_nodes(stream, stages.len());
     }
     for (s, stage) in stages.iter().enumerate() {
         let here = Some(s);
@@ -226,7 +226,7 @@ pub fn lower_attention_backward(
                     let done = p.mark(compute, here, "dk dv done");
                     let route =
                         two_level.map_or(Route::Straight(&stage.part), |parts| Route::OverNodes(&parts[s]));
-                    homeward.send(&mut p, here, route, (stage_dk, stage_dv), done);
+                    to_owners.send(&mut p, here, route, (stage_dk, stage_dv), done);
                     share_buffers.leave(&mut p, reduce, s);
                 }
                 GradientReduction::Deterministic => shares.push((stage_dk, stage_dv)),
@@ -252,9 +252,9 @@ pub fn lower_attention_backward(
             }
             Some(exchange) => Route::OverNodes(&exchange.whole[rank]),
         };
-        homeward.send(&mut p, None, route, (all_dk, all_dv), done);
+        to_owners.send(&mut p, None, route, (all_dk, all_dv), done);
     }
-    let home = homeward.arrived(&mut p);
+    let home = to_owners.arrived(&mut p);
     p.after(compute, None, "wait for the last reduce", home);
     if let Some(hosted) = hosted {
         hosted.finish(&mut p, dq.rounded.unwrap_or(dq.written));

@@ -132,7 +132,7 @@ fn two_levels_cross_once() {
             2 * far * 4 * u64::from(dtype.accumulator().size() as u32)
         };
         let bytes = |programs: &[Program]| -> u64 {
-            programs.iter().map(|program| program.crossing_bytes(&topology)).sum()
+            programs.iter().map(|program| program.inter_node_bytes(&topology)).sum()
         };
         let [flat_forward, flat_backward, _] = programs(&flat, &spec, "concurrent");
         let rows = flat.flat_crossing_rows(&topology);

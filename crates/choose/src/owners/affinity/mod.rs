@@ -30,9 +30,9 @@
 
 mod coverage;
 mod links;
+mod local_search;
 mod pairing;
 mod segments;
-mod settle;
 mod stretch;
 mod trade;
 
@@ -42,9 +42,9 @@ use super::home::{Home, received_by};
 use super::min_heap::min_heap;
 use super::sequential::sequential;
 pub(super) use links::Reach;
+pub(super) use local_search::{Effort, Prices, Search, is_searched, local_search};
 use pairing::pair_heavy_with_light;
 use segments::Segments;
-pub(super) use settle::{Effort, Prices, Search, settle, settles};
 use stretch::{join_small, stretches};
 use trade::trade;
 
