@@ -6,8 +6,11 @@ use serde_json::Value;
 
 use super::root;
 
-const SETS: [(&str, &str); 3] =
-    [("dispatch", "attention: dispatch"), ("policy", "attention: policy of a pass"), ("linear", "linear layers: policy and groups of a pass")];
+const SETS: [(&str, &str); 3] = [
+    ("dispatch", "attention: dispatch"),
+    ("policy", "attention: policy of a pass"),
+    ("linear", "linear layers: policy and groups of a pass"),
+];
 
 /// A row for each ratio of each set.
 pub(super) fn block() -> String {
@@ -17,9 +20,12 @@ pub(super) fn block() -> String {
                      |---|---|---|---|---|---|---|\n"
         .to_owned();
     for (set, name) in SETS {
-        let line = lines.iter().find(|line| line["set"] == set).unwrap_or_else(|| panic!("no line of `{set}`"));
+        let line =
+            lines.iter().find(|line| line["set"] == set).unwrap_or_else(|| panic!("no line of `{set}`"));
         for row in line["ratios"].as_array().unwrap() {
-            let slower = |ratio: &Value| ratio.as_f64().map_or_else(String::new, |ratio| format!("{:.1} %", 100.0 * (ratio - 1.0)));
+            let slower = |ratio: &Value| {
+                ratio.as_f64().map_or_else(String::new, |ratio| format!("{:.1} %", 100.0 * (ratio - 1.0)))
+            };
             table += &format!(
                 "| {name}, {} | {} | {} | {} | {} | {} | {} |\n",
                 line["cases"],
