@@ -77,7 +77,7 @@ class _Group:
         self._prefetched: dict[Any, PrefetchedPlan] = {}
         self._lock = threading.Lock()
         self._planner: ThreadPoolExecutor | None = None
-        # Whether this process's caller has met the error by which the group has failed.
+        # Whether this process's caller has seen the error by which the group has failed.
         self._is_failure_known = False
         # Streams of other libraries, see `order_with`.
         self._ordered: tuple[torch.cuda.Stream, ...] = ()
@@ -137,7 +137,7 @@ class _Group:
         later plans: `dispatch=plan.choices.dispatch`.
 
         `queries` says whether rows of q that see many keys of other ranks travel to these: `"auto"` where that is predicted to be
-        faster, the default on CPU ranks with `dispatch="predicted"`, else `"never"`: GPUs meet on the host to merge such rows.
+        faster, the default on CPU ranks with `dispatch="predicted"`, else `"never"`: GPUs wait on the host to merge such rows.
 
         Ctrl-C, or whatever else a handler of a signal raises, ends the planning at once.
         """
@@ -328,11 +328,11 @@ class _Group:
 
     @contextmanager
     def _named_errors(self) -> Iterator[None]:
-        """Inside it, errors of the engine are met."""
+        """Inside it, errors of the engine are noted."""
         try:
             yield
         except BaseException as error:
-            self._meet(error)
+            self._note(error)
             raise
 
     def _has_failed(self) -> bool:
@@ -342,7 +342,7 @@ class _Group:
             return True
         return False
 
-    def _meet(self, error: BaseException) -> None:
+    def _note(self, error: BaseException) -> None:
         """Gives an error of the engine, which counts ranks of the group, the ranks among all processes as well."""
         self._is_failure_known = self._is_failure_known or self._has_failed()
         own = self._native.rank

@@ -123,7 +123,7 @@ def run_forward(
             (q, k, v, sink, out, lse, max_logits),
         )
     except BaseException as error:
-        group._meet(error)
+        group._note(error)
         raise
     if timeline is not None:
         plan._measured[False] = timeline
@@ -178,7 +178,7 @@ def run_backward(
             (dout, q, k, v, sink, out, lse, dlse, dq, dk, dv, dsinks),
         )
     except BaseException as error:
-        group._meet(error)
+        group._note(error)
         raise
     if timeline is not None:
         plan._measured[True] = timeline

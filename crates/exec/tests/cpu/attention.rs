@@ -257,7 +257,7 @@ fn every_measured_run_has_its_time() {
     assert_eq!(once.outputs.out, often.outputs.out);
 }
 
-/// Ranks that planned from different masks find out where they first meet.
+/// Ranks that planned from different masks find out in their first collective.
 #[test]
 fn ranks_with_different_masks_are_named() {
     let spec = spec(2, 1, 16, 16, DType::F32);

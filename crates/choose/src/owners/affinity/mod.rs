@@ -5,7 +5,7 @@
 //! keys. Two facts about causal documents show the way between:
 //!
 //! * a rank that computes some chunks of a document needs the document up to the last of them, whatever the others are.
-//!   So few ranks should meet a document, each of them should fill its area there, and a further chunk below the last
+//!   So few ranks should share a document, each of them should fill its area there, and a further chunk below the last
 //!   one is free;
 //! * a rank full of heavy chunks has room left in its count, which light chunks fill. Short documents and heads of long
 //!   ones cost little wherever a run of them is cut.

@@ -78,7 +78,7 @@ impl TilingCost for GemmShape {
 
     fn unit_cycles(self, spec: &GemmSpec) -> f64 {
         /// Until parts know of each other, and bytes of theirs that a multiprocessor sends in a cycle.
-        const MEET: f64 = 3800.0;
+        const BARRIER: f64 = 3800.0;
         const SENT: f64 = 9.7;
         /// Bytes of a part that is kept, there and back.
         const KEPT: f64 = 27.0;
@@ -90,7 +90,7 @@ impl TilingCost for GemmShape {
             (0 | 1, 0 | 1, 0 | 1) => 0.0,
             (0 | 1, 0 | 1, _) => HEAR + 2.0 * bytes / KEPT,
             (0 | 1, _, _) => 2.0 * bytes / KEPT,
-            _ => MEET + bytes * (splits - 1.0) / splits / SENT,
+            _ => BARRIER + bytes * (splits - 1.0) / splits / SENT,
         };
         let at_once = f64::from(self.splits * self.hands);
         let blocks = spec.size.k.div_ceil(BLOCK) as f64 / at_once;
