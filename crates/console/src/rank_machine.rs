@@ -228,7 +228,7 @@ pub trait AttentionRuns: Send {
     fn run(&mut self, pass: Pass) -> Result<Timeline, ExecError>;
 
     /// Which times runs take from the next one on.
-    fn take_times(&mut self, times: RunTimes);
+    fn set_timing(&mut self, times: RunTimes);
 
     /// The results, in the process that has them, with the `times` of what was run.
     fn finish(self: Box<Self>, plan: &Plan, times: RanksRun) -> Result<Option<AttentionRun>, ExecError>;
@@ -274,8 +274,8 @@ impl<M: Machine, H: Deref<Target = M> + Send> AttentionRuns for RunsHere<M, H> {
         run_pass(&mut self.prepared, &self.machine, pass)
     }
 
-    fn take_times(&mut self, times: RunTimes) {
-        self.prepared.take_times(times);
+    fn set_timing(&mut self, times: RunTimes) {
+        self.prepared.set_timing(times);
     }
 
     fn finish(self: Box<Self>, plan: &Plan, times: RanksRun) -> Result<Option<AttentionRun>, ExecError> {
@@ -301,8 +301,8 @@ impl AttentionRuns for RunsOfProcess<'_> {
         self.reported(timeline)
     }
 
-    fn take_times(&mut self, times: RunTimes) {
-        self.prepared.take_times(times);
+    fn set_timing(&mut self, times: RunTimes) {
+        self.prepared.set_timing(times);
     }
 
     fn finish(self: Box<Self>, plan: &Plan, times: RanksRun) -> Result<Option<AttentionRun>, ExecError> {

@@ -363,7 +363,7 @@ where
         let _one = lock(&joined.calling);
         let mut ranks = joined.group.prepare(lower, None)?;
         for (rank, buffers) in ranks.iter_mut().zip(tensors) {
-            rank.take_times(RunTimes::Operations);
+            rank.set_timing(RunTimes::Operations);
             buffers.into_iter().try_for_each(|(name, buffer)| rank.bind(name, buffer))?;
         }
         joined.reported(Prepared::run_ranks(&mut ranks), [call.keeper]).map(Some)

@@ -156,7 +156,7 @@ impl<'a> Bench<'a> {
         let Variant { runs, times, crossing, .. } = variant;
         // Time stamps of operations hold up others.
         let taken = if round < WARM_UPS { RunTimes::Operations } else { RunTimes::Whole };
-        runs.iter_mut().for_each(|runs| runs.take_times(taken));
+        runs.iter_mut().for_each(|runs| runs.set_timing(taken));
         let before = self.ranks.sent_between_nodes();
         let slowest = match &mut runs[..] {
             [alone] => Some(alone.run(pass).map_err(ended)?),

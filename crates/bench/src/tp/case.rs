@@ -210,7 +210,7 @@ impl Case<'_> {
                     0 => (RunTimes::Operations, detailed),
                     _ => (RunTimes::Whole, whole),
                 };
-                layer.take_times(times);
+                layer.set_timing(times);
                 machine.barrier("a run")?;
                 let done = match pass {
                     BenchTpPass::Forward => layer.forward(&tensors.x)?,

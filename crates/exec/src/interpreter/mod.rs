@@ -133,7 +133,7 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
     }
 
     /// Which times runs take from the next one on; calls ([`Call`]) take none.
-    pub fn take_times(&mut self, times: RunTimes) {
+    pub fn set_timing(&mut self, times: RunTimes) {
         self.times = times;
     }
 

@@ -2,7 +2,7 @@
 
 use counterpoint_choose::{PlanConfig, StageCount, plan_mask};
 use counterpoint_cost::{CostModel, PolicyMeasurement};
-use counterpoint_exec::{ExecError, RunConfig, random_inputs, run_attention_on};
+use counterpoint_exec::{ExecError, Measurement, RunConfig, random_inputs, run_attention_on};
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, DType, Topology};
 use counterpoint_report::median;
@@ -49,8 +49,7 @@ pub(super) fn measure(
         let config = RunConfig {
             policy: policy.into(),
             poison: false,
-            warmups: 2,
-            samples: 7,
+            measurement: Measurement { warmups: 2, samples: 7, ..Measurement::default() },
             ..RunConfig::default()
         };
         let run = match run_attention_on(machine, &plan, &spec, &inputs, &config) {

@@ -148,9 +148,9 @@ impl Rank<'_> {
     fn crossed_bytes(&self, machine: &ProcessMachine) -> Result<Option<u64>, CliError> {
         let ProcessMachine::Cuda(machine) = machine else { return Ok(None) };
         let Some(own) = machine.sent_between_nodes() else { return Ok(None) };
-        let config = run_config(self.arguments, PassPolicies::default(), None);
+        let measurement = run_config(self.arguments, PassPolicies::default(), None).measurement;
         let all: Vec<u64> = gather(self.rendezvous, "bytes between nodes", &own)?;
-        Ok(Some(all.into_iter().sum::<u64>() / (config.warmups + config.samples) as u64))
+        Ok(Some(all.into_iter().sum::<u64>() / (measurement.warmups + measurement.samples) as u64))
     }
 
     /// The policies, as rank 0 picks them.
