@@ -56,7 +56,7 @@ step() {
 # A step beside those that follow, in a process group of its own; `finish` waits for it, prints what it printed, and fails where it failed.
 beside=0
 log=$(mktemp)
-trap '[ "$beside" = 0 ] || kill -- "-$beside" 2>/dev/null || true; rm -f "$log"' EXIT
+trap '[ "$beside" = 0 ] || kill -- "-$beside" 2>/dev/null || true; rm -f "$log" "$log.time"' EXIT
 begin_beside() {
     echo "== beside what follows: $*"
     set -m

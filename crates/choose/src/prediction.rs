@@ -55,7 +55,7 @@ impl AttentionPrediction {
 
 /// The forwards of these ranks. Where blocks begin changes no prediction.
 fn forwards(plan: &Plan, ranks: &[usize], spec: &AttentionSpec, policy: OverlapPolicy) -> Vec<Program> {
-    let lower = |&rank: &usize| lower_attention_forward(plan, rank, spec, policy, KeyBlocks::Suited);
+    let lower = |&rank: &usize| lower_attention_forward(plan, rank, spec, policy, KeyBlocks::Unaligned);
     ranks.iter().map(lower).collect()
 }
 

@@ -81,7 +81,7 @@ fn forward(delivery: Delivery) -> (usize, Op) {
         k: BufferId(1),
         v: BufferId(2),
         arriving: Some(ArrivingKeys { k: BufferId(3), v: BufferId(4), delivery }),
-        blocks: KeyBlocks::Suited,
+        blocks: KeyBlocks::Unaligned,
         begin: ForwardBegin::Start,
         end: ForwardEnd::Result { sink: None, out: BufferId(5), lse: BufferId(6) },
         bands: bands.to_vec().into(),

@@ -277,7 +277,7 @@ fn ranks_with_different_masks_are_named() {
         .map(|(rank, (mask, transport))| {
             let plan = plan_mask(mask, &spec, &config).unwrap();
             let program =
-                lower_attention_forward(&plan, rank, &spec, OverlapPolicy::default(), KeyBlocks::Suited);
+                lower_attention_forward(&plan, rank, &spec, OverlapPolicy::default(), KeyBlocks::Unaligned);
             let backend = CpuBackend::new(&world, rank, workers.clone());
             let mut prepared = Prepared::new(program, backend, transport).unwrap();
             for (name, heads) in [("q", 2), ("k", 1), ("v", 1)] {

@@ -132,7 +132,7 @@ impl Problem {
             StagedAttention::new(Mask::causal(ROWS), ranks, 3, 5, false)?;
         let programs = (0..ranks)
             .map(|rank| {
-                lower_attention_forward(&plan, rank, &spec, OverlapPolicy::default(), KeyBlocks::Suited)
+                lower_attention_forward(&plan, rank, &spec, OverlapPolicy::default(), KeyBlocks::Unaligned)
             })
             .collect();
         let inputs = plan.ranks.iter().map(|rank| inputs.of_rank(rank)).collect::<Result<_, _>>()?;
