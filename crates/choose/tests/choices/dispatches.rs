@@ -75,7 +75,7 @@ fn check(cases: u64, sizes: Sizes) {
     println!("always affinity over chosen: {}", old.text());
     if sizes.most_ranks > 16 {
         let rows = [("always affinity over chosen", &old), ("chosen over each that is offered", &best)];
-        record("dispatch", cases, &rows, &[("affinity", affinity), ("chosen", choosing)]);
+        record("dispatch", cases, &rows);
     }
     assert!(best.worst().0 <= 1.01, "{:?}", best.worst());
 }

@@ -179,7 +179,7 @@ fn check(cases: u64) {
             ("chosen over the least of all that is offered", &all),
             ("the same, as SMs were measured to count", &best),
         ];
-        record("linear", cases, &rows, &[("choosing", choosing)]);
+        record("linear", cases, &rows);
     }
     assert!(best.worst().0 <= 1.01, "{:?}", best.worst());
 }

@@ -97,8 +97,8 @@ fn check(cases: u64, sizes: Sizes) {
             ("chosen over sequential", &sequential),
             ("chosen over each that runs", &best),
         ];
-        record("policy", cases, &rows, &[("planning", planning), ("choosing", choosing)]);
+        record("policy", cases, &rows);
     }
     assert!(sequential.worst().0 <= 1.0, "{:?}", sequential.worst());
-    assert!(best.worst().0 <= 1.02, "{:?}", best.worst());
+    assert!(best.worst().0 <= 1.01, "{:?}", best.worst());
 }

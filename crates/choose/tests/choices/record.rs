@@ -4,15 +4,14 @@
 
 use std::fs;
 use std::path::Path;
-use std::time::Duration;
 
 use serde_json::{Value, json};
 
 use crate::case::SEED;
 use crate::ratios::Ratios;
 
-/// Replaces the line of `set` where `CHOICES` has a date: `rows` are what is compared, `seconds` what planning and choosing took in all.
-pub(crate) fn record(set: &str, cases: u64, rows: &[(&str, &Ratios)], seconds: &[(&str, Duration)]) {
+/// Replaces the line of `set` where `CHOICES` has a date: `rows` are what is compared.
+pub(crate) fn record(set: &str, cases: u64, rows: &[(&str, &Ratios)]) {
     let Ok(date) = std::env::var("CHOICES") else { return };
     let rows: Vec<Value> = rows
         .iter()
@@ -22,10 +21,8 @@ pub(crate) fn record(set: &str, cases: u64, rows: &[(&str, &Ratios)], seconds: &
             row
         })
         .collect();
-    let seconds: Value =
-        seconds.iter().map(|(name, took)| ((*name).to_owned(), json!(took.as_secs_f64().round()))).collect();
     let line = json!({
-        "schema": "choices/1", "date": date, "set": set, "seed": SEED, "cases": cases, "ratios": rows, "seconds": seconds,
+        "schema": "choices/1", "date": date, "set": set, "seed": SEED, "cases": cases, "ratios": rows,
     });
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../benches/results/choices.jsonl");
     let text = fs::read_to_string(&path).unwrap_or_default();
