@@ -61,7 +61,7 @@ struct Document<'a> {
     overlap_asked: String,
     deterministic: bool,
     nodes: usize,
-    inter_node_bytes: CrossingBytes,
+    crossing_bytes: CrossingBytes,
     plan: PlanSummary,
     seconds: Seconds,
     predicted_seconds: Seconds,
@@ -121,7 +121,7 @@ impl AttentionResult<'_> {
             overlap_asked: self.arguments.run.overlap.to_string(),
             deterministic: self.arguments.run.deterministic,
             nodes: self.arguments.nodes,
-            inter_node_bytes: CrossingBytes {
+            crossing_bytes: CrossingBytes {
                 forward: self.prediction.forward_crossing_bytes,
                 backward: self.prediction.backward_crossing_bytes,
                 counted: self.crossed,
