@@ -53,28 +53,62 @@ step() {
     "$@"
     times+=("$((SECONDS - begin)) s  $*")
 }
-# With MPI in one go, so that nothing is compiled twice; what most build is without it, and linted as well. Tests are the same.
+# A step beside those that follow, in a process group of its own; `finish` waits for it, prints what it printed, and fails where it failed.
+beside=0
+log=$(mktemp)
+trap '[ "$beside" = 0 ] || kill -- "-$beside" 2>/dev/null || true; rm -f "$log" "$log.time"' EXIT
+begin_beside() {
+    echo "== beside what follows: $*"
+    set -m
+    (
+        begin=$SECONDS
+        "$@"
+        echo "$((SECONDS - begin)) s (beside others)  $*" >"$log.time"
+    ) >"$log" 2>&1 &
+    beside=$!
+    set +m
+}
+finish() {
+    local status=0
+    wait "$beside" || status=$?
+    beside=0
+    cat "$log"
+    [ "$status" = 0 ] || exit "$status"
+    times+=("$(cat "$log.time")")
+    rm -f "$log.time"
+}
+
+# With MPI in one go, so that nothing is compiled twice. What most build is without it: the crate that has it is linted so, too.
 features=counterpoint-exec/mpi,counterpoint-cli/mpi
 with_mpi=(--workspace --features "$features" --locked)
+export COUNTERPOINT_FEATURES=$features
+# PyTorch comes over the network while everything is compiled.
+begin_beside python/test.sh --install
 step cargo fmt --all --check
 step cargo clippy "${with_mpi[@]}" --all-targets -- -D warnings
-step cargo clippy --workspace --locked -- -D warnings
+step cargo clippy -p counterpoint-exec --locked -- -D warnings
 step cargo test "${with_mpi[@]}" --no-run
+finish
+# What the tests of Rust were built from is not compiled again.
+step python/test.sh --build
 if cargo nextest --version >/dev/null 2>&1; then
-    # Many tests wait for most of their time: here those of all crates run at the same time, more of them than there are cores, and
-    # none runs for long unseen.
-    step cargo nextest run "${with_mpi[@]}" --test-threads $(($(nproc) + ($(nproc) + 1) / 2))
+    # Tests that compare times run first, with the machine to themselves. Of the others many wait for most of their time: those of all
+    # crates run at the same time, more of them than there are cores, with those of Python beside them; none runs for long unseen.
+    timed='test(overlap::) | test(turn_taking) | test(takes_less_than) | test(quicker) | test(link_is_hidden)'
+    step cargo nextest run "${with_mpi[@]}" -E "$timed"
+    begin_beside python/test.sh
+    step cargo nextest run "${with_mpi[@]}" -E "not ($timed)" --test-threads $(($(nproc) + ($(nproc) + 1) / 2))
     step cargo test "${with_mpi[@]}" --doc
 else
     # Compiling nextest would take longer than it saves.
     step cargo test "${with_mpi[@]}"
+    begin_beside python/test.sh
 fi
 for example in examples/*/; do
     # Built with the tests.
     step "${CARGO_TARGET_DIR:-target}/debug/examples/$(basename "$example")"
 done
-# With a real PyTorch, which it installs below target/. What the tests of Rust were built from is not compiled again.
-COUNTERPOINT_FEATURES=$features step python/test.sh
 RUSTDOCFLAGS="-D warnings" step cargo doc "${with_mpi[@]}" --no-deps --quiet
+finish
 printf '%s\n' "${times[@]}"
 echo "== all of it passed"

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Everything that must hold of the Python package: formatted, linted, typed, and tested against a real PyTorch, which is installed
 # below target/ without the CUDA libraries that it links to: stand-ins are enough where there is no GPU. Arguments go to pytest.
-# COUNTERPOINT_FEATURES has cargo's features of the module, with commas between; none unless it is set.
+# `--install` only installs PyTorch and the tools, `--build` the module as well. COUNTERPOINT_FEATURES has cargo's features of the
+# module, with commas between; none unless it is set.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -38,11 +39,13 @@ if [ "$(cat "$environment/installed.txt" 2>/dev/null)" != "$wanted" ]; then
     install_environment
     echo "$wanted" >"$environment/installed.txt"
 fi
+if [ "${1:-}" = --install ]; then exit; fi
 export PATH=$environment/bin:$PATH VIRTUAL_ENV=$environment
 
 build=(--locked ${COUNTERPOINT_FEATURES:+--features "$COUNTERPOINT_FEATURES"})
 echo "== building counterpoint into it"
 maturin develop --quiet "${build[@]}"
+if [ "${1:-}" = --build ]; then exit; fi
 ruff format --check --quiet python
 ruff check --quiet python
 mypy

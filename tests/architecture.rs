@@ -248,14 +248,14 @@ fn kernels_wait_in_one_way_only() {
     for (path, line, text) in code_lines(&root().join("crates/cuda/kernels"), "cuh") {
         let looks = ["load_acquire(", "load_acquire_system("].iter().any(|load| text.contains(load));
         let loops = text.contains("while (") && text.contains("load_") && !text.contains("_shared(");
-        let told = text.contains("[&]") || before.trim_end().ends_with("[&] {");
+        let in_wait = text.contains("[&]") || before.trim_end().ends_with("[&] {");
         assert!(is_other(&path) || !loops, "{}:{line} waits without a limit: {text}", path.display());
         assert!(
-            is_other(&path) || !looks || told,
+            is_other(&path) || !looks || in_wait,
             "{}:{line} looks outside of a wait: {text}",
             path.display()
         );
-        waits += usize::from(looks && told);
+        waits += usize::from(looks && in_wait);
         before = text;
     }
     assert!(waits >= 5, "{waits} waits were found");

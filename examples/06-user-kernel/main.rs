@@ -16,8 +16,8 @@ use counterpoint::exec::{
 use counterpoint::mask::Range;
 use counterpoint::plan::{DType, GroupPart, OwnedSplit, RemoteSplit};
 use counterpoint::schedule::{
-    BufferId, BufferRole, BufferSpec, GroupCast, Op, OverlapPolicy, Program, ProgramOp, SignalId, StreamId,
-    StreamKind, StreamSpec, UserKernel, UserPart,
+    BufferId, BufferRole, GroupCast, Op, OverlapPolicy, Program, ProgramBuilder, StreamKind, UserKernel,
+    UserPart,
 };
 
 const COLUMNS: usize = 64;
@@ -54,66 +54,40 @@ fn on_gpus(machine: CudaMachine) -> CudaMachine {
         blocks: 64,
         threads: 256,
     };
-    // SAFETY: it writes the elements of what its parts write and nothing else, and tells of each part after its last write.
+    // SAFETY: it writes the elements of what its parts write and nothing else, and raises the signal of each part after its last write.
     unsafe { machine.with_kernel("silu", source) }
 }
 
-/// One rank's Program. Buffers, streams, signals and operations are plain values; `Program::validate` proves before anything runs that
-/// nobody reads a part that is not there.
+/// One rank's Program. `Program::validate` proves before anything runs that no rank reads a part that is not there.
 fn program(rank: usize, ranks: usize) -> Program {
-    let buffer = |name: String, rows: usize, role: BufferRole| BufferSpec {
-        name,
-        dtype: DType::F32,
-        shape: vec![rows, COLUMNS],
-        role,
+    let mut p = ProgramBuilder::new("silu and all-gather", rank, ranks, OverlapPolicy::default());
+    let compute = p.stream("compute", StreamKind::Compute);
+    let communication = p.stream("communication", StreamKind::Communication);
+    let y = p.buffer("y", DType::F32, &[ranks * PARTS * ROWS, COLUMNS], BufferRole::Output);
+    let mut buffers = |name: &str, role| -> Vec<BufferId> {
+        (0..PARTS)
+            .map(|part| p.buffer(&format!("{name}_{part}"), DType::F32, &[ROWS, COLUMNS], role))
+            .collect()
     };
-    // Buffers: the parts of x, those of y, and y of all ranks.
-    let mut buffers = Vec::new();
-    for (name, role) in [("x", BufferRole::Input), ("part", BufferRole::Scratch)] {
-        buffers.extend((0..PARTS).map(|part| buffer(format!("{name}_{part}"), ROWS, role)));
-    }
-    buffers.push(buffer("y".to_owned(), ranks * PARTS * ROWS, BufferRole::Output));
-    let (x, made, y) = (|part| BufferId(part), |part| BufferId(PARTS + part), BufferId(2 * PARTS));
+    let (x, made) = (buffers("x", BufferRole::Input), buffers("part", BufferRole::Scratch));
 
-    let signal = SignalId(0);
-    let parts = (0..PARTS).map(|part| UserPart { reads: vec![x(part)], writes: vec![made(part)] });
+    let signal = p.signal();
+    let parts = x.iter().zip(&made).map(|(&x, &made)| UserPart { reads: vec![x], writes: vec![made] });
     let kernel = UserKernel { kernel: "silu".to_owned(), parts: parts.collect(), signal: Some(signal) };
-    let on = |stream: usize, label: &str, op: Op| ProgramOp {
-        stream: StreamId(stream),
-        stage: None,
-        label: label.to_owned(),
-        op,
-    };
-    // A producer is queued before whoever waits for it.
-    let mut ops = vec![on(0, "silu", Op::UserKernel(kernel))];
-    for part in 0..PARTS {
+    // A producer is queued before what waits for it.
+    p.push(compute, None, "silu", Op::UserKernel(kernel));
+    for (part, &made) in made.iter().enumerate() {
         let gather = GroupCast {
             part: Arc::new(gather(ranks, part)),
-            tensors: vec![(made(part), y)],
+            tensors: vec![(made, y)],
             wire_dtype: DType::F32,
             arrive: None,
             delivery: None,
         };
-        ops.push(on(1, "wait for a part", Op::WaitSignal { signal, value: part as u64 + 1 }));
-        ops.push(on(1, "all-gather", Op::GroupCast(gather)));
+        p.push(communication, None, "wait for a part", Op::WaitSignal { signal, value: part as u64 + 1 });
+        p.push(communication, None, "all-gather", Op::GroupCast(gather));
     }
-    let stream = |name: &str, kind| StreamSpec { name: name.to_owned(), kind };
-    Program {
-        name: "silu and all-gather".to_owned(),
-        rank,
-        world_size: ranks,
-        streams: vec![
-            stream("compute", StreamKind::Compute),
-            stream("communication", StreamKind::Communication),
-        ],
-        buffers,
-        slots: Vec::new(),
-        num_events: 0,
-        num_barriers: 0,
-        num_signals: 1,
-        policy: OverlapPolicy::default(),
-        ops,
-    }
+    p.finish()
 }
 
 /// Which rows of a part go to whom, and where the others' go here: rank after rank, part after part.

@@ -12,7 +12,7 @@ extern "C" __global__ void silu(const __grid_constant__ UserCall call) {
     for (u64 i = u64(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += u64(gridDim.x) * blockDim.x) {
       y[i] = x[i] / (1.0f + __expf(-x[i]));
     }
-    // By every thread of every block: those who wait for the part go on once all blocks have told.
+    // By every thread of every block: those who wait for the part go on once all blocks have raised it.
     part_done(call, part);
   }
 }

@@ -204,7 +204,7 @@ PEERS: dict[str, Callable[[Problem], Way]] = {
 def of_command_line(ranks: Ranks, counterpoint: str, case: Case, rounds: int) -> dict[str, dict[str, Any]]:
     """Rows of `bench cp` by pass, run by the first rank while the others' hosts wait; all know what it said."""
     found: dict[str, Any] = {}
-    ranks.meet()
+    ranks.barrier()
     if ranks.is_first:
         command = [counterpoint, "bench", "cp", "--device", ranks.device.type, "--cp-size", str(ranks.size), "--json"]
         command += ["--masks", MASKS[case.mask], "--tokens", str(case.tokens), "--heads", f"{case.heads}:{case.key_heads}"]
@@ -324,7 +324,7 @@ def waits(ranks: Ranks, step: Call) -> list[dict[str, Any]]:
     from torch.profiler import ProfilerActivity, profile, record_function
 
     on_gpu = ranks.device.type == "cuda"
-    ranks.meet()
+    ranks.barrier()
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiler:
         with record_function("prepared steps"):
             for _ in range(10):
@@ -344,13 +344,13 @@ def waits(ranks: Ranks, step: Call) -> list[dict[str, Any]]:
     torch.cuda.set_sync_debug_mode("error")
     step()
     torch.cuda.set_sync_debug_mode("default")
-    ranks.meet()
+    ranks.barrier()
     torch.cuda._sleep(int(0.2 * CYCLES))
     began = time.perf_counter()
     for _ in range(10):
         step()
     took, is_ahead = time.perf_counter() - began, not torch.cuda.current_stream().query()
-    ranks.meet()
+    ranks.barrier()
     behind, took = ranks.largest([float(not is_ahead), took])
     return [*made, {"host": "steps enqueued while devices are held", "ahead": behind == 0.0, "microseconds": took / 10 * 1e6}]
 

@@ -39,7 +39,7 @@ def begin(ranks: launched.Ranks) -> float:
     """When this rank begins: all are here, and their devices have nothing to do."""
     if ranks.device.type == "cuda":
         torch.cuda.synchronize()
-    ranks.meet()
+    ranks.barrier()
     return time.monotonic()
 
 
@@ -75,7 +75,7 @@ def measure(ranks: launched.Ranks, tokens: int) -> list[dict[str, Any]]:
             for out in reversed(outs):
                 torch.autograd.grad(out, inputs, dout)
             here[f"backwards, {mask_is}"] = ended(began, ranks)
-            ranks.meet()
+            ranks.barrier()
         if number >= WARM_UPS:
             for what, microseconds in here.items():
                 times.setdefault(what, []).append(microseconds)

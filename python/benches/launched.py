@@ -1,6 +1,6 @@
 """What benchmarks under torchrun share: ranks with a device each, a limit on everything, runs in turns, tables and files.
 
-No multicast object is ever made, which a host may not allow: NCCL and PyTorch's symmetric memory are told so before they begin.
+No multicast object is ever made, which a host may not allow: NCCL and PyTorch's symmetric memory are set so before they begin.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Ranks:
         if self.is_first:
             print(f"# {time.monotonic() - self.began:5.1f} s:", *text, file=sys.stderr, flush=True)
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Waits for the hosts of all ranks, whose GPUs do nothing then."""
         self.settle()
         dist.barrier(group=self.hosts)
@@ -128,7 +128,7 @@ class Ranks:
             work()
             return time.perf_counter() - began
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self.meet()
+        self.barrier()
         torch.cuda._sleep(int(hold * CYCLES))
         # Hosts go on some microseconds apart; GPUs that have added up a number together do not.
         dist.all_reduce(_number(self.device))
@@ -157,17 +157,17 @@ class Ranks:
             work()
         times = []
         for _ in range(rounds):
-            self.meet()
+            self.barrier()
             began = time.perf_counter()
             for _ in range(calls):
                 work()
             times.append((time.perf_counter() - began) / calls * 1e6)
-        self.meet()
+        self.barrier()
         return self.largest([statistics.median(times)])[0]
 
     def leave(self) -> None:
         """The end: of groups first, then of the process group."""
-        self.meet()
+        self.barrier()
         dist.destroy_process_group()
         faulthandler.cancel_dump_traceback_later()
 

@@ -334,7 +334,7 @@ def main() -> None:
         except Exception as error:
             rows.append({"name": alone.name, "failed": first_line(error), "agrees": False})
         ranks.say(alone.name)
-    ranks.meet()
+    ranks.barrier()
     meshes: dict[int, DeviceMesh] = {}
     for way in ways(ranks.size, not given.no_compile):
         if not ranks.has_time():

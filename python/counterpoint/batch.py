@@ -155,7 +155,7 @@ class _Given:
             padding = padding.to("cpu").expand(self.shape).reshape(-1)
             if padding.dtype != torch.bool and not ((padding == 0) | (padding == 1)).all():
                 raise MaskError(
-                    "attention_mask has values other than 0 and 1; documents are told by position_ids or cu_seq_lens_q"
+                    "attention_mask has values other than 0 and 1; documents are known by position_ids or cu_seq_lens_q"
                 )
             documents = documents.masked_fill(padding == 0, -1)
         return documents

@@ -9,7 +9,7 @@ from typing import Any
 class Error(RuntimeError):
     """Any error of counterpoint.
 
-    `rank` is the rank in its group that met it, and `peer` the other rank that it concerns; `global_rank` and `global_peer` are
+    `rank` is the rank in its group that saw it, and `peer` the other rank that it concerns; `global_rank` and `global_peer` are
     the same ranks among all processes. None where it is not known.
     """
 

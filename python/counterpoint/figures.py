@@ -113,7 +113,7 @@ class Choices:
         given = json.loads(text)
         return cls(**{**given, **{name: dict(given[name]) for name in ("dispatches", "forward", "backward")}})
 
-    def told(self) -> list[tuple[str, str]]:
+    def rows(self) -> list[tuple[str, str]]:
         """In words, by what they are about."""
         why = f" ({self.reason})" if self.reason else ""
         overlap, dispatch = f"{self.overlap}{why}", f"{self.dispatch}{why}"

@@ -77,7 +77,7 @@ class _Group:
         self._prefetched: dict[Any, PrefetchedPlan] = {}
         self._lock = threading.Lock()
         self._planner: ThreadPoolExecutor | None = None
-        # Whether this process's caller has met the error by which the group has failed.
+        # Whether this process's caller has seen the error by which the group has failed.
         self._is_failure_known = False
         # Streams of other libraries, see `order_with`.
         self._ordered: tuple[torch.cuda.Stream, ...] = ()
@@ -331,11 +331,11 @@ class _Group:
 
     @contextmanager
     def _named_errors(self) -> Iterator[None]:
-        """Inside it, errors of the engine are met."""
+        """Inside it, errors of the engine are noted."""
         try:
             yield
         except BaseException as error:
-            self._meet(error)
+            self._note(error)
             raise
 
     def _has_failed(self) -> bool:
@@ -345,7 +345,7 @@ class _Group:
             return True
         return False
 
-    def _meet(self, error: BaseException) -> None:
+    def _note(self, error: BaseException) -> None:
         """Gives an error of the engine, which counts ranks of the group, the ranks among all processes as well."""
         self._is_failure_known = self._is_failure_known or self._has_failed()
         own = self._native.rank

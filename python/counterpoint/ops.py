@@ -138,7 +138,7 @@ def run_forward(
             (inputs, sink, out, lse, max_logits),
         )
     except BaseException as error:
-        plan.group._meet(error)
+        plan.group._note(error)
         raise
     if timeline is not None:
         plan._measured[False] = timeline
@@ -193,7 +193,7 @@ def run_backward(
             (inputs, dout, sink, out, lse, dlse, dq, dk, dv, dsinks),
         )
     except BaseException as error:
-        plan.group._meet(error)
+        plan.group._note(error)
         raise
     if timeline is not None:
         plan._measured[True] = timeline

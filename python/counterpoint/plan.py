@@ -299,9 +299,9 @@ class Plan:
 
     def report(self, path: str | os.PathLike[str] | None = None, *, title: str = "Plan of distributed attention") -> Report:
         """The report as one HTML page: mask, balance, who sends to whom, timelines. Written to `path` if that is given."""
-        told = self.choices.told()
-        given = ((name, value) for name, value in self._arguments.items() if name not in dict(told))
-        setup = [*((name, str(value)) for name, value in given if value is not None), *told]
+        chosen = self.choices.rows()
+        given = ((name, value) for name, value in self._arguments.items() if name not in dict(chosen))
+        setup = [*((name, str(value)) for name, value in given if value is not None), *chosen]
         page = self._solution.html(
             title, [("ranks", str(self._solution.ranks)), *setup], self._measured.get(False), self._measured.get(True)
         )

@@ -105,7 +105,7 @@ class Group(_Group):
         with _making:
             known = _groups.get((ranks, str(place)))
             if known is not None and known._is_of_this_process() and not known._is_failure_known:
-                # A failure that nobody here has met yet is raised: a new group would wait for ranks that do something else now.
+                # A failure that nobody here has seen yet is raised: a new group would wait for ranks that do something else now.
                 known.check()
                 known._refuse_others(wishes)
                 return known

@@ -258,24 +258,24 @@ def test_a_fork_is_refused_and_not_waited_for() -> None:
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
-        told = []
+        texts = []
         try:
             assert torch.equal(plan.undispatch(plan.dispatch(x)), x)  # a plan is a value
             for call in (lambda: cp.attention(x, x, x, plan), lambda: cp.flex_attention(x, x, x, mask)):
                 try:
                     call()
-                    told.append("no error")
+                    texts.append("no error")
                 except cp.Error as error:
-                    told.append(str(error))
+                    texts.append(str(error))
         finally:
-            os.write(write, "|".join(told).encode())
+            os.write(write, "|".join(texts).encode())
         os._exit(0)
     os.close(write)
-    told = os.read(read, 1000).decode()
+    texts = os.read(read, 1000).decode()
     os.waitpid(child, 0)
-    of_group, of_process = told.split("|")
-    assert of_group.startswith("this group was made in another process"), told
-    assert of_process.startswith("this process was forked from one that has made groups"), told
+    of_group, of_process = texts.split("|")
+    assert of_group.startswith("this group was made in another process"), texts
+    assert of_process.startswith("this process was forked from one that has made groups"), texts
 
 
 def test_closed_groups_are_refused() -> None:

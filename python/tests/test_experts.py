@@ -125,8 +125,8 @@ class Dense:
 def check(case: Case, group: Any, **more: Any) -> None:
     found, expected = case.run(group, **more), case.expected(group)
     for name, wanted in expected.items():
-        told = f"{name} of {case}, {more}"
-        torch.testing.assert_close(found[name], wanted, rtol=1e-11, atol=1e-11, msg=lambda text, told=told: f"{told}: {text}")
+        said = f"{name} of {case}, {more}"
+        torch.testing.assert_close(found[name], wanted, rtol=1e-11, atol=1e-11, msg=lambda text, said=said: f"{said}: {text}")
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -263,7 +263,7 @@ def test_a_routing_is_a_value() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "kind", "told"),
+    ("make", "kind", "said"),
     [
         (
             lambda: cp.Routing.top_k(4, [[[0, 4]], [[1, 2]]]),
@@ -285,10 +285,10 @@ def test_a_routing_is_a_value() -> None:
         (lambda: cp.Routing.from_counts(2, [[2, -1], [3, 0]], [1, 3]), TypeError, "none negative"),
     ],
 )
-def test_routings_that_make_no_sense(make: Any, kind: type[Exception], told: str) -> None:
+def test_routings_that_make_no_sense(make: Any, kind: type[Exception], said: str) -> None:
     with pytest.raises(kind) as caught:
         make()
-    assert told in str(caught.value)
+    assert said in str(caught.value)
 
 
 def routed(*, layer: dict[str, Any] | None = None, x: Any = None, routing: Any = None) -> Any:
@@ -300,7 +300,7 @@ def routed(*, layer: dict[str, Any] | None = None, x: Any = None, routing: Any =
 
 
 @pytest.mark.parametrize(
-    ("given", "kind", "told"),
+    ("given", "kind", "said"),
     [
         ({"layer": {"kind": "up"}}, cp.PlanError, 'kind is \'up\'; it must be "dispatch" or "combine"'),
         ({"layer": {"experts": 3}}, cp.PlanError, "experts is 3, which 2 ranks cannot share equally"),
@@ -320,10 +320,10 @@ def routed(*, layer: dict[str, Any] | None = None, x: Any = None, routing: Any =
         ),
     ],
 )
-def test_calls_that_make_no_sense(given: dict[str, Any], kind: type[Exception], told: str) -> None:
+def test_calls_that_make_no_sense(given: dict[str, Any], kind: type[Exception], said: str) -> None:
     with pytest.raises(kind) as caught:
         routed(**given)
-    assert told in str(caught.value)
+    assert said in str(caught.value)
 
 
 def test_a_closed_group_says_so() -> None:
@@ -343,11 +343,11 @@ def differently_routed(rank: int) -> str:
     return "nothing"
 
 
-def test_ranks_whose_routings_differ_are_told() -> None:
+def test_ranks_whose_routings_differ_are_refused() -> None:
     with Ranks(4) as own:
-        told = own.run(differently_routed)
-    assert all("routing" in one or "PeerError" in one for one in told), told
-    assert any("MismatchError" in one for one in told), told
+        said = own.run(differently_routed)
+    assert all("routing" in one or "PeerError" in one for one in said), said
+    assert any("MismatchError" in one for one in said), said
 
 
 def raising(rank: int) -> None:

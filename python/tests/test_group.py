@@ -205,17 +205,17 @@ def makes_anew(rank: int) -> tuple[float, int]:
     return float(call(group).sum()), group.size
 
 
-def test_a_rank_that_raises_tells_the_others_its_sentence() -> None:
+def test_a_rank_that_raises_sends_the_others_its_sentence() -> None:
     with Ranks(4) as pool:
         found = pool.run(raises_alone)
         assert found[0] == found[1] == {"text": "fine", "same": True, "value": 0.0}
         assert found[3] == {"text": "the loss is NaN at step 17"}
-        told = found[2]
-        assert told["text"] == ("rank 1 gave up: ValueError: the loss is NaN at step 17 (rank 1 of the group is global rank 3)")
-        assert (told["type"], told["rank"], told["global_rank"]) == ("PeerError", 0, 2)
-        assert (told["peer"], told["global_peer"]) == (1, 3)
+        raised = found[2]
+        assert raised["text"] == ("rank 1 gave up: ValueError: the loss is NaN at step 17 (rank 1 of the group is global rank 3)")
+        assert (raised["type"], raised["rank"], raised["global_rank"]) == ("PeerError", 0, 2)
+        assert (raised["peer"], raised["global_peer"]) == (1, 3)
         # Long before the group's limit, which is longer than the pool's.
-        assert told["again"] == told["text"]
+        assert raised["again"] == raised["text"]
         # All its ranks have failed, and make a new one.
         assert pool.run(makes_anew) == [(0.0, 2)] * 4
 
@@ -250,7 +250,7 @@ LATE = 4.0
 
 
 def is_late(rank: int) -> dict[str, object]:
-    # Long enough for the first call, by which ranks meet, on a machine that does much else.
+    # Long enough for the first call, by which ranks join, on a machine that does much else.
     group = cp_group(rank, limit=LATE)
     call(group)
     if rank == 1:
@@ -403,21 +403,21 @@ def forks(rank: int) -> str:
     if child == 0:
         try:
             call(group)
-            told = "no error"
+            raised = "no error"
         except cp.Error as error:
-            told = str(error)
-        os.write(write, told.encode())
+            raised = str(error)
+        os.write(write, raised.encode())
         os._exit(0)
     os.close(write)
-    told = os.read(read, 1000).decode()
+    raised = os.read(read, 1000).decode()
     os.waitpid(child, 0)
     call(group)
-    return told
+    return raised
 
 
 def test_a_fork_is_refused_and_its_parent_goes_on(ranks: Ranks) -> None:
-    for told in ranks.run(forks):
-        assert told.startswith("this group was made in another process, and a fork does not copy its threads")
+    for raised in ranks.run(forks):
+        assert raised.startswith("this group was made in another process, and a fork does not copy its threads")
 
 
 def program(folder: pathlib.Path, text: str, ranks: int = 2) -> list[tuple[int, str]]:
@@ -447,13 +447,13 @@ def test_programs_end_at_different_times_in_silence(tmp_path: pathlib.Path) -> N
     assert program(tmp_path, text) == [(0, ""), (0, "")]
 
 
-def test_an_exception_that_ends_a_program_is_told_to_the_others(tmp_path: pathlib.Path) -> None:
+def test_an_exception_that_ends_a_program_is_sent_to_the_others(tmp_path: pathlib.Path) -> None:
     text = """
         cp.attention(x, x, x, plan)
         if rank == 1:
             raise KeyError("weights")
         cp.attention(x, x, x, plan)
     """
-    (first, told), (second, own) = program(tmp_path, text)
+    (first, raised), (second, own) = program(tmp_path, text)
     assert first == second == 1
-    assert "KeyError: 'weights'" in own and "PeerError: rank 1 gave up: KeyError: 'weights'" in told, told
+    assert "KeyError: 'weights'" in own and "PeerError: rank 1 gave up: KeyError: 'weights'" in raised, raised

@@ -38,7 +38,7 @@ class Trainer(TrainerMixin, transformers.Trainer):
 
 
 def packing(examples) -> dict[str, torch.Tensor]:
-    """Documents one after the other, told by positions."""
+    """Documents one after the other, known by positions."""
     ids = [token for example in examples for token in example["input_ids"]]
     positions = [position for example in examples for position in range(len(example["input_ids"]))]
     return {name: torch.tensor([value]) for name, value in (("input_ids", ids), ("labels", ids), ("position_ids", positions))}

@@ -1,11 +1,12 @@
-//! Draws the figures of README.md, docs/performance.md, docs/guide.md and docs/python.md from `benches/results` and `benches/runs`, and
-//! checks that they are drawn.
+//! Draws the figures of README.md, docs/performance.md, docs/guide.md, docs/python.md and docs/decisions/008-dispatch.md from
+//! `benches/results` and `benches/runs`, and checks that they are drawn.
 //!
 //! `FIGURES=record cargo test --test figures` writes them anew after a result has changed.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
+mod choices;
 mod guide;
 mod one_gpu;
 mod printed;
@@ -25,6 +26,7 @@ fn figures_are_those_of_the_results() {
         ("docs/python.md", "ranks on GPUs", ranks),
         ("docs/python.md", "host time", host_time),
         ("docs/performance.md", "host time of calls from Python", host_time_on_a_gpu),
+        ("docs/decisions/008-dispatch.md", "choices", choices::block()),
     ];
     for (page, name, wanted) in blocks {
         between(page, name, &wanted);

@@ -39,7 +39,7 @@ pub(crate) fn case(index: usize) -> Case {
     let (blocks, reduction) = if problem.deterministic {
         (KeyBlocks::Aligned, GradientReduction::Deterministic)
     } else {
-        (KeyBlocks::Suited, GradientReduction::PerStage)
+        (KeyBlocks::Unaligned, GradientReduction::PerStage)
     };
     let (spec, policy) = (&problem.spec, problem.policy);
     for rank in 0..plan.cp_size() {

@@ -129,7 +129,7 @@ fn tables(ranks: usize, tokens: usize, planning: &Planning<'_>) -> Result<Row, C
         let began = Instant::now();
         let plan = plan(&mask, ranks, planning)?;
         let policy = OverlapPolicy::default();
-        let forward = lower_attention_forward(&plan, 0, &SPEC, policy, KeyBlocks::Suited);
+        let forward = lower_attention_forward(&plan, 0, &SPEC, policy, KeyBlocks::Unaligned);
         let reduction = GradientReduction::Deterministic;
         let backward = lower_attention_backward(&plan, 0, &SPEC, policy, reduction);
         seconds.push(began.elapsed().as_secs_f64());

@@ -80,7 +80,7 @@ mod tests {
     }
 
     #[test]
-    fn the_middle_run_is_told_with_how_far_they_are_apart() {
+    fn the_middle_run_is_printed_with_how_far_they_are_apart() {
         let hidden = Hidden::of(&[run(3.0), run(0.0), run(4.0)]).unwrap();
         assert_eq!((hidden.share(), hidden.exposed_seconds), (Some(0.75), 1.0));
         assert!(hidden.noise > 0.2);

@@ -63,11 +63,11 @@ mod tests {
 
     #[test]
     fn an_efficiency_that_is_not_known_is_no_figure() {
-        let told = |efficiency, noise| efficiency_text(figure(efficiency, noise), noise);
-        assert_eq!(told(Some(0.93), Some(0.2)), "0.93±0.20");
-        assert_eq!(told(Some(0.93), Some(0.21)), "not known");
-        assert_eq!(told(Some(0.0), Some(0.0)), "0.00");
-        assert_eq!(told(None, None), "–");
+        let text = |efficiency, noise| efficiency_text(figure(efficiency, noise), noise);
+        assert_eq!(text(Some(0.93), Some(0.2)), "0.93±0.20");
+        assert_eq!(text(Some(0.93), Some(0.21)), "not known");
+        assert_eq!(text(Some(0.0), Some(0.0)), "0.00");
+        assert_eq!(text(None, None), "–");
     }
 
     #[test]

@@ -38,7 +38,7 @@ pub enum QueryExchange {
     Never,
 }
 
-/// What a person chose. All of it serialises: what is planned is told apart by it ([`Fingerprint`](counterpoint_plan::Fingerprint)).
+/// What a person chose. All of it serialises: what is planned is distinguished by it ([`Fingerprint`](counterpoint_plan::Fingerprint)).
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct PlanConfig {
     /// Rows of a chunk; `None` picks one from the length and the number of ranks, see [`PlanConfig::chunk_size_for`].
@@ -99,7 +99,7 @@ impl PlanConfig {
     }
 
     /// Without what is not looked at where another plan's dispatch is given ([`plan_mask_on`](crate::plan_mask_on)): the chunk size and the
-    /// algorithm. What such plans are told apart by.
+    /// algorithm. What such plans are distinguished by.
     pub fn on_a_dispatch(&self) -> Self {
         Self { chunk_size: None, dispatch: DispatchAlgorithm::default(), ..*self }
     }

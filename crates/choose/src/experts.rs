@@ -37,7 +37,7 @@ pub enum ExpertDirection {
 }
 
 impl ExpertDirection {
-    /// What tuned passes are told apart by.
+    /// What tuned passes are distinguished by.
     pub fn tuned_pass(self) -> TunedPass {
         match self {
             Self::Forward => TunedPass::Forward,

@@ -37,7 +37,7 @@ impl AttentionPrediction {
         let PassPolicies { forward, backward: of_backward } = policies.into();
         let ranks: Vec<usize> = (0..plan.ranks.len()).collect();
         let predict = |programs: Vec<Program>| {
-            let crossing = programs.iter().map(|program| program.crossing_bytes(topology)).sum::<u64>();
+            let crossing = programs.iter().map(|program| program.inter_node_bytes(topology)).sum::<u64>();
             simulate(&programs, topology, cost).map(|timeline| (timeline, crossing))
         };
         let (forward, forward_crossing_bytes) = predict(forwards(plan, &ranks, spec, forward))?;
@@ -55,7 +55,7 @@ impl AttentionPrediction {
 
 /// The forwards of these ranks. Where blocks begin changes no prediction.
 fn forwards(plan: &Plan, ranks: &[usize], spec: &AttentionSpec, policy: OverlapPolicy) -> Vec<Program> {
-    let lower = |&rank: &usize| lower_attention_forward(plan, rank, spec, policy, KeyBlocks::Suited);
+    let lower = |&rank: &usize| lower_attention_forward(plan, rank, spec, policy, KeyBlocks::Unaligned);
     ranks.iter().map(lower).collect()
 }
 

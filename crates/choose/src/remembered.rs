@@ -22,7 +22,7 @@ pub(crate) struct RememberedCost<'a, C: OpCost + ?Sized> {
 }
 
 impl<'a, C: OpCost + ?Sized> RememberedCost<'a, C> {
-    /// Of Programs of `plan`, which keeps alive what tells their operations apart. `known` are seconds of the same plan and costs.
+    /// Of Programs of `plan`, which keeps alive what distinguishes their operations. `known` are seconds of the same plan and costs.
     pub(crate) fn new(cost: &'a C, _plan: &'a Plan, known: KnownSeconds) -> Self {
         Self { cost, known: Mutex::new(known) }
     }

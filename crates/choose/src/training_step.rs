@@ -282,7 +282,7 @@ impl StepSpec {
         Ok(LayerPart {
             name: "attention",
             forward: lower(&|rank| {
-                lower_attention_forward(&plan, rank, &spec, self.policy, KeyBlocks::Suited)
+                lower_attention_forward(&plan, rank, &spec, self.policy, KeyBlocks::Unaligned)
             })?,
             backward: lower(&|rank| {
                 lower_attention_backward(&plan, rank, &spec, self.policy, GradientReduction::default())

@@ -250,9 +250,9 @@ fn noise_is_survived() {
     }
 }
 
-/// Where no time of a part tells what a forward takes, by up to 2 % for each group and 10 % for the first, trials do: the more the better.
+/// Where no time of a part shows what a forward takes, by up to 2 % for each group and 10 % for the first, trials do: the more the better.
 #[test]
-fn what_parts_do_not_tell_is_tried() {
+fn what_parts_do_not_show_is_tried() {
     let [few, many] = TRIALS.map(|trials| found(200, 8, trials, [0.02, 0.1], false));
     assert!(many.within >= few.within + 10, "{} with few trials, {} with many", few.within, many.within);
     assert!(many.within * 100 >= 92 * many.cases && many.worst < 1.1, "{} {}", many.within, many.worst);
@@ -264,19 +264,19 @@ fn a_search_is_broken_off() {
     let case = Case::draw(&mut Draw(7), 8, 12, LinearDirection::Forward);
     for trials in [0, 3] {
         let mut clock = RoughClock { clock: case.clock(), beyond: [0.0; 2], noise: None, count: 0 };
-        let mut told = Vec::new();
+        let mut steps = Vec::new();
         let goes_on = |step: SearchStep| {
             let is_trial = step.all == 13;
-            told.push(step.what);
+            steps.push(step.what);
             if is_trial && step.done > trials { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
         };
         let (plan, seconds) = case.searcher.predictive(&mut clock, goes_on).unwrap();
         assert_eq!(clock.exact(&plan).unwrap(), seconds);
         assert!(trials > 0 || plan.groups() == 1);
-        // What was told last was not tried.
-        assert_eq!(clock.count, told.len() - 1);
+        // What was reported last was not tried.
+        assert_eq!(clock.count, steps.len() - 1);
         let passes =
-            told.iter().filter(|what| what.contains("group of") || what.starts_with("groups of")).count();
+            steps.iter().filter(|what| what.contains("group of") || what.starts_with("groups of")).count();
         assert_eq!(passes, trials + 1);
     }
 }

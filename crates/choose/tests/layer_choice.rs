@@ -14,7 +14,7 @@ const BACKWARD: LinearDirection = LinearDirection::Backward { weight_gradient: t
 /// Between GPUs of a node by NCCL's sends and receives, as measured on H200s.
 const NCCL: Link = Link { alpha_seconds: 40e-6, bytes_per_second: 270e9 };
 
-fn machine(transport: RankTransport, meets: bool, topology: Topology) -> LinearMachine {
+fn machine(transport: RankTransport, has_barriers: bool, topology: Topology) -> LinearMachine {
     let (cost, workers) = match transport {
         RankTransport::Cpu => {
             (CostModel { link: Link { alpha_seconds: 1e-3, bytes_per_second: 100e6 }, ..CostModel::CPU }, 0)
@@ -28,7 +28,7 @@ fn machine(transport: RankTransport, meets: bool, topology: Topology) -> LinearM
             (CostModel { sharing, ..CostModel::H200 }, WorkerSharing::H200.communication)
         }
     };
-    LinearMachine::new(transport, transport.pass_overlaps(meets, workers), topology, cost)
+    LinearMachine::new(transport, transport.pass_overlaps(has_barriers, workers), topology, cost)
 }
 
 fn layers([tokens, hidden, local]: [usize; 3], tp_size: usize) -> impl Iterator<Item = LinearSpec> {
@@ -94,8 +94,8 @@ impl Case {
 }
 
 /// Where a twentieth of a pass could be hidden, no transport runs it one after the other.
-fn hides(transport: RankTransport, meets: bool, topology: Topology) {
-    let machine = machine(transport, meets, topology);
+fn hides(transport: RankTransport, has_barriers: bool, topology: Topology) {
+    let machine = machine(transport, has_barriers, topology);
     let shapes = match transport {
         RankTransport::Cpu => vec![[512, 1024, 1024], [2048, 2048, 512]],
         _ => vec![[2048, 12288, 12288], [8192, 8192, 7168], [16384, 8192, 3584]],
@@ -109,12 +109,12 @@ fn hides(transport: RankTransport, meets: bool, topology: Topology) {
                 if case.hideable() < 0.05 {
                     continue;
                 }
-                let told = format!(
+                let case_text = format!(
                     "{transport} {}: {:?} {:?} takes {default}, sequential {sequential}",
                     case.name, case.way, case.groups
                 );
-                assert_ne!(case.way, PassOverlap::Sequential, "{told}");
-                assert!(default < sequential, "{told}");
+                assert_ne!(case.way, PassOverlap::Sequential, "{case_text}");
+                assert!(default < sequential, "{case_text}");
                 hid += 1;
             }
         }
@@ -208,7 +208,7 @@ fn what_products_can_hide_is_hidden() {
                         let phases = if spec.activations == Activations::Replicated { 2.0 } else { 1.0 };
                         let starts =
                             if is_alone { 2.0 * phases } else { phases - 1.0 } * start / communicating;
-                        let told = format!(
+                        let case_text = format!(
                             "{} {:?} {:?}: {efficiency:.3}, {:.0} of {:.0} us, computing {:.0}, communicating {:.0}",
                             case.name,
                             case.way,
@@ -226,10 +226,10 @@ fn what_products_can_hide_is_hidden() {
                                 Case::of(&one, spec, direction).default.makespan()
                             });
                             let soonest = others.fold(f64::INFINITY, f64::min);
-                            assert!(case.default.makespan() <= 1.03 * soonest, "{soonest}: {told}");
+                            assert!(case.default.makespan() <= 1.03 * soonest, "{soonest}: {case_text}");
                             exceptions += 1;
                         }
-                        assert!(case.default.makespan() < case.sequential.makespan(), "{told}");
+                        assert!(case.default.makespan() < case.sequential.makespan(), "{case_text}");
                         let kind = usize::from(is_alone);
                         counts[kind] += 1;
                         least[kind] = least[kind].min(efficiency);

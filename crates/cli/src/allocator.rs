@@ -15,22 +15,22 @@ use std::time::Duration;
 
 use counterpoint_console::interrupt;
 
-/// The system's allocator, which tells when it has no more once the process is this program's ([`crate::run`]).
+/// The system's allocator, which prints an error when it has no more once the process is this program's ([`crate::run`]).
 #[derive(Debug)]
-pub struct TellingAllocator;
+pub struct ReportingAllocator;
 
-static TELLS: AtomicBool = AtomicBool::new(false);
+static REPORTS: AtomicBool = AtomicBool::new(false);
 
 /// From now on memory that the system refuses ends the process.
-pub(crate) fn tell() {
-    TELLS.store(true, Ordering::Relaxed);
+pub(crate) fn report_failures() {
+    REPORTS.store(true, Ordering::Relaxed);
 }
 
 /// The machine lacks what was asked for.
 const EXHAUSTED: i32 = 3;
 
 // SAFETY: whatever is given comes from the system's allocator, called with what the caller promises.
-unsafe impl GlobalAlloc for TellingAllocator {
+unsafe impl GlobalAlloc for ReportingAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         // SAFETY: as the caller promises.
         given(unsafe { System.alloc(layout) }, layout.size())
@@ -53,7 +53,7 @@ unsafe impl GlobalAlloc for TellingAllocator {
 }
 
 fn given(memory: *mut u8, bytes: usize) -> *mut u8 {
-    if memory.is_null() && TELLS.load(Ordering::Relaxed) {
+    if memory.is_null() && REPORTS.load(Ordering::Relaxed) {
         end_of_memory(bytes);
     }
     memory

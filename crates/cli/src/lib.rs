@@ -14,7 +14,7 @@ use std::time::Duration;
 use clap::FromArgMatches;
 use counterpoint_console::{self as console, CommandLine, interrupt, program};
 
-pub use allocator::TellingAllocator;
+pub use allocator::ReportingAllocator;
 use arguments::Arguments;
 
 /// Does what the arguments of this program ask for, and ends the process with its status. Panics, signals and memory that runs out are
@@ -22,7 +22,7 @@ use arguments::Arguments;
 pub fn run() -> ! {
     // Before there are threads.
     allocator::prepare_for_an_address_limit();
-    allocator::tell();
+    allocator::report_failures();
     interrupt::install();
     report_panics_in_one_line();
     let accepted = arguments::command();
@@ -54,7 +54,7 @@ fn words() -> impl Iterator<Item = OsString> {
 /// Exit status where the machine lacks what is needed.
 const THREADS_REFUSED: i32 = 3;
 
-/// A panic is a bug of ours, told in one line. One of a rank's threads reaches the user as that run's error.
+/// A panic is a bug of ours, printed in one line. One of a rank's threads reaches the user as that run's error.
 ///
 /// The language's own way to start a thread, which libraries take, panics where the system refuses one: in the thread that asks, or in
 /// the new one before anything could catch it, where the memory for its signals is refused. Neither is a bug.

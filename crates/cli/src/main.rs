@@ -1,9 +1,9 @@
 //! The `counterpoint` binary.
 
-use counterpoint_cli::TellingAllocator;
+use counterpoint_cli::ReportingAllocator;
 
 #[global_allocator]
-static ALLOCATOR: TellingAllocator = TellingAllocator;
+static ALLOCATOR: ReportingAllocator = ReportingAllocator;
 
 fn main() {
     counterpoint_cli::run()

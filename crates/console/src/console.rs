@@ -67,11 +67,11 @@ pub fn note_cache_warnings() {
     }
 }
 
-/// That are told in full.
+/// That are printed in full.
 const MOST_WARNINGS: usize = 3;
 
 /// Says that a pipe with a name waits until something `does` what it must at its other end, where `path` is one: nothing
-/// else would tell why the program does not go on. The pipes of a shell have no names and their other end already.
+/// else would say why the program does not go on. The pipes of a shell have no names and their other end already.
 pub fn note_waiting(path: &Path, does: &str) {
     let is_fifo = path.metadata().is_ok_and(|metadata| metadata.file_type().is_fifo());
     if is_fifo && path.canonicalize().is_ok() {

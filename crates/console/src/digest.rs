@@ -2,7 +2,7 @@
 
 use sha2::{Digest, Sha256};
 
-/// What tells contents apart, short enough to be read.
+/// What distinguishes contents, short enough to be read.
 pub fn digest(bytes: &[u8]) -> String {
     shown(Sha256::digest(bytes).as_slice())
 }

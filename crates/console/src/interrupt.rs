@@ -18,7 +18,7 @@ const INTERRUPTED: i32 = 130;
 
 /// Has a thread wait for signals. Where the system refuses one, its own handling stays in place, which ends the process too.
 pub fn install() {
-    // Handled, the write fails like one to a full disk: the error is told, and what was half written is removed. Children get the
+    // Handled, the write fails like one to a full disk: the error is printed, and what was half written is removed. Children get the
     // system's own handling back, which they would not of a signal that is ignored.
     let _ = signal_hook::flag::register(SIGXFSZ, Arc::new(AtomicBool::new(false)));
     let Ok(mut signals) = Signals::new([SIGHUP, SIGINT, SIGTERM]) else { return };

@@ -65,7 +65,7 @@ pub fn ended(source: ExecError) -> CliError {
     CliError::Run { source }
 }
 
-/// The GPU of this process's rank. Where it fails all are told; a machine that has none says what it lacks.
+/// The GPU of this process's rank. Where it fails all ranks are notified; a machine that has none says what it lacks.
 pub fn gpu_of_rank(
     rendezvous: &Arc<Rendezvous>,
     local_rank: Option<usize>,

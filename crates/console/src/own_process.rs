@@ -80,7 +80,7 @@ impl OwnProcess {
         }
     }
 
-    /// Whether it runs, as far as can be told.
+    /// Whether it runs, as far as can be known.
     pub fn runs(&self) -> bool {
         matches!(self.status(), Ok(None))
     }

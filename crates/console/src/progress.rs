@@ -95,7 +95,7 @@ pub struct Ticker {
     bar: ProgressBar,
     name: &'static str,
     began: Instant,
-    told: Instant,
+    reported: Instant,
 }
 
 impl Ticker {
@@ -106,16 +106,16 @@ impl Ticker {
             bar.set_style(style);
         }
         bar.set_prefix(name);
-        Self { bar, name, began: Instant::now(), told: Instant::now() }
+        Self { bar, name, began: Instant::now(), reported: Instant::now() }
     }
 
     /// Says how far it is, if it is time to.
-    pub fn tell(&mut self, text: impl FnOnce() -> String) {
+    pub fn report(&mut self, text: impl FnOnce() -> String) {
         let drawn = !self.bar.is_hidden();
-        if self.told.elapsed() < if drawn { REDRAWN } else { EVERY } {
+        if self.reported.elapsed() < if drawn { REDRAWN } else { EVERY } {
             return;
         }
-        self.told = Instant::now();
+        self.reported = Instant::now();
         if drawn {
             self.bar.set_message(text());
             self.bar.tick();

@@ -228,7 +228,7 @@ pub trait AttentionRuns: Send {
     fn run(&mut self, pass: Pass) -> Result<Timeline, ExecError>;
 
     /// Which times runs take from the next one on.
-    fn take_times(&mut self, times: RunTimes);
+    fn set_timing(&mut self, times: RunTimes);
 
     /// The results, in the process that has them, with the `times` of what was run.
     fn finish(self: Box<Self>, plan: &Plan, times: RanksRun) -> Result<Option<AttentionRun>, ExecError>;
@@ -274,8 +274,8 @@ impl<M: Machine, H: Deref<Target = M> + Send> AttentionRuns for RunsHere<M, H> {
         run_pass(&mut self.prepared, &self.machine, pass)
     }
 
-    fn take_times(&mut self, times: RunTimes) {
-        self.prepared.take_times(times);
+    fn set_timing(&mut self, times: RunTimes) {
+        self.prepared.set_timing(times);
     }
 
     fn finish(self: Box<Self>, plan: &Plan, times: RanksRun) -> Result<Option<AttentionRun>, ExecError> {
@@ -290,7 +290,7 @@ struct RunsOfProcess<'a> {
 }
 
 impl RunsOfProcess<'_> {
-    fn told<T>(&self, result: Result<T, ExecError>) -> Result<T, ExecError> {
+    fn reported<T>(&self, result: Result<T, ExecError>) -> Result<T, ExecError> {
         result.map_err(|error| self.process.rendezvous.fail(error))
     }
 }
@@ -298,15 +298,15 @@ impl RunsOfProcess<'_> {
 impl AttentionRuns for RunsOfProcess<'_> {
     fn run(&mut self, pass: Pass) -> Result<Timeline, ExecError> {
         let timeline = run_pass(&mut self.prepared, &self.process.machine, pass);
-        self.told(timeline)
+        self.reported(timeline)
     }
 
-    fn take_times(&mut self, times: RunTimes) {
-        self.prepared.take_times(times);
+    fn set_timing(&mut self, times: RunTimes) {
+        self.prepared.set_timing(times);
     }
 
     fn finish(self: Box<Self>, plan: &Plan, times: RanksRun) -> Result<Option<AttentionRun>, ExecError> {
-        let outputs = self.told(self.prepared.outputs())?;
+        let outputs = self.reported(self.prepared.outputs())?;
         RanksRun { outputs, ..times }.gather(&self.process.rendezvous, plan)
     }
 }
@@ -317,7 +317,7 @@ impl RankProcess {
         &self.machine
     }
 
-    /// Where it meets the others.
+    /// The rendezvous with the others.
     pub fn rendezvous(&self) -> &Rendezvous {
         &self.rendezvous
     }

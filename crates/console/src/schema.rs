@@ -60,7 +60,7 @@ pub enum Schema {
     TuneGemmSummary,
     /// `selftest`.
     Selftest,
-    /// What a process of a selftest tells the one that started it.
+    /// What a process of a selftest reports to the one that started it.
     SelftestPart,
     /// `selftest --compile-only`.
     SelftestCompile,

@@ -24,7 +24,7 @@ impl TemporaryFolder {
         builder.permissions(fs::Permissions::from_mode(0o700));
         let folder = builder.tempdir_in(temporary_folder())?;
         let path = folder.path().to_owned();
-        // Nobody could be told that it stays.
+        // There is no one to report to that it stays.
         let remove = move || drop(fs::remove_dir_all(path));
         Ok(Self { folder, _cleanup: Cleanup::new(remove) })
     }

@@ -33,7 +33,7 @@ __device__ __forceinline__ void litmus_delay(u32 seed) {
   }
 }
 
-// One warp, rank `rank` of 2. `wrong`: words that were not of their round; `ended`: rounds that were met.
+// One warp, rank `rank` of 2. `wrong`: words that were not of their round; `ended`: rounds that were seen.
 template <bool kPush>
 __device__ __forceinline__ void link_litmus(const LinkCall& call, u32 rank, u32 rounds, u64* wrong, u64* ended) {
   __shared__ LinkLitmusShared shared;

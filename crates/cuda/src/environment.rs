@@ -12,7 +12,7 @@ const fn variable(index: usize) -> EnvironmentVariable {
     EnvironmentVariable { name, purpose }
 }
 
-/// How many hardware queues the driver was told to use. The driver's own variable: set by whoever starts the program, only looked
+/// How many hardware queues the driver was given. The driver's own variable: set by whoever starts the program, only looked
 /// at here.
 pub(crate) fn max_connections() -> Option<String> {
     std::env::var("CUDA_DEVICE_MAX_CONNECTIONS").ok()

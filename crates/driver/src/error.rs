@@ -134,7 +134,7 @@ pub enum CudaError {
         text: String,
     },
     /// A call of NCCL failed.
-    #[error("{call} failed: {text} ({code}); NCCL_DEBUG=INFO tells more")]
+    #[error("{call} failed: {text} ({code}); NCCL_DEBUG=INFO prints more")]
     Nccl {
         /// The function.
         call: &'static str,

@@ -1,4 +1,4 @@
-//! Guard bytes around allocations, and what they told: a device's own record of kernels that write out of bounds.
+//! Guard bytes around allocations, and what they found: a device's own record of kernels that write out of bounds.
 
 use std::ptr;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -15,7 +15,7 @@ const BEHIND: usize = 4096;
 /// What guard bytes hold. As bf16, f16 and f32 a number that no result is, nor zero nor NaN, which kernels do store.
 const PATTERN: u8 = 0x5a;
 
-/// What guard bytes told.
+/// What guard bytes found.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct GuardReport {
     /// Buffers whose guard bytes were looked at: those that were allocated and freed meanwhile.

@@ -1,6 +1,6 @@
 //! Records in the host's memory that kernels of one world leave for it, and the word by which all their waits end.
 //!
-//! They lie in few pages, so that one word tells whether any was left, and none is pinned or freed while kernels run.
+//! They lie in few pages, so that one word says whether any was left, and none is pinned or freed while kernels run.
 
 use std::ptr;
 use std::sync::{Mutex, PoisonError};

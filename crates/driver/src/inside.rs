@@ -61,7 +61,7 @@ pub fn end_process(status: u8) -> ! {
     if THREADS.load(Ordering::SeqCst) == 0 && !LEFT_WAITING.load(Ordering::SeqCst) {
         process::exit(status.into());
     }
-    // Nobody could be told.
+    // There is no one to return an error to.
     io::stdout().flush().ok();
     // SAFETY: it takes a number and does not return.
     unsafe { _exit(status.into()) }

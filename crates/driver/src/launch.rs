@@ -67,7 +67,7 @@ impl Launch {
         self
     }
 
-    /// What the driver is told beside sizes, in the first of some places.
+    /// What the driver is given beside sizes, in the first of some places.
     fn attributes(&self) -> ([CUlaunchAttribute; 3], usize) {
         // SAFETY: the attribute is plain data for which all zeros are valid.
         let mut attributes: [CUlaunchAttribute; 3] = unsafe { mem::zeroed() };

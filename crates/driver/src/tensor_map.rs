@@ -267,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn restrictions_are_told_with_figures() {
+    fn restrictions_are_refused_with_figures() {
         let spec =
             |address, dims, box_dims| TensorMapSpec::new(TensorMapElement::Bf16, address, dims, box_dims);
         let good = spec(256, [128, 8, 1000], [64, 1, 128]);

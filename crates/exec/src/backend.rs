@@ -241,7 +241,7 @@ pub trait Backend: Clone + Send + Sync {
         Ok(())
     }
 
-    /// Who is told which operation is enqueued, where a profiler of the device is attached.
+    /// Who is notified of each operation that is enqueued, where a profiler of the device is attached.
     fn profiler(&self) -> Option<&dyn Profiler> {
         None
     }
@@ -381,10 +381,10 @@ pub trait Backend: Clone + Send + Sync {
     /// be synchronised.
     ///
     /// # Errors
-    /// When the device cannot tell the times.
+    /// When the device cannot measure the times.
     fn take_spans(&self, stream: &Self::Stream, index: usize) -> Result<Vec<Span>, ExecError>;
 
-    /// Tells all ranks of an error, so that nobody waits for this one. Returns the first error that was told, which is the
+    /// Notifies all ranks of an error, so that none waits for this one. Returns the first error that was reported, which is the
     /// one to hand on.
     fn fail(&self, error: ExecError) -> ExecError;
 }

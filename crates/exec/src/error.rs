@@ -205,7 +205,7 @@ pub enum ExecError {
 }
 
 impl ExecError {
-    /// As others are told of it: with the rank whose error it is, where it does not name one itself.
+    /// As others are notified of it: with the rank whose error it is, where it does not name one itself.
     pub(crate) fn of_rank(self, rank: usize) -> Self {
         match self {
             Self::Tensor { .. } | Self::OutOfMemory { rank: None, .. } => {

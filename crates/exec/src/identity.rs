@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-/// A plan's name among ranks: what it was made from, one value each, the most telling first and a fingerprint of the whole last.
+/// A plan's name among ranks: what it was made from, one value each, the most significant first and a fingerprint of the whole last.
 /// Collectives carry it, so that ranks compare their plans in the first call, whenever and wherever each of them was prepared.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PlanIdentity(Arc<[(String, String)]>);

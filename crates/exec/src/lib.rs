@@ -55,8 +55,8 @@ mod world;
 
 pub use attention::{
     AttentionCalls, AttentionInputs, AttentionOutputs, AttentionRank, AttentionRun, BackwardTensors,
-    ForwardTensors, PreparedAttention, RankBuffer, RankProblem, RanksRun, RunConfig, rank_outputs,
-    run_attention, run_attention_on, run_attention_ranks,
+    ForwardTensors, Measurement, PreparedAttention, RankBuffer, RankProblem, RanksRun, RunConfig,
+    rank_outputs, run_attention, run_attention_on, run_attention_process, run_attention_ranks,
 };
 pub use backend::{Backend, BufferAccess, RunContext, RunTimes};
 pub use communicator::{Communicator, Handle};

@@ -1,4 +1,4 @@
-//! What profilers are told: which operation of which Program a thread enqueues, as ranges that nest.
+//! What profilers are given: which operation of which Program a thread enqueues, as ranges that nest.
 
 use std::marker::PhantomData;
 

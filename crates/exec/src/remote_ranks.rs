@@ -18,8 +18,8 @@ pub(crate) trait RemoteRanks: Send + Sync {
     /// The only rank that is in this process.
     fn rank(&self) -> usize;
 
-    /// Tells all others of this process's first error.
-    fn tell(&self, error: &ExecError);
+    /// Notifies all others of this process's first error.
+    fn notify(&self, error: &ExecError);
 
     /// What another rank is doing; `None` when its process does not answer.
     fn activity_of(&self, rank: usize) -> Option<RankActivity>;

@@ -50,7 +50,7 @@ pub enum RendezvousError {
         /// Why.
         reason: String,
     },
-    /// Another job meets at the same place.
+    /// Another job has the same rendezvous.
     #[error("rank {rank} found another job at {address}: {reason}; give each job a MASTER_PORT of its own")]
     AnotherJob {
         /// The rank that found it.
@@ -91,7 +91,7 @@ pub enum RendezvousError {
     Absent {
         /// The rank that waited.
         rank: usize,
-        /// Where all were to meet.
+        /// The rendezvous.
         place: String,
         /// How long it waited.
         waited: Duration,

@@ -133,7 +133,7 @@ impl Segment {
         Some((segment, file, address))
     }
 
-    /// That of another process; `None` where it cannot be opened, as of another host or container, or is not what was told of.
+    /// That of another process; `None` where it cannot be opened, as of another host or container, or is not what was announced.
     fn open(address: &Address, ranks: usize) -> Option<Self> {
         let path = format!("/proc/{}/fd/{}", address.process, address.descriptor);
         // A device or a pipe of somebody else's is not even opened.
@@ -280,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn only_the_segment_that_was_told_of_is_opened() {
+    fn only_the_segment_that_was_announced_is_opened() {
         let (_own, _opened, file, address) = both();
         assert!(Segment::open(&Address { nonce: [0; 2], ..address.clone() }, 2).is_none());
         assert!(Segment::open(&Address { process: u32::MAX, ..address.clone() }, 2).is_none());

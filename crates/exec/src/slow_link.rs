@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use counterpoint_plan::Topology;
 
-/// A link that the local transport is told to imitate: a group collective in which a rank exchanges rows with others takes
+/// A link that the local transport imitates: a group collective in which a rank exchanges rows with others takes
 /// at least `alpha + bytes / bytes_per_second` on that rank.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SlowLink {
@@ -16,7 +16,7 @@ pub struct SlowLink {
     pub network: Option<SlowNetwork>,
 }
 
-/// A network between nodes that the local transport is told to imitate; see [`SlowLink`].
+/// A network between nodes that the local transport imitates; see [`SlowLink`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SlowNetwork {
     /// Added to every collective in which a rank exchanges rows with another node.

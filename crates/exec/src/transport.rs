@@ -4,7 +4,7 @@ use counterpoint_schedule::{BufferSpec, GroupCast, GroupReduce, Op, OverlapPolic
 
 use crate::{Backend, ExecError, OpPlace, PlanIdentity};
 
-/// Moves rows between ranks for one rank of a [`Backend`]. The n-th collective that one rank enqueues meets the n-th of
+/// Moves rows between ranks for one rank of a [`Backend`]. The n-th collective that one rank enqueues is matched with the n-th of
 /// every other, whatever streams they are on.
 ///
 /// Enqueueing has three steps, each of which may wait on the host until the peers have taken the one before. Ranks with a
@@ -82,8 +82,8 @@ pub trait Transport<B: Backend>: Send + Sync {
         Err("its ranks synchronise on the host in every call; call it outside of the graph".to_owned())
     }
 
-    /// Tells the peers of this rank's part in a collective that it has not called yet, which comes after `between` others that are not
-    /// enqueued yet: a call then waits once for what all of its collectives need of the peers. [`Transport::begin`] tells what this has
+    /// Announces to the peers this rank's part in a collective that it has not called yet, which comes after `between` others that are not
+    /// enqueued yet: a call then waits once for what all of its collectives need of the peers. [`Transport::begin`] announces what this has
     /// not.
     ///
     /// # Errors
@@ -96,7 +96,7 @@ pub trait Transport<B: Backend>: Send + Sync {
         Ok(())
     }
 
-    /// Tells the peers of this rank's part, unless [`Transport::announce`] has. Arrives at the call's barrier as soon as the collective has started, before it
+    /// Announces to the peers this rank's part, unless [`Transport::announce`] has. Arrives at the call's barrier as soon as the collective has started, before it
     /// waits for any peer.
     ///
     /// # Errors
@@ -161,6 +161,6 @@ pub struct CollectiveCall<'a, B: Backend, C> {
     pub buffers: &'a [B::Buffer],
     /// Where it arrives.
     pub barrier: Option<&'a B::Barrier>,
-    /// What it raises as its rows come ([`Delivery`](counterpoint_schedule::Delivery)), or what tells it of the rows that it takes so.
+    /// What it raises as its rows come ([`Delivery`](counterpoint_schedule::Delivery)), or what signals to it the rows that it takes so.
     pub signal: Option<&'a B::Signal>,
 }

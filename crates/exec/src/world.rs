@@ -109,7 +109,7 @@ impl World {
             let waiters = lock(&self.waiters).clone();
             waiters.iter().filter_map(Weak::upgrade).for_each(|waiter| waiter.wake());
             if let Some(remote) = self.remote.get() {
-                remote.tell(&first);
+                remote.notify(&first);
             }
             std::mem::take(&mut *lock(&self.enders)).into_iter().for_each(|end| end());
         }

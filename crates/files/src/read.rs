@@ -138,7 +138,7 @@ impl OpenFile {
         let deadline = Instant::now() + limits.pipe;
         let mut block = vec![0; 1 << 16];
         while bytes.len() as u64 <= limits.most_bytes {
-            // An end before anything has opened the other side is no end: only poll tells the two apart.
+            // An end before anything has opened the other side is no end: only poll distinguishes the two.
             if !self.is_ready(deadline)? {
                 return Err(ReadError::Unfinished { limit: limits.pipe, bytes: bytes.len() });
             }

@@ -27,7 +27,7 @@ impl Mask {
         let document: Object<Document> =
             serde_path_to_error::deserialize(&mut deserializer).map_err(|error| {
                 let path = error.path().to_string();
-                // `.` is the document itself, `?` a place with no name; neither tells the user anything.
+                // `.` is the document itself, `?` a place with no name; neither says anything to the user.
                 let path = if path == "." || path.contains('?') { String::new() } else { path };
                 describe(path, &error.into_inner())
             })?;

@@ -303,7 +303,7 @@ mod tests {
 
     /// Results of another layer are refused, with where.
     #[test]
-    fn what_is_wrong_is_told() {
+    fn what_is_wrong_is_named() {
         let machine = CpuMachine::new(0, None).unwrap();
         for (_, collective) in GemmCollective::NAMES {
             let clock = clock(&machine, collective, DType::Bf16);
@@ -316,10 +316,10 @@ mod tests {
             assert!(prepared.iter().all(|rank| check_forward::<CpuMachine>(rank, &plan(42)).is_ok()));
             // As if rows were shorter.
             for rank in &prepared {
-                let told = check_forward::<CpuMachine>(rank, &plan(39)).unwrap_err().to_string();
+                let text = check_forward::<CpuMachine>(rank, &plan(39)).unwrap_err().to_string();
                 assert!(
-                    told.contains('y') && told.contains("row") && told.contains("linear forward"),
-                    "{told}"
+                    text.contains('y') && text.contains("row") && text.contains("linear forward"),
+                    "{text}"
                 );
             }
         }

@@ -11,7 +11,7 @@ use counterpoint_schedule::Timeline;
 pub enum Processes<'a> {
     /// All in this process.
     One,
-    /// Each in a process of its own; all of them meet here, and measure the same at the same time.
+    /// Each in a process of its own; all of them come to a barrier here, and measure the same at the same time.
     Each(&'a Rendezvous),
 }
 

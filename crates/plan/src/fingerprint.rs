@@ -45,7 +45,7 @@ impl Fingerprint {
         Self::hash::<_, ()>(&Hashed::OnDispatch([&base.q_dispatch, &base.k_dispatch], mask, spec, config))
     }
 
-    /// The fingerprint of this and of more that plans are told apart by.
+    /// The fingerprint of this and of more that plans are distinguished by.
     ///
     /// # Panics
     /// When `more` does not serialise.

@@ -158,7 +158,7 @@ impl GroupPart {
     }
 
     /// Checks the part on `rank` of `world_size`, whose owned tensor has `owned_rows` rows and whose remote one
-    /// `remote_rows`. What it needs of other ranks' parts can only be checked when they meet.
+    /// `remote_rows`. What it needs of other ranks' parts can only be checked when they are compared.
     ///
     /// # Errors
     /// The first thing found wrong.

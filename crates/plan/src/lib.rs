@@ -1,6 +1,6 @@
 //! What follows from a mask and what was chosen for it: who computes what, and who sends what to whom.
 //!
-//! Pure and deterministic: the same input gives the same plan on every rank, so no rank tells another its plan.
+//! Pure and deterministic: the same input gives the same plan on every rank, so no rank sends another its plan.
 
 // Not a workspace lint: tests may unwrap, their helpers too.
 #![warn(clippy::unwrap_used)]

@@ -133,7 +133,7 @@ impl AttentionSpec {
     }
 
     /// In how many parts `rows` keys and values come to a computation that is under way, where one stage does all work: few enough
-    /// that telling of each costs nothing, and more where there is much to come.
+    /// that signalling each costs nothing, and more where there is much to come.
     pub fn delivery_parts(&self, rows: usize) -> usize {
         const PART_BYTES: usize = 8 << 20;
         const MOST_PARTS: usize = 8;

@@ -20,7 +20,7 @@ impl DeviceAllocator for PythonAllocator {
     }
 
     fn free(&self, address: u64) {
-        // At Python's end the memory goes with the process. There is no one to tell of an error.
+        // At Python's end the memory goes with the process. There is no one to return an error to.
         let _ = Python::try_attach(|py| self.1.call1(py, (address,)).map(drop));
     }
 

@@ -179,7 +179,7 @@ where
     }
 
     /// What came of a call. One that failed half-way may still use its tensors: the group has failed then, and keeps them.
-    fn told<T>(
+    fn reported<T>(
         &self,
         result: Result<T, ExecError>,
         keepers: impl IntoIterator<Item = MemoryKeeper>,
@@ -309,7 +309,7 @@ where
             };
             tickets.and_then(|tickets| joined.ended(&tickets, streams.as_deref()))
         };
-        joined.told(called, [call.keeper]).map(|()| None)
+        joined.reported(called, [call.keeper]).map(|()| None)
     }
 
     fn update(
@@ -363,10 +363,10 @@ where
         let _one = lock(&joined.calling);
         let mut ranks = joined.group.prepare(lower, None)?;
         for (rank, buffers) in ranks.iter_mut().zip(tensors) {
-            rank.take_times(RunTimes::Operations);
+            rank.set_timing(RunTimes::Operations);
             buffers.into_iter().try_for_each(|(name, buffer)| rank.bind(name, buffer))?;
         }
-        joined.told(Prepared::run_ranks(&mut ranks), [call.keeper]).map(Some)
+        joined.reported(Prepared::run_ranks(&mut ranks), [call.keeper]).map(Some)
     }
 
     /// Calls that take times are not captured.

@@ -105,7 +105,7 @@ impl Raised for ExecError {
     }
 }
 
-/// Who met it, and whom it concerns.
+/// Who saw it, and whom it concerns.
 fn of_rendezvous(error: &RendezvousError) -> Vec<(&'static str, u64)> {
     let (rank, peer) = match error {
         RendezvousError::Lost { lost, rank, .. } => (Some(*rank), Some(*lost)),

@@ -22,7 +22,7 @@ pub(crate) struct PythonStore {
     is_given_up: Arc<AtomicBool>,
 }
 
-/// Tells a join that nobody waits for it any more.
+/// Notifies a join that nobody waits for it any more.
 pub(crate) struct GiveUp(Arc<AtomicBool>);
 
 impl Drop for GiveUp {

@@ -27,12 +27,12 @@ mod splits;
 mod timeline;
 mod tuned;
 
-use counterpoint_cli::TellingAllocator;
+use counterpoint_cli::ReportingAllocator;
 use pyo3::prelude::*;
 
 // The command needs it; until that runs it is the system's.
 #[global_allocator]
-static ALLOCATOR: TellingAllocator = TellingAllocator;
+static ALLOCATOR: ReportingAllocator = ReportingAllocator;
 
 /// The compiled part of the package counterpoint.
 #[pymodule]
@@ -60,7 +60,7 @@ mod _native {
         module.add("__version__", env!("CARGO_PKG_VERSION"))
     }
 
-    /// Tells where the packages of this interpreter lie, CUDA's compiler among them: before the first group on a GPU.
+    /// Sets where the packages of this interpreter lie, CUDA's compiler among them: before the first group on a GPU.
     #[pyfunction]
     fn _search_packages(folders: Vec<std::path::PathBuf>) {
         counterpoint_cuda::search_packages(folders);
@@ -81,7 +81,7 @@ mod _native {
         arguments: Vec<std::ffi::OsString>,
     ) -> PyResult<u8> {
         counterpoint_console::program::started_by(file, arguments);
-        // By the name of the thread a command's own panics are told from those of ranks.
+        // By the name of the thread a command's own panics are distinguished from those of ranks.
         let thread = std::thread::Builder::new().name("main".to_owned()).stack_size(8 << 20);
         py.detach(|| thread.spawn(|| counterpoint_cli::run()).map(|running| drop(running.join())))?;
         Ok(101)

@@ -190,7 +190,7 @@ pub(crate) fn tensors<M: Machine>(
     layer: &ReadyLayer<M>,
     call: LayerCall,
 ) -> Result<Vec<WantedTensor>, ExecError> {
-    let told = |spec: BufferSpec| {
+    let described = |spec: BufferSpec| {
         let role = match spec.role {
             BufferRole::Input => "read",
             BufferRole::Updated => "added to",
@@ -198,7 +198,7 @@ pub(crate) fn tensors<M: Machine>(
         };
         (spec.name, name_of(spec.dtype).to_owned(), spec.shape, role)
     };
-    Ok(layer.tensors(call)?.into_iter().map(told).collect())
+    Ok(layer.tensors(call)?.into_iter().map(described).collect())
 }
 
 /// The call that Python names.

@@ -86,7 +86,7 @@ impl Ranks {
         Ok(Self::with(None, "memory", site, Tuned { place, count }, Arc::new(Joined::new(group))))
     }
 
-    /// This process as `rank` of `size` that are processes, which meet through `store`, a `torch.distributed.Store` of theirs alone.
+    /// This process as `rank` of `size` that are processes, which join through `store`, a `torch.distributed.Store` of theirs alone.
     /// `address` is one of rank 0's host at which all reach it. `nodes` is on how many machines they are, equally many on each. `profile` is
     /// the text of a machine profile, which plans are made by, `tuned` that of tuned plans, `beside_collectives` whether those of other
     /// libraries run at any time; all the same on all ranks. Collective.

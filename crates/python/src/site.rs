@@ -91,7 +91,7 @@ pub(crate) struct Choices {
 }
 
 impl Problem<'_> {
-    /// What a group tells its plans apart by: the problem, the plan `on` whose dispatch is kept, and what was `asked` for.
+    /// What a group distinguishes its plans by: the problem, the plan `on` whose dispatch is kept, and what was `asked` for.
     pub(crate) fn fingerprint(
         &self,
         on: Option<(&Plan, DispatchAlgorithm)>,

@@ -370,7 +370,7 @@ fn reduction(deterministic: bool) -> GradientReduction {
 impl Content {
     /// A rank's forward.
     pub(crate) fn forward_program(&self, rank: usize) -> Program {
-        let blocks = if self.deterministic { KeyBlocks::Aligned } else { KeyBlocks::Suited };
+        let blocks = if self.deterministic { KeyBlocks::Aligned } else { KeyBlocks::Unaligned };
         lower_attention_forward(&self.plan, rank, &self.spec, self.choices.policies.forward, blocks)
     }
 

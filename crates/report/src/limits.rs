@@ -1,6 +1,6 @@
 //! What limits a run: where the time of its slowest rank goes.
 
-use counterpoint_schedule::{SpanKind, Timeline};
+use counterpoint_schedule::{SpanKind, Timeline, interval_length, merged_intervals};
 
 use crate::quantity::format_seconds;
 
@@ -23,10 +23,10 @@ impl Limits {
         let makespan = timeline.makespan();
         let of_kind = |rank: usize, kind: SpanKind| {
             let spans = timeline.spans.iter().filter(|span| span.rank == rank && span.kind == kind);
-            union(spans.map(|span| (span.start, span.end)).collect())
+            merged_intervals(spans.map(|span| (span.start, span.end)).collect())
         };
         let computed: Vec<f64> =
-            (0..timeline.world_size).map(|rank| length(&of_kind(rank, SpanKind::Compute))).collect();
+            (0..timeline.world_size).map(|rank| interval_length(&of_kind(rank, SpanKind::Compute))).collect();
         let work = timeline.spans.iter().filter(|span| span.kind != SpanKind::Wait);
         let Some(last) = work.max_by(|a, b| a.end.total_cmp(&b.end)) else { return Self::default() };
         let own = computed[last.rank];
@@ -34,7 +34,7 @@ impl Limits {
         let compute = of_kind(last.rank, SpanKind::Compute);
         let mut busy = compute.clone();
         busy.extend(of_kind(last.rank, SpanKind::Communication));
-        let exposed = length(&union(busy)) - length(&compute);
+        let exposed = interval_length(&merged_intervals(busy)) - interval_length(&compute);
         let computation = mean.min(own);
         Self {
             computation,
@@ -92,25 +92,6 @@ impl Limits {
             )
         })
     }
-}
-
-type Interval = (f64, f64);
-
-/// The same time without overlaps.
-fn union(mut intervals: Vec<Interval>) -> Vec<Interval> {
-    intervals.sort_by(|a, b| a.0.total_cmp(&b.0));
-    let mut out: Vec<Interval> = Vec::new();
-    for (start, end) in intervals {
-        match out.last_mut() {
-            Some(last) if start <= last.1 => last.1 = last.1.max(end),
-            _ => out.push((start, end)),
-        }
-    }
-    out
-}
-
-fn length(intervals: &[Interval]) -> f64 {
-    intervals.iter().map(|(start, end)| end - start).sum()
 }
 
 #[cfg(test)]

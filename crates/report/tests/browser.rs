@@ -296,7 +296,7 @@ fn a_million_tokens_on_64_ranks() {
     photograph("million", &html, 1280, 2900, true);
 }
 
-/// The page draws a closer look from the slices with sums of its own. Its pixels must tell the same as the mask.
+/// The page draws a closer look from the slices with sums of its own. Its pixels must show the same as the mask.
 #[test]
 fn a_closer_look_is_exact() {
     let range = Range::new;

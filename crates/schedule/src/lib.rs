@@ -8,8 +8,8 @@
 
 mod attention;
 mod builder;
-mod crossing;
 mod experts;
+mod inter_node;
 mod linear;
 mod op_cost;
 mod op_seconds;
@@ -23,6 +23,7 @@ mod transport;
 mod validate;
 
 pub use attention::{GradientReduction, STAGE_SLOTS, lower_attention_backward, lower_attention_forward};
+pub use builder::{Mark, ProgramBuilder};
 pub use experts::{
     COMBINE as COMBINE_LABEL, DISPATCH as DISPATCH_LABEL, lower_expert_backward, lower_expert_forward,
 };
@@ -47,6 +48,6 @@ pub use program::{
     RmsNormBackward, RowBlock, SignalId, StreamId, StreamKind, StreamSpec, UserKernel, UserPart, WaveGemm,
 };
 pub use simulate::{SimulateError, simulate};
-pub use timeline::{Overlap, Span, SpanKind, Timeline};
+pub use timeline::{Interval, Overlap, Span, SpanKind, Timeline, interval_length, merged_intervals};
 pub use transport::{PolicySupport, RankTransport, Workload};
 pub use validate::ProgramError;

@@ -22,13 +22,13 @@ pub enum PassOverlap {
     /// what follows.
     Fused,
     /// Copy engines move rows beside the products, and a few multiprocessors that these leave sum them.
-    Beside,
+    CopyEngine,
 }
 
 impl PassOverlap {
     /// Whether communication takes no multiprocessors but for sums.
     pub fn spares_workers(self) -> bool {
-        matches!(self, Self::Fused | Self::Beside)
+        matches!(self, Self::Fused | Self::CopyEngine)
     }
 
     /// Whether the transport's kernels take multiprocessors that products would have.

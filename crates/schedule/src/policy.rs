@@ -153,7 +153,7 @@ impl From<PassOverlap> for OverlapPolicy {
             PassOverlap::Margin(workers) => leaving(StartOrder::KernelBarrier, workers),
             PassOverlap::Signals(workers) => leaving(StartOrder::Signals, workers),
             PassOverlap::Fused => Self { mover: Mover::Fused, ..concurrent },
-            PassOverlap::Beside => {
+            PassOverlap::CopyEngine => {
                 Self { mover: Mover::CopyEngine, workers: WorkerShare::Margin(SUMMING_WORKERS), ..concurrent }
             }
         }

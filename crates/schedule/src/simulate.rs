@@ -139,7 +139,7 @@ fn transfer(program: &Program, op: &ProgramOp, topology: &Topology, cost: &CostM
 fn bytes_moved(program: &Program, op: &ProgramOp, topology: &Topology, cost: &CostModel) -> Transfer {
     let is_backward = op.op.backward().is_some();
     let parts = op.op.parts().iter().filter_map(|part| match part {
-        Op::GroupReduce(op) if is_backward => Some(homeward(program, op, topology, cost)),
+        Op::GroupReduce(op) if is_backward => Some(to_owners(program, op, topology, cost)),
         Op::GroupCast(op) => {
             Some(rows_moved(program, (&op.part, &op.tensors, op.wire_dtype), topology, cost))
         }
@@ -167,7 +167,7 @@ fn rows_reduced(program: &Program, reduce: &GroupReduce, topology: &Topology, co
 
 /// What is left of a reduction whose rows leave while their computation goes on: the owner adds what has come. Only kernels on GPUs send
 /// so; elsewhere rows travel after it.
-fn homeward(program: &Program, reduce: &GroupReduce, topology: &Topology, cost: &CostModel) -> Transfer {
+fn to_owners(program: &Program, reduce: &GroupReduce, topology: &Topology, cost: &CostModel) -> Transfer {
     let mut moved = rows_moved(program, (&reduce.part, &reduce.tensors, reduce.wire_dtype), topology, cost);
     if cost.sharing.is_some() && program.policy.mover == Mover::Transport {
         let row =
@@ -183,7 +183,7 @@ fn homeward(program: &Program, reduce: &GroupReduce, topology: &Topology, cost: 
     moved
 }
 
-/// Operations that compute first, as any computation does, and in how many parts, and then meet other ranks.
+/// Operations that compute first, as any computation does, and in how many parts, and then wait for other ranks.
 fn parts_before_collective(op: &Op) -> usize {
     match (op, op.backward()) {
         (Op::Fused(_), Some(backward)) => 1 + usize::from(backward.arriving.is_some()),

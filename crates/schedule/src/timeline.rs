@@ -109,14 +109,16 @@ impl Timeline {
                 SpanKind::Wait => {}
             }
         }
-        let by_rank: Vec<_> =
-            by_rank.into_iter().map(|(moving, computing)| (union(moving), union(computing))).collect();
+        let by_rank: Vec<_> = by_rank
+            .into_iter()
+            .map(|(moving, computing)| (merged_intervals(moving), merged_intervals(computing)))
+            .collect();
         let end_of = |computing: &[Interval]| computing.last().map_or(0.0, |last| last.1);
         let last_end = by_rank.iter().map(|(_, computing)| end_of(computing)).fold(0.0, f64::max);
         let (mut communication, mut compute, mut exposed, mut hideable) = (0.0, 0.0, 0.0, 0.0);
         let mut imbalance = 0.0;
         for (moving, computing) in by_rank {
-            let (moved, computed) = (length(&moving), length(&computing));
+            let (moved, computed) = (interval_length(&moving), interval_length(&computing));
             let hidden = common_length(&moving, &computing);
             communication += moved;
             compute += computed;
@@ -135,10 +137,11 @@ impl Timeline {
     }
 }
 
-type Interval = (f64, f64);
+/// A time span: begin and end, in seconds.
+pub type Interval = (f64, f64);
 
 /// Disjoint ascending intervals with the same points.
-fn union(mut intervals: Vec<Interval>) -> Vec<Interval> {
+pub fn merged_intervals(mut intervals: Vec<Interval>) -> Vec<Interval> {
     intervals.sort_by(|a, b| a.0.total_cmp(&b.0));
     let mut out: Vec<Interval> = Vec::new();
     for (start, end) in intervals {
@@ -150,7 +153,8 @@ fn union(mut intervals: Vec<Interval>) -> Vec<Interval> {
     out
 }
 
-fn length(intervals: &[Interval]) -> f64 {
+/// Seconds of disjoint intervals.
+pub fn interval_length(intervals: &[Interval]) -> f64 {
     intervals.iter().map(|(start, end)| end - start).sum()
 }
 

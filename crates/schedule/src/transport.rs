@@ -120,20 +120,20 @@ impl RankTransport {
     }
 
     /// The ways in which passes of linear layers can be run on it, all that run as they are predicted; of equally fast ones the
-    /// preferred first. `meets` where kernels of all ranks can wait for each other, and `workers` the multiprocessors of this
+    /// preferred first. `has_barriers` where kernels of all ranks can wait for each other, and `workers` the multiprocessors of this
     /// transport's kernels.
-    pub fn pass_overlaps(self, meets: bool, workers: usize) -> Vec<PassOverlap> {
-        use PassOverlap::{Barrier, Beside, Concurrent, Fused, Margin, Sequential, Signals};
+    pub fn pass_overlaps(self, has_barriers: bool, workers: usize) -> Vec<PassOverlap> {
+        use PassOverlap::{Barrier, Concurrent, CopyEngine, Fused, Margin, Sequential, Signals};
         // Threads of CPU ranks take no workers from products.
         if self == Self::Cpu {
             return vec![Sequential, Concurrent, Signals(0)];
         }
-        // Where kernels do not meet, ranks that read each other's memory do so on the host.
-        let meets = meets || self != Self::Nvlink;
-        let runs = |mover| meets && self.moves_by(mover) == PolicySupport::Runs;
+        // Where kernels have no barriers, ranks that read each other's memory do so on the host.
+        let has_barriers = has_barriers || self != Self::Nvlink;
+        let runs = |mover| has_barriers && self.moves_by(mover) == PolicySupport::Runs;
         let mut ways = vec![Sequential];
         ways.extend(runs(Mover::Fused).then_some(Fused));
-        ways.extend(runs(Mover::CopyEngine).then_some(Beside));
+        ways.extend(runs(Mover::CopyEngine).then_some(CopyEngine));
         // Copy engines leave kernels the sums alone.
         let workers = if self == Self::CopyEngine { SUMMING_WORKERS } else { workers };
         ways.extend([Barrier(workers), Margin(workers), Signals(workers)]);

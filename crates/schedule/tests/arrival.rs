@@ -81,7 +81,7 @@ fn forward(delivery: Delivery) -> (usize, Op) {
         k: BufferId(1),
         v: BufferId(2),
         arriving: Some(ArrivingKeys { k: BufferId(3), v: BufferId(4), delivery }),
-        blocks: KeyBlocks::Suited,
+        blocks: KeyBlocks::Unaligned,
         begin: ForwardBegin::Start,
         end: ForwardEnd::Result { sink: None, out: BufferId(5), lse: BufferId(6) },
         bands: bands.to_vec().into(),
@@ -99,7 +99,7 @@ fn what_arrives_is_delivered_by_a_cast_that_has_started() {
     // It holds all workers while the cast wants some.
     let not_started = error(vec![cast(Some(DELIVERY)), forward(DELIVERY)]);
     assert_eq!(not_started, ProgramError::StartNotAwaited { op: 1, label: "op1".into() });
-    // Nobody tells of the rows, or only afterwards, or in other parts.
+    // No one signals the rows, or only afterwards, or in other parts.
     let other = Delivery { parts: 3, ..DELIVERY };
     for ops in [
         vec![cast(None), start(), forward(DELIVERY)],

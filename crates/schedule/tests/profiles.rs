@@ -84,7 +84,7 @@ fn predict(profile: &MachineProfile, rng: &mut impl Rng) {
     let policy = OverlapPolicy::default();
     let programs: [Vec<Program>; 2] = [
         (0..ranks)
-            .map(|rank| lower_attention_forward(&plan, rank, &spec, policy, KeyBlocks::Suited))
+            .map(|rank| lower_attention_forward(&plan, rank, &spec, policy, KeyBlocks::Unaligned))
             .collect(),
         (0..ranks)
             .map(|rank| lower_attention_backward(&plan, rank, &spec, policy, GradientReduction::default()))

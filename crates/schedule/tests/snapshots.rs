@@ -37,7 +37,7 @@ fn plan(mask: &str, config: &PlanConfig) -> Plan {
 
 fn forward(plan: &Plan, policy: &str) -> String {
     let policy: OverlapPolicy = policy.parse().unwrap();
-    lower_attention_forward(plan, 0, &spec(), policy, KeyBlocks::Suited).to_string()
+    lower_attention_forward(plan, 0, &spec(), policy, KeyBlocks::Unaligned).to_string()
 }
 
 fn backward(plan: &Plan, policy: &str, reduction: GradientReduction) -> String {

@@ -37,7 +37,7 @@ fn seconds(mask: &Mask, ranks: usize, stages: StageCount) -> [f64; 2] {
     };
     let reduction = GradientReduction::PerStage;
     [
-        makespan(&|rank| lower_attention_forward(&plan, rank, &SPEC, policy, KeyBlocks::Suited)),
+        makespan(&|rank| lower_attention_forward(&plan, rank, &SPEC, policy, KeyBlocks::Unaligned)),
         makespan(&|rank| lower_attention_backward(&plan, rank, &SPEC, policy, reduction)),
     ]
 }

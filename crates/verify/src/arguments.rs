@@ -50,7 +50,7 @@ pub struct SelftestArguments {
     #[arg(long, value_name = "K/N", default_value_t = Share::ALL, hide = true, requires = "groups")]
     pub(crate) share: Share,
 
-    /// Nothing but what meets between GPUs, called a million times with random delays; takes minutes
+    /// Nothing but barriers and flags between GPUs, a million times with random delays; takes minutes
     #[arg(long, conflicts_with_all = ["compile_only", "quick"])]
     pub(crate) stress: bool,
 

@@ -26,7 +26,7 @@ pub(super) fn run(arguments: &SelftestArguments) -> Result<(), CliError> {
     let mut heard = 0;
     let report = examine(&kernels, CubinCache::of_process(), |name| {
         heard += 1;
-        ticker.tell(|| format!("{heard} of {} kernels; {name}", kernels.len()));
+        ticker.report(|| format!("{heard} of {} kernels; {name}", kernels.len()));
     });
     drop(ticker);
     let report = report.map_err(|source| CliError::Cuda { source })?;
@@ -101,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn faults_are_told_and_kernels_when_asked() {
+    fn faults_are_printed_and_kernels_when_asked() {
         let fault = KernelFault { name: "cast".to_owned(), reason: "spills 8 bytes of registers".to_owned() };
         let report = report(vec![fault]);
         let end =

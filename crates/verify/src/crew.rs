@@ -60,7 +60,7 @@ pub(super) fn examine(
         if workers.is_empty() && crew.waiting.is_empty() {
             return Ok(());
         }
-        ticker.tell(|| {
+        ticker.report(|| {
             let done = count - crew.waiting.len() - workers.len();
             how_far(done, count, &mut workers, ledger.heard())
         });

@@ -221,7 +221,7 @@ impl Examiner {
         selftest_attention(&[subject], extent, self.share, |check, _| self.heard(check)).remove(0)
     }
 
-    /// Tells whoever started this process that a check was made.
+    /// Reports to whoever started this process that a check was made.
     fn heard(&self, check: &SelfCheck) {
         let (group, mut heard) = self.at.take();
         heard.checks += 1;
@@ -230,7 +230,7 @@ impl Examiner {
         self.step();
     }
 
-    /// Tells that a group begins.
+    /// Reports that a group begins.
     fn begin(&self, group: Group) {
         let (_, heard) = self.at.take();
         self.at.set((group.name().to_owned(), heard));
@@ -294,7 +294,7 @@ impl Examiner {
         let subject = over_gpus(transport)?;
         let mut checks = selftest_signalled_products(subject.machine(), self.calls.products)?;
         checks.extend(selftest_normalised(subject.machine())?);
-        // Ranks meet on the host where copy engines move their rows.
+        // Ranks wait for each other on the host where copy engines move their rows.
         if transport != TransportKind::CopyEngine {
             checks.extend(selftest_signals_in_graphs(subject.machine())?);
         }

@@ -139,7 +139,7 @@ impl Hostile {
         refused(&job.end(&[0, 1], LIMIT + GRACE), "--input")
     }
 
-    /// What happens to rank 1 is told by rank 0 within one limit.
+    /// What happens to rank 1 is reported by rank 0 within one limit.
     fn fault(&self, signal: &str, words: &str) -> Result<(), String> {
         let line = self.within(LIMIT, &format!("{ATTENTION} {SLOW} --stages 3"));
         let job = self.start(signal, &vec![line; 2], Self::port()?)?;

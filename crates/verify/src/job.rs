@@ -46,7 +46,7 @@ pub(super) fn free_port() -> io::Result<u16> {
     Ok(TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.port().min(u16::MAX - 16))
 }
 
-/// As [`start`]; ranks meet after `port`.
+/// As [`start`]; the rendezvous is behind `port`.
 pub(super) fn start_at(
     folder: &Path,
     name: &str,
@@ -68,7 +68,7 @@ pub(super) fn start_at(
             let (rank, ranks) = (rank.to_string(), lines.len().to_string());
             command.env("RANK", &rank).env("LOCAL_RANK", &rank);
             command.env("WORLD_SIZE", &ranks).env("LOCAL_WORLD_SIZE", &ranks);
-            // The ports after it are where ranks meet.
+            // The ports after it are those of the rendezvous.
             command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string());
             command.env("TORCHELASTIC_RUN_ID", format!("{name} {port}"));
             if gpus == Gpus::OwnOnly {
@@ -81,7 +81,7 @@ pub(super) fn start_at(
     Ok(job)
 }
 
-/// The threads of a process, each with its state and where the system has it wait, as far as the system tells.
+/// The threads of a process, each with its state and where the system has it wait, as far as the system says.
 fn threads(process: u32) -> String {
     let known = |file: PathBuf| fs::read_to_string(file).unwrap_or_default();
     let one = |thread: &Path| {
@@ -156,19 +156,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ranks_are_told_who_they_are_and_how_they_ended_is_told() {
+    fn ranks_get_their_numbers_and_how_they_ended_is_reported() {
         let folder = tempfile::tempdir().unwrap();
         // The test's own binary: with such arguments it lists its tests, or fails.
         let lines = ["--list".to_owned(), "--no-such-flag".to_owned()];
         let job = start(folder.path(), "list", &lines, Gpus::All).unwrap();
         let ended = job.end(&[0, 1], Duration::from_secs(60));
         assert_eq!(ended[0].code, Some(0), "{}", ended[0].text);
-        assert!(ended[0].text.contains("ranks_are_told_who_they_are"), "{}", ended[0].text);
+        assert!(ended[0].text.contains("ranks_get_their_numbers"), "{}", ended[0].text);
         assert!(ended[1].code.is_some_and(|code| code != 0), "{}", ended[1].text);
     }
 
     #[test]
-    fn of_a_process_that_does_not_end_it_is_told_what_its_threads_do() {
+    fn of_a_process_that_does_not_end_it_is_reported_what_its_threads_do() {
         let own = threads(std::process::id());
         let [name, state] = own.split(' ').take(2).collect::<Vec<_>>()[..] else { panic!("{own}") };
         assert!(!name.is_empty() && ["R", "S"].contains(&state), "{own}");

@@ -11,13 +11,13 @@ use serde::{Deserialize, Serialize};
 use crate::arguments::SelftestArguments;
 use crate::group::Group;
 
-/// What a process found, as it tells the one that started it.
+/// What a process found, as it reports to the one that started it.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Examined {
     pub(super) groups: Vec<GroupChecks>,
 }
 
-/// How far a process is with a group, as it tells the one that started it.
+/// How far a process is with a group, as it reports to the one that started it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Heard {
     /// Checks that were made, of all groups.
@@ -118,17 +118,17 @@ impl Ledger {
             let count = checks.len();
             for mut check in checks {
                 check.name = format!("{group}: {}", check.name);
-                let told = match self.detail {
+                let printed = match self.detail {
                     Detail::Document => false,
                     Detail::Failures => !check.passed,
                     Detail::Everything => true,
                 };
-                if told {
+                if printed {
                     text.push_str(&line(&check));
                 }
                 self.checks.push((place, share.clone(), check));
             }
-            // Of a selftest that is cut off, this is what tells where its time went.
+            // Of a selftest that is cut off, this is what shows where its time went.
             if self.detail == Detail::Everything {
                 let _ = writeln!(
                     text,

@@ -99,7 +99,7 @@ pub(super) fn hostile_parts() -> Vec<Part> {
     vec![Part { groups: vec![Group::Hostile], share: Share::ALL, place: Place::Host, when: When::AtOnce }]
 }
 
-/// What meets between the GPUs of a machine, one after the other.
+/// Barriers and flags between the GPUs of a machine, one after the other.
 pub(super) fn stress_parts(machine: Machine) -> Vec<Part> {
     let mut groups = Vec::new();
     if machine.hopper {

@@ -274,10 +274,10 @@ fn side_by_side<C: Sync, R: Send>(cases: &[C], run: impl Fn(&C) -> R + Sync) -> 
 /// How many of a job's ranks did not end as `says` wants.
 fn who_says(name: String, ended: &[ProcessEnd], says: impl Fn(&ProcessEnd) -> bool) -> SelfCheck {
     let silent: Vec<_> = ended.iter().enumerate().filter(|(_, rank)| !says(rank)).collect();
-    let told = |(rank, ended): &(usize, &ProcessEnd)| {
+    let end_text = |(rank, ended): &(usize, &ProcessEnd)| {
         format!("rank {rank} ended with {}: {}", how(ended.code), last_line(&ended.text))
     };
-    let reason = silent.iter().map(told).collect::<Vec<_>>().join("; ");
+    let reason = silent.iter().map(end_text).collect::<Vec<_>>().join("; ");
     let check = SelfCheck::of(name, 0, silent.len() as f64, 0.0);
     SelfCheck { reason: Some(reason).filter(|_| !check.passed), ..check }
 }

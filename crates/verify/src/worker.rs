@@ -31,7 +31,7 @@ pub(super) struct Worker {
     /// It ends when this is closed, so it does not outlive us.
     _open: Option<ChildStdin>,
     text: PathBuf,
-    /// Bytes of what it said that were read while it ran, and what they told.
+    /// Bytes of what it said that were read while it ran, and what they said.
     read: u64,
     heard: (String, Heard),
     began: Instant,

@@ -175,15 +175,15 @@ def test_a_fork_is_refused() -> None:
     if child == 0:
         try:
             plan.group.check()
-            told = "no error"
+            text = "no error"
         except cp.Error as error:
-            told = str(error)
-        os.write(write, told.encode())
+            text = str(error)
+        os.write(write, text.encode())
         os._exit(0)
     os.close(write)
-    told = os.read(read, 1000).decode()
+    text = os.read(read, 1000).decode()
     os.waitpid(child, 0)
-    assert told.startswith("this group was made in another process"), told
+    assert text.startswith("this group was made in another process"), text
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")

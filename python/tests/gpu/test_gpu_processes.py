@@ -91,6 +91,6 @@ def test_tensors_lie_in_memory_that_no_other_process_can_open() -> None:
         assert f"rank {rank}" in output and "ended with 0" in output, output
 
 
-def test_a_rank_that_raises_tells_the_others() -> None:
+def test_a_rank_that_raises_notifies_the_others() -> None:
     for output in run(2, RANK, "fail"):
         assert "heard" in output, output

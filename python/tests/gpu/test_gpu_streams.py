@@ -49,7 +49,7 @@ def test_calls_wait_for_late_inputs_and_results_for_calls(size: int, stream) -> 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_memory_of_dropped_tensors_goes_to_others_behind_the_call(size: int, stream) -> None:
-    """Why no tensor is told of a stream (`record_stream`): all that a call does is between what the current stream was given
+    """Why no tensor is marked for a stream (`record_stream`): all that a call does is between what the current stream was given
     before and after it, so that memory which PyTorch gives to others in the order of that stream is not used any more."""
     plan = plan_of(cp.LocalGroup(size, device=DEVICE), packed([2048]), deterministic=True)
     given = [tensor.detach() for tensor in tensors(2048)]

@@ -156,7 +156,7 @@ impl<'a> Bench<'a> {
         let Variant { runs, times, crossing, .. } = variant;
         // Time stamps of operations hold up others.
         let taken = if round < WARM_UPS { RunTimes::Operations } else { RunTimes::Whole };
-        runs.iter_mut().for_each(|runs| runs.take_times(taken));
+        runs.iter_mut().for_each(|runs| runs.set_timing(taken));
         let before = self.ranks.sent_between_nodes();
         let slowest = match &mut runs[..] {
             [alone] => Some(alone.run(pass).map_err(ended)?),
@@ -347,7 +347,7 @@ impl Case {
         let rank = &self.solution.plan.ranks[0];
         let stages = if pass == Pass::Forward { rank.forward.len() } else { rank.backward.len() } - 1;
         let predicted_seconds = predicted.map(Timeline::duration);
-        let told = predicted_seconds.map_or_else(String::new, |predicted| {
+        let predicted_text = predicted_seconds.map_or_else(String::new, |predicted| {
             let ratio = format_ratio(median / predicted);
             format!(", predicted {} (measured {ratio})", format_seconds(predicted))
         });
@@ -358,11 +358,12 @@ impl Case {
             seconds => format!(", {} waiting for the slowest rank", format_seconds(seconds)),
         };
         let stages = console::count(stages, "remote stage");
-        let finding = format!("{name}: {}{told}; {stages}{hidden}{imbalance}", format_seconds(median));
+        let finding =
+            format!("{name}: {}{predicted_text}; {stages}{hidden}{imbalance}", format_seconds(median));
         Some((finding, Traced { name, measured: measured.clone(), predicted: predicted.cloned() }))
     }
 
-    /// What tells it from the others.
+    /// What distinguishes it from the others.
     fn way_text(&self, bench: &Bench<'_>) -> String {
         format!("{}{}", bench.exchange_text(self.exchange), bench.policy_text(self.asked, self.policies))
     }

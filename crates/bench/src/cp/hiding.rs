@@ -42,7 +42,9 @@ impl Hiding {
         let Self { sequential, hideable, saved, noise } = *self;
         let [sequential, of, by, noise_text] = [sequential, hideable, saved.abs(), noise].map(format_seconds);
         let found = if noise > hideable {
-            format!("how much of {of} of communication is hidden cannot be told from noise, {noise_text}")
+            format!(
+                "how much of {of} of communication is hidden cannot be distinguished from noise, {noise_text}"
+            )
         } else if saved < -hideable {
             format!("of {of} of communication nothing hidden, and {by} more")
         } else if saved > 2.0 * hideable {
@@ -64,17 +66,20 @@ mod tests {
     const HIDING: Hiding = Hiding { sequential: 250e-6, hideable: 20e-6, saved: 15e-6, noise: 2e-6 };
 
     #[test]
-    fn a_share_that_noise_makes_is_not_told() {
+    fn a_share_that_noise_makes_is_not_printed() {
         let text = |saved, noise| Hiding { saved, noise, ..HIDING }.text();
         assert!(HIDING.text().ends_with("of 20.0 us of communication 75 % hidden, to 10 %"));
         assert!(text(-20e-6, 2e-6).contains("-100 % hidden"));
         // -3064 %, by ranks that start at unlike times.
-        let told = text(-613e-6, 400e-6);
-        assert!(!told.contains('%') && told.ends_with("cannot be told from noise, 400 us"), "{told}");
+        let printed = text(-613e-6, 400e-6);
+        assert!(
+            !printed.contains('%') && printed.ends_with("cannot be distinguished from noise, 400 us"),
+            "{printed}"
+        );
         assert!(text(15e-6, 5e-6).ends_with("is known to 5.00 us only"), "{}", text(15e-6, 5e-6));
         let efficiency = |noise| Hiding { noise, ..HIDING }.efficiency();
         assert_eq!((efficiency(2e-6), efficiency(5e-6)), (Some(0.75), None));
-        // What is no noise is told as what it is.
+        // What is no noise is printed as it is.
         assert!(text(-60e-6, 5e-6).ends_with("nothing hidden, and 60.0 us more"));
         assert!(text(60e-6, 5e-6).ends_with("60.0 us less, more than 20.0 us of communication explain"));
     }

@@ -241,7 +241,7 @@ impl<'a> Bench<'a> {
         self.overlaps.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
     }
 
-    /// What tells rows of one policy from those of another.
+    /// What distinguishes rows of one policy from those of another.
     fn policy_text(&self, asked: PassOverlaps, policies: PassPolicies) -> String {
         match (self.overlaps.len(), asked.to_string() == policies.to_string()) {
             (1, _) => String::new(),
@@ -250,7 +250,7 @@ impl<'a> Bench<'a> {
         }
     }
 
-    /// What tells rows of one exchange from those of another.
+    /// What distinguishes rows of one exchange from those of another.
     fn exchange_text(&self, exchange: Exchange) -> &'static str {
         match exchange {
             _ if self.topology.nodes() == 1 => "",

@@ -159,9 +159,9 @@ mod tests {
     /// What the script says of its variants is what is read here, and both know the same names.
     #[test]
     fn ways_of_the_script_are_understood() {
-        let told =
+        let line =
             r#"{"by": "ring", "pass": "backward", "heads_q": 64, "heads_kv": 64, "error_over_bound": 0.2}"#;
-        let known: PeerResult = serde_json::from_str(told).unwrap();
+        let known: PeerResult = serde_json::from_str(line).unwrap();
         assert_eq!((known.by.as_str(), known.pass.as_str()), ("ring", name_of(Pass::ForwardBackward)));
         let names = ["forward", "backward", "full", "causal", "ring"];
         let keys = ["by", "pass", "heads_q", "heads_kv", "error_over_bound"];

@@ -158,8 +158,8 @@ mod tests {
     /// What the script says of its ways is what is read here, and both know the same names.
     #[test]
     fn ways_of_the_script_are_understood() {
-        let told = r#"{"by": "async-tp", "iterations": 4, "error": 2e-3, "error_over_bound": 0.2}"#;
-        let known: PeerResult = serde_json::from_str(told).unwrap();
+        let line = r#"{"by": "async-tp", "iterations": 4, "error": 2e-3, "error_over_bound": 0.2}"#;
+        let known: PeerResult = serde_json::from_str(line).unwrap();
         assert_eq!((known.by.as_str(), known.iterations), ("async-tp", 4));
         let names = GemmCollective::NAMES.map(|(name, _)| name);
         assert_strings("gemm_collective.py", names.into_iter().chain(["by", "iterations", "error"]));

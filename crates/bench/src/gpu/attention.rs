@@ -130,7 +130,7 @@ impl AttentionBench {
             reason: error.to_string(),
         })?;
         let mut case = BenchCase { bench: self, plan, passes: Vec::new() };
-        let program = lower_attention_forward(&case.plan, 0, &self.spec, POLICY, KeyBlocks::Suited);
+        let program = lower_attention_forward(&case.plan, 0, &self.spec, POLICY, KeyBlocks::Unaligned);
         case.add(BenchPass::Forward, program)?;
         Ok(case)
     }

@@ -165,7 +165,7 @@ fn on_ranks<M: Machine<Backend = CudaBackend> + Sync, R: Send>(
     })
 }
 
-/// Where all ranks meet, those of this process first.
+/// A barrier of all ranks, those of this process first.
 struct Gate<'a, M> {
     machine: &'a M,
     threads: Barrier,

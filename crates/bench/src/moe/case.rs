@@ -185,7 +185,7 @@ impl Case<'_> {
             x: tensors(in_features, kind == ExpertKind::Combine, 1),
             weight: random_tensor(shape.clone(), dtype, seed.wrapping_add(7)),
             dy: Some(tensors(out_features, kind == ExpertKind::Dispatch, 2)),
-            // So that the gradient of the first backward can be told.
+            // So that the gradient of the first backward can be distinguished.
             main_grad: match self.gradient() {
                 WeightGradient::Accumulated(into) => Some(HostTensor::zeros(shape, into)),
                 _ => None,
@@ -258,7 +258,7 @@ impl Case<'_> {
         for run in 0..WARM_UPS + self.arguments.iterations as usize {
             for turn in turns(run, 2 * variants.len()) {
                 let Variant { layer, runs, .. } = &mut variants[turn / 2];
-                layer.take_times(if turn % 2 == 0 { RunTimes::Operations } else { RunTimes::Whole });
+                layer.set_timing(if turn % 2 == 0 { RunTimes::Operations } else { RunTimes::Whole });
                 machine.barrier("a run")?;
                 let done = match pass {
                     BenchTpPass::Forward => layer.forward(&tensors.x)?,

@@ -1,4 +1,4 @@
-//! Ways of PyTorch whose runs take turns with ours: ranks of a script, each of which does what it is told and waits for the next word
+//! Ways of PyTorch whose runs take turns with ours: ranks of a script, each of which runs a command and waits for the next one
 //! (`benches/peers/common/turns.py`).
 
 use std::io::Write;
@@ -164,7 +164,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn ranks_run_what_they_are_told_and_the_slowest_counts() {
+    fn ranks_run_their_commands_and_the_slowest_counts() {
         let script = r#"while read line; do case "$line" in *case*) echo "[\"one\", \"two\"]";; *:1*) echo "[2.$RANK, 0.$RANK]";; *) echo [1, 1];; esac; done"#;
         let mut ranks = ranks(script, 3);
         let ways = ranks.prepare::<String>(&json!({ "mask": "full" })).unwrap();
@@ -216,7 +216,7 @@ serve(ways_of)
 ";
 
     #[test]
-    fn scripts_take_turns_as_they_are_told() {
+    fn scripts_are_interleaved_by_commands() {
         let script = Script::unpack("tensor_parallel.py").unwrap();
         let (peers, torch) = (script.peers(), script.peers().join("torch"));
         std::fs::create_dir(&torch).unwrap();

@@ -210,7 +210,7 @@ impl Case<'_> {
                     0 => (RunTimes::Operations, detailed),
                     _ => (RunTimes::Whole, whole),
                 };
-                layer.take_times(times);
+                layer.set_timing(times);
                 machine.barrier("a run")?;
                 let done = match pass {
                     BenchTpPass::Forward => layer.forward(&tensors.x)?,
@@ -238,7 +238,7 @@ impl Case<'_> {
         })
     }
 
-    /// So that the gradient of the first backward can be told.
+    /// So that the gradient of the first backward can be distinguished.
     fn zeros<M: Machine>(&self, layer: &Layer<M>) -> Result<Option<Sums<M>>, ExecError> {
         let LayerGradient::Accumulated(dtype) = self.gradient() else { return Ok(None) };
         let LinearSpec { out_features, in_features, has_bias, .. } = self.spec;
@@ -249,7 +249,7 @@ impl Case<'_> {
         }))
     }
 
-    /// Runs each pass once and compares a sample of all results with f64; and what tells these bits from others, by rank.
+    /// Runs each pass once and compares a sample of all results with f64; and what distinguishes these bits from others, by rank.
     fn check<M: Machine>(
         &self,
         layer: &mut Layer<M>,

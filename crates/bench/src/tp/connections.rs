@@ -19,7 +19,7 @@ const CONNECTIONS: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
 /// What such a process is not given, or in another variant.
 const LEFT_OUT: [&str; 4] = ["connections", "peers", "trace", "json"];
 
-/// What this process's driver was told.
+/// How many hardware queues this process's driver was given.
 pub(super) fn here() -> Option<u32> {
     std::env::var(CONNECTIONS).ok()?.parse().ok()
 }

@@ -16,7 +16,7 @@ pub(super) struct Measured {
     pub(super) passes: Vec<MeasuredPass>,
     /// The largest share of an element's bound, or what is wrong.
     pub(super) checked: Result<f64, String>,
-    /// What tells the results of each rank from others.
+    /// What distinguishes the results of each rank from others.
     pub(super) bits: Vec<u64>,
 }
 

@@ -154,8 +154,8 @@ mod tests {
     /// What the script says of its variants is what is read here, and both know the same names.
     #[test]
     fn ways_of_the_script_are_understood() {
-        let told = r#"{"by": "megatron", "pass": "backward", "error_over_bound": 0.3, "wide_addmm": true, "connections": "unset"}"#;
-        let known: PeerResult = serde_json::from_str(told).unwrap();
+        let line = r#"{"by": "megatron", "pass": "backward", "error_over_bound": 0.3, "wide_addmm": true, "connections": "unset"}"#;
+        let known: PeerResult = serde_json::from_str(line).unwrap();
         assert_eq!((known.by.as_str(), known.pass), ("megatron", BenchTpPass::Backward));
         assert_strings("tensor_parallel.py", ["column", "row", "replicated", "sequence_parallel"]);
         assert_strings("layers/passes.py", ["forward", "backward", "megatron", "async_tp"]);

@@ -21,7 +21,7 @@ pub(super) struct Row {
     pub(super) shape: [usize; 3],
     pub(super) ranks: usize,
     pub(super) device: String,
-    /// Hardware queues that the driver was told to use; `None` where it was told nothing.
+    /// Hardware queues that the driver was given; `None` where it was left to its default.
     pub(super) connections: Option<u32>,
     /// What was asked for: a policy, or `auto`.
     pub(super) overlap: String,

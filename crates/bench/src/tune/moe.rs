@@ -35,8 +35,8 @@ fn tune(arguments: &TuneMoeArguments, ranks: &BenchRanks) -> Result<(), CliError
         }
         Ok(())
     })?;
-    let told = file.map(|file| format!("\nkept in {}\n", shown(file.path())));
-    rows.end(&told.unwrap_or_default(), WRONG)
+    let kept = file.map(|file| format!("\nkept in {}\n", shown(file.path())));
+    rows.end(&kept.unwrap_or_default(), WRONG)
 }
 
 /// Each way once: a pass of fewer ways than the other was tried in some of them again.

@@ -40,7 +40,7 @@ pub(crate) fn any(without: &Division, spec: &AttentionSpec, config: &PlanConfig)
 }
 
 /// The division of `mask` for these owners; or, where rows that are away make it better, the best one for them or for those
-/// that `redispatch` finds, knowing which query rows are away. Ways in more than [`MOST_PIECES`] pieces are passed over, and told of.
+/// that `redispatch` finds, knowing which query rows are away. Ways in more than [`MOST_PIECES`] pieces are passed over, and counted.
 pub(crate) fn choose(
     mask: &Mask,
     spec: &AttentionSpec,

@@ -92,14 +92,14 @@ impl GroupSearcher {
     pub fn exhaustive<C: PassClock>(
         &self,
         clock: &mut C,
-        mut told: impl FnMut(SearchStep),
+        mut report: impl FnMut(SearchStep),
     ) -> Result<(LinearPlan, f64), C::Error> {
         let waves = self.waves()?;
         let all = compositions(waves, self.most_groups).count();
         let mut best: Option<(LinearPlan, f64)> = None;
         for (done, groups) in compositions(waves, self.most_groups).enumerate() {
             let plan = self.of_waves(&groups)?;
-            told(SearchStep { what: format!("groups of {:?} waves", groups), done, all });
+            report(SearchStep { what: format!("groups of {:?} waves", groups), done, all });
             let seconds = clock.pass(&plan)?;
             if best.as_ref().is_none_or(|(_, least)| seconds < *least) {
                 best = Some((plan, seconds));
@@ -112,8 +112,8 @@ impl GroupSearcher {
 
     /// Times products and collectives of some sizes by themselves, has the fastest groups follow from these times, and tries
     /// them: one group and [`trials`](Self::trials) more sequences at most. What the parts take from each other shows in a trial only,
-    /// so each one corrects what is expected of the sequences left; and of what no time of a part tells, neighbours of the fastest so
-    /// far know most, so every second trial is the best of these. Returns the fastest that was tried, with its seconds. Who is `told` of a
+    /// so each one corrects what is expected of the sequences left; and of what no time of a part shows, neighbours of the fastest so
+    /// far know most, so every second trial is the best of these. Returns the fastest that was tried, with its seconds. Who is given (`report`) a
     /// trial may break the search off before it; of other steps what he answers does not count.
     ///
     /// # Errors
@@ -121,14 +121,14 @@ impl GroupSearcher {
     pub fn predictive<C: PassClock>(
         &self,
         clock: &mut C,
-        mut told: impl FnMut(SearchStep) -> ControlFlow<()>,
+        mut report: impl FnMut(SearchStep) -> ControlFlow<()>,
     ) -> Result<(LinearPlan, f64), C::Error> {
         let costs = self.costs(clock, &mut |step| {
-            let _ = told(step);
+            let _ = report(step);
         })?;
         let whole = self.plan(WaveGroups::Fixed(1))?;
-        let mut tell = |what, done| told(SearchStep { what, done, all: self.trials + 1 });
-        let _ = tell("one group".to_owned(), 0);
+        let mut step = |what, done| report(SearchStep { what, done, all: self.trials + 1 });
+        let _ = step("one group".to_owned(), 0);
         let mut best = (whole.clone(), clock.pass(&whole)?);
         let Some(mut costs) = costs else { return Ok(best) };
         let mut fastest = vec![costs.waves()];
@@ -138,7 +138,7 @@ impl GroupSearcher {
             let near = || untried(&costs, self.neighbours(&fastest), &tried, best.1);
             let next = if trial % 2 == 1 { expected().or_else(near) } else { near().or_else(expected) };
             let Some(groups) = next else { break };
-            if tell(format!("groups of {groups:?} waves"), trial).is_break() {
+            if step(format!("groups of {groups:?} waves"), trial).is_break() {
                 break;
             }
             let plan = self.of_waves(&groups)?;
@@ -173,7 +173,7 @@ impl GroupSearcher {
     fn costs<C: PassClock>(
         &self,
         clock: &mut C,
-        told: &mut impl FnMut(SearchStep),
+        report: &mut impl FnMut(SearchStep),
     ) -> Result<Option<PassCosts>, C::Error> {
         let whole = self.plan(WaveGroups::Fixed(1))?;
         let rows = whole.tokens_of(0).len();
@@ -188,23 +188,23 @@ impl GroupSearcher {
         let has_after = self.direction == (LinearDirection::Backward { weight_gradient: true });
         let others = usize::from(collective != GemmCollective::AllReduce) + usize::from(has_after);
         let (mut done, mut all) = (0, 2 * sizes.len() + others);
-        let mut tell = |what: String, more: usize| {
+        let mut step = |what: String, more: usize| {
             all += more;
-            told(SearchStep { what, done, all });
+            report(SearchStep { what, done, all });
             done += 1;
         };
         let (mut product, mut travel, mut back) = (Curve::default(), Curve::default(), Curve::default());
         for size in sizes.iter().map(|size| size * owners) {
-            tell(format!("a product of {size} rows"), 0);
+            step(format!("a product of {size} rows"), 0);
             product.add(size, clock.product(size)?);
         }
         let between = product.unknown(self.wave.max(1) * owners);
         for (index, &size) in between.iter().enumerate() {
-            tell(format!("a product of {size} rows"), if index == 0 { between.len() } else { 0 });
+            step(format!("a product of {size} rows"), if index == 0 { between.len() } else { 0 });
             product.add(size, clock.product(size)?);
         }
         for &size in &sizes {
-            tell(format!("a collective of {size} rows"), 0);
+            step(format!("a collective of {size} rows"), 0);
             let [there, home] = clock.travel(size)?;
             travel.add(size, there);
             back.add(size, home);
@@ -212,18 +212,18 @@ impl GroupSearcher {
         let mut join = 0.0;
         match collective {
             GemmCollective::AllGather => {
-                tell("a product of a rank's own rows".to_owned(), 0);
+                step("a product of a rank's own rows".to_owned(), 0);
                 product.add(rows, clock.product(rows)?);
             }
             GemmCollective::ReduceScatter => {
-                tell("putting groups together".to_owned(), 0);
+                step("putting groups together".to_owned(), 0);
                 join = clock.join()?;
             }
             GemmCollective::AllReduce => {}
         }
         let mut after = 0.0;
         if has_after {
-            tell("the gradient of the weight".to_owned(), 0);
+            step("the gradient of the weight".to_owned(), 0);
             after = clock.after()?;
         }
         let curves = PassCurves {

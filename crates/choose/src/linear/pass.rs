@@ -94,7 +94,9 @@ impl LinearPass {
             PassOverlap::Sequential | PassOverlap::Fused => {
                 (WaveGroups::Fixed(1), self.alone(overlap, cost)?)
             }
-            PassOverlap::Beside => (WaveGroups::Fixed(self.groups_beside(cost)), self.alone(overlap, cost)?),
+            PassOverlap::CopyEngine => {
+                (WaveGroups::Fixed(self.groups_beside(cost)), self.alone(overlap, cost)?)
+            }
             PassOverlap::Concurrent
             | PassOverlap::Barrier(_)
             | PassOverlap::Margin(_)
@@ -212,7 +214,7 @@ impl LinearPass {
                 let first = f64::max(fused, product - product / ranks + last) * SLOWER_FUSED;
                 Some(f64::max(first + HELD_UP * inputs[1], inputs[1]) + beside)
             }
-            PassOverlap::Beside if sums[1] > 0.0 && weight_gradient > 0.0 => {
+            PassOverlap::CopyEngine if sums[1] > 0.0 && weight_gradient > 0.0 => {
                 let first = f64::max(product * if inputs[1] > 0.0 { SLOWER_BESIDE } else { 1.0 }, inputs[1]);
                 Some(first + f64::max(weight_gradient * SLOWER_BESIDE, sums[1] / parts.groups() as f64))
             }
@@ -220,7 +222,7 @@ impl LinearPass {
         }
     }
 
-    /// Groups of tokens in which it is best run [`PassOverlap::Beside`]: what does not fit under the gradient of the weight begins under the
+    /// Groups of tokens in which it is best run [`PassOverlap::CopyEngine`]: what does not fit under the gradient of the weight begins under the
     /// product of `dx`.
     fn groups_beside(&self, cost: &CostModel) -> usize {
         self.collective().map_or(1, |collective| self.parts(collective, cost).groups())
@@ -294,7 +296,7 @@ mod tests {
 
     use super::*;
 
-    const WAYS: [PassOverlap; 3] = [PassOverlap::Sequential, PassOverlap::Fused, PassOverlap::Beside];
+    const WAYS: [PassOverlap; 3] = [PassOverlap::Sequential, PassOverlap::Fused, PassOverlap::CopyEngine];
 
     fn fastest(pass: LinearPass, ways: &[PassOverlap]) -> PassOverlap {
         pass.fastest(ways, &CostModel::H200).unwrap().0
@@ -324,7 +326,7 @@ mod tests {
         for activations in [Activations::Replicated, Activations::SequenceParallel] {
             for shape in [[2048, 12288, 12288], [8192, 8192, 7168], [16384, 8192, 7168]] {
                 let found = fastest(pass(LinearKind::Column, activations, BACKWARD, shape), &WAYS);
-                assert_eq!(found, PassOverlap::Beside, "{activations:?} {shape:?}");
+                assert_eq!(found, PassOverlap::CopyEngine, "{activations:?} {shape:?}");
             }
             let frozen = LinearDirection::Backward { weight_gradient: false };
             let found = pass(LinearKind::Column, activations, frozen, [8192, 8192, 7168]);
@@ -354,7 +356,7 @@ mod tests {
         for activations in [Activations::Replicated, Activations::SequenceParallel] {
             for shape in [[2048, 12288, 12288], [8192, 8192, 7168], [16384, 8192, 7168]] {
                 let backward = pass(LinearKind::Column, activations, BACKWARD, shape);
-                assert_eq!(backward.fastest(&ways, &cost).unwrap().0, PassOverlap::Beside, "{shape:?}");
+                assert_eq!(backward.fastest(&ways, &cost).unwrap().0, PassOverlap::CopyEngine, "{shape:?}");
                 let forward = pass(LinearKind::Row, activations, LinearDirection::Forward, shape);
                 assert_eq!(forward.fastest(&ways, &cost).unwrap().0, PassOverlap::Fused, "{shape:?}");
             }
@@ -368,11 +370,11 @@ mod tests {
             let pass =
                 pass(LinearKind::Column, Activations::SequenceParallel, BACKWARD, [tokens, 8192, 7168]);
             assert_eq!(pass.seconds(PassOverlap::Fused, &CostModel::H200).is_some(), fits, "{tokens}");
-            assert!(pass.seconds(PassOverlap::Beside, &CostModel::H200).is_some());
+            assert!(pass.seconds(PassOverlap::CopyEngine, &CostModel::H200).is_some());
         }
     }
 
-    /// A machine without copy engines or kernels that meet has what it has.
+    /// A machine without copy engines or kernels with device-side barriers has what it has.
     #[test]
     fn only_what_a_machine_has_is_chosen() {
         let pass = pass(LinearKind::Column, Activations::Replicated, BACKWARD, [8192, 8192, 7168]);
@@ -415,7 +417,7 @@ mod tests {
     fn engines_take_what_the_link_takes() {
         let pass = pass(LinearKind::Column, Activations::Replicated, BACKWARD, [8192, 8192, 7168]);
         let mut cost = CostModel::H200;
-        let seconds = |cost: &CostModel| pass.seconds(PassOverlap::Beside, cost).unwrap();
+        let seconds = |cost: &CostModel| pass.seconds(PassOverlap::CopyEngine, cost).unwrap();
         let fast = seconds(&cost);
         cost.link.bytes_per_second = 25e9;
         let bytes = 3.0 * 2048.0 * 8192.0 * 2.0;

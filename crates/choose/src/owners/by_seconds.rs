@@ -10,7 +10,7 @@ use counterpoint_plan::{
     AttentionSpec, ChunkWork, Dispatch, Division, Owners, PlanError, Planning, RankOutline, StageCuts,
 };
 
-use super::affinity::{Effort, Prices, Reach, Search, settle, settles};
+use super::affinity::{Effort, Prices, Reach, Search, is_searched, local_search};
 use crate::closed_form::{Direction, StagePrediction, busier_rows, makespan};
 use crate::config::{DispatchAlgorithm, PlanConfig};
 use crate::receive_layers::most_layers;
@@ -63,7 +63,7 @@ fn by_seconds_with(
     let &Problem { mask, spec, config, planning } = problem;
     if config.dispatch != DispatchAlgorithm::Affinity
         || config.cost.tiles.is_none()
-        || !settles(work, &dispatch)
+        || !is_searched(work, &dispatch)
     {
         return Ok(dispatch);
     }
@@ -99,7 +99,8 @@ fn by_seconds_with(
                 chunks.fold(seconds[rank], |rest, chunk| [0, 1].map(|at| rest[at] - chunk[at]))
             })
             .collect();
-        let next = settle(work, &reach, &prices, (Search::Downhill, effort), dispatch.clone(), planning);
+        let next =
+            local_search(work, &reach, &prices, (Search::Downhill, effort), dispatch.clone(), planning);
         if next == dispatch {
             break;
         }
@@ -114,7 +115,7 @@ fn by_seconds_with(
     Ok(best)
 }
 
-/// The first search. Chunks that are dear in one direction mostly are in the other: what tells them apart is left to schedules.
+/// The first search. Chunks that are dear in one direction mostly are in the other: what distinguishes them is left to schedules.
 fn by_chunks(
     effort: Effort,
     work: &ChunkWork,
@@ -125,7 +126,7 @@ fn by_chunks(
 ) -> Dispatch {
     let both = prices.chunks.iter().map(|price| [0, price[0] + price[1]]).collect();
     let prices = Prices { chunks: both, ..prices.clone() };
-    settle(work, reach, &prices, (Search::Wide, effort), dispatch, planning)
+    local_search(work, reach, &prices, (Search::Wide, effort), dispatch, planning)
 }
 
 /// What makes a forward of all chunks as long as their backward.

@@ -1,4 +1,4 @@
-//! What tuned passes of layers of experts are told apart by.
+//! What tuned passes of layers of experts are distinguished by.
 
 use counterpoint_plan::{DType, ExpertKind, ExpertSpec, Routing, Topology};
 use serde::{Deserialize, Serialize};

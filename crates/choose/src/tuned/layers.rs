@@ -1,4 +1,4 @@
-//! What tuned passes of linear layers are told apart by.
+//! What tuned passes of linear layers are distinguished by.
 
 use counterpoint_cost::ProblemSize;
 use counterpoint_plan::{DType, GemmCollective, LinearDirection, LinearSpec, Topology};

@@ -10,6 +10,7 @@ use counterpoint_schedule::{GradientReduction, RankTransport};
 
 use crate::case::{Case, SEED, Sizes};
 use crate::ratios::Ratios;
+use crate::record::record;
 
 #[test]
 fn none_that_is_offered_is_predicted_faster() {
@@ -72,5 +73,9 @@ fn check(cases: u64, sizes: Sizes) {
     println!("chosen: {chosen:?}");
     println!("chosen over each that is offered: {}", best.text());
     println!("always affinity over chosen: {}", old.text());
+    if sizes.most_ranks > 16 {
+        let rows = [("always affinity over chosen", &old), ("chosen over each that is offered", &best)];
+        record("dispatch", cases, &rows);
+    }
     assert!(best.worst().0 <= 1.01, "{:?}", best.worst());
 }

@@ -15,6 +15,7 @@ use rand_chacha::ChaCha8Rng;
 
 use crate::case::SEED;
 use crate::ratios::Ratios;
+use crate::record::record;
 
 /// Equal groups that are offered beside the chosen ones.
 const EQUAL: [usize; 6] = [1, 2, 3, 4, 8, 16];
@@ -171,6 +172,14 @@ fn check(cases: u64) {
     println!("the same by what was measured of kernels that take multiprocessors: {}", best.text());
     for (way, ratios) in &by_way {
         println!("  {way}: {}", ratios.text());
+    }
+    if cases >= 500 {
+        let rows = [
+            ("chosen over sequential", &sequential),
+            ("chosen over the least of all that is offered", &all),
+            ("the same, as SMs were measured to count", &best),
+        ];
+        record("linear", cases, &rows);
     }
     assert!(best.worst().0 <= 1.01, "{:?}", best.worst());
 }

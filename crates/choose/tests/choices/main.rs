@@ -10,5 +10,6 @@ mod hosting;
 mod linear;
 mod policies;
 mod ratios;
+mod record;
 mod side_by_side;
 mod traffic;

@@ -8,6 +8,7 @@ use counterpoint_schedule::{GradientReduction, OverlapPolicy, RankTransport, Wor
 
 use crate::case::{Case, SEED, Sizes};
 use crate::ratios::Ratios;
+use crate::record::record;
 
 /// Policies that users can name, chosen from or not, and that neither a variable of the process nor what a driver can (a partition) must
 /// be there for.
@@ -41,7 +42,7 @@ fn none_that_runs_is_predicted_faster() {
 #[test]
 #[ignore = "takes minutes"]
 fn none_that_runs_is_predicted_faster_at_any_size() {
-    check(200, Sizes { most_ranks: 64, most_tokens: 1 << 20 });
+    check(500, Sizes { most_ranks: 64, most_tokens: 1 << 20 });
 }
 
 fn check(cases: u64, sizes: Sizes) {
@@ -89,6 +90,15 @@ fn check(cases: u64, sizes: Sizes) {
     for (pass, ratios) in ["forward", "backward"].iter().zip(&concurrent) {
         println!("{pass}, always concurrent over chosen: {}", ratios.text());
     }
+    if sizes.most_ranks > 16 {
+        let rows = [
+            ("always concurrent over chosen, forward", &concurrent[0]),
+            ("always concurrent over chosen, backward", &concurrent[1]),
+            ("chosen over sequential", &sequential),
+            ("chosen over each that runs", &best),
+        ];
+        record("policy", cases, &rows);
+    }
     assert!(sequential.worst().0 <= 1.0, "{:?}", sequential.worst());
-    assert!(best.worst().0 <= 1.02, "{:?}", best.worst());
+    assert!(best.worst().0 <= 1.01, "{:?}", best.worst());
 }

@@ -177,7 +177,7 @@ fn dense_masks_move_keys_only() {
 }
 
 #[test]
-fn a_summary_tells_both_exchanges() {
+fn a_summary_has_both_exchanges() {
     let mask = few_queries();
     let plan = plan_mask(&mask, &SPEC, &config(8, QueryExchange::Auto)).unwrap();
     let summary = PlanSummary::new(&plan, &mask, &SPEC, 0.0);

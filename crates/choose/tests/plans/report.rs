@@ -248,7 +248,7 @@ fn the_cache_is_bounded_and_goes_by_content() {
 }
 
 #[test]
-fn fingerprints_tell_the_three_plans_of_a_mask_apart() {
+fn fingerprints_distinguish_the_three_plans_of_a_mask() {
     let mask = causal(300);
     let config = PlanConfig { chunk_size: Some(16), ..PlanConfig::new(4) };
     let on = |config: &PlanConfig, by: &PlanConfig| {

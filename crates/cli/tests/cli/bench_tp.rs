@@ -86,7 +86,7 @@ fn a_table_has_a_line_for_each() {
     assert_eq!(ran.stdout.lines().filter(|line| line.starts_with(" row ")).count(), 2 * 2, "{}", ran.stdout);
 }
 
-/// Each number of hardware queues has a process and the same cases, and every case is told how far they are apart.
+/// Each number of hardware queues has a process and the same cases, and every case says how far they are apart.
 #[test]
 fn numbers_of_hardware_queues_are_measured_in_turn() {
     let folder = Folder::new();
@@ -97,8 +97,8 @@ fn numbers_of_hardware_queues_are_measured_in_turn() {
     assert_eq!(queues, [1, 1, 8, 8]);
     assert_eq!((&rows[0]["policy"], &rows[1]["policy"]), (&rows[2]["policy"], &rows[3]["policy"]));
     let text = folder.run(command).ok().stdout;
-    let told = |line: &&str| line.starts_with(" row forward replicated 64:16:16 concurrent ");
-    assert_eq!(text.lines().filter(told).count(), 2, "{text}");
+    let said = |line: &&str| line.starts_with(" row forward replicated 64:16:16 concurrent ");
+    assert_eq!(text.lines().filter(said).count(), 2, "{text}");
 }
 
 /// In place of PyTorch's ranks: one way of each layer's forward, which takes as long as this.

@@ -65,13 +65,13 @@ fn packages_of_python_are_searched() {
     let found = document(&[CACHE, ("COUNTERPOINT_NVRTC_DIR", bare.to_str().unwrap())]);
     let missing = found["missing"].as_array().unwrap().iter().find(|missing| missing["what"] == "NVRTC");
     let found_builtins = !elsewhere["nvrtc"].is_null();
-    let told =
+    let said =
         missing.is_some_and(|missing| missing["remedy"].as_str().unwrap().contains("libnvrtc-builtins"));
-    assert!(told || found_builtins, "{found}");
+    assert!(said || found_builtins, "{found}");
 }
 
 #[test]
-fn a_python_that_fails_is_told() {
+fn a_python_that_fails_is_named() {
     let folder = Folder::new();
     let path = folder.with_python("#!/bin/sh\necho broken installation >&2\nexit 3\n");
     let variables = [CACHE, ("COUNTERPOINT_NCCL_DIR", ""), ("PATH", path.as_str())];
@@ -97,7 +97,7 @@ fn every_variable_is_listed() {
     }
 }
 
-/// What the job was started with is told, each with what to do.
+/// What the job was started with is printed, each with what to do.
 #[test]
 fn variables_of_the_job_are_judged() {
     let folder = Folder::new();

@@ -254,7 +254,7 @@ fn one_of_a_thing_has_no_plural() {
     }
 }
 
-/// What a device refuses is told. (A reader that has gone is no error.)
+/// What a device refuses is an error. (A reader that has gone is no error.)
 #[test]
 fn a_document_that_cannot_be_delivered_is_an_error() {
     let folder = Folder::new();

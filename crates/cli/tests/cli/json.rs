@@ -125,7 +125,7 @@ fn every_schema_is_documented() {
     let quoted =
         SCHEMAS.split('"').filter(|text| text.starts_with("counterpoint.") && !text.contains(['{', ' ']));
     let mut schemas: Vec<&str> = quoted.chain([counterpoint_mask_schema()]).collect();
-    // One process of a selftest tells another.
+    // One process of a selftest sends it to another.
     schemas.retain(|schema| *schema != "counterpoint.selftest-part/1");
     schemas.sort_unstable();
     schemas.dedup();

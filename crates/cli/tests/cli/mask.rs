@@ -9,7 +9,7 @@ fn prints_json_and_a_picture() {
     let json: serde_json::Value = serde_json::from_str(json).unwrap();
     assert_eq!(json["slices"], serde_json::json!([{"q": [0, 16], "k": [0, 16], "type": "causal"}]));
     assert!(picture.contains('█') && picture.contains('·'), "{picture}");
-    assert!(picture.contains("136"), "the area is told: {picture}");
+    assert!(picture.contains("136"), "the area is printed: {picture}");
     assert_eq!(ran.stderr, "");
 }
 

@@ -131,12 +131,12 @@ fn fixed_stages_and_few_chunks() {
 #[test]
 fn more_chunks_than_a_plan_takes() {
     let folder = Folder::new();
-    let told = ["chunk_size 1 cuts 4194304 rows into 4194304 chunks", "at least 4"];
-    folder.refuses("plan --mask causal:4M --cp-size 2 --chunk-size 1", &told);
+    let said = ["chunk_size 1 cuts 4194304 rows into 4194304 chunks", "at least 4"];
+    folder.refuses("plan --mask causal:4M --cp-size 2 --chunk-size 1", &said);
     // A development build says so on stderr before it measures.
     let ran = folder.run("bench plan --mask causal:4M --cp-size 2 --chunk-size 1");
     assert_eq!((ran.status, ran.stdout.as_str()), (2, ""));
-    assert!(told.iter().all(|word| ran.stderr.contains(word)), "{}", ran.stderr);
+    assert!(said.iter().all(|word| ran.stderr.contains(word)), "{}", ran.stderr);
 }
 
 #[test]
@@ -221,11 +221,11 @@ fn bench_plan_checks_and_prints_rows() {
 }
 
 #[test]
-fn ranks_that_own_nothing_are_told_of() {
+fn ranks_that_own_nothing_are_named() {
     let folder = Folder::new();
     let line = "plan --mask causal:1k --cp-size 4 --json --chunk-size";
-    let told = folder.run(&format!("{line} 512")).ok().stderr;
-    assert!(told.contains("2 of 4 ranks own no rows: there are 2 chunks of 512 rows"), "{told}");
+    let said = folder.run(&format!("{line} 512")).ok().stderr;
+    assert!(said.contains("2 of 4 ranks own no rows: there are 2 chunks of 512 rows"), "{said}");
     assert_eq!(folder.run(&format!("{line} 256")).ok().stderr, "");
 }
 
@@ -391,7 +391,7 @@ fn many_ranks_have_the_figures_of_their_plan() {
 /// Within a gigabyte of address space, and so of memory: figures of 16M tokens on 4,096 ranks are made within 15 s of one core; pieces
 /// of many ranks are refused with both figures.
 #[test]
-fn memory_is_foretold() {
+fn memory_is_predicted() {
     let run = |arguments: &str| {
         let limited = format!(
             "ulimit -v 1000000; ulimit -t 15; exec {} {arguments}",

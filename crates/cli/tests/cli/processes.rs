@@ -67,7 +67,7 @@ impl Job {
         assert!(Command::new("kill").args([signal, &id]).status().unwrap().success());
     }
 
-    /// Waits until every process has connections to the others: the names of its threads tell.
+    /// Waits until every process has connections to the others: the names of its threads say.
     fn wait_until_connected(&self) {
         let connected = |process: &Child| {
             let tasks = std::fs::read_dir(format!("/proc/{}/task", process.id()));
@@ -75,7 +75,7 @@ impl Job {
             names.filter_map(|name| std::fs::read_to_string(name).ok()).any(|name| name.contains(" from "))
         };
         while !self.processes.iter().all(connected) {
-            assert!(self.began.elapsed() < SOON, "the ranks have not met");
+            assert!(self.began.elapsed() < SOON, "the ranks have not joined");
             std::thread::sleep(Duration::from_millis(5));
         }
     }
@@ -165,7 +165,7 @@ fn the_number_of_processes_must_be_that_of_ranks() {
 }
 
 #[test]
-fn ranks_that_were_given_different_things_are_told_so() {
+fn ranks_that_were_given_different_things_are_refused() {
     let folder = Folder::new();
     folder.write("0.st", safetensors(&qkv(Dtype::F32, 64, 4, 2, 16)));
     folder.write("1.st", safetensors(&qkv(Dtype::F32, 64, 4, 2, 32)));
@@ -236,7 +236,7 @@ fn a_rank_that_is_killed_at_any_time_ends_all_and_is_named() {
         let folder = Folder::new();
         let line = format!("{PROBLEM} --cp-size 3 {SLOW} --limit 40 --output out.st");
         let job = Job::start(&folder, &line, 3);
-        // From before the ranks have met to the middle of the forward.
+        // From before the ranks have joined to the middle of the forward.
         if round > 1 {
             job.wait_until_connected();
         }
@@ -245,7 +245,7 @@ fn a_rank_that_is_killed_at_any_time_ends_all_and_is_named() {
         let ended = job.end(SOON);
         assert_eq!(ended[victim].status, None, "killed");
         for (rank, ended) in ended.iter().enumerate().filter(|(rank, _)| *rank != victim) {
-            // The first strike before all have met: who comes to nobody says so.
+            // The first strike before all have joined: who comes to nobody says so.
             ended.is_error(1, &["rank"]);
             if round > 1 {
                 let (named, doing) = (format!("rank {victim} is gone"), format!("rank {rank} meanwhile:"));
@@ -316,7 +316,7 @@ fn peaks(job: &mut Job) -> Vec<u64> {
 /// Tensors twice, once in global order and once on the ranks, is what the check of memory counts; beside them each process has its code
 /// and what it takes for itself.
 #[test]
-fn processes_take_the_memory_that_is_foretold() {
+fn processes_take_the_memory_that_is_predicted() {
     let folder = Folder::new();
     folder.write("lengths", "64\n".repeat(128));
     let (tokens, heads, head_dim, ranks) = (64 * 128, 8, 128, 3);
@@ -326,10 +326,10 @@ fn processes_take_the_memory_that_is_foretold() {
     let mut job = Job::start(&folder, &line, ranks);
     let peaks = peaks(&mut job);
     assert!(job.end(SOON).iter().all(|rank| rank.status == Some(0)));
-    let foretold = 2 * 4 * tokens * heads * head_dim * 4;
+    let predicted = 2 * 4 * tokens * heads * head_dim * 4;
     let beside = 60 << 20;
     let all: u64 = peaks.iter().sum();
-    assert!(all < foretold + ranks as u64 * beside, "{peaks:?}, foretold {foretold}");
+    assert!(all < predicted + ranks as u64 * beside, "{peaks:?}, predicted {predicted}");
 }
 
 #[test]
@@ -379,7 +379,7 @@ fn a_run_over_a_slow_network_takes_what_is_predicted() {
         let mut ratios = Vec::new();
         while ratios.last().is_none_or(|ratio: &f64| (ratio - 1.0).abs() > 0.15) {
             ratios.push(ratio());
-            // The network is never faster than it is told to be; a machine that does much else may be slow once, or twice.
+            // The network is never faster than it is set to be; a machine that does much else may be slow once, or twice.
             assert!(ratios.iter().all(|ratio| *ratio > 0.85) && ratios.len() < 6, "{network}: {ratios:?}");
         }
     }

@@ -36,15 +36,15 @@ fn it_says_how_far_it_is_while_it_runs() {
         .spawn()
         .unwrap();
     let stderr = std::io::BufReader::new(selftest.stderr.take().unwrap());
-    let mut told =
+    let mut progress =
         std::io::BufRead::lines(stderr).map(Result::unwrap).filter(|line| line.starts_with("selftest, "));
     let made = |line: &str| -> usize {
         let (_, rest) = line.split_once(" s: ").unwrap();
         rest.split_once(" check").unwrap().0.replace(',', "").parse().unwrap()
     };
-    let first = told.next().unwrap();
+    let first = progress.next().unwrap();
     // Of checks that a process has made and not yet handed over; a busy machine makes few of them in a few seconds.
-    let later = told.by_ref().take(40).find(|line| made(line) > made(&first));
+    let later = progress.by_ref().take(40).find(|line| made(line) > made(&first));
     selftest.kill().unwrap();
     selftest.wait().unwrap();
     let later = later.unwrap_or_else(|| panic!("nothing more than {first}"));

@@ -1,4 +1,4 @@
-//! `counterpoint simulate`: what it tells, where it writes, and what it refuses.
+//! `counterpoint simulate`: what it prints, where it writes, and what it refuses.
 
 use serde_json::Value;
 
@@ -28,7 +28,7 @@ fn a_linear_layer_under_every_policy() {
     assert!(trace["traceEvents"].as_array().unwrap().len() > 50);
     let page = String::from_utf8(folder.read("page.html")).unwrap();
     assert!(page.contains("kernel-barrier") && page.contains("id=\"timeline\"") && !page.contains("https:"));
-    // Groups are told, and may be given.
+    // Groups are printed, and may be given.
     let given = folder.run(&format!("{LINEAR} --tp-size 8 --json --groups 512+256+256")).ok().json();
     assert_eq!(given["setup"]["groups"], "512+256+256");
 }

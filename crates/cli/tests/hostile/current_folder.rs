@@ -77,7 +77,7 @@ fn nothing_of_the_current_folder_is_used() {
             });
             assert!(!foreign, "{case:?}: {document}");
         }
-        // What was tried is told where nothing was found.
+        // What was tried is named where nothing was found.
         let missing = document["missing"].to_string();
         assert!(!missing.contains("\"lib64") && !missing.contains("./lib"), "{case:?}: {document}");
         assert!(!missing.contains(here.to_str().unwrap()), "{case:?}: {document}");

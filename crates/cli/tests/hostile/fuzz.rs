@@ -30,7 +30,8 @@ fn campaign(least: u64, case: impl Fn(&mut StdRng) -> Outcome) {
     let began = Instant::now();
     let mut number = 0;
     while number < least || began.elapsed() < budget {
-        case(&mut StdRng::seed_from_u64(seed + number)).is_told(&format!("SEED={}", seed + number));
+        case(&mut StdRng::seed_from_u64(seed + number))
+            .ends_with_a_sentence(&format!("SEED={}", seed + number));
         number += 1;
     }
     println!("seeds {seed} to {}", seed + number - 1);
@@ -73,17 +74,17 @@ fn run(folder: &Folder, limits: Option<&str>, arguments: &[OsString]) -> Outcome
 
 impl Outcome {
     /// It ended by itself, with a status that the guide lists, and said why where it did nothing.
-    fn is_told(&self, seed: &str) {
+    fn ends_with_a_sentence(&self, seed: &str) {
         let (stdout, stderr) = (String::from_utf8_lossy(&self.stdout), String::from_utf8_lossy(&self.stderr));
-        let told =
+        let case =
             || format!("{seed}: {}\nstatus {:?}, signal {:?}\n{stderr}", self.what, self.status, self.signal);
-        assert!(matches!(self.status, Some(0..=3)), "{}", told());
+        assert!(matches!(self.status, Some(0..=3)), "{}", case());
         let errors = stderr.lines().filter(|line| line.starts_with("error: ")).count();
-        assert_eq!(errors, usize::from(self.status != Some(0)), "{}", told());
-        assert!(!stderr.contains("panicked") && !stderr.contains("this is a bug"), "{}", told());
-        assert!(!self.changed, "files changed; {}", told());
+        assert_eq!(errors, usize::from(self.status != Some(0)), "{}", case());
+        assert!(!stderr.contains("panicked") && !stderr.contains("this is a bug"), "{}", case());
+        assert!(!self.changed, "files changed; {}", case());
         for text in [&stdout, &stderr] {
-            assert!(!text.chars().any(|c| c != '\n' && c.is_control()), "{}\n{text:?}", told());
+            assert!(!text.chars().any(|c| c != '\n' && c.is_control()), "{}\n{text:?}", case());
         }
     }
 }
@@ -314,7 +315,7 @@ fn files() {
     });
 }
 
-/// With less memory than is needed, and with hardly enough: refused, or told.
+/// With less memory than is needed, and with hardly enough: refused, or an error.
 #[test]
 fn limits_on_memory() {
     // Below that the system's loader refuses the program, or the language's start ends it.

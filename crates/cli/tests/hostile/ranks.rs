@@ -16,7 +16,7 @@ use crate::support::{Folder, qkv, safetensors};
 const SOON: Duration = Duration::from_secs(40);
 const SEED: u64 = 19;
 
-/// Where a job meets, and what its ranks are given beside torchrun's variables.
+/// The rendezvous of a job, and what its ranks are given beside torchrun's variables.
 #[derive(Clone)]
 struct Place {
     host: String,
@@ -228,7 +228,7 @@ fn a_rank_with_another_secret_is_of_no_use() {
     Ranks::start(both).end(SOON).iter().for_each(ProcessEnd::is_well);
 }
 
-/// The reason outlasts what answered: a rank that looks on after a stranger has left still says whom it met.
+/// The reason outlasts what answered: a rank that looks on after a stranger has left still says who it was.
 #[test]
 fn a_stranger_that_left_is_still_named() {
     let folder = Folder::new();
@@ -418,7 +418,7 @@ fn own_address() -> Option<IpAddr> {
 }
 
 #[test]
-fn ranks_meet_at_this_hosts_own_address() {
+fn ranks_join_at_this_hosts_own_address() {
     let Some(address) = own_address() else {
         println!("this machine has no address but the loopback");
         return;

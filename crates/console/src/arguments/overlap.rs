@@ -72,7 +72,7 @@ pub fn of_passes(text: &str) -> Result<PassOverlaps, String> {
 /// A list; of an entry that names one pass alone the other is `auto`.
 pub fn of_passes_list(text: &str) -> Result<OverlapList, String> {
     let mut list: Vec<PassOverlaps> = Vec::new();
-    // The pass that the last entry may still be told.
+    // The pass that the last entry may still be given.
     let mut open = None;
     for word in text.split(',') {
         let (pass, policy) = match word.split_once('=') {

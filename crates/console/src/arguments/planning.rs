@@ -55,7 +55,7 @@ impl PlanningArguments {
         }
     }
 
-    /// When queries travel in `plan`, as it is told: nobody asked for what was looked at and not taken.
+    /// When queries travel in `plan`, as it is printed: nobody asked for what was looked at and not taken.
     pub fn query_exchange_in(&self, plan: &Plan, deterministic: bool) -> QueryExchange {
         match (self.query_exchange, plan.ranks.iter().any(|rank| rank.hosted.is_some())) {
             (None, false) => QueryExchange::Never,

@@ -51,7 +51,7 @@ struct TurnItems {
     return params.all.tiles + rest / heads;
   }
 
-  // Tells the step the turn of the tile of this number among those that add to its block of rows.
+  // Gives the step the turn of the tile of this number among those that add to its block of rows.
   template <typename C>
   static __device__ __forceinline__ void find_turn(const BackwardParams<C>& params, Step& step, u32 tile) {
     const BackwardTurns& turns = params.order;

@@ -99,7 +99,7 @@ __device__ __forceinline__ u32 dout_parity_of(u32 count) {
   return count / C::kDoutStages % 2;
 }
 
-// Tells both CTAs that this warp is done with what a barrier of theirs guards.
+// Signals to both CTAs that this warp is done with what a barrier of theirs guards.
 __device__ __forceinline__ void release_to_both(u64* barrier) {
   if (elect_one()) {
     mbarrier_arrive(barrier);

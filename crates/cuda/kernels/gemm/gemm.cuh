@@ -47,7 +47,7 @@ template <typename C, typename Ends>
 __device__ __forceinline__ void gemm(const GemmArguments& arguments, const Ends& ends) {
   extern __shared__ u8 dynamic[];
   let_dependents_start();
-  // What the first load needs is on its way while CTAs meet. No kernel before this one has written it.
+  // What the first load needs is on its way while CTAs wait for each other. No kernel before this one has written it.
   const GemmWalk walk{arguments};
   GemmTile first = {};
   if (uniform(threadIdx.x / 128) == 0) {

@@ -1,4 +1,4 @@
-// Both warpgroups compute every tile, 64 of its rows each. They meet nowhere but at the blocks of operands that both read, and so one
+// Both warpgroups compute every tile, 64 of its rows each. They synchronise nowhere but at the blocks of operands that both read, and so one
 // stores while the other multiplies, for as long as there are stages. k may be in parts.
 #pragma once
 

@@ -112,7 +112,7 @@ struct GemmFromRanks {
           const u64 to = gathering.gathered[peer] + (number & 1) * gathering.copy_bytes + first;
           bulk_store(reinterpret_cast<u8*>(to), staging, bytes);
           tma_store_commit();
-          // Complete, not only read, before its receiver hears of it; and told before the next one's piece is on its way, for
+          // Complete, not only read, before its receiver hears of it; and signalled before the next one's piece is on its way, for
           // which the fence would wait.
           tma_store_wait<0>();
           fence_async_proxy_all();

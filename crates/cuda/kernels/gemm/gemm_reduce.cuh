@@ -234,7 +234,7 @@ struct GemmToRanks {
         });
       }
     }
-    // Complete before this CTA is counted as through: who counts last tells the others for all.
+    // Complete before this CTA is counted as through: who counts last notifies the others for all.
     tma_store_wait<0>();
     fence_async_proxy_all();
     store_release_shared(&spread.stored, later | kSpreadEnd);
@@ -330,7 +330,7 @@ struct GemmToRanks {
     if (add_acquire_release(&link.state->arrived, 1) + 1 != gridDim.x) return;
     bool passed = true;
     if (reduction.spreads != 0) {
-      // One fence for what is told to all.
+      // One fence for what is signalled to all.
       fence_system();
       for (u32 peer = 0; peer < reduction.ranks; ++peer) {
         if (peer != reduction.rank) store_relaxed_system(&link.slots[peer]->passed, number);

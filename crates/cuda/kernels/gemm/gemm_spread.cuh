@@ -1,7 +1,7 @@
 // Sums of an all-reduce on their way from this rank's memory to the others', while their owner goes on with the next tiles.
 //
 // A chunk that the copy engine stores to every rank keeps its room in shared memory until the links have taken all copies, and on
-// four GPUs that is longer than a tile is multiplied. So who stores puts it in this rank's memory only and tells a warp that has
+// four GPUs that is longer than a tile is multiplied. So who stores puts it in this rank's memory only and notifies a warp that has
 // nothing else to do.
 #pragma once
 

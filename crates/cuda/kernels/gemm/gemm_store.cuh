@@ -1,5 +1,5 @@
 // The way of a result from accumulators to memory: a warpgroup puts 64 rows of 64 or 128 bytes into shared memory, and a thread that
-// has nothing else to do lets the copy engine store them, or add them, wherever they belong, and tells who waits for them.
+// has nothing else to do lets the copy engine store them, or add them, wherever they belong, and notifies who waits for them.
 #pragma once
 
 #include "gemm/gemm_parts.cuh"

@@ -34,7 +34,7 @@ __device__ __forceinline__ void fence_async_proxy_all() { asm volatile("fence.pr
 // The same for global memory alone, which waits for no store of this thread.
 __device__ __forceinline__ void fence_async_proxy_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
-// Tells the compiler that `value` is the same in all threads of the warp: products may only be started in branches that it
+// Promises the compiler that `value` is the same in all threads of the warp: products may only be started in branches that it
 // knows to be uniform.
 __device__ __forceinline__ u32 uniform(u32 value) { return __shfl_sync(0xffffffffu, value, 0); }
 

@@ -141,12 +141,12 @@ impl Backward {
         whole && matches!(self.kernel, BackwardKernel::Hopper(_))
     }
 
-    /// The signal that tells of keys that arrive, in the Program's table.
+    /// The signal of keys that arrive, in the Program's table.
     pub(super) fn signal(&self) -> Option<SignalId> {
         self.keys.signal()
     }
 
-    /// `signal` tells of keys that arrive; `rounded` is where gradients of keys go that are results, and `homes` where those go that
+    /// `signal` is raised as keys arrive; `rounded` is where gradients of keys go that are results, and `homes` where those go that
     /// belong to other ranks, if they are sent.
     pub(crate) fn launch(
         &self,

@@ -13,7 +13,7 @@ use crate::sync::lock;
 use crate::{CudaError, Device, Event};
 
 /// Calls of one exchange that the host may be ahead of the device. It must not come so far ahead that the device's queue is
-/// full: then the driver holds the host up, which could tell nobody for whom it waits.
+/// full: then the driver holds the host up, which could name to nobody for whom it waits.
 const AHEAD: usize = 8;
 /// Calls of all exchanges of a rank together: a queue takes about a thousand entries, and a call of NCCL's is six at most. Else the driver would
 /// hold the host up inside a call of NCCL's, which nobody could abort meanwhile.

@@ -47,7 +47,7 @@ impl Keys {
         })
     }
 
-    /// The signal that tells of rows that arrive, in a Program's table.
+    /// The signal of rows that arrive, in a Program's table.
     pub(super) fn signal(&self) -> Option<SignalId> {
         match &self.arriving {
             Arriving::Nothing => None,
@@ -57,7 +57,7 @@ impl Keys {
         }
     }
 
-    /// What the kernel, which is enqueued next, is told of the rows that arrive. Before it the operands may enter. `signal` is that of
+    /// What the kernel, which is enqueued next, is given of the rows that arrive. Before it the operands may enter. `signal` is that of
     /// [`Keys::signal`].
     pub(super) fn arriving(
         &self,

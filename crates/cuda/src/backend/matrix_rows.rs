@@ -34,7 +34,7 @@ pub(super) fn tensors_of(blocks: &[RowBlock]) -> (Vec<BufferId>, Vec<GemmRows>) 
 /// An operand.
 pub(super) struct SourceRows {
     tensors: Vec<BufferId>,
-    /// As a kernel is told of them.
+    /// As a kernel is given them.
     rows: Vec<GemmRows>,
     columns: usize,
     stride: usize,
@@ -125,7 +125,7 @@ pub(super) struct ResultRows {
     scalar: Scalar,
     columns: usize,
     stride: usize,
-    /// As a kernel is told of them.
+    /// As a kernel is given them.
     rows: Vec<Range>,
     /// A copy of the rows, and whether it begins as they are.
     copy: Option<(RowsCopy, Accumulate)>,
@@ -170,7 +170,7 @@ impl ResultRows {
         self.scalar
     }
 
-    /// Where a row lies that a kernel was told of.
+    /// Where a row lies that a kernel was given.
     pub(super) fn address(&self, buffers: &[CudaBuffer], row: usize) -> u64 {
         let begin = match &self.copy {
             Some((copy, _)) => copy.memory.address(),

@@ -1,4 +1,4 @@
-//! What a rank is told for all its runs.
+//! Options of a rank for all its runs.
 
 /// Whether a run measures its operations.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -53,7 +53,7 @@ pub(super) fn stream_priority(kind: StreamKind, priority: CommunicationPriority)
 }
 
 /// What of a policy this backend cannot do. Priorities are the streams' business, a margin is the launchers'; `connections` is what the
-/// driver was told.
+/// driver was given.
 fn policy_check(policy: &OverlapPolicy, connections: Option<&str>) -> Result<(), &'static str> {
     match policy {
         OverlapPolicy { queues: HardwareQueues::Single, .. } if connections != Some("1") => Err(

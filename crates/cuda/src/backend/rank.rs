@@ -65,7 +65,7 @@ pub(crate) struct Rank {
     /// What faults strike: the Program that runs, and how many runs there were.
     pub(crate) program: Mutex<(String, u64)>,
     pub(crate) start_gate: StartGate,
-    /// Who is told what is enqueued, where a profiler is attached.
+    /// Who is notified of what is enqueued, where a profiler is attached.
     pub(super) ranges: Option<Arc<NvtxRanges>>,
     /// Streams of the caller.
     pub(crate) borrowed: Mutex<Vec<Arc<CudaStream>>>,

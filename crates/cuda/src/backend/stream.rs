@@ -9,7 +9,7 @@ use super::clock::RunClock;
 use crate::sync::lock;
 use crate::{CudaError, Event, Stream};
 
-/// A stream of a rank: a queue of its device, and what is told of it.
+/// A stream of a rank: a queue of its device, and what is recorded of it.
 pub struct CudaStream {
     stream: Stream,
     status: Arc<StreamStatus>,

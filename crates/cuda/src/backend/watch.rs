@@ -1,4 +1,4 @@
-//! The end of a run: waits that have a limit, and what waits on the device have told.
+//! The end of a run: waits that have a limit, and what waits on the device have recorded.
 
 use std::sync::{Arc, Mutex};
 use std::thread;

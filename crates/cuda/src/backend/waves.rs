@@ -21,7 +21,7 @@ pub(super) struct Waves {
 }
 
 enum Work {
-    /// One after the other, where no kernel stores results where they belong: those are copied, which is told by events.
+    /// One after the other, where no kernel stores results where they belong: those are copied, which events announce.
     Apart(Vec<Product>),
     Together(Box<Together>),
 }

@@ -69,13 +69,14 @@ pub struct ArrivingTensors {
 }
 
 impl ArrivingTensors {
-    /// What a launch was told of so many rows.
-    pub(super) fn of(told: Option<Self>, rows_arriving: usize) -> Result<Self, CudaError> {
-        match told {
+    /// What a launch was given of so many rows.
+    pub(super) fn of(given: Option<Self>, rows_arriving: usize) -> Result<Self, CudaError> {
+        match given {
             Some(arriving) => Ok(arriving),
             None if rows_arriving == 0 => Ok(Self { k: 0, v: 0, arrivals: LinkArrivals::NONE }),
             None => {
-                let reason = format!("{rows_arriving} rows of keys arrive, and it was not told where");
+                let reason =
+                    format!("{rows_arriving} rows of keys arrive, and the launch has no memory for them");
                 Err(CudaError::Launch { kernel: "attention".to_owned(), reason })
             }
         }

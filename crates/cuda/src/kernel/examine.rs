@@ -47,7 +47,7 @@ pub struct KernelFault {
     pub reason: String,
 }
 
-/// Compiles kernels, or finds them in the cache, and judges what came out. `hear` is told of each as it is done, in any
+/// Compiles kernels, or finds them in the cache, and judges what came out. `hear` is called with each as it is done, in any
 /// order.
 ///
 /// # Errors

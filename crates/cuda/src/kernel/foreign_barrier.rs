@@ -54,7 +54,7 @@ impl ForeignBarrier {
     /// Enqueues a phase of so many blocks, each on a multiprocessor of its own.
     ///
     /// # Safety
-    /// The words live until the kernel has run, and all peers meet with as many blocks.
+    /// The words live until the kernel has run, and all peers take part with as many blocks.
     ///
     /// # Errors
     /// When the driver refuses.

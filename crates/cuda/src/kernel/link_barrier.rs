@@ -12,9 +12,9 @@ use crate::{CudaError, DeviceBuffer, Stream};
 pub const LINK_RANKS: usize = 16;
 /// Tensors of one call (`kLinkTensors`).
 pub const LINK_TENSORS: usize = 13;
-/// Parts that a call's rows may be told of in (`kLinkParts`).
+/// Parts that a call's rows may be signalled in (`kLinkParts`).
 pub const LINK_PARTS: usize = 8;
-/// Blocks of a launch that ranks meet in: each adds to a word that counts a call once it has grown by so much (`kLinkPasses`).
+/// Blocks of a launch that take part in a barrier: each adds to a word that counts a call once it has grown by so much (`kLinkPasses`).
 pub const LINK_BLOCKS: u32 = 1024;
 /// Of tensors that ranks announce, in bytes (`link_place`).
 const ALIGNMENT: u64 = 16;
@@ -85,14 +85,14 @@ pub struct LinkCall {
 const MAILBOX_BYTES: usize = LINK_RANKS * size_of::<LinkSlot>();
 
 /// A rank's end of one collective whose ranks pass device-side barriers: its mailbox in its GPU's memory, and in the host's
-/// what a wait that gave up tells.
+/// what a wait that gave up records.
 #[derive(Debug)]
 pub struct LinkEnd {
     memory: DeviceBuffer,
     record: WaitRecord,
 }
 
-/// Whom a rank meets in a collective.
+/// The peers of a rank in a collective.
 #[derive(Clone, Debug)]
 pub struct LinkPeers {
     /// The mailboxes of the others and the own one, by rank.
@@ -149,7 +149,7 @@ impl LinkEnd {
         let ranks = peers.mailboxes.iter().map(|(rank, _)| rank + 1).max().unwrap_or(0).max(rank + 1);
         if ranks > LINK_RANKS || announced.len() > LINK_TENSORS || own.len() != announced.len() {
             let reason = format!(
-                "{ranks} ranks meet with {} and {} tensors; at most {LINK_RANKS} do, with {LINK_TENSORS} each",
+                "{ranks} ranks take part with {} and {} tensors; at most {LINK_RANKS} can, with {LINK_TENSORS} each",
                 announced.len(),
                 own.len()
             );
@@ -197,7 +197,7 @@ impl LinkArrivals {
     pub const NONE: Self =
         Self { mailbox: 0, state: 0, limit: WaitLimit::NONE, senders: 0, parts: 0, ends: [0; LINK_PARTS] };
 
-    /// Those of a call's outputs, once the launch of that call has started, told of in so many `parts`.
+    /// Those of a call's outputs, once the launch of that call has started, signalled in so many `parts`.
     pub fn of(call: &LinkCall, parts: usize) -> Self {
         let LinkCall { mailbox, state, limit, announce_to: senders, .. } = *call;
         let parts = if senders == 0 { return Self::NONE } else { parts.min(LINK_PARTS) as u32 };

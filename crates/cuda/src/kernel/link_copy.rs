@@ -86,7 +86,7 @@ struct LinkParts {
     ends: [u32; LINK_PARTS],
 }
 
-/// Whether receivers are told of parts of their rows as these are there.
+/// Whether receivers are notified of parts of their rows as these are there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LinkDelivery {
     /// Of none.
@@ -141,13 +141,13 @@ impl LinkCopy {
             return Err(CudaError::Launch { kernel: function.name().to_owned(), reason });
         }
         let (pieces, ends) = pieces(direction, row_bytes, parts, num_sms);
-        let mut told = LinkParts::default();
+        let mut parts = LinkParts::default();
         if delivery == LinkDelivery::Parts {
-            told.count = ends.len() as u32;
-            told.ends[..ends.len()].copy_from_slice(&ends);
+            parts.count = ends.len() as u32;
+            parts.ends[..ends.len()].copy_from_slice(&ends);
         }
         Ok(Self {
-            parts: told,
+            parts,
             function,
             count: pieces.len() as u32,
             blocks: num_sms.min(pieces.len() as u32).max(1),

@@ -12,7 +12,7 @@ use crate::{Arch, CudaError, DeviceBuffer, Function, KernelSource, Launch, Strea
 
 const THREADS: u32 = 128;
 
-/// A kernel that reads a product's tiles as its signals tell of them, and counts elements that are not of their round: whether a
+/// A kernel that reads a product's tiles as its signals are raised, and counts elements that are not of their round: whether a
 /// product's signals keep what they promise.
 #[derive(Debug)]
 pub struct SignalLitmus {

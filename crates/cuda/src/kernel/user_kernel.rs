@@ -9,7 +9,7 @@ const PARTS: usize = 32;
 /// Tensors of a part (`kUserTensors`).
 const TENSORS: usize = 4;
 
-/// A kernel of a user's own: CUDA C++ that includes `user_kernel.cuh`, which says what it is given and how it tells of its parts.
+/// A kernel of a user's own: CUDA C++ that includes `user_kernel.cuh`, which says what it is given and how it signals its parts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct UserKernelSource {
     /// The translation unit.
@@ -80,7 +80,7 @@ impl UserKernel {
     /// Enqueues it. `parts` are the tensors of each part; `counters` the address of a u32 for each, or 0.
     ///
     /// # Safety
-    /// The kernel reads and writes what its parts say and nothing else, and tells of each part once. Tensors and counters live until it
+    /// The kernel reads and writes what its parts say and nothing else, and signals each part once. Tensors and counters live until it
     /// has run.
     ///
     /// # Errors

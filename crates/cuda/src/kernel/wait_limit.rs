@@ -67,7 +67,7 @@ impl WaitRecord {
         WaitLimit { nanoseconds: u64::try_from(limit.as_nanos()).unwrap_or(u64::MAX), stop, fault }
     }
 
-    /// The wait that gave up, if one did: what kernels have told so far, whether they still run or not.
+    /// The wait that gave up, if one did: what kernels have recorded so far, whether they still run or not.
     pub fn missed(&self) -> Option<MissedWait> {
         let WaitFault { set, awaited, step, seen, wanted, .. } = self.0.read();
         (set != 0).then_some(MissedWait { rank: awaited as usize, step, seen, wanted })

@@ -33,7 +33,7 @@ pub struct CudaMachine {
     lender: Option<Arc<Lender>>,
 }
 
-/// Multiprocessors that a kernel of the transport takes, unless told otherwise.
+/// Multiprocessors that a kernel of the transport takes, by default.
 pub(super) const NUM_SMS: u32 = 16;
 
 /// What CUDA transports take.
@@ -135,7 +135,7 @@ impl CudaMachine {
     /// ([`UserKernel`](counterpoint_schedule::UserKernel)).
     ///
     /// # Safety
-    /// The kernel writes the tensors that its parts write and nothing else, reads what they read, and tells of each part once it is
+    /// The kernel writes the tensors that its parts write and nothing else, reads what they read, and signals each part once it is
     /// written: Programs are proven to be free of races on that word.
     #[must_use]
     pub unsafe fn with_kernel(mut self, name: &str, kernel: UserKernelSource) -> Self {

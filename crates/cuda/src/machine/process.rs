@@ -38,7 +38,7 @@ pub struct CudaProcess {
     sharing: usize,
     /// Whether kernels of all ranks that reach each other's memory can wait for each other.
     has_barriers: bool,
-    /// What NCCL is told to be this process's host, where not what it finds.
+    /// What NCCL is given as this process's host, where not what it finds.
     nccl_host: Option<String>,
     /// Connections made so far, the same number on every rank.
     connections: AtomicU64,
@@ -52,7 +52,7 @@ pub struct CudaProcess {
     lender: Option<Arc<Lender>>,
 }
 
-/// What a rank tells of its GPU.
+/// What a rank publishes of its GPU.
 #[derive(Serialize, Deserialize)]
 struct Seat {
     uuid: String,
@@ -67,7 +67,7 @@ const PROBE_BYTES: usize = 2 << 20;
 impl CudaProcess {
     /// This process's rank on its GPU: that with the number `local_rank`, its place among the ranks of its host where the
     /// launcher does not say, counted round when there are fewer GPUs. All ranks call it, with the same `transport` and
-    /// `topology`, whose nodes need not be hosts: NCCL is told that they are.
+    /// `topology`, whose nodes need not be hosts: NCCL is made to believe that they are.
     ///
     /// # Errors
     /// When there is no driver, GPU or compiler; [`CudaError::Transport`] for a transport that these ranks cannot use, memory
@@ -201,7 +201,7 @@ impl CudaProcess {
         cost::shared(one, self.sharing)
     }
 
-    /// Bytes of rows that this rank has sent to other nodes so far; `None` where its transport does not tell them from others.
+    /// Bytes of rows that this rank has sent to other nodes so far; `None` where its transport does not distinguish them from others.
     pub fn sent_between_nodes(&self) -> Option<u64> {
         (self.transport == TransportKind::Hierarchical).then(|| self.sent.load(Ordering::Relaxed))
     }

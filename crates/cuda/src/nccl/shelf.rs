@@ -11,7 +11,7 @@ use crate::sync::lock;
 /// devices.
 const KEPT: usize = 16;
 
-/// Ends of ranks that are connected with each other, by what tells such groups apart. A clone is the same shelf.
+/// Ends of ranks that are connected with each other, by what distinguishes such groups. A clone is the same shelf.
 pub(crate) struct Shelf<K, E>(Arc<Mutex<Groups<K, E>>>);
 
 type Groups<K, E> = VecDeque<(K, Vec<E>)>;

@@ -126,7 +126,7 @@ impl LinkEngine {
         self.copies.iter().any(|copies| copies.rank == rank)
     }
 
-    /// To whom this rank sends so, which tell it where their outputs are.
+    /// To whom this rank sends so, which publish to it where their outputs are.
     pub(super) fn receivers(&self) -> impl Iterator<Item = usize> {
         self.copies.iter().map(|copies| copies.rank)
     }

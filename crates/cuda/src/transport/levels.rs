@@ -24,7 +24,7 @@ pub(crate) enum Level {
 }
 
 impl Level {
-    /// Tells its connections from those of the others.
+    /// Distinguishes its connections from those of the others.
     pub(crate) fn name(&self) -> &'static str {
         match self {
             Self::World => "of all",

@@ -33,7 +33,7 @@ pub(super) struct StandIns {
 enum Use {
     /// Collectives of a stream, which follow each other: one begins behind all that other ranks do with the one before.
     Stream(usize),
-    /// A collective whose ranks tell each other once where their memory is.
+    /// A collective whose ranks publish once where their memory is.
     Collective(u64),
 }
 

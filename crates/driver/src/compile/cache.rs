@@ -167,7 +167,7 @@ impl CubinCache {
         std::mem::take(&mut *warnings).into_iter().collect()
     }
 
-    /// What will keep this cache from saving time, as far as a look at its folder tells.
+    /// What will keep this cache from saving time, as far as its folder shows.
     pub fn look(&self) -> Option<CacheWarning> {
         self.warning.clone().or_else(|| self.open().err())
     }

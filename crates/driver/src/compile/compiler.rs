@@ -18,7 +18,7 @@ pub struct CompilerVersion {
     pub version: (u32, u32),
     /// The library.
     pub path: PathBuf,
-    /// Its size, which tells updates of one version apart.
+    /// Its size, which distinguishes updates of one version.
     pub bytes: u64,
 }
 

@@ -1,7 +1,7 @@
 //! What a cubin says of itself: how many arguments its kernel takes, and its `wgmma` and `mma.sync` instructions.
 
 /// How many arguments a kernel takes, from the cubin's section `.nv.info.<kernel>`; `None` where that is not found. The
-/// driver tells the size of each argument, but has an error as its only answer to "is there another".
+/// driver gives the size of each argument, but has an error as its only answer to "is there another".
 pub(crate) fn count_arguments(cubin: &[u8], kernel: &str) -> Option<usize> {
     const ARGUMENT: u8 = 0x17;
     const WITH_PAYLOAD: u8 = 4;

@@ -86,7 +86,7 @@ impl Program {
         let code = unsafe { (nvrtc.nvrtcGetCUBINSize)(self.raw, &mut bytes) };
         nvrtc.check("nvrtcGetCUBINSize", code)?;
         let mut image = vec![0u8; bytes];
-        // SAFETY: the buffer has the size that was just told.
+        // SAFETY: the buffer has the size that was just returned.
         let code = unsafe { (nvrtc.nvrtcGetCUBIN)(self.raw, image.as_mut_ptr().cast()) };
         nvrtc.check("nvrtcGetCUBIN", code)?;
         Ok(Cubin { image, log: self.log()? })
@@ -99,7 +99,7 @@ impl Program {
         let code = unsafe { (nvrtc.nvrtcGetProgramLogSize)(self.raw, &mut bytes) };
         nvrtc.check("nvrtcGetProgramLogSize", code)?;
         let mut log = vec![0u8; bytes];
-        // SAFETY: the buffer has the size that was just told.
+        // SAFETY: the buffer has the size that was just returned.
         let code = unsafe { (nvrtc.nvrtcGetProgramLog)(self.raw, log.as_mut_ptr().cast()) };
         nvrtc.check("nvrtcGetProgramLog", code)?;
         let log = String::from_utf8_lossy(&log);

@@ -15,7 +15,7 @@ use crate::library::{Driver, call};
 pub struct DeviceProperties {
     /// Such as `NVIDIA H200`.
     pub name: String,
-    /// Tells this GPU from all others, such as `GPU-6c5f0b0e-…`.
+    /// Identifies this GPU, such as `GPU-6c5f0b0e-…`.
     pub uuid: String,
     /// Compute capability.
     pub capability: Capability,

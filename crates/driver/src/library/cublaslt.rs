@@ -95,7 +95,7 @@ impl CublasLt {
         for path in search::cublaslt() {
             match Self::open_at(&path) {
                 Ok(library) => return Ok(library),
-                Err(reason) => tried.push(super::tell(&path, &reason)),
+                Err(reason) => tried.push(super::tried(&path, &reason)),
             }
         }
         tried.extend(search::notes(search::CUBLASLT_VARIABLE, "libcublasLt.so"));

@@ -47,7 +47,7 @@ impl DriverCalls {
         Ok(Driver::get()?.count_calls(work))
     }
 
-    /// The context that is current in this thread, as a number that tells contexts apart; 0 for none.
+    /// The context that is current in this thread, as a number that distinguishes contexts; 0 for none.
     ///
     /// # Errors
     /// When there is no driver.

@@ -36,7 +36,7 @@ unsafe fn open(library: impl libloading::AsFilename) -> Result<Library, String> 
 }
 
 /// Why a file or a name was of no use. The loader's own words mostly begin with it.
-fn tell(library: &Path, reason: &str) -> String {
+fn tried(library: &Path, reason: &str) -> String {
     let name = library.display().to_string();
     if reason.starts_with(&name) { reason.to_owned() } else { format!("{name}: {reason}") }
 }

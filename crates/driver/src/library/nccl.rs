@@ -141,7 +141,7 @@ impl Nccl {
         for path in search::nccl() {
             match Self::open(&path) {
                 Ok(nccl) => return Ok(nccl),
-                Err(reason) => tried.push(super::tell(&path, &reason)),
+                Err(reason) => tried.push(super::tried(&path, &reason)),
             }
         }
         tried.extend(search::notes(search::NCCL_VARIABLE, "libnccl.so"));

@@ -72,7 +72,7 @@ impl Nvrtc {
         for candidate in search::nvrtc() {
             match Self::open_candidate(&candidate) {
                 Ok(nvrtc) => return Ok(nvrtc),
-                Err(reason) => tried.push(super::tell(&candidate.library, &reason)),
+                Err(reason) => tried.push(super::tried(&candidate.library, &reason)),
             }
         }
         tried.extend(search::notes(search::NVRTC_VARIABLE, "libnvrtc.so"));

@@ -1,4 +1,4 @@
-//! NVTX: what this process enqueues, told to profilers by name (Nsight Systems, CUPTI), where one is attached.
+//! NVTX: what this process enqueues, reported to profilers by name (Nsight Systems, CUPTI), where one is attached.
 //!
 //! NVTX is a protocol, not a library: a profiler starts the process with `NVTX_INJECTION64_PATH`, the path of a library of its own. Whoever
 //! has names opens that, calls `InitializeInjectionNvtx2` there with a function that gives tables, and the profiler writes its functions
@@ -247,10 +247,10 @@ mod tests {
 
     use super::*;
 
-    static TOLD: Mutex<Vec<String>> = Mutex::new(Vec::new());
+    static CALLS: Mutex<Vec<String>> = Mutex::new(Vec::new());
 
-    fn tell(what: String) {
-        TOLD.lock().unwrap_or_else(PoisonError::into_inner).push(what);
+    fn record(what: String) {
+        CALLS.lock().unwrap_or_else(PoisonError::into_inner).push(what);
     }
 
     unsafe fn text(text: *const c_char) -> String {
@@ -260,12 +260,12 @@ mod tests {
 
     unsafe extern "C" fn create(name: *const c_char) -> *mut c_void {
         // SAFETY: as above.
-        tell(format!("create {}", unsafe { text(name) }));
+        record(format!("create {}", unsafe { text(name) }));
         8 as *mut c_void
     }
 
     unsafe extern "C" fn destroy(domain: *mut c_void) {
-        tell(format!("destroy {domain:?}"));
+        record(format!("destroy {domain:?}"));
     }
 
     unsafe extern "C" fn push(domain: *mut c_void, attributes: *const EventAttributes) -> c_int {
@@ -273,12 +273,12 @@ mod tests {
         let (bytes, version, name) =
             unsafe { ((*attributes).bytes, (*attributes).version, text((*attributes).message)) };
         assert_eq!((bytes, version), (48, 3));
-        tell(format!("push {domain:?} {name}"));
+        record(format!("push {domain:?} {name}"));
         0
     }
 
     unsafe extern "C" fn pop(domain: *mut c_void) -> c_int {
-        tell(format!("pop {domain:?}"));
+        record(format!("pop {domain:?}"));
         0
     }
 
@@ -318,7 +318,7 @@ mod tests {
 
     /// One test, as the tables are the process's.
     #[test]
-    fn a_profiler_is_told_of_ranges_that_nest() {
+    fn a_profiler_gets_ranges_that_nest() {
         assert!(
             Functions::get().is_none() && NvtxDomain::open(c"nobody").is_none(),
             "no profiler is attached"
@@ -331,7 +331,7 @@ mod tests {
         domain.pop();
         domain.pop();
         drop(domain);
-        let told = TOLD.lock().unwrap();
+        let calls = CALLS.lock().unwrap();
         let expected = [
             "create counterpoint",
             "push 0x8 a call",
@@ -340,6 +340,6 @@ mod tests {
             "pop 0x8",
             "destroy 0x8",
         ];
-        assert_eq!(*told, expected);
+        assert_eq!(*calls, expected);
     }
 }

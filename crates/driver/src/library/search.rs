@@ -41,7 +41,7 @@ pub(crate) const SEARCH_VARIABLES: [&str; 9] = [
 /// Folders of packages of the interpreter that this process is.
 static PACKAGES: OnceLock<Vec<PathBuf>> = OnceLock::new();
 
-/// Tells where the packages of the interpreter lie that this process is: libraries are taken from there, behind those that are loaded
+/// Sets where the packages of the interpreter lie that this process is: libraries are taken from there, behind those that are loaded
 /// already, and no `python3` is asked. Relative folders do not count. Later calls change nothing.
 pub fn search_packages(folders: Vec<PathBuf>) {
     PACKAGES.get_or_init(|| folders.into_iter().filter(|folder| folder.is_absolute()).collect());

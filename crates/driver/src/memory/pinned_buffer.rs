@@ -1,4 +1,4 @@
-//! Page-locked host memory, for asynchronous copies and for words that kernels tell the host.
+//! Page-locked host memory, for asynchronous copies and for flags that kernels set for the host.
 
 use std::ptr;
 use std::sync::Arc;

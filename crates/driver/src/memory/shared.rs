@@ -11,7 +11,7 @@ use crate::{CudaError, Device};
 /// The allocation that an address lies in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AllocationPlace {
-    /// Tells it from every other allocation of the process, freed ones too.
+    /// Distinguishes it from every other allocation of the process, freed ones too.
     pub id: u64,
     /// Its first byte.
     pub base: u64,

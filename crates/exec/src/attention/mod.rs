@@ -2,6 +2,7 @@
 
 mod calls;
 mod prepared;
+mod process;
 mod programs;
 mod ranks;
 mod whole;
@@ -13,6 +14,7 @@ use counterpoint_schedule::{PassPolicies, Timeline};
 
 pub use self::calls::{AttentionCalls, AttentionRank, BackwardTensors, ForwardTensors};
 pub use self::prepared::{PreparedAttention, RankBuffer, rank_outputs};
+pub use self::process::run_attention_process;
 pub use self::ranks::{RankProblem, RanksRun, run_attention_ranks};
 use crate::layout::dispatch;
 use crate::{
@@ -71,15 +73,29 @@ pub struct RunConfig {
     pub poison: bool,
     /// Imitate a slow link.
     pub slow_link: Option<SlowLink>,
-    /// Runs of each pass before those that are measured: the first one on a GPU loads code.
+    /// How often passes run, and which times are taken.
+    pub measurement: Measurement,
+    /// Faults to inject; a test tool.
+    pub faults: Vec<FaultInjection>,
+}
+
+/// How often each pass runs, and which times are taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Measurement {
+    /// Runs before those that are measured: the first one on a GPU loads code.
     pub warmups: usize,
-    /// Runs of each pass that are measured, at least 1. The timeline given is that of the last, as are the results.
+    /// Runs that are measured, at least 1. The timeline given is that of the last, as are the results.
     pub samples: usize,
     /// Which times those take. With [`RunTimes::Whole`] the timeline given is that of the last run before them, if there is one:
     /// what users run takes no times, and time stamps of operations hold up others.
     pub times: RunTimes,
-    /// Faults to inject; a test tool.
-    pub faults: Vec<FaultInjection>,
+}
+
+impl Default for Measurement {
+    /// One run, with the times of its operations.
+    fn default() -> Self {
+        Self { warmups: 0, samples: 1, times: RunTimes::Operations }
+    }
 }
 
 impl Default for RunConfig {
@@ -90,9 +106,7 @@ impl Default for RunConfig {
             limit: Duration::from_secs(600),
             poison: cfg!(debug_assertions),
             slow_link: None,
-            warmups: 0,
-            samples: 1,
-            times: RunTimes::Operations,
+            measurement: Measurement::default(),
             faults: Vec::new(),
         }
     }

@@ -125,8 +125,8 @@ impl<M: Machine> PreparedAttention<M> {
     }
 
     /// Which times runs take from the next one on.
-    pub fn take_times(&mut self, times: RunTimes) {
-        self.forward.iter_mut().chain(&mut self.backward).for_each(|rank| rank.take_times(times));
+    pub fn set_timing(&mut self, times: RunTimes) {
+        self.forward.iter_mut().chain(&mut self.backward).for_each(|rank| rank.set_timing(times));
     }
 
     /// The ranks' forwards and backwards, for those who enqueue them another way.

@@ -16,7 +16,7 @@ pub(crate) fn forward_program(
     policy: OverlapPolicy,
     deterministic: bool,
 ) -> Program {
-    let blocks = if deterministic { KeyBlocks::Aligned } else { KeyBlocks::Suited };
+    let blocks = if deterministic { KeyBlocks::Aligned } else { KeyBlocks::Unaligned };
     lower_attention_forward(plan, rank, spec, policy, blocks)
 }
 

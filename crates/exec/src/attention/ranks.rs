@@ -4,7 +4,7 @@ use counterpoint_plan::{AttentionSpec, Plan};
 use counterpoint_schedule::Timeline;
 
 use super::prepared::{ForwardResults, Setup, add_gradients, bytes, forward_outputs, run_once};
-use super::{AttentionInputs, AttentionOutputs, RunConfig};
+use super::{AttentionInputs, AttentionOutputs, Measurement, RunConfig};
 use crate::{ExecError, Machine, Pass, PreparedRank, RunTimes};
 
 /// What ranks are to compute.
@@ -90,17 +90,18 @@ fn run_measured<M: Machine>(
     config: &RunConfig,
 ) -> Result<(Timeline, Vec<f64>), ExecError> {
     let run = |ranks: &mut [PreparedRank<M>]| run_once(machine, pass, ranks);
+    let Measurement { warmups, samples, times } = config.measurement;
     let mut timeline = None;
-    for _ in 0..config.warmups {
+    for _ in 0..warmups {
         timeline = Some(run(ranks)?);
     }
-    ranks.iter_mut().for_each(|rank| rank.take_times(config.times));
+    ranks.iter_mut().for_each(|rank| rank.set_timing(times));
     let mut last = run(ranks)?;
     let mut seconds = vec![last.duration()];
-    for _ in 1..config.samples {
+    for _ in 1..samples {
         last = run(ranks)?;
         seconds.push(last.duration());
     }
-    let timeline = timeline.filter(|_| config.times == RunTimes::Whole);
+    let timeline = timeline.filter(|_| times == RunTimes::Whole);
     Ok((timeline.unwrap_or(last), seconds))
 }

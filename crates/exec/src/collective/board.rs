@@ -37,7 +37,7 @@ struct Slot<P> {
     /// Finished out of order, on another stream.
     finished: BTreeSet<u64>,
     last_finished: Option<(u64, OpPlace)>,
-    last_told: Option<(u64, OpPlace)>,
+    last_announced: Option<(u64, OpPlace)>,
     /// The first number that the rank takes no part in, once it has left.
     left_from: Option<u64>,
     /// Number of posts at which old ones are looked for.
@@ -178,7 +178,7 @@ impl<P: Payload> Board<P> {
             posts: BTreeMap::new(),
             finished: BTreeSet::new(),
             last_finished: None,
-            last_told: None,
+            last_announced: None,
             left_from: None,
             prune_at: 0,
         };
@@ -195,7 +195,7 @@ impl<P: Payload> Board<P> {
         let outstanding = users.iter().map(|peer| peer.rank).collect();
         let post = Arc::new(post);
         self.slots[rank].update(|slot| {
-            slot.last_told = Some((sequence, post.place.clone()));
+            slot.last_announced = Some((sequence, post.place.clone()));
             slot.posts.insert(sequence, Entry { post: post.clone(), outstanding, is_finished: false });
             if slot.posts.len() > slot.prune_at {
                 let low = self.finished_below.iter().map(|below| below.load(Ordering::Relaxed)).min();
@@ -363,15 +363,15 @@ impl<P: Payload> Board<P> {
         if let WaitEnd::Failed(error) = end {
             return error;
         }
-        let evidence = self.slots[peer].peek(|slot| match (&slot.last_finished, &slot.last_told) {
+        let evidence = self.slots[peer].peek(|slot| match (&slot.last_finished, &slot.last_announced) {
             (Some((sequence, place)), _) => {
                 format!("rank {peer} last finished collective {sequence} {place}")
             }
             (None, Some((sequence, place))) if !self.reads(peer) => {
-                format!("rank {peer} last told of its part in collective {sequence} {place}")
+                format!("rank {peer} last announced its part in collective {sequence} {place}")
             }
             _ if self.reads(peer) => format!("rank {peer} has finished no collective"),
-            _ => format!("rank {peer} has told of its part in no collective"),
+            _ => format!("rank {peer} has announced its part in no collective"),
         });
         let place = collective_at(sequence, waiter.place);
         let awaited = Awaited { name: format!("rank {peer}"), evidence, blocker: Some(Blocker::Rank(peer)) };

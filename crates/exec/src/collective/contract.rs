@@ -18,7 +18,7 @@ pub struct Collective {
     pub tensors: Vec<(BufferId, BufferId)>,
     /// `None` for a group-cast.
     pub reduction: Option<Reduction>,
-    /// Even parts of the outputs' rows that are told of as they come.
+    /// Even parts of the outputs' rows that are signalled as they come.
     pub delivery_parts: Option<usize>,
 }
 
@@ -111,7 +111,7 @@ impl Collective {
         };
         let delivery_parts = op.delivery.map(|delivery| delivery.parts);
         let kind = delivery_parts
-            .map_or("group_cast".to_owned(), |parts| format!("group_cast told of in {parts} parts"));
+            .map_or("group_cast".to_owned(), |parts| format!("group_cast signalled in {parts} parts"));
         Ok(Self {
             contract: Contract {
                 kind,

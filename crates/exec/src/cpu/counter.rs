@@ -156,7 +156,7 @@ impl Counter {
                         format!("{} of stream {} ({place})", self.what, status.name),
                         format!("its {}", status.describe()),
                     ),
-                    None => (self.what.to_owned(), "nobody was told to raise it".to_owned()),
+                    None => (self.what.to_owned(), "no operation raises it".to_owned()),
                 };
                 let evidence = format!("it is at {reached} of {target}, and {who}");
                 let place = format!("{place} on stream {}", stream.status.name);

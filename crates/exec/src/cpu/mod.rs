@@ -70,7 +70,7 @@ impl CpuBackend {
         Self { world, rank, workers, run: Arc::default(), user_kernels, profiler: None }
     }
 
-    /// The same, whose operations are told to a profiler as they are enqueued.
+    /// The same, whose operations are reported to a profiler as they are enqueued.
     #[must_use]
     pub fn with_profiler(self, profiler: Arc<dyn Profiler>) -> Self {
         Self { profiler: Some(profiler), ..self }

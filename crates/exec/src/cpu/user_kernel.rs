@@ -38,7 +38,7 @@ impl CpuUserKernels {
     }
 }
 
-/// Runs a kernel part by part; `raise` is told after each how many have ended.
+/// Runs a kernel part by part; `raise` is called after each with how many have ended.
 pub(super) fn run(
     op: &UserKernel,
     body: &Body,

@@ -79,7 +79,7 @@ impl Call {
         Ok(())
     }
 
-    /// Tells the ranks of other processes of this part, and gives each its rows. All are told, as all could look at a board
+    /// Announces this part to the ranks of other processes, and sends each its rows. All are notified, as all could look at a board
     /// that they share.
     fn send(&self, inputs: &[ReadGuard<'_>]) -> Result<(), ExecError> {
         let Some(courier) = &self.courier else { return Ok(()) };
@@ -103,7 +103,7 @@ impl Call {
     }
 
     /// Takes what every peer has for this rank, in the order of their ranks. `take` gets a peer's inputs, a range of their
-    /// rows and the range of own rows that it meets.
+    /// rows and the range of own rows that it intersects.
     fn receive(
         &self,
         stream: &StreamShared,

@@ -27,7 +27,7 @@ pub(crate) enum PeerMessage {
 }
 
 impl PeerMessage {
-    /// What `peer` is told of a part.
+    /// What `peer` is sent of a part.
     pub(super) fn part(sequence: u64, place: &OpPlace, collective: &Collective, peer: usize) -> Self {
         let Collective { contract, pattern, .. } = collective;
         Self::Part {
@@ -40,7 +40,7 @@ impl PeerMessage {
     }
 }
 
-/// A part that was told to `rank`, as if it had been published here: rows are those of the payload.
+/// A part that was sent to `rank`, as if it had been published here: rows are those of the payload.
 pub(super) fn received_part(
     rank: usize,
     contract: Contract,

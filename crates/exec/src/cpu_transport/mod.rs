@@ -185,7 +185,7 @@ impl Transport<CpuBackend> for CpuTransport {
         })
     }
 
-    // Ranks meet on their streams' threads.
+    // Ranks wait for each other on their streams' threads.
     fn fetch(
         &self,
         _call: &CollectiveCall<'_, CpuBackend, CpuCollective>,

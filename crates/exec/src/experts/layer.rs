@@ -379,9 +379,9 @@ impl<M: Machine> ExpertLayer<M> {
     }
 
     /// Which times passes take from the next one on, in their timelines.
-    pub fn take_times(&mut self, times: RunTimes) {
+    pub fn set_timing(&mut self, times: RunTimes) {
         if let Some(routed) = &mut self.routed {
-            routed.forward.iter_mut().chain(&mut routed.backward).for_each(|rank| rank.take_times(times));
+            routed.forward.iter_mut().chain(&mut routed.backward).for_each(|rank| rank.set_timing(times));
         }
     }
 

@@ -67,7 +67,7 @@ impl<M: Machine> Group<M> {
         Self::connect_kept(machine, world_size, config, None)
     }
 
-    /// The same for ranks that have met at a rendezvous of the group's own: it keeps that and the machine, and leaves with its
+    /// The same for ranks that have joined at a rendezvous of the group's own: it keeps that and the machine, and leaves with its
     /// [`close`](Group::close).
     ///
     /// # Errors
@@ -184,8 +184,8 @@ impl<M: Machine> Group<M> {
 
     /// Likewise with an error as the reason.
     pub fn fail_with(&self, error: ExecError) -> ExecError {
-        let told = self.ranks.iter().map(|rank| rank.backend().fail(error.clone()));
-        told.reduce(|first, _| first).unwrap_or(error)
+        let firsts = self.ranks.iter().map(|rank| rank.backend().fail(error.clone()));
+        firsts.reduce(|first, _| first).unwrap_or(error)
     }
 
     /// Ends the group, collectively: returns once all calls of all ranks have ended, and all know it. From then on it takes no calls.

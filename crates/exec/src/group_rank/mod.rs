@@ -40,7 +40,7 @@ pub struct GroupRank<B: Backend, T: Transport<B>> {
     keeper: Option<Arc<ConnectionKeeper>>,
 }
 
-/// What a group keeps as long as anything that was made ready on it lives: its machine, and where its ranks have met.
+/// What a group keeps as long as anything that was made ready on it lives: its machine, and its rendezvous.
 pub(crate) struct ConnectionKeeper {
     pub(crate) _machine: Arc<dyn Any + Send + Sync>,
     pub(crate) rendezvous: Arc<Rendezvous>,
@@ -200,7 +200,7 @@ impl<B: Backend, T: Transport<B>> GroupRank<B, T> {
         self.is_closed.store(true, Ordering::Release);
     }
 
-    /// Leaves where the ranks have met; see [`Rendezvous::leave`].
+    /// Leaves the rendezvous; see [`Rendezvous::leave`].
     pub(crate) fn leave(&self) {
         if let Some(keeper) = &self.keeper {
             keeper.rendezvous.leave();
@@ -283,7 +283,7 @@ impl<B: Backend, T: Transport<B>> GroupRank<B, T> {
     /// From now on calls of this rank and what is enqueued on `stream` follow each other: a call begins once all that the stream was
     /// given before has ended, and what the stream is given later begins once the call has ended.
     ///
-    /// For communication of another library. A kernel that meets those of other ranks may hold all multiprocessors until they come, and
+    /// For communication of another library. A kernel that waits for those of other ranks may hold all multiprocessors until they come, and
     /// so may a collective of NCCL on a stream of its own: side by side, one rank's first and the other's second may wait for each
     /// other until the limit. Name that stream here on every rank, and enqueue calls and the library's collectives in the same order on
     /// all of them.

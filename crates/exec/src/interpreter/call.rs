@@ -29,7 +29,7 @@ pub struct Call<'a, B: Backend, T: Transport<B>> {
 impl<'a, B: Backend, T: Transport<B>> Call<'a, B, T> {
     /// A call that reads and writes these tensors, by the names of the Program's inputs and outputs; for others those count that were
     /// bound ([`Prepared::bind`]). With a `stream` it begins once all that the stream was given before has ended, and what the stream
-    /// is given later begins once the call has ended; a Program of one stream and of one rank, which meets nobody, is enqueued there. It
+    /// is given later begins once the call has ended; a Program of one stream and of one rank, which waits for no other, is enqueued there. It
     /// follows the rank's earlier calls, but for those of another stream in a group whose calls overlap
     /// ([`Group::overlap_calls`](crate::Group::overlap_calls)).
     ///
@@ -92,7 +92,7 @@ impl<'a, B: Backend, T: Transport<B>> Call<'a, B, T> {
 
     /// Enqueues the call, and returns at once.
     ///
-    /// Ranks of one process may meet on the host while they enqueue: each needs a thread of its own then, or all of them
+    /// Ranks of one process may wait for each other on the host while they enqueue: each needs a thread of its own then, or all of them
     /// [`Call::enqueue_ranks`].
     ///
     /// # Errors
@@ -268,7 +268,7 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
 
     /// Refuses a call on a stream that is gone, and one on a stream that captures, where ranks synchronise on the host.
     fn check_stream(&self, stream: &B::Stream) -> Result<(), ExecError> {
-        // A rank by itself meets nobody.
+        // A rank by itself waits for no other.
         if !self.backend().captures(stream)? || self.backend().world_size() == 1 {
             return Ok(());
         }

@@ -88,7 +88,7 @@ impl<'a, B: Backend, T: Transport<B>> Enqueue<'a, B, T> {
         ProfilerRange::begin(self.rank.backend().profiler(), || &*place.label)
     }
 
-    /// Tells the backend of it.
+    /// Notifies the backend of it.
     pub(super) fn begin(self, origin: Instant, times: RunTimes) -> Result<Self, ExecError> {
         let Prepared { program, barriers, signals, .. } = self.rank;
         let run = RunContext { program: &program.name, policy: &program.policy, origin, times };
@@ -97,7 +97,7 @@ impl<'a, B: Backend, T: Transport<B>> Enqueue<'a, B, T> {
         Ok(self)
     }
 
-    /// Tells the peers of all collectives of the run that they do not know.
+    /// Announces to the peers all collectives of the run that they do not know.
     fn announce(&self) -> Result<(), ExecError> {
         let Prepared { rank, barriers, signals, steps, .. } = self.rank;
         let (backend, transport) = (rank.backend(), rank.transport());

@@ -160,7 +160,7 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
     }
 
     /// Which times runs take from the next one on; calls ([`Call`]) take none.
-    pub fn take_times(&mut self, times: RunTimes) {
+    pub fn set_timing(&mut self, times: RunTimes) {
         self.times = times;
     }
 
@@ -247,7 +247,7 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
     /// Enqueues one run and returns at once. Spans are measured from `origin`, which ranks may share. The run before must
     /// have been finished; a run that others may follow is a [`Call`].
     ///
-    /// Ranks of one process may meet on the host while they enqueue: each needs a thread of its own then, or all of them
+    /// Ranks of one process may wait for each other on the host while they enqueue: each needs a thread of its own then, or all of them
     /// [`Prepared::start_ranks`].
     ///
     /// # Errors
@@ -286,7 +286,7 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
         poisoned.iter().try_for_each(|rank| rank.backend().synchronize(&[&*rank.streams[0]]))
     }
 
-    /// Tells every backend of a run that is about to be enqueued.
+    /// Notifies every backend of a run that is about to be enqueued.
     fn begin_ranks(ranks: &[Self], origin: Instant) -> Result<Vec<Enqueue<'_, B, T>>, ExecError> {
         ranks.iter().map(|rank| Enqueue::of_bound(rank)?.begin(origin, rank.times)).collect()
     }

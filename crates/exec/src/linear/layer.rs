@@ -385,8 +385,8 @@ impl<M: Machine> LinearLayer<M> {
     }
 
     /// Which times passes take from the next one on, in their timelines.
-    pub fn take_times(&mut self, times: RunTimes) {
-        self.forward.iter_mut().chain(&mut self.backward).for_each(|rank| rank.take_times(times));
+    pub fn set_timing(&mut self, times: RunTimes) {
+        self.forward.iter_mut().chain(&mut self.backward).for_each(|rank| rank.set_timing(times));
     }
 
     /// Gradients of the weight that wait.

@@ -159,7 +159,7 @@ mod tests {
         }
     }
 
-    /// Layers that share an input have no fused product, and the key of tuned plans does not tell them from others.
+    /// Layers that share an input have no fused product, and the key of tuned plans does not distinguish them from others.
     #[test]
     fn tuned_plans_that_a_machine_has_no_kernels_for_are_passed_over() {
         let collective = GemmCollective::ReduceScatter;

@@ -344,8 +344,8 @@ impl<M: Machine> SharedInputLinear<M> {
     }
 
     /// Which times passes take from the next one on, in their timelines.
-    pub fn take_times(&mut self, times: RunTimes) {
-        self.forward.iter_mut().chain(&mut self.backward).for_each(|rank| rank.take_times(times));
+    pub fn set_timing(&mut self, times: RunTimes) {
+        self.forward.iter_mut().chain(&mut self.backward).for_each(|rank| rank.set_timing(times));
     }
 
     fn check_layers(&self, name: &str, given: usize) -> Result<(), ExecError> {

@@ -1,8 +1,8 @@
 //! CPU ranks that are processes and send each other rows through MPI, on any number of hosts that it reaches.
 //!
 //! One thread of the process calls MPI, and nothing that it calls waits: messages are sent and received by `MPI_Isend` and
-//! `MPI_Imrecv`, and polled. Whoever waits for a message waits on the board, with the world's limit. Ranks still meet at the
-//! [`Rendezvous`], which tells all of an error and notices a process that is gone.
+//! `MPI_Imrecv`, and polled. Whoever waits for a message waits on the board, with the world's limit. Ranks still join at the
+//! [`Rendezvous`], which notifies all of an error and notices a process that is gone.
 
 mod messenger;
 
@@ -117,7 +117,7 @@ impl Courier for Connection {
 impl Drop for Connection {
     fn drop(&mut self) {
         let others = (0..self.world_size()).filter(|peer| *peer != self.messenger.rank());
-        // Once MPI has ended there is nobody to tell.
+        // Once MPI has ended there is no one to notify.
         others.for_each(|peer| drop(self.messenger.send(peer, self.number, &PeerMessage::Left, &[])));
         self.messenger.close(self.number);
     }

@@ -1,6 +1,6 @@
 //! Who gets a seat at the store: each rank one process, all of them started with the same. A process that was started with
 //! something else may be of another job that has the same address by accident, so it is kept waiting for a moment: where the rank
-//! that fits comes meanwhile, the job goes on without the stranger, and where it does not, all are told what differs.
+//! that fits comes meanwhile, the job goes on without the stranger, and where it does not, all are sent what differs.
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};

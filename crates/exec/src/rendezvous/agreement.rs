@@ -29,7 +29,7 @@ impl Rendezvous {
     /// [`RendezvousError::Disagreement`] with the first facet that differs and who has what; whatever ended the job.
     pub fn agree(&self, place: &str, facets: &[Facet]) -> Result<(), ExecError> {
         let all = self.gather(place, &facets.to_vec())?;
-        // All ranks find the same, so none needs to be told.
+        // All ranks find the same, so none needs to be notified.
         let all: Vec<(usize, &[Facet])> = all.iter().map(Vec::as_slice).enumerate().collect();
         first_difference(&all).map_or(Ok(()), |error| Err(error.into()))
     }

@@ -383,12 +383,12 @@ impl Rendezvous {
     /// a rank that waits asks others through this rendezvous.
     ///
     /// # Errors
-    /// [`ExecError::BadCollective`] when the world has more or fewer ranks than have met here.
+    /// [`ExecError::BadCollective`] when the world has more or fewer ranks than have joined here.
     pub fn attach(&self, world: &Arc<World>) -> Result<(), ExecError> {
-        let (expected, met) = (world.size(), self.world_size());
-        if expected != met {
+        let (expected, joined) = (world.size(), self.world_size());
+        if expected != joined {
             let reason = format!(
-                "its world has {expected} ranks and {met} have met; start as many processes as it has ranks"
+                "its world has {expected} ranks and {joined} have joined; start as many processes as it has ranks"
             );
             let collective = "connecting the ranks".to_owned();
             return Err(ExecError::BadCollective { rank: self.rank(), collective, reason });

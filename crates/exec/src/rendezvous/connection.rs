@@ -108,7 +108,7 @@ impl Connection {
         })
     }
 
-    /// Says something that nothing depends on, if it can be said soon. A store that cannot be told has gone, and with it the job.
+    /// Says something that nothing depends on, if it can be said soon. A store that cannot be reached has gone, and with it the job.
     pub(super) fn mention(&self, request: &Request) {
         self.write(request, &[], Instant::now() + ANSWER).ok();
     }
@@ -249,7 +249,7 @@ impl RemoteRanks for Connection {
         self.rank
     }
 
-    fn tell(&self, error: &ExecError) {
+    fn notify(&self, error: &ExecError) {
         self.fail(error.clone());
     }
 

@@ -1,4 +1,4 @@
-//! What torchrun, mpirun and srun tell a process: its rank, the number of ranks, and where they meet.
+//! What torchrun, mpirun and srun give a process: its rank, the number of ranks, and the rendezvous.
 
 use std::fmt;
 
@@ -68,7 +68,7 @@ impl fmt::Display for Launcher {
     }
 }
 
-/// What this process is among the ranks that a launcher started, and where they meet.
+/// What this process is among the ranks that a launcher started, and the rendezvous.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Launch {
     /// Who says so.
@@ -94,7 +94,7 @@ pub struct RendezvousPoint {
     pub host: String,
     /// Rank 0 takes the first of these that is free; the others look for it at each.
     pub ports: Vec<u16>,
-    /// Tells this job from another that listens at one of the ports.
+    /// Distinguishes this job from another that listens at one of the ports.
     pub job: String,
 }
 
@@ -119,7 +119,7 @@ struct Names {
     local_rank: &'static str,
     /// Ranks on this host, or hosts: what shows that all ranks are on one.
     one_host: OneHost,
-    /// What tells jobs apart.
+    /// What distinguishes jobs.
     job: &'static [&'static str],
 }
 

@@ -1,7 +1,7 @@
 //! How ranks of one host and one user get a token without being given a secret: rank 0 makes a random one and hands it out over a
-//! Unix socket whose name follows from where the job meets. The kernel says which user is at the other end, on both sides, so that
+//! Unix socket whose name follows from the rendezvous of the job. The kernel says which user is at the other end, on both sides, so that
 //! no other user gets the token or can give one. The name lives as long as the process: nothing is left behind, and a second job
-//! that meets at the same place finds it taken.
+//! at the same place finds it taken.
 
 use std::io::{self, PipeWriter, Read};
 use std::os::fd::{AsFd, OwnedFd};
@@ -47,7 +47,7 @@ pub(super) enum NameError {
     Io(io::Error),
 }
 
-/// The name of `place`, which jobs have in common that meet there.
+/// The name of `place`, which jobs of that rendezvous have in common.
 pub(super) struct LocalName(SocketAddrUnix);
 
 impl LocalName {

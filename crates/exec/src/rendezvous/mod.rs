@@ -2,7 +2,7 @@
 //! connection to for as long as the job lasts.
 //!
 //! It moves bytes and knows no device: values by key, counters, gatherings of every rank's bytes, barriers. It is also how
-//! an error of one rank ends the others at once: the first one is told to all, a process that dies is noticed by its closed
+//! an error of one rank ends the others at once: the first one is sent to all, a process that dies is noticed by its closed
 //! connection, and a rank that waits can ask another what it is doing. Every wait has a limit, and its error names who was
 //! waited for.
 //!

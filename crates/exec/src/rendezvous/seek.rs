@@ -14,7 +14,7 @@ use crate::frame::read_frame;
 use crate::network::{JobToken, KnockError, Until, descriptor_limit, is_out_of_descriptors, knock};
 
 const PAUSE: Duration = Duration::from_millis(20);
-/// How long rank 0 waits for the end of another job that meets at the same place.
+/// How long rank 0 waits for the end of another job at the same place.
 const PREDECESSOR: Duration = Duration::from_secs(2);
 /// How long a rank that has no seat looks for another: at other ports, and where the other job may end and its own follow.
 const ELSEWHERE: Duration = Duration::from_secs(3);
@@ -177,9 +177,9 @@ enum Asked {
 /// Why no seat was found.
 #[derive(Default)]
 struct Failures {
-    /// What the last round of attempts met.
+    /// What the last round of attempts found.
     last: String,
-    /// The stranger met last.
+    /// The stranger seen last.
     stranger: Option<String>,
 }
 

@@ -30,7 +30,7 @@ const STACK: usize = 256 << 10;
 pub(super) struct Server {
     shared: Arc<Shared>,
     port: u16,
-    /// Open until it goes: a process that comes late is told that it has no seat.
+    /// Open until it goes: a process that comes late is answered that it has no seat.
     _door: Door,
 }
 
@@ -229,7 +229,7 @@ impl Seats {
     }
 }
 
-/// The first thing that a connection is told, which fits into the buffer of a new one. It may be the last: who does not take it is
+/// The first thing that a connection is sent, which fits into the buffer of a new one. It may be the last: who does not take it is
 /// not waited for.
 fn say_once(stream: &TcpStream, welcome: &Welcome) {
     if let Ok(bytes) = frame_head(welcome, 0) {

@@ -15,11 +15,11 @@ pub struct RunStart {
     pub hold: Duration,
 }
 
-/// Between the coming of the last rank and the start: enough for what is told to reach all of them. Three ranks on two cores had it after
+/// Between the coming of the last rank and the start: enough for the message to reach all of them. Three ranks on two cores had it after
 /// 0.13 to 0.22 ms. Who hears of it later starts at once.
 const MARGIN: Duration = Duration::from_millis(1);
 
-/// What a rank tells the others.
+/// What a rank sends the others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Arrival {
     /// Nanoseconds since the epoch by its host's clock, which all processes of a host share, in containers too.
@@ -50,7 +50,7 @@ impl Rendezvous {
         let all = self.all_gather(place, &own.to_bytes())?;
         let all: Option<Vec<Arrival>> = all.iter().map(|one| Arrival::from_bytes(one)).collect();
         let all = all.ok_or_else(|| {
-            let reason = "what a rank told of its start is not whole".to_owned();
+            let reason = "what a rank sent of its start is not whole".to_owned();
             self.fail(RendezvousError::Broken { rank: self.rank(), reason }.into())
         })?;
         let (start, hold) = agreed(&all, &self.ranks_on_this_host());
@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_told_is_what_is_heard() {
+    fn what_is_sent_is_what_is_received() {
         let arrival = Arrival { at: 1 << 60, wish: 5_000_000 };
         assert_eq!(Arrival::from_bytes(&arrival.to_bytes()), Some(arrival));
         for length in [0, 7, 8, 15, 17] {

@@ -19,7 +19,7 @@ pub(super) struct Store {
     counters: BTreeMap<String, i64>,
     gatherings: BTreeMap<String, Gathering>,
     left: BTreeSet<usize>,
-    /// What all were told of the first failure.
+    /// What all were sent of the first failure.
     failure: Option<Reply>,
 }
 
@@ -108,7 +108,7 @@ impl Store {
         self.failure.iter().map(letter).collect()
     }
 
-    /// Tells all but `rank` of the first failure.
+    /// Notifies all but `rank` of the first failure.
     fn end(&mut self, rank: usize, reply: &Reply) -> Vec<Letter> {
         if self.failure.is_some() {
             return Vec::new();
@@ -231,8 +231,8 @@ mod tests {
         // It has come to the first place, and not to the second.
         assert_eq!(store.hear(2, gather(1, "p"), bytes(&[9])), []);
         assert_eq!(store.hear(0, gather(2, "q"), bytes(&[])), []);
-        let told = store.hear(2, Request::Leave, bytes(&[]));
-        assert_eq!(told, [left(0, 2, 2)]);
+        let sent = store.hear(2, Request::Leave, bytes(&[]));
+        assert_eq!(sent, [left(0, 2, 2)]);
         assert_eq!(store.hear(1, gather(3, "q"), bytes(&[])), [left(1, 3, 2)]);
         assert_eq!(store.hear(1, gather(4, "p"), bytes(&[])), []);
         assert_eq!(store.hear(0, gather(5, "p"), bytes(&[])).len(), 3);
@@ -240,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_failure_is_the_only_one_told() {
+    fn the_first_failure_is_the_only_one_sent() {
         let mut store = Store::new(3);
         let error = ExecError::from(RendezvousError::RankFailed { rank: 1, reason: "x".to_owned() });
         let letters = store.hear(1, Request::Fail { error: error.clone() }, bytes(&[]));

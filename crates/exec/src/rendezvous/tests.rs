@@ -211,7 +211,7 @@ fn a_taken_port_is_passed_over() {
     });
 }
 
-/// What a foreign launcher does: rank 0 listens wherever it likes, and the others are told the address and the token.
+/// What a foreign launcher does: rank 0 listens wherever it likes, and the others are given the address and the token.
 #[test]
 fn ranks_join_a_store_that_is_hosted_for_them() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -362,7 +362,7 @@ fn ranks_that_were_started_with_other_things_are_named_soon() {
 
 /// Whoever comes first: a second job at the same place never gets a rank of the first, nor gives it one.
 #[test]
-fn two_jobs_that_meet_at_one_place_never_swap_ranks() {
+fn two_jobs_at_one_place_never_swap_ranks() {
     for round in 0..3u64 {
         let ports = [free_port()];
         let ended = AtomicUsize::new(0);

@@ -1,4 +1,4 @@
-//! Ranks that are threads of one process and meet as processes do.
+//! Ranks that are threads of one process and join as processes do.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -16,7 +16,7 @@ use crate::{
     RendezvousError, RendezvousHost, SlowLink, World,
 };
 
-/// Ranks that are threads of this process and meet as processes do: each has a world of its own, a rendezvous and
+/// Ranks that are threads of this process and join as processes do: each has a world of its own, a rendezvous and
 /// connections. What proves the transport between processes without starting any.
 #[derive(Default)]
 pub struct TcpLoopback {

@@ -23,7 +23,7 @@ use crate::{ExecError, Recipient, Rendezvous, RendezvousError};
 const PAUSE: Duration = Duration::from_millis(20);
 /// Between looks at whether the world has failed.
 const LOOK: Duration = Duration::from_millis(20);
-/// A rank that ends with an error tells all of it before its connections close: how long to wait for the better word.
+/// A rank that ends with an error notifies all of it before its connections close: how long to wait for the better word.
 const GRACE: Duration = Duration::from_secs(1);
 
 /// A rank's connections to all others, which are other processes. Dropping it is the farewell.
@@ -191,7 +191,7 @@ impl<M> Mesh<M> {
 }
 
 impl<M> Mesh<M> {
-    /// Tells all that this rank may go at any time: who hears its connection end is not to take that for a loss.
+    /// Notifies all that this rank may go at any time: who hears its connection end is not to take that for a loss.
     pub fn say_farewell(&self) {
         if !self.world.has_failed() {
             self.peers.iter().flatten().for_each(|peer| drop(peer.write(&Letter::<()>::Farewell, &[])));

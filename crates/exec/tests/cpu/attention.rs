@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 use counterpoint_choose::{DispatchAlgorithm, PassStages, PlanConfig, StageCount, plan_mask};
 use counterpoint_exec::{
     AttentionInputs, AttentionRun, CpuBackend, CpuBuffer, CpuMachine, CpuTransport, ExecError,
-    FaultInjection, FaultKind, FaultPoint, HostTensor, Pass, Prepared, PreparedAttention, RankProblem,
-    RanksRun, RunConfig, SlowLink, SlowNetwork, World, WorldConfig, run_attention,
+    FaultInjection, FaultKind, FaultPoint, HostTensor, Measurement, Pass, Prepared, PreparedAttention,
+    RankProblem, RanksRun, RunConfig, SlowLink, SlowNetwork, World, WorldConfig, run_attention,
 };
 use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};
 use counterpoint_plan::{AttentionSpec, DType, Plan, Topology};
@@ -248,7 +248,10 @@ fn every_measured_run_has_its_time() {
         plan_mask(&mask, &spec, &config(2, 16, StageCount::Fixed(1), DispatchAlgorithm::Affinity)).unwrap();
     let inputs = counterpoint_exec::random_inputs(&mask, &spec, 3, true);
     let once = run(&plan, &spec, &inputs, &RunConfig::default());
-    let config = RunConfig { warmups: 2, samples: 3, ..RunConfig::default() };
+    let config = RunConfig {
+        measurement: Measurement { warmups: 2, samples: 3, ..Measurement::default() },
+        ..RunConfig::default()
+    };
     let often = run(&plan, &spec, &inputs, &config);
     assert_eq!((once.forward_seconds.len(), once.backward_seconds.len()), (1, 1));
     assert_eq!((often.forward_seconds.len(), often.backward_seconds.len()), (3, 3));
@@ -257,7 +260,7 @@ fn every_measured_run_has_its_time() {
     assert_eq!(once.outputs.out, often.outputs.out);
 }
 
-/// Ranks that planned from different masks find out where they first meet.
+/// Ranks that planned from different masks find out in their first collective.
 #[test]
 fn ranks_with_different_masks_are_named() {
     let spec = spec(2, 1, 16, 16, DType::F32);
@@ -274,7 +277,7 @@ fn ranks_with_different_masks_are_named() {
         .map(|(rank, (mask, transport))| {
             let plan = plan_mask(mask, &spec, &config).unwrap();
             let program =
-                lower_attention_forward(&plan, rank, &spec, OverlapPolicy::default(), KeyBlocks::Suited);
+                lower_attention_forward(&plan, rank, &spec, OverlapPolicy::default(), KeyBlocks::Unaligned);
             let backend = CpuBackend::new(&world, rank, workers.clone());
             let mut prepared = Prepared::new(program, backend, transport).unwrap();
             for (name, heads) in [("q", 2), ("k", 1), ("v", 1)] {

@@ -156,7 +156,7 @@ fn random_routings_give_what_is_defined() {
 
 /// Wrong results are found: one of another expert, and one that lacks a token's second expert.
 #[test]
-fn what_is_wrong_is_told() {
+fn what_is_wrong_is_named() {
     let case = Case::random(7, ExpertKind::Combine, DType::F32);
     let right = case.run(pass("concurrent", 2));
     // A sample has the first row and column, and the last.
@@ -170,8 +170,11 @@ fn what_is_wrong_is_told() {
     let rank = (0..case.routing.ranks()).find(|&rank| right.y[rank].rows() > 1).unwrap();
     let mut wrong = right.clone();
     wrong.y[rank].as_mut_slice::<f32>().unwrap()[0] += 0.01;
-    let told = check(&wrong).unwrap_err().to_string();
-    assert!(told.contains(&format!("y of rank {rank}")) && told.contains("row 0, column 0"), "{told}");
+    let refused = check(&wrong).unwrap_err().to_string();
+    assert!(
+        refused.contains(&format!("y of rank {rank}")) && refused.contains("row 0, column 0"),
+        "{refused}"
+    );
     let mut wrong = right;
     let dx = wrong.dx.as_mut().unwrap().iter_mut().find(|dx| dx.rows() > 0).unwrap();
     dx.as_mut_slice::<f32>().unwrap()[0] = f32::NAN;
@@ -310,24 +313,26 @@ fn what_does_not_fit_is_refused_and_loses_nothing() {
     layer.bind_weight(&weight).unwrap();
     let input = |tokens| random_tensor(vec![tokens, 3], DType::F32, 2);
     let x = layer.upload("x", vec![input(2), input(1)]).unwrap();
-    let told = layer.forward(&x).err().unwrap().to_string();
-    assert!(told.contains("routing") && told.contains("missing"), "{told}");
+    let refused = layer.forward(&x).err().unwrap().to_string();
+    assert!(refused.contains("routing") && refused.contains("missing"), "{refused}");
 
     let top = |experts, ids: &[Vec<u32>]| Arc::new(Routing::top_k(experts, 1, ids).unwrap());
     layer.route(top(4, &[vec![0, 3], vec![1]])).unwrap();
     let before = layer.forward(&x).unwrap().result;
     let before = layer.download(&before).unwrap();
-    let mut told = |routing| {
+    let mut refused = |routing| {
         let error = layer.route(routing).err().unwrap();
         assert!(matches!(error, ExecError::Tensor { .. }));
         error.to_string()
     };
-    assert!(told(top(4, &[vec![2; 5], vec![]])).contains("rank 0 has 5 tokens, and its capacity is 4"));
-    assert!(told(top(4, &[vec![2; 4], vec![]])).contains("expert 2 is given 4 rows, and its capacity is 3"));
+    assert!(refused(top(4, &[vec![2; 5], vec![]])).contains("rank 0 has 5 tokens, and its capacity is 4"));
+    assert!(
+        refused(top(4, &[vec![2; 4], vec![]])).contains("expert 2 is given 4 rows, and its capacity is 3")
+    );
     let full = top(4, &[vec![0, 0, 0, 1], vec![1, 1]]);
-    assert!(told(full.clone()).contains("the experts of rank 0 are given 6 rows, and its capacity is 5"));
-    assert!(told(top(8, &[vec![0], vec![]])).contains("8 experts on 2 ranks"));
-    assert!(told(top(4, &vec![vec![]; 4])).contains("on 4 ranks"));
+    assert!(refused(full.clone()).contains("the experts of rank 0 are given 6 rows, and its capacity is 5"));
+    assert!(refused(top(8, &[vec![0], vec![]])).contains("8 experts on 2 ranks"));
+    assert!(refused(top(4, &vec![vec![]; 4])).contains("on 4 ranks"));
     // What is left as it was still runs; another number of rows than was routed is no input.
     let after = layer.forward(&x).unwrap().result;
     assert_eq!(layer.download(&after).unwrap(), before);

@@ -10,8 +10,7 @@ use counterpoint_exec::{
 use counterpoint_mask::Mask;
 use counterpoint_plan::DType;
 use counterpoint_schedule::{
-    BufferId, BufferRole, BufferSpec, Op, OverlapPolicy, Program, ProgramOp, StreamId, StreamKind,
-    StreamSpec, UserKernel, UserPart,
+    BufferRole, Op, OverlapPolicy, Program, ProgramBuilder, StreamKind, UserKernel, UserPart,
 };
 
 use rand::{RngExt, SeedableRng};
@@ -44,26 +43,13 @@ fn a_failed_group_is_left_when_nothing_uses_its_tensors() {
 
 /// A Program of one kernel of the caller's, which writes `y [4, 1]`.
 fn writes_y(kernel: &str) -> Program {
-    let parts = vec![UserPart { reads: Vec::new(), writes: vec![BufferId(0)] }];
+    let mut p = ProgramBuilder::new(kernel, 0, 1, OverlapPolicy::default());
+    let compute = p.stream("compute", StreamKind::Compute);
+    let y = p.buffer("y", DType::F32, &[4, 1], BufferRole::Output);
+    let parts = vec![UserPart { reads: Vec::new(), writes: vec![y] }];
     let op = Op::UserKernel(UserKernel { kernel: kernel.to_owned(), parts, signal: None });
-    Program {
-        name: kernel.to_owned(),
-        rank: 0,
-        world_size: 1,
-        streams: vec![StreamSpec { name: "compute".to_owned(), kind: StreamKind::Compute }],
-        buffers: vec![BufferSpec {
-            name: "y".to_owned(),
-            dtype: DType::F32,
-            shape: vec![4, 1],
-            role: BufferRole::Output,
-        }],
-        slots: Vec::new(),
-        num_events: 0,
-        num_barriers: 0,
-        num_signals: 0,
-        policy: OverlapPolicy::default(),
-        ops: vec![ProgramOp { stream: StreamId(0), stage: None, label: kernel.to_owned(), op }],
-    }
+    p.push(compute, None, kernel, op);
+    p.finish()
 }
 
 /// A failed group fails its next call at once; ranks leave it and join anew.

@@ -162,7 +162,7 @@ fn a_rank_that_closes_while_others_call_is_named() {
 
 /// A process that has left the job is named by those that wait for it where they join a group.
 #[test]
-fn a_rank_that_left_the_job_is_named_where_others_meet() {
+fn a_rank_that_left_the_job_is_named_where_others_wait() {
     let (table, config) = (Table::default(), config(Duration::from_secs(120)));
     let began = Instant::now();
     let ended = on_ranks(|rank| {

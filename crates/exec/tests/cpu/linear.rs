@@ -294,7 +294,7 @@ fn communication_runs_under_the_products() {
     let backward = |start| {
         let mut config = config(WeightGradient::Written, start);
         config.run.poison = false;
-        config.run.warmups = 0;
+        config.run.measurement.warmups = 0;
         config.run.slow_link =
             Some(SlowLink { alpha: Duration::from_millis(1), bytes_per_second: 1e8, network: None });
         let run = run(&plan(spec, 2, 4), &given, &config);

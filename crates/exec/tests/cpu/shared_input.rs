@@ -243,18 +243,18 @@ fn what_cannot_be_is_refused() {
         let options = options(gradient, activations, false, "concurrent");
         SharedInputLinear::<CpuMachine>::new(&group, [TOKENS, FEATURES], outputs, &options, input)
     };
-    let told = |outputs: &[usize], gradient, activations, input| {
+    let refused = |outputs: &[usize], gradient, activations, input| {
         made(outputs, gradient, activations, input).err().unwrap().to_string()
     };
     let (written, summed) = (LayerGradient::Written, InputGradient::Summed);
     let replicated = Activations::Replicated;
-    assert!(told(&[6, 7], written, replicated, summed).contains("out_features is"));
-    assert!(told(&[6, 0], written, replicated, summed).contains("out_features is 0"));
-    assert!(told(&[], written, replicated, summed).contains("out_features is 0"));
+    assert!(refused(&[6, 7], written, replicated, summed).contains("out_features is"));
+    assert!(refused(&[6, 0], written, replicated, summed).contains("out_features is 0"));
+    assert!(refused(&[], written, replicated, summed).contains("out_features is 0"));
     let deferred = LayerGradient::Deferred { into: None, limit: 2 };
-    assert!(told(&[6], deferred, replicated, summed).contains("needs a main_grad"));
+    assert!(refused(&[6], deferred, replicated, summed).contains("needs a main_grad"));
     let partial = InputGradient::Partial;
-    assert!(told(&[6], written, Activations::SequenceParallel, partial).contains("sequence parallelism"));
+    assert!(refused(&[6], written, Activations::SequenceParallel, partial).contains("sequence parallelism"));
     let mut layers = made(&[6, 3], written, replicated, summed).ok().unwrap();
     let one = layers.scatter_weights(&[whole(&[6, FEATURES], 1)]).err().unwrap().to_string();
     assert!(one.contains("1 tensors for 2 layers"), "{one}");

@@ -1,4 +1,4 @@
-//! Attention between ranks that meet through TCP, each in a world of its own: the bits of threads, and faults.
+//! Attention between ranks that join through TCP, each in a world of its own: the bits of threads, and faults.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -140,7 +140,7 @@ fn disagreement(labels: [&str; 2], parts: [GroupPart; 2]) -> Vec<ExecError> {
 }
 
 #[test]
-fn ranks_that_disagree_are_told_at_once() {
+fn ranks_that_disagree_are_named_at_once() {
     let send = || GroupPart::from_splits([(3, &[1u32][..])], []);
     let receive = |rows| GroupPart::from_splits([], [(rows, 0)]);
     for error in disagreement(["cast k", "cast v"], [send(), receive(3)]) {

@@ -141,7 +141,7 @@ fn another_collective_at_the_same_place_names_both() {
     let error = disagreement([("cast k", &send, [&a, &b], None), ("cast v", &receive, [&c, &d], None)]);
     assert!(matches!(error, ExecError::CollectiveOrder { .. }), "{error}");
     assert!(error.to_string().contains("`cast k`") && error.to_string().contains("`cast v`"), "{error}");
-    // A cast of one meets a reduce of the other, and sums meet averages.
+    // A cast of one meets a reduce of the other, and sums are matched with averages.
     let (a, b, c, d) = (rows(4), rows(4), rows(4), rows(4));
     let error = disagreement([("x", &send, [&a, &b], None), ("x", &receive, [&c, &d], Some(SUM))]);
     assert!(

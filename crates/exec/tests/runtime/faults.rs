@@ -13,7 +13,7 @@ use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use crate::collectives::buffer;
-use crate::programs::{COMMUNICATION, COMPUTE, Draft, prepare};
+use crate::programs::{Draft, prepare};
 
 // Long against a busy machine's pauses: a rank that only waits for a core must not be blamed.
 const LIMIT: Duration = Duration::from_millis(1200);
@@ -27,15 +27,13 @@ pub(crate) fn gather_program(rank: usize, world_size: usize) -> Program {
         let all = draft.buffer(&format!("all {stage}"), world_size, BufferRole::Scratch);
         let copy = draft.buffer(&format!("copy {stage}"), world_size, BufferRole::Output);
         draft.cast(stage, &part, (own, all), None);
-        let arrived = draft.event();
-        draft.push(COMMUNICATION, Some(stage), "arrived", Op::Record(arrived));
-        draft.push(COMPUTE, Some(stage), "wait", Op::Wait(arrived));
-        draft.push(COMPUTE, Some(stage), "copy", Op::Cast { src: all, dst: copy });
-        let copied = draft.event();
-        draft.push(COMPUTE, Some(stage), "copied", Op::Record(copied));
-        draft.push(COMMUNICATION, Some(stage), "wait for copy", Op::Wait(copied));
+        let arrived = draft.p.mark(draft.communication, Some(stage), "arrived");
+        draft.p.after(draft.compute, Some(stage), "wait", arrived);
+        draft.compute(Some(stage), "copy", Op::Cast { src: all, dst: copy });
+        let copied = draft.p.mark(draft.compute, Some(stage), "copied");
+        draft.p.after(draft.communication, Some(stage), "wait for copy", copied);
     }
-    draft.0
+    draft.p.finish()
 }
 
 /// Runs under a fault; gives the error and how long the call took.

@@ -1,4 +1,4 @@
-//! Profilers are told of every operation as it is enqueued, in ranges that nest and end, also where an operation fails.
+//! Profilers are notified of every operation as it is enqueued, in ranges that nest and end, also where an operation fails.
 
 use std::sync::{Arc, Mutex};
 use std::thread::{self, ThreadId};
@@ -44,7 +44,7 @@ impl Recorder {
     }
 }
 
-/// Ranks of the Program that gathers and copies, told to one profiler.
+/// Ranks of the Program that gathers and copies, reported to one profiler.
 fn ranks(fails_at: Option<&'static str>) -> (Vec<Rank>, Arc<Recorder>) {
     const RANKS: usize = 2;
     let world = World::new(RANKS, WorldConfig::default());
@@ -61,7 +61,7 @@ fn ranks(fails_at: Option<&'static str>) -> (Vec<Rank>, Arc<Recorder>) {
     (ranks.collect(), recorder)
 }
 
-/// What a whole run of these ranks tells: every operation by its label, a collective once for each of its three steps.
+/// What a whole run of these ranks reports: every operation by its label, a collective once for each of its three steps.
 fn expected(ranks: &[Rank]) -> Vec<(usize, String)> {
     let mut labels = Vec::new();
     for op in ranks.iter().flat_map(|rank| &rank.program().ops) {
@@ -76,10 +76,10 @@ fn expected(ranks: &[Rank]) -> Vec<(usize, String)> {
 fn runs_and_calls_are_ranges_around_their_operations() {
     let (mut ranks, recorder) = ranks(None);
     Prepared::run_ranks(&mut ranks).unwrap();
-    let check = |told: Vec<(usize, String)>| {
+    let check = |ranges: Vec<(usize, String)>| {
         let name = format!("{}, rank 0, 1", ranks[0].program().name);
-        assert_eq!(told[0], (0, name));
-        let mut inner = told[1..].to_vec();
+        assert_eq!(ranges[0], (0, name));
+        let mut inner = ranges[1..].to_vec();
         inner.sort_unstable();
         assert_eq!(inner, expected(&ranks));
     };
@@ -95,7 +95,7 @@ fn runs_and_calls_are_ranges_around_their_operations() {
 fn a_failure_ends_all_ranges() {
     let (mut ranks, recorder) = ranks(Some("copy"));
     assert_eq!(Prepared::run_ranks(&mut ranks).unwrap_err(), ExecError::Closed { rank: 1 });
-    let told = recorder.take();
-    assert_eq!((told[0].0, told.last().unwrap()), (0, &(1, "copy".to_owned())));
-    assert!(told.len() < 1 + expected(&ranks).len(), "nothing is enqueued after the failure: {told:?}");
+    let ranges = recorder.take();
+    assert_eq!((ranges[0].0, ranges.last().unwrap()), (0, &(1, "copy".to_owned())));
+    assert!(ranges.len() < 1 + expected(&ranks).len(), "nothing is enqueued after the failure: {ranges:?}");
 }

@@ -9,8 +9,8 @@ use counterpoint_exec::{
 };
 use counterpoint_plan::{DType, GroupPart};
 use counterpoint_schedule::{
-    BarrierId, BufferId, BufferRole, BufferSpec, EventId, GroupCast, Op, OverlapPolicy, Program, ProgramOp,
-    SignalId, SpanKind, StreamId, StreamKind, StreamSpec,
+    BarrierId, BufferId, BufferRole, GroupCast, Op, OverlapPolicy, Program, ProgramBuilder, SpanKind,
+    StreamId, StreamKind,
 };
 
 use crate::collectives::buffer;
@@ -18,44 +18,30 @@ use crate::collectives::buffer;
 pub(crate) type Rank = Prepared<CpuBackend, CpuTransport>;
 
 /// A Program under construction, with a compute and a communication stream.
-pub(crate) struct Draft(pub(crate) Program);
-
-pub(crate) const COMPUTE: usize = 0;
-pub(crate) const COMMUNICATION: usize = 1;
+pub(crate) struct Draft {
+    pub(crate) p: ProgramBuilder,
+    pub(crate) compute: StreamId,
+    pub(crate) communication: StreamId,
+}
 
 impl Draft {
     pub(crate) fn new(rank: usize, world_size: usize) -> Self {
-        let stream = |name: &str, kind| StreamSpec { name: name.into(), kind };
-        Self(Program {
-            name: "draft".into(),
-            rank,
-            world_size,
-            streams: vec![
-                stream("compute", StreamKind::Compute),
-                stream("communication", StreamKind::Communication),
-            ],
-            buffers: Vec::new(),
-            slots: Vec::new(),
-            num_events: 0,
-            num_barriers: 0,
-            num_signals: 0,
-            policy: OverlapPolicy::default(),
-            ops: Vec::new(),
-        })
+        let mut p = ProgramBuilder::new("draft", rank, world_size, OverlapPolicy::default());
+        let compute = p.stream("compute", StreamKind::Compute);
+        let communication = p.stream("communication", StreamKind::Communication);
+        Self { p, compute, communication }
     }
 
     pub(crate) fn buffer(&mut self, name: &str, rows: usize, role: BufferRole) -> BufferId {
-        self.0.buffers.push(BufferSpec { name: name.into(), dtype: DType::F64, shape: vec![rows, 1], role });
-        BufferId(self.0.buffers.len() - 1)
+        self.p.buffer(name, DType::F64, &[rows, 1], role)
     }
 
-    pub(crate) fn push(&mut self, stream: usize, stage: Option<usize>, label: &str, op: Op) {
-        self.0.ops.push(ProgramOp { stream: StreamId(stream), stage, label: label.into(), op });
+    pub(crate) fn compute(&mut self, stage: Option<usize>, label: &str, op: Op) {
+        self.p.push(self.compute, stage, label, op);
     }
 
-    pub(crate) fn event(&mut self) -> EventId {
-        self.0.num_events += 1;
-        EventId(self.0.num_events - 1)
+    pub(crate) fn communicate(&mut self, stage: Option<usize>, label: &str, op: Op) {
+        self.p.push(self.communication, stage, label, op);
     }
 
     pub(crate) fn cast(
@@ -72,7 +58,7 @@ impl Draft {
             arrive,
             delivery: None,
         };
-        self.push(COMMUNICATION, Some(stage), "cast", Op::GroupCast(op));
+        self.communicate(Some(stage), "cast", Op::GroupCast(op));
     }
 }
 
@@ -99,20 +85,20 @@ fn what_is_not_well_formed_is_refused() {
     let mut twice = Draft::new(0, 1);
     twice.buffer("x", 1, BufferRole::Input);
     twice.buffer("x", 1, BufferRole::Output);
-    assert!(refused(twice.0).contains("two buffers are named `x`"));
+    assert!(refused(twice.p.finish()).contains("two buffers are named `x`"));
 
     let mut race = Draft::new(0, 1);
     let (x, y) = (race.buffer("x", 1, BufferRole::Input), race.buffer("y", 1, BufferRole::Output));
-    race.push(COMPUTE, None, "first", Op::Cast { src: x, dst: y });
-    race.push(COMMUNICATION, None, "second", Op::Cast { src: x, dst: y });
-    assert!(refused(race.0).contains("race on buffer `y`"));
+    race.compute(None, "first", Op::Cast { src: x, dst: y });
+    race.communicate(None, "second", Op::Cast { src: x, dst: y });
+    assert!(refused(race.p.finish()).contains("race on buffer `y`"));
 
     let mut shapes = Draft::new(0, 1);
     let (x, y) = (shapes.buffer("x", 1, BufferRole::Input), shapes.buffer("y", 2, BufferRole::Output));
-    shapes.push(COMPUTE, None, "copy", Op::Cast { src: x, dst: y });
-    assert!(refused(shapes.0).contains("`y` must be f64 [1, 1], not f64 [2, 1]"));
+    shapes.compute(None, "copy", Op::Cast { src: x, dst: y });
+    assert!(refused(shapes.p.finish()).contains("`y` must be f64 [1, 1], not f64 [2, 1]"));
 
-    assert!(refused(Draft::new(0, 3).0).contains("rank 0 of 3"));
+    assert!(refused(Draft::new(0, 3).p.finish()).contains("rank 0 of 3"));
 }
 
 #[test]
@@ -120,9 +106,9 @@ fn bindings_are_checked() {
     let mut draft = Draft::new(0, 1);
     let (x, y) = (draft.buffer("x", 2, BufferRole::Input), draft.buffer("y", 2, BufferRole::Output));
     let hidden = draft.buffer("hidden", 2, BufferRole::Scratch);
-    draft.push(COMPUTE, None, "copy", Op::Cast { src: x, dst: hidden });
-    draft.push(COMPUTE, None, "copy", Op::Cast { src: hidden, dst: y });
-    let mut rank = prepare(vec![draft.0], WorldConfig::default()).unwrap().remove(0);
+    draft.compute(None, "copy", Op::Cast { src: x, dst: hidden });
+    draft.compute(None, "copy", Op::Cast { src: hidden, dst: y });
+    let mut rank = prepare(vec![draft.p.finish()], WorldConfig::default()).unwrap().remove(0);
     for (name, shape, reason) in [
         ("z", [2, 1], "no input or output"),
         ("hidden", [2, 1], "no input or output"),
@@ -149,7 +135,7 @@ fn bindings_are_checked() {
 fn an_input_that_was_not_bound_ends_the_run() {
     let mut draft = Draft::new(0, 1);
     draft.buffer("x", 2, BufferRole::Input);
-    let mut rank = prepare(vec![draft.0], WorldConfig::default()).unwrap().remove(0);
+    let mut rank = prepare(vec![draft.p.finish()], WorldConfig::default()).unwrap().remove(0);
     assert!(matches!(rank.run(&[]), Err(ExecError::Tensor { name, .. }) if name == "x"));
 }
 
@@ -157,9 +143,9 @@ fn an_input_that_was_not_bound_ends_the_run() {
 fn what_nobody_wrote_shows() {
     let mut draft = Draft::new(0, 1);
     let (x, y) = (draft.buffer("x", 1, BufferRole::Scratch), draft.buffer("y", 1, BufferRole::Output));
-    draft.push(COMPUTE, None, "copy", Op::Cast { src: x, dst: y });
+    draft.compute(None, "copy", Op::Cast { src: x, dst: y });
     let config = WorldConfig { poison: true, ..WorldConfig::default() };
-    let mut rank = prepare(vec![draft.0], config).unwrap().remove(0);
+    let mut rank = prepare(vec![draft.p.finish()], config).unwrap().remove(0);
     rank.run(&[]).unwrap();
     assert!(rank.buffer("y").unwrap().tensor().unwrap().to_f64()[0].is_nan());
 }
@@ -178,9 +164,9 @@ pub(crate) fn delays(world_size: usize, seed: u64, max: Duration) -> Vec<FaultIn
 const STAGES: usize = 4;
 
 /// Two ranks exchange rows in [`STAGES`] casts; under a barrier each computation awaits the start of the cast after its own.
-fn staged_program(rank: usize, barrier: Option<BarrierId>) -> Program {
+fn staged_program(rank: usize, with_barrier: bool) -> Program {
     let mut draft = Draft::new(rank, 2);
-    draft.0.num_barriers = usize::from(barrier.is_some());
+    let barrier = with_barrier.then(|| draft.p.start_barrier());
     let own = draft.buffer("own", 1, BufferRole::Input);
     let other = (1 - rank) as u32;
     let part = GroupPart::from_splits([(1, &[other][..])], [(1, other)]);
@@ -188,27 +174,23 @@ fn staged_program(rank: usize, barrier: Option<BarrierId>) -> Program {
     for stage in 0..STAGES {
         let received = draft.buffer(&format!("received {stage}"), 1, BufferRole::Scratch);
         draft.cast(stage, &part, (own, received), barrier);
-        let event = draft.event();
-        draft.push(COMMUNICATION, Some(stage), "arrived", Op::Record(event));
-        arrived.push((received, event));
+        arrived.push((received, draft.p.mark(draft.communication, Some(stage), "arrived")));
     }
     for (stage, (received, event)) in arrived.into_iter().enumerate() {
-        draft.push(COMPUTE, Some(stage), "wait", Op::Wait(event));
-        if let Some(barrier) = barrier {
-            let arrivals = (stage as u64 + 2).min(STAGES as u64);
-            draft.push(COMPUTE, Some(stage), "await", Op::Await { barrier, arrivals });
-        }
+        draft.p.after(draft.compute, Some(stage), "wait", event);
+        let arrivals = (stage as u64 + 2).min(STAGES as u64);
+        draft.p.after_start(draft.compute, Some(stage), "await", barrier, arrivals);
         let result = draft.buffer(&format!("result {stage}"), 1, BufferRole::Output);
-        draft.push(COMPUTE, Some(stage), "compute", Op::Cast { src: received, dst: result });
+        draft.compute(Some(stage), "compute", Op::Cast { src: received, dst: result });
     }
-    draft.0
+    draft.p.finish()
 }
 
 /// Runs the staged programs; counts computations, and those that started before the cast that they should hide.
-fn early_starts(barrier: Option<BarrierId>, seed: u64, max: Duration, runs: usize) -> (usize, usize) {
+fn early_starts(with_barrier: bool, seed: u64, max: Duration, runs: usize) -> (usize, usize) {
     let faults = delays(2, seed, max);
     let config = WorldConfig { limit: Duration::from_secs(20), faults, ..WorldConfig::default() };
-    let mut ranks = prepare((0..2).map(|rank| staged_program(rank, barrier)).collect(), config).unwrap();
+    let mut ranks = prepare((0..2).map(|rank| staged_program(rank, with_barrier)).collect(), config).unwrap();
     for (rank, prepared) in ranks.iter_mut().enumerate() {
         prepared.bind("own", buffer(&[1, 1], DType::F64, &[rank as f64])).unwrap();
     }
@@ -243,12 +225,12 @@ fn early_starts(barrier: Option<BarrierId>, seed: u64, max: Duration, runs: usiz
 fn the_kernel_barrier_holds_under_random_delays() {
     let mut rounds = 0;
     for (seed, max, runs) in [(1, 0, 600), (2, 30, 120), (3, 200, 30)] {
-        let (computations, early) = early_starts(Some(BarrierId(0)), seed, Duration::from_micros(max), runs);
+        let (computations, early) = early_starts(true, seed, Duration::from_micros(max), runs);
         assert_eq!(early, 0);
         rounds += computations;
     }
     assert!(rounds >= 3000, "{rounds}");
-    let (_, early) = early_starts(None, 3, Duration::from_micros(200), 30);
+    let (_, early) = early_starts(false, 3, Duration::from_micros(200), 30);
     assert!(early > 0, "the delays prove nothing");
 }
 
@@ -257,27 +239,28 @@ fn the_kernel_barrier_holds_under_random_delays() {
 fn signals_hold_under_random_delays() {
     const STEPS: u64 = 8;
     let mut draft = Draft::new(0, 1);
-    draft.0.num_signals = 2;
+    let (there, back) = (draft.p.signal(), draft.p.signal());
     let start = draft.buffer("start", 1, BufferRole::Input);
     let (mut from, mut rounds) = (start, 0);
     for step in 1..=STEPS {
         let role = if step == STEPS { BufferRole::Output } else { BufferRole::Scratch };
         let middle = draft.buffer(&format!("middle {step}"), 1, BufferRole::Scratch);
         let next = draft.buffer(&format!("round {step}"), 1, role);
-        draft.push(COMPUTE, None, "there", Op::Cast { src: from, dst: middle });
-        draft.push(COMPUTE, None, "raise", Op::Signal { signal: SignalId(0), value: 3 * step });
-        draft.push(COMMUNICATION, None, "wait", Op::WaitSignal { signal: SignalId(0), value: 3 * step - 1 });
-        draft.push(COMMUNICATION, None, "back", Op::Cast { src: middle, dst: next });
-        draft.push(COMMUNICATION, None, "raise", Op::Signal { signal: SignalId(1), value: step });
-        draft.push(COMPUTE, None, "wait", Op::WaitSignal { signal: SignalId(1), value: step });
+        draft.compute(None, "there", Op::Cast { src: from, dst: middle });
+        draft.compute(None, "raise", Op::Signal { signal: there, value: 3 * step });
+        draft.communicate(None, "wait", Op::WaitSignal { signal: there, value: 3 * step - 1 });
+        draft.communicate(None, "back", Op::Cast { src: middle, dst: next });
+        draft.communicate(None, "raise", Op::Signal { signal: back, value: step });
+        draft.compute(None, "wait", Op::WaitSignal { signal: back, value: step });
         from = next;
     }
-    draft.0.validate().unwrap();
+    let program = draft.p.finish();
+    program.validate().unwrap();
     for (seed, max, runs) in [(1, 0, 300), (2, 50, 80)] {
         let faults = delays(1, seed, Duration::from_micros(max));
         let config =
             WorldConfig { limit: Duration::from_secs(20), faults, poison: true, ..WorldConfig::default() };
-        let mut rank = prepare(vec![draft.0.clone()], config).unwrap().remove(0);
+        let mut rank = prepare(vec![program.clone()], config).unwrap().remove(0);
         for run in 0..runs {
             let value = f64::from(run);
             rank.run(&[("start", buffer(&[1, 1], DType::F64, &[value]))]).unwrap();
@@ -299,9 +282,10 @@ fn a_race_in_the_act_names_both_sides() {
         let mut draft = Draft::new(0, 1);
         let (x, y) =
             (draft.buffer("x", 1 << 20, BufferRole::Input), draft.buffer("y", 1 << 20, BufferRole::Output));
-        (0..50).for_each(|_| draft.push(COMPUTE, None, label, Op::Cast { src: x, dst: y }));
+        (0..50).for_each(|_| draft.compute(None, label, Op::Cast { src: x, dst: y }));
         let transport = CpuTransport::local(&world, None).remove(0);
-        let mut rank = Rank::new(draft.0, CpuBackend::new(&world, 0, workers.clone()), transport).unwrap();
+        let mut rank =
+            Rank::new(draft.p.finish(), CpuBackend::new(&world, 0, workers.clone()), transport).unwrap();
         rank.bind("x", other.clone()).unwrap();
         rank.bind("y", shared.clone()).unwrap();
         rank

@@ -401,8 +401,8 @@ mod tests {
         );
         assert!(top(4, 0, &[&[], &[]]).contains("0 experts a token"));
         for (experts, ranks) in [(3, 2), (0, 1), (4, 0)] {
-            let told = top(experts, 1, &vec![&[][..]; ranks]);
-            assert!(told.starts_with(&format!("{experts} experts on {ranks} ranks")), "{told}");
+            let refused = top(experts, 1, &vec![&[][..]; ranks]);
+            assert!(refused.starts_with(&format!("{experts} experts on {ranks} ranks")), "{refused}");
         }
         let counts = |counts: &[Vec<usize>], rows: &[usize]| {
             Routing::from_counts(2, counts, rows).unwrap_err().to_string()
@@ -452,13 +452,13 @@ mod tests {
         assert_eq!(check(ExpertCapacity::default()), Ok(()));
         let tight = ExpertCapacity { tokens: Some(3), rows_of_expert: Some(5), rows_of_rank: Some(7) };
         assert_eq!(check(tight), Ok(()));
-        let told = |capacity| check(capacity).unwrap_err();
+        let refused = |capacity| check(capacity).unwrap_err();
         let less = ExpertCapacity { tokens: Some(2), ..tight };
-        assert_eq!(told(less), "rank 0 has 3 tokens, and its capacity is 2");
+        assert_eq!(refused(less), "rank 0 has 3 tokens, and its capacity is 2");
         let less = ExpertCapacity { rows_of_expert: Some(4), ..tight };
-        assert!(told(less).starts_with("expert 0 is given 5 rows, and its capacity is 4"));
+        assert!(refused(less).starts_with("expert 0 is given 5 rows, and its capacity is 4"));
         let less = ExpertCapacity { rows_of_rank: Some(6), ..tight };
-        assert!(told(less).starts_with("the experts of rank 0 are given 7 rows, and its capacity is 6"));
+        assert!(refused(less).starts_with("the experts of rank 0 are given 7 rows, and its capacity is 6"));
         let (within, dropped) = routing.within(3);
         assert_eq!((within.rows(), dropped), (vec![3, 2, 1, 1], 2));
         assert_eq!(within.experts_of_token(1, 0), [3]);

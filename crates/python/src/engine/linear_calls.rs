@@ -29,7 +29,7 @@ where
         let _one = lock(&self.calling);
         let tickets = enqueue(callers.as_deref());
         let called = tickets.and_then(|tickets| self.ended(&tickets, streams.as_deref()));
-        self.told(called, keepers).map(|()| captures)
+        self.reported(called, keepers).map(|()| captures)
     }
 }
 

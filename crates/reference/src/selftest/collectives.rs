@@ -318,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_that_meet_through_tcp_write_the_same_bits() {
+    fn ranks_that_join_through_tcp_write_the_same_bits() {
         let checks =
             selftest_collectives(&TcpLoopback::default(), Extent::Full, Share::ALL, 8, |_, _| {}).unwrap();
         passes_to_the_last_bit(&checks);

@@ -90,11 +90,17 @@ fn large(value: u64) -> String {
 }
 
 impl HtmlReport<'_> {
-    // Long: one card after the other, as the page shows them.
     pub(super) fn cards(&self, out: &mut String) {
-        let (mask, plan, figures) = (self.mask, self.plan, &self.figures);
         out.push_str("<dl class=\"cards\">");
+        self.mask_cards(out);
+        self.traffic_card(out);
+        self.run_cards(out);
+        out.push_str("</dl>\n");
+    }
 
+    /// What is computed, by how many ranks, and how evenly.
+    fn mask_cards(&self, out: &mut String) {
+        let (mask, plan, figures) = (self.mask, self.plan, &self.figures);
         let (sq, sk, area) = (mask.seqlen_q() as u64, mask.seqlen_k() as u64, mask.area());
         let slices = format_counted(mask.slices().len(), "slice");
         if plan.q_dispatch == plan.k_dispatch {
@@ -114,7 +120,10 @@ impl HtmlReport<'_> {
         card(out, "Ranks", &format_count(plan.ranks.len() as u64), &format!("{chunks}{planned}"));
 
         card(out, "Balance", &format!("{:.3}", plan.balance()), "largest area over mean; 1 is perfect");
+    }
 
+    fn traffic_card(&self, out: &mut String) {
+        let (plan, figures) = (self.plan, &self.figures);
         let ranks = plan.ranks.len().max(1) as f64;
         let rows = plan.ranks.iter().map(RankPlan::recv_rows).sum::<u64>() as f64 / ranks;
         let bytes = figures
@@ -135,7 +144,11 @@ impl HtmlReport<'_> {
             &format_count(rows.round() as u64),
             &format!("mean of a rank{bytes}{against}"),
         );
+    }
 
+    /// How long the passes take, what is hidden, and whether the results are right.
+    fn run_cards(&self, out: &mut String) {
+        let (figures, ranks) = (&self.figures, self.plan.ranks.len().max(1) as f64);
         for (name, pair) in self.passes() {
             let title = if name == "forward" { "Forward" } else { "Backward" };
             let flops = if name == "forward" { figures.forward_flops } else { figures.backward_flops };
@@ -177,7 +190,6 @@ impl HtmlReport<'_> {
                 "<div class=\"card {class}\"><dt>Check</dt><dd>{verdict}</dd><dd class=\"note\">{note}</dd></div>"
             );
         }
-        out.push_str("</dl>\n");
     }
 
     /// Rows received against bound, ring and all-gather, as bars on one scale.

@@ -19,7 +19,7 @@ pub struct SimulationReport<'a> {
     pub columns: Vec<String>,
     /// Its rows, each with a cell for every column.
     pub rows: Vec<Vec<String>>,
-    /// Timelines by name: the pass, a comma, and what tells it from others of the pass.
+    /// Timelines by name: the pass, a comma, and what distinguishes it from others of the pass.
     pub timelines: Vec<(String, &'a Timeline)>,
     /// What made the report.
     pub origin: Option<&'a Origin>,

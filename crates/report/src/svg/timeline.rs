@@ -27,7 +27,7 @@ const RANKS: usize = 8;
 const APART: f64 = 2.0;
 
 /// A timeline as a picture without scripts, for notebooks: a lane for every stream that a rank uses, time from left to right.
-/// What lies under the pointer is named. Operations too near to tell apart are one bar, so a drawing has at most about 1 MB.
+/// What lies under the pointer is named. Operations too near to distinguish are one bar, so a drawing has at most about 1 MB.
 #[derive(Clone, Copy, Debug)]
 pub struct TimelineDrawing<'a> {
     /// What to draw.

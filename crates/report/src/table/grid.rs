@@ -32,7 +32,7 @@ pub(super) fn plain(text: impl Into<String>) -> Text {
 /// Where the cells of rows go.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Layout {
-    /// Names that are the same in all rows, told once above the table.
+    /// Names that are the same in all rows, printed once above the table.
     pub(super) common: Vec<usize>,
     /// Names that have lines of their own above each row's figures.
     pub(super) above: Vec<usize>,
@@ -44,7 +44,7 @@ pub(super) struct Layout {
 
 impl Layout {
     /// A number that is broken over two lines is misread, so a narrow terminal loses whole columns of figures. What names rows is never
-    /// lost: where it does not fit, names that all rows share (`is_common`) are told once, and then names get lines of their own.
+    /// lost: where it does not fit, names that all rows share (`is_common`) are printed once, and then names get lines of their own.
     pub(super) fn of(
         columns: &[Column],
         widths: &[usize],
@@ -209,7 +209,7 @@ impl Draw<'_> {
                     .content_lines(ContentLineStyle::none()),
             )
             .set_content_arrangement(ContentArrangement::Disabled);
-        // The library looks at the terminal and the environment unless told not to; the caller has decided.
+        // The library looks at the terminal and the environment unless it must not; the caller has decided.
         table.force_no_tty();
         if self.color {
             table.enforce_styling();
@@ -311,7 +311,7 @@ mod tests {
                 assert!(text.contains(name), "{limit}: no {name} in\n{text}");
             }
         }
-        // Names that all rows share are told once before a figure goes.
+        // Names that all rows share are printed once before a figure goes.
         let folded = grid.render(&at(66));
         assert!(folded.starts_with("device CPU, ranks 4\n") && folded.contains("error"), "{folded}");
         // Where even the others leave no room, each row's have a line of their own.

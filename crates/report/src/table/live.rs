@@ -37,7 +37,7 @@ impl LiveTable {
         debug_assert_eq!(row.len(), self.columns.len());
         let limit = self.style.limit();
         let cells: Vec<usize> = row.iter().map(|(text, _)| width_of(text)).collect();
-        // A cell that is longer than was foretold must not push the others beyond the edge.
+        // A cell that is longer than was expected must not push the others beyond the edge.
         let layout = if self.layout.fits_in(&cells, &self.widths, limit) {
             self.layout.clone()
         } else {

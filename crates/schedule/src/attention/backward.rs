@@ -3,24 +3,25 @@
 use std::sync::Arc;
 
 use counterpoint_mask::Range;
-use counterpoint_plan::{AttentionSpec, GroupPart, OwnedSplit, Plan, RemoteSplit, StagePlan};
+use counterpoint_plan::{
+    AttentionSpec, DType, GroupPart, OwnedSplit, Plan, RemoteSplit, StagePlan, TwoLevelPart,
+};
 
 use super::gradient::Gradient;
-use super::homeward::{Homeward, Route};
-use super::hosting::{Hosting, hosts_do_all};
+use super::hosting::{HostedBackward, Hosting, hosts_do_all};
 use super::keys::{KeyPrefetch, StageKeys, delivery_parts};
+use super::reduce_to_owner::{ReduceToOwner, Route};
 use super::rotation::Rotation;
 use super::{GradientReduction, LocalTensors, sink_input};
 use crate::builder::ProgramBuilder;
 use crate::{
-    Accumulate, AttentionBackward, AttentionDelta, BufferId, BufferRole, GroupCast, GroupReduce, Op,
-    OverlapPolicy, Program, ReduceOp, StreamKind,
+    Accumulate, AttentionBackward, AttentionDelta, BarrierId, BufferId, BufferRole, GroupCast, GroupReduce,
+    Op, OverlapPolicy, Program, ReduceOp, StreamId, StreamKind,
 };
 
 /// Lowers one rank's backward. Inputs `q`, `k`, `v`, `out`, `lse`, `dout` (its local rows), and `sink` and `dlse`
 /// if the spec has them; outputs `dq`, `dk`,
 /// `dv`, and `dsink` summed over all ranks.
-// Long: the order in which a rank does things, stage by stage, over the same buffers.
 pub fn lower_attention_backward(
     plan: &Plan,
     rank: usize,
@@ -28,81 +29,223 @@ pub fn lower_attention_backward(
     policy: OverlapPolicy,
     reduction: GradientReduction,
 ) -> Program {
-    let rank_plan = &plan.ranks[rank];
-    let world_size = plan.ranks.len();
-    let stages = &rank_plan.backward;
-    let mut p = ProgramBuilder::new("attention backward", rank, world_size, policy);
-    let compute = p.stream("compute", StreamKind::Compute);
-    let (cast, reduce) = if world_size > 1 {
-        (
-            p.stream("group-cast", StreamKind::Communication),
-            p.stream("group-reduce", StreamKind::Communication),
-        )
-    } else {
-        (compute, compute)
-    };
-
-    let acc_dtype = spec.dtype.accumulator();
-    let local = LocalTensors::declare(&mut p, rank_plan, spec);
-    let row_shape = [rank_plan.q_rows, spec.heads_q];
-    let out_shape = [rank_plan.q_rows, spec.heads_q, spec.head_dim_v];
-    let out = p.buffer("out", spec.dtype, &out_shape, BufferRole::Input);
-    let lse = p.buffer("lse", acc_dtype, &row_shape, BufferRole::Input);
-    let dout = p.buffer("dout", spec.dtype, &out_shape, BufferRole::Input);
-    let dlse = spec.dlse.then(|| p.buffer("dlse", acc_dtype, &row_shape, BufferRole::Input));
-    let sink = sink_input(&mut p, spec);
-    let delta = p.buffer("delta", acc_dtype, &row_shape, BufferRole::Scratch);
-    let hosts_do_all = hosts_do_all(plan);
-    // All stages but those whose keys a later one has gathered add to dq.
-    let adding = (0..stages.len()).filter(|&s| !gathered_later(stages, s)).count();
-    let declare = match (hosts_do_all, adding) {
-        (true, _) => Gradient::whole,
-        (false, 1) => Gradient::summed_at_once,
-        (false, _) => Gradient::summed,
-    };
-    let dq = declare(&mut p, "dq", spec.dtype, &[rank_plan.q_rows, spec.heads_q, spec.head_dim]);
-    let delivery_parts = delivery_parts(plan.ranks.iter().map(|rank| &*rank.backward), spec);
-    // One stage that does all work has all shares of a sum together, so that one reduction makes the results of them. Its order is that
-    // of ranks, in deterministic mode the own share is first.
-    let at_once = delivery_parts.is_some()
-        && reduction == GradientReduction::PerStage
-        && plan.ranks.iter().all(|rank| rank.hosted.is_none());
-    // What is copied into sums, or comes in one order whatever the stages are, is as exact as they are. All ranks send in one type.
-    let apart = plan.ranks.iter().all(|rank| rank.backward.iter().all(|stage| stage.own_rows == 0));
-    let rounds_shares = at_once || (apart && reduction == GradientReduction::PerStage);
-    let share_dtype = if rounds_shares { spec.gradient_share_dtype() } else { acc_dtype };
-    // Only shares of other rows than its own make a sum of dk and dv: without any they are results at once.
-    let shared = (stages.len() > 1 && !at_once) || (rank_plan.hosted.is_some() && !hosts_do_all);
-    let declare = if shared { Gradient::summed } else { Gradient::whole };
-    let dk = declare(&mut p, "dk", spec.dtype, &[rank_plan.k_rows, spec.heads_kv, spec.head_dim]);
-    let dv = declare(&mut p, "dv", spec.dtype, &[rank_plan.k_rows, spec.heads_kv, spec.head_dim_v]);
-    let cast_barrier = p.barrier();
-    let reduce_barrier = p.barrier();
-
+    let mut p = ProgramBuilder::new("attention backward", rank, plan.ranks.len(), policy);
+    let streams = Streams::new(&mut p, plan.ranks.len());
+    let Streams { compute, cast, reduce } = streams;
+    let (rank_plan, stages) = (&plan.ranks[rank], &*plan.ranks[rank].backward);
+    let rules = SumRules::of(plan, spec, reduction);
+    let this = Backward::new(&mut p, (plan, rank), spec, streams, &rules);
+    let (dk, dv) = (this.dk.written, this.dv.written);
+    let (cast_barrier, reduce_barrier) = (p.barrier(), p.barrier());
     let arrive = reduce_barrier.filter(|_| reduction == GradientReduction::PerStage);
     let hosting = rank_plan.hosted.as_ref().map(|work| Hosting::new(work, spec, compute, cast, reduce));
-    let mut hosted =
-        hosting.map(|hosting| hosting.backward(&mut p, (local.q, dout), (lse, delta), cast_barrier, arrive));
-
-    let dsink = sink.map(|sink| {
-        let role = if world_size > 1 { BufferRole::Scratch } else { BufferRole::Output };
-        let name = if world_size > 1 { "dsink_share" } else { "dsink" };
-        (sink, p.buffer(name, acc_dtype, &[spec.seqlen_sink, spec.heads_q], role))
+    let hosted = hosting.map(|hosting| {
+        let (rows, statistics) = ((this.local.q, this.dout), (this.lse, this.delta));
+        hosting.backward(&mut p, rows, statistics, cast_barrier, arrive)
     });
-    let op = AttentionDelta { out, dout, lse, dlse, delta, sink: dsink };
-    p.push(compute, None, "delta", Op::AttentionDelta(op));
-    if let Some(hosted) = &mut hosted {
-        hosted.send_statistics(&mut p);
+    let hosted = this.delta(&mut p, hosted);
+
+    let two_level = plan.two_level.as_ref().filter(|_| stages.len() > 1);
+    let two_level = two_level.map(|exchange| exchange.backward[rank].as_slice());
+    let between_nodes =
+        two_level.map(|parts| (parts, p.stream("group-cast between nodes", StreamKind::Communication)));
+    let mut keys = KeyPrefetch::new(&this.local, stages, spec, compute, cast, cast_barrier, between_nodes);
+    keys.deliver_in(rules.delivery_parts);
+    if hosted.is_some() {
+        keys.after_queries();
     }
-    if let Some((_, share)) = dsink
-        && world_size > 1
-    {
+    let mut to_owners = ReduceToOwner::new(spec, rules.share_dtype, reduce, (dk, dv), arrive);
+    if two_level.is_some() {
+        let stream = p.stream("group-reduce between nodes", StreamKind::Communication);
+        to_owners = to_owners.over_nodes(stream, stages.len());
+    }
+    let mut running =
+        Running { keys, hosted, to_owners, share_buffers: Rotation::new(stages.len()), shares: Vec::new() };
+    for s in 0..stages.len() {
+        this.stage(&mut p, s, &mut running, (arrive, two_level));
+    }
+    let Running { hosted, mut to_owners, shares, .. } = running;
+    if !shares.is_empty() {
+        this.send_all(&mut p, shares, &mut to_owners);
+    }
+    let home = to_owners.arrived(&mut p);
+    p.after(compute, None, "wait for the last reduce", home);
+    if let Some(hosted) = hosted {
+        hosted.finish(&mut p, this.dq.rounded.unwrap_or(this.dq.written));
+    }
+    this.dk.round(&mut p, compute, "round dk");
+    this.dv.round(&mut p, compute, "round dv");
+    p.finish()
+}
+
+/// The streams of a rank; one rank by itself has a single one.
+#[derive(Clone, Copy)]
+struct Streams {
+    compute: StreamId,
+    cast: StreamId,
+    reduce: StreamId,
+}
+
+impl Streams {
+    fn new(p: &mut ProgramBuilder, world_size: usize) -> Self {
+        let compute = p.stream("compute", StreamKind::Compute);
+        if world_size == 1 {
+            return Self { compute, cast: compute, reduce: compute };
+        }
+        let cast = p.stream("group-cast", StreamKind::Communication);
+        Self { compute, cast, reduce: p.stream("group-reduce", StreamKind::Communication) }
+    }
+}
+
+/// How gradients of remote keys are summed, the same on all ranks.
+struct SumRules {
+    reduction: GradientReduction,
+    /// Keys arrive in so many parts during one launch.
+    delivery_parts: Option<usize>,
+    /// One reduction makes the results of all shares of a sum.
+    at_once: bool,
+    /// Of shares on their way.
+    share_dtype: DType,
+    hosts_do_all: bool,
+}
+
+impl SumRules {
+    fn of(plan: &Plan, spec: &AttentionSpec, reduction: GradientReduction) -> Self {
+        let delivery_parts = delivery_parts(plan.ranks.iter().map(|rank| &*rank.backward), spec);
+        // One stage that does all work has all shares of a sum together, so that one reduction makes the results of them. Its order is
+        // that of ranks, in deterministic mode the own share is first.
+        let at_once = delivery_parts.is_some()
+            && reduction == GradientReduction::PerStage
+            && plan.ranks.iter().all(|rank| rank.hosted.is_none());
+        // What is copied into sums, or comes in one order whatever the stages are, is as exact as they are. All ranks send in one type.
+        let apart = plan.ranks.iter().all(|rank| rank.backward.iter().all(|stage| stage.own_rows == 0));
+        let rounds_shares = at_once || (apart && reduction == GradientReduction::PerStage);
+        let share_dtype = if rounds_shares { spec.gradient_share_dtype() } else { spec.dtype.accumulator() };
+        Self { reduction, delivery_parts, at_once, share_dtype, hosts_do_all: hosts_do_all(plan) }
+    }
+}
+
+/// One rank's backward: what all of its stages read and write.
+struct Backward<'a> {
+    plan: &'a Plan,
+    rank: usize,
+    spec: &'a AttentionSpec,
+    stages: &'a [StagePlan],
+    rules: &'a SumRules,
+    streams: Streams,
+    local: LocalTensors,
+    out: BufferId,
+    lse: BufferId,
+    dout: BufferId,
+    dlse: Option<BufferId>,
+    sink: Option<BufferId>,
+    delta: BufferId,
+    dq: Gradient,
+    dk: Gradient,
+    dv: Gradient,
+}
+
+/// What goes on from stage to stage.
+struct Running<'a> {
+    keys: KeyPrefetch<'a>,
+    hosted: Option<HostedBackward<'a>>,
+    to_owners: ReduceToOwner<'a>,
+    share_buffers: Rotation,
+    /// Those of all stages, where one reduction is for all.
+    shares: Vec<(BufferId, BufferId)>,
+}
+
+impl<'a> Backward<'a> {
+    fn new(
+        p: &mut ProgramBuilder,
+        (plan, rank): (&'a Plan, usize),
+        spec: &'a AttentionSpec,
+        streams: Streams,
+        rules: &'a SumRules,
+    ) -> Self {
+        let rank_plan = &plan.ranks[rank];
+        let stages = &*rank_plan.backward;
+        let acc_dtype = spec.dtype.accumulator();
+        let local = LocalTensors::declare(p, rank_plan, spec);
+        let row_shape = [rank_plan.q_rows, spec.heads_q];
+        let out_shape = [rank_plan.q_rows, spec.heads_q, spec.head_dim_v];
+        let out = p.buffer("out", spec.dtype, &out_shape, BufferRole::Input);
+        let lse = p.buffer("lse", acc_dtype, &row_shape, BufferRole::Input);
+        let dout = p.buffer("dout", spec.dtype, &out_shape, BufferRole::Input);
+        let dlse = spec.dlse.then(|| p.buffer("dlse", acc_dtype, &row_shape, BufferRole::Input));
+        let sink = sink_input(p, spec);
+        let delta = p.buffer("delta", acc_dtype, &row_shape, BufferRole::Scratch);
+        // All stages but those whose keys a later one has gathered add to dq.
+        let adding = (0..stages.len()).filter(|&s| !gathered_later(stages, s)).count();
+        let declare = match (rules.hosts_do_all, adding) {
+            (true, _) => Gradient::whole,
+            (false, 1) => Gradient::summed_at_once,
+            (false, _) => Gradient::summed,
+        };
+        let dq = declare(p, "dq", spec.dtype, &[rank_plan.q_rows, spec.heads_q, spec.head_dim]);
+        // Only shares of other rows than its own make a sum of dk and dv: without any they are results at once.
+        let shared =
+            (stages.len() > 1 && !rules.at_once) || (rank_plan.hosted.is_some() && !rules.hosts_do_all);
+        let declare = if shared { Gradient::summed } else { Gradient::whole };
+        let dk = declare(p, "dk", spec.dtype, &[rank_plan.k_rows, spec.heads_kv, spec.head_dim]);
+        let dv = declare(p, "dv", spec.dtype, &[rank_plan.k_rows, spec.heads_kv, spec.head_dim_v]);
+        Self {
+            plan,
+            rank,
+            spec,
+            stages,
+            rules,
+            streams,
+            local,
+            out,
+            lse,
+            dout,
+            dlse,
+            sink,
+            delta,
+            dq,
+            dk,
+            dv,
+        }
+    }
+
+    /// Delta of every local row, which hosts get, and the sum of dsink over all ranks.
+    fn delta(
+        &self,
+        p: &mut ProgramBuilder,
+        mut hosted: Option<HostedBackward<'a>>,
+    ) -> Option<HostedBackward<'a>> {
+        let (acc_dtype, world_size) = (self.spec.dtype.accumulator(), self.plan.ranks.len());
+        let shape = [self.spec.seqlen_sink, self.spec.heads_q];
+        let sink = self.sink.map(|sink| {
+            let role = if world_size > 1 { BufferRole::Scratch } else { BufferRole::Output };
+            let name = if world_size > 1 { "dsink_share" } else { "dsink" };
+            (sink, p.buffer(name, acc_dtype, &shape, role))
+        });
+        let Self { out, dout, lse, dlse, delta, .. } = *self;
+        let Streams { compute, .. } = self.streams;
+        let op = AttentionDelta { out, dout, lse, dlse, delta, sink };
+        p.push(compute, None, "delta", Op::AttentionDelta(op));
+        if let Some(hosted) = &mut hosted {
+            hosted.send_statistics(p);
+        }
+        if let Some((_, share)) = sink
+            && world_size > 1
+        {
+            self.sum_dsink(p, share);
+        }
+        hosted
+    }
+
+    /// An all-reduce of a rank's share of dsink, in a fixed order.
+    fn sum_dsink(&self, p: &mut ProgramBuilder, share: BufferId) {
+        let (Streams { compute, reduce, .. }, acc_dtype) = (self.streams, self.spec.dtype.accumulator());
         let mark = p.mark(compute, None, "dsink share done");
         p.after(reduce, None, "wait for dsink share", mark);
-        let shape = [spec.seqlen_sink, spec.heads_q];
+        let shape = [self.spec.seqlen_sink, self.spec.heads_q];
         let sum = p.buffer("dsink_sum", acc_dtype, &shape, BufferRole::Scratch);
         let total = p.buffer("dsink", acc_dtype, &shape, BufferRole::Output);
-        let part = Arc::new(through_rank_0(rank, world_size, spec.seqlen_sink));
+        let part = Arc::new(through_rank_0(self.rank, self.plan.ranks.len(), self.spec.seqlen_sink));
         let op = GroupReduce {
             part: part.clone(),
             tensors: vec![(share, sum)],
@@ -123,145 +266,155 @@ pub fn lower_attention_backward(
         p.push(reduce, None, "cast dsink", Op::GroupCast(op));
     }
 
-    let two_level = plan.two_level.as_ref().filter(|_| stages.len() > 1);
-    let two_level = two_level.map(|exchange| exchange.backward[rank].as_slice());
-    let between_nodes =
-        two_level.map(|parts| (parts, p.stream("group-cast between nodes", StreamKind::Communication)));
-    let mut keys = KeyPrefetch::new(&local, stages, spec, compute, cast, cast_barrier, between_nodes);
-    keys.deliver_in(delivery_parts);
-    if hosted.is_some() {
-        keys.after_queries();
-    }
-    let mut shares: Vec<(BufferId, BufferId)> = Vec::new();
-    let mut share_buffers = Rotation::new(stages.len());
-    let mut homeward = Homeward::new(spec, share_dtype, reduce, (dk.written, dv.written), arrive);
-    if two_level.is_some() {
-        let stream = p.stream("group-reduce between nodes", StreamKind::Communication);
-        homeward = homeward.over_nodes(stream, stages.len());
-    }
-    for (s, stage) in stages.iter().enumerate() {
-        let here = Some(s);
-        let StageKeys { k, v, arriving } = keys.enter(&mut p, s);
+    /// Stage `s`: its keys, its gradients, and the way of those of remote keys to their owners.
+    fn stage(
+        &self,
+        p: &mut ProgramBuilder,
+        s: usize,
+        running: &mut Running<'a>,
+        (arrive, two_level): (Option<BarrierId>, Option<&'a [TwoLevelPart]>),
+    ) {
+        let (here, stage, rules) = (Some(s), &self.stages[s], self.rules);
+        let Streams { compute, reduce, .. } = self.streams;
+        let Running { keys, hosted, to_owners, share_buffers, shares } = running;
+        let stage_keys = keys.enter(p, s);
         if s >= 1 {
             let started = s as u64 - 1 + u64::from(hosted.is_some());
             p.after_start(compute, here, "wait until the last reduce has started", arrive, started);
         }
-        let (stage_dk, stage_dv) = if s == 0 {
-            (dk.written, dv.written)
-        } else {
-            let shape_k = [stage.key_rows, spec.heads_kv, spec.head_dim];
-            let shape_v = [stage.key_rows, spec.heads_kv, spec.head_dim_v];
-            (
-                p.buffer(&format!("dk_{s}"), share_dtype, &shape_k, BufferRole::Scratch),
-                p.buffer(&format!("dv_{s}"), share_dtype, &shape_v, BufferRole::Scratch),
-            )
-        };
-        if s > 0 && reduction == GradientReduction::PerStage {
-            share_buffers.take(&mut p, compute, s, (stage_dk, stage_dv));
+        let gradients = self.key_gradients(p, s);
+        if s > 0 && rules.reduction == GradientReduction::PerStage {
+            share_buffers.take(p, compute, s, gradients);
         }
+        let sums = (self.dk.written, self.dv.written);
         // A stage that does all work, and hosts that do, leave none to the local one.
-        if gathered_later(stages, s) || hosts_do_all {
-            keys.leave(&mut p, s);
-            if let Some(hosted) = &mut hosted {
-                let keys = keys.enter_hosted(&mut p);
-                let results = hosts_do_all.then_some((dk.written, dv.written));
-                hosted.compute(&mut p, keys, results, reduction);
+        if gathered_later(self.stages, s) || rules.hosts_do_all {
+            keys.leave(p, s);
+            if let Some(hosted) = hosted {
+                let keys = keys.enter_hosted(p);
+                hosted.compute(p, keys, rules.hosts_do_all.then_some(sums), rules.reduction);
             }
-            continue;
+            return;
         }
         let begins = s == 0 || stage.own_rows > 0;
-        let op = AttentionBackward {
-            q: local.q,
+        let op = self.compute(s, stage_keys, gradients, begins);
+        if rules.at_once && s > 0 {
+            let fused = Op::Fused(vec![op, self.reduce_at_once(stage, gradients)]);
+            p.push(compute, here, "attention backward", fused);
+            keys.leave(p, s);
+            return;
+        }
+        p.push(compute, here, "attention backward", op);
+        keys.leave(p, s);
+        if stage.own_rows > 0 {
+            for (src, dst) in [(gradients.0, sums.0), (gradients.1, sums.1)] {
+                p.push(compute, here, "copy own dk dv", Op::CopyRows { src, dst, rows: stage.own_rows });
+            }
+        }
+        if let Some(hosted) = hosted {
+            if s == 0 {
+                let keys = keys.enter_hosted(p);
+                hosted.compute(p, keys, None, rules.reduction);
+            }
+            if begins {
+                hosted.add_own(p, self.rank, sums);
+            }
+        }
+        match rules.reduction {
+            _ if s == 0 => {}
+            GradientReduction::PerStage => {
+                let done = p.mark(compute, here, "dk dv done");
+                let route =
+                    two_level.map_or(Route::Straight(&stage.part), |parts| Route::OverNodes(&parts[s]));
+                to_owners.send(p, here, route, gradients, done);
+                share_buffers.leave(p, reduce, s);
+            }
+            GradientReduction::Deterministic => shares.push(gradients),
+        }
+    }
+
+    /// Where stage `s` writes dk and dv: the local one into the sums.
+    fn key_gradients(&self, p: &mut ProgramBuilder, s: usize) -> (BufferId, BufferId) {
+        if s == 0 {
+            return (self.dk.written, self.dv.written);
+        }
+        let (spec, rows) = (self.spec, self.stages[s].key_rows);
+        let mut share = |name: &str, head_dim: usize| {
+            let shape = [rows, spec.heads_kv, head_dim];
+            p.buffer(&format!("{name}_{s}"), self.rules.share_dtype, &shape, BufferRole::Scratch)
+        };
+        (share("dk", spec.head_dim), share("dv", spec.head_dim_v))
+    }
+
+    /// The computation of stage `s`; `begins` where it is the first that adds to dq.
+    fn compute(
+        &self,
+        s: usize,
+        StageKeys { k, v, arriving }: StageKeys,
+        (dk, dv): (BufferId, BufferId),
+        begins: bool,
+    ) -> Op {
+        Op::AttentionBackward(AttentionBackward {
+            q: self.local.q,
             k,
             v,
             arriving,
-            dout,
-            lse,
-            delta,
-            dq: dq.written,
-            rounded_dq: dq.rounded.filter(|_| s + 1 == stages.len()),
-            dk: stage_dk,
-            dv: stage_dv,
-            bands: stage.bands.clone(),
-            scale: spec.scale,
-            softcap: spec.softcap,
+            dout: self.dout,
+            lse: self.lse,
+            delta: self.delta,
+            dq: self.dq.written,
+            rounded_dq: self.dq.rounded.filter(|_| s + 1 == self.stages.len()),
+            dk,
+            dv,
+            bands: self.stages[s].bands.clone(),
+            scale: self.spec.scale,
+            softcap: self.spec.softcap,
             accumulate_dq: if begins { Accumulate::Start } else { Accumulate::Continue },
-            deterministic: reduction == GradientReduction::Deterministic,
-        };
-        if at_once && s > 0 {
-            let reduce = GroupReduce {
-                part: Arc::new(with_own(&stage.part, rank, stage.own_rows)),
-                tensors: vec![(stage_dk, dk.written), (stage_dv, dv.written)],
-                op: ReduceOp::Sum,
-                accumulate: Accumulate::Start,
-                wire_dtype: share_dtype,
-                reduce_dtype: acc_dtype,
-                arrive: None,
-            };
-            let fused = Op::Fused(vec![Op::AttentionBackward(op), Op::GroupReduce(reduce)]);
-            p.push(compute, here, "attention backward", fused);
-            keys.leave(&mut p, s);
-            continue;
-        }
-        p.push(compute, here, "attention backward", Op::AttentionBackward(op));
-        keys.leave(&mut p, s);
-        if stage.own_rows > 0 {
-            for (src, dst) in [(stage_dk, dk.written), (stage_dv, dv.written)] {
-                let copy = Op::CopyRows { src, dst, rows: stage.own_rows };
-                p.push(compute, here, "copy own dk dv", copy);
-            }
-        }
-        if let Some(hosted) = &mut hosted {
-            if s == 0 {
-                let keys = keys.enter_hosted(&mut p);
-                hosted.compute(&mut p, keys, None, reduction);
-            }
-            if begins {
-                hosted.add_own(&mut p, rank, (dk.written, dv.written));
-            }
-        }
-        if s > 0 {
-            match reduction {
-                GradientReduction::PerStage => {
-                    let done = p.mark(compute, here, "dk dv done");
-                    let route =
-                        two_level.map_or(Route::Straight(&stage.part), |parts| Route::OverNodes(&parts[s]));
-                    homeward.send(&mut p, here, route, (stage_dk, stage_dv), done);
-                    share_buffers.leave(&mut p, reduce, s);
-                }
-                GradientReduction::Deterministic => shares.push((stage_dk, stage_dv)),
-            }
-        }
+            deterministic: self.rules.reduction == GradientReduction::Deterministic,
+        })
     }
-    if !shares.is_empty() {
-        let rows = stages[1..].iter().map(|stage| stage.key_rows).sum();
-        let all_dk =
-            p.buffer("dk_remote", acc_dtype, &[rows, spec.heads_kv, spec.head_dim], BufferRole::Scratch);
-        let all_dv =
-            p.buffer("dv_remote", acc_dtype, &[rows, spec.heads_kv, spec.head_dim_v], BufferRole::Scratch);
+
+    /// The one reduction of all shares of dk and dv, the own rows among them.
+    fn reduce_at_once(&self, stage: &StagePlan, (dk, dv): (BufferId, BufferId)) -> Op {
+        Op::GroupReduce(GroupReduce {
+            part: Arc::new(with_own(&stage.part, self.rank, stage.own_rows)),
+            tensors: vec![(dk, self.dk.written), (dv, self.dv.written)],
+            op: ReduceOp::Sum,
+            accumulate: Accumulate::Start,
+            wire_dtype: self.rules.share_dtype,
+            reduce_dtype: self.spec.dtype.accumulator(),
+            arrive: None,
+        })
+    }
+
+    /// The shares of all stages in one reduction, in the order of ranks.
+    fn send_all(
+        &self,
+        p: &mut ProgramBuilder,
+        shares: Vec<(BufferId, BufferId)>,
+        to_owners: &mut ReduceToOwner<'_>,
+    ) {
+        let (spec, acc_dtype, compute) = (self.spec, self.spec.dtype.accumulator(), self.streams.compute);
+        let remote = &self.stages[1..];
+        let rows = remote.iter().map(|stage| stage.key_rows).sum();
+        let mut all = |name: &str, head_dim| {
+            p.buffer(name, acc_dtype, &[rows, spec.heads_kv, head_dim], BufferRole::Scratch)
+        };
+        let (all_dk, all_dv) = (all("dk_remote", spec.head_dim), all("dv_remote", spec.head_dim_v));
         let (dks, dvs) = shares.into_iter().unzip();
         p.push(compute, None, "gather dk", Op::Concat { srcs: dks, dst: all_dk });
         p.push(compute, None, "gather dv", Op::Concat { srcs: dvs, dst: all_dv });
         let done = p.mark(compute, None, "dk dv done");
         let straight;
-        let route = match &plan.two_level {
+        let route = match &self.plan.two_level {
             None => {
-                let parts = stages[1..].iter().map(|stage| (&stage.part, stage.key_rows));
-                straight = GroupPart::concat(parts);
+                straight = GroupPart::concat(remote.iter().map(|stage| (&stage.part, stage.key_rows)));
                 Route::Straight(&straight)
             }
-            Some(exchange) => Route::OverNodes(&exchange.whole[rank]),
+            Some(exchange) => Route::OverNodes(&exchange.whole[self.rank]),
         };
-        homeward.send(&mut p, None, route, (all_dk, all_dv), done);
+        to_owners.send(p, None, route, (all_dk, all_dv), done);
     }
-    let home = homeward.arrived(&mut p);
-    p.after(compute, None, "wait for the last reduce", home);
-    if let Some(hosted) = hosted {
-        hosted.finish(&mut p, dq.rounded.unwrap_or(dq.written));
-    }
-    dk.round(&mut p, compute, "round dk");
-    dv.round(&mut p, compute, "round dv");
-    p.finish()
 }
 
 /// Whether the stage after stage `s` does its work too.

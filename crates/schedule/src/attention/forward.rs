@@ -28,7 +28,7 @@ pub fn lower_attention_forward(
 ) -> Program {
     let rank_plan = &plan.ranks[rank];
     let stages = &rank_plan.forward;
-    let blocks = if rank_plan.recv_rows() == 0 { KeyBlocks::Suited } else { blocks };
+    let blocks = if rank_plan.recv_rows() == 0 { KeyBlocks::Unaligned } else { blocks };
     let mut p = ProgramBuilder::new("attention forward", rank, plan.ranks.len(), policy);
     let compute = p.stream("compute", StreamKind::Compute);
     let everywhere = spec.max_logits && plan.ranks.len() > 1;

@@ -34,7 +34,7 @@ impl HeadMaxima {
         Self { own, all: Some((gathered, result)), dtype, ranks, begun: false }
     }
 
-    /// What the next operation is told.
+    /// What the next operation is given.
     pub(super) fn take(&mut self) -> MaxLogits {
         let accumulate = if self.begun { Accumulate::Continue } else { Accumulate::Start };
         self.begun = true;

@@ -177,7 +177,7 @@ impl HostedForward<'_> {
             v,
             arriving: None,
             // They are one stage whatever the others are cut into.
-            blocks: KeyBlocks::Suited,
+            blocks: KeyBlocks::Unaligned,
             begin: ForwardBegin::Start,
             end: ForwardEnd::Result { sink: None, out, lse },
             max_logits,

@@ -17,9 +17,9 @@ mod backward;
 mod forward;
 mod gradient;
 mod head_maxima;
-mod homeward;
 mod hosting;
 mod keys;
+mod reduce_to_owner;
 mod rotation;
 
 use counterpoint_plan::{AttentionSpec, RankPlan};

@@ -78,7 +78,7 @@ pub struct ArrivingKeys {
 pub enum KeyBlocks {
     /// Wherever suits the mask and the backend. Two runs of a Program have the same bits.
     #[default]
-    Suited,
+    Unaligned,
     /// At multiples of their size, which divides [`KEY_BLOCK`](counterpoint_plan::KEY_BLOCK): a row's results have the same bits
     /// for any number of stages.
     Aligned,

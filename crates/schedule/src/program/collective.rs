@@ -1,4 +1,4 @@
-//! The operations in which ranks meet.
+//! The operations that ranks take part in together.
 
 use std::sync::Arc;
 
@@ -29,7 +29,7 @@ impl std::fmt::Display for ReduceOp {
     }
 }
 
-/// How a group-cast tells of its rows as they come, to an operation that has begun before.
+/// How a group-cast signals its rows as they come, to an operation that has begun before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Delivery {
     /// Raised to `n` once the first `n` of `parts` even parts of the outputs' rows are there. It is this group-cast's alone.
@@ -46,7 +46,7 @@ impl Delivery {
 }
 
 /// Rows to the ranks that need them. All ranks queue the same group collectives in the same order, whatever the stream;
-/// the n-th of one rank's Program meets the n-th of every other's.
+/// the n-th of one rank's Program is matched with the n-th of every other's.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct GroupCast {
     /// This rank's part.
@@ -57,7 +57,7 @@ pub struct GroupCast {
     pub wire_dtype: DType,
     /// Arrives at this kernel barrier as soon as it has started.
     pub arrive: Option<BarrierId>,
-    /// Tells of its rows as they come.
+    /// Signals its rows as they come.
     pub delivery: Option<Delivery>,
 }
 

@@ -127,7 +127,7 @@ impl Op {
     pub(crate) fn is_left_to_engines(&self, mover: Mover) -> bool {
         match (mover, self) {
             (Mover::CopyEngine, _) => true,
-            // What is told of rows as they are delivered may hold all workers while it waits for them.
+            // What is notified of rows as they are delivered may hold all workers while it waits for them.
             (Mover::Fused, Self::GroupCast(cast)) => cast.delivery.is_none(),
             (Mover::Transport | Mover::Fused, _) => false,
         }

@@ -85,7 +85,7 @@ impl ProgramText<'_> {
             writes = format!("{writes}, max_logits {} {}", arrow(accumulate), self.buffer(buffer));
         }
         let blocks = match op.blocks {
-            KeyBlocks::Suited => "unaligned",
+            KeyBlocks::Unaligned => "unaligned",
             KeyBlocks::Aligned => "aligned",
         };
         let options = attention_options(op.scale, op.softcap, op.arriving.as_ref());

@@ -49,7 +49,7 @@ impl PartialOrd for Entry {
     }
 }
 
-/// A collective that ranks meet at.
+/// A collective that waits for all of its ranks.
 struct Arrivals {
     /// Of every Program: ranks that it exchanges rows with and that have started.
     started: Vec<u32>,

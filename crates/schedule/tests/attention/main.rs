@@ -88,7 +88,7 @@ fn programs(plan: &Plan, spec: &AttentionSpec, policy: &str) -> [Vec<Program>; 3
     };
     [
         (0..plan.cp_size())
-            .map(|rank| lower_attention_forward(plan, rank, spec, policy, KeyBlocks::Suited))
+            .map(|rank| lower_attention_forward(plan, rank, spec, policy, KeyBlocks::Unaligned))
             .collect(),
         backward(GradientReduction::PerStage),
         backward(GradientReduction::Deterministic),

@@ -57,7 +57,8 @@ fn stages_of_a_causal_mask_pay_off() {
 #[test]
 fn barriers_follow_the_casts() {
     let plan = plan(&mask(&[400, 300, 300]), 3, 64, 3);
-    let lower = |policy| lower_attention_forward(&plan, 0, &spec(DType::F32, 0), policy, KeyBlocks::Suited);
+    let lower =
+        |policy| lower_attention_forward(&plan, 0, &spec(DType::F32, 0), policy, KeyBlocks::Unaligned);
     let program = lower("kernel-barrier".parse().unwrap());
     let mut started = 0;
     for op in &program.ops {
@@ -132,7 +133,7 @@ fn two_levels_cross_once() {
             2 * far * 4 * u64::from(dtype.accumulator().size() as u32)
         };
         let bytes = |programs: &[Program]| -> u64 {
-            programs.iter().map(|program| program.crossing_bytes(&topology)).sum()
+            programs.iter().map(|program| program.inter_node_bytes(&topology)).sum()
         };
         let [flat_forward, flat_backward, _] = programs(&flat, &spec, "concurrent");
         let rows = flat.flat_crossing_rows(&topology);

@@ -54,7 +54,7 @@ pub struct GemmUnit {
     pub row_tile: u16,
     /// Column of its first tile, in tiles.
     pub column_tile: u16,
-    /// Whose signal tells of it.
+    /// Whose signal announces it.
     pub group: u32,
 }
 
@@ -209,7 +209,7 @@ fn grouped(
 }
 
 /// Gives units their groups, `sizes` units each in their order, and says how often each group's counter hears of a tile that has
-/// elements ([`GemmShape::tellers`]).
+/// elements ([`GemmShape::raises`]).
 ///
 /// # Errors
 /// When the groups are not of all units.
@@ -239,7 +239,7 @@ pub fn group(
             };
             tiles += 1 + u32::from(second);
         }
-        signals.push(shape.tellers() * tiles);
+        signals.push(shape.raises() * tiles);
     }
     Ok(signals)
 }

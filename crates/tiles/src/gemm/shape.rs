@@ -133,9 +133,9 @@ impl GemmShape {
         2 * self.columns / self.chunk_columns()
     }
 
-    /// How often a tile is told of: by the warpgroups that store some of it, number `piece % 2` of part `piece % splits`, or once by all
+    /// How often a tile's signal is raised: by the warpgroups that store some of it, number `piece % 2` of part `piece % splits`, or once by all
     /// warps together.
-    pub fn tellers(&self) -> u32 {
+    pub fn raises(&self) -> u32 {
         if self.is_portable() {
             return 1;
         }

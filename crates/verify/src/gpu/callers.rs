@@ -92,7 +92,7 @@ fn passes(machine: &CudaMachine, mask: Mask, seed: u64) -> Result<[Rank; 2], Exe
         Prepared::new(program, backend, transport)
     };
     let policy = OverlapPolicy::default();
-    let mut forward = prepare(lower_attention_forward(&plan, 0, &spec, policy, KeyBlocks::Suited))?;
+    let mut forward = prepare(lower_attention_forward(&plan, 0, &spec, policy, KeyBlocks::Unaligned))?;
     let reduction = GradientReduction::Deterministic;
     let mut backward = prepare(lower_attention_backward(&plan, 0, &spec, policy, reduction))?;
     for (name, tensor) in

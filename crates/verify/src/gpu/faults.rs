@@ -132,7 +132,7 @@ impl Problem {
             StagedAttention::new(Mask::causal(ROWS), ranks, 3, 5, false)?;
         let programs = (0..ranks)
             .map(|rank| {
-                lower_attention_forward(&plan, rank, &spec, OverlapPolicy::default(), KeyBlocks::Suited)
+                lower_attention_forward(&plan, rank, &spec, OverlapPolicy::default(), KeyBlocks::Unaligned)
             })
             .collect();
         let inputs = plan.ranks.iter().map(|rank| inputs.of_rank(rank)).collect::<Result<_, _>>()?;
@@ -227,13 +227,13 @@ impl Problem {
             let uploaded = backend.upload(name, tensor.clone());
             inputs.push((name, uploaded.map_err(|error| backend.fail(error))?));
         }
-        let told = backend.clone();
+        let other = backend.clone();
         let mut prepared = Prepared::new(self.programs[rank].clone(), backend, transport)?;
         let ran = prepared.run(&inputs).and_then(|_| match prepared.buffer("out") {
-            Some(out) => told.download(out),
+            Some(out) => other.download(out),
             None => Err(ExecError::Tensor { name: "out".to_owned(), reason: "is not an output".to_owned() }),
         });
-        let ended = ran.map_err(|error| told.fail(error));
+        let ended = ran.map_err(|error| other.fail(error));
         // What is freed from here on may wait for other processes, which the driver serves first.
         says();
         ended

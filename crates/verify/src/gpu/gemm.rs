@@ -17,7 +17,7 @@ use counterpoint_cuda::{CudaError, Device, DeviceBuffer, MemoryGuard, Stream, St
 const POISON: u8 = 0xff;
 /// Rows of a tile.
 const TILE_ROWS: usize = 128;
-/// Launches of a case, so that what a launch leaves behind is met by the next one.
+/// Launches of a case, so that what a launch leaves behind is what the next one finds.
 const LAUNCHES: usize = 2;
 
 /// Random matrix products: every layout, type, tile, epilogue and order, sizes that no tile divides, operands and results in

@@ -68,7 +68,7 @@ fn replay(machine: &CudaMachine, case: &Case) -> Result<usize, ExecError> {
     let mut bound: Vec<(&str, CudaBuffer)> = Vec::new();
     let mut unlike = 0;
     let policy = OverlapPolicy::default();
-    let forward = lower_attention_forward(&plan, 0, spec, policy, KeyBlocks::Suited);
+    let forward = lower_attention_forward(&plan, 0, spec, policy, KeyBlocks::Unaligned);
     let backward = lower_attention_backward(&plan, 0, spec, policy, GradientReduction::Deterministic);
     for program in [forward, backward] {
         let Some((backend, transport)) = machine.connect(&world)?.pop() else { return Ok(unlike) };

@@ -6,7 +6,7 @@ use counterpoint_cuda::{
     CudaError, Device, DeviceBuffer, KernelSource, Launch, MemoryGuard, Stream, StreamPriority,
 };
 
-/// Whether guard bytes would tell: a kernel writes a little too far, in front of a buffer and behind it, and once where it may.
+/// Whether guard bytes would show it: a kernel writes a little too far, in front of a buffer and behind it, and once where it may.
 ///
 /// # Errors
 /// When the kernel cannot be compiled or launched.

@@ -1,4 +1,4 @@
-//! Products whose groups of tiles are told of while the rest is computed.
+//! Products whose groups of tiles are signalled while the rest is computed.
 
 use std::time::Duration;
 
@@ -33,7 +33,7 @@ const TURNS: usize = 4;
 const READERS: u32 = 16;
 const LIMIT: Duration = Duration::from_secs(5);
 
-/// What a product's signals promise: another kernel, of the same GPU and of another one, reads its tiles as they are told of, `rounds`
+/// What a product's signals promise: another kernel, of the same GPU and of another one, reads its tiles as they are signalled, `rounds`
 /// times all of them, with random delays, in the ordinary way and by the copy engine, and none may be of another
 /// round. Then a stream waits for a signal that never comes, and must say so in time.
 ///
@@ -137,8 +137,8 @@ fn wait_in_vain(device: &Device) -> Result<SelfCheck, CudaError> {
         kernel.launch(&stream, &waits, 2, counter.address(), 4, records[1].limit(limit))?;
     }
     stream.synchronize()?;
-    let told = records[1].missed().map(|missed| (missed.seen, missed.wanted));
-    let named = records[0].missed().is_none() && told == Some((3, 4)) && device.waits_have_ended();
+    let seen = records[1].missed().map(|missed| (missed.seen, missed.wanted));
+    let named = records[0].missed().is_none() && seen == Some((3, 4)) && device.waits_have_ended();
     let name = format!("a signal that does not come within {limit:?} is named");
     Ok(SelfCheck::of(name, 0, f64::from(u8::from(!named)), 0.0))
 }
@@ -168,7 +168,7 @@ pub fn selftest_signalled_products(machine: &CudaMachine, calls: usize) -> Resul
 }
 
 /// A whole run of all ranks under the policy `signals` as a CUDA graph, replayed: counters go on from run to run without the host, so the
-/// bits of every replay must be those of the direct run. Not by copy engines, whose ranks meet on the host.
+/// bits of every replay must be those of the direct run. Not by copy engines, whose ranks wait for each other on the host.
 ///
 /// # Errors
 /// Whatever ends a run.

@@ -129,7 +129,7 @@ class DispatchMeta:
 
 
 class DistAttnRuntimeMgr:
-    """A plan, and what it does with tensors. Plans for other types, scales, caps and sinks are made when they are met."""
+    """A plan, and what it does with tensors. Plans for other types, scales, caps and sinks are made at their first call."""
 
     def __init__(
         self,

@@ -259,8 +259,8 @@ mod tests {
         assert_strings("one_gpu/tensors.py", ["forward", "backward"]);
         assert_strings("one_gpu/case.py", ["by", "variant", "pass", "error_over_bound", "cudnn_flex", "ffa"]);
         assert_strings("one_gpu/backends.py", ["cudnn", "flash", "flex"]);
-        let told = r#"{"by": "ffa", "variant": "tuned", "pass": "backward", "error_over_bound": 0.2}"#;
-        let known: PeerResult = serde_json::from_str(told).unwrap();
+        let line = r#"{"by": "ffa", "variant": "tuned", "pass": "backward", "error_over_bound": 0.2}"#;
+        let known: PeerResult = serde_json::from_str(line).unwrap();
         assert_eq!(Some(known.pass.as_str()), name_of(BenchPass::Backward));
     }
 

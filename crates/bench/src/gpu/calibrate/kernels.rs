@@ -114,7 +114,7 @@ fn program(
     let plan = plan_mask(mask, spec, &PlanConfig::new(1)).map_err(|error| refused(error.to_string()))?;
     let policy = OverlapPolicy::new(StartOrder::Sequential);
     Ok(match backward {
-        None => lower_attention_forward(&plan, 0, spec, policy, KeyBlocks::Suited),
+        None => lower_attention_forward(&plan, 0, spec, policy, KeyBlocks::Unaligned),
         Some(reduction) => lower_attention_backward(&plan, 0, spec, policy, reduction),
     })
 }

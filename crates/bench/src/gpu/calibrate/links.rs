@@ -18,7 +18,7 @@ const SIZES: [u64; 4] = [64 << 10, 1 << 20, 16 << 20, 128 << 20];
 /// Each transport that there is, at every size.
 pub(super) fn transports(
     machine: &CudaMachine,
-    told: &mut dyn FnMut(&str),
+    report: &mut dyn FnMut(&str),
 ) -> Result<Vec<TransportMeasurement>, ExecError> {
     let mut measured = Vec::new();
     for kind in [TransportKind::Nvlink, TransportKind::CopyEngine, TransportKind::Nccl] {
@@ -27,7 +27,7 @@ pub(super) fn transports(
         if kind == TransportKind::Nccl && counterpoint_cuda::nccl_version().is_err() {
             continue;
         }
-        told(&format!("transport {kind}"));
+        report(&format!("transport {kind}"));
         let points = |collective| {
             SIZES
                 .iter()
@@ -48,14 +48,14 @@ const SPLIT: usize = 128;
 pub(super) fn engines(
     machine: &CudaMachine,
     measured: &[TransportMeasurement],
-    told: &mut dyn FnMut(&str),
+    report: &mut dyn FnMut(&str),
 ) -> Result<Option<(Link, f64)>, ExecError> {
     let kind = TransportKind::CopyEngine;
     let Some(in_splits) = measured.iter().find(|one| one.transport == kind.to_string()) else {
         return Ok(None);
     };
     let Ok(machine) = machine.clone().with_transport(kind) else { return Ok(None) };
-    told("copy engines, one copy for each rank");
+    report("copy engines, one copy for each rank");
     let cast = |&bytes: &u64| point(&machine, BenchCollective::GroupCast, bytes, usize::MAX);
     let whole = SIZES.iter().map(cast).collect::<Result<Vec<_>, _>>()?;
     let Some(link) = line(&whole) else { return Ok(None) };

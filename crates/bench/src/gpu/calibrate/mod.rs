@@ -14,7 +14,7 @@ use counterpoint_exec::ExecError;
 use counterpoint_cuda::CudaMachine;
 use counterpoint_cuda::exec_error;
 
-/// Measures `machine`: some seconds a GPU, and as many again for links and policies where there are several. `told` hears what
+/// Measures `machine`: some seconds a GPU, and as many again for links and policies where there are several. `report` is called with what
 /// is measured next.
 ///
 /// What attention kernels cost by tiles is theirs, not the machine's (`TileCosts`): rates alone are measured, such that
@@ -22,17 +22,17 @@ use counterpoint_cuda::exec_error;
 ///
 /// # Errors
 /// Whatever ends a run.
-pub fn calibrate(machine: &CudaMachine, told: &mut dyn FnMut(&str)) -> Result<MachineProfile, ExecError> {
+pub fn calibrate(machine: &CudaMachine, report: &mut dyn FnMut(&str)) -> Result<MachineProfile, ExecError> {
     let device = &machine.devices()[0];
     let one = CudaMachine::new(vec![device.clone()], counterpoint_cuda::Timing::Off)
         .map_err(|error| exec_error(0, "one GPU of the machine", error))?;
     let mut cost: CostModel = one.cost(None, 1);
-    told("copies and launches");
+    report("copies and launches");
     cost.memory_bytes_per_second = kernels::memory_bytes_per_second(device)?;
     cost.launch_seconds = kernels::launch_seconds(device)?;
-    told("matrix products");
+    report("matrix products");
     cost.matmul_flops_per_second = kernels::matmul_flops_per_second(device)?;
-    told("attention");
+    report("attention");
     kernels::attention_rates(&one, &mut cost)?;
     let mut profile = MachineProfile {
         version: PROFILE_VERSION,
@@ -47,19 +47,19 @@ pub fn calibrate(machine: &CudaMachine, told: &mut dyn FnMut(&str)) -> Result<Ma
         // The events that take spans would take part of what a small collective does.
         let untimed = CudaMachine::new(machine.devices().to_vec(), counterpoint_cuda::Timing::Off)
             .map_err(|error| exec_error(0, "all GPUs of the machine", error))?;
-        profile.transports = links::transports(&untimed, told)?;
+        profile.transports = links::transports(&untimed, report)?;
         let used = profile.transports.iter().find(|one| one.transport == machine.transport().to_string());
         if let Some(link) = used.and_then(links::link) {
             profile.cost.link = link;
         }
-        if let Some((engine, copy_seconds)) = links::engines(&untimed, &profile.transports, told)? {
+        if let Some((engine, copy_seconds)) = links::engines(&untimed, &profile.transports, report)? {
             (profile.cost.engine, profile.cost.copy_seconds) = (Some(engine), copy_seconds);
         }
         if let Some(assumed) = profile.cost.sharing {
-            told("products beside collectives");
+            report("products beside collectives");
             profile.cost.sharing = Some(sharing::measure(machine, assumed)?);
         }
-        profile.policies = policies::measure(machine, &profile.cost, told)?;
+        profile.policies = policies::measure(machine, &profile.cost, report)?;
     }
     Ok(profile)
 }

@@ -2,7 +2,7 @@
 
 use counterpoint_choose::{PlanConfig, StageCount, plan_mask};
 use counterpoint_cost::{CostModel, PolicyMeasurement};
-use counterpoint_exec::{ExecError, RunConfig, random_inputs, run_attention_on};
+use counterpoint_exec::{ExecError, Measurement, RunConfig, random_inputs, run_attention_on};
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, DType, Topology};
 use counterpoint_report::median;
@@ -28,7 +28,7 @@ const POLICIES: [&str; 6] = [
 pub(super) fn measure(
     machine: &CudaMachine,
     cost: &CostModel,
-    told: &mut dyn FnMut(&str),
+    report: &mut dyn FnMut(&str),
 ) -> Result<Vec<PolicyMeasurement>, ExecError> {
     let ranks = machine.devices().len();
     let spec = AttentionSpec::new(32, 8, 128, DType::Bf16);
@@ -45,18 +45,17 @@ pub(super) fn measure(
     let policies = POLICIES.iter().filter_map(|text| text.parse::<OverlapPolicy>().ok());
     let mut measured = Vec::new();
     for policy in policies {
-        told(&format!("overlap policy {policy}"));
+        report(&format!("overlap policy {policy}"));
         let config = RunConfig {
             policy: policy.into(),
             poison: false,
-            warmups: 2,
-            samples: 7,
+            measurement: Measurement { warmups: 2, samples: 7, ..Measurement::default() },
             ..RunConfig::default()
         };
         let run = match run_attention_on(machine, &plan, &spec, &inputs, &config) {
             Ok(run) => run,
             Err(ExecError::Policy { reason, .. }) => {
-                told(&format!("overlap policy {policy}: {reason}"));
+                report(&format!("overlap policy {policy}: {reason}"));
                 continue;
             }
             Err(error) => return Err(error),

@@ -222,17 +222,17 @@ impl Shared<'_> {
                 machine.barrier("a run")?;
                 let took = match (layers, pass) {
                     (Layers::Together(layers), BenchTpPass::Forward) => {
-                        layers.take_times(RunTimes::Whole);
+                        layers.set_timing(RunTimes::Whole);
                         slowest(&layers.forward(x)?.timeline)
                     }
                     (Layers::Together(layers), BenchTpPass::Backward) => {
-                        layers.take_times(RunTimes::Whole);
+                        layers.set_timing(RunTimes::Whole);
                         slowest(&layers.backward(x, dys)?.timeline)
                     }
                     (Layers::Apart(layers), pass) => {
                         let mut sum = 0.0;
                         for (layer, dy) in layers.iter_mut().zip(dys) {
-                            layer.take_times(RunTimes::Whole);
+                            layer.set_timing(RunTimes::Whole);
                             let done = match pass {
                                 BenchTpPass::Forward => layer.forward(x)?,
                                 BenchTpPass::Backward => layer.backward(x, dy)?,

@@ -72,7 +72,7 @@ impl SearchResult {
         kept
     }
 
-    pub(super) fn tell(&self, tuning: &Tuning<'_>, file: &TunedFile) -> Result<(), CliError> {
+    pub(super) fn print(&self, tuning: &Tuning<'_>, file: &TunedFile) -> Result<(), CliError> {
         let arguments = tuning.arguments;
         let shape = &tuning.shape;
         let kept = self.kept(tuning).into_iter().min_by(|a, b| a.seconds.total_cmp(&b.seconds));

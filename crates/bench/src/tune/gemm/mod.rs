@@ -171,11 +171,11 @@ fn tune<M: Machine>(
         let Some(file) = file.as_deref_mut() else { continue };
         let kept = found.kept(tuning);
         file.keep(|plans| kept.into_iter().for_each(|plan| plans.layers.insert(plan)))?;
-        found.tell(tuning, file)?;
+        found.print(tuning, file)?;
         summary.add(tuning, &found);
     }
     match tunings {
-        [first, _, ..] if file.is_some() => summary.tell(begun.elapsed(), first.arguments.ranks.json),
+        [first, _, ..] if file.is_some() => summary.print(begun.elapsed(), first.arguments.ranks.json),
         _ => Ok(()),
     }
 }

@@ -54,7 +54,7 @@ impl Summary {
         Statistics::of(&self.cases.iter().filter_map(|case| case.took[search]).collect::<Vec<_>>())
     }
 
-    pub(super) fn tell(&self, all: Duration, as_json: bool) -> Result<(), CliError> {
+    pub(super) fn print(&self, all: Duration, as_json: bool) -> Result<(), CliError> {
         let (near, compared) = (self.near(), self.ratios().count());
         if as_json {
             let took =
@@ -104,7 +104,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_worst_and_the_near_are_told() {
+    fn the_worst_and_the_near_are_printed() {
         let case = |name: &str, ratio, took| Case { name: name.to_owned(), ratio, took: [Some(took), None] };
         let cases = vec![case("a", Some(1.0), 0.5), case("b", Some(1.2), 0.25), case("c", Some(1.03), 0.75)];
         let summary = Summary { cases };

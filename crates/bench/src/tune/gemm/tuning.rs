@@ -29,18 +29,18 @@ const SEARCH_ENOUGH: Duration = Duration::from_millis(650);
 /// Says how long a search goes on.
 struct Patience {
     begun: Instant,
-    told: Instant,
+    printed: Instant,
 }
 
 impl Patience {
     fn new(now: Instant) -> Self {
-        Self { begun: now, told: now }
+        Self { begun: now, printed: now }
     }
 
     /// Whether there is time at `now` for that trial, which is taken to last as long as what came before it.
     fn lasts(&mut self, trial: usize, now: Instant) -> ControlFlow<()> {
-        let before = now.saturating_duration_since(self.told);
-        self.told = now;
+        let before = now.saturating_duration_since(self.printed);
+        self.printed = now;
         match trial > TRIALS[0] && now + before > self.begun + SEARCH_ENOUGH {
             true => ControlFlow::Break(()),
             false => ControlFlow::Continue(()),

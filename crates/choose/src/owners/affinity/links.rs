@@ -1,7 +1,7 @@
 //! Rows that ranks send and receive, kept exact under swaps of chunks: what settling a dispatch is measured by.
 
+use super::local_search::MOST_RANKS;
 use super::segments::{Segments, WORD, bits_in, words_of};
-use super::settle::MOST_RANKS;
 use crate::owners::Home;
 use counterpoint_plan::ChunkWork;
 

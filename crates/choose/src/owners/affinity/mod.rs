@@ -5,7 +5,7 @@
 //! keys. Two facts about causal documents show the way between:
 //!
 //! * a rank that computes some chunks of a document needs the document up to the last of them, whatever the others are.
-//!   So few ranks should meet a document, each of them should fill its area there, and a further chunk below the last
+//!   So few ranks should share a document, each of them should fill its area there, and a further chunk below the last
 //!   one is free;
 //! * a rank full of heavy chunks has room left in its count, which light chunks fill. Short documents and heads of long
 //!   ones cost little wherever a run of them is cut.
@@ -30,9 +30,9 @@
 
 mod coverage;
 mod links;
+mod local_search;
 mod pairing;
 mod segments;
-mod settle;
 mod stretch;
 mod trade;
 
@@ -42,9 +42,9 @@ use super::home::{Home, received_by};
 use super::min_heap::min_heap;
 use super::sequential::sequential;
 pub(super) use links::Reach;
+pub(super) use local_search::{Effort, Prices, Search, is_searched, local_search};
 use pairing::pair_heavy_with_light;
 use segments::Segments;
-pub(super) use settle::{Effort, Prices, Search, settle, settles};
 use stretch::{join_small, stretches};
 use trade::trade;
 

@@ -17,7 +17,7 @@ const FITS: usize = 4;
 ///
 /// The stretches are laid in a line from heavy to light (by mean area), each from its last chunk to its first. Rank by
 /// rank takes chunks from both ends: the number from the heavy end follows from the area that is wanted. Chunks of a
-/// causal document then go tail first and in runs, so few ranks meet the document and each of them as high up as
+/// causal document then go tail first and in runs, so few ranks share the document and each of them as high up as
 /// possible, and what such a run leaves free is filled with light chunks that live together anyway. Where whole runs
 /// cannot hit the area, the last heavy chunk is replaced by one further down its stretch: the rank reads its keys
 /// already.

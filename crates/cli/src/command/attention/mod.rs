@@ -21,7 +21,8 @@ use counterpoint_console::{
 };
 use counterpoint_cost::{CostModel, Link};
 use counterpoint_exec::{
-    AttentionInputs, AttentionRun, RunConfig, SlowLink, available_memory, run_attention, run_attention_on,
+    AttentionInputs, AttentionRun, Measurement, RunConfig, SlowLink, available_memory, run_attention,
+    run_attention_on,
 };
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, DType, Plan, Planning, Topology};
@@ -193,7 +194,10 @@ fn run_config(
         deterministic: arguments.run.deterministic,
         limit: arguments.run.limit,
         slow_link,
-        warmups: usize::from(arguments.run.device == Device::Cuda),
+        measurement: Measurement {
+            warmups: usize::from(arguments.run.device == Device::Cuda),
+            ..Measurement::default()
+        },
         ..RunConfig::default()
     }
 }

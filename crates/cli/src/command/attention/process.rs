@@ -17,10 +17,8 @@ use counterpoint_cost::CostModel;
 use counterpoint_cuda::{CudaProcess, Timing};
 use counterpoint_exec::{
     AttentionInputs, ExecError, Facet, Launch, Pass, RankProblem, RanksRun, Rendezvous, RendezvousError,
-    RunConfig, TcpMachine, run_attention_ranks,
+    RunConfig, run_attention_process, run_attention_ranks,
 };
-#[cfg(feature = "mpi")]
-use counterpoint_exec::{Launcher, MpiMachine};
 use counterpoint_mask::Mask;
 use counterpoint_measure::calibrate;
 use counterpoint_plan::{AttentionSpec, Plan, Topology};
@@ -130,7 +128,6 @@ impl Rank<'_> {
         })
     }
 
-    /// On CPUs through MPI where that was built in and started us, else through TCP.
     fn run_ranks(
         &self,
         machine: &ProcessMachine,
@@ -139,19 +136,10 @@ impl Rank<'_> {
         config: &RunConfig,
     ) -> Result<RanksRun, ExecError> {
         let Self { launch, rendezvous, .. } = *self;
-        let (margin, link) = (config.policy.sm_margin(), config.slow_link);
-        if let ProcessMachine::Cuda(machine) = machine {
-            return run_attention_ranks(machine, problem, config, vec![inputs]);
-        }
-        match launch.launcher {
-            #[cfg(feature = "mpi")]
-            Launcher::OpenMpi | Launcher::Pmi => {
-                let machine = MpiMachine::new(rendezvous.clone(), margin, link)?;
-                run_attention_ranks(&machine, problem, config, vec![inputs])
-            }
-            _ => {
-                let machine = TcpMachine::new(rendezvous.clone(), margin, link)?;
-                run_attention_ranks(&machine, problem, config, vec![inputs])
+        match machine {
+            ProcessMachine::Cuda(machine) => run_attention_ranks(machine, problem, config, vec![inputs]),
+            ProcessMachine::Cpu => {
+                run_attention_process(launch.launcher, rendezvous.clone(), problem, config, inputs)
             }
         }
     }
@@ -160,9 +148,9 @@ impl Rank<'_> {
     fn crossed_bytes(&self, machine: &ProcessMachine) -> Result<Option<u64>, CliError> {
         let ProcessMachine::Cuda(machine) = machine else { return Ok(None) };
         let Some(own) = machine.sent_between_nodes() else { return Ok(None) };
-        let config = run_config(self.arguments, PassPolicies::default(), None);
+        let measurement = run_config(self.arguments, PassPolicies::default(), None).measurement;
         let all: Vec<u64> = gather(self.rendezvous, "bytes between nodes", &own)?;
-        Ok(Some(all.into_iter().sum::<u64>() / (config.warmups + config.samples) as u64))
+        Ok(Some(all.into_iter().sum::<u64>() / (measurement.warmups + measurement.samples) as u64))
     }
 
     /// The policies, as rank 0 picks them.

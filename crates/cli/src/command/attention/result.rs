@@ -1,4 +1,4 @@
-//! What a run of attention gave, told in every way.
+//! What a run of attention gave, in every form that is printed or written.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -26,7 +26,7 @@ use serde::Serialize;
 
 use crate::arguments::AttentionArguments;
 
-/// A run with all that is to be told of it.
+/// A run with all that is printed of it.
 pub(super) struct AttentionResult<'a> {
     /// Bytes that all ranks have sent between nodes, where they were counted.
     pub(super) crossed: Option<u64>,

@@ -39,8 +39,9 @@ pub(super) fn run(arguments: &DoctorArguments) -> Result<(), CliError> {
     let measured = match &gpus {
         None => of_cpu(&progress, machine),
         Some(gpus) => {
-            let mut told = |what: &str| progress.step(format!("measuring {what}"));
-            counterpoint_bench::gpu::calibrate(gpus, &mut told).map_err(|source| CliError::Run { source })?
+            let mut report = |what: &str| progress.step(format!("measuring {what}"));
+            counterpoint_bench::gpu::calibrate(gpus, &mut report)
+                .map_err(|source| CliError::Run { source })?
         }
     };
     drop(progress);

@@ -56,7 +56,7 @@ impl When {
 
 use Verdict::{Costs, Fine};
 
-/// What is known of each variable; of those of one name the first that holds is told.
+/// What is known of each variable; of those of one name the first that holds is printed.
 const KNOWN: &[(&str, When, Verdict, &str)] = &[
     (
         "CUDA_DEVICE_MAX_CONNECTIONS",
@@ -181,8 +181,8 @@ fn of(value_of: impl Fn(&str) -> Option<String>) -> Vec<Finding> {
     let mut findings: Vec<Finding> = Vec::new();
     for (name, when, verdict, advice) in KNOWN {
         let value = value_of(name);
-        let told = findings.last().is_some_and(|last| last.name == *name);
-        if !told && when.holds(value.as_deref()) {
+        let printed = findings.last().is_some_and(|last| last.name == *name);
+        if !printed && when.holds(value.as_deref()) {
             findings.push(Finding { name, value, verdict: *verdict, advice: (*advice).to_owned() });
         }
     }

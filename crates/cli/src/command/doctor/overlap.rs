@@ -15,7 +15,7 @@ use crate::arguments::DoctorArguments;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Row {
     device: String,
-    /// `None` where the driver was told nothing.
+    /// `None` where the driver was left to its default.
     connections: Option<u32>,
     rounds: u32,
     /// Rounds in which communication started first, with nothing to make it.

@@ -80,15 +80,15 @@ pub(crate) fn run(arguments: &PlanArguments) -> Result<(), CliError> {
     let level = Level::of(&solution.plan, imbalance::compute_balance(&prediction));
     let imbalance = Imbalance::of(&mask, &spec, &config, &level, (arguments.planning.dispatch, &dispatches));
     let choice = overlap.choice;
-    let told =
+    let planned =
         PlanReport { arguments, mask: &mask, spec, profile, config, solution, choice, dispatches, imbalance };
-    outputs.write(|_| Ok(told.report(&prediction).into_bytes()))?;
+    outputs.write(|_| Ok(planned.report(&prediction).into_bytes()))?;
     drop(progress);
-    told.solution.note_idle_ranks();
+    planned.solution.note_idle_ranks();
     if arguments.json {
-        return console::print_json(Schema::Plan, &told.document());
+        return console::print_json(Schema::Plan, &planned.document());
     }
-    console::print_folded(&told.text(&prediction, &outputs))
+    console::print_folded(&planned.text(&prediction, &outputs))
 }
 
 /// What `--json` prints.
@@ -191,7 +191,7 @@ fn headline(mask: &Mask, config: &PlanConfig, dispatch: &str, chunks: usize, chu
     )
 }
 
-/// A plan with all that is to be told of it.
+/// A plan with all that is printed of it.
 struct PlanReport<'a> {
     arguments: &'a PlanArguments,
     mask: &'a Mask,

@@ -90,5 +90,5 @@ pub(super) fn run(arguments: &SimulateAttentionArguments) -> Result<(), CliError
     }
     predicted.add_passes(rows);
     drop(progress);
-    predicted.tell(&arguments.simulation, &setting)
+    predicted.print(&arguments.simulation, &setting)
 }

@@ -51,7 +51,7 @@ impl Setting {
     }
 }
 
-/// What came out, in the ways in which it is told.
+/// What came out, in the forms in which it is printed.
 struct Predicted {
     schema: Schema,
     /// Such as `Predicted linear layer`.
@@ -87,7 +87,7 @@ impl Predicted {
         self.setup.push((name.to_owned(), value.to_string()));
     }
 
-    fn tell(self, arguments: &SimulationArguments, setting: &Setting) -> Result<(), CliError> {
+    fn print(self, arguments: &SimulationArguments, setting: &Setting) -> Result<(), CliError> {
         setting.outputs.write(|flag| {
             let text = if flag == "--trace" { self.trace() } else { self.report() };
             Ok(text.into_bytes())
@@ -205,7 +205,7 @@ impl Predicted {
                 row.warning.clone(),
             ];
             let notes: Vec<String> = notes.into_iter().flatten().collect();
-            let (cells, json) = row.told(&notes.join(", "));
+            let (cells, json) = row.cells_and_json(&notes.join(", "));
             self.rows.push(cells);
             self.json.push(json);
         }
@@ -217,7 +217,7 @@ impl Predicted {
 
 impl PassRow<'_> {
     /// One pass under one policy, beside the same pass under the first: as a table and as JSON have it.
-    fn told(&self, notes: &str) -> (Vec<String>, Value) {
+    fn cells_and_json(&self, notes: &str) -> (Vec<String>, Value) {
         let overlap = self.timeline.overlap();
         let seconds = self.timeline.makespan();
         let policy = self.policy.to_string();

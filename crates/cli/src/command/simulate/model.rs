@@ -75,7 +75,7 @@ pub(super) fn run(arguments: &SimulateModelArguments) -> Result<(), CliError> {
         }
     }
     drop(progress);
-    predicted.tell(&arguments.simulation, &setting)
+    predicted.print(&arguments.simulation, &setting)
 }
 
 fn refusal(error: StepError) -> CliError {

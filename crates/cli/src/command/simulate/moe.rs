@@ -87,7 +87,7 @@ pub(super) fn run(arguments: &SimulateMoeArguments) -> Result<(), CliError> {
         }
     }
     predicted.add_passes(rows);
-    predicted.tell(&arguments.simulation, &setting)
+    predicted.print(&arguments.simulation, &setting)
 }
 
 /// The groups of a pass under a policy.

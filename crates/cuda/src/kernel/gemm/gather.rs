@@ -378,7 +378,7 @@ mod tests {
     }
 
     #[test]
-    fn what_no_kernel_takes_is_told_with_figures() {
+    fn what_no_kernel_takes_is_refused_with_figures() {
         assert_eq!(spec(512, 64, 4).check(), Ok(()));
         assert!(spec(512, 64, 3).check().unwrap_err().contains("512 rows of 3"));
         assert!(spec(512, 64, 1).check().unwrap_err().contains("rank 0 of 1"));

@@ -182,7 +182,7 @@ impl GemmLibrary {
     ) -> Result<(), CudaError> {
         let library = self.0.library;
         let value = ptr::from_ref(&value).cast::<c_void>();
-        // SAFETY: the pointer is to a local of the size told.
+        // SAFETY: the pointer is to a local of the size given.
         let code = unsafe {
             (library.cublasLtMatmulDescSetAttribute)(desc.raw, attribute as u32, value, size_of::<T>())
         };
@@ -225,7 +225,7 @@ impl GemmLibrary {
         let preference = Described { raw, destroy: library.cublasLtMatmulPreferenceDestroy };
         let attribute = cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES as u32;
         let bytes = ptr::from_ref(&WORKSPACE_BYTES).cast::<c_void>();
-        // SAFETY: the pointer is to a constant of the size told.
+        // SAFETY: the pointer is to a constant of the size given.
         let code = unsafe {
             (library.cublasLtMatmulPreferenceSetAttribute)(
                 preference.raw,

@@ -227,14 +227,14 @@ impl Gemm {
         before.iter().map(|destination| destination.rows).sum::<usize>() + tile.destination_row as usize
     }
 
-    /// How often a launch tells of each share: once from each warpgroup that stores some of a tile that has elements.
+    /// How often a launch raises the signal of each share: once from each warpgroup that stores some of a tile that has elements.
     fn signals_of_shares(spec: &GemmSpec, shape: GemmShape, units: &[GemmUnit]) -> Vec<u32> {
         let stretches = rows::stretches(spec);
         let (destinations, tiles) = (rows::destinations(&stretches).0, rows::row_tiles(&stretches));
         let mut signals = vec![0; spec.shares.len()];
         for tile in units.iter().flat_map(|unit| GemmTile::of_unit(unit, &shape, &tiles)) {
             if tile.has_elements(spec.size.n) {
-                signals[destinations[usize::from(tile.destination)].share] += shape.tellers();
+                signals[destinations[usize::from(tile.destination)].share] += shape.raises();
             }
         }
         signals

@@ -227,7 +227,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn what_no_kernel_takes_is_told() {
+    fn what_no_kernel_takes_is_refused() {
         let wrong = |change: fn(&mut GroupedGemmSpec)| {
             let mut spec = spec(&[100, 60]);
             change(&mut spec);

@@ -366,7 +366,7 @@ mod tests {
     }
 
     #[test]
-    fn what_no_kernel_takes_is_told_with_figures() {
+    fn what_no_kernel_takes_is_refused_with_figures() {
         assert_eq!(spec(512, 264, 4).check(), Ok(()));
         assert_eq!(spec(256, 264, 4).check(), Ok(()));
         assert!(spec(512, 264, 3).check().unwrap_err().contains("512 rows of 3"));

@@ -78,7 +78,7 @@ impl TilingCost for GemmShape {
 
     fn unit_cycles(self, spec: &GemmSpec) -> f64 {
         /// Until parts know of each other, and bytes of theirs that a multiprocessor sends in a cycle.
-        const MEET: f64 = 3800.0;
+        const BARRIER: f64 = 3800.0;
         const SENT: f64 = 9.7;
         /// Bytes of a part that is kept, there and back.
         const KEPT: f64 = 27.0;
@@ -90,7 +90,7 @@ impl TilingCost for GemmShape {
             (0 | 1, 0 | 1, 0 | 1) => 0.0,
             (0 | 1, 0 | 1, _) => HEAR + 2.0 * bytes / KEPT,
             (0 | 1, _, _) => 2.0 * bytes / KEPT,
-            _ => MEET + bytes * (splits - 1.0) / splits / SENT,
+            _ => BARRIER + bytes * (splits - 1.0) / splits / SENT,
         };
         let at_once = f64::from(self.splits * self.hands);
         let blocks = spec.size.k.div_ceil(BLOCK) as f64 / at_once;
@@ -324,13 +324,13 @@ mod tests {
                 assert!(
                     shape.splits <= shape.pieces() && k.div_ceil(BLOCK).is_multiple_of(shape.splits as usize)
                 );
-                let (of_both, most) = (shape.tellers() >= 2, shape.tellers() <= 2 * shape.splits);
-                assert!(of_both && most && shape.tellers() >= shape.splits, "{shape:?}");
+                let (of_both, most) = (shape.raises() >= 2, shape.raises() <= 2 * shape.splits);
+                assert!(of_both && most && shape.raises() >= shape.splits, "{shape:?}");
             }
         }
-        let tellers =
-            |columns, splits| GemmShape { splits, ..GemmShape::whole(columns, TilePair::Rows) }.tellers();
+        let raises =
+            |columns, splits| GemmShape { splits, ..GemmShape::whole(columns, TilePair::Rows) }.raises();
         // A part has the rows of one warpgroup, or of both.
-        assert_eq!([(256, 1), (64, 2), (128, 3), (256, 4)].map(|(c, s)| tellers(c, s)), [2, 2, 4, 4]);
+        assert_eq!([(256, 1), (64, 2), (128, 3), (256, 4)].map(|(c, s)| raises(c, s)), [2, 2, 4, 4]);
     }
 }

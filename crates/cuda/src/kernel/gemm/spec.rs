@@ -23,7 +23,7 @@ pub enum GemmEpilogue {
     Accumulate,
 }
 
-/// Who is told when tiles have been stored.
+/// Who is notified when tiles have been stored.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum GemmSignals {
     /// Nobody.
@@ -34,7 +34,7 @@ pub enum GemmSignals {
         /// Units of each group, in the order in which they are begun.
         sizes: Arc<[u32]>,
     },
-    /// The same, told to every GPU of the system, wherever the counters are.
+    /// The same, visible to every GPU of the system, wherever the counters are.
     System {
         /// As above.
         sizes: Arc<[u32]>,
@@ -78,7 +78,7 @@ pub struct GemmSpec {
     /// Rows of D of each of its receivers, one after the other; each has its share as a tensor of its own, in its own memory
     /// or a peer's.
     pub shares: Vec<usize>,
-    /// Who is told of tiles.
+    /// Who is notified of tiles.
     pub signals: GemmSignals,
     /// The order of tiles. No bit of a result depends on it.
     pub order: TileOrder,
@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn what_no_kernel_takes_is_told_with_figures() {
+    fn what_no_kernel_takes_is_refused_with_figures() {
         assert_eq!(GemmSpec::new(1, 8, 8, GemmLayout::Nn, ElementType::F16).check(), Ok(()));
         assert!(refused(|spec| spec.size.k = 0).contains("k is 0"));
         assert!(refused(|spec| spec.pass_rows = 256).contains("512 rows of a pass of 256"));

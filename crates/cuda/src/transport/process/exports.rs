@@ -7,11 +7,11 @@ use super::message::{MemoryPlace, PartMessage};
 use crate::{CudaError, Device, DeviceBuffer};
 use counterpoint_driver::AllocationPlace;
 
-/// What a rank has told the other processes, so that it is told once.
+/// What a rank has published to the other processes, so that it is published once.
 #[derive(Default)]
 pub(super) struct Exports {
     allocations: BTreeMap<u64, Export>,
-    /// (peer, what it was told of).
+    /// (peer, what was published to it).
     sent: BTreeSet<(usize, Sent)>,
 }
 
@@ -47,11 +47,11 @@ impl Exports {
         if self.sent.insert((peer, what)) { send() } else { Ok(()) }
     }
 
-    /// Forgets a collective of this number, and gives the peers that were told of it.
+    /// Forgets a collective of this number, and gives the peers that it was published to.
     pub(super) fn forget(&mut self, number: u64) -> BTreeSet<usize> {
         let [ready, done] = events_of(number);
         let of_it = [Sent::Ready(number), Sent::Event(ready), Sent::Event(done)];
-        self.sent.extract_if(.., |(_, told)| of_it.contains(told)).map(|(peer, _)| peer).collect()
+        self.sent.extract_if(.., |(_, published)| of_it.contains(published)).map(|(peer, _)| peer).collect()
     }
 
     /// Where a buffer lies. Its allocation has a message from now on.
@@ -74,7 +74,7 @@ impl Exports {
         Ok(MemoryPlace { number: Some(id), offset, bytes: buffer.len() })
     }
 
-    /// What tells of an allocation that has a place.
+    /// What publishes an allocation that has a place.
     pub(super) fn message(&self, number: u64) -> Option<PartMessage> {
         let Export { handle, bytes, .. } = self.allocations.get(&number)?;
         Some(PartMessage::Memory { number, handle: handle.clone(), bytes: *bytes })
@@ -88,13 +88,13 @@ mod tests {
     #[test]
     fn a_collective_that_is_gone_is_forgotten_and_memory_is_not() {
         let mut exports = Exports::default();
-        let mut tell = |peer, what| exports.send::<()>(peer, what, || Ok(())).unwrap();
+        let mut publish = |peer, what| exports.send::<()>(peer, what, || Ok(())).unwrap();
         for peer in [1, 3] {
             for what in [Sent::Ready(7), Sent::Event(14), Sent::Event(15), Sent::Ready(8), Sent::Memory(7)] {
-                tell(peer, what);
+                publish(peer, what);
             }
         }
-        tell(2, Sent::Event(16));
+        publish(2, Sent::Event(16));
         assert_eq!(exports.forget(7), BTreeSet::from([1, 3]));
         assert_eq!(exports.forget(7), BTreeSet::new());
         assert_eq!(exports.forget(8), BTreeSet::from([1, 2, 3]));

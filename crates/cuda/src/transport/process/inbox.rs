@@ -18,7 +18,7 @@ use crate::transport::ready::ReadyParts;
 use crate::{CudaError, Device, DeviceBuffer, Event};
 use counterpoint_driver::OpenedMemory;
 
-/// Takes what the other processes tell a rank, and puts their parts on its board.
+/// Takes what the other processes send a rank, and puts their parts on its board.
 pub(super) struct Inbox {
     world: Arc<World>,
     rank: usize,
@@ -29,14 +29,14 @@ pub(super) struct Inbox {
     /// Of collectives that peers have made ready.
     ready: Arc<ReadyParts>,
     rings: Arc<SharedRings>,
-    /// What else peers have told, by (peer, its number).
+    /// What else peers have published, by (peer, its number).
     events: Mutex<BTreeMap<(usize, u64), Event>>,
     memory: Mutex<BTreeMap<(usize, u64), OpenedMemory>>,
     seen: Mutex<Seen>,
     changed: Condvar,
 }
 
-/// What peers have done with what this rank told them.
+/// What peers have done with what this rank published.
 #[derive(Default)]
 struct Seen {
     /// Where own allocations begin for a peer, by (peer, own number).
@@ -70,12 +70,12 @@ impl Inbox {
         &self.ready
     }
 
-    /// By which it answers. No peer may tell it anything before.
+    /// By which it answers. No peer may send it anything before.
     pub(super) fn answer_by(&self, mesh: &Arc<Mesh<PartMessage>>) {
         self.answers.get_or_init(|| Arc::downgrade(mesh));
     }
 
-    /// Where an own allocation begins for `peer`, which was told of it; waits until it has answered. `None` at the limit.
+    /// Where an own allocation begins for `peer`, to which it was published; waits until it has answered. `None` at the limit.
     pub(super) fn base_for(&self, peer: usize, number: u64) -> Result<Option<u64>, ExecError> {
         let known = lock(&self.seen).bases.get(&(peer, number)).copied();
         if known.is_some() {
@@ -86,12 +86,12 @@ impl Inbox {
         self.wait(Some(deadline), |seen| seen.bases.get(&(peer, number)).copied())
     }
 
-    /// Waits until all of `peers` have closed what this rank told them, however long they have it.
+    /// Waits until all of `peers` have closed what this rank published, however long they have it.
     pub(super) fn all_closed(&self, peers: usize) -> Result<(), ExecError> {
         self.wait(None, |seen| (seen.closed.len() >= peers).then_some(())).map(drop)
     }
 
-    /// Closes all that peers have told. Nothing on the device uses it any more.
+    /// Closes all that peers have published. Nothing on the device uses it any more.
     pub(super) fn close(&self) {
         lock(&self.memory).clear();
     }
@@ -152,7 +152,7 @@ impl Inbox {
         places.iter().map(tensor).collect()
     }
 
-    /// What `peer` has told of a collective that is ready.
+    /// What `peer` has published of a collective that is ready.
     fn take_ready(&self, peer: usize, message: PartMessage) -> Result<(), CudaError> {
         let PartMessage::Ready { number, place, contract, pattern, staging, mailbox } = message else {
             return Ok(());
@@ -166,7 +166,7 @@ impl Inbox {
         Ok(())
     }
 
-    /// `peer` calls a collective of which it has told all; false where what it told is still on its way.
+    /// `peer` calls a collective of which it has published all; false where what it published is still on its way.
     fn take_call(&self, peer: usize, [sequence, number]: [u64; RING_WORDS]) -> bool {
         let Some(ready) = self.ready.of(peer, number) else { return false };
         let Post { place, collective, payload, .. } = &*ready;
@@ -176,7 +176,8 @@ impl Inbox {
     }
 
     fn publish(&self, peer: usize, part: PartMessage) -> Result<(), CudaError> {
-        let PartMessage::Part { sequence, number, marks: told, inputs, outputs, staging, mailbox } = part
+        let PartMessage::Part { sequence, number, marks: published, inputs, outputs, staging, mailbox } =
+            part
         else {
             return Ok(());
         };
@@ -194,7 +195,7 @@ impl Inbox {
             outputs: self.tensors(peer, &outputs)?,
             staging: memory(staging)?,
             mailbox: memory(mailbox)?,
-            marks: told.map(marks).transpose()?,
+            marks: published.map(marks).transpose()?,
         };
         let (place, collective) = (ready.place.clone(), ready.collective.clone());
         self.board.publish(peer, sequence, Post { place, collective, at: Instant::now(), payload }, &[]);
@@ -230,7 +231,7 @@ impl Recipient for Inbox {
     }
 
     fn receive(&self, peer: usize, message: PartMessage, _payload: &[u8]) -> Result<(), String> {
-        let told: Result<(), ExecError> = match message {
+        let taken: Result<(), ExecError> = match message {
             PartMessage::Ready { .. } => self
                 .take_ready(peer, message)
                 .map_err(|error| exec_error(self.rank, &format!("a collective of rank {peer}"), error)),
@@ -270,7 +271,7 @@ impl Recipient for Inbox {
             }
         };
         // Whoever waits for what this was about hears of it.
-        if let Err(error) = told {
+        if let Err(error) = taken {
             self.world.fail(error);
         }
         Ok(())

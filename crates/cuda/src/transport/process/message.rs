@@ -5,7 +5,7 @@ use counterpoint_exec::collective::{Contract, Pattern};
 use counterpoint_plan::DType;
 use serde::{Deserialize, Serialize};
 
-/// What GPU ranks of different processes tell each other. Numbers are the sender's own; what they stand for is told once.
+/// What GPU ranks of different processes send each other. Numbers are the sender's own; what they stand for is sent once.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) enum PartMessage {
     /// A collective that is ready, which later messages name: its rows, and memory that the others' kernels write to.

@@ -38,13 +38,13 @@ use counterpoint_driver::Inside;
 
 /// The ranks of other processes, as one rank's transport reaches them. Dropping it waits for nobody: a thread keeps what the others
 /// have open until they have closed it. When the job fails, nothing of the device is freed any more: what is enqueued may wait for an
-/// event that a killed process has told, and never records.
+/// event that a killed process has published, and never records.
 pub(super) struct PeerProcesses {
     connected: Arc<Connected>,
     gone: Arc<Mutex<Vec<u64>>>,
 }
 
-/// What lives until the others have closed what this rank has told them.
+/// What lives until the others have closed what this rank has published.
 struct Connected {
     world: Arc<World>,
     rank: usize,
@@ -66,7 +66,7 @@ struct Shifts {
 /// The allocations of tensors that kernels announce, and the ranks that they announce them to.
 type Announced = (Vec<u64>, Vec<usize>);
 
-/// Who is told where a rank's tensors lie, among those that exchange rows with it.
+/// To whom a rank publishes where its tensors lie, among those that exchange rows with it.
 #[derive(Clone, Copy)]
 pub(super) enum Readers<'a> {
     All,
@@ -85,7 +85,7 @@ impl Readers<'_> {
 /// Between two looks at whether something has ended.
 const LOOK: Duration = Duration::from_millis(5);
 
-/// Goes with a collective: the others forget it when this rank next tells them anything.
+/// Goes with a collective: the others forget it when this rank next sends them anything.
 pub(super) struct Departure {
     number: u64,
     gone: Arc<Mutex<Vec<u64>>>,
@@ -114,7 +114,7 @@ impl PeerProcesses {
         world.when_failed(move || left.release_nothing());
         let mesh = Arc::new(Mesh::connect(rendezvous, world, &inbox, name)?);
         inbox.answer_by(&mesh);
-        // Nobody is told anything before all can answer.
+        // Nothing is sent before all can answer.
         rendezvous.barrier(&format!("parts {name}"))?;
         let (world, device) = (world.clone(), device.clone());
         let (exports, shifts) = (Mutex::default(), Mutex::default());
@@ -127,7 +127,7 @@ impl PeerProcesses {
         self.connected.inbox.board()
     }
 
-    /// What the others have told of collectives that they have made ready, and this rank.
+    /// What the others have published of collectives that they have made ready, and this rank.
     pub(super) fn ready(&self) -> &Arc<ReadyParts> {
         self.connected.inbox.ready()
     }
@@ -147,15 +147,15 @@ impl PeerProcesses {
         Departure { number, gone: self.gone.clone(), stand_ins: stand_ins.clone() }
     }
 
-    /// Tells those that this rank exchanges rows with of its part in a collective that is ready: the rows, and memory that they write to;
+    /// Publishes, to those that this rank exchanges rows with, its part in a collective that is ready: the rows, and memory that they write to;
     /// and which collectives are gone.
     pub(super) fn send_ready(&self, post: &Post<Part>) -> Result<(), CallError> {
         let Post { place, collective, payload, .. } = post;
         let Collective { contract, pattern, .. } = &**collective;
         let mut exports = lock(&self.connected.exports);
         for number in std::mem::take(&mut *lock(&self.gone)) {
-            let mut told = exports.forget(number).into_iter();
-            told.try_for_each(|peer| self.connected.mesh.send(peer, &PartMessage::Gone { number }, &[]))?;
+            let mut peers = exports.forget(number).into_iter();
+            peers.try_for_each(|peer| self.connected.mesh.send(peer, &PartMessage::Gone { number }, &[]))?;
         }
         let number = payload.number;
         for peer in self.connected.peers_of(pattern) {
@@ -169,7 +169,7 @@ impl PeerProcesses {
         Ok(())
     }
 
-    /// Tells the others of a pattern that this rank calls the collective with this number, of which they know all.
+    /// Notifies the others of a pattern that this rank calls the collective with this number, of which they know all.
     pub(super) fn send_call(&self, sequence: u64, number: u64, pattern: &Pattern) -> Result<(), ExecError> {
         self.connected.peers_of(pattern).into_iter().try_for_each(|peer| {
             match self.connected.rings.write(peer, [sequence, number]) {
@@ -179,7 +179,7 @@ impl PeerProcesses {
         })
     }
 
-    /// Tells those that this rank exchanges rows with of its part in a call of a collective, whose rows they know.
+    /// Announces, to those that this rank exchanges rows with, its part in a call of a collective, whose rows they know.
     pub(super) fn send_post(
         &self,
         sequence: u64,
@@ -219,7 +219,7 @@ impl PeerProcesses {
         Ok(())
     }
 
-    /// Tells `peer` that this rank has enqueued its use of what that one published.
+    /// Notifies `peer` that this rank has enqueued its use of what that one published.
     pub(super) fn used(&self, peer: usize, sequence: u64) -> Result<(), ExecError> {
         self.connected.mesh.send(peer, &PartMessage::Used { sequence }, &[])
     }
@@ -307,7 +307,7 @@ impl Connected {
         self.world.stalled(self.rank, place.to_string(), began, awaited)
     }
 
-    /// Closes what the others have told, tells them so, and waits until they have closed what this rank has told them, which then may be
+    /// Closes what the others have published, notifies them, and waits until they have closed what this rank has published, which then may be
     /// freed. What is enqueued here ends first.
     fn leave(&self) {
         let closed = || -> Result<(), CallError> {
@@ -348,7 +348,7 @@ impl Drop for PeerProcesses {
         // This process may end before the thread has closed anything.
         leaving.mesh.say_farewell();
         let name = format!("rank {} leaves", leaving.rank);
-        // Who panics has told nobody yet, and nobody would close anything. Once the job has failed there is nothing to wait for, and the
+        // Who panics has notified nobody yet, and nobody would close anything. Once the job has failed there is nothing to wait for, and the
         // device may hold up whoever asks it.
         let goes_at_once = thread::panicking() || leaving.world.has_failed();
         let inside = Inside::enter();

@@ -36,6 +36,6 @@ fn a_world_of_other_ranks_is_refused() {
     });
     for (rank, error) in errors.iter().enumerate() {
         assert!(matches!(error, ExecError::BadCollective { rank: of, .. } if *of == rank), "{error}");
-        assert!(error.to_string().contains("3 ranks and 2 have met"), "{error}");
+        assert!(error.to_string().contains("3 ranks and 2 have joined"), "{error}");
     }
 }

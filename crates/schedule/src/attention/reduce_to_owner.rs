@@ -9,7 +9,7 @@ use crate::builder::{Mark, ProgramBuilder};
 use crate::{Accumulate, BarrierId, BufferId, BufferRole, GroupReduce, Op, ReduceOp, StreamId};
 
 /// Sums shares of the gradients of remote keys into their owners' rows.
-pub(super) struct Homeward<'a> {
+pub(super) struct ReduceToOwner<'a> {
     spec: &'a AttentionSpec,
     /// Of shares, and of a node's sums of them on their way to another node.
     share_dtype: DType,
@@ -38,7 +38,7 @@ pub(super) enum Route<'a> {
     OverNodes(&'a TwoLevelPart),
 }
 
-impl<'a> Homeward<'a> {
+impl<'a> ReduceToOwner<'a> {
     pub(super) fn new(
         spec: &'a AttentionSpec,
         share_dtype: DType,

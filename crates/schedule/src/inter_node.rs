@@ -6,7 +6,7 @@ use crate::{BufferId, GroupCast, GroupReduce, Op, Program};
 
 impl Program {
     /// Bytes that this rank sends to ranks of other nodes in one run.
-    pub fn crossing_bytes(&self, topology: &Topology) -> u64 {
+    pub fn inter_node_bytes(&self, topology: &Topology) -> u64 {
         let node = topology.node(self.rank);
         let far = |rank: &u32| topology.node(*rank as usize) != node;
         let owned = |part: &GroupPart| -> usize {

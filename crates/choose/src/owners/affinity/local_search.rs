@@ -5,7 +5,7 @@ use counterpoint_plan::{ChunkWork, Dispatch, Planning};
 use super::links::{Links, Moved, Reach};
 use super::trade::Draw;
 
-/// Chunks and ranks up to which dispatches are settled: a proposal looks at the links between all ranks.
+/// Chunks and ranks up to which dispatches are searched: a proposal looks at the links between all ranks.
 const MOST_CHUNKS: usize = 1024;
 pub(super) const MOST_RANKS: usize = 16;
 /// The first worsening that is accepted, as a part of the whole; they shrink evenly to none.
@@ -62,8 +62,8 @@ pub(crate) enum Search {
     Downhill,
 }
 
-/// Whether a dispatch is one that is settled: of a few ranks, in pieces that are not too many.
-pub(crate) fn settles(work: &ChunkWork, dispatch: &Dispatch) -> bool {
+/// Whether a dispatch is one that is searched: of a few ranks, in pieces that are not too many.
+pub(crate) fn is_searched(work: &ChunkWork, dispatch: &Dispatch) -> bool {
     let (chunks, ranks) = (work.num_chunks(), dispatch.cp_size());
     (2..=MOST_RANKS).contains(&ranks) && (2 * ranks..=MOST_CHUNKS).contains(&chunks)
 }
@@ -71,7 +71,7 @@ pub(crate) fn settles(work: &ChunkWork, dispatch: &Dispatch) -> bool {
 /// Swaps chunks of `dispatch` so that its slowest rank ends sooner: what a rank computes, and after it what its links carry. By
 /// threshold accepting (Dueck and Scheuer, Journal of Computational Physics 90, 1990): integers alone, and the best that was met.
 /// `reach` is that of `work`.
-pub(crate) fn settle(
+pub(crate) fn local_search(
     work: &ChunkWork,
     reach: &Reach,
     prices: &Prices,
@@ -357,7 +357,7 @@ mod tests {
             };
             let work = chunk_work(&mask.unwrap(), 64);
             let first = dispatch(&work, ranks, DispatchAlgorithm::Affinity);
-            prop_assume!(settles(&work, &first));
+            prop_assume!(is_searched(&work, &first));
             let chunks = (0..work.num_chunks()).map(|chunk| drawn[chunk % 64]).collect();
             let prices = Prices { chunks, beyond: drawn[..ranks].to_vec(), row };
             let reach = Reach::new(&work);
@@ -399,26 +399,26 @@ mod tests {
             let mask = Mask::causal(Documents::from_lengths(lengths).unwrap()).unwrap();
             let work = chunk_work(&mask, 64);
             let first = dispatch(&work, ranks, DispatchAlgorithm::Affinity);
-            prop_assume!(settles(&work, &first));
+            prop_assume!(is_searched(&work, &first));
             let chunks = (0..work.num_chunks()).map(|chunk| [prices[chunk % 64] / 4, prices[chunk % 64]]).collect();
             let prices = Prices { chunks, beyond: vec![[0; 2]; ranks], row };
             let reach = Reach::new(&work);
-            let settled = settle(&work, &reach, &prices, (Search::Wide, Effort::DEFAULT), first.clone(), &Planning::ALONE);
-            let mut owned: Vec<u32> = (0..ranks).flat_map(|rank| settled.chunks(rank).to_vec()).collect();
+            let searched = local_search(&work, &reach, &prices, (Search::Wide, Effort::DEFAULT), first.clone(), &Planning::ALONE);
+            let mut owned: Vec<u32> = (0..ranks).flat_map(|rank| searched.chunks(rank).to_vec()).collect();
             owned.sort_unstable();
             prop_assert_eq!(owned, (0..work.num_chunks() as u32).collect::<Vec<_>>());
             for rank in 0..ranks {
-                prop_assert_eq!(settled.chunks(rank).len(), first.chunks(rank).len());
+                prop_assert_eq!(searched.chunks(rank).len(), first.chunks(rank).len());
             }
-            let (before, after) = (slowest(&work, &prices, &first), slowest(&work, &prices, &settled));
-            prop_assert!(settled == first || after < before - before / LEAST_GAIN, "{before} {after}");
-            prop_assert_eq!(settle(&work, &reach, &prices, (Search::Wide, Effort::DEFAULT), first.clone(), &Planning::ALONE), settled.clone());
-            let level = settle(&work, &reach, &prices, (Search::Downhill, Effort::DEFAULT), settled.clone(), &Planning::ALONE);
+            let (before, after) = (slowest(&work, &prices, &first), slowest(&work, &prices, &searched));
+            prop_assert!(searched == first || after < before - before / LEAST_GAIN, "{before} {after}");
+            prop_assert_eq!(local_search(&work, &reach, &prices, (Search::Wide, Effort::DEFAULT), first.clone(), &Planning::ALONE), searched.clone());
+            let level = local_search(&work, &reach, &prices, (Search::Downhill, Effort::DEFAULT), searched.clone(), &Planning::ALONE);
             prop_assert!(slowest(&work, &prices, &level) <= after);
         }
     }
 
-    /// Chunks of two prices that areas do not tell apart: balance by pairs leaves one rank with all dear ones.
+    /// Chunks of two prices that areas do not distinguish: balance by pairs leaves one rank with all dear ones.
     #[test]
     fn a_load_that_pairs_do_not_show_is_shared() {
         let mask = Mask::full(Documents::from_lengths(vec![64; 16]).unwrap()).unwrap();
@@ -428,7 +428,7 @@ mod tests {
         let prices = Prices { chunks, beyond: vec![[0; 2]; 2], row: 1 };
         let halves = vec![(0..8).collect(), (8..16).collect()];
         let reach = Reach::new(&work);
-        let settled = settle(
+        let searched = local_search(
             &work,
             &reach,
             &prices,
@@ -437,7 +437,7 @@ mod tests {
             &Planning::ALONE,
         );
         let load =
-            |rank| settled.chunks(rank).iter().map(|&chunk| prices.chunks[chunk as usize][0]).sum::<i64>();
+            |rank| searched.chunks(rank).iter().map(|&chunk| prices.chunks[chunk as usize][0]).sum::<i64>();
         assert_eq!([load(0), load(1)], [40_000, 40_000]);
     }
 }
