@@ -370,10 +370,11 @@ mod tests {
         let q_range = counterpoint_mask::Range::new(0, 384);
         problem.bands = vec![counterpoint_mask::Band { q_range, diag_max: 9600, ..problem.bands[0] }].into();
         (problem.rows_q, problem.head_dim, problem.head_dim_v) = (384, 64, 64);
-        let rows = |workers| choose(&problem, (64, 64), Freedom::Any, workers, true).unwrap().0.rows;
+        let rows =
+            |workers| choose(&problem, (64, 64), Freedom::Any, workers, TileEnds::Results).unwrap().0.rows;
         assert_eq!((rows(1), rows(132)), (192, 128));
         problem.deterministic = true;
-        assert_eq!(choose(&problem, (64, 64), Freedom::Any, 1, true).unwrap().0.rows, 128);
+        assert_eq!(choose(&problem, (64, 64), Freedom::Any, 1, TileEnds::Results).unwrap().0.rows, 128);
     }
 
     #[test]
