@@ -18,8 +18,8 @@ pub struct OwnProcess {
     _cleanup: Cleanup,
 }
 
-fn locked(child: &Mutex<Child>) -> MutexGuard<'_, Child> {
-    child.lock().unwrap_or_else(PoisonError::into_inner)
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Kills a process that still runs, and waits for its end.
@@ -32,17 +32,26 @@ fn end(child: &mut Child) {
 }
 
 impl OwnProcess {
-    /// Starts it.
+    /// Starts it. An interruption meanwhile waits until it has started, and ends it: it is known to the cleanup before it is there.
     pub fn start(command: &mut Command) -> io::Result<Self> {
-        let child = Arc::new(Mutex::new(command.spawn()?));
-        let of_cleanup = Arc::clone(&child);
+        let started: Arc<Mutex<Option<Arc<Mutex<Child>>>>> = Arc::default();
+        let of_cleanup = Arc::clone(&started);
         let clean = move || {
-            let mut child = locked(&of_cleanup);
-            end(&mut child);
-            // Who waits for it waits on, until we have ended: nobody is to hear that it failed.
-            mem::forget(child);
+            let started = locked(&of_cleanup);
+            if let Some(child) = &*started {
+                let mut child = locked(child);
+                end(&mut child);
+                // Who waits for it waits on, until we have ended: nobody is to hear that it failed.
+                mem::forget(child);
+            }
+            // And none is started any more.
+            mem::forget(started);
         };
-        Ok(Self { child, _cleanup: Cleanup::new(clean) })
+        let cleanup = Cleanup::new(clean);
+        let mut started = locked(&started);
+        let child = Arc::new(Mutex::new(command.spawn()?));
+        *started = Some(Arc::clone(&child));
+        Ok(Self { child, _cleanup: cleanup })
     }
 
     /// Its number.
