@@ -15,7 +15,7 @@ use super::user_kernel::UserWork;
 use super::waves::Waves;
 use super::{CudaBackend, CudaBuffer, CudaSignal};
 use crate::kernel::{Cast, ColumnMax, CtaWaits, GemmLibrary, Scalar, UserKernelSource};
-use crate::{CudaError, Stream};
+use crate::{CudaError, DeviceBuffer, Stream};
 
 /// A compute operation of the CUDA backend, its tensors checked and its kernels loaded.
 pub struct CudaKernel(Work);
@@ -184,6 +184,11 @@ impl<'a> Prepare<'a> {
             WorkerShare::Common => 0,
         };
         workers.try_into().unwrap_or(u32::MAX)
+    }
+
+    /// At least so many bytes of zeros, which nobody writes.
+    pub(super) fn zeros(&self, bytes: usize) -> Result<DeviceBuffer, CudaError> {
+        self.backend.zeros(bytes)
     }
 
     /// A kernel that a user has given the machine.

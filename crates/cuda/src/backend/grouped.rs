@@ -1,8 +1,6 @@
 //! Grouped GEMMs of a Program: the products of all experts as one launch for each result, with one copy of the rows that it cannot take as
 //! they lie.
 
-use std::collections::HashMap;
-
 use counterpoint_exec::ExecError;
 use counterpoint_mask::Range;
 use counterpoint_schedule::{
@@ -88,30 +86,34 @@ impl Grouped {
 pub(super) struct GatheredRows {
     pub(super) memory: DeviceBuffer,
     tensors: Vec<BufferId>,
+    /// What moves of the peer behind all tensors come from.
+    zeros: Option<DeviceBuffer>,
     copy: RowCopy,
 }
 
 impl GatheredRows {
-    /// Memory for `count` rows as those of `tensors`, zeros but for what `moves` brings there.
+    /// Memory for `count` rows as those of `tensors`, all of which `moves` brings there. So many rows of zeros at most come from a peer
+    /// behind those: nothing waits for a kernel that fills memory beside a busy device's.
     pub(super) fn new(
         prepare: &Prepare<'_>,
         tensors: Vec<BufferId>,
         moves: &[RowMove],
-        count: usize,
+        (count, zero_rows): (usize, usize),
     ) -> Result<Self, ExecError> {
         let (scalar, columns) = (prepare.scalar(tensors[0])?, prepare.spec(tensors[0]).row_elements());
         let make = || -> Result<Self, CudaError> {
-            let setup = prepare.setup();
-            let memory = DeviceBuffer::new(setup.device(), count * columns * scalar.bytes() as usize)?;
-            memory.fill(setup, 0)?;
+            let (setup, row) = (prepare.setup(), columns * scalar.bytes() as usize);
+            let memory = DeviceBuffer::new(setup.device(), count * row)?;
+            let zeros = (zero_rows > 0).then(|| prepare.zeros(zero_rows * row)).transpose()?;
             let tensor = RowCopyTensor { scalar, row_elements: columns as u64, wire: scalar };
-            Ok(Self { memory, copy: RowCopy::new(setup, &[tensor], moves)?, tensors: tensors.clone() })
+            Ok(Self { memory, zeros, copy: RowCopy::new(setup, &[tensor], moves)?, tensors: tensors.clone() })
         };
         make().map_err(|error| prepare.device_error(error))
     }
 
     pub(super) fn launch(&self, stream: &Stream, buffers: &[CudaBuffer]) -> Result<(), CudaError> {
-        let from = |peer: usize, _| buffers[self.tensors[peer].0].address();
+        let zeros = self.zeros.as_ref().map_or(0, DeviceBuffer::address);
+        let from = |peer: usize, _| self.tensors.get(peer).map_or(zeros, |id| buffers[id.0].address());
         // SAFETY: `check_operands` has compared the rows with the buffers', the memory has room for all; the Program orders who else uses
         // the buffers.
         unsafe { self.copy.launch(stream, from, &[self.memory.address()]) }
@@ -167,8 +169,8 @@ impl Rows {
             GroupedResults::InPlace => Results::InPlace,
             GroupedResults::Copied => prepare.copied_results(first.out, count, &places.results)?,
             GroupedResults::Summed => {
-                let Some(moves) = summed(launch, rows_of(&first.out)) else { return Ok(None) };
-                prepare.summed_results(first.out, count, &moves)?
+                let Some(summed) = prepare.summed_results(first.out, launch)? else { return Ok(None) };
+                summed
             }
         };
         let spec = GroupedGemmSpec {
@@ -188,7 +190,7 @@ impl Rows {
             grid: prepare.grid(),
         };
         let gathered = match launch.gathers {
-            true => Some(GatheredRows::new(prepare, places.sources.clone(), &places.gathers, count)?),
+            true => Some(GatheredRows::new(prepare, places.sources.clone(), &places.gathers, (count, 0))?),
             false => None,
         };
         let gemm = GroupedGemm::new(prepare.setup(), &spec).map_err(|error| prepare.device_error(error))?;
@@ -247,9 +249,13 @@ impl Places {
                 });
                 let (here, there) =
                     (Range::new(first, first + count), Range::new(together, together + count));
-                add_move(&mut places.gathers, RowMove { peer: source, from: here, to: there });
-                let back = RowMove { peer: 0, from: there, to: Range::new(to, to + count) };
-                add_move(&mut places.results, back);
+                if launch.gathers {
+                    add_move(&mut places.gathers, RowMove { peer: source, from: here, to: there });
+                }
+                if launch.results == GroupedResults::Copied {
+                    let back = RowMove { peer: 0, from: there, to: Range::new(to, to + count) };
+                    add_move(&mut places.results, back);
+                }
                 let (source, first) = if launch.gathers { (0, together) } else { (source, first) };
                 let to = if in_place { to } else { together };
                 add_rows(&mut problem.rows, ProblemRows { source, first, to, count });
@@ -282,26 +288,25 @@ fn add_rows(rows: &mut Vec<ProblemRows>, next: ProblemRows) {
     }
 }
 
-/// Results, one after the other in memory, to the rows in which they are summed: of each row those of one product after the other. `None`
-/// where some row of the result has none, and would stay as it is.
-fn summed(launch: &GroupedLaunch, rows: usize) -> Option<Vec<RowMove>> {
-    // (product, row of the result, row in memory)
-    let mut all: Vec<(usize, usize, usize)> = Vec::with_capacity(launch.rows());
+/// The rows of the results, which are one after the other in memory, and those in which they are summed, in the order of the products.
+fn terms(launch: &GroupedLaunch) -> Vec<(usize, usize)> {
+    let mut terms = Vec::with_capacity(launch.rows());
     let mut together = 0;
-    for piece in launch.problems.iter().flat_map(|problem| &problem.rows) {
-        all.extend((0..piece.count).map(|row| (piece.product, piece.to + row, together + row)));
-        together += piece.count;
+    for (problem, next) in launch.problems.iter().zip(launch.problems.iter().skip(1).map(Some).chain([None]))
+    {
+        let end = next.map_or(launch.products.end, |next| next.product);
+        for product in problem.product..end {
+            let mut from = together;
+            for piece in &problem.rows {
+                if piece.product == product {
+                    terms.extend((0..piece.count).map(|row| (from + row, piece.to + row)));
+                }
+                from += piece.count;
+            }
+        }
+        together += problem.count();
     }
-    all.sort_unstable();
-    let mut terms: HashMap<usize, usize> = HashMap::with_capacity(rows);
-    let mut moves = Vec::new();
-    for (_, to, from) in all {
-        let before = terms.entry(to).or_default();
-        let step = RowMove { peer: *before, from: Range::new(from, from + 1), to: Range::new(to, to + 1) };
-        add_move(&mut moves, step);
-        *before += 1;
-    }
-    (terms.len() == rows).then_some(moves)
+    terms
 }
 
 impl Prepare<'_> {
@@ -318,8 +323,9 @@ impl Prepare<'_> {
         Ok(Results::Copied(memory, copy))
     }
 
-    fn summed_results(&self, out: BufferId, count: usize, moves: &[RowMove]) -> Result<Results, ExecError> {
-        let (scalar, columns, memory) = self.results(out, count)?;
+    /// `None` where some row of the result has no product, and would stay as it is.
+    fn summed_results(&self, out: BufferId, launch: &GroupedLaunch) -> Result<Option<Results>, ExecError> {
+        let (scalar, columns, memory) = self.results(out, launch.rows())?;
         let spec = RowReduceSpec {
             op: ReduceOp::Sum,
             accumulate: Accumulate::Start,
@@ -327,8 +333,9 @@ impl Prepare<'_> {
             rows: self.spec(out).rows(),
             row_elements: columns as u64,
         };
-        let sum = RowReduce::new(self.setup(), &spec, moves).map_err(|error| self.device_error(error))?;
-        Ok(Results::Summed(memory, sum))
+        let sum = RowReduce::of_terms(self.setup(), &spec, &terms(launch));
+        let sum = sum.map_err(|error| self.device_error(error))?;
+        Ok(sum.map(|sum| Results::Summed(memory, sum)))
     }
 }
 
@@ -375,10 +382,8 @@ mod tests {
         assert_eq!(places.problems.iter().map(|problem| problem.b_row).collect::<Vec<_>>(), [0, 64, 128]);
         let rows = |source, first, to, count| ProblemRows { source, first, to, count };
         assert_eq!(places.problems[1].rows, [rows(0, 2, 2, 2)]);
-        let wanted =
-            [step(0, 0, 0, 1), step(0, 1, 2, 1), step(0, 3, 1, 1), step(1, 2, 2, 1), step(2, 4, 2, 1)];
-        assert_eq!(summed(launch, 3).unwrap(), wanted);
-        assert_eq!(summed(launch, 4), None);
+        // (row in memory, row of the result)
+        assert_eq!(terms(launch), [(0, 0), (1, 2), (3, 1), (2, 2), (4, 2)]);
     }
 
     /// Rows that are not neighbours, of results that are.

@@ -3,7 +3,7 @@
 use bytemuck::NoUninit;
 use counterpoint_schedule::Accumulate;
 
-use super::operand_rows::operand_rows;
+use super::operand_rows::OperandRows;
 use super::row_reduce::ReduceTypes;
 use super::{MatrixUnit, RowMove, Specialisation, blocks_of};
 use crate::headers::kernel_source;
@@ -94,17 +94,18 @@ impl RowMerge {
         }
         let (mut pieces, mut operands) = (Vec::new(), Vec::new());
         let most = (HEADS / u64::from(spec.heads.max(1))).max(1) as usize;
-        for part in operand_rows(moves, spec.rows, spec.accumulate == Accumulate::Start) {
+        let all = OperandRows::of_moves(moves, spec.rows, spec.accumulate == Accumulate::Start);
+        for (part, of_part) in all.parts() {
             let mut done = 0;
-            while done < part.rows.len() {
-                let rows = most.min(part.rows.len() - done);
+            while done < part.len() {
+                let rows = most.min(part.len() - done);
                 let operand_begin = operands.len() as u32;
-                operands.extend(part.operands.iter().map(|&(peer, from)| RowMergeOperand {
+                operands.extend(of_part.iter().map(|&(peer, from)| RowMergeOperand {
                     from: (from + done) as u32,
                     source: peer as u32,
                 }));
                 let operand_end = operands.len() as u32;
-                let to = (part.rows.start + done) as u32;
+                let to = (part.start + done) as u32;
                 pieces.push(RowMergePiece { to, rows: rows as u32, operand_begin, operand_end });
                 done += rows;
             }

@@ -70,15 +70,16 @@ fn by_remote(part: &GroupPart) -> Vec<PeerRows> {
     group(part.remote.iter().map(|split| (split.rank, split.rows)))
 }
 
+/// By rank; of each in the order of the splits, which is what the two sides agree on.
 fn group(splits: impl Iterator<Item = (u32, Range)>) -> Vec<PeerRows> {
-    let mut splits: Vec<_> = splits.filter(|(_, rows)| !rows.is_empty()).collect();
-    // Stable: the order of one rank's splits is what the two sides agree on.
-    splits.sort_by_key(|&(rank, _)| rank);
-    splits
-        .chunk_by(|a, b| a.0 == b.0)
-        .map(|chunk| PeerRows {
-            rank: chunk[0].0 as usize,
-            rows: chunk.iter().map(|&(_, rows)| rows).collect(),
-        })
-        .collect()
+    let mut peers: Vec<PeerRows> = Vec::new();
+    for (rank, rows) in splits.filter(|(_, rows)| !rows.is_empty()) {
+        let rank = rank as usize;
+        if rank >= peers.len() {
+            peers.extend((peers.len()..=rank).map(|rank| PeerRows { rank, rows: Vec::new() }));
+        }
+        peers[rank].rows.push(rows);
+    }
+    peers.retain(|peer| !peer.rows.is_empty());
+    peers
 }

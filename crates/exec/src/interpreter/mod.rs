@@ -65,34 +65,29 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
         program: Program,
         plan: Option<&PlanIdentity>,
     ) -> Result<Self, ExecError> {
-        let prepare = || {
-            rank.check()?;
-            check_program(&program, rank)?;
-            rank.check_memory(&program)?;
-            let lanes = rank.lanes_of(&program);
-            let backend = rank.backend().gathering_uploads();
-            let steps = steps::prepare(&backend, rank.transport(), &program, plan)?;
-            backend.send_uploads()?;
-            Ok(Self {
-                streams: rank.streams_for(&program.streams, &program.policy)?,
-                events: (0..program.num_events).map(|_| backend.create_event()).collect::<Result<_, _>>()?,
-                barriers: (0..program.num_barriers)
-                    .map(|_| backend.create_barrier())
-                    .collect::<Result<_, _>>()?,
-                signals: (0..program.num_signals)
-                    .map(|_| backend.create_signal())
-                    .collect::<Result<_, _>>()?,
-                buffers: own_buffers(rank, &program, 0)?,
-                other_lanes: (1..lanes)
-                    .map(|lane| own_buffers(rank, &program, lane))
-                    .collect::<Result<_, _>>()?,
-                steps,
-                rank: rank.clone(),
-                times: RunTimes::default(),
-                program: program.clone(),
-            })
-        };
-        prepare()
+        rank.check()?;
+        check_program(&program, rank)?;
+        rank.check_memory(&program)?;
+        let lanes = rank.lanes_of(&program);
+        let backend = rank.backend().gathering_uploads();
+        let steps = steps::prepare(&backend, rank.transport(), &program, plan)?;
+        backend.send_uploads()?;
+        Ok(Self {
+            streams: rank.streams_for(&program.streams, &program.policy)?,
+            events: (0..program.num_events).map(|_| backend.create_event()).collect::<Result<_, _>>()?,
+            barriers: (0..program.num_barriers)
+                .map(|_| backend.create_barrier())
+                .collect::<Result<_, _>>()?,
+            signals: (0..program.num_signals).map(|_| backend.create_signal()).collect::<Result<_, _>>()?,
+            buffers: own_buffers(rank, &program, 0)?,
+            other_lanes: (1..lanes)
+                .map(|lane| own_buffers(rank, &program, lane))
+                .collect::<Result<_, _>>()?,
+            steps,
+            rank: rank.clone(),
+            times: RunTimes::default(),
+            program,
+        })
     }
 
     /// The Program.
