@@ -192,12 +192,9 @@ impl GroupPart {
         let sent = self.owned.iter().filter(to_self).map(|split| split.rows).filter(has_rows);
         let from_self = self.remote.iter().filter(|split| split.rank as usize == rank);
         let expected = from_self.map(|split| split.rows).filter(has_rows);
-        let lengths = |(sent, expected): (Range, Range)| sent.len() == expected.len();
-        if sent.clone().count() != expected.clone().count()
-            || !sent.clone().zip(expected.clone()).all(lengths)
-        {
-            let sent = sent.map(|rows| rows.len()).collect();
-            let expected = expected.map(|rows| rows.len()).collect();
+        let length = |rows: Range| rows.len();
+        if !sent.clone().map(length).eq(expected.clone().map(length)) {
+            let (sent, expected) = (sent.map(length).collect(), expected.map(length).collect());
             return Err(GroupPartError::SelfMismatch { rank, sent, expected });
         }
         // Splits that follow each other, as nearly all do, share no row.
@@ -234,11 +231,15 @@ fn check_rank(side: &'static str, index: usize, rank: u32, world_size: usize) ->
 }
 
 /// A row that two of the ranges hold.
-fn shared_row(ranges: impl Iterator<Item = Range>) -> Option<usize> {
-    let mut ranges: Vec<Range> = ranges.filter(|range| !range.is_empty()).collect();
-    if !ranges.is_sorted() {
-        ranges.sort_unstable();
+fn shared_row(ranges: impl Iterator<Item = Range> + Clone) -> Option<usize> {
+    let ranges = ranges.filter(|range| !range.is_empty());
+    // As nearly all are: each behind the one before it.
+    let mut end = 0;
+    if ranges.clone().all(|range| std::mem::replace(&mut end, range.end) <= range.start) {
+        return None;
     }
+    let mut ranges: Vec<Range> = ranges.collect();
+    ranges.sort_unstable();
     ranges.windows(2).find(|pair| pair[1].start < pair[0].end).map(|pair| pair[1].start)
 }
 

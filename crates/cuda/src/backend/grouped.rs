@@ -39,7 +39,7 @@ enum Work {
 }
 
 impl Grouped {
-    pub(super) fn new(prepare: &Prepare<'_>, op: &WaveGemm) -> Result<Self, ExecError> {
+    pub(super) fn new(prepare: &mut Prepare<'_>, op: &WaveGemm) -> Result<Self, ExecError> {
         let mut launches = Vec::new();
         for launch in GroupedLaunch::of(&op.groups) {
             let products = &op.groups[launch.products.clone()];
@@ -82,9 +82,15 @@ impl Grouped {
     }
 }
 
+/// Scratch memory for the rows of a first operand that lie together, and of a second one beside it.
+pub(super) const GATHERED: &str = "rows together";
+pub(super) const GATHERED_TOO: &str = "more rows together";
+/// Scratch memory for results on their way to where they belong.
+const RESULTS: &str = "results together";
+
 /// Rows that one launch copies to where they lie together.
 pub(super) struct GatheredRows {
-    pub(super) memory: DeviceBuffer,
+    memory: BufferId,
     tensors: Vec<BufferId>,
     /// What moves of the peer behind all tensors come from.
     zeros: Option<DeviceBuffer>,
@@ -92,18 +98,19 @@ pub(super) struct GatheredRows {
 }
 
 impl GatheredRows {
-    /// Memory for `count` rows as those of `tensors`, all of which `moves` brings there. So many rows of zeros at most come from a peer
-    /// behind those: nothing waits for a kernel that fills memory beside a busy device's.
+    /// Memory called `name` for `count` rows as those of `tensors`, all of which `moves` brings there. So many rows of zeros at most come
+    /// from a peer behind those: nothing waits for a kernel that fills memory beside a busy device's.
     pub(super) fn new(
-        prepare: &Prepare<'_>,
+        prepare: &mut Prepare<'_>,
+        name: &str,
         tensors: Vec<BufferId>,
         moves: &[RowMove],
         (count, zero_rows): (usize, usize),
     ) -> Result<Self, ExecError> {
         let (scalar, columns) = (prepare.scalar(tensors[0])?, prepare.spec(tensors[0]).row_elements());
+        let memory = prepare.scratch_rows(name, tensors[0], count);
         let make = || -> Result<Self, CudaError> {
             let (setup, row) = (prepare.setup(), columns * scalar.bytes() as usize);
-            let memory = DeviceBuffer::new(setup.device(), count * row)?;
             let zeros = (zero_rows > 0).then(|| prepare.zeros(zero_rows * row)).transpose()?;
             let tensor = RowCopyTensor { scalar, row_elements: columns as u64, wire: scalar };
             Ok(Self { memory, zeros, copy: RowCopy::new(setup, &[tensor], moves)?, tensors: tensors.clone() })
@@ -116,7 +123,12 @@ impl GatheredRows {
         let from = |peer: usize, _| self.tensors.get(peer).map_or(zeros, |id| buffers[id.0].address());
         // SAFETY: `check_operands` has compared the rows with the buffers', the memory has room for all; the Program orders who else uses
         // the buffers.
-        unsafe { self.copy.launch(stream, from, &[self.memory.address()]) }
+        unsafe { self.copy.launch(stream, from, &[self.address(buffers)]) }
+    }
+
+    /// Where they lie then.
+    pub(super) fn address(&self, buffers: &[CudaBuffer]) -> u64 {
+        buffers[self.memory.0].address()
     }
 }
 
@@ -134,15 +146,15 @@ struct Rows {
 /// What becomes of results.
 enum Results {
     InPlace,
-    /// They are stored in memory of their own first.
-    Copied(DeviceBuffer, RowCopy),
-    Summed(DeviceBuffer, RowReduce),
+    /// They are stored in scratch memory first.
+    Copied(BufferId, RowCopy),
+    Summed(BufferId, RowReduce),
 }
 
 impl Rows {
     /// `None` where no kernel takes them. That must depend on nothing but a pass's columns and types: its groups have the bits of the whole.
     fn new(
-        prepare: &Prepare<'_>,
+        prepare: &mut Prepare<'_>,
         products: &[schedule::Gemm],
         launch: &GroupedLaunch,
     ) -> Result<Option<Self>, ExecError> {
@@ -163,7 +175,6 @@ impl Rows {
             return Ok(None);
         }
         let places = Places::of(products, launch);
-        let rows_of = |id: &BufferId| prepare.spec(*id).rows();
         let count = launch.rows();
         let results = match launch.results {
             GroupedResults::InPlace => Results::InPlace,
@@ -173,6 +184,7 @@ impl Rows {
                 summed
             }
         };
+        let rows_of = |id: &BufferId| prepare.spec(*id).rows();
         let spec = GroupedGemmSpec {
             n,
             k,
@@ -190,7 +202,10 @@ impl Rows {
             grid: prepare.grid(),
         };
         let gathered = match launch.gathers {
-            true => Some(GatheredRows::new(prepare, places.sources.clone(), &places.gathers, (count, 0))?),
+            true => {
+                let (sources, moves) = (places.sources.clone(), &places.gathers);
+                Some(GatheredRows::new(prepare, GATHERED, sources, moves, (count, 0))?)
+            }
             false => None,
         };
         let gemm = GroupedGemm::new(prepare.setup(), &spec).map_err(|error| prepare.device_error(error))?;
@@ -202,23 +217,23 @@ impl Rows {
         let a: Vec<u64> = match &self.gathered {
             Some(gathered) => {
                 gathered.launch(stream, buffers)?;
-                vec![gathered.memory.address()]
+                vec![gathered.address(buffers)]
             }
             None => self.sources.iter().map(address).collect(),
         };
         let out = address(&self.out);
         let d = match &self.results {
             Results::InPlace => out,
-            Results::Copied(memory, _) | Results::Summed(memory, _) => memory.address(),
+            Results::Copied(memory, _) | Results::Summed(memory, _) => address(memory),
         };
-        // SAFETY: `check_operands` has compared all shapes and types; buffers and what is this value's live as long as what is enqueued;
-        // the Program orders who else uses them.
+        // SAFETY: `check_operands` has compared all shapes and types, and scratch memory has room for all rows; buffers live as long as what
+        // is enqueued; the Program orders who else uses them.
         unsafe {
             self.gemm.launch(stream, &GroupedGemmTensors { a: &a, b: &[address(&self.weights)], d })?;
             match &self.results {
                 Results::InPlace => Ok(()),
-                Results::Copied(memory, copy) => copy.launch(stream, |_, _| memory.address(), &[out]),
-                Results::Summed(memory, sum) => sum.launch(stream, None, |_| memory.address(), out),
+                Results::Copied(_, copy) => copy.launch(stream, |_, _| d, &[out]),
+                Results::Summed(_, sum) => sum.launch(stream, None, |_| d, out),
             }
         }
     }
@@ -310,22 +325,25 @@ fn terms(launch: &GroupedLaunch) -> Vec<(usize, usize)> {
 }
 
 impl Prepare<'_> {
-    fn results(&self, out: BufferId, count: usize) -> Result<(Scalar, usize, DeviceBuffer), ExecError> {
+    fn copied_results(
+        &mut self,
+        out: BufferId,
+        count: usize,
+        moves: &[RowMove],
+    ) -> Result<Results, ExecError> {
         let (scalar, columns) = (self.scalar(out)?, self.spec(out).row_elements());
-        let memory = DeviceBuffer::new(self.setup().device(), count * columns * scalar.bytes() as usize);
-        Ok((scalar, columns, memory.map_err(|error| self.device_error(error))?))
-    }
-
-    fn copied_results(&self, out: BufferId, count: usize, moves: &[RowMove]) -> Result<Results, ExecError> {
-        let (scalar, columns, memory) = self.results(out, count)?;
         let tensor = RowCopyTensor { scalar, row_elements: columns as u64, wire: scalar };
         let copy = RowCopy::new(self.setup(), &[tensor], moves).map_err(|error| self.device_error(error))?;
-        Ok(Results::Copied(memory, copy))
+        Ok(Results::Copied(self.scratch_rows(RESULTS, out, count), copy))
     }
 
     /// `None` where some row of the result has no product, and would stay as it is.
-    fn summed_results(&self, out: BufferId, launch: &GroupedLaunch) -> Result<Option<Results>, ExecError> {
-        let (scalar, columns, memory) = self.results(out, launch.rows())?;
+    fn summed_results(
+        &mut self,
+        out: BufferId,
+        launch: &GroupedLaunch,
+    ) -> Result<Option<Results>, ExecError> {
+        let (scalar, columns) = (self.scalar(out)?, self.spec(out).row_elements());
         let spec = RowReduceSpec {
             op: ReduceOp::Sum,
             accumulate: Accumulate::Start,
@@ -335,7 +353,7 @@ impl Prepare<'_> {
         };
         let sum = RowReduce::of_terms(self.setup(), &spec, &terms(launch));
         let sum = sum.map_err(|error| self.device_error(error))?;
-        Ok(sum.map(|sum| Results::Summed(memory, sum)))
+        Ok(sum.map(|sum| Results::Summed(self.scratch_rows(RESULTS, out, launch.rows()), sum)))
     }
 }
 

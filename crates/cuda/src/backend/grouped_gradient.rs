@@ -6,7 +6,7 @@ use counterpoint_schedule::{Accumulate, BufferId, Gemm, RowBlock};
 
 use super::CudaBuffer;
 use super::compute::Prepare;
-use super::grouped::{GatheredRows, add_move};
+use super::grouped::{GATHERED, GATHERED_TOO, GatheredRows, add_move};
 use crate::kernel::{
     GemmLayout, GemmProblem, GroupedGemm, GroupedGemmSpec, GroupedGemmTensors, ProblemRows, ProblemTerm,
     RowMove,
@@ -34,7 +34,7 @@ struct Operand {
 
 impl Gradients {
     /// `None` where no kernel takes them.
-    pub(super) fn new(prepare: &Prepare<'_>, products: &[Gemm]) -> Result<Option<Self>, ExecError> {
+    pub(super) fn new(prepare: &mut Prepare<'_>, products: &[Gemm]) -> Result<Option<Self>, ExecError> {
         let first = &products[0];
         let columns = |id: BufferId| prepare.spec(id).row_elements();
         let (element, output) = (prepare.element(first.a[0].buffer)?, prepare.scalar(first.out)?);
@@ -77,7 +77,8 @@ impl Gradients {
             grid: prepare.grid(),
         };
         let gemm = GroupedGemm::new(prepare.setup(), &spec).map_err(|error| prepare.device_error(error))?;
-        let (a, b) = (Operand::new(prepare, a_blocks)?, Operand::new(prepare, b_blocks)?);
+        let (a, b) =
+            (Operand::new(prepare, GATHERED, a_blocks)?, Operand::new(prepare, GATHERED_TOO, b_blocks)?);
         Ok(Some(Self { a, b, gemm, out: first.out }))
     }
 
@@ -91,11 +92,11 @@ impl Gradients {
 }
 
 impl Operand {
-    fn new(prepare: &Prepare<'_>, blocks: Blocks) -> Result<Self, ExecError> {
+    fn new(prepare: &mut Prepare<'_>, name: &str, blocks: Blocks) -> Result<Self, ExecError> {
         let Blocks { buffer, tensors, moves, copied_rows, .. } = blocks;
         let copied = match copied_rows {
             0 => None,
-            rows => Some(GatheredRows::new(prepare, tensors, &moves, (rows, BLOCK - 1))?),
+            rows => Some(GatheredRows::new(prepare, name, tensors, &moves, (rows, BLOCK - 1))?),
         };
         Ok(Self { buffer: buffer.map(|(id, _)| id), copied })
     }
@@ -105,7 +106,7 @@ impl Operand {
         let mut tensors: Vec<u64> = self.buffer.iter().map(|id| buffers[id.0].address()).collect();
         if let Some(copied) = &self.copied {
             copied.launch(stream, buffers)?;
-            tensors.push(copied.memory.address());
+            tensors.push(copied.address(buffers));
         }
         Ok(tensors)
     }

@@ -71,15 +71,19 @@ fn by_remote(part: &GroupPart) -> Vec<PeerRows> {
 }
 
 /// By rank; of each in the order of the splits, which is what the two sides agree on.
-fn group(splits: impl Iterator<Item = (u32, Range)>) -> Vec<PeerRows> {
-    let mut peers: Vec<PeerRows> = Vec::new();
-    for (rank, rows) in splits.filter(|(_, rows)| !rows.is_empty()) {
+fn group(splits: impl Iterator<Item = (u32, Range)> + Clone) -> Vec<PeerRows> {
+    let splits = splits.filter(|(_, rows)| !rows.is_empty());
+    let mut counts: Vec<usize> = Vec::new();
+    for (rank, _) in splits.clone() {
         let rank = rank as usize;
-        if rank >= peers.len() {
-            peers.extend((peers.len()..=rank).map(|rank| PeerRows { rank, rows: Vec::new() }));
+        if rank >= counts.len() {
+            counts.resize(rank + 1, 0);
         }
-        peers[rank].rows.push(rows);
+        counts[rank] += 1;
     }
+    let with_room = |(rank, count): (usize, &usize)| PeerRows { rank, rows: Vec::with_capacity(*count) };
+    let mut peers: Vec<PeerRows> = counts.iter().enumerate().map(with_room).collect();
+    splits.for_each(|(rank, rows)| peers[rank as usize].rows.push(rows));
     peers.retain(|peer| !peer.rows.is_empty());
     peers
 }

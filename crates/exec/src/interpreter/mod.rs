@@ -62,7 +62,7 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
     /// not fit; [`ExecError::BadCollective`]; [`ExecError::OutOfMemory`].
     pub fn on(
         rank: &Arc<GroupRank<B, T>>,
-        program: Program,
+        mut program: Program,
         plan: Option<&PlanIdentity>,
     ) -> Result<Self, ExecError> {
         rank.check()?;
@@ -70,7 +70,12 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
         rank.check_memory(&program)?;
         let lanes = rank.lanes_of(&program);
         let backend = rank.backend().gathering_uploads();
-        let steps = steps::prepare(&backend, rank.transport(), &program, plan)?;
+        let mut scratch = Vec::new();
+        let steps = steps::prepare(&backend, rank.transport(), &program, plan, &mut scratch)?;
+        if !scratch.is_empty() {
+            program.buffers.extend(scratch);
+            rank.check_memory(&program)?;
+        }
         backend.send_uploads()?;
         Ok(Self {
             streams: rank.streams_for(&program.streams, &program.policy)?,
@@ -90,7 +95,7 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
         })
     }
 
-    /// The Program.
+    /// The Program, with the scratch memory that its kernels need behind its own buffers.
     pub fn program(&self) -> &Program {
         &self.program
     }

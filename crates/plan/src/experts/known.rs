@@ -123,24 +123,23 @@ impl Travel {
         Self { rows, sums_on_ranks: shares != 0, words, of_ranks }
     }
 
-    /// Tokens of a rank that follow each other and go to the same ranks, at least one, which are given as bits.
+    /// Gives `each` the tokens of a rank that follow each other and go to the same ranks, which are given as bits.
     pub(super) fn stretches(
         &self,
         rank: usize,
         tokens: Range<usize>,
-    ) -> impl Iterator<Item = (Range<usize>, &[u64])> {
+        mut each: impl FnMut(Range<usize>, &[u64]),
+    ) {
         let TokenRanks { sets, differs } = &self.of_ranks[rank];
-        let mut next = tokens.start;
-        let all = std::iter::from_fn(move || {
-            let first = next;
-            if first >= tokens.end {
-                return None;
+        let mut first = tokens.start;
+        while first < tokens.end {
+            let mut next = first + 1;
+            while next < tokens.end && !differs[next] {
+                next += 1;
             }
-            let others = differs[first + 1..tokens.end].iter().position(|differs| *differs);
-            next = others.map_or(tokens.end, |others| first + 1 + others);
-            Some((first..next, &sets[first * self.words..(first + 1) * self.words]))
-        });
-        all.filter(|(_, ranks)| ranks.iter().any(|word| *word != 0))
+            each(first..next, &sets[first * self.words..(first + 1) * self.words]);
+            first = next;
+        }
     }
 }
 

@@ -58,33 +58,35 @@ impl ExpertPlan {
             }
         }
         for (group, of_group) in groups.iter_mut().enumerate() {
-            let (cast, reduce) = self.parts(rank, group);
+            let (cast, reduce) = self.parts(rank, group, of_group);
             (of_group.cast, of_group.reduce) = (Arc::new(cast), Arc::new(reduce));
         }
         ExpertRows { experts, rows, groups }
     }
 
     /// A rank's parts in the way of a group's tokens to the experts of others, and in the way home of all.
-    fn parts(&self, rank: usize, group: usize) -> (GroupPart, GroupPart) {
+    fn parts(&self, rank: usize, group: usize, of_group: &GroupRows) -> (GroupPart, GroupPart) {
         let travel = self.routing().travel();
-        let stretches = |rank| {
-            let tokens = self.group_tokens(rank, group);
-            travel.stretches(rank, tokens.start..tokens.end)
-        };
         let (mut cast, mut reduce) = (GroupPart::default(), GroupPart::default());
-        for (tokens, ranks) in stretches(rank) {
-            let (rows, ranks) = (Range::new(tokens.start, tokens.end), ranks_of(ranks));
-            let others: Vec<u32> = ranks.iter().copied().filter(|other| *other as usize != rank).collect();
-            if !others.is_empty() {
-                cast.owned.push(OwnedSplit { rows, ranks: others });
+        let tokens = self.group_tokens(rank, group);
+        travel.stretches(rank, tokens.start..tokens.end, |tokens, set| {
+            let (rows, ranks) = (Range::new(tokens.start, tokens.end), ranks_of(set));
+            if ranks.len() > usize::from(has_rank(set, rank)) {
+                let others = ranks.iter().copied().filter(|other| *other as usize != rank);
+                cast.owned.push(OwnedSplit { rows, ranks: others.collect() });
             }
-            reduce.owned.push(OwnedSplit { rows, ranks });
-        }
+            if !ranks.is_empty() {
+                reduce.owned.push(OwnedSplit { rows, ranks });
+            }
+        });
+        cast.remote.reserve(of_group.arriving);
+        reduce.remote.reserve(of_group.leaving);
         let (mut arriving, mut leaving) = (0, 0);
         for source in 0..self.ranks() {
-            for (tokens, ranks) in stretches(source) {
-                if !has_rank(ranks, rank) {
-                    continue;
+            let tokens = self.group_tokens(source, group);
+            travel.stretches(source, tokens.start..tokens.end, |tokens, set| {
+                if !has_rank(set, rank) {
+                    return;
                 }
                 let split = |end: &mut usize| {
                     *end += tokens.len();
@@ -94,7 +96,7 @@ impl ExpertPlan {
                     cast.remote.push(split(&mut arriving));
                 }
                 reduce.remote.push(split(&mut leaving));
-            }
+            });
         }
         (cast, reduce)
     }
