@@ -3,9 +3,9 @@
     python python/benches/fresh_routings.py --ranks 1            # ranks in this process, all on one device
     torchrun --nproc-per-node 2 python/benches/fresh_routings.py # a process and a device each
 
-Each step has a routing of its own: `Routing.top_k` of a router's choices, then the forwards of a dispatch and a combine, then their
-backwards. Times are of the host, from call to return, on the first rank; the device is idle when one begins. On CPU ranks a call
-returns when its results are there, so features are few.
+Each step has a routing of its own: `Routing.top_k` of a router's choices, then the forwards of a dispatch and a combine, then
+their backwards. Times are of the host, from call to return, on the first rank; the device is idle when one begins. On CPU ranks
+a call returns when its results are there, so features are few.
 """
 
 from __future__ import annotations
@@ -60,10 +60,15 @@ def measure(group: Any, device: torch.device, arguments: Any, meet: Callable[[],
             given = hidden.detach().requires_grad_()
             y = timed(f"combine forward, {is_known}", lambda given=given, routing=routing: down(given, routing), kept)
             dy, dhidden = torch.randn_like(y), torch.randn_like(hidden)
-            back = lambda of, inputs, grad: torch.autograd.grad(of, inputs, grad)  # noqa: E731
-            timed(f"combine backward, {is_known}", lambda y=y, g=given, dy=dy: back(y, (g, down.weight), dy), kept)
-            timed(f"dispatch backward, {is_known}", lambda h=hidden, x=x, dh=dhidden: back(h, (x, up.weight), dh), kept)
-    return [{"what": what, "median_us": statistics.median(of), "least_us": min(of), "most_us": max(of)} for what, of in times.items()]
+            timed(f"combine backward, {is_known}", lambda y=y, g=given, dy=dy: torch.autograd.grad(y, (g, down.weight), dy), kept)
+            timed(
+                f"dispatch backward, {is_known}",
+                lambda h=hidden, x=x, dh=dhidden: torch.autograd.grad(h, (x, up.weight), dh),
+                kept,
+            )
+    return [
+        {"what": what, "median_us": statistics.median(of), "least_us": min(of), "most_us": max(of)} for what, of in times.items()
+    ]
 
 
 def main() -> None:

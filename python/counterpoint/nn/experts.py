@@ -124,7 +124,7 @@ class ExpertLayer(torch.nn.Module):
         return (tokens, rows) if self.kind == "dispatch" else (rows, tokens)
 
     def sources(self, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which token, counted through those of all ranks, and which expert each row of the experts here is, on the layer's device."""
+        """Which token, counted through those of all ranks, and which expert each row here is; on the layer's device."""
         self._check_routing(routing)
         ranks = range(self.group.size) if isinstance(self.group, LocalGroup) else [self.group.rank]
         tokens, experts = (bytearray().join(of) for of in zip(*map(routing.source_bytes, ranks), strict=True))

@@ -196,6 +196,25 @@ mod tests {
         }
     }
 
+    /// All layers that are given a routing have its tables, but for those of groups that came long ago.
+    #[test]
+    fn a_routing_keeps_the_tables_of_its_rows() {
+        let ids = [vec![0, 1, 2, 3], vec![1, 3]];
+        let whole = plan(4, 2, &ids, ExpertGroups::default());
+        let spec = ExpertSpec { kind: ExpertKind::Combine, ..whole.spec };
+        let in_groups = |count| ExpertPlan::new(spec, whole.routing().clone(), ExpertGroups::even(count));
+        let first = whole.rows_of(1);
+        assert!(Arc::ptr_eq(&first, &in_groups(1).rows_of(1)));
+        assert!(!Arc::ptr_eq(&first, &whole.rows_of(0)));
+        (2..5).for_each(|count| drop(in_groups(count).rows_of(1)));
+        assert!(Arc::ptr_eq(&first, &whole.rows_of(1)));
+        drop(in_groups(5).rows_of(1));
+        let again = whole.rows_of(1);
+        assert!(!Arc::ptr_eq(&first, &again) && first == again);
+        let copy = Routing::clone(whole.routing());
+        assert_eq!((&copy, copy.fingerprint()), (&**whole.routing(), whole.routing().fingerprint()));
+    }
+
     fn check_rank(plan: &ExpertPlan, rank: usize, rows: &ExpertRows, seed: u64) {
         let routing = plan.routing();
         // Of each row of the rank's experts, by the definition: which rank's which token it is.

@@ -130,22 +130,35 @@ impl GroupedProblem {
         if self.rows.is_sorted_by_key(|rows| rows.source) {
             return;
         }
-        let begins = || self.rows.iter().map(|rows| rows.source.1);
-        let (Some(first), Some(last)) = (begins().min(), begins().max()) else { return };
-        let one_buffer = self.rows.windows(2).all(|pair| pair[0].source.0 == pair[1].source.0);
-        if !one_buffer || last - first >= 4 * self.rows.len() {
+        if let Some(sorted) = self.by_places() {
+            self.rows = sorted;
+        } else {
             self.rows.sort_by_key(|rows| rows.source);
-            return;
         }
-        // An expert's rows lie together, each in one product or another: every one has a place of its own.
-        let mut places = vec![0; last - first + 1];
+    }
+
+    /// Its rows in order, where every row of a buffer has a place of its own: an expert's rows lie together, each in one product or another.
+    fn by_places(&self) -> Option<Vec<GroupedRows>> {
+        let (buffer, mut first) = self.rows.first()?.source;
+        let mut last = first;
+        for rows in &self.rows {
+            if rows.source.0 != buffer {
+                return None;
+            }
+            (first, last) = (first.min(rows.source.1), last.max(rows.source.1));
+        }
+        if last - first >= 4 * self.rows.len() {
+            return None;
+        }
+        let mut places = vec![0u32; last - first + 1];
         for (number, rows) in (1..).zip(&self.rows) {
             if std::mem::replace(&mut places[rows.source.1 - first], number) != 0 {
-                self.rows.sort_by_key(|rows| rows.source);
-                return;
+                return None;
             }
         }
-        self.rows = places.into_iter().filter(|place| *place > 0).map(|place| self.rows[place - 1]).collect();
+        let mut sorted = Vec::with_capacity(self.rows.len());
+        sorted.extend(places.iter().filter(|place| **place > 0).map(|place| self.rows[*place as usize - 1]));
+        Some(sorted)
     }
 
     /// Its rows.
