@@ -262,6 +262,57 @@ def test_a_routing_is_a_value() -> None:
         routing.sources(2)
 
 
+DTYPES = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_choices_are_the_same_in_any_form(dtype: torch.dtype) -> None:
+    few = 2 if dtype == torch.bool else 100
+    ids = [torch.stack([torch.randperm(few)[:2] for _ in range(tokens)]).to(dtype) for tokens in (5, 1)]
+    if dtype.is_signed:
+        ids[0][1, 0] = -1
+    wanted = cp.Routing.top_k(100, [of_rank.tolist() for of_rank in ids])
+    arrays = [of_rank.numpy() for of_rank in ids]
+    # Not dense, and of other bytes.
+    columns = [of_rank.t().contiguous().t() for of_rank in ids]
+    swapped = [array.astype(array.dtype.newbyteorder(">")) for array in arrays]
+    for given in (
+        ids,
+        arrays,
+        columns,
+        swapped,
+        [arrays[0], ids[1].tolist()],
+        [of_rank.requires_grad_(False) for of_rank in ids],
+    ):
+        assert cp.Routing.top_k(100, given) == wanted
+    alike = cp.Routing.top_k(100, torch.stack([ids[0], ids[0]]))
+    assert alike == cp.Routing.top_k(100, [ids[0].tolist()] * 2)
+    assert cp.Routing.top_k(4, [ids[1][:0], torch.tensor([[3]])]).tokens == [0, 1]
+    for of_one_axis in (ids[0][:, 0], ids[0].unsqueeze(0)):
+        with pytest.raises(TypeError, match="must be an array of .tokens, choices. whole numbers"):
+            cp.Routing.top_k(100, [of_one_axis, ids[1]])
+    with pytest.raises(TypeError, match="whole numbers"):
+        cp.Routing.top_k(100, [ids[0].double(), ids[1]])
+    with pytest.raises(cp.PlanError, match="other tokens 2"):
+        cp.Routing.top_k(100, [ids[0], ids[1][:, :1]])
+
+
+def test_numbers_that_are_too_large_are_those_of_no_expert() -> None:
+    for number in (2**32 - 1, 2**32, 2**63 - 1):
+        with pytest.raises(cp.PlanError, match="there are experts 0 to 3"):
+            cp.Routing.top_k(4, [torch.tensor([[number]])])
+
+
+def test_sources_are_tensors_too() -> None:
+    case = Case.drawn(5, 2)
+    group = cp.LocalGroup(2)
+    up, _ = case.layers(group)
+    for found, wanted in zip(up.sources(case.routing()), case.sources(group), strict=True):
+        assert torch.equal(found, wanted)
+    none = up.sources(cp.Routing.top_k(case.experts, [[], []]))
+    assert [of.tolist() for of in none] == [[], []]
+
+
 @pytest.mark.parametrize(
     ("make", "kind", "said"),
     [

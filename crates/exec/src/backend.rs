@@ -184,11 +184,18 @@ pub trait Backend: Clone + Send + Sync {
         Ok(())
     }
 
-    /// Makes a compute operation ready: checks shapes and types, builds what every run shares.
+    /// Makes a compute operation ready: checks shapes and types, builds what every run shares. Memory that it needs while it runs it adds
+    /// to `scratch`, whose first is the buffer behind the Program's last: as scratch buffers of the Program it is the rank's, which Programs
+    /// have by turns, those of a name the same.
     ///
     /// # Errors
     /// [`ExecError::Program`] when its tensors do not fit it.
-    fn prepare(&self, program: &Program, index: usize) -> Result<Self::Kernel, ExecError>;
+    fn prepare(
+        &self,
+        program: &Program,
+        index: usize,
+        scratch: &mut Vec<BufferSpec>,
+    ) -> Result<Self::Kernel, ExecError>;
 
     /// The first error of the world, or `Ok` while there is none: what a call asks before it enqueues anything.
     ///

@@ -4,7 +4,7 @@ use std::fmt;
 
 use counterpoint_mask::Mask;
 use postcard::ser_flavors::Flavor;
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Serialize, Serializer};
 use sha2::{Digest, Sha256};
 
 use crate::{AttentionSpec, Dispatch, Plan, Routing};
@@ -55,7 +55,7 @@ impl Fingerprint {
 
     fn hash<C: Serialize, M: Serialize>(hashed: &Hashed<'_, C, M>) -> Self {
         // Lists follow their lengths, so different values are different bytes.
-        postcard::serialize_with_flavor(hashed, Hasher(Sha256::new()))
+        postcard::serialize_with_flavor(hashed, Hasher { hash: Sha256::new(), gathered: Vec::new() })
             .expect("what is hashed serialises: its lists have known lengths, and hashing cannot fail")
     }
 
@@ -74,7 +74,9 @@ impl fmt::Display for Fingerprint {
 impl Routing {
     /// The fingerprint of all ranks' tokens and their experts, by which ranks compare their routings.
     pub fn fingerprint(&self) -> Fingerprint {
-        Fingerprint::hash::<(), ()>(&Hashed::Routing(self))
+        Fingerprint(
+            self.fingerprint_bytes(|| Fingerprint::hash::<(), ()>(&Hashed::Routing(PackedRouting(self))).0),
+        )
     }
 }
 
@@ -93,26 +95,109 @@ enum Hashed<'a, C, M> {
     CrossAttention(&'a Mask, &'a AttentionSpec, &'a C),
     OnDispatch([&'a Dispatch; 2], &'a Mask, &'a AttentionSpec, &'a C),
     Plan(&'a Plan),
-    Routing(&'a Routing),
+    Routing(PackedRouting<'a>),
     And(&'a Fingerprint, &'a M),
 }
 
-/// Hashes what is serialised as it comes, without keeping it.
-struct Hasher(Sha256);
+/// A routing whose numbers are bytes: a million of them, one for each choice of each token, are hashed in every step.
+struct PackedRouting<'a>(&'a Routing);
+
+impl Serialize for PackedRouting<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let (experts, ranks) = (self.0.experts(), self.0.ranks());
+        // An expert's number, and of how many a token has: as many as there are at most.
+        let width = [0xff, 0xffff].iter().take_while(|most| experts > **most).count();
+        let packed = |numbers: &mut dyn Iterator<Item = u32>| {
+            Bytes(match width {
+                0 => numbers.map(|number| number as u8).collect(),
+                1 => numbers.flat_map(|number| (number as u16).to_le_bytes()).collect(),
+                _ => numbers.flat_map(u32::to_le_bytes).collect(),
+            })
+        };
+        let of_rank = |rank| {
+            let (starts, experts) = self.0.of_rank(rank);
+            let mut counts = starts.windows(2).map(|pair| (pair[1] - pair[0]) as u32);
+            [packed(&mut counts), packed(&mut experts.iter().copied())]
+        };
+        (experts, (0..ranks).map(of_rank).collect::<Vec<_>>()).serialize(serializer)
+    }
+}
+
+/// Serialised at once.
+struct Bytes(Vec<u8>);
+
+impl Serialize for Bytes {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_bytes(&self.0)
+    }
+}
+
+/// Hashes what is serialised as it comes, some bytes at once: most numbers are one byte.
+struct Hasher {
+    hash: Sha256,
+    gathered: Vec<u8>,
+}
+
+/// Bytes that are hashed at once, at least.
+const AT_ONCE: usize = 4096;
+
+impl Hasher {
+    fn hash_gathered(&mut self) {
+        self.hash.update(&self.gathered);
+        self.gathered.clear();
+    }
+}
 
 impl Flavor for Hasher {
     type Output = Fingerprint;
 
     fn try_push(&mut self, byte: u8) -> postcard::Result<()> {
-        self.try_extend(&[byte])
-    }
-
-    fn try_extend(&mut self, bytes: &[u8]) -> postcard::Result<()> {
-        self.0.update(bytes);
+        self.gathered.push(byte);
+        if self.gathered.len() >= AT_ONCE {
+            self.hash_gathered();
+        }
         Ok(())
     }
 
-    fn finalize(self) -> postcard::Result<Fingerprint> {
-        Ok(Fingerprint(self.0.finalize().into()))
+    fn try_extend(&mut self, bytes: &[u8]) -> postcard::Result<()> {
+        self.gathered.extend_from_slice(bytes);
+        if self.gathered.len() >= AT_ONCE {
+            self.hash_gathered();
+        }
+        Ok(())
+    }
+
+    fn finalize(mut self) -> postcard::Result<Fingerprint> {
+        self.hash_gathered();
+        Ok(Fingerprint(self.hash.finalize().into()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn routings_that_differ_have_other_fingerprints() {
+        let none = Routing::NO_EXPERT;
+        let of = |experts, ids: &[&[u32]]| {
+            let ids: Vec<Vec<u32>> = ids.iter().map(|ids| ids.to_vec()).collect();
+            Routing::top_k(experts, 2, &ids).unwrap().fingerprint()
+        };
+        let mut all = vec![
+            of(4, &[&[0, 1, 2, none], &[3, none]]),
+            of(4, &[&[0, none, 1, 2], &[3, none]]),
+            of(4, &[&[0, 1, 2, 3], &[none, none]]),
+            of(6, &[&[0, 1, 2, none], &[3, none]]),
+            of(4, &[&[0, 1, 2, none, 3, none], &[]]),
+            of(256, &[&[0, 1, 2, none], &[3, none]]),
+            of(512, &[&[0, 1, 2, none], &[3, none]]),
+            of(512, &[&[256, 1, 2, none], &[3, none]]),
+            of(1 << 17, &[&[0, 1, 2, none], &[3, none]]),
+            of(1 << 17, &[&[65536, 1, 2, none], &[3, none]]),
+        ];
+        assert_eq!(all[0], of(4, &[&[1, 0, none, 2], &[none, 3]]));
+        all.sort_unstable();
+        assert!(all.windows(2).all(|pair| pair[0] != pair[1]));
     }
 }

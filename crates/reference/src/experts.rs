@@ -146,7 +146,7 @@ pub fn check_experts(
             gradient.add(place, x.iter().map(|x| dy * x));
         }
     }
-    let most = routing.rows().into_iter().max().unwrap_or(0);
+    let most = routing.rows().iter().copied().max().unwrap_or(0);
     check("the gradient of the weights", found, &gradient, most)
 }
 

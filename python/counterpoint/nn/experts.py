@@ -46,7 +46,7 @@ class ExpertLayer(torch.nn.Module):
     `[tokens, in_features]`, this rank's tokens, and the result `[rows, out_features]`, the rows of this rank's experts: expert
     after expert, of each the tokens of rank 0, then those of rank 1, and so on, in their order. `kind="combine"` multiplies such
     rows and takes them home: the last product. Its result is `[tokens, out_features]`, for each token the sum of what its experts
-    gave, zeros where it has none. Activations between the two, biases and gates are the caller's: `routing.sources(rank)` says
+    gave, zeros where it has none. Activations between the two, biases and gates are the caller's: `sources(routing)` says
     which token and which expert each row is.
 
     `experts` counts those of all ranks, of which each rank has an equal stretch; `weight` is `[experts here, out_features,
@@ -122,6 +122,18 @@ class ExpertLayer(torch.nn.Module):
         count = sum if isinstance(self.group, LocalGroup) else lambda of_ranks: of_ranks[self.group.rank]
         tokens, rows = count(routing.tokens), count(routing.rows)
         return (tokens, rows) if self.kind == "dispatch" else (rows, tokens)
+
+    def sources(self, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which token, counted through those of all ranks, and which expert each row here is; on the layer's device."""
+        self._check_routing(routing)
+        ranks = range(self.group.size) if isinstance(self.group, LocalGroup) else [self.group.rank]
+        tokens, experts = (bytearray().join(of) for of in zip(*map(routing.source_bytes, ranks), strict=True))
+        if not tokens:
+            none = torch.empty(0, dtype=torch.int64, device=self.group.device)
+            return none, none.clone()
+        on_host = (torch.frombuffer(of, dtype=torch.int64) for of in (tokens, experts))
+        of_tokens, of_experts = (of.to(self.group.device) for of in on_host)
+        return of_tokens, of_experts
 
     def passes(self, routing: Routing) -> ExpertPasses:
         """How forward and backward are run; chosen by this routing where layers of these sizes had none yet. Local."""

@@ -12,7 +12,7 @@
 #   training[=STEPS]  python/benches/training.py: loss curves of all ways to share a small Llama out
 #   cp[=OPTIONS]      python/benches/context_parallel.py, beside the command line and PyTorch's ways; such as cp=--tokens=8192
 #   tp                python/benches/tensor_parallel.py, beside Megatron's way and async-TP
-#   fresh             python/benches/fresh_masks.py: what a mask costs that nobody has seen
+#   fresh             python/benches/fresh_masks.py, fresh_routings.py: what a mask or a routing costs that nobody has seen
 #
 # The machine needs python3 with PyTorch and pytest, `training` transformers too; nothing is built or fetched. What fails or takes too long
 # does not keep the rest from running; the exit status says whether something did. Tables come last. FOLDER gets results as JSON.
@@ -85,13 +85,16 @@ for part in $parts; do
     # shellcheck disable=SC2086
     cp=*) step "context parallel" launched 100 context_parallel --counterpoint "$counterpoint" $options ;;
     tp) step "tensor parallel" launched 45 tensor_parallel ;;
-    fresh) step "fresh masks" launched 60 fresh_masks ;;
+    fresh)
+        step "fresh masks" launched 60 fresh_masks
+        step "fresh routings" launched 45 fresh_routings
+        ;;
     bench) step "benchmark" timeout 200 python3 "$benches/attention.py" --counterpoint "$counterpoint" ;;
     bench=*) step "benchmark" timeout 200 python3 "$benches/attention.py" --counterpoint "$counterpoint" --only "$options" ;;
     *) echo "no part $part"; exit 2 ;;
     esac
 done
-for script in training context_parallel tensor_parallel fresh_masks; do
+for script in training context_parallel tensor_parallel fresh_masks fresh_routings; do
     if [ -s "$site/$script.txt" ]; then
         echo
         cat "$site/$script.txt"

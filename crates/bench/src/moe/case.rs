@@ -1,6 +1,7 @@
 //! One layer of experts on one machine: in all variants that are compared, one run after the other.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use counterpoint_choose::{
     ExpertDirection, LinearMachine, TunedExpertShape, TunedHere, TunedPlace, expert_pass,
@@ -8,12 +9,13 @@ use counterpoint_choose::{
 use counterpoint_console::{
     CliError,
     arguments::{OverlapChoice, dtype_name},
+    note,
 };
 use counterpoint_cost::CostModel;
 use counterpoint_exec::{
     ExecError, ExpertInputs, ExpertLayer, ExpertOptions, ExpertOutputs, ExpertOverlap, ExpertPass,
-    ExpertPasses, Group, HostTensor, LayerGradient, Machine, RankBuffers, RunConfig, RunTimes, WorldConfig,
-    random_tensor,
+    ExpertPasses, Group, HostTensor, LayerCall, LayerGradient, Machine, RankBuffers, RunConfig, RunTimes,
+    WorldConfig, random_tensor,
 };
 use counterpoint_measure::Processes;
 use counterpoint_plan::{ExpertCapacity, ExpertGroups, ExpertKind, ExpertSpec, Routing, Topology};
@@ -29,6 +31,8 @@ use crate::turns::{figure, turns};
 /// Rows and columns of each result of a rank that are compared with f64.
 const SAMPLED: usize = 32;
 const WARM_UPS: usize = 3;
+/// Routings that nobody has seen.
+const FRESH: usize = 8;
 
 /// One layer.
 pub(super) struct Case<'a> {
@@ -114,6 +118,14 @@ impl Case<'_> {
             );
         }
         let Some(tensors) = &tensors else { return Ok(Vec::new()) };
+        if let (Compared::Asked(_), Processes::One) = (self.compared, &self.processes) {
+            let [forward, backward] = self.fresh(variants[0].layer.options(), &group).map_err(failed)?;
+            note(&format!(
+                "{}: a routing that nobody has seen takes {forward:.2} ms of the host for the forward of a rank, {backward:.2} ms for its \
+                 backward",
+                self.spec.kind
+            ));
+        }
         for &pass in &self.arguments.passes {
             self.measure(machine, pass, &mut variants, tensors).map_err(failed)?;
         }
@@ -123,6 +135,23 @@ impl Case<'_> {
             variants.iter().filter_map(move |variant| self.row((pass, at), topology, variant, &variants[0]))
         });
         Ok(rows.collect())
+    }
+
+    /// Milliseconds of the host for each rank here until a pass is ready under a routing that nobody has seen, of the forward and of the
+    /// backward behind it: the fewest of some.
+    fn fresh<M: Machine>(&self, options: &ExpertOptions, group: &Group<M>) -> Result<[f64; 2], ExecError> {
+        let mut least = [f64::INFINITY; 2];
+        for _ in 0..FRESH {
+            // A copy knows nothing of what was found of it.
+            let routing = Arc::new(Routing::clone(self.routing));
+            for (call, least) in [LayerCall::Forward, LayerCall::Backward].into_iter().zip(&mut least) {
+                let mut layer = ExpertLayer::new(group, *options)?;
+                let begin = Instant::now();
+                layer.route_for(routing.clone(), call)?;
+                *least = least.min(begin.elapsed().as_secs_f64() * 1e3 / group.ranks().len() as f64);
+            }
+        }
+        Ok(least)
     }
 
     fn gradient(&self) -> WeightGradient {

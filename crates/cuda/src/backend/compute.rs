@@ -2,7 +2,7 @@
 
 use counterpoint_exec::{ExecError, check_operands};
 use counterpoint_schedule::{
-    self as schedule, BufferId, BufferSpec, Mover, Op, Program, ProgramOp, SignalId, WorkerShare,
+    self as schedule, BufferId, BufferRole, BufferSpec, Mover, Op, Program, ProgramOp, SignalId, WorkerShare,
 };
 
 use super::attention::Forward;
@@ -15,7 +15,7 @@ use super::user_kernel::UserWork;
 use super::waves::Waves;
 use super::{CudaBackend, CudaBuffer, CudaSignal};
 use crate::kernel::{Cast, ColumnMax, CtaWaits, GemmLibrary, Scalar, UserKernelSource};
-use crate::{CudaError, Stream};
+use crate::{CudaError, DeviceBuffer, Stream};
 
 /// A compute operation of the CUDA backend, its tensors checked and its kernels loaded.
 pub struct CudaKernel(Work);
@@ -62,9 +62,15 @@ enum Work {
 }
 
 impl CudaKernel {
-    pub(super) fn new(backend: &CudaBackend, program: &Program, index: usize) -> Result<Self, ExecError> {
+    pub(super) fn new(
+        backend: &CudaBackend,
+        program: &Program,
+        index: usize,
+        scratch: &mut Vec<BufferSpec>,
+    ) -> Result<Self, ExecError> {
         check_operands(program, index)?;
-        let prepare = Prepare::new(backend, program, index);
+        let mut prepare = Prepare::new(backend, program, index);
+        prepare.scratch.append(scratch);
         // Where the transport has no kernel for a fused operation, its collectives are operations of their own.
         let work = match program.ops[index].op.computation() {
             Op::AttentionForward(op) => Work::Forward(Box::new(Forward::new(&prepare, op)?)),
@@ -75,7 +81,7 @@ impl CudaKernel {
             Op::AttentionDelta(op) => Work::Delta(Box::new(Delta::new(&prepare, op)?)),
             Op::AttentionBackward(op) => Work::Backward(Box::new(Backward::new(&prepare, op)?)),
             Op::Gemm(op) => Work::Product(Box::new(Product::new(&prepare, op)?)),
-            Op::WaveGemm(op) if op.grouped => Work::Grouped(Box::new(Grouped::new(&prepare, op)?)),
+            Op::WaveGemm(op) if op.grouped => Work::Grouped(Box::new(Grouped::new(&mut prepare, op)?)),
             Op::WaveGemm(op) => Work::Waves(Box::new(Waves::new(&prepare, op)?)),
             Op::ColumnSum(op) => Work::BiasGradient(Box::new(BiasGradient::new(&prepare, op)?)),
             Op::ColumnMax(op) => Work::Largest { kernel: prepare.column_max(op)?, src: op.src, dst: op.dst },
@@ -101,6 +107,7 @@ impl CudaKernel {
             }
             _ => return Err(prepare.error("no CUDA kernel computes it".to_owned())),
         };
+        scratch.append(&mut prepare.scratch);
         Ok(Self(work))
     }
 
@@ -160,11 +167,22 @@ pub(super) struct Prepare<'a> {
     backend: &'a CudaBackend,
     program: &'a Program,
     index: usize,
+    /// Memory that kernels of the Program need, of operations before this one too.
+    scratch: Vec<BufferSpec>,
 }
 
 impl<'a> Prepare<'a> {
     pub(super) fn new(backend: &'a CudaBackend, program: &'a Program, index: usize) -> Self {
-        Self { backend, program, index }
+        Self { backend, program, index, scratch: Vec::new() }
+    }
+
+    /// Scratch memory for rows as those of a buffer, of `name`: what else has that name on the operation's stream has the same.
+    pub(super) fn scratch_rows(&mut self, name: &str, like: BufferId, rows: usize) -> BufferId {
+        let (BufferSpec { dtype, .. }, columns) = (self.spec(like), self.spec(like).row_elements());
+        let name = format!("{name} of stream {}", self.program.ops[self.index].stream.0);
+        let (shape, role) = (vec![rows, columns], BufferRole::Scratch);
+        self.scratch.push(BufferSpec { name, dtype: *dtype, shape, role });
+        BufferId(self.program.buffers.len() + self.scratch.len() - 1)
     }
 
     pub(super) fn spec(&self, id: BufferId) -> &'a BufferSpec {
@@ -184,6 +202,11 @@ impl<'a> Prepare<'a> {
             WorkerShare::Common => 0,
         };
         workers.try_into().unwrap_or(u32::MAX)
+    }
+
+    /// At least so many bytes of zeros, which nobody writes.
+    pub(super) fn zeros(&self, bytes: usize) -> Result<DeviceBuffer, CudaError> {
+        self.backend.zeros(bytes)
     }
 
     /// A kernel that a user has given the machine.

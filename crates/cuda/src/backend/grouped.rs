@@ -1,8 +1,6 @@
 //! Grouped GEMMs of a Program: the products of all experts as one launch for each result, with one copy of the rows that it cannot take as
 //! they lie.
 
-use std::collections::HashMap;
-
 use counterpoint_exec::ExecError;
 use counterpoint_mask::Range;
 use counterpoint_schedule::{
@@ -41,7 +39,7 @@ enum Work {
 }
 
 impl Grouped {
-    pub(super) fn new(prepare: &Prepare<'_>, op: &WaveGemm) -> Result<Self, ExecError> {
+    pub(super) fn new(prepare: &mut Prepare<'_>, op: &WaveGemm) -> Result<Self, ExecError> {
         let mut launches = Vec::new();
         for launch in GroupedLaunch::of(&op.groups) {
             let products = &op.groups[launch.products.clone()];
@@ -84,37 +82,53 @@ impl Grouped {
     }
 }
 
+/// Scratch memory for the rows of a first operand that lie together, and of a second one beside it.
+pub(super) const GATHERED: &str = "rows together";
+pub(super) const GATHERED_TOO: &str = "more rows together";
+/// Scratch memory for results on their way to where they belong.
+const RESULTS: &str = "results together";
+
 /// Rows that one launch copies to where they lie together.
 pub(super) struct GatheredRows {
-    pub(super) memory: DeviceBuffer,
+    memory: BufferId,
     tensors: Vec<BufferId>,
+    /// What moves of the peer behind all tensors come from.
+    zeros: Option<DeviceBuffer>,
     copy: RowCopy,
 }
 
 impl GatheredRows {
-    /// Memory for `count` rows as those of `tensors`, zeros but for what `moves` brings there.
+    /// Memory called `name` for `count` rows as those of `tensors`, all of which `moves` brings there. So many rows of zeros at most come
+    /// from a peer behind those: nothing waits for a kernel that fills memory beside a busy device's.
     pub(super) fn new(
-        prepare: &Prepare<'_>,
+        prepare: &mut Prepare<'_>,
+        name: &str,
         tensors: Vec<BufferId>,
         moves: &[RowMove],
-        count: usize,
+        (count, zero_rows): (usize, usize),
     ) -> Result<Self, ExecError> {
         let (scalar, columns) = (prepare.scalar(tensors[0])?, prepare.spec(tensors[0]).row_elements());
+        let memory = prepare.scratch_rows(name, tensors[0], count);
         let make = || -> Result<Self, CudaError> {
-            let setup = prepare.setup();
-            let memory = DeviceBuffer::new(setup.device(), count * columns * scalar.bytes() as usize)?;
-            memory.fill(setup, 0)?;
+            let (setup, row) = (prepare.setup(), columns * scalar.bytes() as usize);
+            let zeros = (zero_rows > 0).then(|| prepare.zeros(zero_rows * row)).transpose()?;
             let tensor = RowCopyTensor { scalar, row_elements: columns as u64, wire: scalar };
-            Ok(Self { memory, copy: RowCopy::new(setup, &[tensor], moves)?, tensors: tensors.clone() })
+            Ok(Self { memory, zeros, copy: RowCopy::new(setup, &[tensor], moves)?, tensors: tensors.clone() })
         };
         make().map_err(|error| prepare.device_error(error))
     }
 
     pub(super) fn launch(&self, stream: &Stream, buffers: &[CudaBuffer]) -> Result<(), CudaError> {
-        let from = |peer: usize, _| buffers[self.tensors[peer].0].address();
+        let zeros = self.zeros.as_ref().map_or(0, DeviceBuffer::address);
+        let from = |peer: usize, _| self.tensors.get(peer).map_or(zeros, |id| buffers[id.0].address());
         // SAFETY: `check_operands` has compared the rows with the buffers', the memory has room for all; the Program orders who else uses
         // the buffers.
-        unsafe { self.copy.launch(stream, from, &[self.memory.address()]) }
+        unsafe { self.copy.launch(stream, from, &[self.address(buffers)]) }
+    }
+
+    /// Where they lie then.
+    pub(super) fn address(&self, buffers: &[CudaBuffer]) -> u64 {
+        buffers[self.memory.0].address()
     }
 }
 
@@ -132,15 +146,15 @@ struct Rows {
 /// What becomes of results.
 enum Results {
     InPlace,
-    /// They are stored in memory of their own first.
-    Copied(DeviceBuffer, RowCopy),
-    Summed(DeviceBuffer, RowReduce),
+    /// They are stored in scratch memory first.
+    Copied(BufferId, RowCopy),
+    Summed(BufferId, RowReduce),
 }
 
 impl Rows {
     /// `None` where no kernel takes them. That must depend on nothing but a pass's columns and types: its groups have the bits of the whole.
     fn new(
-        prepare: &Prepare<'_>,
+        prepare: &mut Prepare<'_>,
         products: &[schedule::Gemm],
         launch: &GroupedLaunch,
     ) -> Result<Option<Self>, ExecError> {
@@ -161,16 +175,16 @@ impl Rows {
             return Ok(None);
         }
         let places = Places::of(products, launch);
-        let rows_of = |id: &BufferId| prepare.spec(*id).rows();
         let count = launch.rows();
         let results = match launch.results {
             GroupedResults::InPlace => Results::InPlace,
             GroupedResults::Copied => prepare.copied_results(first.out, count, &places.results)?,
             GroupedResults::Summed => {
-                let Some(moves) = summed(launch, rows_of(&first.out)) else { return Ok(None) };
-                prepare.summed_results(first.out, count, &moves)?
+                let Some(summed) = prepare.summed_results(first.out, launch)? else { return Ok(None) };
+                summed
             }
         };
+        let rows_of = |id: &BufferId| prepare.spec(*id).rows();
         let spec = GroupedGemmSpec {
             n,
             k,
@@ -188,7 +202,10 @@ impl Rows {
             grid: prepare.grid(),
         };
         let gathered = match launch.gathers {
-            true => Some(GatheredRows::new(prepare, places.sources.clone(), &places.gathers, count)?),
+            true => {
+                let (sources, moves) = (places.sources.clone(), &places.gathers);
+                Some(GatheredRows::new(prepare, GATHERED, sources, moves, (count, 0))?)
+            }
             false => None,
         };
         let gemm = GroupedGemm::new(prepare.setup(), &spec).map_err(|error| prepare.device_error(error))?;
@@ -200,23 +217,23 @@ impl Rows {
         let a: Vec<u64> = match &self.gathered {
             Some(gathered) => {
                 gathered.launch(stream, buffers)?;
-                vec![gathered.memory.address()]
+                vec![gathered.address(buffers)]
             }
             None => self.sources.iter().map(address).collect(),
         };
         let out = address(&self.out);
         let d = match &self.results {
             Results::InPlace => out,
-            Results::Copied(memory, _) | Results::Summed(memory, _) => memory.address(),
+            Results::Copied(memory, _) | Results::Summed(memory, _) => address(memory),
         };
-        // SAFETY: `check_operands` has compared all shapes and types; buffers and what is this value's live as long as what is enqueued;
-        // the Program orders who else uses them.
+        // SAFETY: `check_operands` has compared all shapes and types, and scratch memory has room for all rows; buffers live as long as what
+        // is enqueued; the Program orders who else uses them.
         unsafe {
             self.gemm.launch(stream, &GroupedGemmTensors { a: &a, b: &[address(&self.weights)], d })?;
             match &self.results {
                 Results::InPlace => Ok(()),
-                Results::Copied(memory, copy) => copy.launch(stream, |_, _| memory.address(), &[out]),
-                Results::Summed(memory, sum) => sum.launch(stream, None, |_| memory.address(), out),
+                Results::Copied(_, copy) => copy.launch(stream, |_, _| d, &[out]),
+                Results::Summed(_, sum) => sum.launch(stream, None, |_| d, out),
             }
         }
     }
@@ -247,9 +264,13 @@ impl Places {
                 });
                 let (here, there) =
                     (Range::new(first, first + count), Range::new(together, together + count));
-                add_move(&mut places.gathers, RowMove { peer: source, from: here, to: there });
-                let back = RowMove { peer: 0, from: there, to: Range::new(to, to + count) };
-                add_move(&mut places.results, back);
+                if launch.gathers {
+                    add_move(&mut places.gathers, RowMove { peer: source, from: here, to: there });
+                }
+                if launch.results == GroupedResults::Copied {
+                    let back = RowMove { peer: 0, from: there, to: Range::new(to, to + count) };
+                    add_move(&mut places.results, back);
+                }
                 let (source, first) = if launch.gathers { (0, together) } else { (source, first) };
                 let to = if in_place { to } else { together };
                 add_rows(&mut problem.rows, ProblemRows { source, first, to, count });
@@ -282,44 +303,47 @@ fn add_rows(rows: &mut Vec<ProblemRows>, next: ProblemRows) {
     }
 }
 
-/// Results, one after the other in memory, to the rows in which they are summed: of each row those of one product after the other. `None`
-/// where some row of the result has none, and would stay as it is.
-fn summed(launch: &GroupedLaunch, rows: usize) -> Option<Vec<RowMove>> {
-    // (product, row of the result, row in memory)
-    let mut all: Vec<(usize, usize, usize)> = Vec::with_capacity(launch.rows());
+/// The rows of the results, which are one after the other in memory, and those in which they are summed, in the order of the products.
+fn terms(launch: &GroupedLaunch) -> Vec<(usize, usize)> {
+    let mut terms = Vec::with_capacity(launch.rows());
     let mut together = 0;
-    for piece in launch.problems.iter().flat_map(|problem| &problem.rows) {
-        all.extend((0..piece.count).map(|row| (piece.product, piece.to + row, together + row)));
-        together += piece.count;
+    for (problem, next) in launch.problems.iter().zip(launch.problems.iter().skip(1).map(Some).chain([None]))
+    {
+        let end = next.map_or(launch.products.end, |next| next.product);
+        for product in problem.product..end {
+            let mut from = together;
+            for piece in &problem.rows {
+                if piece.product == product {
+                    terms.extend((0..piece.count).map(|row| (from + row, piece.to + row)));
+                }
+                from += piece.count;
+            }
+        }
+        together += problem.count();
     }
-    all.sort_unstable();
-    let mut terms: HashMap<usize, usize> = HashMap::with_capacity(rows);
-    let mut moves = Vec::new();
-    for (_, to, from) in all {
-        let before = terms.entry(to).or_default();
-        let step = RowMove { peer: *before, from: Range::new(from, from + 1), to: Range::new(to, to + 1) };
-        add_move(&mut moves, step);
-        *before += 1;
-    }
-    (terms.len() == rows).then_some(moves)
+    terms
 }
 
 impl Prepare<'_> {
-    fn results(&self, out: BufferId, count: usize) -> Result<(Scalar, usize, DeviceBuffer), ExecError> {
+    fn copied_results(
+        &mut self,
+        out: BufferId,
+        count: usize,
+        moves: &[RowMove],
+    ) -> Result<Results, ExecError> {
         let (scalar, columns) = (self.scalar(out)?, self.spec(out).row_elements());
-        let memory = DeviceBuffer::new(self.setup().device(), count * columns * scalar.bytes() as usize);
-        Ok((scalar, columns, memory.map_err(|error| self.device_error(error))?))
-    }
-
-    fn copied_results(&self, out: BufferId, count: usize, moves: &[RowMove]) -> Result<Results, ExecError> {
-        let (scalar, columns, memory) = self.results(out, count)?;
         let tensor = RowCopyTensor { scalar, row_elements: columns as u64, wire: scalar };
         let copy = RowCopy::new(self.setup(), &[tensor], moves).map_err(|error| self.device_error(error))?;
-        Ok(Results::Copied(memory, copy))
+        Ok(Results::Copied(self.scratch_rows(RESULTS, out, count), copy))
     }
 
-    fn summed_results(&self, out: BufferId, count: usize, moves: &[RowMove]) -> Result<Results, ExecError> {
-        let (scalar, columns, memory) = self.results(out, count)?;
+    /// `None` where some row of the result has no product, and would stay as it is.
+    fn summed_results(
+        &mut self,
+        out: BufferId,
+        launch: &GroupedLaunch,
+    ) -> Result<Option<Results>, ExecError> {
+        let (scalar, columns) = (self.scalar(out)?, self.spec(out).row_elements());
         let spec = RowReduceSpec {
             op: ReduceOp::Sum,
             accumulate: Accumulate::Start,
@@ -327,8 +351,9 @@ impl Prepare<'_> {
             rows: self.spec(out).rows(),
             row_elements: columns as u64,
         };
-        let sum = RowReduce::new(self.setup(), &spec, moves).map_err(|error| self.device_error(error))?;
-        Ok(Results::Summed(memory, sum))
+        let sum = RowReduce::of_terms(self.setup(), &spec, &terms(launch));
+        let sum = sum.map_err(|error| self.device_error(error))?;
+        Ok(sum.map(|sum| Results::Summed(self.scratch_rows(RESULTS, out, launch.rows()), sum)))
     }
 }
 
@@ -375,10 +400,8 @@ mod tests {
         assert_eq!(places.problems.iter().map(|problem| problem.b_row).collect::<Vec<_>>(), [0, 64, 128]);
         let rows = |source, first, to, count| ProblemRows { source, first, to, count };
         assert_eq!(places.problems[1].rows, [rows(0, 2, 2, 2)]);
-        let wanted =
-            [step(0, 0, 0, 1), step(0, 1, 2, 1), step(0, 3, 1, 1), step(1, 2, 2, 1), step(2, 4, 2, 1)];
-        assert_eq!(summed(launch, 3).unwrap(), wanted);
-        assert_eq!(summed(launch, 4), None);
+        // (row in memory, row of the result)
+        assert_eq!(terms(launch), [(0, 0), (1, 2), (3, 1), (2, 2), (4, 2)]);
     }
 
     /// Rows that are not neighbours, of results that are.

@@ -6,11 +6,10 @@ use counterpoint_schedule::{Accumulate, BufferId, Gemm, RowBlock};
 
 use super::CudaBuffer;
 use super::compute::Prepare;
-use super::grouped::{GatheredRows, add_move};
-use super::matrix_rows::tensors_of;
+use super::grouped::{GATHERED, GATHERED_TOO, GatheredRows, add_move};
 use crate::kernel::{
-    GemmLayout, GemmProblem, GemmRows, GroupedGemm, GroupedGemmSpec, GroupedGemmTensors, ProblemRows,
-    ProblemTerm, RowMove,
+    GemmLayout, GemmProblem, GroupedGemm, GroupedGemmSpec, GroupedGemmTensors, ProblemRows, ProblemTerm,
+    RowMove,
 };
 use crate::{CudaError, Stream};
 
@@ -35,7 +34,7 @@ struct Operand {
 
 impl Gradients {
     /// `None` where no kernel takes them.
-    pub(super) fn new(prepare: &Prepare<'_>, products: &[Gemm]) -> Result<Option<Self>, ExecError> {
+    pub(super) fn new(prepare: &mut Prepare<'_>, products: &[Gemm]) -> Result<Option<Self>, ExecError> {
         let first = &products[0];
         let columns = |id: BufferId| prepare.spec(id).row_elements();
         let (element, output) = (prepare.element(first.a[0].buffer)?, prepare.scalar(first.out)?);
@@ -78,7 +77,8 @@ impl Gradients {
             grid: prepare.grid(),
         };
         let gemm = GroupedGemm::new(prepare.setup(), &spec).map_err(|error| prepare.device_error(error))?;
-        let (a, b) = (Operand::new(prepare, a_blocks)?, Operand::new(prepare, b_blocks)?);
+        let (a, b) =
+            (Operand::new(prepare, GATHERED, a_blocks)?, Operand::new(prepare, GATHERED_TOO, b_blocks)?);
         Ok(Some(Self { a, b, gemm, out: first.out }))
     }
 
@@ -92,11 +92,11 @@ impl Gradients {
 }
 
 impl Operand {
-    fn new(prepare: &Prepare<'_>, blocks: Blocks) -> Result<Self, ExecError> {
+    fn new(prepare: &mut Prepare<'_>, name: &str, blocks: Blocks) -> Result<Self, ExecError> {
         let Blocks { buffer, tensors, moves, copied_rows, .. } = blocks;
         let copied = match copied_rows {
             0 => None,
-            rows => Some(GatheredRows::new(prepare, tensors, &moves, rows)?),
+            rows => Some(GatheredRows::new(prepare, name, tensors, &moves, (rows, BLOCK - 1))?),
         };
         Ok(Self { buffer: buffer.map(|(id, _)| id), copied })
     }
@@ -106,7 +106,7 @@ impl Operand {
         let mut tensors: Vec<u64> = self.buffer.iter().map(|id| buffers[id.0].address()).collect();
         if let Some(copied) = &self.copied {
             copied.launch(stream, buffers)?;
-            tensors.push(copied.memory.address());
+            tensors.push(copied.address(buffers));
         }
         Ok(tensors)
     }
@@ -127,29 +127,30 @@ struct Blocks {
 impl Blocks {
     /// Those of some problems, of each the rows of these blocks one after the other; `rows_of` says how many a buffer has.
     fn of(problems: &[&[RowBlock]], rows_of: impl Fn(BufferId) -> usize) -> Self {
-        let all: Vec<RowBlock> = problems.iter().flat_map(|blocks| blocks.iter().copied()).collect();
-        let (tensors, _) = tensors_of(&all);
-        let pieces: Vec<Vec<GemmRows>> = problems.iter().map(|blocks| tensors_of(blocks).1).collect();
-        let in_place = tensors.len() == 1 && pieces.iter().all(|pieces| pieces.len() == 1);
-        let buffer = in_place.then(|| (tensors[0], rows_of(tensors[0])));
-        let mut blocks = Self { buffer, places: Vec::new(), tensors, moves: Vec::new(), copied_rows: 0 };
-        for (pieces, of_problem) in pieces.iter().zip(problems) {
-            match blocks.buffer {
-                Some((_, rows)) => blocks.add_in_place(pieces[0], rows),
-                None => blocks.add_copied(of_problem),
-            }
+        let together: Option<Vec<RowBlock>> = problems.iter().map(|blocks| together(blocks)).collect();
+        let together = together.filter(|all| all.windows(2).all(|pair| pair[0].buffer == pair[1].buffer));
+        let buffer = together.as_ref().and_then(|all| all.first()).map(|first| first.buffer);
+        let buffer = buffer.map(|id| (id, rows_of(id)));
+        let tensors = buffer.map_or_else(|| tensors_of(problems), |(id, _)| vec![id]);
+        let places = Vec::with_capacity(problems.len());
+        let mut blocks = Self { buffer, places, tensors, moves: Vec::new(), copied_rows: 0 };
+        match (together, buffer) {
+            (Some(all), Some((_, rows))) => all.iter().for_each(|of| blocks.add_in_place(of.rows, rows)),
+            _ => problems.iter().for_each(|of_problem| blocks.add_copied(of_problem)),
         }
         blocks
     }
 
     /// A problem's rows as they lie; a last block that others follow is copied.
-    fn add_in_place(&mut self, GemmRows { first, count, .. }: GemmRows, rows: usize) {
-        let whole = if first + count == rows { count } else { count / BLOCK * BLOCK };
+    fn add_in_place(&mut self, of_problem: Range, rows: usize) {
+        let Range { start: first, end } = of_problem;
+        let count = of_problem.len();
+        let whole = if end == rows { count } else { count / BLOCK * BLOCK };
         let mut places: Vec<_> = (first..first + whole).step_by(BLOCK).map(|row| (0, row)).collect();
         if whole < count {
             places.push((1, self.copied_rows));
-            self.copy(0, Range::new(first + whole, first + count));
-            self.copied_rows = self.copied_rows.next_multiple_of(BLOCK);
+            self.copy(0, Range::new(first + whole, end));
+            self.end_copy();
         }
         self.places.push(places);
     }
@@ -157,12 +158,21 @@ impl Blocks {
     /// A problem's rows in the copy.
     fn add_copied(&mut self, blocks: &[RowBlock]) {
         let begin = self.copied_rows;
+        self.moves.reserve(blocks.len() + 1);
         for block in blocks {
             let tensor = self.tensors.iter().position(|id| *id == block.buffer).unwrap_or(0);
             self.copy(tensor, block.rows);
         }
         self.places.push((begin..self.copied_rows).step_by(BLOCK).map(|row| (0, row)).collect());
-        self.copied_rows = self.copied_rows.next_multiple_of(BLOCK);
+        self.end_copy();
+    }
+
+    /// Zeros up to the end of a block.
+    fn end_copy(&mut self) {
+        let zeros = self.copied_rows.next_multiple_of(BLOCK) - self.copied_rows;
+        if zeros > 0 {
+            self.copy(self.tensors.len(), Range::new(0, zeros));
+        }
     }
 
     fn copy(&mut self, peer: usize, from: Range) {
@@ -176,6 +186,26 @@ impl Blocks {
         let copied = Some(self.copied_rows).filter(|rows| *rows > 0);
         self.buffer.map(|(_, rows)| rows).into_iter().chain(copied).collect()
     }
+}
+
+/// Blocks that follow each other, as one; `None` where they do not.
+fn together(blocks: &[RowBlock]) -> Option<RowBlock> {
+    let (first, last) = (blocks.first()?, blocks.last()?);
+    let follows =
+        |pair: &[RowBlock]| pair[0].buffer == pair[1].buffer && pair[0].rows.end == pair[1].rows.start;
+    let rows = Range { start: first.rows.start, end: last.rows.end };
+    blocks.windows(2).all(follows).then_some(RowBlock { buffer: first.buffer, rows })
+}
+
+/// The buffers of some blocks, in the order in which they come.
+fn tensors_of(problems: &[&[RowBlock]]) -> Vec<BufferId> {
+    let mut tensors: Vec<BufferId> = Vec::new();
+    for block in problems.iter().copied().flatten() {
+        if !tensors.contains(&block.buffer) {
+            tensors.push(block.buffer);
+        }
+    }
+    tensors
 }
 
 #[cfg(test)]
@@ -195,12 +225,13 @@ mod tests {
         let wanted: [&[(usize, usize)]; 4] =
             [&[(0, 0), (1, 0)], &[(0, 100)], &[(1, 64)], &[(0, 167), (0, 231)]];
         assert_eq!(blocks.places, wanted);
-        let step = |from: usize, to: usize, count: usize| RowMove {
-            peer: 0,
+        let step = |peer: usize, from: usize, to: usize, count: usize| RowMove {
+            peer,
             from: Range::new(from, from + count),
             to: Range::new(to, to + count),
         };
-        assert_eq!(blocks.moves, [step(64, 0, 36), step(164, 64, 3)]);
+        let wanted = [step(0, 64, 0, 36), step(1, 0, 36, 28), step(0, 164, 64, 3), step(1, 0, 67, 61)];
+        assert_eq!(blocks.moves, wanted);
         assert_eq!(blocks.tensor_rows(), [237, 128]);
     }
 
@@ -211,7 +242,8 @@ mod tests {
         let blocks = Blocks::of(&[&first, &second], |_| 1000);
         assert_eq!(blocks.buffer, None);
         assert_eq!(blocks.places, [vec![(0, 0), (0, 64)], vec![(0, 128)]]);
-        assert_eq!((blocks.moves.len(), blocks.tensor_rows()), (71, vec![192]));
-        assert_eq!(blocks.moves[70].to, Range::new(128, 192));
+        assert_eq!((blocks.moves.len(), blocks.tensor_rows()), (72, vec![192]));
+        let zeros = RowMove { peer: 2, from: Range::new(0, 58), to: Range::new(70, 128) };
+        assert_eq!((blocks.moves[70], blocks.moves[71].to), (zeros, Range::new(128, 192)));
     }
 }

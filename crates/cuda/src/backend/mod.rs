@@ -220,8 +220,13 @@ impl Backend for CudaBackend {
         self.setup().send_gathered().map_err(|error| self.error(&"an upload of tables", error))
     }
 
-    fn prepare(&self, program: &Program, index: usize) -> Result<CudaKernel, ExecError> {
-        CudaKernel::new(self, program, index)
+    fn prepare(
+        &self,
+        program: &Program,
+        index: usize,
+        scratch: &mut Vec<BufferSpec>,
+    ) -> Result<CudaKernel, ExecError> {
+        CudaKernel::new(self, program, index, scratch)
     }
 
     fn check(&self) -> Result<(), ExecError> {

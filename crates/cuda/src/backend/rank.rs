@@ -14,7 +14,7 @@ use super::start_gate::{StartGate, StartPace};
 use super::{CudaSignal, CudaStream, PlainProducts, Timing, exec_error};
 use crate::kernel::{CtaWaits, GemmLibrary, LinkEnd, UserKernelSource};
 use crate::sync::lock;
-use crate::{CudaError, Device, Stream, StreamPriority};
+use crate::{CudaError, Device, DeviceBuffer, Stream, StreamPriority};
 use counterpoint_driver::Partition;
 
 /// What computes beside this crate's kernels.
@@ -62,6 +62,8 @@ pub(crate) struct Rank {
     pub(crate) others: OtherKernels,
     /// Opened by the first product that is its.
     pub(crate) library: Mutex<Option<GemmLibrary>>,
+    /// Zeros for all who need some, as many as someone has needed.
+    pub(crate) zeros: Mutex<Option<DeviceBuffer>>,
     /// What faults strike: the Program that runs, and how many runs there were.
     pub(crate) program: Mutex<(String, u64)>,
     pub(crate) start_gate: StartGate,
@@ -106,6 +108,7 @@ impl CudaBackend {
             margin: AtomicU32::new(0),
             others,
             library: Mutex::default(),
+            zeros: Mutex::default(),
             program: Mutex::default(),
             start_gate: StartGate::new(pace),
             ranges: NvtxRanges::of_process(),
@@ -144,6 +147,18 @@ impl CudaBackend {
             *library = Some(GemmLibrary::open(self.device())?);
         }
         Ok(library.clone())
+    }
+
+    /// At least so many bytes of zeros, which nobody writes. Waits for the device where there were not as many before.
+    pub(crate) fn zeros(&self, bytes: usize) -> Result<DeviceBuffer, CudaError> {
+        let mut zeros = lock(&self.0.zeros);
+        if let Some(zeros) = zeros.as_ref().filter(|zeros| zeros.len() >= bytes) {
+            return Ok(zeros.clone());
+        }
+        let made = DeviceBuffer::new(self.device(), bytes)?;
+        made.fill(&self.0.setup, 0)?;
+        self.0.setup.synchronize()?;
+        Ok(zeros.insert(made).clone())
     }
 
     /// A kernel that a user has given the machine.

@@ -109,9 +109,9 @@ impl LinkEnd {
     /// # Errors
     /// When memory is used up.
     pub fn new(setup: &Stream) -> Result<Self, CudaError> {
+        // Copied: a kernel that fills memory would wait for room on a busy device, and the host for that.
         let memory = DeviceBuffer::new(setup.device(), MAILBOX_BYTES + size_of::<LinkState>())?;
-        memory.fill(setup, 0)?;
-        setup.synchronize()?;
+        memory.upload(setup, 0, &[0u8; MAILBOX_BYTES + size_of::<LinkState>()])?;
         Ok(Self { memory, record: WaitRecord::new(setup.device())? })
     }
 

@@ -213,32 +213,29 @@ fn pieces_of_part(
     moves: &[RowMove],
     most: u64,
 ) -> Vec<LinkPiece> {
-    let mut peers: Vec<usize> = moves.iter().map(|step| step.peer).collect();
-    peers.sort_unstable();
-    peers.dedup();
-    let mut queues = Vec::with_capacity(peers.len());
-    for &peer in &peers {
-        let mut queue = Vec::new();
-        for step in moves.iter().filter(|step| step.peer == peer) {
-            let (own, remote) = match direction {
-                LinkDirection::Pull => (step.to.start, step.from.start),
-                LinkDirection::Push => (step.from.start, step.to.start),
-            };
-            for (tensor, &row) in row_bytes.iter().enumerate() {
-                let (own, remote, bytes) =
-                    (own as u64 * row, remote as u64 * row, step.from.len() as u64 * row);
-                let offsets = (0..bytes).step_by(most as usize);
-                queue.extend(offsets.map(|offset| LinkPiece {
-                    own: own + offset,
-                    remote: remote + offset,
-                    bytes: most.min(bytes - offset) as u32,
-                    rank: peer as u16,
-                    tensor: tensor as u16,
-                }));
-            }
+    let mut queues: Vec<Vec<LinkPiece>> = Vec::new();
+    for step in moves {
+        if step.peer >= queues.len() {
+            queues.resize_with(step.peer + 1, Vec::new);
         }
-        queues.push(queue.into_iter());
+        let queue = &mut queues[step.peer];
+        let (own, remote) = match direction {
+            LinkDirection::Pull => (step.to.start, step.from.start),
+            LinkDirection::Push => (step.from.start, step.to.start),
+        };
+        for (tensor, &row) in row_bytes.iter().enumerate() {
+            let (own, remote, bytes) = (own as u64 * row, remote as u64 * row, step.from.len() as u64 * row);
+            let offsets = (0..bytes).step_by(most as usize);
+            queue.extend(offsets.map(|offset| LinkPiece {
+                own: own + offset,
+                remote: remote + offset,
+                bytes: most.min(bytes - offset) as u32,
+                rank: step.peer as u16,
+                tensor: tensor as u16,
+            }));
+        }
     }
+    let mut queues: Vec<_> = queues.into_iter().map(Vec::into_iter).collect();
     let mut turns = Vec::new();
     loop {
         let before = turns.len();

@@ -4,7 +4,7 @@ use bytemuck::NoUninit;
 use counterpoint_schedule::{Accumulate, ReduceOp};
 
 use super::link_barrier::{LINK_RANKS, LINK_TENSORS, LinkCall};
-use super::operand_rows::operand_rows;
+use super::operand_rows::OperandRows;
 use super::row_reduce::ReduceTypes;
 use super::scalar::Scalar;
 use super::{MatrixUnit, RowMove, Specialisation};
@@ -214,26 +214,22 @@ fn most_elements(types: ReduceTypes) -> u32 {
 fn lists(spec: &LinkReduceSpec, moves: &[RowMove], num_sms: u32) -> Lists {
     let accumulate = spec.accumulate == Accumulate::Continue;
     let with_empty = !accumulate && spec.operands == LinkOperands::Announced;
-    let rows = spec.tensors.iter().map(|&(rows, _)| operand_rows(moves, rows, with_empty));
+    let rows = spec.tensors.iter().map(|&(rows, _)| OperandRows::of_moves(moves, rows, with_empty));
     let rows: Vec<_> = rows.collect();
-    let counted = rows.iter().zip(&spec.tensors).map(|(parts, &(_, row))| {
-        let rows: u64 = parts.iter().map(|part| part.rows.len() as u64).sum();
-        rows * row
-    });
-    let total: u64 = counted.sum();
+    let total: u64 = rows.iter().zip(&spec.tensors).map(|(parts, &(_, row))| parts.rows() * row).sum();
     let most = total.div_ceil(u64::from(num_sms.max(1)) * PIECES).next_multiple_of(LEAST_ELEMENTS);
     let most = most.clamp(LEAST_ELEMENTS, u64::from(most_elements(spec.types)));
-    let mut all = Vec::new();
+    let (mut all, mut fetches) = (Vec::new(), Vec::with_capacity(moves.len()));
     for (tensor, (parts, &(_, row))) in rows.iter().zip(&spec.tensors).enumerate() {
-        for part in parts {
-            let elements = part.rows.len() as u64 * row;
-            let operands = part.operands.len() as u32 + u32::from(accumulate);
+        for (part, of_part) in parts.parts() {
+            let elements = part.len() as u64 * row;
+            let operands = of_part.len() as u32 + u32::from(accumulate);
             let divisor = match spec.op {
                 ReduceOp::Avg => operands.max(1),
                 ReduceOp::Sum | ReduceOp::Lse => 1,
             };
             for offset in (0..elements).step_by(most as usize) {
-                let to = part.rows.start as u64 * row + offset;
+                let to = part.start as u64 * row + offset;
                 let count = most.min(elements - offset) as u32;
                 let fetch = |from: u64, (rank, tensor), scalar: Scalar| LinkFetch {
                     from: from * scalar.bytes(),
@@ -242,13 +238,14 @@ fn lists(spec: &LinkReduceSpec, moves: &[RowMove], num_sms: u32) -> Lists {
                     tensor,
                 };
                 let own = accumulate.then(|| fetch(to, (OWN, tensor as u16), spec.types.result));
-                let others = part.operands.iter().map(|&(rank, from)| {
+                let others = of_part.iter().map(|&(rank, from)| {
                     let place = spec.operands.place(rank, tensor, spec.tensors.len());
                     fetch(from as u64 * row + offset, place, spec.types.partial)
                 });
-                let fetches: Vec<LinkFetch> = own.into_iter().chain(others).collect();
+                let first = fetches.len();
+                fetches.extend(own.into_iter().chain(others));
                 let tensor = tensor as u32;
-                all.push((LinkReducePiece { to, count, divisor, tensor, operands }, fetches));
+                all.push((LinkReducePiece { to, count, divisor, tensor, operands }, first..fetches.len()));
             }
         }
     }
@@ -256,9 +253,9 @@ fn lists(spec: &LinkReduceSpec, moves: &[RowMove], num_sms: u32) -> Lists {
     let mut lists = Lists { pieces: Vec::new(), fetches: Vec::new(), blocks: Vec::new() };
     for block in 0..block_count {
         lists.close_block();
-        for (piece, fetches) in all.iter().skip(block).step_by(block_count) {
+        for (piece, of_piece) in all.iter().skip(block).step_by(block_count) {
             lists.pieces.push(*piece);
-            lists.fetches.extend(fetches);
+            lists.fetches.extend(&fetches[of_piece.clone()]);
         }
     }
     lists.close_block();

@@ -4,45 +4,130 @@ use counterpoint_mask::Range;
 
 use super::RowMove;
 
-/// Rows of the result that have the same operands, in the order of their peers.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// Rows of a result, cut where their operands change.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct OperandRows {
-    /// Rows of the result.
-    pub(super) rows: Range,
-    /// (peer, first of its rows).
-    pub(super) operands: Vec<(usize, usize)>,
+    /// Rows that have the same operands, and where the list of these ends.
+    parts: Vec<(Range, usize)>,
+    operands: Vec<Operand>,
 }
 
-/// Cuts the rows of a result where its list of operands changes. Rows without operands are left out unless
-/// `with_empty`, when all of `rows` are there.
-pub(super) fn operand_rows(moves: &[RowMove], rows: usize, with_empty: bool) -> Vec<OperandRows> {
-    let moves = moves.iter().filter(|step| !step.to.is_empty());
-    let mut cuts: Vec<usize> = moves.clone().flat_map(|step| [step.to.start, step.to.end]).collect();
-    if with_empty {
-        cuts.extend([0, rows]);
-    }
-    cuts.sort_unstable();
-    cuts.dedup();
-    // Moves by where they begin; those that cover the current rows.
-    let mut waiting: Vec<&RowMove> = moves.collect();
-    waiting.sort_by_key(|step| std::cmp::Reverse(step.to.start));
-    let mut active: Vec<&RowMove> = Vec::new();
-    let mut out = Vec::new();
-    for pair in cuts.windows(2) {
-        let rows = Range::new(pair[0], pair[1]);
-        active.retain(|step| step.to.end > rows.start);
-        while let Some(step) = waiting.pop_if(|step| step.to.start <= rows.start) {
-            active.push(step);
+/// (peer, first of its rows).
+pub(super) type Operand = (usize, usize);
+
+impl OperandRows {
+    /// Of the operands of `moves`, in the order of their peers; rows of a peer go to a row once. Rows without operands are left out unless
+    /// `with_empty`, when all of `rows` are there.
+    pub(super) fn of_moves(moves: &[RowMove], rows: usize, with_empty: bool) -> Self {
+        let peers = by_peer(moves);
+        let mut next = vec![0; peers.len()];
+        let mut all = Self::default();
+        all.operands.reserve(moves.len());
+        let mut row = 0;
+        loop {
+            let first = all.operands.len();
+            // Where some operand ends, or another comes.
+            let mut end = if with_empty && row < rows { rows } else { usize::MAX };
+            for (moves, next) in peers.iter().zip(&mut next) {
+                while moves.get(*next).is_some_and(|step| step.to.end <= row) {
+                    *next += 1;
+                }
+                let Some(step) = moves.get(*next) else { continue };
+                if step.to.start <= row {
+                    end = end.min(step.to.end);
+                    all.operands.push((step.peer, step.from.start + row - step.to.start));
+                } else {
+                    end = end.min(step.to.start);
+                }
+            }
+            if end == usize::MAX {
+                return all;
+            }
+            if with_empty || all.operands.len() > first {
+                all.parts.push((Range::new(row, end), all.operands.len()));
+            }
+            row = end;
         }
-        if active.is_empty() && !with_empty {
-            continue;
-        }
-        let mut operands: Vec<(usize, usize)> =
-            active.iter().map(|step| (step.peer, step.from.start + rows.start - step.to.start)).collect();
-        operands.sort_unstable();
-        out.push(OperandRows { rows, operands });
     }
-    out
+
+    /// Of `terms`, an operand each and the row that it goes to, in the order in which they are added; `None` where some of `rows` has
+    /// none.
+    pub(super) fn of_terms(
+        rows: usize,
+        terms: impl Iterator<Item = (usize, Operand)> + Clone,
+    ) -> Option<Self> {
+        let mut ends = vec![0; rows + 1];
+        terms.clone().for_each(|(row, _)| ends[row + 1] += 1);
+        if ends[1..].contains(&0) {
+            return None;
+        }
+        (0..rows).for_each(|row| ends[row + 1] += ends[row]);
+        let mut sorted = vec![(0, 0); ends[rows]];
+        // From here on where the next one of a row goes.
+        let mut next = ends.clone();
+        for (row, operand) in terms {
+            sorted[next[row]] = operand;
+            next[row] += 1;
+        }
+        let mut all = Self { parts: Vec::with_capacity(rows), operands: Vec::with_capacity(sorted.len()) };
+        for row in 0..rows {
+            all.add_row(row, &sorted[ends[row]..ends[row + 1]]);
+        }
+        Some(all)
+    }
+
+    /// Adds a row, to the last part where it and its operands follow that's.
+    fn add_row(&mut self, row: usize, operands: &[Operand]) {
+        let before = self.parts.len().checked_sub(2).map_or(0, |before| self.parts[before].1);
+        let last = &self.operands[before..];
+        if let Some((rows, _)) = self.parts.last_mut().filter(|_| last.len() == operands.len()) {
+            let follows = |(last, now): (&Operand, &Operand)| (last.0, last.1 + rows.len()) == *now;
+            if last.iter().zip(operands).all(follows) {
+                rows.end += 1;
+                return;
+            }
+        }
+        self.operands.extend_from_slice(operands);
+        self.parts.push((Range::new(row, row + 1), self.operands.len()));
+    }
+
+    /// The parts, each with its operands in the order in which they are added.
+    pub(super) fn parts(&self) -> impl Iterator<Item = (Range, &[Operand])> {
+        let mut first = 0;
+        self.parts.iter().map(move |&(rows, end)| {
+            let operands = &self.operands[first..end];
+            first = end;
+            (rows, operands)
+        })
+    }
+
+    /// How many parts there are, and how many operands these have.
+    pub(super) fn lengths(&self) -> (usize, usize) {
+        (self.parts.len(), self.operands.len())
+    }
+
+    /// Rows of all parts.
+    pub(super) fn rows(&self) -> u64 {
+        self.parts.iter().map(|(rows, _)| rows.len() as u64).sum()
+    }
+}
+
+/// Moves that have rows by peer, of each in the order of the rows that they go to.
+fn by_peer(moves: &[RowMove]) -> Vec<Vec<RowMove>> {
+    let mut peers: Vec<Vec<RowMove>> = Vec::new();
+    for step in moves.iter().filter(|step| !step.to.is_empty()) {
+        if step.peer >= peers.len() {
+            peers.resize_with(step.peer + 1, Vec::new);
+        }
+        peers[step.peer].push(*step);
+    }
+    peers.retain(|moves| !moves.is_empty());
+    for moves in &mut peers {
+        if !moves.is_sorted_by_key(|step| step.to.start) {
+            moves.sort_unstable_by_key(|step| step.to.start);
+        }
+    }
+    peers
 }
 
 #[cfg(test)]
@@ -60,8 +145,8 @@ mod tests {
         let moves =
             [step(3, 10, 2, 4), step(1, 0, 4, 4), step(2, 7, 20, 1), step(0, 0, 5, 0), step(0, 30, 8, 3)];
         for with_empty in [false, true] {
-            let parts = operand_rows(&moves, 30, with_empty);
-            assert!(parts.iter().all(|part| !part.rows.is_empty()));
+            let all = OperandRows::of_moves(&moves, 30, with_empty);
+            assert!(all.parts().all(|(rows, _)| !rows.is_empty()));
             for row in 0..30 {
                 let mut expected: Vec<_> = moves
                     .iter()
@@ -69,18 +154,31 @@ mod tests {
                     .map(|step| (step.peer, step.from.start + row - step.to.start))
                     .collect();
                 expected.sort_unstable();
-                let found: Vec<_> =
-                    parts.iter().filter(|part| (part.rows.start..part.rows.end).contains(&row)).collect();
+                let found: Vec<_> = all.parts().filter(|(rows, _)| rows.contains(row)).collect();
                 assert_eq!(found.len(), usize::from(with_empty || !expected.is_empty()), "row {row}");
-                for part in found {
-                    let here =
-                        part.operands.iter().map(|&(peer, first)| (peer, first + row - part.rows.start));
+                for (rows, operands) in found {
+                    let here = operands.iter().map(|&(peer, first)| (peer, first + row - rows.start));
                     assert_eq!(here.collect::<Vec<_>>(), expected, "row {row}");
                 }
             }
         }
-        assert!(operand_rows(&[], 0, true).is_empty());
-        assert!(operand_rows(&[], 5, false).is_empty());
-        assert_eq!(operand_rows(&[], 5, true).len(), 1);
+        let parts = |moves: &[RowMove], rows, with_empty| {
+            OperandRows::of_moves(moves, rows, with_empty).parts().count()
+        };
+        assert_eq!([parts(&[], 0, true), parts(&[], 5, false), parts(&[], 5, true)], [0, 0, 1]);
+    }
+
+    /// Rows 0 and 1 have two terms that follow each other, row 2 another one behind those, row 3 one.
+    #[test]
+    fn terms_of_a_row_are_added_in_their_order() {
+        let terms =
+            [(2, (0, 9)), (0, (0, 5)), (3, (0, 7)), (0, (0, 2)), (1, (0, 6)), (1, (0, 3)), (2, (0, 4))];
+        let found = OperandRows::of_terms(4, terms.into_iter()).unwrap();
+        let parts: Vec<_> =
+            found.parts().map(|(rows, operands)| (rows.start, rows.end, operands.to_vec())).collect();
+        let wanted = vec![(0, 2, vec![(0, 5), (0, 2)]), (2, 3, vec![(0, 9), (0, 4)]), (3, 4, vec![(0, 7)])];
+        assert_eq!(parts, wanted);
+        assert_eq!(found.rows(), 4);
+        assert_eq!(OperandRows::of_terms(5, terms.into_iter()), None);
     }
 }

@@ -154,9 +154,7 @@ impl RowCopy {
         let mut modes: Vec<Mode> = tensors.iter().map(RowCopyTensor::mode).collect();
         modes.sort_unstable();
         modes.dedup();
-        let mut peers: Vec<usize> = moves.iter().map(|step| step.peer).collect();
-        peers.sort_unstable();
-        peers.dedup();
+        let peers = peers_of(moves);
         let mut launches = Vec::new();
         for mode in modes {
             let function = |entry| device.function(&source(device.arch(), entry));
@@ -250,7 +248,19 @@ fn lanes_of(piece_bytes: u64) -> u32 {
     (piece_bytes / WORD).clamp(4, 32).next_power_of_two() as u32
 }
 
-/// The moves of some peers for some tensors, cut into what a warp copies.
+/// The peers of some moves, ascending.
+fn peers_of(moves: &[RowMove]) -> Vec<usize> {
+    let mut is_peer: Vec<bool> = Vec::new();
+    for step in moves {
+        if step.peer >= is_peer.len() {
+            is_peer.resize(step.peer + 1, false);
+        }
+        is_peer[step.peer] = true;
+    }
+    is_peer.iter().enumerate().filter_map(|(peer, is_peer)| is_peer.then_some(peer)).collect()
+}
+
+/// The moves of some peers, ascending, for some tensors, cut into what a warp copies.
 fn pieces(
     tensors: &[RowCopyTensor],
     tensor_group: &[usize],
@@ -258,18 +268,23 @@ fn pieces(
     peer_group: &[usize],
     sm_count: u32,
 ) -> Vec<RowCopyPiece> {
-    let moves: Vec<(usize, &RowMove)> = moves
-        .iter()
-        .filter_map(|step| Some((peer_group.binary_search(&step.peer).ok()?, step)))
-        .filter(|(_, step)| !step.from.is_empty())
-        .collect();
-    let rows: u64 = moves.iter().map(|(_, step)| step.from.len() as u64).sum();
+    let mut places = vec![None; peer_group.last().map_or(0, |last| last + 1)];
+    peer_group.iter().zip(0..).for_each(|(&peer, place)| places[peer] = Some(place));
+    let moves = moves.iter().filter_map(|step| {
+        let place: usize = places.get(step.peer).copied().flatten()?;
+        (!step.from.is_empty()).then_some((place, step))
+    });
+    let (mut rows, mut count) = (0, 0);
+    for (_, step) in moves.clone() {
+        rows += step.from.len() as u64;
+        count += 1;
+    }
     let total: u64 = tensor_group.iter().map(|&tensor| rows * tensors[tensor].row_bytes()).sum();
     // Two pieces for every warp of a full device; small copies are spread thin to be over soon.
     let most =
         (total / (u64::from(sm_count) * 64)).clamp(LEAST_BYTES, MOST_BYTES).next_multiple_of(LEAST_BYTES);
-    let mut pieces = Vec::new();
-    for &(place, step) in &moves {
+    let mut pieces = Vec::with_capacity(count * tensor_group.len());
+    for (place, step) in moves {
         for (slot, &tensor) in tensor_group.iter().enumerate() {
             let row = tensors[tensor].row_bytes();
             let (from, to) = (step.from.start as u64 * row, step.to.start as u64 * row);

@@ -3,7 +3,7 @@
 use bytemuck::NoUninit;
 use counterpoint_schedule::Accumulate;
 
-use super::operand_rows::operand_rows;
+use super::operand_rows::OperandRows;
 use super::row_reduce::ReduceTypes;
 use super::{MatrixUnit, RowMove, Specialisation, blocks_of};
 use crate::headers::kernel_source;
@@ -175,7 +175,7 @@ pub(super) fn lists(spec: &RowMergeSpec, moves: &[RowMove]) -> (Vec<RowMergePiec
                     .map(|&(peer, from)| RowMergeOperand { from: (from + done) as u32, source: peer as u32 }),
             );
             let operand_end = operands.len() as u32;
-            let to = (part.rows.start + done) as u32;
+            let to = (part.start + done) as u32;
             pieces.push(RowMergePiece { to, rows: rows as u32, operand_begin, operand_end });
             done += rows;
         }

@@ -3,7 +3,7 @@
 use bytemuck::NoUninit;
 use counterpoint_schedule::{Accumulate, ReduceOp};
 
-use super::operand_rows::operand_rows;
+use super::operand_rows::{Operand, OperandRows};
 use super::scalar::Scalar;
 use super::{MatrixUnit, RowMove, Specialisation, blocks_of};
 use crate::headers::kernel_source;
@@ -154,14 +154,39 @@ impl RowReduce {
     /// # Errors
     /// When the kernel cannot be compiled, or the lists do not fit into memory.
     pub fn new(stream: &Stream, spec: &RowReduceSpec, moves: &[RowMove]) -> Result<Self, CudaError> {
+        let rows = OperandRows::of_moves(moves, spec.rows, spec.accumulate == Accumulate::Start);
+        let peers = moves.iter().map(|step| step.peer + 1).max().unwrap_or(0);
+        Self::of_rows(stream, spec, &rows, peers)
+    }
+
+    /// The same of `terms` of one peer, each its row and that of the result, which are added in their order; `None` where some row of the
+    /// result has none.
+    ///
+    /// # Errors
+    /// As [`RowReduce::new`].
+    pub fn of_terms(
+        stream: &Stream,
+        spec: &RowReduceSpec,
+        terms: &[(usize, usize)],
+    ) -> Result<Option<Self>, CudaError> {
+        let terms = terms.iter().map(|&(from, to)| -> (usize, Operand) { (to, (0, from)) });
+        let rows = OperandRows::of_terms(spec.rows, terms);
+        rows.map(|rows| Self::of_rows(stream, spec, &rows, 1)).transpose()
+    }
+
+    fn of_rows(
+        stream: &Stream,
+        spec: &RowReduceSpec,
+        rows: &OperandRows,
+        peers: usize,
+    ) -> Result<Self, CudaError> {
         let device = stream.device();
         let function = device.function(&source(device.arch(), spec.types.normalised()))?;
-        let peers = moves.iter().map(|step| step.peer + 1).max().unwrap_or(0);
         if peers > SOURCES {
             let reason = format!("{peers} ranks reduce to one, at most {SOURCES} can");
             return Err(CudaError::Launch { kernel: function.name().to_owned(), reason });
         }
-        let (pieces, operands) = lists(spec, moves, device.sm_count());
+        let (pieces, operands) = lists(spec, rows, device.sm_count());
         Ok(Self {
             function,
             count: pieces.len() as u32,
@@ -224,33 +249,33 @@ impl RowReduce {
 /// The rows of the result, cut into what a warp sums.
 pub(super) fn lists(
     spec: &RowReduceSpec,
-    moves: &[RowMove],
+    rows: &OperandRows,
     sm_count: u32,
 ) -> (Vec<RowReducePiece>, Vec<RowReduceOperand>) {
     let accumulate = spec.accumulate == Accumulate::Continue;
     let row = spec.row_elements;
-    let rows = operand_rows(moves, spec.rows, !accumulate);
-    let total: u64 = rows.iter().map(|part| part.rows.len() as u64 * row).sum();
+    let total = rows.rows() * row;
     let most = (total / (u64::from(sm_count) * 64)).clamp(LEAST_ELEMENTS, MOST_ELEMENTS);
     let most = most.next_multiple_of(LEAST_ELEMENTS);
-    let (mut pieces, mut operands) = (Vec::new(), Vec::new());
-    for part in &rows {
-        let elements = part.rows.len() as u64 * row;
+    let (parts, of_parts) = rows.lengths();
+    let (mut pieces, mut operands) = (Vec::with_capacity(parts), Vec::with_capacity(of_parts));
+    for (part, of_part) in rows.parts() {
+        let elements = part.len() as u64 * row;
         let divisor = match spec.op {
-            ReduceOp::Avg => (part.operands.len() as u32 + u32::from(accumulate)).max(1),
+            ReduceOp::Avg => (of_part.len() as u32 + u32::from(accumulate)).max(1),
             ReduceOp::Sum | ReduceOp::Lse => 1,
         };
         let mut done = 0;
         while done < elements {
             let count = most.min(elements - done);
             let operand_begin = operands.len() as u32;
-            operands.extend(part.operands.iter().map(|&(peer, from)| RowReduceOperand {
+            operands.extend(of_part.iter().map(|&(peer, from)| RowReduceOperand {
                 from: from as u64 * row + done,
                 source: peer as u32,
                 reserved: 0,
             }));
             let operand_end = operands.len() as u32;
-            let to = part.rows.start as u64 * row + done;
+            let to = part.start as u64 * row + done;
             pieces.push(RowReducePiece { to, count: count as u32, operand_begin, operand_end, divisor });
             done += count;
         }

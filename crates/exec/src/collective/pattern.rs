@@ -70,15 +70,20 @@ fn by_remote(part: &GroupPart) -> Vec<PeerRows> {
     group(part.remote.iter().map(|split| (split.rank, split.rows)))
 }
 
-fn group(splits: impl Iterator<Item = (u32, Range)>) -> Vec<PeerRows> {
-    let mut splits: Vec<_> = splits.filter(|(_, rows)| !rows.is_empty()).collect();
-    // Stable: the order of one rank's splits is what the two sides agree on.
-    splits.sort_by_key(|&(rank, _)| rank);
-    splits
-        .chunk_by(|a, b| a.0 == b.0)
-        .map(|chunk| PeerRows {
-            rank: chunk[0].0 as usize,
-            rows: chunk.iter().map(|&(_, rows)| rows).collect(),
-        })
-        .collect()
+/// By rank; of each in the order of the splits, which is what the two sides agree on.
+fn group(splits: impl Iterator<Item = (u32, Range)> + Clone) -> Vec<PeerRows> {
+    let splits = splits.filter(|(_, rows)| !rows.is_empty());
+    let mut counts: Vec<usize> = Vec::new();
+    for (rank, _) in splits.clone() {
+        let rank = rank as usize;
+        if rank >= counts.len() {
+            counts.resize(rank + 1, 0);
+        }
+        counts[rank] += 1;
+    }
+    let with_room = |(rank, count): (usize, &usize)| PeerRows { rank, rows: Vec::with_capacity(*count) };
+    let mut peers: Vec<PeerRows> = counts.iter().enumerate().map(with_room).collect();
+    splits.for_each(|(rank, rows)| peers[rank as usize].rows.push(rows));
+    peers.retain(|peer| !peer.rows.is_empty());
+    peers
 }

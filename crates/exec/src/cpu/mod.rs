@@ -221,7 +221,12 @@ impl Backend for CpuBackend {
         Ok(CpuSignal::new(&self.world))
     }
 
-    fn prepare(&self, program: &Program, index: usize) -> Result<CpuKernel, ExecError> {
+    fn prepare(
+        &self,
+        program: &Program,
+        index: usize,
+        _scratch: &mut Vec<BufferSpec>,
+    ) -> Result<CpuKernel, ExecError> {
         CpuKernel::new(program, index, &self.user_kernels)
     }
 

@@ -92,14 +92,19 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
     fn gathered(
         rank: &Arc<GroupRank<B, T>>,
         backend: &B,
-        program: Program,
+        mut program: Program,
         plan: Option<&PlanIdentity>,
     ) -> Result<Self, ExecError> {
         rank.check()?;
         check_program(&program, rank)?;
         rank.check_memory(&program)?;
         let lanes = rank.lanes_of(&program);
-        let steps = steps::prepare(backend, rank.transport(), &program, plan)?;
+        let mut scratch = Vec::new();
+        let steps = steps::prepare(backend, rank.transport(), &program, plan, &mut scratch)?;
+        if !scratch.is_empty() {
+            program.buffers.extend(scratch);
+            rank.check_memory(&program)?;
+        }
         let buffers = own_buffers(rank, &program, 0)?;
         let other_lanes = (1..lanes).map(|lane| own_buffers(rank, &program, lane));
         let other_lanes: Vec<_> = other_lanes.collect::<Result<_, _>>()?;
@@ -122,7 +127,7 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
         })
     }
 
-    /// The Program.
+    /// The Program, with the scratch memory that its kernels need behind its own buffers.
     pub fn program(&self) -> &Program {
         &self.program
     }

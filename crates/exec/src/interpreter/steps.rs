@@ -1,6 +1,6 @@
 //! The operations of a Program, made ready by the backend and the transport of its rank.
 
-use counterpoint_schedule::{Op, Program};
+use counterpoint_schedule::{BufferSpec, Op, Program};
 
 use crate::{Backend, CollectiveContext, ExecError, OpPlace, PlanIdentity, Transport};
 
@@ -32,18 +32,19 @@ pub(super) fn collectives<B: Backend, T: Transport<B>>(
     })
 }
 
-/// Makes every operation ready.
+/// Makes every operation ready. The scratch memory that they need beside the Program's buffers is added to `scratch`.
 pub(super) fn prepare<B: Backend, T: Transport<B>>(
     backend: &B,
     transport: &T,
     program: &Program,
     plan: Option<&PlanIdentity>,
+    scratch: &mut Vec<BufferSpec>,
 ) -> Result<Vec<PlacedStep<B, T>>, ExecError> {
     let context = CollectiveContext { buffers: &program.buffers, policy: &program.policy, plan };
     let mut steps = Vec::with_capacity(program.ops.len());
     for (index, op) in program.ops.iter().enumerate() {
         let place = OpPlace { index, label: op.label.as_str().into(), stage: op.stage };
-        let step = |op: &Op| -> Result<Step<B, T>, ExecError> {
+        let mut step = |op: &Op| -> Result<Step<B, T>, ExecError> {
             Ok(match op {
                 Op::GroupCast(cast) => Step::Collective {
                     collective: transport.prepare_cast(&place, cast, &context)?,
@@ -60,7 +61,7 @@ pub(super) fn prepare<B: Backend, T: Transport<B>>(
                 Op::Await { barrier, arrivals } => Step::Await { barrier: barrier.0, arrivals: *arrivals },
                 Op::Signal { signal, value } => Step::Signal { signal: signal.0, value: *value },
                 Op::WaitSignal { signal, value } => Step::WaitSignal { signal: signal.0, value: *value },
-                _ => Step::Compute(backend.prepare(program, index)?),
+                _ => Step::Compute(backend.prepare(program, index, scratch)?),
             })
         };
         let mut push = |step| steps.push(PlacedStep { place: place.clone(), stream: op.stream.0, step });

@@ -1,7 +1,9 @@
 //! Layers of a mixture of experts: which rows of which tokens each rank's experts multiply, and how these travel there and back.
 
+mod known;
 mod routing;
 mod rows;
+mod tables;
 
 use std::fmt;
 use std::sync::Arc;
@@ -10,7 +12,7 @@ use counterpoint_mask::Range;
 use serde::{Deserialize, Serialize};
 
 pub use self::routing::{ExpertCapacity, Routing, RoutingError};
-pub use self::rows::{ExpertRow, ExpertRows, GroupRows};
+pub use self::tables::{ExpertRow, ExpertRows, GroupRows};
 use crate::DType;
 
 /// Which way tokens go in the forward of a layer of experts.

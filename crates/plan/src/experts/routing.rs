@@ -4,6 +4,8 @@ use counterpoint_mask::Range;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
+use super::known::{Known, Travel};
+
 /// Why a routing makes no sense, or does not fit.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
@@ -130,6 +132,8 @@ struct TokenExperts {
 pub struct Routing {
     experts: usize,
     ranks: Vec<TokenExperts>,
+    #[serde(skip)]
+    known: Known,
 }
 
 impl Routing {
@@ -153,7 +157,7 @@ impl Routing {
             Ok(of_rank)
         };
         let ranks = ids.iter().enumerate().map(of_rank).collect::<Result<_, _>>()?;
-        Self { experts, ranks }.checked()
+        Self { experts, ranks, known: Known::default() }.checked()
     }
 
     /// From rows that lie expert after expert, each of one expert, as a permutation of tokens leaves them: `counts[rank][expert]` rows, of
@@ -178,7 +182,7 @@ impl Routing {
             return Err(RoutingError::Experts { experts, ranks: counts.len().min(rows.len()) });
         }
         let ranks = counts.iter().zip(rows).enumerate().map(of_rank).collect::<Result<_, _>>()?;
-        Self { experts, ranks }.checked()
+        Self { experts, ranks, known: Known::default() }.checked()
     }
 
     /// A routing as a router's choices may be: `tokens` tokens of each rank, each with `choices` different experts, at most all. The
@@ -265,22 +269,36 @@ impl Routing {
         expert as usize / (self.experts / self.ranks.len())
     }
 
+    /// A rank's tokens: where the experts of each begin, with the last one's end, and the experts.
+    pub(crate) fn of_rank(&self, rank: usize) -> (&[usize], &[u32]) {
+        let TokenExperts { starts, experts } = &self.ranks[rank];
+        (starts, experts)
+    }
+
+    /// What was found of it.
+    pub(super) fn known(&self) -> &Known {
+        &self.known
+    }
+
+    /// Where its tokens go.
+    pub(super) fn travel(&self) -> &Travel {
+        let tokens = (0..self.ranks()).map(|rank| self.of_rank(rank));
+        self.known.travel(|| Travel::of([self.experts, self.ranks()], tokens))
+    }
+
+    /// The bytes of its fingerprint, which `find` makes.
+    pub(crate) fn fingerprint_bytes(&self, find: impl FnOnce() -> [u8; 32]) -> [u8; 32] {
+        self.known.fingerprint(find)
+    }
+
     /// Rows of every expert: the tokens of all ranks that go to it.
-    pub fn rows(&self) -> Vec<usize> {
-        let mut rows = vec![0; self.experts];
-        for expert in self.ranks.iter().flat_map(|rank| &rank.experts) {
-            rows[*expert as usize] += 1;
-        }
-        rows
+    pub fn rows(&self) -> &[usize] {
+        &self.travel().rows
     }
 
     /// Whether a token has several experts on one rank, which then sums what they give.
     pub fn sums_on_ranks(&self) -> bool {
-        let shares_a_rank = |pair: &[u32]| self.rank_of(pair[0]) == self.rank_of(pair[1]);
-        (0..self.ranks()).any(|rank| {
-            (0..self.tokens(rank))
-                .any(|token| self.experts_of_token(rank, token).windows(2).any(shares_a_rank))
-        })
+        self.travel().sums_on_ranks
     }
 
     /// Whether a layer that was prepared for so much can be called with it.
@@ -333,7 +351,7 @@ impl Routing {
             kept
         });
         let ranks = ranks.collect();
-        (Self { experts: self.experts, ranks }, dropped)
+        (Self { experts: self.experts, ranks, known: Known::default() }, dropped)
     }
 }
 
@@ -432,10 +450,10 @@ mod tests {
     fn random_choices_are_as_popular_as_asked() {
         let drawn = |skew| Routing::random(8, 2, [4, 500], skew, 7).unwrap();
         assert_eq!(drawn(1.0), drawn(1.0));
-        let even = drawn(0.0).rows();
+        let even = drawn(0.0).rows().to_vec();
         assert_eq!(even.iter().sum::<usize>(), 4 * 500 * 2);
         assert!(even.iter().all(|rows| (400..600).contains(rows)), "{even:?}");
-        let mut skewed = drawn(2.0).rows();
+        let mut skewed = drawn(2.0).rows().to_vec();
         skewed.sort_unstable();
         assert!(skewed[7] > 4 * skewed[3] && skewed[7] <= 2000, "{skewed:?}");
         // All experts of a token, where it chooses as many as there are.
@@ -460,7 +478,7 @@ mod tests {
         let less = ExpertCapacity { rows_of_rank: Some(6), ..tight };
         assert!(refused(less).starts_with("the experts of rank 0 are given 7 rows, and its capacity is 6"));
         let (within, dropped) = routing.within(3);
-        assert_eq!((within.rows(), dropped), (vec![3, 2, 1, 1], 2));
+        assert_eq!((within.rows(), dropped), (&[3, 2, 1, 1][..], 2));
         assert_eq!(within.experts_of_token(1, 0), [3]);
         assert_eq!(within.experts_of_token(1, 1), [1]);
         within.check(&ExpertCapacity { rows_of_expert: Some(3), ..tight }).unwrap();

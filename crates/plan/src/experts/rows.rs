@@ -1,149 +1,92 @@
 //! Where tokens lie on their way to a rank's experts and back, and which rows of experts they become.
 
+use std::sync::Arc;
+
 use counterpoint_mask::Range;
 
 use super::ExpertPlan;
+use super::known::{has_rank, ranks_of};
+use super::tables::{ExpertRow, ExpertRows, GroupRows};
 use crate::{GroupPart, OwnedSplit, RemoteSplit};
 
-/// A token's row of an expert.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ExpertRow {
-    /// Its row among the tokens that it came with.
-    pub token: usize,
-    /// Its row among those of the rank's experts.
-    pub row: usize,
-    /// Whether no expert of this rank before has it.
-    pub is_first: bool,
-}
-
-/// Tokens of a group on a rank that has experts of them.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct GroupRows {
-    /// Rows of the other ranks' tokens: those that have an expert here, rank after rank.
-    pub arriving: usize,
-    /// Of each of the rank's experts, the rows of those: ascending.
-    pub arrived: Vec<Vec<ExpertRow>>,
-    /// The rank's part in bringing them: it owns its tokens, all groups', and the other side is a tensor of `arriving` rows.
-    pub cast: GroupPart,
-    /// Rows of all ranks' tokens, its own included.
-    pub leaving: usize,
-    /// Of each of the rank's experts, the rows of those: ascending.
-    pub left: Vec<Vec<ExpertRow>>,
-    /// The rank's part in taking them home: it owns its tokens, all groups', and the other side is a tensor of `leaving` rows.
-    pub reduce: GroupPart,
-}
-
-/// The rows of a rank's experts.
-#[derive(Clone, Debug, PartialEq)]
-pub struct ExpertRows {
-    /// Rows of each expert; they follow each other.
-    pub experts: Vec<Range>,
-    /// Of each expert, the rows of the rank's own tokens, which need no way: ascending. A token's row is its number.
-    pub own: Vec<Vec<ExpertRow>>,
-    /// What travels, group by group.
-    pub groups: Vec<GroupRows>,
-}
-
-/// Tokens that follow each other and go to the same ranks.
-struct Stretch {
-    tokens: Range,
-    ranks: Vec<u32>,
-}
-
 impl ExpertPlan {
-    /// The rows of a rank's experts.
-    pub fn rows_of(&self, rank: usize) -> ExpertRows {
-        let routing = self.routing();
-        let here = routing.experts_of(rank);
-        let experts = here.len();
-        let mut next = self.first_rows(rank);
-        let mut rows = ExpertRows {
-            experts: Vec::with_capacity(experts),
-            own: vec![Vec::new(); experts],
-            groups: vec![
-                GroupRows {
-                    arrived: vec![Vec::new(); experts],
-                    left: vec![Vec::new(); experts],
-                    ..GroupRows::default()
-                };
-                self.groups()
-            ],
-        };
-        for expert in 0..experts {
-            rows.experts.push(Range::new(next[0][expert], next[self.ranks()][expert]));
-        }
-        for source in 0..self.ranks() {
-            for (group, rows_of_group) in rows.groups.iter_mut().enumerate() {
-                for token in self.group_tokens(source, group).start..self.group_tokens(source, group).end {
-                    let of_token = routing.experts_of_token(source, token);
-                    let of_token = of_token.iter().filter(|expert| here.contains(**expert as usize));
-                    let mut is_first = true;
-                    for &expert in of_token {
-                        let expert = expert as usize - here.start;
-                        let row = next[source][expert];
-                        next[source][expert] += 1;
-                        let at = |token| ExpertRow { token, row, is_first };
-                        rows_of_group.left[expert].push(at(rows_of_group.leaving));
-                        match source == rank {
-                            true => rows.own[expert].push(at(token)),
-                            false => rows_of_group.arrived[expert].push(at(rows_of_group.arriving)),
-                        }
-                        is_first = false;
-                    }
-                    if !is_first {
-                        rows_of_group.leaving += 1;
-                        rows_of_group.arriving += usize::from(source != rank);
-                    }
-                }
-            }
-        }
-        for (group, of_group) in rows.groups.iter_mut().enumerate() {
-            (of_group.cast, of_group.reduce) = self.parts(rank, group);
-        }
-        rows
+    /// The rows of a rank's experts. The routing keeps them: all passes in the same groups have the same.
+    pub fn rows_of(&self, rank: usize) -> Arc<ExpertRows> {
+        let groups = self.cut();
+        let key = (rank, groups.count, groups.growth);
+        self.routing().known().tables(key, || self.find_rows(rank))
     }
 
-    /// The first row of every rank's tokens in each expert of `rank`, and behind the last rank's the end.
-    fn first_rows(&self, rank: usize) -> Vec<Vec<usize>> {
-        let (routing, ranks) = (self.routing(), self.ranks());
+    /// A counting sort of all tokens by the rank's experts.
+    fn find_rows(&self, rank: usize) -> ExpertRows {
+        let routing = self.routing();
         let here = routing.experts_of(rank);
-        let mut counts = vec![vec![0; here.len()]; ranks];
-        for (source, counts) in counts.iter_mut().enumerate() {
-            for token in 0..routing.tokens(source) {
-                for &expert in routing.experts_of_token(source, token) {
-                    if here.contains(expert as usize) {
-                        counts[expert as usize - here.start] += 1;
-                    }
+        let mut end = 0;
+        let place = |rows: &usize| {
+            end += rows;
+            Range::new(end - rows, end)
+        };
+        let experts: Vec<Range> = routing.travel().rows[here.start..here.end].iter().map(place).collect();
+        let mut rows = vec![ExpertRow::default(); end];
+        let mut groups = vec![GroupRows::default(); self.groups()];
+        // Tokens of lower ranks come first, so each expert is filled from its first row on.
+        let mut next: Vec<usize> = experts.iter().map(|rows| rows.start).collect();
+        let mut found = Vec::new();
+        for source in 0..self.ranks() {
+            let count = tokens_here(&mut found, routing.of_rank(source), here);
+            let (mut coming, is_own) = (&found[..count], source == rank);
+            for (group, of_group) in groups.iter_mut().enumerate() {
+                let end = self.group_tokens(source, group).end as u32;
+                let (now, later) = coming.split_at(coming.partition_point(|(token, _)| *token < end));
+                coming = later;
+                let mut last = None;
+                for &(token, expert) in now {
+                    let is_first = last != Some(token);
+                    last = Some(token);
+                    of_group.leaving += usize::from(is_first);
+                    of_group.arriving += usize::from(is_first && !is_own);
+                    let row = &mut next[expert as usize];
+                    rows[*row] = ExpertRow {
+                        token: if is_own { token } else { of_group.arriving as u32 - 1 },
+                        leaving: of_group.leaving as u32 - 1,
+                        group: group as u32,
+                        is_own,
+                        is_first,
+                    };
+                    *row += 1;
                 }
             }
         }
-        let mut first = vec![vec![0; here.len()]; ranks + 1];
-        let mut row = 0;
-        for expert in 0..here.len() {
-            for source in 0..ranks {
-                first[source][expert] = row;
-                row += counts[source][expert];
-            }
-            first[ranks][expert] = row;
+        for (group, of_group) in groups.iter_mut().enumerate() {
+            let (cast, reduce) = self.parts(rank, group, of_group);
+            (of_group.cast, of_group.reduce) = (Arc::new(cast), Arc::new(reduce));
         }
-        first
+        ExpertRows { experts, rows, groups }
     }
 
     /// A rank's parts in the way of a group's tokens to the experts of others, and in the way home of all.
-    fn parts(&self, rank: usize, group: usize) -> (GroupPart, GroupPart) {
+    fn parts(&self, rank: usize, group: usize, of_group: &GroupRows) -> (GroupPart, GroupPart) {
+        let travel = self.routing().travel();
         let (mut cast, mut reduce) = (GroupPart::default(), GroupPart::default());
-        for Stretch { tokens, ranks } in self.stretches(rank, group) {
-            let others: Vec<u32> = ranks.iter().copied().filter(|other| *other as usize != rank).collect();
-            if !others.is_empty() {
-                cast.owned.push(OwnedSplit { rows: tokens, ranks: others });
+        let tokens = self.group_tokens(rank, group);
+        travel.stretches(rank, tokens.start..tokens.end, |tokens, set| {
+            let (rows, ranks) = (Range::new(tokens.start, tokens.end), ranks_of(set));
+            if ranks.len() > usize::from(has_rank(set, rank)) {
+                let others = ranks.iter().copied().filter(|other| *other as usize != rank);
+                cast.owned.push(OwnedSplit { rows, ranks: others.collect() });
             }
-            reduce.owned.push(OwnedSplit { rows: tokens, ranks });
-        }
+            if !ranks.is_empty() {
+                reduce.owned.push(OwnedSplit { rows, ranks });
+            }
+        });
+        cast.remote.reserve(of_group.arriving);
+        reduce.remote.reserve(of_group.leaving);
         let (mut arriving, mut leaving) = (0, 0);
         for source in 0..self.ranks() {
-            for Stretch { tokens, ranks } in self.stretches(source, group) {
-                if !ranks.contains(&(rank as u32)) {
-                    continue;
+            let tokens = self.group_tokens(source, group);
+            travel.stretches(source, tokens.start..tokens.end, |tokens, set| {
+                if !has_rank(set, rank) {
+                    return;
                 }
                 let split = |end: &mut usize| {
                     *end += tokens.len();
@@ -153,29 +96,26 @@ impl ExpertPlan {
                     cast.remote.push(split(&mut arriving));
                 }
                 reduce.remote.push(split(&mut leaving));
-            }
+            });
         }
         (cast, reduce)
     }
+}
 
-    /// A rank's tokens of a group that have experts.
-    fn stretches(&self, rank: usize, group: usize) -> Vec<Stretch> {
-        let mut all: Vec<Stretch> = Vec::new();
-        let tokens = self.group_tokens(rank, group);
-        for token in tokens.start..tokens.end {
-            let of_token = self.routing().experts_of_token(rank, token).iter();
-            let mut ranks: Vec<u32> = of_token.map(|expert| self.routing().rank_of(*expert) as u32).collect();
-            ranks.dedup();
-            if ranks.is_empty() {
-                continue;
-            }
-            match all.last_mut().filter(|last| last.tokens.end == token && last.ranks == ranks) {
-                Some(last) => last.tokens.end += 1,
-                None => all.push(Stretch { tokens: Range::new(token, token + 1), ranks }),
-            }
+/// Lists the tokens of a rank that have experts among `here`, once for each of them, with its number among these. How many there are.
+fn tokens_here(found: &mut Vec<(u32, u32)>, (starts, experts): (&[usize], &[u32]), here: Range) -> usize {
+    let (first, each) = (here.start as u32, here.len() as u32);
+    // Each is written, and the place is kept where it belongs there: what a branch predicts badly.
+    found.resize(experts.len() + 1, (0, 0));
+    let mut count = 0;
+    for (token, ends) in (0..).zip(starts.windows(2)) {
+        for expert in &experts[ends[0]..ends[1]] {
+            let expert = expert.wrapping_sub(first);
+            found[count] = (token, expert);
+            count += usize::from(expert < each);
         }
-        all
     }
+    count
 }
 
 #[cfg(test)]
@@ -232,7 +172,7 @@ mod tests {
             let growth = [100, 30, 170][random(&mut seed) % 3];
             let groups = ExpertGroups { count: 1 + random(&mut seed) % 4, growth };
             let plan = plan(experts, choices, &ids, groups);
-            let all: Vec<ExpertRows> = (0..ranks).map(|rank| plan.rows_of(rank)).collect();
+            let all: Vec<Arc<ExpertRows>> = (0..ranks).map(|rank| plan.rows_of(rank)).collect();
             for (rank, rows) in all.iter().enumerate() {
                 check_rank(&plan, rank, rows, first);
                 for (group, of_group) in rows.groups.iter().enumerate() {
@@ -256,6 +196,25 @@ mod tests {
         }
     }
 
+    /// All layers that are given a routing have its tables, but for those of groups that came long ago.
+    #[test]
+    fn a_routing_keeps_the_tables_of_its_rows() {
+        let ids = [vec![0, 1, 2, 3], vec![1, 3]];
+        let whole = plan(4, 2, &ids, ExpertGroups::default());
+        let spec = ExpertSpec { kind: ExpertKind::Combine, ..whole.spec };
+        let in_groups = |count| ExpertPlan::new(spec, whole.routing().clone(), ExpertGroups::even(count));
+        let first = whole.rows_of(1);
+        assert!(Arc::ptr_eq(&first, &in_groups(1).rows_of(1)));
+        assert!(!Arc::ptr_eq(&first, &whole.rows_of(0)));
+        (2..5).for_each(|count| drop(in_groups(count).rows_of(1)));
+        assert!(Arc::ptr_eq(&first, &whole.rows_of(1)));
+        drop(in_groups(5).rows_of(1));
+        let again = whole.rows_of(1);
+        assert!(!Arc::ptr_eq(&first, &again) && first == again);
+        let copy = Routing::clone(whole.routing());
+        assert_eq!((&copy, copy.fingerprint()), (&**whole.routing(), whole.routing().fingerprint()));
+    }
+
     fn check_rank(plan: &ExpertPlan, rank: usize, rows: &ExpertRows, seed: u64) {
         let routing = plan.routing();
         // Of each row of the rank's experts, by the definition: which rank's which token it is.
@@ -274,9 +233,6 @@ mod tests {
         let place = |found: &mut Vec<Option<(usize, usize, usize)>>, row: usize, what| {
             assert_eq!(found[row].replace(what), None, "seed {seed}");
         };
-        for (expert, own) in rows.own.iter().enumerate() {
-            own.iter().for_each(|row| place(&mut found, row.row, (expert + first_expert, rank, row.token)));
-        }
         for (group, of_group) in rows.groups.iter().enumerate() {
             // Tokens as they come: those of each rank that have an expert here.
             let coming = |with_own: bool| {
@@ -294,15 +250,20 @@ mod tests {
             let (others, all) = (coming(false), coming(true));
             assert_eq!((of_group.arriving, of_group.leaving), (others.len(), all.len()), "seed {seed}");
             let mut seen = vec![false; all.len()];
-            for expert in 0..rows.experts.len() {
-                for row in &of_group.arrived[expert] {
-                    let (source, token) = others[row.token];
-                    place(&mut found, row.row, (expert + first_expert, source, token));
-                }
-                for row in &of_group.left[expert] {
-                    let (source, token) = all[row.token];
-                    place(&mut of_leaving, row.row, (expert + first_expert, source, token));
-                    assert_eq!(row.is_first, !std::mem::replace(&mut seen[row.token], true), "seed {seed}");
+            for (expert, range) in rows.experts.iter().enumerate() {
+                for (at, row) in (range.start..).zip(rows.of_expert(expert)) {
+                    if row.group as usize != group {
+                        continue;
+                    }
+                    let (source, token) = match row.is_own {
+                        true => (rank, row.token as usize),
+                        false => others[row.token as usize],
+                    };
+                    place(&mut found, at, (expert + first_expert, source, token));
+                    let (source, token) = all[row.leaving as usize];
+                    place(&mut of_leaving, at, (expert + first_expert, source, token));
+                    let before = std::mem::replace(&mut seen[row.leaving as usize], true);
+                    assert_eq!(row.is_first, !before, "seed {seed}");
                 }
             }
         }

@@ -1,15 +1,13 @@
 //! What experts give on its way home, group by group, while other groups are multiplied.
 
-use std::sync::Arc;
-
 use counterpoint_mask::Range;
 
-use super::{COMBINE, Lowering, expert_blocks, ranges};
+use super::{COMBINE, Lowering, add_block, add_row};
 use crate::builder::Mark;
 use crate::linear::leaves_workers;
 use crate::{
-    Accumulate, BarrierId, BufferId, BufferRole, Gemm, GemmLayout, GroupReduce, Op, ReduceOp, SignalId,
-    StartOrder, StreamId, StreamKind, WaveGemm,
+    Accumulate, BarrierId, BufferId, BufferRole, Gemm, GemmLayout, GroupReduce, Op, ReduceOp, RowBlock,
+    SignalId, StartOrder, StreamId, StreamKind, WaveGemm,
 };
 
 /// Sums of what the experts of all ranks give of this rank's tokens, on their way.
@@ -56,11 +54,11 @@ impl LeavingTokens {
         if lowering.p.policy().start == StartOrder::Signals && groups > 1 {
             return self.multiply_in_waves(lowering, (layout, label), weight, rows);
         }
-        for group in 0..groups {
+        for (group, given) in given_by_groups(lowering, rows).into_iter().enumerate() {
             if group > 0 {
                 self.after_start(lowering, group);
             }
-            let (gemms, reduce) = self.group(lowering, group, (layout, weight), rows);
+            let (gemms, reduce) = self.group(lowering, group, (layout, weight), given);
             self.mark(lowering);
             lowering.multiply(Some(group), label, gemms);
             self.send(lowering);
@@ -80,8 +78,8 @@ impl LeavingTokens {
         rows: BufferId,
     ) {
         let (mut products, mut reduces) = (Vec::new(), Vec::new());
-        for group in 0..lowering.plan.groups() {
-            let (gemms, reduce) = self.group(lowering, group, (layout, weight), rows);
+        for (group, given) in given_by_groups(lowering, rows).into_iter().enumerate() {
+            let (gemms, reduce) = self.group(lowering, group, (layout, weight), given);
             products.extend(gemms);
             reduces.push((products.len() as u64, reduce));
         }
@@ -106,27 +104,22 @@ impl LeavingTokens {
         lowering: &mut Lowering<'_>,
         group: usize,
         (layout, weight): (GemmLayout, BufferId),
-        rows: BufferId,
+        given: Vec<Given>,
     ) -> (Vec<Gemm>, GroupReduce) {
-        let (plan, experts) = (lowering.plan, lowering.experts());
+        let plan = lowering.plan;
         let (dtype, partial) = (plan.spec.dtype, plan.partial_dtype());
         let (leaving, part) = {
             let of_group = &lowering.rows.groups[group];
-            (of_group.leaving, Arc::new(of_group.reduce.clone()))
+            (of_group.leaving, of_group.reduce.clone())
         };
         let name = format!("{}_partial_{group}", self.name);
         let out = lowering.p.buffer(&name, partial, &[leaving, self.columns], BufferRole::Scratch);
-        let mut gemms = Vec::new();
-        for expert in 0..experts {
-            let of_expert = &lowering.rows.groups[group].left[expert];
-            for (is_first, accumulate) in [(true, Accumulate::Start), (false, Accumulate::Continue)] {
-                let some: Vec<_> = of_expert.iter().filter(|row| row.is_first == is_first).copied().collect();
-                if !some.is_empty() {
-                    let (a, to) = (expert_blocks(rows, &some), ranges(some.iter().map(|row| row.token)));
-                    gemms.push(lowering.product(layout, a, (expert, weight), (out, to), accumulate));
-                }
-            }
-        }
+        let product = |(number, (a, to)): (usize, Given)| {
+            let accumulate = if number % 2 == 0 { Accumulate::Start } else { Accumulate::Continue };
+            let weight = (number / 2, weight);
+            (!a.is_empty()).then(|| lowering.product(layout, a, weight, (out, to), accumulate))
+        };
+        let gemms = given.into_iter().enumerate().filter_map(product).collect();
         let reduce = GroupReduce {
             part,
             tensors: vec![(out, self.sums)],
@@ -174,4 +167,21 @@ impl LeavingTokens {
             lowering.p.after(lowering.compute, None, "wait for the last sums", last);
         }
     }
+}
+
+/// Rows of an expert, and the rows of the tokens that they give to.
+type Given = (Vec<RowBlock>, Vec<Range>);
+
+/// Of every group what each expert, whose rows are those of a buffer, gives: first to tokens of which no expert before it has, then to others.
+fn given_by_groups(lowering: &Lowering<'_>, buffer: BufferId) -> Vec<Vec<Given>> {
+    let mut given = vec![vec![Given::default(); 2 * lowering.experts()]; lowering.plan.groups()];
+    for expert in 0..lowering.experts() {
+        let range = lowering.rows.experts[expert];
+        for (at, row) in (range.start..).zip(lowering.rows.of_expert(expert)) {
+            let (rows, to) = &mut given[row.group as usize][2 * expert + usize::from(!row.is_first)];
+            add_block(rows, buffer, at);
+            add_row(to, row.leaving as usize);
+        }
+    }
+    given
 }

@@ -9,8 +9,10 @@ mod from_experts;
 mod layer;
 mod to_experts;
 
+use std::sync::Arc;
+
 use counterpoint_mask::Range;
-use counterpoint_plan::{ExpertPlan, ExpertRow, ExpertRows};
+use counterpoint_plan::{ExpertPlan, ExpertRows};
 
 pub use self::layer::{lower_expert_backward, lower_expert_forward};
 use crate::builder::ProgramBuilder;
@@ -30,7 +32,7 @@ struct Lowering<'a> {
     plan: &'a ExpertPlan,
     rank: usize,
     compute: StreamId,
-    rows: ExpertRows,
+    rows: Arc<ExpertRows>,
 }
 
 impl<'a> Lowering<'a> {
@@ -85,26 +87,20 @@ impl<'a> Lowering<'a> {
     }
 }
 
-/// Ascending rows as the ranges that they form.
-fn ranges(rows: impl Iterator<Item = usize>) -> Vec<Range> {
-    let mut ranges: Vec<Range> = Vec::new();
-    for row in rows {
-        match ranges.last_mut().filter(|last| last.end == row) {
-            Some(last) => last.end += 1,
-            None => ranges.push(Range::new(row, row + 1)),
-        }
+/// Adds a row to ranges of rows, in which it comes last.
+#[inline]
+fn add_row(ranges: &mut Vec<Range>, row: usize) {
+    match ranges.last_mut().filter(|last| last.end == row) {
+        Some(last) => last.end += 1,
+        None => ranges.push(Range::new(row, row + 1)),
     }
-    ranges
 }
 
-/// The tokens of some rows, in a buffer of them.
-fn token_blocks(buffer: BufferId, rows: &[ExpertRow]) -> Vec<RowBlock> {
-    let ranges = ranges(rows.iter().map(|row| row.token));
-    ranges.into_iter().map(|rows| RowBlock { buffer, rows }).collect()
-}
-
-/// The rows of experts, in a buffer of all of the rank.
-fn expert_blocks(buffer: BufferId, rows: &[ExpertRow]) -> Vec<RowBlock> {
-    let ranges = ranges(rows.iter().map(|row| row.row));
-    ranges.into_iter().map(|rows| RowBlock { buffer, rows }).collect()
+/// Adds a row of a buffer to blocks of them, in which it comes last.
+#[inline]
+fn add_block(blocks: &mut Vec<RowBlock>, buffer: BufferId, row: usize) {
+    match blocks.last_mut().filter(|last| last.buffer == buffer && last.rows.end == row) {
+        Some(last) => last.rows.end += 1,
+        None => blocks.push(RowBlock { buffer, rows: Range::new(row, row + 1) }),
+    }
 }

@@ -1,11 +1,8 @@
 //! Tokens on their way to a rank's experts, group by group, and the products of those that are there.
 
-use std::sync::Arc;
-
 use counterpoint_mask::Range;
-use counterpoint_plan::ExpertRow;
 
-use super::{DISPATCH, Lowering, ranges, token_blocks};
+use super::{DISPATCH, Lowering, add_block, add_row};
 use crate::builder::Mark;
 use crate::{
     Accumulate, BarrierId, BufferId, BufferRole, GemmLayout, GroupCast, Op, RowBlock, StartOrder, StreamId,
@@ -36,7 +33,7 @@ impl ArrivingTokens {
         let (group, dtype) = (self.groups.len(), lowering.plan.spec.dtype);
         let (arriving, part) = {
             let of_group = &lowering.rows.groups[group];
-            (of_group.arriving, Arc::new(of_group.cast.clone()))
+            (of_group.arriving, of_group.cast.clone())
         };
         let (name, p) = (format!("{}_{group}", self.name), &mut lowering.p);
         let buffer = p.buffer(&name, dtype, &[arriving, self.columns], BufferRole::Scratch);
@@ -88,7 +85,18 @@ impl ArrivingTokens {
             let products = (0..lowering.experts()).filter_map(of_expert).collect();
             return lowering.multiply(Some(0), label, products);
         }
-        for stage in 0..=groups {
+        // Of every stage and expert what is multiplied; buffers of groups come with their stages.
+        let mut stages: Vec<Vec<Wanted>> = (0..=groups).map(|_| Self::of_experts(lowering)).collect();
+        for expert in 0..lowering.experts() {
+            let range = lowering.rows.experts[expert];
+            for (at, row) in (range.start..).zip(lowering.rows.of_expert(expert)) {
+                let stage = if row.is_own { 0 } else { row.group as usize + 1 };
+                let (tokens, places) = &mut stages[stage][expert];
+                add_row(tokens, row.token as usize);
+                add_row(places, at);
+            }
+        }
+        for (stage, of_stage) in stages.into_iter().enumerate() {
             if stage < groups {
                 self.send(lowering);
             }
@@ -105,38 +113,32 @@ impl ArrivingTokens {
                     stage as u64 + 1,
                 );
             }
-            let of_expert = |expert: usize| {
-                let (buffer, rows) = match stage.checked_sub(1) {
-                    None => (self.own, &lowering.rows.own[expert]),
-                    Some(group) => (self.groups[group].0, &lowering.rows.groups[group].arrived[expert]),
-                };
-                let places = ranges(rows.iter().map(|row| row.row));
-                product(lowering, expert, token_blocks(buffer, rows), places)
+            let buffer = stage.checked_sub(1).map_or(self.own, |group| self.groups[group].0);
+            let of_expert = |(expert, (tokens, places)): (usize, Wanted)| {
+                let blocks = tokens.into_iter().map(|rows| RowBlock { buffer, rows }).collect();
+                product(lowering, expert, blocks, places)
             };
-            let products = (0..lowering.experts()).filter_map(of_expert).collect();
+            let products = of_stage.into_iter().enumerate().filter_map(of_expert).collect();
             lowering.multiply(Some(stage), label, products);
         }
     }
 
+    /// For every expert no rows yet.
+    fn of_experts(lowering: &Lowering<'_>) -> Vec<Wanted> {
+        vec![(Vec::new(), Vec::new()); lowering.experts()]
+    }
+
     /// The tokens of an expert in the order of its rows, wherever they are.
     pub(super) fn blocks(&self, lowering: &Lowering<'_>, expert: usize) -> Vec<RowBlock> {
-        let rows = &lowering.rows;
-        let mut all: Vec<(usize, BufferId, usize)> = Vec::with_capacity(rows.experts[expert].len());
-        let mut add = |buffer: BufferId, rows: &[ExpertRow]| {
-            all.extend(rows.iter().map(|row| (row.row, buffer, row.token)));
-        };
-        add(self.own, &rows.own[expert]);
-        for (&(buffer, _), of_group) in self.groups.iter().zip(&rows.groups) {
-            add(buffer, &of_group.arrived[expert]);
-        }
-        all.sort_unstable_by_key(|(row, ..)| *row);
-        let mut blocks: Vec<RowBlock> = Vec::new();
-        for (_, buffer, token) in all {
-            match blocks.last_mut().filter(|last| last.buffer == buffer && last.rows.end == token) {
-                Some(last) => last.rows.end += 1,
-                None => blocks.push(RowBlock { buffer, rows: Range::new(token, token + 1) }),
-            }
+        let rows = lowering.rows.of_expert(expert);
+        let mut blocks = Vec::with_capacity(rows.len());
+        for row in rows {
+            let buffer = if row.is_own { self.own } else { self.groups[row.group as usize].0 };
+            add_block(&mut blocks, buffer, row.token as usize);
         }
         blocks
     }
 }
+
+/// Rows of tokens in a buffer of them, and the rows of the expert that they become.
+type Wanted = (Vec<Range>, Vec<Range>);

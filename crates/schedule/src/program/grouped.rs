@@ -81,11 +81,12 @@ impl GroupedLaunch {
         }
         let mut problems: Vec<GroupedProblem> = Vec::new();
         for (product, gemm) in numbers.clone().zip(products) {
-            let rows = pieces(product, gemm);
-            let same = |problem: &&mut GroupedProblem| products[problem.product - first].b == gemm.b;
-            match problems.last_mut().filter(same) {
-                Some(problem) => problem.rows.extend(rows),
-                None => problems.push(GroupedProblem { product, rows }),
+            let same = problems.last().is_some_and(|problem| products[problem.product - first].b == gemm.b);
+            if !same {
+                problems.push(GroupedProblem { product, rows: Vec::new() });
+            }
+            if let Some(problem) = problems.last_mut() {
+                add_pieces(product, gemm, &mut problem.rows);
             }
         }
         let count: usize = problems.iter().map(GroupedProblem::count).sum();
@@ -99,7 +100,7 @@ impl GroupedLaunch {
         };
         if results != GroupedResults::InPlace {
             // The fewer ranges where they lie, the better.
-            problems.iter_mut().for_each(|problem| problem.rows.sort_by_key(|rows| rows.source));
+            problems.iter_mut().for_each(GroupedProblem::sort);
         }
         // Loads by boxes of 64 rows and fewer take 1.7 to 21 times as long as a copy and loads of whole tiles.
         let source = products[0].a.first().map(|block| block.buffer);
@@ -124,6 +125,42 @@ impl GroupedLaunch {
 }
 
 impl GroupedProblem {
+    /// Puts its rows in the order in which they lie.
+    fn sort(&mut self) {
+        if self.rows.is_sorted_by_key(|rows| rows.source) {
+            return;
+        }
+        if let Some(sorted) = self.by_places() {
+            self.rows = sorted;
+        } else {
+            self.rows.sort_by_key(|rows| rows.source);
+        }
+    }
+
+    /// Its rows in order, where every row of a buffer has a place of its own: an expert's rows lie together, each in one product or another.
+    fn by_places(&self) -> Option<Vec<GroupedRows>> {
+        let (buffer, mut first) = self.rows.first()?.source;
+        let mut last = first;
+        for rows in &self.rows {
+            if rows.source.0 != buffer {
+                return None;
+            }
+            (first, last) = (first.min(rows.source.1), last.max(rows.source.1));
+        }
+        if last - first >= 4 * self.rows.len() {
+            return None;
+        }
+        let mut places = vec![0u32; last - first + 1];
+        for (number, rows) in (1..).zip(&self.rows) {
+            if std::mem::replace(&mut places[rows.source.1 - first], number) != 0 {
+                return None;
+            }
+        }
+        let mut sorted = Vec::with_capacity(self.rows.len());
+        sorted.extend(places.iter().filter(|place| **place > 0).map(|place| self.rows[*place as usize - 1]));
+        Some(sorted)
+    }
+
     /// Its rows.
     pub fn count(&self) -> usize {
         self.rows.iter().map(|rows| rows.count).sum()
@@ -142,15 +179,15 @@ impl GroupedRows {
     }
 }
 
-/// The rows of a product, cut wherever they or their results end.
-fn pieces(product: usize, gemm: &Gemm) -> Vec<GroupedRows> {
-    let mut rows = Vec::new();
+/// Adds the rows of a product, cut wherever they or their results end.
+fn add_pieces(product: usize, gemm: &Gemm, rows: &mut Vec<GroupedRows>) {
+    rows.reserve(gemm.a.len().max(gemm.out_rows.len()));
     let mut results = gemm.out_rows.iter().copied();
     let mut to = results.next();
     for block in &gemm.a {
         let mut at = block.rows.start;
         while at < block.rows.end {
-            let Some(out) = &mut to else { return rows };
+            let Some(out) = &mut to else { return };
             let count = (block.rows.end - at).min(out.len());
             rows.push(GroupedRows { source: (block.buffer, at), to: out.start, count, product });
             (at, out.start) = (at + count, out.start + count);
@@ -159,7 +196,6 @@ fn pieces(product: usize, gemm: &Gemm) -> Vec<GroupedRows> {
             }
         }
     }
-    rows
 }
 
 #[cfg(test)]
@@ -232,6 +268,25 @@ mod tests {
         assert_eq!(rows(0), [(0, 0, 2, 0), (2, 5, 2, 0)]);
         assert_eq!(rows(1), [(4, 2, 1, 1), (5, 0, 1, 2), (6, 6, 1, 2), (7, 4, 1, 1)]);
         assert_eq!(launch.halves(), 2);
+    }
+
+    /// Rows that are far apart, come twice or from two buffers are sorted too.
+    #[test]
+    fn rows_are_taken_in_the_order_in_which_they_lie() {
+        let sources = |first: &[(usize, usize, usize)], second: &[(usize, usize, usize)]| -> Vec<_> {
+            let ends = |blocks: &[(usize, usize, usize)]| -> usize { blocks.iter().map(|b| b.2 - b.1).sum() };
+            let products = [
+                gemm(0, first, &[(0, ends(first))], Accumulate::Start),
+                gemm(0, second, &[(0, ends(second))], Accumulate::Continue),
+            ];
+            let launch = &GroupedLaunch::of(&products)[0];
+            let rows = launch.problems[0].rows.iter();
+            rows.map(|rows| (rows.source.0.0, rows.source.1, rows.count)).collect()
+        };
+        assert_eq!(sources(&[(0, 3, 4), (0, 5, 9)], &[(0, 4, 5)]), [(0, 3, 1), (0, 4, 1), (0, 5, 4)]);
+        assert_eq!(sources(&[(0, 300, 301)], &[(0, 4, 5)]), [(0, 4, 1), (0, 300, 1)]);
+        assert_eq!(sources(&[(0, 5, 6), (0, 4, 5)], &[(0, 5, 6)]), [(0, 4, 1), (0, 5, 1), (0, 5, 1)]);
+        assert_eq!(sources(&[(1, 5, 6)], &[(0, 6, 7)]), [(0, 6, 1), (1, 5, 1)]);
     }
 
     #[test]

@@ -194,7 +194,7 @@ impl Gemm {
 fn once_each(buffers: impl Iterator<Item = BufferId>) -> Vec<BufferId> {
     let mut out = Vec::new();
     for buffer in buffers {
-        if !out.contains(&buffer) {
+        if out.last() != Some(&buffer) && !out.contains(&buffer) {
             out.push(buffer);
         }
     }

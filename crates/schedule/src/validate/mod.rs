@@ -25,8 +25,7 @@ impl Program {
         let memory = self.memory()?;
         self.check_fused(&clocks)?;
         // By piece of memory: who uses it, whether to write, and as which buffer.
-        let mut users: Vec<Vec<(Step, bool, usize)>> =
-            vec![Vec::new(); self.buffers.len() + self.slots.len()];
+        let mut users: Vec<Vec<User>> = vec![Vec::new(); self.buffers.len() + self.slots.len()];
         for (index, op) in self.ops.iter().enumerate() {
             for (part, buffers, write) in op.op.uses() {
                 for BufferId(buffer) in buffers {
@@ -37,7 +36,7 @@ impl Program {
                         let (op, label, buffer) = (index, op.label.clone(), spec.name.clone());
                         return Err(ProgramError::WritesInput { op, label, buffer });
                     }
-                    users[memory[buffer]].push((Step { op: index, part }, write, buffer));
+                    add_user(&mut users[memory[buffer]], (Step { op: index, part }, write, buffer));
                 }
             }
             for buffer in op.op.arriving().into_iter().flat_map(|keys| [keys.k.0, keys.v.0]) {
@@ -157,7 +156,7 @@ impl Program {
 
     /// Whether each reader of a piece of memory finds there what was last written as its own buffer. `users` are ordered where
     /// one of two writes, and an operation's reads come before its writes.
-    fn check_turns(&self, users: &[(Step, bool, usize)]) -> Result<(), ProgramError> {
+    fn check_turns(&self, users: &[User]) -> Result<(), ProgramError> {
         let mut held: Option<usize> = None;
         for &(Step { op, .. }, write, buffer) in users {
             match held {
@@ -177,6 +176,20 @@ impl Program {
 
     fn unknown(&self, op: usize, what: &'static str) -> ProgramError {
         ProgramError::Unknown { op, label: self.ops[op].label.clone(), what }
+    }
+}
+
+/// Who uses a piece of memory, whether to write, and as which buffer.
+type User = (Step, bool, usize);
+
+/// Adds a user. Parts of an operation that use a buffer one after the other, hundreds of experts' products say, are as its last one: who
+/// comes behind that comes behind all, and they follow each other.
+fn add_user(users: &mut Vec<User>, (step, write, buffer): User) {
+    let same = |user: &&mut User| user.0.op == step.op && user.2 == buffer;
+    let mut of_operation = users.iter_mut().rev().take(2).take_while(same);
+    match of_operation.find(|user| user.1 == write) {
+        Some(user) => user.0 = user.0.max(step),
+        None => users.push((step, write, buffer)),
     }
 }
 
