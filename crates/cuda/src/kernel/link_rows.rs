@@ -3,6 +3,7 @@
 use counterpoint_schedule::Accumulate;
 
 use super::link_barrier::{LINK_TENSORS, LinkCall};
+use super::operand_rows::OperandRows;
 use super::row_merge::{self, RowMergeSpec};
 use super::row_reduce::{self, ReduceTypes, RowReduceSpec};
 use super::{MatrixUnit, RowMove, Specialisation};
@@ -156,7 +157,8 @@ impl LinkSum {
         let mut lists = LinkRowLists { at: [LinkRowList::default(); LINK_TENSORS] };
         let mut most = 0;
         for (list, spec) in lists.at.iter_mut().zip(tensors) {
-            let (own, terms) = row_reduce::lists(spec, moves, num_sms);
+            let rows = OperandRows::of_moves(moves, spec.rows, spec.accumulate == Accumulate::Start);
+            let (own, terms) = row_reduce::lists(spec, &rows, num_sms);
             *list = LinkRowList { begin: pieces.len() as u32, count: own.len() as u32 };
             most = most.max(own.len() as u64);
             pieces.extend(own.into_iter().map(|piece| piece.behind(operands.len() as u32)));

@@ -164,13 +164,14 @@ pub(super) fn lists(spec: &RowMergeSpec, moves: &[RowMove]) -> (Vec<RowMergePiec
     let (mut pieces, mut operands) = (Vec::new(), Vec::new());
     // Rows with more heads are merged in several turns, each row by itself.
     let most = (HEADS / spec.heads.max(1)).max(1) as usize;
-    for part in operand_rows(moves, spec.rows, spec.accumulate == Accumulate::Start) {
+    let all = OperandRows::of_moves(moves, spec.rows, spec.accumulate == Accumulate::Start);
+    for (part, of_part) in all.parts() {
         let mut done = 0;
-        while done < part.rows.len() {
-            let rows = most.min(part.rows.len() - done);
+        while done < part.len() {
+            let rows = most.min(part.len() - done);
             let operand_begin = operands.len() as u32;
             operands.extend(
-                part.operands
+                of_part
                     .iter()
                     .map(|&(peer, from)| RowMergeOperand { from: (from + done) as u32, source: peer as u32 }),
             );
