@@ -56,6 +56,7 @@ fn least<T>(all: &[Arc<Routing>], mut work: impl FnMut(&Arc<Routing>) -> T) -> f
     all.iter().map(time).fold(f64::INFINITY, f64::min)
 }
 
+// Long: one column of the table after the other.
 fn main() -> Result<(), Box<dyn Error>> {
     let repetitions: u64 = std::env::args().nth(1).map_or(Ok(8), |text| text.parse())?;
     println!(
