@@ -87,7 +87,7 @@ def main() -> None:
     if "WORLD_SIZE" in os.environ:
         ranks = launched.Ranks.join(given.device, given.seconds)
         group = cp.Group()
-        rows = measure(group, ranks.device, given, ranks.meet)
+        rows = measure(group, ranks.device, given, ranks.barrier)
         count = ranks.size
     else:
         device = torch.device(given.device)

@@ -160,8 +160,8 @@ fn on_processes_that_fail<R: Send>(
     })
 }
 
-/// A rank's tables of a mask, those of its forward and of its backward, are one copy. What its kernels learn of other ranks' rows is one more
-/// for each collective, made when all have told of it. Calls copy nothing.
+/// A rank's tables of a mask, those of its forward and of its backward, are one copy. Each collective has two more: its mailbox is cleared, and
+/// what its kernels learn of other ranks' rows is sent when all have published theirs. Calls copy nothing.
 #[test]
 fn tables_of_a_mask_are_one_copy_and_calls_copy_nothing() {
     if support::no_compiler()
@@ -177,7 +177,11 @@ fn tables_of_a_mask_are_one_copy_and_calls_copy_nothing() {
             let tensors = tensors(&group, &plan);
             let (calls, asked) = DriverCalls::of(|| ready(&group, &plan)).unwrap();
             let collectives = if ranks == 1 { 0 } else { COLLECTIVES };
-            assert_eq!(asked.uploads(), ranks * (1 + collectives), "{ranks} ranks, mask {number}: {asked}");
+            assert_eq!(
+                asked.uploads(),
+                ranks * (1 + 2 * collectives),
+                "{ranks} ranks, mask {number}: {asked}"
+            );
             for pass in [Pass::Forward, Pass::ForwardBackward] {
                 let (asked, _) = counted(&calls, &tensors, pass);
                 assert_eq!(asked.uploads(), 0, "{ranks} ranks, mask {number}, {pass:?}: {asked}");
@@ -208,7 +212,7 @@ fn the_first_call_of_a_ready_mask_waits_for_no_rank() {
             let tensors = tensors(group, &plan);
             let calls = ready(group, &plan);
             rendezvous.barrier(&format!("ready {number}")).unwrap();
-            // What the other has told of its mask comes by a thread.
+            // What the other has published of its mask comes by a thread.
             thread::sleep(Duration::from_millis(50));
             for pass in [Pass::Forward, Pass::ForwardBackward] {
                 rendezvous.barrier(&format!("{number} {pass:?}")).unwrap();
@@ -237,7 +241,7 @@ fn a_rank_that_calls_another_mask_is_named() {
     if support::no_compiler() || !hollow_driver::is_loaded("a_rank_that_calls_another_mask_is_named") {
         return;
     }
-    let told = thread::spawn(|| {
+    let found = thread::spawn(|| {
         on_processes_that_fail(|rendezvous, group| {
             let plans = [plan(2, 0), plan(2, 1)];
             let both = plans.each_ref().map(|plan| (tensors(group, plan), ready(group, plan)));
@@ -260,7 +264,7 @@ fn a_rank_that_calls_another_mask_is_named() {
     })
     .join()
     .unwrap();
-    for (called, error, took) in told {
+    for (called, error, took) in found {
         assert!(called.is_ok() || called.as_ref() == Err(&error), "{called:?}");
         assert!(matches!(error, ExecError::PlanDiffers { .. }), "{error}");
         assert!(took < LIMIT / 4, "{took:?}");

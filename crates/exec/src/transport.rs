@@ -60,12 +60,12 @@ pub trait Transport<B: Backend>: Send + Sync {
         Ok(None)
     }
 
-    /// Tells the peers where memory lies that calls of a collective will bring them, as far as it is in `buffers`, which hold none for tensors of
+    /// Publishes to the peers where memory lies that calls of a collective will bring them, as far as it is in `buffers`, which hold none for tensors of
     /// the caller: they open it before the first call.
     ///
     /// # Errors
     /// The world's error, when it has failed.
-    fn tell_memory(
+    fn publish_memory(
         &self,
         _collective: &Self::Collective,
         _buffers: &[Option<B::Buffer>],

@@ -231,7 +231,7 @@ impl World {
         }
     }
 
-    /// How often a rank here has had to wait on the host for what another tells of its part in a collective: not where that was there.
+    /// How often a rank here has had to wait on the host for what another publishes of its part in a collective: not where that was there.
     pub fn waits(&self) -> u64 {
         self.waits.load(Ordering::Relaxed)
     }

@@ -8,7 +8,7 @@ use pyo3::types::{PyCFunction, PyDict, PyTuple};
 /// Forks between this process and the one that loaded the module.
 static FORKS: AtomicU32 = AtomicU32::new(0);
 
-/// A process, told from its forks without asking the system, which in some sandboxes takes microseconds of every call.
+/// A process, distinguished from its forks without asking the system, which in some sandboxes takes microseconds of every call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Process(u32);
 
@@ -18,7 +18,7 @@ impl Process {
         Self(FORKS.load(Ordering::Relaxed))
     }
 
-    /// Has Python tell of its forks: all that go on with Python do, whoever makes them.
+    /// Has Python report its forks: all that go on with Python do, whoever makes them.
     pub(crate) fn watch_forks(py: Python<'_>) -> PyResult<()> {
         let forked = |_: &Bound<'_, PyTuple>, _: Option<&Bound<'_, PyDict>>| {
             FORKS.fetch_add(1, Ordering::Relaxed);

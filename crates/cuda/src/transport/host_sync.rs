@@ -245,14 +245,14 @@ impl CudaTransport {
         }
     }
 
-    /// Whether the first call of a collective needs nothing of its peers that these have not told when they made theirs ready, by which its
+    /// Whether the first call of a collective needs nothing of its peers that these have not published when they made theirs ready, by which its
     /// lists were gathered. From then on it is checked whether they call the same, as this call goes on.
     pub(super) fn goes_ahead(&self, call: &Call<'_>, pending: &CudaPending) -> bool {
         let (Some(late), Some(own)) = (&self.late, &pending.own) else { return false };
         let CudaCollective { number, collective, work, .. } = call.collective;
         let mut peers = collective.pattern.peers();
         peers.retain(|peer| *peer != self.rank);
-        // One that has dropped what it told of has made it ready anew, if it calls it.
+        // One that has dropped what it published has made it ready anew, if it calls it.
         let is_known = |peer: &usize| self.ready.of(*peer, *number).is_some();
         let goes = work.is_known(&collective.pattern) && peers.iter().all(is_known);
         if goes {

@@ -138,13 +138,13 @@ impl Transport<CudaBackend> for LevelledTransport {
         Ok(work.map(|work| LevelledCollective(vec![work])))
     }
 
-    fn tell_memory(
+    fn publish_memory(
         &self,
         collective: &LevelledCollective,
         buffers: &[Option<CudaBuffer>],
     ) -> Result<(), ExecError> {
         let mut levels = self.levels.iter().zip(&collective.0);
-        levels.try_for_each(|((_, transport), collective)| transport.tell_memory(collective, buffers))
+        levels.try_for_each(|((_, transport), collective)| transport.publish_memory(collective, buffers))
     }
 
     fn can_be_captured(&self, collective: &LevelledCollective) -> Result<(), String> {

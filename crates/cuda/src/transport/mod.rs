@@ -81,7 +81,7 @@ pub struct CudaTransport {
     announced: Mutex<BTreeMap<u64, Arc<Post<Part>>>>,
     /// What ranks have published of collectives when they made them ready.
     ready: Arc<ReadyParts>,
-    /// Of calls that did not wait for what the other ranks tell, where these are processes.
+    /// Of calls that did not wait for what the other ranks publish, where these are processes.
     late: Option<LateChecks<Part>>,
     /// Where the other ranks are processes. Before what moves rows, which must not go while others still use it.
     peers: Option<PeerProcesses>,
@@ -343,7 +343,7 @@ impl Transport<CudaBackend> for CudaTransport {
         work.map(|(collective, work)| self.collective(place, collective, Vec::new(), work)).transpose()
     }
 
-    fn tell_memory(
+    fn publish_memory(
         &self,
         collective: &CudaCollective,
         buffers: &[Option<CudaBuffer>],
@@ -353,8 +353,8 @@ impl Transport<CudaBackend> for CudaTransport {
         let announced = announced.map(|pair| buffers[work.announced(*pair).0].as_ref());
         let Some(announced) = announced.collect::<Option<Vec<_>>>() else { return Ok(()) };
         let announced: Vec<DeviceBuffer> = announced.into_iter().map(|one| one.memory().clone()).collect();
-        let told = peers.tell_memory(&announced, &work.announced_to(&collective.collective.pattern));
-        told.map_err(|error| match error {
+        let published = peers.publish_memory(&announced, &work.announced_to(&collective.collective.pattern));
+        published.map_err(|error| match error {
             CallError::Exec(error) => error,
             CallError::Cuda(error) => exec_error(self.rank, "the memory of a collective", error),
         })

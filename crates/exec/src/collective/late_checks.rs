@@ -1,4 +1,4 @@
-//! Calls that go ahead of what the other ranks tell. A rank that knows all it needs of a collective before it calls it does not wait until
+//! Calls that go ahead of what the other ranks publish. A rank that knows all it needs of a collective before it calls it does not wait until
 //! the others have called it too: whether they call the same is looked at later, by the next calls or else by a thread, which ends the world
 //! with the words that the call would have given.
 
@@ -53,7 +53,7 @@ struct Open<P: Payload> {
 }
 
 impl<P: Payload> LateChecks<P> {
-    /// Of `rank`, to whose `board` what others tell comes through `listener`. Beside what [`Post::check_peer`] compares, payloads of one
+    /// Of `rank`, to whose `board` what others publish comes through `listener`. Beside what [`Post::check_peer`] compares, payloads of one
     /// collective must fit: the own one comes first.
     pub fn new(
         world: &Arc<World>,
@@ -85,7 +85,7 @@ impl<P: Payload> LateChecks<P> {
         self.shared.look()
     }
 
-    /// As [`Board::finish`] of this rank: what others tell of the collective stays on the board until its check is over, which a thread sees
+    /// As [`Board::finish`] of this rank: what others publish of the collective stays on the board until its check is over, which a thread sees
     /// to from now on.
     pub fn finish(&self, sequence: u64, place: &OpPlace) {
         // What is found here the next call says, as it does of what the thread finds.
@@ -127,7 +127,7 @@ impl<P: Payload> Drop for LateChecks<P> {
 }
 
 impl<P: Payload> Shared<P> {
-    /// Looks for as long as something is open, until it is told to end.
+    /// Looks for as long as something is open, until it is to end.
     fn watch(&self) {
         let mut state = lock(&self.state);
         while !state.has_ended {

@@ -109,7 +109,7 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
         let other_lanes = (1..lanes).map(|lane| own_buffers(rank, &program, lane));
         let other_lanes: Vec<_> = other_lanes.collect::<Result<_, _>>()?;
         for lane in other_lanes.iter().chain([&buffers]) {
-            steps::collectives(&steps).try_for_each(|one| rank.transport().tell_memory(one, lane))?;
+            steps::collectives(&steps).try_for_each(|one| rank.transport().publish_memory(one, lane))?;
         }
         Ok(Self {
             streams: rank.streams_for(&program.streams, &program.policy)?,

@@ -1,15 +1,12 @@
 //! Tensors that a call cannot use: an error before anything is asked of the driver, and the next call is right.
 
-use counterpoint_exec::{AttentionCalls, ExecError, ForwardTensors, Ticket};
+use counterpoint_exec::{ExecError, ForwardTensors, Ticket};
 use counterpoint_mask::Mask;
 use counterpoint_plan::DType;
 use counterpoint_reference::selftest::SelfCheck;
 
-use super::calls::{Case, Tensors, failed, group};
-use counterpoint_cuda::{
-    CudaBackend, CudaBuffer, CudaError, CudaMachine, Device, DeviceBuffer, DriverCalls, Stream,
-    StreamPriority,
-};
+use super::calls::{Case, failed, group};
+use counterpoint_cuda::{CudaBuffer, CudaError, CudaMachine, Device, DeviceBuffer, DriverCalls};
 
 /// Tensors of another shape or type, on another GPU, that share memory with a result; memory that is too short or begins at an odd address.
 ///
@@ -56,7 +53,6 @@ pub(super) fn refusals(machine: &CudaMachine) -> Result<Vec<SelfCheck>, ExecErro
     accepted += usize::from(!matches!(too_long, Err(CudaError::OutOfBounds { .. })));
     let odd = shared.slice(8..shared.len()).and_then(|memory| CudaBuffer::new(memory, &[4, 4], DType::Bf16));
     accepted += usize::from(!matches!(odd, Err(CudaError::Misaligned { .. })));
-    let (called, of_gone) = on_a_stream_that_is_gone(group.ranks()[0].backend(), &calls, own)?;
     let forward = calls.ranks()[0].forward(&own.forward(), Some(own.callers()))?;
     let backward = calls.ranks()[0].backward(&own.backward(), Some(own.callers()))?;
     [forward, backward].iter().try_for_each(Ticket::wait)?;
@@ -66,26 +62,6 @@ pub(super) fn refusals(machine: &CudaMachine) -> Result<Vec<SelfCheck>, ExecErro
     Ok(vec![
         SelfCheck::of("tensors that cannot be used and were accepted".to_owned(), SEED, accepted as f64, 0.0),
         SelfCheck::of("calls of the driver for refused tensors".to_owned(), SEED, asked as f64, 0.0),
-        SelfCheck::of("calls on a stream that was destroyed".to_owned(), SEED, called, 0.0),
-        SelfCheck::of("launches and events of such a call".to_owned(), SEED, of_gone as f64, 0.0),
         SelfCheck::of("a call after refused ones: with other bits".to_owned(), SEED, unlike as f64, 0.0),
     ])
-}
-
-/// Whether a call on a stream that its owner has destroyed was made, and what it enqueued.
-fn on_a_stream_that_is_gone(
-    backend: &CudaBackend,
-    calls: &AttentionCalls<CudaMachine>,
-    own: &Tensors,
-) -> Result<(f64, usize), ExecError> {
-    let stream = Stream::new(backend.device(), StreamPriority::Low).map_err(failed)?;
-    // SAFETY: it is of the device's context; that it goes first is what is tested, and nothing is enqueued on it.
-    let borrowed = unsafe { backend.borrow_stream(stream.raw()) };
-    drop(stream);
-    let call = || calls.ranks()[0].forward(&own.forward(), Some(&borrowed)).map(drop);
-    let (called, asked) = DriverCalls::of(call).map_err(failed)?;
-    let refused = matches!(&called, Err(ExecError::Device { reason, .. }) if reason.contains("destroyed"));
-    let enqueued =
-        ["cuLaunchKernelEx", "cuEventRecord", "cuStreamWaitEvent"].map(|name| asked.of_function(name));
-    Ok((f64::from(u8::from(!refused)), enqueued.iter().sum()))
 }

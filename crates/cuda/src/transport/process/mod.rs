@@ -225,7 +225,11 @@ impl PeerProcesses {
     }
 
     /// Has `peers` open the allocations of what will be announced to them.
-    pub(super) fn tell_memory(&self, announced: &[DeviceBuffer], peers: &[usize]) -> Result<(), CallError> {
+    pub(super) fn publish_memory(
+        &self,
+        announced: &[DeviceBuffer],
+        peers: &[usize],
+    ) -> Result<(), CallError> {
         let mut exports = lock(&self.connected.exports);
         for peer in peers.iter().copied().filter(|peer| *peer != self.connected.rank) {
             for buffer in announced {
@@ -257,7 +261,7 @@ impl PeerProcesses {
             shifts.lists.follow(queue)?;
             return Ok(shifts.table.clone());
         }
-        self.tell_memory(announced, peers)?;
+        self.publish_memory(announced, peers)?;
         let mut shifts = Vec::new();
         for peer in peers.iter().copied().filter(|peer| *peer != self.connected.rank) {
             for (tensor, allocation) in allocations.iter().enumerate() {
