@@ -292,7 +292,7 @@ fn long_rows() {
 #[test]
 fn three_warpgroups() {
     let Some(stream) = stream() else { return };
-    for (heads, sinks) in [((3, 3), 0), ((3, 1), 1)] {
+    for (heads, sinks) in [((3, 3), 0), ((3, 1), 1), ((8, 1), 1)] {
         let mut case = Case::new("causal:10000", heads, (64, 64), sinks, 13);
         case.problem.bands =
             Arc::from([Band { q_range: Range::new(0, 384), diag_max: 9600, ..case.problem.bands[0] }]);
