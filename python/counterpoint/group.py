@@ -137,9 +137,7 @@ class _Group:
         later plans: `dispatch=plan.choices.dispatch`.
 
         `queries` says whether rows of q that see many keys of other ranks travel to these: `"auto"` where that is predicted to be
-        faster, the default on CPU ranks with `dispatch="predicted"`, else `"never"`. By NVLink their results are merged on the
-        device; by other transports, and where ranks share a GPU, such calls wait for each other's host.
-
+        faster, the default on CPU ranks with `dispatch="predicted"`, else `"never"`. Except by NVLink calls wait for hosts then.
         Ctrl-C, or whatever else a handler of a signal raises, ends the planning at once.
         """
         arguments: dict[str, Any] = {
@@ -225,8 +223,7 @@ class _Group:
         for name in ("dispatch", "queries", "overlap"):
             if not isinstance(given[name], str) and (name, given[name]) != ("queries", None):
                 raise PlanError(f"{name} is {given[name]!r}; it must be a string")
-        # Calls on GPUs return at once, which by some transports those whose results are merged by their owners do not.
-        queries = "never" if given["queries"] is None and self._ordinal >= 0 else given["queries"]
+        queries = "never" if given["queries"] is None and self._ordinal >= 0 else given["queries"]  # some wait on the host
         dtype = dtype_name(given["dtype"])
         if self._ordinal >= 0 and dtype not in ("bfloat16", "float16"):
             raise PlanError(f"dtype is {given['dtype']}; on GPUs attention computes in bfloat16 and float16, on the CPU in all")
