@@ -153,6 +153,17 @@ impl Event {
         unsafe { call!(driver, cuEventRecord(self.0.raw, stream.raw())) }
     }
 
+    /// Whether the next launch on `stream` may put the mark, which then is one of the stream. Not within a capture, where only kernels could
+    /// follow it, and where nothing but [`Event::record`] notes that the mark went into a graph: who asked whether it was reached, or was
+    /// lent the event later, would have the driver's `CUDA_ERROR_INVALID_VALUE`.
+    pub(crate) fn is_left_to_launch(&self, stream: &Stream) -> Result<bool, CudaError> {
+        let is_left = stream.capture()? == 0;
+        if is_left {
+            self.0.capture.store(0, Ordering::Relaxed);
+        }
+        Ok(is_left)
+    }
+
     /// Whether the mark has been reached. True when it was never recorded, or went into a graph.
     ///
     /// # Errors

@@ -201,7 +201,7 @@ impl Function {
     }
 
     /// As [`Function::launch`]; `started` is marked once every block of the kernel has begun, where the driver can do that (from
-    /// CUDA 12.3 on), else when the kernel may start. It takes no times.
+    /// CUDA 12.3 on, not within a capture), else when the kernel may start. It takes no times.
     ///
     /// # Safety
     /// As [`Function::launch`].
@@ -218,7 +218,9 @@ impl Function {
         let driver = stream.device().bind()?;
         let (mut attributes, mut count) = launch.attributes();
         match started {
-            Some(started) if driver.version()? >= LAUNCH_COMPLETION => {
+            Some(started)
+                if driver.version()? >= LAUNCH_COMPLETION && started.is_left_to_launch(stream)? =>
+            {
                 attributes[count].id = CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_LAUNCH_COMPLETION_EVENT;
                 attributes[count].value.launchCompletionEvent.event = started.raw();
                 attributes[count].value.launchCompletionEvent.flags = 0;

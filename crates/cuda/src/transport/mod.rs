@@ -38,7 +38,7 @@ mod staging;
 mod stand_in;
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Instant;
 
@@ -83,8 +83,6 @@ pub struct CudaTransport {
     ready: Arc<ReadyParts>,
     /// Of calls that did not wait for what the other ranks publish, where these are processes.
     late: Option<LateChecks<Part>>,
-    /// Whether a graph has captured a call: from then on first calls wait for the other ranks.
-    has_captured: AtomicBool,
     /// Where the other ranks are processes. Before what moves rows, which must not go while others still use it.
     peers: Option<PeerProcesses>,
     /// What other processes have of the caller's tensors.
@@ -147,7 +145,6 @@ impl CudaTransport {
             announced: Mutex::default(),
             ready,
             late,
-            has_captured: AtomicBool::new(false),
             peers,
             stand_ins: Arc::default(),
             means,
@@ -364,7 +361,6 @@ impl Transport<CudaBackend> for CudaTransport {
     }
 
     fn can_be_captured(&self, collective: &CudaCollective) -> Result<(), String> {
-        self.has_captured.store(true, Ordering::Relaxed);
         collective.can_be_captured().map_err(str::to_owned)
     }
 
