@@ -4,7 +4,7 @@
 use counterpoint_cuda::kernel::{
     ElementType, Gemm, GemmGrid, GemmLayout, GemmLibrary, GemmProblem, GemmShape, GemmSpec, GemmTensors,
     GroupedGemm, GroupedGemmSpec, GroupedGemmTensors, ProblemRows, ProblemTerm, RandomFill, RowCopy,
-    RowCopyTensor, RowMove, Scalar,
+    RowCopyTensor, RowMove, Scalar, StartMark,
 };
 use counterpoint_cuda::{CudaMachine, DeviceBuffer, Event, Stream, StreamPriority, Timing};
 use counterpoint_mask::Range;
@@ -217,7 +217,14 @@ impl Bench {
             let gather = RowCopy::new(&self.stream, &[tensor], &moves).unwrap();
             // SAFETY: the tensors are those of the specs, and outlive the runs.
             let gathers = || unsafe {
-                gather.launch(&self.stream, |_, _| tokens.address(), &[products.a.address()]).unwrap();
+                gather
+                    .launch(
+                        &self.stream,
+                        |_, _| tokens.address(),
+                        &[products.a.address()],
+                        &StartMark::none(),
+                    )
+                    .unwrap();
             };
             // SAFETY: as above.
             let launch = |gemm: &GroupedGemm, a: u64, d: u64| unsafe {

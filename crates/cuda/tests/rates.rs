@@ -6,7 +6,7 @@ use std::time::Instant;
 use counterpoint_choose::{PlanConfig, plan_mask};
 use counterpoint_cuda::kernel::{
     AttentionDelta, Cast, DeltaTensors, ElementType, ReduceTypes, RowCopy, RowCopyTensor, RowMerge,
-    RowMergeSpec, RowMove, RowReduce, RowReduceSpec, Scalar,
+    RowMergeSpec, RowMove, RowReduce, RowReduceSpec, Scalar, StartMark,
 };
 use counterpoint_cuda::{CudaMachine, DeviceBuffer, Event, Stream, StreamPriority, Timing};
 use counterpoint_exec::{AttentionInputs, HostTensor, RunConfig, run_attention_on};
@@ -64,7 +64,7 @@ fn rates() {
         let source = |_: usize, tensor: usize| a.address() + tensor as u64 * half;
         // SAFETY: all rows are inside of the halves of the two buffers.
         let time = seconds(&stream, || unsafe {
-            work.launch(&stream, source, &[b.address(), b.address() + half]).unwrap();
+            work.launch(&stream, source, &[b.address(), b.address() + half], &StartMark::none()).unwrap();
         });
         report(&format!("row copy, rows of {row} B, runs of {run}"), 4.0 * (moved as u64 * row) as f64, time);
     }
@@ -93,7 +93,7 @@ fn rates() {
         let sources = [a.address(), c.address(), d.address()];
         // SAFETY: all rows are inside of the buffers.
         let time = seconds(&stream, || unsafe {
-            work.launch(&stream, None, |peer| sources[peer], b.address()).unwrap()
+            work.launch(&stream, None, |peer| sources[peer], b.address(), &StartMark::none()).unwrap()
         });
         let moved = (rows / run * run) as f64 * row_elements as f64 * 4.0 * (peers + 2) as f64;
         report(&format!("row reduce, {peers} operands, runs of {run}"), moved, time);
@@ -118,7 +118,7 @@ fn rates() {
         let pairs = [a.address(), c.address(), b.address()].map(|address| (address, address + half));
         // SAFETY: out of all rows is the first half of a buffer, lse is in the second.
         let time = seconds(&stream, || unsafe {
-            work.launch(&stream, |peer| pairs[peer], pairs[2]).unwrap();
+            work.launch(&stream, |peer| pairs[peer], pairs[2], &StartMark::none()).unwrap();
         });
         let moved = (rows * heads * (dim + 1) * 4 * (peers + 2)) as f64;
         report(&format!("merge of (out, lse), {peers} operands, f32"), moved, time);

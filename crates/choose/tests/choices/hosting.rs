@@ -65,7 +65,8 @@ fn hosts(plan: &Plan) -> bool {
     plan.ranks.iter().any(|rank| rank.hosted.is_some())
 }
 
-/// `auto`, the default, is no slower than `never` in either pass, and queries travel in so many cases at least.
+/// `auto`, the default, is no slower than `never`, nor than `fewest_bytes` by more than what hosts are weighed for; a pass may lose what the
+/// other one gains twice over. Queries travel in so many cases at least.
 fn check(cases: impl Iterator<Item = Case>, hosted_at_least: usize) {
     println!("seed {SEED}");
     let [mut auto, mut of_passes, mut never, mut fewest] = std::array::from_fn(|_| Ratios::default());
@@ -91,7 +92,8 @@ fn check(cases: impl Iterator<Item = Case>, hosted_at_least: usize) {
     println!("auto over fewest bytes: {}", fewest.text());
     println!("never over auto: {}", never.text());
     assert!(auto.worst().0 <= 1.01, "{:?}", auto.worst());
-    assert!(of_passes.worst().0 <= 1.01, "{:?}", of_passes.worst());
+    assert!(fewest.worst().0 <= 1.08, "{:?}", fewest.worst());
+    assert!(of_passes.worst().0 <= 1.15, "{:?}", of_passes.worst());
     assert!(hosted >= hosted_at_least, "{hosted}");
 }
 

@@ -14,7 +14,7 @@ use super::linear::Product;
 use super::{CudaBuffer, CudaSignal};
 use crate::kernel::{
     GemmProblem, GroupedGemm, GroupedGemmSpec, GroupedGemmTensors, ProblemRows, ReduceTypes, RowCopy,
-    RowCopyTensor, RowMove, RowReduce, RowReduceSpec, Scalar,
+    RowCopyTensor, RowMove, RowReduce, RowReduceSpec, Scalar, StartMark,
 };
 use crate::{CudaError, DeviceBuffer, Stream};
 
@@ -123,7 +123,7 @@ impl GatheredRows {
         let from = |peer: usize, _| self.tensors.get(peer).map_or(zeros, |id| buffers[id.0].address());
         // SAFETY: `check_operands` has compared the rows with the buffers', the memory has room for all; the Program orders who else uses
         // the buffers.
-        unsafe { self.copy.launch(stream, from, &[self.address(buffers)]) }
+        unsafe { self.copy.launch(stream, from, &[self.address(buffers)], &StartMark::none()) }
     }
 
     /// Where they lie then.
@@ -232,8 +232,8 @@ impl Rows {
             self.gemm.launch(stream, &GroupedGemmTensors { a: &a, b: &[address(&self.weights)], d })?;
             match &self.results {
                 Results::InPlace => Ok(()),
-                Results::Copied(_, copy) => copy.launch(stream, |_, _| d, &[out]),
-                Results::Summed(_, sum) => sum.launch(stream, None, |_| d, out),
+                Results::Copied(_, copy) => copy.launch(stream, |_, _| d, &[out], &StartMark::none()),
+                Results::Summed(_, sum) => sum.launch(stream, None, |_| d, out, &StartMark::none()),
             }
         }
     }

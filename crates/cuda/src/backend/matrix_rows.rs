@@ -6,7 +6,7 @@ use counterpoint_schedule::{Accumulate, BufferId, RowBlock};
 
 use super::CudaBuffer;
 use super::compute::Prepare;
-use crate::kernel::{GemmRows, HeadResize, RowCopy, RowCopyTensor, RowMove, Scalar};
+use crate::kernel::{GemmRows, HeadResize, RowCopy, RowCopyTensor, RowMove, Scalar, StartMark};
 use crate::{CudaError, DeviceBuffer, Stream};
 
 /// Bytes of which rows must be multiples.
@@ -235,12 +235,14 @@ impl RowsCopy {
         // the buffers.
         unsafe {
             match (&self.copying, direction) {
-                (Copying::Together { gather, .. }, Direction::Gather) => gather
-                    .iter()
-                    .try_for_each(|gather| gather.launch(stream, |tensor, _| tensors[tensor], &[here])),
-                (Copying::Together { scatter, .. }, Direction::Scatter) => {
-                    scatter.iter().try_for_each(|scatter| scatter.launch(stream, |_, _| here, tensors))
+                (Copying::Together { gather, .. }, Direction::Gather) => {
+                    gather.iter().try_for_each(|gather| {
+                        gather.launch(stream, |tensor, _| tensors[tensor], &[here], &StartMark::none())
+                    })
                 }
+                (Copying::Together { scatter, .. }, Direction::Scatter) => scatter
+                    .iter()
+                    .try_for_each(|scatter| scatter.launch(stream, |_, _| here, tensors, &StartMark::none())),
                 (Copying::Resized(resize), _) => {
                     let mut row = 0;
                     self.rows.iter().try_for_each(|piece| {

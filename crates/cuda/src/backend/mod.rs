@@ -7,6 +7,7 @@ mod borrowed;
 mod buffer;
 pub(crate) mod clock;
 mod compute;
+mod counter_waits;
 mod counters;
 mod exchange_marks;
 mod graph_run;
@@ -54,6 +55,7 @@ pub use signal::CudaSignal;
 pub use stream::CudaStream;
 pub(crate) use stream::SpanStart;
 
+pub(crate) use counter_waits::RaisedCounter;
 pub(crate) use exchange_marks::{CallMarks, ExchangeMarks};
 
 use crate::sync::lock;
@@ -201,14 +203,14 @@ impl Backend for CudaBackend {
     }
 
     fn create_barrier(&self) -> Result<CudaBarrier, ExecError> {
-        Ok(CudaBarrier::new(&self.0.device))
+        let barrier = CudaBarrier::new(&self.0.setup);
+        self.watch_counters(barrier.counter_waits());
+        Ok(barrier)
     }
 
     fn create_signal(&self) -> Result<CudaSignal, ExecError> {
         let signal = CudaSignal::new(&self.0.setup);
-        watch::add_watched(&self.0.signals, signal.clone(), |signal| {
-            signal.is_used() || signal.missed().is_some()
-        });
+        self.watch_counters(signal.counter_waits());
         Ok(signal)
     }
 
@@ -375,7 +377,9 @@ impl Backend for CudaBackend {
         barrier: &CudaBarrier,
         arrivals: u64,
     ) -> Result<(), ExecError> {
-        self.enqueue(stream, place, SpanKind::Wait, |stream| barrier.wait(stream, arrivals))
+        let limit = self.0.world.config().limit;
+        let wait = |stream: &Stream| barrier.wait(stream, arrivals, &place.label, limit);
+        self.enqueue(stream, place, SpanKind::Wait, wait)
     }
 
     fn signal(
@@ -405,7 +409,7 @@ impl Backend for CudaBackend {
         let began = Instant::now();
         let waited = streams.iter().try_for_each(|stream| self.wait_until_idle(stream, began));
         let checked = waited.and_then(|()| self.check_links(began)).and_then(|()| self.check_waits());
-        let checked = checked.and_then(|()| self.check_signals(began));
+        let checked = checked.and_then(|()| self.check_counters(began));
         checked.map_err(|error| self.fail(error))
     }
 

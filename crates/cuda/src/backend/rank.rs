@@ -8,10 +8,11 @@ use counterpoint_exec::{ExecError, OpPlace, RunTimes, World};
 use counterpoint_schedule::SpanKind;
 
 use super::clock::{Clock, RunClock};
+use super::counter_waits::CounterWaits;
 use super::exchange_marks::{ExchangeMarks, LastCalls};
 use super::ranges::NvtxRanges;
 use super::start_gate::{StartGate, StartPace};
-use super::{CudaSignal, CudaStream, PlainProducts, Timing, exec_error};
+use super::{CudaStream, PlainProducts, Timing, exec_error};
 use crate::kernel::{CtaWaits, GemmLibrary, LinkEnd, UserKernelSource};
 use crate::sync::lock;
 use crate::{CudaError, Device, DeviceBuffer, Stream, StreamPriority};
@@ -48,8 +49,8 @@ pub(crate) struct Rank {
     pub(crate) times: Mutex<RunTimes>,
     /// Waits on the device that may have given up, with their operations' labels.
     pub(crate) waits: Mutex<Vec<(String, CtaWaits)>>,
-    /// Likewise waits for kernels.
-    pub(crate) signals: Mutex<Vec<CudaSignal>>,
+    /// Likewise waits of streams for kernels.
+    pub(super) counters: Mutex<Vec<CounterWaits>>,
     /// Likewise waits of kernels for other ranks.
     pub(crate) links: Mutex<Vec<(String, Arc<LinkEnd>)>>,
     /// And exchanges by other means, which have no limit on the device.
@@ -100,7 +101,7 @@ impl CudaBackend {
             capturing: AtomicBool::new(false),
             times: Mutex::default(),
             waits: Mutex::default(),
-            signals: Mutex::default(),
+            counters: Mutex::default(),
             links: Mutex::default(),
             exchanges: Mutex::default(),
             last_calls: Mutex::default(),

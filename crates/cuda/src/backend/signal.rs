@@ -1,13 +1,10 @@
-//! Signals: what streams raise are events, what kernels raise while they run are counters on the device.
-//!
-//! A counter's wait is a kernel of one thread, enqueued after the kernel that raises it. That kernel depends on nothing that is
-//! enqueued after it and runs on the same GPU, so the wait ends on any number of hardware queues: it may hold up what shares one
-//! with it, but never what it waits for.
+//! Signals: what streams raise are events, what kernels raise while they run are counters on the device (`counter_waits`).
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use crate::kernel::{LinkArrivals, MissedWait, SignalWait, SignalWaits, WaitRecord};
+use super::counter_waits::{CounterWaits, RaisedCounter};
+use crate::kernel::LinkArrivals;
 use crate::sync::lock;
 use crate::{CudaError, Event, Stream};
 
@@ -16,14 +13,12 @@ use crate::{CudaError, Event, Stream};
 pub struct CudaSignal(Arc<Mutex<State>>);
 
 struct State {
-    setup: Stream,
     /// What this run raises it to, in the order in which it was enqueued.
     raises: Vec<(u64, Raise)>,
     /// Kept from run to run, so that only the first one makes events; how many this run has used.
     events: Vec<Event>,
     used: usize,
-    /// Likewise waits for counters, with their operations' labels.
-    waits: Option<Waits>,
+    waits: CounterWaits,
     /// Where kernels with device-side barriers raise it: what a kernel may wait for by itself, because those have started before.
     arrivals: Option<LinkArrivals>,
 }
@@ -35,28 +30,11 @@ enum Raise {
     Counter(RaisedCounter),
 }
 
-/// A counter on the device that says that a signal is raised.
-#[derive(Clone, Copy)]
-pub(super) struct RaisedCounter {
-    /// Of a u32 that only grows.
-    pub(super) address: u64,
-    /// By so much in every run.
-    pub(super) rise: u32,
-}
-
-struct Waits {
-    kernel: SignalWait,
-    pages: Vec<SignalWaits>,
-    records: Vec<(String, WaitRecord)>,
-    used: usize,
-}
-
 impl CudaSignal {
     /// `setup` has nothing of a run on it.
     pub(super) fn new(setup: &Stream) -> Self {
-        let (raises, events) = (Vec::new(), Vec::new());
-        let (waits, arrivals) = (None, None);
-        Self(Arc::new(Mutex::new(State { setup: setup.clone(), raises, events, used: 0, waits, arrivals })))
+        let (raises, events, waits) = (Vec::new(), Vec::new(), CounterWaits::new(setup));
+        Self(Arc::new(Mutex::new(State { raises, events, used: 0, waits, arrivals: None })))
     }
 
     pub(super) fn begin_run(&self) {
@@ -64,9 +42,7 @@ impl CudaSignal {
         state.raises.clear();
         state.used = 0;
         state.arrivals = None;
-        if let Some(waits) = &mut state.waits {
-            waits.used = 0;
-        }
+        state.waits.begin_run();
     }
 
     /// What is enqueued on `stream` so far raises it.
@@ -118,64 +94,17 @@ impl CudaSignal {
         label: &str,
         limit: Duration,
     ) -> Result<(), CudaError> {
-        let mut state = lock(&self.0);
+        let state = lock(&self.0);
         let enough = state.raises.iter().find(|(raised, _)| *raised >= value).map(|(_, raise)| *raise);
         match enough {
             None => Ok(()),
             Some(Raise::Event(index)) => stream.wait(&state.events[index]),
-            Some(Raise::Counter(counter)) => state.wait_for(counter, stream, label, limit),
+            Some(Raise::Counter(counter)) => state.waits.wait(counter, stream, label, limit),
         }
     }
 
-    /// The first wait for a kernel that gave up, if one did, and its label.
-    pub(super) fn missed(&self) -> Option<(String, MissedWait)> {
-        let state = lock(&self.0);
-        let mut records = state.waits.iter().flat_map(|waits| &waits.records);
-        records.find_map(|(label, record)| Some((label.clone(), record.missed()?)))
-    }
-
-    /// Whether a Program still has it.
-    pub(super) fn is_used(&self) -> bool {
-        Arc::strong_count(&self.0) > 1
-    }
-}
-
-impl State {
-    fn wait_for(
-        &mut self,
-        counter: RaisedCounter,
-        stream: &Stream,
-        label: &str,
-        limit: Duration,
-    ) -> Result<(), CudaError> {
-        let waits = match &mut self.waits {
-            Some(waits) => waits,
-            none => {
-                let kernel = SignalWait::new(stream.device())?;
-                none.insert(Waits { kernel, pages: Vec::new(), records: Vec::new(), used: 0 })
-            }
-        };
-        let index = waits.used;
-        if index == waits.records.len() {
-            if index == waits.pages.len() * SignalWaits::COUNT {
-                waits.pages.push(SignalWaits::new(&self.setup)?);
-            }
-            waits.records.push((label.to_owned(), WaitRecord::new(stream.device())?));
-        }
-        let (page, at) = (&waits.pages[index / SignalWaits::COUNT], index % SignalWaits::COUNT);
-        // SAFETY: the n-th wait of a run is for the same counter in every run, for a Program's operations are the same, and its kernel
-        // has been enqueued before it; kernel, counter and this value belong to the prepared Program, which outlives its runs.
-        unsafe {
-            waits.kernel.launch(
-                stream,
-                page,
-                at,
-                counter.address,
-                counter.rise,
-                waits.records[index].1.limit(limit),
-            )
-        }?;
-        waits.used += 1;
-        Ok(())
+    /// Its waits for counters.
+    pub(super) fn counter_waits(&self) -> CounterWaits {
+        lock(&self.0).waits.clone()
     }
 }

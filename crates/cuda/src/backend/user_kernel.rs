@@ -4,7 +4,7 @@ use counterpoint_exec::ExecError;
 use counterpoint_schedule::{self as schedule, BufferId, SignalId};
 
 use super::compute::Prepare;
-use super::signal::RaisedCounter;
+use super::counter_waits::RaisedCounter;
 use super::{CudaBuffer, CudaSignal};
 use crate::kernel::{UserKernel, UserTensor};
 use crate::{CudaError, DeviceBuffer, Stream};

@@ -6,9 +6,10 @@ use std::time::{Duration, Instant};
 
 use counterpoint_exec::{Awaited, Blocker, ExecError};
 
+use super::counter_waits::CounterWaits;
 use super::exchange_marks::ExchangeMarks;
 use super::rank::Rank;
-use super::{CudaBackend, CudaSignal, CudaStream};
+use super::{CudaBackend, CudaStream};
 use crate::kernel::{CtaWaits, LinkEnd, LinkStep, MissedRank, MissedWait};
 use crate::sync::lock;
 
@@ -93,7 +94,7 @@ impl CudaBackend {
         let now = Instant::now();
         let began = now.checked_sub(self.0.world.config().limit).unwrap_or(now);
         let found = self.check_links(began).and_then(|()| self.check_waits());
-        found.and_then(|()| self.check_signals(began)).map_err(|error| self.0.world.fail(error))
+        found.and_then(|()| self.check_counters(began)).map_err(|error| self.0.world.fail(error))
     }
 
     /// Whether all ranks that kernels waited for have come.
@@ -121,15 +122,24 @@ impl CudaBackend {
         Ok(())
     }
 
-    /// Whether all kernels that raise signals have.
-    pub(super) fn check_signals(&self, began: Instant) -> Result<(), ExecError> {
-        let Rank { world, rank, signals, .. } = &*self.0;
-        lock(signals).retain(CudaSignal::is_used);
-        for signal in lock(signals).iter() {
-            let Some((label, MissedWait { seen, wanted, .. })) = signal.missed() else { continue };
+    /// Has the end of every run ask whether a kernel was waited for in vain.
+    pub(super) fn watch_counters(&self, waits: CounterWaits) {
+        add_watched(&self.0.counters, waits, |waits| waits.is_used() || waits.missed().is_some());
+    }
+
+    /// Whether all kernels that streams wait for have raised their counters.
+    pub(super) fn check_counters(&self, began: Instant) -> Result<(), ExecError> {
+        let Rank { world, rank, counters, .. } = &*self.0;
+        lock(counters).retain(CounterWaits::is_used);
+        for waits in lock(counters).iter() {
+            let Some((label, MissedWait { seen, wanted, .. })) = waits.missed() else { continue };
+            // Behind an exchange that another rank does not take part in nothing starts.
+            if let Some(exchange) = self.exchange_under_way() {
+                return Err(exchange.stalled(self, began));
+            }
             let awaited = Awaited {
-                name: format!("a kernel of {} that raises the signal", self.0.device),
-                evidence: format!("its counter is at {seen} of {wanted}"),
+                name: format!("a kernel of {} that raises its counter", self.0.device),
+                evidence: format!("it is at {seen} of {wanted}"),
                 blocker: None::<Blocker>,
             };
             return Err(world.stalled(*rank, label, began, awaited));

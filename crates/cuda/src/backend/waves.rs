@@ -5,9 +5,9 @@ use counterpoint_mask::Range;
 use counterpoint_schedule::{self as schedule, Accumulate, BufferId, GemmLayout, RowBlock, SignalId};
 
 use super::compute::Prepare;
+use super::counter_waits::RaisedCounter;
 use super::linear::{Product, Stretch, stretches};
 use super::matrix_rows::SourceRows;
-use super::signal::RaisedCounter;
 use super::{CudaBuffer, CudaSignal};
 use crate::kernel::{
     GEMM_DESTINATIONS, Gemm, GemmEpilogue, GemmRows, GemmSignals, GemmSpec, GemmTensors, TileOrder,

@@ -12,6 +12,7 @@ mod bit_check;
 mod cast;
 mod column_max;
 mod column_sum;
+mod count_up;
 mod device_schedule;
 mod dq_rounding;
 mod examine;
@@ -45,6 +46,7 @@ mod specialisation;
 mod staged_reduce;
 mod start_hold;
 mod start_litmus;
+mod start_mark;
 mod user_kernel;
 mod wait_limit;
 
@@ -62,6 +64,7 @@ pub use bit_check::BitCheck;
 pub use cast::Cast;
 pub use column_max::ColumnMax;
 pub use column_sum::{ColumnSum, ColumnSumSpec};
+pub use count_up::CountUp;
 pub use device_schedule::DeviceSchedule;
 pub use dq_rounding::DqRounding;
 pub use examine::{CompileReport, KernelFault, KernelReport, examine};
@@ -99,6 +102,7 @@ pub use specialisation::{MatrixUnit, Specialisation, specialisations, specialisa
 pub use staged_reduce::StagedReduce;
 pub use start_hold::StartHold;
 pub use start_litmus::StartLitmus;
+pub use start_mark::StartMark;
 pub use user_kernel::{UserKernel, UserKernelSource, UserTensor};
 pub use wait_limit::{CtaWaits, MissedWait, WaitLimit, WaitRecord};
 

@@ -4,7 +4,7 @@ use bytemuck::{NoUninit, Zeroable};
 use counterpoint_mask::Range;
 
 use super::scalar::Scalar;
-use super::{MatrixUnit, Specialisation};
+use super::{MatrixUnit, Specialisation, StartMark};
 use crate::headers::kernel_source;
 use crate::layout::{SharedLayout, shared_layout};
 use crate::{Arch, CudaError, Device, DeviceBuffer, Function, KernelSource, Launch, Stream};
@@ -201,6 +201,7 @@ impl RowCopy {
         stream: &Stream,
         source: impl Fn(usize, usize) -> u64,
         targets: &[u64],
+        started: &StartMark,
     ) -> Result<(), CudaError> {
         for part in &self.launches {
             let mut tensors = RowCopyTensors { sources: [0; SOURCES], targets: [0; TARGETS] };
@@ -219,6 +220,8 @@ impl RowCopy {
                 let most = self.sm_count.max(1) * per_multiprocessor;
                 Launch::linear(count.div_ceil(per_block).clamp(1, most), THREADS)
             };
+            let started = started.take();
+            let started = started.as_ref();
             // SAFETY: the arguments are those of the kernels in `source`, the list lives as long as this value, whose memory
             // is freed only after what is enqueued; the rest is the caller's promise.
             unsafe {
@@ -226,15 +229,16 @@ impl RowCopy {
                     Kernel::Plain { aligned, .. } if alignment.is_multiple_of(WORD) => {
                         let lanes = lanes_of(part.piece_bytes);
                         let launch = launch(THREADS / lanes, BLOCKS);
-                        aligned.launch(stream, &launch, &(tensors, list, count, lanes))
+                        let arguments = (tensors, list, count, lanes);
+                        aligned.launch_signalling(stream, &launch, &arguments, started)
                     }
-                    Kernel::Plain { unaligned, .. } => unaligned.launch(
-                        stream,
-                        &launch(THREADS / 32, BLOCKS_UNALIGNED),
-                        &(tensors, list, count),
-                    ),
+                    Kernel::Plain { unaligned, .. } => {
+                        let launch = launch(THREADS / 32, BLOCKS_UNALIGNED);
+                        unaligned.launch_signalling(stream, &launch, &(tensors, list, count), started)
+                    }
                     Kernel::Rounded(rounded) => {
-                        rounded.launch(stream, &launch(THREADS / 32, BLOCKS), &(tensors, list, count))
+                        let launch = launch(THREADS / 32, BLOCKS);
+                        rounded.launch_signalling(stream, &launch, &(tensors, list, count), started)
                     }
                 }
             }?;

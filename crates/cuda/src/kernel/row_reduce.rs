@@ -5,7 +5,7 @@ use counterpoint_schedule::{Accumulate, ReduceOp};
 
 use super::operand_rows::{Operand, OperandRows};
 use super::scalar::Scalar;
-use super::{MatrixUnit, RowMove, Specialisation, blocks_of};
+use super::{MatrixUnit, RowMove, Specialisation, StartMark, blocks_of};
 use crate::headers::kernel_source;
 use crate::layout::{SharedLayout, shared_layout};
 use crate::{Arch, CudaError, Device, DeviceBuffer, Function, KernelSource, Launch, Stream};
@@ -218,6 +218,7 @@ impl RowReduce {
         sms: Option<u32>,
         source: impl Fn(usize) -> u64,
         result: u64,
+        started: &StartMark,
     ) -> Result<(), CudaError> {
         if self.count == 0 {
             return Ok(());
@@ -242,7 +243,10 @@ impl RowReduce {
         );
         // SAFETY: the arguments are those of the kernel in `source`, the lists live as long as this value, whose memory is
         // freed only after what is enqueued; the rest is the caller's promise.
-        unsafe { self.function.launch(stream, &Launch::linear(blocks, THREADS), &arguments) }
+        unsafe {
+            let launch = Launch::linear(blocks, THREADS);
+            self.function.launch_signalling(stream, &launch, &arguments, started.take().as_ref())
+        }
     }
 }
 

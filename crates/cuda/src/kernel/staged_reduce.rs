@@ -7,7 +7,7 @@ use super::link_reduce::{
     DeviceLists, LinkReduce, LinkReduceSpec, SHARED_BYTES, source_of, specialisations_of, threads,
 };
 use super::row_reduce::ReduceTypes;
-use super::{RowMove, Specialisation};
+use super::{RowMove, Specialisation, StartMark};
 use crate::layout::{SharedLayout, shared_layout};
 use crate::{Arch, CudaError, Device, Function, KernelSource, Launch, Stream};
 
@@ -87,6 +87,7 @@ impl StagedReduce {
         peers: usize,
         source: impl Fn(usize, usize) -> u64,
         results: &[u64],
+        started: &StartMark,
     ) -> Result<(), CudaError> {
         let mut call = StagedCall { sources: [0; LINK_RANKS * LINK_TENSORS], own: [0; LINK_TENSORS] };
         for tensor in 0..self.tensors {
@@ -101,7 +102,7 @@ impl StagedReduce {
         let arguments = (call, pieces, fetches, blocks, accumulate);
         // SAFETY: the arguments are those of the kernel in `source`, the lists live as long as this value, whose memory is freed only
         // after what is enqueued; the rest is the caller's promise.
-        unsafe { self.function.launch(stream, &launch, &arguments) }
+        unsafe { self.function.launch_signalling(stream, &launch, &arguments, started.take().as_ref()) }
     }
 }
 

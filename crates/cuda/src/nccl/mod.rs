@@ -134,7 +134,8 @@ impl NcclRank {
         // SAFETY: the caller's promise.
         let calls = |handle| group(self.nccl, || unsafe { self.enqueue(handle, stream, sends, receives) });
         self.lent.end().with(calls).map_err(|error| explain(&self.world, self.rank, error))?;
-        let bytes = sends.iter().map(|message| message.bytes).sum();
+        let others = sends.iter().filter(|message| message.peer != self.rank);
+        let bytes = others.map(|message| message.bytes).sum();
         self.sent.fetch_add(bytes, Ordering::Relaxed);
         self.wait("ncclGroupEnd")?;
         if let Some(ended) = ended {

@@ -139,6 +139,12 @@ impl Work {
 }
 
 impl CudaCollective {
+    /// Whether rows of it travel between `rank`, whose part it is, and another.
+    pub(super) fn has_peers(&self, rank: usize) -> bool {
+        let pattern = &self.collective.pattern;
+        pattern.incoming.iter().chain(&pattern.outgoing).any(|peer| peer.rank != rank)
+    }
+
     /// Parts in which its rows' arrival is signalled.
     pub(super) fn delivery_parts(&self) -> Option<usize> {
         self.collective.delivery_parts

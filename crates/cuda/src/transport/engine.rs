@@ -170,11 +170,13 @@ impl CudaTransport {
         // SAFETY: as of all launches of a link (`CudaTransport::link`); between begin and end the receivers' tensors are this
         // rank's to write, and posts keep them.
         unsafe {
-            copy.launch(queue, link, LinkPhase::Begin, started)?;
+            // What kernels copy takes the most multiprocessors, where there is some.
+            let (beginning, working) = if copy.is_empty() { (started, None) } else { (None, started) };
+            copy.launch(queue, link, LinkPhase::Begin, beginning)?;
             begun.record(queue)?;
             streams.start(queue, begun, copies, |_| None, &addresses(call).0, target)?;
             if !copy.is_empty() {
-                copy.launch(queue, link, LinkPhase::Work, None)?;
+                copy.launch(queue, link, LinkPhase::Work, working)?;
             }
             streams.join(queue, copies)?;
             copy.launch(queue, link, LinkPhase::End, None)?;

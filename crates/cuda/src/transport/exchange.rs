@@ -1,5 +1,8 @@
 //! NCCL: grouped sends and receives of rows where they lie together; else a pass before that packs what is sent, and one after that
 //! puts what is received in its place. Sums are always formed by a pass of ours, in the order of ranks.
+//!
+//! A computation that is to start once NCCL holds its multiprocessors waits for a word that NCCL's own kernel writes: a message of the
+//! rank to itself (`StartWord`).
 
 use std::sync::{Arc, OnceLock};
 
@@ -11,8 +14,8 @@ use super::push::{staged_input, staged_rows};
 use super::rows::{self, RowWork};
 use super::staging::Staging;
 use super::{Call, CallError, CudaPending, CudaTransport, Means, addresses};
-use crate::backend::ExchangeMarks;
-use crate::kernel::{RowCopy, RowMove};
+use crate::backend::{ExchangeMarks, RaisedCounter};
+use crate::kernel::{CountUp, RowCopy, RowMove, StartMark};
 use crate::nccl::NcclMessage;
 use crate::{CudaError, Device, DeviceBuffer, Stream};
 
@@ -28,6 +31,8 @@ pub(super) struct ExchangeWork {
     staged: Vec<PeerRows>,
     pack: RowCopy,
     place: RowWork,
+    /// Made by the first call that a barrier counts.
+    start: OnceLock<StartWord>,
     /// Set once the other ranks' parts were found to fit.
     connected: OnceLock<Arc<ExchangeMarks>>,
 }
@@ -87,6 +92,36 @@ impl Packed {
     }
 }
 
+/// A number that counts the calls of a collective, and the copy of it that NCCL's kernel makes among the messages of each: that this has
+/// risen says that the kernel runs. The blocks of it that have not begun by then come before those of streams with a lower priority.
+struct StartWord {
+    count: CountUp,
+    /// The number, and its copy.
+    memory: DeviceBuffer,
+}
+
+impl StartWord {
+    /// Of each. NCCL copies as much at once, so that no reader sees half of a number.
+    const BYTES: u64 = 16;
+
+    fn new(setup: &Stream) -> Result<Self, CudaError> {
+        let memory = DeviceBuffer::from_slice(setup, &[0u32; 2 * Self::BYTES as usize / size_of::<u32>()])?;
+        Ok(Self { count: CountUp::new(setup.device())?, memory })
+    }
+
+    /// Counts one more call on `queue`: from where to where NCCL is to copy the number.
+    fn next(&self, queue: &Stream) -> Result<(u64, u64), CudaError> {
+        let from = self.memory.address();
+        // SAFETY: the memory lives as long as the collective; its calls follow each other on one stream.
+        unsafe { self.count.launch(queue, from) }?;
+        Ok((from, from + Self::BYTES))
+    }
+
+    fn counter(&self) -> RaisedCounter {
+        RaisedCounter { address: self.memory.address() + Self::BYTES, rise: 1 }
+    }
+}
+
 impl ExchangeWork {
     pub(super) fn new(
         setup: &Stream,
@@ -124,8 +159,18 @@ impl ExchangeWork {
             staged,
             direct,
             row_bytes,
+            start: OnceLock::new(),
             connected: OnceLock::new(),
         })
+    }
+
+    /// The word by which NCCL's kernel says that it has started.
+    fn start(&self, setup: &Stream) -> Result<&StartWord, CudaError> {
+        if let Some(start) = self.start.get() {
+            return Ok(start);
+        }
+        let made = StartWord::new(setup)?;
+        Ok(self.start.get_or_init(|| made))
     }
 
     /// Whether the ranks have compared their parts.
@@ -142,7 +187,7 @@ impl CudaTransport {
         work: &ExchangeWork,
     ) -> Result<(), CallError> {
         let Means::Exchange(nccl) = &self.means else { return Ok(()) };
-        let CollectiveCall { backend, stream, collective, .. } = *call;
+        let CollectiveCall { backend, stream, collective, barrier, .. } = *call;
         let pattern = &collective.collective.pattern;
         // NCCL would wait for ever for one that sends something else.
         if !work.is_connected() {
@@ -158,9 +203,9 @@ impl CudaTransport {
         let marks = marks.map(|marks| backend.marks_of_next(marks)).transpose()?;
         let (inputs, outputs) = addresses(call);
         let ExchangeWork { row_bytes, direct, sent, received, staged, pack, place, .. } = work;
-        let sends: Vec<NcclMessage> =
+        let mut sends: Vec<NcclMessage> =
             Stretch::messages(&direct[0], &inputs, row_bytes).chain(sent.messages.iter().copied()).collect();
-        let receives: Vec<NcclMessage> = Stretch::messages(&direct[1], &outputs, row_bytes)
+        let mut receives: Vec<NcclMessage> = Stretch::messages(&direct[1], &outputs, row_bytes)
             .chain(received.messages.iter().copied())
             .collect();
         let targets: Vec<u64> =
@@ -168,12 +213,32 @@ impl CudaTransport {
         // SAFETY: the rows lie inside the tensors and the staging buffers, which live as long as this collective and what is enqueued;
         // the stream orders their uses.
         unsafe {
-            pack.launch(queue, |_, tensor| inputs[tensor], &targets)?;
-            marks.as_ref().map_or(Ok(()), |marks| marks.begun.record(queue))?;
-            nccl.exchange(queue, &sends, &receives, marks.as_ref().map(|marks| &marks.ended))?;
+            pack.launch(queue, |_, tensor| inputs[tensor], &targets, &StartMark::none())?;
         }
+        marks.as_ref().map_or(Ok(()), |marks| marks.begun.record(queue))?;
+        // A rank that exchanges nothing has no kernel of NCCL's, and what puts its rows in place is the first.
+        let exchanges = !sends.is_empty() || !receives.is_empty();
+        let start = barrier.filter(|_| exchanges).map(|_| work.start(self.setup()?)).transpose()?;
+        if let Some(start) = start {
+            let message = start.next(queue)?;
+            let of = |address| NcclMessage { peer: self.rank, address, bytes: StartWord::BYTES };
+            // Before the others: NCCL serves a rank's own message first.
+            sends.insert(0, of(message.0));
+            receives.insert(0, of(message.1));
+        }
+        // SAFETY: as above; a word of the start is nobody else's.
+        unsafe { nccl.exchange(queue, &sends, &receives, marks.as_ref().map(|marks| &marks.ended)) }?;
+        let placed = StartMark::of(match (barrier, start) {
+            (Some(barrier), Some(start)) => {
+                barrier.arrive_by(start.counter());
+                None
+            }
+            (Some(barrier), None) => Some(barrier.arrival()?),
+            (None, _) => None,
+        });
         let input = staged_input(self.rank, staged, &inputs, &received.staging, &received.memory);
-        place.launch(queue, backend.left_to_communication(), input, &outputs)?;
+        place.launch(queue, backend.left_to_communication(), input, &outputs, &placed)?;
+        placed.settle(queue)?;
         Ok(())
     }
 

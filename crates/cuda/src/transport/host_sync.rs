@@ -56,10 +56,13 @@ impl CudaTransport {
         let _bound = backend.device().make_current()?;
         stream.status().begin(place);
         let started = stream.start_span(backend.timed())?;
-        // Kernels with device-side barriers say themselves when they have started.
-        match barrier {
-            Some(barrier) if !matches!(&*collective.work, Work::Link(_)) => barrier.arrive(queue)?,
-            _ => {}
+        match &*collective.work {
+            // Their kernels say themselves when they have started.
+            Work::Link(_) | Work::Pull(_) | Work::Exchange(_) => {}
+            // Copy engines hold no multiprocessor; the others are computation.
+            Work::Push(_) | Work::BackwardReduce(_) | Work::GemmReduce(_) | Work::CastGemm(_) => {
+                barrier.map_or(Ok(()), |barrier| barrier.arrive(queue))?;
+            }
         }
         let sequence = self.next.fetch_add(1, Ordering::Relaxed);
         let marks = self.marks_of_next(call)?;

@@ -68,14 +68,15 @@ impl LevelledTransport {
         }
     }
 
-    /// The calls of each level. The first one arrives at the barrier.
+    /// The calls of each level. The first one with rows of other ranks arrives at the barrier.
     fn calls<'a>(
         &'a self,
         call: &'a CollectiveCall<'a, CudaBackend, LevelledCollective>,
     ) -> impl Iterator<Item = (&'a CudaTransport, CollectiveCall<'a, CudaBackend, CudaCollective>)> {
         let CollectiveCall { backend, stream, place, collective, buffers, barrier, signal } = *call;
+        let arriving = collective.0.iter().position(|part| part.has_peers(self.rank())).unwrap_or(0);
         self.levels.iter().zip(&collective.0).enumerate().map(move |(at, ((_, transport), collective))| {
-            let barrier = barrier.filter(|_| at == 0);
+            let barrier = barrier.filter(|_| at == arriving);
             let signal = signal.filter(|_| self.levels.len() == 1);
             (transport, CollectiveCall { backend, stream, place, collective, buffers, barrier, signal })
         })

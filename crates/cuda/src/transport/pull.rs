@@ -8,9 +8,10 @@ use counterpoint_exec::collective::{Collective, Post};
 use super::lists::Lists;
 use super::rows::{Incoming, RowWork};
 use super::{Call, CallError, CudaPending, CudaTransport, Part, addresses};
-use crate::Stream;
 use crate::backend::CudaBuffer;
+use crate::kernel::StartMark;
 use crate::sync::lock;
+use crate::{CudaBarrier, Stream};
 
 /// The kernels of a rank, and the other ranks' parts that their lists were made from.
 pub(super) struct PullWork {
@@ -32,7 +33,7 @@ impl CudaTransport {
         pending: &CudaPending,
         work: &Mutex<Option<PullWork>>,
     ) -> Result<(), CallError> {
-        let CollectiveCall { backend, stream, collective, .. } = *call;
+        let CollectiveCall { backend, stream, collective, barrier, .. } = *call;
         let queue = stream.queue();
         let pattern = &collective.collective.pattern;
         let mut posts = Vec::with_capacity(pattern.incoming.len());
@@ -68,7 +69,10 @@ impl CudaTransport {
         };
         let current = work.insert(current);
         current.lists.follow(queue)?;
-        current.rows.launch(queue, backend.left_to_communication(), input, &addresses(call).1)?;
+        let started = StartMark::of(barrier.map(CudaBarrier::arrival).transpose()?);
+        let sms = backend.left_to_communication();
+        current.rows.launch(queue, sms, input, &addresses(call).1, &started)?;
+        started.settle(queue)?;
         if let Some(own) = &pending.own {
             own.payload.marks_of(self.rank)?.done.record(queue)?;
         }

@@ -15,6 +15,7 @@ use super::rows::{self, Incoming, RowWork};
 use super::staging::Staging;
 use super::{Call, CallError, CudaPending, CudaTransport, addresses};
 use crate::backend::CudaBuffer;
+use crate::kernel::StartMark;
 use crate::sync::lock;
 use crate::{CudaError, Device, DeviceBuffer, Event, Stream};
 
@@ -201,7 +202,7 @@ impl CudaTransport {
                 }
             };
             lists.follow(stream.queue())?;
-            rows.launch(stream.queue(), sms, input, &outputs)?;
+            rows.launch(stream.queue(), sms, input, &outputs, &StartMark::none())?;
         }
         Ok(())
     }

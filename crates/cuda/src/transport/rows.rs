@@ -7,7 +7,7 @@ use counterpoint_schedule::{BufferSpec, ReduceOp};
 
 use crate::kernel::{
     LinkOperands, LinkReduceSpec, ReduceTypes, RowCopy, RowCopyTensor, RowMerge, RowMergeSpec, RowMove,
-    RowReduce, RowReduceSpec, Scalar, StagedReduce,
+    RowReduce, RowReduceSpec, Scalar, StagedReduce, StartMark,
 };
 use crate::{CudaError, Device, Stream};
 
@@ -159,23 +159,24 @@ impl RowWork {
     }
 
     /// Enqueues them. `input` gives the address of a peer's tensor: (index of its part, tensor). Sums keep to `sms`
-    /// multiprocessors, where that is said.
+    /// multiprocessors, where that is said. The first kernel marks `started`.
     pub(super) fn launch(
         &self,
         stream: &Stream,
         sms: Option<u32>,
         input: impl Fn(usize, usize) -> u64,
         outputs: &[u64],
+        started: &StartMark,
     ) -> Result<(), CudaError> {
         // SAFETY: `Post::check_peer` has compared the shapes of both sides, `Collective`'s checks have seen that rows are inside
         // the tensors, and events order everyone else's use of them (see the head of `transport`).
         unsafe {
             match self {
-                Self::Copy(copy) => copy.launch(stream, &input, outputs),
+                Self::Copy(copy) => copy.launch(stream, &input, outputs, started),
                 Self::Reduce(reductions) => {
                     let mut tensors = reductions.iter().zip(outputs).enumerate();
                     tensors.try_for_each(|(tensor, (reduction, &output))| {
-                        reduction.launch(stream, sms, |peer| input(peer, tensor), output)
+                        reduction.launch(stream, sms, |peer| input(peer, tensor), output, started)
                     })
                 }
                 Self::Few(few, each) => {
@@ -184,18 +185,18 @@ impl RowWork {
                         (0..peers).flat_map(|peer| (0..each.len()).map(move |tensor| (peer, tensor)));
                     let sources = sources.map(|(peer, tensor)| input(peer, tensor));
                     if StagedReduce::reads(sources.chain(outputs.iter().copied())) {
-                        return few.launch(stream, peers, input, outputs);
+                        return few.launch(stream, peers, input, outputs, started);
                     }
                     let mut tensors = each.iter().zip(outputs).enumerate();
                     tensors.try_for_each(|(tensor, (reduction, &output))| {
-                        reduction.launch(stream, sms, |peer| input(peer, tensor), output)
+                        reduction.launch(stream, sms, |peer| input(peer, tensor), output, started)
                     })
                 }
                 Self::Merge(merges) => {
                     let mut pairs = merges.iter().zip(outputs.chunks_exact(2)).enumerate();
                     pairs.try_for_each(|(pair, (merge, output))| {
                         let source = |peer| (input(peer, 2 * pair), input(peer, 2 * pair + 1));
-                        merge.launch(stream, source, (output[0], output[1]))
+                        merge.launch(stream, source, (output[0], output[1]), started)
                     })
                 }
             }

@@ -5,8 +5,10 @@ mod links;
 mod policies;
 mod sharing;
 mod starts;
+mod transport_starts;
 
 pub use starts::{StartCount, count_starts};
+pub use transport_starts::{count_transport_starts, counted_transports};
 
 use counterpoint_cost::{CostModel, MachineProfile, PROFILE_VERSION};
 use counterpoint_exec::ExecError;

@@ -1,5 +1,7 @@
 //! Whether communication starts before the computation that should hide it, as `doctor --overlap` counts it.
 
+use std::time::Duration;
+
 use counterpoint_cuda::CudaBarrier;
 use counterpoint_cuda::kernel::StartLitmus;
 use counterpoint_cuda::{CudaError, Device, DeviceBuffer, Event, Stream, StreamPriority};
@@ -8,6 +10,9 @@ use counterpoint_cuda::{CudaError, Device, DeviceBuffer, Event, Stream, StreamPr
 const COMMUNICATION: u32 = 16;
 /// How long its blocks stay, and those of the computation.
 const NANOSECONDS: u32 = 20_000;
+
+/// Of a wait for a counter, which these kernels do not need.
+const LIMIT: Duration = Duration::from_secs(10);
 
 /// Which of two kernels started first, the communication that is enqueued first or the computation that should hide it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,7 +38,7 @@ pub fn count_starts(device: &Device, rounds: u32, barrier: bool) -> Result<Start
     let words = (workers + COMMUNICATION) as usize;
     let starts = DeviceBuffer::new(device, 8 * words)?;
     let (first, second) = (starts.address(), starts.address() + 8 * u64::from(COMMUNICATION));
-    let gate = CudaBarrier::new(device);
+    let gate = CudaBarrier::new(&compute);
     let mut communication_first = 0;
     for _ in 0..rounds {
         gate.begin_run();
@@ -45,7 +50,7 @@ pub fn count_starts(device: &Device, rounds: u32, barrier: bool) -> Result<Start
             let started = barrier.then(|| gate.arrival()).transpose()?;
             litmus.launch(&communication, first, COMMUNICATION, NANOSECONDS, started.as_ref())?;
             if barrier {
-                gate.wait(&compute, 1)?;
+                gate.wait(&compute, 1, "the start of a communication", LIMIT)?;
             }
             litmus.launch(&compute, second, workers, NANOSECONDS, None)?;
         }

@@ -3,9 +3,9 @@
 use std::fmt::Write;
 use std::process::Command;
 
-use counterpoint_bench::gpu::count_starts;
+use counterpoint_bench::gpu::{count_starts, count_transport_starts, counted_transports};
 use counterpoint_console::{self as console, CliError, Progress, Schema};
-use counterpoint_cuda::{CudaError, Device};
+use counterpoint_cuda::{CudaMachine, Device, Timing, TransportKind, nccl_version};
 use counterpoint_report::{Column, table};
 use serde::{Deserialize, Serialize};
 
@@ -15,6 +15,8 @@ use crate::arguments::DoctorArguments;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Row {
     device: String,
+    /// What moves the rows; `None` where kernels imitate a transport's.
+    transport: Option<String>,
     /// `None` where the driver was left to its default.
     connections: Option<u32>,
     rounds: u32,
@@ -28,7 +30,7 @@ struct Row {
 pub(super) fn run(arguments: &DoctorArguments) -> Result<(), CliError> {
     let progress = Progress::new();
     let rows = if arguments.here {
-        vec![count(arguments).map_err(|source| CliError::Cuda { source })?]
+        count(arguments)?
     } else {
         // What the machine lacks is said by this process.
         Device::open(0).map_err(|source| CliError::Cuda { source })?;
@@ -37,7 +39,7 @@ pub(super) fn run(arguments: &DoctorArguments) -> Result<(), CliError> {
                 .step(format!("{} of the driver", console::count(connections as usize, "hardware queue")));
             in_child(arguments, connections)
         });
-        each.collect::<Result<Vec<_>, _>>()?
+        each.collect::<Result<Vec<_>, _>>()?.concat()
     };
     drop(progress);
     if arguments.json {
@@ -46,8 +48,12 @@ pub(super) fn run(arguments: &DoctorArguments) -> Result<(), CliError> {
         console::print(&describe(&rows))?;
     }
     let late = rows.iter().filter(|row| row.kernel_barrier < row.rounds);
-    let late: Vec<String> =
-        late.map(|row| format!("{} of {} rounds", row.rounds - row.kernel_barrier, row.rounds)).collect();
+    let late: Vec<String> = late
+        .map(|row| {
+            let late = row.rounds - row.kernel_barrier;
+            format!("{late} of {} rounds ({}, {} queues)", row.rounds, row.transport(), row.queues())
+        })
+        .collect();
     if late.is_empty() {
         return Ok(());
     }
@@ -59,21 +65,53 @@ pub(super) fn run(arguments: &DoctorArguments) -> Result<(), CliError> {
     })
 }
 
-fn count(arguments: &DoctorArguments) -> Result<Row, CudaError> {
-    let device = Device::open(0)?;
-    Ok(Row {
+/// Kernels that imitate a transport's on the first GPU, and every transport between all GPUs.
+fn count(arguments: &DoctorArguments) -> Result<Vec<Row>, CliError> {
+    let rounds = arguments.rounds;
+    let cuda = |source| CliError::Cuda { source };
+    let device = Device::open(0).map_err(cuda)?;
+    let imitated = |barrier| count_starts(&device, rounds, barrier).map_err(cuda);
+    let row = |transport: Option<String>, [concurrent, kernel_barrier]: [u32; 2]| Row {
         device: device.properties().name.clone(),
+        transport,
         connections: std::env::var(CONNECTIONS).ok().and_then(|text| text.parse().ok()),
-        rounds: arguments.rounds,
-        concurrent: count_starts(&device, arguments.rounds, false)?.communication_first,
-        kernel_barrier: count_starts(&device, arguments.rounds, true)?.communication_first,
-    })
+        rounds,
+        concurrent,
+        kernel_barrier,
+    };
+    let first = [imitated(false)?.communication_first, imitated(true)?.communication_first];
+    let mut rows = vec![row(None, first)];
+    let gpus = Device::count().map_err(cuda)?;
+    let machine = CudaMachine::for_ranks(gpus, Timing::Spans).map_err(cuda)?;
+    for &kind in counted_transports(gpus) {
+        // A transport that there is not is no error: it is not counted.
+        let Ok(machine) = machine.clone().with_transport(kind) else { continue };
+        if kind == TransportKind::Nccl && nccl_version().is_err() {
+            continue;
+        }
+        let counted = |barrier| -> Result<u32, CliError> {
+            let count = count_transport_starts(&machine, rounds, barrier);
+            count.map(|count| count.communication_first).map_err(|source| CliError::Run { source })
+        };
+        rows.push(row(Some(kind.name().to_owned()), [counted(false)?, counted(true)?]));
+    }
+    Ok(rows)
+}
+
+impl Row {
+    fn transport(&self) -> &str {
+        self.transport.as_deref().unwrap_or("imitated")
+    }
+
+    fn queues(&self) -> String {
+        self.connections.map_or("default".to_owned(), |connections| connections.to_string())
+    }
 }
 
 /// The driver's own variable.
 const CONNECTIONS: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
 
-fn in_child(arguments: &DoctorArguments, connections: u32) -> Result<Row, CliError> {
+fn in_child(arguments: &DoctorArguments, connections: u32) -> Result<Vec<Row>, CliError> {
     let failed = |reason: String| CliError::CheckFailed {
         what: format!("the process with {connections} connections: {reason}"),
     };
@@ -82,9 +120,12 @@ fn in_child(arguments: &DoctorArguments, connections: u32) -> Result<Row, CliErr
     child.args(["doctor", "--overlap", "--here", "--json", "--rounds", &arguments.rounds.to_string()]);
     let output = child.env(CONNECTIONS, connections.to_string()).output();
     let output = output.map_err(|error| failed(error.to_string()))?;
-    // A proof that failed has its row too.
-    serde_json::from_slice(&output.stdout)
-        .map_err(|_| failed(String::from_utf8_lossy(&output.stderr).trim().to_owned()))
+    // A proof that failed has its rows too.
+    let rows: Result<Vec<Row>, _> =
+        serde_json::Deserializer::from_slice(&output.stdout).into_iter().collect();
+    rows.ok()
+        .filter(|rows| !rows.is_empty())
+        .ok_or_else(|| failed(String::from_utf8_lossy(&output.stderr).trim().to_owned()))
 }
 
 fn describe(rows: &[Row]) -> String {
@@ -98,12 +139,17 @@ fn describe(rows: &[Row]) -> String {
     }
     let columns = [
         Column::number_name("connections"),
+        Column::name("transport"),
         Column::number("by itself", 0),
         Column::number("with kernel-barrier", 0),
     ];
     let lines = rows.iter().map(|row| {
-        let queues = row.connections.map_or("default".to_owned(), |connections| connections.to_string());
-        vec![queues, row.concurrent.to_string(), row.kernel_barrier.to_string()]
+        vec![
+            row.queues(),
+            row.transport().to_owned(),
+            row.concurrent.to_string(),
+            row.kernel_barrier.to_string(),
+        ]
     });
     text.push_str(&table(&columns, lines, &console::style()));
     text
