@@ -14,9 +14,13 @@ const MAY_USE: &[(&str, &[&str])] = &[
     ("counterpoint-plan", &["mask", "tiles"]),
     ("counterpoint-schedule", &["mask", "cost", "plan"]),
     ("counterpoint-choose", &["mask", "cost", "plan", "schedule"]),
-    ("counterpoint-exec", &["mask", "cost", "plan", "schedule", "choose"]),
-    ("counterpoint-reference", &["mask", "plan", "schedule", "choose", "exec"]),
-    ("counterpoint-measure", &["mask", "cost", "plan", "schedule", "choose", "exec", "reference"]),
+    ("counterpoint-cpu-kernels", &["mask", "plan", "schedule"]),
+    ("counterpoint-exec", &["mask", "cost", "plan", "schedule", "choose", "cpu-kernels"]),
+    ("counterpoint-reference", &["mask", "plan", "schedule", "choose", "cpu-kernels", "exec"]),
+    (
+        "counterpoint-measure",
+        &["mask", "cost", "plan", "schedule", "choose", "cpu-kernels", "exec", "reference"],
+    ),
     ("counterpoint-driver", &["files"]),
     ("counterpoint-cuda", &["driver", "mask", "tiles", "cost", "plan", "schedule", "choose", "exec"]),
     ("counterpoint-report", &["mask", "plan", "schedule"]),
@@ -176,7 +180,7 @@ fn unsafe_code_lives_beside_gpus_and_in_a_few_files() {
     // The matrix product calls BLAS-like routines with pointers; tensors of another library, such as PyTorch's, are pointers.
     // Processes of a host map memory that they share. A test borrows memory as such a library's binding does. Crate driver calls C functions, crate cuda launches kernels on addresses.
     let allowed = [
-        "crates/exec/src/kernel/matmul.rs",
+        "crates/cpu-kernels/src/matmul.rs",
         "crates/exec/src/cpu/host_view.rs",
         "crates/exec/src/shared_rings.rs",
         "crates/python/src/borrow.rs",

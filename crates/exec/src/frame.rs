@@ -69,7 +69,8 @@ pub(crate) fn read_frame<H: DeserializeOwned>(stream: &mut impl Read) -> io::Res
     let mut header = vec![0; header_bytes as usize];
     stream.read_exact(&mut header)?;
     let header = serde_json::from_slice(&header)?;
-    let available = available_memory().filter(|_| payload_bytes > SMALL_PAYLOAD);
+    // Asking reads files of the system, for which small messages do not wait.
+    let available = if payload_bytes > SMALL_PAYLOAD { available_memory() } else { None };
     if let Some(available) = available.filter(|&available| available < payload_bytes) {
         let reason = format!("{payload_bytes} bytes arrive and {available} are available");
         return Err(io::Error::new(ErrorKind::OutOfMemory, reason));

@@ -3,7 +3,7 @@
 use counterpoint_mask::Range;
 use counterpoint_plan::Dispatch;
 
-use crate::host_element::with_host_element;
+use crate::with_host_element;
 use crate::{ExecError, HostTensor};
 
 /// The rows of `ranges`, one after the other.

@@ -1,4 +1,4 @@
-//! Runs Programs: backends, transports, group collectives and the CPU kernels.
+//! Runs Programs: backends, transports and group collectives.
 //!
 //! [`run_attention`] goes from tensors to tensors. Below it, [`Prepared`] is the one interpreter of Programs; it knows a
 //! machine only as a [`Backend`] (streams, events, memory, kernels) and a [`Transport`] (rows between ranks).
@@ -23,10 +23,8 @@ mod frame;
 mod global_buffer;
 mod group;
 mod group_rank;
-mod host_element;
 mod identity;
 mod interpreter;
-pub mod kernel;
 mod layout;
 mod linear;
 mod machine;
@@ -49,7 +47,6 @@ mod rendezvous_error;
 mod shared_rings;
 mod slow_link;
 mod tcp;
-mod tensor;
 mod transport;
 mod world;
 
@@ -60,6 +57,10 @@ pub use attention::{
 };
 pub use backend::{Backend, BufferAccess, RunContext, RunTimes};
 pub use communicator::{Communicator, Handle};
+pub use counterpoint_cpu_kernels::{
+    Accumulator, HostData, HostElement, HostTensor, TensorMut, TensorRef, convert_element, random_stream,
+    random_tensor, with_host_element,
+};
 pub use cpu::{
     CpuBackend, CpuBuffer, CpuEvent, CpuKernel, CpuSignal, CpuStream, CpuUserPart, HostView, KernelBarrier,
     MemoryKeeper,
@@ -78,7 +79,6 @@ pub use group::{
     PreparedRank, RankOf, Reduce, Store, TensorPair,
 };
 pub use group_rank::{GroupRank, Ticket};
-pub use host_element::{Accumulator, HostData, HostElement, convert_element};
 pub use identity::{PlanDifference, PlanIdentity};
 pub use interpreter::{Call, Prepared};
 pub use layout::{dispatch, undispatch};
@@ -99,7 +99,7 @@ pub use pass::Pass;
 pub use place::OpPlace;
 pub use planning_threads::PlanningThreads;
 pub use profiler::Profiler;
-pub use random::{random_inputs, random_rows, random_stream, random_tensor};
+pub use random::{random_inputs, random_rows};
 pub use recipient::Recipient;
 pub use remote_ranks::RankActivity;
 pub use rendezvous::{
@@ -110,6 +110,5 @@ pub use rendezvous_error::RendezvousError;
 pub use shared_rings::{RING_WORDS, SharedRings};
 pub use slow_link::{SlowLink, SlowNetwork};
 pub use tcp::{Mesh, TcpLoopback, TcpMachine};
-pub use tensor::{HostTensor, TensorMut, TensorRef};
 pub use transport::{CollectiveCall, CollectiveContext, Transport};
 pub use world::{Awaited, Blocker, StreamStatus, World, WorldConfig};

@@ -2,8 +2,8 @@
 
 use std::time::Instant;
 
-use counterpoint_exec::kernel::{
-    BackwardArgs, DeltaArgs, Element, ForwardArgs, ForwardMode, HeadShape, Real, ResultArgs, SinkArgs,
+use counterpoint_cpu_kernels::{
+    BackwardArgs, DeltaArgs, ForwardArgs, ForwardMode, HeadShape, KernelElement, Real, ResultArgs, SinkArgs,
     attention_backward, attention_delta, attention_forward, square_product,
 };
 use counterpoint_exec::{AttentionInputs, AttentionOutputs, HostElement, HostTensor, with_host_element};
@@ -93,7 +93,7 @@ pub fn bench_attention(
     with_host_element!(spec.dtype, T => bench::<T>(mask, spec, inputs, iterations, threads))
 }
 
-fn bench<T: Element>(
+fn bench<T: KernelElement>(
     mask: &Mask,
     spec: &AttentionSpec,
     inputs: &AttentionInputs,
@@ -144,7 +144,7 @@ fn seconds(work: impl FnOnce()) -> f64 {
 }
 
 /// One rank's attention, whole, on one set of inputs, with its buffers kept between runs.
-pub(crate) struct Run<'a, T: Element> {
+pub(crate) struct Run<'a, T: KernelElement> {
     spec: &'a AttentionSpec,
     shape: HeadShape,
     bands: Vec<Band>,
@@ -162,7 +162,7 @@ pub(crate) struct Run<'a, T: Element> {
     dsink: Vec<T::Accumulator>,
 }
 
-impl<'a, T: Element> Run<'a, T> {
+impl<'a, T: KernelElement> Run<'a, T> {
     /// # Panics
     /// When a tensor's type does not fit.
     pub(crate) fn new(mask: &Mask, spec: &'a AttentionSpec, inputs: &'a AttentionInputs) -> Self {

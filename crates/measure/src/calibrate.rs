@@ -5,8 +5,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use counterpoint_cost::{CostModel, Link};
-use counterpoint_exec::kernel::{Element, GemmArgs, gemm};
-use counterpoint_exec::{AttentionInputs, HostTensor, with_host_element};
+use counterpoint_cpu_kernels::{GemmArgs, KernelElement, gemm};
+use counterpoint_exec::{AttentionInputs, HostElement, HostTensor, with_host_element};
 use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};
 use counterpoint_plan::AttentionSpec;
 use counterpoint_schedule::{Accumulate, GemmLayout};
@@ -71,7 +71,7 @@ const FLOPS: f64 = 5e8;
 /// No measurement is repeated past this.
 const LIMIT: Duration = Duration::from_millis(60);
 
-fn rates<T: Element>(spec: &AttentionSpec, threads: &ThreadPool) -> Rates {
+fn rates<T: KernelElement>(spec: &AttentionSpec, threads: &ThreadPool) -> Rates {
     // Enough heads to occupy the threads; more would make the sequence, and with it the tiles, too short.
     let heads_kv = spec.heads_kv.clamp(1, threads.current_num_threads().max(1));
     let heads_q = heads_kv * (spec.heads_q / spec.heads_kv.max(1)).max(1);
@@ -95,7 +95,7 @@ fn rates<T: Element>(spec: &AttentionSpec, threads: &ThreadPool) -> Rates {
 }
 
 /// Of a product that is large enough to occupy the threads.
-fn matmul_flops_per_second<T: Element>(threads: &ThreadPool) -> f64 {
+fn matmul_flops_per_second<T: KernelElement>(threads: &ThreadPool) -> f64 {
     const SIZE: usize = 384;
     let values: Vec<T> = (0..SIZE * SIZE).map(|i| T::from_f64((i as f64 * 0.7).sin())).collect();
     let mut out = values.clone();
@@ -118,7 +118,7 @@ fn matmul_flops_per_second<T: Element>(threads: &ThreadPool) -> f64 {
 }
 
 /// A full mask of `rows` square. The numbers do not matter, as long as none is special.
-fn problem<T: Element>(spec: &AttentionSpec, rows: usize) -> (Mask, AttentionInputs) {
+fn problem<T: HostElement>(spec: &AttentionSpec, rows: usize) -> (Mask, AttentionInputs) {
     let all = Range::new(0, rows);
     let slices = vec![AttnSlice::new(all, all, MaskType::Full)];
     // One slice inside its sequence is a valid mask; an empty one would only make the measurement meaningless.

@@ -330,10 +330,6 @@ impl ReadGuard<'_> {
     pub(crate) fn dtype(&self) -> DType {
         self.stored.dtype()
     }
-
-    pub(crate) fn len(&self) -> usize {
-        self.shape().iter().product()
-    }
 }
 
 /// Write access of one operation.

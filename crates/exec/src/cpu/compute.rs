@@ -2,25 +2,24 @@
 
 use std::sync::Arc;
 
-use counterpoint_mask::Range;
+use counterpoint_cpu_kernels::{
+    BackwardArgs, DeltaArgs, FinishArgs, ForwardArgs, ForwardMode, GemmArgs, HeadShape, KernelElement,
+    KernelResult, Real, ResultArgs, SinkArgs, StateArgs, StateMutArgs, TakeKeys, attention_backward_arriving,
+    attention_delta, attention_finish, attention_forward_arriving, attention_partial, cast, cast_rows,
+    column_max, column_sum, gemm,
+};
 use counterpoint_schedule::{
     Accumulate, ArrivingKeys, AttentionBackward, AttentionDelta, AttentionFinish, AttentionForward,
-    AttentionState, BufferId, ColumnMax, ColumnSum, Delivery, ForwardBegin, ForwardEnd, Gemm, Op, Program,
-    RowBlock, SignalId,
+    AttentionState, BufferId, ColumnSum, Delivery, ForwardBegin, ForwardEnd, Gemm, Op, Program, RowBlock,
+    SignalId,
 };
 use rayon::ThreadPool;
 
 use super::buffer::{CpuBuffer, ReadGuard, WriteGuard};
 use super::normalise::{normalise_backward, normalise_rows};
 use super::user_kernel::{self, CpuUserKernels};
-use crate::host_element::{HostElement, with_host_element};
-use crate::kernel::{
-    BackwardArgs, DeltaArgs, Element, FinishArgs, ForwardArgs, ForwardMode, GemmArgs, HeadShape, Real,
-    ResultArgs, SinkArgs, StateArgs, StateMutArgs, TakeKeys, attention_backward_arriving, attention_delta,
-    attention_finish, attention_forward_arriving, attention_share, cast, column_sum, gemm,
-};
 use crate::operands::check_operands;
-use crate::{ExecError, OpPlace};
+use crate::{ExecError, HostElement, OpPlace, with_host_element};
 
 /// A compute operation of the CPU backend, its tensors checked.
 #[derive(Clone)]
@@ -111,32 +110,32 @@ impl CpuKernel {
                 })
             }
             Op::ColumnMax(op) => {
-                with_host_element!(dtype(op.src), T => largest_of_columns::<<T as HostElement>::Accumulator>(op, &access))
+                let (src, mut dst) = (access.read(op.src)?, access.write(op.dst)?);
+                column_max(src.view(), &mut dst.view());
+                Ok(())
             }
             Op::Cast { src, dst } => {
                 let (src, mut dst) = (access.read(*src)?, access.write(*dst)?);
-                with_host_element!(src.dtype(), S => with_host_element!(dst.dtype(), D => {
-                    cast(elements::<S>(&src), elements_mut::<D>(&mut dst), workers);
-                }));
+                cast(src.view(), &mut dst.view(), workers);
                 Ok(())
             }
             Op::Concat { srcs, dst } => concat(srcs, *dst, &access),
-            Op::PlaceRows { src, dst, rows } => place_rows(*src, *dst, rows, &access, workers),
+            Op::PlaceRows { src, dst, rows } => {
+                let (src, mut dst) = (access.read(*src)?, access.write(*dst)?);
+                cast_rows(src.view(), &mut dst.view(), rows, workers);
+                Ok(())
+            }
             Op::CopyRows { src, dst, rows } => {
                 let (src, mut dst) = (access.read(*src)?, access.write(*dst)?);
-                let count = rows * src.shape()[1..].iter().product::<usize>();
-                with_host_element!(src.dtype(), T => {
-                    elements_mut::<T>(&mut dst)[..count].copy_from_slice(&elements::<T>(&src)[..count]);
-                });
+                let bytes = rows * src.view().row_elements() * src.dtype().size();
+                dst.view().bytes_mut()[..bytes].copy_from_slice(&src.view().bytes()[..bytes]);
                 Ok(())
             }
             Op::ZeroRows { dst, rows } => {
                 let mut dst = access.write(*dst)?;
-                let columns = dst.shape()[1..].iter().product::<usize>();
-                with_host_element!(dst.dtype(), T => {
-                    let rows = rows.start * columns..rows.end * columns;
-                    elements_mut::<T>(&mut dst)[rows].fill(T::from_f32(0.0));
-                });
+                let row = dst.view().row_elements() * dst.dtype().size();
+                // Zero is bytes of zeros in every element type.
+                dst.view().bytes_mut()[rows.start * row..rows.end * row].fill(0);
                 Ok(())
             }
             // `check_operands` lets no other operation through.
@@ -171,7 +170,7 @@ fn multiply(op: &Gemm, access: &Access<'_>, workers: &ThreadPool) -> Result<(), 
 
 fn forward<T>(op: &AttentionForward, access: &Access<'_>, workers: &ThreadPool) -> Result<(), ExecError>
 where
-    T: Element,
+    T: KernelElement,
 {
     let (q, k, v) = (access.read(op.q)?, access.read(op.k)?, access.read(op.v)?);
     let mut max_logits = op.max_logits.map(|max| access.write(max.buffer)).transpose()?;
@@ -213,7 +212,7 @@ where
     let sink = sink.map(|sink| access.read(sink)).transpose()?;
     let (mut out, mut lse) = (access.write(out)?, access.write(lse)?);
     if out.dtype() != T::DTYPE {
-        // A share: the state is made where its results go.
+        // A partial result: the state is made where it goes.
         let mut row_sum = vec![T::Accumulator::ZERO; lse.len()];
         let state = StateMutArgs {
             acc: elements_mut(&mut out),
@@ -222,7 +221,7 @@ where
         };
         run(ForwardMode::First(state))?;
         let (out, lse) = (elements_mut::<T::Accumulator>(&mut out), elements_mut(&mut lse));
-        attention_share(out, lse, &row_sum, v.shape()[2], workers);
+        attention_partial::<T>(out, lse, &row_sum, v.shape()[2], workers);
         return Ok(());
     }
     let result = ResultArgs {
@@ -243,7 +242,7 @@ where
 
 fn finish<T>(op: &AttentionFinish, access: &Access<'_>, workers: &ThreadPool) -> Result<(), ExecError>
 where
-    T: Element,
+    T: KernelElement,
 {
     let (merged_out, merged_lse) = (access.read(op.merged_out)?, access.read(op.merged_lse)?);
     let sink = op.sink.map(|sink| access.read(sink)).transpose()?;
@@ -264,7 +263,7 @@ where
 
 fn delta<T>(op: &AttentionDelta, access: &Access<'_>, workers: &ThreadPool) -> Result<(), ExecError>
 where
-    T: Element,
+    T: KernelElement,
 {
     let (out, dout, lse) = (access.read(op.out)?, access.read(op.dout)?, access.read(op.lse)?);
     let mut delta = access.write(op.delta)?;
@@ -291,8 +290,8 @@ where
 /// `G` is the type of `dk` and `dv`.
 fn backward<T, G>(op: &AttentionBackward, access: &Access<'_>, workers: &ThreadPool) -> Result<(), ExecError>
 where
-    T: Element,
-    G: HostElement<Accumulator = T::Accumulator>,
+    T: KernelElement,
+    G: KernelResult<T>,
 {
     let (q, k, v) = (access.read(op.q)?, access.read(op.k)?, access.read(op.v)?);
     let (dout, lse, delta) = (access.read(op.dout)?, access.read(op.lse)?, access.read(op.delta)?);
@@ -317,7 +316,7 @@ where
     attention_backward_arriving(args, rows, workers, |take| access.take_arriving(arriving, take))?;
     if let Some(rounded) = op.rounded_dq {
         let mut rounded = access.write(rounded)?;
-        cast::<T::Accumulator, T>(elements_mut(&mut dq), elements_mut(&mut rounded), workers);
+        cast(dq.view().view(), &mut rounded.view(), workers);
     }
     Ok(())
 }
@@ -325,8 +324,8 @@ where
 /// `D` is the type of the result.
 fn product<T, D>(op: &Gemm, access: &Access<'_>, workers: &ThreadPool) -> Result<(), ExecError>
 where
-    T: Element,
-    D: HostElement<Accumulator = T::Accumulator>,
+    T: KernelElement,
+    D: KernelResult<T>,
 {
     let (a, b) = (access.read_blocks(&op.a)?, access.read_blocks(&op.b)?);
     let bias = op.bias.map(|bias| access.read(bias)).transpose()?;
@@ -350,22 +349,12 @@ where
 
 fn sum_columns<T, D>(op: &ColumnSum, access: &Access<'_>, workers: &ThreadPool) -> Result<(), ExecError>
 where
-    T: Element,
-    D: HostElement<Accumulator = T::Accumulator>,
+    T: KernelElement,
+    D: KernelResult<T>,
 {
     let src = access.read_blocks(&op.src)?;
     let mut dst = access.write(op.dst)?;
     column_sum::<T, D>(&pieces(&op.src, &src), elements_mut(&mut dst), op.accumulate, workers);
-    Ok(())
-}
-
-fn largest_of_columns<R: Real>(op: &ColumnMax, access: &Access<'_>) -> Result<(), ExecError> {
-    let (src, mut dst) = (access.read(op.src)?, access.write(op.dst)?);
-    let dst = elements_mut::<R>(&mut dst);
-    dst.fill(-R::INFINITY);
-    for row in elements::<R>(&src).chunks_exact(src.shape()[1]) {
-        dst.iter_mut().zip(row).for_each(|(largest, value)| *largest = value.larger(*largest));
-    }
     Ok(())
 }
 
@@ -383,31 +372,10 @@ fn concat(srcs: &[BufferId], dst: BufferId, access: &Access<'_>) -> Result<(), E
     let mut offset = 0;
     for src in srcs {
         let src = access.read(*src)?;
-        with_host_element!(src.dtype(), T => {
-            elements_mut::<T>(&mut dst)[offset..offset + src.len()].copy_from_slice(elements::<T>(&src));
-        });
-        offset += src.len();
+        let bytes = src.view().bytes();
+        dst.view().bytes_mut()[offset..offset + bytes.len()].copy_from_slice(bytes);
+        offset += bytes.len();
     }
-    Ok(())
-}
-
-fn place_rows(
-    src: BufferId,
-    dst: BufferId,
-    rows: &[Range],
-    access: &Access<'_>,
-    workers: &ThreadPool,
-) -> Result<(), ExecError> {
-    let (src, mut dst) = (access.read(src)?, access.write(dst)?);
-    let width: usize = src.shape()[1..].iter().product();
-    with_host_element!(src.dtype(), S => with_host_element!(dst.dtype(), D => {
-        let (mut from, to) = (elements::<S>(&src), elements_mut::<D>(&mut dst));
-        for rows in rows {
-            let (here, rest) = from.split_at(rows.len() * width);
-            cast(here, &mut to[rows.start * width..rows.end * width], workers);
-            from = rest;
-        }
-    }));
     Ok(())
 }
 

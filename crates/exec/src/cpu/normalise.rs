@@ -1,13 +1,15 @@
 //! RMSNorm and its gradients on the CPU backend: from a Program's buffers to the kernels' rows.
 
+use counterpoint_cpu_kernels::{
+    KernelElement, RmsNormArgs, RmsNormBackwardArgs, rms_norm, rms_norm_backward,
+};
 use counterpoint_schedule::{RmsNorm, RmsNormBackward};
 use rayon::ThreadPool;
 
 use super::compute::{Access, elements, elements_mut, pieces};
 use crate::ExecError;
-use crate::kernel::{Element, RmsNormArgs, RmsNormBackwardArgs, rms_norm, rms_norm_backward};
 
-pub(super) fn normalise_rows<T: Element>(
+pub(super) fn normalise_rows<T: KernelElement>(
     op: &RmsNorm,
     access: &Access<'_>,
     workers: &ThreadPool,
@@ -29,7 +31,7 @@ pub(super) fn normalise_rows<T: Element>(
     Ok(())
 }
 
-pub(super) fn normalise_backward<T: Element>(
+pub(super) fn normalise_backward<T: KernelElement>(
     op: &RmsNormBackward,
     access: &Access<'_>,
     workers: &ThreadPool,

@@ -3,11 +3,12 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use counterpoint_cpu_kernels::{convert, reduce};
 use counterpoint_mask::Range;
 use counterpoint_plan::Topology;
 use counterpoint_schedule::{Accumulate, ReduceOp};
 
-use super::{Courier, PeerMessage, Rows, Workspaces, convert, reduce};
+use super::{Courier, PeerMessage, Rows, Workspaces};
 use crate::collective::{Board, Collective, PeerRows, Post, Reduction, Waiter, WireTensor};
 use crate::cpu::{CpuBuffer, ReadGuard, StreamShared, WriteGuard};
 use crate::monitor::lock;

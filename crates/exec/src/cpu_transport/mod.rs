@@ -10,10 +10,8 @@
 //! the same bits, wherever the ranks are.
 
 mod call;
-mod convert;
 mod courier;
 mod message;
-mod reduce;
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};

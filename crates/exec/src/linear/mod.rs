@@ -14,7 +14,7 @@ use counterpoint_plan::{DType, LinearSpec};
 use counterpoint_schedule::Timeline;
 
 use crate::HostTensor;
-use crate::random::random_stream;
+use crate::random_stream;
 
 pub use gemm_collective::{
     GemmCollectiveSpec, GemmOverlap, PreparedOn, all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter,

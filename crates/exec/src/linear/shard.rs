@@ -3,7 +3,7 @@
 use counterpoint_mask::Range;
 use counterpoint_plan::{Activations, LinearKind, LinearPlan};
 
-use crate::host_element::with_host_element;
+use crate::with_host_element;
 use crate::{ExecError, HostTensor, dispatch};
 
 /// Tensors of one type, at least one, laid one after the other along the rows.

@@ -9,7 +9,7 @@ use proptest::prelude::*;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use crate::support::{Cuts, TYPES, check, inputs, pool, random_mask, run, run_whole, shatter, spec};
+use crate::support::{Cuts, TYPES, bits, check, inputs, pool, random_mask, run, run_whole, shatter, spec};
 
 const DTYPES: [DType; 4] = [DType::F64, DType::F32, DType::Bf16, DType::F16];
 
@@ -126,7 +126,7 @@ proptest! {
                 run::<f32>((seqlen_q, seqlen_k), &spec, &inputs, &cuts)
             };
             // Bits, not values: -0.0 is not 0.0.
-            format!("{outputs:?}")
+            bits(&outputs)
         };
         let bands: Vec<Band> = mask.bands().collect();
         let whole = run(&[seqlen_k], &bands, 1);
@@ -258,7 +258,7 @@ fn ordinary_scores_far_from_zero() {
 /// An untouched row keeps the state of an empty softmax, whatever lay in the buffers.
 #[test]
 fn rows_without_columns_keep_the_empty_state() {
-    use counterpoint_exec::kernel::{ForwardArgs, ForwardMode, HeadShape, StateMutArgs, attention_forward};
+    use counterpoint_cpu_kernels::{ForwardArgs, ForwardMode, HeadShape, StateMutArgs, attention_forward};
 
     let shape = HeadShape { heads_q: 2, heads_kv: 1, head_dim: 4, head_dim_v: 3 };
     let (rows, keys) = (300, 200);

@@ -1,7 +1,7 @@
 //! NaN and infinity in the inputs: which results they make NaN, and that no other result changes by a bit.
 
 use counterpoint_choose::{PlanConfig, plan_mask};
-use counterpoint_exec::kernel::{BackwardArgs, HeadShape, attention_backward};
+use counterpoint_cpu_kernels::{BackwardArgs, HeadShape, attention_backward};
 use counterpoint_exec::{AttentionInputs, AttentionOutputs, HostTensor, RunConfig, run_attention};
 use counterpoint_mask::{AttnSlice, Band, Mask, MaskType, Range};
 use counterpoint_plan::{AttentionSpec, DType, KEY_BLOCK};

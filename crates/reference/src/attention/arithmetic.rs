@@ -1,6 +1,6 @@
 //! Steps in the type that a problem is solved in, and roundings to the type that it is compared with.
 
-use counterpoint_exec::kernel::Real;
+use counterpoint_cpu_kernels::Real;
 use counterpoint_exec::{HostElement, HostTensor, convert_element, with_host_element};
 use counterpoint_plan::DType;
 use half::{bf16, f16};

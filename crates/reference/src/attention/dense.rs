@@ -1,6 +1,6 @@
 //! A dense problem solved row by row.
 
-use counterpoint_exec::kernel::Real;
+use counterpoint_cpu_kernels::Real;
 use counterpoint_exec::{AttentionInputs, HostTensor};
 use counterpoint_mask::{Mask, Range};
 use counterpoint_plan::{AttentionSpec, DType};

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use counterpoint_exec::kernel::Real;
+use counterpoint_cpu_kernels::Real;
 use counterpoint_plan::DType;
 use rayon::prelude::*;
 

@@ -1,6 +1,6 @@
 //! Rows of long sequences solved by themselves, in time linear in the sequence.
 
-use counterpoint_exec::kernel::Real;
+use counterpoint_cpu_kernels::Real;
 use counterpoint_exec::{
     AttentionInputs, AttentionOutputs, HostTensor, Pass, convert_element, with_host_element,
 };

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::sync_channel;
 
 use counterpoint_choose::{PlanConfig, StageCount, plan_mask};
-use counterpoint_exec::{AttentionInputs, AttentionOutputs, ExecError, HostData, HostTensor, Pass};
+use counterpoint_exec::{AttentionInputs, AttentionOutputs, ExecError, HostTensor, Pass};
 use counterpoint_plan::{DType, Plan};
 use rayon::prelude::*;
 use serde::{Deserialize, Deserializer, Serialize};
@@ -279,19 +279,11 @@ fn repeated(
 
 /// Elements of two tensors whose bits are not the same; all of them where the tensors are not of one shape and type.
 pub fn unlike_elements(a: &HostTensor, b: &HostTensor) -> usize {
-    fn bytes(tensor: &HostTensor) -> &[u8] {
-        match tensor.data() {
-            HostData::F64(values) => bytemuck::cast_slice(values),
-            HostData::F32(values) => bytemuck::cast_slice(values),
-            HostData::Bf16(values) => bytemuck::cast_slice(values),
-            HostData::F16(values) => bytemuck::cast_slice(values),
-        }
-    }
     if a.shape() != b.shape() || a.dtype() != b.dtype() {
         return a.len().max(b.len()).max(1);
     }
     let size = a.dtype().size();
-    let elements = bytes(a).chunks_exact(size).zip(bytes(b).chunks_exact(size));
+    let elements = a.bytes().chunks_exact(size).zip(b.bytes().chunks_exact(size));
     elements.filter(|(a, b)| a != b).count()
 }
 

@@ -1,8 +1,8 @@
 //! Problems and a single-rank run of the kernels, for the tests of this folder.
 
-use counterpoint_exec::kernel::{
-    BackwardArgs, DeltaArgs, Element, ForwardArgs, ForwardMode, HeadShape, ResultArgs, SinkArgs, StateArgs,
-    StateMutArgs, attention_backward, attention_delta, attention_forward,
+use counterpoint_cpu_kernels::{
+    BackwardArgs, DeltaArgs, ForwardArgs, ForwardMode, HeadShape, KernelElement, ResultArgs, SinkArgs,
+    StateArgs, StateMutArgs, attention_backward, attention_delta, attention_forward,
 };
 use counterpoint_exec::{AttentionInputs, AttentionOutputs, HostElement, HostTensor};
 use counterpoint_mask::{AttnSlice, Band, Mask, MaskType, Range};
@@ -53,7 +53,7 @@ fn tensor<T: HostElement>(shape: Vec<usize>, mut value: impl FnMut() -> f64) -> 
 }
 
 /// Standard normal inputs times `amplitude`.
-pub(crate) fn inputs<T: Element>(
+pub(crate) fn inputs<T: KernelElement>(
     mask: &Mask,
     spec: &AttentionSpec,
     amplitude: f64,
@@ -84,7 +84,7 @@ pub(crate) struct Cuts<'a> {
 }
 
 /// Forward and backward on one rank, every buffer poisoned before it is first written.
-pub(crate) fn run<T: Element>(
+pub(crate) fn run<T: KernelElement>(
     seqlens: (usize, usize),
     spec: &AttentionSpec,
     inputs: &AttentionInputs,
@@ -207,8 +207,16 @@ pub(crate) fn run<T: Element>(
     outputs
 }
 
+/// What outputs hold, bit for bit.
+pub(crate) fn bits(outputs: &AttentionOutputs) -> Vec<Vec<u8>> {
+    let AttentionOutputs { out, lse, max_logits, dq, dk, dv, dsink } = outputs;
+    let tensors =
+        [Some(out), Some(lse), max_logits.as_ref(), dq.as_ref(), dk.as_ref(), dv.as_ref(), dsink.as_ref()];
+    tensors.into_iter().map(|tensor| tensor.map_or(Vec::new(), |tensor| tensor.bytes().to_vec())).collect()
+}
+
 /// A whole run in one stage.
-pub(crate) fn run_whole<T: Element>(
+pub(crate) fn run_whole<T: KernelElement>(
     mask: &Mask,
     spec: &AttentionSpec,
     inputs: &AttentionInputs,
@@ -278,7 +286,7 @@ pub(crate) fn check(
     rng: &mut ChaCha8Rng,
     pool: &ThreadPool,
 ) {
-    fn one<T: Element>(
+    fn one<T: KernelElement>(
         mask: &Mask,
         spec: &AttentionSpec,
         amplitude: f64,

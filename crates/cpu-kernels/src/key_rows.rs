@@ -1,18 +1,24 @@
 //! Keys and values of a CPU attention kernel, some of which arrive while it runs.
 
+use std::ops::ControlFlow;
+
 use counterpoint_mask::Range;
 use counterpoint_plan::KEY_BLOCK;
 
-use super::shape::{check_len, rows_of};
-use super::tile::gather;
-use super::{Element, HeadShape};
+use crate::real::Element;
+use crate::shape::HeadShape;
+use crate::shape::{check_len, rows_of};
+use crate::tile::gather;
 
 /// What takes the keys and values that have arrived.
 pub type TakeKeys<'a, T> = &'a mut dyn FnMut(&[T], &[T]);
 
+/// Waits for keys and values that arrive while a kernel runs and hands them on; a break where they do not come.
+pub(crate) type Arrived<'a, T> = &'a mut dyn FnMut(TakeKeys<'_, T>) -> ControlFlow<()>;
+
 /// Keys and values of a launch: those that are there, and after them those that arrive.
 #[derive(Clone, Copy)]
-pub(super) struct KeyRows<'a, T> {
+pub(crate) struct KeyRows<'a, T> {
     own: Keys<'a, T>,
     arrived: Keys<'a, T>,
     own_rows: usize,
@@ -30,7 +36,7 @@ impl<'a, T: Element> KeyRows<'a, T> {
     ///
     /// # Panics
     /// When lengths do not fit, or a block would hold rows of both.
-    pub(super) fn own(shape: &HeadShape, k: &'a [T], v: &'a [T], arriving_rows: usize) -> Self {
+    pub(crate) fn own(shape: &HeadShape, k: &'a [T], v: &'a [T], arriving_rows: usize) -> Self {
         let own_rows = rows_of("k", k, shape.heads_kv * shape.head_dim);
         check_len("v", v, own_rows, shape.heads_kv * shape.head_dim_v);
         assert!(
@@ -44,7 +50,7 @@ impl<'a, T: Element> KeyRows<'a, T> {
     ///
     /// # Panics
     /// When lengths do not fit.
-    pub(super) fn with_arrived<'b>(&self, shape: &HeadShape, k: &'b [T], v: &'b [T]) -> KeyRows<'b, T>
+    pub(crate) fn with_arrived<'b>(&self, shape: &HeadShape, k: &'b [T], v: &'b [T]) -> KeyRows<'b, T>
     where
         'a: 'b,
     {
@@ -54,17 +60,17 @@ impl<'a, T: Element> KeyRows<'a, T> {
     }
 
     /// Rows of both.
-    pub(super) fn rows(&self) -> usize {
+    pub(crate) fn rows(&self) -> usize {
         self.own_rows + self.arriving_rows
     }
 
     /// Whether these rows are there from the start.
-    pub(super) fn has_from_the_start(&self, rows: &Range) -> bool {
+    pub(crate) fn has_from_the_start(&self, rows: &Range) -> bool {
         rows.end <= self.own_rows
     }
 
     /// Copies the rows of a block, of one head, to dense rows in the accumulator type.
-    pub(super) fn gather(
+    pub(crate) fn gather(
         &self,
         shape: &HeadShape,
         head: usize,

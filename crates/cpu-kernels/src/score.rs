@@ -2,9 +2,9 @@
 
 use counterpoint_plan::KEY_BLOCK;
 
-use super::Real;
-use super::matmul::{Mat, MatMut, matmul};
-use super::tile::Visit;
+use crate::matmul::{Mat, MatMut, matmul};
+use crate::real::Real;
+use crate::tile::Visit;
 
 /// How scores come from dot products: `s = scale * q k^T`, under `softcap c > 0` then `c * tanh(s / c)`.
 #[derive(Clone, Copy)]

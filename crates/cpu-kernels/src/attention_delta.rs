@@ -3,10 +3,10 @@
 use rayon::ThreadPool;
 use rayon::prelude::*;
 
-use super::poison::{all_finite, is_log_weight};
-use super::score::row_sum;
-use super::shape::{check_len, rows_of};
-use super::{Element, Real};
+use crate::poison::{all_finite, is_log_weight};
+use crate::real::{Element, Real};
+use crate::score::row_sum;
+use crate::shape::{check_len, rows_of};
 
 /// Tensors of the row statistic of a backward, as in [`counterpoint_schedule::AttentionDelta`].
 pub struct DeltaArgs<'a, T: Element> {
@@ -40,15 +40,8 @@ pub struct SinkArgs<'a, A> {
 /// number of threads, and the rounding error of long sequences stays small.
 const ROWS_OF_SUM: usize = 256;
 
-/// `delta = rowsum(dout * out) - dlse`, and these rows' share of `dsink_t = -sum_rows exp(sink_t - lse) delta`.
-///
-/// A row and head whose `lse` is NaN or `+inf`, or whose `dout` holds a number that is not finite, gets `delta = NaN`
-/// and makes `dsink` of that head NaN. Where `out` is all 0, as in rows that saw nothing, `rowsum(dout * out)` is 0 whatever `dout`
-/// holds. `dlse` does not count where `lse` is `-inf`.
-///
-/// # Panics
-/// When a tensor's length does not fit the others.
-pub fn attention_delta<T: Element>(args: DeltaArgs<'_, T>, threads: &ThreadPool) {
+/// [`attention_delta`](crate::attention_delta()) of one element type.
+pub(crate) fn delta<T: Element>(args: DeltaArgs<'_, T>, threads: &ThreadPool) {
     let (heads, dim) = (args.heads_q, args.head_dim_v);
     let row_elements = heads * dim;
     let rows = rows_of("out", args.out, row_elements);

@@ -1,6 +1,6 @@
 //! The CPU's attention backward: FlashAttention-2's loop over key blocks, every sum in a fixed order.
 
-use std::convert::Infallible;
+use std::ops::ControlFlow;
 use std::sync::Mutex;
 
 use counterpoint_mask::{Band, Range};
@@ -8,20 +8,21 @@ use counterpoint_plan::KEY_BLOCK;
 use counterpoint_schedule::Accumulate;
 use rayon::ThreadPool;
 
-use super::key_rows::{KeyRows, TakeKeys};
-use super::matmul::{Mat, MatMut, matmul};
-use super::poison::{PoisonedRows, Reached, is_finite, is_log_weight};
-use super::queue::{drain, lock};
-use super::score::Scoring;
-use super::shape::{check_len, rows_of};
-use super::tile::{Strips, Visit, gather, split_heads, strip, tiles_of_block};
-use super::turns::Turns;
-use super::{Element, HeadShape, Real};
-use crate::HostElement;
+use crate::element::HostElement;
+use crate::key_rows::{Arrived, KeyRows};
+use crate::matmul::{Mat, MatMut, matmul};
+use crate::poison::{PoisonedRows, Reached, is_finite, is_log_weight};
+use crate::queue::{drain, lock};
+use crate::real::{Element, Real};
+use crate::score::Scoring;
+use crate::shape::HeadShape;
+use crate::shape::{check_len, rows_of};
+use crate::tile::{Strips, Visit, gather, split_heads, strip, tiles_of_block};
+use crate::turns::Turns;
 
 /// Tensors and numbers of one backward stage, as in [`counterpoint_schedule::AttentionBackward`].
-/// `G` is the type of `dk` and `dv`: the accumulator type where they are shares of a sum, `T` where they are the results.
-pub struct BackwardArgs<'a, T: Element, G: HostElement<Accumulator = T::Accumulator>> {
+/// `G` is the type of `dk` and `dv`: the accumulator type where they are partial sums, `T` where they are the results.
+pub struct BackwardArgs<'a, T: Element, G> {
     /// Heads and their sizes.
     pub shape: HeadShape,
     /// `[q_rows, heads_q, head_dim]`
@@ -88,48 +89,14 @@ struct Inputs<'a, T: Element> {
     scoring: Scoring<T::Accumulator>,
 }
 
-/// One stage of the blocked attention backward (FlashAttention-2, Dao 2023, algorithm 2, with the sums in a fixed
-/// order): a thread takes a key block through the query tiles that see it, in ascending order, with five matrix
-/// products a tile; `dk` and `dv` of the block stay with the thread. A tile's `dq` receives its key blocks in ascending
-/// order: a thread that comes to a tile early waits for the block before it. Blocks are begun in ascending order, so
-/// whoever is waited for is at work already, and threads follow each other one tile apart.
-///
-/// Deterministic as [`attention_forward`](super::attention_forward()) is: same bits for any number of threads, any
-/// cutting into bands, and in `dq` for keys split at multiples of [`KEY_BLOCK`] into consecutive calls.
-///
-/// A row and head with a number of `q`, `dout`, `lse` or `delta` that is not finite (`lse = -inf` is: the row saw nothing)
-/// makes NaN its `dq` and the `dk`, `dv` of the columns that it sees. A column with one in `k` or `v` makes NaN the `dq`
-/// of the rows that see it and, if any does, its own `dk` and `dv`. No other element changes by a bit. (After a forward,
-/// rows that see such a column have `lse = NaN` and reach all the columns that they see.)
-///
-/// # Panics
-/// When a tensor's length does not fit the others or a band leaves the tensors.
-pub fn attention_backward<T, G>(args: BackwardArgs<'_, T, G>, threads: &ThreadPool)
-where
-    T: Element,
-    G: HostElement<Accumulator = T::Accumulator>,
-{
-    let Ok(()) = attention_backward_arriving::<T, G, Infallible>(args, 0, threads, |take| {
-        take(&[], &[]);
-        Ok(())
-    });
-}
-
-/// [`attention_backward`] whose bands, `dk` and `dv` go on over `arriving_rows` rows of keys after those of `k`, which arrive
-/// meanwhile. `arrived` waits for these rows and hands them on; the others' blocks are walked before.
-///
-/// # Errors
-/// That of `arrived`.
-///
-/// # Panics
-/// As [`attention_backward`]; when the rows of `k` are no multiple of [`KEY_BLOCK`].
+/// [`attention_backward_arriving`](crate::attention_backward_arriving()) of one element type and one of `dk` and `dv`.
 // Long: three nested loops over tiles that share the buffers above them.
-pub fn attention_backward_arriving<T, G, E>(
+pub(crate) fn backward<T, G>(
     args: BackwardArgs<'_, T, G>,
     arriving_rows: usize,
     threads: &ThreadPool,
-    arrived: impl FnOnce(TakeKeys<'_, T>) -> Result<(), E>,
-) -> Result<(), E>
+    arrived: Arrived<'_, T>,
+) -> ControlFlow<()>
 where
     T: Element,
     G: HostElement<Accumulator = T::Accumulator>,
@@ -235,7 +202,7 @@ where
 }
 
 impl<T: Element> Inputs<'_, T> {
-    /// The five products of one tile and one block: adds to the block's `dk`, `dv` and leaves the tile's share of `dq` in
+    /// The five products of one tile and one block: adds to the block's `dk`, `dv` and leaves the tile's part of `dq` in
     /// the scratch.
     fn visit(&self, head: usize, visit: &Visit, scratch: &mut Scratch<T::Accumulator>) {
         let HeadShape { heads_q, head_dim: dim, head_dim_v: dim_v, .. } = self.shape;

@@ -7,9 +7,10 @@ use counterpoint_schedule::{Accumulate, GemmLayout};
 use rayon::ThreadPool;
 use rayon::prelude::*;
 
-use super::matmul::{Mat, MatMut, matmul};
-use super::{Element, Real};
-use crate::HostElement;
+use crate::element::{HostElement, with_host_element};
+use crate::matmul::{Mat, MatMut, matmul};
+use crate::real::{Element, Real};
+use crate::tensor::{TensorMut, TensorRef};
 
 /// Rows of the result that a thread computes at a time.
 const TILE_ROWS: usize = 64;
@@ -38,12 +39,8 @@ pub struct GemmArgs<'a, T: Element, D: HostElement> {
     pub accumulate: Accumulate,
 }
 
-/// `out[rows] = a b + bias`, or added to what is there: summed over `k` in one order, in the accumulator type, and rounded
-/// once.
-///
-/// # Panics
-/// When the shapes do not fit.
-pub fn gemm<T: Element, D: HostElement<Accumulator = T::Accumulator>>(
+/// [`gemm`](crate::gemm()) of one type of operands and one of results.
+pub(crate) fn gemm<T: Element, D: HostElement<Accumulator = T::Accumulator>>(
     args: GemmArgs<'_, T, D>,
     threads: &ThreadPool,
 ) {
@@ -93,10 +90,7 @@ pub fn gemm<T: Element, D: HostElement<Accumulator = T::Accumulator>>(
     });
 }
 
-/// `dst = ` or `+=` the sum of all rows, each column in the order of rows.
-///
-/// # Panics
-/// When the shapes do not fit.
+/// [`column_sum`](crate::column_sum()) of one type of operands and one of results.
 pub(crate) fn column_sum<T: Element, D: HostElement<Accumulator = T::Accumulator>>(
     src: &[&[T]],
     dst: &mut [D],
@@ -123,6 +117,20 @@ pub(crate) fn column_sum<T: Element, D: HostElement<Accumulator = T::Accumulator
             }
         });
     });
+}
+
+/// The largest element of each of the first columns, as many as `dst` has elements, in the type of sums. NaN is passed over.
+pub fn column_max(src: TensorRef<'_>, dst: &mut TensorMut<'_>) {
+    with_host_element!(src.dtype(), T => largest_of_columns::<<T as HostElement>::Accumulator>(src, dst));
+}
+
+fn largest_of_columns<R: Real>(src: TensorRef<'_>, dst: &mut TensorMut<'_>) {
+    let columns = src.row_elements();
+    let (src, dst) = (src.as_slice::<R>().unwrap_or(&[]), dst.as_mut_slice::<R>().unwrap_or(&mut []));
+    dst.fill(-R::INFINITY);
+    for row in src.chunks_exact(columns) {
+        dst.iter_mut().zip(row).for_each(|(largest, value)| *largest = value.larger(*largest));
+    }
 }
 
 /// A whole operand in the type that sums are formed in.

@@ -3,32 +3,31 @@
 use rayon::ThreadPool;
 use rayon::prelude::*;
 
-use super::{Element, Real};
-use crate::host_element::convert_element;
+use crate::element::convert_element;
+use crate::real::{Element, Real};
 
-/// What [`rms_norm_backward`] takes. Rows lie one after the other.
-pub(crate) struct RmsNormBackwardArgs<'a, T: Element> {
-    pub(crate) dout: &'a [T],
+/// What [`rms_norm_backward`](crate::rms_norm_backward()) takes. Rows lie one after the other.
+pub struct RmsNormBackwardArgs<'a, T: Element> {
+    /// The gradient of what the forward left.
+    pub dout: &'a [T],
     /// What was normalised.
-    pub(crate) sum: &'a [T],
+    pub sum: &'a [T],
     /// Elements of a row.
-    pub(crate) columns: usize,
+    pub columns: usize,
     /// `[columns]`, and where its gradient goes.
-    pub(crate) weight: Option<(&'a [T], &'a mut [T::Accumulator])>,
+    pub weight: Option<(&'a [T], &'a mut [T::Accumulator])>,
     /// What is added to the gradient of `sum`.
-    pub(crate) dsum: Option<&'a [T]>,
+    pub dsum: Option<&'a [T]>,
     /// What was added to the mean of squares.
-    pub(crate) epsilon: f64,
+    pub epsilon: f64,
     /// The gradient of `sum`.
-    pub(crate) dh: &'a mut [T],
+    pub dh: &'a mut [T],
 }
 
 /// Columns whose sums one thread forms.
 const COLUMNS: usize = 64;
 
-/// With `s = 1 / sqrt(mean of h's squares + epsilon)` and `g = dout weight`, row by row `dh = s (g - h s^2 mean(g h)) + dsum`, and
-/// `dweight` the sum over the rows of `dout h s`. Calculated in the accumulator type, element after element and row after row,
-/// whatever the threads.
+/// [`rms_norm_backward`](crate::rms_norm_backward()) of one element type.
 pub(crate) fn rms_norm_backward<T: Element>(args: RmsNormBackwardArgs<'_, T>, threads: &ThreadPool) {
     let RmsNormBackwardArgs { dout, sum, columns, weight, dsum, epsilon, dh } = args;
     let wide = |x: &T| convert_element::<T, T::Accumulator>(*x);

@@ -1,19 +1,15 @@
-//! The ends of hosted rows on the CPU: a state as a share to be merged, merged shares as results.
+//! The ends of hosted rows on the CPU: a state as a partial result to be merged, merged ones as results.
 
 use counterpoint_mask::Range;
 use rayon::ThreadPool;
 use rayon::prelude::*;
 
-use super::normalise::{RowState, normalise};
-use super::shape::{check_len, rows_of};
-use super::{Element, Real};
+use crate::normalise::{RowState, normalise};
+use crate::real::{Element, Real};
+use crate::shape::{check_len, rows_of};
 
-/// Shares of rows whose results are merged with others: the state of a forward over some of their keys, normalised in place, in
-/// the type that it is in. `out` holds `acc` and becomes the share's out, `lse` holds `row_max` and becomes its logarithm.
-///
-/// # Panics
-/// When a tensor's length does not fit the others.
-pub(crate) fn attention_share<R: Real>(
+/// [`attention_partial`](crate::attention_partial()) of one type.
+pub(crate) fn partial<R: Real>(
     out: &mut [R],
     lse: &mut [R],
     row_sum: &[R],
@@ -32,29 +28,28 @@ pub(crate) fn attention_share<R: Real>(
     });
 }
 
-/// Tensors of [`attention_finish`], as in [`counterpoint_schedule::AttentionFinish`].
-pub(crate) struct FinishArgs<'a, T: Element> {
-    pub(crate) heads_q: usize,
-    pub(crate) head_dim_v: usize,
+/// Tensors of [`attention_finish`](crate::attention_finish()), as in [`counterpoint_schedule::AttentionFinish`].
+pub struct FinishArgs<'a, T: Element> {
+    /// Query heads.
+    pub heads_q: usize,
+    /// Elements of a value row of one head.
+    pub head_dim_v: usize,
     /// `[rows, heads_q, head_dim_v]`
-    pub(crate) merged_out: &'a [T::Accumulator],
+    pub merged_out: &'a [T::Accumulator],
     /// `[rows, heads_q]`
-    pub(crate) merged_lse: &'a [T::Accumulator],
+    pub merged_lse: &'a [T::Accumulator],
     /// `[seqlen_sink, heads_q]`
-    pub(crate) sink: &'a [T::Accumulator],
+    pub sink: &'a [T::Accumulator],
     /// Rows of `out` and `lse`, as many as there are merged ones.
-    pub(crate) rows: &'a [Range],
+    pub rows: &'a [Range],
     /// `[q_rows, heads_q, head_dim_v]`
-    pub(crate) out: &'a mut [T],
+    pub out: &'a mut [T],
     /// `[q_rows, heads_q]`
-    pub(crate) lse: &'a mut [T::Accumulator],
+    pub lse: &'a mut [T::Accumulator],
 }
 
-/// Brings the sink into merged shares, rounds, and puts the rows in their places.
-///
-/// # Panics
-/// When a tensor's length does not fit the others or a row leaves them.
-pub(crate) fn attention_finish<T: Element>(args: FinishArgs<'_, T>, threads: &ThreadPool) {
+/// [`attention_finish`](crate::attention_finish()) of one element type.
+pub(crate) fn finish<T: Element>(args: FinishArgs<'_, T>, threads: &ThreadPool) {
     let FinishArgs { heads_q, head_dim_v, merged_out, merged_lse, sink, rows, out, lse } = args;
     let merged_rows = rows_of("merged_lse", merged_lse, heads_q);
     check_len("merged_out", merged_out, merged_rows, heads_q * head_dim_v);
@@ -70,13 +65,13 @@ pub(crate) fn attention_finish<T: Element>(args: FinishArgs<'_, T>, threads: &Th
     threads.install(|| {
         let scratch = || vec![T::Accumulator::ZERO; head_dim_v];
         entries.into_par_iter().for_each_init(scratch, |scaled, ((out, lse), (merged_out, merged_lse))| {
-            let shares = merged_out.chunks_exact(head_dim_v).zip(merged_lse);
+            let merged = merged_out.chunks_exact(head_dim_v).zip(merged_lse);
             let results = out.chunks_exact_mut(head_dim_v).zip(lse);
-            for (head, ((acc, &share), (out, lse))) in shares.zip(results).enumerate() {
+            for (head, ((acc, &weight), (out, lse))) in merged.zip(results).enumerate() {
                 let sinks = sink.iter().skip(head).step_by(heads_q).copied();
-                // Merged shares are a state whose sum is 1. NaN has to come from the sum; comparisons would lose it.
-                let (max, sum) = match share.partial_cmp(&share) {
-                    Some(_) => (share, T::Accumulator::ONE),
+                // Merged results are a state whose sum is 1. NaN has to come from the sum; comparisons would lose it.
+                let (max, sum) = match weight.partial_cmp(&weight) {
+                    Some(_) => (weight, T::Accumulator::ONE),
                     None => (T::Accumulator::ZERO, T::Accumulator::NAN),
                 };
                 *lse = normalise(&RowState { acc, max, sum }, sinks, scaled, out);
@@ -95,10 +90,10 @@ mod tests {
 
     /// One row and head of each kind: seen, unseen, poisoned.
     #[test]
-    fn a_state_becomes_a_share_in_place() {
+    fn a_state_becomes_a_partial_result_in_place() {
         let mut out = [2.0_f32, 4.0, 0.0, 0.0, 1.0, 1.0];
         let mut lse = [1.0, f32::NEG_INFINITY, 0.0];
-        attention_share(&mut out, &mut lse, &[2.0, 0.0, f32::NAN], 2, &threads());
+        partial(&mut out, &mut lse, &[2.0, 0.0, f32::NAN], 2, &threads());
         assert_eq!(out[..4], [1.0, 2.0, 0.0, 0.0]);
         assert_eq!(lse[..2], [1.0 + 2.0_f32.ln(), f32::NEG_INFINITY]);
         assert!(out[4].is_nan() && lse[2].is_nan());
@@ -120,7 +115,7 @@ mod tests {
                 out: &mut out,
                 lse: &mut lse,
             };
-            attention_finish(args, &threads());
+            finish(args, &threads());
             (out, lse)
         };
         let (out, lse) = run(&[]);

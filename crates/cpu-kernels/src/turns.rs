@@ -2,7 +2,7 @@
 
 use std::sync::{Condvar, Mutex};
 
-use super::queue::lock;
+use crate::queue::lock;
 
 /// Keeps the order in which key blocks add to a tile: block after block, each moving from tile to tile upwards.
 ///

@@ -3,27 +3,28 @@
 use rayon::ThreadPool;
 use rayon::prelude::*;
 
-use super::{Element, Real};
-use crate::host_element::convert_element;
+use crate::element::convert_element;
+use crate::real::{Element, Real};
 
-/// What [`rms_norm`] takes.
-pub(crate) struct RmsNormArgs<'a, T> {
+/// What [`rms_norm`](crate::rms_norm()) takes.
+pub struct RmsNormArgs<'a, T> {
     /// Rows one after the other.
-    pub(crate) src: Vec<&'a [T]>,
+    pub src: Vec<&'a [T]>,
     /// Elements of a row.
-    pub(crate) columns: usize,
-    pub(crate) residual: Option<&'a [T]>,
+    pub columns: usize,
+    /// Added to `src` where it is given.
+    pub residual: Option<&'a [T]>,
     /// Where what is normalised goes.
-    pub(crate) sum: &'a mut [T],
+    pub sum: &'a mut [T],
     /// `[columns]`.
-    pub(crate) weight: Option<&'a [T]>,
+    pub weight: Option<&'a [T]>,
     /// What is added to the mean of squares.
-    pub(crate) epsilon: f64,
-    pub(crate) out: &'a mut [T],
+    pub epsilon: f64,
+    /// Where what has been normalised goes.
+    pub out: &'a mut [T],
 }
 
-/// `h = src + residual`, rounded, and `out = h / sqrt(mean of h's squares + epsilon) weight`, row by row (Zhang and Sennrich, arXiv
-/// 1910.07467). Calculated in the accumulator type, element after element, whatever the threads.
+/// [`rms_norm`](crate::rms_norm()) of one element type.
 pub(crate) fn rms_norm<T: Element>(args: RmsNormArgs<'_, T>, threads: &ThreadPool) {
     let RmsNormArgs { src, columns, residual, sum, weight, epsilon, out } = args;
     let rows: Vec<&[T]> = src.into_iter().flat_map(|piece| piece.chunks_exact(columns)).collect();

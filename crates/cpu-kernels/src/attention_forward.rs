@@ -1,23 +1,23 @@
 //! The CPU's attention forward: online softmax over key blocks, whole or in stages that hand a state on.
 
-use std::convert::Infallible;
+use std::ops::ControlFlow;
 use std::sync::Mutex;
 
 use counterpoint_mask::{Band, Range};
 use counterpoint_plan::KEY_BLOCK;
 use rayon::ThreadPool;
 
-use super::key_rows::{KeyRows, TakeKeys};
-use super::matmul::{Mat, MatMut, matmul};
-use super::normalise::{RowState, normalise};
-use super::poison::PoisonedRows;
-use super::queue::drain;
-use super::score::{Scoring, row_max, row_sum};
-use super::shape::{check_len, rows_of};
-use super::tile::{Strips, blocks_of_tile, gather, split_heads, strip};
-use super::{Element, HeadShape, Real};
-use crate::HostElement;
-use crate::monitor::lock;
+use crate::element::HostElement;
+use crate::key_rows::{Arrived, KeyRows};
+use crate::matmul::{Mat, MatMut, matmul};
+use crate::normalise::{RowState, normalise};
+use crate::poison::PoisonedRows;
+use crate::queue::{drain, lock};
+use crate::real::{Element, Real};
+use crate::score::{Scoring, row_max, row_sum};
+use crate::shape::HeadShape;
+use crate::shape::{check_len, rows_of};
+use crate::tile::{Strips, blocks_of_tile, gather, split_heads, strip};
 
 /// Tensors and numbers of one forward stage, as in [`counterpoint_schedule::AttentionForward`].
 pub struct ForwardArgs<'a, T: Element> {
@@ -133,43 +133,13 @@ struct Scratch<R> {
     poisoned_cols: PoisonedRows,
 }
 
-/// One stage of the blocked attention forward: each tile of query rows walks its key blocks in ascending order and
-/// carries an online softmax (Milakov and Gimelshein 2018; FlashAttention-2, Dao 2023, algorithm 1) in `row_max`,
-/// `row_sum`, `acc`. A tile skips the blocks that it sees nothing of. The stage that leaves results normalises a tile
-/// right after its walk.
-///
-/// The operations that a row meets are a function of the unmasked pairs, the shape and the grid of [`KEY_BLOCK`] alone:
-/// the result is the same, bit for bit, for any number of threads, for keys split at multiples of the block into
-/// consecutive calls, and for any cutting of the mask into bands.
-///
-/// A number of `q` that is not finite makes `row_sum` of its row and head NaN, if the row sees anything; one of `k` or
-/// `v` that of the rows that see it, in the query heads that read it. No other row of the state changes by a bit. A NaN in
-/// `row_sum` becomes NaN in `out` and `lse`; a sink that is NaN or `+inf` makes them NaN in its head.
-///
-/// # Panics
-/// When a tensor's length does not fit the others or a band leaves the tensors.
-pub fn attention_forward<T: Element>(args: ForwardArgs<'_, T>, threads: &ThreadPool) {
-    let Ok(()) = attention_forward_arriving::<T, Infallible>(args, 0, threads, |take| {
-        take(&[], &[]);
-        Ok(())
-    });
-}
-
-/// [`attention_forward`] whose bands go on over `arriving_rows` rows of keys after those of `k`, which arrive meanwhile. Tiles
-/// that see none of them are walked first. Then `arrived` is called, which waits for these rows and hands them on, and the others
-/// are walked.
-///
-/// # Errors
-/// That of `arrived`.
-///
-/// # Panics
-/// As [`attention_forward`]; when the rows of `k` are no multiple of [`KEY_BLOCK`].
-pub fn attention_forward_arriving<T: Element, E>(
+/// [`attention_forward_arriving`](crate::attention_forward_arriving()) of one element type.
+pub(crate) fn forward<T: Element>(
     args: ForwardArgs<'_, T>,
     arriving_rows: usize,
     threads: &ThreadPool,
-    arrived: impl FnOnce(TakeKeys<'_, T>) -> Result<(), E>,
-) -> Result<(), E> {
+    arrived: Arrived<'_, T>,
+) -> ControlFlow<()> {
     let shape = args.shape;
     shape.check();
     let group = shape.group();
@@ -223,7 +193,7 @@ pub fn attention_forward_arriving<T: Element, E>(
     if let (Some(largest), Some(max_logits)) = (args.max_logits, &max_logits) {
         largest.copy_from_slice(&lock(max_logits));
     }
-    Ok(())
+    ControlFlow::Continue(())
 }
 
 /// The tiles' targets, the state that they begin from where it is not in the targets, and the sink.

@@ -2,8 +2,8 @@
 
 use rayon::ThreadPool;
 
-use super::Real;
-use super::matmul::{Mat, MatMut, matmul};
+use crate::matmul::{Mat, MatMut, matmul};
+use crate::real::Real;
 
 /// A product of two square matrices of `size` rows, its rows shared out evenly among the threads it is called with:
 /// what the library gives where nothing stands in its way. Each call computes it anew.

@@ -3,7 +3,7 @@
 use counterpoint_mask::{Band, Range};
 use counterpoint_plan::KEY_BLOCK;
 
-use crate::HostElement;
+use crate::element::HostElement;
 
 /// Which bands touch which strip (a tile of query rows or a block of keys), each clipped to its strip.
 ///

@@ -4,8 +4,6 @@
 //! proves on construction that its last element lies inside its slice, so the calls below cannot leave the slices.
 #![allow(unsafe_code)]
 
-use super::Real;
-
 /// The library's routine for one type.
 pub trait Gemm: Sized {
     /// `c = alpha a b + beta c`; with `beta = 0` the old `c` is not read.
@@ -107,7 +105,7 @@ fn check(len: usize, rows: usize, cols: usize, row_stride: usize) {
 ///
 /// # Panics
 /// When the shapes do not fit.
-pub(crate) fn matmul<R: Real>(alpha: R, a: Mat<'_, R>, b: Mat<'_, R>, beta: R, c: MatMut<'_, R>) {
+pub(crate) fn matmul<R: Gemm>(alpha: R, a: Mat<'_, R>, b: Mat<'_, R>, beta: R, c: MatMut<'_, R>) {
     assert_eq!((a.rows, a.cols, b.cols), (c.rows, b.rows, c.cols), "shapes of a matrix product");
     // SAFETY: `check` has proved for each view that element (rows - 1, cols - 1) lies in its slice, and strides are not
     // negative, so every element does; `transposed` only renames the axes. `c` is borrowed mutably, so it overlaps

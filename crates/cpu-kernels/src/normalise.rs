@@ -1,7 +1,7 @@
 //! The end of the online softmax on the CPU: out and log-sum-exp of a row, sinks included.
 
-use super::poison::is_log_weight;
-use super::{Element, Real};
+use crate::poison::is_log_weight;
+use crate::real::{Element, Real};
 
 /// The state of one row and head at the end of a forward.
 pub(crate) struct RowState<'a, R> {
@@ -13,7 +13,7 @@ pub(crate) struct RowState<'a, R> {
 /// Turns the state of one row and head into `out`, and returns its `lse`, its `sinks` included. A row that saw nothing gets
 /// `out = 0` and `lse = -inf` (with a sink, its logsumexp). `scaled` is scratch, as long as `out`.
 ///
-/// A row whose `sum` is NaN (see [`attention_forward`](super::attention_forward())) gets NaN in both. So does one with a sink
+/// A row whose `sum` is NaN (see [`attention_forward`](crate::attention_forward())) gets NaN in both. So does one with a sink
 /// that is NaN or `+inf`; a sink of `-inf` is one that draws nothing.
 pub(crate) fn normalise<T: Element>(
     state: &RowState<'_, T::Accumulator>,

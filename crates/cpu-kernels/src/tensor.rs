@@ -5,8 +5,8 @@ use std::ops::Range;
 use counterpoint_plan::DType;
 use half::{bf16, f16};
 
-use crate::HostElement;
-use crate::host_element::{HostData, with_host_element};
+use crate::element::HostElement;
+use crate::element::{HostData, with_host_element};
 
 /// A dense row-major tensor in host memory; the first axis is rows (tokens).
 #[derive(Clone, Debug, PartialEq)]
@@ -169,7 +169,7 @@ impl HostTensor {
     }
 
     /// Gives it another shape and type; contents arbitrary. Memory that is long enough is kept.
-    pub(crate) fn reshape(&mut self, shape: &[usize], dtype: DType) {
+    pub fn reshape(&mut self, shape: &[usize], dtype: DType) {
         if dtype != self.dtype() {
             *self = Self::zeros(shape.to_vec(), dtype);
             return;
@@ -195,7 +195,7 @@ pub struct TensorRef<'a> {
 
 impl<'a> TensorRef<'a> {
     /// Elements of this type and shape, as they lie in memory.
-    pub(crate) fn new(shape: &'a [usize], dtype: DType, bytes: &'a [u8]) -> Self {
+    pub fn new(shape: &'a [usize], dtype: DType, bytes: &'a [u8]) -> Self {
         debug_assert_eq!(bytes.len(), shape.iter().product::<usize>() * dtype.size());
         Self { shape, dtype, bytes }
     }
@@ -220,6 +220,11 @@ impl<'a> TensorRef<'a> {
         self.shape[1..].iter().product()
     }
 
+    /// The elements as they lie in memory.
+    pub fn bytes(&self) -> &'a [u8] {
+        self.bytes
+    }
+
     /// The elements, when they are of type `T`.
     pub fn as_slice<T: HostElement>(&self) -> Option<&'a [T]> {
         if T::DTYPE == self.dtype { bytemuck::try_cast_slice(self.bytes).ok() } else { None }
@@ -241,7 +246,7 @@ pub struct TensorMut<'a> {
 
 impl<'a> TensorMut<'a> {
     /// Elements of this type and shape, as they lie in memory.
-    pub(crate) fn new(shape: &'a [usize], dtype: DType, bytes: &'a mut [u8]) -> Self {
+    pub fn new(shape: &'a [usize], dtype: DType, bytes: &'a mut [u8]) -> Self {
         debug_assert_eq!(bytes.len(), shape.iter().product::<usize>() * dtype.size());
         Self { shape, dtype, bytes }
     }
@@ -272,7 +277,7 @@ impl<'a> TensorMut<'a> {
     }
 
     /// The same for a shorter time.
-    pub(crate) fn reborrow(&mut self) -> TensorMut<'_> {
+    pub fn reborrow(&mut self) -> TensorMut<'_> {
         TensorMut { shape: self.shape, dtype: self.dtype, bytes: self.bytes }
     }
 
@@ -282,17 +287,17 @@ impl<'a> TensorMut<'a> {
     }
 
     /// Likewise, for as long as the tensor is borrowed.
-    pub(crate) fn into_slice<T: HostElement>(self) -> Option<&'a mut [T]> {
+    pub fn into_slice<T: HostElement>(self) -> Option<&'a mut [T]> {
         if T::DTYPE == self.dtype { bytemuck::try_cast_slice_mut(self.bytes).ok() } else { None }
     }
 
     /// The elements as they lie in memory.
-    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
         self.bytes
     }
 
     /// NaN everywhere.
-    pub(crate) fn fill_nan(&mut self) {
+    pub fn fill_nan(&mut self) {
         with_host_element!(self.dtype, T => {
             self.as_mut_slice::<T>().unwrap_or(&mut []).fill(T::from_f32(f32::NAN));
         });

@@ -3,11 +3,11 @@
 use counterpoint_mask::Range;
 use counterpoint_plan::DType;
 
-use crate::host_element::{HostElement, convert_element, with_host_element};
-use crate::{HostTensor, TensorMut, TensorRef};
+use crate::element::{HostElement, convert_element, with_host_element};
+use crate::tensor::{HostTensor, TensorMut, TensorRef};
 
 /// Copies rows of `src` to rows of `dst`, rounded to the type on the wire. `src` has the type of `dst`, or has been rounded.
-pub(super) fn copy_rows(src: TensorRef<'_>, from: Range, dst: &mut TensorMut<'_>, to: Range, wire: DType) {
+pub fn copy_rows(src: TensorRef<'_>, from: Range, dst: &mut TensorMut<'_>, to: Range, wire: DType) {
     let row = src.row_elements();
     with_host_element!(dst.dtype(), T => {
         let Some(dst) = dst.as_mut_slice::<T>() else { return };
@@ -22,7 +22,7 @@ pub(super) fn copy_rows(src: TensorRef<'_>, from: Range, dst: &mut TensorMut<'_>
 }
 
 /// The rows of `ranges`, one after the other, in the type on the wire.
-pub(super) fn pack_rows(src: TensorRef<'_>, ranges: &[Range], wire: DType) -> HostTensor {
+pub fn pack_rows(src: TensorRef<'_>, ranges: &[Range], wire: DType) -> HostTensor {
     let mut shape = src.shape().to_vec();
     shape[0] = ranges.iter().map(Range::len).sum();
     let mut packed = HostTensor::zeros(shape, wire);
@@ -36,7 +36,7 @@ pub(super) fn pack_rows(src: TensorRef<'_>, ranges: &[Range], wire: DType) -> Ho
 }
 
 /// Converts elements `start .. start + dst.len()` of `src` through the type on the wire to `R`.
-pub(super) fn load<R: HostElement>(src: TensorRef<'_>, start: usize, wire: DType, dst: &mut [R]) {
+pub(crate) fn load<R: HostElement>(src: TensorRef<'_>, start: usize, wire: DType, dst: &mut [R]) {
     with_host_element!(src.dtype(), P => {
         let Some(src) = src.as_slice::<P>() else { return };
         let src = &src[start..start + dst.len()];
@@ -51,7 +51,7 @@ pub(super) fn load<R: HostElement>(src: TensorRef<'_>, start: usize, wire: DType
 }
 
 /// Converts a whole tensor.
-pub(super) fn convert_all(src: TensorRef<'_>, dst: &mut TensorMut<'_>) {
+pub fn convert_all(src: TensorRef<'_>, dst: &mut TensorMut<'_>) {
     with_host_element!(dst.dtype(), D => {
         if let Some(dst) = dst.as_mut_slice::<D>() {
             load::<D>(src, 0, src.dtype(), dst);
@@ -60,7 +60,7 @@ pub(super) fn convert_all(src: TensorRef<'_>, dst: &mut TensorMut<'_>) {
 }
 
 /// Converts row `row` of one tensor to that of another.
-pub(super) fn convert_row(src: TensorRef<'_>, row: usize, dst: &mut TensorMut<'_>) {
+pub fn convert_row(src: TensorRef<'_>, row: usize, dst: &mut TensorMut<'_>) {
     let elements = dst.row_elements();
     let at = row * elements;
     with_host_element!(dst.dtype(), D => {

@@ -5,15 +5,15 @@ use counterpoint_mask::Range;
 use counterpoint_plan::DType;
 use counterpoint_schedule::ReduceOp;
 
-use super::convert::load;
-use crate::host_element::{Accumulator, HostElement, with_host_element};
-use crate::{TensorMut, TensorRef};
+use crate::convert::load;
+use crate::element::{Accumulator, HostElement, with_host_element};
+use crate::tensor::{TensorMut, TensorRef};
 
 /// Elements converted at once: small enough for the first-level cache.
 const CHUNK: usize = 2048;
 
 /// Sets every element to the operation's identity: 0, and -inf for the logarithms of [`ReduceOp::Lse`].
-pub(super) fn set_identity(op: ReduceOp, index: usize, sums: &mut TensorMut<'_>) {
+pub fn set_identity(op: ReduceOp, index: usize, sums: &mut TensorMut<'_>) {
     let identity = if op == ReduceOp::Lse && index % 2 == 1 { f32::NEG_INFINITY } else { 0.0 };
     with_host_element!(sums.dtype(), R => {
         sums.as_mut_slice::<R>().unwrap_or(&mut []).fill(R::from_f32(identity));
@@ -21,13 +21,7 @@ pub(super) fn set_identity(op: ReduceOp, index: usize, sums: &mut TensorMut<'_>)
 }
 
 /// `sums[to] += operand[from]`, in the type of `sums`.
-pub(super) fn add_rows(
-    operand: TensorRef<'_>,
-    from: Range,
-    wire: DType,
-    sums: &mut TensorMut<'_>,
-    to: Range,
-) {
+pub fn add_rows(operand: TensorRef<'_>, from: Range, wire: DType, sums: &mut TensorMut<'_>, to: Range) {
     let row = sums.row_elements();
     with_host_element!(sums.dtype(), R => {
         let mut chunk = [R::from_f32(0.0); CHUNK];
@@ -43,7 +37,7 @@ pub(super) fn add_rows(
 }
 
 /// Divides every row by its number of operands.
-pub(super) fn divide_rows(sums: &mut TensorMut<'_>, operands: &[u32]) {
+pub fn divide_rows(sums: &mut TensorMut<'_>, operands: &[u32]) {
     let row = sums.row_elements();
     if row == 0 {
         return;
@@ -58,7 +52,7 @@ pub(super) fn divide_rows(sums: &mut TensorMut<'_>, operands: &[u32]) {
 }
 
 /// Merges rows `from` of an (out, lse) pair into rows `to` of another.
-pub(super) fn merge_rows(
+pub fn merge_rows(
     operand: (TensorRef<'_>, TensorRef<'_>),
     from: Range,
     wire: (DType, DType),

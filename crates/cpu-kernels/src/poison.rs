@@ -7,7 +7,7 @@
 
 use counterpoint_plan::KEY_BLOCK;
 
-use super::Real;
+use crate::real::Real;
 
 /// Rows of gathered tensors that held a number that is not finite, by their place there. A row may be named twice.
 #[derive(Default)]

@@ -2,9 +2,9 @@
 
 use std::ops::{AddAssign, MulAssign, Neg};
 
-use super::exponential::{exp_f32, tanh_and_slope_f32, tanh_and_slope_f64};
-use super::matmul::Gemm;
-use crate::{Accumulator, HostElement};
+use crate::element::{Accumulator, HostElement};
+use crate::exponential::{exp_f32, tanh_and_slope_f32, tanh_and_slope_f64};
+use crate::matmul::Gemm;
 
 /// A type that kernels read and write.
 pub trait Element: HostElement<Accumulator: Real> {}

@@ -17,7 +17,7 @@ pub enum HostData {
     F16(Vec<f16>),
 }
 
-/// An element type of a [`HostTensor`](crate::HostTensor): where it is stored and how it is converted.
+/// An element type of tensors in host memory: where it is stored and how it is converted.
 pub trait HostElement: bytemuck::Pod + Send + Sync + PartialEq + std::fmt::Debug {
     /// The type in which it is summed: f64 for f64, else f32.
     type Accumulator: Accumulator;
