@@ -137,7 +137,7 @@ class _Group:
         later plans: `dispatch=plan.choices.dispatch`.
 
         `queries` says whether rows of q that see many keys of other ranks travel to these: `"auto"` where that is predicted to be
-        faster, the default on CPU ranks with `dispatch="predicted"`, else `"never"`. Except by NVLink calls wait for hosts then.
+        faster, the default with `dispatch="predicted"` on CPU ranks and by NVLink, else `"never"`: else calls wait for hosts.
         Ctrl-C, or whatever else a handler of a signal raises, ends the planning at once.
         """
         arguments: dict[str, Any] = {
@@ -223,7 +223,6 @@ class _Group:
         for name in ("dispatch", "queries", "overlap"):
             if not isinstance(given[name], str) and (name, given[name]) != ("queries", None):
                 raise PlanError(f"{name} is {given[name]!r}; it must be a string")
-        queries = "never" if given["queries"] is None and self._ordinal >= 0 else given["queries"]  # some wait on the host
         dtype = dtype_name(given["dtype"])
         if self._ordinal >= 0 and dtype not in ("bfloat16", "float16"):
             raise PlanError(f"dtype is {given['dtype']}; on GPUs attention computes in bfloat16 and float16, on the CPU in all")
@@ -247,7 +246,7 @@ class _Group:
             chunk=chunk,
             dispatch=given["dispatch"],
             stages=given["stages"],
-            queries=queries,
+            queries=given["queries"],
             overlap=given["overlap"],
             deterministic=deterministic,
             on=None if on is None else on._solution,

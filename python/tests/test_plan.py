@@ -284,18 +284,16 @@ def test_rows_are_counted_before_a_compiler_sees_the_plan(group) -> None:
     assert {"q_rows", "k_rows"} <= vars(plan).keys()
 
 
-def test_queries_travel_on_gpus_where_they_are_asked_to_and_nowhere_else(monkeypatch) -> None:
-    """Few queries over many keys, which travel on CPU ranks: of a group on GPUs they stay, however the rest is chosen."""
+def test_queries_travel_where_everything_is_predicted_or_they_are_asked_to() -> None:
+    """Few queries over many keys: looking for hosts takes longer than the rest of a plan, so that it has to be asked for."""
     group, mask, shape = cp.LocalGroup(4), cp.Mask.full(64, 32768), {"heads": 8, "head_dim": 64, "dtype": torch.bfloat16}
 
     def moved(**how) -> int:
         return group.plan(mask, **shape, **how).summary().comm.query_tokens
 
-    assert moved(dispatch="predicted") > 0 and moved() == 0
-    monkeypatch.setattr(group, "_ordinal", 0)
-    for dispatch in ("auto", "predicted", "affinity", "min-heap", "sequential"):
+    for dispatch in ("auto", "affinity", "min-heap", "sequential"):
         assert moved(dispatch=dispatch) == 0, dispatch
-    assert moved(dispatch="predicted", queries="auto") > 0 and moved(queries="fewest_bytes") > 0
-    ahead = group.prefetch(mask, **shape, dispatch="predicted").result()
-    assert ahead.summary().comm.query_tokens == 0
+    assert moved(dispatch="predicted") > 0 and moved(queries="fewest_bytes") > 0
+    assert moved(dispatch="predicted", queries="never") == 0
+    assert group.prefetch(mask, **shape, dispatch="predicted").result().summary().comm.query_tokens > 0
     group.close()

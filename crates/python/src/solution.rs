@@ -173,13 +173,16 @@ impl Solution {
     ) -> PyResult<Self> {
         const DISPATCHES: &str =
             "\"auto\", \"predicted\", \"affinity\", \"min-heap\", \"sequential\" or \"zigzag\"";
+        let site = ranks.site();
         let dispatch = Asked::named(dispatch, |name| named(py, "dispatch", name, DISPATCHES))?;
         let overlap = Asked::named(overlap, |text| {
             text.parse::<PassPolicies>().map_err(|error| raise(py, "PolicyError", &format!("{error}"), &[]))
         })?;
         let query_exchange = match (queries, dispatch) {
             (Some(queries), _) => named(py, "queries", queries, "\"never\", \"auto\" or \"fewest_bytes\"")?,
-            (None, Asked::Predicted) if on.is_none() => QueryExchange::Auto,
+            (None, Asked::Predicted) if on.is_none() && site.transport.merges_on_device() => {
+                QueryExchange::Auto
+            }
             // Looking for hosts would take longer than the rest of the plan.
             (None, _) => QueryExchange::Never,
         };
@@ -208,7 +211,6 @@ impl Solution {
             max_logits: false,
             dlse: false,
         };
-        let site = ranks.site();
         let config = PlanConfig {
             chunk_size: chunk,
             stages,

@@ -60,6 +60,11 @@ impl RankTransport {
         }
     }
 
+    /// Whether what hosts of queries return is merged without a wait of ranks for each other's host.
+    pub const fn merges_on_device(self) -> bool {
+        matches!(self, Self::Cpu | Self::Nvlink)
+    }
+
     /// Those that GPUs of such nodes have.
     pub fn of_gpus(topology: &Topology) -> &'static [Self] {
         match topology.nodes() {
