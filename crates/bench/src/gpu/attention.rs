@@ -11,7 +11,7 @@ use counterpoint_exec::{
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, Plan};
 use counterpoint_schedule::{
-    BufferRole, GradientReduction, KeyBlocks, OverlapPolicy, Program, StartOrder, lower_attention_backward,
+    BufferRole, GradientReduction, KeyBlocks, OverlapPolicy, Program, lower_attention_backward,
     lower_attention_forward,
 };
 
@@ -137,7 +137,7 @@ impl AttentionBench {
 }
 
 /// One stream: on one rank there is nothing to overlap.
-const POLICY: OverlapPolicy = OverlapPolicy::new(StartOrder::Sequential);
+const POLICY: OverlapPolicy = OverlapPolicy::SEQUENTIAL;
 
 impl BenchCase<'_> {
     /// Prepares a pass after the forward, and runs it once over poisoned outputs. It reads what the forward has written.

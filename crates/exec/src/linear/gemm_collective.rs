@@ -3,7 +3,7 @@
 use counterpoint_choose::{GemmExchange, LayerGroups};
 use counterpoint_cost::{CostModel, ProblemSize};
 use counterpoint_plan::{DType, GemmCollective, LinearPlan, PlanError, WaveGroups};
-use counterpoint_schedule::{Mover, OverlapPolicy, StartOrder, lower_linear_forward};
+use counterpoint_schedule::{OverlapPolicy, lower_linear_forward};
 
 use crate::{Backend, ExecError, Group, HostTensor, Machine, Prepared, WorldConfig};
 
@@ -56,7 +56,7 @@ impl GemmCollectiveSpec {
         groups.plan(collective.layer(size, dtype), ranks, cost)
     }
 
-    /// The policy under which it runs: by prediction [`StartOrder::Sequential`] or [`Mover::Fused`].
+    /// The policy under which it runs: by prediction [`OverlapPolicy::SEQUENTIAL`] or [`OverlapPolicy::FUSED`].
     pub fn policy(&self, overlap: GemmOverlap<'_>) -> OverlapPolicy {
         let Self { collective, ranks, size, dtype } = *self;
         let cost = match overlap {
@@ -65,11 +65,7 @@ impl GemmCollectiveSpec {
         };
         let exchange = GemmExchange { collective, ranks, product: size, element_bytes: dtype.size() };
         let seconds = exchange.seconds(cost);
-        if seconds.fused < seconds.sequential {
-            OverlapPolicy { mover: Mover::Fused, ..OverlapPolicy::default() }
-        } else {
-            OverlapPolicy::new(StartOrder::Sequential)
-        }
+        if seconds.fused < seconds.sequential { OverlapPolicy::FUSED } else { OverlapPolicy::SEQUENTIAL }
     }
 
     /// Multiplications and additions of a rank.
@@ -102,9 +98,9 @@ impl GemmCollectiveSpec {
         policy: OverlapPolicy,
         config: WorldConfig,
     ) -> Result<Vec<PreparedOn<M>>, ExecError> {
-        let groups = match (policy.mover, policy.start) {
-            (Mover::Fused, _) | (_, StartOrder::Sequential) => WaveGroups::Fixed(1).into(),
-            _ => groups.into(),
+        let groups = match policy.overlaps_by_groups() {
+            true => groups.into(),
+            false => WaveGroups::Fixed(1).into(),
         };
         let plan = self.plan(&groups, &CostModel::H200).map_err(|error| ExecError::Tensor {
             name: "the product".to_owned(),

@@ -10,7 +10,7 @@ use counterpoint_exec::{
 use counterpoint_plan::{Activations, DType, GemmCollective, LinearKind, LinearPlan, LinearSpec, WaveGroups};
 use counterpoint_reference::selftest::{SelfCheck, unlike_elements};
 use counterpoint_schedule::{
-    BufferRole, NormSpec, OverlapPolicy, Program, StartOrder, WeightGradient, lower_normalised_backward,
+    BufferRole, NormSpec, OverlapPolicy, Program, WeightGradient, lower_normalised_backward,
     lower_normalised_forward,
 };
 use half::bf16;
@@ -175,7 +175,7 @@ pub fn selftest_signalled_products(machine: &CudaMachine, calls: usize) -> Resul
 pub fn selftest_signals_in_graphs(machine: &CudaMachine) -> Result<Vec<SelfCheck>, ExecError> {
     const REPLAYS: usize = 20;
     let ranks = machine.devices().len();
-    let policy = OverlapPolicy::new(StartOrder::Signals);
+    let policy = OverlapPolicy::SIGNALS;
     let mut checks = Vec::new();
     for collective in [GemmCollective::ReduceScatter, GemmCollective::AllReduce] {
         let spec = GemmCollectiveSpec {
@@ -292,11 +292,11 @@ impl NormalisedPass {
                 reason: error.to_string(),
             })
         };
-        let sequential = OverlapPolicy::new(StartOrder::Sequential);
+        let sequential = OverlapPolicy::SEQUENTIAL;
         let whole = self.outputs(machine, &plan(WaveGroups::Fixed(1))?, sequential)?;
         let mut unlike = 0;
         for groups in [WaveGroups::Fixed(2), WaveGroups::Fixed(7)] {
-            let waves = self.outputs(machine, &plan(groups)?, OverlapPolicy::new(StartOrder::Signals))?;
+            let waves = self.outputs(machine, &plan(groups)?, OverlapPolicy::SIGNALS)?;
             unlike += waves.iter().zip(&whole).map(|(a, b)| unlike_elements(a, b)).sum::<usize>();
         }
         let name = format!("{}, {activations:?}, on {ranks} GPUs", self.name);
