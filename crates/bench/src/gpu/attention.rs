@@ -194,8 +194,7 @@ impl BenchCase<'_> {
             rank.buffer(name).map(|buffer| rank.backend().download(buffer)).transpose()
         };
         let forward = |name: &str| {
-            let missing =
-                || ExecError::Tensor { name: name.to_owned(), reason: "was not computed".to_owned() };
+            let missing = || ExecError::tensor(name, "was not computed");
             download(BenchPass::Forward, name)?.ok_or_else(missing)
         };
         let backward = |name: &str| match pass {

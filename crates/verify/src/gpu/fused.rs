@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use counterpoint_cost::ProblemSize;
 use counterpoint_exec::{
-    Backend, ExecError, GemmCollectiveSpec, GemmOverlap, HostTensor, Prepared, WorldConfig, all_gather_gemm,
-    gemm_all_reduce, gemm_reduce_scatter, random_tensor,
+    Backend, ExecError, GemmCollectiveSpec, GemmOverlap, HostTensor, Prepared, TensorFault, WorldConfig,
+    all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter, random_tensor,
 };
 use counterpoint_plan::{DType, GemmCollective, WaveGroups};
 use counterpoint_reference::selftest::SelfCheck;
@@ -180,10 +180,7 @@ impl Caller {
         }
         prepared.bind("x", x[which].clone())?;
         prepared.start(Instant::now())?;
-        let y = prepared.buffer("y").ok_or_else(|| ExecError::Tensor {
-            name: "y".to_owned(),
-            reason: "is not an output".to_owned(),
-        })?;
+        let y = prepared.buffer("y").ok_or_else(|| ExecError::tensor("y", TensorFault::NotAnOutput))?;
         let compare = || {
             for (other, mark) in others.iter().zip(&marks[1..]) {
                 mark.record(other)?;

@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use counterpoint_cost::ProblemSize;
 use counterpoint_exec::{
-    Backend, Call, ExecError, GemmCollectiveSpec, HostTensor, Prepared, Ticket, WorldConfig, random_tensor,
+    Backend, Call, ExecError, GemmCollectiveSpec, HostTensor, Prepared, TensorFault, Ticket, WorldConfig,
+    random_tensor,
 };
 use counterpoint_mask::Mask;
 use counterpoint_plan::{DType, GemmCollective, WaveGroups};
@@ -238,7 +239,7 @@ fn product_of_rank(
     }
     prepared.own_outputs()?;
     let result = || {
-        let missing = || ExecError::Tensor { name: "y".to_owned(), reason: "is not an output".to_owned() };
+        let missing = || ExecError::tensor("y", TensorFault::NotAnOutput);
         backend.download(prepared.buffer("y").ok_or_else(missing)?)
     };
     Call::new(&prepared, &[], None)?.enqueue()?.wait()?;

@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use counterpoint_cost::ProblemSize;
 use counterpoint_exec::{
-    Backend, CpuMachine, ExecError, GemmCollectiveSpec, HostTensor, Machine, Prepared, Transport, World,
-    WorldConfig, random_tensor,
+    Backend, CpuMachine, ExecError, GemmCollectiveSpec, HostTensor, Machine, Prepared, TensorFault,
+    Transport, World, WorldConfig, random_tensor,
 };
 use counterpoint_plan::{Activations, DType, GemmCollective, LinearKind, LinearPlan, LinearSpec, WaveGroups};
 use counterpoint_reference::selftest::{SelfCheck, unlike_elements};
@@ -231,7 +231,7 @@ fn bind_inputs<B: Backend, T: Transport<B>>(ranks: &mut [Prepared<B, T>]) -> Res
 }
 
 fn output<B: Backend, T: Transport<B>>(rank: &Prepared<B, T>, name: &str) -> Result<HostTensor, ExecError> {
-    let missing = || ExecError::Tensor { name: name.to_owned(), reason: "is not an output".to_owned() };
+    let missing = || ExecError::tensor(name, TensorFault::NotAnOutput);
     rank.backend().download(rank.buffer(name).ok_or_else(missing)?)
 }
 
