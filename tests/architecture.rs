@@ -273,6 +273,35 @@ const MOST_CODE_OF_CLI: usize = 6_000;
 const MOST_OF_FILE: usize = 500;
 const MOST_OF_FUNCTION: usize = 80;
 
+/// Adding an overlap policy is a file and a line: whoever asks what a policy does asks its rules and not its name.
+#[test]
+fn overlap_policies_are_named_in_their_table_alone() {
+    let folder = root().join("crates/schedule/src/policy");
+    let table = fs::read_to_string(folder.join("table.rs")).unwrap();
+    let lines = table.lines().filter_map(|line| line.trim().strip_suffix(',')?.split_once(" = "));
+    let policies: Vec<(&str, &str)> = lines.collect();
+    assert!(policies.len() >= 7, "{policies:?}");
+    for (_, file) in &policies {
+        let text = fs::read_to_string(folder.join(file).with_extension("rs")).unwrap();
+        assert!(text.contains("pub(super) const RULES: "), "{file}.rs says what the policy is in RULES");
+    }
+    // Constants for tests and benchmarks that want a certain policy.
+    let constants = folder.join("mod.rs");
+    for (path, line, text) in code_lines(&root().join("crates"), "rs") {
+        let is_test = path.components().any(|part| part.as_os_str() == "tests");
+        if is_test || path == folder.join("table.rs") || (path == constants && text.contains("pub const ")) {
+            continue;
+        }
+        for (policy, _) in &policies {
+            let names = ["StartOrder", "Mover"].map(|kind| format!("{kind}::{policy}"));
+            let named = names
+                .iter()
+                .any(|name| text.split(|c: char| !c.is_alphanumeric() && c != ':').any(|word| word == name));
+            assert!(!named, "{}:{line} names {policy}; ask its rules: {text}", path.display());
+        }
+    }
+}
+
 #[test]
 fn crates_and_files_stay_small() {
     for entry in fs::read_dir(root().join("crates")).unwrap() {

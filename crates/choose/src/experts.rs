@@ -6,7 +6,7 @@ use counterpoint_cost::CostModel;
 use counterpoint_plan::{ExpertGroups, ExpertPlan, ExpertSpec, Routing, Topology};
 use counterpoint_schedule::{
     Mover, OpCost, OverlapPolicy, Program, RankTransport, SimulateError, StartOrder, Timeline,
-    WeightGradient, WorkerShare, Workload, lower_expert_backward, lower_expert_forward, simulate,
+    WeightGradient, Workload, lower_expert_backward, lower_expert_forward, simulate,
 };
 
 use crate::linear::LinearMachine;
@@ -176,7 +176,7 @@ pub fn expert_pass(
         candidates.push(ExpertCandidate { policy, transport, groups, seconds });
         Ok(seconds)
     };
-    add(OverlapPolicy::new(StartOrder::Sequential), ExpertGroups::default())?;
+    add(OverlapPolicy::SEQUENTIAL, ExpertGroups::default())?;
     if routing.ranks() > 1 {
         let rows = routing.rows().iter().sum::<usize>() / routing.experts();
         let most = (rows / LEAST_ROWS).max(1);
@@ -195,7 +195,7 @@ pub fn expert_pass(
     }
     let least = candidates.iter().map(|one| one.seconds).fold(f64::INFINITY, f64::min);
     let within = |one: &ExpertCandidate| {
-        let overlaps = one.policy.start != StartOrder::Sequential;
+        let overlaps = one.policy.overlaps();
         one.seconds <= least * (1.0 + if overlaps { LEAST_GAIN } else { LEAST_GAIN_OF_OVERLAP })
     };
     let chosen = candidates.iter().position(within).unwrap_or(0);
@@ -214,20 +214,23 @@ fn busiest(routing: &Routing) -> usize {
 
 /// What overlaps, the simplest first.
 fn policies(cost: &CostModel) -> Vec<OverlapPolicy> {
-    let mut policies = vec![OverlapPolicy::default(), OverlapPolicy::new(StartOrder::Signals)];
+    let orders = || StartOrder::ALL.into_iter().map(OverlapPolicy::new).filter(OverlapPolicy::overlaps);
+    // Where collectives take no workers, nothing waits for them to start.
+    let mut policies: Vec<OverlapPolicy> = orders().filter(|policy| !policy.has_barriers()).collect();
     let Some(sharing) = cost.sharing else { return policies };
-    for start in [StartOrder::Concurrent, StartOrder::KernelBarrier, StartOrder::Signals] {
-        for margin in [0, sharing.communication, 2 * sharing.communication] {
-            let workers = if margin == 0 { WorkerShare::Common } else { WorkerShare::Margin(margin) };
-            if margin < sharing.workers {
-                policies.push(OverlapPolicy { workers, ..OverlapPolicy::new(start) });
-            }
-        }
+    for policy in orders() {
+        let margins = [0, sharing.communication, 2 * sharing.communication];
+        policies.extend(
+            margins
+                .into_iter()
+                .filter(|margin| *margin < sharing.workers)
+                .map(|margin| policy.leaving(margin)),
+        );
     }
-    let engines = OverlapPolicy { mover: Mover::CopyEngine, ..OverlapPolicy::default() };
-    policies.push(engines);
-    // Engines leave sums to kernels.
-    policies.push(OverlapPolicy { workers: WorkerShare::Margin(sharing.communication), ..engines });
+    for policy in Mover::named_for(Workload::Experts) {
+        // Engines leave sums to kernels.
+        policies.extend([policy, policy.leaving(sharing.communication)]);
+    }
     let mut once: Vec<OverlapPolicy> = Vec::new();
     for policy in policies {
         if !once.contains(&policy) {

@@ -4,7 +4,7 @@ use counterpoint_cost::CostModel;
 use counterpoint_plan::{AttentionSpec, Plan, Planning, Topology};
 use counterpoint_schedule::{
     GradientReduction, Mover, OpCost, OverlapPolicy, PassPolicies, RankTransport, SimulateError, StartOrder,
-    Timeline, WorkerShare, Workload,
+    Timeline, Workload,
 };
 
 use crate::ChooseError;
@@ -41,7 +41,7 @@ impl PassChoice {
 
     /// Seconds of the pass with nothing side by side.
     pub fn sequential_seconds(&self) -> f64 {
-        let sequential = self.candidates.iter().find(|one| one.policy.start == StartOrder::Sequential);
+        let sequential = self.candidates.iter().find(|one| !one.policy.overlaps());
         sequential.map_or(f64::INFINITY, |one| one.seconds)
     }
 
@@ -135,18 +135,15 @@ fn candidates(
     if let Some(sharing) = cost.sharing.filter(|_| trial.exchanges()) {
         // A cast and a reduce at a time; on several nodes each is two.
         let collectives = if trial.is_two_level() { 4 } else { 2 };
-        for start in [StartOrder::Concurrent, StartOrder::KernelBarrier] {
+        for start in StartOrder::ALL.into_iter().filter(|start| start.rules().for_attention) {
             let margins = (0..=collectives).map(|at| at * sharing.communication);
-            let policies_of = |margin| OverlapPolicy {
-                workers: if margin == 0 { WorkerShare::Common } else { WorkerShare::Margin(margin) },
-                ..OverlapPolicy::new(start)
-            };
+            let policies_of = |margin| OverlapPolicy::new(start).leaving(margin);
             policies.extend(margins.filter(|margin| *margin < sharing.workers).map(policies_of));
         }
-        policies.push(OverlapPolicy { mover: Mover::CopyEngine, ..OverlapPolicy::default() });
+        policies.extend(Mover::named_for(Workload::Attention));
         policies.dedup();
     }
-    policies.push(OverlapPolicy::new(StartOrder::Sequential));
+    policies.push(OverlapPolicy::SEQUENTIAL);
     let runs = |policy: &OverlapPolicy| RankTransport::any_of(transports, policy, Workload::Attention).ok();
     policies.into_iter().filter_map(|policy| Some((policy, runs(&policy)?))).collect()
 }

@@ -4,9 +4,9 @@ use counterpoint_cost::CostModel;
 use counterpoint_mask::Mask;
 use counterpoint_plan::{Activations, DType, GemmCollective, PlanError, Topology, TransformerSpec};
 use counterpoint_schedule::{
-    GradientReduction, KeyBlocks, Mover, Overlap, OverlapPolicy, Program, SimulateError, StartOrder,
-    Timeline, WeightGradient, WorkerShare, lower_attention_backward, lower_attention_forward,
-    lower_linear_backward, lower_linear_forward, lower_row_passes, simulate,
+    GradientReduction, KeyBlocks, Overlap, OverlapPolicy, Program, SimulateError, Timeline, WeightGradient,
+    WorkerShare, lower_attention_backward, lower_attention_forward, lower_linear_backward,
+    lower_linear_forward, lower_row_passes, simulate,
 };
 use thiserror::Error;
 
@@ -209,11 +209,12 @@ impl StepSpec {
         let weights = self.model.layer_parameters() / ranks.tp_size as u64;
         let gradients = replica_seconds(weights * DType::F32.size() as u64, ranks, cost);
         let gathered = replica_seconds(weights * self.dtype.size() as u64, ranks, cost);
-        let speed_beside =
-            cost.sharing.map_or(1.0, |sharing| match (self.policy.mover, self.policy.workers) {
-                (Mover::CopyEngine, _) | (_, WorkerShare::Margin(_) | WorkerShare::Partition(_)) => 1.0,
-                _ => sharing.speed_without(sharing.communication),
-            });
+        let speed_beside = cost.sharing.map_or(1.0, |sharing| match self.policy.workers {
+            WorkerShare::Common if !self.policy.moves_by_engines() => {
+                sharing.speed_without(sharing.communication)
+            }
+            _ => 1.0,
+        });
         let added = |collective: GemmCollective, product: f64, travel: f64| {
             if travel == 0.0 {
                 return 0.0;
@@ -234,7 +235,7 @@ impl StepSpec {
             };
             costs.seconds(&vec![1; layers]) - costs.product[layers]
         };
-        let sequential = self.policy.start == StartOrder::Sequential;
+        let sequential = !self.policy.overlaps();
         let all = layers as f64 * (gradients + gathered);
         let replica_exposed_seconds = if sequential {
             all

@@ -75,7 +75,7 @@ impl Case {
         let (way, plan) = machine.fastest(spec, direction, &machine.cost).unwrap();
         let ranks = machine.topology.world_size;
         let whole = LinearPlan::new(spec, ranks, WaveGroups::Fixed(1)).unwrap();
-        let sequential = OverlapPolicy::from(PassOverlap::Sequential);
+        let sequential = OverlapPolicy::from(PassOverlap::SEQUENTIAL);
         let LinearSpec { kind, activations, tokens, in_features, out_features, .. } = spec;
         Self {
             name: format!("{kind} {activations} {direction:?} {tokens} {in_features} {out_features}"),
@@ -113,7 +113,7 @@ fn hides(transport: RankTransport, has_barriers: bool, topology: Topology) {
                     "{transport} {}: {:?} {:?} takes {default}, sequential {sequential}",
                     case.name, case.way, case.groups
                 );
-                assert_ne!(case.way, PassOverlap::Sequential, "{case_text}");
+                assert_ne!(case.way, PassOverlap::SEQUENTIAL, "{case_text}");
                 assert!(default < sequential, "{case_text}");
                 hid += 1;
             }
@@ -155,9 +155,9 @@ fn nothing_is_fused_where_it_must_not_be() {
     let mut fused = 0;
     for spec in [[2048, 12288, 12288], [8192, 8192, 7168]].into_iter().flat_map(|shape| layers(shape, 8)) {
         for direction in [LinearDirection::Forward, BACKWARD] {
-            fused += usize::from(Case::of(&machine, spec, direction).way == PassOverlap::Fused);
+            fused += usize::from(Case::of(&machine, spec, direction).way.is_fused());
             let case = Case::of(&beside, spec, direction);
-            assert_ne!(case.way, PassOverlap::Fused, "{}", case.name);
+            assert!(!case.way.is_fused(), "{}", case.name);
             assert!(case.default.makespan() <= case.sequential.makespan(), "{}", case.name);
         }
     }

@@ -107,7 +107,7 @@ pub fn warning(policy: &OverlapPolicy, cost: &CostModel) -> Option<String> {
     }
     let taken = cost.sharing?.communication;
     let margin = policy.sm_margin();
-    let by_workers = policy.mover == counterpoint_schedule::Mover::Transport;
+    let by_workers = policy.moves_by_transport();
     (by_workers && margin > 0 && margin < taken)
         .then(|| format!("a collective takes {taken} workers, so a margin of {margin} lets none start"))
 }

@@ -12,7 +12,7 @@ use counterpoint_exec::{
 };
 use counterpoint_plan::{DType, ExpertCapacity, ExpertGroups, ExpertKind, ExpertPlan, ExpertSpec, Routing};
 use counterpoint_schedule::{
-    GroupedLaunch, Op, OverlapPolicy, StartOrder, WeightGradient, lower_expert_backward, lower_expert_forward,
+    GroupedLaunch, Op, OverlapPolicy, WeightGradient, lower_expert_backward, lower_expert_forward,
 };
 
 /// Ranks, each with so many tokens, of which each goes to so many of all experts.
@@ -80,9 +80,10 @@ fn main() -> Result<(), Box<dyn Error>> {
         let top_k =
             least(&routings, |_| next.next().map(|ids| Routing::top_k(experts, choices, ids).is_ok()));
         let fingerprint = least(&routings, |routing| routing.fingerprint());
-        let ways = [(StartOrder::Sequential, 1), (StartOrder::Concurrent, 1), (StartOrder::Concurrent, 4)];
-        for (start, count) in ways {
-            let (policy, groups) = (OverlapPolicy::new(start), ExpertGroups::even(count));
+        let ways =
+            [(OverlapPolicy::SEQUENTIAL, 1), (OverlapPolicy::CONCURRENT, 1), (OverlapPolicy::CONCURRENT, 4)];
+        for (policy, count) in ways {
+            let groups = ExpertGroups::even(count);
             let gradient = WeightGradient::Written;
             for kind in [ExpertKind::Dispatch, ExpertKind::Combine] {
                 let spec = ExpertSpec { kind, in_features: 64, out_features: 64, dtype: DType::F32 };

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
 
 use counterpoint_plan::{DType, Dispatch, GroupPart};
-use counterpoint_schedule::{OverlapPolicy, StartOrder, StreamKind, StreamSpec};
+use counterpoint_schedule::{OverlapPolicy, StreamKind, StreamSpec};
 
 use crate::monitor::lock;
 use crate::{
@@ -189,4 +189,4 @@ impl<B: Backend, T: Transport<B>> Handle<'_, B, T> {
 }
 
 /// Rows are moved as the transport likes best.
-static POLICY: OverlapPolicy = OverlapPolicy::new(StartOrder::Concurrent);
+static POLICY: OverlapPolicy = OverlapPolicy::CONCURRENT;

@@ -5,19 +5,19 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use crate::RendezvousError;
+use crate::{RendezvousError, TensorFault};
 
 /// Why a run ended without a result.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, Error)]
 #[non_exhaustive]
 pub enum ExecError {
-    /// A tensor's shape or type is not what the plan needs.
+    /// A tensor is not what the plan needs.
     #[error("tensor {name}: {reason}")]
     Tensor {
         /// Its name.
         name: String,
         /// What is wrong.
-        reason: String,
+        reason: TensorFault,
     },
     /// An overlap policy that this machine cannot follow.
     #[error("rank {rank} cannot overlap by `{policy}`: {reason}")]
@@ -205,6 +205,11 @@ pub enum ExecError {
 }
 
 impl ExecError {
+    /// What is wrong with the tensor of this name.
+    pub fn tensor(name: &str, fault: impl Into<TensorFault>) -> Self {
+        Self::Tensor { name: name.to_owned(), reason: fault.into() }
+    }
+
     /// As others are notified of it: with the rank whose error it is, where it does not name one itself.
     pub(crate) fn of_rank(self, rank: usize) -> Self {
         match self {

@@ -4,7 +4,7 @@ use counterpoint_mask::Range;
 use counterpoint_plan::Dispatch;
 
 use crate::with_host_element;
-use crate::{ExecError, HostTensor};
+use crate::{ExecError, HostTensor, TensorFault};
 
 /// The rows of `ranges`, one after the other.
 ///
@@ -12,10 +12,8 @@ use crate::{ExecError, HostTensor};
 /// [`ExecError::Tensor`] when a range reaches past the tensor.
 pub fn dispatch(tensor: &HostTensor, ranges: &[Range]) -> Result<HostTensor, ExecError> {
     if let Some(range) = ranges.iter().find(|range| range.end > tensor.rows()) {
-        return Err(ExecError::Tensor {
-            name: "to dispatch".to_owned(),
-            reason: format!("rows {}..{} are asked for and it has {}", range.start, range.end, tensor.rows()),
-        });
+        let fault = TensorFault::RowsBeyond { start: range.start, end: range.end, rows: tensor.rows() };
+        return Err(ExecError::tensor("to dispatch", fault));
     }
     let row = tensor.row_elements();
     let mut shape = tensor.shape().to_vec();
@@ -34,25 +32,27 @@ pub fn dispatch(tensor: &HostTensor, ranges: &[Range]) -> Result<HostTensor, Exe
 /// [`ExecError::Tensor`] when there is not one tensor a rank, or they do not have the rows that the ranks own, or differ in
 /// row shape or element type.
 pub fn undispatch(dispatch: &Dispatch, locals: &[HostTensor]) -> Result<HostTensor, ExecError> {
-    let error = |rank: usize, reason: String| ExecError::Tensor { name: format!("of rank {rank}"), reason };
+    let error = |rank: usize, fault: TensorFault| ExecError::tensor(&format!("of rank {rank}"), fault);
     let ranks = dispatch.cp_size();
     let Some(first) = locals.first().filter(|_| locals.len() == ranks) else {
-        return Err(error(0, format!("is one of {} tensors for {ranks} ranks", locals.len())));
+        return Err(error(0, TensorFault::NotOneForEach { given: locals.len(), ranks }));
     };
     let mut shape = first.shape().to_vec();
     shape[0] = dispatch.seqlen();
     let mut whole = HostTensor::zeros(shape, first.dtype());
     for (rank, local) in locals.iter().enumerate() {
         if local.shape()[1..] != first.shape()[1..] || local.dtype() != first.dtype() {
-            let (has, want) = (local.shape(), first.shape());
-            return Err(error(
-                rank,
-                format!("is {} {has:?} and rank 0's is {} {want:?}", local.dtype(), first.dtype()),
-            ));
+            let fault = TensorFault::UnlikeFirst {
+                dtype: local.dtype(),
+                shape: local.shape().to_vec(),
+                first_dtype: first.dtype(),
+                first_shape: first.shape().to_vec(),
+            };
+            return Err(error(rank, fault));
         }
         let owned = dispatch.tokens(rank);
         if local.rows() != owned {
-            return Err(error(rank, format!("has {} rows and the rank owns {owned}", local.rows())));
+            return Err(error(rank, TensorFault::OwnedRows { rows: local.rows(), owned }));
         }
         scatter(local, &dispatch.ranges(rank), &mut whole);
     }

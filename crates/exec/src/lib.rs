@@ -47,6 +47,7 @@ mod rendezvous_error;
 mod shared_rings;
 mod slow_link;
 mod tcp;
+mod tensor_fault;
 mod transport;
 mod world;
 
@@ -110,5 +111,6 @@ pub use rendezvous_error::RendezvousError;
 pub use shared_rings::{RING_WORDS, SharedRings};
 pub use slow_link::{SlowLink, SlowNetwork};
 pub use tcp::{Mesh, TcpLoopback, TcpMachine};
+pub use tensor_fault::TensorFault;
 pub use transport::{CollectiveCall, CollectiveContext, Transport};
 pub use world::{Awaited, Blocker, StreamStatus, World, WorldConfig};

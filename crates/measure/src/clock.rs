@@ -238,7 +238,6 @@ mod tests {
 
     use counterpoint_exec::CpuMachine;
     use counterpoint_plan::{DType, WaveGroups};
-    use counterpoint_schedule::StartOrder;
 
     use super::*;
 
@@ -266,8 +265,10 @@ mod tests {
                 let mut clock = clock(&machine, collective, dtype);
                 for groups in [WaveGroups::Fixed(1), WaveGroups::Sizes(vec![3, 10, 8])] {
                     let plan = LinearPlan::new(clock.spec, 3, groups).unwrap();
-                    for start in [StartOrder::Sequential, StartOrder::Concurrent, StartOrder::Signals] {
-                        clock.policy = OverlapPolicy::new(start);
+                    for policy in
+                        [OverlapPolicy::SEQUENTIAL, OverlapPolicy::CONCURRENT, OverlapPolicy::SIGNALS]
+                    {
+                        clock.policy = policy;
                         assert!(clock.pass(&plan).unwrap() > 0.0);
                     }
                     let mut with_bias = plan;
@@ -291,9 +292,11 @@ mod tests {
                 clock.pass = TunedPass::AddedGradient(DType::F32);
                 for groups in [WaveGroups::Fixed(1), WaveGroups::Sizes(vec![3, 10, 8])] {
                     let plan = LinearPlan::new(clock.spec, 3, groups).unwrap();
-                    for start in [StartOrder::Sequential, StartOrder::Concurrent, StartOrder::Signals] {
-                        clock.policy = OverlapPolicy::new(start);
-                        assert!(clock.pass(&plan).unwrap() > 0.0, "{kind} {activations} {start:?}");
+                    for policy in
+                        [OverlapPolicy::SEQUENTIAL, OverlapPolicy::CONCURRENT, OverlapPolicy::SIGNALS]
+                    {
+                        clock.policy = policy;
+                        assert!(clock.pass(&plan).unwrap() > 0.0, "{kind} {activations} {policy}");
                     }
                 }
                 assert!(clock.after().unwrap() > 0.0);

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use counterpoint_exec::{Backend, ExecError, Group, Machine, Prepared, WorldConfig};
+use counterpoint_exec::{Backend, ExecError, Group, Machine, Prepared, TensorFault, WorldConfig};
 use counterpoint_reference::half_unit;
 use counterpoint_schedule::{BufferRole, BufferSpec, Program, Timeline};
 
@@ -86,8 +86,8 @@ pub(crate) fn check<M: Machine>(
     [rows, columns]: [&[usize]; 2],
     wanted: impl Fn(usize, usize) -> Expected,
 ) -> Result<(), ExecError> {
-    let wrong = |reason| ExecError::Tensor { name: name.to_owned(), reason };
-    let buffer = rank.buffer(name).ok_or_else(|| wrong("is missing".to_owned()))?;
+    let wrong = |reason: TensorFault| ExecError::tensor(name, reason);
+    let buffer = rank.buffer(name).ok_or_else(|| wrong(TensorFault::Missing))?;
     let (backend, Program { name: program, rank: number, .. }) = (rank.backend(), rank.program());
     // Rows that lie together come at once.
     for rows in rows.chunk_by(|row, next| row + 1 == *next) {
@@ -101,9 +101,10 @@ pub(crate) fn check<M: Machine>(
                 // NaN is within no bound.
                 let is_right = (found - value).abs() <= bound;
                 if !is_right {
-                    return Err(wrong(format!(
+                    let sentence = format!(
                         "is {found} in row {row}, column {column} after `{program}` on rank {number}; it must be {value}"
-                    )));
+                    );
+                    return Err(wrong(sentence.into()));
                 }
             }
         }

@@ -71,7 +71,7 @@ impl Borrowed {
     fn part(&self, name: &str, rows: &Range<usize>) -> Result<(usize, Vec<usize>), ExecError> {
         if rows.end > self.rows() || self.strides.len() != self.shape.len() {
             let reason = format!("{:?} with strides {:?} has no rows {rows:?}", self.shape, self.strides);
-            return Err(ExecError::Tensor { name: name.to_owned(), reason });
+            return Err(ExecError::tensor(name, reason));
         }
         let shape = [&[rows.len()], &self.shape[1..]].concat();
         if shape.contains(&0) {
@@ -153,8 +153,7 @@ impl InPlace for CudaBackend {
         _access: BufferAccess,
     ) -> Result<CudaBuffer, ExecError> {
         let (address, shape) = tensor.part(name, &rows)?;
-        let strides = apart(&shape, &tensor.strides)
-            .map_err(|reason| ExecError::Tensor { name: name.to_owned(), reason })?;
+        let strides = apart(&shape, &tensor.strides).map_err(|reason| ExecError::tensor(name, reason))?;
         let furthest: usize = match strides {
             _ if shape.contains(&0) => 0,
             None => shape.iter().product(),
@@ -202,7 +201,7 @@ fn apart(shape: &[usize], strides: &[usize]) -> Result<Option<[usize; 2]>, Strin
 }
 
 fn unusable(name: &str, error: &CudaError) -> ExecError {
-    ExecError::Tensor { name: name.to_owned(), reason: error.to_string() }
+    ExecError::tensor(name, error.to_string())
 }
 
 fn device_error(rank: usize, error: &CudaError) -> ExecError {

@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use counterpoint_cuda::GraphHandles;
 use counterpoint_exec::{
     AttentionCalls, Backend, BackwardTensors, BufferAccess, ExecError, ExpertLayer, ForwardTensors, Group,
-    Machine, MemoryKeeper, Pass, Prepared, RunTimes, Ticket,
+    Machine, MemoryKeeper, Pass, Prepared, RunTimes, TensorFault, Ticket,
 };
 use counterpoint_schedule::Timeline;
 
@@ -233,8 +233,7 @@ where
         tensors: &[Buffers<M::Backend>],
         streams: Option<&[CallerStream<M>]>,
     ) -> Result<Vec<Ticket<M::Backend>>, ExecError> {
-        let missing =
-            |name: &str| ExecError::Tensor { name: name.to_owned(), reason: "is missing".to_owned() };
+        let missing = |name: &str| ExecError::tensor(name, TensorFault::Missing);
         let find = |rank: usize, name: &str| {
             tensors[rank].iter().find(|(known, _)| *known == name).map(|(_, buffer)| buffer)
         };

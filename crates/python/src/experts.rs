@@ -206,5 +206,5 @@ where
 }
 
 fn refused(name: &str, reason: &str) -> ExecError {
-    ExecError::Tensor { name: name.to_owned(), reason: reason.to_owned() }
+    ExecError::tensor(name, reason)
 }

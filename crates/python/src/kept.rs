@@ -54,7 +54,7 @@ impl<K: Clone + PartialEq, L> Kept<K, L> {
         });
         match all.first_mut() {
             Some(kept) => work(&mut kept.layer),
-            None => Err(ExecError::Tensor { name: "layer".to_owned(), reason: "is gone".to_owned() }),
+            None => Err(ExecError::tensor("layer", "is gone")),
         }
     }
 

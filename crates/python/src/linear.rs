@@ -5,7 +5,7 @@ use std::sync::Arc;
 use counterpoint_choose::LayerGroups;
 use counterpoint_exec::{
     Backend, BufferAccess, ExecError, Group, LayerCall, LayerGradient, LayerOverlap, LinearLayer,
-    LinearOptions, Machine, NamedBuffers, PlannedPass, PlannedPasses, SharedInputLinear, Ticket,
+    LinearOptions, Machine, NamedBuffers, PlannedPass, PlannedPasses, SharedInputLinear, TensorFault, Ticket,
 };
 use counterpoint_plan::{Activations, LinearKind, LinearSpec};
 use counterpoint_schedule::{BufferRole, BufferSpec, InputGradient, OverlapPolicy};
@@ -176,7 +176,7 @@ where
     let wanted = layer.tensors(*call)?;
     let of_spec = |spec: &BufferSpec| {
         let given = tensors.iter().find(|(name, _)| *name == spec.name);
-        let (_, tensor) = given.ok_or_else(|| tensor_error(&spec.name, "is missing"))?;
+        let (_, tensor) = given.ok_or_else(|| ExecError::tensor(&spec.name, TensorFault::Missing))?;
         let access = if spec.role == BufferRole::Input { BufferAccess::Read } else { BufferAccess::Write };
         Ok((spec.name.clone(), rank.backend().borrow(&spec.name, tensor, 0..tensor.rows(), access)?))
     };
@@ -211,5 +211,5 @@ pub(crate) fn named_call(name: &str) -> LayerCall {
 }
 
 fn tensor_error(name: &str, reason: &str) -> ExecError {
-    ExecError::Tensor { name: name.to_owned(), reason: reason.to_owned() }
+    ExecError::tensor(name, reason)
 }

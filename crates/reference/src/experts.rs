@@ -1,6 +1,8 @@
 //! The definition of a layer of experts in f64, token by token, and the comparison of results with it.
 
-use counterpoint_exec::{ExecError, ExpertInputs, ExpertOutputs, HostElement, HostTensor, with_host_element};
+use counterpoint_exec::{
+    ExecError, ExpertInputs, ExpertOutputs, HostElement, HostTensor, TensorFault, with_host_element,
+};
 use counterpoint_mask::Range;
 use counterpoint_plan::{DType, ExpertKind, ExpertSpec, Routing};
 
@@ -179,10 +181,10 @@ fn place(kind: ExpertKind, routed: &Routed) -> [(usize, usize); 2] {
 
 /// An element is a sum of products, rounded on its rank, on its way and at its end.
 fn check(name: &str, found: &HostTensor, exact: &Exact, terms: usize) -> Result<(), ExecError> {
-    let wrong = |reason: String| Err(ExecError::Tensor { name: name.to_owned(), reason });
+    let wrong = |fault: TensorFault| Err(ExecError::tensor(name, fault));
     let Exact { count, rows, columns, sums, magnitudes } = exact;
     if found.rows() != *count && !columns.is_empty() {
-        return wrong(format!("has {} rows; it must have {count}", found.rows()));
+        return wrong(TensorFault::Rows { rows: found.rows(), wanted: format!("it must have {count}") });
     }
     let summed = half_unit(match found.dtype() {
         DType::F64 => DType::F64,
@@ -196,7 +198,7 @@ fn check(name: &str, found: &HostTensor, exact: &Exact, terms: usize) -> Result<
         let is_right = (value - wanted).abs() <= unit * magnitudes[at];
         if !is_right {
             let (row, column) = (rows[at / columns.len()], columns[at % columns.len()]);
-            return wrong(format!("is {value} in row {row}, column {column}; it must be {wanted}"));
+            return wrong(format!("is {value} in row {row}, column {column}; it must be {wanted}").into());
         }
     }
     Ok(())

@@ -4,7 +4,7 @@ use counterpoint_plan::DType;
 
 use crate::{
     BarrierId, BufferId, BufferRole, BufferSpec, EventId, Op, OverlapPolicy, Program, ProgramOp, SignalId,
-    StartOrder, StreamId, StreamKind, StreamSpec,
+    StreamId, StreamKind, StreamSpec,
 };
 
 /// Writes a [`Program`] under an [`OverlapPolicy`]: who calls it says what may run concurrently, the builder turns that into
@@ -53,9 +53,9 @@ impl ProgramBuilder {
         &self.program.policy
     }
 
-    /// A stream of its own; under `Sequential` everything shares the first one.
+    /// A stream of its own; where nothing overlaps everything shares the first one.
     pub fn stream(&mut self, name: &str, kind: StreamKind) -> StreamId {
-        if self.program.policy.start == StartOrder::Sequential && !self.program.streams.is_empty() {
+        if !self.program.policy.overlaps() && !self.program.streams.is_empty() {
             return StreamId(0);
         }
         self.program.streams.push(StreamSpec { name: name.to_owned(), kind });
@@ -84,7 +84,7 @@ impl ProgramBuilder {
 
     /// A barrier where the policy asks for one.
     pub fn barrier(&mut self) -> Option<BarrierId> {
-        (self.program.policy.start == StartOrder::KernelBarrier).then(|| self.start_barrier())
+        self.program.policy.has_barriers().then(|| self.start_barrier())
     }
 
     /// A barrier whatever the policy: for computation that waits for communication inside and must not keep it from starting.

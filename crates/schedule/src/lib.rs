@@ -13,7 +13,6 @@ mod inter_node;
 mod linear;
 mod op_cost;
 mod op_seconds;
-mod pass_overlap;
 mod pass_policies;
 mod policy;
 mod program;
@@ -35,10 +34,11 @@ pub use linear::{
     travel_seconds,
 };
 pub use op_cost::OpCost;
-pub use pass_overlap::{PassOverlap, SUMMING_WORKERS};
 pub use pass_policies::PassPolicies;
 pub use policy::{
-    CommunicationPriority, HardwareQueues, Mover, OverlapPolicy, PolicyError, StartOrder, WorkerShare,
+    CommunicationPriority, EngineCollectives, GroupTiming, HardwareQueues, Mover, MoverRules, OrderRules,
+    OverlapPolicy, PassOverlap, PassTiming, PolicyError, PolicySupport, ProductStart, RankTransport,
+    SUMMING_WORKERS, StartOrder, WorkerShare, Workload,
 };
 pub use program::{
     Accumulate, ArrivingKeys, AttentionBackward, AttentionDelta, AttentionFinish, AttentionForward,
@@ -49,5 +49,4 @@ pub use program::{
 };
 pub use simulate::{SimulateError, simulate};
 pub use timeline::{Interval, Overlap, Span, SpanKind, Timeline, interval_length, merged_intervals};
-pub use transport::{PolicySupport, RankTransport, Workload};
 pub use validate::ProgramError;

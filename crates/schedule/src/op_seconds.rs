@@ -5,7 +5,7 @@ use counterpoint_mask::Band;
 
 use crate::{
     Accumulate, ArrivingKeys, AttentionBackward, AttentionState, BufferId, ForwardBegin, ForwardEnd, Gemm,
-    GemmLayout, GroupedLaunch, GroupedResults, Op, Program, ProgramOp, RowBlock, StartOrder, WaveGemm,
+    GemmLayout, GroupedLaunch, GroupedResults, Op, Program, ProgramOp, RowBlock, WaveGemm,
 };
 
 /// Of a computation, the part that needs no rows that arrive while it runs.
@@ -143,7 +143,7 @@ const GROUPED_BESIDE: [f64; 2] = [1.2, 1.53];
 
 /// Which of them holds in a Program.
 fn grouped_beside(program: &Program) -> f64 {
-    if program.policy.start == StartOrder::Sequential {
+    if !program.policy.overlaps() {
         return 1.0;
     }
     let adds_up =

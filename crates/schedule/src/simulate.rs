@@ -7,7 +7,7 @@ use counterpoint_cost::CostModel;
 use counterpoint_plan::{DType, GroupPart, Topology};
 use thiserror::Error;
 
-use crate::{BufferId, GroupReduce, Mover, Op, OpCost, Program, ProgramOp, Span, Timeline};
+use crate::{BufferId, GroupReduce, Op, OpCost, Program, ProgramOp, Span, Timeline};
 
 /// Why a timeline cannot be predicted.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
@@ -169,7 +169,7 @@ fn rows_reduced(program: &Program, reduce: &GroupReduce, topology: &Topology, co
 /// so; elsewhere rows travel after it.
 fn to_owners(program: &Program, reduce: &GroupReduce, topology: &Topology, cost: &CostModel) -> Transfer {
     let mut moved = rows_moved(program, (&reduce.part, &reduce.tensors, reduce.wire_dtype), topology, cost);
-    if cost.sharing.is_some() && program.policy.mover == Mover::Transport {
+    if cost.sharing.is_some() && program.policy.moves_by_transport() {
         let row =
             |id: BufferId| (program.buffers[id.0].row_elements() * program.buffers[id.0].dtype.size()) as f64;
         let owned =

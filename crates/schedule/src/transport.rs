@@ -1,93 +1,18 @@
 //! Which transport runs which overlap policy: the one table that predictions, choices, help and errors read.
 
-use std::fmt;
-
 use counterpoint_plan::Topology;
 
+use crate::policy::{LayerRanks, LayerRules};
 use crate::{
-    CommunicationPriority, HardwareQueues, Mover, OverlapPolicy, PassOverlap, SUMMING_WORKERS, WorkerShare,
+    CommunicationPriority, HardwareQueues, Mover, OverlapPolicy, PassOverlap, PolicySupport, RankTransport,
+    SUMMING_WORKERS, StartOrder, WorkerShare, Workload,
 };
 
-/// How rows get from one rank to another, by the names that users know.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum RankTransport {
-    /// CPU ranks: threads, or processes over TCP or MPI.
-    Cpu,
-    /// Kernels that read and write the memory of other GPUs of the host.
-    Nvlink,
-    /// Copy engines that write into the memory of other GPUs of the host.
-    CopyEngine,
-    /// A library's sends and receives, on one node or several.
-    Nccl,
-    /// A library between nodes, kernels inside each.
-    Hierarchical,
-}
-
-/// What is run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Workload {
-    /// Distributed attention.
-    Attention,
-    /// A pass of a tensor-parallel linear layer, or a matrix product with its collective.
-    Linear,
-    /// A pass of a layer of a mixture of experts.
-    Experts,
-}
-
-/// What becomes of a policy on a transport.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum PolicySupport {
-    /// It runs as it is predicted.
-    Runs,
-    /// It runs, and results are the same, but what it asks for is not done: why.
-    WithoutEffect(&'static str),
-    /// It is refused: why.
-    Refused(&'static str),
-}
-
 impl RankTransport {
-    /// All of them.
-    pub const ALL: [Self; 5] = [Self::Cpu, Self::Nvlink, Self::CopyEngine, Self::Nccl, Self::Hierarchical];
-
-    /// Its name on the command line; that of CPU ranks is their device's.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Cpu => "cpu",
-            Self::Nvlink => "nvlink",
-            Self::CopyEngine => "copy-engine",
-            Self::Nccl => "nccl",
-            Self::Hierarchical => "hierarchical",
-        }
-    }
-
-    /// Whether what hosts of queries return is merged without a wait of ranks for each other's host.
-    pub const fn merges_on_device(self) -> bool {
-        matches!(self, Self::Cpu | Self::Nvlink)
-    }
-
-    /// Those that GPUs of such nodes have.
-    pub fn of_gpus(topology: &Topology) -> &'static [Self] {
-        match topology.nodes() {
-            0 | 1 => &[Self::Nvlink, Self::CopyEngine, Self::Nccl],
-            _ => &[Self::Hierarchical, Self::Nccl],
-        }
-    }
-
     /// What becomes of `policy` on it.
-    pub const fn support(self, policy: &OverlapPolicy, workload: Workload) -> PolicySupport {
-        match (policy.mover, workload) {
-            (Mover::Fused, Workload::Attention) => {
-                return PolicySupport::Refused(
-                    "`fused` is for linear layers, whose products send rows as they make them; attention takes rows as they arrive \
-                     with one stage for all work (--stages 0)",
-                );
-            }
-            (Mover::Fused, Workload::Experts) => {
-                return PolicySupport::Refused(
-                    "`fused` is for linear layers; no kernel of experts sends rows as it makes them",
-                );
-            }
-            _ => {}
+    pub fn support(self, policy: &OverlapPolicy, workload: Workload) -> PolicySupport {
+        if let Some(reason) = (policy.mover.rules().refuses)(workload) {
+            return PolicySupport::Refused(reason);
         }
         match (self, policy) {
             (Self::Cpu, OverlapPolicy { workers: WorkerShare::Partition(_), .. }) => PolicySupport::Refused(
@@ -107,42 +32,39 @@ impl RankTransport {
     }
 
     /// What becomes of a policy's mover on it.
-    pub const fn moves_by(self, mover: Mover) -> PolicySupport {
-        match (mover, self) {
-            (Mover::Transport, _) | (_, Self::Nvlink) | (Mover::CopyEngine, Self::CopyEngine) => {
-                PolicySupport::Runs
-            }
-            (Mover::CopyEngine, Self::Cpu) => PolicySupport::Refused("CPU ranks have no copy engines"),
-            (Mover::CopyEngine, Self::Nccl | Self::Hierarchical) => {
-                PolicySupport::Refused("NCCL moves the rows of this transport; leave copy-engine out")
-            }
-            (Mover::Fused, Self::Cpu | Self::CopyEngine | Self::Nccl | Self::Hierarchical) => {
-                PolicySupport::WithoutEffect(
-                    "only kernels that write into other GPUs' memory send rows as they make them",
-                )
-            }
-        }
+    pub fn moves_by(self, mover: Mover) -> PolicySupport {
+        (mover.rules().on)(self)
+    }
+
+    /// All that can be said to move rows on it.
+    pub fn movers(self) -> Vec<Mover> {
+        let refused = |mover: &Mover| matches!(self.moves_by(*mover), PolicySupport::Refused(_));
+        Mover::ALL.into_iter().filter(|mover| !refused(mover)).collect()
     }
 
     /// The ways in which passes of linear layers can be run on it, all that run as they are predicted; of equally fast ones the
     /// preferred first. `has_barriers` where kernels of all ranks can wait for each other, and `workers` the multiprocessors of this
     /// transport's kernels.
     pub fn pass_overlaps(self, has_barriers: bool, workers: usize) -> Vec<PassOverlap> {
-        use PassOverlap::{Barrier, Concurrent, CopyEngine, Fused, Margin, Sequential, Signals};
-        // Threads of CPU ranks take no workers from products.
-        if self == Self::Cpu {
-            return vec![Sequential, Concurrent, Signals(0)];
-        }
-        // Where kernels have no barriers, ranks that read each other's memory do so on the host.
-        let has_barriers = has_barriers || self != Self::Nvlink;
-        let runs = |mover| has_barriers && self.moves_by(mover) == PolicySupport::Runs;
-        let mut ways = vec![Sequential];
-        ways.extend(runs(Mover::Fused).then_some(Fused));
-        ways.extend(runs(Mover::CopyEngine).then_some(CopyEngine));
         // Copy engines leave kernels the sums alone.
         let workers = if self == Self::CopyEngine { SUMMING_WORKERS } else { workers };
-        ways.extend([Barrier(workers), Margin(workers), Signals(workers)]);
-        ways
+        // Where kernels have no barriers, ranks that read each other's memory do so on the host.
+        let has_barriers = has_barriers || self != Self::Nvlink;
+        let by_order = StartOrder::ALL.map(|order| (OverlapPolicy::new(order), order.rules().layers));
+        let runs = |mover: &Mover| has_barriers && self.moves_by(*mover) == PolicySupport::Runs;
+        let by_mover = Mover::ALL.into_iter().filter(runs);
+        let by_mover =
+            by_mover.map(|mover| (OverlapPolicy { mover, ..OverlapPolicy::default() }, mover.rules().layers));
+        let all = by_order.into_iter().chain(by_mover);
+        let ways = all.flat_map(|(policy, layers)| layers.iter().map(move |rules| (policy, rules)));
+        let of_these = |rules: &LayerRules| match rules.ranks {
+            LayerRanks::All => true,
+            LayerRanks::Cpu => self == Self::Cpu,
+            LayerRanks::Gpus => self != Self::Cpu,
+        };
+        let mut ways: Vec<_> = ways.filter(|(_, rules)| of_these(rules)).collect();
+        ways.sort_by_key(|(_, rules)| rules.preference);
+        ways.into_iter().map(|(policy, rules)| PassOverlap::new(policy, rules, workers)).collect()
     }
 
     /// As [`RankTransport::any_of`] those of such nodes of GPUs.
@@ -180,28 +102,32 @@ impl RankTransport {
 
     /// The table, for people: a line a transport, a column for each mover that is named.
     pub fn table() -> String {
-        let mut text =
-            format!("{:14}{:13}{:22}{}\n", "transport", "copy-engine", "fused", "partition, priority,");
-        text.push_str(&format!("{:14}{:13}{:22}{}\n", "", "", "(linear layers)", "single-connection"));
-        for transport in Self::ALL {
-            let word = |support| match support {
-                PolicySupport::Runs => "yes",
-                PolicySupport::WithoutEffect(_) => "no: parts in turn",
-                PolicySupport::Refused(_) => "refused",
-            };
-            let sharing = OverlapPolicy { queues: HardwareQueues::Single, ..OverlapPolicy::default() };
-            let [engines, fused] =
-                [Mover::CopyEngine, Mover::Fused].map(|mover| word(transport.moves_by(mover)));
-            let sharing = word(transport.support(&sharing, Workload::Linear));
-            text.push_str(&format!("{:14}{engines:13}{fused:22}{sharing}\n", transport.name()));
+        let word = |support| match support {
+            PolicySupport::Runs => "yes",
+            PolicySupport::WithoutEffect(_) => "no: parts in turn",
+            PolicySupport::Refused(_) => "refused",
+        };
+        let names = Self::ALL.map(Self::name);
+        let mut columns = vec![[&["transport", ""], &names[..]].concat()];
+        let mut movers: Vec<_> =
+            Mover::ALL.into_iter().filter_map(|mover| Some((mover.rules().word?, mover))).collect();
+        movers.sort_unstable_by_key(|(word, _)| *word);
+        for (name, mover) in movers {
+            let for_layers_alone = (mover.rules().refuses)(Workload::Attention).is_some();
+            let cells = Self::ALL.map(|transport| word(transport.moves_by(mover)));
+            columns
+                .push([&[name, if for_layers_alone { "(linear layers)" } else { "" }], &cells[..]].concat());
         }
-        text
-    }
-}
-
-impl fmt::Display for RankTransport {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
+        let sharing = OverlapPolicy { queues: HardwareQueues::Single, ..OverlapPolicy::default() };
+        let cells = Self::ALL.map(|transport| word(transport.support(&sharing, Workload::Linear)));
+        columns.push([&["partition, priority,", "single-connection"], &cells[..]].concat());
+        let widths: Vec<usize> =
+            columns.iter().map(|cells| cells.iter().map(|cell| cell.len()).max().unwrap_or(0) + 2).collect();
+        let line = |at: usize| -> String {
+            let cells = columns.iter().zip(&widths).map(|(cells, width)| format!("{:width$}", cells[at]));
+            cells.collect::<String>().trim_end().to_owned() + "\n"
+        };
+        (0..Self::ALL.len() + 2).map(line).collect()
     }
 }
 

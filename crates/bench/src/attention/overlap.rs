@@ -162,7 +162,7 @@ impl Case {
 
     /// A link over which the forward's communication takes as long as its computation.
     fn link_as_slow_as_computation(&self) -> Result<SlowLink, CliError> {
-        let policy = OverlapPolicy::new(StartOrder::Sequential);
+        let policy = OverlapPolicy::SEQUENTIAL;
         let mut compute = f64::INFINITY;
         for _ in 0..3 {
             compute = compute.min(self.run(policy, None)?.forward.overlap().compute_seconds);
@@ -225,7 +225,7 @@ impl Proof {
             self.over_longer(),
             self.over_sum(),
         );
-        if policy.start == StartOrder::Sequential || pass != "forward" {
+        if !policy.overlaps() || pass != "forward" {
             return text;
         }
         goals.judge(&text, &format!("{OF_LONGER}x the longer"), self.over_longer() <= OF_LONGER)

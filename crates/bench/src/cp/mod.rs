@@ -20,7 +20,7 @@ use counterpoint_cost::MachineProfile;
 use counterpoint_exec::{AttentionInputs, Pass, RunConfig, random_inputs};
 use counterpoint_mask::{Mask, MaskPreset};
 use counterpoint_plan::{AttentionSpec, DType, Planning, Topology};
-use counterpoint_schedule::{GradientReduction, OverlapPolicy, PassPolicies, StartOrder};
+use counterpoint_schedule::{GradientReduction, OverlapPolicy, PassPolicies};
 
 use self::case::{Case, Traced, trace};
 use self::peers::{PeerResult, PeerRow};
@@ -37,7 +37,7 @@ const SAMPLED_KEYS: usize = 8;
 const WARM_UPS: usize = 3;
 /// Nothing side by side.
 const SEQUENTIAL: PassOverlaps = {
-    let sequential = OverlapChoice::Named(OverlapPolicy::new(StartOrder::Sequential));
+    let sequential = OverlapChoice::Named(OverlapPolicy::SEQUENTIAL);
     PassOverlaps { forward: sequential, backward: sequential }
 };
 
@@ -204,7 +204,7 @@ impl<'a> Bench<'a> {
             let alone = finished.next().flatten();
             let mut cases: Vec<Case> = finished.flatten().collect();
             for alike in cases.chunk_by_mut(Case::crosses_alike) {
-                Case::judge(alike, OverlapPolicy::new(StartOrder::Sequential).into());
+                Case::judge(alike, OverlapPolicy::SEQUENTIAL.into());
             }
             cases.retain(Case::is_asked);
             let Some(alone) = alone else { continue };

@@ -5,7 +5,7 @@ use std::time::Instant;
 use counterpoint_cost::ProblemSize;
 use counterpoint_exec::{
     Backend, CpuBackend, CpuMachine, CpuTransport, ExecError, GemmCollectiveSpec, HostTensor, Prepared,
-    WorldConfig, dispatch, random_tensor,
+    TensorFault, WorldConfig, dispatch, random_tensor,
 };
 use counterpoint_mask::Range;
 use counterpoint_plan::GemmCollective;
@@ -157,5 +157,5 @@ fn compare(spec: &GemmCollectiveSpec, expected: &[Vec<f64>], results: &[HostTens
 }
 
 fn missing(name: &str) -> ExecError {
-    ExecError::Tensor { name: name.to_owned(), reason: "is not an output of the Program".to_owned() }
+    ExecError::tensor(name, TensorFault::NotAnOutput)
 }

@@ -11,7 +11,7 @@ use counterpoint_exec::{
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, Plan};
 use counterpoint_schedule::{
-    BufferRole, GradientReduction, KeyBlocks, OverlapPolicy, Program, StartOrder, lower_attention_backward,
+    BufferRole, GradientReduction, KeyBlocks, OverlapPolicy, Program, lower_attention_backward,
     lower_attention_forward,
 };
 
@@ -137,7 +137,7 @@ impl AttentionBench {
 }
 
 /// One stream: on one rank there is nothing to overlap.
-const POLICY: OverlapPolicy = OverlapPolicy::new(StartOrder::Sequential);
+const POLICY: OverlapPolicy = OverlapPolicy::SEQUENTIAL;
 
 impl BenchCase<'_> {
     /// Prepares a pass after the forward, and runs it once over poisoned outputs. It reads what the forward has written.
@@ -194,8 +194,7 @@ impl BenchCase<'_> {
             rank.buffer(name).map(|buffer| rank.backend().download(buffer)).transpose()
         };
         let forward = |name: &str| {
-            let missing =
-                || ExecError::Tensor { name: name.to_owned(), reason: "was not computed".to_owned() };
+            let missing = || ExecError::tensor(name, "was not computed");
             download(BenchPass::Forward, name)?.ok_or_else(missing)
         };
         let backward = |name: &str| match pass {

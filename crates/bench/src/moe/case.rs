@@ -21,7 +21,7 @@ use counterpoint_measure::Processes;
 use counterpoint_plan::{ExpertCapacity, ExpertGroups, ExpertKind, ExpertSpec, Routing, Topology};
 use counterpoint_reference::{LinearSample, check_experts};
 use counterpoint_report::Statistics;
-use counterpoint_schedule::{OverlapPolicy, StartOrder, Timeline, WeightGradient};
+use counterpoint_schedule::{OverlapPolicy, Timeline, WeightGradient};
 
 use super::row::{Parts, Row};
 use crate::arguments::{BenchTpPass, MoeLayersArguments};
@@ -83,7 +83,7 @@ impl Case<'_> {
             WorldConfig { limit: RunConfig::default().limit, poison: false, ..WorldConfig::default() };
         let group = Group::connect(machine, self.routing.ranks(), config).map_err(failed)?;
         let inputs = self.inputs();
-        let sequential = OverlapPolicy::new(StartOrder::Sequential);
+        let sequential = OverlapPolicy::SEQUENTIAL;
         let alone = ExpertPass { policy: sequential, groups: ExpertGroups::default() };
         let mut asked = vec![(sequential.to_string(), ExpertPasses { forward: alone, backward: alone })];
         let linear = LinearMachine { cost: self.cost, ..group.linear().clone() };
@@ -179,7 +179,7 @@ impl Case<'_> {
         let asked = &self.arguments.overlap;
         let is_asked = |policy: &OverlapPolicy| {
             let all = asked.contains(&OverlapChoice::Auto);
-            policy.start != StartOrder::Sequential && (all || asked.contains(&OverlapChoice::Named(*policy)))
+            policy.overlaps() && (all || asked.contains(&OverlapChoice::Named(*policy)))
         };
         let mut candidates: Vec<_> = choice.candidates.iter().filter(|one| is_asked(&one.policy)).collect();
         candidates.sort_by(|a, b| a.seconds.total_cmp(&b.seconds));

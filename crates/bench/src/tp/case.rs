@@ -17,7 +17,7 @@ use counterpoint_measure::Processes;
 use counterpoint_plan::{LinearPlan, LinearSpec, WaveGroups};
 use counterpoint_reference::{LinearSample, check_linear_part};
 use counterpoint_report::Statistics;
-use counterpoint_schedule::{Mover, OverlapPolicy, StartOrder, WeightGradient};
+use counterpoint_schedule::{OverlapPolicy, WeightGradient};
 use rayon::prelude::*;
 
 use super::connections;
@@ -96,7 +96,7 @@ impl Case<'_> {
         let group =
             Group::connect(machine, self.tp_size, config).map_err(|source| CliError::Run { source })?;
         let mut tensors = None;
-        let sequential = OverlapPolicy::new(StartOrder::Sequential);
+        let sequential = OverlapPolicy::SEQUENTIAL;
         let named = |policy, groups: LayerGroups| LayerOverlap::Policy(policy, groups, self.cost);
         let mut asked = vec![(sequential.to_string(), named(sequential, WaveGroups::Fixed(1).into()))];
         for choice in &self.arguments.overlap {
@@ -303,14 +303,12 @@ impl Case<'_> {
         let ideal = Parts::ideal_of_slowest(&of_ranks, self.spec.kind, pass);
         let (own, plain) = (Parts::mean(&Parts::of_ranks(&runs.detailed)), Parts::mean(&of_ranks));
         let last = runs.detailed.last()?.clone();
-        let hidden = match runs.policy.mover {
-            Mover::Fused => {
-                Hidden::of_fused(Parts::least_communication(&of_ranks), &plain_seconds, &own_seconds)?
-            }
-            Mover::Transport | Mover::CopyEngine => Hidden::of(&runs.detailed)?,
+        let hidden = match runs.policy.is_fused() {
+            true => Hidden::of_fused(Parts::least_communication(&of_ranks), &plain_seconds, &own_seconds)?,
+            false => Hidden::of(&runs.detailed)?,
         };
         let hideable = sequential.median - ideal;
-        let hides = measured.overlap != StartOrder::Sequential.name()
+        let hides = measured.overlap != OverlapPolicy::SEQUENTIAL.to_string()
             && hidden.communication_seconds > 0.0
             && hideable > LEAST_HIDEABLE * ideal;
         let efficiency = hides.then(|| (sequential.median - statistics.median) / hideable);

@@ -2,7 +2,7 @@
 
 use counterpoint_plan::{Activations, LinearKind};
 use counterpoint_report::{Column, Statistics};
-use counterpoint_schedule::{StartOrder, Timeline};
+use counterpoint_schedule::{OverlapPolicy, Timeline};
 use serde::{Deserialize, Serialize};
 
 use crate::arguments::BenchTpPass;
@@ -115,7 +115,7 @@ impl Row {
 
     /// Nothing of it runs side by side because that was asked for.
     pub(super) fn is_sequential(&self) -> bool {
-        self.overlap == StartOrder::Sequential.name()
+        self.overlap == OverlapPolicy::SEQUENTIAL.to_string()
     }
 
     pub(super) fn cells(&self) -> [String; 17] {

@@ -39,7 +39,7 @@ impl LinearPass {
         let whole = LinearPlan::new(self.spec, self.topology.world_size, WaveGroups::Fixed(1))?;
         let candidates = self.candidates(ways, &whole, cost);
         let Some(expected) = Candidate::soonest(candidates.iter()) else {
-            return Ok((PassOverlap::Sequential, whole));
+            return Ok((PassOverlap::SEQUENTIAL, whole));
         };
         let sparing = candidates.iter().filter(|one| one.overlap.spares_workers());
         let sparing = Candidate::soonest(sparing).map(|one| one.overlap);

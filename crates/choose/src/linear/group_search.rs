@@ -4,7 +4,8 @@ use std::ops::ControlFlow;
 
 use counterpoint_plan::{GemmCollective, LinearDirection, LinearPlan, LinearSpec, PlanError, WaveGroups};
 
-use super::wave_costs::{LinkUse, PassCosts, PassCurves, ProductStart, compositions};
+use super::wave_costs::{LinkUse, PassCosts, PassCurves, compositions};
+use counterpoint_schedule::ProductStart;
 
 /// Says how long a pass of a layer and its parts take: a machine that runs them, or a simulator.
 pub trait PassClock {

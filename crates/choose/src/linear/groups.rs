@@ -3,7 +3,8 @@
 use counterpoint_cost::CostModel;
 use counterpoint_plan::{GROUP_TILE_ROWS, LinearDirection, LinearPlan, LinearSpec, PlanError, WaveGroups};
 
-use super::wave_costs::{LinkUse, PassCurves, ProductStart};
+use super::wave_costs::{LinkUse, PassCurves};
+use counterpoint_schedule::ProductStart;
 
 /// The most groups that a pass is cut into by itself: each costs the start of a collective.
 pub(super) const MOST_GROUPS: usize = 16;

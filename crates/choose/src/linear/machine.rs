@@ -38,7 +38,7 @@ impl LinearMachine {
     /// The same, of which no pass is chosen to be one kernel with its collective.
     #[must_use]
     pub fn without_fused(mut self) -> Self {
-        self.overlaps.retain(|way| *way != PassOverlap::Fused);
+        self.overlaps.retain(|way| !way.is_fused());
         self
     }
 

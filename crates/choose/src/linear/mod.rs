@@ -9,10 +9,11 @@ mod pass;
 mod simulated_clock;
 mod wave_costs;
 
+pub use counterpoint_schedule::ProductStart;
 pub use gemm_exchange::{GemmExchange, GemmExchangeSeconds};
 pub use group_search::{GroupSearcher, PassClock, SearchStep};
 pub use groups::LayerGroups;
 pub use machine::LinearMachine;
 pub use pass::LinearPass;
 pub use simulated_clock::{ClockError, SimulatedClock};
-pub use wave_costs::{LinkUse, PassCosts, PassCurves, ProductStart, compositions};
+pub use wave_costs::{LinkUse, PassCosts, PassCurves, compositions};

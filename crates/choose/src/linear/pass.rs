@@ -5,11 +5,11 @@ use counterpoint_plan::{
     Activations, GROUP_TILE_ROWS, GemmCollective, LinearDirection, LinearKind, LinearPlan, LinearSpec,
     Topology, WaveGroups,
 };
-use counterpoint_schedule::{PassOverlap, SUMMING_WORKERS};
+use counterpoint_schedule::{GroupTiming, PassOverlap, PassTiming, ProductStart, SUMMING_WORKERS};
 
 use super::gemm_exchange::GemmExchange;
 use super::groups::{MOST_GROUPS, wave_step};
-use super::wave_costs::{LinkUse, PassCurves, ProductStart};
+use super::wave_costs::{LinkUse, PassCurves};
 
 /// A pass of a layer on its ranks.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -90,18 +90,14 @@ impl LinearPass {
 
     /// The best groups of a way to run it, with what that takes; `None` where it cannot be run so, or there is nothing that travels.
     fn candidate(&self, overlap: PassOverlap, whole: &LinearPlan, cost: &CostModel) -> Option<Candidate> {
-        let (groups, seconds) = match overlap {
-            PassOverlap::Sequential | PassOverlap::Fused => {
-                (WaveGroups::Fixed(1), self.alone(overlap, cost)?)
+        let (groups, seconds) = match overlap.timing() {
+            PassTiming::InSequence => (WaveGroups::Fixed(1), self.in_sequence(cost)?),
+            PassTiming::OneKernelWithCollective => (WaveGroups::Fixed(1), self.one_kernel(cost)?),
+            PassTiming::BesideCopyEngines => {
+                (WaveGroups::Fixed(self.groups_beside(cost)), self.beside_engines(cost)?)
             }
-            PassOverlap::CopyEngine => {
-                (WaveGroups::Fixed(self.groups_beside(cost)), self.alone(overlap, cost)?)
-            }
-            PassOverlap::Concurrent
-            | PassOverlap::Barrier(_)
-            | PassOverlap::Margin(_)
-            | PassOverlap::Signals(_) => {
-                let (groups, seconds) = self.by_groups(overlap, whole, cost)?;
+            PassTiming::ByGroups(timing) => {
+                let (groups, seconds) = self.by_groups((timing, overlap.workers()), whole, cost)?;
                 (WaveGroups::Sizes(groups), seconds)
             }
         };
@@ -118,26 +114,24 @@ impl LinearPass {
     /// Rows of the groups in which it ends first where collectives run beside products, and what it takes then.
     fn by_groups(
         &self,
-        overlap: PassOverlap,
+        (timing, workers): (GroupTiming, usize),
         whole: &LinearPlan,
         cost: &CostModel,
     ) -> Option<(Vec<usize>, f64)> {
         let collective = self.collective()?;
         let Parts { weight_gradient, inputs, .. } = self.parts(collective, cost);
         // One kernel of all groups is for products whose results travel.
-        if matches!(overlap, PassOverlap::Signals(_)) && collective == GemmCollective::AllGather {
+        if timing.starts == ProductStart::OneKernel && collective == GemmCollective::AllGather {
             return None;
         }
         let speed_without = |workers| cost.sharing.map_or(1.0, |sharing| sharing.speed_without(workers));
         // What all computation lacks, and what it lacks beside communication.
-        let (always, beside) = match overlap {
-            PassOverlap::Margin(workers) | PassOverlap::Signals(workers) => (speed_without(workers), 1.0),
+        let (always, beside) = match (workers, timing.lacks_workers_beside) {
+            (0, _) => (1.0, 1.0),
+            (_, false) => (speed_without(workers), 1.0),
             // Sums and the way back of those before start together, each on workers of its own.
-            PassOverlap::Barrier(workers) if collective == GemmCollective::AllReduce => {
-                (1.0, speed_without(2 * workers))
-            }
-            PassOverlap::Barrier(workers) => (1.0, speed_without(workers)),
-            _ => (1.0, 1.0),
+            (_, true) if collective == GemmCollective::AllReduce => (1.0, speed_without(2 * workers)),
+            (_, true) => (1.0, speed_without(workers)),
         };
         let (spec, tp_size) = (&self.spec, self.topology.world_size);
         let product = |rows: usize| {
@@ -154,11 +148,7 @@ impl LinearPass {
             back: &travel,
             after,
             join: cost.launch_seconds + together,
-            starts: match overlap {
-                PassOverlap::Signals(_) => ProductStart::OneKernel,
-                PassOverlap::Concurrent => ProductStart::Free,
-                _ => ProductStart::AfterCommunication,
-            },
+            starts: timing.starts,
             link: LinkUse::Shared,
             speed_beside: beside,
         };
@@ -188,41 +178,42 @@ impl LinearPass {
         f64::max(cost.link.seconds(near), cost.network.seconds(far))
     }
 
-    /// What it takes sequentially, as one kernel, or beside copy engines.
-    fn alone(&self, overlap: PassOverlap, cost: &CostModel) -> Option<f64> {
-        let collective = self.collective()?;
-        let parts = self.parts(collective, cost);
-        let Parts { product, weight_gradient, sums, spread, operand, inputs } = parts;
-        let sequential = product + weight_gradient + sums[0] + operand + inputs[0];
-        match overlap {
-            PassOverlap::Sequential => Some(sequential),
-            PassOverlap::Fused if !self.has_whole_tiles(collective) => None,
-            PassOverlap::Fused => {
-                // Sums for everyone leave under the gradient of the weight, where there is one.
-                let (collective, spread, beside) = match collective {
-                    GemmCollective::AllReduce if weight_gradient > 0.0 => (
-                        GemmCollective::ReduceScatter,
-                        0.0,
-                        f64::max(weight_gradient * SLOWER_BESIDE, spread[1]),
-                    ),
-                    _ => (collective, spread[0], weight_gradient),
-                };
-                let fused = self.exchange(collective).seconds(cost).fused;
-                // Sums are made with the rank's own tiles, which are the last ones, so they leave no earlier.
-                let ranks = self.topology.world_size as f64;
-                let last = f64::max(product / ranks, spread);
-                let first = f64::max(fused, product - product / ranks + last) * SLOWER_FUSED;
-                Some(f64::max(first + HELD_UP * inputs[1], inputs[1]) + beside)
-            }
-            PassOverlap::CopyEngine if sums[1] > 0.0 && weight_gradient > 0.0 => {
-                let first = f64::max(product * if inputs[1] > 0.0 { SLOWER_BESIDE } else { 1.0 }, inputs[1]);
-                Some(first + f64::max(weight_gradient * SLOWER_BESIDE, sums[1] / parts.groups() as f64))
-            }
-            _ => None,
-        }
+    /// What it takes one after the other.
+    fn in_sequence(&self, cost: &CostModel) -> Option<f64> {
+        let Parts { product, weight_gradient, sums, operand, inputs, .. } =
+            self.parts(self.collective()?, cost);
+        Some(product + weight_gradient + sums[0] + operand + inputs[0])
     }
 
-    /// Groups of tokens in which it is best run [`PassOverlap::CopyEngine`]: what does not fit under the gradient of the weight begins under the
+    /// What it takes where the kernel that makes or takes rows moves them; `None` where there is no such kernel.
+    fn one_kernel(&self, cost: &CostModel) -> Option<f64> {
+        let collective = self.collective().filter(|collective| self.has_whole_tiles(*collective))?;
+        let Parts { product, weight_gradient, spread, inputs, .. } = self.parts(collective, cost);
+        // Sums for everyone leave under the gradient of the weight, where there is one.
+        let (collective, spread, beside) = match collective {
+            GemmCollective::AllReduce if weight_gradient > 0.0 => {
+                (GemmCollective::ReduceScatter, 0.0, f64::max(weight_gradient * SLOWER_BESIDE, spread[1]))
+            }
+            _ => (collective, spread[0], weight_gradient),
+        };
+        let fused = self.exchange(collective).seconds(cost).fused;
+        // Sums are made with the rank's own tiles, which are the last ones, so they leave no earlier.
+        let ranks = self.topology.world_size as f64;
+        let last = f64::max(product / ranks, spread);
+        let first = f64::max(fused, product - product / ranks + last) * SLOWER_FUSED;
+        Some(f64::max(first + HELD_UP * inputs[1], inputs[1]) + beside)
+    }
+
+    /// What it takes where copy engines move rows beside its products; `None` where it has no sums or no second product.
+    fn beside_engines(&self, cost: &CostModel) -> Option<f64> {
+        let parts = self.parts(self.collective()?, cost);
+        let Parts { product, weight_gradient, sums, inputs, .. } = parts;
+        let first = f64::max(product * if inputs[1] > 0.0 { SLOWER_BESIDE } else { 1.0 }, inputs[1]);
+        (sums[1] > 0.0 && weight_gradient > 0.0)
+            .then(|| first + f64::max(weight_gradient * SLOWER_BESIDE, sums[1] / parts.groups() as f64))
+    }
+
+    /// Groups of tokens in which it is best run beside copy engines: what does not fit under the gradient of the weight begins under the
     /// product of `dx`.
     fn groups_beside(&self, cost: &CostModel) -> usize {
         self.collective().map_or(1, |collective| self.parts(collective, cost).groups())
@@ -293,10 +284,27 @@ impl LinearPass {
 mod tests {
     use counterpoint_cost::{Link, WorkerSharing};
     use counterpoint_plan::DType;
+    use counterpoint_schedule::RankTransport;
 
     use super::*;
 
-    const WAYS: [PassOverlap; 3] = [PassOverlap::Sequential, PassOverlap::Fused, PassOverlap::CopyEngine];
+    /// What GPUs of one node have, under a policy of this name.
+    fn way(policy: &str) -> PassOverlap {
+        let ways = RankTransport::Nvlink.pass_overlaps(true, 16);
+        ways.into_iter().find(|way| way.policy().to_string() == policy).unwrap()
+    }
+
+    fn fused() -> PassOverlap {
+        way("concurrent+fused")
+    }
+
+    fn copy_engine() -> PassOverlap {
+        way("concurrent+sm-margin=4+copy-engine")
+    }
+
+    fn ways() -> [PassOverlap; 3] {
+        [PassOverlap::SEQUENTIAL, fused(), copy_engine()]
+    }
 
     fn fastest(pass: LinearPass, ways: &[PassOverlap]) -> PassOverlap {
         pass.fastest(ways, &CostModel::H200).unwrap().0
@@ -325,12 +333,12 @@ mod tests {
     fn sums_hide_under_the_gradient_of_the_weight() {
         for activations in [Activations::Replicated, Activations::SequenceParallel] {
             for shape in [[2048, 12288, 12288], [8192, 8192, 7168], [16384, 8192, 7168]] {
-                let found = fastest(pass(LinearKind::Column, activations, BACKWARD, shape), &WAYS);
-                assert_eq!(found, PassOverlap::CopyEngine, "{activations:?} {shape:?}");
+                let found = fastest(pass(LinearKind::Column, activations, BACKWARD, shape), &ways());
+                assert_eq!(found, copy_engine(), "{activations:?} {shape:?}");
             }
             let frozen = LinearDirection::Backward { weight_gradient: false };
             let found = pass(LinearKind::Column, activations, frozen, [8192, 8192, 7168]);
-            assert_eq!(fastest(found, &WAYS), PassOverlap::Fused);
+            assert_eq!(fastest(found, &ways()), fused());
         }
     }
 
@@ -348,17 +356,15 @@ mod tests {
     /// to be fastest with the former.
     #[test]
     fn kernels_beside_products_are_for_those_who_have_nothing_better() {
-        let ways: Vec<PassOverlap> = WAYS
-            .into_iter()
-            .chain([PassOverlap::Barrier(16), PassOverlap::Margin(16), PassOverlap::Signals(16)])
-            .collect();
+        let ways = RankTransport::Nvlink.pass_overlaps(true, 16);
+        assert_eq!((ways[..3].to_vec(), ways.len()), (super::tests::ways().to_vec(), 6));
         let cost = CostModel { sharing: Some(WorkerSharing::H200), ..CostModel::H200 };
         for activations in [Activations::Replicated, Activations::SequenceParallel] {
             for shape in [[2048, 12288, 12288], [8192, 8192, 7168], [16384, 8192, 7168]] {
                 let backward = pass(LinearKind::Column, activations, BACKWARD, shape);
-                assert_eq!(backward.fastest(&ways, &cost).unwrap().0, PassOverlap::CopyEngine, "{shape:?}");
+                assert_eq!(backward.fastest(&ways, &cost).unwrap().0, copy_engine(), "{shape:?}");
                 let forward = pass(LinearKind::Row, activations, LinearDirection::Forward, shape);
-                assert_eq!(forward.fastest(&ways, &cost).unwrap().0, PassOverlap::Fused, "{shape:?}");
+                assert_eq!(forward.fastest(&ways, &cost).unwrap().0, fused(), "{shape:?}");
             }
         }
     }
@@ -369,8 +375,8 @@ mod tests {
         for (tokens, fits) in [(8192, true), (8200, false), (8191, false), (4 * 32, true), (4 * 48, false)] {
             let pass =
                 pass(LinearKind::Column, Activations::SequenceParallel, BACKWARD, [tokens, 8192, 7168]);
-            assert_eq!(pass.seconds(PassOverlap::Fused, &CostModel::H200).is_some(), fits, "{tokens}");
-            assert!(pass.seconds(PassOverlap::CopyEngine, &CostModel::H200).is_some());
+            assert_eq!(pass.seconds(fused(), &CostModel::H200).is_some(), fits, "{tokens}");
+            assert!(pass.seconds(copy_engine(), &CostModel::H200).is_some());
         }
     }
 
@@ -378,7 +384,7 @@ mod tests {
     #[test]
     fn only_what_a_machine_has_is_chosen() {
         let pass = pass(LinearKind::Column, Activations::Replicated, BACKWARD, [8192, 8192, 7168]);
-        for ways in [&WAYS[..2], &WAYS[..1]] {
+        for ways in [&ways()[..2], &ways()[..1]] {
             assert_eq!(fastest(pass, ways), ways[ways.len() - 1]);
         }
     }
@@ -393,7 +399,7 @@ mod tests {
             (LinearKind::Row, Activations::SequenceParallel, BACKWARD),
         ] {
             let pass = pass(kind, activations, direction, [8192, 8192, 7168]);
-            assert_eq!(fastest(pass, &WAYS), PassOverlap::Fused, "{kind:?} {direction:?}");
+            assert_eq!(fastest(pass, &ways()), fused(), "{kind:?} {direction:?}");
         }
     }
 
@@ -407,8 +413,8 @@ mod tests {
             ..pass(LinearKind::Row, Activations::Replicated, BACKWARD, [512, 256, 256])
         };
         for pass in [forward, one] {
-            assert!(WAYS.iter().all(|way| pass.seconds(*way, &CostModel::H200).is_none()));
-            assert_eq!(fastest(pass, &WAYS), PassOverlap::Sequential);
+            assert!(ways().iter().all(|way| pass.seconds(*way, &CostModel::H200).is_none()));
+            assert_eq!(fastest(pass, &ways()), PassOverlap::SEQUENTIAL);
         }
     }
 
@@ -417,7 +423,7 @@ mod tests {
     fn engines_take_what_the_link_takes() {
         let pass = pass(LinearKind::Column, Activations::Replicated, BACKWARD, [8192, 8192, 7168]);
         let mut cost = CostModel::H200;
-        let seconds = |cost: &CostModel| pass.seconds(PassOverlap::CopyEngine, cost).unwrap();
+        let seconds = |cost: &CostModel| pass.seconds(copy_engine(), cost).unwrap();
         let fast = seconds(&cost);
         cost.link.bytes_per_second = 25e9;
         let bytes = 3.0 * 2048.0 * 8192.0 * 2.0;
@@ -436,7 +442,7 @@ mod tests {
         let pass =
             pass(LinearKind::Row, Activations::Replicated, LinearDirection::Forward, [4096, 4096, 4096]);
         let bytes = 2.0 * 3.0 * 1024.0 * 4096.0 * 2.0;
-        for way in [PassOverlap::Sequential, PassOverlap::Fused] {
+        for way in [PassOverlap::SEQUENTIAL, fused()] {
             assert!(pass.seconds(way, &cost).unwrap() > bytes / 1e9, "{way:?}");
         }
     }

@@ -5,18 +5,7 @@
 //! let the communication begin early, small last ones leave little of it behind (FlashOverlap, arXiv 2504.19519, section 4.1).
 
 use counterpoint_plan::{GemmCollective, LinearDirection, LinearPlan};
-
-/// What a product waits for besides what it multiplies.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ProductStart {
-    /// Nothing.
-    Free,
-    /// The start of the communication that it should hide, of the group before it.
-    AfterCommunication,
-    /// Nothing: one kernel computes all groups, so a group takes what it adds to the product of those before it. Where rows
-    /// travel before they are multiplied, as `Free`.
-    OneKernel,
-}
+use counterpoint_schedule::ProductStart;
 
 /// What reductions and their ways back travel on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

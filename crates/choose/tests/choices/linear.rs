@@ -152,7 +152,7 @@ fn check(cases: u64) {
                 if !is_left_out && rate(other) * seconds < least.0 {
                     least = (rate(other) * seconds, format!("{other:?} {:?}", plan.group_sizes()));
                 }
-                if other == PassOverlap::Sequential {
+                if other.is_sequential() {
                     sequential.add(taken / seconds, &case.name);
                 }
             }
@@ -161,7 +161,7 @@ fn check(cases: u64) {
         let name = format!("{}: {way:?} {:?} and not {}", case.name, plan.group_sizes(), least.1);
         best.add(ratio, &name);
         all.add(taken / least_of_all, &name);
-        by_way.entry(format!("{way:?}")).or_default().add(ratio, &name);
+        by_way.entry(way.policy().to_string()).or_default().add(ratio, &name);
         if ratio > 1.01 {
             println!("{ratio:.3} {name}");
         }

@@ -2,7 +2,7 @@
 
 use counterpoint_exec::{ExecError, check_operands};
 use counterpoint_schedule::{
-    self as schedule, BufferId, BufferRole, BufferSpec, Mover, Op, Program, ProgramOp, SignalId, WorkerShare,
+    self as schedule, BufferId, BufferRole, BufferSpec, Op, Program, ProgramOp, SignalId, WorkerShare,
 };
 
 use super::attention::Forward;
@@ -219,7 +219,7 @@ impl<'a> Prepare<'a> {
         let reduces = |op: &ProgramOp| {
             !op.op.is_fused_gemm() && op.op.parts().iter().any(|part| matches!(part, Op::GroupReduce(_)))
         };
-        self.program.policy.mover == Mover::Fused && !self.program.ops.iter().any(reduces)
+        self.program.policy.is_fused() && !self.program.ops.iter().any(reduces)
     }
 
     /// Whether the Program has no collective: then no policy has one, nor another kernel for its products.

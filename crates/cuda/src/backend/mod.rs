@@ -37,6 +37,7 @@ use std::time::{Duration, Instant};
 
 use counterpoint_exec::{
     Awaited, Backend, BufferAccess, ExecError, HostData, HostTensor, OpPlace, Profiler, RunContext,
+    TensorFault,
 };
 use counterpoint_plan::DType;
 use counterpoint_schedule::{
@@ -179,8 +180,8 @@ impl Backend for CudaBackend {
         if own == other {
             return Ok(());
         }
-        let reason = format!("is on {other}, and rank {} is on {own}", self.0.rank);
-        Err(ExecError::Tensor { name: name.to_owned(), reason })
+        let (on, own) = (other.to_string(), own.to_string());
+        Err(ExecError::tensor(name, TensorFault::Device { on, rank: self.0.rank, own }))
     }
 
     fn create_stream(&self, spec: &StreamSpec, policy: &OverlapPolicy) -> Result<CudaStream, ExecError> {

@@ -45,7 +45,8 @@ use std::time::Instant;
 use counterpoint_exec::collective::{Board, Collective, LateChecks, Post};
 use counterpoint_exec::{CollectiveContext, ExecError, OpPlace, Rendezvous, Transport, World};
 use counterpoint_schedule::{
-    BufferSpec, GroupCast, GroupReduce, Mover, Op, OverlapPolicy, PolicySupport, Program, RankTransport,
+    BufferSpec, EngineCollectives, GroupCast, GroupReduce, Mover, Op, OverlapPolicy, PolicySupport, Program,
+    RankTransport,
 };
 
 use crate::backend::{CudaBackend, CudaBuffer, exec_error};
@@ -244,12 +245,14 @@ impl CudaTransport {
             rows::load(&self.device, collective, outputs)?;
             Ok(Work::Pull(Mutex::new(None)))
         };
-        let by_engines = match (&self.means, mover) {
+        let by_engines = match (&self.means, mover.rules().engines) {
             (Means::Exchange(_), _) => false,
-            (Means::Push, _) | (_, Mover::CopyEngine) => true,
+            (Means::Push, _) | (_, EngineCollectives::Everything) => true,
             // As `Program::validate` trusts: beside a kernel that waits for rows nothing else may need a multiprocessor.
-            (_, Mover::Fused) => collective.reduction.is_none() && collective.delivery_parts.is_none(),
-            (_, Mover::Transport) => false,
+            (_, EngineCollectives::PlainCasts) => {
+                collective.reduction.is_none() && collective.delivery_parts.is_none()
+            }
+            (_, EngineCollectives::Nothing) => false,
         };
         match &self.means {
             // No copy engine rounds.
@@ -260,7 +263,7 @@ impl CudaTransport {
                 pull()
             }
             _ if by_engines => {
-                let pace = if mover == Mover::Fused { CopyPace::BESIDE_KERNELS } else { CopyPace::Full };
+                let pace = if mover.rules().in_kernels { CopyPace::BESIDE_KERNELS } else { CopyPace::Full };
                 push::PushWork::new(&self.device, self.rank, collective, outputs, pace).map(Work::Push)
             }
             Means::Pull | Means::Push => pull(),

@@ -8,7 +8,8 @@ use counterpoint_schedule::PassPolicies;
 use super::programs::{backward_program, forward_program, plan_identity};
 use crate::monitor::lock;
 use crate::{
-    Backend, Call, ExecError, Group, GroupRank, Machine, Pass, PlanIdentity, Prepared, Ticket, Transport,
+    Backend, Call, ExecError, Group, GroupRank, Machine, Pass, PlanIdentity, Prepared, TensorFault, Ticket,
+    Transport,
 };
 
 /// Attention of a plan, prepared on the ranks of a group that are in this process. It keeps nothing between calls: what a backward
@@ -229,8 +230,7 @@ impl<B: Backend, T: Transport<B>> AttentionRank<B, T> {
     }
 
     fn backward_rank(&self) -> Result<MutexGuard<'_, Prepared<B, T>>, ExecError> {
-        let reason = || "there is no backward: the forward alone was prepared".to_owned();
-        let missing = || ExecError::Tensor { name: "dout".to_owned(), reason: reason() };
+        let missing = || ExecError::tensor("dout", TensorFault::NoBackward);
         self.backward.as_ref().map(lock).ok_or_else(missing)
     }
 }

@@ -18,7 +18,8 @@ pub use self::process::run_attention_process;
 pub use self::ranks::{RankProblem, RanksRun, run_attention_ranks};
 use crate::layout::dispatch;
 use crate::{
-    CpuMachine, ExecError, FaultInjection, HostTensor, Machine, Pass, RunTimes, SlowLink, WorldConfig,
+    CpuMachine, ExecError, FaultInjection, HostTensor, Machine, Pass, RunTimes, SlowLink, TensorFault,
+    WorldConfig,
 };
 
 /// Tensors in global token order, or a rank's rows of them; shapes as in [`AttentionSpec`].
@@ -221,16 +222,21 @@ impl AttentionInputs {
         }
         match &self.dlse {
             Some(dlse) if spec.dlse => check("dlse", dlse, acc, &[rows_q, spec.heads_q])?,
-            Some(_) => return Err(refused("dlse", "is given, and the spec has none".to_owned())),
+            Some(_) => {
+                let unused = "the spec has none".to_owned();
+                return Err(ExecError::tensor("dlse", TensorFault::Unused { unused }));
+            }
             None if spec.dlse && self.dout.is_some() => {
-                return Err(refused("dlse", "is missing, and the spec has one".to_owned()));
+                let wanted = "the spec has one".to_owned();
+                return Err(ExecError::tensor("dlse", TensorFault::MissingFor { wanted }));
             }
             None => {}
         }
         match &self.sink {
             Some(sink) => check("sink", sink, acc, &[spec.seqlen_sink, spec.heads_q]),
             None if spec.seqlen_sink > 0 => {
-                Err(refused("sink", format!("is missing, and the spec has {} rows of it", spec.seqlen_sink)))
+                let wanted = format!("the spec has {} rows of it", spec.seqlen_sink);
+                Err(ExecError::tensor("sink", TensorFault::MissingFor { wanted }))
             }
             None => Ok(()),
         }
@@ -238,12 +244,6 @@ impl AttentionInputs {
 }
 
 fn check(name: &str, tensor: &HostTensor, dtype: DType, shape: &[usize]) -> Result<(), ExecError> {
-    if tensor.dtype() == dtype && tensor.shape() == shape {
-        return Ok(());
-    }
-    Err(refused(name, format!("must be {dtype} {shape:?}, not {} {:?}", tensor.dtype(), tensor.shape())))
-}
-
-fn refused(name: &str, reason: String) -> ExecError {
-    ExecError::Tensor { name: name.to_owned(), reason }
+    TensorFault::of_layout((dtype, shape), (tensor.dtype(), tensor.shape()))
+        .map_or(Ok(()), |fault| Err(ExecError::tensor(name, fault)))
 }

@@ -8,7 +8,7 @@ use super::programs::{backward_program, forward_program, plan_identity};
 use super::{AttentionInputs, AttentionOutputs, RankProblem, RunConfig};
 use crate::{
     Backend, ExecError, Group, HostTensor, Machine, Pass, PlanIdentity, Prepared, PreparedRank, RunTimes,
-    Transport, WorldConfig,
+    TensorFault, Transport, WorldConfig,
 };
 
 /// Attention of this process's ranks, made ready to run again and again: tensors are on their devices, buffers allocated, operations
@@ -58,8 +58,7 @@ impl<M: Machine> PreparedAttention<M> {
     /// As [`PreparedAttention::forward`]; [`ExecError::Tensor`] where the problem was a forward alone.
     pub fn backward(&mut self, machine: &M) -> Result<Timeline, ExecError> {
         if self.backward.is_empty() {
-            let reason = "was not prepared: the problem is a forward alone".to_owned();
-            return Err(ExecError::Tensor { name: "dout".to_owned(), reason });
+            return Err(ExecError::tensor("dout", TensorFault::ForwardAlone));
         }
         run_once(machine, "backward", &mut self.backward)
     }
@@ -95,10 +94,7 @@ impl<M: Machine> PreparedAttention<M> {
         if taken {
             return Ok(());
         }
-        Err(ExecError::Tensor {
-            name: name.to_owned(),
-            reason: "is not an input of this attention".to_owned(),
-        })
+        Err(ExecError::tensor(name, TensorFault::NotAnInput))
     }
 
     /// The buffers of a result, `out`, `lse`, `max_logits`, `dq`, `dk`, `dv` or `dsink`, one for each rank here: what the last run left, until the next.
@@ -108,10 +104,7 @@ impl<M: Machine> PreparedAttention<M> {
     pub fn result(&self, name: &str) -> Result<Vec<RankBuffer<M>>, ExecError> {
         match name {
             "out" | "lse" | "max_logits" => Prepared::buffers_of(&self.forward, name),
-            _ if self.backward.is_empty() => {
-                let reason = "was not prepared: the problem is a forward alone".to_owned();
-                Err(ExecError::Tensor { name: name.to_owned(), reason })
-            }
+            _ if self.backward.is_empty() => Err(ExecError::tensor(name, TensorFault::ForwardAlone)),
             _ => Prepared::buffers_of(&self.backward, name),
         }
     }
@@ -120,8 +113,8 @@ impl<M: Machine> PreparedAttention<M> {
         if given == self.here.len() {
             return Ok(());
         }
-        let reason = format!("is given for {given} ranks, of which {} are here", self.here.len());
-        Err(ExecError::Tensor { name: name.to_owned(), reason })
+        let here = self.here.len();
+        Err(ExecError::tensor(name, TensorFault::GivenFor { several: false, given, here }))
     }
 
     /// Which times runs take from the next one on.
@@ -178,8 +171,8 @@ impl<'a, M: Machine> Setup<'a, M> {
         let RankProblem { plan, spec, pass, .. } = *problem;
         let here = machine.ranks_here(plan.ranks.len());
         if inputs.len() != here.len() {
-            let reason = format!("are given for {} ranks, of which {} are here", inputs.len(), here.len());
-            return Err(ExecError::Tensor { name: "rows".to_owned(), reason });
+            let (given, here) = (inputs.len(), here.len());
+            return Err(ExecError::tensor("rows", TensorFault::GivenFor { several: true, given, here }));
         }
         for (rank, inputs) in plan.ranks[here.clone()].iter().zip(inputs) {
             inputs.check((rank.q_rows, rank.k_rows), spec)?;

@@ -10,7 +10,7 @@ use counterpoint_schedule::BufferSpec;
 use super::host_view::{Extent, HostView};
 use crate::monitor::lock;
 use crate::place::host_place;
-use crate::{BufferAccess, ExecError, HostTensor, OpPlace, TensorMut, TensorRef};
+use crate::{BufferAccess, ExecError, HostTensor, OpPlace, TensorFault, TensorMut, TensorRef};
 
 /// A tensor that the CPU backend's operations share. Cloning it clones a handle.
 ///
@@ -128,10 +128,10 @@ impl CpuBuffer {
         self.0.memory.borrowed.as_ref().is_none_or(|borrowed| borrowed.is_dense)
     }
 
-    pub(super) fn check_access(&self, access: BufferAccess) -> Result<(), String> {
+    pub(super) fn check_access(&self, access: BufferAccess) -> Result<(), TensorFault> {
         match &self.0.memory.borrowed {
             Some(Borrowed { access: BufferAccess::Read, .. }) if access == BufferAccess::Write => {
-                Err("is written, and its memory was borrowed for reading".to_owned())
+                Err(TensorFault::ReadOnly)
             }
             _ => Ok(()),
         }
@@ -194,8 +194,8 @@ impl CpuBuffer {
     /// As [`CpuBuffer::tensor`]; [`ExecError::Tensor`] when it does not have them.
     pub fn rows(&self, rows: Range<usize>) -> Result<HostTensor, ExecError> {
         if rows.start > rows.end || rows.end > self.shape()[0] {
-            let reason = format!("it has {} rows and not {rows:?}", self.shape()[0]);
-            return Err(ExecError::Tensor { name: self.name().to_owned(), reason });
+            let fault = TensorFault::RowsBeyond { start: rows.start, end: rows.end, rows: self.shape()[0] };
+            return Err(ExecError::tensor(self.name(), fault));
         }
         match &*self.access_stored(self.0.owner)? {
             Stored::Owned(tensor) => Ok(tensor.some_rows(rows)),
@@ -209,14 +209,13 @@ impl CpuBuffer {
     /// [`ExecError::DataRace`] while an operation uses it, [`ExecError::Tensor`] for another shape or element type.
     pub fn store(&self, tensor: HostTensor) -> Result<(), ExecError> {
         if tensor.shape() != self.shape() || tensor.dtype() != self.dtype() {
-            let reason = format!(
-                "it holds {} {:?} and cannot take {} {:?}",
-                self.dtype(),
-                self.shape(),
-                tensor.dtype(),
-                tensor.shape()
-            );
-            return Err(ExecError::Tensor { name: self.name().to_owned(), reason });
+            let fault = TensorFault::CannotTake {
+                dtype: self.dtype(),
+                shape: self.shape().to_vec(),
+                given_dtype: tensor.dtype(),
+                given_shape: tensor.shape().to_vec(),
+            };
+            return Err(ExecError::tensor(self.name(), fault));
         }
         let mut guard = self.write(self.0.owner, &host_place())?;
         match &mut *guard.stored {

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use counterpoint_plan::DType;
 
-use crate::{BufferAccess, ExecError, TensorMut, TensorRef};
+use crate::{BufferAccess, ExecError, TensorFault, TensorMut, TensorRef};
 
 /// Keeps borrowed memory where it is as long as a clone of it lives: a handle of the tensor, say.
 pub type MemoryKeeper = Arc<dyn Any + Send + Sync>;
@@ -59,31 +59,29 @@ impl HostView {
         access: BufferAccess,
         keeper: MemoryKeeper,
     ) -> Result<Self, ExecError> {
-        let refuse = |reason: String| ExecError::Tensor { name: "borrowed memory".to_owned(), reason };
+        let refuse = |fault: TensorFault| ExecError::tensor("borrowed memory", fault);
         if shape.is_empty() || shape.len() != strides.len() {
-            return Err(refuse(format!("{} strides for a tensor of shape {shape:?}", strides.len())));
+            return Err(refuse(TensorFault::StrideCount { strides: strides.len(), shape: shape.to_vec() }));
         }
         let is_empty = shape.contains(&0);
         // An empty tensor may have any address; nothing is read there.
         let address = if is_empty { NonNull::<u64>::dangling().cast().as_ptr() } else { address };
         let Some(pointer) = NonNull::new(address) else {
-            return Err(refuse("its address is null".to_owned()));
+            return Err(refuse(TensorFault::Null));
         };
         if !pointer.addr().get().is_multiple_of(dtype.size()) {
-            return Err(refuse(format!(
-                "its address {address:p} is not a multiple of an element's {} bytes",
-                dtype.size()
-            )));
+            let address = pointer.addr().get();
+            return Err(refuse(TensorFault::Misaligned { address, size: dtype.size() }));
         }
         let last = shape.len() - 1;
         if !is_empty && shape[last] > 1 && strides[last] != 1 {
-            return Err(refuse(format!(
-                "elements of its last axis are {} apart and must be next to each other",
-                strides[last]
-            )));
+            return Err(refuse(TensorFault::LastAxisApart { stride: strides[last] }));
         }
-        let overflows =
-            || refuse(format!("shape {shape:?} with strides {strides:?} does not fit the address space"));
+        let described = || (shape.to_vec(), strides.to_vec());
+        let overflows = || {
+            let (shape, strides) = described();
+            refuse(TensorFault::BeyondAddresses { shape, strides })
+        };
         let furthest = shape.iter().zip(strides).try_fold(0usize, |sum, (size, stride)| {
             sum.checked_add(size.saturating_sub(1).checked_mul(*stride)?)
         });
@@ -98,9 +96,8 @@ impl HostView {
             _keeper: keeper,
         };
         if access == BufferAccess::Write && !view.is_injective() {
-            return Err(refuse(format!(
-                "strides {strides:?} of shape {shape:?} name some element twice, and it is to be written"
-            )));
+            let (shape, strides) = described();
+            return Err(refuse(TensorFault::NamedTwice { shape, strides }));
         }
         Ok(view)
     }

@@ -207,7 +207,7 @@ impl Backend for CpuBackend {
     }
 
     fn check_buffer(&self, name: &str, buffer: &CpuBuffer, access: BufferAccess) -> Result<(), ExecError> {
-        buffer.check_access(access).map_err(|reason| ExecError::Tensor { name: name.to_owned(), reason })
+        buffer.check_access(access).map_err(|fault| ExecError::tensor(name, fault))
     }
 
     fn create_stream(&self, spec: &StreamSpec, _policy: &OverlapPolicy) -> Result<CpuStream, ExecError> {

@@ -12,7 +12,7 @@ use super::overlap::{ExpertOverlap, ExpertPass, ExpertPasses};
 use crate::linear::join_rows;
 use crate::{
     Backend, ExecError, Group, HostTensor, LayerCall, LayerPass, Machine, NamedBuffers, PlanIdentity,
-    Prepared, RankBuffers, RankOf, RunTimes, Ticket,
+    Prepared, RankBuffers, RankOf, RunTimes, TensorFault, Ticket,
 };
 
 type Rank<M> = Prepared<<M as Machine>::Backend, <M as Machine>::Transport>;
@@ -144,9 +144,8 @@ impl<M: Machine> ExpertLayer<M> {
     pub fn scatter_weight(&self, whole: &HostTensor) -> Result<RankBuffers<M>, ExecError> {
         let ExpertOptions { spec, experts, .. } = self.options;
         let wanted = [experts * spec.out_features, spec.in_features];
-        if whole.shape() != wanted {
-            let reason = format!("must be {wanted:?}, not {:?}", whole.shape());
-            return Err(ExecError::Tensor { name: "weight".to_owned(), reason });
+        if let Some(fault) = TensorFault::of_shape(&wanted, whole.shape()) {
+            return Err(ExecError::tensor("weight", fault));
         }
         let upload = |rank: &RankOf<M>| {
             let each = experts / rank.world_size() * spec.out_features;
@@ -164,8 +163,8 @@ impl<M: Machine> ExpertLayer<M> {
         self.check_count("weight", parts.len())?;
         let ranks = self.ranks.first().map_or(0, |rank| rank.world_size());
         if parts.len() != ranks || ranks == 0 {
-            let reason = format!("{} of its {ranks} parts are in this process", parts.len());
-            return Err(ExecError::Tensor { name: "weight".to_owned(), reason });
+            let fault = TensorFault::PartsElsewhere { here: parts.len(), parts: ranks };
+            return Err(ExecError::tensor("weight", fault));
         }
         Ok(join_rows(&self.download(parts)?))
     }
@@ -207,8 +206,8 @@ impl<M: Machine> ExpertLayer<M> {
     /// [`ExecError::Tensor`] where gradients are not added to anything, or a shape or type differs.
     pub fn bind_main_grad(&mut self, main_grad: &RankBuffers<M>) -> Result<(), ExecError> {
         let WeightGradient::Accumulated(_) = self.options.gradient else {
-            let reason = "is given, and this layer has no use for it".to_owned();
-            return Err(ExecError::Tensor { name: "main_grad".to_owned(), reason });
+            let unused = "this layer has no use for it".to_owned();
+            return Err(ExecError::tensor("main_grad", TensorFault::Unused { unused }));
         };
         self.check_count("main_grad", main_grad.len())?;
         if let Some(routed) = &mut self.routed {
@@ -237,12 +236,10 @@ impl<M: Machine> ExpertLayer<M> {
         if (routing.experts(), routing.ranks()) != (experts, ranks) {
             let (of, on) = (routing.experts(), routing.ranks());
             let reason = format!("is for {of} experts on {on} ranks, and the layer has {experts} on {ranks}");
-            return Err(ExecError::Tensor { name: "routing".to_owned(), reason });
+            return Err(ExecError::tensor("routing", reason));
         }
-        let exceeded = |error: counterpoint_plan::RoutingError| ExecError::Tensor {
-            name: "routing".to_owned(),
-            reason: error.to_string(),
-        };
+        let exceeded =
+            |error: counterpoint_plan::RoutingError| ExecError::tensor("routing", error.to_string());
         routing.check(&self.options.capacity).map_err(exceeded)?;
         let passes = match self.passes {
             Some(passes) => passes,
@@ -389,8 +386,8 @@ impl<M: Machine> ExpertLayer<M> {
         if given == self.ranks.len() {
             return Ok(());
         }
-        let reason = format!("{given} tensors for the {} ranks here", self.ranks.len());
-        Err(ExecError::Tensor { name: name.to_owned(), reason })
+        let (given, needed) = (format!("{given} tensors"), format!("the {} ranks here", self.ranks.len()));
+        Err(ExecError::tensor(name, TensorFault::Count { given, needed }))
     }
 
     /// The type of what gradients are added to, where they are.
@@ -403,10 +400,9 @@ impl<M: Machine> ExpertLayer<M> {
 }
 
 fn refused(reason: String) -> ExecError {
-    ExecError::Tensor { name: "layer".to_owned(), reason }
+    ExecError::tensor("layer", reason)
 }
 
 fn unrouted() -> ExecError {
-    let reason = "is missing; say which tokens go to which experts before the first pass".to_owned();
-    ExecError::Tensor { name: "routing".to_owned(), reason }
+    ExecError::tensor("routing", TensorFault::Unrouted)
 }

@@ -10,7 +10,7 @@ use super::enqueue::{Enqueue, enqueue_all, range_of_ranks};
 use super::steps::collectives;
 use super::{Prepared, begins_anew, given, is_bound};
 use crate::group_rank::{CallOrder, Ticket};
-use crate::{Backend, BufferAccess, ExecError, OpPlace, RunTimes, Transport};
+use crate::{Backend, BufferAccess, ExecError, OpPlace, RunTimes, TensorFault, Transport};
 
 /// A call of a prepared Program: its tensors have been checked, and nothing has been enqueued.
 pub struct Call<'a, B: Backend, T: Transport<B>> {
@@ -63,8 +63,8 @@ impl<'a, B: Backend, T: Transport<B>> Call<'a, B, T> {
         };
         for (index, (spec, buffer)) in specs.iter().zip(bound).enumerate() {
             let Some(buffer) = buffer else {
-                let reason = format!("is needed by `{}` and was not given", prepared.program().name);
-                return Err(ExecError::Tensor { name: spec.name.clone(), reason });
+                let program = prepared.program().name.clone();
+                return Err(ExecError::tensor(&spec.name, TensorFault::NotGiven { program }));
             };
             let taken = call.taken(index, spec, buffer)?;
             call.table.push(taken);
@@ -252,12 +252,9 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
     ) -> Result<Vec<Ticket<B>>, ExecError> {
         let given = streams.map_or(ranks.len(), <[_]>::len);
         if tensors.len() != ranks.len() || given != ranks.len() {
-            let reason = format!(
-                "tensors for {} ranks and {given} streams for the {} ranks here",
-                tensors.len(),
-                ranks.len()
-            );
-            return Err(ExecError::Tensor { name: "a call's tensors".to_owned(), reason });
+            let given = format!("tensors for {} ranks and {given} streams", tensors.len());
+            let needed = format!("the {} ranks here", ranks.len());
+            return Err(ExecError::tensor("a call's tensors", TensorFault::Count { given, needed }));
         }
         let calls =
             ranks.iter().zip(tensors).enumerate().map(|(index, (rank, tensors))| {
@@ -305,10 +302,8 @@ fn check_overlaps<B: Backend, T: Transport<B>>(
             if let Some(written) = written
                 && prepared.backend().overlap(buffer, memory)
             {
-                let read = if written.name == spec.name { &other.name } else { &spec.name };
-                let reason =
-                    format!("is written, and shares memory with {read}; give each memory of its own");
-                return Err(ExecError::Tensor { name: written.name.clone(), reason });
+                let with = if written.name == spec.name { &other.name } else { &spec.name };
+                return Err(ExecError::tensor(&written.name, TensorFault::Aliased { with: with.clone() }));
             }
         }
     }

@@ -6,7 +6,7 @@ use std::time::Instant;
 use super::Prepared;
 use super::steps::{PlacedStep, Step};
 use crate::profiler::ProfilerRange;
-use crate::{Backend, CollectiveCall, ExecError, OpPlace, RunContext, RunTimes, Transport};
+use crate::{Backend, CollectiveCall, ExecError, OpPlace, RunContext, RunTimes, TensorFault, Transport};
 
 /// Enqueues what every rank has before its next collective, then that collective's steps, each for all ranks, and so on. A
 /// computation of each rank in turn, so that all ranks start together.
@@ -67,8 +67,7 @@ impl<'a, B: Backend, T: Transport<B>> Enqueue<'a, B, T> {
     pub(super) fn of_bound(rank: &'a Prepared<B, T>) -> Result<Self, ExecError> {
         let mut named = rank.program.buffers.iter().zip(&rank.buffers);
         if let Some((spec, _)) = named.find(|(_, buffer)| buffer.is_none()) {
-            let reason = "is an input and was never bound".to_owned();
-            return Err(rank.backend().fail(ExecError::Tensor { name: spec.name.clone(), reason }));
+            return Err(rank.backend().fail(ExecError::tensor(&spec.name, TensorFault::NeverBound)));
         }
         let table = rank.buffers.iter().flatten().cloned().collect();
         Ok(Self { rank, table, streams: &rank.streams, next: 0 })

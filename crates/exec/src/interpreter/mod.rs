@@ -14,7 +14,7 @@ use self::enqueue::Enqueue;
 use self::steps::PlacedStep;
 use crate::group_rank::GroupRank;
 use crate::place::host_place;
-use crate::{Backend, ExecError, PlanIdentity, RunTimes, Transport};
+use crate::{Backend, ExecError, PlanIdentity, RunTimes, TensorFault, Transport};
 
 /// A [`Program`] made ready to run many times on one rank of a group: every operation resolved. It has what belongs to the Program
 /// only; streams, scratch memory and the connection to other ranks are the rank's.
@@ -194,8 +194,7 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
         let index = self.check_tensor(name, &buffer)?;
         let backend = self.backend();
         if !backend.is_dense(&buffer) && !backend.takes_strided(&self.program, index) {
-            let reason = "has rows or heads that lie apart; give it to a call, which copies it".to_owned();
-            return Err(ExecError::Tensor { name: name.to_owned(), reason });
+            return Err(ExecError::tensor(name, TensorFault::Apart));
         }
         self.buffers[index] = Some(buffer);
         Ok(())
@@ -203,17 +202,15 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
 
     /// Where in the table an input or output of this name is, for a tensor that fits it.
     fn check_tensor(&self, name: &str, buffer: &B::Buffer) -> Result<usize, ExecError> {
-        let error = |reason| ExecError::Tensor { name: name.to_owned(), reason };
         let bound = |spec: &BufferSpec| spec.name == name && is_bound(spec.role);
         let Some(index) = self.program.buffers.iter().position(bound) else {
-            let program = &self.program.name;
-            return Err(error(format!("program `{program}` has no input or output of this name")));
+            let program = self.program.name.clone();
+            return Err(ExecError::tensor(name, TensorFault::Unknown { program }));
         };
         let spec = &self.program.buffers[index];
         let (shape, dtype) = self.backend().layout(buffer);
-        if shape != spec.shape || dtype != spec.dtype {
-            let (want, want_shape) = (spec.dtype, &spec.shape);
-            return Err(error(format!("must be {want} {want_shape:?}, not {dtype} {shape:?}")));
+        if let Some(fault) = TensorFault::of_layout((spec.dtype, &spec.shape), (dtype, &shape)) {
+            return Err(ExecError::tensor(name, fault));
         }
         Ok(index)
     }
@@ -236,10 +233,7 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
     /// # Errors
     /// [`ExecError::Tensor`] when there is none.
     pub fn buffers_of(ranks: &[Self], name: &str) -> Result<Vec<B::Buffer>, ExecError> {
-        let missing = || ExecError::Tensor {
-            name: name.to_owned(),
-            reason: "is not an output of the Program".to_owned(),
-        };
+        let missing = || ExecError::tensor(name, TensorFault::NotAnOutput);
         ranks.iter().map(|rank| rank.buffer(name).cloned().ok_or_else(missing)).collect()
     }
 

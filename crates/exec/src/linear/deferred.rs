@@ -46,7 +46,7 @@ impl<M: Machine> Deferred<M> {
                 if limit == 0 { "without a limit".to_owned() } else { format!("of {limit} gradients") };
             let reason =
                 format!("a queue {queue} needs a main_grad to add them to; each would replace the last");
-            return Err(ExecError::Tensor { name: "dweight".to_owned(), reason });
+            return Err(ExecError::tensor("dweight", reason));
         }
         Ok(Self { ranks: ranks()?, limit, waiting: VecDeque::new(), free: Vec::new(), current: Vec::new() })
     }

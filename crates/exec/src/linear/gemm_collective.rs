@@ -3,9 +3,9 @@
 use counterpoint_choose::{GemmExchange, LayerGroups};
 use counterpoint_cost::{CostModel, ProblemSize};
 use counterpoint_plan::{DType, GemmCollective, LinearPlan, PlanError, WaveGroups};
-use counterpoint_schedule::{Mover, OverlapPolicy, StartOrder, lower_linear_forward};
+use counterpoint_schedule::{OverlapPolicy, lower_linear_forward};
 
-use crate::{Backend, ExecError, Group, HostTensor, Machine, Prepared, WorldConfig};
+use crate::{Backend, ExecError, Group, HostTensor, Machine, Prepared, TensorFault, WorldConfig};
 
 /// A Program made ready on a rank of a machine.
 pub type PreparedOn<M> = Prepared<<M as Machine>::Backend, <M as Machine>::Transport>;
@@ -56,7 +56,7 @@ impl GemmCollectiveSpec {
         groups.plan(collective.layer(size, dtype), ranks, cost)
     }
 
-    /// The policy under which it runs: by prediction [`StartOrder::Sequential`] or [`Mover::Fused`].
+    /// The policy under which it runs: by prediction [`OverlapPolicy::SEQUENTIAL`] or [`OverlapPolicy::FUSED`].
     pub fn policy(&self, overlap: GemmOverlap<'_>) -> OverlapPolicy {
         let Self { collective, ranks, size, dtype } = *self;
         let cost = match overlap {
@@ -65,11 +65,7 @@ impl GemmCollectiveSpec {
         };
         let exchange = GemmExchange { collective, ranks, product: size, element_bytes: dtype.size() };
         let seconds = exchange.seconds(cost);
-        if seconds.fused < seconds.sequential {
-            OverlapPolicy { mover: Mover::Fused, ..OverlapPolicy::default() }
-        } else {
-            OverlapPolicy::new(StartOrder::Sequential)
-        }
+        if seconds.fused < seconds.sequential { OverlapPolicy::FUSED } else { OverlapPolicy::SEQUENTIAL }
     }
 
     /// Multiplications and additions of a rank.
@@ -102,14 +98,13 @@ impl GemmCollectiveSpec {
         policy: OverlapPolicy,
         config: WorldConfig,
     ) -> Result<Vec<PreparedOn<M>>, ExecError> {
-        let groups = match (policy.mover, policy.start) {
-            (Mover::Fused, _) | (_, StartOrder::Sequential) => WaveGroups::Fixed(1).into(),
-            _ => groups.into(),
+        let groups = match policy.overlaps_by_groups() {
+            true => groups.into(),
+            false => WaveGroups::Fixed(1).into(),
         };
-        let plan = self.plan(&groups, &CostModel::H200).map_err(|error| ExecError::Tensor {
-            name: "the product".to_owned(),
-            reason: error.to_string(),
-        })?;
+        let plan = self
+            .plan(&groups, &CostModel::H200)
+            .map_err(|error| ExecError::tensor("the product", error.to_string()))?;
         let group = Group::connect(machine, self.ranks, config)?;
         let prepared = group.prepare(|rank| lower_linear_forward(&plan, rank, policy), None);
         prepared.map_err(|error| group.fail_with(error))
@@ -167,13 +162,15 @@ fn run<M: Machine>(
     overlap: GemmOverlap<'_>,
     config: &WorldConfig,
 ) -> Result<Vec<HostTensor>, ExecError> {
-    let refuse = |name: &str, reason: String| ExecError::Tensor { name: name.to_owned(), reason };
     let ranks = x.len();
     let (Some(first_x), Some(first_weight)) = (x.first(), weight.first()) else {
-        return Err(refuse("x", "there is no rank".to_owned()));
+        return Err(ExecError::tensor("x", "there is no rank"));
     };
     if weight.len() != ranks {
-        return Err(refuse("weight", format!("is there for {} ranks, x for {ranks}", weight.len())));
+        return Err(ExecError::tensor(
+            "weight",
+            format!("is there for {} ranks, x for {ranks}", weight.len()),
+        ));
     }
     let (rows, n, k) = (x.iter().map(HostTensor::rows), first_weight.rows(), first_weight.row_elements());
     let m = match collective {
@@ -193,7 +190,7 @@ fn run<M: Machine>(
     Prepared::run_ranks(&mut prepared)?;
     let result = |prepared: &Prepared<M::Backend, M::Transport>| match prepared.buffer("y") {
         Some(buffer) => prepared.backend().download(buffer),
-        None => Err(refuse("y", "is not an output of the Program".to_owned())),
+        None => Err(ExecError::tensor("y", TensorFault::NotAnOutput)),
     };
     prepared.iter().map(result).collect()
 }

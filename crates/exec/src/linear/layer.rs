@@ -14,7 +14,8 @@ use super::deferred::Deferred;
 use super::overlap::{PlannedPass, PlannedPasses};
 use super::shard::Shard;
 use crate::{
-    Backend, ExecError, Group, HostTensor, Machine, PlanIdentity, Prepared, RunTimes, Ticket, Transport,
+    Backend, ExecError, Group, HostTensor, Machine, PlanIdentity, Prepared, RunTimes, TensorFault, Ticket,
+    Transport,
 };
 
 pub(super) type Rank<M> = Prepared<<M as Machine>::Backend, <M as Machine>::Transport>;
@@ -221,9 +222,8 @@ impl<M: Machine> LinearLayer<M> {
     pub fn scatter(&self, tensor: LinearTensor, whole: &HostTensor) -> Result<RankBuffers<M>, ExecError> {
         let shard = tensor.shard(&self.plan);
         let wanted = self.shape(tensor);
-        if whole.shape() != wanted {
-            let reason = format!("must be {wanted:?}, not {:?}", whole.shape());
-            return Err(ExecError::Tensor { name: tensor.to_string(), reason });
+        if let Some(fault) = TensorFault::of_shape(&wanted, whole.shape()) {
+            return Err(ExecError::tensor(&tensor.to_string(), fault));
         }
         let upload = |rank: &Rank<M>| {
             let part = shard.cut(&self.plan, rank.backend().rank(), whole)?;
@@ -240,8 +240,8 @@ impl<M: Machine> LinearLayer<M> {
         let name = tensor.to_string();
         self.check_count(&name, parts)?;
         if parts.len() != self.plan.tp_size {
-            let reason = format!("{} of its {} parts are in this process", parts.len(), self.plan.tp_size);
-            return Err(ExecError::Tensor { name, reason });
+            let fault = TensorFault::PartsElsewhere { here: parts.len(), parts: self.plan.tp_size };
+            return Err(ExecError::tensor(&name, fault));
         }
         Ok(tensor.shard(&self.plan).join(&self.download(parts)?))
     }
@@ -327,8 +327,7 @@ impl<M: Machine> LinearLayer<M> {
         self.check_count("x", x)?;
         self.check_count("dy", dy)?;
         if self.backward.is_empty() {
-            let reason = "this layer was made for the forward only".to_owned();
-            return Err(ExecError::Tensor { name: "dy".to_owned(), reason });
+            return Err(ExecError::tensor("dy", TensorFault::ForwardLayer));
         }
         for (name, buffers) in [("x", x), ("dy", dy)] {
             if self.backward.iter().all(|rank| rank.takes(name)) {
@@ -379,9 +378,11 @@ impl<M: Machine> LinearLayer<M> {
                 (ranks, "dweight", "deferred gradients of the weight")
             }
         };
-        let reason = || format!("this layer was not made for {pass}");
-        let missing = || ExecError::Tensor { name: name.to_owned(), reason: reason() };
-        if ranks.is_empty() { Err(missing()) } else { Ok(ranks) }
+        if ranks.is_empty() {
+            let (layers, pass) = ("this layer was".to_owned(), pass.to_owned());
+            return Err(ExecError::tensor(name, TensorFault::NotMadeFor { layers, pass }));
+        }
+        Ok(ranks)
     }
 
     /// Which times passes take from the next one on, in their timelines.
@@ -426,8 +427,9 @@ impl<M: Machine> LinearLayer<M> {
         if buffers.len() == self.forward.len() {
             return Ok(());
         }
-        let reason = format!("{} buffers for the {} ranks here", buffers.len(), self.forward.len());
-        Err(ExecError::Tensor { name: name.to_owned(), reason })
+        let given = format!("{} buffers", buffers.len());
+        let needed = format!("the {} ranks here", self.forward.len());
+        Err(ExecError::tensor(name, TensorFault::Count { given, needed }))
     }
 }
 
@@ -460,7 +462,7 @@ pub(super) fn prepare_with<M: Machine>(
     if plan.tp_size != group.world_size() {
         let reason =
             format!("is split over {} ranks, and the group has {}", plan.tp_size, group.world_size());
-        return Err(ExecError::Tensor { name: "layer".to_owned(), reason });
+        return Err(ExecError::tensor("layer", reason));
     }
     group.prepare(lower, Some(&identity(plan, policy, more)))
 }
@@ -483,10 +485,10 @@ fn identity(plan: &LinearPlan, policy: OverlapPolicy, more: Option<(&'static str
 }
 
 pub(super) fn check_present(name: &str, given: bool, wanted: bool) -> Result<(), ExecError> {
-    let reason = match (given, wanted) {
-        (true, false) => "is given, and this layer has no use for it",
-        (false, true) => "is missing, and this layer needs it",
+    let fault = match (given, wanted) {
+        (true, false) => TensorFault::Unused { unused: "this layer has no use for it".to_owned() },
+        (false, true) => TensorFault::MissingFor { wanted: "this layer needs it".to_owned() },
         _ => return Ok(()),
     };
-    Err(ExecError::Tensor { name: name.to_owned(), reason: reason.to_owned() })
+    Err(ExecError::tensor(name, fault))
 }

@@ -10,7 +10,7 @@ use counterpoint_schedule::{
 use super::layer::{LayerGradient, LinearLayer, RankBuffers, check_present, prepare_with};
 use super::overlap::{PlannedPass, PlannedPasses};
 use super::parallel::LinearOptions;
-use crate::{Backend, ExecError, Group, HostTensor, Machine, Prepared};
+use crate::{Backend, ExecError, Group, HostTensor, Machine, Prepared, TensorFault};
 
 /// A [`RowParallelLinear`](crate::RowParallelLinear) with the residual addition and the RMSNorm behind it, as between the blocks of a
 /// transformer: `sum = x W^T + bias + residual`, and `y` is `sum` normalised row by row. Rows that were summed over ranks in groups, in
@@ -102,7 +102,7 @@ impl<M: Machine> RowParallelLinearRmsNorm<M> {
         let PlannedPasses { forward, backward: PlannedPass { plan, policy } } = passes;
         if let LayerGradient::Deferred { .. } = gradient {
             let reason = "is not deferred behind an RMSNorm, whose next backward writes over what it needs; use another gradient";
-            return Err(refused("dweight", reason));
+            return Err(ExecError::tensor("dweight", reason));
         }
         check(&plan, norm)?;
         let of_backward = gradient.of_backward();
@@ -142,8 +142,8 @@ impl<M: Machine> RowParallelLinearRmsNorm<M> {
     /// [`ExecError::Tensor`] when it has another shape; [`ExecError::OutOfMemory`].
     pub fn scatter_norm_weight(&self, whole: &HostTensor) -> Result<RankBuffers<M>, ExecError> {
         let wanted = [self.layer.plan.spec.out_features];
-        if whole.shape() != wanted {
-            return Err(refused("norm_weight", &format!("must be {wanted:?}, not {:?}", whole.shape())));
+        if let Some(fault) = TensorFault::of_shape(&wanted, whole.shape()) {
+            return Err(ExecError::tensor("norm_weight", fault));
         }
         let ranks = self.layer.forward.iter();
         ranks.map(|rank| rank.backend().upload("norm_weight", whole.clone())).collect()
@@ -227,10 +227,6 @@ impl<M: Machine> DerefMut for RowParallelLinearRmsNorm<M> {
     }
 }
 
-fn refused(name: &str, reason: &str) -> ExecError {
-    ExecError::Tensor { name: name.to_owned(), reason: reason.to_owned() }
-}
-
 /// What ranks must have alike of it.
 fn named(norm: NormSpec) -> Option<(&'static str, String)> {
     Some(("norm", format!("{norm:?}")))
@@ -238,13 +234,13 @@ fn named(norm: NormSpec) -> Option<(&'static str, String)> {
 
 fn check(plan: &LinearPlan, norm: NormSpec) -> Result<(), ExecError> {
     if plan.spec.kind != LinearKind::Row {
-        return Err(refused(
+        return Err(ExecError::tensor(
             "layer",
             "must be row-parallel: RMSNorm takes whole rows, of which the others give columns",
         ));
     }
     if !(norm.epsilon >= 0.0 && norm.epsilon.is_finite()) {
-        return Err(refused("epsilon", &format!("must be 0 or more, not {}", norm.epsilon)));
+        return Err(ExecError::tensor("epsilon", format!("must be 0 or more, not {}", norm.epsilon)));
     }
     Ok(())
 }

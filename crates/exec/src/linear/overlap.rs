@@ -3,7 +3,7 @@
 use counterpoint_choose::{LayerGroups, LinearMachine, TunedPass, TunedShape};
 use counterpoint_cost::CostModel;
 use counterpoint_plan::{LinearPlan, LinearSpec, PlanError, WaveGroups};
-use counterpoint_schedule::{Mover, OverlapPolicy, PassOverlap};
+use counterpoint_schedule::{OverlapPolicy, PassOverlap};
 
 use super::layer::LayerGradient;
 
@@ -101,7 +101,7 @@ fn tuned_pass(
 
 /// Whether a pass that takes this machine can be fused as the policy says: layers that share an input cannot.
 fn has_kernels(machine: &LinearMachine, policy: &OverlapPolicy) -> bool {
-    policy.mover != Mover::Fused || machine.overlaps.contains(&PassOverlap::Fused)
+    !policy.is_fused() || machine.overlaps.iter().any(PassOverlap::is_fused)
 }
 
 /// The groups that were tuned for a pass under a policy, or automatic ones.
@@ -124,7 +124,7 @@ mod tests {
 
     use counterpoint_choose::{GroupSearch, TunedGroups, TunedHere, TunedPlace, TunedPlans};
     use counterpoint_plan::{Activations, DType, GemmCollective, LinearKind, Topology};
-    use counterpoint_schedule::{RankTransport, StartOrder};
+    use counterpoint_schedule::RankTransport;
 
     use super::*;
 
@@ -150,8 +150,8 @@ mod tests {
             let passes = overlap.passes(&machine, spec, LayerGradient::Written).unwrap();
             passes.backward.plan.groups()
         };
-        let fused = OverlapPolicy { mover: Mover::Fused, ..OverlapPolicy::default() };
-        let sequential = OverlapPolicy::new(StartOrder::Sequential);
+        let fused = OverlapPolicy::FUSED;
+        let sequential = OverlapPolicy::SEQUENTIAL;
         assert!(groups(OverlapPolicy::default(), LayerGroups::Auto) > 1);
         for policy in [fused, sequential] {
             assert_eq!(groups(policy, LayerGroups::Auto), 1);
@@ -185,7 +185,9 @@ mod tests {
             (passes.forward.policy.to_string(), passes.forward.plan.group_sizes().to_vec())
         };
         let fused = "concurrent+fused".to_owned();
-        assert_eq!(ran(vec![PassOverlap::Sequential, PassOverlap::Fused]), (fused, vec![32]));
-        assert_eq!(ran(vec![PassOverlap::Sequential]), ("concurrent".to_owned(), vec![12, 20]));
+        let ways = RankTransport::Nvlink.pass_overlaps(true, 16);
+        let fused_way = ways.into_iter().find(PassOverlap::is_fused).unwrap();
+        assert_eq!(ran(vec![PassOverlap::SEQUENTIAL, fused_way]), (fused, vec![32]));
+        assert_eq!(ran(vec![PassOverlap::SEQUENTIAL]), ("concurrent".to_owned(), vec![12, 20]));
     }
 }

@@ -55,7 +55,7 @@ impl LinearOptions {
         let spec = LinearSpec { kind, activations, tokens, in_features, out_features, has_bias, dtype };
         overlap
             .passes(group.linear(), spec, gradient)
-            .map_err(|error| ExecError::Tensor { name: "layer".to_owned(), reason: error.to_string() })
+            .map_err(|error| ExecError::tensor("layer", error.to_string()))
     }
 }
 

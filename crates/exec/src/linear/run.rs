@@ -5,7 +5,7 @@ use counterpoint_schedule::WeightGradient;
 
 use super::layer::{LayerGradient, LinearLayer, LinearTensor, RankBuffers, check_present};
 use super::{LinearInputs, LinearOutputs, LinearRun, PlannedPass, PlannedPasses};
-use crate::{CpuMachine, ExecError, Group, HostTensor, Machine, RunConfig};
+use crate::{CpuMachine, ExecError, Group, HostTensor, Machine, RunConfig, TensorFault};
 
 /// How to run a layer.
 #[derive(Clone, Debug, PartialEq)]
@@ -145,9 +145,6 @@ fn check_inputs(plan: &LinearPlan, inputs: &LinearInputs, config: &LinearConfig)
 }
 
 fn check(name: &str, tensor: &HostTensor, dtype: DType, shape: &[usize]) -> Result<(), ExecError> {
-    if tensor.dtype() == dtype && tensor.shape() == shape {
-        return Ok(());
-    }
-    let reason = format!("must be {dtype} {shape:?}, not {} {:?}", tensor.dtype(), tensor.shape());
-    Err(ExecError::Tensor { name: name.to_owned(), reason })
+    TensorFault::of_layout((dtype, shape), (tensor.dtype(), tensor.shape()))
+        .map_or(Ok(()), |fault| Err(ExecError::tensor(name, fault)))
 }

@@ -15,7 +15,9 @@ use super::layer::{
 use super::overlap::{PlannedPass, PlannedPasses};
 use super::parallel::LinearOptions;
 use super::shard::Shard;
-use crate::{Backend, ExecError, Group, HostTensor, Machine, Prepared, RunTimes, Ticket, Transport};
+use crate::{
+    Backend, ExecError, Group, HostTensor, Machine, Prepared, RunTimes, TensorFault, Ticket, Transport,
+};
 
 /// Column-parallel layers of one input, such as q, k and v of an attention, or gate and up of an MLP: `x` is gathered once for all of
 /// them, and what they give to its gradient is added on each rank and summed over ranks once.
@@ -53,17 +55,13 @@ impl<M: Machine> SharedInputLinear<M> {
         input: InputGradient,
     ) -> Result<Self, ExecError> {
         let LinearOptions { activations, has_bias, dtype, gradient, ref overlap } = *options;
-        let refused =
-            |reason: &str| Err(ExecError::Tensor { name: "layer".to_owned(), reason: reason.to_owned() });
+        let refused = |reason: &str| Err(ExecError::tensor("layer", reason));
         if input == InputGradient::Partial && activations == Activations::SequenceParallel {
             return refused(
                 "leaves partial sums of the input's gradient, but under sequence parallelism ranks have their own tokens' alone",
             );
         }
-        let failed = |error: counterpoint_plan::PlanError| ExecError::Tensor {
-            name: "layer".to_owned(),
-            reason: error.to_string(),
-        };
+        let failed = |error: counterpoint_plan::PlanError| ExecError::tensor("layer", error.to_string());
         let kind = LinearKind::Column;
         let spec = |out_features| LinearSpec {
             kind,
@@ -297,8 +295,9 @@ impl<M: Machine> SharedInputLinear<M> {
             LayerCall::Forward => Ok(&self.forward),
             LayerCall::Backward => Ok(&self.backward),
             LayerCall::WeightGradient => self.deferred.as_ref().map(Deferred::written).ok_or_else(|| {
-                let reason = "these layers were not made for deferred gradients of the weight".to_owned();
-                ExecError::Tensor { name: "dweight".to_owned(), reason }
+                let (layers, pass) = ("these layers were", "deferred gradients of the weight");
+                let fault = TensorFault::NotMadeFor { layers: layers.to_owned(), pass: pass.to_owned() };
+                ExecError::tensor("dweight", fault)
             }),
         }
     }
@@ -352,8 +351,8 @@ impl<M: Machine> SharedInputLinear<M> {
         if given == self.layers.len() {
             return Ok(());
         }
-        let reason = format!("{given} tensors for {} layers", self.layers.len());
-        Err(ExecError::Tensor { name: name.to_owned(), reason })
+        let (given, needed) = (format!("{given} tensors"), format!("{} layers", self.layers.len()));
+        Err(ExecError::tensor(name, TensorFault::Count { given, needed }))
     }
 }
 
@@ -368,9 +367,5 @@ fn bind<B: Backend, T: Transport<B>>(
 }
 
 fn check_shape(name: &str, tensor: &HostTensor, wanted: &[usize]) -> Result<(), ExecError> {
-    if tensor.shape() == wanted {
-        return Ok(());
-    }
-    let reason = format!("must be {wanted:?}, not {:?}", tensor.shape());
-    Err(ExecError::Tensor { name: name.to_owned(), reason })
+    TensorFault::of_shape(wanted, tensor.shape()).map_or(Ok(()), |fault| Err(ExecError::tensor(name, fault)))
 }

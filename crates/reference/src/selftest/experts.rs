@@ -40,7 +40,7 @@ pub fn selftest_experts(
     };
     let mut checks = Vec::new();
     for seed in (0..count).filter(|seed| share.takes(*seed as usize)) {
-        let case = ExpertCase::random(seed, subject.dtypes(), subject.movers(), most_ranks);
+        let case = ExpertCase::random(seed, subject.dtypes(), &subject.movers(), most_ranks);
         for check in case.examine(subject) {
             checked(&check, share.count(count as usize));
             checks.push(check);
@@ -82,7 +82,7 @@ impl ExpertCase {
             WeightGradient::Accumulated(dtype.accumulator()),
             WeightGradient::Accumulated(dtype),
         ]);
-        let movers: Vec<Mover> = movers.iter().copied().filter(|mover| *mover != Mover::Fused).collect();
+        let movers: Vec<Mover> = movers.iter().copied().filter(|mover| !mover.rules().in_kernels).collect();
         let workers =
             if draw.chance(30) { WorkerShare::Margin(draw.within(1, 4)) } else { WorkerShare::Common };
         let (start, mover) = (draw.pick(&StartOrder::ALL), draw.pick(&movers));
@@ -133,10 +133,7 @@ impl ExpertCase {
             Ok(()) => SelfCheck::of(name, seed, 0.0, 1.0),
             Err(error) => SelfCheck::failed(name, seed, error.to_string()),
         };
-        let alone = ExpertPass {
-            policy: OverlapPolicy::new(StartOrder::Sequential),
-            groups: ExpertGroups::default(),
-        };
+        let alone = ExpertPass { policy: OverlapPolicy::SEQUENTIAL, groups: ExpertGroups::default() };
         let alone = ExpertOverlap::Passes(ExpertPasses { forward: alone, backward: alone });
         let plain = ExpertOptions { overlap: alone, ..self.options };
         let bits = match run(plain) {

@@ -37,7 +37,7 @@ pub fn selftest_linear(
     };
     let mut checks = Vec::new();
     for seed in (0..count).filter(|seed| share.takes(*seed as usize)) {
-        let case = LinearCase::random(seed, subject.dtypes(), subject.movers(), most_ranks);
+        let case = LinearCase::random(seed, subject.dtypes(), &subject.movers(), most_ranks);
         for check in case.examine(subject) {
             checked(&check, share.count(count as usize));
             checks.push(check);
@@ -143,7 +143,7 @@ impl LinearCase {
             Err(error) => return SelfCheck::failed(name, self.seed, error.to_string()),
         };
         let mut config = self.config.clone();
-        config.run.policy = OverlapPolicy::new(StartOrder::Sequential).into();
+        config.run.policy = OverlapPolicy::SEQUENTIAL.into();
         let plain = match subject.run_linear(&plan, inputs, &config) {
             Ok(plain) => plain,
             Err(error) => return SelfCheck::failed(name, self.seed, error.to_string()),
@@ -215,7 +215,7 @@ mod tests {
         assert!(found.iter().all(|check| check.name.starts_with("same bits")), "{found:#?}");
     }
 
-    const MOVERS: &[Mover] = &[Mover::Transport, Mover::Fused, Mover::CopyEngine];
+    const MOVERS: &[Mover] = &Mover::ALL;
 
     #[test]
     fn cases_have_what_matters() {

@@ -9,7 +9,7 @@ use counterpoint_exec::{
     World, WorldConfig, run_attention, run_experts_on, run_linear,
 };
 use counterpoint_plan::{AttentionSpec, DType, LinearPlan, Plan, Routing};
-use counterpoint_schedule::{BufferRole, Mover, Program};
+use counterpoint_schedule::{BufferRole, Mover, Program, RankTransport};
 use thiserror::Error;
 
 /// Why a subject has no results.
@@ -33,8 +33,8 @@ pub trait Subject {
     fn dtypes(&self) -> &[DType];
 
     /// What policies may say that moves its rows.
-    fn movers(&self) -> &'static [Mover] {
-        &[Mover::Transport, Mover::Fused]
+    fn movers(&self) -> Vec<Mover> {
+        RankTransport::Cpu.movers()
     }
 
     /// Which tensors of a deterministic run have the same bits for any number of stages.

@@ -4,10 +4,9 @@ use counterpoint_mask::Range;
 
 use super::{COMBINE, Lowering, add_block, add_row};
 use crate::builder::Mark;
-use crate::linear::leaves_workers;
 use crate::{
     Accumulate, BarrierId, BufferId, BufferRole, Gemm, GemmLayout, GroupReduce, Op, ReduceOp, RowBlock,
-    SignalId, StartOrder, StreamId, StreamKind, WaveGemm,
+    SignalId, StreamId, StreamKind, WaveGemm,
 };
 
 /// Sums of what the experts of all ranks give of this rank's tokens, on their way.
@@ -51,7 +50,7 @@ impl LeavingTokens {
         rows: BufferId,
     ) {
         let groups = lowering.plan.groups();
-        if lowering.p.policy().start == StartOrder::Signals && groups > 1 {
+        if lowering.p.policy().is_in_waves() && groups > 1 {
             return self.multiply_in_waves(lowering, (layout, label), weight, rows);
         }
         for (group, given) in given_by_groups(lowering, rows).into_iter().enumerate() {
@@ -63,7 +62,7 @@ impl LeavingTokens {
             lowering.multiply(Some(group), label, gemms);
             self.send(lowering);
             self.waiting = Some((None, group, reduce));
-            if !leaves_workers(lowering.p.policy()) {
+            if !lowering.p.policy().leaves_workers() {
                 self.send(lowering);
             }
         }

@@ -6,7 +6,6 @@ use counterpoint_plan::{ExpertKind, ExpertPlan};
 use super::Lowering;
 use super::from_experts::LeavingTokens;
 use super::to_experts::ArrivingTokens;
-use crate::linear::leaves_workers;
 use crate::{
     Accumulate, BufferId, BufferRole, Gemm, GemmLayout, Op, OverlapPolicy, Program, RowBlock, WeightGradient,
 };
@@ -69,7 +68,7 @@ fn dispatch(lowering: &mut Lowering<'_>, gradient: WeightGradient) {
     let is_frozen = gradient == WeightGradient::Frozen;
     let x = (!is_frozen).then(|| lowering.input("x", tokens, spec.in_features));
     // Where what hides it leaves it what it takes, a collective is enqueued behind that.
-    let behind = leaves_workers(lowering.p.policy());
+    let behind = lowering.p.policy().leaves_workers();
     let gather = |lowering: &mut Lowering<'_>, x: BufferId| {
         let mut arriving = ArrivingTokens::new(lowering, x, spec.in_features, "x");
         arriving.send_all(lowering);

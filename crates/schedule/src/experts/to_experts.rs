@@ -5,8 +5,7 @@ use counterpoint_mask::Range;
 use super::{DISPATCH, Lowering, add_block, add_row};
 use crate::builder::Mark;
 use crate::{
-    Accumulate, BarrierId, BufferId, BufferRole, GemmLayout, GroupCast, Op, RowBlock, StartOrder, StreamId,
-    StreamKind,
+    Accumulate, BarrierId, BufferId, BufferRole, GemmLayout, GroupCast, Op, RowBlock, StreamId, StreamKind,
 };
 
 /// Tokens of all ranks on their way to this one's experts; its own are there.
@@ -76,7 +75,7 @@ impl ArrivingTokens {
             let to = (out, rows);
             (!a.is_empty()).then(|| lowering.product(layout, a, (expert, weight), to, Accumulate::Start))
         };
-        if lowering.p.policy().start == StartOrder::Sequential {
+        if !lowering.p.policy().overlaps() {
             self.send_all(lowering);
             let of_expert = |expert: usize| {
                 let rows = lowering.rows.experts[expert];

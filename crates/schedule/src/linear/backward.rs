@@ -6,13 +6,13 @@ use counterpoint_mask::Range;
 use counterpoint_plan::{DType, LinearKind, LinearPlan};
 
 use super::WeightGradient;
-use super::exchange::{GatheredTokens, Lowering, leaves_workers, rows_on_their_way};
+use super::exchange::{GatheredTokens, Lowering, rows_on_their_way};
 use super::forward::group_rows;
 use super::reduced::{ReducedTokens, SpreadUnder};
 use crate::builder::{Mark, ProgramBuilder};
 use crate::{
-    Accumulate, BufferId, BufferRole, ColumnSum, Gemm, GemmLayout, GroupCast, Mover, Op, OverlapPolicy,
-    Program, RowBlock, StreamKind,
+    Accumulate, BufferId, BufferRole, ColumnSum, Gemm, GemmLayout, GroupCast, Op, OverlapPolicy, Program,
+    RowBlock, StreamKind,
 };
 
 /// Lowers one rank's backward. Inputs `dy` (as the forward's `y`), `weight` and, unless the weight is frozen, `x` (as the
@@ -121,7 +121,7 @@ fn column(lowering: &mut Lowering<'_>, gradient: WeightGradient) {
     let x = (gradient != WeightGradient::Frozen).then(|| lowering.input("x", &shapes.x));
     // What the gradient of the weight needs travels under the product of dx. Where that leaves it what it takes, it is enqueued behind
     // that, as sums are.
-    let behind = plan.tp_size > 1 && leaves_workers(lowering.p.policy());
+    let behind = plan.tp_size > 1 && lowering.p.policy().leaves_workers();
     let mut inputs = None;
     if let Some(x) = x.filter(|_| !behind) {
         inputs = Some(gather_all(lowering, x, features, gradient));
@@ -185,7 +185,7 @@ pub(super) fn row_of(
     let dx = lowering.p.buffer("dx", plan.spec.dtype, &[tokens, features], BufferRole::Output);
     let mut all_dy = lowering.whole(dy, tokens);
     // What a deferred gradient keeps is in groups.
-    let fused = lowering.p.policy().mover == Mover::Fused && gradient != WeightGradient::Deferred;
+    let fused = lowering.p.policy().is_fused() && gradient != WeightGradient::Deferred;
     if lowering.gathers() && fused {
         let (rows, cast) = rows_on_their_way(lowering, dy, plan.spec.out_features, "dy_all");
         all_dy = rows.clone();

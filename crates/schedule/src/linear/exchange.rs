@@ -7,10 +7,7 @@ use counterpoint_plan::{Activations, LinearPlan};
 
 use super::GATHER;
 use crate::builder::{Mark, ProgramBuilder};
-use crate::{
-    BarrierId, BufferId, BufferRole, GroupCast, Mover, Op, OverlapPolicy, RowBlock, StartOrder, StreamId,
-    StreamKind, WorkerShare,
-};
+use crate::{BarrierId, BufferId, BufferRole, GroupCast, Op, RowBlock, StreamId, StreamKind};
 
 /// One rank's Program of a layer in the making.
 pub(super) struct Lowering<'a> {
@@ -195,12 +192,6 @@ pub(super) fn rows_on_their_way(
     blocks.extend(block(own, Range::new(0, rows.len())));
     blocks.extend(block(all, Range::new(rows.end, tokens)));
     (blocks, cast)
-}
-
-/// Whether communication can start however much computation has started before it.
-pub(crate) fn leaves_workers(policy: &OverlapPolicy) -> bool {
-    let apart = policy.workers != WorkerShare::Common || policy.mover != Mover::Transport;
-    policy.start == StartOrder::Concurrent && apart
 }
 
 pub(super) fn block(buffer: BufferId, rows: Range) -> Vec<RowBlock> {

@@ -7,8 +7,7 @@ use super::exchange::{GatheredTokens, Lowering, rows_on_their_way};
 use super::reduced::{ReducedTokens, SpreadUnder};
 use crate::builder::ProgramBuilder;
 use crate::{
-    Accumulate, BufferId, BufferRole, Gemm, GemmLayout, Mover, Op, OverlapPolicy, Program, RowBlock,
-    StartOrder, StreamKind,
+    Accumulate, BufferId, BufferRole, Gemm, GemmLayout, Op, OverlapPolicy, Program, RowBlock, StreamKind,
 };
 
 /// Lowers one rank's forward. Inputs `x`, `weight` and, where the layer has one, `bias`; output `y`. Of a column-parallel layer
@@ -68,7 +67,7 @@ fn column(lowering: &mut Lowering<'_>) {
         let all = (lowering.whole(x, tokens), vec![Range::new(0, tokens)]);
         return multiply(lowering, 0, all, weight, bias, y);
     }
-    if lowering.p.policy().mover == Mover::Fused {
+    if lowering.p.policy().is_fused() {
         let (rows, cast) = rows_on_their_way(lowering, x, plan.spec.in_features, "x_all");
         let gemm = product(lowering, (rows, vec![Range::new(0, tokens)]), weight, bias, y);
         let fused = Op::Fused(vec![Op::GroupCast(cast), Op::Gemm(gemm)]);
@@ -76,7 +75,7 @@ fn column(lowering: &mut Lowering<'_>) {
         return;
     }
     let mut gathered = GatheredTokens::new(lowering, x, plan.spec.in_features, "x", BufferRole::Scratch);
-    if lowering.p.policy().start == StartOrder::Sequential {
+    if !lowering.p.policy().overlaps() {
         let rows = gathered.enter_all(lowering);
         return multiply(lowering, 0, (rows, vec![Range::new(0, tokens)]), weight, bias, y);
     }

@@ -18,7 +18,6 @@ use counterpoint_plan::DType;
 use serde::{Deserialize, Serialize};
 
 pub use backward::{lower_linear_backward, lower_linear_weight_gradient};
-pub(crate) use exchange::leaves_workers;
 pub use forward::lower_linear_forward;
 pub use normalised::{NormSpec, lower_normalised_backward, lower_normalised_forward};
 pub use parts::{GATHER, REDUCE, lower_collective, lower_join, lower_product, lower_row_passes};

@@ -5,12 +5,12 @@ use std::sync::Arc;
 use counterpoint_mask::Range;
 use counterpoint_plan::{Activations, DType, LinearPlan};
 
-use super::exchange::{Lowering, block, leaves_workers};
+use super::exchange::{Lowering, block};
 use super::{GATHER, REDUCE};
 use crate::builder::Mark;
 use crate::{
-    Accumulate, BarrierId, BufferId, BufferRole, Gemm, GroupCast, GroupReduce, Mover, Op, ReduceOp, RowBlock,
-    SignalId, StartOrder, StreamId, StreamKind, WaveGemm,
+    Accumulate, BarrierId, BufferId, BufferRole, Gemm, GroupCast, GroupReduce, Op, ReduceOp, RowBlock,
+    SignalId, StreamId, StreamKind, WaveGemm,
 };
 
 /// What hides the way of sums to all ranks, where the kernel that computes shares makes the sums too.
@@ -78,7 +78,7 @@ impl Shares {
 
 impl ReducedTokens {
     /// The sums are `[local tokens, columns]`, called `name` where they are together: an output, or scratch of an operation behind them.
-    /// Under [`Mover::Fused`] no other reduction may run beside the products.
+    /// Where kernels send rows as they compute, no other reduction may run beside the products.
     pub(super) fn new(
         lowering: &mut Lowering<'_>,
         name: &str,
@@ -97,8 +97,8 @@ impl ReducedTokens {
             replicated = Some(p.buffer(name, plan.spec.dtype, &shape, role));
         }
         let (name, done, waiting) = (name.to_owned(), Vec::new(), None);
-        let fused = p.policy().mover == Mover::Fused;
-        let in_waves = p.policy().start == StartOrder::Signals && !fused && plan.groups() > 1;
+        let fused = p.policy().is_fused();
+        let in_waves = p.policy().is_in_waves() && !fused && plan.groups() > 1;
         let waves = in_waves.then(|| Waves { signal: p.signal(), products: Vec::new(), sums: Vec::new() });
         Self {
             reduce,
@@ -125,7 +125,7 @@ impl ReducedTokens {
     }
 
     /// Computes a group's shares, under the label given, and sends them on their way; the products' result is
-    /// [`ReducedTokens::share`]: the first of them writes it, others add to it, and [`Mover::Fused`] is for one. Where one kernel computes
+    /// [`ReducedTokens::share`]: the first of them writes it, others add to it, and a kernel that sends rows as it makes them is for one. Where one kernel computes
     /// all groups, it does so once it has been given the last.
     ///
     /// Where computation leaves communication its workers, shares are enqueued behind the computation that hides them: on a
@@ -142,7 +142,7 @@ impl ReducedTokens {
         let (plan, rank, compute) = (lowering.plan, lowering.rank, lowering.compute);
         let p = &mut lowering.p;
         let (here, dtype) = (Some(group), plan.spec.dtype);
-        let fused = p.policy().mover == Mover::Fused;
+        let fused = p.policy().is_fused();
         let part = Arc::new(plan.packed_group_part(rank, group));
         let rows = plan.group_rows(rank, group).len();
         let role = match self.replicated {
@@ -197,7 +197,7 @@ impl ReducedTokens {
         }
         self.send(lowering);
         self.waiting = Some((None, shares));
-        if !leaves_workers(lowering.p.policy()) {
+        if !lowering.p.policy().leaves_workers() {
             self.send(lowering);
         }
     }

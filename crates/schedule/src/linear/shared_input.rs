@@ -6,13 +6,13 @@ use serde::{Deserialize, Serialize};
 
 use super::WeightGradient;
 use super::backward::{KEPT, gather_all};
-use super::exchange::{GatheredTokens, Lowering, leaves_workers};
+use super::exchange::{GatheredTokens, Lowering};
 use super::forward::group_rows;
 use super::reduced::{ReducedTokens, SpreadUnder};
 use crate::builder::ProgramBuilder;
 use crate::{
     Accumulate, BufferId, BufferRole, ColumnSum, Gemm, GemmLayout, Op, OverlapPolicy, Program, RowBlock,
-    StartOrder, StreamKind,
+    StreamKind,
 };
 
 /// What becomes of the gradient of the input of column-parallel layers.
@@ -77,7 +77,7 @@ pub fn lower_shared_input_forward(layers: SharedInput<'_>, rank: usize, policy: 
     }
     let columns = plan.spec.in_features;
     let mut gathered = GatheredTokens::new(&mut lowering, x, columns, "x", BufferRole::Scratch);
-    if lowering.p.policy().start == StartOrder::Sequential {
+    if !lowering.p.policy().overlaps() {
         let rows = gathered.enter_all(&mut lowering);
         multiply(&mut lowering, 0, (rows, vec![Range::new(0, tokens)]));
         return lowering.p.finish();
@@ -119,7 +119,7 @@ pub fn lower_shared_input_backward(
     let is_frozen = gradient == WeightGradient::Frozen;
     let local = lowering.local_tokens();
     let x = (!is_frozen).then(|| lowering.input("x", &[local, columns]));
-    let behind = plan.tp_size > 1 && leaves_workers(lowering.p.policy());
+    let behind = plan.tp_size > 1 && lowering.p.policy().leaves_workers();
     let mut inputs = None;
     if let Some(x) = x.filter(|_| !behind) {
         inputs = Some(gather_all(&mut lowering, x, columns, gradient));

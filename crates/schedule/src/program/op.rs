@@ -11,7 +11,7 @@ use super::{
     ColumnSum, EventId, Gemm, GroupCast, GroupReduce, RmsNorm, RmsNormBackward, SignalId, UserKernel,
     WaveGemm,
 };
-use crate::Mover;
+use crate::{EngineCollectives, Mover};
 
 /// What one operation does.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -125,11 +125,10 @@ pub enum Op {
 impl Op {
     /// Whether it is a collective whose rows copy engines move under this choice, so that it takes no worker.
     pub(crate) fn is_left_to_engines(&self, mover: Mover) -> bool {
-        match (mover, self) {
-            (Mover::CopyEngine, _) => true,
-            // What is notified of rows as they are delivered may hold all workers while it waits for them.
-            (Mover::Fused, Self::GroupCast(cast)) => cast.delivery.is_none(),
-            (Mover::Transport | Mover::Fused, _) => false,
+        match (mover.rules().engines, self) {
+            (EngineCollectives::Everything, _) => true,
+            (EngineCollectives::PlainCasts, Self::GroupCast(cast)) => cast.delivery.is_none(),
+            (EngineCollectives::PlainCasts | EngineCollectives::Nothing, _) => false,
         }
     }
 

@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use counterpoint_exec::{
     AttentionCalls, AttentionInputs, AttentionOutputs, Backend, BackwardTensors, ExecError, ForwardTensors,
-    Group, HostTensor, OpPlace, Pass, RanksRun, RunConfig, Ticket, WorldConfig, run_attention_on,
+    Group, HostTensor, OpPlace, Pass, RanksRun, RunConfig, TensorFault, Ticket, WorldConfig,
+    run_attention_on,
 };
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, DType};
@@ -261,10 +262,7 @@ impl Tensors {
         let given = [upload("q", &inputs.q)?, upload("k", &inputs.k)?, upload("v", &inputs.v)?];
         let [(memory, qkv), (gradient_memory, dqkv)] =
             [packed(backend, spec, inputs.q.rows())?, packed(backend, spec, inputs.q.rows())?];
-        let dout = inputs
-            .dout
-            .as_ref()
-            .ok_or_else(|| ExecError::Tensor { name: "dout".to_owned(), reason: "is missing".to_owned() })?;
+        let dout = inputs.dout.as_ref().ok_or_else(|| ExecError::tensor("dout", TensorFault::Missing))?;
         let lse = HostTensor::zeros(vec![inputs.q.rows(), spec.heads_q], DType::F32);
         Ok(Self {
             given,

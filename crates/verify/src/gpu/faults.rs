@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use counterpoint_exec::{
     AttentionInputs, Backend, Ends, ExecError, FaultInjection, FaultKind, FaultPoint, HostTensor, Machine,
-    Prepared, World, WorldConfig,
+    Prepared, TensorFault, World, WorldConfig,
 };
 use counterpoint_mask::Mask;
 use counterpoint_reference::selftest::{Extent, SelfCheck, Share};
@@ -231,7 +231,7 @@ impl Problem {
         let mut prepared = Prepared::new(self.programs[rank].clone(), backend, transport)?;
         let ran = prepared.run(&inputs).and_then(|_| match prepared.buffer("out") {
             Some(out) => other.download(out),
-            None => Err(ExecError::Tensor { name: "out".to_owned(), reason: "is not an output".to_owned() }),
+            None => Err(ExecError::tensor("out", TensorFault::NotAnOutput)),
         });
         let ended = ran.map_err(|error| other.fail(error));
         // What is freed from here on may wait for other processes, which the driver serves first.

@@ -5,12 +5,12 @@ use std::time::{Duration, Instant};
 
 use counterpoint_cost::ProblemSize;
 use counterpoint_exec::{
-    Backend, ExecError, GemmCollectiveSpec, GemmOverlap, HostTensor, Prepared, WorldConfig, all_gather_gemm,
-    gemm_all_reduce, gemm_reduce_scatter, random_tensor,
+    Backend, ExecError, GemmCollectiveSpec, GemmOverlap, HostTensor, Prepared, TensorFault, WorldConfig,
+    all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter, random_tensor,
 };
 use counterpoint_plan::{DType, GemmCollective, WaveGroups};
 use counterpoint_reference::selftest::SelfCheck;
-use counterpoint_schedule::{Mover, OverlapPolicy, StartOrder};
+use counterpoint_schedule::OverlapPolicy;
 
 use counterpoint_bench::gpu::collective::Delays;
 use counterpoint_cuda::exec_error;
@@ -48,7 +48,7 @@ const LIMIT: Duration = Duration::from_secs(60);
 /// # Errors
 /// Whatever ends a run.
 pub fn selftest_fused(machine: &CudaMachine, calls: usize) -> Result<Vec<SelfCheck>, ExecError> {
-    let policy = OverlapPolicy { mover: Mover::Fused, ..OverlapPolicy::default() };
+    let policy = OverlapPolicy::FUSED;
     let variant = Variant { name: "fused", policy, groups: WaveGroups::Fixed(1) };
     let cases =
         SHAPES.into_iter().flat_map(|shape| GemmCollective::NAMES.map(|(_, collective)| (shape, collective)));
@@ -81,7 +81,7 @@ pub(super) fn examine(
     let weights: Vec<HostTensor> = (0..ranks).map(|rank| tensor(n, 900 + rank as u64)).collect();
     let inputs: [Vec<HostTensor>; 2] =
         [0, 100].map(|turn| (0..ranks).map(|rank| tensor(rows, turn + rank as u64)).collect());
-    let apart = GemmOverlap::Policy(OverlapPolicy::new(StartOrder::Sequential));
+    let apart = GemmOverlap::Policy(OverlapPolicy::SEQUENTIAL);
     let world = WorldConfig { limit: LIMIT, poison: false, ..WorldConfig::default() };
     let expected = inputs.each_ref().map(|x| match collective {
         GemmCollective::ReduceScatter => gemm_reduce_scatter(machine, x, &weights, apart, &world),
@@ -180,10 +180,7 @@ impl Caller {
         }
         prepared.bind("x", x[which].clone())?;
         prepared.start(Instant::now())?;
-        let y = prepared.buffer("y").ok_or_else(|| ExecError::Tensor {
-            name: "y".to_owned(),
-            reason: "is not an output".to_owned(),
-        })?;
+        let y = prepared.buffer("y").ok_or_else(|| ExecError::tensor("y", TensorFault::NotAnOutput))?;
         let compare = || {
             for (other, mark) in others.iter().zip(&marks[1..]) {
                 mark.record(other)?;

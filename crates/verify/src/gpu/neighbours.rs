@@ -7,12 +7,13 @@ use std::time::Duration;
 
 use counterpoint_cost::ProblemSize;
 use counterpoint_exec::{
-    Backend, Call, ExecError, GemmCollectiveSpec, HostTensor, Prepared, Ticket, WorldConfig, random_tensor,
+    Backend, Call, ExecError, GemmCollectiveSpec, HostTensor, Prepared, TensorFault, Ticket, WorldConfig,
+    random_tensor,
 };
 use counterpoint_mask::Mask;
 use counterpoint_plan::{DType, GemmCollective, WaveGroups};
 use counterpoint_reference::selftest::{SelfCheck, unlike_elements};
-use counterpoint_schedule::{Mover, OverlapPolicy};
+use counterpoint_schedule::OverlapPolicy;
 
 use super::calls::{Case, failed, group};
 use counterpoint_bench::gpu::collective::Delays;
@@ -188,7 +189,7 @@ fn products(
         GemmCollectiveSpec { collective, ranks, size: ProblemSize { m, n: N, k: K }, dtype: DType::Bf16 };
     let rows = if collective == GemmCollective::AllGather { OWN } else { m };
     let tensor = |rows, seed| random_tensor(vec![rows, K], DType::Bf16, seed);
-    let policy = OverlapPolicy { mover: Mover::Fused, ..OverlapPolicy::default() };
+    let policy = OverlapPolicy::FUSED;
     let config = WorldConfig { limit: LIMIT, poison: false, ..WorldConfig::default() };
     let prepared = spec.prepare_groups(machine, WaveGroups::Fixed(1), policy, config)?;
     let words = Words::new(&machine.devices()[0], ranks).map_err(failed)?;
@@ -238,7 +239,7 @@ fn product_of_rank(
     }
     prepared.own_outputs()?;
     let result = || {
-        let missing = || ExecError::Tensor { name: "y".to_owned(), reason: "is not an output".to_owned() };
+        let missing = || ExecError::tensor("y", TensorFault::NotAnOutput);
         backend.download(prepared.buffer("y").ok_or_else(missing)?)
     };
     Call::new(&prepared, &[], None)?.enqueue()?.wait()?;

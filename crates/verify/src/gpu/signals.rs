@@ -4,13 +4,13 @@ use std::time::Duration;
 
 use counterpoint_cost::ProblemSize;
 use counterpoint_exec::{
-    Backend, CpuMachine, ExecError, GemmCollectiveSpec, HostTensor, Machine, Prepared, Transport, World,
-    WorldConfig, random_tensor,
+    Backend, CpuMachine, ExecError, GemmCollectiveSpec, HostTensor, Machine, Prepared, TensorFault,
+    Transport, World, WorldConfig, random_tensor,
 };
 use counterpoint_plan::{Activations, DType, GemmCollective, LinearKind, LinearPlan, LinearSpec, WaveGroups};
 use counterpoint_reference::selftest::{SelfCheck, unlike_elements};
 use counterpoint_schedule::{
-    BufferRole, NormSpec, OverlapPolicy, Program, StartOrder, WeightGradient, lower_normalised_backward,
+    BufferRole, NormSpec, OverlapPolicy, Program, WeightGradient, lower_normalised_backward,
     lower_normalised_forward,
 };
 use half::bf16;
@@ -175,7 +175,7 @@ pub fn selftest_signalled_products(machine: &CudaMachine, calls: usize) -> Resul
 pub fn selftest_signals_in_graphs(machine: &CudaMachine) -> Result<Vec<SelfCheck>, ExecError> {
     const REPLAYS: usize = 20;
     let ranks = machine.devices().len();
-    let policy = OverlapPolicy::new(StartOrder::Signals);
+    let policy = OverlapPolicy::SIGNALS;
     let mut checks = Vec::new();
     for collective in [GemmCollective::ReduceScatter, GemmCollective::AllReduce] {
         let spec = GemmCollectiveSpec {
@@ -231,7 +231,7 @@ fn bind_inputs<B: Backend, T: Transport<B>>(ranks: &mut [Prepared<B, T>]) -> Res
 }
 
 fn output<B: Backend, T: Transport<B>>(rank: &Prepared<B, T>, name: &str) -> Result<HostTensor, ExecError> {
-    let missing = || ExecError::Tensor { name: name.to_owned(), reason: "is not an output".to_owned() };
+    let missing = || ExecError::tensor(name, TensorFault::NotAnOutput);
     rank.backend().download(rank.buffer(name).ok_or_else(missing)?)
 }
 
@@ -292,11 +292,11 @@ impl NormalisedPass {
                 reason: error.to_string(),
             })
         };
-        let sequential = OverlapPolicy::new(StartOrder::Sequential);
+        let sequential = OverlapPolicy::SEQUENTIAL;
         let whole = self.outputs(machine, &plan(WaveGroups::Fixed(1))?, sequential)?;
         let mut unlike = 0;
         for groups in [WaveGroups::Fixed(2), WaveGroups::Fixed(7)] {
-            let waves = self.outputs(machine, &plan(groups)?, OverlapPolicy::new(StartOrder::Signals))?;
+            let waves = self.outputs(machine, &plan(groups)?, OverlapPolicy::SIGNALS)?;
             unlike += waves.iter().zip(&whole).map(|(a, b)| unlike_elements(a, b)).sum::<usize>();
         }
         let name = format!("{}, {activations:?}, on {ranks} GPUs", self.name);

@@ -103,11 +103,8 @@ impl Subject for CudaSubject {
         self.gpu().properties().name.clone()
     }
 
-    fn movers(&self) -> &'static [Mover] {
-        match self.machine.transport() {
-            TransportKind::Nccl => &[Mover::Transport, Mover::Fused],
-            _ => &[Mover::Transport, Mover::Fused, Mover::CopyEngine],
-        }
+    fn movers(&self) -> Vec<Mover> {
+        self.machine.transport().transport().movers()
     }
 
     fn dtypes(&self) -> &[DType] {

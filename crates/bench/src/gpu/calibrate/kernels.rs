@@ -9,8 +9,8 @@ use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, DType, Topology};
 use counterpoint_report::median;
 use counterpoint_schedule::{
-    GradientReduction, KeyBlocks, OverlapPolicy, Program, StartOrder, lower_attention_backward,
-    lower_attention_forward, simulate,
+    GradientReduction, KeyBlocks, OverlapPolicy, Program, lower_attention_backward, lower_attention_forward,
+    simulate,
 };
 
 use crate::gpu::{AttentionBench, BenchClock, BenchPass, GemmBench};
@@ -112,7 +112,7 @@ fn program(
 ) -> Result<Program, ExecError> {
     let refused = |reason: String| ExecError::Program { program: "calibration".to_owned(), rank: 0, reason };
     let plan = plan_mask(mask, spec, &PlanConfig::new(1)).map_err(|error| refused(error.to_string()))?;
-    let policy = OverlapPolicy::new(StartOrder::Sequential);
+    let policy = OverlapPolicy::SEQUENTIAL;
     Ok(match backward {
         None => lower_attention_forward(&plan, 0, spec, policy, KeyBlocks::Unaligned),
         Some(reduction) => lower_attention_backward(&plan, 0, spec, policy, reduction),

@@ -6,7 +6,7 @@ use counterpoint_exec::{ExecError, Measurement, RunConfig, random_inputs, run_at
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, DType, Topology};
 use counterpoint_report::median;
-use counterpoint_schedule::{OverlapPolicy, StartOrder};
+use counterpoint_schedule::OverlapPolicy;
 
 use counterpoint_cuda::CudaMachine;
 
@@ -68,10 +68,7 @@ pub(super) fn measure(
             let most = overlap.communication_seconds.min(overlap.compute_seconds);
             (hidden + overlap.communication_seconds - overlap.exposed_seconds, hideable + most)
         });
-        let efficiency = match policy.start {
-            StartOrder::Sequential => 0.0,
-            _ => hidden / f64::max(hideable, f64::MIN_POSITIVE),
-        };
+        let efficiency = if policy.overlaps() { hidden / f64::max(hideable, f64::MIN_POSITIVE) } else { 0.0 };
         let seconds = median(&run.forward_seconds) + median(&run.backward_seconds);
         measured.push(PolicyMeasurement { policy: policy.to_string(), seconds, efficiency });
     }

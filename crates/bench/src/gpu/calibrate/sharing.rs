@@ -7,7 +7,7 @@ use counterpoint_cost::{ProblemSize, WorkerSharing};
 use counterpoint_exec::ExecError;
 use counterpoint_measure::{MeasureError, MeasuredClock, Processes, Repeats};
 use counterpoint_plan::{DType, GemmCollective, LinearDirection};
-use counterpoint_schedule::{OverlapPolicy, StartOrder};
+use counterpoint_schedule::OverlapPolicy;
 
 use counterpoint_cuda::CudaMachine;
 
@@ -31,7 +31,7 @@ pub(super) fn measure(machine: &CudaMachine, assumed: WorkerSharing) -> Result<W
         link: LinkUse::Shared,
         speed_beside: 1.0,
     };
-    let policy = OverlapPolicy::new(StartOrder::KernelBarrier);
+    let policy = OverlapPolicy::KERNEL_BARRIER;
     let timing = Repeats { limit: Duration::from_secs(20), warmups: 2, iterations: 7, enough: Duration::MAX };
     let processes = Processes::One;
     let mut clock =

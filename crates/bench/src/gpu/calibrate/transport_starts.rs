@@ -9,8 +9,8 @@ use counterpoint_exec::{Backend, ExecError, Group, HostTensor, Prepared, WorldCo
 use counterpoint_mask::Range;
 use counterpoint_plan::{DType, GroupPart, OwnedSplit, RemoteSplit};
 use counterpoint_schedule::{
-    BufferRole, GroupCast, Op, OverlapPolicy, Program, ProgramBuilder, StartOrder, StreamKind, Timeline,
-    UserKernel, UserPart,
+    BufferRole, GroupCast, Op, OverlapPolicy, Program, ProgramBuilder, StreamKind, Timeline, UserKernel,
+    UserPart,
 };
 
 use super::StartCount;
@@ -74,8 +74,8 @@ fn is_hidden(timeline: &Timeline) -> Result<bool, ExecError> {
 
 /// One rank: a computation, behind it a cast that waits for it, and a computation that should hide the cast.
 fn program(rank: usize, ranks: usize, shared: bool, barrier: bool) -> Program {
-    let start = if barrier { StartOrder::KernelBarrier } else { StartOrder::Concurrent };
-    let mut p = ProgramBuilder::new("starts", rank, ranks, OverlapPolicy::new(start));
+    let policy = if barrier { OverlapPolicy::KERNEL_BARRIER } else { OverlapPolicy::CONCURRENT };
+    let mut p = ProgramBuilder::new("starts", rank, ranks, policy);
     let compute = p.stream("compute", StreamKind::Compute);
     let communication = p.stream("communication", StreamKind::Communication);
     let x = p.buffer("x", DType::F32, &[ROWS, COLUMNS], BufferRole::Input);

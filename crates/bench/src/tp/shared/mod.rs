@@ -18,7 +18,7 @@ use counterpoint_exec::{
 };
 use counterpoint_measure::Processes;
 use counterpoint_plan::{LinearSpec, WaveGroups};
-use counterpoint_schedule::{Mover, OverlapPolicy, StartOrder};
+use counterpoint_schedule::OverlapPolicy;
 
 use self::row::{COLUMNS, SharedRow, row};
 use self::variant::worse;
@@ -39,7 +39,7 @@ pub(super) fn run(
 ) -> Result<(), CliError> {
     let Some((_, first)) = machines.first() else { return Ok(()) };
     let fused = arguments.overlap.iter().find_map(|choice| match choice {
-        OverlapChoice::Named(policy) if policy.mover == Mover::Fused => Some(policy.to_string()),
+        OverlapChoice::Named(policy) if policy.is_fused() => Some(policy.to_string()),
         _ => None,
     });
     if let Some(value) = fused {
@@ -152,7 +152,7 @@ impl Shared<'_> {
         let group = Group::connect(machine, self.tp_size, config).map_err(failed)?;
         let group = group.with_tuned(self.tuned.clone());
         let parts = self.parts().map_err(failed)?;
-        let sequential = OverlapPolicy::new(StartOrder::Sequential);
+        let sequential = OverlapPolicy::SEQUENTIAL;
         let named = |policy, groups: LayerGroups| LayerOverlap::Policy(policy, groups, self.cost);
         let mut asked = vec![(sequential.to_string(), named(sequential, WaveGroups::Fixed(1).into()))];
         for choice in &self.arguments.overlap {

@@ -213,7 +213,7 @@ pub(super) fn worse(before: Result<f64, String>, next: Result<f64, String>) -> R
 }
 
 fn refused(error: &PlanError) -> ExecError {
-    ExecError::Tensor { name: "layer".to_owned(), reason: error.to_string() }
+    ExecError::tensor("layer", error.to_string())
 }
 
 /// Columns of tensors of one type, each taken as so many rows, side by side.

@@ -6,7 +6,7 @@ use counterpoint_console::{
 };
 use counterpoint_plan::LinearPlan;
 use counterpoint_report::{Column, format_ratio, format_seconds, table};
-use counterpoint_schedule::{OverlapPolicy, StartOrder};
+use counterpoint_schedule::OverlapPolicy;
 use serde_json::{Value, json};
 
 use super::tuning::Tuning;
@@ -62,7 +62,7 @@ impl SearchResult {
             sequential_seconds: self.sequential,
             search,
         };
-        let alone = OverlapPolicy::new(StartOrder::Sequential);
+        let alone = OverlapPolicy::SEQUENTIAL;
         let mut kept = vec![plan(alone, &self.whole, self.sequential, GroupSearch::Exhaustive)];
         for variant in &tuning.variants {
             let answers = self.answers.iter().filter(|answer| answer.policy == variant.policy);
@@ -125,7 +125,7 @@ impl SearchResult {
         );
         text.push_str(&table(&columns, rows, &console::style()));
         if let Some(kept) = kept {
-            let what = match (kept.policy == StartOrder::Sequential.name(), kept.groups.len()) {
+            let what = match (kept.policy == OverlapPolicy::SEQUENTIAL.to_string(), kept.groups.len()) {
                 (true, _) => "fastest without overlap: it gained nothing".to_owned(),
                 (false, 1) => format!("fastest under {} in one group", kept.policy),
                 (false, _) => {

@@ -7,9 +7,7 @@ mod tuning;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use counterpoint_choose::{
-    GroupSearcher, LinearMachine, LinkUse, ProductStart, TunedPass, TunedPlace, TunedShape,
-};
+use counterpoint_choose::{GroupSearcher, LinearMachine, LinkUse, TunedPass, TunedPlace, TunedShape};
 use counterpoint_console::{
     self as console, CliError, CommandLine,
     arguments::Device,
@@ -22,7 +20,7 @@ use counterpoint_cuda::{CudaMachine, TransportKind};
 use counterpoint_exec::{CpuMachine, Launch, Machine, Rendezvous, TcpMachine};
 use counterpoint_measure::{Processes, Repeats};
 use counterpoint_plan::{DType, LinearDirection, LinearPlan, LinearSpec, WaveGroups};
-use counterpoint_schedule::{Mover, OverlapPolicy, PassOverlap, StartOrder, WorkerShare};
+use counterpoint_schedule::{OverlapPolicy, WorkerShare};
 
 use crate::arguments::{BenchTpPass, RanksArguments, SearchArgument, TuneGemmArguments};
 use summary::Summary;
@@ -144,14 +142,9 @@ fn policies(arguments: &TuneGemmArguments, linear: &LinearMachine) -> Vec<Overla
     if !arguments.overlap.is_empty() {
         return arguments.overlap.clone();
     }
-    let sizes = |workers: usize| [workers.div_ceil(2), workers, workers + workers / 2];
-    let margins = |variant: &PassOverlap| match *variant {
-        PassOverlap::Margin(workers) => sizes(workers).map(PassOverlap::Margin).to_vec(),
-        PassOverlap::Signals(workers) if workers > 0 => sizes(workers).map(PassOverlap::Signals).to_vec(),
-        variant => vec![variant],
-    };
-    let overlapping = linear.overlaps.iter().filter(|variant| **variant != PassOverlap::Sequential);
-    overlapping.flat_map(margins).map(OverlapPolicy::from).collect()
+    let sizes = |workers: usize| vec![workers.div_ceil(2), workers, workers + workers / 2];
+    let overlapping = linear.overlaps.iter().filter(|variant| !variant.is_sequential());
+    overlapping.flat_map(|variant| variant.with_margins(sizes)).map(OverlapPolicy::from).collect()
 }
 
 /// Tunes one after the other. What is found is kept at once, so that who breaks off has what was found by then. Of several processes the one
@@ -236,7 +229,7 @@ fn searcher(
     }
     let mut wave = spec.tokens.div_ceil(tp_size).div_ceil(waves as usize);
     let takes_workers = arguments.ranks.transport != TransportKind::CopyEngine
-        && policy.mover == Mover::Transport
+        && policy.moves_by_transport()
         && policy.workers == WorkerShare::Common;
     let (mut speed_beside, mut link) = (1.0, LinkUse::Apart);
     if let Some(machine) = gpus {
@@ -248,11 +241,7 @@ fn searcher(
             speed_beside = sharing.speed_without(sharing.communication);
         }
     }
-    let starts = match policy.start {
-        StartOrder::KernelBarrier => ProductStart::AfterCommunication,
-        StartOrder::Signals => ProductStart::OneKernel,
-        StartOrder::Sequential | StartOrder::Concurrent => ProductStart::Free,
-    };
+    let starts = policy.start.rules().starts;
     let most_groups = arguments.most_groups as usize;
     let trials = TRIALS[1];
     Ok(GroupSearcher { spec, tp_size, direction, wave, most_groups, trials, starts, link, speed_beside })

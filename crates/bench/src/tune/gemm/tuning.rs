@@ -8,7 +8,7 @@ use counterpoint_console::{Bar, CliError};
 use counterpoint_exec::Machine;
 use counterpoint_measure::{MeasureError, MeasuredClock, Processes, Repeats};
 use counterpoint_plan::{LinearPlan, LinearSpec};
-use counterpoint_schedule::{OverlapPolicy, StartOrder};
+use counterpoint_schedule::OverlapPolicy;
 
 use super::found::{Answer, SearchResult};
 use super::repeats;
@@ -85,7 +85,7 @@ impl Tuning<'_> {
     ) -> Result<SearchResult, CliError> {
         let begun = Instant::now();
         let on = (machine, processes);
-        let mut alone = self.clock(on, OverlapPolicy::new(StartOrder::Sequential));
+        let mut alone = self.clock(on, OverlapPolicy::SEQUENTIAL);
         // What a process does once, connecting ranks above all, is no part of a search.
         let mut sequential = alone.pass(&self.whole).map_err(failed)?;
         let mut answers = Vec::new();
