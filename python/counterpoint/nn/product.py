@@ -171,8 +171,8 @@ def _gradient(layer: Layer, weights: Sequence[torch.Tensor]) -> str:
 
 
 def _into_main_grad(weights: Sequence[torch.Tensor], into: torch.dtype) -> str:
-    """How gradients go into a `main_grad`. On GPUs they are added, to zeros where they replace what is there."""
-    replaces = not weights[0].is_cuda and all(map(_overwrites, weights))
+    """How gradients go into a `main_grad`. Where some replace what is there and others do not, they are added to zeros."""
+    replaces = all(map(_overwrites, weights))
     return f"{'replaced' if replaces else 'added'}:{name_of(into)}"
 
 

@@ -95,6 +95,20 @@ def test_gradients_are_added_to_an_f32_main_grad(delayed: bool) -> None:
 
 
 @hopper
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("into", [torch.float32, torch.bfloat16])
+def test_gradients_replace_what_a_main_grad_has(delayed: bool, into: torch.dtype) -> None:
+    layer = layer_of("column", True, device="cuda", gradient_accumulation_fusion=True, delay_wgrad_compute=delayed)
+    layer.weight.main_grad = torch.full((WIDE, NARROW), torch.nan, device="cuda", dtype=into)
+    layer.weight.overwrite_main_grad = True
+    for seed in (3, 4):
+        wanted = Wanted(True, seed)
+        layer(wanted.x.detach().bfloat16().cuda().requires_grad_())[0].backward(wanted.dy.bfloat16().cuda())
+        layer.backward_dw()
+        close(layer.weight.main_grad, wanted.weight.grad, "main_grad")
+
+
+@hopper
 def test_frozen_weights_and_tensors_as_they_lie() -> None:
     wanted = Wanted(False)
     layer = layer_of("column", False, device="cuda")

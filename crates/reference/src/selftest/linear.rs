@@ -76,6 +76,7 @@ impl LinearCase {
         let main_grad = draw.pick(&[None, Some(accumulator), Some(dtype)]);
         let weight_gradient = match (draw.below(3), main_grad) {
             (0, _) => WeightGradient::Deferred,
+            (1, Some(dtype)) => WeightGradient::Replaced(dtype),
             (_, Some(dtype)) => WeightGradient::Accumulated(dtype),
             (1, None) => WeightGradient::Frozen,
             (_, None) => WeightGradient::Written,
