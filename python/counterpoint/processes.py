@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
     from torch.distributed.device_mesh import DeviceMesh
 
-Transport = Literal["auto", "tcp", "nvlink", "copy-engine", "nccl", "hierarchical"]
 _TRANSPORTS = {"cpu": ("auto", "tcp"), "cuda": ("auto", "nvlink", "copy-engine", "nccl", "hierarchical")}
 _DEFAULTS = {
     "transport": "auto",
@@ -50,7 +49,10 @@ class Group(_Group):
 
     `device` is "cpu", or this rank's GPU: "cuda" (PyTorch's current one), "cuda:1"; several ranks may share one. Where it is not
     given, it is the current GPU for a process group of NCCL's, the CPU for others. `transport` moves rows between ranks; "auto"
-    takes what these GPUs reach.
+    takes what these GPUs reach; others are "tcp" on the CPU, "nvlink", "copy-engine", "nccl" and "hierarchical" on GPUs. Settings
+    of NCCL may follow the last two, which its own variables come before: "nccl+cluster-size=0+max-ctas=8", `min-ctas`,
+    `cta-policy` (default, efficiency or zero). "nccl+library-sums" has NCCL itself sum what is its reduce-scatter, in the order
+    and type that it chooses; without it sums are in f32 and in the order of ranks.
 
     `limit` is how many seconds a rank waits for another that does nothing. `nodes` is how many machines the ranks are on, equally
     many on each; it is found out if it is not given. `profile` is the path of a machine profile of
@@ -76,7 +78,7 @@ class Group(_Group):
         group_or_mesh: dist.ProcessGroup | DeviceMesh | None = None,
         *,
         device: torch.device | str | None = None,
-        transport: Transport = "auto",
+        transport: str = "auto",
         nodes: int | None = None,
         limit: float = 600.0,
         profile: str | os.PathLike[str] | None = None,
@@ -86,7 +88,8 @@ class Group(_Group):
     ) -> Group:
         process_group, nodes_of_mesh = _process_group(group_or_mesh)
         place = _device(device, process_group)
-        if transport not in _TRANSPORTS[place.type]:
+        name, settings, _ = transport.partition("+")
+        if name not in _TRANSPORTS[place.type] or (settings and place.type == "cpu"):
             *most, last = (f'"{name}"' for name in _TRANSPORTS[place.type])
             raise Error(f"transport is {transport!r}; on {place.type} it must be {', '.join(most)} or {last}")
         ranks = tuple(dist.get_process_group_ranks(process_group))
@@ -122,7 +125,7 @@ class Group(_Group):
         group_or_mesh: dist.ProcessGroup | DeviceMesh | None = None,
         *,
         device: torch.device | str | None = None,
-        transport: Transport = "auto",
+        transport: str = "auto",
         nodes: int | None = None,
         limit: float = 600.0,
         profile: str | os.PathLike[str] | None = None,

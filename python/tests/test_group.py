@@ -97,6 +97,7 @@ def refusals(rank: int) -> dict[str, str]:
         "type": lambda: cp.Group([0, 1]),
         "device": lambda: cp.Group(device="cuda"),
         "transport": lambda: cp.Group(transport="pigeons"),
+        "blocks of NCCL": lambda: cp.Group(transport="auto+max-ctas=8"),
         "nodes": lambda: cp.Group(nodes=3),
         "profile": lambda: cp.Group(single[rank], profile="/no"),
         "dimensions": lambda: cp.Group(init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("a", "b", "c"))),
@@ -123,6 +124,7 @@ def test_what_is_no_group_is_refused_in_a_sentence(ranks: Ranks) -> None:
         )
         assert found["device"].startswith("DeviceError: device is cuda")
         assert found["transport"] == 'Error: transport is \'pigeons\'; on cpu it must be "auto" or "tcp"'
+        assert found["blocks of NCCL"].startswith("Error: transport is 'auto+max-ctas=8'; on cpu it must be")
         assert found["nodes"] == "PlanError: nodes is 3; 4 ranks cannot be equally many on each"
         assert found["profile"].startswith("PlanError: profile '/no' cannot be read")
         assert found["dimensions"].startswith("Error: group_or_mesh is a mesh of 3 dimensions")

@@ -153,7 +153,7 @@ impl Ranks {
     ) -> Result<(), CliError> {
         let ranks = self.count();
         let mut transports = arguments.transports.clone();
-        transports.sort_by_key(|transport| *transport != TransportKind::Nccl);
+        transports.sort_by_key(|transport| !matches!(transport, TransportKind::Nccl(_)));
         let schema = Schema::BenchGroupCollective;
         // Of several processes one prints; all hear of rows that are wrong.
         let mut shown = match self.prints() {
@@ -170,7 +170,7 @@ impl Ranks {
                 let measured = self.measure(transport, arguments.num_sms, &case)?;
                 drop(progress);
                 let Some(row) = row(measured, arguments, &case, nccl) else { continue };
-                if transport == TransportKind::Nccl {
+                if matches!(transport, TransportKind::Nccl(_)) {
                     nccl = Some(row.seconds.median);
                 }
                 if row.wrong > 0 {

@@ -118,8 +118,8 @@ impl RankMachine {
     pub fn tuned_place(&self, slow_link: Option<SlowLink>) -> TunedPlace {
         let transport = match self {
             Self::Cpu(_) => return tuned::place_of_threads(slow_link),
-            Self::Cuda(machine) => machine.transport().name().to_owned(),
-            Self::Process(process) => process.machine.transport().name().to_owned(),
+            Self::Cuda(machine) => machine.transport().to_string(),
+            Self::Process(process) => process.machine.transport().to_string(),
         };
         TunedPlace { device: self.name().to_owned(), transport }
     }

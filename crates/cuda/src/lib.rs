@@ -41,16 +41,16 @@ pub use counterpoint_driver::{
     CallGraph, Capability, CapturedCall, CompilerVersion, Cubin, CubinCache, CubinOrigin, CudaError, Device,
     DeviceAllocator, DeviceBuffer, DeviceProperties, DriverCalls, Event, Function, FunctionAttributes, Graph,
     GraphHandles, GuardReport, KernelArguments, KernelSource, L2Promotion, Launch, LaunchStart,
-    LibraryVersion, MemoryGuard, MemoryUse, Overwrite, PinnedBuffer, Stream, StreamPriority, Swizzle,
-    TensorMap, TensorMapElement, TensorMapSpec, compile, compiler_version, end_process, nccl_version,
-    search_packages,
+    LibraryVersion, MemoryGuard, MemoryUse, NcclCtaPolicy, Overwrite, PinnedBuffer, Stream, StreamPriority,
+    Swizzle, TensorMap, TensorMapElement, TensorMapSpec, compile, compiler_version, end_process,
+    nccl_version, search_packages,
 };
 pub use environment::ENVIRONMENT;
 pub use headers::kernel_source;
 pub use kernel::{CompileReport, KernelFault, KernelReport, examine};
 pub use layout::SharedLayout;
 pub use machine::{CudaMachine, CudaProcess};
-pub use nccl::NcclRank;
+pub use nccl::{NcclRank, NcclSettings, NcclSums};
 pub use transport::{
     CudaCollective, CudaPending, CudaTransport, EngineUse, LevelledCollective, LevelledPending,
     LevelledTransport, TransportKind,

@@ -38,7 +38,7 @@ use crate::tuned;
 pub(crate) struct Ranks {
     rank: Option<usize>,
     size: usize,
-    transport: &'static str,
+    transport: String,
     site: Site,
     engine: Mutex<Option<Arc<dyn Engine>>>,
     /// Plans that were made for it, in host memory alone.
@@ -83,7 +83,7 @@ impl Ranks {
         let place = place_of_threads(slow_link);
         let group = engine(py, || Group::connect(&CpuMachine::new(0, slow_link)?, size, config(limit)))?;
         let (group, count) = tuned::following(group, plans, &place);
-        Ok(Self::with(None, "memory", site, Tuned { place, count }, Arc::new(Joined::new(group))))
+        Ok(Self::with(None, "memory".into(), site, Tuned { place, count }, Arc::new(Joined::new(group))))
     }
 
     /// This process as `rank` of `size` that are processes, which join through `store`, a `torch.distributed.Store` of theirs alone.
@@ -112,7 +112,7 @@ impl Ranks {
         let group = placed(interruptible(py, joined, |_| {})?, beside_collectives);
         let place = place_of_processes(None);
         let (group, count) = tuned::following(group, plans, &place);
-        Ok(Self::with(Some(rank), "tcp", site, Tuned { place, count }, Arc::new(Joined::new(group))))
+        Ok(Self::with(Some(rank), "tcp".into(), site, Tuned { place, count }, Arc::new(Joined::new(group))))
     }
 
     /// Likewise with this process on the GPU of that number, which other ranks may share.
@@ -135,10 +135,9 @@ impl Ranks {
     ) -> PyResult<Self> {
         let (measured, plans) = (measured(py, profile)?, tuned::given(py, tuned)?);
         let (address, world) = (join::address(py, address)?, config(duration(py, limit)?));
-        let Some((_, kind)) = TransportKind::NAMES.into_iter().find(|(name, _)| *name == transport) else {
-            let names = TransportKind::NAMES.map(|(name, _)| name).join(", ");
-            return Err(raise(py, "Error", &format!("transport is {transport:?}; it must be {names}"), &[]));
-        };
+        let kind: TransportKind = transport
+            .parse()
+            .map_err(|reason| raise(py, "Error", &format!("transport is {transport:?}: {reason}"), &[]))?;
         let topology = topology(size, nodes);
         let (store, _give_up) = PythonStore::new(store, rank, size);
         let joined = move || -> Result<_, ExecError> {
@@ -156,9 +155,9 @@ impl Ranks {
                 topology,
                 cost: process.cost(measured.as_ref()),
             };
-            let transport = process.transport().name();
+            let transport = process.transport().to_string();
             let group = placed(Group::connect_at(&rendezvous, process, size, world)?, beside_collectives);
-            let place = TunedPlace { device: site.machine.clone(), transport: transport.to_owned() };
+            let place = TunedPlace { device: site.machine.clone(), transport: transport.clone() };
             let (group, count) = tuned::following(group, plans, &place);
             Ok((Joined::new(group), transport, site, Tuned { place, count }))
         };
@@ -190,10 +189,10 @@ impl Ranks {
             cost: machine.cost(None, size),
         };
         let group = engine(py, || Group::connect(&machine, size, config(limit)))?;
-        let transport = machine.transport().name().to_owned();
+        let transport = machine.transport().to_string();
         let place = TunedPlace { device: site.machine.clone(), transport };
         let (group, count) = tuned::following(group, plans, &place);
-        Ok(Self::with(None, "memory", site, Tuned { place, count }, Arc::new(Joined::new(group))))
+        Ok(Self::with(None, "memory".into(), site, Tuned { place, count }, Arc::new(Joined::new(group))))
     }
 
     /// This process's rank; None where all are here.
@@ -204,8 +203,8 @@ impl Ranks {
 
     /// What moves rows between ranks.
     #[getter]
-    fn transport(&self) -> &'static str {
-        self.transport
+    fn transport(&self) -> &str {
+        &self.transport
     }
 
     /// Number of ranks.
@@ -404,7 +403,7 @@ impl Ranks {
 impl Ranks {
     fn with(
         rank: Option<usize>,
-        transport: &'static str,
+        transport: String,
         site: Site,
         tuned: Tuned,
         engine: Arc<dyn Engine>,

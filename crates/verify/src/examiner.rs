@@ -138,7 +138,8 @@ impl Examiner {
     }
 
     fn checks(&self, group: Group) -> Checks {
-        use TransportKind::{CopyEngine, Nccl, Nvlink};
+        use TransportKind::{CopyEngine, Nvlink};
+        const NCCL: TransportKind = TransportKind::NCCL;
         let Self { extent, on_cpu, calls, .. } = *self;
         match group {
             Group::Cpu => Ok(self.attention(&CpuSubject, on_cpu)),
@@ -186,34 +187,34 @@ impl Examiner {
             Group::ProcessBitsAfter => self.processes(|bench| bench.bits(Extent::Quick)),
             Group::NvlinkFaults => self.faults(Nvlink),
             Group::CopyEngineFaults => self.faults(CopyEngine),
-            Group::NcclFaults => self.faults(Nccl),
+            Group::NcclFaults => self.faults(NCCL),
             Group::Isolation => Ok(selftest_isolation(over_gpus(Nvlink)?.machine())?),
             Group::NvlinkExhaustion => Ok(selftest_exhaustion(over_gpus(Nvlink)?.machine())?),
             Group::CopyEngineExhaustion => Ok(selftest_exhaustion(over_gpus(CopyEngine)?.machine())?),
-            Group::NcclExhaustion => Ok(selftest_exhaustion(over_gpus(Nccl)?.machine())?),
+            Group::NcclExhaustion => Ok(selftest_exhaustion(over_gpus(NCCL)?.machine())?),
             // Its problems are those of one GPU; what is new is who has which rank.
             Group::GpusAttention => Ok(self.attention(&over_gpus(Nvlink)?, Extent::Quick)),
             Group::NvlinkCollectives => self.collectives_over(Nvlink, 1),
             Group::SharedCollectives => self.collectives_over(Nvlink, 2),
             Group::CopyEngineCollectives => self.collectives_over(CopyEngine, 2),
-            Group::NcclCollectives => self.collectives_over(Nccl, 1),
+            Group::NcclCollectives => self.collectives_over(NCCL, 1),
             Group::EngineCollectives => {
                 let machine = over_gpus(Nvlink)?.machine().clone().with_engines(EngineUse::ALWAYS);
                 self.collectives(&machine, extent, machine.devices().len())
             }
             Group::NvlinkSteps => Ok(selftest_step_graphs(over_gpus(Nvlink)?.machine(), extent)?),
             Group::CopyEngineSteps => Ok(selftest_step_graphs(over_gpus(CopyEngine)?.machine(), extent)?),
-            Group::NcclSteps => Ok(selftest_step_graphs(over_gpus(Nccl)?.machine(), extent)?),
+            Group::NcclSteps => Ok(selftest_step_graphs(over_gpus(NCCL)?.machine(), extent)?),
             Group::Fused => Ok(selftest_fused(over_gpus(Nvlink)?.machine(), calls.products)?),
             Group::NvlinkSignalled => self.signalled(Nvlink),
             Group::CopyEngineSignalled => self.signalled(CopyEngine),
-            Group::NcclSignalled => self.signalled(Nccl),
+            Group::NcclSignalled => self.signalled(NCCL),
             Group::NvlinkLinear => self.linear_over(Nvlink, extent, 1),
             Group::CopyEngineLinear => self.linear_over(CopyEngine, extent, 2),
-            Group::NcclLinear => self.linear_over(Nccl, extent, 1),
+            Group::NcclLinear => self.linear_over(NCCL, extent, 1),
             Group::NvlinkRepeats => self.repeats(Nvlink),
             Group::CopyEngineRepeats => self.repeats(CopyEngine),
-            Group::NcclRepeats => self.repeats(Nccl),
+            Group::NcclRepeats => self.repeats(NCCL),
         }
     }
 

@@ -83,7 +83,7 @@ impl Bench<'_> {
             let detail = json!({
                 "by": "counterpoint",
                 "pass": "step",
-                "transport": machine.transport().name(),
+                "transport": machine.transport().to_string(),
                 "area": mask.area(),
                 "tokens_per_rank": self.tokens,
                 "heads_q": self.spec.heads_q,

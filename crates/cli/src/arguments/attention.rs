@@ -113,7 +113,7 @@ pub(crate) struct RunArguments {
     pub(crate) device: Device,
 
     /// How rows travel between GPUs: kernels that read the others' memory, copy engines, or NCCL; auto takes nvlink where
-    /// all GPUs reach each other
+    /// all GPUs reach each other. Behind nccl and hierarchical follow NCCL's settings, as in nccl+cluster-size=0+max-ctas=8
     #[arg(long, value_name = "NAME", default_value = "auto", value_parser = value::transport())]
     pub(crate) transport: TransportKind,
 

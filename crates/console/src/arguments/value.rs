@@ -1,8 +1,10 @@
 //! Parsers of single values. Each says what it got, what it wants and so how to mend it.
 
+use std::ffi::OsStr;
 use std::time::Duration;
 
-use clap::builder::{PossibleValuesParser, TypedValueParser};
+use clap::builder::{PossibleValue, PossibleValuesParser, StringValueParser, TypedValueParser};
+use clap::{Arg, Command};
 use counterpoint_choose::{
     ConfigError, DispatchAlgorithm, LayerGroups, MAX_CP_SIZE, PassStages, QueryExchange,
 };
@@ -277,9 +279,33 @@ pub fn dtype() -> impl TypedValueParser<Value = DType> {
     named(DType::ALL.map(|dtype| (dtype.name(), dtype)))
 }
 
-/// A transport between GPUs.
+/// A transport between GPUs, with NCCL's settings behind the names of those that it moves rows of.
 pub fn transport() -> impl TypedValueParser<Value = TransportKind> {
-    named(TransportKind::NAMES)
+    TransportParser
+}
+
+#[derive(Clone)]
+struct TransportParser;
+
+impl TypedValueParser for TransportParser {
+    type Value = TransportKind;
+
+    fn parse_ref(
+        &self,
+        command: &Command,
+        argument: Option<&Arg>,
+        value: &OsStr,
+    ) -> Result<TransportKind, clap::Error> {
+        if value.to_string_lossy().contains('+') {
+            let settings = StringValueParser::new().try_map(|text| text.parse::<TransportKind>());
+            return settings.parse_ref(command, argument, value);
+        }
+        named(TransportKind::NAMES).parse_ref(command, argument, value)
+    }
+
+    fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
+        Some(Box::new(TransportKind::NAMES.into_iter().map(|(name, _)| PossibleValue::new(name))))
+    }
 }
 
 /// The name of a dispatch algorithm.

@@ -81,14 +81,13 @@ impl CudaMachine {
     pub fn with_transport(mut self, transport: TransportKind) -> Result<Self, CudaError> {
         self.engines = if transport == TransportKind::Auto { EngineUse::H200 } else { EngineUse::NEVER };
         self.transport = match (transport, self.reach_each_other()) {
-            (TransportKind::Hierarchical, _) => {
+            (TransportKind::Hierarchical(_), _) => {
                 let reason =
                     "is for ranks that are processes; start one a GPU with torchrun or mpirun".to_owned();
                 return Err(CudaError::Transport { transport: transport.name(), reason });
             }
-            (TransportKind::Nccl, _) | (TransportKind::Auto, Err(CudaError::NoPeerAccess { .. })) => {
-                TransportKind::Nccl
-            }
+            (kind @ TransportKind::Nccl(_), _) => kind,
+            (TransportKind::Auto, Err(CudaError::NoPeerAccess { .. })) => TransportKind::NCCL,
             (_, Err(error)) => return Err(error),
             (TransportKind::Auto, Ok(())) => TransportKind::Nvlink,
             (kind, Ok(())) => kind,
@@ -99,7 +98,7 @@ impl CudaMachine {
     /// How the work of a rank that has one of these GPUs to itself gets in its own way.
     pub fn worker_sharing(&self) -> WorkerSharing {
         let workers = self.devices.iter().map(|device| device.sm_count()).min().unwrap_or(1) as usize;
-        WorkerSharing { workers, communication: self.num_sms as usize, ..WorkerSharing::H200 }
+        WorkerSharing { workers, communication: self.transport.workers(self.num_sms), ..WorkerSharing::H200 }
     }
 
     /// The same, whose transport's kernels take at most `num_sms` multiprocessors, and never more than 1,024.
@@ -196,18 +195,19 @@ impl CudaMachine {
     /// What moves the rows of each rank of a world.
     fn means(&self, world: &Arc<World>, devices: &[Device]) -> Result<Vec<Means>, CudaError> {
         match self.transport {
-            TransportKind::Nccl => {
-                let ranks = NcclRank::connect(&self.connected, devices, world)?;
-                Ok(ranks.into_iter().map(Means::Exchange).collect())
+            TransportKind::Nccl(settings) => {
+                let ranks = NcclRank::connect(&self.connected, devices, world, settings)?;
+                let sums = settings.sums;
+                Ok(ranks.into_iter().map(|nccl| Means::Exchange { nccl, sums }).collect())
             }
             TransportKind::CopyEngine => Ok(devices.iter().map(|_| Means::Push).collect()),
-            TransportKind::Nvlink | TransportKind::Hierarchical | TransportKind::Auto
+            TransportKind::Nvlink | TransportKind::Hierarchical(_) | TransportKind::Auto
                 if self.has_barriers(world.size()) =>
             {
                 let link = |_: &Device| Means::Link { num_sms: self.num_sms, engines: self.engines };
                 Ok(devices.iter().map(link).collect())
             }
-            TransportKind::Nvlink | TransportKind::Hierarchical | TransportKind::Auto => {
+            TransportKind::Nvlink | TransportKind::Hierarchical(_) | TransportKind::Auto => {
                 Ok(devices.iter().map(|_| Means::Pull).collect())
             }
         }
@@ -223,7 +223,8 @@ impl Machine for CudaMachine {
     }
 
     fn linear(&self, ranks: usize) -> LinearMachine {
-        let overlaps = self.transport.pass_overlaps(self.has_barriers(ranks), self.num_sms as usize);
+        let overlaps =
+            self.transport.pass_overlaps(self.has_barriers(ranks), self.transport.workers(self.num_sms));
         LinearMachine::new(
             self.transport.transport(),
             overlaps,

@@ -100,8 +100,8 @@ impl CudaProcess {
         let seats: Vec<Seat> = rendezvous.gather("GPUs", &seat)?;
         // Ranks that are to reach this one's memory.
         let is_near = |other: usize| match transport {
-            TransportKind::Auto | TransportKind::Hierarchical => topology.node(other) == topology.node(rank),
-            TransportKind::Nvlink | TransportKind::CopyEngine | TransportKind::Nccl => true,
+            TransportKind::Nvlink | TransportKind::CopyEngine | TransportKind::Nccl(_) => true,
+            _ => topology.node(other) == topology.node(rank),
         };
         let near: Vec<usize> = (0..seats.len()).filter(|other| *other != rank && is_near(*other)).collect();
         let reached = reach(&device, rank, &near, &neighbours, &seats);
@@ -119,7 +119,7 @@ impl CudaProcess {
         let transport = choose(transport, unreached.into_iter().flatten().next(), topology, sharing);
         let transport = transport.map_err(failed)?;
         let sharing_near = match transport {
-            TransportKind::Hierarchical => count(&|a, b| topology.node(a) == topology.node(b)),
+            TransportKind::Hierarchical(_) => count(&|a, b| topology.node(a) == topology.node(b)),
             _ => sharing,
         };
         let has_barriers = sharing_near == 1
@@ -128,7 +128,7 @@ impl CudaProcess {
         let imitated = neighbours.iter().any(|other| topology.node(*other) != topology.node(rank));
         // Ranks that share a GPU must not find each other on one host.
         let nccl_host = match (transport, sharing > 1) {
-            (TransportKind::Hierarchical, true) => Some(format!("rank {rank}")),
+            (TransportKind::Hierarchical(_), true) => Some(format!("rank {rank}")),
             (_, false) if imitated => Some(format!("node {}", topology.node(rank))),
             _ => None,
         };
@@ -203,7 +203,7 @@ impl CudaProcess {
 
     /// Bytes of rows that this rank has sent to other nodes so far; `None` where its transport does not distinguish them from others.
     pub fn sent_between_nodes(&self) -> Option<u64> {
-        (self.transport == TransportKind::Hierarchical).then(|| self.sent.load(Ordering::Relaxed))
+        matches!(self.transport, TransportKind::Hierarchical(_)).then(|| self.sent.load(Ordering::Relaxed))
     }
 
     /// What moves this rank's rows, and to whom.
@@ -214,10 +214,10 @@ impl CudaProcess {
         number: u64,
     ) -> Result<Vec<(Level, Means)>, ExecError> {
         Ok(match self.transport {
-            TransportKind::Nccl => vec![(Level::World, self.nccl(world, device, number)?)],
+            TransportKind::Nccl(_) => vec![(Level::World, self.nccl(world, device, number)?)],
             TransportKind::CopyEngine => vec![(Level::World, Means::Push)],
             TransportKind::Nvlink | TransportKind::Auto => vec![(Level::World, self.nvlink())],
-            TransportKind::Hierarchical => {
+            TransportKind::Hierarchical(_) => {
                 let each = self.topology.ranks_per_node;
                 let first = self.topology.node(self.rendezvous.rank()) * each;
                 let node = first..(first + each).min(self.topology.world_size);
@@ -242,6 +242,7 @@ impl CudaProcess {
             rank,
             host: self.nccl_host.as_deref(),
             world,
+            settings: self.transport.nccl().unwrap_or_default(),
             sent: &self.sent,
         };
         // A rank that could not end an exchange has none left of its connection, so that all must have it.
@@ -253,7 +254,8 @@ impl CudaProcess {
             Some(number) => NcclRank::join_again(&seat, number),
             None => {
                 let own = match rank {
-                    0 => NcclRank::unique_id(seat.host).map_err(|error| self.unconnected(error))?,
+                    0 => NcclRank::unique_id(seat.host, seat.settings)
+                        .map_err(|error| self.unconnected(error))?,
                     _ => Vec::new(),
                 };
                 // Here a rank that never comes has a name.
@@ -261,7 +263,9 @@ impl CudaProcess {
                 NcclRank::join(seat, number, &unique_id)
             }
         };
-        joined.map(Means::Exchange).map_err(|error| self.unconnected(error))
+        let sums = self.transport.nccl().unwrap_or_default().sums;
+        let exchange = |nccl| Means::Exchange { nccl, sums };
+        joined.map(exchange).map_err(|error| self.unconnected(error))
     }
 
     fn unconnected(&self, error: CudaError) -> ExecError {
@@ -287,7 +291,7 @@ impl Machine for CudaProcess {
 
     fn linear(&self, _: usize) -> LinearMachine {
         let has_barriers = self.has_barriers && self.topology.nodes() == 1;
-        let overlaps = self.transport.pass_overlaps(has_barriers, self.num_sms as usize);
+        let overlaps = self.transport.pass_overlaps(has_barriers, self.transport.workers(self.num_sms));
         LinearMachine::new(self.transport.transport(), overlaps, self.topology, self.cost(None))
     }
 
@@ -363,18 +367,18 @@ fn choose(
     sharing: usize,
 ) -> Result<TransportKind, CudaError> {
     let kind = match (wanted, &unreached) {
-        (TransportKind::Auto, None) if topology.nodes() > 1 => TransportKind::Hierarchical,
+        (TransportKind::Auto, None) if topology.nodes() > 1 => TransportKind::HIERARCHICAL,
         (TransportKind::Auto, None) => TransportKind::Nvlink,
-        (TransportKind::Auto, Some(_)) => TransportKind::Nccl,
+        (TransportKind::Auto, Some(_)) => TransportKind::NCCL,
         (kind, _) => kind,
     };
     let refuse = |reason| Err(CudaError::Transport { transport: kind.name(), reason });
     match (kind, unreached) {
-        (TransportKind::Nccl, _) if sharing > 1 => refuse(format!(
+        (TransportKind::Nccl(_), _) if sharing > 1 => refuse(format!(
             "{sharing} ranks share a GPU, and NCCL wants a GPU for each; start fewer processes a host, or use --transport \
              nvlink where all are on one host"
         )),
-        (TransportKind::Nccl, _) | (_, None) => Ok(kind),
+        (TransportKind::Nccl(_), _) | (_, None) => Ok(kind),
         (_, Some(reason)) => refuse(format!("{reason}; use --transport nccl")),
     }
 }
@@ -391,15 +395,15 @@ mod tests {
             |wanted, unreached, topology, sharing| choose(wanted, unreached, topology, sharing).unwrap();
         assert_eq!(chosen(TransportKind::Auto, None, flat, 1), TransportKind::Nvlink);
         assert_eq!(chosen(TransportKind::Auto, None, flat, 2), TransportKind::Nvlink);
-        assert_eq!(chosen(TransportKind::Auto, far(), flat, 1), TransportKind::Nccl);
-        assert_eq!(chosen(TransportKind::Auto, None, nodes, 2), TransportKind::Hierarchical);
-        assert_eq!(chosen(TransportKind::Nccl, far(), nodes, 1), TransportKind::Nccl);
+        assert_eq!(chosen(TransportKind::Auto, far(), flat, 1), TransportKind::NCCL);
+        assert_eq!(chosen(TransportKind::Auto, None, nodes, 2), TransportKind::HIERARCHICAL);
+        assert_eq!(chosen(TransportKind::NCCL, far(), nodes, 1), TransportKind::NCCL);
         assert_eq!(chosen(TransportKind::CopyEngine, None, nodes, 2), TransportKind::CopyEngine);
         for (wanted, unreached, sharing, word) in [
             (TransportKind::Nvlink, far(), 1, "use --transport nccl"),
             (TransportKind::CopyEngine, far(), 1, "different hosts"),
-            (TransportKind::Hierarchical, far(), 1, "different hosts"),
-            (TransportKind::Nccl, None, 2, "2 ranks share a GPU"),
+            (TransportKind::HIERARCHICAL, far(), 1, "different hosts"),
+            (TransportKind::NCCL, None, 2, "2 ranks share a GPU"),
             (TransportKind::Auto, far(), 2, "2 ranks share a GPU"),
         ] {
             let error = choose(wanted, unreached, flat, sharing).unwrap_err().to_string();

@@ -8,10 +8,12 @@ use std::{ptr, thread};
 
 use counterpoint_exec::World;
 
-use super::{Among, ConnectedRanks, End, LOOK, NcclMessage, NcclRank, explain, go_on, group};
+use super::{
+    Among, ConnectedRanks, End, LOOK, NcclMessage, NcclRank, NcclSettings, NcclSums, explain, go_on, group,
+};
 use crate::{CudaError, Device, DeviceBuffer, Stream, StreamPriority};
 use counterpoint_driver::Inside;
-use counterpoint_driver::{Nccl, NcclConfig, NcclUniqueId};
+use counterpoint_driver::{Nccl, NcclUniqueId};
 
 impl NcclRank {
     /// Ranks that are threads of this process, the first on the first of `devices`, connected with each other: those of
@@ -28,6 +30,7 @@ impl NcclRank {
         connected: &ConnectedRanks,
         devices: &[Device],
         world: &Arc<World>,
+        settings: NcclSettings,
     ) -> Result<Vec<Self>, CudaError> {
         let limit = world.config().limit;
         if let Some(rank) = (1..devices.len()).find(|&rank| devices[..rank].contains(&devices[rank])) {
@@ -39,16 +42,18 @@ impl NcclRank {
             return Err(CudaError::Transport { transport: "nccl", reason });
         }
         let nccl = Nccl::get()?;
-        let among = Among::Devices(devices.to_vec());
+        let among = Among::Devices(devices.to_vec(), settings);
         if let Some(ends) = connected.take(&among) {
             return Ok(Self::of_ends(nccl, connected, among, ends, 0, world, &Arc::default()));
         }
-        never_multicast();
+        decide_on_multicast(settings);
         let (sender, receiver) = mpsc::channel();
         let (count, devices, world) = (devices.len(), devices.to_vec(), world.clone());
         let connected = connected.clone();
         // Nobody receives any more once the limit has passed.
-        thread::spawn(move || drop(sender.send(Self::connect_all(nccl, &connected, &devices, &world))));
+        thread::spawn(move || {
+            drop(sender.send(Self::connect_all(nccl, &connected, &devices, &world, settings)))
+        });
         receiver.recv_timeout(limit).unwrap_or_else(|_| {
             let reason = format!("{count} ranks were not connected after {:.3} s", limit.as_secs_f64());
             Err(CudaError::Transport { transport: "nccl", reason })
@@ -60,6 +65,7 @@ impl NcclRank {
         connected: &ConnectedRanks,
         devices: &[Device],
         world: &Arc<World>,
+        settings: NcclSettings,
     ) -> Result<Vec<Self>, CudaError> {
         let _inside = Inside::enter();
         devices.iter().try_for_each(Device::leave_memory)?;
@@ -69,7 +75,7 @@ impl NcclRank {
         group(nccl, || {
             devices.iter().zip(&mut handles).enumerate().try_for_each(|(rank, (device, handle))| {
                 let _bound = device.make_current()?;
-                let mut config = NcclConfig::blocking();
+                let mut config = settings.config();
                 let count = devices.len() as c_int;
                 // SAFETY: the handle is in a list that outlives the group, the configuration is copied before the call returns.
                 let code =
@@ -78,7 +84,7 @@ impl NcclRank {
             })
         })?;
         let ends = handles.into_iter().zip(devices).map(|(handle, device)| End::new(nccl, device, handle));
-        let among = Among::Devices(devices.to_vec());
+        let among = Among::Devices(devices.to_vec(), settings);
         let ranks = Self::of_ends(nccl, connected, among, ends.collect(), 0, world, &Arc::default());
         all_connected(ranks)
     }
@@ -87,9 +93,9 @@ impl NcclRank {
     ///
     /// # Errors
     /// [`CudaError::NoNccl`]; NCCL's own.
-    pub(crate) fn unique_id(host: Option<&str>) -> Result<Vec<u8>, CudaError> {
+    pub(crate) fn unique_id(host: Option<&str>, settings: NcclSettings) -> Result<Vec<u8>, CudaError> {
         let nccl = Nccl::get()?;
-        never_multicast();
+        decide_on_multicast(settings);
         host_is(host);
         unique_id(nccl).map(|id| id.bytes.to_vec())
     }
@@ -104,17 +110,17 @@ impl NcclRank {
     /// As [`NcclRank::connect`].
     pub(crate) fn join(seat: NcclSeat<'_>, number: u64, unique_id: &[u8]) -> Result<Self, CudaError> {
         let nccl = Nccl::get()?;
-        never_multicast();
+        decide_on_multicast(seat.settings);
         host_is(seat.host);
         let id = NcclUniqueId { bytes: std::array::from_fn(|at| unique_id.get(at).copied().unwrap_or(0)) };
-        let NcclSeat { connected, device, rank, world, sent, .. } = seat;
+        let NcclSeat { connected, device, rank, world, sent, settings, .. } = seat;
         let (sender, receiver) = mpsc::channel();
         let join = {
             let (connected, device) = (connected.clone(), device.clone());
             let (world, sent) = (world.clone(), sent.clone());
             move || {
                 let _inside = Inside::enter();
-                let end = init_one(nccl, &device, rank, world.size(), id);
+                let end = init_one(nccl, &device, (rank, world.size()), id, settings);
                 let end = end.map_err(|error| explain(&world, rank, error))?;
                 let among = Among::Processes(number);
                 let ranks = Self::of_ends(nccl, &connected, among, vec![end], rank, &world, &sent);
@@ -136,7 +142,7 @@ impl NcclRank {
     pub(crate) fn connections(connected: &ConnectedRanks) -> Vec<u64> {
         let number = |among| match among {
             Among::Processes(number) => Some(number),
-            Among::Devices(_) => None,
+            Among::Devices(..) => None,
         };
         connected.keys().into_iter().filter_map(number).collect()
     }
@@ -200,6 +206,8 @@ pub(crate) struct NcclSeat<'a> {
     /// NCCL takes ranks of different hosts for ranks on different hosts, where one is given.
     pub(crate) host: Option<&'a str>,
     pub(crate) world: &'a Arc<World>,
+    /// How NCCL is set up, the same on all ranks.
+    pub(crate) settings: NcclSettings,
     /// What exchanges send is added to it, in bytes.
     pub(crate) sent: &'a Arc<AtomicU64>,
 }
@@ -207,14 +215,14 @@ pub(crate) struct NcclSeat<'a> {
 fn init_one(
     nccl: &'static Nccl,
     device: &Device,
-    rank: usize,
-    count: usize,
+    (rank, count): (usize, usize),
     id: NcclUniqueId,
+    settings: NcclSettings,
 ) -> Result<End, CudaError> {
     device.leave_memory()?;
     let _bound = device.make_current()?;
     let mut handle = ptr::null_mut();
-    let mut config = NcclConfig::blocking();
+    let mut config = settings.config();
     // SAFETY: the pointers are to locals; the handle is written and the configuration copied before the call returns.
     let code =
         unsafe { (nccl.ncclCommInitRankConfig)(&mut handle, count as c_int, id, rank as c_int, &mut config) };
@@ -302,9 +310,11 @@ fn exchange_once(ranks: &[NcclRank], places: &[Place]) -> Result<(), CudaError> 
 }
 
 /// NCCL makes multicast objects for reductions in the switch, which sends and receives do not use and which a host may not
-/// allow.
-fn never_multicast() {
-    decide("NCCL_NVLS_ENABLE", "0");
+/// allow. Its own sums may use them: the first communicator of a process decides for all.
+fn decide_on_multicast(settings: NcclSettings) {
+    if settings.sums == NcclSums::InRankOrder {
+        decide("NCCL_NVLS_ENABLE", "0");
+    }
 }
 
 /// Ranks of one host may stand for ranks of several.

@@ -1,6 +1,7 @@
 //! Ranks of NCCL, threads or processes: grouped sends and receives, with a limit on every call.
 
 mod connect;
+mod settings;
 mod shelf;
 
 use std::ffi::{c_int, c_void};
@@ -10,9 +11,10 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use counterpoint_exec::World;
-use counterpoint_plan::GemmCollective;
+use counterpoint_plan::{DType, GemmCollective};
 
 pub(crate) use connect::NcclSeat;
+pub use settings::{NcclSettings, NcclSums};
 use shelf::{Lent, Shelf};
 
 use crate::kernel::ElementType;
@@ -50,8 +52,8 @@ pub(crate) type ConnectedRanks = Shelf<Among, End>;
 /// Who is connected.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Among {
-    /// Threads of this process, a rank on each of these.
-    Devices(Vec<Device>),
+    /// Threads of this process, a rank on each of these, with these settings.
+    Devices(Vec<Device>, NcclSettings),
     /// Processes, since the connection of that number.
     Processes(u64),
 }
@@ -106,13 +108,38 @@ pub(crate) struct NcclMessage {
     pub(crate) bytes: u64,
 }
 
+/// What one rank has of a reduce-scatter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct NcclSum {
+    /// Where its shares for all ranks begin.
+    pub(crate) from: u64,
+    /// Where its sums go.
+    pub(crate) to: u64,
+    /// Of one rank.
+    pub(crate) elements: usize,
+    pub(crate) dtype: DType,
+}
+
+/// `ncclDataType_t`.
+fn kind_of(dtype: DType) -> c_int {
+    match dtype {
+        DType::F16 => 6,
+        DType::F32 => 7,
+        DType::F64 => 8,
+        DType::Bf16 => 9,
+    }
+}
+
+/// `ncclSum`.
+const SUM: c_int = 0;
+
 impl NcclRank {
     /// Connects ranks that are threads of this process, one on each of these devices, for `world`.
     ///
     /// # Errors
     /// When there is no NCCL, or it does not connect them.
     pub fn among_threads(devices: &[Device], world: &Arc<World>) -> Result<Vec<Self>, CudaError> {
-        Self::connect(&ConnectedRanks::default(), devices, world)
+        Self::connect(&ConnectedRanks::default(), devices, world, NcclSettings::PLAIN)
     }
 
     /// Enqueues the sends and the receives, which may wait for each other, and behind them `ended`, unless a graph is captured.
@@ -137,6 +164,45 @@ impl NcclRank {
         let others = sends.iter().filter(|message| message.peer != self.rank);
         let bytes = others.map(|message| message.bytes).sum();
         self.sent.fetch_add(bytes, Ordering::Relaxed);
+        self.enqueued(stream, ended)
+    }
+
+    /// Enqueues reduce-scatters of NCCL's own, all at once, and behind them `ended`, unless a graph is captured.
+    ///
+    /// # Safety
+    /// As [`NcclRank::exchange`]; all ranks make the same call.
+    ///
+    /// # Errors
+    /// As [`NcclRank::exchange`].
+    pub(crate) unsafe fn reduce_scatter(
+        &self,
+        stream: &Stream,
+        sums: &[NcclSum],
+        ended: Option<&Event>,
+    ) -> Result<(), CudaError> {
+        let _bound = self.device.make_current()?;
+        let nccl = self.nccl;
+        let calls = |handle| {
+            group(nccl, || {
+                sums.iter().try_for_each(|&NcclSum { from, to, elements, dtype }| {
+                    let (kind, queue) = (kind_of(dtype), stream.raw());
+                    // SAFETY: the caller's promise.
+                    let code = unsafe {
+                        (nccl.ncclReduceScatter)(from as _, to as _, elements, kind, SUM, handle, queue)
+                    };
+                    nccl.check("ncclReduceScatter", code).map(|_| ())
+                })
+            })
+        };
+        self.lent.end().with(calls).map_err(|error| explain(&self.world, self.rank, error))?;
+        let others = (self.count - 1) as u64;
+        let bytes = sums.iter().map(|sum| others * (sum.elements * sum.dtype.size()) as u64).sum();
+        self.sent.fetch_add(bytes, Ordering::Relaxed);
+        self.enqueued(stream, ended)
+    }
+
+    /// Waits on the host until NCCL has enqueued what it was given, and records `ended` behind it.
+    fn enqueued(&self, stream: &Stream, ended: Option<&Event>) -> Result<(), CudaError> {
         self.wait("ncclGroupEnd")?;
         if let Some(ended) = ended {
             ended.record(stream)?;
@@ -190,8 +256,6 @@ impl NcclRank {
         to: u64,
         count: usize,
     ) -> Result<(), CudaError> {
-        /// `ncclSum`.
-        const SUM: c_int = 0;
         let nccl = self.nccl;
         // `ncclFloat16` and `ncclBfloat16`.
         let kind = if element == ElementType::F16 { 6 } else { 9 };

@@ -1,9 +1,11 @@
 //! The transports between GPUs by name: NVLink kernels, copy engines, NCCL, or a hierarchy of them.
 
 use std::fmt;
+use std::str::FromStr;
 
-use counterpoint_schedule::PassOverlap;
-use counterpoint_schedule::RankTransport;
+use counterpoint_schedule::{OverlapPolicy, PassOverlap, RankTransport};
+
+use crate::nccl::{NcclSettings, NcclSums};
 
 /// How rows travel between GPUs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -19,25 +21,49 @@ pub enum TransportKind {
     /// only for the sum.
     CopyEngine,
     /// NCCL's sends and receives, with a pass that gathers what is sent before and one that scatters or sums after.
-    Nccl,
+    Nccl(NcclSettings),
     /// For ranks that are processes: NCCL between nodes, and inside each what [`TransportKind::Nvlink`] is.
-    Hierarchical,
+    Hierarchical(NcclSettings),
 }
 
 impl TransportKind {
+    /// By NCCL as it sets itself up, with sums in the order of ranks.
+    pub const NCCL: Self = Self::Nccl(NcclSettings::PLAIN);
+
+    /// Likewise between nodes.
+    pub const HIERARCHICAL: Self = Self::Hierarchical(NcclSettings::PLAIN);
+
     /// All of them, by the names that users know.
     pub const NAMES: [(&'static str, Self); 5] = [
         ("auto", Self::Auto),
         ("nvlink", Self::Nvlink),
         ("copy-engine", Self::CopyEngine),
-        ("nccl", Self::Nccl),
-        ("hierarchical", Self::Hierarchical),
+        ("nccl", Self::NCCL),
+        ("hierarchical", Self::HIERARCHICAL),
     ];
+
+    /// How NCCL is set up, where it moves rows.
+    pub const fn nccl(self) -> Option<NcclSettings> {
+        match self {
+            Self::Nccl(settings) | Self::Hierarchical(settings) => Some(settings),
+            Self::Auto | Self::Nvlink | Self::CopyEngine => None,
+        }
+    }
+
+    /// Multiprocessors that its kernels take, of which those of ours take `own`.
+    pub(crate) fn workers(self, own: u32) -> usize {
+        self.nccl().and_then(|settings| settings.workers()).unwrap_or(own as usize)
+    }
 
     /// The ways in which passes of linear layers can be run; `has_barriers` where kernels of all ranks can wait for each other, and
     /// `workers` the multiprocessors of this transport's kernels.
     pub(crate) fn pass_overlaps(self, has_barriers: bool, workers: usize) -> Vec<PassOverlap> {
-        self.transport().pass_overlaps(has_barriers, workers)
+        let mut ways = self.transport().pass_overlaps(has_barriers, workers);
+        if self.nccl().is_some_and(|settings| settings.sums == NcclSums::Library) {
+            // Nothing says when a sum of NCCL's starts.
+            ways.retain(|way| !is_bare_barrier(way.policy()));
+        }
+        ways
     }
 
     /// What it is in the table of what runs where, on one node where that is left open.
@@ -45,19 +71,106 @@ impl TransportKind {
         match self {
             Self::Auto | Self::Nvlink => RankTransport::Nvlink,
             Self::CopyEngine => RankTransport::CopyEngine,
-            Self::Nccl => RankTransport::Nccl,
-            Self::Hierarchical => RankTransport::Hierarchical,
+            Self::Nccl(_) => RankTransport::Nccl,
+            Self::Hierarchical(_) => RankTransport::Hierarchical,
         }
     }
 
-    /// Its name.
-    pub fn name(self) -> &'static str {
-        Self::NAMES.into_iter().find(|(_, kind)| *kind == self).map_or("", |(name, _)| name)
+    /// Its name, without settings.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Nvlink => "nvlink",
+            Self::CopyEngine => "copy-engine",
+            Self::Nccl(_) => "nccl",
+            Self::Hierarchical(_) => "hierarchical",
+        }
     }
 }
 
 impl fmt::Display for TransportKind {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.write_str(self.name())
+        formatter.write_str(self.name())?;
+        self.nccl().map_or(Ok(()), |settings| settings.fmt(formatter))
+    }
+}
+
+impl FromStr for TransportKind {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let mut words = text.split('+');
+        let name = words.next().unwrap_or_default();
+        let named = Self::NAMES.into_iter().find(|(known, _)| *known == name);
+        let settings = NcclSettings::parse(words)?;
+        match named {
+            Some((_, Self::Nccl(_))) => Ok(Self::Nccl(settings)),
+            Some((_, Self::Hierarchical(_))) if settings.sums == NcclSums::Library => Err(format!(
+                "`{text}`: library-sums is for nccl, whose sums are of all ranks; kernels sum inside nodes here"
+            )),
+            Some((_, Self::Hierarchical(_))) => Ok(Self::Hierarchical(settings)),
+            Some((_, kind)) if settings == NcclSettings::PLAIN => Ok(kind),
+            Some(_) => Err(format!("`{text}`: {name} has no settings; they are of nccl and hierarchical")),
+            None => {
+                let names = Self::NAMES.map(|(name, _)| name).join(", ");
+                Err(format!("`{name}` is no transport; give {names}"))
+            }
+        }
+    }
+}
+
+/// Whether only a kernel barrier sees to it that communication finds multiprocessors.
+fn is_bare_barrier(policy: OverlapPolicy) -> bool {
+    policy.has_barriers() && !policy.leaves_workers()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn text_and_back() {
+        for text in [
+            "auto",
+            "nvlink",
+            "copy-engine",
+            "nccl",
+            "hierarchical",
+            "nccl+cluster-size=1+max-ctas=8",
+            "hierarchical+min-ctas=2+max-ctas=4+cta-policy=efficiency",
+            "nccl+cta-policy=zero+library-sums",
+        ] {
+            assert_eq!(text.parse::<TransportKind>().unwrap().to_string(), text);
+        }
+        for (text, word) in [
+            ("", "is no transport"),
+            ("ncll", "is no transport; give auto"),
+            ("nvlink+max-ctas=4", "nvlink has no settings"),
+            ("nccl+max-ctas=0", "a number from 1 to 64"),
+            ("nccl+max-ctas", "a number from 1 to 64"),
+            ("nccl+cluster-size=9", "a number from 0 to 8"),
+            ("nccl+cta-policy=fast", "default, efficiency or zero"),
+            ("nccl+min-ctas=8+max-ctas=4", "more than max-ctas=4"),
+            ("nccl+library-sums=1", "no setting of NCCL's"),
+            ("hierarchical+library-sums", "is for nccl"),
+            ("nccl+", "no setting of NCCL's"),
+        ] {
+            let error = text.parse::<TransportKind>().unwrap_err();
+            assert!(error.contains(word), "{text}: {error}");
+        }
+    }
+
+    #[test]
+    fn margins_follow_the_blocks_of_nccl() {
+        let ways = |text: &str| {
+            let kind: TransportKind = text.parse().unwrap();
+            let ways = kind.pass_overlaps(false, kind.workers(16));
+            ways.into_iter().map(|way| way.policy().to_string()).collect::<Vec<_>>()
+        };
+        let has = |text: &str, policy: &str| ways(text).iter().any(|way| way == policy);
+        assert!(has("nccl", "kernel-barrier+sm-margin=16") && has("nccl", "kernel-barrier"));
+        assert!(has("nccl+max-ctas=4", "kernel-barrier+sm-margin=4"));
+        assert!(has("nccl+library-sums", "kernel-barrier+sm-margin=16"));
+        assert!(!has("nccl+library-sums", "kernel-barrier"));
     }
 }

@@ -17,7 +17,9 @@ use libloading::Library;
 pub use cublaslt::{CublasLt, cublaslt_types};
 pub(crate) use driver::{Driver, call};
 pub use driver_calls::DriverCalls;
-pub use nccl::{LibraryVersion, Nccl, NcclConfig, NcclHandle, NcclProgress, NcclUniqueId, nccl_version};
+pub use nccl::{
+    LibraryVersion, Nccl, NcclConfig, NcclCtaPolicy, NcclHandle, NcclProgress, NcclUniqueId, nccl_version,
+};
 pub(crate) use nvrtc::Nvrtc;
 pub use nvtx::NvtxDomain;
 pub use search::search_packages;

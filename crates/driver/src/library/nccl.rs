@@ -40,7 +40,19 @@ pub struct NcclUniqueId {
 /// A rank's end; only NCCL looks into it.
 pub type NcclHandle = *mut c_void;
 
-/// `ncclConfig_t` as NCCL 2.18 has it; newer ones take it, and choose what it lacks.
+/// What NCCL saves with the blocks of its kernels (`NCCL_CTA_POLICY`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(i32)]
+pub enum NcclCtaPolicy {
+    /// Nothing: the fastest.
+    Default = 0,
+    /// Blocks, where it loses no bandwidth.
+    Efficiency = 1,
+    /// All of them, where copy engines can do what it was asked.
+    Zero = 2,
+}
+
+/// `ncclConfig_t` as NCCL 2.27 has it. It says that it is as long as that of 2.18, unless it has a policy; newer ones choose what it lacks.
 #[repr(C)]
 pub struct NcclConfig {
     size: usize,
@@ -52,14 +64,22 @@ pub struct NcclConfig {
     max_ctas: c_int,
     net_name: *const c_char,
     split_share: c_int,
+    traffic_class: c_int,
+    comm_name: *const c_char,
+    collnet_enable: c_int,
+    cta_policy: c_int,
+    shrink_share: c_int,
+    nvls_ctas: c_int,
 }
+
+/// NCCL leaves it to itself.
+const UNDEFINED: c_int = c_int::MIN;
 
 impl NcclConfig {
     /// Calls come back when they are done.
     pub fn blocking() -> Self {
-        const UNDEFINED: c_int = c_int::MIN;
         Self {
-            size: size_of::<Self>(),
+            size: std::mem::offset_of!(Self, comm_name),
             magic: 0xcafe_beef,
             version: 21_800,
             blocking: 1,
@@ -68,7 +88,28 @@ impl NcclConfig {
             max_ctas: UNDEFINED,
             net_name: std::ptr::null(),
             split_share: UNDEFINED,
+            traffic_class: UNDEFINED,
+            comm_name: std::ptr::null(),
+            collnet_enable: UNDEFINED,
+            cta_policy: UNDEFINED,
+            shrink_share: UNDEFINED,
+            nvls_ctas: UNDEFINED,
         }
+    }
+
+    /// The same, with so many blocks in a cluster, and at least and at most so many in a kernel, where they are given.
+    #[must_use]
+    pub fn with_ctas(self, cluster_size: Option<u32>, [min, max]: [Option<u32>; 2]) -> Self {
+        let given = |number: Option<u32>| {
+            number.map_or(UNDEFINED, |number| c_int::try_from(number).unwrap_or(c_int::MAX))
+        };
+        Self { cga_cluster_size: given(cluster_size), min_ctas: given(min), max_ctas: given(max), ..self }
+    }
+
+    /// The same with a policy. NCCL before 2.27 does not look at it.
+    #[must_use]
+    pub fn with_cta_policy(self, policy: NcclCtaPolicy) -> Self {
+        Self { size: size_of::<Self>(), version: 22_700, cta_policy: policy as c_int, ..self }
     }
 }
 
@@ -192,4 +233,20 @@ pub enum NcclProgress {
     Done,
     /// It goes on by itself.
     Running,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The layouts of nccl.h: as long as 2.18's structure without a policy, and as 2.27's with one.
+    #[test]
+    fn a_configuration_is_as_long_as_the_version_that_it_names() {
+        let plain = NcclConfig::blocking().with_ctas(Some(1), [None, Some(8)]);
+        assert_eq!((plain.size, plain.version), (48, 21_800));
+        assert_eq!((plain.cga_cluster_size, plain.min_ctas, plain.max_ctas), (1, UNDEFINED, 8));
+        let saving = plain.with_cta_policy(NcclCtaPolicy::Efficiency);
+        assert_eq!((saving.size, saving.version, saving.cta_policy), (72, 22_700, 1));
+        assert_eq!(std::mem::offset_of!(NcclConfig, cta_policy), 60);
+    }
 }

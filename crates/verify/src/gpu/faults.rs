@@ -92,7 +92,7 @@ pub fn selftest_isolation(machine: &CudaMachine) -> Result<Vec<SelfCheck>, ExecE
         }
         let results = problem.undisturbed(&isolated).map_err(|error| error.to_string())?;
         let unlike = expected.iter().zip(&results).filter(|(a, b)| a != b).count();
-        let others = usize::from(isolated.transport() != TransportKind::Nccl);
+        let others = usize::from(isolated.transport() != TransportKind::NCCL);
         Ok(SelfCheck::of(name.clone(), 0, (unlike + others) as f64, 0.0))
     };
     Ok(vec![check().unwrap_or_else(|reason| SelfCheck::failed(name.clone(), 0, reason))])

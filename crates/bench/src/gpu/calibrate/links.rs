@@ -21,10 +21,10 @@ pub(super) fn transports(
     report: &mut dyn FnMut(&str),
 ) -> Result<Vec<TransportMeasurement>, ExecError> {
     let mut measured = Vec::new();
-    for kind in [TransportKind::Nvlink, TransportKind::CopyEngine, TransportKind::Nccl] {
+    for kind in [TransportKind::Nvlink, TransportKind::CopyEngine, TransportKind::NCCL] {
         // One that there is not is no error: it is not measured.
         let Ok(machine) = machine.clone().with_transport(kind) else { continue };
-        if kind == TransportKind::Nccl && counterpoint_cuda::nccl_version().is_err() {
+        if kind == TransportKind::NCCL && counterpoint_cuda::nccl_version().is_err() {
             continue;
         }
         report(&format!("transport {kind}"));

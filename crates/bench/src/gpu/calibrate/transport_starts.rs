@@ -148,7 +148,7 @@ extern \"C\" __global__ void __launch_bounds__({threads}, 2) {name}(const __grid
 pub fn counted_transports(gpus: usize) -> &'static [TransportKind] {
     match gpus {
         0 | 1 => &[TransportKind::Nvlink],
-        _ => &[TransportKind::Nvlink, TransportKind::CopyEngine, TransportKind::Nccl],
+        _ => &[TransportKind::Nvlink, TransportKind::CopyEngine, TransportKind::NCCL],
     }
 }
 

@@ -125,6 +125,30 @@ const KNOWN: &[(&str, When, Verdict, &str)] = &[
         "NCCL makes multicast objects that sends and receives do not use, and that a host may refuse: unset it, and Counterpoint sets it to 0",
     ),
     (
+        "NCCL_CGA_CLUSTER_SIZE",
+        When::IsOneOf(&["0", "1"]),
+        Fine,
+        "NCCL's blocks start one by one, as multiprocessors become free: a margin may be smaller than NCCL's kernels",
+    ),
+    (
+        "NCCL_CGA_CLUSTER_SIZE",
+        When::Set,
+        Fine,
+        "NCCL's blocks start in clusters of so many: with +sm-margin=N make N no less than all of its blocks, or set it to 0 (--transport nccl+cluster-size=0)",
+    ),
+    (
+        "NCCL_CTA_POLICY",
+        When::IsOneOf(&["0", "DEFAULT"]),
+        Fine,
+        "NCCL takes as many multiprocessors as are fastest: with +sm-margin=N make N as many (--transport nccl+max-ctas=N)",
+    ),
+    (
+        "NCCL_CTA_POLICY",
+        When::Set,
+        Fine,
+        "NCCL takes fewer multiprocessors where it loses no bandwidth: a margin may be smaller; measure the link with doctor --calibrate",
+    ),
+    (
         "NCCL_MIN_CTAS",
         When::Set,
         Costs,

@@ -86,7 +86,7 @@ fn count(arguments: &DoctorArguments) -> Result<Vec<Row>, CliError> {
     for &kind in counted_transports(gpus) {
         // A transport that there is not is no error: it is not counted.
         let Ok(machine) = machine.clone().with_transport(kind) else { continue };
-        if kind == TransportKind::Nccl && nccl_version().is_err() {
+        if kind == TransportKind::NCCL && nccl_version().is_err() {
             continue;
         }
         let counted = |barrier| -> Result<u32, CliError> {
