@@ -46,6 +46,10 @@ pub struct CostModel {
     /// the last is known to have ended, and the rate. Without it nobody measured them: [`CostModel::engine_link`].
     #[serde(default)]
     pub engine: Option<Link>,
+    /// Bytes a second that one worker reads, adds and writes where a few sum beside a product. Without it nobody measured them:
+    /// [`CostModel::sum_rate`].
+    #[serde(default)]
+    pub sum_bytes_per_second: Option<f64>,
     /// What overlapping work takes from each other; without it, nothing.
     #[serde(default)]
     pub sharing: Option<WorkerSharing>,
@@ -59,10 +63,12 @@ const fn copy_seconds() -> f64 {
     2.5e-6
 }
 
-/// Bytes a second of copies to other ranks over those of the link's kernels, both on H200s, and what it takes until the first of a
-/// collective has begun and the last is known to have ended (`docs/experiments/060-column-backward.md`).
-const ENGINE_RATE: f64 = 380e9 / 315e9;
-const ENGINE_START: f64 = 25e-6;
+/// Copies to other ranks by the engines of H200s, whose link's kernels move [`CostModel::H200`]'s; what it takes until the first of a
+/// collective has begun and the last is known to have ended is taken to be alike elsewhere (`docs/experiments/060-column-backward.md`).
+const ENGINE_H200: Link = Link { alpha_seconds: 25e-6, bytes_per_second: 380e9 };
+
+/// What one worker sums beside a product over the memory's rate, on an H200 (likewise).
+const SUM_SHARE: f64 = 50e9 / 4300e9;
 
 impl CostModel {
     /// A Hopper GPU on NVLink, nodes joined by 400 Gb/s of network a GPU: what to plan with where nothing was measured.
@@ -77,6 +83,7 @@ impl CostModel {
         network: Link { alpha_seconds: 60e-6, bytes_per_second: 45e9 },
         copy_seconds: copy_seconds(),
         engine: None,
+        sum_bytes_per_second: Some(50e9),
         sharing: None,
         tiles: Some(TileCosts::H200),
     };
@@ -91,17 +98,26 @@ impl CostModel {
         launch_seconds: 20e-6,
         copy_seconds: 0.0,
         engine: None,
+        sum_bytes_per_second: None,
         link: Link { alpha_seconds: 50e-6, bytes_per_second: 2e9 },
         network: Link { alpha_seconds: 100e-6, bytes_per_second: 1e9 },
         sharing: None,
         tiles: None,
     };
 
-    /// What copy engines take between ranks of a node: as measured, or else as much faster than the link's kernels as on H200s.
+    /// What copy engines take between ranks of a node: as measured; as on H200s where the link is theirs; or else at the rate of the
+    /// link's kernels, for over PCIe or a slower NVLink neither is known to be faster.
     pub fn engine_link(&self) -> Link {
-        let alike =
-            Link { alpha_seconds: ENGINE_START, bytes_per_second: ENGINE_RATE * self.link.bytes_per_second };
-        self.engine.unwrap_or(alike)
+        let alike = || match self.link == Self::H200.link {
+            true => ENGINE_H200,
+            false => Link { bytes_per_second: self.link.bytes_per_second, ..ENGINE_H200 },
+        };
+        self.engine.unwrap_or_else(alike)
+    }
+
+    /// Bytes a second that one worker sums beside a product: as measured, or else as much of the memory's rate as on an H200.
+    pub fn sum_rate(&self) -> f64 {
+        self.sum_bytes_per_second.unwrap_or(SUM_SHARE * self.memory_bytes_per_second)
     }
 
     /// Seconds of a product, without its launch.
@@ -136,6 +152,9 @@ impl CostModel {
         if let Some(engine) = self.engine {
             check_figure("engine.bytes_per_second", engine.bytes_per_second, RATES)?;
             check_figure("engine.alpha_seconds", engine.alpha_seconds, COSTS)?;
+        }
+        if let Some(rate) = self.sum_bytes_per_second {
+            check_figure("sum_bytes_per_second", rate, RATES)?;
         }
         self.sharing.map_or(Ok(()), |sharing| sharing.validate())?;
         self.tiles.map_or(Ok(()), |tiles| tiles.validate())

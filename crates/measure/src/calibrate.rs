@@ -47,6 +47,7 @@ pub fn calibrate(spec: &AttentionSpec, ranks: usize) -> CostModel {
         // Nobody's engines copy.
         copy_seconds: 0.0,
         engine: None,
+        sum_bytes_per_second: None,
         // Rates are those of ranks that all compute at once.
         sharing: None,
         // Kernels of the CPU have no tiles to count; their rates are of whole problems.

@@ -23,6 +23,7 @@ fn cost() -> CostModel {
         network: Link { bytes_per_second: link.bytes_per_second / 2.0, ..link },
         copy_seconds: 0.0,
         engine: None,
+        sum_bytes_per_second: None,
         sharing: None,
         tiles: None,
     }

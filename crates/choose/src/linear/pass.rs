@@ -22,9 +22,6 @@ pub struct LinearPass {
     pub direction: LinearDirection,
 }
 
-/// What one multiprocessor reads, adds and writes beside a product, over the memory's rate, on H200s
-/// (`docs/experiments/060-column-backward.md`).
-const SUM_RATE: f64 = 50e9 / 4300e9;
 /// How much longer a product takes beside copies, and one whose rows travel while it is computed.
 const SLOWER_BESIDE: f64 = 1.02;
 const SLOWER_FUSED: f64 = 1.04;
@@ -261,7 +258,7 @@ impl LinearPass {
         let by_kernels = |columns: usize| cost.launch_seconds + self.travel_seconds(own_rows, columns, cost);
         let engine = cost.engine_link();
         let by_engines = |columns: usize| engine.alpha_seconds + to_others(columns) / engine.bytes_per_second;
-        let sum_rate = SUMMING_WORKERS as f64 * SUM_RATE * cost.memory_bytes_per_second;
+        let sum_rate = SUMMING_WORKERS as f64 * cost.sum_rate();
         let adding = own * (tp_size as f64 + 1.0) * row(n) / sum_rate;
         let (sums, spread) = match collective {
             GemmCollective::ReduceScatter => ([by_kernels(n), by_engines(n) + adding], [0.0; 2]),
@@ -429,6 +426,11 @@ mod tests {
         let bytes = 3.0 * 2048.0 * 8192.0 * 2.0;
         assert!(seconds(&cost) > bytes / cost.engine_link().bytes_per_second, "{}", seconds(&cost));
         assert!(seconds(&cost) > 1.5 * fast, "{} {fast}", seconds(&cost));
+        assert_eq!(
+            cost.engine_link().bytes_per_second,
+            cost.link.bytes_per_second,
+            "nobody measured that they are faster"
+        );
         let unmeasured = seconds(&cost);
         cost.engine = Some(Link { alpha_seconds: 25e-6, bytes_per_second: 20e9 });
         assert!(seconds(&cost) > bytes / 20e9 && seconds(&cost) > unmeasured, "{}", seconds(&cost));

@@ -46,6 +46,7 @@ pub(super) fn shared(one: CostModel, ranks: usize) -> CostModel {
         // A copy reads and writes each byte.
         link: Link { alpha_seconds: 20e-6, bytes_per_second: memory_bytes_per_second / 2.0 },
         engine: None,
+        sum_bytes_per_second: Some(one.sum_rate() * share),
         // Kernels of several ranks find room among each other in ways that this does not know.
         sharing: None,
         tiles: one.tiles.map(|tiles| TileCosts { workers: tiles.workers.div_ceil(ranks), ..tiles }),

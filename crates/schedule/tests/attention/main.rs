@@ -42,6 +42,7 @@ fn cost() -> CostModel {
         network: link,
         copy_seconds: 0.0,
         engine: None,
+        sum_bytes_per_second: None,
         sharing: None,
         tiles: None,
     }

@@ -5,17 +5,20 @@ use std::time::Duration;
 use counterpoint_choose::{PlanConfig, plan_mask};
 use counterpoint_cost::CostModel;
 use counterpoint_exec::{ExecError, random_inputs};
-use counterpoint_mask::Mask;
+use counterpoint_mask::{Mask, Range};
 use counterpoint_plan::{AttentionSpec, DType, Topology};
 use counterpoint_report::median;
 use counterpoint_schedule::{
-    GradientReduction, KeyBlocks, OverlapPolicy, Program, lower_attention_backward, lower_attention_forward,
-    simulate,
+    Accumulate, GradientReduction, KeyBlocks, OverlapPolicy, Program, ReduceOp, SUMMING_WORKERS,
+    lower_attention_backward, lower_attention_forward, simulate,
 };
 
 use crate::gpu::{AttentionBench, BenchClock, BenchPass, GemmBench};
 use counterpoint_cuda::exec_error;
-use counterpoint_cuda::kernel::{ElementType, Gemm, GemmLayout, GemmRunner, GemmSpec};
+use counterpoint_cuda::kernel::{
+    ElementType, Gemm, GemmLayout, GemmRunner, GemmSpec, LinkOperands, LinkReduceSpec, ReduceTypes, RowMove,
+    Scalar, StagedReduce, StartMark,
+};
 use counterpoint_cuda::{CudaError, CudaMachine, Device, DeviceBuffer, Event, Stream, StreamPriority};
 
 /// Seconds of `work` on the device, enqueued `count` times after once to warm up.
@@ -48,6 +51,45 @@ pub(super) fn memory_bytes_per_second(device: &Device) -> Result<f64, ExecError>
     );
     let seconds = device_seconds(device, 8, |stream| to.copy_from(stream, 0, &from))?;
     Ok(2.0 * BYTES as f64 / seconds)
+}
+
+/// Bytes that one multiprocessor reads, adds and writes a second where as many sum as beside a product; `None` where no kernel keeps to so
+/// few. Nothing runs beside it here: a product takes multiprocessors, not what these have.
+pub(super) fn sum_bytes_per_second(device: &Device) -> Result<Option<f64>, ExecError> {
+    /// Operands, as of four ranks, of rows of bf16.
+    const PEERS: usize = 4;
+    const ROWS: usize = 8192;
+    const ROW_ELEMENTS: u64 = 1024;
+    let share =
+        ReduceTypes { partial: Scalar::Bf16, wire: Scalar::Bf16, sum: Scalar::F32, result: Scalar::Bf16 };
+    if !StagedReduce::takes(device, share, ROW_ELEMENTS, [PEERS, 1]) {
+        return Ok(None);
+    }
+    let spec = LinkReduceSpec {
+        op: ReduceOp::Sum,
+        accumulate: Accumulate::Start,
+        types: share,
+        operands: LinkOperands::Announced,
+        tensors: vec![(ROWS, ROW_ELEMENTS)],
+    };
+    let rows = Range::new(0, ROWS);
+    let moves: Vec<RowMove> = (0..PEERS).map(|peer| RowMove { peer, from: rows, to: rows }).collect();
+    let bytes = ROWS * ROW_ELEMENTS as usize * 2;
+    let made = || -> Result<_, CudaError> {
+        let setup = Stream::new(device, StreamPriority::Low)?;
+        let sum = StagedReduce::new(&setup, &spec, &moves, SUMMING_WORKERS as u32)?;
+        let memory = DeviceBuffer::new(device, (PEERS + 1) * bytes)?;
+        memory.fill(&setup, 0)?;
+        setup.synchronize()?;
+        Ok((sum, memory))
+    };
+    let (sum, memory) = made().map_err(|error| exec_error(0, "a calibration", error))?;
+    let at = |share: usize| memory.address() + (share * bytes) as u64;
+    let seconds = device_seconds(device, 8, |stream| {
+        // SAFETY: all rows lie inside `memory`, which lives until they are summed.
+        unsafe { sum.launch(stream, PEERS, |peer, _| at(peer), &[at(PEERS)], &StartMark::none()) }
+    })?;
+    Ok(Some(((PEERS + 1) * bytes) as f64 / seconds / SUMMING_WORKERS as f64))
 }
 
 /// From the start of one small operation to that of the next.

@@ -32,6 +32,8 @@ pub fn calibrate(machine: &CudaMachine, report: &mut dyn FnMut(&str)) -> Result<
     report("copies and launches");
     cost.memory_bytes_per_second = kernels::memory_bytes_per_second(device)?;
     cost.launch_seconds = kernels::launch_seconds(device)?;
+    report("sums");
+    cost.sum_bytes_per_second = kernels::sum_bytes_per_second(device)?;
     report("matrix products");
     cost.matmul_flops_per_second = kernels::matmul_flops_per_second(device)?;
     report("attention");
