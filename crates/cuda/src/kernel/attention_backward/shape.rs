@@ -152,7 +152,7 @@ impl BackwardShape {
         self.rows / self.ctas()
     }
 
-    /// The work of all CTAs. Where shares of dq take turns, blocks touch at multiples of their size.
+    /// The work of all CTAs. Where partial sums of dq take turns, blocks touch at multiples of their size.
     pub(super) fn schedule(
         self,
         problem: &AttentionProblem,
