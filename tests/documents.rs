@@ -139,7 +139,7 @@ fn root() -> &'static Path {
 }
 
 /// Old words that a reader of the field's papers would have to look up (docs/glossary.md has the pairs).
-const OLD_WORDS: [&str; 15] = [
+const OLD_WORDS: [&str; 24] = [
     "products whose rows travel",
     "rows away",
     "kernels meet",
@@ -155,6 +155,15 @@ const OLD_WORDS: [&str; 15] = [
     "changes no bit",
     "ran in turns",
     " in turns with ",
+    "shares of dk",
+    "shares of dq",
+    "shares of a sum",
+    "shares of the sum",
+    "own shares",
+    "way home",
+    "travel home",
+    "travels home",
+    "are home",
 ];
 
 /// Whole words, in names as well: who is told what is notified, sent, given or printed something.

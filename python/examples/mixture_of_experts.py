@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 python/examples/mixture_of_experts.py
 
 Each rank has its own tokens and an equal part of the experts. A router chooses two experts for each token; tokens travel to the
-ranks of their experts under the first product, and the results travel home under the second. Ranks have a GPU each where there
+ranks of their experts under the first product, and the results travel back under the second. Ranks have a GPU each where there
 are as many, and are on the CPU where there are not.
 """
 

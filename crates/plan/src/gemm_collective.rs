@@ -12,9 +12,9 @@ use crate::{Activations, DType, LinearDirection, LinearKind, LinearSpec};
 pub enum GemmCollective {
     /// The rows of the first operand are gathered, then multiplied.
     AllGather,
-    /// Every rank has a share of each sum, which ends on the row's owner.
+    /// Every rank has a partial sum of each sum, which ends on the row's owner.
     ReduceScatter,
-    /// Every rank has a share of each sum, which ends on all.
+    /// Every rank has a partial sum of each sum, which ends on all.
     AllReduce,
 }
 

@@ -13,7 +13,7 @@ use crate::DType;
 pub enum LinearKind {
     /// Output features: every rank has all tokens of the input and some columns of the output.
     Column,
-    /// Input features: every rank has some columns of the input, and a share of every output, which are summed.
+    /// Input features: every rank has some columns of the input, and a partial sum of every output, which are summed.
     Row,
 }
 
@@ -74,7 +74,7 @@ pub struct LinearSpec {
     pub in_features: usize,
     /// Columns of `y`, of all ranks.
     pub out_features: usize,
-    /// Whether there is a bias. A row-parallel layer adds it once, on rank 0's share.
+    /// Whether there is a bias. A row-parallel layer adds it once, on rank 0's partial sum.
     pub has_bias: bool,
     /// Type of activations, weight and bias.
     pub dtype: DType,

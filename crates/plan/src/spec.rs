@@ -84,7 +84,7 @@ pub struct AttentionSpec {
     pub softcap: f64,
     /// Rows of the sink tensor `[seqlen_sink, heads_q]`; 0 without a sink.
     pub seqlen_sink: usize,
-    /// In which type ranks send their shares of dk and dv.
+    /// In which type ranks send their partial sums of dk and dv.
     #[serde(default)]
     pub gradient_shares: GradientShares,
     /// Whether a forward also gives `max_logits`: the largest score of each query head, over all ranks.
@@ -95,7 +95,7 @@ pub struct AttentionSpec {
     pub dlse: bool,
 }
 
-/// In which type a rank that has computed a share of the gradients of another one's keys and values sends it. The owner adds shares in the
+/// In which type a rank that has computed partial sums of the gradients of another one's keys and values sends them. The owner adds these in the
 /// accumulator's type and rounds once.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -103,7 +103,7 @@ pub enum GradientShares {
     /// In the accumulator's type.
     #[default]
     Accumulators,
-    /// In the tensors' type, where nothing needs shares in one order: of bf16 half as many bytes, each share rounded. The largest error of
+    /// In the tensors' type, where nothing needs them in one order: of bf16 half as many bytes, each rounded. The largest error of
     /// dk and dv may then be more than twice a plain implementation's, by a rounding of the largest element.
     Elements,
 }
@@ -140,7 +140,7 @@ impl AttentionSpec {
         (rows * self.kv_row_bytes() / PART_BYTES).clamp(1, MOST_PARTS)
     }
 
-    /// The type of shares of dk and dv that travel, where nothing needs them exact; see [`GradientShares`].
+    /// The type of partial sums of dk and dv that travel, where nothing needs them exact; see [`GradientShares`].
     pub fn gradient_share_dtype(&self) -> DType {
         match self.gradient_shares {
             GradientShares::Elements => self.dtype,
@@ -148,7 +148,7 @@ impl AttentionSpec {
         }
     }
 
-    /// Bytes of the shares of the gradients of one key row and one value row together.
+    /// Bytes of the partial gradients of one key row and one value row together.
     pub fn kv_gradient_row_bytes(&self) -> usize {
         self.heads_kv * (self.head_dim + self.head_dim_v) * self.gradient_share_dtype().size()
     }

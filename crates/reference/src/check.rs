@@ -80,7 +80,7 @@ impl CheckReport {
         wrong.map(TensorCheck::to_string).collect::<Vec<_>>().join("; ")
     }
 
-    /// Shares of dk and dv that travel as elements are each rounded once before they are added: of the largest elements that may be one more
+    /// Partial sums of dk and dv that travel as elements are each rounded once before they are added: of the largest elements that may be one more
     /// rounding. The bound on the relative error stays.
     fn allow_rounded_shares(&mut self, dtype: DType, reference: &Reference) {
         let Some(gradients) = &reference.gradients else { return };

@@ -45,7 +45,7 @@ class ExpertLayer(torch.nn.Module):
     `kind="dispatch"` brings tokens to their experts and multiplies them there: the first product of an expert. `x` is
     `[tokens, in_features]`, this rank's tokens, and the result `[rows, out_features]`, the rows of this rank's experts: expert
     after expert, of each the tokens of rank 0, then those of rank 1, and so on, in their order. `kind="combine"` multiplies such
-    rows and takes them home: the last product. Its result is `[tokens, out_features]`, for each token the sum of what its experts
+    rows and takes them back: the last product. Its result is `[tokens, out_features]`, for each token the sum of what its experts
     gave, zeros where it has none. Activations between the two, biases and gates are the caller's: `sources(routing)` says
     which token and which expert each row is.
 

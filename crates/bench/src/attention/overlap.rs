@@ -215,7 +215,7 @@ impl Proof {
         self.total / self.compute.max(self.moved)
     }
 
-    /// In the backward the last gradients travel home after the last computation, so that the goal is the forward's.
+    /// In the backward the last gradients travel to their owners after the last computation, so that the goal is the forward's.
     fn text(&self, pass: &str, policy: OverlapPolicy, goals: Goals) -> String {
         let text = format!(
             "{pass}, {policy}: {}; computation {}, communication {}: {:.2}x the longer, {:.2}x their sum",

@@ -72,7 +72,7 @@ struct Tensors<M: Machine> {
 }
 
 /// The tensors of the ranks here, of those of all.
-fn of_ranks<M: Machine>(group: &Group<M>, all: Option<&Vec<HostTensor>>) -> Vec<HostTensor> {
+fn of_ranks<M: Machine>(group: &Group<M>, all: Option<&[HostTensor]>) -> Vec<HostTensor> {
     all.and_then(|all| all.get(group.ranks_here())).unwrap_or_default().to_vec()
 }
 
@@ -244,7 +244,7 @@ impl Case<'_> {
             Some(tensors) => tensors,
             None => tensors.insert(Tensors {
                 x: layer.upload("x", of_ranks(group, Some(&inputs.x)))?,
-                dy: layer.upload("dy", of_ranks(group, inputs.dy.as_ref()))?,
+                dy: layer.upload("dy", of_ranks(group, inputs.dy.as_deref()))?,
                 weight: layer.scatter_weight(&inputs.weight)?,
             }),
         };

@@ -88,7 +88,7 @@ impl Direction {
         (q_rows * bytes) as f64 / cost.memory_bytes_per_second
     }
 
-    /// Seconds to make results of a stage's own shares of the gradients of own rows, where it does all work.
+    /// Seconds to make results of a stage's own partial sums of the gradients of own rows, where it does all work.
     pub(crate) fn own_seconds(self, own_rows: usize, spec: &AttentionSpec, cost: &CostModel) -> f64 {
         if own_rows == 0 || self == Direction::Forward {
             return 0.0;

@@ -115,7 +115,7 @@ fn chosen(shares: GradientShares) -> [Sums; 2] {
     sums
 }
 
-/// The forward hides all. Of the backward two thirds of what is exposed is waiting for ranks that compute more; the rest are the last shares of dk
+/// The forward hides all. Of the backward two thirds of what is exposed is waiting for ranks that compute more; the rest are the last partial sums of dk
 /// and dv, which nothing comes after.
 #[test]
 fn documents_hide_most_of_what_they_send() {

@@ -145,7 +145,7 @@ pub(crate) struct SimulateLinearArguments {
 #[derive(Debug, Args)]
 #[command(after_help = "\
 A dispatch sends tokens to the experts that they chose and multiplies them there;
-a combine multiplies, and brings the sums of a token's experts home. Every token
+a combine multiplies, and brings the sums of a token's experts back. Every token
 chooses different experts at random; with --skew some are more popular than
 others. Groups are those that are predicted to be fastest under each policy.
 Products of all experts of a group are predicted as one launch.

@@ -219,7 +219,7 @@ struct PortableForward {
         const i32 token = tile.start + i32(row(m, i));
         if (arguments.begin_acc == nullptr || token >= tile.end) continue;
         offset[m][i] = -arguments.begin_row_max[place(token)];
-        // Threads of a quad hold shares of the sum.
+        // Threads of a quad hold partial sums.
         if (lane % 4 == 0) sum[m][i] = arguments.begin_row_sum[place(token)];
         const float* from = arguments.begin_acc + (place(token) * arguments.head_dim_v + 2 * (lane % 4));
 #pragma unroll
@@ -246,7 +246,7 @@ struct PortableForward {
         const float factor = exp2_fast(joined - offset[m][i]), factor_before = exp2_fast(joined - before);
         offset[m][i] = joined;
         sum[m][i] *= factor;
-        // Threads of a quad hold shares of the sum.
+        // Threads of a quad hold partial sums.
         if (lane % 4 == 0) sum[m][i] += factor_before * arguments.begin_row_sum[place(token)];
         const float* from = arguments.begin_acc + (place(token) * arguments.head_dim_v + 2 * (lane % 4));
 #pragma unroll

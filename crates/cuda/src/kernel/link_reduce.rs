@@ -93,7 +93,7 @@ pub enum LinkOperands {
     /// In the tensors that each rank announces.
     Announced,
     /// With the one that adds them: the others have put theirs there before they announced anything. Its own tensors of a call are
-    /// then the results, what came, and its own shares, each so many as there are results. Rows that no move names are results
+    /// then the results, what came, and its own partial sums, each so many as there are results. Rows that no move names are results
     /// already.
     Delivered {
         /// The one that adds.

@@ -1,6 +1,6 @@
 //! A backward whose gradients of other ranks' keys leave while it is computed, each rank on a GPU of its own. They go into memory of
 //! the rank that owns the keys, a place for each rank that has some; once all of these are through with their computation, which
-//! a device-side barrier says, it adds what has come to its own share, in the order of ranks.
+//! a device-side barrier says, it adds what has come to its own partial sums, in the order of ranks.
 
 use counterpoint_exec::collective::{Collective, Pattern, PeerRows};
 use counterpoint_exec::{CollectiveCall, CollectiveContext, ExecError, OpPlace};
@@ -111,7 +111,7 @@ impl BackwardReduceWork {
     }
 }
 
-/// What the kernel adds to the rows of `rank`: from its own share, but for rows that are `alone`, and from what the others have
+/// What the kernel adds to the rows of `rank`: from its own partial sums, but for rows that are `alone`, and from what the others have
 /// delivered.
 fn moves(pattern: &Pattern, rank: usize, delivered: &Staging, alone: &[Range]) -> Vec<RowMove> {
     let of_peer = |peer: &PeerRows| -> Vec<RowMove> {

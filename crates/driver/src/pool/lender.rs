@@ -25,6 +25,7 @@ pub trait DeviceAllocator: Send + Sync + fmt::Debug {
 
 /// Why an allocator gave nothing.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum AllocationError {
     /// It has not so much.
     OutOfMemory,

@@ -146,15 +146,15 @@ impl<'a, B: Backend, T: Transport<B>> Call<'a, B, T> {
     }
 
     /// Where the call begins and ends: its first stream, or the caller's where others may run under it on all of its own.
-    fn home(&self) -> Option<&'a Arc<B::Stream>> {
+    fn outer_stream(&self) -> Option<&'a Arc<B::Stream>> {
         self.stream.filter(|_| self.overlaps()).or(self.streams().first())
     }
 
     /// The others: the caller's, those that it is ordered with.
-    fn neighbours(&self, home: &Arc<B::Stream>) -> Vec<Arc<B::Stream>> {
+    fn neighbours(&self, outer: &Arc<B::Stream>) -> Vec<Arc<B::Stream>> {
         let mut neighbours = self.prepared.group_rank().neighbours();
         neighbours.extend(self.stream.cloned());
-        neighbours.retain(|stream| !Arc::ptr_eq(stream, home));
+        neighbours.retain(|stream| !Arc::ptr_eq(stream, outer));
         neighbours
     }
 
@@ -177,28 +177,28 @@ impl<'a, B: Backend, T: Transport<B>> Call<'a, B, T> {
     /// Has all streams of the call begin behind the calls that it follows and the caller's stream.
     fn begin(&self, order: &mut CallOrder<B>) -> Result<(), ExecError> {
         let (backend, streams) = (self.prepared.backend(), self.streams());
-        let Some(home) = self.home() else { return Ok(()) };
+        let Some(outer) = self.outer_stream() else { return Ok(()) };
         let place = self.place("the begin of a call");
         let captured = order.captured.iter().map(|(on, ended)| (on, ended));
         let before = order.before(self.lane, self.overlaps()).chain(captured);
-        for (_, ended) in before.filter(|(on, _)| !Arc::ptr_eq(on, home)) {
-            backend.follow(home, &place, ended)?;
+        for (_, ended) in before.filter(|(on, _)| !Arc::ptr_eq(on, outer)) {
+            backend.follow(outer, &place, ended)?;
         }
         let events = self.prepared.group_rank().events(self.lane);
-        for stream in self.neighbours(home) {
+        for stream in self.neighbours(outer) {
             let ready = events.take(backend)?;
             backend.record(&stream, &place, &ready)?;
-            self.order(&stream, home, &place, &ready)?;
+            self.order(&stream, outer, &place, &ready)?;
             events.put(ready);
         }
         if backend.poisons() {
             let specs = self.prepared.program().buffers.iter();
             let written = specs.zip(&self.table).filter(|(spec, _)| begins_anew(spec.role));
-            backend.poison(home, &place, written.map(|(_, buffer)| buffer.clone()).collect())?;
+            backend.poison(outer, &place, written.map(|(_, buffer)| buffer.clone()).collect())?;
         }
-        let copied = |(strided, dense): &(B::Buffer, B::Buffer)| backend.copy(home, &place, strided, dense);
+        let copied = |(strided, dense): &(B::Buffer, B::Buffer)| backend.copy(outer, &place, strided, dense);
         self.read.iter().try_for_each(copied)?;
-        let mut others = streams.iter().filter(|stream| !Arc::ptr_eq(stream, home)).peekable();
+        let mut others = streams.iter().filter(|stream| !Arc::ptr_eq(stream, outer)).peekable();
         if others.peek().is_none() {
             return Ok(());
         }
@@ -206,7 +206,7 @@ impl<'a, B: Backend, T: Transport<B>> Call<'a, B, T> {
             Some(fork) => fork.clone(),
             None => order.fork.insert(backend.create_event()?).clone(),
         };
-        backend.record(home, &place, &fork)?;
+        backend.record(outer, &place, &fork)?;
         others.try_for_each(|stream| backend.wait(stream, &place, &fork))
     }
 
@@ -216,24 +216,24 @@ impl<'a, B: Backend, T: Transport<B>> Call<'a, B, T> {
         let events = self.prepared.group_rank().events(self.lane);
         let place = self.place(&format!("the end of `{}`", self.prepared.program().name));
         let ended = events.take(backend)?;
-        let Some(home) = self.home() else { return Ok(Ticket::new(backend, ended, place, events)) };
-        for (index, stream) in streams.iter().filter(|stream| !Arc::ptr_eq(stream, home)).enumerate() {
+        let Some(outer) = self.outer_stream() else { return Ok(Ticket::new(backend, ended, place, events)) };
+        for (index, stream) in streams.iter().filter(|stream| !Arc::ptr_eq(stream, outer)).enumerate() {
             if order.joins.len() <= index {
                 order.joins.push(backend.create_event()?);
             }
             backend.record(stream, &place, &order.joins[index])?;
-            backend.wait(home, &place, &order.joins[index])?;
+            backend.wait(outer, &place, &order.joins[index])?;
         }
-        let copied = |(strided, dense): &(B::Buffer, B::Buffer)| backend.copy(home, &place, dense, strided);
+        let copied = |(strided, dense): &(B::Buffer, B::Buffer)| backend.copy(outer, &place, dense, strided);
         self.written.iter().try_for_each(copied)?;
-        backend.record(home, &place, &ended)?;
-        for stream in &self.neighbours(home) {
+        backend.record(outer, &place, &ended)?;
+        for stream in &self.neighbours(outer) {
             self.order(stream, stream, &place, &ended)?;
         }
         if backend.is_captured(&ended) {
-            order.captured = Some((home.clone(), ended.clone()));
+            order.captured = Some((outer.clone(), ended.clone()));
         } else {
-            order.note_end(self.lane, home, &ended, self.overlaps());
+            order.note_end(self.lane, outer, &ended, self.overlaps());
         }
         Ok(Ticket::new(backend, ended, place, events))
     }

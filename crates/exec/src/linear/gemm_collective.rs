@@ -40,7 +40,7 @@ pub struct GemmCollectiveSpec {
 }
 
 impl GemmCollectiveSpec {
-    /// The layer that it is, in `groups` groups of rows: row-parallel where shares are summed, column-parallel where rows are
+    /// The layer that it is, in `groups` groups of rows: row-parallel where partial sums are summed, column-parallel where rows are
     /// gathered. Its Programs are [`lower_linear_forward`](counterpoint_schedule::lower_linear_forward)'s.
     ///
     /// # Errors

@@ -99,7 +99,7 @@ impl LinearOptions {
 /// ```
 pub struct ColumnParallelLinear<M: Machine>(LinearLayer<M>);
 
-/// A linear layer whose input features are split over the ranks: each has a share of every `y`, and shares are summed over the
+/// A linear layer whose input features are split over the ranks: each has a partial sum of every `y`, and partial sums are summed over the
 /// ranks, group by group, while the next group is multiplied. `x` is what a [`ColumnParallelLinear`] before it gives.
 ///
 /// Under sequence parallelism a rank ends with its own tokens of `y`, otherwise all ranks with all of them.

@@ -64,7 +64,7 @@ impl ExpertPlan {
         ExpertRows { experts, rows, groups }
     }
 
-    /// A rank's parts in the way of a group's tokens to the experts of others, and in the way home of all.
+    /// A rank's parts in the way of a group's tokens to the experts of others, and in the way back of all.
     fn parts(&self, rank: usize, group: usize, of_group: &GroupRows) -> (GroupPart, GroupPart) {
         let travel = self.routing().travel();
         let (mut cast, mut reduce) = (GroupPart::default(), GroupPart::default());

@@ -30,7 +30,7 @@ pub struct GroupRows {
     pub cast: Arc<GroupPart>,
     /// Rows of all ranks' tokens, its own included.
     pub leaving: usize,
-    /// The rank's part in taking them home: it owns its tokens, all groups', and the other side is a tensor of `leaving` rows.
+    /// The rank's part in taking them back: it owns its tokens, all groups', and the other side is a tensor of `leaving` rows.
     pub reduce: Arc<GroupPart>,
 }
 

@@ -2,7 +2,7 @@
 //!
 //! A row that sees many keys of many ranks makes its owner fetch them all, and compute with them all. Its query and its
 //! partial results are few bytes beside these keys. So such a row can be *away*: every rank that owns keys that it sees, its
-//! owner included, *hosts* it. Hosts receive its query, compute with their own keys, and send partial results home. A row is
+//! owner included, *hosts* it. Hosts receive its query, compute with their own keys, and send partial results to the owner. A row is
 //! away with all of its work, so results of a row come from stages or from hosts, never from both: its partial results are
 //! merged once, in the order of ranks, and no stage waits for them.
 
@@ -49,9 +49,9 @@ impl HostedWork {
         self.part.owned.iter().map(|split| split.rows.len()).sum()
     }
 
-    /// This rank's part in the group-reduce that brings partial results home: as [`part`](Self::part), but `owned` rows are
+    /// This rank's part in the group-reduce that brings partial results to their owners: as [`part`](Self::part), but `owned` rows are
     /// places in the list of rows that are [away](Self::away), whose results lie one after the other.
-    pub fn home_part(&self) -> GroupPart {
+    pub fn owner_part(&self) -> GroupPart {
         let mut place = 0;
         // A sweep in global order wrote the splits: they ascend and share no row.
         let owned = self.part.owned.iter().map(|split| {

@@ -180,8 +180,8 @@ pub(crate) fn check_hosting(mask: &Mask, plan: &Plan) {
     let away = |rank: usize| rows(&works[rank].away()).into_iter().map(|local| inputs[rank][local]).collect();
     let away: Vec<Vec<usize>> = (0..plan.cp_size()).map(away).collect();
     assert!(away.iter().any(|rows| !rows.is_empty()), "hosting of nothing");
-    let home: Vec<GroupPart> = works.iter().map(|work| work.home_part()).collect();
-    assert_eq!(group_cast(&home.iter().collect::<Vec<_>>(), &none, &away), buffers);
+    let reduced: Vec<GroupPart> = works.iter().map(|work| work.owner_part()).collect();
+    assert_eq!(group_cast(&reduced.iter().collect::<Vec<_>>(), &none, &away), buffers);
     for ((rank, work), buffer) in plan.ranks.iter().zip(&works).zip(&buffers) {
         assert_eq!(*buffer, rows(&work.q_ranges));
         assert_eq!(work.away_rows(), away[rank.rank].len());

@@ -132,6 +132,6 @@ pub fn reference_bytes(spec: &AttentionSpec, seqlen_q: usize, seqlen_k: usize, b
         .saturating_mul(8 * runs)
 }
 
-/// Rows are cut into so many parts, whose shares of dk and dv are summed in order: a fixed number, so that the result
+/// Rows are cut into so many parts, whose partial sums of dk and dv are summed in order: a fixed number, so that the result
 /// does not depend on the threads.
 const PARTS: usize = 4;

@@ -1,4 +1,4 @@
-//! The attention backward of a rank as a Program: delta, stages, gradients of remote keys on their way home, the sum of dsink.
+//! The attention backward of a rank as a Program: delta, stages, gradients of remote keys on their way to their owners, the sum of dsink.
 
 use std::sync::Arc;
 
@@ -54,22 +54,27 @@ pub fn lower_attention_backward(
     if hosted.is_some() {
         keys.after_queries();
     }
-    let mut to_owners = ReduceToOwner::new(spec, rules.share_dtype, reduce, (dk, dv), arrive);
+    let mut to_owners = ReduceToOwner::new(spec, rules.partial_dtype, reduce, (dk, dv), arrive);
     if two_level.is_some() {
         let stream = p.stream("group-reduce between nodes", StreamKind::Communication);
         to_owners = to_owners.over_nodes(stream, stages.len());
     }
-    let mut running =
-        Running { keys, hosted, to_owners, share_buffers: Rotation::new(stages.len()), shares: Vec::new() };
+    let mut running = Running {
+        keys,
+        hosted,
+        to_owners,
+        partial_buffers: Rotation::new(stages.len()),
+        partials: Vec::new(),
+    };
     for s in 0..stages.len() {
         this.stage(&mut p, s, &mut running, (arrive, two_level));
     }
-    let Running { hosted, mut to_owners, shares, .. } = running;
-    if !shares.is_empty() {
-        this.send_all(&mut p, shares, &mut to_owners);
+    let Running { hosted, mut to_owners, partials, .. } = running;
+    if !partials.is_empty() {
+        this.send_all(&mut p, partials, &mut to_owners);
     }
-    let home = to_owners.arrived(&mut p);
-    p.after(compute, None, "wait for the last reduce", home);
+    let reduced = to_owners.arrived(&mut p);
+    p.after(compute, None, "wait for the last reduce", reduced);
     if let Some(hosted) = hosted {
         hosted.finish(&mut p, this.dq.rounded.unwrap_or(this.dq.written));
     }
@@ -102,26 +107,27 @@ struct SumRules {
     reduction: GradientReduction,
     /// Keys arrive in so many parts during one launch.
     delivery_parts: Option<usize>,
-    /// One reduction makes the results of all shares of a sum.
+    /// One reduction makes the results of all partial sums.
     at_once: bool,
-    /// Of shares on their way.
-    share_dtype: DType,
+    /// Of partial sums on their way.
+    partial_dtype: DType,
     hosts_do_all: bool,
 }
 
 impl SumRules {
     fn of(plan: &Plan, spec: &AttentionSpec, reduction: GradientReduction) -> Self {
         let delivery_parts = delivery_parts(plan.ranks.iter().map(|rank| &*rank.backward), spec);
-        // One stage that does all work has all shares of a sum together, so that one reduction makes the results of them. Its order is
-        // that of ranks, in deterministic mode the own share is first.
+        // One stage that does all work has all partial sums together, so that one reduction makes the results of them. Its order is
+        // that of ranks, in deterministic mode the own partial sum is first.
         let at_once = delivery_parts.is_some()
             && reduction == GradientReduction::PerStage
             && plan.ranks.iter().all(|rank| rank.hosted.is_none());
         // What is copied into sums, or comes in one order whatever the stages are, is as exact as they are. All ranks send in one type.
         let apart = plan.ranks.iter().all(|rank| rank.backward.iter().all(|stage| stage.own_rows == 0));
-        let rounds_shares = at_once || (apart && reduction == GradientReduction::PerStage);
-        let share_dtype = if rounds_shares { spec.gradient_share_dtype() } else { spec.dtype.accumulator() };
-        Self { reduction, delivery_parts, at_once, share_dtype, hosts_do_all: hosts_do_all(plan) }
+        let rounds_partials = at_once || (apart && reduction == GradientReduction::PerStage);
+        let partial_dtype =
+            if rounds_partials { spec.gradient_share_dtype() } else { spec.dtype.accumulator() };
+        Self { reduction, delivery_parts, at_once, partial_dtype, hosts_do_all: hosts_do_all(plan) }
     }
 }
 
@@ -150,9 +156,9 @@ struct Running<'a> {
     keys: KeyPrefetch<'a>,
     hosted: Option<HostedBackward<'a>>,
     to_owners: ReduceToOwner<'a>,
-    share_buffers: Rotation,
+    partial_buffers: Rotation,
     /// Those of all stages, where one reduction is for all.
-    shares: Vec<(BufferId, BufferId)>,
+    partials: Vec<(BufferId, BufferId)>,
 }
 
 impl<'a> Backward<'a> {
@@ -183,7 +189,7 @@ impl<'a> Backward<'a> {
             (false, _) => Gradient::summed,
         };
         let dq = declare(p, "dq", spec.dtype, &[rank_plan.q_rows, spec.heads_q, spec.head_dim]);
-        // Only shares of other rows than its own make a sum of dk and dv: without any they are results at once.
+        // Only partial sums of other rows than its own make a sum of dk and dv: without any they are results at once.
         let shared =
             (stages.len() > 1 && !rules.at_once) || (rank_plan.hosted.is_some() && !rules.hosts_do_all);
         let declare = if shared { Gradient::summed } else { Gradient::whole };
@@ -219,7 +225,7 @@ impl<'a> Backward<'a> {
         let shape = [self.spec.seqlen_sink, self.spec.heads_q];
         let sink = self.sink.map(|sink| {
             let role = if world_size > 1 { BufferRole::Scratch } else { BufferRole::Output };
-            let name = if world_size > 1 { "dsink_share" } else { "dsink" };
+            let name = if world_size > 1 { "dsink_partial" } else { "dsink" };
             (sink, p.buffer(name, acc_dtype, &shape, role))
         });
         let Self { out, dout, lse, dlse, delta, .. } = *self;
@@ -229,26 +235,26 @@ impl<'a> Backward<'a> {
         if let Some(hosted) = &mut hosted {
             hosted.send_statistics(p);
         }
-        if let Some((_, share)) = sink
+        if let Some((_, partial)) = sink
             && world_size > 1
         {
-            self.sum_dsink(p, share);
+            self.sum_dsink(p, partial);
         }
         hosted
     }
 
-    /// An all-reduce of a rank's share of dsink, in a fixed order.
-    fn sum_dsink(&self, p: &mut ProgramBuilder, share: BufferId) {
+    /// An all-reduce of a rank's partial sum of dsink, in a fixed order.
+    fn sum_dsink(&self, p: &mut ProgramBuilder, partial: BufferId) {
         let (Streams { compute, reduce, .. }, acc_dtype) = (self.streams, self.spec.dtype.accumulator());
-        let mark = p.mark(compute, None, "dsink share done");
-        p.after(reduce, None, "wait for dsink share", mark);
+        let mark = p.mark(compute, None, "dsink partial done");
+        p.after(reduce, None, "wait for dsink partial", mark);
         let shape = [self.spec.seqlen_sink, self.spec.heads_q];
         let sum = p.buffer("dsink_sum", acc_dtype, &shape, BufferRole::Scratch);
         let total = p.buffer("dsink", acc_dtype, &shape, BufferRole::Output);
         let part = Arc::new(through_rank_0(self.rank, self.plan.ranks.len(), self.spec.seqlen_sink));
         let op = GroupReduce {
             part: part.clone(),
-            tensors: vec![(share, sum)],
+            tensors: vec![(partial, sum)],
             op: ReduceOp::Sum,
             accumulate: Accumulate::Start,
             wire_dtype: acc_dtype,
@@ -276,7 +282,7 @@ impl<'a> Backward<'a> {
     ) {
         let (here, stage, rules) = (Some(s), &self.stages[s], self.rules);
         let Streams { compute, reduce, .. } = self.streams;
-        let Running { keys, hosted, to_owners, share_buffers, shares } = running;
+        let Running { keys, hosted, to_owners, partial_buffers, partials } = running;
         let stage_keys = keys.enter(p, s);
         if s >= 1 {
             let started = s as u64 - 1 + u64::from(hosted.is_some());
@@ -284,7 +290,7 @@ impl<'a> Backward<'a> {
         }
         let gradients = self.key_gradients(p, s);
         if s > 0 && rules.reduction == GradientReduction::PerStage {
-            share_buffers.take(p, compute, s, gradients);
+            partial_buffers.take(p, compute, s, gradients);
         }
         let sums = (self.dk.written, self.dv.written);
         // A stage that does all work, and hosts that do, leave none to the local one.
@@ -327,9 +333,9 @@ impl<'a> Backward<'a> {
                 let route =
                     two_level.map_or(Route::Straight(&stage.part), |parts| Route::OverNodes(&parts[s]));
                 to_owners.send(p, here, route, gradients, done);
-                share_buffers.leave(p, reduce, s);
+                partial_buffers.leave(p, reduce, s);
             }
-            GradientReduction::Deterministic => shares.push(gradients),
+            GradientReduction::Deterministic => partials.push(gradients),
         }
     }
 
@@ -339,11 +345,11 @@ impl<'a> Backward<'a> {
             return (self.dk.written, self.dv.written);
         }
         let (spec, rows) = (self.spec, self.stages[s].key_rows);
-        let mut share = |name: &str, head_dim: usize| {
+        let mut partial = |name: &str, head_dim: usize| {
             let shape = [rows, spec.heads_kv, head_dim];
-            p.buffer(&format!("{name}_{s}"), self.rules.share_dtype, &shape, BufferRole::Scratch)
+            p.buffer(&format!("{name}_{s}"), self.rules.partial_dtype, &shape, BufferRole::Scratch)
         };
-        (share("dk", spec.head_dim), share("dv", spec.head_dim_v))
+        (partial("dk", spec.head_dim), partial("dv", spec.head_dim_v))
     }
 
     /// The computation of stage `s`; `begins` where it is the first that adds to dq.
@@ -374,24 +380,24 @@ impl<'a> Backward<'a> {
         })
     }
 
-    /// The one reduction of all shares of dk and dv, the own rows among them.
+    /// The one reduction of all partial sums of dk and dv, the own rows among them.
     fn reduce_at_once(&self, stage: &StagePlan, (dk, dv): (BufferId, BufferId)) -> Op {
         Op::GroupReduce(GroupReduce {
             part: Arc::new(with_own(&stage.part, self.rank, stage.own_rows)),
             tensors: vec![(dk, self.dk.written), (dv, self.dv.written)],
             op: ReduceOp::Sum,
             accumulate: Accumulate::Start,
-            wire_dtype: self.rules.share_dtype,
+            wire_dtype: self.rules.partial_dtype,
             reduce_dtype: self.spec.dtype.accumulator(),
             arrive: None,
         })
     }
 
-    /// The shares of all stages in one reduction, in the order of ranks.
+    /// The partial sums of all stages in one reduction, in the order of ranks.
     fn send_all(
         &self,
         p: &mut ProgramBuilder,
-        shares: Vec<(BufferId, BufferId)>,
+        partials: Vec<(BufferId, BufferId)>,
         to_owners: &mut ReduceToOwner<'_>,
     ) {
         let (spec, acc_dtype, compute) = (self.spec, self.spec.dtype.accumulator(), self.streams.compute);
@@ -401,7 +407,7 @@ impl<'a> Backward<'a> {
             p.buffer(name, acc_dtype, &[rows, spec.heads_kv, head_dim], BufferRole::Scratch)
         };
         let (all_dk, all_dv) = (all("dk_remote", spec.head_dim), all("dv_remote", spec.head_dim_v));
-        let (dks, dvs) = shares.into_iter().unzip();
+        let (dks, dvs) = partials.into_iter().unzip();
         p.push(compute, None, "gather dk", Op::Concat { srcs: dks, dst: all_dk });
         p.push(compute, None, "gather dv", Op::Concat { srcs: dvs, dst: all_dv });
         let done = p.mark(compute, None, "dk dv done");
@@ -422,7 +428,7 @@ fn gathered_later(stages: &[StagePlan], s: usize) -> bool {
     stages.get(s + 1).is_some_and(|next| next.own_rows > 0)
 }
 
-/// A stage's pattern, and `rank`'s own `rows` rows, which its keys begin with, as shares of its own.
+/// A stage's pattern, and `rank`'s own `rows` rows, which its keys begin with, as partial sums of its own.
 fn with_own(part: &GroupPart, rank: usize, rows: usize) -> GroupPart {
     let (rank, rows) = (rank as u32, Range::new(0, rows));
     let owned = std::iter::once(OwnedSplit { rows, ranks: vec![rank] });

@@ -28,8 +28,8 @@ impl HeadMaxima {
         }
         // Rows that travel are whole pieces of 16 bytes.
         let row = heads.next_multiple_of(16 / dtype.size());
-        let own = declare("max_logits_share", &[1, row], BufferRole::Scratch);
-        let gathered = declare("max_logits_shares", &[ranks, row], BufferRole::Scratch);
+        let own = declare("max_logits_partial", &[1, row], BufferRole::Scratch);
+        let gathered = declare("max_logits_partials", &[ranks, row], BufferRole::Scratch);
         let result = declare("max_logits", &[heads], BufferRole::Output);
         Self { own, all: Some((gathered, result)), dtype, ranks, begun: false }
     }

@@ -1,4 +1,4 @@
-//! Query offload in Programs: queries out to the ranks that have their keys, work on them there, partial results home.
+//! Query offload in Programs: queries out to the ranks that have their keys, work on them there, partial results to their owners.
 
 use std::sync::Arc;
 
@@ -21,7 +21,7 @@ pub(super) fn hosts_do_all(plan: &Plan) -> bool {
     plan.ranks.iter().all(all_away)
 }
 
-/// The work that a rank does for rows that are away, and how the results of its own such rows come home.
+/// The work that a rank does for rows that are away, and how the results of its own such rows come back.
 pub(super) struct Hosting<'a> {
     work: &'a HostedWork,
     spec: &'a AttentionSpec,
@@ -29,7 +29,7 @@ pub(super) struct Hosting<'a> {
     cast: StreamId,
     reduce: StreamId,
     part: Arc<GroupPart>,
-    home_part: Arc<GroupPart>,
+    owner_part: Arc<GroupPart>,
     /// Rows of its own that are away.
     away: Arc<[Range]>,
 }
@@ -40,7 +40,7 @@ pub(super) struct HostedForward<'a> {
     q: BufferId,
     arrived: Mark,
     barrier: Option<BarrierId>,
-    home: Option<(BufferId, BufferId, Mark)>,
+    reduced: Option<(BufferId, BufferId, Mark)>,
 }
 
 /// Of a backward, its queries sent.
@@ -54,9 +54,9 @@ pub(super) struct HostedBackward<'a> {
     /// Once the statistics are sent.
     arrived: Option<Mark>,
     barrier: Option<BarrierId>,
-    home: Option<BufferId>,
-    /// Shares of dk and dv.
-    shares: Option<(BufferId, BufferId)>,
+    reduced: Option<BufferId>,
+    /// Partial results of dk and dv.
+    partials: Option<(BufferId, BufferId)>,
 }
 
 impl<'a> Hosting<'a> {
@@ -67,11 +67,11 @@ impl<'a> Hosting<'a> {
         cast: StreamId,
         reduce: StreamId,
     ) -> Self {
-        let (part, home_part) = (Arc::new(work.part.clone()), Arc::new(work.home_part()));
-        Self { work, spec, compute, cast, reduce, part, home_part, away: work.away().into() }
+        let (part, owner_part) = (Arc::new(work.part.clone()), Arc::new(work.owner_part()));
+        Self { work, spec, compute, cast, reduce, part, owner_part, away: work.away().into() }
     }
 
-    /// Sends queries, whose cast arrives at `sent`. Results on their way home arrive at `returning`.
+    /// Sends queries, whose cast arrives at `sent`. Results on their way to their owners arrive at `returning`.
     pub(super) fn forward(
         self,
         p: &mut ProgramBuilder,
@@ -82,7 +82,7 @@ impl<'a> Hosting<'a> {
         let hosted_q = self.guest(p, "q_hosted", self.spec.dtype, &[self.spec.heads_q, self.spec.head_dim]);
         self.send(p, "cast q", self.spec.dtype, vec![(q, hosted_q)], sent);
         let arrived = p.mark(self.cast, None, "q arrived");
-        HostedForward { hosting: self, q: hosted_q, arrived, barrier: returning, home: None }
+        HostedForward { hosting: self, q: hosted_q, arrived, barrier: returning, reduced: None }
     }
 
     /// Likewise queries and gradients of their results.
@@ -108,8 +108,8 @@ impl<'a> Hosting<'a> {
             delta: (delta, hosted_delta),
             arrived: None,
             barrier: returning,
-            home: None,
-            shares: None,
+            reduced: None,
+            partials: None,
         }
     }
 
@@ -125,8 +125,8 @@ impl<'a> Hosting<'a> {
         p.push(self.cast, None, label, Op::GroupCast(op));
     }
 
-    /// Brings shares of rows home, into buffers that have the rows that are away.
-    fn bring_home(
+    /// Brings partial results of rows to their owners, into buffers that have the rows that are away.
+    fn reduce_to_owner(
         &self,
         p: &mut ProgramBuilder,
         label: &str,
@@ -136,7 +136,7 @@ impl<'a> Hosting<'a> {
     ) {
         let dtype = self.spec.dtype.accumulator();
         let op = GroupReduce {
-            part: self.home_part.clone(),
+            part: self.owner_part.clone(),
             tensors,
             op,
             accumulate: Accumulate::Start,
@@ -153,13 +153,13 @@ impl<'a> Hosting<'a> {
     }
 
     /// Scratch in the accumulator type with a row for every row that is away.
-    fn home(&self, p: &mut ProgramBuilder, name: &str, row: &[usize]) -> BufferId {
+    fn reduced(&self, p: &mut ProgramBuilder, name: &str, row: &[usize]) -> BufferId {
         scratch(p, name, self.spec.dtype.accumulator(), self.work.away_rows(), row)
     }
 }
 
 impl HostedForward<'_> {
-    /// Computes with the rank's own keys, and sends the shares home.
+    /// Computes with the rank's own keys, and sends the partial results to their owners.
     pub(super) fn compute(
         &mut self,
         p: &mut ProgramBuilder,
@@ -186,18 +186,18 @@ impl HostedForward<'_> {
             softcap,
         };
         p.push(hosting.compute, None, "hosted attention forward", Op::AttentionForward(op));
-        let done = p.mark(hosting.compute, None, "shares done");
-        p.after(hosting.reduce, None, "wait for shares", done);
-        let home_out = hosting.home(p, "out_home", &[heads_q, head_dim_v]);
-        let home_lse = hosting.home(p, "lse_home", &[heads_q]);
-        hosting.bring_home(
+        let done = p.mark(hosting.compute, None, "partials done");
+        p.after(hosting.reduce, None, "wait for partials", done);
+        let reduced_out = hosting.reduced(p, "out_reduced", &[heads_q, head_dim_v]);
+        let reduced_lse = hosting.reduced(p, "lse_reduced", &[heads_q]);
+        hosting.reduce_to_owner(
             p,
             "reduce out lse",
-            vec![(out, home_out), (lse, home_lse)],
+            vec![(out, reduced_out), (lse, reduced_lse)],
             ReduceOp::Lse,
             self.barrier,
         );
-        self.home = Some((home_out, home_lse, p.mark(hosting.reduce, None, "out lse home")));
+        self.reduced = Some((reduced_out, reduced_lse, p.mark(hosting.reduce, None, "out lse reduced")));
     }
 
     /// Puts the results in their places, once stages have written theirs.
@@ -207,9 +207,9 @@ impl HostedForward<'_> {
         sink: Option<BufferId>,
         (out, lse): (BufferId, BufferId),
     ) {
-        let Some((merged_out, merged_lse, home)) = self.home else { return };
+        let Some((merged_out, merged_lse, reduced)) = self.reduced else { return };
         let Hosting { compute, away, .. } = self.hosting;
-        p.after(compute, None, "wait for out lse", home);
+        p.after(compute, None, "wait for out lse", reduced);
         if !away.is_empty() {
             let op = AttentionFinish { merged_out, merged_lse, sink, rows: away, out, lse };
             p.push(compute, None, "finish rows that are away", Op::AttentionFinish(op));
@@ -227,7 +227,7 @@ impl HostedBackward<'_> {
         self.arrived = Some(p.mark(hosting.cast, None, "q dout lse delta arrived"));
     }
 
-    /// Computes with the rank's own keys, and sends the shares of dq home. What it computes of dk and dv are `results` where it
+    /// Computes with the rank's own keys, and sends the partial results of dq to their owners. What it computes of dk and dv are `results` where it
     /// is all there is.
     pub(super) fn compute(
         &mut self,
@@ -248,7 +248,7 @@ impl HostedBackward<'_> {
         let (dk, dv) = results.unwrap_or_else(|| {
             let dk = scratch(p, "dk_hosted", acc_dtype, rows, &[heads_kv, head_dim]);
             let dv = scratch(p, "dv_hosted", acc_dtype, rows, &[heads_kv, head_dim_v]);
-            self.shares = Some((dk, dv));
+            self.partials = Some((dk, dv));
             (dk, dv)
         });
         let op = AttentionBackward {
@@ -270,14 +270,14 @@ impl HostedBackward<'_> {
             deterministic: reduction == GradientReduction::Deterministic,
         };
         p.push(hosting.compute, None, "hosted attention backward", Op::AttentionBackward(op));
-        let done = p.mark(hosting.compute, None, "shares done");
-        p.after(hosting.reduce, None, "wait for shares", done);
-        let home = hosting.home(p, "dq_home", &[heads_q, head_dim]);
-        hosting.bring_home(p, "reduce dq", vec![(dq, home)], ReduceOp::Sum, self.barrier);
-        self.home = Some(home);
+        let done = p.mark(hosting.compute, None, "partials done");
+        p.after(hosting.reduce, None, "wait for partials", done);
+        let reduced = hosting.reduced(p, "dq_reduced", &[heads_q, head_dim]);
+        hosting.reduce_to_owner(p, "reduce dq", vec![(dq, reduced)], ReduceOp::Sum, self.barrier);
+        self.reduced = Some(reduced);
     }
 
-    /// Adds the shares of dk and dv to the rank's own sums, once its stages have begun these.
+    /// Adds the partial sums of dk and dv to the rank's own sums, once its stages have begun these.
     pub(super) fn add_own(
         &mut self,
         p: &mut ProgramBuilder,
@@ -285,7 +285,7 @@ impl HostedBackward<'_> {
         (dk_sum, dv_sum): (BufferId, BufferId),
     ) {
         let hosting = &self.hosting;
-        let Some((dk, dv)) = self.shares.take() else { return };
+        let Some((dk, dv)) = self.partials.take() else { return };
         let begun = p.mark(hosting.compute, None, "own dk dv begun");
         p.after(hosting.reduce, None, "wait for own dk dv", begun);
         // Nothing travels: a reduce from a rank to itself adds beside the computation of the next stage.
@@ -302,10 +302,10 @@ impl HostedBackward<'_> {
         p.push(hosting.reduce, None, "add hosted dk dv", Op::GroupReduce(op));
     }
 
-    /// Puts dq in its places, once stages have written theirs and everything is home.
+    /// Puts dq in its places, once stages have written theirs and everything has come.
     pub(super) fn finish(self, p: &mut ProgramBuilder, dq: BufferId) {
         let Hosting { compute, away, .. } = self.hosting;
-        if let (Some(src), false) = (self.home, away.is_empty()) {
+        if let (Some(src), false) = (self.reduced, away.is_empty()) {
             let op = Op::PlaceRows { src, dst: dq, rows: away };
             p.push(compute, None, "place dq of rows that are away", op);
         }

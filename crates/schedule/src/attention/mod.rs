@@ -1,14 +1,14 @@
 //! Distributed attention as Programs.
 //!
 //! Forward: while stage `s` computes, the keys and values of stage `s + 1` arrive. Backward: likewise, and the gradients
-//! of the keys of stage `s - 1` travel home on a stream of their own, so that neither direction waits for the other's
+//! of the keys of stage `s - 1` travel to their owners on a stream of their own, so that neither direction waits for the other's
 //! dependencies. Stage 0 is the local work.
 //!
 //! On several nodes every cast is two, between nodes and inside each, and every reduce likewise backwards: where the plan
 //! holds a two-level exchange.
 //!
 //! Where rows are away ([`HostedWork`](counterpoint_plan::HostedWork)), their queries travel to hosts while stage 0 computes; hosted
-//! work is next, and while it computes the keys of stage 1 arrive; its results travel home under the stages that follow. Rows
+//! work is next, and while it computes the keys of stage 1 arrive; its results travel to their owners under the stages that follow. Rows
 //! that are away have no other work, so their results are merged once, and put in their places at the end.
 //!
 //! Buffers of remote stages take turns in [`STAGE_SLOTS`] slots, so that memory does not grow with the number of stages.
@@ -37,11 +37,11 @@ pub const STAGE_SLOTS: usize = 3;
 /// Whether the gradients of remote keys travel as soon as a stage has them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum GradientReduction {
-    /// One group-reduce a stage, under the next stage's computation. The order in which an owner adds the shares of its
+    /// One group-reduce a stage, under the next stage's computation. The order in which an owner adds the partial sums of its
     /// rows follows the stages.
     #[default]
     PerStage,
-    /// One group-reduce after the last stage: shares are added in the order of ranks, so the result has the same bits for
+    /// One group-reduce after the last stage: partial sums are added in the order of ranks, so the result has the same bits for
     /// any number of stages.
     Deterministic,
 }

@@ -1,4 +1,4 @@
-//! What experts give on its way home, group by group, while other groups are multiplied.
+//! What experts give on its way back, group by group, while other groups are multiplied.
 
 use counterpoint_mask::Range;
 

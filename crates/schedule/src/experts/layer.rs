@@ -13,7 +13,7 @@ use crate::{
 /// Lowers one rank's forward: inputs `x` and `weight`, output `y`; see [`counterpoint_plan::ExpertSpec`] for what they are.
 ///
 /// Of a dispatch the products of the rank's own tokens hide the first group's way, and each group's the next. Of a combine each
-/// group travels home under the products of those after it.
+/// group travels back under the products of those after it.
 pub fn lower_expert_forward(plan: &ExpertPlan, rank: usize, policy: OverlapPolicy) -> Program {
     let mut lowering = Lowering::new(&format!("expert {} forward", plan.spec.kind), plan, rank, policy);
     let (spec, rows, tokens) = (plan.spec, lowering.expert_rows(), plan.tokens_of(rank));
@@ -40,7 +40,7 @@ pub fn lower_expert_forward(plan: &ExpertPlan, rank: usize, policy: OverlapPolic
 /// outputs `dx` (as `x`) and what `gradient` says, `[experts x out_features, in_features]`. An expert without rows has a gradient of
 /// zeros, or adds nothing.
 ///
-/// Of a dispatch `x` travels to the experts again under the products of `dx`, which travels home under the gradient of the weights.
+/// Of a dispatch `x` travels to the experts again under the products of `dx`, which travels back under the gradient of the weights.
 ///
 /// # Panics
 /// For [`WeightGradient::Deferred`] and [`WeightGradient::Replaced`], which layers of experts do not have.

@@ -1,4 +1,4 @@
-//! Layers of a mixture of experts as Programs: tokens travel to experts by group-casts, what these give travels home by group-reduces,
+//! Layers of a mixture of experts as Programs: tokens travel to experts by group-casts, what these give travels back by group-reduces,
 //! and the products of every expert run in between, group of tokens by group of tokens.
 //!
 //! A dispatch multiplies what arrives, a combine sends what it has multiplied; the gradient of one's input goes the other's way. Rows
@@ -23,7 +23,7 @@ use crate::{
 
 /// Label of rows on their way to experts.
 pub const DISPATCH: &str = "dispatch";
-/// Label of rows on their way home.
+/// Label of rows on their way back.
 pub const COMBINE: &str = "combine";
 
 /// One rank's Program of a layer of experts in the making.

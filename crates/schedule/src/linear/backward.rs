@@ -142,8 +142,8 @@ fn column(lowering: &mut Lowering<'_>, gradient: WeightGradient) {
             if group > 0 {
                 sums.after_start(lowering, group);
             }
-            let share = sums.share(lowering, group, plan.spec.dtype);
-            let gemm = input_product(lowering, group_rows(plan, group, dy), weight, share);
+            let partial = sums.partial(lowering, group, plan.spec.dtype);
+            let gemm = input_product(lowering, group_rows(plan, group, dy), weight, partial);
             sums.compute(lowering, group, "dx", vec![gemm]);
         }
         sums.after_start(lowering, plan.groups());

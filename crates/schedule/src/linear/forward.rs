@@ -113,8 +113,8 @@ pub(super) fn row(lowering: &mut Lowering<'_>, name: &str, role: BufferRole) -> 
         if group > 0 {
             sums.after_start(lowering, group);
         }
-        let share = sums.share(lowering, group, plan.spec.dtype);
-        let gemm = product(lowering, group_rows(plan, group, x), weight, bias, share);
+        let partial = sums.partial(lowering, group, plan.spec.dtype);
+        let gemm = product(lowering, group_rows(plan, group, x), weight, bias, partial);
         sums.compute(lowering, group, "y", vec![gemm]);
     }
     RowResult::Sums(Box::new(sums))

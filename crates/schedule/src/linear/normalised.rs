@@ -47,7 +47,7 @@ pub fn lower_normalised_forward(
     let compute = p.stream("compute", StreamKind::Compute);
     let mut lowering = Lowering { p, plan, rank, compute };
     let (rows, features, dtype) = (lowering.local_tokens(), plan.spec.out_features, plan.spec.dtype);
-    let src = row(&mut lowering, "shares", BufferRole::Scratch);
+    let src = row(&mut lowering, "partials", BufferRole::Scratch);
     let src = match src {
         RowResult::One(buffer) => lowering.whole(buffer, rows),
         RowResult::Sums(sums) => sums.rows(&mut lowering),

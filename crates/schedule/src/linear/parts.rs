@@ -14,8 +14,8 @@ use crate::{
 };
 
 /// One rank's part of a collective of tokens and nothing else, to be measured: `rows` rows of each of `ranks` ranks, `columns`
-/// wide. Input `from` and output `to`; of an all-gather the rank's rows and all ranks', of a reduce-scatter shares of all
-/// ranks' rows and the sums of its own, of an all-reduce shares and sums of all.
+/// wide. Input `from` and output `to`; of an all-gather the rank's rows and all ranks', of a reduce-scatter partial sums of all
+/// ranks' rows and the sums of its own, of an all-reduce partial sums and sums of all.
 pub fn lower_collective(
     collective: GemmCollective,
     [rank, ranks]: [usize; 2],

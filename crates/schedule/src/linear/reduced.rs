@@ -13,7 +13,7 @@ use crate::{
     SignalId, StreamId, StreamKind, WaveGemm,
 };
 
-/// What hides the way of sums to all ranks, where the kernel that computes shares makes the sums too.
+/// What hides the way of sums to all ranks, where the kernel that computes partial sums makes the sums too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum SpreadUnder {
     /// That kernel, for nothing comes behind it.
@@ -22,7 +22,7 @@ pub(super) enum SpreadUnder {
     Following,
 }
 
-/// Shares of sums on their way to the ranks that own the tokens, group by group, and, where all ranks want all of them, back.
+/// Partial sums on their way to the ranks that own the tokens, group by group, and, where all ranks want all of them, back.
 pub(super) struct ReducedTokens {
     reduce: StreamId,
     /// Where sums travel back.
@@ -33,7 +33,7 @@ pub(super) struct ReducedTokens {
     done: Vec<(BufferId, Mark)>,
     /// `[tokens, columns]` under replicated activations.
     replicated: Option<BufferId>,
-    /// Shares that are computed by the mark, where there is one yet, and not sent.
+    /// Partial sums that are computed by the mark, where there is one yet, and not sent.
     waiting: Option<(Option<Mark>, Shares)>,
     name: String,
     columns: usize,
@@ -54,9 +54,9 @@ struct Waves {
 
 /// What has been computed of a group.
 enum Shares {
-    /// Shares of all ranks' sums.
+    /// Partial sums of all ranks' sums.
     Apart(GroupReduce, Sums),
-    /// The rank's sums: shares travelled while they were computed.
+    /// The rank's sums: partial sums travelled while they were computed.
     Summed(Sums),
 }
 
@@ -116,19 +116,19 @@ impl ReducedTokens {
         }
     }
 
-    /// The buffer for this rank's shares of a group, of this type: `[rows of the group, columns]`.
-    pub(super) fn share(&self, lowering: &mut Lowering<'_>, group: usize, dtype: DType) -> BufferId {
+    /// The buffer for this rank's partial sums of a group, of this type: `[rows of the group, columns]`.
+    pub(super) fn partial(&self, lowering: &mut Lowering<'_>, group: usize, dtype: DType) -> BufferId {
         let plan = lowering.plan;
         let rows = plan.group_tokens(group).iter().map(Range::len).sum();
-        let name = format!("{}_share_{group}", self.name);
+        let name = format!("{}_partial_{group}", self.name);
         lowering.p.buffer(&name, dtype, &[rows, self.columns], BufferRole::Scratch)
     }
 
-    /// Computes a group's shares, under the label given, and sends them on their way; the products' result is
-    /// [`ReducedTokens::share`]: the first of them writes it, others add to it, and a kernel that sends rows as it makes them is for one. Where one kernel computes
+    /// Computes a group's partial sums, under the label given, and sends them on their way; the products' result is
+    /// [`ReducedTokens::partial`]: the first of them writes it, others add to it, and a kernel that sends rows as it makes them is for one. Where one kernel computes
     /// all groups, it does so once it has been given the last.
     ///
-    /// Where computation leaves communication its workers, shares are enqueued behind the computation that hides them: on a
+    /// Where computation leaves communication its workers, partial sums are enqueued behind the computation that hides them: on a
     /// single hardware queue a collective that waits for other ranks would else hold that one up, and where computation starts
     /// first its blocks find whole clusters of multiprocessors.
     pub(super) fn compute(
@@ -138,7 +138,7 @@ impl ReducedTokens {
         label: &str,
         mut gemms: Vec<Gemm>,
     ) {
-        let Some(share) = gemms.first().map(|gemm| gemm.out) else { return };
+        let Some(partial) = gemms.first().map(|gemm| gemm.out) else { return };
         let (plan, rank, compute) = (lowering.plan, lowering.rank, lowering.compute);
         let p = &mut lowering.p;
         let (here, dtype) = (Some(group), plan.spec.dtype);
@@ -156,7 +156,7 @@ impl ReducedTokens {
         let sum = p.buffer(&name, dtype, &[rows, self.columns], role);
         let reduce = GroupReduce {
             part,
-            tensors: vec![(share, sum)],
+            tensors: vec![(partial, sum)],
             op: ReduceOp::Sum,
             accumulate: Accumulate::Start,
             wire_dtype: dtype,
@@ -182,7 +182,7 @@ impl ReducedTokens {
             return;
         }
         let last = if fused { gemms.pop() } else { None };
-        let (op, shares) = match last {
+        let (op, partials) = match last {
             Some(gemm) => {
                 let with_product = spread.take_if(|_| self.spread_under == SpreadUnder::Product);
                 let parts = [Op::Gemm(gemm), Op::GroupReduce(reduce)].into_iter();
@@ -196,7 +196,7 @@ impl ReducedTokens {
             lowering.p.push(compute, here, label, op);
         }
         self.send(lowering);
-        self.waiting = Some((None, shares));
+        self.waiting = Some((None, partials));
         if !lowering.p.policy().leaves_workers() {
             self.send(lowering);
         }
@@ -210,17 +210,17 @@ impl ReducedTokens {
         lowering.p.push(lowering.compute, None, label, Op::WaveGemm(op));
         for (value, reduce, sums) in sums {
             let wait = Op::WaitSignal { signal, value };
-            lowering.p.push(self.reduce, Some(sums.group), "wait for shares", wait);
+            lowering.p.push(self.reduce, Some(sums.group), "wait for partials", wait);
             let summed = self.sum(lowering, sums.group, reduce);
             self.spread(lowering, sums, summed);
         }
     }
 
-    /// Marks where the shares that wait to be sent are done: before anything else is computed. On a single hardware queue such a mark holds
+    /// Marks where the partial sums that wait to be sent are done: before anything else is computed. On a single hardware queue such a mark holds
     /// up all that is enqueued behind it until they are, so what may run beside them comes before.
     pub(super) fn mark(&mut self, lowering: &mut Lowering<'_>) {
-        if let Some((ready @ None, shares)) = &mut self.waiting {
-            *ready = Some(lowering.p.mark(lowering.compute, Some(shares.group()), "shares done"));
+        if let Some((ready @ None, partials)) = &mut self.waiting {
+            *ready = Some(lowering.p.mark(lowering.compute, Some(partials.group()), "partials done"));
         }
     }
 
@@ -229,7 +229,7 @@ impl ReducedTokens {
         self.mark(lowering);
         match self.waiting.take() {
             Some((Some(ready), Shares::Apart(reduce, sums))) => {
-                lowering.p.after(self.reduce, Some(sums.group), "wait for shares", ready);
+                lowering.p.after(self.reduce, Some(sums.group), "wait for partials", ready);
                 let summed = self.sum(lowering, sums.group, reduce);
                 self.spread(lowering, sums, summed);
             }
@@ -238,7 +238,7 @@ impl ReducedTokens {
         }
     }
 
-    /// Sends a group's shares, for which `reduce` has waited, to who sums them.
+    /// Sends a group's partial sums, for which `reduce` has waited, to who sums them.
     fn sum(&mut self, lowering: &mut Lowering<'_>, group: usize, reduce: GroupReduce) -> Mark {
         let (p, here) = (&mut lowering.p, Some(group));
         p.push(self.reduce, here, REDUCE, Op::GroupReduce(reduce));

@@ -136,7 +136,7 @@ pub fn lower_shared_input_backward(
             if group > 0 {
                 reduced.after_start(&mut lowering, group);
             }
-            let share = reduced.share(&mut lowering, group, share_dtype);
+            let share = reduced.partial(&mut lowering, group, share_dtype);
             let gemms = products(&lowering, &parts, share, |dy| group_rows(plan, group, dy));
             reduced.compute(&mut lowering, group, "dx", gemms);
         }

@@ -11,6 +11,7 @@ macro_rules! table {
         $(#[$about])*
         #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
         #[serde(rename_all = "kebab-case")]
+        #[non_exhaustive]
         pub enum $name { $($(#[$doc])* $policy,)+ }
 
         impl $name {

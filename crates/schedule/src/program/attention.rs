@@ -52,7 +52,7 @@ pub enum ForwardEnd {
     Result {
         /// `[seqlen_sink, heads_q]`, accumulator type.
         sink: Option<BufferId>,
-        /// `[q_rows, heads_q, head_dim_v]`: in the tensors' type, or in the accumulator type where it is a share that is
+        /// `[q_rows, heads_q, head_dim_v]`: in the tensors' type, or in the accumulator type where it is a partial result that is
         /// merged with others.
         out: BufferId,
         /// `[q_rows, heads_q]`, accumulator type, natural logarithm.
@@ -131,11 +131,11 @@ pub struct AttentionForward {
     pub softcap: f64,
 }
 
-/// The results of rows whose shares are merged: brings in the sink, which enters once a row, and rounds. Rows that it does not
+/// The results of rows whose partial results are merged: brings in the sink, which enters once a row, and rounds. Rows that it does not
 /// name stay as they are.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct AttentionFinish {
-    /// `[rows, heads_q, head_dim_v]`, accumulator type: the merged shares, of keys alone.
+    /// `[rows, heads_q, head_dim_v]`, accumulator type: the merged partial results, of keys alone.
     pub merged_out: BufferId,
     /// `[rows, heads_q]`, accumulator type, natural logarithm.
     pub merged_lse: BufferId,
@@ -149,7 +149,7 @@ pub struct AttentionFinish {
     pub lse: BufferId,
 }
 
-/// `delta = rowsum(dout * out) - dlse`, and this rank's share of `dsink_t = -sum_rows exp(sink_t - lse) delta`. A row that sees nothing
+/// `delta = rowsum(dout * out) - dlse`, and this rank's partial sum of `dsink_t = -sum_rows exp(sink_t - lse) delta`. A row that sees nothing
 /// (`lse = -inf`) has no gradient of `lse`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct AttentionDelta {
@@ -188,7 +188,7 @@ pub struct AttentionBackward {
     pub dq: BufferId,
     /// As `dq`, in the tensors' type: where the last stage writes the sum rounded. Every element is written.
     pub rounded_dq: Option<BufferId>,
-    /// `[key_rows, heads_kv, head_dim]`; every element is written. In the accumulator type where it is a share of a sum,
+    /// `[key_rows, heads_kv, head_dim]`; every element is written. In the accumulator type where it is a partial sum,
     /// in the tensors' type where it is the result.
     pub dk: BufferId,
     /// `[key_rows, heads_kv, head_dim_v]`, of the type of `dk`; every element is written.

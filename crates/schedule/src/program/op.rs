@@ -20,7 +20,7 @@ use crate::{EngineCollectives, Mover};
 pub enum Op {
     /// A stage of the attention forward.
     AttentionForward(AttentionForward),
-    /// The results of rows whose shares are merged.
+    /// The results of rows whose partial results are merged.
     AttentionFinish(AttentionFinish),
     /// The row statistic of the backward.
     AttentionDelta(AttentionDelta),

@@ -4,6 +4,7 @@ mod arguments;
 mod scratch;
 mod shape;
 mod source;
+mod walk;
 
 use std::f32::consts::LOG2_E;
 
@@ -13,27 +14,22 @@ use arguments::{
     BackwardHalves, BackwardOrder, BackwardParams, BackwardRounding, BackwardTurns,
 };
 use counterpoint_mask::Range;
-use counterpoint_tiles::{Tile, TileClasses, TileTakers};
+use counterpoint_tiles::{Tile, TileClasses};
 use scratch::{Sums, Turns};
-use shape::{BackwardShape, CLASSES, DqSums, ItemHeads, heads_at_a_time, rounds_beside, stretch};
+use shape::{CLASSES, shape_of, stretch};
 pub(super) use source::specialisations;
-use source::{BackwardChoice, KeyGradients, ROWS_THREADS, SHARED_BYTES, THREADS, rows_source};
+use source::{BackwardChoice, rows_source};
+use walk::{Choice, Walk, missed, refused, rows_launch};
 
 use super::device_schedule::DeviceSchedule;
 use super::{
     ArrivingTensors, AttentionProblem, BackwardMode, BackwardTensors, CtaWaits, DqBegin, DqRounding,
-    HeadRows, WaitLimit, blocks_of,
+    HeadRows, WaitLimit,
 };
 use crate::{CudaError, DeviceBuffer, Function, Launch, Stream, Swizzle, TensorMapElement, TensorMapSpec};
 
 /// Words before those of the key heads in the queue's buffer.
 const QUEUE_WORDS: usize = 2;
-const MISSED_TURN: &str = "a key tile waited in vain for its turn to add to dq, which is wrong now; run without deterministic mode, \
-                           and report this mask";
-const MISSED_HALF: &str = "a key tile waited in vain for the other half of its query heads, and its dk and dv are wrong now; run in \
-                           deterministic mode, and report this mask";
-const MISSED_SLAB: &str = "rows of dq were waited for in vain that a key tile was to add, and dq is wrong now; run in deterministic \
-                           mode, and report this mask";
 /// Warps of a CTA that hold dk and dv of keys.
 const KEY_WARPS: usize = 8;
 /// Statistics of a row: two, in four copies.
@@ -101,33 +97,10 @@ impl AttentionBackward {
     /// # Errors
     /// [`CudaError::Launch`] when the problem is not one that the kernel takes; when a kernel cannot be compiled, or memory is
     /// short.
-    // Long: buffers of one launcher, allocated one after the other.
     pub fn new(stream: &Stream, problem: &AttentionProblem, mode: BackwardMode) -> Result<Self, CudaError> {
+        let AttentionProblem { rows_q, heads_q, heads_kv, .. } = *problem;
         let device = stream.device();
-        let refused = |reason: String| CudaError::Launch { kernel: "attention_backward".to_owned(), reason };
-        let AttentionProblem { rows_q, heads_q, heads_kv, head_dim, head_dim_v, .. } = *problem;
-        let shape = shape_of(problem).ok_or_else(|| {
-            refused(format!(
-                "heads of {head_dim} and {head_dim_v} elements; it takes multiples of 8 up to 256"
-            ))
-        })?;
-        if heads_kv == 0 || !heads_q.is_multiple_of(heads_kv) {
-            return Err(refused(format!("{heads_q} query heads are not a multiple of {heads_kv} key heads")));
-        }
-        let sums = DqSums::of(problem, mode);
-        let mut schedule = shape.schedule(problem, sums).map_err(|error| refused(error.to_string()))?;
-        let heads = ItemHeads::of(problem, mode, shape, schedule.tiles());
-        let choice = BackwardChoice {
-            shape,
-            element: problem.element,
-            gradients: match (mode.rounds_keys, heads.parts) {
-                (true, 1) => KeyGradients::Results,
-                (true, _) => KeyGradients::Sums,
-                (false, _) => KeyGradients::Shares,
-            },
-            softcap: problem.softcap.is_some(),
-            turns: problem.deterministic,
-        };
+        let Choice { choice, sums, heads, mut schedule } = Choice::of(problem, mode)?;
         let mut functions = device.functions(&[choice.source(), rows_source(problem.element)])?.into_iter();
         let (Some(function), Some(rows_function)) = (functions.next(), functions.next()) else {
             return Err(refused("its kernels were not loaded".to_owned()));
@@ -138,78 +111,50 @@ impl AttentionBackward {
         let counters = turns.as_ref().map_or(0, |turns| turns.counters);
         let stretch = stretch(schedule.tiles(), sums);
         // No buffer is empty.
-        let mut coverage = schedule.walked_rows(shape.rows as usize);
+        let mut coverage = schedule.walked_rows(choice.shape.rows as usize);
         coverage.resize(coverage.len().max(1), 0);
         let queue = DeviceBuffer::from_slice(stream, &vec![0u32; QUEUE_WORDS + heads_q])?;
         let statistics =
             DeviceBuffer::new(device, (4 * STATISTICS * statistic_pitch(rows_q) * heads_q).max(4))?;
         let workers = device.sm_count().saturating_sub(problem.sm_margin).max(1);
-        let ctas = shape.ctas();
-        let clusters = (workers / ctas).max(1);
-        let takers = TileTakers {
-            workers: clusters as usize,
-            heads: heads_kv * heads.parts,
-            walks: heads.walks,
-            halves: choice.halves(),
-        };
-        let classes = schedule.classes(takers, CLASSES);
-        let halved_tiles = classes.halved_tiles() as usize;
+        let rounds = (coverage.iter().filter(|rows| **rows > 0).count() * heads_q) as u32;
+        let walk = Walk::of(&mut schedule, &choice, (heads_kv, heads), rounds, workers);
+        let halved_tiles = walk.classes.halved_tiles() as usize;
         // No buffer is empty.
         let half_words = (halved_tiles * heads_kv * KEY_WARPS).max(1);
         let halves = choice.halves().then(|| DeviceBuffer::from_slice(stream, &vec![0_u32; half_words]));
-        let halves = halves.transpose()?;
         let sums =
             choice.sums().then(|| Sums::new(stream, problem, schedule.tiles().len(), heads.parts as u32));
-        let sums = sums.transpose()?;
-        let missed = match (&turns, halved_tiles) {
-            (Some(_), _) => Some(MISSED_TURN),
-            (None, 0) if !mode.rounds_queries => None,
-            (None, 0) => Some(MISSED_SLAB),
-            (None, _) => Some(MISSED_HALF),
-        };
-        let waits = missed.map(|what| CtaWaits::new(device, what)).transpose()?;
-        let rounds = (coverage.iter().filter(|rows| **rows > 0).count() * heads_q) as u32;
-        let items_of_tile = heads_kv * heads.parts;
-        let rounds_beside = rounds_beside(&schedule, (items_of_tile, heads.walks), clusters as usize, rounds);
+        let missed = missed(turns.is_some(), halved_tiles, mode);
         let keys = |tile: &Tile| Range::new(tile.start as usize, tile.end as usize);
-        let tile_keys = schedule.tiles().iter().map(keys).collect();
-        let schedule = DeviceSchedule::new(stream, &schedule)?;
-        let items = (schedule.tile_count() + halved_tiles as u32).saturating_mul(items_of_tile as u32);
-        let groups = items.clamp(1, clusters);
-        let heads_at_a_time =
-            heads_at_a_time(schedule.tile_count() as usize, heads_kv, clusters as usize) as u32;
-        let launch = Launch::linear(groups * ctas, THREADS).cluster([ctas, 1, 1]).shared_bytes(SHARED_BYTES);
         let dq_rounding = if choice.rounds_dq() { None } else { DqRounding::new(stream, problem, mode)? };
         let zeroes_sums = mode.dq == DqBegin::Carried && mode.rounds_queries && dq_rounding.is_none();
         let clears = mode.dq != DqBegin::Sums && !zeroes_sums;
-        let quads = (rows_q * heads_q) as u64 * if clears { head_dim as u64 / 4 } else { 1 };
-        let rows_launch =
-            Launch::linear(blocks_of(quads.div_ceil(u64::from(ROWS_THREADS)), workers), ROWS_THREADS);
         Ok(Self {
             function,
             rows_function,
             problem: problem.clone(),
             mode,
             choice,
-            schedule,
+            tile_keys: schedule.tiles().iter().map(keys).collect(),
+            schedule: DeviceSchedule::new(stream, &schedule)?,
             queue,
             statistics,
             coverage: DeviceBuffer::from_slice(stream, &coverage)?,
             rounds,
-            rounds_beside,
+            rounds_beside: walk.rounds_beside,
             progress: DeviceBuffer::new(device, 4 * (ROUNDING + (2 * coverage.len() + counters) * heads_q))?,
             turns,
-            waits,
-            classes,
-            items,
-            tile_keys,
+            waits: missed.map(|what| CtaWaits::new(device, what)).transpose()?,
+            classes: walk.classes,
+            items: walk.items,
             alone: None,
-            halves,
-            sums,
+            halves: halves.transpose()?,
+            sums: sums.transpose()?,
             stretch,
-            heads_at_a_time,
-            launch,
-            rows_launch,
+            heads_at_a_time: walk.heads_at_a_time,
+            launch: walk.launch,
+            rows_launch: rows_launch(problem, clears, workers),
             clears,
             zeroes_sums,
             dq_rounding,
@@ -425,12 +370,6 @@ fn alone(tile_keys: &[Range], own_rows: usize, shared: &[Range]) -> Vec<u32> {
 /// Rows of the statistics of a head, padded to what the copy engine takes.
 fn statistic_pitch(rows: usize) -> usize {
     rows.next_multiple_of(4)
-}
-
-fn shape_of(problem: &AttentionProblem) -> Option<BackwardShape> {
-    let AttentionProblem { head_dim, head_dim_v, softcap, .. } = *problem;
-    let whole = head_dim.is_multiple_of(8) && head_dim_v.is_multiple_of(8) && head_dim > 0 && head_dim_v > 0;
-    BackwardShape::of(head_dim, head_dim_v, softcap.is_some()).filter(|_| whole)
 }
 
 #[cfg(test)]

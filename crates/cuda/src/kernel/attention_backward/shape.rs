@@ -71,6 +71,13 @@ impl DqSums {
 /// 30 us on an H100) outweighs what the cache saves.
 const LONG_TILES: u64 = 96;
 
+/// The shape of the kernel that takes a problem's heads; `None` where none does.
+pub(super) fn shape_of(problem: &AttentionProblem) -> Option<BackwardShape> {
+    let AttentionProblem { head_dim, head_dim_v, softcap, .. } = *problem;
+    let whole = head_dim.is_multiple_of(8) && head_dim_v.is_multiple_of(8) && head_dim > 0 && head_dim_v > 0;
+    BackwardShape::of(head_dim, head_dim_v, softcap.is_some()).filter(|_| whole)
+}
+
 /// How the query heads of a key head are shared out among the items of a tile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ItemHeads {
@@ -145,7 +152,7 @@ impl BackwardShape {
         self.rows / self.ctas()
     }
 
-    /// The work of all CTAs. Where shares of dq take turns, blocks touch at multiples of their size.
+    /// The work of all CTAs. Where partial sums of dq take turns, blocks touch at multiples of their size.
     pub(super) fn schedule(
         self,
         problem: &AttentionProblem,

@@ -58,7 +58,7 @@ def is_native_grpcoll_enable() -> bool:
 
 
 def dsink_all_reduce_op() -> str:
-    """What ranks get of the gradient of `sink`: "none" shares of a sum, "sum" all of it, "avg" the sum by the number of ranks."""
+    """What ranks get of the gradient of `sink`: "none" partial sums, "sum" all of it, "avg" the sum by the number of ranks."""
     found = os.environ.get("MAGI_ATTENTION_DSINK_ALL_REDUCE_OP", "none")
     if found not in ("none", "sum", "avg"):
         raise AssertionError(f"MAGI_ATTENTION_DSINK_ALL_REDUCE_OP is {found!r}; it is none, sum or avg")
