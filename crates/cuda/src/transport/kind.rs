@@ -121,7 +121,7 @@ impl FromStr for TransportKind {
 
 /// Whether only a kernel barrier sees to it that communication finds multiprocessors.
 fn is_bare_barrier(policy: OverlapPolicy) -> bool {
-    policy.has_barriers() && !policy.leaves_workers()
+    policy.has_barriers() && policy.sm_margin() == 0
 }
 
 #[cfg(test)]
