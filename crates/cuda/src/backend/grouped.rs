@@ -315,6 +315,7 @@ impl Places {
             places.gathers.reserve(launch.problems.iter().map(|problem| problem.rows.len()).sum());
         }
         for GroupedProblem { rows, .. } in &launch.problems {
+            let begin = together;
             let mut problem: Vec<ProblemRows> = Vec::new();
             for &GroupedRows { buffer, first, to, count, .. } in rows {
                 // Mostly that of the row before.
@@ -328,10 +329,18 @@ impl Places {
                 if launch.results == GroupedResults::Copied {
                     add_step(&mut places.results, RowStep { peer: 0, from: together, to, count });
                 }
-                let (from, first) = if launch.gathers { (0, together) } else { (source, first) };
-                let (to, rows) = (if in_place { to } else { together } as usize, count as usize);
-                add_rows(&mut problem, ProblemRows { source: from, first: first as usize, to, count: rows });
+                if in_place {
+                    let (from, first) = if launch.gathers { (0, together) } else { (source, first) };
+                    let (first, to, count) = (first as usize, to as usize, count as usize);
+                    add_rows(&mut problem, ProblemRows { source: from, first, to, count });
+                }
                 together += count;
+            }
+            if let (false, Some(rows)) = (in_place, rows.first()) {
+                // Rows of a problem that are not gathered follow each other, and so do their results.
+                let (source, first) = if launch.gathers { (0, begin) } else { (source, rows.first) };
+                let (first, to, count) = (first as usize, begin as usize, (together - begin) as usize);
+                problem.push(ProblemRows { source, first, to, count });
             }
             places.problems.push(problem);
         }

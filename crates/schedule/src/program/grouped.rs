@@ -96,13 +96,10 @@ impl GroupedLaunch {
                 add_pieces(product, gemm, &mut problem.rows);
             }
         }
-        let count: usize = problems.iter().map(GroupedProblem::count).sum();
-        let ranges =
-            problems.iter().flat_map(|problem| problem.rows.chunk_by(GroupedRows::result_precedes)).count();
         let sums = products.iter().any(|gemm| gemm.accumulate == Accumulate::Continue);
         let results = match sums {
             true => GroupedResults::Summed,
-            false if count < Self::LEAST_ROWS * ranges => GroupedResults::Copied,
+            false if Self::has_short_results(&problems) => GroupedResults::Copied,
             false => GroupedResults::InPlace,
         };
         if results != GroupedResults::InPlace {
@@ -118,6 +115,16 @@ impl GroupedLaunch {
         };
         let gathers = !problems.iter().all(follows);
         Self { products: numbers, problems, gathers, results }
+    }
+
+    /// Whether results are in ranges that are shorter on average than what is stored where it belongs.
+    fn has_short_results(problems: &[GroupedProblem]) -> bool {
+        let ranges = |problem: &GroupedProblem| problem.rows.chunk_by(GroupedRows::result_precedes).count();
+        let (count, ranges): (usize, usize) = problems
+            .iter()
+            .map(|problem| (problem.count(), ranges(problem)))
+            .fold((0, 0), |sum, of| (sum.0 + of.0, sum.1 + of.1));
+        count < Self::LEAST_ROWS * ranges
     }
 
     /// Rows of all problems.
@@ -195,6 +202,17 @@ impl GroupedRows {
 /// Adds the rows of a product, cut wherever they or their results end.
 fn add_pieces(product: usize, gemm: &Gemm, rows: &mut Vec<GroupedRows>) {
     rows.reserve(gemm.a.len().max(gemm.out_rows.len()));
+    let of_product = product as u32;
+    if let [out] = gemm.out_rows[..] {
+        // Tokens of an expert, one by one.
+        let mut to = out.start as u32;
+        for block in &gemm.a {
+            let (first, count) = (block.rows.start as u32, block.rows.len() as u32);
+            rows.push(GroupedRows { buffer: block.buffer, first, to, count, product: of_product });
+            to += count;
+        }
+        return;
+    }
     let mut results = gemm.out_rows.iter().copied();
     let mut to = results.next();
     for block in &gemm.a {
@@ -207,7 +225,7 @@ fn add_pieces(product: usize, gemm: &Gemm, rows: &mut Vec<GroupedRows>) {
                 first: at as u32,
                 to: out.start as u32,
                 count: count as u32,
-                product: product as u32,
+                product: of_product,
             });
             (at, out.start) = (at + count, out.start + count);
             if out.is_empty() {
