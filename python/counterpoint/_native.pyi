@@ -74,7 +74,7 @@ class Mask:
 
 _Tensor = tuple[int, tuple[int, ...], tuple[int, ...], str, Any]
 _Layer = tuple[str, bool, tuple[int, ...], bool, str, str, str]
-_Experts = tuple[str, tuple[int, int, int], str, str, str]
+_Experts = tuple[str, tuple[int, int, int], str, str, str, tuple[int | None, int | None]]
 
 class Routing:
     @staticmethod

@@ -197,6 +197,28 @@ def test_a_routing_for_each_step() -> None:
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
+def test_token_counts_that_vary_within_a_capacity() -> None:
+    """As without one, bit for bit; and a routing that exceeds it leaves the layer as it was."""
+    group, draw = cp.LocalGroup(2), torch.Generator().manual_seed(2)
+    plain, within = (
+        ExpertLayer("combine", 4, 3, 4, group=group, dtype=torch.float32, **most)
+        for most in ({}, {"max_tokens": 8, "max_rows": 20})
+    )
+    within.load_state_dict(plain.state_dict())
+    for tokens in ([3, 1], [8, 7], [0, 2], [8, 8]):
+        ids = torch.stack([torch.randperm(4, generator=draw)[:2] for _ in range(sum(tokens))])
+        routing = cp.Routing.top_k(4, ids.split(tokens))
+        x = torch.randn(sum(routing.rows), 4, generator=draw).requires_grad_()
+        if max(routing.rows) > 20:
+            with pytest.raises(cp.TensorError, match="its capacity is 20"):
+                within(x, routing)
+            continue
+        made = [layer(x, routing) for layer in (plain, within)]
+        grads = [torch.autograd.grad(y.square().sum(), (x, layer.weight)) for y, layer in zip(made, (plain, within), strict=True)]
+        assert torch.equal(*made)
+        assert all(itertools.starmap(torch.equal, zip(*grads, strict=True)))
+
+
 def test_gradients_are_added_to_main_grads_or_left_out() -> None:
     case, group = Case(7, 2, 4, (4, 8, 4), [torch.tensor([[0, 3], [1, -1]]), torch.tensor([[2, 3]])]), cp.LocalGroup(2)
     up, _ = case.layers(group, gradient_accumulation_fusion=True)
@@ -357,6 +379,10 @@ def routed(*, layer: dict[str, Any] | None = None, x: Any = None, routing: Any =
         ({"layer": {"experts": 3}}, cp.PlanError, "experts is 3, which 2 ranks cannot share equally"),
         ({"layer": {"in_features": 0}}, cp.PlanError, "in_features is 0; it must be a whole number of at least 1"),
         ({"layer": {"overlap": "never"}}, ValueError, "never"),
+        ({"layer": {"max_tokens": 0}}, cp.PlanError, "max_tokens is 0; it must be a whole number of at least 1, or None"),
+        ({"layer": {"max_rows": 2.5}}, cp.PlanError, "max_rows is 2.5; it must be a whole number of at least 1, or None"),
+        ({"layer": {"max_tokens": 1}}, cp.TensorError, "rank 1 has 2 tokens, and its capacity is 1"),
+        ({"layer": {"max_rows": 1}}, cp.TensorError, "the experts of rank 0 are given 2 rows, and its capacity is 1"),
         ({"layer": {"dtype": torch.float64}}, cp.TensorError, "x is torch.float32 and weight is torch.float64"),
         ({"layer": {"dtype": torch.int32}}, cp.PlanError, "dtype is torch.int32; layers of experts compute in float64"),
         ({"x": torch.zeros(4, 4)}, cp.TensorError, "x is [4, 4]; this routing has 3 tokens here, and the layer 4 features"),

@@ -2,25 +2,22 @@
 
 #![allow(unsafe_code)]
 
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
-use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use counterpoint_choose::{PlanConfig, plan_mask};
-use counterpoint_cuda::{
-    CudaMachine, CudaProcess, DriverCalls, Stream, StreamPriority, Timing, TransportKind,
-};
+use counterpoint_cuda::{CudaMachine, DriverCalls, Stream, StreamPriority, Timing};
 use counterpoint_exec::{
-    AttentionCalls, Backend, BackwardTensors, ExecError, ForwardTensors, Group, HostTensor, JobToken,
-    Machine, Pass, Rendezvous, WorldConfig,
+    AttentionCalls, Backend, BackwardTensors, ExecError, ForwardTensors, Group, HostTensor, Machine, Pass,
 };
 use counterpoint_mask::{Documents, Mask};
-use counterpoint_plan::{AttentionSpec, DType, GradientShares, Plan, Topology};
+use counterpoint_plan::{AttentionSpec, DType, GradientShares, Plan};
 use counterpoint_schedule::OverlapPolicy;
 
 mod hollow_driver;
 mod support;
+
+use hollow_driver::processes::{LIMIT, config, on_processes, on_processes_that_fail};
 
 const SPEC: AttentionSpec = AttentionSpec {
     heads_q: 4,
@@ -35,8 +32,6 @@ const SPEC: AttentionSpec = AttentionSpec {
     max_logits: false,
     dlse: false,
 };
-
-const LIMIT: Duration = Duration::from_secs(20);
 
 /// Of each rank, in a forward and a backward of these masks: keys that come, gradients that go.
 const COLLECTIVES: usize = 3;
@@ -113,51 +108,6 @@ fn counted<M: Machine>(
     .unwrap();
     drop(tickets.unwrap());
     (asked, began.elapsed())
-}
-
-fn config() -> WorldConfig {
-    WorldConfig { limit: LIMIT, poison: false, ..WorldConfig::default() }
-}
-
-/// Runs `rank` on two ranks that reach each other as processes do, each on a GPU of its own.
-fn on_processes<R: Send>(rank: impl Fn(&Arc<Rendezvous>, &Group<CudaProcess>) -> R + Sync) -> Vec<R> {
-    on_processes_that_fail(|rendezvous, group| {
-        let done = rank(rendezvous, group);
-        group.clone().close().unwrap();
-        done
-    })
-}
-
-/// The same, who do not close the group.
-fn on_processes_that_fail<R: Send>(
-    rank: impl Fn(&Arc<Rendezvous>, &Group<CudaProcess>) -> R + Sync,
-) -> Vec<R> {
-    const RANKS: usize = 2;
-    let here = IpAddr::V4(Ipv4Addr::LOCALHOST);
-    let token = JobToken::random().unwrap();
-    let host = Rendezvous::host(TcpListener::bind((here, 0)).unwrap(), RANKS, &token, LIMIT).unwrap();
-    let address = SocketAddr::new(here, host.port());
-    let mut host = Some(host);
-    thread::scope(|scope| {
-        let threads: Vec<_> = (0..RANKS)
-            .map(|number| {
-                let (token, host, rank) = (&token, host.take(), &rank);
-                scope.spawn(move || {
-                    let rendezvous = match host {
-                        Some(host) => host.join(here, LIMIT),
-                        None => Rendezvous::join(address, number, RANKS, token, LIMIT),
-                    }
-                    .unwrap();
-                    let (kind, topology) = (TransportKind::Auto, Topology::flat(RANKS));
-                    let machine =
-                        CudaProcess::new(&rendezvous, Some(number), Timing::Off, kind, topology).unwrap();
-                    let group = Group::connect(&machine, RANKS, config()).unwrap();
-                    rank(&rendezvous, &group)
-                })
-            })
-            .collect();
-        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
-    })
 }
 
 /// A rank's tables of a mask, those of its forward and of its backward, are one copy. Each collective has two more: its mailbox is cleared, and

@@ -77,10 +77,25 @@ impl DeviceBuffer {
     ///
     /// # Errors
     /// As [`DeviceBuffer::new`].
-    pub fn from_slice<T: NoUninit>(stream: &Stream, values: &[T]) -> Result<Self, CudaError> {
-        if let Some(tables) = stream.tables() {
-            return tables.add(stream.device(), bytemuck::cast_slice(values));
+    pub fn from_slice<T: NoUninit + Send>(stream: &Stream, values: &[T]) -> Result<Self, CudaError> {
+        match stream.tables() {
+            Some(_) => Self::from_vec(stream, values.to_vec()),
+            None => Self::uploaded(stream, values),
         }
+    }
+
+    /// The same of values that nobody needs here any more, which a stream that gathers need not copy.
+    ///
+    /// # Errors
+    /// As [`DeviceBuffer::new`].
+    pub fn from_vec<T: NoUninit + Send>(stream: &Stream, values: Vec<T>) -> Result<Self, CudaError> {
+        match stream.tables() {
+            Some(tables) => tables.add(stream.device(), values),
+            None => Self::uploaded(stream, &values),
+        }
+    }
+
+    fn uploaded<T: NoUninit>(stream: &Stream, values: &[T]) -> Result<Self, CudaError> {
         let buffer = Self::new(stream.device(), size_of_val(values))?;
         buffer.upload(stream, 0, values)?;
         Ok(buffer)

@@ -98,6 +98,22 @@ impl<B: Backend> GlobalBuffer<B> {
         backend.view(&allocation.memory, spec)
     }
 
+    /// Whether a tensor allocates nothing.
+    pub(crate) fn has(&self, spec: &BufferSpec) -> bool {
+        let allocation = self.allocations.get(&(spec.name.clone(), spec.dtype));
+        allocation.is_some_and(|allocation| allocation.elements >= spec.shape.iter().product())
+    }
+
+    /// Has memory for a tensor, and no more: one of its name and type that is no longer allocates nothing later.
+    pub(crate) fn reserve(&mut self, backend: &B, spec: &BufferSpec) -> Result<(), ExecError> {
+        if !self.has(spec) {
+            let wanted = spec.shape.iter().product();
+            let made = Allocation::new(backend, spec, wanted, wanted)?;
+            self.allocations.insert((spec.name.clone(), spec.dtype), made);
+        }
+        Ok(())
+    }
+
     /// Bytes of all its memory.
     pub fn bytes(&self) -> u64 {
         let bytes = |((_, dtype), allocation): (&(String, DType), &Allocation<B>)| {
@@ -141,6 +157,16 @@ mod tests {
         assert_eq!(second.tensor().unwrap(), HostTensor::from_vec(vec![4, 3], vec![2.0f32; 12]));
         assert_eq!(get("a", DType::Bf16, 1).1, 1206);
         assert_eq!(get("b", DType::F32, 1).1, 1218);
+        // No more than is asked for, and nothing for what is there.
+        let spec = |name: &str, rows| {
+            let (name, shape) = (name.to_owned(), vec![rows, 3]);
+            BufferSpec { name, dtype: DType::Bf16, shape, role: BufferRole::Scratch }
+        };
+        memory.reserve(&backend, &spec("b", 10)).unwrap();
+        assert_eq!(memory.bytes(), 1278);
+        memory.reserve(&backend, &spec("b", 9)).unwrap();
+        memory.view(&backend, &spec("b", 10)).unwrap();
+        assert_eq!(memory.bytes(), 1278);
         memory.clear();
         assert_eq!(memory.bytes(), 0);
     }

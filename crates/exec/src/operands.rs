@@ -288,15 +288,15 @@ impl<'a> Check<'a> {
         let columns = first.shape.get(1).copied().unwrap_or_default();
         let mut rows = 0;
         // Tokens of experts are thousands of blocks of a few buffers.
-        let mut known = None;
+        let (mut known, mut has) = (None, 0);
         for block in blocks {
-            let spec = self.spec(block.buffer);
             if known != Some(block.buffer) {
+                let spec = self.spec(block.buffer);
                 self.tensor(block.buffer, first.dtype, &[spec.rows(), columns])?;
-                known = Some(block.buffer);
+                (known, has) = (Some(block.buffer), spec.rows());
             }
-            if block.rows.is_empty() || block.rows.end > spec.rows() {
-                let (range, name, has) = (block.rows, &spec.name, spec.rows());
+            if block.rows.is_empty() || block.rows.end > has {
+                let (range, name) = (block.rows, &self.spec(block.buffer).name);
                 return Err(self.error(format!(
                     "{range} of operand {operand} are not rows of `{name}`, which has {has}"
                 )));

@@ -23,17 +23,20 @@ pub(crate) struct ExpertFields {
     gradient: WeightGradient,
     /// Without one, each pass as it was tuned or is predicted to end first.
     policy: Option<OverlapPolicy>,
+    capacity: ExpertCapacity,
 }
 
 impl<'py> FromPyObject<'_, 'py> for ExpertFields {
     type Error = PyErr;
 
-    /// (kind, (in, out, experts), dtype, gradient, overlap): a kind is "dispatch" or "combine", a gradient "frozen", "written", or "added" with
-    /// the type of `main_grad` behind a colon.
+    /// (kind, (in, out, experts), dtype, gradient, overlap, (tokens, rows)): a kind is "dispatch" or "combine", a gradient "frozen", "written", or
+    /// "added" with the type of `main_grad` behind a colon; tokens and rows of a rank at most, or `None`.
     fn extract(object: pyo3::Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        type Fields = (String, (usize, usize, usize), String, String, String);
-        let (kind, (in_features, out_features, experts), dtype, gradient, overlap): Fields =
+        type Most = (Option<usize>, Option<usize>);
+        type Fields = (String, (usize, usize, usize), String, String, String, Most);
+        let (kind, (in_features, out_features, experts), dtype, gradient, overlap, most): Fields =
             object.extract()?;
+        let capacity = ExpertCapacity { tokens: most.0, rows_of_rank: most.1, ..ExpertCapacity::default() };
         let kind = if kind == "combine" { ExpertKind::Combine } else { ExpertKind::Dispatch };
         let gradient = match gradient.split_once(':') {
             Some((_, into)) => WeightGradient::Accumulated(dtype_of(into)?),
@@ -45,7 +48,7 @@ impl<'py> FromPyObject<'_, 'py> for ExpertFields {
             text => Some(text.parse().map_err(|error| PyValueError::new_err(format!("{error}")))?),
         };
         let spec = ExpertSpec { kind, in_features, out_features, dtype: dtype_of(&dtype)? };
-        Ok(Self { spec, experts, gradient, policy })
+        Ok(Self { spec, experts, gradient, policy, capacity })
     }
 }
 
@@ -128,9 +131,8 @@ where
             .map(|buffers| buffers.iter().map(|(name, buffer)| (name.as_str(), buffer.clone())).collect())
             .collect();
         let make = || {
-            let ExpertFields { spec, experts, gradient, .. } = key.layer;
-            let (passes, capacity) = (self.passes_of(group, key)?, ExpertCapacity::default());
-            let overlap = ExpertOverlap::Passes(passes);
+            let ExpertFields { spec, experts, gradient, capacity, .. } = key.layer;
+            let overlap = ExpertOverlap::Passes(self.passes_of(group, key)?);
             let mut layer =
                 ExpertLayer::new(group, ExpertOptions { spec, experts, gradient, capacity, overlap })?;
             layer.route_for(key.routing.clone(), *call)?;

@@ -43,9 +43,10 @@ pub use policy::{
 pub use program::{
     Accumulate, ArrivingKeys, AttentionBackward, AttentionDelta, AttentionFinish, AttentionForward,
     AttentionState, BarrierId, BufferId, BufferRole, BufferSpec, ColumnMax, ColumnSum, Delivery, EventId,
-    ForwardBegin, ForwardEnd, Gemm, GemmLayout, GroupCast, GroupReduce, GroupedLaunch, GroupedProblem,
-    GroupedResults, GroupedRows, KeyBlocks, MaxLogits, Op, Program, ProgramOp, ReduceOp, RmsNorm,
-    RmsNormBackward, RowBlock, SignalId, StreamId, StreamKind, StreamSpec, UserKernel, UserPart, WaveGemm,
+    ExpertRowsOf, ForwardBegin, ForwardEnd, Gemm, GemmLayout, GroupCast, GroupReduce, GroupedLaunch,
+    GroupedProblem, GroupedResults, GroupedRows, KeyBlocks, MaxLogits, Op, Program, ProgramOp, ReduceOp,
+    RmsNorm, RmsNormBackward, RowBlock, RowsOrigin, SignalId, StreamId, StreamKind, StreamSpec, UserKernel,
+    UserPart, WaveGemm,
 };
 pub use simulate::{SimulateError, simulate};
 pub use timeline::{Interval, Overlap, Span, SpanKind, Timeline, interval_length, merged_intervals};

@@ -295,7 +295,11 @@ fn groups_travel_while_the_rest_is_computed() {
         accumulate: Accumulate::Start,
     };
     let signal = SignalId(0);
-    let waves = || (0, Op::WaveGemm(WaveGemm { groups: vec![group(1), group(2)], grouped: false, signal }));
+    let rows = RowsOrigin::default();
+    let waves = || {
+        let (groups, rows) = (vec![group(1), group(2)], rows.clone());
+        (0, Op::WaveGemm(WaveGemm { groups, grouped: false, signal, rows }))
+    };
     let wait = |value| (1, Op::WaitSignal { signal, value });
     let in_turn = program(0, 1, 5, vec![waves(), wait(1), (1, copy(1, 3)), wait(2), (1, copy(2, 4))]);
     assert_eq!(in_turn.validate(), Ok(()));

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Kind = Literal["dispatch", "combine"]
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-Key = tuple[str, tuple[int, int, int], str, str, str]
+Key = tuple[str, tuple[int, int, int], str, str, str, tuple[int | None, int | None]]
 
 
 class ExpertPass(NamedTuple):
@@ -58,6 +58,9 @@ class ExpertLayer(torch.nn.Module):
     `group` is a `counterpoint.Group`, a process group or mesh dimension of PyTorch's, or None for all ranks. In a `LocalGroup`,
     whose ranks are all here, tensors have the rows of all of them, one rank's after the other's. With
     `gradient_accumulation_fusion` gradients are added to `weight.main_grad`, where it has one.
+
+    `max_tokens` and `max_rows` are what a rank has of tokens, and its experts of rows, in any call at most: a routing with more
+    is refused. With `max_rows` the group has scratch memory for as many from a pass's first call on; later ones allocate none.
     """
 
     def __init__(
@@ -71,6 +74,8 @@ class ExpertLayer(torch.nn.Module):
         init_method: Initializer | None = None,
         gradient_accumulation_fusion: bool = False,
         overlap: str = "auto",
+        max_tokens: int | None = None,
+        max_rows: int | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -80,6 +85,9 @@ class ExpertLayer(torch.nn.Module):
         for name, size in (("in_features", in_features), ("out_features", out_features), ("experts", experts)):
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise PlanError(f"{name} is {size!r}; it must be a whole number of at least 1")
+        for name, most in (("max_tokens", max_tokens), ("max_rows", max_rows)):
+            if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
+                raise PlanError(f"{name} is {most!r}; it must be a whole number of at least 1, or None")
         self.group = group if isinstance(group, LocalGroup) else group_of(group, device)
         if experts % self.group.size:
             raise PlanError(f"experts is {experts}, which {self.group.size} ranks cannot share equally")
@@ -90,6 +98,7 @@ class ExpertLayer(torch.nn.Module):
             raise PlanError(f"dtype is {dtype}; on GPUs layers of experts compute in bfloat16 and float16, on the CPU in all")
         self.kind, self.in_features, self.out_features, self.experts = kind, in_features, out_features, experts
         self.gradient_accumulation_fusion, self.overlap = gradient_accumulation_fusion, overlap
+        self.max_tokens, self.max_rows = max_tokens, max_rows
         here = experts if isinstance(self.group, LocalGroup) else experts // self.group.size
         place = self.group.device if device is None else device
         self.weight = torch.nn.Parameter(torch.empty(here, out_features, in_features, dtype=dtype, device=place))
@@ -196,8 +205,8 @@ class ExpertLayer(torch.nn.Module):
         gradient = (
             "frozen" if not self.weight.requires_grad else "written" if main_grad is None else f"added:{name_of(main_grad.dtype)}"
         )
-        sizes = (self.in_features, self.out_features, self.experts)
-        return (self.kind, sizes, name_of(self.weight.dtype), gradient, self.overlap)
+        sizes, most = (self.in_features, self.out_features, self.experts), (self.max_tokens, self.max_rows)
+        return (self.kind, sizes, name_of(self.weight.dtype), gradient, self.overlap, most)
 
     def extra_repr(self) -> str:
         """For `print`."""

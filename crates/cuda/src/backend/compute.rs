@@ -1,8 +1,11 @@
 //! From a compute operation of a Program to the launcher that does it, its tensors checked before any run.
 
+use std::sync::Arc;
+
 use counterpoint_exec::{ExecError, check_operands};
 use counterpoint_schedule::{
-    self as schedule, BufferId, BufferRole, BufferSpec, Op, Program, ProgramOp, SignalId, WorkerShare,
+    self as schedule, BufferId, BufferRole, BufferSpec, Op, Program, ProgramOp, RowsOrigin, SignalId,
+    WorkerShare,
 };
 
 use super::attention::Forward;
@@ -11,6 +14,7 @@ use super::attention_finish::{Finish, Placing};
 use super::grouped::Grouped;
 use super::linear::{BiasGradient, Product};
 use super::norm::{Normalisation, NormalisationGradients};
+use super::row_lists::ListKey;
 use super::user_kernel::UserWork;
 use super::waves::Waves;
 use super::{CudaBackend, CudaBuffer, CudaSignal};
@@ -207,6 +211,17 @@ impl<'a> Prepare<'a> {
     /// At least so many bytes of zeros, which nobody writes.
     pub(super) fn zeros(&self, bytes: usize) -> Result<DeviceBuffer, CudaError> {
         self.backend.zeros(bytes)
+    }
+
+    /// A list of rows that other passes of a routing may have too: where there is none, what `make` makes, if anything.
+    pub(super) fn shared_list<T: Send + Sync + 'static>(
+        &self,
+        origin: &RowsOrigin,
+        key: ListKey,
+        make: impl FnOnce() -> Result<Option<T>, CudaError>,
+    ) -> Result<Option<Arc<T>>, ExecError> {
+        let (lists, unsent) = self.backend.lists();
+        lists.of(unsent, origin, key, make).map_err(|error| self.device_error(error))
     }
 
     /// A kernel that a user has given the machine.

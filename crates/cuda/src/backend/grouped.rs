@@ -1,8 +1,9 @@
 //! Grouped GEMMs of a Program: the products of all experts as one launch for each result, with one copy of the rows that it cannot take as
 //! they lie.
 
+use std::sync::Arc;
+
 use counterpoint_exec::ExecError;
-use counterpoint_mask::Range;
 use counterpoint_schedule::{
     self as schedule, Accumulate, BufferId, GemmLayout, GroupedLaunch, GroupedProblem, GroupedResults,
     GroupedRows, ReduceOp, SignalId, WaveGemm,
@@ -11,10 +12,11 @@ use counterpoint_schedule::{
 use super::compute::Prepare;
 use super::grouped_gradient::Gradients;
 use super::linear::Product;
+use super::row_lists::{ListKey, buffers_of};
 use super::{CudaBuffer, CudaSignal};
 use crate::kernel::{
     GemmProblem, GroupedGemm, GroupedGemmSpec, GroupedGemmTensors, ProblemRows, ReduceTypes, RowCopy,
-    RowCopyTensor, RowMove, RowReduce, RowReduceSpec, Scalar, StartMark,
+    RowCopyTensor, RowReduce, RowReduceSpec, RowStep, Scalar, StartMark,
 };
 use crate::{CudaError, DeviceBuffer, Stream};
 
@@ -41,15 +43,15 @@ enum Work {
 impl Grouped {
     pub(super) fn new(prepare: &mut Prepare<'_>, op: &WaveGemm) -> Result<Self, ExecError> {
         let mut launches = Vec::new();
-        for launch in GroupedLaunch::of(&op.groups) {
-            let products = &op.groups[launch.products.clone()];
-            let value = launch.products.end as u64;
+        for (number, numbers) in GroupedLaunch::parts(&op.groups).enumerate() {
+            let products = &op.groups[numbers.clone()];
+            let value = numbers.end as u64;
             let made = match products[0].layout {
                 GemmLayout::Tn => {
-                    Gradients::new(prepare, products)?.map(|work| Work::Gradients(Box::new(work)))
+                    Gradients::new(prepare, op, products)?.map(|work| Work::Gradients(Box::new(work)))
                 }
                 GemmLayout::Nt | GemmLayout::Nn => {
-                    Rows::new(prepare, &op.groups, &launch)?.map(|work| Work::Rows(Box::new(work)))
+                    Rows::new(prepare, op, (number, numbers))?.map(|work| Work::Rows(Box::new(work)))
                 }
             };
             let apart = || products.iter().map(|gemm| Product::new(prepare, gemm)).collect::<Result<_, _>>();
@@ -94,28 +96,36 @@ pub(super) struct GatheredRows {
     tensors: Vec<BufferId>,
     /// What moves of the peer behind all tensors come from.
     zeros: Option<DeviceBuffer>,
-    copy: RowCopy,
+    copy: Arc<RowCopy>,
 }
 
 impl GatheredRows {
-    /// Memory called `name` for `count` rows as those of `tensors`, all of which `moves` brings there. So many rows of zeros at most come
+    /// What brings rows as those of a tensor together; it may serve other passes.
+    pub(super) fn copy_of(
+        prepare: &Prepare<'_>,
+        like: (Scalar, usize),
+        steps: &[RowStep],
+    ) -> Result<Arc<RowCopy>, CudaError> {
+        let (scalar, columns) = like;
+        let tensor = RowCopyTensor { scalar, row_elements: columns as u64, wire: scalar };
+        RowCopy::of_steps(prepare.setup(), &[tensor], steps).map(Arc::new)
+    }
+
+    /// Memory called `name` for `count` rows as those of `tensors`, all of which `copy` brings there. So many rows of zeros at most come
     /// from a peer behind those: nothing waits for a kernel that fills memory beside a busy device's.
     pub(super) fn new(
         prepare: &mut Prepare<'_>,
         name: &str,
         tensors: Vec<BufferId>,
-        moves: &[RowMove],
+        copy: Arc<RowCopy>,
         (count, zero_rows): (usize, usize),
     ) -> Result<Self, ExecError> {
         let (scalar, columns) = (prepare.scalar(tensors[0])?, prepare.spec(tensors[0]).row_elements());
         let memory = prepare.scratch_rows(name, tensors[0], count);
-        let make = || -> Result<Self, CudaError> {
-            let (setup, row) = (prepare.setup(), columns * scalar.bytes() as usize);
-            let zeros = (zero_rows > 0).then(|| prepare.zeros(zero_rows * row)).transpose()?;
-            let tensor = RowCopyTensor { scalar, row_elements: columns as u64, wire: scalar };
-            Ok(Self { memory, zeros, copy: RowCopy::new(setup, &[tensor], moves)?, tensors: tensors.clone() })
-        };
-        make().map_err(|error| prepare.device_error(error))
+        let row = columns * scalar.bytes() as usize;
+        let zeros = (zero_rows > 0).then(|| prepare.zeros(zero_rows * row)).transpose();
+        let zeros = zeros.map_err(|error| prepare.device_error(error))?;
+        Ok(Self { memory, zeros, copy, tensors })
     }
 
     pub(super) fn launch(&self, stream: &Stream, buffers: &[CudaBuffer]) -> Result<(), CudaError> {
@@ -140,6 +150,20 @@ struct Rows {
     weights: BufferId,
     gemm: GroupedGemm,
     out: BufferId,
+    /// Where results that are not stored where they belong are stored first.
+    together: Option<BufferId>,
+    placed: Arc<PlacedRows>,
+}
+
+/// What follows from the rows of a launch, whatever is multiplied with them.
+struct PlacedRows {
+    count: usize,
+    /// Buffers that the first operand's rows lie in, by their place among those of the products ([`buffers_of`]), of so many.
+    sources: Vec<usize>,
+    buffers: usize,
+    /// Of each problem one of its products, counted from the launch's first, and its rows.
+    problems: Vec<(usize, Vec<ProblemRows>)>,
+    gather: Option<Arc<RowCopy>>,
     results: Results,
 }
 
@@ -147,18 +171,54 @@ struct Rows {
 enum Results {
     InPlace,
     /// They are stored in scratch memory first.
-    Copied(BufferId, RowCopy),
-    Summed(BufferId, RowReduce),
+    Copied(RowCopy),
+    Summed(RowReduce),
+}
+
+impl PlacedRows {
+    /// `None` where no kernel takes them.
+    fn new(
+        prepare: &Prepare<'_>,
+        products: &[schedule::Gemm],
+        numbers: std::ops::Range<usize>,
+        [from, to]: [(Scalar, usize); 2],
+    ) -> Result<Option<Self>, CudaError> {
+        let (first, rows) = (numbers.start, prepare.spec(products[numbers.start].out).rows());
+        let of_launch = &products[numbers.clone()];
+        let launch = GroupedLaunch::of_part(numbers, products);
+        let places = Places::of(&launch);
+        let results = match launch.results {
+            GroupedResults::InPlace => Results::InPlace,
+            GroupedResults::Copied => {
+                let tensor = RowCopyTensor { scalar: to.0, row_elements: to.1 as u64, wire: to.0 };
+                Results::Copied(RowCopy::of_steps(prepare.setup(), &[tensor], &places.results)?)
+            }
+            GroupedResults::Summed if to.0 != Scalar::F32 => return Ok(None),
+            GroupedResults::Summed => match prepare.summed_results(&launch, to, rows)? {
+                Some(sum) => Results::Summed(sum),
+                // Some row of the result has no product, and would stay as it is.
+                None => return Ok(None),
+            },
+        };
+        let gather =
+            launch.gathers.then(|| GatheredRows::copy_of(prepare, from, &places.gathers)).transpose()?;
+        let all = buffers_of(of_launch.iter().flat_map(|gemm| &gemm.a), None);
+        let place = |id: &BufferId| all.iter().position(|one| one == id).unwrap_or(0);
+        let sources = places.sources.iter().map(place).collect();
+        let numbered = launch.problems.iter().map(|problem| problem.product - first);
+        let problems = numbered.zip(places.problems).collect();
+        Ok(Some(Self { count: launch.rows(), sources, buffers: all.len(), problems, gather, results }))
+    }
 }
 
 impl Rows {
     /// `None` where no kernel takes them. That must depend on nothing but a pass's columns and types: its groups have the bits of the whole.
     fn new(
         prepare: &mut Prepare<'_>,
-        products: &[schedule::Gemm],
-        launch: &GroupedLaunch,
+        op: &WaveGemm,
+        (number, numbers): (usize, std::ops::Range<usize>),
     ) -> Result<Option<Self>, ExecError> {
-        let of_launch = &products[launch.products.clone()];
+        let of_launch = &op.groups[numbers.clone()];
         let first = &of_launch[0];
         let (weights, k) = (first.b[0].buffer, prepare.spec(first.a[0].buffer).row_elements());
         let (layout, element) = (prepare.gemm_layout(first.layout), prepare.element(first.a[0].buffer)?);
@@ -166,25 +226,25 @@ impl Rows {
         let strides = [k, prepare.spec(weights).row_elements(), n];
         let plain =
             |gemm: &schedule::Gemm| gemm.b.len() == 1 && gemm.b[0].buffer == weights && gemm.bias.is_none();
-        let sums = launch.results != GroupedResults::Summed || output == Scalar::F32;
         if !prepare.setup().device().arch().is_hopper()
             || !GroupedGemmSpec::takes(layout, strides, k, element, output)
-            || !sums
             || !of_launch.iter().all(plain)
         {
             return Ok(None);
         }
-        let places = Places::of(products, launch);
-        let count = launch.rows();
-        let results = match launch.results {
-            GroupedResults::InPlace => Results::InPlace,
-            GroupedResults::Copied => prepare.copied_results(first.out, count, &places.results)?,
-            GroupedResults::Summed => {
-                let Some(summed) = prepare.summed_results(first.out, launch)? else { return Ok(None) };
-                summed
-            }
-        };
+        let scalars = [element.scalar(), output];
+        let key = ListKey::Launch { number, columns: [k, n], scalars };
+        let place = || PlacedRows::new(prepare, &op.groups, numbers, [(scalars[0], k), (scalars[1], n)]);
+        let Some(placed) = prepare.shared_list(&op.rows, key, place)? else { return Ok(None) };
+        let buffers = buffers_of(of_launch.iter().flat_map(|gemm| &gemm.a), Some(placed.buffers));
+        let sources: Vec<BufferId> = placed.sources.iter().map(|place| buffers[*place]).collect();
         let rows_of = |id: &BufferId| prepare.spec(*id).rows();
+        let count = placed.count;
+        let problem = |(product, rows): &(usize, Vec<ProblemRows>)| {
+            let b_row = of_launch[*product].b[0].rows.start;
+            GemmProblem { rows: rows.clone(), b_row, terms: Vec::new() }
+        };
+        let is_in_place = matches!(placed.results, Results::InPlace);
         let spec = GroupedGemmSpec {
             n,
             k,
@@ -193,23 +253,23 @@ impl Rows {
             element,
             output,
             strides,
-            rows_a: if launch.gathers { vec![count] } else { places.sources.iter().map(rows_of).collect() },
+            rows_a: if placed.gather.is_some() { vec![count] } else { sources.iter().map(rows_of).collect() },
             rows_b: vec![rows_of(&weights)],
-            rows_d: if launch.results == GroupedResults::InPlace { rows_of(&first.out) } else { count },
+            rows_d: if is_in_place { rows_of(&first.out) } else { count },
             adds: false,
-            problems: places.problems,
+            problems: placed.problems.iter().map(problem).collect(),
             sm_margin: prepare.sm_margin(),
             grid: prepare.grid(),
         };
-        let gathered = match launch.gathers {
-            true => {
-                let (sources, moves) = (places.sources.clone(), &places.gathers);
-                Some(GatheredRows::new(prepare, GATHERED, sources, moves, (count, 0))?)
+        let gathered = match &placed.gather {
+            Some(copy) => {
+                Some(GatheredRows::new(prepare, GATHERED, sources.clone(), copy.clone(), (count, 0))?)
             }
-            false => None,
+            None => None,
         };
+        let together = (!is_in_place).then(|| prepare.scratch_rows(RESULTS, first.out, count));
         let gemm = GroupedGemm::new(prepare.setup(), &spec).map_err(|error| prepare.device_error(error))?;
-        Ok(Some(Self { sources: places.sources, gathered, weights, gemm, out: first.out, results }))
+        Ok(Some(Self { sources, gathered, weights, gemm, out: first.out, together, placed }))
     }
 
     fn launch(&self, stream: &Stream, buffers: &[CudaBuffer]) -> Result<(), CudaError> {
@@ -222,18 +282,15 @@ impl Rows {
             None => self.sources.iter().map(address).collect(),
         };
         let out = address(&self.out);
-        let d = match &self.results {
-            Results::InPlace => out,
-            Results::Copied(memory, _) | Results::Summed(memory, _) => address(memory),
-        };
+        let d = self.together.as_ref().map_or(out, address);
         // SAFETY: `check_operands` has compared all shapes and types, and scratch memory has room for all rows; buffers live as long as what
         // is enqueued; the Program orders who else uses them.
         unsafe {
             self.gemm.launch(stream, &GroupedGemmTensors { a: &a, b: &[address(&self.weights)], d })?;
-            match &self.results {
+            match &self.placed.results {
                 Results::InPlace => Ok(()),
-                Results::Copied(_, copy) => copy.launch(stream, |_, _| d, &[out], &StartMark::none()),
-                Results::Summed(_, sum) => sum.launch(stream, None, |_| d, out, &StartMark::none()),
+                Results::Copied(copy) => copy.launch(stream, |_, _| d, &[out], &StartMark::none()),
+                Results::Summed(sum) => sum.launch(stream, None, |_| d, out, &StartMark::none()),
             }
         }
     }
@@ -242,69 +299,92 @@ impl Rows {
 /// Where the rows of a launch lie and go.
 struct Places {
     sources: Vec<BufferId>,
-    problems: Vec<GemmProblem>,
+    problems: Vec<Vec<ProblemRows>>,
     /// Rows to where they lie together, and results back from there.
-    gathers: Vec<RowMove>,
-    results: Vec<RowMove>,
+    gathers: Vec<RowStep>,
+    results: Vec<RowStep>,
 }
 
 impl Places {
-    fn of(products: &[schedule::Gemm], launch: &GroupedLaunch) -> Self {
+    fn of(launch: &GroupedLaunch) -> Self {
         let mut places =
             Self { sources: Vec::new(), problems: Vec::new(), gathers: Vec::new(), results: Vec::new() };
         let in_place = launch.results == GroupedResults::InPlace;
-        let mut together = 0;
-        for GroupedProblem { product, rows } in &launch.problems {
-            let mut problem =
-                GemmProblem { b_row: products[*product].b[0].rows.start, ..GemmProblem::default() };
-            for &GroupedRows { source: (buffer, first), to, count, .. } in rows {
-                let source = places.sources.iter().position(|id| *id == buffer).unwrap_or_else(|| {
-                    places.sources.push(buffer);
-                    places.sources.len() - 1
-                });
-                let (here, there) =
-                    (Range::new(first, first + count), Range::new(together, together + count));
+        let (mut together, mut source) = (0, 0);
+        if launch.gathers {
+            places.gathers.reserve(launch.problems.iter().map(|problem| problem.rows.len()).sum());
+        }
+        for GroupedProblem { rows, .. } in &launch.problems {
+            let begin = together;
+            let mut problem: Vec<ProblemRows> = Vec::new();
+            for &GroupedRows { buffer, first, to, count, .. } in rows {
+                // Mostly that of the row before.
+                if places.sources.get(source) != Some(&buffer) {
+                    source = places.source(buffer);
+                }
                 if launch.gathers {
-                    add_move(&mut places.gathers, RowMove { peer: source, from: here, to: there });
+                    let step = RowStep { peer: source as u32, from: first, to: together, count };
+                    add_step(&mut places.gathers, step);
                 }
                 if launch.results == GroupedResults::Copied {
-                    let back = RowMove { peer: 0, from: there, to: Range::new(to, to + count) };
-                    add_move(&mut places.results, back);
+                    add_step(&mut places.results, RowStep { peer: 0, from: together, to, count });
                 }
-                let (source, first) = if launch.gathers { (0, together) } else { (source, first) };
-                let to = if in_place { to } else { together };
-                add_rows(&mut problem.rows, ProblemRows { source, first, to, count });
+                if in_place {
+                    let (from, first) = if launch.gathers { (0, together) } else { (source, first) };
+                    let (first, to, count) = (first as usize, to as usize, count as usize);
+                    add_rows(&mut problem, ProblemRows { source: from, first, to, count });
+                }
                 together += count;
+            }
+            if let (false, Some(rows)) = (in_place, rows.first()) {
+                // Rows of a problem that are not gathered follow each other, and so do their results.
+                let (source, first) = if launch.gathers { (0, begin) } else { (source, rows.first) };
+                let (first, to, count) = (first as usize, begin as usize, (together - begin) as usize);
+                problem.push(ProblemRows { source, first, to, count });
             }
             places.problems.push(problem);
         }
         places
     }
+
+    /// The number of a buffer among the sources.
+    fn source(&mut self, buffer: BufferId) -> usize {
+        self.sources.iter().position(|id| *id == buffer).unwrap_or_else(|| {
+            self.sources.push(buffer);
+            self.sources.len() - 1
+        })
+    }
 }
 
 /// Adds rows to move, which neighbours do together.
-pub(super) fn add_move(moves: &mut Vec<RowMove>, next: RowMove) {
-    let meets = |last: &&mut RowMove| {
-        (last.peer, last.from.end, last.to.end) == (next.peer, next.from.start, next.to.start)
-    };
-    match moves.last_mut().filter(meets) {
-        Some(last) => (last.from.end, last.to.end) = (next.from.end, next.to.end),
-        None => moves.push(next),
+#[inline]
+pub(super) fn add_step(steps: &mut Vec<RowStep>, next: RowStep) {
+    if let Some(last) = steps.last_mut()
+        && last.from + last.count == next.from
+        && last.to + last.count == next.to
+        && last.peer == next.peer
+    {
+        last.count += next.count;
+        return;
     }
+    steps.push(next);
 }
 
+#[inline]
 fn add_rows(rows: &mut Vec<ProblemRows>, next: ProblemRows) {
-    let meets = |last: &&mut ProblemRows| {
-        (last.source, last.first + last.count, last.to + last.count) == (next.source, next.first, next.to)
-    };
-    match rows.last_mut().filter(meets) {
-        Some(last) => last.count += next.count,
-        None => rows.push(next),
+    if let Some(last) = rows.last_mut()
+        && last.first + last.count == next.first
+        && last.to + last.count == next.to
+        && last.source == next.source
+    {
+        last.count += next.count;
+        return;
     }
+    rows.push(next);
 }
 
 /// The rows of the results, which are one after the other in memory, and those in which they are summed, in the order of the products.
-fn terms(launch: &GroupedLaunch) -> Vec<(usize, usize)> {
+fn terms(launch: &GroupedLaunch) -> Vec<(u32, u32)> {
     let mut terms = Vec::with_capacity(launch.rows());
     let mut together = 0;
     for (problem, next) in launch.problems.iter().zip(launch.problems.iter().skip(1).map(Some).chain([None]))
@@ -313,52 +393,41 @@ fn terms(launch: &GroupedLaunch) -> Vec<(usize, usize)> {
         for product in problem.product..end {
             let mut from = together;
             for piece in &problem.rows {
-                if piece.product == product {
-                    terms.extend((0..piece.count).map(|row| (from + row, piece.to + row)));
+                if piece.product as usize == product {
+                    for row in 0..piece.count {
+                        terms.push((from + row, piece.to + row));
+                    }
                 }
                 from += piece.count;
             }
         }
-        together += problem.count();
+        together += problem.count() as u32;
     }
     terms
 }
 
 impl Prepare<'_> {
-    fn copied_results(
-        &mut self,
-        out: BufferId,
-        count: usize,
-        moves: &[RowMove],
-    ) -> Result<Results, ExecError> {
-        let (scalar, columns) = (self.scalar(out)?, self.spec(out).row_elements());
-        let tensor = RowCopyTensor { scalar, row_elements: columns as u64, wire: scalar };
-        let copy = RowCopy::new(self.setup(), &[tensor], moves).map_err(|error| self.device_error(error))?;
-        Ok(Results::Copied(self.scratch_rows(RESULTS, out, count), copy))
-    }
-
-    /// `None` where some row of the result has no product, and would stay as it is.
+    /// `None` where some row of the result has no product.
     fn summed_results(
-        &mut self,
-        out: BufferId,
+        &self,
         launch: &GroupedLaunch,
-    ) -> Result<Option<Results>, ExecError> {
-        let (scalar, columns) = (self.scalar(out)?, self.spec(out).row_elements());
+        (scalar, columns): (Scalar, usize),
+        rows: usize,
+    ) -> Result<Option<RowReduce>, CudaError> {
         let spec = RowReduceSpec {
             op: ReduceOp::Sum,
             accumulate: Accumulate::Start,
             types: ReduceTypes { partial: scalar, wire: scalar, sum: scalar, result: scalar },
-            rows: self.spec(out).rows(),
+            rows,
             row_elements: columns as u64,
         };
-        let sum = RowReduce::of_terms(self.setup(), &spec, &terms(launch));
-        let sum = sum.map_err(|error| self.device_error(error))?;
-        Ok(sum.map(|sum| Results::Summed(self.scratch_rows(RESULTS, out, launch.rows()), sum)))
+        RowReduce::of_terms(self.setup(), &spec, &terms(launch))
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use counterpoint_mask::Range;
     use counterpoint_schedule::RowBlock;
 
     use super::*;
@@ -382,8 +451,8 @@ mod tests {
         }
     }
 
-    fn step(peer: usize, from: usize, to: usize, count: usize) -> RowMove {
-        RowMove { peer, from: Range::new(from, from + count), to: Range::new(to, to + count) }
+    fn step(peer: u32, from: u32, to: u32, count: u32) -> RowStep {
+        RowStep { peer, from, to, count }
     }
 
     /// Token 2 has three experts, 0 and 1 one each: its sum begins with the first expert's.
@@ -396,10 +465,10 @@ mod tests {
             gemm(2, &[(4, 5)], &[(2, 3)], Accumulate::Continue),
         ];
         let launch = &GroupedLaunch::of(&products)[0];
-        let places = Places::of(&products, launch);
-        assert_eq!(places.problems.iter().map(|problem| problem.b_row).collect::<Vec<_>>(), [0, 64, 128]);
+        let places = Places::of(launch);
+        assert_eq!(launch.problems.iter().map(|problem| problem.product).collect::<Vec<_>>(), [0, 1, 3]);
         let rows = |source, first, to, count| ProblemRows { source, first, to, count };
-        assert_eq!(places.problems[1].rows, [rows(0, 2, 2, 2)]);
+        assert_eq!(places.problems[1], [rows(0, 2, 2, 2)]);
         // (row in memory, row of the result)
         assert_eq!(terms(launch), [(0, 0), (1, 2), (3, 1), (2, 2), (4, 2)]);
     }
@@ -414,10 +483,10 @@ mod tests {
         ];
         let launch = &GroupedLaunch::of(&products)[0];
         assert!(launch.gathers);
-        let places = Places::of(&products, launch);
+        let places = Places::of(launch);
         assert_eq!(places.gathers.len(), 101);
         assert_eq!((places.gathers[99], places.gathers[100]), (step(0, 198, 99, 1), step(0, 201, 100, 99)));
-        assert_eq!(places.problems[0].rows, [ProblemRows { source: 0, first: 0, to: 0, count: 100 }]);
-        assert_eq!(places.problems[1].rows, [ProblemRows { source: 0, first: 100, to: 100, count: 99 }]);
+        assert_eq!(places.problems[0], [ProblemRows { source: 0, first: 0, to: 0, count: 100 }]);
+        assert_eq!(places.problems[1], [ProblemRows { source: 0, first: 100, to: 100, count: 99 }]);
     }
 }

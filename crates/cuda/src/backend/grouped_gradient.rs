@@ -1,15 +1,18 @@
 //! Gradients of all experts' weights as one grouped GEMM, whose problems are blocks of k.
 
+use std::sync::Arc;
+
 use counterpoint_exec::ExecError;
 use counterpoint_mask::Range;
-use counterpoint_schedule::{Accumulate, BufferId, Gemm, RowBlock};
+use counterpoint_schedule::{Accumulate, BufferId, Gemm, RowBlock, WaveGemm};
 
 use super::CudaBuffer;
 use super::compute::Prepare;
-use super::grouped::{GATHERED, GATHERED_TOO, GatheredRows, add_move};
+use super::grouped::{GATHERED, GATHERED_TOO, GatheredRows, add_step};
+use super::row_lists::{ListKey, buffers_of};
 use crate::kernel::{
     GemmLayout, GemmProblem, GroupedGemm, GroupedGemmSpec, GroupedGemmTensors, ProblemRows, ProblemTerm,
-    RowMove,
+    RowCopy, RowStep,
 };
 use crate::{CudaError, Stream};
 
@@ -34,7 +37,11 @@ struct Operand {
 
 impl Gradients {
     /// `None` where no kernel takes them.
-    pub(super) fn new(prepare: &mut Prepare<'_>, products: &[Gemm]) -> Result<Option<Self>, ExecError> {
+    pub(super) fn new(
+        prepare: &mut Prepare<'_>,
+        op: &WaveGemm,
+        products: &[Gemm],
+    ) -> Result<Option<Self>, ExecError> {
         let first = &products[0];
         let columns = |id: BufferId| prepare.spec(id).row_elements();
         let (element, output) = (prepare.element(first.a[0].buffer)?, prepare.scalar(first.out)?);
@@ -51,8 +58,7 @@ impl Gradients {
         }
         let a: Vec<_> = products.iter().map(|gemm| gemm.a.as_slice()).collect();
         let b: Vec<_> = products.iter().map(|gemm| gemm.b.as_slice()).collect();
-        let (a_blocks, b_blocks) =
-            (Blocks::of(&a, |id| prepare.spec(id).rows()), Blocks::of(&b, |id| prepare.spec(id).rows()));
+        let (a_blocks, b_blocks) = (prepare.blocks(op, &a)?, prepare.blocks(op, &b)?);
         let problem = |(index, gemm): (usize, &Gemm)| {
             let to = gemm.out_rows[0];
             let rows = vec![ProblemRows { source: 0, first: 0, to: to.start, count: to.len() }];
@@ -68,8 +74,8 @@ impl Gradients {
             element,
             output,
             strides,
-            rows_a: a_blocks.tensor_rows(),
-            rows_b: b_blocks.tensor_rows(),
+            rows_a: prepare.tensor_rows(&a_blocks, &a),
+            rows_b: prepare.tensor_rows(&b_blocks, &b),
             rows_d: prepare.spec(first.out).rows(),
             adds: first.accumulate == Accumulate::Continue,
             problems: products.iter().enumerate().map(problem).collect(),
@@ -77,8 +83,8 @@ impl Gradients {
             grid: prepare.grid(),
         };
         let gemm = GroupedGemm::new(prepare.setup(), &spec).map_err(|error| prepare.device_error(error))?;
-        let (a, b) =
-            (Operand::new(prepare, GATHERED, a_blocks)?, Operand::new(prepare, GATHERED_TOO, b_blocks)?);
+        let a = Operand::new(prepare, GATHERED, &a_blocks, &a)?;
+        let b = Operand::new(prepare, GATHERED_TOO, &b_blocks, &b)?;
         Ok(Some(Self { a, b, gemm, out: first.out }))
     }
 
@@ -92,13 +98,22 @@ impl Gradients {
 }
 
 impl Operand {
-    fn new(prepare: &mut Prepare<'_>, name: &str, blocks: Blocks) -> Result<Self, ExecError> {
-        let Blocks { buffer, tensors, moves, copied_rows, .. } = blocks;
-        let copied = match copied_rows {
-            0 => None,
-            rows => Some(GatheredRows::new(prepare, name, tensors, &moves, (rows, BLOCK - 1))?),
+    fn new(
+        prepare: &mut Prepare<'_>,
+        name: &str,
+        blocks: &PlacedBlocks,
+        problems: &[&[RowBlock]],
+    ) -> Result<Self, ExecError> {
+        let tensors = blocks.buffers(problems);
+        let buffer = blocks.in_place.then_some(tensors[0]);
+        let copied = match &blocks.copy {
+            None => None,
+            Some(copy) => {
+                let rows = (blocks.copied_rows, BLOCK - 1);
+                Some(GatheredRows::new(prepare, name, tensors, copy.clone(), rows)?)
+            }
         };
-        Ok(Self { buffer: buffer.map(|(id, _)| id), copied })
+        Ok(Self { buffer, copied })
     }
 
     /// Copies what is copied, and says where the tensors of the blocks begin.
@@ -112,6 +127,54 @@ impl Operand {
     }
 }
 
+/// Where the blocks of an operand lie, whatever it is multiplied with.
+struct PlacedBlocks {
+    /// Whether rows are as they lie, in one buffer, which is the blocks' first tensor then.
+    in_place: bool,
+    /// Of every problem, each block's tensor and first row.
+    places: Vec<Vec<(usize, usize)>>,
+    /// Buffers that rows lie in.
+    buffers: usize,
+    /// What copies rows, and to how many, which are another tensor.
+    copy: Option<Arc<RowCopy>>,
+    copied_rows: usize,
+}
+
+impl PlacedBlocks {
+    /// The buffers that rows of the problems lie in.
+    fn buffers(&self, problems: &[&[RowBlock]]) -> Vec<BufferId> {
+        buffers_of(problems.iter().copied().flatten(), Some(self.buffers))
+    }
+}
+
+impl Prepare<'_> {
+    /// Those of an operand of an operation. Tokens are in the same blocks in other passes of their routing.
+    fn blocks(&self, op: &WaveGemm, problems: &[&[RowBlock]]) -> Result<Arc<PlacedBlocks>, ExecError> {
+        let first = problems[0][0].buffer;
+        let (scalar, columns) = (self.scalar(first)?, self.spec(first).row_elements());
+        let place = |blocks: Blocks| -> Result<PlacedBlocks, CudaError> {
+            let Blocks { buffer, places, tensors, steps, copied_rows } = blocks;
+            let copy = (copied_rows > 0).then(|| GatheredRows::copy_of(self, (scalar, columns), &steps));
+            let (copy, in_place) = (copy.transpose()?, buffer.is_some());
+            Ok(PlacedBlocks { in_place, places, buffers: tensors.len(), copy, copied_rows })
+        };
+        if let Some((all, buffer)) = all_together(problems) {
+            let placed = place(Blocks::in_place(&all, (buffer, self.spec(buffer).rows())));
+            return placed.map(Arc::new).map_err(|error| self.device_error(error));
+        }
+        let make = || place(Blocks::copied(problems)).map(Some);
+        let made = self.shared_list(&op.rows, ListKey::Blocks { columns, scalar }, make)?;
+        made.ok_or_else(|| self.error("its rows have no blocks".to_owned()))
+    }
+
+    /// Rows of the blocks' tensors.
+    fn tensor_rows(&self, blocks: &PlacedBlocks, problems: &[&[RowBlock]]) -> Vec<usize> {
+        let copied = Some(blocks.copied_rows).filter(|rows| *rows > 0);
+        let in_place = blocks.in_place.then(|| self.spec(problems[0][0].buffer).rows());
+        in_place.into_iter().chain(copied).collect()
+    }
+}
+
 /// Where the blocks of an operand lie.
 struct Blocks {
     /// Where rows lie as they are, and how many it has: the blocks' first tensor.
@@ -120,25 +183,28 @@ struct Blocks {
     places: Vec<Vec<(usize, usize)>>,
     /// What is copied: from where, which rows, and to how many, which are another tensor.
     tensors: Vec<BufferId>,
-    moves: Vec<RowMove>,
+    steps: Vec<RowStep>,
     copied_rows: usize,
 }
 
 impl Blocks {
-    /// Those of some problems, of each the rows of these blocks one after the other; `rows_of` says how many a buffer has.
-    fn of(problems: &[&[RowBlock]], rows_of: impl Fn(BufferId) -> usize) -> Self {
-        let together: Option<Vec<RowBlock>> = problems.iter().map(|blocks| together(blocks)).collect();
-        let together = together.filter(|all| all.windows(2).all(|pair| pair[0].buffer == pair[1].buffer));
-        let buffer = together.as_ref().and_then(|all| all.first()).map(|first| first.buffer);
-        let buffer = buffer.map(|id| (id, rows_of(id)));
-        let tensors = buffer.map_or_else(|| tensors_of(problems), |(id, _)| vec![id]);
-        let places = Vec::with_capacity(problems.len());
-        let mut blocks = Self { buffer, places, tensors, moves: Vec::new(), copied_rows: 0 };
-        match (together, buffer) {
-            (Some(all), Some((_, rows))) => all.iter().for_each(|of| blocks.add_in_place(of.rows, rows)),
-            _ => problems.iter().for_each(|of_problem| blocks.add_copied(of_problem)),
-        }
+    /// Those of problems whose rows lie together in a buffer, which has so many.
+    fn in_place(problems: &[RowBlock], buffer: (BufferId, usize)) -> Self {
+        let mut blocks = Self::new(Some(buffer), vec![buffer.0]);
+        problems.iter().for_each(|of| blocks.add_in_place(of.rows, buffer.1));
         blocks
+    }
+
+    /// Those of problems whose rows are copied, of each the rows of these blocks one after the other.
+    fn copied(problems: &[&[RowBlock]]) -> Self {
+        let mut blocks = Self::new(None, buffers_of(problems.iter().copied().flatten(), None));
+        blocks.steps.reserve(problems.iter().map(|of_problem| of_problem.len() + 1).sum());
+        problems.iter().for_each(|of_problem| blocks.add_copied(of_problem));
+        blocks
+    }
+
+    fn new(buffer: Option<(BufferId, usize)>, tensors: Vec<BufferId>) -> Self {
+        Self { buffer, places: Vec::new(), tensors, steps: Vec::new(), copied_rows: 0 }
     }
 
     /// A problem's rows as they lie; a last block that others follow is copied.
@@ -158,7 +224,6 @@ impl Blocks {
     /// A problem's rows in the copy.
     fn add_copied(&mut self, blocks: &[RowBlock]) {
         let begin = self.copied_rows;
-        self.moves.reserve(blocks.len() + 1);
         for block in blocks {
             let tensor = self.tensors.iter().position(|id| *id == block.buffer).unwrap_or(0);
             self.copy(tensor, block.rows);
@@ -176,16 +241,17 @@ impl Blocks {
     }
 
     fn copy(&mut self, peer: usize, from: Range) {
-        let to = Range::new(self.copied_rows, self.copied_rows + from.len());
-        add_move(&mut self.moves, RowMove { peer, from, to });
-        self.copied_rows = to.end;
+        let (to, count) = (self.copied_rows as u32, from.len() as u32);
+        add_step(&mut self.steps, RowStep { peer: peer as u32, from: from.start as u32, to, count });
+        self.copied_rows += from.len();
     }
+}
 
-    /// Rows of the blocks' tensors.
-    fn tensor_rows(&self) -> Vec<usize> {
-        let copied = Some(self.copied_rows).filter(|rows| *rows > 0);
-        self.buffer.map(|(_, rows)| rows).into_iter().chain(copied).collect()
-    }
+/// The rows of each problem where they lie together, in the same buffer all, and that buffer.
+fn all_together(problems: &[&[RowBlock]]) -> Option<(Vec<RowBlock>, BufferId)> {
+    let all: Vec<RowBlock> = problems.iter().map(|blocks| together(blocks)).collect::<Option<_>>()?;
+    let buffer = all.first()?.buffer;
+    all.iter().all(|of| of.buffer == buffer).then_some((all, buffer))
 }
 
 /// Blocks that follow each other, as one; `None` where they do not.
@@ -195,17 +261,6 @@ fn together(blocks: &[RowBlock]) -> Option<RowBlock> {
         |pair: &[RowBlock]| pair[0].buffer == pair[1].buffer && pair[0].rows.end == pair[1].rows.start;
     let rows = Range { start: first.rows.start, end: last.rows.end };
     blocks.windows(2).all(follows).then_some(RowBlock { buffer: first.buffer, rows })
-}
-
-/// The buffers of some blocks, in the order in which they come.
-fn tensors_of(problems: &[&[RowBlock]]) -> Vec<BufferId> {
-    let mut tensors: Vec<BufferId> = Vec::new();
-    for block in problems.iter().copied().flatten() {
-        if !tensors.contains(&block.buffer) {
-            tensors.push(block.buffer);
-        }
-    }
-    tensors
 }
 
 #[cfg(test)]
@@ -221,29 +276,27 @@ mod tests {
     fn rows_stay_where_they_are_but_for_the_ends_of_problems() {
         let problems = [[block(5, 0, 100)], [block(5, 100, 164)], [block(5, 164, 167)], [block(5, 167, 237)]];
         let problems: Vec<&[RowBlock]> = problems.iter().map(|blocks| &blocks[..]).collect();
-        let blocks = Blocks::of(&problems, |_| 237);
+        let (all, buffer) = all_together(&problems).unwrap();
+        let blocks = Blocks::in_place(&all, (buffer, 237));
         let wanted: [&[(usize, usize)]; 4] =
             [&[(0, 0), (1, 0)], &[(0, 100)], &[(1, 64)], &[(0, 167), (0, 231)]];
         assert_eq!(blocks.places, wanted);
-        let step = |peer: usize, from: usize, to: usize, count: usize| RowMove {
-            peer,
-            from: Range::new(from, from + count),
-            to: Range::new(to, to + count),
-        };
+        let step = |peer, from, to, count| RowStep { peer, from, to, count };
         let wanted = [step(0, 64, 0, 36), step(1, 0, 36, 28), step(0, 164, 64, 3), step(1, 0, 67, 61)];
-        assert_eq!(blocks.moves, wanted);
-        assert_eq!(blocks.tensor_rows(), [237, 128]);
+        assert_eq!(blocks.steps, wanted);
+        assert_eq!((blocks.buffer, blocks.copied_rows), (Some((BufferId(5), 237)), 128));
     }
 
     #[test]
     fn rows_that_come_one_by_one_are_copied_with_zeros_behind_each_problem() {
         let first: Vec<RowBlock> = (0..70).map(|row| block(row % 2, 3 * row, 3 * row + 1)).collect();
         let second = [block(1, 300, 364)];
-        let blocks = Blocks::of(&[&first, &second], |_| 1000);
+        assert!(all_together(&[&first, &second]).is_none());
+        let blocks = Blocks::copied(&[&first, &second]);
         assert_eq!(blocks.buffer, None);
         assert_eq!(blocks.places, [vec![(0, 0), (0, 64)], vec![(0, 128)]]);
-        assert_eq!((blocks.moves.len(), blocks.tensor_rows()), (72, vec![192]));
-        let zeros = RowMove { peer: 2, from: Range::new(0, 58), to: Range::new(70, 128) };
-        assert_eq!((blocks.moves[70], blocks.moves[71].to), (zeros, Range::new(128, 192)));
+        assert_eq!((blocks.steps.len(), blocks.copied_rows), (72, 192));
+        let zeros = RowStep { peer: 2, from: 0, to: 70, count: 58 };
+        assert_eq!((blocks.steps[70], blocks.steps[71].to, blocks.steps[71].count), (zeros, 128, 64));
     }
 }

@@ -23,6 +23,7 @@ mod pass_order;
 mod policy;
 mod ranges;
 pub(crate) mod rank;
+mod row_lists;
 mod signal;
 pub(crate) mod start_gate;
 mod stream;
@@ -220,7 +221,9 @@ impl Backend for CudaBackend {
     }
 
     fn send_uploads(&self) -> Result<(), ExecError> {
-        self.setup().send_gathered().map_err(|error| self.error(&"an upload of tables", error))
+        self.setup().send_gathered().map_err(|error| self.error(&"an upload of tables", error))?;
+        self.publish_lists();
+        Ok(())
     }
 
     fn prepare(

@@ -11,6 +11,7 @@ use super::clock::{Clock, RunClock};
 use super::counter_waits::CounterWaits;
 use super::exchange_marks::{ExchangeMarks, LastCalls};
 use super::ranges::NvtxRanges;
+use super::row_lists::{RowLists, UnsentLists};
 use super::start_gate::{StartGate, StartPace};
 use super::{CudaStream, PlainProducts, Timing, exec_error};
 use crate::kernel::{CtaWaits, GemmLibrary, LinkEnd, UserKernelSource};
@@ -32,6 +33,8 @@ pub struct CudaBackend(
     pub(crate) Arc<Rank>,
     /// The rank's stream for uploads; one that gathers them while something is made ready.
     Stream,
+    /// Lists among what it gathers.
+    UnsentLists,
 );
 
 pub(crate) struct Rank {
@@ -65,6 +68,8 @@ pub(crate) struct Rank {
     pub(crate) library: Mutex<Option<GemmLibrary>>,
     /// Zeros for all who need some, as many as someone has needed.
     pub(crate) zeros: Mutex<Option<DeviceBuffer>>,
+    /// Lists of rows that passes share.
+    pub(super) lists: RowLists,
     /// What faults strike: the Program that runs, and how many runs there were.
     pub(crate) program: Mutex<(String, u64)>,
     pub(crate) start_gate: StartGate,
@@ -110,12 +115,13 @@ impl CudaBackend {
             others,
             library: Mutex::default(),
             zeros: Mutex::default(),
+            lists: RowLists::default(),
             program: Mutex::default(),
             start_gate: StartGate::new(pace),
             ranges: NvtxRanges::of_process(),
             borrowed: Mutex::default(),
         });
-        Ok(Self(rank, setup))
+        Ok(Self(rank, setup, UnsentLists::default()))
     }
 
     /// What the ranks share.
@@ -135,7 +141,17 @@ impl CudaBackend {
 
     /// The same rank, by a handle that gathers uploads.
     pub(crate) fn with_gathered_uploads(&self) -> Self {
-        Self(self.0.clone(), self.0.setup.gathering())
+        Self(self.0.clone(), self.0.setup.gathering(), UnsentLists::default())
+    }
+
+    /// Lists of rows that passes share, and those that this handle makes.
+    pub(super) fn lists(&self) -> (&RowLists, &UnsentLists) {
+        (&self.0.lists, &self.2)
+    }
+
+    /// What this handle has gathered has been sent: others may use its lists.
+    pub(super) fn publish_lists(&self) {
+        self.0.lists.add(&self.2);
     }
 
     /// cuBLASLt on this device, where plain products are its.

@@ -239,8 +239,8 @@ fn lists(spec: &LinkReduceSpec, moves: &[RowMove], num_sms: u32) -> Lists {
                 };
                 let own = accumulate.then(|| fetch(to, (OWN, tensor as u16), spec.types.result));
                 let others = of_part.iter().map(|&(rank, from)| {
-                    let place = spec.operands.place(rank, tensor, spec.tensors.len());
-                    fetch(from as u64 * row + offset, place, spec.types.partial)
+                    let place = spec.operands.place(rank as usize, tensor, spec.tensors.len());
+                    fetch(u64::from(from) * row + offset, place, spec.types.partial)
                 });
                 let first = fetches.len();
                 fetches.extend(own.into_iter().chain(others));

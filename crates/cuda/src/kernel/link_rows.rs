@@ -166,8 +166,8 @@ impl LinkSum {
         }
         Ok(Self {
             function,
-            pieces: DeviceBuffer::from_slice(stream, &pieces)?,
-            operands: DeviceBuffer::from_slice(stream, &operands)?,
+            pieces: DeviceBuffer::from_vec(stream, pieces)?,
+            operands: DeviceBuffer::from_vec(stream, operands)?,
             lists,
             blocks: blocks(most, num_sms),
             accumulate: first.accumulate,

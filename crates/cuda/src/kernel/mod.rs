@@ -92,7 +92,7 @@ pub use random_fill::RandomFill;
 pub use rms_norm::{RmsNorm, RmsNormSpec, RmsNormTensors};
 pub use rms_norm_backward::{RmsNormBackward, RmsNormBackwardSpec, RmsNormBackwardTensors};
 pub use row_check::{CheckedRows, RowCheck, RowContents, RowOrigin};
-pub use row_copy::{RowCopy, RowCopyTensor, RowMove};
+pub use row_copy::{RowCopy, RowCopyTensor, RowMove, RowStep};
 pub use row_merge::{RowMerge, RowMergeSpec};
 pub use row_reduce::{ReduceTypes, RowReduce, RowReduceSpec};
 pub use scalar::Scalar;

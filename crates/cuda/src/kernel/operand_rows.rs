@@ -12,8 +12,8 @@ pub(super) struct OperandRows {
     operands: Vec<Operand>,
 }
 
-/// (peer, first of its rows).
-pub(super) type Operand = (usize, usize);
+/// (peer, first of its rows), of fewer than 2^32: a routing has tens of thousands.
+pub(super) type Operand = (u32, u32);
 
 impl OperandRows {
     /// Of the operands of `moves`, in the order of their peers; rows of a peer go to a row once. Rows without operands are left out unless
@@ -35,7 +35,7 @@ impl OperandRows {
                 let Some(step) = moves.get(*next) else { continue };
                 if step.to.start <= row {
                     end = end.min(step.to.end);
-                    all.operands.push((step.peer, step.from.start + row - step.to.start));
+                    all.operands.push((step.peer as u32, (step.from.start + row - step.to.start) as u32));
                 } else {
                     end = end.min(step.to.start);
                 }
@@ -56,22 +56,22 @@ impl OperandRows {
         rows: usize,
         terms: impl Iterator<Item = (usize, Operand)> + Clone,
     ) -> Option<Self> {
-        let mut ends = vec![0; rows + 1];
+        let mut ends = vec![0u32; rows + 1];
         terms.clone().for_each(|(row, _)| ends[row + 1] += 1);
         if ends[1..].contains(&0) {
             return None;
         }
         (0..rows).for_each(|row| ends[row + 1] += ends[row]);
-        let mut sorted = vec![(0, 0); ends[rows]];
+        let mut sorted = vec![(0, 0); ends[rows] as usize];
         // From here on where the next one of a row goes.
         let mut next = ends.clone();
         for (row, operand) in terms {
-            sorted[next[row]] = operand;
+            sorted[next[row] as usize] = operand;
             next[row] += 1;
         }
         let mut all = Self { parts: Vec::with_capacity(rows), operands: Vec::with_capacity(sorted.len()) };
         for row in 0..rows {
-            all.add_row(row, &sorted[ends[row]..ends[row + 1]]);
+            all.add_row(row, &sorted[ends[row] as usize..ends[row + 1] as usize]);
         }
         Some(all)
     }
@@ -81,7 +81,7 @@ impl OperandRows {
         let before = self.parts.len().checked_sub(2).map_or(0, |before| self.parts[before].1);
         let last = &self.operands[before..];
         if let Some((rows, _)) = self.parts.last_mut().filter(|_| last.len() == operands.len()) {
-            let follows = |(last, now): (&Operand, &Operand)| (last.0, last.1 + rows.len()) == *now;
+            let follows = |(last, now): (&Operand, &Operand)| (last.0, last.1 + rows.len() as u32) == *now;
             if last.iter().zip(operands).all(follows) {
                 rows.end += 1;
                 return;
@@ -151,13 +151,14 @@ mod tests {
                 let mut expected: Vec<_> = moves
                     .iter()
                     .filter(|step| (step.to.start..step.to.end).contains(&row))
-                    .map(|step| (step.peer, step.from.start + row - step.to.start))
+                    .map(|step| (step.peer as u32, (step.from.start + row - step.to.start) as u32))
                     .collect();
                 expected.sort_unstable();
                 let found: Vec<_> = all.parts().filter(|(rows, _)| rows.contains(row)).collect();
                 assert_eq!(found.len(), usize::from(with_empty || !expected.is_empty()), "row {row}");
                 for (rows, operands) in found {
-                    let here = operands.iter().map(|&(peer, first)| (peer, first + row - rows.start));
+                    let here =
+                        operands.iter().map(|&(peer, first)| (peer, first + (row - rows.start) as u32));
                     assert_eq!(here.collect::<Vec<_>>(), expected, "row {row}");
                 }
             }

@@ -33,6 +33,26 @@ pub struct RowMove {
     pub to: Range,
 }
 
+/// The same of fewer than 2^32 rows of each: half as long, where there are tens of thousands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RowStep {
+    /// Which peer.
+    pub peer: u32,
+    /// The first of its rows.
+    pub from: u32,
+    /// The first of the own rows.
+    pub to: u32,
+    /// How many.
+    pub count: u32,
+}
+
+impl From<&RowMove> for RowStep {
+    fn from(step: &RowMove) -> Self {
+        let RowMove { peer, from, to } = *step;
+        Self { peer: peer as u32, from: from.start as u32, to: to.start as u32, count: from.len() as u32 }
+    }
+}
+
 /// One of the tensors that travel together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RowCopyTensor {
@@ -150,11 +170,23 @@ impl RowCopy {
     /// # Errors
     /// When a kernel cannot be compiled, or the lists do not fit into memory.
     pub fn new(stream: &Stream, tensors: &[RowCopyTensor], moves: &[RowMove]) -> Result<Self, CudaError> {
+        Self::of_steps(stream, tensors, &moves.iter().map(RowStep::from).collect::<Vec<_>>())
+    }
+
+    /// The same of steps.
+    ///
+    /// # Errors
+    /// As [`RowCopy::new`].
+    pub fn of_steps(
+        stream: &Stream,
+        tensors: &[RowCopyTensor],
+        steps: &[RowStep],
+    ) -> Result<Self, CudaError> {
         let device = stream.device();
         let mut modes: Vec<Mode> = tensors.iter().map(RowCopyTensor::mode).collect();
         modes.sort_unstable();
         modes.dedup();
-        let peers = peers_of(moves);
+        let peers = peers_of(steps);
         let mut launches = Vec::new();
         for mode in modes {
             let function = |entry| device.function(&source(device.arch(), entry));
@@ -168,7 +200,7 @@ impl RowCopy {
             let indices: Vec<usize> = (0..tensors.len()).filter(|&i| tensors[i].mode() == mode).collect();
             for tensor_group in indices.chunks(TARGETS) {
                 for peer_group in peers.chunks(SOURCES / tensor_group.len()) {
-                    let pieces = pieces(tensors, tensor_group, moves, peer_group, device.sm_count());
+                    let pieces = pieces(tensors, tensor_group, steps, peer_group, device.sm_count());
                     if pieces.is_empty() {
                         continue;
                     }
@@ -179,7 +211,7 @@ impl RowCopy {
                         peers: peer_group.to_vec(),
                         count: pieces.len() as u32,
                         piece_bytes: bytes / pieces.len() as u64,
-                        pieces: DeviceBuffer::from_slice(stream, &pieces)?,
+                        pieces: DeviceBuffer::from_vec(stream, pieces)?,
                         row_bytes: tensor_group.iter().fold(0, |all, &i| all | tensors[i].row_bytes()),
                     });
                 }
@@ -253,57 +285,57 @@ fn lanes_of(piece_bytes: u64) -> u32 {
 }
 
 /// The peers of some moves, ascending.
-fn peers_of(moves: &[RowMove]) -> Vec<usize> {
+fn peers_of(steps: &[RowStep]) -> Vec<usize> {
     let mut is_peer: Vec<bool> = Vec::new();
-    for step in moves {
-        if step.peer >= is_peer.len() {
-            is_peer.resize(step.peer + 1, false);
+    for step in steps {
+        let peer = step.peer as usize;
+        if peer >= is_peer.len() {
+            is_peer.resize(peer + 1, false);
         }
-        is_peer[step.peer] = true;
+        is_peer[peer] = true;
     }
     is_peer.iter().enumerate().filter_map(|(peer, is_peer)| is_peer.then_some(peer)).collect()
 }
 
-/// The moves of some peers, ascending, for some tensors, cut into what a warp copies.
+/// The steps of some peers, ascending, for some tensors, cut into what a warp copies.
 fn pieces(
     tensors: &[RowCopyTensor],
     tensor_group: &[usize],
-    moves: &[RowMove],
+    steps: &[RowStep],
     peer_group: &[usize],
     sm_count: u32,
 ) -> Vec<RowCopyPiece> {
-    let mut places = vec![None; peer_group.last().map_or(0, |last| last + 1)];
-    peer_group.iter().zip(0..).for_each(|(&peer, place)| places[peer] = Some(place));
-    let moves = moves.iter().filter_map(|step| {
-        let place: usize = places.get(step.peer).copied().flatten()?;
-        (!step.from.is_empty()).then_some((place, step))
-    });
+    // Plain loops: a routing has tens of thousands of steps.
+    const OF_OTHERS: u16 = u16::MAX;
+    let highest = steps.iter().map(|step| step.peer).max().unwrap_or(0) as usize;
+    let mut places = vec![OF_OTHERS; highest + 1];
+    peer_group.iter().zip(0..).for_each(|(&peer, place)| places[peer] = place);
     let (mut rows, mut count) = (0, 0);
-    for (_, step) in moves.clone() {
-        rows += step.from.len() as u64;
-        count += 1;
+    for step in steps {
+        if places[step.peer as usize] != OF_OTHERS {
+            rows += u64::from(step.count);
+            count += 1;
+        }
     }
-    let total: u64 = tensor_group.iter().map(|&tensor| rows * tensors[tensor].row_bytes()).sum();
+    let row_bytes: Vec<u64> = tensor_group.iter().map(|&tensor| tensors[tensor].row_bytes()).collect();
+    let total: u64 = row_bytes.iter().map(|row| rows * row).sum();
     // Two pieces for every warp of a full device; small copies are spread thin to be over soon.
     let most =
         (total / (u64::from(sm_count) * 64)).clamp(LEAST_BYTES, MOST_BYTES).next_multiple_of(LEAST_BYTES);
     let mut pieces = Vec::with_capacity(count * tensor_group.len());
-    for (place, step) in moves {
-        for (slot, &tensor) in tensor_group.iter().enumerate() {
-            let row = tensors[tensor].row_bytes();
-            let (from, to) = (step.from.start as u64 * row, step.to.start as u64 * row);
-            let bytes = step.from.len() as u64 * row;
-            let mut done = 0;
-            while done < bytes {
-                let piece = most.min(bytes - done);
-                pieces.push(RowCopyPiece {
-                    from: from + done,
-                    to: to + done,
-                    bytes: piece as u32,
-                    source: (place * tensor_group.len() + slot) as u16,
-                    target: slot as u16,
-                });
-                done += piece;
+    for step in steps {
+        let place = places[step.peer as usize];
+        if place == OF_OTHERS {
+            continue;
+        }
+        for (slot, row) in (0..).zip(&row_bytes) {
+            let source = place * tensor_group.len() as u16 + slot;
+            let (mut from, mut to) = (u64::from(step.from) * row, u64::from(step.to) * row);
+            let mut left = u64::from(step.count) * row;
+            while left > 0 {
+                let bytes = most.min(left);
+                pieces.push(RowCopyPiece { from, to, bytes: bytes as u32, source, target: slot });
+                (from, to, left) = (from + bytes, to + bytes, left - bytes);
             }
         }
     }
@@ -377,7 +409,8 @@ mod tests {
             to: Range::new(to, to + rows),
         };
         let moves = [step(2, 0, 7, 100), step(5, 50, 0, 7), step(2, 300, 120, 1), step(5, 0, 107, 0)];
-        let pieces = pieces(&tensors, &[0, 1], &moves, &[2, 5], 132);
+        let steps: Vec<RowStep> = moves.iter().map(RowStep::from).collect();
+        let pieces = pieces(&tensors, &[0, 1], &steps, &[2, 5], 132);
         for (slot, tensor) in tensors.iter().enumerate() {
             let mut seen = vec![None; 121 * tensor.row_bytes() as usize];
             for piece in pieces.iter().filter(|piece| usize::from(piece.target) == slot) {

@@ -177,7 +177,7 @@ pub(super) fn lists(spec: &RowMergeSpec, moves: &[RowMove]) -> (Vec<RowMergePiec
             operands.extend(
                 of_part
                     .iter()
-                    .map(|&(peer, from)| RowMergeOperand { from: (from + done) as u32, source: peer as u32 }),
+                    .map(|&(peer, from)| RowMergeOperand { from: from + done as u32, source: peer }),
             );
             let operand_end = operands.len() as u32;
             let to = (part.start + done) as u32;

@@ -167,9 +167,9 @@ impl RowReduce {
     pub fn of_terms(
         stream: &Stream,
         spec: &RowReduceSpec,
-        terms: &[(usize, usize)],
+        terms: &[(u32, u32)],
     ) -> Result<Option<Self>, CudaError> {
-        let terms = terms.iter().map(|&(from, to)| -> (usize, Operand) { (to, (0, from)) });
+        let terms = terms.iter().map(|&(from, to)| -> (usize, Operand) { (to as usize, (0, from)) });
         let rows = OperandRows::of_terms(spec.rows, terms);
         rows.map(|rows| Self::of_rows(stream, spec, &rows, 1)).transpose()
     }
@@ -190,8 +190,8 @@ impl RowReduce {
         Ok(Self {
             function,
             count: pieces.len() as u32,
-            pieces: DeviceBuffer::from_slice(stream, &pieces)?,
-            operands: DeviceBuffer::from_slice(stream, &operands)?,
+            pieces: DeviceBuffer::from_vec(stream, pieces)?,
+            operands: DeviceBuffer::from_vec(stream, operands)?,
             peers,
             accumulate: spec.accumulate == Accumulate::Continue,
             packs: spec.packs(),
@@ -262,7 +262,9 @@ pub(super) fn lists(
     let most = (total / (u64::from(sm_count) * 64)).clamp(LEAST_ELEMENTS, MOST_ELEMENTS);
     let most = most.next_multiple_of(LEAST_ELEMENTS);
     let (parts, of_parts) = rows.lengths();
-    let (mut pieces, mut operands) = (Vec::with_capacity(parts), Vec::with_capacity(of_parts));
+    // Rows that are summed one by one are cut alike.
+    let each = row.div_ceil(most).max(1) as usize;
+    let (mut pieces, mut operands) = (Vec::with_capacity(parts * each), Vec::with_capacity(of_parts * each));
     for (part, of_part) in rows.parts() {
         let elements = part.len() as u64 * row;
         let divisor = match spec.op {
@@ -274,8 +276,8 @@ pub(super) fn lists(
             let count = most.min(elements - done);
             let operand_begin = operands.len() as u32;
             operands.extend(of_part.iter().map(|&(peer, from)| RowReduceOperand {
-                from: from as u64 * row + done,
-                source: peer as u32,
+                from: u64::from(from) * row + done,
+                source: peer,
                 reserved: 0,
             }));
             let operand_end = operands.len() as u32;

@@ -1,5 +1,7 @@
 //! Runs tests of what the host does with a driver that has no GPU: two GPUs that it calls H200, on which no kernel runs.
 
+pub(crate) mod processes;
+
 use std::path::PathBuf;
 use std::process::Command;
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use counterpoint_choose::LinearMachine;
 use counterpoint_plan::{DType, ExpertCapacity, ExpertPlan, ExpertSpec, Routing};
 use counterpoint_schedule::{
-    OverlapPolicy, Program, Timeline, WeightGradient, lower_expert_backward, lower_expert_forward,
+    BufferSpec, OverlapPolicy, Program, Timeline, WeightGradient, lower_expert_backward, lower_expert_forward,
 };
 
 use super::overlap::{ExpertOverlap, ExpertPass, ExpertPasses};
@@ -17,6 +17,9 @@ use crate::{
 
 type Rank<M> = Prepared<<M as Machine>::Backend, <M as Machine>::Transport>;
 
+/// Rows of zeros that kernels copy behind those of an expert at most.
+const PADDING: usize = 64;
+
 /// What a layer of experts is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ExpertOptions {
@@ -26,7 +29,8 @@ pub struct ExpertOptions {
     pub experts: usize,
     /// What becomes of the gradients of the weights; they are not deferred.
     pub gradient: WeightGradient,
-    /// The most that a routing may ask for.
+    /// The most that a routing may ask for. With [`rows_of_rank`](ExpertCapacity::rows_of_rank) the group has scratch memory for as much from the
+    /// first routing on, and others allocate none; but for the sums of tokens with several experts on a rank, from the first that has such.
     pub capacity: ExpertCapacity,
     /// How passes are run.
     pub overlap: ExpertOverlap,
@@ -275,12 +279,30 @@ impl<M: Machine> ExpertLayer<M> {
             ("groups", plan.cut().to_string()),
             ("routing", plan.routing().fingerprint().to_string()),
         ]);
-        let prepare = |rank: &RankOf<M>| Prepared::on(rank, lower(rank.rank()), Some(&identity));
+        let prepare = |rank: &RankOf<M>| {
+            let program = lower(rank.rank());
+            let own = program.buffers.len();
+            let room = |index, _: &BufferSpec| self.room(plan, index < own);
+            Prepared::with_room(rank, program, Some(&identity), room)
+        };
         let mut prepared: Vec<Rank<M>> = self.ranks.iter().map(prepare).collect::<Result<_, ExecError>>()?;
         if let Some(weight) = &self.weight {
             Prepared::bind_ranks(&mut prepared, "weight", weight)?;
         }
         Ok(prepared)
+    }
+
+    /// Rows of scratch memory that a pass under a routing within the capacity needs at most: of tokens on their way, or of what kernels copy.
+    fn room(&self, plan: &ExpertPlan, is_on_its_way: bool) -> Option<usize> {
+        let ExpertCapacity { tokens, rows_of_rank, .. } = self.options.capacity;
+        let rows = rows_of_rank?;
+        let ranks = plan.ranks();
+        if is_on_its_way {
+            // Each is a row of some expert, and each rank has its group's.
+            let of_group = |tokens| plan.cut().most_tokens(tokens).saturating_mul(ranks);
+            return Some(tokens.map_or(rows, |tokens| rows.min(of_group(tokens))));
+        }
+        Some(rows.saturating_add(PADDING * (self.options.experts / ranks)))
     }
 
     fn prepared_forward(&self, routed: &Routed<M>) -> Result<Vec<Rank<M>>, ExecError> {

@@ -303,6 +303,25 @@ impl<B: Backend, T: Transport<B>> GroupRank<B, T> {
         lock(&self.shared).scratch[lane].view(&self.backend, spec)
     }
 
+    /// Has memory for `rows` of a tensor that is needed within calls in a lane: as many allocate nothing later.
+    pub(crate) fn reserve(&self, lane: usize, spec: &BufferSpec, rows: usize) -> Result<(), ExecError> {
+        let needed =
+            (rows as u64).saturating_mul(spec.row_elements() as u64).saturating_mul(spec.dtype.size() as u64);
+        let mut wanted = spec.clone();
+        wanted.shape[0] = rows;
+        let mut shared = lock(&self.shared);
+        let memory = &mut shared.scratch[lane];
+        // What no number says is in no memory.
+        let has_number = needed < u64::MAX;
+        if has_number && memory.has(&wanted) {
+            return Ok(());
+        }
+        match self.backend.available_memory(needed).filter(|available| *available < needed) {
+            Some(available) => Err(ExecError::OutOfMemory { rank: Some(self.rank()), needed, available }),
+            None => memory.reserve(&self.backend, &wanted),
+        }
+    }
+
     /// Refuses a Program whose scratch and carried buffers cannot fit.
     pub(crate) fn check_memory(&self, program: &Program) -> Result<(), ExecError> {
         let carried = program.bytes(|role| role == BufferRole::Carried);

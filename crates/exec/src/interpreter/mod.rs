@@ -65,8 +65,19 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
         program: Program,
         plan: Option<&PlanIdentity>,
     ) -> Result<Self, ExecError> {
+        Self::with_room(rank, program, plan, |_, _| None)
+    }
+
+    /// The same, with memory for more rows of scratch buffers, as others will need them: `room` says how many of the buffer of an index, those of
+    /// kernels behind the Program's own.
+    pub(crate) fn with_room(
+        rank: &Arc<GroupRank<B, T>>,
+        program: Program,
+        plan: Option<&PlanIdentity>,
+        room: impl Fn(usize, &BufferSpec) -> Option<usize>,
+    ) -> Result<Self, ExecError> {
         let backend = rank.backend().gathering_uploads();
-        let prepared = Self::gathered(rank, &backend, program, plan)?;
+        let prepared = Self::gathered(rank, &backend, program, plan, room)?;
         backend.send_uploads()?;
         Ok(prepared)
     }
@@ -82,8 +93,8 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
     ) -> Result<[Self; 2], ExecError> {
         let backend = rank.backend().gathering_uploads();
         let [first, second] = programs;
-        let first = Self::gathered(rank, &backend, first, plan)?;
-        let prepared = [first, Self::gathered(rank, &backend, second, plan)?];
+        let ready = |program| Self::gathered(rank, &backend, program, plan, |_, _| None);
+        let prepared = [ready(first)?, ready(second)?];
         backend.send_uploads()?;
         Ok(prepared)
     }
@@ -94,6 +105,7 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
         backend: &B,
         mut program: Program,
         plan: Option<&PlanIdentity>,
+        room: impl Fn(usize, &BufferSpec) -> Option<usize>,
     ) -> Result<Self, ExecError> {
         rank.check()?;
         check_program(&program, rank)?;
@@ -105,6 +117,7 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
             program.buffers.extend(scratch);
             rank.check_memory(&program)?;
         }
+        (0..lanes).try_for_each(|lane| reserve(rank, &program, lane, &room))?;
         let buffers = own_buffers(rank, &program, 0)?;
         let other_lanes = (1..lanes).map(|lane| own_buffers(rank, &program, lane));
         let other_lanes: Vec<_> = other_lanes.collect::<Result<_, _>>()?;
@@ -375,6 +388,22 @@ fn check_program<B: Backend, T: Transport<B>>(
     on.backend().check_policy(&program.policy)?;
     program.validate().map_err(|reason| error(reason.to_string()))?;
     check_names(program).map_err(&error)
+}
+
+/// Has memory in a lane for as many rows of scratch buffers as `room` says.
+fn reserve<B: Backend, T: Transport<B>>(
+    rank: &GroupRank<B, T>,
+    program: &Program,
+    lane: usize,
+    room: impl Fn(usize, &BufferSpec) -> Option<usize>,
+) -> Result<(), ExecError> {
+    let scratch = program.buffers.iter().enumerate().filter(|(_, spec)| spec.role == BufferRole::Scratch);
+    for (index, spec) in scratch {
+        if let Some(rows) = room(index, spec).filter(|rows| *rows > spec.rows()) {
+            rank.reserve(lane, spec, rows)?;
+        }
+    }
+    Ok(())
 }
 
 /// Memory of what lives inside runs in a lane, and of what runs leave to the next.

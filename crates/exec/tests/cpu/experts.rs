@@ -7,7 +7,7 @@ use counterpoint_choose::{
 };
 use counterpoint_exec::{
     CpuMachine, ExecError, ExpertInputs, ExpertLayer, ExpertOptions, ExpertOutputs, ExpertOverlap,
-    ExpertPass, ExpertPasses, Group, HostTensor, WorldConfig, random_tensor,
+    ExpertPass, ExpertPasses, Group, HostTensor, LayerCall, WorldConfig, random_tensor,
 };
 use counterpoint_plan::{DType, ExpertCapacity, ExpertGroups, ExpertKind, ExpertSpec, Routing, Topology};
 use counterpoint_reference::{LinearSample, check_experts};
@@ -397,4 +397,58 @@ fn layers_run_as_they_were_tuned() {
     assert_ne!(passes(ExpertOverlap::default(), 11).forward, tuned);
     let named = passes(ExpertOverlap::Policy("concurrent".parse().unwrap()), 12).forward;
     assert_eq!(named.groups, ExpertGroups { count: 2, growth: 150 });
+}
+
+/// With a capacity the group has all memory from the first routing on, however few rows that has; without one it grows.
+#[test]
+fn routings_within_a_capacity_need_no_more_memory() {
+    const TOKENS: usize = 24;
+    // One token, with two experts of a rank, as many of the others'.
+    let few = Arc::new(Routing::top_k(4, 2, &[vec![0, 1], vec![]]).unwrap());
+    // Of the most tokens all go to two experts of a rank, or by turns.
+    let all = |experts: &[u32]| {
+        let ids = vec![experts.repeat(2 * TOKENS / experts.len()); 2];
+        Arc::new(Routing::top_k(4, 2, &ids).unwrap())
+    };
+    let more = [all(&[0, 1]), all(&[2, 3]), all(&[0, 1, 2, 3])];
+    let (policy, groups) = (OverlapPolicy::default(), ExpertGroups { count: 3, growth: 50 });
+    let pass = ExpertPass { policy, groups };
+    let layer = |group: &Group<CpuMachine>, kind, capacity| {
+        let spec = ExpertSpec { kind, in_features: 3, out_features: 2, dtype: DType::Bf16 };
+        let overlap = ExpertOverlap::Passes(ExpertPasses { forward: pass, backward: pass });
+        let options =
+            ExpertOptions { spec, experts: 4, gradient: WeightGradient::Written, capacity, overlap };
+        ExpertLayer::new(group, options).unwrap()
+    };
+    let kinds = [ExpertKind::Dispatch, ExpertKind::Combine];
+    // Scratch memory once all passes have been ready for a few tokens, and then pass by pass.
+    let scratch = |capacity: ExpertCapacity| -> Vec<u64> {
+        let group = Group::local(2, WorldConfig::default()).unwrap();
+        let mut layers = kinds.map(|kind| layer(&group, kind, capacity));
+        let mut bytes = Vec::new();
+        for routing in [&few].into_iter().chain(&more) {
+            for layer in &mut layers {
+                for call in [LayerCall::Forward, LayerCall::Backward] {
+                    layer.route_for(routing.clone(), call).unwrap();
+                    bytes.push(group.scratch_bytes());
+                }
+            }
+        }
+        group.close().unwrap();
+        bytes.split_off(3)
+    };
+    let rows = 2 * 2 * TOKENS;
+    let capacity = ExpertCapacity { tokens: Some(TOKENS), rows_of_rank: Some(rows), rows_of_expert: None };
+    let within = scratch(capacity);
+    assert!(within[0] > 0 && within.iter().all(|bytes| *bytes == within[0]), "{within:?}");
+    let grown = scratch(ExpertCapacity::default());
+    assert!(grown[0] < within[0] && grown[0] < grown[grown.len() - 1], "{grown:?}");
+
+    // More than there is: a sentence, before anything is allocated.
+    let group = Group::local(2, WorldConfig::default()).unwrap();
+    for rows in [usize::MAX, 1 << 50] {
+        let capacity = ExpertCapacity { rows_of_rank: Some(rows), ..ExpertCapacity::default() };
+        let error = layer(&group, ExpertKind::Dispatch, capacity).route(few.clone()).unwrap_err();
+        assert!(matches!(error, ExecError::OutOfMemory { .. }), "{error}");
+    }
 }

@@ -79,8 +79,15 @@ impl ExpertGroups {
         Self { count, growth: 100 }
     }
 
-    /// Where each group ends, of so many tokens.
-    fn ends(self, tokens: usize) -> Vec<usize> {
+    /// Tokens of the largest group at most, of so many tokens or fewer.
+    pub fn most_tokens(self, tokens: usize) -> usize {
+        let weights = self.weights();
+        let (sum, most) = (weights.iter().sum::<u64>(), weights.iter().copied().max().unwrap_or(1));
+        (u128::from(most) * tokens as u128).div_ceil(u128::from(sum.max(1))) as usize
+    }
+
+    /// How groups compare.
+    fn weights(self) -> Vec<u64> {
         let count = self.count.max(1);
         let mut weights = Vec::with_capacity(count);
         // Integers: ranks on different machines must cut alike.
@@ -89,6 +96,12 @@ impl ExpertGroups {
             weights.push(weight);
             weight = (weight * u64::from(self.growth.clamp(10, 1000)) / 100).clamp(1, 1 << 40);
         }
+        weights
+    }
+
+    /// Where each group ends, of so many tokens.
+    fn ends(self, tokens: usize) -> Vec<usize> {
+        let weights = self.weights();
         let sum: u64 = weights.iter().sum();
         let mut before = 0;
         let end = |weight: &u64| {
@@ -170,6 +183,28 @@ impl ExpertPlan {
         match self.routing.sums_on_ranks() {
             true => self.spec.dtype.accumulator(),
             false => self.spec.dtype,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_group_has_more_tokens_than_the_most() {
+        for (count, growth) in [(1, 100), (3, 100), (4, 30), (5, 170), (2, 1000)] {
+            let groups = ExpertGroups { count, growth };
+            for most in [0, 1, 7, 100, 4096] {
+                let largest = |tokens| {
+                    let ends = groups.ends(tokens);
+                    let begins = [0].into_iter().chain(ends.iter().copied());
+                    begins.zip(&ends).map(|(begin, end)| end - begin).max().unwrap()
+                };
+                let limit = groups.most_tokens(most);
+                assert!((0..=most).all(|tokens| largest(tokens) <= limit), "{groups:?}, {most}");
+                assert!(limit <= largest(most) + 1, "{groups:?}, {most}");
+            }
         }
     }
 }

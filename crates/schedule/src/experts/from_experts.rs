@@ -5,8 +5,8 @@ use counterpoint_mask::Range;
 use super::{COMBINE, Lowering, add_block, add_row};
 use crate::builder::Mark;
 use crate::{
-    Accumulate, BarrierId, BufferId, BufferRole, Gemm, GemmLayout, GroupReduce, Op, ReduceOp, RowBlock,
-    SignalId, StreamId, StreamKind, WaveGemm,
+    Accumulate, BarrierId, BufferId, BufferRole, ExpertRowsOf, Gemm, GemmLayout, GroupReduce, Op, ReduceOp,
+    RowBlock, RowsOrigin, SignalId, StreamId, StreamKind, WaveGemm,
 };
 
 /// Sums of what the experts of all ranks give of this rank's tokens, on their way.
@@ -59,7 +59,7 @@ impl LeavingTokens {
             }
             let (gemms, reduce) = self.group(lowering, group, (layout, weight), given);
             self.mark(lowering);
-            lowering.multiply(Some(group), label, gemms);
+            lowering.multiply(Some(group), label, gemms, ExpertRowsOf::Leaving(group));
             self.send(lowering);
             self.waiting = Some((None, group, reduce));
             if !lowering.p.policy().leaves_workers() {
@@ -85,7 +85,8 @@ impl LeavingTokens {
         let signal: Option<SignalId> = (!products.is_empty()).then(|| lowering.p.signal());
         if let Some(signal) = signal {
             // Queued before whoever waits for its signal.
-            let op = Op::WaveGemm(WaveGemm { groups: products, grouped: true, signal });
+            let rows = RowsOrigin::of(&lowering.rows, ExpertRowsOf::AllLeaving);
+            let op = Op::WaveGemm(WaveGemm { groups: products, grouped: true, signal, rows });
             lowering.p.push(lowering.compute, None, label, op);
         }
         for (group, (value, reduce)) in reduces.into_iter().enumerate() {
@@ -173,9 +174,17 @@ type Given = (Vec<RowBlock>, Vec<Range>);
 
 /// Of every group what each expert, whose rows are those of a buffer, gives: first to tokens of which no expert before it has, then to others.
 fn given_by_groups(lowering: &Lowering<'_>, buffer: BufferId) -> Vec<Vec<Given>> {
-    let mut given = vec![vec![Given::default(); 2 * lowering.experts()]; lowering.plan.groups()];
+    let groups = lowering.plan.groups();
+    let mut given = vec![vec![Given::default(); 2 * lowering.experts()]; groups];
     for expert in 0..lowering.experts() {
         let range = lowering.rows.experts[expert];
+        // Tokens with one expert here before this one are the most, where tokens have several.
+        for of_group in &mut given {
+            for (rows, to) in &mut of_group[2 * expert..2 * expert + 2] {
+                rows.reserve(range.len() / groups);
+                to.reserve(range.len() / groups);
+            }
+        }
         for (at, row) in (range.start..).zip(lowering.rows.of_expert(expert)) {
             let (rows, to) = &mut given[row.group as usize][2 * expert + usize::from(!row.is_first)];
             add_block(rows, buffer, at);

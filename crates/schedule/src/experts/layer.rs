@@ -7,7 +7,8 @@ use super::Lowering;
 use super::from_experts::LeavingTokens;
 use super::to_experts::ArrivingTokens;
 use crate::{
-    Accumulate, BufferId, BufferRole, Gemm, GemmLayout, Op, OverlapPolicy, Program, RowBlock, WeightGradient,
+    Accumulate, BufferId, BufferRole, ExpertRowsOf, Gemm, GemmLayout, Op, OverlapPolicy, Program, RowBlock,
+    WeightGradient,
 };
 
 /// Lowers one rank's forward: inputs `x` and `weight`, output `y`; see [`counterpoint_plan::ExpertSpec`] for what they are.
@@ -137,5 +138,5 @@ fn weight_gradient(
             lowering.p.push(lowering.compute, None, "dweight", Op::ZeroRows { dst: out, rows });
         }
     }
-    lowering.multiply(None, "dweight", products);
+    lowering.multiply(None, "dweight", products, ExpertRowsOf::Tokens);
 }

@@ -17,8 +17,8 @@ use counterpoint_plan::{ExpertPlan, ExpertRows};
 pub use self::layer::{lower_expert_backward, lower_expert_forward};
 use crate::builder::ProgramBuilder;
 use crate::{
-    Accumulate, BufferId, BufferRole, Gemm, GemmLayout, Op, OverlapPolicy, RowBlock, StreamId, StreamKind,
-    WaveGemm,
+    Accumulate, BufferId, BufferRole, ExpertRowsOf, Gemm, GemmLayout, Op, OverlapPolicy, RowBlock,
+    RowsOrigin, StreamId, StreamKind, WaveGemm,
 };
 
 /// Label of rows on their way to experts.
@@ -62,10 +62,11 @@ impl<'a> Lowering<'a> {
         self.rows.experts.last().map_or(0, |last| last.end)
     }
 
-    /// Has the computation multiply all of these as the problems of one grouped GEMM, where there are any.
-    fn multiply(&mut self, stage: Option<usize>, label: &str, products: Vec<Gemm>) {
+    /// Has the computation multiply all of these, whose rows are such, as the problems of one grouped GEMM, where there are any.
+    fn multiply(&mut self, stage: Option<usize>, label: &str, products: Vec<Gemm>, rows: ExpertRowsOf) {
         if !products.is_empty() {
-            let op = WaveGemm { groups: products, grouped: true, signal: self.p.signal() };
+            let (signal, rows) = (self.p.signal(), RowsOrigin::of(&self.rows, rows));
+            let op = WaveGemm { groups: products, grouped: true, signal, rows };
             self.p.push(self.compute, stage, label, Op::WaveGemm(op));
         }
     }
@@ -90,17 +91,24 @@ impl<'a> Lowering<'a> {
 /// Adds a row to ranges of rows, in which it comes last.
 #[inline]
 fn add_row(ranges: &mut Vec<Range>, row: usize) {
-    match ranges.last_mut().filter(|last| last.end == row) {
-        Some(last) => last.end += 1,
-        None => ranges.push(Range::new(row, row + 1)),
+    if let Some(last) = ranges.last_mut()
+        && last.end == row
+    {
+        last.end += 1;
+        return;
     }
+    ranges.push(Range { start: row, end: row + 1 });
 }
 
 /// Adds a row of a buffer to blocks of them, in which it comes last.
 #[inline]
 fn add_block(blocks: &mut Vec<RowBlock>, buffer: BufferId, row: usize) {
-    match blocks.last_mut().filter(|last| last.buffer == buffer && last.rows.end == row) {
-        Some(last) => last.rows.end += 1,
-        None => blocks.push(RowBlock { buffer, rows: Range::new(row, row + 1) }),
+    if let Some(last) = blocks.last_mut()
+        && last.rows.end == row
+        && last.buffer == buffer
+    {
+        last.rows.end += 1;
+        return;
     }
+    blocks.push(RowBlock { buffer, rows: Range { start: row, end: row + 1 } });
 }

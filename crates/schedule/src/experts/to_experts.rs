@@ -5,7 +5,8 @@ use counterpoint_mask::Range;
 use super::{DISPATCH, Lowering, add_block, add_row};
 use crate::builder::Mark;
 use crate::{
-    Accumulate, BarrierId, BufferId, BufferRole, GemmLayout, GroupCast, Op, RowBlock, StreamId, StreamKind,
+    Accumulate, BarrierId, BufferId, BufferRole, ExpertRowsOf, GemmLayout, GroupCast, Op, RowBlock, StreamId,
+    StreamKind,
 };
 
 /// Tokens of all ranks on their way to this one's experts; its own are there.
@@ -82,7 +83,7 @@ impl ArrivingTokens {
                 product(lowering, expert, self.blocks(lowering, expert), vec![rows])
             };
             let products = (0..lowering.experts()).filter_map(of_expert).collect();
-            return lowering.multiply(Some(0), label, products);
+            return lowering.multiply(Some(0), label, products, ExpertRowsOf::Tokens);
         }
         // Of every stage and expert what is multiplied; buffers of groups come with their stages.
         let mut stages: Vec<Vec<Wanted>> = (0..=groups).map(|_| Self::of_experts(lowering)).collect();
@@ -118,7 +119,7 @@ impl ArrivingTokens {
                 product(lowering, expert, blocks, places)
             };
             let products = of_stage.into_iter().enumerate().filter_map(of_expert).collect();
-            lowering.multiply(Some(stage), label, products);
+            lowering.multiply(Some(stage), label, products, ExpertRowsOf::Arriving(stage));
         }
     }
 

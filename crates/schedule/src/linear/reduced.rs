@@ -10,7 +10,7 @@ use super::{GATHER, REDUCE};
 use crate::builder::Mark;
 use crate::{
     Accumulate, BarrierId, BufferId, BufferRole, Gemm, GroupCast, GroupReduce, Op, ReduceOp, RowBlock,
-    SignalId, StreamId, StreamKind, WaveGemm,
+    RowsOrigin, SignalId, StreamId, StreamKind, WaveGemm,
 };
 
 /// What hides the way of sums to all ranks, where the kernel that computes partial sums makes the sums too.
@@ -206,7 +206,7 @@ impl ReducedTokens {
     fn compute_waves(&mut self, lowering: &mut Lowering<'_>, label: &str) {
         let Some(Waves { signal, products, sums }) = self.waves.take() else { return };
         // The kernel is queued before whoever waits for its signal.
-        let op = WaveGemm { groups: products, grouped: false, signal };
+        let op = WaveGemm { groups: products, grouped: false, signal, rows: RowsOrigin::default() };
         lowering.p.push(lowering.compute, None, label, Op::WaveGemm(op));
         for (value, reduce, sums) in sums {
             let wait = Op::WaitSignal { signal, value };

@@ -27,17 +27,19 @@ pub struct GroupedProblem {
     pub rows: Vec<GroupedRows>,
 }
 
-/// Rows that lie together, and whose results do.
+/// Rows that lie together, and whose results do: of a buffer and a result with fewer than 2^32. Small, for a routing has tens of thousands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GroupedRows {
-    /// Where they lie, and the first of them there.
-    pub source: (BufferId, usize),
+    /// Where they lie.
+    pub buffer: BufferId,
+    /// The first of them there.
+    pub first: u32,
     /// The first row of the result.
-    pub to: usize,
+    pub to: u32,
     /// How many.
-    pub count: usize,
+    pub count: u32,
     /// Number of the product that they are of.
-    pub product: usize,
+    pub product: u32,
 }
 
 /// The way of the results of a [`GroupedLaunch`].
@@ -60,12 +62,16 @@ impl GroupedLaunch {
 
     /// The launches of some products.
     pub fn of(products: &[Gemm]) -> Vec<Self> {
+        Self::parts(products).map(|numbers| Self::of_part(numbers, products)).collect()
+    }
+
+    /// The numbers of the products of each launch.
+    pub fn parts(products: &[Gemm]) -> impl Iterator<Item = Range<usize>> {
         let mut first = 0;
-        let launch = |products: &[Gemm]| {
-            first += products.len();
-            Self::of_one(first - products.len(), products)
-        };
-        products.chunk_by(Self::joins).map(launch).collect()
+        products.chunk_by(Self::joins).map(move |part| {
+            first += part.len();
+            first - part.len()..first
+        })
     }
 
     /// Whether one launch computes both of two products that follow each other.
@@ -73,8 +79,9 @@ impl GroupedLaunch {
         one.out == next.out && one.layout == next.layout
     }
 
-    fn of_one(first: usize, products: &[Gemm]) -> Self {
-        let numbers = first..first + products.len();
+    /// The launch of those with these numbers, one of [`GroupedLaunch::parts`].
+    pub fn of_part(numbers: Range<usize>, products: &[Gemm]) -> Self {
+        let (first, products) = (numbers.start, &products[numbers.clone()]);
         if products[0].layout == GemmLayout::Tn {
             let results = GroupedResults::InPlace;
             return Self { products: numbers, problems: Vec::new(), gathers: false, results };
@@ -89,13 +96,10 @@ impl GroupedLaunch {
                 add_pieces(product, gemm, &mut problem.rows);
             }
         }
-        let count: usize = problems.iter().map(GroupedProblem::count).sum();
-        let ranges =
-            problems.iter().flat_map(|problem| problem.rows.chunk_by(GroupedRows::result_precedes)).count();
         let sums = products.iter().any(|gemm| gemm.accumulate == Accumulate::Continue);
         let results = match sums {
             true => GroupedResults::Summed,
-            false if count < Self::LEAST_ROWS * ranges => GroupedResults::Copied,
+            false if Self::has_short_results(&problems) => GroupedResults::Copied,
             false => GroupedResults::InPlace,
         };
         if results != GroupedResults::InPlace {
@@ -107,10 +111,20 @@ impl GroupedLaunch {
         let follows = |problem: &GroupedProblem| {
             let rows = &problem.rows;
             rows.windows(2).all(|pair| pair[0].source_precedes(&pair[1]))
-                && rows.iter().all(|rows| Some(rows.source.0) == source)
+                && rows.iter().all(|rows| Some(rows.buffer) == source)
         };
         let gathers = !problems.iter().all(follows);
         Self { products: numbers, problems, gathers, results }
+    }
+
+    /// Whether results are in ranges that are shorter on average than what is stored where it belongs.
+    fn has_short_results(problems: &[GroupedProblem]) -> bool {
+        let ranges = |problem: &GroupedProblem| problem.rows.chunk_by(GroupedRows::result_precedes).count();
+        let (count, ranges): (usize, usize) = problems
+            .iter()
+            .map(|problem| (problem.count(), ranges(problem)))
+            .fold((0, 0), |sum, of| (sum.0 + of.0, sum.1 + of.1));
+        count < Self::LEAST_ROWS * ranges
     }
 
     /// Rows of all problems.
@@ -127,32 +141,33 @@ impl GroupedLaunch {
 impl GroupedProblem {
     /// Puts its rows in the order in which they lie.
     fn sort(&mut self) {
-        if self.rows.is_sorted_by_key(|rows| rows.source) {
+        if self.rows.is_sorted_by_key(GroupedRows::source) {
             return;
         }
         if let Some(sorted) = self.by_places() {
             self.rows = sorted;
         } else {
-            self.rows.sort_by_key(|rows| rows.source);
+            self.rows.sort_by_key(GroupedRows::source);
         }
     }
 
     /// Its rows in order, where every row of a buffer has a place of its own: an expert's rows lie together, each in one product or another.
     fn by_places(&self) -> Option<Vec<GroupedRows>> {
-        let (buffer, mut first) = self.rows.first()?.source;
+        let (buffer, mut first) = self.rows.first()?.source();
         let mut last = first;
         for rows in &self.rows {
-            if rows.source.0 != buffer {
+            if rows.buffer != buffer {
                 return None;
             }
-            (first, last) = (first.min(rows.source.1), last.max(rows.source.1));
+            (first, last) = (first.min(rows.first), last.max(rows.first));
         }
-        if last - first >= 4 * self.rows.len() {
+        let span = (last - first) as usize;
+        if span >= 4 * self.rows.len() {
             return None;
         }
-        let mut places = vec![0u32; last - first + 1];
+        let mut places = vec![0u32; span + 1];
         for (number, rows) in (1..).zip(&self.rows) {
-            if std::mem::replace(&mut places[rows.source.1 - first], number) != 0 {
+            if std::mem::replace(&mut places[(rows.first - first) as usize], number) != 0 {
                 return None;
             }
         }
@@ -163,14 +178,19 @@ impl GroupedProblem {
 
     /// Its rows.
     pub fn count(&self) -> usize {
-        self.rows.iter().map(|rows| rows.count).sum()
+        self.rows.iter().map(|rows| rows.count as usize).sum()
     }
 }
 
 impl GroupedRows {
+    /// Where they lie, and the first of them there.
+    fn source(&self) -> (BufferId, u32) {
+        (self.buffer, self.first)
+    }
+
     /// Whether others follow them where they lie.
     pub fn source_precedes(&self, next: &Self) -> bool {
-        self.source.0 == next.source.0 && self.source.1 + self.count == next.source.1
+        self.buffer == next.buffer && self.first + self.count == next.first
     }
 
     /// Whether others follow them in the result.
@@ -182,6 +202,17 @@ impl GroupedRows {
 /// Adds the rows of a product, cut wherever they or their results end.
 fn add_pieces(product: usize, gemm: &Gemm, rows: &mut Vec<GroupedRows>) {
     rows.reserve(gemm.a.len().max(gemm.out_rows.len()));
+    let of_product = product as u32;
+    if let [out] = gemm.out_rows[..] {
+        // Tokens of an expert, one by one.
+        let mut to = out.start as u32;
+        for block in &gemm.a {
+            let (first, count) = (block.rows.start as u32, block.rows.len() as u32);
+            rows.push(GroupedRows { buffer: block.buffer, first, to, count, product: of_product });
+            to += count;
+        }
+        return;
+    }
     let mut results = gemm.out_rows.iter().copied();
     let mut to = results.next();
     for block in &gemm.a {
@@ -189,7 +220,13 @@ fn add_pieces(product: usize, gemm: &Gemm, rows: &mut Vec<GroupedRows>) {
         while at < block.rows.end {
             let Some(out) = &mut to else { return };
             let count = (block.rows.end - at).min(out.len());
-            rows.push(GroupedRows { source: (block.buffer, at), to: out.start, count, product });
+            rows.push(GroupedRows {
+                buffer: block.buffer,
+                first: at as u32,
+                to: out.start as u32,
+                count: count as u32,
+                product: of_product,
+            });
             (at, out.start) = (at + count, out.start + count);
             if out.is_empty() {
                 to = results.next();
@@ -241,7 +278,7 @@ mod tests {
         assert_eq!((launch.gathers, launch.results), (true, GroupedResults::InPlace));
         assert_eq!((launch.rows(), launch.halves(), launch.problems.len()), (500, 4 + 5, 2));
         let last = launch.problems[0].rows[199];
-        assert_eq!(last, GroupedRows { source: (BufferId(0), 398), to: 199, count: 1, product: 0 });
+        assert_eq!(last, GroupedRows { buffer: BufferId(0), first: 398, to: 199, count: 1, product: 0 });
         // Those of a problem that follow each other stay where they are.
         let gathers = |a: &[(usize, usize, usize)]| {
             GroupedLaunch::of(&[gemm(0, a, &[(0, 200)], Accumulate::Start)])[0].gathers
@@ -263,7 +300,7 @@ mod tests {
         assert_eq!((launch.gathers, launch.results), (false, GroupedResults::Summed));
         let rows = |problem: usize| -> Vec<_> {
             let rows = launch.problems[problem].rows.iter();
-            rows.map(|rows| (rows.source.1, rows.to, rows.count, rows.product)).collect()
+            rows.map(|rows| (rows.first, rows.to, rows.count, rows.product)).collect()
         };
         assert_eq!(rows(0), [(0, 0, 2, 0), (2, 5, 2, 0)]);
         assert_eq!(rows(1), [(4, 2, 1, 1), (5, 0, 1, 2), (6, 6, 1, 2), (7, 4, 1, 1)]);
@@ -281,7 +318,7 @@ mod tests {
             ];
             let launch = &GroupedLaunch::of(&products)[0];
             let rows = launch.problems[0].rows.iter();
-            rows.map(|rows| (rows.source.0.0, rows.source.1, rows.count)).collect()
+            rows.map(|rows| (rows.buffer.0, rows.first, rows.count)).collect()
         };
         assert_eq!(sources(&[(0, 3, 4), (0, 5, 9)], &[(0, 4, 5)]), [(0, 3, 1), (0, 4, 1), (0, 5, 4)]);
         assert_eq!(sources(&[(0, 300, 301)], &[(0, 4, 5)]), [(0, 4, 1), (0, 300, 1)]);

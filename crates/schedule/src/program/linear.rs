@@ -1,6 +1,10 @@
 //! The operations of linear layers, and kernels of the user's own.
 
+use std::fmt;
+use std::sync::Arc;
+
 use counterpoint_mask::Range;
+use counterpoint_plan::ExpertRows;
 use serde::{Deserialize, Serialize};
 
 use super::{Accumulate, BufferId, SignalId};
@@ -73,6 +77,54 @@ pub struct WaveGemm {
     pub grouped: bool,
     /// Raised by nothing else.
     pub signal: SignalId,
+    /// What its rows were read from.
+    #[serde(skip)]
+    pub rows: RowsOrigin,
+}
+
+/// Which tables the rows of a [`WaveGemm`]'s products were read from, and which of their rows these are. Where origins are the same, the one operand
+/// of each product that is put together from rows has the same rows of the same buffers in the same order, and so has the result; whatever these
+/// buffers are called and whatever is multiplied with them. So a device may keep what it makes of the rows for other passes of the routing. It adds
+/// nothing to what the operation is.
+#[derive(Clone, Default)]
+pub struct RowsOrigin(Option<(Arc<ExpertRows>, ExpertRowsOf)>);
+
+/// Which rows of a rank's experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ExpertRowsOf {
+    /// All, as tokens of the rank and of every group.
+    Tokens,
+    /// Those of one part of the tokens: the rank's own, or a group that has arrived, counted from 1.
+    Arriving(usize),
+    /// Those that give to a group's tokens.
+    Leaving(usize),
+    /// Those that give to tokens, group by group.
+    AllLeaving,
+}
+
+impl RowsOrigin {
+    /// These rows of these tables.
+    pub fn of(tables: &Arc<ExpertRows>, rows: ExpertRowsOf) -> Self {
+        Self(Some((tables.clone(), rows)))
+    }
+
+    /// The tables, and which of their rows; `None` where nothing is known.
+    pub fn tables(&self) -> Option<(&Arc<ExpertRows>, ExpertRowsOf)> {
+        self.0.as_ref().map(|(tables, rows)| (tables, *rows))
+    }
+}
+
+impl fmt::Debug for RowsOrigin {
+    /// Not the tables, which have thousands of rows.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.tables().map(|(_, rows)| rows).fmt(f)
+    }
+}
+
+impl PartialEq for RowsOrigin {
+    fn eq(&self, _: &Self) -> bool {
+        true
+    }
 }
 
 /// A kernel of the user's own, part by part: a part reads its buffers and writes others, parts follow each other, and with the end of the

@@ -16,7 +16,8 @@ pub use attention::{
 pub use collective::{Delivery, GroupCast, GroupReduce, ReduceOp};
 pub use grouped::{GroupedLaunch, GroupedProblem, GroupedResults, GroupedRows};
 pub use linear::{
-    ColumnSum, Gemm, GemmLayout, RmsNorm, RmsNormBackward, RowBlock, UserKernel, UserPart, WaveGemm,
+    ColumnSum, ExpertRowsOf, Gemm, GemmLayout, RmsNorm, RmsNormBackward, RowBlock, RowsOrigin, UserKernel,
+    UserPart, WaveGemm,
 };
 pub use op::Op;
 

@@ -192,11 +192,12 @@ impl Gemm {
 
 /// Each buffer where it first comes: tokens of experts are thousands of blocks of a few buffers.
 fn once_each(buffers: impl Iterator<Item = BufferId>) -> Vec<BufferId> {
-    let mut out = Vec::new();
+    let (mut out, mut last) = (Vec::new(), None);
     for buffer in buffers {
-        if out.last() != Some(&buffer) && !out.contains(&buffer) {
+        if last != Some(buffer) && !out.contains(&buffer) {
             out.push(buffer);
         }
+        last = Some(buffer);
     }
     out
 }

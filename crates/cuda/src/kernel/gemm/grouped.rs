@@ -57,7 +57,7 @@ impl GroupedGemm {
     /// [`CudaError::Launch`] when no kernel takes it; when the kernel cannot be compiled, or memory is short.
     pub fn new(stream: &Stream, spec: &GroupedGemmSpec) -> Result<Self, CudaError> {
         let best = Self::shapes(stream.device(), spec)?[0];
-        Self::with_shape(stream, spec, best)
+        Self::of_shape(stream, spec, best)
     }
 
     /// The shapes that it can have on a device, the one that is estimated to be the fastest first.
@@ -75,10 +75,15 @@ impl GroupedGemm {
     /// # Errors
     /// As [`GroupedGemm::new`].
     pub fn with_shape(stream: &Stream, spec: &GroupedGemmSpec, shape: GemmShape) -> Result<Self, CudaError> {
-        let device = stream.device();
-        if !Self::shapes(device, spec)?.contains(&shape) {
+        if !Self::shapes(stream.device(), spec)?.contains(&shape) {
             return Err(refused(format!("{shape:?} is not a shape of this product")));
         }
+        Self::of_shape(stream, spec, shape)
+    }
+
+    /// In a shape that there is a kernel for, of products that it takes.
+    fn of_shape(stream: &Stream, spec: &GroupedGemmSpec, shape: GemmShape) -> Result<Self, CudaError> {
+        let device = stream.device();
         let GemmShape { columns, warpgroups, .. } = shape;
         let (layout, element) = (spec.layout, spec.element);
         let choice =
@@ -92,15 +97,18 @@ impl GroupedGemm {
         let most = function.clusters_at_once(&launch(1))?;
         let clusters = (device.sm_count().saturating_sub(spec.sm_margin) / 2).min(most).max(1);
         let (units, boxes) = spec.units(&shape, clusters as usize).map_err(refused)?;
-        let tiles = DeviceBuffer::from_slice(stream, units.as_flattened())?;
-        let terms = DeviceBuffer::from_slice(stream, &spec.terms())?;
-        let boxes = DeviceBuffer::from_slice(stream, &boxes)?;
         let count = units.len() as u32;
+        let tiles = DeviceBuffer::from_vec(stream, units.into_flattened())?;
+        let terms = DeviceBuffer::from_vec(stream, spec.terms())?;
+        let boxes = DeviceBuffer::from_vec(stream, boxes)?;
         let launch = launch(match spec.grid {
             GemmGrid::Persistent => clusters.min(count),
             GemmGrid::PerUnit => count,
         });
-        Ok(Self { function, spec: spec.clone(), shape, tiles, terms, boxes, units: count, launch })
+        // Of the problems the lists are left.
+        let (rows_a, rows_b, problems) = (spec.rows_a.clone(), spec.rows_b.clone(), Vec::new());
+        let spec = GroupedGemmSpec { rows_a, rows_b, problems, ..*spec };
+        Ok(Self { function, spec, shape, tiles, terms, boxes, units: count, launch })
     }
 
     /// How it is cut up.

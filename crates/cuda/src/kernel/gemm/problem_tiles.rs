@@ -40,13 +40,32 @@ impl GroupedGemmSpec {
     /// The tiles of a problem's rows, and one more for a unit that needs a second. Tiles whose rows do not lie together have their boxes in
     /// a list.
     fn row_tiles(problem: &GemmProblem, boxes: &mut Vec<GemmBox>) -> Vec<ListedTile> {
+        let mut tiles = Vec::new();
+        if let &[ProblemRows { source, first, to, count }] = &problem.rows[..] {
+            let tile = |row: usize| RowTile {
+                source_row: (first + row) as u32,
+                destination_row: (to + row) as u32,
+                source: source as u16,
+                destination: 0,
+                rows: TILE_ROWS.min(count - row) as u32,
+            };
+            tiles.extend((0..count).step_by(TILE_ROWS).map(|row| (tile(row), 0)));
+        } else {
+            Self::tiles_of_ranges(problem, &mut tiles, boxes);
+        }
+        let empty = tiles.last().map(|&(last, group)| (RowTile { rows: 0, ..last }, group));
+        tiles.extend(empty);
+        tiles
+    }
+
+    /// The same of rows in several ranges.
+    fn tiles_of_ranges(problem: &GemmProblem, tiles: &mut Vec<ListedTile>, boxes: &mut Vec<GemmBox>) {
         // A product's rows are fewer than 2^22.
         let of = |rows: &ProblemRows| {
             let ProblemRows { source, first, to, count } = *rows;
             (0..count as u32).map(move |row| ((source, first as u32 + row), to as u32 + row))
         };
         let rows: Vec<ProblemRow> = problem.rows.iter().flat_map(of).collect();
-        let mut tiles = Vec::new();
         for rows in rows.chunks(TILE_ROWS) {
             let ((source, first), to) = rows[0];
             let mut tile = RowTile {
@@ -66,9 +85,6 @@ impl GroupedGemmSpec {
             }
             tiles.push((tile, group));
         }
-        let empty = tiles.last().map(|&(last, group)| (RowTile { rows: 0, ..last }, group));
-        tiles.extend(empty);
-        tiles
     }
 
     /// The problems in the order in which they are begun: those with most terms first, so that the last units are short ones.
@@ -142,7 +158,9 @@ impl GroupedGemmSpec {
         // A CTA for each unit has no next one to multiply while it stores.
         let each = if self.grid == GemmGrid::PerUnit { each + last } else { each };
         let clusters = shape.clusters(workers).max(1) as usize;
-        let (mut busy, mut next, mut elements) = (vec![0.0f64; clusters], 0, 0.0);
+        // What all have been given in whole pairs of rounds, there and back, and what each has beside; who comes next.
+        let (mut all, mut busy, mut elements) = (0.0f64, vec![0.0f64; clusters], 0.0);
+        let mut next = 0;
         let together = unit_rows / TILE_ROWS;
         for index in self.in_order() {
             let problem = &self.problems[index];
@@ -154,14 +172,26 @@ impl GroupedGemmSpec {
             let halves = usize::from(is_half && alone);
             let blocks = self.blocks_of(problem) as f64 * block;
             let units = tiles.div_ceil(together) * columns;
-            for unit in 0..units {
-                let part = if unit >= units - halves * columns { HALF } else { 1.0 };
-                busy[turn(next, clusters)] += part * blocks + each;
-                next += 1;
+            let whole = units - halves * columns;
+            for (count, part) in [(whole, 1.0), (units - whole, HALF)] {
+                let seconds = part * blocks + each;
+                all += (count / (2 * clusters) * 2) as f64 * seconds;
+                let mut left = count % (2 * clusters);
+                while left > 0 {
+                    // There, or back.
+                    let (begin, end) = if next < clusters { (next, clusters) } else { (next, 2 * clusters) };
+                    let run = left.min(end - begin);
+                    let taken = match next < clusters {
+                        true => begin..begin + run,
+                        false => 2 * clusters - begin - run..2 * clusters - begin,
+                    };
+                    busy[taken].iter_mut().for_each(|of| *of += seconds);
+                    (left, next) = (left - run, (next + run) % (2 * clusters));
+                }
             }
             elements += (self.rows_of(problem) + self.n) as f64 * self.k_of(problem) as f64;
         }
-        let computing = busy.into_iter().fold(0.0, f64::max) + last;
+        let computing = all + busy.into_iter().fold(0.0, f64::max) + last;
         let loading = elements * self.element.bytes() as f64 / (MEMORY * f64::from(workers) / 132.0);
         (computing.powi(3) + loading.powi(3)).cbrt()
     }
@@ -182,13 +212,8 @@ fn list_boxes(rows: &[ProblemRow], boxes: &mut Vec<GemmBox>) -> u32 {
     begin
 }
 
-/// Which of so many clusters computes a unit: every other round goes backwards, so that who had the longest has the shortest next.
-fn turn(unit: usize, clusters: usize) -> usize {
-    let (round, place) = (unit / clusters, unit % clusters);
-    if round % 2 == 0 { place } else { clusters - 1 - place }
-}
-
-/// Units, which clusters take in turn, for those that [`turn`] says.
+/// Units, which clusters take in turn, for those that are to compute them: every other round goes backwards, so that who had the longest has
+/// the shortest next.
 fn deal<T>(units: &mut [T], clusters: usize) {
     units.chunks_exact_mut(clusters).skip(1).step_by(2).for_each(<[T]>::reverse);
 }
@@ -286,7 +311,5 @@ mod tests {
         let of: Vec<_> = units.iter().map(|unit| (unit[0].first, unit[0].blocks)).collect();
         let (long, middle, short) = ((2, 5), (7, 3), (0, 2));
         assert_eq!(of, [long, long, long, middle, short, short, middle, middle, short]);
-        let busy: Vec<usize> = (0..9).map(|unit| turn(unit, 4)).collect();
-        assert_eq!(busy, [0, 1, 2, 3, 3, 2, 1, 0, 0]);
     }
 }

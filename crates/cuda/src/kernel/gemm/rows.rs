@@ -65,7 +65,7 @@ pub(super) struct GemmTile {
 impl GemmTile {
     /// Those of both CTAs of a pair.
     pub(super) fn of_unit(unit: &GemmUnit, shape: &GemmShape, rows: &[RowTile]) -> [Self; 2] {
-        [0, 1].map(|rank| {
+        let of_rank = |rank: usize| {
             let (down, across) = if shape.pair == TilePair::Rows { (rank, 0) } else { (0, rank) };
             let RowTile { source_row, destination_row, source, destination, rows } =
                 rows[usize::from(unit.row_tile) + down];
@@ -81,7 +81,8 @@ impl GemmTile {
                 first: 0,
                 blocks: 0,
             }
-        })
+        };
+        [of_rank(0), of_rank(1)]
     }
 }
 
