@@ -254,8 +254,7 @@ impl CudaProcess {
             Some(number) => NcclRank::join_again(&seat, number),
             None => {
                 let own = match rank {
-                    0 => NcclRank::unique_id(seat.host, seat.settings)
-                        .map_err(|error| self.unconnected(error))?,
+                    0 => NcclRank::unique_id(seat.host).map_err(|error| self.unconnected(error))?,
                     _ => Vec::new(),
                 };
                 // Here a rank that never comes has a name.
@@ -263,9 +262,7 @@ impl CudaProcess {
                 NcclRank::join(seat, number, &unique_id)
             }
         };
-        let sums = self.transport.nccl().unwrap_or_default().sums;
-        let exchange = |nccl| Means::Exchange { nccl, sums };
-        joined.map(exchange).map_err(|error| self.unconnected(error))
+        joined.map(Means::Exchange).map_err(|error| self.unconnected(error))
     }
 
     fn unconnected(&self, error: CudaError) -> ExecError {

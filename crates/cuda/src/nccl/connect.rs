@@ -8,9 +8,7 @@ use std::{ptr, thread};
 
 use counterpoint_exec::World;
 
-use super::{
-    Among, ConnectedRanks, End, LOOK, NcclMessage, NcclRank, NcclSettings, NcclSums, explain, go_on, group,
-};
+use super::{Among, ConnectedRanks, End, LOOK, NcclMessage, NcclRank, NcclSettings, explain, go_on, group};
 use crate::{CudaError, Device, DeviceBuffer, Stream, StreamPriority};
 use counterpoint_driver::Inside;
 use counterpoint_driver::{Nccl, NcclUniqueId};
@@ -46,7 +44,7 @@ impl NcclRank {
         if let Some(ends) = connected.take(&among) {
             return Ok(Self::of_ends(nccl, connected, among, ends, 0, world, &Arc::default()));
         }
-        decide_on_multicast(settings);
+        never_multicast();
         let (sender, receiver) = mpsc::channel();
         let (count, devices, world) = (devices.len(), devices.to_vec(), world.clone());
         let connected = connected.clone();
@@ -93,9 +91,9 @@ impl NcclRank {
     ///
     /// # Errors
     /// [`CudaError::NoNccl`]; NCCL's own.
-    pub(crate) fn unique_id(host: Option<&str>, settings: NcclSettings) -> Result<Vec<u8>, CudaError> {
+    pub(crate) fn unique_id(host: Option<&str>) -> Result<Vec<u8>, CudaError> {
         let nccl = Nccl::get()?;
-        decide_on_multicast(settings);
+        never_multicast();
         host_is(host);
         unique_id(nccl).map(|id| id.bytes.to_vec())
     }
@@ -110,7 +108,7 @@ impl NcclRank {
     /// As [`NcclRank::connect`].
     pub(crate) fn join(seat: NcclSeat<'_>, number: u64, unique_id: &[u8]) -> Result<Self, CudaError> {
         let nccl = Nccl::get()?;
-        decide_on_multicast(seat.settings);
+        never_multicast();
         host_is(seat.host);
         let id = NcclUniqueId { bytes: std::array::from_fn(|at| unique_id.get(at).copied().unwrap_or(0)) };
         let NcclSeat { connected, device, rank, world, sent, settings, .. } = seat;
@@ -309,12 +307,9 @@ fn exchange_once(ranks: &[NcclRank], places: &[Place]) -> Result<(), CudaError> 
     Ok(())
 }
 
-/// NCCL makes multicast objects for reductions in the switch, which sends and receives do not use and which a host may not
-/// allow. Its own sums may use them: the first communicator of a process decides for all.
-fn decide_on_multicast(settings: NcclSettings) {
-    if settings.sums == NcclSums::InRankOrder {
-        decide("NCCL_NVLS_ENABLE", "0");
-    }
+/// NCCL makes multicast objects for reductions in the switch, which sends and receives do not use and which a host may not allow.
+fn never_multicast() {
+    decide("NCCL_NVLS_ENABLE", "0");
 }
 
 /// Ranks of one host may stand for ranks of several.

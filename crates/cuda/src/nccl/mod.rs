@@ -11,10 +11,10 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use counterpoint_exec::World;
-use counterpoint_plan::{DType, GemmCollective};
+use counterpoint_plan::GemmCollective;
 
 pub(crate) use connect::NcclSeat;
-pub use settings::{NcclSettings, NcclSums};
+pub use settings::NcclSettings;
 use shelf::{Lent, Shelf};
 
 use crate::kernel::ElementType;
@@ -108,28 +108,6 @@ pub(crate) struct NcclMessage {
     pub(crate) bytes: u64,
 }
 
-/// What one rank has of a reduce-scatter.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct NcclSum {
-    /// Where its shares for all ranks begin.
-    pub(crate) from: u64,
-    /// Where its sums go.
-    pub(crate) to: u64,
-    /// Of one rank.
-    pub(crate) elements: usize,
-    pub(crate) dtype: DType,
-}
-
-/// `ncclDataType_t`.
-fn kind_of(dtype: DType) -> c_int {
-    match dtype {
-        DType::F16 => 6,
-        DType::F32 => 7,
-        DType::F64 => 8,
-        DType::Bf16 => 9,
-    }
-}
-
 /// `ncclSum`.
 const SUM: c_int = 0;
 
@@ -163,40 +141,6 @@ impl NcclRank {
         self.lent.end().with(calls).map_err(|error| explain(&self.world, self.rank, error))?;
         let others = sends.iter().filter(|message| message.peer != self.rank);
         let bytes = others.map(|message| message.bytes).sum();
-        self.sent.fetch_add(bytes, Ordering::Relaxed);
-        self.enqueued(stream, ended)
-    }
-
-    /// Enqueues reduce-scatters of NCCL's own, all at once, and behind them `ended`, unless a graph is captured.
-    ///
-    /// # Safety
-    /// As [`NcclRank::exchange`]; all ranks make the same call.
-    ///
-    /// # Errors
-    /// As [`NcclRank::exchange`].
-    pub(crate) unsafe fn reduce_scatter(
-        &self,
-        stream: &Stream,
-        sums: &[NcclSum],
-        ended: Option<&Event>,
-    ) -> Result<(), CudaError> {
-        let _bound = self.device.make_current()?;
-        let nccl = self.nccl;
-        let calls = |handle| {
-            group(nccl, || {
-                sums.iter().try_for_each(|&NcclSum { from, to, elements, dtype }| {
-                    let (kind, queue) = (kind_of(dtype), stream.raw());
-                    // SAFETY: the caller's promise.
-                    let code = unsafe {
-                        (nccl.ncclReduceScatter)(from as _, to as _, elements, kind, SUM, handle, queue)
-                    };
-                    nccl.check("ncclReduceScatter", code).map(|_| ())
-                })
-            })
-        };
-        self.lent.end().with(calls).map_err(|error| explain(&self.world, self.rank, error))?;
-        let others = (self.count - 1) as u64;
-        let bytes = sums.iter().map(|sum| others * (sum.elements * sum.dtype.size()) as u64).sum();
         self.sent.fetch_add(bytes, Ordering::Relaxed);
         self.enqueued(stream, ended)
     }

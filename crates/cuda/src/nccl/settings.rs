@@ -17,19 +17,6 @@ pub struct NcclSettings {
     pub max_ctas: Option<u8>,
     /// What it saves (`NCCL_CTA_POLICY`).
     pub cta_policy: Option<NcclCtaPolicy>,
-    /// Who forms sums.
-    pub sums: NcclSums,
-}
-
-/// Who forms sums of a transport by NCCL.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub enum NcclSums {
-    /// A pass of ours behind its sends and receives, in f32 and in the order of ranks: the same bits on any number of nodes.
-    #[default]
-    InRankOrder,
-    /// NCCL itself, where its reduce-scatter is what a group-reduce asks for: by its algorithms, in switches where those can, in the type
-    /// and in the order that it chooses.
-    Library,
 }
 
 /// The largest cluster that every GPU with clusters has.
@@ -45,17 +32,11 @@ const POLICIES: [(&str, NcclCtaPolicy); 3] = [
 
 impl NcclSettings {
     /// None.
-    pub const PLAIN: Self = Self {
-        cluster_size: None,
-        min_ctas: None,
-        max_ctas: None,
-        cta_policy: None,
-        sums: NcclSums::InRankOrder,
-    };
+    pub const PLAIN: Self = Self { cluster_size: None, min_ctas: None, max_ctas: None, cta_policy: None };
 
     /// The text of all, for help.
     pub const TEXT: &'static str =
-        "cluster-size=0..8, min-ctas=N, max-ctas=N, cta-policy=default|efficiency|zero, library-sums";
+        "cluster-size=0..8, min-ctas=N, max-ctas=N, cta-policy=default|efficiency|zero";
 
     /// The settings that these words name.
     ///
@@ -82,7 +63,6 @@ impl NcclSettings {
                     let (_, policy) = named.ok_or_else(|| refuse("give default, efficiency or zero"))?;
                     settings.cta_policy = Some(policy);
                 }
-                "library-sums" if value.is_none() => settings.sums = NcclSums::Library,
                 _ => return Err(refuse(Self::TEXT)),
             }
         }
@@ -119,10 +99,6 @@ impl fmt::Display for NcclSettings {
             number.map_or(Ok(()), |number| write!(f, "+{name}={number}"))?;
         }
         let policy = POLICIES.into_iter().find(|(_, policy)| Some(*policy) == self.cta_policy);
-        policy.map_or(Ok(()), |(name, _)| write!(f, "+cta-policy={name}"))?;
-        match self.sums {
-            NcclSums::InRankOrder => Ok(()),
-            NcclSums::Library => f.write_str("+library-sums"),
-        }
+        policy.map_or(Ok(()), |(name, _)| write!(f, "+cta-policy={name}"))
     }
 }

@@ -1,7 +1,7 @@
 //! What moves the rows of a rank.
 
 use super::EngineUse;
-use crate::nccl::{NcclRank, NcclSums};
+use crate::nccl::NcclRank;
 
 /// What moves the rows of one rank.
 pub(crate) enum Means {
@@ -11,6 +11,6 @@ pub(crate) enum Means {
     Link { num_sms: u32, engines: EngineUse },
     /// Copy engines.
     Push,
-    /// NCCL, and who forms sums.
-    Exchange { nccl: NcclRank, sums: NcclSums },
+    /// NCCL.
+    Exchange(NcclRank),
 }

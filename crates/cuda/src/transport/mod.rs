@@ -23,7 +23,6 @@ mod gemm_reduce;
 mod host_sync;
 mod kind;
 mod levels;
-mod library_sum;
 mod link;
 mod link_side;
 mod lists;
@@ -190,7 +189,7 @@ impl CudaTransport {
     /// Refuses what nothing here moves rows by.
     fn check_policy(&self, policy: &OverlapPolicy) -> Result<(), ExecError> {
         let by_library =
-            matches!(self.means, Means::Exchange { .. }).then(|| RankTransport::Nccl.moves_by(policy.mover));
+            matches!(self.means, Means::Exchange(_)).then(|| RankTransport::Nccl.moves_by(policy.mover));
         if let Some(PolicySupport::Refused(reason)) = by_library {
             let (policy, reason) = (policy.to_string(), reason.to_owned());
             return Err(ExecError::Policy { rank: self.rank, policy, reason });
@@ -247,7 +246,7 @@ impl CudaTransport {
             Ok(Work::Pull(Mutex::new(None)))
         };
         let by_engines = match (&self.means, mover.rules().engines) {
-            (Means::Exchange { .. }, _) => false,
+            (Means::Exchange(_), _) => false,
             (Means::Push, _) | (_, EngineCollectives::Everything) => true,
             // As `Program::validate` trusts: beside a kernel that waits for rows nothing else may need a multiprocessor.
             (_, EngineCollectives::PlainCasts) => {
@@ -274,7 +273,7 @@ impl CudaTransport {
                     .map(|work| Work::Link(Box::new(work)))
             }
             Means::Link { .. } => pull(),
-            Means::Exchange { .. } => {
+            Means::Exchange(_) => {
                 exchange::ExchangeWork::new(self.setup()?, self.rank, collective, outputs).map(Work::Exchange)
             }
         }
