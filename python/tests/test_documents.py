@@ -23,12 +23,14 @@ def test_pages_show_what_happens(page: str, least: int) -> None:
 
 
 def run(folder: pathlib.Path, name: str, ranks: int) -> str:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+    """What a program prints: that of ranks rank by rank, as what they print at the same time may be mixed within a line."""
+    logs, launcher = folder / f"logs_of_{ranks}", ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    launcher = [*launcher, "--redirects", "1", "--log-dir", str(logs)] if ranks else []
     command = [sys.executable, *launcher, str(folder / name if (folder / name).exists() else EXAMPLES / name)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return "".join(log.read_text() for log in sorted(logs.rglob("stdout.log"))) if ranks else done.stdout
 
 
 def test_the_program_of_the_page_runs_on_two_ranks(tmp_path: pathlib.Path) -> None:
