@@ -108,9 +108,6 @@ pub(crate) struct NcclMessage {
     pub(crate) bytes: u64,
 }
 
-/// `ncclSum`.
-const SUM: c_int = 0;
-
 impl NcclRank {
     /// Connects ranks that are threads of this process, one on each of these devices, for `world`.
     ///
@@ -200,6 +197,8 @@ impl NcclRank {
         to: u64,
         count: usize,
     ) -> Result<(), CudaError> {
+        /// `ncclSum`.
+        const SUM: c_int = 0;
         let nccl = self.nccl;
         // `ncclFloat16` and `ncclBfloat16`.
         let kind = if element == ElementType::F16 { 6 } else { 9 };

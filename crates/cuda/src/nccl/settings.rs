@@ -76,7 +76,7 @@ impl NcclSettings {
 
     /// What a communicator is made with.
     pub(super) fn config(&self) -> NcclConfig {
-        let Self { cluster_size, min_ctas, max_ctas, cta_policy, .. } = *self;
+        let Self { cluster_size, min_ctas, max_ctas, cta_policy } = *self;
         let config = NcclConfig::blocking()
             .with_ctas(cluster_size.map(u32::from), [min_ctas.map(u32::from), max_ctas.map(u32::from)]);
         match cta_policy {
