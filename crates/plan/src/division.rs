@@ -2,7 +2,7 @@
 
 use counterpoint_mask::{Band, Mask, Range};
 
-use crate::hosting::{Away, assign, pieces};
+use crate::hosting::{Away, HostedRows, assign, pieces, with_all_hosts};
 use crate::runs::Runs;
 use crate::work::{needed_rows, rank_work};
 use crate::{AttentionSpec, Dispatch, HostedWork};
@@ -82,7 +82,7 @@ impl Owners {
 #[derive(Clone, Debug)]
 pub struct Division {
     pub(crate) owners: Owners,
-    /// By rank: local query rows, global key columns; without rows that are away.
+    /// By rank: local query rows, global key columns; without what hosts compute.
     pub(crate) work: Vec<Vec<Band>>,
     /// By rank; empty where no row is away.
     pub(crate) hosted: Vec<HostedWork>,
@@ -113,6 +113,13 @@ impl Division {
     /// The same, but these local query rows of each rank are away: the ranks that own their keys compute them. `self` has none that are.
     #[must_use]
     pub fn with_away(&self, away: &Away) -> Self {
+        self.with_hosts(&away.iter().map(|rows| with_all_hosts(rows)).collect::<Vec<_>>())
+    }
+
+    /// The same, but others compute for these rows of each rank, which are ascending and disjoint: all of their work or some. `self` has none of
+    /// which they do.
+    #[must_use]
+    pub fn with_hosts(&self, away: &[Vec<HostedRows>]) -> Self {
         let owners = self.owners.clone();
         if away.iter().all(Vec::is_empty) {
             return Self { owners, work: self.work.clone(), hosted: Vec::new() };
@@ -121,8 +128,8 @@ impl Division {
         Self { owners, work, hosted }
     }
 
-    /// At least so many bands does [`Division::with_away`] cut before it joins neighbours again.
-    pub fn hosted_pieces(&self, away: &Away) -> u64 {
+    /// At least so many bands does [`Division::with_hosts`] cut before it joins neighbours again, where all owners of keys host.
+    pub fn hosted_pieces(&self, away: &[Vec<HostedRows>]) -> u64 {
         pieces(&self.work, away, &self.owners.q_dispatch, &self.owners.k_runs)
     }
 

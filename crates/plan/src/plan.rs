@@ -74,6 +74,16 @@ impl RankPlan {
         self.hosted.as_ref().map_or(0, |hosted| hosted.send_rows(self.rank))
     }
 
+    /// Whether it computes, in stages, for some of its rows for which hosts compute too.
+    pub fn is_hosted_in_part(&self) -> bool {
+        let away = self.hosted.as_ref().map_or_else(Vec::new, HostedWork::away);
+        let is_away = |rows: &Range| {
+            let at = away.partition_point(|away| away.end <= rows.start);
+            away.get(at).is_some_and(|away| away.start < rows.end)
+        };
+        self.forward.iter().any(|stage| stage.bands.iter().any(|band| is_away(&band.q_range)))
+    }
+
     /// Global key rows that it receives over all stages, merged and ascending.
     pub fn recv_ranges(&self) -> Vec<Range> {
         Range::merged(self.forward.iter().flat_map(|stage| &stage.recv_ranges).copied().collect())

@@ -2,14 +2,19 @@
 
 use counterpoint_mask::{Band, Range};
 
-use super::Away;
+use super::HostedRows;
 use crate::Dispatch;
 use crate::row_list::RowList;
 use crate::runs::Runs;
 
-/// At least so many bands does [`assign`](super::assign) cut before it joins neighbours again.
-pub(crate) fn pieces(work: &[Vec<Band>], away: &Away, q_dispatch: &Dispatch, k_runs: &Runs) -> u64 {
-    let of_rank = |(rank, (bands, away)): (usize, (&Vec<Band>, &Vec<Range>))| -> u64 {
+/// At least so many bands does [`assign`](super::assign) cut before it joins neighbours again, where all owners of keys host.
+pub(crate) fn pieces(
+    work: &[Vec<Band>],
+    away: &[Vec<HostedRows>],
+    q_dispatch: &Dispatch,
+    k_runs: &Runs,
+) -> u64 {
+    let of_rank = |(rank, (bands, away)): (usize, (&Vec<Band>, &Vec<HostedRows>))| -> u64 {
         if away.is_empty() {
             return 0;
         }
@@ -24,9 +29,9 @@ pub(crate) fn pieces(work: &[Vec<Band>], away: &Away, q_dispatch: &Dispatch, k_r
             parts.map(|part| k_runs.overlapping(&part.k_range).len() as u64).sum()
         };
         let of_band = |band: &Band| -> u64 {
-            let first = away.partition_point(|rows| rows.end <= band.q_range.start);
-            let gone = away[first..].iter().take_while(|rows| rows.start < band.q_range.end);
-            gone.map(|rows| of_rows(band, rows.intersect(&band.q_range))).sum()
+            let first = away.partition_point(|away| away.rows.end <= band.q_range.start);
+            let gone = away[first..].iter().take_while(|away| away.rows.start < band.q_range.end);
+            gone.map(|away| of_rows(band, away.rows.intersect(&band.q_range))).sum()
         };
         bands.iter().map(of_band).sum()
     };
@@ -40,7 +45,7 @@ mod tests {
 
     use super::*;
     use crate::division::Owners;
-    use crate::hosting::assign;
+    use crate::hosting::{assign, with_all_hosts};
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(64))]
@@ -67,7 +72,7 @@ mod tests {
                 let some = picked.iter().map(|&at| Range::new((at * 7).min(rows), (at * 7 + 11 + at).min(rows)));
                 Range::merged(some.filter(|rows| !rows.is_empty()).collect())
             };
-            let away: Away = (0..ranks).map(of_rank).collect();
+            let away: Vec<_> = (0..ranks).map(|rank| with_all_hosts(&of_rank(rank))).collect();
             let counted = pieces(&work, &away, &owners.q_dispatch, &owners.k_runs);
             let (_, hosted) = assign(&work, &away, &owners.q_dispatch, &owners.q_runs, &owners.k_runs);
             let made: u64 = hosted.iter().map(|host| host.bands.len() as u64).sum();
