@@ -2,7 +2,7 @@
 
 use counterpoint_mask::{Band, Mask, Range};
 
-use crate::hosting::{Away, HostedRows, assign, pieces, with_all_hosts};
+use crate::hosting::{Away, HostedRows, assign, pieces};
 use crate::runs::Runs;
 use crate::work::{needed_rows, rank_work};
 use crate::{AttentionSpec, Dispatch, HostedWork};
@@ -110,10 +110,20 @@ impl Division {
         !self.hosted.is_empty()
     }
 
+    /// Whether ranks compute with some keys for rows for which hosts compute too.
+    pub fn is_hosted_in_part(&self) -> bool {
+        self.hosted.iter().zip(&self.work).any(|(hosted, work)| hosted.is_in_part(work.iter()))
+    }
+
+    /// By rank, rows that are away with their hosts.
+    pub fn hosted_rows(&self) -> Vec<Vec<HostedRows>> {
+        self.hosted.iter().map(HostedWork::hosted_rows).collect()
+    }
+
     /// The same, but these local query rows of each rank are away: the ranks that own their keys compute them. `self` has none that are.
     #[must_use]
     pub fn with_away(&self, away: &Away) -> Self {
-        self.with_hosts(&away.iter().map(|rows| with_all_hosts(rows)).collect::<Vec<_>>())
+        self.with_hosts(&HostedRows::by_all(away))
     }
 
     /// The same, but others compute for these rows of each rank, which are ascending and disjoint: all of their work or some. `self` has none of

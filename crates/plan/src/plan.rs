@@ -76,12 +76,8 @@ impl RankPlan {
 
     /// Whether it computes, in stages, for some of its rows for which hosts compute too.
     pub fn is_hosted_in_part(&self) -> bool {
-        let away = self.hosted.as_ref().map_or_else(Vec::new, HostedWork::away);
-        let is_away = |rows: &Range| {
-            let at = away.partition_point(|away| away.end <= rows.start);
-            away.get(at).is_some_and(|away| away.start < rows.end)
-        };
-        self.forward.iter().any(|stage| stage.bands.iter().any(|band| is_away(&band.q_range)))
+        let bands = self.forward.iter().flat_map(|stage| stage.bands.iter());
+        self.hosted.as_ref().is_some_and(|hosted| hosted.is_in_part(bands))
     }
 
     /// Global key rows that it receives over all stages, merged and ascending.

@@ -52,9 +52,13 @@ impl RowHosts {
     }
 }
 
-/// Rows of a rank that all owners of their keys host.
-pub(crate) fn with_all_hosts(rows: &[Range]) -> Vec<HostedRows> {
-    rows.iter().map(|&rows| HostedRows { rows, hosts: RowHosts::All }).collect()
+impl HostedRows {
+    /// These rows of each rank, hosted by all owners of their keys.
+    pub fn by_all(away: &Away) -> Vec<Vec<Self>> {
+        let of_rank =
+            |rows: &Vec<Range>| rows.iter().map(|&rows| Self { rows, hosts: RowHosts::All }).collect();
+        away.iter().map(of_rank).collect()
+    }
 }
 
 /// One rank's part in the work that is done where keys are; the same in the forward and in the backward.
@@ -85,6 +89,16 @@ impl HostedWork {
         splits
             .map(|split| HostedRows { rows: split.rows, hosts: RowHosts::These(split.ranks.clone()) })
             .collect()
+    }
+
+    /// Whether some of `bands`, whose rows are the rank's local ones and which it computes itself, have rows that are away.
+    pub fn is_in_part<'a>(&self, mut bands: impl Iterator<Item = &'a Band>) -> bool {
+        let away = self.away();
+        let is_away = |rows: &Range| {
+            let at = away.partition_point(|away| away.end <= rows.start);
+            away.get(at).is_some_and(|away| away.start < rows.end)
+        };
+        !away.is_empty() && bands.any(|band| is_away(&band.q_range))
     }
 
     /// Number of rows that are [away](Self::away).

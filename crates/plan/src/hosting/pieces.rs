@@ -45,7 +45,7 @@ mod tests {
 
     use super::*;
     use crate::division::Owners;
-    use crate::hosting::{assign, with_all_hosts};
+    use crate::hosting::assign;
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(64))]
@@ -72,7 +72,7 @@ mod tests {
                 let some = picked.iter().map(|&at| Range::new((at * 7).min(rows), (at * 7 + 11 + at).min(rows)));
                 Range::merged(some.filter(|rows| !rows.is_empty()).collect())
             };
-            let away: Vec<_> = (0..ranks).map(|rank| with_all_hosts(&of_rank(rank))).collect();
+            let away = HostedRows::by_all(&(0..ranks).map(of_rank).collect());
             let counted = pieces(&work, &away, &owners.q_dispatch, &owners.k_runs);
             let (_, hosted) = assign(&work, &away, &owners.q_dispatch, &owners.q_runs, &owners.k_runs);
             let made: u64 = hosted.iter().map(|host| host.bands.len() as u64).sum();
