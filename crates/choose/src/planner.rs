@@ -87,7 +87,7 @@ pub fn plan_stages_within(
     if base.ranks.iter().any(RankPlan::is_hosted_in_part) {
         division = division.with_hosts(&hosted.iter().map(|work| work.hosted_rows()).collect::<Vec<_>>());
     } else if !hosted.is_empty() {
-        division = division.with_away(&hosted.iter().map(|work| work.away()).collect());
+        division = division.with_offloaded(&hosted.iter().map(|work| work.offloaded()).collect());
     }
     Ok(stages::outline(division, spec, config, planning)?.into_plan_within(available, planning)?)
 }
@@ -130,7 +130,7 @@ pub fn plan_rank(
     Ok(outline.into_rank(rank))
 }
 
-/// As [`plan_mask_within`], where that plan has rows that are away. `owners` are those that it has without any, if they are known.
+/// As [`plan_mask_within`], where that plan has offloaded rows. `owners` are those that it has without any, if they are known.
 pub(crate) fn plan_hosting_within(
     owners: Option<Owners>,
     mask: &Mask,
@@ -169,14 +169,14 @@ fn divide(
         return divide_cross_attention(mask, spec, config, planning, owners);
     }
     let chunk_size = config.chunk_size_for(mask.seqlen_q());
-    let dispatch_with = |away: &[Range]| {
+    let dispatch_with = |offloaded: &[Range]| {
         planning.check()?;
-        let work = chunk_work_with_away(mask, chunk_size, away);
+        let work = chunk_work_with_away(mask, chunk_size, offloaded);
         planning.check()?;
         let (ranks, home) = (config.topology.world_size, Home::WithQueries);
         let mut dispatch = solve(&work, ranks, config.dispatch, home, planning);
         planning.check()?;
-        if away.is_empty() {
+        if offloaded.is_empty() {
             dispatch = by_seconds(mask, &work, dispatch, spec, config, planning)?;
         }
         Ok(Owners::new(dispatch.clone(), dispatch))
@@ -195,10 +195,10 @@ fn divide_cross_attention(
     config.validate_for(mask)?;
     let [chunk_size_q, chunk_size_k] =
         [mask.seqlen_q(), mask.seqlen_k()].map(|seqlen| config.chunk_size_for(seqlen));
-    let dispatch_with = |away: &[Range]| {
+    let dispatch_with = |offloaded: &[Range]| {
         planning.check()?;
-        // What is away is computed by the owners of its keys, who have equally many.
-        let work = chunk_work_without(mask, chunk_size_q, away);
+        // What is offloaded is computed by the owners of its keys, who have equally many.
+        let work = chunk_work_without(mask, chunk_size_q, offloaded);
         planning.check()?;
         let ranks = config.topology.world_size;
         let q_dispatch = solve(&work, ranks, config.dispatch, Home::Elsewhere, planning);

@@ -44,7 +44,7 @@ proptest! {
         ranks in 1..7_usize,
         chunk_sizes in proptest::array::uniform2(1..90_usize),
         owners in proptest::collection::vec(0..7_usize, 1..40),
-        away in proptest::collection::vec((0..7_usize, 0..150_usize, 1..60_usize, 0..128_u32), 0..6),
+        offloaded in proptest::collection::vec((0..7_usize, 0..150_usize, 1..60_usize, 0..128_u32), 0..6),
         stages in proptest::array::uniform2(1..5_usize),
         places in proptest::collection::vec(0..9_usize, 1..30),
         layers in 1..9_usize,
@@ -56,7 +56,7 @@ proptest! {
         let division = Division::new(&mask, Owners::new(q_dispatch, k_dispatch));
         let of_rank = |rank: usize| -> Vec<HostedRows> {
             let mut end = 0;
-            let own = away.iter().filter(|(other, ..)| other % ranks == rank);
+            let own = offloaded.iter().filter(|(other, ..)| other % ranks == rank);
             let some = own.map(|&(_, gap, length, hosts)| {
                 let start = (end + gap).min(local_rows[rank]);
                 end = (start + length).min(local_rows[rank]);
@@ -64,10 +64,10 @@ proptest! {
                 let hosts = if hosts == 0 { RowHosts::All } else { RowHosts::These(these) };
                 HostedRows { rows: Range::new(start, end), hosts }
             });
-            some.filter(|away| !away.rows.is_empty()).collect()
+            some.filter(|offloaded| !offloaded.rows.is_empty()).collect()
         };
-        let away: Vec<Vec<HostedRows>> = (0..ranks).map(of_rank).collect();
-        let division = division.with_hosts(&away);
+        let offloaded: Vec<Vec<HostedRows>> = (0..ranks).map(of_rank).collect();
+        let division = division.with_hosts(&offloaded);
         let topology = Topology::flat(ranks);
         let (owners, outlines) = RankOutline::of(division, &topology, |_, _| layers, &Planning::ALONE).unwrap();
         let gathers = gathers && outlines.iter().all(|rank| rank.own_rows().is_multiple_of(KEY_BLOCK));

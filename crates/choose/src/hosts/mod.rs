@@ -1,4 +1,4 @@
-//! Whether query rows are away, and which: proposals are weighed by bytes or by predicted seconds, and the best is kept.
+//! Whether query rows are offloaded, and which: proposals are weighed by bytes or by predicted seconds, and the best is kept.
 
 mod pairs;
 mod proposals;
@@ -18,7 +18,7 @@ use proposals::proposals;
 /// hundred megabytes. Rows that are worth sending are few, and come in thousands of pieces.
 const MOST_PIECES: u64 = 1 << 23;
 
-/// Rows are away with a part of their work where that moves at most this part of the bytes that whole rows move.
+/// Rows are offloaded with a part of their work where that moves at most this part of the bytes that whole rows move.
 const MOST_BYTES_IN_PART: f64 = 0.98;
 
 /// Query offload that was asked for and not weighed, because it comes in too many pieces.
@@ -43,8 +43,8 @@ pub(crate) fn any(without: &Division, spec: &AttentionSpec, config: &PlanConfig)
     !proposals(without, spec, config).is_empty() || !pairs::proposals(without, spec, config).is_empty()
 }
 
-/// The division of `mask` for these owners; or, where rows that are away make it better, the best one for them or for those
-/// that `redispatch` finds, knowing which query rows are away. Ways in more than [`MOST_PIECES`] pieces are passed over, and counted.
+/// The division of `mask` for these owners; or, where offloaded rows make it better, the best one for them or for those
+/// that `redispatch` finds, knowing which query rows are offloaded. Ways in more than [`MOST_PIECES`] pieces are passed over, and counted.
 pub(crate) fn choose(
     mask: &Mask,
     spec: &AttentionSpec,
@@ -60,7 +60,7 @@ pub(crate) fn choose(
     }
     let mut aim = Aim::of(&without, spec, config, planning)?;
     let (mut best, mut unweighed) = (None, None);
-    // Of rows that are away with all of their work, which need no second pass over results.
+    // Of offloaded rows with all of their work, which need no second pass over results.
     let mut whole_bytes: Option<u64> = None;
     // One at a time: of thousands of ranks each takes hundreds of megabytes.
     let mut weigh = |division: &Division, hosted: &[Vec<HostedRows>], is_whole: bool| {
@@ -82,14 +82,14 @@ pub(crate) fn choose(
         }
         Ok(())
     };
-    for away in proposals {
-        let rows = without.owners().global(&away);
+    for offloaded in proposals {
+        let rows = without.owners().global(&offloaded);
         let other = redispatch(&rows)?;
         if other != *without.owners() {
-            let away = HostedRows::by_all(&other.local(&rows));
-            weigh(&Division::new(mask, other), &away, true)?;
+            let offloaded = HostedRows::by_all(&other.local(&rows));
+            weigh(&Division::new(mask, other), &offloaded, true)?;
         }
-        weigh(&without, &HostedRows::by_all(&away), true)?;
+        weigh(&without, &HostedRows::by_all(&offloaded), true)?;
     }
     for hosted in in_part {
         weigh(&without, &hosted, false)?;
@@ -120,7 +120,7 @@ fn seconds(
 enum Aim {
     /// The least of those seen so far, if any was.
     FewestBytes(Option<u64>),
-    /// Seconds of a forward and of a backward without rows that are away, of which neither may take longer, and the least of both
+    /// Seconds of a forward and of a backward without offloaded rows, of which neither may take longer, and the least of both
     /// together so far.
     Soonest { limit: (f64, f64), least: f64 },
 }

@@ -16,7 +16,7 @@ const MOST_PARTS: usize = 1 << 18;
 const MOST_LOAD: f64 = 1.05;
 
 /// Ways to have some owners of keys compute for rows that are worth a look: what moves the fewest bytes, and what does so while no rank computes
-/// much more than the mean. `division` has no row away.
+/// much more than the mean. `division` has no offloaded row.
 pub(super) fn proposals(
     division: &Division,
     spec: &AttentionSpec,

@@ -1,4 +1,4 @@
-//! Query offload: hands the work of rows that are away to the ranks that own the keys.
+//! Query offload: hands the work of offloaded rows to the ranks that own the keys.
 
 use counterpoint_mask::{Band, Range};
 
@@ -9,11 +9,11 @@ use crate::row_list::RowList;
 use crate::runs::Runs;
 use crate::work::push_fused;
 
-/// Takes the work of rows that are away out of `work` (local rows, global columns), and gives it to the owners of its keys that host them:
-/// what remains, and every rank's part of the rest. `away` are ascending and disjoint rows of each rank.
+/// Takes the work of offloaded rows out of `work` (local rows, global columns), and gives it to the owners of its keys that host them:
+/// what remains, and every rank's part of the rest. `offloaded` are ascending and disjoint rows of each rank.
 pub(crate) fn assign(
     work: &[Vec<Band>],
-    away: &[Vec<HostedRows>],
+    offloaded: &[Vec<HostedRows>],
     q_dispatch: &Dispatch,
     q_runs: &Runs,
     k_runs: &Runs,
@@ -21,17 +21,17 @@ pub(crate) fn assign(
     let mut stays: Vec<Vec<Band>> = vec![Vec::new(); work.len()];
     // Rows are still global, columns are the host's local key rows.
     let mut hosted: Vec<Vec<Band>> = vec![Vec::new(); work.len()];
-    for (rank, (bands, away)) in work.iter().zip(away).enumerate() {
-        if away.is_empty() {
+    for (rank, (bands, offloaded)) in work.iter().zip(offloaded).enumerate() {
+        if offloaded.is_empty() {
             stays[rank].clone_from(bands);
             continue;
         }
         let own = RowList::new(q_dispatch.ranges(rank));
         for band in bands {
             let mut start = band.q_range.start;
-            let first = away.partition_point(|away| away.rows.end <= start);
+            let first = offloaded.partition_point(|offloaded| offloaded.rows.end <= start);
             for HostedRows { rows, hosts } in
-                away[first..].iter().take_while(|away| away.rows.start < band.q_range.end)
+                offloaded[first..].iter().take_while(|offloaded| offloaded.rows.start < band.q_range.end)
             {
                 let gone = rows.intersect(&band.q_range);
                 stays[rank].extend(clip_rows(band, Range::new(start, gone.start)));

@@ -1,11 +1,11 @@
 //! Query/output exchange: the work of some query rows is done where their keys are.
 //!
 //! A row that sees many keys of many ranks makes its owner fetch them all, and compute with them all. Its query and its
-//! partial results are few bytes beside these keys. So such a row can be *away*: every rank that owns keys that it sees, its
+//! partial results are few bytes beside these keys. So such a row can be *offloaded*: every rank that owns keys that it sees, its
 //! owner included, *hosts* it. Hosts receive its query, compute with their own keys, and send partial results to the owner. These are
 //! merged once, in the order of ranks, and no stage waits for them.
 //!
-//! A row may also be away in part: some owners of its keys host it, and its owner computes with the keys of the others, its own among them,
+//! A row may also be offloaded in part: some owners of its keys host it, and its owner computes with the keys of the others, its own among them,
 //! in stages. What stages have computed is merged first.
 
 mod assign;
@@ -21,8 +21,8 @@ use crate::{GroupPart, OwnedSplit};
 pub(crate) use assign::assign;
 pub(crate) use pieces::pieces;
 
-/// By rank: local query rows that are away with all of their work, merged and ascending.
-pub type Away = Vec<Vec<Range>>;
+/// By rank: local query offloaded rows with all of their work, merged and ascending.
+pub type OffloadedRows = Vec<Vec<Range>>;
 
 /// Neighbouring local query rows of a rank, and which owners of their keys compute for them.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -54,17 +54,17 @@ impl RowHosts {
 
 impl HostedRows {
     /// These rows of each rank, hosted by all owners of their keys.
-    pub fn by_all(away: &Away) -> Vec<Vec<Self>> {
+    pub fn by_all(offloaded: &OffloadedRows) -> Vec<Vec<Self>> {
         let of_rank =
             |rows: &Vec<Range>| rows.iter().map(|&rows| Self { rows, hosts: RowHosts::All }).collect();
-        away.iter().map(of_rank).collect()
+        offloaded.iter().map(of_rank).collect()
     }
 }
 
 /// One rank's part in the work that is done where keys are; the same in the forward and in the backward.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HostedWork {
-    /// This rank's part in the group-cast of queries: `owned` rows are its local query rows that are away, `remote` rows are
+    /// This rank's part in the group-cast of queries: `owned` rows are its local query offloaded rows, `remote` rows are
     /// rows of the buffer of hosted queries. A rank that hosts rows of its own sends them to itself.
     pub part: GroupPart,
     /// Global query rows that it hosts, in the order of the buffer: ascending.
@@ -78,12 +78,12 @@ pub struct HostedWork {
 }
 
 impl HostedWork {
-    /// The rank's local query rows that are away, merged and ascending.
-    pub fn away(&self) -> Vec<Range> {
+    /// The rank's local query offloaded rows, merged and ascending.
+    pub fn offloaded(&self) -> Vec<Range> {
         Range::merged(self.part.owned.iter().map(|split| split.rows).collect())
     }
 
-    /// The rank's local query rows that are away, with their hosts.
+    /// The rank's local query offloaded rows, with their hosts.
     pub fn hosted_rows(&self) -> Vec<HostedRows> {
         let splits = self.part.owned.iter();
         splits
@@ -91,23 +91,23 @@ impl HostedWork {
             .collect()
     }
 
-    /// Whether some of `bands`, whose rows are the rank's local ones and which it computes itself, have rows that are away.
+    /// Whether some of `bands`, whose rows are the rank's local ones and which it computes itself, have offloaded rows.
     pub fn is_in_part<'a>(&self, mut bands: impl Iterator<Item = &'a Band>) -> bool {
-        let away = self.away();
-        let is_away = |rows: &Range| {
-            let at = away.partition_point(|away| away.end <= rows.start);
-            away.get(at).is_some_and(|away| away.start < rows.end)
+        let offloaded = self.offloaded();
+        let is_offloaded = |rows: &Range| {
+            let at = offloaded.partition_point(|offloaded| offloaded.end <= rows.start);
+            offloaded.get(at).is_some_and(|offloaded| offloaded.start < rows.end)
         };
-        !away.is_empty() && bands.any(|band| is_away(&band.q_range))
+        !offloaded.is_empty() && bands.any(|band| is_offloaded(&band.q_range))
     }
 
-    /// Number of rows that are [away](Self::away).
-    pub fn away_rows(&self) -> usize {
+    /// Number of [offloaded](Self::offloaded) rows.
+    pub fn offloaded_rows(&self) -> usize {
         self.part.owned.iter().map(|split| split.rows.len()).sum()
     }
 
     /// This rank's part in the group-reduce that brings partial results to their owners: as [`part`](Self::part), but `owned` rows are
-    /// places in the list of rows that are [away](Self::away), whose results lie one after the other.
+    /// places in the list of [offloaded](Self::offloaded) rows, whose results lie one after the other.
     pub fn owner_part(&self) -> GroupPart {
         let mut place = 0;
         // A sweep in global order wrote the splits: they ascend and share no row.

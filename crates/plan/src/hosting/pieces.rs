@@ -10,12 +10,12 @@ use crate::runs::Runs;
 /// At least so many bands does [`assign`](super::assign) cut before it joins neighbours again, where all owners of keys host.
 pub(crate) fn pieces(
     work: &[Vec<Band>],
-    away: &[Vec<HostedRows>],
+    offloaded: &[Vec<HostedRows>],
     q_dispatch: &Dispatch,
     k_runs: &Runs,
 ) -> u64 {
-    let of_rank = |(rank, (bands, away)): (usize, (&Vec<Band>, &Vec<HostedRows>))| -> u64 {
-        if away.is_empty() {
+    let of_rank = |(rank, (bands, offloaded)): (usize, (&Vec<Band>, &Vec<HostedRows>))| -> u64 {
+        if offloaded.is_empty() {
             return 0;
         }
         let own = RowList::new(q_dispatch.ranges(rank));
@@ -29,13 +29,13 @@ pub(crate) fn pieces(
             parts.map(|part| k_runs.overlapping(&part.k_range).len() as u64).sum()
         };
         let of_band = |band: &Band| -> u64 {
-            let first = away.partition_point(|away| away.rows.end <= band.q_range.start);
-            let gone = away[first..].iter().take_while(|away| away.rows.start < band.q_range.end);
-            gone.map(|away| of_rows(band, away.rows.intersect(&band.q_range))).sum()
+            let first = offloaded.partition_point(|offloaded| offloaded.rows.end <= band.q_range.start);
+            let gone = offloaded[first..].iter().take_while(|offloaded| offloaded.rows.start < band.q_range.end);
+            gone.map(|offloaded| of_rows(band, offloaded.rows.intersect(&band.q_range))).sum()
         };
         bands.iter().map(of_band).sum()
     };
-    work.iter().zip(away).enumerate().map(of_rank).sum()
+    work.iter().zip(offloaded).enumerate().map(of_rank).sum()
 }
 
 #[cfg(test)]
@@ -72,9 +72,9 @@ mod tests {
                 let some = picked.iter().map(|&at| Range::new((at * 7).min(rows), (at * 7 + 11 + at).min(rows)));
                 Range::merged(some.filter(|rows| !rows.is_empty()).collect())
             };
-            let away = HostedRows::by_all(&(0..ranks).map(of_rank).collect());
-            let counted = pieces(&work, &away, &owners.q_dispatch, &owners.k_runs);
-            let (_, hosted) = assign(&work, &away, &owners.q_dispatch, &owners.q_runs, &owners.k_runs);
+            let offloaded = HostedRows::by_all(&(0..ranks).map(of_rank).collect());
+            let counted = pieces(&work, &offloaded, &owners.q_dispatch, &owners.k_runs);
+            let (_, hosted) = assign(&work, &offloaded, &owners.q_dispatch, &owners.q_runs, &owners.k_runs);
             let made: u64 = hosted.iter().map(|host| host.bands.len() as u64).sum();
             prop_assert!(made <= counted && counted <= made * 4, "{made} {counted}");
             prop_assert_eq!(made == 0, counted == 0);

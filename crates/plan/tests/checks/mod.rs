@@ -195,14 +195,14 @@ pub(crate) fn check_hosting(mask: &Mask, plan: &Plan) {
         .iter()
         .flat_map(|rank| rows(&rank.q_ranges).into_iter().zip(hosts_of_rows(rank)))
         .collect();
-    let away = |rank: usize| rows(&works[rank].away()).into_iter().map(|local| inputs[rank][local]).collect();
-    let away: Vec<Vec<usize>> = (0..plan.cp_size()).map(away).collect();
-    assert!(away.iter().any(|rows| !rows.is_empty()), "hosting of nothing");
+    let offloaded = |rank: usize| rows(&works[rank].offloaded()).into_iter().map(|local| inputs[rank][local]).collect();
+    let offloaded: Vec<Vec<usize>> = (0..plan.cp_size()).map(offloaded).collect();
+    assert!(offloaded.iter().any(|rows| !rows.is_empty()), "hosting of nothing");
     let reduced: Vec<GroupPart> = works.iter().map(|work| work.owner_part()).collect();
-    assert_eq!(group_cast(&reduced.iter().collect::<Vec<_>>(), &none, &away), buffers);
+    assert_eq!(group_cast(&reduced.iter().collect::<Vec<_>>(), &none, &offloaded), buffers);
     for ((rank, work), buffer) in plan.ranks.iter().zip(&works).zip(&buffers) {
         assert_eq!(*buffer, rows(&work.q_ranges));
-        assert_eq!(work.away_rows(), away[rank.rank].len());
+        assert_eq!(work.offloaded_rows(), offloaded[rank.rank].len());
         let wanted: Vec<usize> = hosts
             .iter()
             .filter(|(_, hosts)| hosts.contains(&(rank.rank as u32)))

@@ -15,11 +15,11 @@ use crate::{
     ForwardBegin, ForwardEnd, GroupCast, GroupReduce, KeyBlocks, MaxLogits, Op, ReduceOp, StreamId,
 };
 
-/// Whether every row of every rank is away: stages then have nothing to compute, to begin or to write, and what hosts compute is
+/// Whether every row of every rank is offloaded: stages then have nothing to compute, to begin or to write, and what hosts compute is
 /// all there is.
 pub(super) fn hosts_do_all(plan: &Plan) -> bool {
-    let all_away = |rank: &RankPlan| rank.hosted.as_ref().is_some_and(|work| work.away_rows() == rank.q_rows);
-    plan.ranks.iter().all(|rank| all_away(rank) && !rank.is_hosted_in_part())
+    let all_offloaded = |rank: &RankPlan| rank.hosted.as_ref().is_some_and(|work| work.offloaded_rows() == rank.q_rows);
+    plan.ranks.iter().all(|rank| all_offloaded(rank) && !rank.is_hosted_in_part())
 }
 
 /// Whether stages compute for rows of some rank for which hosts compute too, so that both have to be merged.
@@ -27,7 +27,7 @@ pub(super) fn is_hosted_in_part(plan: &Plan) -> bool {
     plan.ranks.iter().any(RankPlan::is_hosted_in_part)
 }
 
-/// The work that a rank does for rows that are away, and how the results of its own such rows come back.
+/// The work that a rank does for offloaded rows, and how the results of its own such rows come back.
 pub(super) struct Hosting<'a> {
     work: &'a HostedWork,
     spec: &'a AttentionSpec,
@@ -36,8 +36,8 @@ pub(super) struct Hosting<'a> {
     reduce: StreamId,
     part: Arc<GroupPart>,
     owner_part: Arc<GroupPart>,
-    /// Rows of its own that are away.
-    away: Arc<[Range]>,
+    /// Rows of its own that are offloaded.
+    offloaded: Arc<[Range]>,
     rank: usize,
     q_rows: usize,
     /// On some rank stages compute for such rows too: the same on all ranks, as what follows from it is a collective.
@@ -81,8 +81,8 @@ impl<'a> Hosting<'a> {
     ) -> Option<Self> {
         let work = plan.ranks[rank].hosted.as_ref()?;
         let (part, owner_part) = (Arc::new(work.part.clone()), Arc::new(work.owner_part()));
-        let (away, q_rows, in_part) = (work.away().into(), plan.ranks[rank].q_rows, is_hosted_in_part(plan));
-        Some(Self { work, spec, compute, cast, reduce, part, owner_part, away, rank, q_rows, in_part })
+        let (offloaded, q_rows, in_part) = (work.offloaded().into(), plan.ranks[rank].q_rows, is_hosted_in_part(plan));
+        Some(Self { work, spec, compute, cast, reduce, part, owner_part, offloaded, rank, q_rows, in_part })
     }
 
     /// Sends queries, whose cast arrives at `sent`. Results on their way to their owners arrive at `returning`.
@@ -144,7 +144,7 @@ impl<'a> Hosting<'a> {
         p.push(self.cast, None, label, Op::GroupCast(op));
     }
 
-    /// Brings partial results of rows to their owners, into buffers that have the rows that are away.
+    /// Brings partial results of rows to their owners, into buffers that have the offloaded rows.
     fn reduce_to_owner(
         &self,
         p: &mut ProgramBuilder,
@@ -166,7 +166,7 @@ impl<'a> Hosting<'a> {
         p.push(self.reduce, None, label, Op::GroupReduce(op));
     }
 
-    /// Takes what hosts computed of the rank's rows that are away into what its stages have computed of all rows, as soon as both
+    /// Takes what hosts computed of the rank's offloaded rows into what its stages have computed of all rows, as soon as both
     /// are there; the computation waits for it.
     fn merge_into(
         &self,
@@ -180,7 +180,7 @@ impl<'a> Hosting<'a> {
         let (rank, mut place) = (self.rank as u32, 0);
         // Nothing travels: a reduce from a rank to itself.
         let (owned, remote) = self
-            .away
+            .offloaded
             .iter()
             .map(|&rows| {
                 place += rows.len();
@@ -208,9 +208,9 @@ impl<'a> Hosting<'a> {
         scratch(p, name, dtype, self.work.q_rows, row)
     }
 
-    /// Scratch in the accumulator type with a row for every row that is away.
+    /// Scratch in the accumulator type with a row for every offloaded row.
     fn reduced(&self, p: &mut ProgramBuilder, name: &str, row: &[usize]) -> BufferId {
-        scratch(p, name, self.spec.dtype.accumulator(), self.work.away_rows(), row)
+        scratch(p, name, self.spec.dtype.accumulator(), self.work.offloaded_rows(), row)
     }
 }
 
@@ -280,7 +280,7 @@ impl HostedForward<'_> {
             }
             None => {
                 p.after(hosting.compute, None, "wait for out lse", reduced);
-                ("finish rows that are away", hosting.away.clone(), (reduced_out, reduced_lse))
+                ("finish offloaded rows", hosting.offloaded.clone(), (reduced_out, reduced_lse))
             }
         };
         if !rows.is_empty() {
@@ -383,9 +383,9 @@ impl HostedBackward<'_> {
         if hosting.in_part {
             hosting.merge_into(p, ("add dq of hosts", "wait for dq"), vec![(src, dq.written)], ReduceOp::Sum);
             dq.round(p, hosting.compute, "round dq");
-        } else if !hosting.away.is_empty() {
-            let (dst, rows) = (dq.rounded.unwrap_or(dq.written), hosting.away.clone());
-            p.push(hosting.compute, None, "place dq of rows that are away", Op::PlaceRows { src, dst, rows });
+        } else if !hosting.offloaded.is_empty() {
+            let (dst, rows) = (dq.rounded.unwrap_or(dq.written), hosting.offloaded.clone());
+            p.push(hosting.compute, None, "place dq of offloaded rows", Op::PlaceRows { src, dst, rows });
         }
     }
 }
