@@ -147,8 +147,8 @@ pub fn plan_attention(
     Ok((planned, DispatchChoice { candidates, chosen }))
 }
 
-/// With queries that travel where the planner finds some and the simulator agrees, on any dispatch: which one is the quickest with rows that
-/// are away is often another than without.
+/// With queries that travel where the planner finds some and the simulator agrees, on any dispatch: which one is the quickest where rows
+/// are offloaded is often another than without.
 fn where_queries_travel(
     mask: &Mask,
     spec: &AttentionSpec,

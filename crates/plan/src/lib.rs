@@ -37,7 +37,7 @@ mod work;
 pub use bounds::TrafficBounds;
 pub use cache::PlanCache;
 pub use dispatch::{
-    ChunkWork, Dispatch, chunk_work, chunk_work_with_away, chunk_work_without, received_rows,
+    ChunkWork, Dispatch, chunk_work, chunk_work_with_offload, chunk_work_without, received_rows,
     received_rows_lower_bound,
 };
 pub use division::{Division, Owners};
@@ -51,7 +51,7 @@ pub use fingerprint::Fingerprint;
 pub use gemm_collective::GemmCollective;
 pub use group_part::GroupPartError;
 pub use hierarchy::{TwoLevelExchange, TwoLevelPart};
-pub use hosting::{Away, HostedWork};
+pub use hosting::{OffloadedRows, HostedWork};
 pub use linear::{GROUP_TILE_ROWS, LinearPlan, WaveGroups};
 pub use linear_spec::{Activations, LinearDirection, LinearKind, LinearSpec};
 pub use outline::Outline;
