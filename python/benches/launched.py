@@ -26,7 +26,7 @@ import counterpoint as cp
 
 WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 os.environ.update(WITHOUT_MULTICAST)
-# What users of PyTorch do without us, which the command line measures beside itself too.
+# What users of PyTorch do without us, which the command line measures too.
 PEERS = pathlib.Path(__file__).resolve().parents[2] / "benches" / "peers"
 sys.path.append(str(PEERS))
 

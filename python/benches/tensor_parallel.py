@@ -1,4 +1,4 @@
-"""Tensor-parallel modules beside Megatron's way (torch.mm and NCCL, as its layers start them) and PyTorch's async-TP.
+"""Tensor-parallel modules compared with Megatron's way (torch.mm and NCCL, as its layers start them) and PyTorch's async-TP.
 
     torchrun --nproc-per-node 2 python/benches/tensor_parallel.py --out results
 

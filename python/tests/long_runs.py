@@ -1,4 +1,4 @@
-"""What groups of processes live through: thousands of masks, another library's collectives beside calls, ranks that are killed.
+"""What groups of processes live through: thousands of masks, another library's collectives during calls, ranks that are killed.
 
 Each function is what one rank does, on CPUs or GPUs. The process is a rank of a process group already.
 """
@@ -218,7 +218,7 @@ def attention_beside_collectives(rank: int, device: str, rounds: int, rows: int)
 
 
 def layers_beside_collectives(rank: int, device: str, rounds: int, overlap: str) -> dict[str, Any]:
-    """Tensor-parallel layers, forward and backward, beside all-reduces on a stream that their group is ordered with: both come in
+    """Tensor-parallel layers, forward and backward, concurrent with all-reduces on a stream that their group follows: both come in
     one order on all ranks, which is random. Their bits are those of calls without."""
     from counterpoint.nn import ColumnParallelLinear, RowParallelLinear
 

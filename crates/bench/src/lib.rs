@@ -1,4 +1,4 @@
-//! The commands that measure, `bench` and `tune`: interleaved runs, medians, rows, and PyTorch beside them.
+//! The commands that measure, `bench` and `tune`: interleaved runs, medians, rows, and PyTorch for comparison.
 
 // Not a workspace lint: tests may unwrap, their helpers too.
 #![warn(clippy::unwrap_used)]

@@ -49,7 +49,7 @@ pub struct DispatchCandidate {
     pub seconds: Option<f64>,
 }
 
-/// The dispatch of a problem, beside all that it was chosen from.
+/// The dispatch of a problem, with all that it was chosen from.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DispatchChoice {
     /// In the order in which they were tried.

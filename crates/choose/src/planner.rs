@@ -144,7 +144,7 @@ pub(crate) fn plan_hosting_within(
     Ok(division.has_hosts().then(|| plan(division)).transpose()?)
 }
 
-/// The outline of `mask`, with owners, hosts and stages as they are chosen for `config`, beside hosts that were not weighed.
+/// The outline of `mask`, with owners, hosts and stages as they are chosen for `config`, with hosts that were not weighed.
 pub(crate) fn outline(
     mask: &Mask,
     spec: &AttentionSpec,

@@ -30,7 +30,7 @@ pub struct TileCost {
     pub staged_block: usize,
     /// Query heads of one key head that can share a tile, where that takes less time.
     pub pack: usize,
-    /// Columns that every block costs beside its own.
+    /// Columns that every block costs besides its own.
     pub block_columns: f64,
     /// Columns more for a block whose mask is tested.
     pub bounded_columns: f64,
@@ -47,7 +47,7 @@ pub struct TileCost {
     pub slowdown_seconds: f64,
 }
 
-/// Blocks of the shortest part of a tile that is split, what a part costs beside its blocks, in tiles, and what merging them costs in all, in
+/// Blocks of the shortest part of a tile that is split, what a part costs besides its blocks, in tiles, and what merging them costs in all, in
 /// columns (as [`TileSplit`](counterpoint_tiles::TileSplit)).
 const LEAST_PART: usize = 4;
 const PART_TILES: f64 = 2.0;
@@ -276,7 +276,7 @@ pub struct TileShape {
 pub(crate) struct Walk {
     /// Blocks alone.
     pub(crate) blocks: f64,
-    /// And what tiles cost beside them.
+    /// And what tiles cost besides them.
     pub(crate) all: f64,
     /// Number of tiles of all heads.
     tiles: f64,
@@ -284,7 +284,7 @@ pub(crate) struct Walk {
     longest: f64,
     /// What the shortest part of a tile walks, where tiles can be split.
     least_part: Option<f64>,
-    /// What a part costs beside that.
+    /// What a part costs besides that.
     part: f64,
 }
 

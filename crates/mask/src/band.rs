@@ -210,7 +210,7 @@ impl Band {
         (around.area() == a.area() - shared + b.area()).then(|| around.trim()).flatten()
     }
 
-    /// Whether the two share neither rows nor columns, and `around`, which holds both, has a pair beside their common
+    /// Whether the two share neither rows nor columns, and `around`, which holds both, has a pair next to their common
     /// corner. It is so for documents one after another, which are many; this spares them the areas.
     fn leaves_gap(&self, other: &Band, around: &Band) -> bool {
         if self.q_range.overlaps(&other.q_range) || self.k_range.overlaps(&other.k_range) {

@@ -117,7 +117,8 @@ impl Division {
         if offloaded.iter().all(Vec::is_empty) {
             return Self { owners, work: self.work.clone(), hosted: Vec::new() };
         }
-        let (work, hosted) = assign(&self.work, offloaded, &owners.q_dispatch, &owners.q_runs, &owners.k_runs);
+        let (work, hosted) =
+            assign(&self.work, offloaded, &owners.q_dispatch, &owners.q_runs, &owners.k_runs);
         Self { owners, work, hosted }
     }
 

@@ -7,7 +7,7 @@ mod random;
 use checks::{check_dispatch, check_exchange, check_hosting, check_pairs, directions};
 use counterpoint_mask::Range;
 use counterpoint_plan::{
-    OffloadedRows, Dispatch, Division, KEY_BLOCK, Outline, Owners, Planning, RankOutline, StageCuts, Topology,
+    Dispatch, Division, KEY_BLOCK, OffloadedRows, Outline, Owners, Planning, RankOutline, StageCuts, Topology,
 };
 use proptest::prelude::*;
 

@@ -53,7 +53,7 @@ pub enum SimulateError {
 ///
 /// Under [`CostModel::sharing`] the work of one rank gets in its own way, as the Program's policy allows: a computation
 /// holds all workers but the policy's margin, so a collective that needs workers starts only where none runs, and
-/// computation that runs beside it has fewer; collectives that run at once follow each other on their link; and with a
+/// computation that runs concurrently with it has fewer; collectives that run at once follow each other on their link; and with a
 /// single hardware queue an operation starts only after those queued before it. Without it, streams do not slow each other
 /// down.
 ///

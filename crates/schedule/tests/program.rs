@@ -210,7 +210,7 @@ fn validation() {
 }
 
 /// A product whose rows travel while it is computed may hold all workers, so nothing else that needs some may wait for other ranks
-/// beside it.
+/// concurrently with it.
 #[test]
 fn fused_products_are_alone() {
     let block = |buffer, rows| vec![RowBlock { buffer: BufferId(buffer), rows: Range::new(0, rows) }];

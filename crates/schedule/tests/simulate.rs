@@ -125,8 +125,8 @@ fn policies_do_what_they_do_on_a_gpu() {
     }
     // Products slow down by the workers that communication holds, and by no more.
     let products = |policy: &str| overlap(policy).overlap().compute_seconds;
-    let (alone, beside) = (products("sequential"), products("kernel-barrier"));
-    assert!(beside > alone && beside < alone * 132.0 / 116.0, "{alone} {beside}");
+    let (alone, overlapped) = (products("sequential"), products("kernel-barrier"));
+    assert!(overlapped > alone && overlapped < alone * 132.0 / 116.0, "{alone} {overlapped}");
     let margin = products("kernel-barrier+sm-margin=16");
     assert!((margin / alone - 132.0 / 116.0).abs() < 0.01, "{alone} {margin}");
 }
@@ -189,7 +189,7 @@ fn fused_products_take_the_longer_of_two() {
     }
 }
 
-/// Of a column-parallel backward one kernel sums dx, and what else travels does so beside it or under the gradient of the weight, without
+/// Of a column-parallel backward one kernel sums dx, and what else travels does so concurrently with it or under the gradient of the weight, without
 /// a worker: what is left are the products.
 #[test]
 fn a_fused_backward_exposes_nothing() {

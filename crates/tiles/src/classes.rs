@@ -228,7 +228,7 @@ mod tests {
             assert!(begin > 0 || groups == 1, "{ends:?}");
             let (after, before) =
                 (time(&ordered, &ends, takers(heads, workers)), time(&by_work, &[], takers(heads, workers)));
-            assert!(after <= before + before / 20, "{after} beside {before}");
+            assert!(after <= before + before / 20, "{after} compared with {before}");
         }
     }
 

@@ -226,7 +226,7 @@ mod tests {
             let mut row = 0;
             let mut bands = Vec::new();
             for (rows, gap, start, columns, min, width, limits) in drawn {
-                // Several bands beside each other in the same rows, most of them rectangles.
+                // Several bands next to each other in the same rows, most of them rectangles.
                 row += if gap == 3 { 200 } else { gap };
                 let q_range = Range::new(row, row + rows);
                 let limited = if limits == 0 { (min, min + width) } else { (Band::NO_MIN, Band::NO_MAX) };

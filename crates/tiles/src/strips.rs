@@ -1,4 +1,4 @@
-//! Rectangles of which many lie beside each other, cut anew into strips of rows. A staircase of columns, each of which is seen from its own row
+//! Rectangles of which many lie next to each other, cut anew into strips of rows. A staircase of columns, each of which is seen from its own row
 //! on, is as many rectangles in its last rows as it has steps, and every tile there would look at all of them: quadratic in the steps. In
 //! strips of rows it is one rectangle at each step.
 
@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 
 use counterpoint_mask::{Band, Range};
 
-/// Rectangles that rows may have beside each other before they are cut anew: what tiles of usual masks look at stays as it is cut.
+/// Rectangles that rows may have next to each other before they are cut anew: what tiles of usual masks look at stays as it is cut.
 const MOST: usize = 64;
 
 /// The same pairs, sorted. Where more than [`MOST`] rectangles share a row all rectangles are cut into strips: no more than six for each, and in

@@ -83,7 +83,7 @@ struct Calls {
     products: usize,
     /// Each group collective.
     collectives: usize,
-    /// Rounds beside kernels of another library.
+    /// Rounds with kernels of another library.
     neighbours: usize,
 }
 

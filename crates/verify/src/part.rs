@@ -60,7 +60,7 @@ const JOBS: usize = 3;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Machine {
     pub(super) gpus: usize,
-    /// Whether its first GPU has kernels of its own beside the portable ones.
+    /// Whether its first GPU has kernels of its own besides the portable ones.
     pub(super) hopper: bool,
     pub(super) cores: usize,
 }
@@ -189,7 +189,7 @@ fn on_gpus(machine: Machine, extent: Extent, parts: &mut Vec<Part>) {
     add(&[G::Neighbours], everywhere, When::Compiled, 1, true);
     // It needs no memory, and the others leave it the first GPU's.
     add(&[G::CompiledKernels], Place::AnyGpu(NOTHING), When::Last, 1, true);
-    // Beside fifty processes that begin and end a rank of NCCL took longer to say so than its limit, by itself not (docs/limits.md).
+    // Among fifty processes that begin and end, a rank of NCCL took longer to say so than its limit, by itself not (docs/limits.md).
     add(&[G::ProcessStops], everywhere, When::Last, 1, true);
     // They use up all memory.
     add(&[G::ProcessMemory], alone, When::Last, 1, several);

@@ -93,7 +93,7 @@ impl Bench {
         if self.gpus > 1 { &["nvlink", "copy-engine", "nccl"] } else { &["nvlink", "copy-engine"] }
     }
 
-    /// Results of processes beside those of threads.
+    /// Results of processes compared with those of threads.
     pub(super) fn bits(&self, extent: Extent) -> Vec<SelfCheck> {
         let mut cases: Vec<(usize, usize, &str, Gpus)> =
             self.transports().iter().map(|transport| (2, 1, *transport, Gpus::All)).collect();

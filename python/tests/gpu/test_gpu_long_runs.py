@@ -1,4 +1,4 @@
-"""Long runs of groups on GPUs, a process a rank: thousands of masks, NCCL's collectives beside calls, ranks that are killed."""
+"""Long runs of groups on GPUs, a process a rank: thousands of masks, NCCL's collectives during calls, ranks that are killed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from gpu_ranks import run  # noqa: E402
 from long_runs import LIMIT, grown  # noqa: E402
 
-# Masks, and rounds beside another library: `run.sh long` has 10,000.
+# Masks, and rounds with another library: `run.sh long` has 10,000.
 COUNT = int(os.environ.get("LONG_RUN_COUNT", "200"))
 # Seconds of one run.
 LONG = 400.0

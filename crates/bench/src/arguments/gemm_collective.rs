@@ -10,7 +10,7 @@ use counterpoint_plan::GemmCollective;
 
 use super::kernels::BenchDType;
 
-/// Time matrix products with their collective: each overlap policy, on GPUs beside cuBLASLt and NCCL one after the other
+/// Time matrix products with their collective: each overlap policy, on GPUs compared with cuBLASLt and NCCL one after the other
 #[derive(Debug, Args)]
 #[command(after_help = "\
 m, n and k are those of the product that each rank computes. Before a

@@ -39,7 +39,7 @@ pub struct BenchMoeArguments {
 #[command(after_help = "\
 Passes of the layers that `bench moe` times run under every overlap policy that runs
 on these ranks, or those that --overlap names, in the groups that are predicted to be
-fastest: --trials of them, interleaved, beside the same without overlap. Results are
+fastest: --trials of them, interleaved, compared with the same without overlap. Results are
 compared with f64, and their bits with those of the sequential run; a wrong one ends
 the command, and the exit status is 1.
 

@@ -235,7 +235,7 @@ const PASSES: [Pass; 2] = [Pass::Forward, Pass::ForwardBackward];
 pub(super) struct Case {
     area: u64,
     cp_size: usize,
-    /// Key rows that all ranks receive, beside other variants to distribute attention.
+    /// Key rows that all ranks receive, compared with other variants to distribute attention.
     traffic: TrafficBounds,
     exchange: Exchange,
     asked: PassOverlaps,
@@ -252,7 +252,7 @@ pub(super) struct Case {
 }
 
 impl Case {
-    /// The row of one pass, where it ran; beside the same on one rank.
+    /// The row of one pass, where it ran; compared with the same on one rank.
     pub(super) fn row(
         &self,
         bench: &Bench<'_>,
@@ -368,7 +368,7 @@ impl Case {
         format!("{}{}", bench.exchange_text(self.exchange), bench.policy_text(self.asked, self.policies))
     }
 
-    /// What is received, beside other variants to distribute attention, in parts of what a ring moves.
+    /// What is received, compared with other variants to distribute attention, in parts of what a ring moves.
     pub(super) fn traffic_text(&self, bench: &Bench<'_>, mask: MaskPreset) -> Option<String> {
         let (mask, variant) = (mask.name(), self.way_text(bench));
         let shares =

@@ -23,7 +23,7 @@ pub(super) struct PeerResult {
     error_over_bound: f64,
 }
 
-/// One of PyTorch's context parallelisms, beside ours.
+/// One of PyTorch's context parallelisms, compared with ours.
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct PeerRow {
     by: String,

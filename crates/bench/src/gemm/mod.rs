@@ -65,7 +65,7 @@ pub(crate) fn run(arguments: &BenchGemmArguments) -> Result<(), CliError> {
     shown.end(&finding(&best), "products out of bounds against f64")
 }
 
-/// A product, ours in one shape beside the library's.
+/// A product, ours in one shape compared with the library's.
 #[derive(Debug, Serialize)]
 struct Row {
     m: usize,

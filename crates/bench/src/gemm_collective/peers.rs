@@ -22,7 +22,7 @@ pub(super) struct PeerResult {
     error: f64,
 }
 
-/// A product with its collective in one of PyTorch's ways, beside the fastest of ours.
+/// A product with its collective in one of PyTorch's ways, compared with the fastest of ours.
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct PeerRow {
     by: String,

@@ -46,7 +46,7 @@ pub(super) struct Case<'a> {
     pub(super) processes: Processes<'a>,
 }
 
-/// Which variants are compared, beside the sequential one.
+/// Which variants are compared, besides the sequential one.
 pub(crate) enum Compared {
     /// Those that `--overlap` names, as they were tuned where they were.
     Asked(Arc<TunedHere>),

@@ -24,7 +24,7 @@ pub(super) struct PeerResult {
     error_over_bound: f64,
 }
 
-/// A layer in one of PyTorch's variants, beside the fastest of ours.
+/// A layer in one of PyTorch's variants, compared with the fastest of ours.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct PeerRow {
     by: String,

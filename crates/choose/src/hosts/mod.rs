@@ -5,7 +5,7 @@ mod proposals;
 use std::fmt;
 
 use counterpoint_mask::{Mask, Range};
-use counterpoint_plan::{AttentionSpec, OffloadedRows, Division, Owners, PlanError, Planning};
+use counterpoint_plan::{AttentionSpec, Division, OffloadedRows, Owners, PlanError, Planning};
 
 use crate::closed_form::Prediction;
 use crate::config::{PlanConfig, QueryExchange};

@@ -112,11 +112,11 @@ mod tests {
             [GemmCollective::ReduceScatter, GemmCollective::AllReduce, GemmCollective::AllGather]
         {
             let GemmExchangeSeconds { sequential, fused } = seconds(collective, 4, [8192, 8192, 3584]);
-            assert!(fused < 0.85 * sequential, "{collective:?}: {fused} beside {sequential}");
+            assert!(fused < 0.85 * sequential, "{collective:?}: {fused} compared with {sequential}");
         }
     }
 
-    /// Measured on four GPUs: 34, 64 and 122 us beside 39, 70 and 124.
+    /// Measured on four GPUs: 34, 64 and 122 us compared with 39, 70 and 124.
     #[test]
     fn few_rows_travel_under_the_product_too() {
         for m in [128, 512, 1024] {

@@ -5,7 +5,7 @@ use crate::support::Folder;
 const SMALL: &str = "bench moe --ep-size 3 --tokens 40 --hidden 24 --inner 16 --experts 6 --iterations 3";
 
 #[test]
-fn every_way_stands_beside_the_sequential_run() {
+fn every_way_is_compared_with_the_sequential_run() {
     let folder = Folder::new();
     let command = format!("{SMALL} --choices 3 --skew 2 --overlap auto,signals,kernel-barrier --json");
     let rows = folder.run(&command).ok().json_lines();
@@ -58,7 +58,7 @@ fn what_cannot_be_is_refused() {
 }
 
 /// The default is among the rows, none that can run is predicted to be faster by more than the 3 % from which on something is hidden, and
-/// over two nodes a dispatch hides something. Within one, products beside collectives take too long for that (experiment 033).
+/// over two nodes a dispatch hides something. Within one, products under collectives take too long for that (experiment 033).
 #[test]
 fn the_default_is_the_fastest_that_runs() {
     let folder = Folder::new();

@@ -167,7 +167,7 @@ fn plans_that_cannot_be_trusted_are_left_alone() {
         "groups": [16], "seconds": 1.0, "sequential_seconds": 2.0, "search": "predictive"}"#;
     folder.write("plans.json", format!(r#"{{"version": 2, "plans": [{plan}]}}"#));
     folder.refuses(&line, &["plans.json", "plan 0", "16", "32"]);
-    // Another machine's plans stay beside this one's.
+    // Another machine's plans stay next to this one's.
     folder
         .write("plans.json", format!(r#"{{"version": 2, "plans": [{}]}}"#, plan.replace("[16]", "[16, 16]")));
     folder.run(&line).ok();

@@ -16,7 +16,7 @@ use crate::support::{Folder, qkv, safetensors};
 const SOON: Duration = Duration::from_secs(40);
 const SEED: u64 = 19;
 
-/// The rendezvous of a job, and what its ranks are given beside torchrun's variables.
+/// The rendezvous of a job, and what its ranks are given besides torchrun's variables.
 #[derive(Clone)]
 struct Place {
     host: String,

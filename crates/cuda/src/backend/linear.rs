@@ -192,7 +192,7 @@ impl Prepare<'_> {
         }
     }
 
-    /// Where something that takes multiprocessors may run beside a product, and none are left to it, it must find some between two
+    /// Where something that takes multiprocessors may run concurrently with a product, and none are left to it, it must find some between two
     /// units.
     pub(super) fn grid(&self) -> GemmGrid {
         match self.has_one_stream() || self.has_casts_by_engines_alone() || self.sm_margin() > 0 {

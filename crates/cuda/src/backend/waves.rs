@@ -191,7 +191,7 @@ impl Together {
 /// Rows of A and where they go: of which group, and from which row of its result on.
 type Piece = (GemmRows, (usize, usize));
 
-/// Rows of A beside the groups' rows of the result, cut wherever one of them is.
+/// Rows of A next to the groups' rows of the result, cut wherever one of them is.
 fn pieces(a: &[GemmRows], groups: &[schedule::Gemm]) -> Vec<Piece> {
     // Every range of rows once, by its number: rows of different groups are not neighbours.
     let places: Vec<(usize, Range)> = groups

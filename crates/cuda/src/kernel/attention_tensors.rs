@@ -186,7 +186,7 @@ pub enum DqBegin {
     Sums,
 }
 
-/// What a stage of the backward does beside its sums.
+/// What a stage of the backward does besides its sums.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BackwardMode {
     /// What is in `dq` before it.

@@ -162,7 +162,7 @@ impl Choice {
             return self;
         }
         let Shape { head_dim, head_dim_v, warp_rows, ref mut block, .. } = self.shape;
-        // The register that they take is one too many beside the usual blocks.
+        // The register that they take is one too many besides the usual blocks.
         *block = match (self.blocks, head_dim, head_dim_v) {
             (TilePlacement::Aligned, 64 | 128, _) if warp_rows == 32 => *block / 2,
             (TilePlacement::Tight, 192, 128) if warp_rows == 32 => (*block).min(32),

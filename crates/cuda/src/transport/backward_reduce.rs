@@ -190,7 +190,7 @@ impl CudaTransport {
                 // No buffer is empty.
                 memory: DeviceBuffer::new(&self.device, (delivered.bytes as usize).max(1))?,
                 delivered,
-                // Nothing computes beside it. But it waits for others, and other collectives must find room meanwhile.
+                // Nothing computes concurrently with it. But it waits for others, and other collectives must find room meanwhile.
                 adders: (self.device.sm_count() / 2).max(1),
             })
         };

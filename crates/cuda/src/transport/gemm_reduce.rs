@@ -28,7 +28,7 @@ pub(super) struct GemmReduceWork {
     spread: SumsGoTo,
 }
 
-/// A product, the reduction of its rows, and where the sums go beside their owners.
+/// A product, the reduction of its rows, and where the sums go other than their owners.
 type GemmReduceParts<'a> = (&'a Gemm, &'a GroupReduce, Option<&'a GroupCast>);
 
 /// An operation whose tensors a kernel takes: its spec and where they are.
@@ -162,7 +162,7 @@ impl CudaTransport {
             sums: &sums,
         };
         // SAFETY: `fitting` has compared shapes and types; the other ranks' memory lives as long as `connected`; all ranks make the same
-        // calls, each on a GPU of its own, and `Program::validate` has seen that nothing beside them waits for other ranks.
+        // calls, each on a GPU of its own, and `Program::validate` has seen that nothing that runs with them waits for other ranks.
         unsafe { work.kernel.launch(stream.queue(), &tensors, &link) }?;
         Ok(())
     }

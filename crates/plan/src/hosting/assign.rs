@@ -2,7 +2,7 @@
 
 use counterpoint_mask::{Band, Range};
 
-use super::{OffloadedRows, HostedWork};
+use super::{HostedWork, OffloadedRows};
 use crate::Dispatch;
 use crate::exchange::{PlacedRows, exchange};
 use crate::row_list::RowList;

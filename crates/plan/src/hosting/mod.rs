@@ -1,7 +1,7 @@
 //! Query/output exchange: the work of some query rows is done where their keys are.
 //!
 //! A row that sees many keys of many ranks makes its owner fetch them all, and compute with them all. Its query and its
-//! partial results are few bytes beside these keys. So such a row can be *offloaded*: every rank that owns keys that it sees, its
+//! partial results are few bytes compared with these keys. So such a row can be *offloaded*: every rank that owns keys that it sees, its
 //! owner included, *hosts* it. Hosts receive its query, compute with their own keys, and send partial results to the owner. A row is
 //! offloaded with all of its work, so results of a row come from stages or from hosts, never from both: its partial results are
 //! merged once, in the order of ranks, and no stage waits for them.

@@ -8,7 +8,12 @@ use crate::row_list::RowList;
 use crate::runs::Runs;
 
 /// At least so many bands does [`assign`](super::assign) cut before it joins neighbours again.
-pub(crate) fn pieces(work: &[Vec<Band>], offloaded: &OffloadedRows, q_dispatch: &Dispatch, k_runs: &Runs) -> u64 {
+pub(crate) fn pieces(
+    work: &[Vec<Band>],
+    offloaded: &OffloadedRows,
+    q_dispatch: &Dispatch,
+    k_runs: &Runs,
+) -> u64 {
     let of_rank = |(rank, (bands, offloaded)): (usize, (&Vec<Band>, &Vec<Range>))| -> u64 {
         if offloaded.is_empty() {
             return 0;

@@ -177,7 +177,8 @@ pub(crate) fn check_hosting(mask: &Mask, plan: &Plan) {
     let parts: Vec<&GroupPart> = works.iter().map(|work| &work.part).collect();
     let none = vec![0; plan.cp_size()];
     let buffers = group_cast(&parts, &none, &inputs);
-    let offloaded = |rank: usize| rows(&works[rank].offloaded()).into_iter().map(|local| inputs[rank][local]).collect();
+    let offloaded =
+        |rank: usize| rows(&works[rank].offloaded()).into_iter().map(|local| inputs[rank][local]).collect();
     let offloaded: Vec<Vec<usize>> = (0..plan.cp_size()).map(offloaded).collect();
     assert!(offloaded.iter().any(|rows| !rows.is_empty()), "hosting of nothing");
     let reduced: Vec<GroupPart> = works.iter().map(|work| work.owner_part()).collect();

@@ -17,7 +17,8 @@ use crate::{
 /// Whether every row of every rank is offloaded: stages then have nothing to compute, to begin or to write, and what hosts compute is
 /// all there is.
 pub(super) fn hosts_do_all(plan: &Plan) -> bool {
-    let all_offloaded = |rank: &RankPlan| rank.hosted.as_ref().is_some_and(|work| work.offloaded_rows() == rank.q_rows);
+    let all_offloaded =
+        |rank: &RankPlan| rank.hosted.as_ref().is_some_and(|work| work.offloaded_rows() == rank.q_rows);
     plan.ranks.iter().all(all_offloaded)
 }
 
@@ -288,7 +289,7 @@ impl HostedBackward<'_> {
         let Some((dk, dv)) = self.partials.take() else { return };
         let begun = p.mark(hosting.compute, None, "own dk dv begun");
         p.after(hosting.reduce, None, "wait for own dk dv", begun);
-        // Nothing travels: a reduce from a rank to itself adds beside the computation of the next stage.
+        // Nothing travels: a reduce from a rank to itself adds concurrently with the computation of the next stage.
         let dtype = hosting.spec.dtype.accumulator();
         let op = GroupReduce {
             part: Arc::new(from_itself(rank, p.rows(dk))),

@@ -78,7 +78,7 @@ impl Shares {
 
 impl ReducedTokens {
     /// The sums are `[local tokens, columns]`, called `name` where they are together: an output, or scratch of an operation behind them.
-    /// Where kernels send rows as they compute, no other reduction may run beside the products.
+    /// Where kernels send rows as they compute, no other reduction may run concurrently with the products.
     pub(super) fn new(
         lowering: &mut Lowering<'_>,
         name: &str,
@@ -217,7 +217,7 @@ impl ReducedTokens {
     }
 
     /// Marks where the partial sums that wait to be sent are done: before anything else is computed. On a single hardware queue such a mark holds
-    /// up all that is enqueued behind it until they are, so what may run beside them comes before.
+    /// up all that is enqueued behind it until they are, so what may run concurrently with them comes before.
     pub(super) fn mark(&mut self, lowering: &mut Lowering<'_>) {
         if let Some((ready @ None, partials)) = &mut self.waiting {
             *ready = Some(lowering.p.mark(lowering.compute, Some(partials.group()), "partials done"));

@@ -143,7 +143,7 @@ impl<'a> Rank<'a> {
         needed == 0 || self.computing.is_empty() || needed <= policy.sm_margin()
     }
 
-    /// Speed of a computation beside the collectives under way.
+    /// Speed of a computation under the collectives under way.
     pub(super) fn speed(&self, sharing: Option<WorkerSharing>) -> f64 {
         let Some(sharing) = sharing else { return 1.0 };
         let policy = &self.program.policy;

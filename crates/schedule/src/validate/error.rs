@@ -76,7 +76,7 @@ pub enum ProgramError {
         /// Its label.
         label: String,
     },
-    /// A product whose rows travel while it is computed may run beside another collective.
+    /// A product whose rows travel while it is computed may run concurrently with another collective.
     #[error(
         "ops {first} ({first_label}) and {second} ({second_label}) may wait for other ranks at the same time, and one of them \
          holds all workers meanwhile; order them by an event"

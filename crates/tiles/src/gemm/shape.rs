@@ -14,7 +14,7 @@ pub const BLOCK: usize = 64;
 pub enum TilePair {
     /// Below the first: B is shared.
     Rows,
-    /// Beside it: A is shared.
+    /// Besides it: A is shared.
     Columns,
 }
 
@@ -81,19 +81,19 @@ impl GemmShape {
     }
 
     /// What of `GemmShared` is no block of k: results on their way, records and barriers, and what aligning it to 1024 bytes may take.
-    const BESIDE_STAGES: u32 = (32 << 10) + 1024 + 1024;
+    const BYTES_OUTSIDE_STAGES: u32 = (32 << 10) + 1024 + 1024;
 
     /// Blocks of k on their way at once: as many as shared memory holds. From a load to its bytes pass 1300 cycles and more, in which the
     /// tensor cores work through two blocks of 160 columns.
     pub const fn stages(columns: u32, layout: GemmLayout) -> u32 {
         /// What a CTA may have.
         const SHARED_BYTES: u32 = 232_448;
-        (SHARED_BYTES - Self::BESIDE_STAGES) / Self::stage_bytes(columns, layout)
+        (SHARED_BYTES - Self::BYTES_OUTSIDE_STAGES) / Self::stage_bytes(columns, layout)
     }
 
     /// Dynamic shared memory of a CTA.
     pub const fn shared_bytes(columns: u32, layout: GemmLayout) -> u32 {
-        Self::stages(columns, layout) * Self::stage_bytes(columns, layout) + Self::BESIDE_STAGES
+        Self::stages(columns, layout) * Self::stage_bytes(columns, layout) + Self::BYTES_OUTSIDE_STAGES
     }
 
     /// Whether there are kernels that hand parts of k over: wider tiles have no registers for it, and are for more rows.

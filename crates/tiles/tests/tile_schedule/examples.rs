@@ -14,7 +14,7 @@ fn adjacent_slices_are_one() {
         TileSchedule::new(&[Band::full(rows, left), Band::full(rows, right)], 128, 384, &config).unwrap();
     assert_eq!(rectangle.statistics().bounded_blocks, 0);
     assert_eq!((rectangle.tiles().len(), rectangle.runs().len()), (1, 1));
-    // A full slice beside a causal one: only the diagonal is bounded, by one bound.
+    // A full slice next to a causal one: only the diagonal is bounded, by one bound.
     let causal = Band { diag_max: 256, ..Band::full(rows, Range::new(200, 384)) };
     let schedule =
         TileSchedule::new(&[Band::full(rows, Range::new(0, 200)), causal], 128, 384, &config).unwrap();

@@ -1,4 +1,4 @@
-//! Kernels of another library beside calls of a group. They hold multiprocessors until those of their peers run, as NCCL's do, and begin
+//! Kernels of another library that run concurrently with calls of a group. They hold multiprocessors until those of their peers run, as NCCL's do, and begin
 //! before a call on one rank and behind it on another.
 
 use std::sync::Arc;
@@ -32,7 +32,7 @@ const BATCH: usize = 50;
 /// How long a call or a neighbour is held back, at most.
 const MOST_DELAY: Duration = Duration::from_micros(150);
 
-/// Forwards and backwards of attention, each beside a phase of the neighbour's kernels: in a random order on every rank, with random
+/// Forwards and backwards of attention, each concurrently with a phase of the neighbour's kernels: in a random order on every rank, with random
 /// delays, ordered with nothing. And, where each rank has a GPU, fused GEMMs with collectives, which are ordered with the neighbour's stream
 /// ([`GroupRank::order_with`](counterpoint_exec::GroupRank::order_with)). No wait may reach its limit in all `rounds`, and bits are as
 /// without a neighbour.
@@ -164,7 +164,7 @@ fn attention(machine: &CudaMachine, rounds: usize) -> Result<Vec<SelfCheck>, Exe
     let gpus = machine.devices().len();
     let of = |what: &str| {
         format!(
-            "{rounds} forwards and backwards beside a neighbour's kernels, {ranks} ranks on {gpus} GPUs: {what}"
+            "{rounds} forwards and backwards concurrently with a neighbour's kernels, {ranks} ranks on {gpus} GPUs: {what}"
         )
     };
     Ok(vec![

@@ -80,7 +80,7 @@ fn read_tiles(producer: &Device, reader: &Device, rounds: u32) -> Result<SelfChe
         (1..=TURNS).map(|turn| filled(&computing, m * k, turn as f32)).collect::<Result<_, _>>()?;
     let b = filled(&computing, n * k, 1.0)?;
     let d = filled(&computing, m * n, -1.0)?;
-    // Beside who waits for them.
+    // Apart from who waits for them.
     let counters = DeviceBuffer::from_slice(&reading, &vec![0u32; product.units().len()])?;
     computing.synchronize()?;
     let read = Event::new(reader)?;

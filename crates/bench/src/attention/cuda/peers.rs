@@ -28,7 +28,7 @@ pub(super) struct PeerResult {
     error_over_bound: f64,
 }
 
-/// A variant of a peer, beside ours.
+/// A variant of a peer, compared with ours.
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct PeerRow {
     by: String,

@@ -1,4 +1,4 @@
-//! Timing products with their collectives among the GPUs of this process, beside cuBLASLt and NCCL one after the other, and
+//! Timing products with their collectives among the GPUs of this process, compared with cuBLASLt and NCCL one after the other, and
 //! checking what came out.
 
 mod host_barrier;

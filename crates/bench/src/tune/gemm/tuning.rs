@@ -21,7 +21,7 @@ const TURNS_ENOUGH: Duration = Duration::from_millis(200);
 
 /// Runs of one sequence that have taken so long are enough: their median is as good as that of many short ones.
 const ENOUGH: Duration = Duration::from_millis(4);
-/// Sequences that a predictive search tries beside one group: as many as there is time for.
+/// Sequences that a predictive search tries besides one group: as many as there is time for.
 pub(super) const TRIALS: [usize; 2] = [4, 12];
 /// Once a predictive search would take longer with one more trial, it ends.
 const SEARCH_ENOUGH: Duration = Duration::from_millis(650);
@@ -77,7 +77,7 @@ impl Tuning<'_> {
         MeasuredClock { machine, processes, spec, pass, ranks, policy, timing }
     }
 
-    /// Searches as the arguments say under every policy, and measures what was found beside the same without overlap.
+    /// Searches as the arguments say under every policy, and measures what was found against the same without overlap.
     pub(super) fn search<M: Machine>(
         &self,
         machine: &M,

@@ -242,9 +242,10 @@ impl<'a> State<'a> {
         let [a, b] = swap.map(|chunk| chunk as usize);
         let more = |chunk: usize, other: usize| {
             let (from, to) = (self.rank_of[chunk], self.rank_of[other]);
-            let beside = [chunk.wrapping_sub(1), chunk + 1].into_iter();
+            let neighbours = [chunk.wrapping_sub(1), chunk + 1].into_iter();
             // Two that are swapped stay of different ranks.
-            let ranks = beside.filter(|&chunk| chunk != other).filter_map(|chunk| self.rank_of.get(chunk));
+            let ranks =
+                neighbours.filter(|&chunk| chunk != other).filter_map(|chunk| self.rank_of.get(chunk));
             ranks.map(|&rank| i64::from(rank != to) - i64::from(rank != from)).sum::<i64>()
         };
         more(a, b) + more(b, a)

@@ -298,7 +298,7 @@ impl AttentionResult<'_> {
         .render()
     }
 
-    /// The passes that ran, by name, measured beside predicted.
+    /// The passes that ran, by name, measured and predicted.
     fn passes(&self) -> impl Iterator<Item = (&'static str, TimelinePair<'_>)> {
         let pair =
             |predicted, measured| TimelinePair { predicted: Some(predicted), measured: Some(measured) };

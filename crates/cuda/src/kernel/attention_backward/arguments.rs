@@ -7,7 +7,7 @@ use crate::kernel::{LinkArrivals, WaitLimit};
 use crate::layout::{SharedLayout, shared_layout};
 use crate::{KernelArguments, TensorMap};
 
-/// What a kernel is given: what every kernel takes, and what its configuration has beside.
+/// What a kernel is given: what every kernel takes, and what its configuration has in addition.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct BackwardParams {
     pub(super) all: AttentionBackwardArguments,
@@ -124,7 +124,7 @@ pub(super) struct BackwardRounding {
     pub(super) summed: u64,
     pub(super) progress: u64,
     pub(super) slabs: u32,
-    pub(super) beside: u32,
+    pub(super) overlapped: u32,
     pub(super) rows_q: u32,
     pub(super) zeroes_sums: u32,
 }
@@ -229,7 +229,7 @@ pub(in crate::kernel) fn layouts() -> Vec<SharedLayout> {
                 summed,
                 progress,
                 slabs,
-                beside,
+                overlapped,
                 rows_q,
                 zeroes_sums
             }

@@ -53,8 +53,8 @@ pub struct AttentionBackward {
     coverage: DeviceBuffer,
     /// Slabs that some tile adds to, of all query heads.
     rounds: u32,
-    /// See [`rounds_beside`].
-    rounds_beside: u32,
+    /// See [`rounds_overlapped`].
+    rounds_overlapped: u32,
     /// How much of the list of slabs that are summed somebody rounds, and how long it is; of each slab and query head, how many
     /// rows were added; that list; and of each counter of turns and query head, how many tiles have added.
     progress: DeviceBuffer,
@@ -142,7 +142,7 @@ impl AttentionBackward {
             statistics,
             coverage: DeviceBuffer::from_slice(stream, &coverage)?,
             rounds,
-            rounds_beside: walk.rounds_beside,
+            rounds_overlapped: walk.rounds_overlapped,
             progress: DeviceBuffer::new(device, 4 * (ROUNDING + (2 * coverage.len() + counters) * heads_q))?,
             turns,
             waits: missed.map(|what| CtaWaits::new(device, what)).transpose()?,
@@ -246,7 +246,7 @@ impl AttentionBackward {
             summed,
             progress: self.progress.address(),
             slabs: self.rounds,
-            beside: self.rounds_beside,
+            overlapped: self.rounds_overlapped,
             rows_q: self.problem.rows_q as u32,
             zeroes_sums: u32::from(self.zeroes_sums),
         };

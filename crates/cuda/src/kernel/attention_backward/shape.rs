@@ -67,7 +67,7 @@ impl DqSums {
     }
 }
 
-/// Blocks that tiles have in the mean where an item is one query head of several: with fewer, what an item costs beside its blocks (some
+/// Blocks that tiles have in the mean where an item is one query head of several: with fewer, what an item costs besides its blocks (some
 /// 30 us on an H100) outweighs what the cache saves.
 const LONG_TILES: u64 = 96;
 
@@ -191,9 +191,9 @@ pub(super) fn heads_at_a_time(tiles: usize, heads_kv: usize, workers: usize) -> 
     heads_kv.div_ceil(groups.clamp(1, heads_kv.max(1)))
 }
 
-/// How many of `rounds` slabs of dq are rounded beside other work, which that slows: those for which CTAs have no time that run out of
+/// How many of `rounds` slabs of dq are rounded concurrently with other work, which that slows: those for which CTAs have no time that run out of
 /// work before the last one. (heads_kv, query heads of each) are handed out to so many `workers`.
-pub(super) fn rounds_beside(
+pub(super) fn rounds_overlapped(
     schedule: &TileSchedule,
     (heads_kv, group): (usize, usize),
     workers: usize,
@@ -287,15 +287,15 @@ mod tests {
         };
         // 1024 items of 132 CTAs: 4 % of them have one less to do than others, 128 blocks each.
         let full = schedule("full:8192");
-        assert_eq!(rounds_beside(&full, (16, 1), 132, 2048), 0);
+        assert_eq!(rounds_overlapped(&full, (16, 1), 132, 2048), 0);
         // As many items as CTAs: nobody ends early.
-        assert_eq!(rounds_beside(&full, (16, 1), 128, 2048), 2048);
-        assert_eq!(rounds_beside(&full, (16, 1), 1, 7), 7);
+        assert_eq!(rounds_overlapped(&full, (16, 1), 128, 2048), 2048);
+        assert_eq!(rounds_overlapped(&full, (16, 1), 1, 7), 7);
         // One item more than CTAs: all but one wait for 2 blocks of 2 heads and 160 columns, that is 4 + 5 blocks.
         let short = schedule("full:128");
-        assert_eq!(rounds_beside(&short, (133, 2), 132, 4096), 4096 - 131 * 9 * 5 / 4);
+        assert_eq!(rounds_overlapped(&short, (133, 2), 132, 4096), 4096 - 131 * 9 * 5 / 4);
         let none = schedule("varlen-full:lengths=64");
-        assert_eq!(rounds_beside(&none, (1 << 15, 1), 132, 9), 9);
+        assert_eq!(rounds_overlapped(&none, (1 << 15, 1), 132, 9), 9);
     }
 
     #[test]

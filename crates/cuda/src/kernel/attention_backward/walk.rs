@@ -2,7 +2,7 @@
 
 use counterpoint_tiles::{TileClasses, TileSchedule, TileTakers};
 
-use super::shape::{CLASSES, DqSums, ItemHeads, heads_at_a_time, rounds_beside, shape_of};
+use super::shape::{CLASSES, DqSums, ItemHeads, heads_at_a_time, rounds_overlapped, shape_of};
 use super::source::{BackwardChoice, KeyGradients, ROWS_THREADS, SHARED_BYTES, THREADS};
 use crate::kernel::{AttentionProblem, BackwardMode, blocks_of};
 use crate::{CudaError, Launch};
@@ -56,8 +56,8 @@ pub(super) struct Walk {
     pub(super) classes: TileClasses,
     /// How many items the queue has.
     pub(super) items: u32,
-    /// See [`rounds_beside`].
-    pub(super) rounds_beside: u32,
+    /// See [`rounds_overlapped`].
+    pub(super) rounds_overlapped: u32,
     /// See [`heads_at_a_time`].
     pub(super) heads_at_a_time: u32,
     pub(super) launch: Launch,
@@ -87,7 +87,12 @@ impl Walk {
         let groups = items.clamp(1, clusters);
         Self {
             items,
-            rounds_beside: rounds_beside(schedule, (items_of_tile, heads.walks), clusters as usize, rounds),
+            rounds_overlapped: rounds_overlapped(
+                schedule,
+                (items_of_tile, heads.walks),
+                clusters as usize,
+                rounds,
+            ),
             heads_at_a_time: heads_at_a_time(tiles, heads_kv, clusters as usize) as u32,
             launch: Launch::linear(groups * ctas, THREADS).cluster([ctas, 1, 1]).shared_bytes(SHARED_BYTES),
             classes,

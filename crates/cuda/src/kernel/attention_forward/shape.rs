@@ -127,7 +127,7 @@ impl ForwardShape {
     /// An estimate of the time that a schedule takes on `workers` CTAs, in keys that one CTA walks with 128 rows. The constants
     /// are fitted to an H200's times for the masks of the benchmark.
     fn cost(self, schedule: &TileSchedule, heads: usize, workers: u32, may_split: bool) -> f64 {
-        // What a block costs beside its keys, a bounded block on top of that, and a tile. Interior blocks cost 2 % less where they have
+        // What a block costs besides its keys, a bounded block on top of that, and a tile. Interior blocks cost 2 % less where they have
         // a loop body of their own, the others 5 % more. At head 64 a third warpgroup fills the gaps that two leave: its blocks cost no
         // more than their keys. With one head a tile that is faster on documents and 1 % slower on long windows, with eight on both.
         let (per_block, bounded, tile) = match self.steps {

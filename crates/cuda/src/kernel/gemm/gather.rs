@@ -274,7 +274,7 @@ impl GemmGather {
     ///
     /// # Safety
     /// As [`Gemm::launch`], also for the memory of the other ranks. All ranks make the same calls in the same order, and
-    /// enqueue nothing beside them whose kernels wait for other ranks.
+    /// enqueue nothing concurrently with them whose kernels wait for other ranks.
     ///
     /// # Errors
     /// As [`Gemm::launch`].

@@ -15,7 +15,7 @@ use super::{GemmEpilogue, GemmLayout, GemmSignals, GemmSpec, GemmTensors};
 use crate::kernel::Scalar;
 use crate::{CudaError, Device, DeviceBuffer, LibraryVersion, Stream};
 
-/// Memory that an algorithm may use beside the tensors: what NVIDIA recommends for Hopper.
+/// Memory that an algorithm may use besides the tensors: what NVIDIA recommends for Hopper.
 const WORKSPACE_BYTES: usize = 32 << 20;
 
 /// cuBLASLt on a device: products of whole tensors that need no signals.

@@ -119,7 +119,7 @@ fn sorted(spec: &GemmSpec, workers: u32, limit: usize) -> Vec<GemmShape> {
 /// An estimate of the time that a product takes on so many multiprocessors, in columns of a tile and terms of k: all that matters is
 /// which one is least.
 fn cost(spec: &GemmSpec, shape: &GemmShape, workers: u32, limit: usize) -> f64 {
-    /// What a tile takes beside its terms.
+    /// What a tile takes besides its terms.
     const END: f64 = 200.0;
     /// And what it takes to add it in f32 to what is there, of a CTA by itself.
     const ADDED: f64 = 500.0;

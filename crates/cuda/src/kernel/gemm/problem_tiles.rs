@@ -158,7 +158,7 @@ impl GroupedGemmSpec {
         // A CTA for each unit has no next one to multiply while it stores.
         let each = if self.grid == GemmGrid::PerUnit { each + last } else { each };
         let clusters = shape.clusters(workers).max(1) as usize;
-        // What all have been given in whole pairs of rounds, there and back, and what each has beside; who comes next.
+        // What all have been given in whole pairs of rounds, there and back, and what each has besides; who comes next.
         let (mut all, mut busy, mut elements) = (0.0f64, vec![0.0f64; clusters], 0.0);
         let mut next = 0;
         let together = unit_rows / TILE_ROWS;
@@ -281,7 +281,7 @@ mod tests {
 
     /// Of tiles in turn each would be stored while nothing is multiplied.
     #[test]
-    fn products_beside_kernels_share_their_tiles() {
+    fn products_under_other_kernels_share_their_tiles() {
         let mut spec = spec(&[1024; 16]);
         (spec.n, spec.k) = (2048, 1024);
         assert_eq!(spec.shapes(132)[0].warpgroups, Warpgroups::Pingpong);

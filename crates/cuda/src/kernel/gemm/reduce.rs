@@ -146,7 +146,7 @@ impl GemmReduceSpec {
     /// An estimate of the cycles that it takes in a shape: those of the product; the others' parts of the last tiles, which are sent
     /// while nothing is multiplied; and the last block of sums that everyone gets.
     fn cycles(&self, shape: &GemmShape, sm_count: u32) -> f64 {
-        /// What the last sums take beside their bytes' time on the links: measured 2.2 to 2.7 on four H200s.
+        /// What the last sums take besides their bytes' time on the links: measured 2.2 to 2.7 on four H200s.
         const LAST: f64 = 2.2;
         let columns = shape.columns as usize;
         let own = self.own_rows() / TILE_ROWS * self.product.size.n.div_ceil(columns);
@@ -268,7 +268,7 @@ impl GemmReduce {
     ///
     /// # Safety
     /// As [`Gemm::launch`], also for the memory of the other ranks. All ranks make the same calls in the same order, and
-    /// enqueue nothing beside them whose kernels wait for other ranks.
+    /// enqueue nothing concurrently with them whose kernels wait for other ranks.
     ///
     /// # Errors
     /// As [`Gemm::launch`].

@@ -50,7 +50,7 @@ pub enum GemmGrid {
     /// next. Fastest where it has those multiprocessors to itself; one that comes late has the whole product wait for its units.
     #[default]
     Persistent,
-    /// Two for each unit, which the GPU places as multiprocessors become free: for products beside kernels of other streams, which
+    /// Two for each unit, which the GPU places as multiprocessors become free: for products that run with kernels of other streams, which
     /// take theirs between two units.
     PerUnit,
 }
