@@ -1,4 +1,4 @@
-"""What attention costs through Python on one GPU: host time, rates compared with the command line's, a new mask each step, memory.
+"""What attention costs through Python on one GPU: host time, rates against the command line's, a new mask each step, memory.
 
 python3 python/benches/attention.py [--only PART] [--counterpoint PATH] [--json PATH]
 

@@ -1,4 +1,4 @@
-"""Attention of ranks from Python, compared with the command line's in the same engine, and with what users of PyTorch do without us.
+"""Attention of ranks from Python against the command line's in the same engine, and what users of PyTorch do without us.
 
     torchrun --nproc-per-node 2 python/benches/context_parallel.py --counterpoint PATH --out results
 

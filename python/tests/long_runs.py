@@ -218,7 +218,7 @@ def attention_beside_collectives(rank: int, device: str, rounds: int, rows: int)
 
 
 def layers_beside_collectives(rank: int, device: str, rounds: int, overlap: str) -> dict[str, Any]:
-    """Tensor-parallel layers, forward and backward, concurrent with all-reduces on a stream that their group follows: both come in
+    """Tensor-parallel layers, forward and backward, with all-reduces on a stream that their group follows: both come in
     one order on all ranks, which is random. Their bits are those of calls without."""
     from counterpoint.nn import ColumnParallelLinear, RowParallelLinear
 

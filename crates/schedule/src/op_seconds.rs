@@ -158,7 +158,7 @@ fn grouped_seconds(program: &Program, products: &[Gemm], sharing: &WorkerSharing
         let bytes = rows * buffer.row_elements() * buffer.dtype.size();
         cost.launch_seconds + ways * bytes as f64 / cost.memory_bytes_per_second
     };
-    let halves = |rows: usize| rows.div_ceil(GroupedLaunch::HALF_ROWS);
+    let half_tiles = |rows: usize| rows.div_ceil(GroupedLaunch::HALF_ROWS);
     let slowdown = grouped_slowdown(program);
     let of_launch = |(at, launch): (usize, GroupedLaunch)| {
         let products = &products[launch.products.clone()];
@@ -168,14 +168,14 @@ fn grouped_seconds(program: &Program, products: &[Gemm], sharing: &WorkerSharing
             GemmLayout::Tn => {
                 let sizes: Vec<ProblemSize> =
                     products.iter().map(|gemm| product_size(program, gemm)).collect();
-                let terms: usize = sizes.iter().map(|size| size.k).sum();
+                let k: usize = sizes.iter().map(|size| size.k).sum();
                 for blocks in [&products[0].a, &products[0].b] {
                     // Of one operand the ends of problems alone.
                     let rows =
-                        if blocks.len() > 1 { terms } else { products.len() * GroupedLaunch::HALF_ROWS / 2 };
+                        if blocks.len() > 1 { k } else { products.len() * GroupedLaunch::HALF_ROWS / 2 };
                     seconds += blocks.first().map_or(0.0, |block| copied(rows, block.buffer, 2.0));
                 }
-                sizes.iter().map(|size| (halves(size.m), size.k)).collect()
+                sizes.iter().map(|size| (half_tiles(size.m), size.k)).collect()
             }
             GemmLayout::Nt | GemmLayout::Nn => {
                 let source = products[0].a.first().map(|block| block.buffer);
@@ -185,7 +185,7 @@ fn grouped_seconds(program: &Program, products: &[Gemm], sharing: &WorkerSharing
                 if launch.results != GroupedResults::InPlace {
                     seconds += copied(launch.rows(), products[0].out, 2.0);
                 }
-                vec![(launch.halves(), product_size(program, &products[0]).k)]
+                vec![(launch.half_tiles(), product_size(program, &products[0]).k)]
             }
         };
         seconds + slowdown * sharing.grouped_seconds(&problems, n, cost.matmul_flops_per_second)

@@ -23,7 +23,7 @@ mod split;
 mod statistics;
 mod strips;
 mod sweep;
-mod takers;
+mod ctas;
 mod turns;
 mod walk;
 mod walked;
@@ -36,7 +36,7 @@ pub use head_groups::HeadGroups;
 pub use interruption::Interruption;
 pub use layout::{NO_LIMIT, Tile, TileBound, TileMerge, TileRun};
 pub use statistics::TileStatistics;
-pub use takers::TileTakers;
+pub use ctas::TileCtas;
 pub use turns::{DqTurns, TurnSpan};
 
 use counterpoint_mask::{Band, Range};

@@ -215,10 +215,10 @@ mod tests {
                 let of_group: Vec<Share> =
                     parts.iter().filter(|part| part.groups.contains(&group)).map(|part| part.share).collect();
                 for case in 0..100 {
-                    let takers = of_group.iter().filter(|share| share.takes(case)).count();
-                    assert!(takers <= 1, "{group} {case}: {takers}");
+                    let ranks_with_it = of_group.iter().filter(|share| share.takes(case)).count();
+                    assert!(ranks_with_it <= 1, "{group} {case}: {ranks_with_it}");
                     let left_out = of_group.is_empty();
-                    assert!(takers == 1 || left_out, "{group} {case}");
+                    assert!(ranks_with_it == 1 || left_out, "{group} {case}");
                 }
                 if gpus > 1 && extent == Extent::Full && group != Group::Hostile {
                     assert!(!of_group.is_empty(), "{group}");

@@ -1,4 +1,4 @@
-"""Ranks with GPUs of their own: concurrently with NCCL's collectives, with every allocator, in several groups, when one fails or dies."""
+"""Ranks with GPUs of their own: with NCCL's collectives, with every allocator, in several groups, when one fails or dies."""
 
 from __future__ import annotations
 

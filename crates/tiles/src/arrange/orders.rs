@@ -2,7 +2,7 @@
 
 use std::cmp::Reverse;
 
-use super::super::takers::{ends_of, ends_of_alike};
+use super::super::ctas::{ends_of, ends_of_alike};
 use super::Arranger;
 
 /// How light a tile may be, as a share of the heaviest's blocks, to come after those that are gathered.
@@ -26,9 +26,9 @@ impl<'a> TileOrders<'a> {
     }
 
     pub(super) fn all(mut self) -> Vec<(Vec<u32>, Vec<usize>)> {
-        let Arranger { by_work, takers, .. } = self.arranger;
-        // Long tiles first, as many as there are takers, let the queue end early; none, the cache serve all.
-        for first in [0, takers.workers.div_ceil(takers.heads).min(by_work.len())] {
+        let Arranger { by_work, ctas, .. } = self.arranger;
+        // Long tiles first, as many as there are CTAs, let the queue end early; none, the cache serve all.
+        for first in [0, ctas.workers.div_ceil(ctas.heads).min(by_work.len())] {
             let gathered = self.gathered(first);
             let mut last = None;
             for light in LIGHT {
@@ -65,7 +65,7 @@ impl<'a> TileOrders<'a> {
 
     /// Adds orders of the `first` tiles, then those that are gathered, then the light ones from place `light` on, by work.
     fn add(&mut self, first: usize, gathered: &[u32], light: usize) {
-        let Arranger { by_work, stretches, takers, waits, .. } = self.arranger;
+        let Arranger { by_work, stretches, ctas, waits, .. } = self.arranger;
         let mut places: Vec<u32> = Vec::with_capacity(by_work.len());
         places.extend(0..first as u32);
         places.extend(gathered.iter().filter(|&&place| (place as usize) < light));
@@ -84,7 +84,7 @@ impl<'a> TileOrders<'a> {
                 continue;
             }
             if self.has_waiting {
-                self.orders.push(takers.delay(&places, &ends, |&place| waits[place as usize]));
+                self.orders.push(ctas.delay(&places, &ends, |&place| waits[place as usize]));
             }
             self.orders.push((places.clone(), ends.clone()));
             added.push(ends);

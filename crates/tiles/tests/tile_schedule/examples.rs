@@ -21,12 +21,12 @@ fn adjacent_slices_are_one() {
     let statistics = schedule.statistics();
     assert_eq!((statistics.blocks, statistics.bounded_blocks, schedule.bounds().len()), (3, 1, 1));
     // Rows of two documents that together see whole blocks.
-    let halves = [
+    let slices = [
         Band::full(Range::new(0, 60), Range::new(0, 256)),
         Band::full(Range::new(60, 128), Range::new(128, 512)),
     ];
     let aligned = TileScheduleConfig { tiles: TilePlacement::Aligned, ..config };
-    let schedule = TileSchedule::new(&halves, 128, 512, &aligned).unwrap();
+    let schedule = TileSchedule::new(&slices, 128, 512, &aligned).unwrap();
     let runs: Vec<_> =
         schedule.runs().iter().map(|run| (run.start, run.end, schedule.bounds_of(run).len())).collect();
     assert_eq!(runs, [(0, 128, 1), (128, 256, 0), (256, 512, 1)]);

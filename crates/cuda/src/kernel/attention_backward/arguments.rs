@@ -26,7 +26,7 @@ pub(super) enum BackwardOrder {
     Sums(BackwardClasses, BackwardSums),
     /// Some tiles' gradients may be results.
     Alone(BackwardClasses, BackwardAlone),
-    /// Items may be halves, too.
+    /// Tiles may be split by half-heads, too.
     Halves(BackwardClasses, BackwardAlone, BackwardHalves),
 }
 
@@ -42,8 +42,8 @@ impl KernelArguments for BackwardParams {
             BackwardOrder::Classes(classes) => self.with_order(classes, run),
             BackwardOrder::Sums(classes, sums) => self.with_order(Then(classes, sums), run),
             BackwardOrder::Alone(classes, alone) => self.with_order(Then(classes, alone), run),
-            BackwardOrder::Halves(classes, alone, halves) => {
-                self.with_order(Then(classes, Then(alone, halves)), run)
+            BackwardOrder::Halves(classes, alone, half_heads) => {
+                self.with_order(Then(classes, Then(alone, half_heads)), run)
             }
         }
     }
@@ -124,7 +124,7 @@ pub(super) struct BackwardRounding {
     pub(super) summed: u64,
     pub(super) progress: u64,
     pub(super) slabs: u32,
-    pub(super) overlapped: u32,
+    pub(super) beside: u32,
     pub(super) rows_q: u32,
     pub(super) zeroes_sums: u32,
 }
@@ -229,7 +229,7 @@ pub(in crate::kernel) fn layouts() -> Vec<SharedLayout> {
                 summed,
                 progress,
                 slabs,
-                overlapped,
+                beside,
                 rows_q,
                 zeroes_sums
             }

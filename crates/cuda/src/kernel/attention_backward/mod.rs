@@ -68,8 +68,8 @@ pub struct AttentionBackward {
     tile_keys: Vec<Range>,
     /// Of each tile, whether its dk and dv go rounded to where results are: see [`AttentionBackward::round_alone`].
     alone: Option<DeviceBuffer>,
-    /// A word for each warp that has keys of a tile that is handed out by halves, where the kernel has halves.
-    halves: Option<DeviceBuffer>,
+    /// A word for each warp that has keys of a tile that is split by half-heads, where the kernel has such.
+    half_heads: Option<DeviceBuffer>,
     /// Where items are parts of a tile's query heads.
     sums: Option<Sums>,
     /// See [`stretch`].
@@ -122,7 +122,7 @@ impl AttentionBackward {
         let halved_tiles = walk.classes.halved_tiles() as usize;
         // No buffer is empty.
         let half_words = (halved_tiles * heads_kv * KEY_WARPS).max(1);
-        let halves = choice.halves().then(|| DeviceBuffer::from_slice(stream, &vec![0_u32; half_words]));
+        let half_heads = choice.half_heads().then(|| DeviceBuffer::from_slice(stream, &vec![0_u32; half_words]));
         let sums =
             choice.sums().then(|| Sums::new(stream, problem, schedule.tiles().len(), heads.parts as u32));
         let missed = missed(turns.is_some(), halved_tiles, mode);
@@ -149,7 +149,7 @@ impl AttentionBackward {
             classes: walk.classes,
             items: walk.items,
             alone: None,
-            halves: halves.transpose()?,
+            half_heads: half_heads.transpose()?,
             sums: sums.transpose()?,
             stretch,
             heads_at_a_time: walk.heads_at_a_time,
@@ -246,7 +246,7 @@ impl AttentionBackward {
             summed,
             progress: self.progress.address(),
             slabs: self.rounds,
-            overlapped: self.rounds_overlapped,
+            beside: self.rounds_overlapped,
             rows_q: self.problem.rows_q as u32,
             zeroes_sums: u32::from(self.zeroes_sums),
         };
@@ -276,10 +276,10 @@ impl AttentionBackward {
             return BackwardOrder::Sums(classes, sums.arguments);
         }
         let alone = BackwardAlone { tiles: self.alone.as_ref().map_or(0, DeviceBuffer::address), dk, dv };
-        match &self.halves {
+        match &self.half_heads {
             Some(words) => {
-                let halves = BackwardHalves { words: words.address(), classes: self.classes.halved as u32 };
-                BackwardOrder::Halves(classes, alone, halves)
+                let half_heads = BackwardHalves { words: words.address(), classes: self.classes.halved as u32 };
+                BackwardOrder::Halves(classes, alone, half_heads)
             }
             None if self.choice.alone() => BackwardOrder::Alone(classes, alone),
             None => BackwardOrder::Classes(classes),

@@ -84,7 +84,7 @@ pub(super) struct ItemHeads {
     /// Items of a tile and a key head.
     pub(super) parts: usize,
     /// Query heads of an item, one after the other.
-    pub(super) walks: usize,
+    pub(super) head_passes: usize,
 }
 
 impl ItemHeads {
@@ -105,8 +105,8 @@ impl ItemHeads {
         let is_plain = problem.softcap.is_none() && !problem.deterministic;
         let has_kernel = is_plain && mode.rounds_keys && shape.head_dim == 128;
         match has_kernel && is_long && is_uneven {
-            true => Self { parts: group, walks: 1 },
-            false => Self { parts: 1, walks: group },
+            true => Self { parts: group, head_passes: 1 },
+            false => Self { parts: 1, head_passes: group },
         }
     }
 }
@@ -212,7 +212,7 @@ pub(super) fn rounds_overlapped(
 mod tests {
     use bytemuck::Zeroable;
     use counterpoint_mask::Mask;
-    use counterpoint_tiles::TileTakers;
+    use counterpoint_tiles::TileCtas;
 
     use super::*;
     use crate::kernel::{DqBegin, ElementType};
@@ -262,7 +262,7 @@ mod tests {
             change(&mut problem);
             let schedule = shape.schedule(&problem, DqSums::AsTheyCome).unwrap();
             let heads = ItemHeads::of(&problem, mode, shape, schedule.tiles());
-            assert_eq!(heads.parts * heads.walks, problem.heads_q / problem.heads_kv);
+            assert_eq!(heads.parts * heads.head_passes, problem.heads_q / problem.heads_kv);
             heads.parts
         };
         assert_eq!(parts("causal:16k", mode(true), |_| ()), 8);
@@ -324,8 +324,8 @@ mod tests {
                 ..small_problem()
             };
             let mut schedule = shape.schedule(&problem, DqSums::AsTheyCome).unwrap();
-            let takers = TileTakers { workers: 132, heads: 8, walks: 8, halves: false };
-            let ends = schedule.classes(takers, CLASSES).ends;
+            let ctas = TileCtas { workers: 132, heads: 8, head_passes: 8, half_heads: false };
+            let ends = schedule.classes(ctas, CLASSES).ends;
             let count = schedule.tiles().len() as u32;
             assert!(
                 ends.len() <= CLASSES && ends.is_sorted_by(|a, b| a < b) && ends.last() == Some(&count),

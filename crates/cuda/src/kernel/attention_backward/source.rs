@@ -61,7 +61,7 @@ impl BackwardChoice {
     }
 
     /// Whether items may be half of a tile's query heads: shorter heads have no register for that.
-    pub(super) fn halves(self) -> bool {
+    pub(super) fn half_heads(self) -> bool {
         self.alone() && self.shape.head_dim == 128
     }
 
@@ -82,7 +82,7 @@ impl BackwardChoice {
             ("BackwardRounding", "rounding", self.rounds_dq()),
             (if self.turns { "BackwardTurns" } else { "BackwardClasses" }, "order", true),
             ("BackwardAlone", "alone", self.alone()),
-            ("BackwardHalves", "halves", self.halves()),
+            ("BackwardHalves", "halves", self.half_heads()),
             ("BackwardSums", "sums", self.sums()),
         ];
         let mut fields = "AttentionBackwardArguments all;".to_owned();
@@ -110,7 +110,7 @@ impl BackwardChoice {
         if self.sums() {
             return ending_in::<Then<BackwardClasses, BackwardSums>>(self);
         }
-        match (self.turns, self.alone(), self.halves()) {
+        match (self.turns, self.alone(), self.half_heads()) {
             (true, ..) => ending_in::<BackwardTurns>(self),
             (false, false, _) => ending_in::<BackwardClasses>(self),
             (false, true, false) => ending_in::<Then<BackwardClasses, BackwardAlone>>(self),

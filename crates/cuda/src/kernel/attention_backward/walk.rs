@@ -1,6 +1,6 @@
 //! Which kernel a backward takes, and how CTAs walk its tiles.
 
-use counterpoint_tiles::{TileClasses, TileSchedule, TileTakers};
+use counterpoint_tiles::{TileClasses, TileSchedule, TileCtas};
 
 use super::shape::{CLASSES, DqSums, ItemHeads, heads_at_a_time, rounds_overlapped, shape_of};
 use super::source::{BackwardChoice, KeyGradients, ROWS_THREADS, SHARED_BYTES, THREADS};
@@ -74,13 +74,13 @@ impl Walk {
     ) -> Self {
         let ctas = choice.shape.ctas();
         let clusters = (workers / ctas).max(1);
-        let takers = TileTakers {
+        let ctas = TileCtas {
             workers: clusters as usize,
             heads: heads_kv * heads.parts,
-            walks: heads.walks,
-            halves: choice.halves(),
+            head_passes: heads.head_passes,
+            half_heads: choice.half_heads(),
         };
-        let classes = schedule.classes(takers, CLASSES);
+        let classes = schedule.classes(ctas, CLASSES);
         let items_of_tile = heads_kv * heads.parts;
         let tiles = schedule.tiles().len();
         let items = (tiles as u32 + classes.halved_tiles()).saturating_mul(items_of_tile as u32);
@@ -89,7 +89,7 @@ impl Walk {
             items,
             rounds_overlapped: rounds_overlapped(
                 schedule,
-                (items_of_tile, heads.walks),
+                (items_of_tile, heads.head_passes),
                 clusters as usize,
                 rounds,
             ),

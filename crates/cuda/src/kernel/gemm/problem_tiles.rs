@@ -76,12 +76,12 @@ impl GroupedGemmSpec {
                 rows: rows.len() as u32,
             };
             let mut group = 0;
-            let halves = || rows.chunks(TILE_ROWS / 2);
+            let half_tiles = || rows.chunks(TILE_ROWS / 2);
             if !rows.windows(2).all(|pair| pair[0].1 + 1 == pair[1].1) {
                 let mut list = |rows: &[ProblemRow]| list_boxes(rows, boxes);
                 tile.destination |= BOXES_OF_D;
-                tile.destination_row = halves().next().map_or(0, &mut list);
-                group = halves().nth(1).map_or(0, list);
+                tile.destination_row = half_tiles().next().map_or(0, &mut list);
+                group = half_tiles().nth(1).map_or(0, list);
             }
             tiles.push((tile, group));
         }
@@ -169,10 +169,10 @@ impl GroupedGemmSpec {
             // Of a tile of few rows one warpgroup has none; where tiles lie one above the other the other one has more.
             let is_half = (1..=TILE_ROWS / 2).contains(&(rows % TILE_ROWS));
             let alone = shape.pair == TilePair::Columns && shape.warpgroups == Warpgroups::Cooperative;
-            let halves = usize::from(is_half && alone);
+            let half_units = usize::from(is_half && alone);
             let blocks = self.blocks_of(problem) as f64 * block;
             let units = tiles.div_ceil(together) * columns;
-            let whole = units - halves * columns;
+            let whole = units - half_units * columns;
             for (count, part) in [(whole, 1.0), (units - whole, HALF)] {
                 let seconds = part * blocks + each;
                 all += (count / (2 * clusters) * 2) as f64 * seconds;
