@@ -63,8 +63,8 @@ struct Exact {
     shares: Vec<f64>,
     /// Roots of the sums of squares of the terms.
     norms: Vec<f64>,
-    /// Terms of a sum.
-    terms: usize,
+    /// K.
+    k: usize,
 }
 
 /// A matrix in f64, of which some rows or columns were taken.
@@ -94,7 +94,7 @@ fn columns_of(tensor: &HostTensor, columns: &[usize]) -> Matrix {
     Matrix { values, columns: tensor.rows() }
 }
 
-/// `a [m, k]` times `b [n, k]` transposed, whose terms `ranks` ranks share.
+/// `a [m, k]` times `b [n, k]` transposed, whose K is divided among `ranks` ranks.
 fn product(a: &Matrix, b: &Matrix, ranks: usize) -> [Vec<f64>; 3] {
     let k = a.columns;
     let rows: Vec<[Vec<f64>; 3]> = a
@@ -105,9 +105,9 @@ fn product(a: &Matrix, b: &Matrix, ranks: usize) -> [Vec<f64>; 3] {
             for column in b.values.chunks_exact(k) {
                 let (mut sum, mut magnitude, mut squares) = (0.0, 0.0, 0.0);
                 for rank in 0..ranks {
-                    let terms = rank * k / ranks..(rank + 1) * k / ranks;
+                    let own = rank * k / ranks..(rank + 1) * k / ranks;
                     let mut share = 0.0;
-                    for (x, y) in row[terms.clone()].iter().zip(&column[terms]) {
+                    for (x, y) in row[own.clone()].iter().zip(&column[own]) {
                         share += x * y;
                         squares += x * y * x * y;
                     }
@@ -132,7 +132,7 @@ fn product(a: &Matrix, b: &Matrix, ranks: usize) -> [Vec<f64>; 3] {
 
 fn exact(places: Places, a: &Matrix, b: &Matrix, ranks: usize) -> Exact {
     let [product, shares, norms] = product(a, b, ranks);
-    Exact { places, product, shares, norms, terms: a.columns }
+    Exact { places, product, shares, norms, k: a.columns }
 }
 
 /// `y = x W^T + bias`
@@ -283,7 +283,7 @@ fn judge(
     }
     let (values, before) = (pick(found, *first), before.map(|before| pick(before, [0; 2])));
     let sums = half_unit(dtype.accumulator());
-    let steps = (exact.terms as f64 / 16.0).ceil() + 2.0;
+    let steps = (exact.k as f64 / 16.0).ceil() + 2.0;
     // Elements of f16 may be smaller than it has normal numbers.
     let smallest = if dtype == DType::F16 { 2f64.powi(-24) } else { 0.0 };
     let mut worst = 0.0;

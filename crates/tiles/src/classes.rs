@@ -4,8 +4,8 @@ use std::cmp::Reverse;
 
 use super::arrange::{Arranger, Order};
 use super::chains::stretches_of_rows;
-use super::list_time::{MOST_ITEMS, list_time};
 use super::ctas::{TileCtas, ends_of, ends_of_alike};
+use super::list_time::{MOST_ITEMS, list_time};
 use super::{TILE_COST, Tile, TileOrder, TileSchedule, TileScheduleConfig};
 
 /// How heavy a tile may be, as a share of the heaviest's blocks, to be left for the end: the less is left, the more of a stretch is

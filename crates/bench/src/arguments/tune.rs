@@ -95,7 +95,7 @@ pub struct TuneGemmArguments {
     #[arg(long, value_name = "N", value_parser = value::size, required_unless_present = "shapes", allow_hyphen_values = true)]
     pub(crate) n: Option<usize>,
 
-    /// Terms of every sum, of all ranks
+    /// K, the summands of each element, over all ranks
     #[arg(long, value_name = "N", value_parser = value::size, required_unless_present = "shapes", allow_hyphen_values = true)]
     pub(crate) k: Option<usize>,
 

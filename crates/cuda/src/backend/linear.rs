@@ -45,15 +45,15 @@ impl Product {
     pub(super) fn new(prepare: &Prepare<'_>, op: &schedule::Gemm) -> Result<Self, ExecError> {
         let element = prepare.element(op.a[0].buffer)?;
         let layout = prepare.gemm_layout(op.layout);
-        let terms = layout == GemmLayout::Tn;
+        let rows_are_k = layout == GemmLayout::Tn;
         let m = op.out_rows.iter().map(Range::len).sum();
-        let a = SourceRows::new(prepare, &op.a, |rows| match terms {
-            true => GemmRows::are_terms(rows),
+        let a = SourceRows::new(prepare, &op.a, |rows| match rows_are_k {
+            true => GemmRows::can_be_k(rows),
             false => !schedule::Gemm::copies_rows(rows.len(), m),
         })?;
         let b = SourceRows::new(prepare, &op.b, |rows| rows.len() == 1)?;
         let n = prepare.spec(op.out).row_elements();
-        let k = if terms { a.count() } else { prepare.spec(op.a[0].buffer).row_elements() };
+        let k = if rows_are_k { a.count() } else { prepare.spec(op.a[0].buffer).row_elements() };
         let epilogue = match (op.bias, op.accumulate) {
             (None, Accumulate::Start) => GemmEpilogue::Store,
             (Some(_), Accumulate::Start) => GemmEpilogue::StoreBias,
@@ -63,7 +63,7 @@ impl Product {
             }
         };
         let out = ResultRows::new(prepare, op.out, &op.out_rows, op.accumulate, |rows| {
-            if terms { columns_fit(rows) } else { !schedule::Gemm::copies_rows(rows.len(), m) }
+            if rows_are_k { columns_fit(rows) } else { !schedule::Gemm::copies_rows(rows.len(), m) }
         })?;
         let spec = |m: usize, sources: Vec<GemmRows>, shares: Vec<usize>| GemmSpec {
             output: out.scalar(),
@@ -77,7 +77,7 @@ impl Product {
             ..GemmSpec::new(m, n, k, layout, element)
         };
         let mut parts = Vec::new();
-        if terms {
+        if rows_are_k {
             let shares: Vec<usize> = out.rows().iter().map(Range::len).collect();
             let tensors = (0..a.tensors()).collect();
             let gemm = prepare.product(&spec(m, a.rows().to_vec(), shares))?;

@@ -183,7 +183,9 @@ impl<'a> Arranger<'a> {
     /// class finds nothing there of the one before.
     fn reading(&self, candidate: &Candidate) -> u64 {
         let TileCtas { workers, heads, head_passes, .. } = self.ctas;
-        candidate.rows.iter().sum::<u64>() * (heads * head_passes) as u64 * READING.0 / READING.1 / workers as u64
+        candidate.rows.iter().sum::<u64>() * (heads * head_passes) as u64 * READING.0
+            / READING.1
+            / workers as u64
     }
 
     /// Columns by which one head's part of a class of so many rows is held up.

@@ -5,8 +5,8 @@ use std::cmp::Reverse;
 use counterpoint_mask::Range;
 
 use super::super::chains::stretches_of_rows;
-use super::super::list_time::list_time;
 use super::super::ctas::{TileCtas, ends_of, ends_of_alike};
+use super::super::list_time::list_time;
 use super::super::{TILE_COST, Tile, TileSchedule};
 use super::orders::{ALIKE, LIGHT};
 use super::trials::UNEVEN;
@@ -53,8 +53,7 @@ impl<'a> Plain<'a> {
                     let ends: Vec<usize> =
                         groups.iter().copied().chain(others.map(|end| begin + end)).collect();
                     if has_waiting {
-                        let (tiles, ends) =
-                            self.ctas.delay(&tiles, &ends, |tile| self.schedule.waits(tile));
+                        let (tiles, ends) = self.ctas.delay(&tiles, &ends, |tile| self.schedule.waits(tile));
                         orders.push(Order { tiles, ends, halved: 0 });
                     }
                     orders.push(Order { tiles: tiles.clone(), ends, halved: 0 });

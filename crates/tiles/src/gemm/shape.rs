@@ -6,7 +6,7 @@ use super::GemmLayout;
 
 /// Rows of a tile (`kGemmTileM`).
 pub const TILE_ROWS: usize = 128;
-/// Terms of a block (`kGemmBlockK`).
+/// Depth of a block (`kGemmBlockK`).
 pub const BLOCK: usize = 64;
 
 /// Where the second tile of a unit lies, and so which operand its CTAs share.
@@ -18,7 +18,7 @@ pub enum TilePair {
     Columns,
 }
 
-/// Who of a CTA multiplies, and how they share its tiles; of the two warpgroups on Hopper in CUTLASS's terms.
+/// Who of a CTA multiplies, and how they share its tiles; of the two warpgroups on Hopper in CUTLASS's words.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Warpgroups {
     /// Each has 64 rows of every tile.
@@ -27,7 +27,7 @@ pub enum Warpgroups {
     Pingpong,
     /// There are none: each warp has a part of every tile (mma.sync, on every GPU since Ampere).
     Warps {
-        /// Terms of a block of k.
+        /// Depth of a block of k.
         block: u32,
         /// Blocks in shared memory.
         stages: u32,

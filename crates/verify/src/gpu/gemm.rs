@@ -107,7 +107,7 @@ impl Case {
         spec.sources = vec![GemmRows { tensor: 0, first: 0, count: rows }];
         let ordered = spec.order != TileOrder::Grouped;
         if dice.below(2) == 0 && !ordered {
-            // Terms come in whole blocks, and end with a tensor.
+            // K comes in whole blocks, and end with a tensor.
             let unit = if layout == GemmLayout::Tn { 64 } else { 1 };
             let mut first = 0;
             let pieces = cut(&mut dice, rows, 3, unit);

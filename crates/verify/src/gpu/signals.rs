@@ -25,7 +25,7 @@ use counterpoint_cuda::{
     StreamPriority,
 };
 
-/// Rows, columns and terms of the product whose tiles are read. Its elements are multiples of its terms, which bf16 has.
+/// M, N and K of the product whose tiles are read. Its elements are multiples of K, which bf16 has.
 const SIZE: [usize; 3] = [4096, 4096, 256];
 /// Operands that take turns: a tile of another round has other elements.
 const TURNS: usize = 4;

@@ -122,7 +122,8 @@ impl AttentionBackward {
         let halved_tiles = walk.classes.halved_tiles() as usize;
         // No buffer is empty.
         let half_words = (halved_tiles * heads_kv * KEY_WARPS).max(1);
-        let half_heads = choice.half_heads().then(|| DeviceBuffer::from_slice(stream, &vec![0_u32; half_words]));
+        let half_heads =
+            choice.half_heads().then(|| DeviceBuffer::from_slice(stream, &vec![0_u32; half_words]));
         let sums =
             choice.sums().then(|| Sums::new(stream, problem, schedule.tiles().len(), heads.parts as u32));
         let missed = missed(turns.is_some(), halved_tiles, mode);
@@ -278,7 +279,8 @@ impl AttentionBackward {
         let alone = BackwardAlone { tiles: self.alone.as_ref().map_or(0, DeviceBuffer::address), dk, dv };
         match &self.half_heads {
             Some(words) => {
-                let half_heads = BackwardHalves { words: words.address(), classes: self.classes.halved as u32 };
+                let half_heads =
+                    BackwardHalves { words: words.address(), classes: self.classes.halved as u32 };
                 BackwardOrder::Halves(classes, alone, half_heads)
             }
             None if self.choice.alone() => BackwardOrder::Alone(classes, alone),

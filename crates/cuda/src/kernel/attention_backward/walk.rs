@@ -1,6 +1,6 @@
 //! Which kernel a backward takes, and how CTAs walk its tiles.
 
-use counterpoint_tiles::{TileClasses, TileSchedule, TileCtas};
+use counterpoint_tiles::{TileClasses, TileCtas, TileSchedule};
 
 use super::shape::{CLASSES, DqSums, ItemHeads, heads_at_a_time, rounds_overlapped, shape_of};
 use super::source::{BackwardChoice, KeyGradients, ROWS_THREADS, SHARED_BYTES, THREADS};

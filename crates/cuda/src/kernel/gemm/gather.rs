@@ -108,7 +108,7 @@ impl GemmGatherSpec {
             return Err("its result is written, in the type of the operands".to_owned());
         }
         if product.layout == GemmLayout::Tn {
-            return Err("rows of A are terms of it".to_owned());
+            return Err("rows of A are its K".to_owned());
         }
         Ok(())
     }

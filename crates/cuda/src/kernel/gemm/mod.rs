@@ -75,7 +75,7 @@ pub struct TileUnit {
 }
 
 const MISSED_HAND: &str = "a tile of a product waited in vain for the sums of the first part of its k, and is wrong now; run again, \
-                           and report this product's rows, columns and terms";
+                           and report this product's M, N and K";
 
 impl Gemm {
     /// Makes a product ready in the shape that is estimated to be the fastest: compiles or finds the kernel, and uploads the

@@ -87,7 +87,7 @@ impl GroupedGemmSpec {
         }
     }
 
-    /// The problems in the order in which they are begun: those with most terms first, so that the last units are short ones.
+    /// The problems in the order in which they are begun: those with the largest K first, so that the last units are short ones.
     fn in_order(&self) -> Vec<usize> {
         let mut order: Vec<usize> = (0..self.problems.len()).collect();
         order.sort_by_key(|&problem| std::cmp::Reverse(self.blocks_of(&self.problems[problem])));

@@ -119,7 +119,7 @@ pub(super) fn check(spec: &GemmSpec) -> Result<(), String> {
     if destinations > GEMM_DESTINATIONS {
         return Err(format!("{destinations} stretches of rows; it takes {GEMM_DESTINATIONS}"));
     }
-    if spec.layout == GemmLayout::Tn && !GemmRows::are_terms(&spec.sources) {
+    if spec.layout == GemmLayout::Tn && !GemmRows::can_be_k(&spec.sources) {
         return Err(format!(
             "pieces of k in {:?}; all but the end of a tensor have multiples of {BLOCK} rows",
             spec.sources
@@ -144,9 +144,9 @@ fn read_rows(sources: &[GemmRows], tensor: usize) -> usize {
 }
 
 impl GemmRows {
-    /// Whether these rows can be the terms of a product ([`GemmLayout::Tn`]): blocks of 64 one after the other, the last of which
+    /// Whether these rows can be the K of a product ([`GemmLayout::Tn`]): blocks of 64 one after the other, the last of which
     /// may be shorter if nothing that is read follows it.
-    pub fn are_terms(sources: &[Self]) -> bool {
+    pub fn can_be_k(sources: &[Self]) -> bool {
         let whole = |source: &Self| source.count.is_multiple_of(BLOCK);
         sources.split_last().is_some_and(|(last, before)| {
             let ends = read_rows(sources, last.tensor) == last.first + last.count;

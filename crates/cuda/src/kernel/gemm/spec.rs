@@ -58,7 +58,7 @@ pub enum GemmGrid {
 /// A matrix product `D[m, n] = A B`, as one launch computes it. Sums are f32.
 #[derive(Clone, Debug, PartialEq)]
 pub struct GemmSpec {
-    /// Rows and columns of D, terms of each element.
+    /// M, N and K.
     pub size: ProblemSize,
     /// Rows of all products of the pass that it is one of: parts of k follow from these, so that they are alike in all of them.
     pub pass_rows: usize,
@@ -72,7 +72,7 @@ pub struct GemmSpec {
     pub strides: [usize; 3],
     /// What becomes of the product.
     pub epilogue: GemmEpilogue,
-    /// The rows that A has in memory, one piece after the other. Where they are terms ([`GemmLayout::Tn`]), all pieces but the
+    /// The rows that A has in memory, one piece after the other. Where they are K ([`GemmLayout::Tn`]), all pieces but the
     /// end of a tensor have multiples of 64 of them.
     pub sources: Vec<GemmRows>,
     /// Rows of D of each of its receivers, one after the other; each has its share as a tensor of its own, in its own memory
