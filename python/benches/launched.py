@@ -1,4 +1,4 @@
-"""What benchmarks under torchrun share: ranks with a device each, a limit on everything, runs in turns, tables and files.
+"""What benchmarks under torchrun share: ranks with a device each, a limit on everything, interleaved runs, tables and files.
 
 No multicast object is ever made, which a host may not allow: NCCL and PyTorch's symmetric memory are set so before they begin.
 """
@@ -138,7 +138,7 @@ class Ranks:
         torch.cuda.synchronize()
         return begin.elapsed_time(end) / 1e3
 
-    def in_turns(self, ways: dict[str, Call], rounds: int, warm_ups: int = 2) -> dict[str, list[float]]:
+    def interleaved(self, ways: dict[str, Call], rounds: int, warm_ups: int = 2) -> dict[str, list[float]]:
         """Seconds of the slowest rank in every run of every way. Each round runs all of them, in another order: a GPU at its
         power limit is some per cent slower at one time than at another."""
         names = list(ways)

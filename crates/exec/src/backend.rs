@@ -186,7 +186,7 @@ pub trait Backend: Clone + Send + Sync {
 
     /// Makes a compute operation ready: checks shapes and types, builds what every run shares. Memory that it needs while it runs it adds
     /// to `scratch`, whose first is the buffer behind the Program's last: as scratch buffers of the Program it is the rank's, which Programs
-    /// have by turns, those of a name the same.
+    /// share, those of a name the same.
     ///
     /// # Errors
     /// [`ExecError::Program`] when its tensors do not fit it.

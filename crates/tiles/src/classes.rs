@@ -44,7 +44,7 @@ impl TileSchedule {
     ///
     /// Tiles that walk rows in common, such as those of a document, are classes of their own, with the heaviest tile's first:
     /// what they read, and what a backward adds to, is then in the second level cache at a time; by work alone, a document's tiles
-    /// run whenever their length's turn comes. Light tiles of all of them come last, in classes of similar work, as many as it takes
+    /// run whenever those of their length are next. Light tiles of all of them come last, in classes of similar work, as many as it takes
     /// for the `ctas` to finish about as early as by work alone. All classes are of similar work where one stretch of rows would
     /// have most of the work, or where most tiles of a stretch are about as long as its longest.
     ///
@@ -269,7 +269,7 @@ mod tests {
                     && ends.last() == Some(&ordered.tiles.len())
             );
             assert_eq!(ordered.tiles.len(), whole.tiles.len());
-            // Somebody who is ready comes after them, where all had waited for their turn.
+            // Somebody who is ready comes after them, where all had waited.
             assert!(first == ready || ordered.tiles[first..].iter().any(|tile| tile.end <= 2304));
         }
     }

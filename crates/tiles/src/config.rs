@@ -59,7 +59,7 @@ pub enum TileOrder {
     /// Most blocks first, then by rows: what a queue needs so that CTAs finish together.
     Work,
     /// As `Work`, but of tiles that walk a row in common, directly or by others, the one with the lower rows comes first: what
-    /// a backward needs whose additions to dq take turns by key tile, since whoever is waited for must have started.
+    /// a backward needs whose additions to dq are ordered by key tile, since whoever is waited for must have started.
     Chains,
 }
 

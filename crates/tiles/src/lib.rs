@@ -13,6 +13,7 @@ mod config;
 mod counts;
 mod coverage;
 mod ctas;
+mod dq_order;
 mod error;
 mod fit;
 pub mod gemm;
@@ -24,7 +25,6 @@ mod split;
 mod statistics;
 mod strips;
 mod sweep;
-mod turns;
 mod walk;
 mod walked;
 
@@ -32,12 +32,12 @@ pub use classes::TileClasses;
 pub use config::{TileDirection, TileOrder, TilePartials, TilePlacement, TileScheduleConfig, TileSplit};
 pub use counts::{AlikeTiles, TileCounting, TileCounts};
 pub use ctas::TileCtas;
+pub use dq_order::{DqOrder, TurnSpan};
 pub use error::TileScheduleError;
 pub use head_groups::HeadGroups;
 pub use interruption::Interruption;
 pub use layout::{NO_LIMIT, Tile, TileBound, TileMerge, TileRun};
 pub use statistics::TileStatistics;
-pub use turns::{DqTurns, TurnSpan};
 
 use counterpoint_mask::{Band, Range};
 

@@ -51,7 +51,7 @@ const MOST_SHARES: usize = 10;
 const NOTHING: usize = 0;
 /// What mostly waits, or keeps the host busier than the GPU.
 const LIGHT: usize = 1;
-/// What keeps a GPU busy by turns.
+/// What keeps a GPU busy at times.
 const USUAL: usize = 2;
 /// Several processes, whose kernels wait for each other.
 const JOBS: usize = 3;
@@ -148,7 +148,7 @@ fn on_gpus(machine: Machine, extent: Extent, parts: &mut Vec<Part>) {
     // Compilers keep all cores busy meanwhile and GPUs idle, but for loading what is compiled.
     add(&[G::Kernels], Place::AnyGpu(NOTHING), When::AtOnce, 1, full);
     add(&[G::PortableKernels], Place::AnyGpu(NOTHING), When::AtOnce, 1, full && hopper);
-    // Kernels that wait for each other by the million are held up by everyone else's turns, and hold up everyone else.
+    // Kernels that wait for each other by the million are held up by everything else that runs, and hold up everyone else.
     let alone = Place::AllGpus(SLOTS);
     add(&[G::Barriers, G::Signals], alone, When::AtOnce, 1, hopper);
     let travelling = [G::Fused, G::NvlinkSignalled, G::CopyEngineSignalled];
@@ -163,7 +163,7 @@ fn on_gpus(machine: Machine, extent: Extent, parts: &mut Vec<Part>) {
     add(&[G::ProcessLayers], jobs, When::AtOnce, 1, true);
     add(&[G::NcclFaults], light, When::AtOnce, if full { 4 } else { 1 }, several);
     let attention: &[_] = if hopper { &[G::Attention, G::PortableAttention] } else { &[G::Attention] };
-    // What wants all GPUs finds no room once shares of attention take turns on each of them.
+    // What wants all GPUs finds no room once shares of attention run on each of them.
     add(&[G::NcclLinear], light, When::Compiled, 2, several);
     add(&[G::NcclSignalled], light, When::Compiled, 1, several && hopper);
     add(attention, any, When::Compiled, shares, true);

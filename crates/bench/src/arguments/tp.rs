@@ -40,7 +40,7 @@ over this; the additions of their gradients of the input are not in it.
 
 --peers wants a python3 with PyTorch and GPUs, and times torch.mm with NCCL's
 collectives as Megatron-LM does, and PyTorch's fused operators, in processes with
-CUDA_DEVICE_MAX_CONNECTIONS unset, 1 and 32, whose runs take turns with ours. With
+CUDA_DEVICE_MAX_CONNECTIONS unset, 1 and 32, whose runs are interleaved with ours. With
 --connections, ours are shown with those that were given the same number.
 
 Examples:

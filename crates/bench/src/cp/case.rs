@@ -26,9 +26,9 @@ use super::hiding::Hiding;
 use super::peers::{self, PeerResult};
 use super::{Bench, SAMPLED_KEYS, SAMPLED_ROWS, WARM_UPS};
 use crate::attention::{BACKWARD, FORWARD, shape_text, verified};
+use crate::interleaved::run_order;
 use crate::masks;
 use crate::pytorch::Peers;
-use crate::turns::turns;
 
 /// The last run of a row.
 pub(super) struct Traced {
@@ -142,10 +142,10 @@ impl<'a> Bench<'a> {
     ) -> Result<(), CliError> {
         let of_peers = peers::of_pass(peers, pass);
         for round in 0..WARM_UPS + self.arguments.iterations as usize {
-            for turn in turns(round, variants.len() + of_peers.len()) {
-                match variants.get_mut(turn) {
+            for next in run_order(round, variants.len() + of_peers.len()) {
+                match variants.get_mut(next) {
                     Some(variant) => self.run_once(pass, round, variant)?,
-                    None => peers.run(of_peers[turn - variants.len()], round >= WARM_UPS),
+                    None => peers.run(of_peers[next - variants.len()], round >= WARM_UPS),
                 }
             }
         }

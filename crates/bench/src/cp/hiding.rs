@@ -3,7 +3,7 @@
 use counterpoint_report::{Statistics, format_seconds};
 use counterpoint_schedule::Timeline;
 
-use crate::turns::{LARGEST_NOISE, LEAST_HIDEABLE, figure, noise, saved};
+use crate::interleaved::{LARGEST_NOISE, LEAST_HIDEABLE, figure, noise, saved};
 
 /// What can be hidden of a pass, and what is.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -31,7 +31,7 @@ const FILES: &[(&str, &str)] = embedded![
     "common/exact_attention.py",
     "common/pytorch.py",
     "common/ranks.py",
-    "common/turns.py",
+    "common/interleaved.py",
     "context_parallel.py",
     "gemm_collective.py",
     "layers/check.py",

@@ -167,7 +167,7 @@ pub struct Program {
     pub streams: Vec<StreamSpec>,
     /// Buffers.
     pub buffers: Vec<BufferSpec>,
-    /// Slots: scratch buffers that take turns in one piece of memory, which is as long as the longest of them. A write of one
+    /// Slots: scratch buffers that share one piece of memory at different times, which is as long as the longest of them. A write of one
     /// ends what the others held; a buffer is in one slot at most.
     pub slots: Vec<Vec<BufferId>>,
     /// Number of events.

@@ -54,7 +54,7 @@ pub enum ProgramError {
         /// Such as `names a buffer that is no scratch`.
         reason: &'static str,
     },
-    /// An operation reads a buffer after another one has had its turn in the slot.
+    /// An operation reads a buffer after another one has reused the slot.
     #[error(
         "op {op} ({label}) reads buffer `{buffer}`, whose slot holds `{other}` by then; read it earlier or give it a slot of its own"
     )]

@@ -77,9 +77,9 @@ fn barriers_follow_the_casts() {
     assert_eq!(plain.num_barriers, 0);
 }
 
-/// Buffers of remote stages take turns, so that many stages need the memory of a few.
+/// Buffers of remote stages reuse memory, so that many stages need the memory of a few.
 #[test]
-fn stage_buffers_take_turns() {
+fn stage_buffers_are_reused() {
     let spec = spec(DType::Bf16, 0);
     let mask = Mask::full(4096).unwrap();
     let lowered = |stages| programs(&plan(&mask, 2, 128, stages), &spec, "concurrent");
@@ -100,9 +100,9 @@ fn stage_buffers_take_turns() {
     // It costs no time where stages are alike.
     let seconds = |ranks: &[Program]| simulate(ranks, &Topology::flat(2), &cost()).unwrap().makespan();
     let alone = |ranks: &[Program]| {
-        let no_turn = |op: &ProgramOp| op.label != "wait for a free buffer";
+        let no_wait = |op: &ProgramOp| op.label != "wait for a free buffer";
         let free = |program: &Program| {
-            let ops = program.ops.iter().filter(|op| no_turn(op)).cloned().collect();
+            let ops = program.ops.iter().filter(|op| no_wait(op)).cloned().collect();
             Program { slots: Vec::new(), ops, ..program.clone() }
         };
         seconds(&ranks.iter().map(free).collect::<Vec<_>>())

@@ -57,9 +57,9 @@ pub struct GemmShape {
     /// Parts of k, which the CTAs of a cluster compute at the same time and sum in their order.
     pub splits: u32,
     /// Or 2 parts of k, which the same CTAs compute one after the other: 1 where there are several of the above.
-    pub turns: u32,
-    /// Or 2 parts of k, the first of which one pair of CTAs hands over to another through memory: 1 where there are several of the above.
-    pub hands: u32,
+    pub serial_parts: u32,
+    /// Or 2 parts of k, the first of which one pair of CTAs handed_parts over to another through memory: 1 where there are several of the above.
+    pub handed_parts: u32,
 }
 
 impl GemmShape {
@@ -68,7 +68,14 @@ impl GemmShape {
 
     /// All of k at once, each tile by both warpgroups.
     pub const fn whole(columns: u32, pair: TilePair) -> Self {
-        Self { columns, pair, warpgroups: Warpgroups::Cooperative, splits: 1, turns: 1, hands: 1 }
+        Self {
+            columns,
+            pair,
+            warpgroups: Warpgroups::Cooperative,
+            splits: 1,
+            serial_parts: 1,
+            handed_parts: 1,
+        }
     }
 
     /// Bytes of a block of k. Where B lies along n, whole chunks of 64 columns are loaded.
@@ -150,6 +157,6 @@ impl GemmShape {
 
     /// Parts of k whose sums are added: what the bits of a result depend on.
     pub const fn parts(&self) -> u32 {
-        self.splits * self.turns * self.hands
+        self.splits * self.serial_parts * self.handed_parts
     }
 }

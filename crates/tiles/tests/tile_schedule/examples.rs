@@ -108,7 +108,7 @@ fn a_dense_causal_mask_of_four_million_rows_is_small() {
 }
 
 #[test]
-fn turns_are_as_many_as_the_mask_has_edges() {
+fn spans_of_an_order_are_as_many_as_the_mask_has_edges() {
     for mask in [Mask::causal(1 << 20).unwrap(), Mask::full(1 << 20).unwrap()] {
         let config = TileScheduleConfig {
             tiles: TilePlacement::Aligned,
@@ -116,23 +116,23 @@ fn turns_are_as_many_as_the_mask_has_edges() {
             order: TileOrder::Chains,
             ..TileScheduleConfig::new(TileDirection::Backward, 128, 64)
         };
-        let turns = schedule(&mask, &config).dq_turns().unwrap();
-        assert_eq!(turns.spans().len(), (1 << 20) / 64);
+        let order = schedule(&mask, &config).dq_order().unwrap();
+        assert_eq!(order.spans().len(), (1 << 20) / 64);
         // The last rows see every key.
         let last = ((1 << 20) / 64 - 1) as u32;
-        assert_eq!(turns.turn(last as usize, (1 << 13) - 1), Some((last, (1 << 13) - 1)));
-        assert_eq!(turns.counters(), last + 1);
+        assert_eq!(order.turn(last as usize, (1 << 13) - 1), Some((last, (1 << 13) - 1)));
+        assert_eq!(order.counters(), last + 1);
     }
     // Blocks of a forward, or blocks that do not meet each other, have no order.
     let config = TileScheduleConfig::new(TileDirection::Backward, 128, 64);
-    assert_eq!(schedule(&Mask::causal(1024).unwrap(), &config).dq_turns(), None);
+    assert_eq!(schedule(&Mask::causal(1024).unwrap(), &config).dq_order(), None);
     let forward =
         TileScheduleConfig { direction: TileDirection::Forward, blocks: TilePlacement::Aligned, ..config };
-    assert_eq!(schedule(&Mask::causal(1024).unwrap(), &forward).dq_turns(), None);
+    assert_eq!(schedule(&Mask::causal(1024).unwrap(), &forward).dq_order(), None);
 }
 
 #[test]
-fn documents_take_turns_of_their_own() {
+fn documents_have_orders_of_their_own() {
     let documents = Documents::from_lengths([100, 1000, 2000]).unwrap();
     let config = TileScheduleConfig {
         blocks: TilePlacement::Aligned,
@@ -145,11 +145,11 @@ fn documents_take_turns_of_their_own() {
     assert!(starts.iter().position(|&start| start == 0).unwrap() == starts.len() - 1, "{starts:?}");
     assert!(starts[..16].is_sorted() && starts[0] >= 1100 && starts[16..24].is_sorted(), "{starts:?}");
     // Rows 64 to 128 are of two documents, and nobody waits for the other's tiles.
-    let turns = schedule.dq_turns().unwrap();
-    let (first, second) = (turns.turn(1, 0).unwrap(), turns.turn(1, 1).unwrap());
+    let order = schedule.dq_order().unwrap();
+    let (first, second) = (order.turn(1, 0).unwrap(), order.turn(1, 1).unwrap());
     assert_eq!((first.1, second.1), (0, 0));
     assert_ne!(first.0, second.0);
-    assert_eq!(turns.turn(1, 2), Some((second.0, 1)));
+    assert_eq!(order.turn(1, 2), Some((second.0, 1)));
 }
 
 #[test]

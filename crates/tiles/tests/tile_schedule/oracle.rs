@@ -165,7 +165,7 @@ fn check_order(schedule: &TileSchedule) {
     assert!(!ready.iter().any(needs) && waiting.iter().all(needs));
     if config.order == TileOrder::Chains && config.direction == TileDirection::Forward && !waiting.is_empty()
     {
-        // Nobody takes turns there.
+        // There is no order there.
         return;
     }
     check_order_of(schedule, ready);

@@ -136,7 +136,7 @@ proptest! {
     }
 
     #[test]
-    fn key_tiles_take_turns(mask in masks(260), tile_rows in 1..70_usize, block in 1..50_usize, split in proptest::option::of(1..300_usize)) {
+    fn key_tiles_add_in_order(mask in masks(260), tile_rows in 1..70_usize, block in 1..50_usize, split in proptest::option::of(1..300_usize)) {
         let config = TileScheduleConfig {
             blocks: TilePlacement::Aligned,
             order: TileOrder::Chains,
@@ -144,13 +144,13 @@ proptest! {
             ..TileScheduleConfig::new(TileDirection::Backward, tile_rows, block)
         };
         let schedule = schedule(&mask, &config);
-        let turns = schedule.dq_turns().unwrap();
+        let order = schedule.dq_order().unwrap();
         let numbers = schedule.tiles().iter().map(|tile| tile.number).max().map_or(0, |last| last + 1);
         let chains = chains(&schedule);
         let count = mask.seqlen_q().div_ceil(block);
         let mut adders: BTreeMap<(usize, u32), u32> = BTreeMap::new();
         let mut counters: BTreeMap<u32, (usize, u32)> = BTreeMap::new();
-        prop_assert_eq!(turns.begins().len(), count + 1);
+        prop_assert_eq!(order.begins().len(), count + 1);
         for number in 0..numbers {
             let parts = schedule.tiles().iter().filter(|tile| tile.number == number);
             let mut touched: Vec<usize> = parts
@@ -160,7 +160,7 @@ proptest! {
             touched.sort_unstable();
             touched.dedup();
             for index in 0..count {
-                let found = turns.turn(index, number);
+                let found = order.turn(index, number);
                 if touched.contains(&index) {
                     let place = (index, chains[&number]);
                     let turn = adders.entry(place).or_default();
@@ -168,7 +168,7 @@ proptest! {
                     prop_assert_eq!(found, *turn);
                     *turn += 1;
                     // A counter is one chain's, at one block.
-                    prop_assert!(counter < turns.counters());
+                    prop_assert!(counter < order.counters());
                     prop_assert_eq!(*counters.entry(counter).or_insert(place), place);
                 } else {
                     prop_assert_eq!(found, None);
@@ -176,11 +176,11 @@ proptest! {
             }
         }
         prop_assert_eq!(counters.len(), adders.len());
-        let spans_touch = |turns: &DqTurns, index: usize| {
-            let spans = &turns.spans()[turns.begins()[index] as usize..turns.begins()[index + 1] as usize];
+        let spans_touch = |order: &DqOrder, index: usize| {
+            let spans = &order.spans()[order.begins()[index] as usize..order.begins()[index + 1] as usize];
             spans.windows(2).any(|pair| pair[0].end > pair[1].first || (pair[0].end == pair[1].first && pair[0].counter == pair[1].counter))
         };
-        prop_assert!(!(0..turns.begins().len() - 1).any(|index| spans_touch(&turns, index)));
+        prop_assert!(!(0..order.begins().len() - 1).any(|index| spans_touch(&order, index)));
     }
 
     /// Ending tiles early must not cost anything; the search is nearly exact.

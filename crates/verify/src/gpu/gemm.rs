@@ -151,7 +151,7 @@ impl Case {
     fn describe(&self) -> String {
         let GemmSpec { size, layout, element, output, epilogue, sources, shares, sm_margin, grid, .. } =
             &self.spec;
-        let GemmShape { columns, pair, warpgroups, splits, turns, hands } = self.shape;
+        let GemmShape { columns, pair, warpgroups, splits, serial_parts, handed_parts } = self.shape;
         let order = match &self.spec.order {
             TileOrder::Grouped => "grouped",
             TileOrder::Shards { .. } => "by shards",
@@ -166,8 +166,8 @@ impl Case {
             GemmSignals::Device { sizes } | GemmSignals::System { sizes } => sizes.len(),
         };
         format!(
-            "{} {} {size} to {}, {epilogue:?}, tiles of {columns} in {pair:?}, {warpgroups:?}, {splits} parts in {turns} turns \
-             and {hands} hands, {order}, \
+            "{} {} {size} to {}, {epilogue:?}, tiles of {columns} in {pair:?}, {warpgroups:?}, {splits} parts of K, {serial_parts} serial \
+             and {handed_parts} handed over, {order}, \
              {} pieces, {} shares, {signals} groups, {grid:?}, margin {sm_margin}",
             element.name(),
             layout.name(),

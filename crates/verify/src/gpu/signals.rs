@@ -27,7 +27,7 @@ use counterpoint_cuda::{
 
 /// M, N and K of the product whose tiles are read. Its elements are multiples of K, which bf16 has.
 const SIZE: [usize; 3] = [4096, 4096, 256];
-/// Operands that take turns: a tile of another round has other elements.
+/// Operands that alternate: a tile of another round has other elements.
 const TURNS: usize = 4;
 /// Multiprocessors that are left to those who read on the product's own GPU.
 const READERS: u32 = 16;

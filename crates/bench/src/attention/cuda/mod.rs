@@ -18,9 +18,9 @@ use serde_json::json;
 
 use super::{BACKWARD, FORWARD, OUT_OF_BOUNDS, Section, shape_text, verified};
 use crate::arguments::{BenchAttentionArguments, BenchKernels};
+use crate::interleaved::run_order;
 use crate::masks;
 use crate::pytorch::Peers;
-use crate::turns::turns;
 use peers::{PeerResult, PeerRow};
 use sizes::Sizes;
 
@@ -65,7 +65,7 @@ fn machine(kernels: BenchKernels) -> Result<CudaMachine, CudaError> {
     CudaMachine::new(vec![device], Timing::Off)
 }
 
-/// Seconds of a pass's runs, which take turns with those of peers.
+/// Seconds of a pass's runs, interleaved with those of peers.
 fn interleaved(
     case: &mut BenchCase<'_>,
     pass: BenchPass,
@@ -78,10 +78,10 @@ fn interleaved(
     }
     let mut seconds = Vec::new();
     for round in 0..sizes.iterations.div_ceil(peers::TIMED) {
-        for turn in turns(round, 1 + of_peers.len()) {
-            match turn.checked_sub(1) {
+        for next in run_order(round, 1 + of_peers.len()) {
+            match next.checked_sub(1) {
                 None => seconds.extend(case.seconds(pass, sizes.by(), peers::TIMED)?),
-                Some(at) => peers::take_turn(peers, of_peers[at]),
+                Some(at) => peers::run_one(peers, of_peers[at]),
             }
         }
     }

@@ -79,7 +79,7 @@ impl GemmCollectiveBench {
     }
 
     /// Times and checks one case under several policies, those that overlap a product with its own collective in these groups.
-    /// `between` is called behind each sample, while no rank runs: for others that take turns with these.
+    /// `between` is called behind each sample, while no rank runs: for others that are interleaved with these.
     ///
     /// # Errors
     /// Whatever ends a run; [`ExecError::Tensor`] for a type that GPUs do not multiply.

@@ -15,9 +15,9 @@ use super::repeats;
 use crate::arguments::{SearchArgument, TuneGemmArguments};
 
 /// How often each answer is measured, all of them interleaved: as often as there is time.
-const TURNS: [usize; 2] = [2, 5];
-/// Once turns have taken so long, they are enough.
-const TURNS_ENOUGH: Duration = Duration::from_millis(200);
+const ROUNDS: [usize; 2] = [2, 5];
+/// Once rounds have taken so long, they are enough.
+const ROUNDS_ENOUGH: Duration = Duration::from_millis(200);
 
 /// Runs of one sequence that have taken so long are enough: their median is as good as that of many short ones.
 const ENOUGH: Duration = Duration::from_millis(4);
@@ -99,11 +99,11 @@ impl Tuning<'_> {
                 trials.push((*policy, plan.clone(), f64::INFINITY));
             }
         }
-        let turning = Instant::now();
-        for turn in 0..TURNS[1] {
+        let begun = Instant::now();
+        for round in 0..ROUNDS[1] {
             // All processes end together.
-            let spent = processes.longest(turning.elapsed()).map_err(|source| CliError::Run { source })?;
-            if turn >= TURNS[0] && spent >= TURNS_ENOUGH {
+            let spent = processes.longest(begun.elapsed()).map_err(|source| CliError::Run { source })?;
+            if round >= ROUNDS[0] && spent >= ROUNDS_ENOUGH {
                 break;
             }
             sequential = sequential.min(alone.pass(&self.whole).map_err(failed)?);

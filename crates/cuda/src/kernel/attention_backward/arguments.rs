@@ -20,7 +20,7 @@ pub(super) struct BackwardParams {
 #[derive(Clone, Copy, Debug)]
 #[expect(clippy::large_enum_variant, reason = "one value at a time, which is copied to a launch")]
 pub(super) enum BackwardOrder {
-    Turns(BackwardTurns),
+    Fixed(BackwardTurns),
     Classes(BackwardClasses),
     /// Items are parts of a tile's query heads.
     Sums(BackwardClasses, BackwardSums),
@@ -38,7 +38,7 @@ pub(super) struct Then<A, B>(A, B);
 impl KernelArguments for BackwardParams {
     fn with_pointers<R>(&self, run: impl FnOnce(&mut [*mut c_void], &[usize]) -> R) -> R {
         match self.order {
-            BackwardOrder::Turns(turns) => self.with_order(turns, run),
+            BackwardOrder::Fixed(order) => self.with_order(order, run),
             BackwardOrder::Classes(classes) => self.with_order(classes, run),
             BackwardOrder::Sums(classes, sums) => self.with_order(Then(classes, sums), run),
             BackwardOrder::Alone(classes, alone) => self.with_order(Then(classes, alone), run),

@@ -15,7 +15,7 @@ use arguments::{
 };
 use counterpoint_mask::Range;
 use counterpoint_tiles::{Tile, TileClasses};
-use scratch::{Sums, Turns};
+use scratch::{DqOrderTables, Sums};
 use shape::{CLASSES, shape_of, stretch};
 pub(super) use source::specialisations;
 use source::{BackwardChoice, rows_source};
@@ -56,9 +56,9 @@ pub struct AttentionBackward {
     /// See [`rounds_overlapped`].
     rounds_overlapped: u32,
     /// How much of the list of slabs that are summed somebody rounds, and how long it is; of each slab and query head, how many
-    /// rows were added; that list; and of each counter of turns and query head, how many tiles have added.
+    /// rows were added; that list; and of each counter of the order and query head, how many tiles have added.
     progress: DeviceBuffer,
-    turns: Option<Turns>,
+    dq_order: Option<DqOrderTables>,
     /// Where CTAs wait for each other.
     waits: Option<CtaWaits>,
     classes: TileClasses,
@@ -106,9 +106,9 @@ impl AttentionBackward {
             return Err(refused("its kernels were not loaded".to_owned()));
         };
 
-        let turns = schedule.dq_turns().filter(|_| problem.deterministic);
-        let turns = turns.map(|turns| Turns::new(stream, &turns)).transpose()?;
-        let counters = turns.as_ref().map_or(0, |turns| turns.counters);
+        let dq_order = schedule.dq_order().filter(|_| problem.deterministic);
+        let dq_order = dq_order.map(|order| DqOrderTables::new(stream, &order)).transpose()?;
+        let counters = dq_order.as_ref().map_or(0, |order| order.counters);
         let stretch = stretch(schedule.tiles(), sums);
         // No buffer is empty.
         let mut coverage = schedule.walked_rows(choice.shape.rows as usize);
@@ -126,7 +126,7 @@ impl AttentionBackward {
             choice.half_heads().then(|| DeviceBuffer::from_slice(stream, &vec![0_u32; half_words]));
         let sums =
             choice.sums().then(|| Sums::new(stream, problem, schedule.tiles().len(), heads.parts as u32));
-        let missed = missed(turns.is_some(), halved_tiles, mode);
+        let missed = missed(dq_order.is_some(), halved_tiles, mode);
         let keys = |tile: &Tile| Range::new(tile.start as usize, tile.end as usize);
         let dq_rounding = if choice.rounds_dq() { None } else { DqRounding::new(stream, problem, mode)? };
         let zeroes_sums = mode.dq == DqBegin::Carried && mode.rounds_queries && dq_rounding.is_none();
@@ -145,7 +145,7 @@ impl AttentionBackward {
             rounds,
             rounds_overlapped: walk.rounds_overlapped,
             progress: DeviceBuffer::new(device, 4 * (ROUNDING + (2 * coverage.len() + counters) * heads_q))?,
-            turns,
+            dq_order,
             waits: missed.map(|what| CtaWaits::new(device, what)).transpose()?,
             classes: walk.classes,
             items: walk.items,
@@ -251,10 +251,10 @@ impl AttentionBackward {
             rows_q: self.problem.rows_q as u32,
             zeroes_sums: u32::from(self.zeroes_sums),
         };
-        let order = match &self.turns {
-            Some(turns) => BackwardOrder::Turns(BackwardTurns {
-                spans: turns.spans.address(),
-                begins: turns.begins.address(),
+        let order = match &self.dq_order {
+            Some(tables) => BackwardOrder::Fixed(BackwardTurns {
+                spans: tables.spans.address(),
+                begins: tables.begins.address(),
                 added,
                 ordered_from: if self.mode.dq == DqBegin::Sums { 1 } else { 2 },
                 num_tiles: self.schedule.tile_count(),
@@ -266,7 +266,7 @@ impl AttentionBackward {
         Ok(BackwardParams { all: self.arguments(tensors)?, rounding, order })
     }
 
-    /// The order of tiles that take no turns, with what else a kernel of such tiles has.
+    /// The order of tiles that add in any order, with what else a kernel of such tiles has.
     fn classes(&self, tensors: &BackwardTensors) -> BackwardOrder {
         let mut ends = [self.schedule.tile_count(); CLASSES];
         ends[..self.classes.ends.len()].copy_from_slice(&self.classes.ends);

@@ -17,7 +17,7 @@ const STRETCH: u32 = 8;
 /// Where tiles have no more blocks, all that their neighbours read of one head is in the cache anyway.
 const WHOLE_STRETCH: u32 = 32;
 
-/// Items that each CTA has of the key heads that it works on at a time, where additions take turns: fewer, and CTAs wait at the
+/// Items that each CTA has of the key heads that it works on at a time, where the order of additions is fixed: fewer, and CTAs wait at the
 /// beginning and at the end of each group of heads; more, and what tiles of one head share leaves the second level cache.
 const ITEMS_AT_A_TIME: usize = 7;
 
@@ -49,7 +49,7 @@ pub(super) enum KeyOwners {
 pub(super) enum DqSums {
     /// Whichever suit the mask, as they come.
     AsTheyCome,
-    /// The same in every run: tiles suit the mask, and take turns.
+    /// The same in every run: tiles suit the mask, and add in a fixed order.
     InOrder,
     /// The same for any number of stages: tiles also begin at multiples of their size, where stages are cut.
     AcrossStages,
@@ -152,7 +152,7 @@ impl BackwardShape {
         self.rows / self.ctas()
     }
 
-    /// The work of all CTAs. Where partial sums of dq take turns, blocks touch at multiples of their size.
+    /// The work of all CTAs. Where partial sums of dq are added in a fixed order, blocks touch at multiples of their size.
     pub(super) fn schedule(
         self,
         problem: &AttentionProblem,
@@ -185,7 +185,7 @@ pub(super) fn stretch(tiles: &[Tile], sums: DqSums) -> u32 {
     if most <= WHOLE_STRETCH && 2 * alike > tiles.len() { most.max(1) } else { STRETCH }
 }
 
-/// Key heads whose tiles CTAs take together where additions to dq take turns, out of `heads_kv` of so many `tiles` each.
+/// Key heads whose tiles CTAs take together where the order of additions to dq is fixed, out of `heads_kv` of so many `tiles` each.
 pub(super) fn heads_at_a_time(tiles: usize, heads_kv: usize, workers: usize) -> usize {
     let groups = heads_kv * tiles / (ITEMS_AT_A_TIME * workers.max(1));
     heads_kv.div_ceil(groups.clamp(1, heads_kv.max(1)))
@@ -266,7 +266,7 @@ mod tests {
             heads.parts
         };
         assert_eq!(parts("causal:16k", mode(true), |_| ()), 8);
-        // Short, even, in shares, in turns, with a softcap, and with one query head of a key head.
+        // Short, even, in shares, in a fixed order, with a softcap, and with one query head of a key head.
         assert_eq!(parts("causal:8k", mode(true), |_| ()), 1);
         assert_eq!(parts("full:16k", mode(true), |_| ()), 1);
         assert_eq!(parts("causal:16k", mode(false), |_| ()), 1);
@@ -362,7 +362,7 @@ mod tests {
             let schedule = shape.schedule(&problem, sums).unwrap();
             let mut starts: Vec<i32> = schedule.tiles().iter().map(|tile| tile.start).collect();
             starts.sort_unstable();
-            (starts, schedule.dq_turns().is_some())
+            (starts, schedule.dq_order().is_some())
         };
         assert_eq!(starts(DqSums::AcrossStages), (vec![0, 128, 256, 384], true));
         assert_eq!(starts(DqSums::InOrder), (vec![0, 100, 144, 272], true));

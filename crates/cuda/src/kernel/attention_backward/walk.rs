@@ -7,7 +7,7 @@ use super::source::{BackwardChoice, KeyGradients, ROWS_THREADS, SHARED_BYTES, TH
 use crate::kernel::{AttentionProblem, BackwardMode, blocks_of};
 use crate::{CudaError, Launch};
 
-const MISSED_TURN: &str = "a key tile waited in vain for its turn to add to dq, which is wrong now; run without deterministic mode, \
+const MISSED_ORDER: &str = "a key tile waited in vain for its turn to add to dq, which is wrong now; run without deterministic mode, \
                            and report this mask";
 const MISSED_HALF: &str = "a key tile waited in vain for the other half of its query heads, and its dk and dv are wrong now; run in \
                            deterministic mode, and report this mask";
@@ -45,7 +45,7 @@ impl Choice {
                 (false, _) => KeyGradients::Shares,
             },
             softcap: problem.softcap.is_some(),
-            turns: problem.deterministic,
+            fixed_order: problem.deterministic,
         };
         Ok(Self { choice, sums, heads, schedule })
     }
@@ -108,9 +108,9 @@ pub(super) fn rows_launch(problem: &AttentionProblem, clears: bool, workers: u32
 }
 
 /// What is said where a CTA never did what another waited for; `None` where nobody waits.
-pub(super) fn missed(has_turns: bool, halved_tiles: usize, mode: BackwardMode) -> Option<&'static str> {
-    match (has_turns, halved_tiles) {
-        (true, _) => Some(MISSED_TURN),
+pub(super) fn missed(is_ordered: bool, halved_tiles: usize, mode: BackwardMode) -> Option<&'static str> {
+    match (is_ordered, halved_tiles) {
+        (true, _) => Some(MISSED_ORDER),
         (false, 0) if !mode.rounds_queries => None,
         (false, 0) => Some(MISSED_SLAB),
         (false, _) => Some(MISSED_HALF),

@@ -153,7 +153,7 @@ impl GemmGatherSpec {
 
     /// Pieces in which a rank's rows leave at once, and the bytes of one; `None` where they go block by block.
     fn pieces(&self) -> Option<[u32; 2]> {
-        /// Pieces that small ones are: each ends with fences, which take turns.
+        /// Pieces that small ones are: each ends with fences, which follow each other.
         const FEW: usize = 32;
         /// Shared memory that a CTA has for one (`GemmShared::staging`).
         const MOST_BYTES: usize = 32 << 10;

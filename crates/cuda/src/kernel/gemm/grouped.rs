@@ -87,7 +87,7 @@ impl GroupedGemm {
         let GemmShape { columns, warpgroups, .. } = shape;
         let (layout, element) = (spec.layout, spec.element);
         let choice =
-            GemmChoice { columns, layout, element, ends: GemmEnds::OfProblems, warpgroups, hands: 1 };
+            GemmChoice { columns, layout, element, ends: GemmEnds::OfProblems, warpgroups, handed_parts: 1 };
         let function = device.function(&choice.source())?;
         let launch = |clusters: u32| {
             Launch::linear(2 * clusters, GemmShape::THREADS)
@@ -166,8 +166,8 @@ impl GroupedGemm {
             wait: WaitLimit::NONE,
             unit_count: self.units,
             splits: 1,
-            turns: 1,
-            hands: 1,
+            serial_parts: 1,
+            handed_parts: 1,
             // Of every tile by itself.
             k_blocks: 0,
             n: spec.n as u32,

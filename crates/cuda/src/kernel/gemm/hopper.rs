@@ -55,7 +55,7 @@ pub(super) fn launch(
     ends: GemmEnds,
     units: u32,
 ) -> Result<(Launch, u32), CudaError> {
-    let (of_cluster, items) = (2 * shape.splits, units * shape.hands);
+    let (of_cluster, items) = (2 * shape.splits, units * shape.handed_parts);
     // What takes part in a collective holds all multiprocessors anyway, so it may do so as they become free.
     let start = if ends == GemmEnds::Memory { LaunchStart::AfterPrevious } else { LaunchStart::Overlapping };
     let launch = |clusters: u32| {
@@ -71,7 +71,7 @@ pub(super) fn launch(
         GemmGrid::Persistent => {
             let left = function.device().sm_count().saturating_sub(spec.sm_margin) / of_cluster;
             // Who hands over and who takes come from whole pairs of clusters.
-            items.min(left.min(most) / shape.hands * shape.hands).max(shape.hands)
+            items.min(left.min(most) / shape.handed_parts * shape.handed_parts).max(shape.handed_parts)
         }
         GemmGrid::PerUnit => items,
     };
@@ -121,8 +121,8 @@ impl Gemm {
             wait: self.waits.as_ref().map_or(WaitLimit::NONE, CtaWaits::limit),
             unit_count: self.unit_list.len() as u32,
             splits: shape.splits,
-            turns: shape.turns,
-            hands: shape.hands,
+            turns: shape.serial_parts,
+            hands: shape.handed_parts,
             k_blocks: spec.size.k.div_ceil(64) as u32,
             n: spec.size.n as u32,
             n_whole: self.columns_by_tma() as u32,

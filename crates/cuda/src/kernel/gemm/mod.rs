@@ -34,8 +34,8 @@ use super::{CtaWaits, Specialisation};
 use crate::layout::SharedLayout;
 use crate::{CudaError, Device, DeviceBuffer, Function, Launch, Stream};
 
-/// A matrix product, prepared to run many times, on Hopper by warpgroups and elsewhere by warps (mma.sync). One run at a time where parts of its k take turns ([`GemmShape::turns`]) or are
-/// handed over ([`GemmShape::hands`]): the memory for what is kept of the first is its own.
+/// A matrix product, prepared to run many times, on Hopper by warpgroups and elsewhere by warps (mma.sync). One run at a time
+/// where parts of its k follow each other ([`GemmShape::serial_parts`]) or are handed over ([`GemmShape::handed_parts`]): the memory for what is kept of the first is its own.
 ///
 /// The bits of a result depend on the spec's sizes, types and layout and on the GPU's number of multiprocessors, and on
 /// nothing else: not on the epilogue (but for what it adds), where rows come from and go, the order, the signals, the grid or the
@@ -148,9 +148,16 @@ impl Gemm {
         let source = match shape.is_portable() {
             true => portable::source(shape, spec.layout, spec.element, device.arch()),
             false => {
-                let GemmShape { columns, warpgroups, hands, .. } = shape;
-                GemmChoice { columns, layout: spec.layout, element: spec.element, ends, warpgroups, hands }
-                    .source()
+                let GemmShape { columns, warpgroups, handed_parts, .. } = shape;
+                GemmChoice {
+                    columns,
+                    layout: spec.layout,
+                    element: spec.element,
+                    ends,
+                    warpgroups,
+                    handed_parts,
+                }
+                .source()
             }
         };
         let function = device.function(&source)?;
@@ -167,13 +174,13 @@ impl Gemm {
         };
         let tiles = DeviceBuffer::from_slice(stream, &tiles)?;
         let tile_bytes = TILE_ROWS * shape.columns as usize * size_of::<f32>();
-        let keeping = match (shape.turns, shape.hands) {
+        let keeping = match (shape.serial_parts, shape.handed_parts) {
             (1, 1) => 0,
             (_, 1) => ctas as usize,
             _ => 2 * unit_list.len(),
         };
         let kept = DeviceBuffer::new(device, keeping * tile_bytes)?;
-        let hands_over = shape.hands > 1;
+        let hands_over = shape.handed_parts > 1;
         let handed = DeviceBuffer::from_slice(stream, &vec![0u32; if hands_over { keeping } else { 0 }])?;
         let waits = hands_over.then(|| CtaWaits::new(device, MISSED_HAND)).transpose()?;
         Ok(Self {

@@ -171,8 +171,8 @@ impl GemmReduceSpec {
 
 impl GemmReduce {
     /// The shapes that it can have on a device, the one that is estimated to be the fastest first: those of the product by
-    /// itself in its pass, whose units lie within one rank's, or, where those are no tile, within one row of tiles. Parts of k take
-    /// turns or are handed over, since what is sent of a tile ends in one CTA, and warpgroups compute each tile together.
+    /// itself in its pass, whose units lie within one rank's, or, where those are no tile, within one row of tiles. Parts of k follow
+    /// each other or are handed over, since what is sent of a tile ends in one CTA, and warpgroups compute each tile together.
     ///
     /// # Errors
     /// [`CudaError::Launch`] when no kernel takes it.
@@ -180,7 +180,7 @@ impl GemmReduce {
         check_arch(device)?;
         spec.check().map_err(refused)?;
         let (rows, shards) = (spec.own_rows(), spec.shards());
-        // Both tiles of a unit take turns in the ring for what comes of them, or neither.
+        // Both tiles of a unit alternate in the ring for what comes of them, or neither.
         let fits = |shape: &GemmShape| match shards {
             1 => shape.pair == TilePair::Columns,
             _ => rows.is_multiple_of(shape.unit()[0]),

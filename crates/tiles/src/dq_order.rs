@@ -29,14 +29,14 @@ pub struct TurnSpan {
 /// has one span a block, or one for each document in it; the spans of a schedule are as many as its runs change from tile to
 /// tile, not as many as its blocks.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct DqTurns {
+pub struct DqOrder {
     spans: Vec<TurnSpan>,
     /// Of each block its first span, and the number of all spans.
     begins: Vec<u32>,
     counters: u32,
 }
 
-impl DqTurns {
+impl DqOrder {
     /// The spans of all blocks, block after block, ascending in each.
     pub fn spans(&self) -> &[TurnSpan] {
         &self.spans
@@ -66,7 +66,7 @@ impl DqTurns {
 impl TileSchedule {
     /// The order of additions to dq. `None` unless the schedule is one of a backward whose blocks are aligned: other blocks
     /// do not meet each other in rows.
-    pub fn dq_turns(&self) -> Option<DqTurns> {
+    pub fn dq_order(&self) -> Option<DqOrder> {
         if self.config.direction != TileDirection::Backward || self.config.blocks != TilePlacement::Aligned {
             return None;
         }
@@ -115,7 +115,7 @@ impl TileSchedule {
         for index in 0..opened.len() {
             begins[index + 1] += begins[index];
         }
-        Some(DqTurns { spans, begins, counters })
+        Some(DqOrder { spans, begins, counters })
     }
 }
 

@@ -1,4 +1,4 @@
-"""Runs that take turns with those of another program, which says when: a GPU at its power limit is a tenth slower at one time than
+"""Runs that are interleaved with those of another program, which says when: a GPU at its power limit is a tenth slower at one time than
 at another, so what is compared has to run side by side.
 
 The program writes requests to every rank's standard input, a JSON object a line, and each rank answers with a line on its standard
