@@ -248,7 +248,7 @@ def rates(ranks: Ranks, group: cp.Group, case: Case, dtype: torch.dtype, given: 
         except (NotImplementedError, RuntimeError, ImportError, TypeError, ValueError) as reason:
             notes[name] = first_line(reason).removeprefix("NotImplementedError: ")
     way.results = []
-    ranks.settle()
+    ranks.synchronize()
     half = max(2, given.rounds // 2)
     times: dict[str, dict[str, list[float]]] = {"forward": {}, "backward": {}}
 
@@ -329,7 +329,7 @@ def waits(ranks: Ranks, step: Call) -> list[dict[str, Any]]:
         with record_function("prepared steps"):
             for _ in range(10):
                 step()
-        ranks.settle()
+        ranks.synchronize()
     events = list(profiler.events() or ())
     spans = [event.time_range for event in events if event.name == "prepared steps" and "CPU" in str(event.device_type)]
     inside = [event.name for event in events if any(span.start <= event.time_range.start < span.end for span in spans)]

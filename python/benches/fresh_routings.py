@@ -27,7 +27,7 @@ STEPS = 16
 WARM_UPS = 4
 
 
-def measure(group: Any, device: torch.device, arguments: Any, meet: Callable[[], None]) -> list[dict[str, Any]]:
+def measure(group: Any, device: torch.device, arguments: Any, barrier: Callable[[], None]) -> list[dict[str, Any]]:
     """Rows of the table."""
     is_local, dtype = isinstance(group, cp.LocalGroup), torch.bfloat16 if device.type == "cuda" else torch.float32
     sizes = (arguments.hidden, arguments.inner)
@@ -39,7 +39,7 @@ def measure(group: Any, device: torch.device, arguments: Any, meet: Callable[[],
     def timed(what: str, call: Callable[[], Any], is_kept: bool) -> Any:
         if device.type == "cuda":
             torch.cuda.synchronize()
-        meet()
+        barrier()
         began = time.perf_counter()
         made = call()
         if is_kept:

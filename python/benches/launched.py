@@ -95,10 +95,10 @@ class Ranks:
 
     def barrier(self) -> None:
         """Waits for the hosts of all ranks, whose GPUs do nothing then."""
-        self.settle()
+        self.synchronize()
         dist.barrier(group=self.hosts)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Waits for this rank's device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()

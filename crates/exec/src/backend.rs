@@ -78,7 +78,7 @@ pub trait Backend: Clone + Send + Sync {
     /// Bytes that can still be allocated, where that is known; not all of them, where they are as many as `needed`.
     fn available_memory(&self, needed: u64) -> Option<u64>;
 
-    /// A new tensor: zeros if it is [`Carried`](counterpoint_schedule::BufferRole::Carried), otherwise contents arbitrary.
+    /// A new tensor: zeros if it is [`Persistent`](counterpoint_schedule::BufferRole::Persistent), otherwise contents arbitrary.
     ///
     /// # Errors
     /// [`ExecError::OutOfMemory`] when it cannot fit.

@@ -167,7 +167,7 @@ fn on_gpus(machine: Machine, extent: Extent, parts: &mut Vec<Part>) {
     add(&[G::NcclLinear], light, When::Compiled, 2, several);
     add(&[G::NcclSignalled], light, When::Compiled, 1, several && hopper);
     add(attention, any, When::Compiled, shares, true);
-    add(&[G::ProcessCrossing], jobs, When::AtOnce, 1, several);
+    add(&[G::ProcessNodes], jobs, When::AtOnce, 1, several);
     add(&[G::NvlinkFaults], light, When::AtOnce, if full { 2 } else { 1 }, true);
     add(&[G::CopyEngineFaults], light, When::AtOnce, if full { 2 } else { 1 }, true);
     add(&[G::NcclCollectives], light, When::Compiled, 1, several);

@@ -224,7 +224,7 @@ impl<'a> Bench<'a> {
             }
             for case in &cases {
                 section.findings.extend(case.traffic_text(self, name));
-                section.findings.extend(case.crossing_text(self, name));
+                section.findings.extend(case.inter_node_text(self, name));
                 section.wrong.extend(case.miscounted(name));
             }
         }

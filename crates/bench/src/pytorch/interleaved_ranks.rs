@@ -69,7 +69,7 @@ impl InterleavedRanks {
         Ok(of_ranks.into_iter().next().unwrap_or_default())
     }
 
-    /// Runs a way of the case once, for which devices are held back for `hold` seconds: seconds of the slowest rank, and those in which
+    /// Runs a way of the case once, for which devices are held for `hold` seconds: seconds of the slowest rank, and those in which
     /// the slowest host enqueued it.
     pub(super) fn run(&mut self, variant: usize, hold: f64) -> Result<[f64; 2], CliError> {
         let of_ranks: Vec<[f64; 2]> = self.ask(&json!({ "run": variant, "hold": hold }))?;

@@ -21,7 +21,7 @@ pub(crate) struct PeerVariant<T> {
 }
 
 impl<T> PeerVariant<T> {
-    /// How long devices are held back, on all ranks alike: half as long again as hosts took lately.
+    /// How long devices are held, on all ranks alike: half as long again as hosts took lately.
     fn hold(&self) -> f64 {
         let known = self.enqueued.iter().copied().fold(0.0, f64::max);
         if self.enqueued.is_empty() { FIRST_HOLD } else { (1.5 * known).min(LONGEST_HOLD) }
@@ -36,7 +36,7 @@ impl<T> PeerVariant<T> {
     }
 }
 
-/// Seconds for which the first run is held back, which makes more ready than others.
+/// Seconds for which the first run is held, which makes more ready than others.
 const FIRST_HOLD: f64 = 1e-3;
 /// A host that took longer was held up by something else.
 const LONGEST_HOLD: f64 = 5e-3;

@@ -100,7 +100,7 @@ struct Ends {
     compute: f64,
     travel: f64,
     back: f64,
-    /// When the link has carried what it was given: reductions and their ways back share it.
+    /// When the link has moved what it was given: reductions and their ways back share it.
     link: f64,
     /// When the last collective of sums started.
     started: f64,
@@ -228,7 +228,7 @@ impl PassCosts {
         ends.compute = self.compute_until(begin, seconds, busy_until);
         if self.takes_workers() {
             ends.started = ends.travel.max(ends.compute);
-            ends.travel = self.carry(&mut ends.link, ends.started, &self.travel, waves);
+            ends.travel = self.moved_by(&mut ends.link, ends.started, &self.travel, waves);
             if self.collective == GemmCollective::AllReduce {
                 ends.pending = waves;
             }
@@ -240,7 +240,7 @@ impl PassCosts {
             ends = self.send_back(ends, reduced);
         }
         ends.started = ends.travel.max(ends.compute);
-        ends.travel = self.carry(&mut ends.link, ends.started, &self.travel, waves);
+        ends.travel = self.moved_by(&mut ends.link, ends.started, &self.travel, waves);
         ends = self.send_back(ends, reduced);
         if self.collective == GemmCollective::AllReduce {
             ends.pending = waves;
@@ -256,7 +256,7 @@ impl PassCosts {
     /// Where a product ends at `at`, sums travel back that have been reduced under it; those whose reduction starts there are next.
     fn send_back_at_end(&self, mut ends: Ends, at: f64) -> Ends {
         if ends.reduced > 0 {
-            ends.back = self.carry(&mut ends.link, ends.back.max(at), &self.back, ends.reduced);
+            ends.back = self.moved_by(&mut ends.link, ends.back.max(at), &self.back, ends.reduced);
         }
         (ends.reduced, ends.pending) = (ends.pending, 0);
         ends
@@ -266,15 +266,15 @@ impl PassCosts {
     fn send_back(&self, mut ends: Ends, reduced: f64) -> Ends {
         if ends.pending > 0 {
             let begin = ends.back.max(reduced);
-            ends.back = self.carry(&mut ends.link, begin, &self.back, ends.pending);
+            ends.back = self.moved_by(&mut ends.link, begin, &self.back, ends.pending);
             ends.pending = 0;
         }
         ends
     }
 
-    /// When the link has carried so many waves of a collective that starts at `begin`: what comes before a byte moves may run
+    /// When the link has moved so many waves of a collective that starts at `begin`: what comes before a byte moves may run
     /// while others use the link.
-    fn carry(&self, link: &mut f64, begin: f64, table: &[f64], waves: usize) -> f64 {
+    fn moved_by(&self, link: &mut f64, begin: f64, table: &[f64], waves: usize) -> f64 {
         if self.link == LinkUse::Apart {
             return begin + table[waves];
         }

@@ -143,7 +143,7 @@ proptest! {
                 crossed += if index == 0 { rows } else { 0 };
             }
         }
-        prop_assert_eq!(two_level.crossing_rows(), crossed);
+        prop_assert_eq!(two_level.inter_node_rows(), crossed);
         let whole = |rank: &RankPlan| StagePlan {
             recv_ranges: rank.backward.iter().flat_map(|stage| &stage.recv_ranges).copied().collect(),
             own_rows: rank.backward.iter().map(|stage| stage.own_rows).sum(),
@@ -152,8 +152,8 @@ proptest! {
         let whole: Vec<StagePlan> = plan.ranks.iter().map(whole).collect();
         let parts: Vec<&TwoLevelPart> = two_level.whole.iter().collect();
         let once = check_stage(&plan, &whole.iter().collect::<Vec<_>>(), &parts, &topology);
-        prop_assert!(once <= two_level.backward_crossing_rows());
-        prop_assert!(crossed <= plan.flat_crossing_rows(&topology));
+        prop_assert!(once <= two_level.backward_inter_node_rows());
+        prop_assert!(crossed <= plan.flat_inter_node_rows(&topology));
         if topology.nodes() == 1 {
             prop_assert_eq!(crossed, 0);
             for (rank, parts) in plan.ranks.iter().zip(&two_level.forward) {

@@ -102,8 +102,8 @@ impl Backward {
             dq: match op.accumulate_dq {
                 Accumulate::Continue => DqBegin::Sums,
                 // A copy that is padded is this operation's own, and not zero before the first run.
-                Accumulate::Start if prepare.spec(op.dq).role == BufferRole::Carried && dq.is_whole() => {
-                    DqBegin::Carried
+                Accumulate::Start if prepare.spec(op.dq).role == BufferRole::Persistent && dq.is_whole() => {
+                    DqBegin::Persistent
                 }
                 Accumulate::Start => DqBegin::Anything,
             },

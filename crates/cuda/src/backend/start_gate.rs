@@ -10,7 +10,7 @@ use crate::kernel::StartHold;
 use crate::sync::lock;
 use crate::{CudaError, Device, Event, Stream, StreamPriority};
 
-/// What holds back the ranks of a process until all of them are enqueued: a kernel that does nothing for a while, which the streams
+/// What holds the ranks of a process until all of them are enqueued: a kernel that does nothing for a while, which the streams
 /// of all ranks wait for. Not a wait for the host, which might itself be held up by a device that waits.
 ///
 /// It lasts longer than enqueueing took lately. A rank that waits for one that is not yet enqueued would make the run longer, which no
@@ -21,7 +21,7 @@ pub(crate) struct StartGate {
     pace: Arc<StartPace>,
 }
 
-/// What decides how long ranks are held back: for those of a process that waits for others, one for all that it runs, because they agree
+/// What decides how long ranks are held: for those of a process that waits for others, one for all that it runs, because they agree
 /// before it is known what that will be.
 #[derive(Default)]
 pub(crate) struct StartPace {
@@ -47,7 +47,7 @@ enum RunIndex {
 }
 
 /// On a stream of their own: what else is enqueued to be done at once, such as the mark that a run's times are measured from, must not be
-/// held back.
+/// held.
 struct Hold {
     stream: Stream,
     kernel: StartHold,
@@ -67,7 +67,7 @@ impl StartGate {
     }
 
     /// Has what is enqueued on `streams` from now on start together, once there was time to enqueue it. A rank that is alone, and whose
-    /// process has agreed on nothing with others, is not held back.
+    /// process has agreed on nothing with others, is not held.
     pub(crate) fn hold(&self, device: &Device, ranks: usize, streams: &[&Stream]) -> Result<(), CudaError> {
         let mut hold = lock(&self.hold);
         if !self.pace.holds(ranks) {
@@ -88,14 +88,14 @@ impl StartGate {
         streams.iter().try_for_each(|stream| stream.wait(passed))
     }
 
-    /// All of the run that was held back is enqueued.
+    /// All of the run that was held is enqueued.
     pub(crate) fn enqueued(&self) {
         lock(&self.pace.enqueueing).end();
     }
 }
 
 impl StartPace {
-    /// How long the rank of this process would have the next run held back.
+    /// How long the rank of this process would have the next run held.
     pub(crate) fn wish(&self) -> Duration {
         lock(&self.enqueueing).hold_of(1)
     }
@@ -105,12 +105,12 @@ impl StartPace {
         *lock(&self.agreed) = Some(start);
     }
 
-    /// Whether a run of so many ranks is held back.
+    /// Whether a run of so many ranks is held.
     fn holds(&self, ranks: usize) -> bool {
         ranks > 1 || lock(&self.agreed).is_some()
     }
 
-    /// How long, from `now` on, so many ranks are held back.
+    /// How long, from `now` on, so many ranks are held.
     fn begin(&self, ranks: usize, index: RunIndex, now: Instant) -> Duration {
         let agreed = lock(&self.agreed).take();
         let mut enqueueing = lock(&self.enqueueing);
@@ -131,7 +131,7 @@ impl StartPace {
 }
 
 impl Enqueueing {
-    /// How long so many ranks are to be held back.
+    /// How long so many ranks are to be held.
     fn hold_of(&self, ranks: usize) -> Duration {
         let known = self.lately.iter().max().copied().or(self.first).map(|longest| longest * 3 / 2);
         known.unwrap_or_default().max(OF_A_RANK * ranks as u32).min(LONGEST)

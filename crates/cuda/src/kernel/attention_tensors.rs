@@ -181,7 +181,7 @@ pub enum DqBegin {
     /// Anything: sums begin at zero.
     Anything,
     /// Zeros before the first launch, and then what the last launch of the same value has left: sums begin at zero.
-    Carried,
+    Persistent,
     /// Sums, which are gone on with.
     Sums,
 }

@@ -236,7 +236,7 @@ impl CudaTransport {
         });
         let input = staged_input(self.rank, staged, &inputs, &received.staging, &received.memory);
         place.launch(queue, backend.left_to_communication(), input, &outputs, &placed)?;
-        placed.settle(queue)?;
+        placed.record_rest(queue)?;
         Ok(())
     }
 

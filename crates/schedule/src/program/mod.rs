@@ -88,7 +88,7 @@ pub enum BufferRole {
     Scratch,
     /// Zeros before the first run, and then what the last run has left: for sums that whoever reads them last sets to zero again,
     /// where that is cheaper than to begin with it. Nobody runs the Program again after a run that failed.
-    Carried,
+    Persistent,
 }
 
 /// A dense row-major tensor.
@@ -199,7 +199,7 @@ impl Program {
     /// computation itself waits for other ranks while it holds all workers: another call's collective would then find none on one
     /// rank and run first on another. Nor may a run need what the one before leaves to it.
     pub fn overlaps_other_calls(&self) -> bool {
-        let carries = |spec: &BufferSpec| spec.role == BufferRole::Carried;
-        !self.ops.iter().any(|op| matches!(op.op, Op::Fused(_))) && !self.buffers.iter().any(carries)
+        let persists = |spec: &BufferSpec| spec.role == BufferRole::Persistent;
+        !self.ops.iter().any(|op| matches!(op.op, Op::Fused(_))) && !self.buffers.iter().any(persists)
     }
 }

@@ -30,7 +30,7 @@ pub(super) struct Rank<'a> {
     pub(super) computing: Vec<Computing>,
     /// Seconds of all computations so far, had nothing slowed them.
     pub(super) computed_seconds: f64,
-    /// When each port has carried what it was given.
+    /// When each port has moved what it was given.
     pub(super) port_free: [f64; 2],
 }
 

@@ -136,13 +136,13 @@ fn two_levels_cross_once() {
             programs.iter().map(|program| program.inter_node_bytes(&topology)).sum()
         };
         let [flat_forward, flat_backward, _] = programs(&flat, &spec, "concurrent");
-        let rows = flat.flat_crossing_rows(&topology);
+        let rows = flat.flat_inter_node_rows(&topology);
         assert_eq!(bytes(&flat_forward), rows * spec.kv_row_bytes() as u64);
         let both = flat.over_nodes(&topology);
         for policy in POLICIES {
             let [forward, backward, deterministic] = programs(&both, &spec, policy);
-            assert_eq!(bytes(&forward), exchange.crossing_rows() * spec.kv_row_bytes() as u64);
-            let there = exchange.backward_crossing_rows();
+            assert_eq!(bytes(&forward), exchange.inter_node_rows() * spec.kv_row_bytes() as u64);
+            let there = exchange.backward_inter_node_rows();
             let whole = exchange.whole.iter().map(|part| part.inter.send_rows()).sum();
             // One order for any number of stages wants exact shares.
             for (programs, back, spec) in [(&backward, there, &spec), (&deterministic, whole, &exact)] {

@@ -1,4 +1,4 @@
-//! Where states, sums of gradients and results are made, carried and written.
+//! Where states, sums of gradients and results are made, kept and written.
 
 use counterpoint_cost::{CostModel, WorkerSharing};
 use counterpoint_plan::*;
@@ -51,10 +51,10 @@ fn a_single_stage_writes_results_at_once() {
     assert!(states > 0, "some rank needs keys of others");
 }
 
-/// The sums of dq are carried from run to run where one operation begins and rounds them, which may then leave zeros; where stages add
+/// The sums of dq persist from run to run where one operation begins and rounds them, which may then leave zeros; where stages add
 /// in turn they are scratch.
 #[test]
-fn sums_of_one_operation_are_carried() {
+fn sums_of_one_operation_persist() {
     let spec = spec(DType::Bf16, 0);
     let (one, two) = (mask(&[500]), mask(&[400, 300, 300]));
     let plans = [plan(&one, 1, 64, 1), plan(&two, 2, 64, 0), plan(&two, 3, 64, 3)];
@@ -63,7 +63,7 @@ fn sums_of_one_operation_are_carried() {
         let ops: Vec<&AttentionBackward> = program.ops.iter().filter_map(|op| op.op.backward()).collect();
         let Some(first) = ops.first() else { continue };
         let alone = ops.len() == 1;
-        let role = if alone { BufferRole::Carried } else { BufferRole::Scratch };
+        let role = if alone { BufferRole::Persistent } else { BufferRole::Scratch };
         assert_eq!(program.buffers[first.dq.0].role, role);
         assert!(ops.iter().all(|op| op.dq == first.dq));
         assert!(!alone || (first.accumulate_dq == Accumulate::Start && first.rounded_dq.is_some()));

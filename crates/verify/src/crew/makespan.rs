@@ -34,7 +34,7 @@ fn seconds(group: Group) -> f64 {
         G::ProcessLayers => 26.0,
         // With nothing else.
         G::ProcessStops => 10.0,
-        G::ProcessCrossing => 8.0,
+        G::ProcessNodes => 8.0,
         G::ProcessDeaths | G::ProcessLateDeaths => 9.0,
         G::ProcessMemory | G::ProcessBitsAfter => 4.0,
         G::NcclLinear => 69.0,

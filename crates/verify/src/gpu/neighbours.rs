@@ -29,7 +29,7 @@ const BLOCKS: usize = 16;
 const LIMIT: Duration = Duration::from_secs(30);
 /// Rounds after which the host waits.
 const BATCH: usize = 50;
-/// How long a call or a neighbour is held back, at most.
+/// How long a call or a neighbour is held, at most.
 const MOST_DELAY: Duration = Duration::from_micros(150);
 
 /// Forwards and backwards of attention, each concurrently with a phase of the neighbour's kernels: in a random order on every rank, with random

@@ -105,7 +105,7 @@ impl<'a> Line<'a> {
         for &chunk in &taken {
             self.left[self.stretch_of[chunk as usize] as usize].chunks -= 1;
         }
-        self.settle();
+        self.place_rest();
         taken
     }
 
@@ -143,7 +143,7 @@ impl<'a> Line<'a> {
 
     /// Moves what is left of the two stretches at the ends of the line to where its mean area belongs. A causal document
     /// that lost its tail is lighter than before, one that lost its head is heavier.
-    fn settle(&mut self) {
+    fn place_rest(&mut self) {
         if self.front == self.chunks.len() {
             return;
         }

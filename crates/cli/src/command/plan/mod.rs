@@ -242,12 +242,12 @@ impl PlanReport<'_> {
         let _ = writeln!(out, "\nkey rows that a rank receives, mean, and as a multiple of this plan's:");
         out.push_str(&comparison_table(plan.cp_size(), &rows, &style));
         if self.config.topology.nodes() > 1 {
-            let crossing = plan.two_level.as_ref().map_or(0, TwoLevelExchange::crossing_rows);
+            let inter_node = plan.two_level.as_ref().map_or(0, TwoLevelExchange::inter_node_rows);
             let _ = writeln!(
                 out,
                 "\nbetween nodes: {} key rows in all, each once for a node that needs it in a stage ({} if every rank fetched for itself)",
-                format_count(crossing),
-                format_count(plan.flat_crossing_rows(&self.config.topology)),
+                format_count(inter_node),
+                format_count(plan.flat_inter_node_rows(&self.config.topology)),
             );
         }
         let _ = writeln!(out);

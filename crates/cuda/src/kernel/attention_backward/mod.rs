@@ -129,7 +129,7 @@ impl AttentionBackward {
         let missed = missed(dq_order.is_some(), halved_tiles, mode);
         let keys = |tile: &Tile| Range::new(tile.start as usize, tile.end as usize);
         let dq_rounding = if choice.rounds_dq() { None } else { DqRounding::new(stream, problem, mode)? };
-        let zeroes_sums = mode.dq == DqBegin::Carried && mode.rounds_queries && dq_rounding.is_none();
+        let zeroes_sums = mode.dq == DqBegin::Persistent && mode.rounds_queries && dq_rounding.is_none();
         let clears = mode.dq != DqBegin::Sums && !zeroes_sums;
         Ok(Self {
             function,
