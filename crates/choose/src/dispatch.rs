@@ -338,7 +338,7 @@ fn closeness(topology: &Topology) -> f64 {
     if topology.nodes() > 1 { 2.0 } else { 1.25 }
 }
 
-/// Transports of the device that is modelled: one whose kernels walk tiles is a GPU.
+/// Transports of the device that is modelled: one whose kernels compute tiles is a GPU.
 pub fn modelled_transports(topology: &Topology, cost: &CostModel) -> &'static [RankTransport] {
     match cost.tiles {
         Some(_) => RankTransport::of_gpus(topology),

@@ -53,7 +53,7 @@ pub struct CostModel {
     /// What overlapping work takes from each other; without it, nothing.
     #[serde(default)]
     pub sharing: Option<WorkerSharing>,
-    /// What attention kernels cost by the tiles that they walk; without it time is in proportion to unmasked pairs.
+    /// What attention kernels cost by the tiles that they compute; without it time is in proportion to unmasked pairs.
     #[serde(default)]
     pub tiles: Option<TileCosts>,
 }

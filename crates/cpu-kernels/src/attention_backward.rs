@@ -159,7 +159,7 @@ where
         reached: Reached::default(),
     };
     let begin = |block: &Block<'_, G>| order.begin(block.head, block.index);
-    let walk = |keys: KeyRows<'_, T>, blocks: Vec<Block<'_, G>>| {
+    let compute = |keys: KeyRows<'_, T>, blocks: Vec<Block<'_, G>>| {
         let scoring = Scoring::new(args.scale, args.softcap);
         let (q, dout, lse, delta) = (args.q, args.dout, args.lse, args.delta);
         let inputs = Inputs { shape, q, keys, dout, lse, delta, scoring };
@@ -197,8 +197,8 @@ where
             }
         });
     };
-    walk(own, blocks);
-    arrived(&mut |k, v| walk(own.with_arrived(&shape, k, v), std::mem::take(&mut waiting)))
+    compute(own, blocks);
+    arrived(&mut |k, v| compute(own.with_arrived(&shape, k, v), std::mem::take(&mut waiting)))
 }
 
 impl<T: Element> Inputs<'_, T> {

@@ -67,7 +67,7 @@ pub use summary::{CommSummary, PlanSummary, RankSummary, StageSummary};
 pub use topology::Topology;
 pub use transformer::{LayerLinear, TransformerSpec};
 
-/// Rows of a key block, the step in which kernels walk keys. Stages are cut only at multiples of it (counted along a
+/// Rows of a key block, the step in which kernels loop over keys. Stages are cut only at multiples of it (counted along a
 /// rank's received rows in their order), so that every kernel block, and with it every bit of a deterministic result, is the same for
 /// any number of stages.
 pub const KEY_BLOCK: usize = 128;

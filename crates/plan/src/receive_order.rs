@@ -5,7 +5,7 @@
 //! layers of about equal length, a rank receives layer by layer, of all owners, and within a layer it starts after its own
 //! rows. Layers are cut in the owner's rows, so that all receivers cut at the same ones and pieces stay few.
 //!
-//! But each layer cuts documents, and kernels of GPUs walk blocks that end with every piece. Where rows come much sooner than they
+//! But each layer cuts documents, and kernels of GPUs loop over blocks that end with every piece. Where rows come much sooner than they
 //! can be used, nobody waits for a busy owner, and there is one layer.
 //!
 //! The order depends on the mask, the dispatch and the kind of machine. It is the same for any number of stages, and so are the bits of
@@ -25,7 +25,7 @@ pub const MOST_LAYERS: usize = 8;
 /// many pieces.
 const MOST_PIECES: usize = 256;
 
-/// An owner's rows of a layer are not cut shorter than this: kernels walk them block by block.
+/// An owner's rows of a layer are not cut shorter than this: kernels loop over them block by block.
 const LEAST_LAYER_ROWS: usize = 4 * KEY_BLOCK;
 
 /// Rows of one owner in one layer.

@@ -65,7 +65,7 @@ pub(crate) struct KeySegment {
 }
 
 /// Segments that a band crosses, for every stretch of the buffers, from which on the columns that all its rows see are looked
-/// up stretch by stretch: two searches in each then cost less than a walk.
+/// up stretch by stretch: two searches in each then cost less than a loop.
 const WALKED_SEGMENTS: usize = 4;
 
 /// Segments that lie in one stage's buffer one after the other, their global rows ascending.
@@ -74,20 +74,20 @@ type Stretch = Vec<KeySegment>;
 /// Cuts `work` (local rows, global columns) into stages: columns become rows of the stage's key buffer. `segments` are
 /// ascending and disjoint and hold every column of the work.
 ///
-/// The rows of a long causal sequence see nearly all of the segments. Walking over these for every band would take time in
+/// The rows of a long causal sequence see nearly all of the segments. Going over these for every band would take time in
 /// the square of the number of chunks, but columns that all rows of a band see are one rectangle in each stretch of a buffer,
 /// and those that only some see are no more than its rows on either side.
 pub(crate) fn cut_into_stages(work: &[Band], segments: &[KeySegment], stages: usize) -> Vec<Vec<Band>> {
     let stretches = stretches(segments);
     let mut bands: Vec<Vec<Band>> = vec![Vec::new(); stages];
-    let mut walked = Vec::new();
+    let mut in_range = Vec::new();
     for band in work {
         let k = band.k_range;
         let seen = match overlapping(segments, &k).len() > WALKED_SEGMENTS * stretches.len() {
             true => seen_by_all(band),
             false => Range::new(k.end, k.end),
         };
-        walk(band, segments, &Range::new(k.start, seen.start), &mut walked, &mut bands);
+        cut_columns(band, segments, &Range::new(k.start, seen.start), &mut in_range, &mut bands);
         if seen.is_empty() {
             continue;
         }
@@ -99,7 +99,7 @@ pub(crate) fn cut_into_stages(work: &[Band], segments: &[KeySegment], stages: us
                 push_fused(&mut bands[first.stage], Band::full(band.q_range, Range::new(start, end)));
             }
         }
-        walk(band, segments, &Range::new(seen.end, k.end), &mut walked, &mut bands);
+        cut_columns(band, segments, &Range::new(seen.end, k.end), &mut in_range, &mut bands);
     }
     for stage in &mut bands {
         stage.sort_unstable();
@@ -116,18 +116,18 @@ fn stretches(segments: &[KeySegment]) -> Vec<Stretch> {
 }
 
 /// Cuts the part of `band` in the columns of `k` segment by segment, in the order of the buffers, so that neighbours meet and
-/// are fused. `walked` is a list to use.
-fn walk(
+/// are fused. `in_range` is a list to use.
+fn cut_columns(
     band: &Band,
     segments: &[KeySegment],
     k: &Range,
-    walked: &mut Vec<KeySegment>,
+    in_range: &mut Vec<KeySegment>,
     bands: &mut [Vec<Band>],
 ) {
-    walked.clear();
-    walked.extend_from_slice(overlapping(segments, k));
-    walked.sort_unstable_by_key(|segment| (segment.stage, segment.start));
-    for segment in walked {
+    in_range.clear();
+    in_range.extend_from_slice(overlapping(segments, k));
+    in_range.sort_unstable_by_key(|segment| (segment.stage, segment.start));
+    for segment in in_range {
         let part = band.clip(&band.q_range, &segment.range.intersect(k));
         // A part of a rectangle is a rectangle, and trimmed.
         let part = if band.is_rectangle() { Some(part) } else { part.trim() };

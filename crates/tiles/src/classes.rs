@@ -42,7 +42,7 @@ impl TileClasses {
 impl TileSchedule {
     /// Puts tiles in the order in which a queue hands them out, in classes, at most `most`.
     ///
-    /// Tiles that walk rows in common, such as those of a document, are classes of their own, with the heaviest tile's first:
+    /// Tiles that read rows in common, such as those of a document, are classes of their own, with the heaviest tile's first:
     /// what they read, and what a backward adds to, is then in the second level cache at a time; by work alone, a document's tiles
     /// run whenever those of their length are next. Light tiles of all of them come last, in classes of similar work, as many as it takes
     /// for the `ctas` to finish about as early as by work alone. All classes are of similar work where one stretch of rows would

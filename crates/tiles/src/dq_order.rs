@@ -23,7 +23,7 @@ pub struct TurnSpan {
 /// In which order key tiles add to dq when the order matters: for every block of query rows its key tiles, ascending.
 ///
 /// A key tile that has computed its part of the block `[i * block, (i + 1) * block)` waits until as many tiles of its chain have
-/// added to it as its turn says. (Tiles that walk a row in common are a chain. Of others, which walk other rows of the block,
+/// added to it as its turn says. (Tiles that read a row in common are a chain. Of others, which read other rows of the block,
 /// what they add to this one's rows is zero, so it does not matter when.) Tiles must be handed out in
 /// [`TileOrder::Chains`](super::TileOrder::Chains): then everyone waits only for tiles that have started. Nearly every mask
 /// has one span a block, or one for each document in it; the spans of a schedule are as many as its runs change from tile to

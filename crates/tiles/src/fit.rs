@@ -2,8 +2,8 @@
 
 use counterpoint_mask::{Band, Range};
 
+use super::run_builder::first_block;
 use super::sweep::{Sweep, piece};
-use super::walk::first_block;
 use super::{TILE_COST, TilePlacement, TileScheduleConfig};
 
 /// Stretches of fewer rows than this part of a tile have no cuts of their own: what could be saved at each is little, and
@@ -182,14 +182,14 @@ fn stops(bands: &[Band], rows: usize, tile_rows: usize) -> (Vec<usize>, Vec<usiz
 
 /// Blocks that hold all of `columns`, ascending by first column.
 fn blocks(columns: &[Range], config: &TileScheduleConfig) -> u64 {
-    let (mut blocks, mut walked) = (0, 0);
+    let (mut blocks, mut covered) = (0, 0);
     for range in columns {
-        let first = range.start.max(walked);
+        let first = range.start.max(covered);
         if first < range.end {
             let start = first_block(first, config.block, config.blocks);
             let count = (range.end - start).div_ceil(config.block);
             blocks += count as u64;
-            walked = start + count * config.block;
+            covered = start + count * config.block;
         }
     }
     blocks

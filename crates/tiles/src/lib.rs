@@ -21,12 +21,12 @@ mod head_groups;
 mod interruption;
 mod layout;
 mod list_time;
+mod row_reads;
+mod run_builder;
 mod split;
 mod statistics;
 mod strips;
 mod sweep;
-mod walk;
-mod walked;
 
 pub use classes::TileClasses;
 pub use config::{TileDirection, TileOrder, TilePartials, TilePlacement, TileScheduleConfig, TileSplit};
@@ -42,9 +42,9 @@ pub use statistics::TileStatistics;
 use counterpoint_mask::{Band, Range};
 
 use chains::Chains;
+use run_builder::{RunBuilder, WrittenRuns};
 use split::{Cut, Parts};
 use sweep::Sweep;
-use walk::{Walk, WrittenRuns};
 
 /// Most query or key rows of a schedule: sums of a row and a diagonal then fit an `i32`.
 pub const MAX_TILE_SCHEDULE_ROWS: usize = 1 << 29;
@@ -56,7 +56,7 @@ pub const MAX_TILE_SIZE: usize = 1 << 16;
 /// and storing the results take about as long as 1.25 blocks of 128.
 const TILE_COST: u64 = 160;
 
-/// A mask as attention kernels walk it: every *tile* owns rows of one axis and lists, for the other axis, the blocks in
+/// A mask as attention kernels compute it: every *tile* owns rows of one axis and lists, for the other axis, the blocks in
 /// which its rows see anything, from all bands that touch it.
 ///
 /// A kernel therefore needs no atomics in the forward, adjacent slices are one, and only blocks that an edge of the mask
@@ -67,7 +67,7 @@ const TILE_COST: u64 = 160;
 /// use counterpoint_mask::Mask;
 /// use counterpoint_tiles::{TileDirection, TileSchedule, TileScheduleConfig};
 ///
-/// // Two documents, causal; tiles of 128 query rows walk blocks of 128 keys.
+/// // Two documents, causal; tiles of 128 query rows loop over blocks of 128 keys.
 /// let mask: Mask = "varlen-causal:lengths=320,1024".parse()?;
 /// let bands: Vec<_> = mask.bands().collect();
 /// let config = TileScheduleConfig::new(TileDirection::Forward, 128, 128);
@@ -125,22 +125,22 @@ impl TileSchedule {
             stretches = cut_at(&stretches, arrival);
         }
         let count = stretches.iter().map(|stretch| stretch.len().div_ceil(config.tile_rows)).sum();
-        let walked_arrival = config.arrival.filter(|_| direction == TileDirection::Forward);
+        let inner_arrival = config.arrival.filter(|_| direction == TileDirection::Forward);
         let written = WrittenRuns::new(direction, count);
-        let mut walk = Walk::new(written, config.block, config.blocks, walked_arrival);
+        let mut builder = RunBuilder::new(written, config.block, config.blocks, inner_arrival);
         let mut sweep = Sweep::new(&turned);
         let mut tiles = Vec::with_capacity(count);
         for stretch in &stretches {
             let mut start = stretch.start;
             while start < stretch.end {
                 let rows = Range::new(start, (start + config.tile_rows).min(stretch.end));
-                let run_begin = walk.sink.runs.len() as u32;
-                let blocks = walk.tile(&rows, sweep.touching(&rows));
+                let run_begin = builder.sink.runs.len() as u32;
+                let blocks = builder.tile(&rows, sweep.touching(&rows));
                 tiles.push(Tile {
                     start: rows.start as i32,
                     end: rows.end as i32,
                     run_begin,
-                    run_end: walk.sink.runs.len() as u32,
+                    run_end: builder.sink.runs.len() as u32,
                     partial: -1,
                     blocks: blocks as u32,
                     number: tiles.len() as u32,
@@ -149,7 +149,7 @@ impl TileSchedule {
                 start = rows.end;
             }
         }
-        let WrittenRuns { runs, bounds, .. } = walk.sink;
+        let WrittenRuns { runs, bounds, .. } = builder.sink;
         for (what, entries) in [("runs", runs.len()), ("bounds", bounds.len())] {
             if entries > u32::MAX as usize {
                 return Err(TileScheduleError::TooFine { what, entries, limit: u32::MAX as usize });

@@ -47,11 +47,11 @@ pub(super) struct Order {
 pub(super) struct Arranger<'a> {
     by_work: &'a [Tile],
     ctas: TileCtas,
-    /// Which tiles walk rows in common.
+    /// Which tiles read rows in common.
     stretches: Vec<u32>,
     /// Columns of all query heads, and what a tile costs besides.
     costs: Vec<u64>,
-    /// Rows that tiles walk, ascending, each with the tile's place.
+    /// Rows that tiles read, ascending, each with the tile's place.
     rows: Vec<(Range, u32)>,
     waits: Vec<bool>,
     /// Columns until all rows are there that arrive.
@@ -62,7 +62,7 @@ pub(super) struct Arranger<'a> {
 struct Candidate {
     places: Vec<u32>,
     ends: Vec<usize>,
-    /// Rows that the tiles of each class walk.
+    /// Rows that the tiles of each class read.
     rows: Vec<u64>,
 }
 
@@ -92,13 +92,13 @@ impl<'a> Arranger<'a> {
         for (place, tile) in by_work.iter().enumerate() {
             let (mut columns, first) = (0, rows.len());
             for run in schedule.runs_of(tile) {
-                let walked = Range::new(run.start as usize, run.end as usize);
+                let read = Range::new(run.start as usize, run.end as usize);
                 let is_whole = schedule.bounds_of(run).is_empty();
                 let seeing = if is_whole { (tile.end - tile.start) as usize } else { 0 };
-                columns += walked.len().div_ceil(config.block) as u64 * config.block_cost(seeing);
+                columns += read.len().div_ceil(config.block) as u64 * config.block_cost(seeing);
                 match rows[first..].last_mut() {
-                    Some((before, _)) if before.end == walked.start => before.end = walked.end,
-                    _ => rows.push((walked, place as u32)),
+                    Some((before, _)) if before.end == read.start => before.end = read.end,
+                    _ => rows.push((read, place as u32)),
                 }
             }
             costs.push(columns * ctas.head_passes as u64 + TILE_COST);
@@ -162,7 +162,7 @@ impl<'a> Arranger<'a> {
         candidates
     }
 
-    /// Rows that the tiles of each class walk. `class_of` has room for every tile.
+    /// Rows that the tiles of each class read. `class_of` has room for every tile.
     fn rows_of_classes(&self, places: &[u32], ends: &[usize], class_of: &mut [u32]) -> Vec<u64> {
         let mut begin = 0;
         for (class, &end) in ends.iter().enumerate() {
@@ -170,13 +170,13 @@ impl<'a> Arranger<'a> {
             begin = end;
         }
         // Of each class, rows so far and where they end.
-        let mut walked = vec![(0, 0); ends.len()];
+        let mut read = vec![(0, 0); ends.len()];
         for (range, place) in &self.rows {
-            let (count, end) = &mut walked[class_of[*place as usize] as usize];
+            let (count, end) = &mut read[class_of[*place as usize] as usize];
             *count += range.end.saturating_sub(range.start.max(*end));
             *end = range.end.max(*end);
         }
-        walked.into_iter().map(|(count, _)| count as u64).collect()
+        read.into_iter().map(|(count, _)| count as u64).collect()
     }
 
     /// Columns that all CTAs are held up by reading, shared out evenly. A head's part of a class is in the cache at a time, and a
@@ -437,7 +437,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_that_several_tiles_walk_are_read_once() {
+    fn rows_that_several_tiles_read_count_once() {
         let mask: Mask = "varlen-causal:lengths=300,64".parse().unwrap();
         let schedule = schedule(&mask, 300);
         let tiles = by_work(&schedule);

@@ -162,7 +162,7 @@ fn documents_are_not_straddled_for_nothing() {
     let aligned =
         schedule(&mask, &TileScheduleConfig { tiles: TilePlacement::Aligned, ..config }).statistics();
     assert_eq!((tight.tiles, tight.blocks), (41, 21 * 21 + 20 * 20));
-    // As many tiles, of which one walks both documents.
+    // As many tiles, of which one reads both documents.
     assert_eq!((aligned.tiles, aligned.blocks), (41, 20 * 21 + 41 + 20 * 20));
 }
 

@@ -43,7 +43,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(60))]
 
     #[test]
-    fn parts_walk_every_pair_once(mask in masks(1600), config in configs(), workers in 50..2000_usize) {
+    fn parts_cover_every_pair_once(mask in masks(1600), config in configs(), workers in 50..2000_usize) {
         let config = TileScheduleConfig { split: Some(TileSplit { workers, heads: 1, last_round_partials: usize::MAX }), ..config };
         check(&mask, &config, &schedule(&mask, &config));
     }
@@ -53,7 +53,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(600))]
 
     #[test]
-    fn a_schedule_walks_every_pair_once(mask in masks(220), config in configs()) {
+    fn a_schedule_covers_every_pair_once(mask in masks(220), config in configs()) {
         check(&mask, &config, &schedule(&mask, &config));
     }
 
@@ -70,12 +70,12 @@ proptest! {
             let schedule = TileSchedule::new(bands, mask.seqlen_q(), mask.seqlen_k(), &aligned).unwrap();
             let full = |run: &TileRun| schedule.bounds_of(run).is_empty();
             let tiles = schedule.tiles().iter();
-            let walk = tiles.map(|tile| {
+            let runs = tiles.map(|tile| {
                 let runs = schedule.runs_of(tile).iter();
                 let blocks = runs.flat_map(|run| blocks(run, config.block).map(|block| (block.start, full(run))));
                 (tile.start, tile.end, blocks.collect::<Vec<_>>())
             });
-            walk.collect::<Vec<_>>()
+            runs.collect::<Vec<_>>()
         };
         let cut: Vec<Band> = bands.iter().flat_map(|band| { let (above, below) = band.cut_rows(row); [above, below] }).collect();
         let cut: Vec<Band> = cut.iter().flat_map(|band| { let (left, right) = band.cut_cols(row / 2); [left, right] }).collect();
@@ -89,7 +89,7 @@ proptest! {
         mask in masks(300), tile_rows in 1..70_usize, block in 1..50_usize, cuts in proptest::collection::vec(1..6_usize, 1..5),
         direction in direction(),
     ) {
-        // Forward: the keys that a stage holds are walked. Backward: they are owned.
+        // Forward: the keys that a stage holds are the inner axis. Backward: they are owned.
         let unit = if direction == TileDirection::Forward { block } else { tile_rows };
         let config = TileScheduleConfig {
             tiles: TilePlacement::Aligned,

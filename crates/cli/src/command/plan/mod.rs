@@ -153,7 +153,7 @@ pub(super) fn attention_spec(
     gradient_shares: GradientShares,
     cost: &CostModel,
 ) -> Result<AttentionSpec, CliError> {
-    // A machine whose kernels walk tiles is a GPU.
+    // A machine whose kernels compute tiles is a GPU.
     let usual = if cost.tiles.is_some() { DType::Bf16 } else { DType::F32 };
     let heads_kv = shape.heads_kv.unwrap_or(shape.heads_q);
     flags_divide(shape.heads_q, heads_kv)?;

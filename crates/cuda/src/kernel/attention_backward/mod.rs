@@ -1,10 +1,10 @@
 //! The launcher of `attention/attention_backward.cuh` and, for long heads, `attention/attention_backward_pair.cuh`.
 
 mod arguments;
+mod scheduler;
 mod scratch;
 mod shape;
 mod source;
-mod walk;
 
 use std::f32::consts::LOG2_E;
 
@@ -15,11 +15,11 @@ use arguments::{
 };
 use counterpoint_mask::Range;
 use counterpoint_tiles::{Tile, TileClasses};
+use scheduler::{Choice, TileScheduler, missed, refused, rows_launch};
 use scratch::{DqOrderTables, Sums};
 use shape::{CLASSES, shape_of, stretch};
 pub(super) use source::specialisations;
 use source::{BackwardChoice, rows_source};
-use walk::{Choice, Walk, missed, refused, rows_launch};
 
 use super::device_schedule::DeviceSchedule;
 use super::{
@@ -46,7 +46,7 @@ pub struct AttentionBackward {
     mode: BackwardMode,
     choice: BackwardChoice,
     schedule: DeviceSchedule,
-    /// Two words of the queue, and where the walk of each key head is.
+    /// Two words of the queue, and how far each key head is.
     queue: DeviceBuffer,
     statistics: DeviceBuffer,
     /// Rows that all tiles add to each slab of `choice.shape.rows` rows of dq.
@@ -111,15 +111,15 @@ impl AttentionBackward {
         let counters = dq_order.as_ref().map_or(0, |order| order.counters);
         let stretch = stretch(schedule.tiles(), sums);
         // No buffer is empty.
-        let mut coverage = schedule.walked_rows(choice.shape.rows as usize);
+        let mut coverage = schedule.row_reads(choice.shape.rows as usize);
         coverage.resize(coverage.len().max(1), 0);
         let queue = DeviceBuffer::from_slice(stream, &vec![0u32; QUEUE_WORDS + heads_q])?;
         let statistics =
             DeviceBuffer::new(device, (4 * STATISTICS * statistic_pitch(rows_q) * heads_q).max(4))?;
         let workers = device.sm_count().saturating_sub(problem.sm_margin).max(1);
         let rounds = (coverage.iter().filter(|rows| **rows > 0).count() * heads_q) as u32;
-        let walk = Walk::of(&mut schedule, &choice, (heads_kv, heads), rounds, workers);
-        let halved_tiles = walk.classes.halved_tiles() as usize;
+        let scheduler = TileScheduler::of(&mut schedule, &choice, (heads_kv, heads), rounds, workers);
+        let halved_tiles = scheduler.classes.halved_tiles() as usize;
         // No buffer is empty.
         let half_words = (halved_tiles * heads_kv * KEY_WARPS).max(1);
         let half_heads =
@@ -143,18 +143,18 @@ impl AttentionBackward {
             statistics,
             coverage: DeviceBuffer::from_slice(stream, &coverage)?,
             rounds,
-            rounds_overlapped: walk.rounds_overlapped,
+            rounds_overlapped: scheduler.rounds_overlapped,
             progress: DeviceBuffer::new(device, 4 * (ROUNDING + (2 * coverage.len() + counters) * heads_q))?,
             dq_order,
             waits: missed.map(|what| CtaWaits::new(device, what)).transpose()?,
-            classes: walk.classes,
-            items: walk.items,
+            classes: scheduler.classes,
+            items: scheduler.items,
             alone: None,
             half_heads: half_heads.transpose()?,
             sums: sums.transpose()?,
             stretch,
-            heads_at_a_time: walk.heads_at_a_time,
-            launch: walk.launch,
+            heads_at_a_time: scheduler.heads_at_a_time,
+            launch: scheduler.launch,
             rows_launch: rows_launch(problem, clears, workers),
             clears,
             zeroes_sums,

@@ -11,7 +11,7 @@ use crate::kernel::{AttentionProblem, BackwardMode};
 /// Classes of tiles that the kernel knows (`kItemClasses`).
 pub(super) const CLASSES: usize = 16;
 
-/// Blocks that one query head of a key head walks before the next one walks the same: few enough that what a tile's
+/// Blocks that one query head of a key head computes before the next one computes the same: few enough that what a tile's
 /// neighbours read is still in the second level cache, many enough that a neighbour some blocks behind finds it there too.
 const STRETCH: u32 = 8;
 /// Where tiles have no more blocks, all that their neighbours read of one head is in the cache anyway.
@@ -88,7 +88,7 @@ pub(super) struct ItemHeads {
 }
 
 impl ItemHeads {
-    /// CTAs whose tiles have as many blocks walk all heads in step and read the same rows at a time. Where tiles differ they drift apart,
+    /// CTAs whose tiles have as many blocks compute all heads in step and read the same rows at a time. Where tiles differ they drift apart,
     /// over the rows of all heads, whose q, dout and f32 dq of 16k rows are 128 MB; those of one head are 16 MB, and in the second level
     /// cache.
     pub(super) fn of(
@@ -173,7 +173,7 @@ impl BackwardShape {
     }
 }
 
-/// Blocks that one query head walks before the next: all, where tiles are short and most as long as the longest (a window),
+/// Blocks that one query head computes before the next: all, where tiles are short and most as long as the longest (a window),
 /// so that neighbours go in step. dk and dv of a group of query heads are summed in that order, so it is fixed where they must be the
 /// same for any number of stages.
 pub(super) fn stretch(tiles: &[Tile], sums: DqSums) -> u32 {
@@ -240,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn heads_walk_short_tiles_alone_where_all_are_alike() {
+    fn heads_compute_short_tiles_alone_where_all_are_alike() {
         assert_eq!(stretch(&tiles([18, 18, 18, 5]), DqSums::AsTheyCome), 18);
         assert_eq!(stretch(&tiles([18, 12, 8, 5]), DqSums::AsTheyCome), STRETCH);
         assert_eq!(stretch(&tiles([128; 9]), DqSums::AsTheyCome), STRETCH);

@@ -124,7 +124,7 @@ impl ForwardShape {
         }
     }
 
-    /// An estimate of the time that a schedule takes on `workers` CTAs, in keys that one CTA walks with 128 rows. The constants
+    /// An estimate of the time that a schedule takes on `workers` CTAs, in keys that one CTA computes with 128 rows. The constants
     /// are fitted to an H200's times for the masks of the benchmark.
     fn cost(self, schedule: &TileSchedule, heads: usize, workers: u32, may_split: bool) -> f64 {
         // What a block costs besides its keys, a bounded block on top of that, and a tile. Interior blocks cost 2 % less where they have
@@ -182,7 +182,7 @@ pub(super) enum TileEnds {
     Shares,
 }
 
-/// The shape for a problem, and the schedule to walk: of all shapes in question the one whose estimate is least. Tiles are split
+/// The shape for a problem, and the schedule to follow: of all shapes in question the one whose estimate is least. Tiles are split
 /// along the keys where there are too few of them to keep `workers` busy and `ends` allows it.
 pub(super) fn choose(
     problem: &AttentionProblem,

@@ -1,4 +1,4 @@
-//! Which kernel a backward takes, and how CTAs walk its tiles.
+//! Which kernel a backward takes, and how its tile scheduler hands out tiles.
 
 use counterpoint_tiles::{TileClasses, TileCtas, TileSchedule};
 
@@ -51,8 +51,8 @@ impl Choice {
     }
 }
 
-/// How CTAs walk the items of a schedule.
-pub(super) struct Walk {
+/// How the items of a schedule are handed out to CTAs.
+pub(super) struct TileScheduler {
     pub(super) classes: TileClasses,
     /// How many items the queue has.
     pub(super) items: u32,
@@ -63,7 +63,7 @@ pub(super) struct Walk {
     pub(super) launch: Launch,
 }
 
-impl Walk {
+impl TileScheduler {
     /// Puts the schedule's tiles in the order in which so many workers take them; `rounds` slabs of dq are rounded meanwhile.
     pub(super) fn of(
         schedule: &mut TileSchedule,

@@ -1,4 +1,4 @@
-//! From the bands of a tile to its walk: runs of blocks along the other axis, whole or with bounds to test.
+//! From the bands of a tile to its runs of blocks along the other axis, whole or with bounds to test.
 
 use counterpoint_mask::{Band, Range};
 
@@ -6,7 +6,7 @@ use super::coverage::{Coverage, full_columns};
 use super::sweep::piece;
 use super::{NO_LIMIT, TileBound, TileDirection, TilePlacement, TileRun};
 
-/// What becomes of the runs of blocks of which a tile's walk consists: written for a kernel, or counted.
+/// What becomes of the runs of blocks of which a tile consists: written for a kernel, or counted.
 pub(super) trait RunSink {
     /// Blocks of these columns that every row of the tile sees whole.
     fn whole(&mut self, columns: &Range);
@@ -49,11 +49,11 @@ impl RunSink for WrittenRuns {
     }
 }
 
-/// Lays the walks of tiles out as runs of blocks.
+/// Lays tiles out as runs of blocks.
 ///
-/// The steps of a tile's walk are as many as its bounds change, not as many as its blocks.
+/// The steps of a tile are as many as its bounds change, not as many as its blocks.
 #[derive(Debug)]
-pub(super) struct Walk<S> {
+pub(super) struct RunBuilder<S> {
     pub(super) sink: S,
     block: usize,
     placement: TilePlacement,
@@ -67,7 +67,7 @@ pub(super) struct Walk<S> {
     listed: Vec<usize>,
 }
 
-impl<S: RunSink> Walk<S> {
+impl<S: RunSink> RunBuilder<S> {
     pub(super) fn new(sink: S, block: usize, placement: TilePlacement, cut: Option<usize>) -> Self {
         Self {
             sink,
