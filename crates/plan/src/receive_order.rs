@@ -1,6 +1,6 @@
 //! The order in which a rank receives key rows.
 //!
-//! A stage is a stretch of this order. In ascending order all ranks would draw a stage from the same few owners, whose links
+//! A stage is a range of this order. In ascending order all ranks would draw a stage from the same few owners, whose links
 //! then decide how long it takes: under a causal mask everyone needs the first rows first. So every owner's rows are cut into
 //! layers of about equal length, a rank receives layer by layer, of all owners, and within a layer it starts after its own
 //! rows. Layers are cut in the owner's rows, so that all receivers cut at the same ones and pieces stay few.
@@ -156,9 +156,9 @@ mod tests {
         }
     }
 
-    /// Any stretch of what a rank receives under a full mask is drawn evenly from all owners.
+    /// Any range of what a rank receives under a full mask is drawn evenly from all owners.
     #[test]
-    fn every_stretch_draws_evenly() {
+    fn every_range_draws_evenly() {
         let (ranks, chunk_size) = (8, 1024);
         let owners: Vec<usize> = (0..ranks * 16).map(|chunk| chunk / 16).collect();
         let (runs, rows, dispatch) = runs(&owners, ranks, chunk_size);

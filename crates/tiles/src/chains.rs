@@ -72,24 +72,24 @@ impl Chains {
     }
 }
 
-/// Of each tile, by its number, which stretch of rows it mostly reads: stretches are what the tiles' rows in common make up, and
+/// Of each tile, by its number, which segment of rows it mostly reads: segments are what the tiles' rows in common make up, and
 /// unlike [`Chains`] they are not joined by a tile that reads two, such as one that has the end of a document and the next one's
 /// beginning.
-pub(super) fn stretches_of_rows(schedule: &TileSchedule) -> Vec<u32> {
+pub(super) fn row_segments(schedule: &TileSchedule) -> Vec<u32> {
     let count = schedule.tiles.iter().map(|tile| tile.number + 1).max().unwrap_or(0);
     let mut longest = vec![(0, 0); count as usize];
-    let (mut stretch, mut stretch_end) = (0, i32::MIN);
+    let (mut segment, mut segment_end) = (0, i32::MIN);
     for (start, end, number) in read_rows(schedule) {
-        if start >= stretch_end {
-            stretch += 1;
+        if start >= segment_end {
+            segment += 1;
         }
-        stretch_end = stretch_end.max(end);
+        segment_end = segment_end.max(end);
         let longest = &mut longest[number as usize];
         if end - start > longest.0 {
-            *longest = (end - start, stretch);
+            *longest = (end - start, segment);
         }
     }
-    longest.into_iter().map(|(_, stretch)| stretch).collect()
+    longest.into_iter().map(|(_, segment)| segment).collect()
 }
 
 /// The rows that tiles read and see, first and end, with the tiles' numbers, sorted.

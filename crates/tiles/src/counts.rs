@@ -108,24 +108,24 @@ impl TileCounting {
         let counted = CountedRuns { block, bounded_blocks: 0, begin: None };
         let mut builder = RunBuilder::new(counted, block, config.blocks, None);
         let mut sweep = Sweep::new(&self.bands);
-        let mut stretches = fit::fit(&self.bands, self.own_rows, &config);
+        let mut segments = fit::fit(&self.bands, self.own_rows, &config);
         // Full tiles go on into what follows.
-        stretches.dedup_by(|next, stretch| {
-            let is_full = stretch.len().is_multiple_of(tile_rows);
+        segments.dedup_by(|next, segment| {
+            let is_full = segment.len().is_multiple_of(tile_rows);
             if is_full {
-                stretch.end = next.end;
+                segment.end = next.end;
             }
             is_full
         });
-        for stretch in stretches {
-            let mut start = stretch.start;
-            while start < stretch.end {
+        for segment in segments {
+            let mut start = segment.start;
+            while start < segment.end {
                 if interruption.has_come() {
                     return Err(TileScheduleError::Interrupted);
                 }
-                let rows = Range::new(start, (start + tile_rows).min(stretch.end));
+                let rows = Range::new(start, (start + tile_rows).min(segment.end));
                 if let Some(bands) = BandsApart::of(sweep.touching(&rows), &rows, block) {
-                    let alone_to = sweep.alone_to(bands.rows_end()).min(stretch.end);
+                    let alone_to = sweep.alone_to(bands.rows_end()).min(segment.end);
                     let before = start;
                     while start + tile_rows <= alone_to
                         && !interruption.has_come()
@@ -142,12 +142,12 @@ impl TileCounting {
                 (builder.sink.bounded_blocks, builder.sink.begin) = (0, None);
                 let blocks = builder.tile(&rows, sweep.touched());
                 let CountedRuns { bounded_blocks: bounded, begin, .. } = builder.sink;
-                let alike_to = sweep.alike_to(&rows).min(stretch.end);
-                let more = match alike_to == stretch.end {
+                let alike_to = sweep.alike_to(&rows).min(segment.end);
+                let more = match alike_to == segment.end {
                     true => (alike_to - rows.end).div_ceil(tile_rows),
                     false => (alike_to - rows.end) / tile_rows,
                 };
-                start = (rows.end + more * tile_rows).min(stretch.end);
+                start = (rows.end + more * tile_rows).min(segment.end);
                 counts.add(AlikeTiles { count: 1 + more, blocks, begin }, bounded);
             }
         }

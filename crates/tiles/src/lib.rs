@@ -115,25 +115,25 @@ impl TileSchedule {
         let direction = config.direction;
         let turned = turned(bands, direction);
         let own_rows = direction.own_rows(q_rows, k_rows);
-        let mut stretches = match config.tiles {
+        let mut segments = match config.tiles {
             TilePlacement::Tight => fit::fit(&turned, own_rows, config),
             TilePlacement::Aligned => vec![Range::new(0, own_rows)],
         };
         if direction == TileDirection::Backward
             && let Some(arrival) = config.arrival
         {
-            stretches = cut_at(&stretches, arrival);
+            segments = cut_at(&segments, arrival);
         }
-        let count = stretches.iter().map(|stretch| stretch.len().div_ceil(config.tile_rows)).sum();
+        let count = segments.iter().map(|segment| segment.len().div_ceil(config.tile_rows)).sum();
         let inner_arrival = config.arrival.filter(|_| direction == TileDirection::Forward);
         let written = WrittenRuns::new(direction, count);
         let mut builder = RunBuilder::new(written, config.block, config.blocks, inner_arrival);
         let mut sweep = Sweep::new(&turned);
         let mut tiles = Vec::with_capacity(count);
-        for stretch in &stretches {
-            let mut start = stretch.start;
-            while start < stretch.end {
-                let rows = Range::new(start, (start + config.tile_rows).min(stretch.end));
+        for segment in &segments {
+            let mut start = segment.start;
+            while start < segment.end {
+                let rows = Range::new(start, (start + config.tile_rows).min(segment.end));
                 let run_begin = builder.sink.runs.len() as u32;
                 let blocks = builder.tile(&rows, sweep.touching(&rows));
                 tiles.push(Tile {
@@ -290,13 +290,13 @@ fn turned_merged(mut turned: Vec<Band>, direction: TileDirection) -> Vec<Band> {
     strips::recut(turned)
 }
 
-/// The stretches, one of which ends at `row`.
-fn cut_at(stretches: &[Range], row: usize) -> Vec<Range> {
-    let sides = |stretch: &Range| {
-        let cut = row.clamp(stretch.start, stretch.end);
-        [Range::new(stretch.start, cut), Range::new(cut, stretch.end)]
+/// The segments, one of which ends at `row`.
+fn cut_at(segments: &[Range], row: usize) -> Vec<Range> {
+    let sides = |segment: &Range| {
+        let cut = row.clamp(segment.start, segment.end);
+        [Range::new(segment.start, cut), Range::new(cut, segment.end)]
     };
-    stretches.iter().flat_map(sides).filter(|side| !side.is_empty()).collect()
+    segments.iter().flat_map(sides).filter(|side| !side.is_empty()).collect()
 }
 
 fn check_rows(bands: &[Band], q_rows: usize, k_rows: usize) -> Result<(), TileScheduleError> {

@@ -1,10 +1,10 @@
-//! How often tiles read each stretch of rows: by it a backward kernel knows that a stretch of dq is finished.
+//! How often tiles read each segment of rows: by it a backward kernel knows that a segment of dq is finished.
 
 use super::{TileDirection, TileSchedule};
 
 impl TileSchedule {
-    /// How many rows of each stretch of `len` rows of the inner axis the tiles read in all: every row counts once for each
-    /// tile that reads it. A kernel whose tiles add to such rows knows by it when a stretch is finished. Rows that no tile
+    /// How many rows of each segment of `len` rows of the inner axis the tiles read in all: every row counts once for each
+    /// tile that reads it. A kernel whose tiles add to such rows knows by it when a segment is finished. Rows that no tile
     /// reads count nothing.
     ///
     /// # Panics
@@ -14,11 +14,11 @@ impl TileSchedule {
             TileDirection::Forward => self.k_rows,
             TileDirection::Backward => self.q_rows,
         };
-        let stretches = rows.div_ceil(len);
-        // Of each stretch, what its own partly read rows are, and by how many tiles more it is read whole than the one
+        let segments = rows.div_ceil(len);
+        // Of each segment, what its own partly read rows are, and by how many tiles more it is read whole than the one
         // before. Sums wrap as long as they are not whole.
-        let mut reads = vec![0_u32; stretches];
-        let mut more = vec![0_u32; stretches + 1];
+        let mut reads = vec![0_u32; segments];
+        let mut more = vec![0_u32; segments + 1];
         for run in self.tiles.iter().flat_map(|tile| self.runs_of(tile)) {
             let (start, end) = (run.start as usize, run.end as usize);
             let (first, last) = (start / len, (end - 1) / len);

@@ -192,7 +192,7 @@ impl<S: RunSink> RunBuilder<S> {
             }
             let Some(range) = self.coverage.seen.get(seen) else { break };
             let start = first_block(range.start.max(column), block, self.placement);
-            // A stretch that every row sees must hold a whole block.
+            // A span that every row sees must hold a whole block.
             while self.coverage.full.get(full).is_some_and(|range| range.end < start + block) {
                 full += 1;
             }
@@ -225,7 +225,7 @@ impl<S: RunSink> RunBuilder<S> {
             let end = start + count * block;
             let rows = Range::new(start, end.min(last_end));
             match &mut open {
-                // A piece is one stretch of columns, so blocks that touch the same ones follow each other.
+                // A piece is one span of columns, so blocks that touch the same ones follow each other.
                 Some(open) if self.listed == self.live => open.end = rows.end,
                 _ => {
                     self.close(pieces, open.replace(rows));

@@ -36,7 +36,7 @@ struct Part {
 
 /// Rows of A, and of the result, that lie together.
 #[derive(Clone, Copy)]
-pub(super) struct Stretch {
+pub(super) struct RowSegment {
     pub(super) source: GemmRows,
     pub(super) out: usize,
 }
@@ -83,18 +83,18 @@ impl Product {
             let gemm = prepare.product(&spec(m, a.rows().to_vec(), shares))?;
             parts.push(Part { gemm, tensors, shares: out.rows().iter().map(|rows| rows.start).collect() });
         } else {
-            for stretches in stretches(a.rows(), out.rows()).chunks(GEMM_DESTINATIONS) {
-                let mut tensors: Vec<usize> = stretches.iter().map(|stretch| stretch.source.tensor).collect();
+            for segments in segments(a.rows(), out.rows()).chunks(GEMM_DESTINATIONS) {
+                let mut tensors: Vec<usize> = segments.iter().map(|segment| segment.source.tensor).collect();
                 tensors.sort_unstable();
                 tensors.dedup();
                 let renumbered = |rows: GemmRows| {
                     let tensor = tensors.binary_search(&rows.tensor).unwrap_or(0);
                     GemmRows { tensor, ..rows }
                 };
-                let sources = stretches.iter().map(|stretch| renumbered(stretch.source)).collect();
-                let counts: Vec<usize> = stretches.iter().map(|stretch| stretch.source.count).collect();
+                let sources = segments.iter().map(|segment| renumbered(segment.source)).collect();
+                let counts: Vec<usize> = segments.iter().map(|segment| segment.source.count).collect();
                 let gemm = prepare.product(&spec(counts.iter().sum(), sources, counts))?;
-                let shares = stretches.iter().map(|stretch| stretch.out).collect();
+                let shares = segments.iter().map(|segment| segment.out).collect();
                 parts.push(Part { gemm, tensors, shares });
             }
         }
@@ -133,25 +133,25 @@ fn columns_fit(rows: &[Range]) -> bool {
 }
 
 /// Rows of A and of the result side by side, cut wherever one of them is.
-pub(super) fn stretches(sources: &[GemmRows], out: &[Range]) -> Vec<Stretch> {
-    let mut stretches = Vec::new();
+pub(super) fn segments(sources: &[GemmRows], out: &[Range]) -> Vec<RowSegment> {
+    let mut segments = Vec::new();
     let mut sources = sources.iter().copied();
     let mut source = GemmRows { tensor: 0, first: 0, count: 0 };
     for rows in out {
         let mut row = rows.start;
         while row < rows.end {
             if source.count == 0 {
-                let Some(next) = sources.next() else { return stretches };
+                let Some(next) = sources.next() else { return segments };
                 source = next;
                 continue;
             }
             let count = source.count.min(rows.end - row);
-            stretches.push(Stretch { source: GemmRows { count, ..source }, out: row });
+            segments.push(RowSegment { source: GemmRows { count, ..source }, out: row });
             source = GemmRows { first: source.first + count, count: source.count - count, ..source };
             row += count;
         }
     }
-    stretches
+    segments
 }
 
 /// Sums of columns.
@@ -239,16 +239,16 @@ mod tests {
 
     /// Row by row, the definition.
     #[test]
-    fn stretches_pair_rows_in_their_order() {
+    fn segments_pair_rows_in_their_order() {
         let sources = [(2, 7, 5), (0, 0, 3), (2, 12, 4)];
         let sources = sources.map(|(tensor, first, count)| GemmRows { tensor, first, count });
         let out = [Range::new(1, 3), Range::new(10, 20)];
         let from = sources.iter().flat_map(|s| (s.first..s.first + s.count).map(|row| (s.tensor, row)));
         let wanted: Vec<_> = from.zip(out.iter().flat_map(|rows| rows.start..rows.end)).collect();
-        let found = stretches(&sources, &out);
+        let found = segments(&sources, &out);
         assert_eq!(found.len(), 4);
-        let rows = |s: &Stretch| {
-            let Stretch { source, out } = *s;
+        let rows = |s: &RowSegment| {
+            let RowSegment { source, out } = *s;
             (0..source.count).map(move |i| ((source.tensor, source.first + i), out + i)).collect::<Vec<_>>()
         };
         assert_eq!(found.iter().flat_map(rows).collect::<Vec<_>>(), wanted);

@@ -6,7 +6,7 @@ use counterpoint_schedule::{self as schedule, Accumulate, BufferId, GemmLayout, 
 
 use super::compute::Prepare;
 use super::counter_waits::RaisedCounter;
-use super::linear::{Product, Stretch, stretches};
+use super::linear::{Product, RowSegment, segments};
 use super::matrix_rows::SourceRows;
 use super::{CudaBuffer, CudaSignal};
 use crate::kernel::{
@@ -207,12 +207,12 @@ fn pieces(a: &[GemmRows], groups: &[schedule::Gemm]) -> Vec<Piece> {
             Range::new(end - rows.len(), end)
         })
         .collect();
-    let place = |Stretch { source, out }: Stretch| {
+    let place = |RowSegment { source, out }: RowSegment| {
         let at = ranges.partition_point(|range| range.end <= out);
         let (group, rows) = places[at];
         (source, (group, rows.start + out - ranges[at].start))
     };
-    stretches(a, &ranges).into_iter().map(place).collect()
+    segments(a, &ranges).into_iter().map(place).collect()
 }
 
 /// Whether rows that follow others in a result need a destination of their own, as [`Gemm`] cuts them.

@@ -7,7 +7,7 @@ use counterpoint_mask::Range;
 use counterpoint_plan::DType;
 use counterpoint_schedule::{Accumulate, BufferId, Gemm, GroupCast, GroupReduce, Program, ReduceOp};
 
-use super::fused::{Rows, one_stretch, product_of, whole};
+use super::fused::{Rows, one_range, product_of, whole};
 use super::product_side::ProductSide;
 use super::{Call, CallError, CudaPending, CudaTransport, Means, Work};
 use crate::CudaError;
@@ -49,7 +49,7 @@ fn fitting(
     let specs = &program.buffers;
     let spec_of = |id: BufferId| &specs[id.0];
     let dtype = spec_of(gemm.out).dtype;
-    let (a, m) = one_stretch(&gemm.a, specs)?;
+    let (a, m) = one_range(&gemm.a, specs)?;
     let b = whole(&gemm.b, specs)?;
     let product = product_of(gemm, a.buffer, m, program)?;
     let [(share, sum)] = reduce.tensors[..] else { return None };

@@ -124,7 +124,7 @@ impl Travel {
     }
 
     /// Gives `each` the tokens of a rank that follow each other and go to the same ranks, which are given as bits.
-    pub(super) fn stretches(
+    pub(super) fn ranges(
         &self,
         rank: usize,
         tokens: Range<usize>,

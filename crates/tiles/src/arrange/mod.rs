@@ -48,7 +48,7 @@ pub(super) struct Arranger<'a> {
     by_work: &'a [Tile],
     ctas: TileCtas,
     /// Which tiles read rows in common.
-    stretches: Vec<u32>,
+    segments: Vec<u32>,
     /// Columns of all query heads, and what a tile costs besides.
     costs: Vec<u64>,
     /// Rows that tiles read, ascending, each with the tile's place.
@@ -79,11 +79,11 @@ fn half(whole: u64) -> u64 {
 }
 
 impl<'a> Arranger<'a> {
-    /// Of `by_work`, all tiles of `schedule` sorted by work, and of each number's tile the stretch.
+    /// Of `by_work`, all tiles of `schedule` sorted by work, and of each number's tile the segment.
     pub(super) fn new(
         schedule: &TileSchedule,
         by_work: &'a [Tile],
-        stretches: &[u32],
+        segments: &[u32],
         ctas: TileCtas,
     ) -> Self {
         let config = &schedule.config;
@@ -108,7 +108,7 @@ impl<'a> Arranger<'a> {
         Self {
             by_work,
             ctas,
-            stretches: by_work.iter().map(|tile| stretches[tile.number as usize]).collect(),
+            segments: by_work.iter().map(|tile| segments[tile.number as usize]).collect(),
             costs,
             rows,
             waits: by_work.iter().map(|tile| schedule.waits(tile)).collect(),
@@ -341,7 +341,7 @@ mod tests {
     use rand::{RngExt, SeedableRng};
     use rand_chacha::ChaCha8Rng;
 
-    use super::super::chains::stretches_of_rows;
+    use super::super::chains::row_segments;
     use super::super::ctas::ends_of_alike;
     use super::super::{TileDirection, TileScheduleConfig};
     use super::plain::Plain;
@@ -368,7 +368,7 @@ mod tests {
 
     fn arrange(schedule: &TileSchedule, ctas: TileCtas, most: usize) -> Order {
         let by_work = by_work(schedule);
-        let arranger = Arranger::new(schedule, &by_work, &stretches_of_rows(schedule), ctas);
+        let arranger = Arranger::new(schedule, &by_work, &row_segments(schedule), ctas);
         arranger.arrange_trying(usize::MAX, most)
     }
 
@@ -393,7 +393,7 @@ mod tests {
             let ctas = TileCtas { workers: 132, heads, head_passes, half_heads: true };
             let by_work = by_work(&schedule);
             let plain = Plain::new(&schedule, &by_work, ctas);
-            let arranger = Arranger::new(&schedule, &by_work, &stretches_of_rows(&schedule), ctas);
+            let arranger = Arranger::new(&schedule, &by_work, &row_segments(&schedule), ctas);
             let [few, all] = [MOST_TRIED, usize::MAX]
                 .map(|tried| plain.time(&arranger.arrange_trying(tried, 16), TRIALS) as f64);
             logarithms += (few / all).ln();
@@ -441,7 +441,7 @@ mod tests {
         let mask: Mask = "varlen-causal:lengths=300,64".parse().unwrap();
         let schedule = schedule(&mask, 300);
         let tiles = by_work(&schedule);
-        let arranger = Arranger::new(&schedule, &tiles, &stretches_of_rows(&schedule), ctas(false));
+        let arranger = Arranger::new(&schedule, &tiles, &row_segments(&schedule), ctas(false));
         let rows = |ends: &[usize]| {
             let mut places: Vec<u32> = (0..tiles.len() as u32).collect();
             places.sort_by_key(|&place| tiles[place as usize].number);

@@ -47,33 +47,33 @@ impl<'a> TileOrders<'a> {
         u64::from(blocks) * u64::from(of) <= u64::from(longest) * u64::from(part)
     }
 
-    /// The places from `first` on, those of a stretch next to one another and along its rows.
+    /// The places from `first` on, those of a segment next to one another and along its rows.
     fn gathered(&self, first: usize) -> Vec<u32> {
-        let Arranger { by_work, stretches, .. } = self.arranger;
-        let mut heaviest = vec![0; stretches.iter().max().map_or(0, |&last| last as usize + 1)];
-        for (tile, &stretch) in by_work.iter().zip(stretches).skip(first) {
-            let heaviest = &mut heaviest[stretch as usize];
+        let Arranger { by_work, segments, .. } = self.arranger;
+        let mut heaviest = vec![0; segments.iter().max().map_or(0, |&last| last as usize + 1)];
+        for (tile, &segment) in by_work.iter().zip(segments).skip(first) {
+            let heaviest = &mut heaviest[segment as usize];
             *heaviest = tile.blocks.max(*heaviest);
         }
         let mut gathered: Vec<u32> = (first as u32..by_work.len() as u32).collect();
         gathered.sort_by_cached_key(|&place| {
-            let stretch = stretches[place as usize];
-            (Reverse(heaviest[stretch as usize]), stretch, by_work[place as usize].number)
+            let segment = segments[place as usize];
+            (Reverse(heaviest[segment as usize]), segment, by_work[place as usize].number)
         });
         gathered
     }
 
     /// Adds orders of the `first` tiles, then those that are gathered, then the light ones from place `light` on, by work.
     fn add(&mut self, first: usize, gathered: &[u32], light: usize) {
-        let Arranger { by_work, stretches, ctas, waits, .. } = self.arranger;
+        let Arranger { by_work, segments, ctas, waits, .. } = self.arranger;
         let mut places: Vec<u32> = Vec::with_capacity(by_work.len());
         places.extend(0..first as u32);
         places.extend(gathered.iter().filter(|&&place| (place as usize) < light));
         places.extend(light as u32..by_work.len() as u32);
         let mut groups: Vec<usize> = (first > 0).then_some(first).into_iter().collect();
         let most = (self.most / 2 - groups.len()).max(1);
-        let stretch = |place: &u32| Some(stretches[*place as usize]);
-        groups.extend(ends_of(&places[first..light], stretch, most).into_iter().map(|end| first + end));
+        let segment = |place: &u32| Some(segments[*place as usize]);
+        groups.extend(ends_of(&places[first..light], segment, most).into_iter().map(|end| first + end));
         let mut added: Vec<Vec<usize>> = Vec::with_capacity(ALIKE.len());
         for alike in ALIKE {
             let mut ends = groups.clone();

@@ -4,7 +4,7 @@ use std::cmp::Reverse;
 
 use counterpoint_mask::Range;
 
-use super::super::chains::stretches_of_rows;
+use super::super::chains::row_segments;
 use super::super::ctas::{TileCtas, ends_of, ends_of_alike};
 use super::super::list_time::list_time;
 use super::super::{TILE_COST, Tile, TileSchedule};
@@ -16,12 +16,12 @@ pub(super) struct Plain<'a> {
     schedule: &'a TileSchedule,
     by_work: Vec<Tile>,
     ctas: TileCtas,
-    stretches: Vec<u32>,
+    segments: Vec<u32>,
 }
 
 impl<'a> Plain<'a> {
     pub(super) fn new(schedule: &'a TileSchedule, by_work: &[Tile], ctas: TileCtas) -> Self {
-        Self { schedule, by_work: by_work.to_vec(), ctas, stretches: stretches_of_rows(schedule) }
+        Self { schedule, by_work: by_work.to_vec(), ctas, segments: row_segments(schedule) }
     }
 
     pub(super) fn arrange(&self, most: usize) -> Order {
@@ -65,14 +65,14 @@ impl<'a> Plain<'a> {
 
     fn gather(&self, first: usize, light: (u32, u32), most: usize) -> (Vec<Tile>, Vec<usize>) {
         let mut tiles = self.by_work.clone();
-        let stretch = |tile: &Tile| self.stretches[tile.number as usize];
+        let segment = |tile: &Tile| self.segments[tile.number as usize];
         let heaviest = |tile: &Tile| {
-            let others = self.by_work[first..].iter().filter(|other| stretch(other) == stretch(tile));
+            let others = self.by_work[first..].iter().filter(|other| segment(other) == segment(tile));
             others.map(|other| other.blocks).max()
         };
         let place = |tile: &Tile| {
             let is_light = tile.blocks * light.1 <= self.by_work[0].blocks * light.0;
-            (!is_light).then(|| (heaviest(tile), Reverse(stretch(tile))))
+            (!is_light).then(|| (heaviest(tile), Reverse(segment(tile))))
         };
         tiles[first..].sort_by_cached_key(|tile| (Reverse(place(tile)), place(tile).map(|_| tile.number)));
         let mut ends: Vec<usize> = (first > 0).then_some(first).into_iter().collect();

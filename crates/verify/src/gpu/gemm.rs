@@ -425,19 +425,19 @@ impl Tensors {
     }
 }
 
-/// `length` in at most `parts` stretches, all but the last of them multiples of `unit`.
+/// `length` in at most `parts` ranges, all but the last of them multiples of `unit`.
 fn cut(dice: &mut Dice, length: usize, parts: usize, unit: usize) -> Vec<usize> {
     let mut rest = length;
-    let mut stretches = Vec::new();
+    let mut counts = Vec::new();
     for _ in 1..parts {
         let count = (1 + dice.below(length / parts)).next_multiple_of(unit);
         if count < rest {
-            stretches.push(count);
+            counts.push(count);
             rest -= count;
         }
     }
-    stretches.push(rest);
-    stretches
+    counts.push(rest);
+    counts
 }
 
 pub(super) fn encode(scalar: Scalar, value: f32) -> [u8; 4] {

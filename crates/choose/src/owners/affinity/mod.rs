@@ -10,10 +10,10 @@
 //! * a rank full of heavy chunks has room left in its count, which light chunks fill. Short documents and heads of long
 //!   ones cost little wherever a run of them is cut.
 //!
-//! So: lay the documents (`stretch`) in a line from heavy to light and let every rank take a run from both ends
+//! So: lay the documents (`clusters`) in a line from heavy to light and let every rank take a run from both ends
 //! (`pairing`); do so for several ways of keeping short documents together, and keep the best; then improve it by swaps
 //! of two chunks (`trade`) whose effect on received rows is known exactly from a few words (`segments`, `coverage`).
-//! Nothing here knows documents: a stretch is what reads common keys, so every mask takes the same path, and the greedy
+//! Nothing here knows documents: a cluster is what reads common keys, so every mask takes the same path, and the greedy
 //! stays where nothing better is found.
 //!
 //! Measured on 1M tokens of packed documents in chunks of 512, varlen causal; mean key rows received by a rank, balance,
@@ -28,12 +28,12 @@
 //!
 //! 4M tokens causal, chunk 2048: 9 ms for 1,024 ranks, where traffic cannot be avoided and balance is kept at 1.000.
 
+mod clusters;
 mod coverage;
 mod links;
 mod local_search;
 mod pairing;
 mod segments;
-mod stretch;
 mod trade;
 
 use counterpoint_plan::{ChunkWork, Planning};
@@ -41,14 +41,14 @@ use counterpoint_plan::{ChunkWork, Planning};
 use super::home::{Home, received_by};
 use super::min_heap::min_heap;
 use super::sequential::sequential;
+use clusters::{clusters, join_small};
 pub(super) use links::Reach;
 pub(super) use local_search::{Effort, Prices, Search, is_searched, local_search};
 use pairing::pair_heavy_with_light;
 use segments::Segments;
-use stretch::{join_small, stretches};
 use trade::trade;
 
-/// Sizes below which neighbouring stretches are joined, in chunks: each gives one start. Which is best depends on the
+/// Sizes below which neighbouring clusters are joined, in chunks: each gives one start. Which is best depends on the
 /// lengths of the documents against a rank's share, and trying is cheaper than knowing.
 const SMALL: [usize; 7] = [1, 4, 8, 16, 24, 32, 64];
 
@@ -61,10 +61,10 @@ pub(super) fn affinity(work: &ChunkWork, ranks: usize, home: Home, planning: &Pl
     }
     let limit = area_limit(work, ranks, greedy.max_area);
     let mut best = Candidate::new(work, home, sequential(work.num_chunks(), ranks));
-    let stretches = stretches(work);
+    let clusters = clusters(work);
     let mut tried = Vec::new();
     for small in SMALL {
-        let joined = join_small(&stretches, small);
+        let joined = join_small(&clusters, small);
         if !tried.contains(&joined) {
             tried.push(joined);
         }

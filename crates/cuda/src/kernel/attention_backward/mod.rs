@@ -17,7 +17,7 @@ use counterpoint_mask::Range;
 use counterpoint_tiles::{Tile, TileClasses};
 use scheduler::{Choice, TileScheduler, missed, refused, rows_launch};
 use scratch::{DqOrderTables, Sums};
-use shape::{CLASSES, shape_of, stretch};
+use shape::{CLASSES, blocks_per_head, shape_of};
 pub(super) use source::specialisations;
 use source::{BackwardChoice, rows_source};
 
@@ -72,8 +72,8 @@ pub struct AttentionBackward {
     half_heads: Option<DeviceBuffer>,
     /// Where items are parts of a tile's query heads.
     sums: Option<Sums>,
-    /// See [`stretch`].
-    stretch: u32,
+    /// See [`blocks_per_head`].
+    blocks_per_head: u32,
     /// See [`heads_at_a_time`].
     heads_at_a_time: u32,
     launch: Launch,
@@ -109,7 +109,7 @@ impl AttentionBackward {
         let dq_order = schedule.dq_order().filter(|_| problem.deterministic);
         let dq_order = dq_order.map(|order| DqOrderTables::new(stream, &order)).transpose()?;
         let counters = dq_order.as_ref().map_or(0, |order| order.counters);
-        let stretch = stretch(schedule.tiles(), sums);
+        let blocks_per_head = blocks_per_head(schedule.tiles(), sums);
         // No buffer is empty.
         let mut coverage = schedule.row_reads(choice.shape.rows as usize);
         coverage.resize(coverage.len().max(1), 0);
@@ -152,7 +152,7 @@ impl AttentionBackward {
             alone: None,
             half_heads: half_heads.transpose()?,
             sums: sums.transpose()?,
-            stretch,
+            blocks_per_head,
             heads_at_a_time: scheduler.heads_at_a_time,
             launch: scheduler.launch,
             rows_launch: rows_launch(problem, clears, workers),
@@ -352,7 +352,7 @@ impl AttentionBackward {
             group: (heads_q / heads_kv) as u32,
             head_dim: head_dim as u32,
             head_dim_v: head_dim_v as u32,
-            stretch: self.stretch,
+            stretch: self.blocks_per_head,
             own_rows: if rows_arriving == 0 { i32::MAX } else { own_rows as i32 },
             homed_from: tensors.homes.map_or(i32::MAX, |homes| homes.first_row as i32),
             scale,

@@ -13,9 +13,9 @@ pub(super) const CLASSES: usize = 16;
 
 /// Blocks that one query head of a key head computes before the next one computes the same: few enough that what a tile's
 /// neighbours read is still in the second level cache, many enough that a neighbour some blocks behind finds it there too.
-const STRETCH: u32 = 8;
+const BLOCKS_PER_HEAD: u32 = 8;
 /// Where tiles have no more blocks, all that their neighbours read of one head is in the cache anyway.
-const WHOLE_STRETCH: u32 = 32;
+const MOST_BLOCKS_PER_HEAD: u32 = 32;
 
 /// Items that each CTA has of the key heads that it works on at a time, where the order of additions is fixed: fewer, and CTAs wait at the
 /// beginning and at the end of each group of heads; more, and what tiles of one head share leaves the second level cache.
@@ -176,13 +176,13 @@ impl BackwardShape {
 /// Blocks that one query head computes before the next: all, where tiles are short and most as long as the longest (a window),
 /// so that neighbours go in step. dk and dv of a group of query heads are summed in that order, so it is fixed where they must be the
 /// same for any number of stages.
-pub(super) fn stretch(tiles: &[Tile], sums: DqSums) -> u32 {
+pub(super) fn blocks_per_head(tiles: &[Tile], sums: DqSums) -> u32 {
     if sums == DqSums::AcrossStages {
-        return STRETCH;
+        return BLOCKS_PER_HEAD;
     }
     let most = tiles.iter().map(|tile| tile.blocks).max().unwrap_or(0);
     let alike = tiles.iter().filter(|tile| u64::from(tile.blocks) * 10 >= u64::from(most) * 7).count();
-    if most <= WHOLE_STRETCH && 2 * alike > tiles.len() { most.max(1) } else { STRETCH }
+    if most <= MOST_BLOCKS_PER_HEAD && 2 * alike > tiles.len() { most.max(1) } else { BLOCKS_PER_HEAD }
 }
 
 /// Key heads whose tiles CTAs take together where the order of additions to dq is fixed, out of `heads_kv` of so many `tiles` each.
@@ -241,12 +241,12 @@ mod tests {
 
     #[test]
     fn heads_compute_short_tiles_alone_where_all_are_alike() {
-        assert_eq!(stretch(&tiles([18, 18, 18, 5]), DqSums::AsTheyCome), 18);
-        assert_eq!(stretch(&tiles([18, 12, 8, 5]), DqSums::AsTheyCome), STRETCH);
-        assert_eq!(stretch(&tiles([128; 9]), DqSums::AsTheyCome), STRETCH);
-        assert_eq!(stretch(&tiles([0]), DqSums::AsTheyCome), 1);
-        assert_eq!(stretch(&[], DqSums::AsTheyCome), STRETCH);
-        assert_eq!(stretch(&tiles([18, 18, 18, 5]), DqSums::AcrossStages), STRETCH);
+        assert_eq!(blocks_per_head(&tiles([18, 18, 18, 5]), DqSums::AsTheyCome), 18);
+        assert_eq!(blocks_per_head(&tiles([18, 12, 8, 5]), DqSums::AsTheyCome), BLOCKS_PER_HEAD);
+        assert_eq!(blocks_per_head(&tiles([128; 9]), DqSums::AsTheyCome), BLOCKS_PER_HEAD);
+        assert_eq!(blocks_per_head(&tiles([0]), DqSums::AsTheyCome), 1);
+        assert_eq!(blocks_per_head(&[], DqSums::AsTheyCome), BLOCKS_PER_HEAD);
+        assert_eq!(blocks_per_head(&tiles([18, 18, 18, 5]), DqSums::AcrossStages), BLOCKS_PER_HEAD);
     }
 
     #[test]

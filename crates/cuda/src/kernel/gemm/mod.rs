@@ -142,9 +142,9 @@ impl Gemm {
         signals: Vec<u32>,
     ) -> Result<Self, CudaError> {
         let device = stream.device();
-        let stretches = rows::stretches(spec);
-        let destinations = rows::destinations(&stretches).0;
-        let tile_list = rows::row_tiles(&stretches);
+        let segments = rows::segments(spec);
+        let destinations = rows::destinations(&segments).0;
+        let tile_list = rows::row_tiles(&segments);
         let source = match shape.is_portable() {
             true => portable::source(shape, spec.layout, spec.element, device.arch()),
             false => {
@@ -236,8 +236,8 @@ impl Gemm {
 
     /// How often a launch raises the signal of each share: once from each warpgroup that stores some of a tile that has elements.
     fn signals_of_shares(spec: &GemmSpec, shape: GemmShape, units: &[GemmUnit]) -> Vec<u32> {
-        let stretches = rows::stretches(spec);
-        let (destinations, tiles) = (rows::destinations(&stretches).0, rows::row_tiles(&stretches));
+        let segments = rows::segments(spec);
+        let (destinations, tiles) = (rows::destinations(&segments).0, rows::row_tiles(&segments));
         let mut signals = vec![0; spec.shares.len()];
         for tile in units.iter().flat_map(|unit| GemmTile::of_unit(unit, &shape, &tiles)) {
             if tile.has_elements(spec.size.n) {

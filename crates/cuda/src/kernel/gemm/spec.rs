@@ -8,7 +8,7 @@ use counterpoint_tiles::gemm::{GemmLayout, ProblemSize, TileOrder};
 
 /// Tensors that A's rows may be put together from (`kGemmSources`).
 pub const GEMM_SOURCES: usize = 16;
-/// Stretches of rows in which D may lie (`kGemmDestinations`): a share, or those of its rows that are one piece of A.
+/// Ranges of rows in which D may lie (`kGemmDestinations`): a share, or those of its rows that are one piece of A.
 pub const GEMM_DESTINATIONS: usize = 8;
 
 /// What becomes of a product.
@@ -115,7 +115,7 @@ impl GemmSpec {
         self.size.flops()
     }
 
-    /// Rows of D, with every stretch of rows filled up to whole tiles.
+    /// Rows of D, with every range of rows filled up to whole tiles.
     pub(super) fn tiled_rows(&self) -> usize {
         rows::tile_rows(self) * counterpoint_tiles::gemm::TILE_ROWS
     }
