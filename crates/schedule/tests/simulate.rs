@@ -37,7 +37,7 @@ fn backward(rank: usize, layers: usize, on_one_stream: bool) -> Program {
     let mut buffer = |name: &str, rows: usize, dtype| p.buffer(name, dtype, &[rows, 1], BufferRole::Scratch);
     let weight = buffer("weight", 1, DType::F32);
     let (dx, dweight) = (buffer("dx", 200, DType::F32), buffer("dweight", 500, DType::F32));
-    let (share, sum) = (buffer("share", 200, DType::F16), buffer("sum", 200, DType::F16));
+    let (partial, sum) = (buffer("partial", 200, DType::F16), buffer("sum", 200, DType::F16));
     let product = |rows: usize, out: BufferId| {
         let block = |buffer, rows: usize| vec![RowBlock { buffer, rows: Range::new(0, rows) }];
         Op::Gemm(Gemm {
@@ -56,7 +56,7 @@ fn backward(rank: usize, layers: usize, on_one_stream: bool) -> Program {
     let part = GroupPart::from_splits([(200, &other[..])], [(200, other[0])]);
     let sum = Op::GroupReduce(GroupReduce {
         part: Arc::new(part),
-        tensors: vec![(share, sum)],
+        tensors: vec![(partial, sum)],
         op: ReduceOp::Sum,
         accumulate: Accumulate::Start,
         wire_dtype: DType::F16,

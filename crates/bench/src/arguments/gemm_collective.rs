@@ -14,7 +14,7 @@ use super::kernels::BenchDType;
 #[derive(Debug, Args)]
 #[command(after_help = "\
 m, n and k are those of the product that each rank computes. Before a
-reduce-scatter or an all-reduce every rank has a share of each element; under
+reduce-scatter or an all-reduce every rank has a partial sum of each element; under
 all-gather each has m / ranks rows of the first operand.
 
 Every row is checked against f64 on a sample of its elements, and bit by bit

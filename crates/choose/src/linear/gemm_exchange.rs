@@ -6,7 +6,7 @@ use counterpoint_plan::GemmCollective;
 /// A product that each of several ranks computes, and the rows that travel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GemmExchange {
-    /// What travels: shares of rows of the result to their owners, the same and the sums to everyone, or rows of the first operand.
+    /// What travels: partial sums of rows of the result to their owners, the same and the sums to everyone, or rows of the first operand.
     pub collective: GemmCollective,
     /// Ranks, at least 2.
     pub ranks: usize,

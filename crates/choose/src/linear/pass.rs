@@ -166,7 +166,7 @@ impl LinearPass {
         Some((whole.rows_of_waves(step, &groups), seconds))
     }
 
-    /// Seconds in which so many rows of each rank go to all others, or shares of them come from these.
+    /// Seconds in which so many rows of each rank go to all others, or partial sums of them come from these.
     fn travel_seconds(&self, rows: usize, columns: usize, cost: &CostModel) -> f64 {
         let Topology { world_size, ranks_per_node } = self.topology;
         let near = ranks_per_node.min(world_size);

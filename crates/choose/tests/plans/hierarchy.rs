@@ -106,14 +106,14 @@ fn check_stage(plan: &Plan, stages: &[&StagePlan], parts: &[&TwoLevelPart], topo
     entered.sort_unstable();
     assert_eq!(entered, wanted.into_iter().collect::<Vec<_>>());
 
-    // Backwards, every owner's sum has one share from every rank that held a copy.
+    // Backwards, every owner's sum has one partial sum from every rank that held a copy.
     let partials: Vec<Vec<u64>> = (0..ranks).map(|rank| vec![1 << rank; second[rank].len()]).collect();
     let zeros =
         |rows: &[Vec<usize>]| -> Vec<Vec<u64>> { rows.iter().map(|rows| vec![0; rows.len()]).collect() };
-    let (mut sums, mut shares) = (zeros(&own), zeros(&first));
+    let (mut sums, mut partial_sums) = (zeros(&own), zeros(&first));
     group_reduce(&near, &partials, &mut sums);
-    group_reduce(&forward, &partials, &mut shares);
-    group_reduce(&inter, &shares, &mut sums);
+    group_reduce(&forward, &partials, &mut partial_sums);
+    group_reduce(&inter, &partial_sums, &mut sums);
     for owner in 0..ranks {
         for (row, &sum) in own[owner].iter().zip(&sums[owner]) {
             let holders = (0..ranks).filter(|&rank| second[rank].contains(row));

@@ -30,8 +30,8 @@ struct Part {
     gemm: GemmRunner,
     /// Which of A's tensors it is given.
     tensors: Vec<usize>,
-    /// The first row of the result of each of its shares.
-    shares: Vec<usize>,
+    /// The first row of the result of each of its receivers.
+    receivers: Vec<usize>,
 }
 
 /// Rows of A, and of the result, that lie together.
@@ -65,23 +65,23 @@ impl Product {
         let out = ResultRows::new(prepare, op.out, &op.out_rows, op.accumulate, |rows| {
             if rows_are_k { columns_fit(rows) } else { !schedule::Gemm::copies_rows(rows.len(), m) }
         })?;
-        let spec = |m: usize, sources: Vec<GemmRows>, shares: Vec<usize>| GemmSpec {
+        let spec = |m: usize, sources: Vec<GemmRows>, receivers: Vec<usize>| GemmSpec {
             output: out.scalar(),
             pass_rows: op.pass_rows,
             strides: [a.stride(), b.stride(), out.stride()],
             epilogue,
             sources,
-            shares,
+            receivers,
             sm_margin: prepare.sm_margin(),
             grid: prepare.grid(),
             ..GemmSpec::new(m, n, k, layout, element)
         };
         let mut parts = Vec::new();
         if rows_are_k {
-            let shares: Vec<usize> = out.rows().iter().map(Range::len).collect();
+            let receivers: Vec<usize> = out.rows().iter().map(Range::len).collect();
             let tensors = (0..a.tensors()).collect();
-            let gemm = prepare.product(&spec(m, a.rows().to_vec(), shares))?;
-            parts.push(Part { gemm, tensors, shares: out.rows().iter().map(|rows| rows.start).collect() });
+            let gemm = prepare.product(&spec(m, a.rows().to_vec(), receivers))?;
+            parts.push(Part { gemm, tensors, receivers: out.rows().iter().map(|rows| rows.start).collect() });
         } else {
             for segments in segments(a.rows(), out.rows()).chunks(GEMM_DESTINATIONS) {
                 let mut tensors: Vec<usize> = segments.iter().map(|segment| segment.source.tensor).collect();
@@ -94,8 +94,8 @@ impl Product {
                 let sources = segments.iter().map(|segment| renumbered(segment.source)).collect();
                 let counts: Vec<usize> = segments.iter().map(|segment| segment.source.count).collect();
                 let gemm = prepare.product(&spec(counts.iter().sum(), sources, counts))?;
-                let shares = segments.iter().map(|segment| segment.out).collect();
-                parts.push(Part { gemm, tensors, shares });
+                let receivers = segments.iter().map(|segment| segment.out).collect();
+                parts.push(Part { gemm, tensors, receivers });
             }
         }
         Ok(Self { a, b, out, bias: op.bias, parts })
@@ -106,9 +106,9 @@ impl Product {
         self.b.enter(stream, buffers)?;
         self.out.enter(stream, buffers)?;
         let a = self.a.addresses(buffers);
-        for Part { gemm, tensors, shares } in &self.parts {
+        for Part { gemm, tensors, receivers } in &self.parts {
             let a: Vec<u64> = tensors.iter().map(|&tensor| a[tensor]).collect();
-            let d: Vec<u64> = shares.iter().map(|&row| self.out.address(buffers, row)).collect();
+            let d: Vec<u64> = receivers.iter().map(|&row| self.out.address(buffers, row)).collect();
             let tensors = GemmTensors {
                 a: &a,
                 b: self.b.first_row(buffers),
@@ -203,7 +203,7 @@ impl Prepare<'_> {
 
     /// A product that stores its result and does nothing else: the library's where that is wanted and no policy would have it otherwise.
     fn product(&self, spec: &GemmSpec) -> Result<GemmRunner, ExecError> {
-        let whole = spec.size.m == spec.pass_rows && spec.sources.len() == 1 && spec.shares.len() == 1;
+        let whole = spec.size.m == spec.pass_rows && spec.sources.len() == 1 && spec.receivers.len() == 1;
         if whole && self.sends_nothing() {
             let library = self.library()?;
             if let Some(library) = library {

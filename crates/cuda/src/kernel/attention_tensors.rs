@@ -27,7 +27,7 @@ pub enum ForwardModeEnd {
     /// The state, for a later stage.
     State,
     /// The results of the rows over these keys alone, in f32 and without a sink, to be merged with others.
-    Share,
+    Partial,
     /// The results.
     Result {
         /// Rows of the sink; 0 without one.
@@ -154,7 +154,7 @@ impl ForwardTensors {
 pub enum ForwardTarget {
     /// With [`ForwardModeEnd::State`]. It may be the state that the stage began from.
     State(StateTensors),
-    /// With [`ForwardModeEnd::Share`], where `out` is f32 and there is no sink, and with [`ForwardModeEnd::Result`].
+    /// With [`ForwardModeEnd::Partial`], where `out` is f32 and there is no sink, and with [`ForwardModeEnd::Result`].
     Result(ResultTensors),
 }
 

@@ -218,8 +218,8 @@ impl PortableForward {
         let Choice { shape, .. } = choice;
         let seqlen_sink = match mode.end {
             ForwardModeEnd::State => 0,
-            ForwardModeEnd::Share => {
-                return Err(refused("it makes no shares; they are made of a state".to_owned()));
+            ForwardModeEnd::Partial => {
+                return Err(refused("it makes no partial results; they are made of a state".to_owned()));
             }
             ForwardModeEnd::Result { seqlen_sink } => seqlen_sink,
         };

@@ -25,9 +25,9 @@ pub(super) struct BackwardReduceWork {
     row_bytes: Vec<u64>,
     /// Rows of this rank of which it alone has gradients, as far as the backward itself makes results of them.
     alone: Vec<Range>,
-    /// The rank's shares, and the sums.
+    /// The rank's partial sums, and the sums.
     tensors: Vec<(BufferId, BufferId)>,
-    /// Where the others' shares of this rank's rows come in.
+    /// Where the others' partial sums of this rank's rows come in.
     delivered: Staging,
     memory: DeviceBuffer,
     /// Blocks that add.
@@ -41,7 +41,7 @@ pub(super) struct Connected {
     sums: LinkReduce,
     /// The first row of others, and where each of those rows is at home.
     homes: (Option<usize>, DeviceBuffer),
-    /// Where others take shares in.
+    /// Where others take partial sums in.
     _memory: Vec<DeviceBuffer>,
 }
 
@@ -50,7 +50,7 @@ impl BackwardReduceWork {
         self.memory.clone()
     }
 
-    /// What rank `own` knows by where the others take shares in, with lists that are gathered on `lists`.
+    /// What rank `own` knows by where the others take partial sums in, with lists that are gathered on `lists`.
     pub(super) fn gather(
         &self,
         own: usize,
@@ -62,7 +62,7 @@ impl BackwardReduceWork {
         let of = |peers: &[PeerRows]| -> Vec<usize> {
             peers.iter().map(|peer| peer.rank).filter(|&rank| rank != own).collect()
         };
-        // Those to whom this rank's shares go add them once it announces that it is through.
+        // Those to whom this rank's partial sums go add them once it announces that it is through.
         let (announce_to, work_on) = (of(&pattern.outgoing), of(&pattern.incoming));
         let (mut mailboxes, mut memory) = (Vec::new(), Vec::new());
         // The own rows that go to others, and where the first of each range is at home.
@@ -153,8 +153,8 @@ impl CudaTransport {
         let Means::Link { .. } = &self.means else { return Ok(None) };
         let context = CollectiveContext { buffers: &program.buffers, policy: &program.policy, plan: None };
         let mut collective = Collective::reduce(self.rank, self.world.size(), place, reduce, &context)?;
-        let shares: Vec<BufferId> = reduce.tensors.iter().map(|tensor| tensor.0).collect();
-        let alike = shares == [backward.dk, backward.dv]
+        let partials: Vec<BufferId> = reduce.tensors.iter().map(|tensor| tensor.0).collect();
+        let alike = partials == [backward.dk, backward.dv]
             && reduce.op == ReduceOp::Sum
             && reduce.accumulate == Accumulate::Start
             && link::takes(&collective);
@@ -225,13 +225,13 @@ impl CudaTransport {
         let delivered = work.delivered.tensors.iter().map(|(offset, _)| work.memory.address() + offset);
         let address = |id: BufferId| buffers[id.0].address();
         let sums = work.tensors.iter().map(|tensor| address(tensor.1));
-        let shares = work.tensors.iter().map(|tensor| address(tensor.0));
-        let own: Vec<u64> = sums.chain(delivered).chain(shares).collect();
+        let partials = work.tensors.iter().map(|tensor| address(tensor.0));
+        let own: Vec<u64> = sums.chain(delivered).chain(partials).collect();
         // Nobody reads what is announced: all that others have is here once they announce it.
         let link = self.link_call(&work.side, &connected.peers, &own, &own)?;
         // SAFETY: `Post::check_peer` has compared both sides' rows, `Collective`'s checks have seen that they are inside the tensors, and
         // `delivered` has room for all that comes; the others' memory lives as long as `connected`. All ranks make the same calls, each on a
-        // GPU of its own, and a rank's shares are sent again only after all who add them have said that they are through.
+        // GPU of its own, and a rank's partial sums are sent again only after all who add them have said that they are through.
         unsafe { connected.sums.launch(stream.queue(), &link, None) }?;
         Ok(())
     }
@@ -247,7 +247,7 @@ mod tests {
 
     /// Rank 1 owns ten rows; ranks 0 and 2 hold some of them, and it holds all.
     #[test]
-    fn what_comes_lies_rank_by_rank_and_the_own_share_where_it_is() {
+    fn what_comes_lies_rank_by_rank_and_the_own_partial_sum_where_it_is() {
         let pattern = Pattern {
             outgoing: vec![peer(0, &[(10, 14)]), peer(1, &[(0, 10)])],
             incoming: vec![peer(0, &[(7, 9), (2, 5)]), peer(1, &[(0, 10)]), peer(2, &[(4, 10)])],

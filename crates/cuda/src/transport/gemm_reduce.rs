@@ -52,19 +52,19 @@ fn fitting(
     let (a, m) = one_range(&gemm.a, specs)?;
     let b = whole(&gemm.b, specs)?;
     let product = product_of(gemm, a.buffer, m, program)?;
-    let [(share, sum)] = reduce.tensors[..] else { return None };
-    let alike = share == gemm.out
+    let [(partial, sum)] = reduce.tensors[..] else { return None };
+    let alike = partial == gemm.out
         && spec_of(sum).dtype == dtype
         && reduce.wire_dtype == dtype
         && reduce.reduce_dtype == DType::F32
         && reduce.op == ReduceOp::Sum
         && reduce.accumulate == Accumulate::Start;
     let own = m / ranks;
-    let shares = |peer: usize| {
+    let sends_own = |peer: usize| {
         let rows = Range::new(peer * own, (peer + 1) * own);
         collective.pattern.to(peer) == [rows] && collective.pattern.from(peer) == [Range::new(0, own)]
     };
-    if !alike || spec_of(sum).rows() != own || !(0..ranks).all(shares) {
+    if !alike || spec_of(sum).rows() != own || !(0..ranks).all(sends_own) {
         return None;
     }
     let row_bytes = (product.size.n * dtype.size()) as u64;

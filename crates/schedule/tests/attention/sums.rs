@@ -80,8 +80,8 @@ fn sums(op: &Op) -> Option<(&AttentionBackward, &GroupReduce)> {
     }
 }
 
-/// One stage that does all work ends with the sums: of all shares, the own ones too, and rounded. In deterministic mode, whose own
-/// share comes first, it does not. While gradients leave under the computation, only their addition is left.
+/// One stage that does all work ends with the sums: of all partial sums, the own ones too, and rounded. In deterministic mode, whose own
+/// partial sum comes first, it does not. While gradients leave under the computation, only their addition is left.
 #[test]
 fn all_work_at_once_ends_with_the_sums() {
     let (plan, spec) = (plan(&mask(&[1024]), 2, 128, 0), spec(DType::Bf16, 0));
@@ -91,10 +91,10 @@ fn all_work_at_once_ends_with_the_sums() {
         let [(backward, reduce)] = found[..] else { panic!("{} sums", found.len()) };
         assert!(program.ops.iter().all(|op| !matches!(op.op, Op::Cast { .. } | Op::CopyRows { .. })));
         assert_eq!(reduce.accumulate, Accumulate::Start);
-        for (&(share, sum), name) in reduce.tensors.iter().zip(["dk", "dv"]) {
-            let (share, sum) = (&program.buffers[share.0], &program.buffers[sum.0]);
+        for (&(partial, sum), name) in reduce.tensors.iter().zip(["dk", "dv"]) {
+            let (partial, sum) = (&program.buffers[partial.0], &program.buffers[sum.0]);
             assert_eq!((sum.name.as_str(), sum.dtype, sum.role), (name, DType::Bf16, BufferRole::Output));
-            assert_eq!((share.dtype, sum.rows()), (DType::F32, 512));
+            assert_eq!((partial.dtype, sum.rows()), (DType::F32, 512));
             let rows = |rank: usize| -> usize {
                 let owned = reduce.part.owned.iter().filter(|split| split.ranks.contains(&(rank as u32)));
                 owned.map(|split| split.rows.len()).sum()

@@ -162,7 +162,7 @@ impl AttentionBackward {
         })
     }
 
-    /// From now on gradients of keys that nobody else has any of are no f32 shares but results: all of tiles that have none of the
+    /// From now on gradients of keys that nobody else has any of are no f32 partial sums but results: all of tiles that have none of the
     /// `shared` rows, nor one that arrives. Gives these tiles' keys; launches then say where the results are
     /// ([`BackwardTensors::rounded`]). None in deterministic mode, nor where all are results.
     ///
@@ -379,7 +379,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tiles_of_which_others_have_a_row_are_shares() {
+    fn tiles_of_which_others_have_a_row_are_partials() {
         let keys = [(0, 128), (128, 200), (200, 328), (328, 330), (330, 400)].map(|(a, b)| Range::new(a, b));
         let shared = [(127, 128), (199, 210)].map(|(a, b)| Range::new(a, b));
         assert_eq!(alone(&keys, 330, &shared), [0, 0, 0, 1, 0]);

@@ -42,7 +42,7 @@ impl Choice {
             gradients: match (mode.rounds_keys, heads.parts) {
                 (true, 1) => KeyGradients::Results,
                 (true, _) => KeyGradients::Sums,
-                (false, _) => KeyGradients::Shares,
+                (false, _) => KeyGradients::Partials,
             },
             softcap: problem.softcap.is_some(),
             fixed_order: problem.deterministic,

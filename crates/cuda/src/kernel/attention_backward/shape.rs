@@ -44,7 +44,7 @@ pub(super) enum KeyOwners {
     Ctas,
 }
 
-/// Which key tiles' shares make up a row of dq, and in which order they are added.
+/// Which key tiles' partial sums make up a row of dq, and in which order they are added.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum DqSums {
     /// Whichever suit the mask, as they come.
@@ -266,7 +266,7 @@ mod tests {
             heads.parts
         };
         assert_eq!(parts("causal:16k", mode(true), |_| ()), 8);
-        // Short, even, in shares, in a fixed order, with a softcap, and with one query head of a key head.
+        // Short, even, in partial sums, in a fixed order, with a softcap, and with one query head of a key head.
         assert_eq!(parts("causal:8k", mode(true), |_| ()), 1);
         assert_eq!(parts("full:16k", mode(true), |_| ()), 1);
         assert_eq!(parts("causal:16k", mode(false), |_| ()), 1);

@@ -33,7 +33,7 @@ pub(super) enum KeyGradients {
     /// Elements.
     Results,
     /// f32, of which others have some too.
-    Shares,
+    Partials,
     /// Elements, each the sum of what several items have.
     Sums,
 }
@@ -55,9 +55,9 @@ impl BackwardChoice {
         self.shape.owners == KeyOwners::Warpgroups
     }
 
-    /// Whether some tiles' gradients may be results where others' are shares.
+    /// Whether some tiles' gradients may be results where others' are partial sums.
     pub(super) fn alone(self) -> bool {
-        self.gradients == KeyGradients::Shares && !self.fixed_order
+        self.gradients == KeyGradients::Partials && !self.fixed_order
     }
 
     /// Whether items may be half of a tile's query heads: shorter heads have no register for that.
@@ -126,7 +126,7 @@ impl BackwardChoice {
         let (keys, ctas) = (BackwardShape::KEYS, shape.ctas());
         let (gradient, gradients) = match gradients {
             KeyGradients::Results => ("rounded", "kResults"),
-            KeyGradients::Shares => ("f32", "kShares"),
+            KeyGradients::Partials => ("f32", "kShares"),
             KeyGradients::Sums => ("summed", "kSums"),
         };
         let cap = if softcap { "_softcap" } else { "" };
@@ -188,7 +188,7 @@ pub(in crate::kernel) fn specialisations() -> Vec<Specialisation> {
     let mut all = rows.to_vec();
     for (head_dim, head_dim_v) in BackwardShape::HEADS {
         for element in ElementType::ALL {
-            for gradients in [KeyGradients::Shares, KeyGradients::Results, KeyGradients::Sums] {
+            for gradients in [KeyGradients::Partials, KeyGradients::Results, KeyGradients::Sums] {
                 for [softcap, fixed_order] in (0..4).map(|bits| [2, 1].map(|bit| bits & bit != 0)) {
                     let Some(shape) = BackwardShape::of(head_dim, head_dim_v, softcap) else {
                         continue;

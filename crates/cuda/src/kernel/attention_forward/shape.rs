@@ -179,7 +179,7 @@ pub(super) enum TileEnds {
     /// Results; those of split tiles are merged.
     Results,
     /// All are merged.
-    Shares,
+    Partials,
 }
 
 /// The shape for a problem, and the schedule to follow: of all shapes in question the one whose estimate is least. Tiles are split
@@ -224,12 +224,12 @@ pub(super) fn choose(
         TileEnds::States => return Ok((shape, schedule)),
         TileEnds::Results if problem.deterministic => return Ok((shape, schedule)),
         TileEnds::Results => TilePartials::OfSplit,
-        TileEnds::Shares => TilePartials::OfAll,
+        TileEnds::Partials => TilePartials::OfAll,
     };
     let heads = problem.heads_q / shape.pack as usize;
-    // All partial results of shares are there anyway.
+    // All partial results are there anyway.
     let last_round_partials = match ends {
-        TileEnds::Shares => usize::MAX,
+        TileEnds::Partials => usize::MAX,
         _ => problem_bytes(problem) / 100 / shape.partial_bytes(problem),
     };
     let split = TileSplit { workers: workers.max(1) as usize, heads, last_round_partials };

@@ -90,11 +90,11 @@ impl Gemm {
         let mut counters = [0; GEMM_DESTINATIONS];
         let row_bytes = spec.strides[2] as u64 * spec.output.bytes();
         for (index, destination) in self.destinations.iter().enumerate() {
-            let Destination { share, share_row, rows } = *destination;
-            let address = tensors.d[share] + share_row as u64 * row_bytes;
+            let Destination { receiver, receiver_row, rows } = *destination;
+            let address = tensors.d[receiver] + receiver_row as u64 * row_bytes;
             d_maps[index] = Some(self.map_of_d(address, rows, STORED_ROWS)?);
             d[index] = address;
-            counters[index] = tensors.counters.get(share).copied().unwrap_or(0);
+            counters[index] = tensors.counters.get(receiver).copied().unwrap_or(0);
         }
         let mut a_maps = [None; GEMM_SOURCES];
         for (tensor, &address) in tensors.a.iter().enumerate() {

@@ -95,8 +95,8 @@ impl GemmLibrary {
     pub fn gemm(&self, spec: &GemmSpec) -> Result<LibraryGemm, CudaError> {
         let refused = |reason: String| CudaError::Launch { kernel: "cublasLtMatmul".to_owned(), reason };
         spec.check().map_err(refused)?;
-        if spec.shares.len() != 1 || spec.sources.len() != 1 || spec.signals != GemmSignals::None {
-            return Err(refused("cuBLASLt knows no pieces, no shares and no signals".to_owned()));
+        if spec.receivers.len() != 1 || spec.sources.len() != 1 || spec.signals != GemmSignals::None {
+            return Err(refused("cuBLASLt knows no pieces, no several receivers and no signals".to_owned()));
         }
         let Handle { library, device, raw } = &*self.0;
         let _bound = device.make_current()?;

@@ -127,7 +127,7 @@ impl Gemm {
             GemmSignals::Device { sizes } | GemmSignals::System { sizes } => {
                 tiles::group(&mut unit_list, sizes, &shape, rows, spec.size.n).map_err(refused)?
             }
-            GemmSignals::Shares => Self::signals_of_shares(spec, shape, &unit_list),
+            GemmSignals::Receivers => Self::signals_of_receivers(spec, shape, &unit_list),
         };
         Self::with_units(stream, spec, shape, GemmEnds::Memory, unit_list, signals)
     }
@@ -228,20 +228,20 @@ impl Gemm {
         })
     }
 
-    /// The row of D, all shares one after the other, with which a tile begins.
+    /// The row of D, all receivers one after the other, with which a tile begins.
     fn first_row(&self, tile: &RowTile) -> usize {
         let before = &self.destinations[..usize::from(tile.destination)];
         before.iter().map(|destination| destination.rows).sum::<usize>() + tile.destination_row as usize
     }
 
-    /// How often a launch raises the signal of each share: once from each warpgroup that stores some of a tile that has elements.
-    fn signals_of_shares(spec: &GemmSpec, shape: GemmShape, units: &[GemmUnit]) -> Vec<u32> {
+    /// How often a launch raises the signal of each receiver: once from each warpgroup that stores some of a tile that has elements.
+    fn signals_of_receivers(spec: &GemmSpec, shape: GemmShape, units: &[GemmUnit]) -> Vec<u32> {
         let segments = rows::segments(spec);
         let (destinations, tiles) = (rows::destinations(&segments).0, rows::row_tiles(&segments));
-        let mut signals = vec![0; spec.shares.len()];
+        let mut signals = vec![0; spec.receivers.len()];
         for tile in units.iter().flat_map(|unit| GemmTile::of_unit(unit, &shape, &tiles)) {
             if tile.has_elements(spec.size.n) {
-                signals[destinations[usize::from(tile.destination)].share] += shape.raises();
+                signals[destinations[usize::from(tile.destination)].receiver] += shape.raises();
             }
         }
         signals
@@ -275,15 +275,15 @@ impl Gemm {
 
     /// Whether there are as many addresses as the spec speaks of.
     fn check_tensors(&self, tensors: &GemmTensors<'_>) -> Result<(), String> {
-        let GemmSpec { sources, shares, signals, epilogue, .. } = &self.spec;
-        if tensors.d.len() != shares.len() {
-            return Err(format!("{} addresses of D, it has {} shares", tensors.d.len(), shares.len()));
+        let GemmSpec { sources, receivers, signals, epilogue, .. } = &self.spec;
+        if tensors.d.len() != receivers.len() {
+            return Err(format!("{} addresses of D, it has {} receivers", tensors.d.len(), receivers.len()));
         }
         let wanted = sources.iter().map(|source| source.tensor + 1).max().unwrap_or(0);
         if tensors.a.len() != wanted {
             return Err(format!("{} addresses of A, it has {wanted} tensors", tensors.a.len()));
         }
-        let counters = if *signals == GemmSignals::None { 0 } else { shares.len() };
+        let counters = if *signals == GemmSignals::None { 0 } else { receivers.len() };
         if tensors.counters.len() != counters || tensors.counters.contains(&0) {
             return Err(format!("counters at {:x?}; it needs {counters} addresses", tensors.counters));
         }

@@ -242,9 +242,9 @@ impl Gemm {
         let mut d = [0; GEMM_DESTINATIONS];
         let mut counters = [0; GEMM_DESTINATIONS];
         let row_bytes = spec.strides[2] as u64 * spec.output.bytes();
-        for (index, &Destination { share, share_row, .. }) in self.destinations.iter().enumerate() {
-            d[index] = tensors.d[share] + share_row as u64 * row_bytes;
-            counters[index] = tensors.counters.get(share).copied().unwrap_or(0);
+        for (index, &Destination { receiver, receiver_row, .. }) in self.destinations.iter().enumerate() {
+            d[index] = tensors.d[receiver] + receiver_row as u64 * row_bytes;
+            counters[index] = tensors.counters.get(receiver).copied().unwrap_or(0);
         }
         let [a_stride, b_stride, d_stride] = spec.strides.map(|stride| stride as u32);
         Ok(PortableGemmArguments {

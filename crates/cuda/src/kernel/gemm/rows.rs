@@ -23,17 +23,17 @@ pub(super) struct RowSegment {
     /// The tensor of A, and what the first row is in it: a column where A lies along m.
     source: usize,
     source_row: usize,
-    /// The share of D, and the first row in it.
-    pub(super) share: usize,
-    pub(super) share_row: usize,
+    /// The receiver, and the first row in it.
+    pub(super) receiver: usize,
+    pub(super) receiver_row: usize,
     pub(super) rows: usize,
 }
 
-/// Rows of D that TMA knows as one tensor: segments that follow each other in a share.
+/// Rows of D that TMA knows as one tensor: segments that follow each other in a receiver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Destination {
-    pub(super) share: usize,
-    pub(super) share_row: usize,
+    pub(super) receiver: usize,
+    pub(super) receiver_row: usize,
     pub(super) rows: usize,
 }
 
@@ -111,8 +111,8 @@ pub(super) fn check(spec: &GemmSpec) -> Result<(), String> {
     if let Some(source) = spec.sources.iter().find(|source| source.tensor >= GEMM_SOURCES) {
         return Err(format!("A's source {} of at most {GEMM_SOURCES}", source.tensor));
     }
-    if spec.shares.iter().sum::<usize>() != spec.size.m || spec.shares.contains(&0) {
-        return Err(format!("D has {} rows, its shares have {:?}", spec.size.m, spec.shares));
+    if spec.receivers.iter().sum::<usize>() != spec.size.m || spec.receivers.contains(&0) {
+        return Err(format!("D has {} rows, its receivers have {:?}", spec.size.m, spec.receivers));
     }
     let segments = segments(spec);
     let destinations = destinations(&segments).0.len();
@@ -128,7 +128,10 @@ pub(super) fn check(spec: &GemmSpec) -> Result<(), String> {
     // Boxes of TMA begin at multiples of 16 bytes.
     let begins = |segment: &RowSegment| (segment.source_row * spec.element.bytes()).is_multiple_of(16);
     if spec.layout == GemmLayout::Tn && !segments.iter().all(begins) {
-        return Err(format!("shares of {:?} rows; A's columns take multiples of 16 bytes", spec.shares));
+        return Err(format!(
+            "receivers of {:?} rows; A's columns take multiples of 16 bytes",
+            spec.receivers
+        ));
     }
     Ok(())
 }
@@ -156,7 +159,7 @@ impl GemmRows {
     }
 }
 
-/// D's rows, cut wherever a share or a source of A ends.
+/// D's rows, cut wherever a receiver or a source of A ends.
 pub(super) fn segments(spec: &GemmSpec) -> Vec<RowSegment> {
     // Where A lies along m, all tensors have all of m.
     let along_m = [GemmRows { tensor: 0, first: 0, count: spec.size.m }];
@@ -164,18 +167,24 @@ pub(super) fn segments(spec: &GemmSpec) -> Vec<RowSegment> {
     let mut segments = Vec::new();
     let mut sources = sources.iter().copied();
     let mut source = GemmRows { tensor: 0, first: 0, count: 0 };
-    for (share, &rows) in spec.shares.iter().enumerate() {
-        let mut share_row = 0;
-        while share_row < rows {
+    for (receiver, &rows) in spec.receivers.iter().enumerate() {
+        let mut receiver_row = 0;
+        while receiver_row < rows {
             if source.count == 0 {
                 let Some(next) = sources.next() else { return segments };
                 source = next;
                 continue;
             }
-            let count = source.count.min(rows - share_row);
+            let count = source.count.min(rows - receiver_row);
             let GemmRows { tensor, first, .. } = source;
-            segments.push(RowSegment { source: tensor, source_row: first, share, share_row, rows: count });
-            share_row += count;
+            segments.push(RowSegment {
+                source: tensor,
+                source_row: first,
+                receiver,
+                receiver_row,
+                rows: count,
+            });
+            receiver_row += count;
             source = GemmRows { tensor, first: first + count, count: source.count - count };
         }
     }
@@ -193,13 +202,15 @@ pub(super) fn destinations(segments: &[RowSegment]) -> (Vec<Destination>, Vec<(u
     const BOX_ROWS: usize = 64;
     let mut destinations: Vec<Destination> = Vec::new();
     let mut places = Vec::with_capacity(segments.len());
-    for &RowSegment { share, share_row, rows, .. } in segments {
+    for &RowSegment { receiver, receiver_row, rows, .. } in segments {
         match destinations.last_mut() {
-            Some(last) if last.share == share && last.rows.is_multiple_of(BOX_ROWS) => last.rows += rows,
-            _ => destinations.push(Destination { share, share_row, rows }),
+            Some(last) if last.receiver == receiver && last.rows.is_multiple_of(BOX_ROWS) => {
+                last.rows += rows
+            }
+            _ => destinations.push(Destination { receiver, receiver_row, rows }),
         }
         let last = destinations.len() - 1;
-        places.push((last, share_row - destinations[last].share_row));
+        places.push((last, receiver_row - destinations[last].receiver_row));
     }
     (destinations, places)
 }
@@ -244,14 +255,14 @@ mod tests {
     use super::*;
     use crate::kernel::ElementType;
 
-    fn spec(layout: GemmLayout, sources: &[(usize, usize, usize)], shares: &[usize]) -> GemmSpec {
+    fn spec(layout: GemmLayout, sources: &[(usize, usize, usize)], receivers: &[usize]) -> GemmSpec {
         let rows: usize = sources.iter().map(|source| source.2).sum();
-        let m: usize = shares.iter().sum();
+        let m: usize = receivers.iter().sum();
         let k = if layout == GemmLayout::Tn { rows } else { 64 };
         let mut spec = GemmSpec::new(m, 64, k, layout, ElementType::Bf16);
         spec.sources =
             sources.iter().map(|&(tensor, first, count)| GemmRows { tensor, first, count }).collect();
-        spec.shares = shares.to_vec();
+        spec.receivers = receivers.to_vec();
         spec
     }
 
@@ -279,8 +290,8 @@ mod tests {
         for tile in &tiles {
             let destination = destinations[usize::from(tile.destination)];
             for row in 0..tile.rows {
-                let before: usize = spec.shares[..destination.share].iter().sum();
-                let at = before + destination.share_row + (tile.destination_row + row) as usize;
+                let before: usize = spec.receivers[..destination.receiver].iter().sum();
+                let at = before + destination.receiver_row + (tile.destination_row + row) as usize;
                 assert_eq!(at, found.len());
                 found.push((tile.source, tile.source_row + row));
             }
@@ -299,7 +310,10 @@ mod tests {
             .collect();
         assert_eq!(rows_of_tiles(&spec), wanted);
         let (destinations, places) = destinations(&segments(&spec));
-        assert_eq!(destinations.iter().map(|d| (d.share, d.rows)).collect::<Vec<_>>(), [(0, 320), (1, 704)]);
+        assert_eq!(
+            destinations.iter().map(|d| (d.receiver, d.rows)).collect::<Vec<_>>(),
+            [(0, 320), (1, 704)]
+        );
         assert_eq!(places, [(0, 0), (0, 128), (1, 0), (1, 384)]);
     }
 
