@@ -11,7 +11,7 @@ use crate::closed_form::{Prediction, RankPrediction};
 use crate::config::PlanConfig;
 use crate::error::ChooseError;
 use crate::hosts::{self, UnweighedOffload};
-use crate::owners::{Home, by_seconds, dispatch_keys, solve};
+use crate::owners::{KeyOwners, by_seconds, dispatch_keys, solve};
 use crate::stages;
 
 /// Plans `mask` with the dispatch of `config`. Where the lengths of queries and keys agree it is self-attention: one dispatch for both,
@@ -172,8 +172,8 @@ fn divide(
         planning.check()?;
         let work = chunk_work_with_offload(mask, chunk_size, offloaded);
         planning.check()?;
-        let (ranks, home) = (config.topology.world_size, Home::WithQueries);
-        let mut dispatch = solve(&work, ranks, config.dispatch, home, planning);
+        let (ranks, key_owners) = (config.topology.world_size, KeyOwners::WithQueries);
+        let mut dispatch = solve(&work, ranks, config.dispatch, key_owners, planning);
         planning.check()?;
         if offloaded.is_empty() {
             dispatch = by_seconds(mask, &work, dispatch, spec, config, planning)?;
@@ -200,7 +200,7 @@ fn divide_cross_attention(
         let work = chunk_work_without(mask, chunk_size_q, offloaded);
         planning.check()?;
         let ranks = config.topology.world_size;
-        let q_dispatch = solve(&work, ranks, config.dispatch, Home::Elsewhere, planning);
+        let q_dispatch = solve(&work, ranks, config.dispatch, KeyOwners::Elsewhere, planning);
         planning.check()?;
         let k_dispatch = dispatch_keys(&work, &q_dispatch, chunk_size_k);
         Ok(Owners::new(q_dispatch, k_dispatch))

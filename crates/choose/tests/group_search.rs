@@ -133,8 +133,8 @@ impl PassClock for RoughClock<'_> {
 
     fn travel(&mut self, rows: usize) -> Result<[f64; 2], ClockError> {
         self.count += 1;
-        let [there, home] = self.clock.travel(rows)?;
-        Ok([self.timed(there), self.timed(home)])
+        let [there, back] = self.clock.travel(rows)?;
+        Ok([self.timed(there), self.timed(back)])
     }
 
     fn join(&mut self) -> Result<f64, ClockError> {

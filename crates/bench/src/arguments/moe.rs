@@ -14,7 +14,7 @@ use super::{BenchTpPass, GradientArgument};
 #[command(after_help = "\
 A dispatch sends tokens to the experts that they chose and multiplies them there,
 HIDDEN to INNER features; a combine multiplies, INNER to HIDDEN, and brings the
-sums of a token's experts home. Every token chooses different experts at random;
+sums of a token's experts back. Every token chooses different experts at random;
 with --skew some are more popular than others.
 
 Every pass first runs with nothing side by side, in one group. `of longer` is a
@@ -152,7 +152,7 @@ pub(crate) struct MoeLayersArguments {
 pub(crate) enum BenchMoeKind {
     /// To the experts
     Dispatch,
-    /// Home from them
+    /// Back from them
     Combine,
 }
 

@@ -206,9 +206,9 @@ impl GroupSearcher {
         }
         for &size in &sizes {
             step(format!("a collective of {size} rows"), 0);
-            let [there, home] = clock.travel(size)?;
+            let [there, way_back] = clock.travel(size)?;
             travel.add(size, there);
-            back.add(size, home);
+            back.add(size, way_back);
         }
         let mut join = 0.0;
         match collective {

@@ -225,12 +225,12 @@ pub struct BackwardTensors {
     /// As `dk` and `dv`, of results: where rows go that nobody else has gradients of ([`super::AttentionBackward::round_alone`]).
     pub rounded: Option<[u64; 2]>,
     /// Of the last keys, where their rows of `dk` and `dv` go instead; not by portable kernels.
-    pub homes: Option<GradientHomes>,
+    pub owners: Option<GradientOwners>,
 }
 
 /// Where the gradients of keys go that belong elsewhere.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct GradientHomes {
+pub struct GradientOwners {
     /// The first such key; all after it are.
     pub first_row: usize,
     /// Of a table in the device's memory: for each of these keys the address of its row of dk, then of dv, each aligned to 16 bytes, on

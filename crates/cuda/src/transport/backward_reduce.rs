@@ -14,7 +14,7 @@ use super::link_side::LinkSide;
 use super::staging::Staging;
 use super::{Call, CallError, CudaPending, CudaTransport, Means, Work, link, rows, unpublished};
 use crate::backend::{Backward, CudaBackend};
-use crate::kernel::{GradientHomes, LinkOperands, LinkPeers, LinkReduce, LinkReduceSpec, RowMove};
+use crate::kernel::{GradientOwners, LinkOperands, LinkPeers, LinkReduce, LinkReduceSpec, RowMove};
 use crate::{CudaError, DeviceBuffer, Stream};
 
 /// One rank's part.
@@ -39,8 +39,8 @@ pub(super) struct BackwardReduceWork {
 pub(super) struct Connected {
     peers: LinkPeers,
     sums: LinkReduce,
-    /// The first row of others, and where each of those rows is at home.
-    homes: (Option<usize>, DeviceBuffer),
+    /// The first row of others, and where each of those rows is at its owner.
+    owners: (Option<usize>, DeviceBuffer),
     /// Where others take partial sums in.
     _memory: Vec<DeviceBuffer>,
 }
@@ -65,8 +65,8 @@ impl BackwardReduceWork {
         // Those to whom this rank's partial sums go add them once it announces that it is through.
         let (announce_to, work_on) = (of(&pattern.outgoing), of(&pattern.incoming));
         let (mut mailboxes, mut memory) = (Vec::new(), Vec::new());
-        // The own rows that go to others, and where the first of each range is at home.
-        let mut homes: Vec<(Range, [u64; 2])> = Vec::new();
+        // The own rows that go to others, and where the first of each range is at its owner.
+        let mut owners: Vec<(Range, [u64; 2])> = Vec::new();
         for (rank, post) in posts.iter().filter(|(rank, _)| *rank != own) {
             let rank = *rank;
             let (Some(mailbox), Some(delivered)) = (&post.payload.mailbox, &post.payload.staging) else {
@@ -83,12 +83,12 @@ impl BackwardReduceWork {
                 [of_tensor(0), of_tensor(1)]
             };
             let ranges = pattern.to(rank).iter().zip(theirs.of(own));
-            homes.extend(ranges.map(|(from, to)| (*from, place(to.start))));
+            owners.extend(ranges.map(|(from, to)| (*from, place(to.start))));
         }
-        homes.sort_unstable();
-        let first_row = homes.first().map(|home| home.0.start);
-        // The kernel finds a row's home by its number.
-        if homes.windows(2).any(|pair| pair[0].0.end != pair[1].0.start) {
+        owners.sort_unstable();
+        let first_row = owners.first().map(|owner| owner.0.start);
+        // The kernel finds a row's owner by its number.
+        if owners.windows(2).any(|pair| pair[0].0.end != pair[1].0.start) {
             let reason = "keys of other ranks do not follow each other".to_owned();
             return Err(CudaError::Launch { kernel: collective.contract.kind.clone(), reason }.into());
         }
@@ -96,7 +96,7 @@ impl BackwardReduceWork {
             let (count, first) = (rows.len() as u64, *first);
             (0..count).map(move |at| [0, 1].map(|tensor| first[tensor] + at * self.row_bytes[tensor]))
         };
-        let mut addresses: Vec<[u64; 2]> = homes.iter().flat_map(row).collect();
+        let mut addresses: Vec<[u64; 2]> = owners.iter().flat_map(row).collect();
         // No buffer is empty.
         addresses.resize(addresses.len().max(1), [0; 2]);
         let table = DeviceBuffer::from_slice(lists, &addresses)?;
@@ -105,7 +105,7 @@ impl BackwardReduceWork {
         Ok(Connected {
             peers: LinkPeers { mailboxes, announce_to, work_on },
             sums,
-            homes: (first_row, table),
+            owners: (first_row, table),
             _memory: memory,
         })
     }
@@ -217,9 +217,9 @@ impl CudaTransport {
             own.pattern.outgoing.iter().for_each(|peer| self.release_post(peer.rank, pending.sequence));
         }
         let results = [0, 1].map(|at: usize| buffers[work.tensors[at].1.0].address());
-        let (first_row, table) = &connected.homes;
-        let homes = first_row.map(|first_row| GradientHomes { first_row, addresses: table.address() });
-        work.backward.launch(stream.queue(), buffers, call.signal, Some(results), homes)?;
+        let (first_row, table) = &connected.owners;
+        let owners = first_row.map(|first_row| GradientOwners { first_row, addresses: table.address() });
+        work.backward.launch(stream.queue(), buffers, call.signal, Some(results), owners)?;
         stream.end_span(place, SpanKind::Compute, pending.started.take())?;
         pending.started = stream.start_span(backend.timed())?;
         let delivered = work.delivered.tensors.iter().map(|(offset, _)| work.memory.address() + offset);

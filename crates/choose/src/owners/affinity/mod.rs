@@ -38,7 +38,7 @@ mod trade;
 
 use counterpoint_plan::{ChunkWork, Planning};
 
-use super::home::{Home, received_by};
+use super::key_owners::{KeyOwners, received_by};
 use super::min_heap::min_heap;
 use super::sequential::sequential;
 use clusters::{clusters, join_small};
@@ -54,13 +54,18 @@ const SMALL: [usize; 7] = [1, 4, 8, 16, 24, 32, 64];
 
 /// See the module. At least as good as the greedy: rows received in all and by the slowest rank, and balance within
 /// [`area_limit`].
-pub(super) fn affinity(work: &ChunkWork, ranks: usize, home: Home, planning: &Planning<'_>) -> Vec<Vec<u32>> {
-    let greedy = Candidate::new(work, home, min_heap(work.areas(), ranks));
+pub(super) fn affinity(
+    work: &ChunkWork,
+    ranks: usize,
+    key_owners: KeyOwners,
+    planning: &Planning<'_>,
+) -> Vec<Vec<u32>> {
+    let greedy = Candidate::new(work, key_owners, min_heap(work.areas(), ranks));
     if greedy.total == 0 {
         return greedy.rank_chunks;
     }
     let limit = area_limit(work, ranks, greedy.max_area);
-    let mut best = Candidate::new(work, home, sequential(work.num_chunks(), ranks));
+    let mut best = Candidate::new(work, key_owners, sequential(work.num_chunks(), ranks));
     let clusters = clusters(work);
     let mut tried = Vec::new();
     for small in SMALL {
@@ -69,7 +74,7 @@ pub(super) fn affinity(work: &ChunkWork, ranks: usize, home: Home, planning: &Pl
             tried.push(joined);
         }
     }
-    let start = |at: usize| Candidate::new(work, home, pair_heavy_with_light(work, &tried[at], ranks));
+    let start = |at: usize| Candidate::new(work, key_owners, pair_heavy_with_light(work, &tried[at], ranks));
     // None where the plan is not wanted any more.
     for start in planning.map(tried.len(), start).unwrap_or_default() {
         if start.cost(limit) < best.cost(limit) {
@@ -77,8 +82,8 @@ pub(super) fn affinity(work: &ChunkWork, ranks: usize, home: Home, planning: &Pl
         }
     }
     let mut traded = best.rank_chunks.clone();
-    trade(work, &Segments::new(work, home), &mut traded, limit, planning);
-    let traded = Candidate::new(work, home, traded);
+    trade(work, &Segments::new(work, key_owners), &mut traded, limit, planning);
+    let traded = Candidate::new(work, key_owners, traded);
     if traded.cost(limit) < best.cost(limit) {
         best = traded;
     }
@@ -106,12 +111,12 @@ struct Candidate {
 }
 
 impl Candidate {
-    fn new(work: &ChunkWork, home: Home, mut rank_chunks: Vec<Vec<u32>>) -> Self {
+    fn new(work: &ChunkWork, key_owners: KeyOwners, mut rank_chunks: Vec<Vec<u32>>) -> Self {
         let (mut max_area, mut total, mut max_received) = (0, 0, 0);
         for chunks in &mut rank_chunks {
             chunks.sort_unstable();
             let area: u64 = chunks.iter().map(|&chunk| work.area(chunk as usize)).sum();
-            let received = received_by(work, chunks, home);
+            let received = received_by(work, chunks, key_owners);
             max_area = max_area.max(area);
             total += received;
             max_received = max_received.max(received);
