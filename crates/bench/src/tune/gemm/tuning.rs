@@ -99,10 +99,11 @@ impl Tuning<'_> {
                 trials.push((*policy, plan.clone(), f64::INFINITY));
             }
         }
-        let begun = Instant::now();
+        let interleaving = Instant::now();
         for round in 0..ROUNDS[1] {
             // All processes end together.
-            let spent = processes.longest(begun.elapsed()).map_err(|source| CliError::Run { source })?;
+            let spent =
+                processes.longest(interleaving.elapsed()).map_err(|source| CliError::Run { source })?;
             if round >= ROUNDS[0] && spent >= ROUNDS_ENOUGH {
                 break;
             }

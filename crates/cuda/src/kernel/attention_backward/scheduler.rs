@@ -74,13 +74,13 @@ impl TileScheduler {
     ) -> Self {
         let ctas = choice.shape.ctas();
         let clusters = (workers / ctas).max(1);
-        let ctas = TileCtas {
+        let queue = TileCtas {
             workers: clusters as usize,
             heads: heads_kv * heads.parts,
             head_passes: heads.head_passes,
             half_heads: choice.half_heads(),
         };
-        let classes = schedule.classes(ctas, CLASSES);
+        let classes = schedule.classes(queue, CLASSES);
         let items_of_tile = heads_kv * heads.parts;
         let tiles = schedule.tiles().len();
         let items = (tiles as u32 + classes.halved_tiles()).saturating_mul(items_of_tile as u32);

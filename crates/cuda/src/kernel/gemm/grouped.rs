@@ -166,8 +166,8 @@ impl GroupedGemm {
             wait: WaitLimit::NONE,
             unit_count: self.units,
             splits: 1,
-            serial_parts: 1,
-            handed_parts: 1,
+            turns: 1,
+            hands: 1,
             // Of every tile by itself.
             k_blocks: 0,
             n: spec.n as u32,
