@@ -94,7 +94,7 @@ step python/test.sh --build
 if cargo nextest --version >/dev/null 2>&1; then
     # Tests that compare times run first, with the machine to themselves. Of the others many wait for most of their time: those of all
     # crates run at the same time, more of them than there are cores, with those of Python besides; none runs for long unseen.
-    timed='test(overlap::) | test(turn_taking) | test(takes_less_than) | test(quicker) | test(link_is_hidden)'
+    timed='test(overlap::) | test(interleaved_ranks) | test(takes_less_than) | test(quicker) | test(link_is_hidden)'
     step cargo nextest run "${with_mpi[@]}" -E "$timed"
     begin_beside python/test.sh
     step cargo nextest run "${with_mpi[@]}" -E "not ($timed)" --test-threads $(($(nproc) + ($(nproc) + 1) / 2))
