@@ -47,8 +47,8 @@ pub struct TileCost {
     pub slowdown_seconds: f64,
 }
 
-/// Blocks of the shortest part of a tile that is split, what a part costs besides its blocks, in tiles, and what merging them costs in all, in
-/// columns (as [`TileSplit`](counterpoint_tiles::TileSplit)).
+/// Blocks of the shortest part of a tile that is split, what a part costs besides its blocks, in tiles, and what merging them costs in all,
+/// in columns (as [`TileSplit`](counterpoint_tiles::TileSplit)).
 const LEAST_PART: usize = 4;
 const PART_TILES: f64 = 2.0;
 const MERGE_COLUMNS: f64 = 400.0;

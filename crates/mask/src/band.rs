@@ -313,8 +313,8 @@ fn fuse_neighbours(bands: &mut Vec<Band>) {
 mod tests {
     use super::*;
 
-    /// Chunks of a causal sequence that two ranks take alternately, as one of them sees them: a triangle, a rectangle of own keys at its left
-    /// that begins a row earlier, and between the two by columns a rectangle of the other's keys.
+    /// Chunks of a causal sequence that two ranks take alternately, as one of them sees them: a triangle, a rectangle of own keys at its
+    /// left that begins a row earlier, and between the two by columns a rectangle of the other's keys.
     #[test]
     fn a_long_causal_sequence_takes_few_rounds() {
         const ROWS: usize = 8;

@@ -110,7 +110,8 @@ impl Division {
         !self.hosted.is_empty()
     }
 
-    /// The same, but these local query rows of each rank are offloaded: the ranks that own their keys compute them. `self` has none that are.
+    /// The same, but these local query rows of each rank are offloaded: the ranks that own their keys compute them. `self` has none that
+    /// are.
     #[must_use]
     pub fn with_offloaded(&self, offloaded: &OffloadedRows) -> Self {
         let owners = self.owners.clone();

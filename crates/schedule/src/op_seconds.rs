@@ -136,9 +136,9 @@ fn copied_seconds(program: &Program, gemm: &Gemm, cost: &CostModel) -> f64 {
     read.iter().sum::<f64>() + ways * copy(gemm.out_rows.len(), stored, gemm.out)
 }
 
-/// What grouped GEMMs take in a pass that overlaps them with something, of what they take alone with the workers that are left: where rows are
-/// only copied concurrently with them, and where partial sums are added up as well. They took 0.92 to 1.45 and 1.41 to 1.9 in sixteen passes on two
-/// H200 (`docs/experiments/033-scattered-rows.md`); with these, what is chosen for them is what was measured to be fastest.
+/// What grouped GEMMs take in a pass that overlaps them with something, of what they take alone with the workers that are left: where rows
+/// are only copied concurrently with them, and where partial sums are added up as well. They took 0.92 to 1.45 and 1.41 to 1.9 in sixteen
+/// passes on two H200 (`docs/experiments/033-scattered-rows.md`); with these, what is chosen for them is what was measured to be fastest.
 const GROUPED_OVERLAPPED: [f64; 2] = [1.2, 1.53];
 
 /// Which of them holds in a Program.

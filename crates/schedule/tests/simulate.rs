@@ -189,8 +189,8 @@ fn fused_products_take_the_longer_of_two() {
     }
 }
 
-/// Of a column-parallel backward one kernel sums dx, and what else travels does so concurrently with it or under the gradient of the weight, without
-/// a worker: what is left are the products.
+/// Of a column-parallel backward one kernel sums dx, and what else travels does so concurrently with it or under the gradient of the
+/// weight, without a worker: what is left are the products.
 #[test]
 fn a_fused_backward_exposes_nothing() {
     let cost = sharing_h200();

@@ -1,6 +1,6 @@
-//! Rectangles of which many lie next to each other, cut anew into strips of rows. A staircase of columns, each of which is seen from its own row
-//! on, is as many rectangles in its last rows as it has steps, and every tile there would look at all of them: quadratic in the steps. In
-//! strips of rows it is one rectangle at each step.
+//! Rectangles of which many lie next to each other, cut anew into strips of rows. A staircase of columns, each of which is seen from its
+//! own row on, is as many rectangles in its last rows as it has steps, and every tile there would look at all of them: quadratic in the
+//! steps. In strips of rows it is one rectangle at each step.
 
 use std::collections::BTreeMap;
 

@@ -127,8 +127,8 @@ pub struct BenchTpArguments {
     #[arg(long, conflicts_with_all = ["peers", "connections"])]
     pub(crate) rms_norm: bool,
 
-    /// So many column-parallel layers of one input, such as q, k and v, which share its gather and the sum of its gradient, compared with as many
-    /// that share nothing
+    /// So many column-parallel layers of one input, such as q, k and v, which share its gather and the sum of its gradient, compared with
+    /// as many that share nothing
     #[arg(long, value_name = "LAYERS", value_parser = clap::value_parser!(u32).range(2..=16), conflicts_with_all = ["kinds", "groups", "rms_norm", "peers", "connections", "trace"], allow_hyphen_values = true)]
     pub(crate) shared_input: Option<u32>,
 

@@ -19,8 +19,8 @@ pub(super) struct Hiding {
 }
 
 impl Hiding {
-    /// Of runs of a pass by their `seconds`, compared with those with nothing side by side, of which one was `measured`. `None` where there is
-    /// too little to hide.
+    /// Of runs of a pass by their `seconds`, compared with those with nothing side by side, of which one was `measured`. `None` where there
+    /// is too little to hide.
     pub(super) fn of(sequential: &[f64], measured: &Timeline, seconds: &[f64]) -> Option<Self> {
         let overlap = measured.overlap();
         // Whoever is done first waits for the slowest rank whatever is hidden.

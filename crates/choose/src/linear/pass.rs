@@ -25,8 +25,8 @@ pub struct LinearPass {
 /// How much longer a product takes concurrently with copies, and one whose rows travel while it is computed.
 const SLOWER_UNDER_COPIES: f64 = 1.02;
 const SLOWER_FUSED: f64 = 1.04;
-/// By how much of the time that copies take they hold up what a product sends concurrently with them, for engines leave kernels little of a link:
-/// measured on two H200s, 36 of 180 us.
+/// By how much of the time that copies take they hold up what a product sends concurrently with them, for engines leave kernels little of a
+/// link: measured on two H200s, 36 of 180 us.
 const HELD_UP: f64 = 0.2;
 
 /// Kernels that take multiprocessors from products cost more than those: of ways without them, which were measured on H200s, one that is

@@ -192,8 +192,8 @@ impl Prepare<'_> {
         }
     }
 
-    /// Where something that takes multiprocessors may run concurrently with a product, and none are left to it, it must find some between two
-    /// units.
+    /// Where something that takes multiprocessors may run concurrently with a product, and none are left to it, it must find some between
+    /// two units.
     pub(super) fn grid(&self) -> GemmGrid {
         match self.has_one_stream() || self.has_casts_by_engines_alone() || self.sm_margin() > 0 {
             true => GemmGrid::Persistent,

@@ -30,8 +30,8 @@ impl ForwardKernel {
         }
     }
 
-    /// Whether one made for this device leaves partial results by itself ([`ForwardModeEnd::Partial`](super::ForwardModeEnd)); else they are made of a
-    /// state.
+    /// Whether one made for this device leaves partial results by itself ([`ForwardModeEnd::Partial`](super::ForwardModeEnd)); else they
+    /// are made of a state.
     pub fn leaves_partials(device: &Device) -> bool {
         device.arch().is_hopper()
     }

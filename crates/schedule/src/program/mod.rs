@@ -194,10 +194,10 @@ impl Program {
         own.chain(self.slots.iter().map(longest)).fold(0, u64::saturating_add)
     }
 
-    /// Whether a call of it may run concurrently with the calls before and after it, its streams shared with theirs, its scratch memory its own.
-    /// Collectives of all calls follow each other on their streams, alike on all ranks. So nothing waits in a circle, unless a
-    /// computation itself waits for other ranks while it holds all workers: another call's collective would then find none on one
-    /// rank and run first on another. Nor may a run need what the one before leaves to it.
+    /// Whether a call of it may run concurrently with the calls before and after it, its streams shared with theirs, its scratch memory its
+    /// own. Collectives of all calls follow each other on their streams, alike on all ranks. So nothing waits in a circle, unless a
+    /// computation itself waits for other ranks while it holds all workers: another call's collective would then find none on one rank and
+    /// run first on another. Nor may a run need what the one before leaves to it.
     pub fn overlaps_other_calls(&self) -> bool {
         let persists = |spec: &BufferSpec| spec.role == BufferRole::Persistent;
         !self.ops.iter().any(|op| matches!(op.op, Op::Fused(_))) && !self.buffers.iter().any(persists)

@@ -58,7 +58,8 @@ pub struct GemmShape {
     pub splits: u32,
     /// Or 2 parts of k, which the same CTAs compute one after the other: 1 where there are several of the above.
     pub serial_parts: u32,
-    /// Or 2 parts of k, the first of which one pair of CTAs handed_parts over to another through memory: 1 where there are several of the above.
+    /// Or 2 parts of k, the first of which one pair of CTAs handed_parts over to another through memory: 1 where there are several of the
+    /// above.
     pub handed_parts: u32,
 }
 

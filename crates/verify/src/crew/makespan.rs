@@ -7,8 +7,8 @@ use super::super::part::{Machine, Part, SLOTS, parts};
 use super::Crew;
 use crate::group::Group;
 
-/// Seconds of all shares of a group together, what beginning a process takes among them: on two H200s, concurrently with jobs on two others of
-/// their host of 64 cores, from an empty cache of kernels.
+/// Seconds of all shares of a group together, what beginning a process takes among them: on two H200s, concurrently with jobs on two others
+/// of their host of 64 cores, from an empty cache of kernels.
 fn seconds(group: Group) -> f64 {
     use Group as G;
     match group {

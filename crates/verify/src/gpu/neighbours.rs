@@ -1,5 +1,5 @@
-//! Kernels of another library that run concurrently with calls of a group. They hold multiprocessors until those of their peers run, as NCCL's do, and begin
-//! before a call on one rank and behind it on another.
+//! Kernels of another library that run concurrently with calls of a group. They hold multiprocessors until those of their peers run, as
+//! NCCL's do, and begin before a call on one rank and behind it on another.
 
 use std::sync::Arc;
 use std::thread;
@@ -32,10 +32,10 @@ const BATCH: usize = 50;
 /// How long a call or a neighbour is held, at most.
 const MOST_DELAY: Duration = Duration::from_micros(150);
 
-/// Forwards and backwards of attention, each concurrently with a phase of the neighbour's kernels: in a random order on every rank, with random
-/// delays, ordered with nothing. And, where each rank has a GPU, fused GEMMs with collectives, which are ordered with the neighbour's stream
-/// ([`GroupRank::order_with`](counterpoint_exec::GroupRank::order_with)). No wait may reach its limit in all `rounds`, and bits are as
-/// without a neighbour.
+/// Forwards and backwards of attention, each concurrently with a phase of the neighbour's kernels: in a random order on every rank, with
+/// random delays, ordered with nothing. And, where each rank has a GPU, fused GEMMs with collectives, which are ordered with the
+/// neighbour's stream ([`GroupRank::order_with`](counterpoint_exec::GroupRank::order_with)). No wait may reach its limit in all `rounds`,
+/// and bits are as without a neighbour.
 ///
 /// # Errors
 /// Whatever ends a run.

@@ -191,8 +191,8 @@ pub(super) fn heads_at_a_time(tiles: usize, heads_kv: usize, workers: usize) -> 
     heads_kv.div_ceil(groups.clamp(1, heads_kv.max(1)))
 }
 
-/// How many of `rounds` slabs of dq are rounded concurrently with other work, which that slows: those for which CTAs have no time that run out of
-/// work before the last one. (heads_kv, query heads of each) are handed out to so many `workers`.
+/// How many of `rounds` slabs of dq are rounded concurrently with other work, which that slows: those for which CTAs have no time that run
+/// out of work before the last one. (heads_kv, query heads of each) are handed out to so many `workers`.
 pub(super) fn rounds_overlapped(
     schedule: &TileSchedule,
     (heads_kv, group): (usize, usize),

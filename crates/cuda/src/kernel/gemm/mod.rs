@@ -35,7 +35,8 @@ use crate::layout::SharedLayout;
 use crate::{CudaError, Device, DeviceBuffer, Function, Launch, Stream};
 
 /// A matrix product, prepared to run many times, on Hopper by warpgroups and elsewhere by warps (mma.sync). One run at a time
-/// where parts of its k follow each other ([`GemmShape::serial_parts`]) or are handed over ([`GemmShape::handed_parts`]): the memory for what is kept of the first is its own.
+/// where parts of its k follow each other ([`GemmShape::serial_parts`]) or are handed over ([`GemmShape::handed_parts`]): the memory for
+/// what is kept of the first is its own.
 ///
 /// The bits of a result depend on the spec's sizes, types and layout and on the GPU's number of multiprocessors, and on
 /// nothing else: not on the epilogue (but for what it adds), where rows come from and go, the order, the signals, the grid or the

@@ -166,8 +166,8 @@ pub struct GemmTensors<'a> {
     pub d: &'a [u64],
     /// The bias `[n]`, under [`GemmEpilogue::StoreBias`].
     pub bias: u64,
-    /// Counters, one u32 a group (one, where groups are receivers), of each receiver, where there are [`GemmSignals`]. A launch adds to those of the receiver that a
-    /// tile goes to; see [`Gemm::signals_of`](super::Gemm::signals_of).
+    /// Counters, one u32 a group (one, where groups are receivers), of each receiver, where there are [`GemmSignals`]. A launch adds to
+    /// those of the receiver that a tile goes to; see [`Gemm::signals_of`](super::Gemm::signals_of).
     pub counters: &'a [u64],
 }
 
