@@ -4,14 +4,14 @@
 use counterpoint_mask::{Mask, Range};
 use counterpoint_plan::{
     AttentionSpec, Division, HostedWork, Outline, Owners, Plan, PlanError, Planning, RankPlan,
-    chunk_work_with_away, chunk_work_without,
+    chunk_work_with_offload, chunk_work_without,
 };
 
 use crate::closed_form::{Prediction, RankPrediction};
 use crate::config::PlanConfig;
 use crate::error::ChooseError;
 use crate::hosts::{self, UnweighedOffload};
-use crate::owners::{Home, by_seconds, dispatch_keys, solve};
+use crate::owners::{KeyOwners, by_seconds, dispatch_keys, solve};
 use crate::stages;
 
 /// Plans `mask` with the dispatch of `config`. Where the lengths of queries and keys agree it is self-attention: one dispatch for both,
@@ -83,10 +83,10 @@ pub fn plan_stages_within(
     planning: &Planning<'_>,
 ) -> Result<Plan, ChooseError> {
     let mut division = Division::new(mask, owners_of(base, mask, config)?);
-    let away = |rank: &RankPlan| rank.hosted.as_ref().map_or_else(Vec::new, HostedWork::away);
-    let away: Vec<Vec<Range>> = base.ranks.iter().map(away).collect();
-    if !away.iter().all(Vec::is_empty) {
-        division = division.with_away(&away);
+    let offloaded = |rank: &RankPlan| rank.hosted.as_ref().map_or_else(Vec::new, HostedWork::offloaded);
+    let offloaded: Vec<Vec<Range>> = base.ranks.iter().map(offloaded).collect();
+    if !offloaded.iter().all(Vec::is_empty) {
+        division = division.with_offloaded(&offloaded);
     }
     Ok(stages::outline(division, spec, config, planning)?.into_plan_within(available, planning)?)
 }
@@ -129,7 +129,7 @@ pub fn plan_rank(
     Ok(outline.into_rank(rank))
 }
 
-/// As [`plan_mask_within`], where that plan has rows that are away. `owners` are those that it has without any, if they are known.
+/// As [`plan_mask_within`], where that plan has offloaded rows. `owners` are those that it has without any, if they are known.
 pub(crate) fn plan_hosting_within(
     owners: Option<Owners>,
     mask: &Mask,
@@ -144,7 +144,7 @@ pub(crate) fn plan_hosting_within(
     Ok(division.has_hosts().then(|| plan(division)).transpose()?)
 }
 
-/// The outline of `mask`, with owners, hosts and stages as they are chosen for `config`, beside hosts that were not weighed.
+/// The outline of `mask`, with owners, hosts and stages as they are chosen for `config`, with hosts that were not weighed.
 pub(crate) fn outline(
     mask: &Mask,
     spec: &AttentionSpec,
@@ -168,14 +168,14 @@ fn divide(
         return divide_cross_attention(mask, spec, config, planning, owners);
     }
     let chunk_size = config.chunk_size_for(mask.seqlen_q());
-    let dispatch_with = |away: &[Range]| {
+    let dispatch_with = |offloaded: &[Range]| {
         planning.check()?;
-        let work = chunk_work_with_away(mask, chunk_size, away);
+        let work = chunk_work_with_offload(mask, chunk_size, offloaded);
         planning.check()?;
-        let (ranks, home) = (config.topology.world_size, Home::WithQueries);
-        let mut dispatch = solve(&work, ranks, config.dispatch, home, planning);
+        let (ranks, key_owners) = (config.topology.world_size, KeyOwners::WithQueries);
+        let mut dispatch = solve(&work, ranks, config.dispatch, key_owners, planning);
         planning.check()?;
-        if away.is_empty() {
+        if offloaded.is_empty() {
             dispatch = by_seconds(mask, &work, dispatch, spec, config, planning)?;
         }
         Ok(Owners::new(dispatch.clone(), dispatch))
@@ -194,13 +194,13 @@ fn divide_cross_attention(
     config.validate_for(mask)?;
     let [chunk_size_q, chunk_size_k] =
         [mask.seqlen_q(), mask.seqlen_k()].map(|seqlen| config.chunk_size_for(seqlen));
-    let dispatch_with = |away: &[Range]| {
+    let dispatch_with = |offloaded: &[Range]| {
         planning.check()?;
-        // What is away is computed by the owners of its keys, who have equally many.
-        let work = chunk_work_without(mask, chunk_size_q, away);
+        // What is offloaded is computed by the owners of its keys, who have equally many.
+        let work = chunk_work_without(mask, chunk_size_q, offloaded);
         planning.check()?;
         let ranks = config.topology.world_size;
-        let q_dispatch = solve(&work, ranks, config.dispatch, Home::Elsewhere, planning);
+        let q_dispatch = solve(&work, ranks, config.dispatch, KeyOwners::Elsewhere, planning);
         planning.check()?;
         let k_dispatch = dispatch_keys(&work, &q_dispatch, chunk_size_k);
         Ok(Owners::new(q_dispatch, k_dispatch))

@@ -2,7 +2,7 @@
 
 use counterpoint_mask::{Band, Mask, Range};
 
-use crate::hosting::{Away, assign, pieces};
+use crate::hosting::{OffloadedRows, assign, pieces};
 use crate::runs::Runs;
 use crate::work::{needed_rows, rank_work};
 use crate::{AttentionSpec, Dispatch, HostedWork};
@@ -52,8 +52,8 @@ impl Owners {
     }
 
     /// Global query rows (merged, ascending), by rank as its local ones.
-    pub fn local(&self, rows: &[Range]) -> Away {
-        let mut local: Away = vec![Vec::new(); self.q_dispatch.cp_size()];
+    pub fn local(&self, rows: &[Range]) -> OffloadedRows {
+        let mut local: OffloadedRows = vec![Vec::new(); self.q_dispatch.cp_size()];
         for rows in rows {
             for run in self.q_runs.overlapping(rows) {
                 local[run.rank as usize].push(run.local(&run.range.intersect(rows)));
@@ -63,16 +63,16 @@ impl Owners {
     }
 
     /// The other way round.
-    pub fn global(&self, away: &Away) -> Vec<Range> {
+    pub fn global(&self, offloaded: &OffloadedRows) -> Vec<Range> {
         let mut rows = Vec::new();
         for run in self.q_runs.all() {
             let here = run.local(&run.range);
-            let away = away[run.rank as usize].iter().map(|rows| rows.intersect(&here));
+            let offloaded = offloaded[run.rank as usize].iter().map(|rows| rows.intersect(&here));
             let to_global = |rows: Range| {
                 let start = run.range.start + (rows.start - here.start);
                 Range::new(start, start + rows.len())
             };
-            rows.extend(away.filter(|rows| !rows.is_empty()).map(to_global));
+            rows.extend(offloaded.filter(|rows| !rows.is_empty()).map(to_global));
         }
         Range::merged(rows)
     }
@@ -82,14 +82,14 @@ impl Owners {
 #[derive(Clone, Debug)]
 pub struct Division {
     pub(crate) owners: Owners,
-    /// By rank: local query rows, global key columns; without rows that are away.
+    /// By rank: local query rows, global key columns; without offloaded rows.
     pub(crate) work: Vec<Vec<Band>>,
-    /// By rank; empty where no row is away.
+    /// By rank; empty where no row is offloaded.
     pub(crate) hosted: Vec<HostedWork>,
 }
 
 impl Division {
-    /// The division of `mask` for these owners in which no row is away.
+    /// The division of `mask` for these owners in which no row is offloaded.
     pub fn new(mask: &Mask, owners: Owners) -> Self {
         let work = owners.work(mask);
         Self { owners, work, hosted: Vec::new() }
@@ -105,25 +105,27 @@ impl Division {
         &self.work
     }
 
-    /// Whether any row is away.
+    /// Whether any row is offloaded.
     pub fn has_hosts(&self) -> bool {
         !self.hosted.is_empty()
     }
 
-    /// The same, but these local query rows of each rank are away: the ranks that own their keys compute them. `self` has none that are.
+    /// The same, but these local query rows of each rank are offloaded: the ranks that own their keys compute them. `self` has none that
+    /// are.
     #[must_use]
-    pub fn with_away(&self, away: &Away) -> Self {
+    pub fn with_offloaded(&self, offloaded: &OffloadedRows) -> Self {
         let owners = self.owners.clone();
-        if away.iter().all(Vec::is_empty) {
+        if offloaded.iter().all(Vec::is_empty) {
             return Self { owners, work: self.work.clone(), hosted: Vec::new() };
         }
-        let (work, hosted) = assign(&self.work, away, &owners.q_dispatch, &owners.q_runs, &owners.k_runs);
+        let (work, hosted) =
+            assign(&self.work, offloaded, &owners.q_dispatch, &owners.q_runs, &owners.k_runs);
         Self { owners, work, hosted }
     }
 
-    /// At least so many bands does [`Division::with_away`] cut before it joins neighbours again.
-    pub fn hosted_pieces(&self, away: &Away) -> u64 {
-        pieces(&self.work, away, &self.owners.q_dispatch, &self.owners.k_runs)
+    /// At least so many bands does [`Division::with_offloaded`] cut before it joins neighbours again.
+    pub fn hosted_pieces(&self, offloaded: &OffloadedRows) -> u64 {
+        pieces(&self.work, offloaded, &self.owners.q_dispatch, &self.owners.k_runs)
     }
 
     /// Bytes that travel in a forward and a backward.

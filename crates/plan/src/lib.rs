@@ -37,7 +37,7 @@ mod work;
 pub use bounds::TrafficBounds;
 pub use cache::PlanCache;
 pub use dispatch::{
-    ChunkWork, Dispatch, chunk_work, chunk_work_with_away, chunk_work_without, received_rows,
+    ChunkWork, Dispatch, chunk_work, chunk_work_with_offload, chunk_work_without, received_rows,
     received_rows_lower_bound,
 };
 pub use division::{Division, Owners};
@@ -51,7 +51,7 @@ pub use fingerprint::Fingerprint;
 pub use gemm_collective::GemmCollective;
 pub use group_part::GroupPartError;
 pub use hierarchy::{TwoLevelExchange, TwoLevelPart};
-pub use hosting::{Away, HostedWork};
+pub use hosting::{HostedWork, OffloadedRows};
 pub use linear::{GROUP_TILE_ROWS, LinearPlan, WaveGroups};
 pub use linear_spec::{Activations, LinearDirection, LinearKind, LinearSpec};
 pub use outline::Outline;
@@ -67,7 +67,7 @@ pub use summary::{CommSummary, PlanSummary, RankSummary, StageSummary};
 pub use topology::Topology;
 pub use transformer::{LayerLinear, TransformerSpec};
 
-/// Rows of a key block, the step in which kernels walk keys. Stages are cut only at multiples of it (counted along a
+/// Rows of a key block, the step in which kernels loop over keys. Stages are cut only at multiples of it (counted along a
 /// rank's received rows in their order), so that every kernel block, and with it every bit of a deterministic result, is the same for
 /// any number of stages.
 pub const KEY_BLOCK: usize = 128;

@@ -15,11 +15,11 @@ pub struct RankOutline {
     pub own: Vec<Range>,
     /// Query rows that it owns.
     pub q_rows: usize,
-    /// Local query rows, global key columns; without rows that are away.
+    /// Local query rows, global key columns; without offloaded rows.
     pub work: Vec<Band>,
     /// Global key rows that it needs and does not own, in the order in which it receives them.
     pub remote: RowList,
-    /// What it computes for rows that are away; on every rank or on none.
+    /// What it computes for offloaded rows; on every rank or on none.
     pub hosted: Option<HostedWork>,
 }
 

@@ -7,7 +7,7 @@ mod random;
 use checks::{check_dispatch, check_exchange, check_hosting, check_pairs, directions};
 use counterpoint_mask::Range;
 use counterpoint_plan::{
-    Away, Dispatch, Division, KEY_BLOCK, Outline, Owners, Planning, RankOutline, StageCuts, Topology,
+    Dispatch, Division, KEY_BLOCK, OffloadedRows, Outline, Owners, Planning, RankOutline, StageCuts, Topology,
 };
 use proptest::prelude::*;
 
@@ -43,7 +43,7 @@ proptest! {
         ranks in 1..7_usize,
         chunk_sizes in proptest::array::uniform2(1..90_usize),
         owners in proptest::collection::vec(0..7_usize, 1..40),
-        away in proptest::collection::vec((0..7_usize, 0..300_usize, 1..60_usize), 0..4),
+        offloaded in proptest::collection::vec((0..7_usize, 0..300_usize, 1..60_usize), 0..4),
         stages in proptest::array::uniform2(1..5_usize),
         places in proptest::collection::vec(0..9_usize, 1..30),
         layers in 1..9_usize,
@@ -54,15 +54,15 @@ proptest! {
         let local_rows: Vec<usize> = (0..ranks).map(|rank| q_dispatch.tokens(rank)).collect();
         let division = Division::new(&mask, Owners::new(q_dispatch, k_dispatch));
         let of_rank = |rank: usize| {
-            let own = away.iter().filter(|(other, ..)| other % ranks == rank);
+            let own = offloaded.iter().filter(|(other, ..)| other % ranks == rank);
             let some = own.map(|&(_, start, length)| {
                 let start = start.min(local_rows[rank]);
                 Range::new(start, (start + length).min(local_rows[rank]))
             });
             Range::merged(some.collect())
         };
-        let away: Away = (0..ranks).map(of_rank).collect();
-        let division = division.with_away(&away);
+        let offloaded: OffloadedRows = (0..ranks).map(of_rank).collect();
+        let division = division.with_offloaded(&offloaded);
         let topology = Topology::flat(ranks);
         let (owners, outlines) = RankOutline::of(division, &topology, |_, _| layers, &Planning::ALONE).unwrap();
         let gathers = gathers && outlines.iter().all(|rank| rank.own_rows().is_multiple_of(KEY_BLOCK));

@@ -1,11 +1,11 @@
-//! Whether query rows are away, and which: proposals are weighed by bytes or by predicted seconds, and the best is kept.
+//! Whether query rows are offloaded, and which: proposals are weighed by bytes or by predicted seconds, and the best is kept.
 
 mod proposals;
 
 use std::fmt;
 
 use counterpoint_mask::{Mask, Range};
-use counterpoint_plan::{AttentionSpec, Away, Division, Owners, PlanError, Planning};
+use counterpoint_plan::{AttentionSpec, Division, OffloadedRows, Owners, PlanError, Planning};
 
 use crate::closed_form::Prediction;
 use crate::config::{PlanConfig, QueryExchange};
@@ -39,8 +39,8 @@ pub(crate) fn any(without: &Division, spec: &AttentionSpec, config: &PlanConfig)
     !proposals(without, spec, config).is_empty()
 }
 
-/// The division of `mask` for these owners; or, where rows that are away make it better, the best one for them or for those
-/// that `redispatch` finds, knowing which query rows are away. Ways in more than [`MOST_PIECES`] pieces are passed over, and counted.
+/// The division of `mask` for these owners; or, where offloaded rows make it better, the best one for them or for those
+/// that `redispatch` finds, knowing which query rows are offloaded. Ways in more than [`MOST_PIECES`] pieces are passed over, and counted.
 pub(crate) fn choose(
     mask: &Mask,
     spec: &AttentionSpec,
@@ -57,27 +57,27 @@ pub(crate) fn choose(
     let mut aim = Aim::of(&without, spec, config, planning)?;
     let (mut best, mut unweighed) = (None, None);
     // One at a time: of thousands of ranks each takes hundreds of megabytes.
-    let mut weigh = |division: &Division, away: &Away| {
+    let mut weigh = |division: &Division, offloaded: &OffloadedRows| {
         planning.check()?;
-        let pieces = division.hosted_pieces(away);
+        let pieces = division.hosted_pieces(offloaded);
         if pieces > MOST_PIECES {
             unweighed = Some(UnweighedOffload { pieces });
             return Ok(());
         }
-        let division = division.with_away(away);
+        let division = division.with_offloaded(offloaded);
         if aim.is_nearer(&division, spec, config, planning)? {
             best = Some(division);
         }
         Ok(())
     };
-    for away in proposals {
-        let rows = without.owners().global(&away);
+    for offloaded in proposals {
+        let rows = without.owners().global(&offloaded);
         let other = redispatch(&rows)?;
         if other != *without.owners() {
-            let away = other.local(&rows);
-            weigh(&Division::new(mask, other), &away)?;
+            let offloaded = other.local(&rows);
+            weigh(&Division::new(mask, other), &offloaded)?;
         }
-        weigh(&without, &away)?;
+        weigh(&without, &offloaded)?;
     }
     Ok((best.unwrap_or(without), unweighed))
 }
@@ -100,7 +100,7 @@ fn seconds(
 enum Aim {
     /// The least of those seen so far, if any was.
     FewestBytes(Option<u64>),
-    /// Seconds of a forward and of a backward without rows that are away, of which neither may take longer, and the least of both
+    /// Seconds of a forward and of a backward without offloaded rows, of which neither may take longer, and the least of both
     /// together so far.
     Soonest { limit: (f64, f64), least: f64 },
 }

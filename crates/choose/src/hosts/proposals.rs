@@ -2,19 +2,23 @@
 
 use counterpoint_cost::CostModel;
 use counterpoint_mask::{Band, Range};
-use counterpoint_plan::{AttentionSpec, Away, Dispatch, Division, Runs};
+use counterpoint_plan::{AttentionSpec, Dispatch, Division, OffloadedRows, Runs};
 
 use crate::config::{PlanConfig, QueryExchange};
 
-/// Pieces of a rank's rows that may be away, widest first. Those that are not as wide gain less, and each is a step.
+/// Pieces of a rank's rows that may be offloaded, widest first. Those that are not as wide gain less, and each is a step.
 const MOST_PIECES: usize = 64;
 
-/// Ways to choose the rows that are away that are worth a look; none where nothing is to be gained. The first one moves the
-/// fewest bytes, or there is one only. `division` has no row away.
+/// Choices of rows to offload that are worth a look; none where nothing is to be gained. The first one moves the
+/// fewest bytes, or there is one only. `division` has no offloaded row.
 ///
 /// A rank's rows are looked at in pieces, from those that see the most keys on: a key row has to be fetched unless all pieces
-/// that see it are away, so pieces that see less do not pay unless those that see more are away as well.
-pub(super) fn proposals(division: &Division, spec: &AttentionSpec, config: &PlanConfig) -> Vec<Away> {
+/// that see it are offloaded, so pieces that see less do not pay unless those that see more are offloaded as well.
+pub(super) fn proposals(
+    division: &Division,
+    spec: &AttentionSpec,
+    config: &PlanConfig,
+) -> Vec<OffloadedRows> {
     let (work, owners) = (division.work(), division.owners());
     let (q_dispatch, k_dispatch, k_runs) = (owners.q_dispatch(), owners.k_dispatch(), owners.k_runs());
     if config.query_exchange == QueryExchange::Never || work.len() == 1 {
@@ -36,19 +40,19 @@ pub(super) fn proposals(division: &Division, spec: &AttentionSpec, config: &Plan
         }
         let own = k_dispatch.ranges(rank);
         let prefixes = prefixes(&pieces, &own, rank, &mut owners, &prices, areas[rank] as f64);
-        for (measure, away) in measures.iter().zip(&mut found) {
+        for (measure, offloaded) in measures.iter().zip(&mut found) {
             let cost = |prefix: &Prefix| measure.cost(prefix, &prices, mean_area);
             let best = (1..prefixes.len()).fold(0, |best, index| {
                 if cost(&prefixes[index]) < cost(&prefixes[best]) { index } else { best }
             });
             let rows = pieces.candidates[..best].iter().map(|piece| piece.rows).collect();
-            away[rank] = Range::merged(rows);
+            offloaded[rank] = Range::merged(rows);
         }
     }
-    let mut distinct: Vec<Away> = Vec::new();
-    for away in found {
-        if away.iter().any(|rows| !rows.is_empty()) && !distinct.contains(&away) {
-            distinct.push(away);
+    let mut distinct: Vec<OffloadedRows> = Vec::new();
+    for offloaded in found {
+        if offloaded.iter().any(|rows| !rows.is_empty()) && !distinct.contains(&offloaded) {
+            distinct.push(offloaded);
         }
     }
     distinct
@@ -118,7 +122,7 @@ impl Piece {
 
 /// A rank's rows.
 struct Pieces {
-    /// Those that may be away, widest first.
+    /// Those that may be offloaded, widest first.
     candidates: Vec<Piece>,
     /// Key rows that the others see, merged and ascending.
     others: Vec<Range>,
@@ -176,7 +180,7 @@ fn wide_pieces(bands: &[Band], q_dispatch: &Dispatch, rank: usize, prices: &Pric
     Pieces { candidates, others: Range::merged(others) }
 }
 
-/// What is left of a rank's traffic and work when its first few candidates are away.
+/// What is left of a rank's traffic and work when its first few candidates are offloaded.
 struct Prefix {
     /// That it receives and sends for its own rows.
     bytes: f64,
@@ -184,7 +188,7 @@ struct Prefix {
     area: f64,
 }
 
-/// For `0 ..` candidates away; as far as it can pay.
+/// For `0 ..` candidates offloaded; as far as it can pay.
 fn prefixes(
     pieces: &Pieces,
     own: &[Range],

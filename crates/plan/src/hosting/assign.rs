@@ -1,19 +1,19 @@
-//! Query offload: hands the work of rows that are away to the ranks that own the keys.
+//! Query offload: hands the work of offloaded rows to the ranks that own the keys.
 
 use counterpoint_mask::{Band, Range};
 
-use super::{Away, HostedWork};
+use super::{HostedWork, OffloadedRows};
 use crate::Dispatch;
 use crate::exchange::{PlacedRows, exchange};
 use crate::row_list::RowList;
 use crate::runs::Runs;
 use crate::work::push_fused;
 
-/// Takes the work of rows that are away out of `work` (local rows, global columns), and gives it to the owners of its keys:
+/// Takes the work of offloaded rows out of `work` (local rows, global columns), and gives it to the owners of its keys:
 /// what remains, and every rank's part of the rest.
 pub(crate) fn assign(
     work: &[Vec<Band>],
-    away: &Away,
+    offloaded: &OffloadedRows,
     q_dispatch: &Dispatch,
     q_runs: &Runs,
     k_runs: &Runs,
@@ -21,16 +21,16 @@ pub(crate) fn assign(
     let mut stays: Vec<Vec<Band>> = vec![Vec::new(); work.len()];
     // Rows are still global, columns are the host's local key rows.
     let mut hosted: Vec<Vec<Band>> = vec![Vec::new(); work.len()];
-    for (rank, (bands, away)) in work.iter().zip(away).enumerate() {
-        if away.is_empty() {
+    for (rank, (bands, offloaded)) in work.iter().zip(offloaded).enumerate() {
+        if offloaded.is_empty() {
             stays[rank].clone_from(bands);
             continue;
         }
         let own = RowList::new(q_dispatch.ranges(rank));
         for band in bands {
             let mut start = band.q_range.start;
-            let first = away.partition_point(|rows| rows.end <= start);
-            for rows in away[first..].iter().take_while(|rows| rows.start < band.q_range.end) {
+            let first = offloaded.partition_point(|rows| rows.end <= start);
+            for rows in offloaded[first..].iter().take_while(|rows| rows.start < band.q_range.end) {
                 let gone = rows.intersect(&band.q_range);
                 stays[rank].extend(clip_rows(band, Range::new(start, gone.start)));
                 start = gone.end;

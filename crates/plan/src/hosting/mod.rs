@@ -1,9 +1,9 @@
 //! Query/output exchange: the work of some query rows is done where their keys are.
 //!
 //! A row that sees many keys of many ranks makes its owner fetch them all, and compute with them all. Its query and its
-//! partial results are few bytes beside these keys. So such a row can be *away*: every rank that owns keys that it sees, its
+//! partial results are few bytes compared with these keys. So such a row can be *offloaded*: every rank that owns keys that it sees, its
 //! owner included, *hosts* it. Hosts receive its query, compute with their own keys, and send partial results to the owner. A row is
-//! away with all of its work, so results of a row come from stages or from hosts, never from both: its partial results are
+//! offloaded with all of its work, so results of a row come from stages or from hosts, never from both: its partial results are
 //! merged once, in the order of ranks, and no stage waits for them.
 
 mod assign;
@@ -19,13 +19,13 @@ use crate::{GroupPart, OwnedSplit};
 pub(crate) use assign::assign;
 pub(crate) use pieces::pieces;
 
-/// By rank: local query rows that are away, merged and ascending.
-pub type Away = Vec<Vec<Range>>;
+/// By rank: offloaded local query rows, merged and ascending.
+pub type OffloadedRows = Vec<Vec<Range>>;
 
 /// One rank's part in the work that is done where keys are; the same in the forward and in the backward.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HostedWork {
-    /// This rank's part in the group-cast of queries: `owned` rows are its local query rows that are away, `remote` rows are
+    /// This rank's part in the group-cast of queries: `owned` rows are its offloaded local query rows, `remote` rows are
     /// rows of the buffer of hosted queries. A rank that hosts rows of its own sends them to itself.
     pub part: GroupPart,
     /// Global query rows that it hosts, in the order of the buffer: ascending.
@@ -39,18 +39,18 @@ pub struct HostedWork {
 }
 
 impl HostedWork {
-    /// The rank's local query rows that are away, merged and ascending.
-    pub fn away(&self) -> Vec<Range> {
+    /// The rank's offloaded local query rows, merged and ascending.
+    pub fn offloaded(&self) -> Vec<Range> {
         Range::merged(self.part.owned.iter().map(|split| split.rows).collect())
     }
 
-    /// Number of rows that are [away](Self::away).
-    pub fn away_rows(&self) -> usize {
+    /// Number of [offloaded](Self::offloaded) rows.
+    pub fn offloaded_rows(&self) -> usize {
         self.part.owned.iter().map(|split| split.rows.len()).sum()
     }
 
     /// This rank's part in the group-reduce that brings partial results to their owners: as [`part`](Self::part), but `owned` rows are
-    /// places in the list of rows that are [away](Self::away), whose results lie one after the other.
+    /// places in the list of [offloaded](Self::offloaded) rows, whose results lie one after the other.
     pub fn owner_part(&self) -> GroupPart {
         let mut place = 0;
         // A sweep in global order wrote the splits: they ascend and share no row.

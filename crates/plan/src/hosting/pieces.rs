@@ -2,15 +2,20 @@
 
 use counterpoint_mask::{Band, Range};
 
-use super::Away;
+use super::OffloadedRows;
 use crate::Dispatch;
 use crate::row_list::RowList;
 use crate::runs::Runs;
 
 /// At least so many bands does [`assign`](super::assign) cut before it joins neighbours again.
-pub(crate) fn pieces(work: &[Vec<Band>], away: &Away, q_dispatch: &Dispatch, k_runs: &Runs) -> u64 {
-    let of_rank = |(rank, (bands, away)): (usize, (&Vec<Band>, &Vec<Range>))| -> u64 {
-        if away.is_empty() {
+pub(crate) fn pieces(
+    work: &[Vec<Band>],
+    offloaded: &OffloadedRows,
+    q_dispatch: &Dispatch,
+    k_runs: &Runs,
+) -> u64 {
+    let of_rank = |(rank, (bands, offloaded)): (usize, (&Vec<Band>, &Vec<Range>))| -> u64 {
+        if offloaded.is_empty() {
             return 0;
         }
         let own = RowList::new(q_dispatch.ranges(rank));
@@ -24,13 +29,13 @@ pub(crate) fn pieces(work: &[Vec<Band>], away: &Away, q_dispatch: &Dispatch, k_r
             parts.map(|part| k_runs.overlapping(&part.k_range).len() as u64).sum()
         };
         let of_band = |band: &Band| -> u64 {
-            let first = away.partition_point(|rows| rows.end <= band.q_range.start);
-            let gone = away[first..].iter().take_while(|rows| rows.start < band.q_range.end);
+            let first = offloaded.partition_point(|rows| rows.end <= band.q_range.start);
+            let gone = offloaded[first..].iter().take_while(|rows| rows.start < band.q_range.end);
             gone.map(|rows| of_rows(band, rows.intersect(&band.q_range))).sum()
         };
         bands.iter().map(of_band).sum()
     };
-    work.iter().zip(away).enumerate().map(of_rank).sum()
+    work.iter().zip(offloaded).enumerate().map(of_rank).sum()
 }
 
 #[cfg(test)]
@@ -67,9 +72,9 @@ mod tests {
                 let some = picked.iter().map(|&at| Range::new((at * 7).min(rows), (at * 7 + 11 + at).min(rows)));
                 Range::merged(some.filter(|rows| !rows.is_empty()).collect())
             };
-            let away: Away = (0..ranks).map(of_rank).collect();
-            let counted = pieces(&work, &away, &owners.q_dispatch, &owners.k_runs);
-            let (_, hosted) = assign(&work, &away, &owners.q_dispatch, &owners.q_runs, &owners.k_runs);
+            let offloaded: OffloadedRows = (0..ranks).map(of_rank).collect();
+            let counted = pieces(&work, &offloaded, &owners.q_dispatch, &owners.k_runs);
+            let (_, hosted) = assign(&work, &offloaded, &owners.q_dispatch, &owners.q_runs, &owners.k_runs);
             let made: u64 = hosted.iter().map(|host| host.bands.len() as u64).sum();
             prop_assert!(made <= counted && counted <= made * 4, "{made} {counted}");
             prop_assert_eq!(made == 0, counted == 0);

@@ -147,9 +147,9 @@ pub(crate) fn check_exchange(mask: &Mask, plan: &Plan) {
             assert_eq!(directions(rank)[direction].len(), stages, "every rank has the same number of stages");
             let own: BTreeSet<usize> = rows(&rank.k_ranges).into_iter().collect();
             let mut needed = BTreeSet::new();
-            let away = rank.hosted.as_ref().map_or_else(Vec::new, |hosted| rows(&hosted.away()));
+            let offloaded = rank.hosted.as_ref().map_or_else(Vec::new, |hosted| rows(&hosted.offloaded()));
             for (local, row) in rows(&rank.q_ranges).into_iter().enumerate() {
-                if away.contains(&local) {
+                if offloaded.contains(&local) {
                     continue;
                 }
                 for slice in mask.slices().iter().filter(|slice| slice.q_range.contains(row)) {
@@ -166,7 +166,7 @@ pub(crate) fn check_exchange(mask: &Mask, plan: &Plan) {
     }
 }
 
-/// Hosts receive the rows that are away and see some of their keys, and no others; what they send back meets its rows.
+/// Hosts receive the offloaded rows and see some of their keys, and no others; what they send back meets its rows.
 pub(crate) fn check_hosting(mask: &Mask, plan: &Plan) {
     let hosting = plan.ranks.iter().filter(|rank| rank.hosted.is_some()).count();
     assert!(hosting == 0 || hosting == plan.cp_size());
@@ -177,15 +177,16 @@ pub(crate) fn check_hosting(mask: &Mask, plan: &Plan) {
     let parts: Vec<&GroupPart> = works.iter().map(|work| &work.part).collect();
     let none = vec![0; plan.cp_size()];
     let buffers = group_cast(&parts, &none, &inputs);
-    let away = |rank: usize| rows(&works[rank].away()).into_iter().map(|local| inputs[rank][local]).collect();
-    let away: Vec<Vec<usize>> = (0..plan.cp_size()).map(away).collect();
-    assert!(away.iter().any(|rows| !rows.is_empty()), "hosting of nothing");
+    let offloaded =
+        |rank: usize| rows(&works[rank].offloaded()).into_iter().map(|local| inputs[rank][local]).collect();
+    let offloaded: Vec<Vec<usize>> = (0..plan.cp_size()).map(offloaded).collect();
+    assert!(offloaded.iter().any(|rows| !rows.is_empty()), "hosting of nothing");
     let reduced: Vec<GroupPart> = works.iter().map(|work| work.owner_part()).collect();
-    assert_eq!(group_cast(&reduced.iter().collect::<Vec<_>>(), &none, &away), buffers);
+    assert_eq!(group_cast(&reduced.iter().collect::<Vec<_>>(), &none, &offloaded), buffers);
     for ((rank, work), buffer) in plan.ranks.iter().zip(&works).zip(&buffers) {
         assert_eq!(*buffer, rows(&work.q_ranges));
-        assert_eq!(work.away_rows(), away[rank.rank].len());
-        let wanted: Vec<usize> = away
+        assert_eq!(work.offloaded_rows(), offloaded[rank.rank].len());
+        let wanted: Vec<usize> = offloaded
             .iter()
             .flatten()
             .copied()

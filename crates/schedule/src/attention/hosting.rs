@@ -14,14 +14,15 @@ use crate::{
     ForwardBegin, ForwardEnd, GroupCast, GroupReduce, KeyBlocks, MaxLogits, Op, ReduceOp, StreamId,
 };
 
-/// Whether every row of every rank is away: stages then have nothing to compute, to begin or to write, and what hosts compute is
+/// Whether every row of every rank is offloaded: stages then have nothing to compute, to begin or to write, and what hosts compute is
 /// all there is.
 pub(super) fn hosts_do_all(plan: &Plan) -> bool {
-    let all_away = |rank: &RankPlan| rank.hosted.as_ref().is_some_and(|work| work.away_rows() == rank.q_rows);
-    plan.ranks.iter().all(all_away)
+    let all_offloaded =
+        |rank: &RankPlan| rank.hosted.as_ref().is_some_and(|work| work.offloaded_rows() == rank.q_rows);
+    plan.ranks.iter().all(all_offloaded)
 }
 
-/// The work that a rank does for rows that are away, and how the results of its own such rows come back.
+/// The work that a rank does for offloaded rows, and how the results of its own such rows come back.
 pub(super) struct Hosting<'a> {
     work: &'a HostedWork,
     spec: &'a AttentionSpec,
@@ -30,8 +31,8 @@ pub(super) struct Hosting<'a> {
     reduce: StreamId,
     part: Arc<GroupPart>,
     owner_part: Arc<GroupPart>,
-    /// Rows of its own that are away.
-    away: Arc<[Range]>,
+    /// Rows of its own that are offloaded.
+    offloaded: Arc<[Range]>,
 }
 
 /// Of a forward, its queries sent.
@@ -68,7 +69,7 @@ impl<'a> Hosting<'a> {
         reduce: StreamId,
     ) -> Self {
         let (part, owner_part) = (Arc::new(work.part.clone()), Arc::new(work.owner_part()));
-        Self { work, spec, compute, cast, reduce, part, owner_part, away: work.away().into() }
+        Self { work, spec, compute, cast, reduce, part, owner_part, offloaded: work.offloaded().into() }
     }
 
     /// Sends queries, whose cast arrives at `sent`. Results on their way to their owners arrive at `returning`.
@@ -125,7 +126,7 @@ impl<'a> Hosting<'a> {
         p.push(self.cast, None, label, Op::GroupCast(op));
     }
 
-    /// Brings partial results of rows to their owners, into buffers that have the rows that are away.
+    /// Brings partial results of rows to their owners, into buffers that have the offloaded rows.
     fn reduce_to_owner(
         &self,
         p: &mut ProgramBuilder,
@@ -152,9 +153,9 @@ impl<'a> Hosting<'a> {
         scratch(p, name, dtype, self.work.q_rows, row)
     }
 
-    /// Scratch in the accumulator type with a row for every row that is away.
+    /// Scratch in the accumulator type with a row for every row that is offloaded.
     fn reduced(&self, p: &mut ProgramBuilder, name: &str, row: &[usize]) -> BufferId {
-        scratch(p, name, self.spec.dtype.accumulator(), self.work.away_rows(), row)
+        scratch(p, name, self.spec.dtype.accumulator(), self.work.offloaded_rows(), row)
     }
 }
 
@@ -208,11 +209,11 @@ impl HostedForward<'_> {
         (out, lse): (BufferId, BufferId),
     ) {
         let Some((merged_out, merged_lse, reduced)) = self.reduced else { return };
-        let Hosting { compute, away, .. } = self.hosting;
+        let Hosting { compute, offloaded, .. } = self.hosting;
         p.after(compute, None, "wait for out lse", reduced);
-        if !away.is_empty() {
-            let op = AttentionFinish { merged_out, merged_lse, sink, rows: away, out, lse };
-            p.push(compute, None, "finish rows that are away", Op::AttentionFinish(op));
+        if !offloaded.is_empty() {
+            let op = AttentionFinish { merged_out, merged_lse, sink, rows: offloaded, out, lse };
+            p.push(compute, None, "finish offloaded rows", Op::AttentionFinish(op));
         }
     }
 }
@@ -288,7 +289,7 @@ impl HostedBackward<'_> {
         let Some((dk, dv)) = self.partials.take() else { return };
         let begun = p.mark(hosting.compute, None, "own dk dv begun");
         p.after(hosting.reduce, None, "wait for own dk dv", begun);
-        // Nothing travels: a reduce from a rank to itself adds beside the computation of the next stage.
+        // Nothing travels: a reduce from a rank to itself adds concurrently with the computation of the next stage.
         let dtype = hosting.spec.dtype.accumulator();
         let op = GroupReduce {
             part: Arc::new(from_itself(rank, p.rows(dk))),
@@ -304,10 +305,10 @@ impl HostedBackward<'_> {
 
     /// Puts dq in its places, once stages have written theirs and everything has come.
     pub(super) fn finish(self, p: &mut ProgramBuilder, dq: BufferId) {
-        let Hosting { compute, away, .. } = self.hosting;
-        if let (Some(src), false) = (self.reduced, away.is_empty()) {
-            let op = Op::PlaceRows { src, dst: dq, rows: away };
-            p.push(compute, None, "place dq of rows that are away", op);
+        let Hosting { compute, offloaded, .. } = self.hosting;
+        if let (Some(src), false) = (self.reduced, offloaded.is_empty()) {
+            let op = Op::PlaceRows { src, dst: dq, rows: offloaded };
+            p.push(compute, None, "place dq of offloaded rows", op);
         }
     }
 }
