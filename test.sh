@@ -53,25 +53,25 @@ step() {
     "$@"
     times+=("$((SECONDS - begin)) s  $*")
 }
-# A step beside those that follow, in a process group of its own; `finish` waits for it, prints what it printed, and fails where it failed.
-beside=0
+# A step that runs concurrently with those that follow, in a process group of its own; `finish` waits for it, prints what it printed, and fails where it failed.
+background=0
 log=$(mktemp)
-trap '[ "$beside" = 0 ] || kill -- "-$beside" 2>/dev/null || true; rm -f "$log" "$log.time"' EXIT
+trap '[ "$background" = 0 ] || kill -- "-$background" 2>/dev/null || true; rm -f "$log" "$log.time"' EXIT
 begin_beside() {
-    echo "== beside what follows: $*"
+    echo "== concurrently with what follows: $*"
     set -m
     (
         begin=$SECONDS
         "$@"
-        echo "$((SECONDS - begin)) s (beside others)  $*" >"$log.time"
+        echo "$((SECONDS - begin)) s (concurrently)  $*" >"$log.time"
     ) >"$log" 2>&1 &
-    beside=$!
+    background=$!
     set +m
 }
 finish() {
     local status=0
-    wait "$beside" || status=$?
-    beside=0
+    wait "$background" || status=$?
+    background=0
     cat "$log"
     [ "$status" = 0 ] || exit "$status"
     times+=("$(cat "$log.time")")
@@ -93,8 +93,8 @@ finish
 step python/test.sh --build
 if cargo nextest --version >/dev/null 2>&1; then
     # Tests that compare times run first, with the machine to themselves. Of the others many wait for most of their time: those of all
-    # crates run at the same time, more of them than there are cores, with those of Python beside them; none runs for long unseen.
-    timed='test(overlap::) | test(turn_taking) | test(takes_less_than) | test(quicker) | test(link_is_hidden)'
+    # crates run at the same time, more of them than there are cores, with those of Python besides; none runs for long unseen.
+    timed='test(overlap::) | test(interleaved_ranks) | test(takes_less_than) | test(quicker) | test(link_is_hidden)'
     step cargo nextest run "${with_mpi[@]}" -E "$timed"
     begin_beside python/test.sh
     step cargo nextest run "${with_mpi[@]}" -E "not ($timed)" --test-threads $(($(nproc) + ($(nproc) + 1) / 2))

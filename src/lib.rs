@@ -2,7 +2,7 @@
 //!
 //! This crate gathers the others under one name; read them in the order in which data flows:
 //! [`mask`] (what), [`plan`] (who), [`schedule`] (when), [`choose`] (which), [`exec`] (done; on GPUs [`cuda`]), [`mod@reference`] (right),
-//! [`measure`] (fast), [`report`] (shown). [`tiles`] and [`cost`] say what kernels walk and what that takes.
+//! [`measure`] (fast), [`report`] (shown). [`tiles`] and [`cost`] say what kernels compute and what that takes.
 //!
 //! ```
 //! use counterpoint::choose::{PlanConfig, plan_mask};

@@ -14,7 +14,7 @@ finds them. Forward and backward apart, on seven masks. Nothing of this project 
 Rules of measuring: random normal data; every result is checked against an f32 reference before its time counts; CUDA
 events around the kernels, the L2 flushed and the GPU kept busy before, so that no launch is timed; medians with min
 and max. `--clock wall` times loops of calls by the host's clock instead, launches and Python included.
-`counterpoint bench attention --peers` has all of them take turns with its own runs.
+`counterpoint bench attention --peers` interleaves all of them with its own runs.
 """
 
 import gc
@@ -25,8 +25,8 @@ import sys
 from pathlib import Path
 
 from common.command_line import described, heads, names, note, sizes
+from common.interleaved import serve
 from common.pytorch import torch
-from common.turns import serve
 from one_gpu.case import PEERS, ways_of
 from one_gpu.clock import CLOCKS, Clock
 from one_gpu.masks import MASKS, Mask

@@ -20,9 +20,9 @@ import json
 from contextlib import nullcontext
 
 from common.command_line import described, heads, names, sizes
+from common.interleaved import Way, ready, serve
 from common.pytorch import dist, torch
 from common.ranks import join, run
-from common.turns import Way, ready, serve
 from sharded.problem import Problem, problem_passes
 from sharded.ring import ring_passes
 from sharded.ways import WAYS

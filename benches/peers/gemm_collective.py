@@ -17,9 +17,9 @@ runs one after the other between two events are a cycle; the slowest rank's medi
 import json
 
 from common.command_line import described, names, shapes
+from common.interleaved import Way, ready, serve
 from common.pytorch import dist, torch
 from common.ranks import forbid_multicast, join, run, symmetric_memory
-from common.turns import Way, ready, serve
 
 COLLECTIVES = ["reduce-scatter", "all-reduce", "all-gather"]
 PEERS = ["mm-nccl", "async-tp", "symm-mem"]

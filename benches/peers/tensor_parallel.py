@@ -21,9 +21,9 @@ import json
 import os
 
 from common.command_line import described, names, shapes
+from common.interleaved import Way, ready, serve
 from common.pytorch import dist, torch
 from common.ranks import forbid_multicast, join, run, symmetric_memory
-from common.turns import Way, ready, serve
 from layers.check import error_of
 from layers.layer import Layer
 from layers.passes import PASSES, PEERS, RUNS, has_wide_addmm

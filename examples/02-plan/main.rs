@@ -88,8 +88,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 
     // On two nodes of four, a row that several ranks of the other node need crosses the network once.
     let topology = Topology { world_size: ranks, ranks_per_node: 4 };
-    let once = other.two_levels(&topology).crossing_rows();
-    let flat = other.flat_crossing_rows(&topology);
+    let once = other.two_levels(&topology).inter_node_rows();
+    let flat = other.flat_inter_node_rows(&topology);
     println!("\nfull documents on the same dispatch, two nodes: {once} rows cross instead of {flat}");
     assert!(once <= flat);
     Ok(())

@@ -48,7 +48,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     }
     assert!(report.passed);
 
-    // Deterministic mode: the order in which ranks' shares are added is fixed, so that neither the policy nor the number of
+    // Deterministic mode: the order in which ranks' partial sums are added is fixed, so that neither the policy nor the number of
     // stages changes a bit.
     let exact = RunConfig { deterministic: true, ..RunConfig::default() };
     let sequential = OverlapPolicy::new(StartOrder::Sequential);

@@ -45,7 +45,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     assert_eq!(received[1].tensor()?.to_f64(), [0.0, 1.0]);
     assert_eq!(received[2].tensor()?.to_f64(), [10.0, 0.0, 1.0, 2.0]);
 
-    // The mirror: what each rank holds of others' rows goes home and is added to what is there, in the order of ranks, so
+    // The mirror: what each rank holds of others' rows goes to its owner and is added to what is there, in the order of ranks, so
     // that the result has the same bits every time. On the wire bf16, the sum in f32.
     let how = Reduce {
         op: ReduceOp::Sum,

@@ -1,4 +1,4 @@
-"""What attention costs through Python on one GPU: host time, rates beside the command line's, a new mask each step, memory.
+"""What attention costs through Python on one GPU: host time, rates against the command line's, a new mask each step, memory.
 
 python3 python/benches/attention.py [--only PART] [--counterpoint PATH] [--json PATH]
 
@@ -285,7 +285,7 @@ def wall(call: Callable[[], Any], calls: int = 40, rounds: int = 12) -> float:
 
 
 def rates(counterpoint: str) -> list[Row]:
-    """TFLOP/s of this package over those of the command line, in turns, each after a pause: GPUs that are hot are slower."""
+    """TFLOP/s of this package over those of the command line, interleaved, each after a pause: GPUs that are hot are slower."""
     heads, head_dim, sizes = 16, 128, [8192, 16384, 32768]
     group = cp.LocalGroup(1, device=DEVICE)
 
@@ -328,13 +328,13 @@ def rates(counterpoint: str) -> list[Row]:
             "backward": lambda out=out, q=q, k=k, v=v, dout=dout: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True),
         }
         first = {name: rested(call, 6) for name, call in passes.items()}
-        turns = theirs(tokens)
+        rates = theirs(tokens)
         second = {name: rested(call, 6) for name, call in passes.items()}
         area = tokens * (tokens + 1) / 2
         for direction, products in (("forward", 4), ("backward", 10)):
             seconds = (first[direction] + second[direction]) / 2
             rate = products * area * head_dim * heads / seconds / 1e12
-            reference = turns.get(direction)
+            reference = rates.get(direction)
             ratio = (
                 "no figure of the command line"
                 if reference is None
@@ -403,7 +403,7 @@ def fresh() -> list[Row]:
         differences, base = [], []
         blocks = torch.cuda.memory_stats()["num_device_alloc"]
         for _ in range(5):
-            # The same masks, known and new, in turns.
+            # The same masks, known and new, interleaved.
             base.append(known(plans))
             differences.append(new(masks[:steps], host) - base[-1])
         rows.append(

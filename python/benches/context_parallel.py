@@ -1,8 +1,8 @@
-"""Attention of ranks from Python, beside the command line's in the same engine, and beside what users of PyTorch do without us.
+"""Attention of ranks from Python against the command line's in the same engine, and what users of PyTorch do without us.
 
     torchrun --nproc-per-node 2 python/benches/context_parallel.py --counterpoint PATH --out results
 
-Parts: `host` (host time of calls, and whether a prepared step waits for its device) and `rates`. All of a case run in turns:
+Parts: `host` (host time of calls, and whether a prepared step waits for its device) and `rates`. All of a case are interleaved:
 ours, the command line's between two halves of ours, Ulysses, and PyTorch's `context_parallel` by all-gather and by ring, each
 with cuDNN. Ulysses has FlashAttention on packed documents, of which PyTorch's cuDNN and `context_parallel` know nothing. A
 ratio to a peer is its time over ours; that to the command line is its time over ours too, goal 0.98. Results of all are
@@ -248,7 +248,7 @@ def rates(ranks: Ranks, group: cp.Group, case: Case, dtype: torch.dtype, given: 
         except (NotImplementedError, RuntimeError, ImportError, TypeError, ValueError) as reason:
             notes[name] = first_line(reason).removeprefix("NotImplementedError: ")
     way.results = []
-    ranks.settle()
+    ranks.synchronize()
     half = max(2, given.rounds // 2)
     times: dict[str, dict[str, list[float]]] = {"forward": {}, "backward": {}}
 
@@ -256,11 +256,11 @@ def rates(ranks: Ranks, group: cp.Group, case: Case, dtype: torch.dtype, given: 
         for direction, seconds in times.items():
             calls: dict[str, Call] = {name: getattr(one, direction) for name, one in made.items()}
             plain = {name: call for name, call in calls.items() if made[name].within is contextlib.nullcontext}
-            found = ranks.in_turns(plain, half)
+            found = ranks.interleaved(plain, half)
             for name in sorted(calls.keys() - plain.keys()):
                 # PyTorch's attention is replaced for this peer's calls alone.
                 with made[name].within():
-                    both = ranks.in_turns({"ours": calls["ours"], name: calls[name]}, half)
+                    both = ranks.interleaved({"ours": calls["ours"], name: calls[name]}, half)
                 found["ours"] += both["ours"]
                 found[name] = both[name]
             for name, each in found.items():
@@ -329,7 +329,7 @@ def waits(ranks: Ranks, step: Call) -> list[dict[str, Any]]:
         with record_function("prepared steps"):
             for _ in range(10):
                 step()
-        ranks.settle()
+        ranks.synchronize()
     events = list(profiler.events() or ())
     spans = [event.time_range for event in events if event.name == "prepared steps" and "CPU" in str(event.device_type)]
     inside = [event.name for event in events if any(span.start <= event.time_range.start < span.end for span in spans)]

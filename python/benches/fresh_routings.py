@@ -1,4 +1,4 @@
-"""What a routing that nobody has seen costs the host in a layer of experts, call by call, beside one that is known.
+"""What a routing that nobody has seen costs the host in a layer of experts, call by call, compared with one that is known.
 
     python python/benches/fresh_routings.py --ranks 1            # ranks in this process, all on one device
     torchrun --nproc-per-node 2 python/benches/fresh_routings.py # a process and a device each
@@ -27,7 +27,7 @@ STEPS = 16
 WARM_UPS = 4
 
 
-def measure(group: Any, device: torch.device, arguments: Any, meet: Callable[[], None]) -> list[dict[str, Any]]:
+def measure(group: Any, device: torch.device, arguments: Any, barrier: Callable[[], None]) -> list[dict[str, Any]]:
     """Rows of the table."""
     is_local, dtype = isinstance(group, cp.LocalGroup), torch.bfloat16 if device.type == "cuda" else torch.float32
     sizes = (arguments.hidden, arguments.inner)
@@ -39,7 +39,7 @@ def measure(group: Any, device: torch.device, arguments: Any, meet: Callable[[],
     def timed(what: str, call: Callable[[], Any], is_kept: bool) -> Any:
         if device.type == "cuda":
             torch.cuda.synchronize()
-        meet()
+        barrier()
         began = time.perf_counter()
         made = call()
         if is_kept:

@@ -1,4 +1,4 @@
-"""What benchmarks under torchrun share: ranks with a device each, a limit on everything, runs in turns, tables and files.
+"""What benchmarks under torchrun share: ranks with a device each, a limit on everything, interleaved runs, tables and files.
 
 No multicast object is ever made, which a host may not allow: NCCL and PyTorch's symmetric memory are set so before they begin.
 """
@@ -26,7 +26,7 @@ import counterpoint as cp
 
 WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 os.environ.update(WITHOUT_MULTICAST)
-# What users of PyTorch do without us, which the command line measures beside itself too.
+# What users of PyTorch do without us, which the command line measures too.
 PEERS = pathlib.Path(__file__).resolve().parents[2] / "benches" / "peers"
 sys.path.append(str(PEERS))
 
@@ -95,10 +95,10 @@ class Ranks:
 
     def barrier(self) -> None:
         """Waits for the hosts of all ranks, whose GPUs do nothing then."""
-        self.settle()
+        self.synchronize()
         dist.barrier(group=self.hosts)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Waits for this rank's device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
@@ -138,7 +138,7 @@ class Ranks:
         torch.cuda.synchronize()
         return begin.elapsed_time(end) / 1e3
 
-    def in_turns(self, ways: dict[str, Call], rounds: int, warm_ups: int = 2) -> dict[str, list[float]]:
+    def interleaved(self, ways: dict[str, Call], rounds: int, warm_ups: int = 2) -> dict[str, list[float]]:
         """Seconds of the slowest rank in every run of every way. Each round runs all of them, in another order: a GPU at its
         power limit is some per cent slower at one time than at another."""
         names = list(ways)

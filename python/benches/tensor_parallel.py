@@ -1,10 +1,10 @@
-"""Tensor-parallel modules beside Megatron's way (torch.mm and NCCL, as its layers start them) and PyTorch's async-TP.
+"""Tensor-parallel modules compared with Megatron's way (torch.mm and NCCL, as its layers start them) and PyTorch's async-TP.
 
     torchrun --nproc-per-node 2 python/benches/tensor_parallel.py --out results
 
 Ours is `ColumnParallelLinear` and `RowParallelLinear` with their autograd, with `main_grad` in f32. Megatron's way and async-TP
 are the plain passes of benches/peers, without autograd: a forward, and a backward that gives dx and adds to `main_grad`. All
-run in turns; results are compared with each other first. A ratio is the peer's time over ours. Async-TP is for sequence
+run interleaved; results are compared with each other first. A ratio is the peer's time over ours. Async-TP is for sequence
 parallelism alone, and runs only where no multicast object can be made for it.
 """
 
@@ -123,7 +123,7 @@ def case(
                 ways[name] = lambda name=name, direction=direction: RUNS[name, direction](plain)
             except (RuntimeError, NotImplementedError, AttributeError, TypeError) as error:
                 notes[f"{kind}, {activations}, {direction}, {name}"] = first_line(error)
-        times = ranks.in_turns(ways, given.rounds)
+        times = ranks.interleaved(ways, given.rounds)
         medians = {name: statistics.median(seconds) for name, seconds in times.items()}
         tokens, hidden, local = shape
         products = 1 if direction == "forward" else 2

@@ -95,8 +95,8 @@ def _memory(place: Any) -> tuple[Callable[[int, int], int | None], Callable[[int
 def package_folders() -> list[str]:
     """Where this interpreter's packages lie, in the order in which it imports: absolute, and never the current folder."""
     torch = torch_module("a group on a GPU")
-    beside_torch = os.path.dirname(os.path.dirname(os.path.abspath(torch.__file__)))
-    found = [beside_torch, *sys.path, sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"]]
+    next_to_torch = os.path.dirname(os.path.dirname(os.path.abspath(torch.__file__)))
+    found = [next_to_torch, *sys.path, sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"]]
     # Some interpreters have no such function.
     found += getattr(site, "getsitepackages", list)()
     user = getattr(site, "getusersitepackages", lambda: "")()

@@ -243,7 +243,7 @@ def _fitting(mask: Mask, given: _Given) -> Mask:
 
 
 def _arguments(config: Any, plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `Group.plan` of a model's configuration and of what is given beside it."""
+    """Arguments of `Group.plan` of a model's configuration and of what is given with it."""
     if config is None:
         return dict(plan)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config

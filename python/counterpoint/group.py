@@ -290,7 +290,7 @@ class _Group:
         """Has calls of this rank, and what another library enqueues on `stream`, follow each other from now on: a call begins
         once all that the stream was given before has ended, and what it is given later begins once the call has ended.
 
-        For collectives beside linear layers that compute and communicate in one kernel (`overlap="fused"`, or chosen). Such a
+        For collectives under linear layers that compute and communicate in one kernel (`overlap="fused"`, or chosen). Such a
         kernel may hold all multiprocessors until those of other ranks run, and so may another library's collective: one first
         here, the other first there, and both wait until the limit. Name the stream on every rank, and enqueue both in one order
         on all of them. Where a library does not show its streams, such layers must not be fused: see `beside_collectives` of

@@ -64,7 +64,7 @@ class Group(_Group):
 
     `beside_collectives` says whether collectives of other libraries (FSDP2's, DDP's) run while this group's calls do, on streams
     that these are not ordered with (`order_with`). Then no linear layer is chosen to be one kernel with its collective: two of
-    these beside two of NCCL's may each hold the multiprocessors that another needs, and wait until the limit. `overlap="fused"`
+    these and two of NCCL's may each hold the multiprocessors that another needs, and wait until the limit. `overlap="fused"`
     is taken as it is. None is True where the default process group has ranks that this group has not.
     """
 

@@ -74,7 +74,7 @@ def _of_rooms(
 
 
 def order_of_ranks(name: str, room: list[int], rows: int, ranks: int) -> list[tuple[int, int]]:
-    """The stretches of rows of rank 0, then those of rank 1, and so on."""
+    """The ranges of rows of rank 0, then those of rank 1, and so on."""
     if room[-1] != rows:
         raise TensorError(
             f"{name} has {rows} rows on {ranks} ranks together, and packed_seq_params {room[-1]}, padding of sequences included"

@@ -293,7 +293,7 @@ class _Layer:
 
     def planned(self, plan: Plan, given: Any) -> torch.Tensor:
         """On the ranks of a plan."""
-        _check_beside_a_plan(plan, given, self.window)
+        _check_with_a_plan(plan, given, self.window)
         sequences, _, rows, _ = self.query.shape
         if sequences != 1:
             raise TensorError(
@@ -311,13 +311,13 @@ class _Layer:
         return out.unsqueeze(0)
 
 
-def _check_beside_a_plan(plan: Plan, given: Any, window: int | None) -> None:
+def _check_with_a_plan(plan: Plan, given: Any, window: int | None) -> None:
     """A plan has the whole mask; what else comes with it must say nothing more."""
     if given is None:
         return
     if isinstance(given, _Described):
         if given.padding is not None:
-            raise MaskError("attention_mask is given beside a plan, whose mask has the padding already: leave it out")
+            raise MaskError("attention_mask is given with a plan, whose mask has the padding already: leave it out")
         if given.has_rules_of_its_own and plan._is_of_documents:
             raise NotImplementedError(
                 "the model adds a rule of its own to the mask, as for the tokens of images, which a plan of documents does not "
@@ -329,7 +329,7 @@ def _check_beside_a_plan(plan: Plan, given: Any, window: int | None) -> None:
             f"the layer's mask is cut into chunks of {given.window} tokens, which counterpoint's hook does not know"
         )
     shape = list(given.shape) if isinstance(given, torch.Tensor) else type(given).__name__
-    raise MaskError(f"attention_mask ({shape}) is given beside a plan, which has a mask of its own: leave it out")
+    raise MaskError(f"attention_mask ({shape}) is given with a plan, which has a mask of its own: leave it out")
 
 
 def _sees_ahead(plan: Plan) -> bool:

@@ -1,4 +1,4 @@
-"""What groups of processes live through: thousands of masks, another library's collectives beside calls, ranks that are killed.
+"""What groups of processes live through: thousands of masks, another library's collectives during calls, ranks that are killed.
 
 Each function is what one rank does, on CPUs or GPUs. The process is a rank of a process group already.
 """
@@ -72,7 +72,7 @@ def is_on_gpu(group: cp.Group) -> bool:
     return str(group.device) != "cpu"
 
 
-def settled(group: cp.Group) -> None:
+def synchronized(group: cp.Group) -> None:
     """All that was enqueued has ended; raises what went wrong in it."""
     if is_on_gpu(group):
         torch.cuda.synchronize(group.device)
@@ -112,7 +112,7 @@ def masks_come_and_go(rank: int, device: str, masks: int, warm: int, rows: int) 
     prefetched = 0
     for number in range(masks):
         if number == warm:
-            settled(group)
+            synchronized(group)
             held = figures(group)
         # A loader is up to three masks ahead, on some ranks.
         if own.random() < 0.5:
@@ -129,9 +129,9 @@ def masks_come_and_go(rank: int, device: str, masks: int, warm: int, rows: int) 
                 wrong += int((~((found[0].float() - 1.0).abs() < 0.01)).sum())
         # No host is further ahead than this.
         if number % 16 == 0:
-            settled(group)
+            synchronized(group)
     kept.clear()
-    settled(group)
+    synchronized(group)
     after = figures(group)
     group.close()
     return {"wrong": wrong, "looked": looked, "warm": held, "after": after}
@@ -196,7 +196,7 @@ def attention_beside_collectives(rank: int, device: str, rounds: int, rows: int)
     plans = [steps.plan(number) for number in range(4)]
     given = [steps.tensors(plan, seed=17 + rank) for plan in plans]
     right = [steps.call(plan, one, True) for plan, one in zip(plans, given, strict=True)]
-    settled(group)
+    synchronized(group)
     # On the CPU a call is waited for, and so is gloo's collective: one order for all.
     order = own if device == "cuda" else random.Random(5)
     neighbour, unlike, results = Neighbour(group, rank), 0, []
@@ -209,7 +209,7 @@ def attention_beside_collectives(rank: int, device: str, rounds: int, rows: int)
         if not first:
             neighbour.begin()
         if number % 50 == 49 or number == rounds - 1:
-            settled(group)
+            synchronized(group)
             unlike += sum(not torch.equal(a, b) for which, found in results for a, b in zip(found, right[which], strict=True))
             results.clear()
     wrong = neighbour.wrong()
@@ -218,7 +218,7 @@ def attention_beside_collectives(rank: int, device: str, rounds: int, rows: int)
 
 
 def layers_beside_collectives(rank: int, device: str, rounds: int, overlap: str) -> dict[str, Any]:
-    """Tensor-parallel layers, forward and backward, beside all-reduces on a stream that their group is ordered with: both come in
+    """Tensor-parallel layers, forward and backward, with all-reduces on a stream that their group follows: both come in
     one order on all ranks, which is random. Their bits are those of calls without."""
     from counterpoint.nn import ColumnParallelLinear, RowParallelLinear
 
@@ -236,7 +236,7 @@ def layers_beside_collectives(rank: int, device: str, rounds: int, overlap: str)
         return [y.detach(), *torch.autograd.grad(y, [leaf, *(layer.weight for layer in layers)], y.detach())]
 
     right = call()
-    settled(group)
+    synchronized(group)
     neighbour, order, unlike, results = Neighbour(group, rank), random.Random(6), 0, []
     if neighbour.stream is not None:
         group.order_with(neighbour.stream)
@@ -250,7 +250,7 @@ def layers_beside_collectives(rank: int, device: str, rounds: int, overlap: str)
         if not first:
             neighbour.begin()
         if number % 50 == 49 or number == rounds - 1:
-            settled(group)
+            synchronized(group)
             unlike += sum(not torch.equal(a, b) for found in results for a, b in zip(found, right, strict=True))
             results.clear()
     wrong = neighbour.wrong()
@@ -304,7 +304,7 @@ def masks_through_one_graph(rank: int, masks: int, rows: int) -> dict[str, Any]:
         graph.replay()
         for found, right in zip(captured, expected, strict=True):
             unlike += (found != right).sum()
-    settled(group)
+    synchronized(group)
     group.close()
     took.sort()
     return {"masks": masks, "unlike": int(unlike), "median": took[masks // 2], "worst": took[-1]}
@@ -320,7 +320,7 @@ def last_rank_is_killed(rank: int, size: int, device: str, when: str, rows: int)
         plan = steps.plan(number)
         given = steps.tensors(plan)
         kept.append((plan, given, steps.call(plan, given, True)))
-    settled(group)
+    synchronized(group)
     dist.barrier()
     is_last, heard = rank == size - 1, ""
     if is_last and when == "in a call":
@@ -339,7 +339,7 @@ def last_rank_is_killed(rank: int, size: int, device: str, when: str, rows: int)
             plan = steps.plan(number % 64)
             given = steps.tensors(plan)
             steps.call(plan, given, True)
-            settled(group)
+            synchronized(group)
     except cp.Error as error:
         heard = f"{type(error).__name__} of rank {getattr(error, 'peer', None)}: {error}"
     took = time.monotonic() - began

@@ -1,4 +1,4 @@
-"""What is compiled whole by `torch.compile`, beside attention: rows there and back, and layers, in one process and on ranks."""
+"""What is compiled whole by `torch.compile`, besides attention: rows there and back, and layers, in one process and on ranks."""
 
 from __future__ import annotations
 

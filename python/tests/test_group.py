@@ -51,7 +51,7 @@ def of_a_mesh(rank: int) -> list[list[float]]:
     return [total(group) for group in (inner, outer, both, inner)]
 
 
-def who_is_beside_others(rank: int) -> list[bool | str]:
+def who_runs_with_others(rank: int) -> list[bool | str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     found: list[bool | str] = []
     for ranks, asked in ((mesh["tp"], None), (mesh["tp"], False), (None, None), (None, True)):
@@ -68,7 +68,7 @@ def who_is_beside_others(rank: int) -> list[bool | str]:
 
 def test_a_part_of_the_ranks_is_beside_collectives_of_the_others(ranks: Ranks) -> None:
     refusal = "beside_collectives is {}, and the group of these ranks was made with {}; close that one before"
-    for found in ranks.run(who_is_beside_others):
+    for found in ranks.run(who_runs_with_others):
         assert found == [True, refusal.format(False, True), False, False, refusal.format(True, False), True]
 
 

@@ -175,7 +175,7 @@ def test_rows_in_another_order() -> None:
         for k, column in enumerate(rows):
             assert ((q, k) in moved) == ((row, column) in mask)
     assert cp.Mask.full(2, 3).rearranged([(1, 2), (0, 1)], [(0, 3)]) == cp.Mask.full(2, 3)
-    with pytest.raises(cp.MaskError, match=r"q_order must hold each of the mask's 8 rows once; row 5 is in no stretch"):
+    with pytest.raises(cp.MaskError, match=r"q_order must hold each of the mask's 8 rows once; row 5 is in no range"):
         mask.rearranged([(0, 5), (6, 8)])
     with pytest.raises(TypeError, match=r"q_order must be a list of \(start, end\)"):
         mask.rearranged(3)

@@ -261,7 +261,7 @@ def in_mesh(rank: int) -> list[int]:
     return [layer.group.size, layer.output_size_per_partition]
 
 
-def test_tensor_parallel_beside_data_parallel(ranks: Ranks) -> None:
+def test_tensor_parallel_with_data_parallel(ranks: Ranks) -> None:
     assert ranks.run(in_mesh) == [[2, WIDE // 2]] * 4
 
 

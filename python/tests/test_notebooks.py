@@ -19,7 +19,7 @@ def svgs(html: str) -> list[ElementTree.Element]:
 
 
 def bars(svg: ElementTree.Element, kind: str) -> list[ElementTree.Element]:
-    """What is drawn of a kind, beside the legend."""
+    """What is drawn of a kind, besides the legend."""
     return [bar for bar in svg.iter("{http://www.w3.org/2000/svg}rect") if bar.get("class") == kind and len(bar)]
 
 

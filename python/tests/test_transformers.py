@@ -249,7 +249,7 @@ def described(**arguments):
         (
             {"counterpoint": plan_of(cp.Mask.causal(12)), "attention_mask": torch.ones(1, 1, 12, 12)},
             cp.MaskError,
-            "attention_mask \\(\\[1, 1, 12, 12\\]\\) is given beside a plan",
+            "attention_mask \\(\\[1, 1, 12, 12\\]\\) is given with a plan",
         ),
         (
             {"counterpoint": plan_of(cp.Mask.causal(12)), "attention_mask": described(attention_mask=torch.ones(1, 12))},

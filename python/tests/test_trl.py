@@ -1,6 +1,6 @@
 """TRL's SFTTrainer with `TrainerMixin`: on ranks the losses and the parameters of TRL alone. Skipped where TRL is not installed.
 
-TRL and the data sets that it needs are 300 MB, which the package's own tests do not install: `pip install trl` beside them.
+TRL and the data sets that it needs are 300 MB, which the package's own tests do not install: `pip install trl` in addition.
 """
 
 from __future__ import annotations

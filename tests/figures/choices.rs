@@ -1,4 +1,4 @@
-//! The table of what defaults are predicted to take beside what they might have been, from `benches/results/choices.jsonl`.
+//! The table of what defaults are predicted to take compared with what they might have been, from `benches/results/choices.jsonl`.
 
 use std::fs;
 

@@ -6,7 +6,7 @@ use crate::printed::{Figures, Row, figure, rows};
 
 pub(crate) fn block() -> String {
     let mut table = String::from(
-        "| what | figure | page |\n|---|---|---|\n| attention and GEMM on one H200 beside cuDNN, FFA, cudnn.flex_attention, cuBLASLt | tables | [performance.md](performance.md) |\n",
+        "| what | figure | page |\n|---|---|---|\n| attention and GEMM on one H200 compared with cuDNN, FFA, cudnn.flex_attention, cuBLASLt | tables | [performance.md](performance.md) |\n",
     );
     for (what, figure, page) in lines() {
         table.push_str(&format!("| {what} | {figure} | [{}](experiments/{page}.md) |\n", &page[..3]));

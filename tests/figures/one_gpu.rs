@@ -1,4 +1,4 @@
-//! Attention and GEMMs on one GPU beside their peers, of `benches/results`.
+//! Attention and GEMMs on one GPU compared with their peers, of `benches/results`.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;

@@ -32,7 +32,7 @@ fn host_time_on_a_gpu() -> String {
     table
 }
 
-/// Calls on one H200, beside PyTorch's own attention.
+/// Calls on one H200, compared with PyTorch's own attention.
 fn calls() -> String {
     const BESIDE: &str = "beside: scaled_dot_product_attention";
     let text = run(CALLS);
@@ -103,7 +103,7 @@ fn calls() -> String {
     table
 }
 
-/// Ranks under torchrun: attention, layers and training beside other ways.
+/// Ranks under torchrun: attention, layers and training compared with other ways.
 fn ranks() -> String {
     const H100: [&str; 3] = [
         "2026-11-27-h100-x2-python/context-parallel.txt",
@@ -197,7 +197,7 @@ fn training(file: &str) -> String {
     )
 }
 
-/// What calls on CPU ranks cost beside computing.
+/// What calls on CPU ranks cost besides computing.
 fn host_time() -> String {
     let lines = json_lines("host_time_2026-11-24.jsonl");
     let about = &lines[0];

@@ -99,7 +99,7 @@ def seconds(work, iterations):
 def once(work, hold):
     """Seconds of this rank in a run that all ranks start together, and those in which its host enqueued it.
 
-    A GPU does nothing for `hold` seconds first, so that its host is ahead, as in training. All ranks must hold back as long, or those
+    A GPU does nothing for `hold` seconds first, so that its host is ahead, as in training. All ranks must hold as long, or those
     that begin first wait for the others; and no longer than they need, for a GPU that was idle begins with a higher clock."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     dist.barrier()

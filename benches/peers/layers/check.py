@@ -1,4 +1,4 @@
-"""A sample of a pass's results beside f32 products."""
+"""A sample of a pass's results against f32 products."""
 
 from common.pytorch import dist, torch
 from common.ranks import worst

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from common.turns import ready
+from common.interleaved import ready
 from one_gpu.backends import BACKENDS
 from one_gpu.clock import ClockedWay
 from one_gpu.cudnn_flex import cudnn_flex

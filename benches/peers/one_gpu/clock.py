@@ -4,8 +4,8 @@ import math
 import statistics
 import time
 
+from common.interleaved import Way
 from common.pytorch import torch
-from common.turns import Way
 
 CLOCKS = ["device", "wall", "graph"]
 # Calls of one timed loop by the host's clock.

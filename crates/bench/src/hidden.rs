@@ -3,7 +3,7 @@
 use counterpoint_report::Statistics;
 use counterpoint_schedule::Timeline;
 
-use crate::turns::{noise, saved};
+use crate::interleaved::{noise, saved};
 
 /// What was hidden of the communication.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -37,7 +37,7 @@ impl Hidden {
 
     /// Of a pass whose kernels send rows as they make them, so that sending them is no operation of its own: what is left of the
     /// `communication` of the `sequential` runs of the same pass is what those are longer by less than that. By the seconds of the runs, each
-    /// beside the sequential one of its turn.
+    /// compared with the sequential one of its round.
     pub(crate) fn of_fused(communication: f64, sequential: &[f64], seconds: &[f64]) -> Option<Self> {
         let saved = saved(sequential, seconds);
         let exposed = communication - Statistics::of(&saved)?.median;

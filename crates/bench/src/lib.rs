@@ -1,4 +1,4 @@
-//! The commands that measure, `bench` and `tune`: interleaved runs, medians, rows, and PyTorch beside them.
+//! The commands that measure, `bench` and `tune`: interleaved runs, medians, rows, and PyTorch for comparison.
 
 // Not a workspace lint: tests may unwrap, their helpers too.
 #![warn(clippy::unwrap_used)]
@@ -13,6 +13,7 @@ mod gemm;
 mod gemm_collective;
 pub mod gpu;
 mod hidden;
+mod interleaved;
 mod masks;
 mod moe;
 mod plan;
@@ -21,7 +22,6 @@ mod ranks;
 mod rows;
 mod tp;
 mod tune;
-mod turns;
 
 use crate::gpu::collective::BenchCollective;
 pub use arguments::{BenchCommand, TuneCommand};

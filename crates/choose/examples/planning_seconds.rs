@@ -1,5 +1,5 @@
-//! What planning takes on one core: packed documents, `plan_mask` beside `plan_attention`, which compares dispatches and policies, with and
-//! without queries that may travel.
+//! What planning takes on one core: packed documents, `plan_mask` compared with `plan_attention`, which compares dispatches and policies,
+//! with and without queries that may travel.
 //!
 //! `cargo run --release -p counterpoint-choose --example planning_seconds [case]`
 

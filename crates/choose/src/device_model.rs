@@ -58,7 +58,7 @@ impl DeviceModel {
         MODELS.iter().find(|model| model.names.iter().any(|start| name.starts_with(start.as_str())))
     }
 
-    /// What choices follow on a machine of this name and cost, where no file is of the name: an H200 where kernels walk tiles, else a
+    /// What choices follow on a machine of this name and cost, where no file is of the name: an H200 where kernels compute tiles, else a
     /// CPU. Of `cost` nothing else is looked at.
     pub fn for_choices(name: &str, cost: &CostModel) -> &'static Self {
         let usual = || if cost.tiles.is_some() { &*H200 } else { &*CPU };

@@ -49,7 +49,7 @@ pub struct DispatchCandidate {
     pub seconds: Option<f64>,
 }
 
-/// The dispatch of a problem, beside all that it was chosen from.
+/// The dispatch of a problem, with all that it was chosen from.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DispatchChoice {
     /// In the order in which they were tried.
@@ -147,8 +147,8 @@ pub fn plan_attention(
     Ok((planned, DispatchChoice { candidates, chosen }))
 }
 
-/// With queries that travel where the planner finds some and the simulator agrees, on any dispatch: which one is the quickest with rows that
-/// are away is often another than without.
+/// With queries that travel where the planner finds some and the simulator agrees, on any dispatch: which one is the quickest where rows
+/// are offloaded is often another than without.
 fn where_queries_travel(
     mask: &Mask,
     spec: &AttentionSpec,
@@ -338,7 +338,7 @@ fn closeness(topology: &Topology) -> f64 {
     if topology.nodes() > 1 { 2.0 } else { 1.25 }
 }
 
-/// Transports of the device that is modelled: one whose kernels walk tiles is a GPU.
+/// Transports of the device that is modelled: one whose kernels compute tiles is a GPU.
 pub fn modelled_transports(topology: &Topology, cost: &CostModel) -> &'static [RankTransport] {
     match cost.tiles {
         Some(_) => RankTransport::of_gpus(topology),

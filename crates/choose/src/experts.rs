@@ -63,7 +63,7 @@ pub struct ExpertCandidate {
     pub seconds: f64,
 }
 
-/// How a pass is run, beside all that it was chosen from.
+/// How a pass is run, with all that it was chosen from.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ExpertChoice {
     /// All that can run, the simplest first; never empty.

@@ -22,7 +22,7 @@ pub struct PlanOverview {
     /// Other ways to distribute the same attention.
     pub bounds: TrafficBounds,
     /// Key rows that cross between nodes in a forward when every rank fetches for itself.
-    pub crossing_rows: u64,
+    pub inter_node_rows: u64,
     /// Bytes that the pieces of all ranks would take, about.
     pub plan_bytes: u64,
     /// Query offload that was asked for and is not in this plan, because weighing it would take too long.
@@ -50,10 +50,10 @@ impl PlanOverview {
         let most = ranks.iter().map(|rank| rank.area).max().unwrap_or(0);
         let recv_tokens = ranks.iter().map(|rank| rank.recv_tokens).sum();
         let bounds = TrafficBounds::of_dispatches(recv_tokens, dispatches, mask, spec);
-        let crossing =
+        let inter_node =
             (0..ranks.len()).flat_map(|rank| (1..outline.forward.stages()).map(move |stage| (rank, stage)));
         Ok(Self {
-            crossing_rows: crossing.map(|(rank, stage)| links.received(rank, stage).far).sum(),
+            inter_node_rows: inter_node.map(|(rank, stage)| links.received(rank, stage).far).sum(),
             plan_bytes: outline.plan_bytes(),
             unweighed,
             prediction: Prediction::of_outline(&outline, spec, config),
@@ -157,7 +157,7 @@ mod tests {
             prop_assert_eq!(&overview.summary, &PlanSummary::new(&plan, &mask, &spec, 0.0));
             prop_assert_eq!(&overview.prediction, &Prediction::new(&plan, &spec, &config));
             prop_assert_eq!(overview.bounds, TrafficBounds::new(&plan, &mask, &spec));
-            prop_assert_eq!(overview.crossing_rows, plan.flat_crossing_rows(&config.topology));
+            prop_assert_eq!(overview.inter_node_rows, plan.flat_inter_node_rows(&config.topology));
             // Pieces that are there are counted, and no more than half of them are cut further.
             let stages = plan.ranks.iter().flat_map(|rank| rank.forward.iter().chain(&rank.backward));
             let pieces: usize = stages.map(|stage| stage.part.remote.len()).sum();

@@ -4,14 +4,14 @@
 use counterpoint_mask::{Mask, Range};
 use counterpoint_plan::{
     AttentionSpec, Division, HostedWork, Outline, Owners, Plan, PlanError, Planning, RankPlan,
-    chunk_work_with_away, chunk_work_without,
+    chunk_work_with_offload, chunk_work_without,
 };
 
 use crate::closed_form::{Prediction, RankPrediction};
 use crate::config::PlanConfig;
 use crate::error::ChooseError;
 use crate::hosts::{self, UnweighedOffload};
-use crate::owners::{Home, by_seconds, dispatch_keys, solve};
+use crate::owners::{KeyOwners, by_seconds, dispatch_keys, solve};
 use crate::stages;
 
 /// Plans `mask` with the dispatch of `config`. Where the lengths of queries and keys agree it is self-attention: one dispatch for both,
@@ -145,7 +145,7 @@ pub(crate) fn plan_hosting_within(
     Ok(division.has_hosts().then(|| plan(division)).transpose()?)
 }
 
-/// The outline of `mask`, with owners, hosts and stages as they are chosen for `config`, beside hosts that were not weighed.
+/// The outline of `mask`, with owners, hosts and stages as they are chosen for `config`, with hosts that were not weighed.
 pub(crate) fn outline(
     mask: &Mask,
     spec: &AttentionSpec,
@@ -173,8 +173,8 @@ fn divide(
         planning.check()?;
         let work = chunk_work_with_away(mask, chunk_size, offloaded);
         planning.check()?;
-        let (ranks, home) = (config.topology.world_size, Home::WithQueries);
-        let mut dispatch = solve(&work, ranks, config.dispatch, home, planning);
+        let (ranks, key_owners) = (config.topology.world_size, KeyOwners::WithQueries);
+        let mut dispatch = solve(&work, ranks, config.dispatch, key_owners, planning);
         planning.check()?;
         if offloaded.is_empty() {
             dispatch = by_seconds(mask, &work, dispatch, spec, config, planning)?;
@@ -201,7 +201,7 @@ fn divide_cross_attention(
         let work = chunk_work_without(mask, chunk_size_q, offloaded);
         planning.check()?;
         let ranks = config.topology.world_size;
-        let q_dispatch = solve(&work, ranks, config.dispatch, Home::Elsewhere, planning);
+        let q_dispatch = solve(&work, ranks, config.dispatch, KeyOwners::Elsewhere, planning);
         planning.check()?;
         let k_dispatch = dispatch_keys(&work, &q_dispatch, chunk_size_k);
         Ok(Owners::new(q_dispatch, k_dispatch))

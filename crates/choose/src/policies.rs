@@ -25,7 +25,7 @@ pub struct PolicyCandidate {
     pub seconds: f64,
 }
 
-/// The policy of one pass, beside all that it was chosen from.
+/// The policy of one pass, with all that it was chosen from.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PassChoice {
     /// All that can run, the simplest first.
@@ -55,7 +55,7 @@ impl PassChoice {
     }
 }
 
-/// The policies of attention, beside what they were chosen from.
+/// The policies of attention, with what they were chosen from.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PolicyChoice {
     /// Of the forward.

@@ -16,9 +16,9 @@ pub struct AttentionPrediction {
     /// The backward, where it is asked for.
     pub backward: Option<Timeline>,
     /// Bytes that the forward sends between nodes, all ranks together.
-    pub forward_crossing_bytes: u64,
+    pub forward_inter_node_bytes: u64,
     /// Likewise the backward.
-    pub backward_crossing_bytes: Option<u64>,
+    pub backward_inter_node_bytes: Option<u64>,
 }
 
 impl AttentionPrediction {
@@ -37,14 +37,14 @@ impl AttentionPrediction {
         let PassPolicies { forward, backward: of_backward } = policies.into();
         let ranks: Vec<usize> = (0..plan.ranks.len()).collect();
         let predict = |programs: Vec<Program>| {
-            let crossing = programs.iter().map(|program| program.inter_node_bytes(topology)).sum::<u64>();
-            simulate(&programs, topology, cost).map(|timeline| (timeline, crossing))
+            let inter_node = programs.iter().map(|program| program.inter_node_bytes(topology)).sum::<u64>();
+            simulate(&programs, topology, cost).map(|timeline| (timeline, inter_node))
         };
-        let (forward, forward_crossing_bytes) = predict(forwards(plan, &ranks, spec, forward))?;
+        let (forward, forward_inter_node_bytes) = predict(forwards(plan, &ranks, spec, forward))?;
         let backward =
             backward.map(|how| predict(backwards(plan, &ranks, spec, of_backward, how))).transpose()?;
-        let (backward, backward_crossing_bytes) = backward.unzip();
-        Ok(Self { forward, backward, forward_crossing_bytes, backward_crossing_bytes })
+        let (backward, backward_inter_node_bytes) = backward.unzip();
+        Ok(Self { forward, backward, forward_inter_node_bytes, backward_inter_node_bytes })
     }
 
     /// Seconds of the forward and of the backward, where there is one, together.

@@ -209,7 +209,7 @@ impl StepSpec {
         let weights = self.model.layer_parameters() / ranks.tp_size as u64;
         let gradients = replica_seconds(weights * DType::F32.size() as u64, ranks, cost);
         let gathered = replica_seconds(weights * self.dtype.size() as u64, ranks, cost);
-        let speed_beside = cost.sharing.map_or(1.0, |sharing| match self.policy.workers {
+        let overlapped_speed = cost.sharing.map_or(1.0, |sharing| match self.policy.workers {
             WorkerShare::Common if !self.policy.moves_by_engines() => {
                 sharing.speed_without(sharing.communication)
             }
@@ -231,7 +231,7 @@ impl StepSpec {
                 join: 0.0,
                 starts: ProductStart::Free,
                 link: LinkUse::Shared,
-                speed_beside,
+                overlapped_speed,
             };
             costs.seconds(&vec![1; layers]) - costs.product[layers]
         };

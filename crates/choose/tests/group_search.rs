@@ -1,4 +1,4 @@
-//! What the predictive search finds, beside the exhaustive one, over shapes and machines.
+//! What the predictive search finds, compared with the exhaustive one, over shapes and machines.
 
 use std::ops::ControlFlow;
 use std::time::Instant;
@@ -79,7 +79,7 @@ impl Case {
                 _ => ProductStart::Free,
             },
             link: if sharing.is_some() { LinkUse::Shared } else { LinkUse::Apart },
-            speed_beside: takes.map_or(1.0, |sharing| sharing.speed_without(sharing.communication)),
+            overlapped_speed: takes.map_or(1.0, |sharing| sharing.speed_without(sharing.communication)),
         };
         let topology = Topology { world_size: tp_size, ranks_per_node: 8.min(tp_size) };
         Self { searcher, topology, cost, policy }
@@ -133,8 +133,8 @@ impl PassClock for RoughClock<'_> {
 
     fn travel(&mut self, rows: usize) -> Result<[f64; 2], ClockError> {
         self.count += 1;
-        let [there, home] = self.clock.travel(rows)?;
-        Ok([self.timed(there), self.timed(home)])
+        let [there, back] = self.clock.travel(rows)?;
+        Ok([self.timed(there), self.timed(back)])
     }
 
     fn join(&mut self) -> Result<f64, ClockError> {
@@ -295,7 +295,7 @@ fn many_waves_take_no_time() {
         trials: 12,
         starts: ProductStart::AfterCommunication,
         link: LinkUse::Shared,
-        speed_beside: 116.0 / 132.0,
+        overlapped_speed: 116.0 / 132.0,
     };
     let topology = Topology::flat(8);
     let policy = "kernel-barrier".parse().unwrap();

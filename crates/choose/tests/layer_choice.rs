@@ -61,7 +61,7 @@ fn played(
     simulate(&[program], &machine.topology, &machine.cost).unwrap()
 }
 
-/// A pass by default beside the same one after the other.
+/// A pass by default compared with the same one after the other.
 struct Case {
     name: String,
     way: PassOverlap,
@@ -147,16 +147,16 @@ fn nothing_is_sequential_by_nvlink() {
     hides(RankTransport::Nvlink, true, Topology::flat(8));
 }
 
-/// Beside other libraries' collectives no kernel waits for other ranks on all multiprocessors, and most is hidden all the same.
+/// Where other libraries' collectives run, no kernel waits for other ranks on all multiprocessors, and most is hidden all the same.
 #[test]
 fn nothing_is_fused_where_it_must_not_be() {
     let machine = machine(RankTransport::Nvlink, true, Topology::flat(8));
-    let beside = machine.clone().without_fused();
+    let unfused = machine.clone().without_fused();
     let mut fused = 0;
     for spec in [[2048, 12288, 12288], [8192, 8192, 7168]].into_iter().flat_map(|shape| layers(shape, 8)) {
         for direction in [LinearDirection::Forward, BACKWARD] {
             fused += usize::from(Case::of(&machine, spec, direction).way.is_fused());
-            let case = Case::of(&beside, spec, direction);
+            let case = Case::of(&unfused, spec, direction);
             assert!(!case.way.is_fused(), "{}", case.name);
             assert!(case.default.makespan() <= case.sequential.makespan(), "{}", case.name);
         }

@@ -1,13 +1,13 @@
-//! Seconds of attention operations on a machine: by the tiles that kernels walk, or in proportion to unmasked pairs where no tiles were
+//! Seconds of attention operations on a machine: by the tiles that kernels compute, or in proportion to unmasked pairs where no tiles were
 //! measured.
 
 use counterpoint_tiles::{TileCounting, TileDirection};
 
-use crate::tile_costs::{TileShape, Walk};
+use crate::tile_costs::{CtaWork, TileShape};
 use crate::{AttentionWork, CostModel, TileCost};
 
-/// A kernel, what its CTAs walk, how many they are, operations of a pair, and operations a second.
-type DirectionWalk = (TileCost, Walk, usize, f64, f64);
+/// A kernel, what its CTAs compute, how many they are, operations of a pair, and operations a second.
+type DirectionWork = (TileCost, CtaWork, usize, f64, f64);
 
 impl CostModel {
     /// Seconds of one operation of the attention forward, its launch included.
@@ -39,9 +39,9 @@ impl CostModel {
 
     /// [`CostModel::forward_seconds`] and [`CostModel::backward_seconds`] in tiles of these shapes; `None` without tiles.
     pub fn seconds_in(&self, work: &AttentionWork<'_>, shapes: [TileShape; 2]) -> Option<[f64; 2]> {
-        let walks = self.walks_in(work, shapes)?;
-        Some(walks.map(|(tile, walk, workers, pair_flops, rate)| {
-            let columns = walk.until_last(workers);
+        let of_directions = self.cta_work(work, shapes)?;
+        Some(of_directions.map(|(tile, of_ctas, workers, pair_flops, rate)| {
+            let columns = of_ctas.until_last(workers);
             self.operation_seconds(tile.run_seconds(work, columns, workers, pair_flops, rate), work)
         }))
     }
@@ -49,20 +49,20 @@ impl CostModel {
     /// Seconds that `work` adds to a long forward and to a long backward in which it is among other work, in tiles of these shapes; `None`
     /// without tiles.
     pub fn share_seconds(&self, work: &AttentionWork<'_>, shapes: [TileShape; 2]) -> Option<[f64; 2]> {
-        let [forward, backward] = self.walks_in(work, shapes)?;
-        let share = |(tile, _, workers, pair_flops, rate): &DirectionWalk, columns: f64| {
+        let [forward, backward] = self.cta_work(work, shapes)?;
+        let share = |(tile, _, workers, pair_flops, rate): &DirectionWork, columns: f64| {
             columns * tile.column_seconds(*workers, *pair_flops, *rate) / *workers as f64
         };
         // Key tiles are there for other rows, too.
         Some([share(&forward, forward.1.all), share(&backward, backward.1.blocks)])
     }
 
-    fn walks_in(&self, work: &AttentionWork<'_>, shapes: [TileShape; 2]) -> Option<[DirectionWalk; 2]> {
+    fn cta_work(&self, work: &AttentionWork<'_>, shapes: [TileShape; 2]) -> Option<[DirectionWork; 2]> {
         let tiles = self.tiles?;
         let [forward, backward] = TileCounting::both(work.bands, work.q_rows, work.k_rows).ok()?;
         let (workers, flops) = (tiles.workers, work.pair_flops());
-        let forward = tiles.forward.walked(work, &forward, shapes[0])?;
-        let backward = tiles.backward.walked(work, &backward, shapes[1])?;
+        let forward = tiles.forward.cta_work(work, &forward, shapes[0])?;
+        let backward = tiles.backward.cta_work(work, &backward, shapes[1])?;
         Some([
             (tiles.forward, forward, workers, flops, self.forward_flops_per_second),
             (tiles.backward, backward, workers, 2.5 * flops, self.backward_flops_per_second),

@@ -22,7 +22,7 @@ pub struct AttentionWork<'a> {
     pub head_dim_v: usize,
     /// Whether a state is begun from or left, which not every kernel does.
     pub staged: bool,
-    /// Bytes beside operands and results: a state read or written, sums cleared or rounded.
+    /// Bytes besides operands and results: a state read or written, sums cleared or rounded.
     pub passed_bytes: u64,
     /// Seconds that the run has computed before it: the clock has fallen meanwhile.
     pub computed_seconds: f64,

@@ -1,4 +1,4 @@
-//! What work costs on a machine: its rates and links, what its kernels take by the tiles that they walk, and what was measured of it.
+//! What work costs on a machine: its rates and links, what its kernels take by the tiles that they compute, and what was measured of it.
 //!
 //! Pure figures and formulas. Which of them hold for a device is chosen above, as is what follows from them.
 

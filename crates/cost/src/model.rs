@@ -46,14 +46,14 @@ pub struct CostModel {
     /// the last is known to have ended, and the rate. Without it nobody measured them: [`CostModel::engine_link`].
     #[serde(default)]
     pub engine: Option<Link>,
-    /// Bytes a second that one worker reads, adds and writes where a few sum beside a product. Without it nobody measured them:
+    /// Bytes a second that one worker reads, adds and writes where a few sum concurrently with a product. Without it nobody measured them:
     /// [`CostModel::sum_rate`].
     #[serde(default)]
     pub sum_bytes_per_second: Option<f64>,
     /// What overlapping work takes from each other; without it, nothing.
     #[serde(default)]
     pub sharing: Option<WorkerSharing>,
-    /// What attention kernels cost by the tiles that they walk; without it time is in proportion to unmasked pairs.
+    /// What attention kernels cost by the tiles that they compute; without it time is in proportion to unmasked pairs.
     #[serde(default)]
     pub tiles: Option<TileCosts>,
 }
@@ -67,7 +67,7 @@ const fn copy_seconds() -> f64 {
 /// collective has begun and the last is known to have ended is taken to be alike elsewhere (`docs/experiments/060-column-backward.md`).
 const ENGINE_H200: Link = Link { alpha_seconds: 25e-6, bytes_per_second: 380e9 };
 
-/// What one worker sums beside a product over the memory's rate, on an H200 (likewise).
+/// What one worker sums concurrently with a product over the memory's rate, on an H200 (likewise).
 const SUM_SHARE: f64 = 50e9 / 4300e9;
 
 impl CostModel {
@@ -115,7 +115,7 @@ impl CostModel {
         self.engine.unwrap_or_else(alike)
     }
 
-    /// Bytes a second that one worker sums beside a product: as measured, or else as much of the memory's rate as on an H200.
+    /// Bytes a second that one worker sums concurrently with a product: as measured, or else as much of the memory's rate as on an H200.
     pub fn sum_rate(&self) -> f64 {
         self.sum_bytes_per_second.unwrap_or(SUM_SHARE * self.memory_bytes_per_second)
     }

@@ -1,4 +1,4 @@
-//! Seconds of attention kernels by the tiles that their CTAs walk.
+//! Seconds of attention kernels by the tiles that their CTAs compute.
 
 use counterpoint_tiles::{MAX_TILE_SIZE, TileCounting, TileCounts, TileDirection};
 use serde::{Deserialize, Serialize};
@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use crate::figure_limits::{COSTS, MOST_WORKERS, check_figure};
 use crate::{AttentionWork, CostError};
 
-/// Attention kernels that walk a [`TileSchedule`](counterpoint_tiles::TileSchedule): what a run of theirs costs besides unmasked pairs.
+/// Attention kernels that follow a [`TileSchedule`](counterpoint_tiles::TileSchedule): what a run of theirs costs besides unmasked pairs.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TileCosts {
     /// CTAs that run at a time.
@@ -17,7 +17,7 @@ pub struct TileCosts {
     pub backward: TileCost,
 }
 
-/// What one attention kernel costs by what its CTAs walk. The unit of most figures is a *column*: the time in which a CTA
+/// What one attention kernel costs by what its CTAs compute. The unit of most figures is a *column*: the time in which a CTA
 /// multiplies all rows of its tile with one column of a block. A machine's rate says how long that is, so that these figures
 /// are the kernel's, and hold for every GPU that it runs on.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -30,7 +30,7 @@ pub struct TileCost {
     pub staged_block: usize,
     /// Query heads of one key head that can share a tile, where that takes less time.
     pub pack: usize,
-    /// Columns that every block costs beside its own.
+    /// Columns that every block costs besides its own.
     pub block_columns: f64,
     /// Columns more for a block whose mask is tested.
     pub bounded_columns: f64,
@@ -47,13 +47,13 @@ pub struct TileCost {
     pub slowdown_seconds: f64,
 }
 
-/// Blocks of the shortest part of a tile that is split, what a part costs beside its blocks, in tiles, and what merging them costs in all, in
-/// columns (as [`TileSplit`](counterpoint_tiles::TileSplit)).
+/// Blocks of the shortest part of a tile that is split, what a part costs besides its blocks, in tiles, and what merging them costs in all,
+/// in columns (as [`TileSplit`](counterpoint_tiles::TileSplit)).
 const LEAST_PART: usize = 4;
 const PART_TILES: f64 = 2.0;
 const MERGE_COLUMNS: f64 = 400.0;
 
-/// Tiles up to so many blocks, most of them alike, are walked in step, so that neighbours read the same rows anyway.
+/// Tiles up to so many blocks, most of them alike, are computed in step, so that neighbours read the same rows anyway.
 const IN_STEP: usize = 32;
 
 impl TileCosts {
@@ -150,7 +150,7 @@ impl TileCost {
         pair_flops / flops_per_second * overhead(self.staged_block) / overhead(self.block)
     }
 
-    /// Seconds that all tiles of `rows` rows cost, however little they walk, over `heads` heads.
+    /// Seconds that all tiles of `rows` rows cost, however little they compute, over `heads` heads.
     pub fn tiles_seconds(
         &self,
         rows: usize,
@@ -179,7 +179,7 @@ impl TileCost {
         Some(self.run_seconds(work, columns, workers, pair_flops, flops_per_second))
     }
 
-    /// Seconds of a run of `work` whose last CTA has walked so many columns.
+    /// Seconds of a run of `work` whose last CTA has computed so many columns.
     pub(crate) fn run_seconds(
         &self,
         work: &AttentionWork<'_>,
@@ -207,7 +207,7 @@ impl TileCost {
         for pack in packs.into_iter().flatten() {
             for block in blocks.into_iter().flatten() {
                 let shape = TileShape { pack, block };
-                let columns = self.walked(work, counting, shape)?.until_last(workers);
+                let columns = self.cta_work(work, counting, shape)?.until_last(workers);
                 if least.is_none_or(|(least, _)| columns < least) {
                     least = Some((columns, shape));
                 }
@@ -216,29 +216,29 @@ impl TileCost {
         least
     }
 
-    /// What CTAs walk of `work` in tiles of a shape.
-    pub(crate) fn walked(
+    /// what CTAs compute of `work` in tiles of a shape.
+    pub(crate) fn cta_work(
         &self,
         work: &AttentionWork<'_>,
         counting: &TileCounting,
         shape: TileShape,
-    ) -> Option<Walk> {
+    ) -> Option<CtaWork> {
         let counts =
             counting.counts_until(self.tile_rows / shape.pack, shape.block, work.interruption).ok()?;
-        Some(self.walk(&counts, work, counting.direction(), shape))
+        Some(self.work_of_counts(&counts, work, counting.direction(), shape))
     }
 
-    fn walk(
+    fn work_of_counts(
         &self,
         counts: &TileCounts,
         work: &AttentionWork<'_>,
         direction: TileDirection,
         TileShape { pack, block }: TileShape,
-    ) -> Walk {
+    ) -> CtaWork {
         let TileCounts { tiles, longest_tile, blocks, bounded_blocks, .. } = *counts;
         let heads = (work.heads_q / pack) as f64;
-        // Key tiles of the backward are walked by all query heads of their key head, one after the other.
-        let (tile_heads, walks) = match direction {
+        // Key tiles of the backward are computed by all query heads of their key head, one after the other.
+        let (tile_heads, head_passes) = match direction {
             TileDirection::Forward => (heads, 1.0),
             TileDirection::Backward => (work.heads_kv as f64, heads / work.heads_kv.max(1) as f64),
         };
@@ -248,15 +248,15 @@ impl TileCost {
             0.0
         };
         let block = block as f64 + self.block_columns;
-        let walked = blocks as f64 * block + bounded_blocks as f64 * self.bounded_columns + staggered;
+        let columns = blocks as f64 * block + bounded_blocks as f64 * self.bounded_columns + staggered;
         let tiles = tiles as f64 * tile_heads;
         // Forwards that neither begin from a state nor leave one split tiles that are too few for all.
         let may_split = direction == TileDirection::Forward && !work.staged && longest_tile >= 2 * LEAST_PART;
-        Walk {
-            blocks: walked * heads,
-            all: walked * heads + tiles * self.tile_columns,
+        CtaWork {
+            blocks: columns * heads,
+            all: columns * heads + tiles * self.tile_columns,
             tiles,
-            longest: longest_tile as f64 * block * walks + self.tile_columns,
+            longest: longest_tile as f64 * block * head_passes + self.tile_columns,
             least_part: may_split.then_some(LEAST_PART as f64 * block),
             part: PART_TILES * self.tile_columns,
         }
@@ -272,23 +272,23 @@ pub struct TileShape {
     block: usize,
 }
 
-/// What all CTAs walk, in columns.
-pub(crate) struct Walk {
+/// What all CTAs compute, in columns.
+pub(crate) struct CtaWork {
     /// Blocks alone.
     pub(crate) blocks: f64,
-    /// And what tiles cost beside them.
+    /// And what tiles cost besides them.
     pub(crate) all: f64,
     /// Number of tiles of all heads.
     tiles: f64,
     /// The tile that takes longest.
     longest: f64,
-    /// What the shortest part of a tile walks, where tiles can be split.
+    /// What the shortest part of a tile is, where tiles can be split.
     least_part: Option<f64>,
-    /// What a part costs beside that.
+    /// What a part costs besides that.
     part: f64,
 }
 
-impl Walk {
+impl CtaWork {
     /// Columns until the last of `workers` has finished. Tiles are taken heaviest first, so whoever is last is half an average
     /// tile behind; and nobody finishes before the longest tile.
     pub(crate) fn until_last(&self, workers: usize) -> f64 {

@@ -37,21 +37,21 @@ impl WorkerSharing {
         f64::max(size.flops() / flops_per_second, tile / SPLIT)
     }
 
-    /// Seconds of products in one launch: each its rows of halves of tiles, and the terms of its elements, of which all have `n` columns.
+    /// Seconds of products in one launch: each its rows of half-tiles and its K, of which all have `n` columns.
     /// Nothing is split.
     pub fn grouped_seconds(&self, problems: &[(usize, usize)], n: usize, flops_per_second: f64) -> f64 {
         let [rows, columns] = self.gemm_tile;
-        let halves: usize = problems.iter().map(|(halves, _)| halves).sum();
-        let terms: usize = problems.iter().map(|(halves, terms)| halves * terms).sum();
-        if halves == 0 {
+        let half_tiles: usize = problems.iter().map(|(half_tiles, _)| half_tiles).sum();
+        let summands: usize = problems.iter().map(|(half_tiles, k)| half_tiles * k).sum();
+        if half_tiles == 0 {
             return 0.0;
         }
-        // Of as many terms as they have on average, in tiles of the width that leaves the last wave fullest.
-        let terms = terms as f64 / halves as f64;
+        // Of their average K, in tiles of the width that leaves the last wave fullest.
+        let k = summands as f64 / half_tiles as f64;
         let seconds = |(quarters, slower): (usize, f64)| {
             let width = (columns * quarters).div_ceil(4);
-            let waves = (halves * n.div_ceil(width)).div_ceil(2).div_ceil(self.workers);
-            let flops = 2.0 * (rows * width) as f64 * terms * (waves * self.workers) as f64;
+            let waves = (half_tiles * n.div_ceil(width)).div_ceil(2).div_ceil(self.workers);
+            let flops = 2.0 * (rows * width) as f64 * k * (waves * self.workers) as f64;
             flops * slower / flops_per_second
         };
         [(4, 1.0), (3, 1.0), (2, 1.02)].map(seconds).into_iter().fold(f64::INFINITY, f64::min)
@@ -75,7 +75,7 @@ impl WorkerSharing {
 mod tests {
     use super::*;
 
-    /// In tiles of half the width, since those leave fewer workers idle: five halves of tiles are one wave, 265 three; terms are those of all
+    /// In tiles of half the width, since those leave fewer workers idle: five half-tiles are one wave, 265 three; K is that of all
     /// on average.
     #[test]
     fn problems_of_one_launch_take_waves_together() {
@@ -89,7 +89,7 @@ mod tests {
         assert_eq!(sharing.grouped_seconds(&[(264, 3)], 2, 132.0), 24.0);
     }
 
-    /// At 132 operations a second a worker does one: a tile of 2 x 2 over 3 terms takes 24 seconds.
+    /// At 132 operations a second a worker does one: a tile of 2 x 2 with K = 3 takes 24 seconds.
     #[test]
     fn products_take_whole_waves() {
         let sharing = WorkerSharing { workers: 132, communication: 16, gemm_tile: [2, 2] };

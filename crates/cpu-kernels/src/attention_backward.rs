@@ -8,6 +8,7 @@ use counterpoint_plan::KEY_BLOCK;
 use counterpoint_schedule::Accumulate;
 use rayon::ThreadPool;
 
+use crate::addition_order::AdditionOrder;
 use crate::element::HostElement;
 use crate::key_rows::{Arrived, KeyRows};
 use crate::matmul::{Mat, MatMut, matmul};
@@ -18,7 +19,6 @@ use crate::score::Scoring;
 use crate::shape::HeadShape;
 use crate::shape::{check_len, rows_of};
 use crate::tile::{Strips, Visit, gather, split_heads, strip, tiles_of_block};
-use crate::turns::Turns;
 
 /// Tensors and numbers of one backward stage, as in [`counterpoint_schedule::AttentionBackward`].
 /// `G` is the type of `dk` and `dv`: the accumulator type where they are partial sums, `T` where they are the results.
@@ -142,7 +142,7 @@ where
 
     let mut waiting = blocks.split_off(blocks.partition_point(|block| own.has_from_the_start(&block.cols)));
 
-    let turns = Turns::new(shape.heads_kv);
+    let order = AdditionOrder::new(shape.heads_kv);
     let height = tile_rows.min(q_rows) * group;
     let scratch = || Scratch {
         q: vec![T::Accumulator::ZERO; height * shape.head_dim],
@@ -158,12 +158,12 @@ where
         poisoned_cols: PoisonedRows::default(),
         reached: Reached::default(),
     };
-    let begin = |block: &Block<'_, G>| turns.begin(block.head, block.index);
-    let walk = |keys: KeyRows<'_, T>, blocks: Vec<Block<'_, G>>| {
+    let begin = |block: &Block<'_, G>| order.begin(block.head, block.index);
+    let compute = |keys: KeyRows<'_, T>, blocks: Vec<Block<'_, G>>| {
         let scoring = Scoring::new(args.scale, args.softcap);
         let (q, dout, lse, delta) = (args.q, args.dout, args.lse, args.delta);
         let inputs = Inputs { shape, q, keys, dout, lse, delta, scoring };
-        drain(threads, blocks, begin, scratch, |mut block, turn, scratch| {
+        drain(threads, blocks, begin, scratch, |mut block, ticket, scratch| {
             let (dim, dim_v) = (shape.head_dim, shape.head_dim_v);
             inputs.keys.gather(&shape, block.head, block.cols, &mut scratch.k, &mut scratch.v);
             let cols = block.cols.len();
@@ -175,7 +175,7 @@ where
             scratch.dv.fill(T::Accumulator::ZERO);
             for visit in tiles_of_block(block.bands, block.cols, q_rows, tile_rows) {
                 inputs.visit(block.head, &visit, scratch);
-                turn.reach(visit.index);
+                ticket.reach(visit.index);
                 let first = visit.rows.start - visit.index * tile_rows;
                 let mut dq = lock(&dq[visit.index * shape.heads_kv + block.head]);
                 let sums = dq[first..first + visit.rows.len()].iter_mut();
@@ -185,7 +185,7 @@ where
                     }
                 }
                 drop(dq);
-                turn.pass(visit.index);
+                ticket.pass(visit.index);
             }
             scratch.reached.cols.fill_nan(&mut scratch.dk, dim);
             scratch.reached.cols.fill_nan(&mut scratch.dv, dim_v);
@@ -197,8 +197,8 @@ where
             }
         });
     };
-    walk(own, blocks);
-    arrived(&mut |k, v| walk(own.with_arrived(&shape, k, v), std::mem::take(&mut waiting)))
+    compute(own, blocks);
+    arrived(&mut |k, v| compute(own.with_arrived(&shape, k, v), std::mem::take(&mut waiting)))
 }
 
 impl<T: Element> Inputs<'_, T> {

@@ -183,13 +183,13 @@ pub(crate) fn forward<T: Element>(
         check_len("max_logits", max_logits, 1, shape.heads_q);
     }
     let max_logits = args.max_logits.as_ref().map(|known| Mutex::new(known.to_vec()));
-    let walk = |keys: KeyRows<'_, T>, tiles: Vec<Tile<'_, T>>| {
+    let compute = |keys: KeyRows<'_, T>, tiles: Vec<Tile<'_, T>>| {
         let scoring = Scoring::new(args.scale, args.softcap);
         let inputs = Inputs { shape, q: args.q, keys, state, sink, scoring, max_logits: max_logits.as_ref() };
-        drain(threads, tiles, |_| (), scratch, |tile, (), scratch| inputs.walk(tile, key_rows, scratch));
+        drain(threads, tiles, |_| (), scratch, |tile, (), scratch| inputs.compute(tile, key_rows, scratch));
     };
-    walk(own, ready);
-    arrived(&mut |k, v| walk(own.with_arrived(&shape, k, v), std::mem::take(&mut waiting)))?;
+    compute(own, ready);
+    arrived(&mut |k, v| compute(own.with_arrived(&shape, k, v), std::mem::take(&mut waiting)))?;
     if let (Some(largest), Some(max_logits)) = (args.max_logits, &max_logits) {
         largest.copy_from_slice(&lock(max_logits));
     }
@@ -265,7 +265,7 @@ fn check_state<R>(acc: &[R], row_max: &[R], row_sum: &[R], shape: &HeadShape, q_
 
 impl<T: Element> Inputs<'_, T> {
     /// Takes one tile through all of its key blocks.
-    fn walk(&self, mut tile: Tile<'_, T>, key_rows: usize, scratch: &mut Scratch<T::Accumulator>) {
+    fn compute(&self, mut tile: Tile<'_, T>, key_rows: usize, scratch: &mut Scratch<T::Accumulator>) {
         let shape = &self.shape;
         let group = shape.group();
         let (dim, dim_v) = (shape.head_dim, shape.head_dim_v);

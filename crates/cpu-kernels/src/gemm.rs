@@ -60,7 +60,7 @@ pub(crate) fn gemm<T: Element, D: HostElement<Accumulator = T::Accumulator>>(
         let zero = T::Accumulator::ZERO;
         let bias: Option<Vec<T::Accumulator>> = bias.map(|bias| bias.iter().map(|x| x.widen()).collect());
         tiles(out, n, out_rows).into_par_iter().for_each(|Tile { first, count, pieces }| {
-            // Beside the old values, not onto them: whether an element is in the rim of a product would change its last bit.
+            // Next to the old values, not onto them: whether an element is in the rim of a product would change its last bit.
             let mut sums = vec![zero; count * n];
             let one = T::Accumulator::ONE;
             let product = MatMut::new(&mut sums, count, n, n);

@@ -122,10 +122,10 @@ instantiate!(f32, results: f32);
 instantiate!(bf16, results: bf16, f32);
 instantiate!(f16, results: f16, f32);
 
-/// One stage of the blocked attention forward: each tile of query rows walks its key blocks in ascending order and
+/// One stage of the blocked attention forward: each tile of query rows loops over its key blocks in ascending order and
 /// carries an online softmax (Milakov and Gimelshein 2018; FlashAttention-2, Dao 2023, algorithm 1) in `row_max`,
 /// `row_sum`, `acc`. A tile skips the blocks that it sees nothing of. The stage that leaves results normalises a tile
-/// right after its walk.
+/// right after its loop.
 ///
 /// The operations that a row meets are a function of the unmasked pairs, the shape and the grid of
 /// [`KEY_BLOCK`](counterpoint_plan::KEY_BLOCK) alone: the result is the same, bit for bit, for any number of threads, for keys split at
@@ -145,8 +145,8 @@ pub fn attention_forward<T: KernelElement>(args: ForwardArgs<'_, T>, threads: &T
 }
 
 /// [`attention_forward`] whose bands go on over `arriving_rows` rows of keys after those of `k`, which arrive meanwhile. Tiles
-/// that see none of them are walked first. Then `arrived` is called, which waits for these rows and hands them on, and the others
-/// are walked.
+/// that see none of them are computed first. Then `arrived` is called, which waits for these rows and hands them on, and the others
+/// are computed.
 ///
 /// # Errors
 /// That of `arrived`.
@@ -189,7 +189,7 @@ pub fn attention_backward<T: KernelElement, G: KernelResult<T>>(
 }
 
 /// [`attention_backward`] whose bands, `dk` and `dv` go on over `arriving_rows` rows of keys after those of `k`, which arrive
-/// meanwhile. `arrived` waits for these rows and hands them on; the others' blocks are walked before.
+/// meanwhile. `arrived` waits for these rows and hands them on; the others' blocks are computed before.
 ///
 /// # Errors
 /// That of `arrived`.

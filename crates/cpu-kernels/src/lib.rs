@@ -6,6 +6,7 @@
 // Not a workspace lint: tests may unwrap, their helpers too.
 #![warn(clippy::unwrap_used)]
 
+mod addition_order;
 mod attention_backward;
 mod attention_delta;
 mod attention_finish;
@@ -31,7 +32,6 @@ mod shape;
 mod square_product;
 mod tensor;
 mod tile;
-mod turns;
 
 pub use attention_backward::BackwardArgs;
 pub use attention_delta::{DeltaArgs, SinkArgs};

@@ -76,7 +76,7 @@ pub(crate) fn strip(index: usize, step: usize, len: usize) -> Range {
 
 /// A tile of query rows that meets a key block.
 pub(crate) struct Visit {
-    /// Index of the other strip: of the key block when walking along a tile, of the tile when walking along a block.
+    /// Index of the other strip: of the key block in the loop over a tile, of the tile in the loop over a block.
     pub(crate) index: usize,
     /// The query rows of the tile from the first to the last that sees anything of the block.
     pub(crate) rows: Range,

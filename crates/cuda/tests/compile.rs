@@ -306,7 +306,7 @@ fn what_is_wrong_with_a_kernel_is_found() {
     assert_eq!(examine(&kernels, &cache, |_| {}).unwrap(), report);
 }
 
-/// Wheels and toolkits have `bin` beside `lib`.
+/// Wheels and toolkits have `bin` next to `lib`.
 fn disassembler() -> Option<PathBuf> {
     let lib = compiler_version().ok()?.path.parent()?.to_owned();
     let folders = [lib.parent()?.join("bin"), PathBuf::from("/usr/local/cuda/bin")];

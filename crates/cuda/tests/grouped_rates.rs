@@ -1,4 +1,5 @@
-//! Rates of grouped GEMMs on a GPU, beside cuBLASLt's: `cargo test -p counterpoint-cuda --test grouped_rates -- --ignored --nocapture`.
+//! Rates of grouped GEMMs on a GPU, compared with cuBLASLt's: `cargo test -p counterpoint-cuda --test grouped_rates -- --ignored
+//! --nocapture`.
 #![allow(unsafe_code)]
 
 use counterpoint_cuda::kernel::{

@@ -171,7 +171,7 @@ fn compute<T: HostElement + AnyBitPattern + NoUninit>(
         dk: dk.address(),
         dv: dv.address(),
         rounded: None,
-        homes: None,
+        owners: None,
         arriving: None,
     };
     // SAFETY: as above.

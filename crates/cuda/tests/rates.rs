@@ -1,4 +1,4 @@
-//! Rates of the helper kernels on a GPU, beside the driver's own copy: `cargo test --test rates -- --ignored --nocapture`.
+//! Rates of the helper kernels on a GPU, compared with the driver's own copy: `cargo test --test rates -- --ignored --nocapture`.
 #![allow(unsafe_code)]
 
 use std::time::Instant;

@@ -268,7 +268,7 @@ impl Device {
     ///
     /// # Errors
     /// When the driver refuses; those of `work`.
-    pub fn beside_captures<T, E: From<CudaError>>(
+    pub fn despite_captures<T, E: From<CudaError>>(
         &self,
         work: impl FnOnce() -> Result<T, E>,
     ) -> Result<T, E> {

@@ -26,7 +26,7 @@ pub struct GuardReport {
     pub error: Option<CudaError>,
 }
 
-/// A buffer beside which something was written.
+/// A buffer next to which something was written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Overwrite {
     /// The buffer's bytes.
@@ -41,7 +41,7 @@ impl std::fmt::Display for Overwrite {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(
             f,
-            "{} bytes beside a buffer of {} were written over, the first at byte {}",
+            "{} bytes next to a buffer of {} were written over, the first at byte {}",
             self.count, self.bytes, self.offset
         )
     }
@@ -155,6 +155,6 @@ mod tests {
         guard[FRONT - 1] = 0;
         let found = compare(&guard, 100).unwrap();
         assert_eq!((found.offset, found.count), (-1, 2));
-        assert!(found.to_string().contains("2 bytes beside a buffer of 100"), "{found}");
+        assert!(found.to_string().contains("2 bytes next to a buffer of 100"), "{found}");
     }
 }

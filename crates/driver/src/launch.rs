@@ -67,7 +67,7 @@ impl Launch {
         self
     }
 
-    /// What the driver is given beside sizes, in the first of some places.
+    /// What the driver is given besides sizes, in the first of some places.
     fn attributes(&self) -> ([CUlaunchAttribute; 3], usize) {
         // SAFETY: the attribute is plain data for which all zeros are valid.
         let mut attributes: [CUlaunchAttribute; 3] = unsafe { mem::zeroed() };
@@ -116,7 +116,7 @@ impl Launch {
         }
         if self.dynamic_shared_bytes as usize > attributes.max_dynamic_shared_bytes {
             return Err(format!(
-                "{} bytes of dynamic shared memory, the device has {} beside the kernel's {}",
+                "{} bytes of dynamic shared memory, the device has {} besides the kernel's {}",
                 self.dynamic_shared_bytes,
                 attributes.max_dynamic_shared_bytes,
                 attributes.static_shared_bytes

@@ -1,4 +1,4 @@
-//! The CUDA driver and the libraries beside it, opened at run time: devices, memory, streams, events, launches, graphs, and the
+//! The CUDA driver and the libraries around it, opened at run time: devices, memory, streams, events, launches, graphs, and the
 //! compilation of kernels.
 //!
 //! It knows no kernel, no Program and no rank. Building it needs no toolkit and starting a program that links it needs no library: each is

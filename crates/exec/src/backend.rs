@@ -78,7 +78,7 @@ pub trait Backend: Clone + Send + Sync {
     /// Bytes that can still be allocated, where that is known; not all of them, where they are as many as `needed`.
     fn available_memory(&self, needed: u64) -> Option<u64>;
 
-    /// A new tensor: zeros if it is [`Carried`](counterpoint_schedule::BufferRole::Carried), otherwise contents arbitrary.
+    /// A new tensor: zeros if it is [`Persistent`](counterpoint_schedule::BufferRole::Persistent), otherwise contents arbitrary.
     ///
     /// # Errors
     /// [`ExecError::OutOfMemory`] when it cannot fit.
@@ -186,7 +186,7 @@ pub trait Backend: Clone + Send + Sync {
 
     /// Makes a compute operation ready: checks shapes and types, builds what every run shares. Memory that it needs while it runs it adds
     /// to `scratch`, whose first is the buffer behind the Program's last: as scratch buffers of the Program it is the rank's, which Programs
-    /// have by turns, those of a name the same.
+    /// share, those of a name the same.
     ///
     /// # Errors
     /// [`ExecError::Program`] when its tensors do not fit it.

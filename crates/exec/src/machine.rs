@@ -67,7 +67,7 @@ pub trait Machine: Sized {
     }
 
     /// Refuses what cannot fit, before anything is allocated: `ranks` bytes of all ranks' buffers, and `host` bytes of tensors
-    /// in global order beside them.
+    /// in global order next to them.
     ///
     /// # Errors
     /// [`ExecError::OutOfMemory`] with both figures.

@@ -2,7 +2,7 @@
 
 use std::marker::PhantomData;
 
-/// A tool that shows beside what a device does which operation of which Program the host enqueued it for.
+/// A tool that shows, next to what a device does, which operation of which Program the host enqueued it for.
 pub trait Profiler: Send + Sync {
     /// A range begins on the calling thread, inside of those that this thread has begun and not ended.
     fn begin(&self, name: &str);

@@ -35,7 +35,7 @@ impl AtomicFiles {
         Self { for_owner: true, ..Self::default() }
     }
 
-    /// Writes `bytes` beside the file that `path` names, to take its place later. A device or a pipe gets them now: it
+    /// Writes `bytes` next to the file that `path` names, to take its place later. A device or a pipe gets them now: it
     /// is best given before the files, since what it got cannot be taken back, and what it refuses then stops them all.
     ///
     /// # Errors
@@ -54,7 +54,7 @@ impl AtomicFiles {
             (None, true) => 0o644,
             (None, false) => 0o666,
         };
-        let mut temporary = temporary_beside(path, &target, mode)?;
+        let mut temporary = temporary_next_to(path, &target, mode)?;
         temporary.write_all(bytes).map_err(|source| match source.kind() {
             io::ErrorKind::FileTooLarge => {
                 WriteError::FileLimit { path: path.to_owned(), bytes: bytes.len() }
@@ -124,7 +124,7 @@ pub enum Destination {
 pub fn check_writable(path: &Path) -> Result<Destination, WriteError> {
     let destination = Destination::of(path)?;
     if let Destination::File { path: target, .. } = &destination {
-        temporary_beside(path, target, PRIVATE)?;
+        temporary_next_to(path, target, PRIVATE)?;
     }
     Ok(destination)
 }
@@ -219,7 +219,7 @@ fn keep_access(file: &fs::File, replaced: &fs::Metadata) -> io::Result<()> {
 const PRIVATE: u32 = 0o600;
 
 /// A new file in the folder of `target`, which nothing else has open.
-fn temporary_beside(path: &Path, target: &Path, mode: u32) -> Result<NamedTempFile, WriteError> {
+fn temporary_next_to(path: &Path, target: &Path, mode: u32) -> Result<NamedTempFile, WriteError> {
     let mut builder = Builder::new();
     builder.prefix(".counterpoint-").suffix(".tmp").permissions(fs::Permissions::from_mode(mode));
     let (path, folder) = (path.to_owned(), folder_of(target).to_owned());
@@ -387,7 +387,7 @@ mod tests {
         fs::write(&file, b"old").unwrap();
         for mode in [0o600, 0o640, 0o644, 0o4755] {
             fs::set_permissions(&file, fs::Permissions::from_mode(mode)).unwrap();
-            let temporary = temporary_beside(&file, &file, PRIVATE).unwrap();
+            let temporary = temporary_next_to(&file, &file, PRIVATE).unwrap();
             assert_eq!(temporary.as_file().metadata().unwrap().mode() & 0o777, 0o600);
             let mut files = AtomicFiles::default();
             files.stage(&file, b"new").unwrap();

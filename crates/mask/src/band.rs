@@ -210,7 +210,7 @@ impl Band {
         (around.area() == a.area() - shared + b.area()).then(|| around.trim()).flatten()
     }
 
-    /// Whether the two share neither rows nor columns, and `around`, which holds both, has a pair beside their common
+    /// Whether the two share neither rows nor columns, and `around`, which holds both, has a pair next to their common
     /// corner. It is so for documents one after another, which are many; this spares them the areas.
     fn leaves_gap(&self, other: &Band, around: &Band) -> bool {
         if self.q_range.overlaps(&other.q_range) || self.k_range.overlaps(&other.k_range) {
@@ -313,8 +313,8 @@ fn fuse_neighbours(bands: &mut Vec<Band>) {
 mod tests {
     use super::*;
 
-    /// Chunks of a causal sequence that two ranks take by turns, as one of them sees them: a triangle, a rectangle of own keys at its left
-    /// that begins a row earlier, and between the two by columns a rectangle of the other's keys.
+    /// Chunks of a causal sequence that two ranks take alternately, as one of them sees them: a triangle, a rectangle of own keys at its
+    /// left that begins a row earlier, and between the two by columns a rectangle of the other's keys.
     #[test]
     fn a_long_causal_sequence_takes_few_rounds() {
         const ROWS: usize = 8;

@@ -114,12 +114,12 @@ pub enum MaskError {
     },
     /// An order of rows that leaves one out, or has one twice.
     #[error(
-        "{axis}_order must hold each of the mask's {seqlen} rows once; row {row} is in no stretch, in two, or past the end"
+        "{axis}_order must hold each of the mask's {seqlen} rows once; row {row} is in no range, in two, or past the end"
     )]
     Order {
         /// `q` or `k`.
         axis: &'static str,
-        /// The first row that is not in one stretch.
+        /// The first row that is not in one range.
         row: usize,
         /// Rows of the mask.
         seqlen: usize,

@@ -3,12 +3,12 @@
 use crate::{AttnSlice, Band, Mask, MaskError, Range};
 
 impl Mask {
-    /// The same pairs of queries and keys where those lie in another order: `q_order` has the stretches of queries of this mask, one after
-    /// the other as they lie then, `k_order` those of keys. `O(s log n)` of `n` stretches, where `s` pairs of stretches hold a part of a
+    /// The same pairs of queries and keys where those lie in another order: `q_order` has the ranges of queries of this mask, one after
+    /// the other as they lie then, `k_order` those of keys. `O(s log n)` of `n` ranges, where `s` pairs of ranges hold a part of a
     /// slice.
     ///
     /// # Errors
-    /// [`MaskError::Order`] unless every row is in one stretch.
+    /// [`MaskError::Order`] unless every row is in one range.
     ///
     /// ```
     /// use counterpoint_mask::{Mask, Range};
@@ -26,9 +26,9 @@ impl Mask {
         let mut bands = Vec::new();
         for band in self.bands() {
             for of_queries in touched(&q_moves, &band.rows()) {
-                let rows = band.clip(&of_queries.stretch, &band.k_range);
+                let rows = band.clip(&of_queries.rows, &band.k_range);
                 for of_keys in touched(&k_moves, &rows.keys()) {
-                    let part = rows.clip(&of_queries.stretch, &of_keys.stretch);
+                    let part = rows.clip(&of_queries.rows, &of_keys.rows);
                     if !part.is_empty() {
                         bands.push(part.shift(of_queries.by, of_keys.by));
                     }
@@ -40,27 +40,27 @@ impl Mask {
     }
 }
 
-/// A stretch of rows, and how far it is moved.
+/// A range of rows, and how far it is moved.
 struct Move {
-    stretch: Range,
+    rows: Range,
     by: i64,
 }
 
-/// The stretches of an order, by their first rows.
+/// The ranges of an order, by their first rows.
 fn moves(axis: &'static str, order: &[Range], seqlen: usize) -> Result<Vec<Move>, MaskError> {
     let (mut next, mut moves) = (0, Vec::with_capacity(order.len()));
-    for &stretch in order.iter().filter(|stretch| !stretch.is_empty()) {
-        moves.push(Move { stretch, by: next as i64 - stretch.start as i64 });
-        next += stretch.len();
+    for &range in order.iter().filter(|range| !range.is_empty()) {
+        moves.push(Move { rows: range, by: next as i64 - range.start as i64 });
+        next += range.len();
     }
-    moves.sort_unstable_by_key(|moved| moved.stretch);
+    moves.sort_unstable_by_key(|moved| moved.rows);
     let mut expected = 0;
-    for Move { stretch, .. } in &moves {
-        if stretch.start != expected || stretch.end > seqlen {
-            let row = expected.min(stretch.start).max(if stretch.start == expected { seqlen } else { 0 });
+    for Move { rows: range, .. } in &moves {
+        if range.start != expected || range.end > seqlen {
+            let row = expected.min(range.start).max(if range.start == expected { seqlen } else { 0 });
             return Err(MaskError::Order { axis, row, seqlen });
         }
-        expected = stretch.end;
+        expected = range.end;
     }
     match expected == seqlen {
         true => Ok(moves),
@@ -70,6 +70,6 @@ fn moves(axis: &'static str, order: &[Range], seqlen: usize) -> Result<Vec<Move>
 
 /// Those that have rows of `rows`.
 fn touched<'a>(moves: &'a [Move], rows: &Range) -> impl Iterator<Item = &'a Move> + use<'a> {
-    let (first, end) = (moves.partition_point(|moved| moved.stretch.end <= rows.start), rows.end);
-    moves[first..].iter().take_while(move |moved| moved.stretch.start < end)
+    let (first, end) = (moves.partition_point(|moved| moved.rows.end <= rows.start), rows.end);
+    moves[first..].iter().take_while(move |moved| moved.rows.start < end)
 }

@@ -43,7 +43,7 @@ impl Seconds {
     }
 }
 
-/// What the kernels reach on one problem, beside what matrix products alone reach on the same threads.
+/// What the kernels reach on one problem, compared with what matrix products alone reach on the same threads.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct AttentionBench {
     /// Unmasked pairs.

@@ -28,12 +28,12 @@ pub fn calibrate(spec: &AttentionSpec, ranks: usize) -> CostModel {
         .build()
         .map(|threads| with_host_element!(spec.dtype, T => rates::<T>(spec, &threads)))
         .unwrap_or(FALLBACK);
-    let turns = (ranks / cores as f64).ceil();
+    let rounds = (ranks / cores as f64).ceil();
     let copy = copy_bytes_per_second();
     let link = Link {
-        alpha_seconds: handover_seconds() * turns,
+        alpha_seconds: handover_seconds() * rounds,
         // Rows are packed by the sender and unpacked by the receiver.
-        bytes_per_second: copy / (2.0 * turns),
+        bytes_per_second: copy / (2.0 * rounds),
     };
     CostModel {
         forward_flops_per_second: rates.forward / ranks,
@@ -41,7 +41,7 @@ pub fn calibrate(spec: &AttentionSpec, ranks: usize) -> CostModel {
         matmul_flops_per_second: rates.matmul / ranks,
         // A copy reads and writes each byte; a pass over memory runs on all threads.
         memory_bytes_per_second: 2.0 * copy * cores as f64 / ranks,
-        launch_seconds: rates.launch * turns,
+        launch_seconds: rates.launch * rounds,
         link,
         network: link,
         // Nobody's engines copy.

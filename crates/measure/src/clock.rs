@@ -87,7 +87,7 @@ impl<M: Machine> PassClock for MeasuredClock<'_, M> {
         let lower = |rank| lower_join([rank, self.ranks], shape, self.spec.dtype);
         self.seconds(lower, |rank| {
             let from = Contents::of(rank.backend().rank(), 0);
-            let wanted = |row, column| Expected { value: from.at(row * shape[1] + column), shares: 0.0 };
+            let wanted = |row, column| Expected { value: from.at(row * shape[1] + column), partials: 0.0 };
             check::<M>(rank, "to", [&rows, &columns], wanted)
         })
     }
@@ -124,7 +124,7 @@ impl<M: Machine> MeasuredClock<'_, M> {
         let (rows, columns) = (SAMPLED.of(Range::new(0, m)), SAMPLED.of(Range::new(0, n)));
         self.seconds(lower, |rank| {
             let [a, b] = [0, 1].map(|input| Contents::of(rank.backend().rank(), input));
-            let wanted = |row, column| Expected { value: a.dot(row * k, b, column * k, k), shares: 0.0 };
+            let wanted = |row, column| Expected { value: a.dot(row * k, b, column * k, k), partials: 0.0 };
             check::<M>(rank, "to", [&rows, &columns], wanted)
         })
     }
@@ -164,26 +164,26 @@ fn check_forward<M: Machine>(rank: &TimedRank<M>, plan: &LinearPlan) -> Result<(
     };
     let columns = |sample: LinearSample| sample.of(Range::new(0, columns));
     let k = plan.local_in_features();
-    let share = |rank: usize, weight: usize, row: usize, column: usize| {
+    let partial = |rank: usize, weight: usize, row: usize, column: usize| {
         Contents::of(rank, 0).dot(row * k, Contents::of(weight, 1), column * k, k)
     };
     let wanted = |row: usize, column: usize| {
         let token = here.start + row;
-        // A row-parallel layer adds its bias on the first rank, before that one's share is rounded.
+        // A row-parallel layer adds its bias on the first rank, before that one's partial sum is rounded.
         let bias = |rank: usize| match plan.spec.has_bias {
             true => Contents::of(rank, 2).at(column),
             false => 0.0,
         };
         match plan.spec.kind {
             LinearKind::Row => (0..plan.tp_size).fold(Expected::default(), |sum, rank| {
-                let share = share(rank, rank, token, column) + if rank == 0 { bias(0) } else { 0.0 };
-                Expected { value: sum.value + share, shares: sum.shares + share.abs() }
+                let partial = partial(rank, rank, token, column) + if rank == 0 { bias(0) } else { 0.0 };
+                Expected { value: sum.value + partial, partials: sum.partials + partial.abs() }
             }),
             LinearKind::Column => {
                 let owner =
                     (0..plan.tp_size).find(|&rank| plan.tokens_of(rank).contains(token)).unwrap_or(number);
                 let row = token - plan.tokens_of(owner).start;
-                Expected { value: share(owner, number, row, column) + bias(number), shares: 0.0 }
+                Expected { value: partial(owner, number, row, column) + bias(number), partials: 0.0 }
             }
         }
     };
@@ -208,7 +208,7 @@ fn check_backward<M: Machine>(rank: &TimedRank<M>, plan: &LinearPlan) -> Result<
     rows.dedup();
     let (features, columns) = (plan.local_out_features(), plan.local_in_features());
     // What one rank's weight makes of a row of `dy`, which is that of rank `from`.
-    let share = |from: usize, weight: usize, row: usize, column: usize| -> f64 {
+    let partial = |from: usize, weight: usize, row: usize, column: usize| -> f64 {
         let (dy, weight) = (Contents::of(from, 0), Contents::of(weight, 1));
         let terms = (0..features).map(|f| dy.at(row * features + f) * weight.at(f * columns + column));
         terms.sum()
@@ -217,16 +217,16 @@ fn check_backward<M: Machine>(rank: &TimedRank<M>, plan: &LinearPlan) -> Result<
         let token = here.start + row;
         match spec.kind {
             LinearKind::Column => (0..plan.tp_size).fold(Expected::default(), |sum, rank| {
-                let share = share(rank, rank, token, column);
-                Expected { value: sum.value + share, shares: sum.shares + share.abs() }
+                let partial = partial(rank, rank, token, column);
+                Expected { value: sum.value + partial, partials: sum.partials + partial.abs() }
             }),
             LinearKind::Row if spec.activations == Activations::SequenceParallel => {
                 let owner = (0..plan.tp_size).find(|&rank| plan.tokens_of(rank).contains(token));
                 let owner = owner.unwrap_or(number);
                 let row = token - plan.tokens_of(owner).start;
-                Expected { value: share(owner, number, row, column), shares: 0.0 }
+                Expected { value: partial(owner, number, row, column), partials: 0.0 }
             }
-            LinearKind::Row => Expected { value: share(number, number, token, column), shares: 0.0 },
+            LinearKind::Row => Expected { value: partial(number, number, token, column), partials: 0.0 },
         }
     };
     check::<M>(rank, "dx", [&rows, &SAMPLED_ENDS.of(Range::new(0, columns))], wanted)

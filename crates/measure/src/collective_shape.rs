@@ -70,6 +70,6 @@ impl CollectiveShape {
             GemmCollective::ReduceScatter => sum(rank * self.rows + row),
             GemmCollective::AllReduce => sum(row),
         };
-        Expected { value, shares: 0.0 }
+        Expected { value, partials: 0.0 }
     }
 }

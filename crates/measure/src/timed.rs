@@ -72,8 +72,8 @@ pub(crate) fn run<M: Machine>(
 pub(crate) struct Expected {
     /// Without any rounding.
     pub(crate) value: f64,
-    /// The sum of the magnitudes of the ranks' shares of it, each of which is rounded before they are summed; 0 where nothing is.
-    pub(crate) shares: f64,
+    /// The sum of the magnitudes of the ranks' partial sums of it, each of which is rounded before they are summed; 0 where nothing is.
+    pub(crate) partials: f64,
 }
 
 /// Compares elements of a rank's result with what they must be: those of these rows and columns.
@@ -95,8 +95,8 @@ pub(crate) fn check<M: Machine>(
         let (found, half, width) = (tensor.to_f64(), half_unit(tensor.dtype()), tensor.row_elements());
         for (index, &row) in rows.iter().enumerate() {
             for &column in columns {
-                let Expected { value, shares } = wanted(row, column);
-                let bound = 1.02 * half * (value.abs() + shares);
+                let Expected { value, partials } = wanted(row, column);
+                let bound = 1.02 * half * (value.abs() + partials);
                 let found = found[index * width + column];
                 // NaN is within no bound.
                 let is_right = (found - value).abs() <= bound;

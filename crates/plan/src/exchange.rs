@@ -116,7 +116,7 @@ impl Receivers<'_> {
     }
 }
 
-/// Walks the key sequence once and names every piece that travels: the longest ranges with one owner and one set of
+/// Goes over the key sequence once and names every piece that travels: the longest ranges with one owner and one set of
 /// receivers that lie in one place of their buffers, ascending. `received[r]` are the rows that rank `r` receives, ascending,
 /// disjoint and not its own.
 ///

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Activations, DType, LinearDirection, LinearKind, LinearSpec};
 
-/// A matrix product and the collective that its communication amounts to. In groups of rows, products and collectives take turns: a gather
+/// A matrix product and the collective that its communication amounts to. In groups of rows, products and collectives alternate: a gather
 /// comes before its group's product, a reduction behind it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]

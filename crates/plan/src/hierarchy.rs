@@ -60,12 +60,12 @@ impl TwoLevelExchange {
 
     /// Key rows that cross between nodes in a forward: in each stage every row once for each node that needs it then and does
     /// not own it. With a single stage that is as few as can be.
-    pub fn crossing_rows(&self) -> u64 {
+    pub fn inter_node_rows(&self) -> u64 {
         self.forward.iter().flatten().map(|part| part.inter.send_rows()).sum()
     }
 
     /// Likewise in a backward, one way; as many sums of gradients cross back.
-    pub fn backward_crossing_rows(&self) -> u64 {
+    pub fn backward_inter_node_rows(&self) -> u64 {
         self.backward.iter().flatten().map(|part| part.inter.send_rows()).sum()
     }
 }

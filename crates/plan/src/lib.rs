@@ -37,7 +37,7 @@ mod work;
 pub use bounds::TrafficBounds;
 pub use cache::PlanCache;
 pub use dispatch::{
-    ChunkWork, Dispatch, chunk_work, chunk_work_with_away, chunk_work_without, received_rows,
+    ChunkWork, Dispatch, chunk_work, chunk_work_with_offload, chunk_work_without, received_rows,
     received_rows_lower_bound,
 };
 pub use division::{Division, Owners};
@@ -67,7 +67,7 @@ pub use summary::{CommSummary, PlanSummary, RankSummary, StageSummary};
 pub use topology::Topology;
 pub use transformer::{LayerLinear, TransformerSpec};
 
-/// Rows of a key block, the step in which kernels walk keys. Stages are cut only at multiples of it (counted along a
+/// Rows of a key block, the step in which kernels loop over keys. Stages are cut only at multiples of it (counted along a
 /// rank's received rows in their order), so that every kernel block, and with it every bit of a deterministic result, is the same for
 /// any number of stages.
 pub const KEY_BLOCK: usize = 128;

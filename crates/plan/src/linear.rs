@@ -93,7 +93,7 @@ impl LinearPlan {
         sizes.filter(|size| *size > 0).collect()
     }
 
-    /// The tokens that a rank owns where activations are split by tokens, and sums where they are not: stretches of equal
+    /// The tokens that a rank owns where activations are split by tokens, and sums where they are not: ranges of equal
     /// length, the first ones longer by one where they cannot be.
     pub fn tokens_of(&self, rank: usize) -> Range {
         even(self.spec.tokens, self.tp_size, rank)
@@ -193,7 +193,7 @@ fn even_tiles(rows: usize, groups: usize) -> Vec<usize> {
     sizes
 }
 
-/// Part `index` of `length` things in `parts` stretches.
+/// Part `index` of `length` things in `parts` ranges.
 fn even(length: usize, parts: usize, index: usize) -> Range {
     let (short, longer) = (length / parts, length % parts);
     let start = index * short + index.min(longer);

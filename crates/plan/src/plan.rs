@@ -120,8 +120,8 @@ impl Plan {
     }
 
     /// Key rows that cross between nodes in a forward when every rank fetches for itself.
-    pub fn flat_crossing_rows(&self, topology: &Topology) -> u64 {
-        let crossing = |rank: usize, stage: &StagePlan| -> u64 {
+    pub fn flat_inter_node_rows(&self, topology: &Topology) -> u64 {
+        let inter_node = |rank: usize, stage: &StagePlan| -> u64 {
             let far = |owner: u32| topology.node(owner as usize) != topology.node(rank);
             stage
                 .part
@@ -131,7 +131,7 @@ impl Plan {
                 .map(|split| split.rows.len() as u64)
                 .sum()
         };
-        self.ranks.iter().flat_map(|rank| rank.forward.iter().map(|stage| crossing(rank.rank, stage))).sum()
+        self.ranks.iter().flat_map(|rank| rank.forward.iter().map(|stage| inter_node(rank.rank, stage))).sum()
     }
 
     /// The plan with its exchange in two steps, between nodes and inside each, for ranks that are laid out as `topology` says.

@@ -65,7 +65,7 @@ impl<'a> Planning<'a> {
         self.cancellation.is_some_and(CancellationToken::is_cancelled)
     }
 
-    /// The same, for walks over tiles.
+    /// The same, for passes over tiles.
     pub fn interruption(&self) -> Interruption<'a> {
         self.cancellation.map_or(Interruption::default(), |token| Interruption::by(&token.0))
     }

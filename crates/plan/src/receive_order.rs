@@ -1,11 +1,11 @@
 //! The order in which a rank receives key rows.
 //!
-//! A stage is a stretch of this order. In ascending order all ranks would draw a stage from the same few owners, whose links
+//! A stage is a range of this order. In ascending order all ranks would draw a stage from the same few owners, whose links
 //! then decide how long it takes: under a causal mask everyone needs the first rows first. So every owner's rows are cut into
 //! layers of about equal length, a rank receives layer by layer, of all owners, and within a layer it starts after its own
 //! rows. Layers are cut in the owner's rows, so that all receivers cut at the same ones and pieces stay few.
 //!
-//! But each layer cuts documents, and kernels of GPUs walk blocks that end with every piece. Where rows come much sooner than they
+//! But each layer cuts documents, and kernels of GPUs loop over blocks that end with every piece. Where rows come much sooner than they
 //! can be used, nobody waits for a busy owner, and there is one layer.
 //!
 //! The order depends on the mask, the dispatch and the kind of machine. It is the same for any number of stages, and so are the bits of
@@ -25,7 +25,7 @@ pub const MOST_LAYERS: usize = 8;
 /// many pieces.
 const MOST_PIECES: usize = 256;
 
-/// An owner's rows of a layer are not cut shorter than this: kernels walk them block by block.
+/// An owner's rows of a layer are not cut shorter than this: kernels loop over them block by block.
 const LEAST_LAYER_ROWS: usize = 4 * KEY_BLOCK;
 
 /// Rows of one owner in one layer.
@@ -156,9 +156,9 @@ mod tests {
         }
     }
 
-    /// Any stretch of what a rank receives under a full mask is drawn evenly from all owners.
+    /// Any range of what a rank receives under a full mask is drawn evenly from all owners.
     #[test]
-    fn every_stretch_draws_evenly() {
+    fn every_range_draws_evenly() {
         let (ranks, chunk_size) = (8, 1024);
         let owners: Vec<usize> = (0..ranks * 16).map(|chunk| chunk / 16).collect();
         let (runs, rows, dispatch) = runs(&owners, ranks, chunk_size);

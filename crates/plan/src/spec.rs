@@ -109,7 +109,7 @@ pub enum GradientShares {
 }
 
 impl AttentionSpec {
-    /// The usual: values as wide as keys, scale `1 / sqrt(head_dim)`, no softcap, no sink, no statistic beside `lse`.
+    /// The usual: values as wide as keys, scale `1 / sqrt(head_dim)`, no softcap, no sink, no statistic besides `lse`.
     pub fn new(heads_q: usize, heads_kv: usize, head_dim: usize, dtype: DType) -> Self {
         let scale = (head_dim as f64).sqrt().recip();
         Self {

@@ -64,42 +64,42 @@ pub(crate) struct KeySegment {
     pub(crate) start: usize,
 }
 
-/// Segments that a band crosses, for every stretch of the buffers, from which on the columns that all its rows see are looked
-/// up stretch by stretch: two searches in each then cost less than a walk.
-const WALKED_SEGMENTS: usize = 4;
+/// Segments that a band crosses for each group of them, from which on the columns that all its rows see are looked
+/// up group by group: two searches in each then cost less than a loop.
+const LOOPED_SEGMENTS: usize = 4;
 
 /// Segments that lie in one stage's buffer one after the other, their global rows ascending.
-type Stretch = Vec<KeySegment>;
+type SegmentGroup = Vec<KeySegment>;
 
 /// Cuts `work` (local rows, global columns) into stages: columns become rows of the stage's key buffer. `segments` are
 /// ascending and disjoint and hold every column of the work.
 ///
-/// The rows of a long causal sequence see nearly all of the segments. Walking over these for every band would take time in
-/// the square of the number of chunks, but columns that all rows of a band see are one rectangle in each stretch of a buffer,
+/// The rows of a long causal sequence see nearly all of the segments. Going over these for every band would take time in
+/// the square of the number of chunks, but columns that all rows of a band see are one rectangle in each group of a buffer,
 /// and those that only some see are no more than its rows on either side.
 pub(crate) fn cut_into_stages(work: &[Band], segments: &[KeySegment], stages: usize) -> Vec<Vec<Band>> {
-    let stretches = stretches(segments);
+    let groups = groups(segments);
     let mut bands: Vec<Vec<Band>> = vec![Vec::new(); stages];
-    let mut walked = Vec::new();
+    let mut in_range = Vec::new();
     for band in work {
         let k = band.k_range;
-        let seen = match overlapping(segments, &k).len() > WALKED_SEGMENTS * stretches.len() {
+        let seen = match overlapping(segments, &k).len() > LOOPED_SEGMENTS * groups.len() {
             true => seen_by_all(band),
             false => Range::new(k.end, k.end),
         };
-        walk(band, segments, &Range::new(k.start, seen.start), &mut walked, &mut bands);
+        cut_columns(band, segments, &Range::new(k.start, seen.start), &mut in_range, &mut bands);
         if seen.is_empty() {
             continue;
         }
-        for stretch in &stretches {
-            let segments = overlapping(stretch, &seen);
+        for group in &groups {
+            let segments = overlapping(group, &seen);
             if let (Some(first), Some(last)) = (segments.first(), segments.last()) {
                 let start = first.start + seen.start.saturating_sub(first.range.start);
                 let end = last.start + (last.range.end.min(seen.end) - last.range.start);
                 push_fused(&mut bands[first.stage], Band::full(band.q_range, Range::new(start, end)));
             }
         }
-        walk(band, segments, &Range::new(seen.end, k.end), &mut walked, &mut bands);
+        cut_columns(band, segments, &Range::new(seen.end, k.end), &mut in_range, &mut bands);
     }
     for stage in &mut bands {
         stage.sort_unstable();
@@ -107,8 +107,8 @@ pub(crate) fn cut_into_stages(work: &[Band], segments: &[KeySegment], stages: us
     bands
 }
 
-/// The buffers' segments in stretches, by stage and place.
-fn stretches(segments: &[KeySegment]) -> Vec<Stretch> {
+/// The buffers' segments in groups, by stage and place.
+fn groups(segments: &[KeySegment]) -> Vec<SegmentGroup> {
     let mut placed = segments.to_vec();
     placed.sort_unstable_by_key(|segment| (segment.stage, segment.start));
     let ascends = |a: &KeySegment, b: &KeySegment| a.stage == b.stage && a.range.start < b.range.start;
@@ -116,18 +116,18 @@ fn stretches(segments: &[KeySegment]) -> Vec<Stretch> {
 }
 
 /// Cuts the part of `band` in the columns of `k` segment by segment, in the order of the buffers, so that neighbours meet and
-/// are fused. `walked` is a list to use.
-fn walk(
+/// are fused. `in_range` is a list to use.
+fn cut_columns(
     band: &Band,
     segments: &[KeySegment],
     k: &Range,
-    walked: &mut Vec<KeySegment>,
+    in_range: &mut Vec<KeySegment>,
     bands: &mut [Vec<Band>],
 ) {
-    walked.clear();
-    walked.extend_from_slice(overlapping(segments, k));
-    walked.sort_unstable_by_key(|segment| (segment.stage, segment.start));
-    for segment in walked {
+    in_range.clear();
+    in_range.extend_from_slice(overlapping(segments, k));
+    in_range.sort_unstable_by_key(|segment| (segment.stage, segment.start));
+    for segment in in_range {
         let part = band.clip(&band.q_range, &segment.range.intersect(k));
         // A part of a rectangle is a rectangle, and trimmed.
         let part = if band.is_rectangle() { Some(part) } else { part.trim() };

@@ -112,7 +112,7 @@ pub(crate) trait InPlace: Backend {
     ///
     /// # Errors
     /// The device's.
-    fn settle(&self, stream: &Self::Stream) -> Result<(), ExecError>;
+    fn await_end(&self, stream: &Self::Stream) -> Result<(), ExecError>;
 }
 
 impl InPlace for CpuBackend {
@@ -139,7 +139,7 @@ impl InPlace for CpuBackend {
         None
     }
 
-    fn settle(&self, _stream: &Self::Stream) -> Result<(), ExecError> {
+    fn await_end(&self, _stream: &Self::Stream) -> Result<(), ExecError> {
         Ok(())
     }
 }
@@ -178,7 +178,7 @@ impl InPlace for CudaBackend {
         Some(unsafe { self.borrow_stream(stream as *mut _) })
     }
 
-    fn settle(&self, stream: &CudaStream) -> Result<(), ExecError> {
+    fn await_end(&self, stream: &CudaStream) -> Result<(), ExecError> {
         stream.queue().synchronize().map_err(|error| device_error(self.rank(), &error))
     }
 }

@@ -352,7 +352,7 @@ where
         let (content, joined) = (&self.content, &self.joined);
         if let Some(streams) = joined.callers(call.stream) {
             let ranks = joined.group.ranks().iter().zip(streams.iter());
-            ranks.into_iter().try_for_each(|(rank, stream)| rank.backend().settle(stream))?;
+            ranks.into_iter().try_for_each(|(rank, stream)| rank.backend().await_end(stream))?;
         }
         let tensors = joined.split(content, &call)?;
         let lower = |rank| match call.direction {

@@ -18,7 +18,7 @@ pub(crate) trait Raised: std::fmt::Display {
     /// The class.
     fn class(&self) -> &'static str;
 
-    /// Attributes of the exception beside its sentence.
+    /// Attributes of the exception besides its sentence.
     fn attributes(&self) -> Vec<(&'static str, u64)> {
         Vec::new()
     }

@@ -290,7 +290,7 @@ impl Mask {
         })
     }
 
-    /// The same pairs where rows lie in another order: `q_order` has the (start, end) of stretches of queries as they follow each other
+    /// The same pairs where rows lie in another order: `q_order` has the (start, end) of ranges of queries as they follow each other
     /// then, each row once; `k_order` those of keys, which is `q_order` if it is not given.
     #[pyo3(signature = (q_order, k_order=None))]
     fn rearranged(&self, q_order: &Bound<'_, PyAny>, k_order: Option<&Bound<'_, PyAny>>) -> PyResult<Self> {

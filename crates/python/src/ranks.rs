@@ -492,7 +492,7 @@ fn topology(size: usize, nodes: usize) -> Topology {
     Topology { world_size: size, ranks_per_node: size / nodes.max(1) }
 }
 
-/// A group beside collectives of other libraries, or by itself.
+/// A group whose calls run with collectives of other libraries, or by itself.
 fn placed<M: Machine>(group: Group<M>, beside_collectives: bool) -> Group<M> {
     if beside_collectives { group.beside_collectives() } else { group }
 }

@@ -26,7 +26,7 @@ pub(crate) struct Routing {
 #[pymethods]
 impl Routing {
     /// Of a router's choices: for every rank an array `[tokens, choices]` of expert numbers, negative where a token has fewer. Experts lie
-    /// on the ranks in equal stretches: the first ones on rank 0.
+    /// on the ranks in equal ranges: the first ones on rank 0.
     #[staticmethod]
     fn top_k(py: Python<'_>, experts: usize, ids: &Bound<'_, PyAny>) -> PyResult<Self> {
         let mut choices = None;

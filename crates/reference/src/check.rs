@@ -82,7 +82,7 @@ impl CheckReport {
 
     /// Partial sums of dk and dv that travel as elements are each rounded once before they are added: of the largest elements that may be one more
     /// rounding. The bound on the relative error stays.
-    fn allow_rounded_shares(&mut self, dtype: DType, reference: &Reference) {
+    fn allow_rounded_partials(&mut self, dtype: DType, reference: &Reference) {
         let Some(gradients) = &reference.gradients else { return };
         for tensor in &mut self.tensors {
             let expected = match tensor.name.as_str() {
@@ -111,7 +111,7 @@ const F16_ROUNDING: f64 = 1.0 / 4096.0;
 const PLAIN_FACTOR: f64 = 2.0;
 /// How many times its even share of its terms' rounding one element of a tensor that vanishes may be off: rows that see more than others have
 /// larger shares (17 times was seen in a dq of 12 rows and 8 heads).
-const SHARES_OF_TERMS: f64 = 32.0;
+const EVEN_SHARES: f64 = 32.0;
 
 /// Compares the results of a run with the dense f64 reference on the same inputs. f64 and f32 have fixed bounds on the
 /// relative error; bf16 and f16 may err twice as much as a plain implementation in that type does on the same inputs, in
@@ -145,7 +145,7 @@ pub(crate) fn check_against(
     let compare = |plain: &[&Reference]| {
         let mut report = compare_with_reference(spec.dtype, reference, plain, outputs);
         if spec.gradient_shares == GradientShares::Elements {
-            report.allow_rounded_shares(spec.dtype, reference);
+            report.allow_rounded_partials(spec.dtype, reference);
         }
         if spec.max_logits && outputs.max_logits.is_none() {
             report.tensors.push(missing("max_logits"));
@@ -271,7 +271,7 @@ fn check_tensor(
     // What vanishes is the rounding of its terms, of which a plain implementation's largest error is one draw: an element may
     // have several times its even share.
     let share = base * noise / (expected.len().max(1) as f64).sqrt();
-    let of_terms = max_abs_bound.map(|bound| bound.max(SHARES_OF_TERMS * share));
+    let of_terms = max_abs_bound.map(|bound| bound.max(EVEN_SHARES * share));
     if vanishes { against(noise, RelativeTo::Terms, of_terms) } else { check }
 }
 

@@ -59,12 +59,12 @@ struct Exact {
     places: Places,
     /// Products, without what they are added to.
     product: Vec<f64>,
-    /// Sums over ranks of the magnitudes of their shares, which are rounded before they are summed; 0 where there is one rank.
-    shares: Vec<f64>,
+    /// Sums over ranks of the magnitudes of their partial sums, which are rounded before they are summed; 0 where there is one rank.
+    partials: Vec<f64>,
     /// Roots of the sums of squares of the terms.
     norms: Vec<f64>,
-    /// Terms of a sum.
-    terms: usize,
+    /// K.
+    k: usize,
 }
 
 /// A matrix in f64, of which some rows or columns were taken.
@@ -94,7 +94,7 @@ fn columns_of(tensor: &HostTensor, columns: &[usize]) -> Matrix {
     Matrix { values, columns: tensor.rows() }
 }
 
-/// `a [m, k]` times `b [n, k]` transposed, whose terms `ranks` ranks share.
+/// `a [m, k]` times `b [n, k]` transposed, whose K is divided among `ranks` ranks.
 fn product(a: &Matrix, b: &Matrix, ranks: usize) -> [Vec<f64>; 3] {
     let k = a.columns;
     let rows: Vec<[Vec<f64>; 3]> = a
@@ -105,14 +105,14 @@ fn product(a: &Matrix, b: &Matrix, ranks: usize) -> [Vec<f64>; 3] {
             for column in b.values.chunks_exact(k) {
                 let (mut sum, mut magnitude, mut squares) = (0.0, 0.0, 0.0);
                 for rank in 0..ranks {
-                    let terms = rank * k / ranks..(rank + 1) * k / ranks;
-                    let mut share = 0.0;
-                    for (x, y) in row[terms.clone()].iter().zip(&column[terms]) {
-                        share += x * y;
+                    let own = rank * k / ranks..(rank + 1) * k / ranks;
+                    let mut partial = 0.0;
+                    for (x, y) in row[own.clone()].iter().zip(&column[own]) {
+                        partial += x * y;
                         squares += x * y * x * y;
                     }
-                    sum += share;
-                    magnitude += if ranks > 1 { f64::abs(share) } else { 0.0 };
+                    sum += partial;
+                    magnitude += if ranks > 1 { f64::abs(partial) } else { 0.0 };
                 }
                 sums.push(sum);
                 magnitudes.push(magnitude);
@@ -131,8 +131,8 @@ fn product(a: &Matrix, b: &Matrix, ranks: usize) -> [Vec<f64>; 3] {
 }
 
 fn exact(places: Places, a: &Matrix, b: &Matrix, ranks: usize) -> Exact {
-    let [product, shares, norms] = product(a, b, ranks);
-    Exact { places, product, shares, norms, terms: a.columns }
+    let [product, partials, norms] = product(a, b, ranks);
+    Exact { places, product, partials, norms, k: a.columns }
 }
 
 /// `y = x W^T + bias`
@@ -142,10 +142,10 @@ fn exact_y(plan: &LinearPlan, inputs: &LinearInputs, places: Places) -> Exact {
     let mut y = exact(places, &a, &b, ranks);
     if let Some(bias) = &inputs.bias {
         let bias = rows_of(bias, &y.places.columns).values;
-        for (index, (product, shares)) in y.product.iter_mut().zip(&mut y.shares).enumerate() {
+        for (index, (product, partials)) in y.product.iter_mut().zip(&mut y.partials).enumerate() {
             let bias = bias[index % bias.len()];
             *product += bias;
-            *shares += if ranks > 1 { bias.abs() } else { 0.0 };
+            *partials += if ranks > 1 { bias.abs() } else { 0.0 };
         }
     }
     y
@@ -185,7 +185,7 @@ pub fn half_unit(dtype: DType) -> f64 {
 /// or what is wrong, missing or too much.
 ///
 /// An element may err by half a unit of its type, of its value and of the product that is added to it; by half a unit of each
-/// rank's share, which is rounded before it is summed; and by what a sum loses whose every step of 16 terms may cut off a unit
+/// rank's partial sum, which is rounded before it is summed; and by what a sum loses whose every step of 16 terms may cut off a unit
 /// of a partial sum, which is taken to be within 4 standard deviations.
 ///
 /// # Errors
@@ -283,17 +283,17 @@ fn judge(
     }
     let (values, before) = (pick(found, *first), before.map(|before| pick(before, [0; 2])));
     let sums = half_unit(dtype.accumulator());
-    let steps = (exact.terms as f64 / 16.0).ceil() + 2.0;
+    let steps = (exact.k as f64 / 16.0).ceil() + 2.0;
     // Elements of f16 may be smaller than it has normal numbers.
     let smallest = if dtype == DType::F16 { 2f64.powi(-24) } else { 0.0 };
     let mut worst = 0.0;
     for (index, value) in values.into_iter().enumerate() {
         let product = exact.product[index];
         let right = product + before.as_ref().map_or(0.0, |before| before[index]);
-        let shares = exact.shares[index];
+        let partials = exact.partials[index];
         let bound = 1.02 * half_unit(found.dtype()) * (right.abs() + product.abs())
-            + 1.02 * half_unit(dtype) * shares
-            + steps * 2.0 * sums * (4.0 * exact.norms[index] + shares + product.abs() + right.abs())
+            + 1.02 * half_unit(dtype) * partials
+            + steps * 2.0 * sums * (4.0 * exact.norms[index] + partials + product.abs() + right.abs())
             + smallest;
         let share = (value - right).abs() / bound;
         if share.is_nan() || share > 1.0 {

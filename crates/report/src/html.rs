@@ -15,7 +15,7 @@ mod simulation;
 
 pub use simulation::SimulationReport;
 
-/// The opening of a chart's element. It takes the focus, so that the arrow keys can walk over its marks.
+/// The opening of a chart's element. It takes the focus, so that the arrow keys can move over its marks.
 fn chart(id: &str, name: &str) -> String {
     format!(
         "<div class=\"chart\" id=\"{id}\" tabindex=\"0\" role=\"group\" aria-roledescription=\"chart\" \

@@ -11,7 +11,7 @@ pub(crate) struct Limits {
     pub(crate) computation: f64,
     /// What the rank that ends last computes beyond the mean.
     pub(crate) imbalance: f64,
-    /// Its communication with no computation beside it.
+    /// Its communication with no concurrent computation.
     pub(crate) exposed: f64,
     /// What is left: it waits, for other ranks or for launches.
     pub(crate) waiting: f64,

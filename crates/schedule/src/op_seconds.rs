@@ -136,19 +136,19 @@ fn copied_seconds(program: &Program, gemm: &Gemm, cost: &CostModel) -> f64 {
     read.iter().sum::<f64>() + ways * copy(gemm.out_rows.len(), stored, gemm.out)
 }
 
-/// What grouped GEMMs take in a pass that has something beside them, of what they take alone with the workers that are left: where rows are
-/// only copied beside them, and where partial sums are added up as well. They took 0.92 to 1.45 and 1.41 to 1.9 in sixteen passes on two
-/// H200 (`docs/experiments/033-scattered-rows.md`); with these, what is chosen for them is what was measured to be fastest.
-const GROUPED_BESIDE: [f64; 2] = [1.2, 1.53];
+/// What grouped GEMMs take in a pass that overlaps them with something, of what they take alone with the workers that are left: where rows
+/// are only copied concurrently with them, and where partial sums are added up as well. They took 0.92 to 1.45 and 1.41 to 1.9 in sixteen
+/// passes on two H200 (`docs/experiments/033-scattered-rows.md`); with these, what is chosen for them is what was measured to be fastest.
+const GROUPED_OVERLAPPED: [f64; 2] = [1.2, 1.53];
 
 /// Which of them holds in a Program.
-fn grouped_beside(program: &Program) -> f64 {
+fn grouped_slowdown(program: &Program) -> f64 {
     if !program.policy.overlaps() {
         return 1.0;
     }
     let adds_up =
         program.ops.iter().any(|op| op.op.parts().iter().any(|part| matches!(part, Op::GroupReduce(_))));
-    GROUPED_BESIDE[usize::from(adds_up)]
+    GROUPED_OVERLAPPED[usize::from(adds_up)]
 }
 
 /// Problems of a grouped GEMM: as many launches as results, and of each the copies of rows that it cannot take, or store, as they lie.
@@ -158,8 +158,8 @@ fn grouped_seconds(program: &Program, products: &[Gemm], sharing: &WorkerSharing
         let bytes = rows * buffer.row_elements() * buffer.dtype.size();
         cost.launch_seconds + ways * bytes as f64 / cost.memory_bytes_per_second
     };
-    let halves = |rows: usize| rows.div_ceil(GroupedLaunch::HALF_ROWS);
-    let beside = grouped_beside(program);
+    let half_tiles = |rows: usize| rows.div_ceil(GroupedLaunch::HALF_ROWS);
+    let slowdown = grouped_slowdown(program);
     let of_launch = |(at, launch): (usize, GroupedLaunch)| {
         let products = &products[launch.products.clone()];
         let mut seconds = if at > 0 { cost.launch_seconds } else { 0.0 };
@@ -168,14 +168,14 @@ fn grouped_seconds(program: &Program, products: &[Gemm], sharing: &WorkerSharing
             GemmLayout::Tn => {
                 let sizes: Vec<ProblemSize> =
                     products.iter().map(|gemm| product_size(program, gemm)).collect();
-                let terms: usize = sizes.iter().map(|size| size.k).sum();
+                let k: usize = sizes.iter().map(|size| size.k).sum();
                 for blocks in [&products[0].a, &products[0].b] {
                     // Of one operand the ends of problems alone.
                     let rows =
-                        if blocks.len() > 1 { terms } else { products.len() * GroupedLaunch::HALF_ROWS / 2 };
+                        if blocks.len() > 1 { k } else { products.len() * GroupedLaunch::HALF_ROWS / 2 };
                     seconds += blocks.first().map_or(0.0, |block| copied(rows, block.buffer, 2.0));
                 }
-                sizes.iter().map(|size| (halves(size.m), size.k)).collect()
+                sizes.iter().map(|size| (half_tiles(size.m), size.k)).collect()
             }
             GemmLayout::Nt | GemmLayout::Nn => {
                 let source = products[0].a.first().map(|block| block.buffer);
@@ -185,10 +185,10 @@ fn grouped_seconds(program: &Program, products: &[Gemm], sharing: &WorkerSharing
                 if launch.results != GroupedResults::InPlace {
                     seconds += copied(launch.rows(), products[0].out, 2.0);
                 }
-                vec![(launch.halves(), product_size(program, &products[0]).k)]
+                vec![(launch.half_tiles(), product_size(program, &products[0]).k)]
             }
         };
-        seconds + beside * sharing.grouped_seconds(&problems, n, cost.matmul_flops_per_second)
+        seconds + slowdown * sharing.grouped_seconds(&problems, n, cost.matmul_flops_per_second)
     };
     GroupedLaunch::of(products).into_iter().enumerate().map(of_launch).sum()
 }

@@ -53,7 +53,7 @@ pub enum SimulateError {
 ///
 /// Under [`CostModel::sharing`] the work of one rank gets in its own way, as the Program's policy allows: a computation
 /// holds all workers but the policy's margin, so a collective that needs workers starts only where none runs, and
-/// computation that runs beside it has fewer; collectives that run at once follow each other on their link; and with a
+/// computation that runs concurrently with it has fewer; collectives that run at once follow each other on their link; and with a
 /// single hardware queue an operation starts only after those queued before it. Without it, streams do not slow each other
 /// down.
 ///
@@ -158,7 +158,7 @@ fn bytes_moved(program: &Program, op: &ProgramOp, topology: &Topology, cost: &Co
 fn rows_reduced(program: &Program, reduce: &GroupReduce, topology: &Topology, cost: &CostModel) -> Transfer {
     let one_type = |dtype: DType| rows_moved(program, (&reduce.part, &reduce.tensors, dtype), topology, cost);
     let mut moved = one_type(reduce.wire_dtype);
-    let widest = reduce.tensors.iter().map(|(share, _)| program.buffers[share.0].dtype);
+    let widest = reduce.tensors.iter().map(|(partial, _)| program.buffers[partial.0].dtype);
     if let Some(fetched) = widest.max_by_key(|dtype| dtype.size()).filter(|_| cost.sharing.is_some()) {
         moved.moving[0] = one_type(fetched).moving[0];
     }
@@ -177,7 +177,7 @@ fn to_owners(program: &Program, reduce: &GroupReduce, topology: &Topology, cost:
         let bytes = reduce
             .tensors
             .iter()
-            .map(|&(share, sum)| owned * row(share) + program.buffers[sum.0].bytes() as f64);
+            .map(|&(partial, sum)| owned * row(partial) + program.buffers[sum.0].bytes() as f64);
         moved.moving = [bytes.sum::<f64>() / cost.memory_bytes_per_second, 0.0];
     }
     moved

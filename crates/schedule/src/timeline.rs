@@ -53,7 +53,7 @@ pub struct Overlap {
     pub communication_seconds: f64,
     /// Time in which any computation was under way.
     pub compute_seconds: f64,
-    /// Communication with no computation of the same rank beside it.
+    /// Communication with no concurrent computation of the same rank.
     pub exposed_seconds: f64,
     /// Of that, what comes behind the last computation of the rank while that of the slowest rank still lasts: no overlap hides that others
     /// have less to do or are faster.

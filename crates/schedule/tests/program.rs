@@ -210,7 +210,7 @@ fn validation() {
 }
 
 /// A product whose rows travel while it is computed may hold all workers, so nothing else that needs some may wait for other ranks
-/// beside it.
+/// concurrently with it.
 #[test]
 fn fused_products_are_alone() {
     let block = |buffer, rows| vec![RowBlock { buffer: BufferId(buffer), rows: Range::new(0, rows) }];
@@ -259,23 +259,23 @@ fn fused_products_are_alone() {
 
 /// Buffers of a slot are one piece of memory: unordered uses race, and nobody reads what the next one has overwritten.
 #[test]
-fn turns_in_a_slot_are_checked() {
-    let turns = |slots: &[&[usize]], ops: Vec<(usize, Op)>| {
+fn reuse_of_a_slot_is_checked() {
+    let reuse = |slots: &[&[usize]], ops: Vec<(usize, Op)>| {
         let slots = slots.iter().map(|slot| slot.iter().map(|&id| BufferId(id)).collect()).collect();
         Program { slots, ..program(0, 1, 4, ops) }.validate()
     };
     let in_turn = vec![(0, copy(0, 1)), (0, copy(1, 3)), (0, copy(0, 2)), (0, copy(2, 3))];
-    assert_eq!(turns(&[&[1, 2]], in_turn), Ok(()));
+    assert_eq!(reuse(&[&[1, 2]], in_turn), Ok(()));
     let late = || vec![(0, copy(0, 1)), (0, copy(0, 2)), (0, copy(1, 3))];
-    assert_eq!(turns(&[], late()), Ok(()));
-    assert!(matches!(turns(&[&[1, 2]], late()), Err(ProgramError::Overwritten { op: 2, .. })));
+    assert_eq!(reuse(&[], late()), Ok(()));
+    assert!(matches!(reuse(&[&[1, 2]], late()), Err(ProgramError::Overwritten { op: 2, .. })));
     let apart = || vec![(0, copy(0, 1)), (1, copy(0, 2))];
-    assert_eq!(turns(&[], apart()), Ok(()));
-    assert!(matches!(turns(&[&[1, 2]], apart()), Err(ProgramError::Race { first: 0, second: 1, .. })));
+    assert_eq!(reuse(&[], apart()), Ok(()));
+    assert!(matches!(reuse(&[&[1, 2]], apart()), Err(ProgramError::Race { first: 0, second: 1, .. })));
     let onto_itself = vec![(0, copy(0, 1)), (0, copy(1, 2))];
-    assert!(matches!(turns(&[&[1, 2]], onto_itself), Err(ProgramError::Race { first: 1, second: 1, .. })));
+    assert!(matches!(reuse(&[&[1, 2]], onto_itself), Err(ProgramError::Race { first: 1, second: 1, .. })));
     for slots in [&[&[0][..]][..], &[&[9]], &[&[1], &[1]]] {
-        assert!(matches!(turns(slots, Vec::new()), Err(ProgramError::Slot { .. })), "{slots:?}");
+        assert!(matches!(reuse(slots, Vec::new()), Err(ProgramError::Slot { .. })), "{slots:?}");
     }
 }
 

@@ -37,7 +37,7 @@ fn backward(rank: usize, layers: usize, on_one_stream: bool) -> Program {
     let mut buffer = |name: &str, rows: usize, dtype| p.buffer(name, dtype, &[rows, 1], BufferRole::Scratch);
     let weight = buffer("weight", 1, DType::F32);
     let (dx, dweight) = (buffer("dx", 200, DType::F32), buffer("dweight", 500, DType::F32));
-    let (share, sum) = (buffer("share", 200, DType::F16), buffer("sum", 200, DType::F16));
+    let (partial, sum) = (buffer("partial", 200, DType::F16), buffer("sum", 200, DType::F16));
     let product = |rows: usize, out: BufferId| {
         let block = |buffer, rows: usize| vec![RowBlock { buffer, rows: Range::new(0, rows) }];
         Op::Gemm(Gemm {
@@ -56,7 +56,7 @@ fn backward(rank: usize, layers: usize, on_one_stream: bool) -> Program {
     let part = GroupPart::from_splits([(200, &other[..])], [(200, other[0])]);
     let sum = Op::GroupReduce(GroupReduce {
         part: Arc::new(part),
-        tensors: vec![(share, sum)],
+        tensors: vec![(partial, sum)],
         op: ReduceOp::Sum,
         accumulate: Accumulate::Start,
         wire_dtype: DType::F16,
@@ -125,8 +125,8 @@ fn policies_do_what_they_do_on_a_gpu() {
     }
     // Products slow down by the workers that communication holds, and by no more.
     let products = |policy: &str| overlap(policy).overlap().compute_seconds;
-    let (alone, beside) = (products("sequential"), products("kernel-barrier"));
-    assert!(beside > alone && beside < alone * 132.0 / 116.0, "{alone} {beside}");
+    let (alone, overlapped) = (products("sequential"), products("kernel-barrier"));
+    assert!(overlapped > alone && overlapped < alone * 132.0 / 116.0, "{alone} {overlapped}");
     let margin = products("kernel-barrier+sm-margin=16");
     assert!((margin / alone - 132.0 / 116.0).abs() < 0.01, "{alone} {margin}");
 }
@@ -189,8 +189,8 @@ fn fused_products_take_the_longer_of_two() {
     }
 }
 
-/// Of a column-parallel backward one kernel sums dx, and what else travels does so beside it or under the gradient of the weight, without
-/// a worker: what is left are the products.
+/// Of a column-parallel backward one kernel sums dx, and what else travels does so concurrently with it or under the gradient of the
+/// weight, without a worker: what is left are the products.
 #[test]
 fn a_fused_backward_exposes_nothing() {
     let cost = sharing_h200();

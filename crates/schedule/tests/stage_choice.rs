@@ -1,4 +1,4 @@
-//! Stages that are chosen, beside those that could have been: by the simulator, on the masks of the benchmark.
+//! Stages that are chosen, compared with those that could have been: by the simulator, on the masks of the benchmark.
 
 use std::path::Path;
 

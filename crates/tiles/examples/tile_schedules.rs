@@ -45,7 +45,7 @@ fn statistics(mask: &Mask, config: &TileScheduleConfig) -> Result<TileStatistics
 }
 
 /// Of each shape: efficiency, share of bounded blocks, and the share of an H200's time that goes into unmasked pairs when
-/// `heads` walk the schedule. All in percent.
+/// `heads` follow the schedule. All in percent.
 fn table(direction: TileDirection, heads: usize, shapes: &[(usize, usize)]) -> Result<(), Box<dyn Error>> {
     print!("| seqlen | mask |");
     shapes.iter().for_each(|(tile_rows, block)| print!(" {tile_rows} x {block} |"));

@@ -1,4 +1,4 @@
-//! Tiles whose bands lie far enough apart to be walked one after another: counted without laying out their walks.
+//! Tiles whose bands lie far enough apart to be computed one after another: counted without laying out their runs.
 
 use counterpoint_mask::{Band, Range};
 
@@ -15,7 +15,7 @@ pub(super) struct BandsApart {
     block: u32,
 }
 
-/// What one tile walks of all the bands.
+/// What one tile reads of all the bands.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct TileApart {
     pub blocks: usize,
@@ -69,19 +69,19 @@ impl BandsApart {
         let block = i64::from(self.block);
         let (mut blocks, mut bounded, mut begin, mut end) = (0, 0, None, -block);
         for columns in &self.bands[..self.count] {
-            let walked = columns.walk(rows, self.block);
-            if walked.begin < end + block {
+            let span = columns.blocks_of(rows, self.block);
+            if span.begin < end + block {
                 return None;
             }
-            begin = begin.or(Some(walked.begin as i32));
-            (blocks, bounded, end) = (blocks + walked.blocks, bounded + walked.bounded, walked.end);
+            begin = begin.or(Some(span.begin as i32));
+            (blocks, bounded, end) = (blocks + span.blocks, bounded + span.bounded, span.end);
         }
         Some(TileApart { blocks: blocks as usize, bounded_blocks: u64::from(bounded), begin })
     }
 }
 
-/// What a tile walks of one band, the first block beginning at the first column that it sees.
-struct Walked {
+/// What a tile reads of one band, the first block beginning at the first column that it sees.
+struct BlockSpan {
     begin: i64,
     end: i64,
     blocks: u32,
@@ -91,7 +91,7 @@ struct Walked {
 impl Columns {
     /// Every row of a trimmed band sees something, so the columns that all of `rows` see are those between the last row's first and the
     /// first row's last.
-    fn walk(&self, rows: &Range, block: u32) -> Walked {
+    fn blocks_of(&self, rows: &Range, block: u32) -> BlockSpan {
         let (first, last) = (rows.start as i64, rows.end as i64 - 1);
         let (begin, end) =
             ((first + self.diag_min).max(self.start), (last + 1 + self.diag_max).min(self.end));
@@ -107,6 +107,6 @@ impl Columns {
             before = 0;
         }
         let rest = distance(end).saturating_sub((before + whole) * block).div_ceil(block);
-        Walked { begin, end, blocks: before + whole + rest, bounded: before + rest }
+        BlockSpan { begin, end, blocks: before + whole + rest, bounded: before + rest }
     }
 }

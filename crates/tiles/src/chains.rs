@@ -1,10 +1,10 @@
-//! Tiles that walk rows in common, found by union-find: what a deterministic backward orders, and what shares a cache.
+//! Tiles that read rows in common, found by union-find: what a deterministic backward orders, and what shares a cache.
 
 use std::cmp::Reverse;
 
 use super::{Tile, TileDirection, TileSchedule};
 
-/// Which tiles belong together because they walk rows in common: two that walk the same row are of one chain, and so are all
+/// Which tiles belong together because they read rows in common: two that read the same row are of one chain, and so are all
 /// that others join. Documents of a packed sequence are chains of their own; a causal mask is one.
 ///
 /// Blocks of different chains may lie across each other, but what a kernel adds there is zero for the other's rows.
@@ -20,7 +20,7 @@ impl Chains {
         let count = schedule.tiles.iter().map(|tile| tile.number + 1).max().unwrap_or(0);
         let mut joined = Self { chains: (0..count).collect() };
         let mut open: Option<(i32, u32)> = None;
-        for (start, end, number) in walked(schedule) {
+        for (start, end, number) in read_rows(schedule) {
             open = match open {
                 Some((last_end, last)) if start < last_end => {
                     joined.join(last, number);
@@ -72,41 +72,41 @@ impl Chains {
     }
 }
 
-/// Of each tile, by its number, which stretch of rows it mostly walks: stretches are what the tiles' rows in common make up, and
-/// unlike [`Chains`] they are not joined by a tile that walks two, such as one that has the end of a document and the next one's
+/// Of each tile, by its number, which segment of rows it mostly reads: segments are what the tiles' rows in common make up, and
+/// unlike [`Chains`] they are not joined by a tile that reads two, such as one that has the end of a document and the next one's
 /// beginning.
-pub(super) fn stretches_of_rows(schedule: &TileSchedule) -> Vec<u32> {
+pub(super) fn row_segments(schedule: &TileSchedule) -> Vec<u32> {
     let count = schedule.tiles.iter().map(|tile| tile.number + 1).max().unwrap_or(0);
     let mut longest = vec![(0, 0); count as usize];
-    let (mut stretch, mut stretch_end) = (0, i32::MIN);
-    for (start, end, number) in walked(schedule) {
-        if start >= stretch_end {
-            stretch += 1;
+    let (mut segment, mut segment_end) = (0, i32::MIN);
+    for (start, end, number) in read_rows(schedule) {
+        if start >= segment_end {
+            segment += 1;
         }
-        stretch_end = stretch_end.max(end);
+        segment_end = segment_end.max(end);
         let longest = &mut longest[number as usize];
         if end - start > longest.0 {
-            *longest = (end - start, stretch);
+            *longest = (end - start, segment);
         }
     }
-    longest.into_iter().map(|(_, stretch)| stretch).collect()
+    longest.into_iter().map(|(_, segment)| segment).collect()
 }
 
-/// The rows that tiles walk and see, first and end, with the tiles' numbers, sorted.
-fn walked(schedule: &TileSchedule) -> Vec<(i32, i32, u32)> {
-    let mut walked = Vec::with_capacity(schedule.runs.len());
+/// The rows that tiles read and see, first and end, with the tiles' numbers, sorted.
+fn read_rows(schedule: &TileSchedule) -> Vec<(i32, i32, u32)> {
+    let mut read_rows = Vec::with_capacity(schedule.runs.len());
     for tile in &schedule.tiles {
         for run in schedule.runs_of(tile) {
             let bounds = schedule.bounds_of(run);
             if bounds.is_empty() {
-                walked.push((run.start, run.end, tile.number));
+                read_rows.push((run.start, run.end, tile.number));
             }
-            walked.extend(bounds.iter().map(|bound| match schedule.config.direction {
+            read_rows.extend(bounds.iter().map(|bound| match schedule.config.direction {
                 TileDirection::Forward => (bound.k_start, bound.k_end, tile.number),
                 TileDirection::Backward => (bound.q_start, bound.q_end, tile.number),
             }));
         }
     }
-    walked.sort_unstable();
-    walked
+    read_rows.sort_unstable();
+    read_rows
 }

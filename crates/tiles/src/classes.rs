@@ -3,12 +3,12 @@
 use std::cmp::Reverse;
 
 use super::arrange::{Arranger, Order};
-use super::chains::stretches_of_rows;
+use super::chains::row_segments;
+use super::ctas::{TileCtas, ends_of, ends_of_alike};
 use super::list_time::{MOST_ITEMS, list_time};
-use super::takers::{TileTakers, ends_of, ends_of_alike};
 use super::{TILE_COST, Tile, TileOrder, TileSchedule, TileScheduleConfig};
 
-/// How heavy a tile may be, as a share of the heaviest's blocks, to be left for the end: the less is left, the more of a stretch is
+/// How heavy a tile may be, as a share of the heaviest's blocks, to be left for the end: the less is left, the more of a segment is
 /// handed out together.
 const LIGHT: [(u32, u32); 6] = [(0, 1), (1, 16), (1, 8), (1, 4), (3, 8), (1, 2)];
 
@@ -16,7 +16,7 @@ const LIGHT: [(u32, u32); 6] = [(0, 1), (1, 16), (1, 8), (1, 4), (3, 8), (1, 2)]
 /// balanced, and the less of what they read the tiles of a head share. Finer classes took 1.13 ms instead of 1.09 for causal documents of
 /// 8k rows at 64:8 heads (H200).
 const ALIKE: u32 = 7;
-/// By which part later all may finish for tiles of a stretch to be handed out together.
+/// By which part later all may finish for tiles of a segment to be handed out together.
 const MOST_LOSS: u64 = 100;
 
 /// In which order a queue hands out the tiles of a schedule, which are in that order.
@@ -24,7 +24,7 @@ const MOST_LOSS: u64 = 100;
 pub struct TileClasses {
     /// Where each class ends. A class is handed out head by head, before the next one.
     pub ends: Vec<u32>,
-    /// So many of the first classes are handed out by half heads.
+    /// So many of the first classes are handed out by half-heads.
     pub halved: usize,
 }
 
@@ -33,7 +33,7 @@ impl TileClasses {
         Self { ends: ends.into_iter().map(|end| end as u32).collect(), halved }
     }
 
-    /// How many tiles are handed out by half heads: the first ones.
+    /// How many tiles are handed out by half-heads: the first ones.
     pub fn halved_tiles(&self) -> u32 {
         self.halved.checked_sub(1).map_or(0, |last| self.ends[last])
     }
@@ -42,41 +42,41 @@ impl TileClasses {
 impl TileSchedule {
     /// Puts tiles in the order in which a queue hands them out, in classes, at most `most`.
     ///
-    /// Tiles that walk rows in common, such as those of a document, are classes of their own, with the heaviest tile's first:
+    /// Tiles that read rows in common, such as those of a document, are classes of their own, with the heaviest tile's first:
     /// what they read, and what a backward adds to, is then in the second level cache at a time; by work alone, a document's tiles
-    /// run whenever their length's turn comes. Light tiles of all of them come last, in classes of similar work, as many as it takes
-    /// for the `takers` to finish about as early as by work alone. All classes are of similar work where one stretch of rows would
-    /// have most of the work, or where most tiles of a stretch are about as long as its longest.
+    /// run whenever those of their length are next. Light tiles of all of them come last, in classes of similar work, as many as it takes
+    /// for the `ctas` to finish about as early as by work alone. All classes are of similar work where one segment of rows would
+    /// have most of the work, or where most tiles of a segment are about as long as its longest.
     ///
-    /// Where tiles need rows from [`arrival`](super::TileScheduleConfig::arrival) on, the takers have few of them, and the order is the
-    /// one of many that is predicted to take least: by what its classes read, by when the last taker finishes, and by who has to
-    /// wait at the beginning. Takers that share a tile of a head, half of its walks each, let both be good.
+    /// Where tiles need rows from [`arrival`](super::TileScheduleConfig::arrival) on, the CTAs have few of them, and the order is the
+    /// one of many that is predicted to take least: by what its classes read, by when the last CTA finishes, and by who has to
+    /// wait at the beginning. CTAs that share a tile of a head, half of its query heads each, let both be good.
     ///
     /// A schedule by [`TileOrder::Chains`] stays as it is, and is one class.
     ///
     /// # Panics
-    /// When there is no taker, or `most` is less than 4.
-    pub fn classes(&mut self, takers: TileTakers, most: usize) -> TileClasses {
-        assert!(most > 3, "a class of the first, of a stretch, of light tiles and of those that wait");
+    /// When there is no CTA, or `most` is less than 4.
+    pub fn classes(&mut self, ctas: TileCtas, most: usize) -> TileClasses {
+        assert!(most > 3, "a class of the first, of a segment, of light tiles and of those that wait");
         if self.config.order == TileOrder::Chains || self.tiles.is_empty() {
             return TileClasses::new(vec![self.tiles.len()], 0);
         }
         let has_waiting = self.ready_tiles < self.tiles.len();
-        let stretches = stretches_of_rows(self);
+        let segments = row_segments(self);
         let mut tiles = self.tiles.clone();
         tiles.sort_by_key(|tile| (Reverse(tile.blocks), tile.number));
-        let order = if has_waiting && tiles.len() * takers.heads <= MOST_ITEMS {
-            let takers = TileTakers { halves: takers.halves && takers.walks.is_multiple_of(2), ..takers };
-            Arranger::new(self, &tiles, &stretches, takers).arrange(most)
+        let order = if has_waiting && tiles.len() * ctas.heads <= MOST_ITEMS {
+            let ctas = TileCtas { half_heads: ctas.half_heads && ctas.head_passes.is_multiple_of(2), ..ctas };
+            Arranger::new(self, &tiles, &segments, ctas).arrange(most)
         } else {
-            let queue = Queue { stretches, config: self.config, takers };
+            let queue = Queue { segments, config: self.config, ctas };
             let most = most - usize::from(has_waiting);
             let mut ends = queue.gather(&mut tiles, most * 5 / 8);
             let light = ends.last().copied().unwrap_or(0);
             let groups = ends.len();
             ends.extend(ends_of_alike(&tiles[light..], ALIKE, most - groups).map(|end| light + end));
             if has_waiting {
-                (tiles, ends) = takers.delay(&tiles, &ends, |tile| self.waits(tile));
+                (tiles, ends) = ctas.delay(&tiles, &ends, |tile| self.waits(tile));
             }
             Order { tiles, ends, halved: 0 }
         };
@@ -89,29 +89,29 @@ impl TileSchedule {
 /// What is known of a schedule while its tiles are in another order.
 struct Queue {
     /// By [`Tile::number`].
-    stretches: Vec<u32>,
+    segments: Vec<u32>,
     config: TileScheduleConfig,
-    takers: TileTakers,
+    ctas: TileCtas,
 }
 
 impl Queue {
-    fn stretch(&self, tile: &Tile) -> u32 {
-        self.stretches[tile.number as usize]
+    fn segment(&self, tile: &Tile) -> u32 {
+        self.segments[tile.number as usize]
     }
 
-    /// Puts tiles of a stretch next to one another where that serves, and gives where each such group ends, at most `most`, of which
+    /// Puts tiles of a segment next to one another where that serves, and gives where each such group ends, at most `most`, of which
     /// the last may be several.
     fn gather(&self, tiles: &mut [Tile], most: usize) -> Vec<usize> {
-        let stretches = self.stretches.iter().max().map_or(0, |&last| last as usize + 1);
-        let (mut work, mut heaviest) = (vec![0_u64; stretches], vec![0_u32; stretches]);
+        let segments = self.segments.iter().max().map_or(0, |&last| last as usize + 1);
+        let (mut work, mut heaviest) = (vec![0_u64; segments], vec![0_u32; segments]);
         for tile in tiles.iter() {
-            let stretch = self.stretch(tile) as usize;
-            work[stretch] += u64::from(tile.blocks);
-            heaviest[stretch] = heaviest[stretch].max(tile.blocks);
+            let segment = self.segment(tile) as usize;
+            work[segment] += u64::from(tile.blocks);
+            heaviest[segment] = heaviest[segment].max(tile.blocks);
         }
         let all: u64 = work.iter().sum();
-        // By work, too, tiles of like length of a stretch are handed out together.
-        let is_alike = |tile: &&Tile| tile.blocks * 10 >= heaviest[self.stretch(tile) as usize] * 7;
+        // By work, too, tiles of like length of a segment are handed out together.
+        let is_alike = |tile: &&Tile| tile.blocks * 10 >= heaviest[self.segment(tile) as usize] * 7;
         let alike: u64 = tiles.iter().filter(is_alike).map(|tile| u64::from(tile.blocks)).sum();
         if most == 0 || all == 0 || 4 * alike > 3 * all || work.iter().any(|&one| 2 * one > all) {
             return Vec::new();
@@ -120,9 +120,9 @@ impl Queue {
         let by_work = self.time(tiles, &[]);
         for (part, of) in LIGHT {
             let place = |tile: &Tile| {
-                let stretch = self.stretch(tile);
+                let segment = self.segment(tile);
                 let is_light = tile.blocks * of <= longest * part;
-                (!is_light).then_some((heaviest[stretch as usize], Reverse(stretch)))
+                (!is_light).then_some((heaviest[segment as usize], Reverse(segment)))
             };
             let mut gathered = tiles.to_vec();
             // Along the rows in a group, stable otherwise: light tiles stay by work.
@@ -143,10 +143,10 @@ impl Queue {
         Vec::new()
     }
 
-    /// When the last taker has finished, classes up to `ends` being handed out head by head and the other tiles for all heads each;
+    /// When the last CTA has finished, classes up to `ends` being handed out head by head and the other tiles for all heads each;
     /// `None` where they are too many to try.
     fn time(&self, tiles: &[Tile], ends: &[usize]) -> Option<u64> {
-        let TileTakers { workers, heads, .. } = self.takers;
+        let TileCtas { workers, heads, .. } = self.ctas;
         if tiles.len() * heads > MOST_ITEMS {
             return None;
         }
@@ -179,13 +179,13 @@ mod tests {
         TileSchedule::new(&bands, mask.seqlen_q(), mask.seqlen_k(), &config).unwrap()
     }
 
-    fn takers(heads: usize, workers: usize) -> TileTakers {
-        TileTakers { workers, heads, walks: 1, halves: false }
+    fn ctas(heads: usize, workers: usize) -> TileCtas {
+        TileCtas { workers, heads, head_passes: 1, half_heads: false }
     }
 
-    fn time(schedule: &TileSchedule, ends: &[usize], takers: TileTakers) -> u64 {
-        let (stretches, config) = (Vec::new(), schedule.config);
-        Queue { stretches, config, takers }.time(&schedule.tiles, ends).unwrap()
+    fn time(schedule: &TileSchedule, ends: &[usize], ctas: TileCtas) -> u64 {
+        let (segments, config) = (Vec::new(), schedule.config);
+        Queue { segments, config, ctas }.time(&schedule.tiles, ends).unwrap()
     }
 
     fn ends_of_classes(classes: &TileClasses) -> Vec<usize> {
@@ -200,7 +200,7 @@ mod tests {
         for (heads, workers, most) in [(8, 132, 16), (16, 132, 5), (1, 8, 16), (3, 8, 4)] {
             let by_work = schedule(DOCUMENTS, None);
             let mut ordered = by_work.clone();
-            let ends = ends_of_classes(&ordered.classes(takers(heads, workers), most));
+            let ends = ends_of_classes(&ordered.classes(ctas(heads, workers), most));
             assert!(
                 ends.len() <= most && ends.is_sorted() && ends.last() == Some(&ordered.tiles.len()),
                 "{ends:?}"
@@ -212,8 +212,8 @@ mod tests {
             assert_eq!(numbers.len(), sorted.len());
 
             // The longest documents', each by itself; with few groups the last of them is several.
-            let stretches = stretches_of_rows(&ordered);
-            let stretch = |tile: &Tile| stretches[tile.number as usize];
+            let segments = row_segments(&ordered);
+            let segment = |tile: &Tile| segments[tile.number as usize];
             let groups = most * 5 / 8;
             let mut begin = 0;
             for &end in &ends[..groups - 1] {
@@ -221,19 +221,19 @@ mod tests {
                 if !group.is_sorted_by_key(|tile| tile.number) {
                     break;
                 }
-                assert!(group.iter().all(|tile| stretch(tile) == stretch(&group[0])));
+                assert!(group.iter().all(|tile| segment(tile) == segment(&group[0])));
                 assert!(ordered.tiles[end].blocks <= group[0].blocks);
                 begin = end;
             }
             assert!(begin > 0 || groups == 1, "{ends:?}");
             let (after, before) =
-                (time(&ordered, &ends, takers(heads, workers)), time(&by_work, &[], takers(heads, workers)));
-            assert!(after <= before + before / 20, "{after} beside {before}");
+                (time(&ordered, &ends, ctas(heads, workers)), time(&by_work, &[], ctas(heads, workers)));
+            assert!(after <= before + before / 20, "{after} compared with {before}");
         }
     }
 
     #[test]
-    fn what_is_one_stretch_stays_by_work() {
+    fn what_is_one_segment_stays_by_work() {
         for text in [
             "varlen-full:lengths=640,896,768,640,700",
             "causal:4096",
@@ -244,7 +244,7 @@ mod tests {
             let by_work = schedule(text, None);
             let mut ordered = by_work.clone();
             assert_eq!(
-                ordered.classes(takers(8, 132), 16).ends.last(),
+                ordered.classes(ctas(8, 132), 16).ends.last(),
                 Some(&(by_work.tiles.len() as u32)),
                 "{text}"
             );
@@ -259,7 +259,7 @@ mod tests {
             let whole = schedule(text, None);
             let mut ordered = schedule(text, Some(2304));
             let ready = ordered.ready_tiles();
-            let ends = ends_of_classes(&ordered.classes(takers(heads, workers), 16));
+            let ends = ends_of_classes(&ordered.classes(ctas(heads, workers), 16));
             let first = ordered.ready_tiles();
             assert!(ordered.tiles[..first].iter().all(|tile| tile.end <= 2304));
             assert!(first * heads >= workers || first == ready, "{first} of {ready}");
@@ -269,7 +269,7 @@ mod tests {
                     && ends.last() == Some(&ordered.tiles.len())
             );
             assert_eq!(ordered.tiles.len(), whole.tiles.len());
-            // Somebody who is ready comes after them, where all had waited for their turn.
+            // Somebody who is ready comes after them, where all had waited.
             assert!(first == ready || ordered.tiles[first..].iter().any(|tile| tile.end <= 2304));
         }
     }
@@ -285,12 +285,12 @@ mod tests {
             ..TileScheduleConfig::new(TileDirection::Backward, 128, 64)
         };
         let mut ordered = TileSchedule::new(&bands, 8192, 8300, &config).unwrap();
-        let takers = TileTakers { workers: 132, heads: 8, walks: 8, halves: false };
-        let (count, waiting_last) = (ordered.tiles.len(), time(&ordered, &[], takers));
+        let ctas = TileCtas { workers: 132, heads: 8, head_passes: 8, half_heads: false };
+        let (count, waiting_last) = (ordered.tiles.len(), time(&ordered, &[], ctas));
         assert_eq!(ordered.ready_tiles(), count - 1);
-        let ends = ends_of_classes(&ordered.classes(takers, 16));
+        let ends = ends_of_classes(&ordered.classes(ctas, 16));
         assert!((17..count - 1).contains(&ordered.ready_tiles()));
-        let after = time(&ordered, &ends, takers);
+        let after = time(&ordered, &ends, ctas);
         assert!(20 * after < 19 * waiting_last, "{after} {waiting_last}");
     }
 
@@ -299,7 +299,7 @@ mod tests {
         let lengths = vec!["1500"; 200].join(",");
         let mut gathered = schedule(&format!("varlen-causal:lengths={lengths}"), None);
         assert!(gathered.tiles.len() * 8 > MOST_ITEMS);
-        let ends = gathered.classes(takers(8, 132), 16).ends;
+        let ends = gathered.classes(ctas(8, 132), 16).ends;
         assert_eq!(ends[..9], std::array::from_fn::<u32, 9, _>(|group| 9 * (group as u32 + 1)));
     }
 

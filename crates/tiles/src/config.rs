@@ -9,9 +9,9 @@ use super::TileScheduleError;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum TileDirection {
-    /// Tiles own query rows and walk key rows.
+    /// Tiles own query rows and loop over key rows.
     Forward,
-    /// Tiles own key rows and walk query rows.
+    /// Tiles own key rows and loop over query rows.
     Backward,
 }
 
@@ -24,7 +24,7 @@ impl TileDirection {
         }
     }
 
-    /// `band` with the owned axis as its rows and the walked axis as its columns, or such a band turned back.
+    /// `band` with the owned axis as its rows and the inner axis as its columns, or such a band turned back.
     pub(super) fn turn(self, band: &Band) -> Band {
         match self {
             Self::Forward => *band,
@@ -43,7 +43,7 @@ impl TileDirection {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum TilePlacement {
-    /// Where the mask suggests. A block starts at the first column that is not walked yet and that some row of the tile
+    /// Where the mask suggests. A block starts at the first column that is not read yet and that some row of the tile
     /// sees, which makes the number of blocks the smallest possible. A tile ends early, at a row where a part of the mask
     /// begins or ends, when that saves work in all.
     Tight,
@@ -58,18 +58,18 @@ pub enum TilePlacement {
 pub enum TileOrder {
     /// Most blocks first, then by rows: what a queue needs so that CTAs finish together.
     Work,
-    /// As `Work`, but of tiles that walk a row in common, directly or by others, the one with the lower rows comes first: what
-    /// a backward needs whose additions to dq take turns by key tile, since whoever is waited for must have started.
+    /// As `Work`, but of tiles that read a row in common, directly or by others, the one with the lower rows comes first: what
+    /// a backward needs whose additions to dq are ordered by key tile, since whoever is waited for must have started.
     Chains,
 }
 
-/// Splitting tiles along the walked axis when they are too few to keep a device busy, or when the last ones would keep only a part
+/// Splitting tiles along the inner axis when they are too few to keep a device busy, or when the last ones would keep only a part
 /// of it busy. The parts' results are merged after.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct TileSplit {
     /// CTAs that run at a time.
     pub workers: usize,
-    /// Heads that each walk the schedule (key heads where the query heads of a key head are packed into a tile).
+    /// Heads that each follow the schedule (key heads where the query heads of a key head are packed into a tile).
     pub heads: usize,
     /// The most partial results for the sake of the last round, which is a gain of percents: none there where more would be needed. Tiles that
     /// are too few are split all the same, into some more parts than there are CTAs for at most.
@@ -94,7 +94,7 @@ pub struct TileScheduleConfig {
     pub direction: TileDirection,
     /// Most tokens that a tile owns: a CTA's rows over the heads that are packed into them.
     pub tile_rows: usize,
-    /// Tokens of a block along the walked axis.
+    /// Tokens of a block along the inner axis.
     pub block: usize,
     /// Where tiles begin.
     pub tiles: TilePlacement,

@@ -4,14 +4,14 @@ use counterpoint_mask::{Band, Range};
 
 use super::apart::{BandsApart, TileApart};
 use super::interruption::Interruption;
+use super::run_builder::{RunBuilder, RunSink};
 use super::sweep::Sweep;
-use super::walk::{RunSink, Walk};
 use super::{TileDirection, TileScheduleConfig, TileScheduleError, check_rows, fit, turned, turned_merged};
 
 /// A mask for which tiles of several sizes are counted: what costs are predicted by, without writing schedules out.
 pub struct TileCounting {
     direction: TileDirection,
-    /// Owned rows, walked columns.
+    /// Owned rows, inner columns.
     bands: Vec<Band>,
     own_rows: usize,
 }
@@ -31,7 +31,7 @@ pub struct TileCounts {
     pub alike: Vec<AlikeTiles>,
 }
 
-/// Tiles that walk as many blocks from the same column on.
+/// Tiles that loop over as many blocks from the same column on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AlikeTiles {
     /// How many of them there are.
@@ -89,7 +89,7 @@ impl TileCounting {
         self.direction
     }
 
-    /// With tiles of `tile_rows` rows that walk blocks of `block` columns.
+    /// With tiles of `tile_rows` rows that loop over blocks of `block` columns.
     pub fn counts(&self, tile_rows: usize, block: usize) -> Result<TileCounts, TileScheduleError> {
         self.counts_until(tile_rows, block, Interruption::default())
     }
@@ -106,26 +106,26 @@ impl TileCounting {
         let most = self.own_rows.div_ceil(tile_rows) + self.bands.len();
         let mut counts = TileCounts { alike: Vec::with_capacity(most), ..TileCounts::default() };
         let counted = CountedRuns { block, bounded_blocks: 0, begin: None };
-        let mut walk = Walk::new(counted, block, config.blocks, None);
+        let mut builder = RunBuilder::new(counted, block, config.blocks, None);
         let mut sweep = Sweep::new(&self.bands);
-        let mut stretches = fit::fit(&self.bands, self.own_rows, &config);
+        let mut segments = fit::fit(&self.bands, self.own_rows, &config);
         // Full tiles go on into what follows.
-        stretches.dedup_by(|next, stretch| {
-            let is_full = stretch.len().is_multiple_of(tile_rows);
+        segments.dedup_by(|next, segment| {
+            let is_full = segment.len().is_multiple_of(tile_rows);
             if is_full {
-                stretch.end = next.end;
+                segment.end = next.end;
             }
             is_full
         });
-        for stretch in stretches {
-            let mut start = stretch.start;
-            while start < stretch.end {
+        for segment in segments {
+            let mut start = segment.start;
+            while start < segment.end {
                 if interruption.has_come() {
                     return Err(TileScheduleError::Interrupted);
                 }
-                let rows = Range::new(start, (start + tile_rows).min(stretch.end));
+                let rows = Range::new(start, (start + tile_rows).min(segment.end));
                 if let Some(bands) = BandsApart::of(sweep.touching(&rows), &rows, block) {
-                    let alone_to = sweep.alone_to(bands.rows_end()).min(stretch.end);
+                    let alone_to = sweep.alone_to(bands.rows_end()).min(segment.end);
                     let before = start;
                     while start + tile_rows <= alone_to
                         && !interruption.has_come()
@@ -139,15 +139,15 @@ impl TileCounting {
                         continue;
                     }
                 }
-                (walk.sink.bounded_blocks, walk.sink.begin) = (0, None);
-                let blocks = walk.tile(&rows, sweep.touched());
-                let CountedRuns { bounded_blocks: bounded, begin, .. } = walk.sink;
-                let alike_to = sweep.alike_to(&rows).min(stretch.end);
-                let more = match alike_to == stretch.end {
+                (builder.sink.bounded_blocks, builder.sink.begin) = (0, None);
+                let blocks = builder.tile(&rows, sweep.touched());
+                let CountedRuns { bounded_blocks: bounded, begin, .. } = builder.sink;
+                let alike_to = sweep.alike_to(&rows).min(segment.end);
+                let more = match alike_to == segment.end {
                     true => (alike_to - rows.end).div_ceil(tile_rows),
                     false => (alike_to - rows.end) / tile_rows,
                 };
-                start = (rows.end + more * tile_rows).min(stretch.end);
+                start = (rows.end + more * tile_rows).min(segment.end);
                 counts.add(AlikeTiles { count: 1 + more, blocks, begin }, bounded);
             }
         }
@@ -178,9 +178,9 @@ mod tests {
     use super::*;
     use crate::TileSchedule;
 
-    /// Within one walk over the tiles of a rank, in the way that most tiles are counted and in the other.
+    /// Within one pass over the tiles of a rank, in the way that most tiles are counted and in the other.
     #[test]
-    fn a_walk_is_interrupted_where_it_is() {
+    fn a_count_is_interrupted_where_it_is() {
         const DOCUMENTS: usize = 400_000;
         let document = |at: usize, rows: usize, columns: usize| Band {
             q_range: Range::new(at * rows, (at + 1) * rows),
@@ -198,16 +198,16 @@ mod tests {
             let flag = AtomicBool::new(false);
             assert_eq!(counting.counts_until(tile_rows, 64, Interruption::by(&flag)), Ok(whole));
             thread::scope(|scope| {
-                let walk = scope.spawn(|| {
-                    let mut walks = 0;
+                let counting = scope.spawn(|| {
+                    let mut passes = 0;
                     while counting.counts_until(tile_rows, 64, Interruption::by(&flag)).is_ok() {
-                        walks += 1;
+                        passes += 1;
                     }
-                    walks
+                    passes
                 });
                 flag.store(true, Ordering::Relaxed);
                 let began = Instant::now();
-                walk.join().unwrap();
+                counting.join().unwrap();
                 assert!(began.elapsed() < Duration::from_secs(5));
             });
             let interrupted = counting.counts_until(tile_rows, 64, Interruption::by(&flag));
@@ -226,7 +226,7 @@ mod tests {
             let mut row = 0;
             let mut bands = Vec::new();
             for (rows, gap, start, columns, min, width, limits) in drawn {
-                // Several bands beside each other in the same rows, most of them rectangles.
+                // Several bands next to each other in the same rows, most of them rectangles.
                 row += if gap == 3 { 200 } else { gap };
                 let q_range = Range::new(row, row + rows);
                 let limited = if limits == 0 { (min, min + width) } else { (Band::NO_MIN, Band::NO_MAX) };

@@ -2,15 +2,15 @@
 
 use counterpoint_mask::{Band, Range};
 
+use super::run_builder::first_block;
 use super::sweep::{Sweep, piece};
-use super::walk::first_block;
 use super::{TILE_COST, TilePlacement, TileScheduleConfig};
 
-/// Stretches of fewer rows than this part of a tile have no cuts of their own: what could be saved at each is little, and
+/// Segments of fewer rows than this part of a tile have no cuts of their own: what could be saved at each is little, and
 /// looking at all of them takes time in the square of their number.
-const SHORT_STRETCH: usize = 8;
+const SHORT_SEGMENT: usize = 8;
 
-/// Stretches of rows, one after another from 0 to `rows`, each to be cut into tiles of `config.tile_rows` rows of which the last
+/// Segments of rows, one after another from 0 to `rows`, each to be cut into tiles of `config.tile_rows` rows of which the last
 /// may be short. `bands` are trimmed and ascending by row.
 ///
 /// Minimises the columns of all blocks, and [`TILE_COST`] for each tile, among tilings whose tiles are full or end at a cut (see [`stops`]).
@@ -92,7 +92,7 @@ pub(super) fn fit(bands: &[Band], rows: usize, config: &TileScheduleConfig) -> V
             add(&mut paths, Path { row: end, cost: path.cost + cost, before, at_cut });
         }
     }
-    stretches(&visited)
+    segments(&visited)
 }
 
 /// Tiles up to a row.
@@ -131,23 +131,23 @@ fn add(paths: &mut Vec<Path>, path: Path) {
 }
 
 /// The steps on the way to the row visited last.
-fn stretches(visited: &[Visited]) -> Vec<Range> {
-    let mut stretches = Vec::new();
+fn segments(visited: &[Visited]) -> Vec<Range> {
+    let mut segments = Vec::new();
     let mut step = visited.len() - 1;
     while step > 0 {
         let Visited { row: end, before } = visited[step];
-        stretches.push(Range::new(visited[before].row, end));
+        segments.push(Range::new(visited[before].row, end));
         step = before;
     }
-    stretches.reverse();
-    stretches
+    segments.reverse();
+    segments
 }
 
 /// Rows that a path must not stride over, and those of them where a tile may end early. Both ascending, and both end with
 /// `rows`.
 ///
-/// Bands begin and end at *edges*. Tiles may end there, and near the start of a long stretch between two edges where full
-/// tiles from the one or to the other end: below a diagonal the first rows of a stretch are the cheapest, so it is better
+/// Bands begin and end at *edges*. Tiles may end there, and near the start of a long segment between two edges where full
+/// tiles from the one or to the other end: below a diagonal the first rows of a segment are the cheapest, so it is better
 /// that the tile that is not full lies there than at the end.
 fn stops(bands: &[Band], rows: usize, tile_rows: usize) -> (Vec<usize>, Vec<usize>) {
     let mut edges: Vec<usize> = Vec::with_capacity(8 * bands.len() + 8);
@@ -155,7 +155,7 @@ fn stops(bands: &[Band], rows: usize, tile_rows: usize) -> (Vec<usize>, Vec<usiz
     edges.extend([0, rows]);
     edges.sort_unstable();
     edges.dedup();
-    let short = tile_rows.div_ceil(SHORT_STRETCH);
+    let short = tile_rows.div_ceil(SHORT_SEGMENT);
     let mut cuts: Vec<usize> = Vec::with_capacity(4 * edges.len());
     let mut inner = Vec::with_capacity(3 * edges.len());
     let (mut last, mut last_cut) = (0, 0);
@@ -182,14 +182,14 @@ fn stops(bands: &[Band], rows: usize, tile_rows: usize) -> (Vec<usize>, Vec<usiz
 
 /// Blocks that hold all of `columns`, ascending by first column.
 fn blocks(columns: &[Range], config: &TileScheduleConfig) -> u64 {
-    let (mut blocks, mut walked) = (0, 0);
+    let (mut blocks, mut covered) = (0, 0);
     for range in columns {
-        let first = range.start.max(walked);
+        let first = range.start.max(covered);
         if first < range.end {
             let start = first_block(first, config.block, config.blocks);
             let count = (range.end - start).div_ceil(config.block);
             blocks += count as u64;
-            walked = start + count * config.block;
+            covered = start + count * config.block;
         }
     }
     blocks
@@ -298,15 +298,15 @@ mod tests {
         blocks(&columns, config)
     }
 
-    /// The tiles of stretches.
-    fn tiles(stretches: &[Range], tile_rows: usize) -> Vec<Range> {
-        let tiles = |stretch: &Range| {
-            let end = stretch.end;
-            (stretch.start..end)
+    /// The tiles of segments.
+    fn tiles(segments: &[Range], tile_rows: usize) -> Vec<Range> {
+        let tiles = |segment: &Range| {
+            let end = segment.end;
+            (segment.start..end)
                 .step_by(tile_rows)
                 .map(move |start| Range::new(start, (start + tile_rows).min(end)))
         };
-        stretches.iter().flat_map(tiles).collect()
+        segments.iter().flat_map(tiles).collect()
     }
 
     fn cost(bands: &[Band], tiles: &[Range], config: &TileScheduleConfig) -> u64 {
@@ -421,8 +421,8 @@ mod tests {
                     let config = TileScheduleConfig::new(direction, tile_rows, block);
                     let mut bands: Vec<Band> = mask.bands().map(|band| direction.turn(&band)).collect();
                     bands.sort_unstable();
-                    let stretches = fit(&bands, mask.seqlen_q(), &config);
-                    let found = cost(&bands, &tiles(&stretches, tile_rows), &config);
+                    let segments = fit(&bands, mask.seqlen_q(), &config);
+                    let found = cost(&bands, &tiles(&segments, tile_rows), &config);
                     let least = cheapest(&bands, mask.seqlen_q(), &config, |_| true);
                     assert!(
                         found <= least + least / 100,

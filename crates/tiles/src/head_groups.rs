@@ -14,34 +14,34 @@ pub struct HeadGroups {
 }
 
 impl TileSchedule {
-    /// Groups of heads whose keys stay in a cache of `cached_columns` walked rows while the tiles of all heads together would have
+    /// Groups of heads whose keys stay in a cache of `cached_columns` inner rows while the tiles of all heads together would have
     /// to read them from memory again and again; of even size, and larger where the launch would end later by groups. For some of
-    /// the `tiles`, ordered by work, `walked_heads` heads on the walked axis that each serve `heads_per_walked`, and `workers` CTAs.
+    /// the `tiles`, ordered by work, `inner_heads` heads on the inner axis that each serve `heads_per_inner`, and `workers` CTAs.
     ///
     /// Short tiles and parts of split ones come last for all heads, which keeps the end of a launch balanced.
     pub fn head_groups(
         &self,
         tiles: &[Tile],
-        walked_heads: usize,
-        heads_per_walked: usize,
+        inner_heads: usize,
+        heads_per_inner: usize,
         cached_columns: usize,
         workers: usize,
     ) -> HeadGroups {
-        let heads = walked_heads * heads_per_walked;
+        let heads = inner_heads * heads_per_inner;
         let together = HeadGroups { tiles: 0, heads };
         let columns = |tile: &Tile| tile.blocks as usize * self.config.block;
         let longest = tiles.first().map_or(0, columns);
-        if longest * walked_heads <= cached_columns {
+        if longest * inner_heads <= cached_columns {
             return together;
         }
-        let is_long = |tile: &&Tile| columns(tile) * walked_heads > cached_columns && tile.partial < 0;
+        let is_long = |tile: &&Tile| columns(tile) * inner_heads > cached_columns && tile.partial < 0;
         let grouped = tiles.iter().take_while(is_long).count();
         if grouped == 0 {
             return together;
         }
         let groups = |width: usize| {
-            let even = walked_heads.div_ceil(walked_heads.div_ceil(width));
-            HeadGroups { tiles: grouped, heads: even * heads_per_walked }
+            let even = inner_heads.div_ceil(inner_heads.div_ceil(width));
+            HeadGroups { tiles: grouped, heads: even * heads_per_inner }
         };
         let mut width = (cached_columns / longest).max(1);
         if tiles.len() * heads > MOST_ITEMS {
@@ -50,7 +50,7 @@ impl TileSchedule {
             return if is_short { groups(width) } else { together };
         }
         let limit = self.time_by_groups(tiles, &together, heads, workers);
-        while width < walked_heads {
+        while width < inner_heads {
             let groups = groups(width);
             if self.time_by_groups(tiles, &groups, heads, workers) <= limit + limit / 200 {
                 return groups;

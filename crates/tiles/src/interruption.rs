@@ -1,8 +1,8 @@
-//! Walks over tiles that nobody waits for any more.
+//! Passes over tiles that nobody waits for any more.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Whether a walk over tiles is to end early, because nobody wants what it finds. The default never comes.
+/// Whether a pass over tiles is to end early, because nobody wants what it finds. The default never comes.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Interruption<'a>(Option<&'a AtomicBool>);
 

@@ -5,7 +5,7 @@ use bytemuck::{Pod, Zeroable};
 /// Where a bound has no limit on its diagonal: `-NO_LIMIT` below, `NO_LIMIT` above. Adding it to a row cannot overflow.
 pub const NO_LIMIT: i32 = 1 << 30;
 
-/// Rows that one CTA owns, and the runs that it walks. The same as `Tile` in `attention/tile_schedule.cuh`.
+/// Rows that one CTA owns, and the runs that it loops over. The same as `Tile` in `attention/tile_schedule.cuh`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Pod, Zeroable)]
 #[repr(C)]
 pub struct Tile {
@@ -27,7 +27,7 @@ pub struct Tile {
     pub reserved: u32,
 }
 
-/// Consecutive blocks along the walked axis that share one list of bounds. The same as `TileRun` in
+/// Consecutive blocks along the inner axis that share one list of bounds. The same as `TileRun` in
 /// `attention/tile_schedule.cuh`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Pod, Zeroable)]
 #[repr(C)]

@@ -12,6 +12,8 @@ mod classes;
 mod config;
 mod counts;
 mod coverage;
+mod ctas;
+mod dq_order;
 mod error;
 mod fit;
 pub mod gemm;
@@ -19,32 +21,30 @@ mod head_groups;
 mod interruption;
 mod layout;
 mod list_time;
+mod row_reads;
+mod run_builder;
 mod split;
 mod statistics;
 mod strips;
 mod sweep;
-mod takers;
-mod turns;
-mod walk;
-mod walked;
 
 pub use classes::TileClasses;
 pub use config::{TileDirection, TileOrder, TilePartials, TilePlacement, TileScheduleConfig, TileSplit};
 pub use counts::{AlikeTiles, TileCounting, TileCounts};
+pub use ctas::TileCtas;
+pub use dq_order::{DqOrder, TurnSpan};
 pub use error::TileScheduleError;
 pub use head_groups::HeadGroups;
 pub use interruption::Interruption;
 pub use layout::{NO_LIMIT, Tile, TileBound, TileMerge, TileRun};
 pub use statistics::TileStatistics;
-pub use takers::TileTakers;
-pub use turns::{DqTurns, TurnSpan};
 
 use counterpoint_mask::{Band, Range};
 
 use chains::Chains;
+use run_builder::{RunBuilder, WrittenRuns};
 use split::{Cut, Parts};
 use sweep::Sweep;
-use walk::{Walk, WrittenRuns};
 
 /// Most query or key rows of a schedule: sums of a row and a diagonal then fit an `i32`.
 pub const MAX_TILE_SCHEDULE_ROWS: usize = 1 << 29;
@@ -56,7 +56,7 @@ pub const MAX_TILE_SIZE: usize = 1 << 16;
 /// and storing the results take about as long as 1.25 blocks of 128.
 const TILE_COST: u64 = 160;
 
-/// A mask as attention kernels walk it: every *tile* owns rows of one axis and lists, for the other axis, the blocks in
+/// A mask as attention kernels compute it: every *tile* owns rows of one axis and lists, for the other axis, the blocks in
 /// which its rows see anything, from all bands that touch it.
 ///
 /// A kernel therefore needs no atomics in the forward, adjacent slices are one, and only blocks that an edge of the mask
@@ -67,7 +67,7 @@ const TILE_COST: u64 = 160;
 /// use counterpoint_mask::Mask;
 /// use counterpoint_tiles::{TileDirection, TileSchedule, TileScheduleConfig};
 ///
-/// // Two documents, causal; tiles of 128 query rows walk blocks of 128 keys.
+/// // Two documents, causal; tiles of 128 query rows loop over blocks of 128 keys.
 /// let mask: Mask = "varlen-causal:lengths=320,1024".parse()?;
 /// let bands: Vec<_> = mask.bands().collect();
 /// let config = TileScheduleConfig::new(TileDirection::Forward, 128, 128);
@@ -115,32 +115,32 @@ impl TileSchedule {
         let direction = config.direction;
         let turned = turned(bands, direction);
         let own_rows = direction.own_rows(q_rows, k_rows);
-        let mut stretches = match config.tiles {
+        let mut segments = match config.tiles {
             TilePlacement::Tight => fit::fit(&turned, own_rows, config),
             TilePlacement::Aligned => vec![Range::new(0, own_rows)],
         };
         if direction == TileDirection::Backward
             && let Some(arrival) = config.arrival
         {
-            stretches = cut_at(&stretches, arrival);
+            segments = cut_at(&segments, arrival);
         }
-        let count = stretches.iter().map(|stretch| stretch.len().div_ceil(config.tile_rows)).sum();
-        let walked_arrival = config.arrival.filter(|_| direction == TileDirection::Forward);
+        let count = segments.iter().map(|segment| segment.len().div_ceil(config.tile_rows)).sum();
+        let inner_arrival = config.arrival.filter(|_| direction == TileDirection::Forward);
         let written = WrittenRuns::new(direction, count);
-        let mut walk = Walk::new(written, config.block, config.blocks, walked_arrival);
+        let mut builder = RunBuilder::new(written, config.block, config.blocks, inner_arrival);
         let mut sweep = Sweep::new(&turned);
         let mut tiles = Vec::with_capacity(count);
-        for stretch in &stretches {
-            let mut start = stretch.start;
-            while start < stretch.end {
-                let rows = Range::new(start, (start + config.tile_rows).min(stretch.end));
-                let run_begin = walk.sink.runs.len() as u32;
-                let blocks = walk.tile(&rows, sweep.touching(&rows));
+        for segment in &segments {
+            let mut start = segment.start;
+            while start < segment.end {
+                let rows = Range::new(start, (start + config.tile_rows).min(segment.end));
+                let run_begin = builder.sink.runs.len() as u32;
+                let blocks = builder.tile(&rows, sweep.touching(&rows));
                 tiles.push(Tile {
                     start: rows.start as i32,
                     end: rows.end as i32,
                     run_begin,
-                    run_end: walk.sink.runs.len() as u32,
+                    run_end: builder.sink.runs.len() as u32,
                     partial: -1,
                     blocks: blocks as u32,
                     number: tiles.len() as u32,
@@ -149,7 +149,7 @@ impl TileSchedule {
                 start = rows.end;
             }
         }
-        let WrittenRuns { runs, bounds, .. } = walk.sink;
+        let WrittenRuns { runs, bounds, .. } = builder.sink;
         for (what, entries) in [("runs", runs.len()), ("bounds", bounds.len())] {
             if entries > u32::MAX as usize {
                 return Err(TileScheduleError::TooFine { what, entries, limit: u32::MAX as usize });
@@ -290,13 +290,13 @@ fn turned_merged(mut turned: Vec<Band>, direction: TileDirection) -> Vec<Band> {
     strips::recut(turned)
 }
 
-/// The stretches, one of which ends at `row`.
-fn cut_at(stretches: &[Range], row: usize) -> Vec<Range> {
-    let sides = |stretch: &Range| {
-        let cut = row.clamp(stretch.start, stretch.end);
-        [Range::new(stretch.start, cut), Range::new(cut, stretch.end)]
+/// The segments, one of which ends at `row`.
+fn cut_at(segments: &[Range], row: usize) -> Vec<Range> {
+    let sides = |segment: &Range| {
+        let cut = row.clamp(segment.start, segment.end);
+        [Range::new(segment.start, cut), Range::new(cut, segment.end)]
     };
-    stretches.iter().flat_map(sides).filter(|side| !side.is_empty()).collect()
+    segments.iter().flat_map(sides).filter(|side| !side.is_empty()).collect()
 }
 
 fn check_rows(bands: &[Band], q_rows: usize, k_rows: usize) -> Result<(), TileScheduleError> {

@@ -1,4 +1,4 @@
-//! Splitting tiles along the walked axis.
+//! Splitting tiles along the inner axis.
 
 use super::list_time::list_time;
 use super::{TILE_COST, Tile, TileBound, TileMerge, TilePartials, TileRun, TileSplit};

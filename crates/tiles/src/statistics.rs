@@ -14,7 +14,7 @@ pub struct TileStatistics {
     pub idle_tiles: usize,
     /// Blocks of the tile that has most.
     pub longest_tile: usize,
-    /// Blocks walked by all tiles.
+    /// Blocks of all tiles.
     pub blocks: u64,
     /// Those of them that bounds are tested for.
     pub bounded_blocks: u64,

@@ -1,16 +1,16 @@
-//! Rectangles of which many lie beside each other, cut anew into strips of rows. A staircase of columns, each of which is seen from its own row
-//! on, is as many rectangles in its last rows as it has steps, and every tile there would look at all of them: quadratic in the steps. In
-//! strips of rows it is one rectangle at each step.
+//! Rectangles of which many lie next to each other, cut anew into strips of rows. A staircase of columns, each of which is seen from its
+//! own row on, is as many rectangles in its last rows as it has steps, and every tile there would look at all of them: quadratic in the
+//! steps. In strips of rows it is one rectangle at each step.
 
 use std::collections::BTreeMap;
 
 use counterpoint_mask::{Band, Range};
 
-/// Rectangles that rows may have beside each other before they are cut anew: what tiles of usual masks look at stays as it is cut.
+/// Rectangles that rows may have next to each other before they are cut anew: what tiles of usual masks look at stays as it is cut.
 const MOST: usize = 64;
 
 /// The same pairs, sorted. Where more than [`MOST`] rectangles share a row all rectangles are cut into strips: no more than six for each, and in
-/// each row as few as there are stretches of columns that it sees in rectangles. Takes `O(n log n)`.
+/// each row as few as there are spans of columns that it sees in rectangles. Takes `O(n log n)`.
 pub(super) fn recut(bands: Vec<Band>) -> Vec<Band> {
     if bands.len() <= MOST || most_at_once(&bands) <= MOST {
         return bands;
@@ -42,9 +42,9 @@ fn most_at_once(bands: &[Band]) -> usize {
     most
 }
 
-/// A stretch of columns that all rows since one see.
+/// A span of columns that all rows since one see.
 #[derive(Clone, Copy)]
-struct Stretch {
+struct ColumnSpan {
     columns: Range,
     since: usize,
 }
@@ -59,40 +59,40 @@ fn strips(rectangles: &[Band]) -> Option<Vec<Band>> {
     events.sort_unstable();
     let mut strips = Vec::with_capacity(2 * rectangles.len());
     // By first column.
-    let mut open: BTreeMap<usize, Stretch> = BTreeMap::new();
+    let mut open: BTreeMap<usize, ColumnSpan> = BTreeMap::new();
     for (row, begins, columns) in events {
-        let mut end = |stretch: &Stretch| {
-            if stretch.since < row {
-                strips.push(Band::full(Range::new(stretch.since, row), stretch.columns));
+        let mut end = |span: &ColumnSpan| {
+            if span.since < row {
+                strips.push(Band::full(Range::new(span.since, row), span.columns));
             }
         };
-        let before = open.range(..=columns.start).next_back().map(|(_, stretch)| *stretch);
+        let before = open.range(..=columns.start).next_back().map(|(_, span)| *span);
         if begins {
-            let after = open.range(columns.start..).next().map(|(_, stretch)| *stretch);
-            if before.is_some_and(|stretch| stretch.columns.end > columns.start)
-                || after.is_some_and(|stretch| stretch.columns.start < columns.end)
+            let after = open.range(columns.start..).next().map(|(_, span)| *span);
+            if before.is_some_and(|span| span.columns.end > columns.start)
+                || after.is_some_and(|span| span.columns.start < columns.end)
             {
                 return None;
             }
             let mut whole = columns;
-            if let Some(left) = before.filter(|stretch| stretch.columns.end == columns.start) {
+            if let Some(left) = before.filter(|span| span.columns.end == columns.start) {
                 end(&left);
                 open.remove(&left.columns.start);
                 whole.start = left.columns.start;
             }
-            if let Some(right) = after.filter(|stretch| stretch.columns.start == columns.end) {
+            if let Some(right) = after.filter(|span| span.columns.start == columns.end) {
                 end(&right);
                 open.remove(&right.columns.start);
                 whole.end = right.columns.end;
             }
-            open.insert(whole.start, Stretch { columns: whole, since: row });
+            open.insert(whole.start, ColumnSpan { columns: whole, since: row });
         } else {
-            let around = before.filter(|stretch| stretch.columns.end >= columns.end)?;
+            let around = before.filter(|span| span.columns.end >= columns.end)?;
             end(&around);
             open.remove(&around.columns.start);
             for (start, stop) in [(around.columns.start, columns.start), (columns.end, around.columns.end)] {
                 if start < stop {
-                    open.insert(start, Stretch { columns: Range::new(start, stop), since: row });
+                    open.insert(start, ColumnSpan { columns: Range::new(start, stop), since: row });
                 }
             }
         }
@@ -149,10 +149,10 @@ mod tests {
                 }
             }
             let of_row = |row: usize| cut.iter().filter(|band| band.q_range.start <= row && row < band.q_range.end).count();
-            let stretches = |row: usize| (0..2 * heights.len()).filter(|&column| sees(&bands, row, column) > 0 && (column == 0 || sees(&bands, row, column - 1) == 0)).count();
+            let spans = |row: usize| (0..2 * heights.len()).filter(|&column| sees(&bands, row, column) > 0 && (column == 0 || sees(&bands, row, column - 1) == 0)).count();
             if most_at_once(&bands) > MOST {
                 for row in 0..30 {
-                    prop_assert_eq!(of_row(row), stretches(row));
+                    prop_assert_eq!(of_row(row), spans(row));
                 }
             }
         }

@@ -83,7 +83,7 @@ struct Calls {
     products: usize,
     /// Each group collective.
     collectives: usize,
-    /// Rounds beside kernels of another library.
+    /// Rounds with kernels of another library.
     neighbours: usize,
 }
 
@@ -177,7 +177,7 @@ impl Examiner {
             Group::Neighbours => Ok(selftest_neighbours(over_gpus(Nvlink)?.machine(), calls.neighbours)?),
             Group::Signals => Ok(selftest_signals(over_gpus(Nvlink)?.machine().devices(), calls.signals)?),
             Group::ProcessBits => self.processes(|bench| bench.bits(extent)),
-            Group::ProcessCrossing => self.processes(Bench::crossing),
+            Group::ProcessNodes => self.processes(Bench::inter_node),
             Group::ProcessLayers => self.processes(Bench::layers),
             Group::ProcessDisagreement => self.processes(Bench::disagreement),
             Group::ProcessDeaths => self.processes(Bench::deaths),

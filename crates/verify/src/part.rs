@@ -51,7 +51,7 @@ const MOST_SHARES: usize = 10;
 const NOTHING: usize = 0;
 /// What mostly waits, or keeps the host busier than the GPU.
 const LIGHT: usize = 1;
-/// What keeps a GPU busy by turns.
+/// What keeps a GPU busy at times.
 const USUAL: usize = 2;
 /// Several processes, whose kernels wait for each other.
 const JOBS: usize = 3;
@@ -60,7 +60,7 @@ const JOBS: usize = 3;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Machine {
     pub(super) gpus: usize,
-    /// Whether its first GPU has kernels of its own beside the portable ones.
+    /// Whether its first GPU has kernels of its own besides the portable ones.
     pub(super) hopper: bool,
     pub(super) cores: usize,
 }
@@ -148,7 +148,7 @@ fn on_gpus(machine: Machine, extent: Extent, parts: &mut Vec<Part>) {
     // Compilers keep all cores busy meanwhile and GPUs idle, but for loading what is compiled.
     add(&[G::Kernels], Place::AnyGpu(NOTHING), When::AtOnce, 1, full);
     add(&[G::PortableKernels], Place::AnyGpu(NOTHING), When::AtOnce, 1, full && hopper);
-    // Kernels that wait for each other by the million are held up by everyone else's turns, and hold up everyone else.
+    // Kernels that wait for each other by the million are held up by everything else that runs, and hold up everyone else.
     let alone = Place::AllGpus(SLOTS);
     add(&[G::Barriers, G::Signals], alone, When::AtOnce, 1, hopper);
     let travelling = [G::Fused, G::NvlinkSignalled, G::CopyEngineSignalled];
@@ -163,11 +163,11 @@ fn on_gpus(machine: Machine, extent: Extent, parts: &mut Vec<Part>) {
     add(&[G::ProcessLayers], jobs, When::AtOnce, 1, true);
     add(&[G::NcclFaults], light, When::AtOnce, if full { 4 } else { 1 }, several);
     let attention: &[_] = if hopper { &[G::Attention, G::PortableAttention] } else { &[G::Attention] };
-    // What wants all GPUs finds no room once shares of attention take turns on each of them.
+    // What wants all GPUs finds no room once shares of attention run on each of them.
     add(&[G::NcclLinear], light, When::Compiled, 2, several);
     add(&[G::NcclSignalled], light, When::Compiled, 1, several && hopper);
     add(attention, any, When::Compiled, shares, true);
-    add(&[G::ProcessCrossing], jobs, When::AtOnce, 1, several);
+    add(&[G::ProcessNodes], jobs, When::AtOnce, 1, several);
     add(&[G::NvlinkFaults], light, When::AtOnce, if full { 2 } else { 1 }, true);
     add(&[G::CopyEngineFaults], light, When::AtOnce, if full { 2 } else { 1 }, true);
     add(&[G::NcclCollectives], light, When::Compiled, 1, several);
@@ -189,7 +189,7 @@ fn on_gpus(machine: Machine, extent: Extent, parts: &mut Vec<Part>) {
     add(&[G::Neighbours], everywhere, When::Compiled, 1, true);
     // It needs no memory, and the others leave it the first GPU's.
     add(&[G::CompiledKernels], Place::AnyGpu(NOTHING), When::Last, 1, true);
-    // Beside fifty processes that begin and end a rank of NCCL took longer to say so than its limit, by itself not (docs/limits.md).
+    // Among fifty processes that begin and end, a rank of NCCL took longer to say so than its limit, by itself not (docs/limits.md).
     add(&[G::ProcessStops], everywhere, When::Last, 1, true);
     // They use up all memory.
     add(&[G::ProcessMemory], alone, When::Last, 1, several);
@@ -215,10 +215,10 @@ mod tests {
                 let of_group: Vec<Share> =
                     parts.iter().filter(|part| part.groups.contains(&group)).map(|part| part.share).collect();
                 for case in 0..100 {
-                    let takers = of_group.iter().filter(|share| share.takes(case)).count();
-                    assert!(takers <= 1, "{group} {case}: {takers}");
+                    let ranks_with_it = of_group.iter().filter(|share| share.takes(case)).count();
+                    assert!(ranks_with_it <= 1, "{group} {case}: {ranks_with_it}");
                     let left_out = of_group.is_empty();
-                    assert!(takers == 1 || left_out, "{group} {case}");
+                    assert!(ranks_with_it == 1 || left_out, "{group} {case}");
                 }
                 if gpus > 1 && extent == Extent::Full && group != Group::Hostile {
                     assert!(!of_group.is_empty(), "{group}");

@@ -12,7 +12,7 @@ use counterpoint_cuda::{CudaError, Device, DeviceBuffer};
 use counterpoint_reference::selftest::{Extent, SelfCheck};
 
 use super::cannot_begin::CannotBegin;
-use super::crossing;
+use super::inter_node;
 use super::job::{Gpus, Job, ProcessEnd, how, start};
 
 /// What every rank is given where bits are compared.
@@ -93,7 +93,7 @@ impl Bench {
         if self.gpus > 1 { &["nvlink", "copy-engine", "nccl"] } else { &["nvlink", "copy-engine"] }
     }
 
-    /// Results of processes beside those of threads.
+    /// Results of processes compared with those of threads.
     pub(super) fn bits(&self, extent: Extent) -> Vec<SelfCheck> {
         let mut cases: Vec<(usize, usize, &str, Gpus)> =
             self.transports().iter().map(|transport| (2, 1, *transport, Gpus::All)).collect();
@@ -162,12 +162,12 @@ impl Bench {
     }
 
     /// What crosses between nodes.
-    pub(super) fn crossing(&self) -> Vec<SelfCheck> {
-        let lines = vec![crossing::LINE.to_owned(); crossing::RANKS];
-        let ended = start(self.folder.path(), "crossing", &lines, Gpus::All)
-            .map(|job| job.end(&(0..crossing::RANKS).collect::<Vec<_>>(), self.patient(LONG)));
+    pub(super) fn inter_node(&self) -> Vec<SelfCheck> {
+        let lines = vec![inter_node::LINE.to_owned(); inter_node::RANKS];
+        let ended = start(self.folder.path(), "inter-node", &lines, Gpus::All)
+            .map(|job| job.end(&(0..inter_node::RANKS).collect::<Vec<_>>(), self.patient(LONG)));
         match ended {
-            Ok(ended) => crossing::checks(&ended[0]),
+            Ok(ended) => inter_node::checks(&ended[0]),
             Err(error) => vec![SelfCheck::failed("a job".to_owned(), 0, error.to_string())],
         }
     }

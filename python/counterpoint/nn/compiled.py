@@ -41,7 +41,7 @@ def _product_backward(
         dweights, dbiases = written(own, key, tensors | {"x": x}, read)
         return [dx, *dweights, *dbiases]
     own.call(key, "backward", tensors)
-    # The engine sums a bias beside the gradient of its weight.
+    # The engine sums a bias together with the gradient of its weight.
     return [dx, *(dy.sum(0) for dy in dys if bias)]
 
 

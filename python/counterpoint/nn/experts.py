@@ -49,7 +49,7 @@ class ExpertLayer(torch.nn.Module):
     gave, zeros where it has none. Activations between the two, biases and gates are the caller's: `sources(routing)` says
     which token and which expert each row is.
 
-    `experts` counts those of all ranks, of which each rank has an equal stretch; `weight` is `[experts here, out_features,
+    `experts` counts those of all ranks, of which each rank has an equal range; `weight` is `[experts here, out_features,
     in_features]`. `routing` is a `counterpoint.Routing`, given for every call and the same on all ranks. Communication runs under
     the products in groups of tokens; `overlap` names an overlap policy, and "auto" is the one that `counterpoint tune moe` has
     found fastest for as many tokens and rows on this machine (`Group(tuned=)`), or else is predicted to end first, with the first

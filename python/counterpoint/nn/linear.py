@@ -139,7 +139,7 @@ class _ParallelLinear(torch.nn.Module):
             self.weight.copy_(torch.cat(pieces, dim))
 
     def _product(self, x: torch.Tensor, weight: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The product with its bias, or the bias beside it."""
+        """The product with its bias, or the bias apart."""
         weight = self.weight if weight is None else weight
         if weight is None:
             raise RuntimeError("weight was not supplied to forward, and skip_weight_param_allocation is True")
@@ -164,7 +164,7 @@ class _ParallelLinear(torch.nn.Module):
         self._layer.backward_dw()
 
     def get_extra_state(self) -> None:
-        """None: there is no state beside parameters."""
+        """None: there is no state besides parameters."""
         return None
 
     def set_extra_state(self, state: Any) -> None:

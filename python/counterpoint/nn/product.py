@@ -248,7 +248,7 @@ class Product(torch.autograd.Function):
         if gradient == "frozen":
             layer.call(ctx.key, "backward", tensors)
             if has_bias:
-                # The engine sums a bias beside the gradient of its weight.
+                # The engine sums a bias together with the gradient of its weight.
                 needed = ctx.needs_input_grad[2 + len(weights) :]
                 dbiases = [dy.sum(0) if needs else None for dy, needs in zip(dys, needed, strict=True)]
             return dx, None, *dweights, *dbiases

@@ -8,10 +8,10 @@
 #   bench[=PARTS]     python/benches/attention.py: all of it, or of host,rates,fresh,masks
 # With two and more, a rank each under torchrun, in about 5 minutes together:
 #   ranks             tests of ranks with GPUs of their own
-#   long[=COUNT]      masks that come and go, calls beside NCCL's collectives, COUNT (10,000) of each; ranks that are killed
+#   long[=COUNT]      masks that come and go, calls concurrently with NCCL's collectives, COUNT (10,000) of each; ranks that are killed
 #   training[=STEPS]  python/benches/training.py: loss curves of all ways to share a small Llama out
-#   cp[=OPTIONS]      python/benches/context_parallel.py, beside the command line and PyTorch's ways; such as cp=--tokens=8192
-#   tp                python/benches/tensor_parallel.py, beside Megatron's way and async-TP
+#   cp[=OPTIONS]      python/benches/context_parallel.py, compared with the command line and PyTorch's ways; such as cp=--tokens=8192
+#   tp                python/benches/tensor_parallel.py, compared with Megatron's way and async-TP
 #   fresh             python/benches/fresh_masks.py, fresh_routings.py: what a mask or a routing costs that nobody has seen
 #
 # The machine needs python3 with PyTorch and pytest, `training` transformers too; nothing is built or fetched. What fails or takes too long

@@ -153,7 +153,7 @@ def test_what_cannot_be_updated_is_refused_and_the_graph_is_as_before() -> None:
 
 
 def test_a_thousand_masks_through_one_graph() -> None:
-    """Memory stays as it is, and an update costs the host little beside what a step does."""
+    """Memory stays as it is, and an update costs the host little compared with what a step does."""
     group = cp.LocalGroup(1, device=DEVICE)
     tokens, layers = 4096, 8
     generator = random.Random(11)

@@ -1,4 +1,4 @@
-"""Long runs of groups on GPUs, a process a rank: thousands of masks, NCCL's collectives beside calls, ranks that are killed."""
+"""Long runs of groups on GPUs, a process a rank: thousands of masks, NCCL's collectives during calls, ranks that are killed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from gpu_ranks import run  # noqa: E402
 from long_runs import LIMIT, grown  # noqa: E402
 
-# Masks, and rounds beside another library: `run.sh long` has 10,000.
+# Masks, and rounds with another library: `run.sh long` has 10,000.
 COUNT = int(os.environ.get("LONG_RUN_COUNT", "200"))
 # Seconds of one run.
 LONG = 400.0
@@ -58,7 +58,7 @@ def test_masks_come_and_go_and_nothing_grows(size: int) -> None:
 
 @several
 @pytest.mark.parametrize("size", sizes())
-def test_attention_beside_nccl(size: int) -> None:
+def test_attention_with_nccl(size: int) -> None:
     for result in results(size, f"attention_beside_collectives(rank, 'cuda', {COUNT}, 1200)", "nccl"):
         assert result == {"rounds": COUNT, "unlike": 0, "wrong": 0}
 
@@ -66,7 +66,7 @@ def test_attention_beside_nccl(size: int) -> None:
 @several
 @pytest.mark.parametrize("size", sizes())
 @pytest.mark.parametrize("overlap", ["fused", "concurrent"])
-def test_layers_beside_nccl(size: int, overlap: str) -> None:
+def test_layers_with_nccl(size: int, overlap: str) -> None:
     for result in results(size, f"layers_beside_collectives(rank, 'cuda', {COUNT}, {overlap!r})", "nccl"):
         assert result == {"rounds": COUNT, "unlike": 0, "wrong": 0}
 

@@ -1,4 +1,4 @@
-"""Ranks with GPUs of their own: beside NCCL's collectives, with every allocator, in several groups, when one fails or dies."""
+"""Ranks with GPUs of their own: with NCCL's collectives, with every allocator, in several groups, when one fails or dies."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def beside_collectives(rank: int, size: int, device: str, empties: bool) -> None
 
 
 def in_groups(rank: int, size: int, device: str) -> None:
-    """Steps of two groups, each a dimension of a mesh: enqueued in turns, compared when all are."""
+    """Steps of two groups, each a dimension of a mesh: enqueued alternately, compared when all are."""
     joined(rank, device, "gloo")
     mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("dp", "cp"))
     groups = [cp.Group(mesh[name], device=device, limit=LIMIT) for name in ("dp", "cp")]

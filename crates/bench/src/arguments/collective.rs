@@ -6,7 +6,7 @@ use clap::{Args, ValueEnum};
 use counterpoint_console::arguments::value;
 use counterpoint_cuda::TransportKind;
 
-/// Time moving rows between GPUs, each transport beside NCCL's all-to-all with the passes that it needs
+/// Time moving rows between GPUs, each transport compared with NCCL's all-to-all with the passes that it needs
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Flags and columns are those of nccl-tests; size is what each rank sends (and

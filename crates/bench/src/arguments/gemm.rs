@@ -6,7 +6,7 @@ use counterpoint_cost::ProblemSize;
 
 use super::kernels::{BenchDType, BenchKernels};
 
-/// Time matrix products on a GPU beside cuBLASLt
+/// Time matrix products on a GPU compared with cuBLASLt
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Without --shapes it takes the linear layers of Llama-3 70B and GPT-3 with 128 to

@@ -10,11 +10,11 @@ use counterpoint_plan::GemmCollective;
 
 use super::kernels::BenchDType;
 
-/// Time matrix products with their collective: each overlap policy, on GPUs beside cuBLASLt and NCCL one after the other
+/// Time matrix products with their collective: each overlap policy, on GPUs compared with cuBLASLt and NCCL one after the other
 #[derive(Debug, Args)]
 #[command(after_help = "\
 m, n and k are those of the product that each rank computes. Before a
-reduce-scatter or an all-reduce every rank has a share of each element; under
+reduce-scatter or an all-reduce every rank has a partial sum of each element; under
 all-gather each has m / ranks rows of the first operand.
 
 Every row is checked against f64 on a sample of its elements, and bit by bit

@@ -97,7 +97,7 @@ pub struct BenchFreshMasksArguments {
     pub(crate) json: bool,
 }
 
-/// Time attention kernels: on the CPU against its matmul rate, on a GPU beside cuDNN and PyTorch's flash backend
+/// Time attention kernels: on the CPU against its matmul rate, on a GPU compared with cuDNN and PyTorch's flash backend
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Every row is checked against the f64 reference (on a GPU on a sample of rows

@@ -14,7 +14,7 @@ use super::{BenchTpPass, GradientArgument};
 #[command(after_help = "\
 A dispatch sends tokens to the experts that they chose and multiplies them there,
 HIDDEN to INNER features; a combine multiplies, INNER to HIDDEN, and brings the
-sums of a token's experts home. Every token chooses different experts at random;
+sums of a token's experts back. Every token chooses different experts at random;
 with --skew some are more popular than others.
 
 Every pass first runs with nothing side by side, in one group. `of longer` is a
@@ -39,7 +39,7 @@ pub struct BenchMoeArguments {
 #[command(after_help = "\
 Passes of the layers that `bench moe` times run under every overlap policy that runs
 on these ranks, or those that --overlap names, in the groups that are predicted to be
-fastest: --trials of them, interleaved, beside the same without overlap. Results are
+fastest: --trials of them, interleaved, compared with the same without overlap. Results are
 compared with f64, and their bits with those of the sequential run; a wrong one ends
 the command, and the exit status is 1.
 
@@ -152,7 +152,7 @@ pub(crate) struct MoeLayersArguments {
 pub(crate) enum BenchMoeKind {
     /// To the experts
     Dispatch,
-    /// Home from them
+    /// Back from them
     Combine,
 }
 

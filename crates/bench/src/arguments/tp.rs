@@ -40,8 +40,8 @@ over this; the additions of their gradients of the input are not in it.
 
 --peers wants a python3 with PyTorch and GPUs, and times torch.mm with NCCL's
 collectives as Megatron-LM does, and PyTorch's fused operators, in processes with
-CUDA_DEVICE_MAX_CONNECTIONS unset, 1 and 32, whose runs take turns with ours. With
---connections, ours have those beside them that were given the same number.
+CUDA_DEVICE_MAX_CONNECTIONS unset, 1 and 32, whose runs are interleaved with ours. With
+--connections, ours are shown with those that were given the same number.
 
 Examples:
   counterpoint bench tp
@@ -127,8 +127,8 @@ pub struct BenchTpArguments {
     #[arg(long, conflicts_with_all = ["peers", "connections"])]
     pub(crate) rms_norm: bool,
 
-    /// So many column-parallel layers of one input, such as q, k and v, which share its gather and the sum of its gradient, beside as many
-    /// that share nothing
+    /// So many column-parallel layers of one input, such as q, k and v, which share its gather and the sum of its gradient, compared with
+    /// as many that share nothing
     #[arg(long, value_name = "LAYERS", value_parser = clap::value_parser!(u32).range(2..=16), conflicts_with_all = ["kinds", "groups", "rms_norm", "peers", "connections", "trace"], allow_hyphen_values = true)]
     pub(crate) shared_input: Option<u32>,
 

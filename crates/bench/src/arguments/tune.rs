@@ -71,7 +71,7 @@ product is cut into waves, and some waves in a row are a group: multiplied toget
 and on their variant together. `exhaustive` measures every sequence of groups,
 2^(waves - 1) of them; `predictive` measures products and collectives of some sizes
 and computes the best sequence from these; `both` does both and compares. What is
-found is measured beside the same without overlap, which is kept too. A sample of every result is checked; a wrong one ends the command,
+found is measured against the same without overlap, which is kept too. A sample of every result is checked; a wrong one ends the command,
 and the exit status is 1. Several products end with a summary: on how many of them
 the predicted sequence is as good as the best of all, and what searches took.
 
@@ -95,7 +95,7 @@ pub struct TuneGemmArguments {
     #[arg(long, value_name = "N", value_parser = value::size, required_unless_present = "shapes", allow_hyphen_values = true)]
     pub(crate) n: Option<usize>,
 
-    /// Terms of every sum, of all ranks
+    /// K, the summands of each element, over all ranks
     #[arg(long, value_name = "N", value_parser = value::size, required_unless_present = "shapes", allow_hyphen_values = true)]
     pub(crate) k: Option<usize>,
 

@@ -21,7 +21,7 @@ const RANKS: usize = 2;
 /// Remote stages of each pass.
 const STAGES: usize = 4;
 /// What a run that hides all it can may take, over the longer of computation and communication. The first stage's
-/// communication and the last one's computation have little beside them.
+/// communication and the last one's computation have little to overlap with.
 const OF_LONGER: f64 = 1.25;
 /// Communication is not made shorter than this, or waking threads up would be most of it.
 const SHORTEST: f64 = 0.02;
@@ -106,7 +106,7 @@ impl Case {
         Ok(Self { name, plan, mask, spec, inputs })
     }
 
-    /// The row of one pass under one policy, beside the same pass run sequentially.
+    /// The row of one pass under one policy, compared with the same pass run sequentially.
     fn add_row(
         &self,
         section: &mut Section,
@@ -203,7 +203,7 @@ fn fastest(samples: &[f64]) -> f64 {
     Statistics::of(samples).map_or(f64::NAN, |statistics| statistics.min)
 }
 
-/// The fastest total beside what computation and communication take one after the other.
+/// The fastest total compared with what computation and communication take one after the other.
 struct Proof {
     total: f64,
     compute: f64,

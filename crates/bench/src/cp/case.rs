@@ -26,9 +26,9 @@ use super::hiding::Hiding;
 use super::peers::{self, PeerResult};
 use super::{Bench, SAMPLED_KEYS, SAMPLED_ROWS, WARM_UPS};
 use crate::attention::{BACKWARD, FORWARD, shape_text, verified};
+use crate::interleaved::run_order;
 use crate::masks;
 use crate::pytorch::Peers;
-use crate::turns::turns;
 
 /// The last run of a row.
 pub(super) struct Traced {
@@ -71,7 +71,7 @@ pub(super) struct Variant<'a> {
     /// Several where each GPU does the same by itself, none in a process that has no part in it.
     runs: Vec<Box<dyn AttentionRuns + 'a>>,
     times: RanksRun,
-    crossing: Option<Crossing>,
+    inter_node: Option<InterNodeBytes>,
 }
 
 impl Variant<'_> {
@@ -114,9 +114,10 @@ impl<'a> Bench<'a> {
         };
         let ranks = self.ranks;
         let runs = ranks.prepare(&solution.plan, &self.spec, &self.inputs, &run_config).map_err(ended)?;
-        let crossing = (topology.nodes() > 1).then(|| {
-            let planned = predicted.forward_crossing_bytes + predicted.backward_crossing_bytes.unwrap_or(0);
-            Crossing { planned, counted: Some(0) }
+        let inter_node = (topology.nodes() > 1).then(|| {
+            let planned =
+                predicted.forward_inter_node_bytes + predicted.backward_inter_node_bytes.unwrap_or(0);
+            InterNodeBytes { planned, counted: Some(0) }
         });
         let times = RanksRun::of_outputs(Vec::new());
         Ok(Variant {
@@ -129,7 +130,7 @@ impl<'a> Bench<'a> {
             predicted,
             runs,
             times,
-            crossing,
+            inter_node,
         })
     }
 
@@ -142,10 +143,10 @@ impl<'a> Bench<'a> {
     ) -> Result<(), CliError> {
         let of_peers = peers::of_pass(peers, pass);
         for round in 0..WARM_UPS + self.arguments.iterations as usize {
-            for turn in turns(round, variants.len() + of_peers.len()) {
-                match variants.get_mut(turn) {
+            for next in run_order(round, variants.len() + of_peers.len()) {
+                match variants.get_mut(next) {
                     Some(variant) => self.run_once(pass, round, variant)?,
-                    None => peers.run(of_peers[turn - variants.len()], round >= WARM_UPS),
+                    None => peers.run(of_peers[next - variants.len()], round >= WARM_UPS),
                 }
             }
         }
@@ -153,7 +154,7 @@ impl<'a> Bench<'a> {
     }
 
     fn run_once(&self, pass: Pass, round: usize, variant: &mut Variant<'_>) -> Result<(), CliError> {
-        let Variant { runs, times, crossing, .. } = variant;
+        let Variant { runs, times, inter_node, .. } = variant;
         // Time stamps of operations hold up others.
         let taken = if round < WARM_UPS { RunTimes::Operations } else { RunTimes::Whole };
         runs.iter_mut().for_each(|runs| runs.set_timing(taken));
@@ -167,9 +168,9 @@ impl<'a> Bench<'a> {
             }
         };
         let Some(timeline) = slowest else { return Ok(()) };
-        if let Some(crossing) = crossing.as_mut().filter(|_| round == 0) {
+        if let Some(inter_node) = inter_node.as_mut().filter(|_| round == 0) {
             let sent = self.ranks.crossed_since(before)?;
-            crossing.counted = crossing.counted.zip(sent).map(|(counted, sent)| counted + sent);
+            inter_node.counted = inter_node.counted.zip(sent).map(|(counted, sent)| counted + sent);
         }
         let RanksRun { forward, backward, forward_seconds, backward_seconds, .. } = times;
         let seconds = if pass == Pass::Forward { forward_seconds } else { backward_seconds };
@@ -193,7 +194,7 @@ impl<'a> Bench<'a> {
             predicted,
             runs,
             times,
-            crossing,
+            inter_node,
         } = variant;
         // What each GPU found by itself is the same.
         let Some(runs) = runs.into_iter().next() else { return Ok(None) };
@@ -212,7 +213,7 @@ impl<'a> Bench<'a> {
             is_asked,
             policies,
             hiding: [None; 2],
-            crossing,
+            inter_node,
             solution,
             predicted,
             run,
@@ -222,7 +223,7 @@ impl<'a> Bench<'a> {
 }
 
 /// Bytes that cross between nodes in a forward and a backward, all ranks together.
-struct Crossing {
+struct InterNodeBytes {
     /// By the Programs.
     planned: u64,
     /// Those that were sent, where the transport counts them.
@@ -235,7 +236,7 @@ const PASSES: [Pass; 2] = [Pass::Forward, Pass::ForwardBackward];
 pub(super) struct Case {
     area: u64,
     cp_size: usize,
-    /// Key rows that all ranks receive, beside other variants to distribute attention.
+    /// Key rows that all ranks receive, compared with other variants to distribute attention.
     traffic: TrafficBounds,
     exchange: Exchange,
     asked: PassOverlaps,
@@ -244,7 +245,7 @@ pub(super) struct Case {
     /// What is hidden of the forward and of the backward, judged by the same with nothing side by side.
     hiding: [Option<Hiding>; 2],
     /// Between several nodes.
-    crossing: Option<Crossing>,
+    inter_node: Option<InterNodeBytes>,
     solution: Solution,
     predicted: AttentionPrediction,
     run: AttentionRun,
@@ -252,7 +253,7 @@ pub(super) struct Case {
 }
 
 impl Case {
-    /// The row of one pass, where it ran; beside the same on one rank.
+    /// The row of one pass, where it ran; compared with the same on one rank.
     pub(super) fn row(
         &self,
         bench: &Bench<'_>,
@@ -308,8 +309,8 @@ impl Case {
             "stages": stages.len() - 1,
             "nodes": bench.topology.nodes(),
             "exchange": masks::value_name(&self.exchange),
-            "planned_crossing_bytes": self.crossing.as_ref().map(|crossing| crossing.planned),
-            "counted_crossing_bytes": self.crossing.as_ref().and_then(|crossing| crossing.counted),
+            "planned_crossing_bytes": self.inter_node.as_ref().map(|inter_node| inter_node.planned),
+            "counted_crossing_bytes": self.inter_node.as_ref().and_then(|inter_node| inter_node.counted),
             "received_rows": plan.ranks.iter().map(RankPlan::recv_rows).max(),
             // Of all ranks.
             "traffic": self.traffic,
@@ -368,7 +369,7 @@ impl Case {
         format!("{}{}", bench.exchange_text(self.exchange), bench.policy_text(self.asked, self.policies))
     }
 
-    /// What is received, beside other variants to distribute attention, in parts of what a ring moves.
+    /// What is received, compared with other variants to distribute attention, in parts of what a ring moves.
     pub(super) fn traffic_text(&self, bench: &Bench<'_>, mask: MaskPreset) -> Option<String> {
         let (mask, variant) = (mask.name(), self.way_text(bench));
         let shares =
@@ -377,8 +378,8 @@ impl Case {
     }
 
     /// What crosses between nodes, where there are several.
-    pub(super) fn crossing_text(&self, bench: &Bench<'_>, mask: MaskPreset) -> Option<String> {
-        let Crossing { planned, counted } = self.crossing.as_ref()?;
+    pub(super) fn inter_node_text(&self, bench: &Bench<'_>, mask: MaskPreset) -> Option<String> {
+        let InterNodeBytes { planned, counted } = self.inter_node.as_ref()?;
         let counted = match counted {
             Some(bytes) if bytes == planned => ", as many counted".to_owned(),
             Some(bytes) => format!(", {} counted", format_bytes(*bytes)),
@@ -390,7 +391,7 @@ impl Case {
 
     /// What is wrong, where other bytes crossed than planned.
     pub(super) fn miscounted(&self, mask: MaskPreset) -> Option<String> {
-        let Crossing { planned, counted } = *self.crossing.as_ref()?;
+        let InterNodeBytes { planned, counted } = *self.inter_node.as_ref()?;
         let counted = counted.filter(|counted| *counted != planned)?;
         Some(format!("{}: {counted} bytes crossed between nodes, not {planned}", mask.name()))
     }

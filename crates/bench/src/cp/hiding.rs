@@ -3,7 +3,7 @@
 use counterpoint_report::{Statistics, format_seconds};
 use counterpoint_schedule::Timeline;
 
-use crate::turns::{LARGEST_NOISE, LEAST_HIDEABLE, figure, noise, saved};
+use crate::interleaved::{LARGEST_NOISE, LEAST_HIDEABLE, figure, noise, saved};
 
 /// What can be hidden of a pass, and what is.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -12,15 +12,15 @@ pub(super) struct Hiding {
     pub(super) sequential: f64,
     /// Seconds of communication in it, as far as there is computation; of a rank, on average.
     pub(super) hideable: f64,
-    /// Seconds by which runs are shorter than those beside them, the median.
+    /// Seconds by which runs are shorter than the sequential ones interleaved with them, the median.
     saved: f64,
     /// Seconds to which that is known: twice its standard error.
     pub(super) noise: f64,
 }
 
 impl Hiding {
-    /// Of runs of a pass by their `seconds`, beside those with nothing side by side, of which one was `measured`. `None` where there is
-    /// too little to hide.
+    /// Of runs of a pass by their `seconds`, compared with those with nothing side by side, of which one was `measured`. `None` where there
+    /// is too little to hide.
     pub(super) fn of(sequential: &[f64], measured: &Timeline, seconds: &[f64]) -> Option<Self> {
         let overlap = measured.overlap();
         // Whoever is done first waits for the slowest rank whatever is hidden.

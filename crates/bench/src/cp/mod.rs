@@ -94,7 +94,7 @@ fn measure_all(arguments: &BenchCpArguments, ranks: &RankMachine) -> Result<(), 
     let mut peers = peers::start(arguments, &sizes)?;
     for &tokens in &sizes.tokens {
         let bench = Bench::new(arguments, ranks, topology, &sizes, tokens)?;
-        let (section, beside) = match arguments.step {
+        let (section, peer_rows) = match arguments.step {
             true => (bench.measure_steps(&arguments.masks)?, Vec::new()),
             false => bench.measure(&arguments.masks, &mut traced, &mut peers)?,
         };
@@ -103,9 +103,9 @@ fn measure_all(arguments: &BenchCpArguments, ranks: &RankMachine) -> Result<(), 
         }
         section.print(Schema::BenchCp, arguments.json)?;
         if arguments.json {
-            beside.iter().try_for_each(|row| console::print_json(Schema::BenchCpPeer, row))?;
+            peer_rows.iter().try_for_each(|row| console::print_json(Schema::BenchCpPeer, row))?;
         } else {
-            peers::print(&beside)?;
+            peers::print(&peer_rows)?;
         }
         wrong.extend(section.wrong);
     }
@@ -163,7 +163,7 @@ impl<'a> Bench<'a> {
         traced: &mut Vec<Traced>,
         peers: &mut Peers<PeerResult>,
     ) -> Result<(Section, Vec<PeerRow>), CliError> {
-        let mut beside = Vec::new();
+        let mut peer_rows = Vec::new();
         let mut section = Section::new(format!(
             "distributed attention, {} tokens a rank, {}, {}; vs baseline: the same on one rank{}",
             self.tokens,
@@ -213,7 +213,7 @@ impl<'a> Bench<'a> {
                 let fastest =
                     together.clone().flatten().map(|(row, ..)| row).filter(|row| row.verified.passed());
                 let fastest = fastest.min_by(|a, b| a.seconds.median.total_cmp(&b.seconds.median));
-                beside.extend(fastest.iter().flat_map(|ours| peers::rows(peers, pass, ours, self.tokens)));
+                peer_rows.extend(fastest.iter().flat_map(|ours| peers::rows(peers, pass, ours, self.tokens)));
                 for (row, detail, check) in together.chain([alone.row(self, name, pass, None)]).flatten() {
                     section.add(row, detail, check);
                 }
@@ -224,11 +224,11 @@ impl<'a> Bench<'a> {
             }
             for case in &cases {
                 section.findings.extend(case.traffic_text(self, name));
-                section.findings.extend(case.crossing_text(self, name));
+                section.findings.extend(case.inter_node_text(self, name));
                 section.wrong.extend(case.miscounted(name));
             }
         }
-        Ok((section, beside))
+        Ok((section, peer_rows))
     }
 
     /// How rows cross: on one node there is one variant.

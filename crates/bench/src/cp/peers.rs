@@ -11,7 +11,7 @@ use serde_json::json;
 
 use super::sizes::Sizes;
 use crate::arguments::BenchCpArguments;
-use crate::pytorch::{PeerVariant, Peers, Script, TurnTaking, lacks_gpus, on_gpus};
+use crate::pytorch::{InterleavedRanks, PeerVariant, Peers, Script, lacks_gpus, on_gpus};
 
 /// What the script says of a variant.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
@@ -23,7 +23,7 @@ pub(super) struct PeerResult {
     error_over_bound: f64,
 }
 
-/// One of PyTorch's context parallelisms, beside ours.
+/// One of PyTorch's context parallelisms, compared with ours.
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct PeerRow {
     by: String,
@@ -68,7 +68,7 @@ pub(super) fn start(arguments: &BenchCpArguments, sizes: &Sizes) -> Result<Peers
     }
     let script = Script::unpack("context_parallel.py")?;
     let commands = on_gpus(sizes.cp_size, || command(&script, arguments, sizes))?;
-    Ok(Peers::new(vec![TurnTaking::start(script, commands, lacks_gpus(sizes.cp_size))?]))
+    Ok(Peers::new(vec![InterleavedRanks::start(script, commands, lacks_gpus(sizes.cp_size))?]))
 }
 
 fn command(script: &Script, arguments: &BenchCpArguments, sizes: &Sizes) -> Command {

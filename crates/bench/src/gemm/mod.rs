@@ -12,8 +12,8 @@ use counterpoint_report::{Column, geometric_mean, median};
 use serde::Serialize;
 
 use crate::arguments::{BenchDType, BenchGemmArguments, BenchKernels};
+use crate::interleaved::run_order;
 use crate::rows::Rows;
-use crate::turns::turns;
 
 /// How long the runs of one product should take together, of each who computes it: beyond it there are fewer.
 const SECONDS: f64 = 0.12;
@@ -65,7 +65,7 @@ pub(crate) fn run(arguments: &BenchGemmArguments) -> Result<(), CliError> {
     shown.end(&finding(&best), "products out of bounds against f64")
 }
 
-/// A product, ours in one shape beside the library's.
+/// A product, ours in one shape compared with the library's.
 #[derive(Debug, Serialize)]
 struct Row {
     m: usize,
@@ -103,12 +103,12 @@ fn measure(
     }
     runners.push(GemmRunner::Library(library.gemm(spec)?));
     let errors = runners.iter().map(|runner| bench.error(runner)).collect::<Result<Vec<GemmError>, _>>()?;
-    let once: Vec<usize> = turns(0, runners.len()).collect();
+    let once: Vec<usize> = run_order(0, runners.len()).collect();
     let longest = bench.seconds(&runners, &once)?.into_iter().flatten().fold(0.0, f64::max);
     let iterations = ((SECONDS / longest.max(1e-6)) as usize)
         .clamp(LEAST_ROUNDS, (arguments.iterations as usize).max(LEAST_ROUNDS));
     // The clock falls under load: who always ran first would run on a cooler GPU. The first round is for that alone.
-    let rounds = (0..=iterations).flat_map(|round| turns(round, runners.len()));
+    let rounds = (0..=iterations).flat_map(|round| run_order(round, runners.len()));
     let mut seconds = bench.seconds(&runners, &rounds.collect::<Vec<usize>>())?;
     for samples in &mut seconds {
         samples.remove(0);
@@ -144,17 +144,17 @@ fn measure(
 fn label(shape: &GemmShape) -> String {
     let pair = if shape.pair == TilePair::Rows { "2x1" } else { "1x2" };
     // Parts at the same time, in turn, or handed over.
-    let (sign, parts) = match (shape.turns, shape.hands) {
+    let (sign, parts) = match (shape.serial_parts, shape.handed_parts) {
         (1, 1) => ('/', shape.splits),
-        (_, 1) => ('+', shape.turns),
-        _ => ('>', shape.hands),
+        (_, 1) => ('+', shape.serial_parts),
+        _ => ('>', shape.handed_parts),
     };
-    let turns = match shape.warpgroups {
+    let pingpong = match shape.warpgroups {
         Warpgroups::Cooperative => "",
         Warpgroups::Pingpong => "p",
         Warpgroups::Warps { block, stages } => return format!("128x{}x{block} {stages}", shape.columns),
     };
-    format!("128x{}{turns} {pair} {sign}{parts}", shape.columns)
+    format!("128x{}{pingpong} {pair} {sign}{parts}", shape.columns)
 }
 
 const COLUMNS: [Column; 13] = [

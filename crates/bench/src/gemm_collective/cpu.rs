@@ -119,7 +119,7 @@ impl Inputs {
         }
         let mut sums = vec![0.0; m * n];
         for (x, weight) in x.iter().zip(&weights) {
-            sums.iter_mut().zip(product(x, weight)).for_each(|(sum, share)| *sum += share);
+            sums.iter_mut().zip(product(x, weight)).for_each(|(sum, partial)| *sum += partial);
         }
         let rows = |rank: usize| match collective {
             GemmCollective::ReduceScatter => even(m, ranks, rank),
@@ -146,7 +146,7 @@ fn compare(spec: &GemmCollectiveSpec, expected: &[Vec<f64>], results: &[HostTens
         }
     }
     let relative = f64::sqrt(errors / squares);
-    // Shares are rounded before they are summed.
+    // Partial sums are rounded before they are summed.
     let allowed = match spec.dtype {
         counterpoint_plan::DType::F64 => 1e-14,
         counterpoint_plan::DType::F32 => 1e-5,

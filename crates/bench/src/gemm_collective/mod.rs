@@ -59,11 +59,11 @@ pub(crate) fn run(arguments: &BenchGemmCollectiveArguments) -> Result<(), CliErr
                 shown.show(row, row.cells())?;
             }
         }
-        let beside = peers::rows(&peers, &rows);
+        let peer_rows = peers::rows(&peers, &rows);
         if arguments.json {
-            beside.iter().try_for_each(|row| console::print_json(Schema::BenchGemmCollectivePeer, row))?;
+            peer_rows.iter().try_for_each(|row| console::print_json(Schema::BenchGemmCollectivePeer, row))?;
         }
-        of_peers.extend(beside);
+        of_peers.extend(peer_rows);
         last.extend(rows.into_iter().next_back());
     }
     let judged = shown.end(&row::finding(&last), "results out of bounds against f64");

@@ -11,7 +11,7 @@ use serde_json::json;
 
 use super::row::Row;
 use crate::arguments::{BenchDType, BenchGemmCollectiveArguments};
-use crate::pytorch::{PeerVariant, Peers, Script, TurnTaking, lacks_gpus, on_gpus};
+use crate::pytorch::{InterleavedRanks, PeerVariant, Peers, Script, lacks_gpus, on_gpus};
 
 /// What the script says of a way.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
@@ -22,7 +22,7 @@ pub(super) struct PeerResult {
     error: f64,
 }
 
-/// A product with its collective in one of PyTorch's ways, beside the fastest of ours.
+/// A product with its collective in one of PyTorch's ways, compared with the fastest of ours.
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct PeerRow {
     by: String,
@@ -66,7 +66,7 @@ pub(super) fn start(arguments: &BenchGemmCollectiveArguments) -> Result<Peers<Pe
     let script = Script::unpack("gemm_collective.py")?;
     let ranks = arguments.ranks as usize;
     let commands = on_gpus(ranks, || command(&script, arguments))?;
-    Ok(Peers::new(vec![TurnTaking::start(script, commands, lacks_gpus(ranks))?]))
+    Ok(Peers::new(vec![InterleavedRanks::start(script, commands, lacks_gpus(ranks))?]))
 }
 
 fn command(script: &Script, arguments: &BenchGemmCollectiveArguments) -> Command {

@@ -74,21 +74,21 @@ impl CollectiveCase {
     }
 
     /// Every rank's part. A rank's splits go to the others in turn; between two lie rows that stay. They arrive in the order in
-    /// which they were sent, those of one turn by rank.
+    /// which they were sent, those of one step by rank.
     fn parts(&self) -> Vec<GroupPart> {
         let Self { ranks, rows, split_rows, .. } = *self;
         let lengths = (0..rows).step_by(split_rows).map(|start| split_rows.min(rows - start));
         let lengths: Vec<usize> = lengths.collect();
-        // Who split `turn` of a rank goes to: never itself, and in each turn another rank's to everyone.
-        let target = |rank: usize, turn: usize| (rank + 1 + turn % (ranks - 1).max(1)) % ranks;
+        // Who split `step` of a rank goes to: never itself, and in each step another rank's to everyone.
+        let target = |rank: usize, step: usize| (rank + 1 + step % (ranks - 1).max(1)) % ranks;
         let part = |rank: usize| {
-            let targets: Vec<u32> = (0..lengths.len()).map(|turn| target(rank, turn) as u32).collect();
+            let targets: Vec<u32> = (0..lengths.len()).map(|step| target(rank, step) as u32).collect();
             let input = lengths
                 .iter()
                 .zip(&targets)
                 .flat_map(|(&length, to)| [(length, std::slice::from_ref(to)), (length, &[][..])]);
-            let output = lengths.iter().enumerate().map(|(turn, &length)| {
-                let from = (0..ranks).find(|&from| target(from, turn) == rank).unwrap_or(rank);
+            let output = lengths.iter().enumerate().map(|(step, &length)| {
+                let from = (0..ranks).find(|&from| target(from, step) == rank).unwrap_or(rank);
                 (length, from as u32)
             });
             GroupPart::from_splits(input, output)

@@ -130,26 +130,26 @@ impl GemmBench {
         })
     }
 
-    /// Seconds of each runner's runs by the device's clock. `turns` are the numbers of those that run, one after the other, with the
+    /// Seconds of each runner's runs by the device's clock. `order` has the numbers of those that run, one after the other, with the
     /// second level cache flushed before each.
     ///
     /// # Errors
     /// When the driver refuses or a run fails.
-    pub fn seconds(&self, runners: &[GemmRunner], turns: &[usize]) -> Result<Vec<Vec<f64>>, CudaError> {
+    pub fn seconds(&self, runners: &[GemmRunner], order: &[usize]) -> Result<Vec<Vec<f64>>, CudaError> {
         let device = self.stream.device();
-        let mut events = Vec::with_capacity(turns.len());
-        for &turn in turns {
+        let mut events = Vec::with_capacity(order.len());
+        for &next in order {
             let (begin, end) = (Event::timing(device)?, Event::timing(device)?);
             self.flush.fill(&self.stream, 0)?;
             begin.record(&self.stream)?;
-            self.launch(&runners[turn])?;
+            self.launch(&runners[next])?;
             end.record(&self.stream)?;
             events.push((begin, end));
         }
         self.stream.synchronize()?;
         let mut seconds = vec![Vec::new(); runners.len()];
-        for (&turn, (begin, end)) in turns.iter().zip(&events) {
-            seconds[turn].push(end.time_since(begin)?.as_secs_f64());
+        for (&next, (begin, end)) in order.iter().zip(&events) {
+            seconds[next].push(end.time_since(begin)?.as_secs_f64());
         }
         Ok(seconds)
     }

@@ -26,7 +26,7 @@ use counterpoint_schedule::{OverlapPolicy, Timeline, WeightGradient};
 use super::row::{Parts, Row};
 use crate::arguments::{BenchTpPass, MoeLayersArguments};
 use crate::hidden::Hidden;
-use crate::turns::{figure, turns};
+use crate::interleaved::{figure, run_order};
 
 /// Rows and columns of each result of a rank that are compared with f64.
 const SAMPLED: usize = 32;
@@ -46,7 +46,7 @@ pub(super) struct Case<'a> {
     pub(super) processes: Processes<'a>,
 }
 
-/// Which variants are compared, beside the sequential one.
+/// Which variants are compared, besides the sequential one.
 pub(crate) enum Compared {
     /// Those that `--overlap` names, as they were tuned where they were.
     Asked(Arc<TunedHere>),
@@ -285,9 +285,9 @@ impl Case<'_> {
     ) -> Result<(), ExecError> {
         variants.iter_mut().for_each(|variant| variant.runs.push([Vec::new(), Vec::new()]));
         for run in 0..WARM_UPS + self.arguments.iterations as usize {
-            for turn in turns(run, 2 * variants.len()) {
-                let Variant { layer, runs, .. } = &mut variants[turn / 2];
-                layer.set_timing(if turn % 2 == 0 { RunTimes::Operations } else { RunTimes::Whole });
+            for next in run_order(run, 2 * variants.len()) {
+                let Variant { layer, runs, .. } = &mut variants[next / 2];
+                layer.set_timing(if next % 2 == 0 { RunTimes::Operations } else { RunTimes::Whole });
                 machine.barrier("a run")?;
                 let done = match pass {
                     BenchTpPass::Forward => layer.forward(&tensors.x)?,
@@ -295,7 +295,7 @@ impl Case<'_> {
                 };
                 let timeline = self.processes.joined(done.timeline)?;
                 if let Some(runs) = runs.last_mut().filter(|_| run >= WARM_UPS) {
-                    runs[turn % 2].push(timeline);
+                    runs[next % 2].push(timeline);
                 }
             }
         }

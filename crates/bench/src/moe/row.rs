@@ -7,7 +7,7 @@ use counterpoint_schedule::{SpanKind, Timeline};
 use serde::Serialize;
 
 use crate::arguments::BenchTpPass;
-use crate::turns::efficiency_text;
+use crate::interleaved::efficiency_text;
 
 /// One pass of one layer in one variant.
 #[derive(Clone, Debug, Serialize)]

@@ -1,8 +1,8 @@
 //! Comparisons with PyTorch: scripts of ours in the machine's own `python3`.
 
+mod interleaved_ranks;
 mod peers;
 mod script;
-mod turn_taking;
 
 use std::io::{BufRead, BufReader};
 use std::net::TcpListener;
@@ -13,11 +13,11 @@ use std::time::Duration;
 
 use counterpoint_console::CliError;
 
+pub(super) use interleaved_ranks::InterleavedRanks;
 pub(super) use peers::{PeerVariant, Peers};
 pub(super) use script::Script;
 #[cfg(test)]
 pub(super) use script::{assert_strings, text_of};
-pub(super) use turn_taking::TurnTaking;
 
 /// Between two looks at the processes.
 const PAUSE: Duration = Duration::from_millis(50);

@@ -1,4 +1,4 @@
-//! PyTorch's ways in a benchmark of ours: made ready case by case, run when it is their turn, dropped when their group fails.
+//! PyTorch's ways in a benchmark of ours: made ready case by case, run when they are next, dropped when their group fails.
 
 use std::collections::VecDeque;
 
@@ -6,7 +6,7 @@ use counterpoint_console::CliError;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::TurnTaking;
+use super::InterleavedRanks;
 
 /// A way of PyTorch's to run a case, and what is known of it.
 #[derive(Clone, Debug, PartialEq)]
@@ -21,7 +21,7 @@ pub(crate) struct PeerVariant<T> {
 }
 
 impl<T> PeerVariant<T> {
-    /// How long devices are held back, on all ranks alike: half as long again as hosts took lately.
+    /// How long devices are held, on all ranks alike: half as long again as hosts took lately.
     fn hold(&self) -> f64 {
         let known = self.enqueued.iter().copied().fold(0.0, f64::max);
         if self.enqueued.is_empty() { FIRST_HOLD } else { (1.5 * known).min(LONGEST_HOLD) }
@@ -36,24 +36,24 @@ impl<T> PeerVariant<T> {
     }
 }
 
-/// Seconds for which the first run is held back, which makes more ready than others.
+/// Seconds for which the first run is held, which makes more ready than others.
 const FIRST_HOLD: f64 = 1e-3;
 /// A host that took longer was held up by something else.
 const LONGEST_HOLD: f64 = 5e-3;
 /// That are remembered.
 const RUNS: usize = 6;
 
-/// PyTorch's ways of a benchmark, by any number of groups of ranks, which take turns with ours. When a group fails, what all measured until
+/// PyTorch's ways of a benchmark, by any number of groups of ranks, interleaved with ours. When a group fails, what all measured until
 /// then stays, and ours go on.
 pub(crate) struct Peers<T> {
-    groups: Vec<TurnTaking>,
+    groups: Vec<InterleavedRanks>,
     variants: Vec<PeerVariant<T>>,
     failure: Option<CliError>,
 }
 
 impl<T> Peers<T> {
     /// Those of `groups`, none of which has a case yet.
-    pub(crate) fn new(groups: Vec<TurnTaking>) -> Self {
+    pub(crate) fn new(groups: Vec<InterleavedRanks>) -> Self {
         Self { groups, variants: Vec::new(), failure: None }
     }
 
@@ -105,14 +105,14 @@ impl<T> Peers<T> {
 
     /// Ends them: why they ended before ours, where they did.
     pub(crate) fn end(self) -> Result<(), CliError> {
-        self.groups.into_iter().for_each(TurnTaking::part);
+        self.groups.into_iter().for_each(InterleavedRanks::part);
         self.failure.map_or(Ok(()), Err)
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::turn_taking::tests::ranks;
+    use super::super::interleaved_ranks::tests::ranks;
     use super::*;
 
     #[test]

@@ -28,8 +28,8 @@ use super::peers::{self, PeerResult};
 use super::row::Row;
 use crate::arguments::{BenchTpArguments, BenchTpPass};
 use crate::hidden::Hidden;
+use crate::interleaved::{LEAST_HIDEABLE, figure, noise, run_order, saved};
 use crate::pytorch::Peers;
-use crate::turns::{LEAST_HIDEABLE, figure, noise, saved, turns};
 
 /// Rows and columns of each result that are compared with f64.
 const SAMPLED: usize = 12;
@@ -196,17 +196,17 @@ impl Case<'_> {
             variant.passes.push(MeasuredPass { pass, policy, groups, detailed, whole });
         }
         let of_peers = peers.those(|known| known.pass == pass);
-        // A variant's runs with the times of all operations and those without are turns of their own: nobody runs behind itself alone.
+        // A variant's runs with the times of all operations and those without are interleaved as well: nobody runs behind itself alone.
         let ours = 2 * variants.len();
         for run in 0..WARM_UPS + self.arguments.iterations as usize {
-            for turn in turns(run, ours + of_peers.len()) {
-                if turn >= ours {
-                    peers.run(of_peers[turn - ours], run >= WARM_UPS);
+            for next in run_order(run, ours + of_peers.len()) {
+                if next >= ours {
+                    peers.run(of_peers[next - ours], run >= WARM_UPS);
                     continue;
                 }
-                let Variant { layer, passes, .. } = &mut variants[turn / 2];
+                let Variant { layer, passes, .. } = &mut variants[next / 2];
                 let Some(MeasuredPass { detailed, whole, .. }) = passes.last_mut() else { continue };
-                let (times, timelines) = match turn % 2 {
+                let (times, timelines) = match next % 2 {
                     0 => (RunTimes::Operations, detailed),
                     _ => (RunTimes::Whole, whole),
                 };

@@ -32,8 +32,8 @@ enum Line {
     Peer(Box<PeerRow>),
 }
 
-/// Measures with each number in turn. A number may be named several times: its best median counts. PyTorch's variants run beside those of
-/// ours that have as many. Where a process fails, what was measured until then is kept.
+/// Measures with each number in turn. A number may be named several times: its best median counts. PyTorch's variants are interleaved with
+/// those of ours that have as many. Where a process fails, what was measured until then is kept.
 pub(super) fn run(arguments: &BenchTpArguments, line: &CommandLine) -> Result<(), CliError> {
     let (mut all, mut of_peers): (Vec<Row>, Vec<PeerRow>) = Default::default();
     let mut shown: Option<Rows> = None;

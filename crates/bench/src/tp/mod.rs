@@ -144,7 +144,7 @@ fn measure_all(
             progress.step(format!("{kind} {activations} {tokens}:{hidden}:{local} {transport}"));
             let on = Setting { transport: *transport, machine, tuned: &tuned };
             let ours = measure(arguments, (spec, shape), tp_size, on, &inputs, &mut peers)?;
-            let beside = peers::rows(&peers, &ours);
+            let peer_rows = peers::rows(&peers, &ours);
             for row in ours {
                 match &row.wrong {
                     Some(reason) => shown.add_wrong(format!("{}: {reason}", row.name())),
@@ -153,9 +153,9 @@ fn measure_all(
                 rows.push(row);
             }
             if arguments.json {
-                beside.iter().try_for_each(|row| console::print_json(Schema::BenchTpPeer, row))?;
+                peer_rows.iter().try_for_each(|row| console::print_json(Schema::BenchTpPeer, row))?;
             }
-            of_peers.extend(beside);
+            of_peers.extend(peer_rows);
         }
     }
     drop(progress);

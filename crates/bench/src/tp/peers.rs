@@ -10,7 +10,7 @@ use serde_json::json;
 
 use super::row::Row;
 use crate::arguments::{BenchTpArguments, BenchTpPass};
-use crate::pytorch::{PeerVariant, Peers, Script, TurnTaking, lacks_gpus, on_gpus};
+use crate::pytorch::{InterleavedRanks, PeerVariant, Peers, Script, lacks_gpus, on_gpus};
 
 /// CUDA's own number of connections, which it uses where the variable is not set.
 const USUAL_CONNECTIONS: u32 = 8;
@@ -24,7 +24,7 @@ pub(super) struct PeerResult {
     error_over_bound: f64,
 }
 
-/// A layer in one of PyTorch's variants, beside the fastest of ours.
+/// A layer in one of PyTorch's variants, compared with the fastest of ours.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct PeerRow {
     by: String,
@@ -81,7 +81,7 @@ pub(super) fn start(arguments: &BenchTpArguments, tp_size: usize) -> Result<Peer
             command
         };
         let commands = on_gpus(tp_size, process)?;
-        TurnTaking::start(script, commands, lacks_gpus(tp_size))
+        InterleavedRanks::start(script, commands, lacks_gpus(tp_size))
     };
     let groups = arguments.peers.iter().map(|&connections| group(connections));
     Ok(Peers::new(groups.collect::<Result<_, _>>()?))

@@ -6,7 +6,7 @@ use counterpoint_schedule::{OverlapPolicy, Timeline};
 use serde::{Deserialize, Serialize};
 
 use crate::arguments::BenchTpPass;
-use crate::turns::efficiency_text;
+use crate::interleaved::efficiency_text;
 
 /// One pass of one layer under one policy.
 #[derive(Clone, Debug, Serialize, Deserialize)]

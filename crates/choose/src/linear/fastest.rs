@@ -10,7 +10,7 @@ use super::groups::MOST_GROUPS;
 use super::pass::{Candidate, LinearPass, WORKERS_COST};
 use super::simulated_clock::SimulatedClock;
 
-/// Equal groups that are tried beside those that follow from what the parts of a pass take: they may lie better on the tiles of kernels.
+/// Equal groups that are tried besides those that follow from what the parts of a pass take: they may lie better on the tiles of kernels.
 const EQUAL_GROUPS: [usize; 6] = [1, 2, 3, 4, 8, MOST_GROUPS];
 
 /// What is expected gives way to what the simulator says takes less than this part of it.

@@ -6,7 +6,7 @@ use counterpoint_plan::GemmCollective;
 /// A product that each of several ranks computes, and the rows that travel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GemmExchange {
-    /// What travels: shares of rows of the result to their owners, the same and the sums to everyone, or rows of the first operand.
+    /// What travels: partial sums of rows of the result to their owners, the same and the sums to everyone, or rows of the first operand.
     pub collective: GemmCollective,
     /// Ranks, at least 2.
     pub ranks: usize,
@@ -112,11 +112,11 @@ mod tests {
             [GemmCollective::ReduceScatter, GemmCollective::AllReduce, GemmCollective::AllGather]
         {
             let GemmExchangeSeconds { sequential, fused } = seconds(collective, 4, [8192, 8192, 3584]);
-            assert!(fused < 0.85 * sequential, "{collective:?}: {fused} beside {sequential}");
+            assert!(fused < 0.85 * sequential, "{collective:?}: {fused} compared with {sequential}");
         }
     }
 
-    /// Measured on four GPUs: 34, 64 and 122 us beside 39, 70 and 124.
+    /// Measured on four GPUs: 34, 64 and 122 us compared with 39, 70 and 124.
     #[test]
     fn few_rows_travel_under_the_product_too() {
         for m in [128, 512, 1024] {

@@ -53,14 +53,14 @@ pub struct GroupSearcher {
     pub wave: usize,
     /// The most groups that are looked at.
     pub most_groups: usize,
-    /// The most sequences that a predictive search tries beside one group.
+    /// The most sequences that a predictive search tries besides one group.
     pub trials: usize,
     /// See [`PassCosts::starts`].
     pub starts: ProductStart,
     /// See [`PassCosts::link`].
     pub link: LinkUse,
-    /// See [`PassCosts::speed_beside`].
-    pub speed_beside: f64,
+    /// See [`PassCosts::overlapped_speed`].
+    pub overlapped_speed: f64,
 }
 
 impl GroupSearcher {
@@ -153,12 +153,12 @@ impl GroupSearcher {
         Ok(best)
     }
 
-    /// The speed of products beside collectives with which a forward in two groups takes what the clock says: by the times of its
+    /// The speed of products under collectives with which a forward in two groups takes what the clock says: by the times of its
     /// parts, and of the whole. `None` where nothing overlaps.
     ///
     /// # Errors
     /// When the clock fails.
-    pub fn speed_beside<C: PassClock>(&self, clock: &mut C) -> Result<Option<f64>, C::Error> {
+    pub fn overlapped_speed<C: PassClock>(&self, clock: &mut C) -> Result<Option<f64>, C::Error> {
         let Some(mut costs) = self.costs(clock, &mut |_| {})? else { return Ok(None) };
         let waves = costs.waves();
         let groups = [waves.div_ceil(2), waves / 2];
@@ -166,7 +166,7 @@ impl GroupSearcher {
             return Ok(None);
         }
         costs.correct(&groups, clock.pass(&self.of_waves(&groups)?)?);
-        Ok(Some(costs.speed_beside))
+        Ok(Some(costs.overlapped_speed))
     }
 
     /// What the parts take, each by itself; `None` where there is one only. Of sizes those are timed that are doubled, of products also
@@ -206,9 +206,9 @@ impl GroupSearcher {
         }
         for &size in &sizes {
             step(format!("a collective of {size} rows"), 0);
-            let [there, home] = clock.travel(size)?;
+            let [there, way_back] = clock.travel(size)?;
             travel.add(size, there);
-            back.add(size, home);
+            back.add(size, way_back);
         }
         let mut join = 0.0;
         match collective {
@@ -235,7 +235,7 @@ impl GroupSearcher {
             product: &|rows| product.at(rows),
             travel: &|rows| travel.at(rows),
             back: &|rows| back.at(rows),
-            speed_beside: self.speed_beside,
+            overlapped_speed: self.overlapped_speed,
         };
         Ok(curves.costs(&whole, self.direction, self.wave))
     }
@@ -304,7 +304,7 @@ impl Curve {
     }
 
     /// Sizes in the middle of what was measured, multiples of `step`, on both sides of each time that is not on the line between those
-    /// beside it.
+    /// next to it.
     fn unknown(&self, step: usize) -> Vec<usize> {
         let mut sizes = Vec::new();
         for points in self.0.windows(3) {
@@ -351,7 +351,7 @@ mod tests {
             trials: 0,
             starts: ProductStart::Free,
             link: LinkUse::Apart,
-            speed_beside: 1.0,
+            overlapped_speed: 1.0,
         };
         let found = searcher.neighbours(&[3, 1]);
         assert_eq!(found, [vec![1, 2, 1], vec![2, 1, 1], vec![2, 2], vec![4]]);

@@ -53,7 +53,7 @@ fn fastest_groups(whole: &LinearPlan, cost: &CostModel) -> Vec<usize> {
         |rows: usize| cost.launch_seconds + cost.matmul_seconds(spec.product_of(direction, rows, tp_size));
     let row_bytes = (tp_size - 1) * spec.travelling_columns() * spec.dtype.size();
     let travel = |rows: usize| cost.link.seconds((rows * row_bytes) as u64);
-    let speed_beside = cost.sharing.map_or(1.0, |sharing| sharing.speed_without(sharing.communication));
+    let overlapped_speed = cost.sharing.map_or(1.0, |sharing| sharing.speed_without(sharing.communication));
     let join = 2.0 * (own * spec.travelling_columns() * spec.dtype.size()) as f64;
     let curves = PassCurves {
         product: &product,
@@ -66,7 +66,7 @@ fn fastest_groups(whole: &LinearPlan, cost: &CostModel) -> Vec<usize> {
         join: cost.launch_seconds + join / cost.memory_bytes_per_second,
         starts: ProductStart::Free,
         link: LinkUse::Shared,
-        speed_beside,
+        overlapped_speed,
     };
     let step = wave_step(whole);
     match curves.costs(whole, direction, step) {

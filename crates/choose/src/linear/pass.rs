@@ -22,11 +22,11 @@ pub struct LinearPass {
     pub direction: LinearDirection,
 }
 
-/// How much longer a product takes beside copies, and one whose rows travel while it is computed.
-const SLOWER_BESIDE: f64 = 1.02;
+/// How much longer a product takes concurrently with copies, and one whose rows travel while it is computed.
+const SLOWER_UNDER_COPIES: f64 = 1.02;
 const SLOWER_FUSED: f64 = 1.04;
-/// By how much of the time that copies take they hold up what a product sends beside them, for engines leave kernels little of a link:
-/// measured on two H200s, 36 of 180 us.
+/// By how much of the time that copies take they hold up what a product sends concurrently with them, for engines leave kernels little of a
+/// link: measured on two H200s, 36 of 180 us.
 const HELD_UP: f64 = 0.2;
 
 /// Kernels that take multiprocessors from products cost more than those: of ways without them, which were measured on H200s, one that is
@@ -90,8 +90,8 @@ impl LinearPass {
         let (groups, seconds) = match overlap.timing() {
             PassTiming::InSequence => (WaveGroups::Fixed(1), self.in_sequence(cost)?),
             PassTiming::OneKernelWithCollective => (WaveGroups::Fixed(1), self.one_kernel(cost)?),
-            PassTiming::BesideCopyEngines => {
-                (WaveGroups::Fixed(self.groups_beside(cost)), self.beside_engines(cost)?)
+            PassTiming::UnderCopyEngines => {
+                (WaveGroups::Fixed(self.groups_under_copy_engines(cost)), self.under_copy_engines(cost)?)
             }
             PassTiming::ByGroups(timing) => {
                 let (groups, seconds) = self.by_groups((timing, overlap.workers()), whole, cost)?;
@@ -108,7 +108,7 @@ impl LinearPass {
         self.candidate(overlap, &whole, cost).map(|candidate| candidate.seconds)
     }
 
-    /// Rows of the groups in which it ends first where collectives run beside products, and what it takes then.
+    /// Rows of the groups in which it ends first where collectives run concurrently with products, and what it takes then.
     fn by_groups(
         &self,
         (timing, workers): (GroupTiming, usize),
@@ -122,8 +122,8 @@ impl LinearPass {
             return None;
         }
         let speed_without = |workers| cost.sharing.map_or(1.0, |sharing| sharing.speed_without(workers));
-        // What all computation lacks, and what it lacks beside communication.
-        let (always, beside) = match (workers, timing.lacks_workers_beside) {
+        // What all computation lacks, and what it lacks under communication.
+        let (always, overlapped) = match (workers, timing.yields_workers) {
             (0, _) => (1.0, 1.0),
             (_, false) => (speed_without(workers), 1.0),
             // Sums and the way back of those before start together, each on workers of its own.
@@ -147,7 +147,7 @@ impl LinearPass {
             join: cost.launch_seconds + together,
             starts: timing.starts,
             link: LinkUse::Shared,
-            speed_beside: beside,
+            overlapped_speed: overlapped,
         };
         let step = wave_step(whole);
         let costs = curves.costs(whole, self.direction, step)?;
@@ -166,7 +166,7 @@ impl LinearPass {
         Some((whole.rows_of_waves(step, &groups), seconds))
     }
 
-    /// Seconds in which so many rows of each rank go to all others, or shares of them come from these.
+    /// Seconds in which so many rows of each rank go to all others, or partial sums of them come from these.
     fn travel_seconds(&self, rows: usize, columns: usize, cost: &CostModel) -> f64 {
         let Topology { world_size, ranks_per_node } = self.topology;
         let near = ranks_per_node.min(world_size);
@@ -187,10 +187,12 @@ impl LinearPass {
         let collective = self.collective().filter(|collective| self.has_whole_tiles(*collective))?;
         let Parts { product, weight_gradient, spread, inputs, .. } = self.parts(collective, cost);
         // Sums for everyone leave under the gradient of the weight, where there is one.
-        let (collective, spread, beside) = match collective {
-            GemmCollective::AllReduce if weight_gradient > 0.0 => {
-                (GemmCollective::ReduceScatter, 0.0, f64::max(weight_gradient * SLOWER_BESIDE, spread[1]))
-            }
+        let (collective, spread, after) = match collective {
+            GemmCollective::AllReduce if weight_gradient > 0.0 => (
+                GemmCollective::ReduceScatter,
+                0.0,
+                f64::max(weight_gradient * SLOWER_UNDER_COPIES, spread[1]),
+            ),
             _ => (collective, spread[0], weight_gradient),
         };
         let fused = self.exchange(collective).seconds(cost).fused;
@@ -198,21 +200,21 @@ impl LinearPass {
         let ranks = self.topology.world_size as f64;
         let last = f64::max(product / ranks, spread);
         let first = f64::max(fused, product - product / ranks + last) * SLOWER_FUSED;
-        Some(f64::max(first + HELD_UP * inputs[1], inputs[1]) + beside)
+        Some(f64::max(first + HELD_UP * inputs[1], inputs[1]) + after)
     }
 
-    /// What it takes where copy engines move rows beside its products; `None` where it has no sums or no second product.
-    fn beside_engines(&self, cost: &CostModel) -> Option<f64> {
+    /// What it takes where copy engines move rows concurrently with its products; `None` where it has no sums or no second product.
+    fn under_copy_engines(&self, cost: &CostModel) -> Option<f64> {
         let parts = self.parts(self.collective()?, cost);
         let Parts { product, weight_gradient, sums, inputs, .. } = parts;
-        let first = f64::max(product * if inputs[1] > 0.0 { SLOWER_BESIDE } else { 1.0 }, inputs[1]);
+        let first = f64::max(product * if inputs[1] > 0.0 { SLOWER_UNDER_COPIES } else { 1.0 }, inputs[1]);
         (sums[1] > 0.0 && weight_gradient > 0.0)
-            .then(|| first + f64::max(weight_gradient * SLOWER_BESIDE, sums[1] / parts.groups() as f64))
+            .then(|| first + f64::max(weight_gradient * SLOWER_UNDER_COPIES, sums[1] / parts.groups() as f64))
     }
 
-    /// Groups of tokens in which it is best run beside copy engines: what does not fit under the gradient of the weight begins under the
+    /// Groups of tokens in which it is best run under copy engines: what does not fit under the gradient of the weight begins under the
     /// product of `dx`.
-    fn groups_beside(&self, cost: &CostModel) -> usize {
+    fn groups_under_copy_engines(&self, cost: &CostModel) -> usize {
         self.collective().map_or(1, |collective| self.parts(collective, cost).groups())
     }
 
@@ -226,13 +228,13 @@ impl LinearPass {
         collective == GemmCollective::AllGather || (tokens.is_multiple_of(tp_size) && tiled)
     }
 
-    /// What travels beside the first product; `None` where nothing does.
+    /// What travels under the first product; `None` where nothing does.
     fn collective(&self) -> Option<GemmCollective> {
         let is_alone = self.topology.world_size <= 1;
         GemmCollective::of_pass(&self.spec, self.direction).filter(|_| !is_alone)
     }
 
-    /// The first product and what travels beside it.
+    /// The first product and what travels concurrently with it.
     fn exchange(&self, collective: GemmCollective) -> GemmExchange {
         let ranks = self.topology.world_size;
         let product = self.spec.product_of(self.direction, self.spec.tokens, ranks);
@@ -344,7 +346,7 @@ mod tests {
     fn what_does_not_fit_begins_earlier() {
         let groups = |activations| {
             pass(LinearKind::Column, activations, BACKWARD, [8192, 8192, 7168])
-                .groups_beside(&CostModel::H200)
+                .groups_under_copy_engines(&CostModel::H200)
         };
         assert_eq!([Activations::Replicated, Activations::SequenceParallel].map(groups), [2, 1]);
     }
@@ -352,7 +354,7 @@ mod tests {
     /// Where fused kernels and copy engines are at hand, kernels that take multiprocessors from products are not taken for what was measured
     /// to be fastest with the former.
     #[test]
-    fn kernels_beside_products_are_for_those_who_have_nothing_better() {
+    fn kernels_under_products_are_for_those_who_have_nothing_better() {
         let ways = RankTransport::Nvlink.pass_overlaps(true, 16);
         assert_eq!((ways[..3].to_vec(), ways.len()), (super::tests::ways().to_vec(), 6));
         let cost = CostModel { sharing: Some(WorkerSharing::H200), ..CostModel::H200 };

@@ -40,7 +40,7 @@ pub struct PassCosts {
     pub link: LinkUse,
     /// Speed of computation while communication is under way, of its usual one: above 0, at most 1. What collectives that
     /// run on a GPU's multiprocessors leave of them.
-    pub speed_beside: f64,
+    pub overlapped_speed: f64,
 }
 
 /// What the parts of a pass take by themselves, by their size.
@@ -60,8 +60,8 @@ pub struct PassCurves<'a> {
     pub starts: ProductStart,
     /// See [`PassCosts::link`].
     pub link: LinkUse,
-    /// See [`PassCosts::speed_beside`].
-    pub speed_beside: f64,
+    /// See [`PassCosts::overlapped_speed`].
+    pub overlapped_speed: f64,
 }
 
 impl PassCurves<'_> {
@@ -89,7 +89,7 @@ impl PassCurves<'_> {
             join: if collective == GemmCollective::ReduceScatter { self.join } else { 0.0 },
             starts: self.starts,
             link: self.link,
-            speed_beside: self.speed_beside,
+            overlapped_speed: self.overlapped_speed,
         })
     }
 }
@@ -100,7 +100,7 @@ struct Ends {
     compute: f64,
     travel: f64,
     back: f64,
-    /// When the link has carried what it was given: reductions and their ways back share it.
+    /// When the link has moved what it was given: reductions and their ways back share it.
     link: f64,
     /// When the last collective of sums started.
     started: f64,
@@ -110,7 +110,7 @@ struct Ends {
     reduced: usize,
 }
 
-/// Of computation beside communication: below it, what was seen has another reason.
+/// Of computation under communication: below it, what was seen has another reason.
 const LEAST_SPEED: f64 = 0.25;
 
 /// Sequences that are kept for each number of waves done.
@@ -136,14 +136,18 @@ impl PassCosts {
         self.end(ends, groups.len())
     }
 
-    /// Sets the speed of computation beside communication such that `groups` take the `seconds` that they were seen to take, as
+    /// Sets the speed of computation under communication such that `groups` take the `seconds` that they were seen to take, as
     /// far as it can account for them.
     pub(crate) fn correct(&mut self, groups: &[usize], seconds: f64) {
         // The seconds fall with the speed.
         let (mut slow, mut fast) = (LEAST_SPEED, 1.0);
         for _ in 0..30 {
-            self.speed_beside = 0.5 * (slow + fast);
-            if self.seconds(groups) > seconds { slow = self.speed_beside } else { fast = self.speed_beside }
+            self.overlapped_speed = 0.5 * (slow + fast);
+            if self.seconds(groups) > seconds {
+                slow = self.overlapped_speed
+            } else {
+                fast = self.overlapped_speed
+            }
         }
     }
 
@@ -224,7 +228,7 @@ impl PassCosts {
         ends.compute = self.compute_until(begin, seconds, busy_until);
         if self.takes_workers() {
             ends.started = ends.travel.max(ends.compute);
-            ends.travel = self.carry(&mut ends.link, ends.started, &self.travel, waves);
+            ends.travel = self.moved_by(&mut ends.link, ends.started, &self.travel, waves);
             if self.collective == GemmCollective::AllReduce {
                 ends.pending = waves;
             }
@@ -236,7 +240,7 @@ impl PassCosts {
             ends = self.send_back(ends, reduced);
         }
         ends.started = ends.travel.max(ends.compute);
-        ends.travel = self.carry(&mut ends.link, ends.started, &self.travel, waves);
+        ends.travel = self.moved_by(&mut ends.link, ends.started, &self.travel, waves);
         ends = self.send_back(ends, reduced);
         if self.collective == GemmCollective::AllReduce {
             ends.pending = waves;
@@ -246,13 +250,13 @@ impl PassCosts {
 
     /// Whether collectives take workers from products and find them only where one ends.
     fn takes_workers(&self) -> bool {
-        self.starts == ProductStart::AfterCommunication && self.speed_beside < 1.0
+        self.starts == ProductStart::AfterCommunication && self.overlapped_speed < 1.0
     }
 
     /// Where a product ends at `at`, sums travel back that have been reduced under it; those whose reduction starts there are next.
     fn send_back_at_end(&self, mut ends: Ends, at: f64) -> Ends {
         if ends.reduced > 0 {
-            ends.back = self.carry(&mut ends.link, ends.back.max(at), &self.back, ends.reduced);
+            ends.back = self.moved_by(&mut ends.link, ends.back.max(at), &self.back, ends.reduced);
         }
         (ends.reduced, ends.pending) = (ends.pending, 0);
         ends
@@ -262,15 +266,15 @@ impl PassCosts {
     fn send_back(&self, mut ends: Ends, reduced: f64) -> Ends {
         if ends.pending > 0 {
             let begin = ends.back.max(reduced);
-            ends.back = self.carry(&mut ends.link, begin, &self.back, ends.pending);
+            ends.back = self.moved_by(&mut ends.link, begin, &self.back, ends.pending);
             ends.pending = 0;
         }
         ends
     }
 
-    /// When the link has carried so many waves of a collective that starts at `begin`: what comes before a byte moves may run
+    /// When the link has moved so many waves of a collective that starts at `begin`: what comes before a byte moves may run
     /// while others use the link.
-    fn carry(&self, link: &mut f64, begin: f64, table: &[f64], waves: usize) -> f64 {
+    fn moved_by(&self, link: &mut f64, begin: f64, table: &[f64], waves: usize) -> f64 {
         if self.link == LinkUse::Apart {
             return begin + table[waves];
         }
@@ -305,11 +309,11 @@ impl PassCosts {
 
     /// When computation of `seconds` ends that starts at `start`, while communication is under way until `busy_until`.
     fn compute_until(&self, start: f64, seconds: f64, busy_until: f64) -> f64 {
-        let beside = (busy_until - start).max(0.0) * self.speed_beside;
-        if beside >= seconds {
-            start + seconds / self.speed_beside
+        let overlapped = (busy_until - start).max(0.0) * self.overlapped_speed;
+        if overlapped >= seconds {
+            start + seconds / self.overlapped_speed
         } else {
-            start.max(busy_until) + (seconds - beside)
+            start.max(busy_until) + (seconds - overlapped)
         }
     }
 }
@@ -390,7 +394,7 @@ mod tests {
             (0.0..8.0f64, 0.0..20.0f64),
             0.5..=1.0f64,
         )
-            .prop_map(|(collective, waves, curves, (before, after), speed_beside)| {
+            .prop_map(|(collective, waves, curves, (before, after), overlapped_speed)| {
                 let [product, travel, back] = curves.map(|(start, each)| {
                     (0..=waves).map(|n| if n == 0 { 0.0 } else { start + each * n as f64 }).collect()
                 });
@@ -406,7 +410,7 @@ mod tests {
                     join: after / 8.0,
                     starts,
                     link: LinkUse::Shared,
-                    speed_beside,
+                    overlapped_speed,
                 }
             })
     }
@@ -454,7 +458,7 @@ mod tests {
             join: 0.0,
             starts: ProductStart::Free,
             link: LinkUse::Shared,
-            speed_beside: 1.0,
+            overlapped_speed: 1.0,
         };
         assert_eq!(costs(1.0).seconds(&[4]), 12.5);
         assert_eq!(costs(1.0).seconds(&[3, 1]), 6.0 + 3.5 + 1.5);
@@ -462,8 +466,8 @@ mod tests {
         assert_eq!(costs(3.0).seconds(&[1, 3]), 8.0 + 9.5);
         assert_eq!(costs(1.0).fastest(4).last(), Some(&1));
         assert_eq!(costs(3.0).fastest(4).first(), Some(&1));
-        // At half the speed beside the first sums, until 5.5, the next product has done 1.75 of its 6.
-        let slowed = PassCosts { speed_beside: 0.5, ..costs(3.0) };
+        // At half the speed under the first sums, until 5.5, the next product has done 1.75 of its 6.
+        let slowed = PassCosts { overlapped_speed: 0.5, ..costs(3.0) };
         assert_eq!(slowed.seconds(&[1, 3]), 5.5 + 4.25 + 9.5);
     }
 }

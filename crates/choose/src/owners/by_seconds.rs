@@ -1,4 +1,4 @@
-//! Dispatches by what kernels that walk tiles take, in figures of one GPU and not of the machine's profile: who computes what decides
+//! Dispatches by what kernels that compute tiles take, in figures of one GPU and not of the machine's profile: who computes what decides
 //! about bits, which must not follow what was measured.
 
 use std::ops::ControlFlow;

@@ -27,7 +27,7 @@ pub fn dispatch_keys(work: &ChunkWork, queries: &Dispatch, chunk_size: usize) ->
     });
     let mut room: Vec<usize> = (0..ranks).map(|rank| capacity(chunks, ranks, rank)).collect();
     let mut owner = vec![u32::MAX; chunks];
-    let mut homeless = Vec::new();
+    let mut unread = Vec::new();
     for chunk in order {
         let best = readers
             .of(chunk)
@@ -39,16 +39,16 @@ pub fn dispatch_keys(work: &ChunkWork, queries: &Dispatch, chunk_size: usize) ->
                 owner[chunk as usize] = rank;
                 room[rank as usize] -= 1;
             }
-            None => homeless.push(chunk),
+            None => unread.push(chunk),
         }
     }
     // Nobody with room reads these. In ascending order, so that what is left forms runs.
-    homeless.sort_unstable();
+    unread.sort_unstable();
     let mut free = (0..ranks as u32).flat_map(|rank| std::iter::repeat_n(rank, room[rank as usize]));
-    for (&chunk, rank) in homeless.iter().zip(&mut free) {
+    for (&chunk, rank) in unread.iter().zip(&mut free) {
         owner[chunk as usize] = rank;
     }
-    exchange_homes(&readers, &homeless, &mut owner, ranks);
+    exchange_unread(&readers, &unread, &mut owner, ranks);
 
     let mut rank_chunks = vec![Vec::new(); ranks];
     for (chunk, &rank) in owner.iter().enumerate() {
@@ -66,13 +66,13 @@ pub fn dispatch_keys(work: &ChunkWork, queries: &Dispatch, chunk_size: usize) ->
 }
 
 /// Chunks that found no reader with room try to change places with a chunk of one of their readers: a gain when that one
-/// loses fewer rows by moving. One pass over the homeless, each looking at the chunks of at most eight readers.
-fn exchange_homes(readers: &Readers, homeless: &[u32], owner: &mut [u32], ranks: usize) {
+/// loses fewer rows by moving. One pass over what nobody with room reads, each looking at the chunks of at most eight readers.
+fn exchange_unread(readers: &Readers, unread: &[u32], owner: &mut [u32], ranks: usize) {
     let mut rank_chunks: Vec<Vec<u32>> = vec![Vec::new(); ranks];
     for (chunk, &rank) in owner.iter().enumerate() {
         rank_chunks[rank as usize].push(chunk as u32);
     }
-    for &chunk in homeless {
+    for &chunk in unread {
         let here = owner[chunk as usize];
         let mut best: Option<(i64, u32, usize)> = None;
         for &(there, rows) in readers.of(chunk).iter().take(8) {

@@ -1,9 +1,9 @@
-//! Areas of bands by stretches of columns, counted in one walk: the work that a stage would have.
+//! Areas of bands by ranges of columns, counted in one sweep: the work that a stage would have.
 
 use counterpoint_mask::{Band, Range};
 
-/// Unmasked pairs by column, walked from left to right. How many rows see a column is piecewise linear in it for every band,
-/// so a walk takes one step for each corner of a band, however many stretches the columns are cut into.
+/// Unmasked pairs by column, swept from left to right. How many rows see a column is piecewise linear in it for every band,
+/// so a sweep takes one step for each corner of a band, however many ranges the columns are cut into.
 pub(super) struct Columns {
     /// Ascending by column.
     corners: Vec<Corner>,
@@ -50,12 +50,12 @@ impl Columns {
 
     /// Unmasked pairs in `columns`, which must not lie before those asked for earlier.
     pub(super) fn area(&mut self, columns: &Range) -> u64 {
-        self.walk(columns.start as i64);
-        self.walk(columns.end as i64)
+        self.sweep_to(columns.start as i64);
+        self.sweep_to(columns.end as i64)
     }
 
     /// Goes to `column`; the pairs passed.
-    fn walk(&mut self, column: i64) -> u64 {
+    fn sweep_to(&mut self, column: i64) -> u64 {
         let mut area = 0_i128;
         while self.column < column {
             while let Some(corner) = self.corners.get(self.next).filter(|corner| corner.column <= self.column)
@@ -85,7 +85,7 @@ mod tests {
         #[test]
         fn counts_what_bands_hold(
             drawn in proptest::collection::vec((0..40_usize, 1..30_usize, 0..60_usize, 1..60_usize, -70..70_i64, 0..90_i64, 0..4_u8), 0..8),
-            stretches in proptest::collection::vec((0..9_usize, 1..30_usize), 1..9),
+            ranges in proptest::collection::vec((0..9_usize, 1..30_usize), 1..9),
         ) {
             let bands: Vec<Band> = drawn
                 .iter()
@@ -98,11 +98,11 @@ mod tests {
                 .collect();
             let mut columns = Columns::new(&bands);
             let mut start = 0;
-            for (gap, length) in stretches {
-                let stretch = Range::new(start + gap, start + gap + length);
-                let area: u64 = bands.iter().map(|band| band.clip(&band.q_range, &stretch).area()).sum();
-                prop_assert_eq!(columns.area(&stretch), area);
-                start = stretch.end;
+            for (gap, length) in ranges {
+                let range = Range::new(start + gap, start + gap + length);
+                let area: u64 = bands.iter().map(|band| band.clip(&band.q_range, &range).area()).sum();
+                prop_assert_eq!(columns.area(&range), area);
+                start = range.end;
             }
         }
     }

@@ -82,7 +82,7 @@ fn cut(
         };
         let solved = planning.map(ranks.len(), |rank| {
             let received = ranks[rank].remote.len() as u64;
-            let links = [received, sent[rank].near + sent[rank].far, traffic.crossing(rank)];
+            let links = [received, sent[rank].near + sent[rank].far, traffic.inter_node(rank)];
             let rates = direction.rates(spec, config, ranks[rank].q_rows, links);
             Cuts::solve(&profiles[rank], &rates, most)
         })?;
@@ -239,15 +239,15 @@ impl Direction {
         spec: &AttentionSpec,
         config: &PlanConfig,
         q_rows: usize,
-        [received, sent, crossing]: [u64; 3],
+        [received, sent, inter_node]: [u64; 3],
     ) -> Rates {
         let cost = &config.cost;
         let busier = received.max(sent) as f64 / received.max(1) as f64;
-        let crossing_share = crossing as f64 / received.max(1) as f64;
+        let inter_node_share = inter_node as f64 / received.max(1) as f64;
         let near = busier / cost.link.bytes_per_second;
-        let far = busier * crossing_share / cost.network.bytes_per_second;
+        let far = busier * inter_node_share / cost.network.bytes_per_second;
         let byte = near.max(far);
-        let alpha = match crossing {
+        let alpha = match inter_node {
             0 => cost.link.alpha_seconds,
             _ => cost.link.alpha_seconds.max(cost.network.alpha_seconds),
         };

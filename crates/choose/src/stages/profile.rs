@@ -27,13 +27,13 @@ impl Profile {
             let ranges = outline.remote.rows(ends[0], ends[1]);
             ranges.into_iter().map(move |range| (range, Some(cell)))
         });
-        let mut stretches: Vec<(Range, Option<usize>)> =
+        let mut pieces: Vec<(Range, Option<usize>)> =
             outline.own.iter().map(|&range| (range, None)).chain(remote).collect();
-        stretches.sort_unstable_by_key(|(range, _)| range.start);
+        pieces.sort_unstable_by_key(|(range, _)| range.start);
         let mut columns = Columns::new(&outline.work);
         let mut area_before = vec![0; places.len()];
         let mut local_area = 0;
-        for (range, cell) in stretches {
+        for (range, cell) in pieces {
             let area = columns.area(&range);
             match cell {
                 Some(cell) => area_before[cell + 1] += area,

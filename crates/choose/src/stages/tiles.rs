@@ -1,4 +1,4 @@
-//! What stages take by the tiles that their kernels walk: slower to find than by pairs, and right where documents are short.
+//! What stages take by the tiles that their kernels compute: slower to find than by pairs, and right where documents are short.
 
 use counterpoint_cost::{AttentionWork, CostModel, ReadyWork};
 use counterpoint_mask::{Band, Range};
@@ -81,7 +81,7 @@ impl Candidate {
             if !bands[stage].is_empty() {
                 let rows = [outline.q_rows, k_rows];
                 compute_seconds =
-                    direction.walk_seconds(&bands[stage], rows, place, computed, (spec, cost), planning);
+                    direction.tiles_seconds(&bands[stage], rows, place, computed, (spec, cost), planning);
                 computed += compute_seconds;
             }
             let copies = direction.own_seconds(from, spec, cost);
@@ -107,7 +107,7 @@ struct Place {
 
 impl Direction {
     /// Seconds to compute `bands` of so many query and key rows, after `computed_seconds`.
-    fn walk_seconds(
+    fn tiles_seconds(
         self,
         bands: &[Band],
         [q_rows, k_rows]: [usize; 2],

@@ -15,7 +15,7 @@ pub(crate) struct Traffic<'a> {
     nodes: Vec<usize>,
     num_nodes: usize,
     /// By rank: rows received from other nodes before each of its profile's places.
-    crossing_before: Vec<Vec<u64>>,
+    inter_node_before: Vec<Vec<u64>>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -58,22 +58,22 @@ impl<'a> Traffic<'a> {
         ends.sort_unstable_by_key(|end| end.row);
         let nodes: Vec<usize> = (0..ranks.len()).map(|rank| topology.node(rank)).collect();
         let mut traffic =
-            Self { runs, ends, nodes, num_nodes: topology.nodes(), crossing_before: Vec::new() };
-        traffic.crossing_before = traffic.count_crossing(profiles);
+            Self { runs, ends, nodes, num_nodes: topology.nodes(), inter_node_before: Vec::new() };
+        traffic.inter_node_before = traffic.count_inter_node(profiles);
         traffic
     }
 
     /// A cell's rows less those of its rank's own node. Of these there are as many as rows of the node have gone by
     /// between the ends of the cell's pieces.
-    fn count_crossing(&self, profiles: &[Profile]) -> Vec<Vec<u64>> {
-        let mut crossing: Vec<Vec<u64>> = profiles
+    fn count_inter_node(&self, profiles: &[Profile]) -> Vec<Vec<u64>> {
+        let mut inter_node: Vec<Vec<u64>> = profiles
             .iter()
             .map(|profile| profile.places.windows(2).map(|cell| (cell[1] - cell[0]) as u64).collect())
             .collect();
         let mut passed = vec![0_u64; self.num_nodes];
         let mut ends = self.ends.iter().peekable();
         let mut count = |end: &End, passed: u64| {
-            let rows = &mut crossing[end.rank as usize][end.cell as usize];
+            let rows = &mut inter_node[end.rank as usize][end.cell as usize];
             *rows = if end.begins { rows.wrapping_add(passed) } else { rows.wrapping_sub(passed) };
         };
         for run in self.runs.all() {
@@ -96,18 +96,18 @@ impl<'a> Traffic<'a> {
                 }))
                 .collect()
         };
-        crossing.into_iter().map(before).collect()
+        inter_node.into_iter().map(before).collect()
     }
 
     /// Rows that `rank` receives from other nodes over all stages.
-    pub(crate) fn crossing(&self, rank: usize) -> u64 {
-        self.crossing_before[rank].last().copied().unwrap_or(0)
+    pub(crate) fn inter_node(&self, rank: usize) -> u64 {
+        self.inter_node_before[rank].last().copied().unwrap_or(0)
     }
 
     /// What `rank` receives between two places of its profile.
     pub(crate) fn received(&self, rank: usize, profile: &Profile, from: usize, to: usize) -> LinkRows {
         let rows = (profile.places[to] - profile.places[from]) as u64;
-        let far = self.crossing_before[rank][to] - self.crossing_before[rank][from];
+        let far = self.inter_node_before[rank][to] - self.inter_node_before[rank][from];
         LinkRows { near: rows - far, far }
     }
 
@@ -184,7 +184,7 @@ mod tests {
             let traffic = Traffic::new(&outlines, &profiles, &runs, &topology);
             let mut sent = vec![LinkRows::default(); ranks * stages];
             for (rank, (outline, profile)) in outlines.iter().zip(&profiles).enumerate() {
-                let mut crossing = 0;
+                let mut inter_node = 0;
                 for (cell, places) in profile.places.windows(2).enumerate() {
                     let mut received = LinkRows::default();
                     for row in outline.remote.rows(places[0], places[1]).iter().flat_map(|range| range.start..range.end) {
@@ -196,9 +196,9 @@ mod tests {
                         }
                     }
                     prop_assert_eq!(traffic.received(rank, profile, cell, cell + 1), received);
-                    crossing += received.far;
+                    inter_node += received.far;
                 }
-                prop_assert_eq!(traffic.crossing(rank), crossing);
+                prop_assert_eq!(traffic.inter_node(rank), inter_node);
             }
             prop_assert_eq!(traffic.sent(&stage_of, stages), sent);
         }

@@ -19,7 +19,7 @@ pub struct TunedShape {
     pub ranks_per_node: usize,
     /// The pass.
     pub pass: TunedPass,
-    /// What travels beside the pass's product of `y` or `dx`.
+    /// What travels concurrently with the pass's product of `y` or `dx`.
     pub collective: GemmCollective,
     /// The size of that product, of all ranks.
     #[serde(flatten)]

@@ -306,7 +306,7 @@ mod tests {
         plans.layers.insert(tuned(GemmCollective::AllGather, 128, "Y", "signals"));
         assert_eq!(plans.layers.plans().len(), 5);
         assert_eq!(TunedPlans::from_json(&plans.to_json()), Ok(plans.clone()));
-        // Sizes stand beside everything else, where files of former versions have them.
+        // Sizes are at the level of everything else, where files of former versions have them.
         let file: serde_json::Value = serde_json::from_str(&plans.to_json()).unwrap();
         assert_eq!(["m", "n", "k"].map(|axis| file["plans"][0][axis].as_u64()), [128, 64, 32].map(Some));
 

@@ -21,7 +21,7 @@ fn least<T>(mut run: impl FnMut() -> T) -> (Duration, T) {
 
 #[test]
 #[ignore = "times on an otherwise idle machine"]
-fn choosing_beside_planning() {
+fn choosing_compared_with_planning() {
     let model = DeviceModel::of_machine("NVIDIA H200").unwrap();
     let spec = AttentionSpec::new(64, 8, 128, DType::Bf16);
     let text = include_str!("../../../../benches/data/packed_documents_lognormal_1m.txt");

@@ -1,4 +1,4 @@
-//! The dispatch that is chosen, beside every dispatch that is offered, each with the policies that it would be run by.
+//! The dispatch that is chosen, compared with every dispatch that is offered, each with the policies that it would be run by.
 
 use std::time::{Duration, Instant};
 

@@ -68,7 +68,7 @@ fn over_the_longer(
     [seconds, sequential.makespan(), longer]
 }
 
-/// `most` of the longer of both, in passes that take long enough for the starts of kernels to be small beside them; `most_of_short` in
+/// `most` of the longer of both, in passes that take long enough for the starts of kernels to be small compared with them; `most_of_short` in
 /// others, where each group has a copy of rows and a product for each expert.
 fn check(
     transports: &[RankTransport],
@@ -90,8 +90,8 @@ fn streams_that_do_not_slow_each_other_take_the_longer_of_both() {
     check(&[RankTransport::Cpu], Topology::flat(8), &CostModel::H200, [1.03, 1.12]);
 }
 
-/// Bounded by what products were measured to take beside collectives, up to 1.53 of what they take alone: of eight passes six run one after the
-/// other (`docs/experiments/033-scattered-rows.md`). Without that it would be 1.15 and 1.35.
+/// Bounded by what products were measured to take under collectives, up to 1.53 of what they take alone: of eight passes six run one after
+/// the other (`docs/experiments/033-scattered-rows.md`). Without that it would be 1.15 and 1.35.
 #[test]
 fn on_gpus_of_one_node() {
     let cost = CostModel { sharing: Some(WorkerSharing::H200), ..CostModel::H200 };

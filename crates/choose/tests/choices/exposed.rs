@@ -124,7 +124,7 @@ fn documents_hide_most_of_what_they_send() {
     assert!(backward.share() <= 0.55, "{}", backward.text());
     assert!(backward.share_of_sending() <= 0.28, "{}", backward.text());
     assert!(backward.share_of_pass() <= 0.015, "{}", backward.text());
-    // Half as many bytes home.
+    // Half as many bytes to the owners.
     let [_, rounded] = chosen(GradientShares::Elements);
     assert!(rounded.share_of_sending() <= 0.22, "{}", rounded.text());
 }

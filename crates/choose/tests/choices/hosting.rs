@@ -1,4 +1,4 @@
-//! Where rows are computed, keys or queries travelling: what `auto` keeps beside keys that travel alone.
+//! Where rows are computed, keys or queries travelling: what `auto` keeps, compared with keys that travel alone.
 
 use counterpoint_choose::{
     DeviceModel, PlanConfig, QueryExchange, StageCount, attention_policies, modelled_transports,

@@ -1,4 +1,4 @@
-//! How a pass of a linear layer is run by default, beside every way that its transport offers, in the groups that are chosen for that
+//! How a pass of a linear layer is run by default, compared with every way that its transport offers, in the groups that are chosen for that
 //! way and in equal ones.
 
 use std::collections::BTreeMap;
@@ -17,7 +17,7 @@ use crate::case::SEED;
 use crate::ratios::Ratios;
 use crate::record::record;
 
-/// Equal groups that are offered beside the chosen ones.
+/// Equal groups that are offered besides the chosen ones.
 const EQUAL: [usize; 6] = [1, 2, 3, 4, 8, 16];
 
 /// By so much kernels that take multiprocessors count for more where a fused kernel or copy engines are to be had, as measured.

@@ -1,4 +1,4 @@
-//! The policy that is chosen for each pass, beside all policies that transports of such nodes run.
+//! The policy that is chosen for each pass, compared with all policies that transports of such nodes run.
 
 use std::time::{Duration, Instant};
 

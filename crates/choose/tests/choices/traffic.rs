@@ -1,4 +1,4 @@
-//! What travels of a mask whose last block sees everything, beside ring attention and what no plan as level can go below.
+//! What travels of a mask whose last block sees everything, compared with ring attention and what no plan as level can go below.
 
 use counterpoint_choose::{DISPATCHES, DeviceModel, PlanConfig, QueryExchange, plan_attention, plan_mask};
 use counterpoint_mask::Mask;

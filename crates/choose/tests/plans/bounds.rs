@@ -1,4 +1,4 @@
-//! The lower bound of what plans move, beside plans that reach it.
+//! The lower bound of what plans move, compared with plans that reach it.
 
 use counterpoint_choose::{DispatchAlgorithm, PlanConfig, plan_mask};
 use counterpoint_mask::Mask;

@@ -363,7 +363,7 @@ fn affinity_against_the_optimum() {
     assert!(received_sum * 100 <= optimum_sum * 115, "{received_sum} rows, optimum {optimum_sum}");
 }
 
-/// Seconds in which this thread had a core, which tests beside it do not make more.
+/// Seconds in which this thread had a core, which tests that run meanwhile do not make more.
 fn on_core() -> f64 {
     let text = fs::read_to_string("/proc/thread-self/schedstat").unwrap();
     text.split_whitespace().next().unwrap().parse::<f64>().unwrap() * 1e-9

@@ -1,4 +1,4 @@
-//! Fingerprints see every field of every input, whichever these are: the serialised form is walked.
+//! Fingerprints see every field of every input, whichever these are: every field of the serialised form is changed.
 
 use std::collections::HashMap;
 

@@ -106,14 +106,14 @@ fn check_stage(plan: &Plan, stages: &[&StagePlan], parts: &[&TwoLevelPart], topo
     entered.sort_unstable();
     assert_eq!(entered, wanted.into_iter().collect::<Vec<_>>());
 
-    // Backwards, every owner's sum has one share from every rank that held a copy.
+    // Backwards, every owner's sum has one partial sum from every rank that held a copy.
     let partials: Vec<Vec<u64>> = (0..ranks).map(|rank| vec![1 << rank; second[rank].len()]).collect();
     let zeros =
         |rows: &[Vec<usize>]| -> Vec<Vec<u64>> { rows.iter().map(|rows| vec![0; rows.len()]).collect() };
-    let (mut sums, mut shares) = (zeros(&own), zeros(&first));
+    let (mut sums, mut partial_sums) = (zeros(&own), zeros(&first));
     group_reduce(&near, &partials, &mut sums);
-    group_reduce(&forward, &partials, &mut shares);
-    group_reduce(&inter, &shares, &mut sums);
+    group_reduce(&forward, &partials, &mut partial_sums);
+    group_reduce(&inter, &partial_sums, &mut sums);
     for owner in 0..ranks {
         for (row, &sum) in own[owner].iter().zip(&sums[owner]) {
             let holders = (0..ranks).filter(|&rank| second[rank].contains(row));
@@ -143,7 +143,7 @@ proptest! {
                 crossed += if index == 0 { rows } else { 0 };
             }
         }
-        prop_assert_eq!(two_level.crossing_rows(), crossed);
+        prop_assert_eq!(two_level.inter_node_rows(), crossed);
         let whole = |rank: &RankPlan| StagePlan {
             recv_ranges: rank.backward.iter().flat_map(|stage| &stage.recv_ranges).copied().collect(),
             own_rows: rank.backward.iter().map(|stage| stage.own_rows).sum(),
@@ -152,8 +152,8 @@ proptest! {
         let whole: Vec<StagePlan> = plan.ranks.iter().map(whole).collect();
         let parts: Vec<&TwoLevelPart> = two_level.whole.iter().collect();
         let once = check_stage(&plan, &whole.iter().collect::<Vec<_>>(), &parts, &topology);
-        prop_assert!(once <= two_level.backward_crossing_rows());
-        prop_assert!(crossed <= plan.flat_crossing_rows(&topology));
+        prop_assert!(once <= two_level.backward_inter_node_rows());
+        prop_assert!(crossed <= plan.flat_inter_node_rows(&topology));
         if topology.nodes() == 1 {
             prop_assert_eq!(crossed, 0);
             for (rank, parts) in plan.ranks.iter().zip(&two_level.forward) {

@@ -221,7 +221,7 @@ proptest! {
     }
 }
 
-/// Every dispatch, and ranks on several nodes: the rows that see everything are away, and no others.
+/// Every dispatch, and ranks on several nodes: the rows that see everything are offloaded, and no others.
 #[test]
 fn whatever_the_dispatch() {
     for dispatch in [

@@ -76,7 +76,7 @@ proptest! {
         prop_assert_eq!(&moved.q_dispatch, &plan.q_dispatch);
         prop_assert_eq!(&moved.k_dispatch, &plan.k_dispatch);
         prop_assert_eq!(moved.area(), other.area());
-        // A dispatch that was made for rows that are away may be one on which others are better away.
+        // A dispatch that was made for offloaded rows may be one on which it is better to offload others.
         if plan.ranks.iter().all(|rank| rank.hosted.is_none()) {
             prop_assert_eq!(&plan_mask_on(&plan, &first, &spec(), &config, &Planning::ALONE).unwrap(), &plan);
         }

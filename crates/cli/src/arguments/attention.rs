@@ -18,7 +18,7 @@ Input (safetensors; F64, F32, BF16 or F16):
   k     [seqlen_k, heads_kv, head_dim]
   v     [seqlen_k, heads_kv, head_dim_v]
   dout  [seqlen_q, heads_q, head_dim_v], with --backward
-  sink  [seqlen_sink, heads_q], optional, F32 (or F64 beside F64 tensors)
+  sink  [seqlen_sink, heads_q], optional, F32 (or F64 with F64 tensors)
 Output (safetensors): out, lse, with --max-logits max_logits [heads_q], and with
 --backward dq, dk, dv (and dsink), in global token order whatever the dispatch
 was.

@@ -215,7 +215,7 @@ pub(crate) struct SimulateMoeArguments {
 pub(crate) enum ExpertKindArgument {
     /// To the experts
     Dispatch,
-    /// Home from them
+    /// Back from them
     Combine,
 }
 

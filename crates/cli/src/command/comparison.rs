@@ -1,4 +1,4 @@
-//! A plan's traffic beside what one would compare it with.
+//! A plan's traffic, and what one would compare it with.
 
 use counterpoint_plan::TrafficBounds;
 use counterpoint_report::ComparisonRow;

@@ -32,7 +32,7 @@ fn rows_come_in_pairs_and_scaling_is_their_ratio() {
             assert!(figure(row, "predicted_seconds") > 0.0, "{row}");
         }
         assert!(figure(together, "communication_seconds") > 0.0, "{together}");
-        // Two policies of the same pass: what is hidden is said of the one that may hide, beside what there is.
+        // Two policies of the same pass: what is hidden is said of the one that may hide, with what there is.
         if !together["overlap_efficiency"].is_null() {
             let hideable = figure(together, "hideable_seconds");
             assert!(
@@ -69,7 +69,7 @@ fn policies_are_judged_by_one_sequential_way() {
 }
 
 #[test]
-fn ways_of_pytorch_stand_beside_ours() {
+fn ways_of_pytorch_are_compared_with_ours() {
     let folder = Folder::new();
     let known = |pass: &str| {
         format!(

@@ -5,7 +5,7 @@ use crate::support::Folder;
 const SMALL: &str = "bench moe --ep-size 3 --tokens 40 --hidden 24 --inner 16 --experts 6 --iterations 3";
 
 #[test]
-fn every_way_stands_beside_the_sequential_run() {
+fn every_way_is_compared_with_the_sequential_run() {
     let folder = Folder::new();
     let command = format!("{SMALL} --choices 3 --skew 2 --overlap auto,signals,kernel-barrier --json");
     let rows = folder.run(&command).ok().json_lines();
@@ -58,7 +58,7 @@ fn what_cannot_be_is_refused() {
 }
 
 /// The default is among the rows, none that can run is predicted to be faster by more than the 3 % from which on something is hidden, and
-/// over two nodes a dispatch hides something. Within one, products beside collectives take too long for that (experiment 033).
+/// over two nodes a dispatch hides something. Within one, products under collectives take too long for that (experiment 033).
 #[test]
 fn the_default_is_the_fastest_that_runs() {
     let folder = Folder::new();
@@ -89,11 +89,13 @@ fn the_default_is_the_fastest_that_runs() {
 fn what_was_tuned_is_run() {
     let folder = Folder::new();
     let profiles = folder.path("profiles");
-    let home = [("COUNTERPOINT_PROFILE_DIR", profiles.to_str().unwrap())];
+    let variables = [("COUNTERPOINT_PROFILE_DIR", profiles.to_str().unwrap())];
     let layers =
         "--ep-size 2 --tokens 40 --hidden 24 --inner 16 --experts 4 --iterations 3 --kinds combine --json";
-    let tuned =
-        folder.run_with(&format!("tune moe {layers} --trials 3 --gradient written"), &home).ok().json_lines();
+    let tuned = folder
+        .run_with(&format!("tune moe {layers} --trials 3 --gradient written"), &variables)
+        .ok()
+        .json_lines();
     assert_eq!(tuned.len(), 2);
     for (document, pass) in tuned.iter().zip(["forward", "written-gradient"]) {
         assert_eq!(
@@ -116,16 +118,18 @@ fn what_was_tuned_is_run() {
     }
     assert_eq!(changed, 2);
     folder.write("profiles/tuned-plans.json", file.to_string());
-    let rows = folder.run_with(&format!("bench moe {layers} --gradient written"), &home).ok().json_lines();
+    let rows =
+        folder.run_with(&format!("bench moe {layers} --gradient written"), &variables).ok().json_lines();
     assert_eq!(rows.len(), 2 * 2);
     for row in [&rows[1], &rows[3]] {
         assert_eq!((&row["policy"], &row["groups"]), (&"signals".into(), &"3 (150 %)".into()), "{row}");
     }
     // Gradients that are added, and other tokens, are other layers.
-    let rows = folder.run_with(&format!("bench moe {layers}"), &home).ok().json_lines();
+    let rows = folder.run_with(&format!("bench moe {layers}"), &variables).ok().json_lines();
     assert_eq!(rows[1]["groups"], "3 (150 %)");
     assert_ne!(rows[3]["groups"], "3 (150 %)");
-    let rows = folder.run_with(&format!("bench moe {}", layers.replace("40", "41")), &home).ok().json_lines();
+    let rows =
+        folder.run_with(&format!("bench moe {}", layers.replace("40", "41")), &variables).ok().json_lines();
     assert!(rows.iter().all(|row| row["groups"] != "3 (150 %)"));
     folder.refuses("tune moe --ep-size 1", &["--ep-size", "at least 2"]);
     let bad = file.to_string().replace("\"growth\":150", "\"growth\":5000");

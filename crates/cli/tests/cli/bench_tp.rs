@@ -3,7 +3,7 @@
 use crate::support::Folder;
 
 #[test]
-fn every_policy_stands_beside_the_sequential_run() {
+fn every_policy_is_compared_with_the_sequential_run() {
     let folder = Folder::new();
     let command = "bench tp --shapes 96:64:32,50:24:16 --iterations 3 --tp-size 3 --groups 1,3 --json \
                    --overlap concurrent,kernel-barrier,concurrent+sm-margin=2";
@@ -43,7 +43,7 @@ fn every_policy_stands_beside_the_sequential_run() {
         }
     }
     // All but what needs no communication, a column's forward and a row's backward with all tokens on all ranks, or hardly any; and what a
-    // machine that does something else beside says nothing of.
+    // machine that does something else besides says nothing of.
     assert!(judged <= 2 * 6 * 6, "{judged}");
 }
 
@@ -112,7 +112,7 @@ fn rank_of_pytorch(seconds: &str) -> String {
 const WITH_PEERS: &str = "bench tp --shapes 64:16:16 --iterations 3 --kinds row --passes forward --activations replicated --peers=8";
 
 #[test]
-fn ways_of_pytorch_stand_beside_the_fastest_of_ours() {
+fn ways_of_pytorch_are_compared_with_the_fastest_of_ours() {
     let folder = Folder::new();
     let path = folder.with_python(&rank_of_pytorch("0.5"));
     let variables = [("PATH", path.as_str())];
@@ -159,7 +159,7 @@ fn bad_requests_are_refused() {
     }
 }
 
-/// Layers of one input beside those that share nothing, each way checked, with uneven tokens, biases and gradients of every kind.
+/// Layers of one input compared with those that share nothing, each way checked, with uneven tokens, biases and gradients of every kind.
 #[test]
 fn layers_that_share_their_input_are_checked_and_timed() {
     let folder = Folder::new();

@@ -52,7 +52,7 @@ fn packages_of_python_are_searched() {
     let elsewhere = document(&[CACHE, ("COUNTERPOINT_NVRTC_DIR", ""), ("PATH", "/usr/bin:/bin")]);
     assert!(library.contains("site-packages/nvidia/cu13/lib") || !elsewhere["nvrtc"].is_null(), "{found}");
 
-    // Without its builtins beside it a compiler is none.
+    // Without its builtins next to it a compiler is none.
     let bare = folder.path("bare");
     std::fs::create_dir(&bare).unwrap();
     for entry in std::fs::read_dir(&nvrtc).unwrap() {

@@ -313,7 +313,7 @@ fn peaks(job: &mut Job) -> Vec<u64> {
     peaks
 }
 
-/// Tensors twice, once in global order and once on the ranks, is what the check of memory counts; beside them each process has its code
+/// Tensors twice, once in global order and once on the ranks, is what the check of memory counts; besides them each process has its code
 /// and what it takes for itself.
 #[test]
 fn processes_take_the_memory_that_is_predicted() {
@@ -327,9 +327,9 @@ fn processes_take_the_memory_that_is_predicted() {
     let peaks = peaks(&mut job);
     assert!(job.end(SOON).iter().all(|rank| rank.status == Some(0)));
     let predicted = 2 * 4 * tokens * heads * head_dim * 4;
-    let beside = 60 << 20;
+    let of_process = 60 << 20;
     let all: u64 = peaks.iter().sum();
-    assert!(all < predicted + ranks as u64 * beside, "{peaks:?}, predicted {predicted}");
+    assert!(all < predicted + ranks as u64 * of_process, "{peaks:?}, predicted {predicted}");
 }
 
 #[test]
@@ -356,7 +356,7 @@ fn an_interruption_ends_all() {
 }
 
 /// Two nodes of one process each, whose network takes nearly all of the time: by its bytes, by its starts, and by both. Seconds of it, so
-/// that what else the machine does is little beside them.
+/// that what else the machine does is little compared with them.
 #[test]
 fn a_run_over_a_slow_network_takes_what_is_predicted() {
     let seconds = |document: &serde_json::Value, key: &str| {

@@ -18,7 +18,7 @@ fn a_measured_profile_is_kept_and_planned_with() {
     let measured = folder.run_with("doctor --calibrate --json", &[kept]).ok().json();
     assert_eq!(measured["version"], 1);
     let names: Vec<_> = std::fs::read_dir(folder.path("profiles")).unwrap().collect();
-    assert_eq!(names.len(), 1, "one machine, one file, nothing beside it");
+    assert_eq!(names.len(), 1, "one machine, one file, nothing next to it");
     // It is this user's alone to change, as whoever reads it wants it.
     let file = names[0].as_ref().unwrap().path();
     assert_eq!([&file, &profiles].map(|path| path.metadata().unwrap().permissions().mode() & 0o022), [0, 0]);

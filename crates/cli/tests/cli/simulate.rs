@@ -135,7 +135,7 @@ fn rows_say_what_can_run_and_what_is_run() {
     assert_eq!(of(&near, "forward", "concurrent+copy-engine")["can_run"], true);
 }
 
-/// The masks of the benchmarks by name, and what of keys moves beside other ways.
+/// The masks of the benchmarks by name, and what of keys moves compared with other ways.
 #[test]
 fn presets_say_what_moves() {
     let folder = Folder::new();

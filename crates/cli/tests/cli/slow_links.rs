@@ -1,4 +1,4 @@
-//! CPU ranks over imitated links: what is run by default, beside every policy that CPU ranks have, by the clock.
+//! CPU ranks over imitated links: what is run by default, compared with every policy that CPU ranks have, by the clock.
 
 use std::collections::BTreeMap;
 

@@ -45,13 +45,13 @@ fn what_is_found_is_kept() {
 fn what_was_tuned_is_run() {
     let folder = Folder::new();
     let profiles = folder.path("profiles");
-    let home = [("COUNTERPOINT_PROFILE_DIR", profiles.to_str().unwrap())];
+    let variables = [("COUNTERPOINT_PROFILE_DIR", profiles.to_str().unwrap())];
     for (pass, collective) in [("forward", "reduce-scatter"), ("backward", "all-reduce")] {
         let line = format!(
             "tune gemm --m 64 --n 32 --k 48 --tp-size 2 --iterations 1 --warmups 0 --json --waves 4 --pass {pass} \
              --collective {collective} --overlap concurrent,signals"
         );
-        folder.run_with(&line, &home).ok();
+        folder.run_with(&line, &variables).ok();
     }
     let mut file: Value = serde_json::from_slice(&folder.read("profiles/tuned-plans.json")).unwrap();
     let mut changed = 0;
@@ -71,7 +71,7 @@ fn what_was_tuned_is_run() {
     for (name, others, own) in [("profiles/tuned-plans.json", 0o666, 0o644), ("profiles", 0o777, 0o700)] {
         mine(name, others);
         for line in [bench, "tune gemm --m 64 --n 32 --k 48 --tp-size 2 --collective reduce-scatter --json"] {
-            let refused = folder.run_with(line, &home);
+            let refused = folder.run_with(line, &variables);
             assert_eq!(refused.status, 2, "{line}: {}", refused.stderr);
             for word in ["tuned plans", name, "others may write to it", "chmod go-w"] {
                 assert!(refused.stderr.contains(word), "{line}: no {word} in {}", refused.stderr);
@@ -86,12 +86,12 @@ fn what_was_tuned_is_run() {
         let line = format!(
             "bench tp --kinds {kind} --passes {pass} --activations {activations} --shapes 64:32:24 --tp-size 2 --iterations 3 --json"
         );
-        let rows = folder.run_with(&line, &home).ok().json_lines();
+        let rows = folder.run_with(&line, &variables).ok().json_lines();
         assert_eq!(rows.len(), 2);
         assert_eq!((&rows[1]["policy"], &rows[1]["groups"]), (&"signals".into(), &3.into()), "{}", rows[1]);
         // A layer of another shape is predicted.
         let other = line.replace("64:32:24", "64:32:26");
-        let rows = folder.run_with(&other, &home).ok().json_lines();
+        let rows = folder.run_with(&other, &variables).ok().json_lines();
         assert!(rows.len() == 1 || rows[1]["groups"] != 3, "{rows:?}");
     }
 }
@@ -167,7 +167,7 @@ fn plans_that_cannot_be_trusted_are_left_alone() {
         "groups": [16], "seconds": 1.0, "sequential_seconds": 2.0, "search": "predictive"}"#;
     folder.write("plans.json", format!(r#"{{"version": 2, "plans": [{plan}]}}"#));
     folder.refuses(&line, &["plans.json", "plan 0", "16", "32"]);
-    // Another machine's plans stay beside this one's.
+    // Another machine's plans stay next to this one's.
     folder
         .write("plans.json", format!(r#"{{"version": 2, "plans": [{}]}}"#, plan.replace("[16]", "[16, 16]")));
     folder.run(&line).ok();

@@ -16,7 +16,7 @@ use crate::support::{Folder, qkv, safetensors};
 const SOON: Duration = Duration::from_secs(40);
 const SEED: u64 = 19;
 
-/// The rendezvous of a job, and what its ranks are given beside torchrun's variables.
+/// The rendezvous of a job, and what its ranks are given besides torchrun's variables.
 #[derive(Clone)]
 struct Place {
     host: String,
@@ -203,7 +203,7 @@ fn strangers_at_the_port_change_nothing() {
 
 /// One connection that says nothing holds nothing up: the rank that never comes is named at the limit.
 #[test]
-fn a_silent_connection_does_not_stretch_the_limit() {
+fn a_silent_connection_does_not_extend_the_limit() {
     let (folder, place) = (Folder::new(), Place::new());
     let ranks = Ranks::start([place.rank(&folder, &format!("{LINE} --limit 2"), 0, 2)]);
     let _silent: Vec<TcpStream> = (0..3).map(|_| connect(place.port + 1)).collect();

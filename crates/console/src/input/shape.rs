@@ -143,14 +143,12 @@ fn refuse_extra(file: &TensorFile) -> Result<(), CliError> {
     }
 }
 
-/// Sinks are kept in the accumulator's type: F32, or F64 beside F64 tensors (where F32 is widened).
+/// Sinks are kept in the accumulator's type: F32, or F64 with F64 tensors (where F32 is widened).
 fn sink_rows(file: &TensorFile, q: &Header<'_>) -> Result<usize, CliError> {
     let sink = Header::of(file, "sink", &["seqlen_sink", "heads_q"])?;
     if sink.float != DType::F32 && sink.float != q.float.accumulator() {
-        let reason = format!(
-            "is {} beside {} tensors; give it in F32 (or F64 beside F64 tensors)",
-            sink.dtype, q.dtype
-        );
+        let reason =
+            format!("is {} with {} tensors; give it in F32 (or F64 with F64 tensors)", sink.dtype, q.dtype);
         return Err(file.wrong("sink", reason));
     }
     sink.axis_is(1, q.shape[1], "those of `q`")?;

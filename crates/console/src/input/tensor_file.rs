@@ -21,7 +21,7 @@ use crate::error::CliError;
 use crate::files;
 
 /// An open safetensors file whose header has been read and found to fit the file. Tensors are read one at a time,
-/// straight into vectors of their type: the file is never in memory as a whole beside them.
+/// straight into vectors of their type: the file is never in memory as a whole as well.
 #[derive(Debug)]
 pub struct TensorFile {
     path: PathBuf,

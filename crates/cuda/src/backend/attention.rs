@@ -118,7 +118,7 @@ impl State {
 }
 
 /// Results in f32, to be merged with others, by kernels that leave states: the state is made where they go.
-struct Share {
+struct Partial {
     kernel: AttentionFinish,
     out: Operand,
     lse: BufferId,
@@ -126,7 +126,7 @@ struct Share {
     rows: usize,
 }
 
-impl Share {
+impl Partial {
     fn new(prepare: &Prepare<'_>, out: BufferId, lse: BufferId) -> Result<Self, ExecError> {
         let (spec, device) = (prepare.spec(out), prepare.setup().device());
         let (rows, heads, dim) = (spec.rows(), spec.shape[1], padded_dim(spec.shape[2]));
@@ -149,9 +149,9 @@ impl Share {
 
     fn finish(&self, stream: &Stream, buffers: &[CudaBuffer], max_scale: f32) -> Result<(), CudaError> {
         let state = self.state(buffers);
-        let share = ResultTensors { sink: 0, out: state.acc, lse: state.row_max };
+        let partial = ResultTensors { sink: 0, out: state.acc, lse: state.row_max };
         // SAFETY: `check_operands` has compared the shapes; the kernel before it on the stream has written the state.
-        unsafe { self.kernel.share(stream, self.rows, &state, max_scale, &share) }?;
+        unsafe { self.kernel.partial(stream, self.rows, &state, max_scale, &partial) }?;
         self.out.leave(stream, buffers)
     }
 }
@@ -171,8 +171,8 @@ enum End {
     /// `None` where it continues a state, which it leaves in the same buffers.
     State(Option<State>),
     /// Made of a state.
-    Share(Share),
-    /// Or a share, as the kernel leaves it.
+    Partial(Partial),
+    /// Or a partial result, as the kernel leaves it.
     Result { sink: Option<BufferId>, out: Operand, lse: BufferId },
 }
 
@@ -182,16 +182,16 @@ impl Forward {
         problem.deterministic = op.blocks == KeyBlocks::Aligned;
         let inside = prepare.arrive(&mut problem, op.k, op.arriving.as_ref(), |_| true);
         let seqlen_sink = |sink: Option<BufferId>| sink.map_or(0, |sink| prepare.spec(sink).rows());
-        let is_share = |out: BufferId| prepare.spec(out).dtype != prepare.spec(op.q).dtype;
+        let is_partial = |out: BufferId| prepare.spec(out).dtype != prepare.spec(op.q).dtype;
         let continues = matches!(op.begin, ForwardBegin::Continue(_));
-        let by_state = continues || !ForwardKernel::leaves_shares(prepare.setup().device());
+        let by_state = continues || !ForwardKernel::leaves_partials(prepare.setup().device());
         let mode = ForwardMode {
             continues,
             max_logits: op.max_logits.is_some(),
             end: match op.end {
                 ForwardEnd::State(_) => ForwardModeEnd::State,
-                ForwardEnd::Result { out, .. } if is_share(out) && by_state => ForwardModeEnd::State,
-                ForwardEnd::Result { out, .. } if is_share(out) => ForwardModeEnd::Share,
+                ForwardEnd::Result { out, .. } if is_partial(out) && by_state => ForwardModeEnd::State,
+                ForwardEnd::Result { out, .. } if is_partial(out) => ForwardModeEnd::Partial,
                 ForwardEnd::Result { sink, .. } => ForwardModeEnd::Result { seqlen_sink: seqlen_sink(sink) },
             },
         };
@@ -207,8 +207,8 @@ impl Forward {
             end: match &op.end {
                 ForwardEnd::State(_) if begin.is_some() => End::State(None),
                 ForwardEnd::State(state) => End::State(Some(State::new(prepare, state)?)),
-                ForwardEnd::Result { out, lse, .. } if is_share(*out) && by_state => {
-                    End::Share(Share::new(prepare, *out, *lse)?)
+                ForwardEnd::Result { out, lse, .. } if is_partial(*out) && by_state => {
+                    End::Partial(Partial::new(prepare, *out, *lse)?)
                 }
                 ForwardEnd::Result { sink, out, lse } => {
                     End::Result { sink: *sink, out: Operand::new(prepare, *out)?, lse: *lse }
@@ -242,7 +242,7 @@ impl Forward {
                     state.map_or(StateTensors { acc: 0, row_max: 0, row_sum: 0 }, |s| s.tensors(buffers));
                 (ForwardTarget::State(tensors), state.map(|state| &state.acc))
             }
-            End::Share(share) => (ForwardTarget::State(share.state(buffers)), None),
+            End::Partial(partial) => (ForwardTarget::State(partial.state(buffers)), None),
             End::Result { sink, out, lse } => {
                 let (sink, lse) = (sink.map_or(0, address), address(*lse));
                 (ForwardTarget::Result(ResultTensors { sink, out: out.address(buffers), lse }), Some(out))
@@ -263,8 +263,8 @@ impl Forward {
         // SAFETY: `check_operands` has compared all shapes and types; buffers and copies live as long as what is enqueued; the
         // Program orders who else uses them.
         unsafe { self.kernel.launch(stream, &tensors) }?;
-        if let End::Share(share) = &self.end {
-            return share.finish(stream, buffers, self.kernel.max_scale());
+        if let End::Partial(partial) = &self.end {
+            return partial.finish(stream, buffers, self.kernel.max_scale());
         }
         written.map_or(Ok(()), |operand| operand.leave(stream, buffers))
     }

@@ -12,7 +12,7 @@ use super::padding::padded_dim;
 use super::{CudaBackend, CudaBuffer, CudaSignal};
 use crate::kernel::{
     AttentionBackward, AttentionDelta, BackwardKernel, BackwardMode, BackwardTensors, DeltaTensors, DqBegin,
-    GradientHomes,
+    GradientOwners,
 };
 use crate::{CudaError, Stream};
 
@@ -102,8 +102,8 @@ impl Backward {
             dq: match op.accumulate_dq {
                 Accumulate::Continue => DqBegin::Sums,
                 // A copy that is padded is this operation's own, and not zero before the first run.
-                Accumulate::Start if prepare.spec(op.dq).role == BufferRole::Carried && dq.is_whole() => {
-                    DqBegin::Carried
+                Accumulate::Start if prepare.spec(op.dq).role == BufferRole::Persistent && dq.is_whole() => {
+                    DqBegin::Persistent
                 }
                 Accumulate::Start => DqBegin::Anything,
             },
@@ -146,7 +146,7 @@ impl Backward {
         self.keys.signal()
     }
 
-    /// `signal` is raised as keys arrive; `rounded` is where gradients of keys go that are results, and `homes` where those go that
+    /// `signal` is raised as keys arrive; `rounded` is where gradients of keys go that are results, and `owners` where those go that
     /// belong to other ranks, if they are sent.
     pub(crate) fn launch(
         &self,
@@ -154,7 +154,7 @@ impl Backward {
         buffers: &[CudaBuffer],
         signal: Option<&CudaSignal>,
         rounded: Option<[u64; 2]>,
-        homes: Option<GradientHomes>,
+        owners: Option<GradientOwners>,
     ) -> Result<(), CudaError> {
         let arriving = self.keys.arriving(stream, buffers, signal)?;
         let read = [&self.q, &self.keys.k, &self.keys.v, &self.dout];
@@ -174,7 +174,7 @@ impl Backward {
             dk: self.dk.address(buffers),
             dv: self.dv.address(buffers),
             rounded,
-            homes,
+            owners,
         };
         // SAFETY: as in `Forward::launch`.
         unsafe { self.kernel.launch(stream, &tensors) }?;

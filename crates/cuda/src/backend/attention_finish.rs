@@ -12,7 +12,7 @@ use super::compute::Prepare;
 use crate::kernel::{AttentionFinish, ResultTensors};
 use crate::{CudaError, Stream};
 
-/// The results of rows whose shares are merged.
+/// The results of rows whose partial results are merged.
 pub(super) struct Finish {
     kernel: AttentionFinish,
     merged_out: BufferId,

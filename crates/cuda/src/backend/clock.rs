@@ -7,7 +7,7 @@ use crate::sync::lock;
 use crate::{CudaError, Event, Stream};
 
 /// One time base for all ranks of a device: the first of them to begin a run marks the device's time, the others, which have
-/// the same origin, measure from the same mark. So spans of different ranks are exact beside each other.
+/// the same origin, measure from the same mark. So spans of different ranks can be compared exactly.
 #[derive(Default)]
 pub(crate) struct Clock(Mutex<Option<RunClock>>);
 

@@ -229,7 +229,7 @@ impl<'a> Prepare<'a> {
         self.backend.user_kernel(name)
     }
 
-    /// Whether products are beside nothing but rows that copy engines move.
+    /// Whether nothing is communicated under products but rows that copy engines move.
     pub(super) fn has_casts_by_engines_alone(&self) -> bool {
         let reduces = |op: &ProgramOp| {
             !op.op.is_fused_gemm() && op.op.parts().iter().any(|part| matches!(part, Op::GroupReduce(_)))

@@ -84,7 +84,7 @@ impl Grouped {
     }
 }
 
-/// Scratch memory for the rows of a first operand that lie together, and of a second one beside it.
+/// Scratch memory for the rows of a first operand that lie together, and of a second one next to it.
 pub(super) const GATHERED: &str = "rows together";
 pub(super) const GATHERED_TOO: &str = "more rows together";
 /// Scratch memory for results on their way to where they belong.
@@ -112,7 +112,7 @@ impl GatheredRows {
     }
 
     /// Memory called `name` for `count` rows as those of `tensors`, all of which `copy` brings there. So many rows of zeros at most come
-    /// from a peer behind those: nothing waits for a kernel that fills memory beside a busy device's.
+    /// from a peer behind those: nothing waits for a kernel that fills memory on a busy device.
     pub(super) fn new(
         prepare: &mut Prepare<'_>,
         name: &str,

@@ -16,7 +16,7 @@ use crate::kernel::{
 };
 use crate::{CudaError, Stream};
 
-/// Terms of a block of k.
+/// Depth of a block of k.
 const BLOCK: usize = 64;
 
 /// The products.

@@ -30,13 +30,13 @@ struct Part {
     gemm: GemmRunner,
     /// Which of A's tensors it is given.
     tensors: Vec<usize>,
-    /// The first row of the result of each of its shares.
-    shares: Vec<usize>,
+    /// The first row of the result of each of its receivers.
+    receivers: Vec<usize>,
 }
 
 /// Rows of A, and of the result, that lie together.
 #[derive(Clone, Copy)]
-pub(super) struct Stretch {
+pub(super) struct RowSegment {
     pub(super) source: GemmRows,
     pub(super) out: usize,
 }
@@ -45,15 +45,15 @@ impl Product {
     pub(super) fn new(prepare: &Prepare<'_>, op: &schedule::Gemm) -> Result<Self, ExecError> {
         let element = prepare.element(op.a[0].buffer)?;
         let layout = prepare.gemm_layout(op.layout);
-        let terms = layout == GemmLayout::Tn;
+        let rows_are_k = layout == GemmLayout::Tn;
         let m = op.out_rows.iter().map(Range::len).sum();
-        let a = SourceRows::new(prepare, &op.a, |rows| match terms {
-            true => GemmRows::are_terms(rows),
+        let a = SourceRows::new(prepare, &op.a, |rows| match rows_are_k {
+            true => GemmRows::can_be_k(rows),
             false => !schedule::Gemm::copies_rows(rows.len(), m),
         })?;
         let b = SourceRows::new(prepare, &op.b, |rows| rows.len() == 1)?;
         let n = prepare.spec(op.out).row_elements();
-        let k = if terms { a.count() } else { prepare.spec(op.a[0].buffer).row_elements() };
+        let k = if rows_are_k { a.count() } else { prepare.spec(op.a[0].buffer).row_elements() };
         let epilogue = match (op.bias, op.accumulate) {
             (None, Accumulate::Start) => GemmEpilogue::Store,
             (Some(_), Accumulate::Start) => GemmEpilogue::StoreBias,
@@ -63,39 +63,39 @@ impl Product {
             }
         };
         let out = ResultRows::new(prepare, op.out, &op.out_rows, op.accumulate, |rows| {
-            if terms { columns_fit(rows) } else { !schedule::Gemm::copies_rows(rows.len(), m) }
+            if rows_are_k { columns_fit(rows) } else { !schedule::Gemm::copies_rows(rows.len(), m) }
         })?;
-        let spec = |m: usize, sources: Vec<GemmRows>, shares: Vec<usize>| GemmSpec {
+        let spec = |m: usize, sources: Vec<GemmRows>, receivers: Vec<usize>| GemmSpec {
             output: out.scalar(),
             pass_rows: op.pass_rows,
             strides: [a.stride(), b.stride(), out.stride()],
             epilogue,
             sources,
-            shares,
+            receivers,
             sm_margin: prepare.sm_margin(),
             grid: prepare.grid(),
             ..GemmSpec::new(m, n, k, layout, element)
         };
         let mut parts = Vec::new();
-        if terms {
-            let shares: Vec<usize> = out.rows().iter().map(Range::len).collect();
+        if rows_are_k {
+            let receivers: Vec<usize> = out.rows().iter().map(Range::len).collect();
             let tensors = (0..a.tensors()).collect();
-            let gemm = prepare.product(&spec(m, a.rows().to_vec(), shares))?;
-            parts.push(Part { gemm, tensors, shares: out.rows().iter().map(|rows| rows.start).collect() });
+            let gemm = prepare.product(&spec(m, a.rows().to_vec(), receivers))?;
+            parts.push(Part { gemm, tensors, receivers: out.rows().iter().map(|rows| rows.start).collect() });
         } else {
-            for stretches in stretches(a.rows(), out.rows()).chunks(GEMM_DESTINATIONS) {
-                let mut tensors: Vec<usize> = stretches.iter().map(|stretch| stretch.source.tensor).collect();
+            for segments in segments(a.rows(), out.rows()).chunks(GEMM_DESTINATIONS) {
+                let mut tensors: Vec<usize> = segments.iter().map(|segment| segment.source.tensor).collect();
                 tensors.sort_unstable();
                 tensors.dedup();
                 let renumbered = |rows: GemmRows| {
                     let tensor = tensors.binary_search(&rows.tensor).unwrap_or(0);
                     GemmRows { tensor, ..rows }
                 };
-                let sources = stretches.iter().map(|stretch| renumbered(stretch.source)).collect();
-                let counts: Vec<usize> = stretches.iter().map(|stretch| stretch.source.count).collect();
+                let sources = segments.iter().map(|segment| renumbered(segment.source)).collect();
+                let counts: Vec<usize> = segments.iter().map(|segment| segment.source.count).collect();
                 let gemm = prepare.product(&spec(counts.iter().sum(), sources, counts))?;
-                let shares = stretches.iter().map(|stretch| stretch.out).collect();
-                parts.push(Part { gemm, tensors, shares });
+                let receivers = segments.iter().map(|segment| segment.out).collect();
+                parts.push(Part { gemm, tensors, receivers });
             }
         }
         Ok(Self { a, b, out, bias: op.bias, parts })
@@ -106,9 +106,9 @@ impl Product {
         self.b.enter(stream, buffers)?;
         self.out.enter(stream, buffers)?;
         let a = self.a.addresses(buffers);
-        for Part { gemm, tensors, shares } in &self.parts {
+        for Part { gemm, tensors, receivers } in &self.parts {
             let a: Vec<u64> = tensors.iter().map(|&tensor| a[tensor]).collect();
-            let d: Vec<u64> = shares.iter().map(|&row| self.out.address(buffers, row)).collect();
+            let d: Vec<u64> = receivers.iter().map(|&row| self.out.address(buffers, row)).collect();
             let tensors = GemmTensors {
                 a: &a,
                 b: self.b.first_row(buffers),
@@ -133,25 +133,25 @@ fn columns_fit(rows: &[Range]) -> bool {
 }
 
 /// Rows of A and of the result side by side, cut wherever one of them is.
-pub(super) fn stretches(sources: &[GemmRows], out: &[Range]) -> Vec<Stretch> {
-    let mut stretches = Vec::new();
+pub(super) fn segments(sources: &[GemmRows], out: &[Range]) -> Vec<RowSegment> {
+    let mut segments = Vec::new();
     let mut sources = sources.iter().copied();
     let mut source = GemmRows { tensor: 0, first: 0, count: 0 };
     for rows in out {
         let mut row = rows.start;
         while row < rows.end {
             if source.count == 0 {
-                let Some(next) = sources.next() else { return stretches };
+                let Some(next) = sources.next() else { return segments };
                 source = next;
                 continue;
             }
             let count = source.count.min(rows.end - row);
-            stretches.push(Stretch { source: GemmRows { count, ..source }, out: row });
+            segments.push(RowSegment { source: GemmRows { count, ..source }, out: row });
             source = GemmRows { first: source.first + count, count: source.count - count, ..source };
             row += count;
         }
     }
-    stretches
+    segments
 }
 
 /// Sums of columns.
@@ -192,8 +192,8 @@ impl Prepare<'_> {
         }
     }
 
-    /// Where something that takes multiprocessors may run beside a product, and none are left to it, it must find some between two
-    /// units.
+    /// Where something that takes multiprocessors may run concurrently with a product, and none are left to it, it must find some between
+    /// two units.
     pub(super) fn grid(&self) -> GemmGrid {
         match self.has_one_stream() || self.has_casts_by_engines_alone() || self.sm_margin() > 0 {
             true => GemmGrid::Persistent,
@@ -203,7 +203,7 @@ impl Prepare<'_> {
 
     /// A product that stores its result and does nothing else: the library's where that is wanted and no policy would have it otherwise.
     fn product(&self, spec: &GemmSpec) -> Result<GemmRunner, ExecError> {
-        let whole = spec.size.m == spec.pass_rows && spec.sources.len() == 1 && spec.shares.len() == 1;
+        let whole = spec.size.m == spec.pass_rows && spec.sources.len() == 1 && spec.receivers.len() == 1;
         if whole && self.sends_nothing() {
             let library = self.library()?;
             if let Some(library) = library {
@@ -239,16 +239,16 @@ mod tests {
 
     /// Row by row, the definition.
     #[test]
-    fn stretches_pair_rows_in_their_order() {
+    fn segments_pair_rows_in_their_order() {
         let sources = [(2, 7, 5), (0, 0, 3), (2, 12, 4)];
         let sources = sources.map(|(tensor, first, count)| GemmRows { tensor, first, count });
         let out = [Range::new(1, 3), Range::new(10, 20)];
         let from = sources.iter().flat_map(|s| (s.first..s.first + s.count).map(|row| (s.tensor, row)));
         let wanted: Vec<_> = from.zip(out.iter().flat_map(|rows| rows.start..rows.end)).collect();
-        let found = stretches(&sources, &out);
+        let found = segments(&sources, &out);
         assert_eq!(found.len(), 4);
-        let rows = |s: &Stretch| {
-            let Stretch { source, out } = *s;
+        let rows = |s: &RowSegment| {
+            let RowSegment { source, out } = *s;
             (0..source.count).map(move |i| ((source.tensor, source.first + i), out + i)).collect::<Vec<_>>()
         };
         assert_eq!(found.iter().flat_map(rows).collect::<Vec<_>>(), wanted);

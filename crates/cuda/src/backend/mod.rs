@@ -102,7 +102,7 @@ impl Backend for CudaBackend {
 
     fn allocate(&self, spec: &BufferSpec) -> Result<CudaBuffer, ExecError> {
         let begin = |memory: DeviceBuffer| {
-            if spec.role == BufferRole::Carried {
+            if spec.role == BufferRole::Persistent {
                 memory.fill(&self.0.setup, 0)?;
                 self.0.setup.synchronize()?;
             }

@@ -1,4 +1,4 @@
-//! Ranges of NVTX, by which profilers show operations of Programs beside the kernels that they launch.
+//! Ranges of NVTX, by which profilers show operations of Programs next to the kernels that they launch.
 
 use std::sync::{Arc, Mutex, Weak};
 

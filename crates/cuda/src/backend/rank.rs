@@ -19,7 +19,7 @@ use crate::sync::lock;
 use crate::{CudaError, Device, DeviceBuffer, Stream, StreamPriority};
 use counterpoint_driver::Partition;
 
-/// What computes beside this crate's kernels.
+/// What computes besides this crate's kernels.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct OtherKernels {
     /// Users' own, by name.

@@ -9,7 +9,7 @@ use counterpoint_schedule::{BufferId, ExpertRowsOf, RowBlock, RowsOrigin};
 use crate::kernel::Scalar;
 use crate::sync::lock;
 
-/// What a list is made for, beside its rows: whatever it depends on that is no row.
+/// What a list is made for, besides its rows: whatever it depends on that is no row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ListKey {
     /// The rows of one of an operation's launches, with the columns of what is multiplied and of the result, and the types of both.

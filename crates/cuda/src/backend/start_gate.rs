@@ -10,7 +10,7 @@ use crate::kernel::StartHold;
 use crate::sync::lock;
 use crate::{CudaError, Device, Event, Stream, StreamPriority};
 
-/// What holds back the ranks of a process until all of them are enqueued: a kernel that does nothing for a while, which the streams
+/// What holds the ranks of a process until all of them are enqueued: a kernel that does nothing for a while, which the streams
 /// of all ranks wait for. Not a wait for the host, which might itself be held up by a device that waits.
 ///
 /// It lasts longer than enqueueing took lately. A rank that waits for one that is not yet enqueued would make the run longer, which no
@@ -21,7 +21,7 @@ pub(crate) struct StartGate {
     pace: Arc<StartPace>,
 }
 
-/// What decides how long ranks are held back: for those of a process that waits for others, one for all that it runs, because they agree
+/// What decides how long ranks are held: for those of a process that waits for others, one for all that it runs, because they agree
 /// before it is known what that will be.
 #[derive(Default)]
 pub(crate) struct StartPace {
@@ -33,7 +33,7 @@ pub(crate) struct StartPace {
 /// How long the host took from the hold to the last call, in the runs before.
 #[derive(Default)]
 struct Enqueueing {
-    since: Option<(Instant, Turn)>,
+    since: Option<(Instant, RunIndex)>,
     /// Of what ran for the first time last, which made and uploaded what later runs have: it counts until there is another.
     first: Option<Duration>,
     lately: VecDeque<Duration>,
@@ -41,13 +41,13 @@ struct Enqueueing {
 
 /// How often ranks have run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Turn {
+enum RunIndex {
     First,
     Later,
 }
 
 /// On a stream of their own: what else is enqueued to be done at once, such as the mark that a run's times are measured from, must not be
-/// held back.
+/// held.
 struct Hold {
     stream: Stream,
     kernel: StartHold,
@@ -58,7 +58,7 @@ struct Hold {
 const OF_A_RANK: Duration = Duration::from_micros(40);
 /// The host that enqueued longer than this was held up by something else.
 const LONGEST: Duration = Duration::from_millis(5);
-/// Forwards and backwards may take turns, and all that is compared; they take unlike times to enqueue.
+/// Forwards and backwards may be interleaved, and all that is compared; they take unlike times to enqueue.
 const RUNS: usize = 16;
 
 impl StartGate {
@@ -67,13 +67,13 @@ impl StartGate {
     }
 
     /// Has what is enqueued on `streams` from now on start together, once there was time to enqueue it. A rank that is alone, and whose
-    /// process has agreed on nothing with others, is not held back.
+    /// process has agreed on nothing with others, is not held.
     pub(crate) fn hold(&self, device: &Device, ranks: usize, streams: &[&Stream]) -> Result<(), CudaError> {
         let mut hold = lock(&self.hold);
         if !self.pace.holds(ranks) {
             return Ok(());
         }
-        let turn = if hold.is_none() { Turn::First } else { Turn::Later };
+        let index = if hold.is_none() { RunIndex::First } else { RunIndex::Later };
         let Hold { stream, kernel, passed } = match &mut *hold {
             Some(hold) => hold,
             none => none.insert(Hold {
@@ -83,19 +83,19 @@ impl StartGate {
             }),
         };
         // As late as can be: what was done before counts.
-        kernel.launch(stream, self.pace.begin(ranks, turn, Instant::now()))?;
+        kernel.launch(stream, self.pace.begin(ranks, index, Instant::now()))?;
         passed.record(stream)?;
         streams.iter().try_for_each(|stream| stream.wait(passed))
     }
 
-    /// All of the run that was held back is enqueued.
+    /// All of the run that was held is enqueued.
     pub(crate) fn enqueued(&self) {
         lock(&self.pace.enqueueing).end();
     }
 }
 
 impl StartPace {
-    /// How long the rank of this process would have the next run held back.
+    /// How long the rank of this process would have the next run held.
     pub(crate) fn wish(&self) -> Duration {
         lock(&self.enqueueing).hold_of(1)
     }
@@ -105,41 +105,41 @@ impl StartPace {
         *lock(&self.agreed) = Some(start);
     }
 
-    /// Whether a run of so many ranks is held back.
+    /// Whether a run of so many ranks is held.
     fn holds(&self, ranks: usize) -> bool {
         ranks > 1 || lock(&self.agreed).is_some()
     }
 
-    /// How long, from `now` on, so many ranks are held back.
-    fn begin(&self, ranks: usize, turn: Turn, now: Instant) -> Duration {
+    /// How long, from `now` on, so many ranks are held.
+    fn begin(&self, ranks: usize, index: RunIndex, now: Instant) -> Duration {
         let agreed = lock(&self.agreed).take();
         let mut enqueueing = lock(&self.enqueueing);
         let Some(RunStart { at, hold }) = agreed else {
-            enqueueing.since = Some((now, turn));
+            enqueueing.since = Some((now, index));
             return enqueueing.hold_of(ranks);
         };
         let hold = hold.min(LONGEST);
         let left = (at + hold).saturating_duration_since(now);
         if left.is_zero() {
             // Something came between that took longer, such as poisoning, on all ranks: they start about when they are through.
-            enqueueing.since = Some((now, turn));
+            enqueueing.since = Some((now, index));
             return hold;
         }
-        enqueueing.since = Some((at, turn));
+        enqueueing.since = Some((at, index));
         left
     }
 }
 
 impl Enqueueing {
-    /// How long so many ranks are to be held back.
+    /// How long so many ranks are to be held.
     fn hold_of(&self, ranks: usize) -> Duration {
         let known = self.lately.iter().max().copied().or(self.first).map(|longest| longest * 3 / 2);
         known.unwrap_or_default().max(OF_A_RANK * ranks as u32).min(LONGEST)
     }
 
     fn end(&mut self) {
-        let Some((since, turn)) = self.since.take() else { return };
-        if turn == Turn::First {
+        let Some((since, index)) = self.since.take() else { return };
+        if index == RunIndex::First {
             self.first = Some(since.elapsed());
             return;
         }
@@ -163,7 +163,7 @@ mod tests {
         let pace = StartPace::default();
         let held = |lately: &[u64], ranks| {
             lock(&pace.enqueueing).lately = lately.iter().copied().map(micros).collect();
-            pace.begin(ranks, Turn::Later, Instant::now()).as_micros()
+            pace.begin(ranks, RunIndex::Later, Instant::now()).as_micros()
         };
         assert_eq!(held(&[], 2), 80);
         assert_eq!(held(&[400, 800, 300], 2), 1200);
@@ -171,7 +171,7 @@ mod tests {
         assert_eq!(held(&[400, 1_000_000], 2), 5000);
         let line = StartGate::new(Arc::new(pace));
         for _ in 0..=RUNS {
-            line.pace.begin(2, Turn::Later, Instant::now());
+            line.pace.begin(2, RunIndex::Later, Instant::now());
             line.enqueued();
         }
         let lately = || lock(&line.pace.enqueueing).lately.len();
@@ -186,19 +186,19 @@ mod tests {
     #[test]
     fn a_first_run_counts_for_the_next_only() {
         let pace = StartPace::default();
-        let run = |turn, took: u64| {
-            let held = pace.begin(2, turn, Instant::now());
+        let run = |index, took: u64| {
+            let held = pace.begin(2, index, Instant::now());
             let since = Instant::now().checked_sub(micros(took)).unwrap_or_else(Instant::now);
-            lock(&pace.enqueueing).since = Some((since, turn));
+            lock(&pace.enqueueing).since = Some((since, index));
             lock(&pace.enqueueing).end();
             held
         };
-        assert_eq!(run(Turn::First, 2_000), OF_A_RANK * 2);
-        assert!(run(Turn::Later, 100) >= micros(3_000));
-        let later = run(Turn::Later, 100);
+        assert_eq!(run(RunIndex::First, 2_000), OF_A_RANK * 2);
+        assert!(run(RunIndex::Later, 100) >= micros(3_000));
+        let later = run(RunIndex::Later, 100);
         assert!(later >= micros(150) && later < micros(3_000), "{later:?}");
         // What others have shown is known.
-        let first = run(Turn::First, 2_000);
+        let first = run(RunIndex::First, 2_000);
         assert!(first >= micros(150) && first < micros(3_000), "{first:?}");
     }
 
@@ -210,15 +210,15 @@ mod tests {
         pace.agree(RunStart { at, hold: micros(300) });
         assert!(pace.holds(1));
         // Whenever a process comes to it, all are held until the same moment.
-        assert_eq!(pace.begin(1, Turn::Later, at + micros(20)), micros(280));
+        assert_eq!(pace.begin(1, RunIndex::Later, at + micros(20)), micros(280));
         assert!(!pace.holds(1));
         pace.agree(RunStart { at, hold: micros(300) });
-        assert_eq!(pace.begin(1, Turn::Later, at + micros(299)), micros(1));
+        assert_eq!(pace.begin(1, RunIndex::Later, at + micros(299)), micros(1));
         // What was agreed has passed, and what others wish is bounded.
         pace.agree(RunStart { at, hold: micros(300) });
-        assert_eq!(pace.begin(1, Turn::Later, at + micros(300)), micros(300));
+        assert_eq!(pace.begin(1, RunIndex::Later, at + micros(300)), micros(300));
         pace.agree(RunStart { at, hold: Duration::MAX });
-        assert_eq!(pace.begin(1, Turn::Later, at), LONGEST);
+        assert_eq!(pace.begin(1, RunIndex::Later, at), LONGEST);
     }
 
     #[test]
@@ -227,7 +227,7 @@ mod tests {
         assert_eq!(pace.wish(), OF_A_RANK);
         let ago = Instant::now().checked_sub(micros(1000));
         pace.agree(RunStart { at: ago.unwrap_or_else(Instant::now), hold: LONGEST });
-        pace.begin(1, Turn::Later, Instant::now());
+        pace.begin(1, RunIndex::Later, Instant::now());
         lock(&pace.enqueueing).end();
         assert!(pace.wish() >= micros(1500) || ago.is_none());
     }

@@ -6,7 +6,7 @@ use counterpoint_schedule::{self as schedule, Accumulate, BufferId, GemmLayout, 
 
 use super::compute::Prepare;
 use super::counter_waits::RaisedCounter;
-use super::linear::{Product, Stretch, stretches};
+use super::linear::{Product, RowSegment, segments};
 use super::matrix_rows::SourceRows;
 use super::{CudaBuffer, CudaSignal};
 use crate::kernel::{
@@ -43,12 +43,12 @@ struct Together {
 struct Launch {
     gemm: Gemm,
     tensors: Vec<usize>,
-    shares: Vec<Share>,
+    parts: Vec<GroupRows>,
 }
 
 /// Rows of a group's result that one launch stores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Share {
+struct GroupRows {
     group: usize,
     first: usize,
     rows: usize,
@@ -131,26 +131,26 @@ impl Together {
                 tensor: tensors.binary_search(&source.tensor).unwrap_or(0),
                 ..*source
             });
-            let shares = shares_of(&pieces);
-            let m = shares.iter().map(|share| share.rows).sum();
+            let parts = rows_by_group(&pieces);
+            let m = parts.iter().map(|part| part.rows).sum();
             let spec = GemmSpec {
                 output: scalar,
                 pass_rows: first.pass_rows,
                 strides: [a.stride(), b.stride(), columns],
                 epilogue,
                 sources: sources.collect(),
-                shares: shares.iter().map(|share| share.rows).collect(),
-                signals: GemmSignals::Shares,
+                receivers: parts.iter().map(|part| part.rows).collect(),
+                signals: GemmSignals::Receivers,
                 order: TileOrder::Cuts(cuts(&pieces).into()),
                 sm_margin: prepare.sm_margin(),
                 grid: prepare.grid(),
                 ..GemmSpec::new(m, columns, k, prepare.gemm_layout(first.layout), element)
             };
             let gemm = prepare.gemm(&spec)?;
-            for (share, signals) in shares.iter().zip(gemm.signals_of()) {
-                rises[share.group] += signals;
+            for (part, signals) in parts.iter().zip(gemm.signals_of()) {
+                rises[part.group] += signals;
             }
-            launches.push(Launch { gemm, tensors, shares });
+            launches.push(Launch { gemm, tensors, parts });
         }
         let counters = DeviceBuffer::from_slice(prepare.setup(), &vec![0u32; groups.len()])
             .map_err(|error| prepare.device_error(error))?;
@@ -166,13 +166,13 @@ impl Together {
         self.a.enter(stream, buffers)?;
         self.b.enter(stream, buffers)?;
         let addresses = self.a.addresses(buffers);
-        for Launch { gemm, tensors, shares } in &self.launches {
+        for Launch { gemm, tensors, parts } in &self.launches {
             let a: Vec<u64> = tensors.iter().map(|&tensor| addresses[tensor]).collect();
-            let out = |share: &Share| {
-                buffers[self.out[share.group].0].address() + share.first as u64 * self.row_bytes
+            let out = |part: &GroupRows| {
+                buffers[self.out[part.group].0].address() + part.first as u64 * self.row_bytes
             };
-            let d: Vec<u64> = shares.iter().map(out).collect();
-            let counters: Vec<u64> = shares.iter().map(|share| self.counter(share.group)).collect();
+            let d: Vec<u64> = parts.iter().map(out).collect();
+            let counters: Vec<u64> = parts.iter().map(|part| self.counter(part.group)).collect();
             let tensors = GemmTensors {
                 a: &a,
                 b: self.b.first_row(buffers),
@@ -191,7 +191,7 @@ impl Together {
 /// Rows of A and where they go: of which group, and from which row of its result on.
 type Piece = (GemmRows, (usize, usize));
 
-/// Rows of A beside the groups' rows of the result, cut wherever one of them is.
+/// Rows of A next to the groups' rows of the result, cut wherever one of them is.
 fn pieces(a: &[GemmRows], groups: &[schedule::Gemm]) -> Vec<Piece> {
     // Every range of rows once, by its number: rows of different groups are not neighbours.
     let places: Vec<(usize, Range)> = groups
@@ -207,12 +207,12 @@ fn pieces(a: &[GemmRows], groups: &[schedule::Gemm]) -> Vec<Piece> {
             Range::new(end - rows.len(), end)
         })
         .collect();
-    let place = |Stretch { source, out }: Stretch| {
+    let place = |RowSegment { source, out }: RowSegment| {
         let at = ranges.partition_point(|range| range.end <= out);
         let (group, rows) = places[at];
         (source, (group, rows.start + out - ranges[at].start))
     };
-    stretches(a, &ranges).into_iter().map(place).collect()
+    segments(a, &ranges).into_iter().map(place).collect()
 }
 
 /// Whether rows that follow others in a result need a destination of their own, as [`Gemm`] cuts them.
@@ -244,15 +244,15 @@ fn launches_of(pieces: &[Piece]) -> Vec<Vec<Piece>> {
 }
 
 /// Rows that lie together in a group's result.
-fn shares_of(pieces: &[Piece]) -> Vec<Share> {
-    let mut shares: Vec<Share> = Vec::new();
+fn rows_by_group(pieces: &[Piece]) -> Vec<GroupRows> {
+    let mut parts: Vec<GroupRows> = Vec::new();
     for &(GemmRows { count, .. }, (group, first)) in pieces {
-        match shares.last_mut() {
+        match parts.last_mut() {
             Some(last) if last.group == group && last.first + last.rows == first => last.rows += count,
-            _ => shares.push(Share { group, first, rows: count }),
+            _ => parts.push(GroupRows { group, first, rows: count }),
         }
     }
-    shares
+    parts
 }
 
 /// Rows of tiles before the end of each group but the last.
@@ -298,8 +298,8 @@ mod tests {
         let wanted = [(a[0], (0, 0)), (a[1], (0, 128)), (a[2], (1, 0)), (a[3], (1, 896))];
         assert_eq!(pieces, wanted);
         assert_eq!(launches_of(&pieces), [wanted.to_vec()]);
-        let share = |group, rows| Share { group, first: 0, rows };
-        assert_eq!(shares_of(&pieces), [share(0, 256), share(1, 1792)]);
+        let part = |group, rows| GroupRows { group, first: 0, rows };
+        assert_eq!(rows_by_group(&pieces), [part(0, 256), part(1, 1792)]);
         assert_eq!(cuts(&pieces), [2]);
     }
 

@@ -1,4 +1,4 @@
-//! The launcher of `attention/attention_finish.cuh`: shares of rows that other ranks merge, and results of merged shares.
+//! The launcher of `attention/attention_finish.cuh`: partial results of rows that other ranks merge, and results of merged ones.
 
 use super::scalar::Scalar;
 use super::{MatrixUnit, ResultTensors, Specialisation, StateTensors, blocks_of};
@@ -9,8 +9,8 @@ use crate::{Arch, CudaError, Device, Function, KernelSource, Launch, Stream};
 /// Threads of a block (`kFinishThreads`); a warp ends one head of a row.
 const THREADS: u32 = 256;
 
-/// Ends rows of an online softmax outside of the forward, for every GPU: a state becomes a share of its rows, merged shares
-/// become results with their sink. Statistics, shares and what is read are f32.
+/// Ends rows of an online softmax outside of the forward, for every GPU: a state becomes a partial result of its rows, merged ones
+/// become results with their sink. Statistics, partial results and what is read are f32.
 #[derive(Clone, Debug)]
 pub struct AttentionFinish {
     function: Function,
@@ -54,31 +54,31 @@ impl AttentionFinish {
     /// have no sink here and may lie where `acc` and `row_max` do.
     ///
     /// # Safety
-    /// `state` and `share` are addresses of tensors of so many rows, `share.out` of the type given to [`AttentionFinish::new`],
+    /// `state` and `partial` are addresses of tensors of so many rows, `partial.out` of the type given to [`AttentionFinish::new`],
     /// which live until the kernel has run and overlap in no other way.
     ///
     /// # Errors
     /// When the driver refuses.
-    pub unsafe fn share(
+    pub unsafe fn partial(
         &self,
         stream: &Stream,
         rows: usize,
         state: &StateTensors,
         max_scale: f32,
-        share: &ResultTensors,
+        partial: &ResultTensors,
     ) -> Result<(), CudaError> {
         let StateTensors { acc, row_max, row_sum } = *state;
-        let ResultTensors { out, lse, .. } = *share;
+        let ResultTensors { out, lse, .. } = *partial;
         let arguments =
             AttentionFinishArguments { acc, row_max, row_sum, out, lse, max_scale, ..self.arguments(rows) };
         // SAFETY: the caller's promise.
         unsafe { self.launch(stream, arguments) }
     }
 
-    /// Enqueues the end of `rows` rows whose merged shares are `out` and `lse` of `merged`, and whose sink has `sink_rows` rows.
+    /// Enqueues the end of `rows` rows whose merged partial results are `out` and `lse` of `merged`, and whose sink has `sink_rows` rows.
     ///
     /// # Safety
-    /// As [`AttentionFinish::share`]; the sink of `result` is the address of `[sink_rows, heads]`.
+    /// As [`AttentionFinish::partial`]; the sink of `result` is the address of `[sink_rows, heads]`.
     ///
     /// # Errors
     /// When the driver refuses.

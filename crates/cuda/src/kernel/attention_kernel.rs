@@ -30,9 +30,9 @@ impl ForwardKernel {
         }
     }
 
-    /// Whether one made for this device leaves shares by itself ([`ForwardModeEnd::Share`](super::ForwardModeEnd)); else they are made of a
-    /// state.
-    pub fn leaves_shares(device: &Device) -> bool {
+    /// Whether one made for this device leaves partial results by itself ([`ForwardModeEnd::Partial`](super::ForwardModeEnd)); else they
+    /// are made of a state.
+    pub fn leaves_partials(device: &Device) -> bool {
         device.arch().is_hopper()
     }
 

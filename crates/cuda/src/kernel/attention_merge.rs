@@ -128,7 +128,7 @@ fn source(arch: Arch, element: ElementType, result: Scalar) -> KernelSource {
         .line("}")
 }
 
-/// Both element types, and shares.
+/// Both element types, and partial results.
 pub(super) fn specialisations(arch: Arch) -> Vec<Specialisation> {
     let specialisation = |(element, result)| Specialisation {
         source: source(arch, element, result),

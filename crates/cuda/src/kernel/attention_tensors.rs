@@ -27,7 +27,7 @@ pub enum ForwardModeEnd {
     /// The state, for a later stage.
     State,
     /// The results of the rows over these keys alone, in f32 and without a sink, to be merged with others.
-    Share,
+    Partial,
     /// The results.
     Result {
         /// Rows of the sink; 0 without one.
@@ -154,7 +154,7 @@ impl ForwardTensors {
 pub enum ForwardTarget {
     /// With [`ForwardModeEnd::State`]. It may be the state that the stage began from.
     State(StateTensors),
-    /// With [`ForwardModeEnd::Share`], where `out` is f32 and there is no sink, and with [`ForwardModeEnd::Result`].
+    /// With [`ForwardModeEnd::Partial`], where `out` is f32 and there is no sink, and with [`ForwardModeEnd::Result`].
     Result(ResultTensors),
 }
 
@@ -181,12 +181,12 @@ pub enum DqBegin {
     /// Anything: sums begin at zero.
     Anything,
     /// Zeros before the first launch, and then what the last launch of the same value has left: sums begin at zero.
-    Carried,
+    Persistent,
     /// Sums, which are gone on with.
     Sums,
 }
 
-/// What a stage of the backward does beside its sums.
+/// What a stage of the backward does besides its sums.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BackwardMode {
     /// What is in `dq` before it.
@@ -225,12 +225,12 @@ pub struct BackwardTensors {
     /// As `dk` and `dv`, of results: where rows go that nobody else has gradients of ([`super::AttentionBackward::round_alone`]).
     pub rounded: Option<[u64; 2]>,
     /// Of the last keys, where their rows of `dk` and `dv` go instead; not by portable kernels.
-    pub homes: Option<GradientHomes>,
+    pub owners: Option<GradientOwners>,
 }
 
 /// Where the gradients of keys go that belong elsewhere.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct GradientHomes {
+pub struct GradientOwners {
     /// The first such key; all after it are.
     pub first_row: usize,
     /// Of a table in the device's memory: for each of these keys the address of its row of dk, then of dv, each aligned to 16 bytes, on

@@ -1,4 +1,4 @@
-//! Tile schedules uploaded for the kernels that walk them.
+//! Tile schedules uploaded for the kernels that follow them.
 
 use counterpoint_tiles::TileSchedule;
 

@@ -187,7 +187,7 @@ impl LinkCopy {
     }
 }
 
-/// The moves cut into what is copied at once, and how many of these there are up to the end of each part. Peers take turns, so
+/// The moves cut into what is copied at once, and how many of these there are up to the end of each part. Peers alternate, so
 /// that all links are busy from the first piece to the last.
 fn pieces(
     direction: LinkDirection,
@@ -236,12 +236,12 @@ fn pieces_of_part(
         }
     }
     let mut queues: Vec<_> = queues.into_iter().map(Vec::into_iter).collect();
-    let mut turns = Vec::new();
+    let mut interleaved = Vec::new();
     loop {
-        let before = turns.len();
-        turns.extend(queues.iter_mut().filter_map(Iterator::next));
-        if turns.len() == before {
-            return turns;
+        let before = interleaved.len();
+        interleaved.extend(queues.iter_mut().filter_map(Iterator::next));
+        if interleaved.len() == before {
+            return interleaved;
         }
     }
 }
@@ -294,7 +294,7 @@ mod tests {
 
     use super::*;
 
-    /// Every byte of every move is in one piece; peers take turns.
+    /// Every byte of every move is in one piece; peers alternate.
     #[test]
     fn pieces_cover_the_moves() {
         let step = |peer, from, to, rows| RowMove {

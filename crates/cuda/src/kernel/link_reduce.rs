@@ -338,7 +338,7 @@ mod tests {
 
     use super::*;
 
-    /// The others' shares are among the tensors of the one that adds, behind the results; its own behind those.
+    /// The others' partial sums are among the tensors of the one that adds, behind the results; its own behind those.
     #[test]
     fn delivered_operands_are_fetched_from_the_own_memory() {
         let step = |peer, from: usize, to: usize, rows: usize| RowMove {

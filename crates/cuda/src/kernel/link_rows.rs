@@ -57,7 +57,7 @@ impl LinkMerge {
             pieces: DeviceBuffer::from_slice(stream, &pieces)?,
             operands: DeviceBuffer::from_slice(stream, &operands)?,
             count,
-            blocks: blocks(spec.turns(count), num_sms),
+            blocks: blocks(spec.steps(count), num_sms),
             spec: *spec,
         })
     }
@@ -200,9 +200,9 @@ impl LinkSum {
     }
 }
 
-/// Blocks of a launch whose warps take so many turns.
-fn blocks(turns: u64, num_sms: u32) -> u32 {
-    (turns.div_ceil(WARPS).min(u64::from(num_sms)) as u32).max(1)
+/// Blocks of a launch whose warps take so many steps.
+fn blocks(steps: u64, num_sms: u32) -> u32 {
+    (steps.div_ceil(WARPS).min(u64::from(num_sms)) as u32).max(1)
 }
 
 fn merge_source(arch: Arch, types: ReduceTypes) -> KernelSource {

@@ -58,7 +58,7 @@ pub use attention_forward::AttentionForward;
 pub use attention_kernel::{BackwardKernel, ForwardKernel};
 pub use attention_tensors::{
     ArrivingTensors, BackwardMode, BackwardTensors, DeltaTensors, DqBegin, ForwardMode, ForwardModeEnd,
-    ForwardTarget, ForwardTensors, GradientHomes, HeadRows, ResultTensors, StateTensors,
+    ForwardTarget, ForwardTensors, GradientOwners, HeadRows, ResultTensors, StateTensors,
 };
 pub use bit_check::BitCheck;
 pub use cast::Cast;

@@ -162,7 +162,7 @@ impl Choice {
             return self;
         }
         let Shape { head_dim, head_dim_v, warp_rows, ref mut block, .. } = self.shape;
-        // The register that they take is one too many beside the usual blocks.
+        // The register that they take is one too many besides the usual blocks.
         *block = match (self.blocks, head_dim, head_dim_v) {
             (TilePlacement::Aligned, 64 | 128, _) if warp_rows == 32 => *block / 2,
             (TilePlacement::Tight, 192, 128) if warp_rows == 32 => (*block).min(32),
@@ -218,8 +218,8 @@ impl PortableForward {
         let Choice { shape, .. } = choice;
         let seqlen_sink = match mode.end {
             ForwardModeEnd::State => 0,
-            ForwardModeEnd::Share => {
-                return Err(refused("it makes no shares; they are made of a state".to_owned()));
+            ForwardModeEnd::Partial => {
+                return Err(refused("it makes no partial results; they are made of a state".to_owned()));
             }
             ForwardModeEnd::Result { seqlen_sink } => seqlen_sink,
         };

@@ -8,7 +8,7 @@ use crate::{Arch, CudaError, DeviceBuffer, Function, KernelSource, Launch, Strea
 
 const KERNEL: &str = "rms_norm_backward";
 const THREADS: u32 = 512;
-/// The fewest rows of a block where there are so many, so that its sums are little beside what it reads.
+/// The fewest rows of a block where there are so many, so that its sums are little compared with what it reads.
 const FEWEST_ROWS: usize = 8;
 /// The most blocks, and so rows of partial sums: some waves on every GPU.
 const MOST_BLOCKS: usize = 512;

@@ -47,7 +47,7 @@ pub struct RowMergeSpec {
 
 impl RowMergeSpec {
     /// What warps of the kernel take from a list of so many pieces.
-    pub(super) fn turns(&self, pieces: u32) -> u64 {
+    pub(super) fn steps(&self, pieces: u32) -> u64 {
         u64::from(pieces) * u64::from(self.heads.div_ceil(HEADS).max(1))
     }
 
@@ -141,7 +141,7 @@ impl RowMerge {
         }
         let RowMergeSpec { heads, dim, accumulate, .. } = self.spec;
         let packed = self.spec.packs() && addresses.is_multiple_of(16);
-        let blocks = blocks_of(self.spec.turns(self.count).div_ceil(WARPS), self.sm_count);
+        let blocks = blocks_of(self.spec.steps(self.count).div_ceil(WARPS), self.sm_count);
         let arguments = (
             sources,
             self.pieces.address(),
@@ -166,7 +166,7 @@ impl RowMerge {
 /// The rows of the result, cut into what a warp merges, and their operands.
 pub(super) fn lists(spec: &RowMergeSpec, moves: &[RowMove]) -> (Vec<RowMergePiece>, Vec<RowMergeOperand>) {
     let (mut pieces, mut operands) = (Vec::new(), Vec::new());
-    // Rows with more heads are merged in several turns, each row by itself.
+    // Rows with more heads are merged in several steps, each row by itself.
     let most = (HEADS / spec.heads.max(1)).max(1) as usize;
     let all = OperandRows::of_moves(moves, spec.rows, spec.accumulate == Accumulate::Start);
     for (part, of_part) in all.parts() {

@@ -105,7 +105,7 @@ impl SignalLitmus {
     ///
     /// # Safety
     /// `round` has the addresses of the product's result and counters, which live until the kernel has run, and the product of this
-    /// round is enqueued and finds multiprocessors beside the blocks.
+    /// round is enqueued and finds multiprocessors besides the blocks.
     ///
     /// # Errors
     /// When the driver refuses.

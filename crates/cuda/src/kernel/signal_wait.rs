@@ -4,7 +4,7 @@ use super::{MatrixUnit, Specialisation, WaitLimit};
 use crate::headers::kernel_source;
 use crate::{Arch, CudaError, Device, DeviceBuffer, Function, KernelSource, Launch, Stream};
 
-/// Registers that a multiprocessor has left for each thread of one warp beside a product, which holds 63 Ki of 64 Ki of them: with
+/// Registers that a multiprocessor has left for each thread of one warp besides a product, which holds 63 Ki of 64 Ki of them: with
 /// more, the wait would not start before the product's last tiles.
 const REGISTERS: u32 = 32;
 

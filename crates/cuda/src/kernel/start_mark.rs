@@ -28,7 +28,7 @@ impl StartMark {
     ///
     /// # Errors
     /// The driver's.
-    pub fn settle(&self, stream: &Stream) -> Result<(), CudaError> {
+    pub fn record_rest(&self, stream: &Stream) -> Result<(), CudaError> {
         self.take().map_or(Ok(()), |event| event.record(stream))
     }
 }

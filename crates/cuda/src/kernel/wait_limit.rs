@@ -98,7 +98,7 @@ impl CtaWaits {
         self.limit
     }
 
-    /// Whether a kernel still has it, beside who asks.
+    /// Whether a kernel still has it, apart from who asks.
     pub(crate) fn is_used(&self) -> bool {
         self.record.0.is_shared()
     }

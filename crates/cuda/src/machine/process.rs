@@ -46,7 +46,7 @@ pub struct CudaProcess {
     connected: ConnectedRanks,
     /// Bytes that this rank has sent through NCCL.
     sent: Arc<AtomicU64>,
-    /// How long its runs are held back, whatever runs.
+    /// How long its runs are held, whatever runs.
     pace: Arc<StartPace>,
     /// Whose memory the rank has, where not the driver's.
     lender: Option<Arc<Lender>>,

@@ -14,7 +14,7 @@ use super::link_side::LinkSide;
 use super::staging::Staging;
 use super::{Call, CallError, CudaPending, CudaTransport, Means, Work, link, rows, unpublished};
 use crate::backend::{Backward, CudaBackend};
-use crate::kernel::{GradientHomes, LinkOperands, LinkPeers, LinkReduce, LinkReduceSpec, RowMove};
+use crate::kernel::{GradientOwners, LinkOperands, LinkPeers, LinkReduce, LinkReduceSpec, RowMove};
 use crate::{CudaError, DeviceBuffer, Stream};
 
 /// One rank's part.
@@ -25,9 +25,9 @@ pub(super) struct BackwardReduceWork {
     row_bytes: Vec<u64>,
     /// Rows of this rank of which it alone has gradients, as far as the backward itself makes results of them.
     alone: Vec<Range>,
-    /// The rank's shares, and the sums.
+    /// The rank's partial sums, and the sums.
     tensors: Vec<(BufferId, BufferId)>,
-    /// Where the others' shares of this rank's rows come in.
+    /// Where the others' partial sums of this rank's rows come in.
     delivered: Staging,
     memory: DeviceBuffer,
     /// Blocks that add.
@@ -39,9 +39,9 @@ pub(super) struct BackwardReduceWork {
 pub(super) struct Connected {
     peers: LinkPeers,
     sums: LinkReduce,
-    /// The first row of others, and where each of those rows is at home.
-    homes: (Option<usize>, DeviceBuffer),
-    /// Where others take shares in.
+    /// The first row of others, and where each of those rows is at its owner.
+    owners: (Option<usize>, DeviceBuffer),
+    /// Where others take partial sums in.
     _memory: Vec<DeviceBuffer>,
 }
 
@@ -50,7 +50,7 @@ impl BackwardReduceWork {
         self.memory.clone()
     }
 
-    /// What rank `own` knows by where the others take shares in, with lists that are gathered on `lists`.
+    /// What rank `own` knows by where the others take partial sums in, with lists that are gathered on `lists`.
     pub(super) fn gather(
         &self,
         own: usize,
@@ -62,11 +62,11 @@ impl BackwardReduceWork {
         let of = |peers: &[PeerRows]| -> Vec<usize> {
             peers.iter().map(|peer| peer.rank).filter(|&rank| rank != own).collect()
         };
-        // Those to whom this rank's shares go add them once it announces that it is through.
+        // Those to whom this rank's partial sums go add them once it announces that it is through.
         let (announce_to, work_on) = (of(&pattern.outgoing), of(&pattern.incoming));
         let (mut mailboxes, mut memory) = (Vec::new(), Vec::new());
-        // The own rows that go to others, and where the first of each range is at home.
-        let mut homes: Vec<(Range, [u64; 2])> = Vec::new();
+        // The own rows that go to others, and where the first of each range is at its owner.
+        let mut owners: Vec<(Range, [u64; 2])> = Vec::new();
         for (rank, post) in posts.iter().filter(|(rank, _)| *rank != own) {
             let rank = *rank;
             let (Some(mailbox), Some(delivered)) = (&post.payload.mailbox, &post.payload.staging) else {
@@ -83,12 +83,12 @@ impl BackwardReduceWork {
                 [of_tensor(0), of_tensor(1)]
             };
             let ranges = pattern.to(rank).iter().zip(theirs.of(own));
-            homes.extend(ranges.map(|(from, to)| (*from, place(to.start))));
+            owners.extend(ranges.map(|(from, to)| (*from, place(to.start))));
         }
-        homes.sort_unstable();
-        let first_row = homes.first().map(|home| home.0.start);
-        // The kernel finds a row's home by its number.
-        if homes.windows(2).any(|pair| pair[0].0.end != pair[1].0.start) {
+        owners.sort_unstable();
+        let first_row = owners.first().map(|owner| owner.0.start);
+        // The kernel finds a row's owner by its number.
+        if owners.windows(2).any(|pair| pair[0].0.end != pair[1].0.start) {
             let reason = "keys of other ranks do not follow each other".to_owned();
             return Err(CudaError::Launch { kernel: collective.contract.kind.clone(), reason }.into());
         }
@@ -96,7 +96,7 @@ impl BackwardReduceWork {
             let (count, first) = (rows.len() as u64, *first);
             (0..count).map(move |at| [0, 1].map(|tensor| first[tensor] + at * self.row_bytes[tensor]))
         };
-        let mut addresses: Vec<[u64; 2]> = homes.iter().flat_map(row).collect();
+        let mut addresses: Vec<[u64; 2]> = owners.iter().flat_map(row).collect();
         // No buffer is empty.
         addresses.resize(addresses.len().max(1), [0; 2]);
         let table = DeviceBuffer::from_slice(lists, &addresses)?;
@@ -105,7 +105,7 @@ impl BackwardReduceWork {
         Ok(Connected {
             peers: LinkPeers { mailboxes, announce_to, work_on },
             sums,
-            homes: (first_row, table),
+            owners: (first_row, table),
             _memory: memory,
         })
     }
@@ -153,8 +153,8 @@ impl CudaTransport {
         let Means::Link { .. } = &self.means else { return Ok(None) };
         let context = CollectiveContext { buffers: &program.buffers, policy: &program.policy, plan: None };
         let mut collective = Collective::reduce(self.rank, self.world.size(), place, reduce, &context)?;
-        let shares: Vec<BufferId> = reduce.tensors.iter().map(|tensor| tensor.0).collect();
-        let alike = shares == [backward.dk, backward.dv]
+        let partials: Vec<BufferId> = reduce.tensors.iter().map(|tensor| tensor.0).collect();
+        let alike = partials == [backward.dk, backward.dv]
             && reduce.op == ReduceOp::Sum
             && reduce.accumulate == Accumulate::Start
             && link::takes(&collective);
@@ -190,7 +190,7 @@ impl CudaTransport {
                 // No buffer is empty.
                 memory: DeviceBuffer::new(&self.device, (delivered.bytes as usize).max(1))?,
                 delivered,
-                // Nothing computes beside it. But it waits for others, and other collectives must find room meanwhile.
+                // Nothing computes concurrently with it. But it waits for others, and other collectives must find room meanwhile.
                 adders: (self.device.sm_count() / 2).max(1),
             })
         };
@@ -217,21 +217,21 @@ impl CudaTransport {
             own.pattern.outgoing.iter().for_each(|peer| self.release_post(peer.rank, pending.sequence));
         }
         let results = [0, 1].map(|at: usize| buffers[work.tensors[at].1.0].address());
-        let (first_row, table) = &connected.homes;
-        let homes = first_row.map(|first_row| GradientHomes { first_row, addresses: table.address() });
-        work.backward.launch(stream.queue(), buffers, call.signal, Some(results), homes)?;
+        let (first_row, table) = &connected.owners;
+        let owners = first_row.map(|first_row| GradientOwners { first_row, addresses: table.address() });
+        work.backward.launch(stream.queue(), buffers, call.signal, Some(results), owners)?;
         stream.end_span(place, SpanKind::Compute, pending.started.take())?;
         pending.started = stream.start_span(backend.timed())?;
         let delivered = work.delivered.tensors.iter().map(|(offset, _)| work.memory.address() + offset);
         let address = |id: BufferId| buffers[id.0].address();
         let sums = work.tensors.iter().map(|tensor| address(tensor.1));
-        let shares = work.tensors.iter().map(|tensor| address(tensor.0));
-        let own: Vec<u64> = sums.chain(delivered).chain(shares).collect();
+        let partials = work.tensors.iter().map(|tensor| address(tensor.0));
+        let own: Vec<u64> = sums.chain(delivered).chain(partials).collect();
         // Nobody reads what is announced: all that others have is here once they announce it.
         let link = self.link_call(&work.side, &connected.peers, &own, &own)?;
         // SAFETY: `Post::check_peer` has compared both sides' rows, `Collective`'s checks have seen that they are inside the tensors, and
         // `delivered` has room for all that comes; the others' memory lives as long as `connected`. All ranks make the same calls, each on a
-        // GPU of its own, and a rank's shares are sent again only after all who add them have said that they are through.
+        // GPU of its own, and a rank's partial sums are sent again only after all who add them have said that they are through.
         unsafe { connected.sums.launch(stream.queue(), &link, None) }?;
         Ok(())
     }
@@ -247,7 +247,7 @@ mod tests {
 
     /// Rank 1 owns ten rows; ranks 0 and 2 hold some of them, and it holds all.
     #[test]
-    fn what_comes_lies_rank_by_rank_and_the_own_share_where_it_is() {
+    fn what_comes_lies_rank_by_rank_and_the_own_partial_sum_where_it_is() {
         let pattern = Pattern {
             outgoing: vec![peer(0, &[(10, 14)]), peer(1, &[(0, 10)])],
             incoming: vec![peer(0, &[(7, 9), (2, 5)]), peer(1, &[(0, 10)]), peer(2, &[(4, 10)])],

@@ -129,7 +129,7 @@ impl CudaTransport {
             bias: work.bias.map_or(0, |bias| buffers[bias.0].address()),
         };
         // SAFETY: `fitting` has compared shapes and types; the other ranks' memory lives as long as `connected`; all ranks make the same
-        // calls, each on a GPU of its own, and `Program::validate` has seen that nothing beside them waits for other ranks.
+        // calls, each on a GPU of its own, and `Program::validate` has seen that nothing that runs with them waits for other ranks.
         unsafe { work.kernel.launch(stream.queue(), &tensors, &link) }?;
         Ok(())
     }

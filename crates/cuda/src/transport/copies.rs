@@ -70,9 +70,9 @@ pub(super) enum CopyPace {
 }
 
 impl CopyPace {
-    /// Beside a product that sends its tiles. An engine takes some 2.6 us to begin a copy, and as long for a megabyte; such a product needs
+    /// Under a product that sends its tiles. An engine takes some 2.6 us to begin a copy, and as long for a megabyte; such a product needs
     /// a third of the link's rate (8.6 MB in the 77 us of a round of tiles with k = 7168).
-    pub(super) const BESIDE_KERNELS: Self = Self::Pieces(1 << 20);
+    pub(super) const WITH_KERNELS: Self = Self::Pieces(1 << 20);
 }
 
 impl PeerCopies {

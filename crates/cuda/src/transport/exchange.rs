@@ -24,7 +24,7 @@ pub(super) struct ExchangeWork {
     /// Bytes of a row of each tensor.
     row_bytes: Vec<u64>,
     /// Rows that go from their tensors and come into theirs.
-    direct: [Vec<Stretch>; 2],
+    direct: [Vec<PeerRange>; 2],
     sent: Packed,
     received: Packed,
     /// What is received there, and the own rows.
@@ -38,13 +38,13 @@ pub(super) struct ExchangeWork {
 }
 
 /// Rows of a peer that lie together.
-struct Stretch {
+struct PeerRange {
     peer: usize,
     first: usize,
     rows: usize,
 }
 
-impl Stretch {
+impl PeerRange {
     /// `None` where they do not.
     fn of(peer: &PeerRows) -> Option<Self> {
         let first = peer.rows.first()?;
@@ -54,15 +54,15 @@ impl Stretch {
 
     /// One of each tensor.
     fn messages<'a>(
-        stretches: &'a [Self],
+        ranges: &'a [Self],
         tensors: &'a [u64],
         row_bytes: &'a [u64],
     ) -> impl Iterator<Item = NcclMessage> + 'a {
-        let each = stretches.iter().flat_map(move |stretch| {
+        let each = ranges.iter().flat_map(move |range| {
             tensors.iter().zip(row_bytes).map(move |(&tensor, &row)| NcclMessage {
-                peer: stretch.peer,
-                address: tensor + stretch.first as u64 * row,
-                bytes: stretch.rows as u64 * row,
+                peer: range.peer,
+                address: tensor + range.first as u64 * row,
+                bytes: range.rows as u64 * row,
             })
         });
         each.filter(|message| message.bytes > 0)
@@ -131,16 +131,16 @@ impl ExchangeWork {
     ) -> Result<Self, CudaError> {
         let row_bytes = rows::row_bytes(collective);
         let pattern = &collective.pattern;
-        let stretches = |peers: &[PeerRows]| -> Vec<Stretch> {
-            peers.iter().filter(|peer| peer.rank != rank).filter_map(Stretch::of).collect()
+        let ranges = |peers: &[PeerRows]| -> Vec<PeerRange> {
+            peers.iter().filter(|peer| peer.rank != rank).filter_map(PeerRange::of).collect()
         };
         // What is summed or rounded is looked at by a pass of ours.
         let as_it_is =
             collective.reduction.is_none() && !collective.contract.tensors.iter().any(rows::is_rounded);
         let direct =
-            [stretches(&pattern.outgoing), if as_it_is { stretches(&pattern.incoming) } else { Vec::new() }];
-        let others = |peers: &[PeerRows], direct: &[Stretch]| -> Vec<PeerRows> {
-            let is_direct = |peer: &PeerRows| direct.iter().any(|stretch| stretch.peer == peer.rank);
+            [ranges(&pattern.outgoing), if as_it_is { ranges(&pattern.incoming) } else { Vec::new() }];
+        let others = |peers: &[PeerRows], direct: &[PeerRange]| -> Vec<PeerRows> {
+            let is_direct = |peer: &PeerRows| direct.iter().any(|range| range.peer == peer.rank);
             peers.iter().filter(|peer| !is_direct(peer)).cloned().collect()
         };
         let sent = Staging::new(&others(&pattern.outgoing, &direct[0]), &row_bytes, rank);
@@ -201,9 +201,10 @@ impl CudaTransport {
         let marks = marks.map(|marks| backend.marks_of_next(marks)).transpose()?;
         let (inputs, outputs) = addresses(call);
         let ExchangeWork { row_bytes, direct, sent, received, staged, pack, place, .. } = work;
-        let mut sends: Vec<NcclMessage> =
-            Stretch::messages(&direct[0], &inputs, row_bytes).chain(sent.messages.iter().copied()).collect();
-        let mut receives: Vec<NcclMessage> = Stretch::messages(&direct[1], &outputs, row_bytes)
+        let mut sends: Vec<NcclMessage> = PeerRange::messages(&direct[0], &inputs, row_bytes)
+            .chain(sent.messages.iter().copied())
+            .collect();
+        let mut receives: Vec<NcclMessage> = PeerRange::messages(&direct[1], &outputs, row_bytes)
             .chain(received.messages.iter().copied())
             .collect();
         let targets: Vec<u64> =
@@ -236,7 +237,7 @@ impl CudaTransport {
         });
         let input = staged_input(self.rank, staged, &inputs, &received.staging, &received.memory);
         place.launch(queue, backend.left_to_communication(), input, &outputs, &placed)?;
-        placed.settle(queue)?;
+        placed.record_rest(queue)?;
         Ok(())
     }
 
@@ -278,11 +279,11 @@ mod tests {
             rank,
             rows: rows.iter().map(|&(start, end)| Range::new(start, end)).collect(),
         };
-        let together = Stretch::of(&peer(3, &[(5, 8), (8, 12)])).unwrap();
-        let found: Vec<_> = Stretch::messages(&[together], &[1000, 9000], &[16, 0]).collect();
+        let together = PeerRange::of(&peer(3, &[(5, 8), (8, 12)])).unwrap();
+        let found: Vec<_> = PeerRange::messages(&[together], &[1000, 9000], &[16, 0]).collect();
         assert_eq!(found, [NcclMessage { peer: 3, address: 1080, bytes: 112 }]);
         for apart in [&[(5, 8), (9, 12)][..], &[(8, 12), (5, 8)], &[]] {
-            assert!(Stretch::of(&peer(3, apart)).is_none(), "{apart:?}");
+            assert!(PeerRange::of(&peer(3, apart)).is_none(), "{apart:?}");
         }
     }
 }

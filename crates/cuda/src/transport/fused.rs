@@ -69,7 +69,7 @@ pub(super) fn product_of(
 }
 
 /// Where blocks begin that follow each other in one buffer, and how many rows they have together.
-pub(super) fn one_stretch(blocks: &[RowBlock], specs: &[BufferSpec]) -> Option<(Rows, usize)> {
+pub(super) fn one_range(blocks: &[RowBlock], specs: &[BufferSpec]) -> Option<(Rows, usize)> {
     let first = blocks.first()?;
     let follows =
         |pair: &[RowBlock]| pair[0].buffer == pair[1].buffer && pair[0].rows.end == pair[1].rows.start;
@@ -81,7 +81,7 @@ pub(super) fn one_stretch(blocks: &[RowBlock], specs: &[BufferSpec]) -> Option<(
 
 /// An operand that is the rows of one buffer.
 pub(super) fn whole(blocks: &[RowBlock], specs: &[BufferSpec]) -> Option<Rows> {
-    one_stretch(blocks, specs).map(|(rows, _)| rows)
+    one_range(blocks, specs).map(|(rows, _)| rows)
 }
 
 impl CudaTransport {

@@ -7,7 +7,7 @@ use counterpoint_mask::Range;
 use counterpoint_plan::DType;
 use counterpoint_schedule::{Accumulate, BufferId, Gemm, GroupCast, GroupReduce, Program, ReduceOp};
 
-use super::fused::{Rows, one_stretch, product_of, whole};
+use super::fused::{Rows, one_range, product_of, whole};
 use super::product_side::ProductSide;
 use super::{Call, CallError, CudaPending, CudaTransport, Means, Work};
 use crate::CudaError;
@@ -28,7 +28,7 @@ pub(super) struct GemmReduceWork {
     spread: SumsGoTo,
 }
 
-/// A product, the reduction of its rows, and where the sums go beside their owners.
+/// A product, the reduction of its rows, and where the sums go other than their owners.
 type GemmReduceParts<'a> = (&'a Gemm, &'a GroupReduce, Option<&'a GroupCast>);
 
 /// An operation whose tensors a kernel takes: its spec and where they are.
@@ -49,22 +49,22 @@ fn fitting(
     let specs = &program.buffers;
     let spec_of = |id: BufferId| &specs[id.0];
     let dtype = spec_of(gemm.out).dtype;
-    let (a, m) = one_stretch(&gemm.a, specs)?;
+    let (a, m) = one_range(&gemm.a, specs)?;
     let b = whole(&gemm.b, specs)?;
     let product = product_of(gemm, a.buffer, m, program)?;
-    let [(share, sum)] = reduce.tensors[..] else { return None };
-    let alike = share == gemm.out
+    let [(partial, sum)] = reduce.tensors[..] else { return None };
+    let alike = partial == gemm.out
         && spec_of(sum).dtype == dtype
         && reduce.wire_dtype == dtype
         && reduce.reduce_dtype == DType::F32
         && reduce.op == ReduceOp::Sum
         && reduce.accumulate == Accumulate::Start;
     let own = m / ranks;
-    let shares = |peer: usize| {
+    let sends_own = |peer: usize| {
         let rows = Range::new(peer * own, (peer + 1) * own);
         collective.pattern.to(peer) == [rows] && collective.pattern.from(peer) == [Range::new(0, own)]
     };
-    if !alike || spec_of(sum).rows() != own || !(0..ranks).all(shares) {
+    if !alike || spec_of(sum).rows() != own || !(0..ranks).all(sends_own) {
         return None;
     }
     let row_bytes = (product.size.n * dtype.size()) as u64;
@@ -162,7 +162,7 @@ impl CudaTransport {
             sums: &sums,
         };
         // SAFETY: `fitting` has compared shapes and types; the other ranks' memory lives as long as `connected`; all ranks make the same
-        // calls, each on a GPU of its own, and `Program::validate` has seen that nothing beside them waits for other ranks.
+        // calls, each on a GPU of its own, and `Program::validate` has seen that nothing that runs with them waits for other ranks.
         unsafe { work.kernel.launch(stream.queue(), &tensors, &link) }?;
         Ok(())
     }

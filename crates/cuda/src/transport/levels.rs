@@ -2,7 +2,7 @@
 //!
 //! Whether two ranks share a node is the same question on both, so a collective falls into parts that each pair of ranks sees
 //! alike. In a two-level exchange every collective lies on one level already; others are moved in two parts, one after the other,
-//! and a sum then takes the shares of the node first.
+//! and a sum then takes the partial sums of the node first.
 
 use std::ops::Range;
 

@@ -45,7 +45,7 @@ impl Lists {
         }
         // A graph runs later, and cannot wait for what is not in it.
         let is_over =
-            if queue.is_capturing()? { self.ends_beside_capture()? } else { self.uploaded.is_done()? };
+            if queue.is_capturing()? { self.ends_despite_capture()? } else { self.uploaded.is_done()? };
         if is_over {
             self.are_there.store(true, Ordering::Relaxed);
             return Ok(());
@@ -54,9 +54,9 @@ impl Lists {
     }
 
     /// Polls until the upload has ended.
-    fn ends_beside_capture(&self) -> Result<bool, CudaError> {
+    fn ends_despite_capture(&self) -> Result<bool, CudaError> {
         let began = Instant::now();
-        while !self.device.beside_captures(|| self.uploaded.is_done())? {
+        while !self.device.despite_captures(|| self.uploaded.is_done())? {
             if began.elapsed() > MOST {
                 let reason =
                     format!("its lists are not on the device after {MOST:?}; synchronize before the capture");

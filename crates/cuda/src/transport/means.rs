@@ -7,7 +7,7 @@ use crate::nccl::NcclRank;
 pub(crate) enum Means {
     /// Kernels that read the other ranks' memory, after events.
     Pull,
-    /// Kernels of `num_sms` blocks that do so and pass device-side barriers, and copy engines beside them.
+    /// Kernels of `num_sms` blocks that do so and pass device-side barriers, and copy engines besides them.
     Link { num_sms: u32, engines: EngineUse },
     /// Copy engines.
     Push,

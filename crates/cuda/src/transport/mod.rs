@@ -248,7 +248,7 @@ impl CudaTransport {
         let by_engines = match (&self.means, mover.rules().engines) {
             (Means::Exchange(_), _) => false,
             (Means::Push, _) | (_, EngineCollectives::Everything) => true,
-            // As `Program::validate` trusts: beside a kernel that waits for rows nothing else may need a multiprocessor.
+            // As `Program::validate` trusts: while a kernel waits for rows nothing else may need a multiprocessor.
             (_, EngineCollectives::PlainCasts) => {
                 collective.reduction.is_none() && collective.delivery_parts.is_none()
             }
@@ -263,7 +263,7 @@ impl CudaTransport {
                 pull()
             }
             _ if by_engines => {
-                let pace = if mover.rules().in_kernels { CopyPace::BESIDE_KERNELS } else { CopyPace::Full };
+                let pace = if mover.rules().in_kernels { CopyPace::WITH_KERNELS } else { CopyPace::Full };
                 push::PushWork::new(&self.device, self.rank, collective, outputs, pace).map(Work::Push)
             }
             Means::Pull | Means::Push => pull(),

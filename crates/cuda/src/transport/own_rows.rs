@@ -1,5 +1,5 @@
-//! The rows of a group-cast that a rank has for itself, copied by a copy engine of its GPU beside the kernel that sends the others:
-//! in the kernel's list they would take turns with those, and a link would wait for memory.
+//! The rows of a group-cast that a rank has for itself, copied by a copy engine of its GPU concurrently with the kernel that sends the
+//! others: in the kernel's list they would alternate with those, and a link would wait for memory.
 
 use counterpoint_exec::collective::{Pattern, PeerRows};
 

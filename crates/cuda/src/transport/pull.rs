@@ -72,7 +72,7 @@ impl CudaTransport {
         let started = StartMark::of(barrier.map(CudaBarrier::arrival).transpose()?);
         let sms = backend.left_to_communication();
         current.rows.launch(queue, sms, input, &addresses(call).1, &started)?;
-        started.settle(queue)?;
+        started.record_rest(queue)?;
         if let Some(own) = &pending.own {
             own.payload.marks_of(self.rank)?.done.record(queue)?;
         }

@@ -169,7 +169,7 @@ impl CudaTransport {
         unsafe { work.streams.start(queue, ready, sent, writable, &inputs, target) }?;
         work.streams.join(queue, sent)?;
         done.record(queue)?;
-        // The driver copies within a GPU by a kernel. Beside a product that waits for multiprocessors, and nobody else waits for it.
+        // The driver copies within a GPU by a kernel. Under a product it waits for multiprocessors, and nobody else waits for it.
         // SAFETY: as above.
         unsafe { work.streams.start(queue, ready, kept, writable, &inputs, target) }?;
         for peer in &pattern.outgoing {

@@ -94,7 +94,7 @@ impl OwnPart {
 
     fn gather(&self, posts: &[PeerPost]) -> Result<(), CallError> {
         let (number, setup) = (self.number, &self.setup);
-        self.device.beside_captures(|| match &*self.work {
+        self.device.despite_captures(|| match &*self.work {
             Work::Link(work) => {
                 let gather = |lists: &Stream| work.gather(&self.device, self.collective(), posts, lists);
                 work.side.gather_ahead(number, setup, gather)

@@ -18,7 +18,7 @@ pub struct Cubin {
     pub log: String,
 }
 
-/// Options beside the architecture. A part of the cache's key.
+/// Options besides the architecture. A part of the cache's key.
 pub(super) const OPTIONS: [&str; 4] = ["--std=c++17", "-default-device", "-lineinfo", "--ptxas-options=-v"];
 
 /// Compiles a kernel now, whatever was compiled before.

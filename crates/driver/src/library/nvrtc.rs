@@ -125,7 +125,7 @@ impl Nvrtc {
             NO_BUILTINS => {
                 let (major, minor) = self.version;
                 Err(format!(
-                    "it does not find its libnvrtc-builtins.so.{major}.{minor}, which belongs beside it"
+                    "it does not find its libnvrtc-builtins.so.{major}.{minor}, which belongs next to it"
                 ))
             }
             code => self.check("nvrtcCompileProgram", code).map_err(|error| error.to_string()),

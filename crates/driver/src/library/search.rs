@@ -100,7 +100,7 @@ fn by_name_then_folder(
     of_interpreter.chain(by_name).chain(in_folders.flat_map(move |folder| files_named(&folder, prefix)))
 }
 
-/// Why a search found so little, beside what the loader said of each candidate.
+/// Why a search found so little, with what the loader said of each candidate.
 pub(super) fn notes(variable: &'static str, prefix: &str) -> Vec<String> {
     let note = match folder_named(variable) {
         Err(relative) => Some(relative.to_string()),

@@ -16,7 +16,7 @@ pub struct RankProblem<'a> {
     pub spec: &'a AttentionSpec,
     /// How much of it.
     pub pass: Pass,
-    /// Bytes of tensors that the caller holds beside the ranks' own.
+    /// Bytes of tensors that the caller holds besides the ranks' own.
     pub host_bytes: u64,
 }
 

@@ -53,7 +53,7 @@ struct Open<P: Payload> {
 }
 
 impl<P: Payload> LateChecks<P> {
-    /// Of `rank`, to whose `board` what others publish comes through `listener`. Beside what [`Post::check_peer`] compares, payloads of one
+    /// Of `rank`, to whose `board` what others publish comes through `listener`. Besides what [`Post::check_peer`] compares, payloads of one
     /// collective must fit: the own one comes first.
     pub fn new(
         world: &Arc<World>,

@@ -146,8 +146,8 @@ impl CpuBuffer {
         }
     }
 
-    /// A buffer that takes turns with this one in the same memory.
-    pub(crate) fn in_turn(&self, spec: &BufferSpec) -> Self {
+    /// A buffer that reuses the memory of this one.
+    pub(crate) fn reused(&self, spec: &BufferSpec) -> Self {
         Self(Arc::new(Inner {
             owner: self.0.owner,
             name: spec.name.clone(),

@@ -437,7 +437,7 @@ impl<'a> Access<'a> {
         Ok(())
     }
 
-    /// Beside them their number of rows.
+    /// And their number of rows.
     fn arriving<'b>(&self, arriving: Option<&'b ArrivingKeys>) -> (Option<&'b ArrivingKeys>, usize) {
         (arriving, arriving.map_or(0, |keys| self.buffers[keys.k.0].shape()[0]))
     }

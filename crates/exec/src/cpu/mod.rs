@@ -179,7 +179,7 @@ impl Backend for CpuBackend {
     }
 
     fn view(&self, memory: &CpuBuffer, spec: &BufferSpec) -> Result<CpuBuffer, ExecError> {
-        Ok(memory.in_turn(spec))
+        Ok(memory.reused(spec))
     }
 
     fn upload(&self, name: &str, tensor: HostTensor) -> Result<CpuBuffer, ExecError> {

@@ -37,7 +37,7 @@ pub struct ExpertOptions {
 }
 
 /// One product of every expert of a mixture, with the way of its tokens there or back ([`ExpertSpec`]), on a group. Experts lie on ranks
-/// in equal stretches. Which tokens go to which experts is said by [`ExpertLayer::route`], at every step anew; all ranks must say the
+/// in equal ranges. Which tokens go to which experts is said by [`ExpertLayer::route`], at every step anew; all ranks must say the
 /// same, and the first collective compares it.
 ///
 /// ```

@@ -125,7 +125,7 @@ impl<M: Machine> Group<M> {
         self
     }
 
-    /// The same beside collectives of other libraries, on streams that its calls are not ordered with
+    /// The same where collectives of other libraries run concurrently, on streams that its calls are not ordered with
     /// ([`GroupRank::order_with`](crate::GroupRank::order_with)): no pass of a linear layer is chosen, or taken as it was tuned, that may
     /// hold all multiprocessors while it waits for other ranks. A policy that is named is taken as it is. The same on all ranks.
     #[must_use]

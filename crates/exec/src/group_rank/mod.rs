@@ -322,11 +322,11 @@ impl<B: Backend, T: Transport<B>> GroupRank<B, T> {
         }
     }
 
-    /// Refuses a Program whose scratch and carried buffers cannot fit.
+    /// Refuses a Program whose scratch and persistent buffers cannot fit.
     pub(crate) fn check_memory(&self, program: &Program) -> Result<(), ExecError> {
-        let carried = program.bytes(|role| role == BufferRole::Carried);
+        let persistent = program.bytes(|role| role == BufferRole::Persistent);
         let scratch = program.bytes(|role| role == BufferRole::Scratch) * self.lanes_of(program) as u64;
-        let needed = carried.saturating_add(scratch.saturating_sub(self.scratch_bytes()));
+        let needed = persistent.saturating_add(scratch.saturating_sub(self.scratch_bytes()));
         if needed == 0 {
             return Ok(());
         }

@@ -342,7 +342,7 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
         Self::ready_ranks(ranks)?;
         {
             let _orders: Vec<_> = ranks.iter().map(|rank| rank.rank.order()).collect();
-            // What a backend enqueues to begin a run must not be held back: on a single hardware queue it would come behind what is.
+            // What a backend enqueues to begin a run must not be held: on a single hardware queue it would come behind what is.
             let queues = Self::begin_ranks(ranks, Instant::now())?;
             let streams: Vec<_> =
                 ranks.iter().map(|rank| (rank.backend(), rank.streams.as_slice())).collect();
@@ -424,7 +424,7 @@ fn own_buffers<B: Backend, T: Transport<B>>(
     for (spec, buffer) in program.buffers.iter().zip(&mut buffers) {
         match spec.role {
             BufferRole::Scratch if buffer.is_none() => *buffer = Some(rank.scratch(lane, spec)?),
-            BufferRole::Carried => *buffer = Some(rank.backend().allocate(spec)?),
+            BufferRole::Persistent => *buffer = Some(rank.backend().allocate(spec)?),
             _ => {}
         }
     }

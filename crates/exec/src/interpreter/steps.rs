@@ -32,7 +32,7 @@ pub(super) fn collectives<B: Backend, T: Transport<B>>(
     })
 }
 
-/// Makes every operation ready. The scratch memory that they need beside the Program's buffers is added to `scratch`.
+/// Makes every operation ready. The scratch memory that they need besides the Program's buffers is added to `scratch`.
 pub(super) fn prepare<B: Backend, T: Transport<B>>(
     backend: &B,
     transport: &T,

@@ -451,7 +451,7 @@ pub(super) fn prepare<M: Machine>(
     prepare_with(group, plan, policy, None, lower)
 }
 
-/// The same of a layer that is something beside its plan, which all ranks must have alike.
+/// The same of a layer that is something besides its plan, which all ranks must have alike.
 pub(super) fn prepare_with<M: Machine>(
     group: &Group<M>,
     plan: &LinearPlan,

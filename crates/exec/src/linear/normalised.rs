@@ -17,8 +17,9 @@ use crate::{Backend, ExecError, Group, HostTensor, Machine, Prepared, TensorFaul
 /// the order in which they travelled, come into their own in the pass that normalises them (FlashOverlap's reordering RMSNorm), so
 /// that no pass of its own puts them together.
 ///
-/// What this type adds is beside what a [`LinearLayer`] has, which it derefs to: tensors of [`LinearTensor::Output`](crate::LinearTensor::Output) are `y`, `sum`, the
-/// residual and their gradients. Calls by [`LinearLayer::enqueue`] name `residual`, `norm_weight`, `sum`, `dsum`, `dresidual` and
+/// What this type adds comes on top of what a [`LinearLayer`] has, which it derefs to: tensors of
+/// [`LinearTensor::Output`](crate::LinearTensor::Output) are `y`, `sum`, the residual and their gradients. Calls by
+/// [`LinearLayer::enqueue`] name `residual`, `norm_weight`, `sum`, `dsum`, `dresidual` and
 /// `dnorm_weight` too.
 ///
 /// ```

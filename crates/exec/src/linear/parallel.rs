@@ -8,7 +8,7 @@ use super::layer::{LayerGradient, LinearLayer};
 use super::overlap::{LayerOverlap, PlannedPasses};
 use crate::{ExecError, Group, Machine};
 
-/// What a tensor-parallel layer is beside its sizes.
+/// What a tensor-parallel layer is besides its sizes.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LinearOptions {
     /// How activations that are not split by features lie.

@@ -21,9 +21,9 @@ pub(crate) fn join_rows(parts: &[HostTensor]) -> HostTensor {
 pub(super) enum Shard {
     /// The tokens that a rank owns.
     Tokens,
-    /// Equal stretches of rows.
+    /// Equal ranges of rows.
     Rows,
-    /// Equal stretches of columns.
+    /// Equal ranges of columns.
     Columns,
     /// All of it on every rank.
     Whole,
@@ -59,15 +59,15 @@ impl Shard {
 
     /// Rows and columns of a rank's part of a tensor of so many.
     pub(super) fn window(self, plan: &LinearPlan, rank: usize, [rows, columns]: [usize; 2]) -> [Range; 2] {
-        let stretch = |all: usize| {
+        let own = |all: usize| {
             let some = all / plan.tp_size;
             Range::new(rank * some, (rank + 1) * some)
         };
         match self {
             Self::Whole => [Range::new(0, rows), Range::new(0, columns)],
             Self::Tokens => [plan.tokens_of(rank), Range::new(0, columns)],
-            Self::Rows => [stretch(rows), Range::new(0, columns)],
-            Self::Columns => [Range::new(0, rows), stretch(columns)],
+            Self::Rows => [own(rows), Range::new(0, columns)],
+            Self::Columns => [Range::new(0, rows), own(columns)],
         }
     }
 

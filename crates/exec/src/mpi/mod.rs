@@ -63,7 +63,7 @@ impl Machine for MpiMachine {
     }
 
     fn barrier(&self, place: &str) -> Result<(), ExecError> {
-        // Operations start when they are enqueued: there is nothing to hold back.
+        // Operations start when they are enqueued: there is nothing to hold.
         self.rendezvous.start_together(place, Duration::ZERO).map(drop)
     }
 

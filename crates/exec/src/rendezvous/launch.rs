@@ -268,7 +268,7 @@ impl Variables<'_> {
             let port = u16::try_from(self.number("MASTER_PORT")?).ok().filter(|&port| port > 0);
             let port = port.ok_or_else(|| wrong("MASTER_PORT", "is not a port; give one from 1 to 65535"))?;
             job.push(format!("port {port}"));
-            return Ok(RendezvousPoint { host: bare(&host), ports: beside(port), job: job.join(" ") });
+            return Ok(RendezvousPoint { host: bare(&host), ports: ports_after(port), job: job.join(" ") });
         }
         if one_host != Some(true) || job.is_empty() {
             let first = ["MASTER_ADDR", "MASTER_PORT"].into_iter().find(|name| !self.has(name));
@@ -286,7 +286,7 @@ impl Variables<'_> {
 }
 
 /// The ports after `port`, or before it where there are none.
-fn beside(port: u16) -> Vec<u16> {
+fn ports_after(port: u16) -> Vec<u16> {
     let after: Vec<u16> = (1..=PORTS).filter_map(|step| port.checked_add(step)).collect();
     if after.is_empty() { (1..=PORTS).map(|step| port - step).collect() } else { after }
 }
@@ -340,7 +340,7 @@ mod tests {
         named.push((RENDEZVOUS_VARIABLE, "[::1]:7000"));
         let found = launch(&named).unwrap().unwrap();
         assert_eq!(found.point.to_string(), "::1:7000");
-        assert_eq!(beside(65535), (65527..=65534).rev().collect::<Vec<u16>>());
+        assert_eq!(ports_after(65535), (65527..=65534).rev().collect::<Vec<u16>>());
     }
 
     #[test]

@@ -14,8 +14,8 @@ use super::message::Reply;
 use super::store::Payload;
 use crate::frame::frame_head;
 
-/// Bytes that one connection is given before another has its turn.
-const TURN: usize = 1 << 20;
+/// Bytes that one connection is given before another is served.
+const QUANTUM: usize = 1 << 20;
 
 /// A rank's connection, and what is still to be sent over it.
 pub(super) struct Outbox {
@@ -64,18 +64,18 @@ impl Outbox {
     /// # Errors
     /// The connection's.
     pub(super) fn flush(&mut self) -> io::Result<()> {
-        let mut turn = TURN;
-        while let Some(message) = self.messages.front_mut().filter(|_| turn > 0) {
+        let mut left = QUANTUM;
+        while let Some(message) = self.messages.front_mut().filter(|_| left > 0) {
             let rest = message.rest();
             if rest.is_empty() {
                 self.messages.pop_front();
                 continue;
             }
-            let bytes = &rest[..rest.len().min(turn)];
+            let bytes = &rest[..rest.len().min(left)];
             match send(&self.stream, bytes, SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
                 Ok(sent) => {
                     message.sent += sent;
-                    turn -= sent;
+                    left -= sent;
                     self.progress = Instant::now();
                 }
                 Err(Errno::AGAIN) => return Ok(()),

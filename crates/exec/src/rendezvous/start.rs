@@ -11,7 +11,7 @@ use crate::ExecError;
 pub struct RunStart {
     /// When it begins here. Ranks of one host have the same moment, but for those who heard of it later.
     pub at: Instant,
-    /// For how long from then on devices are held back: the longest that any rank wished for.
+    /// For how long from then on devices are held: the longest that any rank wished for.
     pub hold: Duration,
 }
 
@@ -24,7 +24,7 @@ const MARGIN: Duration = Duration::from_millis(1);
 struct Arrival {
     /// Nanoseconds since the epoch by its host's clock, which all processes of a host share, in containers too.
     at: u64,
-    /// How long it wishes devices to be held back, in nanoseconds.
+    /// How long it wishes devices to be held, in nanoseconds.
     wish: u64,
 }
 
@@ -41,7 +41,7 @@ impl Arrival {
 
 impl Rendezvous {
     /// Returns once all ranks have come, those of one host at one moment; clocks of several hosts cannot be compared. `wish` is how long
-    /// this rank would have devices held back, so that there is time to enqueue the run.
+    /// this rank would have devices held, so that there is time to enqueue the run.
     ///
     /// # Errors
     /// As [`Rendezvous::all_gather`].
@@ -63,7 +63,7 @@ impl Rendezvous {
     }
 }
 
-/// When ranks start that are `here`, by their clock, and how long all are held back. Each rank of a host finds the same.
+/// When ranks start that are `here`, by their clock, and how long all are held. Each rank of a host finds the same.
 fn agreed(arrivals: &[Arrival], here: &[usize]) -> (u64, Duration) {
     let last = here.iter().filter_map(|&rank| arrivals.get(rank)).map(|arrival| arrival.at).max();
     let longest = arrivals.iter().map(|arrival| arrival.wish).max();

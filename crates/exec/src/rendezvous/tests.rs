@@ -219,14 +219,13 @@ fn ranks_join_a_store_that_is_hosted_for_them() {
     let token = JobToken::random().unwrap();
     let host = Rendezvous::host(listener, 3, &token, LIMIT).unwrap();
     assert_eq!(host.port(), port);
-    let carried = JobToken::from_bytes(token.to_bytes());
+    let copied = JobToken::from_bytes(token.to_bytes());
     thread::scope(|scope| {
         let use_it = |rank: Arc<Rendezvous>| rank.all_gather("ranks", &[rank.rank() as u8]).unwrap();
         let others: Vec<_> = (1..3)
             .map(|rank| {
-                let carried = &carried;
-                scope
-                    .spawn(move || use_it(Rendezvous::join(loopback(port), rank, 3, carried, LIMIT).unwrap()))
+                let copied = &copied;
+                scope.spawn(move || use_it(Rendezvous::join(loopback(port), rank, 3, copied, LIMIT).unwrap()))
             })
             .collect();
         assert_eq!(use_it(host.join(Ipv4Addr::LOCALHOST.into(), LIMIT).unwrap()), [[0], [1], [2]]);

@@ -57,7 +57,7 @@ impl Machine for TcpMachine {
     }
 
     fn barrier(&self, place: &str) -> Result<(), ExecError> {
-        // Operations start when they are enqueued: there is nothing to hold back.
+        // Operations start when they are enqueued: there is nothing to hold.
         self.rendezvous.start_together(place, Duration::ZERO).map(drop)
     }
 

@@ -405,7 +405,7 @@ fn routings_within_a_capacity_need_no_more_memory() {
     const TOKENS: usize = 24;
     // One token, with two experts of a rank, as many of the others'.
     let few = Arc::new(Routing::top_k(4, 2, &[vec![0, 1], vec![]]).unwrap());
-    // Of the most tokens all go to two experts of a rank, or by turns.
+    // Of the most tokens all go to two experts of a rank, or one after the other.
     let all = |experts: &[u32]| {
         let ids = vec![experts.repeat(2 * TOKENS / experts.len()); 2];
         Arc::new(Routing::top_k(4, 2, &ids).unwrap())

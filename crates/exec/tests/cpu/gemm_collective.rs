@@ -53,16 +53,16 @@ fn results_are_the_definition_whatever_overlaps() {
     for (ranks, rows) in [(1, 7), (2, 8), (3, 21)] {
         let m = ranks * rows;
         let weights: Vec<_> = (0..ranks).map(|rank| whole(N, K, 100 + rank)).collect();
-        let shares: Vec<_> = (0..ranks).map(|rank| whole(m, K, rank)).collect();
+        let inputs: Vec<_> = (0..ranks).map(|rank| whole(m, K, rank)).collect();
         let mut sums = vec![0.0; m * N];
-        for (x, weight) in shares.iter().zip(&weights) {
-            sums.iter_mut().zip(product(x, weight)).for_each(|(sum, share)| *sum += share);
+        for (x, weight) in inputs.iter().zip(&weights) {
+            sums.iter_mut().zip(product(x, weight)).for_each(|(sum, partial)| *sum += partial);
         }
         let own: Vec<_> = (0..ranks).map(|rank| whole(rows, K, 50 + rank)).collect();
         let all = HostTensor::from_vec(vec![m, K], own.iter().flat_map(values).copied().collect());
         for overlap in overlaps() {
-            let scattered = run(GemmCollective::ReduceScatter, &shares, &weights, overlap).unwrap();
-            let reduced = run(GemmCollective::AllReduce, &shares, &weights, overlap).unwrap();
+            let scattered = run(GemmCollective::ReduceScatter, &inputs, &weights, overlap).unwrap();
+            let reduced = run(GemmCollective::AllReduce, &inputs, &weights, overlap).unwrap();
             let gathered = run(GemmCollective::AllGather, &own, &weights, overlap).unwrap();
             for rank in 0..ranks {
                 let place = format!("rank {rank} of {ranks} under {overlap:?}");

@@ -75,7 +75,7 @@ proptest! {
         std::thread::scope(|scope| {
             for rank in 0..RANKS {
                 let (cases, calls, steps, joined) = (&cases, &calls, &steps, (&generations, &together));
-                scope.spawn(move || walk(rank, cases, calls, steps, joined, seed));
+                scope.spawn(move || run_rank(rank, cases, calls, steps, joined, seed));
             }
         });
         for (step, tensors) in steps.iter().zip(&calls) {
@@ -86,8 +86,8 @@ proptest! {
     }
 }
 
-/// One rank's walk.
-fn walk(
+/// One rank's random calls.
+fn run_rank(
     rank: usize,
     cases: &[Case],
     calls: &[Vec<Tensors>],

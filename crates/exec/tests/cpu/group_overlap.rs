@@ -36,7 +36,7 @@ fn backward(calls: &AttentionCalls<CpuMachine>, tensors: &[Tensors], streams: Op
     drop(calls.backward(&tensors, streams.as_deref()).unwrap());
 }
 
-/// Two micro-batches take turns on streams of their own, over a link that takes as long as both computations of a forward: in a group
+/// Two micro-batches alternate on streams of their own, over a link that takes as long as both computations of a forward: in a group
 /// whose calls overlap, the link works on one while the other computes.
 #[test]
 fn micro_batches_hide_each_others_communication() {

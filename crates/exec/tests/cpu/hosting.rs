@@ -20,7 +20,7 @@ const DISPATCHES: [DispatchAlgorithm; 4] = [
     DispatchAlgorithm::Zigzag,
 ];
 
-/// Some rows see much of everything, in slices of any type, the others little: a window of the keys that lie beside them.
+/// Some rows see much of everything, in slices of any type, the others little: a window of the keys that lie next to them.
 fn mask_with_wide_rows(seqlen_q: usize, seqlen_k: usize, rng: &mut ChaCha8Rng) -> Mask {
     let mut slices = Vec::new();
     let mut row = 0;

@@ -177,7 +177,7 @@ proptest! {
         let replaces = matches!(gradient, WeightGradient::Replaced(_));
         let added_to = inputs.main_grad.clone().filter(|_| !replaces);
         let [y, dx, dw, db] = expected(&spec, &LinearInputs { main_grad: added_to, ..inputs.clone() });
-        // Shares are rounded before they are summed.
+        // Partial sums are rounded before they are summed.
         let bound = match spec.dtype {
             DType::F64 => 1e-14,
             DType::F32 => 1e-5,

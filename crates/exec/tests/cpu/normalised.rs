@@ -140,7 +140,7 @@ fn of_layer(spec: LinearSpec, norm: NormSpec, policy: OverlapPolicy, groups: Wav
     let sizes = [spec.tokens, spec.in_features, spec.out_features];
     let mut layer = RowParallelLinearRmsNorm::new(&group, sizes, &options, norm).unwrap();
     let inputs = random_linear_inputs(&spec, None, 11, true);
-    let whole = Beside::new(&spec);
+    let whole = NormTensors::new(&spec);
     let scatter = |layer: &RowParallelLinearRmsNorm<_>, tensor, whole: &HostTensor| {
         layer.scatter(tensor, whole).unwrap()
     };
@@ -155,9 +155,9 @@ fn of_layer(spec: LinearSpec, norm: NormSpec, policy: OverlapPolicy, groups: Wav
     let dy = scatter(&layer, LinearTensor::Output, inputs.dy.as_ref().unwrap());
     let [residual, dsum] =
         [&whole.residual, &whole.dsum].map(|whole| scatter(&layer, LinearTensor::Output, whole));
-    let beside = |tensor| norm.has_residual.then_some(tensor);
-    let forward = layer.forward(&x, beside(&residual)).unwrap();
-    let backward = layer.backward(&x, &forward.sum, &dy, beside(&dsum)).unwrap();
+    let if_residual = |tensor| norm.has_residual.then_some(tensor);
+    let forward = layer.forward(&x, if_residual(&residual)).unwrap();
+    let backward = layer.backward(&x, &forward.sum, &dy, if_residual(&dsum)).unwrap();
     let (dweight, dbias) = layer.weight_gradient().unwrap();
     let gather = |tensor, parts| layer.gather(tensor, parts).unwrap();
     let mut all = vec![
@@ -181,14 +181,14 @@ fn of_layer(spec: LinearSpec, norm: NormSpec, policy: OverlapPolicy, groups: Wav
     all
 }
 
-/// What such a layer has beside a layer's own tensors.
-struct Beside {
+/// What such a layer has besides a layer's own tensors.
+struct NormTensors {
     residual: HostTensor,
     dsum: HostTensor,
     norm_weight: HostTensor,
 }
 
-impl Beside {
+impl NormTensors {
     fn new(spec: &LinearSpec) -> Self {
         let tensor = |shape: &[usize], seed| random_tensor(shape.to_vec(), spec.dtype, seed);
         let rows = [spec.tokens, spec.out_features];
@@ -210,12 +210,12 @@ fn layers_and_their_gradients_are_those_of_the_definition() {
                 let norm = NormSpec { epsilon: EPSILON, has_residual, has_weight };
                 let found = of_layer(spec, norm, sequential, WaveGroups::Fixed(1));
                 let linear = random_linear_inputs(&spec, None, 11, true);
-                let beside = Beside::new(&spec);
+                let tensors = NormTensors::new(&spec);
                 let inputs = NormalisedInputs {
                     linear: &linear,
-                    residual: has_residual.then_some(&beside.residual),
-                    norm_weight: has_weight.then_some(&beside.norm_weight),
-                    dsum: has_residual.then_some(&beside.dsum),
+                    residual: has_residual.then_some(&tensors.residual),
+                    norm_weight: has_weight.then_some(&tensors.norm_weight),
+                    dsum: has_residual.then_some(&tensors.dsum),
                 };
                 let right = reference_normalised(&inputs, &norm);
                 let right = [

@@ -43,7 +43,7 @@ proptest! {
         let order = |starts: &[usize], seed: u64| {
             let mut cuts: Vec<usize> = starts.iter().copied().chain([0, SIDE]).collect();
             cuts.sort_unstable();
-            // Stretches of no rows among them.
+            // Ranges of no rows among them.
             let mut order: Vec<Range> = cuts.windows(2).map(|pair| Range::new(pair[0], pair[1])).collect();
             let mut state = seed | 1;
             for last in (1..order.len()).rev() {

@@ -69,11 +69,11 @@ pub fn chunk_work(mask: &Mask, chunk_size: usize) -> ChunkWork {
     chunk_work_without(mask, chunk_size, &[])
 }
 
-/// As [`chunk_work`] of self-attention in which the work of the query rows `away` (merged, ascending) is done where its keys
+/// As [`chunk_work`] of self-attention in which the work of the query rows `offloaded` (merged, ascending) is done where its keys
 /// are: it is work of the chunks of these keys, which needs no other rows.
-pub fn chunk_work_with_away(mask: &Mask, chunk_size: usize, away: &[Range]) -> ChunkWork {
-    let mut work = chunk_work_without(mask, chunk_size, away);
-    for band in mask.bands().flat_map(|band| goes(&band, away)) {
+pub fn chunk_work_with_offload(mask: &Mask, chunk_size: usize, offloaded: &[Range]) -> ChunkWork {
+    let mut work = chunk_work_without(mask, chunk_size, offloaded);
+    for band in mask.bands().flat_map(|band| goes(&band, offloaded)) {
         let Some(band) = band.trim() else { continue };
         for (chunk, area) in work.areas.iter_mut().enumerate().skip(band.k_range.start / chunk_size) {
             let keys = Range::new(chunk * chunk_size, (chunk + 1) * chunk_size);
@@ -86,13 +86,13 @@ pub fn chunk_work_with_away(mask: &Mask, chunk_size: usize, away: &[Range]) -> C
     work
 }
 
-/// As [`chunk_work`], without the work of the query rows `away` (merged, ascending).
-pub fn chunk_work_without(mask: &Mask, chunk_size: usize, away: &[Range]) -> ChunkWork {
+/// As [`chunk_work`], without the work of the query rows `offloaded` (merged, ascending).
+pub fn chunk_work_without(mask: &Mask, chunk_size: usize, offloaded: &[Range]) -> ChunkWork {
     let chunks = mask.seqlen_q().div_ceil(chunk_size);
     let mut areas = vec![0_u64; chunks];
     let mut counts = vec![0_usize; chunks + 1];
     let mut touched: Vec<(u32, Range)> = Vec::with_capacity(chunks + mask.slices().len());
-    for band in mask.bands().flat_map(|band| stays(&band, away)) {
+    for band in mask.bands().flat_map(|band| stays(&band, offloaded)) {
         let Some(band) = band.trim() else { continue };
         let (first, last) = (band.q_range.start / chunk_size, (band.q_range.end - 1) / chunk_size);
         for chunk in first..=last {
@@ -136,11 +136,11 @@ pub fn chunk_work_without(mask: &Mask, chunk_size: usize, away: &[Range]) -> Chu
     ChunkWork { seqlen_q: mask.seqlen_q(), seqlen_k: mask.seqlen_k(), chunk_size, areas, offsets, ranges }
 }
 
-/// The parts of a band in rows that are not among `away`.
-fn stays(band: &Band, away: &[Range]) -> Vec<Band> {
+/// The parts of a band in rows that are not among `offloaded`.
+fn stays(band: &Band, offloaded: &[Range]) -> Vec<Band> {
     let mut parts = Vec::with_capacity(1);
     let mut start = band.q_range.start;
-    for gone in goes(band, away) {
+    for gone in goes(band, offloaded) {
         parts.push(band.clip(&Range::new(start, gone.q_range.start), &band.k_range));
         start = gone.q_range.end;
     }
@@ -148,10 +148,10 @@ fn stays(band: &Band, away: &[Range]) -> Vec<Band> {
     parts
 }
 
-/// The parts of a band in rows of `away`.
-fn goes<'a>(band: &Band, away: &'a [Range]) -> impl Iterator<Item = Band> + use<'a> {
+/// The parts of a band in rows of `offloaded`.
+fn goes<'a>(band: &Band, offloaded: &'a [Range]) -> impl Iterator<Item = Band> + use<'a> {
     let band = *band;
-    let first = away.partition_point(|rows| rows.end <= band.q_range.start);
-    let met = away[first..].iter().take_while(move |rows| rows.start < band.q_range.end);
+    let first = offloaded.partition_point(|rows| rows.end <= band.q_range.start);
+    let met = offloaded[first..].iter().take_while(move |rows| rows.start < band.q_range.end);
     met.map(move |rows| band.clip(&rows.intersect(&band.q_range), &band.k_range))
 }

@@ -4,7 +4,7 @@ mod chunk_work;
 mod lower_bound;
 mod received_rows;
 
-pub use chunk_work::{ChunkWork, chunk_work, chunk_work_with_away, chunk_work_without};
+pub use chunk_work::{ChunkWork, chunk_work, chunk_work_with_offload, chunk_work_without};
 pub use lower_bound::received_rows_lower_bound;
 pub use received_rows::received_rows;
 

@@ -99,7 +99,7 @@ impl Travel {
         let (each, words) = (experts / ranks, ranks.div_ceil(64));
         let rank_of: Vec<usize> = (0..experts).map(|expert| expert / each).collect();
         let mut rows = vec![0; experts];
-        let mut shares = 0;
+        let mut any_summed = 0;
         let of_rank = |(starts, of_tokens): (&[usize], &[u32])| {
             let count = starts.len() - 1;
             let mut sets = vec![0u64; count * words];
@@ -110,7 +110,7 @@ impl Travel {
                     rows[expert as usize] += 1;
                     let rank = rank_of[expert as usize];
                     let (word, bit) = (&mut sets[at + rank / 64], 1 << (rank % 64));
-                    shares |= *word & bit;
+                    any_summed |= *word & bit;
                     *word |= bit;
                 }
                 if token > 0 {
@@ -120,11 +120,11 @@ impl Travel {
             TokenRanks { sets, differs }
         };
         let of_ranks = tokens.map(of_rank).collect();
-        Self { rows, sums_on_ranks: shares != 0, words, of_ranks }
+        Self { rows, sums_on_ranks: any_summed != 0, words, of_ranks }
     }
 
     /// Gives `each` the tokens of a rank that follow each other and go to the same ranks, which are given as bits.
-    pub(super) fn stretches(
+    pub(super) fn ranges(
         &self,
         rank: usize,
         tokens: Range<usize>,

@@ -127,7 +127,7 @@ struct TokenExperts {
 }
 
 /// The experts of every token of every rank, known at run time. A token may have any number of them, none too (it was dropped, or is
-/// padding). Experts lie on the ranks in equal stretches: the first ones on rank 0.
+/// padding). Experts lie on the ranks in equal ranges: the first ones on rank 0.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Routing {
     experts: usize,

@@ -69,7 +69,7 @@ impl ExpertPlan {
         let travel = self.routing().travel();
         let (mut cast, mut reduce) = (GroupPart::default(), GroupPart::default());
         let tokens = self.group_tokens(rank, group);
-        travel.stretches(rank, tokens.start..tokens.end, |tokens, set| {
+        travel.ranges(rank, tokens.start..tokens.end, |tokens, set| {
             let (rows, ranks) = (Range::new(tokens.start, tokens.end), ranks_of(set));
             if ranks.len() > usize::from(has_rank(set, rank)) {
                 let others = ranks.iter().copied().filter(|other| *other as usize != rank);
@@ -84,7 +84,7 @@ impl ExpertPlan {
         let (mut arriving, mut leaving) = (0, 0);
         for source in 0..self.ranks() {
             let tokens = self.group_tokens(source, group);
-            travel.stretches(source, tokens.start..tokens.end, |tokens, set| {
+            travel.ranges(source, tokens.start..tokens.end, |tokens, set| {
                 if !has_rank(set, rank) {
                     return;
                 }

@@ -13,7 +13,7 @@ pub(crate) type CallerStream<M> = Arc<<<M as Machine>::Backend as Backend>::Stre
 /// The same as every rank here has it.
 pub(super) type CallerStreams<M> = Arc<[CallerStream<M>]>;
 
-/// Streams of the caller that are kept; PyTorch has 32 of each priority, of which few take turns.
+/// Streams of the caller that are kept; PyTorch has 32 of each priority, of which few are in use.
 const KEPT: usize = 16;
 
 /// The streams that came last, by their handles, latest first. A call knows by them that it follows one on the same stream, which then

@@ -19,7 +19,7 @@ pub(super) struct Dense<'a, A> {
     pub(super) columns: Vec<Vec<Range>>,
     pub(super) seqlen_k: usize,
     pub(super) q: Vec<A>,
-    /// `[heads_kv, seqlen_k, head_dim]`: every query row walks all rows of a head, which in the order of the input lie on a page of
+    /// `[heads_kv, seqlen_k, head_dim]`: every query row reads all rows of a head, which in the order of the input lie on a page of
     /// memory each.
     pub(super) k: Vec<A>,
     /// Likewise.

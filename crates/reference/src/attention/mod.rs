@@ -123,7 +123,7 @@ pub fn reference_bytes(spec: &AttentionSpec, seqlen_q: usize, seqlen_k: usize, b
     // Inputs and results in f64; the gradients of keys once more for each part of the rows.
     let copies = if backward { 3 } else { 2 };
     let parts = if backward { PARTS as u64 + 2 } else { 1 };
-    // The yardstick is held beside the reference.
+    // The yardstick is held together with the reference.
     let runs = if matches!(spec.dtype, DType::Bf16 | DType::F16) { 2 } else { 1 };
     query_side
         .saturating_mul(copies)

@@ -321,9 +321,9 @@ mod tests {
     }
 
     /// On a third of the cases, whose shares are every third share of nine: that the CPU passes all of them is a test of the command
-    /// line's. A device that fails, beside it, gives a failed check for each case and leaves the other's as they are.
+    /// line's. A device that fails meanwhile gives a failed check for each case and leaves the other's as they are.
     #[test]
-    fn the_cpu_passes_and_shares_are_the_whole_beside_a_device_that_fails() {
+    fn the_cpu_passes_and_shares_are_the_whole_although_a_device_fails() {
         let broken = Broken(SubjectError::Overwrite("4 bytes".to_owned()));
         let mut heard = 0;
         let subjects: [&dyn Subject; 2] = [&CpuSubject, &broken];

@@ -20,7 +20,7 @@ pub enum SubjectError {
     #[error("{0}")]
     Run(#[from] ExecError),
     /// The run wrote where it must not.
-    #[error("memory beside buffers was written: {0}")]
+    #[error("memory next to buffers was written: {0}")]
     Overwrite(String),
 }
 

@@ -342,6 +342,6 @@ fn pass_table(out: &mut String, passes: &[(&str, TimelinePair<'_>)]) {
     }
     out.push_str(
             "</tbody></table></div>\n<p class=\"note\">Total: until the last rank is done. The rest: seconds of a rank, mean of \
-             all ranks. Exposed: communication with no computation beside it.</p>\n",
+             all ranks. Exposed: communication with no concurrent computation.</p>\n",
         );
 }

@@ -22,7 +22,7 @@ function matrix(chart) {
       const rect = svg("rect", {
         class: "cell", x: x0 + receiver * pitch + gap / 2, y: head + owner * pitch + gap / 2,
         width: pitch - gap, height: pitch - gap,
-        // The square root keeps small amounts visible beside large ones.
+        // The square root keeps small amounts visible among large ones.
         "fill-opacity": (0.12 + 0.88 * Math.sqrt(rows / most)).toFixed(3),
       });
       picture.append(rect);

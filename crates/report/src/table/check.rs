@@ -63,7 +63,7 @@ mod tests {
     use crate::{CheckRow, Verified};
 
     #[test]
-    fn every_error_stands_beside_its_bound() {
+    fn every_error_stands_next_to_its_bound() {
         let row = |tensor: &str, error| CheckRow {
             tensor: tensor.into(),
             measure: "relative Frobenius".into(),

@@ -1,4 +1,4 @@
-//! A plan, rank by rank, and beside other ways to dispatch.
+//! A plan, rank by rank, and other ways to dispatch to compare it with.
 
 use counterpoint_plan::{Plan, PlanSummary, RankPlan, RankSummary};
 

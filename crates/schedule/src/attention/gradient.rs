@@ -25,7 +25,7 @@ impl Gradient {
 
     /// One that a single operation sums and rounds, which may leave its sums at zero for the next run.
     pub(super) fn summed_at_once(p: &mut ProgramBuilder, name: &str, dtype: DType, shape: &[usize]) -> Self {
-        Self::summed_in(p, name, dtype, shape, BufferRole::Carried)
+        Self::summed_in(p, name, dtype, shape, BufferRole::Persistent)
     }
 
     fn summed_in(

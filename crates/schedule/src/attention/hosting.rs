@@ -361,7 +361,7 @@ impl HostedBackward<'_> {
         let Some((dk, dv)) = self.partials.take() else { return };
         let begun = p.mark(hosting.compute, None, "own dk dv begun");
         p.after(hosting.reduce, None, "wait for own dk dv", begun);
-        // Nothing travels: a reduce from a rank to itself adds beside the computation of the next stage.
+        // Nothing travels: a reduce from a rank to itself adds concurrently with the computation of the next stage.
         let dtype = hosting.spec.dtype.accumulator();
         let op = GroupReduce {
             part: Arc::new(from_itself(rank, p.rows(dk))),

@@ -7,11 +7,11 @@
 //! On several nodes every cast is two, between nodes and inside each, and every reduce likewise backwards: where the plan
 //! holds a two-level exchange.
 //!
-//! Where rows are away ([`HostedWork`](counterpoint_plan::HostedWork)), their queries travel to hosts while stage 0 computes; hosted
+//! Where rows are offloaded ([`HostedWork`](counterpoint_plan::HostedWork)), their queries travel to hosts while stage 0 computes; hosted
 //! work is next, and while it computes the keys of stage 1 arrive; its results travel to their owners under the stages that follow. Rows
-//! that are away have no other work, so their results are merged once, and put in their places at the end.
+//! that are offloaded have no other work, so their results are merged once, and put in their places at the end.
 //!
-//! Buffers of remote stages take turns in [`STAGE_SLOTS`] slots, so that memory does not grow with the number of stages.
+//! Buffers of remote stages reuse [`STAGE_SLOTS`] slots, so that memory does not grow with the number of stages.
 
 mod backward;
 mod forward;

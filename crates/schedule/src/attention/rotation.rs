@@ -4,22 +4,22 @@ use super::STAGE_SLOTS;
 use crate::builder::{Mark, ProgramBuilder};
 use crate::{BufferId, StreamId};
 
-/// The slots that the buffers of remote stages take turns in, and when each is free again.
+/// The slots that the buffers of remote stages reuse, and when each is free again.
 pub(super) struct Rotation {
     /// Number of stages, stage 0 included.
     stages: usize,
-    turns: [Turn; STAGE_SLOTS],
+    reuses: [Reuse; STAGE_SLOTS],
 }
 
 #[derive(Clone, Copy, Default)]
-struct Turn {
+struct Reuse {
     slots: [Option<usize>; 2],
     free: Option<Mark>,
 }
 
 impl Rotation {
     pub(super) fn new(stages: usize) -> Self {
-        Self { stages, turns: Default::default() }
+        Self { stages, reuses: Default::default() }
     }
 
     /// Gives the two buffers of remote stage `s` their slots, and has `stream`, which writes them first, wait until those of
@@ -31,10 +31,10 @@ impl Rotation {
         s: usize,
         (first, second): (BufferId, BufferId),
     ) {
-        let turn = &mut self.turns[s % STAGE_SLOTS];
-        p.share(&mut turn.slots[0], first);
-        p.share(&mut turn.slots[1], second);
-        if let Some(free) = turn.free.take() {
+        let reuse = &mut self.reuses[s % STAGE_SLOTS];
+        p.share(&mut reuse.slots[0], first);
+        p.share(&mut reuse.slots[1], second);
+        if let Some(free) = reuse.free.take() {
             p.after(stream, Some(s), "wait for a free buffer", free);
         }
     }
@@ -42,7 +42,7 @@ impl Rotation {
     /// The buffers of stage `s` are of no more use after what `stream` has been given so far.
     pub(super) fn leave(&mut self, p: &mut ProgramBuilder, stream: StreamId, s: usize) {
         if s > 0 && s + STAGE_SLOTS < self.stages {
-            self.turns[s % STAGE_SLOTS].free = Some(p.mark(stream, Some(s), "buffer free"));
+            self.reuses[s % STAGE_SLOTS].free = Some(p.mark(stream, Some(s), "buffer free"));
         }
     }
 }

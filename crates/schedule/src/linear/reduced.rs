@@ -34,7 +34,7 @@ pub(super) struct ReducedTokens {
     /// `[tokens, columns]` under replicated activations.
     replicated: Option<BufferId>,
     /// Partial sums that are computed by the mark, where there is one yet, and not sent.
-    waiting: Option<(Option<Mark>, Shares)>,
+    waiting: Option<(Option<Mark>, PartialSums)>,
     name: String,
     columns: usize,
     /// Of the sums once they are together.
@@ -53,7 +53,7 @@ struct Waves {
 }
 
 /// What has been computed of a group.
-enum Shares {
+enum PartialSums {
     /// Partial sums of all ranks' sums.
     Apart(GroupReduce, Sums),
     /// The rank's sums: partial sums travelled while they were computed.
@@ -68,7 +68,7 @@ struct Sums {
     result: BufferId,
 }
 
-impl Shares {
+impl PartialSums {
     fn group(&self) -> usize {
         match self {
             Self::Apart(_, sums) | Self::Summed(sums) => sums.group,
@@ -78,7 +78,7 @@ impl Shares {
 
 impl ReducedTokens {
     /// The sums are `[local tokens, columns]`, called `name` where they are together: an output, or scratch of an operation behind them.
-    /// Where kernels send rows as they compute, no other reduction may run beside the products.
+    /// Where kernels send rows as they compute, no other reduction may run concurrently with the products.
     pub(super) fn new(
         lowering: &mut Lowering<'_>,
         name: &str,
@@ -187,9 +187,9 @@ impl ReducedTokens {
                 let with_product = spread.take_if(|_| self.spread_under == SpreadUnder::Product);
                 let parts = [Op::Gemm(gemm), Op::GroupReduce(reduce)].into_iter();
                 let fused = Op::Fused(parts.chain(with_product.map(Op::GroupCast)).collect());
-                (Some(fused), Shares::Summed(Sums { group, spread, result }))
+                (Some(fused), PartialSums::Summed(Sums { group, spread, result }))
             }
-            None => (None, Shares::Apart(reduce, Sums { group, spread, result })),
+            None => (None, PartialSums::Apart(reduce, Sums { group, spread, result })),
         };
         self.mark(lowering);
         for op in gemms.into_iter().map(Op::Gemm).chain(op) {
@@ -217,7 +217,7 @@ impl ReducedTokens {
     }
 
     /// Marks where the partial sums that wait to be sent are done: before anything else is computed. On a single hardware queue such a mark holds
-    /// up all that is enqueued behind it until they are, so what may run beside them comes before.
+    /// up all that is enqueued behind it until they are, so what may run concurrently with them comes before.
     pub(super) fn mark(&mut self, lowering: &mut Lowering<'_>) {
         if let Some((ready @ None, partials)) = &mut self.waiting {
             *ready = Some(lowering.p.mark(lowering.compute, Some(partials.group()), "partials done"));
@@ -228,12 +228,12 @@ impl ReducedTokens {
     pub(super) fn send(&mut self, lowering: &mut Lowering<'_>) {
         self.mark(lowering);
         match self.waiting.take() {
-            Some((Some(ready), Shares::Apart(reduce, sums))) => {
+            Some((Some(ready), PartialSums::Apart(reduce, sums))) => {
                 lowering.p.after(self.reduce, Some(sums.group), "wait for partials", ready);
                 let summed = self.sum(lowering, sums.group, reduce);
                 self.spread(lowering, sums, summed);
             }
-            Some((Some(ready), Shares::Summed(sums))) => self.spread(lowering, sums, ready),
+            Some((Some(ready), PartialSums::Summed(sums))) => self.spread(lowering, sums, ready),
             _ => {}
         }
     }

@@ -7,11 +7,11 @@ pub(super) const RULES: OrderRules = OrderRules {
     overlaps: true,
     starts: ProductStart::Free,
     for_attention: true,
-    // Kernels of GPUs that fill the device let no collective start beside them.
+    // Kernels of GPUs that fill the device let no collective start concurrently with them.
     layers: &[LayerRules {
         ranks: LayerRanks::Cpu,
         preference: 3,
         margin: LayerMargin::Nothing,
-        timing: PassTiming::ByGroups(GroupTiming { starts: ProductStart::Free, lacks_workers_beside: false }),
+        timing: PassTiming::ByGroups(GroupTiming { starts: ProductStart::Free, yields_workers: false }),
     }],
 };

@@ -23,6 +23,6 @@ pub(super) const RULES: MoverRules = MoverRules {
         preference: 2,
         // Engines leave sums to kernels.
         margin: LayerMargin::Workers(SUMMING_WORKERS),
-        timing: PassTiming::BesideCopyEngines,
+        timing: PassTiming::UnderCopyEngines,
     }],
 };

@@ -1,5 +1,6 @@
 //! `fused`: the kernels that make or take rows move them as they do so, where the transport has such kernels, and copy engines what other
-//! group-casts send. A transport with such kernels has copy engines too, so nothing beside a kernel that waits for rows needs a worker.
+//! group-casts send. A transport with such kernels has copy engines too, so nothing that runs with a kernel that waits for rows needs a
+//! worker.
 
 use super::rank_transport::{RankTransport, Workload};
 use super::rules::{

@@ -8,7 +8,7 @@ use super::rules::{LayerMargin, LayerRules, PassTiming};
 pub struct PassOverlap {
     policy: OverlapPolicy,
     timing: PassTiming,
-    /// That the transport's kernels take from products, whether all the time or beside a collective.
+    /// That the transport's kernels take from products, whether all the time or concurrently with a collective.
     workers: usize,
 }
 
@@ -46,7 +46,7 @@ impl PassOverlap {
         self.timing
     }
 
-    /// Workers of the transport's kernels beside a product.
+    /// Workers of the transport's kernels while a product runs.
     pub fn workers(&self) -> usize {
         self.workers
     }

@@ -111,12 +111,12 @@ pub enum LayerMargin {
 pub enum PassTiming {
     /// One after the other.
     InSequence,
-    /// Collectives of some groups of tokens run beside the products of others.
+    /// Collectives of some groups of tokens run concurrently with the products of others.
     ByGroups(GroupTiming),
     /// One kernel makes or takes rows as they leave or arrive.
     OneKernelWithCollective,
-    /// Copy engines move rows beside the products.
-    BesideCopyEngines,
+    /// Copy engines move rows concurrently with the products.
+    UnderCopyEngines,
 }
 
 /// What products of groups wait for and lack.
@@ -125,5 +125,5 @@ pub struct GroupTiming {
     /// When they start.
     pub starts: ProductStart,
     /// Whether they lack the workers of collectives while one runs.
-    pub lacks_workers_beside: bool,
+    pub yields_workers: bool,
 }

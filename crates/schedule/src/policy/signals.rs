@@ -13,9 +13,6 @@ pub(super) const RULES: OrderRules = OrderRules {
         ranks: LayerRanks::All,
         preference: 6,
         margin: LayerMargin::Collectives,
-        timing: PassTiming::ByGroups(GroupTiming {
-            starts: ProductStart::OneKernel,
-            lacks_workers_beside: false,
-        }),
+        timing: PassTiming::ByGroups(GroupTiming { starts: ProductStart::OneKernel, yields_workers: false }),
     }],
 };

@@ -27,7 +27,7 @@ macro_rules! table {
 }
 
 table! {
-    /// What decides when a communication and the computation that may run beside it start.
+    /// What decides when a communication and the computation that may run concurrently with it start.
     StartOrder: OrderRules {
         /// One stream.
         Sequential = sequential,

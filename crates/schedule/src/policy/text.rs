@@ -43,9 +43,9 @@ pub enum PolicyError {
     /// Two words that contradict each other.
     #[error("overlap policy `{0}` and `{1}` exclude each other; use one of them")]
     Exclusive(String, String),
-    /// Something beside `sequential`.
+    /// Something besides `sequential`.
     #[error("overlap policy `sequential` overlaps nothing, so `{0}` has nothing to act on; leave it out")]
-    BesideSequential(String),
+    WithSequential(String),
     /// A part of a list of passes that is none, or a pass that is missing or named twice.
     #[error(
         "`{0}` does not name a policy for each pass once; write one policy, or forward=POLICY,backward=POLICY"
@@ -105,7 +105,7 @@ impl FromStr for OverlapPolicy {
             }
         }
         match (policy.overlaps(), last) {
-            (false, Some(word)) => Err(PolicyError::BesideSequential(word.to_owned())),
+            (false, Some(word)) => Err(PolicyError::WithSequential(word.to_owned())),
             _ => Ok(policy),
         }
     }
@@ -179,7 +179,7 @@ mod tests {
             assert!(matches!(refused(text), PolicyError::Exclusive(..)), "{text}");
         }
         for text in ["sequential+sm-margin=1", "priority+sequential"] {
-            assert!(matches!(refused(text), PolicyError::BesideSequential(_)), "{text}");
+            assert!(matches!(refused(text), PolicyError::WithSequential(_)), "{text}");
         }
         assert_eq!(refused("auto"), PolicyError::Unpicked);
     }

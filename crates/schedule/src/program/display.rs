@@ -66,7 +66,7 @@ fn role_name(role: BufferRole) -> &'static str {
         BufferRole::Output => "output",
         BufferRole::Updated => "updated",
         BufferRole::Scratch => "scratch",
-        BufferRole::Carried => "carried",
+        BufferRole::Persistent => "persistent",
     }
 }
 

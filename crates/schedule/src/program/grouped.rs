@@ -132,8 +132,8 @@ impl GroupedLaunch {
         self.problems.iter().map(GroupedProblem::count).sum()
     }
 
-    /// Rows of halves of tiles of all problems.
-    pub fn halves(&self) -> usize {
+    /// Half-tiles of rows of all problems.
+    pub fn half_tiles(&self) -> usize {
         self.problems.iter().map(|problem| problem.count().div_ceil(Self::HALF_ROWS)).sum()
     }
 }
@@ -276,7 +276,7 @@ mod tests {
         assert_eq!(launches.len(), 1);
         let launch = &launches[0];
         assert_eq!((launch.gathers, launch.results), (true, GroupedResults::InPlace));
-        assert_eq!((launch.rows(), launch.halves(), launch.problems.len()), (500, 4 + 5, 2));
+        assert_eq!((launch.rows(), launch.half_tiles(), launch.problems.len()), (500, 4 + 5, 2));
         let last = launch.problems[0].rows[199];
         assert_eq!(last, GroupedRows { buffer: BufferId(0), first: 398, to: 199, count: 1, product: 0 });
         // Those of a problem that follow each other stay where they are.
@@ -304,7 +304,7 @@ mod tests {
         };
         assert_eq!(rows(0), [(0, 0, 2, 0), (2, 5, 2, 0)]);
         assert_eq!(rows(1), [(4, 2, 1, 1), (5, 0, 1, 2), (6, 6, 1, 2), (7, 4, 1, 1)]);
-        assert_eq!(launch.halves(), 2);
+        assert_eq!(launch.half_tiles(), 2);
     }
 
     /// Rows that are far apart, come twice or from two buffers are sorted too.
@@ -334,10 +334,10 @@ mod tests {
         let launches = GroupedLaunch::of(&[one, other.clone(), other]);
         assert_eq!(launches.iter().map(|launch| launch.products.clone()).collect::<Vec<_>>(), [0..1, 1..3]);
         assert_eq!((launches[0].gathers, launches[0].results), (false, GroupedResults::Copied));
-        assert_eq!((launches[0].halves(), launches[1].problems.len()), (4, 1));
+        assert_eq!((launches[0].half_tiles(), launches[1].problems.len()), (4, 1));
         // Ranges of some rows are stored where they belong.
         let ranges: Vec<_> = (0..20).map(|range| (20 * range, 20 * range + 10)).collect();
         let launch = &GroupedLaunch::of(&[gemm(0, &[(0, 0, 200)], &ranges, Accumulate::Start)])[0];
-        assert_eq!((launch.results, launch.halves()), (GroupedResults::InPlace, 4));
+        assert_eq!((launch.results, launch.half_tiles()), (GroupedResults::InPlace, 4));
     }
 }

@@ -88,7 +88,7 @@ pub enum BufferRole {
     Scratch,
     /// Zeros before the first run, and then what the last run has left: for sums that whoever reads them last sets to zero again,
     /// where that is cheaper than to begin with it. Nobody runs the Program again after a run that failed.
-    Carried,
+    Persistent,
 }
 
 /// A dense row-major tensor.
@@ -167,7 +167,7 @@ pub struct Program {
     pub streams: Vec<StreamSpec>,
     /// Buffers.
     pub buffers: Vec<BufferSpec>,
-    /// Slots: scratch buffers that take turns in one piece of memory, which is as long as the longest of them. A write of one
+    /// Slots: scratch buffers that share one piece of memory at different times, which is as long as the longest of them. A write of one
     /// ends what the others held; a buffer is in one slot at most.
     pub slots: Vec<Vec<BufferId>>,
     /// Number of events.
@@ -194,12 +194,12 @@ impl Program {
         own.chain(self.slots.iter().map(longest)).fold(0, u64::saturating_add)
     }
 
-    /// Whether a call of it may run beside the calls before and after it, its streams shared with theirs, its scratch memory its own.
-    /// Collectives of all calls follow each other on their streams, alike on all ranks. So nothing waits in a circle, unless a
-    /// computation itself waits for other ranks while it holds all workers: beside it another call's collective would find none on one
-    /// rank and run first on another. Nor may a run need what the one before leaves to it.
+    /// Whether a call of it may run concurrently with the calls before and after it, its streams shared with theirs, its scratch memory its
+    /// own. Collectives of all calls follow each other on their streams, alike on all ranks. So nothing waits in a circle, unless a
+    /// computation itself waits for other ranks while it holds all workers: another call's collective would then find none on one rank and
+    /// run first on another. Nor may a run need what the one before leaves to it.
     pub fn overlaps_other_calls(&self) -> bool {
-        let carries = |spec: &BufferSpec| spec.role == BufferRole::Carried;
-        !self.ops.iter().any(|op| matches!(op.op, Op::Fused(_))) && !self.buffers.iter().any(carries)
+        let persists = |spec: &BufferSpec| spec.role == BufferRole::Persistent;
+        !self.ops.iter().any(|op| matches!(op.op, Op::Fused(_))) && !self.buffers.iter().any(persists)
     }
 }

@@ -30,7 +30,7 @@ pub(super) struct Rank<'a> {
     pub(super) computing: Vec<Computing>,
     /// Seconds of all computations so far, had nothing slowed them.
     pub(super) computed_seconds: f64,
-    /// When each port has carried what it was given.
+    /// When each port has moved what it was given.
     pub(super) port_free: [f64; 2],
 }
 
@@ -143,7 +143,7 @@ impl<'a> Rank<'a> {
         needed == 0 || self.computing.is_empty() || needed <= policy.sm_margin()
     }
 
-    /// Speed of a computation beside the collectives under way.
+    /// Speed of a computation under the collectives under way.
     pub(super) fn speed(&self, sharing: Option<WorkerSharing>) -> f64 {
         let Some(sharing) = sharing else { return 1.0 };
         let policy = &self.program.policy;

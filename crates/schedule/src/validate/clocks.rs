@@ -5,7 +5,7 @@ use crate::{GroupCast, Op, Program, SignalId};
 
 impl Program {
     /// For every operation, what is certainly finished before it starts and before it reads what arrives meanwhile.
-    // Long: one walk over all ranks, whose state every operation changes.
+    // Long: one loop over all ranks, whose state every operation changes.
     pub(super) fn clocks(&self) -> Result<Vec<Clocks>, ProgramError> {
         let no_producer =
             |op: usize, what| ProgramError::NoProducer { op, label: self.ops[op].label.clone(), what };

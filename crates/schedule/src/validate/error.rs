@@ -54,7 +54,7 @@ pub enum ProgramError {
         /// Such as `names a buffer that is no scratch`.
         reason: &'static str,
     },
-    /// An operation reads a buffer after another one has had its turn in the slot.
+    /// An operation reads a buffer after another one has reused the slot.
     #[error(
         "op {op} ({label}) reads buffer `{buffer}`, whose slot holds `{other}` by then; read it earlier or give it a slot of its own"
     )]
@@ -76,7 +76,7 @@ pub enum ProgramError {
         /// Its label.
         label: String,
     },
-    /// A product whose rows travel while it is computed may run beside another collective.
+    /// A product whose rows travel while it is computed may run concurrently with another collective.
     #[error(
         "ops {first} ({first_label}) and {second} ({second_label}) may wait for other ranks at the same time, and one of them \
          holds all workers meanwhile; order them by an event"

@@ -11,7 +11,7 @@ use clocks::{Clocks, Step};
 impl Program {
     /// Checks that every index is in range, that producers are queued before those who wait for them, that inputs are only
     /// read, that no two unordered operations touch one buffer with a write among them, and that buffers of a slot, which for
-    /// that count as one, are read before the next one has its turn. And that a product whose rows travel while it is computed
+    /// that count as one, are read before the next one reuses the slot. And that a product whose rows travel while it is computed
     /// is in order with every other collective that takes workers: it may hold all of a device's while it waits for other ranks. A
     /// computation that takes rows as they arrive may as well, so the start of what brings them must have been awaited.
     ///
@@ -71,7 +71,7 @@ impl Program {
                     }
                 }
             }
-            self.check_turns(users)?;
+            self.check_reuse(users)?;
         }
         Ok(())
     }
@@ -156,7 +156,7 @@ impl Program {
 
     /// Whether each reader of a piece of memory finds there what was last written as its own buffer. `users` are ordered where
     /// one of two writes, and an operation's reads come before its writes.
-    fn check_turns(&self, users: &[User]) -> Result<(), ProgramError> {
+    fn check_reuse(&self, users: &[User]) -> Result<(), ProgramError> {
         let mut held: Option<usize> = None;
         for &(Step { op, .. }, write, buffer) in users {
             match held {

@@ -77,9 +77,9 @@ fn barriers_follow_the_casts() {
     assert_eq!(plain.num_barriers, 0);
 }
 
-/// Buffers of remote stages take turns, so that many stages need the memory of a few.
+/// Buffers of remote stages reuse memory, so that many stages need the memory of a few.
 #[test]
-fn stage_buffers_take_turns() {
+fn stage_buffers_are_reused() {
     let spec = spec(DType::Bf16, 0);
     let mask = Mask::full(4096).unwrap();
     let lowered = |stages| programs(&plan(&mask, 2, 128, stages), &spec, "concurrent");
@@ -89,20 +89,20 @@ fn stage_buffers_take_turns() {
     assert_eq!((one[0].slots.len(), few[0].slots.len(), many[0].slots.len()), (2, 6, 6));
     assert!(many[0].slots.iter().all(|slot| slot.len() == 4));
     assert_eq!((few_back[0].slots.len(), many_back[0].slots.len()), (12, 12));
-    // Shares that wait for one reduction at the end are alive together.
+    // Partial sums that wait for one reduction at the end are alive together.
     assert_eq!(deterministic[0].slots.len(), 6);
     let keys =
         one[0].bytes(|role| role == BufferRole::Scratch) as f64 - 4.0 * 2048.0 * (4.0 * 8.0 + 2.0 * 4.0);
     let saved = scratch(&one[0]) - scratch(&many[0]);
     assert!(saved > 0.5 * keys, "{saved} of {keys} bytes: stages are not all of one length");
-    // Shares of gradients are of twice the width.
+    // Partial sums of gradients are of twice the width.
     assert!(scratch(&one_back[0]) - scratch(&many_back[0]) > 0.5 * 3.0 * keys);
     // It costs no time where stages are alike.
     let seconds = |ranks: &[Program]| simulate(ranks, &Topology::flat(2), &cost()).unwrap().makespan();
     let alone = |ranks: &[Program]| {
-        let no_turn = |op: &ProgramOp| op.label != "wait for a free buffer";
+        let no_wait = |op: &ProgramOp| op.label != "wait for a free buffer";
         let free = |program: &Program| {
-            let ops = program.ops.iter().filter(|op| no_turn(op)).cloned().collect();
+            let ops = program.ops.iter().filter(|op| no_wait(op)).cloned().collect();
             Program { slots: Vec::new(), ops, ..program.clone() }
         };
         seconds(&ranks.iter().map(free).collect::<Vec<_>>())
@@ -136,15 +136,15 @@ fn two_levels_cross_once() {
             programs.iter().map(|program| program.inter_node_bytes(&topology)).sum()
         };
         let [flat_forward, flat_backward, _] = programs(&flat, &spec, "concurrent");
-        let rows = flat.flat_crossing_rows(&topology);
+        let rows = flat.flat_inter_node_rows(&topology);
         assert_eq!(bytes(&flat_forward), rows * spec.kv_row_bytes() as u64);
         let both = flat.over_nodes(&topology);
         for policy in POLICIES {
             let [forward, backward, deterministic] = programs(&both, &spec, policy);
-            assert_eq!(bytes(&forward), exchange.crossing_rows() * spec.kv_row_bytes() as u64);
-            let there = exchange.backward_crossing_rows();
+            assert_eq!(bytes(&forward), exchange.inter_node_rows() * spec.kv_row_bytes() as u64);
+            let there = exchange.backward_inter_node_rows();
             let whole = exchange.whole.iter().map(|part| part.inter.send_rows()).sum();
-            // One order for any number of stages wants exact shares.
+            // One order for any number of stages wants exact partial sums.
             for (programs, back, spec) in [(&backward, there, &spec), (&deterministic, whole, &exact)] {
                 let cast = there * spec.kv_row_bytes() as u64;
                 let reduced = back * spec.kv_gradient_row_bytes() as u64;

@@ -1,4 +1,4 @@
-//! Where states, sums of gradients and results are made, carried and written.
+//! Where states, sums of gradients and results are made, kept and written.
 
 use counterpoint_cost::{CostModel, WorkerSharing};
 use counterpoint_plan::*;
@@ -51,10 +51,10 @@ fn a_single_stage_writes_results_at_once() {
     assert!(states > 0, "some rank needs keys of others");
 }
 
-/// The sums of dq are carried from run to run where one operation begins and rounds them, which may then leave zeros; where stages add
+/// The sums of dq persist from run to run where one operation begins and rounds them, which may then leave zeros; where stages add
 /// in turn they are scratch.
 #[test]
-fn sums_of_one_operation_are_carried() {
+fn sums_of_one_operation_persist() {
     let spec = spec(DType::Bf16, 0);
     let (one, two) = (mask(&[500]), mask(&[400, 300, 300]));
     let plans = [plan(&one, 1, 64, 1), plan(&two, 2, 64, 0), plan(&two, 3, 64, 3)];
@@ -63,7 +63,7 @@ fn sums_of_one_operation_are_carried() {
         let ops: Vec<&AttentionBackward> = program.ops.iter().filter_map(|op| op.op.backward()).collect();
         let Some(first) = ops.first() else { continue };
         let alone = ops.len() == 1;
-        let role = if alone { BufferRole::Carried } else { BufferRole::Scratch };
+        let role = if alone { BufferRole::Persistent } else { BufferRole::Scratch };
         assert_eq!(program.buffers[first.dq.0].role, role);
         assert!(ops.iter().all(|op| op.dq == first.dq));
         assert!(!alone || (first.accumulate_dq == Accumulate::Start && first.rounded_dq.is_some()));
@@ -80,8 +80,8 @@ fn sums(op: &Op) -> Option<(&AttentionBackward, &GroupReduce)> {
     }
 }
 
-/// One stage that does all work ends with the sums: of all shares, the own ones too, and rounded. In deterministic mode, whose own
-/// share comes first, it does not. While gradients leave under the computation, only their addition is left.
+/// One stage that does all work ends with the sums: of all partial sums, the own ones too, and rounded. In deterministic mode, whose own
+/// partial sum comes first, it does not. While gradients leave under the computation, only their addition is left.
 #[test]
 fn all_work_at_once_ends_with_the_sums() {
     let (plan, spec) = (plan(&mask(&[1024]), 2, 128, 0), spec(DType::Bf16, 0));
@@ -91,10 +91,10 @@ fn all_work_at_once_ends_with_the_sums() {
         let [(backward, reduce)] = found[..] else { panic!("{} sums", found.len()) };
         assert!(program.ops.iter().all(|op| !matches!(op.op, Op::Cast { .. } | Op::CopyRows { .. })));
         assert_eq!(reduce.accumulate, Accumulate::Start);
-        for (&(share, sum), name) in reduce.tensors.iter().zip(["dk", "dv"]) {
-            let (share, sum) = (&program.buffers[share.0], &program.buffers[sum.0]);
+        for (&(partial, sum), name) in reduce.tensors.iter().zip(["dk", "dv"]) {
+            let (partial, sum) = (&program.buffers[partial.0], &program.buffers[sum.0]);
             assert_eq!((sum.name.as_str(), sum.dtype, sum.role), (name, DType::Bf16, BufferRole::Output));
-            assert_eq!((share.dtype, sum.rows()), (DType::F32, 512));
+            assert_eq!((partial.dtype, sum.rows()), (DType::F32, 512));
             let rows = |rank: usize| -> usize {
                 let owned = reduce.part.owned.iter().filter(|split| split.ranks.contains(&(rank as u32)));
                 owned.map(|split| split.rows.len()).sum()

@@ -1,4 +1,4 @@
-//! The order of a queue by what it is predicted to take, of ranks whose keys arrive: they have few tiles to each taker, so that one order
+//! The order of a queue by what it is predicted to take, of ranks whose keys arrive: they have few tiles for each CTA, so that one order
 //! serves the cache, another one the queue's end, and none both.
 
 mod orders;
@@ -8,22 +8,22 @@ mod trials;
 
 use counterpoint_mask::Range;
 
-use super::takers::TileTakers;
+use super::ctas::TileCtas;
 use super::{TILE_COST, Tile, TileSchedule};
 use orders::TileOrders;
 use trials::{Trials, UNEVEN};
 
-/// How many of the first classes may be handed out by halves, or all.
+/// How many of the first classes may be split by half-heads, or all.
 const HALVED: [usize; 5] = [0, 1, 2, 3, usize::MAX];
 
 /// Columns that a row of a head costs more when it is not in the cache: its block takes 3.5 us then instead of 2 (H200, heads of 128).
 const READING: (u64, u64) = (3, 4);
 /// Columns until a row is there that arrives, counted from the first one: 12 ns (H200, NVLink, 8 key heads of 128).
 const ARRIVAL: (u64, u64) = (2, 5);
-/// By which part of it an end counts that comes later than an even one: takers that are through leave the others their share of power
+/// By which part of it an end counts that comes later than an even one: CTAs that are through leave the others their share of power
 /// and memory.
 const LATE: u64 = 3;
-/// Columns that it takes to add the halves of a tile.
+/// Columns that it takes to add the two half-heads of a tile.
 const HALF_COST: u64 = 150;
 
 /// An order is as good as it is in so many trials of items that take longer or less long than they are said to.
@@ -31,7 +31,7 @@ const TRIALS: usize = 3;
 /// So many orders are tried at most, those first that promise most. With long items and few heads all promise nearly the same, and trying
 /// all of them took 40 ms for a rank's 130 tiles of two heads.
 const MOST_TRIED: usize = 48;
-/// With more items to each taker than these, how they end is hardly a matter of their order: no halves, and one trial.
+/// With more items for each CTA than these, how they end is hardly a matter of their order: no split by half-heads, and one trial.
 const MANY_ITEMS: usize = 32;
 
 /// Tiles, and where classes of them end.
@@ -39,19 +39,19 @@ const MANY_ITEMS: usize = 32;
 pub(super) struct Order {
     pub(super) tiles: Vec<Tile>,
     pub(super) ends: Vec<usize>,
-    /// So many of the first classes are handed out by halves.
+    /// So many of the first classes are split by half-heads.
     pub(super) halved: usize,
 }
 
 /// What is known of tiles, by their places in the order by work.
 pub(super) struct Arranger<'a> {
     by_work: &'a [Tile],
-    takers: TileTakers,
-    /// Which tiles walk rows in common.
-    stretches: Vec<u32>,
-    /// Columns of all walks, and what a tile costs besides.
+    ctas: TileCtas,
+    /// Which tiles read rows in common.
+    segments: Vec<u32>,
+    /// Columns of all query heads, and what a tile costs besides.
     costs: Vec<u64>,
-    /// Rows that tiles walk, ascending, each with the tile's place.
+    /// Rows that tiles read, ascending, each with the tile's place.
     rows: Vec<(Range, u32)>,
     waits: Vec<bool>,
     /// Columns until all rows are there that arrive.
@@ -62,7 +62,7 @@ pub(super) struct Arranger<'a> {
 struct Candidate {
     places: Vec<u32>,
     ends: Vec<usize>,
-    /// Rows that the tiles of each class walk.
+    /// Rows that the tiles of each class read.
     rows: Vec<u64>,
 }
 
@@ -73,18 +73,18 @@ impl Candidate {
     }
 }
 
-/// What an item of a tile costs that is handed out by half, of one that costs so many columns as a whole.
+/// What an item of a tile costs that is handed out by half-heads, of one that costs so many columns as a whole.
 fn half(whole: u64) -> u64 {
     (whole - TILE_COST) / 2 + TILE_COST + HALF_COST
 }
 
 impl<'a> Arranger<'a> {
-    /// Of `by_work`, all tiles of `schedule` sorted by work, and of each number's tile the stretch.
+    /// Of `by_work`, all tiles of `schedule` sorted by work, and of each number's tile the segment.
     pub(super) fn new(
         schedule: &TileSchedule,
         by_work: &'a [Tile],
-        stretches: &[u32],
-        takers: TileTakers,
+        segments: &[u32],
+        ctas: TileCtas,
     ) -> Self {
         let config = &schedule.config;
         let mut costs = Vec::with_capacity(by_work.len());
@@ -92,23 +92,23 @@ impl<'a> Arranger<'a> {
         for (place, tile) in by_work.iter().enumerate() {
             let (mut columns, first) = (0, rows.len());
             for run in schedule.runs_of(tile) {
-                let walked = Range::new(run.start as usize, run.end as usize);
+                let read = Range::new(run.start as usize, run.end as usize);
                 let is_whole = schedule.bounds_of(run).is_empty();
                 let seeing = if is_whole { (tile.end - tile.start) as usize } else { 0 };
-                columns += walked.len().div_ceil(config.block) as u64 * config.block_cost(seeing);
+                columns += read.len().div_ceil(config.block) as u64 * config.block_cost(seeing);
                 match rows[first..].last_mut() {
-                    Some((before, _)) if before.end == walked.start => before.end = walked.end,
-                    _ => rows.push((walked, place as u32)),
+                    Some((before, _)) if before.end == read.start => before.end = read.end,
+                    _ => rows.push((read, place as u32)),
                 }
             }
-            costs.push(columns * takers.walks as u64 + TILE_COST);
+            costs.push(columns * ctas.head_passes as u64 + TILE_COST);
         }
         rows.sort_unstable();
         let arriving = config.arrival.map_or(0, |arrival| schedule.k_rows.saturating_sub(arrival));
         Self {
             by_work,
-            takers,
-            stretches: by_work.iter().map(|tile| stretches[tile.number as usize]).collect(),
+            ctas,
+            segments: by_work.iter().map(|tile| segments[tile.number as usize]).collect(),
             costs,
             rows,
             waits: by_work.iter().map(|tile| schedule.waits(tile)).collect(),
@@ -122,9 +122,9 @@ impl<'a> Arranger<'a> {
     }
 
     fn arrange_trying(&self, most_tried: usize, most: usize) -> Order {
-        let TileTakers { workers, heads, halves, .. } = self.takers;
+        let TileCtas { workers, heads, half_heads, .. } = self.ctas;
         let are_many = self.by_work.len() * heads > MANY_ITEMS * workers;
-        let ways = if halves && !are_many { &HALVED[..] } else { &HALVED[..1] };
+        let ways = if half_heads && !are_many { &HALVED[..] } else { &HALVED[..1] };
         let candidates = self.candidates(most);
         let best = match are_many {
             true => Search::<1>::new(self, &candidates).best(ways, most_tried),
@@ -162,7 +162,7 @@ impl<'a> Arranger<'a> {
         candidates
     }
 
-    /// Rows that the tiles of each class walk. `class_of` has room for every tile.
+    /// Rows that the tiles of each class read. `class_of` has room for every tile.
     fn rows_of_classes(&self, places: &[u32], ends: &[usize], class_of: &mut [u32]) -> Vec<u64> {
         let mut begin = 0;
         for (class, &end) in ends.iter().enumerate() {
@@ -170,25 +170,27 @@ impl<'a> Arranger<'a> {
             begin = end;
         }
         // Of each class, rows so far and where they end.
-        let mut walked = vec![(0, 0); ends.len()];
+        let mut read = vec![(0, 0); ends.len()];
         for (range, place) in &self.rows {
-            let (count, end) = &mut walked[class_of[*place as usize] as usize];
+            let (count, end) = &mut read[class_of[*place as usize] as usize];
             *count += range.end.saturating_sub(range.start.max(*end));
             *end = range.end.max(*end);
         }
-        walked.into_iter().map(|(count, _)| count as u64).collect()
+        read.into_iter().map(|(count, _)| count as u64).collect()
     }
 
-    /// Columns that all takers are held up by reading, shared out evenly. A head's part of a class is in the cache at a time, and a
+    /// Columns that all CTAs are held up by reading, shared out evenly. A head's part of a class is in the cache at a time, and a
     /// class finds nothing there of the one before.
     fn reading(&self, candidate: &Candidate) -> u64 {
-        let TileTakers { workers, heads, walks, .. } = self.takers;
-        candidate.rows.iter().sum::<u64>() * (heads * walks) as u64 * READING.0 / READING.1 / workers as u64
+        let TileCtas { workers, heads, head_passes, .. } = self.ctas;
+        candidate.rows.iter().sum::<u64>() * (heads * head_passes) as u64 * READING.0
+            / READING.1
+            / workers as u64
     }
 
     /// Columns by which one head's part of a class of so many rows is held up.
     fn reading_of_class(&self, rows: u64) -> u64 {
-        rows * self.takers.walks as u64 * READING.0 / READING.1
+        rows * self.ctas.head_passes as u64 * READING.0 / READING.1
     }
 }
 
@@ -200,7 +202,7 @@ struct BestOrder {
     halved: usize,
 }
 
-/// Looks for the candidate that takes least, in `N` trials each: at those first that take least if all takers end at the same time, until
+/// Looks for the candidate that takes least, in `N` trials each: at those first that take least if all CTAs end at the same time, until
 /// that is more than what the best of them takes.
 struct Search<'a, const N: usize> {
     arranger: &'a Arranger<'a>,
@@ -215,7 +217,7 @@ struct Search<'a, const N: usize> {
 
 impl<'a, const N: usize> Search<'a, N> {
     fn new(arranger: &'a Arranger<'a>, candidates: &'a [Candidate]) -> Self {
-        let TileTakers { workers, heads, .. } = arranger.takers;
+        let TileCtas { workers, heads, .. } = arranger.ctas;
         // Whoever takes no item is not asked.
         let most_items = arranger.by_work.len() * heads * 2;
         Self {
@@ -250,10 +252,10 @@ impl<'a, const N: usize> Search<'a, N> {
         best
     }
 
-    /// Columns until the last taker has finished.
+    /// Columns until the last CTA has finished.
     fn time(&mut self, candidate: usize, halved: usize) -> u64 {
         let Self { arranger, costs, trials, items, delays, .. } = self;
-        let TileTakers { workers, heads, .. } = arranger.takers;
+        let TileCtas { workers, heads, .. } = arranger.ctas;
         let (order, costs) = (&self.candidates[candidate], &mut costs[candidate]);
         if costs.is_empty() {
             order.classes().for_each(|(class, rows)| arranger.add_costs(class, rows, costs));
@@ -287,33 +289,33 @@ impl<'a, const N: usize> Search<'a, N> {
 }
 
 impl Arranger<'_> {
-    /// Of each way how many classes are halved, and no more than what the order takes when all takers end at the same time, or with the
+    /// Of each way how many classes are halved, and no more than what the order takes when all CTAs end at the same time, or with the
     /// longest item: quotients are rounded down for each class, not for each tile.
     fn least(&self, candidate: &Candidate, ways: &[usize]) -> impl Iterator<Item = (usize, u64)> {
-        let TileTakers { workers, heads, .. } = self.takers;
+        let TileCtas { workers, heads, .. } = self.ctas;
         let of_class = |(class, rows): (&[u32], u64)| {
             let cost: u64 = class.iter().map(|&place| self.costs[place as usize]).sum();
-            let walks_any = class.iter().any(|&place| self.by_work[place as usize].blocks > 0);
-            let reading = if walks_any { self.reading_of_class(rows) } else { 0 };
+            let has_blocks = class.iter().any(|&place| self.by_work[place as usize].blocks > 0);
+            let reading = if has_blocks { self.reading_of_class(rows) } else { 0 };
             let tiles = class.len() as u64;
             let whole = cost + reading.saturating_sub(tiles);
-            let halves = (whole - tiles * TILE_COST).saturating_sub(tiles);
+            let halved_cost = (whole - tiles * TILE_COST).saturating_sub(tiles);
             let longest = class.iter().map(|&place| self.costs[place as usize]).max();
-            (whole, halves + 2 * tiles * (TILE_COST + HALF_COST), longest)
+            (whole, halved_cost + 2 * tiles * (TILE_COST + HALF_COST), longest)
         };
         let classes: Vec<(u64, u64, Option<u64>)> = candidate.classes().map(of_class).collect();
         ways.iter().map(move |&way| {
             let (halved, whole) = classes.split_at(way.min(classes.len()));
-            let halves: u64 = halved.iter().map(|class| class.1).sum();
-            let all = halves + whole.iter().map(|class| class.0).sum::<u64>();
+            let split: u64 = halved.iter().map(|class| class.1).sum();
+            let all = split + whole.iter().map(|class| class.0).sum::<u64>();
             let even = all * heads as u64 / workers as u64;
-            let halves = halved.iter().filter_map(|class| class.2.map(half));
-            let longest = halves.chain(whole.iter().filter_map(|class| class.2)).max().unwrap_or(0);
+            let split = halved.iter().filter_map(|class| class.2.map(half));
+            let longest = split.chain(whole.iter().filter_map(|class| class.2)).max().unwrap_or(0);
             (halved.len(), even + (longest - longest / UNEVEN).saturating_sub(even) / LATE)
         })
     }
 
-    /// What the items of a head's part of a class cost as a whole: whoever walks most reads most.
+    /// What the items of a head's part of a class cost as a whole: the longest tile reads most.
     fn add_costs(&self, class: &[u32], rows: u64, costs: &mut Vec<u64>) {
         let blocks = |place: u32| u64::from(self.by_work[place as usize].blocks);
         let all: u64 = class.iter().map(|&place| blocks(place)).sum();
@@ -339,8 +341,8 @@ mod tests {
     use rand::{RngExt, SeedableRng};
     use rand_chacha::ChaCha8Rng;
 
-    use super::super::chains::stretches_of_rows;
-    use super::super::takers::ends_of_alike;
+    use super::super::chains::row_segments;
+    use super::super::ctas::ends_of_alike;
     use super::super::{TileDirection, TileScheduleConfig};
     use super::plain::Plain;
     use super::*;
@@ -360,13 +362,13 @@ mod tests {
         tiles
     }
 
-    fn takers(halves: bool) -> TileTakers {
-        TileTakers { workers: 132, heads: 8, walks: 8, halves }
+    fn ctas(half_heads: bool) -> TileCtas {
+        TileCtas { workers: 132, heads: 8, head_passes: 8, half_heads }
     }
 
-    fn arrange(schedule: &TileSchedule, takers: TileTakers, most: usize) -> Order {
+    fn arrange(schedule: &TileSchedule, ctas: TileCtas, most: usize) -> Order {
         let by_work = by_work(schedule);
-        let arranger = Arranger::new(schedule, &by_work, &stretches_of_rows(schedule), takers);
+        let arranger = Arranger::new(schedule, &by_work, &row_segments(schedule), ctas);
         arranger.arrange_trying(usize::MAX, most)
     }
 
@@ -387,11 +389,11 @@ mod tests {
             let documents = Documents::from_lengths(lengths).unwrap();
             let mask = if case % 4 == 0 { Mask::full(documents) } else { Mask::causal(documents) }.unwrap();
             let schedule = schedule(&mask, 128 * rng.random_range(8..rows / 128));
-            let (heads, walks) = [(2, 4), (8, 8), (4, 2), (1, 8)][case / 3 % 4];
-            let takers = TileTakers { workers: 132, heads, walks, halves: true };
+            let (heads, head_passes) = [(2, 4), (8, 8), (4, 2), (1, 8)][case / 3 % 4];
+            let ctas = TileCtas { workers: 132, heads, head_passes, half_heads: true };
             let by_work = by_work(&schedule);
-            let plain = Plain::new(&schedule, &by_work, takers);
-            let arranger = Arranger::new(&schedule, &by_work, &stretches_of_rows(&schedule), takers);
+            let plain = Plain::new(&schedule, &by_work, ctas);
+            let arranger = Arranger::new(&schedule, &by_work, &row_segments(&schedule), ctas);
             let [few, all] = [MOST_TRIED, usize::MAX]
                 .map(|tried| plain.time(&arranger.arrange_trying(tried, 16), TRIALS) as f64);
             logarithms += (few / all).ln();
@@ -408,38 +410,38 @@ mod tests {
         let mask: Mask = "varlen-causal:lengths=102,3051,419,2404,680,1536".parse().unwrap();
         let schedule = schedule(&mask, 8064);
         let tiles = by_work(&schedule);
-        let plain = Plain::new(&schedule, &tiles, takers(true));
+        let plain = Plain::new(&schedule, &tiles, ctas(true));
         let ends = ends_of_alike(&tiles, 7, 15).collect();
         let before = Order { tiles: tiles.clone(), ends, halved: 0 };
-        let after = arrange(&schedule, takers(true), 16);
+        let after = arrange(&schedule, ctas(true), 16);
         let (read_before, read_after) = (plain.reading(&before), plain.reading(&after));
         assert!(4 * read_after < 3 * read_before, "{read_after} {read_before}");
         let (time_before, time_after) = (plain.time(&before, TRIALS), plain.time(&after, TRIALS));
         assert!(100 * time_after < 97 * time_before, "{time_after} {time_before}");
     }
 
-    /// Each head has an item of 48 blocks, two thirds of what a taker walks in all.
+    /// Each head has an item of 48 blocks, two thirds of what a CTA computes in all.
     #[test]
     fn long_items_are_halved_where_they_are_in_the_way() {
         let mask: Mask = "varlen-causal:lengths=102,3051,419,2404,680,1536".parse().unwrap();
         let schedule = schedule(&mask, 8064);
-        let [whole, halved] = [false, true].map(|halves| arrange(&schedule, takers(halves), 16));
+        let [whole, halved] = [false, true].map(|half_heads| arrange(&schedule, ctas(half_heads), 16));
         assert!(whole.halved == 0 && halved.halved > 0, "{halved:?}");
-        let plain = Plain::new(&schedule, &by_work(&schedule), takers(true));
+        let plain = Plain::new(&schedule, &by_work(&schedule), ctas(true));
         assert!(plain.time(&halved, TRIALS) < plain.time(&whole, TRIALS));
         // Short ones are not.
         let mask: Mask =
             "varlen-full:lengths=200,300,200,300,100,250,64,200,300,200,300,100,250,64".parse().unwrap();
         let schedule = self::schedule(&mask, mask.seqlen_k() - 64);
-        assert_eq!(arrange(&schedule, takers(true), 16).halved, 0);
+        assert_eq!(arrange(&schedule, ctas(true), 16).halved, 0);
     }
 
     #[test]
-    fn rows_that_several_tiles_walk_are_read_once() {
+    fn rows_that_several_tiles_read_count_once() {
         let mask: Mask = "varlen-causal:lengths=300,64".parse().unwrap();
         let schedule = schedule(&mask, 300);
         let tiles = by_work(&schedule);
-        let arranger = Arranger::new(&schedule, &tiles, &stretches_of_rows(&schedule), takers(false));
+        let arranger = Arranger::new(&schedule, &tiles, &row_segments(&schedule), ctas(false));
         let rows = |ends: &[usize]| {
             let mut places: Vec<u32> = (0..tiles.len() as u32).collect();
             places.sort_by_key(|&place| tiles[place as usize].number);
@@ -459,36 +461,36 @@ mod tests {
             lengths in prop::collection::vec(1..900_usize, 1..9),
             is_causal in any::<bool>(),
             own in 0..10_usize,
-            // With more than 256 takers, there is no tree of them.
-            takers in (prop_oneof![1..140_usize, 250..300_usize], 1..9_usize, 1..5_usize, any::<bool>()),
+            // With more than 256 CTAs, there is no tree of them.
+            ctas in (prop_oneof![1..140_usize, 250..300_usize], 1..9_usize, 1..5_usize, any::<bool>()),
             most in 4..17_usize,
         ) {
             let documents = Documents::from_lengths(lengths).unwrap();
             let mask = if is_causal { Mask::causal(documents) } else { Mask::full(documents) }.unwrap();
             let schedule = schedule(&mask, mask.seqlen_k() * own / 10);
-            let (workers, heads, walks, halves) = takers;
-            let takers = TileTakers { workers, heads, walks, halves };
-            let plain = Plain::new(&schedule, &by_work(&schedule), takers);
-            prop_assert_eq!(arrange(&schedule, takers, most), plain.arrange(most));
+            let (workers, heads, head_passes, half_heads) = ctas;
+            let ctas = TileCtas { workers, heads, head_passes, half_heads };
+            let plain = Plain::new(&schedule, &by_work(&schedule), ctas);
+            prop_assert_eq!(arrange(&schedule, ctas, most), plain.arrange(most));
         }
 
         #[test]
         fn every_tile_is_in_one_class(
             lengths in prop::collection::vec(1..900_usize, 1..12),
             own in 0..10_usize,
-            takers in (1..140_usize, 1..9_usize, 1..5_usize, any::<bool>()),
+            ctas in (1..140_usize, 1..9_usize, 1..5_usize, any::<bool>()),
             most in 4..17_usize,
         ) {
             let mask = Mask::causal(Documents::from_lengths(lengths).unwrap()).unwrap();
             let mut schedule = schedule(&mask, mask.seqlen_k() * own / 10);
             let before = by_work(&schedule);
-            let (workers, heads, walks, halves) = takers;
-            let classes = schedule.classes(TileTakers { workers, heads, walks, halves }, most);
+            let (workers, heads, head_passes, half_heads) = ctas;
+            let classes = schedule.classes(TileCtas { workers, heads, head_passes, half_heads }, most);
             prop_assert!(by_work(&schedule) == before);
             prop_assert!(classes.ends.len() <= most && classes.ends.is_sorted_by(|a, b| a < b), "{classes:?}");
             prop_assert_eq!(classes.ends.last().copied(), Some(before.len() as u32));
             prop_assert!(classes.halved <= classes.ends.len());
-            prop_assert!(classes.halved == 0 || halves && walks % 2 == 0);
+            prop_assert!(classes.halved == 0 || half_heads && head_passes % 2 == 0);
             prop_assert!(classes.halved_tiles() as usize <= before.len());
         }
     }

@@ -2,7 +2,7 @@
 
 use std::cmp::Reverse;
 
-use super::super::takers::{ends_of, ends_of_alike};
+use super::super::ctas::{ends_of, ends_of_alike};
 use super::Arranger;
 
 /// How light a tile may be, as a share of the heaviest's blocks, to come after those that are gathered.
@@ -26,9 +26,9 @@ impl<'a> TileOrders<'a> {
     }
 
     pub(super) fn all(mut self) -> Vec<(Vec<u32>, Vec<usize>)> {
-        let Arranger { by_work, takers, .. } = self.arranger;
-        // Long tiles first, as many as there are takers, let the queue end early; none, the cache serve all.
-        for first in [0, takers.workers.div_ceil(takers.heads).min(by_work.len())] {
+        let Arranger { by_work, ctas, .. } = self.arranger;
+        // Long tiles first, as many as there are CTAs, let the queue end early; none, the cache serve all.
+        for first in [0, ctas.workers.div_ceil(ctas.heads).min(by_work.len())] {
             let gathered = self.gathered(first);
             let mut last = None;
             for light in LIGHT {
@@ -47,33 +47,33 @@ impl<'a> TileOrders<'a> {
         u64::from(blocks) * u64::from(of) <= u64::from(longest) * u64::from(part)
     }
 
-    /// The places from `first` on, those of a stretch next to one another and along its rows.
+    /// The places from `first` on, those of a segment next to one another and along its rows.
     fn gathered(&self, first: usize) -> Vec<u32> {
-        let Arranger { by_work, stretches, .. } = self.arranger;
-        let mut heaviest = vec![0; stretches.iter().max().map_or(0, |&last| last as usize + 1)];
-        for (tile, &stretch) in by_work.iter().zip(stretches).skip(first) {
-            let heaviest = &mut heaviest[stretch as usize];
+        let Arranger { by_work, segments, .. } = self.arranger;
+        let mut heaviest = vec![0; segments.iter().max().map_or(0, |&last| last as usize + 1)];
+        for (tile, &segment) in by_work.iter().zip(segments).skip(first) {
+            let heaviest = &mut heaviest[segment as usize];
             *heaviest = tile.blocks.max(*heaviest);
         }
         let mut gathered: Vec<u32> = (first as u32..by_work.len() as u32).collect();
         gathered.sort_by_cached_key(|&place| {
-            let stretch = stretches[place as usize];
-            (Reverse(heaviest[stretch as usize]), stretch, by_work[place as usize].number)
+            let segment = segments[place as usize];
+            (Reverse(heaviest[segment as usize]), segment, by_work[place as usize].number)
         });
         gathered
     }
 
     /// Adds orders of the `first` tiles, then those that are gathered, then the light ones from place `light` on, by work.
     fn add(&mut self, first: usize, gathered: &[u32], light: usize) {
-        let Arranger { by_work, stretches, takers, waits, .. } = self.arranger;
+        let Arranger { by_work, segments, ctas, waits, .. } = self.arranger;
         let mut places: Vec<u32> = Vec::with_capacity(by_work.len());
         places.extend(0..first as u32);
         places.extend(gathered.iter().filter(|&&place| (place as usize) < light));
         places.extend(light as u32..by_work.len() as u32);
         let mut groups: Vec<usize> = (first > 0).then_some(first).into_iter().collect();
         let most = (self.most / 2 - groups.len()).max(1);
-        let stretch = |place: &u32| Some(stretches[*place as usize]);
-        groups.extend(ends_of(&places[first..light], stretch, most).into_iter().map(|end| first + end));
+        let segment = |place: &u32| Some(segments[*place as usize]);
+        groups.extend(ends_of(&places[first..light], segment, most).into_iter().map(|end| first + end));
         let mut added: Vec<Vec<usize>> = Vec::with_capacity(ALIKE.len());
         for alike in ALIKE {
             let mut ends = groups.clone();
@@ -84,7 +84,7 @@ impl<'a> TileOrders<'a> {
                 continue;
             }
             if self.has_waiting {
-                self.orders.push(takers.delay(&places, &ends, |&place| waits[place as usize]));
+                self.orders.push(ctas.delay(&places, &ends, |&place| waits[place as usize]));
             }
             self.orders.push((places.clone(), ends.clone()));
             added.push(ends);

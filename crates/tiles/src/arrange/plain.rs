@@ -4,9 +4,9 @@ use std::cmp::Reverse;
 
 use counterpoint_mask::Range;
 
-use super::super::chains::stretches_of_rows;
+use super::super::chains::row_segments;
+use super::super::ctas::{TileCtas, ends_of, ends_of_alike};
 use super::super::list_time::list_time;
-use super::super::takers::{TileTakers, ends_of, ends_of_alike};
 use super::super::{TILE_COST, Tile, TileSchedule};
 use super::orders::{ALIKE, LIGHT};
 use super::trials::UNEVEN;
@@ -15,19 +15,19 @@ use super::{ARRIVAL, HALF_COST, HALVED, LATE, MANY_ITEMS, Order, READING, TRIALS
 pub(super) struct Plain<'a> {
     schedule: &'a TileSchedule,
     by_work: Vec<Tile>,
-    takers: TileTakers,
-    stretches: Vec<u32>,
+    ctas: TileCtas,
+    segments: Vec<u32>,
 }
 
 impl<'a> Plain<'a> {
-    pub(super) fn new(schedule: &'a TileSchedule, by_work: &[Tile], takers: TileTakers) -> Self {
-        Self { schedule, by_work: by_work.to_vec(), takers, stretches: stretches_of_rows(schedule) }
+    pub(super) fn new(schedule: &'a TileSchedule, by_work: &[Tile], ctas: TileCtas) -> Self {
+        Self { schedule, by_work: by_work.to_vec(), ctas, segments: row_segments(schedule) }
     }
 
     pub(super) fn arrange(&self, most: usize) -> Order {
-        let TileTakers { workers, heads, halves, .. } = self.takers;
+        let TileCtas { workers, heads, half_heads, .. } = self.ctas;
         let are_many = self.by_work.len() * heads > MANY_ITEMS * workers;
-        let ways = if halves && !are_many { HALVED.len() } else { 1 };
+        let ways = if half_heads && !are_many { HALVED.len() } else { 1 };
         let orders = self.orders(most).into_iter();
         let halved = orders.flat_map(|order| {
             HALVED
@@ -44,7 +44,7 @@ impl<'a> Plain<'a> {
     fn orders(&self, most: usize) -> Vec<Order> {
         let has_waiting = self.by_work.iter().any(|tile| self.schedule.waits(tile));
         let mut orders = Vec::new();
-        for first in [0, self.takers.workers.div_ceil(self.takers.heads).min(self.by_work.len())] {
+        for first in [0, self.ctas.workers.div_ceil(self.ctas.heads).min(self.by_work.len())] {
             for light in LIGHT {
                 let (tiles, groups) = self.gather(first, light, most / 2);
                 let begin = groups.last().copied().unwrap_or(0);
@@ -53,8 +53,7 @@ impl<'a> Plain<'a> {
                     let ends: Vec<usize> =
                         groups.iter().copied().chain(others.map(|end| begin + end)).collect();
                     if has_waiting {
-                        let (tiles, ends) =
-                            self.takers.delay(&tiles, &ends, |tile| self.schedule.waits(tile));
+                        let (tiles, ends) = self.ctas.delay(&tiles, &ends, |tile| self.schedule.waits(tile));
                         orders.push(Order { tiles, ends, halved: 0 });
                     }
                     orders.push(Order { tiles: tiles.clone(), ends, halved: 0 });
@@ -66,14 +65,14 @@ impl<'a> Plain<'a> {
 
     fn gather(&self, first: usize, light: (u32, u32), most: usize) -> (Vec<Tile>, Vec<usize>) {
         let mut tiles = self.by_work.clone();
-        let stretch = |tile: &Tile| self.stretches[tile.number as usize];
+        let segment = |tile: &Tile| self.segments[tile.number as usize];
         let heaviest = |tile: &Tile| {
-            let others = self.by_work[first..].iter().filter(|other| stretch(other) == stretch(tile));
+            let others = self.by_work[first..].iter().filter(|other| segment(other) == segment(tile));
             others.map(|other| other.blocks).max()
         };
         let place = |tile: &Tile| {
             let is_light = tile.blocks * light.1 <= self.by_work[0].blocks * light.0;
-            (!is_light).then(|| (heaviest(tile), Reverse(stretch(tile))))
+            (!is_light).then(|| (heaviest(tile), Reverse(segment(tile))))
         };
         tiles[first..].sort_by_cached_key(|tile| (Reverse(place(tile)), place(tile).map(|_| tile.number)));
         let mut ends: Vec<usize> = (first > 0).then_some(first).into_iter().collect();
@@ -94,9 +93,9 @@ impl<'a> Plain<'a> {
     }
 
     pub(super) fn reading(&self, order: &Order) -> u64 {
-        let TileTakers { workers, heads, walks, .. } = self.takers;
+        let TileCtas { workers, heads, head_passes, .. } = self.ctas;
         let rows: u64 = Self::classes(order).map(|class| self.rows_of(class)).sum();
-        rows * (heads * walks) as u64 * READING.0 / READING.1 / workers as u64
+        rows * (heads * head_passes) as u64 * READING.0 / READING.1 / workers as u64
     }
 
     fn cost(&self, tile: &Tile) -> u64 {
@@ -107,15 +106,15 @@ impl<'a> Plain<'a> {
             ((run.end - run.start) as usize).div_ceil(config.block) as u64 * config.block_cost(seeing)
         };
         let columns: u64 = self.schedule.runs_of(tile).iter().map(of_run).sum();
-        columns * self.takers.walks as u64 + TILE_COST
+        columns * self.ctas.head_passes as u64 + TILE_COST
     }
 
     pub(super) fn time(&self, order: &Order, trials: usize) -> u64 {
-        let TileTakers { workers, heads, walks, .. } = self.takers;
+        let TileCtas { workers, heads, head_passes, .. } = self.ctas;
         let mut items = Vec::new();
         for (at, class) in Self::classes(order).enumerate() {
             let blocks: u64 = class.iter().map(|tile| u64::from(tile.blocks)).sum();
-            let reading = self.rows_of(class) * walks as u64 * READING.0 / READING.1;
+            let reading = self.rows_of(class) * head_passes as u64 * READING.0 / READING.1;
             let is_halved = at < order.halved;
             for _ in 0..heads * if is_halved { 2 } else { 1 } {
                 items.extend(class.iter().map(|tile| {

@@ -4,14 +4,14 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// The size of a product in CUTLASS's terms: `[m, n] = [m, k] [k, n]`, however the operands lie.
+/// The size of a product in CUTLASS's words: `[m, n] = [m, k] [k, n]`, however the operands lie.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct ProblemSize {
     /// Rows of the result.
     pub m: usize,
     /// Columns of the result.
     pub n: usize,
-    /// Terms of each of its elements.
+    /// Summands of each element, the reduction dimension.
     pub k: usize,
 }
 

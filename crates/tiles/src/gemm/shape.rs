@@ -6,7 +6,7 @@ use super::GemmLayout;
 
 /// Rows of a tile (`kGemmTileM`).
 pub const TILE_ROWS: usize = 128;
-/// Terms of a block (`kGemmBlockK`).
+/// Depth of a block (`kGemmBlockK`).
 pub const BLOCK: usize = 64;
 
 /// Where the second tile of a unit lies, and so which operand its CTAs share.
@@ -14,11 +14,11 @@ pub const BLOCK: usize = 64;
 pub enum TilePair {
     /// Below the first: B is shared.
     Rows,
-    /// Beside it: A is shared.
+    /// Besides it: A is shared.
     Columns,
 }
 
-/// Who of a CTA multiplies, and how they share its tiles; of the two warpgroups on Hopper in CUTLASS's terms.
+/// Who of a CTA multiplies, and how they share its tiles; of the two warpgroups on Hopper in CUTLASS's words.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Warpgroups {
     /// Each has 64 rows of every tile.
@@ -27,7 +27,7 @@ pub enum Warpgroups {
     Pingpong,
     /// There are none: each warp has a part of every tile (mma.sync, on every GPU since Ampere).
     Warps {
-        /// Terms of a block of k.
+        /// Depth of a block of k.
         block: u32,
         /// Blocks in shared memory.
         stages: u32,
@@ -57,9 +57,10 @@ pub struct GemmShape {
     /// Parts of k, which the CTAs of a cluster compute at the same time and sum in their order.
     pub splits: u32,
     /// Or 2 parts of k, which the same CTAs compute one after the other: 1 where there are several of the above.
-    pub turns: u32,
-    /// Or 2 parts of k, the first of which one pair of CTAs hands over to another through memory: 1 where there are several of the above.
-    pub hands: u32,
+    pub serial_parts: u32,
+    /// Or 2 parts of k, the first of which one pair of CTAs handed_parts over to another through memory: 1 where there are several of the
+    /// above.
+    pub handed_parts: u32,
 }
 
 impl GemmShape {
@@ -68,7 +69,14 @@ impl GemmShape {
 
     /// All of k at once, each tile by both warpgroups.
     pub const fn whole(columns: u32, pair: TilePair) -> Self {
-        Self { columns, pair, warpgroups: Warpgroups::Cooperative, splits: 1, turns: 1, hands: 1 }
+        Self {
+            columns,
+            pair,
+            warpgroups: Warpgroups::Cooperative,
+            splits: 1,
+            serial_parts: 1,
+            handed_parts: 1,
+        }
     }
 
     /// Bytes of a block of k. Where B lies along n, whole chunks of 64 columns are loaded.
@@ -81,19 +89,19 @@ impl GemmShape {
     }
 
     /// What of `GemmShared` is no block of k: results on their way, records and barriers, and what aligning it to 1024 bytes may take.
-    const BESIDE_STAGES: u32 = (32 << 10) + 1024 + 1024;
+    const BYTES_OUTSIDE_STAGES: u32 = (32 << 10) + 1024 + 1024;
 
     /// Blocks of k on their way at once: as many as shared memory holds. From a load to its bytes pass 1300 cycles and more, in which the
     /// tensor cores work through two blocks of 160 columns.
     pub const fn stages(columns: u32, layout: GemmLayout) -> u32 {
         /// What a CTA may have.
         const SHARED_BYTES: u32 = 232_448;
-        (SHARED_BYTES - Self::BESIDE_STAGES) / Self::stage_bytes(columns, layout)
+        (SHARED_BYTES - Self::BYTES_OUTSIDE_STAGES) / Self::stage_bytes(columns, layout)
     }
 
     /// Dynamic shared memory of a CTA.
     pub const fn shared_bytes(columns: u32, layout: GemmLayout) -> u32 {
-        Self::stages(columns, layout) * Self::stage_bytes(columns, layout) + Self::BESIDE_STAGES
+        Self::stages(columns, layout) * Self::stage_bytes(columns, layout) + Self::BYTES_OUTSIDE_STAGES
     }
 
     /// Whether there are kernels that hand parts of k over: wider tiles have no registers for it, and are for more rows.
@@ -150,6 +158,6 @@ impl GemmShape {
 
     /// Parts of k whose sums are added: what the bits of a result depend on.
     pub const fn parts(&self) -> u32 {
-        self.splits * self.turns * self.hands
+        self.splits * self.serial_parts * self.handed_parts
     }
 }

@@ -14,19 +14,19 @@ fn adjacent_slices_are_one() {
         TileSchedule::new(&[Band::full(rows, left), Band::full(rows, right)], 128, 384, &config).unwrap();
     assert_eq!(rectangle.statistics().bounded_blocks, 0);
     assert_eq!((rectangle.tiles().len(), rectangle.runs().len()), (1, 1));
-    // A full slice beside a causal one: only the diagonal is bounded, by one bound.
+    // A full slice next to a causal one: only the diagonal is bounded, by one bound.
     let causal = Band { diag_max: 256, ..Band::full(rows, Range::new(200, 384)) };
     let schedule =
         TileSchedule::new(&[Band::full(rows, Range::new(0, 200)), causal], 128, 384, &config).unwrap();
     let statistics = schedule.statistics();
     assert_eq!((statistics.blocks, statistics.bounded_blocks, schedule.bounds().len()), (3, 1, 1));
     // Rows of two documents that together see whole blocks.
-    let halves = [
+    let slices = [
         Band::full(Range::new(0, 60), Range::new(0, 256)),
         Band::full(Range::new(60, 128), Range::new(128, 512)),
     ];
     let aligned = TileScheduleConfig { tiles: TilePlacement::Aligned, ..config };
-    let schedule = TileSchedule::new(&halves, 128, 512, &aligned).unwrap();
+    let schedule = TileSchedule::new(&slices, 128, 512, &aligned).unwrap();
     let runs: Vec<_> =
         schedule.runs().iter().map(|run| (run.start, run.end, schedule.bounds_of(run).len())).collect();
     assert_eq!(runs, [(0, 128, 1), (128, 256, 0), (256, 512, 1)]);
@@ -108,7 +108,7 @@ fn a_dense_causal_mask_of_four_million_rows_is_small() {
 }
 
 #[test]
-fn turns_are_as_many_as_the_mask_has_edges() {
+fn spans_of_an_order_are_as_many_as_the_mask_has_edges() {
     for mask in [Mask::causal(1 << 20).unwrap(), Mask::full(1 << 20).unwrap()] {
         let config = TileScheduleConfig {
             tiles: TilePlacement::Aligned,
@@ -116,23 +116,23 @@ fn turns_are_as_many_as_the_mask_has_edges() {
             order: TileOrder::Chains,
             ..TileScheduleConfig::new(TileDirection::Backward, 128, 64)
         };
-        let turns = schedule(&mask, &config).dq_turns().unwrap();
-        assert_eq!(turns.spans().len(), (1 << 20) / 64);
+        let order = schedule(&mask, &config).dq_order().unwrap();
+        assert_eq!(order.spans().len(), (1 << 20) / 64);
         // The last rows see every key.
         let last = ((1 << 20) / 64 - 1) as u32;
-        assert_eq!(turns.turn(last as usize, (1 << 13) - 1), Some((last, (1 << 13) - 1)));
-        assert_eq!(turns.counters(), last + 1);
+        assert_eq!(order.turn(last as usize, (1 << 13) - 1), Some((last, (1 << 13) - 1)));
+        assert_eq!(order.counters(), last + 1);
     }
     // Blocks of a forward, or blocks that do not meet each other, have no order.
     let config = TileScheduleConfig::new(TileDirection::Backward, 128, 64);
-    assert_eq!(schedule(&Mask::causal(1024).unwrap(), &config).dq_turns(), None);
+    assert_eq!(schedule(&Mask::causal(1024).unwrap(), &config).dq_order(), None);
     let forward =
         TileScheduleConfig { direction: TileDirection::Forward, blocks: TilePlacement::Aligned, ..config };
-    assert_eq!(schedule(&Mask::causal(1024).unwrap(), &forward).dq_turns(), None);
+    assert_eq!(schedule(&Mask::causal(1024).unwrap(), &forward).dq_order(), None);
 }
 
 #[test]
-fn documents_take_turns_of_their_own() {
+fn documents_have_orders_of_their_own() {
     let documents = Documents::from_lengths([100, 1000, 2000]).unwrap();
     let config = TileScheduleConfig {
         blocks: TilePlacement::Aligned,
@@ -145,11 +145,11 @@ fn documents_take_turns_of_their_own() {
     assert!(starts.iter().position(|&start| start == 0).unwrap() == starts.len() - 1, "{starts:?}");
     assert!(starts[..16].is_sorted() && starts[0] >= 1100 && starts[16..24].is_sorted(), "{starts:?}");
     // Rows 64 to 128 are of two documents, and nobody waits for the other's tiles.
-    let turns = schedule.dq_turns().unwrap();
-    let (first, second) = (turns.turn(1, 0).unwrap(), turns.turn(1, 1).unwrap());
+    let order = schedule.dq_order().unwrap();
+    let (first, second) = (order.turn(1, 0).unwrap(), order.turn(1, 1).unwrap());
     assert_eq!((first.1, second.1), (0, 0));
     assert_ne!(first.0, second.0);
-    assert_eq!(turns.turn(1, 2), Some((second.0, 1)));
+    assert_eq!(order.turn(1, 2), Some((second.0, 1)));
 }
 
 #[test]
@@ -162,7 +162,7 @@ fn documents_are_not_straddled_for_nothing() {
     let aligned =
         schedule(&mask, &TileScheduleConfig { tiles: TilePlacement::Aligned, ..config }).statistics();
     assert_eq!((tight.tiles, tight.blocks), (41, 21 * 21 + 20 * 20));
-    // As many tiles, of which one walks both documents.
+    // As many tiles, of which one reads both documents.
     assert_eq!((aligned.tiles, aligned.blocks), (41, 20 * 21 + 41 + 20 * 20));
 }
 

@@ -1,11 +1,11 @@
-//! What a schedule must walk: the pairs of the mask, one by one.
+//! what a schedule must cover: the pairs of the mask, one by one.
 
 use std::collections::BTreeMap;
 
 use counterpoint_mask::{Mask, Range};
 use counterpoint_tiles::*;
 
-/// Rows of the owned axis, and of the walked one.
+/// Rows of the owned axis, and of the inner one.
 fn axes(mask: &Mask, direction: TileDirection) -> (usize, usize) {
     match direction {
         TileDirection::Forward => (mask.seqlen_q(), mask.seqlen_k()),
@@ -13,7 +13,7 @@ fn axes(mask: &Mask, direction: TileDirection) -> (usize, usize) {
     }
 }
 
-/// The mask, as `picture[owned][walked]`.
+/// The mask, as `picture[owned][inner]`.
 fn picture(mask: &Mask, direction: TileDirection) -> Vec<Vec<bool>> {
     let (own, other) = axes(mask, direction);
     let dense = mask.rasterise();
@@ -42,7 +42,7 @@ pub(crate) fn blocks(run: &TileRun, block: usize) -> impl Iterator<Item = std::o
 
 /// What a kernel that follows the schedule adds up: every pair's number of times. On the way, everything that kernels
 /// rely on.
-fn walked(schedule: &TileSchedule, picture: &[Vec<bool>]) -> Vec<Vec<u8>> {
+fn covered(schedule: &TileSchedule, picture: &[Vec<bool>]) -> Vec<Vec<u8>> {
     let config = schedule.config();
     let (direction, block) = (config.direction, config.block);
     let mut count: Vec<Vec<u8>> = picture.iter().map(|row| vec![0; row.len()]).collect();
@@ -165,7 +165,7 @@ fn check_order(schedule: &TileSchedule) {
     assert!(!ready.iter().any(needs) && waiting.iter().all(needs));
     if config.order == TileOrder::Chains && config.direction == TileDirection::Forward && !waiting.is_empty()
     {
-        // Nobody takes turns there.
+        // There is no order there.
         return;
     }
     check_order_of(schedule, ready);
@@ -191,14 +191,14 @@ fn check_order_of(schedule: &TileSchedule, tiles: &[Tile]) {
     }
 }
 
-/// By number, the least number of the tiles that it is joined with by rows that both walk.
+/// By number, the least number of the tiles that it is joined with by rows that both read.
 pub(crate) fn chains(schedule: &TileSchedule) -> BTreeMap<u32, u32> {
     let tiles = schedule.tiles();
     let mut chains: BTreeMap<u32, u32> = tiles.iter().map(|tile| (tile.number, tile.number)).collect();
     loop {
         let before = chains.clone();
         for (a, b) in tiles.iter().flat_map(|a| tiles.iter().map(move |b| (a, b))) {
-            if walk_a_row_in_common(schedule, a, b) {
+            if read_a_row_in_common(schedule, a, b) {
                 let least = chains[&a.number].min(chains[&b.number]);
                 chains.insert(a.number, least);
                 chains.insert(b.number, least);
@@ -210,8 +210,8 @@ pub(crate) fn chains(schedule: &TileSchedule) -> BTreeMap<u32, u32> {
     }
 }
 
-/// The walked rows that a tile has unmasked pairs in, of each run as far as its bounds say.
-fn walked_rows(schedule: &TileSchedule, tile: &Tile) -> Vec<Range> {
+/// The inner rows that a tile has unmasked pairs in, of each run as far as its bounds say.
+fn inner_rows(schedule: &TileSchedule, tile: &Tile) -> Vec<Range> {
     let forward = schedule.config().direction == TileDirection::Forward;
     let range = |start: i32, end: i32| Range::new(start as usize, end as usize);
     let rows = schedule.runs_of(tile).iter().flat_map(|run| match schedule.bounds_of(run) {
@@ -227,15 +227,15 @@ fn walked_rows(schedule: &TileSchedule, tile: &Tile) -> Vec<Range> {
     rows.collect()
 }
 
-fn walk_a_row_in_common(schedule: &TileSchedule, a: &Tile, b: &Tile) -> bool {
-    let (a, b) = (walked_rows(schedule, a), walked_rows(schedule, b));
+fn read_a_row_in_common(schedule: &TileSchedule, a: &Tile, b: &Tile) -> bool {
+    let (a, b) = (inner_rows(schedule, a), inner_rows(schedule, b));
     a.iter().any(|a| b.iter().any(|b| a.overlaps(b)))
 }
 
 /// All that must hold for any schedule of `mask`.
 pub(crate) fn check(mask: &Mask, config: &TileScheduleConfig, schedule: &TileSchedule) {
     let picture = picture(mask, config.direction);
-    for (row, (count, sees)) in walked(schedule, &picture).iter().zip(&picture).enumerate() {
+    for (row, (count, sees)) in covered(schedule, &picture).iter().zip(&picture).enumerate() {
         assert!(count.iter().zip(sees).all(|(&count, &sees)| count == u8::from(sees)), "row {row}");
     }
     check_rows(schedule, axes(mask, config.direction).0);

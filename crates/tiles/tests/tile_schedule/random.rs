@@ -43,7 +43,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(60))]
 
     #[test]
-    fn parts_walk_every_pair_once(mask in masks(1600), config in configs(), workers in 50..2000_usize) {
+    fn parts_cover_every_pair_once(mask in masks(1600), config in configs(), workers in 50..2000_usize) {
         let config = TileScheduleConfig { split: Some(TileSplit { workers, heads: 1, last_round_partials: usize::MAX }), ..config };
         check(&mask, &config, &schedule(&mask, &config));
     }
@@ -53,7 +53,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(600))]
 
     #[test]
-    fn a_schedule_walks_every_pair_once(mask in masks(220), config in configs()) {
+    fn a_schedule_covers_every_pair_once(mask in masks(220), config in configs()) {
         check(&mask, &config, &schedule(&mask, &config));
     }
 
@@ -70,12 +70,12 @@ proptest! {
             let schedule = TileSchedule::new(bands, mask.seqlen_q(), mask.seqlen_k(), &aligned).unwrap();
             let full = |run: &TileRun| schedule.bounds_of(run).is_empty();
             let tiles = schedule.tiles().iter();
-            let walk = tiles.map(|tile| {
+            let runs = tiles.map(|tile| {
                 let runs = schedule.runs_of(tile).iter();
                 let blocks = runs.flat_map(|run| blocks(run, config.block).map(|block| (block.start, full(run))));
                 (tile.start, tile.end, blocks.collect::<Vec<_>>())
             });
-            walk.collect::<Vec<_>>()
+            runs.collect::<Vec<_>>()
         };
         let cut: Vec<Band> = bands.iter().flat_map(|band| { let (above, below) = band.cut_rows(row); [above, below] }).collect();
         let cut: Vec<Band> = cut.iter().flat_map(|band| { let (left, right) = band.cut_cols(row / 2); [left, right] }).collect();
@@ -89,7 +89,7 @@ proptest! {
         mask in masks(300), tile_rows in 1..70_usize, block in 1..50_usize, cuts in proptest::collection::vec(1..6_usize, 1..5),
         direction in direction(),
     ) {
-        // Forward: the keys that a stage holds are walked. Backward: they are owned.
+        // Forward: the keys that a stage holds are the inner axis. Backward: they are owned.
         let unit = if direction == TileDirection::Forward { block } else { tile_rows };
         let config = TileScheduleConfig {
             tiles: TilePlacement::Aligned,
@@ -136,7 +136,7 @@ proptest! {
     }
 
     #[test]
-    fn key_tiles_take_turns(mask in masks(260), tile_rows in 1..70_usize, block in 1..50_usize, split in proptest::option::of(1..300_usize)) {
+    fn key_tiles_add_in_order(mask in masks(260), tile_rows in 1..70_usize, block in 1..50_usize, split in proptest::option::of(1..300_usize)) {
         let config = TileScheduleConfig {
             blocks: TilePlacement::Aligned,
             order: TileOrder::Chains,
@@ -144,13 +144,13 @@ proptest! {
             ..TileScheduleConfig::new(TileDirection::Backward, tile_rows, block)
         };
         let schedule = schedule(&mask, &config);
-        let turns = schedule.dq_turns().unwrap();
+        let order = schedule.dq_order().unwrap();
         let numbers = schedule.tiles().iter().map(|tile| tile.number).max().map_or(0, |last| last + 1);
         let chains = chains(&schedule);
         let count = mask.seqlen_q().div_ceil(block);
         let mut adders: BTreeMap<(usize, u32), u32> = BTreeMap::new();
         let mut counters: BTreeMap<u32, (usize, u32)> = BTreeMap::new();
-        prop_assert_eq!(turns.begins().len(), count + 1);
+        prop_assert_eq!(order.begins().len(), count + 1);
         for number in 0..numbers {
             let parts = schedule.tiles().iter().filter(|tile| tile.number == number);
             let mut touched: Vec<usize> = parts
@@ -160,7 +160,7 @@ proptest! {
             touched.sort_unstable();
             touched.dedup();
             for index in 0..count {
-                let found = turns.turn(index, number);
+                let found = order.turn(index, number);
                 if touched.contains(&index) {
                     let place = (index, chains[&number]);
                     let turn = adders.entry(place).or_default();
@@ -168,7 +168,7 @@ proptest! {
                     prop_assert_eq!(found, *turn);
                     *turn += 1;
                     // A counter is one chain's, at one block.
-                    prop_assert!(counter < turns.counters());
+                    prop_assert!(counter < order.counters());
                     prop_assert_eq!(*counters.entry(counter).or_insert(place), place);
                 } else {
                     prop_assert_eq!(found, None);
@@ -176,11 +176,11 @@ proptest! {
             }
         }
         prop_assert_eq!(counters.len(), adders.len());
-        let spans_touch = |turns: &DqTurns, index: usize| {
-            let spans = &turns.spans()[turns.begins()[index] as usize..turns.begins()[index + 1] as usize];
+        let spans_touch = |order: &DqOrder, index: usize| {
+            let spans = &order.spans()[order.begins()[index] as usize..order.begins()[index + 1] as usize];
             spans.windows(2).any(|pair| pair[0].end > pair[1].first || (pair[0].end == pair[1].first && pair[0].counter == pair[1].counter))
         };
-        prop_assert!(!(0..turns.begins().len() - 1).any(|index| spans_touch(&turns, index)));
+        prop_assert!(!(0..order.begins().len() - 1).any(|index| spans_touch(&order, index)));
     }
 
     /// Ending tiles early must not cost anything; the search is nearly exact.

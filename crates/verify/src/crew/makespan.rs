@@ -7,15 +7,15 @@ use super::super::part::{Machine, Part, SLOTS, parts};
 use super::Crew;
 use crate::group::Group;
 
-/// Seconds of all shares of a group together, what beginning a process takes among them: on two H200s, beside jobs on two others of
-/// their host of 64 cores, from an empty cache of kernels.
+/// Seconds of all shares of a group together, what beginning a process takes among them: on two H200s, concurrently with jobs on two others
+/// of their host of 64 cores, from an empty cache of kernels.
 fn seconds(group: Group) -> f64 {
     use Group as G;
     match group {
         G::Kernels => 34.0,
         G::PortableKernels => 19.0,
         G::LongSequence => 36.0,
-        // Beside the portable kernels, which have the same references.
+        // As the portable kernels, which have the same references.
         G::Attention => 185.0,
         G::PortableAttention | G::ProcessDisagreement => 0.0,
         G::Linear => 44.0,
@@ -32,9 +32,9 @@ fn seconds(group: Group) -> f64 {
         G::NvlinkFaults | G::CopyEngineFaults => 27.0,
         G::ProcessBits => 27.0,
         G::ProcessLayers => 26.0,
-        // Beside nothing else.
+        // With nothing else.
         G::ProcessStops => 10.0,
-        G::ProcessCrossing => 8.0,
+        G::ProcessNodes => 8.0,
         G::ProcessDeaths | G::ProcessLateDeaths => 9.0,
         G::ProcessMemory | G::ProcessBitsAfter => 4.0,
         G::NcclLinear => 69.0,
@@ -92,7 +92,7 @@ fn makespan(gpus: usize, cores: usize) -> f64 {
     now
 }
 
-/// Two minutes, and what is examined beside nothing else.
+/// Two minutes, and what is examined with nothing else.
 #[test]
 fn it_takes_about_two_minutes() {
     for (gpus, cores) in [(1, 64), (2, 64), (4, 64)] {

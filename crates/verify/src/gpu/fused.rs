@@ -19,8 +19,8 @@ use counterpoint_cuda::{
     CudaBackend, CudaBuffer, CudaError, CudaMachine, CudaTransport, DeviceBuffer, Event, Stream,
 };
 
-/// A product's rows of each rank, columns and terms: few tiles, so that calls follow each other closely. In the second a rank's
-/// rows are a single tile's, and columns and terms end inside of one; in the third they are a slice of one.
+/// A product's rows of each rank, N and K: few tiles, so that calls follow each other closely. In the second a rank's
+/// rows are a single tile's, and N and K end inside of one; in the third they are a slice of one.
 pub(super) const SHAPES: [[usize; 3]; 3] = [[256, 256, 128], [128, 1000, 200], [32, 256, 128]];
 /// Some more with one collective: sums that others get while their owner computes; rows that are too many to leave at once, and so many
 /// columns that all rows of most of them are computed together; slices of wide tiles; and products whose k is in parts.

@@ -90,24 +90,24 @@ impl Case {
         spec.output = dice.of(&[element.scalar(), Scalar::F32]);
         spec.epilogue = dice.of(&[GemmEpilogue::Store, GemmEpilogue::StoreBias, GemmEpilogue::Accumulate]);
         if dice.below(3) == 0 {
-            let shares = dice.of(&[2, 3, 4]);
+            let receivers = dice.of(&[2, 3, 4]);
             if dice.below(2) == 0 {
                 // Whole units, for the order that goes round them.
-                spec.size.m = shares * 256 * (1 + dice.below(2));
+                spec.size.m = receivers * 256 * (1 + dice.below(2));
                 spec.pass_rows = spec.size.m;
-                spec.shares = vec![spec.size.m / shares; shares];
-                spec.order = TileOrder::Shards { shards: shares, first: dice.below(shares) };
+                spec.receivers = vec![spec.size.m / receivers; receivers];
+                spec.order = TileOrder::Shards { shards: receivers, first: dice.below(receivers) };
             } else {
                 // Where A lies along m, its rows begin at multiples of 16 bytes.
                 let unit = if layout == GemmLayout::Tn { 8 } else { 1 };
-                spec.shares = cut(&mut dice, spec.size.m, shares, unit);
+                spec.receivers = cut(&mut dice, spec.size.m, receivers, unit);
             }
         }
         let rows = layout.a_dims(spec.size.m, k)[0];
         spec.sources = vec![GemmRows { tensor: 0, first: 0, count: rows }];
         let ordered = spec.order != TileOrder::Grouped;
         if dice.below(2) == 0 && !ordered {
-            // Terms come in whole blocks, and end with a tensor.
+            // K comes in whole blocks, and end with a tensor.
             let unit = if layout == GemmLayout::Tn { 64 } else { 1 };
             let mut first = 0;
             let pieces = cut(&mut dice, rows, 3, unit);
@@ -141,7 +141,7 @@ impl Case {
         let sizes = (0..groups).map(|i| ((i + 1) * units / groups - i * units / groups) as u32).collect();
         spec.signals = match dice.below(4) {
             0 => GemmSignals::None,
-            3 => GemmSignals::Shares,
+            3 => GemmSignals::Receivers,
             1 => GemmSignals::Device { sizes },
             _ => GemmSignals::System { sizes },
         };
@@ -149,9 +149,9 @@ impl Case {
     }
 
     fn describe(&self) -> String {
-        let GemmSpec { size, layout, element, output, epilogue, sources, shares, sm_margin, grid, .. } =
+        let GemmSpec { size, layout, element, output, epilogue, sources, receivers, sm_margin, grid, .. } =
             &self.spec;
-        let GemmShape { columns, pair, warpgroups, splits, turns, hands } = self.shape;
+        let GemmShape { columns, pair, warpgroups, splits, serial_parts, handed_parts } = self.shape;
         let order = match &self.spec.order {
             TileOrder::Grouped => "grouped",
             TileOrder::Shards { .. } => "by shards",
@@ -162,18 +162,18 @@ impl Case {
         };
         let signals = match &self.spec.signals {
             GemmSignals::None => 0,
-            GemmSignals::Shares => shares.len(),
+            GemmSignals::Receivers => receivers.len(),
             GemmSignals::Device { sizes } | GemmSignals::System { sizes } => sizes.len(),
         };
         format!(
-            "{} {} {size} to {}, {epilogue:?}, tiles of {columns} in {pair:?}, {warpgroups:?}, {splits} parts in {turns} turns \
-             and {hands} hands, {order}, \
-             {} pieces, {} shares, {signals} groups, {grid:?}, margin {sm_margin}",
+            "{} {} {size} to {}, {epilogue:?}, tiles of {columns} in {pair:?}, {warpgroups:?}, {splits} parts of K, {serial_parts} serial \
+             and {handed_parts} handed over, {order}, \
+             {} pieces, {} receivers, {signals} groups, {grid:?}, margin {sm_margin}",
             element.name(),
             layout.name(),
             output.name(),
             sources.len(),
-            shares.len(),
+            receivers.len(),
         )
     }
 
@@ -189,7 +189,7 @@ impl Case {
         }
         let plain = GemmSpec {
             order: TileOrder::Grouped,
-            shares: vec![self.spec.size.m],
+            receivers: vec![self.spec.size.m],
             signals: GemmSignals::None,
             sm_margin: 0,
             grid: GemmGrid::Persistent,
@@ -224,7 +224,7 @@ impl Case {
         let groups = gemm.signals_of().len();
         let mut d = Vec::new();
         let mut counters = Vec::new();
-        for rows in &spec.shares {
+        for rows in &spec.receivers {
             let share = DeviceBuffer::new(device, rows * row_bytes)?;
             share.upload(stream, 0, &tensors.d_before[row * row_bytes..(row + rows) * row_bytes])?;
             row += rows;
@@ -253,7 +253,7 @@ impl Case {
             all.extend(share.download::<u8>(stream, 0, share.len())?);
         }
         let mut heard = vec![0; groups];
-        if spec.signals == GemmSignals::Shares {
+        if spec.signals == GemmSignals::Receivers {
             for (share, counter) in heard.iter_mut().zip(&counters) {
                 *share = counter.download::<u32>(stream, 0, 1)?[0];
             }
@@ -425,19 +425,19 @@ impl Tensors {
     }
 }
 
-/// `length` in at most `parts` stretches, all but the last of them multiples of `unit`.
+/// `length` in at most `parts` ranges, all but the last of them multiples of `unit`.
 fn cut(dice: &mut Dice, length: usize, parts: usize, unit: usize) -> Vec<usize> {
     let mut rest = length;
-    let mut stretches = Vec::new();
+    let mut counts = Vec::new();
     for _ in 1..parts {
         let count = (1 + dice.below(length / parts)).next_multiple_of(unit);
         if count < rest {
-            stretches.push(count);
+            counts.push(count);
             rest -= count;
         }
     }
-    stretches.push(rest);
-    stretches
+    counts.push(rest);
+    counts
 }
 
 pub(super) fn encode(scalar: Scalar, value: f32) -> [u8; 4] {

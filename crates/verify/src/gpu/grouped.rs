@@ -11,7 +11,7 @@ use counterpoint_reference::selftest::{Extent, SelfCheck, Share};
 use super::gemm::{Dice, decode, encode};
 use super::subject::clean;
 
-/// Terms of a block of k.
+/// Depth of a block of k.
 const BLOCK: usize = 64;
 /// Columns of each row that are compared with f64.
 const COLUMNS: usize = 24;

@@ -33,7 +33,7 @@ pub fn selftest_guard(device: &Device) -> Result<Vec<SelfCheck>, CudaError> {
         drop(buffer);
         let report = guard.report();
         let seen = report.overwritten.iter().map(|overwrite| overwrite.count).sum::<usize>();
-        // One buffer was watched, and as many bytes found as were written beside it.
+        // One buffer was watched, and as many bytes found as were written next to it.
         let error = (report.buffers as f64 - 1.0).abs() + (seen as f64 - f64::from(found)).abs();
         checks.push(SelfCheck::of(format!("a byte written {name} a buffer"), 0, error, 0.0));
     }

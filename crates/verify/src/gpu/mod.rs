@@ -1,6 +1,7 @@
 //! What a selftest examines on a GPU: attention and group collectives by the checks of `counterpoint-exec`, and what only this
 //! crate has, matrix products and their signals, graphs, device-side barriers, ranks that fail, collectives called again
-//! and again, the cache of compiled kernels, what libraries that call rely on, kernels of other libraries beside calls, and the guard bytes that the other checks rely on.
+//! and again, the cache of compiled kernels, what libraries that call rely on, kernels of other libraries that run with calls, and the
+//! guard bytes that the other checks rely on.
 
 // Kernels take addresses.
 #![allow(unsafe_code)]

@@ -1,5 +1,5 @@
-//! Kernels of another library beside calls of a group. They hold multiprocessors until those of their peers run, as NCCL's do, and begin
-//! before a call on one rank and behind it on another.
+//! Kernels of another library that run concurrently with calls of a group. They hold multiprocessors until those of their peers run, as
+//! NCCL's do, and begin before a call on one rank and behind it on another.
 
 use std::sync::Arc;
 use std::thread;
@@ -29,13 +29,13 @@ const BLOCKS: usize = 16;
 const LIMIT: Duration = Duration::from_secs(30);
 /// Rounds after which the host waits.
 const BATCH: usize = 50;
-/// How long a call or a neighbour is held back, at most.
+/// How long a call or a neighbour is held, at most.
 const MOST_DELAY: Duration = Duration::from_micros(150);
 
-/// Forwards and backwards of attention, each beside a phase of the neighbour's kernels: in a random order on every rank, with random
-/// delays, ordered with nothing. And, where each rank has a GPU, fused GEMMs with collectives, which are ordered with the neighbour's stream
-/// ([`GroupRank::order_with`](counterpoint_exec::GroupRank::order_with)). No wait may reach its limit in all `rounds`, and bits are as
-/// without a neighbour.
+/// Forwards and backwards of attention, each concurrently with a phase of the neighbour's kernels: in a random order on every rank, with
+/// random delays, ordered with nothing. And, where each rank has a GPU, fused GEMMs with collectives, which are ordered with the
+/// neighbour's stream ([`GroupRank::order_with`](counterpoint_exec::GroupRank::order_with)). No wait may reach its limit in all `rounds`,
+/// and bits are as without a neighbour.
 ///
 /// # Errors
 /// Whatever ends a run.
@@ -164,7 +164,7 @@ fn attention(machine: &CudaMachine, rounds: usize) -> Result<Vec<SelfCheck>, Exe
     let gpus = machine.devices().len();
     let of = |what: &str| {
         format!(
-            "{rounds} forwards and backwards beside a neighbour's kernels, {ranks} ranks on {gpus} GPUs: {what}"
+            "{rounds} forwards and backwards concurrently with a neighbour's kernels, {ranks} ranks on {gpus} GPUs: {what}"
         )
     };
     Ok(vec![

@@ -25,9 +25,9 @@ use counterpoint_cuda::{
     StreamPriority,
 };
 
-/// Rows, columns and terms of the product whose tiles are read. Its elements are multiples of its terms, which bf16 has.
+/// M, N and K of the product whose tiles are read. Its elements are multiples of K, which bf16 has.
 const SIZE: [usize; 3] = [4096, 4096, 256];
-/// Operands that take turns: a tile of another round has other elements.
+/// Operands that alternate: a tile of another round has other elements.
 const TURNS: usize = 4;
 /// Multiprocessors that are left to those who read on the product's own GPU.
 const READERS: u32 = 16;
@@ -80,7 +80,7 @@ fn read_tiles(producer: &Device, reader: &Device, rounds: u32) -> Result<SelfChe
         (1..=TURNS).map(|turn| filled(&computing, m * k, turn as f32)).collect::<Result<_, _>>()?;
     let b = filled(&computing, n * k, 1.0)?;
     let d = filled(&computing, m * n, -1.0)?;
-    // Beside who waits for them.
+    // Apart from who waits for them.
     let counters = DeviceBuffer::from_slice(&reading, &vec![0u32; product.units().len()])?;
     computing.synchronize()?;
     let read = Event::new(reader)?;

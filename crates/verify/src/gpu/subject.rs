@@ -158,7 +158,7 @@ impl Subject for CudaSubject {
     fn run_alone(&self, program: &Program, inputs: &[&HostTensor]) -> Result<Vec<HostTensor>, SubjectError> {
         let guards = self.guards(1);
         let outputs = run_alone(&self.machine, program, inputs)?;
-        // Nothing can be written beside buffers without bytes.
+        // Nothing can be written next to buffers without bytes.
         let watched = program.buffers.iter().any(|buffer| buffer.bytes() > 0);
         guards.iter().filter(|_| watched).try_for_each(|guard| clean(&guard.report()))?;
         Ok(outputs)
@@ -192,7 +192,7 @@ mod tests {
         assert!(clean(&GuardReport::default()).is_err());
         let overwritten = vec![Overwrite { bytes: 64, offset: 64, count: 2 }];
         let error = clean(&GuardReport { overwritten, ..whole.clone() }).unwrap_err();
-        assert!(error.to_string().contains("2 bytes beside a buffer of 64"), "{error}");
+        assert!(error.to_string().contains("2 bytes next to a buffer of 64"), "{error}");
         let error = Some(CudaError::NoDevice { reason: "gone".to_owned() });
         assert!(clean(&GuardReport { error, ..whole }).is_err());
     }

@@ -11,7 +11,7 @@ const LAYERS: &str = "bench tp --device cuda --tp-size 2 --shapes 512:256:192 --
 const BITS: &str = "\"bits\":\"";
 
 impl Bench {
-    /// Tensor-parallel layers on processes beside the same on threads, row by row.
+    /// Tensor-parallel layers on processes compared with the same on threads, row by row.
     pub(in super::super) fn layers(&self) -> Vec<SelfCheck> {
         let jobs: Vec<(usize, &str)> = [(1, "auto")]
             .into_iter()

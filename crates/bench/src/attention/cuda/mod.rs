@@ -18,9 +18,9 @@ use serde_json::json;
 
 use super::{BACKWARD, FORWARD, OUT_OF_BOUNDS, Section, shape_text, verified};
 use crate::arguments::{BenchAttentionArguments, BenchKernels};
+use crate::interleaved::run_order;
 use crate::masks;
 use crate::pytorch::Peers;
-use crate::turns::turns;
 use peers::{PeerResult, PeerRow};
 use sizes::Sizes;
 
@@ -35,7 +35,7 @@ pub(super) fn run(arguments: &BenchAttentionArguments) -> Result<(), CliError> {
     let machine = machine(sizes.kernels).map_err(|source| CliError::Cuda { source })?;
     let mut peers = peers::start(arguments, &sizes)?;
     console::note_development_build();
-    let (mut wrong, mut beside) = (Vec::new(), Vec::new());
+    let (mut wrong, mut peer_rows) = (Vec::new(), Vec::new());
     for &(heads_q, heads_kv) in &sizes.heads {
         for &seqlen in &sizes.seqlens {
             let shape = Shape::new(&machine, &sizes, heads_q, heads_kv, seqlen)?;
@@ -45,11 +45,11 @@ pub(super) fn run(arguments: &BenchAttentionArguments) -> Result<(), CliError> {
                 rows.iter().try_for_each(|row| console::print_json(Schema::BenchAttentionPeer, row))?;
             }
             wrong.extend(section.wrong);
-            beside.extend(rows);
+            peer_rows.extend(rows);
         }
     }
     if !arguments.json {
-        peers::print(&beside)?;
+        peers::print(&peer_rows)?;
     }
     all_right(OUT_OF_BOUNDS, &wrong)?;
     peers.end()
@@ -65,7 +65,7 @@ fn machine(kernels: BenchKernels) -> Result<CudaMachine, CudaError> {
     CudaMachine::new(vec![device], Timing::Off)
 }
 
-/// Seconds of a pass's runs, which take turns with those of peers.
+/// Seconds of a pass's runs, interleaved with those of peers.
 fn interleaved(
     case: &mut BenchCase<'_>,
     pass: BenchPass,
@@ -78,10 +78,10 @@ fn interleaved(
     }
     let mut seconds = Vec::new();
     for round in 0..sizes.iterations.div_ceil(peers::TIMED) {
-        for turn in turns(round, 1 + of_peers.len()) {
-            match turn.checked_sub(1) {
+        for next in run_order(round, 1 + of_peers.len()) {
+            match next.checked_sub(1) {
                 None => seconds.extend(case.seconds(pass, sizes.by(), peers::TIMED)?),
-                Some(at) => peers::take_turn(peers, of_peers[at]),
+                Some(at) => peers::run_one(peers, of_peers[at]),
             }
         }
     }
@@ -114,7 +114,7 @@ impl Shape {
         Ok(Self { spec, inputs, bench, device })
     }
 
-    /// Rows of ours, and those of peers beside them.
+    /// Rows of ours, and those of peers.
     fn measure(
         &self,
         sizes: &Sizes,
@@ -130,7 +130,7 @@ impl Shape {
         let progress = Progress::new();
         let passes = sizes.timed();
         let (seqlen, heads) = (self.inputs.q.rows(), (self.spec.heads_q, self.spec.heads_kv));
-        let mut beside = Vec::new();
+        let mut peer_rows = Vec::new();
         for &name in &sizes.masks {
             progress.step(format!("{}, {shape}", name.name()));
             let mask = masks::load(name, self.inputs.q.rows())?;
@@ -184,12 +184,12 @@ impl Shape {
                     "head_dim": self.spec.head_dim,
                 });
                 if !of_peers.is_empty() && row.verified.passed() {
-                    beside.extend(peers::rows(peers, pass, &row, sizes, seqlen, heads));
+                    peer_rows.extend(peers::rows(peers, pass, &row, sizes, seqlen, heads));
                 }
                 section.add(row, detail, &check);
             }
         }
-        Ok((section, beside))
+        Ok((section, peer_rows))
     }
 
     /// What the pass wrote over poisoned outputs, against the definition.

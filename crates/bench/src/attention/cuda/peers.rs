@@ -12,9 +12,9 @@ use super::sizes::Sizes;
 use crate::arguments::BenchAttentionArguments;
 use crate::gpu::BenchPass;
 use crate::masks::{self, value_name};
-use crate::pytorch::{PeerVariant, Peers, Script, TurnTaking};
+use crate::pytorch::{InterleavedRanks, PeerVariant, Peers, Script};
 
-/// Runs of a turn that do not count, as ours has, and those that do.
+/// Runs of a variant that do not count, as ours has, and those that do.
 const WARM_UP: usize = 3;
 pub(super) const TIMED: usize = 2;
 
@@ -28,7 +28,7 @@ pub(super) struct PeerResult {
     error_over_bound: f64,
 }
 
-/// A variant of a peer, beside ours.
+/// A variant of a peer, compared with ours.
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct PeerRow {
     by: String,
@@ -92,7 +92,7 @@ pub(super) fn start(
         command.arg("--folder").arg(folder);
     }
     let lacks = "python3 has no PyTorch that sees a GPU".to_owned();
-    Ok(Peers::new(vec![TurnTaking::start(script, vec![command], lacks)?]))
+    Ok(Peers::new(vec![InterleavedRanks::start(script, vec![command], lacks)?]))
 }
 
 /// The folder, by a path that holds wherever the script runs.
@@ -127,8 +127,8 @@ fn name_of(pass: BenchPass) -> Option<&'static str> {
     }
 }
 
-/// A turn of one of the ways.
-pub(super) fn take_turn(peers: &mut Peers<PeerResult>, variant: usize) {
+/// A run of one of the variants.
+pub(super) fn run_one(peers: &mut Peers<PeerResult>, variant: usize) {
     for run in 0..WARM_UP + TIMED {
         peers.run(variant, run >= WARM_UP);
     }

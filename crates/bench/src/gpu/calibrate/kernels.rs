@@ -53,8 +53,8 @@ pub(super) fn memory_bytes_per_second(device: &Device) -> Result<f64, ExecError>
     Ok(2.0 * BYTES as f64 / seconds)
 }
 
-/// Bytes that one multiprocessor reads, adds and writes a second where as many sum as beside a product; `None` where no kernel keeps to so
-/// few. Nothing runs beside it here: a product takes multiprocessors, not what these have.
+/// Bytes that one multiprocessor reads, adds and writes a second where as many sum as under a product; `None` where no kernel keeps to so
+/// few. Nothing else runs here: a product takes multiprocessors, not what these have.
 pub(super) fn sum_bytes_per_second(device: &Device) -> Result<Option<f64>, ExecError> {
     /// Operands, as of four ranks, of rows of bf16.
     const PEERS: usize = 4;
@@ -110,7 +110,7 @@ pub(super) fn matmul_flops_per_second(device: &Device) -> Result<f64, ExecError>
     Ok(spec.flops() / median(&seconds.concat()))
 }
 
-/// Masks whose times the rates are fitted to: dense ones, where a rate is nearly all that there is. What documents cost beside it
+/// Masks whose times the rates are fitted to: dense ones, where a rate is nearly all that there is. What documents cost besides
 /// is the kernels' own.
 const MASKS: [&str; 2] = ["full:8k", "causal:8k"];
 

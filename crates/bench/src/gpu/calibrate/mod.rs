@@ -60,7 +60,7 @@ pub fn calibrate(machine: &CudaMachine, report: &mut dyn FnMut(&str)) -> Result<
             (profile.cost.engine, profile.cost.copy_seconds) = (Some(engine), copy_seconds);
         }
         if let Some(assumed) = profile.cost.sharing {
-            report("products beside collectives");
+            report("products under collectives");
             profile.cost.sharing = Some(sharing::measure(machine, assumed)?);
         }
         profile.policies = policies::measure(machine, &profile.cost, report)?;

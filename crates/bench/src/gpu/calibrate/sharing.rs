@@ -12,10 +12,10 @@ use counterpoint_schedule::OverlapPolicy;
 use counterpoint_cuda::CudaMachine;
 
 /// The layer whose products and reductions are timed. Both take some 200 microseconds a group on GPUs of today: what one takes from the
-/// other is a tenth of what they take side by side, and nothing beside the noise of a product that is longer.
+/// other is a tenth of what they take side by side, and nothing compared with the noise of a product that is longer.
 const SIZE: ProblemSize = ProblemSize { m: 16384, n: 8192, k: 1024 };
 
-/// How many multiprocessors a collective takes from a product that runs beside it: those by which a forward in two groups is
+/// How many multiprocessors a collective takes from a product that runs concurrently with it: those by which a forward in two groups is
 /// slower than by the times of its parts. What was assumed stays where nothing overlaps.
 pub(super) fn measure(machine: &CudaMachine, assumed: WorkerSharing) -> Result<WorkerSharing, ExecError> {
     let ranks = machine.devices().len();
@@ -29,7 +29,7 @@ pub(super) fn measure(machine: &CudaMachine, assumed: WorkerSharing) -> Result<W
         trials: 0,
         starts: ProductStart::AfterCommunication,
         link: LinkUse::Shared,
-        speed_beside: 1.0,
+        overlapped_speed: 1.0,
     };
     let policy = OverlapPolicy::KERNEL_BARRIER;
     let timing = Repeats { limit: Duration::from_secs(20), warmups: 2, iterations: 7, enough: Duration::MAX };
@@ -40,7 +40,7 @@ pub(super) fn measure(machine: &CudaMachine, assumed: WorkerSharing) -> Result<W
         MeasureError::Run(error) => error,
         other => ExecError::Program { program: "calibration".to_owned(), rank: 0, reason: other.to_string() },
     };
-    let speed = searcher.speed_beside(&mut clock).map_err(failed)?;
+    let speed = searcher.overlapped_speed(&mut clock).map_err(failed)?;
     Ok(speed.map_or(assumed, |speed| WorkerSharing { communication: taken(speed, &assumed), ..assumed }))
 }
 

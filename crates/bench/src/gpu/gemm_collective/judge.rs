@@ -54,20 +54,20 @@ pub(super) fn judge(spec: &GemmCollectiveSpec, element: ElementType, results: &[
 /// An element as f64 has it, and what it may err.
 struct Expected {
     right: f64,
-    /// Of every rank's share: its magnitude and the squares of its terms.
-    shares: Vec<(f64, f64)>,
+    /// Of every rank's partial sum: its magnitude and the squares of its summands.
+    partials: Vec<(f64, f64)>,
 }
 
 impl Expected {
-    /// Shares are rounded, then their sum is.
+    /// Partial sums are rounded, then their sum is.
     fn bound(&self, scalar: Scalar, spec: &GemmCollectiveSpec) -> f64 {
-        let share =
+        let partial =
             |&(magnitude, squares): &(f64, f64)| element_bound(scalar, magnitude, squares, spec.size.k);
-        let shares: f64 = self.shares.iter().map(share).sum();
+        let partials: f64 = self.partials.iter().map(partial).sum();
         match spec.collective {
-            GemmCollective::AllGather => shares,
-            // What is rounded at the end has the shares' errors in it.
-            _ => shares + element_bound(scalar, self.right.abs() + shares, 0.0, spec.ranks),
+            GemmCollective::AllGather => partials,
+            // What is rounded at the end has the errors of the partial sums in it.
+            _ => partials + element_bound(scalar, self.right.abs() + partials, 0.0, spec.ranks),
         }
     }
 }
@@ -84,7 +84,7 @@ fn expected(
     let value = |seed, row: usize, column: usize| {
         f64::from(RandomFill::value(element.scalar(), seed, (row * k + column) as u64))
     };
-    let share = |x_seed: u64, x_row: usize, weight: usize| {
+    let partial = |x_seed: u64, x_row: usize, weight: usize| {
         let (mut right, mut squares) = (0.0, 0.0);
         for term in 0..k {
             let product = value(x_seed, x_row, term) * value(weight_seed(weight), column, term);
@@ -94,16 +94,16 @@ fn expected(
         (right, squares)
     };
     let own = m / ranks;
-    let shares: Vec<(f64, f64)> = match collective {
-        GemmCollective::AllGather => vec![share(SEED + (row / own) as u64, row % own, rank)],
+    let partials: Vec<(f64, f64)> = match collective {
+        GemmCollective::AllGather => vec![partial(SEED + (row / own) as u64, row % own, rank)],
         GemmCollective::ReduceScatter => {
-            (0..ranks).map(|peer| share(SEED + peer as u64, rank * own + row, peer)).collect()
+            (0..ranks).map(|peer| partial(SEED + peer as u64, rank * own + row, peer)).collect()
         }
-        GemmCollective::AllReduce => (0..ranks).map(|peer| share(SEED + peer as u64, row, peer)).collect(),
+        GemmCollective::AllReduce => (0..ranks).map(|peer| partial(SEED + peer as u64, row, peer)).collect(),
     };
     Expected {
-        right: shares.iter().map(|share| share.0).sum(),
-        shares: shares.iter().map(|&(right, squares)| (right.abs(), squares)).collect(),
+        right: partials.iter().map(|partial| partial.0).sum(),
+        partials: partials.iter().map(|&(right, squares)| (right.abs(), squares)).collect(),
     }
 }
 

@@ -1,4 +1,4 @@
-//! Timing products with their collectives among the GPUs of this process, beside cuBLASLt and NCCL one after the other, and
+//! Timing products with their collectives among the GPUs of this process, compared with cuBLASLt and NCCL one after the other, and
 //! checking what came out.
 
 mod host_barrier;
@@ -79,7 +79,7 @@ impl GemmCollectiveBench {
     }
 
     /// Times and checks one case under several policies, those that overlap a product with its own collective in these groups.
-    /// `between` is called behind each sample, while no rank runs: for others that take turns with these.
+    /// `between` is called behind each sample, while no rank runs: for others that are interleaved with these.
     ///
     /// # Errors
     /// Whatever ends a run; [`ExecError::Tensor`] for a type that GPUs do not multiply.

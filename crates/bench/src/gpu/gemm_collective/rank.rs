@@ -28,7 +28,7 @@ pub(super) struct Rank<'a> {
     rank: usize,
     programs: Vec<Ranked>,
     stream: Stream,
-    /// What NCCL receives or reads as a whole: gathered rows, or shares.
+    /// What NCCL receives or reads as a whole: gathered rows, or partial sums.
     whole: DeviceBuffer,
     x: DeviceBuffer,
     weight: DeviceBuffer,

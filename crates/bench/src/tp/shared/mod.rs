@@ -24,9 +24,9 @@ use self::row::{COLUMNS, SharedRow, row};
 use self::variant::worse;
 use super::{cost_of, measured::slowest};
 use crate::arguments::{BenchTpArguments, BenchTpPass};
+use crate::interleaved::run_order;
 use crate::ranks::BenchRanks;
 use crate::rows::Rows;
-use crate::turns::turns;
 
 const WARM_UPS: usize = 3;
 
@@ -217,8 +217,8 @@ impl Shared<'_> {
         let Tensors { x, dys, .. } = tensors;
         variants.iter_mut().for_each(|variant| variant.seconds.push(Vec::new()));
         for run in 0..WARM_UPS + self.arguments.iterations as usize {
-            for turn in turns(run, variants.len()) {
-                let Variant { layers, seconds, .. } = &mut variants[turn];
+            for next in run_order(run, variants.len()) {
+                let Variant { layers, seconds, .. } = &mut variants[next];
                 machine.barrier("a run")?;
                 let took = match (layers, pass) {
                     (Layers::Together(layers), BenchTpPass::Forward) => {

@@ -38,7 +38,7 @@ impl Shared<'_> {
         let LinearInputs { x, weight, bias, dy, .. } = self.inputs;
         let of_layer = |layer: usize| {
             let columns = self.columns_of(layer);
-            let beside = |dy: &HostTensor| {
+            let joined = |dy: &HostTensor| {
                 let parts: Vec<_> = columns.iter().map(|range| (dy, *range)).collect();
                 side_by_side(dy.rows(), &parts)
             };
@@ -46,7 +46,7 @@ impl Shared<'_> {
                 x: x.clone(),
                 weight: dispatch(weight, &columns)?,
                 bias: bias.as_ref().map(|bias| dispatch(bias, &columns)).transpose()?,
-                dy: dy.as_ref().map(beside),
+                dy: dy.as_ref().map(joined),
                 main_grad: None,
             })
         };

@@ -18,7 +18,7 @@ pub(super) struct Answer {
     pub(super) plan: LinearPlan,
     /// Seconds that the search expects: predicted, or measured when it met the sequence.
     pub(super) expected: f64,
-    /// Seconds measured afterwards, beside the others.
+    /// Seconds measured afterwards, interleaved with the others.
     pub(super) measured: f64,
     /// Seconds that the search itself took.
     pub(super) took: f64,

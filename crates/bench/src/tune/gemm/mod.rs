@@ -231,18 +231,18 @@ fn searcher(
     let takes_workers = arguments.ranks.transport != TransportKind::CopyEngine
         && policy.moves_by_transport()
         && policy.workers == WorkerShare::Common;
-    let (mut speed_beside, mut link) = (1.0, LinkUse::Apart);
+    let (mut overlapped_speed, mut link) = (1.0, LinkUse::Apart);
     if let Some(machine) = gpus {
         // Whole tiles of the rows of all ranks together.
         wave = wave.next_multiple_of(TILE_ROWS.div_ceil(tp_size));
         link = LinkUse::Shared;
         if takes_workers {
             let sharing = machine.worker_sharing();
-            speed_beside = sharing.speed_without(sharing.communication);
+            overlapped_speed = sharing.speed_without(sharing.communication);
         }
     }
     let starts = policy.start.rules().starts;
     let most_groups = arguments.most_groups as usize;
     let trials = TRIALS[1];
-    Ok(GroupSearcher { spec, tp_size, direction, wave, most_groups, trials, starts, link, speed_beside })
+    Ok(GroupSearcher { spec, tp_size, direction, wave, most_groups, trials, starts, link, overlapped_speed })
 }

@@ -15,13 +15,13 @@ use super::repeats;
 use crate::arguments::{SearchArgument, TuneGemmArguments};
 
 /// How often each answer is measured, all of them interleaved: as often as there is time.
-const TURNS: [usize; 2] = [2, 5];
-/// Once turns have taken so long, they are enough.
-const TURNS_ENOUGH: Duration = Duration::from_millis(200);
+const ROUNDS: [usize; 2] = [2, 5];
+/// Once rounds have taken so long, they are enough.
+const ROUNDS_ENOUGH: Duration = Duration::from_millis(200);
 
 /// Runs of one sequence that have taken so long are enough: their median is as good as that of many short ones.
 const ENOUGH: Duration = Duration::from_millis(4);
-/// Sequences that a predictive search tries beside one group: as many as there is time for.
+/// Sequences that a predictive search tries besides one group: as many as there is time for.
 pub(super) const TRIALS: [usize; 2] = [4, 12];
 /// Once a predictive search would take longer with one more trial, it ends.
 const SEARCH_ENOUGH: Duration = Duration::from_millis(650);
@@ -77,7 +77,7 @@ impl Tuning<'_> {
         MeasuredClock { machine, processes, spec, pass, ranks, policy, timing }
     }
 
-    /// Searches as the arguments say under every policy, and measures what was found beside the same without overlap.
+    /// Searches as the arguments say under every policy, and measures what was found against the same without overlap.
     pub(super) fn search<M: Machine>(
         &self,
         machine: &M,
@@ -99,11 +99,12 @@ impl Tuning<'_> {
                 trials.push((*policy, plan.clone(), f64::INFINITY));
             }
         }
-        let turning = Instant::now();
-        for turn in 0..TURNS[1] {
+        let interleaving = Instant::now();
+        for round in 0..ROUNDS[1] {
             // All processes end together.
-            let spent = processes.longest(turning.elapsed()).map_err(|source| CliError::Run { source })?;
-            if turn >= TURNS[0] && spent >= TURNS_ENOUGH {
+            let spent =
+                processes.longest(interleaving.elapsed()).map_err(|source| CliError::Run { source })?;
+            if round >= ROUNDS[0] && spent >= ROUNDS_ENOUGH {
                 break;
             }
             sequential = sequential.min(alone.pass(&self.whole).map_err(failed)?);

@@ -114,7 +114,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::owners::home::{Home, received_by};
+    use crate::owners::key_owners::{KeyOwners, received_by};
     use counterpoint_plan::chunk_work;
 
     /// Strips of rows, each with one slice of any type anywhere.
@@ -141,9 +141,9 @@ mod tests {
             swaps in prop::collection::vec((any::<usize>(), any::<usize>()), 1..20),
             with_queries: bool,
         ) {
-            let home = if with_queries { Home::WithQueries } else { Home::Elsewhere };
+            let key_owners = if with_queries { KeyOwners::WithQueries } else { KeyOwners::Elsewhere };
             let work = chunk_work(&mask(600, &strips), 7);
-            let segments = Segments::new(&work, home);
+            let segments = Segments::new(&work, key_owners);
             let mut rank_chunks = vec![Vec::new(); ranks];
             for chunk in 0..work.num_chunks() {
                 rank_chunks[chunk % ranks].push(chunk as u32);
@@ -152,7 +152,7 @@ mod tests {
             let received = |chunks: &[u32]| {
                 let mut chunks = chunks.to_vec();
                 chunks.sort_unstable();
-                received_by(&work, &chunks, home) as i64
+                received_by(&work, &chunks, key_owners) as i64
             };
             for (a, b) in swaps {
                 let rank_a = a % ranks;

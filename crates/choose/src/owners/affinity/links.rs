@@ -2,7 +2,7 @@
 
 use super::local_search::MOST_RANKS;
 use super::segments::{Segments, WORD, bits_in, words_of};
-use crate::owners::Home;
+use crate::owners::KeyOwners;
 use counterpoint_plan::ChunkWork;
 
 /// What chunks read and own, as sets of segments: two chunks are compared word by word.
@@ -19,7 +19,7 @@ pub(crate) struct Reach {
 
 impl Reach {
     pub(crate) fn new(work: &ChunkWork) -> Self {
-        let segments = Segments::new(work, Home::WithQueries);
+        let segments = Segments::new(work, KeyOwners::WithQueries);
         let chunks = work.num_chunks();
         let (mut needs, mut offsets, mut first) = (Vec::new(), vec![0], Vec::with_capacity(chunks));
         let mut rows = vec![0; segments.words() * WORD];

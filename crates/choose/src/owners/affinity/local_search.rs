@@ -226,7 +226,7 @@ impl<'a> State<'a> {
             return None;
         }
         let moved = self.links.after([(a, swap[0]), (b, swap[1])]);
-        let seconds = self.seconds_of(slowest, uneven, pieces, self.carried(&moved));
+        let seconds = self.seconds_of(slowest, uneven, pieces, self.link_seconds(&moved));
         if seconds > limit {
             return None;
         }
@@ -242,9 +242,10 @@ impl<'a> State<'a> {
         let [a, b] = swap.map(|chunk| chunk as usize);
         let more = |chunk: usize, other: usize| {
             let (from, to) = (self.rank_of[chunk], self.rank_of[other]);
-            let beside = [chunk.wrapping_sub(1), chunk + 1].into_iter();
+            let neighbours = [chunk.wrapping_sub(1), chunk + 1].into_iter();
             // Two that are swapped stay of different ranks.
-            let ranks = beside.filter(|&chunk| chunk != other).filter_map(|chunk| self.rank_of.get(chunk));
+            let ranks =
+                neighbours.filter(|&chunk| chunk != other).filter_map(|chunk| self.rank_of.get(chunk));
             ranks.map(|&rank| i64::from(rank != to) - i64::from(rank != from)).sum::<i64>()
         };
         more(a, b) + more(b, a)
@@ -263,11 +264,11 @@ impl<'a> State<'a> {
     /// Picoseconds of the slowest rank, and a part of everybody's.
     fn seconds(&self) -> i64 {
         let slowest = self.heaviest.iter().map(|ranks| ranks[0].0).sum();
-        self.seconds_of(slowest, self.loads.uneven, self.pieces, self.carried(self.links.moved()))
+        self.seconds_of(slowest, self.loads.uneven, self.pieces, self.link_seconds(self.links.moved()))
     }
 
     /// What the busiest rank's links carry, and all ranks' together, in seconds.
-    fn carried(&self, Moved { sent, received }: &Moved) -> (i64, i64) {
+    fn link_seconds(&self, Moved { sent, received }: &Moved) -> (i64, i64) {
         let busier = sent[..self.ranks].iter().zip(received).map(|(&sent, &received)| sent.max(received));
         let (most, all) = busier.fold((0, 0), |(most, all), rows| (rows.max(most), all + rows));
         (most * self.prices.row, all * self.prices.row)

@@ -10,10 +10,10 @@
 //! * a rank full of heavy chunks has room left in its count, which light chunks fill. Short documents and heads of long
 //!   ones cost little wherever a run of them is cut.
 //!
-//! So: lay the documents (`stretch`) in a line from heavy to light and let every rank take a run from both ends
+//! So: lay the documents (`clusters`) in a line from heavy to light and let every rank take a run from both ends
 //! (`pairing`); do so for several ways of keeping short documents together, and keep the best; then improve it by swaps
 //! of two chunks (`trade`) whose effect on received rows is known exactly from a few words (`segments`, `coverage`).
-//! Nothing here knows documents: a stretch is what reads common keys, so every mask takes the same path, and the greedy
+//! Nothing here knows documents: a cluster is what reads common keys, so every mask takes the same path, and the greedy
 //! stays where nothing better is found.
 //!
 //! Measured on 1M tokens of packed documents in chunks of 512, varlen causal; mean key rows received by a rank, balance,
@@ -28,48 +28,53 @@
 //!
 //! 4M tokens causal, chunk 2048: 9 ms for 1,024 ranks, where traffic cannot be avoided and balance is kept at 1.000.
 
+mod clusters;
 mod coverage;
 mod links;
 mod local_search;
 mod pairing;
 mod segments;
-mod stretch;
 mod trade;
 
 use counterpoint_plan::{ChunkWork, Planning};
 
-use super::home::{Home, received_by};
+use super::key_owners::{KeyOwners, received_by};
 use super::min_heap::min_heap;
 use super::sequential::sequential;
+use clusters::{clusters, join_small};
 pub(super) use links::Reach;
 pub(super) use local_search::{Effort, Prices, Search, is_searched, local_search};
 use pairing::pair_heavy_with_light;
 use segments::Segments;
-use stretch::{join_small, stretches};
 use trade::trade;
 
-/// Sizes below which neighbouring stretches are joined, in chunks: each gives one start. Which is best depends on the
+/// Sizes below which neighbouring clusters are joined, in chunks: each gives one start. Which is best depends on the
 /// lengths of the documents against a rank's share, and trying is cheaper than knowing.
 const SMALL: [usize; 7] = [1, 4, 8, 16, 24, 32, 64];
 
 /// See the module. At least as good as the greedy: rows received in all and by the slowest rank, and balance within
 /// [`area_limit`].
-pub(super) fn affinity(work: &ChunkWork, ranks: usize, home: Home, planning: &Planning<'_>) -> Vec<Vec<u32>> {
-    let greedy = Candidate::new(work, home, min_heap(work.areas(), ranks));
+pub(super) fn affinity(
+    work: &ChunkWork,
+    ranks: usize,
+    key_owners: KeyOwners,
+    planning: &Planning<'_>,
+) -> Vec<Vec<u32>> {
+    let greedy = Candidate::new(work, key_owners, min_heap(work.areas(), ranks));
     if greedy.total == 0 {
         return greedy.rank_chunks;
     }
     let limit = area_limit(work, ranks, greedy.max_area);
-    let mut best = Candidate::new(work, home, sequential(work.num_chunks(), ranks));
-    let stretches = stretches(work);
+    let mut best = Candidate::new(work, key_owners, sequential(work.num_chunks(), ranks));
+    let clusters = clusters(work);
     let mut tried = Vec::new();
     for small in SMALL {
-        let joined = join_small(&stretches, small);
+        let joined = join_small(&clusters, small);
         if !tried.contains(&joined) {
             tried.push(joined);
         }
     }
-    let start = |at: usize| Candidate::new(work, home, pair_heavy_with_light(work, &tried[at], ranks));
+    let start = |at: usize| Candidate::new(work, key_owners, pair_heavy_with_light(work, &tried[at], ranks));
     // None where the plan is not wanted any more.
     for start in planning.map(tried.len(), start).unwrap_or_default() {
         if start.cost(limit) < best.cost(limit) {
@@ -77,8 +82,8 @@ pub(super) fn affinity(work: &ChunkWork, ranks: usize, home: Home, planning: &Pl
         }
     }
     let mut traded = best.rank_chunks.clone();
-    trade(work, &Segments::new(work, home), &mut traded, limit, planning);
-    let traded = Candidate::new(work, home, traded);
+    trade(work, &Segments::new(work, key_owners), &mut traded, limit, planning);
+    let traded = Candidate::new(work, key_owners, traded);
     if traded.cost(limit) < best.cost(limit) {
         best = traded;
     }
@@ -106,12 +111,12 @@ struct Candidate {
 }
 
 impl Candidate {
-    fn new(work: &ChunkWork, home: Home, mut rank_chunks: Vec<Vec<u32>>) -> Self {
+    fn new(work: &ChunkWork, key_owners: KeyOwners, mut rank_chunks: Vec<Vec<u32>>) -> Self {
         let (mut max_area, mut total, mut max_received) = (0, 0, 0);
         for chunks in &mut rank_chunks {
             chunks.sort_unstable();
             let area: u64 = chunks.iter().map(|&chunk| work.area(chunk as usize)).sum();
-            let received = received_by(work, chunks, home);
+            let received = received_by(work, chunks, key_owners);
             max_area = max_area.max(area);
             total += received;
             max_received = max_received.max(received);

@@ -15,19 +15,19 @@ const FITS: usize = 4;
 
 /// Gives every rank a run of heavy chunks and a run of light ones, so that both its count and its area come out right.
 ///
-/// The stretches are laid in a line from heavy to light (by mean area), each from its last chunk to its first. Rank by
+/// The clusters are laid in a line from heavy to light (by mean area), each from its last chunk to its first. Rank by
 /// rank takes chunks from both ends: the number from the heavy end follows from the area that is wanted. Chunks of a
 /// causal document then go tail first and in runs, so few ranks share the document and each of them as high up as
 /// possible, and what such a run leaves free is filled with light chunks that live together anyway. Where whole runs
-/// cannot hit the area, the last heavy chunk is replaced by one further down its stretch: the rank reads its keys
+/// cannot hit the area, the last heavy chunk is replaced by one further down its cluster: the rank reads its keys
 /// already.
 pub(super) fn pair_heavy_with_light(
     work: &ChunkWork,
-    stretches: &[Range<u32>],
+    clusters: &[Range<u32>],
     ranks: usize,
 ) -> Vec<Vec<u32>> {
     let chunks = work.num_chunks();
-    let mut line = Line::new(work, stretches);
+    let mut line = Line::new(work, clusters);
     let mut area: u64 = work.areas().iter().sum();
     (0..ranks)
         .map(|rank| {
@@ -44,13 +44,13 @@ struct Line<'a> {
     chunks: Vec<u32>,
     /// Chunks before this place are gone.
     front: usize,
-    /// The stretch of every chunk of the sequence.
-    stretch_of: Vec<u32>,
-    /// Of every stretch, what is left in the line.
+    /// The cluster of every chunk of the sequence.
+    cluster_of: Vec<u32>,
+    /// Of every cluster, what is left in the line.
     left: Vec<Left>,
 }
 
-/// What is left of a stretch. It stays together in the line.
+/// What is left of a cluster. It stays together in the line.
 #[derive(Clone, Copy)]
 struct Left {
     chunks: usize,
@@ -67,27 +67,27 @@ struct Choice {
 }
 
 impl<'a> Line<'a> {
-    fn new(work: &'a ChunkWork, stretches: &[Range<u32>]) -> Self {
-        let mut stretch_of = vec![0; work.num_chunks()];
-        let mut left = Vec::with_capacity(stretches.len());
-        for (index, stretch) in stretches.iter().enumerate() {
-            let range = stretch.start as usize..stretch.end as usize;
-            stretch_of[range.clone()].fill(index as u32);
+    fn new(work: &'a ChunkWork, clusters: &[Range<u32>]) -> Self {
+        let mut cluster_of = vec![0; work.num_chunks()];
+        let mut left = Vec::with_capacity(clusters.len());
+        for (index, cluster) in clusters.iter().enumerate() {
+            let range = cluster.start as usize..cluster.end as usize;
+            cluster_of[range.clone()].fill(index as u32);
             let area: u64 = work.areas()[range].iter().sum();
-            left.push(Left { chunks: stretch.len(), mean_area: area / stretch.len() as u64 });
+            left.push(Left { chunks: cluster.len(), mean_area: area / cluster.len() as u64 });
         }
-        let mut order: Vec<usize> = (0..stretches.len()).collect();
+        let mut order: Vec<usize> = (0..clusters.len()).collect();
         order.sort_by_key(|&index| (Reverse(left[index].mean_area), index));
-        let chunks = order.into_iter().flat_map(|index| stretches[index].clone().rev()).collect();
-        Self { work, chunks, front: 0, stretch_of, left }
+        let chunks = order.into_iter().flat_map(|index| clusters[index].clone().rev()).collect();
+        Self { work, chunks, front: 0, cluster_of, left }
     }
 
     fn area(&self, place: usize) -> u64 {
         self.work.area(self.chunks[place] as usize)
     }
 
-    fn stretch(&self, place: usize) -> usize {
-        self.stretch_of[self.chunks[place] as usize] as usize
+    fn cluster(&self, place: usize) -> usize {
+        self.cluster_of[self.chunks[place] as usize] as usize
     }
 
     /// Takes `count` chunks with an area close to `target`.
@@ -103,9 +103,9 @@ impl<'a> Line<'a> {
         taken.extend(&self.chunks[self.front..self.front + choice.heavy]);
         self.front += choice.heavy;
         for &chunk in &taken {
-            self.left[self.stretch_of[chunk as usize] as usize].chunks -= 1;
+            self.left[self.cluster_of[chunk as usize] as usize].chunks -= 1;
         }
-        self.settle();
+        self.place_rest();
         taken
     }
 
@@ -123,11 +123,11 @@ impl<'a> Line<'a> {
             if area.abs_diff(target) < whole.area.abs_diff(target) {
                 whole = Choice { area, heavy, fit: None };
             }
-            if heavy > 1 && area > target && fits < FITS && self.stretch(last) == self.stretch(last - 1) {
+            if heavy > 1 && area > target && fits < FITS && self.cluster(last) == self.cluster(last - 1) {
                 fits += 1;
                 let rest = area - self.area(last);
-                for place in last..first_light.min(last + self.left[self.stretch(last)].chunks) {
-                    if self.stretch(place) != self.stretch(last) {
+                for place in last..first_light.min(last + self.left[self.cluster(last)].chunks) {
+                    if self.cluster(place) != self.cluster(last) {
                         break;
                     }
                     let area = rest + self.area(place);
@@ -141,34 +141,34 @@ impl<'a> Line<'a> {
         if off > target / TOLERANCE && fitted.area.abs_diff(target) < off { fitted } else { whole }
     }
 
-    /// Moves what is left of the two stretches at the ends of the line to where its mean area belongs. A causal document
+    /// Moves what is left of the two clusters at the ends of the line to where its mean area belongs. A causal document
     /// that lost its tail is lighter than before, one that lost its head is heavier.
-    fn settle(&mut self) {
+    fn place_rest(&mut self) {
         if self.front == self.chunks.len() {
             return;
         }
-        let (stretch, length) = self.weigh(self.front);
+        let (cluster, length) = self.weigh(self.front);
         let mut to = self.front + length;
-        while to < self.chunks.len() && self.left[self.stretch(to)].mean_area > self.left[stretch].mean_area {
-            to += self.left[self.stretch(to)].chunks;
+        while to < self.chunks.len() && self.left[self.cluster(to)].mean_area > self.left[cluster].mean_area {
+            to += self.left[self.cluster(to)].chunks;
         }
         self.chunks[self.front..to].rotate_left(length);
 
         let end = self.chunks.len();
-        let (stretch, length) = self.weigh(end - self.left[self.stretch(end - 1)].chunks);
+        let (cluster, length) = self.weigh(end - self.left[self.cluster(end - 1)].chunks);
         let mut to = end - length;
-        while to > self.front && self.left[self.stretch(to - 1)].mean_area < self.left[stretch].mean_area {
-            to -= self.left[self.stretch(to - 1)].chunks;
+        while to > self.front && self.left[self.cluster(to - 1)].mean_area < self.left[cluster].mean_area {
+            to -= self.left[self.cluster(to - 1)].chunks;
         }
         self.chunks[to..].rotate_right(length);
     }
 
-    /// Brings the mean area of the stretch that starts at `place` up to date. Returns the stretch and its length.
+    /// Brings the mean area of the cluster that starts at `place` up to date. Returns the cluster and its length.
     fn weigh(&mut self, place: usize) -> (usize, usize) {
-        let stretch = self.stretch(place);
-        let length = self.left[stretch].chunks;
+        let cluster = self.cluster(place);
+        let length = self.left[cluster].chunks;
         let area: u64 = (place..place + length).map(|place| self.area(place)).sum();
-        self.left[stretch].mean_area = area / length as u64;
-        (stretch, length)
+        self.left[cluster].mean_area = area / length as u64;
+        (cluster, length)
     }
 }

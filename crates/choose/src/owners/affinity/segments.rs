@@ -2,7 +2,7 @@
 
 use counterpoint_mask::Range;
 
-use crate::owners::Home;
+use crate::owners::KeyOwners;
 use counterpoint_plan::ChunkWork;
 
 /// Segments in one word of a set.
@@ -21,12 +21,12 @@ pub(super) struct Segments {
 }
 
 impl Segments {
-    pub(super) fn new(work: &ChunkWork, home: Home) -> Self {
+    pub(super) fn new(work: &ChunkWork, key_owners: KeyOwners) -> Self {
         let chunks = work.num_chunks();
         let seqlen = work.seqlen_k();
-        let own_rows = |chunk: usize| match home {
-            Home::WithQueries => work.rows(chunk).intersect(&Range::new(0, seqlen)),
-            Home::Elsewhere => Range::new(0, 0),
+        let own_rows = |chunk: usize| match key_owners {
+            KeyOwners::WithQueries => work.rows(chunk).intersect(&Range::new(0, seqlen)),
+            KeyOwners::Elsewhere => Range::new(0, 0),
         };
         let mut cuts = vec![0, seqlen];
         for chunk in 0..chunks {

@@ -61,7 +61,7 @@ struct Document<'a> {
     overlap_asked: String,
     deterministic: bool,
     nodes: usize,
-    crossing_bytes: CrossingBytes,
+    crossing_bytes: InterNodeBytes,
     plan: PlanSummary,
     seconds: Seconds,
     predicted_seconds: Seconds,
@@ -73,7 +73,7 @@ struct Document<'a> {
 
 /// Bytes sent between nodes, all ranks together.
 #[derive(Serialize)]
-struct CrossingBytes {
+struct InterNodeBytes {
     forward: u64,
     backward: Option<u64>,
     /// What was sent indeed, forward and backward, where the transport counts it.
@@ -121,9 +121,9 @@ impl AttentionResult<'_> {
             overlap_asked: self.arguments.run.overlap.to_string(),
             deterministic: self.arguments.run.deterministic,
             nodes: self.arguments.nodes,
-            crossing_bytes: CrossingBytes {
-                forward: self.prediction.forward_crossing_bytes,
-                backward: self.prediction.backward_crossing_bytes,
+            crossing_bytes: InterNodeBytes {
+                forward: self.prediction.forward_inter_node_bytes,
+                backward: self.prediction.backward_inter_node_bytes,
                 counted: self.crossed,
             },
             plan: self.solution.summary(self.mask, &self.spec),
@@ -175,8 +175,8 @@ impl AttentionResult<'_> {
         out.push_str(&plan_table(plan, Some(&rank_seconds(&self.prediction.forward)), &style));
         out.push('\n');
         self.passes_text(&mut out);
-        if let Some(crossing) = self.crossing_text() {
-            let _ = writeln!(out, "between {} nodes: {crossing}", self.arguments.nodes);
+        if let Some(inter_node) = self.inter_node_text() {
+            let _ = writeln!(out, "between {} nodes: {inter_node}", self.arguments.nodes);
         }
         self.check_text(&mut out, &style);
         out.push_str(&outputs.places());
@@ -223,10 +223,10 @@ impl AttentionResult<'_> {
     }
 
     /// What was sent between nodes, where there are several.
-    fn crossing_text(&self) -> Option<String> {
-        let AttentionPrediction { forward_crossing_bytes, backward_crossing_bytes, .. } = self.prediction;
-        let forward = format!("{} in the forward", format_bytes(forward_crossing_bytes));
-        let text = match backward_crossing_bytes {
+    fn inter_node_text(&self) -> Option<String> {
+        let AttentionPrediction { forward_inter_node_bytes, backward_inter_node_bytes, .. } = self.prediction;
+        let forward = format!("{} in the forward", format_bytes(forward_inter_node_bytes));
+        let text = match backward_inter_node_bytes {
             Some(bytes) => format!("{forward}, {} in the backward", format_bytes(bytes)),
             None => forward,
         };
@@ -271,7 +271,7 @@ impl AttentionResult<'_> {
             ("dispatch", dispatch_name(self.solution.dispatch).to_owned()),
             ("overlap", self.policies.to_string()),
         ];
-        let crossing = self.crossing_text().map(|text| ("between nodes".to_owned(), text));
+        let inter_node = self.inter_node_text().map(|text| ("between nodes".to_owned(), text));
         let check = self.check_figures();
         let passes: BTreeMap<_, _> = self.passes().collect();
         HtmlReport {
@@ -282,7 +282,7 @@ impl AttentionResult<'_> {
                 setup: setup
                     .into_iter()
                     .map(|(name, value)| (name.to_owned(), value))
-                    .chain(crossing)
+                    .chain(inter_node)
                     .collect(),
                 plan_seconds: Some(self.solution.seconds),
                 comm: Some(self.solution.summary(self.mask, spec).comm),
@@ -298,7 +298,7 @@ impl AttentionResult<'_> {
         .render()
     }
 
-    /// The passes that ran, by name, measured beside predicted.
+    /// The passes that ran, by name, measured and predicted.
     fn passes(&self) -> impl Iterator<Item = (&'static str, TimelinePair<'_>)> {
         let pair =
             |predicted, measured| TimelinePair { predicted: Some(predicted), measured: Some(measured) };

@@ -76,7 +76,7 @@ fn text(
     let _ = writeln!(out, "\nkey rows that a rank receives, mean, and as a multiple of this plan's:");
     out.push_str(&comparison_table(summary.cp_size, &traffic, &style));
     if config.topology.nodes() > 1 {
-        let rows = format_count(overview.crossing_rows);
+        let rows = format_count(overview.inter_node_rows);
         let _ = writeln!(out, "\nbetween nodes: {rows} key rows in all where every rank fetches for itself");
     }
     let machine = machine_of(profile);

@@ -19,7 +19,7 @@ const LEAST_GAIN: f64 = 0.01;
 const MOST_CHUNKS: usize = 1 << 16;
 const LEAST_ROWS: usize = 16;
 /// Up to so many ranks whole plans are made: there the default dispatch goes on from areas to predicted time.
-const SETTLED_RANKS: usize = 16;
+const SEARCHED_RANKS: usize = 16;
 
 /// Why, and what would help.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -77,8 +77,8 @@ impl Imbalance {
             return None;
         }
         let ranks = config.topology.world_size;
-        let is_settled = config.dispatch == DispatchAlgorithm::Affinity && ranks <= SETTLED_RANKS;
-        let by_pairs = is_settled.then(|| pair_balance(mask, config));
+        let is_searched = config.dispatch == DispatchAlgorithm::Affinity && ranks <= SEARCHED_RANKS;
+        let by_pairs = is_searched.then(|| pair_balance(mask, config));
         if let Some(by_pairs) = by_pairs.filter(|by_pairs| by_pairs + LEAST_GAIN < balance) {
             let reason = format!(
                 "levelled by predicted time, not by pairs: the busiest rank computes {compute_balance:.3} times the mean, \
@@ -160,7 +160,7 @@ fn pair_balance(mask: &Mask, config: &PlanConfig) -> f64 {
 /// The balance of the plan that `config` makes.
 fn balance_with(mask: &Mask, spec: &AttentionSpec, config: &PlanConfig) -> Option<f64> {
     let by_areas =
-        config.topology.world_size > SETTLED_RANKS && config.query_exchange == QueryExchange::Never;
+        config.topology.world_size > SEARCHED_RANKS && config.query_exchange == QueryExchange::Never;
     if by_areas {
         return Some(pair_balance(mask, config));
     }

@@ -153,7 +153,7 @@ pub(super) fn attention_spec(
     gradient_shares: GradientShares,
     cost: &CostModel,
 ) -> Result<AttentionSpec, CliError> {
-    // A machine whose kernels walk tiles is a GPU.
+    // A machine whose kernels compute tiles is a GPU.
     let usual = if cost.tiles.is_some() { DType::Bf16 } else { DType::F32 };
     let heads_kv = shape.heads_kv.unwrap_or(shape.heads_q);
     flags_divide(shape.heads_q, heads_kv)?;
@@ -242,12 +242,12 @@ impl PlanReport<'_> {
         let _ = writeln!(out, "\nkey rows that a rank receives, mean, and as a multiple of this plan's:");
         out.push_str(&comparison_table(plan.cp_size(), &rows, &style));
         if self.config.topology.nodes() > 1 {
-            let crossing = plan.two_level.as_ref().map_or(0, TwoLevelExchange::crossing_rows);
+            let inter_node = plan.two_level.as_ref().map_or(0, TwoLevelExchange::inter_node_rows);
             let _ = writeln!(
                 out,
                 "\nbetween nodes: {} key rows in all, each once for a node that needs it in a stage ({} if every rank fetched for itself)",
-                format_count(crossing),
-                format_count(plan.flat_crossing_rows(&self.config.topology)),
+                format_count(inter_node),
+                format_count(plan.flat_inter_node_rows(&self.config.topology)),
             );
         }
         let _ = writeln!(out);

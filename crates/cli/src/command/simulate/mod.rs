@@ -216,7 +216,7 @@ impl Predicted {
 }
 
 impl PassRow<'_> {
-    /// One pass under one policy, beside the same pass under the first: as a table and as JSON have it.
+    /// One pass under one policy, compared with the same pass under the first: as a table and as JSON have it.
     fn cells_and_json(&self, notes: &str) -> (Vec<String>, Value) {
         let overlap = self.timeline.overlap();
         let seconds = self.timeline.makespan();

@@ -7,7 +7,7 @@ use crate::kernel::{LinkArrivals, WaitLimit};
 use crate::layout::{SharedLayout, shared_layout};
 use crate::{KernelArguments, TensorMap};
 
-/// What a kernel is given: what every kernel takes, and what its configuration has beside.
+/// What a kernel is given: what every kernel takes, and what its configuration has in addition.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct BackwardParams {
     pub(super) all: AttentionBackwardArguments,
@@ -20,13 +20,13 @@ pub(super) struct BackwardParams {
 #[derive(Clone, Copy, Debug)]
 #[expect(clippy::large_enum_variant, reason = "one value at a time, which is copied to a launch")]
 pub(super) enum BackwardOrder {
-    Turns(BackwardTurns),
+    Fixed(BackwardTurns),
     Classes(BackwardClasses),
     /// Items are parts of a tile's query heads.
     Sums(BackwardClasses, BackwardSums),
     /// Some tiles' gradients may be results.
     Alone(BackwardClasses, BackwardAlone),
-    /// Items may be halves, too.
+    /// Tiles may be split by half-heads, too.
     Halves(BackwardClasses, BackwardAlone, BackwardHalves),
 }
 
@@ -38,12 +38,12 @@ pub(super) struct Then<A, B>(A, B);
 impl KernelArguments for BackwardParams {
     fn with_pointers<R>(&self, run: impl FnOnce(&mut [*mut c_void], &[usize]) -> R) -> R {
         match self.order {
-            BackwardOrder::Turns(turns) => self.with_order(turns, run),
+            BackwardOrder::Fixed(order) => self.with_order(order, run),
             BackwardOrder::Classes(classes) => self.with_order(classes, run),
             BackwardOrder::Sums(classes, sums) => self.with_order(Then(classes, sums), run),
             BackwardOrder::Alone(classes, alone) => self.with_order(Then(classes, alone), run),
-            BackwardOrder::Halves(classes, alone, halves) => {
-                self.with_order(Then(classes, Then(alone, halves)), run)
+            BackwardOrder::Halves(classes, alone, half_heads) => {
+                self.with_order(Then(classes, Then(alone, half_heads)), run)
             }
         }
     }

@@ -1,10 +1,10 @@
 //! The launcher of `attention/attention_backward.cuh` and, for long heads, `attention/attention_backward_pair.cuh`.
 
 mod arguments;
+mod scheduler;
 mod scratch;
 mod shape;
 mod source;
-mod walk;
 
 use std::f32::consts::LOG2_E;
 
@@ -15,11 +15,11 @@ use arguments::{
 };
 use counterpoint_mask::Range;
 use counterpoint_tiles::{Tile, TileClasses};
-use scratch::{Sums, Turns};
-use shape::{CLASSES, shape_of, stretch};
+use scheduler::{Choice, TileScheduler, missed, refused, rows_launch};
+use scratch::{DqOrderTables, Sums};
+use shape::{CLASSES, blocks_per_head, shape_of};
 pub(super) use source::specialisations;
 use source::{BackwardChoice, rows_source};
-use walk::{Choice, Walk, missed, refused, rows_launch};
 
 use super::device_schedule::DeviceSchedule;
 use super::{
@@ -46,19 +46,19 @@ pub struct AttentionBackward {
     mode: BackwardMode,
     choice: BackwardChoice,
     schedule: DeviceSchedule,
-    /// Two words of the queue, and where the walk of each key head is.
+    /// Two words of the queue, and how far each key head is.
     queue: DeviceBuffer,
     statistics: DeviceBuffer,
     /// Rows that all tiles add to each slab of `choice.shape.rows` rows of dq.
     coverage: DeviceBuffer,
     /// Slabs that some tile adds to, of all query heads.
     rounds: u32,
-    /// See [`rounds_beside`].
-    rounds_beside: u32,
+    /// See [`rounds_overlapped`].
+    rounds_overlapped: u32,
     /// How much of the list of slabs that are summed somebody rounds, and how long it is; of each slab and query head, how many
-    /// rows were added; that list; and of each counter of turns and query head, how many tiles have added.
+    /// rows were added; that list; and of each counter of the order and query head, how many tiles have added.
     progress: DeviceBuffer,
-    turns: Option<Turns>,
+    dq_order: Option<DqOrderTables>,
     /// Where CTAs wait for each other.
     waits: Option<CtaWaits>,
     classes: TileClasses,
@@ -68,12 +68,12 @@ pub struct AttentionBackward {
     tile_keys: Vec<Range>,
     /// Of each tile, whether its dk and dv go rounded to where results are: see [`AttentionBackward::round_alone`].
     alone: Option<DeviceBuffer>,
-    /// A word for each warp that has keys of a tile that is handed out by halves, where the kernel has halves.
-    halves: Option<DeviceBuffer>,
+    /// A word for each warp that has keys of a tile that is split by half-heads, where the kernel has such.
+    half_heads: Option<DeviceBuffer>,
     /// Where items are parts of a tile's query heads.
     sums: Option<Sums>,
-    /// See [`stretch`].
-    stretch: u32,
+    /// See [`blocks_per_head`].
+    blocks_per_head: u32,
     /// See [`heads_at_a_time`].
     heads_at_a_time: u32,
     launch: Launch,
@@ -106,29 +106,30 @@ impl AttentionBackward {
             return Err(refused("its kernels were not loaded".to_owned()));
         };
 
-        let turns = schedule.dq_turns().filter(|_| problem.deterministic);
-        let turns = turns.map(|turns| Turns::new(stream, &turns)).transpose()?;
-        let counters = turns.as_ref().map_or(0, |turns| turns.counters);
-        let stretch = stretch(schedule.tiles(), sums);
+        let dq_order = schedule.dq_order().filter(|_| problem.deterministic);
+        let dq_order = dq_order.map(|order| DqOrderTables::new(stream, &order)).transpose()?;
+        let counters = dq_order.as_ref().map_or(0, |order| order.counters);
+        let blocks_per_head = blocks_per_head(schedule.tiles(), sums);
         // No buffer is empty.
-        let mut coverage = schedule.walked_rows(choice.shape.rows as usize);
+        let mut coverage = schedule.row_reads(choice.shape.rows as usize);
         coverage.resize(coverage.len().max(1), 0);
         let queue = DeviceBuffer::from_slice(stream, &vec![0u32; QUEUE_WORDS + heads_q])?;
         let statistics =
             DeviceBuffer::new(device, (4 * STATISTICS * statistic_pitch(rows_q) * heads_q).max(4))?;
         let workers = device.sm_count().saturating_sub(problem.sm_margin).max(1);
         let rounds = (coverage.iter().filter(|rows| **rows > 0).count() * heads_q) as u32;
-        let walk = Walk::of(&mut schedule, &choice, (heads_kv, heads), rounds, workers);
-        let halved_tiles = walk.classes.halved_tiles() as usize;
+        let scheduler = TileScheduler::of(&mut schedule, &choice, (heads_kv, heads), rounds, workers);
+        let halved_tiles = scheduler.classes.halved_tiles() as usize;
         // No buffer is empty.
         let half_words = (halved_tiles * heads_kv * KEY_WARPS).max(1);
-        let halves = choice.halves().then(|| DeviceBuffer::from_slice(stream, &vec![0_u32; half_words]));
+        let half_heads =
+            choice.half_heads().then(|| DeviceBuffer::from_slice(stream, &vec![0_u32; half_words]));
         let sums =
             choice.sums().then(|| Sums::new(stream, problem, schedule.tiles().len(), heads.parts as u32));
-        let missed = missed(turns.is_some(), halved_tiles, mode);
+        let missed = missed(dq_order.is_some(), halved_tiles, mode);
         let keys = |tile: &Tile| Range::new(tile.start as usize, tile.end as usize);
         let dq_rounding = if choice.rounds_dq() { None } else { DqRounding::new(stream, problem, mode)? };
-        let zeroes_sums = mode.dq == DqBegin::Carried && mode.rounds_queries && dq_rounding.is_none();
+        let zeroes_sums = mode.dq == DqBegin::Persistent && mode.rounds_queries && dq_rounding.is_none();
         let clears = mode.dq != DqBegin::Sums && !zeroes_sums;
         Ok(Self {
             function,
@@ -142,18 +143,18 @@ impl AttentionBackward {
             statistics,
             coverage: DeviceBuffer::from_slice(stream, &coverage)?,
             rounds,
-            rounds_beside: walk.rounds_beside,
+            rounds_overlapped: scheduler.rounds_overlapped,
             progress: DeviceBuffer::new(device, 4 * (ROUNDING + (2 * coverage.len() + counters) * heads_q))?,
-            turns,
+            dq_order,
             waits: missed.map(|what| CtaWaits::new(device, what)).transpose()?,
-            classes: walk.classes,
-            items: walk.items,
+            classes: scheduler.classes,
+            items: scheduler.items,
             alone: None,
-            halves: halves.transpose()?,
+            half_heads: half_heads.transpose()?,
             sums: sums.transpose()?,
-            stretch,
-            heads_at_a_time: walk.heads_at_a_time,
-            launch: walk.launch,
+            blocks_per_head,
+            heads_at_a_time: scheduler.heads_at_a_time,
+            launch: scheduler.launch,
             rows_launch: rows_launch(problem, clears, workers),
             clears,
             zeroes_sums,
@@ -161,7 +162,7 @@ impl AttentionBackward {
         })
     }
 
-    /// From now on gradients of keys that nobody else has any of are no f32 shares but results: all of tiles that have none of the
+    /// From now on gradients of keys that nobody else has any of are no f32 partial sums but results: all of tiles that have none of the
     /// `shared` rows, nor one that arrives. Gives these tiles' keys; launches then say where the results are
     /// ([`BackwardTensors::rounded`]). None in deterministic mode, nor where all are results.
     ///
@@ -246,14 +247,14 @@ impl AttentionBackward {
             summed,
             progress: self.progress.address(),
             slabs: self.rounds,
-            beside: self.rounds_beside,
+            beside: self.rounds_overlapped,
             rows_q: self.problem.rows_q as u32,
             zeroes_sums: u32::from(self.zeroes_sums),
         };
-        let order = match &self.turns {
-            Some(turns) => BackwardOrder::Turns(BackwardTurns {
-                spans: turns.spans.address(),
-                begins: turns.begins.address(),
+        let order = match &self.dq_order {
+            Some(tables) => BackwardOrder::Fixed(BackwardTurns {
+                spans: tables.spans.address(),
+                begins: tables.begins.address(),
                 added,
                 ordered_from: if self.mode.dq == DqBegin::Sums { 1 } else { 2 },
                 num_tiles: self.schedule.tile_count(),
@@ -265,7 +266,7 @@ impl AttentionBackward {
         Ok(BackwardParams { all: self.arguments(tensors)?, rounding, order })
     }
 
-    /// The order of tiles that take no turns, with what else a kernel of such tiles has.
+    /// The order of tiles that add in any order, with what else a kernel of such tiles has.
     fn classes(&self, tensors: &BackwardTensors) -> BackwardOrder {
         let mut ends = [self.schedule.tile_count(); CLASSES];
         ends[..self.classes.ends.len()].copy_from_slice(&self.classes.ends);
@@ -276,10 +277,11 @@ impl AttentionBackward {
             return BackwardOrder::Sums(classes, sums.arguments);
         }
         let alone = BackwardAlone { tiles: self.alone.as_ref().map_or(0, DeviceBuffer::address), dk, dv };
-        match &self.halves {
+        match &self.half_heads {
             Some(words) => {
-                let halves = BackwardHalves { words: words.address(), classes: self.classes.halved as u32 };
-                BackwardOrder::Halves(classes, alone, halves)
+                let half_heads =
+                    BackwardHalves { words: words.address(), classes: self.classes.halved as u32 };
+                BackwardOrder::Halves(classes, alone, half_heads)
             }
             None if self.choice.alone() => BackwardOrder::Alone(classes, alone),
             None => BackwardOrder::Classes(classes),
@@ -339,7 +341,7 @@ impl AttentionBackward {
             arrivals: arriving.arrivals.after(own_rows, rows_arriving),
             dk: tensors.dk,
             dv: tensors.dv,
-            homes: tensors.homes.map_or(0, |homes| homes.addresses),
+            homes: tensors.owners.map_or(0, |owners| owners.addresses),
             tiles,
             runs,
             bounds,
@@ -350,9 +352,9 @@ impl AttentionBackward {
             group: (heads_q / heads_kv) as u32,
             head_dim: head_dim as u32,
             head_dim_v: head_dim_v as u32,
-            stretch: self.stretch,
+            stretch: self.blocks_per_head,
             own_rows: if rows_arriving == 0 { i32::MAX } else { own_rows as i32 },
-            homed_from: tensors.homes.map_or(i32::MAX, |homes| homes.first_row as i32),
+            homed_from: tensors.owners.map_or(i32::MAX, |owners| owners.first_row as i32),
             scale,
             scale_log2: softcap.map_or(scale, |softcap| 2.0 * scale / softcap) * LOG2_E,
             cap_log2: softcap.unwrap_or(0.0) * LOG2_E,
@@ -377,7 +379,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tiles_of_which_others_have_a_row_are_shares() {
+    fn tiles_of_which_others_have_a_row_are_partials() {
         let keys = [(0, 128), (128, 200), (200, 328), (328, 330), (330, 400)].map(|(a, b)| Range::new(a, b));
         let shared = [(127, 128), (199, 210)].map(|(a, b)| Range::new(a, b));
         assert_eq!(alone(&keys, 330, &shared), [0, 0, 0, 1, 0]);

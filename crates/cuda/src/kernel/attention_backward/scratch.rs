@@ -1,6 +1,6 @@
 //! Memory of a backward's own, by which CTAs add up what they share.
 
-use counterpoint_tiles::{DqTurns, TurnSpan};
+use counterpoint_tiles::{DqOrder, TurnSpan};
 
 use super::arguments::BackwardSums;
 use crate::kernel::AttentionProblem;
@@ -54,23 +54,23 @@ impl Sums {
 
 /// In which order key tiles add to dq.
 #[derive(Clone, Debug)]
-pub(super) struct Turns {
+pub(super) struct DqOrderTables {
     pub(super) spans: DeviceBuffer,
     pub(super) begins: DeviceBuffer,
     pub(super) counters: usize,
 }
 
-impl Turns {
-    pub(super) fn new(stream: &Stream, turns: &DqTurns) -> Result<Self, CudaError> {
+impl DqOrderTables {
+    pub(super) fn new(stream: &Stream, order: &DqOrder) -> Result<Self, CudaError> {
         // No buffer is empty.
-        let spans = match turns.spans() {
+        let spans = match order.spans() {
             [] => &[TurnSpan { first: 0, end: 0, turn: 0, counter: 0 }],
             spans => spans,
         };
         Ok(Self {
             spans: DeviceBuffer::from_slice(stream, spans)?,
-            begins: DeviceBuffer::from_slice(stream, turns.begins())?,
-            counters: turns.counters() as usize,
+            begins: DeviceBuffer::from_slice(stream, order.begins())?,
+            counters: order.counters() as usize,
         })
     }
 }

@@ -11,13 +11,13 @@ use crate::kernel::{AttentionProblem, BackwardMode};
 /// Classes of tiles that the kernel knows (`kItemClasses`).
 pub(super) const CLASSES: usize = 16;
 
-/// Blocks that one query head of a key head walks before the next one walks the same: few enough that what a tile's
+/// Blocks that one query head of a key head computes before the next one computes the same: few enough that what a tile's
 /// neighbours read is still in the second level cache, many enough that a neighbour some blocks behind finds it there too.
-const STRETCH: u32 = 8;
+const BLOCKS_PER_HEAD: u32 = 8;
 /// Where tiles have no more blocks, all that their neighbours read of one head is in the cache anyway.
-const WHOLE_STRETCH: u32 = 32;
+const MOST_BLOCKS_PER_HEAD: u32 = 32;
 
-/// Items that each CTA has of the key heads that it works on at a time, where additions take turns: fewer, and CTAs wait at the
+/// Items that each CTA has of the key heads that it works on at a time, where the order of additions is fixed: fewer, and CTAs wait at the
 /// beginning and at the end of each group of heads; more, and what tiles of one head share leaves the second level cache.
 const ITEMS_AT_A_TIME: usize = 7;
 
@@ -44,12 +44,12 @@ pub(super) enum KeyOwners {
     Ctas,
 }
 
-/// Which key tiles' shares make up a row of dq, and in which order they are added.
+/// Which key tiles' partial sums make up a row of dq, and in which order they are added.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum DqSums {
     /// Whichever suit the mask, as they come.
     AsTheyCome,
-    /// The same in every run: tiles suit the mask, and take turns.
+    /// The same in every run: tiles suit the mask, and add in a fixed order.
     InOrder,
     /// The same for any number of stages: tiles also begin at multiples of their size, where stages are cut.
     AcrossStages,
@@ -67,7 +67,7 @@ impl DqSums {
     }
 }
 
-/// Blocks that tiles have in the mean where an item is one query head of several: with fewer, what an item costs beside its blocks (some
+/// Blocks that tiles have in the mean where an item is one query head of several: with fewer, what an item costs besides its blocks (some
 /// 30 us on an H100) outweighs what the cache saves.
 const LONG_TILES: u64 = 96;
 
@@ -84,11 +84,11 @@ pub(super) struct ItemHeads {
     /// Items of a tile and a key head.
     pub(super) parts: usize,
     /// Query heads of an item, one after the other.
-    pub(super) walks: usize,
+    pub(super) head_passes: usize,
 }
 
 impl ItemHeads {
-    /// CTAs whose tiles have as many blocks walk all heads in step and read the same rows at a time. Where tiles differ they drift apart,
+    /// CTAs whose tiles have as many blocks compute all heads in step and read the same rows at a time. Where tiles differ they drift apart,
     /// over the rows of all heads, whose q, dout and f32 dq of 16k rows are 128 MB; those of one head are 16 MB, and in the second level
     /// cache.
     pub(super) fn of(
@@ -105,8 +105,8 @@ impl ItemHeads {
         let is_plain = problem.softcap.is_none() && !problem.deterministic;
         let has_kernel = is_plain && mode.rounds_keys && shape.head_dim == 128;
         match has_kernel && is_long && is_uneven {
-            true => Self { parts: group, walks: 1 },
-            false => Self { parts: 1, walks: group },
+            true => Self { parts: group, head_passes: 1 },
+            false => Self { parts: 1, head_passes: group },
         }
     }
 }
@@ -152,7 +152,7 @@ impl BackwardShape {
         self.rows / self.ctas()
     }
 
-    /// The work of all CTAs. Where partial sums of dq take turns, blocks touch at multiples of their size.
+    /// The work of all CTAs. Where partial sums of dq are added in a fixed order, blocks touch at multiples of their size.
     pub(super) fn schedule(
         self,
         problem: &AttentionProblem,
@@ -173,27 +173,27 @@ impl BackwardShape {
     }
 }
 
-/// Blocks that one query head walks before the next: all, where tiles are short and most as long as the longest (a window),
+/// Blocks that one query head computes before the next: all, where tiles are short and most as long as the longest (a window),
 /// so that neighbours go in step. dk and dv of a group of query heads are summed in that order, so it is fixed where they must be the
 /// same for any number of stages.
-pub(super) fn stretch(tiles: &[Tile], sums: DqSums) -> u32 {
+pub(super) fn blocks_per_head(tiles: &[Tile], sums: DqSums) -> u32 {
     if sums == DqSums::AcrossStages {
-        return STRETCH;
+        return BLOCKS_PER_HEAD;
     }
     let most = tiles.iter().map(|tile| tile.blocks).max().unwrap_or(0);
     let alike = tiles.iter().filter(|tile| u64::from(tile.blocks) * 10 >= u64::from(most) * 7).count();
-    if most <= WHOLE_STRETCH && 2 * alike > tiles.len() { most.max(1) } else { STRETCH }
+    if most <= MOST_BLOCKS_PER_HEAD && 2 * alike > tiles.len() { most.max(1) } else { BLOCKS_PER_HEAD }
 }
 
-/// Key heads whose tiles CTAs take together where additions to dq take turns, out of `heads_kv` of so many `tiles` each.
+/// Key heads whose tiles CTAs take together where the order of additions to dq is fixed, out of `heads_kv` of so many `tiles` each.
 pub(super) fn heads_at_a_time(tiles: usize, heads_kv: usize, workers: usize) -> usize {
     let groups = heads_kv * tiles / (ITEMS_AT_A_TIME * workers.max(1));
     heads_kv.div_ceil(groups.clamp(1, heads_kv.max(1)))
 }
 
-/// How many of `rounds` slabs of dq are rounded beside other work, which that slows: those for which CTAs have no time that run out of
-/// work before the last one. (heads_kv, query heads of each) are handed out to so many `workers`.
-pub(super) fn rounds_beside(
+/// How many of `rounds` slabs of dq are rounded concurrently with other work, which that slows: those for which CTAs have no time that run
+/// out of work before the last one. (heads_kv, query heads of each) are handed out to so many `workers`.
+pub(super) fn rounds_overlapped(
     schedule: &TileSchedule,
     (heads_kv, group): (usize, usize),
     workers: usize,
@@ -212,7 +212,7 @@ pub(super) fn rounds_beside(
 mod tests {
     use bytemuck::Zeroable;
     use counterpoint_mask::Mask;
-    use counterpoint_tiles::TileTakers;
+    use counterpoint_tiles::TileCtas;
 
     use super::*;
     use crate::kernel::{DqBegin, ElementType};
@@ -240,13 +240,13 @@ mod tests {
     }
 
     #[test]
-    fn heads_walk_short_tiles_alone_where_all_are_alike() {
-        assert_eq!(stretch(&tiles([18, 18, 18, 5]), DqSums::AsTheyCome), 18);
-        assert_eq!(stretch(&tiles([18, 12, 8, 5]), DqSums::AsTheyCome), STRETCH);
-        assert_eq!(stretch(&tiles([128; 9]), DqSums::AsTheyCome), STRETCH);
-        assert_eq!(stretch(&tiles([0]), DqSums::AsTheyCome), 1);
-        assert_eq!(stretch(&[], DqSums::AsTheyCome), STRETCH);
-        assert_eq!(stretch(&tiles([18, 18, 18, 5]), DqSums::AcrossStages), STRETCH);
+    fn heads_compute_short_tiles_alone_where_all_are_alike() {
+        assert_eq!(blocks_per_head(&tiles([18, 18, 18, 5]), DqSums::AsTheyCome), 18);
+        assert_eq!(blocks_per_head(&tiles([18, 12, 8, 5]), DqSums::AsTheyCome), BLOCKS_PER_HEAD);
+        assert_eq!(blocks_per_head(&tiles([128; 9]), DqSums::AsTheyCome), BLOCKS_PER_HEAD);
+        assert_eq!(blocks_per_head(&tiles([0]), DqSums::AsTheyCome), 1);
+        assert_eq!(blocks_per_head(&[], DqSums::AsTheyCome), BLOCKS_PER_HEAD);
+        assert_eq!(blocks_per_head(&tiles([18, 18, 18, 5]), DqSums::AcrossStages), BLOCKS_PER_HEAD);
     }
 
     #[test]
@@ -262,11 +262,11 @@ mod tests {
             change(&mut problem);
             let schedule = shape.schedule(&problem, DqSums::AsTheyCome).unwrap();
             let heads = ItemHeads::of(&problem, mode, shape, schedule.tiles());
-            assert_eq!(heads.parts * heads.walks, problem.heads_q / problem.heads_kv);
+            assert_eq!(heads.parts * heads.head_passes, problem.heads_q / problem.heads_kv);
             heads.parts
         };
         assert_eq!(parts("causal:16k", mode(true), |_| ()), 8);
-        // Short, even, in shares, in turns, with a softcap, and with one query head of a key head.
+        // Short, even, in partial sums, in a fixed order, with a softcap, and with one query head of a key head.
         assert_eq!(parts("causal:8k", mode(true), |_| ()), 1);
         assert_eq!(parts("full:16k", mode(true), |_| ()), 1);
         assert_eq!(parts("causal:16k", mode(false), |_| ()), 1);
@@ -287,15 +287,15 @@ mod tests {
         };
         // 1024 items of 132 CTAs: 4 % of them have one less to do than others, 128 blocks each.
         let full = schedule("full:8192");
-        assert_eq!(rounds_beside(&full, (16, 1), 132, 2048), 0);
+        assert_eq!(rounds_overlapped(&full, (16, 1), 132, 2048), 0);
         // As many items as CTAs: nobody ends early.
-        assert_eq!(rounds_beside(&full, (16, 1), 128, 2048), 2048);
-        assert_eq!(rounds_beside(&full, (16, 1), 1, 7), 7);
+        assert_eq!(rounds_overlapped(&full, (16, 1), 128, 2048), 2048);
+        assert_eq!(rounds_overlapped(&full, (16, 1), 1, 7), 7);
         // One item more than CTAs: all but one wait for 2 blocks of 2 heads and 160 columns, that is 4 + 5 blocks.
         let short = schedule("full:128");
-        assert_eq!(rounds_beside(&short, (133, 2), 132, 4096), 4096 - 131 * 9 * 5 / 4);
+        assert_eq!(rounds_overlapped(&short, (133, 2), 132, 4096), 4096 - 131 * 9 * 5 / 4);
         let none = schedule("varlen-full:lengths=64");
-        assert_eq!(rounds_beside(&none, (1 << 15, 1), 132, 9), 9);
+        assert_eq!(rounds_overlapped(&none, (1 << 15, 1), 132, 9), 9);
     }
 
     #[test]
@@ -324,8 +324,8 @@ mod tests {
                 ..small_problem()
             };
             let mut schedule = shape.schedule(&problem, DqSums::AsTheyCome).unwrap();
-            let takers = TileTakers { workers: 132, heads: 8, walks: 8, halves: false };
-            let ends = schedule.classes(takers, CLASSES).ends;
+            let ctas = TileCtas { workers: 132, heads: 8, head_passes: 8, half_heads: false };
+            let ends = schedule.classes(ctas, CLASSES).ends;
             let count = schedule.tiles().len() as u32;
             assert!(
                 ends.len() <= CLASSES && ends.is_sorted_by(|a, b| a < b) && ends.last() == Some(&count),
@@ -362,7 +362,7 @@ mod tests {
             let schedule = shape.schedule(&problem, sums).unwrap();
             let mut starts: Vec<i32> = schedule.tiles().iter().map(|tile| tile.start).collect();
             starts.sort_unstable();
-            (starts, schedule.dq_turns().is_some())
+            (starts, schedule.dq_order().is_some())
         };
         assert_eq!(starts(DqSums::AcrossStages), (vec![0, 128, 256, 384], true));
         assert_eq!(starts(DqSums::InOrder), (vec![0, 100, 144, 272], true));

@@ -24,7 +24,7 @@ pub(super) struct BackwardChoice {
     pub(super) gradients: KeyGradients,
     pub(super) softcap: bool,
     /// Whether additions to dq come in one order.
-    pub(super) turns: bool,
+    pub(super) fixed_order: bool,
 }
 
 /// `KeyGradients` of the kernel: what items give for a row of dk and dv.
@@ -33,7 +33,7 @@ pub(super) enum KeyGradients {
     /// Elements.
     Results,
     /// f32, of which others have some too.
-    Shares,
+    Partials,
     /// Elements, each the sum of what several items have.
     Sums,
 }
@@ -55,13 +55,13 @@ impl BackwardChoice {
         self.shape.owners == KeyOwners::Warpgroups
     }
 
-    /// Whether some tiles' gradients may be results where others' are shares.
+    /// Whether some tiles' gradients may be results where others' are partial sums.
     pub(super) fn alone(self) -> bool {
-        self.gradients == KeyGradients::Shares && !self.turns
+        self.gradients == KeyGradients::Partials && !self.fixed_order
     }
 
     /// Whether items may be half of a tile's query heads: shorter heads have no register for that.
-    pub(super) fn halves(self) -> bool {
+    pub(super) fn half_heads(self) -> bool {
         self.alone() && self.shape.head_dim == 128
     }
 
@@ -70,9 +70,9 @@ impl BackwardChoice {
         self.gradients == KeyGradients::Sums
     }
 
-    /// Whether there is such a kernel: sums are for tiles that take no turns, where there are registers for them.
+    /// Whether there is such a kernel: sums are for tiles that add in any order, where there are registers for them.
     fn exists(self) -> bool {
-        !self.sums() || (!self.turns && !self.softcap && self.shape.head_dim == 128)
+        !self.sums() || (!self.fixed_order && !self.softcap && self.shape.head_dim == 128)
     }
 
     /// The kernel's parameter.
@@ -80,9 +80,9 @@ impl BackwardChoice {
         // In the order of `BackwardParams`, there and here.
         let features = [
             ("BackwardRounding", "rounding", self.rounds_dq()),
-            (if self.turns { "BackwardTurns" } else { "BackwardClasses" }, "order", true),
+            (if self.fixed_order { "BackwardTurns" } else { "BackwardClasses" }, "order", true),
             ("BackwardAlone", "alone", self.alone()),
-            ("BackwardHalves", "halves", self.halves()),
+            ("BackwardHalves", "halves", self.half_heads()),
             ("BackwardSums", "sums", self.sums()),
         ];
         let mut fields = "AttentionBackwardArguments all;".to_owned();
@@ -110,7 +110,7 @@ impl BackwardChoice {
         if self.sums() {
             return ending_in::<Then<BackwardClasses, BackwardSums>>(self);
         }
-        match (self.turns, self.alone(), self.halves()) {
+        match (self.fixed_order, self.alone(), self.half_heads()) {
             (true, ..) => ending_in::<BackwardTurns>(self),
             (false, false, _) => ending_in::<BackwardClasses>(self),
             (false, true, false) => ending_in::<Then<BackwardClasses, BackwardAlone>>(self),
@@ -121,25 +121,25 @@ impl BackwardChoice {
     }
 
     pub(super) fn source(self) -> KernelSource {
-        let Self { shape, element, gradients, softcap, turns } = self;
+        let Self { shape, element, gradients, softcap, fixed_order } = self;
         let BackwardShape { head_dim, head_dim_v, rows, owners } = shape;
         let (keys, ctas) = (BackwardShape::KEYS, shape.ctas());
         let (gradient, gradients) = match gradients {
             KeyGradients::Results => ("rounded", "kResults"),
-            KeyGradients::Shares => ("f32", "kShares"),
+            KeyGradients::Partials => ("f32", "kShares"),
             KeyGradients::Sums => ("summed", "kSums"),
         };
         let cap = if softcap { "_softcap" } else { "" };
         let name = format!(
             "attention_backward_{}_{head_dim}_{head_dim_v}_{gradient}{cap}{}",
             element.name(),
-            if turns { "_turns" } else { "" },
+            if fixed_order { "_turns" } else { "" },
         );
         let (body, config, scope) = match owners {
             KeyOwners::Warpgroups => ("attention_backward", "AttentionBackwardConfig", "backward"),
             KeyOwners::Ctas => ("attention_backward_pair", "AttentionBackwardPairConfig", "backward_pair"),
         };
-        let order = if turns { "kInTurn" } else { "kAsTheyCome" };
+        let order = if fixed_order { "kInTurn" } else { "kAsTheyCome" };
         let Parameter { fields, values, bytes } = self.parameter();
         kernel_source(&name, Arch::SM_90A)
             .define("ELEMENT_BF16", element.define())
@@ -161,7 +161,7 @@ impl BackwardChoice {
     }
 }
 
-/// The pass that turns the rows' statistics and begins all counts.
+/// The pass that transposes the rows' statistics and begins all counts.
 pub(super) fn rows_source(element: ElementType) -> KernelSource {
     let name = format!("attention_backward_rows_{}", element.name());
     kernel_source(&name, Arch::SM_90A)
@@ -188,12 +188,12 @@ pub(in crate::kernel) fn specialisations() -> Vec<Specialisation> {
     let mut all = rows.to_vec();
     for (head_dim, head_dim_v) in BackwardShape::HEADS {
         for element in ElementType::ALL {
-            for gradients in [KeyGradients::Shares, KeyGradients::Results, KeyGradients::Sums] {
-                for [softcap, turns] in (0..4).map(|bits| [2, 1].map(|bit| bits & bit != 0)) {
+            for gradients in [KeyGradients::Partials, KeyGradients::Results, KeyGradients::Sums] {
+                for [softcap, fixed_order] in (0..4).map(|bits| [2, 1].map(|bit| bits & bit != 0)) {
                     let Some(shape) = BackwardShape::of(head_dim, head_dim_v, softcap) else {
                         continue;
                     };
-                    let choice = BackwardChoice { shape, element, gradients, softcap, turns };
+                    let choice = BackwardChoice { shape, element, gradients, softcap, fixed_order };
                     all.extend(choice.exists().then(|| Specialisation {
                         source: choice.source(),
                         matrix_unit: MatrixUnit::Warpgroup,

@@ -107,11 +107,11 @@ impl AttentionForward {
         let whole = !mode.continues && mode.end != ForwardModeEnd::State;
         let ends = match mode.end {
             _ if !whole => TileEnds::States,
-            ForwardModeEnd::Share => TileEnds::Shares,
+            ForwardModeEnd::Partial => TileEnds::Partials,
             _ => TileEnds::Results,
         };
         // What others merge has the same bits whatever multiprocessors a policy leaves.
-        let splitters = if ends == TileEnds::Shares { device.sm_count() } else { workers };
+        let splitters = if ends == TileEnds::Partials { device.sm_count() } else { workers };
         let freedom = match scores {
             Scores::Transformed => Freedom::SmallUnpacked,
             Scores::Scaled if whole => Freedom::Any,
@@ -145,7 +145,7 @@ impl AttentionForward {
                     element,
                 )?)
             }
-            ForwardModeEnd::Share => {
+            ForwardModeEnd::Partial => {
                 Some(AttentionMerge::new(stream, problem, &schedule, (shape.tokens(), 0), Scalar::F32)?)
             }
             ForwardModeEnd::State => None,
@@ -225,7 +225,7 @@ impl AttentionForward {
         let sink_rows = match self.mode.end {
             // Split tiles meet their sinks when they are merged; the kernel gives them to whole ones.
             ForwardModeEnd::Result { seqlen_sink } => seqlen_sink as u32,
-            ForwardModeEnd::State | ForwardModeEnd::Share => 0,
+            ForwardModeEnd::State | ForwardModeEnd::Partial => 0,
         };
         let heads = heads_q as u32 / shape.pack;
         Ok(AttentionForwardArguments {

@@ -124,10 +124,10 @@ impl ForwardShape {
         }
     }
 
-    /// An estimate of the time that a schedule takes on `workers` CTAs, in keys that one CTA walks with 128 rows. The constants
+    /// An estimate of the time that a schedule takes on `workers` CTAs, in keys that one CTA computes with 128 rows. The constants
     /// are fitted to an H200's times for the masks of the benchmark.
     fn cost(self, schedule: &TileSchedule, heads: usize, workers: u32, may_split: bool) -> f64 {
-        // What a block costs beside its keys, a bounded block on top of that, and a tile. Interior blocks cost 2 % less where they have
+        // What a block costs besides its keys, a bounded block on top of that, and a tile. Interior blocks cost 2 % less where they have
         // a loop body of their own, the others 5 % more. At head 64 a third warpgroup fills the gaps that two leave: its blocks cost no
         // more than their keys. With one head a tile that is faster on documents and 1 % slower on long windows, with eight on both.
         let (per_block, bounded, tile) = match self.steps {
@@ -179,10 +179,10 @@ pub(super) enum TileEnds {
     /// Results; those of split tiles are merged.
     Results,
     /// All are merged.
-    Shares,
+    Partials,
 }
 
-/// The shape for a problem, and the schedule to walk: of all shapes in question the one whose estimate is least. Tiles are split
+/// The shape for a problem, and the schedule to follow: of all shapes in question the one whose estimate is least. Tiles are split
 /// along the keys where there are too few of them to keep `workers` busy and `ends` allows it.
 pub(super) fn choose(
     problem: &AttentionProblem,
@@ -224,12 +224,12 @@ pub(super) fn choose(
         TileEnds::States => return Ok((shape, schedule)),
         TileEnds::Results if problem.deterministic => return Ok((shape, schedule)),
         TileEnds::Results => TilePartials::OfSplit,
-        TileEnds::Shares => TilePartials::OfAll,
+        TileEnds::Partials => TilePartials::OfAll,
     };
     let heads = problem.heads_q / shape.pack as usize;
-    // All partial results of shares are there anyway.
+    // All partial results are there anyway.
     let last_round_partials = match ends {
-        TileEnds::Shares => usize::MAX,
+        TileEnds::Partials => usize::MAX,
         _ => problem_bytes(problem) / 100 / shape.partial_bytes(problem),
     };
     let split = TileSplit { workers: workers.max(1) as usize, heads, last_round_partials };

@@ -108,7 +108,7 @@ impl GemmGatherSpec {
             return Err("its result is written, in the type of the operands".to_owned());
         }
         if product.layout == GemmLayout::Tn {
-            return Err("rows of A are terms of it".to_owned());
+            return Err("rows of A are its K".to_owned());
         }
         Ok(())
     }
@@ -153,7 +153,7 @@ impl GemmGatherSpec {
 
     /// Pieces in which a rank's rows leave at once, and the bytes of one; `None` where they go block by block.
     fn pieces(&self) -> Option<[u32; 2]> {
-        /// Pieces that small ones are: each ends with fences, which take turns.
+        /// Pieces that small ones are: each ends with fences, which follow each other.
         const FEW: usize = 32;
         /// Shared memory that a CTA has for one (`GemmShared::staging`).
         const MOST_BYTES: usize = 32 << 10;
@@ -274,7 +274,7 @@ impl GemmGather {
     ///
     /// # Safety
     /// As [`Gemm::launch`], also for the memory of the other ranks. All ranks make the same calls in the same order, and
-    /// enqueue nothing beside them whose kernels wait for other ranks.
+    /// enqueue nothing concurrently with them whose kernels wait for other ranks.
     ///
     /// # Errors
     /// As [`Gemm::launch`].

@@ -87,7 +87,7 @@ impl GroupedGemm {
         let GemmShape { columns, warpgroups, .. } = shape;
         let (layout, element) = (spec.layout, spec.element);
         let choice =
-            GemmChoice { columns, layout, element, ends: GemmEnds::OfProblems, warpgroups, hands: 1 };
+            GemmChoice { columns, layout, element, ends: GemmEnds::OfProblems, warpgroups, handed_parts: 1 };
         let function = device.function(&choice.source())?;
         let launch = |clusters: u32| {
             Launch::linear(2 * clusters, GemmShape::THREADS)

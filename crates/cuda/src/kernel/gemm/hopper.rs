@@ -55,7 +55,7 @@ pub(super) fn launch(
     ends: GemmEnds,
     units: u32,
 ) -> Result<(Launch, u32), CudaError> {
-    let (of_cluster, items) = (2 * shape.splits, units * shape.hands);
+    let (of_cluster, items) = (2 * shape.splits, units * shape.handed_parts);
     // What takes part in a collective holds all multiprocessors anyway, so it may do so as they become free.
     let start = if ends == GemmEnds::Memory { LaunchStart::AfterPrevious } else { LaunchStart::Overlapping };
     let launch = |clusters: u32| {
@@ -71,7 +71,7 @@ pub(super) fn launch(
         GemmGrid::Persistent => {
             let left = function.device().sm_count().saturating_sub(spec.sm_margin) / of_cluster;
             // Who hands over and who takes come from whole pairs of clusters.
-            items.min(left.min(most) / shape.hands * shape.hands).max(shape.hands)
+            items.min(left.min(most) / shape.handed_parts * shape.handed_parts).max(shape.handed_parts)
         }
         GemmGrid::PerUnit => items,
     };
@@ -90,11 +90,11 @@ impl Gemm {
         let mut counters = [0; GEMM_DESTINATIONS];
         let row_bytes = spec.strides[2] as u64 * spec.output.bytes();
         for (index, destination) in self.destinations.iter().enumerate() {
-            let Destination { share, share_row, rows } = *destination;
-            let address = tensors.d[share] + share_row as u64 * row_bytes;
+            let Destination { receiver, receiver_row, rows } = *destination;
+            let address = tensors.d[receiver] + receiver_row as u64 * row_bytes;
             d_maps[index] = Some(self.map_of_d(address, rows, STORED_ROWS)?);
             d[index] = address;
-            counters[index] = tensors.counters.get(share).copied().unwrap_or(0);
+            counters[index] = tensors.counters.get(receiver).copied().unwrap_or(0);
         }
         let mut a_maps = [None; GEMM_SOURCES];
         for (tensor, &address) in tensors.a.iter().enumerate() {
@@ -121,8 +121,8 @@ impl Gemm {
             wait: self.waits.as_ref().map_or(WaitLimit::NONE, CtaWaits::limit),
             unit_count: self.unit_list.len() as u32,
             splits: shape.splits,
-            turns: shape.turns,
-            hands: shape.hands,
+            turns: shape.serial_parts,
+            hands: shape.handed_parts,
             k_blocks: spec.size.k.div_ceil(64) as u32,
             n: spec.size.n as u32,
             n_whole: self.columns_by_tma() as u32,

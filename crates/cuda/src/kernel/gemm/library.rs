@@ -15,7 +15,7 @@ use super::{GemmEpilogue, GemmLayout, GemmSignals, GemmSpec, GemmTensors};
 use crate::kernel::Scalar;
 use crate::{CudaError, Device, DeviceBuffer, LibraryVersion, Stream};
 
-/// Memory that an algorithm may use beside the tensors: what NVIDIA recommends for Hopper.
+/// Memory that an algorithm may use besides the tensors: what NVIDIA recommends for Hopper.
 const WORKSPACE_BYTES: usize = 32 << 20;
 
 /// cuBLASLt on a device: products of whole tensors that need no signals.
@@ -95,8 +95,8 @@ impl GemmLibrary {
     pub fn gemm(&self, spec: &GemmSpec) -> Result<LibraryGemm, CudaError> {
         let refused = |reason: String| CudaError::Launch { kernel: "cublasLtMatmul".to_owned(), reason };
         spec.check().map_err(refused)?;
-        if spec.shares.len() != 1 || spec.sources.len() != 1 || spec.signals != GemmSignals::None {
-            return Err(refused("cuBLASLt knows no pieces, no shares and no signals".to_owned()));
+        if spec.receivers.len() != 1 || spec.sources.len() != 1 || spec.signals != GemmSignals::None {
+            return Err(refused("cuBLASLt knows no pieces, no several receivers and no signals".to_owned()));
         }
         let Handle { library, device, raw } = &*self.0;
         let _bound = device.make_current()?;

@@ -34,8 +34,9 @@ use super::{CtaWaits, Specialisation};
 use crate::layout::SharedLayout;
 use crate::{CudaError, Device, DeviceBuffer, Function, Launch, Stream};
 
-/// A matrix product, prepared to run many times, on Hopper by warpgroups and elsewhere by warps (mma.sync). One run at a time where parts of its k take turns ([`GemmShape::turns`]) or are
-/// handed over ([`GemmShape::hands`]): the memory for what is kept of the first is its own.
+/// A matrix product, prepared to run many times, on Hopper by warpgroups and elsewhere by warps (mma.sync). One run at a time
+/// where parts of its k follow each other ([`GemmShape::serial_parts`]) or are handed over ([`GemmShape::handed_parts`]): the memory for
+/// what is kept of the first is its own.
 ///
 /// The bits of a result depend on the spec's sizes, types and layout and on the GPU's number of multiprocessors, and on
 /// nothing else: not on the epilogue (but for what it adds), where rows come from and go, the order, the signals, the grid or the
@@ -75,7 +76,7 @@ pub struct TileUnit {
 }
 
 const MISSED_HAND: &str = "a tile of a product waited in vain for the sums of the first part of its k, and is wrong now; run again, \
-                           and report this product's rows, columns and terms";
+                           and report this product's M, N and K";
 
 impl Gemm {
     /// Makes a product ready in the shape that is estimated to be the fastest: compiles or finds the kernel, and uploads the
@@ -127,7 +128,7 @@ impl Gemm {
             GemmSignals::Device { sizes } | GemmSignals::System { sizes } => {
                 tiles::group(&mut unit_list, sizes, &shape, rows, spec.size.n).map_err(refused)?
             }
-            GemmSignals::Shares => Self::signals_of_shares(spec, shape, &unit_list),
+            GemmSignals::Receivers => Self::signals_of_receivers(spec, shape, &unit_list),
         };
         Self::with_units(stream, spec, shape, GemmEnds::Memory, unit_list, signals)
     }
@@ -142,15 +143,22 @@ impl Gemm {
         signals: Vec<u32>,
     ) -> Result<Self, CudaError> {
         let device = stream.device();
-        let stretches = rows::stretches(spec);
-        let destinations = rows::destinations(&stretches).0;
-        let tile_list = rows::row_tiles(&stretches);
+        let segments = rows::segments(spec);
+        let destinations = rows::destinations(&segments).0;
+        let tile_list = rows::row_tiles(&segments);
         let source = match shape.is_portable() {
             true => portable::source(shape, spec.layout, spec.element, device.arch()),
             false => {
-                let GemmShape { columns, warpgroups, hands, .. } = shape;
-                GemmChoice { columns, layout: spec.layout, element: spec.element, ends, warpgroups, hands }
-                    .source()
+                let GemmShape { columns, warpgroups, handed_parts, .. } = shape;
+                GemmChoice {
+                    columns,
+                    layout: spec.layout,
+                    element: spec.element,
+                    ends,
+                    warpgroups,
+                    handed_parts,
+                }
+                .source()
             }
         };
         let function = device.function(&source)?;
@@ -167,13 +175,13 @@ impl Gemm {
         };
         let tiles = DeviceBuffer::from_slice(stream, &tiles)?;
         let tile_bytes = TILE_ROWS * shape.columns as usize * size_of::<f32>();
-        let keeping = match (shape.turns, shape.hands) {
+        let keeping = match (shape.serial_parts, shape.handed_parts) {
             (1, 1) => 0,
             (_, 1) => ctas as usize,
             _ => 2 * unit_list.len(),
         };
         let kept = DeviceBuffer::new(device, keeping * tile_bytes)?;
-        let hands_over = shape.hands > 1;
+        let hands_over = shape.handed_parts > 1;
         let handed = DeviceBuffer::from_slice(stream, &vec![0u32; if hands_over { keeping } else { 0 }])?;
         let waits = hands_over.then(|| CtaWaits::new(device, MISSED_HAND)).transpose()?;
         Ok(Self {
@@ -221,20 +229,20 @@ impl Gemm {
         })
     }
 
-    /// The row of D, all shares one after the other, with which a tile begins.
+    /// The row of D, all receivers one after the other, with which a tile begins.
     fn first_row(&self, tile: &RowTile) -> usize {
         let before = &self.destinations[..usize::from(tile.destination)];
         before.iter().map(|destination| destination.rows).sum::<usize>() + tile.destination_row as usize
     }
 
-    /// How often a launch raises the signal of each share: once from each warpgroup that stores some of a tile that has elements.
-    fn signals_of_shares(spec: &GemmSpec, shape: GemmShape, units: &[GemmUnit]) -> Vec<u32> {
-        let stretches = rows::stretches(spec);
-        let (destinations, tiles) = (rows::destinations(&stretches).0, rows::row_tiles(&stretches));
-        let mut signals = vec![0; spec.shares.len()];
+    /// How often a launch raises the signal of each receiver: once from each warpgroup that stores some of a tile that has elements.
+    fn signals_of_receivers(spec: &GemmSpec, shape: GemmShape, units: &[GemmUnit]) -> Vec<u32> {
+        let segments = rows::segments(spec);
+        let (destinations, tiles) = (rows::destinations(&segments).0, rows::row_tiles(&segments));
+        let mut signals = vec![0; spec.receivers.len()];
         for tile in units.iter().flat_map(|unit| GemmTile::of_unit(unit, &shape, &tiles)) {
             if tile.has_elements(spec.size.n) {
-                signals[destinations[usize::from(tile.destination)].share] += shape.raises();
+                signals[destinations[usize::from(tile.destination)].receiver] += shape.raises();
             }
         }
         signals
@@ -268,15 +276,15 @@ impl Gemm {
 
     /// Whether there are as many addresses as the spec speaks of.
     fn check_tensors(&self, tensors: &GemmTensors<'_>) -> Result<(), String> {
-        let GemmSpec { sources, shares, signals, epilogue, .. } = &self.spec;
-        if tensors.d.len() != shares.len() {
-            return Err(format!("{} addresses of D, it has {} shares", tensors.d.len(), shares.len()));
+        let GemmSpec { sources, receivers, signals, epilogue, .. } = &self.spec;
+        if tensors.d.len() != receivers.len() {
+            return Err(format!("{} addresses of D, it has {} receivers", tensors.d.len(), receivers.len()));
         }
         let wanted = sources.iter().map(|source| source.tensor + 1).max().unwrap_or(0);
         if tensors.a.len() != wanted {
             return Err(format!("{} addresses of A, it has {wanted} tensors", tensors.a.len()));
         }
-        let counters = if *signals == GemmSignals::None { 0 } else { shares.len() };
+        let counters = if *signals == GemmSignals::None { 0 } else { receivers.len() };
         if tensors.counters.len() != counters || tensors.counters.contains(&0) {
             return Err(format!("counters at {:x?}; it needs {counters} addresses", tensors.counters));
         }

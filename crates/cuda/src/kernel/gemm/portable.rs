@@ -35,7 +35,7 @@ pub(super) struct PortableGemmArguments {
     counters_of_peers: u32,
 }
 
-/// Columns of a tile; terms of a block of k, and blocks in shared memory: the fastest first, then what GPUs with less shared memory hold as
+/// Columns of a tile; depth of a block of k, and blocks in shared memory: the fastest first, then what GPUs with less shared memory hold as
 /// many CTAs of.
 const PIPELINES: [(u32, &[[u32; 2]]); 3] =
     [(64, &[[64, 3], [32, 4]]), (128, &[[64, 3], [32, 4], [32, 3]]), (256, &[[64, 3], [32, 4]])];
@@ -116,10 +116,10 @@ fn sorted(spec: &GemmSpec, workers: u32, limit: usize) -> Vec<GemmShape> {
     all
 }
 
-/// An estimate of the time that a product takes on so many multiprocessors, in columns of a tile and terms of k: all that matters is
+/// An estimate of the time that a product takes on so many multiprocessors, in columns of a tile and K: all that matters is
 /// which one is least.
 fn cost(spec: &GemmSpec, shape: &GemmShape, workers: u32, limit: usize) -> f64 {
-    /// What a tile takes beside its terms.
+    /// What a tile takes besides its K.
     const END: f64 = 200.0;
     /// And what it takes to add it in f32 to what is there, of a CTA by itself.
     const ADDED: f64 = 500.0;
@@ -242,9 +242,9 @@ impl Gemm {
         let mut d = [0; GEMM_DESTINATIONS];
         let mut counters = [0; GEMM_DESTINATIONS];
         let row_bytes = spec.strides[2] as u64 * spec.output.bytes();
-        for (index, &Destination { share, share_row, .. }) in self.destinations.iter().enumerate() {
-            d[index] = tensors.d[share] + share_row as u64 * row_bytes;
-            counters[index] = tensors.counters.get(share).copied().unwrap_or(0);
+        for (index, &Destination { receiver, receiver_row, .. }) in self.destinations.iter().enumerate() {
+            d[index] = tensors.d[receiver] + receiver_row as u64 * row_bytes;
+            counters[index] = tensors.counters.get(receiver).copied().unwrap_or(0);
         }
         let [a_stride, b_stride, d_stride] = spec.strides.map(|stride| stride as u32);
         Ok(PortableGemmArguments {

@@ -76,18 +76,18 @@ impl GroupedGemmSpec {
                 rows: rows.len() as u32,
             };
             let mut group = 0;
-            let halves = || rows.chunks(TILE_ROWS / 2);
+            let half_tiles = || rows.chunks(TILE_ROWS / 2);
             if !rows.windows(2).all(|pair| pair[0].1 + 1 == pair[1].1) {
                 let mut list = |rows: &[ProblemRow]| list_boxes(rows, boxes);
                 tile.destination |= BOXES_OF_D;
-                tile.destination_row = halves().next().map_or(0, &mut list);
-                group = halves().nth(1).map_or(0, list);
+                tile.destination_row = half_tiles().next().map_or(0, &mut list);
+                group = half_tiles().nth(1).map_or(0, list);
             }
             tiles.push((tile, group));
         }
     }
 
-    /// The problems in the order in which they are begun: those with most terms first, so that the last units are short ones.
+    /// The problems in the order in which they are begun: those with the largest K first, so that the last units are short ones.
     fn in_order(&self) -> Vec<usize> {
         let mut order: Vec<usize> = (0..self.problems.len()).collect();
         order.sort_by_key(|&problem| std::cmp::Reverse(self.blocks_of(&self.problems[problem])));
@@ -158,7 +158,7 @@ impl GroupedGemmSpec {
         // A CTA for each unit has no next one to multiply while it stores.
         let each = if self.grid == GemmGrid::PerUnit { each + last } else { each };
         let clusters = shape.clusters(workers).max(1) as usize;
-        // What all have been given in whole pairs of rounds, there and back, and what each has beside; who comes next.
+        // What all have been given in whole pairs of rounds, there and back, and what each has besides; who comes next.
         let (mut all, mut busy, mut elements) = (0.0f64, vec![0.0f64; clusters], 0.0);
         let mut next = 0;
         let together = unit_rows / TILE_ROWS;
@@ -169,10 +169,10 @@ impl GroupedGemmSpec {
             // Of a tile of few rows one warpgroup has none; where tiles lie one above the other the other one has more.
             let is_half = (1..=TILE_ROWS / 2).contains(&(rows % TILE_ROWS));
             let alone = shape.pair == TilePair::Columns && shape.warpgroups == Warpgroups::Cooperative;
-            let halves = usize::from(is_half && alone);
+            let half_units = usize::from(is_half && alone);
             let blocks = self.blocks_of(problem) as f64 * block;
             let units = tiles.div_ceil(together) * columns;
-            let whole = units - halves * columns;
+            let whole = units - half_units * columns;
             for (count, part) in [(whole, 1.0), (units - whole, HALF)] {
                 let seconds = part * blocks + each;
                 all += (count / (2 * clusters) * 2) as f64 * seconds;
@@ -281,7 +281,7 @@ mod tests {
 
     /// Of tiles in turn each would be stored while nothing is multiplied.
     #[test]
-    fn products_beside_kernels_share_their_tiles() {
+    fn products_under_other_kernels_share_their_tiles() {
         let mut spec = spec(&[1024; 16]);
         (spec.n, spec.k) = (2048, 1024);
         assert_eq!(spec.shapes(132)[0].warpgroups, Warpgroups::Pingpong);

@@ -45,7 +45,7 @@ pub struct GemmProblem {
 pub struct GroupedGemmSpec {
     /// Columns of D.
     pub n: usize,
-    /// Terms of each element, unless A lies along m.
+    /// K, unless A lies along m.
     pub k: usize,
     /// Where A lies along m, its columns.
     pub m: usize,
@@ -95,7 +95,7 @@ impl GroupedGemmSpec {
         if self.layout == GemmLayout::Tn { problem.terms.len() * BLOCK } else { self.k }
     }
 
-    /// Whether the kernel takes results of such rows, and of so many terms. It depends on nothing else of a product, so all of a pass are
+    /// Whether the kernel takes results of such rows, and of such a K. It depends on nothing else of a product, so all of a pass are
     /// computed by one kernel or by another.
     pub fn takes(
         layout: GemmLayout,
@@ -124,7 +124,10 @@ impl GroupedGemmSpec {
             }
         }
         if !Self::takes(self.layout, self.strides, self.k, self.element, self.output) {
-            return Err(format!("rows are {:?} elements apart, of {} terms; pad them", self.strides, self.k));
+            return Err(format!(
+                "rows are {:?} elements apart, with a K of {}; pad them",
+                self.strides, self.k
+            ));
         }
         if self.strides.iter().zip(columns).any(|(&stride, columns)| stride < columns) {
             return Err(format!("rows are {:?} elements apart, but have {columns:?}", self.strides));
@@ -174,7 +177,7 @@ impl GroupedGemmSpec {
         // Past a tensor's end there are zeros.
         let begins = |(tensor, row): (usize, usize), rows: &[usize]| rows_in(tensor, rows, row + 1);
         if problem.terms.iter().any(|term| !begins(term.a, &self.rows_a) || !begins(term.b, &self.rows_b)) {
-            return refused("terms that are not there");
+            return refused("rows of K that are not there");
         }
         Ok(())
     }

@@ -146,7 +146,7 @@ impl GemmReduceSpec {
     /// An estimate of the cycles that it takes in a shape: those of the product; the others' parts of the last tiles, which are sent
     /// while nothing is multiplied; and the last block of sums that everyone gets.
     fn cycles(&self, shape: &GemmShape, sm_count: u32) -> f64 {
-        /// What the last sums take beside their bytes' time on the links: measured 2.2 to 2.7 on four H200s.
+        /// What the last sums take besides their bytes' time on the links: measured 2.2 to 2.7 on four H200s.
         const LAST: f64 = 2.2;
         let columns = shape.columns as usize;
         let own = self.own_rows() / TILE_ROWS * self.product.size.n.div_ceil(columns);
@@ -171,8 +171,8 @@ impl GemmReduceSpec {
 
 impl GemmReduce {
     /// The shapes that it can have on a device, the one that is estimated to be the fastest first: those of the product by
-    /// itself in its pass, whose units lie within one rank's, or, where those are no tile, within one row of tiles. Parts of k take
-    /// turns or are handed over, since what is sent of a tile ends in one CTA, and warpgroups compute each tile together.
+    /// itself in its pass, whose units lie within one rank's, or, where those are no tile, within one row of tiles. Parts of k follow
+    /// each other or are handed over, since what is sent of a tile ends in one CTA, and warpgroups compute each tile together.
     ///
     /// # Errors
     /// [`CudaError::Launch`] when no kernel takes it.
@@ -180,7 +180,7 @@ impl GemmReduce {
         check_arch(device)?;
         spec.check().map_err(refused)?;
         let (rows, shards) = (spec.own_rows(), spec.shards());
-        // Both tiles of a unit take turns in the ring for what comes of them, or neither.
+        // Both tiles of a unit alternate in the ring for what comes of them, or neither.
         let fits = |shape: &GemmShape| match shards {
             1 => shape.pair == TilePair::Columns,
             _ => rows.is_multiple_of(shape.unit()[0]),
@@ -268,7 +268,7 @@ impl GemmReduce {
     ///
     /// # Safety
     /// As [`Gemm::launch`], also for the memory of the other ranks. All ranks make the same calls in the same order, and
-    /// enqueue nothing beside them whose kernels wait for other ranks.
+    /// enqueue nothing concurrently with them whose kernels wait for other ranks.
     ///
     /// # Errors
     /// As [`Gemm::launch`].

@@ -19,21 +19,21 @@ pub struct GemmRows {
 
 /// Rows of D that lie together, and whose operands do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Stretch {
+pub(super) struct RowSegment {
     /// The tensor of A, and what the first row is in it: a column where A lies along m.
     source: usize,
     source_row: usize,
-    /// The share of D, and the first row in it.
-    pub(super) share: usize,
-    pub(super) share_row: usize,
+    /// The receiver, and the first row in it.
+    pub(super) receiver: usize,
+    pub(super) receiver_row: usize,
     pub(super) rows: usize,
 }
 
-/// Rows of D that TMA knows as one tensor: stretches that follow each other in a share.
+/// Rows of D that TMA knows as one tensor: segments that follow each other in a receiver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Destination {
-    pub(super) share: usize,
-    pub(super) share_row: usize,
+    pub(super) receiver: usize,
+    pub(super) receiver_row: usize,
     pub(super) rows: usize,
 }
 
@@ -111,24 +111,27 @@ pub(super) fn check(spec: &GemmSpec) -> Result<(), String> {
     if let Some(source) = spec.sources.iter().find(|source| source.tensor >= GEMM_SOURCES) {
         return Err(format!("A's source {} of at most {GEMM_SOURCES}", source.tensor));
     }
-    if spec.shares.iter().sum::<usize>() != spec.size.m || spec.shares.contains(&0) {
-        return Err(format!("D has {} rows, its shares have {:?}", spec.size.m, spec.shares));
+    if spec.receivers.iter().sum::<usize>() != spec.size.m || spec.receivers.contains(&0) {
+        return Err(format!("D has {} rows, its receivers have {:?}", spec.size.m, spec.receivers));
     }
-    let stretches = stretches(spec);
-    let destinations = destinations(&stretches).0.len();
+    let segments = segments(spec);
+    let destinations = destinations(&segments).0.len();
     if destinations > GEMM_DESTINATIONS {
-        return Err(format!("{destinations} stretches of rows; it takes {GEMM_DESTINATIONS}"));
+        return Err(format!("{destinations} segments of rows; it takes {GEMM_DESTINATIONS}"));
     }
-    if spec.layout == GemmLayout::Tn && !GemmRows::are_terms(&spec.sources) {
+    if spec.layout == GemmLayout::Tn && !GemmRows::can_be_k(&spec.sources) {
         return Err(format!(
             "pieces of k in {:?}; all but the end of a tensor have multiples of {BLOCK} rows",
             spec.sources
         ));
     }
     // Boxes of TMA begin at multiples of 16 bytes.
-    let begins = |stretch: &Stretch| (stretch.source_row * spec.element.bytes()).is_multiple_of(16);
-    if spec.layout == GemmLayout::Tn && !stretches.iter().all(begins) {
-        return Err(format!("shares of {:?} rows; A's columns take multiples of 16 bytes", spec.shares));
+    let begins = |segment: &RowSegment| (segment.source_row * spec.element.bytes()).is_multiple_of(16);
+    if spec.layout == GemmLayout::Tn && !segments.iter().all(begins) {
+        return Err(format!(
+            "receivers of {:?} rows; A's columns take multiples of 16 bytes",
+            spec.receivers
+        ));
     }
     Ok(())
 }
@@ -144,9 +147,9 @@ fn read_rows(sources: &[GemmRows], tensor: usize) -> usize {
 }
 
 impl GemmRows {
-    /// Whether these rows can be the terms of a product ([`GemmLayout::Tn`]): blocks of 64 one after the other, the last of which
+    /// Whether these rows can be the K of a product ([`GemmLayout::Tn`]): blocks of 64 one after the other, the last of which
     /// may be shorter if nothing that is read follows it.
-    pub fn are_terms(sources: &[Self]) -> bool {
+    pub fn can_be_k(sources: &[Self]) -> bool {
         let whole = |source: &Self| source.count.is_multiple_of(BLOCK);
         sources.split_last().is_some_and(|(last, before)| {
             let ends = read_rows(sources, last.tensor) == last.first + last.count;
@@ -156,67 +159,75 @@ impl GemmRows {
     }
 }
 
-/// D's rows, cut wherever a share or a source of A ends.
-pub(super) fn stretches(spec: &GemmSpec) -> Vec<Stretch> {
+/// D's rows, cut wherever a receiver or a source of A ends.
+pub(super) fn segments(spec: &GemmSpec) -> Vec<RowSegment> {
     // Where A lies along m, all tensors have all of m.
     let along_m = [GemmRows { tensor: 0, first: 0, count: spec.size.m }];
     let sources = if spec.layout == GemmLayout::Tn { &along_m[..] } else { &spec.sources };
-    let mut stretches = Vec::new();
+    let mut segments = Vec::new();
     let mut sources = sources.iter().copied();
     let mut source = GemmRows { tensor: 0, first: 0, count: 0 };
-    for (share, &rows) in spec.shares.iter().enumerate() {
-        let mut share_row = 0;
-        while share_row < rows {
+    for (receiver, &rows) in spec.receivers.iter().enumerate() {
+        let mut receiver_row = 0;
+        while receiver_row < rows {
             if source.count == 0 {
-                let Some(next) = sources.next() else { return stretches };
+                let Some(next) = sources.next() else { return segments };
                 source = next;
                 continue;
             }
-            let count = source.count.min(rows - share_row);
+            let count = source.count.min(rows - receiver_row);
             let GemmRows { tensor, first, .. } = source;
-            stretches.push(Stretch { source: tensor, source_row: first, share, share_row, rows: count });
-            share_row += count;
+            segments.push(RowSegment {
+                source: tensor,
+                source_row: first,
+                receiver,
+                receiver_row,
+                rows: count,
+            });
+            receiver_row += count;
             source = GemmRows { tensor, first: first + count, count: source.count - count };
         }
     }
-    stretches
+    segments
 }
 
 /// Rows of tiles.
 pub(super) fn tile_rows(spec: &GemmSpec) -> usize {
-    stretches(spec).iter().map(|stretch| stretch.rows.div_ceil(TILE_ROWS)).sum()
+    segments(spec).iter().map(|segment| segment.rows.div_ceil(TILE_ROWS)).sum()
 }
 
-/// Where stretches go, and for each of them the destination and its first row there. TMA stores 64 rows at once and
-/// stops at a destination's end, so a stretch that others follow in it has whole boxes of rows.
-pub(super) fn destinations(stretches: &[Stretch]) -> (Vec<Destination>, Vec<(usize, usize)>) {
+/// Where segments go, and for each of them the destination and its first row there. TMA stores 64 rows at once and
+/// stops at a destination's end, so a segment that others follow in it has whole boxes of rows.
+pub(super) fn destinations(segments: &[RowSegment]) -> (Vec<Destination>, Vec<(usize, usize)>) {
     const BOX_ROWS: usize = 64;
     let mut destinations: Vec<Destination> = Vec::new();
-    let mut places = Vec::with_capacity(stretches.len());
-    for &Stretch { share, share_row, rows, .. } in stretches {
+    let mut places = Vec::with_capacity(segments.len());
+    for &RowSegment { receiver, receiver_row, rows, .. } in segments {
         match destinations.last_mut() {
-            Some(last) if last.share == share && last.rows.is_multiple_of(BOX_ROWS) => last.rows += rows,
-            _ => destinations.push(Destination { share, share_row, rows }),
+            Some(last) if last.receiver == receiver && last.rows.is_multiple_of(BOX_ROWS) => {
+                last.rows += rows
+            }
+            _ => destinations.push(Destination { receiver, receiver_row, rows }),
         }
         let last = destinations.len() - 1;
-        places.push((last, share_row - destinations[last].share_row));
+        places.push((last, receiver_row - destinations[last].receiver_row));
     }
     (destinations, places)
 }
 
-/// The tiles of stretches, and one more for a unit that needs a second.
-pub(super) fn row_tiles(stretches: &[Stretch]) -> Vec<RowTile> {
+/// The tiles of segments, and one more for a unit that needs a second.
+pub(super) fn row_tiles(segments: &[RowSegment]) -> Vec<RowTile> {
     let mut tiles = Vec::new();
-    let (_, places) = destinations(stretches);
-    for (stretch, (destination, first)) in stretches.iter().zip(places) {
-        for begin in (0..stretch.rows).step_by(TILE_ROWS) {
-            // A product's rows are fewer than 2^22, tensors and stretches a few.
+    let (_, places) = destinations(segments);
+    for (segment, (destination, first)) in segments.iter().zip(places) {
+        for begin in (0..segment.rows).step_by(TILE_ROWS) {
+            // A product's rows are fewer than 2^22, tensors and segments a few.
             tiles.push(RowTile {
-                source_row: (stretch.source_row + begin) as u32,
+                source_row: (segment.source_row + begin) as u32,
                 destination_row: (first + begin) as u32,
-                source: stretch.source as u16,
+                source: segment.source as u16,
                 destination: destination as u16,
-                rows: TILE_ROWS.min(stretch.rows - begin) as u32,
+                rows: TILE_ROWS.min(segment.rows - begin) as u32,
             });
         }
     }
@@ -244,14 +255,14 @@ mod tests {
     use super::*;
     use crate::kernel::ElementType;
 
-    fn spec(layout: GemmLayout, sources: &[(usize, usize, usize)], shares: &[usize]) -> GemmSpec {
+    fn spec(layout: GemmLayout, sources: &[(usize, usize, usize)], receivers: &[usize]) -> GemmSpec {
         let rows: usize = sources.iter().map(|source| source.2).sum();
-        let m: usize = shares.iter().sum();
+        let m: usize = receivers.iter().sum();
         let k = if layout == GemmLayout::Tn { rows } else { 64 };
         let mut spec = GemmSpec::new(m, 64, k, layout, ElementType::Bf16);
         spec.sources =
             sources.iter().map(|&(tensor, first, count)| GemmRows { tensor, first, count }).collect();
-        spec.shares = shares.to_vec();
+        spec.receivers = receivers.to_vec();
         spec
     }
 
@@ -266,21 +277,21 @@ mod tests {
             .chain((400..480).map(|row| (1, row)))
             .collect();
         assert_eq!(rows_of_tiles(&spec), wanted);
-        assert_eq!(destinations(&stretches(&spec)).0.len(), 4);
+        assert_eq!(destinations(&segments(&spec)).0.len(), 4);
     }
 
     /// Where D's rows come from, as its tiles say.
     fn rows_of_tiles(spec: &GemmSpec) -> Vec<(u16, u32)> {
-        let stretches = stretches(spec);
-        let destinations = destinations(&stretches).0;
-        let tiles = row_tiles(&stretches);
+        let segments = segments(spec);
+        let destinations = destinations(&segments).0;
+        let tiles = row_tiles(&segments);
         assert_eq!(tiles.len(), tile_rows(spec) + 1);
         let mut found = Vec::new();
         for tile in &tiles {
             let destination = destinations[usize::from(tile.destination)];
             for row in 0..tile.rows {
-                let before: usize = spec.shares[..destination.share].iter().sum();
-                let at = before + destination.share_row + (tile.destination_row + row) as usize;
+                let before: usize = spec.receivers[..destination.receiver].iter().sum();
+                let at = before + destination.receiver_row + (tile.destination_row + row) as usize;
                 assert_eq!(at, found.len());
                 found.push((tile.source, tile.source_row + row));
             }
@@ -290,7 +301,7 @@ mod tests {
 
     /// Groups of rows of several ranks' tokens, as wave groups have them.
     #[test]
-    fn stretches_of_whole_boxes_are_one_destination() {
+    fn segments_of_whole_boxes_are_one_destination() {
         let pieces = [(0, 0, 128), (0, 512, 192), (0, 128, 384), (0, 704, 320)];
         let spec = spec(GemmLayout::Nt, &pieces, &[320, 704]);
         let wanted: Vec<(u16, u32)> = pieces
@@ -298,8 +309,11 @@ mod tests {
             .flat_map(|&(_, first, count)| (first..first + count).map(|row| (0, row as u32)))
             .collect();
         assert_eq!(rows_of_tiles(&spec), wanted);
-        let (destinations, places) = destinations(&stretches(&spec));
-        assert_eq!(destinations.iter().map(|d| (d.share, d.rows)).collect::<Vec<_>>(), [(0, 320), (1, 704)]);
+        let (destinations, places) = destinations(&segments(&spec));
+        assert_eq!(
+            destinations.iter().map(|d| (d.receiver, d.rows)).collect::<Vec<_>>(),
+            [(0, 320), (1, 704)]
+        );
         assert_eq!(places, [(0, 0), (0, 128), (1, 0), (1, 384)]);
     }
 
@@ -322,7 +336,7 @@ mod tests {
     fn rows_that_do_not_add_up_are_refused() {
         assert!(check(&spec(GemmLayout::Nn, &[(0, 0, 100)], &[60, 50])).is_err());
         assert!(check(&spec(GemmLayout::Nn, &[(16, 0, 100)], &[100])).is_err());
-        assert!(check(&spec(GemmLayout::Nn, &[(0, 0, 90)], &[10; 9])).unwrap_err().contains("9 stretches"));
+        assert!(check(&spec(GemmLayout::Nn, &[(0, 0, 90)], &[10; 9])).unwrap_err().contains("9 segments"));
         assert!(check(&spec(GemmLayout::Nn, &[(0, 0, 90)], &[35, 55])).is_ok());
         assert!(check(&spec(GemmLayout::Tn, &[(0, 0, 64)], &[35, 55])).unwrap_err().contains("16 bytes"));
         assert!(check(&spec(GemmLayout::Tn, &[(0, 0, 64)], &[40, 50])).is_ok());

@@ -86,13 +86,13 @@ impl TilingCost for GemmShape {
         const HEAR: f64 = 7000.0;
         let splits = f64::from(self.splits);
         let bytes = f64::from(TILE_ROWS as u32 * self.columns) * size_of::<f32>() as f64;
-        let exchange = match (self.splits, self.turns, self.hands) {
+        let exchange = match (self.splits, self.serial_parts, self.handed_parts) {
             (0 | 1, 0 | 1, 0 | 1) => 0.0,
             (0 | 1, 0 | 1, _) => HEAR + 2.0 * bytes / KEPT,
             (0 | 1, _, _) => 2.0 * bytes / KEPT,
             _ => BARRIER + bytes * (splits - 1.0) / splits / SENT,
         };
-        let at_once = f64::from(self.splits * self.hands);
+        let at_once = f64::from(self.splits * self.handed_parts);
         let blocks = spec.size.k.div_ceil(BLOCK) as f64 / at_once;
         blocks * self.block_cycles(spec) + self.end_cycles(spec.output).0 + exchange
     }
@@ -102,7 +102,8 @@ impl TilingCost for GemmShape {
         const MEMORY: f64 = 1400.0;
         /// From a load of B's to its bytes while all multiprocessors load.
         const LATENCY: f64 = 3800.0;
-        let items = UnitGrid::new(&self, spec.size.m, spec.size.n).count() as f64 * f64::from(self.hands);
+        let items =
+            UnitGrid::new(&self, spec.size.m, spec.size.n).count() as f64 * f64::from(self.handed_parts);
         let clusters = f64::from(self.clusters(workers).max(1));
         let computing = (items / clusters).ceil() * self.unit_cycles(spec) + self.end_cycles(spec.output).1;
         let operands = (spec.size.m + spec.size.n) as f64 * spec.size.k as f64 * spec.element.bytes() as f64;
@@ -154,7 +155,8 @@ pub(super) fn shapes(spec: &GemmSpec, sm_count: u32) -> Vec<GemmShape> {
     for pair in [TilePair::Rows, TilePair::Columns] {
         for &columns in Warpgroups::Cooperative.columns() {
             let whole = GemmShape::whole(columns, pair);
-            let (in_turn, handed) = (GemmShape { turns: 2, ..whole }, GemmShape { hands: 2, ..whole });
+            let (serial, handed) =
+                (GemmShape { serial_parts: 2, ..whole }, GemmShape { handed_parts: 2, ..whole });
             // All parts have as many blocks.
             let fits = |splits: &u32| {
                 let parts = *splits as usize;
@@ -164,7 +166,7 @@ pub(super) fn shapes(spec: &GemmSpec, sm_count: u32) -> Vec<GemmShape> {
             all.extend([1].into_iter().chain(parts).map(|splits| GemmShape { splits, ..whole }));
             // A pair of CTAs for every unit would keep as much as all of the product.
             if fits(&2) && spec.grid == GemmGrid::Persistent {
-                all.push(in_turn);
+                all.push(serial);
             }
             // All at the same time: who waits for a part then finds that it is being computed.
             let units = UnitGrid::new(&whole, spec.size.m, spec.size.n).count();
@@ -219,22 +221,22 @@ mod tests {
 
     #[test]
     fn large_products_take_large_tiles_and_few_rows_many() {
-        let in_turn = |columns| GemmShape {
+        let pingpong = |columns| GemmShape {
             warpgroups: Warpgroups::Pingpong,
             ..GemmShape::whole(columns, TilePair::Rows)
         };
-        assert_eq!(best(8192, 8192, 8192), in_turn(192));
+        assert_eq!(best(8192, 8192, 8192), pingpong(192));
         // One round of tiles: no other tile's products hide an end.
         assert_eq!(best(512, 8192, 8192), GemmShape::whole(256, TilePair::Rows));
         // One row of tiles: nothing lies below.
         let few = best(128, 8192, 8192);
         assert_eq!(few.pair, TilePair::Columns);
-        let units = UnitGrid::new(&few, 128, 8192).count() as u32 * few.splits * few.hands;
+        let units = UnitGrid::new(&few, 128, 8192).count() as u32 * few.splits * few.handed_parts;
         assert!((50..=66).contains(&units), "{few:?}");
         // 40 units of 256 columns would leave a third of the multiprocessors idle in the last of three rounds.
         assert_eq!(best(1024, 10240, 8192).columns, 160);
         // 224 units of 256 columns are 3.4 rounds of 66, 326 of 176 are 4.94.
-        assert_eq!(best(256, 57344, 8192), in_turn(176));
+        assert_eq!(best(256, 57344, 8192), pingpong(176));
     }
 
     /// 1376 units of 192 columns are 21 rounds of 66 clusters and 22 of 64; 1024 of 256 are 16 of both.
@@ -304,15 +306,15 @@ mod tests {
 
     /// As `bench gemm` prints it.
     fn label(shape: &GemmShape) -> String {
-        let GemmShape { columns, pair, warpgroups, splits, turns, hands } = *shape;
+        let GemmShape { columns, pair, warpgroups, splits, serial_parts, handed_parts } = *shape;
         let pair = if pair == TilePair::Rows { "2x1" } else { "1x2" };
-        let in_turn = if warpgroups == Warpgroups::Pingpong { "p" } else { "" };
-        let parts = match (turns, hands) {
+        let pingpong = if warpgroups == Warpgroups::Pingpong { "p" } else { "" };
+        let parts = match (serial_parts, handed_parts) {
             (1, 1) => format!("/{splits}"),
-            (_, 1) => format!("+{turns}"),
-            _ => format!(">{hands}"),
+            (_, 1) => format!("+{serial_parts}"),
+            _ => format!(">{handed_parts}"),
         };
-        format!("128x{columns}{in_turn} {pair} {parts}")
+        format!("128x{columns}{pingpong} {pair} {parts}")
     }
 
     /// Every part has a piece of every tile, and as many blocks of k as the others.

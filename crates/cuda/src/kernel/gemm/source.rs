@@ -15,8 +15,8 @@ pub(super) struct GemmChoice {
     pub(super) element: ElementType,
     pub(super) ends: GemmEnds,
     pub(super) warpgroups: Warpgroups,
-    /// Parts of k that are handed over ([`GemmShape::hands`]).
-    pub(super) hands: u32,
+    /// Parts of k that are handed over ([`GemmShape::handed_parts`]).
+    pub(super) handed_parts: u32,
 }
 
 /// What becomes of tiles.
@@ -75,16 +75,16 @@ pub(super) const TILES_OF_PROBLEMS: [(Warpgroups, u32); 5] = [
 
 impl GemmChoice {
     pub(super) fn source(self) -> KernelSource {
-        let Self { columns, layout, element, ends, warpgroups, hands } = self;
+        let Self { columns, layout, element, ends, warpgroups, handed_parts } = self;
         let [header, stem, parameter, call] = ends.parts();
-        let handed = if hands > 1 { "_handed" } else { "" };
-        let (turns, warpgroups) = match warpgroups {
+        let handed = if handed_parts > 1 { "_handed" } else { "" };
+        let (pingpong, warpgroups) = match warpgroups {
             Warpgroups::Cooperative => ("", "kCooperative"),
             Warpgroups::Pingpong => ("_pingpong", "kPingpong"),
             // Of `portable.rs`.
             Warpgroups::Warps { .. } => ("_warps", ""),
         };
-        let name = format!("{stem}_{}_{}_128x{columns}{turns}{handed}", element.name(), layout.name());
+        let name = format!("{stem}_{}_{}_128x{columns}{pingpong}{handed}", element.name(), layout.name());
         let (a, b) = match layout {
             GemmLayout::Nt => ("kK", "kK"),
             GemmLayout::Nn => ("kK", "kMN"),
@@ -97,7 +97,7 @@ impl GemmChoice {
             .line(format_args!("#include \"{header}\""))
             .line("using namespace counterpoint;")
             .line(format_args!(
-                "using Config = GemmConfig<{columns}, {stages}, Major::{a}, Major::{b}, Warpgroups::{warpgroups}, {hands}{grouped}>;"
+                "using Config = GemmConfig<{columns}, {stages}, Major::{a}, Major::{b}, Warpgroups::{warpgroups}, {handed_parts}{grouped}>;"
             ))
             .line(format_args!(
                 "static_assert(kGemmThreads == {} && sizeof(GemmShared<Config>) + 1024 <= {}, \
@@ -121,18 +121,18 @@ pub(super) fn specialisations() -> Vec<Specialisation> {
         for layout in GemmLayout::ALL {
             // The gradient of a weight needs no other rank.
             let of_ranks = layout != GemmLayout::Tn;
-            let mut add = |ends, warpgroups, columns, hands| {
-                let source = GemmChoice { columns, layout, element, ends, warpgroups, hands }.source();
+            let mut add = |ends, warpgroups, columns, handed_parts| {
+                let source = GemmChoice { columns, layout, element, ends, warpgroups, handed_parts }.source();
                 all.push(Specialisation { source, matrix_unit: MatrixUnit::Warpgroup, register_limit });
             };
             for &columns in Warpgroups::Cooperative.columns() {
-                for hands in 1..=if GemmShape::hands_over(columns, layout) { 2 } else { 1 } {
-                    add(GemmEnds::Memory, Warpgroups::Cooperative, columns, hands);
+                for handed_parts in 1..=if GemmShape::hands_over(columns, layout) { 2 } else { 1 } {
+                    add(GemmEnds::Memory, Warpgroups::Cooperative, columns, handed_parts);
                     if of_ranks && GemmShape::sums_over_ranks(columns) {
-                        add(GemmEnds::SumOverRanks, Warpgroups::Cooperative, columns, hands);
+                        add(GemmEnds::SumOverRanks, Warpgroups::Cooperative, columns, handed_parts);
                     }
                     if of_ranks {
-                        add(GemmEnds::RowsOfRanks, Warpgroups::Cooperative, columns, hands);
+                        add(GemmEnds::RowsOfRanks, Warpgroups::Cooperative, columns, handed_parts);
                     }
                 }
             }

@@ -8,7 +8,7 @@ use counterpoint_tiles::gemm::{GemmLayout, ProblemSize, TileOrder};
 
 /// Tensors that A's rows may be put together from (`kGemmSources`).
 pub const GEMM_SOURCES: usize = 16;
-/// Stretches of rows in which D may lie (`kGemmDestinations`): a share, or those of its rows that are one piece of A.
+/// Ranges of rows in which D may lie (`kGemmDestinations`): those of a receiver, or those of them that are one piece of A.
 pub const GEMM_DESTINATIONS: usize = 8;
 
 /// What becomes of a product.
@@ -39,8 +39,8 @@ pub enum GemmSignals {
         /// As above.
         sizes: Arc<[u32]>,
     },
-    /// Others on this GPU: a counter for each share of D.
-    Shares,
+    /// Others on this GPU: a counter for each receiver of D.
+    Receivers,
 }
 
 /// How many CTAs a product has.
@@ -50,7 +50,7 @@ pub enum GemmGrid {
     /// next. Fastest where it has those multiprocessors to itself; one that comes late has the whole product wait for its units.
     #[default]
     Persistent,
-    /// Two for each unit, which the GPU places as multiprocessors become free: for products beside kernels of other streams, which
+    /// Two for each unit, which the GPU places as multiprocessors become free: for products that run with kernels of other streams, which
     /// take theirs between two units.
     PerUnit,
 }
@@ -58,7 +58,7 @@ pub enum GemmGrid {
 /// A matrix product `D[m, n] = A B`, as one launch computes it. Sums are f32.
 #[derive(Clone, Debug, PartialEq)]
 pub struct GemmSpec {
-    /// Rows and columns of D, terms of each element.
+    /// M, N and K.
     pub size: ProblemSize,
     /// Rows of all products of the pass that it is one of: parts of k follow from these, so that they are alike in all of them.
     pub pass_rows: usize,
@@ -72,12 +72,12 @@ pub struct GemmSpec {
     pub strides: [usize; 3],
     /// What becomes of the product.
     pub epilogue: GemmEpilogue,
-    /// The rows that A has in memory, one piece after the other. Where they are terms ([`GemmLayout::Tn`]), all pieces but the
+    /// The rows that A has in memory, one piece after the other. Where they are K ([`GemmLayout::Tn`]), all pieces but the
     /// end of a tensor have multiples of 64 of them.
     pub sources: Vec<GemmRows>,
-    /// Rows of D of each of its receivers, one after the other; each has its share as a tensor of its own, in its own memory
+    /// Rows of D of each of its receivers, one after the other; each has its rows as a tensor of its own, in its own memory
     /// or a peer's.
-    pub shares: Vec<usize>,
+    pub receivers: Vec<usize>,
     /// Who is notified of tiles.
     pub signals: GemmSignals,
     /// The order of tiles. No bit of a result depends on it.
@@ -102,7 +102,7 @@ impl GemmSpec {
             strides,
             epilogue: GemmEpilogue::Store,
             sources: vec![GemmRows { tensor: 0, first: 0, count: layout.a_dims(m, k)[0] }],
-            shares: vec![m],
+            receivers: vec![m],
             signals: GemmSignals::None,
             order: TileOrder::Grouped,
             sm_margin: 0,
@@ -115,7 +115,7 @@ impl GemmSpec {
         self.size.flops()
     }
 
-    /// Rows of D, with every stretch of rows filled up to whole tiles.
+    /// Rows of D, with every range of rows filled up to whole tiles.
     pub(super) fn tiled_rows(&self) -> usize {
         rows::tile_rows(self) * counterpoint_tiles::gemm::TILE_ROWS
     }
@@ -162,12 +162,12 @@ pub struct GemmTensors<'a> {
     pub a: &'a [u64],
     /// B.
     pub b: u64,
-    /// D, of each share.
+    /// D, of each receiver.
     pub d: &'a [u64],
     /// The bias `[n]`, under [`GemmEpilogue::StoreBias`].
     pub bias: u64,
-    /// Counters, one u32 a group (one, where groups are shares), of each share, where there are [`GemmSignals`]. A launch adds to those of the share that a
-    /// tile goes to; see [`Gemm::signals_of`](super::Gemm::signals_of).
+    /// Counters, one u32 a group (one, where groups are receivers), of each receiver, where there are [`GemmSignals`]. A launch adds to
+    /// those of the receiver that a tile goes to; see [`Gemm::signals_of`](super::Gemm::signals_of).
     pub counters: &'a [u64],
 }
 
@@ -189,7 +189,7 @@ mod tests {
         assert!(refused(|spec| spec.strides[0] = 100).contains("A are 100 elements apart, but have 128"));
         assert!(refused(|spec| spec.strides[1] = 132).contains("132 elements of 2 bytes apart"));
         assert!(refused(|spec| spec.output = Scalar::F16).contains("f16 of operands in bf16"));
-        assert!(refused(|spec| spec.shares = vec![64; 9]).contains("shares"));
+        assert!(refused(|spec| spec.receivers = vec![64; 9]).contains("receivers"));
         let odd = GemmSpec::new(16, 16, 20, GemmLayout::Nt, ElementType::Bf16);
         assert!(odd.check().unwrap_err().contains("pad them"));
         // Along m and n it is those that must fit, and k may be what it likes.

@@ -126,7 +126,7 @@ impl Inbox {
     /// Opens an allocation of `peer`, and answers where it is.
     fn open(&self, peer: usize, number: u64, handle: &[u8], bytes: usize) -> Result<(), ExecError> {
         let open = || OpenedMemory::open(&self.device, handle, bytes);
-        let opened = (self.device.beside_captures(open))
+        let opened = (self.device.despite_captures(open))
             .map_err(|error| exec_error(self.rank, &format!("the memory of rank {peer}"), error))?;
         let base = opened.base();
         lock(&self.memory).insert((peer, number), opened);

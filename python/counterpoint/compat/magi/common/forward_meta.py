@@ -1,4 +1,4 @@
-"""What a forward returns beside its output."""
+"""What a forward returns besides its output."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Runs that take turns with those of another program, which says when: a GPU at its power limit is a tenth slower at one time than
+"""Runs that are interleaved with those of another program, which says when: a GPU at its power limit is a tenth slower at one time than
 at another, so what is compared has to run side by side.
 
 The program writes requests to every rank's standard input, a JSON object a line, and each rank answers with a line on its standard
 output: `{"case": ...}` is to be made ready, and answered by what is known of its ways; `{"run": N, "hold": S}` runs the Nth of them
-once, held back for S seconds, and is answered by this rank's seconds and those in which its host enqueued it. What else is printed goes
+once, held for S seconds, and is answered by this rank's seconds and those in which its host enqueued it. What else is printed goes
 to standard error. The end of the input is the end.
 """
 

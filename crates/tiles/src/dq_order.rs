@@ -23,20 +23,20 @@ pub struct TurnSpan {
 /// In which order key tiles add to dq when the order matters: for every block of query rows its key tiles, ascending.
 ///
 /// A key tile that has computed its part of the block `[i * block, (i + 1) * block)` waits until as many tiles of its chain have
-/// added to it as its turn says. (Tiles that walk a row in common are a chain. Of others, which walk other rows of the block,
+/// added to it as its turn says. (Tiles that read a row in common are a chain. Of others, which read other rows of the block,
 /// what they add to this one's rows is zero, so it does not matter when.) Tiles must be handed out in
 /// [`TileOrder::Chains`](super::TileOrder::Chains): then everyone waits only for tiles that have started. Nearly every mask
 /// has one span a block, or one for each document in it; the spans of a schedule are as many as its runs change from tile to
 /// tile, not as many as its blocks.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct DqTurns {
+pub struct DqOrder {
     spans: Vec<TurnSpan>,
     /// Of each block its first span, and the number of all spans.
     begins: Vec<u32>,
     counters: u32,
 }
 
-impl DqTurns {
+impl DqOrder {
     /// The spans of all blocks, block after block, ascending in each.
     pub fn spans(&self) -> &[TurnSpan] {
         &self.spans
@@ -66,7 +66,7 @@ impl DqTurns {
 impl TileSchedule {
     /// The order of additions to dq. `None` unless the schedule is one of a backward whose blocks are aligned: other blocks
     /// do not meet each other in rows.
-    pub fn dq_turns(&self) -> Option<DqTurns> {
+    pub fn dq_order(&self) -> Option<DqOrder> {
         if self.config.direction != TileDirection::Backward || self.config.blocks != TilePlacement::Aligned {
             return None;
         }
@@ -115,7 +115,7 @@ impl TileSchedule {
         for index in 0..opened.len() {
             begins[index + 1] += begins[index];
         }
-        Some(DqTurns { spans, begins, counters })
+        Some(DqOrder { spans, begins, counters })
     }
 }
 

@@ -1,4 +1,4 @@
-//! Comparisons whose runs take turns: a GPU at its power limit is a tenth slower at one time than at another, so what is compared runs
+//! Interleaved runs: a GPU at its power limit is a tenth slower at one time than at another, so what is compared runs
 //! side by side, each now behind one and now behind another.
 
 /// Of the time with nothing side by side: where less can be hidden, a share of it says nothing.
@@ -22,10 +22,10 @@ pub(crate) fn efficiency_text(efficiency: Option<f64>, noise: Option<f64>) -> St
     }
 }
 
-/// Which of `count` ways runs in each turn of a round.
-pub(crate) fn turns(round: usize, count: usize) -> impl Iterator<Item = usize> {
+/// The order in which `count` variants run in a round.
+pub(crate) fn run_order(round: usize, count: usize) -> impl Iterator<Item = usize> {
     let forwards = round.is_multiple_of(2);
-    (0..count).map(move |turn| (round + if forwards { turn } else { count - 1 - turn }) % count)
+    (0..count).map(move |at| (round + if forwards { at } else { count - 1 - at }) % count)
 }
 
 /// By how much each run is shorter than the one of its round with nothing side by side, in seconds.
@@ -51,14 +51,14 @@ mod tests {
 
     #[test]
     fn every_round_has_all_and_every_order_comes() {
-        let orders: BTreeSet<Vec<usize>> = (0..6).map(|round| turns(round, 3).collect()).collect();
+        let orders: BTreeSet<Vec<usize>> = (0..6).map(|round| run_order(round, 3).collect()).collect();
         assert_eq!(orders.len(), 6);
         for mut order in orders {
             order.sort_unstable();
             assert_eq!(order, [0, 1, 2]);
         }
-        assert_eq!(turns(7, 1).collect::<Vec<_>>(), [0]);
-        assert_eq!(turns(7, 0).count(), 0);
+        assert_eq!(run_order(7, 1).collect::<Vec<_>>(), [0]);
+        assert_eq!(run_order(7, 0).count(), 0);
     }
 
     #[test]

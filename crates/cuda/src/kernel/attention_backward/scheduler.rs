@@ -1,13 +1,13 @@
-//! Which kernel a backward takes, and how CTAs walk its tiles.
+//! Which kernel a backward takes, and how its tile scheduler hands out tiles.
 
-use counterpoint_tiles::{TileClasses, TileSchedule, TileTakers};
+use counterpoint_tiles::{TileClasses, TileCtas, TileSchedule};
 
-use super::shape::{CLASSES, DqSums, ItemHeads, heads_at_a_time, rounds_beside, shape_of};
+use super::shape::{CLASSES, DqSums, ItemHeads, heads_at_a_time, rounds_overlapped, shape_of};
 use super::source::{BackwardChoice, KeyGradients, ROWS_THREADS, SHARED_BYTES, THREADS};
 use crate::kernel::{AttentionProblem, BackwardMode, blocks_of};
 use crate::{CudaError, Launch};
 
-const MISSED_TURN: &str = "a key tile waited in vain for its turn to add to dq, which is wrong now; run without deterministic mode, \
+const MISSED_ORDER: &str = "a key tile waited in vain for its turn to add to dq, which is wrong now; run without deterministic mode, \
                            and report this mask";
 const MISSED_HALF: &str = "a key tile waited in vain for the other half of its query heads, and its dk and dv are wrong now; run in \
                            deterministic mode, and report this mask";
@@ -42,28 +42,28 @@ impl Choice {
             gradients: match (mode.rounds_keys, heads.parts) {
                 (true, 1) => KeyGradients::Results,
                 (true, _) => KeyGradients::Sums,
-                (false, _) => KeyGradients::Shares,
+                (false, _) => KeyGradients::Partials,
             },
             softcap: problem.softcap.is_some(),
-            turns: problem.deterministic,
+            fixed_order: problem.deterministic,
         };
         Ok(Self { choice, sums, heads, schedule })
     }
 }
 
-/// How CTAs walk the items of a schedule.
-pub(super) struct Walk {
+/// How the items of a schedule are handed out to CTAs.
+pub(super) struct TileScheduler {
     pub(super) classes: TileClasses,
     /// How many items the queue has.
     pub(super) items: u32,
-    /// See [`rounds_beside`].
-    pub(super) rounds_beside: u32,
+    /// See [`rounds_overlapped`].
+    pub(super) rounds_overlapped: u32,
     /// See [`heads_at_a_time`].
     pub(super) heads_at_a_time: u32,
     pub(super) launch: Launch,
 }
 
-impl Walk {
+impl TileScheduler {
     /// Puts the schedule's tiles in the order in which so many workers take them; `rounds` slabs of dq are rounded meanwhile.
     pub(super) fn of(
         schedule: &mut TileSchedule,
@@ -74,20 +74,25 @@ impl Walk {
     ) -> Self {
         let ctas = choice.shape.ctas();
         let clusters = (workers / ctas).max(1);
-        let takers = TileTakers {
+        let queue = TileCtas {
             workers: clusters as usize,
             heads: heads_kv * heads.parts,
-            walks: heads.walks,
-            halves: choice.halves(),
+            head_passes: heads.head_passes,
+            half_heads: choice.half_heads(),
         };
-        let classes = schedule.classes(takers, CLASSES);
+        let classes = schedule.classes(queue, CLASSES);
         let items_of_tile = heads_kv * heads.parts;
         let tiles = schedule.tiles().len();
         let items = (tiles as u32 + classes.halved_tiles()).saturating_mul(items_of_tile as u32);
         let groups = items.clamp(1, clusters);
         Self {
             items,
-            rounds_beside: rounds_beside(schedule, (items_of_tile, heads.walks), clusters as usize, rounds),
+            rounds_overlapped: rounds_overlapped(
+                schedule,
+                (items_of_tile, heads.head_passes),
+                clusters as usize,
+                rounds,
+            ),
             heads_at_a_time: heads_at_a_time(tiles, heads_kv, clusters as usize) as u32,
             launch: Launch::linear(groups * ctas, THREADS).cluster([ctas, 1, 1]).shared_bytes(SHARED_BYTES),
             classes,
@@ -103,9 +108,9 @@ pub(super) fn rows_launch(problem: &AttentionProblem, clears: bool, workers: u32
 }
 
 /// What is said where a CTA never did what another waited for; `None` where nobody waits.
-pub(super) fn missed(has_turns: bool, halved_tiles: usize, mode: BackwardMode) -> Option<&'static str> {
-    match (has_turns, halved_tiles) {
-        (true, _) => Some(MISSED_TURN),
+pub(super) fn missed(is_ordered: bool, halved_tiles: usize, mode: BackwardMode) -> Option<&'static str> {
+    match (is_ordered, halved_tiles) {
+        (true, _) => Some(MISSED_ORDER),
         (false, 0) if !mode.rounds_queries => None,
         (false, 0) => Some(MISSED_SLAB),
         (false, _) => Some(MISSED_HALF),

@@ -7,7 +7,7 @@ use crate::queue::lock;
 /// Keeps the order in which key blocks add to a tile: block after block, each moving from tile to tile upwards.
 ///
 /// It knows only the blocks in progress, so it costs no more than the number of threads.
-pub(crate) struct Turns {
+pub(crate) struct AdditionOrder {
     heads: Vec<Head>,
 }
 
@@ -24,7 +24,7 @@ struct Progress {
     failed: bool,
 }
 
-impl Turns {
+impl AdditionOrder {
     /// Nothing in progress. Heads are independent of each other.
     pub(crate) fn new(heads: usize) -> Self {
         let head = || Head { progress: Mutex::default(), moved: Condvar::new() };
@@ -32,20 +32,20 @@ impl Turns {
     }
 
     /// Enters a block. Blocks of a head are entered in ascending order.
-    pub(crate) fn begin(&self, head: usize, block: usize) -> Turn<'_> {
+    pub(crate) fn begin(&self, head: usize, block: usize) -> Ticket<'_> {
         let head = &self.heads[head];
         lock(&head.progress).active.push((block, 0));
-        Turn { head, block }
+        Ticket { head, block }
     }
 }
 
 /// One block in progress. Dropping it ends the block.
-pub(crate) struct Turn<'a> {
+pub(crate) struct Ticket<'a> {
     head: &'a Head,
     block: usize,
 }
 
-impl Turn<'_> {
+impl Ticket<'_> {
     /// Waits until all earlier blocks are past `tile`.
     ///
     /// # Panics
@@ -74,7 +74,7 @@ impl Turn<'_> {
     }
 }
 
-impl Drop for Turn<'_> {
+impl Drop for Ticket<'_> {
     fn drop(&mut self) {
         let mut progress = lock(&self.head.progress);
         progress.active.retain(|&(block, _)| block != self.block);
@@ -96,28 +96,28 @@ mod tests {
     fn blocks_add_to_a_tile_in_order() {
         const BLOCKS: usize = 12;
         const TILES: usize = 20;
-        let turns = Turns::new(1);
+        let order = AdditionOrder::new(1);
         let tiles: Vec<Mutex<Vec<usize>>> = (0..TILES).map(|_| Mutex::default()).collect();
         let next = Mutex::new(0);
         thread::scope(|scope| {
             for worker in 0..4u64 {
-                let (turns, tiles, next) = (&turns, &tiles, &next);
+                let (order, tiles, next) = (&order, &tiles, &next);
                 scope.spawn(move || {
                     loop {
-                        let (block, turn) = {
+                        let (block, ticket) = {
                             let mut next = lock(next);
                             if *next == BLOCKS {
                                 break;
                             }
                             *next += 1;
-                            (*next - 1, turns.begin(0, *next - 1))
+                            (*next - 1, order.begin(0, *next - 1))
                         };
                         // Blocks see different tiles, as under a mask.
                         for tile in (block % 3..TILES).step_by(1 + block % 2) {
                             thread::sleep(Duration::from_micros((worker * 37 + tile as u64 * 11) % 90));
-                            turn.reach(tile);
+                            ticket.reach(tile);
                             lock(&tiles[tile]).push(block);
-                            turn.pass(tile);
+                            ticket.pass(tile);
                         }
                     }
                 });
@@ -131,10 +131,10 @@ mod tests {
 
     #[test]
     fn a_panic_frees_who_waits_for_it() {
-        let turns = Turns::new(1);
+        let order = AdditionOrder::new(1);
         let waited = AtomicUsize::new(0);
         thread::scope(|scope| {
-            let (first, second) = (turns.begin(0, 0), turns.begin(0, 1));
+            let (first, second) = (order.begin(0, 0), order.begin(0, 1));
             let waiter = scope.spawn(|| {
                 let second = second;
                 waited.fetch_add(1, Ordering::SeqCst);

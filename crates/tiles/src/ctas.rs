@@ -4,19 +4,19 @@ use super::Tile;
 
 /// Who takes the tiles of a schedule from its queue, and for what.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct TileTakers {
+pub struct TileCtas {
     /// CTAs that run at a time.
     pub workers: usize,
     /// Heads for each of which every tile is handed out.
     pub heads: usize,
-    /// How often whoever has taken a tile walks its blocks: query heads of a key head, one after the other.
-    pub walks: usize,
-    /// Whether two may take a tile of a head, each for half of the walks.
-    pub halves: bool,
+    /// How often a CTA computes the blocks of a tile: query heads of a key head, one after the other.
+    pub head_passes: usize,
+    /// Whether two may take a tile of a head, each for half of its query heads.
+    pub half_heads: bool,
 }
 
-impl TileTakers {
-    /// The same classes, but those of which the takers begin with are without tiles that wait, which come after them.
+impl TileCtas {
+    /// The same classes, but those which the CTAs begin with are without tiles that wait, which come after them.
     pub(super) fn delay<T: Copy>(
         self,
         tiles: &[T],

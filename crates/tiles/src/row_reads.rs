@@ -1,42 +1,42 @@
-//! How often tiles walk each stretch of rows: by it a backward kernel knows that a stretch of dq is finished.
+//! How often tiles read each segment of rows: by it a backward kernel knows that a segment of dq is finished.
 
 use super::{TileDirection, TileSchedule};
 
 impl TileSchedule {
-    /// How many rows of each stretch of `len` rows of the walked axis the tiles walk in all: every row counts once for each
-    /// tile that walks it. A kernel whose tiles add to such rows knows by it when a stretch is finished. Rows that no tile
-    /// walks count nothing.
+    /// How many rows of each segment of `len` rows of the inner axis the tiles read in all: every row counts once for each
+    /// tile that reads it. A kernel whose tiles add to such rows knows by it when a segment is finished. Rows that no tile
+    /// reads count nothing.
     ///
     /// # Panics
     /// When `len` is 0.
-    pub fn walked_rows(&self, len: usize) -> Vec<u32> {
+    pub fn row_reads(&self, len: usize) -> Vec<u32> {
         let rows = match self.config.direction {
             TileDirection::Forward => self.k_rows,
             TileDirection::Backward => self.q_rows,
         };
-        let stretches = rows.div_ceil(len);
-        // Of each stretch, what its own partly walked rows are, and by how many tiles more it is walked whole than the one
+        let segments = rows.div_ceil(len);
+        // Of each segment, what its own partly read rows are, and by how many tiles more it is read whole than the one
         // before. Sums wrap as long as they are not whole.
-        let mut walked = vec![0_u32; stretches];
-        let mut more = vec![0_u32; stretches + 1];
+        let mut reads = vec![0_u32; segments];
+        let mut more = vec![0_u32; segments + 1];
         for run in self.tiles.iter().flat_map(|tile| self.runs_of(tile)) {
             let (start, end) = (run.start as usize, run.end as usize);
             let (first, last) = (start / len, (end - 1) / len);
             if first == last {
-                walked[first] += (end - start) as u32;
+                reads[first] += (end - start) as u32;
                 continue;
             }
-            walked[first] += ((first + 1) * len - start) as u32;
-            walked[last] += (end - last * len) as u32;
+            reads[first] += ((first + 1) * len - start) as u32;
+            reads[last] += (end - last * len) as u32;
             more[first + 1] = more[first + 1].wrapping_add(1);
             more[last] = more[last].wrapping_sub(1);
         }
         let mut whole = 0_u32;
-        for (walked, more) in walked.iter_mut().zip(more) {
+        for (reads, more) in reads.iter_mut().zip(more) {
             whole = whole.wrapping_add(more);
-            *walked += whole * len as u32;
+            *reads += whole * len as u32;
         }
-        walked
+        reads
     }
 }
 
@@ -60,7 +60,7 @@ mod tests {
                 for run in schedule.tiles().iter().flat_map(|tile| schedule.runs_of(tile)) {
                     (run.start..run.end).for_each(|row| counted[row as usize / len] += 1);
                 }
-                assert_eq!(schedule.walked_rows(len), counted, "{text} by {len}");
+                assert_eq!(schedule.row_reads(len), counted, "{text} by {len}");
             }
         }
     }

@@ -1,5 +1,5 @@
-//! Ways of PyTorch whose runs take turns with ours: ranks of a script, each of which runs a command and waits for the next one
-//! (`benches/peers/common/turns.py`).
+//! Ways of PyTorch whose runs are interleaved with ours: ranks of a script, each of which runs a command and waits for the next one
+//! (`benches/peers/common/interleaved.py`).
 
 use std::io::Write;
 use std::process::{ChildStdin, Command, Stdio};
@@ -21,7 +21,7 @@ const LIMIT: Duration = Duration::from_secs(300);
 const PARTING: Duration = Duration::from_secs(5);
 
 /// The ranks of one script.
-pub(crate) struct TurnTaking {
+pub(crate) struct InterleavedRanks {
     ranks: Vec<Rank>,
     lacks: String,
     limit: Duration,
@@ -35,7 +35,7 @@ struct Rank {
     answers: Receiver<String>,
 }
 
-impl TurnTaking {
+impl InterleavedRanks {
     /// Starts `commands`, those of `script`, a process a rank. `lacks` says what a machine has not on which the script ends with status 3.
     pub(crate) fn start(script: Script, commands: Vec<Command>, lacks: String) -> Result<Self, CliError> {
         Ok(Self { _script: Some(script), ..Self::of(commands, lacks)? })
@@ -69,7 +69,7 @@ impl TurnTaking {
         Ok(of_ranks.into_iter().next().unwrap_or_default())
     }
 
-    /// Runs a way of the case once, for which devices are held back for `hold` seconds: seconds of the slowest rank, and those in which
+    /// Runs a way of the case once, for which devices are held for `hold` seconds: seconds of the slowest rank, and those in which
     /// the slowest host enqueued it.
     pub(super) fn run(&mut self, variant: usize, hold: f64) -> Result<[f64; 2], CliError> {
         let of_ranks: Vec<[f64; 2]> = self.ask(&json!({ "run": variant, "hold": hold }))?;
@@ -150,13 +150,13 @@ pub(super) mod tests {
     use super::*;
 
     /// Ranks that are `sh`, each running `script` with its number as `$RANK`.
-    pub(in super::super) fn ranks(script: &str, count: usize) -> TurnTaking {
+    pub(in super::super) fn ranks(script: &str, count: usize) -> InterleavedRanks {
         let rank = |rank: usize| {
             let mut command = Command::new("sh");
             command.args(["-c", script]).env("RANK", rank.to_string());
             command
         };
-        TurnTaking::of((0..count).map(rank).collect(), "no such GPU".to_owned()).unwrap()
+        InterleavedRanks::of((0..count).map(rank).collect(), "no such GPU".to_owned()).unwrap()
     }
 
     fn reason<T>(result: Result<T, CliError>) -> String {
@@ -183,12 +183,12 @@ pub(super) mod tests {
         assert!(reason(unlike.prepare::<u32>(&1)).contains("[1, 0]"));
         let mut odd = ranks("read line; echo what; sleep 60", 1);
         assert!(reason(odd.prepare::<String>(&1)).contains("what"));
-        let mut silent = TurnTaking { limit: Duration::from_millis(100), ..ranks("sleep 60", 1) };
+        let mut silent = InterleavedRanks { limit: Duration::from_millis(100), ..ranks("sleep 60", 1) };
         assert!(reason(silent.prepare::<String>(&1)).contains("no answer"));
         assert!(began.elapsed() < Duration::from_secs(20));
     }
 
-    /// As much of PyTorch as taking turns needs, in place of a GPU's.
+    /// As much of PyTorch as interleaving needs, in place of a GPU's.
     const TORCH: &str = "import time
 class cuda:
     class Event:
@@ -201,7 +201,7 @@ class cuda:
     const DISTRIBUTED: &str = "barrier = lambda: None\nget_rank = lambda: 0\nis_initialized = lambda: True\n";
     /// A script with two ways, and one that errs, and one that cannot.
     const SCRIPT: &str = "import time
-from common.turns import Way, ready, serve
+from common.interleaved import Way, ready, serve
 def sleeping(seconds, error):
     yield Way(lambda: time.sleep(seconds), by=f'{seconds} s', error_over_bound=error)
 def broken():
@@ -223,16 +223,16 @@ serve(ways_of)
         for (path, text) in [
             (torch.join("__init__.py"), TORCH),
             (torch.join("distributed.py"), DISTRIBUTED),
-            (peers.join("turns.py"), SCRIPT),
+            (peers.join("interleaved.py"), SCRIPT),
         ] {
             std::fs::write(path, text).unwrap();
         }
         let rank = || {
             let mut command = Command::new("python3");
-            command.arg("-B").arg(peers.join("turns.py"));
+            command.arg("-B").arg(peers.join("interleaved.py"));
             command
         };
-        let mut ranks = TurnTaking::start(script, vec![rank(), rank()], String::new()).unwrap();
+        let mut ranks = InterleavedRanks::start(script, vec![rank(), rank()], String::new()).unwrap();
         for longest in [0.02, 0.03] {
             let ways: Vec<serde_json::Value> = ranks.prepare(&json!({ "longest": longest })).unwrap();
             let names: Vec<_> = ways.iter().map(|way| way["by"].as_str().unwrap().to_owned()).collect();

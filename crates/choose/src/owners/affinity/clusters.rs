@@ -8,14 +8,14 @@ use counterpoint_plan::ChunkWork;
 /// Key rows that more than this part of all chunks read say nothing about who belongs together: 3 / 4.
 const POPULAR: (usize, usize) = (3, 4);
 
-/// Cuts the sequence into stretches: neighbouring chunks that read common key rows, so that dividing them between ranks
-/// costs traffic. Packed documents longer than a chunk come out as a stretch each; a causal, full or sliding-window
-/// sequence is one stretch.
+/// Cuts the sequence into clusters: neighbouring chunks that read common key rows, so that dividing them between ranks
+/// costs traffic. Packed documents longer than a chunk come out as a cluster each; a causal, full or sliding-window
+/// sequence is one cluster.
 ///
 /// Two neighbours are apart where they share less than a chunk's rows. A chunk in which one document ends and the next
 /// begins shares rows with both of its neighbours; these are apart where they share little with each other, and the
 /// chunk stays with the one that it shares more with.
-pub(super) fn stretches(work: &ChunkWork) -> Vec<Range<u32>> {
+pub(super) fn clusters(work: &ChunkWork) -> Vec<Range<u32>> {
     let chunks = work.num_chunks();
     let little = work.chunk_size();
     // Of chunk `i`: rows shared with `i - 1`, and those that `i - 1` and `i + 1` share.
@@ -31,14 +31,14 @@ pub(super) fn stretches(work: &ChunkWork) -> Vec<Range<u32>> {
         let joins_left = across[i - 1] < little && back[i] < back[i - 1];
         back[i] < little || joins_right || joins_left
     };
-    let mut stretches: Vec<Range<u32>> = Vec::new();
+    let mut clusters: Vec<Range<u32>> = Vec::new();
     for chunk in 0..chunks {
-        match stretches.last_mut() {
+        match clusters.last_mut() {
             Some(last) if !apart(chunk) => last.end += 1,
-            _ => stretches.push(chunk as u32..chunk as u32 + 1),
+            _ => clusters.push(chunk as u32..chunk as u32 + 1),
         }
     }
-    stretches
+    clusters
 }
 
 /// The key rows that nearly every chunk reads (a shared question, global tokens), merged and ascending.
@@ -73,16 +73,16 @@ fn shared_rows(a: &[Rows], b: &[Rows]) -> usize {
     shared
 }
 
-/// Joins neighbouring stretches of fewer than `small` chunks each. A cut between stretches is cheap but not free, and
-/// stretches that stay together save it.
-pub(super) fn join_small(stretches: &[Range<u32>], small: usize) -> Vec<Range<u32>> {
+/// Joins neighbouring clusters of fewer than `small` chunks each. A cut between clusters is cheap but not free, and
+/// clusters that stay together save it.
+pub(super) fn join_small(clusters: &[Range<u32>], small: usize) -> Vec<Range<u32>> {
     let mut joined: Vec<Range<u32>> = Vec::new();
     let mut last_is_small = false;
-    for stretch in stretches {
-        let is_small = stretch.len() < small;
+    for cluster in clusters {
+        let is_small = cluster.len() < small;
         match joined.last_mut() {
-            Some(last) if is_small && last_is_small => last.end = stretch.end,
-            _ => joined.push(stretch.clone()),
+            Some(last) if is_small && last_is_small => last.end = cluster.end,
+            _ => joined.push(cluster.clone()),
         }
         last_is_small = is_small;
     }

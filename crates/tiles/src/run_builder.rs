@@ -1,4 +1,4 @@
-//! From the bands of a tile to its walk: runs of blocks along the other axis, whole or with bounds to test.
+//! From the bands of a tile to its runs of blocks along the other axis, whole or with bounds to test.
 
 use counterpoint_mask::{Band, Range};
 
@@ -6,7 +6,7 @@ use super::coverage::{Coverage, full_columns};
 use super::sweep::piece;
 use super::{NO_LIMIT, TileBound, TileDirection, TilePlacement, TileRun};
 
-/// What becomes of the runs of blocks of which a tile's walk consists: written for a kernel, or counted.
+/// What becomes of the runs of blocks of which a tile consists: written for a kernel, or counted.
 pub(super) trait RunSink {
     /// Blocks of these columns that every row of the tile sees whole.
     fn whole(&mut self, columns: &Range);
@@ -49,11 +49,11 @@ impl RunSink for WrittenRuns {
     }
 }
 
-/// Lays the walks of tiles out as runs of blocks.
+/// Lays tiles out as runs of blocks.
 ///
-/// The steps of a tile's walk are as many as its bounds change, not as many as its blocks.
+/// The steps of a tile are as many as its bounds change, not as many as its blocks.
 #[derive(Debug)]
-pub(super) struct Walk<S> {
+pub(super) struct RunBuilder<S> {
     pub(super) sink: S,
     block: usize,
     placement: TilePlacement,
@@ -67,7 +67,7 @@ pub(super) struct Walk<S> {
     listed: Vec<usize>,
 }
 
-impl<S: RunSink> Walk<S> {
+impl<S: RunSink> RunBuilder<S> {
     pub(super) fn new(sink: S, block: usize, placement: TilePlacement, cut: Option<usize>) -> Self {
         Self {
             sink,
@@ -192,7 +192,7 @@ impl<S: RunSink> Walk<S> {
             }
             let Some(range) = self.coverage.seen.get(seen) else { break };
             let start = first_block(range.start.max(column), block, self.placement);
-            // A stretch that every row sees must hold a whole block.
+            // A span that every row sees must hold a whole block.
             while self.coverage.full.get(full).is_some_and(|range| range.end < start + block) {
                 full += 1;
             }
@@ -225,7 +225,7 @@ impl<S: RunSink> Walk<S> {
             let end = start + count * block;
             let rows = Range::new(start, end.min(last_end));
             match &mut open {
-                // A piece is one stretch of columns, so blocks that touch the same ones follow each other.
+                // A piece is one span of columns, so blocks that touch the same ones follow each other.
                 Some(open) if self.listed == self.live => open.end = rows.end,
                 _ => {
                     self.close(pieces, open.replace(rows));
