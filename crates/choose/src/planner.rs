@@ -171,7 +171,7 @@ fn divide(
     let chunk_size = config.chunk_size_for(mask.seqlen_q());
     let dispatch_with = |offloaded: &[Range]| {
         planning.check()?;
-        let work = chunk_work_with_away(mask, chunk_size, offloaded);
+        let work = chunk_work_with_offload(mask, chunk_size, offloaded);
         planning.check()?;
         let (ranks, key_owners) = (config.topology.world_size, KeyOwners::WithQueries);
         let mut dispatch = solve(&work, ranks, config.dispatch, key_owners, planning);

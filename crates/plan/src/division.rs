@@ -2,7 +2,7 @@
 
 use counterpoint_mask::{Band, Mask, Range};
 
-use crate::hosting::{OffloadedRows, HostedRows, assign, pieces};
+use crate::hosting::{HostedRows, OffloadedRows, assign, pieces};
 use crate::runs::Runs;
 use crate::work::{needed_rows, rank_work};
 use crate::{AttentionSpec, Dispatch, HostedWork};
@@ -134,7 +134,8 @@ impl Division {
         if offloaded.iter().all(Vec::is_empty) {
             return Self { owners, work: self.work.clone(), hosted: Vec::new() };
         }
-        let (work, hosted) = assign(&self.work, offloaded, &owners.q_dispatch, &owners.q_runs, &owners.k_runs);
+        let (work, hosted) =
+            assign(&self.work, offloaded, &owners.q_dispatch, &owners.q_runs, &owners.k_runs);
         Self { owners, work, hosted }
     }
 

@@ -49,7 +49,7 @@ pub struct RankPlan {
     pub forward: Vec<StagePlan>,
     /// Stages of the backward, cut on their own.
     pub backward: Vec<StagePlan>,
-    /// What it computes for offloaded rows, beside the stages; on every rank or on none.
+    /// What it computes for offloaded rows, besides the stages; on every rank or on none.
     pub hosted: Option<HostedWork>,
 }
 

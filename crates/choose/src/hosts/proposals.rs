@@ -2,19 +2,23 @@
 
 use counterpoint_cost::CostModel;
 use counterpoint_mask::{Band, Range};
-use counterpoint_plan::{AttentionSpec, OffloadedRows, Dispatch, Division, Runs};
+use counterpoint_plan::{AttentionSpec, Dispatch, Division, OffloadedRows, Runs};
 
 use crate::config::{PlanConfig, QueryExchange};
 
 /// Pieces of a rank's rows that may be offloaded, widest first. Those that are not as wide gain less, and each is a step.
 const MOST_PIECES: usize = 64;
 
-/// Ways to choose the offloaded rows that are worth a look; none where nothing is to be gained. The first one moves the
+/// Choices of rows to offload that are worth a look; none where nothing is to be gained. The first one moves the
 /// fewest bytes, or there is one only. `division` has no offloaded row.
 ///
 /// A rank's rows are looked at in pieces, from those that see the most keys on: a key row has to be fetched unless all pieces
 /// that see it are offloaded, so pieces that see less do not pay unless those that see more are offloaded as well.
-pub(super) fn proposals(division: &Division, spec: &AttentionSpec, config: &PlanConfig) -> Vec<OffloadedRows> {
+pub(super) fn proposals(
+    division: &Division,
+    spec: &AttentionSpec,
+    config: &PlanConfig,
+) -> Vec<OffloadedRows> {
     let (work, owners) = (division.work(), division.owners());
     let (q_dispatch, k_dispatch, k_runs) = (owners.q_dispatch(), owners.k_dispatch(), owners.k_runs());
     if config.query_exchange == QueryExchange::Never || work.len() == 1 {

@@ -1,7 +1,7 @@
 //! Query/output exchange: the work of some query rows is done where their keys are.
 //!
 //! A row that sees many keys of many ranks makes its owner fetch them all, and compute with them all. Its query and its
-//! partial results are few bytes beside these keys. So such a row can be *offloaded*: every rank that owns keys that it sees, its
+//! partial results are few bytes compared with these keys. So such a row can be *offloaded*: every rank that owns keys that it sees, its
 //! owner included, *hosts* it. Hosts receive its query, compute with their own keys, and send partial results to the owner. These are
 //! merged once, in the order of ranks, and no stage waits for them.
 //!
@@ -21,7 +21,7 @@ use crate::{GroupPart, OwnedSplit};
 pub(crate) use assign::assign;
 pub(crate) use pieces::pieces;
 
-/// By rank: local query offloaded rows with all of their work, merged and ascending.
+/// By rank: local query rows that are offloaded with all of their work, merged and ascending.
 pub type OffloadedRows = Vec<Vec<Range>>;
 
 /// Neighbouring local query rows of a rank, and which owners of their keys compute for them.
@@ -64,7 +64,7 @@ impl HostedRows {
 /// One rank's part in the work that is done where keys are; the same in the forward and in the backward.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HostedWork {
-    /// This rank's part in the group-cast of queries: `owned` rows are its local query offloaded rows, `remote` rows are
+    /// This rank's part in the group-cast of queries: `owned` rows are its offloaded local query rows, `remote` rows are
     /// rows of the buffer of hosted queries. A rank that hosts rows of its own sends them to itself.
     pub part: GroupPart,
     /// Global query rows that it hosts, in the order of the buffer: ascending.
@@ -78,12 +78,12 @@ pub struct HostedWork {
 }
 
 impl HostedWork {
-    /// The rank's local query offloaded rows, merged and ascending.
+    /// The rank's offloaded local query rows, merged and ascending.
     pub fn offloaded(&self) -> Vec<Range> {
         Range::merged(self.part.owned.iter().map(|split| split.rows).collect())
     }
 
-    /// The rank's local query offloaded rows, with their hosts.
+    /// The rank's offloaded local query rows, with their hosts.
     pub fn hosted_rows(&self) -> Vec<HostedRows> {
         let splits = self.part.owned.iter();
         splits

@@ -30,7 +30,8 @@ pub(crate) fn pieces(
         };
         let of_band = |band: &Band| -> u64 {
             let first = offloaded.partition_point(|offloaded| offloaded.rows.end <= band.q_range.start);
-            let gone = offloaded[first..].iter().take_while(|offloaded| offloaded.rows.start < band.q_range.end);
+            let gone =
+                offloaded[first..].iter().take_while(|offloaded| offloaded.rows.start < band.q_range.end);
             gone.map(|offloaded| of_rows(band, offloaded.rows.intersect(&band.q_range))).sum()
         };
         bands.iter().map(of_band).sum()

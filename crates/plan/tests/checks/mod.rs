@@ -195,7 +195,8 @@ pub(crate) fn check_hosting(mask: &Mask, plan: &Plan) {
         .iter()
         .flat_map(|rank| rows(&rank.q_ranges).into_iter().zip(hosts_of_rows(rank)))
         .collect();
-    let offloaded = |rank: usize| rows(&works[rank].offloaded()).into_iter().map(|local| inputs[rank][local]).collect();
+    let offloaded =
+        |rank: usize| rows(&works[rank].offloaded()).into_iter().map(|local| inputs[rank][local]).collect();
     let offloaded: Vec<Vec<usize>> = (0..plan.cp_size()).map(offloaded).collect();
     assert!(offloaded.iter().any(|rows| !rows.is_empty()), "hosting of nothing");
     let reduced: Vec<GroupPart> = works.iter().map(|work| work.owner_part()).collect();

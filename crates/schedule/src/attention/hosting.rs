@@ -18,7 +18,8 @@ use crate::{
 /// Whether every row of every rank is offloaded: stages then have nothing to compute, to begin or to write, and what hosts compute is
 /// all there is.
 pub(super) fn hosts_do_all(plan: &Plan) -> bool {
-    let all_offloaded = |rank: &RankPlan| rank.hosted.as_ref().is_some_and(|work| work.offloaded_rows() == rank.q_rows);
+    let all_offloaded =
+        |rank: &RankPlan| rank.hosted.as_ref().is_some_and(|work| work.offloaded_rows() == rank.q_rows);
     plan.ranks.iter().all(|rank| all_offloaded(rank) && !rank.is_hosted_in_part())
 }
 
@@ -81,7 +82,8 @@ impl<'a> Hosting<'a> {
     ) -> Option<Self> {
         let work = plan.ranks[rank].hosted.as_ref()?;
         let (part, owner_part) = (Arc::new(work.part.clone()), Arc::new(work.owner_part()));
-        let (offloaded, q_rows, in_part) = (work.offloaded().into(), plan.ranks[rank].q_rows, is_hosted_in_part(plan));
+        let (offloaded, q_rows, in_part) =
+            (work.offloaded().into(), plan.ranks[rank].q_rows, is_hosted_in_part(plan));
         Some(Self { work, spec, compute, cast, reduce, part, owner_part, offloaded, rank, q_rows, in_part })
     }
 
