@@ -18,14 +18,17 @@ and max. `--clock wall` times loops of calls by the host's clock instead, launch
 """
 
 import gc
-import importlib.util
 import itertools
 import json
 import sys
 from pathlib import Path
 
+<<<<<<< HEAD
 from common.command_line import described, heads, names, note, sizes
 from common.interleaved import serve
+=======
+from common.command_line import add_folder, described, heads, names, note, sizes
+>>>>>>> peers
 from common.pytorch import torch
 from one_gpu.case import PEERS, ways_of
 from one_gpu.clock import CLOCKS, Clock
@@ -50,15 +53,6 @@ def arguments():
     parser.add_argument("--json", action="store_true", help="one JSON object a row")
     parser.add_argument("--turns", action="store_true", help="run what standard input says, when it says so")
     return parser.parse_args()
-
-
-def add_folder(folder):
-    """Packages are imported from there first. Its `prepare.py` does what they need before they are."""
-    sys.path.insert(1, str(folder.resolve()))
-    prepare = folder / "prepare.py"
-    if prepare.is_file():
-        spec = importlib.util.spec_from_file_location("prepare", prepare)
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
 def report(options, mask, shape, known, times):

@@ -1,6 +1,7 @@
 """What the scripts' command lines have in common."""
 
 import argparse
+import importlib.util
 import sys
 
 
@@ -56,3 +57,12 @@ def shapes(text):
 def described(text):
     """A parser whose help begins with `text`, as it is."""
     return argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def add_folder(folder):
+    """Packages are imported from there first. Its `prepare.py` does what they need before they are."""
+    sys.path.insert(1, str(folder.resolve()))
+    prepare = folder / "prepare.py"
+    if prepare.is_file():
+        spec = importlib.util.spec_from_file_location("prepare", prepare)
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))

@@ -1,8 +1,11 @@
 """MagiAttention's FFA by `flex_flash_attn_func`: masks as slices of rows and columns, and its variants for a mask."""
 
+from functools import partial
+
 from common.pytorch import torch
 from one_gpu.backends import Autograd
 from one_gpu.masks import BLOCK, WINDOW
+from one_gpu.tensors import PASSES
 
 FULL, CAUSAL, INVERSE_CAUSAL, BIDIRECTIONAL_CAUSAL = range(4)
 
@@ -42,24 +45,29 @@ class Ffa(Autograd):
         super().__init__((tensors.q, tensors.k, tensors.v), tensors.dout, attend)
 
 
-def ffa(mask, tensors):
-    """As it is called by default, and with each of its options that this mask and these heads permit and that have been fastest on one."""
+def variants(mask, is_grouped):
+    """(name, slices, options, passes): as it is called by default, and with each of its options that this mask and these heads
+    permit and that have been fastest on one."""
     rows, columns = slices(mask), slices(mask, "key")
-    grouped = tensors.shape.is_grouped
     written = {"disable_fwd_atomic_reduction": True}
     longest_first = sorted(rows, key=lambda one: one[2] - one[3])
-    tuned = {**written, **({"cat_gqa": True} if grouped else {})}
+    tuned = {**written, **({"cat_gqa": True} if is_grouped else {})}
     if disjoint_columns(rows):
         tuned["disable_bwd_dkv_atomic_reduction"] = True
-    yield "default", lambda: Ffa(tensors, rows, {}), ["forward", "backward"]
-    yield "tuned", lambda: Ffa(tensors, rows, tuned), ["forward", "backward"]
+    yield "default", rows, {}, PASSES
+    yield "tuned", rows, tuned, PASSES
     if longest_first != rows:
-        yield "longest first", lambda: Ffa(tensors, longest_first, written), ["forward"]
+        yield "longest first", longest_first, written, ["forward"]
     for tile in ((128, 176), (192, 128)):
-        yield f"tile {tile[0]}x{tile[1]}", lambda tile=tile: Ffa(tensors, rows, {**written, "ref_block_size": tile}), ["forward"]
-    if grouped:
-        yield "packed", lambda: Ffa(tensors, rows, {**written, "pack_gqa": True}), ["forward"]
+        yield f"tile {tile[0]}x{tile[1]}", rows, {**written, "ref_block_size": tile}, ["forward"]
+    if is_grouped:
+        yield "packed", rows, {**written, "pack_gqa": True}, ["forward"]
     if columns != rows and disjoint_columns(columns):
         # Their rows are not disjoint, so the forward adds up.
         options = {**tuned, "disable_bwd_dkv_atomic_reduction": True, "disable_fwd_atomic_reduction": False}
-        yield "by key", lambda: Ffa(tensors, columns, options), ["backward"]
+        yield "by key", columns, options, ["backward"]
+
+
+def ffa(mask, tensors):
+    for name, found, options, passes in variants(mask, tensors.shape.is_grouped):
+        yield name, partial(Ffa, tensors, found, options), passes
