@@ -1,4 +1,4 @@
-"""`flex_flash_attn_func` of MagiAttention's face beside MagiAttention's own, interleaved on one GPU.
+"""`flex_flash_attn_func` of MagiAttention's face compared with MagiAttention's own, interleaved on one GPU.
 
     python python/benches/magi_face.py [--magi FOLDER] [--clock wall] [--out results.json]
 
@@ -187,7 +187,7 @@ def report(rows: list[dict[str, Any]], given: Any) -> None:
 
 def keep(rows: list[dict[str, Any]], given: Any, wrong: list[str], version: str) -> None:
     document = {
-        "what": "flex_flash_attn_func of counterpoint.compat.magi beside MagiAttention's own, interleaved",
+        "what": "flex_flash_attn_func of counterpoint.compat.magi compared with MagiAttention's own, interleaved",
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "counterpoint": cp.__version__,

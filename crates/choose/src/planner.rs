@@ -83,10 +83,11 @@ pub fn plan_stages_within(
     planning: &Planning<'_>,
 ) -> Result<Plan, ChooseError> {
     let mut division = Division::new(mask, owners_of(base, mask, config)?);
-    let offloaded = |rank: &RankPlan| rank.hosted.as_ref().map_or_else(Vec::new, HostedWork::offloaded);
-    let offloaded: Vec<Vec<Range>> = base.ranks.iter().map(offloaded).collect();
-    if !offloaded.iter().all(Vec::is_empty) {
-        division = division.with_offloaded(&offloaded);
+    let hosted: Vec<&HostedWork> = base.ranks.iter().filter_map(|rank| rank.hosted.as_ref()).collect();
+    if base.ranks.iter().any(RankPlan::is_hosted_in_part) {
+        division = division.with_hosts(&hosted.iter().map(|work| work.hosted_rows()).collect::<Vec<_>>());
+    } else if !hosted.is_empty() {
+        division = division.with_offloaded(&hosted.iter().map(|work| work.offloaded()).collect());
     }
     Ok(stages::outline(division, spec, config, planning)?.into_plan_within(available, planning)?)
 }

@@ -2,7 +2,7 @@
 
 use counterpoint_mask::{Band, Mask, Range};
 
-use crate::hosting::{OffloadedRows, assign, pieces};
+use crate::hosting::{HostedRows, OffloadedRows, assign, pieces};
 use crate::runs::Runs;
 use crate::work::{needed_rows, rank_work};
 use crate::{AttentionSpec, Dispatch, HostedWork};
@@ -82,7 +82,7 @@ impl Owners {
 #[derive(Clone, Debug)]
 pub struct Division {
     pub(crate) owners: Owners,
-    /// By rank: local query rows, global key columns; without offloaded rows.
+    /// By rank: local query rows, global key columns; without what hosts compute.
     pub(crate) work: Vec<Vec<Band>>,
     /// By rank; empty where no row is offloaded.
     pub(crate) hosted: Vec<HostedWork>,
@@ -110,10 +110,26 @@ impl Division {
         !self.hosted.is_empty()
     }
 
-    /// The same, but these local query rows of each rank are offloaded: the ranks that own their keys compute them. `self` has none that
-    /// are.
+    /// Whether ranks compute with some keys for rows for which hosts compute too.
+    pub fn is_hosted_in_part(&self) -> bool {
+        self.hosted.iter().zip(&self.work).any(|(hosted, work)| hosted.is_in_part(work.iter()))
+    }
+
+    /// By rank, offloaded rows with their hosts.
+    pub fn hosted_rows(&self) -> Vec<Vec<HostedRows>> {
+        self.hosted.iter().map(HostedWork::hosted_rows).collect()
+    }
+
+    /// The same, but these local query rows of each rank are offloaded: the ranks that own their keys compute them. `self` has none that are.
     #[must_use]
     pub fn with_offloaded(&self, offloaded: &OffloadedRows) -> Self {
+        self.with_hosts(&HostedRows::by_all(offloaded))
+    }
+
+    /// The same, but others compute for these rows of each rank, which are ascending and disjoint: all of their work or some. `self` has none of
+    /// which they do.
+    #[must_use]
+    pub fn with_hosts(&self, offloaded: &[Vec<HostedRows>]) -> Self {
         let owners = self.owners.clone();
         if offloaded.iter().all(Vec::is_empty) {
             return Self { owners, work: self.work.clone(), hosted: Vec::new() };
@@ -123,8 +139,8 @@ impl Division {
         Self { owners, work, hosted }
     }
 
-    /// At least so many bands does [`Division::with_offloaded`] cut before it joins neighbours again.
-    pub fn hosted_pieces(&self, offloaded: &OffloadedRows) -> u64 {
+    /// At least so many bands does [`Division::with_hosts`] cut before it joins neighbours again, where all owners of keys host.
+    pub fn hosted_pieces(&self, offloaded: &[Vec<HostedRows>]) -> u64 {
         pieces(&self.work, offloaded, &self.owners.q_dispatch, &self.owners.k_runs)
     }
 

@@ -51,7 +51,7 @@ pub use fingerprint::Fingerprint;
 pub use gemm_collective::GemmCollective;
 pub use group_part::GroupPartError;
 pub use hierarchy::{TwoLevelExchange, TwoLevelPart};
-pub use hosting::{HostedWork, OffloadedRows};
+pub use hosting::{HostedRows, HostedWork, OffloadedRows, RowHosts};
 pub use linear::{GROUP_TILE_ROWS, LinearPlan, WaveGroups};
 pub use linear_spec::{Activations, LinearDirection, LinearKind, LinearSpec};
 pub use outline::Outline;

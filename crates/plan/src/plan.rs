@@ -74,6 +74,12 @@ impl RankPlan {
         self.hosted.as_ref().map_or(0, |hosted| hosted.send_rows(self.rank))
     }
 
+    /// Whether it computes, in stages, for some of its rows for which hosts compute too.
+    pub fn is_hosted_in_part(&self) -> bool {
+        let bands = self.forward.iter().flat_map(|stage| stage.bands.iter());
+        self.hosted.as_ref().is_some_and(|hosted| hosted.is_in_part(bands))
+    }
+
     /// Global key rows that it receives over all stages, merged and ascending.
     pub fn recv_ranges(&self) -> Vec<Range> {
         Range::merged(self.forward.iter().flat_map(|stage| &stage.recv_ranges).copied().collect())

@@ -24,6 +24,12 @@ pub struct RankOutline {
 }
 
 impl RankOutline {
+    /// Query rows whose results are made of what hosts and stages compute: all, where both compute for some.
+    pub fn merged_rows(&self) -> usize {
+        let in_part = self.hosted.as_ref().is_some_and(|hosted| hosted.is_in_part(self.work.iter()));
+        if in_part { self.q_rows } else { 0 }
+    }
+
     /// Those of all ranks, and who owns what. `layers(work, received)` says into how many layers owners' rows are cut at most, in which
     /// ranks receive that do such work, by rank, and receive so many rows for it.
     ///

@@ -7,7 +7,8 @@ mod random;
 use checks::{check_dispatch, check_exchange, check_hosting, check_pairs, directions};
 use counterpoint_mask::Range;
 use counterpoint_plan::{
-    Dispatch, Division, KEY_BLOCK, OffloadedRows, Outline, Owners, Planning, RankOutline, StageCuts, Topology,
+    Dispatch, Division, HostedRows, KEY_BLOCK, Outline, Owners, Planning, RankOutline, RowHosts, StageCuts,
+    Topology,
 };
 use proptest::prelude::*;
 
@@ -43,7 +44,7 @@ proptest! {
         ranks in 1..7_usize,
         chunk_sizes in proptest::array::uniform2(1..90_usize),
         owners in proptest::collection::vec(0..7_usize, 1..40),
-        offloaded in proptest::collection::vec((0..7_usize, 0..300_usize, 1..60_usize), 0..4),
+        offloaded in proptest::collection::vec((0..7_usize, 0..150_usize, 1..60_usize, 0..128_u32), 0..6),
         stages in proptest::array::uniform2(1..5_usize),
         places in proptest::collection::vec(0..9_usize, 1..30),
         layers in 1..9_usize,
@@ -53,16 +54,20 @@ proptest! {
             .map(|(seqlen, chunk_size)| dealt(seqlen, chunk_size, ranks, &owners));
         let local_rows: Vec<usize> = (0..ranks).map(|rank| q_dispatch.tokens(rank)).collect();
         let division = Division::new(&mask, Owners::new(q_dispatch, k_dispatch));
-        let of_rank = |rank: usize| {
+        let of_rank = |rank: usize| -> Vec<HostedRows> {
+            let mut end = 0;
             let own = offloaded.iter().filter(|(other, ..)| other % ranks == rank);
-            let some = own.map(|&(_, start, length)| {
-                let start = start.min(local_rows[rank]);
-                Range::new(start, (start + length).min(local_rows[rank]))
+            let some = own.map(|&(_, gap, length, hosts)| {
+                let start = (end + gap).min(local_rows[rank]);
+                end = (start + length).min(local_rows[rank]);
+                let these = (0..ranks as u32).filter(|host| hosts >> host & 1 == 1).collect();
+                let hosts = if hosts == 0 { RowHosts::All } else { RowHosts::These(these) };
+                HostedRows { rows: Range::new(start, end), hosts }
             });
-            Range::merged(some.collect())
+            some.filter(|offloaded| !offloaded.rows.is_empty()).collect()
         };
-        let offloaded: OffloadedRows = (0..ranks).map(of_rank).collect();
-        let division = division.with_offloaded(&offloaded);
+        let offloaded: Vec<Vec<HostedRows>> = (0..ranks).map(of_rank).collect();
+        let division = division.with_hosts(&offloaded);
         let topology = Topology::flat(ranks);
         let (owners, outlines) = RankOutline::of(division, &topology, |_, _| layers, &Planning::ALONE).unwrap();
         let gathers = gathers && outlines.iter().all(|rank| rank.own_rows().is_multiple_of(KEY_BLOCK));

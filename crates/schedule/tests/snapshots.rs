@@ -4,10 +4,11 @@
 use std::sync::Arc;
 
 use counterpoint_choose::{DispatchAlgorithm, PlanConfig, QueryExchange, StageCount, plan_mask};
-use counterpoint_mask::Mask;
+use counterpoint_mask::{Mask, Range};
 use counterpoint_plan::{
-    Activations, AttentionSpec, DType, ExpertGroups, ExpertKind, ExpertPlan, ExpertSpec, GemmCollective,
-    LinearKind, LinearPlan, LinearSpec, Plan, Routing, Topology, WaveGroups,
+    Activations, AttentionSpec, DType, Division, ExpertGroups, ExpertKind, ExpertPlan, ExpertSpec,
+    GemmCollective, HostedRows, LinearKind, LinearPlan, LinearSpec, Outline, Owners, Plan, Planning,
+    RankOutline, Routing, RowHosts, StageCuts, Topology, WaveGroups,
 };
 use counterpoint_schedule::{
     GradientReduction, KeyBlocks, NormSpec, OverlapPolicy, WeightGradient, lower_attention_backward,
@@ -91,6 +92,29 @@ fn attention_with_query_offload() {
     let plan = plan("full:64,keys=1k", &config);
     assert!(plan.ranks[0].hosted.is_some());
     insta::assert_snapshot!("attention_forward_query_offload", forward(&plan, "concurrent"));
+}
+
+/// 64 rows on each of three ranks that see everything; rank 1 hosts the first rows of rank 0.
+fn hosted_in_part() -> Plan {
+    let mask: Mask = "full:192".parse().unwrap();
+    let base = plan("full:192", &config(3, 1));
+    let first = HostedRows { rows: Range::new(0, 16), hosts: RowHosts::These(vec![1]) };
+    let division = Division::new(&mask, Owners::new(base.q_dispatch, base.k_dispatch));
+    let division = division.with_hosts(&[vec![first], Vec::new(), Vec::new()]);
+    let (owners, ranks) = RankOutline::of(division, &Topology::flat(3), |_, _| 1, &Planning::ALONE).unwrap();
+    let places: Vec<Vec<usize>> = ranks.iter().map(|rank| vec![0, rank.remote.len()]).collect();
+    let [forward, backward] = [(); 2].map(|()| StageCuts::new(&ranks, &places, 2));
+    Outline { owners, ranks, forward, backward }.into_plan(&Planning::ALONE).unwrap()
+}
+
+#[test]
+fn attention_with_rows_hosted_in_part() {
+    let plan = hosted_in_part();
+    insta::assert_snapshot!("attention_forward_hosted_in_part", forward(&plan, "concurrent"));
+    insta::assert_snapshot!(
+        "attention_backward_hosted_in_part",
+        backward(&plan, "concurrent", GradientReduction::PerStage)
+    );
 }
 
 fn layer(kind: LinearKind, activations: Activations) -> LinearPlan {

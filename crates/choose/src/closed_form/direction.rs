@@ -127,11 +127,12 @@ pub(crate) struct StageWork {
 
 impl Direction {
     /// Seconds of one rank's hosted work, which has `rows` query rows in the busier direction of its links. Results travel
-    /// back as queries have come.
+    /// back as queries have come. Of `merged_rows` query rows results are made once more, as hosts and stages compute for some of them.
     pub(crate) fn predict_hosted(
         self,
         work: &HostedWork,
         rows: LinkRows,
+        merged_rows: usize,
         spec: &AttentionSpec,
         cost: &CostModel,
     ) -> StagePrediction {
@@ -140,10 +141,23 @@ impl Direction {
             Direction::Backward => spec.hosted_backward_bytes(),
         };
         let stage = StageWork { area: work.area, q_rows: work.q_rows, own_rows: 0, remote: false };
+        let computed = self.predict(stage, LinkRows::default(), spec, cost);
         StagePrediction {
+            compute_seconds: computed.compute_seconds + self.merge_seconds(merged_rows, spec, cost),
             cast_seconds: rows.seconds(bytes.tensors, cost) + rows.seconds(bytes.statistics, cost),
             reduce_seconds: rows.seconds(bytes.results, cost),
-            ..self.predict(stage, LinkRows::default(), spec, cost)
+            ..computed
         }
+    }
+
+    /// Seconds to leave results of so many rows in the accumulator's type, to merge others into them, and to make results of them.
+    fn merge_seconds(self, q_rows: usize, spec: &AttentionSpec, cost: &CostModel) -> f64 {
+        if q_rows == 0 {
+            return 0.0;
+        }
+        let head_dim = if self == Direction::Forward { spec.head_dim_v } else { spec.head_dim };
+        let (sum, result) = (spec.dtype.accumulator().size(), spec.dtype.size());
+        let bytes = q_rows * spec.heads_q * head_dim * (2 * sum + result);
+        2.0 * cost.launch_seconds + bytes as f64 / cost.memory_bytes_per_second
     }
 }

@@ -53,7 +53,9 @@ impl Prediction {
                 let links = busier_rows(&stage.part, plan.rank, &config.topology);
                 StageFigures { area, own_rows, key_rows, bands, links }
             });
-            let rank = RankFigures { rank: plan.rank, q_rows: plan.q_rows, hosted: plan.hosted.as_ref() };
+            let merged_rows = if plan.is_hosted_in_part() { plan.q_rows } else { 0 };
+            let hosted = plan.hosted.as_ref().map(|work| (work, merged_rows));
+            let rank = RankFigures { rank: plan.rank, q_rows: plan.q_rows, hosted };
             rank.predict(direction, stages, spec, config)
         };
         let ranks = plan.ranks.iter();
@@ -79,7 +81,8 @@ impl Prediction {
                         links: links.busier(rank, stage),
                     }
                 });
-                let figures = RankFigures { rank, q_rows: of_rank.q_rows, hosted: of_rank.hosted.as_ref() };
+                let hosted = of_rank.hosted.as_ref().map(|work| (work, of_rank.merged_rows()));
+                let figures = RankFigures { rank, q_rows: of_rank.q_rows, hosted };
                 figures.predict(direction, stages, spec, config)
             };
             outline.ranks.iter().enumerate().map(of_rank).collect()
@@ -115,7 +118,8 @@ struct StageFigures<'a> {
 struct RankFigures<'a> {
     rank: usize,
     q_rows: usize,
-    hosted: Option<&'a HostedWork>,
+    /// With the query rows whose results are made of what hosts and stages compute.
+    hosted: Option<(&'a HostedWork, usize)>,
 }
 
 impl RankFigures<'_> {
@@ -140,9 +144,9 @@ impl RankFigures<'_> {
             }
         };
         let stages: Vec<StagePrediction> = stages.enumerate().map(predict).collect();
-        let hosted = self.hosted.map(|hosted| {
+        let hosted = self.hosted.map(|(hosted, merged_rows)| {
             let rows = busier_rows(&hosted.part, self.rank, &config.topology);
-            direction.predict_hosted(hosted, rows, spec, &config.cost)
+            direction.predict_hosted(hosted, rows, merged_rows, spec, &config.cost)
         });
         let (local, remote) = stages.split_at(1);
         let seconds = makespan(local.iter().chain(&hosted).chain(remote).copied());

@@ -1,11 +1,12 @@
 //! Whether query rows are offloaded, and which: proposals are weighed by bytes or by predicted seconds, and the best is kept.
 
+mod pairs;
 mod proposals;
 
 use std::fmt;
 
 use counterpoint_mask::{Mask, Range};
-use counterpoint_plan::{AttentionSpec, Division, OffloadedRows, Owners, PlanError, Planning};
+use counterpoint_plan::{AttentionSpec, Division, HostedRows, Owners, PlanError, Planning};
 
 use crate::closed_form::Prediction;
 use crate::config::{PlanConfig, QueryExchange};
@@ -16,6 +17,9 @@ use proposals::proposals;
 /// The most that are weighed: seconds of one core (0.1 to 1.2 us a piece on an EPYC, whether neighbours can be joined or not) and some
 /// hundred megabytes. Rows that are worth sending are few, and come in thousands of pieces.
 const MOST_PIECES: u64 = 1 << 23;
+
+/// Rows are offloaded with a part of their work where that moves at most this part of the bytes that whole rows move.
+const MOST_BYTES_IN_PART: f64 = 0.98;
 
 /// Query offload that was asked for and not weighed, because it comes in too many pieces.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,7 +40,7 @@ impl fmt::Display for UnweighedOffload {
 
 /// Whether any rows of a division, none of which is computed elsewhere, are worth a look.
 pub(crate) fn any(without: &Division, spec: &AttentionSpec, config: &PlanConfig) -> bool {
-    !proposals(without, spec, config).is_empty()
+    !proposals(without, spec, config).is_empty() || !pairs::proposals(without, spec, config).is_empty()
 }
 
 /// The division of `mask` for these owners; or, where offloaded rows make it better, the best one for them or for those
@@ -50,21 +54,29 @@ pub(crate) fn choose(
     redispatch: impl Fn(&[Range]) -> Result<Owners, PlanError>,
 ) -> Result<(Division, Option<UnweighedOffload>), PlanError> {
     let without = Division::new(mask, owners);
-    let proposals = proposals(&without, spec, config);
-    if proposals.is_empty() {
+    let (proposals, in_part) = (proposals(&without, spec, config), pairs::proposals(&without, spec, config));
+    if proposals.is_empty() && in_part.is_empty() {
         return Ok((without, None));
     }
     let mut aim = Aim::of(&without, spec, config, planning)?;
     let (mut best, mut unweighed) = (None, None);
+    // Of offloaded rows with all of their work, which need no second pass over results.
+    let mut whole_bytes: Option<u64> = None;
     // One at a time: of thousands of ranks each takes hundreds of megabytes.
-    let mut weigh = |division: &Division, offloaded: &OffloadedRows| {
+    let mut weigh = |division: &Division, hosted: &[Vec<HostedRows>], is_whole: bool| {
         planning.check()?;
-        let pieces = division.hosted_pieces(offloaded);
+        let pieces = division.hosted_pieces(hosted);
         if pieces > MOST_PIECES {
             unweighed = Some(UnweighedOffload { pieces });
             return Ok(());
         }
-        let division = division.with_offloaded(offloaded);
+        let division = division.with_hosts(hosted);
+        let bytes = division.bytes(spec);
+        if is_whole {
+            whole_bytes = Some(whole_bytes.map_or(bytes, |least| least.min(bytes)));
+        } else if whole_bytes.is_some_and(|least| bytes as f64 > MOST_BYTES_IN_PART * least as f64) {
+            return Ok(());
+        }
         if aim.is_nearer(&division, spec, config, planning)? {
             best = Some(division);
         }
@@ -74,12 +86,20 @@ pub(crate) fn choose(
         let rows = without.owners().global(&offloaded);
         let other = redispatch(&rows)?;
         if other != *without.owners() {
-            let offloaded = other.local(&rows);
-            weigh(&Division::new(mask, other), &offloaded)?;
+            let offloaded = HostedRows::by_all(&other.local(&rows));
+            weigh(&Division::new(mask, other), &offloaded, true)?;
         }
-        weigh(&without, &offloaded)?;
+        weigh(&without, &HostedRows::by_all(&offloaded), true)?;
     }
-    Ok((best.unwrap_or(without), unweighed))
+    for hosted in in_part {
+        weigh(&without, &hosted, false)?;
+    }
+    let best = match best {
+        // As it is made of its plan again: bands are cut where hosts change, whatever was asked for.
+        Some(division) if division.is_hosted_in_part() => without.with_hosts(&division.hosted_rows()),
+        best => best.unwrap_or(without),
+    };
+    Ok((best, unweighed))
 }
 
 /// Predicted, of a forward and of a backward.

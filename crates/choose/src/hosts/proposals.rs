@@ -59,17 +59,17 @@ pub(super) fn proposals(
 }
 
 /// What moving and computing costs in a forward and a backward together.
-struct Prices {
+pub(super) struct Prices {
     /// Bytes that a key row fetched makes travel.
-    key_bytes: f64,
+    pub(super) key_bytes: f64,
     /// Bytes that a query row makes travel for every host.
-    query_bytes: f64,
+    pub(super) query_bytes: f64,
     seconds_per_byte: f64,
     seconds_per_pair: f64,
 }
 
 impl Prices {
-    fn new(spec: &AttentionSpec, cost: &CostModel) -> Self {
+    pub(super) fn new(spec: &AttentionSpec, cost: &CostModel) -> Self {
         let forward = spec.flops_forward(1) / cost.forward_flops_per_second;
         let backward = spec.flops_backward(1) / cost.backward_flops_per_second;
         Self {
@@ -78,6 +78,11 @@ impl Prices {
             seconds_per_byte: 1.0 / cost.link.bytes_per_second,
             seconds_per_pair: forward + backward,
         }
+    }
+
+    /// Whether so many key rows are more bytes than so many query rows that go to one host.
+    pub(super) fn is_wide(&self, rows: usize, keys: usize) -> bool {
+        keys as f64 * self.key_bytes > rows as f64 * self.query_bytes
     }
 }
 
@@ -128,43 +133,66 @@ struct Pieces {
     others: Vec<Range>,
 }
 
-/// Cuts a rank's rows into chunks and where the work of wide bands begins and ends. Candidates see enough keys to be worth
-/// moving to at least one host.
-fn wide_pieces(bands: &[Band], q_dispatch: &Dispatch, rank: usize, prices: &Prices) -> Pieces {
-    let wide = |rows: usize, keys: usize| keys as f64 * prices.key_bytes > rows as f64 * prices.query_bytes;
-    let none = Pieces { candidates: Vec::new(), others: Vec::new() };
-    let mut local = 0;
-    let chunks = q_dispatch.chunks(rank).iter().map(|&chunk| {
-        local += q_dispatch.chunk_range(chunk as usize).len();
-        local
-    });
-    let mut ends: Vec<usize> = std::iter::once(0).chain(chunks).collect();
-    let chunk_ends = ends.len();
-    for band in bands {
-        if wide(band.q_range.len().min(q_dispatch.chunk_size()), band.k_range.len()) {
-            ends.extend([band.q_range.start, band.q_range.end]);
+/// A rank's rows in chunks, cut also where the work of wide bands begins and ends.
+pub(super) struct Cuts {
+    ends: Vec<usize>,
+}
+
+impl Cuts {
+    /// Where some piece sees enough keys to be worth moving to at least one host; most masks have none, which is soon seen.
+    pub(super) fn of(bands: &[Band], q_dispatch: &Dispatch, rank: usize, prices: &Prices) -> Option<Self> {
+        let mut local = 0;
+        let chunks = q_dispatch.chunks(rank).iter().map(|&chunk| {
+            local += q_dispatch.chunk_range(chunk as usize).len();
+            local
+        });
+        let mut ends: Vec<usize> = std::iter::once(0).chain(chunks).collect();
+        let chunk_ends = ends.len();
+        for band in bands {
+            if prices.is_wide(band.q_range.len().min(q_dispatch.chunk_size()), band.k_range.len()) {
+                ends.extend([band.q_range.start, band.q_range.end]);
+            }
         }
+        if ends.len() > 8 * chunk_ends + MOST_PIECES {
+            ends.truncate(chunk_ends);
+        }
+        ends.sort_unstable();
+        ends.dedup();
+        let cuts = Self { ends };
+        let mut widths = vec![0; cuts.len()];
+        bands
+            .iter()
+            .for_each(|band| cuts.crossed(band).for_each(|piece| widths[piece] += band.k_range.len()));
+        let is_wide = |(piece, &keys): (usize, &usize)| prices.is_wide(cuts.rows(piece).len(), keys);
+        widths.iter().enumerate().any(is_wide).then_some(cuts)
     }
-    if ends.len() > 8 * chunk_ends + MOST_PIECES {
-        ends.truncate(chunk_ends);
+
+    /// Number of pieces.
+    pub(super) fn len(&self) -> usize {
+        self.ends.len() - 1
     }
-    ends.sort_unstable();
-    ends.dedup();
-    let rows = |piece: usize| Range::new(ends[piece], ends[piece + 1]);
-    let crossed = |band: &Band| {
-        let first = ends.partition_point(|&end| end <= band.q_range.start) - 1;
-        first..ends.partition_point(|&end| end < band.q_range.end)
+
+    /// Local rows of a piece.
+    pub(super) fn rows(&self, piece: usize) -> Range {
+        Range::new(self.ends[piece], self.ends[piece + 1])
+    }
+
+    /// The pieces that hold rows of a band.
+    pub(super) fn crossed(&self, band: &Band) -> std::ops::Range<usize> {
+        let first = self.ends.partition_point(|&end| end <= band.q_range.start) - 1;
+        first..self.ends.partition_point(|&end| end < band.q_range.end)
+    }
+}
+
+/// A rank's pieces. Candidates see enough keys to be worth moving to at least one host.
+fn wide_pieces(bands: &[Band], q_dispatch: &Dispatch, rank: usize, prices: &Prices) -> Pieces {
+    let Some(cuts) = Cuts::of(bands, q_dispatch, rank, prices) else {
+        return Pieces { candidates: Vec::new(), others: Vec::new() };
     };
-    // Most masks have no such rows, which is soon seen.
-    let mut widths = vec![0; ends.len() - 1];
-    bands.iter().for_each(|band| crossed(band).for_each(|piece| widths[piece] += band.k_range.len()));
-    if !widths.iter().enumerate().any(|(piece, &keys)| wide(rows(piece).len(), keys)) {
-        return none;
-    }
     let mut pieces: Vec<Piece> =
-        (0..widths.len()).map(|piece| Piece { rows: rows(piece), keys: Vec::new(), area: 0 }).collect();
+        (0..cuts.len()).map(|piece| Piece { rows: cuts.rows(piece), keys: Vec::new(), area: 0 }).collect();
     for band in bands {
-        for piece in &mut pieces[crossed(band)] {
+        for piece in &mut pieces[cuts.crossed(band)] {
             if let Some(part) = band.clip(&piece.rows, &band.k_range).trim() {
                 piece.keys.push(part.k_range);
                 piece.area += part.area();
@@ -173,7 +201,7 @@ fn wide_pieces(bands: &[Band], q_dispatch: &Dispatch, rank: usize, prices: &Pric
     }
     pieces.iter_mut().for_each(|piece| piece.keys = Range::merged(std::mem::take(&mut piece.keys)));
     let (mut candidates, mut others): (Vec<Piece>, Vec<Piece>) =
-        pieces.into_iter().partition(|piece| wide(piece.rows.len(), piece.width()));
+        pieces.into_iter().partition(|piece| prices.is_wide(piece.rows.len(), piece.width()));
     candidates.sort_by_key(|piece| (std::cmp::Reverse(piece.width()), piece.rows.start));
     others.extend(candidates.drain(MOST_PIECES.min(candidates.len())..));
     let others = others.into_iter().flat_map(|piece| piece.keys).collect();

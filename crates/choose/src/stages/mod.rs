@@ -89,7 +89,7 @@ fn cut(
         let predict_hosted = |(rank, outline): (usize, &RankOutline)| {
             let hosted = outline.hosted.as_ref()?;
             let rows = busier_rows(&hosted.part, rank, &config.topology);
-            Some(direction.predict_hosted(hosted, rows, spec, &config.cost))
+            Some(direction.predict_hosted(hosted, rows, outline.merged_rows(), spec, &config.cost))
         };
         let hosted: Vec<Option<StagePrediction>> = ranks.iter().enumerate().map(predict_hosted).collect();
         let cuts = |choice: &Choice| {

@@ -5,7 +5,7 @@ use counterpoint_choose::{
     DispatchAlgorithm, PlanConfig, Prediction, QueryExchange, StageCount, plan_mask, plan_mask_on,
     plan_stages_within,
 };
-use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};
+use counterpoint_mask::{AttnSlice, Documents, Mask, MaskType, Range};
 use counterpoint_plan::{
     AttentionSpec, DType, GradientShares, Plan, PlanSummary, Planning, RankPlan, Topology,
 };
@@ -174,6 +174,36 @@ fn dense_masks_move_keys_only() {
             assert!(plan.ranks.iter().all(|rank| rank.hosted.is_none()));
         }
     }
+}
+
+/// Of documents in blocks of 2,048 whose last 2,048 rows see everything, on 8 ranks: bytes as parts of a ring's, without queries that travel and with
+/// those that move the fewest. Where heads are as many as key heads, rows see the keys of owners of whom only some are worth hosting them.
+#[test]
+fn some_keys_of_a_row_are_hosted_and_others_fetched() {
+    let (ranks, block) = (8, 2048);
+    let mut in_part = 0;
+    for (tokens, documents) in [(1 << 16, 2), (1 << 16, 8), (1 << 20, 2), (1 << 20, 8)] {
+        let lengths = Documents::from_lengths(vec![tokens / documents; documents]).unwrap();
+        let mask = Mask::last_global(lengths, block, block).unwrap();
+        for heads_q in [64, 8] {
+            let spec = AttentionSpec { heads_q, ..SPEC };
+            let ring = (tokens * (ranks - 1)) as f64 * spec.exchanged_key_bytes() as f64;
+            let of = |query_exchange| {
+                let plan = plan_mask(&mask, &spec, &config(ranks, query_exchange)).unwrap();
+                (
+                    bytes(&plan, &spec) as f64 / ring,
+                    plan.ranks.iter().any(RankPlan::is_hosted_in_part),
+                    plan.balance(),
+                )
+            };
+            let [never, fewest, auto] =
+                [QueryExchange::Never, QueryExchange::FewestBytes, QueryExchange::Auto].map(of);
+            println!("{tokens} of {documents}, {heads_q}:8: {never:.3?} {fewest:.3?} {auto:.3?}");
+            assert!(fewest.0 <= never.0);
+            in_part += usize::from(fewest.1);
+        }
+    }
+    assert!(in_part >= 3, "{in_part} of 8");
 }
 
 #[test]

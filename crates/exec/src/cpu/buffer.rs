@@ -352,10 +352,6 @@ impl WriteGuard<'_> {
     pub(crate) fn dtype(&self) -> DType {
         self.stored.dtype()
     }
-
-    pub(crate) fn len(&self) -> usize {
-        self.shape().iter().product()
-    }
 }
 
 /// Copies one tensor to another of the same shape and type, one of which may be strided.

@@ -213,14 +213,18 @@ where
     let (mut out, mut lse) = (access.write(out)?, access.write(lse)?);
     if out.dtype() != T::DTYPE {
         // A partial result: the state is made where it goes.
+        let (out, lse) = (elements_mut::<T::Accumulator>(&mut out), elements_mut::<T::Accumulator>(&mut lse));
         let mut row_sum = vec![T::Accumulator::ZERO; lse.len()];
-        let state = StateMutArgs {
-            acc: elements_mut(&mut out),
-            row_max: elements_mut(&mut lse),
-            row_sum: &mut row_sum,
-        };
-        run(ForwardMode::First(state))?;
-        let (out, lse) = (elements_mut::<T::Accumulator>(&mut out), elements_mut(&mut lse));
+        if let ForwardBegin::Continue(begin) = op.begin {
+            out.copy_from_slice(elements(&access.read(begin.acc)?));
+            lse.copy_from_slice(elements(&access.read(begin.row_max)?));
+            row_sum.copy_from_slice(elements(&access.read(begin.row_sum)?));
+        }
+        let state = StateMutArgs { acc: &mut *out, row_max: &mut *lse, row_sum: &mut row_sum };
+        run(match op.begin {
+            ForwardBegin::Start => ForwardMode::First(state),
+            ForwardBegin::Continue(_) => ForwardMode::Next(state),
+        })?;
         attention_partial::<T>(out, lse, &row_sum, v.shape()[2], workers);
         return Ok(());
     }

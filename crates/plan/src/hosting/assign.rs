@@ -2,18 +2,18 @@
 
 use counterpoint_mask::{Band, Range};
 
-use super::{HostedWork, OffloadedRows};
+use super::{HostedRows, HostedWork, RowHosts};
 use crate::Dispatch;
 use crate::exchange::{PlacedRows, exchange};
 use crate::row_list::RowList;
 use crate::runs::Runs;
 use crate::work::push_fused;
 
-/// Takes the work of offloaded rows out of `work` (local rows, global columns), and gives it to the owners of its keys:
-/// what remains, and every rank's part of the rest.
+/// Takes the work of offloaded rows out of `work` (local rows, global columns), and gives it to the owners of its keys that host them:
+/// what remains, and every rank's part of the rest. `offloaded` are ascending and disjoint rows of each rank.
 pub(crate) fn assign(
     work: &[Vec<Band>],
-    offloaded: &OffloadedRows,
+    offloaded: &[Vec<HostedRows>],
     q_dispatch: &Dispatch,
     q_runs: &Runs,
     k_runs: &Runs,
@@ -29,18 +29,23 @@ pub(crate) fn assign(
         let own = RowList::new(q_dispatch.ranges(rank));
         for band in bands {
             let mut start = band.q_range.start;
-            let first = offloaded.partition_point(|rows| rows.end <= start);
-            for rows in offloaded[first..].iter().take_while(|rows| rows.start < band.q_range.end) {
+            let first = offloaded.partition_point(|offloaded| offloaded.rows.end <= start);
+            for HostedRows { rows, hosts } in
+                offloaded[first..].iter().take_while(|offloaded| offloaded.rows.start < band.q_range.end)
+            {
                 let gone = rows.intersect(&band.q_range);
                 stays[rank].extend(clip_rows(band, Range::new(start, gone.start)));
                 start = gone.end;
+                if *hosts != RowHosts::All {
+                    keep(band, gone, k_runs, hosts, &mut stays[rank]);
+                }
                 let mut local = gone.start;
                 for global in own.rows(gone.start, gone.end) {
                     let to_global = global.start as i64 - local as i64;
                     let here = Range::new(local, local + global.len());
                     local = here.end;
                     if let Some(piece) = clip_rows(band, here) {
-                        give(&piece.shift(to_global, 0), k_runs, &mut hosted);
+                        give(&piece.shift(to_global, 0), k_runs, hosts, &mut hosted);
                     }
                 }
             }
@@ -70,12 +75,28 @@ fn clip_rows(band: &Band, rows: Range) -> Option<Band> {
     (!rows.is_empty()).then(|| band.clip(&rows, &band.k_range).trim()).flatten()
 }
 
-/// Cuts a band of global rows and columns where the columns' owner changes.
-fn give(band: &Band, k_runs: &Runs, hosted: &mut [Vec<Band>]) {
-    for run in k_runs.overlapping(&band.k_range) {
+/// Cuts a band of global rows and columns where the columns' owner changes, and gives each host its own.
+fn give(band: &Band, k_runs: &Runs, hosts: &RowHosts, hosted: &mut [Vec<Band>]) {
+    for run in k_runs.overlapping(&band.k_range).iter().filter(|run| hosts.has(run.rank)) {
         if let Some(piece) = band.clip(&band.q_range, &run.range).trim() {
             let to_local = run.local_start as i64 - run.range.start as i64;
             push_fused(&mut hosted[run.rank as usize], piece.shift(0, to_local));
         }
     }
+}
+
+/// Leaves the part of a band of local `rows` whose keys belong to none of the hosts.
+fn keep(band: &Band, rows: Range, k_runs: &Runs, hosts: &RowHosts, stays: &mut Vec<Band>) {
+    let mut kept = Range::new(band.k_range.start, band.k_range.start);
+    let mut leave = |keys: Range| stays.extend(band.clip(&rows, &keys).trim());
+    for run in k_runs.overlapping(&band.k_range) {
+        match hosts.has(run.rank) {
+            false => kept.end = run.range.end,
+            true => {
+                leave(kept);
+                kept = Range::new(run.range.end, run.range.end);
+            }
+        }
+    }
+    leave(kept);
 }

@@ -2,9 +2,11 @@
 //!
 //! A row that sees many keys of many ranks makes its owner fetch them all, and compute with them all. Its query and its
 //! partial results are few bytes compared with these keys. So such a row can be *offloaded*: every rank that owns keys that it sees, its
-//! owner included, *hosts* it. Hosts receive its query, compute with their own keys, and send partial results to the owner. A row is
-//! offloaded with all of its work, so results of a row come from stages or from hosts, never from both: its partial results are
+//! owner included, *hosts* it. Hosts receive its query, compute with their own keys, and send partial results to the owner. These are
 //! merged once, in the order of ranks, and no stage waits for them.
+//!
+//! A row may also be offloaded in part: some owners of its keys host it, and its owner computes with the keys of the others, its own among them,
+//! in stages. What stages have computed is merged first.
 
 mod assign;
 mod pieces;
@@ -19,8 +21,45 @@ use crate::{GroupPart, OwnedSplit};
 pub(crate) use assign::assign;
 pub(crate) use pieces::pieces;
 
-/// By rank: offloaded local query rows, merged and ascending.
+/// By rank: local query rows that are offloaded with all of their work, merged and ascending.
 pub type OffloadedRows = Vec<Vec<Range>>;
+
+/// Neighbouring local query rows of a rank, and which owners of their keys compute for them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HostedRows {
+    /// Local query rows.
+    pub rows: Range,
+    /// Who computes.
+    pub hosts: RowHosts,
+}
+
+/// Which owners of keys compute for rows.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum RowHosts {
+    /// All of them, the rows' own rank among them.
+    All,
+    /// These ranks, ascending. The rows' own rank computes with all other keys.
+    These(Vec<u32>),
+}
+
+impl RowHosts {
+    /// Whether `rank`, which owns keys that the rows see, computes for them.
+    pub(crate) fn has(&self, rank: u32) -> bool {
+        match self {
+            Self::All => true,
+            Self::These(ranks) => ranks.binary_search(&rank).is_ok(),
+        }
+    }
+}
+
+impl HostedRows {
+    /// These rows of each rank, hosted by all owners of their keys.
+    pub fn by_all(offloaded: &OffloadedRows) -> Vec<Vec<Self>> {
+        let of_rank =
+            |rows: &Vec<Range>| rows.iter().map(|&rows| Self { rows, hosts: RowHosts::All }).collect();
+        offloaded.iter().map(of_rank).collect()
+    }
+}
 
 /// One rank's part in the work that is done where keys are; the same in the forward and in the backward.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -42,6 +81,24 @@ impl HostedWork {
     /// The rank's offloaded local query rows, merged and ascending.
     pub fn offloaded(&self) -> Vec<Range> {
         Range::merged(self.part.owned.iter().map(|split| split.rows).collect())
+    }
+
+    /// The rank's offloaded local query rows, with their hosts.
+    pub fn hosted_rows(&self) -> Vec<HostedRows> {
+        let splits = self.part.owned.iter();
+        splits
+            .map(|split| HostedRows { rows: split.rows, hosts: RowHosts::These(split.ranks.clone()) })
+            .collect()
+    }
+
+    /// Whether some of `bands`, whose rows are the rank's local ones and which it computes itself, have offloaded rows.
+    pub fn is_in_part<'a>(&self, mut bands: impl Iterator<Item = &'a Band>) -> bool {
+        let offloaded = self.offloaded();
+        let is_offloaded = |rows: &Range| {
+            let at = offloaded.partition_point(|offloaded| offloaded.end <= rows.start);
+            offloaded.get(at).is_some_and(|offloaded| offloaded.start < rows.end)
+        };
+        !offloaded.is_empty() && bands.any(|band| is_offloaded(&band.q_range))
     }
 
     /// Number of [offloaded](Self::offloaded) rows.

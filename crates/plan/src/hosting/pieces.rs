@@ -2,19 +2,19 @@
 
 use counterpoint_mask::{Band, Range};
 
-use super::OffloadedRows;
+use super::HostedRows;
 use crate::Dispatch;
 use crate::row_list::RowList;
 use crate::runs::Runs;
 
-/// At least so many bands does [`assign`](super::assign) cut before it joins neighbours again.
+/// At least so many bands does [`assign`](super::assign) cut before it joins neighbours again, where all owners of keys host.
 pub(crate) fn pieces(
     work: &[Vec<Band>],
-    offloaded: &OffloadedRows,
+    offloaded: &[Vec<HostedRows>],
     q_dispatch: &Dispatch,
     k_runs: &Runs,
 ) -> u64 {
-    let of_rank = |(rank, (bands, offloaded)): (usize, (&Vec<Band>, &Vec<Range>))| -> u64 {
+    let of_rank = |(rank, (bands, offloaded)): (usize, (&Vec<Band>, &Vec<HostedRows>))| -> u64 {
         if offloaded.is_empty() {
             return 0;
         }
@@ -29,9 +29,10 @@ pub(crate) fn pieces(
             parts.map(|part| k_runs.overlapping(&part.k_range).len() as u64).sum()
         };
         let of_band = |band: &Band| -> u64 {
-            let first = offloaded.partition_point(|rows| rows.end <= band.q_range.start);
-            let gone = offloaded[first..].iter().take_while(|rows| rows.start < band.q_range.end);
-            gone.map(|rows| of_rows(band, rows.intersect(&band.q_range))).sum()
+            let first = offloaded.partition_point(|offloaded| offloaded.rows.end <= band.q_range.start);
+            let gone =
+                offloaded[first..].iter().take_while(|offloaded| offloaded.rows.start < band.q_range.end);
+            gone.map(|offloaded| of_rows(band, offloaded.rows.intersect(&band.q_range))).sum()
         };
         bands.iter().map(of_band).sum()
     };
@@ -72,7 +73,7 @@ mod tests {
                 let some = picked.iter().map(|&at| Range::new((at * 7).min(rows), (at * 7 + 11 + at).min(rows)));
                 Range::merged(some.filter(|rows| !rows.is_empty()).collect())
             };
-            let offloaded: OffloadedRows = (0..ranks).map(of_rank).collect();
+            let offloaded = HostedRows::by_all(&(0..ranks).map(of_rank).collect());
             let counted = pieces(&work, &offloaded, &owners.q_dispatch, &owners.k_runs);
             let (_, hosted) = assign(&work, &offloaded, &owners.q_dispatch, &owners.q_runs, &owners.k_runs);
             let made: u64 = hosted.iter().map(|host| host.bands.len() as u64).sum();

@@ -4,7 +4,7 @@
 use std::collections::{BTreeSet, VecDeque};
 
 use counterpoint_mask::{Mask, Range};
-use counterpoint_plan::{GroupPart, KEY_BLOCK, Plan, RankPlan, StagePlan};
+use counterpoint_plan::{GroupPart, HostedRows, KEY_BLOCK, Plan, RankPlan, RowHosts, StagePlan};
 
 /// Every row of `ranges`, in order.
 pub(crate) fn rows(ranges: &[Range]) -> Vec<usize> {
@@ -147,14 +147,17 @@ pub(crate) fn check_exchange(mask: &Mask, plan: &Plan) {
             assert_eq!(directions(rank)[direction].len(), stages, "every rank has the same number of stages");
             let own: BTreeSet<usize> = rows(&rank.k_ranges).into_iter().collect();
             let mut needed = BTreeSet::new();
-            let offloaded = rank.hosted.as_ref().map_or_else(Vec::new, |hosted| rows(&hosted.offloaded()));
-            for (local, row) in rows(&rank.q_ranges).into_iter().enumerate() {
-                if offloaded.contains(&local) {
-                    continue;
-                }
+            let hosts = hosts_of_rows(rank);
+            let hosted_by = |other: &RankPlan, hosts: &[u32]| hosts.contains(&(other.rank as u32));
+            for (row, hosts) in rows(&rank.q_ranges).into_iter().zip(hosts) {
+                let mut columns = BTreeSet::new();
                 for slice in mask.slices().iter().filter(|slice| slice.q_range.contains(row)) {
-                    needed.extend(rows(&[slice.band().columns(row)]));
+                    columns.extend(rows(&[slice.band().columns(row)]));
                 }
+                for host in plan.ranks.iter().filter(|other| hosted_by(other, &hosts)) {
+                    rows(&host.k_ranges).iter().for_each(|column| _ = columns.remove(column));
+                }
+                needed.extend(columns);
             }
             assert_eq!(*received, lists[rank.rank], "the order does not depend on the stages");
             let mut received = received.clone();
@@ -166,7 +169,17 @@ pub(crate) fn check_exchange(mask: &Mask, plan: &Plan) {
     }
 }
 
-/// Hosts receive the offloaded rows and see some of their keys, and no others; what they send back meets its rows.
+/// The ranks that host each local query row.
+fn hosts_of_rows(rank: &RankPlan) -> Vec<Vec<u32>> {
+    let mut hosts = vec![Vec::new(); rank.q_rows];
+    for HostedRows { rows, hosts: by } in rank.hosted.iter().flat_map(|hosted| hosted.hosted_rows()) {
+        let RowHosts::These(by) = by else { unreachable!("hosts by number") };
+        hosts[rows.start..rows.end].iter_mut().for_each(|hosts| hosts.clone_from(&by));
+    }
+    hosts
+}
+
+/// Hosts receive the rows that they host and see some of their keys, and no others; what they send back meets its rows.
 pub(crate) fn check_hosting(mask: &Mask, plan: &Plan) {
     let hosting = plan.ranks.iter().filter(|rank| rank.hosted.is_some()).count();
     assert!(hosting == 0 || hosting == plan.cp_size());
@@ -177,6 +190,11 @@ pub(crate) fn check_hosting(mask: &Mask, plan: &Plan) {
     let parts: Vec<&GroupPart> = works.iter().map(|work| &work.part).collect();
     let none = vec![0; plan.cp_size()];
     let buffers = group_cast(&parts, &none, &inputs);
+    let hosts: Vec<(usize, Vec<u32>)> = plan
+        .ranks
+        .iter()
+        .flat_map(|rank| rows(&rank.q_ranges).into_iter().zip(hosts_of_rows(rank)))
+        .collect();
     let offloaded =
         |rank: usize| rows(&works[rank].offloaded()).into_iter().map(|local| inputs[rank][local]).collect();
     let offloaded: Vec<Vec<usize>> = (0..plan.cp_size()).map(offloaded).collect();
@@ -186,10 +204,10 @@ pub(crate) fn check_hosting(mask: &Mask, plan: &Plan) {
     for ((rank, work), buffer) in plan.ranks.iter().zip(&works).zip(&buffers) {
         assert_eq!(*buffer, rows(&work.q_ranges));
         assert_eq!(work.offloaded_rows(), offloaded[rank.rank].len());
-        let wanted: Vec<usize> = offloaded
+        let wanted: Vec<usize> = hosts
             .iter()
-            .flatten()
-            .copied()
+            .filter(|(_, hosts)| hosts.contains(&(rank.rank as u32)))
+            .map(|(row, _)| *row)
             .filter(|&row| {
                 rank.k_ranges.iter().any(|keys| {
                     mask.slices().iter().filter(|slice| slice.q_range.contains(row)).any(|slice| {

@@ -352,12 +352,16 @@ fn corners(extent: Extent, dtypes: &[DType], cases: &mut Vec<Case>) {
     add("window past a tile", random_mask::window(700, 130), wide);
 }
 
+/// The case of rows with some keys for which their queries travel, while others of their keys travel to them.
+const IN_PART: &str = "queries travel to some keys";
+
 /// Rows that see everything, whose queries travel to the keys: all of the sequence or its end, with a sink or without.
 fn hosted(extent: Extent, dtypes: &[DType], cases: &mut Vec<Case>) {
     let masks = [
         ("few queries travel", random_mask::single(40, 900, MaskType::Full)),
         ("a last block travels", random_mask::with_last_block(600, 24, MaskType::Full, &mut Draw::new(8))),
         ("a last block travels", random_mask::with_last_block(777, 9, MaskType::Causal, &mut Draw::new(9))),
+        (IN_PART, random_mask::grid(900, 900, 9, &mut Draw::new(2))),
     ];
     for (at, &dtype) in dtypes.iter().enumerate() {
         for (which, (name, mask)) in masks.iter().enumerate() {
@@ -369,7 +373,7 @@ fn hosted(extent: Extent, dtypes: &[DType], cases: &mut Vec<Case>) {
                 chunk_size: Some(64),
                 stages: StageCount::Fixed(2).into(),
                 query_exchange: QueryExchange::FewestBytes,
-                ..PlanConfig::new(2 + which)
+                ..PlanConfig::new((2 + which).min(4))
             };
             case.run.policy = OverlapPolicy::new(StartOrder::ALL[which % StartOrder::ALL.len()]).into();
             cases.push(case.clone());
@@ -429,5 +433,25 @@ fn many_tiles(dtypes: &[DType], cases: &mut Vec<Case>) {
         cases.push(case.clone());
         case.run.deterministic = true;
         cases.push(case);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use counterpoint_choose::plan_mask;
+    use counterpoint_plan::RankPlan;
+
+    use super::*;
+
+    #[test]
+    fn rows_are_hosted_in_part() {
+        let mut cases = Vec::new();
+        hosted(Extent::Full, &[DType::Bf16, DType::F16], &mut cases);
+        let found = cases.iter().filter(|case| case.name == IN_PART);
+        for case in found.clone() {
+            let plan = plan_mask(&case.mask, &case.spec, &case.plan).unwrap();
+            assert!(plan.ranks.iter().any(RankPlan::is_hosted_in_part), "{:?}", case.spec);
+        }
+        assert_eq!(found.count(), 4);
     }
 }

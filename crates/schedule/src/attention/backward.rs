@@ -8,7 +8,7 @@ use counterpoint_plan::{
 };
 
 use super::gradient::Gradient;
-use super::hosting::{HostedBackward, Hosting, hosts_do_all};
+use super::hosting::{HostedBackward, Hosting, hosts_do_all, is_hosted_in_part};
 use super::keys::{KeyPrefetch, StageKeys, delivery_parts};
 use super::reduce_to_owner::{ReduceToOwner, Route};
 use super::rotation::Rotation;
@@ -32,13 +32,13 @@ pub fn lower_attention_backward(
     let mut p = ProgramBuilder::new("attention backward", rank, plan.ranks.len(), policy);
     let streams = Streams::new(&mut p, plan.ranks.len());
     let Streams { compute, cast, reduce } = streams;
-    let (rank_plan, stages) = (&plan.ranks[rank], &*plan.ranks[rank].backward);
+    let stages = &*plan.ranks[rank].backward;
     let rules = SumRules::of(plan, spec, reduction);
     let this = Backward::new(&mut p, (plan, rank), spec, streams, &rules);
     let (dk, dv) = (this.dk.written, this.dv.written);
     let (cast_barrier, reduce_barrier) = (p.barrier(), p.barrier());
     let arrive = reduce_barrier.filter(|_| reduction == GradientReduction::PerStage);
-    let hosting = rank_plan.hosted.as_ref().map(|work| Hosting::new(work, spec, compute, cast, reduce));
+    let hosting = Hosting::new(plan, rank, spec, (compute, cast, reduce));
     let hosted = hosting.map(|hosting| {
         let (rows, statistics) = ((this.local.q, this.dout), (this.lse, this.delta));
         hosting.backward(&mut p, rows, statistics, cast_barrier, arrive)
@@ -76,7 +76,7 @@ pub fn lower_attention_backward(
     let reduced = to_owners.arrived(&mut p);
     p.after(compute, None, "wait for the last reduce", reduced);
     if let Some(hosted) = hosted {
-        hosted.finish(&mut p, this.dq.rounded.unwrap_or(this.dq.written));
+        hosted.finish(&mut p, &this.dq);
     }
     this.dk.round(&mut p, compute, "round dk");
     this.dv.round(&mut p, compute, "round dv");
@@ -112,6 +112,8 @@ struct SumRules {
     /// Of partial sums on their way.
     partial_dtype: DType,
     hosts_do_all: bool,
+    /// Hosts and stages compute dq of the same rows.
+    hosted_in_part: bool,
 }
 
 impl SumRules {
@@ -127,7 +129,14 @@ impl SumRules {
         let rounds_partials = at_once || (apart && reduction == GradientReduction::PerStage);
         let partial_dtype =
             if rounds_partials { spec.gradient_share_dtype() } else { spec.dtype.accumulator() };
-        Self { reduction, delivery_parts, at_once, partial_dtype, hosts_do_all: hosts_do_all(plan) }
+        Self {
+            reduction,
+            delivery_parts,
+            at_once,
+            partial_dtype,
+            hosts_do_all: hosts_do_all(plan),
+            hosted_in_part: is_hosted_in_part(plan),
+        }
     }
 }
 
@@ -185,7 +194,7 @@ impl<'a> Backward<'a> {
         let adding = (0..stages.len()).filter(|&s| !gathered_later(stages, s)).count();
         let declare = match (rules.hosts_do_all, adding) {
             (true, _) => Gradient::whole,
-            (false, 1) => Gradient::summed_at_once,
+            (false, 1) if !rules.hosted_in_part => Gradient::summed_at_once,
             (false, _) => Gradient::summed,
         };
         let dq = declare(p, "dq", spec.dtype, &[rank_plan.q_rows, spec.heads_q, spec.head_dim]);
@@ -369,7 +378,7 @@ impl<'a> Backward<'a> {
             lse: self.lse,
             delta: self.delta,
             dq: self.dq.written,
-            rounded_dq: self.dq.rounded.filter(|_| s + 1 == self.stages.len()),
+            rounded_dq: self.dq.rounded.filter(|_| s + 1 == self.stages.len() && !self.rules.hosted_in_part),
             dk,
             dv,
             bands: self.stages[s].bands.clone(),

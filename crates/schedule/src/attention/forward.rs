@@ -3,7 +3,7 @@
 use counterpoint_plan::{AttentionSpec, Plan};
 
 use super::head_maxima::HeadMaxima;
-use super::hosting::{Hosting, hosts_do_all};
+use super::hosting::{HostedForward, Hosting, hosts_do_all};
 use super::keys::{KeyPrefetch, StageKeys, delivery_parts};
 use super::{LocalTensors, sink_input};
 use crate::builder::ProgramBuilder;
@@ -62,15 +62,20 @@ pub fn lower_attention_forward(
     });
     let mut keys = KeyPrefetch::new(&local, stages, spec, compute, cast, barrier, between_nodes);
     keys.deliver_in(delivery_parts(plan.ranks.iter().map(|rank| &*rank.forward), spec));
-    let hosting = rank_plan.hosted.as_ref().map(|work| {
+    let hosting = rank_plan.hosted.as_ref().and_then(|_| {
         let reduce = p.stream("group-reduce", StreamKind::Communication);
-        Hosting::new(work, spec, compute, cast, reduce)
+        Hosting::new(plan, rank, spec, (compute, cast, reduce))
     });
     let reduce_barrier = hosting.as_ref().and_then(|_| p.barrier());
     let mut hosted = hosting.map(|hosting| hosting.forward(&mut p, local.q, barrier, reduce_barrier));
     if hosted.is_some() {
         keys.after_queries();
     }
+    let staged = hosted.as_ref().and_then(HostedForward::staged);
+    let result = match staged {
+        Some((out, lse)) => ForwardEnd::Result { sink: None, out, lse },
+        None => ForwardEnd::Result { sink, out, lse },
+    };
     for (s, stage) in stages.iter().enumerate() {
         let StageKeys { k, v, arriving } = keys.enter(&mut p, s);
         if s == 1 && hosted.is_some() {
@@ -84,9 +89,7 @@ pub fn lower_attention_forward(
                 arriving,
                 blocks,
                 begin: state.filter(|_| s > first).map_or(ForwardBegin::Start, ForwardBegin::Continue),
-                end: state
-                    .filter(|_| s < last)
-                    .map_or(ForwardEnd::Result { sink, out, lse }, ForwardEnd::State),
+                end: state.filter(|_| s < last).map_or(result, ForwardEnd::State),
                 max_logits: max_logits.as_mut().map(HeadMaxima::take),
                 bands: stage.bands.clone(),
                 scale: spec.scale,

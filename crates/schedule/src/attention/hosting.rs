@@ -8,6 +8,7 @@ use counterpoint_plan::{
 };
 
 use super::GradientReduction;
+use super::gradient::Gradient;
 use crate::builder::{Mark, ProgramBuilder};
 use crate::{
     Accumulate, AttentionBackward, AttentionFinish, AttentionForward, BarrierId, BufferId, BufferRole,
@@ -19,7 +20,12 @@ use crate::{
 pub(super) fn hosts_do_all(plan: &Plan) -> bool {
     let all_offloaded =
         |rank: &RankPlan| rank.hosted.as_ref().is_some_and(|work| work.offloaded_rows() == rank.q_rows);
-    plan.ranks.iter().all(all_offloaded)
+    plan.ranks.iter().all(|rank| all_offloaded(rank) && !rank.is_hosted_in_part())
+}
+
+/// Whether stages compute for rows of some rank for which hosts compute too, so that both have to be merged.
+pub(super) fn is_hosted_in_part(plan: &Plan) -> bool {
+    plan.ranks.iter().any(RankPlan::is_hosted_in_part)
 }
 
 /// The work that a rank does for offloaded rows, and how the results of its own such rows come back.
@@ -33,6 +39,10 @@ pub(super) struct Hosting<'a> {
     owner_part: Arc<GroupPart>,
     /// Rows of its own that are offloaded.
     offloaded: Arc<[Range]>,
+    rank: usize,
+    q_rows: usize,
+    /// On some rank stages compute for such rows too: the same on all ranks, as what follows from it is a collective.
+    in_part: bool,
 }
 
 /// Of a forward, its queries sent.
@@ -42,6 +52,8 @@ pub(super) struct HostedForward<'a> {
     arrived: Mark,
     barrier: Option<BarrierId>,
     reduced: Option<(BufferId, BufferId, Mark)>,
+    /// What stages compute, in the accumulator's type, where it is to be merged with what hosts do: out and lse.
+    staged: Option<(BufferId, BufferId)>,
 }
 
 /// Of a backward, its queries sent.
@@ -61,15 +73,18 @@ pub(super) struct HostedBackward<'a> {
 }
 
 impl<'a> Hosting<'a> {
+    /// Of a rank of `plan`, where it has any such work.
     pub(super) fn new(
-        work: &'a HostedWork,
+        plan: &'a Plan,
+        rank: usize,
         spec: &'a AttentionSpec,
-        compute: StreamId,
-        cast: StreamId,
-        reduce: StreamId,
-    ) -> Self {
+        (compute, cast, reduce): (StreamId, StreamId, StreamId),
+    ) -> Option<Self> {
+        let work = plan.ranks[rank].hosted.as_ref()?;
         let (part, owner_part) = (Arc::new(work.part.clone()), Arc::new(work.owner_part()));
-        Self { work, spec, compute, cast, reduce, part, owner_part, offloaded: work.offloaded().into() }
+        let (offloaded, q_rows, in_part) =
+            (work.offloaded().into(), plan.ranks[rank].q_rows, is_hosted_in_part(plan));
+        Some(Self { work, spec, compute, cast, reduce, part, owner_part, offloaded, rank, q_rows, in_part })
     }
 
     /// Sends queries, whose cast arrives at `sent`. Results on their way to their owners arrive at `returning`.
@@ -83,7 +98,12 @@ impl<'a> Hosting<'a> {
         let hosted_q = self.guest(p, "q_hosted", self.spec.dtype, &[self.spec.heads_q, self.spec.head_dim]);
         self.send(p, "cast q", self.spec.dtype, vec![(q, hosted_q)], sent);
         let arrived = p.mark(self.cast, None, "q arrived");
-        HostedForward { hosting: self, q: hosted_q, arrived, barrier: returning, reduced: None }
+        let staged = self.in_part.then(|| {
+            let AttentionSpec { heads_q, head_dim_v, dtype, .. } = *self.spec;
+            let out = scratch(p, "out_staged", dtype.accumulator(), self.q_rows, &[heads_q, head_dim_v]);
+            (out, scratch(p, "lse_staged", dtype.accumulator(), self.q_rows, &[heads_q]))
+        });
+        HostedForward { hosting: self, q: hosted_q, arrived, barrier: returning, reduced: None, staged }
     }
 
     /// Likewise queries and gradients of their results.
@@ -148,12 +168,49 @@ impl<'a> Hosting<'a> {
         p.push(self.reduce, None, label, Op::GroupReduce(op));
     }
 
+    /// Takes what hosts computed of the rank's offloaded rows into what its stages have computed of all rows, as soon as both
+    /// are there; the computation waits for it.
+    fn merge_into(
+        &self,
+        p: &mut ProgramBuilder,
+        (label, wait): (&str, &str),
+        tensors: Vec<(BufferId, BufferId)>,
+        op: ReduceOp,
+    ) {
+        let computed = p.mark(self.compute, None, "stages done");
+        p.after(self.reduce, None, "wait for stages", computed);
+        let (rank, mut place) = (self.rank as u32, 0);
+        // Nothing travels: a reduce from a rank to itself.
+        let (owned, remote) = self
+            .offloaded
+            .iter()
+            .map(|&rows| {
+                place += rows.len();
+                let from = Range::new(place - rows.len(), place);
+                (OwnedSplit { rows, ranks: vec![rank] }, RemoteSplit { rows: from, rank })
+            })
+            .unzip();
+        let dtype = self.spec.dtype.accumulator();
+        let op = GroupReduce {
+            part: Arc::new(GroupPart { owned, remote }),
+            tensors,
+            op,
+            accumulate: Accumulate::Continue,
+            wire_dtype: dtype,
+            reduce_dtype: dtype,
+            arrive: None,
+        };
+        p.push(self.reduce, None, label, Op::GroupReduce(op));
+        let merged = p.mark(self.reduce, None, "merged");
+        p.after(self.compute, None, wait, merged);
+    }
+
     /// Scratch with a row for every hosted query row.
     fn guest(&self, p: &mut ProgramBuilder, name: &str, dtype: DType, row: &[usize]) -> BufferId {
         scratch(p, name, dtype, self.work.q_rows, row)
     }
 
-    /// Scratch in the accumulator type with a row for every row that is offloaded.
+    /// Scratch in the accumulator type with a row for every offloaded row.
     fn reduced(&self, p: &mut ProgramBuilder, name: &str, row: &[usize]) -> BufferId {
         scratch(p, name, self.spec.dtype.accumulator(), self.work.offloaded_rows(), row)
     }
@@ -201,6 +258,11 @@ impl HostedForward<'_> {
         self.reduced = Some((reduced_out, reduced_lse, p.mark(hosting.reduce, None, "out lse reduced")));
     }
 
+    /// Where stages leave what they compute, for [`HostedForward::finish`]: the results where it is not to be merged.
+    pub(super) fn staged(&self) -> Option<(BufferId, BufferId)> {
+        self.staged
+    }
+
     /// Puts the results in their places, once stages have written theirs.
     pub(super) fn finish(
         self,
@@ -208,12 +270,24 @@ impl HostedForward<'_> {
         sink: Option<BufferId>,
         (out, lse): (BufferId, BufferId),
     ) {
-        let Some((merged_out, merged_lse, reduced)) = self.reduced else { return };
-        let Hosting { compute, offloaded, .. } = self.hosting;
-        p.after(compute, None, "wait for out lse", reduced);
-        if !offloaded.is_empty() {
-            let op = AttentionFinish { merged_out, merged_lse, sink, rows: offloaded, out, lse };
-            p.push(compute, None, "finish offloaded rows", Op::AttentionFinish(op));
+        let Some((reduced_out, reduced_lse, reduced)) = self.reduced else { return };
+        let hosting = &self.hosting;
+        let (label, rows, (merged_out, merged_lse)) = match self.staged {
+            Some(staged) => {
+                let tensors = vec![(reduced_out, staged.0), (reduced_lse, staged.1)];
+                hosting.merge_into(p, ("merge out lse of hosts", "wait for out lse"), tensors, ReduceOp::Lse);
+                let all: Arc<[Range]> =
+                    (hosting.q_rows > 0).then_some(Range::new(0, hosting.q_rows)).into_iter().collect();
+                ("finish rows", all, staged)
+            }
+            None => {
+                p.after(hosting.compute, None, "wait for out lse", reduced);
+                ("finish offloaded rows", hosting.offloaded.clone(), (reduced_out, reduced_lse))
+            }
+        };
+        if !rows.is_empty() {
+            let op = AttentionFinish { merged_out, merged_lse, sink, rows, out, lse };
+            p.push(hosting.compute, None, label, Op::AttentionFinish(op));
         }
     }
 }
@@ -303,12 +377,17 @@ impl HostedBackward<'_> {
         p.push(hosting.reduce, None, "add hosted dk dv", Op::GroupReduce(op));
     }
 
-    /// Puts dq in its places, once stages have written theirs and everything has come.
-    pub(super) fn finish(self, p: &mut ProgramBuilder, dq: BufferId) {
-        let Hosting { compute, offloaded, .. } = self.hosting;
-        if let (Some(src), false) = (self.reduced, offloaded.is_empty()) {
-            let op = Op::PlaceRows { src, dst: dq, rows: offloaded };
-            p.push(compute, None, "place dq of offloaded rows", op);
+    /// Puts dq in its places, once stages have written theirs and everything has come; adds it to theirs and rounds the sums where stages
+    /// compute for these rows too.
+    pub(super) fn finish(self, p: &mut ProgramBuilder, dq: &Gradient) {
+        let Some(src) = self.reduced else { return };
+        let hosting = &self.hosting;
+        if hosting.in_part {
+            hosting.merge_into(p, ("add dq of hosts", "wait for dq"), vec![(src, dq.written)], ReduceOp::Sum);
+            dq.round(p, hosting.compute, "round dq");
+        } else if !hosting.offloaded.is_empty() {
+            let (dst, rows) = (dq.rounded.unwrap_or(dq.written), hosting.offloaded.clone());
+            p.push(hosting.compute, None, "place dq of offloaded rows", Op::PlaceRows { src, dst, rows });
         }
     }
 }
