@@ -7,12 +7,13 @@ use std::time::Instant;
 
 use crate::gpu::{
     CudaSubject, selftest_cache, selftest_callers, selftest_exhaustion, selftest_faults, selftest_fused,
-    selftest_gemm, selftest_graphs, selftest_grouped, selftest_guard, selftest_isolation, selftest_links,
-    selftest_long, selftest_neighbours, selftest_normalised, selftest_repeats, selftest_signalled_products,
-    selftest_signals, selftest_signals_in_graphs, selftest_step_graphs,
+    selftest_gemm, selftest_graphs, selftest_grouped, selftest_guard, selftest_isolation,
+    selftest_library_sums, selftest_links, selftest_long, selftest_neighbours, selftest_normalised,
+    selftest_repeats, selftest_signalled_products, selftest_signals, selftest_signals_in_graphs,
+    selftest_step_graphs,
 };
 use counterpoint_console::{self as console, CliError, Schema, arguments::Device as Examinee, interrupt};
-use counterpoint_cuda::{CudaError, Device, EngineUse, TransportKind};
+use counterpoint_cuda::{CudaError, Device, EngineUse, NcclSettings, NcclSums, TransportKind};
 use counterpoint_exec::{Machine, TcpLoopback};
 use counterpoint_reference::selftest::{
     CpuSubject, Extent, SelfCheck, Share, Subject, selftest_attention, selftest_collectives,
@@ -212,6 +213,10 @@ impl Examiner {
             Group::NvlinkLinear => self.linear_over(Nvlink, extent, 1),
             Group::CopyEngineLinear => self.linear_over(CopyEngine, extent, 2),
             Group::NcclLinear => self.linear_over(NCCL, extent, 1),
+            Group::LibrarySums => {
+                let settings = NcclSettings { sums: NcclSums::Library, ..NcclSettings::PLAIN };
+                Ok(selftest_library_sums(&over_gpus(TransportKind::Nccl(settings))?))
+            }
             Group::NvlinkRepeats => self.repeats(Nvlink),
             Group::CopyEngineRepeats => self.repeats(CopyEngine),
             Group::NcclRepeats => self.repeats(NCCL),
