@@ -2,11 +2,11 @@
 
 use std::time::Duration;
 
-use counterpoint_exec::{LinearConfig, LinearOutputs, RunConfig, random_linear_inputs};
+use counterpoint_exec::{LinearConfig, LinearOutputs, Machine, RunConfig, random_linear_inputs};
 use counterpoint_plan::{Activations, DType, LinearKind, LinearPlan, LinearSpec, WaveGroups};
 use counterpoint_reference::selftest::{SelfCheck, Subject, SubjectError};
 use counterpoint_reference::{LinearSample, check_linear};
-use counterpoint_schedule::{OverlapPolicy, StartOrder, WeightGradient, WorkerShare};
+use counterpoint_schedule::{OverlapPolicy, WeightGradient};
 
 use super::CudaSubject;
 
@@ -14,12 +14,11 @@ const LIMIT: Duration = Duration::from_secs(20);
 /// Ranks whose sums have the bits of any order.
 const ANY_ORDER: usize = 2;
 
-/// Layers over all GPUs of a machine whose transport is by NCCL's own sums: both kinds, one group and several, with and without overlap.
+/// Layers over all GPUs of a machine whose transport is by NCCL's own sums: both kinds, in every way that the transport has.
 pub fn selftest_library_sums(subject: &CudaSubject) -> Vec<SelfCheck> {
     let ranks = subject.machine().devices().len();
-    let barrier =
-        OverlapPolicy { workers: WorkerShare::Margin(16), ..OverlapPolicy::new(StartOrder::KernelBarrier) };
-    let ways = [(1, OverlapPolicy::SEQUENTIAL), (3, OverlapPolicy::CONCURRENT), (3, barrier)];
+    let ways = subject.machine().linear(ranks).overlaps;
+    let policies: Vec<OverlapPolicy> = ways.into_iter().map(OverlapPolicy::from).collect();
     let mut checks = Vec::new();
     for kind in [LinearKind::Column, LinearKind::Row] {
         for activations in [Activations::Replicated, Activations::SequenceParallel] {
@@ -33,7 +32,8 @@ pub fn selftest_library_sums(subject: &CudaSubject) -> Vec<SelfCheck> {
                 dtype: DType::Bf16,
             };
             let mut first = None;
-            for (groups, policy) in ways {
+            for &policy in &policies {
+                let groups = if policy.overlaps_by_groups() { 3 } else { 1 };
                 let name = format!("{kind} {activations} ranks={ranks} groups={groups} {policy}");
                 let layer = Layer { spec, ranks, groups, policy };
                 checks.extend(layer.examine(subject, &name, &mut first));
