@@ -3,6 +3,7 @@
 #![allow(unsafe_code)]
 
 use std::thread;
+use std::time::{Duration, Instant};
 
 use counterpoint_cuda::{CudaMachine, Device, Timing};
 use counterpoint_exec::{
@@ -15,7 +16,7 @@ use counterpoint_schedule::{Accumulate, ReduceOp};
 mod hollow_driver;
 mod support;
 
-use hollow_driver::processes::{config, on_processes};
+use hollow_driver::processes::{config, on_processes, on_processes_that_fail};
 
 const RANKS: usize = 2;
 const COLUMNS: usize = 8;
@@ -137,4 +138,28 @@ fn ranks_of_a_process_each_are_summed_by_nccl_itself() {
             rendezvous.all_gather(&format!("sums {call}"), &[]).unwrap();
         });
     });
+}
+
+/// Rank 0 is inside NCCL by then, which waits for rank 1 for ever, and is given up.
+#[test]
+fn a_rank_that_waits_inside_nccl_hears_that_another_has_failed() {
+    let name = "a_rank_that_waits_inside_nccl_hears_that_another_has_failed";
+    if support::no_compiler() || !hollow_driver::is_loaded(name) {
+        return;
+    }
+    // SAFETY: no other thread of this process is there yet.
+    unsafe { std::env::set_var("HOLLOW_NCCL_REFUSES_RANK_1", "1") };
+    let found = on_processes_that_fail("nccl+library-sums".parse().unwrap(), |_, group| {
+        let calls = group.collective(|_| reduce_scatter(4)).unwrap();
+        let backend = group.ranks()[0].backend();
+        let given = backend.upload("given", tensor(RANKS * 4, |_| 1.0)).unwrap();
+        let sums = backend.upload("sums", tensor(4, |_| 0.0)).unwrap();
+        let began = Instant::now();
+        let error = calls.call(&[&[(&given, &sums)]], None).map(drop).unwrap_err();
+        (error.to_string(), began.elapsed())
+    });
+    for (rank, (error, waited)) in found.iter().enumerate() {
+        assert!(error.contains("the other ranks never called"), "rank {rank}: {error}");
+        assert!(*waited < Duration::from_secs(4), "rank {rank}: {waited:?}");
+    }
 }
