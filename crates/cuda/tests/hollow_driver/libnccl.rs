@@ -1,6 +1,6 @@
 //! An NCCL without a GPU, for tests of how ranks call it: compiled by itself as `libnccl.so.2` ([`super`] says how). As NCCL does, it connects
 //! ranks for a size of reduce-scatter in the first call, inside which each waits for the others' calls, unless one group has them all.
-//! It sums f32 at once when the last rank has called, for what the driver beside it takes for memory of a device is memory. Sends and
+//! It sums f32 at once when the last rank has called, for what the driver loaded with it takes for memory of a device is memory. Sends and
 //! receives do nothing.
 
 #![allow(non_snake_case, clippy::missing_safety_doc)]
