@@ -73,7 +73,7 @@ class Mask:
     def _repr_mimebundle_(self, include: Sequence[str] | None = None, exclude: Sequence[str] | None = None) -> dict[str, str]: ...
 
 _Tensor = tuple[int, tuple[int, ...], tuple[int, ...], str, Any]
-_Layer = tuple[str, bool, tuple[int, ...], bool, str, str, str]
+_Layer = tuple[str, bool, tuple[int, ...], bool, str, str, str, int | None]
 _Experts = tuple[str, tuple[int, int, int], str, str, str, tuple[int | None, int | None]]
 
 class Routing:

@@ -51,7 +51,8 @@ class Group(_Group):
     given, it is the current GPU for a process group of NCCL's, the CPU for others. `transport` moves rows between ranks; "auto"
     takes what these GPUs reach; others are "tcp" on the CPU, "nvlink", "copy-engine", "nccl" and "hierarchical" on GPUs. Settings
     of NCCL may follow the last two, which its own variables come before: "nccl+cluster-size=0+max-ctas=8", `min-ctas`,
-    `cta-policy` (default, efficiency or zero).
+    `cta-policy` (default, efficiency or zero). "nccl+library-sums" has NCCL itself sum what is its reduce-scatter, in the order
+    and type that it chooses; without it sums are in f32 and in the order of ranks.
 
     `limit` is how many seconds a rank waits for another that does nothing. `nodes` is how many machines the ranks are on, equally
     many on each; it is found out if it is not given. `profile` is the path of a machine profile of

@@ -371,3 +371,43 @@ def test_a_provider_of_specs_gives_these_layers_and_the_rest_of_another(monkeypa
     monkeypatch.setitem(sys.modules, "megatron.core.models.backends", None)
     with pytest.raises(cp.MissingLibraryError, match="pip install megatron-core"):
         SpecProvider()
+
+
+def of_changing_tokens(rank: int, kind: str, sequence_parallel: bool) -> None:
+    """Numbers of tokens that nobody has seen, few and many, within a capacity and without one: the same bits."""
+    most = 4 * 96
+    make = ColumnParallelLinear if kind == "column" else RowParallelLinear
+
+    def layer(max_tokens: int | None) -> torch.nn.Module:
+        more = {"sequence_parallel": sequence_parallel, "max_tokens": max_tokens, "overlap": "concurrent"}
+        return make(NARROW, WIDE, dtype=torch.float32, init_method=filled(1), bias=False, **more)
+
+    within, alone = layer(most), layer(None)
+    for tokens in (most, 4, 200, 212, 380, 12):
+        rows = tokens // SIZE if sequence_parallel and kind == "column" else tokens
+        x = drawn(rows, NARROW if kind == "column" else NARROW // SIZE, seed=tokens + rank).float()
+        found = []
+        for one in (within, alone):
+            given = x.clone().requires_grad_()
+            one.weight.grad = None
+            y = one(given)[0]
+            y.backward(drawn(*y.shape, seed=7).float())
+            found.append((y.detach(), given.grad, one.weight.grad))
+        assert all(map(torch.equal, *found)), tokens
+    assert within.passes(380).forward.overlap == "concurrent"
+    with pytest.raises(cp.TensorError, match="at most max_tokens, 384"):
+        within(torch.zeros((most + SIZE) // (SIZE if sequence_parallel and kind == "column" else 1), x.shape[1]))
+    # Nothing was enqueued: all goes on.
+    assert torch.equal(within(x)[0], found[1][0])
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_numbers_of_tokens_change_within_a_capacity(ranks: Ranks, kind: str, sequence_parallel: bool) -> None:
+    ranks.run(of_changing_tokens, kind, sequence_parallel)
+
+
+def test_a_capacity_is_a_whole_number() -> None:
+    for wrong in (0, -1, 2.5, True):
+        with pytest.raises(cp.PlanError, match="max_tokens is"):
+            ColumnParallelLinear(NARROW, WIDE, max_tokens=wrong)

@@ -50,7 +50,7 @@ pub use headers::kernel_source;
 pub use kernel::{CompileReport, KernelFault, KernelReport, examine};
 pub use layout::SharedLayout;
 pub use machine::{CudaMachine, CudaProcess};
-pub use nccl::{NcclRank, NcclSettings};
+pub use nccl::{NcclRank, NcclSettings, NcclSums};
 pub use transport::{
     CudaCollective, CudaPending, CudaTransport, EngineUse, LevelledCollective, LevelledPending,
     LevelledTransport, TransportKind,

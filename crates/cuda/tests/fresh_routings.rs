@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 
-use counterpoint_cuda::{CudaMachine, DriverCalls, Timing};
+use counterpoint_cuda::{CudaMachine, DriverCalls, Timing, TransportKind};
 use counterpoint_exec::{
     Backend, ExpertLayer, ExpertOptions, ExpertOverlap, ExpertPass, ExpertPasses, Group, LayerCall, Machine,
     Ticket,
@@ -165,7 +165,7 @@ fn a_fresh_routing_is_a_few_copies_and_no_memory() {
             }
             group.close().unwrap();
         }
-        let steps = on_processes(|_, group| -> Vec<Taken> {
+        let steps = on_processes(TransportKind::Auto, |_, group| -> Vec<Taken> {
             (0..repetitions).map(|seed| step(group, &routing(2, seed), start, groups)).collect()
         });
         print(&format!("2 processes, {start:?}"), &steps[0]);

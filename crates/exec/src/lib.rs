@@ -86,9 +86,9 @@ pub use layout::{dispatch, undispatch};
 pub use linear::{
     ColumnParallelLinear, GemmCollectiveSpec, GemmOverlap, LayerCall, LayerGradient, LayerOverlap, LayerPass,
     LinearConfig, LinearInputs, LinearLayer, LinearOptions, LinearOutputs, LinearRun, LinearTensor,
-    NamedBuffers, NormalisedBackward, NormalisedForward, PlannedPass, PlannedPasses, PreparedOn, RankBuffers,
-    RowParallelLinear, RowParallelLinearRmsNorm, SharedInputForward, SharedInputLinear, all_gather_gemm,
-    gemm_all_reduce, gemm_reduce_scatter, random_linear_inputs, run_linear, run_linear_on,
+    NamedBuffers, NormalisedBackward, NormalisedForward, PassesUpTo, PlannedPass, PlannedPasses, PreparedOn,
+    RankBuffers, RowParallelLinear, RowParallelLinearRmsNorm, SharedInputForward, SharedInputLinear,
+    all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter, random_linear_inputs, run_linear, run_linear_on,
 };
 pub use machine::{CpuMachine, ElementTypes, Ends, Machine};
 pub use memory::{address_space_left, available_memory, check_memory};

@@ -72,6 +72,32 @@ impl LinearPlan {
         Ok(plan)
     }
 
+    /// The same layer of fewer tokens: groups in the same proportions, none of them longer, cut at whole tiles where the rows of a group have
+    /// some.
+    ///
+    /// # Errors
+    /// [`PlanError::Linear`] for no tokens, and for more than it has.
+    pub fn of_fewer_tokens(&self, tokens: usize) -> Result<Self, PlanError> {
+        if tokens == 0 || tokens > self.spec.tokens {
+            let wanted = format!("1 to {}", self.spec.tokens);
+            return Err(PlanError::Linear { field: "tokens", value: tokens, wanted });
+        }
+        let mut fewer = Self { spec: LinearSpec { tokens, ..self.spec }, ..self.clone() };
+        let (rows, all) = (fewer.tokens_of(0).len(), self.tokens_of(0).len());
+        let step = if rows / self.groups.len() >= GROUP_TILE_ROWS { GROUP_TILE_ROWS } else { 1 };
+        let (mut end, mut end_of_all) = (0, 0);
+        let sizes = self.groups.iter().map(|&most| {
+            end_of_all += most;
+            let cut = ((end_of_all as u128 * rows as u128 / all as u128) as usize).next_multiple_of(step);
+            // What is left must fit in the groups behind it.
+            let (begin, least) = (end, rows.saturating_sub(all - end_of_all));
+            end = cut.clamp(begin.max(least), (begin + most).min(rows));
+            end - begin
+        });
+        fewer.groups = sizes.filter(|size| *size > 0).collect();
+        Ok(fewer)
+    }
+
     /// Number of groups of tokens of one pass.
     pub fn groups(&self) -> usize {
         self.groups.len()
@@ -250,6 +276,33 @@ mod tests {
         let rows = |rank| (0..3).map(|group| plan.group_rows(rank, group).len()).collect::<Vec<_>>();
         assert_eq!(rows(0), [384, 384, 258]);
         assert_eq!(rows(3), [384, 384, 257]);
+    }
+
+    #[test]
+    fn fewer_tokens_are_in_groups_of_the_same_proportions_that_are_no_longer() {
+        let fewer = |sizes: &[usize], tokens| {
+            let all = 4 * sizes.iter().sum::<usize>();
+            let plan = LinearPlan::new(spec(all), 4, WaveGroups::Sizes(sizes.to_vec())).unwrap();
+            plan.of_fewer_tokens(tokens).unwrap().groups
+        };
+        let sizes = [2048, 1024, 512, 512];
+        assert_eq!(fewer(&sizes, 4 * 4096), sizes);
+        assert_eq!(fewer(&sizes, 4 * 3072), [1536, 768, 384, 384]);
+        assert_eq!(fewer(&sizes, 4 * 3000 + 1), [1536, 768, 384, 313]);
+        assert_eq!(fewer(&sizes, 4 * 4095 + 3), [2048, 1024, 512, 512]);
+        assert_eq!(fewer(&sizes, 4 * 4095 + 1), [2048, 1024, 512, 512]);
+        assert_eq!(fewer(&[128, 1, 5], 4 * 3), [2, 1]);
+        assert_eq!(fewer(&[6, 1, 5], 4 * 11), [5, 1, 5]);
+        for tokens in 1..=4 * 4096 {
+            let groups = fewer(&sizes, tokens);
+            assert_eq!(groups.iter().sum::<usize>(), tokens.div_ceil(4), "{tokens}");
+            assert!(groups.iter().zip(sizes).all(|(size, most)| (1..=most).contains(size)), "{groups:?}");
+        }
+        let plan = LinearPlan::new(spec(64), 4, WaveGroups::Fixed(2)).unwrap();
+        for tokens in [0, 65] {
+            let text = plan.of_fewer_tokens(tokens).unwrap_err().to_string();
+            assert!(text.contains("1 to 64"), "{text}");
+        }
     }
 
     #[test]

@@ -1,11 +1,12 @@
 //! Tensor-parallel linear layers of a rank that is this process, on tensors of Python, in place.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use counterpoint_choose::LayerGroups;
 use counterpoint_exec::{
     Backend, BufferAccess, ExecError, Group, LayerCall, LayerGradient, LayerOverlap, LinearLayer,
-    LinearOptions, Machine, NamedBuffers, PlannedPass, PlannedPasses, SharedInputLinear, TensorFault, Ticket,
+    LinearOptions, Machine, NamedBuffers, PassesUpTo, PlannedPass, PlannedPasses, SharedInputLinear,
+    TensorFault, Ticket,
 };
 use counterpoint_plan::{Activations, LinearKind, LinearSpec};
 use counterpoint_schedule::{BufferRole, BufferSpec, InputGradient, OverlapPolicy};
@@ -25,17 +26,19 @@ pub(crate) struct LayerKey {
     gradient: LayerGradient,
     /// Without one, each pass as it was tuned or is predicted to end first.
     policy: Option<OverlapPolicy>,
+    /// The most tokens of a layer whose number of tokens changes from call to call.
+    most_tokens: Option<usize>,
 }
 
 impl<'py> FromPyObject<'_, 'py> for LayerKey {
     type Error = PyErr;
 
-    /// (kind, sequence parallel, (tokens, in, out), bias, dtype, gradient, overlap): a kind is "column", "row", or "shared input", with the
+    /// (kind, sequence parallel, (tokens, in, out), bias, dtype, gradient, overlap, most tokens): a kind is "column", "row", or "shared input", with the
     /// output features of each layer. A gradient is "frozen", "written", "added", "replaced" or "deferred", the last three with
     /// the type of `main_grad` behind a colon.
     fn extract(object: pyo3::Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        type Fields = (String, bool, Vec<usize>, bool, String, String, String);
-        let (kind, is_sequence_parallel, sizes, has_bias, dtype, gradient, overlap): Fields =
+        type Fields = (String, bool, Vec<usize>, bool, String, String, String, Option<usize>);
+        let (kind, is_sequence_parallel, sizes, has_bias, dtype, gradient, overlap, most_tokens): Fields =
             object.extract()?;
         let [tokens, in_features, outputs @ ..] = sizes.as_slice() else {
             return Err(PyValueError::new_err(format!("no layer has the sizes {sizes:?}")));
@@ -66,7 +69,7 @@ impl<'py> FromPyObject<'_, 'py> for LayerKey {
             "auto" => None,
             text => Some(text.parse().map_err(|error| PyValueError::new_err(format!("{error}")))?),
         };
-        Ok(Self { spec, shared, gradient, policy })
+        Ok(Self { spec, shared, gradient, policy, most_tokens })
     }
 }
 
@@ -102,14 +105,11 @@ pub(crate) enum ReadyLayer<M: Machine> {
 }
 
 impl<M: Machine> ReadyLayer<M> {
-    pub(crate) fn new(
+    fn new(
         group: &Group<M>,
-        LayerKey { spec, shared, gradient, policy }: &LayerKey,
+        LayerKey { spec, shared, gradient, .. }: &LayerKey,
+        overlap: LayerOverlap,
     ) -> Result<Self, ExecError> {
-        let overlap = match policy {
-            None => LayerOverlap::default(),
-            Some(policy) => LayerOverlap::Policy(*policy, LayerGroups::Auto, group.linear().cost),
-        };
         let LinearSpec { activations, has_bias, dtype, tokens, in_features, .. } = *spec;
         if !shared.is_empty() {
             let options = LinearOptions { activations, has_bias, dtype, gradient: *gradient, overlap };
@@ -156,7 +156,71 @@ impl<M: Machine> ReadyLayer<M> {
 }
 
 /// The layers that are ready on a group.
-pub(crate) type Layers<M> = Kept<LayerKey, ReadyLayer<M>>;
+pub(crate) struct Layers<M: Machine> {
+    ready: Kept<LayerKey, ReadyLayer<M>>,
+    capacities: Mutex<Capacities>,
+}
+
+/// What layers share whose numbers of tokens change from call to call.
+#[derive(Default)]
+struct Capacities {
+    /// What was chosen, by policy and most tokens.
+    passes: Vec<(Option<OverlapPolicy>, Arc<PassesUpTo>)>,
+    /// Layers of the most tokens, for which there is memory.
+    with_memory: Vec<LayerKey>,
+}
+
+impl<M: Machine> Default for Layers<M> {
+    fn default() -> Self {
+        Self { ready: Kept::default(), capacities: Mutex::default() }
+    }
+}
+
+impl<M: Machine> Layers<M> {
+    /// Has `work` use the layer of a key, which is made ready where it is not.
+    pub(crate) fn with<T>(
+        &self,
+        group: &Group<M>,
+        key: &LayerKey,
+        work: impl FnOnce(&mut ReadyLayer<M>) -> Result<T, ExecError>,
+    ) -> Result<T, ExecError> {
+        self.ready.with(key, || self.make(group, key), work)
+    }
+
+    fn make(&self, group: &Group<M>, key: &LayerKey) -> Result<ReadyLayer<M>, ExecError> {
+        let overlap = match key.policy {
+            None => LayerOverlap::default(),
+            Some(policy) => LayerOverlap::Policy(policy, LayerGroups::Auto, group.linear().cost),
+        };
+        let Some(most) = key.most_tokens else { return ReadyLayer::new(group, key, overlap) };
+        let mut capacities = self.capacities.lock().unwrap_or_else(PoisonError::into_inner);
+        let Capacities { passes, with_memory } = &mut *capacities;
+        let known = passes.iter().find(|(policy, known)| *policy == key.policy && known.tokens() == most);
+        let up_to = known.map(|(_, known)| known.clone()).unwrap_or_else(|| {
+            let made = Arc::new(PassesUpTo::new(most, overlap));
+            passes.push((key.policy, made.clone()));
+            made
+        });
+        let overlap = LayerOverlap::UpTo(up_to);
+        let whole = LayerKey { spec: LinearSpec { tokens: most, ..key.spec }, ..key.clone() };
+        if !with_memory.contains(&whole) {
+            // Its scratch memory stays the group's, so that later numbers of tokens need none.
+            drop(ReadyLayer::new(group, &whole, overlap.clone())?);
+            with_memory.push(whole);
+        }
+        ReadyLayer::new(group, key, overlap)
+    }
+
+    /// Has a layer stay, which a graph of the caller replays.
+    pub(crate) fn keep(&self, key: &LayerKey) {
+        self.ready.keep(key);
+    }
+
+    /// Lets go of layers that graphs replayed.
+    pub(crate) fn let_go(&self) {
+        self.ready.let_go();
+    }
+}
 
 /// Enqueues a call of the only rank here.
 pub(crate) fn enqueue<M>(

@@ -7,12 +7,13 @@ use std::time::Instant;
 
 use crate::gpu::{
     CudaSubject, selftest_cache, selftest_callers, selftest_exhaustion, selftest_faults, selftest_fused,
-    selftest_gemm, selftest_graphs, selftest_grouped, selftest_guard, selftest_isolation, selftest_links,
-    selftest_long, selftest_neighbours, selftest_normalised, selftest_repeats, selftest_signalled_products,
-    selftest_signals, selftest_signals_in_graphs, selftest_step_graphs,
+    selftest_gemm, selftest_graphs, selftest_grouped, selftest_guard, selftest_isolation,
+    selftest_library_sums, selftest_links, selftest_long, selftest_neighbours, selftest_normalised,
+    selftest_repeats, selftest_signalled_products, selftest_signals, selftest_signals_in_graphs,
+    selftest_step_graphs,
 };
 use counterpoint_console::{self as console, CliError, Schema, arguments::Device as Examinee, interrupt};
-use counterpoint_cuda::{CudaError, Device, EngineUse, TransportKind};
+use counterpoint_cuda::{CudaError, Device, EngineUse, NcclSettings, NcclSums, TransportKind};
 use counterpoint_exec::{Machine, TcpLoopback};
 use counterpoint_reference::selftest::{
     CpuSubject, Extent, SelfCheck, Share, Subject, selftest_attention, selftest_collectives,
@@ -198,10 +199,7 @@ impl Examiner {
             Group::SharedCollectives => self.collectives_over(Nvlink, 2),
             Group::CopyEngineCollectives => self.collectives_over(CopyEngine, 2),
             Group::NcclCollectives => self.collectives_over(NCCL, 1),
-            Group::EngineCollectives => {
-                let machine = over_gpus(Nvlink)?.machine().clone().with_engines(EngineUse::ALWAYS);
-                self.collectives(&machine, extent, machine.devices().len())
-            }
+            Group::EngineCollectives => self.engine_collectives(),
             Group::NvlinkSteps => Ok(selftest_step_graphs(over_gpus(Nvlink)?.machine(), extent)?),
             Group::CopyEngineSteps => Ok(selftest_step_graphs(over_gpus(CopyEngine)?.machine(), extent)?),
             Group::NcclSteps => Ok(selftest_step_graphs(over_gpus(NCCL)?.machine(), extent)?),
@@ -212,6 +210,7 @@ impl Examiner {
             Group::NvlinkLinear => self.linear_over(Nvlink, extent, 1),
             Group::CopyEngineLinear => self.linear_over(CopyEngine, extent, 2),
             Group::NcclLinear => self.linear_over(NCCL, extent, 1),
+            Group::LibrarySums => library_sums(),
             Group::NvlinkRepeats => self.repeats(Nvlink),
             Group::CopyEngineRepeats => self.repeats(CopyEngine),
             Group::NcclRepeats => self.repeats(NCCL),
@@ -256,6 +255,11 @@ impl Examiner {
         let subject = over_gpus(transport)?;
         let most = ranks_of_each * subject.machine().devices().len();
         self.collectives(subject.machine(), self.extent, most)
+    }
+
+    fn engine_collectives(&self) -> Checks {
+        let machine = over_gpus(TransportKind::Nvlink)?.machine().clone().with_engines(EngineUse::ALWAYS);
+        self.collectives(&machine, self.extent, machine.devices().len())
     }
 
     fn linear(&self, subject: &dyn Subject, extent: Extent, most_ranks: usize) -> Vec<SelfCheck> {
@@ -313,6 +317,11 @@ impl Examiner {
 
 fn portable() -> Result<CudaSubject, CannotBegin> {
     CudaSubject::open()?.portable()?.ok_or_else(|| CannotBegin("it has no other kernels".to_owned()))
+}
+
+fn library_sums() -> Checks {
+    let settings = NcclSettings { sums: NcclSums::Library, ..NcclSettings::PLAIN };
+    Ok(selftest_library_sums(&over_gpus(TransportKind::Nccl(settings))?))
 }
 
 /// All GPUs; on a single one ranks share it.

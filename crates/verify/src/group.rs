@@ -60,13 +60,14 @@ pub(crate) enum Group {
     NvlinkLinear,
     CopyEngineLinear,
     NcclLinear,
+    LibrarySums,
     NvlinkRepeats,
     CopyEngineRepeats,
     NcclRepeats,
 }
 
 impl Group {
-    pub(crate) const ALL: [Self; 58] = [
+    pub(crate) const ALL: [Self; 59] = [
         Self::Cpu,
         Self::CpuLinear,
         Self::Tcp,
@@ -122,6 +123,7 @@ impl Group {
         Self::NvlinkLinear,
         Self::CopyEngineLinear,
         Self::NcclLinear,
+        Self::LibrarySums,
         Self::NvlinkRepeats,
         Self::CopyEngineRepeats,
         Self::NcclRepeats,
@@ -185,6 +187,7 @@ impl Group {
             Self::NvlinkLinear => "linear layers by nvlink, a GPU each",
             Self::CopyEngineLinear => "linear layers by copy-engine",
             Self::NcclLinear => "linear layers by nccl",
+            Self::LibrarySums => "sums by nccl itself",
             Self::NvlinkRepeats => "collectives again and again by nvlink",
             Self::CopyEngineRepeats => "collectives again and again by copy-engine",
             Self::NcclRepeats => "collectives again and again by nccl",

@@ -174,6 +174,7 @@ fn on_gpus(machine: Machine, extent: Extent, parts: &mut Vec<Part>) {
     add(&[G::ProcessDeaths], everywhere, When::AtOnce, 1, true);
     add(&[G::ProcessLateDeaths, G::ProcessDisagreement], everywhere, When::AtOnce, 1, true);
     add(&[G::Isolation, G::NcclSteps, G::NcclRepeats], light, When::Compiled, 1, several);
+    add(&[G::LibrarySums], light, When::Compiled, 1, several);
     add(&[G::Linear, G::Gemm], any, When::Compiled, shares, true);
     add(&[G::PortableLinear, G::PortableGemm], any, When::Compiled, shares, hopper);
     add(&[G::LibraryLinear], any, When::Compiled, 1, true);

@@ -46,12 +46,15 @@ class _ParallelLinear(torch.nn.Module):
         delay_wgrad_compute: bool | None,
         reduces_dgrad: bool,
         overlap: str,
+        max_tokens: int | None,
         dtype: torch.dtype | None,
         device: torch.device | str | None,
         refused: dict[str, Any],
     ) -> None:
         super().__init__()
         _refuse(refused, config)
+        if max_tokens is not None and (not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1):
+            raise PlanError(f"max_tokens is {max_tokens!r}; it must be a whole number of at least 1, or None")
 
         def of_config(name: str, given: Any, otherwise: Any) -> Any:
             return given if given is not None else getattr(config, name, otherwise)
@@ -85,6 +88,7 @@ class _ParallelLinear(torch.nn.Module):
             overlap=overlap,
             fused=bool(of_config("gradient_accumulation_fusion", gradient_accumulation_fusion, False)),
             delayed=bool(of_config("delay_wgrad_compute", delay_wgrad_compute, False)),
+            max_tokens=max_tokens,
         )
         dtype = of_config("params_dtype", dtype, None) or torch.get_default_dtype()
         if group._ordinal >= 0 and dtype not in (torch.bfloat16, torch.float16):
@@ -200,6 +204,10 @@ class ColumnParallelLinear(_ParallelLinear):
     for a process group of NCCL's. On GPUs (Hopper) it computes in bfloat16 or float16. What is not given is taken from
     `config`, a `TransformerConfig` or anything with its attributes. `overlap` names an overlap policy; "auto" is the one that
     was tuned for this size on this machine (`Group(tuned=)`), or else the one that is predicted to end first.
+
+    With `max_tokens`, the most tokens of all ranks in any call, layers whose number of tokens changes from call to call choose
+    once for about four numbers in each octave, and have their memory from the first call on; more tokens are refused, before
+    anything is enqueued.
     """
 
     kind = "column"
@@ -228,6 +236,7 @@ class ColumnParallelLinear(_ParallelLinear):
         gradient_accumulation_fusion: bool | None = None,
         delay_wgrad_compute: bool | None = None,
         overlap: str = "auto",
+        max_tokens: int | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -246,6 +255,7 @@ class ColumnParallelLinear(_ParallelLinear):
             delay_wgrad_compute=delay_wgrad_compute,
             reduces_dgrad=not disable_grad_reduce,
             overlap=overlap,
+            max_tokens=max_tokens,
             dtype=dtype,
             device=device,
             refused={
@@ -301,6 +311,7 @@ class RowParallelLinear(_ParallelLinear):
         gradient_accumulation_fusion: bool | None = None,
         delay_wgrad_compute: bool | None = None,
         overlap: str = "auto",
+        max_tokens: int | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -319,6 +330,7 @@ class RowParallelLinear(_ParallelLinear):
             delay_wgrad_compute=delay_wgrad_compute,
             reduces_dgrad=True,
             overlap=overlap,
+            max_tokens=max_tokens,
             dtype=dtype,
             device=device,
             refused={"keep_master_weight_for_test": keep_master_weight_for_test, "is_expert": is_expert},

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from counterpoint.group import _Group
 
 Kind = Literal["column", "row", "shared input"]
-Key = tuple[str, bool, tuple[int, ...], bool, str, str, str]
+Key = tuple[str, bool, tuple[int, ...], bool, str, str, str, int | None]
 
 
 _numbers = itertools.count(1)
@@ -63,6 +63,8 @@ class Layer:
     """Gradients of the weight are added to its `main_grad`, where it has one."""
     delayed: bool
     """They wait for `backward_dw`."""
+    max_tokens: int | None = None
+    """Of all ranks, where their number changes from call to call."""
     waiting: deque[tuple[tuple[torch.nn.Parameter, ...], Key, dict[str, torch.Tensor]]] = field(default_factory=deque)
     ranks: int = field(init=False)
     number: int = field(init=False)
@@ -74,7 +76,7 @@ class Layer:
 
     def key(self, tokens: int, bias: bool, dtype: torch.dtype, gradient: str) -> Key:
         sizes = (tokens, self.in_features, *self.out_features)
-        return (self.kind, self.sequence_parallel, sizes, bias, name_of(dtype), gradient, self.overlap)
+        return (self.kind, self.sequence_parallel, sizes, bias, name_of(dtype), gradient, self.overlap, self.max_tokens)
 
     def names(self, name: str) -> list[str]:
         """Of a tensor of each layer, as the engine calls it."""
@@ -265,7 +267,7 @@ class Product(torch.autograd.Function):
         if main_grads is None:
             raise TensorError("main_grad was taken from the weight between its forward and its backward")
         # Whether it is overwritten may have changed since the forward.
-        key = (*ctx.key[:5], _into_main_grad(parameters, main_grads[0].dtype), ctx.key[6])
+        key = (*ctx.key[:5], _into_main_grad(parameters, main_grads[0].dtype), *ctx.key[6:])
         if key[5].startswith("added"):
             clear_overwritten(parameters, main_grads)
         tensors |= layer.named("main_grad", main_grads)

@@ -48,6 +48,7 @@ class SharedInputLinear(torch.nn.Module):
         gradient_accumulation_fusion: bool | None = None,
         delay_wgrad_compute: bool | None = None,
         overlap: str = "auto",
+        max_tokens: int | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -74,6 +75,7 @@ class SharedInputLinear(torch.nn.Module):
                 gradient_accumulation_fusion=gradient_accumulation_fusion,
                 delay_wgrad_compute=delay_wgrad_compute,
                 overlap=overlap,
+                max_tokens=max_tokens,
                 dtype=dtype,
                 device=device,
             )

@@ -90,7 +90,7 @@ pub struct BenchCpArguments {
     #[arg(long, value_name = "POLICIES", default_value = "auto", value_parser = overlap::of_passes_list)]
     pub(crate) overlap: OverlapList,
 
-    /// How rows travel between GPUs; settings of NCCL may follow, as in nccl+max-ctas=8
+    /// How rows travel between GPUs; settings of NCCL may follow, as in nccl+max-ctas=8 or nccl+library-sums
     #[arg(long, value_name = "NAME", default_value = "auto", value_parser = value::transport())]
     pub(crate) transport: TransportKind,
 

@@ -106,7 +106,7 @@ pub struct BenchTpArguments {
     #[arg(long, value_name = "NUMBERS", value_delimiter = ',', default_value = "0", value_parser = clap::value_parser!(u32).range(0..=1024), allow_hyphen_values = true)]
     pub(crate) groups: Vec<u32>,
 
-    /// How rows travel between GPUs; settings of NCCL may follow, as in nccl+max-ctas=8
+    /// How rows travel between GPUs; settings of NCCL may follow, as in nccl+max-ctas=8 or nccl+library-sums
     #[arg(long, value_name = "NAMES", value_delimiter = ',', default_value = "auto", value_parser = value::transport())]
     pub(crate) transport: Vec<TransportKind>,
 

@@ -32,7 +32,7 @@ pub(crate) struct RanksArguments {
     #[arg(long, value_name = "N", value_parser = value::ranks, allow_hyphen_values = true)]
     pub(crate) tp_size: Option<usize>,
 
-    /// How rows travel between GPUs; settings of NCCL may follow, as in nccl+max-ctas=8
+    /// How rows travel between GPUs; settings of NCCL may follow, as in nccl+max-ctas=8 or nccl+library-sums
     #[arg(long, value_name = "NAME", default_value = "auto", value_parser = value::transport())]
     pub(crate) transport: TransportKind,
 

@@ -197,7 +197,8 @@ impl CudaMachine {
         match self.transport {
             TransportKind::Nccl(settings) => {
                 let ranks = NcclRank::connect(&self.connected, devices, world, settings)?;
-                Ok(ranks.into_iter().map(Means::Exchange).collect())
+                let sums = settings.sums;
+                Ok(ranks.into_iter().map(|nccl| Means::Exchange { nccl, sums }).collect())
             }
             TransportKind::CopyEngine => Ok(devices.iter().map(|_| Means::Push).collect()),
             TransportKind::Nvlink | TransportKind::Hierarchical(_) | TransportKind::Auto

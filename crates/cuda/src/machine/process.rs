@@ -262,7 +262,9 @@ impl CudaProcess {
                 NcclRank::join(seat, number, &unique_id)
             }
         };
-        joined.map(Means::Exchange).map_err(|error| self.unconnected(error))
+        let sums = self.transport.nccl().unwrap_or_default().sums;
+        let exchange = |nccl| Means::Exchange { nccl, sums };
+        joined.map(exchange).map_err(|error| self.unconnected(error))
     }
 
     fn unconnected(&self, error: CudaError) -> ExecError {

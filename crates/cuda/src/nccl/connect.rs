@@ -233,19 +233,19 @@ fn only(mut ranks: Vec<NcclRank>) -> Result<NcclRank, CudaError> {
     ranks.pop().ok_or_else(gone)
 }
 
-/// Where a rank sends a few bytes from and receives them.
-struct Place {
-    stream: Stream,
-    memory: DeviceBuffer,
+/// Where a rank sends and sums bytes that mean nothing.
+pub(super) struct Place {
+    pub(super) stream: Stream,
+    pub(super) memory: DeviceBuffer,
 }
 
 /// Bytes of one message.
 const EACH: u64 = 16;
 
 impl Place {
-    fn new(device: &Device, ranks: usize) -> Result<Self, CudaError> {
+    pub(super) fn new(device: &Device, bytes: usize) -> Result<Self, CudaError> {
         let stream = Stream::new(device, StreamPriority::High)?;
-        let memory = DeviceBuffer::new(device, 2 * EACH as usize * ranks)?;
+        let memory = DeviceBuffer::new(device, bytes)?;
         memory.fill(&stream, 0)?;
         Ok(Self { stream, memory })
     }
@@ -264,7 +264,7 @@ fn all_connected(ranks: Vec<NcclRank>) -> Result<Vec<NcclRank>, CudaError> {
     let connect = |places: &mut Vec<Place>| {
         ranks.iter().try_for_each(|rank| rank.wait("ncclCommInitRankConfig"))?;
         for rank in &ranks {
-            places.push(Place::new(&rank.device, rank.count)?);
+            places.push(Place::new(&rank.device, 2 * EACH as usize * rank.count)?);
         }
         exchange_once(&ranks, places)
     };
@@ -307,7 +307,8 @@ fn exchange_once(ranks: &[NcclRank], places: &[Place]) -> Result<(), CudaError> 
     Ok(())
 }
 
-/// NCCL makes multicast objects for reductions in the switch, which sends and receives do not use and which a host may not allow.
+/// NCCL makes multicast objects for reductions in the switch, which sends and receives do not use and which a host may not allow. Its own
+/// sums can: for whoever says so.
 fn never_multicast() {
     decide("NCCL_NVLS_ENABLE", "0");
 }

@@ -3,6 +3,7 @@
 mod connect;
 mod settings;
 mod shelf;
+mod sums;
 
 use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -14,8 +15,10 @@ use counterpoint_exec::World;
 use counterpoint_plan::GemmCollective;
 
 pub(crate) use connect::NcclSeat;
-pub use settings::NcclSettings;
+pub use settings::{NcclSettings, NcclSums};
 use shelf::{Lent, Shelf};
+use sums::KnownSums;
+pub(crate) use sums::{NcclSum, SumSize};
 
 use crate::kernel::ElementType;
 use crate::sync::lock;
@@ -63,6 +66,8 @@ pub(crate) struct End {
     nccl: &'static Nccl,
     device: Device,
     handle: Mutex<Option<NcclHandle>>,
+    /// Of the first rank in this process, for all of them.
+    known: KnownSums,
 }
 
 // SAFETY: a handle may be used from any thread, by one at a time, which the lock sees to.
@@ -72,12 +77,16 @@ unsafe impl Sync for End {}
 
 impl End {
     fn new(nccl: &'static Nccl, device: &Device, handle: NcclHandle) -> Self {
-        Self { nccl, device: device.clone(), handle: Mutex::new(Some(handle)) }
+        let (device, handle, known) = (device.clone(), Mutex::new(Some(handle)), KnownSums::default());
+        Self { nccl, device, handle, known }
+    }
+
+    fn aborted() -> CudaError {
+        CudaError::Transport { transport: "nccl", reason: "it was aborted".to_owned() }
     }
 
     fn with<R>(&self, call: impl FnOnce(NcclHandle) -> Result<R, CudaError>) -> Result<R, CudaError> {
-        let aborted = || CudaError::Transport { transport: "nccl", reason: "it was aborted".to_owned() };
-        lock(&self.handle).ok_or_else(aborted).and_then(call)
+        lock(&self.handle).ok_or_else(Self::aborted).and_then(call)
     }
 
     /// Ends what is under way. Unlike ncclCommDestroy it waits for nobody, and works on a rank whose peers are gone. Whoever comes
@@ -107,6 +116,9 @@ pub(crate) struct NcclMessage {
     pub(crate) address: u64,
     pub(crate) bytes: u64,
 }
+
+/// `ncclSum`.
+const SUM: c_int = 0;
 
 impl NcclRank {
     /// Connects ranks that are threads of this process, one on each of these devices, for `world`.
@@ -197,8 +209,6 @@ impl NcclRank {
         to: u64,
         count: usize,
     ) -> Result<(), CudaError> {
-        /// `ncclSum`.
-        const SUM: c_int = 0;
         let nccl = self.nccl;
         // `ncclFloat16` and `ncclBfloat16`.
         let kind = if element == ElementType::F16 { 6 } else { 9 };

@@ -17,6 +17,19 @@ pub struct NcclSettings {
     pub max_ctas: Option<u8>,
     /// What it saves (`NCCL_CTA_POLICY`).
     pub cta_policy: Option<NcclCtaPolicy>,
+    /// Who forms sums.
+    pub sums: NcclSums,
+}
+
+/// Who forms sums of a transport by NCCL.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum NcclSums {
+    /// A pass of ours behind its sends and receives, in f32 and in the order of ranks: the same bits on any number of nodes.
+    #[default]
+    InRankOrder,
+    /// NCCL itself, where its reduce-scatter is what a group-reduce asks for: by its algorithms, in switches where those can, in the type
+    /// and in the order that it chooses.
+    Library,
 }
 
 /// The largest cluster that every GPU with clusters has.
@@ -32,11 +45,17 @@ const POLICIES: [(&str, NcclCtaPolicy); 3] = [
 
 impl NcclSettings {
     /// None.
-    pub const PLAIN: Self = Self { cluster_size: None, min_ctas: None, max_ctas: None, cta_policy: None };
+    pub const PLAIN: Self = Self {
+        cluster_size: None,
+        min_ctas: None,
+        max_ctas: None,
+        cta_policy: None,
+        sums: NcclSums::InRankOrder,
+    };
 
     /// The text of all, for help.
     pub const TEXT: &'static str =
-        "cluster-size=0..8, min-ctas=N, max-ctas=N, cta-policy=default|efficiency|zero";
+        "cluster-size=0..8, min-ctas=N, max-ctas=N, cta-policy=default|efficiency|zero, library-sums";
 
     /// The settings that these words name.
     ///
@@ -63,6 +82,7 @@ impl NcclSettings {
                     let (_, policy) = named.ok_or_else(|| refuse("give default, efficiency or zero"))?;
                     settings.cta_policy = Some(policy);
                 }
+                "library-sums" if value.is_none() => settings.sums = NcclSums::Library,
                 _ => return Err(refuse(Self::TEXT)),
             }
         }
@@ -76,7 +96,7 @@ impl NcclSettings {
 
     /// What a communicator is made with.
     pub(super) fn config(&self) -> NcclConfig {
-        let Self { cluster_size, min_ctas, max_ctas, cta_policy } = *self;
+        let Self { cluster_size, min_ctas, max_ctas, cta_policy, sums: _ } = *self;
         let config = NcclConfig::blocking()
             .with_ctas(cluster_size.map(u32::from), [min_ctas.map(u32::from), max_ctas.map(u32::from)]);
         match cta_policy {
@@ -99,6 +119,10 @@ impl fmt::Display for NcclSettings {
             number.map_or(Ok(()), |number| write!(f, "+{name}={number}"))?;
         }
         let policy = POLICIES.into_iter().find(|(_, policy)| Some(*policy) == self.cta_policy);
-        policy.map_or(Ok(()), |(name, _)| write!(f, "+cta-policy={name}"))
+        policy.map_or(Ok(()), |(name, _)| write!(f, "+cta-policy={name}"))?;
+        match self.sums {
+            NcclSums::InRankOrder => Ok(()),
+            NcclSums::Library => f.write_str("+library-sums"),
+        }
     }
 }

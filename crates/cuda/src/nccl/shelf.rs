@@ -50,6 +50,11 @@ impl<K: Clone, E> Lent<K, E> {
         &self.group.ends[self.rank]
     }
 
+    /// Those of all ranks of the group that are in this process.
+    pub(super) fn ends(&self) -> &[E] {
+        &self.group.ends
+    }
+
     /// Nobody is to use any end of this group again.
     pub(super) fn spoil(&self) {
         self.group.spoilt.store(true, Ordering::SeqCst);

@@ -1,5 +1,5 @@
 //! NCCL: grouped sends and receives of rows where they lie together; else a pass before that packs what is sent, and one after that
-//! puts what is received in its place. Sums are always formed by a pass of ours, in the order of ranks.
+//! puts what is received in its place. Sums are formed by a pass of ours, in the order of ranks, unless NCCL's own were asked for.
 //!
 //! A computation that is to start once NCCL holds its multiprocessors waits for a word that NCCL's own kernel writes: a message of the
 //! rank to itself (`StartWord`).
@@ -10,13 +10,14 @@ use counterpoint_exec::CollectiveCall;
 use counterpoint_exec::collective::{Collective, PeerRows};
 use counterpoint_schedule::BufferSpec;
 
+use super::library_sum::LibrarySum;
 use super::push::{staged_input, staged_rows};
 use super::rows::{self, RowWork};
 use super::staging::Staging;
 use super::{Call, CallError, CudaPending, CudaTransport, Means, addresses};
 use crate::backend::{ExchangeMarks, RaisedCounter};
 use crate::kernel::{CountUp, RowCopy, RowMove, StartMark};
-use crate::nccl::NcclMessage;
+use crate::nccl::{NcclMessage, NcclSums};
 use crate::{CudaError, Device, DeviceBuffer, Stream};
 
 /// One rank's part.
@@ -33,20 +34,22 @@ pub(super) struct ExchangeWork {
     place: RowWork,
     /// Made by the first call that a barrier counts.
     start: OnceLock<StartWord>,
+    /// Likewise: how NCCL sums it itself, where it does.
+    library: OnceLock<Option<LibrarySum>>,
     /// Set once the other ranks' parts were found to fit.
     connected: OnceLock<Arc<ExchangeMarks>>,
 }
 
 /// Rows of a peer that lie together.
-struct PeerRange {
+pub(super) struct PeerRange {
     peer: usize,
-    first: usize,
-    rows: usize,
+    pub(super) first: usize,
+    pub(super) rows: usize,
 }
 
 impl PeerRange {
     /// `None` where they do not.
-    fn of(peer: &PeerRows) -> Option<Self> {
+    pub(super) fn of(peer: &PeerRows) -> Option<Self> {
         let first = peer.rows.first()?;
         let together = peer.rows.windows(2).all(|pair| pair[0].end == pair[1].start);
         together.then(|| Self { peer: peer.rank, first: first.start, rows: peer.total() })
@@ -160,6 +163,7 @@ impl ExchangeWork {
             direct,
             row_bytes,
             start: OnceLock::new(),
+            library: OnceLock::new(),
             connected: OnceLock::new(),
         })
     }
@@ -186,12 +190,16 @@ impl CudaTransport {
         pending: &CudaPending,
         work: &ExchangeWork,
     ) -> Result<(), CallError> {
-        let Means::Exchange(nccl) = &self.means else { return Ok(()) };
+        let Means::Exchange { nccl, sums } = &self.means else { return Ok(()) };
         let CollectiveCall { backend, stream, collective, barrier, .. } = *call;
         let pattern = &collective.collective.pattern;
         // NCCL would wait for ever for one that sends something else.
         if !work.is_connected() {
-            self.posts_of(call, pending, pattern.peers())?;
+            let posts = self.posts_of(call, pending, pattern.peers())?;
+            let (parts, ranks) = (posts.iter().map(|(_, post)| &post.collective.pattern), self.world.size());
+            let library = (*sums == NcclSums::Library)
+                .then(|| LibrarySum::of(&collective.collective, &collective.outputs, parts, ranks));
+            work.library.get_or_init(|| library.flatten());
             self.watched(call, &work.connected)?;
         }
         let queue = stream.queue();
@@ -199,6 +207,9 @@ impl CudaTransport {
         let captured = queue.is_capturing()?;
         let marks = work.connected.get().filter(|_| !captured);
         let marks = marks.map(|marks| backend.marks_of_next(marks)).transpose()?;
+        if let Some(sum) = work.library.get().copied().flatten() {
+            return self.library_sum(call, nccl, sum, marks.as_ref());
+        }
         let (inputs, outputs) = addresses(call);
         let ExchangeWork { row_bytes, direct, sent, received, staged, pack, place, .. } = work;
         let mut sends: Vec<NcclMessage> = PeerRange::messages(&direct[0], &inputs, row_bytes)

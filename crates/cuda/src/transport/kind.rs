@@ -3,9 +3,9 @@
 use std::fmt;
 use std::str::FromStr;
 
-use counterpoint_schedule::{PassOverlap, RankTransport};
+use counterpoint_schedule::{OverlapPolicy, PassOverlap, RankTransport};
 
-use crate::nccl::NcclSettings;
+use crate::nccl::{NcclSettings, NcclSums};
 
 /// How rows travel between GPUs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -58,7 +58,12 @@ impl TransportKind {
     /// The ways in which passes of linear layers can be run; `has_barriers` where kernels of all ranks can wait for each other, and
     /// `workers` the multiprocessors of this transport's kernels.
     pub(crate) fn pass_overlaps(self, has_barriers: bool, workers: usize) -> Vec<PassOverlap> {
-        self.transport().pass_overlaps(has_barriers, workers)
+        let mut ways = self.transport().pass_overlaps(has_barriers, workers);
+        if self.nccl().is_some_and(|settings| settings.sums == NcclSums::Library) {
+            // Nothing says when a sum of NCCL's starts.
+            ways.retain(|way| !is_bare_barrier(way.policy()));
+        }
+        ways
     }
 
     /// What it is in the table of what runs where, on one node where that is left open.
@@ -100,6 +105,9 @@ impl FromStr for TransportKind {
         let settings = NcclSettings::parse(words)?;
         match named {
             Some((_, Self::Nccl(_))) => Ok(Self::Nccl(settings)),
+            Some((_, Self::Hierarchical(_))) if settings.sums == NcclSums::Library => Err(format!(
+                "`{text}`: library-sums is for nccl, whose sums are of all ranks; kernels sum inside nodes here"
+            )),
             Some((_, Self::Hierarchical(_))) => Ok(Self::Hierarchical(settings)),
             Some((_, kind)) if settings == NcclSettings::PLAIN => Ok(kind),
             Some(_) => Err(format!("`{text}`: {name} has no settings; they are of nccl and hierarchical")),
@@ -109,6 +117,11 @@ impl FromStr for TransportKind {
             }
         }
     }
+}
+
+/// Whether only a kernel barrier sees to it that communication finds multiprocessors.
+fn is_bare_barrier(policy: OverlapPolicy) -> bool {
+    policy.has_barriers() && policy.sm_margin() == 0
 }
 
 #[cfg(test)]
@@ -125,7 +138,7 @@ mod tests {
             "hierarchical",
             "nccl+cluster-size=1+max-ctas=8",
             "hierarchical+min-ctas=2+max-ctas=4+cta-policy=efficiency",
-            "nccl+cta-policy=zero",
+            "nccl+cta-policy=zero+library-sums",
         ] {
             assert_eq!(text.parse::<TransportKind>().unwrap().to_string(), text);
         }
@@ -138,6 +151,8 @@ mod tests {
             ("nccl+cluster-size=9", "a number from 0 to 8"),
             ("nccl+cta-policy=fast", "default, efficiency or zero"),
             ("nccl+min-ctas=8+max-ctas=4", "more than max-ctas=4"),
+            ("nccl+library-sums=1", "no setting of NCCL's"),
+            ("hierarchical+library-sums", "is for nccl"),
             ("nccl+", "no setting of NCCL's"),
         ] {
             let error = text.parse::<TransportKind>().unwrap_err();
@@ -155,5 +170,7 @@ mod tests {
         let has = |text: &str, policy: &str| ways(text).iter().any(|way| way == policy);
         assert!(has("nccl", "kernel-barrier+sm-margin=16") && has("nccl", "kernel-barrier"));
         assert!(has("nccl+max-ctas=4", "kernel-barrier+sm-margin=4"));
+        assert!(has("nccl+library-sums", "kernel-barrier+sm-margin=16"));
+        assert!(!has("nccl+library-sums", "kernel-barrier"));
     }
 }

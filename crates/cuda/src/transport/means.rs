@@ -1,7 +1,7 @@
 //! What moves the rows of a rank.
 
 use super::EngineUse;
-use crate::nccl::NcclRank;
+use crate::nccl::{NcclRank, NcclSums};
 
 /// What moves the rows of one rank.
 pub(crate) enum Means {
@@ -11,6 +11,6 @@ pub(crate) enum Means {
     Link { num_sms: u32, engines: EngineUse },
     /// Copy engines.
     Push,
-    /// NCCL.
-    Exchange(NcclRank),
+    /// NCCL, and who forms sums.
+    Exchange { nccl: NcclRank, sums: NcclSums },
 }

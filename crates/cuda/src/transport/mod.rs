@@ -23,6 +23,7 @@ mod gemm_reduce;
 mod host_sync;
 mod kind;
 mod levels;
+mod library_sum;
 mod link;
 mod link_side;
 mod lists;
@@ -189,7 +190,7 @@ impl CudaTransport {
     /// Refuses what nothing here moves rows by.
     fn check_policy(&self, policy: &OverlapPolicy) -> Result<(), ExecError> {
         let by_library =
-            matches!(self.means, Means::Exchange(_)).then(|| RankTransport::Nccl.moves_by(policy.mover));
+            matches!(self.means, Means::Exchange { .. }).then(|| RankTransport::Nccl.moves_by(policy.mover));
         if let Some(PolicySupport::Refused(reason)) = by_library {
             let (policy, reason) = (policy.to_string(), reason.to_owned());
             return Err(ExecError::Policy { rank: self.rank, policy, reason });
@@ -246,7 +247,7 @@ impl CudaTransport {
             Ok(Work::Pull(Mutex::new(None)))
         };
         let by_engines = match (&self.means, mover.rules().engines) {
-            (Means::Exchange(_), _) => false,
+            (Means::Exchange { .. }, _) => false,
             (Means::Push, _) | (_, EngineCollectives::Everything) => true,
             // As `Program::validate` trusts: while a kernel waits for rows nothing else may need a multiprocessor.
             (_, EngineCollectives::PlainCasts) => {
@@ -273,7 +274,7 @@ impl CudaTransport {
                     .map(|work| Work::Link(Box::new(work)))
             }
             Means::Link { .. } => pull(),
-            Means::Exchange(_) => {
+            Means::Exchange { .. } => {
                 exchange::ExchangeWork::new(self.setup()?, self.rank, collective, outputs).map(Work::Exchange)
             }
         }

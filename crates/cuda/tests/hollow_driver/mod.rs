@@ -1,4 +1,5 @@
-//! Runs tests of what the host does with a driver that has no GPU: two GPUs that it calls H200, on which no kernel runs.
+//! Runs tests of what the host does with a driver that has no GPU: two GPUs that it calls H200, on which no kernel runs. With it comes an NCCL
+//! that connects ranks when NCCL does.
 
 pub(crate) mod processes;
 
@@ -15,18 +16,21 @@ pub(crate) fn is_loaded(test: &str) -> bool {
     }
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let folder = folder.path();
-    let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/hollow_driver/libcuda.rs");
     let compiler = std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
-    let compiled = Command::new(compiler)
-        .args(["--edition", "2024", "--crate-type", "cdylib", "-C", "opt-level=1", "-o"])
-        .args([&folder.join("libcuda.so.1"), &PathBuf::from(source)])
-        .status();
-    assert!(compiled.unwrap().success(), "the driver without a GPU does not compile");
+    for (source, library) in [("libcuda.rs", "libcuda.so.1"), ("libnccl.rs", "libnccl.so.2")] {
+        let sources = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/hollow_driver");
+        let compiled = Command::new(&compiler)
+            .args(["--edition", "2024", "--crate-type", "cdylib", "-C", "opt-level=1", "-o"])
+            .args([&folder.join(library), &PathBuf::from(sources).join(source)])
+            .status();
+        assert!(compiled.unwrap().success(), "{source} does not compile");
+    }
     let mut libraries = vec![folder.to_owned()];
     libraries.extend(std::env::split_paths(&std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default()));
     let ran = Command::new(std::env::current_exe().unwrap())
         .args([test, "--exact", "--nocapture"])
         .env("LD_LIBRARY_PATH", std::env::join_paths(libraries).unwrap())
+        .env("COUNTERPOINT_NCCL_DIR", folder)
         .env(INSIDE, "1")
         .status();
     assert!(ran.unwrap().success(), "see above");

@@ -17,9 +17,10 @@ pub(crate) fn config() -> WorldConfig {
 
 /// Runs `rank` on two ranks that reach each other as processes do, each on a GPU of its own.
 pub(crate) fn on_processes<R: Send>(
+    transport: TransportKind,
     rank: impl Fn(&Arc<Rendezvous>, &Group<CudaProcess>) -> R + Sync,
 ) -> Vec<R> {
-    on_processes_that_fail(|rendezvous, group| {
+    on_processes_that_fail(transport, |rendezvous, group| {
         let done = rank(rendezvous, group);
         group.clone().close().unwrap();
         done
@@ -28,6 +29,7 @@ pub(crate) fn on_processes<R: Send>(
 
 /// The same, who do not close the group.
 pub(crate) fn on_processes_that_fail<R: Send>(
+    transport: TransportKind,
     rank: impl Fn(&Arc<Rendezvous>, &Group<CudaProcess>) -> R + Sync,
 ) -> Vec<R> {
     const RANKS: usize = 2;
@@ -46,9 +48,10 @@ pub(crate) fn on_processes_that_fail<R: Send>(
                         None => Rendezvous::join(address, number, RANKS, token, LIMIT),
                     }
                     .unwrap();
-                    let (kind, topology) = (TransportKind::Auto, Topology::flat(RANKS));
+                    let topology = Topology::flat(RANKS);
                     let machine =
-                        CudaProcess::new(&rendezvous, Some(number), Timing::Off, kind, topology).unwrap();
+                        CudaProcess::new(&rendezvous, Some(number), Timing::Off, transport, topology)
+                            .unwrap();
                     let group = Group::connect(&machine, RANKS, config()).unwrap();
                     rank(&rendezvous, &group)
                 })

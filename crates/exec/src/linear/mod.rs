@@ -21,7 +21,7 @@ pub use gemm_collective::{
 };
 pub use layer::{LayerCall, LayerGradient, LayerPass, LinearLayer, LinearTensor, NamedBuffers, RankBuffers};
 pub use normalised::{NormalisedBackward, NormalisedForward, RowParallelLinearRmsNorm};
-pub use overlap::{LayerOverlap, PlannedPass, PlannedPasses};
+pub use overlap::{LayerOverlap, PassesUpTo, PlannedPass, PlannedPasses};
 pub use parallel::{ColumnParallelLinear, LinearOptions, RowParallelLinear};
 pub use run::{LinearConfig, run_linear, run_linear_on};
 pub(crate) use shard::join_rows;

@@ -1,11 +1,14 @@
 //! How a layer's passes overlap.
 
+use std::sync::{Arc, Mutex};
+
 use counterpoint_choose::{LayerGroups, LinearMachine, TunedPass, TunedShape};
 use counterpoint_cost::CostModel;
 use counterpoint_plan::{LinearPlan, LinearSpec, PlanError, WaveGroups};
 use counterpoint_schedule::{OverlapPolicy, PassOverlap};
 
 use super::layer::LayerGradient;
+use crate::monitor::lock;
 
 /// How the passes of a layer share a machine. Results have the same bits however they do.
 #[derive(Clone, Debug, PartialEq)]
@@ -16,6 +19,8 @@ pub enum LayerOverlap {
     /// Both by this policy, in these groups. Automatic ones are those that were tuned for it, or follow from these costs, and are one
     /// where groups have nothing to hide.
     Policy(OverlapPolicy, LayerGroups, CostModel),
+    /// As is chosen for a number of tokens near that of the layer, of layers whose numbers of tokens change from call to call.
+    UpTo(Arc<PassesUpTo>),
 }
 
 impl Default for LayerOverlap {
@@ -57,6 +62,7 @@ impl LayerOverlap {
         let forward = TunedPass::Forward;
         let backward = gradient.tuned_pass();
         match self {
+            Self::UpTo(passes) => passes.passes(machine, spec, gradient),
             Self::Policy(policy, groups, cost) => {
                 let pass = |pass: TunedPass| {
                     let groups = match groups {
@@ -82,6 +88,112 @@ impl LayerOverlap {
             }
         }
     }
+}
+
+/// Passes of layers of up to so many tokens, those of all ranks. Choosing how passes are run takes as long as hundreds of launches, so counts
+/// share a choice: that of the next of four counts in each octave. A count has its policies, and its groups in proportion; passes that were tuned for
+/// the very count stay as they were tuned. Results have the same bits however they are run.
+///
+/// It keeps what it has chosen: all layers of a model may have one.
+#[derive(Debug)]
+pub struct PassesUpTo {
+    tokens: usize,
+    overlap: LayerOverlap,
+    chosen: Mutex<Vec<Chosen>>,
+}
+
+/// What was chosen for a layer.
+#[derive(Debug)]
+struct Chosen {
+    spec: LinearSpec,
+    gradient: LayerGradient,
+    /// The ways that there were.
+    ways: Vec<PassOverlap>,
+    passes: PlannedPasses,
+}
+
+/// Choices that are kept: some tens for each layer of a model that is like no other.
+const KEPT: usize = 1024;
+
+impl PartialEq for PassesUpTo {
+    fn eq(&self, other: &Self) -> bool {
+        (self.tokens, &self.overlap) == (other.tokens, &other.overlap)
+    }
+}
+
+impl PassesUpTo {
+    /// Of up to so many tokens, chosen like this.
+    pub fn new(tokens: usize, overlap: LayerOverlap) -> Self {
+        Self { tokens, overlap, chosen: Mutex::default() }
+    }
+
+    /// The most tokens.
+    pub fn tokens(&self) -> usize {
+        self.tokens
+    }
+
+    /// The count whose choice is that of `tokens`.
+    fn chosen_for(&self, tokens: usize) -> usize {
+        /// In each octave.
+        const COUNTS: usize = 4;
+        let step = tokens.checked_next_power_of_two().map_or(1, |octave| (octave / (2 * COUNTS)).max(1));
+        tokens.next_multiple_of(step).min(self.tokens)
+    }
+
+    /// The passes of a layer, as [`LayerOverlap::passes`].
+    fn passes(
+        &self,
+        machine: &LinearMachine,
+        spec: LinearSpec,
+        gradient: LayerGradient,
+    ) -> Result<PlannedPasses, PlanError> {
+        let LinearSpec { tokens, .. } = spec;
+        if tokens > self.tokens {
+            let wanted = format!("at most max_tokens, {}", self.tokens);
+            return Err(PlanError::Linear { field: "tokens", value: tokens, wanted });
+        }
+        let of_class = self.of_class(machine, spec, gradient)?;
+        let fewer = |PlannedPass { plan, policy }: PlannedPass| {
+            Ok(PlannedPass { plan: plan.of_fewer_tokens(tokens)?, policy })
+        };
+        let [forward, backward] = tuned_passes(machine, &spec, gradient);
+        let pass = |tuned: Option<_>, of_class| tuned.unwrap_or_else(|| fewer(of_class));
+        Ok(PlannedPasses {
+            forward: pass(forward, of_class.forward)?,
+            backward: pass(backward, of_class.backward)?,
+        })
+    }
+
+    /// Those of the count whose choice the layer has.
+    fn of_class(
+        &self,
+        machine: &LinearMachine,
+        spec: LinearSpec,
+        gradient: LayerGradient,
+    ) -> Result<PlannedPasses, PlanError> {
+        let spec = LinearSpec { tokens: self.chosen_for(spec.tokens), ..spec };
+        let mut chosen = lock(&self.chosen);
+        let is_it =
+            |one: &Chosen| one.spec == spec && one.gradient == gradient && one.ways == machine.overlaps;
+        if let Some(one) = chosen.iter().find(|one| is_it(one)) {
+            return Ok(one.passes.clone());
+        }
+        let passes = self.overlap.passes(machine, spec, gradient)?;
+        if chosen.len() >= KEPT {
+            chosen.remove(0);
+        }
+        chosen.push(Chosen { spec, gradient, ways: machine.overlaps.clone(), passes: passes.clone() });
+        Ok(passes)
+    }
+}
+
+/// Forward and backward as they were tuned for the very layer; `None` where they were not.
+fn tuned_passes(
+    machine: &LinearMachine,
+    spec: &LinearSpec,
+    gradient: LayerGradient,
+) -> [Option<Result<PlannedPass, PlanError>>; 2] {
+    [TunedPass::Forward, gradient.tuned_pass()].map(|pass| tuned_pass(machine, spec, pass))
 }
 
 /// The pass as it was tuned; `None` where it was not.
@@ -120,8 +232,6 @@ fn tuned_groups(
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
-
     use counterpoint_choose::{GroupSearch, TunedGroups, TunedHere, TunedPlace, TunedPlans};
     use counterpoint_plan::{Activations, DType, GemmCollective, LinearKind, Topology};
     use counterpoint_schedule::RankTransport;
@@ -157,6 +267,71 @@ mod tests {
             assert_eq!(groups(policy, LayerGroups::Auto), 1);
             assert_eq!(groups(policy, WaveGroups::Fixed(3).into()), 3);
         }
+    }
+
+    fn up_to(tokens: usize) -> (PassesUpTo, LinearMachine, LinearSpec) {
+        let ways = RankTransport::Nvlink.pass_overlaps(true, 16);
+        let machine = LinearMachine::new(RankTransport::Nvlink, ways, Topology::flat(4), CostModel::H200);
+        let spec = GemmCollective::ReduceScatter.layer([tokens, 8192, 4096].into(), DType::Bf16);
+        (PassesUpTo::new(tokens, LayerOverlap::default()), machine, spec)
+    }
+
+    #[test]
+    fn counts_of_an_octave_share_four_choices() {
+        let (passes, machine, spec) = up_to(16_000);
+        for (tokens, chosen) in [
+            (1, 1),
+            (7, 7),
+            (9, 10),
+            (4096, 4096),
+            (4097, 5120),
+            (5120, 5120),
+            (8000, 8192),
+            (15_000, 16_000),
+        ] {
+            assert_eq!(passes.chosen_for(tokens), chosen, "{tokens}");
+        }
+        let of = |tokens| passes.passes(&machine, LinearSpec { tokens, ..spec }, LayerGradient::Written);
+        let whole = LayerOverlap::default();
+        for tokens in (1..=16_000).step_by(61) {
+            let found = of(tokens).unwrap();
+            let class = LinearSpec { tokens: passes.chosen_for(tokens), ..spec };
+            let class = whole.passes(&machine, class, LayerGradient::Written).unwrap();
+            for (found, class) in [(found.forward, class.forward), (found.backward, class.backward)] {
+                assert_eq!(found.policy, class.policy, "{tokens}");
+                assert_eq!(found.plan, class.plan.of_fewer_tokens(tokens).unwrap());
+                assert_eq!(found.plan.spec.tokens, tokens);
+            }
+        }
+        assert!(lock(&passes.chosen).len() < 60, "{}", lock(&passes.chosen).len());
+        let text = of(16_001).unwrap_err().to_string();
+        assert!(text.contains("at most max_tokens, 16000"), "{text}");
+    }
+
+    /// What a layer has for its count goes before what a neighbour's choice makes of it, and what one layer was chosen is no other's.
+    #[test]
+    fn a_choice_is_for_its_layer_and_tuned_counts_keep_their_plans() {
+        let (passes, mut machine, spec) = up_to(8192);
+        let of = |machine: &LinearMachine, spec, gradient| passes.passes(machine, spec, gradient).unwrap();
+        let spec = LinearSpec { tokens: 5000, ..spec };
+        let fused = of(&machine, spec, LayerGradient::Written);
+        let apart = of(&machine.clone().without_fused(), spec, LayerGradient::Written);
+        assert!(!apart.forward.policy.is_fused() && !apart.backward.policy.is_fused());
+        assert!(fused.forward.policy.is_fused() || fused.backward.policy.is_fused());
+        let place = TunedPlace { device: "X".to_owned(), transport: "nvlink".to_owned() };
+        let mut plans = TunedPlans::default();
+        plans.layers.insert(TunedGroups {
+            shape: TunedShape::of(&spec, TunedPass::Forward, machine.topology, &place).unwrap(),
+            policy: "concurrent".to_owned(),
+            groups: vec![1000, 250],
+            seconds: 0.1,
+            sequential_seconds: 1.0,
+            search: GroupSearch::Exhaustive,
+        });
+        machine.tuned = Some(Arc::new(TunedHere { place, plans }));
+        let tuned = of(&machine, spec, LayerGradient::Written);
+        assert_eq!(tuned.forward.plan.group_sizes(), [1000, 250]);
+        assert_eq!(tuned.backward, fused.backward);
     }
 
     /// Layers that share an input have no fused product, and the key of tuned plans does not distinguish them from others.

@@ -43,8 +43,8 @@ where
     fn call(&self, call: &LinearCall) -> Result<(), ExecError> {
         let keepers = call.tensors.iter().map(|(_, tensor)| tensor.keeper.clone());
         let captured = self.call_layer(call.stream, keepers, |callers| {
-            let make = || ReadyLayer::new(&self.group, &call.key);
-            self.layers.with(&call.key, make, |layer| linear::enqueue(&self.group, layer, call, callers))
+            let enqueue = |layer: &mut _| linear::enqueue(&self.group, layer, call, callers);
+            self.layers.with(&self.group, &call.key, enqueue)
         })?;
         if captured {
             self.layers.keep(&call.key);
@@ -53,13 +53,11 @@ where
     }
 
     fn tensors(&self, key: &LayerKey, call: LayerCall) -> Result<Vec<WantedTensor>, ExecError> {
-        let make = || ReadyLayer::new(&self.group, key);
-        self.layers.with(key, make, |layer| linear::tensors(layer, call))
+        self.layers.with(&self.group, key, |layer| linear::tensors(layer, call))
     }
 
     fn passes(&self, key: &LayerKey) -> Result<[RunPass; 2], ExecError> {
-        let make = || ReadyLayer::new(&self.group, key);
-        self.layers.with(key, make, |layer| Ok(layer.passes()))
+        self.layers.with(&self.group, key, |layer| Ok(layer.passes()))
     }
 }
 
