@@ -17,6 +17,11 @@ impl PeerRows {
     pub fn total(&self) -> usize {
         self.rows.iter().map(Range::len).sum()
     }
+
+    /// The rank alone.
+    pub fn without_rows(&self) -> Self {
+        Self { rank: self.rank, rows: Vec::new() }
+    }
 }
 
 /// A [`GroupPart`] read in one direction: by peer, ascending, splits without rows left out.
