@@ -122,7 +122,7 @@ fn step<M: Machine>(group: &Group<M>, routing: &Arc<Routing>, start: StartOrder,
         let mut layer = ExpertLayer::new(group, options).unwrap();
         let mut ready = 0.0;
         let (tickets, asked) = DriverCalls::of(|| {
-            layer.route_for(routing.clone(), call).unwrap();
+            layer.route_for(routing.clone(), call, None).unwrap();
             ready = now() - began;
             layer.enqueue(call, &tensors, None).unwrap()
         })

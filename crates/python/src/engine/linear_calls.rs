@@ -43,7 +43,7 @@ where
     fn call(&self, call: &LinearCall) -> Result<(), ExecError> {
         let keepers = call.tensors.iter().map(|(_, tensor)| tensor.keeper.clone());
         let captured = self.call_layer(call.stream, keepers, |callers| {
-            let make = || ReadyLayer::new(&self.group, &call.key);
+            let make = |_| ReadyLayer::new(&self.group, &call.key);
             self.layers.with(&call.key, make, |layer| linear::enqueue(&self.group, layer, call, callers))
         })?;
         if captured {
@@ -53,12 +53,12 @@ where
     }
 
     fn tensors(&self, key: &LayerKey, call: LayerCall) -> Result<Vec<WantedTensor>, ExecError> {
-        let make = || ReadyLayer::new(&self.group, key);
+        let make = |_| ReadyLayer::new(&self.group, key);
         self.layers.with(key, make, |layer| linear::tensors(layer, call))
     }
 
     fn passes(&self, key: &LayerKey) -> Result<[RunPass; 2], ExecError> {
-        let make = || ReadyLayer::new(&self.group, key);
+        let make = |_| ReadyLayer::new(&self.group, key);
         self.layers.with(key, make, |layer| Ok(layer.passes()))
     }
 }
@@ -78,6 +78,15 @@ where
             self.experts.keep(call);
         }
         Ok(())
+    }
+
+    fn ask(&self, key: &ExpertKey, call: LayerCall) -> bool {
+        self.experts.ask(key, call)
+    }
+
+    fn make(&self, key: &ExpertKey, call: LayerCall) -> Result<(), ExecError> {
+        self.group.poll()?;
+        self.experts.make(&self.group, key, call)
     }
 
     fn passes(&self, key: &ExpertKey) -> Result<ExpertPasses, ExecError> {
