@@ -196,7 +196,7 @@ class _Group:
             return ahead
 
     def _make_ahead(self, layer: Any, routing: Routing, call: str) -> None:
-        """Has a thread make a pass of a layer of experts ready, unless it was asked for. What fails there fails again with the call."""
+        """Has a thread make a pass of a layer of experts ready, unless it was asked for. What fails fails again in the call."""
         if not self._native.ask_experts(layer, routing, call):
             return
         with self._lock:

@@ -177,7 +177,7 @@ def test_policies_change_no_bit() -> None:
 
 
 def test_a_routing_for_each_step() -> None:
-    """Forwards of more routings than stay ready, or have their backwards made ready ahead; then their backwards, the last first."""
+    """Forwards of more routings than stay ready, or have backwards made ready ahead; then their backwards, the last first."""
     group, wanted = cp.LocalGroup(2), []
     layer = ExpertLayer("dispatch", 4, 3, 4, group=group, dtype=torch.float64)
     draw = torch.Generator().manual_seed(1)

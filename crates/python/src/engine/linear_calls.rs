@@ -86,7 +86,11 @@ where
 
     fn make(&self, key: &ExpertKey, call: LayerCall) -> Result<(), ExecError> {
         self.group.poll()?;
-        self.experts.make(&self.group, key, call)
+        let make = || self.experts.make(&self.group, key, call);
+        match self.group.ranks() {
+            [first, ..] => first.backend().beside_captures(make),
+            [] => make(),
+        }
     }
 
     fn passes(&self, key: &ExpertKey) -> Result<ExpertPasses, ExecError> {
