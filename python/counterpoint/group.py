@@ -14,7 +14,7 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from counterpoint._native import Cancellation, Mask, Ranks, Routing
+from counterpoint._native import Cancellation, Mask, Ranks, Routing, _ask_experts, _make_experts
 from counterpoint.errors import DeviceError, Error, PlanError
 from counterpoint.plan import Plan
 from counterpoint.prefetched import PrefetchedPlan
@@ -197,12 +197,12 @@ class _Group:
 
     def _make_ahead(self, layer: Any, routing: Routing, call: str) -> None:
         """Has a thread make a pass of a layer of experts ready, unless it was asked for. What fails fails again in the call."""
-        if not self._native.ask_experts(layer, routing, call):
+        if not _ask_experts(self._native, layer, routing, call):
             return
         with self._lock:
             if self._maker is None:
                 self._maker = ThreadPoolExecutor(1, thread_name_prefix="counterpoint-ready")
-            self._maker.submit(self._native.make_experts, layer, routing, call)
+            self._maker.submit(_make_experts, self._native, layer, routing, call)
 
     def _solve_ahead(self, mask: Mask, arguments: dict[str, Any], cancellation: Cancellation) -> Plan:
         plan = self._solve(mask, arguments, cancellation)

@@ -16,6 +16,7 @@ import torch.distributed as dist  # noqa: E402
 from ranks import Ranks  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 
+from counterpoint._native import _ask_experts  # noqa: E402
 from counterpoint.nn import ExpertLayer  # noqa: E402
 
 POLICIES = ("auto", "sequential", "concurrent", "signals")
@@ -199,7 +200,7 @@ def test_a_routing_for_each_step() -> None:
 
 def asked(layer: ExpertLayer, routing: cp.Routing, call: str) -> bool:
     """Whether a pass was asked for before; it is from now on."""
-    return not layer.group._native.ask_experts(layer._key(), routing, call)
+    return not _ask_experts(layer.group._native, layer._key(), routing, call)
 
 
 def test_passes_are_made_ready_ahead_of_their_calls() -> None:

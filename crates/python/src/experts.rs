@@ -92,7 +92,7 @@ pub(crate) struct ExpertCall {
 pub(crate) trait ExpertEngine: Send + Sync {
     /// On the CPU it returns once the results are written; on a device once they are on their way on the stream.
     fn call(&self, call: &ExpertCall) -> Result<(), ExecError>;
-    /// Asks for a pass that [`ExpertEngine::make`] makes ready, or its first call. False where it was asked for before.
+    /// Asks for a pass, which [`ExpertEngine::make`] makes ready, or its first call. False where it was asked for before.
     fn ask(&self, key: &ExpertKey, call: LayerCall) -> bool;
     /// Makes a pass ready that was asked for, where no call has come first. On any thread.
     fn make(&self, key: &ExpertKey, call: LayerCall) -> Result<(), ExecError>;

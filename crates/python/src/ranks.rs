@@ -327,32 +327,6 @@ impl Ranks {
         engine(py, || ranks.experts().call(&ExpertCall { key, call, stream, tensors }))
     }
 
-    /// Asks for a pass of a layer of experts, "forward" or "backward", which `make_experts` makes ready on any thread, or its first call. False
-    /// where it was asked for before. All ranks ask, and call what was not asked for, in one order. Local.
-    fn ask_experts(
-        &self,
-        py: Python<'_>,
-        layer: ExpertFields,
-        routing: &Routing,
-        call: &str,
-    ) -> PyResult<bool> {
-        let ranks = self.engine(py)?;
-        Ok(ranks.experts().ask(&ExpertKey::new(layer, routing.native.clone()), named_call(call)))
-    }
-
-    /// Makes a pass ready that was asked for, where no call has come first. Local.
-    fn make_experts(
-        &self,
-        py: Python<'_>,
-        layer: ExpertFields,
-        routing: &Routing,
-        call: &str,
-    ) -> PyResult<()> {
-        let (ranks, call) = (self.engine(py)?, named_call(call));
-        let key = ExpertKey::new(layer, routing.native.clone());
-        engine(py, || ranks.experts().make(&key, call))
-    }
-
     /// How the passes of such a layer are run, the forward first: the overlap policy, the number of groups, and the tokens of each in percent
     /// of those of the one before. Local.
     fn expert_passes(

@@ -61,7 +61,7 @@ impl Pattern {
         rows_of(&self.incoming, rank)
     }
 
-    /// What `rank`, which is another process, is told of it: the rows that travel between the two, and of others' no more than how many there
+    /// What `rank`, which is another process, learns of it: the rows that travel between the two, and of others' no more than how many there
     /// are, as one range. Rows of a mixture's experts are thousands of ranges, of which most take two bytes here.
     pub fn bytes_for(&self, rank: usize) -> Vec<u8> {
         let ranges: usize = [self.to(rank), self.from(rank)].iter().map(|rows| rows.len()).sum();
@@ -184,18 +184,18 @@ mod tests {
 
     /// Rows that do not ascend, long gaps and large numbers among them.
     #[test]
-    fn a_peer_is_told_its_rows_and_how_many_others_have() {
+    fn a_peer_learns_its_rows_and_how_many_others_have() {
         let own = [(5, 6), (7, 9), (300, 500), (2, 3), (1 << 40, (1 << 40) + 200)];
         let pattern = Pattern {
             outgoing: vec![peer(0, &[(0, 3), (9, 12)]), peer(2, &own)],
             incoming: vec![peer(1, &[(4, 8)]), peer(2, &[(0, 1)]), peer(3, &[(1, 2), (5, 300)])],
         };
-        let told = Pattern {
+        let learnt = Pattern {
             outgoing: vec![peer(0, &[(0, 6)]), peer(2, &own)],
             incoming: vec![peer(1, &[(0, 4)]), peer(2, &[(0, 1)]), peer(3, &[(0, 296)])],
         };
         let bytes = pattern.bytes_for(2);
-        assert_eq!(Pattern::of_bytes(&bytes), Some(told));
+        assert_eq!(Pattern::of_bytes(&bytes), Some(learnt));
         assert_eq!(Pattern::of_bytes(&Pattern::default().bytes_for(0)), Some(Pattern::default()));
         // Two bytes a row, as those of experts come.
         let rows: Vec<_> = (0..1000).map(|row| (3 * row, 3 * row + 1)).collect();

@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use super::known::{Known, Travel};
+use super::token_experts::TokenExperts;
 
 /// Why a routing makes no sense, or does not fit.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
@@ -115,23 +116,6 @@ pub struct ExpertCapacity {
     pub rows_of_expert: Option<usize>,
     /// Rows that the experts of one rank take together.
     pub rows_of_rank: Option<usize>,
-}
-
-/// The experts of one rank's tokens.
-#[expect(clippy::derived_hash_with_manual_eq, reason = "equal values are equal in all fields")]
-#[derive(Clone, Debug, Default, Eq, Hash, Serialize, Deserialize)]
-struct TokenExperts {
-    /// Where each token's experts begin, and where the last one's end.
-    starts: Vec<usize>,
-    /// Of each token ascending.
-    experts: Vec<u32>,
-}
-
-impl PartialEq for TokenExperts {
-    /// Of two steps the experts differ at once, and mostly nothing else does.
-    fn eq(&self, other: &Self) -> bool {
-        self.experts == other.experts && self.starts == other.starts
-    }
 }
 
 /// The experts of every token of every rank, known at run time. A token may have any number of them, none too (it was dropped, or is
@@ -386,64 +370,6 @@ impl Draw {
     }
 }
 
-impl TokenExperts {
-    /// Adds a token with these experts, in any order.
-    fn push(&mut self, rank: usize, token: usize, ids: &[u32], experts: usize) -> Result<(), RoutingError> {
-        if !self.push_set(ids, experts) {
-            self.push_sorted(rank, token, ids, experts)?;
-        }
-        self.starts.push(self.experts.len());
-        Ok(())
-    }
-
-    /// Adds the experts of a token as the bits of a set, which takes a third of the time that sorting takes. False, and nothing is added, where
-    /// there are too many for that or something is wrong with them.
-    fn push_set(&mut self, ids: &[u32], experts: usize) -> bool {
-        let mut sets = [0u64; 4];
-        let most = experts.min(64 * sets.len()) as u32;
-        let mut fits = true;
-        for &id in ids {
-            let (is_one, is_known) = (id != Routing::NO_EXPERT, id < most);
-            fits &= is_known | !is_one;
-            let set = &mut sets[id as usize / 64 % 4];
-            let bit = u64::from(is_known) << (id % 64);
-            fits &= *set & bit == 0;
-            *set |= bit;
-        }
-        if fits {
-            for (set, first) in sets[..most.div_ceil(64) as usize].iter().zip((0..).step_by(64)) {
-                let mut left = *set;
-                while left != 0 {
-                    self.experts.push(first + left.trailing_zeros());
-                    left &= left - 1;
-                }
-            }
-        }
-        fits
-    }
-
-    /// The same by sorting them.
-    fn push_sorted(
-        &mut self,
-        rank: usize,
-        token: usize,
-        ids: &[u32],
-        experts: usize,
-    ) -> Result<(), RoutingError> {
-        let first = self.experts.len();
-        self.experts.extend(ids.iter().copied().filter(|id| *id != Routing::NO_EXPERT));
-        let of_token = &mut self.experts[first..];
-        of_token.sort_unstable();
-        if let Some(&expert) = of_token.last().filter(|last| **last as usize >= experts) {
-            return Err(RoutingError::UnknownExpert { rank, token, expert, experts });
-        }
-        if let Some(pair) = of_token.windows(2).find(|pair| pair[0] == pair[1]) {
-            return Err(RoutingError::Twice { rank, token, expert: pair[0] });
-        }
-        Ok(())
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -484,38 +410,6 @@ mod tests {
         assert!(
             counts(&[vec![usize::MAX, 4], vec![0, 0]], &[3, 0]).starts_with("the counts of rank 0 add up to")
         );
-    }
-
-    /// Few experts are bits of a set, more are sorted: the same.
-    #[test]
-    fn experts_of_a_token_ascend_however_many_there_are() {
-        let mut draw = Draw(7);
-        for experts in [1, 3, 63, 64, 65, 255, 256, 257, 300] {
-            for _ in 0..200 {
-                let choices = 1 + draw.below(experts.min(9));
-                let mut left: Vec<u32> = (0..experts as u32).collect();
-                let mut chosen = || left.swap_remove(draw.below(left.len()));
-                let mut ids: Vec<u32> = (0..choices).map(|_| chosen()).collect();
-                ids.push(NONE);
-                ids.swap(0, choices);
-                let routing = Routing::top_k(experts, choices + 1, std::slice::from_ref(&ids)).unwrap();
-                let mut sorted = ids[..].to_vec();
-                sorted.sort_unstable();
-                assert_eq!(routing.experts_of_token(0, 0), &sorted[..choices], "{experts} experts, {ids:?}");
-                for wrong in [ids[1], experts as u32, experts as u32 + 64, NONE - 1] {
-                    let ids = vec![[&ids[..], &[wrong]].concat()];
-                    let error = Routing::top_k(experts, choices + 2, &ids).unwrap_err();
-                    let (rank, token) = (0, 0);
-                    assert_eq!(
-                        error,
-                        match wrong < experts as u32 {
-                            true => RoutingError::Twice { rank, token, expert: wrong },
-                            false => RoutingError::UnknownExpert { rank, token, expert: wrong, experts },
-                        }
-                    );
-                }
-            }
-        }
     }
 
     #[test]
