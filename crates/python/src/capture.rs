@@ -64,7 +64,7 @@ pub(crate) trait Captures: InPlace {
     ///
     /// # Errors
     /// Those of `work`; the device's.
-    fn beside_captures<R>(&self, work: impl FnOnce() -> Result<R, ExecError>) -> Result<R, ExecError>;
+    fn despite_captures<R>(&self, work: impl FnOnce() -> Result<R, ExecError>) -> Result<R, ExecError>;
 }
 
 /// On the CPU there are no streams, and so no captures.
@@ -109,7 +109,7 @@ impl Captures for CpuBackend {
         match *call {}
     }
 
-    fn beside_captures<R>(&self, work: impl FnOnce() -> Result<R, ExecError>) -> Result<R, ExecError> {
+    fn despite_captures<R>(&self, work: impl FnOnce() -> Result<R, ExecError>) -> Result<R, ExecError> {
         work()
     }
 }
@@ -165,8 +165,8 @@ impl Captures for CudaBackend {
         call.update(graph, alone).map_err(|error| exec_error(self.rank(), PLACE, error))
     }
 
-    fn beside_captures<R>(&self, work: impl FnOnce() -> Result<R, ExecError>) -> Result<R, ExecError> {
-        let done = self.device().beside_captures(|| work().map_err(Failed::Call));
+    fn despite_captures<R>(&self, work: impl FnOnce() -> Result<R, ExecError>) -> Result<R, ExecError> {
+        let done = self.device().despite_captures(|| work().map_err(Failed::Call));
         done.map_err(|error| error.of_rank(self.rank()))
     }
 }

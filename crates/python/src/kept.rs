@@ -60,7 +60,7 @@ impl<K, L> Default for Kept<K, L> {
 }
 
 impl<K, L> Kept<K, L> {
-    /// At most so many that no graph replays, and beside them so many that were asked for ahead.
+    /// At most so many that no graph replays, and besides them so many that were asked for ahead.
     pub(crate) fn of(most: usize, most_ahead: usize) -> Self {
         Self { all: Mutex::new(All { kept: Vec::new(), asked: 0 }), most, most_ahead }
     }

@@ -67,7 +67,7 @@ use process::PeerProcesses;
 use ready::{OwnPart, ReadyParts};
 use stand_in::StandIns;
 
-/// Numbers of collectives of Programs that have a turn: beyond all that are counted, each Program's in a stretch of its own.
+/// Numbers of collectives of Programs that have a turn: beyond all that are counted, each Program's in a range of its own.
 const OF_TURNS: u64 = 1 << 62;
 const TURN_BITS: u32 = 24;
 

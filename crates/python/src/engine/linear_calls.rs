@@ -88,7 +88,7 @@ where
         self.group.poll()?;
         let make = || self.experts.make(&self.group, key, call);
         match self.group.ranks() {
-            [first, ..] => first.backend().beside_captures(make),
+            [first, ..] => first.backend().despite_captures(make),
             [] => make(),
         }
     }
