@@ -4,8 +4,10 @@
     torchrun --nproc-per-node 2 python/benches/fresh_routings.py # a process and a device each
 
 Each step has a routing of its own: `Routing.top_k` of a router's choices, then the forwards of a dispatch and a combine, then
-their backwards. Times are of the host, from call to return, on the first rank; the device is idle when one begins. On CPU ranks
-a call returns when its results are there, so features are few.
+their backwards, which threads have begun to make ready in the forwards; then the same again; then all of it of another routing,
+whose passes threads have made ready (`ExpertLayer.prefetch`), as they have where other work comes between. Times are of the
+host, from call to return, on the first rank; the device is idle when one begins. On CPU ranks a call returns when its results
+are there, so features are few.
 """
 
 from __future__ import annotations
@@ -48,17 +50,27 @@ def measure(group: Any, device: torch.device, arguments: Any, barrier: Callable[
 
     draw = torch.Generator().manual_seed(0)
     for step in range(WARM_UPS + STEPS):
-        scores = torch.rand(group.size, arguments.tokens, arguments.experts, generator=draw)
-        ids = list(scores.topk(arguments.choices, -1).indices)
+        ids, others = (
+            list(torch.rand(group.size, arguments.tokens, arguments.experts, generator=draw).topk(arguments.choices, -1).indices)
+            for _ in range(2)
+        )
         kept = step >= WARM_UPS
+        # PyTorch's threads spin for some milliseconds behind an operator, on cores that ranks need.
+        time.sleep(0.02)
         routing = timed("Routing.top_k", lambda ids=ids: cp.Routing.top_k(arguments.experts, ids), kept)
         timed("sources", lambda routing=routing: up.sources(routing), kept)
         tokens = arguments.tokens * (group.size if is_local else 1)
         x = torch.randn(tokens, arguments.hidden, device=device, dtype=dtype).requires_grad_()
-        for is_known in ("fresh", "known"):
+        for is_known in ("fresh", "known", "ready ahead"):
+            is_ahead = is_known == "ready ahead"
+            if is_ahead:
+                routing = cp.Routing.top_k(arguments.experts, others)
+                timed("prefetch of both", lambda routing=routing: [layer.prefetch(routing) for layer in (up, down)], kept)
+                time.sleep(0.02)
             hidden = timed(f"dispatch forward, {is_known}", lambda x=x, routing=routing: up(x, routing), kept)
             given = hidden.detach().requires_grad_()
             y = timed(f"combine forward, {is_known}", lambda given=given, routing=routing: down(given, routing), kept)
+            time.sleep(0.02 if is_ahead else 0.0)
             dy, dhidden = torch.randn_like(y), torch.randn_like(hidden)
             timed(f"combine backward, {is_known}", lambda y=y, g=given, dy=dy: torch.autograd.grad(y, (g, down.weight), dy), kept)
             timed(

@@ -14,7 +14,7 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from counterpoint._native import Cancellation, Mask, Ranks
+from counterpoint._native import Cancellation, Mask, Ranks, Routing, _ask_experts, _make_experts
 from counterpoint.errors import DeviceError, Error, PlanError
 from counterpoint.plan import Plan
 from counterpoint.prefetched import PrefetchedPlan
@@ -77,6 +77,8 @@ class _Group:
         self._prefetched: dict[Any, PrefetchedPlan] = {}
         self._lock = threading.Lock()
         self._planner: ThreadPoolExecutor | None = None
+        # Makes passes of layers of experts ready, which must not wait for plans.
+        self._maker: ThreadPoolExecutor | None = None
         # Whether this process's caller has seen the error by which the group has failed.
         self._is_failure_known = False
         # Streams of other libraries, see `order_with`.
@@ -193,6 +195,15 @@ class _Group:
                 self._prefetched.pop(next(iter(self._prefetched))).cancel()
             return ahead
 
+    def _make_ahead(self, layer: Any, routing: Routing, call: str) -> None:
+        """Has a thread make a pass of a layer of experts ready, unless it was asked for. What fails fails again in the call."""
+        if not _ask_experts(self._native, layer, routing, call):
+            return
+        with self._lock:
+            if self._maker is None:
+                self._maker = ThreadPoolExecutor(1, thread_name_prefix="counterpoint-ready")
+            self._maker.submit(_make_experts, self._native, layer, routing, call)
+
     def _solve_ahead(self, mask: Mask, arguments: dict[str, Any], cancellation: Cancellation) -> Plan:
         plan = self._solve(mask, arguments, cancellation)
         plan._ready(None)
@@ -274,8 +285,9 @@ class _Group:
         with self._lock:
             for ahead in self._prefetched.values():
                 ahead.cancel()
-        if self._planner is not None:
-            self._planner.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._planner, self._maker):
+            if threads is not None:
+                threads.shutdown(wait=False, cancel_futures=True)
         with self._named_errors():
             self._native.close()
 

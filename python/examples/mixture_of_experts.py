@@ -35,6 +35,7 @@ class MixtureOfExperts(torch.nn.Module):
         scores = torch.cat(all_gather(self.router(x.float()).softmax(-1)))  # of the tokens of all ranks, with gradients
         chosen = scores.topk(CHOICES).indices.split(len(x))
         routing = cp.Routing.top_k(EXPERTS, chosen)  # read on the host; the same on all ranks
+        self.down.prefetch(routing)  # a thread makes its call ready while this one makes that of `up`
         rows = torch.nn.functional.gelu(self.up(x, routing))  # of this rank's experts, one expert after the other
         tokens, experts = routing.sources(self.group.rank)
         return self.down(rows * scores[tokens, experts].to(rows.dtype).unsqueeze(1), routing)

@@ -16,6 +16,7 @@ import torch.distributed as dist  # noqa: E402
 from ranks import Ranks  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 
+from counterpoint._native import _ask_experts  # noqa: E402
 from counterpoint.nn import ExpertLayer  # noqa: E402
 
 POLICIES = ("auto", "sequential", "concurrent", "signals")
@@ -177,11 +178,11 @@ def test_policies_change_no_bit() -> None:
 
 
 def test_a_routing_for_each_step() -> None:
-    """Forwards of more routings than stay ready, then their backwards, the last first."""
+    """Forwards of more routings than stay ready, or have backwards made ready ahead; then their backwards, the last first."""
     group, wanted = cp.LocalGroup(2), []
     layer = ExpertLayer("dispatch", 4, 3, 4, group=group, dtype=torch.float64)
     draw = torch.Generator().manual_seed(1)
-    for _ in range(40):
+    for _ in range(80):
         ids = torch.randint(4, (9, 1), generator=draw)
         x = torch.randn(9, 4, dtype=torch.float64, generator=draw).requires_grad_()
         routing = cp.Routing.top_k(4, ids.split([5, 4]))
@@ -195,6 +196,45 @@ def test_a_routing_for_each_step() -> None:
         found, reference = (torch.autograd.grad(of.square().sum(), (x, layer.weight)) for of in (y, expected))
         for one, other in zip(found, reference, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def asked(layer: ExpertLayer, routing: cp.Routing, call: str) -> bool:
+    """Whether a pass was asked for before; it is from now on."""
+    return not _ask_experts(layer.group._native, layer._key(), routing, call)
+
+
+def test_passes_are_made_ready_ahead_of_their_calls() -> None:
+    """Forwards where they are prefetched, backwards where they will come; results are those of a layer that is called alone."""
+    one, other = cp.LocalGroup(2), cp.LocalGroup(2)
+    ahead, plain = (ExpertLayer("dispatch", 4, 3, 4, group=group, dtype=torch.float64) for group in (one, other))
+    ahead.load_state_dict(plain.state_dict())
+    draw = torch.Generator().manual_seed(3)
+
+    def drawn() -> tuple[torch.Tensor, cp.Routing]:
+        x = torch.randn(9, 4, dtype=torch.float64, generator=draw).requires_grad_()
+        return x, cp.Routing.top_k(4, torch.randint(4, (9, 1), generator=draw).split([5, 4]))
+
+    for is_waited_for in (True, False):
+        x, routing = drawn()
+        ahead.prefetch(routing)
+        if is_waited_for and one._maker is not None:
+            one._maker.submit(lambda: None).result()
+        assert asked(ahead, routing, "forward") and not asked(plain, routing, "forward")
+        made = [layer(x, routing) for layer in (ahead, plain)]
+        assert asked(ahead, routing, "backward") and asked(plain, routing, "backward")
+        grads = [torch.autograd.grad(y.square().sum(), (x, layer.weight)) for y, layer in zip(made, (ahead, plain), strict=True)]
+        assert torch.equal(*made)
+        assert all(itertools.starmap(torch.equal, zip(*grads, strict=True)))
+    x, routing = drawn()
+    with torch.no_grad():
+        ahead(x, routing)
+    assert not asked(ahead, routing, "backward")
+    with pytest.raises(cp.TensorError, match="the layer has 4 on 2"):
+        ahead.prefetch(cp.Routing.top_k(4, [torch.zeros(3, 1, dtype=torch.int64)]))
+    for group in (one, other):
+        group.close()
+    with pytest.raises(cp.Error, match="closed"):
+        ahead.prefetch(drawn()[1])
 
 
 def test_token_counts_that_vary_within_a_capacity() -> None:

@@ -155,7 +155,7 @@ fn the_first_call_of_a_ready_mask_waits_for_no_rank() {
         return;
     }
     const LATE: Duration = Duration::from_millis(300);
-    let waits = on_processes(TransportKind::Auto, |rendezvous, group| {
+    let waits = on_processes(2, TransportKind::Auto, |rendezvous, group| {
         let mut waits = Vec::new();
         for number in 0..4 {
             let plan = plan(2, number);
@@ -192,7 +192,7 @@ fn a_rank_that_calls_another_mask_is_named() {
         return;
     }
     let found = thread::spawn(|| {
-        on_processes_that_fail(TransportKind::Auto, |rendezvous, group| {
+        on_processes_that_fail(2, TransportKind::Auto, |rendezvous, group| {
             let plans = [plan(2, 0), plan(2, 1)];
             let both = plans.each_ref().map(|plan| (tensors(group, plan), ready(group, plan)));
             rendezvous.barrier("ready").unwrap();

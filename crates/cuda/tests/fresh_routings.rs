@@ -31,16 +31,28 @@ const PASSES: [(ExpertKind, LayerCall); 4] = [
     (ExpertKind::Dispatch, LayerCall::Backward),
 ];
 
+unsafe extern "C" {
+    fn clock_gettime(clock: i32, to: *mut [i64; 2]) -> i32;
+    fn getrusage(who: i32, to: *mut [i64; 18]) -> i32;
+}
+
 /// Milliseconds that this thread has run, whatever else the machine does.
 fn now() -> f64 {
     const THREAD: i32 = 3;
-    unsafe extern "C" {
-        fn clock_gettime(clock: i32, to: *mut [i64; 2]) -> i32;
-    }
     let mut time = [0; 2];
     // SAFETY: as the C library has it on 64 bits: seconds and nanoseconds, of a local.
     unsafe { clock_gettime(THREAD, &mut time) };
     time[0] as f64 * 1e3 + time[1] as f64 / 1e6
+}
+
+/// Pages that this thread has touched which the kernel had to give it first: what memory costs that was given back in between.
+fn faults() -> i64 {
+    const THREAD: i32 = 1;
+    const FAULTS: usize = 8;
+    let mut usage = [0; 18];
+    // SAFETY: as the C library has it on 64 bits: two times of two words, then 14 words, of a local.
+    unsafe { getrusage(THREAD, &mut usage) };
+    usage[FAULTS]
 }
 
 fn routing(ranks: usize, seed: u64) -> Arc<Routing> {
@@ -97,27 +109,28 @@ fn tensors<M: Machine>(
     group.ranks().iter().map(of_rank).collect()
 }
 
-/// What the passes of a routing took, in milliseconds of a processor: made ready, and called; and what each asked of the driver.
-type Taken = Vec<([f64; 2], DriverCalls)>;
+/// What the passes of a routing took, in milliseconds of a processor: made ready, and called; pages that were given; and what each asked of the
+/// driver.
+type Taken = Vec<([f64; 3], DriverCalls)>;
 
 fn step<M: Machine>(group: &Group<M>, routing: &Arc<Routing>, start: StartOrder, groups: usize) -> Taken {
     let mut kept = Vec::new();
     let taken = PASSES.map(|(kind, call)| {
         let options = options(kind, start, groups);
         let tensors = tensors(group, routing, &options, call);
-        let began = now();
+        let (before, began) = (faults(), now());
         let mut layer = ExpertLayer::new(group, options).unwrap();
         let mut ready = 0.0;
         let (tickets, asked) = DriverCalls::of(|| {
-            layer.route_for(routing.clone(), call).unwrap();
+            layer.route_for(routing.clone(), call, None).unwrap();
             ready = now() - began;
             layer.enqueue(call, &tensors, None).unwrap()
         })
         .unwrap();
-        let all = now() - began;
+        let (all, faults) = (now() - began, faults() - before);
         tickets.iter().for_each(|ticket: &Ticket<M::Backend>| ticket.wait().unwrap());
         kept.push((layer, tensors));
-        ([ready, all - ready], asked)
+        ([ready, all - ready, faults as f64], asked)
     });
     taken.into()
 }
@@ -129,14 +142,17 @@ fn print(what: &str, steps: &[Taken]) {
             all.sort_by(f64::total_cmp);
             (all[all.len() / 2], all[0])
         };
-        let (ready, called) = (median(0), median(1));
+        let (ready, called, faults) = (median(0), median(1), median(2));
         let asked = &steps[steps.len() - 1][at].1;
         println!(
-            "{what}, {kind} {call:?}: ready {:.2} ({:.2}), called {:.2} ({:.2}) ms; {} calls, {} uploads, {} allocations",
+            "{what}, {kind} {call:?}: ready {:.2} ({:.2}), called {:.2} ({:.2}) ms; {:.0} ({:.0}) pages; {} calls, {} uploads, {} \
+             allocations",
             ready.0,
             ready.1,
             called.0,
             called.1,
+            faults.0,
+            faults.1,
             asked.total(),
             asked.uploads(),
             asked.allocations()
@@ -165,9 +181,11 @@ fn a_fresh_routing_is_a_few_copies_and_no_memory() {
             }
             group.close().unwrap();
         }
-        let steps = on_processes(TransportKind::Auto, |_, group| -> Vec<Taken> {
-            (0..repetitions).map(|seed| step(group, &routing(2, seed), start, groups)).collect()
-        });
-        print(&format!("2 processes, {start:?}"), &steps[0]);
+        for ranks in [2, 4] {
+            let steps = on_processes(ranks, TransportKind::Auto, |_, group| -> Vec<Taken> {
+                (0..repetitions).map(|seed| step(group, &routing(ranks, seed), start, groups)).collect()
+            });
+            print(&format!("{ranks} processes, {start:?}"), &steps[0]);
+        }
     }
 }

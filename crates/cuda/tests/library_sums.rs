@@ -133,7 +133,7 @@ fn ranks_of_a_process_each_are_summed_by_nccl_itself() {
     {
         return;
     }
-    on_processes("nccl+library-sums".parse().unwrap(), |rendezvous, group| {
+    on_processes(2, "nccl+library-sums".parse().unwrap(), |rendezvous, group| {
         sums(group, false, |call| {
             rendezvous.all_gather(&format!("sums {call}"), &[]).unwrap();
         });

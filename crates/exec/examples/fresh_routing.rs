@@ -120,7 +120,7 @@ fn main() -> Result<(), Box<dyn Error>> {
                     for routing in &fresh {
                         for (layer, ready) in layers.iter_mut().zip(&mut ready) {
                             let begin = Instant::now();
-                            layer.route_for(routing.clone(), call)?;
+                            layer.route_for(routing.clone(), call, None)?;
                             *ready = ready.min(begin.elapsed().as_secs_f64() * 1e3 / ranks as f64);
                         }
                     }

@@ -145,6 +145,9 @@ pub struct CollectiveContext<'a> {
     pub policy: &'a OverlapPolicy,
     /// The plan that it belongs to, compared between ranks when the collective is first called.
     pub plan: Option<&'a PlanIdentity>,
+    /// Where ranks make Programs ready at times of their own, what they number collectives by: the Program's turn, which is the same on all
+    /// ranks, and the collective's number in it.
+    pub turn: Option<[u64; 2]>,
 }
 
 /// A collective to be enqueued.

@@ -107,20 +107,24 @@ impl Serialize for PackedRouting<'_> {
         let (experts, ranks) = (self.0.experts(), self.0.ranks());
         // An expert's number, and of how many a token has: as many as there are at most.
         let width = [0xff, 0xffff].iter().take_while(|most| experts > **most).count();
-        let packed = |numbers: &mut dyn Iterator<Item = u32>| {
-            Bytes(match width {
-                0 => numbers.map(|number| number as u8).collect(),
-                1 => numbers.flat_map(|number| (number as u16).to_le_bytes()).collect(),
-                _ => numbers.flat_map(u32::to_le_bytes).collect(),
-            })
-        };
         let of_rank = |rank| {
             let (starts, experts) = self.0.of_rank(rank);
-            let mut counts = starts.windows(2).map(|pair| (pair[1] - pair[0]) as u32);
-            [packed(&mut counts), packed(&mut experts.iter().copied())]
+            let counts = starts.windows(2).map(|pair| (pair[1] - pair[0]) as u32);
+            [packed(width, counts), packed(width, experts.iter().copied())]
         };
         (experts, (0..ranks).map(of_rank).collect::<Vec<_>>()).serialize(serializer)
     }
+}
+
+/// Numbers of one byte, two or four.
+fn packed(width: usize, numbers: impl ExactSizeIterator<Item = u32>) -> Bytes {
+    let mut bytes = Vec::with_capacity(numbers.len() << width);
+    match width {
+        0 => bytes.extend(numbers.map(|number| number as u8)),
+        1 => numbers.for_each(|number| bytes.extend_from_slice(&(number as u16).to_le_bytes())),
+        _ => numbers.for_each(|number| bytes.extend_from_slice(&number.to_le_bytes())),
+    }
+    Bytes(bytes)
 }
 
 /// Serialised at once.

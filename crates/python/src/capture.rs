@@ -59,6 +59,12 @@ pub(crate) trait Captures: InPlace {
         graph: GraphHandles,
         alone: &Self::Alone,
     ) -> Result<(), ExecError>;
+
+    /// Does `work`, which is in no graph, also while another thread captures, whose capture goes on.
+    ///
+    /// # Errors
+    /// Those of `work`; the device's.
+    fn despite_captures<R>(&self, work: impl FnOnce() -> Result<R, ExecError>) -> Result<R, ExecError>;
 }
 
 /// On the CPU there are no streams, and so no captures.
@@ -101,6 +107,10 @@ impl Captures for CpuBackend {
         _alone: &Infallible,
     ) -> Result<(), ExecError> {
         match *call {}
+    }
+
+    fn despite_captures<R>(&self, work: impl FnOnce() -> Result<R, ExecError>) -> Result<R, ExecError> {
+        work()
     }
 }
 
@@ -153,6 +163,11 @@ impl Captures for CudaBackend {
         alone: &CallGraph,
     ) -> Result<(), ExecError> {
         call.update(graph, alone).map_err(|error| exec_error(self.rank(), PLACE, error))
+    }
+
+    fn despite_captures<R>(&self, work: impl FnOnce() -> Result<R, ExecError>) -> Result<R, ExecError> {
+        let done = self.device().despite_captures(|| work().map_err(Failed::Call));
+        done.map_err(|error| error.of_rank(self.rank()))
     }
 }
 

@@ -92,12 +92,18 @@ pub(crate) struct ExpertCall {
 pub(crate) trait ExpertEngine: Send + Sync {
     /// On the CPU it returns once the results are written; on a device once they are on their way on the stream.
     fn call(&self, call: &ExpertCall) -> Result<(), ExecError>;
+    /// Asks for a pass, which [`ExpertEngine::make`] makes ready, or its first call. False where it was asked for before.
+    fn ask(&self, key: &ExpertKey, call: LayerCall) -> bool;
+    /// Makes a pass ready that was asked for, where no call has come first. On any thread.
+    fn make(&self, key: &ExpertKey, call: LayerCall) -> Result<(), ExecError>;
     /// How the passes of a layer are run.
     fn passes(&self, key: &ExpertKey) -> Result<ExpertPasses, ExecError>;
 }
 
-/// Passes that stay ready: each has memory for the rows of its own, and most routings come once.
+/// Passes that stay ready: each has lists of its own, and most routings come once.
 const KEPT_PASSES: usize = 4;
+/// Passes that are ready ahead of their first call: backwards of as many layers and micro-batches.
+const AHEAD: usize = 64;
 
 /// The layers of experts of a group: those that are ready, each under one routing for one call, and how the passes of each are run.
 pub(crate) struct Experts<M: Machine> {
@@ -108,7 +114,7 @@ pub(crate) struct Experts<M: Machine> {
 
 impl<M: Machine> Default for Experts<M> {
     fn default() -> Self {
-        Self { ready: Kept::of(KEPT_PASSES), passes: Mutex::new(Vec::new()) }
+        Self { ready: Kept::of(KEPT_PASSES, AHEAD), passes: Mutex::new(Vec::new()) }
     }
 }
 
@@ -130,15 +136,34 @@ where
             .iter()
             .map(|buffers| buffers.iter().map(|(name, buffer)| (name.as_str(), buffer.clone())).collect())
             .collect();
-        let make = || {
-            let ExpertFields { spec, experts, gradient, capacity, .. } = key.layer;
-            let overlap = ExpertOverlap::Passes(self.passes_of(group, key)?);
-            let mut layer =
-                ExpertLayer::new(group, ExpertOptions { spec, experts, gradient, capacity, overlap })?;
-            layer.route_for(key.routing.clone(), *call)?;
-            Ok(layer)
-        };
+        let make = |turn| self.made(group, key, *call, turn);
         self.ready.with(&(key.clone(), *call), make, |layer| layer.enqueue(*call, &named, streams))
+    }
+
+    /// A layer under a routing, made ready for one call.
+    fn made(
+        &self,
+        group: &Group<M>,
+        key: &ExpertKey,
+        call: LayerCall,
+        turn: u64,
+    ) -> Result<ExpertLayer<M>, ExecError> {
+        let ExpertFields { spec, experts, gradient, capacity, .. } = key.layer;
+        let overlap = ExpertOverlap::Passes(self.passes_of(group, key)?);
+        let mut layer =
+            ExpertLayer::new(group, ExpertOptions { spec, experts, gradient, capacity, overlap })?;
+        layer.route_for(key.routing.clone(), call, Some(turn))?;
+        Ok(layer)
+    }
+
+    /// As [`ExpertEngine::ask`].
+    pub(crate) fn ask(&self, key: &ExpertKey, call: LayerCall) -> bool {
+        self.ready.ask(&(key.clone(), call))
+    }
+
+    /// As [`ExpertEngine::make`].
+    pub(crate) fn make(&self, group: &Group<M>, key: &ExpertKey, call: LayerCall) -> Result<(), ExecError> {
+        self.ready.make(&(key.clone(), call), |turn| self.made(group, key, call, turn))
     }
 
     /// How the passes of a layer are run: found once, for predicting takes longer than a step should.

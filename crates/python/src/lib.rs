@@ -3,6 +3,7 @@
 // Not a workspace lint.
 #![warn(clippy::unwrap_used)]
 
+mod ahead;
 mod allocator;
 mod borrow;
 mod calls;
@@ -39,6 +40,8 @@ static ALLOCATOR: ReportingAllocator = ReportingAllocator;
 mod _native {
     use pyo3::prelude::*;
 
+    #[pymodule_export]
+    use crate::ahead::{_ask_experts, _make_experts};
     #[pymodule_export]
     use crate::calls::Calls;
     #[pymodule_export]

@@ -184,7 +184,7 @@ impl<M: Machine> Layers<M> {
         key: &LayerKey,
         work: impl FnOnce(&mut ReadyLayer<M>) -> Result<T, ExecError>,
     ) -> Result<T, ExecError> {
-        self.ready.with(key, || self.make(group, key), work)
+        self.ready.with(key, |_| self.make(group, key), work)
     }
 
     fn make(&self, group: &Group<M>, key: &LayerKey) -> Result<ReadyLayer<M>, ExecError> {

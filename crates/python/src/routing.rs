@@ -113,26 +113,7 @@ impl Routing {
         }
         let here = routing.experts_of(rank);
         let counts = &routing.rows()[here.start..here.end];
-        let mut end = 0;
-        let begin = |count: &usize| {
-            end += count;
-            end - count
-        };
-        let mut next: Vec<usize> = counts.iter().map(begin).collect();
-        let mut tokens = vec![0; end];
-        let mut first = 0;
-        for source in 0..routing.ranks() {
-            for token in 0..routing.tokens(source) {
-                for &expert in routing.experts_of_token(source, token) {
-                    if here.contains(expert as usize) {
-                        let row = &mut next[expert as usize - here.start];
-                        tokens[*row] = (first + token) as i64;
-                        *row += 1;
-                    }
-                }
-            }
-            first += routing.tokens(source);
-        }
+        let tokens = routing.tokens_of_rows(rank).into_iter().map(i64::from).collect();
         let of_expert = |(&count, expert): (&usize, usize)| std::iter::repeat_n(expert as i64, count);
         let experts = counts.iter().zip(here.start..).flat_map(of_expert).collect();
         Ok((tokens, experts))
@@ -145,11 +126,14 @@ impl Routing {
         rank: usize,
     ) -> PyResult<(Bound<'py, PyBytes>, Bound<'py, PyBytes>)> {
         let bytes = |numbers: Vec<i64>| {
-            let bytes: Vec<u8> = numbers.into_iter().flat_map(i64::to_ne_bytes).collect();
-            PyBytes::new(py, &bytes)
+            PyBytes::new_with(py, size_of_val(&numbers[..]), |bytes| {
+                let places = bytes.as_chunks_mut::<{ size_of::<i64>() }>().0;
+                places.iter_mut().zip(&numbers).for_each(|(place, number)| *place = number.to_ne_bytes());
+                Ok(())
+            })
         };
         let (tokens, experts) = self.sources(rank)?;
-        Ok((bytes(tokens), bytes(experts)))
+        Ok((bytes(tokens)?, bytes(experts)?))
     }
 
     /// The routing in which no expert has more rows than that, and how many were dropped: those of the last tokens of the last ranks.
@@ -182,10 +166,8 @@ pub(crate) fn rows_of_ranks(routing: &Native) -> Vec<usize> {
 
 /// An expert of [`Native::top_k`]; what is too large for one's number is one that does not exist.
 fn expert(id: i64) -> u32 {
-    match id {
-        ..0 => Native::NO_EXPERT,
-        _ => u32::try_from(id).unwrap_or(Native::NO_EXPERT - 1).min(Native::NO_EXPERT - 1),
-    }
+    let most = Native::NO_EXPERT - 1;
+    if id < 0 { Native::NO_EXPERT } else { id.min(i64::from(most)) as u32 }
 }
 
 /// Experts of the tokens of a rank that are no array of whole numbers, token after token, of which each `fits`.

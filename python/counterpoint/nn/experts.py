@@ -124,7 +124,17 @@ class ExpertLayer(torch.nn.Module):
         """The rows of the experts here, or of a combine the tokens. Collective, as its backward."""
         self._check(x, routing)
         made: torch.Tensor = _ExpertProduct.apply(x, self.weight, self, routing)
+        if made.requires_grad:
+            self.group._make_ahead(self._key(), routing, "backward")
         return made
+
+    def prefetch(self, routing: Routing) -> None:
+        """Has a thread make the forward of a routing ready, which takes a millisecond or more of the host: as soon as the routing
+        is known, while gates are computed or another layer runs. The call waits for the rest of it. Backwards are made ready so
+        without asking, by every forward that will have one. All ranks do it, and their calls, in one order."""
+        self._check_routing(routing)
+        with self.group._named_errors():
+            self.group._make_ahead(self._key(), routing, "forward")
 
     def rows(self, routing: Routing) -> tuple[int, int]:
         """Rows of `x` and of the result here, under a routing."""

@@ -49,6 +49,8 @@ class Step:
         """Runs the layers on the tokens of a rank, or of all, and compares what is here."""
         up, down = layers
         routing = cp.Routing.top_k(EXPERTS, self.ids)
+        for layer in layers if self.number % 2 else ():
+            layer.prefetch(routing)
         x = self.tokens(self.x, rank).to(device).requires_grad_()
         y = down(torch.relu(up(x, routing)), routing)
         found = [y, *torch.autograd.grad(y, [x, up.weight, down.weight], self.tokens(self.dy, rank).to(device))]
@@ -71,6 +73,29 @@ def test_layers_are_the_dense_definition_under_routings_that_come_once(ranks: in
     # More than are kept ready, in two rounds: what came before comes again.
     for number in [*range(6), *range(6)]:
         Step(number, ranks, layers[0].weight, layers[1].weight).judge(layers, "cuda")
+    group.check()
+    group.close()
+
+
+def test_a_capture_goes_on_while_threads_make_passes_ready() -> None:
+    """In PyTorch's default mode, in which another thread that allocates ends a capture."""
+    group = cp.LocalGroup(1, device="cuda")
+    up, _ = layers_of(group)
+    routing = cp.Routing.top_k(EXPERTS, ids_of(1, 1))
+    x = torch.randn(TOKENS, HIDDEN, device="cuda").bfloat16()
+    with torch.no_grad():
+        eager = up(x, routing)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for number in range(2, 12):
+                up.prefetch(cp.Routing.top_k(EXPERTS, ids_of(number, 1)))
+            y = up(x, routing)
+            assert group._maker is not None
+            group._maker.submit(lambda: None).result()
+        y.zero_()
+        graph.replay()
+        assert torch.equal(y, eager)
     group.check()
     group.close()
 

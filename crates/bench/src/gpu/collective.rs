@@ -228,7 +228,7 @@ impl<'a, M: Machine<Backend = CudaBackend>> Rank<'a, M> {
             .collect();
         let place = OpPlace::new(0, "bench");
         let policy = OverlapPolicy::default();
-        let context = CollectiveContext { buffers: &specs, policy: &policy, plan: None };
+        let context = CollectiveContext { buffers: &specs, policy: &policy, plan: None, turn: None };
         let prepared = match collective {
             BenchCollective::GroupCast => {
                 let op = GroupCast {

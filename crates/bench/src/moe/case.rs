@@ -147,7 +147,7 @@ impl Case<'_> {
             for (call, least) in [LayerCall::Forward, LayerCall::Backward].into_iter().zip(&mut least) {
                 let mut layer = ExpertLayer::new(group, *options)?;
                 let begin = Instant::now();
-                layer.route_for(routing.clone(), call)?;
+                layer.route_for(routing.clone(), call, None)?;
                 *least = least.min(begin.elapsed().as_secs_f64() * 1e3 / group.ranks().len() as f64);
             }
         }

@@ -151,7 +151,8 @@ impl CudaTransport {
         program: &Program,
     ) -> Result<Option<(Collective, Work)>, ExecError> {
         let Means::Link { .. } = &self.means else { return Ok(None) };
-        let context = CollectiveContext { buffers: &program.buffers, policy: &program.policy, plan: None };
+        let context =
+            CollectiveContext { buffers: &program.buffers, policy: &program.policy, plan: None, turn: None };
         let mut collective = Collective::reduce(self.rank, self.world.size(), place, reduce, &context)?;
         let partials: Vec<BufferId> = reduce.tensors.iter().map(|tensor| tensor.0).collect();
         let alike = partials == [backward.dk, backward.dv]

@@ -82,7 +82,8 @@ impl CudaTransport {
         program: &Program,
     ) -> Result<Option<(Collective, Work)>, ExecError> {
         let Means::Link { .. } = &self.means else { return Ok(None) };
-        let context = CollectiveContext { buffers: &program.buffers, policy: &program.policy, plan: None };
+        let context =
+            CollectiveContext { buffers: &program.buffers, policy: &program.policy, plan: None, turn: None };
         let collective = Collective::cast(self.rank, self.world.size(), place, cast, &context)?;
         let Some(Fitting { spec, own, all, b }) = fitting((cast, gemm), &collective, program) else {
             return Ok(None);

@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex, OnceLock};
 
-use counterpoint_exec::collective::{Collective, Pattern, Payload, Post};
+use counterpoint_exec::collective::{Collective, Payload, Post};
 use counterpoint_schedule::BufferSpec;
 
 use super::backward_reduce::BackwardReduceWork;
@@ -126,10 +126,10 @@ impl Work {
         matches!(self, Self::Link(_) | Self::BackwardReduce(_))
     }
 
-    /// Whether a call adds nothing to what the others know since the collective, whose rows these are, was made ready.
-    pub(super) fn is_known(&self, pattern: &Pattern) -> bool {
+    /// Whether a call adds nothing to what the others know since the collective was made ready.
+    pub(super) fn is_known(&self) -> bool {
         match self {
-            Self::Link(work) => work.output_readers(pattern).is_empty(),
+            Self::Link(work) => work.output_readers().is_empty(),
             Self::BackwardReduce(_) => true,
             Self::Pull(_) | Self::Push(_) | Self::GemmReduce(_) | Self::CastGemm(_) | Self::Exchange(_) => {
                 false

@@ -108,7 +108,8 @@ impl CudaTransport {
     ) -> Result<Option<(Collective, Work)>, ExecError> {
         let Means::Link { .. } = &self.means else { return Ok(None) };
         let (gemm, reduce, spread) = parts;
-        let context = CollectiveContext { buffers: &program.buffers, policy: &program.policy, plan: None };
+        let context =
+            CollectiveContext { buffers: &program.buffers, policy: &program.policy, plan: None, turn: None };
         let collective = Collective::reduce(self.rank, self.world.size(), place, reduce, &context)?;
         let Some(Fitting { spec, a, b, sums }) = fitting(parts, &collective, program) else {
             return Ok(None);

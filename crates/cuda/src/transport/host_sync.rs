@@ -97,8 +97,8 @@ impl CudaTransport {
     /// Announces to the peers this rank's part in a collective that comes after `between` others, as far as its ranks synchronise on the
     /// device and are not connected yet, and no peer needs to know where memory lies that a call brings.
     pub(super) fn announce_part(&self, call: &Call<'_>, between: u64) -> Result<(), CallError> {
-        let CudaCollective { work, collective, .. } = call.collective;
-        if work.is_known(&collective.pattern) && !call.collective.is_connected() {
+        let CudaCollective { work, .. } = call.collective;
+        if work.is_known() && !call.collective.is_connected() {
             let sequence = self.next.load(Ordering::Relaxed) + between;
             let post = self.publish(call, call.buffers, sequence)?;
             lock(&self.announced).insert(sequence, post);
@@ -126,7 +126,6 @@ impl CudaTransport {
             mailbox: None,
             marks: collective.synchronises_by_events().then(|| self.marks_of(collective)).transpose()?,
         };
-        let readers_of_outputs;
         let users = match &*collective.work {
             Work::Pull(_) => {
                 part.inputs = inputs();
@@ -141,11 +140,11 @@ impl CudaTransport {
             }
             Work::Link(link) => {
                 part.mailbox = Some(link.side.mailbox());
-                readers_of_outputs = link.output_readers(pattern);
+                let readers_of_outputs = link.output_readers();
                 if !readers_of_outputs.is_empty() {
                     part.outputs = outputs();
                 }
-                &readers_of_outputs[..]
+                readers_of_outputs
             }
             Work::BackwardReduce(work) => {
                 part.mailbox = Some(work.side.mailbox());
@@ -176,7 +175,7 @@ impl CudaTransport {
         let awaited = if self.peers.is_none() || collective.synchronises_by_events() { users } else { &[] };
         let own = self.board.publish(self.rank, sequence, post, awaited);
         match &self.peers {
-            Some(peers) if collective.work.is_known(pattern) => {
+            Some(peers) if collective.work.is_known() => {
                 peers.send_call(sequence, collective.number, pattern)?;
             }
             Some(peers) => peers.send_post(sequence, &own, readers(&collective.work, users))?,
@@ -257,7 +256,7 @@ impl CudaTransport {
         peers.retain(|peer| *peer != self.rank);
         // One that has dropped what it published has made it ready anew, if it calls it.
         let is_known = |peer: &usize| self.ready.of(*peer, *number).is_some();
-        let goes = work.is_known(&collective.pattern) && peers.iter().all(is_known);
+        let goes = work.is_known() && peers.iter().all(is_known);
         if goes {
             late.open(pending.sequence, own.clone(), peers);
         }

@@ -5,8 +5,10 @@
 //! and a sum then takes the partial sums of the node first.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use counterpoint_exec::{CollectiveCall, CollectiveContext, ExecError, OpPlace, Transport};
+use counterpoint_plan::GroupPart;
 use counterpoint_schedule::{Accumulate, GroupCast, GroupReduce, Op, Program, ReduceOp};
 
 use super::{CudaCollective, CudaPending, CudaTransport};
@@ -38,6 +40,14 @@ impl Level {
             Self::World => true,
             Self::Node(node) => node.contains(&rank),
             Self::OtherNodes(node) => !node.contains(&rank),
+        }
+    }
+
+    /// What of a part is shared with these.
+    fn part_of(&self, part: &Arc<GroupPart>) -> Arc<GroupPart> {
+        match self {
+            Self::World => part.clone(),
+            Self::Node(_) | Self::OtherNodes(_) => part.shared_with(|rank| self.has(rank)).into(),
         }
     }
 }
@@ -102,7 +112,7 @@ impl Transport<CudaBackend> for LevelledTransport {
         context: &CollectiveContext<'_>,
     ) -> Result<LevelledCollective, ExecError> {
         let prepare = |(level, transport): &(Level, CudaTransport)| {
-            let part = op.part.shared_with(|rank| level.has(rank)).into();
+            let part = level.part_of(&op.part);
             transport.prepare_cast(place, &GroupCast { part, ..op.clone() }, context)
         };
         self.levels.iter().map(prepare).collect::<Result<_, _>>().map(LevelledCollective)
@@ -120,7 +130,7 @@ impl Transport<CudaBackend> for LevelledTransport {
             return Err(ExecError::BadCollective { rank, collective, reason });
         }
         let prepare = |(at, (level, transport)): (usize, &(Level, CudaTransport))| {
-            let part = op.part.shared_with(|rank| level.has(rank)).into();
+            let part = level.part_of(&op.part);
             let accumulate = if at == 0 { op.accumulate } else { Accumulate::Continue };
             transport.prepare_reduce(place, &GroupReduce { part, accumulate, ..op.clone() }, context)
         };

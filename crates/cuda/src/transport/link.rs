@@ -31,8 +31,8 @@ pub(super) struct LinkWork {
     /// Whether rows may be left to them: what takes rows as they arrive holds all multiprocessors, and the launch that ends a call of
     /// copy engines needs one.
     may_use_engines: bool,
-    /// Of a row of all tensors.
-    row_bytes: u64,
+    /// Those from whom, and to whom, so many rows go that they may be left to engines. Both sides of them find the same.
+    may_leave: [Vec<PeerRows>; 2],
     spec: LinkSpec,
     pub(super) side: LinkSide<Connected>,
 }
@@ -131,9 +131,16 @@ impl LinkWork {
         let spec = LinkSpec::of(collective, outputs)?;
         spec.load(setup.device())?;
         let may_use_engines = matches!(spec, LinkSpec::Copy) && collective.delivery_parts.is_none();
-        let row_bytes = rows::row_bytes(collective).iter().sum();
+        let row_bytes: u64 = rows::row_bytes(collective).iter().sum();
+        let enough = |peer: &&PeerRows| {
+            let bytes = peer.total() as u64 * row_bytes;
+            may_use_engines && peer.rank != place.0 && engines.may_take(bytes, place.1)
+        };
+        let of_side = |peers: &[PeerRows]| peers.iter().filter(enough).map(PeerRows::without_rows).collect();
+        let may_leave =
+            [&collective.pattern.incoming, &collective.pattern.outgoing].map(|side| of_side(side));
         let side = LinkSide::new(setup)?;
-        Ok(Self { place, num_sms, engines, may_use_engines, row_bytes, spec, side })
+        Ok(Self { place, num_sms, engines, may_use_engines, may_leave, spec, side })
     }
 
     /// Whether the ranks know each other, and all that they need to know in every run.
@@ -164,21 +171,11 @@ impl LinkWork {
 
     /// Who needs to know where the outputs are: in the first run those that send so many rows of a group-cast that they may leave them
     /// to an engine.
-    pub(super) fn output_readers(&self, pattern: &Pattern) -> Vec<PeerRows> {
+    pub(super) fn output_readers(&self) -> &[PeerRows] {
         match self.side.connected() {
-            None => self.may_leave(&pattern.incoming),
-            Some(connected) => {
-                connected.engine.as_ref().map_or(Vec::new(), |engine| engine.senders().to_vec())
-            }
+            None => &self.may_leave[0],
+            Some(connected) => connected.engine.as_ref().map_or(&[], LinkEngine::senders),
         }
-    }
-
-    /// Those of `peers` whose rows are enough for a copy engine. Both sides of them find the same.
-    fn may_leave(&self, peers: &[PeerRows]) -> Vec<PeerRows> {
-        let (rank, ranks) = self.place;
-        let bytes = |peer: &PeerRows| peer.total() as u64 * self.row_bytes;
-        let enough = |peer: &&PeerRows| peer.rank != rank && self.engines.may_take(bytes(peer), ranks);
-        if self.may_use_engines { peers.iter().filter(enough).cloned().collect() } else { Vec::new() }
     }
 
     /// What this rank knows by the others' rows and mailboxes, with lists that are gathered on `lists`.
@@ -191,12 +188,13 @@ impl LinkWork {
     ) -> Result<Connected, CallError> {
         let (pattern, row_bytes) = (&collective.pattern, rows::row_bytes(collective));
         let (own, _) = self.place;
-        let (engine, own_rows) = match self.may_use_engines {
-            true => (
-                LinkEngine::new(device, self.engines, self.place, pattern, posts, &row_bytes)?,
-                OwnRows::new(device, own, pattern, &row_bytes)?,
-            ),
-            false => (None, None),
+        let engine = match self.may_leave.iter().all(Vec::is_empty) {
+            true => None,
+            false => LinkEngine::new(device, self.engines, self.place, pattern, posts, &row_bytes)?,
+        };
+        let own_rows = match self.may_use_engines {
+            true => OwnRows::new(device, own, pattern, &row_bytes)?,
+            false => None,
         };
         let mut mailboxes = Vec::with_capacity(posts.len());
         let signalled = collective.delivery_parts;
@@ -297,11 +295,8 @@ impl CudaTransport {
         }
         connected.own_rows.as_ref().map_or(Ok(()), |own_rows| own_rows.join(stream.queue()))?;
         // Those that have published where their outputs are.
-        let pattern = &collective.collective.pattern;
         let published: Vec<usize> = match (&connected.kernel, &connected.engine) {
-            (LinkKernel::Copy(_), _) if is_first => {
-                work.may_leave(&pattern.outgoing).iter().map(|peer| peer.rank).collect()
-            }
+            (LinkKernel::Copy(_), _) if is_first => work.may_leave[1].iter().map(|peer| peer.rank).collect(),
             (_, Some(engine)) => engine.receivers().collect(),
             _ => Vec::new(),
         };

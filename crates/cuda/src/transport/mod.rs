@@ -68,6 +68,10 @@ use process::PeerProcesses;
 use ready::{OwnPart, ReadyParts};
 use stand_in::StandIns;
 
+/// Numbers of collectives of Programs that have a turn: beyond all that are counted, each Program's in a range of its own.
+const OF_TURNS: u64 = 1 << 62;
+const TURN_BITS: u32 = 24;
+
 /// One rank of the CUDA transport.
 pub struct CudaTransport {
     world: Arc<World>,
@@ -181,7 +185,7 @@ impl CudaTransport {
             let work = self
                 .work(&collective, &outputs, context.policy.mover)
                 .map_err(|error| exec_error(self.rank, &format!("the preparation of {place}"), error))?;
-            self.collective(place, collective, outputs, work)
+            self.collective(place, context.turn, collective, outputs, work)
         });
         // A bad part leaves the other ranks without this one: they are notified of the reason instead of being let wait.
         checked.map_err(|error| self.world.fail(error))
@@ -202,11 +206,15 @@ impl CudaTransport {
     fn collective(
         &self,
         place: &OpPlace,
+        turn: Option<[u64; 2]>,
         collective: Collective,
         outputs: Vec<BufferSpec>,
         work: Work,
     ) -> Result<CudaCollective, ExecError> {
-        let number = self.prepared.fetch_add(1, Ordering::Relaxed);
+        let number = match turn {
+            Some([turn, number]) => OF_TURNS | turn << TURN_BITS | number,
+            None => self.prepared.fetch_add(1, Ordering::Relaxed),
+        };
         let (collective, work) = (Arc::new(collective), Arc::new(work));
         let (staging, mailbox) = work.memory();
         let payload = Part { number, inputs: Vec::new(), outputs: Vec::new(), staging, mailbox, marks: None };
@@ -344,7 +352,7 @@ impl Transport<CudaBackend> for CudaTransport {
         };
         // As for every collective: the others are notified instead of being let wait.
         let work = work.map_err(|error| self.world.fail(error))?;
-        work.map(|(collective, work)| self.collective(place, collective, Vec::new(), work)).transpose()
+        work.map(|(collective, work)| self.collective(place, None, collective, Vec::new(), work)).transpose()
     }
 
     fn publish_memory(

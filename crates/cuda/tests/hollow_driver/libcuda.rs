@@ -136,7 +136,7 @@ functions! {
     cuDriverGetVersion(version: *mut c_int) { *version = 13_000; 0 }
     cuGetErrorName(_code: u32, text: *mut *const c_char) { *text = c"AN_ERROR".as_ptr(); 0 }
     cuGetErrorString(_code: u32, text: *mut *const c_char) { *text = c"as the driver without a GPU has it".as_ptr(); 0 }
-    cuDeviceGetCount(count: *mut c_int) { *count = 2; 0 }
+    cuDeviceGetCount(count: *mut c_int) { *count = 4; 0 }
     cuDeviceGet(device: *mut c_int, ordinal: c_int) { *device = ordinal; 0 }
     cuDeviceGetName(name: *mut c_char, bytes: c_int, _device: c_int) {
         let text = c"NVIDIA H200";

@@ -1,4 +1,4 @@
-//! Runs tests of what the host does with a driver that has no GPU: two GPUs that it calls H200, on which no kernel runs. With it comes an NCCL
+//! Runs tests of what the host does with a driver that has no GPU: four GPUs that it calls H200, on which no kernel runs. With it comes an NCCL
 //! that connects ranks when NCCL does.
 
 pub(crate) mod processes;

@@ -236,7 +236,7 @@ mod tests {
                 delivery: None,
             };
             let collective = {
-                let context = CollectiveContext { buffers: &specs, policy: &policy, plan: None };
+                let context = CollectiveContext { buffers: &specs, policy: &policy, plan: None, turn: None };
                 rank.prepare_cast(&place, &op, &context).unwrap()
             };
             let buffers = specs.each_ref().map(|spec| backend.allocate(spec).unwrap());

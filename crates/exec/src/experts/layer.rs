@@ -228,14 +228,20 @@ impl<M: Machine> ExpertLayer<M> {
     /// [`ExecError::Tensor`] for a routing of other experts or ranks, or one that exceeds a capacity: the layer keeps the routing that it
     /// had. [`ExecError::OutOfMemory`].
     pub fn route(&mut self, routing: Arc<Routing>) -> Result<(), ExecError> {
-        self.route_for(routing, LayerCall::Forward)
+        self.route_for(routing, LayerCall::Forward, None)
     }
 
-    /// The same of which the pass of one call alone is made ready, for who has a layer for each; others are with their first call.
+    /// The same of which the pass of one call alone is made ready, for who has a layer for each; others are with their first call. Ranks that
+    /// make passes ready at times of their own, in threads say, number them alike: by a turn, which no other pass on the group has.
     ///
     /// # Errors
     /// As [`ExpertLayer::route`].
-    pub fn route_for(&mut self, routing: Arc<Routing>, call: LayerCall) -> Result<(), ExecError> {
+    pub fn route_for(
+        &mut self,
+        routing: Arc<Routing>,
+        call: LayerCall,
+        turn: Option<u64>,
+    ) -> Result<(), ExecError> {
         let (experts, ranks) = (self.options.experts, self.ranks.first().map_or(0, |rank| rank.world_size()));
         if (routing.experts(), routing.ranks()) != (experts, ranks) {
             let (of, on) = (routing.experts(), routing.ranks());
@@ -254,8 +260,8 @@ impl<M: Machine> ExpertLayer<M> {
         };
         let mut routed = Routed { routing, passes, forward: Vec::new(), backward: Vec::new() };
         match call {
-            LayerCall::Forward => routed.forward = self.prepared_forward(&routed)?,
-            LayerCall::Backward => routed.backward = self.prepared_backward(&routed)?,
+            LayerCall::Forward => routed.forward = self.prepared_forward(&routed, turn)?,
+            LayerCall::Backward => routed.backward = self.prepared_backward(&routed, turn)?,
             LayerCall::WeightGradient => {}
         }
         (self.passes, self.routed) = (Some(passes), Some(routed));
@@ -264,7 +270,7 @@ impl<M: Machine> ExpertLayer<M> {
 
     fn prepare(
         &self,
-        plan: &ExpertPlan,
+        (plan, turn): (&ExpertPlan, Option<u64>),
         policy: OverlapPolicy,
         lower: impl Fn(usize) -> Program,
     ) -> Result<Vec<Rank<M>>, ExecError> {
@@ -283,7 +289,7 @@ impl<M: Machine> ExpertLayer<M> {
             let program = lower(rank.rank());
             let own = program.buffers.len();
             let room = |index, _: &BufferSpec| self.room(plan, index < own);
-            Prepared::with_room(rank, program, Some(&identity), room)
+            Prepared::with_room(rank, program, (Some(&identity), turn), room)
         };
         let mut prepared: Vec<Rank<M>> = self.ranks.iter().map(prepare).collect::<Result<_, ExecError>>()?;
         if let Some(weight) = &self.weight {
@@ -305,18 +311,18 @@ impl<M: Machine> ExpertLayer<M> {
         Some(rows.saturating_add(PADDING * (self.options.experts / ranks)))
     }
 
-    fn prepared_forward(&self, routed: &Routed<M>) -> Result<Vec<Rank<M>>, ExecError> {
+    fn prepared_forward(&self, routed: &Routed<M>, turn: Option<u64>) -> Result<Vec<Rank<M>>, ExecError> {
         let ExpertPass { policy, groups } = routed.passes.forward;
         let plan = ExpertPlan::new(self.options.spec, routed.routing.clone(), groups);
-        self.prepare(&plan, policy, |rank| lower_expert_forward(&plan, rank, policy))
+        self.prepare((&plan, turn), policy, |rank| lower_expert_forward(&plan, rank, policy))
     }
 
-    fn prepared_backward(&self, routed: &Routed<M>) -> Result<Vec<Rank<M>>, ExecError> {
+    fn prepared_backward(&self, routed: &Routed<M>, turn: Option<u64>) -> Result<Vec<Rank<M>>, ExecError> {
         let ExpertPass { policy, groups } = routed.passes.backward;
         let (plan, gradient) =
             (ExpertPlan::new(self.options.spec, routed.routing.clone(), groups), self.options.gradient);
         let mut backward =
-            self.prepare(&plan, policy, |rank| lower_expert_backward(&plan, rank, gradient, policy))?;
+            self.prepare((&plan, turn), policy, |rank| lower_expert_backward(&plan, rank, gradient, policy))?;
         if let Some(main_grad) = &self.main_grad {
             Prepared::bind_ranks(&mut backward, "main_grad", main_grad)?;
         }
@@ -328,8 +334,12 @@ impl<M: Machine> ExpertLayer<M> {
         let routed = self.routed.as_ref().ok_or_else(unrouted)?;
         let (mut forward, mut backward) = (Vec::new(), Vec::new());
         match call {
-            LayerCall::Forward if routed.forward.is_empty() => forward = self.prepared_forward(routed)?,
-            LayerCall::Backward if routed.backward.is_empty() => backward = self.prepared_backward(routed)?,
+            LayerCall::Forward if routed.forward.is_empty() => {
+                forward = self.prepared_forward(routed, None)?
+            }
+            LayerCall::Backward if routed.backward.is_empty() => {
+                backward = self.prepared_backward(routed, None)?
+            }
             _ => {}
         }
         let routed = self.routed.as_mut().ok_or_else(unrouted)?;

@@ -65,15 +65,15 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
         program: Program,
         plan: Option<&PlanIdentity>,
     ) -> Result<Self, ExecError> {
-        Self::with_room(rank, program, plan, |_, _| None)
+        Self::with_room(rank, program, (plan, None), |_, _| None)
     }
 
     /// The same, with memory for more rows of scratch buffers, as others will need them: `room` says how many of the buffer of an index, those of
-    /// kernels behind the Program's own.
+    /// kernels behind the Program's own. With a turn where ranks make Programs ready at times of their own ([`CollectiveContext::turn`](crate::CollectiveContext)).
     pub(crate) fn with_room(
         rank: &Arc<GroupRank<B, T>>,
         program: Program,
-        plan: Option<&PlanIdentity>,
+        plan: (Option<&PlanIdentity>, Option<u64>),
         room: impl Fn(usize, &BufferSpec) -> Option<usize>,
     ) -> Result<Self, ExecError> {
         let backend = rank.backend().gathering_uploads();
@@ -93,7 +93,7 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
     ) -> Result<[Self; 2], ExecError> {
         let backend = rank.backend().gathering_uploads();
         let [first, second] = programs;
-        let ready = |program| Self::gathered(rank, &backend, program, plan, |_, _| None);
+        let ready = |program| Self::gathered(rank, &backend, program, (plan, None), |_, _| None);
         let prepared = [ready(first)?, ready(second)?];
         backend.send_uploads()?;
         Ok(prepared)
@@ -104,7 +104,7 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
         rank: &Arc<GroupRank<B, T>>,
         backend: &B,
         mut program: Program,
-        plan: Option<&PlanIdentity>,
+        plan: (Option<&PlanIdentity>, Option<u64>),
         room: impl Fn(usize, &BufferSpec) -> Option<usize>,
     ) -> Result<Self, ExecError> {
         rank.check()?;

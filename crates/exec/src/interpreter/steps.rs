@@ -32,27 +32,33 @@ pub(super) fn collectives<B: Backend, T: Transport<B>>(
     })
 }
 
-/// Makes every operation ready. The scratch memory that they need besides the Program's buffers is added to `scratch`.
+/// Makes every operation ready, those of a plan, for ranks that ask for it in this turn. The scratch memory that they need besides the
+/// Program's buffers is added to `scratch`.
 pub(super) fn prepare<B: Backend, T: Transport<B>>(
     backend: &B,
     transport: &T,
     program: &Program,
-    plan: Option<&PlanIdentity>,
+    (plan, turn): (Option<&PlanIdentity>, Option<u64>),
     scratch: &mut Vec<BufferSpec>,
 ) -> Result<Vec<PlacedStep<B, T>>, ExecError> {
-    let context = CollectiveContext { buffers: &program.buffers, policy: &program.policy, plan };
+    let context = CollectiveContext { buffers: &program.buffers, policy: &program.policy, plan, turn: None };
+    let mut collectives = 0;
     let mut steps = Vec::with_capacity(program.ops.len());
     for (index, op) in program.ops.iter().enumerate() {
         let place = OpPlace { index, label: op.label.as_str().into(), stage: op.stage };
+        let mut numbered = || {
+            collectives += 1;
+            CollectiveContext { turn: turn.map(|turn| [turn, collectives]), ..context }
+        };
         let mut step = |op: &Op| -> Result<Step<B, T>, ExecError> {
             Ok(match op {
                 Op::GroupCast(cast) => Step::Collective {
-                    collective: transport.prepare_cast(&place, cast, &context)?,
+                    collective: transport.prepare_cast(&place, cast, &numbered())?,
                     arrive: cast.arrive.map(|barrier| barrier.0),
                     signal: cast.delivery.map(|delivery| delivery.signal.0),
                 },
                 Op::GroupReduce(reduce) => Step::Collective {
-                    collective: transport.prepare_reduce(&place, reduce, &context)?,
+                    collective: transport.prepare_reduce(&place, reduce, &numbered())?,
                     arrive: reduce.arrive.map(|barrier| barrier.0),
                     signal: None,
                 },

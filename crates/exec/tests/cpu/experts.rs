@@ -429,7 +429,7 @@ fn routings_within_a_capacity_need_no_more_memory() {
         for routing in [&few].into_iter().chain(&more) {
             for layer in &mut layers {
                 for call in [LayerCall::Forward, LayerCall::Backward] {
-                    layer.route_for(routing.clone(), call).unwrap();
+                    layer.route_for(routing.clone(), call, None).unwrap();
                     bytes.push(group.scratch_bytes());
                 }
             }

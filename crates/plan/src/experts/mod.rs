@@ -4,6 +4,7 @@ mod known;
 mod routing;
 mod rows;
 mod tables;
+mod token_experts;
 
 use std::fmt;
 use std::sync::Arc;

@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use super::known::{Known, Travel};
+use super::token_experts::TokenExperts;
 
 /// Why a routing makes no sense, or does not fit.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
@@ -117,15 +118,6 @@ pub struct ExpertCapacity {
     pub rows_of_rank: Option<usize>,
 }
 
-/// The experts of one rank's tokens.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
-struct TokenExperts {
-    /// Where each token's experts begin, and where the last one's end.
-    starts: Vec<usize>,
-    /// Of each token ascending.
-    experts: Vec<u32>,
-}
-
 /// The experts of every token of every rank, known at run time. A token may have any number of them, none too (it was dropped, or is
 /// padding). Experts lie on the ranks in equal ranges: the first ones on rank 0.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -150,7 +142,9 @@ impl Routing {
             if choices == 0 || !ids.len().is_multiple_of(choices) {
                 return Err(RoutingError::Uneven { rank, given: ids.len(), choices });
             }
-            let mut of_rank = TokenExperts { starts: vec![0], experts: Vec::with_capacity(ids.len()) };
+            let mut starts = Vec::with_capacity(ids.len() / choices + 1);
+            starts.push(0);
+            let mut of_rank = TokenExperts { starts, experts: Vec::with_capacity(ids.len()) };
             for (token, ids) in ids.chunks(choices).enumerate() {
                 of_rank.push(rank, token, ids, experts)?;
             }
@@ -373,23 +367,6 @@ impl Draw {
 
     fn unit(&mut self) -> f64 {
         (self.next() >> 11) as f64 / (1u64 << 53) as f64
-    }
-}
-
-impl TokenExperts {
-    fn push(&mut self, rank: usize, token: usize, ids: &[u32], experts: usize) -> Result<(), RoutingError> {
-        let first = self.experts.len();
-        self.experts.extend(ids.iter().copied().filter(|id| *id != Routing::NO_EXPERT));
-        let of_token = &mut self.experts[first..];
-        of_token.sort_unstable();
-        if let Some(&expert) = of_token.last().filter(|last| **last as usize >= experts) {
-            return Err(RoutingError::UnknownExpert { rank, token, expert, experts });
-        }
-        if let Some(pair) = of_token.windows(2).find(|pair| pair[0] == pair[1]) {
-            return Err(RoutingError::Twice { rank, token, expert: pair[0] });
-        }
-        self.starts.push(self.experts.len());
-        Ok(())
     }
 }
 

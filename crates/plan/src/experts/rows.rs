@@ -7,7 +7,32 @@ use counterpoint_mask::Range;
 use super::ExpertPlan;
 use super::known::{has_rank, ranks_of};
 use super::tables::{ExpertRow, ExpertRows, GroupRows};
-use crate::{GroupPart, OwnedSplit, RemoteSplit};
+use crate::{GroupPart, OwnedSplit, RemoteSplit, Routing};
+
+impl Routing {
+    /// Of each row of a rank's experts, in their order, the token that it is, counted through those of all ranks.
+    pub fn tokens_of_rows(&self, rank: usize) -> Vec<u32> {
+        let here = self.experts_of(rank);
+        let mut end = 0;
+        let begin = |rows: &usize| {
+            end += rows;
+            end - rows
+        };
+        let mut next: Vec<usize> = self.rows()[here.start..here.end].iter().map(begin).collect();
+        let mut tokens = vec![0; end];
+        let (mut found, mut first) = (Vec::new(), 0);
+        for source in 0..self.ranks() {
+            let count = tokens_here(&mut found, self.of_rank(source), here);
+            for &(token, expert) in &found[..count] {
+                let row = &mut next[expert as usize];
+                tokens[*row] = first + token;
+                *row += 1;
+            }
+            first += self.tokens(source) as u32;
+        }
+        tokens
+    }
+}
 
 impl ExpertPlan {
     /// The rows of a rank's experts. The routing keeps them: all passes in the same groups have the same.
@@ -123,7 +148,7 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
-    use crate::{DType, ExpertGroups, ExpertKind, ExpertSpec, Routing};
+    use crate::{DType, ExpertGroups, ExpertKind, ExpertSpec};
 
     fn plan(experts: usize, choices: usize, ids: &[Vec<u32>], groups: ExpertGroups) -> ExpertPlan {
         let spec =
@@ -227,6 +252,10 @@ mod tests {
             }
         }
         assert_eq!(rows.experts.iter().map(Range::len).sum::<usize>(), expected.len(), "seed {seed}");
+        let before = |source: usize| (0..source).map(|rank| routing.tokens(rank)).sum::<usize>();
+        let numbers: Vec<u32> =
+            expected.iter().map(|&(_, source, token)| (before(source) + token) as u32).collect();
+        assert_eq!(routing.tokens_of_rows(rank), numbers, "seed {seed}");
         let mut found = vec![None; expected.len()];
         let mut of_leaving = found.clone();
         let first_expert = routing.experts_of(rank).start;

@@ -78,6 +78,19 @@ where
         Ok(())
     }
 
+    fn ask(&self, key: &ExpertKey, call: LayerCall) -> bool {
+        self.experts.ask(key, call)
+    }
+
+    fn make(&self, key: &ExpertKey, call: LayerCall) -> Result<(), ExecError> {
+        self.group.poll()?;
+        let make = || self.experts.make(&self.group, key, call);
+        match self.group.ranks() {
+            [first, ..] => first.backend().despite_captures(make),
+            [] => make(),
+        }
+    }
+
     fn passes(&self, key: &ExpertKey) -> Result<ExpertPasses, ExecError> {
         self.experts.passes_of(&self.group, key)
     }

@@ -17,7 +17,7 @@ where
         let captures = self.captures(self.callers(*stream).as_deref())?;
         let keepers = pairs.iter().flat_map(|(from, to)| [from.keeper.clone(), to.keeper.clone()]);
         self.call_layer(*stream, keepers, |callers| {
-            let make = || ReadyRows::new(&self.group, key);
+            let make = |_| ReadyRows::new(&self.group, key);
             self.rows.with(key, make, |ready| ready.enqueue(&self.group, pairs, callers, captures))
         })?;
         if captures {

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, Weak};
 use std::time::Instant;
 
-use counterpoint_exec::collective::{Board, Collective, Listener, Post};
+use counterpoint_exec::collective::{Board, Collective, Listener, Pattern, Post};
 use counterpoint_exec::{ExecError, Mesh, RING_WORDS, Recipient, SharedRings, World};
 
 use super::LOOK;
@@ -17,6 +17,9 @@ use crate::transport::collective::Marks;
 use crate::transport::ready::ReadyParts;
 use crate::{CudaError, Device, DeviceBuffer, Event};
 use counterpoint_driver::OpenedMemory;
+
+/// What errors call it.
+const BETWEEN: &str = "between processes";
 
 /// Takes what the other processes send a rank, and puts their parts on its board.
 pub(super) struct Inbox {
@@ -153,10 +156,15 @@ impl Inbox {
     }
 
     /// What `peer` has published of a collective that is ready.
-    fn take_ready(&self, peer: usize, message: PartMessage) -> Result<(), CudaError> {
-        let PartMessage::Ready { number, place, contract, pattern, staging, mailbox } = message else {
+    fn take_ready(&self, peer: usize, message: PartMessage, rows: &[u8]) -> Result<(), CudaError> {
+        let PartMessage::Ready { number, place, contract, staging, mailbox } = message else {
             return Ok(());
         };
+        let pattern = Pattern::of_bytes(rows).ok_or_else(|| {
+            let reason =
+                format!("rank {peer} has sent {} bytes that are no rows of a collective", rows.len());
+            CudaError::Transport { transport: BETWEEN, reason }
+        })?;
         let (tensors, reduction, delivery_parts) = (Vec::new(), None, None);
         let collective = Arc::new(Collective { contract, pattern, tensors, reduction, delivery_parts });
         let memory = |place: Option<MemoryPlace>| place.map(|place| self.buffer(peer, &place)).transpose();
@@ -206,7 +214,7 @@ impl Inbox {
 /// The error of a peer that names what it has not sent.
 fn unpublished(peer: usize, what: &str, number: u64) -> CudaError {
     let reason = format!("rank {peer} names {what} {number}, which it has not sent");
-    CudaError::Transport { transport: "between processes", reason }
+    CudaError::Transport { transport: BETWEEN, reason }
 }
 
 impl Listener for Inbox {
@@ -230,10 +238,10 @@ impl Recipient for Inbox {
         self.note(|seen| _ = seen.closed.insert(peer));
     }
 
-    fn receive(&self, peer: usize, message: PartMessage, _payload: &[u8]) -> Result<(), String> {
+    fn receive(&self, peer: usize, message: PartMessage, payload: &[u8]) -> Result<(), String> {
         let taken: Result<(), ExecError> = match message {
             PartMessage::Ready { .. } => self
-                .take_ready(peer, message)
+                .take_ready(peer, message, payload)
                 .map_err(|error| exec_error(self.rank, &format!("a collective of rank {peer}"), error)),
             PartMessage::Call { sequence, number } => match self.take_call(peer, [sequence, number]) {
                 true => Ok(()),

@@ -1,19 +1,18 @@
 //! The messages between GPU ranks in different processes of a host: IPC handles, and parts of collectives.
 
 use counterpoint_exec::OpPlace;
-use counterpoint_exec::collective::{Contract, Pattern};
+use counterpoint_exec::collective::Contract;
 use counterpoint_plan::DType;
 use serde::{Deserialize, Serialize};
 
 /// What GPU ranks of different processes send each other. Numbers are the sender's own; what they stand for is sent once.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) enum PartMessage {
-    /// A collective that is ready, which later messages name: its rows, and memory that the others' kernels write to.
+    /// A collective that is ready, which later messages name: memory that the others' kernels write to, and its rows, which are the payload.
     Ready {
         number: u64,
         place: OpPlace,
         contract: Contract,
-        pattern: Pattern,
         staging: Option<MemoryPlace>,
         mailbox: Option<MemoryPlace>,
     },

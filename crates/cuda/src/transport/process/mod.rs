@@ -162,9 +162,9 @@ impl PeerProcesses {
             let mut memory = |buffer: &DeviceBuffer| self.connected.send_memory(&mut exports, peer, buffer);
             let staging = payload.staging.as_ref().map(&mut memory).transpose()?;
             let mailbox = payload.mailbox.as_ref().map(&mut memory).transpose()?;
-            let (place, contract, pattern) = (place.clone(), contract.clone(), pattern.clone());
-            let message = PartMessage::Ready { number, place, contract, pattern, staging, mailbox };
-            exports.send(peer, Sent::Ready(number), || self.connected.mesh.send(peer, &message, &[]))?;
+            let (place, contract, rows) = (place.clone(), contract.clone(), pattern.bytes_for(peer));
+            let message = PartMessage::Ready { number, place, contract, staging, mailbox };
+            exports.send(peer, Sent::Ready(number), || self.connected.mesh.send(peer, &message, &[&rows]))?;
         }
         Ok(())
     }
