@@ -95,6 +95,35 @@ def layers(group: Any) -> int:
     return compiles
 
 
+def largest_scores(group: Any) -> int:
+    """Attention with the largest score of each head, with a sink, and gradients through out and lse."""
+    torch._dynamo.reset()
+
+    def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor, plan: cp.Plan) -> tuple[torch.Tensor, ...]:
+        out, lse, largest = cp.attention(q, k, v, plan, sink=sink, return_max_logits=True)
+        return out.square().sum() + (lse.exp() + largest).sum(), largest * 2
+
+    graphs, backend = counted()
+    fast = torch.compile(step, fullgraph=True, backend=backend)
+    for number in range(4):
+        mask = cp.Mask.sliding_window(TOKENS, 5 + number, 3)
+        plan = group.plan(mask, heads=(2, 1), head_dim=8, dtype="float32", sink_rows=1, chunk=[8, 12][number % 2])
+        whole = torch.randn(TOKENS, 4, 8, generator=torch.Generator().manual_seed(number))
+        q, k, v = (part.contiguous().requires_grad_() for part in plan.dispatch(whole).split([2, 1, 1], 1))
+        sink = torch.zeros(2, requires_grad=True)
+        results = []
+        for run in (fast, step):
+            loss, largest = run(q, k, v, sink, plan)
+            results.append([loss.detach(), largest, *torch.autograd.grad(loss, (q, k, v, sink))])
+        same(*results)
+        assert not results[0][1].requires_grad
+    return len(graphs)
+
+
+def test_largest_scores_in_one_process() -> None:
+    assert largest_scores(cp.LocalGroup(2)) <= 3
+
+
 def test_rows_in_one_process() -> None:
     assert rows_there_and_back(cp.LocalGroup(3)) <= 4
 
@@ -104,14 +133,14 @@ def test_layers_of_one_rank() -> None:
     assert layers(cp.LocalGroup(1)) <= 4
 
 
-def of_rank(rank: int) -> tuple[int, int]:
+def of_rank(rank: int) -> tuple[int, int, int]:
     group = cp.Group()
-    return rows_there_and_back(group), layers(group)
+    return rows_there_and_back(group), layers(group), largest_scores(group)
 
 
 def test_ranks_that_are_processes(ranks: Ranks) -> None:
-    for rows, of_layers in ranks.run(of_rank):
-        assert rows <= 4 and of_layers <= 4
+    for rows, of_layers, scores in ranks.run(of_rank):
+        assert rows <= 4 and of_layers <= 4 and scores <= 4
 
 
 def test_operators_are_what_pytorch_asks_of_them() -> None:
