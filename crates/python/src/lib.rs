@@ -17,6 +17,7 @@ mod join;
 mod kept;
 mod linear;
 mod mask;
+mod numbered;
 mod process;
 mod ranks;
 mod routing;
