@@ -40,14 +40,18 @@ def maker(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> C
     """What makes dense tensors of a shape, whose elements are anything."""
     import torch
 
-    # What Inductor's code allocates by: without the dispatcher, in half the time. On GPUs it is of the current one.
-    unambiguous = device.type == "cpu" or torch.cuda.device_count() == 1
-    fast = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None) if unambiguous else None
-    if fast is not None:
-        strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-        return functools.partial(fast, shape, strides, dtype)
     # Takes half as long as `Tensor.new_empty`, which reads arguments.
-    return functools.partial(torch.empty_like, element(dtype, device).expand(shape))
+    usual = functools.partial(torch.empty_like, element(dtype, device).expand(shape))
+    # What Inductor's code allocates by: without the dispatcher, in two thirds of that; on GPUs it is of the current one.
+    fast = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
+    if fast is None:
+        return usual
+    strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    made = functools.partial(fast, shape, strides, dtype)
+    if device.type == "cpu" or torch.cuda.device_count() == 1:
+        return made
+    current, ordinal = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device), device.index
+    return lambda: made() if current() == ordinal else usual()
 
 
 @functools.cache
