@@ -239,7 +239,7 @@ class _Reduce(torch.autograd.Function):
 
 
 # The same under `torch.compile`: splits and groups are numbers there, so that new ones compile nothing again. `rows` are those of
-# the result. Each gives another tensor beside it, which keeps the splits until the backward has run.
+# the result. Each gives another tensor too, which keeps the splits until the backward has run.
 _library = torch.library.Library("counterpoint", "FRAGMENT")
 _SPLITS = "SymInt[] splits, SymInt rows, SymInt group"
 _library.define(f"group_cast(Tensor x, {_SPLITS}) -> (Tensor, Tensor)")

@@ -16,7 +16,7 @@ from counterpoint.nn.product import check_itself, dense, make_dummy, say_added
 _library = torch.library.Library("counterpoint", "FRAGMENT")
 _NUMBERS = "SymInt routing, SymInt layer"
 _TAGS = (torch.Tag.needs_fixed_stride_order,)
-# Beside the result, which has `rows` rows, a tensor that keeps the routing until the backward has run.
+# The result has `rows` rows; with it comes a tensor that keeps the routing until the backward has run.
 _library.define(
     f"expert_product(Tensor x, Tensor weight, Tensor[] into, SymInt rows, str gradient, str dummy, {_NUMBERS})"
     " -> (Tensor, Tensor)",

@@ -202,7 +202,7 @@ def product(
 
 
 def written_into(layer: Layer, weights: Sequence[torch.Tensor], gradient: str) -> list[torch.Tensor]:
-    """What a compiled backward writes beside its results."""
+    """What a compiled backward writes in addition to its results."""
     if gradient.startswith(("added", "replaced")):
         return _main_grads(layer, weights) or []
     return [layer.turn] if gradient.startswith("deferred") and layer.turn is not None else []
