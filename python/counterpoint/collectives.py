@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from counterpoint._native import Splits
 from counterpoint.errors import TensorError
+from counterpoint.lookup import group_of_handle, kept_by
 
 if TYPE_CHECKING:
     from counterpoint.group import _Group
@@ -19,6 +20,7 @@ Borrowed = tuple[int, tuple[int, ...], tuple[int, ...], str, torch.Tensor]
 
 # The engine moves floats. Of other types it moves the bits, as floats of the same size; on GPUs 8 bytes are two floats.
 _CARRIERS = {torch.int64: torch.float64, torch.int32: torch.float32, torch.int16: torch.float16}
+_NO_GRADIENT = 'op="lse" has no gradient; call it under torch.no_grad(), or detach what it takes'
 _CARRIERS_ON_GPUS = {**_CARRIERS, torch.int64: torch.float32}
 _NAME_OF = {
     torch.float64: "float64",
@@ -87,15 +89,17 @@ def moved(
     return result.reshape(rows, *tail).movedim(0, dim)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def group_cast(x: torch.Tensor, splits: Splits | Sequence[Splits], group: _Group) -> torch.Tensor:
     """Sends every split of `x` to its own set of ranks, each row once to each: what comes to this rank. Collective.
 
     `x [rows, ...]` has the rows of `splits.rows[0]` of any type, the result those of `splits.rows[1]`. All ranks call it with
     rows of the same shape and type. The backward is `group_reduce` of the gradient. A `LocalGroup` takes splits of each of
-    its ranks, and rows of all of them, one rank's after the other's. Inside of `torch.compile` it is a graph break; inside of
-    a CUDA graph of several ranks it has been called once before.
+    its ranks, and rows of all of them, one rank's after the other's. Inside of a CUDA graph of several ranks it has been called
+    once before.
     """
+    if torch.compiler.is_compiling():
+        compiled: torch.Tensor = torch.ops.counterpoint.group_cast(x, *_traced(splits, group, 1))[0]
+        return compiled
     given = _checked(x, splits, group, 0)
     result: torch.Tensor = _Cast.apply(x, given, group)
     return result
@@ -113,7 +117,6 @@ def group_reduce(
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def group_reduce(
     x: torch.Tensor,
     splits: Splits | Sequence[Splits],
@@ -132,13 +135,20 @@ def group_reduce(
     f64), natural logarithms of their sums of exponentials. It gives both, with lse -inf where nothing comes, and has no
     gradient.
     """
-    given = _checked(x, splits, group, 1)
     if op not in ("sum", "avg", "lse"):
         raise TensorError(f'op is {op!r}; it must be "sum", "avg" or "lse"')
+    if op != "lse" and lse is not None:
+        raise TensorError(f'lse is given with op={op!r}; only op="lse" takes it')
+    if torch.compiler.is_compiling():
+        merged: tuple[torch.Tensor, torch.Tensor]
+        if op == "lse":
+            merged = torch.ops.counterpoint.group_merge(x, lse, *_traced(splits, group, 0))
+            return merged
+        compiled: torch.Tensor = torch.ops.counterpoint.group_reduce(x, op, *_traced(splits, group, 0))[0]
+        return compiled
+    given = _checked(x, splits, group, 1)
     if op == "lse":
         return _merged(x, lse, given, group)
-    if lse is not None:
-        raise TensorError(f'lse is given with op={op!r}; only op="lse" takes it')
     result: torch.Tensor = _Reduce.apply(x, given, group, op)
     return result
 
@@ -157,6 +167,12 @@ def _checked(x: torch.Tensor, splits: Splits | Sequence[Splits], group: _Group, 
     if x.ndim == 0 or x.shape[0] != wanted:
         raise TensorError(f"x is {list(x.shape)}; the splits have {wanted} rows for it")
     return given
+
+
+def _traced(splits: Splits | Sequence[Splits], group: _Group, side: int) -> tuple[list[int], int, int]:
+    """What operators are given of splits and their group: numbers, and the rows of the result."""
+    given = (splits,) if isinstance(splits, Splits) else tuple(splits)
+    return [one.number for one in given], sum(one.rows[side] for one in given), group._number
 
 
 def _move(x: torch.Tensor, splits: tuple[Splits, ...], group: _Group, what: str) -> torch.Tensor:
@@ -179,7 +195,7 @@ def _merged(
         )
     check_device(group, "lse", lse)
     if torch.is_grad_enabled() and (out.requires_grad or lse.requires_grad):
-        raise TensorError('op="lse" has no gradient; call it under torch.no_grad(), or detach what it takes')
+        raise TensorError(_NO_GRADIENT)
     out, lse, rows = out.contiguous(), lse.contiguous(), sum(one.rows[0] for one in splits)
     merged, logarithms = out.new_zeros(rows, *out.shape[1:]), lse.new_full((rows, lse.shape[1]), -math.inf)
     if out.shape[1] and out.shape[2]:
@@ -220,3 +236,102 @@ class _Reduce(torch.autograd.Function):
         if ctx.op == "avg":
             grad = grad / _counts(ctx.splits, grad)
         return _move(grad, ctx.splits, ctx.group, "cast"), None, None, None
+
+
+# The same under `torch.compile`: splits and groups are numbers there, so that new ones compile nothing again. `rows` are those of
+# the result. Each gives another tensor too, which keeps the splits until the backward has run.
+_library = torch.library.Library("counterpoint", "FRAGMENT")
+_SPLITS = "SymInt[] splits, SymInt rows, SymInt group"
+_library.define(f"group_cast(Tensor x, {_SPLITS}) -> (Tensor, Tensor)")
+_library.define(f"group_reduce(Tensor x, str op, {_SPLITS}) -> (Tensor, Tensor)")
+_library.define(f"group_cast_backward(Tensor grad, Tensor kept, {_SPLITS}) -> Tensor")
+_library.define(f"group_reduce_backward(Tensor grad, Tensor kept, str op, {_SPLITS}) -> Tensor")
+_library.define(f"group_merge(Tensor x, Tensor? lse, {_SPLITS}) -> (Tensor, Tensor)")
+
+
+def _of_numbers(splits: Sequence[int]) -> tuple[Splits, ...]:
+    found = [Splits.of_number(number) for number in splits]
+    for number, one in zip(splits, found, strict=True):
+        if one is None:
+            raise TensorError(f"splits {number} are gone; keep a reference to splits as long as a compiled call may use them")
+    return tuple(one for one in found if one is not None)
+
+
+def _cast_operator(x: torch.Tensor, splits: list[int], rows: int, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    own = group_of_handle(group)
+    given = _checked(x, _of_numbers(splits), own, 0)
+    return _move(x, given, own, "cast"), kept_by(x, given)
+
+
+def _reduce_operator(x: torch.Tensor, op: str, splits: list[int], rows: int, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    own = group_of_handle(group)
+    given = _checked(x, _of_numbers(splits), own, 1)
+    return _move(x, given, own, op), kept_by(x, given)
+
+
+def _cast_backward_operator(grad: torch.Tensor, kept: torch.Tensor, splits: list[int], rows: int, group: int) -> torch.Tensor:
+    return _move(grad, _of_numbers(splits), group_of_handle(group), "sum")
+
+
+def _reduce_backward_operator(
+    grad: torch.Tensor, kept: torch.Tensor, op: str, splits: list[int], rows: int, group: int
+) -> torch.Tensor:
+    given = _of_numbers(splits)
+    grad = grad / _counts(given, grad) if op == "avg" else grad
+    return _move(grad, given, group_of_handle(group), "cast")
+
+
+def _merge_operator(
+    x: torch.Tensor, lse: torch.Tensor | None, splits: list[int], rows: int, group: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    own = group_of_handle(group)
+    return _merged(x, lse, _checked(x, _of_numbers(splits), own, 1), own)
+
+
+def _merge_without_gradient(
+    x: torch.Tensor, lse: torch.Tensor | None, splits: list[int], rows: int, group: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if torch.is_grad_enabled() and (x.requires_grad or (lse is not None and lse.requires_grad)):
+        raise TensorError(_NO_GRADIENT)
+    with torch._C._AutoDispatchBelowAutograd():
+        made: tuple[torch.Tensor, torch.Tensor] = torch.ops.counterpoint.group_merge.default(x, lse, splits, rows, group)
+    return made
+
+
+def _with_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
+    return x.new_empty((rows, *x.shape[1:]))
+
+
+for _name, _run, _shapes in (
+    ("group_cast", _cast_operator, lambda x, splits, rows, group: (_with_rows(x, rows), x.new_empty(0))),
+    ("group_reduce", _reduce_operator, lambda x, op, splits, rows, group: (_with_rows(x, rows), x.new_empty(0))),
+    ("group_cast_backward", _cast_backward_operator, lambda grad, kept, splits, rows, group: _with_rows(grad, rows)),
+    ("group_reduce_backward", _reduce_backward_operator, lambda grad, kept, op, splits, rows, group: _with_rows(grad, rows)),
+    ("group_merge", _merge_operator, lambda x, lse, splits, rows, group: (_with_rows(x, rows), _with_rows(lse, rows))),
+):
+    _library.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"counterpoint::{_name}", _shapes, lib=_library)
+_library.impl("group_merge", _merge_without_gradient, "Autograd")
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    x, *ctx.given = inputs
+    ctx.rows = x.shape[0]
+    ctx.save_for_backward(output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _cast_backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
+    splits, _rows, group = ctx.given
+    (kept,) = ctx.saved_tensors
+    return torch.ops.counterpoint.group_cast_backward(grad, kept, splits, ctx.rows, group), None, None, None
+
+
+def _reduce_backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
+    op, splits, _rows, group = ctx.given
+    (kept,) = ctx.saved_tensors
+    return torch.ops.counterpoint.group_reduce_backward(grad, kept, op, splits, ctx.rows, group), None, None, None, None
+
+
+torch.library.register_autograd("counterpoint::group_cast", _cast_backward, setup_context=_keep, lib=_library)
+torch.library.register_autograd("counterpoint::group_reduce", _reduce_backward, setup_context=_keep, lib=_library)

@@ -10,7 +10,7 @@ from typing import Any, Literal, overload
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from counterpoint import ops
+from counterpoint import compiled, ops  # noqa: F401  (compiled has the operators)
 from counterpoint._native import Mask
 from counterpoint.errors import MaskError, TensorError
 from counterpoint.group import LocalGroup
@@ -59,32 +59,36 @@ def attention(
 
     With `return_max_logits` it gives (out, lse, max_logits): `max_logits [heads]` is the largest score of each head, that the
     softmax sees (scaled, capped, without sinks), over the rows of all ranks; the same on every rank, -inf where there is none, of
-    lse's type, without a gradient. Then it is a graph break inside `torch.compile`.
+    lse's type, without a gradient.
     """
-    if return_max_logits:
-        with_maxima: tuple[torch.Tensor, ...] = _with_max_logits(q, k, v, plan, sink)
-        return with_maxima
-    batched = False
     if torch.compiler.is_compiling():
+        return _compiled(q, k, v, plan, sink, return_max_logits)
+    if return_max_logits:
+        return _with_max_logits(q, k, v, plan, sink)
+    _check_plan(plan)
+    batched = False
+    if sink is not None or not ops.fit(plan, q, k, v):
         q, k, v, batched = _rows_first(q, k, v)
         sink = None if sink is None else _sink_rows(sink)
-        out, lse = torch.ops.counterpoint.attention(q, k, v, sink, plan.handle)
-    else:
-        _check_plan(plan)
         if sink is not None or not ops.fit(plan, q, k, v):
-            q, k, v, batched = _rows_first(q, k, v)
-            sink = None if sink is None else _sink_rows(sink)
-            if sink is not None or not ops.fit(plan, q, k, v):
-                ops.check(plan, q, k, v, sink)
-        differentiable = q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)
-        if differentiable and torch.is_grad_enabled():
-            out, lse = ops.differentiable(q, k, v, sink, plan)
-        else:
-            out, lse = ops.run_forward(plan, q, k, v, sink)
+            ops.check(plan, q, k, v, sink)
+    differentiable = q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)
+    if differentiable and torch.is_grad_enabled():
+        out, lse = ops.differentiable(q, k, v, sink, plan)
+    else:
+        out, lse = ops.run_forward(plan, q, k, v, sink)
     return (out.unsqueeze(0), lse.unsqueeze(0)) if batched else (out, lse)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _compiled(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, sink: torch.Tensor | None, max_logits: bool
+) -> tuple[torch.Tensor, ...]:
+    q, k, v, batched = _rows_first(q, k, v)
+    sink = None if sink is None else _sink_rows(sink)
+    out, lse, *largest = torch.ops.counterpoint.attention(q, k, v, sink, max_logits, plan.handle)
+    return (out.unsqueeze(0), lse.unsqueeze(0), *largest) if batched else (out, lse, *largest)
+
+
 def _with_max_logits(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, sink: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -208,8 +212,7 @@ def flex_attention(
         else:
             _plans.move_to_end(key)
     if return_max_logits:
-        with_maxima: tuple[torch.Tensor, ...] = _with_max_logits(q, k, v, plan, sink)
-        return with_maxima
+        return _with_max_logits(q, k, v, plan, sink)
     return attention(q, k, v, plan, sink=sink)
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from counterpoint._native import Cancellation, Mask, Ranks, Routing, _ask_experts, _make_experts
 from counterpoint.errors import DeviceError, Error, PlanError
+from counterpoint.lookup import numbered_group
 from counterpoint.plan import Plan
 from counterpoint.prefetched import PrefetchedPlan
 from counterpoint.tuned import TunedPlans, checked, read_tuned, warn_of_others
@@ -81,8 +82,8 @@ class _Group:
         self._maker: ThreadPoolExecutor | None = None
         # Whether this process's caller has seen the error by which the group has failed.
         self._is_failure_known = False
-        # Streams of other libraries, see `order_with`.
-        self._ordered: tuple[torch.cuda.Stream, ...] = ()
+        self._ordered: tuple[torch.cuda.Stream, ...] = ()  # streams of other libraries, see `order_with`
+        self._number = numbered_group(self)
 
     @property
     def rank(self) -> int:

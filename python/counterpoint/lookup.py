@@ -12,10 +12,14 @@ from typing import TYPE_CHECKING
 from counterpoint.errors import PlanError
 
 if TYPE_CHECKING:
+    import torch
+
+    from counterpoint.group import _Group
     from counterpoint.plan import Plan
 
 _handles = itertools.count(1)
 _plans: weakref.WeakValueDictionary[int, Plan] = weakref.WeakValueDictionary()
+_groups: weakref.WeakValueDictionary[int, _Group] = weakref.WeakValueDictionary()
 
 
 def numbered(plan: Plan) -> int:
@@ -31,6 +35,28 @@ def of_handle(handle: int) -> Plan:
     if plan is None:
         raise PlanError(f"plan {handle} is gone; keep a reference to a plan as long as a compiled call may use it")
     return plan
+
+
+def numbered_group(group: _Group) -> int:
+    """Likewise of a group."""
+    handle = next(_handles)
+    _groups[handle] = group
+    return handle
+
+
+def group_of_handle(handle: int) -> _Group:
+    """The group that a compiled operator was given as a number."""
+    group = _groups.get(int(handle))
+    if group is None:
+        raise PlanError(f"group {handle} is gone; keep a reference to a group as long as a compiled call may use it")
+    return group
+
+
+def kept_by(like: torch.Tensor, kept: object) -> torch.Tensor:
+    """A tensor of no elements that keeps an object as long as somebody, such as a compiled step's backward, keeps the tensor."""
+    keeper = like.new_empty(0)
+    keeper.kept = kept  # type: ignore[attr-defined]
+    return keeper
 
 
 # (thread, plan) of every `Plan.active` that has been entered. Not a context variable: the threads of backwards, which recompute

@@ -1,4 +1,4 @@
-"""The operators: attention forward and backward, eager through `autograd.Function`, compiled through `torch.library`."""
+"""Attention forward and backward on tensors of PyTorch, with gradients by `autograd.Function`; operators are in `compiled.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 from counterpoint.collectives import check_device
 from counterpoint.errors import Error, TensorError
 from counterpoint.fitting import accumulator
-from counterpoint.lookup import of_handle
 from counterpoint.profiling import profiling
 
 if TYPE_CHECKING:
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
 
 # An address; of a tensor that is not dense also the elements from a row to the next and from a head to the next.
 Place = int | tuple[int, int, int]
-_empty_like = torch.empty_like
 
 
 def fit(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
@@ -118,7 +116,7 @@ def run_forward(
     """Attention of the local rows: (out, lse). Writes `max_logits`, if it is given: a copy for each rank of this process."""
     fits = plan._fitting or plan._fits()
     stream, measured = fits.stream(), profiling()
-    out, lse = _empty_like(fits.out_like), _empty_like(fits.lse_like)
+    out, lse = fits.new_out(), fits.new_lse()
     if measured:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     at_q, at_k, at_v, inputs = places(q, k, v, fits.ordinal >= 0)
@@ -159,17 +157,17 @@ def run_backward(
     """Gradients of q, k, v and, where there is one, sink."""
     fits = plan._fitting or plan._fits()
     stream, measured, on_gpu = fits.stream(), profiling(), fits.ordinal >= 0
-    dq, dk, dv = _empty_like(fits.q_like), _empty_like(fits.k_like), _empty_like(fits.v_like)
+    dq, dk, dv = fits.new_q(), fits.new_k(), fits.new_v()
     dsinks = None
     if sink is not None:
         # Every rank of this process writes the sum over all ranks.
         copies = len(plan._ranks_here())
         dsinks = sink.new_empty((copies * sink.shape[0], sink.shape[1]))
+        sink = sink.resolve_neg().contiguous()
     if measured:
         dout, q, k, v = dout.contiguous(), q.contiguous(), k.contiguous(), v.contiguous()
     at_q, at_k, at_v, inputs = places(q, k, v, on_gpu)
     at_dout, dout = place(dout, on_gpu)
-    sink = None if sink is None else sink.resolve_neg().contiguous()
     if dlse is not None:
         dlse = dlse.resolve_neg()
         dlse = dlse.contiguous() if not (on_gpu and dlse.data_ptr() & 15) else dlse.clone()
@@ -205,14 +203,6 @@ def run_backward(
     return dq, dk, dv, dsink.clone() if dsink.shape != dsinks.shape else dsink
 
 
-def operator_gradients(
-    gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], lse: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What `run_backward` gives as results of an operator, each of which is a tensor: of no elements where there is no sink."""
-    dq, dk, dv, dsink = gradients
-    return dq, dk, dv, lse.new_empty(0) if dsink is None else dsink
-
-
 def empty_max_logits(plan: Plan, q: torch.Tensor) -> torch.Tensor:
     """Room for the largest score of each head, a copy for each rank of this process."""
     return q.new_empty((len(plan._ranks_here()) * q.shape[1],), dtype=accumulator(q.dtype))
@@ -246,11 +236,12 @@ class Attention(torch.autograd.Function):
         q, k, v, sink, out, lse = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
-        dq, dk, dv, dsink = run_backward(ctx.plan, dout, q, k, v, sink, out, lse, dlse)
-        wants_q, wants_k, wants_v, wants_sink, *_ = ctx.needs_input_grad
-        gradients = dq if wants_q else None, dk if wants_k else None, dv if wants_v else None, dsink if wants_sink else None
-        return *gradients, None, None
+        # Autograd drops those that nobody asked for.
+        return *run_backward(ctx.plan, dout, q, k, v, sink, out, lse, dlse), None, None
 
+
+# What autograd's node calls, which else finds out at every call which function it is for.
+Attention._backward_cls.apply = Attention.backward  # type: ignore[attr-defined]
 
 # What `Attention.apply` comes to outside of torch.func, without its steps for that, which take longer than the rest.
 _apply = super(torch.autograd.Function, Attention).apply
@@ -268,85 +259,3 @@ def differentiable(
     apply = Attention.apply if torch._C._are_functorch_transforms_active() else _apply
     made: tuple[torch.Tensor, torch.Tensor] = apply(q, k, v, sink, plan, max_logits)
     return made
-
-
-_library = torch.library.Library("counterpoint", "DEF")
-_library.define(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor? sink, SymInt plan) -> (Tensor, Tensor)",
-    tags=(torch.Tag.needs_fixed_stride_order,),
-)
-_library.define(
-    "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor out, Tensor lse, Tensor? dlse,"
-    " SymInt plan) -> (Tensor, Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.needs_fixed_stride_order,),
-)
-
-
-def _forward_operator(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, plan: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    made = of_handle(plan)
-    check(made, q, k, v, sink)
-    return run_forward(made, q, k, v, sink)
-
-
-def _backward_operator(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sink: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dlse: torch.Tensor | None,
-    plan: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    return operator_gradients(run_backward(of_handle(plan), dout, q, k, v, sink, out, lse, dlse), lse)
-
-
-_library.impl("attention", _forward_operator, "CompositeExplicitAutograd")
-_library.impl("attention_backward", _backward_operator, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("counterpoint::attention", lib=_library)  # type: ignore[untyped-decorator]
-def _forward_shapes(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, plan: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    out = q.new_empty((q.shape[0], q.shape[1], v.shape[2]))
-    return out, q.new_empty((q.shape[0], q.shape[1]), dtype=accumulator(q.dtype))
-
-
-@torch.library.register_fake("counterpoint::attention_backward", lib=_library)  # type: ignore[untyped-decorator]
-def _backward_shapes(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sink: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dlse: torch.Tensor | None,
-    plan: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    dsink = q.new_empty(0 if sink is None else sink.shape, dtype=lse.dtype)
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsink
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, sink, ctx.plan = inputs
-    out, lse = output
-    ctx.save_for_backward(q, k, v, sink, out, lse)
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    if dout is None and dlse is None:
-        return None, None, None, None, None
-    q, k, v, sink, out, lse = ctx.saved_tensors
-    if dout is None:
-        dout = torch.zeros_like(out)
-    dq, dk, dv, dsink = torch.ops.counterpoint.attention_backward(dout, q, k, v, sink, out, lse, dlse, ctx.plan)
-    return dq, dk, dv, None if sink is None else dsink, None
-
-
-torch.library.register_autograd("counterpoint::attention", _differentiate, setup_context=_keep, lib=_library)

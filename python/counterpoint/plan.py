@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from counterpoint._native import Calls, Mask, Solution, Timeline
 from counterpoint.errors import Error, PlanError, TensorError
 from counterpoint.figures import Choices, PlanSummary, Timelines
-from counterpoint.fitting import Fitting, accumulator, element
+from counterpoint.fitting import Fitting, accumulator, maker
 from counterpoint.lookup import activated, numbered
 from counterpoint.report import Report
 
@@ -82,6 +82,8 @@ class Plan:
         """What tensors it takes."""
         fitting = self._fitting
         if fitting is None:
+            import torch
+
             given, dtype, group = self._arguments, self._dtype, self.group
             heads = given["heads"]
             heads_q, heads_k = (heads, heads) if isinstance(heads, int) else heads
@@ -89,7 +91,7 @@ class Plan:
             q, k, v = (self.q_rows, heads_q, head_dim), (self.k_rows, heads_k, head_dim), (self.k_rows, heads_k, head_dim_v)
             out, lse = (self.q_rows, heads_q, head_dim_v), (self.q_rows, heads_q)
             statistic = accumulator(dtype)
-            one, of_statistic = element(dtype, group.device), element(statistic, group.device)
+            place = torch.device(group.device)
             fitting = self._fitting = Fitting(
                 q=q,
                 k=k,
@@ -101,11 +103,11 @@ class Plan:
                 statistic=statistic,
                 ordinal=group._ordinal,
                 stream=group._stream,
-                q_like=one.expand(q),
-                k_like=one.expand(k),
-                v_like=one.expand(v),
-                out_like=one.expand(out),
-                lse_like=of_statistic.expand(lse),
+                new_q=maker(q, dtype, place),
+                new_k=maker(k, dtype, place),
+                new_v=maker(v, dtype, place),
+                new_out=maker(out, dtype, place),
+                new_lse=maker(lse, statistic, place),
             )
         return fitting
 

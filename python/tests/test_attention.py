@@ -213,14 +213,17 @@ def test_ranks_without_rows() -> None:
 
 
 def test_operators_pass_opcheck() -> None:
-    import counterpoint.ops  # noqa: F401  (which defines them)
+    import counterpoint.compiled  # noqa: F401  (which defines them)
 
     plan = cp.LocalGroup(1).plan(cp.Mask.causal(12), heads=(2, 1), head_dim=8, dtype="float32", sink_rows=1)
     q = torch.randn(12, 2, 8, requires_grad=True)
     k, v = (torch.randn(12, 1, 8, requires_grad=True) for _ in range(2))
     sink = torch.randn(1, 2, requires_grad=True)
-    torch.library.opcheck(torch.ops.counterpoint.attention, (q, k, v, sink, plan.handle))
-    out, lse = torch.ops.counterpoint.attention(q, k, v, sink, plan.handle)
+    for max_logits in (False, True):
+        torch.library.opcheck(torch.ops.counterpoint.attention, (q, k, v, sink, max_logits, plan.handle))
+        plain = [tensor.detach() for tensor in (q, k, v, sink)]
+        torch.library.opcheck(torch.ops.counterpoint.attention_forward, (*plain, max_logits, plan.handle))
+    out, lse = torch.ops.counterpoint.attention(q, k, v, sink, False, plan.handle)
     given = [tensor.detach() for tensor in (out, q, k, v, sink, out, lse)]
     for dlse in (None, torch.randn(12, 2)):
         torch.library.opcheck(torch.ops.counterpoint.attention_backward, (*given, dlse, plan.handle))

@@ -6,7 +6,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use counterpoint_choose::{PlanConfig, plan_mask};
-use counterpoint_cuda::{CudaMachine, DriverCalls, Stream, StreamPriority, Timing, TransportKind};
+use counterpoint_cuda::{CudaMachine, Device, DriverCalls, Stream, StreamPriority, Timing, TransportKind};
 use counterpoint_exec::{
     AttentionCalls, Backend, BackwardTensors, ExecError, ForwardTensors, Group, HostTensor, Machine, Pass,
 };
@@ -145,6 +145,43 @@ fn tables_of_a_mask_are_one_copy_and_calls_copy_nothing() {
         }
         group.close().unwrap();
     }
+}
+
+/// Where a thread has no context, as that of PyTorch's backwards, each entry into the driver sets this GPU's and takes it back. A thread
+/// that was left it has none of that; it is left the first GPU's alone. On one rank a backward records nothing but its end.
+#[test]
+fn a_thread_is_left_the_context_of_the_first_gpu() {
+    if support::no_compiler() || !hollow_driver::is_loaded("a_thread_is_left_the_context_of_the_first_gpu") {
+        return;
+    }
+    let machine = CudaMachine::for_ranks(1, Timing::Off).unwrap();
+    let group = Group::connect(&machine, 1, config()).unwrap();
+    let plan = plan(1, 0);
+    let (tensors, calls) = (tensors(&group, &plan), ready(&group, &plan));
+    let backward = || counted(&calls, &tensors, Pass::ForwardBackward).0;
+    let on_a_thread = |work: &(dyn Fn() + Sync)| thread::scope(|scope| scope.spawn(work).join().unwrap());
+    let current = || DriverCalls::current_context().unwrap();
+    on_a_thread(&|| {
+        let asked = backward();
+        assert!(asked.of_function("cuCtxSetCurrent") > 2, "{asked}");
+        assert_eq!(current(), 0);
+        assert_eq!(asked.of_function("cuEventRecord"), 1, "{asked}");
+        group.ranks()[0].backend().device().leave_current();
+        assert_ne!(current(), 0);
+        let asked = backward();
+        assert_eq!(asked.of_function("cuCtxSetCurrent"), 0, "{asked}");
+        assert_ne!(current(), 0);
+    });
+    on_a_thread(&|| {
+        let [first, second] = [0, 1].map(|ordinal| Device::open(ordinal).unwrap());
+        second.leave_current();
+        assert_eq!(current(), 0);
+        first.leave_current();
+        let left = current();
+        second.leave_current();
+        assert!(left != 0 && current() == left);
+    });
+    group.close().unwrap();
 }
 
 /// What rank 0 does while rank 1 is late, in the first calls of a mask that both have made ready.

@@ -149,7 +149,7 @@ fn a_rank_that_waits_inside_nccl_hears_that_another_has_failed() {
     }
     // SAFETY: no other thread of this process is there yet.
     unsafe { std::env::set_var("HOLLOW_NCCL_REFUSES_RANK_1", "1") };
-    let found = on_processes_that_fail("nccl+library-sums".parse().unwrap(), |_, group| {
+    let found = on_processes_that_fail(2, "nccl+library-sums".parse().unwrap(), |_, group| {
         let calls = group.collective(|_| reduce_scatter(4)).unwrap();
         let backend = group.ranks()[0].backend();
         let given = backend.upload("given", tensor(RANKS * 4, |_| 1.0)).unwrap();

@@ -105,6 +105,9 @@ pub(crate) trait InPlace: Backend {
         access: BufferAccess,
     ) -> Result<Self::Buffer, ExecError>;
 
+    /// Has a thread of PyTorch's that has not launched anything yet, such as that of its backwards, be one that has.
+    fn enter(&self);
+
     /// PyTorch's current stream, which calls are ordered with. `None` where there are none: calls are waited for there.
     fn caller(&self, stream: u64) -> Option<Arc<Self::Stream>>;
 
@@ -134,6 +137,8 @@ impl InPlace for CpuBackend {
         };
         Ok(CpuBuffer::borrowed(self.rank(), name, view?))
     }
+
+    fn enter(&self) {}
 
     fn caller(&self, _stream: u64) -> Option<Arc<Self::Stream>> {
         None
@@ -170,6 +175,10 @@ impl InPlace for CudaBackend {
             Some(strides) => CudaBuffer::strided(memory, &shape, tensor.dtype, strides),
         };
         buffer.map_err(|error| unusable(name, &error))
+    }
+
+    fn enter(&self) {
+        self.device().leave_current();
     }
 
     fn caller(&self, stream: u64) -> Option<Arc<CudaStream>> {

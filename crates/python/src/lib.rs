@@ -18,6 +18,7 @@ mod join;
 mod kept;
 mod linear;
 mod mask;
+mod numbered;
 mod process;
 mod ranks;
 mod routing;

@@ -262,7 +262,7 @@ impl Ranks {
         stream: u64,
         pairs: Vec<(Borrowed, Borrowed)>,
     ) -> PyResult<()> {
-        let parts: Vec<_> = splits.iter().map(|splits| splits.part.clone()).collect();
+        let parts: Vec<_> = splits.iter().map(|splits| (*splits.part).clone()).collect();
         for (rank, part) in self.here().zip(&parts) {
             let [own, held] = rows_of(part);
             engine(py, || part.check(rank, self.size, own, held))?;

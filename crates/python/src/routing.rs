@@ -1,5 +1,6 @@
 //! Which experts each token goes to, as a value of Python's.
 
+use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
 use counterpoint_plan::{Routing as Native, RoutingError};
@@ -9,6 +10,7 @@ use pyo3::types::PyBytes;
 
 use crate::error::{Raised, engine, raise};
 use crate::integers::{described, listed};
+use crate::numbered::Numbers;
 
 impl Raised for RoutingError {
     fn class(&self) -> &'static str {
@@ -16,11 +18,27 @@ impl Raised for RoutingError {
     }
 }
 
+static NUMBERS: Numbers<Native> = Numbers::new();
+
 /// The experts of every token of every rank, of one step. A value.
 #[pyclass(frozen, eq, hash, module = "counterpoint._native")]
-#[derive(PartialEq, Eq, Hash)]
 pub(crate) struct Routing {
     pub(crate) native: Arc<Native>,
+    number: u64,
+}
+
+impl PartialEq for Routing {
+    fn eq(&self, other: &Self) -> bool {
+        self.native == other.native
+    }
+}
+
+impl Eq for Routing {}
+
+impl Hash for Routing {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.native.hash(state);
+    }
 }
 
 #[pymethods]
@@ -73,6 +91,19 @@ impl Routing {
             .collect::<PyResult<_>>()?;
         let rows = numbers("rows", "a number of rows for each rank, none negative", rows)?;
         engine(py, || Native::from_counts(experts, &counts, &rows)).map(Self::of)
+    }
+
+    /// By which compiled operators know it, as long as it lives.
+    #[getter]
+    fn number(&self) -> u64 {
+        NUMBERS.keep(self.number, &self.native);
+        self.number
+    }
+
+    /// The routing that a compiled operator was given as a number; `None` where it is gone.
+    #[staticmethod]
+    fn of_number(number: u64) -> Option<Self> {
+        NUMBERS.find(number).map(|native| Self { native, number })
     }
 
     /// Experts of all ranks.
@@ -150,7 +181,7 @@ impl Routing {
 
 impl Routing {
     fn of(native: Native) -> Self {
-        Self { native: Arc::new(native) }
+        Self { native: Arc::new(native), number: NUMBERS.next() }
     }
 }
 

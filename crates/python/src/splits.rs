@@ -1,6 +1,7 @@
 //! How rows are cut for a group-cast and for the group-reduce that mirrors it, as a value of Python's.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
+use std::sync::Arc;
 
 use counterpoint_plan::{GroupPart, GroupPartError};
 use pyo3::exceptions::PyTypeError;
@@ -8,6 +9,7 @@ use pyo3::prelude::*;
 
 use crate::error::{Raised, raise};
 use crate::integers::{described, list, listed};
+use crate::numbered::Numbers;
 use crate::rows::rows_of;
 
 impl Raised for GroupPartError {
@@ -23,11 +25,21 @@ impl Raised for GroupPartError {
 /// rank splits come in the order in which it sends them. A group-reduce goes the other way: it reads partial sums of `output_split_sizes`
 /// rows and brings each split to its source, which combines what comes from all `dst_ranks`.
 #[pyclass(frozen, eq, hash, module = "counterpoint._native")]
-#[derive(PartialEq, Eq)]
 pub(crate) struct Splits {
-    pub(crate) part: GroupPart,
+    pub(crate) part: Arc<GroupPart>,
     hash: u64,
+    number: u64,
 }
+
+static NUMBERS: Numbers<GroupPart> = Numbers::new();
+
+impl PartialEq for Splits {
+    fn eq(&self, other: &Self) -> bool {
+        self.part == other.part
+    }
+}
+
+impl Eq for Splits {}
 
 impl Hash for Splits {
     fn hash<H: Hasher>(&self, state: &mut H) {
@@ -37,9 +49,13 @@ impl Hash for Splits {
 
 impl Splits {
     fn of(part: GroupPart) -> Self {
+        Self::numbered(Arc::new(part), NUMBERS.next())
+    }
+
+    fn numbered(part: Arc<GroupPart>, number: u64) -> Self {
         let mut hasher = DefaultHasher::new();
         part.hash(&mut hasher);
-        Self { hash: hasher.finish(), part }
+        Self { hash: hasher.finish(), part, number }
     }
 }
 
@@ -108,6 +124,19 @@ impl Splits {
             return Err(raise(py, "PlanError", &message, &[]));
         }
         Ok(Self::of(GroupPart::all_to_all_v(rank, &counts)))
+    }
+
+    /// By which compiled operators know it, as long as it lives.
+    #[getter]
+    fn number(&self) -> u64 {
+        NUMBERS.keep(self.number, &self.part);
+        self.number
+    }
+
+    /// The splits that a compiled operator was given as a number; `None` where they are gone.
+    #[staticmethod]
+    fn of_number(number: u64) -> Option<Self> {
+        NUMBERS.find(number).map(|part| Self::numbered(part, number))
     }
 
     /// Rows of each split of the input.

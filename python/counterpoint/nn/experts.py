@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import weakref
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -14,7 +16,7 @@ from counterpoint.errors import PlanError, TensorError
 from counterpoint.fitting import accumulator
 from counterpoint.group import LocalGroup
 from counterpoint.nn.linear import Initializer, group_of
-from counterpoint.nn.product import clear_overwritten, dense, dummy, name_of
+from counterpoint.nn.product import clear_overwritten, dense, dummy, dummy_of, name_of
 
 if TYPE_CHECKING:
     from counterpoint.nn.linear import TensorParallelGroup
@@ -99,6 +101,9 @@ class ExpertLayer(torch.nn.Module):
         self.kind, self.in_features, self.out_features, self.experts = kind, in_features, out_features, experts
         self.gradient_accumulation_fusion, self.overlap = gradient_accumulation_fusion, overlap
         self.max_tokens, self.max_rows = max_tokens, max_rows
+        # Of this process; `None` where all ranks are here.
+        self._rank = None if isinstance(self.group, LocalGroup) else self.group.rank
+        self._numbered = Numbered(self)
         here = experts if isinstance(self.group, LocalGroup) else experts // self.group.size
         place = self.group.device if device is None else device
         self.weight = torch.nn.Parameter(torch.empty(here, out_features, in_features, dtype=dtype, device=place))
@@ -122,10 +127,12 @@ class ExpertLayer(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         """The rows of the experts here, or of a combine the tokens. Collective, as its backward."""
-        self._check(x, routing)
+        if torch.compiler.is_compiling():
+            return self._compiled(x, routing)
+        self._check(x, self.weight, routing)
         made: torch.Tensor = _ExpertProduct.apply(x, self.weight, self, routing)
         if made.requires_grad:
-            self.group._make_ahead(self._key(), routing, "backward")
+            self.group._make_ahead(self._key(self._gradient()), routing, "backward")
         return made
 
     def prefetch(self, routing: Routing) -> None:
@@ -134,17 +141,35 @@ class ExpertLayer(torch.nn.Module):
         without asking, by every forward that will have one. All ranks do it, and their calls, in one order."""
         self._check_routing(routing)
         with self.group._named_errors():
-            self.group._make_ahead(self._key(), routing, "forward")
+            self.group._make_ahead(self._key(self._gradient()), routing, "forward")
+
+    def _compiled(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        self._check_routing(routing)
+        main_grad, gradient = self._main_grad(), self._gradient()
+        into = [main_grad] if main_grad is not None and self.weight.requires_grad else []
+        dummy = dummy_of(self.weight) if into else "none"
+        rows, number = self.rows(routing)[1], self._numbered.number
+        made = torch.ops.counterpoint.expert_product(x, self.weight, into, rows, gradient, dummy, routing.number, number)
+        y: torch.Tensor = made[0]
+        return y
 
     def rows(self, routing: Routing) -> tuple[int, int]:
         """Rows of `x` and of the result here, under a routing."""
-        count = sum if isinstance(self.group, LocalGroup) else lambda of_ranks: of_ranks[self.group.rank]
-        tokens, rows = count(routing.tokens), count(routing.rows)
+        tokens, rows = self._count(routing.tokens), self._count(routing.rows)
         return (tokens, rows) if self.kind == "dispatch" else (rows, tokens)
+
+    def _count(self, of_ranks: list[int]) -> int:
+        """Those of the ranks here."""
+        return sum(of_ranks) if self._rank is None else of_ranks[self._rank]
 
     def sources(self, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
         """Which token, counted through those of all ranks, and which expert each row here is; on the layer's device."""
         self._check_routing(routing)
+        if torch.compiler.is_compiling():
+            rows, number = self._count(routing.rows), self._numbered.number
+            of_rows: tuple[torch.Tensor, torch.Tensor]
+            of_rows = torch.ops.counterpoint.expert_sources(self.weight, rows, routing.number, number)
+            return of_rows
         ranks = range(self.group.size) if isinstance(self.group, LocalGroup) else [self.group.rank]
         tokens, experts = (bytearray().join(of) for of in zip(*map(routing.source_bytes, ranks), strict=True))
         if not tokens:
@@ -158,7 +183,7 @@ class ExpertLayer(torch.nn.Module):
         """How forward and backward are run; chosen by this routing where layers of these sizes had none yet. Local."""
         self._check_routing(routing)
         with self.group._named_errors():
-            forward, backward = self.group._native.expert_passes(self._key(), routing)
+            forward, backward = self.group._native.expert_passes(self._key(self._gradient()), routing)
         return ExpertPasses(ExpertPass(*forward), ExpertPass(*backward))
 
     def _check_routing(self, routing: Routing) -> None:
@@ -171,7 +196,7 @@ class ExpertLayer(torch.nn.Module):
                 f"{self.group.size}"
             )
 
-    def _check(self, x: torch.Tensor, routing: Routing) -> None:
+    def _check(self, x: torch.Tensor, weight: torch.Tensor, routing: Routing) -> None:
         """Refuses what the layer is not for, before anything is enqueued."""
         self._check_routing(routing)
         if not isinstance(x, torch.Tensor):
@@ -181,14 +206,14 @@ class ExpertLayer(torch.nn.Module):
             raise TensorError(
                 f"x is {list(x.shape)}; this routing has {wanted[0]} {what} here, and the layer {wanted[1]} features"
             )
-        if tuple(self.weight.shape[1:]) != (self.out_features, self.in_features):
-            raise TensorError(f"weight is {list(self.weight.shape)}; it must be as the layer was made")
+        if tuple(weight.shape[1:]) != (self.out_features, self.in_features):
+            raise TensorError(f"weight is {list(weight.shape)}; it must be as the layer was made")
         place = torch.device(self.group.device)
-        for name, tensor in (("x", x), ("weight", self.weight)):
+        for name, tensor in (("x", x), ("weight", weight)):
             if tensor.device != place:
                 raise TensorError(f"{name} is on {tensor.device}, and the layer's group computes on {place}; move it there")
-        if x.dtype != self.weight.dtype:
-            raise TensorError(f"x is {x.dtype} and weight is {self.weight.dtype}; they must be of one type")
+        if x.dtype != weight.dtype:
+            raise TensorError(f"x is {x.dtype} and weight is {weight.dtype}; they must be of one type")
 
     def _call(self, key: Key, routing: Routing, name: str, tensors: dict[str, torch.Tensor]) -> None:
         with self.group._named_errors():
@@ -209,12 +234,15 @@ class ExpertLayer(torch.nn.Module):
             )
         return main_grad
 
-    def _key(self) -> Key:
-        """The layer as the engine knows it."""
+    def _gradient(self) -> str:
+        """What becomes of the gradient of the weight, in the engine's words."""
         main_grad = self._main_grad()
-        gradient = (
-            "frozen" if not self.weight.requires_grad else "written" if main_grad is None else f"added:{name_of(main_grad.dtype)}"
-        )
+        if not self.weight.requires_grad:
+            return "frozen"
+        return "written" if main_grad is None else f"added:{name_of(main_grad.dtype)}"
+
+    def _key(self, gradient: str) -> Key:
+        """The layer as the engine knows it."""
         sizes, most = (self.in_features, self.out_features, self.experts), (self.max_tokens, self.max_rows)
         return (self.kind, sizes, name_of(self.weight.dtype), gradient, self.overlap, most)
 
@@ -223,36 +251,76 @@ class ExpertLayer(torch.nn.Module):
         return f"{self.kind!r}, {self.in_features}, {self.out_features}, experts={self.experts}, ranks={self.group.size}"
 
 
+class Numbered:
+    """By which compiled operators know a layer. Numbers that are attributes of modules `torch.compile` takes for constants."""
+
+    def __init__(self, layer: ExpertLayer) -> None:
+        self.number = next(_numbers)
+        _layers[self.number] = layer
+
+
+_numbers = itertools.count(1)
+_layers: weakref.WeakValueDictionary[int, ExpertLayer] = weakref.WeakValueDictionary()
+
+
+def of_number(number: int) -> ExpertLayer:
+    """The layer that a compiled operator was given as a number."""
+    layer = _layers.get(int(number))
+    if layer is None:
+        raise TensorError(f"layer {number} of experts is gone; keep its module as long as a compiled call may use it")
+    return layer
+
+
+def forward(
+    layer: ExpertLayer, x: torch.Tensor, weight: torch.Tensor, routing: Routing, gradient: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The result, with input and weight as they were read."""
+    x, flat = dense(x), dense(weight).view(-1, layer.in_features)
+    y = x.new_empty((layer.rows(routing)[1], layer.out_features))
+    layer._call(layer._key(gradient), routing, "forward", {"x": x, "weight": flat, "y": y})
+    return y, x, flat
+
+
+def backward(
+    layer: ExpertLayer,
+    routing: Routing,
+    gradient: str,
+    tensors: dict[str, torch.Tensor],
+    weight: torch.Tensor,
+    main_grad: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """Runs a backward on x, dy, weight and dx: the gradient of the weight, where it is a tensor of its own."""
+    key, flat = layer._key(gradient), tensors["weight"]
+    if gradient == "frozen":
+        layer._call(key, routing, "backward", {name: tensor for name, tensor in tensors.items() if name != "x"})
+        return None
+    if main_grad is None:
+        dweight = torch.empty_like(flat)
+        layer._call(key, routing, "backward", tensors | {"dweight": dweight})
+        return dweight.view_as(weight)
+    clear_overwritten([weight], [main_grad])
+    layer._call(key, routing, "backward", tensors | {"main_grad": main_grad.view(flat.shape)})
+    return None
+
+
 class _ExpertProduct(torch.autograd.Function):
     """The product of a layer, with gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: ExpertLayer, routing: Routing) -> torch.Tensor:
-        key = layer._key()
-        x, flat = dense(x), dense(weight).view(-1, layer.in_features)
-        y = x.new_empty((layer.rows(routing)[1], layer.out_features))
-        layer._call(key, routing, "forward", {"x": x, "weight": flat, "y": y})
+        ctx.layer, ctx.routing, ctx.gradient, ctx.weight = layer, routing, layer._gradient(), weight
+        y, x, flat = forward(layer, x, weight, routing, ctx.gradient)
         ctx.save_for_backward(x, flat)
-        ctx.layer, ctx.routing, ctx.key, ctx.weight = layer, routing, key, weight
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        layer, gradient = ctx.layer, ctx.key[3]
+        layer, gradient = ctx.layer, ctx.gradient
         x, flat = ctx.saved_tensors
-        dx = torch.empty_like(x)
-        tensors = {"dy": dense(dy), "weight": flat, "dx": dx}
-        if gradient == "frozen":
-            layer._call(ctx.key, ctx.routing, "backward", tensors)
-            return dx, None, None, None
-        if gradient == "written":
-            dweight = torch.empty_like(flat)
-            layer._call(ctx.key, ctx.routing, "backward", tensors | {"x": x, "dweight": dweight})
-            return dx, dweight.view_as(ctx.weight), None, None
-        main_grad = layer._main_grad()
-        if main_grad is None:
+        main_grad = layer._main_grad() if gradient.startswith("added") else None
+        if gradient.startswith("added") and main_grad is None:
             raise TensorError("main_grad was taken from the weight between its forward and its backward")
-        clear_overwritten([ctx.weight], [main_grad])
-        layer._call(ctx.key, ctx.routing, "backward", tensors | {"x": x, "main_grad": main_grad.view(flat.shape)})
-        return dx, dummy(ctx.weight), None, None
+        tensors = {"dy": dense(dy), "weight": flat, "dx": torch.empty_like(x), "x": x}
+        dweight = backward(layer, ctx.routing, gradient, tensors, ctx.weight, main_grad)
+        return tensors["dx"], dweight if main_grad is None else dummy(ctx.weight), None, None

@@ -7,7 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
 
@@ -69,9 +69,12 @@ class Layer:
     ranks: int = field(init=False)
     number: int = field(init=False)
     """By which compiled operators know it."""
+    turn: torch.Tensor | None = field(init=False)
+    """What compiled backwards that leave gradients for later are said to write: it keeps them, and in their order."""
 
     def __post_init__(self) -> None:
         self.ranks, self.number = self.group.size, next(_numbers)
+        self.turn = torch.zeros((), device=torch.device(self.group.device)) if self.delayed else None
         _layers[self.number] = self
 
     def key(self, tokens: int, bias: bool, dtype: torch.dtype, gradient: str) -> Key:
@@ -187,13 +190,24 @@ def product(
     x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor], layer: Layer
 ) -> tuple[torch.Tensor, ...]:
     """`x W^T + bias` of a rank's part of each layer. `x` is `[rows, features]`; there are no biases, or as many as weights."""
-    if torch.compiler.is_compiling() and not (layer.fused or layer.delayed):
-        gradient = "written" if any(weight.requires_grad for weight in weights) else "frozen"
+    if torch.compiler.is_compiling():
+        gradient = _gradient(layer, weights)
         rows = layer.rows(x)[1]
-        compiled = torch.ops.counterpoint.product(x, list(weights), list(biases), rows, gradient, layer.number)
+        into = written_into(layer, weights, gradient)
+        dummies = [dummy_of(weight) for weight in weights] if gradient.startswith(("added", "replaced")) else []
+        compiled = torch.ops.counterpoint.product(
+            x, list(weights), list(biases), into, rows, gradient, ",".join(dummies), layer.number
+        )
         return tuple(compiled)
     made: tuple[torch.Tensor, ...] = Product.apply(x, layer, *weights, *biases)
     return made
+
+
+def written_into(layer: Layer, weights: Sequence[torch.Tensor], gradient: str) -> list[torch.Tensor]:
+    """What a compiled backward writes in addition to its results."""
+    if gradient.startswith(("added", "replaced")):
+        return _main_grads(layer, weights) or []
+    return [layer.turn] if gradient.startswith("deferred") and layer.turn is not None else []
 
 
 def forward(
@@ -256,9 +270,7 @@ class Product(torch.autograd.Function):
             return dx, None, *dweights, *dbiases
         tensors["x"] = x
         if gradient.startswith("deferred"):
-            kept = _kept(layer, ctx.key, x)
-            layer.call(ctx.key, "backward", tensors | kept)
-            layer.waiting.append((parameters, ctx.key, {"x": x, **layer.named("dy", dys), **kept}))
+            leave(layer, ctx.key, tensors, dys, parameters)
             return dx, None, *dweights, *dbiases
         if gradient == "written":
             made, sums = written(layer, ctx.key, tensors, weights)
@@ -266,18 +278,38 @@ class Product(torch.autograd.Function):
         main_grads = _main_grads(layer, parameters)
         if main_grads is None:
             raise TensorError("main_grad was taken from the weight between its forward and its backward")
-        # Whether it is overwritten may have changed since the forward.
-        key = (*ctx.key[:5], _into_main_grad(parameters, main_grads[0].dtype), *ctx.key[6:])
-        if key[5].startswith("added"):
-            clear_overwritten(parameters, main_grads)
-        tensors |= layer.named("main_grad", main_grads)
-        if has_bias:
-            sums = [main_grad.new_zeros(main_grad.shape[0]) for main_grad in main_grads]
-            tensors |= layer.named("main_grad_bias", sums)
-        layer.call(key, "backward", tensors)
-        if has_bias:
-            dbiases = [dbias.to(weight.dtype) for dbias, weight in zip(sums, weights, strict=True)]
+        sums = accumulate(layer, ctx.key, tensors, parameters, main_grads)
+        dbiases = [dbias.to(weight.dtype) for dbias, weight in zip(sums, weights, strict=True)] if has_bias else []
         return dx, None, *map(dummy, parameters), *dbiases
+
+
+def leave(
+    layer: Layer, key: Key, tensors: dict[str, torch.Tensor], dys: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
+) -> None:
+    """Runs a backward that leaves the gradients of weights for `backward_dw`; `tensors` are those of it, with x."""
+    kept = _kept(layer, key, tensors["x"])
+    layer.call(key, "backward", tensors | kept)
+    layer.waiting.append(
+        (cast("tuple[torch.nn.Parameter, ...]", tuple(weights)), key, {"x": tensors["x"], **layer.named("dy", dys), **kept})
+    )
+
+
+def accumulate(
+    layer: Layer,
+    key: Key,
+    tensors: dict[str, torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    main_grads: Sequence[torch.Tensor],
+) -> list[torch.Tensor]:
+    """Runs a backward whose gradients of weights go into `main_grads`: those of biases, where there are any, of that type."""
+    # Whether it is overwritten may have changed since the forward.
+    key = (*key[:5], _into_main_grad(weights, main_grads[0].dtype), *key[6:])
+    if key[5].startswith("added"):
+        clear_overwritten(weights, main_grads)
+    sums = [main_grad.new_zeros(main_grad.shape[0]) for main_grad in main_grads] if key[3] else []
+    of_biases = layer.named("main_grad_bias", sums) if sums else {}
+    layer.call(key, "backward", tensors | layer.named("main_grad", main_grads) | of_biases)
+    return sums
 
 
 def clear_overwritten(weights: Sequence[torch.Tensor], main_grads: Sequence[torch.Tensor]) -> None:
@@ -296,11 +328,37 @@ def _kept(layer: Layer, key: Key, x: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def dummy(weight: torch.Tensor) -> torch.Tensor | None:
     """What autograd is given for a gradient in `main_grad`, as by Megatron-Core, whose data parallelism has hooks on it."""
+    kind = dummy_of(weight)
+    say_added(weight, kind)
+    return make_dummy(weight, kind)
+
+
+def dummy_of(weight: torch.Tensor) -> str:
     if not hasattr(weight, "grad_added_to_main_grad"):
+        return "none"
+    return "zeros" if getattr(weight, "zero_out_wgrad", False) else "empty"
+
+
+def make_dummy(weight: torch.Tensor, kind: str) -> torch.Tensor | None:
+    if kind == "none":
         return None
-    weight.grad_added_to_main_grad = True
-    make = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
+    make = torch.zeros if kind == "zeros" else torch.empty
     return make(weight.shape, dtype=weight.dtype, device=weight.device)
+
+
+def say_added(weight: torch.Tensor, kind: str) -> None:
+    """Has Megatron-Core's data parallelism leave the dummy out of `main_grad`."""
+    if kind != "none":
+        weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+
+
+def check_itself(weights: Sequence[torch.Tensor], marked: bool) -> None:
+    """Refuses copies of weights where a compiled backward reads or sets what is marked on them."""
+    if marked and not all(isinstance(weight, torch.nn.Parameter) for weight in weights):
+        raise TensorError(
+            "a compiled backward was given a copy of a weight, on which nothing can be said of its gradient: leave the layer out "
+            "of torch.compile"
+        )
 
 
 def check(layer: Layer, x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]) -> None:

@@ -45,14 +45,22 @@ class Step:
         """Those of a rank, or all."""
         return whole if rank is None else whole.split([len(ids) for ids in self.ids])[rank]
 
-    def judge(self, layers: tuple[ExpertLayer, ExpertLayer], device: str, rank: int | None = None) -> None:
+    def judge(
+        self, layers: tuple[ExpertLayer, ExpertLayer], device: str, rank: int | None = None, backend: str = "eager"
+    ) -> None:
         """Runs the layers on the tokens of a rank, or of all, and compares what is here."""
         up, down = layers
         routing = cp.Routing.top_k(EXPERTS, self.ids)
         for layer in layers if self.number % 2 else ():
             layer.prefetch(routing)
         x = self.tokens(self.x, rank).to(device).requires_grad_()
-        y = down(torch.relu(up(x, routing)), routing)
+
+        def block(x: torch.Tensor, routing: cp.Routing) -> torch.Tensor:
+            made: torch.Tensor = down(torch.relu(up(x, routing)), routing)
+            return made
+
+        call = block if backend == "eager" else torch.compile(block, fullgraph=True, backend=backend)
+        y = call(x, routing)
         found = [y, *torch.autograd.grad(y, [x, up.weight, down.weight], self.tokens(self.dy, rank).to(device))]
         here = [self.tokens(whole, rank) for whole in self.wanted[:2]]
         experts = [whole if rank is None else whole.chunk(len(self.ids))[rank] for whole in self.wanted[2:]]
@@ -66,13 +74,15 @@ def layers_of(group: cp.Group | cp.LocalGroup) -> tuple[ExpertLayer, ExpertLayer
     return up, ExpertLayer("combine", INNER, HIDDEN, EXPERTS, group=group, dtype=torch.bfloat16)
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_layers_are_the_dense_definition_under_routings_that_come_once(ranks: int) -> None:
+def test_layers_are_the_dense_definition_under_routings_that_come_once(ranks: int, backend: str) -> None:
+    torch._dynamo.reset()
     group = cp.LocalGroup(ranks, device="cuda")
     layers = layers_of(group)
     # More than are kept ready, in two rounds: what came before comes again.
     for number in [*range(6), *range(6)]:
-        Step(number, ranks, layers[0].weight, layers[1].weight).judge(layers, "cuda")
+        Step(number, ranks, layers[0].weight, layers[1].weight).judge(layers, "cuda", backend=backend)
     group.check()
     group.close()
 

@@ -78,16 +78,18 @@ def test_a_layer_alone(kind: str, bias: bool, backend: str | None) -> None:
 
 
 @hopper
+@pytest.mark.parametrize("backend", [None, "inductor"])
 @pytest.mark.parametrize("delayed", [False, True])
-def test_gradients_are_added_to_an_f32_main_grad(delayed: bool) -> None:
+def test_gradients_are_added_to_an_f32_main_grad(delayed: bool, backend: str | None) -> None:
     layer = layer_of("column", True, device="cuda", gradient_accumulation_fusion=True, delay_wgrad_compute=delayed)
     layer.weight.main_grad = torch.ones(WIDE, NARROW, device="cuda")
     total = torch.ones(WIDE, NARROW, dtype=torch.float64)
+    call = layer if backend is None else torch.compile(layer, fullgraph=True, backend=backend)
     for seed in (3, 4, 5):
         wanted = Wanted(True, seed)
         total += wanted.weight.grad
         x = wanted.x.detach().bfloat16().cuda().requires_grad_()
-        layer(x)[0].backward(wanted.dy.bfloat16().cuda())
+        call(x)[0].backward(wanted.dy.bfloat16().cuda())
         close(x.grad, wanted.x.grad, "dx")
     layer.backward_dw()
     close(layer.weight.main_grad, total, "main_grad")
@@ -169,8 +171,7 @@ def on_ranks(rank: int, size: int) -> None:
             tensor = tensor.detach()
             return tensor if dim is None else tensor.chunk(size, dim)[rank].contiguous()
 
-        # Gradients into `main_grad` are no part of what is compiled.
-        compiled = torch.compile(layer, fullgraph=not bias, backend="aot_eager")
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
         for call in (layer, compiled):
             x = own(wanted.x, of_x).bfloat16().cuda().requires_grad_()
             y, _ = call(x)

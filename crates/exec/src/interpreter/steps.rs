@@ -1,5 +1,7 @@
 //! The operations of a Program, made ready by the backend and the transport of its rank.
 
+use std::collections::HashSet;
+
 use counterpoint_schedule::{BufferSpec, Op, Program};
 
 use crate::{Backend, CollectiveContext, ExecError, OpPlace, PlanIdentity, Transport};
@@ -88,5 +90,18 @@ pub(super) fn prepare<B: Backend, T: Transport<B>>(
             alone => push(step(alone)?),
         }
     }
+    // What nothing waits for need not be recorded: on one rank a backward has no other stream that would.
+    let awaited: HashSet<usize> = steps.iter().filter_map(|placed| placed.step.awaits()).collect();
+    steps.retain(|placed| !matches!(placed.step, Step::Record(event) if !awaited.contains(&event)));
     Ok(steps)
+}
+
+impl<B: Backend, T: Transport<B>> Step<B, T> {
+    /// The event that it waits for.
+    fn awaits(&self) -> Option<usize> {
+        match self {
+            Self::Wait(event) => Some(*event),
+            _ => None,
+        }
+    }
 }

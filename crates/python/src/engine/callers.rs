@@ -30,8 +30,9 @@ impl<M: Machine> Callers<M>
 where
     M::Backend: InPlace,
 {
-    /// The stream with this handle as every rank here has it; `None` where there is no such thing.
+    /// The stream with this handle as every rank here has it, on the thread of a call; `None` where there is no such thing.
     pub(super) fn of(&self, group: &Group<M>, stream: u64) -> Option<CallerStreams<M>> {
+        group.ranks().iter().for_each(|rank| rank.backend().enter());
         let mut known = lock(&self.0);
         let latest = match known.iter().position(|(handle, _)| *handle == stream) {
             Some(index) => known.remove(index),
