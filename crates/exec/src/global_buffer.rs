@@ -170,4 +170,17 @@ mod tests {
         memory.clear();
         assert_eq!(memory.bytes(), 0);
     }
+
+    /// A collective without rows reads a tensor without any, which nobody has written, whatever holds the memory.
+    #[test]
+    fn a_view_without_rows_is_there_without_a_write() {
+        let machine = CpuMachine::new(0, None).unwrap();
+        let (backend, _) = machine.connect(&World::new(1, WorldConfig::default())).unwrap().remove(0);
+        let mut memory = GlobalBuffer::new();
+        let full = memory.get(&backend, "a", DType::F32, &[4, 3]).unwrap();
+        full.store(HostTensor::from_vec(vec![4, 3], vec![1.0f32; 12])).unwrap();
+        let empty = memory.get(&backend, "a", DType::F32, &[0, 3]).unwrap();
+        assert_eq!(empty.tensor().unwrap().rows(), 0);
+        assert_eq!(full.tensor().unwrap().rows(), 4);
+    }
 }

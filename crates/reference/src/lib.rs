@@ -25,6 +25,6 @@ pub use check::{
 };
 pub use draw::Draw;
 pub use experts::check_experts;
-pub use linear::{LinearSample, check_linear, check_linear_part, half_unit};
+pub use linear::{LinearSample, SumRounding, check_linear, check_linear_part, half_unit};
 pub use normalised::{NormalisedInputs, NormalisedReference, reference_normalised};
 pub use rms_norm::{NormGradients, NormalisedRows, check_rms_norm, check_rms_norm_backward};

@@ -31,6 +31,16 @@ impl LinearSample {
     }
 }
 
+/// When what ranks give to a sum is rounded to the tensors' type.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum SumRounding {
+    /// Each rank's partial sum once, as it is made.
+    #[default]
+    Partials,
+    /// The sum so far at every rank that adds to it as well, as NCCL's rings do.
+    EverySum,
+}
+
 /// Elements of a result that are compared, by rows and columns of the whole, and where the part that there is begins.
 struct Places {
     rows: Vec<usize>,
@@ -185,7 +195,7 @@ pub fn half_unit(dtype: DType) -> f64 {
 /// or what is wrong, missing or too much.
 ///
 /// An element may err by half a unit of its type, of its value and of the product that is added to it; by half a unit of each
-/// rank's partial sum, which is rounded before it is summed; and by what a sum loses whose every step of 16 terms may cut off a unit
+/// rank's partial sum, which is rounded before it is summed, once more for each sum in between that is rounded too; and by what a sum loses whose every step of 16 terms may cut off a unit
 /// of a partial sum, which is taken to be within 4 standard deviations.
 ///
 /// # Errors
@@ -196,8 +206,9 @@ pub fn check_linear(
     gradient: WeightGradient,
     outputs: &LinearOutputs,
     sample: LinearSample,
+    rounding: SumRounding,
 ) -> Result<f64, String> {
-    check_part(plan, None, inputs, gradient, outputs, sample)
+    check_part(plan, None, inputs, gradient, outputs, sample, rounding)
 }
 
 /// The same of what one rank has: its parts of the results.
@@ -211,8 +222,9 @@ pub fn check_linear_part(
     gradient: WeightGradient,
     outputs: &LinearOutputs,
     sample: LinearSample,
+    rounding: SumRounding,
 ) -> Result<f64, String> {
-    check_part(plan, Some(rank), inputs, gradient, outputs, sample)
+    check_part(plan, Some(rank), inputs, gradient, outputs, sample, rounding)
 }
 
 /// Of one rank, or of all of them put together.
@@ -223,11 +235,17 @@ fn check_part(
     gradient: WeightGradient,
     outputs: &LinearOutputs,
     sample: LinearSample,
+    rounding: SumRounding,
 ) -> Result<f64, String> {
+    // Of what is rounded in a type, halves of its units: partial sums, and sums between the first and the last.
+    let roundings = match rounding {
+        SumRounding::Partials => 1,
+        SumRounding::EverySum => plan.tp_size.max(2) - 1,
+    };
     let LinearSpec { tokens, in_features, out_features, dtype, has_bias, .. } = plan.spec;
     let places = |tensor, size| Places::of(plan, tensor, rank, size, sample);
     let y = exact_y(plan, inputs, places(LinearTensor::Output, [tokens, out_features]));
-    let mut worst = judge("y", &outputs.y, &y, None, dtype)?;
+    let mut worst = judge("y", &outputs.y, &y, None, (dtype, roundings))?;
     let (weight, bias) = match &inputs.main_grad {
         Some((weight, bias)) if !matches!(gradient, WeightGradient::Replaced(_)) => {
             (Some(weight), bias.as_ref())
@@ -256,7 +274,7 @@ fn check_part(
             }
             _ => (exact_dbias(plan, dy, places(LinearTensor::Bias, [out_features, 1])), bias),
         };
-        worst = f64::max(worst, judge(name, found, &exact, before, dtype)?);
+        worst = f64::max(worst, judge(name, found, &exact, before, (dtype, roundings))?);
     }
     Ok(worst)
 }
@@ -266,7 +284,7 @@ fn judge(
     found: &HostTensor,
     exact: &Exact,
     before: Option<&HostTensor>,
-    dtype: DType,
+    (dtype, roundings): (DType, usize),
 ) -> Result<f64, String> {
     let Places { rows, columns, first } = &exact.places;
     let (Some(last_row), Some(last_column)) = (rows.last(), columns.last()) else { return Ok(0.0) };
@@ -292,7 +310,7 @@ fn judge(
         let right = product + before.as_ref().map_or(0.0, |before| before[index]);
         let partials = exact.partials[index];
         let bound = 1.02 * half_unit(found.dtype()) * (right.abs() + product.abs())
-            + 1.02 * half_unit(dtype) * partials
+            + 1.02 * half_unit(dtype) * roundings as f64 * partials
             + steps * 2.0 * sums * (4.0 * exact.norms[index] + partials + product.abs() + right.abs())
             + smallest;
         let share = (value - right).abs() / bound;
@@ -305,4 +323,43 @@ fn judge(
         worst = f64::max(worst, share);
     }
     Ok(worst)
+}
+
+#[cfg(test)]
+mod tests {
+    use counterpoint_exec::random_linear_inputs;
+    use counterpoint_plan::{Activations, WaveGroups};
+    use half::bf16;
+
+    use super::*;
+
+    /// Of four ranks a sum that is rounded at every rank may err by three partial sums' roundings, any other by one.
+    #[test]
+    fn sums_that_are_rounded_at_every_rank_may_err_more() {
+        let spec = LinearSpec {
+            kind: LinearKind::Row,
+            activations: Activations::Replicated,
+            tokens: 4,
+            in_features: 64,
+            out_features: 4,
+            has_bias: false,
+            dtype: DType::Bf16,
+        };
+        let plan = LinearPlan::new(spec, 4, WaveGroups::Fixed(1)).unwrap();
+        let inputs = random_linear_inputs(&spec, None, 1, false);
+        let places = Places::of(&plan, LinearTensor::Output, None, [4, 4], LinearSample::Whole);
+        let exact = exact_y(&plan, &inputs, places);
+        let judged = |roundings: f64, rounding| {
+            let off = |(y, partials): (&f64, &f64)| {
+                bf16::from_f64(y + roundings * half_unit(DType::Bf16) * partials)
+            };
+            let y: Vec<bf16> = exact.product.iter().zip(&exact.partials).map(off).collect();
+            let y = HostTensor::from_vec(vec![4, 4], y);
+            let outputs = LinearOutputs { y, dx: None, dweight: None, dbias: None };
+            let gradient = WeightGradient::Frozen;
+            check_linear(&plan, &inputs, gradient, &outputs, LinearSample::Whole, rounding).is_ok()
+        };
+        assert!(judged(1.0, SumRounding::Partials) && !judged(2.9, SumRounding::Partials));
+        assert!(judged(2.9, SumRounding::EverySum) && !judged(6.0, SumRounding::EverySum));
+    }
 }

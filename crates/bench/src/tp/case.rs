@@ -284,9 +284,9 @@ impl Case<'_> {
             LayerGradient::Frozen => WeightGradient::Frozen,
             _ => WeightGradient::Written,
         };
-        let sample = LinearSample::Spread(SAMPLED);
+        let (sample, rounding) = (LinearSample::Spread(SAMPLED), super::rounding(self.transport));
         let of_rank = |(rank, outputs): (usize, &LinearOutputs)| {
-            check_linear_part(plan, rank, &inputs, gradient, outputs, sample)
+            check_linear_part(plan, rank, &inputs, gradient, outputs, sample, rounding)
                 .map_err(|reason| format!("rank {rank}: {reason}"))
         };
         let mut checks = layer.ranks().zip(&outputs).map(of_rank);

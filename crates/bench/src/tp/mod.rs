@@ -21,11 +21,12 @@ use counterpoint_console::{
     tuned,
 };
 use counterpoint_cost::CostModel;
-use counterpoint_cuda::TransportKind;
+use counterpoint_cuda::{NcclSums, TransportKind};
 use counterpoint_exec::{
     CpuMachine, LinearInputs, Machine, Rendezvous, RunConfig, TcpMachine, random_linear_inputs,
 };
 use counterpoint_plan::{DType, LinearKind, LinearSpec, Topology};
+use counterpoint_reference::SumRounding;
 use counterpoint_report::{TimelinePair, TraceSection, chrome_trace};
 
 use self::case::Case;
@@ -57,6 +58,14 @@ pub(crate) fn run(arguments: &BenchTpArguments, line: &CommandLine) -> Result<()
             let join = |kind| RankMachine::join(rendezvous, &launch, kind, topology);
             measure_all(arguments, &machines(arguments, join)?)
         }),
+    }
+}
+
+/// When sums by a transport are rounded.
+fn rounding(transport: TransportKind) -> SumRounding {
+    match transport.nccl() {
+        Some(settings) if settings.sums == NcclSums::Library => SumRounding::EverySum,
+        _ => SumRounding::Partials,
     }
 }
 

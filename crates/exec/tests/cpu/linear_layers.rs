@@ -7,7 +7,7 @@ use counterpoint_exec::{
     WorldConfig,
 };
 use counterpoint_plan::{Activations, DType, WaveGroups};
-use counterpoint_reference::{LinearSample, check_linear_part};
+use counterpoint_reference::{LinearSample, SumRounding, check_linear_part};
 use counterpoint_schedule::{OverlapPolicy, StartOrder, WeightGradient};
 
 const RANKS: usize = 3;
@@ -190,7 +190,8 @@ fn judge_parts(layer: &mut LinearLayer<CpuMachine>) {
         };
         let judged = |spoiled, sample| {
             let outputs = outputs(spoiled);
-            check_linear_part(layer.plan(), rank, &inputs, WeightGradient::Written, &outputs, sample)
+            let (gradient, rounding) = (WeightGradient::Written, SumRounding::default());
+            check_linear_part(layer.plan(), rank, &inputs, gradient, &outputs, sample, rounding)
         };
         for sample in [LinearSample::Whole, LinearSample::Spread(3)] {
             assert!(judged(3, sample).is_ok_and(|share| share <= 1.0));

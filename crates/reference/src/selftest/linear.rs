@@ -10,7 +10,7 @@ use counterpoint_schedule::{Mover, OverlapPolicy, StartOrder, WeightGradient, Wo
 use super::examine::unlike_elements;
 use super::{Extent, SelfCheck, Share, Subject};
 use crate::draw::Draw;
-use crate::{LinearSample, check_linear};
+use crate::{LinearSample, SumRounding, check_linear};
 
 /// A layer and how it is run.
 struct LinearCase {
@@ -123,7 +123,8 @@ impl LinearCase {
             Err(error) => return vec![SelfCheck::failed(name, seed, error.to_string())],
         };
         let gradient = self.config.weight_gradient;
-        let check = match check_linear(&self.plan, &inputs, gradient, &outputs, LinearSample::Whole) {
+        let (sample, rounding) = (LinearSample::Whole, SumRounding::Partials);
+        let check = match check_linear(&self.plan, &inputs, gradient, &outputs, sample, rounding) {
             Ok(share) => SelfCheck::of(name, seed, share, 1.0),
             Err(reason) => SelfCheck::failed(name, seed, reason),
         };

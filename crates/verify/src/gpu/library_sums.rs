@@ -5,7 +5,7 @@ use std::time::Duration;
 use counterpoint_exec::{LinearConfig, LinearOutputs, Machine, RunConfig, random_linear_inputs};
 use counterpoint_plan::{Activations, DType, LinearKind, LinearPlan, LinearSpec, WaveGroups};
 use counterpoint_reference::selftest::{SelfCheck, Subject, SubjectError};
-use counterpoint_reference::{LinearSample, check_linear};
+use counterpoint_reference::{LinearSample, SumRounding, check_linear};
 use counterpoint_schedule::{OverlapPolicy, WeightGradient};
 
 use super::CudaSubject;
@@ -64,8 +64,9 @@ impl Layer {
             Err(error) => return vec![SelfCheck::failed(name.to_owned(), SEED, error.to_string())],
         };
         let inputs = random_linear_inputs(&self.spec, None, SEED, true);
-        let whole = LinearSample::Whole;
-        let mut checks = vec![match check_linear(&plan, &inputs, WeightGradient::Written, &outputs, whole) {
+        let (gradient, whole, rounding) =
+            (WeightGradient::Written, LinearSample::Whole, SumRounding::EverySum);
+        let mut checks = vec![match check_linear(&plan, &inputs, gradient, &outputs, whole, rounding) {
             Ok(share) => SelfCheck::of(name.to_owned(), SEED, share, 1.0),
             Err(reason) => SelfCheck::failed(name.to_owned(), SEED, reason),
         }];

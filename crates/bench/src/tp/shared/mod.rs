@@ -67,7 +67,7 @@ pub(super) fn run(
                 layers,
                 shape: *shape,
                 tp_size,
-                transport: transport.to_string(),
+                transport: *transport,
                 cost: cost_of(arguments, machine, tp_size)?,
                 device: &machine.name(),
                 inputs: &inputs,
@@ -98,7 +98,7 @@ struct Shared<'a> {
     /// Tokens, features of the input, features that a rank has of each output.
     shape: [usize; 3],
     tp_size: usize,
-    transport: String,
+    transport: TransportKind,
     cost: CostModel,
     device: &'a str,
     inputs: &'a LinearInputs,

@@ -104,7 +104,7 @@ pub(super) fn row<M: Machine>(
         dtype: dtype_name(case.spec.dtype).to_owned(),
         overlap: variant.overlap.clone(),
         policy: policy.to_string(),
-        transport: case.transport.clone(),
+        transport: case.transport.to_string(),
         groups,
         sequential_seconds: of(sequential)?.median,
         apart_seconds,

@@ -13,6 +13,7 @@ use half::{bf16, f16};
 use super::row::APART;
 use super::{Layers, Shared, Tensors, Variant};
 use crate::tp::measured::digest;
+use crate::tp::rounding;
 
 /// Rows and columns of each result that are compared with f64.
 const SAMPLED: usize = 12;
@@ -185,8 +186,8 @@ impl Shared<'_> {
         inputs: &LinearInputs,
         outputs: &LinearOutputs,
     ) -> Result<f64, String> {
-        let sample = LinearSample::Spread(SAMPLED);
-        check_linear_part(plan, rank, inputs, self.checked_gradient(), outputs, sample)
+        let (sample, rounding) = (LinearSample::Spread(SAMPLED), rounding(self.transport));
+        check_linear_part(plan, rank, inputs, self.checked_gradient(), outputs, sample, rounding)
             .map_err(|reason| format!("rank {rank}: {reason}"))
     }
 }
