@@ -115,7 +115,7 @@ def agreeing(ways: dict[str, Way], wrong: list[str], case: str) -> tuple[dict[st
     return good, away
 
 
-def in_turns(ways: dict[str, Way], which: str, rounds: int, clock: Clock) -> dict[str, list[float]]:
+def interleaved(ways: dict[str, Way], which: str, rounds: int, clock: Clock) -> dict[str, list[float]]:
     """Seconds of each run that counts. A round has a turn of every way, each round in another order: a GPU at its power limit is
     some per cent slower at one time than at another."""
     order = list(ways)
@@ -159,7 +159,7 @@ def measure(theirs: Function, given: Any, wrong: list[str]) -> list[dict[str, An
         ways, away = agreeing(ways_of(theirs, mask, tensors, given.variants), wrong, title)
         case = {"mask": name, "tokens": tokens, "heads": f"{queries}:{keys}", "head_dim": given.head_dim}
         for which in given.passes:
-            times = in_turns(ways, which, given.rounds, clock)
+            times = interleaved(ways, which, given.rounds, clock)
             rows.append(row_of(case, which, times, away, shape.flops(mask.area, "forward")))
         note(f"# {time.monotonic() - began:5.1f} s: {title}")
         del ways, tensors
