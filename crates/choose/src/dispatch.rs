@@ -276,12 +276,13 @@ impl Tried {
     ) -> Result<Self, ChooseError> {
         let (policy, how) = (OverlapPolicy::default(), GradientReduction::default());
         let trial = Trial::new(&plan, spec, &config.topology);
-        let cost = RememberedCost::new(&config.cost, &plan, KnownSeconds::default());
+        let cost = RememberedCost::new(&config.cost, &plan, KnownSeconds::default(), planning);
         let passes = planning.map(2, |pass| match pass {
             0 => trial.forward(policy, &cost),
             _ => trial.backward(policy, how, &cost),
         })?;
         let passes = passes.into_iter().collect::<Result<Vec<Timeline>, _>>()?;
+        planning.check()?;
         let (seconds, known) = (passes.iter().map(Timeline::makespan).sum(), Mutex::new(cost.into_known()));
         Ok(Self { candidate, seconds, plan, known })
     }
@@ -300,7 +301,7 @@ impl Tried {
             return Ok(self.seconds);
         }
         let known = std::mem::take(&mut *self.known.lock().unwrap_or_else(PoisonError::into_inner));
-        let cost = RememberedCost::new(cost, &self.plan, known);
+        let cost = RememberedCost::new(cost, &self.plan, known, planning);
         Ok(self.policies(spec, config, &cost, planning)?.seconds())
     }
 
@@ -312,7 +313,7 @@ impl Tried {
         planning: &Planning<'_>,
     ) -> Result<[f64; 2], ChooseError> {
         let cost = HostedCost::new(&config.cost, &self.plan);
-        let cost = RememberedCost::new(&cost, &self.plan, KnownSeconds::default());
+        let cost = RememberedCost::new(&cost, &self.plan, KnownSeconds::default(), planning);
         let choice = self.policies(spec, config, &cost, planning)?;
         let backward = choice.backward.as_ref().map_or(0.0, |backward| backward.chosen().seconds);
         Ok([choice.forward.chosen().seconds, backward])

@@ -98,7 +98,7 @@ pub fn attention_policies(
     planning: &Planning<'_>,
 ) -> Result<PolicyChoice, ChooseError> {
     let trial = Trial::new(plan, spec, topology);
-    let cost = RememberedCost::new(cost, plan, KnownSeconds::default());
+    let cost = RememberedCost::new(cost, plan, KnownSeconds::default(), planning);
     policies_of(&trial, backward, transports, &cost, planning)
 }
 
@@ -117,7 +117,10 @@ pub(crate) fn policies_of(
             let (policy, transport) = candidates[at];
             Ok(PolicyCandidate { policy, transport, seconds: run(policy)?.makespan() })
         })?;
-        Ok(PassChoice::of(timed.into_iter().collect::<Result<Vec<_>, SimulateError>>()?))
+        let timed = timed.into_iter().collect::<Result<Vec<_>, SimulateError>>()?;
+        // Nothing takes any time in what was simulated last, where it was called off meanwhile.
+        planning.check()?;
+        Ok(PassChoice::of(timed))
     };
     let forward = choose(&|policy| trial.forward(policy, cost))?;
     let backward = backward.map(|how| choose(&|policy| trial.backward(policy, how, cost))).transpose()?;

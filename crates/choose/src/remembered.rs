@@ -5,7 +5,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use counterpoint_cost::CostModel;
 use counterpoint_mask::Band;
-use counterpoint_plan::Plan;
+use counterpoint_plan::{Plan, Planning};
 use counterpoint_schedule::{Op, OpCost, Program, ProgramOp};
 
 /// Which part of which operation of which rank after how many seconds (their bits).
@@ -15,16 +15,18 @@ type Key = (bool, usize, usize, usize, u64);
 #[derive(Default)]
 pub(crate) struct KnownSeconds(BTreeMap<Key, Option<f64>>);
 
-/// The costs of `cost`, with what was worked out before for the same plan. Programs differ in nothing but their policies.
+/// The costs of `cost`, with what was worked out before for the same plan. Programs differ in nothing but their policies. Once planning is
+/// called off nothing takes any time, so that a simulation ends, which nobody looks at.
 pub(crate) struct RememberedCost<'a, C: OpCost + ?Sized> {
     cost: &'a C,
     known: Mutex<KnownSeconds>,
+    planning: Planning<'a>,
 }
 
 impl<'a, C: OpCost + ?Sized> RememberedCost<'a, C> {
     /// Of Programs of `plan`, which keeps alive what distinguishes their operations. `known` are seconds of the same plan and costs.
-    pub(crate) fn new(cost: &'a C, _plan: &'a Plan, known: KnownSeconds) -> Self {
-        Self { cost, known: Mutex::new(known) }
+    pub(crate) fn new(cost: &'a C, _plan: &'a Plan, known: KnownSeconds, planning: &Planning<'a>) -> Self {
+        Self { cost, known: Mutex::new(known), planning: *planning }
     }
 
     fn known(&self) -> MutexGuard<'_, KnownSeconds> {
@@ -49,6 +51,9 @@ impl<C: OpCost + ?Sized> OpCost for RememberedCost<'_, C> {
         if let Some(&seconds) = self.known().0.get(&key) {
             return seconds;
         }
+        if self.planning.is_cancelled() {
+            return Some(0.0);
+        }
         let seconds = work_out();
         self.known().0.insert(key, seconds);
         seconds
@@ -61,5 +66,37 @@ pub(crate) fn bands_of(op: &Op) -> Option<(bool, &[Band])> {
         Op::AttentionForward(forward) => Some((false, &forward.bands)),
         Op::AttentionBackward(backward) => Some((true, &backward.bands)),
         _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use counterpoint_mask::Mask;
+    use counterpoint_plan::{AttentionSpec, CancellationToken, DType};
+    use counterpoint_schedule::{KeyBlocks, OverlapPolicy, lower_attention_forward};
+
+    use super::*;
+    use crate::{PlanConfig, plan_mask};
+
+    /// What was worked out before stays; nothing else is worked out once planning is called off, or remembered.
+    #[test]
+    fn nothing_is_worked_out_once_planning_is_called_off() {
+        let (mask, spec) = (Mask::causal(4096).unwrap(), AttentionSpec::new(8, 2, 128, DType::Bf16));
+        let plan = plan_mask(&mask, &spec, &PlanConfig::new(2)).unwrap();
+        let programs = [0, 1].map(|rank| {
+            lower_attention_forward(&plan, rank, &spec, OverlapPolicy::default(), KeyBlocks::Unaligned)
+        });
+        let token = CancellationToken::new();
+        let planning = Planning::ALONE.until(&token);
+        let cost = RememberedCost::new(&CostModel::H200, &plan, KnownSeconds::default(), &planning);
+        let seconds = |program: &Program| {
+            let op = program.ops.iter().find(|op| bands_of(&op.op).is_some()).unwrap();
+            cost.part_seconds(program, op, 0, 0.0)
+        };
+        let before = seconds(&programs[0]);
+        assert!(before.is_some_and(|seconds| seconds > 0.0));
+        token.cancel();
+        assert_eq!((seconds(&programs[0]), seconds(&programs[1])), (before, Some(0.0)));
+        assert_eq!(cost.into_known().0.len(), 1);
     }
 }
