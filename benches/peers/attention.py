@@ -23,12 +23,8 @@ import json
 import sys
 from pathlib import Path
 
-<<<<<<< HEAD
-from common.command_line import described, heads, names, note, sizes
-from common.interleaved import serve
-=======
 from common.command_line import add_folder, described, heads, names, note, sizes
->>>>>>> peers
+from common.interleaved import serve
 from common.pytorch import torch
 from one_gpu.case import PEERS, ways_of
 from one_gpu.clock import CLOCKS, Clock

@@ -50,9 +50,7 @@ pub(super) struct PeerRange {
 impl PeerRange {
     /// `None` where they do not.
     pub(super) fn of(peer: &PeerRows) -> Option<Self> {
-        let first = peer.rows.first()?;
-        let together = peer.rows.windows(2).all(|pair| pair[0].end == pair[1].start);
-        together.then(|| Self { peer: peer.rank, first: first.start, rows: peer.total() })
+        peer.as_one().map(|range| Self { peer: peer.rank, first: range.start, rows: range.len() })
     }
 
     /// One of each tensor.

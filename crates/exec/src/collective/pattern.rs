@@ -18,6 +18,22 @@ impl PeerRows {
         self.rows.iter().map(Range::len).sum()
     }
 
+    /// The rows as one range, where they follow each other.
+    pub fn as_one(&self) -> Option<Range> {
+        let (first, last) = (self.rows.first()?, self.rows.last()?);
+        let together = self.rows.windows(2).all(|pair| pair[0].end == pair[1].start);
+        together.then(|| Range::new(first.start, last.end))
+    }
+
+    /// What ranks that they do not come to learn of them: the one range that they are, or else how many there are, in two ranges that do not
+    /// follow each other.
+    fn in_short(&self) -> Vec<Range> {
+        match self.as_one() {
+            Some(range) => vec![range],
+            None => vec![Range::new(0, 1), Range::new(0, self.total() - 1)],
+        }
+    }
+
     /// The rank alone.
     pub fn without_rows(&self) -> Self {
         Self { rank: self.rank, rows: Vec::new() }
@@ -61,16 +77,16 @@ impl Pattern {
         rows_of(&self.incoming, rank)
     }
 
-    /// What `rank`, which is another process, learns of it: the rows that travel between the two, and of others' no more than how many there
-    /// are, as one range. Rows of a mixture's experts are thousands of ranges, of which most take two bytes here.
+    /// What `rank`, which is another process, learns of it: the rows that travel between the two; of others' the one range that they are, or no
+    /// more than how many there are. Rows of a mixture's experts are thousands of ranges, of which most take two bytes here.
     pub fn bytes_for(&self, rank: usize) -> Vec<u8> {
         let ranges: usize = [self.to(rank), self.from(rank)].iter().map(|rows| rows.len()).sum();
         let mut bytes = Vec::with_capacity(3 * ranges + 64);
         for side in [&self.outgoing, &self.incoming] {
             put(&mut bytes, side.len() as u64);
             for peer in side {
-                let total = [Range { start: 0, end: peer.total() }];
-                let rows = if peer.rank == rank { &peer.rows[..] } else { &total };
+                let in_short = if peer.rank == rank { Vec::new() } else { peer.in_short() };
+                let rows = if peer.rank == rank { &peer.rows } else { &in_short };
                 put(&mut bytes, peer.rank as u64);
                 put(&mut bytes, rows.len() as u64);
                 let mut end = 0;
@@ -188,12 +204,18 @@ mod tests {
         let own = [(5, 6), (7, 9), (300, 500), (2, 3), (1 << 40, (1 << 40) + 200)];
         let pattern = Pattern {
             outgoing: vec![peer(0, &[(0, 3), (9, 12)]), peer(2, &own)],
-            incoming: vec![peer(1, &[(4, 8)]), peer(2, &[(0, 1)]), peer(3, &[(1, 2), (5, 300)])],
+            incoming: vec![peer(1, &[(4, 8)]), peer(2, &[(0, 1)]), peer(3, &[(1, 5), (5, 300)])],
         };
         let learnt = Pattern {
-            outgoing: vec![peer(0, &[(0, 6)]), peer(2, &own)],
-            incoming: vec![peer(1, &[(0, 4)]), peer(2, &[(0, 1)]), peer(3, &[(0, 296)])],
+            outgoing: vec![peer(0, &[(0, 1), (0, 5)]), peer(2, &own)],
+            incoming: vec![peer(1, &[(4, 8)]), peer(2, &[(0, 1)]), peer(3, &[(1, 300)])],
         };
+        for (whole, learnt) in [(&pattern.outgoing, &learnt.outgoing), (&pattern.incoming, &learnt.incoming)]
+        {
+            for (whole, learnt) in whole.iter().zip(learnt) {
+                assert_eq!((whole.as_one(), whole.total()), (learnt.as_one(), learnt.total()));
+            }
+        }
         let bytes = pattern.bytes_for(2);
         assert_eq!(Pattern::of_bytes(&bytes), Some(learnt));
         assert_eq!(Pattern::of_bytes(&Pattern::default().bytes_for(0)), Some(Pattern::default()));
