@@ -200,7 +200,7 @@ def test_a_routing_for_each_step() -> None:
 
 def asked(layer: ExpertLayer, routing: cp.Routing, call: str) -> bool:
     """Whether a pass was asked for before; it is from now on."""
-    return not _ask_experts(layer.group._native, layer._key(), routing, call)
+    return not _ask_experts(layer.group._native, layer._key(layer._gradient()), routing, call)
 
 
 def test_passes_are_made_ready_ahead_of_their_calls() -> None:
