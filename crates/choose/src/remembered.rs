@@ -16,7 +16,7 @@ type Key = (bool, usize, usize, usize, u64);
 pub(crate) struct KnownSeconds(BTreeMap<Key, Option<f64>>);
 
 /// The costs of `cost`, with what was worked out before for the same plan. Programs differ in nothing but their policies. Once planning is
-/// called off nothing takes any time, so that a simulation ends, which nobody looks at.
+/// called off nothing takes any time, so that a simulation ends; its result is dropped.
 pub(crate) struct RememberedCost<'a, C: OpCost + ?Sized> {
     cost: &'a C,
     known: Mutex<KnownSeconds>,
