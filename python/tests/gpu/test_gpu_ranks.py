@@ -202,6 +202,8 @@ def rows_move(rank: int, size: int, device: str, in_graph: bool) -> None:
         for number, (part, right) in enumerate(zip(found, wanted, strict=True)):
             assert torch.equal(part, right), (number, whole.dtype)
 
+    # Memory that stands in for tensors where others read them has had other rows.
+    moved(group, plan, plan.dispatch(torch.full((1024, 64), -9.0, device=device)))
     draw = torch.Generator().manual_seed(3)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         whole = torch.randint(-8, 8, (1024, 16), generator=draw).to(device, dtype)

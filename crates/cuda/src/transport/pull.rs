@@ -64,14 +64,17 @@ impl CudaTransport {
                 PullWork { parts, rows, lists }
             }
         };
-        let input = |peer: usize, tensor: usize| {
-            posts[peer].payload.inputs.get(tensor).map_or(0, CudaBuffer::address)
+        let (own, outputs) = addresses(call);
+        let input = |peer: usize, tensor: usize| match pattern.incoming[peer].rank == self.rank {
+            // Not from what stands in for it where others read: that has their rows alone.
+            true => own[tensor],
+            false => posts[peer].payload.inputs.get(tensor).map_or(0, CudaBuffer::address),
         };
         let current = work.insert(current);
         current.lists.follow(queue)?;
         let started = StartMark::of(barrier.map(CudaBarrier::arrival).transpose()?);
         let sms = backend.left_to_communication();
-        current.rows.launch(queue, sms, input, &addresses(call).1, &started)?;
+        current.rows.launch(queue, sms, input, &outputs, &started)?;
         started.record_rest(queue)?;
         if let Some(own) = &pending.own {
             own.payload.marks_of(self.rank)?.done.record(queue)?;
