@@ -241,6 +241,37 @@ def test_rows_move_between_ranks_that_share_a_gpu() -> None:
         assert f"rank {rank} is right" in output and "ended with 0" in output, output
 
 
+def random_rows(rank: int, size: int, device: str) -> None:
+    """Splits that go to none, some or all ranks, of rows of odd and even sizes, in memory that has had other rows."""
+    from test_collectives import cast_by_hand, inputs_of, random_splits, reduced_by_hand
+
+    joined(rank, device, "gloo")
+    group = cp.Group(device=device, limit=LIMIT)
+    types = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool)
+    for seed in range(24):
+        splits, dtype = random_splits(seed, size), types[seed % len(types)]
+        tail = ((8,), (3,), (2, 4))[seed % 3]
+        xs = inputs_of(splits, 0, tail, dtype, seed)
+        right = cast_by_hand(xs, splits)
+        got = cp.group_cast(xs[rank].to(device), splits[rank], group)
+        assert torch.equal(got.cpu(), right[rank]), (seed, dtype)
+        if not dtype.is_floating_point:
+            continue
+        for op in ("sum", "avg"):
+            found = cp.group_reduce(got, splits[rank], group, op=op)
+            wanted = reduced_by_hand(right, splits, mean=op == "avg")[rank].to(dtype)
+            torch.testing.assert_close(found.cpu(), wanted, rtol=1e-2 if dtype != torch.float32 else 1e-6, atol=0.0)
+    group.check()
+    print("rank", rank, "is right", flush=True)
+    group.close()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_random_splits_between_ranks_that_may_share_a_gpu(size: int) -> None:
+    for rank, output in enumerate(run(size, program("random_rows()"))):
+        assert f"rank {rank} is right" in output and "ended with 0" in output, output
+
+
 @several
 @pytest.mark.parametrize("size", sizes())
 def test_rows_move_within_graphs(size: int) -> None:
