@@ -2,8 +2,12 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
+
+use sources::{code_lines, root};
+
+mod sources;
 
 /// Which of the workspace's crates each may use.
 const MAY_USE: &[(&str, &[&str])] = &[
@@ -265,14 +269,6 @@ fn kernels_wait_in_one_way_only() {
     assert!(waits >= 5, "{waits} waits were found");
 }
 
-/// Lines of a crate, its tests, comments and blank lines left out: what someone must know who carries it on.
-const MOST_CODE: usize = 20_000;
-/// The same of the binary, which parses, calls and prints.
-const MOST_CODE_OF_CLI: usize = 6_000;
-/// Lines of a file, and of a function that gives no reason.
-const MOST_OF_FILE: usize = 500;
-const MOST_OF_FUNCTION: usize = 80;
-
 /// Adding an overlap policy is a file and a line: whoever asks what a policy does asks its rules and not its name.
 #[test]
 fn overlap_policies_are_named_in_their_table_alone() {
@@ -299,119 +295,4 @@ fn overlap_policies_are_named_in_their_table_alone() {
             assert!(!named, "{}:{line} names {policy}; ask its rules: {text}", path.display());
         }
     }
-}
-
-#[test]
-fn crates_and_files_stay_small() {
-    for entry in fs::read_dir(root().join("crates")).unwrap() {
-        let folder = entry.unwrap().path();
-        let code = code_lines(&folder.join("src"), "rs");
-        let code = code
-            .iter()
-            .filter(|(path, _, text)| !path.ends_with("tests.rs") && !text.trim().is_empty())
-            .count();
-        let most = if folder.ends_with("cli") { MOST_CODE_OF_CLI } else { MOST_CODE };
-        assert!(code <= most, "{} has {code} lines of code; {most} at most", folder.display());
-        assert!(code > 100, "{} has {code} lines of code: are they counted wrong?", folder.display());
-    }
-    let code = ["crates", "tests", "examples", "src"].map(|folder| sources(&root().join(folder), "rs"));
-    for path in code.into_iter().flatten().chain(sources(&root().join("crates/cuda/kernels"), "cuh")) {
-        // Tests of a crate are its own to part.
-        if path.components().any(|part| part.as_os_str() == "tests")
-            && path.starts_with(root().join("crates"))
-        {
-            continue;
-        }
-        let lines = fs::read_to_string(&path).unwrap().lines().count();
-        assert!(lines <= MOST_OF_FILE, "{} has {lines} lines; {MOST_OF_FILE} at most", path.display());
-    }
-}
-
-/// One that is longer says why in a comment that begins with `Long:`, above it or at its beginning.
-#[test]
-fn functions_stay_short_or_say_why() {
-    let mut seen = 0;
-    for path in sources(&root().join("crates"), "rs")
-        .into_iter()
-        .filter(|path| path.components().any(|part| part.as_os_str() == "src"))
-    {
-        let text = fs::read_to_string(&path).unwrap();
-        let lines: Vec<&str> = text.lines().collect();
-        for (begin, line) in lines.iter().enumerate() {
-            let start = line.trim_start();
-            let is_function = start.split(" fn ").next().is_some_and(|before| {
-                start.starts_with("fn ")
-                    || (before != start
-                        && before
-                            .split(' ')
-                            .all(|word| word.starts_with("pub") || ["const", "unsafe"].contains(&word)))
-            });
-            if !is_function {
-                continue;
-            }
-            seen += 1;
-            let close = format!("{}}}", &line[..line.len() - start.len()]);
-            // Without a body it ends where the declaration does.
-            let body = lines[begin..]
-                .iter()
-                .position(|line| line.ends_with('{') || line.ends_with(';') || line.ends_with('}'));
-            if body.is_none_or(|at| !lines[begin + at].ends_with('{')) {
-                continue;
-            }
-            let length = 1 + lines[begin..].iter().position(|line| *line == close).unwrap_or(0);
-            let above = lines[..begin]
-                .iter()
-                .rev()
-                .take_while(|line| line.trim_start().starts_with("//") || line.trim_start().starts_with('#'));
-            let says_why =
-                above.chain(&lines[begin + 1..begin + length.min(8)]).any(|line| line.contains("// Long: "));
-            assert!(
-                length <= MOST_OF_FUNCTION || says_why,
-                "{}:{}: {length} lines; {MOST_OF_FUNCTION} at most, or a comment `// Long: ` with the reason",
-                path.display(),
-                begin + 1
-            );
-        }
-    }
-    assert!(seen > 3_000, "{seen} functions: is the search for them broken?");
-}
-
-fn root() -> &'static Path {
-    Path::new(env!("CARGO_MANIFEST_DIR"))
-}
-
-/// Every line of files of this kind below `folder` that is not a comment, up to the file's test module.
-fn code_lines(folder: &Path, kind: &str) -> Vec<(PathBuf, usize, String)> {
-    let files = sources(folder, kind);
-    let mut lines = Vec::new();
-    for path in files {
-        let text = fs::read_to_string(&path).unwrap();
-        let all: Vec<&str> = text.lines().collect();
-        let is_test =
-            |at: usize| all[at] == "#[cfg(test)]" && all.get(at + 1).is_some_and(|next| next.ends_with('{'));
-        let end = (0..all.len()).find(|&at| is_test(at)).unwrap_or(all.len());
-        let code = all[..end].iter().enumerate();
-        for (number, line) in code.filter(|(_, line)| !line.trim_start().starts_with("//")) {
-            lines.push((path.clone(), number + 1, (*line).to_owned()));
-        }
-    }
-    lines
-}
-
-/// Every file of this kind below `folder`.
-fn sources(folder: &Path, kind: &str) -> Vec<PathBuf> {
-    let mut files = Vec::new();
-    let mut folders = vec![folder.to_owned()];
-    while let Some(folder) = folders.pop() {
-        for entry in fs::read_dir(&folder).unwrap() {
-            let path = entry.unwrap().path();
-            if path.is_dir() {
-                folders.push(path);
-            } else if path.extension().is_some_and(|extension| extension == kind) {
-                files.push(path);
-            }
-        }
-    }
-    assert!(!files.is_empty(), "no sources below {}", folder.display());
-    files
 }

@@ -10,6 +10,7 @@ use counterpoint::choose::{DispatchAlgorithm, PlanConfig, Prediction, plan_mask,
 use counterpoint::mask::{Documents, Mask};
 use counterpoint::plan::{AttentionSpec, DType, Planning, Topology, TrafficBounds};
 
+// Long: an example, read from top to bottom.
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let ranks = 8;
     let lengths = [517, 6_000, 90, 14_336, 2_048, 311, 9_000, 1_200, 23_170, 64, 4_096, 700, 3_004, 1_000];

@@ -144,6 +144,7 @@ def floors(plan: cp.Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dou
     return rows
 
 
+# Long: every variant of one call, over the same tensors.
 def host() -> list[Row]:
     """Calls on so few tokens that the device is as fast as the host."""
     torch._dynamo.reset()
@@ -158,7 +159,6 @@ def host() -> list[Row]:
     places = [ops.place(tensor, True)[0] for tensor in plain]
     kept = (*plain, None, out_plain, lse_plain)
     addresses = out_plain.data_ptr(), lse_plain.data_ptr()
-
     gradients = [torch.empty_like(tensor) for tensor in plain]
     written = [gradient.data_ptr() for gradient in gradients]
     at_dout, read = ops.place(dout, True)[0], (out.data_ptr(), lse.data_ptr())

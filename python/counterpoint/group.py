@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import functools
-import math
-import operator
 import os
 import re
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
@@ -18,25 +15,23 @@ from counterpoint._native import Cancellation, Mask, Ranks, Routing, _ask_expert
 from counterpoint.errors import DeviceError, Error, PlanError
 from counterpoint.lookup import numbered_group
 from counterpoint.plan import Plan
+from counterpoint.plan_arguments import (
+    check_mask,
+    dtype_name,
+    evened,
+    heads_of,
+    is_deterministic,
+    is_finite,
+    padded,
+    whole_number,
+)
 from counterpoint.prefetched import PrefetchedPlan
 from counterpoint.tuned import TunedPlans, checked, read_tuned, warn_of_others
 
 if TYPE_CHECKING:
     import torch
 
-_DTYPES = ("float64", "float32", "bfloat16", "float16")
 _PREFETCHED = 16
-
-
-def dtype_name(dtype: Any) -> str:
-    """`torch.float32`, its name, or the like as the engine's name."""
-    name = str(dtype).removeprefix("torch.")
-    name = {"bf16": "bfloat16", "f16": "float16", "half": "float16", "f32": "float32", "float": "float32", "f64": "float64"}.get(
-        name, name
-    )
-    if name not in _DTYPES:
-        raise PlanError(f"dtype is {dtype}; attention computes in {', '.join(_DTYPES)}")
-    return name
 
 
 _engine_process: int | None = None
@@ -161,7 +156,7 @@ class _Group:
             "sink_grad": sink_grad,
             "on": on,
         }
-        _check_mask(mask)
+        check_mask(mask)
         with self._lock:
             ahead = self._prefetched.pop(_key(mask, arguments), None) if self._prefetched else None
         if ahead is not None and not ahead.cancelled():
@@ -177,7 +172,7 @@ class _Group:
     def prefetch(self, mask: Mask, **arguments: Any) -> PrefetchedPlan:
         """Plans in a thread, and makes the plan ready there; `plan` with the same arguments takes it from there. What it returns
         can be cancelled. At most 16 wait to be taken; of more the oldest is cancelled."""
-        _check_mask(mask)
+        check_mask(mask)
         complete = {**_DEFAULTS, **arguments}
         unknown = set(arguments) - set(_DEFAULTS) - {"heads", "head_dim", "dtype"}
         missing = {"heads", "head_dim", "dtype"} - set(arguments)
@@ -217,16 +212,16 @@ class _Group:
         on: Plan | None = given.pop("on")
         if on is not None:
             self._check_dispatch_of(on)
-        heads_q, heads_k = _heads(given["heads"])
-        head_dim = _whole_number("head_dim", given["head_dim"], 1)
-        head_dim_v = head_dim if given["head_dim_v"] is None else _whole_number("head_dim_v", given["head_dim_v"], 1)
-        sink_rows = _whole_number("sink_rows", given["sink_rows"], 0)
-        chunk = None if given["chunk"] is None else _whole_number("chunk", given["chunk"], 1)
+        heads_q, heads_k = heads_of(given["heads"])
+        head_dim = whole_number("head_dim", given["head_dim"], 1)
+        head_dim_v = head_dim if given["head_dim_v"] is None else whole_number("head_dim_v", given["head_dim_v"], 1)
+        sink_rows = whole_number("sink_rows", given["sink_rows"], 0)
+        chunk = None if given["chunk"] is None else whole_number("chunk", given["chunk"], 1)
         softcap = given["softcap"]
-        if not _is_finite(softcap) or softcap < 0:
+        if not is_finite(softcap) or softcap < 0:
             raise PlanError(f"softcap is {softcap!r}; it must be positive, or 0 for none")
         scale = head_dim**-0.5 if given["scale"] is None else given["scale"]
-        if not _is_finite(scale):
+        if not is_finite(scale):
             raise PlanError(f"scale is {scale!r}; it must be a finite number")
         if not isinstance(given["even"], bool):
             raise PlanError(f"even is {given['even']!r}; it must be True or False")
@@ -240,10 +235,10 @@ class _Group:
             raise PlanError(f"dtype is {given['dtype']}; on GPUs attention computes in bfloat16 and float16, on the CPU in all")
         tokens = (mask.seqlen_q, mask.seqlen_k)
         if on is not None:
-            mask = _padded(mask, on.mask.seqlen_q, on.mask.seqlen_k) if tokens == on._tokens else mask
+            mask = padded(mask, on.mask.seqlen_q, on.mask.seqlen_k) if tokens == on._tokens else mask
         elif given["even"]:
-            mask, chunk = _evened(mask, chunk, self.size)
-        deterministic = _deterministic(given["deterministic"])
+            mask, chunk = evened(mask, chunk, self.size)
+        deterministic = is_deterministic(given["deterministic"])
         solution = Solution(
             mask,
             self._native,
@@ -402,70 +397,6 @@ def _with_global_ranks(message: str, global_ranks: tuple[int, ...]) -> str:
     return f"{message} ({', '.join(named)})" if named else message
 
 
-def _check_mask(mask: Any) -> None:
-    if not isinstance(mask, Mask):
-        raise PlanError(f"mask must be a counterpoint.Mask, not a {type(mask).__name__}")
-
-
-def _whole_number(name: str, value: Any, least: int) -> int:
-    """An argument that counts something, of any type that is an integer."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = least - 1
-    if number < least or isinstance(value, bool):
-        raise PlanError(f"{name} is {value!r}; it must be a whole number of at least {least}")
-    return number
-
-
-def _is_finite(value: Any) -> bool:
-    try:
-        return math.isfinite(value)
-    except TypeError:
-        return False
-
-
-def _heads(heads: Any) -> tuple[int, int]:
-    try:
-        queries, keys = map(operator.index, heads if isinstance(heads, (tuple, list)) else (heads, heads))
-    except (TypeError, ValueError):
-        raise PlanError(f"heads is {heads!r}; it must be a number, or (of queries, of keys)") from None
-    if queries < 1 or keys < 1 or queries % keys:
-        raise PlanError(
-            f"heads are {queries} of queries and {keys} of keys; those of queries must be a multiple of those of keys"
-        )
-    return queries, keys
-
-
-def _deterministic(asked: bool | None) -> bool:
-    if asked is not None:
-        if not isinstance(asked, bool):
-            raise PlanError(f"deterministic is {asked!r}; it must be True, False or None")
-        return asked
-    torch = sys.modules.get("torch")
-    return torch is not None and bool(torch.are_deterministic_algorithms_enabled())
-
-
-def _padded(mask: Mask, seqlen_q: int, seqlen_k: int) -> Mask:
-    """The same pairs in longer sequences; what is added sees nothing."""
-    if (seqlen_q, seqlen_k) == (mask.seqlen_q, mask.seqlen_k):
-        return mask
-    q, k, types = zip(*mask.slices, strict=True) if mask.slices else ((), (), ())
-    return Mask.from_slices(list(q), list(k), list(types), seqlen_q=seqlen_q, seqlen_k=seqlen_k)
-
-
-def _evened(mask: Mask, chunk: int | None, ranks: int) -> tuple[Mask, int]:
-    """A mask whose rows are a multiple of chunk x ranks, and the chunk."""
-    longest = max(mask.seqlen_q, mask.seqlen_k)
-    if chunk is None:
-        balanced = longest // (16 * ranks)
-        chunk = min(max(1 << max(balanced.bit_length() - 1, 0), 64), 2048)
-        # A short sequence would be padding for the most part.
-        chunk = min(chunk, max(1, -(-min(mask.seqlen_q, mask.seqlen_k) // ranks)))
-    step = chunk * ranks
-    return _padded(mask, -(-mask.seqlen_q // step) * step, -(-mask.seqlen_k // step) * step), chunk
-
-
 class LocalGroup(_Group):
     """`size` ranks inside this process, for one GPU, laptops, notebooks and tests. Tensors hold the rows of all, one rank after
     the other.
@@ -488,7 +419,7 @@ class LocalGroup(_Group):
     ) -> None:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise PlanError(f"size is {size!r}; a group has at least one rank")
-        threads = _whole_number("planning_threads", planning_threads, 1)
+        threads = whole_number("planning_threads", planning_threads, 1)
         asked = checked(tuned)
         begin_in_this_process()
         super().__init__()

@@ -14,6 +14,7 @@ from counterpoint.errors import Error, PlanError, TensorError
 from counterpoint.figures import Choices, PlanSummary, Timelines
 from counterpoint.fitting import Fitting, accumulator, maker
 from counterpoint.lookup import activated, numbered
+from counterpoint.plan_arguments import dtype_name
 from counterpoint.report import Report
 
 if TYPE_CHECKING:
@@ -160,8 +161,6 @@ class Plan:
     @cached_property
     def _dtype(self) -> torch.dtype:
         import torch
-
-        from counterpoint.group import dtype_name
 
         made: torch.dtype = getattr(torch, dtype_name(self._arguments["dtype"]))
         return made

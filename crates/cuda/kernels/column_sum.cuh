@@ -13,7 +13,7 @@ namespace counterpoint {
 constexpr u32 kColumnSumThreads = 256;
 constexpr u32 kColumnSumRows = 128;
 
-// The kernel's parameter beside the sources. Shared with the host.
+// The kernel's parameter in addition to the sources. Shared with the host.
 struct ColumnSumArguments {
   const RowPiece* pieces;  // one after the other
   void* dst;                     // [columns]

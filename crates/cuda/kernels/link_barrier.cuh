@@ -52,7 +52,7 @@ struct LinkState {
   u64 calls;    // that have ended
   u32 arrived;  // blocks that are through
   u32 faults;   // waits that have given up
-  u64 taken;    // entries of a list that blocks have taken in this call, where they take turns
+  u64 taken;    // entries of a list that blocks have taken in this call, where the list is dealt out as they go
   u32 parts[kLinkParts];  // blocks that are through with each part
 };
 
@@ -60,7 +60,7 @@ struct LinkState {
 // or a part of them.
 enum LinkStep : u32 { kLinkBegin = 0, kLinkPass = 1, kLinkSend = 2, kLinkDeliver = 3 };
 
-// What of a call one launch does: all of it, or in turn its begin by one block, its work, and its end by one block.
+// What of a call one launch does: all of it, or one after the other its begin by one block, its work, and its end by one block.
 enum LinkPhases : u32 { kLinkWorks = 0, kLinkBegins = 1, kLinkEnds = 2, kLinkWhole = 3 };
 
 // One call of one rank.
@@ -99,7 +99,7 @@ __device__ __forceinline__ bool link_wait_until(const Call& call, const Look& lo
   const auto late = [&] {
     if (atomicAdd(&call.state->faults, 1u) == 0) report_fault(call.limit, rank, step, seen, wanted);
   };
-  // Once a wait has given up, those beside it and launches behind it must not each wait as long again.
+  // Once a wait has given up, those at the same time and launches behind it must not each wait as long again.
   const auto ended = [&] { return *reinterpret_cast<volatile u32*>(&call.state->faults) != 0; };
   return wait_until(call.limit, came, late, ended);
 }
@@ -139,7 +139,7 @@ __device__ __forceinline__ bool link_await(const LinkCall& call, u64 number, u64
       tensors[lane * kLinkTensors + t] = link_address(place);
     }
   }
-  // What the others wrote in the ordinary way before they announced is read by the copy engine.
+  // What the others wrote in the ordinary way before they announced is read by TMA.
   fence_async_proxy_global();
   return __all_sync(0xffffffffu, came);
 }
@@ -206,7 +206,7 @@ __device__ __forceinline__ bool link_all_delivered(const LinkArrivals& arrivals)
   return all;
 }
 
-// Waits until a part's rows are there. What this thread's copy engine reads of them after, it finds.
+// Waits until a part's rows are there. What TMA reads of them for this thread after, it finds.
 __device__ __forceinline__ void link_await_part(const LinkArrivals& arrivals, u32 part) {
   for (u32 ranks = arrivals.senders; ranks != 0; ranks &= ranks - 1) {
     const u32 rank = __ffs(i32(ranks)) - 1;

@@ -1,6 +1,6 @@
 // Ranges of rows between the memories of GPUs, by few multiprocessors: a group-cast.
 //
-// The copy engine moves pieces through shared memory, whichever side is remote, and one thread of each warp keeps it busy:
+// TMA moves pieces through shared memory, whichever side is remote, and one thread of each warp keeps it busy:
 // what is on its way, not threads, is what fills a link.
 #pragma once
 
@@ -21,7 +21,7 @@ struct LinkPiece {
 static_assert(sizeof(LinkPiece) == 24, "layout shared with the host");
 
 // Entries of the list that a warp takes at a time.
-constexpr u32 kLinkTurn = 4;
+constexpr u32 kLinkBatch = 4;
 
 // Parts of the pieces whose arrival is signalled one after the other.
 struct LinkParts {
@@ -42,6 +42,8 @@ struct alignas(128) LinkCopyShared {
 
 // `kPush`: from this side to the other; else from there to here. `kAhead`: pieces that a warp loads ahead of what it stores; its
 // other stages hold what is being stored. `phases`: LinkPhases.
+//
+// Long: one loop, in whose registers are what is loaded, stored and signalled.
 template <bool kPush, u32 kWarps, u32 kStages, u32 kAhead, u32 kPieceBytes>
 __device__ __forceinline__ void link_copy(const LinkCall& call, const LinkPiece* __restrict__ pieces, u32 count,
                                           u32 phases, const LinkParts& parts) {
@@ -53,21 +55,21 @@ __device__ __forceinline__ void link_copy(const LinkCall& call, const LinkPiece*
   Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
   const u32 lane = threadIdx.x % 32;
   const u32 warp = uniform(threadIdx.x / 32);
-  // A warp begins with two turns of the list and then takes the next one that nobody has: two multiprocessors that share a way to
-  // the link get half of what others do, and a fixed share of the list would have all wait for them. What it takes it reads a turn
+  // A warp begins with two batches of the list and then takes the next one that nobody has: two multiprocessors that share a way to
+  // the link get half of what others do, and a fixed part of the list would have all wait for them. What it takes it reads a batch
   // ahead: a piece would otherwise wait for its entry as long as for its bytes.
-  const u32 walker = blockIdx.x * kWarps + warp;
-  const u32 walkers = gridDim.x * kWarps;
-  const auto listed = [&](u64 turn) {
+  const u32 own_warp = blockIdx.x * kWarps + warp;
+  const u32 warps = gridDim.x * kWarps;
+  const auto listed = [&](u64 batch) {
     LinkPiece piece = {};
-    const u64 at = turn * kLinkTurn + lane;
-    if (lane < kLinkTurn && at < count) piece = pieces[at];
+    const u64 at = batch * kLinkBatch + lane;
+    if (lane < kLinkBatch && at < count) piece = pieces[at];
     return piece;
   };
-  u64 held_turn = walker;
-  u64 next_turn = walkers + walker;
-  LinkPiece held = listed(held_turn);
-  LinkPiece next = listed(next_turn);
+  u64 held_batch = own_warp;
+  u64 next_batch = warps + own_warp;
+  LinkPiece held = listed(held_batch);
+  LinkPiece next = listed(next_batch);
   if (lane == 0) {
     for (u32 s = 0; s < kStages; ++s) mbarrier_init(&shared.full[warp][s], 1);
     fence_mbarrier_init();
@@ -80,11 +82,11 @@ __device__ __forceinline__ void link_copy(const LinkCall& call, const LinkPiece*
     bulk_load(shared.stages[warp][stage], reinterpret_cast<const void*>(from), bytes, &shared.full[warp][stage]);
   };
   // What is pushed first is loaded while the others are waited for.
-  static_assert(!kPush || kAhead >= kLinkTurn, "nothing is stored before the second turn");
+  static_assert(!kPush || kAhead >= kLinkBatch, "nothing is stored before the second batch");
   u32 loaded = 0;
   if (kPush) {
 #pragma unroll
-    for (u32 e = 0; e < kLinkTurn; ++e) {
+    for (u32 e = 0; e < kLinkBatch; ++e) {
       const u64 own = __shfl_sync(0xffffffffu, held.own, e);
       const u32 bytes = __shfl_sync(0xffffffffu, held.bytes, e);
       const u32 tensor = __shfl_sync(0xffffffffu, u32(held.tensor), e);
@@ -114,22 +116,22 @@ __device__ __forceinline__ void link_copy(const LinkCall& call, const LinkPiece*
     bulk_store(reinterpret_cast<void*>(shared.to[warp][stage]), shared.stages[warp][stage], shared.bytes[warp][stage]);
     tma_store_commit();
   };
-  // A short list has no third turn, and whoever asked for one would wait for the answer.
-  const bool is_long = count > 2 * walkers * kLinkTurn;
+  // A short list has no third batch, and whoever asked for one would wait for the answer.
+  const bool is_long = count > 2 * warps * kLinkBatch;
   u32 n = 0;  // pieces so far
-  // Pieces are taken in the list's order, so with one behind a part's end this warp has had all of its share of that part.
+  // Pieces are taken in the list's order, so with one behind a part's end this warp has had all of its pieces of that part.
   constexpr u32 kUnknown = ~0u;
   u32 part = 0;            // the next to be signalled
   u32 before = kUnknown;   // pieces of this warp that come before its end, at most
   bool more = true;
-  for (u32 turn = 0; more; ++turn) {
+  for (u32 batch = 0; more; ++batch) {
     u64 taken = 0;
-    if (turn != 0 && is_long && lane == 0) taken = add_relaxed(&call.state->taken, u64(1));
+    if (batch != 0 && is_long && lane == 0) taken = add_relaxed(&call.state->taken, u64(1));
 #pragma unroll
-    for (u32 e = 0; e < kLinkTurn; ++e) {
-      if (turn != 0 && is_long && e == kLinkTurn / 2) {
-        next_turn = 2 * walkers + __shfl_sync(0xffffffffu, taken, 0);
-        next = listed(next_turn);
+    for (u32 e = 0; e < kLinkBatch; ++e) {
+      if (batch != 0 && is_long && e == kLinkBatch / 2) {
+        next_batch = 2 * warps + __shfl_sync(0xffffffffu, taken, 0);
+        next = listed(next_batch);
       }
       LinkPiece piece;
       piece.own = __shfl_sync(0xffffffffu, held.own, e);
@@ -143,7 +145,7 @@ __device__ __forceinline__ void link_copy(const LinkCall& call, const LinkPiece*
       if (lane == 0) {
         // Its stage was stored from kStages pieces ago; younger stores may go on.
         if (n >= kStages) tma_store_wait_read<kStages - kAhead - 1>();
-        if (!kPush || turn != 0) {
+        if (!kPush || batch != 0) {
           const u32 tensor = place & 0xffffu;
           const u64 own = call.own[tensor] + piece.own;
           const u64 remote = shared.tensors[(place >> 16) * kLinkTensors + tensor] + piece.remote;
@@ -151,7 +153,7 @@ __device__ __forceinline__ void link_copy(const LinkCall& call, const LinkPiece*
           shared.to[warp][stage] = kPush ? remote : own;
           load(stage, kPush ? own : remote, piece.bytes);
         }
-        const u64 at = held_turn * kLinkTurn + e;
+        const u64 at = held_batch * kLinkBatch + e;
         if (before == kUnknown && part < parts.count && at >= parts.ends[part]) before = n;
         if (n >= kAhead) {
           store(n - kAhead);
@@ -165,8 +167,8 @@ __device__ __forceinline__ void link_copy(const LinkCall& call, const LinkPiece*
       ++n;
     }
     held = next;
-    held_turn = next_turn;
-    if (turn != 0 && !is_long) more = false;
+    held_batch = next_batch;
+    if (batch != 0 && !is_long) more = false;
   }
   if (lane == 0) {
     for (u32 m = n > kAhead ? n - kAhead : 0; m < n; ++m) store(m);

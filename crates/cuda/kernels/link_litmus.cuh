@@ -50,7 +50,7 @@ __device__ __forceinline__ void link_litmus(const LinkCall& call, u32 rank, u32 
   for (; round < rounds; ++round) {
     litmus_delay(round * 4 + rank * 2);
     for (u32 w = lane; w < kLitmusWords; w += 32) input[w] = litmus_mix(rank * kLitmusWords + w) ^ round;
-    // Written by this very kernel, for another's copy engine and for the own one.
+    // Written by this very kernel, for another's TMA and for the own one.
     fence_system();
     fence_async_proxy_all();
     __syncwarp();

@@ -1,7 +1,7 @@
 // Partial results of rows in the memories of several GPUs, summed into their owner's rows by few multiprocessors: a
 // group-reduce.
 //
-// Some warps have the copy engine fetch the operands of each piece, one after the other in the order of their ranks; the
+// Some warps have TMA fetch the operands of each piece, one after the other in the order of their ranks; the
 // others add them in that order, so a result has the same bits every time, and the same as `row_reduce` gives.
 #pragma once
 
@@ -80,19 +80,19 @@ struct LinkStage {
   }
 };
 
-template <typename Term, u32 kTurns, u32 kPack>
-__device__ __forceinline__ void link_add_terms(float (&sums)[kTurns][kPack], const Term* terms, u32 packs, u32 thread) {
+template <typename Operand, u32 kUnroll, u32 kPack>
+__device__ __forceinline__ void link_add_operand(float (&sums)[kUnroll][kPack], const Operand* operand, u32 packs, u32 thread) {
   // All loads before the first sum: each would otherwise wait for the one before. Past the end there is nothing to add.
-  PackWords<Term, kPack> held[kTurns] = {};
+  PackWords<Operand, kPack> held[kUnroll] = {};
 #pragma unroll
-  for (u32 u = 0; u < kTurns; ++u) {
+  for (u32 u = 0; u < kUnroll; ++u) {
     const u32 pack = thread + u * kLinkAdders;
-    if (pack < packs) held[u] = load_pack_words<Term, kPack>(terms + pack * kPack);
+    if (pack < packs) held[u] = load_pack_words<Operand, kPack>(operand + pack * kPack);
   }
 #pragma unroll
-  for (u32 u = 0; u < kTurns; ++u) {
+  for (u32 u = 0; u < kUnroll; ++u) {
 #pragma unroll
-    for (u32 e = 0; e < kPack; ++e) sums[u][e] += widen_from<Term>(held[u].at, e);
+    for (u32 e = 0; e < kPack; ++e) sums[u][e] += widen_from<Operand>(held[u].at, e);
   }
 }
 
@@ -104,7 +104,7 @@ __device__ __forceinline__ void link_add(const Call& call, LinkReduceShared<C>& 
   using Partial = typename C::Partial;
   using Result = typename C::Result;
   constexpr u32 kPack = 16 / sizeof(Partial);
-  constexpr u32 kTurns = C::kElements / kPack / kLinkAdders;
+  constexpr u32 kUnroll = C::kElements / kPack / kLinkAdders;
   const u32 thread = (threadIdx.x - 32 * C::kFetchers) % kLinkAdders;
   const u32 team = uniform((threadIdx.x - 32 * C::kFetchers) / kLinkAdders);
   LinkStage<C> stage;
@@ -116,13 +116,13 @@ __device__ __forceinline__ void link_add(const Call& call, LinkReduceShared<C>& 
       continue;
     }
     const u32 packs = piece.count / kPack;
-    float sums[kTurns][kPack] = {};
+    float sums[kUnroll][kPack] = {};
     for (u32 o = 0; o < piece.operands; ++o) {
       mbarrier_wait(&shared.full[stage.at], stage.parity);
       if (accumulate && o == 0) {
-        link_add_terms(sums, reinterpret_cast<const Result*>(shared.stages[stage.at]), packs, thread);
+        link_add_operand(sums, reinterpret_cast<const Result*>(shared.stages[stage.at]), packs, thread);
       } else {
-        link_add_terms(sums, reinterpret_cast<const Partial*>(shared.stages[stage.at]), packs, thread);
+        link_add_operand(sums, reinterpret_cast<const Partial*>(shared.stages[stage.at]), packs, thread);
       }
       __syncwarp();
       if (thread % 32 == 0) mbarrier_arrive(&shared.empty[stage.at]);
@@ -132,13 +132,13 @@ __device__ __forceinline__ void link_add(const Call& call, LinkReduceShared<C>& 
     // Tested once: a test at each element takes longer than all else that is done with it.
     if (piece.divisor != 1) {
 #pragma unroll
-      for (u32 u = 0; u < kTurns; ++u) {
+      for (u32 u = 0; u < kUnroll; ++u) {
 #pragma unroll
         for (u32 e = 0; e < kPack; ++e) sums[u][e] = __fdiv_rn(sums[u][e], float(piece.divisor));
       }
     }
 #pragma unroll
-    for (u32 u = 0; u < kTurns; ++u) {
+    for (u32 u = 0; u < kUnroll; ++u) {
       const u32 pack = thread + u * kLinkAdders;
       if (pack < packs) {
         Pack<Result, kPack> out;
@@ -156,7 +156,7 @@ struct LinkFetches {
   const LinkFetch* __restrict__ list;
   u32 count;
 
-  // One of several warps, which take turns.
+  // One of several warps, which alternate.
   __device__ __forceinline__ LinkFetches(const LinkFetch* fetches, u32 begin, u32 end, u32 warp)
       : list(fetches + begin + warp), count(end - begin > warp ? (end - begin - warp + C::kFetchers - 1) / C::kFetchers : 0) {}
 

@@ -12,7 +12,7 @@ namespace counterpoint {
 
 constexpr u32 kRmsNormThreads = 512;
 
-// The kernel's parameter beside the sources. Shared with the host.
+// The kernel's parameter in addition to the sources. Shared with the host.
 struct RmsNormArguments {
   const RowPiece* pieces;  // one after the other
   u64 residual;                // [rows, columns], or 0

@@ -1,7 +1,7 @@
 // The gradients of RMSNorm: with s = 1 / sqrt(mean of h's squares + epsilon) and g = dout * weight, row by row
 // dh = s (g - h s^2 mean(g h)) + dsum, and the weight's is the sum over the rows of dout h s.
 //
-// A block takes neighbouring rows one after the other, as many as follow from the number of rows alone, and sums their shares of the
+// A block takes neighbouring rows one after the other, as many as follow from the number of rows alone, and sums what they add to the
 // weight's gradient in its threads; the sums of blocks are the rows of `partials`, whose columns another kernel sums (column_sum.cuh).
 #pragma once
 
@@ -52,14 +52,16 @@ __device__ __forceinline__ RmsNormSums rms_norm_backward_block_sums(RmsNormSums 
 
 // As many blocks as there are blocks of `rows_each` rows. Rows of tensors are multiples of kPack elements.
 //
-// Of a row up to kRmsNormBackwardThreads * kPack * kKept columns stay in registers between the sums and the gradient, as do their shares of
-// the weight's gradient from row to row. What is beyond is read twice, and its shares are kept in `partials`: each thread has its own.
+// Of a row up to kRmsNormBackwardThreads * kPack * kKept columns stay in registers between the sums and the gradient, as do their partial sums of
+// the weight's gradient from row to row. What is beyond is read twice, and its partial sums lie in `partials`: each thread has its own.
+//
+// Long: three passes over a row that stays in registers.
 template <typename T, u32 kPack>
 __device__ __forceinline__ void rms_norm_backward(const RmsNormBackwardArguments& arguments) {
   constexpr u32 kKept = 2;
   constexpr u32 kStep = kRmsNormBackwardThreads * kPack;  // columns from one pack of a thread to the next
   using Values = Pack<T, kPack>;
-  using Shares = Pack<float, kPack>;
+  using Partials = Pack<float, kPack>;
   __shared__ RmsNormSums of_warps[kRmsNormBackwardThreads / 32];
   const u32 columns = arguments.columns;
   const T* weight = reinterpret_cast<const T*>(arguments.weight);
@@ -76,7 +78,7 @@ __device__ __forceinline__ void rms_norm_backward(const RmsNormBackwardArguments
   };
   // The gradient of what was normalised and multiplied by the weight.
   const auto of_element = [&](T dout, T w) { return weight != nullptr ? widen(dout) * widen(w) : widen(dout); };
-  Shares kept[kKept] = {};
+  Partials own_sums[kKept] = {};
   for (u32 row = first_row; row < end; ++row) {
     const u64 begin = u64(row) * columns;
     const T* dout = reinterpret_cast<const T*>(arguments.dout) + begin;
@@ -110,34 +112,34 @@ __device__ __forceinline__ void rms_norm_backward(const RmsNormBackwardArguments
     const RmsNormSums sums = rms_norm_backward_block_sums(own, of_warps);
     const float scale = 1.0f / sqrtf(sums.squares / float(columns) + arguments.epsilon);
     const float along = sums.along / float(columns) * scale * scale;
-    const auto finish = [&](const Values& x, const Values& d, const Values& other, u32 column, Shares& shares) {
+    const auto finish = [&](const Values& x, const Values& d, const Values& other, u32 column, Partials& sums) {
       const Values w = load_weight(column);
       Values result;
 #pragma unroll
       for (u32 e = 0; e < kPack; ++e) {
         const float own = scale * (of_element(d.at[e], w.at[e]) - widen(x.at[e]) * along);
         result.at[e] = narrow<T>(added != nullptr ? own + widen(other.at[e]) : own);
-        shares.at[e] += widen(d.at[e]) * widen(x.at[e]) * scale;
+        sums.at[e] += widen(d.at[e]) * widen(x.at[e]) * scale;
       }
       store_pack(dh + column, result);
     };
 #pragma unroll
     for (u32 i = 0; i < kKept; ++i) {
-      if (first + i * kStep < columns) finish(x[i], d[i], other[i], first + i * kStep, kept[i]);
+      if (first + i * kStep < columns) finish(x[i], d[i], other[i], first + i * kStep, own_sums[i]);
     }
     for (u32 column = kKept * kStep + first; column < columns; column += kStep) {
       Values beyond;
       if (added != nullptr) beyond = load_pack<T, kPack>(added + begin + column);
-      Shares shares = {};
-      if (partials != nullptr && row > first_row) shares = load_pack<float, kPack>(partials + column);
-      finish(load_pack<T, kPack>(h + column), load_pack<T, kPack>(dout + column), beyond, column, shares);
-      if (partials != nullptr) store_pack(partials + column, shares);
+      Partials sums = {};
+      if (partials != nullptr && row > first_row) sums = load_pack<float, kPack>(partials + column);
+      finish(load_pack<T, kPack>(h + column), load_pack<T, kPack>(dout + column), beyond, column, sums);
+      if (partials != nullptr) store_pack(partials + column, sums);
     }
   }
   if (partials == nullptr) return;
 #pragma unroll
   for (u32 i = 0; i < kKept; ++i) {
-    if (first + i * kStep < columns) store_pack(partials + first + i * kStep, kept[i]);
+    if (first + i * kStep < columns) store_pack(partials + first + i * kStep, own_sums[i]);
   }
 }
 

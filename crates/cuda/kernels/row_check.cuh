@@ -33,7 +33,7 @@ struct RowOrigin {
   u32 row;
 };
 
-// Counts elements that are not what their origin gave; in a sum, beside what the row of `own_rank` held before.
+// Counts elements that are not what their origin gave; in a sum, in addition to what the row of `own_rank` held before.
 template <typename T>
 __device__ __forceinline__ void row_check(const T* tensor, const RowOrigin* origins, u64 rows, u32 row_elements,
                                           u32 own_rank, u32 index, u32 is_sum, u64* wrong) {

@@ -62,7 +62,7 @@ template <typename Partial, u32 kPack>
 struct MergeOperand {
   static constexpr u32 kHeld = kRowMergeHeld / kPack;
   float lse;
-  float terms[kHeld][kPack];
+  float values[kHeld][kPack];
 
   // Columns from `first` on, of row and head `at` of the operand's rows.
   template <typename Sources>
@@ -77,13 +77,13 @@ struct MergeOperand {
       if (column < dim) {
         const Pack<Partial, kPack> pack = load_pack<Partial, kPack>(out + column);
 #pragma unroll
-        for (u32 e = 0; e < kPack; ++e) terms[h][e] = widen(pack.at[e]);
+        for (u32 e = 0; e < kPack; ++e) values[h][e] = widen(pack.at[e]);
       }
     }
   }
 };
 
-// One row and head; heads longer than what a warp holds take several turns. An operand's rows are on their way while the one
+// One row and head; heads longer than what a warp holds take several passes. An operand's rows are on their way while the one
 // before is merged: the chain of logarithms and weights is longer than memory's latency allows.
 template <typename Partial, typename Wire, typename Sum, typename Result, u32 kPack, typename Sources>
 __device__ __forceinline__ void merge_head(const Sources& sources, const RowMergePiece& piece,
@@ -125,8 +125,8 @@ __device__ __forceinline__ void merge_head(const Sources& sources, const RowMerg
         if (first + 32 * h * kPack < dim) {
 #pragma unroll
           for (u32 e = 0; e < kPack; ++e) {
-            const float term = through<Sum>(through<Wire>(operand.terms[h][e]));
-            sums[h][e] = through<Sum>(weigh(weights.own, sums[h][e]) + weigh(weights.other, term));
+            const float value = through<Sum>(through<Wire>(operand.values[h][e]));
+            sums[h][e] = through<Sum>(weigh(weights.own, sums[h][e]) + weigh(weights.other, value));
           }
         }
       }
@@ -156,12 +156,12 @@ __device__ __forceinline__ void row_merge(const Sources& sources, const RowMerge
                                           u32 packed) {
   const u32 lane = threadIdx.x % 32;
   const u32 warps = gridDim.x * (kThreads / 32);
-  const u32 turns = heads > kRowMergeHeads ? (heads + kRowMergeHeads - 1) / kRowMergeHeads : 1;
-  for (u64 i = blockIdx.x * (kThreads / 32) + threadIdx.x / 32; i < u64(count) * turns; i += warps) {
-    const RowMergePiece piece = pieces[i / turns];
-    // A piece of more than one row has one turn.
-    const u32 begin = u32(i % turns) * kRowMergeHeads;
-    const u32 end = turns == 1 ? piece.rows * heads : min(begin + kRowMergeHeads, heads);
+  const u32 passes = heads > kRowMergeHeads ? (heads + kRowMergeHeads - 1) / kRowMergeHeads : 1;
+  for (u64 i = blockIdx.x * (kThreads / 32) + threadIdx.x / 32; i < u64(count) * passes; i += warps) {
+    const RowMergePiece piece = pieces[i / passes];
+    // A piece of more than one row has one pass.
+    const u32 begin = u32(i % passes) * kRowMergeHeads;
+    const u32 end = passes == 1 ? piece.rows * heads : min(begin + kRowMergeHeads, heads);
     for (u32 at = begin; at < end; ++at) {
       if (packed) {
         merge_head<Partial, Wire, Sum, Result, 4>(sources, piece, operands, result, result_lse, at, heads, dim,

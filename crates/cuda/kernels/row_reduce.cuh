@@ -33,19 +33,19 @@ struct RowReduceOperand {
 };
 static_assert(sizeof(RowReducePiece) == 24 && sizeof(RowReduceOperand) == 16, "layouts shared with the host");
 
-// The terms of one operand, or zeros past the end.
+// The values of one operand, or zeros past the end.
 template <typename Partial, u32 kUnroll, u32 kPack>
-__device__ __forceinline__ void load_terms(Pack<Partial, kPack> (&terms)[kUnroll], const Partial* from, u32 first, u32 packs) {
+__device__ __forceinline__ void load_values(Pack<Partial, kPack> (&values)[kUnroll], const Partial* from, u32 first, u32 packs) {
 #pragma unroll
   for (u32 u = 0; u < kUnroll; ++u) {
     const u32 pack = first + 32 * u;
-    if (pack < packs) terms[u] = load_pack<Partial, kPack>(from + u64(pack) * kPack);
+    if (pack < packs) values[u] = load_pack<Partial, kPack>(from + u64(pack) * kPack);
   }
 }
 
 // `Partial`: of the operands. `Wire`: on their way. `Sum`: in which they are combined, each step rounded. `Result`: of `result`.
 //
-// Beside a product there are few multiprocessors, and what each has on its way is what counts: the loads of two operands are
+// Under a product there are few multiprocessors, and what each has on its way is what counts: the loads of two operands are
 // begun before the first is added.
 template <typename Partial, typename Wire, typename Sum, typename Result, u32 kPack, typename Sources>
 __device__ __forceinline__ void reduce_piece(const Sources& sources, const RowReducePiece& piece,
@@ -54,7 +54,7 @@ __device__ __forceinline__ void reduce_piece(const Sources& sources, const RowRe
   // As many as registers allow.
   constexpr u32 kUnroll = kPack == 1 ? 1 : sizeof(Result) > sizeof(Partial) ? 2 : sizeof(Partial) == 2 ? 3 : 4;
   const u32 packs = piece.count / kPack;
-  const auto terms_of = [&](u32 operand) {
+  const auto operand_at = [&](u32 operand) {
     const RowReduceOperand from = operands[operand];
     return reinterpret_cast<const Partial*>(sources.of(from.source)) + from.from;
   };
@@ -69,12 +69,12 @@ __device__ __forceinline__ void reduce_piece(const Sources& sources, const RowRe
         for (u32 e = 0; e < kPack; ++e) sums[u][e] = through<Sum>(widen(own.at[e]));
       }
     }
-    const auto add = [&](const Pack<Partial, kPack> (&terms)[kUnroll]) {
+    const auto add = [&](const Pack<Partial, kPack> (&values)[kUnroll]) {
 #pragma unroll
       for (u32 u = 0; u < kUnroll; ++u) {
 #pragma unroll
         for (u32 e = 0; e < kPack; ++e) {
-          sums[u][e] = through<Sum>(sums[u][e] + through<Sum>(through<Wire>(widen(terms[u].at[e]))));
+          sums[u][e] = through<Sum>(sums[u][e] + through<Sum>(through<Wire>(widen(values[u].at[e]))));
         }
       }
     };
@@ -82,16 +82,16 @@ __device__ __forceinline__ void reduce_piece(const Sources& sources, const RowRe
 #pragma unroll 1
     for (; o + 1 < piece.operand_end; o += 2) {
       Pack<Partial, kPack> one[kUnroll] = {}, other[kUnroll] = {};
-      const Partial* from = terms_of(o);
-      const Partial* next = terms_of(o + 1);
-      load_terms(one, from, first, packs);
-      load_terms(other, next, first, packs);
+      const Partial* from = operand_at(o);
+      const Partial* next = operand_at(o + 1);
+      load_values(one, from, first, packs);
+      load_values(other, next, first, packs);
       add(one);
       add(other);
     }
     if (o < piece.operand_end) {
       Pack<Partial, kPack> one[kUnroll] = {};
-      load_terms(one, terms_of(o), first, packs);
+      load_values(one, operand_at(o), first, packs);
       add(one);
     }
     // Tested once: a test at each element takes longer than all else that is done with it.

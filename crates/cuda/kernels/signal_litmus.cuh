@@ -63,7 +63,7 @@ __device__ __forceinline__ bool signal_litmus_wait(const SignalLitmusCall& call,
   }
 }
 
-// Every other block reads in the ordinary way, which may find old lines in its cache, the others by the copy engine, which goes by
+// Every other block reads in the ordinary way, which may find old lines in its cache, the others by TMA, which goes by
 // another proxy. Each has every `gridDim.x`-th tile; a quarter of them is waited for with a delay of up to two microseconds.
 __device__ __forceinline__ void signal_litmus(const SignalLitmusCall& call) {
   __shared__ alignas(128) u32 row_copy[kSignalLitmusRowBytes / 4];

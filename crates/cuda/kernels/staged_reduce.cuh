@@ -1,9 +1,9 @@
 // Partial results of rows in this GPU's own memory, where others' copy engines have put them, summed into their owner's rows by a
 // few multiprocessors that a product leaves free.
 //
-// A multiprocessor gets as much from L2 as it has on its way. Registers hold 70 KB of that, its shared memory 190: so the copy engine
+// A multiprocessor gets as much from L2 as it has on its way. Registers hold 70 KB of that, its shared memory 190: so TMA
 // fetches, as in `link_reduce`, whose bits and lists these are. Nothing here waits for a link, so what one team adds, operand by operand,
-// is not enough: several take pieces in turn.
+// is not enough: several take pieces one by one.
 #pragma once
 
 #include "link_reduce.cuh"

@@ -5,7 +5,7 @@
 //     for (counterpoint::u32 part = 0; part < call.part_count; ++part) {
 //       const float* x = counterpoint::user_tensor<const float>(call, part, 0);
 //       float* y = counterpoint::user_tensor<float>(call, part, 1);
-//       ... every block computes its share of y ...
+//       ... every block computes its part of y ...
 //       counterpoint::part_done(call, part);
 //     }
 //   }
@@ -42,7 +42,7 @@ __device__ __forceinline__ T* user_tensor(const UserCall& call, u32 part, u32 te
   return reinterpret_cast<T*>(call.parts[part].tensors[tensor].address);
 }
 
-// Every thread of every block calls it, once it has written its share of a part. All that the block has written is seen by whoever
+// Every thread of every block calls it, once it has written its rows of a part. All that the block has written is seen by whoever
 // hears of it: its threads synchronise, and one releases for all of them.
 __device__ __forceinline__ void part_done(const UserCall& call, u32 part) {
   __syncthreads();

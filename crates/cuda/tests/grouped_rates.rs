@@ -4,7 +4,7 @@
 
 use counterpoint_cuda::kernel::{
     ElementType, Gemm, GemmGrid, GemmLayout, GemmLibrary, GemmProblem, GemmShape, GemmSpec, GemmTensors,
-    GroupedGemm, GroupedGemmSpec, GroupedGemmTensors, ProblemRows, ProblemTerm, RandomFill, RowCopy,
+    GroupedGemm, GroupedGemmSpec, GroupedGemmTensors, ProblemKBlock, ProblemRows, RandomFill, RowCopy,
     RowCopyTensor, RowMove, Scalar, StartMark,
 };
 use counterpoint_cuda::{CudaMachine, DeviceBuffer, Event, Stream, StreamPriority, Timing};
@@ -316,18 +316,18 @@ impl Products {
                     rows: vec![ProblemRows { source: 0, first: 0, to: expert * m, count: m }],
                     b_row: 0,
                     // Whatever lies in the ends: what they take is what is measured.
-                    terms: (0..count.div_ceil(BLOCK))
+                    k_blocks: (0..count.div_ceil(BLOCK))
                         .map(|block| match (block + 1) * BLOCK <= count {
                             true => (0, first + block * BLOCK),
                             false => (1, expert * BLOCK),
                         })
-                        .map(|place| ProblemTerm { a: place, b: place })
+                        .map(|place| ProblemKBlock { a: place, b: place })
                         .collect(),
                 },
                 false => GemmProblem {
                     rows: vec![ProblemRows { source: 0, first, to: first, count }],
                     b_row: expert * b_rows,
-                    terms: Vec::new(),
+                    k_blocks: Vec::new(),
                 },
             });
             first += count;

@@ -9,13 +9,13 @@ use super::{TileDirection, TilePlacement, TileSchedule};
 /// Key tiles of one chain with consecutive numbers that all add to one block of dq.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Pod, Zeroable)]
 #[repr(C)]
-pub struct TurnSpan {
+pub struct DqOrderSpan {
     /// [`Tile::number`](super::Tile::number) of the first.
     pub first: u32,
     /// One past the number of the last.
     pub end: u32,
-    /// Turn of the first: how many key tiles of the chain add before it. That of number `n` is `turn + n - first`.
-    pub turn: u32,
+    /// Place of the first in the order: how many key tiles of the chain add before it. That of number `n` is `order + n - first`.
+    pub order: u32,
     /// Which counter says how many of the chain have added to the block.
     pub counter: u32,
 }
@@ -23,14 +23,14 @@ pub struct TurnSpan {
 /// In which order key tiles add to dq when the order matters: for every block of query rows its key tiles, ascending.
 ///
 /// A key tile that has computed its part of the block `[i * block, (i + 1) * block)` waits until as many tiles of its chain have
-/// added to it as its turn says. (Tiles that read a row in common are a chain. Of others, which read other rows of the block,
+/// added to it as come before it in the order. (Tiles that read a row in common are a chain. Of others, which read other rows of the block,
 /// what they add to this one's rows is zero, so it does not matter when.) Tiles must be handed out in
 /// [`TileOrder::Chains`](super::TileOrder::Chains): then everyone waits only for tiles that have started. Nearly every mask
 /// has one span a block, or one for each document in it; the spans of a schedule are as many as its runs change from tile to
 /// tile, not as many as its blocks.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct DqOrder {
-    spans: Vec<TurnSpan>,
+    spans: Vec<DqOrderSpan>,
     /// Of each block its first span, and the number of all spans.
     begins: Vec<u32>,
     counters: u32,
@@ -38,7 +38,7 @@ pub struct DqOrder {
 
 impl DqOrder {
     /// The spans of all blocks, block after block, ascending in each.
-    pub fn spans(&self) -> &[TurnSpan] {
+    pub fn spans(&self) -> &[DqOrderSpan] {
         &self.spans
     }
 
@@ -52,14 +52,14 @@ impl DqOrder {
         self.counters
     }
 
-    /// The counter and the turn of the key tile `number` at `block`; `None` when it adds nothing there.
+    /// The counter and the place in the order of the key tile `number` at `block`; `None` when it adds nothing there.
     ///
     /// # Panics
     /// When there is no such block.
-    pub fn turn(&self, block: usize, number: u32) -> Option<(u32, u32)> {
+    pub fn place(&self, block: usize, number: u32) -> Option<(u32, u32)> {
         let spans = &self.spans[self.begins[block] as usize..self.begins[block + 1] as usize];
         let span = spans.iter().find(|span| (span.first..span.end).contains(&number))?;
-        Some((span.counter, span.turn + (number - span.first)))
+        Some((span.counter, span.order + (number - span.first)))
     }
 }
 
@@ -74,7 +74,7 @@ impl TileSchedule {
         let chains = Chains::of(self);
         let mut order: Vec<usize> = (0..self.tiles.len()).collect();
         order.sort_unstable_by_key(|&index| self.tiles[index].number);
-        let mut closed: Vec<(usize, TurnSpan)> = Vec::new();
+        let mut closed: Vec<(usize, DqOrderSpan)> = Vec::new();
         // The first tile of the span that is open at each block.
         let mut opened = vec![0; self.q_rows.div_ceil(block)];
         let (mut last, mut touched): (Vec<Range>, Vec<Range>) = (Vec::new(), Vec::new());
@@ -97,14 +97,14 @@ impl TileSchedule {
         // Spans were closed in the order of tiles, and a stable sort keeps it in every block.
         closed.sort_by_key(|&(index, _)| index);
         let mut begins = vec![0; opened.len() + 1];
-        let mut spans: Vec<TurnSpan> = Vec::with_capacity(closed.len());
+        let mut spans: Vec<DqOrderSpan> = Vec::with_capacity(closed.len());
         let mut counters = opened.len() as u32;
         for (index, mut span) in closed {
             let of_block = &spans[spans.len() - begins[index + 1] as usize..];
             let chain = chains.chain(span.first);
-            (span.turn, span.counter) =
+            (span.order, span.counter) =
                 match of_block.iter().rev().find(|before| chains.chain(before.first) == chain) {
-                    Some(before) => (before.turn + (before.end - before.first), before.counter),
+                    Some(before) => (before.order + (before.end - before.first), before.counter),
                     None if of_block.is_empty() => (0, index as u32),
                     None => (0, counters),
                 };
@@ -119,8 +119,8 @@ impl TileSchedule {
     }
 }
 
-fn span(first: u32, end: u32) -> TurnSpan {
-    TurnSpan { first, end, turn: 0, counter: 0 }
+fn span(first: u32, end: u32) -> DqOrderSpan {
+    DqOrderSpan { first, end, order: 0, counter: 0 }
 }
 
 /// Calls `each` for every index in `ranges` and not in `without`, both merged and ascending.

@@ -32,7 +32,7 @@ pub use classes::TileClasses;
 pub use config::{TileDirection, TileOrder, TilePartials, TilePlacement, TileScheduleConfig, TileSplit};
 pub use counts::{AlikeTiles, TileCounting, TileCounts};
 pub use ctas::TileCtas;
-pub use dq_order::{DqOrder, TurnSpan};
+pub use dq_order::{DqOrder, DqOrderSpan};
 pub use error::TileScheduleError;
 pub use head_groups::HeadGroups;
 pub use interruption::Interruption;

@@ -1,6 +1,6 @@
-// Attention backward for Hopper: dk, dv of the keys that a CTA owns, and its share of dq.
+// Attention backward for Hopper: dk, dv of the keys that a CTA owns, and its partial sums of dq.
 //
-// A CTA takes items (a tile of 128 keys, a key head) from a queue. It holds K and V in shared memory and walks the
+// A CTA takes items (a tile of 128 keys, a key head) from a queue. It holds K and V in shared memory and loops over the
 // blocks of query rows that see the tile, for every query head of the key head, so dk and dv stay in registers until
 // the item ends.
 //
@@ -11,8 +11,8 @@
 //    memory (backward_queries.cuh). So the key warpgroups wait for nobody's dq, have no registers for it, and are free to
 //    drift apart: one's exponentials run under the other's products.
 //    While it waits for dS, it rounds dq of rows that all tiles have added to (backward_rounding.cuh).
-//  - one has a thread that loads and one that adds dq to global memory, both by the copy engine (backward_dq.cuh), and a warp that
-//    counts what was added; or, where additions take turns, two threads that add and count (backward_turns.cuh). Another one finds
+//  - one has a thread that loads and one that adds dq to global memory, both by TMA (backward_dq.cuh), and a warp that
+//    counts what was added; or, where the order of additions is fixed, two threads that add and count (backward_dq_order.cuh). Another one finds
 //    rows that can be rounded.
 //
 // The order in a key warpgroup, block after block: S; P; dP and dV are issued together, and dS is computed as soon as
@@ -22,7 +22,7 @@
 #include "attention/backward_dq.cuh"
 #include "attention/backward_keys.cuh"
 #include "attention/backward_queries.cuh"
-#include "attention/backward_turns.cuh"
+#include "attention/backward_dq_order.cuh"
 
 namespace counterpoint {
 
@@ -38,9 +38,9 @@ __device__ __forceinline__ void attention_backward(const BackwardParams<C>& para
   if (warpgroup == 0) {
     registers_decrease<C::kLoadRegisters>();
     if (threadIdx.x == 0) load_role(params, shared);
-    if constexpr (C::kTurns) {
+    if constexpr (C::kFixedOrder) {
       const u32 adder = threadIdx.x / 32 - 1;
-      if (threadIdx.x % 32 == 0 && adder < C::kAdders) add_in_turn_role(params, shared, adder);
+      if (threadIdx.x % 32 == 0 && adder < C::kAdders) add_in_order_role(params, shared, adder);
     } else {
       if (threadIdx.x == 32) add_role(params, shared);
       if (threadIdx.x / 32 == 2) count_role(params, shared);

@@ -9,8 +9,8 @@
 //  - one computes dP^T = V dO^T and dS, and owns dk: dK += dS^T Q, dS^T from its registers. It gets P from the first, in
 //    shared memory, and puts dS there;
 //  - one computes dQ^T = K^T dS^T (backward_pair_queries.cuh);
-//  - one has a thread that loads, and a thread that adds dq to global memory, both by the copy engine. The first CTA's
-//    loading thread walks the schedule and announces each step to both.
+//  - one has a thread that loads, and a thread that adds dq to global memory, both by TMA. The first CTA's
+//    loading thread goes through the schedule and announces each step to both.
 //
 // dq is rounded by a pass of its own, not by CTAs that have run out of work as in backward_dq.cuh.
 #pragma once

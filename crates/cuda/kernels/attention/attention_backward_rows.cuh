@@ -1,7 +1,7 @@
 // What precedes attention backward: the rows' statistics laid out head by head, counts begun at zero, dq cleared where it is not
 // zero anyway, and zeros where no key tile sees a row.
 //
-// Attention backward walks rows of one head, and its copy engine fetches the statistics of a block: so they are turned from
+// Attention backward reads rows of one head, and fetches by TMA the statistics of a block: so they are turned from
 // [rows, heads] to [heads, rows] here, once for all key tiles, and get the factor that the exponential wants. It rounds dq
 // itself where key tiles add to it (backward_dq.cuh).
 #pragma once
@@ -26,7 +26,7 @@ struct AttentionBackwardRowsArguments {
   u32 rows;
   u32 heads;
   u32 head_dim;
-  u32 pitch;  // rows, rounded up to what the copy engine takes: a multiple of 4
+  u32 pitch;  // rows, rounded up to what TMA takes: a multiple of 4
 };
 
 namespace backward_rows {

@@ -94,16 +94,16 @@ __device__ __forceinline__ void attention_delta(const AttentionDeltaArguments& p
   // One warp, two rows a lane: a fixed tree.
   for (u32 t = 0; t < params.sinks; ++t) {
     const float sink = __ldg(params.sink + u64(t) * params.heads + head);
-    float share = 0.0f;
+    float partial_sum = 0.0f;
 #pragma unroll
     for (u32 i = 0; i < kRows; i += 32) {
       const float lse = row_lse[threadIdx.x + i];
       // A sink of minus infinity has no weight; so has every sink in a row whose denominator is zero.
-      if (lse != minus_infinity()) share -= exp2_fast((sink - lse) * kLog2E) * sums[threadIdx.x + i];
+      if (lse != minus_infinity()) partial_sum -= exp2_fast((sink - lse) * kLog2E) * sums[threadIdx.x + i];
     }
 #pragma unroll
-    for (u32 offset = 16; offset > 0; offset /= 2) share += __shfl_xor_sync(0xffffffffu, share, offset);
-    if (threadIdx.x == 0) params.dsink_parts[(u64(head) * params.sinks + t) * params.blocks + row0 / kRows] = share;
+    for (u32 offset = 16; offset > 0; offset /= 2) partial_sum += __shfl_xor_sync(0xffffffffu, partial_sum, offset);
+    if (threadIdx.x == 0) params.dsink_parts[(u64(head) * params.sinks + t) * params.blocks + row0 / kRows] = partial_sum;
   }
 }
 

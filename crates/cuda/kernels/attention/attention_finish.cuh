@@ -1,4 +1,4 @@
-// Ends rows of an online softmax outside of the forward: a state becomes a share of a row, merged shares become its result.
+// Ends rows of an online softmax outside of the forward: a state becomes a partial result of a row, merged partial results become its result.
 #pragma once
 
 #include "attention/attention_softmax.cuh"

@@ -1,9 +1,9 @@
-// Attention forward for Hopper (sm_90a): one CTA owns a tile of query rows and walks the runs of its schedule.
+// Attention forward for Hopper (sm_90a): one CTA owns a tile of query rows and loops over the runs of its schedule.
 //
-// In the first warpgroup one thread walks the schedule and another one feeds shared memory by the copy engine; each of the
+// In the first warpgroup one thread goes through the schedule and another one feeds shared memory by TMA; each of the
 // others, a consumer, owns 64 rows. The blocks of all tiles of a CTA form one stream of steps. In each step a consumer
 // starts scores = q k^T of the NEXT step, then acc += weights v of this one, and does the next step's softmax while both
-// run; so the matrix units also stay busy from one tile to the next. Consumers take turns at starting products, so that
+// run; so the matrix units also stay busy from one tile to the next. Consumers alternate at starting products, so that
 // one's softmax runs under the other's products.
 // (The two-level overlap is FlashAttention 3's, https://arxiv.org/abs/2407.08608; the stream across tiles is not.)
 #pragma once
@@ -11,7 +11,7 @@
 #include "attention/attention_forward_interior.cuh"
 #include "attention/attention_forward_load.cuh"
 #include "attention/attention_forward_rows.cuh"
-#include "attention/attention_forward_walk.cuh"
+#include "attention/attention_forward_scheduler.cuh"
 #include "attention/attention_mask.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/wgmma.cuh"
@@ -20,7 +20,7 @@ namespace counterpoint {
 
 // Warps of the first warpgroup.
 constexpr u32 kLoaderWarp = 0;
-constexpr u32 kWalkerWarp = 1;
+constexpr u32 kSchedulerWarp = 1;
 
 // One consumer warpgroup, with one loop body for all steps (`Loop::kUniform`).
 template <typename C>
@@ -35,7 +35,7 @@ struct AttentionForwardConsumer {
   struct Stage {
     u32 item;  // its number
     RowState state;
-    float share[2];  // of the step's sums, not in `state` yet
+    float partial_sum[2];  // of the step's sums, not in `state` yet
     bool last;
   };
 
@@ -142,13 +142,13 @@ struct AttentionForwardConsumer {
     return update_maximum(scores, state, rows.score_scale());
   }
   template <u32 kFrom, u32 kTo>
-  __device__ __forceinline__ void take_weights(const RowScaling& scaling, float (&share)[2]) {
-    exponentiate<kFrom, kTo>(scores, share, rows.score_scale(), scaling);
+  __device__ __forceinline__ void take_weights(const RowScaling& scaling, float (&partial_sum)[2]) {
+    exponentiate<kFrom, kTo>(scores, partial_sum, rows.score_scale(), scaling);
   }
   // Sums are made whole for each step, so that they do not depend on where a row's keys were cut into stages.
   __device__ __forceinline__ static void add_sums(Stage& stage) {
 #pragma unroll
-    for (u32 i = 0; i < 2; ++i) stage.state.sum[i] += quad_sum(stage.share[i]);
+    for (u32 i = 0; i < 2; ++i) stage.state.sum[i] += quad_sum(stage.partial_sum[i]);
   }
 
   __device__ __forceinline__ void rescale_output(const RowScaling& scaling) {
@@ -173,8 +173,8 @@ struct AttentionForwardConsumer {
   static constexpr u32 kEarly = kGroups / 4;
 
   __device__ __forceinline__ void work() {
-    // The last of the ring lets the first one begin.
-    if (group == C::kConsumers - 1) barrier_arrive(kTurnBarrier, 256);
+    // The last consumer lets the first one begin.
+    if (group == C::kConsumers - 1) barrier_arrive(kOrderBarrier, 256);
     if (!take_step()) return;
     rows.begin_state(item(items - 1), state);
     wait_query();
@@ -187,17 +187,17 @@ struct AttentionForwardConsumer {
     {
       const RowScaling scaling = take_scores();
       // In the same two parts as below: the order of the sum must not depend on which step is a CTA's first.
-      take_weights<0, kEarly>(scaling, current.share);
-      take_weights<kEarly, kGroups>(scaling, current.share);
+      take_weights<0, kEarly>(scaling, current.partial_sum);
+      take_weights<kEarly, kGroups>(scaling, current.partial_sum);
       pack_weights();
       begin_output(items - 1, scaling);
-      current = Stage{items - 1, state, {current.share[0], current.share[1]}, (step.flags & kStepLast) != 0};
+      current = Stage{items - 1, state, {current.partial_sum[0], current.partial_sum[1]}, (step.flags & kStepLast) != 0};
     }
     bool accumulate = rows.continues();
     bool more = take_step();
     while (more) {
       wait_query();
-      barrier_sync(kTurnBarrier + group, 256);
+      barrier_sync(kOrderBarrier + group, 256);
       start_scores();
       // What needs no product is done before the next one is started: that would not begin earlier.
       build_mask();
@@ -210,22 +210,22 @@ struct AttentionForwardConsumer {
       const u32 number = steps - 2;
       wait_values(number);
       start_output(number, accumulate);
-      barrier_arrive(kTurnBarrier + (group + 1) % C::kConsumers, 256);
+      barrier_arrive(kOrderBarrier + (group + 1) % C::kConsumers, 256);
       wgmma_wait<1>();
       pin(scores);
       release_scored();
       const RowScaling scaling = take_scores();
       Stage next{items - 1, state, {0.0f, 0.0f}, (step.flags & kStepLast) != 0};
-      take_weights<0, kEarly>(scaling, next.share);
+      take_weights<0, kEarly>(scaling, next.partial_sum);
       pin(scores);
       // What follows is waited for here, and needs these weights. The compiler, which knows that sums of weights are not negative, still
       // moves them behind the product where blocks have 176 keys and at head 64, and that is faster (docs/experiments/006-forward-head-64.md).
       // The others are packed as they come: that needs the registers which the product reads.
-      more = take_step(next.share[0] + next.share[1]);
+      more = take_step(next.partial_sum[0] + next.partial_sum[1]);
       wgmma_wait<0>();
       pin(acc);
       release(&shared.value_empty[number % C::kStages]);
-      take_weights<kEarly, kGroups>(scaling, next.share);
+      take_weights<kEarly, kGroups>(scaling, next.partial_sum);
       pack_weights();
       if (current.last) {
         rows.write(item(current.item), current.state, acc);
@@ -252,12 +252,12 @@ __device__ __forceinline__ void attention_forward(const AttentionForwardArgument
   const u32 skew = (1024 - shared_address(dynamic) % 1024) % 1024;
   auto& shared = *reinterpret_cast<AttentionForwardShared<C>*>(dynamic + skew);
   let_dependents_start();
-  AttentionForwardWalker<C> walker{arguments, shared};
+  AttentionForwardScheduler<C> scheduler{arguments, shared};
   const u32 warp = uniform(threadIdx.x / 32);
   const bool leads = threadIdx.x % 32 == 0;
   if (warp == kLoaderWarp && leads) {
     shared.initialise();
-  } else if (warp == kWalkerWarp && leads) {
+  } else if (warp == kSchedulerWarp && leads) {
     // What the first copies need is on its way while barriers are made.
     tma_prefetch_map(&arguments.q_map);
     tma_prefetch_map(&arguments.k_map);
@@ -266,7 +266,7 @@ __device__ __forceinline__ void attention_forward(const AttentionForwardArgument
       tma_prefetch_map(&arguments.arriving_k_map);
       tma_prefetch_map(&arguments.arriving_v_map);
     }
-    walker.find();
+    scheduler.find();
   }
   __syncthreads();
   wait_for_previous();
@@ -275,8 +275,8 @@ __device__ __forceinline__ void attention_forward(const AttentionForwardArgument
     if (warp == kLoaderWarp && leads) {
       AttentionForwardLoader<C> loader{arguments, shared};
       loader.work();
-    } else if (warp == kWalkerWarp && leads) {
-      walker.work();
+    } else if (warp == kSchedulerWarp && leads) {
+      scheduler.work();
     }
   } else {
     registers_increase<C::kConsumerRegisters>();

@@ -86,7 +86,7 @@ struct AttentionForwardInteriorConsumer {
     if (!kInterior && flags & kStepLast) release(barrier(&Shared::query_empty));
   }
 
-  // Where the operands of the next products are; found before the turn, which is not kept waiting then.
+  // Where the operands of the next products are; found before the barrier, which is not kept waiting then.
   u64 query_descriptor, key_descriptor, value_descriptor;
   __device__ __forceinline__ void find_scores() {
     query_descriptor = wgmma_descriptor_at(base + offset(&Shared::queries) + group * 64 * kRowBytes +
@@ -174,7 +174,7 @@ struct AttentionForwardInteriorConsumer {
     return __any_sync(0xffffffffu, grew);
   }
 
-  // Turns scores into weights, packed, and adds them to this thread's sums.
+  // Makes scores into weights, packed, and adds them to this thread's sums.
   __device__ __forceinline__ void take_weights() {
     const float scale = rows.score_scale();
     float chain[2][2];
@@ -215,12 +215,12 @@ struct AttentionForwardInteriorConsumer {
     const u32 number = steps - 2;
     find_scores();
     find_output(number);
-    barrier_sync(kTurnBarrier + group, 256);
+    barrier_sync(kOrderBarrier + group, 256);
     start_scores();
     if (!kInterior) build_mask();
     wait_values(number);
     start_output();
-    barrier_arrive(kTurnBarrier + (group + 1) % C::kConsumers, 256);
+    barrier_arrive(kOrderBarrier + (group + 1) % C::kConsumers, 256);
     const u32 ended_item = items - 2;
     RowState ended;
     if (!kInterior && ends) {
@@ -248,8 +248,8 @@ struct AttentionForwardInteriorConsumer {
   }
 
   __device__ __forceinline__ void work() {
-    // The last of the ring lets the first one begin.
-    if (group == C::kConsumers - 1) barrier_arrive(kTurnBarrier, 256);
+    // The last consumer lets the first one begin.
+    if (group == C::kConsumers - 1) barrier_arrive(kOrderBarrier, 256);
     if (!take_step()) return;
     begin_state();
     clear_output();

@@ -92,7 +92,7 @@ struct AttentionForwardLoader {
         // Whoever waits for its keys sees that there is no more.
         mbarrier_arrive(&shared.key_full[stage]);
         load_values();
-        // By now this CTA's walker is through too. The last CTA leaves the queue, and what has been delivered, as it was found.
+        // By now this CTA's scheduler is through too. The last CTA leaves the queue, and what has been delivered, as it was found.
         if (atomicInc(&arguments.queue[1], gridDim.x - 1) == gridDim.x - 1) {
           arguments.queue[0] = arguments.queue[2] = 0;
           if (arguments.arrivals.mailbox != nullptr) link_take_back(arguments.arrivals);

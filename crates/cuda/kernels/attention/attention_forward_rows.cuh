@@ -18,7 +18,7 @@ struct AttentionForwardRows {
   // The tile's row of this thread's row `i`.
   __device__ __forceinline__ u32 row(u32 i) const { return first + 8 * i; }
 
-  // What turns a score into a power of two.
+  // What makes a score a power of two.
   __device__ __forceinline__ float score_scale() const {
     return C::kScores == Scores::kScaled ? arguments.scale_log2 : 1.0f;
   }

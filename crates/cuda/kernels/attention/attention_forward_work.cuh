@@ -7,11 +7,11 @@
 
 namespace counterpoint {
 
-// A row of 64 elements, as the copy engine swizzles it.
+// A row of 64 elements, as TMA swizzles it.
 constexpr u32 kRowBytes = 128;
 
 // Barriers that name their users: 0 is __syncthreads.
-constexpr u32 kTurnBarrier = 1;
+constexpr u32 kOrderBarrier = 1;
 
 // What a launch may be a part of.
 enum class Span : u32 {
@@ -129,7 +129,7 @@ struct alignas(16) AttentionForwardStep {
   u32 flags;
 };
 
-// Steps that are known at a time: those that consumers and the copy engine work on, and two more, so that nobody waits
+// Steps that are known at a time: those that consumers and TMA work on, and two more, so that nobody waits
 // for the schedule.
 constexpr u32 kPlanned = 4;
 

@@ -1,4 +1,4 @@
-// Merges the partial results of tiles: out and lse of a row over disjoint keys, and its sinks; into results, or in f32 into shares that are
+// Merges the partial results of tiles: out and lse of a row over disjoint keys, and its sinks; into results, or in f32 into partial results that are
 // merged with others.
 #pragma once
 

@@ -17,7 +17,7 @@ __device__ __forceinline__ float quad_sum(float value) {
 }
 
 // Each lane of a quad holds pairs of columns 2 * (lane % 4) + {0, 1} of two groups of 8 columns; the result is columns
-// 4 * (lane % 4 / 2) + {0, 1, 2, 3} of group lane % 2: 8 bytes to store at once, 32 beside each other by a quad.
+// 4 * (lane % 4 / 2) + {0, 1, 2, 3} of group lane % 2: 8 bytes to store at once, 32 next to each other by a quad.
 __device__ __forceinline__ uint2 pair_transpose(u32 g0, u32 g1, u32 lane) {
   const bool odd = lane & 1;
   const u32 other = __shfl_xor_sync(0xffffffffu, odd ? g0 : g1, 1);
@@ -38,7 +38,7 @@ struct RowState {
   }
 };
 
-// What turns the scores of two rows into weights exp2(scale * score + offset).
+// What makes the scores of two rows into weights exp2(scale * score + offset).
 struct RowScaling {
   float offset[2];
   float rescale[2];  // what accumulators and sums of earlier blocks must be multiplied by
@@ -74,10 +74,10 @@ __device__ __forceinline__ RowScaling update_maximum(const float (&scores)[kCoun
   return scaling;
 }
 
-// Turns the scores of column groups kFrom to kTo (of 8 columns each) into weights and adds them to this thread's shares
+// Makes the scores of column groups kFrom to kTo (of 8 columns each) into weights and adds them to this thread's partial sums
 // of the block's sums.
 template <u32 kFrom, u32 kTo, u32 kCount>
-__device__ __forceinline__ void exponentiate(float (&scores)[kCount], float (&share)[2], float scale,
+__device__ __forceinline__ void exponentiate(float (&scores)[kCount], float (&partial_sum)[2], float scale,
                                              const RowScaling& scaling) {
   float chain[2][2] = {};
 #pragma unroll
@@ -87,7 +87,7 @@ __device__ __forceinline__ void exponentiate(float (&scores)[kCount], float (&sh
     chain[i][place % 2] += scores[place];
   }
 #pragma unroll
-  for (u32 i = 0; i < 2; ++i) share[i] += chain[i][0] + chain[i][1];
+  for (u32 i = 0; i < 2; ++i) partial_sum[i] += chain[i][0] + chain[i][1];
 }
 
 // What a row's accumulators are multiplied by in the end, and its logarithm of the sum.

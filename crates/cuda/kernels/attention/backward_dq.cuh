@@ -1,4 +1,4 @@
-// The sums of dq in attention backward: the copy engine adds to them, one thread at a time where additions take no turns. What is
+// The sums of dq in attention backward: TMA adds to them, one thread at a time where the order of additions is not fixed. What is
 // summed is rounded by others (backward_rounding.cuh).
 #pragma once
 

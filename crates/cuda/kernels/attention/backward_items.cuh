@@ -1,7 +1,7 @@
 // The queue of items of attention backward, shared by all CTAs: which tile, key head and query heads a ticket means, and where the CTAs
 // of a key head are.
 //
-// An item is asked for only when it is to be opened: a CTA that held one while it is busy would have others wait, for their turns or for it
+// An item is asked for only when it is to be opened: a CTA that held one while it is busy would have others wait, to add after it or for it
 // to finish last.
 #pragma once
 
@@ -14,7 +14,7 @@ namespace backward {
 
 // A tile, and some query heads of a key head. What its steps say of it, they say themselves.
 struct Item {
-  u32 tile;                      // the tile's number, where turns are taken
+  u32 tile;                      // the tile's number, where the order of additions is fixed
   u32 head_q_begin, head_q_end;
   u32 flags;                     // kHalf, kAlone: of all its steps
 
@@ -37,30 +37,30 @@ __device__ __forceinline__ u32 item_heads(const BackwardParams<C>& params, u32 f
   }
 }
 
-// Where additions take turns, the queue goes tile by tile, some heads of each: the longer before a tile the one that it follows has
+// Where the order of additions is fixed, the queue goes tile by tile, some heads of each: the longer before a tile the one that it follows has
 // started, the less it waits.
-struct TurnItems {
+struct OrderedItems {
   // The tile of item `ticket`.
   template <typename C>
   static __device__ __forceinline__ const Tile* find(const BackwardParams<C>& params, u32 ticket, Item& item, Step& step) {
-    const BackwardTurns& turns = params.order;
-    const u32 before = ticket / (turns.num_tiles * turns.heads_at_a_time) * turns.heads_at_a_time;
-    const u32 heads = min(turns.heads_at_a_time, params.all.heads_kv - before);
-    const u32 rest = ticket - before * turns.num_tiles;
+    const BackwardDqOrder& order = params.order;
+    const u32 before = ticket / (order.num_tiles * order.heads_at_a_time) * order.heads_at_a_time;
+    const u32 heads = min(order.heads_at_a_time, params.all.heads_kv - before);
+    const u32 rest = ticket - before * order.num_tiles;
     item.set_heads(params.all, step, before + rest % heads, 0, params.all.group);
     return params.all.tiles + rest / heads;
   }
 
-  // Gives the step the turn of the tile of this number among those that add to its block of rows.
+  // Gives the step the place of the tile of this number among those that add to its block of rows.
   template <typename C>
-  static __device__ __forceinline__ void find_turn(const BackwardParams<C>& params, Step& step, u32 tile) {
-    const BackwardTurns& turns = params.order;
+  static __device__ __forceinline__ void find_order(const BackwardParams<C>& params, Step& step, u32 tile) {
+    const BackwardDqOrder& order = params.order;
     const u32 block = u32(step.row) / C::kRows;
-    const u32 end = __ldg(turns.begins + block + 1);
-    for (u32 i = __ldg(turns.begins + block); i < end; ++i) {
-      const uint4 span = __ldg(reinterpret_cast<const uint4*>(turns.spans + i));
+    const u32 end = __ldg(order.begins + block + 1);
+    for (u32 i = __ldg(order.begins + block); i < end; ++i) {
+      const uint4 span = __ldg(reinterpret_cast<const uint4*>(order.spans + i));
       if (tile < span.y) {
-        step.turn = span.z + tile - span.x;
+        step.order = span.z + tile - span.x;
         step.counter = span.w;
         return;
       }
@@ -76,8 +76,8 @@ struct ClassItems {
   static __device__ __forceinline__ u32 parts_of(const BackwardParams<C>& params, u32 index) {
     if constexpr (C::kSums) {
       return params.sums.parts;
-    } else if constexpr (C::kHalves) {
-      return index < params.halves.classes ? 2 : 1;
+    } else if constexpr (C::kHalfHeads) {
+      return index < params.half_heads.classes ? 2 : 1;
     } else {
       return 1;
     }
@@ -98,11 +98,11 @@ struct ClassItems {
       tiles = ends[i] - first;
       parts = parts_of(params, i);
     }
-    item.flags = C::kHalves && parts == 2 ? kHalf : 0;
+    item.flags = C::kHalfHeads && parts == 2 ? kHalf : 0;
     const u32 head = rest / tiles;
     const u32 place = first + rest % tiles;
     item.set_heads(params.all, step, head / parts, head % parts, params.all.group / parts);
-    if constexpr (C::kHalves || C::kSums) step.counter = place * heads_kv + step.head_kv;
+    if constexpr (C::kHalfHeads || C::kSums) step.counter = place * heads_kv + step.head_kv;
     if constexpr (C::kAlone) {
       if (params.alone.tiles != nullptr && __ldg(params.alone.tiles + place)) item.flags |= kAlone;
     }
@@ -110,8 +110,8 @@ struct ClassItems {
   }
 };
 
-// Where the CTAs that work on a key head are, or on the query heads of an item, which read the same rows: the row where the last stretch
-// began. It is a hint, and whatever it says, every block is walked once. Where turns are taken, blocks have one order and nobody asks.
+// Where the CTAs that work on a key head are, or on the query heads of an item, which read the same rows: the row where the last of them
+// began blocks of a head. It is a hint, and whatever it says, every block comes once. Where the order of additions is fixed, so is that of blocks, and nobody asks.
 struct Neighbours {
   template <typename C>
   static __device__ __forceinline__ u32* cursor(const BackwardParams<C>& params, const Item& item, u32 head_kv) {

@@ -1,7 +1,7 @@
 // The warpgroups of attention backward that own keys: S, P, dP, dS of each block, and the sums dk and dv.
 #pragma once
 
-#include "attention/backward_halves.cuh"
+#include "attention/backward_half_heads.cuh"
 #include "attention/backward_sums.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/bits.cuh"
@@ -64,8 +64,8 @@ __device__ __forceinline__ typename C::Gradient* gradient_row(void* out, const B
                                                               u32 head, u32 head_dim) {
   using Gradient = typename C::Gradient;
   Gradient* to = static_cast<Gradient*>(out) + u64(u32(row)) * (params.all.heads_kv * head_dim);
-  if (row >= params.all.homed_from) {
-    to = reinterpret_cast<Gradient*>(__ldg(params.all.homes + 2 * u32(row - params.all.homed_from) + kTensor));
+  if (row >= params.all.owner_rows_from) {
+    to = reinterpret_cast<Gradient*>(__ldg(params.all.owner_rows + 2 * u32(row - params.all.owner_rows_from) + kTensor));
   }
   return to + head * head_dim;
 }
@@ -74,14 +74,14 @@ __device__ __forceinline__ typename C::Gradient* gradient_row(void* out, const B
 // not make a fence for what others wrote.
 template <typename C>
 __device__ __forceinline__ void gradients_arrive(const BackwardParams<C>& params) {
-  if (params.all.homes != nullptr) fence_system();
+  if (params.all.owner_rows != nullptr) fence_system();
 }
 
 // Where such a row goes as elements: of a tile that is alone, to `out`.
 template <u32 kTensor, typename C>
 __device__ __forceinline__ void* rounded_row(void* out, const BackwardParams<C>& params, i32 row, u32 head,
                                              u32 head_dim) {
-  if (!C::kShares) return gradient_row<kTensor>(out, params, row, head, head_dim);
+  if (!C::kPartialSums) return gradient_row<kTensor>(out, params, row, head, head_dim);
   return static_cast<Element*>(out) + (u64(u32(row)) * params.all.heads_kv + head) * head_dim;
 }
 
@@ -119,7 +119,7 @@ __device__ __forceinline__ void store_gradient(const BackwardParams<C>& params, 
                                                const float (&d)[kCount], float factor) {
   void* out = kTensor == 0 ? params.all.dk : params.all.dv;
   const u32 head_dim = kTensor == 0 ? params.all.head_dim : params.all.head_dim_v;
-  if (!C::kShares || (C::kAlone && uniform_load(&step.flags) & kAlone)) {
+  if (!C::kPartialSums || (C::kAlone && uniform_load(&step.flags) & kAlone)) {
     if constexpr (C::kAlone) out = kTensor == 0 ? params.alone.dk : params.alone.dv;
     store_rounded<kTensor>(out, head_dim, params, step, d, factor);
     return;
@@ -152,7 +152,7 @@ __device__ __forceinline__ void store_zeros(const BackwardParams<C>& params, con
   if constexpr (C::kAlone) {
     if (alone) out = kTensor == 0 ? params.alone.dk : params.alone.dv;
   }
-  const u32 size = C::kShares && !alone ? 4 : 2;
+  const u32 size = C::kPartialSums && !alone ? 4 : 2;
   for (u32 i = 0; i < 2; ++i) {
     const i32 row = key + i32(8 * i);
     if (row >= key_end) continue;
@@ -277,6 +277,8 @@ __device__ __forceinline__ void weigh(const BackwardParams<C>& params, const flo
 }
 
 // The two warpgroups that own keys.
+//
+// Long: the mainloop, whose accumulators and barriers every line shares; as functions of their own the parts would pass them all.
 template <typename C>
 __device__ __forceinline__ void key_role(const BackwardParams<C>& params, Storage<C>& shared, u32 warpgroup) {
   const u32 keys_k = operand<C>(shared_address(shared.k) + warpgroup * 64 * 128);
@@ -377,7 +379,7 @@ __device__ __forceinline__ void key_role(const BackwardParams<C>& params, Storag
     pin(dk);
     pin(dv);
     const Step& step = shared.steps[(count - 1) % kSteps];
-    if constexpr (C::kHalves) {
+    if constexpr (C::kHalfHeads) {
       if (uniform_load(&step.flags) & kHalf && !is_whole(params, step, dk, dv)) continue;
     }
     if constexpr (C::kSums) {

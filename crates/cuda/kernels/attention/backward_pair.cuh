@@ -2,7 +2,7 @@
 // roles notify each other of what is there.
 #pragma once
 
-#include "attention/backward_walk.cuh"
+#include "attention/backward_scheduler.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/cluster.cuh"
 
@@ -51,7 +51,7 @@ struct Storage {
   float lse[C::kStages][C::kRows];
   float delta[C::kDoutStages][C::kRows];
   Step steps[kSteps];
-  Walk<C> walk;  // of the first CTA
+  TileScheduler<C> scheduler;  // of the first CTA
   Delivered delivered;
   u64 announced[kAnnouncements];
   u64 full_k, full_v;
@@ -89,7 +89,7 @@ struct Storage {
   }
 };
 
-// Buffers of dout, and the parity of the round in which step `count` uses its buffer.
+// Buffers of dout, and the parity of the phase in which step `count` uses its buffer.
 template <typename C>
 __device__ __forceinline__ u32 dout_slot_of(u32 count) {
   return count % C::kDoutStages;

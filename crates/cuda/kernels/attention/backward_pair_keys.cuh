@@ -139,6 +139,8 @@ __device__ __forceinline__ void send_gradients(Storage<C>& shared, u32 slot) {
 }
 
 // dP, dS and dk.
+//
+// Long: the mainloop, whose accumulators and barriers every line shares.
 template <typename C>
 __device__ __forceinline__ void key_role(const BackwardParams<C>& params, Storage<C>& shared) {
   u32 count = 0;

@@ -3,21 +3,21 @@
 
 #include "attention/backward_pair.cuh"
 #include "attention/backward_queries.cuh"
-#include "attention/backward_turns.cuh"
+#include "attention/backward_dq_order.cuh"
 #include "ptx/wgmma.cuh"
 
 namespace counterpoint {
 
 namespace backward_pair {
 
-// Writes the walk's next step down for both CTAs. The first CTA's walking thread.
+// Writes the scheduler's next step down for both CTAs. By the first CTA's scheduler.
 template <typename C>
 __device__ __forceinline__ void announce(Storage<C>& shared, u32 count) {
   Step& step = shared.steps[count % kSteps];
-  step = shared.walk.next;
+  step = shared.scheduler.next;
   const u32 to = peer_address(shared_address(&step), 1);
   const u32 barrier = peer_address(shared_address(&shared.announced[count % kAnnouncements]), 1);
-  const u32* words = reinterpret_cast<const u32*>(&shared.walk.next);
+  const u32* words = reinterpret_cast<const u32*>(&shared.scheduler.next);
 #pragma unroll
   for (u32 i = 0; i < sizeof(Step) / 4; ++i) peer_store(to + 4 * i, words[i], barrier);
 }
@@ -73,12 +73,12 @@ __device__ __forceinline__ void load_statistic(const BackwardParams<C>& params, 
   tma_load_3d(to, &params.all.statistics, full, step.row & ~3, step.head_q, first_copy + (step.row & 3));
 }
 
-// The thread that loads. In the first CTA it walks, for both.
+// The thread that loads. In the first CTA it schedules, for both.
 template <typename C>
 __device__ __forceinline__ void load_role(const BackwardParams<C>& params, Storage<C>& shared, u32 rank) {
   shared.delivered.begin(params.all);
   if (rank == 0) {
-    shared.walk.begin(params);
+    shared.scheduler.begin(params);
     announce(shared, 0);
   }
   for (u32 count = 0;; ++count) {
@@ -107,7 +107,7 @@ __device__ __forceinline__ void load_role(const BackwardParams<C>& params, Stora
       load_statistic(params, shared.delta[dout_slot], full_dout, step, 4);
     }
     if (rank == 0 && !(step.flags & kExit)) {
-      shared.walk.advance(params);
+      shared.scheduler.advance(params);
       announce(shared, count + 1);
     }
 
@@ -132,12 +132,12 @@ __device__ __forceinline__ void add_role(const BackwardParams<C>& params, Storag
     const Step& step = shared.steps[count % kSteps];
     if (step.flags & kExit) break;
     const bool rows = has_rows(step);
-    u32* turns = nullptr;
-    if constexpr (C::kTurns) {
+    u32* counter = nullptr;
+    if constexpr (C::kFixedOrder) {
       if (rows) {
-        turns = turn_counter(params, step);
+        counter = order_counter(params, step);
         // Both CTAs of a tile add, the first one first: columns that both add to get their sums in one order too.
-        await_turn(params, turns, 2 * step.turn + rank);
+        await_order(params, counter, 2 * step.order + rank);
       }
     }
 #pragma unroll 1
@@ -161,11 +161,11 @@ __device__ __forceinline__ void add_role(const BackwardParams<C>& params, Storag
         if (count > 0 || part > 0) mbarrier_arrive(&shared.empty_dq[buffer ^ 1]);
       }
     }
-    if (C::kTurns && rows) {
-      // The additions are done: it is the next one's turn.
+    if (C::kFixedOrder && rows) {
+      // The additions are done: the next one may add.
       tma_store_wait<0>();
       fence_device();
-      add_relaxed(turns, 1);
+      add_relaxed(counter, 1);
     }
   }
   tma_store_wait<0>();

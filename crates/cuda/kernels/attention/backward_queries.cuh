@@ -2,7 +2,7 @@
 #pragma once
 
 #include "attention/backward_rounding.cuh"
-#include "attention/backward_walk.cuh"
+#include "attention/backward_scheduler.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/wgmma.cuh"
 
@@ -10,30 +10,30 @@ namespace counterpoint {
 
 namespace backward {
 
-// Announces the walk's next step and fetches its rows, when the slot is free.
+// Announces the scheduler's next step and fetches its rows, when the slot is free.
 //
 // lse and delta come as boxes of a tensor, too. A box begins at a multiple of 16 bytes and a block at any row, so there are
 // four copies of them, each a row ahead of the one before.
 template <typename C>
 __device__ __forceinline__ void load_rows(const BackwardParams<C>& params, Storage<C>& shared) {
-  Walk<C>& walk = shared.walk;
-  const u32 count = walk.count;
-  const u32 flags = walk.next.flags;
+  TileScheduler<C>& scheduler = shared.scheduler;
+  const u32 count = scheduler.count;
+  const u32 flags = scheduler.next.flags;
   if (flags & kExit && count > 0 && shared.steps[(count - 1) % kSteps].flags & kExit) return;
   const u32 slot = slot_of(count);
   u64* full_q = &shared.full_q[slot];
   u64* full_dout = &shared.full_dout[slot];
   mbarrier_wait(&shared.empty[slot], parity_of(count) ^ 1);
-  shared.steps[count % kSteps] = walk.next;
-  walk.count = count + 1;
+  shared.steps[count % kSteps] = scheduler.next;
+  scheduler.count = count + 1;
   // Every thread that adds leaves at a step of its own.
   if (flags & kExit && C::kAdders > 1) shared.steps[(count + 1) % kSteps].flags = kExit;
   if (flags & (kExit | kEmpty)) {
     mbarrier_arrive(full_q);
     mbarrier_arrive(full_dout);
   } else {
-    const i32 row = walk.next.row;
-    const u32 head = walk.next.head_q;
+    const i32 row = scheduler.next.row;
+    const u32 head = scheduler.next.head_q;
     mbarrier_arrive_expect(full_q, C::kRowBytes + C::kStatisticBytes);
     mbarrier_arrive_expect(full_dout, C::kRowBytes + C::kStatisticBytes);
 #pragma unroll
@@ -47,7 +47,7 @@ __device__ __forceinline__ void load_rows(const BackwardParams<C>& params, Stora
     }
     tma_load_3d(shared.delta[slot], &params.all.statistics, full_dout, row & ~3, head, 4 + (row & 3));
   }
-  if (!(flags & kExit)) walk.advance(params);
+  if (!(flags & kExit)) scheduler.advance(params);
 }
 
 template <typename C>
@@ -78,7 +78,7 @@ __device__ __forceinline__ void await_keys(const AttentionBackwardArguments& par
 // The thread that loads.
 template <typename C>
 __device__ __forceinline__ void load_role(const BackwardParams<C>& params, Storage<C>& shared) {
-  shared.walk.begin(params);
+  shared.scheduler.begin(params);
   load_rows(params, shared);
   shared.delivered.begin(params.all);
   await_keys(params.all, shared.delivered, shared.steps[0]);
@@ -147,12 +147,12 @@ __device__ __forceinline__ void query_role(const BackwardParams<C>& params, Stor
   const u32 lane = threadIdx.x % 32;
   u32 offsets[2][2];
   dq_part_offsets(offsets);
-  RoundingBeside<C> rounding;
+  OverlappedRounding<C> rounding;
   for (u32 count = 0;; ++count) {
     const u32 slot = slot_of(count);
     // Not full_q: the rows of the step after next may be there before this warpgroup comes to look.
     if (rounding.has_rows(shared)) {
-      typename RoundingBeside<C>::Rows rows;
+      typename OverlappedRounding<C>::Rows rows;
       rounding.load(params, shared, rows);
       mbarrier_wait(&shared.full_ds[slot], parity_of(count));
       rounding.round(params, shared, rows);

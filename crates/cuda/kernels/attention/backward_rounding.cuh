@@ -9,7 +9,7 @@
 // is left to them.
 #pragma once
 
-#include "attention/backward_walk.cuh"
+#include "attention/backward_scheduler.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/flag.cuh"
 #include "wait_limit.cuh"
@@ -155,13 +155,13 @@ __device__ __forceinline__ void round_role(const BackwardParams<C>& params) {
   }
 }
 
-// The thread that finds slabs for the query warpgroup, as long as it is to round any: that slows what it is beside.
+// The thread that finds slabs for the query warpgroup, as long as it is to round any: that slows what runs at the same time.
 template <typename C>
 __device__ __forceinline__ void find_role(const BackwardParams<C>& params, Storage<C>& shared) {
   if (params.rounding.rounded_dq == nullptr) return;
   for (u32 count = 0;; ++count) {
     SummedSlab slab{0, 0};
-    if (load_relaxed(params.rounding.progress) < params.rounding.beside) slab = take_summed(params);
+    if (load_relaxed(params.rounding.progress) < params.rounding.overlapped) slab = take_summed(params);
     mbarrier_wait(&shared.empty_found[slot_of(count)], parity_of(count) ^ 1);
     shared.found[slot_of(count)] = slab;
     mbarrier_arrive(&shared.full_found[slot_of(count)]);
@@ -169,10 +169,10 @@ __device__ __forceinline__ void find_role(const BackwardParams<C>& params, Stora
   }
 }
 
-// What a warp of the query warpgroup rounds beside its other work: a quarter of each slab that is found, a few rows at a time, whose
+// What a warp of the query warpgroup rounds under its other work: a quarter of each slab that is found, a few rows at a time, whose
 // sums travel while it waits.
 template <typename C>
-struct RoundingBeside {
+struct OverlappedRounding {
   using Rows = RowsOfSlab<C, C::kParts == 1 ? 2 : 4>;
   static constexpr u32 kQuarter = C::kRows / 4;
   static constexpr u32 kSlab = 0x10000;

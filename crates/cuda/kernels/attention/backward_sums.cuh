@@ -1,11 +1,11 @@
 // Items that are some of the query heads of a tile and a key head, in attention backward: where a key head has several query heads and
-// tiles see many rows, CTAs that all walk one query head find its rows in L2, and those that walk several do not.
+// tiles see many rows, CTAs that all compute one query head find its rows in L2, and those that compute several do not.
 //
 // Every item adds its dk and dv to sums in f32, as it adds to dq: by TMA. Whichever warpgroup adds the last part of its keys
-// takes the sums, leaves zeros, and goes on as if it had walked all heads.
+// takes the sums, leaves zeros, and goes on as if it had computed all heads.
 #pragma once
 
-#include "attention/backward_halves.cuh"
+#include "attention/backward_half_heads.cuh"
 #include "ptx/barrier.cuh"
 
 namespace counterpoint {

@@ -9,15 +9,15 @@ namespace counterpoint {
 
 // In which order key tiles add to a row of dq.
 enum class DqOrder : u32 {
-  kAsTheyCome,
-  kInTurn,  // of tiles, so that two runs give the same bits
+  kAny,
+  kFixed,  // of tiles, so that two runs give the same bits
 };
 
 // Of a row of dk and dv.
 enum class KeyGradients : u32 {
-  kResults,  // elements
-  kShares,   // f32, of which others have some too
-  kSums,     // elements, each the sum of what items of several query heads have (backward_sums.cuh)
+  kResults,      // elements
+  kPartialSums,  // f32, of which others have some too
+  kSums,         // elements, each the sum of what items of several query heads have (backward_sums.cuh)
 };
 
 // Classes of tiles that the host lists.
@@ -33,36 +33,36 @@ struct AttentionBackwardArguments {
   LinkArrivals arrivals;
   void* dk;                           // [rows_k, heads_kv, head_dim], f32 or elements
   void* dv;                           // [rows_k, heads_kv, head_dim_v], likewise
-  const u64* homes;                   // of each key from homed_from on, where its rows of dk and dv go: addresses on any GPU
+  const u64* owner_rows;              // of each key from owner_rows_from on, where its rows of dk and dv go: addresses on any GPU
   const Tile* tiles;
   const TileRun* runs;
   const TileBound* bounds;
   u32* queue;                         // two words, zero before the first launch; each launch leaves them zero
-  WaitLimit wait;                     // for a turn, the other half of a tile, or a slab that is summed
+  WaitLimit wait;                     // for who adds to dq before, the other half of a tile, or a slab that is summed
   u32 items;                          // of the queue
   u32 heads_kv;
   u32 group;                          // query heads of a key head
   u32 head_dim;
   u32 head_dim_v;
-  u32 stretch;                        // blocks, see Walk
+  u32 blocks_per_head;                // before the next head, see TileScheduler
   i32 own_rows;                       // rows of k and v; no tile has rows on both sides
-  i32 homed_from;                     // keys from here on have gradients that leave
+  i32 owner_rows_from;                // keys from here on belong to other ranks
   float scale;
   float scale_log2;                   // scale * log2(e); with a softcap: 2 * log2(e) * scale / softcap
   float cap_log2;                     // softcap * log2(e)
 };
 
-// Where additions to dq take turns (backward_turns.cuh).
-struct BackwardTurns {
-  const TurnSpan* spans;  // who adds when
+// Where the order of additions to dq is fixed (backward_dq_order.cuh).
+struct BackwardDqOrder {
+  const DqOrderSpan* spans;  // who adds when
   const u32* begins;      // into spans, for each block of kRows rows
   u32* added;             // [counters of spans, heads_q], zero before each launch: how many have added
-  u32 ordered_from;       // turns before this one need not be waited for
+  u32 ordered_from;       // places in the order before this one need not be waited for
   u32 num_tiles;
-  u32 heads_at_a_time;    // key heads, see TurnItems
+  u32 heads_at_a_time;    // key heads, see OrderedItems
 };
 
-// Where they take none: tiles of similar work (ClassItems).
+// Where it is not: tiles of similar work (ClassItems).
 struct BackwardClasses {
   u32* cursors;           // rows, see Neighbours
   u32 ends[kItemClasses];  // tiles up to which each class goes
@@ -77,20 +77,20 @@ struct BackwardRounding {
   u32* summed;          // [slabs * heads_q], likewise: 1 + index of the slabs that are summed, in that order
   u32* progress;        // two words, likewise: how many of `summed` somebody rounds, and how many there are
   u32 slabs;            // that will be summed, of all heads
-  u32 beside;           // so many of them, the first, are rounded beside other work
+  u32 overlapped;       // so many of them, the first, are rounded under other work
   u32 rows_q;
   u32 zeroes_sums;      // 1: who rounds dq sets its sums to zero
 };
 
-// Where some tiles' gradients are results, since nobody else has any of their keys, and others' are shares.
+// Where some tiles' gradients are results, since nobody else has any of their keys, and others' are partial sums.
 struct BackwardAlone {
   const u32* tiles;  // of each, 1: its dk and dv go rounded to the next two; or null
   void* dk;          // elements, rows as dk has them
   void* dv;
 };
 
-// Where items may be halves (backward_halves.cuh).
-struct BackwardHalves {
+// Where items may be halves (backward_half_heads.cuh).
+struct BackwardHalfHeads {
   u32* words;   // [tiles of halved classes, heads_kv, 8], zero before each launch, which leaves them so
   u32 classes;  // items of the first so many are halves
 };
@@ -121,21 +121,21 @@ template <u32 kHeadDimOf, u32 kHeadDimVOf, KeyGradients kGradientsOf, bool kSoft
 struct AttentionBackwardConfig {
   static constexpr u32 kHeadDim = kHeadDimOf;  // of the tile; the tensors' may be smaller, the rest reads as zeros
   static constexpr u32 kHeadDimV = kHeadDimVOf;
-  static constexpr bool kShares = kGradientsOf == KeyGradients::kShares;
+  static constexpr bool kPartialSums = kGradientsOf == KeyGradients::kPartialSums;
   static constexpr bool kSums = kGradientsOf == KeyGradients::kSums;
   static constexpr bool kSoftcap = kSoftcapOf;
-  static constexpr bool kTurns = kOrderOf == DqOrder::kInTurn;
+  static constexpr bool kFixedOrder = kOrderOf == DqOrder::kFixed;
   // Of the elements of dk and dv.
-  using Gradient = typename ChooseType<kShares, float, Element>::Type;
+  using Gradient = typename ChooseType<kPartialSums, float, Element>::Type;
 
-  static constexpr u32 kCtas = kHeadDim > 128 ? 2 : 1;  // that share a tile; a cluster of two in attention_backward_pair.cuh
+  static constexpr u32 kCtas = kHeadDim > 128 ? 2 : 1;  // of a tile; a cluster of two in attention_backward_pair.cuh
   static constexpr bool kRounds = kCtas == 1;           // whether the kernel rounds dq itself
-  static constexpr bool kAlone = kShares && !kTurns;
-  static constexpr bool kHalves = kAlone && kHeadDim == 128;  // shorter heads have no register for them
-  using Order = typename ChooseType<kTurns, BackwardTurns, BackwardClasses>::Type;
+  static constexpr bool kAlone = kPartialSums && !kFixedOrder;
+  static constexpr bool kHalfHeads = kAlone && kHeadDim == 128;  // shorter heads have no register for them
+  using Order = typename ChooseType<kFixedOrder, BackwardDqOrder, BackwardClasses>::Type;
   using Rounding = typename ChooseType<kRounds, BackwardRounding, BackwardNothing>::Type;
   using Alone = typename ChooseType<kAlone, BackwardAlone, BackwardNothing>::Type;
-  using Halves = typename ChooseType<kHalves, BackwardHalves, BackwardNothing>::Type;
+  using HalfHeads = typename ChooseType<kHalfHeads, BackwardHalfHeads, BackwardNothing>::Type;
   using Sums = typename ChooseType<kSums, BackwardSums, BackwardNothing>::Type;
 
   static constexpr u32 kKeys = 128;                               // keys of a tile
@@ -143,7 +143,7 @@ struct AttentionBackwardConfig {
   static constexpr u32 kRows = kHeadDim <= 64 && !kSoftcap ? 128 : 64;  // query rows of a block
   static constexpr u32 kStages = 2;                               // of q and dout
   static constexpr u32 kChunks = (kHeadDim + 63) / 64;  // operands lie in shared memory as columns of 64 elements (128 bytes)
-  static constexpr u32 kAdders = kTurns ? 2 : 1;        // threads that add to dq, block by block in turn
+  static constexpr u32 kAdders = kFixedOrder ? 2 : 1;        // threads that add to dq, block by block alternately
   static constexpr u32 kThreads = 512;
   static constexpr u32 kKeyRegisters = 208;
   static constexpr u32 kQueryRegisters = 64;
@@ -160,7 +160,7 @@ struct AttentionBackwardConfig {
   static_assert(kHeadDim == 64 || kHeadDim == 128 || kCtas == 2, "head sizes that the accumulators of two warpgroups hold");
 };
 
-// What a kernel is given: what every one is, and what its configuration asks for beside. They lie behind each other in the one parameter,
+// What a kernel is given: what every one is, and what its configuration adds. They lie behind each other in the one parameter,
 // in this order; the launcher leaves out what is nothing.
 template <typename C>
 struct BackwardParams {
@@ -168,7 +168,7 @@ struct BackwardParams {
   const typename C::Rounding& rounding;
   const typename C::Order& order;
   const typename C::Alone& alone;
-  const typename C::Halves& halves;
+  const typename C::HalfHeads& half_heads;
   const typename C::Sums& sums;
 };
 
@@ -182,14 +182,14 @@ struct Step {
   u32 head_kv;
   u32 flags;
   u32 head_q;
-  u32 turn, counter;       // how many add to these rows before, where turns are taken, and what counts them; or of what it is a part
+  u32 order, counter;      // how many add to these rows before, where that is fixed, and what counts them; or of what it is a part
   u32 run_begin, run_end;  // of the item
 };
 constexpr u32 kFirst = 1, kLast = 2, kEmpty = 4, kExit = 8, kBounded = 16;
 constexpr u32 kShort = 64;  // the block has fewer rows than others
 constexpr u32 kOdd = 32;   // the item is the second, fourth ... of those that are not empty
 constexpr u32 kAlone = 256;  // nobody else has gradients of the tile's keys
-constexpr u32 kHalf = 128;  // the item is half of the query heads of a tile and a key head (backward_halves.cuh)
+constexpr u32 kHalf = 128;  // the item is half of the query heads of a tile and a key head (backward_half_heads.cuh)
 constexpr u32 kSteps = 8;  // announcements in flight; more than stages, because the query warpgroup reads them late
 
 // An item whose additions to dq are done; without runs: there are no more.
@@ -216,11 +216,11 @@ __device__ __forceinline__ u64 descriptor(u32 operand, u32 bytes) {
   return (u64(0x40000040u) << 32) | (operand + (bytes >> 4));
 }
 
-// Which of two buffers step `count` uses, and the parity of the round in which it does.
+// Which of two buffers step `count` uses, and the parity of the phase in which it does.
 __device__ __forceinline__ u32 slot_of(u32 count) { return count % 2; }
 __device__ __forceinline__ u32 parity_of(u32 count) { return count / 2 % 2; }
 
-// The buffer of a part of dq, and the parity of its round. Buffers are a power of two.
+// The buffer of a part of dq, and the parity of its phase. Buffers are a power of two.
 template <typename C>
 __device__ __forceinline__ u32 dq_slot_of(u32 count, u32 part) {
   return (count * C::kParts + part) % C::kDqBuffers;
@@ -230,7 +230,7 @@ __device__ __forceinline__ u32 dq_parity_of(u32 count, u32 part) {
   return (count * C::kParts + part) / C::kDqBuffers % 2;
 }
 
-// The parity of the round of K's and V's buffers in which a step's item uses them.
+// The parity of the phase of K's and V's buffers in which a step's item uses them.
 __device__ __forceinline__ u32 item_parity_of(u32 flags) { return flags & kOdd ? 1 : 0; }
 
 // The flags of an announcement. They decide the way of all lanes.

@@ -1,4 +1,4 @@
-// Attention backward for every GPU from sm_80 on: one CTA owns a tile of key rows of one key head, walks the query blocks
+// Attention backward for every GPU from sm_80 on: one CTA owns a tile of key rows of one key head, loops over the query blocks
 // of its schedule for every query head that reads them, and keeps dk and dv in registers.
 //
 // Per block: p = exp(s - lse) and ds = p (dp - delta) are computed by warps that own patches of [queries x keys] and pass
@@ -301,7 +301,7 @@ struct PortableBackward {
                odd ? make_float4(first, second, own[0], own[1]) : make_float4(own[0], own[1], first, second));
   }
 
-  // Adds this block's share to dq (in global memory), dv += p^T dout and dk += ds^T q. dq is added in parts between the other
+  // Adds this block's partial sums to dq (in global memory), dv += p^T dout and dk += ds^T q. dq is added in parts between the other
   // products' steps: all at once would stop the warp until memory has taken them.
   __device__ __forceinline__ void add_gradients(const HeadBlockCursor& cursor, u32 stage) {
     QueryPatch dq;
@@ -319,14 +319,14 @@ struct PortableBackward {
         add_part(dq, place, part);
       }
     };
-    const u32 row = C::KeyWarps::down(warp) * C::kKeyPatchRows, share = C::KeyWarps::across(warp);
+    const u32 row = C::KeyWarps::down(warp) * C::kKeyPatchRows, warp_across = C::KeyWarps::across(warp);
     multiply<kSteps, C::kKeyPatchRows / 16, C::kValuePatchColumns>(
         dv, OperandA<typename C::Scores, Lie::kAcross>(weights, row, lane),
-        OperandB<typename C::Outputs, Lie::kAcross, C::KeyWarps::kAcross>(stage_outputs(stage), share, lane),
+        OperandB<typename C::Outputs, Lie::kAcross, C::KeyWarps::kAcross>(stage_outputs(stage), warp_across, lane),
         add_parts);
     multiply<kSteps, C::kKeyPatchRows / 16, C::kKeyPatchColumns>(
         dk, OperandA<typename C::Scores, Lie::kAcross>(slopes, row, lane),
-        OperandB<typename C::Queries, Lie::kAcross, C::KeyWarps::kAcross>(stage_queries(stage), share, lane),
+        OperandB<typename C::Queries, Lie::kAcross, C::KeyWarps::kAcross>(stage_queries(stage), warp_across, lane),
         [&](u32 step) { add_parts(kSteps + step); });
   }
 
@@ -343,8 +343,8 @@ struct PortableBackward {
         const u64 place = (u64(token) * arguments.heads_kv + key_head) * head_dim;
 #pragma unroll
         for (u32 n = 0; n < kColumns / 8; ++n) {
-          const u32 share = n / 2 * C::KeyWarps::kAcross + C::KeyWarps::across(warp);
-          const u32 column = 16 * share + 8 * (n % 2) + 2 * (lane % 4);
+          const u32 warp_across = n / 2 * C::KeyWarps::kAcross + C::KeyWarps::across(warp);
+          const u32 column = 16 * warp_across + 8 * (n % 2) + 2 * (lane % 4);
           if (column >= head_dim) break;
           const float low = factor * patch[m][4 * n + 2 * i], high = factor * patch[m][4 * n + 2 * i + 1];
           if (arguments.float_gradients != 0) {
@@ -357,7 +357,7 @@ struct PortableBackward {
     }
   }
 
-  __device__ __forceinline__ void walk() {
+  __device__ __forceinline__ void mainloop() {
     const u32 heads = arguments.heads_q / arguments.heads_kv;
     HeadBlockCursor cursor(arguments.runs, tile, key_head * heads, heads);
     clear(dk);
@@ -405,7 +405,7 @@ struct PortableBackward {
     for (u32 item = blockIdx.x; item < items; item += gridDim.x) {
       tile = arguments.tiles[item / arguments.heads_kv];
       key_head = item % arguments.heads_kv;
-      walk();
+      mainloop();
       __syncthreads();
     }
   }

@@ -1,4 +1,4 @@
-// dq of attention backward by itself, for every GPU from sm_80 on: one CTA owns a tile of query rows and walks the key blocks
+// dq of attention backward by itself, for every GPU from sm_80 on: one CTA owns a tile of query rows and loops over the key blocks
 // of its schedule, like the forward. It computes the weights a second time, but adds in one order only: a backward that must
 // give the same bits twice takes dk and dv from portable_backward.cuh and dq from here.
 #pragma once
@@ -159,7 +159,7 @@ struct PortableBackwardQuery {
     }
   }
 
-  __device__ __forceinline__ void walk() {
+  __device__ __forceinline__ void mainloop() {
     BlockCursor cursor(arguments.runs, tile);
     if (cursor.done() && arguments.add != 0) return;
     load_rows();
@@ -184,7 +184,7 @@ struct PortableBackwardQuery {
       tile = arguments.tiles[item / arguments.heads_q];
       head = item % arguments.heads_q;
       key_head = head / (arguments.heads_q / arguments.heads_kv);
-      walk();
+      mainloop();
       cp_async_wait<0>();
       __syncthreads();
     }

@@ -1,4 +1,4 @@
-// Attention forward for every GPU from sm_80 on: one CTA owns a tile of query rows and walks the runs of its schedule.
+// Attention forward for every GPU from sm_80 on: one CTA owns a tile of query rows and loops over the runs of its schedule.
 //
 // Each warp owns 16 or 32 whole query rows, so that a row's softmax stays inside a warp and weights go from accumulators to
 // the next product in registers. Keys and values have one buffer each: values arrive while scores are computed, the next
@@ -37,7 +37,7 @@ struct PortableForward {
   u32 head;
   u32 key_head;
   float acc[C::kRowTiles][C::kHeadDimV / 2];
-  // Of each row what makes its scores exponents: minus the maximum in use, base 2; and this thread's share of the sum.
+  // Of each row what makes its scores exponents: minus the maximum in use, base 2; and this thread's partial sum.
   float offset[C::kRowTiles][2];
   float sum[C::kRowTiles][2];
   // Where the largest scores are wanted, the largest exponent of this thread's rows: the maximum in use may be below it.
@@ -185,7 +185,7 @@ struct PortableForward {
     if constexpr (C::kAligned) gather_sums();
   }
 
-  // Leaves a row's sum with the first thread of its quad. Shares of a block alone would take more registers.
+  // Leaves a row's sum with the first thread of its quad. Partial sums of a block alone would take more registers.
   __device__ __forceinline__ void gather_sums() {
 #pragma unroll
     for (u32 m = 0; m < C::kRowTiles; ++m) {
@@ -233,7 +233,7 @@ struct PortableForward {
     }
   }
 
-  // Joins the state that an earlier stage left; at the end, since it would take registers that the walk needs.
+  // Joins the state that an earlier stage left; at the end, since it would take registers that the mainloop needs.
   __device__ __forceinline__ void join_state() {
 #pragma unroll
     for (u32 m = 0; m < C::kRowTiles; ++m) {
@@ -366,7 +366,7 @@ struct PortableForward {
     if (lane == 0 && seen != minus_infinity()) atomic_max(arguments.max_logits + head, seen * kLn2);
   }
 
-  __device__ __forceinline__ void walk() {
+  __device__ __forceinline__ void mainloop() {
     BlockCursor cursor(arguments.runs, tile);
     // Rows that see nothing keep the state that they have.
     if (cursor.done() && arguments.acc != nullptr && arguments.begin_acc == arguments.acc) return;
@@ -431,7 +431,7 @@ struct PortableForward {
       tile = arguments.tiles[item / arguments.heads_q];
       head = item % arguments.heads_q;
       key_head = head / (arguments.heads_q / arguments.heads_kv);
-      walk();
+      mainloop();
       __syncthreads();
     }
   }

@@ -1,4 +1,4 @@
-// Rows of a matrix in shared memory as the portable kernels keep them, and the walk over a tile's blocks.
+// Rows of a matrix in shared memory as the portable kernels keep them, and how a tile's blocks come.
 #pragma once
 
 #include "attention/tile_schedule.cuh"
@@ -35,7 +35,7 @@ struct SharedRows {
 
   // Offsets that a lane gives to ldmatrix for the matrices at a corner:
   //  - `lane_by_rows`: matrices 0, 1 below each other, 2, 3 to their right. As A, or transposed as two B whose rows run along k.
-  //  - `lane_by_columns`: matrices 0, 1 beside each other, 2, 3 below them. As two B whose rows are columns of the product,
+  //  - `lane_by_columns`: matrices 0, 1 next to each other, 2, 3 below them. As two B whose rows are columns of the product,
   //    or transposed as A.
   static __device__ __forceinline__ u32 lane_by_rows(u32 row, u32 column, u32 lane) {
     return offset(row + lane % 16, column + lane / 16 * 8);
@@ -85,22 +85,22 @@ struct OperandA {
   }
 };
 
-// Operand B likewise. Its columns, by 16, are dealt to kShares warps in turn where rows of the operand lie across.
-template <typename Rows, Lie kLie, u32 kShares = 1>
+// Operand B likewise. Its columns, by 16, are dealt to kWarps warps one by one where rows of the operand lie across.
+template <typename Rows, Lie kLie, u32 kWarps = 1>
 struct OperandB {
   u32 base;
-  // `first` is the first column (kAlong), or the number of the share (kAcross).
+  // `first` is the first column (kAlong), or the number of the warp among them (kAcross).
   __device__ __forceinline__ OperandB(u32 shared, u32 first, u32 lane)
       : base(shared +
              (kLie == Lie::kAlong ? Rows::lane_by_columns(first, 0, lane) : Rows::lane_by_rows(0, 16 * first, lane))) {
-    static_assert(kLie == Lie::kAcross || kShares == 1, "columns in one piece");
+    static_assert(kLie == Lie::kAcross || kWarps == 1, "columns in one piece");
   }
   // Two neighbouring fragments: the warp's columns from 16 * n on, step `kk` of 16.
   __device__ __forceinline__ void load(u32 (&b)[4], u32 n, u32 kk) const {
     if constexpr (kLie == Lie::kAlong) {
       ldmatrix_x4(b, Rows::move(base, 16 * n, 2 * kk));
     } else {
-      ldmatrix_x4_transposed(b, Rows::move(base, 16 * kk, 2 * kShares * n));
+      ldmatrix_x4_transposed(b, Rows::move(base, 16 * kk, 2 * kWarps * n));
     }
   }
 };
@@ -132,7 +132,7 @@ struct PatchStore {
 };
 
 // D += A * B over kSteps steps of 16: kRowTiles tiles of 16 rows, kColumns columns. `load_a` fills one step's operand A.
-// A is asked for one step ahead, B two fragments ahead: just enough to hide shared memory, with few registers beside D.
+// A is asked for one step ahead, B two fragments ahead: just enough to hide shared memory, with few registers in addition to D.
 // `between` is called after each step: what it does runs under the products.
 template <u32 kSteps, u32 kRowTiles, u32 kColumns, typename LoadA, typename B, typename Between>
 __device__ __forceinline__ void multiply_by(float (&d)[kRowTiles][kColumns / 2], const LoadA& load_a, const B& right,

@@ -1,6 +1,6 @@
 // A tile schedule as the host lays it out (`tile_schedule.rs` of the crate `counterpoint-plan` builds it).
 //
-// Forward: a tile owns query rows and walks runs of key columns. Backward: a tile owns key columns and walks runs of query
+// Forward: a tile owns query rows and loops over runs of key columns. Backward: a tile owns key columns and loops over runs of query
 // rows. Rows and columns are tokens; how heads are packed is the kernel's business.
 #pragma once
 
@@ -8,7 +8,7 @@
 
 namespace counterpoint {
 
-// Rows that one CTA owns, and the runs that it walks.
+// Rows that one CTA owns, and the runs that it loops over.
 struct Tile {
   i32 start;      // first owned row (forward: query row; backward: key row)
   i32 end;        // end of the owned rows; end - start is at most the schedule's tile size
@@ -43,11 +43,11 @@ struct TileMerge {
   u32 slot_begin, slot_end;
 };
 
-// Key tiles first .. end - 1 (numbers as in Tile) that all add to one block of dq; number n is the one whose turn comes
-// after turn + n - first others have added, which `counter` counts. Only where the order of additions is fixed.
-struct TurnSpan {
+// Key tiles first .. end - 1 (numbers as in Tile) that all add to one block of dq; number n adds
+// after order + n - first others have added, which `counter` counts. Only where the order of additions is fixed.
+struct DqOrderSpan {
   u32 first, end;
-  u32 turn;
+  u32 order;
   u32 counter;
 };
 
@@ -59,6 +59,6 @@ __device__ __forceinline__ TileBound load_bound(const TileBound* bound) {
 }
 
 static_assert(sizeof(Tile) == 32 && sizeof(TileRun) == 16 && sizeof(TileBound) == 32, "layouts shared with the host");
-static_assert(sizeof(TileMerge) == 16 && sizeof(TurnSpan) == 16, "layouts shared with the host");
+static_assert(sizeof(TileMerge) == 16 && sizeof(DqOrderSpan) == 16, "layouts shared with the host");
 
 }  // namespace counterpoint

@@ -1,6 +1,6 @@
-// D (+)= A B (+ bias) on Hopper: persistent CTAs in clusters, operands by the copy engine, products by warpgroups.
+// D (+)= A B (+ bias) on Hopper: persistent CTAs in clusters, operands by TMA, products by warpgroups.
 //
-// Warps: one or two load (gemm_work.cuh), two store (gemm_store.cuh), and two warpgroups multiply, together (gemm_cooperative.cuh) or in turn
+// Warps: one or two load (gemm_work.cuh), two store (gemm_store.cuh), and two warpgroups multiply, together (gemm_cooperative.cuh) or alternately
 // (gemm_pingpong.cuh).
 //
 // The products of an element are added in the order of k whatever the tile's shape, the order of tiles and the end of a result
@@ -30,7 +30,7 @@ struct GemmToMemory {
   }
   template <typename Consumer>
   __device__ __forceinline__ void tile(Consumer& consumer, GemmStaging<C>& staging, Held&, const GemmTile& of,
-                                       const GemmWalk&) const {
+                                       const GemmScheduler&) const {
     if (arguments.wide) {
       consumer.template stage_tile<true>(staging, of);
     } else {
@@ -42,16 +42,16 @@ struct GemmToMemory {
   __device__ __forceinline__ void end() const {}
 };
 
-// `ends` is what becomes of tiles: who stores them, and what is done before the first and after the last.
-template <typename C, typename Ends>
-__device__ __forceinline__ void gemm(const GemmArguments& arguments, const Ends& ends) {
+// `epilogue` is what becomes of tiles: who stores them, and what is done before the first and after the last.
+template <typename C, typename Epilogue>
+__device__ __forceinline__ void gemm(const GemmArguments& arguments, const Epilogue& epilogue) {
   extern __shared__ u8 dynamic[];
   let_dependents_start();
   // What the first load needs is on its way while CTAs wait for each other. No kernel before this one has written it.
-  const GemmWalk walk{arguments};
+  const GemmScheduler scheduler{arguments};
   GemmTile first = {};
   if (uniform(threadIdx.x / 128) == 0) {
-    if (walk.more()) first = walk.look_up<C::kGrouped>();
+    if (scheduler.more()) first = scheduler.look_up<C::kGrouped>();
     tma_prefetch_map(&arguments.a_maps[0]);
     tma_prefetch_map(&arguments.b_map);
   }
@@ -69,7 +69,7 @@ __device__ __forceinline__ void gemm(const GemmArguments& arguments, const Ends&
         mbarrier_init(&shared.chunk_full[g][i], 4);
         mbarrier_init(&shared.chunk_empty[g][i], 1);
       }
-      mbarrier_init(&shared.turns[g], 4);
+      mbarrier_init(&shared.order[g], 4);
     }
     mbarrier_init(&shared.room, max(arguments.splits, 2u) - 1);
     mbarrier_init(&shared.own_loaded, 1);
@@ -79,35 +79,35 @@ __device__ __forceinline__ void gemm(const GemmArguments& arguments, const Ends&
   cluster_sync();
   wait_for_previous();
   if (uniform(threadIdx.x / 128) == 0) {
-    registers_decrease<Ends::kProducerRegisters>();
+    registers_decrease<Epilogue::kProducerRegisters>();
     const u32 warp = uniform(threadIdx.x / 32);
     // Issuing copies takes longer than narrow tiles' products. The compiler knows that an elected thread is alone, and has it issue them
     // without a loop over threads.
     if constexpr (C::kGrouped) {
-      if (warp == 0 && elect_one()) ends.template load<kLoadsA>(shared, walk, first);
-      if (warp == 3 && elect_one()) ends.template load<kLoadsB>(shared, walk, first);
-    } else if constexpr (Ends::kLoaders == 2) {
-      if (warp == 0 && elect_one()) gemm_load<C, kLoadsA>(arguments, shared, ends, walk, first);
-      if (warp == 3 && elect_one()) gemm_load<C, kLoadsB>(arguments, shared, ends, walk, first);
+      if (warp == 0 && elect_one()) epilogue.template load<kLoadsA>(shared, scheduler, first);
+      if (warp == 3 && elect_one()) epilogue.template load<kLoadsB>(shared, scheduler, first);
+    } else if constexpr (Epilogue::kLoaders == 2) {
+      if (warp == 0 && elect_one()) gemm_load<C, kLoadsA>(arguments, shared, epilogue, scheduler, first);
+      if (warp == 3 && elect_one()) gemm_load<C, kLoadsB>(arguments, shared, epilogue, scheduler, first);
     } else {
-      if (warp == 0 && (Ends::kLoadingThreads > 1 || elect_one())) {
-        gemm_load<C, kLoadsA | kLoadsB>(arguments, shared, ends, walk, first);
+      if (warp == 0 && (Epilogue::kLoadingThreads > 1 || elect_one())) {
+        gemm_load<C, kLoadsA | kLoadsB>(arguments, shared, epilogue, scheduler, first);
       }
-      if (warp == 3) ends.begin(shared);
+      if (warp == 3) epilogue.begin(shared);
     }
-    if (threadIdx.x == 32) ends.store(shared, 0);
-    if (threadIdx.x == 64) ends.store(shared, 1);
+    if (threadIdx.x == 32) epilogue.store(shared, 0);
+    if (threadIdx.x == 64) epilogue.store(shared, 1);
   } else {
-    registers_increase<Ends::kConsumerRegisters>();
+    registers_increase<Epilogue::kConsumerRegisters>();
     if constexpr (C::kWarpgroups == Warpgroups::kPingpong) {
-      GemmPingpong<C, Ends>{arguments, shared, ends}.run();
+      GemmPingpong<C, Epilogue>{arguments, shared, epilogue}.run();
     } else {
-      GemmCooperative<C, Ends>{arguments, shared, ends}.run();
+      GemmCooperative<C, Epilogue>{arguments, shared, epilogue}.run();
     }
   }
   // A CTA's barriers outlive the other's last arrival at them.
   cluster_sync();
-  if (threadIdx.x == 0) ends.end();
+  if (threadIdx.x == 0) epilogue.end();
 }
 
 }  // namespace counterpoint

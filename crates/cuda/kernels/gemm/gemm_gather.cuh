@@ -16,7 +16,7 @@
 
 namespace counterpoint {
 
-// One call of one rank, beside its product, of whose sources the first is the copy of A that others write into, and the second
+// One call of one rank, in addition to its product, of whose sources the first is the copy of A that others write into, and the second
 // this rank's rows of it. Shared with the host.
 struct GemmGathering {
   LinkCall link;
@@ -34,8 +34,8 @@ struct GemmGathering {
   u32 pieces;      // in which all rows leave at once, as one block, or 0
   u32 piece_bytes;
   u32 sends_to;    // ranks, a bit each: also this one where tiles have rows of several
-  u32 in_turn;     // whether rows go to one rank after the other, since tiles begin with those that come first
-  u32 copy_rows;   // of each of two copies of A that follow each other and take turns, or 0 where there is one
+  u32 one_by_one;     // whether rows go to one rank after the other, since tiles begin with those that come first
+  u32 copy_rows;   // of each of two copies of A that follow each other and are written alternately, or 0 where there is one
   u64 copy_bytes;
 };
 
@@ -60,8 +60,8 @@ struct GemmFromRanks {
 
   __device__ __forceinline__ u64 call() const { return gathering.link.state->calls + 1; }
 
-  // Blocks of rows, those for one rank after those for another, go to groups of CTAs in turn: a fence for the whole system takes its
-  // turn among those of all multiprocessors (about 0.2 us each), and every CTA of a group makes one for each block.
+  // Blocks of rows, those for one rank after those for another, go to groups of CTAs one by one: a fence for the whole system waits
+  // for those of all multiprocessors (about 0.2 us each), and every CTA of a group makes one for each block.
   __device__ __forceinline__ static u32 groups() { return min(4u, gridDim.x); }
   // CTAs that copy the block with that number among all that a rank sends.
   __device__ __forceinline__ u32 copying(u32 number) const {
@@ -85,8 +85,8 @@ struct GemmFromRanks {
     send_blocks(lane, number);
   }
 
-  // Few rows: the copy engine brings a piece of them into shared memory, where no result is yet, and from there to every rank, a
-  // lane to each. Nobody waits for the others to begin: calls write two copies in turn, and a rank that has had the rows of the
+  // Few rows: TMA brings a piece of them into shared memory, where no result is yet, and from there to every rank, a
+  // lane to each. Nobody waits for the others to begin: calls write two copies alternately, and a rank that has had the rows of the
   // last call from another, as each kernel waits for, knows that other to be through with the call before it.
   __device__ __forceinline__ void send_pieces(GemmShared<C>& shared, u32 lane, u64 number) const {
     const u32 ranks = gathering.ranks;
@@ -105,10 +105,10 @@ struct GemmFromRanks {
         bulk_load(staging, gathering.own + first, bytes, &shared.own_loaded);
       }
       mbarrier_wait(&shared.own_loaded, loaded++ & 1);
-      const u32 own_turn = !sends ? ranks : gathering.in_turn != 0 ? lane : 0;
+      const u32 own_step = !sends ? ranks : gathering.one_by_one != 0 ? lane : 0;
 #pragma unroll 1
-      for (u32 turn = 0; turn < ranks; ++turn) {
-        if (turn == own_turn) {
+      for (u32 step = 0; step < ranks; ++step) {
+        if (step == own_step) {
           const u64 to = gathering.gathered[peer] + (number & 1) * gathering.copy_bytes + first;
           bulk_store(reinterpret_cast<u8*>(to), staging, bytes);
           tma_store_commit();
@@ -196,7 +196,7 @@ struct GemmFromRanks {
       }
       row = first + own_rows;
     }
-    // What ordinary stores of another GPU wrote is read by the copy engine.
+    // What ordinary stores of another GPU wrote is read by TMA.
     fence_async_proxy_all();
   }
 
@@ -210,7 +210,7 @@ struct GemmFromRanks {
   }
   template <typename Consumer>
   __device__ __forceinline__ void tile(Consumer& consumer, GemmStaging<C>& staging, Held&, const GemmTile& of,
-                                       const GemmWalk&) const {
+                                       const GemmScheduler&) const {
     mbarrier_wait(&staging.shared.own_sent, 0);
     consumer.template stage_tile<false>(staging, of);
   }

@@ -1,4 +1,4 @@
-// A grouped GEMM: the products of several problems as one launch, whose tile scheduler walks the tiles of all of them.
+// A grouped GEMM: the products of several problems as one launch, whose tile scheduler goes through the tiles of all of them.
 //
 // Problems have the layout, n and the types in common, and each its own rows. Where A lies along k, a problem is rows of A and rows of B, a
 // tensor of all problems' matrices one below the other: experts with their weights. Where A lies along m, a problem is blocks of k, of
@@ -36,7 +36,7 @@ struct GemmGroupedArguments {
 // Operands from where problems have them, results to one tensor.
 template <typename C>
 struct GemmOfProblems {
-  static_assert(C::kGrouped && C::kHands == 1 && C::kTileN % 64 == 0, "whole problems, rows of chunks of 128 bytes");
+  static_assert(C::kGrouped && C::kHandedParts == 1 && C::kTileN % 64 == 0, "whole problems, rows of chunks of 128 bytes");
   static constexpr u32 kProducerRegisters = 40;
   static constexpr u32 kConsumerRegisters = 232;
   static constexpr u32 kLoaders = 2;
@@ -50,53 +50,53 @@ struct GemmOfProblems {
 
   // The operands of kLoads of a tile, block by block of k. Who loads A speaks for both.
   template <u32 kLoads>
-  __device__ __forceinline__ void load_tile(GemmShared<C>& shared, GemmRing<C>& ring, const GemmWalk& walk,
+  __device__ __forceinline__ void load_tile(GemmShared<C>& shared, GemmPipelineState<C>& pipeline, const GemmScheduler& scheduler,
                                             const GemmTile& tile) const {
-    constexpr bool kTerms = C::kMajorA == Major::kMN;
+    constexpr bool kAlongM = C::kMajorA == Major::kMN;
     const bool pairs_columns = arguments.pairs_columns != 0;
     const u32 halves = halves_of_a(arguments, tile);
     // The next block's place is looked up while this one's stage is waited for.
-    uint2 term = make_uint2(tile.source, 0);
+    uint2 source = make_uint2(tile.source, 0);
     const auto look_up = [&](u32 block) {
-      if constexpr (kTerms) {
+      if constexpr (kAlongM) {
         if (block < tile.blocks) {
           const u32 at = 2 * (tile.first + block) + (kLoads == kLoadsB ? 1 : 0);
-          term = __ldg(reinterpret_cast<const uint2*>(arguments.terms) + at);
+          source = __ldg(reinterpret_cast<const uint2*>(arguments.k_sources) + at);
         }
       } else {
-        term.y = block * kGemmBlockK + (kLoads == kLoadsB && C::kMajorB == Major::kMN ? tile.first : 0);
+        source.y = block * kGemmBlockK + (kLoads == kLoadsB && C::kMajorB == Major::kMN ? tile.first : 0);
       }
     };
     look_up(0);
 #pragma unroll 1
     for (u32 block = 0; block < tile.blocks; ++block) {
-      const u32 stage = ring.stage;
-      mbarrier_wait(&shared.empty[stage], (ring.round & 1) ^ 1);
+      const u32 stage = pipeline.stage;
+      mbarrier_wait(&shared.empty[stage], (pipeline.phase & 1) ^ 1);
       if constexpr (kLoads == kLoadsA) {
         mbarrier_arrive_expect(&shared.full[stage], C::kBytesA / 2 * halves + C::kBytesB);
-        load_operand<kGemmTileM, C::kMajorA>(shared.a[stage], &arguments.a_maps[term.x], &shared.full[stage], i32(term.y),
-                                             tile.source_row, pairs_columns, walk, halves);
+        load_operand<kGemmTileM, C::kMajorA>(shared.a[stage], &arguments.a_maps[source.x], &shared.full[stage], i32(source.y),
+                                             tile.source_row, pairs_columns, scheduler, halves);
       } else {
-        const TensorMap* map = kTerms && term.x != 0 ? b_ends : &arguments.b_map;
+        const TensorMap* map = kAlongM && source.x != 0 ? b_ends : &arguments.b_map;
         const u32 row = tile.column + (C::kMajorB == Major::kK ? tile.first : 0);
-        load_operand<C::kTileN, C::kMajorB>(shared.b[stage], map, &shared.full[stage], i32(term.y), row, !pairs_columns, walk);
+        load_operand<C::kTileN, C::kMajorB>(shared.b[stage], map, &shared.full[stage], i32(source.y), row, !pairs_columns, scheduler);
       }
       look_up(block + 1);
-      ring.next();
+      pipeline.next();
     }
   }
 
   // The thread that loads what kLoads says.
   template <u32 kLoads>
-  __device__ __forceinline__ void load(GemmShared<C>& memory, GemmWalk walk, GemmTile next) const {
+  __device__ __forceinline__ void load(GemmShared<C>& memory, GemmScheduler scheduler, GemmTile next) const {
     GemmShared<C>& shared = keep_address(memory);
-    GemmRing<C> ring;
-    while (walk.more()) {
+    GemmPipelineState<C> pipeline;
+    while (scheduler.more()) {
       const GemmTile tile = next;
-      walk.advance();
+      scheduler.advance();
       // Looked up while this tile's operands are loaded.
-      if (walk.more()) next = walk.look_up<true>();
-      load_tile<kLoads>(shared, ring, walk, tile);
+      if (scheduler.more()) next = scheduler.look_up<true>();
+      load_tile<kLoads>(shared, pipeline, scheduler, tile);
     }
   }
 
@@ -143,7 +143,7 @@ struct GemmOfProblems {
 
   template <typename Consumer>
   __device__ __forceinline__ void tile(Consumer& consumer, GemmStaging<C>& staging, Held&, const GemmTile& of,
-                                       const GemmWalk&) const {
+                                       const GemmScheduler&) const {
     if (arguments.wide) {
       consumer.template stage_tile<true>(staging, of);
     } else {

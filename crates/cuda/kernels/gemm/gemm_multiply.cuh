@@ -15,7 +15,7 @@ struct GemmMultiplier {
   const u32 warp = thread / 32;
   const u32 lane = thread % 32;
   const u32 pair = cluster_rank() / 2 * 2;  // its first CTA
-  GemmRing<C> ring;
+  GemmPipelineState<C> pipeline;
   float acc[C::kHalves][C::kTileN / 2];
 
   // The first of this warpgroup's rows of a tile.
@@ -28,8 +28,8 @@ struct GemmMultiplier {
 
   template <bool kFirst>
   __device__ __forceinline__ void multiply_block() {
-    const u32 stage = C::kHands > 1 ? uniform(ring.stage) : ring.stage;
-    mbarrier_wait(&shared.full[stage], ring.round & 1);
+    const u32 stage = C::kHandedParts > 1 ? uniform(pipeline.stage) : pipeline.stage;
+    mbarrier_wait(&shared.full[stage], pipeline.phase & 1);
     const u64 a = wgmma_descriptor(shared.a[stage] + first_row() * kGemmRowBytes);
     const u64 b = wgmma_descriptor(shared.b[stage], C::kMajorB == Major::kMN ? kGemmBlockK * kGemmRowBytes : 16);
     constexpr u32 kStepA = C::kMajorA == Major::kK ? 32 : 16 * kGemmRowBytes;
@@ -55,8 +55,8 @@ struct GemmMultiplier {
   template <u32 kStops, typename Stop, typename Started>
   __device__ __forceinline__ void multiply(u32 count, Stop stop, Started started) {
     multiply_block<true>();
-    u32 before = ring.stage;
-    ring.next();
+    u32 before = pipeline.stage;
+    pipeline.next();
     u32 i = 1;
 #pragma unroll
     for (u32 s = 0; s <= kStops; ++s) {
@@ -66,8 +66,8 @@ struct GemmMultiplier {
         multiply_block<false>();
         wgmma_wait<1>();
         release(before);
-        before = ring.stage;
-        ring.next();
+        before = pipeline.stage;
+        pipeline.next();
       }
       if (s != kStops) stop(s);
     }

@@ -1,16 +1,16 @@
 // Sums of a product whose k is in parts. Each part of a unit is computed by a pair of CTAs of its own, all of one cluster, at
 // the same time; then they send each other pieces of what they have, through shared memory, and each adds up and stores some.
 //
-// A piece is a warpgroup's 64 rows of a chunk's columns. Those of a tile are dealt to the parts in turn. The parts of an
+// A piece is a warpgroup's 64 rows of a chunk's columns. Those of a tile are dealt to the parts one by one. The parts of an
 // element are added in an order of their own, so its bits depend on how many there are and on nothing else.
 //
 // Many rows have tiles for all multiprocessors without that, and pay for each exchange. A pair then computes both of two parts,
-// one after the other, and keeps the first one's sums in memory meanwhile: the same bits.
+// one after the other (serial split-K), with the first one's sums in memory meanwhile: the same bits.
 //
 // Where whole units are too few for the multiprocessors, but clusters of two pairs find no room on them as pairs do, a pair computes
-// the first of two parts and hands its sums, through memory, to the next pair, which adds its own: the same bits again.
+// the first of two parts and hands its sums over, through memory, to the next pair (stream-K), which adds its own: the same bits again.
 //
-// Pieces come into stages of the ring behind a tile's operands. Who loads waits until these stages have been read, and lets the
+// Pieces come into stages of the pipeline behind a tile's operands. Who loads waits until these stages have been read, and lets the
 // other parts know that there is room. They all take the same stages, because parts have as many blocks of k each.
 #pragma once
 
@@ -77,20 +77,20 @@ struct GemmParts {
   __device__ __forceinline__ u32 slot(const Piece& piece, u32 of) const {
     return piece.before * (splits - 1) + of - (of > piece.owner);
   }
-  __device__ __forceinline__ static u32 stage_of(const GemmRing<C>& ring, u32 slot) {
-    const u32 stage = ring.stage + slot / kPiecesOfStage;
+  __device__ __forceinline__ static u32 stage_of(const GemmPipelineState<C>& pipeline, u32 slot) {
+    const u32 stage = pipeline.stage + slot / kPiecesOfStage;
     return stage < C::kStages ? stage : stage - C::kStages;
   }
 
   // The thread that loads, behind a tile's operands.
-  __device__ __forceinline__ void make_room(GemmShared<C>& shared, GemmRing<C>& ring) const {
+  __device__ __forceinline__ void make_room(GemmShared<C>& shared, GemmPipelineState<C>& pipeline) const {
     u32 slots = (kPieces - part + splits - 1) / splits * (splits - 1);
     for (u32 e = stages(); e > 0; --e) {
-      mbarrier_wait(&shared.empty[ring.stage], (ring.round & 1) ^ 1);
+      mbarrier_wait(&shared.empty[pipeline.stage], (pipeline.phase & 1) ^ 1);
       const u32 here = min(slots, kPiecesOfStage);
-      mbarrier_arrive_expect(&shared.full[ring.stage], here * kPieceBytes);
+      mbarrier_arrive_expect(&shared.full[pipeline.stage], here * kPieceBytes);
       slots -= here;
-      ring.next();
+      pipeline.next();
     }
     for (u32 of = 0; of < splits; ++of) {
       if (of != part) peer_arrive(address_in(of, &shared.room));
@@ -98,9 +98,9 @@ struct GemmParts {
   }
 
   // One thread's accumulators of a piece, to whom sums it.
-  __device__ __forceinline__ void send(GemmShared<C>& shared, const GemmRing<C>& ring, const Piece& piece, u32 thread,
+  __device__ __forceinline__ void send(GemmShared<C>& shared, const GemmPipelineState<C>& pipeline, const Piece& piece, u32 thread,
                                        const float* from) const {
-    const u32 at = slot(piece, part), stage = stage_of(ring, at);
+    const u32 at = slot(piece, part), stage = stage_of(pipeline, at);
     const u32 to = address_in(piece.owner, place(shared, stage, at % kPiecesOfStage)) + 16 * thread;
     const u32 barrier = address_in(piece.owner, &shared.full[stage]);
 #pragma unroll
@@ -111,14 +111,14 @@ struct GemmParts {
 
   // One thread's accumulators of a piece become the sum over parts, (0 + 1) + (2 + 3): in place, as it does not matter which
   // of two is added to which.
-  __device__ __forceinline__ void sum(GemmShared<C>& shared, const GemmRing<C>& ring, const Piece& piece, u32 thread,
+  __device__ __forceinline__ void sum(GemmShared<C>& shared, const GemmPipelineState<C>& pipeline, const Piece& piece, u32 thread,
                                       float* own) const {
     const auto from = [&](u32 of) {
       const u32 at = slot(piece, of);
-      return reinterpret_cast<const float4*>(place(shared, stage_of(ring, at), at % kPiecesOfStage)) + thread;
+      return reinterpret_cast<const float4*>(place(shared, stage_of(pipeline, at), at % kPiecesOfStage)) + thread;
     };
-    const u32 beside = part ^ 1, across = (part ^ 2) & 2;
-    if (beside < splits) add(own, from(beside));
+    const u32 neighbour = part ^ 1, across = (part ^ 2) & 2;
+    if (neighbour < splits) add(own, from(neighbour));
     if (across + 1 < splits) {
       add(own, from(across), from(across + 1));
     } else if (across < splits) {
@@ -145,76 +145,76 @@ struct GemmParts {
   }
 };
 
-// The thread that loads, behind a tile's operands: a turn of the ring that is complete once another CTA has handed over its part of the
+// The thread that loads, behind a tile's operands: a stage of the pipeline that is complete once another CTA has handed over its part of the
 // tile's k. The warpgroups have no register for a wait with a limit.
 template <typename C>
-__device__ __forceinline__ void gemm_await_handed(const GemmArguments& arguments, GemmShared<C>& shared, GemmRing<C>& ring,
-                                                  const GemmWalk& walk) {
-  u32* handed = arguments.handed + walk.keeper();
-  mbarrier_wait(&shared.empty[ring.stage], (ring.round & 1) ^ 1);
-  await_value(handed, 4 * kGemmConsumers, arguments.wait);
+__device__ __forceinline__ void gemm_await_partial_sums(const GemmArguments& arguments, GemmShared<C>& shared, GemmPipelineState<C>& pipeline,
+                                                  const GemmScheduler& scheduler) {
+  u32* parts_stored = arguments.parts_stored + scheduler.workspace_index();
+  mbarrier_wait(&shared.empty[pipeline.stage], (pipeline.phase & 1) ^ 1);
+  await_value(parts_stored, 4 * kGemmConsumers, arguments.wait);
   // For the next launch, which begins when this one has ended.
-  store_relaxed(handed, 0);
-  mbarrier_arrive(&shared.full[ring.stage]);
-  ring.next();
+  store_relaxed(parts_stored, 0);
+  mbarrier_arrive(&shared.full[pipeline.stage]);
+  pipeline.next();
 }
 
-// What comes behind a tile's operands, for who loads only B: turns of the ring that are none of its business. It waits for them all the
-// same, for whoever looks at a stage two rounds early takes an old completion for a new one.
+// What comes behind a tile's operands, for who loads only B: stages of the pipeline that are none of its business. It waits for them all the
+// same, for whoever looks at a stage two phases early takes an old completion for a new one.
 template <typename C>
-__device__ __forceinline__ void pass_turns(GemmShared<C>& shared, GemmRing<C>& ring, u32 turns) {
-  for (; turns > 0; --turns) {
-    mbarrier_wait(&shared.empty[ring.stage], (ring.round & 1) ^ 1);
-    ring.next();
+__device__ __forceinline__ void skip_stages(GemmShared<C>& shared, GemmPipelineState<C>& pipeline, u32 stages) {
+  for (; stages > 0; --stages) {
+    mbarrier_wait(&shared.empty[pipeline.stage], (pipeline.phase & 1) ^ 1);
+    pipeline.next();
   }
 }
 
-// A thread that loads what kLoads says, or a warp of which it is the first: where `ends` has that look out for others. `ends` knows
-// whether rows of A have come, and what is needed beside operands.
-template <typename C, u32 kLoads, typename Ends>
-__device__ __forceinline__ void gemm_load(const GemmArguments& arguments, GemmShared<C>& memory, const Ends& ends,
-                                          GemmWalk walk, GemmTile next) {
+// A thread that loads what kLoads says, or a warp of which it is the first: where `epilogue` has that look out for others. `epilogue` knows
+// whether rows of A have come, and what is needed in addition to operands.
+template <typename C, u32 kLoads, typename Epilogue>
+__device__ __forceinline__ void gemm_load(const GemmArguments& arguments, GemmShared<C>& memory, const Epilogue& epilogue,
+                                          GemmScheduler scheduler, GemmTile next) {
   GemmShared<C>& shared = keep_address(memory);
-  GemmRing<C> ring;
+  GemmPipelineState<C> pipeline;
   [[maybe_unused]] bool first = true;
-  while (walk.more()) {
+  while (scheduler.more()) {
     GemmTile tile = next;
-    const GemmWalk here = walk;
-    walk.advance();
+    const GemmScheduler here = scheduler;
+    scheduler.advance();
     // Looked up while this tile's operands are loaded.
-    if (walk.more()) next = walk.look_up();
+    if (scheduler.more()) next = scheduler.look_up();
     // The same thread of the warp each time.
-    if (Ends::kLoadingThreads == 1 || elect_one()) {
+    if (Epilogue::kLoadingThreads == 1 || elect_one()) {
       u32 ahead = 0;
-      if constexpr (Ends::kAwaitsRows) {
+      if constexpr (Epilogue::kAwaitsRows) {
         if (first) ahead = gemm_load_ahead<C>(arguments, shared, here, tile.column, halves_of_a(arguments, tile));
         first = false;
-        ends.await_rows(tile);
-        tile.source_row += ends.copy_row(tile);
+        epilogue.await_rows(tile);
+        tile.source_row += epilogue.copy_row(tile);
       }
-      gemm_load_operands<C, kLoads>(arguments, shared, ring, here, tile, ahead);
-      if (C::kHands > 1 && !here.hands_over()) {
+      gemm_load_operands<C, kLoads>(arguments, shared, pipeline, here, tile, ahead);
+      if (C::kHandedParts > 1 && !here.has_next_part()) {
         if constexpr (kLoads & kLoadsA) {
-          gemm_await_handed<C>(arguments, shared, ring, here);
+          gemm_await_partial_sums<C>(arguments, shared, pipeline, here);
         } else {
-          pass_turns<C>(shared, ring, 1);
+          skip_stages<C>(shared, pipeline, 1);
         }
       }
-      if constexpr (Ends::kSumsParts && C::kHalves == 1) {
+      if constexpr (Epilogue::kSumsParts && C::kHalves == 1) {
         if (arguments.splits > 1) {
           const GemmParts<C> parts{arguments.splits, here.part, here.rank};
           if constexpr (kLoads & kLoadsA) {
-            parts.make_room(shared, ring);
+            parts.make_room(shared, pipeline);
           } else {
-            pass_turns<C>(shared, ring, parts.stages());
+            skip_stages<C>(shared, pipeline, parts.stages());
           }
         }
       }
     }
-    if constexpr (Ends::kLoadingThreads > 1) {
+    if constexpr (Epilogue::kLoadingThreads > 1) {
       // The others must not look out for anything while one of them loads: a warp does one or the other.
       __syncwarp();
-      if (!here.hands_over()) ends.load_parts(shared, ring, tile, here);
+      if (!here.has_next_part()) epilogue.load_parts(shared, pipeline, tile, here);
       __syncwarp();
     }
   }

@@ -8,7 +8,7 @@
 // the bits are those of a product followed by a reduction. The sums go to the rank's own rows, and in an all-reduce to every other
 // rank's copy of them: those of a CTA's last tile directly, earlier ones while the next tiles are multiplied (gemm_spread.cuh).
 //
-// The others' parts of a tile come through the ring of stages behind its operands: who loads fetches them while the tile is still
+// The others' parts of a tile come through the pipeline of stages behind its operands: who loads fetches them while the tile is still
 // multiplied, for a warpgroup that waits for memory keeps the matrix unit waiting.
 //
 // Where a rank has fewer rows than a tile, tiles have slices of several owners: they are sent, and then those of this rank are
@@ -25,7 +25,7 @@
 
 namespace counterpoint {
 
-// One call of one rank, beside its product, whose destinations are the ranks: `d_maps` are this rank's rows of the sums in the
+// One call of one rank, in addition to its product, whose destinations are the ranks: `d_maps` are this rank's rows of the sums in the
 // memory of each rank that gets them. Shared with the host.
 struct GemmReduction {
   LinkCall link;
@@ -95,8 +95,8 @@ struct GemmToRanks {
     }
   }
   // A unit's group is its number among its owner's.
-  __device__ __forceinline__ u32 first_part(const GemmTile& of, const GemmWalk& walk) const {
-    return (of.group * 2 + walk.rank) * kGemmConsumers;
+  __device__ __forceinline__ u32 first_part(const GemmTile& of, const GemmScheduler& scheduler) const {
+    return (of.group * 2 + scheduler.rank) * kGemmConsumers;
   }
 
   // One warp of every CTA: that of the first lets the others know that this rank's parts may be written; then all store in other
@@ -111,24 +111,24 @@ struct GemmToRanks {
   }
 
   // The warp that loads, behind a tile's operands: what the others sent of this rank's rows, chunk after chunk from rank after rank.
-  __device__ __forceinline__ void load_parts(GemmShared<C>& shared, GemmRing<C>& ring, const GemmTile& of,
-                                             const GemmWalk& walk) const {
+  __device__ __forceinline__ void load_parts(GemmShared<C>& shared, GemmPipelineState<C>& pipeline, const GemmTile& of,
+                                             const GemmScheduler& scheduler) const {
     if (!keeps(of.source_row, kGemmTileM)) return;
-    // A tile without an element takes its turns all the same: the other CTA counts them.
+    // A tile without an element takes its stages all the same: the other CTA counts them.
     const bool empty = of.rows == 0 || of.column >= arguments.n;
-    const u32 part = first_part(of, walk);
+    const u32 part = first_part(of, scheduler);
     if (!empty) await_parts(of.source_row, part);
-    if (elect_one()) fetch_parts(shared, ring, part, empty);
+    if (elect_one()) fetch_parts(shared, pipeline, part, empty);
   }
 
-  __device__ __forceinline__ void fetch_parts(GemmShared<C>& shared, GemmRing<C>& ring, u32 part, bool empty) const {
-    // What other ranks' copy engines wrote is read by this one's.
+  __device__ __forceinline__ void fetch_parts(GemmShared<C>& shared, GemmPipelineState<C>& pipeline, u32 part, bool empty) const {
+    // What other ranks' TMA wrote is read by this one's.
     fence_async_proxy_all();
     u32 chunk = 0, peer = reduction.rank == 0;
     u32 left = kChunks * (reduction.ranks - 1);
     while (left > 0) {
-      const u32 stage = ring.stage, count = min(kPiecesOfStage, left);
-      mbarrier_wait(&shared.empty[stage], (ring.round & 1) ^ 1);
+      const u32 stage = pipeline.stage, count = min(kPiecesOfStage, left);
+      mbarrier_wait(&shared.empty[stage], (pipeline.phase & 1) ^ 1);
       mbarrier_arrive_expect(&shared.full[stage], empty ? 0 : count * kPieceBytes);
 #pragma unroll 1
       for (u32 i = 0; i < count && !empty; ++i) {
@@ -145,7 +145,7 @@ struct GemmToRanks {
         }
       }
       left -= count;
-      ring.next();
+      pipeline.next();
     }
   }
 
@@ -242,11 +242,11 @@ struct GemmToRanks {
 
   template <typename Consumer>
   __device__ __forceinline__ void tile(Consumer& consumer, GemmStaging<C>& staging, Held& held, const GemmTile& of,
-                                       const GemmWalk& walk) const {
+                                       const GemmScheduler& scheduler) const {
     const u32 row = of.source_row + 64 * staging.group;
     const bool kept = keeps(row, 64);
     if (sends(row)) {
-      const u32 part = first_part(of, walk) + staging.group;
+      const u32 part = first_part(of, scheduler) + staging.group;
       // Nobody waits for others' parts of a tile before its own of it are on their way: of tiles with rows of several ranks both
       // warpgroups wait.
       const bool now = reduction.own_rows < kGemmTileM;
@@ -256,19 +256,19 @@ struct GemmToRanks {
     add_parts(consumer);
     const i32 own_row = i32(row - reduction.rank * reduction.own_rows);
     // Sums of several ranks' copies would keep shared memory from the next tile's.
-    const bool later = reduction.spreads != 0 && reduction.own_rows >= kGemmTileM && walk.more_after();
+    const bool later = reduction.spreads != 0 && reduction.own_rows >= kGemmTileM && scheduler.more_after();
     held.take(staging, GemmChunk{i32(of.column), own_row, 0, 0, 64, later ? kChunkLater : u8(0)}, consumer.acc[0], false);
   }
 
-  // The others' parts of a tile take their turns, whoever adds them.
+  // The others' parts of a tile take their stages, whoever adds them.
   template <typename Consumer>
   __device__ __forceinline__ void no_tile(Consumer& consumer, const GemmTile& of) const {
     if (!keeps(of.source_row, kGemmTileM)) return;
     for (u32 at = 0; at < kChunks * (reduction.ranks - 1); at += kPiecesOfStage) {
-      const u32 stage = consumer.ring.stage;
-      mbarrier_wait(&consumer.shared.full[stage], consumer.ring.round & 1);
+      const u32 stage = consumer.pipeline.stage;
+      mbarrier_wait(&consumer.shared.full[stage], consumer.pipeline.phase & 1);
       consumer.release(stage);
-      consumer.ring.next();
+      consumer.pipeline.next();
     }
   }
 
@@ -291,8 +291,8 @@ struct GemmToRanks {
             words[p] = make_uint4(pack(from[0], from[1]), pack(from[2], from[3]), pack(from[4], from[5]), pack(from[6], from[7]));
           }
         } else {
-          const u32 stage = consumer.ring.stage;
-          if (index == 0) mbarrier_wait(&shared.full[stage], consumer.ring.round & 1);
+          const u32 stage = consumer.pipeline.stage;
+          if (index == 0) mbarrier_wait(&shared.full[stage], consumer.pipeline.phase & 1);
           const u8* from = piece(shared, stage, index) + consumer.group * kChunkBytes;
 #pragma unroll
           for (u32 p = 0; p < kPacks; ++p) {
@@ -313,8 +313,8 @@ struct GemmToRanks {
         if (++index == kPiecesOfStage || left == 0) {
           // It has been read by all lanes before two of them say so.
           __syncwarp();
-          consumer.release(consumer.ring.stage);
-          consumer.ring.next();
+          consumer.release(consumer.pipeline.stage);
+          consumer.pipeline.next();
           index = 0;
         }
       }

@@ -1,6 +1,6 @@
 // Sums of an all-reduce on their way from this rank's memory to the others', while their owner goes on with the next tiles.
 //
-// A chunk that the copy engine stores to every rank keeps its room in shared memory until the links have taken all copies, and on
+// A chunk that TMA stores to every rank keeps its room in shared memory until the links have taken all copies, and on
 // four GPUs that is longer than a tile is multiplied. So who stores puts it in this rank's memory only and notifies a warp that has
 // nothing else to do.
 #pragma once
@@ -32,7 +32,7 @@ __device__ __forceinline__ void gemm_spread_chunk(const GemmSpread& spread, cons
 #pragma unroll 1
   for (u32 line = 0; line < 64 / kRowsAtOnce; line += kAhead) {
     uint4 words[kAhead];
-    // The copy engine wrote them: not by way of the nearest cache.
+    // TMA wrote them: not by way of the nearest cache.
 #pragma unroll
     for (u32 i = 0; i < kAhead; ++i) words[i] = __ldcg(reinterpret_cast<const uint4*>(sums.at[sums.own] + offset + i * step));
     for (u32 ranks = sums.others; ranks != 0; ranks &= ranks - 1) {

@@ -1,5 +1,5 @@
 // The way of a result from accumulators to memory: a warpgroup puts 64 rows of 64 or 128 bytes into shared memory, and a thread that
-// has nothing else to do lets the copy engine store them, or add them, wherever they belong, and notifies who waits for them.
+// has nothing else to do lets TMA store them, or add them, wherever they belong, and notifies who waits for them.
 #pragma once
 
 #include "gemm/gemm_parts.cuh"
@@ -8,7 +8,7 @@
 
 namespace counterpoint {
 
-// Where piece `piece` of 16 bytes of a row of a chunk lies, rows having `kPieces`: as the copy engine wants it, which changes
+// Where piece `piece` of 16 bytes of a row of a chunk lies, rows having `kPieces`: as TMA wants it, which changes
 // pieces' places by the number of the 128 bytes that they are in.
 template <u32 kPieces>
 __device__ __forceinline__ u32 chunk_offset(u32 row, u32 piece) {
@@ -217,7 +217,7 @@ struct GemmHeld {
     if (held + 1 == kCount) any = false;
   }
 
-  // Parts for other ranks as their threads hold them, 16 rows, those of a warp, together; rows for the copy engine otherwise.
+  // Parts for other ranks as their threads hold them, 16 rows, those of a warp, together; rows for TMA otherwise.
   __device__ __forceinline__ void write(GemmStaging<C>& staging, u32 c, const u32 (&elements)[kWords]) const {
     const bool part = first.flags & kChunkPart;
     GemmChunk chunk = first;

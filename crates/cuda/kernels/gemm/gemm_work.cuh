@@ -1,7 +1,7 @@
 // What the matrix product is specialised for, what it is given, what its warps share, and the thread that feeds them.
 //
 // A pair of CTAs computes two neighbouring tiles of the result, one above the other or side by side. The operand that both read is
-// loaded once: each CTA loads a half of it, and the copy engine writes that half into both. A cluster is such a pair, or, where k is
+// loaded once: each CTA loads a half of it, and TMA writes that half into both. A cluster is such a pair, or, where k is
 // in parts, a pair for each of them (gemm_parts.cuh).
 #pragma once
 
@@ -14,14 +14,14 @@
 namespace counterpoint {
 
 constexpr u32 kGemmTileM = 128;
-// A block of k: a row of it is 128 bytes, as the copy engine swizzles it.
+// A block of k: a row of it is 128 bytes, as TMA swizzles it.
 constexpr u32 kGemmBlockK = 64;
 constexpr u32 kGemmRowBytes = 128;
 constexpr u32 kGemmThreads = 384;
 constexpr u32 kGemmConsumers = 2;
 // 64 rows of at most 128 bytes of the result, on their way to memory.
 constexpr u32 kGemmChunkBytes = 64 * kGemmRowBytes;
-// Tensors that A's rows are put together from, and stretches of rows that D consists of.
+// Tensors that A's rows are put together from, and ranges of rows that D consists of.
 constexpr u32 kGemmSources = 16;
 constexpr u32 kGemmDestinations = 8;
 
@@ -29,9 +29,9 @@ constexpr u32 kGemmDestinations = 8;
 enum class Warpgroups : u32 { kCooperative, kPingpong };
 
 // What a kernel is compiled for: how wide tiles are, how many blocks of k are on their way, how operands lie in memory, how warpgroups
-// share tiles, whether parts of k are handed over, and whether tiles are of several problems (gemm_grouped.cuh). With parts that are handed
+// share tiles, whether parts of k are handed over (stream-K), and whether tiles are of several problems (gemm_grouped.cuh). With parts that are handed
 // over in it the compiler no longer sees that a warp's stage is uniform, and products without such parts would take a tenth longer.
-template <u32 kTileNOf, u32 kStagesOf, Major kMajorAOf, Major kMajorBOf, Warpgroups kWarpgroupsOf, u32 kHandsOf,
+template <u32 kTileNOf, u32 kStagesOf, Major kMajorAOf, Major kMajorBOf, Warpgroups kWarpgroupsOf, u32 kHandedPartsOf,
           bool kGroupedOf = false>
 struct GemmConfig {
   static constexpr u32 kTileN = kTileNOf;
@@ -39,10 +39,10 @@ struct GemmConfig {
   static constexpr Major kMajorA = kMajorAOf;
   static constexpr Major kMajorB = kMajorBOf;
   static constexpr Warpgroups kWarpgroups = kWarpgroupsOf;
-  static constexpr u32 kHands = kHandsOf;  // `hands` of its arguments
+  static constexpr u32 kHandedParts = kHandedPartsOf;  // `handed_parts` of its arguments
   static constexpr bool kGrouped = kGroupedOf;
   static constexpr u32 kHalves = kWarpgroups == Warpgroups::kPingpong ? 2 : 1;  // of a tile's rows, that a warpgroup computes
-  static_assert(kHalves == 1 || kHands == 1, "parts of k are for warpgroups that compute each tile together");
+  static_assert(kHalves == 1 || kHandedParts == 1, "parts of k are for warpgroups that compute each tile together");
   static constexpr u32 kBytesA = kGemmTileM * kGemmRowBytes;
   // Along n, whole chunks of 64 columns are loaded.
   static constexpr u32 kBytesB = (kMajorB == Major::kK ? kTileN : (kTileN + 63) / 64 * 64) * kGemmRowBytes;
@@ -66,9 +66,9 @@ struct alignas(32) GemmTile {
   u32 blocks;           // and its blocks of k, at least one
 };
 
-// A block of k where A, which lies along m, is in pieces, and B too where tiles are of several problems: then A's and B's places take
-// turns in the list. Shared with the host.
-struct GemmTerm {
+// A block of k where A, which lies along m, is in pieces, and B too where tiles are of several problems: then A's and B's places
+// alternate in the list. Shared with the host.
+struct GemmKSource {
   u32 source;
   u32 row;
 };
@@ -81,19 +81,19 @@ struct GemmArguments {
   u64 d[kGemmDestinations];             // [its rows, d_stride]: the same memory
   u64 counters[kGemmDestinations];      // of groups, u32 each, where the destination's owner has them; 0 for none
   const GemmTile* tiles;                // of units in the order in which they are begun
-  const GemmTerm* terms;                // of every block of k, or null where A is one tensor from its first row on
+  const GemmKSource* k_sources;         // of every block of k, or null where A is one tensor from its first row on
   const Element* bias;                  // [n], or null
-  // [CTAs, 2 warpgroups, kTileN / 8, 128 threads], where there are turns; of the CTAs of every unit where parts are handed over.
-  float4* kept;
-  u32* handed;                          // then of each of these CTAs: how many of its warps have handed over theirs
+  // [CTAs, 2 warpgroups, kTileN / 8, 128 threads], where there are serial parts; of the CTAs of every unit where parts are handed over.
+  float4* partial_sums;
+  u32* parts_stored;                    // then of each of these CTAs: how many of its warps have handed over theirs
   WaitLimit wait;                       // for them
   u32 unit_count;
-  u32 splits;    // parts of k, each of which a pair of CTAs computes
-  u32 turns;     // or parts of k that a pair computes one after the other: 1 or 2
-  u32 hands;     // or 2 parts of k, the first of which a pair hands over to the next pair: 1 or 2
-  u32 k_blocks;  // a multiple of them
+  u32 splits;        // parts of k, each of which a pair of CTAs computes
+  u32 serial_parts;  // or parts of k that a pair computes one after the other: 1 or 2
+  u32 handed_parts;  // or 2 parts of k, the first of which a pair hands over to the next pair: 1 or 2
+  u32 k_blocks;      // a multiple of them
   u32 n;
-  u32 n_whole;   // columns up to the last multiple of 16 bytes: the copy engine stores no less than that
+  u32 n_whole;   // columns up to the last multiple of 16 bytes: TMA stores no less than that
   u32 d_stride;  // elements from one row of D to the next
   u32 pairs_columns;  // whether a unit's tiles lie side by side
   u32 wide;           // whether the result is f32
@@ -120,7 +120,7 @@ constexpr u32 kSpreadChunks = 8;
 struct GemmSpread {
   i32 columns[kSpreadChunks];
   i32 rows[kSpreadChunks];
-  u32 stored;  // so many, over all; kSpreadEnd beside it: there is nothing more to store
+  u32 stored;  // so many, over all; kSpreadEnd with it: there is nothing more to store
   u32 spread;
 };
 constexpr u32 kSpreadEnd = 0x80000000u;
@@ -135,35 +135,35 @@ struct alignas(1024) GemmShared {
   u64 empty[C::kStages];
   u64 chunk_full[kGemmConsumers][2];
   u64 chunk_empty[kGemmConsumers][2];
-  u64 turns[kGemmConsumers];  // it is that warpgroup's turn to multiply (gemm_pingpong.cuh)
+  u64 order[kGemmConsumers];  // that warpgroup may multiply (gemm_pingpong.cuh)
   u64 room;  // the other parts' CTAs have room for what this one sends them (gemm_parts.cuh)
   GemmSpread spreads[kGemmConsumers];
   u64 own_loaded;  // a piece of this rank's rows is in `staging`, on its way to others (gemm_gather.cuh)
   u64 own_sent;    // `staging` is free for results
 };
 
-// The units of this CTA: every warp walks the same list. Where parts of k are handed over, a unit is two items of it, one after the
+// The units of this CTA: every warp has the same list. Where parts of k are handed over, a unit is two items of it, one after the
 // other: whoever waits, waits for an earlier one, so it does not matter how many clusters run at once.
-struct GemmWalk {
+struct GemmScheduler {
   const GemmArguments& arguments;
   u32 rank = cluster_rank() % 2;  // of the pair
   u32 part = cluster_rank() / 2;  // of k
   u32 index = cluster_index();
 
-  __device__ __forceinline__ u32 items() const { return arguments.unit_count * arguments.hands; }
+  __device__ __forceinline__ u32 items() const { return arguments.unit_count * arguments.handed_parts; }
   __device__ __forceinline__ bool more() const { return index < items(); }
   __device__ __forceinline__ bool more_after() const { return index + cluster_count() < items(); }
   __device__ __forceinline__ void advance() { index += cluster_count(); }
-  __device__ __forceinline__ u32 unit_index() const { return index >> (arguments.hands - 1); }
-  // Whether another pair adds what this one sums, and stores the tiles.
-  __device__ __forceinline__ bool hands_over() const { return half() + 1 != arguments.hands; }
-  // Among the CTAs of all units, this one of its unit's.
-  __device__ __forceinline__ u32 keeper() const { return 2 * unit_index() + rank; }
-  __device__ __forceinline__ u32 half() const { return index & (arguments.hands - 1); }
+  __device__ __forceinline__ u32 unit_index() const { return index >> (arguments.handed_parts - 1); }
+  // Whether another pair adds what this one sums, the next part of k, and stores the tiles.
+  __device__ __forceinline__ bool has_next_part() const { return half() + 1 != arguments.handed_parts; }
+  // Among the CTAs of all units, this one of its unit's: by it tiles lie, and partial sums that are handed over.
+  __device__ __forceinline__ u32 workspace_index() const { return 2 * unit_index() + rank; }
+  __device__ __forceinline__ u32 half() const { return index & (arguments.handed_parts - 1); }
   // This CTA's tile. The load stays where it is called, before whoever uses it waits for anything else.
   template <bool kGrouped = false>
   __device__ __forceinline__ GemmTile look_up() const {
-    const GemmTile* from = arguments.tiles + keeper();
+    const GemmTile* from = arguments.tiles + workspace_index();
     u32 rows[4], place[2];
     if constexpr (kGrouped) {
       u32 problem[2];
@@ -179,34 +179,34 @@ struct GemmWalk {
     return GemmTile{rows[0], rows[1], u16(rows[2] & 0xffffu), u16(rows[2] >> 16), rows[3], place[0], place[1], 0, 0};
   }
   __device__ __forceinline__ u32 k_begin() const {
-    return arguments.k_blocks / (arguments.splits * arguments.hands) * (part + half());
+    return arguments.k_blocks / (arguments.splits * arguments.handed_parts) * (part + half());
   }
   __device__ __forceinline__ u32 k_end() const {
-    return arguments.k_blocks / (arguments.splits * arguments.hands) * (part + half() + 1);
+    return arguments.k_blocks / (arguments.splits * arguments.handed_parts) * (part + half() + 1);
   }
 };
 
 // Which stage of operands comes next, for who fills stages and who empties them.
 template <typename C>
-struct GemmRing {
+struct GemmPipelineState {
   u32 stage = 0;
-  u32 round = 0;  // how often all were used
+  u32 phase = 0;  // of their barriers: how often all were used
   __device__ __forceinline__ void next() {
     if (++stage == C::kStages) {
       stage = 0;
-      ++round;
+      ++phase;
     }
   }
 };
 
 // The part of an operand's block that this CTA loads: all of it, or its half of what both read. Along k a box has all rows or
-// half of them; along m or n a box has 64 of them, and the CTAs take turns. Of what both read, only so many halves are there.
+// half of them; along m or n a box has 64 of them, and the CTAs alternate. Of what both read, only so many halves are there.
 template <u32 kRows, Major kMajor>
 __device__ __forceinline__ void load_operand(u8* to, const TensorMap* map, u64* full, i32 k, u32 row, bool both,
-                                             const GemmWalk& walk, u32 halves = 2) {
-  const u32 rank = walk.rank;
+                                             const GemmScheduler& scheduler, u32 halves = 2) {
+  const u32 rank = scheduler.rank;
   if (both && rank >= halves) return;
-  const u16 both_ctas = u16(3u << (2 * walk.part));
+  const u16 both_ctas = u16(3u << (2 * scheduler.part));
   if constexpr (kMajor == Major::kK) {
     const u32 half = rank * (kRows / 2);
     if (both) {
@@ -248,11 +248,11 @@ __device__ __forceinline__ u32 halves_of_a(const GemmArguments& arguments, const
 // B's part of a CTA's first tile while rows of A are still on their way: as many blocks as there are stages, and some more as far
 // as the second level cache. How many of the stages have it.
 template <typename C>
-__device__ __forceinline__ u32 gemm_load_ahead(const GemmArguments& arguments, GemmShared<C>& shared, const GemmWalk& walk,
+__device__ __forceinline__ u32 gemm_load_ahead(const GemmArguments& arguments, GemmShared<C>& shared, const GemmScheduler& scheduler,
                                                u32 column, u32 halves) {
   // Of every CTA: half of the cache over all of them.
   constexpr u32 kCached = 192 * 1024 / C::kBytesB;
-  const u32 begin = walk.k_begin(), count = walk.k_end() - begin;
+  const u32 begin = scheduler.k_begin(), count = scheduler.k_end() - begin;
   const u32 ahead = min(count, C::kStages), cached = min(count, ahead + kCached);
   const bool both = arguments.pairs_columns == 0;
 #pragma unroll 1
@@ -260,9 +260,9 @@ __device__ __forceinline__ u32 gemm_load_ahead(const GemmArguments& arguments, G
     const i32 k = i32((begin + i) * kGemmBlockK);
     if (i < ahead) {
       mbarrier_arrive_expect(&shared.full[i], C::kBytesA / 2 * halves + C::kBytesB);
-      load_operand<C::kTileN, C::kMajorB>(shared.b[i], &arguments.b_map, &shared.full[i], k, column, both, walk);
+      load_operand<C::kTileN, C::kMajorB>(shared.b[i], &arguments.b_map, &shared.full[i], k, column, both, scheduler);
     } else {
-      prefetch_operand<C::kTileN, C::kMajorB>(&arguments.b_map, k, column, both, walk.rank);
+      prefetch_operand<C::kTileN, C::kMajorB>(&arguments.b_map, k, column, both, scheduler.rank);
     }
   }
   return ahead;
@@ -274,41 +274,41 @@ constexpr u32 kLoadsB = 2;
 
 // A tile's operands, those of kLoads, block by block of k; B's first `ahead` blocks are on their way. Who loads A speaks for both.
 template <typename C, u32 kLoads>
-__device__ __forceinline__ void gemm_load_operands(const GemmArguments& arguments, GemmShared<C>& shared, GemmRing<C>& ring,
-                                                   const GemmWalk& walk, const GemmTile& tile, u32 ahead) {
-  const u32 end = walk.k_end(), ahead_end = walk.k_begin() + ahead;
+__device__ __forceinline__ void gemm_load_operands(const GemmArguments& arguments, GemmShared<C>& shared, GemmPipelineState<C>& pipeline,
+                                                   const GemmScheduler& scheduler, const GemmTile& tile, u32 ahead) {
+  const u32 end = scheduler.k_end(), ahead_end = scheduler.k_begin() + ahead;
   const u32 halves = halves_of_a(arguments, tile);
   // Where A lies along k, the next block's place is looked up while this one's stage is waited for.
-  uint2 term = make_uint2(tile.source, 0);
+  uint2 source = make_uint2(tile.source, 0);
   const auto look_up = [&](u32 k_block) {
     if constexpr (C::kMajorA == Major::kMN) {
-      if (arguments.terms != nullptr && k_block < end) {
-        term = __ldg(reinterpret_cast<const uint2*>(arguments.terms) + k_block);
+      if (arguments.k_sources != nullptr && k_block < end) {
+        source = __ldg(reinterpret_cast<const uint2*>(arguments.k_sources) + k_block);
         return;
       }
     }
-    term.y = k_block * kGemmBlockK;
+    source.y = k_block * kGemmBlockK;
   };
-  look_up(walk.k_begin());
+  look_up(scheduler.k_begin());
 #pragma unroll 1
-  for (u32 k_block = walk.k_begin(); k_block < end; ++k_block) {
-    const u32 stage = ring.stage;
+  for (u32 k_block = scheduler.k_begin(); k_block < end; ++k_block) {
+    const u32 stage = pipeline.stage;
     if (k_block >= ahead_end) {
       // Both CTAs' consumers are done with this stage: the halves that come are written into both.
-      mbarrier_wait(&shared.empty[stage], (ring.round & 1) ^ 1);
+      mbarrier_wait(&shared.empty[stage], (pipeline.phase & 1) ^ 1);
       if (kLoads & kLoadsA) mbarrier_arrive_expect(&shared.full[stage], C::kBytesA / 2 * halves + C::kBytesB);
     }
     const i32 k = i32(k_block * kGemmBlockK);
     if (kLoads & kLoadsA) {
-      load_operand<kGemmTileM, C::kMajorA>(shared.a[stage], &arguments.a_maps[term.x], &shared.full[stage], i32(term.y),
-                                           tile.source_row, arguments.pairs_columns != 0, walk, halves);
+      load_operand<kGemmTileM, C::kMajorA>(shared.a[stage], &arguments.a_maps[source.x], &shared.full[stage], i32(source.y),
+                                           tile.source_row, arguments.pairs_columns != 0, scheduler, halves);
       look_up(k_block + 1);
     }
     if ((kLoads & kLoadsB) && k_block >= ahead_end) {
       load_operand<C::kTileN, C::kMajorB>(shared.b[stage], &arguments.b_map, &shared.full[stage], k, tile.column,
-                                          arguments.pairs_columns == 0, walk);
+                                          arguments.pairs_columns == 0, scheduler);
     }
-    ring.next();
+    pipeline.next();
   }
 }
 

@@ -19,7 +19,7 @@ struct PortableGemm {
   const u32 lane = threadIdx.x % 32;
   const u32 warp = threadIdx.x / 32;
   PortableGemmLoads<C> loads{arguments};
-  // Terms before a tile's end when what it is added to is asked for: late enough to stay in a small cache, and early enough for DRAM.
+  // Of k so much before a tile's end when what it is added to is asked for: late enough to stay in a small cache, and early enough for DRAM.
   static constexpr u32 kSoon = 512;
 
   u32 stage_bytes = 0;  // before the stage that is multiplied

@@ -6,7 +6,7 @@
 
 namespace counterpoint {
 
-// What a kernel is compiled for: columns of a tile, warps down and across that share it, terms of a block of k, how many blocks are in
+// What a kernel is compiled for: columns of a tile, warps down and across that compute it, how much of k a block has, how many blocks are in
 // shared memory, and whether operands lie with k down their rows.
 template <u32 kTileNOf, u32 kWarpsMOf, u32 kWarpsNOf, u32 kBlockOf, u32 kStagesOf, Lie kLieAOf, Lie kLieBOf>
 struct PortableGemmConfig {
@@ -28,7 +28,7 @@ struct PortableGemmConfig {
   static constexpr u32 kStageBytes = RowsA::kBytes + RowsB::kBytes;
   static constexpr u32 kSharedBytes = kStages * kStageBytes;
   static_assert(kWarpN % 32 == 0 && kWarpM % 16 == 0, "a quad stores 32 columns of a row");
-  static_assert(kGemmBlockK % kBlock == 0, "blocks lie within those of terms");
+  static_assert(kGemmBlockK % kBlock == 0, "blocks lie within those of k_sources");
   static_assert(kStages >= 2, "one block is copied while another one is multiplied");
 };
 
@@ -39,7 +39,7 @@ struct PortableGemmArguments {
   u64 d[kGemmDestinations];         // [its rows, d_stride] each
   u64 counters[kGemmDestinations];  // of groups, u32 each, where the destination's owner has them; 0 for none
   const GemmTile* tiles;            // in the order in which they are begun; all have elements
-  const GemmTerm* terms;            // of every kGemmBlockK terms, or null where A is one tensor from its first row on
+  const GemmKSource* k_sources;     // of every kGemmBlockK rows of k, or null where A is one tensor from its first row on
   const Element* bias;              // [n], or null
   u32 tile_count;
   u32 n;

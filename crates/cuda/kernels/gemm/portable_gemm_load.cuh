@@ -39,10 +39,10 @@ struct PortableOperand {
   __device__ __forceinline__ void copy(u32 i, u32 stage_bytes, u32 stride) const {
     cp_async_all(place + stage_bytes + i * kStep * Rows::kPitch, from + u64(i * kStep) * stride);
   }
-  // All copies of a block that has only so many terms, or of a tile at an edge: the rest are zeros.
-  __device__ __forceinline__ void copy_some(u32 stage_bytes, u32 stride, i32 terms) const {
-    const i32 elements = kLie == Lie::kAlong ? terms - i32(column()) : left;
-    const i32 rows = kLie == Lie::kAlong ? left : terms - i32(row());
+  // All copies of a block that has only so much of k, or of a tile at an edge: the rest are zeros.
+  __device__ __forceinline__ void copy_some(u32 stage_bytes, u32 stride, i32 k_left) const {
+    const i32 elements = kLie == Lie::kAlong ? k_left - i32(column()) : left;
+    const i32 rows = kLie == Lie::kAlong ? left : k_left - i32(row());
     const u32 bytes = u32(min(max(elements, 0), 8)) * u32(sizeof(Element));
     // A loop stays a branch, where straight code would be fetched with every whole block too.
 #pragma unroll 1
@@ -65,8 +65,8 @@ struct PortableGemmLoads {
   PortableOperand<typename C::RowsA, C::kLieA, C::kThreads> a;
   PortableOperand<typename C::RowsB, C::kLieB, C::kThreads> b;
   u32 tile;        // of the next block
-  i32 terms;       // of it and those behind it
-  i32 whole;       // blocks with fewer terms are not whole; of a tile at an edge none are
+  i32 k_left;      // of it and those behind it
+  i32 whole;       // blocks with less of k are not whole; of a tile at an edge none are
   u32 source_row;  // of its tile, where A lies along m
   bool in_parts;   // whether the parts are all of the next block: else it was copied when it was begun, or there is none
 
@@ -81,7 +81,7 @@ struct PortableGemmLoads {
     const uint4 rows = __ldg(reinterpret_cast<const uint4*>(of));
     const u32 first_column = __ldg(&of->column);
     const i32 columns = i32(arguments.n - first_column);
-    terms = i32(arguments.k);
+    k_left = i32(arguments.k);
     whole = rows.w == C::kTileM && columns >= i32(C::kTileN) ? i32(C::kBlock) : 0x7fffffff;
     const u64 a_row = rows.x, column = first_column;
     if constexpr (C::kLieA == Lie::kAlong) {
@@ -89,23 +89,23 @@ struct PortableGemmLoads {
     } else {
       source_row = rows.x;
       a.begin_tile(arguments.a[0] + a_row, arguments.a_stride, i32(rows.w));
-      find_term();
+      find_k_source();
     }
     b.begin_tile(arguments.b + (C::kLieB == Lie::kAlong ? column * arguments.b_stride : column), arguments.b_stride, columns);
   }
-  // Where A's rows are terms that lie in pieces, each kGemmBlockK of them have a place of their own.
-  __device__ __forceinline__ void find_term() {
-    if (arguments.terms == nullptr) return;
-    const u32 done = arguments.k - u32(terms);
+  // Where A's rows, which k goes along, lie in pieces, each kGemmBlockK of them have a place of their own.
+  __device__ __forceinline__ void find_k_source() {
+    if (arguments.k_sources == nullptr) return;
+    const u32 done = arguments.k - u32(k_left);
     if (done % kGemmBlockK != 0) return;
-    const uint2 term = __ldg(reinterpret_cast<const uint2*>(arguments.terms) + done / kGemmBlockK);
-    a.move_to(arguments.a[term.x] + (u64(term.y) * arguments.a_stride + source_row), arguments.a_stride);
+    const uint2 source = __ldg(reinterpret_cast<const uint2*>(arguments.k_sources) + done / kGemmBlockK);
+    a.move_to(arguments.a[source.x] + (u64(source.y) * arguments.a_stride + source_row), arguments.a_stride);
   }
   __device__ __forceinline__ void begin_block(u32 stage_bytes) {
-    in_parts = tile < arguments.tile_count && terms >= whole;
+    in_parts = tile < arguments.tile_count && k_left >= whole;
     if (in_parts || tile >= arguments.tile_count) return;
-    a.copy_some(stage_bytes, arguments.a_stride, terms);
-    b.copy_some(stage_bytes, arguments.b_stride, terms);
+    a.copy_some(stage_bytes, arguments.a_stride, k_left);
+    b.copy_some(stage_bytes, arguments.b_stride, k_left);
   }
   // Part `part` of so many.
   __device__ __forceinline__ void copy_part(u32 part, u32 parts, u32 stage_bytes) const {
@@ -125,11 +125,11 @@ struct PortableGemmLoads {
   __device__ __forceinline__ void end_block() {
     cp_async_commit();
     if (tile >= arguments.tile_count) return;
-    terms -= i32(C::kBlock);
-    if (terms > 0) {
+    k_left -= i32(C::kBlock);
+    if (k_left > 0) {
       a.advance(arguments.a_stride);
       b.advance(arguments.b_stride);
-      if constexpr (C::kLieA == Lie::kAcross) find_term();
+      if constexpr (C::kLieA == Lie::kAcross) find_k_source();
     } else {
       tile += gridDim.x;
       if (tile < arguments.tile_count) begin_tile();

@@ -25,10 +25,10 @@ __device__ __forceinline__ void registers_decrease() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// Orders ordinary writes to shared memory before what wgmma or the copy engine reads there.
+// Orders ordinary writes to shared memory before what wgmma or TMA reads there.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// The same for all memory, in both directions: between the copy engine's accesses and ordinary ones.
+// The same for all memory, in both directions: between TMA's accesses and ordinary ones.
 __device__ __forceinline__ void fence_async_proxy_all() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 // The same for global memory alone, which waits for no store of this thread.

@@ -1,4 +1,4 @@
-// Copies of bytes that lie together by the copy engine (PTX ISA, "cp.async.bulk"), to and from this GPU's memory or a
+// Copies of bytes that lie together by TMA (PTX ISA, "cp.async.bulk"), to and from this GPU's memory or a
 // peer's. Addresses and lengths are multiples of 16.
 #pragma once
 

@@ -1,4 +1,4 @@
-// Copies from global to shared memory that run beside the thread that starts them (PTX ISA, "cp.async"; sm_80 and newer).
+// Copies from global to shared memory that run concurrently with the thread that starts them (PTX ISA, "cp.async"; sm_80 and newer).
 #pragma once
 
 #include "types.cuh"

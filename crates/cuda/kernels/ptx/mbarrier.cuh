@@ -21,7 +21,7 @@ __device__ __forceinline__ void mbarrier_init(u64* barrier, u32 arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
 
-// Makes initialised barriers visible to the copy engine and to other CTAs of the cluster.
+// Makes initialised barriers visible to TMA and to other CTAs of the cluster.
 __device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -30,7 +30,7 @@ __device__ __forceinline__ void mbarrier_arrive(u64* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// Arrives, and makes the phase wait for `bytes` more from the copy engine.
+// Arrives, and makes the phase wait for `bytes` more from TMA.
 __device__ __forceinline__ void mbarrier_arrive_expect(u64* barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                : "memory");

@@ -1,4 +1,4 @@
-// The bulk tensor copy engine (PTX ISA, "cp.async.bulk.tensor"). Coordinates go from the innermost axis outwards.
+// The Tensor Memory Accelerator (PTX ISA, "cp.async.bulk.tensor"). Coordinates go from the innermost axis outwards.
 #pragma once
 
 #include "ptx/mbarrier.cuh"

@@ -242,7 +242,7 @@ impl Rows {
         let count = placed.count;
         let problem = |(product, rows): &(usize, Vec<ProblemRows>)| {
             let b_row = of_launch[*product].b[0].rows.start;
-            GemmProblem { rows: rows.clone(), b_row, terms: Vec::new() }
+            GemmProblem { rows: rows.clone(), b_row, k_blocks: Vec::new() }
         };
         let is_in_place = matches!(placed.results, Results::InPlace);
         let spec = GroupedGemmSpec {

@@ -11,7 +11,7 @@ use super::compute::Prepare;
 use super::grouped::{GATHERED, GATHERED_TOO, GatheredRows, add_step};
 use super::row_lists::{ListKey, buffers_of};
 use crate::kernel::{
-    GemmLayout, GemmProblem, GroupedGemm, GroupedGemmSpec, GroupedGemmTensors, ProblemRows, ProblemTerm,
+    GemmLayout, GemmProblem, GroupedGemm, GroupedGemmSpec, GroupedGemmTensors, ProblemKBlock, ProblemRows,
     RowCopy, RowStep,
 };
 use crate::{CudaError, Stream};
@@ -63,8 +63,8 @@ impl Gradients {
             let to = gemm.out_rows[0];
             let rows = vec![ProblemRows { source: 0, first: 0, to: to.start, count: to.len() }];
             let places = a_blocks.places[index].iter().zip(&b_blocks.places[index]);
-            let terms = places.map(|(&a, &b)| ProblemTerm { a, b }).collect();
-            GemmProblem { rows, b_row: 0, terms }
+            let k_blocks = places.map(|(&a, &b)| ProblemKBlock { a, b }).collect();
+            GemmProblem { rows, b_row: 0, k_blocks }
         };
         let spec = GroupedGemmSpec {
             n,

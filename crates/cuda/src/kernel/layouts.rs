@@ -1,6 +1,6 @@
 //! All types that host and kernels share.
 
-use counterpoint_tiles::{Tile, TileBound, TileMerge, TileRun, TurnSpan};
+use counterpoint_tiles::{DqOrderSpan, Tile, TileBound, TileMerge, TileRun};
 
 use crate::TensorMap;
 use crate::layout::{SharedLayout, shared_layout};
@@ -18,7 +18,7 @@ pub fn shared_layouts() -> Vec<SharedLayout> {
             TileBound { q_start, q_end, k_start, k_end, diag_min, diag_max, reserved }
         ),
         shared_layout!("attention/tile_schedule.cuh", TileMerge { start, end, slot_begin, slot_end }),
-        shared_layout!("attention/tile_schedule.cuh", TurnSpan { first, end, turn, counter }),
+        shared_layout!("attention/tile_schedule.cuh", DqOrderSpan { first, end, order, counter }),
     ];
     // Each launcher's module adds its own arguments here.
     let kernels = [

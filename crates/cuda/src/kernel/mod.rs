@@ -73,7 +73,7 @@ pub use gemm::{
     GEMM_DESTINATIONS, GEMM_SOURCES, Gemm, GemmEpilogue, GemmGather, GemmGatherSpec, GemmGatherTensors,
     GemmGrid, GemmLayout, GemmLibrary, GemmProblem, GemmReduce, GemmReduceSpec, GemmReduceTensors, GemmRows,
     GemmRunner, GemmShape, GemmSignals, GemmSpec, GemmTensors, GroupedGemm, GroupedGemmSpec,
-    GroupedGemmTensors, LibraryGemm, ProblemRows, ProblemTerm, SumsGoTo, TileOrder, TilePair, TileUnit,
+    GroupedGemmTensors, LibraryGemm, ProblemKBlock, ProblemRows, SumsGoTo, TileOrder, TilePair, TileUnit,
     Warpgroups,
 };
 pub use head_resize::HeadResize;

@@ -120,7 +120,7 @@ fn spans_of_an_order_are_as_many_as_the_mask_has_edges() {
         assert_eq!(order.spans().len(), (1 << 20) / 64);
         // The last rows see every key.
         let last = ((1 << 20) / 64 - 1) as u32;
-        assert_eq!(order.turn(last as usize, (1 << 13) - 1), Some((last, (1 << 13) - 1)));
+        assert_eq!(order.place(last as usize, (1 << 13) - 1), Some((last, (1 << 13) - 1)));
         assert_eq!(order.counters(), last + 1);
     }
     // Blocks of a forward, or blocks that do not meet each other, have no order.
@@ -146,10 +146,10 @@ fn documents_have_orders_of_their_own() {
     assert!(starts[..16].is_sorted() && starts[0] >= 1100 && starts[16..24].is_sorted(), "{starts:?}");
     // Rows 64 to 128 are of two documents, and nobody waits for the other's tiles.
     let order = schedule.dq_order().unwrap();
-    let (first, second) = (order.turn(1, 0).unwrap(), order.turn(1, 1).unwrap());
+    let (first, second) = (order.place(1, 0).unwrap(), order.place(1, 1).unwrap());
     assert_eq!((first.1, second.1), (0, 0));
     assert_ne!(first.0, second.0);
-    assert_eq!(order.turn(1, 2), Some((second.0, 1)));
+    assert_eq!(order.place(1, 2), Some((second.0, 1)));
 }
 
 #[test]

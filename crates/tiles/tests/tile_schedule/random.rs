@@ -160,13 +160,13 @@ proptest! {
             touched.sort_unstable();
             touched.dedup();
             for index in 0..count {
-                let found = order.turn(index, number);
+                let found = order.place(index, number);
                 if touched.contains(&index) {
                     let place = (index, chains[&number]);
-                    let turn = adders.entry(place).or_default();
+                    let before = adders.entry(place).or_default();
                     let (counter, found) = found.unwrap();
-                    prop_assert_eq!(found, *turn);
-                    *turn += 1;
+                    prop_assert_eq!(found, *before);
+                    *before += 1;
                     // A counter is one chain's, at one block.
                     prop_assert!(counter < order.counters());
                     prop_assert_eq!(*counters.entry(counter).or_insert(place), place);

@@ -3,7 +3,7 @@
 use counterpoint_bench::gpu::element_bound;
 use counterpoint_cuda::kernel::{
     ElementType, GemmGrid, GemmLayout, GemmProblem, GemmShape, GroupedGemm, GroupedGemmSpec,
-    GroupedGemmTensors, ProblemRows, ProblemTerm, RandomFill, Scalar,
+    GroupedGemmTensors, ProblemKBlock, ProblemRows, RandomFill, Scalar,
 };
 use counterpoint_cuda::{CudaError, Device, DeviceBuffer, MemoryGuard, Stream, StreamPriority};
 use counterpoint_reference::selftest::{Extent, SelfCheck, Share};
@@ -186,8 +186,8 @@ impl Case {
             first += count;
             let rows = vec![ProblemRows { source: 0, first: 0, to: index * m, count: m }];
             let places = a.1[index].iter().zip(&b.1[index]);
-            let terms = places.map(|(&a, &b)| ProblemTerm { a, b }).collect();
-            spec.problems.push(GemmProblem { rows, b_row: 0, terms });
+            let k_blocks = places.map(|(&a, &b)| ProblemKBlock { a, b }).collect();
+            spec.problems.push(GemmProblem { rows, b_row: 0, k_blocks });
         }
         let d = Matrix::random(spec.output, spec.rows_d, n, 10 * seed + 3);
         Self::new(spec, a.0, b.0, d, terms, Some(whole))
@@ -210,7 +210,7 @@ impl Case {
         let GroupedGemmSpec { n, k, m, layout, element, output, adds, problems, sm_margin, grid, .. } =
             &self.spec;
         let pieces: usize = problems.iter().map(|problem| problem.rows.len()).sum();
-        let blocks: usize = problems.iter().map(|problem| problem.terms.len()).sum();
+        let blocks: usize = problems.iter().map(|problem| problem.k_blocks.len()).sum();
         let size = match layout {
             GemmLayout::Tn => format!("{m} x {n} in {blocks} blocks of k"),
             _ => format!("{} x {n} x {k} in {pieces} pieces", self.spec.rows_d - 40),

@@ -20,14 +20,14 @@ pub(super) struct BackwardParams {
 #[derive(Clone, Copy, Debug)]
 #[expect(clippy::large_enum_variant, reason = "one value at a time, which is copied to a launch")]
 pub(super) enum BackwardOrder {
-    Fixed(BackwardTurns),
+    Fixed(BackwardDqOrder),
     Classes(BackwardClasses),
     /// Items are parts of a tile's query heads.
     Sums(BackwardClasses, BackwardSums),
     /// Some tiles' gradients may be results.
     Alone(BackwardClasses, BackwardAlone),
     /// Tiles may be split by half-heads, too.
-    Halves(BackwardClasses, BackwardAlone, BackwardHalves),
+    Halves(BackwardClasses, BackwardAlone, BackwardHalfHeads),
 }
 
 /// Two that lie behind each other in a kernel's parameter.
@@ -74,7 +74,7 @@ pub(super) struct AttentionBackwardArguments {
     pub(super) arrivals: LinkArrivals,
     pub(super) dk: u64,
     pub(super) dv: u64,
-    pub(super) homes: u64,
+    pub(super) owner_rows: u64,
     pub(super) tiles: u64,
     pub(super) runs: u64,
     pub(super) bounds: u64,
@@ -85,18 +85,18 @@ pub(super) struct AttentionBackwardArguments {
     pub(super) group: u32,
     pub(super) head_dim: u32,
     pub(super) head_dim_v: u32,
-    pub(super) stretch: u32,
+    pub(super) blocks_per_head: u32,
     pub(super) own_rows: i32,
-    pub(super) homed_from: i32,
+    pub(super) owner_rows_from: i32,
     pub(super) scale: f32,
     pub(super) scale_log2: f32,
     pub(super) cap_log2: f32,
 }
 
-/// `BackwardTurns` of the kernel.
+/// `BackwardDqOrder` of the kernel.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
-pub(super) struct BackwardTurns {
+pub(super) struct BackwardDqOrder {
     pub(super) spans: u64,
     pub(super) begins: u64,
     pub(super) added: u64,
@@ -124,7 +124,7 @@ pub(super) struct BackwardRounding {
     pub(super) summed: u64,
     pub(super) progress: u64,
     pub(super) slabs: u32,
-    pub(super) beside: u32,
+    pub(super) overlapped: u32,
     pub(super) rows_q: u32,
     pub(super) zeroes_sums: u32,
 }
@@ -138,10 +138,10 @@ pub(super) struct BackwardAlone {
     pub(super) dv: u64,
 }
 
-/// `BackwardHalves` of the kernel.
+/// `BackwardHalfHeads` of the kernel.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
-pub(super) struct BackwardHalves {
+pub(super) struct BackwardHalfHeads {
     pub(super) words: u64,
     pub(super) classes: u32,
 }
@@ -195,7 +195,7 @@ pub(in crate::kernel) fn layouts() -> Vec<SharedLayout> {
                 arrivals,
                 dk,
                 dv,
-                homes,
+                owner_rows,
                 tiles,
                 runs,
                 bounds,
@@ -206,9 +206,9 @@ pub(in crate::kernel) fn layouts() -> Vec<SharedLayout> {
                 group,
                 head_dim,
                 head_dim_v,
-                stretch,
+                blocks_per_head,
                 own_rows,
-                homed_from,
+                owner_rows_from,
                 scale,
                 scale_log2,
                 cap_log2
@@ -216,7 +216,7 @@ pub(in crate::kernel) fn layouts() -> Vec<SharedLayout> {
         ),
         shared_layout!(
             "attention/backward_work.cuh",
-            BackwardTurns { spans, begins, added, ordered_from, num_tiles, heads_at_a_time }
+            BackwardDqOrder { spans, begins, added, ordered_from, num_tiles, heads_at_a_time }
         ),
         shared_layout!("attention/backward_work.cuh", BackwardClasses { cursors, ends }),
         shared_layout!(
@@ -229,13 +229,13 @@ pub(in crate::kernel) fn layouts() -> Vec<SharedLayout> {
                 summed,
                 progress,
                 slabs,
-                beside,
+                overlapped,
                 rows_q,
                 zeroes_sums
             }
         ),
         shared_layout!("attention/backward_work.cuh", BackwardAlone { tiles, dk, dv }),
-        shared_layout!("attention/backward_work.cuh", BackwardHalves { words, classes }),
+        shared_layout!("attention/backward_work.cuh", BackwardHalfHeads { words, classes }),
         shared_layout!("attention/backward_work.cuh", BackwardSums { dk_map, dv_map, dk, dv, words, parts }),
         shared_layout!(
             "attention/attention_backward_rows.cuh",

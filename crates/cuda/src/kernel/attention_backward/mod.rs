@@ -11,7 +11,7 @@ use std::f32::consts::LOG2_E;
 pub(super) use arguments::layouts;
 use arguments::{
     AttentionBackwardArguments, AttentionBackwardRowsArguments, BackwardAlone, BackwardClasses,
-    BackwardHalves, BackwardOrder, BackwardParams, BackwardRounding, BackwardTurns,
+    BackwardDqOrder, BackwardHalfHeads, BackwardOrder, BackwardParams, BackwardRounding,
 };
 use counterpoint_mask::Range;
 use counterpoint_tiles::{Tile, TileClasses};
@@ -247,12 +247,12 @@ impl AttentionBackward {
             summed,
             progress: self.progress.address(),
             slabs: self.rounds,
-            beside: self.rounds_overlapped,
+            overlapped: self.rounds_overlapped,
             rows_q: self.problem.rows_q as u32,
             zeroes_sums: u32::from(self.zeroes_sums),
         };
         let order = match &self.dq_order {
-            Some(tables) => BackwardOrder::Fixed(BackwardTurns {
+            Some(tables) => BackwardOrder::Fixed(BackwardDqOrder {
                 spans: tables.spans.address(),
                 begins: tables.begins.address(),
                 added,
@@ -280,7 +280,7 @@ impl AttentionBackward {
         match &self.half_heads {
             Some(words) => {
                 let half_heads =
-                    BackwardHalves { words: words.address(), classes: self.classes.halved as u32 };
+                    BackwardHalfHeads { words: words.address(), classes: self.classes.halved as u32 };
                 BackwardOrder::Halves(classes, alone, half_heads)
             }
             None if self.choice.alone() => BackwardOrder::Alone(classes, alone),
@@ -341,7 +341,7 @@ impl AttentionBackward {
             arrivals: arriving.arrivals.after(own_rows, rows_arriving),
             dk: tensors.dk,
             dv: tensors.dv,
-            homes: tensors.owners.map_or(0, |owners| owners.addresses),
+            owner_rows: tensors.owners.map_or(0, |owners| owners.addresses),
             tiles,
             runs,
             bounds,
@@ -352,9 +352,9 @@ impl AttentionBackward {
             group: (heads_q / heads_kv) as u32,
             head_dim: head_dim as u32,
             head_dim_v: head_dim_v as u32,
-            stretch: self.blocks_per_head,
+            blocks_per_head: self.blocks_per_head,
             own_rows: if rows_arriving == 0 { i32::MAX } else { own_rows as i32 },
-            homed_from: tensors.owners.map_or(i32::MAX, |owners| owners.first_row as i32),
+            owner_rows_from: tensors.owners.map_or(i32::MAX, |owners| owners.first_row as i32),
             scale,
             scale_log2: softcap.map_or(scale, |softcap| 2.0 * scale / softcap) * LOG2_E,
             cap_log2: softcap.unwrap_or(0.0) * LOG2_E,

@@ -1,6 +1,6 @@
 //! Memory of a backward's own, by which CTAs add up what they share.
 
-use counterpoint_tiles::{DqOrder, TurnSpan};
+use counterpoint_tiles::{DqOrder, DqOrderSpan};
 
 use super::arguments::BackwardSums;
 use crate::kernel::AttentionProblem;
@@ -64,7 +64,7 @@ impl DqOrderTables {
     pub(super) fn new(stream: &Stream, order: &DqOrder) -> Result<Self, CudaError> {
         // No buffer is empty.
         let spans = match order.spans() {
-            [] => &[TurnSpan { first: 0, end: 0, turn: 0, counter: 0 }],
+            [] => &[DqOrderSpan { first: 0, end: 0, order: 0, counter: 0 }],
             spans => spans,
         };
         Ok(Self {

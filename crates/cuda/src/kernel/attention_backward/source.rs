@@ -1,8 +1,8 @@
 //! The instantiations of the Hopper attention backward: shapes, element types, and modes that are compiled.
 
 use super::arguments::{
-    AttentionBackwardArguments, BackwardAlone, BackwardClasses, BackwardHalves, BackwardRounding,
-    BackwardSums, BackwardTurns, Then,
+    AttentionBackwardArguments, BackwardAlone, BackwardClasses, BackwardDqOrder, BackwardHalfHeads,
+    BackwardRounding, BackwardSums, Then,
 };
 use super::shape::{BackwardShape, KeyOwners};
 use crate::headers::kernel_source;
@@ -80,9 +80,9 @@ impl BackwardChoice {
         // In the order of `BackwardParams`, there and here.
         let features = [
             ("BackwardRounding", "rounding", self.rounds_dq()),
-            (if self.fixed_order { "BackwardTurns" } else { "BackwardClasses" }, "order", true),
+            (if self.fixed_order { "BackwardDqOrder" } else { "BackwardClasses" }, "order", true),
             ("BackwardAlone", "alone", self.alone()),
-            ("BackwardHalves", "halves", self.half_heads()),
+            ("BackwardHalfHeads", "half_heads", self.half_heads()),
             ("BackwardSums", "sums", self.sums()),
         ];
         let mut fields = "AttentionBackwardArguments all;".to_owned();
@@ -111,11 +111,11 @@ impl BackwardChoice {
             return ending_in::<Then<BackwardClasses, BackwardSums>>(self);
         }
         match (self.fixed_order, self.alone(), self.half_heads()) {
-            (true, ..) => ending_in::<BackwardTurns>(self),
+            (true, ..) => ending_in::<BackwardDqOrder>(self),
             (false, false, _) => ending_in::<BackwardClasses>(self),
             (false, true, false) => ending_in::<Then<BackwardClasses, BackwardAlone>>(self),
             (false, true, true) => {
-                ending_in::<Then<BackwardClasses, Then<BackwardAlone, BackwardHalves>>>(self)
+                ending_in::<Then<BackwardClasses, Then<BackwardAlone, BackwardHalfHeads>>>(self)
             }
         }
     }
@@ -126,20 +126,20 @@ impl BackwardChoice {
         let (keys, ctas) = (BackwardShape::KEYS, shape.ctas());
         let (gradient, gradients) = match gradients {
             KeyGradients::Results => ("rounded", "kResults"),
-            KeyGradients::Partials => ("f32", "kShares"),
+            KeyGradients::Partials => ("f32", "kPartialSums"),
             KeyGradients::Sums => ("summed", "kSums"),
         };
         let cap = if softcap { "_softcap" } else { "" };
         let name = format!(
             "attention_backward_{}_{head_dim}_{head_dim_v}_{gradient}{cap}{}",
             element.name(),
-            if fixed_order { "_turns" } else { "" },
+            if fixed_order { "_ordered" } else { "" },
         );
         let (body, config, scope) = match owners {
             KeyOwners::Warpgroups => ("attention_backward", "AttentionBackwardConfig", "backward"),
             KeyOwners::Ctas => ("attention_backward_pair", "AttentionBackwardPairConfig", "backward_pair"),
         };
-        let order = if fixed_order { "kInTurn" } else { "kAsTheyCome" };
+        let order = if fixed_order { "kFixed" } else { "kAny" };
         let Parameter { fields, values, bytes } = self.parameter();
         kernel_source(&name, Arch::SM_90A)
             .define("ELEMENT_BF16", element.define())

@@ -68,7 +68,7 @@ struct GemmGathering {
     pieces: u32,
     piece_bytes: u32,
     sends_to: u32,
-    in_turn: u32,
+    one_by_one: u32,
     copy_rows: u32,
     copy_bytes: u64,
 }
@@ -325,7 +325,7 @@ impl GemmGather {
             pieces,
             piece_bytes,
             sends_to: if self.spec.mixes_owners() { all } else { all & !(1 << rank) },
-            in_turn: u32::from(!self.spec.awaits_all()),
+            one_by_one: u32::from(!self.spec.awaits_all()),
             copy_rows: if self.leaves_at_once() { product.size.m as u32 } else { 0 },
             copy_bytes: self.copy_bytes() as u64,
         };
@@ -357,7 +357,7 @@ pub(super) fn layouts() -> Vec<SharedLayout> {
                 pieces,
                 piece_bytes,
                 sends_to,
-                in_turn,
+                one_by_one,
                 copy_rows,
                 copy_bytes,
             }

@@ -22,7 +22,7 @@ pub struct GroupedGemm {
     shape: GemmShape,
     tiles: DeviceBuffer,
     /// Empty unless A lies along m.
-    terms: DeviceBuffer,
+    k_sources: DeviceBuffer,
     /// Empty where the rows of every tile lie together in D.
     boxes: DeviceBuffer,
     units: u32,
@@ -99,7 +99,7 @@ impl GroupedGemm {
         let (units, boxes) = spec.units(&shape, clusters as usize).map_err(refused)?;
         let count = units.len() as u32;
         let tiles = DeviceBuffer::from_vec(stream, units.into_flattened())?;
-        let terms = DeviceBuffer::from_vec(stream, spec.terms())?;
+        let k_sources = DeviceBuffer::from_vec(stream, spec.k_sources())?;
         let boxes = DeviceBuffer::from_vec(stream, boxes)?;
         let launch = launch(match spec.grid {
             GemmGrid::Persistent => clusters.min(count),
@@ -108,7 +108,7 @@ impl GroupedGemm {
         // Of the problems the lists are left.
         let (rows_a, rows_b, problems) = (spec.rows_a.clone(), spec.rows_b.clone(), Vec::new());
         let spec = GroupedGemmSpec { rows_a, rows_b, problems, ..*spec };
-        Ok(Self { function, spec, shape, tiles, terms, boxes, units: count, launch })
+        Ok(Self { function, spec, shape, tiles, k_sources, boxes, units: count, launch })
     }
 
     /// How it is cut up.
@@ -159,15 +159,15 @@ impl GroupedGemm {
             d: [tensors.d; GEMM_DESTINATIONS],
             counters: [0; GEMM_DESTINATIONS],
             tiles: self.tiles.address(),
-            terms: if self.terms.is_empty() { 0 } else { self.terms.address() },
+            k_sources: if self.k_sources.is_empty() { 0 } else { self.k_sources.address() },
             bias: 0,
-            kept: 0,
-            handed: 0,
+            partial_sums: 0,
+            parts_stored: 0,
             wait: WaitLimit::NONE,
             unit_count: self.units,
             splits: 1,
-            turns: 1,
-            hands: 1,
+            serial_parts: 1,
+            handed_parts: 1,
             // Of every tile by itself.
             k_blocks: 0,
             n: spec.n as u32,

@@ -22,7 +22,7 @@ pub use gather::{GemmGather, GemmGatherSpec, GemmGatherTensors};
 pub use grouped::{GroupedGemm, GroupedGemmTensors};
 use hopper::{GemmArguments, STORED_ROWS};
 pub use library::{GemmLibrary, LibraryGemm};
-pub use problems::{GemmProblem, GroupedGemmSpec, ProblemRows, ProblemTerm};
+pub use problems::{GemmProblem, GroupedGemmSpec, ProblemKBlock, ProblemRows};
 pub use reduce::{GemmReduce, GemmReduceSpec, GemmReduceTensors, SumsGoTo};
 pub use rows::GemmRows;
 use rows::{Destination, GemmTile, RowTile};
@@ -52,12 +52,12 @@ pub struct Gemm {
     unit_list: Vec<GemmUnit>,
     tiles: DeviceBuffer,
     /// Empty where A is in one piece.
-    terms: DeviceBuffer,
+    k_sources: DeviceBuffer,
     signals: Vec<u32>,
     /// Empty where no part waits for another.
-    kept: DeviceBuffer,
+    partial_sums: DeviceBuffer,
     /// Of every CTA that takes a part over, zero between runs.
-    handed: DeviceBuffer,
+    parts_stored: DeviceBuffer,
     /// Where no part is handed over, nobody waits.
     waits: Option<CtaWaits>,
     ctas: u32,
@@ -168,7 +168,7 @@ impl Gemm {
             // Each is of one CTA, which needs none to make a pair whole.
             tiles.retain(|tile| tile.has_elements(spec.size.n));
         }
-        let terms = DeviceBuffer::from_slice(stream, &rows::terms(spec))?;
+        let k_sources = DeviceBuffer::from_slice(stream, &rows::k_sources(spec))?;
         let (launch, ctas) = match shape.is_portable() {
             true => portable::launch(&function, spec, shape, tiles.len() as u32)?,
             false => hopper::launch(&function, spec, shape, ends, unit_list.len() as u32)?,
@@ -180,9 +180,10 @@ impl Gemm {
             (_, 1) => ctas as usize,
             _ => 2 * unit_list.len(),
         };
-        let kept = DeviceBuffer::new(device, keeping * tile_bytes)?;
+        let partial_sums = DeviceBuffer::new(device, keeping * tile_bytes)?;
         let hands_over = shape.handed_parts > 1;
-        let handed = DeviceBuffer::from_slice(stream, &vec![0u32; if hands_over { keeping } else { 0 }])?;
+        let parts_stored =
+            DeviceBuffer::from_slice(stream, &vec![0u32; if hands_over { keeping } else { 0 }])?;
         let waits = hands_over.then(|| CtaWaits::new(device, MISSED_HAND)).transpose()?;
         Ok(Self {
             function,
@@ -192,10 +193,10 @@ impl Gemm {
             tile_list,
             unit_list,
             tiles,
-            terms,
+            k_sources,
             signals,
-            kept,
-            handed,
+            partial_sums,
+            parts_stored,
             waits,
             ctas,
             launch,

@@ -100,17 +100,18 @@ impl GroupedGemmSpec {
         shape: &GemmShape,
         clusters: usize,
     ) -> Result<(Vec<ProblemUnit>, Vec<GemmBox>), String> {
-        let mut first_terms = Vec::with_capacity(self.problems.len());
-        let mut terms = 0;
+        let mut first_sources = Vec::with_capacity(self.problems.len());
+        let mut k_sources = 0;
         for problem in &self.problems {
-            first_terms.push(terms);
-            terms += problem.terms.len();
+            first_sources.push(k_sources);
+            k_sources += problem.k_blocks.len();
         }
         let (mut units, mut boxes) = (Vec::new(), Vec::new());
         for index in self.in_order() {
             let problem = &self.problems[index];
             let tiles = Self::row_tiles(problem, &mut boxes);
-            let first = if self.layout == GemmLayout::Tn { first_terms[index] } else { problem.b_row } as u32;
+            let first =
+                if self.layout == GemmLayout::Tn { first_sources[index] } else { problem.b_row } as u32;
             let blocks = self.blocks_of(problem) as u32;
             let rows = (tiles.len() - 1) * TILE_ROWS;
             let rows_of: Vec<RowTile> = tiles.iter().map(|(tile, _)| *tile).collect();
@@ -222,7 +223,7 @@ fn deal<T>(units: &mut [T], clusters: usize) {
 mod tests {
     use super::*;
 
-    use super::super::problems::ProblemTerm;
+    use super::super::problems::ProblemKBlock;
     use super::super::problems::tests::spec;
 
     /// Element by element: each of D is in one tile, which has the row of A and the matrix of B that it is the product of.
@@ -299,12 +300,12 @@ mod tests {
         for (problem, blocks) in spec.problems.iter_mut().zip([2, 5, 3]) {
             problem.rows =
                 vec![ProblemRows { source: 0, first: 0, to: problem.rows[0].to.min(384), count: 256 }];
-            problem.terms =
-                (0..blocks).map(|block| ProblemTerm { a: (0, 64 * block), b: (0, 64 * block) }).collect();
+            problem.k_blocks =
+                (0..blocks).map(|block| ProblemKBlock { a: (0, 64 * block), b: (0, 64 * block) }).collect();
             next += blocks;
         }
         spec.check().unwrap();
-        assert_eq!(spec.terms().len(), 2 * next);
+        assert_eq!(spec.k_sources().len(), 2 * next);
         let shape = GemmShape::whole(256, TilePair::Rows);
         let (units, boxes) = spec.units(&shape, 4).unwrap();
         assert!(boxes.is_empty());

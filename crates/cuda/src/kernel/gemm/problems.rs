@@ -3,7 +3,7 @@
 use counterpoint_tiles::gemm::{BLOCK, GemmLayout};
 
 use super::GemmGrid;
-use super::rows::GemmTerm;
+use super::rows::GemmKSource;
 use crate::kernel::{ElementType, Scalar};
 
 /// Some rows of one of A's tensors, and the rows of D that they become.
@@ -21,7 +21,7 @@ pub struct ProblemRows {
 
 /// Where a block of k lies, 64 rows: of A and of B, the tensor and the first row of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ProblemTerm {
+pub struct ProblemKBlock {
     /// Of A.
     pub a: (usize, usize),
     /// Of B: its first tensor, or the second.
@@ -36,7 +36,7 @@ pub struct GemmProblem {
     /// The first of its rows of B.
     pub b_row: usize,
     /// Where A lies along m, its blocks of k; what lies in the last one behind the problem's rows is zeros.
-    pub terms: Vec<ProblemTerm>,
+    pub k_blocks: Vec<ProblemKBlock>,
 }
 
 /// Products that have a layout, columns and types in common, as one launch computes them. Sums are f32, in the order of k: no bit of a
@@ -88,11 +88,11 @@ impl GroupedGemmSpec {
     }
 
     pub(super) fn blocks_of(&self, problem: &GemmProblem) -> usize {
-        if self.layout == GemmLayout::Tn { problem.terms.len() } else { self.k.div_ceil(BLOCK) }
+        if self.layout == GemmLayout::Tn { problem.k_blocks.len() } else { self.k.div_ceil(BLOCK) }
     }
 
     pub(super) fn k_of(&self, problem: &GemmProblem) -> usize {
-        if self.layout == GemmLayout::Tn { problem.terms.len() * BLOCK } else { self.k }
+        if self.layout == GemmLayout::Tn { problem.k_blocks.len() * BLOCK } else { self.k }
     }
 
     /// Whether the kernel takes results of such rows, and of such a K. It depends on nothing else of a product, so all of a pass are
@@ -176,17 +176,21 @@ impl GroupedGemmSpec {
         }
         // Past a tensor's end there are zeros.
         let begins = |(tensor, row): (usize, usize), rows: &[usize]| rows_in(tensor, rows, row + 1);
-        if problem.terms.iter().any(|term| !begins(term.a, &self.rows_a) || !begins(term.b, &self.rows_b)) {
+        if problem
+            .k_blocks
+            .iter()
+            .any(|block| !begins(block.a, &self.rows_a) || !begins(block.b, &self.rows_b))
+        {
             return refused("rows of K that are not there");
         }
         Ok(())
     }
 
     /// The blocks of k of all problems, A's and B's places in turn.
-    pub(super) fn terms(&self) -> Vec<GemmTerm> {
-        let place = |(source, row): (usize, usize)| GemmTerm { source: source as u32, row: row as u32 };
-        let terms = self.problems.iter().flat_map(|problem| &problem.terms);
-        terms.flat_map(|term| [place(term.a), place(term.b)]).collect()
+    pub(super) fn k_sources(&self) -> Vec<GemmKSource> {
+        let place = |(source, row): (usize, usize)| GemmKSource { source: source as u32, row: row as u32 };
+        let k_sources = self.problems.iter().flat_map(|problem| &problem.k_blocks);
+        k_sources.flat_map(|block| [place(block.a), place(block.b)]).collect()
     }
 }
 
@@ -208,7 +212,7 @@ pub(super) mod tests {
                 2 => vec![rows(begin, begin + 70, 58), rows(begin + 58, begin, 70)],
                 _ => vec![rows(begin, begin, count)],
             };
-            GemmProblem { rows, b_row: index * 640, terms: Vec::new() }
+            GemmProblem { rows, b_row: index * 640, k_blocks: Vec::new() }
         };
         let problems: Vec<_> = rows.iter().enumerate().map(problem).collect();
         GroupedGemmSpec {

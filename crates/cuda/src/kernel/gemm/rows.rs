@@ -93,10 +93,10 @@ impl GemmTile {
     }
 }
 
-/// `GemmTerm` of the kernel.
+/// `GemmKSource` of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, NoUninit)]
 #[repr(C)]
-pub(super) struct GemmTerm {
+pub(super) struct GemmKSource {
     pub(super) source: u32,
     pub(super) row: u32,
 }
@@ -237,14 +237,14 @@ pub(super) fn row_tiles(segments: &[RowSegment]) -> Vec<RowTile> {
 }
 
 /// Where A's blocks of k lie, where that is not one after the other from the first row of one tensor.
-pub(super) fn terms(spec: &GemmSpec) -> Vec<GemmTerm> {
+pub(super) fn k_sources(spec: &GemmSpec) -> Vec<GemmKSource> {
     if spec.layout != GemmLayout::Tn || spec.sources == [GemmRows { tensor: 0, first: 0, count: spec.size.k }]
     {
         return Vec::new();
     }
     let blocks = |source: &GemmRows| {
         let GemmRows { tensor, first, count } = *source;
-        let block = move |row| GemmTerm { source: tensor as u32, row: row as u32 };
+        let block = move |row| GemmKSource { source: tensor as u32, row: row as u32 };
         (first..first + count).step_by(BLOCK).map(block)
     };
     spec.sources.iter().flat_map(blocks).collect()
@@ -320,7 +320,7 @@ mod tests {
     #[test]
     fn terms_are_whole_blocks_and_end_with_their_tensor() {
         let rows =
-            |spec: &GemmSpec| terms(spec).iter().map(|term| (term.source, term.row)).collect::<Vec<_>>();
+            |spec: &GemmSpec| k_sources(spec).iter().map(|term| (term.source, term.row)).collect::<Vec<_>>();
         let pieces = spec(GemmLayout::Tn, &[(1, 64, 128), (0, 0, 64), (1, 192, 30)], &[64]);
         assert_eq!(check(&pieces), Ok(()));
         assert_eq!(rows(&pieces), [(1, 64), (1, 128), (0, 0), (1, 192)]);

@@ -80,7 +80,7 @@ impl TilingCost for GemmShape {
         /// Until parts know of each other, and bytes of theirs that a multiprocessor sends in a cycle.
         const BARRIER: f64 = 3800.0;
         const SENT: f64 = 9.7;
-        /// Bytes of a part that is kept, there and back.
+        /// Bytes of a part that is stored, there and back.
         const KEPT: f64 = 27.0;
         /// Until the pair that takes them over hears of sums in memory.
         const HEAR: f64 = 7000.0;

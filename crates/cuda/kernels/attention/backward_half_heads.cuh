@@ -1,12 +1,12 @@
-// Items that are half of the query heads of a tile and a key head, in attention backward: long items would otherwise be few to share
+// Items that are half of the query heads of a tile and a key head, in attention backward: long items would otherwise be few to hand
 // out, and could not be taken in the order in which the cache serves them best.
 //
 // Whichever warp is done first with a half of its keys' dk and dv leaves it where the tensors of this GPU have these rows; the warp that
-// has the other half adds that to its own, and goes on as if it had walked all heads. Two terms have one sum, so results
+// has the other half adds that to its own, and goes on as if it had computed all heads. Two summands have one sum, so results
 // are bitwise the same whoever was first.
 #pragma once
 
-#include "attention/backward_walk.cuh"
+#include "attention/backward_scheduler.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/flag.cuh"
@@ -62,7 +62,7 @@ template <u32 kCount, u32 kCountV, typename C>
 __device__ __forceinline__ bool is_whole(const BackwardParams<C>& params, const Step& step, float (&dk)[kCount],
                                          float (&dv)[kCountV]) {
   constexpr u32 kTaken = 1, kLeft = 2;
-  u32* word = params.halves.words + 8 * uniform_load(&step.counter) + threadIdx.x % 256 / 32;
+  u32* word = params.half_heads.words + 8 * uniform_load(&step.counter) + threadIdx.x % 256 / 32;
   const bool leads = threadIdx.x % 32 == 0;
   u32 before = 0;
   if (leads) before = add_relaxed(word, kTaken);

@@ -8,34 +8,34 @@ namespace counterpoint {
 
 namespace backward {
 
-// Blocks that one query head walks before the next head of the item walks the same.
-struct Stretch {
+// Blocks that one query head goes through before the next head of the item goes through the same.
+struct HeadBlocks {
   u32 run;  // where it begins: the block at `row` of the run before this one
   u32 left;
   i32 row;
 };
 
-// The walk over items and blocks. Only the loading thread uses it; it lies in shared memory because that thread's
+// From items to their blocks. Only the loading thread uses it; it lies in shared memory because that thread's
 // warpgroup has few registers.
 //
-// Blocks are walked from the last to the first: under causal masks all tiles of a sequence see its last rows, so tiles
+// Blocks come from the last to the first: under causal masks all tiles of a sequence see its last rows, so tiles
 // that start together read the same rows at the same time, from the second level cache. For the same reason the query
-// heads of a key head take turns after a stretch of blocks.
+// heads of a key head alternate after some blocks (blocks_per_head).
 //
 // A long item that starts later than its neighbours starts where they are, and goes round: the rows that they read are in
 // the cache, and those of the end no longer.
 template <typename C>
-struct Walk {
+struct TileScheduler {
   static constexpr i32 kFirstRow = -1;
   static constexpr u32 kMostRunsBack = 4;
   static constexpr u32 kFollowingSteps = 256;
   Step next;               // what the next call of advance() announces
-  u32 run;                 // runs are walked backwards
+  u32 run;                 // runs come backwards
   u32 last_run;            // where the item's last block is: at last_row of this run,
   i32 last_row;            // or, where that is kFirstRow, at the run's first block
   i32 rows_begin, rows_end;  // of the run
   Item item;
-  Stretch stretch;
+  HeadBlocks head_blocks;
   u32 count;               // steps announced
   u32 items;               // items opened that have something to see
 
@@ -54,19 +54,19 @@ struct Walk {
     next.bound_end = u32(words.w);
   }
 
-  // Opens the block where the walk of an item of so many steps begins.
+  // Opens the block where an item of so many steps begins.
   __device__ __forceinline__ void open_first_run(const BackwardParams<C>& params, u32 steps) {
     last_run = next.run_begin;
     last_row = kFirstRow;
     open_run(params);
-    // Turns are taken in one order; and a short item has its rows in the cache anyway, and no time to look for a place.
-    if constexpr (!C::kTurns) {
+    // A fixed order has one order of blocks; and a short item has its rows in the cache anyway, and no time to look for a place.
+    if constexpr (!C::kFixedOrder) {
       if (steps < kFollowingSteps) return;
       go_to(params, Neighbours::row(params, item, next.head_kv));
     }
   }
 
-  // From the item's last block to where the others of its key head are, if the item has that among its last runs. The walk goes round
+  // From the item's last block to where the others of its key head are, if the item has that among its last runs. It goes round
   // from there.
   __device__ __forceinline__ void go_to(const BackwardParams<C>& params, i32 cursor) {
     if (cursor >= next.row) return;
@@ -92,7 +92,7 @@ struct Walk {
     const bool bounded = next.bound_begin != next.bound_end || next.key_end - next.key < i32(C::kKeys);
     next.flags = (bounded ? kBounded : 0) | (items % 2 ? 0 : kOdd);
     if (next.row_end - next.row < i32(C::kRows)) next.flags |= kShort;
-    if constexpr (C::kTurns) TurnItems::find_turn(params, next, item.tile);
+    if constexpr (C::kFixedOrder) OrderedItems::find_order(params, next, item.tile);
     if (C::kAlone) next.flags |= item.flags;
     if (last_block() && last_head()) next.flags |= kLast;
   }
@@ -103,19 +103,19 @@ struct Walk {
   __device__ __forceinline__ bool last_head() const { return next.head_q + 1 == item.head_q_end; }
 
   // Remembers the block at next.row as the one from which the other heads start too.
-  __device__ __forceinline__ void open_stretch(const BackwardParams<C>& params) {
+  __device__ __forceinline__ void begin_head_blocks(const BackwardParams<C>& params) {
     next.head_q = item.head_q_begin;
-    stretch = Stretch{run + 1, params.all.stretch, next.row};
-    if constexpr (!C::kTurns) Neighbours::notify(params, item, next.head_kv, next.row);
+    head_blocks = HeadBlocks{run + 1, params.all.blocks_per_head, next.row};
+    if constexpr (!C::kFixedOrder) Neighbours::notify(params, item, next.head_kv, next.row);
   }
 
   // Opens it again, for the next head.
-  __device__ __forceinline__ void repeat_stretch(const BackwardParams<C>& params) {
+  __device__ __forceinline__ void repeat_head_blocks(const BackwardParams<C>& params) {
     ++next.head_q;
-    run = stretch.run;
+    run = head_blocks.run;
     open_run(params);
-    next.row = stretch.row;
-    stretch.left = params.all.stretch;
+    next.row = head_blocks.row;
+    head_blocks.left = params.all.blocks_per_head;
   }
 
   __device__ __forceinline__ void open_item(const BackwardParams<C>& params) {
@@ -124,11 +124,11 @@ struct Walk {
       next.flags = kExit;
       return;
     }
-    using Items = typename ChooseType<C::kTurns, TurnItems, ClassItems>::Type;
+    using Items = typename ChooseType<C::kFixedOrder, OrderedItems, ClassItems>::Type;
     const Tile* tile = Items::find(params, ticket, item, next);
     const int4 words = __ldg(reinterpret_cast<const int4*>(tile));
     const u32 blocks = __ldg(&tile->blocks);
-    if (C::kTurns) item.tile = __ldg(&tile->number);
+    if (C::kFixedOrder) item.tile = __ldg(&tile->number);
     next.key = words.x;
     next.key_end = words.y;
     next.run_begin = u32(words.z);
@@ -139,7 +139,7 @@ struct Walk {
     }
     ++items;
     open_first_run(params, blocks * (item.head_q_end - item.head_q_begin));
-    open_stretch(params);
+    begin_head_blocks(params);
     open_block(params);
     next.flags |= kFirst;
   }
@@ -150,9 +150,9 @@ struct Walk {
       open_item(params);
       return;
     }
-    const bool stretch_ends = --stretch.left == 0 || last_block();
-    if (stretch_ends && !last_head()) {
-      repeat_stretch(params);
+    const bool blocks_end = --head_blocks.left == 0 || last_block();
+    if (blocks_end && !last_head()) {
+      repeat_head_blocks(params);
     } else {
       if (next.row > rows_begin) {
         next.row -= C::kRows;
@@ -160,7 +160,7 @@ struct Walk {
         if (run == next.run_begin) run = next.run_end;
         open_run(params);
       }
-      if (stretch_ends) open_stretch(params);
+      if (blocks_end) begin_head_blocks(params);
     }
     open_block(params);
   }
@@ -179,7 +179,7 @@ struct Storage {
   Step steps[kSteps];
   AddedItem added[2];
   SummedSlab found[2];
-  Walk<C> walk;
+  TileScheduler<C> scheduler;
   Delivered delivered;
   u64 full_k, full_v;
   u64 full_q[C::kStages], full_dout[C::kStages], empty[C::kStages];

@@ -7,7 +7,7 @@
 namespace counterpoint {
 
 template <typename C>
-struct AttentionForwardWalker {
+struct AttentionForwardScheduler {
   const AttentionForwardArguments& arguments;
   AttentionForwardShared<C>& shared;
   u32 index = blockIdx.x;  // of the item in `tile` and `head`
@@ -63,12 +63,12 @@ struct AttentionForwardWalker {
   }
 
   // Plans the item's steps.
-  __device__ __forceinline__ void walk() {
+  __device__ __forceinline__ void plan_item() {
     shared.items[items % kItems] =
         AttentionForwardItem{tile.start, tile.end, head, tile.partial, head / arguments.heads_per_key};
     ++items;
     if (tile.run_begin == tile.run_end) {
-      // Nothing to see: one step whose keys lie beyond the tensor, where the copy engine reads zeros, and a bound that holds
+      // Nothing to see: one step whose keys lie beyond the tensor, where TMA reads zeros, and a bound that holds
       // nothing.
       plan(AttentionForwardStep{arguments.rows_k, 0, 1, kStepFirst | kStepLast | kStepBounded}, TileBound{});
       return;
@@ -124,7 +124,7 @@ struct AttentionForwardWalker {
   // The first item is found before; it is not taken from the queue.
   __device__ __forceinline__ void work() {
     while (more()) {
-      walk();
+      plan_item();
       take_next();
     }
     plan(AttentionForwardStep{0, 0, 0, kStepNone}, TileBound{});
