@@ -218,7 +218,7 @@ pub(crate) fn owners_of(base: &Plan, mask: &Mask, config: &PlanConfig) -> Result
         [("q", mask.seqlen_q(), q_dispatch.seqlen()), ("k", mask.seqlen_k(), k_dispatch.seqlen())]
     {
         if mask_len != plan_len {
-            return Err(PlanError::OtherLength { axis, mask: mask_len, plan: plan_len }.into());
+            return Err(PlanError::OtherLength { axis: axis.into(), mask: mask_len, plan: plan_len }.into());
         }
     }
     let (config, plan) = (config.topology.world_size, base.cp_size());

@@ -291,10 +291,10 @@ impl CliError {
 
     /// Why a linear layer cannot be planned; its sizes came from these flags.
     pub fn of_layer(source: PlanError, flags: &[(&str, &'static str)]) -> Self {
-        let PlanError::Linear { field, value, ref wanted } = source else {
+        let PlanError::Linear { ref field, value, ref wanted } = source else {
             return Self::of_choice(source);
         };
-        match flags.iter().find(|(name, _)| *name == field) {
+        match flags.iter().find(|(name, _)| name == field) {
             Some(&(_, flag)) => {
                 Self::Flag { flag, value: value.to_string(), reason: format!("must be {wanted}") }
             }

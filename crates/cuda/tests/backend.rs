@@ -303,7 +303,7 @@ fn f64_is_refused_with_a_reason() {
     let (backend, transport) = cuda.connect(&world).unwrap().remove(0);
     let error = Prepared::new(program, backend, transport).err().unwrap();
     assert!(
-        matches!(&error, ExecError::Program { reason, .. } if reason.contains("`last` is f64")),
+        matches!(&error, ExecError::Program { reason, .. } if reason.to_string().contains("`last` is f64")),
         "{error}"
     );
 }

@@ -2,10 +2,11 @@
 
 use std::time::Duration;
 
+use counterpoint_schedule::Program;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use crate::{RendezvousError, TensorFault};
+use crate::{DeviceFault, PolicyFault, ProgramFault, RendezvousError, TensorFault};
 
 /// Why a run ended without a result.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, Error)]
@@ -27,7 +28,7 @@ pub enum ExecError {
         /// The policy.
         policy: String,
         /// What cannot be done and what to use.
-        reason: String,
+        reason: PolicyFault,
     },
     /// A Program that no backend can run.
     #[error("program `{program}` of rank {rank} cannot run: {reason}")]
@@ -37,7 +38,7 @@ pub enum ExecError {
         /// Its rank.
         rank: usize,
         /// The operation or buffer, what is wrong with it and what to do.
-        reason: String,
+        reason: ProgramFault,
     },
     /// Ranks called plans of different contents.
     #[error(
@@ -184,8 +185,8 @@ pub enum ExecError {
         rank: usize,
         /// The operation, or what was being prepared.
         place: String,
-        /// The call, its code and the driver's own words.
-        reason: String,
+        /// What it cannot do, or the driver's own words.
+        reason: DeviceFault,
     },
     /// Ranks that are processes did not come together, or one of them was lost.
     #[error(transparent)]
@@ -208,6 +209,11 @@ impl ExecError {
     /// What is wrong with the tensor of this name.
     pub fn tensor(name: &str, fault: impl Into<TensorFault>) -> Self {
         Self::Tensor { name: name.to_owned(), reason: fault.into() }
+    }
+
+    /// Why this Program cannot run.
+    pub fn program(program: &Program, fault: impl Into<ProgramFault>) -> Self {
+        Self::Program { program: program.name.clone(), rank: program.rank, reason: fault.into() }
     }
 
     /// As others are notified of it: with the rank whose error it is, where it does not name one itself.

@@ -15,6 +15,7 @@ pub mod collective;
 mod communicator;
 mod cpu;
 mod cpu_transport;
+mod device_fault;
 mod environment;
 mod error;
 mod experts;
@@ -33,12 +34,13 @@ mod monitor;
 #[cfg(feature = "mpi")]
 mod mpi;
 mod network;
-mod operands;
 mod panics;
 mod pass;
 mod place;
 mod planning_threads;
+mod policy_fault;
 mod profiler;
+mod program_fault;
 mod random;
 mod recipient;
 mod remote_ranks;
@@ -67,6 +69,7 @@ pub use cpu::{
     MemoryKeeper,
 };
 pub use cpu_transport::{CpuCollective, CpuTransport};
+pub use device_fault::DeviceFault;
 pub use environment::EnvironmentVariable;
 pub use error::{ExecError, Stall};
 pub use experts::{
@@ -95,11 +98,12 @@ pub use memory::{address_space_left, available_memory, check_memory};
 #[cfg(feature = "mpi")]
 pub use mpi::MpiMachine;
 pub use network::JobToken;
-pub use operands::check_operands;
 pub use pass::Pass;
 pub use place::OpPlace;
 pub use planning_threads::PlanningThreads;
+pub use policy_fault::PolicyFault;
 pub use profiler::Profiler;
+pub use program_fault::{OperationFault, ProgramFault};
 pub use random::{random_inputs, random_rows};
 pub use recipient::Recipient;
 pub use remote_ranks::RankActivity;

@@ -1,6 +1,9 @@
 //! What is wrong with a tensor that a run was given, or is asked for.
 
-use counterpoint_plan::DType;
+use std::ops::Range;
+
+use counterpoint_plan::{DType, PlanError, RoutingError};
+use counterpoint_schedule::SimulateError;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
@@ -134,6 +137,34 @@ pub enum TensorFault {
         /// How many there must be: `it must have 8`.
         wanted: String,
     },
+    /// An element is not what it must be.
+    #[error("is {value} in row {row}, column {column}; it must be {wanted}")]
+    Wrong {
+        /// Its row.
+        row: usize,
+        /// Its column.
+        column: usize,
+        /// What it is.
+        value: f64,
+        /// What it must be.
+        wanted: f64,
+    },
+    /// An element is not what it must be after a run.
+    #[error("is {value} in row {row}, column {column} after `{program}` on rank {rank}; it must be {wanted}")]
+    WrongAfter {
+        /// Its row.
+        row: usize,
+        /// Its column.
+        column: usize,
+        /// What it is.
+        value: f64,
+        /// The Program that wrote it.
+        program: String,
+        /// The rank.
+        rank: usize,
+        /// What it must be.
+        wanted: f64,
+    },
     /// There is not one tensor for each rank.
     #[error("is one of {given} tensors for {ranks} ranks")]
     NotOneForEach {
@@ -231,9 +262,143 @@ pub enum TensorFault {
         /// The rank's device.
         own: String,
     },
-    /// What was asked of a layer, or of memory of another library, that it cannot do: the sentence of who says so.
-    #[error("{0}")]
-    Refused(String),
+    /// A device takes no such memory.
+    #[error("{words}")]
+    Memory {
+        /// The driver's words.
+        words: String,
+    },
+    /// It is not dense, and cannot be read in place.
+    #[error("of shape {shape:?} has strides {strides:?}, and must be contiguous")]
+    NotContiguous {
+        /// Its shape.
+        shape: Vec<usize>,
+        /// Its strides.
+        strides: Vec<usize>,
+    },
+    /// Rows are asked for that a view of it does not have.
+    #[error("{shape:?} with strides {strides:?} has no rows {rows:?}")]
+    NoSuchRows {
+        /// Its shape.
+        shape: Vec<usize>,
+        /// Its strides.
+        strides: Vec<usize>,
+        /// The rows.
+        rows: Range<usize>,
+    },
+    /// It is a result of what has not run.
+    #[error("was not computed")]
+    NotComputed,
+    /// The layer, whose sizes do not split so.
+    #[error(transparent)]
+    Plan(#[from] PlanError),
+    /// The layer, of which a pass cannot be predicted.
+    #[error(transparent)]
+    Prediction(#[from] SimulateError),
+    /// The layer, which is split over other ranks than there are.
+    #[error("is split over {ranks} ranks, and the group has {group}")]
+    SplitOver {
+        /// Ranks of the layer.
+        ranks: usize,
+        /// Ranks of the group.
+        group: usize,
+    },
+    /// The layer, which is one rank's own.
+    #[error("is a process's own, and this process has {ranks} ranks")]
+    OfOneRank {
+        /// Ranks of the process.
+        ranks: usize,
+    },
+    /// There is no rank that has one.
+    #[error("there is no rank")]
+    NoRank,
+    /// It is given for other ranks than x is.
+    #[error("is there for {ranks} ranks, x for {x}")]
+    ForRanks {
+        /// Ranks that it is given for.
+        ranks: usize,
+        /// Ranks that x is given for.
+        x: usize,
+    },
+    /// A queue of gradients without a tensor that they are added to.
+    #[error(
+        "a queue {} needs a main_grad to add them to; each would replace the last",
+        if *.limit == 0 { "without a limit".to_owned() } else { format!("of {limit} gradients") }
+    )]
+    Queue {
+        /// Gradients that it holds at most, 0 for no limit.
+        limit: usize,
+    },
+    /// The gradient of a weight whose layer has an RMSNorm behind it.
+    #[error(
+        "is not deferred behind an RMSNorm, whose next backward writes over what it needs; use another gradient"
+    )]
+    DeferredBehindNorm,
+    /// The layer, behind which an RMSNorm would have columns alone.
+    #[error("must be row-parallel: RMSNorm takes whole rows, of which the others give columns")]
+    NotRowParallel,
+    /// An epsilon that makes no sense.
+    #[error("must be 0 or more, not {value}")]
+    Negative {
+        /// Its value.
+        value: f64,
+    },
+    /// The layer, whose ranks have no rows of the input in common.
+    #[error(
+        "leaves partial sums of the input's gradient, but under sequence parallelism ranks have their own tokens' alone"
+    )]
+    PartialInputGradient,
+    /// The layer, whose experts do not divide over the ranks.
+    #[error("has {experts} experts for {ranks} ranks; each rank needs the same number, and at least one")]
+    Experts {
+        /// Experts.
+        experts: usize,
+        /// Ranks.
+        ranks: usize,
+    },
+    /// The layer, which has no features.
+    #[error("has no features; give in_features and out_features of at least 1")]
+    NoFeatures,
+    /// The layer of experts, whose gradients are to be deferred.
+    #[error("cannot defer the gradients of experts; have them written or added")]
+    DeferredExperts,
+    /// The layer of experts, whose gradients are to replace those before.
+    #[error("cannot replace a main_grad of experts; have gradients written or added")]
+    ReplacedExperts,
+    /// The layer, of which a pass is asked for that is not deferred.
+    #[error("has no deferred gradients of the weight")]
+    NothingDeferred,
+    /// The routing, which makes no sense or does not fit.
+    #[error(transparent)]
+    Routing(#[from] RoutingError),
+    /// The routing, which is another layer's.
+    #[error("is for {experts} experts on {ranks} ranks, and the layer has {own_experts} on {own_ranks}")]
+    OtherRouting {
+        /// Experts of the routing.
+        experts: usize,
+        /// Its ranks.
+        ranks: usize,
+        /// Experts of the layer.
+        own_experts: usize,
+        /// Its ranks.
+        own_ranks: usize,
+    },
+    /// The routing, which is of other ranks.
+    #[error("is of {ranks} ranks, and the group has {group}")]
+    RoutingOfOthers {
+        /// Its ranks.
+        ranks: usize,
+        /// Ranks of the group.
+        group: usize,
+    },
+    /// It has another number of rows than a routing says.
+    #[error("has {rows} rows; the routing has {wanted} for the ranks here")]
+    RoutedRows {
+        /// Its rows.
+        rows: usize,
+        /// Rows that the routing has.
+        wanted: usize,
+    },
 }
 
 impl TensorFault {
@@ -253,17 +418,5 @@ impl TensorFault {
     /// Of a tensor that must have this shape and has that; none where they are the same.
     pub(crate) fn of_shape(wanted: &[usize], found: &[usize]) -> Option<Self> {
         (wanted != found).then(|| Self::Shape { wanted: wanted.to_vec(), found: found.to_vec() })
-    }
-}
-
-impl From<String> for TensorFault {
-    fn from(sentence: String) -> Self {
-        Self::Refused(sentence)
-    }
-}
-
-impl From<&str> for TensorFault {
-    fn from(sentence: &str) -> Self {
-        Self::Refused(sentence.to_owned())
     }
 }

@@ -101,10 +101,14 @@ pub(crate) fn check<M: Machine>(
                 // NaN is within no bound.
                 let is_right = (found - value).abs() <= bound;
                 if !is_right {
-                    let sentence = format!(
-                        "is {found} in row {row}, column {column} after `{program}` on rank {number}; it must be {value}"
-                    );
-                    return Err(wrong(sentence.into()));
+                    return Err(wrong(TensorFault::WrongAfter {
+                        row,
+                        column,
+                        value: found,
+                        program: program.clone(),
+                        rank: *number,
+                        wanted: value,
+                    }));
                 }
             }
         }

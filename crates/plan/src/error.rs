@@ -1,16 +1,19 @@
 //! What is refused of a plan: layers that do not split, memory, ranks, masks of other lengths.
 
+use std::borrow::Cow;
+
+use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 /// Why a plan cannot be made.
-#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, Error)]
 #[non_exhaustive]
 pub enum PlanError {
     /// A linear layer cannot be split so.
     #[error("{field} is {value}; a tensor-parallel linear layer wants {wanted}")]
     Linear {
         /// Which figure.
-        field: &'static str,
+        field: Cow<'static, str>,
         /// What was given.
         value: usize,
         /// What it must be.
@@ -46,7 +49,7 @@ pub enum PlanError {
     )]
     OtherLength {
         /// `q` or `k`.
-        axis: &'static str,
+        axis: Cow<'static, str>,
         /// Rows of the mask.
         mask: usize,
         /// Rows of the dispatch.

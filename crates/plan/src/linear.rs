@@ -37,7 +37,9 @@ impl LinearPlan {
     /// # Errors
     /// [`PlanError::Linear`] when there are no ranks, an axis is empty, or the split features are no multiple of the ranks.
     pub fn new(spec: LinearSpec, tp_size: usize, groups: WaveGroups) -> Result<Self, PlanError> {
-        let error = |field, value: usize, wanted: String| Err(PlanError::Linear { field, value, wanted });
+        let error = |field: &'static str, value: usize, wanted: String| {
+            Err(PlanError::Linear { field: field.into(), value, wanted })
+        };
         if tp_size == 0 {
             return error("tp_size", 0, "at least 1".to_owned());
         }
@@ -80,7 +82,7 @@ impl LinearPlan {
     pub fn of_fewer_tokens(&self, tokens: usize) -> Result<Self, PlanError> {
         if tokens == 0 || tokens > self.spec.tokens {
             let wanted = format!("1 to {}", self.spec.tokens);
-            return Err(PlanError::Linear { field: "tokens", value: tokens, wanted });
+            return Err(PlanError::Linear { field: "tokens".into(), value: tokens, wanted });
         }
         let mut fewer = Self { spec: LinearSpec { tokens, ..self.spec }, ..self.clone() };
         let (rows, all) = (fewer.tokens_of(0).len(), self.tokens_of(0).len());

@@ -71,7 +71,7 @@ impl TransformerSpec {
             return Ok(());
         }
         let wanted = format!("a divisor of the {} query heads", self.heads_q);
-        Err(PlanError::Linear { field: "tp_size", value: tp_size, wanted })
+        Err(PlanError::Linear { field: "tp_size".into(), value: tp_size, wanted })
     }
 
     /// The four linear layers of a layer, in the order of the forward, over so many tokens.

@@ -4,7 +4,9 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use counterpoint_cuda::{CudaBackend, CudaBuffer, CudaError, CudaStream, DeviceBuffer, GraphHandles};
-use counterpoint_exec::{Backend, BufferAccess, CpuBackend, CpuBuffer, ExecError, HostView, MemoryKeeper};
+use counterpoint_exec::{
+    Backend, BufferAccess, CpuBackend, CpuBuffer, DeviceFault, ExecError, HostView, MemoryKeeper, TensorFault,
+};
 use counterpoint_plan::DType;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -70,8 +72,11 @@ impl Borrowed {
     /// Address and shape of some of its rows.
     fn part(&self, name: &str, rows: &Range<usize>) -> Result<(usize, Vec<usize>), ExecError> {
         if rows.end > self.rows() || self.strides.len() != self.shape.len() {
-            let reason = format!("{:?} with strides {:?} has no rows {rows:?}", self.shape, self.strides);
-            return Err(ExecError::tensor(name, reason));
+            let (shape, strides) = (self.shape.clone(), self.strides.clone());
+            return Err(ExecError::tensor(
+                name,
+                TensorFault::NoSuchRows { shape, strides, rows: rows.clone() },
+            ));
         }
         let shape = [&[rows.len()], &self.shape[1..]].concat();
         if shape.contains(&0) {
@@ -193,7 +198,7 @@ impl InPlace for CudaBackend {
 }
 
 /// Elements from a row to the next and from a head to the next; `None` of a tensor that is dense, or that has no heads.
-fn apart(shape: &[usize], strides: &[usize]) -> Result<Option<[usize; 2]>, String> {
+fn apart(shape: &[usize], strides: &[usize]) -> Result<Option<[usize; 2]>, TensorFault> {
     // What an axis of one element has for a stride says nothing.
     let dense = strides.iter().zip(shape).rev().try_fold(1, |expected, (stride, size)| {
         (*size <= 1 || *stride == expected).then_some(expected * size)
@@ -205,14 +210,14 @@ fn apart(shape: &[usize], strides: &[usize]) -> Result<Option<[usize; 2]>, Strin
             let inside = (heads - 1) * head + elements;
             Ok(Some([if rows <= 1 { inside.next_multiple_of(8) } else { row }, head]))
         }
-        _ => Err(format!("of shape {shape:?} has strides {strides:?}, and must be contiguous")),
+        _ => Err(TensorFault::NotContiguous { shape: shape.to_vec(), strides: strides.to_vec() }),
     }
 }
 
 fn unusable(name: &str, error: &CudaError) -> ExecError {
-    ExecError::tensor(name, error.to_string())
+    ExecError::tensor(name, TensorFault::Memory { words: error.to_string() })
 }
 
 fn device_error(rank: usize, error: &CudaError) -> ExecError {
-    ExecError::Device { rank, place: "PyTorch's current stream".to_owned(), reason: error.to_string() }
+    ExecError::Device { rank, place: "PyTorch's current stream".to_owned(), reason: DeviceFault::call(error) }
 }

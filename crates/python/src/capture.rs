@@ -3,7 +3,7 @@
 use std::convert::Infallible;
 
 use counterpoint_cuda::{CallGraph, CapturedCall, CudaBackend, CudaError, GraphHandles, exec_error};
-use counterpoint_exec::{Backend, CpuBackend, ExecError};
+use counterpoint_exec::{Backend, CpuBackend, DeviceFault, ExecError};
 
 use crate::borrow::InPlace;
 
@@ -115,8 +115,7 @@ impl Captures for CpuBackend {
 }
 
 fn no_graphs(rank: usize) -> ExecError {
-    let reason = "CPU ranks have no graphs".to_owned();
-    ExecError::Device { rank, place: PLACE.to_owned(), reason }
+    ExecError::Device { rank, place: PLACE.to_owned(), reason: DeviceFault::NoGraphs }
 }
 
 /// Where errors say that they come from.

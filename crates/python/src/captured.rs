@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use counterpoint_cuda::GraphHandles;
-use counterpoint_exec::{Backend, ExecError, Machine};
+use counterpoint_exec::{Backend, DeviceFault, ExecError, Machine};
 use counterpoint_schedule::{OverlapPolicy, StreamKind, StreamSpec};
 
 use crate::capture::Captures;
@@ -120,11 +120,8 @@ where
             }
             let (own, new) = (&call.operations, operations(call.direction));
             if *own != new {
-                let reason = format!(
-                    "the plan that was captured has the operations {}, and the new one {}; plans of one graph need as many stages",
-                    own.join(", "),
-                    new.join(", ")
-                );
+                let words = |names: &[_]| names.iter().map(ToString::to_string).collect();
+                let reason = DeviceFault::OtherOperations { captured: words(own), new: words(&new) };
                 let place = "the update of a CUDA graph".to_owned();
                 return Err(ExecError::Device { rank: backend.rank(), place, reason });
             }

@@ -10,8 +10,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use counterpoint_cuda::GraphHandles;
 use counterpoint_exec::{
-    AttentionCalls, Backend, BackwardTensors, BufferAccess, ExecError, ExpertLayer, ForwardTensors, Group,
-    Machine, MemoryKeeper, Pass, Prepared, RunTimes, TensorFault, Ticket,
+    AttentionCalls, Backend, BackwardTensors, BufferAccess, DeviceFault, ExecError, ExpertLayer,
+    ForwardTensors, Group, Machine, MemoryKeeper, Pass, Prepared, RunTimes, TensorFault, Ticket,
 };
 use counterpoint_schedule::Timeline;
 
@@ -143,10 +143,7 @@ where
         let captures = rank.backend().captures(stream)?;
         if captures && self.group.ranks().len() > 1 {
             let ranks = self.group.ranks().len();
-            let reason = format!(
-                "a group of {ranks} ranks in one process cannot be captured: they synchronise on the host in every call. Call it outside of the \
-                 graph, or give each rank a process and a GPU of its own"
-            );
+            let reason = DeviceFault::CaptureOfShared { ranks };
             return Err(ExecError::Device { rank: rank.rank(), place: "a capture".to_owned(), reason });
         }
         Ok(captures)
@@ -403,14 +400,8 @@ where
     ) -> Result<Arc<dyn Passes>, ExecError> {
         self.group.poll()?;
         if self.captures(stream.and_then(|stream| self.callers(stream)).as_deref())? {
-            let reason = "a plan that was never called cannot be called first inside of a graph, because making it ready is no work \
-                          for a graph. Call it once before, or give it to Group.prefetch";
-            let place = "a capture".to_owned();
-            return Err(ExecError::Device {
-                rank: self.group.ranks_here().start,
-                place,
-                reason: reason.to_owned(),
-            });
+            let (rank, place) = (self.group.ranks_here().start, "a capture".to_owned());
+            return Err(ExecError::Device { rank, place, reason: DeviceFault::CaptureBeforeCall });
         }
         let Content { plan, spec, choices, deterministic, .. } = &*content;
         let (pass, policies) = (Pass::ForwardBackward, choices.policies);

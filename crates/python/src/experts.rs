@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use counterpoint_exec::{
     Backend, BufferAccess, ExecError, ExpertLayer, ExpertOptions, ExpertOverlap, ExpertPasses, Group,
-    LayerCall, Machine, Ticket,
+    LayerCall, Machine, TensorFault, Ticket,
 };
 use counterpoint_plan::{ExpertCapacity, ExpertKind, ExpertSpec, Routing};
 use counterpoint_schedule::{OverlapPolicy, WeightGradient};
@@ -208,8 +208,8 @@ where
     M::Backend: InPlace,
 {
     if key.routing.ranks() != group.world_size() {
-        let reason = format!("is of {} ranks, and the group has {}", key.routing.ranks(), group.world_size());
-        return Err(refused("routing", &reason));
+        let (ranks, group) = (key.routing.ranks(), group.world_size());
+        return Err(ExecError::tensor("routing", TensorFault::RoutingOfOthers { ranks, group }));
     }
     let here = group.ranks().iter();
     let mut buffers: Vec<Vec<_>> = here.clone().map(|_| Vec::with_capacity(tensors.len())).collect();
@@ -217,8 +217,8 @@ where
         let rows = key.rows(name);
         let wanted: usize = here.clone().map(|rank| rows[rank.rank()]).sum();
         if tensor.rows() != wanted {
-            let reason = format!("has {} rows; the routing has {wanted} for the ranks here", tensor.rows());
-            return Err(refused(name, &reason));
+            let fault = TensorFault::RoutedRows { rows: tensor.rows(), wanted };
+            return Err(ExecError::tensor(name, fault));
         }
         let written = matches!(name.as_str(), "y" | "dx" | "dweight" | "main_grad");
         let access = if written { BufferAccess::Write } else { BufferAccess::Read };
@@ -230,8 +230,4 @@ where
         }
     }
     Ok(buffers)
-}
-
-fn refused(name: &str, reason: &str) -> ExecError {
-    ExecError::tensor(name, reason)
 }

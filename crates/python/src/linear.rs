@@ -119,7 +119,7 @@ impl<M: Machine> ReadyLayer<M> {
         }
         let passes = overlap
             .passes(group.linear(), *spec, *gradient)
-            .map_err(|error| tensor_error("layer", &error.to_string()))?;
+            .map_err(|error| ExecError::tensor("layer", error))?;
         let layer = LinearLayer::with_passes(group, passes.clone(), *gradient)?;
         Ok(Self::One(layer, passes))
     }
@@ -234,8 +234,8 @@ where
     M::Backend: InPlace,
 {
     let [rank] = group.ranks() else {
-        let reason = format!("is a process's own, and this process has {} ranks", group.ranks().len());
-        return Err(tensor_error("layer", &reason));
+        let fault = TensorFault::OfOneRank { ranks: group.ranks().len() };
+        return Err(ExecError::tensor("layer", fault));
     };
     let wanted = layer.tensors(*call)?;
     let of_spec = |spec: &BufferSpec| {
@@ -272,8 +272,4 @@ pub(crate) fn named_call(name: &str) -> LayerCall {
         "backward" => LayerCall::Backward,
         _ => LayerCall::WeightGradient,
     }
-}
-
-fn tensor_error(name: &str, reason: &str) -> ExecError {
-    ExecError::tensor(name, reason)
 }

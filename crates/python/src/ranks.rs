@@ -9,8 +9,8 @@ use counterpoint_choose::TunedPlace;
 use counterpoint_console::tuned::{place_of_processes, place_of_threads};
 use counterpoint_cuda::{CudaMachine, CudaProcess, Device, Timing, TransportKind};
 use counterpoint_exec::{
-    CpuMachine, ExecError, ExpertPass, Group, JoinConfig, Machine, PlanningThreads, Rendezvous, SlowLink,
-    WorldConfig,
+    CpuMachine, DeviceFault, ExecError, ExpertPass, Group, JoinConfig, Machine, PlanningThreads, Rendezvous,
+    SlowLink, WorldConfig,
 };
 use counterpoint_plan::{PlanCache, Topology};
 use counterpoint_schedule::ReduceOp;
@@ -147,7 +147,7 @@ impl Ranks {
             let process = process.with_allocator(Arc::new(allocator)).map_err(|error| ExecError::Device {
                 rank,
                 place: "the memory of a rank".to_owned(),
-                reason: error.to_string(),
+                reason: DeviceFault::call(error),
             })?;
             let site = Site {
                 machine: process.device().properties().name.clone(),

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use counterpoint_exec::{
-    Backend, BufferAccess, CollectiveCalls, CollectiveSpec, ExecError, Group, GroupCollective, Machine,
-    Reduce, TensorPair, Ticket,
+    Backend, BufferAccess, CollectiveCalls, CollectiveSpec, DeviceFault, ExecError, Group, GroupCollective,
+    Machine, Reduce, TensorPair, Ticket,
 };
 use counterpoint_mask::Range;
 use counterpoint_plan::{DType, Dispatch, GroupPart, OwnedSplit, RemoteSplit};
@@ -167,10 +167,8 @@ impl<M: Machine> ReadyRows<M> {
         M::Backend: InPlace,
     {
         if captures && !self.is_known && group.world_size() > 1 {
-            let reason = "rows that travel between ranks for the first time are no work for a graph: move rows of these shapes, types and \
-                          splits once before the capture";
             let (rank, place) = (group.ranks_here().start, "a capture".to_owned());
-            return Err(ExecError::Device { rank, place, reason: reason.to_owned() });
+            return Err(ExecError::Device { rank, place, reason: DeviceFault::CaptureBeforeRows });
         }
         let mut starts = [0; 2];
         let mut of_ranks = Vec::with_capacity(self.rows.len());

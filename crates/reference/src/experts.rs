@@ -198,7 +198,7 @@ fn check(name: &str, found: &HostTensor, exact: &Exact, terms: usize) -> Result<
         let is_right = (value - wanted).abs() <= unit * magnitudes[at];
         if !is_right {
             let (row, column) = (rows[at / columns.len()], columns[at % columns.len()]);
-            return wrong(format!("is {value} in row {row}, column {column}; it must be {wanted}").into());
+            return wrong(TensorFault::Wrong { row, column, value, wanted });
         }
     }
     Ok(())

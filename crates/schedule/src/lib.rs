@@ -50,4 +50,4 @@ pub use program::{
 };
 pub use simulate::{SimulateError, simulate};
 pub use timeline::{Interval, Overlap, Span, SpanKind, Timeline, interval_length, merged_intervals};
-pub use validate::ProgramError;
+pub use validate::{OperandFault, ProgramError, ProgramThing, SlotFault};

@@ -5,12 +5,13 @@ mod rank;
 
 use counterpoint_cost::CostModel;
 use counterpoint_plan::{DType, GroupPart, Topology};
+use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use crate::{BufferId, GroupReduce, Op, OpCost, Program, ProgramOp, Span, Timeline};
 
 /// Why a timeline cannot be predicted.
-#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, Error)]
 #[non_exhaustive]
 pub enum SimulateError {
     /// Operations wait for each other in a circle, or for something that never happens.

@@ -156,7 +156,7 @@ fn programs_that_would_hang_or_disagree() {
     let stuck = program(0, 1, 1, vec![(0, Op::WaitSignal { signal: SignalId(0), value: 1 })]);
     assert_eq!(
         stuck.validate(),
-        Err(ProgramError::NoProducer { op: 0, label: "op0".into(), what: "a signal" })
+        Err(ProgramError::NoProducer { op: 0, label: "op0".into(), what: ProgramThing::Signal })
     );
     let error = simulate(&[stuck], &Topology::flat(1), &cost()).unwrap_err();
     assert_eq!(error, SimulateError::Stuck { rank: 0, op: 0, label: "op0".into() });

@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 
 use counterpoint_choose::{PlanConfig, plan_mask};
 use counterpoint_exec::{
-    AttentionInputs, AttentionOutputs, Backend, ExecError, HostTensor, Machine, Prepared, World, WorldConfig,
+    AttentionInputs, AttentionOutputs, Backend, ExecError, HostTensor, Machine, Prepared, ProgramFault,
+    TensorFault, World, WorldConfig,
 };
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, Plan};
@@ -127,7 +128,7 @@ impl AttentionBench {
         let plan = plan_mask(mask, &self.spec, &PlanConfig::new(1)).map_err(|error| ExecError::Program {
             program: "attention".to_owned(),
             rank: 0,
-            reason: error.to_string(),
+            reason: ProgramFault::NotPlanned { reason: error.to_string() },
         })?;
         let mut case = BenchCase { bench: self, plan, passes: Vec::new() };
         let program = lower_attention_forward(&case.plan, 0, &self.spec, POLICY, KeyBlocks::Unaligned);
@@ -194,7 +195,7 @@ impl BenchCase<'_> {
             rank.buffer(name).map(|buffer| rank.backend().download(buffer)).transpose()
         };
         let forward = |name: &str| {
-            let missing = || ExecError::tensor(name, "was not computed");
+            let missing = || ExecError::tensor(name, TensorFault::NotComputed);
             download(BenchPass::Forward, name)?.ok_or_else(missing)
         };
         let backward = |name: &str| match pass {
@@ -225,7 +226,7 @@ impl BenchCase<'_> {
         const WARM_UP: usize = 3;
         let bench = self.bench;
         let Some((_, rank)) = self.passes.iter_mut().find(|(other, _)| *other == pass) else {
-            let reason = format!("the {pass} was not prepared");
+            let reason = ProgramFault::NotPrepared { pass: pass.to_string() };
             return Err(ExecError::Program { program: "attention".to_owned(), rank: 0, reason });
         };
         let mut seconds = Vec::with_capacity(iterations);
@@ -278,10 +279,7 @@ impl AttentionBench {
 
 /// Backend and transport of a world of one rank.
 fn only(machine: &CudaMachine, world: &Arc<World>) -> Result<(CudaBackend, CudaTransport), ExecError> {
-    let none = || ExecError::Program {
-        program: "attention".to_owned(),
-        rank: 0,
-        reason: "the machine gave no rank".to_owned(),
-    };
+    let none =
+        || ExecError::Program { program: "attention".to_owned(), rank: 0, reason: ProgramFault::NoRank };
     machine.connect(world)?.pop().ok_or_else(none)
 }

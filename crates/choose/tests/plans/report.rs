@@ -399,7 +399,7 @@ fn bad_configurations_are_refused() {
     let whole = plan_mask(&causal(100), &spec(), &config).unwrap();
     assert_eq!(
         plan_mask_on(&whole, &causal(99), &spec(), &config, &Planning::ALONE),
-        Err(PlanError::OtherLength { axis: "q", mask: 99, plan: 100 }.into())
+        Err(PlanError::OtherLength { axis: "q".into(), mask: 99, plan: 100 }.into())
     );
     assert_eq!(
         plan_mask_on(&whole, &causal(100), &spec(), &PlanConfig::new(3), &Planning::ALONE),

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use counterpoint_exec::ExecError;
+use counterpoint_exec::{ExecError, OperationFault};
 use counterpoint_mask::Band;
 use counterpoint_plan::DType;
 use counterpoint_schedule::{
@@ -276,10 +276,10 @@ impl Prepare<'_> {
         match self.spec(id).dtype {
             DType::Bf16 => Ok(ElementType::Bf16),
             DType::F16 => Ok(ElementType::F16),
-            other => Err(self.error(format!(
-                "`{}` is {other}; products on CUDA take bf16 and f16, run this type on the CPU",
-                self.spec(id).name
-            ))),
+            other => {
+                Err(self
+                    .error(OperationFault::ProductDType { name: self.spec(id).name.clone(), dtype: other }))
+            }
         }
     }
 

@@ -1,6 +1,6 @@
 //! Operations of the backward: from buffers of a Program to addresses of a launcher.
 
-use counterpoint_exec::{ExecError, check_operands};
+use counterpoint_exec::ExecError;
 use counterpoint_mask::Range;
 use counterpoint_plan::DType;
 use counterpoint_schedule::{self as schedule, Accumulate, BufferId, BufferRole, Program, SignalId};
@@ -71,7 +71,7 @@ impl CudaBackend {
         index: usize,
         op: &schedule::AttentionBackward,
     ) -> Result<Backward, ExecError> {
-        check_operands(program, index)?;
+        program.check_operands(index).map_err(|fault| ExecError::program(program, fault))?;
         Backward::new(&Prepare::new(self, program, index), op)
     }
 }

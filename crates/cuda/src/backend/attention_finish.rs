@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use counterpoint_exec::ExecError;
+use counterpoint_exec::{ExecError, OperationFault};
 use counterpoint_mask::Range;
 use counterpoint_plan::DType;
 use counterpoint_schedule::{self as schedule, BufferId};
@@ -91,9 +91,8 @@ impl Placing {
     ) -> Result<Self, ExecError> {
         let (from, to) = (prepare.spec(src), prepare.spec(dst));
         if from.dtype != DType::F32 {
-            let reason =
-                format!("buffer `{}` is {}; on CUDA rows that are placed are f32", from.name, from.dtype);
-            return Err(prepare.error(reason));
+            let fault = OperationFault::PlacedDType { name: from.name.clone(), dtype: from.dtype };
+            return Err(prepare.error(fault));
         }
         let elements = to.row_elements();
         let kernel = AttentionFinish::new(prepare.setup().device(), prepare.scalar(dst)?, 1, elements);

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use counterpoint_exec::{ExecError, check_operands};
+use counterpoint_exec::{ExecError, OperationFault, ProgramFault};
 use counterpoint_schedule::{
     self as schedule, BufferId, BufferRole, BufferSpec, Op, Program, ProgramOp, RowsOrigin, SignalId,
     WorkerShare,
@@ -72,7 +72,7 @@ impl CudaKernel {
         index: usize,
         scratch: &mut Vec<BufferSpec>,
     ) -> Result<Self, ExecError> {
-        check_operands(program, index)?;
+        program.check_operands(index).map_err(|fault| ExecError::program(program, fault))?;
         let mut prepare = Prepare::new(backend, program, index);
         prepare.scratch.append(scratch);
         // Where the transport has no kernel for a fused operation, its collectives are operations of their own.
@@ -109,7 +109,7 @@ impl CudaKernel {
                 let row = spec.row_elements() * spec.dtype.size();
                 Work::Zero { dst: *dst, bytes: rows.start * row..rows.end * row }
             }
-            _ => return Err(prepare.error("no CUDA kernel computes it".to_owned())),
+            _ => return Err(prepare.error(OperationFault::NoCudaKernel)),
         };
         scratch.append(&mut prepare.scratch);
         Ok(Self(work))
@@ -263,10 +263,9 @@ impl<'a> Prepare<'a> {
         self.backend.watch(self.program.ops[self.index].label.clone(), waits.clone());
     }
 
-    pub(super) fn error(&self, reason: String) -> ExecError {
-        let Program { name, rank, ops, .. } = self.program;
-        let reason = format!("op {} ({}): {reason}", self.index, ops[self.index].label);
-        ExecError::Program { program: name.clone(), rank: *rank, reason }
+    pub(super) fn error(&self, fault: OperationFault) -> ExecError {
+        let label = self.program.ops[self.index].label.clone();
+        ExecError::program(self.program, ProgramFault::Operation { op: self.index, label, fault })
     }
 
     pub(super) fn device_error(&self, error: CudaError) -> ExecError {
@@ -277,13 +276,13 @@ impl<'a> Prepare<'a> {
     pub(super) fn scalar(&self, id: BufferId) -> Result<Scalar, ExecError> {
         let BufferSpec { name, dtype, .. } = self.spec(id);
         Scalar::of(*dtype)
-            .ok_or_else(|| self.error(format!("buffer `{name}` is {dtype}; CUDA has bf16, f16 and f32")))
+            .ok_or_else(|| self.error(OperationFault::DType { name: name.clone(), dtype: *dtype }))
     }
 
     fn column_max(&self, op: &schedule::ColumnMax) -> Result<ColumnMax, ExecError> {
         let (src, columns) = (self.spec(op.src), self.spec(op.dst).shape[0]);
         if self.scalar(op.src)? != Scalar::F32 {
-            return Err(self.error("largest elements of columns are of f32".to_owned()));
+            return Err(self.error(OperationFault::LargestDType));
         }
         ColumnMax::new(self.backend.device(), [src.shape[0], src.shape[1]], columns)
             .map_err(|error| self.device_error(error))

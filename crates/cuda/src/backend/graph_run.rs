@@ -2,7 +2,7 @@
 
 use std::sync::atomic::Ordering;
 
-use counterpoint_exec::{Backend, ExecError, Prepared, Transport};
+use counterpoint_exec::{Backend, ExecError, Prepared, ProgramFault, Transport};
 
 use super::pass_order::PassOrder;
 use super::{CudaBackend, CudaStream};
@@ -49,11 +49,8 @@ impl<'a, T: Transport<CudaBackend>> GraphRun<'a, T> {
         if passes.is_empty() || !passes.iter().all(|ranks| whole(ranks)) {
             let program = passes.iter().find_map(|ranks| ranks.first()).map(Prepared::program);
             let (name, size) = program.map_or_else(Default::default, |p| (p.name.clone(), p.world_size));
-            let held: Vec<String> = passes.iter().map(|ranks| ranks.len().to_string()).collect();
-            let reason = format!(
-                "a graph holds passes of all {size} ranks with a stream each, not of {} of them",
-                held.join(" and ")
-            );
+            let held = passes.iter().map(|ranks| ranks.len()).collect();
+            let reason = ProgramFault::GraphOfFewer { ranks: size, held };
             return Err(ExecError::Program { program: name, rank: 0, reason });
         }
         let order = PassOrder::new(&passes)?;

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use counterpoint_exec::ExecError;
+use counterpoint_exec::{ExecError, OperationFault};
 use counterpoint_mask::Range;
 use counterpoint_schedule::{Accumulate, BufferId, Gemm, RowBlock, WaveGemm};
 
@@ -164,7 +164,7 @@ impl Prepare<'_> {
         }
         let make = || place(Blocks::copied(problems)).map(Some);
         let made = self.shared_list(&op.rows, ListKey::Blocks { columns, scalar }, make)?;
-        made.ok_or_else(|| self.error("its rows have no blocks".to_owned()))
+        made.ok_or_else(|| self.error(OperationFault::NoBlocks))
     }
 
     /// Rows of the blocks' tensors.

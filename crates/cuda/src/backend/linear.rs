@@ -1,6 +1,6 @@
 //! Operations of linear layers: from rows of a Program's buffers to tensors of a launcher.
 
-use counterpoint_exec::ExecError;
+use counterpoint_exec::{ExecError, OperationFault};
 use counterpoint_mask::Range;
 use counterpoint_schedule::{self as schedule, Accumulate, BufferId};
 
@@ -59,7 +59,7 @@ impl Product {
             (Some(_), Accumulate::Start) => GemmEpilogue::StoreBias,
             (None, Accumulate::Continue) => GemmEpilogue::Accumulate,
             (Some(_), Accumulate::Continue) => {
-                return Err(prepare.error("no CUDA kernel adds a bias to what it accumulates".to_owned()));
+                return Err(prepare.error(OperationFault::BiasOfAccumulated));
             }
         };
         let out = ResultRows::new(prepare, op.out, &op.out_rows, op.accumulate, |rows| {
@@ -223,7 +223,7 @@ impl Prepare<'_> {
             GemmLayout::Nt | GemmLayout::Nn => Gemm::shapes_in_pass(device, spec),
         };
         let Some(&shape) = shapes.map_err(|error| self.device_error(error))?.first() else {
-            return Err(self.error("no kernel computes it".to_owned()));
+            return Err(self.error(OperationFault::NoKernel));
         };
         let gemm = Gemm::with_shape(self.setup(), spec, shape).map_err(|error| self.device_error(error))?;
         if let Some(waits) = gemm.waits() {

@@ -37,8 +37,8 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use counterpoint_exec::{
-    Awaited, Backend, BufferAccess, ExecError, HostData, HostTensor, OpPlace, Profiler, RunContext,
-    TensorFault,
+    Awaited, Backend, BufferAccess, DeviceFault, ExecError, HostData, HostTensor, OpPlace, Profiler,
+    RunContext, TensorFault,
 };
 use counterpoint_plan::DType;
 use counterpoint_schedule::{
@@ -70,7 +70,10 @@ pub fn exec_error(rank: usize, place: &str, error: CudaError) -> ExecError {
         CudaError::OutOfMemory { bytes, free, .. } => {
             ExecError::OutOfMemory { rank: Some(rank), needed: bytes as u64, available: free as u64 }
         }
-        error => ExecError::Device { rank, place: place.to_owned(), reason: error.to_string() },
+        error => {
+            let reason = DeviceFault::call(error);
+            ExecError::Device { rank, place: place.to_owned(), reason }
+        }
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use counterpoint_exec::ExecError;
+use counterpoint_exec::{ExecError, PolicyFault};
 use counterpoint_schedule::{CommunicationPriority, HardwareQueues, OverlapPolicy, StreamKind, WorkerShare};
 
 use super::CudaBackend;
@@ -14,7 +14,7 @@ impl CudaBackend {
     /// Whether this backend can do what `policy` asks for.
     pub(super) fn can_follow(&self, policy: &OverlapPolicy) -> Result<(), ExecError> {
         policy_check(policy, crate::environment::max_connections().as_deref())
-            .map_err(|reason| self.refused(policy, reason.to_owned()))
+            .map_err(|reason| self.refused(policy, reason))
     }
 
     /// The multiprocessors that `policy` gives to communication and to computation, where it parts them. Kept for the next streams
@@ -26,16 +26,15 @@ impl CudaBackend {
             return Ok(Some(partition.clone()));
         }
         let partition = Partition::new(&self.0.device, workers.try_into().unwrap_or(u32::MAX));
-        let hint = "use sm-margin=N";
         let partition =
             Arc::new(partition.map_err(|error| {
-                self.refused(policy, format!("this GPU cannot be parted ({error}); {hint}"))
+                self.refused(policy, PolicyFault::Partition { reason: error.to_string() })
             })?);
         known.push((workers, partition.clone()));
         Ok(Some(partition))
     }
 
-    fn refused(&self, policy: &OverlapPolicy, reason: String) -> ExecError {
+    fn refused(&self, policy: &OverlapPolicy, reason: PolicyFault) -> ExecError {
         ExecError::Policy { rank: self.0.rank, policy: policy.to_string(), reason }
     }
 }
@@ -54,11 +53,11 @@ pub(super) fn stream_priority(kind: StreamKind, priority: CommunicationPriority)
 
 /// What of a policy this backend cannot do. Priorities are the streams' business, a margin is the launchers'; `connections` is what the
 /// driver was given.
-fn policy_check(policy: &OverlapPolicy, connections: Option<&str>) -> Result<(), &'static str> {
+fn policy_check(policy: &OverlapPolicy, connections: Option<&str>) -> Result<(), PolicyFault> {
     match policy {
-        OverlapPolicy { queues: HardwareQueues::Single, .. } if connections != Some("1") => Err(
-            "the driver reads CUDA_DEVICE_MAX_CONNECTIONS when the program starts; set it to 1 and start again",
-        ),
+        OverlapPolicy { queues: HardwareQueues::Single, .. } if connections != Some("1") => {
+            Err(PolicyFault::HardwareQueues)
+        }
         _ => Ok(()),
     }
 }

@@ -1,6 +1,6 @@
 //! Kernels of users' own, named in Programs and given to the machine.
 
-use counterpoint_exec::ExecError;
+use counterpoint_exec::{ExecError, OperationFault};
 use counterpoint_schedule::{self as schedule, BufferId, SignalId};
 
 use super::compute::Prepare;
@@ -20,7 +20,7 @@ pub(super) struct UserWork {
 impl UserWork {
     pub(super) fn new(prepare: &Prepare<'_>, op: &schedule::UserKernel) -> Result<Self, ExecError> {
         let Some(source) = prepare.user_kernel(&op.kernel) else {
-            return Err(prepare.error(format!("this machine was given no kernel `{}`", op.kernel)));
+            return Err(prepare.error(OperationFault::UserKernel { kernel: op.kernel.clone() }));
         };
         let device = prepare.setup().device();
         let kernel = UserKernel::new(device, source).map_err(|error| prepare.device_error(error))?;

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use counterpoint_exec::{Awaited, Blocker, ExecError};
+use counterpoint_exec::{Awaited, Blocker, DeviceFault, ExecError};
 
 use super::counter_waits::CounterWaits;
 use super::exchange_marks::ExchangeMarks;
@@ -151,7 +151,8 @@ impl CudaBackend {
     pub(super) fn check_waits(&self) -> Result<(), ExecError> {
         let Rank { rank, waits, .. } = &*self.0;
         for (label, waits) in lock(waits).iter() {
-            if let Some(reason) = waits.found() {
+            if let Some(evidence) = waits.found() {
+                let reason = DeviceFault::Wait { evidence };
                 return Err(ExecError::Device { rank: *rank, place: format!("`{label}`"), reason });
             }
         }

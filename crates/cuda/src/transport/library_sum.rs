@@ -1,7 +1,7 @@
 //! Group-reduces that NCCL sums itself, where it was asked to: those that are its reduce-scatter on all ranks.
 
-use counterpoint_exec::ExecError;
 use counterpoint_exec::collective::{Collective, Pattern};
+use counterpoint_exec::{ExecError, PolicyFault};
 use counterpoint_plan::DType;
 use counterpoint_schedule::{Accumulate, BufferSpec, ReduceOp};
 
@@ -80,10 +80,7 @@ impl CudaTransport {
             .collect();
         let queue = stream.queue();
         if barrier.is_some() && backend.left_to_communication().is_none() {
-            let reason = format!(
-                "nothing says when NCCL's own sum `{place}` has started; use kernel-barrier+sm-margin=N with a multiprocessor for each of its \
-                 blocks (nccl+max-ctas=N), or leave library-sums out of the transport"
-            );
+            let reason = PolicyFault::NoStart { place: place.to_string() };
             return Err(
                 ExecError::Policy { rank: self.rank, policy: "kernel-barrier".to_owned(), reason }.into()
             );

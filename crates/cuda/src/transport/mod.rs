@@ -44,7 +44,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Instant;
 
 use counterpoint_exec::collective::{Board, Collective, LateChecks, Post};
-use counterpoint_exec::{CollectiveContext, ExecError, OpPlace, Rendezvous, Transport, World};
+use counterpoint_exec::{CollectiveContext, ExecError, OpPlace, PolicyFault, Rendezvous, Transport, World};
 use counterpoint_schedule::{
     BufferSpec, EngineCollectives, GroupCast, GroupReduce, Mover, Op, OverlapPolicy, PolicySupport, Program,
     RankTransport,
@@ -196,7 +196,7 @@ impl CudaTransport {
         let by_library =
             matches!(self.means, Means::Exchange { .. }).then(|| RankTransport::Nccl.moves_by(policy.mover));
         if let Some(PolicySupport::Refused(reason)) = by_library {
-            let (policy, reason) = (policy.to_string(), reason.to_owned());
+            let (policy, reason) = (policy.to_string(), PolicyFault::Transport { reason: reason.into() });
             return Err(ExecError::Policy { rank: self.rank, policy, reason });
         }
         Ok(())

@@ -8,8 +8,8 @@ use counterpoint_schedule::PassPolicies;
 use super::programs::{backward_program, forward_program, plan_identity};
 use crate::monitor::lock;
 use crate::{
-    Backend, Call, ExecError, Group, GroupRank, Machine, Pass, PlanIdentity, Prepared, TensorFault, Ticket,
-    Transport,
+    Backend, Call, ExecError, Group, GroupRank, Machine, Pass, PlanIdentity, Prepared, ProgramFault,
+    TensorFault, Ticket, Transport,
 };
 
 /// Attention of a plan, prepared on the ranks of a group that are in this process. It keeps nothing between calls: what a backward
@@ -186,11 +186,7 @@ impl<B: Backend, T: Transport<B>> AttentionRank<B, T> {
     fn of_task(rank: &Arc<GroupRank<B, T>>, task: &Task<'_>) -> Result<Self, ExecError> {
         let Task { plan, spec, pass, policy, deterministic, identity } = task;
         if plan.ranks.len() != rank.world_size() {
-            let reason = format!(
-                "the plan is for {} ranks, and the group has {}",
-                plan.ranks.len(),
-                rank.world_size()
-            );
+            let reason = ProgramFault::OtherWorldSize { plan: plan.ranks.len(), group: rank.world_size() };
             return Err(ExecError::Program { program: "attention".to_owned(), rank: rank.rank(), reason });
         }
         let forward = forward_program(plan, rank.rank(), spec, policy.forward, *deterministic);

@@ -18,8 +18,7 @@ use rayon::ThreadPool;
 use super::buffer::{CpuBuffer, ReadGuard, WriteGuard};
 use super::normalise::{normalise_backward, normalise_rows};
 use super::user_kernel::{self, CpuUserKernels};
-use crate::operands::check_operands;
-use crate::{ExecError, HostElement, OpPlace, with_host_element};
+use crate::{ExecError, HostElement, OpPlace, OperationFault, ProgramFault, with_host_element};
 
 /// A compute operation of the CPU backend, its tensors checked.
 #[derive(Clone)]
@@ -34,17 +33,18 @@ impl CpuKernel {
         index: usize,
         user_kernels: &CpuUserKernels,
     ) -> Result<Self, ExecError> {
-        check_operands(program, index)?;
+        program.check_operands(index).map_err(|fault| ExecError::program(program, fault))?;
         let op = Arc::new(program.ops[index].op.clone());
         if let Op::UserKernel(user) = &*op
             && user_kernels.get(&user.kernel).is_none()
         {
             let (name, label) = (&user.kernel, &program.ops[index].label);
-            return Err(ExecError::Program {
-                program: program.name.clone(),
-                rank: program.rank,
-                reason: format!("op {index} ({label}): this machine was given no kernel `{name}`"),
-            });
+            let fault = ProgramFault::Operation {
+                op: index,
+                label: label.clone(),
+                fault: OperationFault::UserKernel { kernel: name.clone() },
+            };
+            return Err(ExecError::program(program, fault));
         }
         Ok(Self { op, user_kernels: user_kernels.clone() })
     }

@@ -37,7 +37,9 @@ pub use user_kernel::CpuUserPart;
 use crate::memory::available_memory;
 use crate::monitor::lock;
 use crate::world::World;
-use crate::{Backend, BufferAccess, ExecError, HostTensor, OpPlace, Profiler, RunContext, RunTimes};
+use crate::{
+    Backend, BufferAccess, ExecError, HostTensor, OpPlace, PolicyFault, Profiler, RunContext, RunTimes,
+};
 
 /// Up to so many bytes are allocated without a look at what memory is left.
 const SMALL_BYTES: u64 = 1 << 20;
@@ -153,9 +155,8 @@ impl Backend for CpuBackend {
     }
 
     fn check_policy(&self, policy: &OverlapPolicy) -> Result<(), ExecError> {
-        let refuse = |reason: &str| {
-            let reason =
-                format!("{reason}; use sequential, concurrent, kernel-barrier or signals, with sm-margin=N");
+        let refuse = |reason: &'static str| {
+            let reason = PolicyFault::CpuRanks { reason: reason.into() };
             Err(ExecError::Policy { rank: self.rank, policy: policy.to_string(), reason })
         };
         // What a layer may ask for; attention's own limits are known to whoever lowers it.

@@ -103,24 +103,16 @@ impl<M: Machine> ExpertLayer<M> {
         let ExpertOptions { spec, experts, gradient, .. } = options;
         let ranks = group.world_size();
         if experts == 0 || !experts.is_multiple_of(ranks) {
-            return Err(refused(format!(
-                "has {experts} experts for {ranks} ranks; each rank needs the same number, and at least one"
-            )));
+            return Err(refused(TensorFault::Experts { experts, ranks }));
         }
         if spec.in_features == 0 || spec.out_features == 0 {
-            return Err(refused(
-                "has no features; give in_features and out_features of at least 1".to_owned(),
-            ));
+            return Err(refused(TensorFault::NoFeatures));
         }
         if gradient == WeightGradient::Deferred {
-            return Err(refused(
-                "cannot defer the gradients of experts; have them written or added".to_owned(),
-            ));
+            return Err(refused(TensorFault::DeferredExperts));
         }
         if matches!(gradient, WeightGradient::Replaced(_)) {
-            return Err(refused(
-                "cannot replace a main_grad of experts; have gradients written or added".to_owned(),
-            ));
+            return Err(refused(TensorFault::ReplacedExperts));
         }
         let (ranks, machine) = (group.ranks().to_vec(), group.linear().clone());
         Ok(Self { options, ranks, machine, passes: None, weight: None, main_grad: None, routed: None })
@@ -244,13 +236,16 @@ impl<M: Machine> ExpertLayer<M> {
     ) -> Result<(), ExecError> {
         let (experts, ranks) = (self.options.experts, self.ranks.first().map_or(0, |rank| rank.world_size()));
         if (routing.experts(), routing.ranks()) != (experts, ranks) {
-            let (of, on) = (routing.experts(), routing.ranks());
-            let reason = format!("is for {of} experts on {on} ranks, and the layer has {experts} on {ranks}");
-            return Err(ExecError::tensor("routing", reason));
+            let of = (routing.experts(), routing.ranks());
+            let fault = TensorFault::OtherRouting {
+                experts: of.0,
+                ranks: of.1,
+                own_experts: experts,
+                own_ranks: ranks,
+            };
+            return Err(ExecError::tensor("routing", fault));
         }
-        let exceeded =
-            |error: counterpoint_plan::RoutingError| ExecError::tensor("routing", error.to_string());
-        routing.check(&self.options.capacity).map_err(exceeded)?;
+        routing.check(&self.options.capacity).map_err(|error| ExecError::tensor("routing", error))?;
         let passes = match self.passes {
             Some(passes) => passes,
             None => {
@@ -401,7 +396,7 @@ impl<M: Machine> ExpertLayer<M> {
             LayerCall::Forward => routed.forward.iter().collect(),
             LayerCall::Backward => routed.backward.iter().collect(),
             LayerCall::WeightGradient => {
-                return Err(refused("has no deferred gradients of the weight".to_owned()));
+                return Err(refused(TensorFault::NothingDeferred));
             }
         };
         Prepared::call_ranks(&ranks, tensors, streams)
@@ -431,8 +426,8 @@ impl<M: Machine> ExpertLayer<M> {
     }
 }
 
-fn refused(reason: String) -> ExecError {
-    ExecError::tensor("layer", reason)
+fn refused(fault: TensorFault) -> ExecError {
+    ExecError::tensor("layer", fault)
 }
 
 fn unrouted() -> ExecError {

@@ -70,7 +70,7 @@ impl ExpertOverlap {
         };
         let pass = |direction| match machine.expert_way(spec, routing, direction, named) {
             Ok((policy, groups)) => Ok(ExpertPass { policy, groups }),
-            Err(error) => Err(ExecError::tensor("layer", error.to_string())),
+            Err(error) => Err(ExecError::tensor("layer", error)),
         };
         let backward = ExpertDirection::Backward(gradient);
         Ok(ExpertPasses { forward: pass(ExpertDirection::Forward)?, backward: pass(backward)? })

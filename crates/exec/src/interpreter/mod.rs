@@ -14,7 +14,7 @@ use self::enqueue::Enqueue;
 use self::steps::PlacedStep;
 use crate::group_rank::GroupRank;
 use crate::place::host_place;
-use crate::{Backend, ExecError, PlanIdentity, RunTimes, TensorFault, Transport};
+use crate::{Backend, ExecError, PlanIdentity, ProgramFault, RunTimes, TensorFault, Transport};
 
 /// A [`Program`] made ready to run many times on one rank of a group: every operation resolved. It has what belongs to the Program
 /// only; streams, scratch memory and the connection to other ranks are the rank's.
@@ -376,18 +376,21 @@ fn check_program<B: Backend, T: Transport<B>>(
     program: &Program,
     on: &GroupRank<B, T>,
 ) -> Result<(), ExecError> {
-    let error =
-        |reason: String| ExecError::Program { program: program.name.clone(), rank: program.rank, reason };
     let (rank, world_size) = (on.rank(), on.world_size());
     if (rank, world_size) != (program.rank, program.world_size) {
-        return Err(error(format!(
-            "it is for rank {} of {}, and this is rank {rank} of {world_size}",
-            program.rank, program.world_size
-        )));
+        return Err(ExecError::program(
+            program,
+            ProgramFault::OtherRank {
+                rank: program.rank,
+                ranks: program.world_size,
+                own_rank: rank,
+                own_ranks: world_size,
+            },
+        ));
     }
     on.backend().check_policy(&program.policy)?;
-    program.validate().map_err(|reason| error(reason.to_string()))?;
-    check_names(program).map_err(&error)
+    // Tensors that do not fit an operation are found where it is prepared.
+    program.validate_order().map_err(|fault| ExecError::program(program, fault))
 }
 
 /// Has memory in a lane for as many rows of scratch buffers as `room` says.
@@ -444,17 +447,4 @@ fn begins_anew(role: BufferRole) -> bool {
 /// Whether the caller may give memory for such a buffer.
 fn is_bound(role: BufferRole) -> bool {
     given(role) || role == BufferRole::Output
-}
-
-/// Inputs and outputs are bound by name, so names must be unique; and a tensor needs a row axis.
-fn check_names(program: &Program) -> Result<(), String> {
-    let mut names: Vec<&str> = program.buffers.iter().map(|spec| spec.name.as_str()).collect();
-    names.sort_unstable();
-    if let Some(twice) = names.windows(2).find(|pair| pair[0] == pair[1]) {
-        return Err(format!("two buffers are named `{}`", twice[0]));
-    }
-    match program.buffers.iter().find(|spec| spec.shape.is_empty()) {
-        Some(spec) => Err(format!("buffer `{}` has no row axis", spec.name)),
-        None => Ok(()),
-    }
 }

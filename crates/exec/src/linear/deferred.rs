@@ -7,7 +7,7 @@ use counterpoint_plan::DType;
 use counterpoint_schedule::{BufferRole, Timeline};
 
 use super::layer::{Rank, RankBuffers};
-use crate::{Backend, ExecError, Machine, Prepared, Ticket};
+use crate::{Backend, ExecError, Machine, Prepared, TensorFault, Ticket};
 
 /// Gradients of a layer's weight, or of those of layers that share an input, that wait to be computed.
 pub(super) struct Deferred<M: Machine> {
@@ -42,11 +42,7 @@ impl<M: Machine> Deferred<M> {
         limit: usize,
     ) -> Result<Self, ExecError> {
         if into.is_none() && limit != 1 {
-            let queue =
-                if limit == 0 { "without a limit".to_owned() } else { format!("of {limit} gradients") };
-            let reason =
-                format!("a queue {queue} needs a main_grad to add them to; each would replace the last");
-            return Err(ExecError::tensor("dweight", reason));
+            return Err(ExecError::tensor("dweight", TensorFault::Queue { limit }));
         }
         Ok(Self { ranks: ranks()?, limit, waiting: VecDeque::new(), free: Vec::new(), current: Vec::new() })
     }

@@ -102,9 +102,8 @@ impl GemmCollectiveSpec {
             true => groups.into(),
             false => WaveGroups::Fixed(1).into(),
         };
-        let plan = self
-            .plan(&groups, &CostModel::H200)
-            .map_err(|error| ExecError::tensor("the product", error.to_string()))?;
+        let plan =
+            self.plan(&groups, &CostModel::H200).map_err(|error| ExecError::tensor("the product", error))?;
         let group = Group::connect(machine, self.ranks, config)?;
         let prepared = group.prepare(|rank| lower_linear_forward(&plan, rank, policy), None);
         prepared.map_err(|error| group.fail_with(error))
@@ -164,13 +163,10 @@ fn run<M: Machine>(
 ) -> Result<Vec<HostTensor>, ExecError> {
     let ranks = x.len();
     let (Some(first_x), Some(first_weight)) = (x.first(), weight.first()) else {
-        return Err(ExecError::tensor("x", "there is no rank"));
+        return Err(ExecError::tensor("x", TensorFault::NoRank));
     };
     if weight.len() != ranks {
-        return Err(ExecError::tensor(
-            "weight",
-            format!("is there for {} ranks, x for {ranks}", weight.len()),
-        ));
+        return Err(ExecError::tensor("weight", TensorFault::ForRanks { ranks: weight.len(), x: ranks }));
     }
     let (rows, n, k) = (x.iter().map(HostTensor::rows), first_weight.rows(), first_weight.row_elements());
     let m = match collective {

@@ -460,9 +460,8 @@ pub(super) fn prepare_with<M: Machine>(
     lower: impl Fn(usize) -> Program,
 ) -> Result<Vec<Rank<M>>, ExecError> {
     if plan.tp_size != group.world_size() {
-        let reason =
-            format!("is split over {} ranks, and the group has {}", plan.tp_size, group.world_size());
-        return Err(ExecError::tensor("layer", reason));
+        let fault = TensorFault::SplitOver { ranks: plan.tp_size, group: group.world_size() };
+        return Err(ExecError::tensor("layer", fault));
     }
     group.prepare(lower, Some(&identity(plan, policy, more)))
 }

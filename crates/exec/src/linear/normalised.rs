@@ -102,8 +102,7 @@ impl<M: Machine> RowParallelLinearRmsNorm<M> {
     ) -> Result<Self, ExecError> {
         let PlannedPasses { forward, backward: PlannedPass { plan, policy } } = passes;
         if let LayerGradient::Deferred { .. } = gradient {
-            let reason = "is not deferred behind an RMSNorm, whose next backward writes over what it needs; use another gradient";
-            return Err(ExecError::tensor("dweight", reason));
+            return Err(ExecError::tensor("dweight", TensorFault::DeferredBehindNorm));
         }
         check(&plan, norm)?;
         let of_backward = gradient.of_backward();
@@ -235,13 +234,10 @@ fn named(norm: NormSpec) -> Option<(&'static str, String)> {
 
 fn check(plan: &LinearPlan, norm: NormSpec) -> Result<(), ExecError> {
     if plan.spec.kind != LinearKind::Row {
-        return Err(ExecError::tensor(
-            "layer",
-            "must be row-parallel: RMSNorm takes whole rows, of which the others give columns",
-        ));
+        return Err(ExecError::tensor("layer", TensorFault::NotRowParallel));
     }
     if !(norm.epsilon >= 0.0 && norm.epsilon.is_finite()) {
-        return Err(ExecError::tensor("epsilon", format!("must be 0 or more, not {}", norm.epsilon)));
+        return Err(ExecError::tensor("epsilon", TensorFault::Negative { value: norm.epsilon }));
     }
     Ok(())
 }

@@ -150,7 +150,7 @@ impl PassesUpTo {
         let LinearSpec { tokens, .. } = spec;
         if tokens > self.tokens {
             let wanted = format!("at most max_tokens, {}", self.tokens);
-            return Err(PlanError::Linear { field: "tokens", value: tokens, wanted });
+            return Err(PlanError::Linear { field: "tokens".into(), value: tokens, wanted });
         }
         let of_class = self.of_class(machine, spec, gradient)?;
         let fewer = |PlannedPass { plan, policy }: PlannedPass| {

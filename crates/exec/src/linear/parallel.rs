@@ -53,9 +53,7 @@ impl LinearOptions {
     ) -> Result<PlannedPasses, ExecError> {
         let Self { activations, has_bias, dtype, gradient, ref overlap } = *self;
         let spec = LinearSpec { kind, activations, tokens, in_features, out_features, has_bias, dtype };
-        overlap
-            .passes(group.linear(), spec, gradient)
-            .map_err(|error| ExecError::tensor("layer", error.to_string()))
+        overlap.passes(group.linear(), spec, gradient).map_err(|error| ExecError::tensor("layer", error))
     }
 }
 

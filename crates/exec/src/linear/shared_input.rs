@@ -55,13 +55,10 @@ impl<M: Machine> SharedInputLinear<M> {
         input: InputGradient,
     ) -> Result<Self, ExecError> {
         let LinearOptions { activations, has_bias, dtype, gradient, ref overlap } = *options;
-        let refused = |reason: &str| Err(ExecError::tensor("layer", reason));
         if input == InputGradient::Partial && activations == Activations::SequenceParallel {
-            return refused(
-                "leaves partial sums of the input's gradient, but under sequence parallelism ranks have their own tokens' alone",
-            );
+            return Err(ExecError::tensor("layer", TensorFault::PartialInputGradient));
         }
-        let failed = |error: counterpoint_plan::PlanError| ExecError::tensor("layer", error.to_string());
+        let failed = |error: counterpoint_plan::PlanError| ExecError::tensor("layer", error);
         let kind = LinearKind::Column;
         let spec = |out_features| LinearSpec {
             kind,

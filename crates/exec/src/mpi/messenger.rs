@@ -16,7 +16,7 @@ use crate::cpu_transport::{Inbox, PeerMessage};
 use crate::frame::{frame_length, read_frame, write_frame};
 use crate::monitor::lock;
 use crate::world::{World, after};
-use crate::{ExecError, Recipient, RendezvousError};
+use crate::{DeviceFault, ExecError, Recipient, RendezvousError};
 
 /// Between two looks, when there was nothing to do.
 const PAUSE: Duration = Duration::from_micros(50);
@@ -58,13 +58,17 @@ impl Messenger {
         let delivering = inboxes.clone();
         let work = move || {
             let Some((universe, threading)) = mpi::initialize_with_threading(Threading::Funneled) else {
-                started.send(Err("it has been started already".to_owned())).ok();
+                started.send(Err(DeviceFault::StartedAlready)).ok();
                 return;
             };
             let world = universe.world();
             let found = (world.rank() as usize, world.size() as usize);
             let suits = threading != Threading::Single && found == (rank, world_size);
-            let reason = || format!("it gives rank {} of {} and {threading:?}", found.0, found.1);
+            let reason = || DeviceFault::OtherRank {
+                rank: found.0,
+                ranks: found.1,
+                threading: format!("{threading:?}"),
+            };
             started.send(if suits { Ok(()) } else { Err(reason()) }).ok();
             if suits {
                 Post { world: &world, queue: &queue, inboxes: &delivering, parcels: BTreeMap::new(), rank }
@@ -81,7 +85,7 @@ impl Messenger {
             Ok(Ok(())) => {}
             Ok(Err(reason)) => return Err(ExecError::Device { rank, place: place(), reason }),
             Err(_) => {
-                let reason = format!("it has not started within {:.3} s", limit.as_secs_f64());
+                let reason = DeviceFault::NotStarted { limit };
                 return Err(ExecError::Device { rank, place: place(), reason });
             }
         }

@@ -78,7 +78,7 @@ pub(crate) fn prepare(programs: Vec<Program>, config: WorldConfig) -> Result<Vec
 #[test]
 fn what_is_not_well_formed_is_refused() {
     let refused = |program: Program| match prepare(vec![program], WorldConfig::default()) {
-        Err(ExecError::Program { reason, .. }) => reason,
+        Err(ExecError::Program { reason, .. }) => reason.to_string(),
         Err(other) => panic!("{other}"),
         Ok(_) => panic!("was taken"),
     };

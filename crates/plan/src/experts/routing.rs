@@ -8,7 +8,7 @@ use super::known::{Known, Travel};
 use super::token_experts::TokenExperts;
 
 /// Why a routing makes no sense, or does not fit.
-#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, Error)]
 #[non_exhaustive]
 pub enum RoutingError {
     /// There are no ranks or no experts, or some ranks would have more experts than others.

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use counterpoint_choose::{PlanConfig, plan_mask};
 use counterpoint_exec::{
     AttentionRank, Backend, BackwardTensors, ExecError, ForwardTensors, Group, GroupRank, HostTensor,
-    Machine, Pass, Ticket, Transport,
+    Machine, Pass, ProgramFault, Ticket, Transport,
 };
 use counterpoint_mask::{Documents, Mask};
 use counterpoint_plan::{AttentionSpec, DType, Plan};
@@ -40,8 +40,11 @@ impl Soak {
             let mut draw = Draw::new(seed.wrapping_add(number as u64));
             let lengths: Vec<usize> =
                 (0..draw.within(1, 3)).map(|_| draw.within(*lengths.start(), *lengths.end())).collect();
-            let refused =
-                |reason: String| ExecError::Program { program: "a soak".to_owned(), rank: 0, reason };
+            let refused = |reason: String| ExecError::Program {
+                program: "a soak".to_owned(),
+                rank: 0,
+                reason: ProgramFault::NotPlanned { reason },
+            };
             let mask = Documents::from_lengths(lengths)
                 .and_then(|documents| match number.is_multiple_of(3) {
                     true => Mask::full(documents),

@@ -163,6 +163,18 @@ impl Op {
         self.parts().iter().any(|part| matches!(part, Op::GroupCast(_) | Op::GroupReduce(_)))
     }
 
+    /// Whether it computes, or has a part that does: it is neither a collective alone nor an order of others.
+    pub fn is_computation(&self) -> bool {
+        let is_order = |op: &Op| {
+            matches!(
+                op,
+                Op::Record(_) | Op::Wait(_) | Op::Await { .. } | Op::Signal { .. } | Op::WaitSignal { .. }
+            )
+        };
+        let computation = self.computation();
+        !computation.is_collective() && !is_order(computation)
+    }
+
     /// Of an operation that others may see finished part by part, its signal and its parts.
     pub fn raises(&self) -> Option<(SignalId, usize)> {
         match self {

@@ -1,6 +1,6 @@
 //! Vector clocks over the streams of a Program: what is certainly finished when an operation starts.
 
-use super::ProgramError;
+use super::{ProgramError, ProgramThing};
 use crate::{GroupCast, Op, Program, SignalId};
 
 impl Program {
@@ -17,11 +17,11 @@ impl Program {
         for (index, op) in self.ops.iter().enumerate() {
             let stream = op.stream.0;
             let Some(mut clock) = streams.get(stream).cloned() else {
-                return Err(self.unknown(index, "a stream"));
+                return Err(self.unknown(index, ProgramThing::Stream));
             };
             match &op.op {
                 Op::Record(event) => match events.get_mut(event.0) {
-                    None => return Err(self.unknown(index, "an event")),
+                    None => return Err(self.unknown(index, ProgramThing::Event)),
                     Some(Some(_)) => {
                         let (op, label, event) = (index, op.label.clone(), event.0);
                         return Err(ProgramError::RecordedTwice { op, label, event });
@@ -29,34 +29,34 @@ impl Program {
                     Some(slot) => *slot = Some(clock.clone()),
                 },
                 Op::Wait(event) => match events.get(event.0) {
-                    None => return Err(self.unknown(index, "an event")),
-                    Some(None) => return Err(no_producer(index, "an event")),
+                    None => return Err(self.unknown(index, ProgramThing::Event)),
+                    Some(None) => return Err(no_producer(index, ProgramThing::Event)),
                     Some(Some(other)) => clock.join(other),
                 },
                 Op::Await { barrier, arrivals: wanted } => match arrivals.get(barrier.0) {
-                    None => return Err(self.unknown(index, "a barrier")),
-                    Some(have) if have < wanted => return Err(no_producer(index, "a barrier")),
+                    None => return Err(self.unknown(index, ProgramThing::Barrier)),
+                    Some(have) if have < wanted => return Err(no_producer(index, ProgramThing::Barrier)),
                     Some(_) => {}
                 },
                 Op::Signal { signal: SignalId(signal), value } => match signals.get_mut(*signal) {
-                    None => return Err(self.unknown(index, "a signal")),
+                    None => return Err(self.unknown(index, ProgramThing::Signal)),
                     Some(raised) => raised.push((*value, clock.clone())),
                 },
                 Op::WaitSignal { signal: SignalId(signal), value } => {
                     let Some(raised) = signals.get(*signal) else {
-                        return Err(self.unknown(index, "a signal"));
+                        return Err(self.unknown(index, ProgramThing::Signal));
                     };
                     // Whichever sufficient signal comes first releases the wait: only what precedes all of them is certain.
                     let enough =
                         raised.iter().filter(|(raised, _)| raised >= value).map(|(_, clock)| clock.clone());
                     match enough.reduce(Clock::meet) {
-                        None => return Err(no_producer(index, "a signal")),
+                        None => return Err(no_producer(index, ProgramThing::Signal)),
                         Some(other) => clock.join(&other),
                     }
                 }
                 Op::GroupCast(GroupCast { delivery: Some(delivery), .. }) => {
                     let Some(raised) = signals.get_mut(delivery.signal.0) else {
-                        return Err(self.unknown(index, "a signal"));
+                        return Err(self.unknown(index, ProgramThing::Signal));
                     };
                     let mut finished = clock.clone();
                     finished.finished[stream] = Some(Step::whole(index));
@@ -65,23 +65,25 @@ impl Program {
                 _ => {}
             }
             for barrier in op.op.arrives() {
-                *arrivals.get_mut(barrier.0).ok_or_else(|| self.unknown(index, "a barrier"))? += 1;
+                *arrivals.get_mut(barrier.0).ok_or_else(|| self.unknown(index, ProgramThing::Barrier))? += 1;
             }
             // What this rank sends in the same cast may be under way for longer, so later operations know nothing more.
             let mut delivered = clock.clone();
             if let Some(keys) = op.op.arriving() {
                 let Some(raised) = signals.get(keys.delivery.signal.0) else {
-                    return Err(self.unknown(index, "a signal"));
+                    return Err(self.unknown(index, ProgramThing::Signal));
                 };
-                let [(parts, cast)] = &raised[..] else { return Err(no_producer(index, "a delivery")) };
+                let [(parts, cast)] = &raised[..] else {
+                    return Err(no_producer(index, ProgramThing::Delivery));
+                };
                 if *parts != keys.delivery.parts as u64 {
-                    return Err(no_producer(index, "a delivery in as many parts"));
+                    return Err(no_producer(index, ProgramThing::DeliveryInParts));
                 }
                 delivered.join(cast);
             }
             if let Some((signal, parts)) = op.op.raises() {
                 let Some(raised) = signals.get_mut(signal.0) else {
-                    return Err(self.unknown(index, "a signal"));
+                    return Err(self.unknown(index, ProgramThing::Signal));
                 };
                 for part in 0..parts {
                     let mut so_far = clock.clone();

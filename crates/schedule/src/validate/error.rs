@@ -1,9 +1,14 @@
 //! What validation finds: unknown indices, waits that nothing ends, buffers overwritten, races.
 
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
+use super::OperandFault;
+
 /// What is wrong with a Program. Operations are named by their index in [`Program::ops`](crate::Program::ops) and their label.
-#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, Error)]
 #[non_exhaustive]
 pub enum ProgramError {
     /// An index names nothing.
@@ -13,8 +18,8 @@ pub enum ProgramError {
         op: usize,
         /// Its label.
         label: String,
-        /// Stream, buffer, event, barrier or signal.
-        what: &'static str,
+        /// A thing of what kind.
+        what: ProgramThing,
     },
     /// An operation waits for something that nothing queued before it produces.
     #[error("op {op} ({label}) waits for {what} that no earlier op produces; queue the producer first")]
@@ -23,8 +28,8 @@ pub enum ProgramError {
         op: usize,
         /// Its label.
         label: String,
-        /// Event, barrier or signal.
-        what: &'static str,
+        /// Event, barrier, signal or delivery.
+        what: ProgramThing,
     },
     /// An event is recorded twice.
     #[error("op {op} ({label}) records event {event} a second time")]
@@ -51,8 +56,8 @@ pub enum ProgramError {
     Slot {
         /// Index of the slot.
         slot: usize,
-        /// Such as `names a buffer that is no scratch`.
-        reason: &'static str,
+        /// What is wrong with it.
+        reason: SlotFault,
     },
     /// An operation reads a buffer after another one has reused the slot.
     #[error(
@@ -118,4 +123,74 @@ pub enum ProgramError {
         /// Name of the buffer.
         buffer: String,
     },
+    /// Two buffers have one name.
+    #[error("two buffers are named `{name}`")]
+    NamedTwice {
+        /// The name.
+        name: String,
+    },
+    /// A buffer has no axes.
+    #[error("buffer `{name}` has no row axis")]
+    NoRowAxis {
+        /// Its name.
+        name: String,
+    },
+    /// A tensor of a computation does not fit it or the others.
+    #[error("op {op} ({label}): {fault}")]
+    Operand {
+        /// Index of the operation.
+        op: usize,
+        /// Its label.
+        label: String,
+        /// What is wrong.
+        fault: OperandFault,
+    },
+}
+
+/// A kind of thing that operations name by its index.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum ProgramThing {
+    /// A stream.
+    Stream,
+    /// A buffer.
+    Buffer,
+    /// An event.
+    Event,
+    /// A barrier.
+    Barrier,
+    /// A signal.
+    Signal,
+    /// A group-cast whose rows are signalled as they arrive.
+    Delivery,
+    /// One in as many parts as are awaited.
+    DeliveryInParts,
+}
+
+impl fmt::Display for ProgramThing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Stream => "a stream",
+            Self::Buffer => "a buffer",
+            Self::Event => "an event",
+            Self::Barrier => "a barrier",
+            Self::Signal => "a signal",
+            Self::Delivery => "a delivery",
+            Self::DeliveryInParts => "a delivery in as many parts",
+        })
+    }
+}
+
+/// What is wrong with a slot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, Error)]
+#[non_exhaustive]
+pub enum SlotFault {
+    /// It names a buffer that there is not.
+    #[error("names a buffer that the Program does not have")]
+    UnknownBuffer,
+    /// It names an input or a result.
+    #[error("names a buffer that is not scratch")]
+    NotScratch,
+    /// It names a buffer of another slot, or one twice.
+    #[error("names a buffer that has a slot already")]
+    HasSlot,
 }

@@ -2,8 +2,11 @@
 
 mod clocks;
 mod error;
+mod operand_fault;
+mod operands;
 
-pub use error::ProgramError;
+pub use error::{ProgramError, ProgramThing, SlotFault};
+pub use operand_fault::OperandFault;
 
 use crate::{BufferId, BufferRole, GroupCast, Op, Program};
 use clocks::{Clocks, Step};
@@ -19,7 +22,19 @@ impl Program {
     ///
     /// # Errors
     /// The first thing found wrong.
+    ///
+    /// And that the tensors of every computation fit it and each other ([`Program::check_operands`]).
     pub fn validate(&self) -> Result<(), ProgramError> {
+        self.validate_order()?;
+        let mut computations = (0..self.ops.len()).filter(|&index| self.ops[index].op.is_computation());
+        computations.try_for_each(|index| self.check_operands(index))
+    }
+
+    /// The same but for tensors' shapes and types, which backends look at when they prepare an operation.
+    ///
+    /// # Errors
+    /// The first thing found wrong.
+    pub fn validate_order(&self) -> Result<(), ProgramError> {
         let clocks = self.clocks()?;
         self.check_starts(&clocks)?;
         let memory = self.memory()?;
@@ -30,7 +45,7 @@ impl Program {
             for (part, buffers, write) in op.op.uses() {
                 for BufferId(buffer) in buffers {
                     let Some(spec) = self.buffers.get(buffer) else {
-                        return Err(self.unknown(index, "a buffer"));
+                        return Err(self.unknown(index, ProgramThing::Buffer));
                     };
                     if write && spec.role == BufferRole::Input {
                         let (op, label, buffer) = (index, op.label.clone(), spec.name.clone());
@@ -41,7 +56,7 @@ impl Program {
             }
             for buffer in op.op.arriving().into_iter().flat_map(|keys| [keys.k.0, keys.v.0]) {
                 if buffer >= self.buffers.len() {
-                    return Err(self.unknown(index, "a buffer"));
+                    return Err(self.unknown(index, ProgramThing::Buffer));
                 }
                 users[memory[buffer]].push((Step::whole(index), false, buffer));
             }
@@ -73,7 +88,20 @@ impl Program {
             }
             self.check_reuse(users)?;
         }
-        Ok(())
+        self.check_buffers()
+    }
+
+    /// That buffers can be distinguished by their names, and have rows.
+    fn check_buffers(&self) -> Result<(), ProgramError> {
+        let mut names: Vec<&str> = self.buffers.iter().map(|spec| spec.name.as_str()).collect();
+        names.sort_unstable();
+        if let Some(twice) = names.windows(2).find(|pair| pair[0] == pair[1]) {
+            return Err(ProgramError::NamedTwice { name: twice[0].to_owned() });
+        }
+        match self.buffers.iter().find(|spec| spec.shape.is_empty()) {
+            Some(spec) => Err(ProgramError::NoRowAxis { name: spec.name.clone() }),
+            None => Ok(()),
+        }
     }
 
     /// That nobody keeps what it waits for from starting: where a group-cast need not be over, its start has been awaited.
@@ -140,9 +168,9 @@ impl Program {
         for (slot, buffers) in self.slots.iter().enumerate() {
             for &BufferId(buffer) in buffers {
                 let reason = match self.buffers.get(buffer) {
-                    None => "names a buffer that the Program does not have",
-                    Some(spec) if spec.role != BufferRole::Scratch => "names a buffer that is not scratch",
-                    Some(_) if memory[buffer] != buffer => "names a buffer that has a slot already",
+                    None => SlotFault::UnknownBuffer,
+                    Some(spec) if spec.role != BufferRole::Scratch => SlotFault::NotScratch,
+                    Some(_) if memory[buffer] != buffer => SlotFault::HasSlot,
                     Some(_) => {
                         memory[buffer] = self.buffers.len() + slot;
                         continue;
@@ -174,7 +202,7 @@ impl Program {
         Ok(())
     }
 
-    fn unknown(&self, op: usize, what: &'static str) -> ProgramError {
+    fn unknown(&self, op: usize, what: ProgramThing) -> ProgramError {
         ProgramError::Unknown { op, label: self.ops[op].label.clone(), what }
     }
 }

@@ -4,7 +4,7 @@
 use std::thread;
 use std::time::{Duration, Instant};
 
-use counterpoint_exec::{Backend, ExecError, Machine, Prepared, World, WorldConfig};
+use counterpoint_exec::{Backend, DeviceFault, ExecError, Machine, Prepared, World, WorldConfig};
 use counterpoint_mask::{Documents, Mask};
 use counterpoint_reference::selftest::SelfCheck;
 use counterpoint_schedule::{
@@ -85,8 +85,7 @@ fn passes(machine: &CudaMachine, mask: Mask, seed: u64) -> Result<[Rank; 2], Exe
     // Filling results with NaN before they are written is waited for.
     let config = WorldConfig { limit: Duration::from_secs(30), poison: false, ..WorldConfig::default() };
     let world = World::new(1, config);
-    let alone =
-        || ExecError::Device { rank: 0, place: "a world".to_owned(), reason: "it has no rank".to_owned() };
+    let alone = || ExecError::Device { rank: 0, place: "a world".to_owned(), reason: DeviceFault::NoRank };
     let prepare = |program| -> Result<Rank, ExecError> {
         let (backend, transport) = machine.connect(&world)?.pop().ok_or_else(alone)?;
         Prepared::new(program, backend, transport)

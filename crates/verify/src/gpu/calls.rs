@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use counterpoint_exec::{
-    AttentionCalls, AttentionInputs, AttentionOutputs, Backend, BackwardTensors, ExecError, ForwardTensors,
-    Group, HostTensor, OpPlace, Pass, RanksRun, RunConfig, TensorFault, Ticket, WorldConfig,
+    AttentionCalls, AttentionInputs, AttentionOutputs, Backend, BackwardTensors, DeviceFault, ExecError,
+    ForwardTensors, Group, HostTensor, OpPlace, Pass, RanksRun, RunConfig, TensorFault, Ticket, WorldConfig,
     run_attention_on,
 };
 use counterpoint_mask::Mask;
@@ -44,7 +44,7 @@ pub(super) fn selftest_calls(machine: &CudaMachine) -> Result<Vec<SelfCheck>, Ex
 }
 
 pub(super) fn failed(error: CudaError) -> ExecError {
-    ExecError::Device { rank: 0, place: "the calls of others".to_owned(), reason: error.to_string() }
+    ExecError::Device { rank: 0, place: "the calls of others".to_owned(), reason: DeviceFault::call(error) }
 }
 
 /// A group whose results are not filled with NaN first.

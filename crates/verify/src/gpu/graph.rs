@@ -3,7 +3,9 @@
 use std::time::Duration;
 
 use counterpoint_choose::{PlanConfig, plan_mask};
-use counterpoint_exec::{Backend, ExecError, HostTensor, Machine, Pass, Prepared, World, WorldConfig};
+use counterpoint_exec::{
+    Backend, ExecError, HostTensor, Machine, Pass, Prepared, ProgramFault, World, WorldConfig,
+};
 use counterpoint_mask::Mask;
 use counterpoint_plan::DType;
 use counterpoint_reference::selftest::{Case, Extent, SelfCheck, unlike_elements};
@@ -52,7 +54,7 @@ fn replay(machine: &CudaMachine, case: &Case) -> Result<usize, ExecError> {
     let plan = plan_mask(&case.mask, spec, &case.plan).map_err(|error| ExecError::Program {
         program: "attention".to_owned(),
         rank: 0,
-        reason: error.to_string(),
+        reason: ProgramFault::NotPlanned { reason: error.to_string() },
     })?;
     let inputs = case.inputs();
     let named = [

@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use counterpoint_cost::ProblemSize;
 use counterpoint_exec::{
-    Backend, CpuMachine, ExecError, GemmCollectiveSpec, HostTensor, Machine, Prepared, TensorFault,
-    Transport, World, WorldConfig, random_tensor,
+    Backend, CpuMachine, ExecError, GemmCollectiveSpec, HostTensor, Machine, Prepared, ProgramFault,
+    TensorFault, Transport, World, WorldConfig, random_tensor,
 };
 use counterpoint_plan::{Activations, DType, GemmCollective, LinearKind, LinearPlan, LinearSpec, WaveGroups};
 use counterpoint_reference::selftest::{SelfCheck, unlike_elements};
@@ -289,7 +289,7 @@ impl NormalisedPass {
             LinearPlan::new(spec, ranks, groups).map_err(|error| ExecError::Program {
                 program: "a selftest".to_owned(),
                 rank: 0,
-                reason: error.to_string(),
+                reason: ProgramFault::NotPlanned { reason: error.to_string() },
             })
         };
         let sequential = OverlapPolicy::SEQUENTIAL;

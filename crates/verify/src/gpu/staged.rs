@@ -1,7 +1,7 @@
 //! The small problem of staged attention that several checks run.
 
 use counterpoint_choose::{PlanConfig, StageCount, plan_mask};
-use counterpoint_exec::{AttentionInputs, ExecError, random_inputs};
+use counterpoint_exec::{AttentionInputs, ExecError, ProgramFault, random_inputs};
 use counterpoint_mask::{Mask, MaskError};
 use counterpoint_plan::{AttentionSpec, DType, Plan};
 
@@ -25,7 +25,11 @@ impl StagedAttention {
         backward: bool,
     ) -> Result<Self, ExecError> {
         let spec = AttentionSpec::new(4, 2, 64, DType::Bf16);
-        let refuse = |reason: String| ExecError::Program { program: "attention".to_owned(), rank: 0, reason };
+        let refuse = |reason: String| ExecError::Program {
+            program: "attention".to_owned(),
+            rank: 0,
+            reason: ProgramFault::NotPlanned { reason },
+        };
         let mask = mask.map_err(|error| refuse(error.to_string()))?;
         let config = PlanConfig {
             chunk_size: Some(128),

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use counterpoint_choose::{PlanConfig, plan_mask};
 use counterpoint_cost::CostModel;
-use counterpoint_exec::{ExecError, random_inputs};
+use counterpoint_exec::{ExecError, ProgramFault, random_inputs};
 use counterpoint_mask::{Mask, Range};
 use counterpoint_plan::{AttentionSpec, DType, Topology};
 use counterpoint_report::median;
@@ -152,7 +152,11 @@ fn program(
     spec: &AttentionSpec,
     backward: Option<GradientReduction>,
 ) -> Result<Program, ExecError> {
-    let refused = |reason: String| ExecError::Program { program: "calibration".to_owned(), rank: 0, reason };
+    let refused = |reason: String| ExecError::Program {
+        program: "calibration".to_owned(),
+        rank: 0,
+        reason: ProgramFault::NotPlanned { reason },
+    };
     let plan = plan_mask(mask, spec, &PlanConfig::new(1)).map_err(|error| refused(error.to_string()))?;
     let policy = OverlapPolicy::SEQUENTIAL;
     Ok(match backward {

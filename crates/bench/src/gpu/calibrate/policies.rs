@@ -2,7 +2,7 @@
 
 use counterpoint_choose::{PlanConfig, StageCount, plan_mask};
 use counterpoint_cost::{CostModel, PolicyMeasurement};
-use counterpoint_exec::{ExecError, Measurement, RunConfig, random_inputs, run_attention_on};
+use counterpoint_exec::{ExecError, Measurement, ProgramFault, RunConfig, random_inputs, run_attention_on};
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, DType, Topology};
 use counterpoint_report::median;
@@ -32,7 +32,11 @@ pub(super) fn measure(
 ) -> Result<Vec<PolicyMeasurement>, ExecError> {
     let ranks = machine.devices().len();
     let spec = AttentionSpec::new(32, 8, 128, DType::Bf16);
-    let refused = |reason: String| ExecError::Program { program: "calibration".to_owned(), rank: 0, reason };
+    let refused = |reason: String| ExecError::Program {
+        program: "calibration".to_owned(),
+        rank: 0,
+        reason: ProgramFault::NotPlanned { reason },
+    };
     let mask = Mask::causal(ROWS * ranks).map_err(|error| refused(error.to_string()))?;
     let config = PlanConfig {
         topology: Topology::flat(ranks),

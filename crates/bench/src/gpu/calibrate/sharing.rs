@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use counterpoint_choose::{GroupSearcher, LinkUse, ProductStart, TunedPass};
 use counterpoint_cost::{ProblemSize, WorkerSharing};
-use counterpoint_exec::ExecError;
+use counterpoint_exec::{ExecError, ProgramFault};
 use counterpoint_measure::{MeasureError, MeasuredClock, Processes, Repeats};
 use counterpoint_plan::{DType, GemmCollective, LinearDirection};
 use counterpoint_schedule::OverlapPolicy;
@@ -38,7 +38,11 @@ pub(super) fn measure(machine: &CudaMachine, assumed: WorkerSharing) -> Result<W
         MeasuredClock { machine, processes, spec, pass: TunedPass::Forward, ranks, policy, timing };
     let failed = |error: MeasureError| match error {
         MeasureError::Run(error) => error,
-        other => ExecError::Program { program: "calibration".to_owned(), rank: 0, reason: other.to_string() },
+        other => ExecError::Program {
+            program: "calibration".to_owned(),
+            rank: 0,
+            reason: ProgramFault::NotPlanned { reason: other.to_string() },
+        },
     };
     let speed = searcher.overlapped_speed(&mut clock).map_err(failed)?;
     Ok(speed.map_or(assumed, |speed| WorkerSharing { communication: taken(speed, &assumed), ..assumed }))

@@ -3,7 +3,7 @@
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
-use counterpoint_exec::ExecError;
+use counterpoint_exec::{DeviceFault, ExecError};
 
 /// Where the ranks' threads wait for each other, but not longer than the limit and not for one that has failed.
 pub(super) struct HostBarrier {
@@ -51,10 +51,11 @@ impl HostBarrier {
         if state.round != round {
             return Ok(());
         }
-        let reason = match timeout.timed_out() {
+        let evidence = match timeout.timed_out() {
             true => format!("another rank did not come in {:.3} s", self.limit.as_secs_f64()),
             false => "another rank has failed".to_owned(),
         };
+        let reason = DeviceFault::Wait { evidence };
         Err(ExecError::Device { rank, place: "a benchmark".to_owned(), reason })
     }
 }

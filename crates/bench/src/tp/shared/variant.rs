@@ -70,8 +70,7 @@ impl Shared<'_> {
     ) -> Result<Variant<M>, ExecError> {
         let spec = LinearSpec { out_features: self.spec.out_features / self.layers, ..self.spec };
         let overlap = LayerOverlap::Predicted(Some(self.cost));
-        let planned =
-            overlap.passes(group.linear(), spec, self.gradient()).map_err(|error| refused(&error))?;
+        let planned = overlap.passes(group.linear(), spec, self.gradient()).map_err(refused)?;
         let (mut layers, mut checked) = (Vec::new(), Ok(0.0));
         for inputs in parts {
             let mut layer = LinearLayer::with_passes(group, planned.clone(), self.gradient())?;
@@ -150,8 +149,7 @@ impl Shared<'_> {
         let (ys, dxs) = (download(&ys)?, layers.download(&dx)?);
         let [dweights, dbiases] = [download(&gradients[0])?, download(&gradients[1])?];
         // As the one layer that has all their features.
-        let plan = LinearPlan::new(self.spec, self.tp_size, WaveGroups::Fixed(1))
-            .map_err(|error| refused(&error))?;
+        let plan = LinearPlan::new(self.spec, self.tp_size, WaveGroups::Fixed(1)).map_err(refused)?;
         let (mut checked, mut bits) = (Ok(0.0), Vec::new());
         for (rank, dx) in dxs.into_iter().enumerate() {
             let of_rank = |all: &[Vec<HostTensor>], rows: usize| {
@@ -213,8 +211,8 @@ pub(super) fn worse(before: Result<f64, String>, next: Result<f64, String>) -> R
     Ok(f64::max(before?, next?))
 }
 
-fn refused(error: &PlanError) -> ExecError {
-    ExecError::tensor("layer", error.to_string())
+fn refused(error: PlanError) -> ExecError {
+    ExecError::tensor("layer", error)
 }
 
 /// Columns of tensors of one type, each taken as so many rows, side by side.
