@@ -94,8 +94,8 @@ fn forward(delivery: Delivery) -> (usize, Op) {
 
 #[test]
 fn what_arrives_is_delivered_by_a_cast_that_has_started() {
-    let error = |ops: Vec<(usize, Op)>| attention(ops).validate().unwrap_err();
-    attention([cast(Some(DELIVERY)), start(), forward(DELIVERY)]).validate().unwrap();
+    let error = |ops: Vec<(usize, Op)>| attention(ops).validate_order().unwrap_err();
+    attention([cast(Some(DELIVERY)), start(), forward(DELIVERY)]).validate_order().unwrap();
     // It holds all workers while the cast wants some.
     let not_started = error(vec![cast(Some(DELIVERY)), forward(DELIVERY)]);
     assert_eq!(not_started, ProgramError::StartNotAwaited { op: 1, label: "op1".into() });
@@ -148,7 +148,7 @@ fn every_collective_before_a_cast_counts_at_its_barrier() {
         let scratch = |name: &str| BufferSpec { name: name.into(), ..program.buffers[3].clone() };
         let more = [scratch("product"), scratch("sums")];
         program.buffers.extend(more);
-        program.validate()
+        program.validate_order()
     };
     // Two arrivals are those of the product; the third is the cast's.
     assert_eq!(awaiting(2), Err(ProgramError::StartNotAwaited { op: 3, label: "op3".into() }));
@@ -162,11 +162,11 @@ fn reading_what_arrives_is_the_only_thing_that_a_delivery_orders() {
     if let Op::AttentionForward(op) = &mut program.ops[2].op {
         op.k = BufferId(3);
     }
-    assert!(matches!(program.validate(), Err(ProgramError::Race { first: 0, second: 2, .. })));
+    assert!(matches!(program.validate_order(), Err(ProgramError::Race { first: 0, second: 2, .. })));
     // After it everything has come, but this rank's rows may still be on their way.
     let again = (0, Op::Cast { src: BufferId(1), dst: BufferId(3) });
     let program = attention([cast(Some(DELIVERY)), start(), forward(DELIVERY), again]);
-    assert!(matches!(program.validate(), Err(ProgramError::Race { first: 0, second: 3, .. })));
+    assert!(matches!(program.validate_order(), Err(ProgramError::Race { first: 0, second: 3, .. })));
 }
 
 #[test]

@@ -99,7 +99,7 @@ fn communication_runs_under_computation() {
             program(rank, 2, 4, ops)
         })
         .collect();
-    ranks.iter().for_each(|p| p.validate().unwrap());
+    ranks.iter().for_each(|p| p.validate_order().unwrap());
     let timeline = simulate(&ranks, &Topology::flat(2), &cost()).unwrap();
     let expected = vec![
         (0, SpanKind::Compute, 0.0, 1.0),
@@ -155,7 +155,7 @@ fn a_late_rank_holds_up_those_who_exchange_with_it() {
 fn programs_that_would_hang_or_disagree() {
     let stuck = program(0, 1, 1, vec![(0, Op::WaitSignal { signal: SignalId(0), value: 1 })]);
     assert_eq!(
-        stuck.validate(),
+        stuck.validate_order(),
         Err(ProgramError::NoProducer { op: 0, label: "op0".into(), what: ProgramThing::Signal })
     );
     let error = simulate(&[stuck], &Topology::flat(1), &cost()).unwrap_err();
@@ -169,7 +169,7 @@ fn programs_that_would_hang_or_disagree() {
 
 /// Validates a Program of one rank with three buffers.
 fn check(ops: Vec<(usize, Op)>, expected: Result<(), &str>) {
-    let got = program(0, 1, 3, ops).validate();
+    let got = program(0, 1, 3, ops).validate_order();
     assert_eq!(
         got.as_ref().map_err(ToString::to_string),
         expected.as_ref().map(|_| &()).map_err(ToString::to_string)
@@ -229,19 +229,19 @@ fn fused_products_are_alone() {
         Op::Fused(vec![Op::GroupCast(cast), Op::Gemm(gemm)])
     };
     let twice = vec![(0, Op::Fused(vec![fused(0), swap(0, 0, 3, None)]))];
-    let error = program(0, 2, 4, twice).validate().unwrap_err();
+    let error = program(0, 2, 4, twice).validate_order().unwrap_err();
     assert_eq!(error, ProgramError::NotFusable { op: 0, label: "op0".into() });
     let apart = vec![(0, fused(0)), (1, swap(0, 0, 3, None))];
-    let error = program(0, 2, 4, apart).validate().unwrap_err();
+    let error = program(0, 2, 4, apart).validate_order().unwrap_err();
     assert!(matches!(error, ProgramError::UnorderedFused { first: 0, second: 1, .. }), "{error}");
     assert!(error.to_string().contains("order them by an event"), "{error}");
     let (record, wait) = (Op::Record(EventId(0)), Op::Wait(EventId(0)));
     let ordered = vec![(0, fused(0)), (0, record), (1, wait), (1, swap(0, 0, 3, None))];
-    assert_eq!(program(0, 2, 4, ordered).validate(), Ok(()));
+    assert_eq!(program(0, 2, 4, ordered).validate_order(), Ok(()));
     // Copy engines need no worker, sums do.
     let by_engines = |op| {
         let policy = OverlapPolicy { mover: Mover::Fused, ..OverlapPolicy::default() };
-        Program { policy, ..program(0, 2, 4, vec![(0, fused(0)), (1, op)]) }.validate()
+        Program { policy, ..program(0, 2, 4, vec![(0, fused(0)), (1, op)]) }.validate_order()
     };
     assert_eq!(by_engines(swap(0, 0, 3, None)), Ok(()));
     let Op::GroupCast(cast) = swap(0, 0, 3, None) else { unreachable!() };
@@ -257,12 +257,40 @@ fn fused_products_are_alone() {
     assert!(matches!(by_engines(sums), Err(ProgramError::UnorderedFused { first: 0, second: 1, .. })));
 }
 
+/// What is in order may still be of the wrong shape.
+#[test]
+fn tensors_must_fit_their_operation() {
+    let concat = |srcs: &[usize]| Op::Concat {
+        srcs: srcs.iter().map(|&src| BufferId(src)).collect(),
+        dst: BufferId(1),
+    };
+    assert_eq!(program(0, 1, 2, vec![(0, concat(&[0]))]).validate(), Ok(()));
+    let too_many = program(0, 1, 2, vec![(0, concat(&[0, 0]))]);
+    assert_eq!(too_many.validate_order(), Ok(()));
+    let error = too_many.validate().unwrap_err();
+    let fault = OperandFault::Layout {
+        name: "b1".into(),
+        dtype: DType::F32,
+        shape: vec![2 * ROWS, 1],
+        found_dtype: DType::F32,
+        found_shape: vec![ROWS, 1],
+    };
+    assert_eq!(error, ProgramError::Operand { op: 0, label: "op0".into(), fault });
+    assert_eq!(error.to_string(), "op 0 (op0): buffer `b1` must be f32 [2000, 1], not f32 [1000, 1]");
+    let named = |name: &str| {
+        let mut program = program(0, 1, 2, Vec::new());
+        program.buffers[1].name = name.into();
+        program.validate()
+    };
+    assert_eq!(named("b0"), Err(ProgramError::NamedTwice { name: "b0".into() }));
+}
+
 /// Buffers of a slot are one piece of memory: unordered uses race, and nobody reads what the next one has overwritten.
 #[test]
 fn reuse_of_a_slot_is_checked() {
     let reuse = |slots: &[&[usize]], ops: Vec<(usize, Op)>| {
         let slots = slots.iter().map(|slot| slot.iter().map(|&id| BufferId(id)).collect()).collect();
-        Program { slots, ..program(0, 1, 4, ops) }.validate()
+        Program { slots, ..program(0, 1, 4, ops) }.validate_order()
     };
     let in_turn = vec![(0, copy(0, 1)), (0, copy(1, 3)), (0, copy(0, 2)), (0, copy(2, 3))];
     assert_eq!(reuse(&[&[1, 2]], in_turn), Ok(()));
@@ -302,16 +330,16 @@ fn groups_travel_while_the_rest_is_computed() {
     };
     let wait = |value| (1, Op::WaitSignal { signal, value });
     let in_turn = program(0, 1, 5, vec![waves(), wait(1), (1, copy(1, 3)), wait(2), (1, copy(2, 4))]);
-    assert_eq!(in_turn.validate(), Ok(()));
+    assert_eq!(in_turn.validate_order(), Ok(()));
     for (early, buffer) in
         [(vec![waves(), (1, copy(1, 3))], "b1"), (vec![waves(), wait(1), (1, copy(2, 3))], "b2")]
     {
-        let error = program(0, 1, 5, early).validate().unwrap_err();
+        let error = program(0, 1, 5, early).validate_order().unwrap_err();
         assert!(matches!(&error, ProgramError::Race { buffer: found, .. } if found == buffer), "{error}");
     }
-    let error = program(0, 1, 5, vec![wait(1), waves()]).validate().unwrap_err();
+    let error = program(0, 1, 5, vec![wait(1), waves()]).validate_order().unwrap_err();
     assert!(matches!(error, ProgramError::NoProducer { op: 0, .. }), "{error}");
-    let error = program(0, 1, 5, vec![waves(), wait(3)]).validate().unwrap_err();
+    let error = program(0, 1, 5, vec![waves(), wait(3)]).validate_order().unwrap_err();
     assert!(matches!(error, ProgramError::NoProducer { op: 1, .. }), "{error}");
     // Each group takes a second, and so does each copy: the first copy runs under the second group.
     let cost = CostModel { matmul_flops_per_second: 2.0 * ROWS as f64, ..cost() };
