@@ -1,7 +1,7 @@
 //! What a layer's pass is made of, and the ideal time of it with all communication hidden that can be.
 
 use counterpoint_plan::LinearKind;
-use counterpoint_schedule::{SpanKind, Timeline};
+use counterpoint_schedule::{LayerPart, Timeline};
 
 use crate::arguments::BenchTpPass;
 
@@ -31,20 +31,20 @@ impl Parts {
         let mut reduces = false;
         for span in timeline.spans.iter().filter(|span| span.rank == rank) {
             let seconds = span.end - span.start;
-            match (span.kind, span.label.as_str()) {
-                (SpanKind::Compute, "dweight") => parts.weight_gradient += seconds,
-                (SpanKind::Compute, "dbias") => parts.bias_gradient += seconds,
+            match LayerPart::of(span) {
+                LayerPart::WeightGradient => parts.weight_gradient += seconds,
+                LayerPart::BiasGradient => parts.bias_gradient += seconds,
                 // Each has whole sums on one side, and products on the other.
-                (SpanKind::Compute, "normalise" | "dnorm") => parts.norm += seconds,
-                (SpanKind::Compute, _) => parts.product += seconds,
-                (SpanKind::Communication, "reduce-scatter") => {
+                LayerPart::Norm | LayerPart::NormGradient => parts.norm += seconds,
+                LayerPart::Product => parts.product += seconds,
+                LayerPart::Reduce => {
                     reduces = true;
                     parts.reduce += seconds;
                 }
                 // What follows a reduction takes its sums to all ranks.
-                (SpanKind::Communication, "all-gather") if reduces => parts.spread += seconds,
-                (SpanKind::Communication, _) => parts.gather += seconds,
-                (SpanKind::Wait, _) => {}
+                LayerPart::Gather if reduces => parts.spread += seconds,
+                LayerPart::Gather | LayerPart::GatherInputs => parts.gather += seconds,
+                LayerPart::Wait => {}
             }
         }
         parts
@@ -117,7 +117,7 @@ impl Parts {
 
 #[cfg(test)]
 mod tests {
-    use counterpoint_schedule::Span;
+    use counterpoint_schedule::{Span, SpanKind};
 
     use super::*;
 

@@ -7,8 +7,8 @@ use super::Lowering;
 use super::from_experts::LeavingTokens;
 use super::to_experts::ArrivingTokens;
 use crate::{
-    Accumulate, BufferId, BufferRole, ExpertRowsOf, Gemm, GemmLayout, Op, OverlapPolicy, Program, RowBlock,
-    WeightGradient,
+    Accumulate, BufferId, BufferRole, ExpertRowsOf, Gemm, GemmLayout, LayerPart, Op, OverlapPolicy, Program,
+    RowBlock, WeightGradient,
 };
 
 /// Lowers one rank's forward: inputs `x` and `weight`, output `y`; see [`counterpoint_plan::ExpertSpec`] for what they are.
@@ -135,8 +135,13 @@ fn weight_gradient(
             let (layout, pass_rows, out_rows) = (GemmLayout::Tn, spec.out_features, vec![rows]);
             products.push(Gemm { layout, a, b, out, out_rows, pass_rows, bias: None, accumulate });
         } else if accumulate == Accumulate::Start {
-            lowering.p.push(lowering.compute, None, "dweight", Op::ZeroRows { dst: out, rows });
+            lowering.p.push(
+                lowering.compute,
+                None,
+                LayerPart::WeightGradient.label(),
+                Op::ZeroRows { dst: out, rows },
+            );
         }
     }
-    lowering.multiply(None, "dweight", products, ExpertRowsOf::Tokens);
+    lowering.multiply(None, LayerPart::WeightGradient.label(), products, ExpertRowsOf::Tokens);
 }

@@ -5,10 +5,10 @@ use std::sync::Arc;
 use counterpoint_mask::Range;
 use counterpoint_plan::{DType, LinearKind, LinearPlan};
 
-use super::WeightGradient;
 use super::exchange::{GatheredTokens, Lowering, rows_on_their_way};
 use super::forward::group_rows;
 use super::reduced::{ReducedTokens, SpreadUnder};
+use super::{LayerPart, WeightGradient};
 use crate::builder::{Mark, ProgramBuilder};
 use crate::{
     Accumulate, BufferId, BufferRole, ColumnSum, Gemm, GemmLayout, GroupCast, Op, OverlapPolicy, Program,
@@ -280,7 +280,7 @@ pub(super) fn gather_all(
         arrive: None,
         delivery: None,
     };
-    p.push(stream, None, "all-gather x", Op::GroupCast(op));
+    p.push(stream, None, LayerPart::GatherInputs.label(), Op::GroupCast(op));
     let arrived = p.mark(stream, None, "x arrived");
     AllInputs { blocks: lowering.whole(all, tokens), arrived: Some(arrived) }
 }
@@ -326,12 +326,12 @@ fn weight_gradient(
         bias: None,
         accumulate,
     };
-    lowering.p.push(lowering.compute, None, "dweight", Op::Gemm(op));
+    lowering.p.push(lowering.compute, None, LayerPart::WeightGradient.label(), Op::Gemm(op));
     if let Some(dst) = bias {
         lowering.p.push(
             lowering.compute,
             None,
-            "dbias",
+            LayerPart::BiasGradient.label(),
             Op::ColumnSum(ColumnSum { src: dy, dst, accumulate }),
         );
     }

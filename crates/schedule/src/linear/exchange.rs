@@ -5,7 +5,7 @@ use std::sync::Arc;
 use counterpoint_mask::Range;
 use counterpoint_plan::{Activations, LinearPlan};
 
-use super::GATHER;
+use super::LayerPart;
 use crate::builder::{Mark, ProgramBuilder};
 use crate::{BarrierId, BufferId, BufferRole, GroupCast, Op, RowBlock, StreamId, StreamKind};
 
@@ -104,7 +104,7 @@ impl GatheredTokens {
             arrive: self.barrier,
             delivery: None,
         };
-        p.push(self.stream, Some(group + 1), GATHER, Op::GroupCast(op));
+        p.push(self.stream, Some(group + 1), LayerPart::Gather.label(), Op::GroupCast(op));
         self.groups.push((buffer, p.mark(self.stream, Some(group + 1), "tokens arrived")));
     }
 

@@ -8,6 +8,7 @@
 mod backward;
 mod exchange;
 mod forward;
+mod layer_part;
 mod normalised;
 mod parts;
 mod reduced;
@@ -19,8 +20,9 @@ use serde::{Deserialize, Serialize};
 
 pub use backward::{lower_linear_backward, lower_linear_weight_gradient};
 pub use forward::lower_linear_forward;
+pub use layer_part::LayerPart;
 pub use normalised::{NormSpec, lower_normalised_backward, lower_normalised_forward};
-pub use parts::{GATHER, REDUCE, lower_collective, lower_join, lower_product, lower_row_passes};
+pub use parts::{lower_collective, lower_join, lower_product, lower_row_passes};
 pub use shared_input::{
     InputGradient, SharedInput, lower_shared_input_backward, lower_shared_input_forward,
     lower_shared_input_weight_gradient,

@@ -4,10 +4,10 @@
 use counterpoint_plan::{LinearKind, LinearPlan};
 use serde::{Deserialize, Serialize};
 
-use super::WeightGradient;
 use super::backward::row_of;
 use super::exchange::Lowering;
 use super::forward::{RowResult, row};
+use super::{LayerPart, WeightGradient};
 use crate::builder::ProgramBuilder;
 use crate::{BufferRole, Op, OverlapPolicy, Program, RmsNorm, RmsNormBackward, StreamKind};
 
@@ -59,7 +59,7 @@ pub fn lower_normalised_forward(
     // A rank without tokens has nothing to normalise.
     if rows > 0 {
         let op = RmsNorm { src, residual, sum, weight, epsilon: norm.epsilon, out };
-        lowering.p.push(compute, None, "normalise", Op::RmsNorm(op));
+        lowering.p.push(compute, None, LayerPart::Norm.label(), Op::RmsNorm(op));
     }
     lowering.p.finish()
 }
@@ -94,7 +94,7 @@ pub fn lower_normalised_backward(
         .then(|| p.buffer("dnorm_weight", dtype.accumulator(), &[features], BufferRole::Output));
     let dh = p.buffer("dresidual", dtype, &[rows, features], BufferRole::Output);
     let op = RmsNormBackward { dout, sum, weight: weight.zip(dweight), dsum, epsilon: norm.epsilon, dh };
-    p.push(compute, None, "dnorm", Op::RmsNormBackward(op));
+    p.push(compute, None, LayerPart::NormGradient.label(), Op::RmsNormBackward(op));
     let made = p.mark(compute, None, "dnorm done");
     row_of(&mut lowering, gradient, dh, Some(made));
     lowering.p.finish()

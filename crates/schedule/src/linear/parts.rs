@@ -7,6 +7,7 @@ use counterpoint_plan::{DType, GemmCollective, GroupPart};
 
 use counterpoint_mask::Range;
 
+use super::LayerPart;
 use crate::builder::ProgramBuilder;
 use crate::{
     Accumulate, BufferRole, Gemm, GemmLayout, GroupCast, GroupReduce, Op, OverlapPolicy, Program, ReduceOp,
@@ -45,20 +46,15 @@ pub fn lower_collective(
             reduce_dtype: dtype.accumulator(),
             arrive: None,
         };
-        p.push(stream, None, REDUCE, Op::GroupReduce(op));
+        p.push(stream, None, LayerPart::Reduce.label(), Op::GroupReduce(op));
     }
     if !is_scatter {
         let op =
             GroupCast { part, tensors: vec![(sums, to)], wire_dtype: dtype, arrive: None, delivery: None };
-        p.push(stream, None, GATHER, Op::GroupCast(op));
+        p.push(stream, None, LayerPart::Gather.label(), Op::GroupCast(op));
     }
     p.finish()
 }
-
-/// Label of reductions of tokens.
-pub const REDUCE: &str = "reduce-scatter";
-/// Label of gathers of tokens.
-pub const GATHER: &str = "all-gather";
 
 /// One rank's product and nothing else, as one of a pass of `pass_rows` rows, to be measured under the policy's share of
 /// workers. Inputs `a` `[m, k]` and `b` `[n, k]`; output `to`.

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use counterpoint_mask::Range;
 use counterpoint_plan::{Activations, DType, LinearPlan};
 
+use super::LayerPart;
 use super::exchange::{Lowering, block};
-use super::{GATHER, REDUCE};
 use crate::builder::Mark;
 use crate::{
     Accumulate, BarrierId, BufferId, BufferRole, Gemm, GroupCast, GroupReduce, Op, ReduceOp, RowBlock,
@@ -241,7 +241,7 @@ impl ReducedTokens {
     /// Sends a group's partial sums, for which `reduce` has waited, to who sums them.
     fn sum(&mut self, lowering: &mut Lowering<'_>, group: usize, reduce: GroupReduce) -> Mark {
         let (p, here) = (&mut lowering.p, Some(group));
-        p.push(self.reduce, here, REDUCE, Op::GroupReduce(reduce));
+        p.push(self.reduce, here, LayerPart::Reduce.label(), Op::GroupReduce(reduce));
         self.started += 1;
         p.mark(self.reduce, here, "sums done")
     }
@@ -252,7 +252,7 @@ impl ReducedTokens {
         let (p, here) = (&mut lowering.p, Some(group));
         if let (Some(gather), Some(cast)) = (self.gather, spread) {
             p.after(gather, here, "wait for sums", there);
-            p.push(gather, here, GATHER, Op::GroupCast(cast));
+            p.push(gather, here, LayerPart::Gather.label(), Op::GroupCast(cast));
             there = p.mark(gather, here, "sums everywhere");
         }
         self.done.push((result, there));

@@ -4,11 +4,11 @@ use counterpoint_mask::Range;
 use counterpoint_plan::{Activations, DType, LinearPlan};
 use serde::{Deserialize, Serialize};
 
-use super::WeightGradient;
 use super::backward::{KEPT, gather_all};
 use super::exchange::{GatheredTokens, Lowering};
 use super::forward::group_rows;
 use super::reduced::{ReducedTokens, SpreadUnder};
+use super::{LayerPart, WeightGradient};
 use crate::builder::ProgramBuilder;
 use crate::{
     Accumulate, BufferId, BufferRole, ColumnSum, Gemm, GemmLayout, Op, OverlapPolicy, Program, RowBlock,
@@ -279,9 +279,9 @@ fn weight_gradient(
         bias: None,
         accumulate,
     };
-    lowering.p.push(lowering.compute, None, "dweight", Op::Gemm(op));
+    lowering.p.push(lowering.compute, None, LayerPart::WeightGradient.label(), Op::Gemm(op));
     if let Some(dst) = bias {
         let sum = Op::ColumnSum(ColumnSum { src: dy, dst, accumulate });
-        lowering.p.push(lowering.compute, None, "dbias", sum);
+        lowering.p.push(lowering.compute, None, LayerPart::BiasGradient.label(), sum);
     }
 }
