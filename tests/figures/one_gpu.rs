@@ -1,6 +1,6 @@
 //! Attention and GEMMs on one GPU compared with their peers, of `benches/results`.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 use std::fs;
 
@@ -14,11 +14,12 @@ const MASKS: [&str; 7] =
 
 /// The blocks of README.md and of docs/performance.md.
 pub(crate) fn blocks() -> [String; 2] {
-    let peers = Results::read("attention_peers_2026-11-28.jsonl");
-    let flex = Results::read("attention_cudnn_flex_2026-11-27.jsonl");
+    let h200 = Results::read("attention_peers_h200_2026-11-28.jsonl");
+    let h100 = Results::read("attention_peers_2026-11-28.jsonl");
+    let face = Results::read("magi_face_h200_2026-11-28.jsonl");
     let gemm = Results::read("gemm_cublaslt_2026-11-23.jsonl");
-    let ratios = ratios(&peers, &flex, &gemm);
-    let page = format!("{ratios}\n{}\n{}", rows(&peers), rows(&flex));
+    let ratios = ratios([&h200, &h100], &face, &gemm);
+    let page = format!("{ratios}\n{}\n{}", rows(&h200), rows(&h100));
     [ratios, page]
 }
 
@@ -43,6 +44,15 @@ impl Results {
         ["H100", "H200"].into_iter().find(|gpu| machine.contains(gpu)).unwrap()
     }
 
+    /// The lengths of its sequences.
+    fn lengths(&self) -> String {
+        let lengths: BTreeSet<u64> =
+            self.rows.iter().map(|row| row["seqlen"].as_u64().unwrap() / 1024).collect();
+        let lengths: Vec<String> = lengths.into_iter().map(|kilo| format!("{kilo}k")).collect();
+        let (last, others) = lengths.split_last().unwrap();
+        format!("{} and {last} tokens", others.join(", "))
+    }
+
     /// Of every case of this direction that has one of `variants`, the time of the fastest of them over ours.
     fn ratios(&self, direction: Option<&str>, is_variant: impl Fn(&str) -> bool) -> Vec<f64> {
         let rows = self.rows.iter().filter(|row| direction.is_none_or(|is| row["direction"] == is));
@@ -56,41 +66,38 @@ fn least(row: &Value, is_variant: impl Fn(&str) -> bool) -> Option<f64> {
 }
 
 /// The speed of ours over every peer's: geometric mean and worst case.
-fn ratios(peers: &Results, flex: &Results, gemm: &Results) -> String {
+fn ratios(attention: [&Results; 2], face: &Results, gemm: &Results) -> String {
     type IsVariant = fn(&str) -> bool;
-    const BOTH: &[&str] = &["forward", "backward"];
-    let cudnn: IsVariant = |name| name == "cudnn";
-    let any_flex: IsVariant = |name| name.starts_with("flex");
-    let ffa = "attention, MagiAttention's FFA, its best variant of each row";
-    let compared: [(&str, &Results, &[&str], IsVariant); 6] = [
-        ("attention, cuDNN (full and causal masks)", peers, BOTH, cudnn),
-        (ffa, peers, BOTH, |name| name == "ffa"),
-        ("attention, cudnn.flex_attention", peers, BOTH, any_flex),
-        ("attention, cuDNN (full and causal masks)", flex, BOTH, cudnn),
-        ("attention, cudnn.flex_attention", flex, BOTH, any_flex),
-        ("GEMM, cuBLASLt", gemm, &[], |name| name == "cublaslt"),
+    let peers: [(&str, IsVariant); 3] = [
+        ("attention, cuDNN (full and causal masks)", |name| name == "cudnn"),
+        ("attention, MagiAttention's FFA, its best variant of each row", |name| name == "ffa"),
+        ("attention, cudnn.flex_attention", |name| name.starts_with("flex")),
+    ];
+    let of_attention = attention.into_iter().flat_map(|results| {
+        let passes =
+            peers.into_iter().flat_map(|peer| ["forward", "backward"].map(|pass| (peer, Some(pass))));
+        passes.map(move |((what, is_variant), pass)| (what, results, pass, is_variant))
+    });
+    let from_python = "`flex_flash_attn_func` from Python, MagiAttention's own, tuned";
+    let others: [(&str, &Results, Option<&str>, IsVariant); 3] = [
+        (from_python, face, Some("forward"), |name| name.starts_with("magi")),
+        (from_python, face, Some("both"), |name| name.starts_with("magi")),
+        ("GEMM, cuBLASLt", gemm, None, |name| name == "cublaslt"),
     ];
     let mut table = String::from(
         "| speed of ours over | on | pass | cases | geometric mean | worst | run |\n|---|---|---|---|---|---|---|\n",
     );
-    for (what, results, directions, is_variant) in compared {
-        let gpu = results.gpu();
-        let passes: Vec<Option<&str>> = match directions {
-            [] => vec![None],
-            _ => directions.iter().copied().map(Some).collect(),
-        };
-        for pass in passes {
-            let ratios = results.ratios(pass, is_variant);
-            let (mean, worst) = mean_and_worst(&ratios);
-            let (cases, file, pass) = (ratios.len(), results.name, pass.unwrap_or("-"));
-            writeln!(table, "| {what} | {gpu} | {pass} | {cases} | {mean:.2} | {worst:.2} | `{file}` |")
-                .unwrap();
-        }
+    for (what, results, pass, is_variant) in of_attention.chain(others) {
+        let ratios = results.ratios(pass, is_variant);
+        let (mean, worst) = mean_and_worst(&ratios);
+        let (gpu, cases, file, pass) = (results.gpu(), ratios.len(), results.name, pass.unwrap_or("-"));
+        writeln!(table, "| {what} | {gpu} | {pass} | {cases} | {mean:.2} | {worst:.2} | `{file}` |").unwrap();
     }
-    let dtype = peers.about["dtype"].as_str().unwrap();
+    let dtype = attention[0].about["dtype"].as_str().unwrap();
+    let [first, second] = attention.map(|results| format!("{} on {}", results.lengths(), results.gpu()));
     writeln!(
         table,
-        "\nOne GPU; {dtype}. Attention: head_dim 128, 8k and 16k tokens, 16:16 and 64:8 heads. Variants ran interleaved, and every result \
+        "\nOne GPU; {dtype}. Attention: head_dim 128, {first}, {second}, 16:16 and 64:8 heads. Variants ran interleaved, and every result \
          was checked."
     )
     .unwrap();

@@ -9,7 +9,7 @@ use crate::printed::{Figures, Row, figure, rows, run, time};
 use crate::root;
 
 /// What calls on one GPU were measured in.
-const CALLS: &str = "2026-11-28-h200-x2-night/python.txt";
+const CALLS: &str = "2026-11-28-h200-peers/python.txt";
 
 /// Blocks of calls on a GPU, of ranks on GPUs, of host time on CPU ranks, and of all that was measured of it on a GPU.
 pub(crate) fn blocks() -> [String; 4] {
