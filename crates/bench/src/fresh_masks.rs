@@ -323,7 +323,7 @@ impl Case<'_> {
         group: &Group<M>,
         tensors: &[Tensors<M::Backend>],
     ) -> Result<(), CliError> {
-        let run = RunConfig { deterministic: true, poison: false, ..RunConfig::default() };
+        let run = RunConfig { deterministic: true, ..RunConfig::default() }.with_poison(false);
         let right = run_attention_on(machine, plan, &SPEC, inputs, &run).map_err(exec)?.outputs;
         let right = AttentionInputs { q: right.out, ..inputs.clone() }.of_ranks(plan).map_err(exec)?;
         let mut unlike = 0;

@@ -98,7 +98,7 @@ fn attention_of_a_rank() {
     let inputs = random_inputs(&mask, &spec, 5, true);
     let own = inputs.of_rank(&plan.ranks[rendezvous.rank()]).unwrap();
     let problem = RankProblem { plan: &plan, spec: &spec, pass: Pass::ForwardBackward, host_bytes: 0 };
-    let config = RunConfig { limit: Duration::from_secs(60), ..RunConfig::default() };
+    let config = RunConfig::default().with_limit(Duration::from_secs(60));
     let run = run_attention_ranks(&machine, &problem, &config, vec![own]).unwrap();
     let Some(run) = run.gather(&rendezvous, &plan).unwrap() else { return };
     assert_eq!(run.outputs, run_attention(&plan, &spec, &inputs, &config).unwrap().outputs);
@@ -117,7 +117,7 @@ fn a_panic_of_rank_1() {
     let problem = RankProblem { plan: &plan, spec: &spec, pass: Pass::Forward, host_bytes: 0 };
     let at = FaultPoint::Label { label: "cast k v".to_owned(), stage: Some(1) };
     let faults = vec![FaultInjection { rank: 1, program: None, at, kind: FaultKind::Panic }];
-    let config = RunConfig { limit: Duration::from_secs(30), faults, ..RunConfig::default() };
+    let config = RunConfig::default().with_limit(Duration::from_secs(30)).with_faults(faults);
     let began = Instant::now();
     let error = run_attention_ranks(&machine, &problem, &config, vec![own]).unwrap_err();
     assert!(matches!(error, ExecError::RankPanicked { rank: 1, .. }), "{error}");

@@ -109,9 +109,9 @@ impl<'a> Bench<'a> {
         let run_config = RunConfig {
             policy: policies,
             deterministic: self.arguments.deterministic,
-            poison: false,
             ..RunConfig::default()
-        };
+        }
+        .with_poison(false);
         let ranks = self.ranks;
         let runs = ranks.prepare(&solution.plan, &self.spec, &self.inputs, &run_config).map_err(ended)?;
         let inter_node = (topology.nodes() > 1).then(|| {

@@ -49,7 +49,7 @@ pub(crate) fn run(arguments: &BenchCpArguments, line: &CommandLine) -> Result<()
             &RankMachine::open(arguments.device, arguments.cp_size, arguments.transport)?
                 .measured(arguments.planning.profile.as_deref())?,
         ),
-        Some(launch) => as_rank(&launch, line, RunConfig::default().limit, |rendezvous| {
+        Some(launch) => as_rank(&launch, line, RunConfig::default().world.limit, |rendezvous| {
             refuse_other_sizes(&launch, "--cp-size", arguments.cp_size.unwrap_or(launch.world_size))?;
             refuse_threads_alone(arguments)?;
             let topology = topology(launch.world_size, arguments.nodes)?;

@@ -43,10 +43,10 @@ impl StepBench {
         let config = RunConfig {
             policy: policies.into(),
             deterministic: reduction == GradientReduction::Deterministic,
-            limit: LIMIT,
-            poison: false,
             ..RunConfig::default()
-        };
+        }
+        .with_limit(LIMIT)
+        .with_poison(false);
         let problem = RankProblem { plan, spec, pass: Pass::ForwardBackward, host_bytes: 0 };
         let mut prepared = PreparedAttention::new(machine, &problem, &config, inputs.of_ranks(plan)?)?;
         prepared.forward(machine)?;

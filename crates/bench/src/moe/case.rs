@@ -80,7 +80,7 @@ impl Case<'_> {
     pub(super) fn measure_on<M: Machine>(&self, machine: &M) -> Result<Vec<Row>, CliError> {
         let failed = |source| CliError::Run { source };
         let config =
-            WorldConfig { limit: RunConfig::default().limit, poison: false, ..WorldConfig::default() };
+            WorldConfig { limit: RunConfig::default().world.limit, poison: false, ..WorldConfig::default() };
         let group = Group::connect(machine, self.routing.ranks(), config).map_err(failed)?;
         let inputs = self.inputs();
         let sequential = OverlapPolicy::SEQUENTIAL;

@@ -55,7 +55,7 @@ pub(crate) fn on_ranks(
         let machine = RankMachine::open(arguments.device, arguments.ep_size, TransportKind::Auto)?;
         return work(&BenchRanks::Machine(machine));
     };
-    as_rank(&launch, line, RunConfig::default().limit, |rendezvous| {
+    as_rank(&launch, line, RunConfig::default().world.limit, |rendezvous| {
         refuse_other_sizes(&launch, "--ep-size", arguments.ep_size.unwrap_or(launch.world_size))?;
         if arguments.device == Device::Cuda {
             return Err(gpus_as_threads());

@@ -92,7 +92,7 @@ impl Case<'_> {
         joined: impl Fn(Measured) -> Result<Option<Measured>, CliError>,
     ) -> Result<Vec<Row>, CliError> {
         let config =
-            WorldConfig { limit: RunConfig::default().limit, poison: false, ..WorldConfig::default() };
+            WorldConfig { limit: RunConfig::default().world.limit, poison: false, ..WorldConfig::default() };
         let group =
             Group::connect(machine, self.tp_size, config).map_err(|source| CliError::Run { source })?;
         let mut tensors = None;

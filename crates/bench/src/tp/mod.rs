@@ -48,7 +48,7 @@ pub(crate) fn run(arguments: &BenchTpArguments, line: &CommandLine) -> Result<()
             let open = |kind| RankMachine::open(arguments.device, arguments.tp_size, kind);
             measure_all(arguments, &machines(arguments, open)?)
         }
-        Some(launch) => as_rank(&launch, line, RunConfig::default().limit, |rendezvous| {
+        Some(launch) => as_rank(&launch, line, RunConfig::default().world.limit, |rendezvous| {
             refuse_other_sizes(&launch, "--tp-size", arguments.tp_size.unwrap_or(launch.world_size))?;
             refuse_threads_alone(arguments)?;
             if arguments.device == Device::Cpu {

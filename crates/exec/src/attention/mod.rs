@@ -60,24 +60,18 @@ pub struct AttentionOutputs {
 }
 
 /// How to run.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug)]
 pub struct RunConfig {
     /// How communication is brought to run under computation in each pass: `policy.into()` for one policy.
     pub policy: PassPolicies,
     /// Same bits for any policy and number of stages.
     pub deterministic: bool,
-    /// Limit of every wait. A rank waits for others as long as they compute, so it must be above the longest single
-    /// computation.
-    pub limit: Duration,
-    /// Fill scratch and output buffers with NaN before each run, so that an element that nobody wrote shows. On by default
-    /// where debug assertions are.
-    pub poison: bool,
-    /// Imitate a slow link.
+    /// Limits of the ranks, and what tests ask of them.
+    pub world: WorldConfig,
+    /// Imitate a slow link between CPU ranks, of a machine that the run makes itself.
     pub slow_link: Option<SlowLink>,
     /// How often passes run, and which times are taken.
     pub measurement: Measurement,
-    /// Faults to inject; a test tool.
-    pub faults: Vec<FaultInjection>,
 }
 
 /// How often each pass runs, and which times are taken.
@@ -100,28 +94,35 @@ impl Default for Measurement {
 }
 
 impl Default for RunConfig {
+    /// A rank waits for others as long as they compute, so the limit is longer than a group's.
     fn default() -> Self {
         Self {
             policy: PassPolicies::default(),
             deterministic: false,
-            limit: Duration::from_secs(600),
-            poison: cfg!(debug_assertions),
+            world: WorldConfig { limit: Duration::from_secs(600), ..WorldConfig::default() },
             slow_link: None,
             measurement: Measurement::default(),
-            faults: Vec::new(),
         }
     }
 }
 
 impl RunConfig {
-    /// What of it a group needs to know.
-    pub fn world(&self) -> WorldConfig {
-        WorldConfig {
-            limit: self.limit,
-            poison: self.poison,
-            faults: self.faults.clone(),
-            ..WorldConfig::default()
-        }
+    /// The same with no wait longer than `limit`.
+    pub fn with_limit(mut self, limit: Duration) -> Self {
+        self.world.limit = limit;
+        self
+    }
+
+    /// The same whose scratch and output buffers are filled with NaN before each run, or not.
+    pub fn with_poison(mut self, poison: bool) -> Self {
+        self.world.poison = poison;
+        self
+    }
+
+    /// The same with these faults injected; a test tool.
+    pub fn with_faults(mut self, faults: Vec<FaultInjection>) -> Self {
+        self.world.faults = faults;
+        self
     }
 }
 

@@ -187,7 +187,7 @@ impl<'a, M: Machine> Setup<'a, M> {
         Ok(Self {
             machine,
             group: None,
-            config: config.world(),
+            config: config.world.clone(),
             ranks: plan.ranks.len(),
             identity: plan_identity(plan, spec, policy, deterministic),
             forward: forward.collect(),

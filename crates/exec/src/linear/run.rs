@@ -8,7 +8,7 @@ use super::{LinearInputs, LinearOutputs, LinearRun, PlannedPass, PlannedPasses};
 use crate::{CpuMachine, ExecError, Group, HostTensor, Machine, RunConfig, TensorFault};
 
 /// How to run a layer.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug)]
 pub struct LinearConfig {
     /// What becomes of the gradient of the weight. Under [`WeightGradient::Deferred`] it is computed after the backward, and
     /// added to `main_grad` where there is one.
@@ -52,7 +52,7 @@ pub fn run_linear_on<M: Machine>(
             LayerGradient::Deferred { into: main_grad.map(|(weight, _)| weight.dtype()), limit: 1 }
         }
     };
-    let group = Group::connect(machine, plan.tp_size, config.run.world())?;
+    let group = Group::connect(machine, plan.tp_size, config.run.world.clone())?;
     let policies = config.run.policy;
     let pass = |policy| PlannedPass { plan: plan.clone(), policy };
     let layer = match inputs.dy {

@@ -183,7 +183,7 @@ proptest! {
         for round in 0..3 {
             let delay = FaultKind::Delay { seed: seed ^ round, max: Duration::from_micros(300) };
             let fault = |rank| FaultInjection { rank, program: None, at: FaultPoint::Everywhere, kind: delay };
-            let disturbed = RunConfig { faults: (0..cp_size).map(fault).collect(), ..quiet.clone() };
+            let disturbed = quiet.clone().with_faults((0..cp_size).map(fault).collect());
             prop_assert!(run(&plan, &spec, &inputs, &disturbed).outputs == expected);
         }
     }
@@ -228,7 +228,7 @@ fn fault_ends_the_run(kind: FaultKind, [rank, op]: [usize; 2], seed: u64) {
     let fault =
         FaultInjection { rank, program: Some("attention backward".to_owned()), at: FaultPoint::Op(op), kind };
     let limit = Duration::from_millis(if stalls { 1_500 } else { 60_000 });
-    let run_config = RunConfig { limit, faults: vec![fault], ..RunConfig::default() };
+    let run_config = RunConfig::default().with_limit(limit).with_faults(vec![fault]);
     let began = Instant::now();
     let error = run_attention(&plan, &spec, &inputs, &run_config).map(drop).unwrap_err();
     assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());

@@ -83,12 +83,9 @@ fn config(gradient: WeightGradient, start: StartOrder) -> LinearConfig {
     let policy = OverlapPolicy { start, ..OverlapPolicy::default() };
     LinearConfig {
         weight_gradient: gradient,
-        run: RunConfig {
-            policy: policy.into(),
-            poison: true,
-            limit: Duration::from_secs(60),
-            ..RunConfig::default()
-        },
+        run: RunConfig { policy: policy.into(), ..RunConfig::default() }
+            .with_poison(true)
+            .with_limit(Duration::from_secs(60)),
     }
 }
 
@@ -218,7 +215,7 @@ proptest! {
         for (policy, gradient) in StartOrder::ALL.map(OverlapPolicy::new).into_iter().chain(fused).zip(gradients) {
             let mut config = config(gradient, policy.start);
             config.run.policy = policy.into();
-            config.run.faults = (0..tp_size)
+            config.run.world.faults = (0..tp_size)
                 .map(|rank| FaultInjection {
                     rank,
                     program: None,
@@ -293,7 +290,7 @@ fn communication_runs_under_the_products() {
     let given = inputs(&spec, None, 1);
     let backward = |start| {
         let mut config = config(WeightGradient::Written, start);
-        config.run.poison = false;
+        config.run.world.poison = false;
         config.run.measurement.warmups = 0;
         config.run.slow_link =
             Some(SlowLink { alpha: Duration::from_millis(1), bytes_per_second: 1e8, network: None });

@@ -59,7 +59,7 @@ impl Problem {
     /// Runs under a fault; gives the error and how long the call took.
     fn under(&self, fault: FaultInjection, limit: Duration) -> (ExecError, Duration) {
         let began = Instant::now();
-        let config = RunConfig { faults: vec![fault], limit, ..RunConfig::default() };
+        let config = RunConfig::default().with_faults(vec![fault]).with_limit(limit);
         (self.through_tcp(&config).unwrap_err(), began.elapsed())
     }
 }
@@ -69,7 +69,8 @@ fn results_are_those_of_threads_to_the_last_bit() {
     for (ranks, dtype) in [(1, DType::F32), (2, DType::Bf16), (3, DType::F64), (5, DType::F16)] {
         let problem = Problem::new(ranks, dtype);
         for deterministic in [false, true] {
-            let config = RunConfig { deterministic, limit: Duration::from_secs(60), ..RunConfig::default() };
+            let config =
+                RunConfig { deterministic, ..RunConfig::default() }.with_limit(Duration::from_secs(60));
             let here = run_attention(&problem.plan, &problem.spec, &problem.inputs, &config).unwrap();
             let there = problem.through_tcp(&config).unwrap();
             assert_eq!(there.outputs, here.outputs, "{ranks} ranks, {dtype:?}");

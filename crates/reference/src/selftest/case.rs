@@ -212,7 +212,7 @@ impl Case {
 
 /// A run with its outputs poisoned. No case takes long, so neither does the wait for one that hangs.
 fn run_config() -> RunConfig {
-    RunConfig { poison: true, limit: Duration::from_secs(30), ..RunConfig::default() }
+    RunConfig::default().with_poison(true).with_limit(Duration::from_secs(30))
 }
 
 /// Every type with every head size: each is a kernel of its own.

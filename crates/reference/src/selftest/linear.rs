@@ -87,7 +87,9 @@ impl LinearCase {
         let mover = draw.pick(movers);
         let policy = OverlapPolicy { workers, mover, ..OverlapPolicy::new(start) };
         let policy = policy.into();
-        let run = RunConfig { policy, poison: true, limit: Duration::from_secs(30), ..RunConfig::default() };
+        let run = RunConfig { policy, ..RunConfig::default() }
+            .with_poison(true)
+            .with_limit(Duration::from_secs(30));
         let plan = LinearPlan::new(spec, tp_size, groups);
         let plan = plan.expect("what is drawn divides and is not 0");
         Self { seed, plan, main_grad, config: LinearConfig { weight_gradient, run } }

@@ -72,7 +72,7 @@ impl Case {
     ) -> Result<Self, ExecError> {
         let staged = StagedAttention::new(mask, ranks, 1, seed, true)?;
         let StagedAttention { spec, plan, inputs } = &staged;
-        let run = RunConfig { deterministic: true, poison: false, ..RunConfig::default() };
+        let run = RunConfig { deterministic: true, ..RunConfig::default() }.with_poison(false);
         let right = run_attention_on(machine, plan, spec, inputs, &run)?.outputs;
         Ok(Self { inputs: inputs.of_ranks(plan)?, staged, right, streams: RefCell::default() })
     }

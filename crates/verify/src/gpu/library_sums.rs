@@ -92,8 +92,9 @@ impl Layer {
         let plan = LinearPlan::new(self.spec, self.ranks, WaveGroups::Fixed(self.groups));
         let plan = plan.expect("features and tokens are multiples of the ranks");
         let inputs = random_linear_inputs(&self.spec, None, seed, true);
-        let run =
-            RunConfig { policy: self.policy.into(), poison: true, limit: LIMIT, ..RunConfig::default() };
+        let run = RunConfig { policy: self.policy.into(), ..RunConfig::default() }
+            .with_poison(true)
+            .with_limit(LIMIT);
         let config = LinearConfig { weight_gradient: WeightGradient::Written, run };
         subject.run_linear(&plan, &inputs, &config)?;
         let outputs = subject.run_linear(&plan, &inputs, &config)?;

@@ -52,10 +52,10 @@ pub(super) fn measure(
         report(&format!("overlap policy {policy}"));
         let config = RunConfig {
             policy: policy.into(),
-            poison: false,
             measurement: Measurement { warmups: 2, samples: 7, ..Measurement::default() },
             ..RunConfig::default()
-        };
+        }
+        .with_poison(false);
         let run = match run_attention_on(machine, &plan, &spec, &inputs, &config) {
             Ok(run) => run,
             Err(ExecError::Policy { reason, .. }) => {

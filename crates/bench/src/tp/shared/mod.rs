@@ -148,7 +148,7 @@ impl Shared<'_> {
     fn measure_on<M: Machine>(&self, machine: &M) -> Result<Vec<SharedRow>, CliError> {
         let failed = |source| CliError::Run { source };
         let config =
-            WorldConfig { limit: RunConfig::default().limit, poison: false, ..WorldConfig::default() };
+            WorldConfig { limit: RunConfig::default().world.limit, poison: false, ..WorldConfig::default() };
         let group = Group::connect(machine, self.tp_size, config).map_err(failed)?;
         let group = group.with_tuned(self.tuned.clone());
         let parts = self.parts().map_err(failed)?;

@@ -192,7 +192,6 @@ fn run_config(
     RunConfig {
         policy,
         deterministic: arguments.run.deterministic,
-        limit: arguments.run.limit,
         slow_link,
         measurement: Measurement {
             warmups: usize::from(arguments.run.device == Device::Cuda),
@@ -200,6 +199,7 @@ fn run_config(
         },
         ..RunConfig::default()
     }
+    .with_limit(arguments.run.limit)
 }
 
 /// A margin may suit another machine, so it is no error here; what it came to should be known.
