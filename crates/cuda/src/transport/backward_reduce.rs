@@ -2,8 +2,6 @@
 //! the rank that owns the keys, a place for each rank that has some; once all of these are through with their computation, which
 //! a device-side barrier says, it adds what has come to its own partial sums, in the order of ranks.
 
-use std::sync::Arc;
-
 use counterpoint_exec::collective::{Collective, Pattern, PeerRows};
 use counterpoint_exec::{CollectiveCall, CollectiveContext, ExecError, OpPlace};
 use counterpoint_mask::Range;
@@ -11,12 +9,10 @@ use counterpoint_schedule::{
     Accumulate, AttentionBackward, BufferId, BufferSpec, GroupReduce, Program, ReduceOp, SpanKind,
 };
 
-use super::collective::{Part, PeerPost};
+use super::collective::PeerPost;
 use super::link_side::LinkSide;
-use super::ready::OwnPart;
 use super::staging::Staging;
-use super::work::{CollectiveWork, Tensors, Work};
-use super::{Call, CallError, CudaPending, CudaTransport, Means, link, rows, unpublished};
+use super::{Call, CallError, CudaPending, CudaTransport, Means, Work, link, rows, unpublished};
 use crate::backend::{Backward, CudaBackend};
 use crate::kernel::{GradientOwners, LinkOperands, LinkPeers, LinkReduce, LinkReduceSpec, RowMove};
 use crate::{CudaError, DeviceBuffer, Stream};
@@ -36,11 +32,11 @@ pub(super) struct BackwardReduceWork {
     memory: DeviceBuffer,
     /// Blocks that add.
     adders: u32,
-    side: LinkSide<Connected>,
+    pub(super) side: LinkSide<Connected>,
 }
 
 /// What a rank knows of the others.
-struct Connected {
+pub(super) struct Connected {
     peers: LinkPeers,
     sums: LinkReduce,
     /// The first row of others, and where each of those rows is at its owner.
@@ -50,8 +46,12 @@ struct Connected {
 }
 
 impl BackwardReduceWork {
+    pub(super) fn memory(&self) -> DeviceBuffer {
+        self.memory.clone()
+    }
+
     /// What rank `own` knows by where the others take partial sums in, with lists that are gathered on `lists`.
-    fn gather(
+    pub(super) fn gather(
         &self,
         own: usize,
         collective: &Collective,
@@ -141,49 +141,6 @@ fn without(rows: Range, others: &[Range]) -> Vec<Range> {
     left.filter(|range| !range.is_empty()).collect()
 }
 
-impl Work for BackwardReduceWork {
-    fn fetch(
-        &self,
-        transport: &CudaTransport,
-        call: &Call<'_>,
-        pending: &mut CudaPending,
-    ) -> Result<(), CallError> {
-        transport.backward_reduce(call, pending, self)
-    }
-
-    fn publish<'a>(
-        &'a self,
-        part: &mut Part,
-        _tensors: &Tensors<'_>,
-        pattern: &'a Pattern,
-    ) -> &'a [PeerRows] {
-        part.mailbox = Some(self.side.mailbox());
-        part.staging = Some(self.memory.clone());
-        &pattern.incoming
-    }
-
-    fn is_connected(&self) -> bool {
-        self.side.is_connected()
-    }
-
-    fn memory(&self) -> (Option<DeviceBuffer>, Option<DeviceBuffer>) {
-        (Some(self.memory.clone()), Some(self.side.mailbox()))
-    }
-
-    fn has_lists(&self) -> bool {
-        true
-    }
-
-    fn gather_ahead(&self, own: &OwnPart, posts: &[PeerPost]) -> Result<(), CallError> {
-        let gather = |lists: &Stream| self.gather(own.rank, own.collective(), posts, lists);
-        self.side.gather_ahead(own.number, &own.setup, gather)
-    }
-
-    fn is_known(&self) -> bool {
-        true
-    }
-}
-
 impl CudaTransport {
     /// The operation as a kernel that sends and one that adds, and what its ranks must agree on; `None` when there are none.
     pub(super) fn backward_reduce_work(
@@ -192,7 +149,7 @@ impl CudaTransport {
         place: &OpPlace,
         (backward, reduce): (&AttentionBackward, &GroupReduce),
         program: &Program,
-    ) -> Result<Option<CollectiveWork>, ExecError> {
+    ) -> Result<Option<(Collective, Work)>, ExecError> {
         let Means::Link { .. } = &self.means else { return Ok(None) };
         let context =
             CollectiveContext { buffers: &program.buffers, policy: &program.policy, plan: None, turn: None };
@@ -240,10 +197,10 @@ impl CudaTransport {
         };
         let work = make().map_err(|error| backend.error(place, error))?;
         collective.contract.kind = "a backward and the sum of its gradients over ranks".to_owned();
-        Ok(Some((collective, Arc::new(work))))
+        Ok(Some((collective, Work::BackwardReduce(Box::new(work)))))
     }
 
-    fn backward_reduce(
+    pub(super) fn backward_reduce(
         &self,
         call: &Call<'_>,
         pending: &mut CudaPending,

@@ -1,18 +1,14 @@
 //! Products whose operand's rows come from other ranks while they are computed, each rank on a GPU of its own. In the first
 //! run the host exchanges where each rank takes rows in; from then on a run is one launch.
 
-use std::sync::Arc;
-
-use counterpoint_exec::collective::{Collective, Pattern, PeerRows};
+use counterpoint_exec::collective::Collective;
 use counterpoint_exec::{CollectiveCall, CollectiveContext, ExecError, OpPlace};
 use counterpoint_mask::Range;
-use counterpoint_schedule::{BufferId, BufferRole, Gemm, GroupCast, Program, RowBlock, SpanKind};
+use counterpoint_schedule::{BufferId, BufferRole, Gemm, GroupCast, Program, RowBlock};
 
-use super::collective::Part;
 use super::fused::{Rows, product_of, whole};
 use super::product_side::ProductSide;
-use super::work::{CollectiveWork, Exposes, Tensors, Work};
-use super::{Call, CallError, CudaPending, CudaTransport, Means};
+use super::{Call, CallError, CudaPending, CudaTransport, Means, Work};
 use crate::CudaError;
 use crate::backend::CudaBackend;
 use crate::kernel::{GemmGather, GemmGatherSpec, GemmGatherTensors};
@@ -21,7 +17,7 @@ use crate::kernel::{GemmGather, GemmGatherSpec, GemmGatherTensors};
 pub(super) struct CastGemmWork {
     kernel: GemmGather,
     /// With memory that counts what has come, and takes in rows that leave at once.
-    side: ProductSide,
+    pub(super) side: ProductSide,
     /// This rank's rows, and the copy of all that the others write into.
     own: BufferId,
     all: BufferId,
@@ -76,38 +72,6 @@ fn is_read_elsewhere(program: &Program, all: BufferId) -> bool {
     is_read || program.buffers[all.0].role != BufferRole::Scratch
 }
 
-impl Work for CastGemmWork {
-    fn fetch(
-        &self,
-        transport: &CudaTransport,
-        call: &Call<'_>,
-        pending: &mut CudaPending,
-    ) -> Result<(), CallError> {
-        transport.cast_gemm(&pending.as_others_see(call), pending, self)
-    }
-
-    fn publish<'a>(&'a self, part: &mut Part, tensors: &Tensors<'_>, pattern: &'a Pattern) -> &'a [PeerRows] {
-        self.side.publish(part, tensors.buffers);
-        &pattern.outgoing
-    }
-
-    fn is_connected(&self) -> bool {
-        self.side.is_connected()
-    }
-
-    fn exposes(&self) -> Exposes {
-        Exposes::Outputs
-    }
-
-    fn publishes_once(&self) -> bool {
-        true
-    }
-
-    fn span_kind(&self) -> SpanKind {
-        SpanKind::Compute
-    }
-}
-
 impl CudaTransport {
     /// The operation as one kernel, and what its ranks must agree on; `None` when there is no such kernel.
     pub(super) fn cast_gemm_work(
@@ -116,7 +80,7 @@ impl CudaTransport {
         place: &OpPlace,
         (cast, gemm): (&GroupCast, &Gemm),
         program: &Program,
-    ) -> Result<Option<CollectiveWork>, ExecError> {
+    ) -> Result<Option<(Collective, Work)>, ExecError> {
         let Means::Link { .. } = &self.means else { return Ok(None) };
         let context =
             CollectiveContext { buffers: &program.buffers, policy: &program.policy, plan: None, turn: None };
@@ -124,7 +88,7 @@ impl CudaTransport {
         let Some(Fitting { spec, own, all, b }) = fitting((cast, gemm), &collective, program) else {
             return Ok(None);
         };
-        let make = || -> Result<Option<CollectiveWork>, CudaError> {
+        let make = || -> Result<Option<(Collective, Work)>, CudaError> {
             let setup = backend.setup();
             let Some(&shape) = GemmGather::shapes(&self.device, &spec)?.first() else { return Ok(None) };
             let kernel = GemmGather::with_shape(setup, &spec, shape)?;
@@ -137,12 +101,12 @@ impl CudaTransport {
             let (shape, ctas) = (kernel.shape(), kernel.ctas());
             collective.contract.kind = format!("a product of rows of all ranks, {shape:?} by {ctas} CTAs");
             let work = CastGemmWork { kernel, side, own, all, b, out: gemm.out, bias: gemm.bias };
-            Ok(Some((collective, Arc::new(work))))
+            Ok(Some((collective, Work::CastGemm(Box::new(work)))))
         };
         make().map_err(|error| backend.error(place, error))
     }
 
-    fn cast_gemm(
+    pub(super) fn cast_gemm(
         &self,
         call: &Call<'_>,
         pending: &CudaPending,

@@ -5,10 +5,16 @@ use std::sync::{Arc, Mutex, OnceLock};
 use counterpoint_exec::collective::{Collective, Payload, Post};
 use counterpoint_schedule::BufferSpec;
 
+use super::backward_reduce::BackwardReduceWork;
 use super::call::{CallError, unpublished};
+use super::cast_gemm::CastGemmWork;
+use super::exchange::ExchangeWork;
+use super::gemm_reduce::GemmReduceWork;
+use super::link::LinkWork;
 use super::process::Departure;
+use super::pull::PullWork;
+use super::push::PushWork;
 use super::ready::OwnPart;
-use super::work::Work;
 use crate::backend::{CudaBuffer, ExchangeMarks};
 use crate::{DeviceBuffer, Event};
 
@@ -69,6 +75,12 @@ impl Payload for Part {
     }
 }
 
+/// Why a graph cannot hold it.
+const BY_NCCL: &str =
+    "NCCL moves its rows, whose calls have no limit when a graph is replayed; call it outside of the graph";
+const ON_HOST: &str = "its ranks synchronise on the host in every call, because they share a GPU, copy engines alone move its rows \
+                       (linear layers: overlap=\"concurrent\" takes kernels), or it merges or rounds them; call it outside of the graph";
+
 /// One rank's part in a group collective, made ready.
 pub struct CudaCollective {
     /// Among those of its transport.
@@ -79,11 +91,51 @@ pub struct CudaCollective {
     pub(super) marks: Mutex<Option<Marks>>,
     /// Likewise, where ranks that are processes follow each other by events: those of a process that is killed never happen.
     pub(super) last_calls: OnceLock<Arc<ExchangeMarks>>,
-    pub(super) work: Arc<dyn Work>,
+    pub(super) work: Arc<Work>,
     /// By which its lists are gathered ahead, where it has some.
     pub(super) _ready: Option<Arc<OwnPart>>,
     /// Where the other ranks are processes, which forget it.
     pub(super) _departure: Option<Departure>,
+}
+
+/// How its rows are moved. What depends on the other ranks' rows is made in the first run, and again only if those change.
+pub(super) enum Work {
+    Pull(Mutex<Option<PullWork>>),
+    Link(Box<LinkWork>),
+    BackwardReduce(Box<BackwardReduceWork>),
+    GemmReduce(Box<GemmReduceWork>),
+    CastGemm(Box<CastGemmWork>),
+    Push(PushWork),
+    Exchange(ExchangeWork),
+}
+
+impl Work {
+    /// Memory that the others' kernels write to, for as long as it is there: where they take in what comes, and the mailbox.
+    pub(super) fn memory(&self) -> (Option<DeviceBuffer>, Option<DeviceBuffer>) {
+        match self {
+            Self::Link(work) => (None, Some(work.side.mailbox())),
+            Self::BackwardReduce(work) => (Some(work.memory()), Some(work.side.mailbox())),
+            Self::Pull(_) | Self::Push(_) | Self::GemmReduce(_) | Self::CastGemm(_) | Self::Exchange(_) => {
+                (None, None)
+            }
+        }
+    }
+
+    /// Whether kernels move its rows by lists of those of all ranks.
+    pub(super) fn has_lists(&self) -> bool {
+        matches!(self, Self::Link(_) | Self::BackwardReduce(_))
+    }
+
+    /// Whether a call adds nothing to what the others know since the collective was made ready.
+    pub(super) fn is_known(&self) -> bool {
+        match self {
+            Self::Link(work) => work.output_readers().is_empty(),
+            Self::BackwardReduce(_) => true,
+            Self::Pull(_) | Self::Push(_) | Self::GemmReduce(_) | Self::CastGemm(_) | Self::Exchange(_) => {
+                false
+            }
+        }
+    }
 }
 
 impl CudaCollective {
@@ -98,14 +150,40 @@ impl CudaCollective {
         self.collective.delivery_parts
     }
 
+    /// Whether its ranks follow each other by events; else by device-side barriers, or NCCL's.
+    pub(super) fn synchronises_by_events(&self) -> bool {
+        matches!(&*self.work, Work::Pull(_) | Work::Push(_))
+    }
+
+    /// Whether its ranks are connected, where kernels or NCCL do without the host from then on.
+    pub(super) fn is_connected(&self) -> bool {
+        match &*self.work {
+            Work::Link(link) => link.is_connected(),
+            Work::BackwardReduce(work) => work.side.is_connected(),
+            Work::GemmReduce(work) => work.side.is_connected(),
+            Work::CastGemm(work) => work.side.is_connected(),
+            Work::Exchange(exchange) => exchange.is_connected(),
+            Work::Pull(_) | Work::Push(_) => false,
+        }
+    }
+
     /// Whether calls can be captured, each rank by its own process; if not, why. Device-side barriers have a limit when a graph is replayed
     /// too. Where copy engines move some of the rows, ranks synchronise on the host once, while they capture.
     pub(super) fn can_be_captured(&self) -> Result<(), &'static str> {
-        match self.work.can_be_captured()? {
-            true => Ok(()),
-            false => Err(
+        let knows_others = match &*self.work {
+            Work::Link(link) => link.knows_others(),
+            Work::BackwardReduce(work) => work.side.is_connected(),
+            Work::GemmReduce(work) => work.side.is_connected(),
+            Work::CastGemm(work) => work.side.is_connected(),
+            Work::Exchange(_) => return Err(BY_NCCL),
+            Work::Pull(_) | Work::Push(_) => return Err(ON_HOST),
+        };
+        if knows_others {
+            Ok(())
+        } else {
+            Err(
                 "its ranks have not called it yet, and the first call synchronises on the host; call it once before",
-            ),
+            )
         }
     }
 }

@@ -7,15 +7,13 @@
 use std::sync::{Arc, OnceLock};
 
 use counterpoint_exec::CollectiveCall;
-use counterpoint_exec::collective::{Collective, Pattern, PeerRows};
+use counterpoint_exec::collective::{Collective, PeerRows};
 use counterpoint_schedule::BufferSpec;
 
-use super::collective::Part;
 use super::library_sum::LibrarySum;
 use super::push::{staged_input, staged_rows};
 use super::rows::{self, RowWork};
 use super::staging::Staging;
-use super::work::{Tensors, Work};
 use super::{Call, CallError, CudaPending, CudaTransport, Means, addresses};
 use crate::backend::{ExchangeMarks, RaisedCounter};
 use crate::kernel::{CountUp, RowCopy, RowMove, StartMark};
@@ -176,47 +174,20 @@ impl ExchangeWork {
         let made = StartWord::new(setup)?;
         Ok(self.start.get_or_init(|| made))
     }
-}
-
-/// Why a graph cannot hold it.
-const BY_NCCL: &str =
-    "NCCL moves its rows, whose calls have no limit when a graph is replayed; call it outside of the graph";
-
-impl Work for ExchangeWork {
-    fn fetch(
-        &self,
-        transport: &CudaTransport,
-        call: &Call<'_>,
-        pending: &mut CudaPending,
-    ) -> Result<(), CallError> {
-        transport.exchange(call, pending, self)
-    }
-
-    fn publish<'a>(
-        &'a self,
-        _part: &mut Part,
-        _tensors: &Tensors<'_>,
-        _pattern: &'a Pattern,
-    ) -> &'a [PeerRows] {
-        &[]
-    }
 
     /// Whether the ranks have compared their parts.
-    fn is_connected(&self) -> bool {
+    pub(super) fn is_connected(&self) -> bool {
         self.connected.get().is_some()
-    }
-
-    fn can_be_captured(&self) -> Result<bool, &'static str> {
-        Err(BY_NCCL)
-    }
-
-    fn signals_start(&self) -> bool {
-        true
     }
 }
 
 impl CudaTransport {
-    fn exchange(&self, call: &Call<'_>, pending: &CudaPending, work: &ExchangeWork) -> Result<(), CallError> {
+    pub(super) fn exchange(
+        &self,
+        call: &Call<'_>,
+        pending: &CudaPending,
+        work: &ExchangeWork,
+    ) -> Result<(), CallError> {
         let Means::Exchange { nccl, sums } = &self.means else { return Ok(()) };
         let CollectiveCall { backend, stream, collective, barrier, .. } = *call;
         let pattern = &collective.collective.pattern;

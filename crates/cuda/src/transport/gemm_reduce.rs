@@ -1,21 +1,15 @@
 //! Products that are summed over ranks while they are computed, each rank on a GPU of its own. In the first run the host
 //! exchanges where each rank takes parts of tiles in; from then on a run is one launch.
 
-use std::sync::Arc;
-
-use counterpoint_exec::collective::{Collective, Pattern, PeerRows};
+use counterpoint_exec::collective::Collective;
 use counterpoint_exec::{CollectiveCall, CollectiveContext, ExecError, OpPlace};
 use counterpoint_mask::Range;
 use counterpoint_plan::DType;
-use counterpoint_schedule::{
-    Accumulate, BufferId, Gemm, GroupCast, GroupReduce, Program, ReduceOp, SpanKind,
-};
+use counterpoint_schedule::{Accumulate, BufferId, Gemm, GroupCast, GroupReduce, Program, ReduceOp};
 
-use super::collective::Part;
 use super::fused::{Rows, one_range, product_of, whole};
 use super::product_side::ProductSide;
-use super::work::{CollectiveWork, Exposes, Tensors, Work};
-use super::{Call, CallError, CudaPending, CudaTransport, Means};
+use super::{Call, CallError, CudaPending, CudaTransport, Means, Work};
 use crate::CudaError;
 use crate::backend::CudaBackend;
 use crate::kernel::{GemmReduce, GemmReduceSpec, GemmReduceTensors, SumsGoTo};
@@ -24,7 +18,7 @@ use crate::kernel::{GemmReduce, GemmReduceSpec, GemmReduceTensors, SumsGoTo};
 pub(super) struct GemmReduceWork {
     kernel: GemmReduce,
     /// With memory where the others' parts of this rank's tiles come in.
-    side: ProductSide,
+    pub(super) side: ProductSide,
     a: Rows,
     b: Rows,
     bias: Option<BufferId>,
@@ -102,38 +96,6 @@ fn spread_to(
     (from == sum && whole && in_turn && rows.len() == own).then_some((to, rows.start))
 }
 
-impl Work for GemmReduceWork {
-    fn fetch(
-        &self,
-        transport: &CudaTransport,
-        call: &Call<'_>,
-        pending: &mut CudaPending,
-    ) -> Result<(), CallError> {
-        transport.gemm_reduce(&pending.as_others_see(call), pending, self)
-    }
-
-    fn publish<'a>(&'a self, part: &mut Part, tensors: &Tensors<'_>, pattern: &'a Pattern) -> &'a [PeerRows] {
-        self.side.publish(part, tensors.buffers);
-        &pattern.incoming
-    }
-
-    fn is_connected(&self) -> bool {
-        self.side.is_connected()
-    }
-
-    fn exposes(&self) -> Exposes {
-        self.side.written().map_or(Exposes::Nothing, Exposes::Written)
-    }
-
-    fn publishes_once(&self) -> bool {
-        true
-    }
-
-    fn span_kind(&self) -> SpanKind {
-        SpanKind::Compute
-    }
-}
-
 impl CudaTransport {
     /// The operation as one kernel, and what its ranks must agree on; `None` when there is no such kernel, or when it would
     /// bring nothing.
@@ -143,7 +105,7 @@ impl CudaTransport {
         place: &OpPlace,
         parts: GemmReduceParts<'_>,
         program: &Program,
-    ) -> Result<Option<CollectiveWork>, ExecError> {
+    ) -> Result<Option<(Collective, Work)>, ExecError> {
         let Means::Link { .. } = &self.means else { return Ok(None) };
         let (gemm, reduce, spread) = parts;
         let context =
@@ -152,7 +114,7 @@ impl CudaTransport {
         let Some(Fitting { spec, a, b, sums }) = fitting(parts, &collective, program) else {
             return Ok(None);
         };
-        let make = || -> Result<Option<CollectiveWork>, CudaError> {
+        let make = || -> Result<Option<(Collective, Work)>, CudaError> {
             let setup = backend.setup();
             let Some(&shape) = GemmReduce::shapes(&self.device, &spec)?.first() else { return Ok(None) };
             let kernel = GemmReduce::with_shape(setup, &spec, shape)?;
@@ -167,12 +129,12 @@ impl CudaTransport {
             collective.contract.kind =
                 format!("a product and its sum over ranks, {:?}, spread to {spread:?}", kernel.shape());
             let work = GemmReduceWork { kernel, side, a, b, bias: gemm.bias, sums, spread: spec.spread };
-            Ok(Some((collective, Arc::new(work))))
+            Ok(Some((collective, Work::GemmReduce(Box::new(work)))))
         };
         make().map_err(|error| backend.error(place, error))
     }
 
-    fn gemm_reduce(
+    pub(super) fn gemm_reduce(
         &self,
         call: &Call<'_>,
         pending: &CudaPending,

@@ -4,13 +4,13 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use counterpoint_exec::collective::{Post, Waiter};
+use counterpoint_exec::collective::{PeerRows, Post, Waiter};
 use counterpoint_exec::{CollectiveCall, ExecError};
+use counterpoint_schedule::SpanKind;
 
-use super::collective::{Marks, Part, PeerPost};
-use super::process::PeerProcesses;
+use super::collective::{Marks, Part, PeerPost, Work};
+use super::process::{PeerProcesses, Readers};
 use super::stand_in::StoodIn;
-use super::work::Tensors;
 use super::{Call, CallError, CudaCollective, CudaTransport};
 use crate::backend::{CallMarks, CudaBuffer, SpanStart};
 use crate::sync::lock;
@@ -18,6 +18,15 @@ use crate::{CudaError, Event};
 
 /// How long a thread polls for a peer's message before it sleeps: a message between processes takes about as long.
 const POLL: Duration = Duration::from_micros(150);
+
+/// Who learns where a rank's tensors lie, those of `users` that use them: every rank of a product learns where the others' are, but
+/// elsewhere memory of the caller's has a stand-in only where somebody uses its rows.
+fn readers<'a>(work: &Work, users: &'a [PeerRows]) -> Readers<'a> {
+    match work {
+        Work::Pull(_) | Work::Push(_) | Work::Link(_) => Readers::Those(users),
+        Work::BackwardReduce(_) | Work::GemmReduce(_) | Work::CastGemm(_) | Work::Exchange(_) => Readers::All,
+    }
+}
 
 /// A collective that is being enqueued.
 pub struct CudaPending {
@@ -47,13 +56,18 @@ impl CudaTransport {
         let _bound = backend.device().make_current()?;
         stream.status().begin(place);
         let started = stream.start_span(backend.timed())?;
-        if !collective.work.signals_start() {
-            barrier.map_or(Ok(()), |barrier| barrier.arrive(queue))?;
+        match &*collective.work {
+            // Their kernels say themselves when they have started.
+            Work::Link(_) | Work::Pull(_) | Work::Exchange(_) => {}
+            // Copy engines hold no multiprocessor; the others are computation.
+            Work::Push(_) | Work::BackwardReduce(_) | Work::GemmReduce(_) | Work::CastGemm(_) => {
+                barrier.map_or(Ok(()), |barrier| barrier.arrive(queue))?;
+            }
         }
         let sequence = self.next.fetch_add(1, Ordering::Relaxed);
         let marks = self.marks_of_next(call)?;
         let stood_in = self.stand_in(call)?;
-        if collective.work.is_connected() {
+        if collective.is_connected() {
             return Ok(CudaPending { sequence, own: None, started, marks, stood_in });
         }
         let announced = lock(&self.announced).remove(&sequence);
@@ -71,7 +85,7 @@ impl CudaTransport {
     /// would hold it up for ever where a process is gone that was to record one.
     fn marks_of_next(&self, call: &Call<'_>) -> Result<Option<CallMarks>, CallError> {
         let CollectiveCall { backend, stream, collective, .. } = *call;
-        let by_events = self.peers.is_some() && collective.work.synchronises_by_events();
+        let by_events = self.peers.is_some() && collective.synchronises_by_events();
         if !by_events || stream.queue().is_capturing()? {
             return Ok(None);
         }
@@ -84,7 +98,7 @@ impl CudaTransport {
     /// device and are not connected yet, and no peer needs to know where memory lies that a call brings.
     pub(super) fn announce_part(&self, call: &Call<'_>, between: u64) -> Result<(), CallError> {
         let CudaCollective { work, .. } = call.collective;
-        if work.is_known() && !work.is_connected() {
+        if work.is_known() && !call.collective.is_connected() {
             let sequence = self.next.load(Ordering::Relaxed) + between;
             let post = self.publish(call, call.buffers, sequence)?;
             lock(&self.announced).insert(sequence, post);
@@ -101,16 +115,52 @@ impl CudaTransport {
     ) -> Result<Arc<Post<Part>>, CallError> {
         let CollectiveCall { place, collective, .. } = *call;
         let pattern = &collective.collective.pattern;
-        let tensors = Tensors { pairs: &collective.collective.tensors, buffers };
+        let tensors = &collective.collective.tensors;
+        let inputs = || tensors.iter().map(|(input, _)| buffers[input.0].clone()).collect();
+        let outputs = || tensors.iter().map(|(_, output)| buffers[output.0].clone()).collect();
         let mut part = Part {
             number: collective.number,
             inputs: Vec::new(),
             outputs: Vec::new(),
             staging: None,
             mailbox: None,
-            marks: collective.work.synchronises_by_events().then(|| self.marks_of(collective)).transpose()?,
+            marks: collective.synchronises_by_events().then(|| self.marks_of(collective)).transpose()?,
         };
-        let users = collective.work.publish(&mut part, &tensors, pattern);
+        let users = match &*collective.work {
+            Work::Pull(_) => {
+                part.inputs = inputs();
+                &pattern.outgoing[..]
+            }
+            Work::Push(push) => {
+                part.staging = push.staging();
+                if part.staging.is_none() {
+                    part.outputs = outputs();
+                }
+                &pattern.incoming[..]
+            }
+            Work::Link(link) => {
+                part.mailbox = Some(link.side.mailbox());
+                let readers_of_outputs = link.output_readers();
+                if !readers_of_outputs.is_empty() {
+                    part.outputs = outputs();
+                }
+                readers_of_outputs
+            }
+            Work::BackwardReduce(work) => {
+                part.mailbox = Some(work.side.mailbox());
+                part.staging = Some(work.memory());
+                &pattern.incoming[..]
+            }
+            Work::GemmReduce(work) => {
+                work.side.publish(&mut part, buffers);
+                &pattern.incoming[..]
+            }
+            Work::CastGemm(work) => {
+                work.side.publish(&mut part, buffers);
+                &pattern.outgoing[..]
+            }
+            Work::Exchange(_) => &[][..],
+        };
         // Before peers are notified: a wait for an event that was not recorded ends at once.
         if let Some(marks) = &part.marks {
             marks.ready.record(call.stream.queue())?;
@@ -122,14 +172,13 @@ impl CudaTransport {
             payload: part,
         };
         // Other processes get a copy by message; where device-side barriers order ranks nobody needs their acknowledgement.
-        let awaited =
-            if self.peers.is_none() || collective.work.synchronises_by_events() { users } else { &[] };
+        let awaited = if self.peers.is_none() || collective.synchronises_by_events() { users } else { &[] };
         let own = self.board.publish(self.rank, sequence, post, awaited);
         match &self.peers {
             Some(peers) if collective.work.is_known() => {
                 peers.send_call(sequence, collective.number, pattern)?;
             }
-            Some(peers) => peers.send_post(sequence, &own, collective.work.readers(users))?,
+            Some(peers) => peers.send_post(sequence, &own, readers(&collective.work, users))?,
             None => {}
         }
         Ok(own)
@@ -137,7 +186,16 @@ impl CudaTransport {
 
     pub(super) fn end_collective(&self, call: &Call<'_>, pending: &CudaPending) -> Result<(), CallError> {
         let CollectiveCall { stream, place, collective, .. } = *call;
-        collective.work.end(self, call, pending)?;
+        match &*collective.work {
+            Work::Pull(_) => self.end_pull(call, pending)?,
+            Work::Push(work) => self.end_push(&pending.as_others_see(call), pending, work)?,
+            // What was published stays for who has not learnt yet where this rank's memory is.
+            Work::Link(_)
+            | Work::BackwardReduce(_)
+            | Work::GemmReduce(_)
+            | Work::CastGemm(_)
+            | Work::Exchange(_) => {}
+        }
         pending.stood_in.as_ref().map_or(Ok(()), |stood_in| stood_in.give(stream.queue()))?;
         pending.marks.as_ref().map_or(Ok(()), |marks| marks.ended.record(stream.queue()))?;
         if let Some((signal, parts)) = call.signal.zip(collective.collective.delivery_parts) {
@@ -147,7 +205,10 @@ impl CudaTransport {
             Some(late) => late.finish(pending.sequence, place),
             None => self.board.finish(self.rank, pending.sequence, place),
         }
-        let kind = collective.work.span_kind();
+        let kind = match &*collective.work {
+            Work::GemmReduce(_) | Work::CastGemm(_) => SpanKind::Compute,
+            _ => SpanKind::Communication,
+        };
         stream.end_span(place, kind, pending.started)?;
         stream.status().end();
         Ok(())

@@ -6,21 +6,18 @@ use counterpoint_exec::collective::{Collective, Pattern, PeerRows, Reduction, Wi
 use counterpoint_mask::Range;
 use counterpoint_schedule::{BufferId, BufferSpec, Delivery, ReduceOp};
 
-use super::collective::{Part, PeerPost};
+use super::collective::PeerPost;
 use super::engine::{EngineUse, LinkEngine};
 use super::link_side::LinkSide;
 use super::own_rows::OwnRows;
-use super::process::Readers;
-use super::ready::OwnPart;
 use super::rows;
-use super::work::{Announced, Exposes, Tensors, Work};
 use super::{Call, CallError, CudaPending, CudaTransport, addresses};
 use crate::kernel::{
     LINK_PARTS, LINK_TENSORS, LinkArrivals, LinkCall, LinkCopy, LinkDelivery, LinkDirection, LinkMerge,
     LinkOperands, LinkPeers, LinkPhase, LinkReduce, LinkReduceSpec, LinkSum, RowMergeSpec, RowMove,
     RowReduceSpec, Scalar,
 };
-use crate::{CudaBarrier, CudaError, Device, DeviceBuffer, Stream};
+use crate::{CudaBarrier, CudaError, Device, Stream};
 
 /// Who moves the rows of a group-cast.
 const CAST: LinkDirection = LinkDirection::Push;
@@ -37,11 +34,11 @@ pub(super) struct LinkWork {
     /// Those from whom, and to whom, so many rows go that they may be left to engines. Both sides of them find the same.
     may_leave: [Vec<PeerRows>; 2],
     spec: LinkSpec,
-    side: LinkSide<Connected>,
+    pub(super) side: LinkSide<Connected>,
 }
 
 /// What a rank knows of the others.
-struct Connected {
+pub(super) struct Connected {
     kernel: LinkKernel,
     /// Of a group-cast some of whose rows are not in the kernel's list: those for others, and the rank's own.
     engine: Option<LinkEngine>,
@@ -146,25 +143,35 @@ impl LinkWork {
         Ok(Self { place, num_sms, engines, may_use_engines, may_leave, spec, side })
     }
 
+    /// Whether the ranks know each other, and all that they need to know in every run.
+    pub(super) fn is_connected(&self) -> bool {
+        self.side.connected().is_some_and(|connected| connected.engine.is_none())
+    }
+
+    /// Whether the ranks are connected.
+    pub(super) fn knows_others(&self) -> bool {
+        self.side.is_connected()
+    }
+
     /// Whether other ranks write this one's outputs; else they read its inputs.
-    fn writes_outputs(&self) -> bool {
+    pub(super) fn writes_outputs(&self) -> bool {
         matches!(self.spec, LinkSpec::Copy) && CAST == LinkDirection::Push
     }
 
     /// Of an input and its output, the one whose place a call announces.
-    fn announced(&self, (input, output): (BufferId, BufferId)) -> BufferId {
+    pub(super) fn announced(&self, (input, output): (BufferId, BufferId)) -> BufferId {
         if self.writes_outputs() { output } else { input }
     }
 
     /// The ranks to which it does.
-    fn announced_to(&self, pattern: &Pattern) -> Vec<usize> {
+    pub(super) fn announced_to(&self, pattern: &Pattern) -> Vec<usize> {
         let peers = if self.writes_outputs() { &pattern.incoming } else { &pattern.outgoing };
         peers.iter().map(|peer| peer.rank).collect()
     }
 
     /// Who needs to know where the outputs are: in the first run those that send so many rows of a group-cast that they may leave them
     /// to an engine.
-    fn output_readers(&self) -> &[PeerRows] {
+    pub(super) fn output_readers(&self) -> &[PeerRows] {
         match self.side.connected() {
             None => &self.may_leave[0],
             Some(connected) => connected.engine.as_ref().map_or(&[], LinkEngine::senders),
@@ -172,7 +179,7 @@ impl LinkWork {
     }
 
     /// What this rank knows by the others' rows and mailboxes, with lists that are gathered on `lists`.
-    fn gather(
+    pub(super) fn gather(
         &self,
         device: &Device,
         collective: &Collective,
@@ -234,79 +241,13 @@ impl LinkWork {
     }
 }
 
-impl Work for LinkWork {
-    fn fetch(
-        &self,
-        transport: &CudaTransport,
-        call: &Call<'_>,
-        pending: &mut CudaPending,
-    ) -> Result<(), CallError> {
-        transport.link(&pending.as_others_see(call), pending, self)
-    }
-
-    fn publish<'a>(
-        &'a self,
-        part: &mut Part,
-        tensors: &Tensors<'_>,
-        _pattern: &'a Pattern,
-    ) -> &'a [PeerRows] {
-        part.mailbox = Some(self.side.mailbox());
-        let readers = self.output_readers();
-        if !readers.is_empty() {
-            part.outputs = tensors.outputs();
-        }
-        readers
-    }
-
-    fn readers<'a>(&self, users: &'a [PeerRows]) -> Readers<'a> {
-        Readers::Those(users)
-    }
-
-    /// Not where engines move some of the rows, whose ranks synchronise on the host.
-    fn is_connected(&self) -> bool {
-        self.side.connected().is_some_and(|connected| connected.engine.is_none())
-    }
-
-    fn can_be_captured(&self) -> Result<bool, &'static str> {
-        Ok(self.side.is_connected())
-    }
-
-    fn signals_start(&self) -> bool {
-        true
-    }
-
-    fn memory(&self) -> (Option<DeviceBuffer>, Option<DeviceBuffer>) {
-        (None, Some(self.side.mailbox()))
-    }
-
-    fn has_lists(&self) -> bool {
-        true
-    }
-
-    fn gather_ahead(&self, own: &OwnPart, posts: &[PeerPost]) -> Result<(), CallError> {
-        let gather = |lists: &Stream| self.gather(&own.device, own.collective(), posts, lists);
-        self.side.gather_ahead(own.number, &own.setup, gather)
-    }
-
-    fn is_known(&self) -> bool {
-        self.output_readers().is_empty()
-    }
-
-    fn exposes(&self) -> Exposes {
-        match self.writes_outputs() {
-            true => Exposes::Outputs,
-            false => Exposes::Inputs { own: true },
-        }
-    }
-
-    fn announces(&self, pairs: &[(BufferId, BufferId)], pattern: &Pattern) -> Option<Announced> {
-        let tensors = pairs.iter().map(|pair| self.announced(*pair)).collect();
-        Some(Announced { tensors, to: self.announced_to(pattern) })
-    }
-}
-
 impl CudaTransport {
-    fn link(&self, call: &Call<'_>, pending: &CudaPending, work: &LinkWork) -> Result<(), CallError> {
+    pub(super) fn link(
+        &self,
+        call: &Call<'_>,
+        pending: &CudaPending,
+        work: &LinkWork,
+    ) -> Result<(), CallError> {
         let CollectiveCall { stream, place, barrier, collective, .. } = *call;
         let is_first = !work.side.is_connected();
         let own = &collective.collective;

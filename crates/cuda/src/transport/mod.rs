@@ -37,7 +37,6 @@ mod ready;
 mod rows;
 mod staging;
 mod stand_in;
-mod work;
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -56,7 +55,7 @@ use crate::{CudaError, Device, DeviceBuffer, Stream, StreamPriority};
 
 use call::{Call, CallError, addresses, unpublished};
 pub use collective::CudaCollective;
-use collective::Part;
+use collective::{Part, Work};
 use copies::CopyPace;
 pub use engine::EngineUse;
 pub use host_sync::CudaPending;
@@ -68,7 +67,6 @@ pub(crate) use means::Means;
 use process::PeerProcesses;
 use ready::{OwnPart, ReadyParts};
 use stand_in::StandIns;
-use work::{Announced, Work};
 
 /// Numbers of collectives of Programs that have a turn: beyond all that are counted, each Program's in a range of its own.
 const OF_TURNS: u64 = 1 << 62;
@@ -211,13 +209,13 @@ impl CudaTransport {
         turn: Option<[u64; 2]>,
         collective: Collective,
         outputs: Vec<BufferSpec>,
-        work: Arc<dyn Work>,
+        work: Work,
     ) -> Result<CudaCollective, ExecError> {
         let number = match turn {
             Some([turn, number]) => OF_TURNS | turn << TURN_BITS | number,
             None => self.prepared.fetch_add(1, Ordering::Relaxed),
         };
-        let collective = Arc::new(collective);
+        let (collective, work) = (Arc::new(collective), Arc::new(work));
         let (staging, mailbox) = work.memory();
         let payload = Part { number, inputs: Vec::new(), outputs: Vec::new(), staging, mailbox, marks: None };
         let failed = |error| exec_error(self.rank, &format!("the preparation of {place}"), error);
@@ -251,15 +249,10 @@ impl CudaTransport {
     }
 
     /// How rows of a collective are moved. All ranks must find the same, so it depends on what they agree on only.
-    fn work(
-        &self,
-        collective: &Collective,
-        outputs: &[BufferSpec],
-        mover: Mover,
-    ) -> Result<Arc<dyn Work>, CudaError> {
-        let pull = || -> Result<Arc<dyn Work>, CudaError> {
+    fn work(&self, collective: &Collective, outputs: &[BufferSpec], mover: Mover) -> Result<Work, CudaError> {
+        let pull = || {
             rows::load(&self.device, collective, outputs)?;
-            Ok(Arc::new(pull::PullWork::default()))
+            Ok(Work::Pull(Mutex::new(None)))
         };
         let by_engines = match (&self.means, mover.rules().engines) {
             (Means::Exchange { .. }, _) => false,
@@ -280,19 +273,17 @@ impl CudaTransport {
             }
             _ if by_engines => {
                 let pace = if mover.rules().in_kernels { CopyPace::WITH_KERNELS } else { CopyPace::Full };
-                let work = push::PushWork::new(&self.device, self.rank, collective, outputs, pace)?;
-                Ok(Arc::new(work))
+                push::PushWork::new(&self.device, self.rank, collective, outputs, pace).map(Work::Push)
             }
             Means::Pull | Means::Push => pull(),
             Means::Link { num_sms, engines } if link::takes(collective) => {
                 let place = (self.rank, self.world.size());
-                let of = (*num_sms, *engines);
-                Ok(Arc::new(LinkWork::new(self.setup()?, collective, outputs, place, of)?))
+                LinkWork::new(self.setup()?, collective, outputs, place, (*num_sms, *engines))
+                    .map(|work| Work::Link(Box::new(work)))
             }
             Means::Link { .. } => pull(),
             Means::Exchange { .. } => {
-                let work = exchange::ExchangeWork::new(self.setup()?, self.rank, collective, outputs)?;
-                Ok(Arc::new(work))
+                exchange::ExchangeWork::new(self.setup()?, self.rank, collective, outputs).map(Work::Exchange)
             }
         }
     }
@@ -369,16 +360,12 @@ impl Transport<CudaBackend> for CudaTransport {
         collective: &CudaCollective,
         buffers: &[Option<CudaBuffer>],
     ) -> Result<(), ExecError> {
-        let Collective { tensors, pattern, .. } = &*collective.collective;
-        let announced = collective.work.announces(tensors, pattern);
-        let (Some(peers), Some(Announced { tensors, to })) = (&self.peers, announced) else { return Ok(()) };
-        let Some(announced) =
-            tensors.into_iter().map(|id| buffers[id.0].as_ref()).collect::<Option<Vec<_>>>()
-        else {
-            return Ok(());
-        };
+        let (Some(peers), Work::Link(work)) = (&self.peers, &*collective.work) else { return Ok(()) };
+        let announced = collective.collective.tensors.iter();
+        let announced = announced.map(|pair| buffers[work.announced(*pair).0].as_ref());
+        let Some(announced) = announced.collect::<Option<Vec<_>>>() else { return Ok(()) };
         let announced: Vec<DeviceBuffer> = announced.into_iter().map(|one| one.memory().clone()).collect();
-        let published = peers.publish_memory(&announced, &to);
+        let published = peers.publish_memory(&announced, &work.announced_to(&collective.collective.pattern));
         published.map_err(|error| match error {
             CallError::Exec(error) => error,
             CallError::Cuda(error) => exec_error(self.rank, "the memory of a collective", error),
@@ -401,7 +388,17 @@ impl Transport<CudaBackend> for CudaTransport {
     }
 
     fn fetch(&self, call: &Call<'_>, pending: &mut CudaPending) -> Result<(), ExecError> {
-        let enqueued = call.collective.work.fetch(self, call, pending);
+        let stood_in = &pending.as_others_see(call);
+        let enqueued = match &*call.collective.work {
+            // A rank has its own rows from its own tensors.
+            Work::Pull(work) => self.pull(call, pending, work),
+            Work::Link(work) => self.link(stood_in, pending, work),
+            Work::BackwardReduce(work) => self.backward_reduce(call, pending, work),
+            Work::GemmReduce(work) => self.gemm_reduce(stood_in, pending, work),
+            Work::CastGemm(work) => self.cast_gemm(stood_in, pending, work),
+            Work::Push(work) => self.push(stood_in, pending, work),
+            Work::Exchange(work) => self.exchange(call, pending, work),
+        };
         self.report(call, enqueued)
     }
 

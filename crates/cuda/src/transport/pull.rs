@@ -3,24 +3,18 @@
 use std::sync::{Arc, Mutex};
 
 use counterpoint_exec::CollectiveCall;
-use counterpoint_exec::collective::{Collective, Pattern, PeerRows, Post};
+use counterpoint_exec::collective::{Collective, Post};
 
 use super::lists::Lists;
-use super::process::Readers;
 use super::rows::{Incoming, RowWork};
-use super::work::{Exposes, Tensors, Work};
 use super::{Call, CallError, CudaPending, CudaTransport, Part, addresses};
 use crate::backend::CudaBuffer;
 use crate::kernel::StartMark;
 use crate::sync::lock;
 use crate::{CudaBarrier, Stream};
 
-/// One rank's part: kernels, once they are made.
-#[derive(Default)]
-pub(super) struct PullWork(Mutex<Option<Pulled>>);
-
 /// The kernels of a rank, and the other ranks' parts that their lists were made from.
-struct Pulled {
+pub(super) struct PullWork {
     parts: Vec<Arc<Collective>>,
     rows: RowWork,
     lists: Lists,
@@ -32,62 +26,12 @@ pub(super) fn are_same(parts: &[Arc<Collective>], posts: &[Arc<Post<Part>>]) -> 
         && parts.iter().zip(posts).all(|(part, post)| Arc::ptr_eq(part, &post.collective))
 }
 
-/// Why a graph cannot hold what moves rows by events.
-pub(super) const ON_HOST: &str = "its ranks synchronise on the host in every call, because they share a GPU, copy engines alone move its rows \
-                       (linear layers: overlap=\"concurrent\" takes kernels), or it merges or rounds them; call it outside of the graph";
-
-impl Work for PullWork {
-    fn fetch(
-        &self,
-        transport: &CudaTransport,
-        call: &Call<'_>,
-        pending: &mut CudaPending,
-    ) -> Result<(), CallError> {
-        // A rank has its own rows from its own tensors.
-        transport.pull(call, pending, self)
-    }
-
-    fn end(
-        &self,
-        transport: &CudaTransport,
-        call: &Call<'_>,
-        pending: &CudaPending,
-    ) -> Result<(), CallError> {
-        transport.end_pull(call, pending)
-    }
-
-    fn publish<'a>(&'a self, part: &mut Part, tensors: &Tensors<'_>, pattern: &'a Pattern) -> &'a [PeerRows] {
-        part.inputs = tensors.inputs();
-        &pattern.outgoing
-    }
-
-    fn readers<'a>(&self, users: &'a [PeerRows]) -> Readers<'a> {
-        Readers::Those(users)
-    }
-
-    fn can_be_captured(&self) -> Result<bool, &'static str> {
-        Err(ON_HOST)
-    }
-
-    fn synchronises_by_events(&self) -> bool {
-        true
-    }
-
-    fn signals_start(&self) -> bool {
-        true
-    }
-
-    fn exposes(&self) -> Exposes {
-        Exposes::Inputs { own: false }
-    }
-}
-
 impl CudaTransport {
-    fn pull(
+    pub(super) fn pull(
         &self,
         call: &Call<'_>,
         pending: &CudaPending,
-        PullWork(work): &PullWork,
+        work: &Mutex<Option<PullWork>>,
     ) -> Result<(), CallError> {
         let CollectiveCall { backend, stream, collective, barrier, .. } = *call;
         let queue = stream.queue();
@@ -117,7 +61,7 @@ impl CudaTransport {
                 let make = |lists: &Stream| RowWork::new(lists, own, &collective.outputs, &incoming, None);
                 let rows = lists.upload(setup, make)?;
                 let parts = posts.iter().map(|post| post.collective.clone()).collect();
-                Pulled { parts, rows, lists }
+                PullWork { parts, rows, lists }
             }
         };
         let (own, outputs) = addresses(call);
@@ -142,7 +86,7 @@ impl CudaTransport {
     }
 
     /// The inputs may be overwritten after it.
-    fn end_pull(&self, call: &Call<'_>, pending: &CudaPending) -> Result<(), CallError> {
+    pub(super) fn end_pull(&self, call: &Call<'_>, pending: &CudaPending) -> Result<(), CallError> {
         let pattern = &call.collective.collective.pattern;
         self.end_after(call, pending, pattern.outgoing.iter().map(|peer| peer.rank))
     }

@@ -4,17 +4,15 @@
 use std::sync::{Arc, Mutex, OnceLock};
 
 use counterpoint_exec::CollectiveCall;
-use counterpoint_exec::collective::{Collective, Pattern, PeerRows};
+use counterpoint_exec::collective::{Collective, PeerRows};
 use counterpoint_schedule::BufferSpec;
 
-use super::collective::{Marks, Part};
+use super::collective::Marks;
 use super::copies::{CopyPace, CopyStreams, PeerCopies, peer_copies};
 use super::lists::Lists;
-use super::process::Readers;
-use super::pull::{ON_HOST, are_same};
+use super::pull::are_same;
 use super::rows::{self, Incoming, RowWork};
 use super::staging::Staging;
-use super::work::{Exposes, Tensors, Work};
 use super::{Call, CallError, CudaPending, CudaTransport, addresses};
 use crate::backend::CudaBuffer;
 use crate::kernel::StartMark;
@@ -79,7 +77,7 @@ impl PushWork {
     }
 
     /// Where other ranks write.
-    fn staging(&self) -> Option<DeviceBuffer> {
+    pub(super) fn staging(&self) -> Option<DeviceBuffer> {
         self.reduction.as_ref().map(|reduction| reduction.memory.clone())
     }
 }
@@ -114,55 +112,13 @@ pub(super) fn staged_input(
     }
 }
 
-impl Work for PushWork {
-    fn fetch(
+impl CudaTransport {
+    pub(super) fn push(
         &self,
-        transport: &CudaTransport,
-        call: &Call<'_>,
-        pending: &mut CudaPending,
-    ) -> Result<(), CallError> {
-        transport.push(&pending.as_others_see(call), pending, self)
-    }
-
-    fn end(
-        &self,
-        transport: &CudaTransport,
         call: &Call<'_>,
         pending: &CudaPending,
+        work: &PushWork,
     ) -> Result<(), CallError> {
-        transport.end_push(&pending.as_others_see(call), pending, self)
-    }
-
-    fn publish<'a>(&'a self, part: &mut Part, tensors: &Tensors<'_>, pattern: &'a Pattern) -> &'a [PeerRows] {
-        part.staging = self.staging();
-        if part.staging.is_none() {
-            part.outputs = tensors.outputs();
-        }
-        &pattern.incoming
-    }
-
-    fn readers<'a>(&self, users: &'a [PeerRows]) -> Readers<'a> {
-        Readers::Those(users)
-    }
-
-    fn can_be_captured(&self) -> Result<bool, &'static str> {
-        Err(ON_HOST)
-    }
-
-    fn synchronises_by_events(&self) -> bool {
-        true
-    }
-
-    fn exposes(&self) -> Exposes {
-        match self.staging() {
-            None => Exposes::Outputs,
-            Some(_) => Exposes::Nothing,
-        }
-    }
-}
-
-impl CudaTransport {
-    fn push(&self, call: &Call<'_>, pending: &CudaPending, work: &PushWork) -> Result<(), CallError> {
         let CollectiveCall { stream, collective, .. } = *call;
         let Some(own) = &pending.own else { return Ok(()) };
         let pattern = &collective.collective.pattern;
@@ -223,7 +179,12 @@ impl CudaTransport {
     }
 
     /// The outputs are complete after it.
-    fn end_push(&self, call: &Call<'_>, pending: &CudaPending, work: &PushWork) -> Result<(), CallError> {
+    pub(super) fn end_push(
+        &self,
+        call: &Call<'_>,
+        pending: &CudaPending,
+        work: &PushWork,
+    ) -> Result<(), CallError> {
         let CollectiveCall { backend, stream, collective, .. } = *call;
         let incoming = &collective.collective.pattern.incoming;
         self.end_after(call, pending, incoming.iter().map(|peer| peer.rank))?;

@@ -10,8 +10,7 @@ use std::sync::{Arc, Mutex, Weak};
 use counterpoint_exec::collective::{Collective, Post};
 
 use super::call::CallError;
-use super::collective::{Part, PeerPost};
-use super::work::Work;
+use super::collective::{Part, PeerPost, Work};
 use crate::sync::lock;
 use crate::{Device, Stream};
 
@@ -32,7 +31,7 @@ pub(super) struct OwnPart {
     pub(super) rank: usize,
     pub(super) number: u64,
     pub(super) post: Arc<Post<Part>>,
-    pub(super) work: Arc<dyn Work>,
+    pub(super) work: Arc<Work>,
     pub(super) device: Device,
     /// With nothing of a call on it.
     pub(super) setup: Stream,
@@ -89,12 +88,25 @@ impl ReadyParts {
 }
 
 impl OwnPart {
-    pub(super) fn collective(&self) -> &Collective {
+    fn collective(&self) -> &Collective {
         &self.post.collective
     }
 
     fn gather(&self, posts: &[PeerPost]) -> Result<(), CallError> {
-        self.device.despite_captures(|| self.work.gather_ahead(self, posts))
+        let (number, setup) = (self.number, &self.setup);
+        self.device.despite_captures(|| match &*self.work {
+            Work::Link(work) => {
+                let gather = |lists: &Stream| work.gather(&self.device, self.collective(), posts, lists);
+                work.side.gather_ahead(number, setup, gather)
+            }
+            Work::BackwardReduce(work) => {
+                let gather = |lists: &Stream| work.gather(self.rank, self.collective(), posts, lists);
+                work.side.gather_ahead(number, setup, gather)
+            }
+            Work::Pull(_) | Work::GemmReduce(_) | Work::CastGemm(_) | Work::Push(_) | Work::Exchange(_) => {
+                Ok(())
+            }
+        })
     }
 }
 

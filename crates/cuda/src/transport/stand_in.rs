@@ -8,7 +8,7 @@ use counterpoint_exec::collective::PeerRows;
 use counterpoint_mask::Range;
 use counterpoint_schedule::BufferId;
 
-use super::work::Exposes;
+use super::collective::Work;
 use super::{Call, CallError, CudaTransport};
 use crate::backend::CudaBuffer;
 use crate::sync::lock;
@@ -94,9 +94,9 @@ impl CudaTransport {
             return Ok(None);
         }
         let queue = call.stream.queue();
-        let of = match call.collective.work.publishes_once() {
-            true => Use::Collective(call.collective.number),
-            false => Use::Stream(queue.raw() as usize),
+        let of = match &*call.collective.work {
+            Work::GemmReduce(_) | Work::CastGemm(_) => Use::Collective(call.collective.number),
+            _ => Use::Stream(queue.raw() as usize),
         };
         let length =
             |tensor: &Exposed| call.buffers[tensor.buffer.0].memory().len().next_multiple_of(ALIGNMENT);
@@ -141,11 +141,17 @@ impl CudaTransport {
                 |&(_, buffer): &(_, BufferId)| Exposed { buffer, rows: rows.clone(), is_written: true };
             collective.tensors.iter().map(tensor).collect()
         };
-        match call.collective.work.exposes() {
-            Exposes::Nothing => Vec::new(),
-            Exposes::Inputs { own } => read(own),
-            Exposes::Outputs => written(),
-            Exposes::Written(buffer) => vec![whole(call, buffer)],
+        match &*call.collective.work {
+            // A rank has its own rows from its own tensor.
+            Work::Pull(_) => read(false),
+            Work::Push(push) if push.staging().is_none() => written(),
+            Work::Link(link) if link.writes_outputs() => written(),
+            Work::Link(_) => read(true),
+            Work::GemmReduce(work) => {
+                work.side.written().into_iter().map(|buffer| whole(call, buffer)).collect()
+            }
+            Work::CastGemm(_) => written(),
+            Work::Push(_) | Work::BackwardReduce(_) | Work::Exchange(_) => Vec::new(),
         }
     }
 }
