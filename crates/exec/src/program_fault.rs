@@ -126,3 +126,57 @@ pub enum OperationFault {
     #[error("largest elements of columns are of f32")]
     LargestDType,
 }
+
+#[cfg(test)]
+mod tests {
+    use counterpoint_plan::PlanError;
+    use counterpoint_schedule::OperandFault;
+
+    use super::*;
+    use crate::{DeviceFault, ExecError, PolicyFault, TensorFault};
+
+    /// What a rank finds others learn by message, with its values and its sentence.
+    #[test]
+    fn errors_reach_other_ranks_as_they_are() {
+        let operand = OperandFault::Heads { heads_q: 3, heads_kv: 2 };
+        let invalid = ProgramError::Operand { op: 4, label: "attend".to_owned(), fault: operand };
+        let (field, wanted) = ("tokens".into(), "at least 1".to_owned());
+        let program = |reason| ExecError::Program { program: "forward".to_owned(), rank: 1, reason };
+        let errors = [
+            (
+                program(invalid.into()),
+                "program `forward` of rank 1 cannot run: op 4 (attend): 3 query heads are not a multiple of 2 key heads",
+            ),
+            (
+                ExecError::tensor("layer", PlanError::Linear { field, value: 0, wanted }),
+                "tensor layer: tokens is 0; a tensor-parallel linear layer wants at least 1",
+            ),
+            (
+                ExecError::tensor("dweight", TensorFault::Queue { limit: 2 }),
+                "tensor dweight: a queue of 2 gradients needs a main_grad to add them to; each would replace the last",
+            ),
+            (
+                ExecError::Policy {
+                    rank: 0,
+                    policy: "fused".to_owned(),
+                    reason: PolicyFault::CpuRanks { reason: "CPU ranks have no fused kernels".into() },
+                },
+                "rank 0 cannot overlap by `fused`: CPU ranks have no fused kernels; use sequential, concurrent, kernel-barrier or \
+                 signals, with sm-margin=N",
+            ),
+            (
+                ExecError::Device {
+                    rank: 2,
+                    place: "a capture".to_owned(),
+                    reason: DeviceFault::call("no memory"),
+                },
+                "rank 2, a capture: no memory",
+            ),
+        ];
+        for (error, sentence) in errors {
+            assert_eq!(error.to_string(), sentence);
+            let bytes = serde_json::to_vec(&error).unwrap();
+            assert_eq!(serde_json::from_slice::<ExecError>(&bytes).unwrap(), error);
+        }
+    }
+}

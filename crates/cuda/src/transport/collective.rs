@@ -5,11 +5,9 @@ use std::sync::{Arc, Mutex, OnceLock};
 use counterpoint_exec::collective::{Collective, Payload, Post};
 use counterpoint_schedule::BufferSpec;
 
-use super::backward_reduce::BackwardReduceWork;
 use super::call::{CallError, unpublished};
-use super::cast_gemm::CastGemmWork;
 use super::exchange::ExchangeWork;
-use super::gemm_reduce::GemmReduceWork;
+use super::fused::{BackwardReduceWork, CastGemmWork, GemmReduceWork};
 use super::link::LinkWork;
 use super::process::Departure;
 use super::pull::PullWork;

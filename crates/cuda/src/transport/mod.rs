@@ -11,15 +11,12 @@
 //! their senders by copy engines (`push`), or NCCL (`exchange`). Where each rank has a GPU of its own, kernels that read or
 //! write the others' memory pass device-side barriers (`link`). The last two need the host in the first run only.
 
-mod backward_reduce;
 mod call;
-mod cast_gemm;
 mod collective;
 mod copies;
 mod engine;
 mod exchange;
 mod fused;
-mod gemm_reduce;
 mod host_sync;
 mod kind;
 mod levels;
@@ -30,7 +27,6 @@ mod lists;
 mod means;
 mod own_rows;
 mod process;
-mod product_side;
 mod pull;
 mod push;
 mod ready;

@@ -9,16 +9,16 @@ use counterpoint_schedule::{
     Accumulate, AttentionBackward, BufferId, BufferSpec, GroupReduce, Program, ReduceOp, SpanKind,
 };
 
-use super::collective::PeerPost;
-use super::link_side::LinkSide;
-use super::staging::Staging;
-use super::{Call, CallError, CudaPending, CudaTransport, Means, Work, link, rows, unpublished};
 use crate::backend::{Backward, CudaBackend};
 use crate::kernel::{GradientOwners, LinkOperands, LinkPeers, LinkReduce, LinkReduceSpec, RowMove};
+use crate::transport::collective::PeerPost;
+use crate::transport::link_side::LinkSide;
+use crate::transport::staging::Staging;
+use crate::transport::{Call, CallError, CudaPending, CudaTransport, Means, Work, link, rows, unpublished};
 use crate::{CudaError, DeviceBuffer, Stream};
 
 /// One rank's part.
-pub(super) struct BackwardReduceWork {
+pub(in crate::transport) struct BackwardReduceWork {
     backward: Backward,
     spec: LinkReduceSpec,
     /// Bytes of a row of each of the tensors.
@@ -32,11 +32,11 @@ pub(super) struct BackwardReduceWork {
     memory: DeviceBuffer,
     /// Blocks that add.
     adders: u32,
-    pub(super) side: LinkSide<Connected>,
+    pub(in crate::transport) side: LinkSide<Connected>,
 }
 
 /// What a rank knows of the others.
-pub(super) struct Connected {
+pub(in crate::transport) struct Connected {
     peers: LinkPeers,
     sums: LinkReduce,
     /// The first row of others, and where each of those rows is at its owner.
@@ -46,12 +46,12 @@ pub(super) struct Connected {
 }
 
 impl BackwardReduceWork {
-    pub(super) fn memory(&self) -> DeviceBuffer {
+    pub(in crate::transport) fn memory(&self) -> DeviceBuffer {
         self.memory.clone()
     }
 
     /// What rank `own` knows by where the others take partial sums in, with lists that are gathered on `lists`.
-    pub(super) fn gather(
+    pub(in crate::transport) fn gather(
         &self,
         own: usize,
         collective: &Collective,
@@ -143,7 +143,7 @@ fn without(rows: Range, others: &[Range]) -> Vec<Range> {
 
 impl CudaTransport {
     /// The operation as a kernel that sends and one that adds, and what its ranks must agree on; `None` when there are none.
-    pub(super) fn backward_reduce_work(
+    pub(in crate::transport) fn backward_reduce_work(
         &self,
         backend: &CudaBackend,
         place: &OpPlace,
@@ -200,7 +200,7 @@ impl CudaTransport {
         Ok(Some((collective, Work::BackwardReduce(Box::new(work)))))
     }
 
-    pub(super) fn backward_reduce(
+    pub(in crate::transport) fn backward_reduce(
         &self,
         call: &Call<'_>,
         pending: &mut CudaPending,

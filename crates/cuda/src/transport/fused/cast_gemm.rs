@@ -6,18 +6,18 @@ use counterpoint_exec::{CollectiveCall, CollectiveContext, ExecError, OpPlace};
 use counterpoint_mask::Range;
 use counterpoint_schedule::{BufferId, BufferRole, Gemm, GroupCast, Program, RowBlock};
 
-use super::fused::{Rows, product_of, whole};
 use super::product_side::ProductSide;
-use super::{Call, CallError, CudaPending, CudaTransport, Means, Work};
+use super::{Rows, product_of, whole};
 use crate::CudaError;
 use crate::backend::CudaBackend;
 use crate::kernel::{GemmGather, GemmGatherSpec, GemmGatherTensors};
+use crate::transport::{Call, CallError, CudaPending, CudaTransport, Means, Work};
 
 /// One rank's part.
-pub(super) struct CastGemmWork {
+pub(in crate::transport) struct CastGemmWork {
     kernel: GemmGather,
     /// With memory that counts what has come, and takes in rows that leave at once.
-    pub(super) side: ProductSide,
+    pub(in crate::transport) side: ProductSide,
     /// This rank's rows, and the copy of all that the others write into.
     own: BufferId,
     all: BufferId,
@@ -74,7 +74,7 @@ fn is_read_elsewhere(program: &Program, all: BufferId) -> bool {
 
 impl CudaTransport {
     /// The operation as one kernel, and what its ranks must agree on; `None` when there is no such kernel.
-    pub(super) fn cast_gemm_work(
+    pub(in crate::transport) fn cast_gemm_work(
         &self,
         backend: &CudaBackend,
         place: &OpPlace,
@@ -106,7 +106,7 @@ impl CudaTransport {
         make().map_err(|error| backend.error(place, error))
     }
 
-    pub(super) fn cast_gemm(
+    pub(in crate::transport) fn cast_gemm(
         &self,
         call: &Call<'_>,
         pending: &CudaPending,

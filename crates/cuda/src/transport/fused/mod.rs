@@ -1,4 +1,13 @@
-//! What fused GEMMs with collectives have in common.
+//! Fused operations: GEMMs and attention backwards with their collectives as one kernel, and what those have in common.
+
+mod backward_reduce;
+mod cast_gemm;
+mod gemm_reduce;
+mod product_side;
+
+pub(super) use backward_reduce::BackwardReduceWork;
+pub(super) use cast_gemm::CastGemmWork;
+pub(super) use gemm_reduce::GemmReduceWork;
 
 use counterpoint_exec::OpPlace;
 use counterpoint_mask::Range;

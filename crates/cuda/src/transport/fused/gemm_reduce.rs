@@ -7,18 +7,18 @@ use counterpoint_mask::Range;
 use counterpoint_plan::DType;
 use counterpoint_schedule::{Accumulate, BufferId, Gemm, GroupCast, GroupReduce, Program, ReduceOp};
 
-use super::fused::{Rows, one_range, product_of, whole};
 use super::product_side::ProductSide;
-use super::{Call, CallError, CudaPending, CudaTransport, Means, Work};
+use super::{Rows, one_range, product_of, whole};
 use crate::CudaError;
 use crate::backend::CudaBackend;
 use crate::kernel::{GemmReduce, GemmReduceSpec, GemmReduceTensors, SumsGoTo};
+use crate::transport::{Call, CallError, CudaPending, CudaTransport, Means, Work};
 
 /// One rank's part.
-pub(super) struct GemmReduceWork {
+pub(in crate::transport) struct GemmReduceWork {
     kernel: GemmReduce,
     /// With memory where the others' parts of this rank's tiles come in.
-    pub(super) side: ProductSide,
+    pub(in crate::transport) side: ProductSide,
     a: Rows,
     b: Rows,
     bias: Option<BufferId>,
@@ -99,7 +99,7 @@ fn spread_to(
 impl CudaTransport {
     /// The operation as one kernel, and what its ranks must agree on; `None` when there is no such kernel, or when it would
     /// bring nothing.
-    pub(super) fn gemm_reduce_work(
+    pub(in crate::transport) fn gemm_reduce_work(
         &self,
         backend: &CudaBackend,
         place: &OpPlace,
@@ -134,7 +134,7 @@ impl CudaTransport {
         make().map_err(|error| backend.error(place, error))
     }
 
-    pub(super) fn gemm_reduce(
+    pub(in crate::transport) fn gemm_reduce(
         &self,
         call: &Call<'_>,
         pending: &CudaPending,

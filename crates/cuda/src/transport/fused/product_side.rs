@@ -4,16 +4,16 @@
 use counterpoint_exec::collective::PeerRows;
 use counterpoint_schedule::BufferId;
 
-use super::collective::{Part, PeerPost};
-use super::fused::Rows;
-use super::link_side::LinkSide;
-use super::{Call, CallError, CudaPending, CudaTransport, unpublished};
+use super::Rows;
 use crate::backend::CudaBuffer;
 use crate::kernel::{CtaWaits, LinkCall, LinkPeers};
+use crate::transport::collective::{Part, PeerPost};
+use crate::transport::link_side::LinkSide;
+use crate::transport::{Call, CallError, CudaPending, CudaTransport, unpublished};
 use crate::{CudaError, DeviceBuffer, Stream};
 
 /// One rank's side.
-pub(super) struct ProductSide {
+pub(in crate::transport) struct ProductSide {
     /// Where what the others send comes in, and is counted.
     exchange: DeviceBuffer,
     /// Rows of a tensor that the others write as well, in all ranks' copies of it.
@@ -22,28 +22,28 @@ pub(super) struct ProductSide {
 }
 
 /// What a rank knows of the others.
-pub(super) struct Connected {
+pub(in crate::transport) struct Connected {
     peers: LinkPeers,
     /// Of each rank its memory for what comes in.
-    pub(super) exchanges: Vec<u64>,
+    pub(in crate::transport) exchanges: Vec<u64>,
     /// Of each rank where its copy has the rows that ranks write; empty where they write none.
-    pub(super) written: Vec<u64>,
+    pub(in crate::transport) written: Vec<u64>,
     _memory: Vec<DeviceBuffer>,
 }
 
 impl ProductSide {
     /// Whether the ranks know each other.
-    pub(super) fn is_connected(&self) -> bool {
+    pub(in crate::transport) fn is_connected(&self) -> bool {
         self.link.is_connected()
     }
 
     /// The tensor that the others write as well.
-    pub(super) fn written(&self) -> Option<BufferId> {
+    pub(in crate::transport) fn written(&self) -> Option<BufferId> {
         self.written.map(|rows| rows.buffer)
     }
 
     /// Publishes where this rank takes in what the others send.
-    pub(super) fn publish(&self, part: &mut Part, buffers: &[CudaBuffer]) {
+    pub(in crate::transport) fn publish(&self, part: &mut Part, buffers: &[CudaBuffer]) {
         part.mailbox = Some(self.link.mailbox());
         part.staging = Some(self.exchange.clone());
         part.outputs = self.written.iter().map(|rows| buffers[rows.buffer.0].clone()).collect();
@@ -53,7 +53,7 @@ impl ProductSide {
 impl CudaTransport {
     /// A side with these many bytes for what the others send, of which the first `zeroed` are zero. Made on `setup`, which is waited
     /// for.
-    pub(super) fn product_side(
+    pub(in crate::transport) fn product_side(
         &self,
         setup: &Stream,
         bytes: usize,
@@ -68,7 +68,7 @@ impl CudaTransport {
 
     /// What this rank knows of the others. In the first run `ranks` publish where their memory is, and `users` are notified that this one has
     /// learnt it; from then on the end of every run also asks for the `waits` of its CTAs.
-    pub(super) fn product_connected<'a>(
+    pub(in crate::transport) fn product_connected<'a>(
         &self,
         call: &Call<'_>,
         pending: &CudaPending,
@@ -125,7 +125,7 @@ impl CudaTransport {
     }
 
     /// A run of this rank's kernel, which announces no tensors: where they are, all know since the first run.
-    pub(super) fn product_call(
+    pub(in crate::transport) fn product_call(
         &self,
         side: &ProductSide,
         connected: &Connected,
