@@ -12,6 +12,7 @@ use counterpoint_schedule::{GradientReduction, OpCost, OverlapPolicy, RankTransp
 
 use crate::config::{DispatchAlgorithm, PlanConfig, QueryExchange};
 use crate::hosted_cost::HostedCost;
+use crate::hosts::over_nodes;
 use crate::owners::{dispatch, dispatch_keys, dispatch_queries};
 use crate::pass_stages::PassStages;
 use crate::planner::{may_host, owners_of, plan_hosting_within, plan_mask_within, plan_stages_within};
@@ -94,14 +95,14 @@ pub fn plan_attention(
             QueryExchange::Auto => staged(plan(&modelled)?, config)?,
             _ => plan(&PlanConfig { cost: config.cost, ..modelled })?,
         };
-        let planned = planned.over_nodes(&config.topology);
+        let planned = over_nodes(planned, spec, &modelled);
         return Ok((planned, DispatchChoice { candidates: Vec::new(), chosen: DISPATCHES[0] }));
     }
     config.validate_for(mask)?;
     let compared = PlanConfig { stages: PassStages::AUTO, cost: model.cost, ..*config };
     let attempt = |candidate: usize| -> Result<Tried, ChooseError> {
         let planned = plan(&PlanConfig { dispatch: DISPATCHES[candidate], ..compared })?;
-        Tried::new(candidate, planned.over_nodes(&config.topology), spec, &compared, planning)
+        Tried::new(candidate, over_nodes(planned, spec, &compared), spec, &compared, planning)
     };
     let mut ahead = Ahead::new(&Bounds::new(mask, spec, &compared), attempt, planning)?;
     let mut candidates = Vec::with_capacity(DISPATCHES.len());
@@ -142,7 +143,7 @@ pub fn plan_attention(
         Some(planned) if wanted.stages == compared.stages && wanted.cost == compared.cost => planned,
         // Rows stay where they are.
         Some(planned) => staged(planned, &wanted)?.over_nodes(&config.topology),
-        None => plan(&wanted)?.over_nodes(&config.topology),
+        None => over_nodes(plan(&wanted)?, spec, &compared),
     };
     Ok((planned, DispatchChoice { candidates, chosen }))
 }
@@ -167,7 +168,7 @@ fn where_queries_travel(
         return Ok((kept, choice));
     }
     let passes = |plan: Plan| -> Result<[f64; 2], ChooseError> {
-        let one = Tried::new(0, plan.over_nodes(&config.topology), spec, &compared, planning)?;
+        let one = Tried::new(0, over_nodes(plan, spec, &compared), spec, &compared, planning)?;
         one.passes_with_hosts(spec, &compared, planning)
     };
     let staged = |plan: &Plan, config| plan_stages_within(plan, mask, spec, config, available, planning);
@@ -208,7 +209,7 @@ fn where_queries_travel(
         looked_at.push(hosting);
     }
     let Some((_, hosting, chosen)) = best else { return Ok((kept, choice)) };
-    Ok((staged(&hosting, config)?.over_nodes(&config.topology), DispatchChoice { chosen, ..choice }))
+    Ok((over_nodes(staged(&hosting, config)?, spec, &compared), DispatchChoice { chosen, ..choice }))
 }
 
 /// What is known of candidates before they are compared one after the other.
