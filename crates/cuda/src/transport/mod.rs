@@ -270,15 +270,11 @@ impl CudaTransport {
             }
             (_, EngineCollectives::Nothing) => false,
         };
+        // No copy engine rounds.
+        let is_rounded =
+            || collective.reduction.is_none() && collective.contract.tensors.iter().any(rows::is_rounded);
         match &self.means {
-            // No copy engine rounds.
-            _ if by_engines
-                && collective.reduction.is_none()
-                && collective.contract.tensors.iter().any(rows::is_rounded) =>
-            {
-                pull()
-            }
-            _ if by_engines => {
+            _ if by_engines && !is_rounded() => {
                 let pace = if mover.rules().in_kernels { CopyPace::WITH_KERNELS } else { CopyPace::Full };
                 let work = push::PushWork::new(&self.device, self.rank, collective, outputs, pace)?;
                 Ok(Arc::new(work))

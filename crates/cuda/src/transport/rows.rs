@@ -55,6 +55,12 @@ fn copy_tensor(tensor: &WireTensor) -> Result<RowCopyTensor, String> {
     Ok(RowCopyTensor { scalar: scalar(tensor.dtype)?, row_elements, wire: scalar(tensor.wire)? })
 }
 
+/// Tensors of a group-cast that was checked.
+pub(super) fn copy_tensors(collective: &Collective) -> Result<Vec<RowCopyTensor>, CudaError> {
+    let refuse = |reason| CudaError::Launch { kernel: collective.contract.kind.clone(), reason };
+    collective.contract.tensors.iter().map(copy_tensor).collect::<Result<_, _>>().map_err(refuse)
+}
+
 /// A tensor whose elements stay as they are, so that only the number of bytes counts.
 pub(super) fn unconverted(tensor: &WireTensor) -> RowCopyTensor {
     let scalar = if tensor.dtype.size() == 2 { Scalar::Bf16 } else { Scalar::F32 };
@@ -98,8 +104,7 @@ pub(super) fn load(
     let refuse = |reason| CudaError::Launch { kernel: collective.contract.kind.clone(), reason };
     let tensors = &collective.contract.tensors;
     let Some(reduction) = &collective.reduction else {
-        let tensors: Vec<_> = tensors.iter().map(copy_tensor).collect::<Result<_, _>>().map_err(refuse)?;
-        return RowCopy::load(device, &tensors);
+        return RowCopy::load(device, &copy_tensors(collective)?);
     };
     // Logarithms are merged by the kernel of the tensor before them.
     let step = if reduction.op == ReduceOp::Lse { 2 } else { 1 };
@@ -122,7 +127,6 @@ impl RowWork {
         parts: &[Incoming<'_>],
         sms: Option<u32>,
     ) -> Result<Self, CudaError> {
-        let refuse = |reason| CudaError::Launch { kernel: collective.contract.kind.clone(), reason };
         let moves: Vec<RowMove> = parts
             .iter()
             .enumerate()
@@ -132,11 +136,7 @@ impl RowWork {
             .collect();
         let tensors = &collective.contract.tensors;
         Ok(match &collective.reduction {
-            None => {
-                let tensors: Vec<_> =
-                    tensors.iter().map(copy_tensor).collect::<Result<_, _>>().map_err(refuse)?;
-                Self::Copy(RowCopy::new(setup, &tensors, &moves)?)
-            }
+            None => Self::Copy(RowCopy::new(setup, &copy_tensors(collective)?, &moves)?),
             Some(reduction) if reduction.op == ReduceOp::Lse => {
                 let pairs = tensors.chunks_exact(2).zip(outputs.chunks_exact(2));
                 let merge = |(pair, output): (&[WireTensor], &[BufferSpec])| {
