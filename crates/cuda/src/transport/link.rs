@@ -402,6 +402,7 @@ pub(super) fn reduce_spec(
         types: first,
         operands,
         tensors: tensors.map(|(tensor, output)| (output.rows(), tensor.row_elements as u64)).collect(),
+        divisors: rows::divisors(reduction),
     })
 }
 

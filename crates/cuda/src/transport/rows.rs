@@ -1,5 +1,7 @@
 //! What a rank does with the rows that it receives.
 
+use std::sync::Arc;
+
 use counterpoint_exec::collective::{Collective, Reduction, WireTensor};
 use counterpoint_mask::Range;
 use counterpoint_plan::DType;
@@ -236,6 +238,7 @@ pub(super) fn sum_specs(
             types: types(tensor, reduction, output).map_err(refuse)?,
             rows: output.rows(),
             row_elements: tensor.row_elements as u64,
+            divisors: divisors(reduction),
         })
     };
     collective.contract.tensors.iter().zip(outputs).map(spec).collect()
@@ -263,5 +266,11 @@ fn few_spec(
         types: first,
         operands: LinkOperands::Announced,
         tensors: rows.collect(),
+        divisors: divisors(reduction),
     })
+}
+
+/// By what each row of a mean is divided.
+pub(super) fn divisors(reduction: &Reduction) -> Option<Arc<[u32]>> {
+    (reduction.op == ReduceOp::Avg).then(|| reduction.operands.as_slice().into())
 }
