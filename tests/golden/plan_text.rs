@@ -45,6 +45,9 @@ pub(crate) fn plan(plan: &Plan) -> String {
         for (rank, one) in levels.whole.iter().enumerate() {
             two_level(&format!("rank {rank} whole"), one, &mut out);
         }
+        for (rank, one) in levels.hosted.iter().enumerate() {
+            two_level(&format!("rank {rank} queries"), one, &mut out);
+        }
     }
     out
 }

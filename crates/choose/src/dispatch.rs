@@ -12,6 +12,7 @@ use counterpoint_schedule::{GradientReduction, OpCost, OverlapPolicy, RankTransp
 
 use crate::config::{DispatchAlgorithm, PlanConfig, QueryExchange};
 use crate::hosted_cost::HostedCost;
+use crate::hosts::over_nodes;
 use crate::owners::{dispatch, dispatch_keys, dispatch_queries};
 use crate::pass_stages::PassStages;
 use crate::planner::{may_host, owners_of, plan_hosting_within, plan_mask_within, plan_stages_within};
@@ -38,7 +39,10 @@ const LEAST_GAIN: f64 = 0.008;
 /// Queries travel where a forward and a backward are predicted to take less by this part together.
 const LEAST_GAIN_OF_HOSTS: f64 = 0.01;
 /// A pass that then takes longer does so by at most this part of what the other one gains.
-const MOST_LOSS_OF_A_PASS: f64 = 0.5;
+const MOST_LOSS_OF_A_PASS: f64 = 0.65;
+/// On several nodes all dispatches are looked at where queries that travel were seen to take at most so much longer, and none that without any
+/// takes more than this.
+const NEAR: f64 = 1.15;
 
 /// A dispatch, and what a forward and a backward with it are predicted to take.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -64,8 +68,8 @@ pub struct DispatchChoice {
 /// Who computes what decides about bits, so of `config` neither the stages nor the cost is looked at for the choice, and the same
 /// problem has the same dispatch on every machine of a kind. The plan itself has the stages and follows the cost of `config`, whose
 /// dispatch is not looked at. Nor do queries travel by what was measured: with [`QueryExchange::Auto`] they do where the simulator
-/// expects both passes together to be faster by 1 %, and one that is slower to lose at most half of what the other gains, even if hosts take as much longer than
-/// predicted as they were ever seen to. Plans take at most `available` bytes. Neither the plan nor the choice depends on `planning`: with
+/// expects both passes together to be faster by 1 %, and one that is slower to lose at most 0.65 of what the other gains, even if hosts of few rows take as
+/// much longer than predicted as they were ever seen to. Plans take at most `available` bytes. Neither the plan nor the choice depends on `planning`: with
 /// helpers, candidates that may be needed are tried side by side.
 ///
 /// # Errors
@@ -94,14 +98,14 @@ pub fn plan_attention(
             QueryExchange::Auto => staged(plan(&modelled)?, config)?,
             _ => plan(&PlanConfig { cost: config.cost, ..modelled })?,
         };
-        let planned = planned.over_nodes(&config.topology);
+        let planned = over_nodes(planned, spec, &modelled);
         return Ok((planned, DispatchChoice { candidates: Vec::new(), chosen: DISPATCHES[0] }));
     }
     config.validate_for(mask)?;
     let compared = PlanConfig { stages: PassStages::AUTO, cost: model.cost, ..*config };
     let attempt = |candidate: usize| -> Result<Tried, ChooseError> {
         let planned = plan(&PlanConfig { dispatch: DISPATCHES[candidate], ..compared })?;
-        Tried::new(candidate, planned.over_nodes(&config.topology), spec, &compared, planning)
+        Tried::new(candidate, over_nodes(planned, spec, &compared), spec, &compared, planning)
     };
     let mut ahead = Ahead::new(&Bounds::new(mask, spec, &compared), attempt, planning)?;
     let mut candidates = Vec::with_capacity(DISPATCHES.len());
@@ -142,7 +146,7 @@ pub fn plan_attention(
         Some(planned) if wanted.stages == compared.stages && wanted.cost == compared.cost => planned,
         // Rows stay where they are.
         Some(planned) => staged(planned, &wanted)?.over_nodes(&config.topology),
-        None => plan(&wanted)?.over_nodes(&config.topology),
+        None => over_nodes(plan(&wanted)?, spec, &compared),
     };
     Ok((planned, DispatchChoice { candidates, chosen }))
 }
@@ -166,10 +170,7 @@ fn where_queries_travel(
     if !may_host(&kept, &owners, mask, spec, &compared, LEAST_GAIN_OF_HOSTS) {
         return Ok((kept, choice));
     }
-    let passes = |plan: Plan| -> Result<[f64; 2], ChooseError> {
-        let one = Tried::new(0, plan.over_nodes(&config.topology), spec, &compared, planning)?;
-        one.passes_with_hosts(spec, &compared, planning)
-    };
+    let passes = |plan: &Plan| passes_with_hosts(plan, spec, &compared, planning);
     let staged = |plan: &Plan, config| plan_stages_within(plan, mask, spec, config, available, planning);
     let mut dispatches = vec![choice.chosen];
     dispatches.extend(DISPATCHES.into_iter().filter(|dispatch| *dispatch != choice.chosen));
@@ -180,9 +181,20 @@ fn where_queries_travel(
         [QueryExchange::Auto, QueryExchange::FewestBytes].map(|query_exchange| (dispatch, query_exchange))
     });
     let mut looked_at: Vec<Plan> = Vec::new();
+    let without_hosts = |dispatch| choice.candidates.iter().find(|one| one.algorithm == dispatch)?.seconds;
+    let fewest_seconds = without_hosts(choice.chosen);
+    let is_near = |dispatch| {
+        let ratio = without_hosts(dispatch).zip(fewest_seconds).map(|(one, fewest)| one / fewest);
+        config.topology.nodes() > 1 && ratio.is_some_and(|ratio| ratio <= NEAR)
+    };
+    // What is taken where queries travel, at least so far, over what is taken where none do.
+    let mut nearest = f64::INFINITY;
     for (dispatch, query_exchange) in ways {
-        // The others are worth their time where rows that travel are.
-        if best.is_none() && ![choice.chosen, DISPATCHES[0]].contains(&dispatch) {
+        // The others are worth their time where rows that travel are, or nearly are.
+        let is_other = best.is_none() && ![choice.chosen, DISPATCHES[0]].contains(&dispatch);
+        let is_worth_it =
+            query_exchange == QueryExchange::FewestBytes && nearest <= NEAR && is_near(dispatch);
+        if is_other && !is_worth_it {
             continue;
         }
         let known = (dispatch == choice.chosen).then(|| owners.clone());
@@ -190,25 +202,41 @@ fn where_queries_travel(
         let Some(hosting) = plan_hosting_within(known, mask, spec, &config, available, planning)? else {
             continue;
         };
+        let hosting = over_nodes(hosting, spec, &compared);
         if looked_at.contains(&hosting) {
             continue;
         }
         let without = match without {
             Some(without) => without,
-            None => *without.insert(passes(staged(&kept, &compared)?)?),
+            None => *without.insert(passes(&staged(&kept, &compared)?.over_nodes(&config.topology))?),
         };
-        let with = passes(hosting.clone())?;
+        let with = passes(&hosting)?;
         let seconds = with.iter().sum::<f64>();
+        nearest = nearest.min(seconds / without.iter().sum::<f64>());
         let limit = without.iter().sum::<f64>() * (1.0 - LEAST_GAIN_OF_HOSTS);
-        let gains: [f64; 2] = std::array::from_fn(|pass| without[pass] - with[pass]);
-        let (less, more) = (gains[0].min(gains[1]), gains[0].max(gains[1]));
-        if -less <= MOST_LOSS_OF_A_PASS * more && seconds <= best.as_ref().map_or(limit, |best| best.0) {
+        if is_kept(without, with, best.as_ref().map_or(limit, |best| best.0)) {
             best = Some((seconds, hosting.clone(), dispatch));
         }
         looked_at.push(hosting);
     }
-    let Some((_, hosting, chosen)) = best else { return Ok((kept, choice)) };
-    Ok((staged(&hosting, config)?.over_nodes(&config.topology), DispatchChoice { chosen, ..choice }))
+    let Some((seconds, mut hosting, chosen)) = best else { return Ok((kept, choice)) };
+    if config.topology.nodes() > 1 {
+        // What hides under computation may be quicker in the way that links alone are slower in.
+        let other = Plan { queries_go_straight: !hosting.queries_go_straight, ..hosting.clone() };
+        let other = other.over_nodes(&config.topology);
+        if is_kept(without.unwrap_or_default(), passes(&other)?, seconds) {
+            hosting = other;
+        }
+    }
+    let planned = staged(&hosting, config)?.over_nodes(&config.topology);
+    Ok((planned, DispatchChoice { chosen, ..choice }))
+}
+
+/// Whether what passes take with hosts is no more than `most` together, and none loses too much to what they take without.
+fn is_kept(without: [f64; 2], with: [f64; 2], most: f64) -> bool {
+    let gains: [f64; 2] = std::array::from_fn(|pass| without[pass] - with[pass]);
+    let (less, more) = (gains[0].min(gains[1]), gains[0].max(gains[1]));
+    -less <= MOST_LOSS_OF_A_PASS * more && with.iter().sum::<f64>() <= most
 }
 
 /// What is known of candidates before they are compared one after the other.
@@ -302,35 +330,35 @@ impl Tried {
         }
         let known = std::mem::take(&mut *self.known.lock().unwrap_or_else(PoisonError::into_inner));
         let cost = RememberedCost::new(cost, &self.plan, known, planning);
-        Ok(self.policies(spec, config, &cost, planning)?.seconds())
+        Ok(policies(&self.plan, spec, config, &cost, planning)?.seconds())
     }
+}
 
-    /// Seconds of a forward and of a backward, likewise, with hosts that take as long as any were seen to.
-    fn passes_with_hosts(
-        &self,
-        spec: &AttentionSpec,
-        config: &PlanConfig,
-        planning: &Planning<'_>,
-    ) -> Result<[f64; 2], ChooseError> {
-        let cost = HostedCost::new(&config.cost, &self.plan);
-        let cost = RememberedCost::new(&cost, &self.plan, KnownSeconds::default(), planning);
-        let choice = self.policies(spec, config, &cost, planning)?;
-        let backward = choice.backward.as_ref().map_or(0.0, |backward| backward.chosen().seconds);
-        Ok([choice.forward.chosen().seconds, backward])
-    }
+/// Seconds of a forward and of a backward by the policies that would be chosen, with hosts that take as long as any were seen to.
+fn passes_with_hosts(
+    plan: &Plan,
+    spec: &AttentionSpec,
+    config: &PlanConfig,
+    planning: &Planning<'_>,
+) -> Result<[f64; 2], ChooseError> {
+    let cost = HostedCost::new(&config.cost, plan);
+    let cost = RememberedCost::new(&cost, plan, KnownSeconds::default(), planning);
+    let choice = policies(plan, spec, config, &cost, planning)?;
+    let backward = choice.backward.as_ref().map_or(0.0, |backward| backward.chosen().seconds);
+    Ok([choice.forward.chosen().seconds, backward])
+}
 
-    fn policies(
-        &self,
-        spec: &AttentionSpec,
-        config: &PlanConfig,
-        cost: &RememberedCost<'_, impl OpCost + Sync + ?Sized>,
-        planning: &Planning<'_>,
-    ) -> Result<PolicyChoice, ChooseError> {
-        let topology = &config.topology;
-        let trial = Trial::new(&self.plan, spec, topology);
-        let transports = modelled_transports(topology, &config.cost);
-        policies_of(&trial, Some(GradientReduction::default()), transports, cost, planning)
-    }
+fn policies(
+    plan: &Plan,
+    spec: &AttentionSpec,
+    config: &PlanConfig,
+    cost: &RememberedCost<'_, impl OpCost + Sync + ?Sized>,
+    planning: &Planning<'_>,
+) -> Result<PolicyChoice, ChooseError> {
+    let topology = &config.topology;
+    let trial = Trial::new(plan, spec, topology);
+    let transports = modelled_transports(topology, &config.cost);
+    policies_of(&trial, Some(GradientReduction::default()), transports, cost, planning)
 }
 
 /// How much longer than the best a dispatch may take without a policy of its own, and still be the best with one: a margin can halve

@@ -1,16 +1,22 @@
 //! What hosted work costs where it must not be underestimated: as much longer than predicted as it was ever measured.
 
 use counterpoint_cost::CostModel;
-use counterpoint_plan::Plan;
+use counterpoint_plan::{HostedWork, Plan};
 use counterpoint_schedule::{OpCost, Program, ProgramOp};
 
 use crate::remembered::bands_of;
 
-/// By which factors a forward and a backward of hosted rows took longer than predicted on GPUs at most, where they were measured: 64 and 256
-/// queries over 64k and 256k keys, 64:8 and 16:16 heads of 128, on two H200s (docs/experiments/079-hosted-rows.md).
+/// By which factors a forward and a backward of hosted rows took longer than predicted on GPUs at most, where they were measured: 64 to 1,024
+/// queries over 64k and 256k keys, 64:8 and 16:16 heads of 128, on two H200s (docs/experiments/079-hosted-rows.md). It is seen where rows are
+/// few for the keys that they see; what hosts compute of more is attention as any other.
 const SEEN: [f64; 2] = [1.05, 1.2];
 
-/// The costs of a model, with hosted work of a plan on GPUs as slow as it was seen to be.
+/// Whether a row of hosted work sees more keys than there are rows, in the mean.
+fn is_wide(work: &HostedWork) -> bool {
+    (work.q_rows as u64).saturating_mul(work.q_rows as u64) < work.area
+}
+
+/// The costs of a model, with hosted work of a plan on GPUs as slow as such work was seen to be.
 pub(crate) struct HostedCost<'a> {
     cost: &'a CostModel,
     plan: &'a Plan,
@@ -36,7 +42,7 @@ impl OpCost for HostedCost<'_> {
             return Some(seconds);
         };
         // Programs share the bands of their plan.
-        let is_hosted = std::ptr::eq(bands, &*hosted.bands) && !bands.is_empty();
+        let is_hosted = std::ptr::eq(bands, &*hosted.bands) && !bands.is_empty() && is_wide(hosted);
         Some(if is_hosted { seconds * SEEN[usize::from(backward)] } else { seconds })
     }
 }

@@ -69,7 +69,7 @@ pub fn plan_mask_on(
     Ok(stages::outline(division, spec, config, planning)?.into_plan(planning)?)
 }
 
-/// The same mask on the owners of `base`, and computed by the same hosts, cut into stages as `config` says; unless the pieces of all
+/// The same mask on the owners of `base`, and computed by the same hosts, which queries reach in the same way, cut into stages as `config` says; unless the pieces of all
 /// ranks would take more than `available` bytes. Nothing else of `config` is looked at but its cost and its topology.
 ///
 /// # Errors
@@ -89,7 +89,8 @@ pub fn plan_stages_within(
     } else if !hosted.is_empty() {
         division = division.with_offloaded(&hosted.iter().map(|work| work.offloaded()).collect());
     }
-    Ok(stages::outline(division, spec, config, planning)?.into_plan_within(available, planning)?)
+    let plan = stages::outline(division, spec, config, planning)?.into_plan_within(available, planning)?;
+    Ok(Plan { queries_go_straight: base.queries_go_straight, ..plan })
 }
 
 /// Whether hosts could make `base`, a plan of `mask` without any, quicker by this part: whether ranks do something else than to compute

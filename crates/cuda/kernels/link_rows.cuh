@@ -1,10 +1,12 @@
-// Partial results of rows in the memories of several GPUs, combined into their owner's rows by plain loads between two device-side
-// barriers: the group-reduces that `link_reduce` has no copies for, which are merges by logarithms and sums that round on their way.
+// Rows in the memories of several GPUs, fetched by plain loads between two device-side barriers: the group-reduces that `link_reduce`
+// has no copies for, which are merges by logarithms and sums that round on their way, and the group-casts that `link_copy` has none for,
+// whose rows round on their way or are no multiples of 16 bytes.
 //
-// The operands of a row are combined in the order of their ranks, as `row_merge` and `row_reduce` do, and with the same bits.
+// The operands of a row are combined in the order of their ranks. All is as `row_merge`, `row_reduce` and `row_copy` do it, with the same bits.
 #pragma once
 
 #include "link_barrier.cuh"
+#include "row_copy.cuh"
 #include "row_merge.cuh"
 #include "row_reduce.cuh"
 
@@ -53,6 +55,34 @@ __device__ __forceinline__ void link_merge(const LinkCall& call, const RowMergeP
     row_merge<Partial, Wire, Sum, Result, kLinkRowThreads>(
         LinkPairSources{tensors}, pieces, operands, reinterpret_cast<Result*>(call.own[0]),
         reinterpret_cast<float*>(call.own[1]), count, heads, dim, accumulate, packed);
+  });
+}
+
+// What becomes of a tensor's elements on their way, two bits a tensor: nothing, or they are rounded, of this type.
+enum LinkElements : u32 { kLinkPlain = 0, kLinkRoundedBf16 = 1, kLinkRoundedF16 = 2, kLinkRoundedF32 = 3 };
+
+// Pieces are those of `row_copy`, whose sources are [rank][tensor]. `Wire`: what elements that are rounded are rounded to.
+template <typename Wire>
+__device__ __forceinline__ void link_cast(const LinkCall& call, const RowCopyPiece* __restrict__ pieces, u32 count,
+                                          u32 elements) {
+  link_rows(call, [&](const u64* tensors) {
+    const u32 lane = threadIdx.x % 32;
+    const u32 warps = gridDim.x * (kLinkRowThreads / 32);
+    for (u32 i = blockIdx.x * (kLinkRowThreads / 32) + threadIdx.x / 32; i < count; i += warps) {
+      const RowCopyPiece piece = pieces[i];
+      const u64 from = tensors[piece.source] + piece.from, to = call.own[piece.target] + piece.to;
+      const u32 kind = elements >> 2 * piece.target & 3;
+      // Nothing is rounded to the widest type.
+      if (sizeof(Wire) == sizeof(F32) || kind == kLinkPlain) {
+        copy_unaligned(from, to, piece.bytes, lane);
+      } else if (kind == kLinkRoundedF32) {
+        copy_rounded<F32, Wire>(from, to, piece.bytes, lane);
+      } else if (kind == kLinkRoundedF16) {
+        copy_rounded<F16, Wire>(from, to, piece.bytes, lane);
+      } else {
+        copy_rounded<Bf16, Wire>(from, to, piece.bytes, lane);
+      }
+    }
   });
 }
 

@@ -130,6 +130,28 @@ __device__ __forceinline__ void row_copy_unaligned(const RowCopyTensors& tensors
   }
 }
 
+// Elements that a lane has on their way at once where they are rounded.
+constexpr u32 kRowCopyRoundedUnroll = 4;
+
+// A warp's copy of elements, each rounded to a narrower type on its way.
+template <typename T, typename Wire>
+__device__ __forceinline__ void copy_rounded(u64 from, u64 to, u32 bytes, u32 lane) {
+  const T* source = reinterpret_cast<const T*>(from);
+  T* target = reinterpret_cast<T*>(to);
+  const u32 count = bytes / sizeof(T);
+  for (u32 first = lane; first < count; first += 32 * kRowCopyRoundedUnroll) {
+    T held[kRowCopyRoundedUnroll];
+#pragma unroll
+    for (u32 u = 0; u < kRowCopyRoundedUnroll; ++u) {
+      if (first + 32 * u < count) held[u] = source[first + 32 * u];
+    }
+#pragma unroll
+    for (u32 u = 0; u < kRowCopyRoundedUnroll; ++u) {
+      if (first + 32 * u < count) target[first + 32 * u] = narrow<T>(through<Wire>(widen(held[u])));
+    }
+  }
+}
+
 // As `row_copy`, with every element rounded to a narrower type on its way.
 template <typename T, typename Wire>
 __device__ __forceinline__ void row_copy_rounded(const RowCopyTensors& tensors, const RowCopyPiece* __restrict__ pieces,
@@ -138,12 +160,8 @@ __device__ __forceinline__ void row_copy_rounded(const RowCopyTensors& tensors, 
   const u32 warps = gridDim.x * (kRowCopyThreads / 32);
   for (u32 i = blockIdx.x * (kRowCopyThreads / 32) + threadIdx.x / 32; i < count; i += warps) {
     const RowCopyPiece piece = pieces[i];
-    const u8* from = reinterpret_cast<const u8*>(tensors.sources[piece.source]) + piece.from;
-    u8* to = reinterpret_cast<u8*>(tensors.targets[piece.target]) + piece.to;
-    for (u32 e = lane; e < piece.bytes / sizeof(T); e += 32) {
-      const float value = widen(reinterpret_cast<const T*>(from)[e]);
-      reinterpret_cast<T*>(to)[e] = narrow<T>(through<Wire>(value));
-    }
+    copy_rounded<T, Wire>(tensors.sources[piece.source] + piece.from, tensors.targets[piece.target] + piece.to,
+                          piece.bytes, lane);
   }
 }
 

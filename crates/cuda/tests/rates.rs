@@ -88,6 +88,7 @@ fn rates() {
             types: f32s,
             rows,
             row_elements,
+            divisors: None,
         };
         let work = RowReduce::new(&stream, &spec, &moves).unwrap();
         let sources = [a.address(), c.address(), d.address()];

@@ -1,4 +1,4 @@
-//! The exchange over several nodes: a row crosses the network once for each node, and is cast on inside it.
+//! The exchange over several nodes: a row, of keys or of queries, crosses the network once for each node, and is cast on inside it.
 
 use counterpoint_mask::Range;
 use serde::{Deserialize, Serialize};
@@ -14,6 +14,9 @@ use crate::{GroupPart, OwnedSplit, RemoteSplit, Topology};
 /// stage's key buffer, as the flat group-cast does. A gateway that needs a row itself sends it to itself in step two.
 ///
 /// The group-reduce runs the steps backwards: partial results are reduced inside the node before they cross.
+///
+/// Of queries that travel likewise: for key rows read query rows, for the stage's key buffer that of hosted queries. A rank that hosts rows of
+/// its own has them in the near part.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TwoLevelPart {
     /// Between nodes. `owned` are own key rows, `remote` are rows of the buffer of step one.
@@ -39,6 +42,8 @@ pub struct TwoLevelExchange {
     /// By rank, all stages as one: key buffers laid one after the other. A deterministic backward reduces by it, so that the order
     /// of its sums does not follow the stages.
     pub whole: Vec<TwoLevelPart>,
+    /// By rank, of queries to those that host them, and of what these compute back; empty where none do.
+    pub hosted: Vec<TwoLevelPart>,
 }
 
 impl TwoLevelExchange {
@@ -55,7 +60,14 @@ impl TwoLevelExchange {
             forward: by_rank(runs, topology, forward),
             backward: by_rank(runs, topology, backward),
             whole: two_levels(runs, whole, topology),
+            hosted: Vec::new(),
         }
+    }
+
+    /// The same, with queries to those that host them: the rows that each rank hosts, of the owners of `runs`.
+    #[must_use]
+    pub(crate) fn with_hosted(self, runs: &Runs, topology: &Topology, hosted: &[Vec<PlacedRows>]) -> Self {
+        Self { hosted: two_levels(runs, hosted, topology), ..self }
     }
 
     /// Key rows that cross between nodes in a forward: in each stage every row once for each node that needs it then and does
@@ -67,6 +79,11 @@ impl TwoLevelExchange {
     /// Likewise in a backward, one way; as many sums of gradients cross back.
     pub fn backward_inter_node_rows(&self) -> u64 {
         self.backward.iter().flatten().map(|part| part.inter.send_rows()).sum()
+    }
+
+    /// Query rows that cross between nodes, once for each node that hosts them and does not own them; as many partial results cross back.
+    pub fn query_inter_node_rows(&self) -> u64 {
+        self.hosted.iter().map(|part| part.inter.send_rows()).sum()
     }
 }
 

@@ -39,7 +39,7 @@ impl Outline {
         });
         let ranks = ranks.collect();
         let Owners { q_dispatch, k_dispatch, .. } = self.owners;
-        Ok(Plan { q_dispatch, k_dispatch, ranks, two_level: None })
+        Ok(Plan { q_dispatch, k_dispatch, ranks, queries_go_straight: false, two_level: None })
     }
 
     /// Writes out every rank's part, unless their pieces would take more than `available` bytes.

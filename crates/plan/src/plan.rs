@@ -95,6 +95,9 @@ pub struct Plan {
     pub k_dispatch: Dispatch,
     /// Every rank's part.
     pub ranks: Vec<RankPlan>,
+    /// On several nodes queries that travel go to each host by itself, whatever keys do: of few rows a step more takes longer than what it saves.
+    #[serde(default)]
+    pub queries_go_straight: bool,
     /// How the same rows travel on several nodes, where they are to travel in two steps; see [`Plan::over_nodes`].
     pub two_level: Option<TwoLevelExchange>,
 }
@@ -116,7 +119,12 @@ impl Plan {
         };
         let whole: Vec<Vec<PlacedRows>> = self.ranks.iter().map(|rank| placed(&rank.backward)).collect();
         let [forward, backward] = [received(|rank| &rank.forward), received(|rank| &rank.backward)];
-        TwoLevelExchange::of(&runs, topology, forward, backward, &whole)
+        let of_keys = TwoLevelExchange::of(&runs, topology, forward, backward, &whole);
+        let hosted = self.ranks.iter().map(|rank| Some(PlacedRows::of(&rank.hosted.as_ref()?.q_ranges, 0)));
+        match hosted.collect::<Option<Vec<_>>>() {
+            Some(hosted) => of_keys.with_hosted(&Runs::new(&self.q_dispatch), topology, &hosted),
+            None => of_keys,
+        }
     }
 
     /// Key rows that cross between nodes in a forward when every rank fetches for itself.
@@ -134,13 +142,27 @@ impl Plan {
         self.ranks.iter().flat_map(|rank| rank.forward.iter().map(|stage| inter_node(rank.rank, stage))).sum()
     }
 
+    /// Query rows that cross between nodes when each goes to every host by itself.
+    pub fn flat_query_inter_node_rows(&self, topology: &Topology) -> u64 {
+        let hosted = self.ranks.iter().filter_map(|rank| Some((rank.rank, rank.hosted.as_ref()?)));
+        let of_rank = |(rank, hosted): (usize, &HostedWork)| -> u64 {
+            let far = |owner: u32| topology.node(owner as usize) != topology.node(rank);
+            let splits = hosted.part.remote.iter().filter(|split| far(split.rank));
+            splits.map(|split| split.rows.len() as u64).sum()
+        };
+        hosted.map(of_rank).sum()
+    }
+
     /// The plan with its exchange in two steps, between nodes and inside each, for ranks that are laid out as `topology` says.
-    /// On one node it stays as it is.
+    /// On one node it stays as it is. Of queries those steps are left out where they [go straight](Self::queries_go_straight).
     ///
     /// # Panics
     /// When `topology` is not for as many ranks as the plan.
     pub fn over_nodes(self, topology: &Topology) -> Plan {
-        let two_level = (topology.nodes() > 1).then(|| self.two_levels(topology));
+        let mut two_level = (topology.nodes() > 1).then(|| self.two_levels(topology));
+        if let Some(exchange) = two_level.as_mut().filter(|_| self.queries_go_straight) {
+            exchange.hosted.clear();
+        }
         Plan { two_level, ..self }
     }
 

@@ -68,6 +68,14 @@ impl ProgramBuilder {
         BufferId(self.program.buffers.len() - 1)
     }
 
+    /// Scratch for `rows` rows as those of `buffer`, whose name it has with `ending`.
+    pub fn scratch_like(&mut self, buffer: BufferId, ending: &str, rows: usize) -> BufferId {
+        let like = &self.program.buffers[buffer.0];
+        let (name, dtype, mut shape) = (format!("{}_{ending}", like.name), like.dtype, like.shape.clone());
+        shape[0] = rows;
+        self.buffer(&name, dtype, &shape, BufferRole::Scratch)
+    }
+
     /// How many rows `buffer` has.
     pub fn rows(&self, buffer: BufferId) -> usize {
         self.program.buffers[buffer.0].rows()

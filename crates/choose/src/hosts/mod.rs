@@ -2,6 +2,7 @@
 
 mod pairs;
 mod proposals;
+mod steps;
 
 use std::fmt;
 
@@ -13,6 +14,7 @@ use crate::config::{PlanConfig, QueryExchange};
 use crate::pass_stages::StageCount;
 use crate::stages;
 use proposals::proposals;
+pub(crate) use steps::over_nodes;
 
 /// The most that are weighed: seconds of one core (0.1 to 1.2 us a piece on an EPYC, whether neighbours can be joined or not) and some
 /// hundred megabytes. Rows that are worth sending are few, and come in thousands of pieces.

@@ -65,12 +65,12 @@ fn hosts(plan: &Plan) -> bool {
     plan.ranks.iter().any(|rank| rank.hosted.is_some())
 }
 
-/// `auto`, the default, is no slower than `never`, nor than `fewest_bytes` by more than what hosts are weighed for; a pass may lose what the
-/// other one gains twice over. Queries travel in so many cases at least.
+/// `auto`, the default, is no slower than `never`, `fewest_bytes` or the other way for queries to cross between nodes; a pass may lose a part of
+/// what the other one gains. Queries travel in so many cases at least.
 fn check(cases: impl Iterator<Item = Case>, hosted_at_least: usize) {
     println!("seed {SEED}");
     let [mut auto, mut of_passes, mut never, mut fewest] = std::array::from_fn(|_| Ratios::default());
-    let mut hosted = 0;
+    let (mut hosted, mut of_ways) = (0, Ratios::default());
     for case in cases {
         let of = |query_exchange| planned(&case, &PlanConfig { query_exchange, ..case.config });
         let with = of(QueryExchange::Auto);
@@ -80,6 +80,13 @@ fn check(cases: impl Iterator<Item = Case>, hosted_at_least: usize) {
         if hosts(&with) {
             hosted += 1;
             println!("{}: queries travel, {ratio:.3} of the time", case.name);
+            if case.config.topology.nodes() > 1 {
+                let other =
+                    Plan { queries_go_straight: !with.queries_go_straight, two_level: None, ..with.clone() };
+                let other = passes(&case, &other.over_nodes(&case.config.topology)).iter().sum::<f64>();
+                let way = if with.queries_go_straight { "straight" } else { "in two steps" };
+                of_ways.add(taken.iter().sum::<f64>() / other, &format!("{}, {way}", case.name));
+            }
         }
         auto.add(ratio, &case.name);
         (0..2).for_each(|pass| of_passes.add(taken[pass] / without[pass], &case.name));
@@ -91,9 +98,11 @@ fn check(cases: impl Iterator<Item = Case>, hosted_at_least: usize) {
     println!("each pass of auto over never's: {}", of_passes.text());
     println!("auto over fewest bytes: {}", fewest.text());
     println!("never over auto: {}", never.text());
+    println!("queries on their way over the other way: {}", of_ways.text());
     assert!(auto.worst().0 <= 1.01, "{:?}", auto.worst());
-    assert!(fewest.worst().0 <= 1.08, "{:?}", fewest.worst());
-    assert!(of_passes.worst().0 <= 1.15, "{:?}", of_passes.worst());
+    assert!(fewest.worst().0 <= 1.01, "{:?}", fewest.worst());
+    assert!(of_ways.worst().0 <= 1.01, "{:?}", of_ways.worst());
+    assert!(of_passes.worst().0 <= 1.16, "{:?}", of_passes.worst());
     assert!(hosted >= hosted_at_least, "{hosted}");
 }
 

@@ -4,9 +4,8 @@ use std::collections::{BTreeSet, VecDeque};
 
 use crate::cases::{configs, masks, spec};
 use crate::checks::rows;
-use counterpoint_choose::plan_mask;
-use counterpoint_mask::Range;
-use counterpoint_plan::{GroupPart, Plan, RankPlan, StagePlan, Topology, TwoLevelPart};
+use counterpoint_choose::{PlanConfig, QueryExchange, plan_mask};
+use counterpoint_plan::{GroupPart, HostedWork, Plan, RankPlan, StagePlan, Topology, TwoLevelPart};
 use proptest::prelude::*;
 
 /// Moves rows as a group-cast does. `allowed(source, destination)` says which pairs may talk.
@@ -64,33 +63,33 @@ fn group_reduce(parts: &[&GroupPart], partials: &[Vec<u64>], sums: &mut [Vec<u64
 
 type StagesOf = fn(&RankPlan) -> &[StagePlan];
 
-fn check_stage(plan: &Plan, stages: &[&StagePlan], parts: &[&TwoLevelPart], topology: &Topology) -> u64 {
-    let ranks = plan.cp_size();
+/// Moves rows through the two steps: `own` rows of each rank to where it has those that it `received`, in this order. How many entered foreign
+/// nodes, each of which every row enters once. Own rows that a rank needs in the buffer too come to it inside its node.
+fn check_levels(
+    own: &[Vec<usize>],
+    received: &[Vec<usize>],
+    parts: &[&TwoLevelPart],
+    topology: &Topology,
+) -> u64 {
+    let ranks = own.len();
     let node = |rank: usize| topology.node(rank);
-    let own: Vec<Vec<usize>> = plan.ranks.iter().map(|rank| rows(&rank.k_ranges)).collect();
-
     let inter: Vec<&GroupPart> = parts.iter().map(|part| &part.inter).collect();
     let mut first: Vec<Vec<usize>> = parts.iter().map(|part| vec![usize::MAX; part.inter_rows]).collect();
-    group_cast(&inter, &own, &mut first, |source, rank| node(source) != node(rank));
+    group_cast(&inter, own, &mut first, |source, rank| node(source) != node(rank));
     let near: Vec<&GroupPart> = parts.iter().map(|part| &part.near).collect();
     let forward: Vec<&GroupPart> = parts.iter().map(|part| &part.forward).collect();
-    let received = |stage: &&StagePlan| {
-        vec![usize::MAX; stage.own_rows + stage.recv_ranges.iter().map(Range::len).sum::<usize>()]
-    };
-    let mut second: Vec<Vec<usize>> = stages.iter().map(received).collect();
-    group_cast(&near, &own, &mut second, |source, rank| node(source) == node(rank));
+    let mut second: Vec<Vec<usize>> = received.iter().map(|rows| vec![usize::MAX; rows.len()]).collect();
+    group_cast(&near, own, &mut second, |source, rank| node(source) == node(rank));
     group_cast(&forward, &first, &mut second, |source, rank| node(source) == node(rank));
     for rank in 0..ranks {
         assert!(first[rank].iter().all(|&row| row != usize::MAX), "the buffer of step one is packed");
-        let (own, received) = second[rank].split_at(stages[rank].own_rows);
-        assert!(own.iter().all(|&row| row == usize::MAX), "own rows do not travel");
-        assert_eq!(received, rows(&stages[rank].recv_ranges), "the buffer of rank {rank}");
+        assert_eq!(second[rank], received[rank], "the buffer of rank {rank}");
     }
 
     // Every row enters a foreign node that needs it once.
     let mut wanted = BTreeSet::new();
-    for rank in 0..ranks {
-        for row in &second[rank][stages[rank].own_rows..] {
+    for (rank, rows) in second.iter().enumerate() {
+        for row in rows.iter().filter(|row| **row != usize::MAX) {
             let owner =
                 own.iter().position(|own| own.binary_search(row).is_ok()).expect("every row has an owner");
             if node(owner) != node(rank) {
@@ -110,7 +109,7 @@ fn check_stage(plan: &Plan, stages: &[&StagePlan], parts: &[&TwoLevelPart], topo
     let partials: Vec<Vec<u64>> = (0..ranks).map(|rank| vec![1 << rank; second[rank].len()]).collect();
     let zeros =
         |rows: &[Vec<usize>]| -> Vec<Vec<u64>> { rows.iter().map(|rows| vec![0; rows.len()]).collect() };
-    let (mut sums, mut partial_sums) = (zeros(&own), zeros(&first));
+    let (mut sums, mut partial_sums) = (zeros(own), zeros(&first));
     group_reduce(&near, &partials, &mut sums);
     group_reduce(&forward, &partials, &mut partial_sums);
     group_reduce(&inter, &partial_sums, &mut sums);
@@ -121,6 +120,16 @@ fn check_stage(plan: &Plan, stages: &[&StagePlan], parts: &[&TwoLevelPart], topo
         }
     }
     entered.len() as u64
+}
+
+fn check_stage(plan: &Plan, stages: &[&StagePlan], parts: &[&TwoLevelPart], topology: &Topology) -> u64 {
+    let own: Vec<Vec<usize>> = plan.ranks.iter().map(|rank| rows(&rank.k_ranges)).collect();
+    // Own rows do not travel.
+    let received = stages
+        .iter()
+        .map(|stage| [vec![usize::MAX; stage.own_rows], rows(&stage.recv_ranges)].concat())
+        .collect::<Vec<_>>();
+    check_levels(&own, &received, parts, topology)
 }
 
 proptest! {
@@ -161,6 +170,44 @@ proptest! {
                     prop_assert_eq!(&stage.part, &part.near);
                 }
             }
+        }
+    }
+
+    /// Queries that travel: they arrive and cross once, and results come to places among the offloaded rows, of which each has its own.
+    #[test]
+    fn queries_arrive_and_cross_once(mask in masks(400), config in configs()) {
+        let config = PlanConfig { query_exchange: QueryExchange::FewestBytes, ..config };
+        let plan = plan_mask(&mask, &spec(), &config).unwrap();
+        let topology = config.topology;
+        let exchange = plan.two_levels(&topology);
+        let hosted: Vec<&HostedWork> = plan.ranks.iter().filter_map(|rank| rank.hosted.as_ref()).collect();
+        prop_assert_eq!(hosted.len(), exchange.hosted.len());
+        prop_assume!(!hosted.is_empty());
+        let own: Vec<Vec<usize>> = plan.ranks.iter().map(|rank| rows(&rank.q_ranges)).collect();
+        let received: Vec<Vec<usize>> = hosted.iter().map(|work| rows(&work.q_ranges)).collect();
+        let parts: Vec<&TwoLevelPart> = exchange.hosted.iter().collect();
+        let crossed = check_levels(&own, &received, &parts, &topology);
+        prop_assert_eq!(crossed, exchange.query_inter_node_rows());
+        prop_assert!(crossed <= plan.flat_query_inter_node_rows(&topology));
+        // Inside nodes, then between them: each place gets what the flat exchange brings.
+        let reduced = |of: fn(&HostedWork, &TwoLevelPart) -> [GroupPart; 2]| {
+            let steps: Vec<[GroupPart; 2]> = hosted.iter().zip(&parts).map(|(work, part)| of(work, part)).collect();
+            let step = |at: usize| steps.iter().map(|steps| &steps[at]).collect::<Vec<_>>();
+            let partials: Vec<Vec<u64>> =
+                hosted.iter().enumerate().map(|(rank, work)| vec![1 << rank; work.q_rows]).collect();
+            let mut far: Vec<Vec<u64>> = parts.iter().map(|part| vec![0; part.inter_rows]).collect();
+            let forward: Vec<&GroupPart> = parts.iter().map(|part| &part.forward).collect();
+            group_reduce(&forward, &partials, &mut far);
+            let mut places: Vec<Vec<u64>> = hosted.iter().map(|work| vec![0; work.offloaded_rows()]).collect();
+            group_reduce(&step(0), &partials, &mut places);
+            group_reduce(&step(1), &far, &mut places);
+            places
+        };
+        let flat = reduced(|work, _| [work.owner_part(), GroupPart::default()]);
+        prop_assert_eq!(reduced(|work, part| [work.with_places(&part.near), work.with_places(&part.inter)]), flat);
+        for (work, part) in hosted.iter().zip(&parts) {
+            let named: Vec<usize> = work.with_places(&part.near).owned.iter().map(|split| split.rows.len()).collect();
+            prop_assert_eq!(named.iter().sum::<usize>(), work.offloaded_rows(), "places are begun");
         }
     }
 }

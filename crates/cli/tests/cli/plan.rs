@@ -166,6 +166,22 @@ fn prints_a_table_that_explains_itself() {
     folder.run("plan --mask causal:1k,keys=3k --cp-size 4").ok();
 }
 
+/// Queries that travel cross between nodes once for a node, unless there are so few that a step more is not worth it.
+#[test]
+fn queries_between_nodes_are_counted() {
+    let folder = Folder::new();
+    let of = |queries: usize| {
+        let heads = "--heads-q 16 --heads-kv 16 --head-dim 128";
+        folder.run(&format!("plan --mask full:{queries},keys=128k --cp-size 8 --nodes 2 {heads}")).ok().stdout
+    };
+    let many = of(1024);
+    let once =
+        "1,024 query rows, each once for a node that hosts it (4,096 if each went to every host by itself)";
+    assert!(many.contains(once), "{many}");
+    let few = of(8);
+    assert!(few.contains("32 query rows, to each host by itself; as many partial results back"), "{few}");
+}
+
 #[test]
 fn writes_a_report() {
     let folder = Folder::new();

@@ -27,8 +27,8 @@ pub struct PlanningArguments {
     pub stages: PassStages,
 
     /// Whether queries that see many keys of other ranks may travel to these keys instead. auto: where both passes are predicted to take
-    /// 5 % less together, and neither more by 1 %; where --dispatch is named by the machine's profile, and with --deterministic then never.
-    /// Left out: auto with --dispatch auto on up to 256 ranks, else never
+    /// 1 % less together, and one that takes longer 0.65 of what the other gains at most; where --dispatch is named by the machine's
+    /// profile, neither longer, and with --deterministic then never. Left out: auto with --dispatch auto on up to 256 ranks, else never
     #[arg(long, value_name = "WHEN", value_parser = value::query_exchange())]
     pub query_exchange: Option<QueryExchange>,
 

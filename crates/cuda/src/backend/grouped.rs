@@ -420,6 +420,7 @@ impl Prepare<'_> {
             types: ReduceTypes { partial: scalar, wire: scalar, sum: scalar, result: scalar },
             rows,
             row_elements: columns as u64,
+            divisors: None,
         };
         RowReduce::of_terms(self.setup(), &spec, &terms(launch))
     }

@@ -1,5 +1,7 @@
 //! The launcher of `link_reduce.cuh`: group-reduces over NVLink, operands fetched from peers and added in a fixed order.
 
+use std::sync::Arc;
+
 use bytemuck::NoUninit;
 use counterpoint_schedule::{Accumulate, ReduceOp};
 
@@ -85,6 +87,8 @@ pub struct LinkReduceSpec {
     pub operands: LinkOperands,
     /// Rows of each result, and elements of one of its rows.
     pub tensors: Vec<(usize, u64)>,
+    /// Of a mean: by what each row of all results is divided, where that is not how many operands it has here.
+    pub divisors: Option<Arc<[u32]>>,
 }
 
 /// Where the operands of a reduction lie.
@@ -214,7 +218,10 @@ fn most_elements(types: ReduceTypes) -> u32 {
 fn lists(spec: &LinkReduceSpec, moves: &[RowMove], num_sms: u32) -> Lists {
     let accumulate = spec.accumulate == Accumulate::Continue;
     let with_empty = !accumulate && spec.operands == LinkOperands::Announced;
-    let rows = spec.tensors.iter().map(|&(rows, _)| OperandRows::of_moves(moves, rows, with_empty));
+    let rows = spec.tensors.iter().map(|&(rows, _)| {
+        let rows = OperandRows::of_moves(moves, rows, with_empty);
+        spec.divisors.as_ref().map_or(rows.clone(), |divisors| rows.cut_where(divisors))
+    });
     let rows: Vec<_> = rows.collect();
     let total: u64 = rows.iter().zip(&spec.tensors).map(|(parts, &(_, row))| parts.rows() * row).sum();
     let most = total.div_ceil(u64::from(num_sms.max(1)) * PIECES).next_multiple_of(LEAST_ELEMENTS);
@@ -224,9 +231,10 @@ fn lists(spec: &LinkReduceSpec, moves: &[RowMove], num_sms: u32) -> Lists {
         for (part, of_part) in parts.parts() {
             let elements = part.len() as u64 * row;
             let operands = of_part.len() as u32 + u32::from(accumulate);
-            let divisor = match spec.op {
-                ReduceOp::Avg => operands.max(1),
-                ReduceOp::Sum | ReduceOp::Lse => 1,
+            let divisor = match (spec.op, &spec.divisors) {
+                (ReduceOp::Avg, Some(divisors)) => divisors[part.start].max(1),
+                (ReduceOp::Avg, None) => operands.max(1),
+                (ReduceOp::Sum | ReduceOp::Lse, _) => 1,
             };
             for offset in (0..elements).step_by(most as usize) {
                 let to = part.start as u64 * row + offset;
@@ -354,6 +362,7 @@ mod tests {
             types,
             operands: LinkOperands::Delivered { rank: 1 },
             tensors: vec![(4, 8), (4, 16)],
+            divisors: None,
         };
         let moves = [step(0, 7, 0, 4), step(1, 0, 0, 4), step(2, 3, 0, 4)];
         let lists =
@@ -380,11 +389,24 @@ mod tests {
         let moves = [step(3, 10, 2, 4), step(1, 0, 4, 4), step(0, 30, 8, 3)];
         let types =
             ReduceTypes { partial: Scalar::Bf16, wire: Scalar::Bf16, sum: Scalar::F32, result: Scalar::F32 };
-        for accumulate in [Accumulate::Start, Accumulate::Continue] {
+        // Where operands are combined elsewhere too, rows that have the same here are divided by other numbers.
+        let elsewhere: Arc<[u32]> = (0..12).map(|row| row / 3 + 1).collect();
+        for (accumulate, divisors) in [
+            (Accumulate::Start, None),
+            (Accumulate::Continue, None),
+            (Accumulate::Start, Some(elsewhere.clone())),
+            (Accumulate::Continue, Some(elsewhere)),
+        ] {
             let tensors = vec![(12, 1000), (12, 8)];
             let operands = LinkOperands::Announced;
-            let spec =
-                LinkReduceSpec { op: ReduceOp::Avg, accumulate, types, operands, tensors: tensors.clone() };
+            let spec = LinkReduceSpec {
+                op: ReduceOp::Avg,
+                accumulate,
+                types,
+                operands,
+                tensors: tensors.clone(),
+                divisors: divisors.clone(),
+            };
             let lists = lists(&spec, &moves, 2);
             assert_eq!(lists.blocks.len(), 3);
             // Each piece with what is fetched for it.
@@ -428,7 +450,8 @@ mod tests {
                             (fetch.rank, fetch.from + (at - piece.to) * bytes)
                         });
                         assert_eq!(listed.collect::<Vec<_>>(), expected, "element {at}");
-                        assert_eq!(piece.divisor, (expected.len() as u32).max(1));
+                        let here = (expected.len() as u32).max(1);
+                        assert_eq!(piece.divisor, divisors.as_ref().map_or(here, |of_rows| of_rows[place]));
                     }
                 }
             }

@@ -21,6 +21,7 @@ mod gemm;
 mod head_resize;
 mod layouts;
 mod link_barrier;
+mod link_cast;
 mod link_copy;
 mod link_litmus;
 mod link_reduce;
@@ -82,6 +83,7 @@ pub use link_barrier::{
     LINK_BLOCKS, LINK_PARTS, LINK_RANKS, LINK_TENSORS, LinkArrivals, LinkCall, LinkEnd, LinkPeers,
     LinkShifts, LinkStep, MissedRank,
 };
+pub use link_cast::LinkCast;
 pub use link_copy::{LinkCopy, LinkDelivery, LinkDirection, LinkPhase};
 pub use link_litmus::{LinkLitmus, LitmusResult};
 pub use link_reduce::{LinkOperands, LinkReduce, LinkReduceSpec};

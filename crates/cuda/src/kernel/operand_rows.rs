@@ -76,6 +76,21 @@ impl OperandRows {
         Some(all)
     }
 
+    /// The same, cut where what `of_rows` says of a row is not what it says of the one before.
+    pub(super) fn cut_where(&self, of_rows: &[u32]) -> Self {
+        let mut all = Self { parts: Vec::with_capacity(self.parts.len()), operands: Vec::new() };
+        for (rows, operands) in self.parts() {
+            let mut first = rows.start;
+            for of_same in of_rows[rows.start..rows.end].chunk_by(|a, b| a == b) {
+                let skipped = (first - rows.start) as u32;
+                all.operands.extend(operands.iter().map(|&(peer, from)| (peer, from + skipped)));
+                all.parts.push((Range::new(first, first + of_same.len()), all.operands.len()));
+                first += of_same.len();
+            }
+        }
+        all
+    }
+
     /// Adds a row, to the last part where it and its operands follow that's.
     fn add_row(&mut self, row: usize, operands: &[Operand]) {
         let before = self.parts.len().checked_sub(2).map_or(0, |before| self.parts[before].1);
@@ -133,6 +148,30 @@ fn by_peer(moves: &[RowMove]) -> Vec<Vec<RowMove>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Row by row as before, and no part has rows of which something else is said.
+    #[test]
+    fn rows_are_cut_where_they_are_told_apart() {
+        let (from, to) = (Range::new(10, 16), Range::new(2, 8));
+        let moves = [
+            RowMove { peer: 3, from, to },
+            RowMove { peer: 1, from: Range::new(0, 4), to: Range::new(4, 8) },
+        ];
+        let whole = OperandRows::of_moves(&moves, 10, true);
+        let of_rows = [1, 1, 1, 2, 2, 2, 5, 5, 5, 6];
+        let cut = whole.cut_where(&of_rows);
+        let of_row = |all: &OperandRows, row: usize| -> Vec<Operand> {
+            let (rows, operands) =
+                all.parts().find(|(rows, _)| (rows.start..rows.end).contains(&row)).unwrap();
+            operands.iter().map(|&(peer, from)| (peer, from + (row - rows.start) as u32)).collect()
+        };
+        (0..10).for_each(|row| assert_eq!(of_row(&cut, row), of_row(&whole, row), "row {row}"));
+        assert!(
+            cut.parts().all(|(rows, _)| of_rows[rows.start..rows.end].windows(2).all(|two| two[0] == two[1]))
+        );
+        assert_eq!((whole.lengths().0, cut.lengths().0), (4, 7));
+        assert_eq!(whole.cut_where(&[1; 10]), whole);
+    }
 
     /// Row by row, the definition; and neighbours differ.
     #[test]

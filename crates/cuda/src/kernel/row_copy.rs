@@ -65,12 +65,18 @@ pub struct RowCopyTensor {
 }
 
 impl RowCopyTensor {
-    fn row_bytes(&self) -> u64 {
+    /// Bytes of one row.
+    pub(super) fn row_bytes(&self) -> u64 {
         self.row_elements * self.scalar.bytes()
     }
 
+    /// Whether elements lose something on the wire.
+    pub(super) fn is_rounded(&self) -> bool {
+        !self.scalar.survives(self.wire)
+    }
+
     fn mode(&self) -> Mode {
-        if self.scalar.survives(self.wire) { Mode::Plain } else { Mode::Rounded(self.scalar, self.wire) }
+        if self.is_rounded() { Mode::Rounded(self.scalar, self.wire) } else { Mode::Plain }
     }
 }
 
@@ -145,7 +151,7 @@ struct RowCopyTensors {
 /// `RowCopyPiece` of the kernel.
 #[derive(Clone, Copy, NoUninit, Zeroable)]
 #[repr(C)]
-struct RowCopyPiece {
+pub(super) struct RowCopyPiece {
     from: u64,
     to: u64,
     bytes: u32,
@@ -284,6 +290,23 @@ fn lanes_of(piece_bytes: u64) -> u32 {
     (piece_bytes / WORD).clamp(4, 32).next_power_of_two() as u32
 }
 
+/// The moves of all `tensors` for a kernel of `num_sms` blocks that knows the tensors of all peers: `stride` apart, those of a peer together.
+pub(super) fn pieces_of_all(
+    tensors: &[RowCopyTensor],
+    moves: &[RowMove],
+    stride: u16,
+    num_sms: u32,
+) -> Vec<RowCopyPiece> {
+    let steps: Vec<RowStep> = moves.iter().map(RowStep::from).collect();
+    let (peers, all) = (peers_of(&steps), (0..tensors.len()).collect::<Vec<_>>());
+    let mut pieces = pieces(tensors, &all, &steps, &peers, num_sms);
+    for piece in &mut pieces {
+        let place = usize::from(piece.source) / tensors.len();
+        piece.source = peers[place] as u16 * stride + piece.target;
+    }
+    pieces
+}
+
 /// The peers of some moves, ascending.
 fn peers_of(steps: &[RowStep]) -> Vec<usize> {
     let mut is_peer: Vec<bool> = Vec::new();
@@ -397,6 +420,25 @@ pub(super) fn layouts() -> Vec<SharedLayout> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// A kernel that knows all peers finds the tensors of each where they are.
+    #[test]
+    fn pieces_name_the_tensors_of_their_peers() {
+        let tensor = |row_elements| RowCopyTensor { scalar: Scalar::F32, row_elements, wire: Scalar::Bf16 };
+        let tensors = [tensor(1024), tensor(3)];
+        let (own, other) = (Range::new(0, 9), Range::new(4, 13));
+        let moves = [RowMove { peer: 3, from: own, to: other }, RowMove { peer: 7, from: own, to: own }];
+        let pieces = pieces_of_all(&tensors, &moves, 13, 16);
+        for (peer, to) in [(3, 4), (7, 0)] {
+            for (slot, tensor) in (0..).zip(&tensors) {
+                let of_tensor = pieces.iter().filter(|piece| piece.source == peer * 13 + slot);
+                let bytes: u64 = of_tensor.clone().map(|piece| u64::from(piece.bytes)).sum();
+                assert_eq!(bytes, 9 * tensor.row_bytes());
+                assert!(of_tensor.clone().all(|piece| piece.target == slot));
+                assert_eq!(of_tensor.map(|piece| piece.to).min(), Some(to * tensor.row_bytes()));
+            }
+        }
+    }
 
     /// Every byte of every move is in one piece, and no piece crosses into another row range.
     #[test]

@@ -1,5 +1,7 @@
 //! The launcher of `row_reduce.cuh`: the sums of a group-reduce, in the order of ranks.
 
+use std::sync::Arc;
+
 use bytemuck::NoUninit;
 use counterpoint_schedule::{Accumulate, ReduceOp};
 
@@ -119,7 +121,7 @@ pub(super) struct RowReduceOperand {
 }
 
 /// What a reduction of one tensor is, apart from its moves.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RowReduceSpec {
     /// [`ReduceOp::Sum`] or [`ReduceOp::Avg`].
     pub op: ReduceOp,
@@ -131,6 +133,8 @@ pub struct RowReduceSpec {
     pub rows: usize,
     /// Elements of one row.
     pub row_elements: u64,
+    /// Of a mean: by what each row is divided, where that is not how many operands it has here.
+    pub divisors: Option<Arc<[u32]>>,
 }
 
 impl RowReduceSpec {
@@ -261,15 +265,18 @@ pub(super) fn lists(
     let total = rows.rows() * row;
     let most = (total / (u64::from(sm_count) * 64)).clamp(LEAST_ELEMENTS, MOST_ELEMENTS);
     let most = most.next_multiple_of(LEAST_ELEMENTS);
+    let cut = spec.divisors.as_ref().map(|divisors| rows.cut_where(divisors));
+    let rows = cut.as_ref().unwrap_or(rows);
     let (parts, of_parts) = rows.lengths();
     // Rows that are summed one by one are cut alike.
     let each = row.div_ceil(most).max(1) as usize;
     let (mut pieces, mut operands) = (Vec::with_capacity(parts * each), Vec::with_capacity(of_parts * each));
     for (part, of_part) in rows.parts() {
         let elements = part.len() as u64 * row;
-        let divisor = match spec.op {
-            ReduceOp::Avg => (of_part.len() as u32 + u32::from(accumulate)).max(1),
-            ReduceOp::Sum | ReduceOp::Lse => 1,
+        let divisor = match (spec.op, &spec.divisors) {
+            (ReduceOp::Avg, Some(divisors)) => divisors[part.start].max(1),
+            (ReduceOp::Avg, None) => (of_part.len() as u32 + u32::from(accumulate)).max(1),
+            (ReduceOp::Sum | ReduceOp::Lse, _) => 1,
         };
         let mut done = 0;
         while done < elements {

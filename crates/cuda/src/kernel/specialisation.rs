@@ -2,10 +2,10 @@
 
 use super::{
     attention_backward, attention_delta, attention_finish, attention_forward, attention_merge, bit_check,
-    cast, column_max, column_sum, count_up, foreign_barrier, gemm, head_resize, link_copy, link_litmus,
-    link_reduce, link_rows, portable_backward, portable_backward_query, portable_forward, random_fill,
-    rms_norm, rms_norm_backward, row_check, row_copy, row_merge, row_reduce, signal_litmus, signal_wait,
-    staged_reduce, start_hold, start_litmus,
+    cast, column_max, column_sum, count_up, foreign_barrier, gemm, head_resize, link_cast, link_copy,
+    link_litmus, link_reduce, link_rows, portable_backward, portable_backward_query, portable_forward,
+    random_fill, rms_norm, rms_norm_backward, row_check, row_copy, row_merge, row_reduce, signal_litmus,
+    signal_wait, staged_reduce, start_hold, start_litmus,
 };
 use crate::{Arch, KernelSource};
 
@@ -66,6 +66,7 @@ pub fn specialisations() -> Vec<Specialisation> {
         portable_backward_query::specialisations(),
     ];
     let links = [
+        link_cast::specialisations(),
         link_copy::specialisations(),
         link_reduce::specialisations(),
         link_rows::specialisations(),

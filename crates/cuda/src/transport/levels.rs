@@ -124,17 +124,23 @@ impl Transport<CudaBackend> for LevelledTransport {
         op: &GroupReduce,
         context: &CollectiveContext<'_>,
     ) -> Result<LevelledCollective, ExecError> {
-        if op.op == ReduceOp::Avg && self.levels.len() > 1 {
-            let reason = "an average is not taken in two steps; sum, or use another transport".to_owned();
-            let (rank, collective) = (self.rank(), place.to_string());
-            return Err(ExecError::BadCollective { rank, collective, reason });
-        }
-        let prepare = |(at, (level, transport)): (usize, &(Level, CudaTransport))| {
+        let mut of_levels = self.levels.iter().enumerate().map(|(at, (level, transport))| {
             let part = level.part_of(&op.part);
             let accumulate = if at == 0 { op.accumulate } else { Accumulate::Continue };
-            transport.prepare_reduce(place, &GroupReduce { part, accumulate, ..op.clone() }, context)
-        };
-        self.levels.iter().enumerate().map(prepare).collect::<Result<_, _>>().map(LevelledCollective)
+            (transport, GroupReduce { part, accumulate, ..op.clone() })
+        });
+        if op.op != ReduceOp::Avg || self.levels.len() == 1 {
+            let prepared = of_levels.map(|(transport, op)| transport.prepare_reduce(place, &op, context));
+            return prepared.collect::<Result<_, _>>().map(LevelledCollective);
+        }
+        let rows = op.tensors.first().map_or(0, |(_, result)| context.buffers[result.0].rows());
+        let parts: Vec<Arc<GroupPart>> =
+            self.levels.iter().map(|(level, _)| level.part_of(&op.part)).collect();
+        let mut divisors = divisors(&parts, op.accumulate, rows).into_iter();
+        let prepared = of_levels.by_ref().map(|(transport, op)| {
+            transport.prepare_mean(place, &op, divisors.next().unwrap_or_default(), context)
+        });
+        prepared.collect::<Result<_, _>>().map(LevelledCollective)
     }
 
     fn prepare_fused(
@@ -206,9 +212,51 @@ impl Transport<CudaBackend> for LevelledTransport {
     }
 }
 
+/// By what a mean divides each row in each of its steps, of which these are the parts: by nothing before the last that brings the row
+/// something, then by all that came and, where that counts, what was there.
+fn divisors(parts: &[Arc<GroupPart>], accumulate: Accumulate, rows: usize) -> Vec<Vec<u32>> {
+    let mut counts = vec![vec![0; rows]; parts.len()];
+    for (counts, part) in counts.iter_mut().zip(parts) {
+        for split in &part.owned {
+            let end = split.rows.end.min(rows);
+            counts[split.rows.start.min(end)..end]
+                .iter_mut()
+                .for_each(|count| *count += split.ranks.len() as u32);
+        }
+    }
+    let mut divisors = vec![vec![1; rows]; parts.len()];
+    for row in 0..rows {
+        let own = u32::from(accumulate == Accumulate::Continue);
+        let all = counts.iter().map(|counts| counts[row]).sum::<u32>() + own;
+        if let Some(last) = counts.iter().rposition(|counts| counts[row] > 0) {
+            divisors[last][row] = all;
+        }
+    }
+    divisors
+}
+
 #[cfg(test)]
 mod tests {
+    use counterpoint_mask::Range;
+    use counterpoint_plan::OwnedSplit;
+
     use super::*;
+
+    #[test]
+    fn a_mean_is_divided_once_where_all_of_a_row_has_come() {
+        let part = |splits: &[(usize, usize, &[u32])]| {
+            let split = |&(start, end, ranks): &(usize, usize, &[u32])| OwnedSplit {
+                rows: Range::new(start, end),
+                ranks: ranks.to_vec(),
+            };
+            Arc::new(GroupPart { owned: splits.iter().map(split).collect(), remote: Vec::new() })
+        };
+        let parts = [part(&[(0, 4, &[0, 1]), (4, 6, &[])]), part(&[(2, 5, &[5]), (3, 4, &[7, 9])])];
+        let [node, others] = [vec![2, 2, 1, 1, 1, 1], vec![1, 1, 3, 5, 1, 1]];
+        assert_eq!(divisors(&parts, Accumulate::Start, 6), [node, others]);
+        let [node, others] = [vec![3, 3, 1, 1, 1, 1], vec![1, 1, 4, 6, 2, 1]];
+        assert_eq!(divisors(&parts, Accumulate::Continue, 6), [node, others]);
+    }
 
     /// Else a pair of ranks would wait for each other on different levels, or on two, or on none.
     #[test]

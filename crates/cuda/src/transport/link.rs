@@ -13,9 +13,9 @@ use super::own_rows::OwnRows;
 use super::rows;
 use super::{Call, CallError, CudaPending, CudaTransport, addresses};
 use crate::kernel::{
-    LINK_PARTS, LINK_TENSORS, LinkArrivals, LinkCall, LinkCopy, LinkDelivery, LinkDirection, LinkMerge,
-    LinkOperands, LinkPeers, LinkPhase, LinkReduce, LinkReduceSpec, LinkSum, RowMergeSpec, RowMove,
-    RowReduceSpec, Scalar,
+    LINK_PARTS, LINK_TENSORS, LinkArrivals, LinkCall, LinkCast, LinkCopy, LinkDelivery, LinkDirection,
+    LinkMerge, LinkOperands, LinkPeers, LinkPhase, LinkReduce, LinkReduceSpec, LinkSum, RowCopyTensor,
+    RowMergeSpec, RowMove, RowReduceSpec, Scalar,
 };
 use crate::{CudaBarrier, CudaError, Device, Stream};
 
@@ -48,6 +48,7 @@ pub(super) struct Connected {
 
 enum LinkKernel {
     Copy(LinkCopy),
+    Cast(LinkCast),
     Reduce(LinkReduce),
     Sum(LinkSum),
     Merge(LinkMerge),
@@ -56,6 +57,8 @@ enum LinkKernel {
 /// What the kernel of a collective does with the rows.
 enum LinkSpec {
     Copy,
+    /// Elements that are rounded on their way, or rows that are no multiples of 16 bytes.
+    Cast(Vec<RowCopyTensor>),
     /// Sums in f32 of what comes as it is.
     Reduce(LinkReduceSpec),
     /// Sums in other types, or of what is rounded on its way; a tensor each.
@@ -66,7 +69,13 @@ enum LinkSpec {
 
 impl LinkSpec {
     fn of(collective: &Collective, outputs: &[BufferSpec]) -> Result<Self, CudaError> {
-        let Some(reduction) = &collective.reduction else { return Ok(Self::Copy) };
+        let Some(reduction) = &collective.reduction else {
+            return Ok(if is_bytes(collective) {
+                Self::Copy
+            } else {
+                Self::Cast(rows::copy_tensors(collective)?)
+            });
+        };
         let tensors = &collective.contract.tensors;
         Ok(match (reduction.op, &tensors[..], outputs) {
             (ReduceOp::Lse, [out, lse], [result, _]) => {
@@ -82,6 +91,7 @@ impl LinkSpec {
     fn load(&self, device: &Device) -> Result<(), CudaError> {
         match self {
             Self::Copy => LinkCopy::load(device, CAST),
+            Self::Cast(tensors) => LinkCast::load(device, tensors),
             Self::Reduce(spec) => LinkReduce::load(device, spec.types),
             Self::Sum(specs) => specs.first().map_or(Ok(()), |spec| LinkSum::load(device, spec.types)),
             Self::Merge(spec) => LinkMerge::load(device, spec.types),
@@ -98,6 +108,12 @@ fn is_copied(tensor: &WireTensor, reduction: &Reduction) -> bool {
     })
 }
 
+/// Whether rows of a group-cast are words of 16 bytes that stay as they are.
+fn is_bytes(collective: &Collective) -> bool {
+    let rows = collective.contract.tensors.iter().zip(rows::row_bytes(collective));
+    rows.into_iter().all(|(tensor, row)| !rows::is_rounded(tensor) && LinkCopy::takes(row))
+}
+
 /// Whether there is a kernel for a collective. Depends on what all ranks agree on only.
 pub(super) fn takes(collective: &Collective) -> bool {
     let tensors = &collective.contract.tensors;
@@ -105,10 +121,8 @@ pub(super) fn takes(collective: &Collective) -> bool {
         return false;
     }
     match &collective.reduction {
-        None => {
-            let rows = rows::row_bytes(collective);
-            tensors.iter().zip(rows).all(|(tensor, row)| !rows::is_rounded(tensor) && LinkCopy::takes(row))
-        }
+        // Who takes rows as they arrive waits inside of a kernel for those of another.
+        None => collective.delivery_parts.is_none() || is_bytes(collective),
         Some(reduction) => {
             let alike =
                 tensors.windows(2).all(|pair| pair[0].dtype == pair[1].dtype && pair[0].wire == pair[1].wire);
@@ -226,6 +240,9 @@ impl LinkWork {
                 let delivery = signalled.map_or(LinkDelivery::Whole, |_| LinkDelivery::Parts);
                 LinkKernel::Copy(LinkCopy::new(lists, CAST, &row_bytes, &parts, delivery, self.num_sms)?)
             }
+            LinkSpec::Cast(tensors) => {
+                LinkKernel::Cast(LinkCast::new(lists, tensors, &parts.concat(), self.num_sms)?)
+            }
             LinkSpec::Reduce(spec) => {
                 LinkKernel::Reduce(LinkReduce::new(lists, spec, &parts.concat(), self.num_sms)?)
             }
@@ -256,7 +273,7 @@ impl CudaTransport {
         let goes_ahead = || self.goes_ahead(call, pending);
         let connected = work.side.connected_by(call, self.setup()?, goes_ahead, posts, gather)?;
         // A sum also makes the rows that have no operand.
-        if connected.peers.mailboxes.is_empty() && matches!(work.spec, LinkSpec::Copy) {
+        if connected.peers.mailboxes.is_empty() && matches!(work.spec, LinkSpec::Copy | LinkSpec::Cast(_)) {
             barrier.map_or(Ok(()), |barrier| barrier.arrive(stream.queue()))?;
             return Ok(());
         }
@@ -289,6 +306,7 @@ impl CudaTransport {
                 Some(engine) => self.link_by_engines(call, pending, (copy, engine), &link, started)?,
                 None => unsafe { copy.launch(stream.queue(), &link, LinkPhase::Whole, started) }?,
             },
+            LinkKernel::Cast(cast) => unsafe { cast.launch(stream.queue(), &link, started) }?,
             LinkKernel::Reduce(reduce) => unsafe { reduce.launch(stream.queue(), &link, started) }?,
             LinkKernel::Sum(sum) => unsafe { sum.launch(stream.queue(), &link, started) }?,
             LinkKernel::Merge(merge) => unsafe { merge.launch(stream.queue(), &link, started) }?,
@@ -325,6 +343,7 @@ pub(super) fn reduce_spec(
         types: first,
         operands,
         tensors: tensors.map(|(tensor, output)| (output.rows(), tensor.row_elements as u64)).collect(),
+        divisors: rows::divisors(reduction),
     })
 }
 

@@ -187,6 +187,24 @@ impl CudaTransport {
         checked.map_err(|error| self.world.fail(error))
     }
 
+    /// A group-reduce as [`Transport::prepare_reduce`] makes it ready, whose rows are divided by these numbers where it is a mean.
+    pub(super) fn prepare_mean(
+        &self,
+        place: &OpPlace,
+        op: &GroupReduce,
+        divisors: Vec<u32>,
+        context: &CollectiveContext<'_>,
+    ) -> Result<CudaCollective, ExecError> {
+        let collective = Collective::reduce(self.rank, self.world.size(), place, op, context);
+        let divided = collective.map(|mut collective| {
+            if let Some(reduction) = &mut collective.reduction {
+                reduction.operands = divisors;
+            }
+            collective
+        });
+        self.prepare(place, divided, context)
+    }
+
     /// Refuses what nothing here moves rows by.
     fn check_policy(&self, policy: &OverlapPolicy) -> Result<(), ExecError> {
         let by_library =
@@ -259,15 +277,11 @@ impl CudaTransport {
             }
             (_, EngineCollectives::Nothing) => false,
         };
+        // No copy engine rounds.
+        let is_rounded =
+            || collective.reduction.is_none() && collective.contract.tensors.iter().any(rows::is_rounded);
         match &self.means {
-            // No copy engine rounds.
-            _ if by_engines
-                && collective.reduction.is_none()
-                && collective.contract.tensors.iter().any(rows::is_rounded) =>
-            {
-                pull()
-            }
-            _ if by_engines => {
+            _ if by_engines && !is_rounded() => {
                 let pace = if mover.rules().in_kernels { CopyPace::WITH_KERNELS } else { CopyPace::Full };
                 push::PushWork::new(&self.device, self.rank, collective, outputs, pace).map(Work::Push)
             }

@@ -1,5 +1,7 @@
 //! What a rank does with the rows that it receives.
 
+use std::sync::Arc;
+
 use counterpoint_exec::collective::{Collective, Reduction, WireTensor};
 use counterpoint_mask::Range;
 use counterpoint_plan::DType;
@@ -55,6 +57,12 @@ fn copy_tensor(tensor: &WireTensor) -> Result<RowCopyTensor, String> {
     Ok(RowCopyTensor { scalar: scalar(tensor.dtype)?, row_elements, wire: scalar(tensor.wire)? })
 }
 
+/// Tensors of a group-cast that was checked.
+pub(super) fn copy_tensors(collective: &Collective) -> Result<Vec<RowCopyTensor>, CudaError> {
+    let refuse = |reason| CudaError::Launch { kernel: collective.contract.kind.clone(), reason };
+    collective.contract.tensors.iter().map(copy_tensor).collect::<Result<_, _>>().map_err(refuse)
+}
+
 /// A tensor whose elements stay as they are, so that only the number of bytes counts.
 pub(super) fn unconverted(tensor: &WireTensor) -> RowCopyTensor {
     let scalar = if tensor.dtype.size() == 2 { Scalar::Bf16 } else { Scalar::F32 };
@@ -98,8 +106,7 @@ pub(super) fn load(
     let refuse = |reason| CudaError::Launch { kernel: collective.contract.kind.clone(), reason };
     let tensors = &collective.contract.tensors;
     let Some(reduction) = &collective.reduction else {
-        let tensors: Vec<_> = tensors.iter().map(copy_tensor).collect::<Result<_, _>>().map_err(refuse)?;
-        return RowCopy::load(device, &tensors);
+        return RowCopy::load(device, &copy_tensors(collective)?);
     };
     // Logarithms are merged by the kernel of the tensor before them.
     let step = if reduction.op == ReduceOp::Lse { 2 } else { 1 };
@@ -122,7 +129,6 @@ impl RowWork {
         parts: &[Incoming<'_>],
         sms: Option<u32>,
     ) -> Result<Self, CudaError> {
-        let refuse = |reason| CudaError::Launch { kernel: collective.contract.kind.clone(), reason };
         let moves: Vec<RowMove> = parts
             .iter()
             .enumerate()
@@ -132,11 +138,7 @@ impl RowWork {
             .collect();
         let tensors = &collective.contract.tensors;
         Ok(match &collective.reduction {
-            None => {
-                let tensors: Vec<_> =
-                    tensors.iter().map(copy_tensor).collect::<Result<_, _>>().map_err(refuse)?;
-                Self::Copy(RowCopy::new(setup, &tensors, &moves)?)
-            }
+            None => Self::Copy(RowCopy::new(setup, &copy_tensors(collective)?, &moves)?),
             Some(reduction) if reduction.op == ReduceOp::Lse => {
                 let pairs = tensors.chunks_exact(2).zip(outputs.chunks_exact(2));
                 let merge = |(pair, output): (&[WireTensor], &[BufferSpec])| {
@@ -236,6 +238,7 @@ pub(super) fn sum_specs(
             types: types(tensor, reduction, output).map_err(refuse)?,
             rows: output.rows(),
             row_elements: tensor.row_elements as u64,
+            divisors: divisors(reduction),
         })
     };
     collective.contract.tensors.iter().zip(outputs).map(spec).collect()
@@ -263,5 +266,11 @@ fn few_spec(
         types: first,
         operands: LinkOperands::Announced,
         tensors: rows.collect(),
+        divisors: divisors(reduction),
     })
+}
+
+/// By what each row of a mean is divided.
+pub(super) fn divisors(reduction: &Reduction) -> Option<Arc<[u32]>> {
+    (reduction.op == ReduceOp::Avg).then(|| reduction.operands.as_slice().into())
 }

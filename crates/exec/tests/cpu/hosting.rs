@@ -81,7 +81,7 @@ proptest! {
         sink in 0usize..3,
         softcap in prop_oneof![Just(0.0), Just(3.0)],
         deterministic: bool,
-        nodes in 1usize..3,
+        nodes in 1usize..4,
     ) {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let (seqlen_q, other, self_attention) = seqlens;
@@ -123,19 +123,23 @@ fn most_masks_with_wide_rows_have_hosts() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(12))]
 
-    /// Any policy, number of stages and repetition: the same bits.
+    /// Any policy, number of stages and repetition: the same bits, on nodes too.
     #[test]
-    fn deterministic_runs_are_bit_equal(seed: u64, cp_size in 2usize..6, bf16 in any::<bool>()) {
+    fn deterministic_runs_are_bit_equal(
+        seed: u64, cp_size in 2usize..7, nodes in 1usize..4, bf16 in any::<bool>()
+    ) {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let seqlen = rng.random_range(400..900);
         let mask = mask_with_wide_rows(seqlen, seqlen, &mut rng);
         let dtype = if bf16 { DType::Bf16 } else { DType::F32 };
         let spec = AttentionSpec { seqlen_sink: 1, max_logits: true, dlse: true, ..spec(2, 2, 16, 16, dtype) };
+        let topology = Topology { world_size: cp_size, ranks_per_node: cp_size.div_ceil(nodes) };
         let inputs = random_inputs(&mask, &spec, seed, true);
         let mut first = None;
         for (order, stages) in [(0, 1), (1, 2), (2, 3), (1, 0), (2, 0), (1, 5), (1, 2)] {
             let stages = StageCount::Fixed(stages);
-            let plan = plan_mask(&mask, &spec, &config(cp_size, 32, stages)).unwrap();
+            let config = PlanConfig { topology, ..config(cp_size, 32, stages) };
+            let plan = plan_mask(&mask, &spec, &config).unwrap().over_nodes(&topology);
             let policy = OverlapPolicy::new(StartOrder::ALL[order]);
             let run_config = RunConfig { policy: policy.into(), deterministic: true, ..RunConfig::default() };
             let outputs = run_attention(&plan, &spec, &inputs, &run_config).unwrap().outputs;

@@ -109,13 +109,24 @@ impl HostedWork {
     /// This rank's part in the group-reduce that brings partial results to their owners: as [`part`](Self::part), but `owned` rows are
     /// places in the list of [offloaded](Self::offloaded) rows, whose results lie one after the other.
     pub fn owner_part(&self) -> GroupPart {
-        let mut place = 0;
-        // A sweep in global order wrote the splits: they ascend and share no row.
+        self.with_places(&self.part)
+    }
+
+    /// One step of that exchange, of which `owned` are offloaded rows, as the group-reduce that brings partial results to their places. Places
+    /// to which the step brings nothing are named with no rank.
+    pub fn with_places(&self, step: &GroupPart) -> GroupPart {
+        let (mut place, mut of_step) = (0, step.owned.iter().peekable());
+        // A sweep in global order wrote the splits of both: they ascend and share no row, and steps have those of the whole.
         let owned = self.part.owned.iter().map(|split| {
             place += split.rows.len();
-            OwnedSplit { rows: Range::new(place - split.rows.len(), place), ranks: split.ranks.clone() }
+            let ranks = of_step
+                .next_if(|step| step.rows == split.rows)
+                .map_or_else(Vec::new, |step| step.ranks.clone());
+            OwnedSplit { rows: Range::new(place - split.rows.len(), place), ranks }
         });
-        GroupPart { owned: owned.collect(), remote: self.part.remote.clone() }
+        let owned = owned.collect();
+        debug_assert!(of_step.next().is_none(), "a step of another exchange");
+        GroupPart { owned, remote: step.remote.clone() }
     }
 
     /// Query rows that `rank`, whose part it is, receives from other ranks.

@@ -38,25 +38,30 @@ pub fn lower_attention_backward(
     let (dk, dv) = (this.dk.written, this.dv.written);
     let (cast_barrier, reduce_barrier) = (p.barrier(), p.barrier());
     let arrive = reduce_barrier.filter(|_| reduction == GradientReduction::PerStage);
-    let hosting = Hosting::new(plan, rank, spec, (compute, cast, reduce));
+    let is_hosting = plan.ranks[rank].hosted.is_some();
+    let two_level = plan.two_level.as_ref().filter(|_| stages.len() > 1 || is_hosting);
+    let two_level = two_level.map(|exchange| exchange.backward[rank].as_slice());
+    let network = two_level.map(|_| {
+        let names = ["group-cast between nodes", "group-reduce between nodes"];
+        let [cast, reduce] = names.map(|name| p.stream(name, StreamKind::Communication));
+        (cast, reduce)
+    });
+    let hosting = Hosting::new(plan, rank, spec, (compute, cast, reduce), network);
+    let arrivals = hosting.as_ref().map_or(0, Hosting::arrivals);
     let hosted = hosting.map(|hosting| {
         let (rows, statistics) = ((this.local.q, this.dout), (this.lse, this.delta));
         hosting.backward(&mut p, rows, statistics, cast_barrier, arrive)
     });
     let hosted = this.delta(&mut p, hosted);
 
-    let two_level = plan.two_level.as_ref().filter(|_| stages.len() > 1);
-    let two_level = two_level.map(|exchange| exchange.backward[rank].as_slice());
-    let between_nodes =
-        two_level.map(|parts| (parts, p.stream("group-cast between nodes", StreamKind::Communication)));
+    let between_nodes = two_level.zip(network).map(|(parts, (cast, _))| (parts, cast));
     let mut keys = KeyPrefetch::new(&this.local, stages, spec, compute, cast, cast_barrier, between_nodes);
     keys.deliver_in(rules.delivery_parts);
     if hosted.is_some() {
-        keys.after_queries();
+        keys.after_queries(arrivals);
     }
     let mut to_owners = ReduceToOwner::new(spec, rules.partial_dtype, reduce, (dk, dv), arrive);
-    if two_level.is_some() {
-        let stream = p.stream("group-reduce between nodes", StreamKind::Communication);
+    if let Some((_, stream)) = network {
         to_owners = to_owners.over_nodes(stream, stages.len());
     }
     let mut running = Running {

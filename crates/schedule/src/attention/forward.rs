@@ -55,7 +55,7 @@ pub fn lower_attention_forward(
     let lse = p.buffer("lse", acc_dtype, &row_shape, BufferRole::Output);
     let mut max_logits = spec.max_logits.then(|| HeadMaxima::declare(&mut p, spec, plan.ranks.len()));
     let barrier = p.barrier();
-    let two_level = plan.two_level.as_ref().filter(|_| stages.len() > 1);
+    let two_level = plan.two_level.as_ref().filter(|_| stages.len() > 1 || rank_plan.hosted.is_some());
     let between_nodes = two_level.map(|exchange| {
         let network = p.stream("group-cast between nodes", StreamKind::Communication);
         (exchange.forward[rank].as_slice(), network)
@@ -64,12 +64,15 @@ pub fn lower_attention_forward(
     keys.deliver_in(delivery_parts(plan.ranks.iter().map(|rank| &*rank.forward), spec));
     let hosting = rank_plan.hosted.as_ref().and_then(|_| {
         let reduce = p.stream("group-reduce", StreamKind::Communication);
-        Hosting::new(plan, rank, spec, (compute, cast, reduce))
+        let between_nodes = between_nodes
+            .map(|(_, network)| (network, p.stream("group-reduce between nodes", StreamKind::Communication)));
+        Hosting::new(plan, rank, spec, (compute, cast, reduce), between_nodes)
     });
+    let arrivals = hosting.as_ref().map_or(0, Hosting::arrivals);
     let reduce_barrier = hosting.as_ref().and_then(|_| p.barrier());
     let mut hosted = hosting.map(|hosting| hosting.forward(&mut p, local.q, barrier, reduce_barrier));
     if hosted.is_some() {
-        keys.after_queries();
+        keys.after_queries(arrivals);
     }
     let staged = hosted.as_ref().and_then(HostedForward::staged);
     let result = match staged {

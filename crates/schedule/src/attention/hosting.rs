@@ -9,10 +9,11 @@ use counterpoint_plan::{
 
 use super::GradientReduction;
 use super::gradient::Gradient;
+use super::query_exchange::QueryExchange;
 use crate::builder::{Mark, ProgramBuilder};
 use crate::{
     Accumulate, AttentionBackward, AttentionFinish, AttentionForward, BarrierId, BufferId, BufferRole,
-    ForwardBegin, ForwardEnd, GroupCast, GroupReduce, KeyBlocks, MaxLogits, Op, ReduceOp, StreamId,
+    ForwardBegin, ForwardEnd, GroupReduce, KeyBlocks, MaxLogits, Op, ReduceOp, StreamId,
 };
 
 /// Whether every row of every rank is offloaded: stages then have nothing to compute, to begin or to write, and what hosts compute is
@@ -35,8 +36,7 @@ pub(super) struct Hosting<'a> {
     compute: StreamId,
     cast: StreamId,
     reduce: StreamId,
-    part: Arc<GroupPart>,
-    owner_part: Arc<GroupPart>,
+    exchange: QueryExchange,
     /// Rows of its own that are offloaded.
     offloaded: Arc<[Range]>,
     rank: usize,
@@ -67,24 +67,31 @@ pub(super) struct HostedBackward<'a> {
     /// Once the statistics are sent.
     arrived: Option<Mark>,
     barrier: Option<BarrierId>,
-    reduced: Option<BufferId>,
+    /// Where dq of offloaded rows comes to, and when what crosses between nodes is there, where that is another stream's.
+    reduced: Option<(BufferId, Option<Mark>)>,
     /// Partial results of dk and dv.
     partials: Option<(BufferId, BufferId)>,
 }
 
 impl<'a> Hosting<'a> {
-    /// Of a rank of `plan`, where it has any such work.
+    /// Of a rank of `plan`, where it has any such work; between nodes on streams of its own for queries and for results.
     pub(super) fn new(
         plan: &'a Plan,
         rank: usize,
         spec: &'a AttentionSpec,
         (compute, cast, reduce): (StreamId, StreamId, StreamId),
+        between_nodes: Option<(StreamId, StreamId)>,
     ) -> Option<Self> {
         let work = plan.ranks[rank].hosted.as_ref()?;
-        let (part, owner_part) = (Arc::new(work.part.clone()), Arc::new(work.owner_part()));
+        let exchange = QueryExchange::new((plan, rank), work, (cast, reduce), between_nodes);
         let (offloaded, q_rows, in_part) =
             (work.offloaded().into(), plan.ranks[rank].q_rows, is_hosted_in_part(plan));
-        Some(Self { work, spec, compute, cast, reduce, part, owner_part, offloaded, rank, q_rows, in_part })
+        Some(Self { work, spec, compute, cast, reduce, exchange, offloaded, rank, q_rows, in_part })
+    }
+
+    /// Casts of queries that arrive at a barrier.
+    pub(super) fn arrivals(&self) -> u64 {
+        self.exchange.arrivals()
     }
 
     /// Sends queries, whose cast arrives at `sent`. Results on their way to their owners arrive at `returning`.
@@ -96,7 +103,7 @@ impl<'a> Hosting<'a> {
         returning: Option<BarrierId>,
     ) -> HostedForward<'a> {
         let hosted_q = self.guest(p, "q_hosted", self.spec.dtype, &[self.spec.heads_q, self.spec.head_dim]);
-        self.send(p, "cast q", self.spec.dtype, vec![(q, hosted_q)], sent);
+        self.exchange.send(p, "q", self.spec.dtype, &[(q, hosted_q)], None, sent);
         let arrived = p.mark(self.cast, None, "q arrived");
         let staged = self.in_part.then(|| {
             let AttentionSpec { heads_q, head_dim_v, dtype, .. } = *self.spec;
@@ -120,7 +127,7 @@ impl<'a> Hosting<'a> {
         let hosted_dout = self.guest(p, "dout_hosted", dtype, &[heads_q, head_dim_v]);
         let hosted_lse = self.guest(p, "lse_hosted", dtype.accumulator(), &[heads_q]);
         let hosted_delta = self.guest(p, "delta_hosted", dtype.accumulator(), &[heads_q]);
-        self.send(p, "cast q dout", dtype, vec![(q, hosted_q), (dout, hosted_dout)], sent);
+        self.exchange.send(p, "q dout", dtype, &[(q, hosted_q), (dout, hosted_dout)], None, sent);
         HostedBackward {
             hosting: self,
             q: hosted_q,
@@ -132,40 +139,6 @@ impl<'a> Hosting<'a> {
             reduced: None,
             partials: None,
         }
-    }
-
-    fn send(
-        &self,
-        p: &mut ProgramBuilder,
-        label: &str,
-        wire_dtype: DType,
-        tensors: Vec<(BufferId, BufferId)>,
-        arrive: Option<BarrierId>,
-    ) {
-        let op = GroupCast { part: self.part.clone(), tensors, wire_dtype, arrive, delivery: None };
-        p.push(self.cast, None, label, Op::GroupCast(op));
-    }
-
-    /// Brings partial results of rows to their owners, into buffers that have the offloaded rows.
-    fn reduce_to_owner(
-        &self,
-        p: &mut ProgramBuilder,
-        label: &str,
-        tensors: Vec<(BufferId, BufferId)>,
-        op: ReduceOp,
-        arrive: Option<BarrierId>,
-    ) {
-        let dtype = self.spec.dtype.accumulator();
-        let op = GroupReduce {
-            part: self.owner_part.clone(),
-            tensors,
-            op,
-            accumulate: Accumulate::Start,
-            wire_dtype: dtype,
-            reduce_dtype: dtype,
-            arrive,
-        };
-        p.push(self.reduce, None, label, Op::GroupReduce(op));
     }
 
     /// Takes what hosts computed of the rank's offloaded rows into what its stages have computed of all rows, as soon as both
@@ -245,17 +218,13 @@ impl HostedForward<'_> {
         };
         p.push(hosting.compute, None, "hosted attention forward", Op::AttentionForward(op));
         let done = p.mark(hosting.compute, None, "partials done");
-        p.after(hosting.reduce, None, "wait for partials", done);
         let reduced_out = hosting.reduced(p, "out_reduced", &[heads_q, head_dim_v]);
         let reduced_lse = hosting.reduced(p, "lse_reduced", &[heads_q]);
-        hosting.reduce_to_owner(
-            p,
-            "reduce out lse",
-            vec![(out, reduced_out), (lse, reduced_lse)],
-            ReduceOp::Lse,
-            self.barrier,
-        );
-        self.reduced = Some((reduced_out, reduced_lse, p.mark(hosting.reduce, None, "out lse reduced")));
+        let tensors = [(out, reduced_out), (lse, reduced_lse)];
+        let what = ("out lse", ReduceOp::Lse, dtype.accumulator());
+        let crossed = hosting.exchange.bring_back(p, what, &tensors, done, self.barrier);
+        let reduced = crossed.unwrap_or_else(|| p.mark(hosting.reduce, None, "out lse reduced"));
+        self.reduced = Some((reduced_out, reduced_lse, reduced));
     }
 
     /// Where stages leave what they compute, for [`HostedForward::finish`]: the results where it is not to be merged.
@@ -275,6 +244,7 @@ impl HostedForward<'_> {
         let (label, rows, (merged_out, merged_lse)) = match self.staged {
             Some(staged) => {
                 let tensors = vec![(reduced_out, staged.0), (reduced_lse, staged.1)];
+                p.after(hosting.reduce, None, "wait for out lse of other nodes", reduced);
                 hosting.merge_into(p, ("merge out lse of hosts", "wait for out lse"), tensors, ReduceOp::Lse);
                 let all: Arc<[Range]> =
                     (hosting.q_rows > 0).then_some(Range::new(0, hosting.q_rows)).into_iter().collect();
@@ -297,8 +267,8 @@ impl HostedBackward<'_> {
     pub(super) fn send_statistics(&mut self, p: &mut ProgramBuilder) {
         let hosting = &self.hosting;
         let known = p.mark(hosting.compute, None, "delta done");
-        p.after(hosting.cast, None, "wait for delta", known);
-        hosting.send(p, "cast lse delta", hosting.spec.dtype.accumulator(), vec![self.lse, self.delta], None);
+        let dtype = hosting.spec.dtype.accumulator();
+        hosting.exchange.send(p, "lse delta", dtype, &[self.lse, self.delta], Some(known), None);
         self.arrived = Some(p.mark(hosting.cast, None, "q dout lse delta arrived"));
     }
 
@@ -346,10 +316,10 @@ impl HostedBackward<'_> {
         };
         p.push(hosting.compute, None, "hosted attention backward", Op::AttentionBackward(op));
         let done = p.mark(hosting.compute, None, "partials done");
-        p.after(hosting.reduce, None, "wait for partials", done);
         let reduced = hosting.reduced(p, "dq_reduced", &[heads_q, head_dim]);
-        hosting.reduce_to_owner(p, "reduce dq", vec![(dq, reduced)], ReduceOp::Sum, self.barrier);
-        self.reduced = Some(reduced);
+        let what = ("dq", ReduceOp::Sum, acc_dtype);
+        let crossed = hosting.exchange.bring_back(p, what, &[(dq, reduced)], done, self.barrier);
+        self.reduced = Some((reduced, crossed));
     }
 
     /// Adds the partial sums of dk and dv to the rank's own sums, once its stages have begun these.
@@ -380,8 +350,12 @@ impl HostedBackward<'_> {
     /// Puts dq in its places, once stages have written theirs and everything has come; adds it to theirs and rounds the sums where stages
     /// compute for these rows too.
     pub(super) fn finish(self, p: &mut ProgramBuilder, dq: &Gradient) {
-        let Some(src) = self.reduced else { return };
+        let Some((src, crossed)) = self.reduced else { return };
         let hosting = &self.hosting;
+        if let Some(crossed) = crossed {
+            let stream = if hosting.in_part { hosting.reduce } else { hosting.compute };
+            p.after(stream, None, "wait for dq of other nodes", crossed);
+        }
         if hosting.in_part {
             hosting.merge_into(p, ("add dq of hosts", "wait for dq"), vec![(src, dq.written)], ReduceOp::Sum);
             dq.round(p, hosting.compute, "round dq");

@@ -81,10 +81,10 @@ impl<'a> KeyPrefetch<'a> {
         }
     }
 
-    /// A cast of queries to their hosts, which arrives at the same barrier, is on its way; hosted work follows stage 0.
-    pub(super) fn after_queries(&mut self) {
+    /// Casts of queries to their hosts, of which so many arrive at the same barrier, are on their way; hosted work follows stage 0.
+    pub(super) fn after_queries(&mut self, arrivals: u64) {
         self.hosting = true;
-        self.started += 1;
+        self.started += arrivals;
     }
 
     /// Stage 1 does all work, and its rows come in so many parts meanwhile.

@@ -5,7 +5,7 @@
 //! dependencies. Stage 0 is the local work.
 //!
 //! On several nodes every cast is two, between nodes and inside each, and every reduce likewise backwards: where the plan
-//! holds a two-level exchange.
+//! holds a two-level exchange. So are those of queries that travel.
 //!
 //! Where rows are offloaded ([`HostedWork`](counterpoint_plan::HostedWork)), their queries travel to hosts while stage 0 computes; hosted
 //! work is next, and while it computes the keys of stage 1 arrive; its results travel to their owners under the stages that follow. Rows
@@ -19,6 +19,7 @@ mod gradient;
 mod head_maxima;
 mod hosting;
 mod keys;
+mod query_exchange;
 mod reduce_to_owner;
 mod rotation;
 

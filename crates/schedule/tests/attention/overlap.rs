@@ -1,6 +1,6 @@
 //! What communication hides under, in stages and between nodes, and the memory that stages take.
 
-use counterpoint_choose::{PlanConfig, StageCount, plan_mask};
+use counterpoint_choose::{PlanConfig, QueryExchange, StageCount, plan_mask};
 use counterpoint_cost::{CostModel, Link};
 use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};
 use counterpoint_plan::*;
@@ -161,5 +161,69 @@ fn two_levels_cross_once() {
                 assert!(two < 0.7 * one, "backward: {two} s, flat {one} s");
             }
         }
+    }
+}
+
+/// Queries that travel cross between nodes once for each node, and so do results; both take less time than one by one.
+#[test]
+fn queries_cross_once() {
+    let (ranks, topology) = (8, Topology { world_size: 8, ranks_per_node: 4 });
+    let network = Link { alpha_seconds: 1e-5, bytes_per_second: 2e5 };
+    let cost = CostModel { network, ..cost() };
+    let spec = spec(DType::Bf16, 0);
+    // All ranks host all of the 64 queries; then also rows that others compute with some of their keys.
+    let alone = Mask::cross_full(64, 4096).unwrap();
+    let query_exchange = QueryExchange::FewestBytes;
+    let config = PlanConfig { query_exchange, ..PlanConfig::new(ranks) };
+    let whole = plan_mask(&alone, &spec, &config).unwrap();
+    let equal = AttentionSpec { heads_kv: 4, ..spec };
+    let in_part = crate::last_global(&mask(&[1024; 4]), 256);
+    let config = PlanConfig { chunk_size: Some(64), ..config };
+    let in_part = plan_mask(&in_part, &equal, &config).unwrap();
+    assert!(in_part.ranks.iter().any(RankPlan::is_hosted_in_part));
+    for (name, flat, spec, most) in [("whole", whole, spec, 0.26), ("in part", in_part, equal, 0.8)] {
+        let (one_by_one, both) =
+            (flat.flat_query_inter_node_rows(&topology), flat.clone().over_nodes(&topology));
+        let crossing = both.two_level.as_ref().unwrap().query_inter_node_rows();
+        assert!(
+            crossing > 0 && crossing as f64 <= most * one_by_one as f64,
+            "{name}: {crossing} of {one_by_one}"
+        );
+        let queries = |programs: &[Program]| -> u64 {
+            let of_program = |program: &Program| {
+                // Without keys, whose operations have a stage.
+                let ops = program.ops.iter().filter(|op| op.stage.is_none() && !op.label.contains("dk dv"));
+                Program { ops: ops.cloned().collect(), ..program.clone() }.inter_node_bytes(&topology)
+            };
+            programs.iter().map(of_program).sum()
+        };
+        let seconds = |ranks: &[Program]| simulate(ranks, &topology, &cost).unwrap().makespan();
+        let [flat_forward, flat_backward, _] = programs(&flat, &spec, "concurrent");
+        for policy in POLICIES {
+            let [forward, backward, deterministic] = programs(&both, &spec, policy);
+            assert_eq!(queries(&forward), crossing * spec.hosted_forward_bytes().total() as u64, "{name}");
+            for backward in [&backward, &deterministic] {
+                assert_eq!(
+                    queries(backward),
+                    crossing * spec.hosted_backward_bytes().total() as u64,
+                    "{name}"
+                );
+            }
+            for program in forward.iter().chain(&backward).chain(&deterministic) {
+                assert_eq!(program.validate(), Ok(()), "{policy} {}", program.name);
+            }
+            if policy == "concurrent" {
+                for (two, one) in [(&forward, &flat_forward), (&backward, &flat_backward)] {
+                    let (two, one) = (seconds(two), seconds(one));
+                    assert!(two < 0.8 * one, "{name}: {two} s, flat {one} s");
+                }
+            }
+        }
+        assert_eq!(queries(&flat_forward), one_by_one * spec.hosted_forward_bytes().total() as u64, "{name}");
+        assert_eq!(
+            queries(&flat_backward),
+            one_by_one * spec.hosted_backward_bytes().total() as u64,
+            "{name}"
+        );
     }
 }

@@ -8,6 +8,11 @@ use proptest::prelude::*;
 
 use crate::{check, config, cost, last_global, mask, plan, programs, spec};
 
+/// So many ranks on a node.
+fn nodes(world_size: usize, ranks_per_node: usize) -> Topology {
+    Topology { world_size, ranks_per_node: ranks_per_node.min(world_size) }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
@@ -27,6 +32,7 @@ proptest! {
     fn hosted_work_is_valid_too(
         lengths in prop::collection::vec(100usize..300, 4..8),
         cp_size in 2usize..6, chunk_size in 16usize..100, stages in 0usize..5, sink in 0usize..2,
+        ranks_per_node in 1usize..6,
     ) {
         let mask = last_global(&mask(&lengths), 4);
         // Neighbours stay together, so that the block's owner fetches most of what it sees for the block alone.
@@ -36,12 +42,14 @@ proptest! {
         // With two ranks it may be predicted to take no longer without; proptest gives up where too few cases are left.
         prop_assume!(plan.ranks.iter().all(|rank| rank.hosted.is_some()));
         check(&plan, &spec(DType::Bf16, sink))?;
+        check(&plan.over_nodes(&nodes(cp_size, ranks_per_node)), &spec(DType::Bf16, sink))?;
     }
 
     /// Likewise where hosts do all there is to do.
     #[test]
     fn hosts_alone_are_valid_too(
         keys in 500usize..900, cp_size in 2usize..6, chunk_size in 16usize..100, sink in 0usize..2,
+        ranks_per_node in 1usize..6,
     ) {
         let query_exchange = QueryExchange::FewestBytes;
         let mask = Mask::cross_full(cp_size, keys).unwrap();
@@ -49,11 +57,14 @@ proptest! {
         let config = PlanConfig { chunk_size: None, ..config };
         let spec = spec(DType::Bf16, sink);
         let plan = plan_mask(&mask, &spec, &config).unwrap();
-        let [forward, backward, _] = programs(&plan, &spec, "concurrent");
-        for program in forward.iter().chain(&backward) {
-            prop_assert_eq!(program.validate(), Ok(()), "{}", program.name);
-            let local = |op: &&ProgramOp| op.stage.is_some() && !matches!(op.op, Op::Record(_) | Op::Wait(_));
-            prop_assert_eq!(program.ops.iter().filter(local).count(), 0, "{}", program.name);
+        for plan in [plan.clone(), plan.over_nodes(&nodes(cp_size, ranks_per_node))] {
+            let [forward, backward, _] = programs(&plan, &spec, "concurrent");
+            for program in forward.iter().chain(&backward) {
+                prop_assert_eq!(program.validate(), Ok(()), "{}", program.name);
+                let local =
+                    |op: &&ProgramOp| op.stage.is_some() && !matches!(op.op, Op::Record(_) | Op::Wait(_));
+                prop_assert_eq!(program.ops.iter().filter(local).count(), 0, "{}", program.name);
+            }
         }
     }
 

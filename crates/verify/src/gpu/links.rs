@@ -9,7 +9,7 @@ use counterpoint_cuda::{CudaError, Device, DeviceBuffer, Stream, StreamPriority}
 
 /// Device-side barriers: two ranks send each other messages in both ways that there are, `rounds` times with
 /// random delays, on the first two of `devices` or on two streams of the only one. Every word must be of its round. Then a rank
-/// waits for one that never comes, and must say so in time.
+/// waits for one that never comes, and must say so in time. Likewise group-casts by kernels that round.
 ///
 /// # Errors
 /// When a kernel cannot be compiled or launched.
@@ -42,6 +42,7 @@ pub fn selftest_links(devices: &[Device], rounds: u32) -> Result<Vec<SelfCheck>,
     let named = result.rounds == 0 && missed.is_some_and(|missed| (missed.rank, missed.wanted) == (1, 1));
     let name = format!("a rank that does not come within {limit:?} is named");
     checks.push(SelfCheck::of(name, 0, f64::from(u8::from(!named)), 0.0));
+    checks.extend(super::link_casts::checks([first, second], place)?);
     Ok(checks)
 }
 

@@ -16,6 +16,7 @@ mod graph;
 mod grouped;
 mod guard;
 mod library_sums;
+mod link_casts;
 mod links;
 mod long;
 mod neighbours;

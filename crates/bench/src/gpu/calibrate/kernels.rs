@@ -71,6 +71,7 @@ pub(super) fn sum_bytes_per_second(device: &Device) -> Result<Option<f64>, ExecE
         types: share,
         operands: LinkOperands::Announced,
         tensors: vec![(ROWS, ROW_ELEMENTS)],
+        divisors: None,
     };
     let rows = Range::new(0, ROWS);
     let moves: Vec<RowMove> = (0..PEERS).map(|peer| RowMove { peer, from: rows, to: rows }).collect();

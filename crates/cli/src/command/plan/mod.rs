@@ -249,6 +249,19 @@ impl PlanReport<'_> {
                 format_count(inter_node),
                 format_count(plan.flat_inter_node_rows(&self.config.topology)),
             );
+            let queries = plan.flat_query_inter_node_rows(&self.config.topology);
+            let hosted = plan.two_level.as_ref().filter(|exchange| !exchange.hosted.is_empty());
+            if queries > 0 {
+                let how = match hosted.map(TwoLevelExchange::query_inter_node_rows) {
+                    None => format!("{} query rows, to each host by itself", format_count(queries)),
+                    Some(once) => format!(
+                        "{} query rows, each once for a node that hosts it ({} if each went to every host by itself)",
+                        format_count(once),
+                        format_count(queries)
+                    ),
+                };
+                let _ = writeln!(out, "between nodes: {how}; as many partial results back");
+            }
         }
         let _ = writeln!(out);
         let machine = machine_of(&self.profile);
