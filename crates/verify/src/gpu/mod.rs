@@ -19,6 +19,7 @@ mod library_sums;
 mod links;
 mod long;
 mod neighbours;
+mod receivers;
 mod refusals;
 mod repeats;
 mod signals;
