@@ -15,7 +15,9 @@ use crate::plan_text;
 use crate::tensor::{Elements, bits, tensor};
 
 /// Cases of linear layers.
-pub(crate) const COUNT: usize = 90;
+pub(crate) const COUNT: usize = 96;
+/// Of these, the ones from here on travel in groups of columns.
+const IN_COLUMNS: usize = 90;
 /// Of how many cases one is run.
 const RUN_EVERY: usize = 3;
 
@@ -76,11 +78,14 @@ impl Layer {
             dtype,
         };
         // A quarter leaves the groups to be chosen by predicted times.
-        let groups =
-            if draw.percent(25) { LayerGroups::Auto } else { WaveGroups::Fixed(draw.within(1, 5)).into() };
-        let groups_text = match groups {
-            LayerGroups::Given(WaveGroups::Fixed(groups)) => groups.to_string(),
-            _ => "chosen".to_owned(),
+        let groups = match draw.percent(25) {
+            _ if index >= IN_COLUMNS => WaveGroups::Columns(draw.within(2, 4)).into(),
+            true => LayerGroups::Auto,
+            false => WaveGroups::Fixed(draw.within(1, 5)).into(),
+        };
+        let groups_text = match &groups {
+            LayerGroups::Given(groups) => groups.to_string(),
+            LayerGroups::Auto => "chosen".to_owned(),
         };
         let plan = groups.plan(spec, tp_size, &CostModel::H200).unwrap();
         let gradient = draw.pick(&[

@@ -125,7 +125,7 @@ impl LinearMachine {
         let runs = |policy: OverlapPolicy| {
             RankTransport::any_of(&[self.transport], &policy, Workload::Experts).is_ok()
         };
-        let found = tuned.plans.experts.fastest(&shape, |policy| policy.parse().is_ok_and(runs))?;
+        let found = tuned.plans.experts.fastest(&shape, |plan| plan.policy.parse().is_ok_and(runs))?;
         Some((found.policy.parse().ok()?, found.groups))
     }
 }

@@ -52,5 +52,5 @@ pub use prediction::AttentionPrediction;
 pub use training_step::{LayerPart, LayerPrediction, Parallelism, StepError, StepPrediction, StepSpec};
 pub use tuned::{
     GroupSearch, TUNING_VERSION, Tuned, TunedExpertShape, TunedExperts, TunedGroups, TunedHere, TunedList,
-    TunedPass, TunedPlace, TunedPlans, TunedShape, TuningError,
+    TunedPass, TunedPlace, TunedPlans, TunedShape, TunedSizes, TuningError,
 };

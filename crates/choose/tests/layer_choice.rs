@@ -65,7 +65,7 @@ fn played(
 struct Case {
     name: String,
     way: PassOverlap,
-    groups: Vec<usize>,
+    groups: WaveGroups,
     default: Timeline,
     sequential: Timeline,
 }
@@ -80,7 +80,7 @@ impl Case {
         Self {
             name: format!("{kind} {activations} {direction:?} {tokens} {in_features} {out_features}"),
             way,
-            groups: plan.group_sizes().to_vec(),
+            groups: plan.wave_groups(),
             default: played(machine, &plan, direction, way.into()),
             sequential: played(machine, &whole, direction, sequential),
         }

@@ -128,6 +128,14 @@ impl CostModel {
         }
     }
 
+    /// Seconds until the first columns of a product are done that is computed column by column.
+    pub fn columns_done_seconds(&self, size: ProblemSize, columns: usize) -> f64 {
+        match self.sharing {
+            Some(sharing) => sharing.columns_done_seconds(size, columns, self.matmul_flops_per_second),
+            None => self.matmul_seconds(ProblemSize { n: columns, ..size }),
+        }
+    }
+
     /// Whether times can be predicted with it.
     ///
     /// # Errors

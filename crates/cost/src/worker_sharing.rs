@@ -37,6 +37,16 @@ impl WorkerSharing {
         f64::max(size.flops() / flops_per_second, tile / SPLIT)
     }
 
+    /// Seconds until the first columns of such a product are done, where its tiles are computed column by column: until the wave has ended
+    /// that has the last tiles of them.
+    pub fn columns_done_seconds(&self, size: ProblemSize, columns: usize, flops_per_second: f64) -> f64 {
+        let whole = self.matmul_seconds(size, flops_per_second);
+        let [tile_rows, tile_columns] = self.gemm_tile;
+        let tiles = |columns: usize| size.m.div_ceil(tile_rows) * columns.div_ceil(tile_columns);
+        let waves = |columns: usize| tiles(columns).div_ceil(self.workers);
+        whole * waves(columns) as f64 / waves(size.n).max(1) as f64
+    }
+
     /// Seconds of products in one launch: each its rows of half-tiles and its K, of which all have `n` columns.
     /// Nothing is split.
     pub fn grouped_seconds(&self, problems: &[(usize, usize)], n: usize, flops_per_second: f64) -> f64 {
@@ -87,6 +97,19 @@ mod tests {
         assert!(close, "{all:?}");
         // A full wave of whole tiles.
         assert_eq!(sharing.grouped_seconds(&[(264, 3)], 2, 132.0), 24.0);
+    }
+
+    /// Three waves: two of five groups of columns end with the first. Of a product with fewer tiles than workers all end together.
+    #[test]
+    fn columns_are_done_with_their_waves() {
+        let sharing = WorkerSharing { workers: 132, communication: 16, gemm_tile: [2, 2] };
+        let done =
+            |n, columns| sharing.columns_done_seconds(ProblemSize { m: 4, n, k: 3 }, columns, 132.0) / 24.0;
+        let all = 2 * 150;
+        assert_eq!([60, 120, 180, 240, 300].map(|columns| done(all, columns)), [1.0, 1.0, 2.0, 2.0, 3.0]);
+        let few = [10, 20].map(|columns| done(20, columns));
+        assert_eq!(few[0], few[1]);
+        assert!(few[1] < 1.0);
     }
 
     /// At 132 operations a second a worker does one: a tile of 2 x 2 with K = 3 takes 24 seconds.

@@ -31,9 +31,11 @@ pub struct GemmArgs<'a, T: Element, D: HostElement> {
     pub out: &'a mut [D],
     /// Columns of the result.
     pub n: usize,
+    /// Those of the whole product that these are, where they are not all.
+    pub columns: Option<Range>,
     /// Where the rows of the result go: ascending, disjoint.
     pub out_rows: &'a [Range],
-    /// `[n]`, added to every row.
+    /// Of all columns, added to every row.
     pub bias: Option<&'a [T]>,
     /// Whether the result is written or added to.
     pub accumulate: Accumulate,
@@ -44,31 +46,42 @@ pub(crate) fn gemm<T: Element, D: HostElement<Accumulator = T::Accumulator>>(
     args: GemmArgs<'_, T, D>,
     threads: &ThreadPool,
 ) {
-    let GemmArgs { layout, a, a_columns, b, b_columns, out, n, out_rows, bias, accumulate } = args;
+    let GemmArgs { layout, a, a_columns, b, b_columns, out, n, columns, out_rows, bias, accumulate } = args;
     threads.install(|| {
-        let (a, b) = (Operand::gather(&a, a_columns), Operand::gather(&b, b_columns));
+        let a = Operand::gather(&a, a_columns);
         let (m, k) = match layout {
             GemmLayout::Nt | GemmLayout::Nn => (a.rows(), a.columns),
             GemmLayout::Tn => (a.columns, a.rows()),
         };
+        let b_rows = rows_of(&b, b_columns);
         let (b_k, b_n) = match layout {
-            GemmLayout::Nt => (b.columns, b.rows()),
-            GemmLayout::Nn | GemmLayout::Tn => (b.rows(), b.columns),
+            GemmLayout::Nt => (b_columns, b_rows),
+            GemmLayout::Nn | GemmLayout::Tn => (b_rows, b_columns),
         };
-        assert_eq!((b_k, b_n), (k, n), "shapes of a matrix product");
+        let columns = columns.unwrap_or(Range::new(0, b_n));
+        assert_eq!((b_k, columns.len()), (k, n), "shapes of a matrix product");
+        assert!(columns.end <= b_n, "columns of a matrix product");
+        // Those of the result are rows of B, where it is transposed.
+        let b = match layout {
+            GemmLayout::Nt => Operand::gather(&elements_of(&b, columns.start * k, columns.end * k), k),
+            GemmLayout::Nn | GemmLayout::Tn => Operand::gather_columns(&b, b_columns, columns),
+        };
         assert_eq!(out_rows.iter().map(Range::len).sum::<usize>(), m, "rows of a matrix product");
         let zero = T::Accumulator::ZERO;
-        let bias: Option<Vec<T::Accumulator>> = bias.map(|bias| bias.iter().map(|x| x.widen()).collect());
+        let bias: Option<Vec<T::Accumulator>> =
+            bias.map(|bias| bias[columns.start..columns.end].iter().map(|x| x.widen()).collect());
         tiles(out, n, out_rows).into_par_iter().for_each(|Tile { first, count, pieces }| {
             // Next to the old values, not onto them: whether an element is in the rim of a product would change its last bit.
             let mut sums = vec![zero; count * n];
             let one = T::Accumulator::ONE;
             let product = MatMut::new(&mut sums, count, n, n);
-            let whole_b = Mat::new(&b.elements, b.rows(), b.columns, b.columns);
+            let whole_b = match layout {
+                GemmLayout::Nt => Mat::new(&b.elements, n, k, k).transposed(),
+                GemmLayout::Nn | GemmLayout::Tn => Mat::new(&b.elements, k, n, b.columns),
+            };
             match layout {
                 GemmLayout::Nt | GemmLayout::Nn => {
                     let some = &a.elements[first * k..(first + count) * k];
-                    let whole_b = if layout == GemmLayout::Nt { whole_b.transposed() } else { whole_b };
                     matmul(one, Mat::new(some, count, k, k), whole_b, zero, product);
                 }
                 GemmLayout::Tn => {
@@ -157,9 +170,46 @@ impl<'a, R: Real> Operand<'a, R> {
         Self { elements: Cow::Owned(elements), columns }
     }
 
+    /// The same of some columns of the pieces' rows: as they lie in wider rows, where nothing is converted.
+    fn gather_columns<T: Element<Accumulator = R>>(pieces: &[&'a [T]], all: usize, columns: Range) -> Self {
+        if columns == Range::new(0, all) {
+            return Self::gather(pieces, all);
+        }
+        if let [piece] = pieces
+            && let Some(whole) = T::accumulators(piece)
+        {
+            let from_first = whole.get(columns.start..).unwrap_or(&[]);
+            return Self { elements: Cow::Borrowed(from_first), columns: all };
+        }
+        let n = columns.len();
+        let mut elements = vec![R::ZERO; rows_of(pieces, all) * n];
+        let rows = pieces.iter().flat_map(|piece| piece.chunks_exact(all.max(1)));
+        for (row, here) in rows.zip(elements.chunks_exact_mut(n.max(1))) {
+            T::widen_slice(&row[columns.start..columns.end], here);
+        }
+        Self { elements: Cow::Owned(elements), columns: n }
+    }
+
     fn rows(&self) -> usize {
         self.elements.len() / self.columns.max(1)
     }
+}
+
+/// Rows of all pieces together.
+fn rows_of<T>(pieces: &[&[T]], columns: usize) -> usize {
+    pieces.iter().map(|piece| piece.len()).sum::<usize>() / columns.max(1)
+}
+
+/// Some of the elements of all pieces, one after the other.
+fn elements_of<'a, T>(pieces: &[&'a [T]], from: usize, to: usize) -> Vec<&'a [T]> {
+    let mut before = 0;
+    let some = pieces.iter().map(|piece| {
+        let at = |element: usize| element.saturating_sub(before).min(piece.len());
+        let some = &piece[at(from)..at(to)];
+        before += piece.len();
+        some
+    });
+    some.filter(|piece| !piece.is_empty()).collect()
 }
 
 /// Rows of the result that one thread computes, wherever they lie: a product of a single row would read all of the second operand for it.
@@ -231,6 +281,7 @@ mod tests {
                         b_columns,
                         out: &mut out,
                         n,
+                        columns: None,
                         out_rows: &[Range::new(2, 92), Range::new(97, m + 7)],
                         bias: Some(&bias),
                         accumulate,
@@ -251,6 +302,49 @@ mod tests {
                             sum + bias[j] + if accumulate == Accumulate::Start { 0.0 } else { 0.5 }
                         });
                         assert!((out[row * n + j] - expected).abs() < 1e-4, "{layout:?} {row} {j}");
+                    }
+                }
+            }
+        }
+    }
+
+    /// Bit for bit those of the whole.
+    #[test]
+    fn groups_of_columns_are_columns_of_the_whole() {
+        let threads = rayon::ThreadPoolBuilder::new().num_threads(2).build().unwrap();
+        let (m, n, k) = (70, 53, 600);
+        let (a, b, bias) = (values(m * k, 1.0), values(k * n, 2.0), values(n, 3.0));
+        for layout in [GemmLayout::Nt, GemmLayout::Nn, GemmLayout::Tn] {
+            let b_columns = if layout == GemmLayout::Nt { k } else { n };
+            let product = |columns: Option<Range>, cut: usize| {
+                let n_of = columns.map_or(n, |columns| columns.len());
+                let mut out = vec![0.0f32; m * n_of];
+                let args = GemmArgs {
+                    layout,
+                    a: vec![&a[..]],
+                    a_columns: if layout == GemmLayout::Tn { m } else { k },
+                    b: if cut == 0 {
+                        vec![&b[..]]
+                    } else {
+                        vec![&b[..cut * b_columns], &b[cut * b_columns..]]
+                    },
+                    b_columns,
+                    out: &mut out,
+                    n: n_of,
+                    columns,
+                    out_rows: &[Range::new(0, m)],
+                    bias: Some(&bias),
+                    accumulate: Accumulate::Start,
+                };
+                gemm(args, &threads);
+                out
+            };
+            let whole = product(None, 0);
+            for columns in [(0, 1), (0, 53), (7, 40), (40, 53)].map(|(from, to)| Range::new(from, to)) {
+                for cut in [0, 19] {
+                    let some = product(Some(columns), cut);
+                    for (row, some) in whole.chunks_exact(n).zip(some.chunks_exact(columns.len())) {
+                        assert_eq!(&row[columns.start..columns.end], some, "{layout:?} {columns} {cut}");
                     }
                 }
             }

@@ -95,6 +95,14 @@ pub enum OperationFault {
     /// A product with a bias that adds to what there is.
     #[error("no CUDA kernel adds a bias to what it accumulates")]
     BiasOfAccumulated,
+    /// Columns that begin where kernels cannot begin to read.
+    #[error(
+        "it computes columns from {first} on; on CUDA groups of columns begin at multiples of 16 bytes, so give other sizes of groups"
+    )]
+    ColumnsBegin {
+        /// The first of them.
+        first: usize,
+    },
     /// Rows for experts of which there are no blocks.
     #[error("its rows have no blocks")]
     NoBlocks,

@@ -102,6 +102,7 @@ fn matmul_flops_per_second<T: KernelElement>(threads: &ThreadPool) -> f64 {
     let mut out = values.clone();
     let seconds = fastest(|| {
         let args = GemmArgs {
+            columns: None,
             layout: GemmLayout::Nt,
             a: vec![&values[..]],
             a_columns: SIZE,

@@ -52,7 +52,7 @@ pub use gemm_collective::GemmCollective;
 pub use group_part::GroupPartError;
 pub use hierarchy::{TwoLevelExchange, TwoLevelPart};
 pub use hosting::{HostedRows, HostedWork, OffloadedRows, RowHosts};
-pub use linear::{GROUP_TILE_ROWS, LinearPlan, WaveGroups};
+pub use linear::{GROUP_TILE_COLUMNS, GROUP_TILE_ROWS, LinearPlan, WaveGroups};
 pub use linear_spec::{Activations, LinearDirection, LinearKind, LinearSpec};
 pub use outline::Outline;
 pub use plan::{Plan, RankPlan, StagePlan};

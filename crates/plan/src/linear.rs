@@ -1,15 +1,23 @@
-//! A tensor-parallel linear layer on its ranks: which part of weight and tokens a rank has, and in which groups of tokens the layer is
-//! computed so that one group travels while another is multiplied.
+//! A tensor-parallel linear layer on its ranks: which part of weight and tokens a rank has, and in which groups of tokens, or of columns,
+//! the layer is computed so that one group travels while another is multiplied.
+
+use std::fmt;
 
 use counterpoint_mask::Range;
 use serde::{Deserialize, Serialize};
 
-use crate::{GroupPart, LinearKind, LinearSpec, OwnedSplit, PlanError, RemoteSplit};
+use crate::{
+    GemmCollective, GroupPart, LinearDirection, LinearKind, LinearSpec, OwnedSplit, PlanError, RemoteSplit,
+};
 
 /// Groups are cut at multiples of so many of an owner's rows, where it has enough: kernels compute tiles of as many.
 pub const GROUP_TILE_ROWS: usize = 128;
 
-/// How many groups of tokens one pass of a layer is cut into, and how large each is.
+/// Groups of columns are cut at multiples of so many, where there are enough: kernels compute tiles of as many, or of a part of them.
+pub const GROUP_TILE_COLUMNS: usize = 256;
+
+/// How many groups one pass of a layer is cut into, and how large each is. Groups are of tokens, or, for passes of few rows whose sums over
+/// ranks travel, of columns of these.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum WaveGroups {
@@ -18,6 +26,24 @@ pub enum WaveGroups {
     /// So many rows of a rank's tokens in each, at least 1; together those that the first rank owns. A rank that owns one
     /// token fewer has it missing in its last group.
     Sizes(Vec<usize>),
+    /// All tokens at once, and the columns of sums over ranks in so many groups of about the same size, at least 1. What travels before it
+    /// is multiplied travels at once.
+    Columns(usize),
+    /// The same in groups of so many columns, at least 1; together those that travel.
+    ColumnSizes(Vec<usize>),
+}
+
+impl fmt::Display for WaveGroups {
+    /// Sizes joined by `+`, those of columns behind `columns=`; of groups of about the same size their number.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let sizes = |sizes: &[usize]| sizes.iter().map(ToString::to_string).collect::<Vec<_>>().join("+");
+        match self {
+            Self::Fixed(groups) => write!(f, "{groups}"),
+            Self::Sizes(rows) => f.pad(&sizes(rows)),
+            Self::Columns(groups) => write!(f, "columns={groups}"),
+            Self::ColumnSizes(columns) => f.pad(&format!("columns={}", sizes(columns))),
+        }
+    }
 }
 
 /// A layer on its ranks: shards and groups.
@@ -29,6 +55,9 @@ pub struct LinearPlan {
     pub tp_size: usize,
     /// Rows of every group in the tokens of the first rank.
     groups: Vec<usize>,
+    /// Columns of every group of columns; none where all columns travel at once.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    columns: Vec<usize>,
 }
 
 impl LinearPlan {
@@ -57,11 +86,31 @@ impl LinearPlan {
         if !split.is_multiple_of(tp_size) {
             return error(field, split, format!("a multiple of the {tp_size} ranks that share them"));
         }
-        let mut plan = Self { spec, tp_size, groups: Vec::new() };
+        let mut plan = Self { spec, tp_size, groups: Vec::new(), columns: Vec::new() };
         let rows = plan.tokens_of(0).len();
+        let columns = spec.travelling_columns();
+        plan.columns = match &groups {
+            WaveGroups::Columns(groups) => even_columns(columns, (*groups).min(columns)),
+            WaveGroups::ColumnSizes(sizes) => {
+                let sum = sizes.iter().fold(0usize, |sum, size| sum.saturating_add(*size));
+                if sum != columns || sizes.contains(&0) {
+                    let wanted =
+                        format!("sizes of at least 1 that add up to the {columns} columns that travel");
+                    return error("the sum of column groups", sum, wanted);
+                }
+                sizes.clone()
+            }
+            WaveGroups::Fixed(_) | WaveGroups::Sizes(_) => Vec::new(),
+        };
+        if plan.columns.len() == 1 {
+            plan.columns.clear();
+        }
         plan.groups = match groups {
-            WaveGroups::Fixed(0) => return error("groups", 0, "at least 1".to_owned()),
-            WaveGroups::Fixed(groups) => even_tiles(rows, groups.min(rows)),
+            WaveGroups::Fixed(0) | WaveGroups::Columns(0) => {
+                return error("groups", 0, "at least 1".to_owned());
+            }
+            WaveGroups::Columns(_) | WaveGroups::ColumnSizes(_) => vec![rows],
+            WaveGroups::Fixed(groups) => even_tiles(rows, groups.min(rows), GROUP_TILE_ROWS),
             WaveGroups::Sizes(sizes) => {
                 let sum = sizes.iter().fold(0usize, |sum, size| sum.saturating_add(*size));
                 if sum != rows || sizes.contains(&0) {
@@ -108,6 +157,45 @@ impl LinearPlan {
     /// Rows of every group in the tokens of the first rank, which add up to these.
     pub fn group_sizes(&self) -> &[usize] {
         &self.groups
+    }
+
+    /// Whether a group but the last ends inside a tile of its rows.
+    pub fn cuts_tiles(&self) -> bool {
+        let before = self.groups.split_last().map_or(&[][..], |(_, before)| before);
+        !before.iter().all(|rows| rows.is_multiple_of(GROUP_TILE_ROWS))
+    }
+
+    /// Columns of every group of columns, which add up to those that travel; none where all columns travel at once.
+    pub fn column_sizes(&self) -> &[usize] {
+        &self.columns
+    }
+
+    /// The groups of columns, one after the other; none where all columns travel at once.
+    pub fn column_groups(&self) -> impl Iterator<Item = Range> {
+        let mut end = 0;
+        self.columns.iter().map(move |&columns| {
+            end += columns;
+            Range::new(end - columns, end)
+        })
+    }
+
+    /// Number of groups in which the sums of one pass travel.
+    pub fn sum_groups(&self) -> usize {
+        self.groups.len().max(self.columns.len())
+    }
+
+    /// Whether what travels in a pass does so in groups of columns: sums do, rows before their product do not.
+    pub fn travels_in_columns(&self, direction: LinearDirection) -> bool {
+        let collective = GemmCollective::of_pass(&self.spec, direction);
+        !self.columns.is_empty() && !matches!(collective, None | Some(GemmCollective::AllGather))
+    }
+
+    /// The groups as they are asked for.
+    pub fn wave_groups(&self) -> WaveGroups {
+        match self.columns[..] {
+            [] => WaveGroups::Sizes(self.groups.clone()),
+            _ => WaveGroups::ColumnSizes(self.columns.clone()),
+        }
     }
 
     /// Rows of groups of so many waves, each of `wave` rows of the first rank's tokens; the last one may have fewer.
@@ -207,18 +295,24 @@ fn to_others(rank: usize, part: &GroupPart) -> GroupPart {
     part.shared_with(|other| other != rank)
 }
 
-/// Sizes of so many groups of rows that are as even as whole tiles allow, where there is a tile for each.
-fn even_tiles(rows: usize, groups: usize) -> Vec<usize> {
-    let tiles = rows / GROUP_TILE_ROWS;
+/// Sizes of so many groups of rows or columns that are as even as whole tiles allow, where there is a tile for each.
+fn even_tiles(length: usize, groups: usize, tile: usize) -> Vec<usize> {
+    let tiles = length / tile;
     if tiles < groups {
-        return (0..groups).map(|group| even(rows, groups, group).len()).collect();
+        return (0..groups).map(|group| even(length, groups, group).len()).collect();
     }
-    let mut sizes: Vec<usize> =
-        (0..groups).map(|group| even(tiles, groups, group).len() * GROUP_TILE_ROWS).collect();
+    let mut sizes: Vec<usize> = (0..groups).map(|group| even(tiles, groups, group).len() * tile).collect();
     if let Some(last) = sizes.last_mut() {
-        *last += rows % GROUP_TILE_ROWS;
+        *last += length % tile;
     }
     sizes
+}
+
+/// The same of columns, where there are fewer tiles at multiples of 8, at which kernels begin to read.
+fn even_columns(columns: usize, groups: usize) -> Vec<usize> {
+    const ELEMENTS: usize = 8;
+    let has_tiles = columns / GROUP_TILE_COLUMNS >= groups;
+    even_tiles(columns, groups, if has_tiles { GROUP_TILE_COLUMNS } else { ELEMENTS })
 }
 
 /// Part `index` of `length` things in `parts` ranges.
@@ -278,6 +372,11 @@ mod tests {
         let rows = |rank| (0..3).map(|group| plan.group_rows(rank, group).len()).collect::<Vec<_>>();
         assert_eq!(rows(0), [384, 384, 258]);
         assert_eq!(rows(3), [384, 384, 257]);
+        assert!(!plan.cuts_tiles());
+        let sizes =
+            |sizes: &[usize]| LinearPlan::new(spec(4096), 4, WaveGroups::Sizes(sizes.to_vec())).unwrap();
+        assert!(sizes(&[128, 64, 832]).cuts_tiles() && !sizes(&[896, 128]).cuts_tiles());
+        assert!(!sizes(&[1024]).cuts_tiles() && sizes(&[1000, 24]).cuts_tiles());
     }
 
     #[test]
@@ -316,6 +415,47 @@ mod tests {
         assert!(LinearPlan::new(row, 3, WaveGroups::Fixed(2)).is_err());
         assert!(LinearPlan::new(row, 4, WaveGroups::Fixed(0)).is_err());
         assert!(LinearPlan::new(LinearSpec { tokens: 0, ..row }, 4, WaveGroups::Fixed(2)).is_err());
+    }
+
+    #[test]
+    fn groups_of_columns_are_whole_tiles_where_there_are_enough() {
+        let of = |out_features, groups| {
+            let row = LinearSpec { kind: LinearKind::Row, out_features, ..spec(64) };
+            LinearPlan::new(row, 4, groups).unwrap()
+        };
+        let plan = of(1024 + 8, WaveGroups::Columns(3));
+        assert_eq!(plan.column_sizes(), [512, 256, 264]);
+        assert_eq!(plan.column_groups().collect::<Vec<_>>(), [(0, 512), (512, 768), (768, 1032)].map(range));
+        assert_eq!((plan.groups(), plan.group_sizes()), (1, &[16][..]));
+        assert_eq!(plan.wave_groups(), WaveGroups::ColumnSizes(vec![512, 256, 264]));
+        assert_eq!(of(1032, plan.wave_groups()), plan);
+        assert_eq!(
+            (plan.sum_groups(), plan.wave_groups().to_string()),
+            (3, "columns=512+256+264".to_owned())
+        );
+        assert_eq!(of(50, WaveGroups::Columns(4)).column_sizes(), [16, 16, 8, 10]);
+        assert_eq!(of(10, WaveGroups::Columns(4)).column_sizes(), [3, 3, 2, 2]);
+        let gathers = LinearDirection::Backward { weight_gradient: true };
+        assert!(plan.travels_in_columns(LinearDirection::Forward) && !plan.travels_in_columns(gathers));
+        // One group is none.
+        for one in [WaveGroups::Columns(1), WaveGroups::ColumnSizes(vec![10]), WaveGroups::Fixed(1)] {
+            assert_eq!(of(10, one).column_sizes(), [0; 0]);
+        }
+        let fewer = plan.of_fewer_tokens(9).unwrap();
+        assert_eq!((fewer.column_sizes(), fewer.group_sizes()), (plan.column_sizes(), &[3][..]));
+        let row = LinearSpec { kind: LinearKind::Row, out_features: 10, ..spec(64) };
+        for (groups, words) in [
+            (WaveGroups::Columns(0), ["groups", "at least 1"]),
+            (WaveGroups::ColumnSizes(vec![4, 4]), ["8", "the 10 columns"]),
+            (WaveGroups::ColumnSizes(vec![10, 0]), ["10", "at least 1"]),
+        ] {
+            let text = LinearPlan::new(row, 4, groups).unwrap_err().to_string();
+            assert!(words.iter().all(|word| text.contains(word)), "{text}");
+        }
+    }
+
+    fn range((start, end): (usize, usize)) -> Range {
+        Range::new(start, end)
     }
 
     #[test]

@@ -59,7 +59,9 @@ pub(crate) fn compute_seconds(
         Op::AttentionFinish(op) => {
             placed_bytes(program, op.merged_out, op.out) / cost.memory_bytes_per_second
         }
-        Op::PlaceRows { src, dst, .. } => placed_bytes(program, *src, *dst) / cost.memory_bytes_per_second,
+        Op::PlaceRows { src, dst, .. } | Op::PlaceColumns { src, dst, .. } => {
+            placed_bytes(program, *src, *dst) / cost.memory_bytes_per_second
+        }
         other => {
             let touched = other.reads().into_iter().chain(other.writes());
             touched.map(bytes).sum::<u64>() as f64 / cost.memory_bytes_per_second
@@ -91,7 +93,18 @@ fn placed_bytes(program: &Program, src: BufferId, dst: BufferId) -> f64 {
 }
 
 fn product_seconds(program: &Program, gemm: &Gemm, cost: &CostModel) -> f64 {
-    cost.matmul_seconds(product_size(program, gemm))
+    let size = product_size(program, gemm);
+    match gemm.columns {
+        None => cost.matmul_seconds(size),
+        // It splits its sums as the whole product does.
+        Some(columns) => {
+            let all = match gemm.layout {
+                GemmLayout::Nt => gemm.b.iter().map(|block| block.rows.len()).sum(),
+                GemmLayout::Nn | GemmLayout::Tn => program.buffers[gemm.b[0].buffer.0].shape[1],
+            };
+            cost.columns_done_seconds(ProblemSize { n: all, ..size }, columns.len())
+        }
+    }
 }
 
 /// Products of one operation, without the launch of the first. In tiles, those with the same second operand have one launch, and the waves
@@ -103,7 +116,11 @@ fn waves_seconds(program: &Program, waves: &WaveGemm, count: usize, cost: &CostM
     }
     let of_launch = |groups: &[Gemm]| {
         let sizes: Vec<ProblemSize> = groups.iter().map(|gemm| product_size(program, gemm)).collect();
-        let Some(ProblemSize { n, k, .. }) = sizes.first().copied() else { return 0.0 };
+        let Some(first @ ProblemSize { n, k, .. }) = sizes.first().copied() else { return 0.0 };
+        if let Some(all) = waves.columns() {
+            let done = sizes.iter().map(|size| size.n).sum();
+            return cost.columns_done_seconds(ProblemSize { n: all, ..first }, done);
+        }
         cost.matmul_seconds(ProblemSize { m: sizes.iter().map(|size| size.m).sum(), n, k })
     };
     let launches = groups.chunk_by(|a, b| a.b == b.b && a.layout == b.layout);

@@ -124,6 +124,7 @@ fn product_before() -> (usize, Op) {
         out: BufferId(7),
         out_rows: vec![rows],
         pass_rows: ROWS,
+        columns: None,
         bias: None,
         accumulate: Accumulate::Start,
     };

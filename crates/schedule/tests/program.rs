@@ -223,6 +223,7 @@ fn fused_products_are_alone() {
             out: BufferId(2),
             out_rows: vec![Range::new(0, ROWS)],
             pass_rows: ROWS,
+            columns: None,
             bias: None,
             accumulate: Accumulate::Start,
         };
@@ -319,6 +320,7 @@ fn groups_travel_while_the_rest_is_computed() {
         out: BufferId(out),
         out_rows: vec![Range::new(0, ROWS)],
         pass_rows: 2 * ROWS,
+        columns: None,
         bias: None,
         accumulate: Accumulate::Start,
     };

@@ -47,6 +47,7 @@ fn backward(rank: usize, layers: usize, on_one_stream: bool) -> Program {
             out,
             out_rows: vec![Range::new(0, rows)],
             pass_rows: rows,
+            columns: None,
             bias: None,
             accumulate: Accumulate::Start,
         })

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
+use counterpoint_choose::LayerGroups;
 use counterpoint_console::arguments::{Device, OverlapChoice, overlap, value};
 use counterpoint_cuda::{PlainProducts, TransportKind};
 use counterpoint_exec::{LayerGradient, SlowLink};
@@ -101,10 +102,10 @@ pub struct BenchTpArguments {
     )]
     pub(crate) overlap: Vec<OverlapChoice>,
 
-    /// Groups of tokens of a pass under a policy that is named; 0 takes those that `tune gemm` kept for the layer under it, or has them chosen by
-    /// what work and transport cost
-    #[arg(long, value_name = "NUMBERS", value_delimiter = ',', default_value = "0", value_parser = clap::value_parser!(u32).range(0..=1024), allow_hyphen_values = true)]
-    pub(crate) groups: Vec<u32>,
+    /// Groups of a pass under a policy that is named: a number of groups of tokens, the rows of each as in 512+256, or behind columns= groups of
+    /// columns of sums; auto takes those that `tune gemm` kept for the layer under it, or has them chosen by what work and transport cost
+    #[arg(long, value_name = "GROUPS", value_delimiter = ',', default_value = "auto", value_parser = value::groups, allow_hyphen_values = true)]
+    pub(crate) groups: Vec<LayerGroups>,
 
     /// How rows travel between GPUs; settings of NCCL may follow, as in nccl+max-ctas=8 or nccl+library-sums
     #[arg(long, value_name = "NAMES", value_delimiter = ',', default_value = "auto", value_parser = value::transport())]

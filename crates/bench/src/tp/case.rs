@@ -14,7 +14,7 @@ use counterpoint_exec::{
     Machine, PlannedPass, PlannedPasses, RankBuffers, RunConfig, RunTimes, WorldConfig,
 };
 use counterpoint_measure::Processes;
-use counterpoint_plan::{LinearPlan, LinearSpec, WaveGroups};
+use counterpoint_plan::{LinearDirection, LinearPlan, LinearSpec, WaveGroups};
 use counterpoint_reference::{LinearSample, check_linear_part};
 use counterpoint_report::Statistics;
 use counterpoint_schedule::{OverlapPolicy, WeightGradient};
@@ -104,13 +104,8 @@ impl Case<'_> {
                 asked.push((choice.to_string(), LayerOverlap::Predicted(Some(self.cost))));
                 continue;
             };
-            asked.extend(self.arguments.groups.iter().map(|&groups| {
-                let groups = match groups {
-                    0 => LayerGroups::Auto,
-                    groups => WaveGroups::Fixed(groups as usize).into(),
-                };
-                (choice.to_string(), named(*policy, groups))
-            }));
+            let groups = self.arguments.groups.iter();
+            asked.extend(groups.map(|groups| (choice.to_string(), named(*policy, groups.clone()))));
         }
         let mut variants: Vec<Variant<M>> = Vec::new();
         for (overlap, how) in asked {
@@ -191,9 +186,15 @@ impl Case<'_> {
                 BenchTpPass::Forward => &variant.planned.forward,
                 BenchTpPass::Backward => &variant.planned.backward,
             };
-            let (policy, groups) = (*policy, plan.groups());
+            let direction = match pass {
+                BenchTpPass::Forward => LinearDirection::Forward,
+                BenchTpPass::Backward => LinearDirection::Backward { weight_gradient: true },
+            };
+            let policy = *policy;
+            let in_columns = plan.travels_in_columns(direction) && !policy.is_fused();
+            let groups = if in_columns { plan.sum_groups() } else { plan.groups() };
             let (detailed, whole) = (Vec::new(), Vec::new());
-            variant.passes.push(MeasuredPass { pass, policy, groups, detailed, whole });
+            variant.passes.push(MeasuredPass { pass, policy, groups, in_columns, detailed, whole });
         }
         let of_peers = peers.those(|known| known.pass == pass);
         // A variant's runs with the times of all operations and those without are interleaved as well: nobody runs behind itself alone.
@@ -335,6 +336,7 @@ impl Case<'_> {
             policy: runs.policy.to_string(),
             transport: self.transport.to_string(),
             groups: runs.groups,
+            in_columns: runs.in_columns,
             tflops: flops / self.tp_size as f64 / statistics.median / 1e12,
             seconds: statistics,
             sequential_seconds: sequential.median,

@@ -102,7 +102,7 @@ fn in_child(
 /// Of each case its best median with every number of queues and what part of the sequential pass that is, interleaved with it, and
 /// the largest of these parts over the smallest: processes that follow each other find a GPU at other clocks.
 fn spreads(rows: &[Row]) -> String {
-    let same = |a: &Row, b: &Row| (a.name(), a.groups) == (b.name(), b.groups);
+    let same = |a: &Row, b: &Row| (a.name(), a.groups_text()) == (b.name(), b.groups_text());
     let mut lines = Vec::new();
     for (at, row) in rows.iter().enumerate() {
         if row.is_sequential() || rows[..at].iter().any(|before| same(before, row)) {
@@ -124,7 +124,7 @@ fn spreads(rows: &[Row]) -> String {
         for (queues, seconds, part) in best {
             lines.push(vec![
                 row.name(),
-                row.groups.to_string(),
+                row.groups_text(),
                 queues.to_string(),
                 format!("{:.1}", 1e6 * seconds),
                 format!("{part:.3}"),

@@ -26,6 +26,8 @@ pub(super) struct MeasuredPass {
     pub(super) pass: BenchTpPass,
     pub(super) policy: OverlapPolicy,
     pub(super) groups: usize,
+    /// Whether these are of columns.
+    pub(super) in_columns: bool,
     /// With the times of all operations.
     pub(super) detailed: Vec<Timeline>,
     /// With that of the whole alone, which nothing holds up.

@@ -99,6 +99,10 @@ pub(super) fn rows(peers: &Peers<PeerResult>, ours: &[Row]) -> Vec<PeerRow> {
         let right = ours.iter().filter(|row| row.pass == pass && row.wrong.is_none());
         let best = right.min_by(|a, b| a.seconds.median.total_cmp(&b.seconds.median))?;
         let seconds = Statistics::of(&variant.seconds)?;
+        let groups = match best.in_columns {
+            true => format!("{} groups of columns", best.groups),
+            false => console::count(best.groups, "group"),
+        };
         Some(PeerRow {
             by,
             kind: best.kind,
@@ -111,7 +115,7 @@ pub(super) fn rows(peers: &Peers<PeerResult>, ours: &[Row]) -> Vec<PeerRow> {
             error_over_bound,
             ours_seconds: best.seconds.median,
             ratio: seconds.median / best.seconds.median,
-            ours_by: format!("{} {}, {}", best.policy, best.transport, console::count(best.groups, "group")),
+            ours_by: format!("{} {}, {}", best.policy, best.transport, groups),
             seconds,
         })
     };

@@ -1,6 +1,6 @@
 //! Rows of `bench tp`: a pass under a policy, compared with its sequential and its ideal time.
 
-use counterpoint_plan::{Activations, LinearKind};
+use counterpoint_plan::{Activations, LinearKind, WaveGroups};
 use counterpoint_report::{Column, Statistics};
 use counterpoint_schedule::{OverlapPolicy, Timeline};
 use serde::{Deserialize, Serialize};
@@ -29,6 +29,8 @@ pub(super) struct Row {
     pub(super) policy: String,
     pub(super) transport: String,
     pub(super) groups: usize,
+    /// Whether these are of columns, not of tokens.
+    pub(super) in_columns: bool,
     /// Of the slowest rank, from the start of its first operation to the end of its last; no other times are taken meanwhile, and those
     /// of parts below are of other runs.
     pub(super) seconds: Statistics,
@@ -118,6 +120,14 @@ impl Row {
         self.overlap == OverlapPolicy::SEQUENTIAL.to_string()
     }
 
+    /// As `--groups` takes them.
+    pub(super) fn groups_text(&self) -> String {
+        match self.in_columns {
+            true => WaveGroups::Columns(self.groups).to_string(),
+            false => self.groups.to_string(),
+        }
+    }
+
     pub(super) fn cells(&self) -> [String; 17] {
         let [tokens, hidden, local] = self.shape;
         let us = |seconds: f64| format!("{:.1}", 1e6 * seconds);
@@ -129,7 +139,7 @@ impl Row {
             format!("{tokens}:{hidden}:{local}"),
             self.policy.clone(),
             self.transport.clone(),
-            self.groups.to_string(),
+            self.groups_text(),
             us(self.seconds.median),
             // Of CPU ranks it is a hundredth or so.
             format!("{:.*}", if self.tflops < 10.0 { 3 } else { 1 }, self.tflops),

@@ -1,9 +1,9 @@
 //! In which way and in which groups a pass of a linear layer is predicted to end first: what its parts let expect, unless the simulator
-//! says that another way or other groups end sooner.
+//! says that another way or other groups, of tokens or of columns, end sooner.
 
 use counterpoint_cost::CostModel;
-use counterpoint_plan::{LinearPlan, PlanError, WaveGroups};
-use counterpoint_schedule::{OverlapPolicy, PassOverlap};
+use counterpoint_plan::{GROUP_TILE_ROWS, GemmCollective, LinearPlan, PlanError, WaveGroups};
+use counterpoint_schedule::{OverlapPolicy, PassOverlap, PassTiming, ProductStart};
 
 use super::group_search::PassClock;
 use super::groups::MOST_GROUPS;
@@ -15,6 +15,16 @@ const EQUAL_GROUPS: [usize; 6] = [1, 2, 3, 4, 8, MOST_GROUPS];
 
 /// What is expected gives way to what the simulator says takes less than this part of it.
 const LEAST_GAIN: f64 = 1.0 / 1.01;
+
+/// Groups of columns that are tried.
+pub(super) const COLUMN_GROUPS: [usize; 3] = [2, 4, 8];
+
+/// Passes of so many rows of each rank travel in groups of tokens that are whole tiles.
+const FEW_ROWS: usize = 2 * GROUP_TILE_ROWS;
+
+/// They give way to groups of columns that the simulator says take less than this part of them: what is predicted of groups under one
+/// kernel was measured to be off by as much.
+const LEAST_GAIN_OF_COLUMNS: f64 = 0.97;
 
 /// A way to run a pass in groups, and what the simulator says of it.
 struct Simulated {
@@ -58,6 +68,10 @@ impl LinearPass {
             let by_groups = OverlapPolicy::from(way).overlaps_by_groups();
             let equal = EQUAL_GROUPS.into_iter().take_while(|groups| by_groups || *groups == 1);
             for groups in [own.clone()].into_iter().chain(equal.map(WaveGroups::Fixed)) {
+                let plan = LinearPlan::new(self.spec, self.topology.world_size, groups.clone())?;
+                if self.takes_whole_tiles(cost) && groups != *own && plan.cuts_tiles() {
+                    continue;
+                }
                 let one = simulated(way, groups)?;
                 if least.as_ref().is_none_or(|least| one.seconds < least.seconds) {
                     least = Some(one);
@@ -67,6 +81,48 @@ impl LinearPass {
         let sooner = least.filter(|least| least.seconds < LEAST_GAIN * expected.seconds);
         let Simulated { overlap, plan, .. } = sooner.unwrap_or(expected);
         Ok((overlap, plan))
+    }
+
+    /// Whether groups of columns may be worth it: sums of few rows travel.
+    pub(super) fn has_few_rows(&self) -> bool {
+        let collective = GemmCollective::of_pass(&self.spec, self.direction);
+        let own = self.spec.tokens.div_ceil(self.topology.world_size);
+        !matches!(collective, None | Some(GemmCollective::AllGather))
+            && self.topology.world_size > 1
+            && own < FEW_ROWS
+    }
+
+    /// A way that was found to end first, or, where the simulator says that it ends clearly sooner, one kernel whose groups of columns travel as
+    /// they are done.
+    ///
+    /// # Errors
+    /// As [`LinearPlan::new`].
+    pub(super) fn in_columns(
+        &self,
+        ways: &[PassOverlap],
+        cost: &CostModel,
+        found: (PassOverlap, LinearPlan),
+    ) -> Result<(PassOverlap, LinearPlan), PlanError> {
+        let one_kernel = |way: &&PassOverlap| matches!(way.timing(), PassTiming::ByGroups(timing) if timing.starts == ProductStart::OneKernel);
+        let Some(&way) = ways.iter().find(one_kernel).filter(|_| self.has_few_rows()) else {
+            return Ok(found);
+        };
+        // As among other ways, kernels that take multiprocessors count for more where others are to be had.
+        let has_sparing = ways.iter().any(PassOverlap::spares_workers);
+        let rated = |overlap: PassOverlap, plan: &LinearPlan| {
+            let rate = if has_sparing && overlap.takes_workers() { WORKERS_COST } else { 1.0 };
+            rate * self.simulated(overlap, plan, cost)
+        };
+        let mut least = LEAST_GAIN_OF_COLUMNS * rated(found.0, &found.1);
+        let mut best = found;
+        for groups in COLUMN_GROUPS {
+            let plan = LinearPlan::new(self.spec, self.topology.world_size, WaveGroups::Columns(groups))?;
+            let seconds = rated(way, &plan);
+            if seconds < least {
+                (least, best) = (seconds, (way, plan));
+            }
+        }
+        Ok(best)
     }
 
     /// What the simulator says that it takes so; for ever where it cannot be simulated.

@@ -2,8 +2,12 @@
 
 use std::ops::ControlFlow;
 
-use counterpoint_plan::{GemmCollective, LinearDirection, LinearPlan, LinearSpec, PlanError, WaveGroups};
+use counterpoint_plan::{
+    GemmCollective, LinearDirection, LinearPlan, LinearSpec, PlanError, Topology, WaveGroups,
+};
 
+use super::fastest::COLUMN_GROUPS;
+use super::pass::LinearPass;
 use super::wave_costs::{LinkUse, PassCosts, PassCurves, compositions};
 use counterpoint_schedule::ProductStart;
 
@@ -149,6 +153,43 @@ impl GroupSearcher {
                 (best, fastest) = ((plan, seconds), groups.clone());
             }
             tried.push(groups);
+        }
+        Ok(best)
+    }
+
+    /// Times the pass in groups of columns too, where sums of few rows travel under the kernel that computes all of them. Returns the faster of
+    /// these and of what was found before, with its seconds.
+    ///
+    /// # Errors
+    /// When the clock fails.
+    pub fn columns<C: PassClock>(
+        &self,
+        clock: &mut C,
+        found: (LinearPlan, f64),
+        mut report: impl FnMut(SearchStep),
+    ) -> Result<(LinearPlan, f64), C::Error> {
+        let Self { spec, tp_size, direction, .. } = *self;
+        let pass = LinearPass { spec, topology: Topology::flat(tp_size), direction };
+        if self.starts != ProductStart::OneKernel || !pass.has_few_rows() {
+            return Ok(found);
+        }
+        let mut best = found;
+        let mut tried = Vec::new();
+        for (done, groups) in COLUMN_GROUPS.into_iter().enumerate() {
+            let plan = self.plan(WaveGroups::Columns(groups))?;
+            if plan.column_sizes().is_empty() || tried.contains(&plan) {
+                continue;
+            }
+            report(SearchStep {
+                what: format!("{groups} groups of columns"),
+                done,
+                all: COLUMN_GROUPS.len(),
+            });
+            let seconds = clock.pass(&plan)?;
+            if seconds < best.1 {
+                best = (plan.clone(), seconds);
+            }
+            tried.push(plan);
         }
         Ok(best)
     }

@@ -22,6 +22,9 @@ pub struct LinearMachine {
     pub cost: CostModel,
     /// What was tuned for layers on it, which comes before what is predicted.
     pub tuned: Option<Arc<TunedHere>>,
+    /// Whether a pass may be chosen to travel in groups of columns: there are kernels that compute one product by columns, and none that
+    /// do so with the sum of several.
+    pub has_column_groups: bool,
 }
 
 impl LinearMachine {
@@ -32,13 +35,20 @@ impl LinearMachine {
         topology: Topology,
         cost: CostModel,
     ) -> Self {
-        Self { transport, overlaps, topology, cost, tuned: None }
+        Self { transport, overlaps, topology, cost, tuned: None, has_column_groups: true }
     }
 
     /// The same, of which no pass is chosen to be one kernel with its collective.
     #[must_use]
     pub fn without_fused(mut self) -> Self {
         self.overlaps.retain(|way| !way.is_fused());
+        self
+    }
+
+    /// The same, of which no pass is chosen to travel in groups of columns.
+    #[must_use]
+    pub fn without_column_groups(mut self) -> Self {
+        self.has_column_groups = false;
         self
     }
 
@@ -52,6 +62,11 @@ impl LinearMachine {
         direction: LinearDirection,
         cost: &CostModel,
     ) -> Result<(PassOverlap, LinearPlan), PlanError> {
-        LinearPass { spec, topology: self.topology, direction }.fastest(&self.overlaps, cost)
+        let pass = LinearPass { spec, topology: self.topology, direction };
+        let found = pass.fastest(&self.overlaps, cost)?;
+        match self.has_column_groups {
+            true => pass.in_columns(&self.overlaps, cost, found),
+            false => Ok(found),
+        }
     }
 }

@@ -149,7 +149,10 @@ impl LinearPass {
             link: LinkUse::Shared,
             overlapped_speed: overlapped,
         };
-        let step = wave_step(whole);
+        let step = match self.takes_whole_tiles(cost) {
+            true => wave_step(whole).next_multiple_of(GROUP_TILE_ROWS),
+            false => wave_step(whole),
+        };
         let costs = curves.costs(whole, self.direction, step)?;
         // Rows that the gradient of the weight needs are on the link first, so sums are early enough behind the product of dx where they
         // fit under that gradient.
@@ -226,6 +229,12 @@ impl LinearPass {
         let own = tokens / tp_size;
         let tiled = own.is_multiple_of(GROUP_TILE_ROWS) || SLICES.contains(&own);
         collective == GemmCollective::AllGather || (tokens.is_multiple_of(tp_size) && tiled)
+    }
+
+    /// Whether groups of tokens are to be whole tiles: a kernel computes whole ones of each piece of rows, and a group of sums has a piece of
+    /// every rank's, which no copy brings together.
+    pub(super) fn takes_whole_tiles(&self, cost: &CostModel) -> bool {
+        cost.sharing.is_some() && self.collective() != Some(GemmCollective::AllGather)
     }
 
     /// What travels under the first product; `None` where nothing does.

@@ -99,7 +99,7 @@ mod tests {
         let shape = tuned(TunedPass::Forward, "X", "", 0.0).shape;
         let experts = &plans.experts;
         assert_eq!(experts.fastest(&shape, |_| true).unwrap().policy, "concurrent");
-        assert_eq!(experts.fastest(&shape, |policy| policy == "signals").unwrap().seconds, 0.9);
+        assert_eq!(experts.fastest(&shape, |plan| plan.policy == "signals").unwrap().seconds, 0.9);
         assert!(experts.under(&shape, "kernel-barrier").is_none());
         for other in [
             tuned(TunedPass::WrittenGradient, "X", "", 0.0).shape,

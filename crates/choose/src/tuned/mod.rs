@@ -6,7 +6,7 @@ mod layers;
 use std::ops::RangeInclusive;
 
 use counterpoint_cost::ProblemSize;
-use counterpoint_plan::{DType, ExpertGroups, GemmCollective, LinearDirection, WaveGroups};
+use counterpoint_plan::{DType, ExpertGroups, GemmCollective, LinearDirection, LinearPlan, WaveGroups};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
@@ -74,7 +74,7 @@ pub struct Tuned<S, G> {
     pub shape: S,
     /// The overlap policy, its margin included, as users write it.
     pub policy: String,
-    /// The groups of tokens.
+    /// The groups.
     pub groups: G,
     /// Seconds measured with them.
     pub seconds: f64,
@@ -84,8 +84,38 @@ pub struct Tuned<S, G> {
     pub search: GroupSearch,
 }
 
-/// Of a linear layer: rows of every group in the tokens of the first rank.
-pub type TunedGroups = Tuned<TunedShape, Vec<usize>>;
+/// The groups of a pass of a linear layer.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum TunedSizes {
+    /// Rows of every group in the tokens of the first rank.
+    Rows(Vec<usize>),
+    /// Groups of columns.
+    Columns {
+        /// Columns of every group.
+        columns: Vec<usize>,
+    },
+}
+
+impl TunedSizes {
+    /// Those of a plan.
+    pub fn of(plan: &LinearPlan) -> Self {
+        match plan.column_sizes() {
+            [] => Self::Rows(plan.group_sizes().to_vec()),
+            columns => Self::Columns { columns: columns.to_vec() },
+        }
+    }
+
+    /// Rows or columns of every group.
+    pub fn sizes(&self) -> &[usize] {
+        match self {
+            Self::Rows(sizes) | Self::Columns { columns: sizes } => sizes,
+        }
+    }
+}
+
+/// Of a linear layer.
+pub type TunedGroups = Tuned<TunedShape, TunedSizes>;
 
 /// Of a layer of experts.
 pub type TunedExperts = Tuned<TunedExpertShape, ExpertGroups>;
@@ -122,9 +152,9 @@ impl<S: Ord, G> TunedList<S, G> {
         }
     }
 
-    /// The fastest plan of a shape, of all policies that `runs` says can be run; the sequential one where none was faster.
-    pub fn fastest(&self, shape: &S, runs: impl Fn(&str) -> bool) -> Option<&Tuned<S, G>> {
-        let known = self.0.iter().filter(|plan| plan.shape == *shape && runs(&plan.policy));
+    /// The fastest plan of a shape, of all that `runs` says can be run; the sequential one where none was faster.
+    pub fn fastest(&self, shape: &S, runs: impl Fn(&Tuned<S, G>) -> bool) -> Option<&Tuned<S, G>> {
+        let known = self.0.iter().filter(|plan| plan.shape == *shape && runs(plan));
         known.min_by(|a, b| a.seconds.total_cmp(&b.seconds))
     }
 
@@ -141,7 +171,7 @@ pub struct TunedPlans {
     version: u32,
     /// Of linear layers.
     #[serde(rename = "plans")]
-    pub layers: TunedList<TunedShape, Vec<usize>>,
+    pub layers: TunedList<TunedShape, TunedSizes>,
     /// Of layers of experts.
     #[serde(default, skip_serializing_if = "TunedList::is_empty")]
     pub experts: TunedList<TunedExpertShape, ExpertGroups>,
@@ -177,7 +207,7 @@ pub enum TuningError {
     },
     /// A plan that does not fit its own shape.
     #[error(
-        "plan {index} (m {m}, {collective}, {ranks} ranks) has groups of {sum} rows, and a rank has {rows}; remove it, or tune \
+        "plan {index} (m {m}, {collective}, {ranks} ranks) has groups of {sum} {what}, and there are {wanted}; remove it, or tune \
          the shape again with `counterpoint tune gemm`",
         collective = collective.name()
     )]
@@ -190,10 +220,12 @@ pub enum TuningError {
         collective: GemmCollective,
         /// Its ranks.
         ranks: usize,
+        /// Rows of a rank, or columns.
+        what: &'static str,
         /// What its groups add up to.
         sum: usize,
         /// What they must add up to.
-        rows: usize,
+        wanted: usize,
     },
     /// A plan of a layer of experts whose groups cannot be.
     #[error(
@@ -235,11 +267,15 @@ impl TunedPlans {
         }
         let plans: Self = serde_json::from_str(text).map_err(form)?;
         for (index, plan) in plans.layers.0.iter().enumerate() {
-            let TunedShape { product: ProblemSize { m, .. }, ranks, collective, .. } = plan.shape;
-            let rows = m.div_ceil(ranks.max(1));
-            let sum = plan.groups.iter().fold(0usize, |sum, size| sum.saturating_add(*size));
-            if sum != rows || plan.groups.contains(&0) {
-                return Err(TuningError::Groups { index, m, collective, ranks, sum, rows });
+            let TunedShape { product: ProblemSize { m, n, .. }, ranks, collective, .. } = plan.shape;
+            let (what, wanted) = match plan.groups {
+                TunedSizes::Rows(_) => ("rows of a rank", m.div_ceil(ranks.max(1))),
+                TunedSizes::Columns { .. } => ("columns", n),
+            };
+            let sizes = plan.groups.sizes();
+            let sum = sizes.iter().fold(0usize, |sum, size| sum.saturating_add(*size));
+            if sum != wanted || sizes.contains(&0) {
+                return Err(TuningError::Groups { index, m, collective, ranks, what, sum, wanted });
             }
         }
         for (index, TunedExperts { groups, .. }) in plans.experts.0.iter().enumerate() {
@@ -262,13 +298,16 @@ impl TunedPlans {
 impl TunedGroups {
     /// The groups of its layer.
     pub fn wave_groups(&self) -> WaveGroups {
-        WaveGroups::Sizes(self.groups.clone())
+        match &self.groups {
+            TunedSizes::Rows(sizes) => WaveGroups::Sizes(sizes.clone()),
+            TunedSizes::Columns { columns } => WaveGroups::ColumnSizes(columns.clone()),
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use counterpoint_plan::{Activations, LinearPlan, LinearSpec, Topology};
+    use counterpoint_plan::{Activations, LinearSpec, Topology};
 
     use super::*;
 
@@ -284,7 +323,7 @@ mod tests {
         TunedGroups {
             shape: TunedShape::of(&spec, TunedPass::Forward, FLAT, &place(device)).unwrap(),
             policy: policy.to_owned(),
-            groups: plan.group_sizes().to_vec(),
+            groups: TunedSizes::of(&plan),
             seconds: 1.0,
             sequential_seconds: 1.5,
             search: GroupSearch::Exhaustive,
@@ -305,6 +344,11 @@ mod tests {
             .insert(TunedGroups { seconds: 0.7, ..tuned(GemmCollective::AllGather, 128, "X", "concurrent") });
         plans.layers.insert(tuned(GemmCollective::AllGather, 128, "Y", "signals"));
         assert_eq!(plans.layers.plans().len(), 5);
+        let columns = TunedSizes::Columns { columns: vec![48, 16] };
+        let in_columns = tuned(GemmCollective::ReduceScatter, 256, "Y", "signals");
+        plans.layers.insert(TunedGroups { groups: columns, ..in_columns.clone() });
+        let kept = plans.layers.under(&in_columns.shape, "signals").unwrap().wave_groups();
+        assert_eq!(kept, WaveGroups::ColumnSizes(vec![48, 16]));
         assert_eq!(TunedPlans::from_json(&plans.to_json()), Ok(plans.clone()));
         // Sizes are at the level of everything else, where files of former versions have them.
         let file: serde_json::Value = serde_json::from_str(&plans.to_json()).unwrap();
@@ -317,7 +361,7 @@ mod tests {
         let fastest = |shape: &TunedShape| plans.layers.fastest(shape, |_| true);
         assert_eq!(fastest(&own).unwrap().seconds, 0.5);
         assert_eq!(fastest(&own).unwrap().wave_groups(), WaveGroups::Sizes(vec![16, 16]));
-        assert_eq!(plans.layers.fastest(&own, |policy| policy != "signals").unwrap().seconds, 0.7);
+        assert_eq!(plans.layers.fastest(&own, |plan| plan.policy != "signals").unwrap().seconds, 0.7);
         assert_eq!(plans.layers.under(&own, "concurrent").unwrap().seconds, 0.7);
         assert!(plans.layers.under(&own, "kernel-barrier").is_none());
         // Anything that differs is another shape.
@@ -360,12 +404,16 @@ mod tests {
             assert!(matches!(refused(text), TuningError::Form { .. }), "{text}");
         }
         assert_eq!(refused(r#"{"version": 9, "plans": 7}"#), TuningError::Version { found: 9 });
-        for wrong in [vec![16, 17], vec![32, 0], vec![]] {
+        let rows = [vec![16, 17], vec![32, 0], vec![]].map(TunedSizes::Rows);
+        let columns = [vec![16, 17], vec![64, 0], vec![]].map(|columns| TunedSizes::Columns { columns });
+        for (wrong, wanted) in
+            rows.map(|wrong| (wrong, "32")).into_iter().chain(columns.map(|wrong| (wrong, "64")))
+        {
             let mut plans = TunedPlans::default();
             let plan = tuned(GemmCollective::ReduceScatter, 128, "X", "signals");
             plans.layers.insert(TunedGroups { groups: wrong, ..plan });
             let text = refused(&plans.to_json()).to_string();
-            assert!(text.contains("plan 0") && text.contains("32") && text.contains("tune"), "{text}");
+            assert!(text.contains("plan 0") && text.contains(wanted) && text.contains("tune"), "{text}");
         }
     }
 }

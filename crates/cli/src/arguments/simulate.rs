@@ -111,7 +111,7 @@ pub(crate) struct SimulateLinearArguments {
     #[arg(long, value_name = "N", value_parser = value::ranks, allow_hyphen_values = true)]
     pub(crate) tp_size: usize,
 
-    /// Groups of tokens
+    /// Groups of tokens, or behind columns= of columns of sums, as in columns=4
     #[arg(long, value_name = "auto|N|ROWS+ROWS", default_value = "auto", value_parser = value::groups, allow_hyphen_values = true)]
     pub(crate) groups: LayerGroups,
 

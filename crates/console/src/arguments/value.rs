@@ -104,18 +104,26 @@ pub fn ranks(text: &str) -> Result<usize, String> {
     text.parse().ok().filter(|ranks| (1..=MAX_CP_SIZE).contains(ranks)).ok_or_else(wrong)
 }
 
-/// `auto`, a number of equal groups, or the rows of each.
+/// `auto`, a number of equal groups, or the rows of each; behind `columns=` groups of columns.
 pub fn groups(text: &str) -> Result<LayerGroups, String> {
     let wrong = || {
         format!(
-            "`{text}` does not name groups; give auto, a number such as 4, or the rows of each, such as 256+512+256"
+            "`{text}` does not name groups; give auto, a number such as 4, or the rows of each, such as 256+512+256; or groups of \
+             columns, such as columns=4 or columns=2048+1024"
         )
     };
     if text == "auto" {
         return Ok(LayerGroups::Auto);
     }
-    let sizes: Vec<usize> = text.split('+').map(size).collect::<Result<_, _>>().map_err(|_| wrong())?;
-    let groups = if let [groups] = sizes[..] { WaveGroups::Fixed(groups) } else { WaveGroups::Sizes(sizes) };
+    let columns = text.strip_prefix("columns=");
+    let sizes = columns.unwrap_or(text).split('+').map(size);
+    let sizes: Vec<usize> = sizes.collect::<Result<_, _>>().map_err(|_| wrong())?;
+    let groups = match (columns, &sizes[..]) {
+        (None, &[groups]) => WaveGroups::Fixed(groups),
+        (None, _) => WaveGroups::Sizes(sizes),
+        (Some(_), &[groups]) => WaveGroups::Columns(groups),
+        (Some(_), _) => WaveGroups::ColumnSizes(sizes),
+    };
     Ok(groups.into())
 }
 
@@ -398,6 +406,8 @@ mod tests {
         assert_eq!(groups("auto"), Ok(LayerGroups::Auto));
         assert_eq!(groups("4"), Ok(WaveGroups::Fixed(4).into()));
         assert_eq!(groups("1k+512"), Ok(WaveGroups::Sizes(vec![1024, 512]).into()));
+        assert_eq!(groups("columns=4"), Ok(WaveGroups::Columns(4).into()));
+        assert_eq!(groups("columns=1k+512"), Ok(WaveGroups::ColumnSizes(vec![1024, 512]).into()));
         for text in ["", "0", "4+", "4+0", "a+b", "-1"] {
             assert!(groups(text).unwrap_err().contains("256+512+256"), "{text}");
         }

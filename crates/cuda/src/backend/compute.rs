@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
+use counterpoint_driver::PitchedCopy;
 use counterpoint_exec::{ExecError, OperationFault, ProgramFault};
+use counterpoint_mask::Range;
 use counterpoint_schedule::{
     self as schedule, BufferId, BufferRole, BufferSpec, Op, Program, ProgramOp, RowsOrigin, SignalId,
     WorkerShare,
@@ -52,6 +54,8 @@ enum Work {
         srcs: Vec<BufferId>,
         dst: BufferId,
     },
+    /// A buffer to columns of another.
+    PlaceColumns(PlacedColumns),
     /// Bytes of a buffer to zero.
     Zero {
         dst: BufferId,
@@ -104,6 +108,9 @@ impl CudaKernel {
                 let bytes = rows * spec.row_elements() * spec.dtype.size();
                 Work::CopyFirst { src: *src, dst: *dst, bytes }
             }
+            Op::PlaceColumns { src, dst, columns } => {
+                Work::PlaceColumns(PlacedColumns::new(&prepare, *src, *dst, *columns))
+            }
             Op::ZeroRows { dst, rows } => {
                 let spec = prepare.spec(*dst);
                 let row = spec.row_elements() * spec.dtype.size();
@@ -148,6 +155,7 @@ impl CudaKernel {
                 // of the Program order who else uses them.
                 unsafe { cast.launch(stream, src.address(), dst.address(), src.len() as u64) }
             }
+            Work::PlaceColumns(placed) => placed.launch(stream, buffers),
             Work::Zero { dst, bytes } => buffers[dst.0].memory().slice(bytes.clone())?.fill(stream, 0),
             Work::CopyFirst { src, dst, bytes } => {
                 let first = buffers[src.0].memory().slice(0..*bytes)?;
@@ -163,6 +171,42 @@ impl CudaKernel {
                 Ok(())
             }
         }
+    }
+}
+
+/// A buffer's rows to columns of another's.
+struct PlacedColumns {
+    src: BufferId,
+    dst: BufferId,
+    lines: usize,
+    /// Bytes of a row of either, and of those before the columns.
+    row_bytes: [usize; 2],
+    before: usize,
+}
+
+impl PlacedColumns {
+    fn new(prepare: &Prepare<'_>, src: BufferId, dst: BufferId, columns: Range) -> Self {
+        let spec = prepare.spec(dst);
+        let bytes = |elements: usize| elements * spec.dtype.size();
+        let row_bytes = [columns.len(), spec.row_elements()].map(bytes);
+        Self { src, dst, lines: spec.rows(), row_bytes, before: bytes(columns.start) }
+    }
+
+    fn launch(&self, stream: &Stream, buffers: &[CudaBuffer]) -> Result<(), CudaError> {
+        let [bytes, to_pitch] = self.row_bytes;
+        if self.lines == 0 {
+            return Ok(());
+        }
+        let copy = PitchedCopy {
+            from: buffers[self.src.0].address(),
+            to: buffers[self.dst.0].address() + self.before as u64,
+            bytes,
+            lines: self.lines,
+            from_pitch: bytes,
+            to_pitch,
+        };
+        // SAFETY: `check_operands` has compared the shapes; events of the Program order who else uses them.
+        unsafe { copy.launch(stream) }
     }
 }
 

@@ -447,6 +447,7 @@ mod tests {
             out: BufferId(2),
             out_rows: out.iter().map(|&(start, end)| Range::new(start, end)).collect(),
             pass_rows: 100,
+            columns: None,
             bias: None,
             accumulate,
         }

@@ -13,12 +13,17 @@ use crate::kernel::{
 };
 use crate::{CudaError, Stream};
 
+/// Bytes at whose multiples kernels read.
+const ALIGNMENT: u64 = 16;
+
 /// A matrix product.
 pub(super) struct Product {
     a: SourceRows,
     b: SourceRows,
     out: ResultRows,
     bias: Option<BufferId>,
+    /// Bytes from the second operand's first element to the first that is multiplied, and of the bias before the first that is added.
+    skipped: [u64; 2],
     parts: Vec<Part>,
 }
 
@@ -65,9 +70,21 @@ impl Product {
         let out = ResultRows::new(prepare, op.out, &op.out_rows, op.accumulate, |rows| {
             if rows_are_k { columns_fit(rows) } else { !schedule::Gemm::copies_rows(rows.len(), m) }
         })?;
+        let (pass_columns, first_column) = match op.columns {
+            None => (n, 0),
+            Some(columns) if layout == GemmLayout::Nt => (b.count(), columns.start),
+            Some(columns) => (prepare.spec(op.b[0].buffer).row_elements(), columns.start),
+        };
+        let skipped_elements =
+            if layout == GemmLayout::Nt { first_column * b.stride() } else { first_column };
+        let skipped = [skipped_elements, first_column].map(|elements| (elements * element.bytes()) as u64);
+        if !skipped.iter().all(|bytes| bytes.is_multiple_of(ALIGNMENT)) {
+            return Err(prepare.error(OperationFault::ColumnsBegin { first: first_column }));
+        }
         let spec = |m: usize, sources: Vec<GemmRows>, receivers: Vec<usize>| GemmSpec {
             output: out.scalar(),
             pass_rows: op.pass_rows,
+            pass_columns,
             strides: [a.stride(), b.stride(), out.stride()],
             epilogue,
             sources,
@@ -98,7 +115,7 @@ impl Product {
                 parts.push(Part { gemm, tensors, receivers });
             }
         }
-        Ok(Self { a, b, out, bias: op.bias, parts })
+        Ok(Self { a, b, out, bias: op.bias, skipped, parts })
     }
 
     pub(super) fn launch(&self, stream: &Stream, buffers: &[CudaBuffer]) -> Result<(), CudaError> {
@@ -111,9 +128,9 @@ impl Product {
             let d: Vec<u64> = receivers.iter().map(|&row| self.out.address(buffers, row)).collect();
             let tensors = GemmTensors {
                 a: &a,
-                b: self.b.first_row(buffers),
+                b: self.b.first_row(buffers) + self.skipped[0],
                 d: &d,
-                bias: self.bias.map_or(0, |bias| buffers[bias.0].address()),
+                bias: self.bias.map_or(0, |bias| buffers[bias.0].address() + self.skipped[1]),
                 counters: &[],
             };
             // SAFETY: `check_operands` has compared all shapes and types; buffers and copies live as long as what is enqueued;
@@ -203,7 +220,10 @@ impl Prepare<'_> {
 
     /// A product that stores its result and does nothing else: the library's where that is wanted and no policy would have it otherwise.
     fn product(&self, spec: &GemmSpec) -> Result<GemmRunner, ExecError> {
-        let whole = spec.size.m == spec.pass_rows && spec.sources.len() == 1 && spec.receivers.len() == 1;
+        let whole = spec.size.m == spec.pass_rows
+            && spec.size.n == spec.pass_columns
+            && spec.sources.len() == 1
+            && spec.receivers.len() == 1;
         if whole && self.sends_nothing() {
             let library = self.library()?;
             if let Some(library) = library {
@@ -212,6 +232,11 @@ impl Prepare<'_> {
             }
         }
         self.gemm(spec).map(GemmRunner::Ours)
+    }
+
+    /// Whether there are kernels for it whose bits do not depend on what else of its pass is computed.
+    pub(super) fn has_shapes(&self, spec: &GemmSpec) -> bool {
+        Gemm::shapes_in_pass(self.setup().device(), spec).is_ok_and(|shapes| !shapes.is_empty())
     }
 
     /// A product whose bits do not depend on which rows of its pass are computed together, unless all of a gradient of a weight is

@@ -1,4 +1,4 @@
-//! Products of a pass as one kernel that raises a signal group by group.
+//! Products of a pass as one kernel that raises a signal group by group: groups of rows, or of columns.
 
 use counterpoint_exec::ExecError;
 use counterpoint_mask::Range;
@@ -30,7 +30,7 @@ enum Work {
 struct Together {
     a: SourceRows,
     b: SourceRows,
-    /// Of each group the result, and the bytes of its rows.
+    /// Of each group the result, and the bytes of its rows, where parts begin at some that are not the first.
     out: Vec<BufferId>,
     row_bytes: u64,
     bias: Option<BufferId>,
@@ -56,7 +56,11 @@ struct GroupRows {
 
 impl Waves {
     pub(super) fn new(prepare: &Prepare<'_>, op: &schedule::WaveGemm) -> Result<Self, ExecError> {
-        let work = match Together::new(prepare, &op.groups)? {
+        let together = match op.columns() {
+            None => Together::new(prepare, &op.groups)?,
+            Some(columns) => Together::of_columns(prepare, &op.groups, columns)?,
+        };
+        let work = match together {
             Some(together) => Work::Together(Box::new(together)),
             None => {
                 let products = op.groups.iter().map(|group| Product::new(prepare, group));
@@ -107,6 +111,7 @@ impl Together {
         let scalar = prepare.scalar(first.out)?;
         let row_bytes = columns as u64 * scalar.bytes();
         let fits = first.layout != GemmLayout::Tn
+            && groups.iter().all(|group| group.columns.is_none())
             && first.accumulate == Accumulate::Start
             && groups
                 .iter()
@@ -156,6 +161,69 @@ impl Together {
             .map_err(|error| prepare.device_error(error))?;
         let out = groups.iter().map(|group| group.out).collect();
         Ok(Some(Self { a, b, out, row_bytes, bias: first.bias, launches, counters, rises }))
+    }
+
+    /// Groups of all `n` columns of one product; `None` where no kernel stores each in a result of its own: tiles must not have columns of
+    /// two of them.
+    fn of_columns(
+        prepare: &Prepare<'_>,
+        groups: &[schedule::Gemm],
+        n: usize,
+    ) -> Result<Option<Self>, ExecError> {
+        let Some(first) = groups.first() else { return Ok(None) };
+        let (m, scalar) = (prepare.spec(first.out).rows(), prepare.scalar(first.out)?);
+        let mut end = 0;
+        let follows = |group: &schedule::Gemm| {
+            let columns = group.columns.unwrap_or(Range::new(0, 0));
+            let begin = std::mem::replace(&mut end, columns.end);
+            let bytes = columns.len() as u64 * scalar.bytes();
+            columns.start == begin && bytes.is_multiple_of(16) && group.out_rows == [Range::new(0, m)]
+        };
+        let fits = first.layout != GemmLayout::Tn
+            && first.accumulate == Accumulate::Start
+            && groups.len() <= GEMM_DESTINATIONS
+            && groups.iter().all(follows)
+            && groups.iter().all(|group| {
+                alike(first, group)
+                    && prepare.scalar(group.out).ok() == Some(scalar)
+                    && prepare.spec(group.out).rows() == m
+            });
+        if !fits {
+            return Ok(None);
+        }
+        let element = prepare.element(first.a[0].buffer)?;
+        let a = SourceRows::new(prepare, &first.a, |rows| rows.len() == 1)?;
+        let b = SourceRows::new(prepare, &first.b, |rows| rows.len() == 1)?;
+        let k = prepare.spec(first.a[0].buffer).row_elements();
+        let epilogue = if first.bias.is_some() { GemmEpilogue::StoreBias } else { GemmEpilogue::Store };
+        let widths: Vec<usize> =
+            groups.iter().filter_map(|group| group.columns).map(|columns| columns.len()).collect();
+        let ends = groups.iter().filter_map(|group| group.columns).map(|columns| columns.end);
+        let source = a.rows()[0];
+        let spec = GemmSpec {
+            output: scalar,
+            pass_rows: first.pass_rows,
+            strides: [a.stride(), b.stride(), n],
+            epilogue,
+            sources: vec![GemmRows { tensor: 0, ..source }],
+            column_receivers: widths,
+            signals: GemmSignals::Receivers,
+            order: TileOrder::ColumnCuts(ends.take(groups.len() - 1).collect()),
+            sm_margin: prepare.sm_margin(),
+            grid: prepare.grid(),
+            ..GemmSpec::new(m, n, k, prepare.gemm_layout(first.layout), element)
+        };
+        if !prepare.has_shapes(&spec) {
+            return Ok(None);
+        }
+        let gemm = prepare.gemm(&spec)?;
+        let rises = gemm.signals_of().to_vec();
+        let parts = (0..groups.len()).map(|group| GroupRows { group, first: 0, rows: m }).collect();
+        let launches = vec![Launch { gemm, tensors: vec![source.tensor], parts }];
+        let counters = DeviceBuffer::from_slice(prepare.setup(), &vec![0u32; groups.len()])
+            .map_err(|error| prepare.device_error(error))?;
+        let out = groups.iter().map(|group| group.out).collect();
+        Ok(Some(Self { a, b, out, row_bytes: 0, bias: first.bias, launches, counters, rises }))
     }
 
     fn counter(&self, group: usize) -> u64 {
@@ -281,6 +349,7 @@ mod tests {
             out: BufferId(0),
             out_rows: vec![Range::new(0, rows)],
             pass_rows: rows,
+            columns: None,
             bias: None,
             accumulate: Accumulate::Start,
         }

@@ -8,6 +8,7 @@ use counterpoint_cpu_kernels::{
     attention_delta, attention_finish, attention_forward_arriving, attention_partial, cast, cast_rows,
     column_max, column_sum, gemm,
 };
+use counterpoint_mask::Range;
 use counterpoint_schedule::{
     Accumulate, ArrivingKeys, AttentionBackward, AttentionDelta, AttentionFinish, AttentionForward,
     AttentionState, BufferId, ColumnSum, Delivery, ForwardBegin, ForwardEnd, Gemm, Op, Program, RowBlock,
@@ -18,7 +19,9 @@ use rayon::ThreadPool;
 use super::buffer::{CpuBuffer, ReadGuard, WriteGuard};
 use super::normalise::{normalise_backward, normalise_rows};
 use super::user_kernel::{self, CpuUserKernels};
-use crate::{ExecError, HostElement, OpPlace, OperationFault, ProgramFault, with_host_element};
+use crate::{
+    ExecError, HostElement, OpPlace, OperationFault, ProgramFault, TensorMut, TensorRef, with_host_element,
+};
 
 /// A compute operation of the CPU backend, its tensors checked.
 #[derive(Clone)]
@@ -123,6 +126,11 @@ impl CpuKernel {
             Op::PlaceRows { src, dst, rows } => {
                 let (src, mut dst) = (access.read(*src)?, access.write(*dst)?);
                 cast_rows(src.view(), &mut dst.view(), rows, workers);
+                Ok(())
+            }
+            Op::PlaceColumns { src, dst, columns } => {
+                let (src, mut dst) = (access.read(*src)?, access.write(*dst)?);
+                place_columns(src.view(), &mut dst.view(), *columns);
                 Ok(())
             }
             Op::CopyRows { src, dst, rows } => {
@@ -344,6 +352,7 @@ where
         out: elements_mut(&mut out),
         n,
         out_rows: &op.out_rows,
+        columns: op.columns,
         bias: bias.as_ref().map(|bias| elements(bias)),
         accumulate: op.accumulate,
     };
@@ -381,6 +390,15 @@ fn concat(srcs: &[BufferId], dst: BufferId, access: &Access<'_>) -> Result<(), E
         offset += bytes.len();
     }
     Ok(())
+}
+
+fn place_columns(src: TensorRef<'_>, dst: &mut TensorMut<'_>, columns: Range) {
+    let size = src.dtype().size();
+    let (from, to) = (src.row_elements() * size, dst.row_elements() * size);
+    let place = columns.start * size..columns.end * size;
+    for (src, dst) in src.bytes().chunks_exact(from).zip(dst.bytes_mut().chunks_exact_mut(to)) {
+        dst[place.clone()].copy_from_slice(src);
+    }
 }
 
 fn head_shape(q: &ReadGuard<'_>, k: &ReadGuard<'_>, v: &ReadGuard<'_>) -> HeadShape {

@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex};
 
-use counterpoint_choose::{LayerGroups, LinearMachine, TunedPass, TunedShape};
+use counterpoint_choose::{LayerGroups, LinearMachine, TunedGroups, TunedPass, TunedShape, TunedSizes};
 use counterpoint_cost::CostModel;
 use counterpoint_plan::{LinearPlan, LinearSpec, PlanError, WaveGroups};
 use counterpoint_schedule::{OverlapPolicy, PassOverlap};
@@ -204,7 +204,11 @@ fn tuned_pass(
 ) -> Option<Result<PlannedPass, PlanError>> {
     let tuned = machine.tuned.as_ref()?;
     let shape = TunedShape::of(spec, pass, machine.topology, &tuned.place)?;
-    let runs = |policy: &str| policy.parse().is_ok_and(|policy| has_kernels(machine, &policy));
+    let runs = |plan: &TunedGroups| {
+        let in_columns = matches!(plan.groups, TunedSizes::Columns { .. });
+        let has_them = plan.policy.parse().is_ok_and(|policy| has_kernels(machine, &policy));
+        has_them && (machine.has_column_groups || !in_columns)
+    };
     let found = tuned.plans.layers.fastest(&shape, runs)?;
     let policy = found.policy.parse().ok()?;
     let plan = LinearPlan::new(*spec, machine.topology.world_size, found.wave_groups());
@@ -232,7 +236,7 @@ fn tuned_groups(
 
 #[cfg(test)]
 mod tests {
-    use counterpoint_choose::{GroupSearch, TunedGroups, TunedHere, TunedPlace, TunedPlans};
+    use counterpoint_choose::{GroupSearch, TunedHere, TunedPlace, TunedPlans};
     use counterpoint_plan::{Activations, DType, GemmCollective, LinearKind, Topology};
     use counterpoint_schedule::RankTransport;
 
@@ -323,7 +327,7 @@ mod tests {
         plans.layers.insert(TunedGroups {
             shape: TunedShape::of(&spec, TunedPass::Forward, machine.topology, &place).unwrap(),
             policy: "concurrent".to_owned(),
-            groups: vec![1000, 250],
+            groups: TunedSizes::Rows(vec![1000, 250]),
             seconds: 0.1,
             sequential_seconds: 1.0,
             search: GroupSearch::Exhaustive,
@@ -342,27 +346,32 @@ mod tests {
         let (topology, cost) = (Topology::flat(2), CostModel::H200);
         let place = TunedPlace { device: "X".to_owned(), transport: "nvlink".to_owned() };
         let shape = TunedShape::of(&spec, TunedPass::Forward, topology, &place).unwrap();
-        let tuned = |policy: &str, groups: &[usize], seconds| TunedGroups {
+        let tuned = |policy: &str, groups: TunedSizes, seconds| TunedGroups {
             shape: shape.clone(),
             policy: policy.to_owned(),
-            groups: groups.to_vec(),
+            groups,
             seconds,
             sequential_seconds: 1.0,
             search: GroupSearch::Exhaustive,
         };
         let mut plans = TunedPlans::default();
-        plans.layers.insert(tuned("fused", &[32], 0.1));
-        plans.layers.insert(tuned("concurrent", &[12, 20], 0.2));
-        let ran = |overlaps| {
+        plans.layers.insert(tuned("signals", TunedSizes::Columns { columns: vec![16, 16] }, 0.05));
+        plans.layers.insert(tuned("fused", TunedSizes::Rows(vec![32]), 0.1));
+        plans.layers.insert(tuned("concurrent", TunedSizes::Rows(vec![12, 20]), 0.2));
+        let ran = |overlaps, has_column_groups| {
             let tuned = Some(Arc::new(TunedHere { place: place.clone(), plans: plans.clone() }));
-            let machine = LinearMachine { transport: RankTransport::Nvlink, overlaps, topology, cost, tuned };
+            let transport = RankTransport::Nvlink;
+            let machine = LinearMachine { transport, overlaps, topology, cost, tuned, has_column_groups };
             let passes = LayerOverlap::default().passes(&machine, spec, LayerGradient::Written).unwrap();
-            (passes.forward.policy.to_string(), passes.forward.plan.group_sizes().to_vec())
+            (passes.forward.policy.to_string(), passes.forward.plan.wave_groups())
         };
         let fused = "concurrent+fused".to_owned();
         let ways = RankTransport::Nvlink.pass_overlaps(true, 16);
         let fused_way = ways.into_iter().find(PassOverlap::is_fused).unwrap();
-        assert_eq!(ran(vec![PassOverlap::SEQUENTIAL, fused_way]), (fused, vec![32]));
-        assert_eq!(ran(vec![PassOverlap::SEQUENTIAL]), ("concurrent".to_owned(), vec![12, 20]));
+        let rows = |sizes: &[usize]| WaveGroups::Sizes(sizes.to_vec());
+        let columns = WaveGroups::ColumnSizes(vec![16, 16]);
+        assert_eq!(ran(vec![PassOverlap::SEQUENTIAL], true), ("signals".to_owned(), columns));
+        assert_eq!(ran(vec![PassOverlap::SEQUENTIAL, fused_way], false), (fused, rows(&[32])));
+        assert_eq!(ran(vec![PassOverlap::SEQUENTIAL], false), ("concurrent".to_owned(), rows(&[12, 20])));
     }
 }

@@ -69,8 +69,8 @@ impl<M: Machine> SharedInputLinear<M> {
             has_bias,
             dtype,
         };
-        // A kernel that sends its tiles makes them of one product.
-        let machine = group.linear().clone().without_fused();
+        // A kernel that sends its tiles, or columns of them, makes them of one product.
+        let machine = group.linear().clone().without_fused().without_column_groups();
         let all = out_features.iter().fold(0usize, |sum, features| sum.saturating_add(*features));
         let passes = overlap.passes(&machine, spec(all), gradient).map_err(failed)?;
         let layer = |&out_features: &usize| {

@@ -152,12 +152,13 @@ fn gradients() -> impl Strategy<Value = (WeightGradient, bool)> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(96))]
 
-    /// Both kinds, with and without sequence parallelism, tokens that do not divide or are fewer than ranks, any groups,
-    /// policies, types, biases and fates of the gradient of the weight.
+    /// Both kinds, with and without sequence parallelism, tokens that do not divide or are fewer than ranks, any groups of tokens or of
+    /// columns, policies, types, biases and fates of the gradient of the weight.
     #[test]
     fn layers_are_what_they_are_defined_to_be(
         (spec, tp_size) in layer(),
         groups in 1usize..6,
+        in_columns in any::<bool>(),
         order in 0usize..4,
         (gradient, adds) in gradients(),
         seed in 0u64..1000,
@@ -169,7 +170,8 @@ proptest! {
             other => other,
         };
         let inputs = inputs(&spec, adds.then_some(acc), seed);
-        let plan = plan(spec, tp_size, groups);
+        let groups = if in_columns { WaveGroups::Columns(groups) } else { WaveGroups::Fixed(groups) };
+        let plan = LinearPlan::new(spec, tp_size, groups).unwrap();
         let run = run(&plan, &inputs, &config(gradient, StartOrder::ALL[order]));
         let replaces = matches!(gradient, WeightGradient::Replaced(_));
         let added_to = inputs.main_grad.clone().filter(|_| !replaces);
@@ -196,7 +198,7 @@ proptest! {
         prop_assert_eq!(run.weight_gradient.is_some(), gradient == WeightGradient::Deferred);
     }
 
-    /// Groups of any sizes, policies and delays change no bit, nor does deferring the gradient of the weight.
+    /// Groups of tokens or columns of any sizes, policies and delays change no bit, nor does deferring the gradient of the weight.
     #[test]
     fn results_have_the_same_bits_however_they_are_overlapped(
         (spec, tp_size) in layer(),
@@ -207,12 +209,15 @@ proptest! {
         let inputs = inputs(&spec, None, 7);
         let quiet = run(&plan(spec, tp_size, 1), &inputs, &config(WeightGradient::Written, StartOrder::Sequential));
         let sizes = WaveGroups::Sizes(in_proportion(spec.tokens.div_ceil(tp_size), &weights));
-        let grouped = LinearPlan::new(spec, tp_size, sizes).unwrap();
+        let columns = WaveGroups::ColumnSizes(in_proportion(spec.travelling_columns(), &weights));
+        let grouped = [sizes, columns].map(|groups| LinearPlan::new(spec, tp_size, groups).unwrap());
         let fused = ["fused", "kernel-barrier+fused"].map(|policy| policy.parse().unwrap());
         // Each policy with one of these, another in the next case.
         let gradients = [WeightGradient::Written, WeightGradient::Deferred, WeightGradient::Frozen];
         let gradients = gradients.into_iter().cycle().skip(first);
-        for (policy, gradient) in StartOrder::ALL.map(OverlapPolicy::new).into_iter().chain(fused).zip(gradients) {
+        let policies = StartOrder::ALL.map(OverlapPolicy::new).into_iter().chain(fused);
+        let ways = policies.flat_map(|policy| grouped.iter().map(move |plan| (policy, plan)));
+        for ((policy, grouped), gradient) in ways.zip(gradients) {
             let mut config = config(gradient, policy.start);
             config.run.policy = policy.into();
             config.run.world.faults = (0..tp_size)
@@ -223,7 +228,7 @@ proptest! {
                     kind: FaultKind::Stall(Duration::from_millis(delay * rank as u64)),
                 })
                 .collect();
-            let other = run(&grouped, &inputs, &config);
+            let other = run(grouped, &inputs, &config);
             let mut expected = quiet.outputs.clone();
             if gradient == WeightGradient::Frozen {
                 (expected.dweight, expected.dbias) = (None, None);
@@ -301,6 +306,35 @@ fn communication_runs_under_the_products() {
     assert!(sequential.overlap().efficiency.unwrap_or(0.0) < 0.05);
     let overlapped = backward(StartOrder::Concurrent).overlap();
     assert!(overlapped.efficiency.unwrap() > 0.5, "{overlapped:?}");
+}
+
+/// Two tokens of each rank: sums of groups of columns travel under the rest of the one kernel that computes all.
+#[test]
+fn columns_of_few_rows_travel_under_the_product() {
+    let spec = LinearSpec {
+        kind: LinearKind::Row,
+        activations: Activations::SequenceParallel,
+        tokens: 4,
+        in_features: 8192,
+        out_features: 2048,
+        has_bias: false,
+        dtype: DType::F32,
+    };
+    let given = LinearInputs { dy: None, ..inputs(&spec, None, 1) };
+    let forward = |start, groups| {
+        let mut config = config(WeightGradient::Frozen, start);
+        config.run.poison = false;
+        config.run.measurement.warmups = 1;
+        config.run.slow_link =
+            Some(SlowLink { alpha: Duration::from_micros(100), bytes_per_second: 4e6, network: None });
+        let plan = LinearPlan::new(spec, 2, groups).unwrap();
+        let run = run(&plan, &given, &config);
+        (run.forward.overlap().efficiency.unwrap_or(0.0), run.outputs.y)
+    };
+    let (none, y) = forward(StartOrder::Signals, WaveGroups::Fixed(1));
+    let (some, in_columns) = forward(StartOrder::Signals, WaveGroups::Columns(8));
+    assert_eq!(y, in_columns);
+    assert!(none < 0.05 && some > 0.4, "{none} of tokens, {some} of columns");
 }
 
 #[test]

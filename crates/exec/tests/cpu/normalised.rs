@@ -89,7 +89,8 @@ fn rows_come_into_their_order_and_are_normalised() {
             }
             let starts = StartOrder::ALL.map(OverlapPolicy::new);
             for policy in starts.into_iter().chain(["fused".parse().unwrap()]) {
-                for groups in [WaveGroups::Fixed(2), WaveGroups::Sizes(vec![1, 4, 3])] {
+                for groups in [WaveGroups::Fixed(2), WaveGroups::Sizes(vec![1, 4, 3]), WaveGroups::Columns(3)]
+                {
                     let plan = plan(groups);
                     assert_eq!(
                         normalised(&plan, policy),

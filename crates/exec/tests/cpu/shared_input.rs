@@ -33,7 +33,10 @@ fn product(
 }
 
 fn options(gradient: LayerGradient, activations: Activations, has_bias: bool, policy: &str) -> LinearOptions {
-    let groups = WaveGroups::Fixed(1 + policy.len() % 3);
+    let groups = match policy.len() % 3 {
+        1 => WaveGroups::Columns(2),
+        more => WaveGroups::Fixed(1 + more),
+    };
     let overlap = LayerOverlap::Policy(policy.parse().unwrap(), groups.into(), CostModel::H200);
     LinearOptions { activations, has_bias, gradient, overlap, ..LinearOptions::new(DType::F32) }
 }

@@ -59,9 +59,11 @@ impl LinearCase {
             1 => 128 * tp_size * draw.within(1, 2),
             _ => draw.sized(40, 700),
         };
-        let features = |draw: &mut Draw| match draw.below(4) {
+        let features = |draw: &mut Draw| match draw.below(5) {
             0 => draw.within(1, 20),
             1 => draw.within(1, 300),
+            // Groups of columns that are whole tiles.
+            2 => 256 * draw.within(1, 2),
             _ => 8 * draw.within(1, 50),
         };
         let (mut in_features, mut out_features) = (features(&mut draw), features(&mut draw));
@@ -71,7 +73,7 @@ impl LinearCase {
         }
         let has_bias = draw.chance(50);
         let spec = LinearSpec { kind, activations, tokens, in_features, out_features, has_bias, dtype };
-        let groups = WaveGroups::Fixed(draw.pick(&[1, 2, 3, 5]));
+        let groups = draw.pick(&[1, 2, 3, 5]);
         let accumulator = dtype.accumulator();
         let main_grad = draw.pick(&[None, Some(accumulator), Some(dtype)]);
         let weight_gradient = match (draw.below(3), main_grad) {
@@ -90,6 +92,9 @@ impl LinearCase {
         let run = RunConfig { policy, ..RunConfig::default() }
             .with_poison(true)
             .with_limit(Duration::from_secs(30));
+        // Groups of columns begin where kernels can begin to read.
+        let in_columns = draw.chance(30) && spec.travelling_columns() >= 8 * groups;
+        let groups = if in_columns { WaveGroups::Columns(groups) } else { WaveGroups::Fixed(groups) };
         let plan = LinearPlan::new(spec, tp_size, groups);
         let plan = plan.expect("what is drawn divides and is not 0");
         Self { seed, plan, main_grad, config: LinearConfig { weight_gradient, run } }
@@ -112,7 +117,11 @@ impl LinearCase {
             (WeightGradient::Replaced(dtype), _) => write!(text, " over {dtype}"),
         };
         if *tp_size > 1 {
-            let _ = write!(text, " ranks={tp_size} groups={} {}", self.plan.groups(), self.config.run.policy);
+            let groups = match self.plan.column_sizes().len() {
+                0 => WaveGroups::Fixed(self.plan.groups()),
+                columns => WaveGroups::Columns(columns),
+            };
+            let _ = write!(text, " ranks={tp_size} groups={groups} {}", self.config.run.policy);
         }
         text
     }

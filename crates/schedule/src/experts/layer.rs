@@ -133,7 +133,17 @@ fn weight_gradient(
         if !lowering.rows.experts[expert].is_empty() {
             let (a, b) = of_expert(lowering, expert);
             let (layout, pass_rows, out_rows) = (GemmLayout::Tn, spec.out_features, vec![rows]);
-            products.push(Gemm { layout, a, b, out, out_rows, pass_rows, bias: None, accumulate });
+            products.push(Gemm {
+                layout,
+                a,
+                b,
+                out,
+                out_rows,
+                pass_rows,
+                columns: None,
+                bias: None,
+                accumulate,
+            });
         } else if accumulate == Accumulate::Start {
             lowering.p.push(
                 lowering.compute,

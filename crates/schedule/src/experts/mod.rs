@@ -84,7 +84,7 @@ impl<'a> Lowering<'a> {
         let b =
             vec![RowBlock { buffer: weight, rows: Range::new(expert * features, (expert + 1) * features) }];
         let pass_rows = self.rows.experts[expert].len();
-        Gemm { layout, a, b, out, out_rows, pass_rows, bias: None, accumulate }
+        Gemm { layout, a, b, out, out_rows, pass_rows, columns: None, bias: None, accumulate }
     }
 }
 

@@ -138,15 +138,16 @@ fn column(lowering: &mut Lowering<'_>, gradient: WeightGradient) {
             WeightGradient::Frozen | WeightGradient::Deferred => SpreadUnder::Product,
         };
         let mut sums = ReducedTokens::new(lowering, "dx", features, BufferRole::Output, under);
-        for group in 0..plan.groups() {
-            if group > 0 {
-                sums.after_start(lowering, group);
+        let parts = sums.parts();
+        for part in &parts {
+            if part.number > 0 {
+                sums.after_start(lowering, part.number);
             }
-            let partial = sums.partial(lowering, group, plan.spec.dtype);
-            let gemm = input_product(lowering, group_rows(plan, group, dy), weight, partial);
-            sums.compute(lowering, group, "dx", vec![gemm]);
+            let partial = sums.partial(lowering, part, plan.spec.dtype);
+            let gemm = input_product(lowering, group_rows(plan, part.group, dy), weight, partial);
+            sums.compute(lowering, part, "dx", vec![Gemm { columns: part.columns, ..gemm }]);
         }
-        sums.after_start(lowering, plan.groups());
+        sums.after_start(lowering, parts.len());
         if let Some(x) = x.filter(|_| behind) {
             inputs = Some(gather_all(lowering, x, features, gradient));
         }
@@ -223,7 +224,17 @@ fn input_product(
 ) -> Gemm {
     let b = lowering.whole(weight, lowering.plan.local_out_features());
     let pass_rows = lowering.plan.spec.tokens;
-    Gemm { layout: GemmLayout::Nn, a, b, out, out_rows, pass_rows, bias: None, accumulate: Accumulate::Start }
+    Gemm {
+        layout: GemmLayout::Nn,
+        a,
+        b,
+        out,
+        out_rows,
+        pass_rows,
+        columns: None,
+        bias: None,
+        accumulate: Accumulate::Start,
+    }
 }
 
 /// The product of those rows, where there are any.
@@ -323,6 +334,7 @@ fn weight_gradient(
         out,
         out_rows: vec![Range::new(0, rows)],
         pass_rows: rows,
+        columns: None,
         bias: None,
         accumulate,
     };

@@ -38,7 +38,17 @@ fn product(
 ) -> Gemm {
     let b = lowering.whole(weight, lowering.plan.local_out_features());
     let pass_rows = lowering.plan.spec.tokens;
-    Gemm { layout: GemmLayout::Nt, a, b, out, out_rows, pass_rows, bias, accumulate: Accumulate::Start }
+    Gemm {
+        layout: GemmLayout::Nt,
+        a,
+        b,
+        out,
+        out_rows,
+        pass_rows,
+        columns: None,
+        bias,
+        accumulate: Accumulate::Start,
+    }
 }
 
 /// The product of those rows, where there are any.
@@ -109,13 +119,13 @@ pub(super) fn row(lowering: &mut Lowering<'_>, name: &str, role: BufferRole) -> 
         return RowResult::One(y);
     }
     let mut sums = ReducedTokens::new(lowering, name, features, role, SpreadUnder::Product);
-    for group in 0..plan.groups() {
-        if group > 0 {
-            sums.after_start(lowering, group);
+    for part in sums.parts() {
+        if part.number > 0 {
+            sums.after_start(lowering, part.number);
         }
-        let partial = sums.partial(lowering, group, plan.spec.dtype);
-        let gemm = product(lowering, group_rows(plan, group, x), weight, bias, partial);
-        sums.compute(lowering, group, "y", vec![gemm]);
+        let partial = sums.partial(lowering, &part, plan.spec.dtype);
+        let gemm = product(lowering, group_rows(plan, part.group, x), weight, bias, partial);
+        sums.compute(lowering, &part, "y", vec![Gemm { columns: part.columns, ..gemm }]);
     }
     RowResult::Sums(Box::new(sums))
 }

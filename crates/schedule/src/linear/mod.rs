@@ -1,6 +1,6 @@
 //! Tensor-parallel linear layers as Programs, from the same operations and under the same policies as attention.
 //!
-//! A pass is cut into groups of tokens (wave groups). Where sums travel, a group's reduction runs under the products of the
+//! A pass is cut into groups of tokens (wave groups), or, where it has few and sums travel, of columns. Where sums travel, a group's reduction runs under the products of the
 //! groups after it, and in a backward under the gradient of the weight too; where inputs travel, the products of the rank's own
 //! tokens hide the first group, and each group's the next. Every group has rows of all ranks, so links are used evenly, and a
 //! sum over ranks is formed in one reduction in their order, so that results have the same bits for any number of groups.

@@ -79,6 +79,7 @@ pub fn lower_product(
         out,
         out_rows: vec![Range::new(0, m)],
         pass_rows,
+        columns: None,
         bias: None,
         accumulate: Accumulate::Start,
     };

@@ -1,4 +1,5 @@
-//! Reduce-scatters and all-reduces of a layer's products: each group's sums travel while the next group is multiplied.
+//! Reduce-scatters and all-reduces of a layer's products: each group's sums travel while the next group is multiplied. Groups are of tokens,
+//! each with all columns, or of columns, each of all tokens.
 
 use std::sync::Arc;
 
@@ -12,6 +13,30 @@ use crate::{
     Accumulate, BarrierId, BufferId, BufferRole, Gemm, GroupCast, GroupReduce, Op, ReduceOp, RowBlock,
     RowsOrigin, SignalId, StreamId, StreamKind, WaveGemm,
 };
+
+/// What one reduction of a pass sums.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct SumPart {
+    /// Its number in the pass.
+    pub(super) number: usize,
+    /// The group of tokens whose rows it has.
+    pub(super) group: usize,
+    /// Its columns, where these are not all.
+    pub(super) columns: Option<Range>,
+}
+
+impl SumPart {
+    /// Those of a pass, in their order: groups of columns where the plan has some, groups of tokens else. A kernel that sends its tiles as
+    /// they are done has no use for groups of columns.
+    pub(super) fn of(lowering: &Lowering<'_>) -> Vec<Self> {
+        let plan = lowering.plan;
+        if !plan.column_sizes().is_empty() && !lowering.p.policy().is_fused() {
+            let part = |(number, columns)| Self { number, group: 0, columns: Some(columns) };
+            return plan.column_groups().enumerate().map(part).collect();
+        }
+        (0..plan.groups()).map(|group| Self { number: group, group, columns: None }).collect()
+    }
+}
 
 /// What hides the way of sums to all ranks, where the kernel that computes partial sums makes the sums too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,9 +54,11 @@ pub(super) struct ReducedTokens {
     gather: Option<StreamId>,
     barrier: Option<BarrierId>,
     started: u64,
-    /// What every group ends as, with when it is there.
+    /// Its parts, in their order.
+    parts: Vec<SumPart>,
+    /// What every part ends as, with when it is there.
     done: Vec<(BufferId, Mark)>,
-    /// `[tokens, columns]` under replicated activations.
+    /// Where all columns travel at once, `[tokens, columns]` under replicated activations.
     replicated: Option<BufferId>,
     /// Partial sums that are computed by the mark, where there is one yet, and not sent.
     waiting: Option<(Option<Mark>, PartialSums)>,
@@ -52,7 +79,7 @@ struct Waves {
     sums: Vec<(u64, GroupReduce, Sums)>,
 }
 
-/// What has been computed of a group.
+/// What has been computed of a part.
 enum PartialSums {
     /// Partial sums of all ranks' sums.
     Apart(GroupReduce, Sums),
@@ -60,18 +87,19 @@ enum PartialSums {
     Summed(Sums),
 }
 
-/// What becomes of a group's sums.
+/// What becomes of a part's sums.
 struct Sums {
-    group: usize,
+    /// The part's number.
+    stage: usize,
     spread: Option<GroupCast>,
     /// What they end as.
     result: BufferId,
 }
 
 impl PartialSums {
-    fn group(&self) -> usize {
+    fn stage(&self) -> usize {
         match self {
-            Self::Apart(_, sums) | Self::Summed(sums) => sums.group,
+            Self::Apart(_, sums) | Self::Summed(sums) => sums.stage,
         }
     }
 }
@@ -87,6 +115,7 @@ impl ReducedTokens {
         spread_under: SpreadUnder,
     ) -> Self {
         let plan = lowering.plan;
+        let parts = SumPart::of(lowering);
         let p = &mut lowering.p;
         let reduce = p.stream("reduce-scatter", StreamKind::Communication);
         let barrier = p.barrier();
@@ -94,17 +123,19 @@ impl ReducedTokens {
         if plan.spec.activations == Activations::Replicated {
             gather = Some(p.stream("all-gather", StreamKind::Communication));
             let shape = [plan.spec.tokens, columns];
-            replicated = Some(p.buffer(name, plan.spec.dtype, &shape, role));
+            let whole = parts.iter().all(|part| part.columns.is_none());
+            replicated = whole.then(|| p.buffer(name, plan.spec.dtype, &shape, role));
         }
         let (name, done, waiting) = (name.to_owned(), Vec::new(), None);
         let fused = p.policy().is_fused();
-        let in_waves = p.policy().is_in_waves() && !fused && plan.groups() > 1;
+        let in_waves = p.policy().is_in_waves() && !fused && parts.len() > 1;
         let waves = in_waves.then(|| Waves { signal: p.signal(), products: Vec::new(), sums: Vec::new() });
         Self {
             reduce,
             gather,
             barrier,
             started: 0,
+            parts,
             done,
             replicated,
             waiting,
@@ -116,15 +147,25 @@ impl ReducedTokens {
         }
     }
 
-    /// The buffer for this rank's partial sums of a group, of this type: `[rows of the group, columns]`.
-    pub(super) fn partial(&self, lowering: &mut Lowering<'_>, group: usize, dtype: DType) -> BufferId {
-        let plan = lowering.plan;
-        let rows = plan.group_tokens(group).iter().map(Range::len).sum();
-        let name = format!("{}_partial_{group}", self.name);
-        lowering.p.buffer(&name, dtype, &[rows, self.columns], BufferRole::Scratch)
+    /// Its parts, in their order.
+    pub(super) fn parts(&self) -> Vec<SumPart> {
+        self.parts.clone()
     }
 
-    /// Computes a group's partial sums, under the label given, and sends them on their way; the products' result is
+    /// Columns of a part.
+    fn columns_of(&self, part: &SumPart) -> usize {
+        part.columns.map_or(self.columns, |columns| columns.len())
+    }
+
+    /// The buffer for this rank's partial sums of a part, of this type: `[rows, columns]`.
+    pub(super) fn partial(&self, lowering: &mut Lowering<'_>, part: &SumPart, dtype: DType) -> BufferId {
+        let plan = lowering.plan;
+        let rows = plan.group_tokens(part.group).iter().map(Range::len).sum();
+        let name = format!("{}_partial_{}", self.name, part.number);
+        lowering.p.buffer(&name, dtype, &[rows, self.columns_of(part)], BufferRole::Scratch)
+    }
+
+    /// Computes a part's partial sums, under the label given, and sends them on their way; the products' result is
     /// [`ReducedTokens::partial`]: the first of them writes it, others add to it, and a kernel that sends rows as it makes them is for one. Where one kernel computes
     /// all groups, it does so once it has been given the last.
     ///
@@ -134,28 +175,29 @@ impl ReducedTokens {
     pub(super) fn compute(
         &mut self,
         lowering: &mut Lowering<'_>,
-        group: usize,
+        part: &SumPart,
         label: &str,
         mut gemms: Vec<Gemm>,
     ) {
         let Some(partial) = gemms.first().map(|gemm| gemm.out) else { return };
         let (plan, rank, compute) = (lowering.plan, lowering.rank, lowering.compute);
+        let columns = self.columns_of(part);
+        let &SumPart { number: stage, group, .. } = part;
         let p = &mut lowering.p;
-        let (here, dtype) = (Some(group), plan.spec.dtype);
+        let (here, dtype) = (Some(stage), plan.spec.dtype);
         let fused = p.policy().is_fused();
-        let part = Arc::new(plan.packed_group_part(rank, group));
         let rows = plan.group_rows(rank, group).len();
-        let role = match self.replicated {
-            None if plan.groups() == 1 => self.role,
+        let role = match self.gather {
+            None if self.parts.len() == 1 => self.role,
             _ => BufferRole::Scratch,
         };
         let name = match role {
-            BufferRole::Scratch => format!("{}_sum_{group}", self.name),
+            BufferRole::Scratch => format!("{}_sum_{stage}", self.name),
             _ => self.name.clone(),
         };
-        let sum = p.buffer(&name, dtype, &[rows, self.columns], role);
+        let sum = p.buffer(&name, dtype, &[rows, columns], role);
         let reduce = GroupReduce {
-            part,
+            part: Arc::new(plan.packed_group_part(rank, group)),
             tensors: vec![(partial, sum)],
             op: ReduceOp::Sum,
             accumulate: Accumulate::Start,
@@ -164,19 +206,26 @@ impl ReducedTokens {
             // What is computed while it travels needs no barrier to start after it.
             arrive: self.barrier.filter(|_| !fused),
         };
-        let mut spread = self.replicated.map(|all| GroupCast {
+        let everywhere = self.gather.map(|_| {
+            let packed = || {
+                let shape = [plan.spec.tokens, columns];
+                p.buffer(&format!("{}_all_{stage}", self.name), dtype, &shape, BufferRole::Scratch)
+            };
+            self.replicated.unwrap_or_else(packed)
+        });
+        let mut spread = everywhere.map(|all| GroupCast {
             part: Arc::new(back_to_all(plan, rank, group)),
             tensors: vec![(sum, all)],
             wire_dtype: dtype,
             arrive: None,
             delivery: None,
         });
-        let result = self.replicated.unwrap_or(sum);
+        let result = everywhere.unwrap_or(sum);
         if let Some(waves) = &mut self.waves {
             waves.products.extend(gemms);
             let raised = waves.products.len() as u64;
-            waves.sums.push((raised, reduce, Sums { group, spread, result }));
-            if waves.sums.len() == plan.groups() {
+            waves.sums.push((raised, reduce, Sums { stage, spread, result }));
+            if waves.sums.len() == self.parts.len() {
                 self.compute_waves(lowering, label);
             }
             return;
@@ -187,9 +236,9 @@ impl ReducedTokens {
                 let with_product = spread.take_if(|_| self.spread_under == SpreadUnder::Product);
                 let parts = [Op::Gemm(gemm), Op::GroupReduce(reduce)].into_iter();
                 let fused = Op::Fused(parts.chain(with_product.map(Op::GroupCast)).collect());
-                (Some(fused), PartialSums::Summed(Sums { group, spread, result }))
+                (Some(fused), PartialSums::Summed(Sums { stage, spread, result }))
             }
-            None => (None, PartialSums::Apart(reduce, Sums { group, spread, result })),
+            None => (None, PartialSums::Apart(reduce, Sums { stage, spread, result })),
         };
         self.mark(lowering);
         for op in gemms.into_iter().map(Op::Gemm).chain(op) {
@@ -210,8 +259,8 @@ impl ReducedTokens {
         lowering.p.push(lowering.compute, None, label, Op::WaveGemm(op));
         for (value, reduce, sums) in sums {
             let wait = Op::WaitSignal { signal, value };
-            lowering.p.push(self.reduce, Some(sums.group), "wait for partials", wait);
-            let summed = self.sum(lowering, sums.group, reduce);
+            lowering.p.push(self.reduce, Some(sums.stage), "wait for partials", wait);
+            let summed = self.sum(lowering, sums.stage, reduce);
             self.spread(lowering, sums, summed);
         }
     }
@@ -220,7 +269,7 @@ impl ReducedTokens {
     /// up all that is enqueued behind it until they are, so what may run concurrently with them comes before.
     pub(super) fn mark(&mut self, lowering: &mut Lowering<'_>) {
         if let Some((ready @ None, partials)) = &mut self.waiting {
-            *ready = Some(lowering.p.mark(lowering.compute, Some(partials.group()), "partials done"));
+            *ready = Some(lowering.p.mark(lowering.compute, Some(partials.stage()), "partials done"));
         }
     }
 
@@ -229,8 +278,8 @@ impl ReducedTokens {
         self.mark(lowering);
         match self.waiting.take() {
             Some((Some(ready), PartialSums::Apart(reduce, sums))) => {
-                lowering.p.after(self.reduce, Some(sums.group), "wait for partials", ready);
-                let summed = self.sum(lowering, sums.group, reduce);
+                lowering.p.after(self.reduce, Some(sums.stage), "wait for partials", ready);
+                let summed = self.sum(lowering, sums.stage, reduce);
                 self.spread(lowering, sums, summed);
             }
             Some((Some(ready), PartialSums::Summed(sums))) => self.spread(lowering, sums, ready),
@@ -238,18 +287,18 @@ impl ReducedTokens {
         }
     }
 
-    /// Sends a group's partial sums, for which `reduce` has waited, to who sums them.
-    fn sum(&mut self, lowering: &mut Lowering<'_>, group: usize, reduce: GroupReduce) -> Mark {
-        let (p, here) = (&mut lowering.p, Some(group));
+    /// Sends a part's partial sums, for which `reduce` has waited, to who sums them.
+    fn sum(&mut self, lowering: &mut Lowering<'_>, stage: usize, reduce: GroupReduce) -> Mark {
+        let (p, here) = (&mut lowering.p, Some(stage));
         p.push(self.reduce, here, LayerPart::Reduce.label(), Op::GroupReduce(reduce));
         self.started += 1;
         p.mark(self.reduce, here, "sums done")
     }
 
-    /// Sends a group's sums, which are there by the mark, to all who want them.
+    /// Sends a part's sums, which are there by the mark, to all who want them.
     fn spread(&mut self, lowering: &mut Lowering<'_>, sums: Sums, mut there: Mark) {
-        let Sums { group, spread, result } = sums;
-        let (p, here) = (&mut lowering.p, Some(group));
+        let Sums { stage, spread, result } = sums;
+        let (p, here) = (&mut lowering.p, Some(stage));
         if let (Some(gather), Some(cast)) = (self.gather, spread) {
             p.after(gather, here, "wait for sums", there);
             p.push(gather, here, LayerPart::Gather.label(), Op::GroupCast(cast));
@@ -272,11 +321,15 @@ impl ReducedTokens {
     /// Has the computation wait for all groups, and puts them together where they are apart.
     pub(super) fn finish(mut self, lowering: &mut Lowering<'_>) {
         self.send(lowering);
+        if self.is_in_columns() {
+            self.place_columns(lowering);
+            return;
+        }
         let (plan, compute) = (lowering.plan, lowering.compute);
         let tokens = lowering.local_tokens();
         self.wait(lowering);
         let p = &mut lowering.p;
-        if self.replicated.is_none() && plan.groups() > 1 {
+        if self.replicated.is_none() && self.parts.len() > 1 {
             let dst = p.buffer(&self.name, plan.spec.dtype, &[tokens, self.columns], self.role);
             let srcs = self.done.iter().map(|(buffer, _)| *buffer).collect();
             p.push(compute, None, "put sums together", Op::Concat { srcs, dst });
@@ -286,6 +339,10 @@ impl ReducedTokens {
     /// Has the computation wait for all groups; the rows of the sums in their order, wherever they are.
     pub(super) fn rows(mut self, lowering: &mut Lowering<'_>) -> Vec<RowBlock> {
         self.send(lowering);
+        if self.is_in_columns() {
+            let whole = self.place_columns(lowering);
+            return block(whole, Range::new(0, lowering.p.rows(whole)));
+        }
         self.wait(lowering);
         let p = &lowering.p;
         let all = |buffer| block(buffer, Range::new(0, p.rows(buffer)));
@@ -293,6 +350,26 @@ impl ReducedTokens {
             Some(buffer) => all(buffer),
             None => self.done.iter().flat_map(|(buffer, _)| all(*buffer)).collect(),
         }
+    }
+
+    fn is_in_columns(&self) -> bool {
+        self.parts.iter().any(|part| part.columns.is_some())
+    }
+
+    /// Has the computation put each group of columns where it belongs as it is there, so that only the last group's copy is waited for.
+    fn place_columns(&self, lowering: &mut Lowering<'_>) -> BufferId {
+        let shape = [lowering.local_tokens(), self.columns];
+        let (p, compute) = (&mut lowering.p, lowering.compute);
+        let dtype = lowering.plan.spec.dtype;
+        let dst = p.buffer(&self.name, dtype, &shape, self.role);
+        for (part, &(src, there)) in self.parts.iter().zip(&self.done) {
+            let here = Some(part.number);
+            p.after(compute, here, "wait for sums", there);
+            if let Some(columns) = part.columns {
+                p.push(compute, here, "put columns in place", Op::PlaceColumns { src, dst, columns });
+            }
+        }
+        dst
     }
 
     fn wait(&self, lowering: &mut Lowering<'_>) {

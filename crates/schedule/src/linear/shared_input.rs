@@ -64,6 +64,7 @@ pub fn lower_shared_input_forward(layers: SharedInput<'_>, rank: usize, policy: 
                 out,
                 out_rows: out_rows.clone(),
                 pass_rows: tokens,
+                columns: None,
                 bias,
                 accumulate: Accumulate::Start,
             };
@@ -132,15 +133,17 @@ pub fn lower_shared_input_backward(
         let under = if follows { SpreadUnder::Following } else { SpreadUnder::Product };
         let mut reduced = ReducedTokens::new(&mut lowering, "dx", columns, BufferRole::Output, under);
         let share_dtype = sum_dtype(&lowering, &parts);
-        for group in 0..plan.groups() {
-            if group > 0 {
-                reduced.after_start(&mut lowering, group);
+        let of_pass = reduced.parts();
+        for part in &of_pass {
+            if part.number > 0 {
+                reduced.after_start(&mut lowering, part.number);
             }
-            let share = reduced.partial(&mut lowering, group, share_dtype);
-            let gemms = products(&lowering, &parts, share, |dy| group_rows(plan, group, dy));
-            reduced.compute(&mut lowering, group, "dx", gemms);
+            let share = reduced.partial(&mut lowering, part, share_dtype);
+            let mut gemms = products(&lowering, &parts, share, |dy| group_rows(plan, part.group, dy));
+            gemms.iter_mut().for_each(|gemm| gemm.columns = part.columns);
+            reduced.compute(&mut lowering, part, "dx", gemms);
         }
-        reduced.after_start(&mut lowering, plan.groups());
+        reduced.after_start(&mut lowering, of_pass.len());
         sums = Some(reduced);
     }
     if let Some(x) = x.filter(|_| behind) {
@@ -215,6 +218,7 @@ fn products(
             out,
             out_rows,
             pass_rows: lowering.plan.spec.tokens,
+            columns: None,
             bias: None,
             accumulate: if index == 0 { Accumulate::Start } else { Accumulate::Continue },
         }
@@ -276,6 +280,7 @@ fn weight_gradient(
         out,
         out_rows: vec![Range::new(0, features)],
         pass_rows: features,
+        columns: None,
         bias: None,
         accumulate,
     };

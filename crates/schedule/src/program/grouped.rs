@@ -259,6 +259,7 @@ mod tests {
             out: BufferId(8),
             out_rows: out.iter().map(|&(start, end)| Rows::new(start, end)).collect(),
             pass_rows: 1000,
+            columns: None,
             bias: None,
             accumulate,
         }

@@ -47,7 +47,11 @@ pub struct Gemm {
     /// Rows of all products of the pass that it is one of, at least `m`: whatever a device chooses that bits depend on, such as parts
     /// of `k`, it chooses by these, so that groups of a pass have the bits of the whole.
     pub pass_rows: usize,
-    /// `[n]`, added to every row.
+    /// The columns of the product that it computes, where these are not all: `out` has as many. Whatever a device chooses that bits depend
+    /// on, it chooses by all, so that groups of columns have the bits of the whole.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub columns: Option<Range>,
+    /// `[n]`, of all columns, added to every row.
     pub bias: Option<BufferId>,
     /// Whether the product is written or added to what is there.
     pub accumulate: Accumulate,
@@ -71,7 +75,7 @@ impl Gemm {
 /// the products one after the other.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct WaveGemm {
-    /// The products, which differ in their rows of the operands and in where these go.
+    /// The products, which differ in their rows of the first operand, or in their columns, and in where these go.
     pub groups: Vec<Gemm>,
     /// Whether they are the problems of a grouped GEMM ([`GroupedLaunch`](super::GroupedLaunch)): each with a second operand of its own.
     pub grouped: bool,
@@ -80,6 +84,16 @@ pub struct WaveGemm {
     /// What its rows were read from.
     #[serde(skip)]
     pub rows: RowsOrigin,
+}
+
+impl WaveGemm {
+    /// All columns of its products, where these are groups of columns of one product: their operands are the same.
+    pub fn columns(&self) -> Option<usize> {
+        let first = self.groups.first()?;
+        let alike = |gemm: &Gemm| gemm.layout == first.layout && gemm.a == first.a && gemm.b == first.b;
+        let columns = |gemm: &Gemm| gemm.columns.filter(|_| alike(gemm)).map(|columns| columns.len());
+        self.groups.iter().map(columns).sum()
+    }
 }
 
 /// Which tables the rows of a [`WaveGemm`]'s products were read from, and which of their rows these are. Where origins are the same, the one operand

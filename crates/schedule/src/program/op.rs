@@ -79,6 +79,15 @@ pub enum Op {
         /// The destination's rows, as many as `src` has: ascending, disjoint.
         rows: Arc<[Range]>,
     },
+    /// Copies `src` to some columns of `dst`, whose other columns stay as they are.
+    PlaceColumns {
+        /// Source, with as many columns.
+        src: BufferId,
+        /// Destination, of as many rows and the same element type.
+        dst: BufferId,
+        /// The destination's columns.
+        columns: Range,
+    },
     /// Copies the first `rows` rows of `src` to the first rows of `dst`, whose other rows stay as they are.
     CopyRows {
         /// Source, of at least so many rows.

@@ -56,6 +56,9 @@ impl ProgramText<'_> {
                 let (src, dst, rows) = (self.buffer(*src), self.buffer(*dst), self.ranges(rows));
                 format!("place_rows {src} -> {dst} | rows {rows}")
             }
+            Op::PlaceColumns { src, dst, columns } => {
+                format!("place_columns {} -> {} | columns {columns}", self.buffer(*src), self.buffer(*dst))
+            }
             Op::CopyRows { src, dst, rows } => {
                 format!("copy_rows {} -> {} | first {rows} rows", self.buffer(*src), self.buffer(*dst))
             }
@@ -117,10 +120,13 @@ impl ProgramText<'_> {
             GemmLayout::Tn => "tn",
         };
         let bias = op.bias.map(|bias| format!(" bias={}", self.buffer(bias))).unwrap_or_default();
+        let columns = op.columns.map(|columns| format!(" columns {columns}")).unwrap_or_default();
         let (a, b, out) = (self.blocks(&op.a), self.blocks(&op.b), self.buffer(op.out));
         let (to, pass_rows) = (self.ranges(&op.out_rows), op.pass_rows);
         let arrow = arrow(op.accumulate);
-        format!("gemm_{layout} a={a} b={b}{bias} {arrow} {out} rows {to} | {pass_rows} rows in the pass")
+        format!(
+            "gemm_{layout} a={a} b={b}{bias}{columns} {arrow} {out} rows {to} | {pass_rows} rows in the pass"
+        )
     }
 
     fn rms_norm(&self, op: &RmsNorm) -> String {

@@ -81,9 +81,9 @@ impl Op {
             Op::GroupReduce(op) => op.reads(),
             Op::Cast { src, .. } | Op::CopyRows { src, .. } => vec![*src],
             Op::Concat { srcs, .. } => srcs.clone(),
-            // Rows that it does not name stay as they are, so what was there counts.
+            // Rows or columns that it does not name stay as they are, so what was there counts.
             Op::ZeroRows { dst, .. } => vec![*dst],
-            Op::PlaceRows { src, dst, .. } => vec![*src, *dst],
+            Op::PlaceRows { src, dst, .. } | Op::PlaceColumns { src, dst, .. } => vec![*src, *dst],
             Op::Record(_) | Op::Wait(_) | Op::Await { .. } | Op::Signal { .. } | Op::WaitSignal { .. } => {
                 Vec::new()
             }
@@ -126,7 +126,8 @@ impl Op {
             | Op::Concat { dst, .. }
             | Op::CopyRows { dst, .. }
             | Op::ZeroRows { dst, .. }
-            | Op::PlaceRows { dst, .. } => vec![*dst],
+            | Op::PlaceRows { dst, .. }
+            | Op::PlaceColumns { dst, .. } => vec![*dst],
             Op::Record(_) | Op::Wait(_) | Op::Await { .. } | Op::Signal { .. } | Op::WaitSignal { .. } => {
                 Vec::new()
             }
@@ -234,6 +235,7 @@ mod tests {
             out: BufferId(2),
             out_rows: vec![Range::new(0, 5)],
             pass_rows: 5,
+            columns: None,
             bias: None,
             accumulate: Accumulate::Start,
         };

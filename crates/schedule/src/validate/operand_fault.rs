@@ -85,6 +85,20 @@ pub enum OperandFault {
         /// The shape that wants them.
         to: Vec<usize>,
     },
+    /// A tensor with other axes, of which columns are meant.
+    #[error("columns of {shape:?}, which has not rows and columns")]
+    NoColumns {
+        /// Its shape.
+        shape: Vec<usize>,
+    },
+    /// Columns that are not there.
+    #[error("columns {columns} of {has}")]
+    ColumnsOut {
+        /// The columns.
+        columns: Range,
+        /// Columns that there are.
+        has: usize,
+    },
     /// A copy of more rows than there are.
     #[error("{rows} rows are more than one of the tensors has")]
     TooManyRows {

@@ -147,6 +147,14 @@ impl Program {
                 check.tensor(*src, from.dtype, &shape)?;
                 check.places(rows, from.rows(), to.rows())
             }
+            Op::PlaceColumns { src, dst, columns } => {
+                let target = check.spec(*dst);
+                let &[rows, has] = &target.shape[..] else {
+                    return Err(check.error(OperandFault::NoColumns { shape: target.shape.clone() }));
+                };
+                check.columns(*columns, has)?;
+                check.tensor(*src, target.dtype, &[rows, columns.len()])
+            }
             Op::CopyRows { src, dst, rows } => {
                 let source = check.spec(*src);
                 let enough = source.rows().min(check.spec(*dst).rows()) >= *rows;
@@ -309,16 +317,26 @@ impl<'a> Check<'a> {
             GemmLayout::Nt => (b.columns, b.rows),
             GemmLayout::Nn | GemmLayout::Tn => (b.rows, b.columns),
         };
+        let columns = op.columns.unwrap_or(Range::new(0, n));
+        self.columns(columns, n)?;
         if (b.dtype, b_k) != (a.dtype, k) {
             let fault = OperandFault::Inner { a: k, a_dtype: a.dtype, b: b_k, b_dtype: b.dtype };
             return Err(self.error(fault));
         }
         let out = self.spec(op.out);
-        self.tensor(op.out, self.result_type(op.out, a.dtype), &[out.rows(), n])?;
+        self.tensor(op.out, self.result_type(op.out, a.dtype), &[out.rows(), columns.len()])?;
         if let Some(bias) = op.bias {
             self.tensor(bias, a.dtype, &[n])?;
         }
         self.places(&op.out_rows, m, out.rows())
+    }
+
+    /// Whether there are these columns among so many.
+    fn columns(&self, columns: Range, has: usize) -> Result<(), ProgramError> {
+        match columns.end > has || columns.start > columns.end {
+            true => Err(self.error(OperandFault::ColumnsOut { columns, has })),
+            false => Ok(()),
+        }
     }
 
     /// Whether `rows` are places for `given` rows in a tensor of `held`.

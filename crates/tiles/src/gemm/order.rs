@@ -43,6 +43,9 @@ pub enum TileOrder {
     /// Rows of tiles are cut behind so many each, ascending; what lies before a cut is begun before what lies behind it. Units with
     /// rows of both come before it.
     Cuts(Arc<[usize]>),
+    /// Columns are cut behind so many each, ascending; what lies before a cut is begun before what lies behind it. Units with columns of both
+    /// come before it.
+    ColumnCuts(Arc<[usize]>),
     /// Units by their number, row after row of the grid of units; each once.
     Table(Arc<[u32]>),
 }
@@ -110,17 +113,16 @@ pub fn units(order: &TileOrder, shape: &GemmShape, m: usize, n: usize) -> Result
             of(0).chain(together).chain((1..*shards).flat_map(of)).collect()
         }
         TileOrder::Cuts(cuts) => {
-            let ends = cuts.iter().map(|tiles| (tiles * TILE_ROWS).div_ceil(unit_rows)).chain([grid.rows]);
-            let mut from = 0;
-            let mut rows = Vec::with_capacity(cuts.len() + 1);
-            for to in ends {
-                if to < from || to > grid.rows {
-                    return Err(format!("cuts behind {cuts:?} of {} rows of tiles", m.div_ceil(TILE_ROWS)));
-                }
-                rows.push(from..to);
-                from = to;
-            }
+            let ends = cuts.iter().map(|tiles| (tiles * TILE_ROWS).div_ceil(unit_rows));
+            let wrong = || format!("cuts behind {cuts:?} of {} rows of tiles", m.div_ceil(TILE_ROWS));
+            let rows = between(ends, grid.rows).ok_or_else(wrong)?;
             rows.into_iter().flat_map(|rows| grouped(rows, 0..grid.columns, grid, unit_rows)).collect()
+        }
+        TileOrder::ColumnCuts(cuts) => {
+            let ends = cuts.iter().map(|columns| columns.div_ceil(shape.unit()[1]));
+            let columns =
+                between(ends, grid.columns).ok_or_else(|| format!("cuts behind {cuts:?} of {n} columns"))?;
+            columns.into_iter().flat_map(|columns| grouped(0..grid.rows, columns, grid, unit_rows)).collect()
         }
         TileOrder::Table(table) => {
             let mut seen = vec![false; grid.count()];
@@ -149,6 +151,17 @@ pub fn units(order: &TileOrder, shape: &GemmShape, m: usize, n: usize) -> Result
         group: 0,
     };
     Ok(numbers.into_iter().map(unit).collect())
+}
+
+/// The ranges up to each of these ends, and up to the last; `None` where one ends before it begins.
+fn between(ends: impl Iterator<Item = usize>, last: usize) -> Option<Vec<Range<usize>>> {
+    let mut from = 0;
+    let range = |to: usize| {
+        let range = from..to;
+        from = to;
+        (range.start <= to && to <= last).then_some(range)
+    };
+    ends.chain([last]).map(range).collect()
 }
 
 fn check_shards(shards: usize, first: usize, m: usize, unit_rows: usize) -> Result<(), String> {
@@ -268,8 +281,9 @@ mod tests {
         let blocks = TileOrder::ShardBlocks { shards: 4, first: 1, blocks: 3 };
         let cuts = TileOrder::Cuts([3, 3, 10].into());
         let ahead = TileOrder::ShardAhead { shards: 4, first: 2, ahead: 7 };
+        let columns = TileOrder::ColumnCuts([256, 256, 1000].into());
         let shards = TileOrder::Shards { shards: 4, first: 3 };
-        for order in [TileOrder::Grouped, shards, blocks, ahead, cuts, table] {
+        for order in [TileOrder::Grouped, shards, blocks, ahead, cuts, columns, table] {
             let mut numbers = numbers(&order, 3072, 2500);
             numbers.sort_unstable();
             assert_eq!(numbers, (0..120).collect::<Vec<_>>(), "{order:?}");
@@ -294,6 +308,14 @@ mod tests {
         let cut = numbers(&TileOrder::Cuts([3].into()), 1024, 512);
         assert_eq!(cut, [0, 2, 1, 3, 4, 6, 5, 7]);
         assert!(units(&TileOrder::Cuts([9].into()), &shape(TilePair::Rows), 1024, 512).is_err());
+        // Of four columns of tiles the second has columns of both.
+        let columns = numbers(&TileOrder::ColumnCuts([300].into()), 512, 1024);
+        assert_eq!(columns, [0, 4, 1, 5, 2, 6, 3, 7]);
+        let of_many_rows = numbers(&TileOrder::ColumnCuts([512].into()), 3072, 1024);
+        assert_eq!(of_many_rows[..24].iter().filter(|number| *number % 4 < 2).count(), 24);
+        for wrong in [vec![1300], vec![512, 256]] {
+            assert!(units(&TileOrder::ColumnCuts(wrong.into()), &shape(TilePair::Rows), 512, 1024).is_err());
+        }
     }
 
     /// Whoever waits for a unit of its own shard has sent, as every other rank has, all that comes before it in any order.

@@ -59,8 +59,8 @@ pub fn selftest_fused(machine: &CudaMachine, calls: usize) -> Result<Vec<SelfChe
 }
 
 /// How a product and its collective are run.
-pub(super) struct Variant {
-    pub(super) name: &'static str,
+pub(super) struct Variant<'a> {
+    pub(super) name: &'a str,
     pub(super) policy: OverlapPolicy,
     pub(super) groups: WaveGroups,
 }
@@ -70,7 +70,7 @@ pub(super) fn examine(
     machine: &CudaMachine,
     [own, n, k]: [usize; 3],
     collective: GemmCollective,
-    variant: &Variant,
+    variant: &Variant<'_>,
     calls: usize,
 ) -> Result<SelfCheck, ExecError> {
     let ranks = machine.devices().len().min(GEMM_DESTINATIONS);

@@ -5,6 +5,7 @@ use std::thread;
 use counterpoint_reference::selftest::{Extent, SelfCheck, Share};
 use half::{bf16, f16};
 
+use super::receivers;
 use super::subject::clean;
 use counterpoint_bench::gpu::element_bound;
 use counterpoint_cuda::kernel::{
@@ -75,6 +76,23 @@ impl Dice {
     }
 }
 
+/// Has receivers get columns: groups that tiles of several widths fit, of which portable kernels take equal ones.
+fn receive_columns(dice: &mut Dice, spec: &mut GemmSpec, device: &Device) {
+    let groups = dice.of(&[2, 3, 4]);
+    spec.column_receivers = vec![64 * (1 + dice.below(4)); groups];
+    if device.arch().is_hopper() {
+        spec.column_receivers[0] += dice.of(&[0, 64, 192]);
+        spec.column_receivers[groups - 1] += 8 * dice.below(9);
+    }
+    let ends = spec.column_receivers.iter().scan(0, |end, columns| {
+        *end += columns;
+        Some(*end)
+    });
+    spec.order = TileOrder::ColumnCuts(ends.take(groups - 1).collect());
+    spec.size.n = spec.column_receivers.iter().sum();
+    spec.pass_columns = spec.size.n;
+}
+
 impl Case {
     fn random(stream: &Stream, seed: u64) -> Result<Self, CudaError> {
         let mut dice = Dice(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) + 1);
@@ -103,6 +121,11 @@ impl Case {
                 spec.receivers = cut(&mut dice, spec.size.m, receivers, unit);
             }
         }
+        let in_columns = spec.receivers.len() == 1 && dice.below(5) == 0;
+        if in_columns {
+            receive_columns(&mut dice, &mut spec, stream.device());
+        }
+        let n = spec.size.n;
         let rows = layout.a_dims(spec.size.m, k)[0];
         spec.sources = vec![GemmRows { tensor: 0, first: 0, count: rows }];
         let ordered = spec.order != TileOrder::Grouped;
@@ -125,6 +148,9 @@ impl Case {
         }
         let columns = [layout.a_dims(spec.size.m, k)[1], layout.b_dims(n, k)[1], n];
         spec.strides = columns.map(|columns| columns.next_multiple_of(8) + 8 * dice.below(3));
+        if in_columns {
+            spec.strides[2] = n;
+        }
         spec.sm_margin = dice.of(&[0, 0, 5, 100]) as u32;
         spec.grid = dice.of(&[GemmGrid::Persistent, GemmGrid::PerUnit]);
         let shape = dice.of(&Gemm::shapes(stream.device(), &spec)?);
@@ -158,22 +184,24 @@ impl Case {
             TileOrder::ShardBlocks { .. } => "by blocks of shards",
             TileOrder::ShardAhead { .. } => "with a shard ahead",
             TileOrder::Cuts(_) => "with cuts",
+            TileOrder::ColumnCuts(_) => "with cuts of columns",
             TileOrder::Table(_) => "by a table",
         };
         let signals = match &self.spec.signals {
             GemmSignals::None => 0,
-            GemmSignals::Receivers => receivers.len(),
+            GemmSignals::Receivers => receivers.len().max(self.spec.column_receivers.len()),
             GemmSignals::Device { sizes } | GemmSignals::System { sizes } => sizes.len(),
         };
         format!(
             "{} {} {size} to {}, {epilogue:?}, tiles of {columns} in {pair:?}, {warpgroups:?}, {splits} parts of K, {serial_parts} serial \
              and {handed_parts} handed over, {order}, \
-             {} pieces, {} receivers, {signals} groups, {grid:?}, margin {sm_margin}",
+             {} pieces, {} receivers, columns of receivers {:?}, {signals} groups, {grid:?}, margin {sm_margin}",
             element.name(),
             layout.name(),
             output.name(),
             sources.len(),
             receivers.len(),
+            self.spec.column_receivers,
         )
     }
 
@@ -190,6 +218,7 @@ impl Case {
         let plain = GemmSpec {
             order: TileOrder::Grouped,
             receivers: vec![self.spec.size.m],
+            column_receivers: Vec::new(),
             signals: GemmSignals::None,
             sm_margin: 0,
             grid: GemmGrid::Persistent,
@@ -220,14 +249,15 @@ impl Case {
         let device = stream.device();
         let gemm = Gemm::with_shape(stream, spec, shape)?;
         let row_bytes = spec.strides[2] * spec.output.bytes() as usize;
-        let mut row = 0;
         let groups = gemm.signals_of().len();
         let mut d = Vec::new();
         let mut counters = Vec::new();
-        for rows in &spec.receivers {
-            let share = DeviceBuffer::new(device, rows * row_bytes)?;
-            share.upload(stream, 0, &tensors.d_before[row * row_bytes..(row + rows) * row_bytes])?;
-            row += rows;
+        let places = receivers::places_of(spec);
+        for place in &places {
+            let before: Vec<u8> =
+                place.lines(row_bytes).flat_map(|line| tensors.d_before[line].to_vec()).collect();
+            let share = DeviceBuffer::new(device, before.len())?;
+            share.upload(stream, 0, &before)?;
             d.push(share);
             if groups > 0 {
                 counters.push(DeviceBuffer::from_slice(stream, &vec![0u32; groups])?);
@@ -248,9 +278,12 @@ impl Case {
             // SAFETY: the tensors are those of the spec, and live until the downloads below have waited for the stream.
             unsafe { gemm.launch(stream, &arguments) }?;
         }
-        let mut all = Vec::new();
-        for share in &d {
-            all.extend(share.download::<u8>(stream, 0, share.len())?);
+        let mut all = vec![0; spec.size.m * row_bytes];
+        for (place, share) in places.iter().zip(&d) {
+            let bytes = share.download::<u8>(stream, 0, share.len())?;
+            for (line, bytes) in place.lines(row_bytes).zip(bytes.chunks_exact(place.bytes.len())) {
+                all[line].copy_from_slice(bytes);
+            }
         }
         let mut heard = vec![0; groups];
         if spec.signals == GemmSignals::Receivers {

@@ -20,6 +20,7 @@ mod link_casts;
 mod links;
 mod long;
 mod neighbours;
+mod receivers;
 mod refusals;
 mod repeats;
 mod signals;

@@ -144,7 +144,7 @@ fn wait_in_vain(device: &Device) -> Result<SelfCheck, CudaError> {
 }
 
 /// Reduce-scatter and all-reduce under the policy `signals`, `calls` calls of each kind with random delays on the machine's transport: groups
-/// of whole tiles, and ragged ones that take several launches. Every element must have the bits of the product and the
+/// of whole tiles, ragged ones that take several launches, and groups of columns of few rows. Every element must have the bits of the product and the
 /// collective one after the other.
 ///
 /// # Errors
@@ -164,8 +164,22 @@ pub fn selftest_signalled_products(machine: &CudaMachine, calls: usize) -> Resul
             }
         }
     }
+    for (shape, groups) in COLUMNS {
+        for policy in [OverlapPolicy::SIGNALS, OverlapPolicy::default()] {
+            let in_columns = format!("{policy} in {groups} groups of columns");
+            let variant = Variant { name: &in_columns, policy, groups: WaveGroups::Columns(groups) };
+            for collective in [GemmCollective::ReduceScatter, GemmCollective::AllReduce] {
+                checks.push(examine(machine, shape, collective, &variant, calls)?);
+            }
+        }
+    }
     Ok(checks)
 }
+
+/// Rows of each rank, N and K, and groups of columns: of many tiles in one row, with parts of k, and of a few rows of tiles whose last group
+/// is longer.
+const COLUMNS: [([usize; 3], usize); 3] =
+    [([32, 16384, 128], 4), ([32, 1024, 4096], 2), ([128, 2056, 192], 3)];
 
 /// A whole run of all ranks under the policy `signals` as a CUDA graph, replayed: counters go on from run to run without the host, so the
 /// bits of every replay must be those of the direct run. Not by copy engines, whose ranks wait for each other on the host.

@@ -1,6 +1,6 @@
 //! What `tune gemm` found for a product: the groups of every search and policy, printed and kept.
 
-use counterpoint_choose::{GroupSearch, TunedGroups, TunedPass};
+use counterpoint_choose::{GroupSearch, TunedGroups, TunedPass, TunedSizes};
 use counterpoint_console::{
     self as console, CliError, Schema, arguments::dtype_name, output::shown, tuned::TunedFile,
 };
@@ -57,7 +57,7 @@ impl SearchResult {
         let plan = |policy: OverlapPolicy, plan: &LinearPlan, seconds: f64, search| TunedGroups {
             shape: tuning.shape.clone(),
             policy: policy.to_string(),
-            groups: plan.group_sizes().to_vec(),
+            groups: TunedSizes::of(plan),
             seconds,
             sequential_seconds: self.sequential,
             search,
@@ -95,7 +95,7 @@ impl SearchResult {
         let columns = [
             Column::name("policy"),
             Column::name("search"),
-            Column::text("rows of groups", 1),
+            Column::text("groups", 1),
             Column::number("expected", 2),
             Column::number("measured", 0),
             Column::number("vs sequential", 0),
@@ -105,7 +105,7 @@ impl SearchResult {
             vec![
                 answer.policy.to_string(),
                 name(answer.search).to_owned(),
-                sizes(answer.plan.group_sizes()),
+                answer.plan.wave_groups().to_string(),
                 format_seconds(answer.expected),
                 format_seconds(answer.measured),
                 format_ratio(self.sequential / answer.measured),
@@ -125,11 +125,17 @@ impl SearchResult {
         );
         text.push_str(&table(&columns, rows, &console::style()));
         if let Some(kept) = kept {
-            let what = match (kept.policy == OverlapPolicy::SEQUENTIAL.to_string(), kept.groups.len()) {
-                (true, _) => "fastest without overlap: it gained nothing".to_owned(),
-                (false, 1) => format!("fastest under {} in one group", kept.policy),
-                (false, _) => {
-                    format!("fastest under {} in groups of {} rows", kept.policy, sizes(&kept.groups))
+            let overlaps = kept.policy != OverlapPolicy::SEQUENTIAL.to_string();
+            let what = match &kept.groups {
+                _ if !overlaps => "fastest without overlap: it gained nothing".to_owned(),
+                TunedSizes::Rows(rows) if rows.len() == 1 => {
+                    format!("fastest under {} in one group", kept.policy)
+                }
+                TunedSizes::Rows(rows) => {
+                    format!("fastest under {} in groups of {} rows", kept.policy, sizes(rows))
+                }
+                TunedSizes::Columns { columns } => {
+                    format!("fastest under {} in groups of {} columns", kept.policy, sizes(columns))
                 }
             };
             text.push_str(&format!("\n{what}; kept in {}\n\n", shown(file.path())));
@@ -141,7 +147,7 @@ impl SearchResult {
         json!({
             "policy": answer.policy.to_string(),
             "search": name(answer.search),
-            "groups": answer.plan.group_sizes(),
+            "groups": TunedSizes::of(&answer.plan),
             "expected_seconds": answer.expected,
             "measured_seconds": answer.measured,
             "ratio": self.sequential / answer.measured,

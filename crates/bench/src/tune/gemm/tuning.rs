@@ -1,4 +1,4 @@
-//! The search of `tune gemm` for a product's groups of tokens, bounded in time, with its answers measured side by side.
+//! The search of `tune gemm` for a product's groups, bounded in time, with its answers measured side by side.
 
 use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
@@ -159,6 +159,8 @@ impl Tuning<'_> {
                     searcher.exhaustive(&mut clock, |step| show(&step)).map_err(failed)?
                 }
             };
+            let found = (plan, expected);
+            let (plan, expected) = searcher.columns(&mut clock, found, |step| show(&step)).map_err(failed)?;
             let (took, measured) = (begun.elapsed().as_secs_f64(), f64::INFINITY);
             answers.push(Answer { policy: *policy, search, plan, expected, measured, took });
         }

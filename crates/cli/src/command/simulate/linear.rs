@@ -28,9 +28,9 @@ pub(super) fn run(arguments: &SimulateLinearArguments) -> Result<(), CliError> {
     let (spec, norm) = layer(arguments)?;
     let tp_size = arguments.tp_size;
     // As layers do: what does not overlap by groups has one.
-    let plan_of = |policy: &OverlapPolicy, chosen: Option<Vec<usize>>| {
+    let plan_of = |policy: &OverlapPolicy, chosen: Option<WaveGroups>| {
         let groups = match (&arguments.groups, chosen) {
-            (LayerGroups::Auto, Some(groups)) => WaveGroups::Sizes(groups).into(),
+            (LayerGroups::Auto, Some(groups)) => groups.into(),
             (LayerGroups::Auto, None) if !policy.overlaps_by_groups() => WaveGroups::Fixed(1).into(),
             (groups, _) => groups.clone(),
         };
@@ -68,7 +68,7 @@ pub(super) fn run(arguments: &SimulateLinearArguments) -> Result<(), CliError> {
                 policy,
                 timeline,
                 first: first[at],
-                groups: Some(plan.groups()),
+                groups: Some(plan.sum_groups()),
                 runs: RankTransport::any_of_gpus(&topology, &policy, Workload::Linear),
                 chosen: is_chosen,
                 warning: warning(&policy, &cost),
@@ -129,8 +129,7 @@ fn describe(predicted: &mut Predicted, plan: &LinearPlan, norm: Option<NormSpec>
     predicted.set("dtype", dtype_name(spec.dtype));
     predicted.set("ranks", topology.world_size);
     predicted.set("nodes", topology.nodes());
-    let sizes: Vec<String> = plan.group_sizes().iter().map(ToString::to_string).collect();
-    predicted.set("groups", sizes.join("+"));
+    predicted.set("groups", plan.wave_groups());
 }
 
 /// What layers take for a pass on GPUs of such nodes, and the layer in its groups.
@@ -138,8 +137,8 @@ fn chosen(
     machine: &LinearMachine,
     spec: LinearSpec,
     direction: LinearDirection,
-) -> Result<(OverlapPolicy, Vec<usize>), CliError> {
+) -> Result<(OverlapPolicy, WaveGroups), CliError> {
     let fastest = machine.fastest(spec, direction, &machine.cost);
     let (way, plan) = fastest.map_err(|source| CliError::of_layer(source, &FLAGS))?;
-    Ok((way.into(), plan.group_sizes().to_vec()))
+    Ok((way.into(), plan.wave_groups()))
 }

@@ -90,9 +90,12 @@ impl Gemm {
         let mut counters = [0; GEMM_DESTINATIONS];
         let row_bytes = spec.strides[2] as u64 * spec.output.bytes();
         for (index, destination) in self.destinations.iter().enumerate() {
-            let Destination { receiver, receiver_row, rows } = *destination;
+            let Destination { receiver, receiver_row, rows, columns } = *destination;
             let address = tensors.d[receiver] + receiver_row as u64 * row_bytes;
-            d_maps[index] = Some(self.map_of_d(address, rows, STORED_ROWS)?);
+            d_maps[index] = Some(match columns {
+                None => self.map_of_d(address, rows, STORED_ROWS)?,
+                Some((begin, end)) => self.map_of_columns(address, rows, [begin, end])?,
+            });
             d[index] = address;
             counters[index] = tensors.counters.get(receiver).copied().unwrap_or(0);
         }
@@ -181,20 +184,45 @@ impl Gemm {
 
     /// How TMA finds one destination's rows of D, of which it stores some at once.
     pub(super) fn map_of_d(&self, address: u64, rows: usize, at_once: usize) -> Result<TensorMap, CudaError> {
+        // A tensor of TMA has at least one column. The kernel stores none by it where there are fewer.
+        let columns = self.columns_by_tma().max(1);
+        self.map_of_result(address, [rows, columns], self.spec.strides[2], at_once)
+    }
+
+    /// The same of a destination that has columns `begin` to `end` of D and no others, at this address: the kernel calls them as they are
+    /// called in D, so the tensor begins where column 0 would be. Nobody stores the columns before, and none behind are in it.
+    fn map_of_columns(
+        &self,
+        address: u64,
+        rows: usize,
+        [begin, end]: [usize; 2],
+    ) -> Result<TensorMap, CudaError> {
+        let before = begin as u64 * self.spec.output.bytes();
+        let none = || refused(format!("no tensor of {begin} columns and more is at {address:#x}"));
+        let first = address.checked_sub(before).ok_or_else(none)?;
+        self.map_of_result(first, [rows, end], end - begin, STORED_ROWS)
+    }
+
+    /// Rows and columns of a result, so many elements from one row to the next, of which it stores some rows at once.
+    fn map_of_result(
+        &self,
+        address: u64,
+        [rows, columns]: [usize; 2],
+        stride: usize,
+        at_once: usize,
+    ) -> Result<TensorMap, CudaError> {
         let Self { spec, shape, .. } = self;
         let (kind, box_columns) = match spec.output {
             Scalar::F32 => (TensorMapElement::F32, shape.wide_columns()),
             _ => (spec.element.tensor_map_element(), shape.chunk_columns()),
         };
-        // A tensor of TMA has at least one column. The kernel stores none by it where there are fewer.
-        let columns = self.columns_by_tma().max(1) as u64;
         let swizzle = match box_columns * kind.bytes() {
             32 => Swizzle::Span32,
             64 => Swizzle::Span64,
             _ => Swizzle::Span128,
         };
-        TensorMapSpec::new(kind, address, [columns, rows as u64], [box_columns, at_once as u32])
-            .strides([spec.strides[2] as u64 * u64::from(kind.bytes())])
+        TensorMapSpec::new(kind, address, [columns as u64, rows as u64], [box_columns, at_once as u32])
+            .strides([stride as u64 * u64::from(kind.bytes())])
             .swizzle(swizzle)
             .encode(self.function.device(), "D")
     }

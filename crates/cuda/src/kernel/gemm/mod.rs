@@ -85,7 +85,8 @@ impl Gemm {
     /// # Errors
     /// [`CudaError::Launch`] when no kernel takes it; when the kernel cannot be compiled, or memory is short.
     pub fn new(stream: &Stream, spec: &GemmSpec) -> Result<Self, CudaError> {
-        let best = Self::shapes(stream.device(), spec)?[0];
+        let none = || refused("no tiles fit the columns of its receivers".to_owned());
+        let best = Self::shapes(stream.device(), spec)?.first().copied().ok_or_else(none)?;
         Self::with_shape(stream, spec, best)
     }
 
@@ -99,6 +100,7 @@ impl Gemm {
             true => Ok(shape::shapes(spec, device.sm_count())),
             false => portable::shapes(device, spec).map_err(refused),
         }
+        .map(|shapes| shapes.into_iter().filter(|shape| spec.fits_columns(shape)).collect())
     }
 
     /// Those of them under which an element's bits do not depend on which rows of its pass are computed together: k is in as many
@@ -144,7 +146,7 @@ impl Gemm {
     ) -> Result<Self, CudaError> {
         let device = stream.device();
         let segments = rows::segments(spec);
-        let destinations = rows::destinations(&segments).0;
+        let destinations = rows::destinations_of(spec);
         let tile_list = rows::row_tiles(&segments);
         let source = match shape.is_portable() {
             true => portable::source(shape, spec.layout, spec.element, device.arch()),
@@ -162,8 +164,7 @@ impl Gemm {
             }
         };
         let function = device.function(&source)?;
-        let mut tiles: Vec<GemmTile> =
-            unit_list.iter().flat_map(|unit| GemmTile::of_unit(unit, &shape, &tile_list)).collect();
+        let mut tiles: Vec<GemmTile> = rows::unit_tiles(spec, &shape, &unit_list, &tile_list).collect();
         if shape.is_portable() {
             // Each is of one CTA, which needs none to make a pair whole.
             tiles.retain(|tile| tile.has_elements(spec.size.n));
@@ -232,16 +233,18 @@ impl Gemm {
 
     /// The row of D, all receivers one after the other, with which a tile begins.
     fn first_row(&self, tile: &RowTile) -> usize {
+        if !self.spec.column_receivers.is_empty() {
+            return tile.destination_row as usize;
+        }
         let before = &self.destinations[..usize::from(tile.destination)];
         before.iter().map(|destination| destination.rows).sum::<usize>() + tile.destination_row as usize
     }
 
     /// How often a launch raises the signal of each receiver: once from each warpgroup that stores some of a tile that has elements.
     fn signals_of_receivers(spec: &GemmSpec, shape: GemmShape, units: &[GemmUnit]) -> Vec<u32> {
-        let segments = rows::segments(spec);
-        let (destinations, tiles) = (rows::destinations(&segments).0, rows::row_tiles(&segments));
-        let mut signals = vec![0; spec.receivers.len()];
-        for tile in units.iter().flat_map(|unit| GemmTile::of_unit(unit, &shape, &tiles)) {
+        let (destinations, tiles) = (rows::destinations_of(spec), rows::row_tiles(&rows::segments(spec)));
+        let mut signals = vec![0; spec.receiver_count()];
+        for tile in rows::unit_tiles(spec, &shape, units, &tiles) {
             if tile.has_elements(spec.size.n) {
                 signals[destinations[usize::from(tile.destination)].receiver] += shape.raises();
             }
@@ -277,15 +280,16 @@ impl Gemm {
 
     /// Whether there are as many addresses as the spec speaks of.
     fn check_tensors(&self, tensors: &GemmTensors<'_>) -> Result<(), String> {
-        let GemmSpec { sources, receivers, signals, epilogue, .. } = &self.spec;
-        if tensors.d.len() != receivers.len() {
-            return Err(format!("{} addresses of D, it has {} receivers", tensors.d.len(), receivers.len()));
+        let GemmSpec { sources, signals, epilogue, .. } = &self.spec;
+        let receivers = self.spec.receiver_count();
+        if tensors.d.len() != receivers {
+            return Err(format!("{} addresses of D, it has {receivers} receivers", tensors.d.len()));
         }
         let wanted = sources.iter().map(|source| source.tensor + 1).max().unwrap_or(0);
         if tensors.a.len() != wanted {
             return Err(format!("{} addresses of A, it has {wanted} tensors", tensors.a.len()));
         }
-        let counters = if *signals == GemmSignals::None { 0 } else { receivers.len() };
+        let counters = if *signals == GemmSignals::None { 0 } else { receivers };
         if tensors.counters.len() != counters || tensors.counters.contains(&0) {
             return Err(format!("counters at {:x?}; it needs {counters} addresses", tensors.counters));
         }

@@ -105,6 +105,9 @@ pub(super) fn shapes(device: &Device, spec: &GemmSpec) -> Result<Vec<GemmShape>,
             device.capability()
         ));
     }
+    if let Some(odd) = spec.column_receivers.windows(2).find(|pair| pair[0] != pair[1]) {
+        return Err(format!("receivers of {} and {} columns; it takes equal ones", odd[0], odd[1]));
+    }
     let limit = device.properties().shared_bytes_per_block;
     Ok(sorted(spec, device.sm_count().saturating_sub(spec.sm_margin), limit))
 }
@@ -242,11 +245,19 @@ impl Gemm {
         let mut d = [0; GEMM_DESTINATIONS];
         let mut counters = [0; GEMM_DESTINATIONS];
         let row_bytes = spec.strides[2] as u64 * spec.output.bytes();
-        for (index, &Destination { receiver, receiver_row, .. }) in self.destinations.iter().enumerate() {
-            d[index] = tensors.d[receiver] + receiver_row as u64 * row_bytes;
+        let mut stride = None;
+        for (index, destination) in self.destinations.iter().enumerate() {
+            let Destination { receiver, receiver_row, columns, .. } = *destination;
+            let address = tensors.d[receiver] + receiver_row as u64 * row_bytes;
+            // The kernel calls columns as they are called in D.
+            let before = columns.map_or(0, |(begin, _)| begin as u64 * spec.output.bytes());
+            let none = || refused(format!("no tensor of so many columns is at {address:#x}"));
+            d[index] = address.checked_sub(before).ok_or_else(none)?;
+            stride = columns.map(|(begin, end)| end - begin);
             counters[index] = tensors.counters.get(receiver).copied().unwrap_or(0);
         }
-        let [a_stride, b_stride, d_stride] = spec.strides.map(|stride| stride as u32);
+        let [a_stride, b_stride, d_stride] =
+            [spec.strides[0], spec.strides[1], stride.unwrap_or(spec.strides[2])].map(|stride| stride as u32);
         Ok(PortableGemmArguments {
             a,
             b: tensors.b,

@@ -35,6 +35,8 @@ pub(super) struct Destination {
     pub(super) receiver: usize,
     pub(super) receiver_row: usize,
     pub(super) rows: usize,
+    /// The columns of D that it has, where these are not all.
+    pub(super) columns: Option<(usize, usize)>,
 }
 
 /// A row of tiles: where its rows come from and where they go.
@@ -119,6 +121,9 @@ pub(super) fn check(spec: &GemmSpec) -> Result<(), String> {
     if destinations > GEMM_DESTINATIONS {
         return Err(format!("{destinations} segments of rows; it takes {GEMM_DESTINATIONS}"));
     }
+    if !spec.column_receivers.is_empty() {
+        check_columns(spec, destinations)?;
+    }
     if spec.layout == GemmLayout::Tn && !GemmRows::can_be_k(&spec.sources) {
         return Err(format!(
             "pieces of k in {:?}; all but the end of a tensor have multiples of {BLOCK} rows",
@@ -132,6 +137,25 @@ pub(super) fn check(spec: &GemmSpec) -> Result<(), String> {
             "receivers of {:?} rows; A's columns take multiples of 16 bytes",
             spec.receivers
         ));
+    }
+    Ok(())
+}
+
+/// Why receivers of columns are none that a kernel takes.
+fn check_columns(spec: &GemmSpec, segments: usize) -> Result<(), String> {
+    let columns = &spec.column_receivers;
+    if columns.iter().sum::<usize>() != spec.size.n || columns.contains(&0) {
+        return Err(format!("D has {} columns, its receivers have {columns:?}", spec.size.n));
+    }
+    if columns.len() > GEMM_DESTINATIONS {
+        return Err(format!("{} receivers of columns; it takes {GEMM_DESTINATIONS}", columns.len()));
+    }
+    if segments > 1 {
+        return Err(format!("receivers of columns, and of rows {:?}; it takes one of both", spec.receivers));
+    }
+    let whole = |columns: &usize| (*columns as u64 * spec.output.bytes()).is_multiple_of(16);
+    if !columns.iter().all(whole) {
+        return Err(format!("receivers of {columns:?} columns; it takes multiples of 16 bytes"));
     }
     Ok(())
 }
@@ -207,12 +231,45 @@ pub(super) fn destinations(segments: &[RowSegment]) -> (Vec<Destination>, Vec<(u
             Some(last) if last.receiver == receiver && last.rows.is_multiple_of(BOX_ROWS) => {
                 last.rows += rows
             }
-            _ => destinations.push(Destination { receiver, receiver_row, rows }),
+            _ => destinations.push(Destination { receiver, receiver_row, rows, columns: None }),
         }
         let last = destinations.len() - 1;
         places.push((last, receiver_row - destinations[last].receiver_row));
     }
     (destinations, places)
+}
+
+/// Where D goes.
+pub(super) fn destinations_of(spec: &GemmSpec) -> Vec<Destination> {
+    if spec.column_receivers.is_empty() {
+        return destinations(&segments(spec)).0;
+    }
+    let mut end = 0;
+    let of = |(receiver, &columns): (usize, &usize)| {
+        end += columns;
+        let columns = Some((end - columns, end));
+        Destination { receiver, receiver_row: 0, rows: spec.size.m, columns }
+    };
+    spec.column_receivers.iter().enumerate().map(of).collect()
+}
+
+/// The tiles of both CTAs of every unit, each with where it goes.
+pub(super) fn unit_tiles<'a>(
+    spec: &'a GemmSpec,
+    shape: &'a GemmShape,
+    units: &'a [GemmUnit],
+    rows: &'a [RowTile],
+) -> impl Iterator<Item = GemmTile> + 'a {
+    let destinations = destinations_of(spec);
+    units.iter().flat_map(|unit| GemmTile::of_unit(unit, shape, rows)).map(move |tile| {
+        let has = |destination: &Destination| {
+            destination.columns.is_some_and(|(_, end)| (tile.column as usize) < end)
+        };
+        match destinations.iter().position(has) {
+            Some(index) => GemmTile { destination: index as u16, ..tile },
+            None => tile,
+        }
+    })
 }
 
 /// The tiles of segments, and one more for a unit that needs a second.

@@ -130,7 +130,7 @@ pub(super) fn parts_in_pass(spec: &GemmSpec, sm_count: u32) -> u32 {
         return 1;
     }
     let pass = GemmSpec {
-        size: ProblemSize { m: spec.pass_rows, ..spec.size },
+        size: ProblemSize { m: spec.pass_rows, n: spec.pass_columns, ..spec.size },
         grid: GemmGrid::Persistent,
         ..spec.clone()
     };
@@ -264,6 +264,11 @@ mod tests {
         for rows in [1, 64, 100] {
             let whole = GemmSpec::new(128, 2560, 8192, GemmLayout::Nn, ElementType::Bf16);
             let some = GemmSpec { size: ProblemSize { m: rows, ..whole.size }, ..whole.clone() };
+            assert_eq!(parts_in_pass(&some, 132), parts_in_pass(&whole, 132));
+        }
+        for columns in [512, 256] {
+            let whole = GemmSpec::new(128, 2560, 8192, GemmLayout::Nn, ElementType::Bf16);
+            let some = GemmSpec { size: ProblemSize { n: columns, ..whole.size }, ..whole.clone() };
             assert_eq!(parts_in_pass(&some, 132), parts_in_pass(&whole, 132));
         }
     }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::rows::{self, GemmRows};
 use crate::kernel::{ElementType, Scalar};
-use counterpoint_tiles::gemm::{GemmLayout, ProblemSize, TileOrder};
+use counterpoint_tiles::gemm::{GemmLayout, GemmShape, ProblemSize, TileOrder};
 
 /// Tensors that A's rows may be put together from (`kGemmSources`).
 pub const GEMM_SOURCES: usize = 16;
@@ -62,6 +62,8 @@ pub struct GemmSpec {
     pub size: ProblemSize,
     /// Rows of all products of the pass that it is one of: parts of k follow from these, so that they are alike in all of them.
     pub pass_rows: usize,
+    /// Columns of the product that it has all or some of: parts of k follow from these too.
+    pub pass_columns: usize,
     /// How A and B lie in memory.
     pub layout: GemmLayout,
     /// Elements of A and B.
@@ -78,6 +80,9 @@ pub struct GemmSpec {
     /// Rows of D of each of its receivers, one after the other; each has its rows as a tensor of its own, in its own memory
     /// or a peer's.
     pub receivers: Vec<usize>,
+    /// Or columns of D of each of its receivers, one after the other: each has all rows, as a tensor that has its columns and no others.
+    /// None where receivers have rows.
+    pub column_receivers: Vec<usize>,
     /// Who is notified of tiles.
     pub signals: GemmSignals,
     /// The order of tiles. No bit of a result depends on it.
@@ -96,6 +101,7 @@ impl GemmSpec {
         Self {
             size: ProblemSize { m, n, k },
             pass_rows: m,
+            pass_columns: n,
             layout,
             element,
             output,
@@ -103,6 +109,7 @@ impl GemmSpec {
             epilogue: GemmEpilogue::Store,
             sources: vec![GemmRows { tensor: 0, first: 0, count: layout.a_dims(m, k)[0] }],
             receivers: vec![m],
+            column_receivers: Vec::new(),
             signals: GemmSignals::None,
             order: TileOrder::Grouped,
             sm_margin: 0,
@@ -113,6 +120,17 @@ impl GemmSpec {
     /// Multiplications and additions.
     pub fn flops(&self) -> f64 {
         self.size.flops()
+    }
+
+    /// Tensors that D goes to.
+    pub(super) fn receiver_count(&self) -> usize {
+        if self.column_receivers.is_empty() { self.receivers.len() } else { self.column_receivers.len() }
+    }
+
+    /// Whether tiles of this shape lie in one receiver each.
+    pub(super) fn fits_columns(&self, shape: &GemmShape) -> bool {
+        let Some((_, before)) = self.column_receivers.split_last() else { return true };
+        before.iter().all(|columns| columns.is_multiple_of(shape.columns as usize))
     }
 
     /// Rows of D, with every range of rows filled up to whole tiles.
@@ -132,6 +150,9 @@ impl GemmSpec {
         }
         if self.pass_rows < m {
             return Err(format!("{m} rows of a pass of {}", self.pass_rows));
+        }
+        if self.pass_columns < n {
+            return Err(format!("{n} columns of a pass of {}", self.pass_columns));
         }
         if self.output != Scalar::F32 && self.output != self.element.scalar() {
             let (output, element) = (self.output.name(), self.element.name());
@@ -184,6 +205,14 @@ mod tests {
     #[test]
     fn what_no_kernel_takes_is_refused_with_figures() {
         assert_eq!(GemmSpec::new(1, 8, 8, GemmLayout::Nn, ElementType::F16).check(), Ok(()));
+        let in_columns =
+            |columns: &'static [usize]| move |spec: &mut GemmSpec| spec.column_receivers = columns.to_vec();
+        assert!(refused(in_columns(&[128, 128])).contains("[128, 128]"));
+        assert!(refused(in_columns(&[100, 284])).contains("multiples of 16 bytes"));
+        assert!(refused(in_columns(&[32; 12])).contains("12 receivers"));
+        let both =
+            |spec: &mut GemmSpec| (spec.receivers, spec.column_receivers) = (vec![64; 8], vec![192; 2]);
+        assert!(refused(both).contains("rows"));
         assert!(refused(|spec| spec.size.k = 0).contains("k is 0"));
         assert!(refused(|spec| spec.pass_rows = 256).contains("512 rows of a pass of 256"));
         assert!(refused(|spec| spec.strides[0] = 100).contains("A are 100 elements apart, but have 128"));
