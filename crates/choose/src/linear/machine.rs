@@ -9,6 +9,17 @@ use counterpoint_schedule::{PassOverlap, RankTransport};
 use super::pass::LinearPass;
 use crate::tuned::TunedHere;
 
+/// Whether passes travel in groups of columns where nobody names any.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ColumnGroups {
+    /// Never: there are kernels that compute one product by columns, and none that do so with the sum of several.
+    Never,
+    /// Where `tune gemm` has found them to be fastest: no prediction of them has been measured on this kind of machine yet.
+    Tuned,
+    /// Likewise, and where they are predicted to be.
+    Predicted,
+}
+
 /// What the ranks of a machine can do with passes of linear layers and of layers of experts, and what these cost there.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LinearMachine {
@@ -22,9 +33,8 @@ pub struct LinearMachine {
     pub cost: CostModel,
     /// What was tuned for layers on it, which comes before what is predicted.
     pub tuned: Option<Arc<TunedHere>>,
-    /// Whether a pass may be chosen to travel in groups of columns: there are kernels that compute one product by columns, and none that
-    /// do so with the sum of several.
-    pub has_column_groups: bool,
+    /// Whether a pass may be chosen to travel in groups of columns.
+    pub column_groups: ColumnGroups,
 }
 
 impl LinearMachine {
@@ -35,7 +45,7 @@ impl LinearMachine {
         topology: Topology,
         cost: CostModel,
     ) -> Self {
-        Self { transport, overlaps, topology, cost, tuned: None, has_column_groups: true }
+        Self { transport, overlaps, topology, cost, tuned: None, column_groups: ColumnGroups::Predicted }
     }
 
     /// The same, of which no pass is chosen to be one kernel with its collective.
@@ -45,11 +55,10 @@ impl LinearMachine {
         self
     }
 
-    /// The same, of which no pass is chosen to travel in groups of columns.
+    /// The same, whose passes travel in groups of columns where these are.
     #[must_use]
-    pub fn without_column_groups(mut self) -> Self {
-        self.has_column_groups = false;
-        self
+    pub fn with_column_groups(self, column_groups: ColumnGroups) -> Self {
+        Self { column_groups, ..self }
     }
 
     /// The way and the groups of a pass that are predicted to end first, by `cost`.
@@ -64,9 +73,9 @@ impl LinearMachine {
     ) -> Result<(PassOverlap, LinearPlan), PlanError> {
         let pass = LinearPass { spec, topology: self.topology, direction };
         let found = pass.fastest(&self.overlaps, cost)?;
-        match self.has_column_groups {
-            true => pass.in_columns(&self.overlaps, cost, found),
-            false => Ok(found),
+        match self.column_groups {
+            ColumnGroups::Predicted => pass.in_columns(&self.overlaps, cost, found),
+            ColumnGroups::Never | ColumnGroups::Tuned => Ok(found),
         }
     }
 }

@@ -13,7 +13,7 @@ pub use counterpoint_schedule::ProductStart;
 pub use gemm_exchange::{GemmExchange, GemmExchangeSeconds};
 pub use group_search::{GroupSearcher, PassClock, SearchStep};
 pub use groups::LayerGroups;
-pub use machine::LinearMachine;
+pub use machine::{ColumnGroups, LinearMachine};
 pub use pass::LinearPass;
 pub use simulated_clock::{ClockError, SimulatedClock};
 pub use wave_costs::{LinkUse, PassCosts, PassCurves, compositions};

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use counterpoint_choose::LinearMachine;
+use counterpoint_choose::{ColumnGroups, LinearMachine};
 use counterpoint_cost::{MachineProfile, WorkerSharing};
 use counterpoint_exec::{ElementTypes, Ends, ExecError, Machine, World, check_memory};
 use counterpoint_plan::{DType, Topology};
@@ -231,6 +231,7 @@ impl Machine for CudaMachine {
             Topology::flat(ranks),
             self.cost(None, ranks),
         )
+        .with_column_groups(ColumnGroups::Tuned)
     }
 
     fn connect(&self, world: &Arc<World>) -> Result<Vec<Ends<Self>>, ExecError> {

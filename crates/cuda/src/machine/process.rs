@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use counterpoint_choose::LinearMachine;
+use counterpoint_choose::{ColumnGroups, LinearMachine};
 use counterpoint_cost::CostModel;
 use counterpoint_exec::{ElementTypes, Ends, ExecError, Facet, Machine, Rendezvous, World, check_memory};
 use counterpoint_plan::Topology;
@@ -292,6 +292,7 @@ impl Machine for CudaProcess {
         let has_barriers = self.has_barriers && self.topology.nodes() == 1;
         let overlaps = self.transport.pass_overlaps(has_barriers, self.transport.workers(self.num_sms));
         LinearMachine::new(self.transport.transport(), overlaps, self.topology, self.cost(None))
+            .with_column_groups(ColumnGroups::Tuned)
     }
 
     fn barrier(&self, place: &str) -> Result<(), ExecError> {

@@ -2,7 +2,9 @@
 
 use std::sync::{Arc, Mutex};
 
-use counterpoint_choose::{LayerGroups, LinearMachine, TunedGroups, TunedPass, TunedShape, TunedSizes};
+use counterpoint_choose::{
+    ColumnGroups, LayerGroups, LinearMachine, TunedGroups, TunedPass, TunedShape, TunedSizes,
+};
 use counterpoint_cost::CostModel;
 use counterpoint_plan::{LinearPlan, LinearSpec, PlanError, WaveGroups};
 use counterpoint_schedule::{OverlapPolicy, PassOverlap};
@@ -207,7 +209,7 @@ fn tuned_pass(
     let runs = |plan: &TunedGroups| {
         let in_columns = matches!(plan.groups, TunedSizes::Columns { .. });
         let has_them = plan.policy.parse().is_ok_and(|policy| has_kernels(machine, &policy));
-        has_them && (machine.has_column_groups || !in_columns)
+        has_them && !(in_columns && machine.column_groups == ColumnGroups::Never)
     };
     let found = tuned.plans.layers.fastest(&shape, runs)?;
     let policy = found.policy.parse().ok()?;
@@ -358,10 +360,10 @@ mod tests {
         plans.layers.insert(tuned("signals", TunedSizes::Columns { columns: vec![16, 16] }, 0.05));
         plans.layers.insert(tuned("fused", TunedSizes::Rows(vec![32]), 0.1));
         plans.layers.insert(tuned("concurrent", TunedSizes::Rows(vec![12, 20]), 0.2));
-        let ran = |overlaps, has_column_groups| {
+        let ran = |overlaps, column_groups| {
             let tuned = Some(Arc::new(TunedHere { place: place.clone(), plans: plans.clone() }));
             let transport = RankTransport::Nvlink;
-            let machine = LinearMachine { transport, overlaps, topology, cost, tuned, has_column_groups };
+            let machine = LinearMachine { transport, overlaps, topology, cost, tuned, column_groups };
             let passes = LayerOverlap::default().passes(&machine, spec, LayerGradient::Written).unwrap();
             (passes.forward.policy.to_string(), passes.forward.plan.wave_groups())
         };
@@ -370,8 +372,14 @@ mod tests {
         let fused_way = ways.into_iter().find(PassOverlap::is_fused).unwrap();
         let rows = |sizes: &[usize]| WaveGroups::Sizes(sizes.to_vec());
         let columns = WaveGroups::ColumnSizes(vec![16, 16]);
-        assert_eq!(ran(vec![PassOverlap::SEQUENTIAL], true), ("signals".to_owned(), columns));
-        assert_eq!(ran(vec![PassOverlap::SEQUENTIAL, fused_way], false), (fused, rows(&[32])));
-        assert_eq!(ran(vec![PassOverlap::SEQUENTIAL], false), ("concurrent".to_owned(), rows(&[12, 20])));
+        for column_groups in [ColumnGroups::Predicted, ColumnGroups::Tuned] {
+            let found = ran(vec![PassOverlap::SEQUENTIAL], column_groups);
+            assert_eq!(found, ("signals".to_owned(), columns.clone()));
+        }
+        assert_eq!(ran(vec![PassOverlap::SEQUENTIAL, fused_way], ColumnGroups::Never), (fused, rows(&[32])));
+        assert_eq!(
+            ran(vec![PassOverlap::SEQUENTIAL], ColumnGroups::Never),
+            ("concurrent".to_owned(), rows(&[12, 20]))
+        );
     }
 }

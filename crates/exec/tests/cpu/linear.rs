@@ -323,7 +323,7 @@ fn columns_of_few_rows_travel_under_the_product() {
     let given = LinearInputs { dy: None, ..inputs(&spec, None, 1) };
     let forward = |start, groups| {
         let mut config = config(WeightGradient::Frozen, start);
-        config.run.poison = false;
+        config.run = config.run.with_poison(false);
         config.run.measurement.warmups = 1;
         config.run.slow_link =
             Some(SlowLink { alpha: Duration::from_micros(100), bytes_per_second: 4e6, network: None });
