@@ -217,11 +217,14 @@ impl Together {
             return Ok(None);
         }
         let gemm = prepare.gemm(&spec)?;
+        let counters = DeviceBuffer::from_slice(prepare.setup(), &vec![0u32; groups.len()])
+            .map_err(|error| prepare.device_error(error))?;
+        if !gemm.describes_columns(counters.address()) {
+            return Ok(None);
+        }
         let rises = gemm.signals_of().to_vec();
         let parts = (0..groups.len()).map(|group| GroupRows { group, first: 0, rows: m }).collect();
         let launches = vec![Launch { gemm, tensors: vec![source.tensor], parts }];
-        let counters = DeviceBuffer::from_slice(prepare.setup(), &vec![0u32; groups.len()])
-            .map_err(|error| prepare.device_error(error))?;
         let out = groups.iter().map(|group| group.out).collect();
         Ok(Some(Self { a, b, out, row_bytes: 0, bias: first.bias, launches, counters, rises }))
     }

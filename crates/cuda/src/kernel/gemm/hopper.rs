@@ -203,6 +203,17 @@ impl Gemm {
         self.map_of_result(first, [rows, end], end - begin, STORED_ROWS)
     }
 
+    /// Whether the driver describes receivers of columns as the kernel is given them, tried with some address of device memory: each is
+    /// a tensor whose rows are closer than they are long.
+    pub(crate) fn describes_columns(&self, address: u64) -> bool {
+        let Ok(_bound) = self.function.device().make_current() else { return false };
+        self.shape.is_portable()
+            || self.destinations.iter().all(|destination| {
+                let Destination { rows, columns, .. } = *destination;
+                columns.is_none_or(|(begin, end)| self.map_of_columns(address, rows, [begin, end]).is_ok())
+            })
+    }
+
     /// Rows and columns of a result, so many elements from one row to the next, of which it stores some rows at once.
     fn map_of_result(
         &self,
