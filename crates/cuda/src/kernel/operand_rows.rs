@@ -151,7 +151,7 @@ mod tests {
 
     /// Row by row as before, and no part has rows of which something else is said.
     #[test]
-    fn rows_are_cut_where_they_are_told_apart() {
+    fn rows_are_cut_where_something_else_is_said_of_them() {
         let (from, to) = (Range::new(10, 16), Range::new(2, 8));
         let moves = [
             RowMove { peer: 3, from, to },
