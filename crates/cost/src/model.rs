@@ -50,6 +50,10 @@ pub struct CostModel {
     /// [`CostModel::sum_rate`].
     #[serde(default)]
     pub sum_bytes_per_second: Option<f64>,
+    /// Elements a second of its second operand that a product of few rows packs: it takes no less than that. Without it a product takes
+    /// what its operations take.
+    #[serde(default)]
+    pub packed_elements_per_second: Option<f64>,
     /// What overlapping work takes from each other; without it, nothing.
     #[serde(default)]
     pub sharing: Option<WorkerSharing>,
@@ -84,6 +88,7 @@ impl CostModel {
         copy_seconds: copy_seconds(),
         engine: None,
         sum_bytes_per_second: Some(50e9),
+        packed_elements_per_second: None,
         sharing: None,
         tiles: Some(TileCosts::H200),
     };
@@ -99,6 +104,7 @@ impl CostModel {
         copy_seconds: 0.0,
         engine: None,
         sum_bytes_per_second: None,
+        packed_elements_per_second: Some(250e6),
         link: Link { alpha_seconds: 50e-6, bytes_per_second: 2e9 },
         network: Link { alpha_seconds: 100e-6, bytes_per_second: 1e9 },
         sharing: None,
@@ -124,8 +130,12 @@ impl CostModel {
     pub fn matmul_seconds(&self, size: ProblemSize) -> f64 {
         match self.sharing {
             Some(sharing) => sharing.matmul_seconds(size, self.matmul_flops_per_second),
-            None => size.flops() / self.matmul_flops_per_second,
+            None => f64::max(size.flops() / self.matmul_flops_per_second, self.packing_seconds(size)),
         }
+    }
+
+    fn packing_seconds(&self, ProblemSize { n, k, .. }: ProblemSize) -> f64 {
+        self.packed_elements_per_second.map_or(0.0, |rate| (n * k) as f64 / rate)
     }
 
     /// Seconds until the first columns of a product are done that is computed column by column.
@@ -161,8 +171,11 @@ impl CostModel {
             check_figure("engine.bytes_per_second", engine.bytes_per_second, RATES)?;
             check_figure("engine.alpha_seconds", engine.alpha_seconds, COSTS)?;
         }
-        if let Some(rate) = self.sum_bytes_per_second {
-            check_figure("sum_bytes_per_second", rate, RATES)?;
+        for (field, rate) in [
+            ("sum_bytes_per_second", self.sum_bytes_per_second),
+            ("packed_elements_per_second", self.packed_elements_per_second),
+        ] {
+            rate.map_or(Ok(()), |rate| check_figure(field, rate, RATES))?;
         }
         self.sharing.map_or(Ok(()), |sharing| sharing.validate())?;
         self.tiles.map_or(Ok(()), |tiles| tiles.validate())

@@ -48,6 +48,7 @@ pub fn calibrate(spec: &AttentionSpec, ranks: usize) -> CostModel {
         copy_seconds: 0.0,
         engine: None,
         sum_bytes_per_second: None,
+        packed_elements_per_second: Some(rates.packed_elements / ranks),
         // Rates are those of ranks that all compute at once.
         sharing: None,
         // Kernels of the CPU have no tiles to count; their rates are of whole problems.
@@ -60,11 +61,14 @@ struct Rates {
     forward: f64,
     backward: f64,
     matmul: f64,
+    /// Elements a second.
+    packed_elements: f64,
     launch: f64,
 }
 
 /// Where no thread can be started to measure anything: a slow core.
-const FALLBACK: Rates = Rates { forward: 1e9, backward: 1e9, matmul: 1e9, launch: 1e-5 };
+const FALLBACK: Rates =
+    Rates { forward: 1e9, backward: 1e9, matmul: 1e9, packed_elements: 1e8, launch: 1e-5 };
 const FALLBACK_HANDOVER_SECONDS: f64 = 1e-5;
 
 /// Operations of the measured forward.
@@ -91,6 +95,7 @@ fn rates<T: KernelElement>(spec: &AttentionSpec, threads: &ThreadPool) -> Rates 
         forward: spec.flops_forward(area) / forward,
         backward: spec.flops_backward(area) / backward,
         matmul: matmul_flops_per_second::<T>(threads),
+        packed_elements: packed_elements_per_second::<T>(threads),
         launch,
     }
 }
@@ -98,25 +103,36 @@ fn rates<T: KernelElement>(spec: &AttentionSpec, threads: &ThreadPool) -> Rates 
 /// Of a product that is large enough to occupy the threads.
 fn matmul_flops_per_second<T: KernelElement>(threads: &ThreadPool) -> f64 {
     const SIZE: usize = 384;
-    let values: Vec<T> = (0..SIZE * SIZE).map(|i| T::from_f64((i as f64 * 0.7).sin())).collect();
-    let mut out = values.clone();
-    let seconds = fastest(|| {
+    2.0 * (SIZE as f64).powi(3) / product_seconds::<T>(SIZE, SIZE, threads)
+}
+
+/// Of a product of one row, which packs its second operand and does hardly anything else.
+fn packed_elements_per_second<T: KernelElement>(threads: &ThreadPool) -> f64 {
+    const SIZE: usize = 1024;
+    (SIZE * SIZE) as f64 / product_seconds::<T>(1, SIZE, threads)
+}
+
+/// Seconds of a product of so many rows with a square of this size.
+fn product_seconds<T: KernelElement>(rows: usize, size: usize, threads: &ThreadPool) -> f64 {
+    let values =
+        |rows: usize| -> Vec<T> { (0..rows * size).map(|i| T::from_f64((i as f64 * 0.7).sin())).collect() };
+    let (a, b, mut out) = (values(rows), values(size), values(rows));
+    fastest(|| {
         let args = GemmArgs {
             columns: None,
             layout: GemmLayout::Nt,
-            a: vec![&values[..]],
-            a_columns: SIZE,
-            b: vec![&values[..]],
-            b_columns: SIZE,
+            a: vec![&a[..]],
+            a_columns: size,
+            b: vec![&b[..]],
+            b_columns: size,
             out: &mut out,
-            n: SIZE,
-            out_rows: &[Range::new(0, SIZE)],
+            n: size,
+            out_rows: &[Range::new(0, rows)],
             bias: None,
             accumulate: Accumulate::Start,
         };
         gemm::<T, T>(args, threads);
-    });
-    2.0 * (SIZE as f64).powi(3) / seconds
+    })
 }
 
 /// A full mask of `rows` square. The numbers do not matter, as long as none is special.
@@ -218,6 +234,7 @@ mod tests {
                     cost.backward_flops_per_second,
                     cost.matmul_flops_per_second,
                     cost.memory_bytes_per_second,
+                    cost.packed_elements_per_second.unwrap_or(0.0),
                     cost.launch_seconds,
                     cost.link.alpha_seconds,
                     cost.link.bytes_per_second,

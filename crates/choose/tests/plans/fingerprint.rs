@@ -18,6 +18,7 @@ fn inputs() -> Value {
         cost: CostModel {
             sharing: Some(WorkerSharing::H200),
             engine: Some(CostModel::H200.link),
+            packed_elements_per_second: Some(1e9),
             ..CostModel::H200
         },
         ..PlanConfig::new(4)

@@ -43,6 +43,7 @@ fn cost() -> CostModel {
         copy_seconds: 0.0,
         engine: None,
         sum_bytes_per_second: None,
+        packed_elements_per_second: None,
         sharing: None,
         tiles: None,
     }
