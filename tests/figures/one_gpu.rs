@@ -90,7 +90,11 @@ fn ratios(attention: [&Results; 2], face: &Results, gemm: &Results) -> String {
     for (what, results, pass, is_variant) in of_attention.chain(others) {
         let ratios = results.ratios(pass, is_variant);
         let (mean, worst) = mean_and_worst(&ratios);
-        let (gpu, cases, file, pass) = (results.gpu(), ratios.len(), results.name, pass.unwrap_or("-"));
+        let (gpu, cases, file) = (results.gpu(), ratios.len(), results.name);
+        let pass = match pass {
+            Some("both") => "forward and backward together",
+            pass => pass.unwrap_or("-"),
+        };
         writeln!(table, "| {what} | {gpu} | {pass} | {cases} | {mean:.2} | {worst:.2} | `{file}` |").unwrap();
     }
     let dtype = attention[0].about["dtype"].as_str().unwrap();

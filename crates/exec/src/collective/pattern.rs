@@ -30,6 +30,7 @@ impl PeerRows {
     fn in_short(&self) -> Vec<Range> {
         match self.as_one() {
             Some(range) => vec![range],
+            None if self.total() == 0 => Vec::new(),
             None => vec![Range::new(0, 1), Range::new(0, self.total() - 1)],
         }
     }
@@ -216,6 +217,9 @@ mod tests {
                 assert_eq!((whole.as_one(), whole.total()), (learnt.as_one(), learnt.total()));
             }
         }
+        // Ranges without rows are none.
+        let without_rows = peer(0, &[(3, 3), (7, 7)]);
+        assert_eq!((without_rows.in_short(), peer(0, &[]).in_short()), (Vec::new(), Vec::new()));
         let bytes = pattern.bytes_for(2);
         assert_eq!(Pattern::of_bytes(&bytes), Some(learnt));
         assert_eq!(Pattern::of_bytes(&Pattern::default().bytes_for(0)), Some(Pattern::default()));
