@@ -217,11 +217,11 @@ impl Together {
             return Ok(None);
         }
         let gemm = prepare.gemm(&spec)?;
-        let counters = DeviceBuffer::from_slice(prepare.setup(), &vec![0u32; groups.len()])
-            .map_err(|error| prepare.device_error(error))?;
-        if !gemm.describes_columns(counters.address()) {
+        if !gemm.describes_columns() {
             return Ok(None);
         }
+        let counters = DeviceBuffer::from_slice(prepare.setup(), &vec![0u32; groups.len()])
+            .map_err(|error| prepare.device_error(error))?;
         let rises = gemm.signals_of().to_vec();
         let parts = (0..groups.len()).map(|group| GroupRows { group, first: 0, rows: m }).collect();
         let launches = vec![Launch { gemm, tensors: vec![source.tensor], parts }];

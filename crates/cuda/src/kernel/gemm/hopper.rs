@@ -203,14 +203,15 @@ impl Gemm {
         self.map_of_result(first, [rows, end], end - begin, STORED_ROWS)
     }
 
-    /// Whether the driver describes receivers of columns as the kernel is given them, tried with some address of device memory: each is
-    /// a tensor whose rows are closer than they are long.
-    pub(crate) fn describes_columns(&self, address: u64) -> bool {
+    /// Whether the driver describes receivers of columns as the kernel is given them: each is a tensor whose rows are closer than they are
+    /// long. It looks at no memory, so any address is as good as those of results, which are not known yet.
+    pub(crate) fn describes_columns(&self) -> bool {
+        const SOMEWHERE: u64 = 1 << 40;
         let Ok(_bound) = self.function.device().make_current() else { return false };
         self.shape.is_portable()
             || self.destinations.iter().all(|destination| {
                 let Destination { rows, columns, .. } = *destination;
-                columns.is_none_or(|(begin, end)| self.map_of_columns(address, rows, [begin, end]).is_ok())
+                columns.is_none_or(|(begin, end)| self.map_of_columns(SOMEWHERE, rows, [begin, end]).is_ok())
             })
     }
 
