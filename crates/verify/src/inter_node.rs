@@ -8,6 +8,17 @@ use super::job::ProcessEnd;
 /// What each rank is given. Under this mask every rank needs rows of both nodes.
 pub(super) const LINE: &str = "bench cp --device cuda --nodes 2 --exchange two-level,flat --masks causal --tokens 512 --heads 4:2 \
                                --head-dim 64 --iterations 3 --json";
+/// What each rank is given where queries travel to the keys of both nodes, and come back as partial results.
+pub(super) fn hosted_line(exchange: &str) -> String {
+    format!(
+        "attention --device cuda --cp-size {RANKS} --nodes 2 --exchange {exchange} --query-exchange fewest-bytes --mask full:256,keys=4k \
+         --heads-q 4 --heads-kv 4 --head-dim 64 --backward --json"
+    )
+}
+
+/// Ways over nodes, that which saves bytes first.
+pub(super) const EXCHANGES: [&str; 2] = ["two-level", "flat"];
+
 /// Ranks, two on each node.
 pub(super) const RANKS: usize = 4;
 
@@ -21,11 +32,73 @@ struct Row {
     counted_crossing_bytes: Option<u64>,
 }
 
+/// What rank 0 says of an attention whose queries travel.
+#[derive(Deserialize)]
+struct Hosted {
+    crossing_bytes: Crossing,
+    plan: HostedPlan,
+}
+
+#[derive(Deserialize)]
+struct Crossing {
+    forward: u64,
+    backward: u64,
+    counted: Option<u64>,
+}
+
+#[derive(Deserialize)]
+struct HostedPlan {
+    comm: HostedRows,
+}
+
+#[derive(Deserialize)]
+struct HostedRows {
+    query_tokens: u64,
+}
+
+/// Whether what rank 0 said of queries that travel holds, an end for each of [`EXCHANGES`].
+pub(super) fn hosted_checks(ended: [&ProcessEnd; 2]) -> Vec<SelfCheck> {
+    let mut crossed = Vec::new();
+    let mut checks = Vec::new();
+    for (exchange, ended) in EXCHANGES.into_iter().zip(ended) {
+        let what =
+            name(&format!("bytes that cross where queries travel, {exchange}, unlike those of the Programs"));
+        let said = ended.text.lines().filter(|line| line.starts_with('{'));
+        let mut said = said.filter_map(|line| serde_json::from_str::<Hosted>(line).ok());
+        match said.next() {
+            Some(Hosted { crossing_bytes: Crossing { forward, backward, counted: Some(counted) }, plan })
+                if plan.comm.query_tokens > 0 =>
+            {
+                checks.push(SelfCheck::of(what, 0, counted.abs_diff(forward + backward) as f64, 0.0));
+                crossed.push(counted);
+            }
+            _ => checks.push(SelfCheck::failed(what, 0, format!("rank 0 said: {}", last_line(ended)))),
+        }
+    }
+    checks.extend(saved(&crossed, "where queries travel"));
+    checks
+}
+
+fn name(what: &str) -> String {
+    format!("{RANKS} processes on 2 nodes: {what}")
+}
+
+fn last_line(ended: &ProcessEnd) -> &str {
+    ended.text.trim_end().lines().next_back().unwrap_or("nothing")
+}
+
+/// That two levels save something of what crosses flat.
+fn saved(crossed: &[u64], r#where: &str) -> Option<SelfCheck> {
+    let &[two_level, flat] = crossed else { return None };
+    let share = if flat == 0 { f64::INFINITY } else { two_level as f64 / flat as f64 };
+    let what = format!("bytes that cross in two levels over those that cross flat, {where}");
+    Some(SelfCheck::of(name(&what), 0, share, 0.99))
+}
+
 /// Whether what rank 0 said holds.
 pub(super) fn checks(ended: &ProcessEnd) -> Vec<SelfCheck> {
     let rows = ended.text.lines().filter(|line| line.starts_with('{'));
     let rows = rows.map(serde_json::from_str::<Row>).collect::<Result<Vec<_>, _>>();
-    let name = |what: &str| format!("{RANKS} processes on 2 nodes: {what}");
     let rows = match rows {
         Ok(rows) => rows,
         Err(error) => return vec![SelfCheck::failed(name("rows of bytes"), 0, error.to_string())],
@@ -35,7 +108,7 @@ pub(super) fn checks(ended: &ProcessEnd) -> Vec<SelfCheck> {
     };
     let mut crossed = Vec::new();
     let mut checks = Vec::new();
-    for exchange in ["two-level", "flat"] {
+    for exchange in EXCHANGES {
         let what = name(&format!("bytes that cross, {exchange}, unlike those of the Programs"));
         let bytes = of(exchange).map(|row| (row.planned_crossing_bytes, row.counted_crossing_bytes));
         match bytes {
@@ -44,20 +117,11 @@ pub(super) fn checks(ended: &ProcessEnd) -> Vec<SelfCheck> {
                 crossed.push(counted);
             }
             _ => {
-                let said = ended.text.trim_end().lines().next_back().unwrap_or("nothing");
-                checks.push(SelfCheck::failed(what, 0, format!("rank 0 said: {said}")));
+                checks.push(SelfCheck::failed(what, 0, format!("rank 0 said: {}", last_line(ended))));
             }
         }
     }
-    if let [two_level, flat] = crossed[..] {
-        let share = if flat == 0 { f64::INFINITY } else { two_level as f64 / flat as f64 };
-        checks.push(SelfCheck::of(
-            name("bytes that cross in two levels over those that cross flat"),
-            0,
-            share,
-            0.99,
-        ));
-    }
+    checks.extend(saved(&crossed, "where keys travel"));
     checks
 }
 
@@ -82,5 +146,24 @@ mod tests {
         assert_eq!(failures([row("two-level", 5, 6), row("flat", 9, 9)]), 1);
         assert_eq!(failures([row("two-level", 9, 9), row("flat", 9, 9)]), 1);
         assert_eq!(failures([row("two-level", 5, 5), "nothing".to_owned()]), 1);
+    }
+
+    #[test]
+    fn queries_that_do_not_travel_or_cross_as_others_say_are_found() {
+        let end = |queries: u64, [forward, backward, counted]: [u64; 3]| ProcessEnd {
+            code: Some(0),
+            text: format!(
+                "{{\"crossing_bytes\":{{\"forward\":{forward},\"backward\":{backward},\"counted\":{counted}}},\"plan\":{{\"comm\":\
+                 {{\"query_tokens\":{queries}}}}}}}"
+            ),
+            threads: None,
+        };
+        let failures = |ends: [ProcessEnd; 2]| {
+            hosted_checks(ends.each_ref()).iter().filter(|check| !check.passed).count()
+        };
+        assert_eq!(failures([end(6, [2, 3, 5]), end(6, [4, 5, 9])]), 0);
+        assert_eq!(failures([end(6, [2, 3, 6]), end(6, [4, 5, 9])]), 1);
+        assert_eq!(failures([end(6, [4, 5, 9]), end(6, [4, 5, 9])]), 1);
+        assert_eq!(failures([end(0, [2, 3, 5]), end(6, [4, 5, 9])]), 1);
     }
 }

@@ -163,13 +163,21 @@ impl Bench {
 
     /// What crosses between nodes.
     pub(super) fn inter_node(&self) -> Vec<SelfCheck> {
-        let lines = vec![inter_node::LINE.to_owned(); inter_node::RANKS];
-        let ended = start(self.folder.path(), "inter-node", &lines, Gpus::All)
-            .map(|job| job.end(&(0..inter_node::RANKS).collect::<Vec<_>>(), self.patient(LONG)));
-        match ended {
-            Ok(ended) => inter_node::checks(&ended[0]),
-            Err(error) => vec![SelfCheck::failed("a job".to_owned(), 0, error.to_string())],
-        }
+        let rank_0 = |name: &str, line: String| -> io::Result<ProcessEnd> {
+            let lines = vec![line; inter_node::RANKS];
+            let job = start(self.folder.path(), name, &lines, Gpus::All)?;
+            let mut ended = job.end(&(0..inter_node::RANKS).collect::<Vec<_>>(), self.patient(LONG));
+            Ok(ended.swap_remove(0))
+        };
+        let all = || -> io::Result<Vec<SelfCheck>> {
+            let keys = rank_0("inter-node", inter_node::LINE.to_owned())?;
+            let [two_level, flat] = inter_node::EXCHANGES
+                .map(|exchange| rank_0(&format!("hosted-{exchange}"), inter_node::hosted_line(exchange)));
+            let mut checks = inter_node::checks(&keys);
+            checks.extend(inter_node::hosted_checks([&two_level?, &flat?]));
+            Ok(checks)
+        };
+        all().unwrap_or_else(|error| vec![SelfCheck::failed("a job".to_owned(), 0, error.to_string())])
     }
 
     /// Ranks with different masks.
