@@ -13,7 +13,7 @@ import torch
 
 from counterpoint import ops
 from counterpoint.fitting import accumulator
-from counterpoint.lookup import of_handle
+from counterpoint.lookup import kept_by, of_handle
 
 if TYPE_CHECKING:
     from counterpoint.plan import Plan
@@ -36,9 +36,9 @@ class _Differentiable(torch.autograd.Function):
         max_logits: bool,
         settings: tuple[Any, ...],
     ) -> tuple[torch.Tensor, ...]:
-        made = _operator(f"{name}_forward")(q, k, v, sink, max_logits, *settings)
+        *made, kept = _operator(f"{name}_forward")(q, k, v, sink, max_logits, *settings)
         ctx.name, ctx.settings = name, settings
-        ctx.save_for_backward(q, k, v, sink, made[0], made[1])
+        ctx.save_for_backward(q, k, v, sink, made[0], made[1], kept)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*made[2:])
         return tuple(made)
@@ -49,10 +49,10 @@ class _Differentiable(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         if dout is None and dlse is None:
             return None, None, None, None, None, None, None
-        q, k, v, sink, out, lse = ctx.saved_tensors
+        q, k, v, sink, out, lse, kept = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
-        made = _operator(f"{ctx.name}_backward")(dout, q, k, v, sink, out, lse, dlse, *ctx.settings)
+        made = _operator(f"{ctx.name}_backward")(dout, q, k, v, sink, out, lse, dlse, kept, *ctx.settings)
         return None, *made, *([None] if sink is None else []), None, None
 
 
@@ -66,7 +66,9 @@ def _forward_shapes(
     rows, heads, _dim = q.shape
     statistic = accumulator(q.dtype)
     made = [q.new_empty((rows, heads, v.shape[2])), q.new_empty((rows, heads), dtype=statistic)]
-    return [*made, q.new_empty(heads, dtype=statistic)] if max_logits else made
+    if max_logits:
+        made.append(q.new_empty(heads, dtype=statistic))
+    return [*made, q.new_empty(0)]
 
 
 def _backward_shapes(
@@ -75,22 +77,24 @@ def _backward_shapes(
     return [tensor.new_empty(tensor.shape) for tensor in (q, k, v, sink) if tensor is not None]
 
 
-def register(name: str, settings: str, plan_of: Callable[..., Plan]) -> None:
+def register(name: str, settings: str, plan_of: Callable[..., tuple[Plan, object]]) -> None:
     """Registers an operator that gives [out, lse], or [out, lse, max_logits], and those that it is made of.
 
-    `plan_of` finds the plan by the tensors q, k, v and sink, and by `settings`, arguments of the operator.
+    `plan_of` finds the plan by the tensors q, k, v and sink, and by `settings`, arguments of the operator. With it comes what
+    must live for the backward to find the plan again: the operator that runs a forward gives a tensor that keeps it.
     """
 
     def forward(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, max_logits: bool, *given: Any
     ) -> list[torch.Tensor]:
-        plan = plan_of(q, k, v, sink, *given)
+        plan, found_by = plan_of(q, k, v, sink, *given)
+        kept = kept_by(q, found_by)
         if sink is not None or not ops.fit(plan, q, k, v):
             ops.check(plan, q, k, v, sink)
         if not max_logits:
-            return [*ops.run_forward(plan, q, k, v, sink)]
+            return [*ops.run_forward(plan, q, k, v, sink), kept]
         largest = ops.empty_max_logits(plan, q)
-        return [*ops.run_forward(plan, q, k, v, sink, largest), largest[: q.shape[1]].clone()]
+        return [*ops.run_forward(plan, q, k, v, sink, largest), largest[: q.shape[1]].clone(), kept]
 
     def backward(
         dout: torch.Tensor,
@@ -101,9 +105,11 @@ def register(name: str, settings: str, plan_of: Callable[..., Plan]) -> None:
         out: torch.Tensor,
         lse: torch.Tensor,
         dlse: torch.Tensor | None,
+        kept: torch.Tensor,
         *given: Any,
     ) -> list[torch.Tensor]:
-        dq, dk, dv, dsink = ops.run_backward(plan_of(q, k, v, sink, *given), dout, q, k, v, sink, out, lse, dlse)
+        plan, _ = plan_of(q, k, v, sink, *given)
+        dq, dk, dv, dsink = ops.run_backward(plan, dout, q, k, v, sink, out, lse, dlse)
         return [dq, dk, dv] if dsink is None else [dq, dk, dv, dsink]
 
     def call(
@@ -113,11 +119,11 @@ def register(name: str, settings: str, plan_of: Callable[..., Plan]) -> None:
         if trained and torch.is_grad_enabled():
             return [*_Differentiable.apply(name, q, k, v, sink, max_logits, given)]
         made: list[torch.Tensor] = _operator(f"{name}_forward")(q, k, v, sink, max_logits, *given)
-        return made
+        return made[:-1]
 
     _library.define(f"{name}({_TENSORS}, bool max_logits, {settings}) -> Tensor[]", tags=_TAGS)
     _library.define(f"{name}_forward({_TENSORS}, bool max_logits, {settings}) -> Tensor[]", tags=_TAGS)
-    of_forward = "Tensor out, Tensor lse, Tensor? dlse"
+    of_forward = "Tensor out, Tensor lse, Tensor? dlse, Tensor kept"
     _library.define(f"{name}_backward(Tensor dout, {_TENSORS}, {of_forward}, {settings}) -> Tensor[]", tags=_TAGS)
     _library.impl(name, call, "CompositeImplicitAutograd")
     _library.impl(f"{name}_forward", forward, "CompositeExplicitAutograd")
@@ -126,4 +132,9 @@ def register(name: str, settings: str, plan_of: Callable[..., Plan]) -> None:
     torch.library.register_fake(f"counterpoint::{name}_backward", _backward_shapes, lib=_library)
 
 
-register("attention", "SymInt plan", lambda q, k, v, sink, plan: of_handle(plan))
+def _of_handle(q: Any, k: Any, v: Any, sink: Any, handle: int) -> tuple[Plan, Plan]:
+    plan = of_handle(handle)
+    return plan, plan
+
+
+register("attention", "SymInt plan", _of_handle)

@@ -10,7 +10,7 @@ from typing import Any, Literal, overload
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from counterpoint import compiled, ops  # noqa: F401  (compiled has the operators)
+from counterpoint import compiled, ops
 from counterpoint._native import Mask
 from counterpoint.errors import MaskError, TensorError
 from counterpoint.group import LocalGroup
@@ -174,36 +174,45 @@ def flex_attention(
     """Attention over any mask on this device, without ranks: (out, lse), as `attention`, and max_logits if asked for.
 
     On a GPU the call is enqueued on PyTorch's current stream, and waited for by nobody. Plans are kept for the last 64 masks and
-    shapes. Inside `torch.compile` it is a graph break; there, make a plan with `LocalGroup(1)` and call `attention`.
+    shapes. Inside `torch.compile` it is an operator that is given the mask as a number: a new mask compiles nothing again.
     """
-    if torch.compiler.is_compiling():
-        made: tuple[torch.Tensor, ...] = _uncompiled(
-            q,
-            k,
-            v,
-            mask,
-            sink=sink,
-            scale=scale,
-            softcap=softcap,
-            deterministic=deterministic,
-            return_max_logits=return_max_logits,
-        )
-        return made
     if not isinstance(mask, Mask):
         raise MaskError(
             f"mask must be a counterpoint.Mask, not a {type(mask).__name__}; Mask.from_dense takes a tensor of booleans"
         )
-    rows_q, rows_k, rows_v, _ = _rows_first(q, k, v)
-    shape_q, shape_k, shape_v, queries, keys = rows_q.shape, rows_k.shape, rows_v.shape, mask.seqlen_q, mask.seqlen_k
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    rows_q, rows_k, rows_v, batched = _rows_first(q, k, v)
+    if sink is not None:
+        sink = _sink_rows(sink)
+    if torch.compiler.is_compiling():
+        settings = mask.number, scale, softcap, deterministic
+        made = torch.ops.counterpoint.flex_attention(rows_q, rows_k, rows_v, sink, return_max_logits, *settings)
+        out, lse, *largest = made
+        return (out.unsqueeze(0), lse.unsqueeze(0), *largest) if batched else (out, lse, *largest)
+    plan = _plan_for(rows_q, rows_k, rows_v, sink, mask, scale, softcap, deterministic)
+    if return_max_logits:
+        return _with_max_logits(q, k, v, plan, sink)
+    return attention(q, k, v, plan, sink=sink)
+
+
+def _plan_for(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sink: torch.Tensor | None,
+    mask: Mask,
+    scale: float | None,
+    softcap: float,
+    deterministic: bool,
+) -> Plan:
+    """The plan of one device for these tensors, kept."""
+    shape_q, shape_k, shape_v, queries, keys = q.shape, k.shape, v.shape, mask.seqlen_q, mask.seqlen_k
     if shape_q[0] != queries or shape_k[0] != keys or shape_v[0] != keys:
         for name, found, rows in (("q", shape_q[0], queries), ("k", shape_k[0], keys), ("v", shape_v[0], keys)):
             if found != rows:
                 raise TensorError(f"{name} has {found} rows, and the mask {rows}; make a mask of as many rows")
-    if sink is not None:
-        sink = _sink_rows(sink)
     sink_rows = 0 if sink is None else sink.shape[0]
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
     key = (mask, shape_q[1:], shape_k[1], shape_v[2], q.dtype, q.device, scale, softcap, sink_rows, deterministic)
     with _lock:
         plan = _plans.get(key)
@@ -211,12 +220,26 @@ def flex_attention(
             plan = _plan_alone(key)
         else:
             _plans.move_to_end(key)
-    if return_max_logits:
-        return _with_max_logits(q, k, v, plan, sink)
-    return attention(q, k, v, plan, sink=sink)
+    return plan
 
 
-_uncompiled = torch.compiler.disable(flex_attention)
+def _plan_of_number(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sink: torch.Tensor | None,
+    number: int,
+    scale: float | None,
+    softcap: float,
+    deterministic: bool,
+) -> tuple[Plan, Mask]:
+    mask = Mask.of_number(number)
+    if mask is None:
+        raise MaskError(f"mask {number} is gone; keep a reference to a mask as long as a compiled call may use it")
+    return _plan_for(q, k, v, sink, mask, scale, softcap, deterministic), mask
+
+
+compiled.register("flex_attention", "SymInt mask, float? scale, float softcap, bool deterministic", _plan_of_number)
 
 
 def _plan_alone(key: Any) -> Plan:

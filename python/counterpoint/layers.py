@@ -84,10 +84,18 @@ def _windowed_document(start: int, end: int, window: int) -> list[tuple[tuple[in
     return [first, ((full, end), (full - window + 1, end), "bi_causal")] if full < end else [first]
 
 
-register(
-    "layer_attention",
-    "SymInt plan, float? scale, float softcap, int? window",
-    lambda q, k, v, sink, plan, scale, softcap, window: layer_plan(
-        of_handle(plan), q, k, v, scale, softcap, window, 0 if sink is None else 1
-    ),
-)
+def _plan_of(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sink: torch.Tensor | None,
+    handle: int,
+    scale: float | None,
+    softcap: float,
+    window: int | None,
+) -> tuple[Plan, Plan]:
+    plan = of_handle(handle)
+    return layer_plan(plan, q, k, v, scale, softcap, window, 0 if sink is None else 1), plan
+
+
+register("layer_attention", "SymInt plan, float? scale, float softcap, int? window", _plan_of)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
@@ -215,7 +216,8 @@ def test_ranks_without_rows() -> None:
 def test_operators_pass_opcheck() -> None:
     import counterpoint.compiled  # noqa: F401  (which defines them)
 
-    plan = cp.LocalGroup(1).plan(cp.Mask.causal(12), heads=(2, 1), head_dim=8, dtype="float32", sink_rows=1)
+    mask = cp.Mask.causal(12)
+    plan = cp.LocalGroup(1).plan(mask, heads=(2, 1), head_dim=8, dtype="float32", sink_rows=1)
     q = torch.randn(12, 2, 8, requires_grad=True)
     k, v = (torch.randn(12, 1, 8, requires_grad=True) for _ in range(2))
     sink = torch.randn(1, 2, requires_grad=True)
@@ -226,7 +228,10 @@ def test_operators_pass_opcheck() -> None:
     out, lse = torch.ops.counterpoint.attention(q, k, v, sink, False, plan.handle)
     given = [tensor.detach() for tensor in (out, q, k, v, sink, out, lse)]
     for dlse in (None, torch.randn(12, 2)):
-        torch.library.opcheck(torch.ops.counterpoint.attention_backward, (*given, dlse, plan.handle))
+        torch.library.opcheck(torch.ops.counterpoint.attention_backward, (*given, dlse, q.new_empty(0), plan.handle))
+    of_mask = mask.number, 0.5, 0.0, True
+    for max_logits in (False, True):
+        torch.library.opcheck(torch.ops.counterpoint.flex_attention, (q, k, v, sink, max_logits, *of_mask))
 
 
 @pytest.mark.parametrize("backend", ["aot_eager"])
@@ -249,6 +254,64 @@ def test_compiled_models_take_a_new_mask_each_step(backend: str) -> None:
         slow = torch.autograd.grad(step(x, plan).sum(), x)[0]
         assert torch.allclose(torch.autograd.grad(fast(x, plan).sum(), x)[0], slow, atol=1e-5)
     assert len(compiles) <= 3, len(compiles)
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_compiled_flex_attention_takes_a_new_mask_each_step(batched: bool) -> None:
+    torch._dynamo.reset()
+    compiles = []
+
+    def counted(graph, inputs):
+        compiles.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    def step(x, sink, mask):
+        out, lse, largest = cp.flex_attention(x.sin(), x, 2 * x, mask, sink=sink, scale=0.3, softcap=20.0, return_max_logits=True)
+        return out.cos().sum() + lse.exp().sum(), largest
+
+    fast = torch.compile(step, fullgraph=True, backend=counted)
+    x = torch.randn((1,) * batched + (40, 2, 8), requires_grad=True)
+    sink = torch.randn(2, requires_grad=True)
+    made = []
+    for length in range(12):
+        mask = cp.Mask.sliding_window(40, length, 0)
+        slow, largest = step(x, sink, mask)
+        loss, seen = fast(x, sink, mask)
+        assert torch.equal(seen, largest)
+        made.append((loss, torch.autograd.grad(slow, (x, sink))))
+    assert len(compiles) <= 3, len(compiles)
+    # Whatever else is forgotten, a backward finds its mask.
+    del mask
+    cp.functional._plans.clear()
+    gc.collect()
+    for loss, slow in made:
+        for found, wanted in zip(torch.autograd.grad(loss, (x, sink)), slow, strict=True):
+            assert torch.equal(found, wanted)
+    with torch.no_grad():
+        assert torch.equal(fast(x, sink, cp.Mask.causal(40))[0], step(x, sink, cp.Mask.causal(40))[0])
+    with pytest.raises(cp.TensorError, match="q has 40 rows, and the mask 48"):
+        fast(x, sink, cp.Mask.causal(48))
+
+
+def test_a_compiled_call_keeps_its_plan_until_its_backward() -> None:
+    torch._dynamo.reset()
+    fast = torch.compile(lambda x, plan: cp.attention(x, x, x, plan)[0].sum(), fullgraph=True, backend="aot_eager")
+    x = torch.randn(40, 2, 8, requires_grad=True)
+
+    group = cp.LocalGroup(1)
+
+    def plan():
+        return group.plan(cp.Mask.causal(40), heads=2, head_dim=8, dtype="float32")
+
+    number = plan().handle
+    gc.collect()
+    with pytest.raises(cp.PlanError, match=f"plan {number} is gone"):
+        torch.ops.counterpoint.attention(x, x, x, None, False, number)
+    loss = fast(x, plan())
+    gc.collect()
+    (gradient,) = torch.autograd.grad(loss, x)
+    wanted = torch.autograd.grad(cp.attention(x, x, x, plan())[0].sum(), x)[0]
+    assert torch.equal(gradient, wanted)
 
 
 def test_a_fork_is_refused_and_not_waited_for() -> None:

@@ -13,6 +13,7 @@ use pyo3::types::{PyBytes, PyDict, PyTuple, PyType};
 
 use crate::error::{engine, raise};
 use crate::integers::{described, limit, list, listed, size, sizes};
+use crate::numbered::Numbers;
 
 /// Which query row sees which key column. A value: hashable, equal by content, pickled as JSON.
 ///
@@ -28,11 +29,14 @@ pub(crate) struct Mask {
     pub(crate) native: Arc<Native>,
     /// Of its contents. Every call that keeps plans by their masks asks for it.
     hash: OnceLock<u64>,
+    number: OnceLock<u64>,
 }
+
+static NUMBERS: Numbers<Native> = Numbers::new();
 
 impl Mask {
     pub(crate) fn of(native: Arc<Native>) -> Self {
-        Self { native, hash: OnceLock::new() }
+        Self { native, hash: OnceLock::new(), number: OnceLock::new() }
     }
 }
 
@@ -297,6 +301,20 @@ impl Mask {
         let queries = ranges("q_order", q_order)?;
         let keys = k_order.map_or_else(|| Ok(queries.clone()), |order| ranges("k_order", order))?;
         made(q_order.py(), || self.native.rearranged(&queries, &keys))
+    }
+
+    /// By which compiled operators know it, as long as it lives.
+    #[getter]
+    fn number(&self) -> u64 {
+        let number = *self.number.get_or_init(|| NUMBERS.next());
+        NUMBERS.keep(number, &self.native);
+        number
+    }
+
+    /// The mask that a compiled operator was given as a number; `None` where it is gone.
+    #[staticmethod]
+    fn of_number(number: u64) -> Option<Self> {
+        NUMBERS.find(number).map(Self::of)
     }
 
     /// Query rows.
