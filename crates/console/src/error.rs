@@ -4,7 +4,7 @@ use std::io;
 use std::path::PathBuf;
 
 use counterpoint_choose::ChooseError;
-use counterpoint_plan::PlanError;
+use counterpoint_plan::{LinearField, PlanError};
 use thiserror::Error;
 
 /// Why the program ends without its result. The message is one sentence that says how to mend it;
@@ -290,11 +290,11 @@ impl CliError {
     }
 
     /// Why a linear layer cannot be planned; its sizes came from these flags.
-    pub fn of_layer(source: PlanError, flags: &[(&str, &'static str)]) -> Self {
-        let PlanError::Linear { ref field, value, ref wanted } = source else {
+    pub fn of_layer(source: PlanError, flags: &[(LinearField, &'static str)]) -> Self {
+        let PlanError::Linear { field, value, wanted } = source else {
             return Self::of_choice(source);
         };
-        match flags.iter().find(|(name, _)| name == field) {
+        match flags.iter().find(|(of, _)| *of == field) {
             Some(&(_, flag)) => {
                 Self::Flag { flag, value: value.to_string(), reason: format!("must be {wanted}") }
             }
@@ -317,7 +317,7 @@ impl CliError {
                     | ExecError::Policy { .. }
                     | ExecError::Rendezvous(
                         RendezvousError::Variable { .. }
-                        | RendezvousError::Refused { .. }
+                        | RendezvousError::OtherVersion { .. }
                         | RendezvousError::AnotherJob { .. }
                         | RendezvousError::Disagreement { .. },
                     ),

@@ -34,8 +34,8 @@ pub fn as_rank(
         // A check that fails is a result: the others have done their part.
         Ok(()) | Err(CliError::CheckFailed { .. } | CliError::Run { .. }) => {}
         Err(error) => {
-            let reason = error.to_string();
-            rendezvous.fail(RendezvousError::RankFailed { rank: launch.rank, reason }.into());
+            let error = error.to_string();
+            rendezvous.fail(RendezvousError::RankFailed { rank: launch.rank, error }.into());
         }
     }
     result

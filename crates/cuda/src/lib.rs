@@ -31,6 +31,7 @@ mod machine;
 mod nccl;
 mod sync;
 mod transport;
+mod transport_fault;
 
 pub use backend::{
     CudaBackend, CudaBarrier, CudaBuffer, CudaKernel, CudaSignal, CudaStream, GraphRun, PassOrder, Passes,
@@ -40,14 +41,16 @@ pub use counterpoint_driver::{
     AllocationError, Arch, CACHE_OWNER_VARIABLE, CACHE_VARIABLE, CacheUse, CacheWarning, CachedCubin,
     CallGraph, Capability, CapturedCall, CompilerVersion, Cubin, CubinCache, CubinOrigin, CudaError, Device,
     DeviceAllocator, DeviceBuffer, DeviceProperties, DriverCalls, Event, Function, FunctionAttributes, Graph,
-    GraphHandles, GuardReport, KernelArguments, KernelSource, L2Promotion, Launch, LaunchStart,
-    LibraryVersion, MemoryGuard, MemoryUse, NcclCtaPolicy, Overwrite, PinnedBuffer, Stream, StreamPriority,
-    Swizzle, TensorMap, TensorMapElement, TensorMapSpec, compile, compiler_version, end_process,
-    nccl_version, search_packages,
+    GraphFault, GraphHandles, GuardReport, KernelArguments, KernelSource, L2Promotion, Launch, LaunchFault,
+    LaunchStart, LibraryVersion, MemoryGuard, MemoryUse, NcclCtaPolicy, Overwrite, PinnedBuffer, Refusal,
+    Stream, StreamPriority, StrideFault, Swizzle, TensorMap, TensorMapElement, TensorMapFault, TensorMapSpec,
+    compile, compiler_version, end_process, nccl_version, search_packages,
 };
 pub use environment::ENVIRONMENT;
 pub use headers::kernel_source;
-pub use kernel::{CompileReport, KernelFault, KernelReport, examine};
+pub use kernel::{
+    AttentionFault, CompileReport, GemmFault, KernelFault, KernelReport, ProblemFault, RowsFault, examine,
+};
 pub use layout::SharedLayout;
 pub use machine::{CudaMachine, CudaProcess};
 pub use nccl::{NcclRank, NcclSettings, NcclSums};
@@ -55,3 +58,4 @@ pub use transport::{
     CudaCollective, CudaPending, CudaTransport, EngineUse, LevelledCollective, LevelledPending,
     LevelledTransport, TransportKind,
 };
+pub use transport_fault::{CallFault, TransportFault, Unreached};

@@ -123,7 +123,7 @@ impl Device {
         // SAFETY: the pointer is to a local of the right type.
         unsafe { call!(driver, cuDeviceGetCount(&mut count)) }?;
         match usize::try_from(count).unwrap_or(0) {
-            0 => Err(CudaError::NoDevice { reason: "it counts 0 devices".to_owned() }),
+            0 => Err(CudaError::NoDevice { text: "it counts 0 devices".to_owned() }),
             count => Ok(count),
         }
     }

@@ -5,18 +5,38 @@ use std::time::Duration;
 
 use thiserror::Error;
 
+use crate::{GraphFault, Refusal, TensorMapFault};
+
+/// What kernels do not take of the strides of a tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum StrideFault {
+    /// It is not of three axes.
+    #[error("it has {axes} axes; rows, heads and elements are needed")]
+    Axes {
+        /// Its axes.
+        axes: usize,
+    },
+    /// Some element has two indices.
+    #[error("its rows or heads overlap")]
+    Overlap,
+    /// Rows or heads begin between 16 bytes.
+    #[error("its strides must be multiples of 16 bytes")]
+    Alignment,
+}
+
 /// Why something on a CUDA device, or the way to one, did not work.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum CudaError {
     /// The driver's library cannot be opened.
     #[error(
-        "no NVIDIA driver: libcuda.so.1 cannot be opened ({reason}); install the driver, or in a container pass the GPU \
+        "no NVIDIA driver: libcuda.so.1 cannot be opened ({text}); install the driver, or in a container pass the GPU \
          through (--gpus all)"
     )]
     NoDriver {
         /// The loader's own words.
-        reason: String,
+        text: String,
     },
     /// A library is there, but too old to have a function that we call.
     #[error("{} has no function {symbol}; {remedy}", path.display())]
@@ -29,10 +49,10 @@ pub enum CudaError {
         remedy: &'static str,
     },
     /// The driver is there, but no GPU.
-    #[error("the NVIDIA driver finds no GPU ({reason}); check nvidia-smi and CUDA_VISIBLE_DEVICES")]
+    #[error("the NVIDIA driver finds no GPU ({text}); check nvidia-smi and CUDA_VISIBLE_DEVICES")]
     NoDevice {
         /// The driver's own words.
-        reason: String,
+        text: String,
     },
     /// There are fewer GPUs than asked for.
     #[error(
@@ -46,14 +66,14 @@ pub enum CudaError {
     },
     /// Memory that other processes are to read, of a kind that they cannot open.
     #[error(
-        "other ranks of this host cannot open {bytes} bytes of this rank's memory ({reason}); the system must let processes share \
+        "other ranks of this host cannot open {bytes} bytes of this rank's memory ({text}); the system must let processes share \
          memory of GPUs (containers: --ipc=host)"
     )]
     NotShareable {
         /// Of the allocation.
         bytes: usize,
         /// The driver's refusal.
-        reason: String,
+        text: String,
     },
     /// No NVRTC was found: kernels cannot be compiled.
     #[error(
@@ -118,10 +138,10 @@ pub enum CudaError {
         total: usize,
     },
     /// An allocator that the machine was given failed, and not for want of memory.
-    #[error("the allocator of device memory that was given failed: {reason}")]
+    #[error("the allocator of device memory that was given failed: {text}")]
     Allocator {
         /// Its own words.
-        reason: String,
+        text: String,
     },
     /// A call of NVRTC failed for another reason than the source.
     #[error("{call} failed: {text} ({code})")]
@@ -145,7 +165,7 @@ pub enum CudaError {
     },
     /// Two GPUs cannot read each other's memory.
     #[error(
-        "GPU {from} cannot reach the memory of GPU {to} ({reason}); use --transport nccl, or GPUs of one host that \
+        "GPU {from} cannot reach the memory of GPU {to} ({text}); use --transport nccl, or GPUs of one host that \
          nvidia-smi topo -p2p r shows as OK"
     )]
     NoPeerAccess {
@@ -154,15 +174,15 @@ pub enum CudaError {
         /// Whose memory it is.
         to: usize,
         /// The driver's own words.
-        reason: String,
+        text: String,
     },
     /// A transport that these ranks cannot use, or that did not come to its end.
     #[error("transport {transport}: {reason}")]
     Transport {
         /// Its name.
         transport: &'static str,
-        /// Why.
-        reason: String,
+        /// Why, in an error of the crate that has the transport.
+        reason: Refusal,
     },
     /// A kernel does not compile.
     #[error("kernel {kernel} does not compile for {arch}:\n{log}")]
@@ -180,15 +200,15 @@ pub enum CudaError {
         /// The tensor's name.
         tensor: String,
         /// Which restriction it breaks, with figures.
-        reason: String,
+        reason: TensorMapFault,
     },
     /// A launch that the kernel or the device cannot take.
     #[error("kernel {kernel} cannot be launched: {reason}")]
     Launch {
         /// Its name.
         kernel: String,
-        /// What is wrong, with figures.
-        reason: String,
+        /// What is wrong, with figures: a [`LaunchFault`](crate::LaunchFault), or an error of the crate that has the kernel.
+        reason: Refusal,
     },
     /// A copy beyond the end of a buffer.
     #[error("bytes {offset}..{} lie outside of a buffer of {len} bytes", offset.saturating_add(*bytes))]
@@ -202,11 +222,11 @@ pub enum CudaError {
     },
     /// The system starts no thread to wait for a GPU.
     #[error(
-        "no thread can be started to wait for the GPU ({reason}), so its memory is freed when this process ends"
+        "no thread can be started to wait for the GPU ({text}), so its memory is freed when this process ends"
     )]
     NoThread {
         /// In the system's words.
-        reason: String,
+        text: String,
     },
     /// A GPU waits for a process that is gone.
     #[error(
@@ -234,7 +254,7 @@ pub enum CudaError {
         /// In elements.
         strides: [usize; 2],
         /// Why not.
-        reason: String,
+        reason: StrideFault,
     },
     /// A stream that is somebody else's is none any more.
     #[error(
@@ -245,7 +265,7 @@ pub enum CudaError {
     #[error("a graph cannot be captured: {reason}")]
     Capture {
         /// What is wrong.
-        reason: String,
+        reason: GraphFault,
     },
 }
 

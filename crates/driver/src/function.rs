@@ -9,7 +9,7 @@ use cudarc::driver::sys::CUfunction;
 use crate::compile::CubinCache;
 use crate::library::call;
 use crate::loaded_kernels::Loaded;
-use crate::{CudaError, Device, FunctionAttributes, KernelSource};
+use crate::{CudaError, Device, FunctionAttributes, KernelSource, LaunchFault};
 
 /// A kernel on a device, ready to launch. Cheap to clone. It stays loaded as long as the device is open.
 #[derive(Clone)]
@@ -46,7 +46,7 @@ impl Device {
         drop(compiling);
         let missing = |source: &KernelSource| CudaError::Launch {
             kernel: source.name().to_owned(),
-            reason: "it was not loaded".to_owned(),
+            reason: LaunchFault::NotLoaded.into(),
         };
         let get = |source: &KernelSource| kernels.get(source).ok_or_else(|| missing(source));
         sources.iter().map(|source| Ok(Function { device: self.clone(), loaded: get(source)? })).collect()

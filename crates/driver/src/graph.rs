@@ -7,7 +7,7 @@ use std::sync::Arc;
 use cudarc::driver::sys::{CUgraph, CUgraphExec, CUstreamCaptureMode};
 
 use crate::library::call;
-use crate::{CudaError, Device, Stream};
+use crate::{CudaError, Device, GraphFault, Stream};
 
 /// Everything that was enqueued on streams, made ready to be enqueued again by one call. Cheap to clone.
 ///
@@ -115,8 +115,7 @@ impl<'a> Capture<'a> {
         // SAFETY: the stream captures since begin. On an error the driver gives no graph and the capture is over.
         unsafe { call!(driver, cuStreamEndCapture(self.stream.raw(), &mut raw)) }?;
         if raw.is_null() {
-            let reason = "the driver gave no graph; was every forked stream joined again?".to_owned();
-            return Err(CudaError::Capture { reason });
+            return Err(CudaError::Capture { reason: GraphFault::NoGraph });
         }
         Ok(Captured { device: self.stream.device().clone(), raw })
     }

@@ -15,7 +15,7 @@ use cudarc::driver::sys::{
 
 use crate::graph::Captured;
 use crate::library::{Driver, call};
-use crate::{CudaError, Device, Stream};
+use crate::{CudaError, Device, GraphFault, Stream};
 
 /// What a call put into a graph that is captured.
 #[derive(Debug)]
@@ -97,11 +97,7 @@ impl CapturedCall {
         if own == others {
             return Ok(());
         }
-        let reason = format!(
-            "the call that was captured is {}, and the new one {}",
-            described(&own),
-            described(&others)
-        );
+        let reason = GraphFault::OtherCall { captured: described(&own), new: described(&others) };
         Err(CudaError::Capture { reason })
     }
 
@@ -162,7 +158,7 @@ impl Node {
             CUgraphNodeType::CU_GRAPH_NODE_TYPE_MEMCPY => NodeKind::Memcpy,
             CUgraphNodeType::CU_GRAPH_NODE_TYPE_EMPTY => NodeKind::Empty,
             other => {
-                let reason = format!("a call put a node into it that cannot be updated: {other:?}");
+                let reason = GraphFault::Node { kind: format!("{other:?}") };
                 return Err(CudaError::Capture { reason });
             }
         };
@@ -193,7 +189,7 @@ fn graph_of(stream: &Stream) -> Result<CUgraph, CudaError> {
         call!(driver, cuStreamGetCaptureInfo_v2(stream.raw(), &mut status, &mut id, &mut graph, nodes, count))
     }?;
     if graph.is_null() {
-        return Err(CudaError::Capture { reason: "the stream does not capture".to_owned() });
+        return Err(CudaError::Capture { reason: GraphFault::NoCapture });
     }
     Ok(graph)
 }

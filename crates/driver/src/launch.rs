@@ -7,7 +7,7 @@ use std::ptr;
 use cudarc::driver::sys::{CUlaunchAttribute, CUlaunchAttributeID, CUlaunchConfig, CUstream};
 
 use crate::library::call;
-use crate::{CudaError, Event, Function, Stream};
+use crate::{CudaError, Event, Function, LaunchFault, Stream};
 
 /// The first CUDA whose launches mark an event once all blocks have begun.
 const LAUNCH_COMPLETION: (u32, u32) = (12, 3);
@@ -102,35 +102,30 @@ impl Launch {
         }
     }
 
-    /// Why `function` cannot take it, where that can be known. The driver's own answer would be "invalid value".
-    fn check(&self, function: &Function, argument_bytes: &[usize]) -> Result<(), String> {
+    /// Why `function` cannot take it, where that can be known.
+    fn check(&self, function: &Function, argument_bytes: &[usize]) -> Result<(), LaunchFault> {
         let attributes = function.attributes();
         let product = |dims: [u32; 3]| dims.iter().map(|&dim| u64::from(dim)).product::<u64>();
         if product(self.grid) == 0 || product(self.block) == 0 || product(self.cluster) == 0 {
-            let Self { grid, block, cluster, .. } = self;
-            return Err(format!("grid {grid:?}, block {block:?} or cluster {cluster:?} is empty"));
+            let Self { grid, block, cluster, .. } = *self;
+            return Err(LaunchFault::Empty { grid, block, cluster });
         }
         if product(self.block) > u64::from(attributes.max_threads) {
-            let (block, most) = (self.block, attributes.max_threads);
-            return Err(format!("a block of {block:?} threads, it was compiled for {most} at most"));
+            return Err(LaunchFault::Threads { block: self.block, most: attributes.max_threads });
         }
         if self.dynamic_shared_bytes as usize > attributes.max_dynamic_shared_bytes {
-            return Err(format!(
-                "{} bytes of dynamic shared memory, the device has {} besides the kernel's {}",
-                self.dynamic_shared_bytes,
-                attributes.max_dynamic_shared_bytes,
-                attributes.static_shared_bytes
-            ));
+            return Err(LaunchFault::SharedMemory {
+                bytes: self.dynamic_shared_bytes,
+                available: attributes.max_dynamic_shared_bytes,
+                static_bytes: attributes.static_shared_bytes,
+            });
         }
         if (0..3).any(|axis| !self.grid[axis].is_multiple_of(self.cluster[axis])) {
-            return Err(format!(
-                "a grid of {:?} blocks is not a multiple of clusters of {:?}",
-                self.grid, self.cluster
-            ));
+            return Err(LaunchFault::Clusters { grid: self.grid, cluster: self.cluster });
         }
         if argument_bytes != function.argument_bytes() {
-            let wanted = function.argument_bytes();
-            return Err(format!("arguments of {argument_bytes:?} bytes, it takes {wanted:?}"));
+            let (given, wanted) = (argument_bytes.to_vec(), function.argument_bytes().to_vec());
+            return Err(LaunchFault::Arguments { given, wanted });
         }
         Ok(())
     }
@@ -231,9 +226,10 @@ impl Function {
         }
         let config = launch.config(stream.raw(), &mut attributes[..count]);
         arguments.with_pointers(|pointers, bytes| {
-            launch
-                .check(self, bytes)
-                .map_err(|reason| CudaError::Launch { kernel: self.name().to_owned(), reason })?;
+            launch.check(self, bytes).map_err(|fault| CudaError::Launch {
+                kernel: self.name().to_owned(),
+                reason: fault.into(),
+            })?;
             // SAFETY: the driver copies the arguments, whose number and sizes were checked, before it returns; the rest is
             // the caller's promise.
             unsafe {

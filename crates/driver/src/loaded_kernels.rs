@@ -9,7 +9,7 @@ use cudarc::driver::sys::{CUfunction, CUfunction_attribute, CUmodule};
 
 use crate::compile::count_arguments;
 use crate::library::{Driver, call};
-use crate::{CudaError, KernelSource};
+use crate::{CudaError, KernelSource, LaunchFault};
 
 /// What a compiled kernel takes, as the driver says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -98,7 +98,7 @@ impl Loaded {
         image: &[u8],
     ) -> Result<Self, CudaError> {
         let bad_name =
-            || CudaError::Launch { kernel: name.to_owned(), reason: "its name holds a NUL".to_owned() };
+            || CudaError::Launch { kernel: name.to_owned(), reason: LaunchFault::NulInName.into() };
         let symbol = CString::new(name).map_err(|_| bad_name())?;
         let mut module = ptr::null_mut();
         let mut function = ptr::null_mut();

@@ -10,7 +10,7 @@ use cudarc::driver::sys::{
 };
 
 use crate::library::call;
-use crate::{CudaError, Device};
+use crate::{CudaError, Device, TensorMapFault};
 
 /// What the bulk copy engine knows about a tensor; an argument of kernels, by value, as a `__grid_constant__` of 128 bytes
 /// that is aligned to 64. [`TensorMapSpec::encode`] makes it.
@@ -166,38 +166,33 @@ impl TensorMapSpec {
         self.box_dims.iter().product::<u32>() * self.element.bytes()
     }
 
-    /// Which restriction of `cuTensorMapEncodeTiled` it breaks. The driver's own answer would be "invalid value".
-    fn check(&self) -> Result<(), String> {
+    /// Which restriction of the driver's it breaks.
+    fn check(&self) -> Result<(), TensorMapFault> {
         let element = u64::from(self.element.bytes());
         if self.address == 0 || !self.address.is_multiple_of(16) {
-            return Err(format!("its address {:#x} is not a multiple of 16", self.address));
+            return Err(TensorMapFault::Address { address: self.address });
         }
         if self.strides_for != self.rank {
-            let (outer, rank) = (self.strides_for - 1, self.rank);
-            return Err(format!("it has {outer} strides for {rank} axes; it takes one less than axes"));
+            return Err(TensorMapFault::StrideCount { strides: self.strides_for - 1, axes: self.rank });
         }
         for axis in 0..self.rank {
             let (dim, box_dim, stride) = (self.dims[axis], self.box_dims[axis], self.strides[axis]);
             if dim == 0 || dim > 1 << 32 {
-                return Err(format!("axis {axis} has {dim} elements; it takes 1 to 2^32"));
+                return Err(TensorMapFault::Elements { axis, elements: dim });
             }
             if box_dim == 0 || box_dim > 256 {
-                return Err(format!("its box has {box_dim} elements along axis {axis}; it takes 1 to 256"));
+                return Err(TensorMapFault::BoxElements { axis, elements: box_dim });
             }
             if axis > 0 && (!stride.is_multiple_of(16) || stride >= 1 << 40) {
-                return Err(format!(
-                    "axis {axis} has a stride of {stride} bytes; it takes multiples of 16 below 2^40 (pad the rows)"
-                ));
+                return Err(TensorMapFault::Stride { axis, bytes: stride });
             }
         }
         let row = u64::from(self.box_dims[0]) * element;
         if !row.is_multiple_of(16) {
-            return Err(format!("the inner row of its box has {row} bytes; it takes multiples of 16"));
+            return Err(TensorMapFault::BoxRow { bytes: row });
         }
         if let Some(span) = self.swizzle.span().filter(|&span| row > u64::from(span)) {
-            return Err(format!(
-                "the inner row of its box has {row} bytes, and this swizzle takes {span} at most"
-            ));
+            return Err(TensorMapFault::Swizzle { bytes: row, most: span });
         }
         Ok(())
     }
@@ -263,7 +258,7 @@ mod tests {
     use super::*;
 
     fn refused(spec: TensorMapSpec) -> String {
-        spec.check().unwrap_err()
+        spec.check().unwrap_err().to_string()
     }
 
     #[test]

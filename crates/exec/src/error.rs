@@ -6,7 +6,10 @@ use counterpoint_schedule::Program;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use crate::{DeviceFault, PolicyFault, ProgramFault, RendezvousError, TensorFault};
+use crate::{
+    CaptureFault, CollectiveDifference, CollectiveFault, DeviceFault, PolicyFault, ProgramFault,
+    RendezvousError, TensorFault,
+};
 
 /// Why a run ended without a result.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, Error)]
@@ -86,7 +89,7 @@ pub enum ExecError {
         /// The Program.
         program: String,
         /// Why not, and what to do.
-        reason: String,
+        reason: CaptureFault,
     },
     /// A call of a group that has been closed.
     #[error("the group of rank {rank} is closed; join a new one")]
@@ -116,7 +119,7 @@ pub enum ExecError {
         /// The collective's label.
         collective: String,
         /// What is wrong and what to do.
-        reason: String,
+        reason: Box<CollectiveFault>,
     },
     /// Two ranks' parts in one group collective do not fit each other.
     #[error(
@@ -133,7 +136,7 @@ pub enum ExecError {
         /// Label and stage.
         collective: String,
         /// Both sides' figures.
-        reason: String,
+        reason: Box<CollectiveDifference>,
     },
     /// Two ranks issued different group collectives at the same place of their sequence.
     #[error(
@@ -193,7 +196,7 @@ pub enum ExecError {
     Rendezvous(#[from] RendezvousError),
     /// The operating system gave no thread.
     #[error(
-        "rank {rank} cannot start a thread for stream `{stream}`: {reason}; use fewer ranks or raise the limit"
+        "rank {rank} cannot start a thread for stream `{stream}`: {text}; use fewer ranks or raise the limit"
     )]
     Thread {
         /// The rank.
@@ -201,7 +204,7 @@ pub enum ExecError {
         /// The stream.
         stream: String,
         /// The system's words.
-        reason: String,
+        text: String,
     },
 }
 
@@ -220,7 +223,7 @@ impl ExecError {
     pub(crate) fn of_rank(self, rank: usize) -> Self {
         match self {
             Self::Tensor { .. } | Self::OutOfMemory { rank: None, .. } => {
-                RendezvousError::RankFailed { rank, reason: self.to_string() }.into()
+                RendezvousError::RankFailed { rank, error: self.to_string() }.into()
             }
             other => other,
         }

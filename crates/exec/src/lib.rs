@@ -12,6 +12,7 @@
 mod attention;
 mod backend;
 pub mod collective;
+mod collective_fault;
 mod communicator;
 mod cpu;
 mod cpu_transport;
@@ -46,11 +47,13 @@ mod recipient;
 mod remote_ranks;
 mod rendezvous;
 mod rendezvous_error;
+mod rendezvous_fault;
 mod shared_rings;
 mod slow_link;
 mod tcp;
 mod tensor_fault;
 mod transport;
+mod wire_tensor;
 mod world;
 
 pub use attention::{
@@ -59,6 +62,7 @@ pub use attention::{
     rank_outputs, run_attention, run_attention_on, run_attention_process, run_attention_ranks,
 };
 pub use backend::{Backend, BufferAccess, RunContext, RunTimes};
+pub use collective_fault::{CaptureFault, CollectiveDifference, CollectiveFault};
 pub use communicator::{Communicator, Handle};
 pub use counterpoint_cpu_kernels::{
     Accumulator, HostData, HostElement, HostTensor, TensorMut, TensorRef, convert_element, random_stream,
@@ -112,9 +116,11 @@ pub use rendezvous::{
     RENDEZVOUS_VARIABLE, Rendezvous, RendezvousHost, RendezvousPoint, RunStart,
 };
 pub use rendezvous_error::RendezvousError;
+pub use rendezvous_fault::{ConnectionFault, SeatFault, SeveralHosts, StoreFault, VariableFault};
 pub use shared_rings::{RING_WORDS, SharedRings};
 pub use slow_link::{SlowLink, SlowNetwork};
 pub use tcp::{Mesh, TcpLoopback, TcpMachine};
 pub use tensor_fault::TensorFault;
 pub use transport::{CollectiveCall, CollectiveContext, Transport};
+pub use wire_tensor::WireTensor;
 pub use world::{Awaited, Blocker, StreamStatus, World, WorldConfig};

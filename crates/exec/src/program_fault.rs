@@ -137,18 +137,18 @@ pub enum OperationFault {
 
 #[cfg(test)]
 mod tests {
-    use counterpoint_plan::PlanError;
+    use counterpoint_plan::{GroupPartError, LinearBound, LinearField, PlanError, SplitSide};
     use counterpoint_schedule::OperandFault;
 
     use super::*;
-    use crate::{DeviceFault, ExecError, PolicyFault, TensorFault};
+    use crate::{DeviceFault, ExecError, PolicyFault, RendezvousError, SeatFault, TensorFault};
 
     /// What a rank finds others learn by message, with its values and its sentence.
     #[test]
     fn errors_reach_other_ranks_as_they_are() {
         let operand = OperandFault::Heads { heads_q: 3, heads_kv: 2 };
         let invalid = ProgramError::Operand { op: 4, label: "attend".to_owned(), fault: operand };
-        let (field, wanted) = ("tokens".into(), "at least 1".to_owned());
+        let (field, wanted) = (LinearField::Tokens, LinearBound::AtLeastOne);
         let program = |reason| ExecError::Program { program: "forward".to_owned(), rank: 1, reason };
         let errors = [
             (
@@ -171,6 +171,35 @@ mod tests {
                 },
                 "rank 0 cannot overlap by `fused`: CPU ranks have no fused kernels; use sequential, concurrent, kernel-barrier or \
                  signals, with sm-margin=N",
+            ),
+            (
+                ExecError::BadCollective {
+                    rank: 1,
+                    collective: "`cast kv` (stage 2)".to_owned(),
+                    reason: Box::new(
+                        GroupPartError::UnknownRank {
+                            side: SplitSide::Owned,
+                            index: 3,
+                            rank: 4,
+                            world_size: 4,
+                        }
+                        .into(),
+                    ),
+                },
+                "rank 1 cannot take part in `cast kv` (stage 2): owned split 3 names rank 4; there are ranks 0 to 3",
+            ),
+            (
+                RendezvousError::AnotherJob {
+                    rank: 1,
+                    address: "node1:29600".to_owned(),
+                    reason: SeatFault::StartedWith {
+                        what: "--seed".to_owned(),
+                        value: "0".to_owned(),
+                        own: "5".to_owned(),
+                    },
+                }
+                .into(),
+                "rank 1 found another job at node1:29600: its --seed is 0, this process's 5; give each job a MASTER_PORT of its own",
             ),
             (
                 ExecError::Device {

@@ -3,6 +3,8 @@
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use crate::ConnectionFault;
+
 /// Takes what the ranks of other processes send, on a thread for each of them.
 pub trait Recipient: Send + Sync + 'static {
     /// What they send.
@@ -11,8 +13,8 @@ pub trait Recipient: Send + Sync + 'static {
     /// Takes a message of `peer`, in the order in which it was sent.
     ///
     /// # Errors
-    /// In words, when it makes no sense: the world fails then.
-    fn receive(&self, peer: usize, message: Self::Message, payload: &[u8]) -> Result<(), String>;
+    /// Where it makes no sense: the world fails then.
+    fn receive(&self, peer: usize, message: Self::Message, payload: &[u8]) -> Result<(), ConnectionFault>;
 
     /// `peer` has said farewell: it begins nothing more.
     fn left(&self, _peer: usize) {}

@@ -6,6 +6,8 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
+use crate::{ConnectionFault, SeatFault, StoreFault, VariableFault};
+
 /// Why ranks that are processes do not come together.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, Error)]
 #[non_exhaustive]
@@ -16,22 +18,22 @@ pub enum RendezvousError {
         /// Its name.
         variable: String,
         /// What is wrong and what to do.
-        reason: String,
+        reason: VariableFault,
     },
     /// Rank 0 can listen nowhere.
     #[error(
-        "rank 0 cannot listen at {address} for the other ranks: {reason}; free the port, or set {variable} to host:port"
+        "rank 0 cannot listen at {address} for the other ranks: {text}; free the port, or set {variable} to host:port"
     )]
     Listen {
         /// Host and ports that were tried.
         address: String,
         /// The system's words.
-        reason: String,
+        text: String,
         /// The variable that names another address.
         variable: String,
     },
     /// Rank 0 is not where it should be.
-    #[error("rank {rank} did not reach rank 0 at {address} within {:.3} s: {reason}; is rank 0 running?", waited.as_secs_f64())]
+    #[error("rank {rank} did not reach rank 0 at {address} within {:.3} s: {text}; is rank 0 running?", waited.as_secs_f64())]
     Unreachable {
         /// The rank that tried.
         rank: usize,
@@ -39,16 +41,21 @@ pub enum RendezvousError {
         address: String,
         /// How long.
         waited: Duration,
-        /// The system's words at the last attempt.
-        reason: String,
+        /// The system's words at the last attempt, and what listened there instead.
+        text: String,
     },
-    /// Rank 0 does not let a process in.
-    #[error("rank {rank} was turned away: {reason}")]
-    Refused {
-        /// What it called itself.
+    /// Rank 0 does not let a process in that speaks another version of its protocol.
+    #[error(
+        "rank {rank} was turned away: rank 0 speaks version {theirs} of the protocol and this process version {own}; install one version \
+         everywhere"
+    )]
+    OtherVersion {
+        /// What the process called itself.
         rank: usize,
-        /// Why.
-        reason: String,
+        /// Its version.
+        own: u32,
+        /// That of rank 0.
+        theirs: u32,
     },
     /// Another job has the same rendezvous.
     #[error("rank {rank} found another job at {address}: {reason}; give each job a MASTER_PORT of its own")]
@@ -58,7 +65,7 @@ pub enum RendezvousError {
         /// Where.
         address: String,
         /// What shows it.
-        reason: String,
+        reason: SeatFault,
     },
     /// A process has no file descriptors left for connections.
     #[error(
@@ -129,18 +136,18 @@ pub enum RendezvousError {
         rank: usize,
         /// Who is at its other end.
         peer: usize,
-        /// The system's words.
-        reason: String,
+        /// How.
+        reason: ConnectionFault,
         /// What the first was doing.
         doing: String,
     },
     /// A rank ended with an error of its own.
-    #[error("rank {rank} failed: {reason}")]
+    #[error("rank {rank} failed: {error}")]
     RankFailed {
         /// The rank.
         rank: usize,
-        /// Its error.
-        reason: String,
+        /// The sentence of its error.
+        error: String,
     },
     /// Ranks were not given the same.
     #[error(
@@ -159,7 +166,7 @@ pub enum RendezvousError {
         /// The rank.
         rank: usize,
         /// What went wrong.
-        reason: String,
+        reason: StoreFault,
     },
 }
 

@@ -2,7 +2,7 @@
 
 use counterpoint_schedule::{BufferSpec, GroupCast, GroupReduce, Op, OverlapPolicy, Program};
 
-use crate::{Backend, ExecError, OpPlace, PlanIdentity};
+use crate::{Backend, CaptureFault, ExecError, OpPlace, PlanIdentity};
 
 /// Moves rows between ranks for one rank of a [`Backend`]. The n-th collective that one rank enqueues is matched with the n-th of
 /// every other, whatever streams they are on.
@@ -78,8 +78,8 @@ pub trait Transport<B: Backend>: Send + Sync {
     ///
     /// # Errors
     /// The reason.
-    fn can_be_captured(&self, _collective: &Self::Collective) -> Result<(), String> {
-        Err("its ranks synchronise on the host in every call; call it outside of the graph".to_owned())
+    fn can_be_captured(&self, _collective: &Self::Collective) -> Result<(), CaptureFault> {
+        Err(CaptureFault::HostSynchronises)
     }
 
     /// Announces to the peers this rank's part in a collective that it has not called yet, which comes after `between` others that are not

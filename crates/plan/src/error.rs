@@ -1,9 +1,90 @@
 //! What is refused of a plan: layers that do not split, memory, ranks, masks of other lengths.
 
 use std::borrow::Cow;
+use std::fmt;
 
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
+
+/// A figure of a tensor-parallel linear layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum LinearField {
+    /// Ranks that share the layer.
+    TpSize,
+    /// Its tokens.
+    Tokens,
+    /// Features of its input.
+    InFeatures,
+    /// Features of its output.
+    OutFeatures,
+    /// Its groups of tokens or of columns.
+    Groups,
+    /// The sizes of its groups of tokens, added up.
+    SumOfGroups,
+    /// The sizes of its groups of columns, added up.
+    SumOfColumnGroups,
+}
+
+impl fmt::Display for LinearField {
+    /// As callers name it, where they do.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::TpSize => "tp_size",
+            Self::Tokens => "tokens",
+            Self::InFeatures => "in_features",
+            Self::OutFeatures => "out_features",
+            Self::Groups => "groups",
+            Self::SumOfGroups => "the sum of groups",
+            Self::SumOfColumnGroups => "the sum of column groups",
+        })
+    }
+}
+
+/// What a figure of a tensor-parallel linear layer must be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, Error)]
+#[non_exhaustive]
+pub enum LinearBound {
+    /// Not 0.
+    #[error("at least 1")]
+    AtLeastOne,
+    /// Features that are split evenly.
+    #[error("a multiple of the {ranks} ranks that share them")]
+    MultipleOfRanks {
+        /// Ranks of the layer.
+        ranks: usize,
+    },
+    /// Groups of all columns.
+    #[error("sizes of at least 1 that add up to the {columns} columns that travel")]
+    AllColumns {
+        /// Columns that travel.
+        columns: usize,
+    },
+    /// Groups of all tokens.
+    #[error("sizes of at least 1 that add up to the {tokens} tokens of a rank")]
+    AllTokens {
+        /// Tokens of the first rank.
+        tokens: usize,
+    },
+    /// Not more than there are, and not 0.
+    #[error("1 to {most}")]
+    UpTo {
+        /// Tokens of the layer that is planned.
+        most: usize,
+    },
+    /// Not more than a layer of changing tokens was made for.
+    #[error("at most max_tokens, {max_tokens}")]
+    MaxTokens {
+        /// Its most.
+        max_tokens: usize,
+    },
+    /// Ranks that share query heads evenly.
+    #[error("a divisor of the {heads_q} query heads")]
+    DividesHeads {
+        /// Query heads of the model.
+        heads_q: usize,
+    },
+}
 
 /// Why a plan cannot be made.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, Error)]
@@ -13,11 +94,11 @@ pub enum PlanError {
     #[error("{field} is {value}; a tensor-parallel linear layer wants {wanted}")]
     Linear {
         /// Which figure.
-        field: Cow<'static, str>,
+        field: LinearField,
         /// What was given.
         value: usize,
         /// What it must be.
-        wanted: String,
+        wanted: LinearBound,
     },
     /// All ranks' pieces would take more memory than there is.
     #[error(

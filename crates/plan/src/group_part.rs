@@ -1,19 +1,41 @@
 //! Building a [`GroupPart`] from what a caller knows, and checking one.
 
+use std::fmt;
+
 use counterpoint_mask::Range;
+use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use crate::{GroupPart, OwnedSplit, RemoteSplit};
 
+/// The two kinds of splits of a [`GroupPart`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum SplitSide {
+    /// Rows that the rank owns.
+    Owned,
+    /// Rows of other ranks.
+    Remote,
+}
+
+impl fmt::Display for SplitSide {
+    /// `owned` or `remote`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Owned => "owned",
+            Self::Remote => "remote",
+        })
+    }
+}
+
 /// Why a [`GroupPart`] makes no sense on its rank.
-#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, Error)]
 #[non_exhaustive]
 pub enum GroupPartError {
     /// A split reaches past its tensor.
     #[error("{side} split {index} is rows {start}..{end} of a tensor of {rows} rows; shorten the split")]
     PastTheTensor {
-        /// `owned` or `remote`.
-        side: &'static str,
+        /// Which of the two kinds of splits.
+        side: SplitSide,
         /// Index of the split.
         index: usize,
         /// First row.
@@ -26,8 +48,8 @@ pub enum GroupPartError {
     /// A split's range ends before it begins.
     #[error("{side} split {index} is rows {start}..{end}: it ends before it begins")]
     Reversed {
-        /// `owned` or `remote`.
-        side: &'static str,
+        /// Which of the two kinds of splits.
+        side: SplitSide,
         /// Index of the split.
         index: usize,
         /// First row.
@@ -38,8 +60,8 @@ pub enum GroupPartError {
     /// A rank that does not exist.
     #[error("{side} split {index} names rank {rank}; there are ranks 0 to {last}", last = world_size - 1)]
     UnknownRank {
-        /// `owned` or `remote`.
-        side: &'static str,
+        /// Which of the two kinds of splits.
+        side: SplitSide,
         /// Index of the split.
         index: usize,
         /// The rank.
@@ -170,19 +192,19 @@ impl GroupPart {
         remote_rows: usize,
     ) -> Result<(), GroupPartError> {
         for (index, split) in self.owned.iter().enumerate() {
-            check_rows("owned", index, split.rows, owned_rows)?;
+            check_rows(SplitSide::Owned, index, split.rows, owned_rows)?;
             for pair in split.ranks.windows(2) {
                 if pair[0] >= pair[1] {
                     return Err(GroupPartError::UnorderedRanks { index, first: pair[0], second: pair[1] });
                 }
             }
             for &rank in &split.ranks {
-                check_rank("owned", index, rank, world_size)?;
+                check_rank(SplitSide::Owned, index, rank, world_size)?;
             }
         }
         for (index, split) in self.remote.iter().enumerate() {
-            check_rows("remote", index, split.rows, remote_rows)?;
-            check_rank("remote", index, split.rank, world_size)?;
+            check_rows(SplitSide::Remote, index, split.rows, remote_rows)?;
+            check_rank(SplitSide::Remote, index, split.rank, world_size)?;
         }
         if let Some(row) = shared_row(self.remote.iter().map(|split| split.rows)) {
             return Err(GroupPartError::RemoteOverlap { row });
@@ -212,7 +234,7 @@ impl GroupPart {
     }
 }
 
-fn check_rows(side: &'static str, index: usize, range: Range, rows: usize) -> Result<(), GroupPartError> {
+fn check_rows(side: SplitSide, index: usize, range: Range, rows: usize) -> Result<(), GroupPartError> {
     let Range { start, end } = range;
     if end < start {
         return Err(GroupPartError::Reversed { side, index, start, end });
@@ -223,7 +245,7 @@ fn check_rows(side: &'static str, index: usize, range: Range, rows: usize) -> Re
     Ok(())
 }
 
-fn check_rank(side: &'static str, index: usize, rank: u32, world_size: usize) -> Result<(), GroupPartError> {
+fn check_rank(side: SplitSide, index: usize, rank: u32, world_size: usize) -> Result<(), GroupPartError> {
     if rank as usize >= world_size {
         return Err(GroupPartError::UnknownRank { side, index, rank, world_size });
     }
@@ -306,11 +328,14 @@ mod tests {
     fn what_makes_no_sense_is_refused() {
         use GroupPartError as E;
         let check = |owned, remote| part(owned, remote).check(0, 3, 10, 10).unwrap_err();
-        assert!(matches!(check(&[(8, 11, &[1])], &[]), E::PastTheTensor { side: "owned", rows: 10, .. }));
-        assert!(matches!(check(&[], &[(0, 11, 1)]), E::PastTheTensor { side: "remote", .. }));
+        assert!(matches!(
+            check(&[(8, 11, &[1])], &[]),
+            E::PastTheTensor { side: SplitSide::Owned, rows: 10, .. }
+        ));
+        assert!(matches!(check(&[], &[(0, 11, 1)]), E::PastTheTensor { side: SplitSide::Remote, .. }));
         assert!(matches!(check(&[(3, 2, &[1])], &[]), E::Reversed { start: 3, end: 2, .. }));
         assert!(matches!(check(&[(0, 1, &[3])], &[]), E::UnknownRank { rank: 3, .. }));
-        assert!(matches!(check(&[], &[(0, 1, 7)]), E::UnknownRank { rank: 7, side: "remote", .. }));
+        assert!(matches!(check(&[], &[(0, 1, 7)]), E::UnknownRank { rank: 7, side: SplitSide::Remote, .. }));
         assert!(matches!(check(&[(0, 1, &[2, 1])], &[]), E::UnorderedRanks { first: 2, second: 1, .. }));
         assert!(matches!(check(&[(0, 1, &[1, 1])], &[]), E::UnorderedRanks { .. }));
         assert_eq!(check(&[], &[(0, 4, 1), (3, 5, 2)]), E::RemoteOverlap { row: 3 });

@@ -41,7 +41,7 @@ pub use dispatch::{
     received_rows_lower_bound,
 };
 pub use division::{Division, Owners};
-pub use error::PlanError;
+pub use error::{LinearBound, LinearField, PlanError};
 pub use exchange::{GroupPart, OwnedSplit, RemoteSplit};
 pub use experts::{
     ExpertCapacity, ExpertGroups, ExpertKind, ExpertPlan, ExpertRow, ExpertRows, ExpertSpec, GroupRows,
@@ -49,7 +49,7 @@ pub use experts::{
 };
 pub use fingerprint::Fingerprint;
 pub use gemm_collective::GemmCollective;
-pub use group_part::GroupPartError;
+pub use group_part::{GroupPartError, SplitSide};
 pub use hierarchy::{TwoLevelExchange, TwoLevelPart};
 pub use hosting::{HostedRows, HostedWork, OffloadedRows, RowHosts};
 pub use linear::{GROUP_TILE_COLUMNS, GROUP_TILE_ROWS, LinearPlan, WaveGroups};

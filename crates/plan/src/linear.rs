@@ -7,7 +7,8 @@ use counterpoint_mask::Range;
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    GemmCollective, GroupPart, LinearDirection, LinearKind, LinearSpec, OwnedSplit, PlanError, RemoteSplit,
+    GemmCollective, GroupPart, LinearBound, LinearDirection, LinearField, LinearKind, LinearSpec, OwnedSplit,
+    PlanError, RemoteSplit,
 };
 
 /// Groups are cut at multiples of so many of an owner's rows, where it has enough: kernels compute tiles of as many.
@@ -66,25 +67,25 @@ impl LinearPlan {
     /// # Errors
     /// [`PlanError::Linear`] when there are no ranks, an axis is empty, or the split features are no multiple of the ranks.
     pub fn new(spec: LinearSpec, tp_size: usize, groups: WaveGroups) -> Result<Self, PlanError> {
-        let error = |field: &'static str, value: usize, wanted: String| {
-            Err(PlanError::Linear { field: field.into(), value, wanted })
-        };
+        let error = |field, value, wanted| Err(PlanError::Linear { field, value, wanted });
         if tp_size == 0 {
-            return error("tp_size", 0, "at least 1".to_owned());
+            return error(LinearField::TpSize, 0, LinearBound::AtLeastOne);
         }
-        for (field, value) in
-            [("tokens", spec.tokens), ("in_features", spec.in_features), ("out_features", spec.out_features)]
-        {
+        for (field, value) in [
+            (LinearField::Tokens, spec.tokens),
+            (LinearField::InFeatures, spec.in_features),
+            (LinearField::OutFeatures, spec.out_features),
+        ] {
             if value == 0 {
-                return error(field, 0, "at least 1".to_owned());
+                return error(field, 0, LinearBound::AtLeastOne);
             }
         }
         let (field, split) = match spec.kind {
-            LinearKind::Column => ("out_features", spec.out_features),
-            LinearKind::Row => ("in_features", spec.in_features),
+            LinearKind::Column => (LinearField::OutFeatures, spec.out_features),
+            LinearKind::Row => (LinearField::InFeatures, spec.in_features),
         };
         if !split.is_multiple_of(tp_size) {
-            return error(field, split, format!("a multiple of the {tp_size} ranks that share them"));
+            return error(field, split, LinearBound::MultipleOfRanks { ranks: tp_size });
         }
         let mut plan = Self { spec, tp_size, groups: Vec::new(), columns: Vec::new() };
         let rows = plan.tokens_of(0).len();
@@ -94,9 +95,7 @@ impl LinearPlan {
             WaveGroups::ColumnSizes(sizes) => {
                 let sum = sizes.iter().fold(0usize, |sum, size| sum.saturating_add(*size));
                 if sum != columns || sizes.contains(&0) {
-                    let wanted =
-                        format!("sizes of at least 1 that add up to the {columns} columns that travel");
-                    return error("the sum of column groups", sum, wanted);
+                    return error(LinearField::SumOfColumnGroups, sum, LinearBound::AllColumns { columns });
                 }
                 sizes.clone()
             }
@@ -107,15 +106,14 @@ impl LinearPlan {
         }
         plan.groups = match groups {
             WaveGroups::Fixed(0) | WaveGroups::Columns(0) => {
-                return error("groups", 0, "at least 1".to_owned());
+                return error(LinearField::Groups, 0, LinearBound::AtLeastOne);
             }
             WaveGroups::Columns(_) | WaveGroups::ColumnSizes(_) => vec![rows],
             WaveGroups::Fixed(groups) => even_tiles(rows, groups.min(rows), GROUP_TILE_ROWS),
             WaveGroups::Sizes(sizes) => {
                 let sum = sizes.iter().fold(0usize, |sum, size| sum.saturating_add(*size));
                 if sum != rows || sizes.contains(&0) {
-                    let wanted = format!("sizes of at least 1 that add up to the {rows} tokens of a rank");
-                    return error("the sum of groups", sum, wanted);
+                    return error(LinearField::SumOfGroups, sum, LinearBound::AllTokens { tokens: rows });
                 }
                 sizes
             }
@@ -130,8 +128,8 @@ impl LinearPlan {
     /// [`PlanError::Linear`] for no tokens, and for more than it has.
     pub fn of_fewer_tokens(&self, tokens: usize) -> Result<Self, PlanError> {
         if tokens == 0 || tokens > self.spec.tokens {
-            let wanted = format!("1 to {}", self.spec.tokens);
-            return Err(PlanError::Linear { field: "tokens".into(), value: tokens, wanted });
+            let wanted = LinearBound::UpTo { most: self.spec.tokens };
+            return Err(PlanError::Linear { field: LinearField::Tokens, value: tokens, wanted });
         }
         let mut fewer = Self { spec: LinearSpec { tokens, ..self.spec }, ..self.clone() };
         let (rows, all) = (fewer.tokens_of(0).len(), self.tokens_of(0).len());

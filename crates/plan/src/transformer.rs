@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use crate::{Activations, AttentionSpec, DType, LinearKind, LinearSpec, PlanError};
+use crate::{Activations, AttentionSpec, DType, LinearBound, LinearField, LinearKind, LinearSpec, PlanError};
 
 /// The sizes of a decoder of equal layers: attention and a feed-forward block, each behind a norm.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -70,8 +70,8 @@ impl TransformerSpec {
         if tp_size > 0 && self.heads_q.is_multiple_of(tp_size) {
             return Ok(());
         }
-        let wanted = format!("a divisor of the {} query heads", self.heads_q);
-        Err(PlanError::Linear { field: "tp_size".into(), value: tp_size, wanted })
+        let wanted = LinearBound::DividesHeads { heads_q: self.heads_q };
+        Err(PlanError::Linear { field: LinearField::TpSize, value: tp_size, wanted })
     }
 
     /// The four linear layers of a layer, in the order of the forward, over so many tokens.

@@ -115,7 +115,7 @@ fn of_rendezvous(error: &RendezvousError) -> Vec<(&'static str, u64)> {
         }
         RendezvousError::Absent { rank, missing, .. } => (Some(*rank), missing.first().copied()),
         RendezvousError::Unreachable { rank, .. } => (Some(*rank), Some(0)),
-        RendezvousError::Refused { rank, .. }
+        RendezvousError::OtherVersion { rank, .. }
         | RendezvousError::AnotherJob { rank, .. }
         | RendezvousError::Descriptors { rank, .. }
         | RendezvousError::Unset { rank, .. }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use counterpoint_exec::{ExecError, RendezvousError, Store};
+use counterpoint_exec::{ExecError, RendezvousError, Store, StoreFault};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
@@ -41,9 +41,9 @@ impl PythonStore {
     fn ask<T>(&self, question: impl FnOnce(&Bound<'_, PyAny>) -> PyResult<T>) -> Result<T, ExecError> {
         let broken = |reason| RendezvousError::Broken { rank: self.rank, reason }.into();
         let answer = Python::try_attach(|py| {
-            question(self.store.bind(py)).map_err(|error| format!("the store of its process group: {error}"))
+            question(self.store.bind(py)).map_err(|error| StoreFault::Lent { text: error.to_string() })
         });
-        answer.ok_or_else(|| "the program ends".to_owned()).flatten().map_err(broken)
+        answer.ok_or(StoreFault::ProgramEnds).flatten().map_err(broken)
     }
 }
 

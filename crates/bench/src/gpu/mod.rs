@@ -11,7 +11,9 @@ mod gemm_collective;
 mod step;
 
 pub use attention::{AttentionBench, BenchCase, BenchClock, BenchPass, CALLS};
-pub use calibrate::{StartCount, calibrate, count_starts, count_transport_starts, counted_transports};
+pub use calibrate::{
+    CalibrationFault, StartCount, calibrate, count_starts, count_transport_starts, counted_transports,
+};
 pub use gemm::{GemmBench, GemmError, element_bound};
 pub use gemm_collective::{GemmCollectiveBench, GemmCollectiveRuns, GemmCollectiveTimes};
 pub use step::StepBench;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use counterpoint_plan::DType;
 
 use crate::kernel::HeadRows;
-use crate::{CudaError, DeviceBuffer};
+use crate::{CudaError, DeviceBuffer, StrideFault};
 
 /// A row-major tensor in a device's memory: dense, or with rows and heads that lie apart. Cloning it clones a handle.
 #[derive(Clone, Debug)]
@@ -60,9 +60,9 @@ impl CudaBuffer {
     }
 
     /// The bytes from the first element to the last of a tensor that is not empty, or why there is none.
-    fn check_strides(shape: &[usize], dtype: DType, strides: [usize; 2]) -> Result<usize, String> {
+    fn check_strides(shape: &[usize], dtype: DType, strides: [usize; 2]) -> Result<usize, StrideFault> {
         let [rows, heads, elements] = *shape else {
-            return Err(format!("it has {} axes; rows, heads and elements are needed", shape.len()));
+            return Err(StrideFault::Axes { axes: shape.len() });
         };
         let [row, head] = strides;
         // The axis with the shorter stride lies inside of the other one.
@@ -74,10 +74,10 @@ impl CudaBuffer {
         };
         let inside = extent(count, stride, elements);
         if (count > 1 && stride < elements) || (outer > 1 && outer_stride < inside) {
-            return Err("its rows or heads overlap".to_owned());
+            return Err(StrideFault::Overlap);
         }
         if [row, head].iter().any(|stride| !stride.wrapping_mul(dtype.size()).is_multiple_of(16)) {
-            return Err("its strides must be multiples of 16 bytes".to_owned());
+            return Err(StrideFault::Alignment);
         }
         Ok(extent(outer, outer_stride, inside).saturating_mul(dtype.size()))
     }
@@ -131,7 +131,7 @@ mod tests {
     /// Checks of [`CudaBuffer::strided`] need no device: those of the memory's length come after them.
     fn reason(shape: &[usize], strides: [usize; 2]) -> String {
         CudaBuffer::check_strides(shape, DType::Bf16, strides)
-            .map_or_else(|error| error, |bytes| bytes.to_string())
+            .map_or_else(|error| error.to_string(), |bytes| bytes.to_string())
     }
 
     #[test]

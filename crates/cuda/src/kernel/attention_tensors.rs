@@ -7,6 +7,7 @@
 //! Tensors are row-major, and dense where they are not [`HeadRows`]; addresses are those of their first elements, aligned to 16 bytes.
 //! Rows of a head have a multiple of 8 elements (others are padded before they come here).
 
+use super::AttentionFault;
 use super::link_barrier::LinkArrivals;
 use crate::{CudaError, TensorMapSpec};
 
@@ -75,8 +76,7 @@ impl ArrivingTensors {
             Some(arriving) => Ok(arriving),
             None if rows_arriving == 0 => Ok(Self { k: 0, v: 0, arrivals: LinkArrivals::NONE }),
             None => {
-                let reason =
-                    format!("{rows_arriving} rows of keys arrive, and the launch has no memory for them");
+                let reason = AttentionFault::NoArrivals { rows: rows_arriving }.into();
                 Err(CudaError::Launch { kernel: "attention".to_owned(), reason })
             }
         }
@@ -104,7 +104,7 @@ impl HeadRows {
     /// The address of a tensor that `kernel` takes as dense.
     pub(super) fn dense(self, kernel: &str) -> Result<u64, CudaError> {
         if self.strides.is_some() {
-            let reason = "a tensor whose rows or heads lie apart; it takes dense ones".to_owned();
+            let reason = AttentionFault::NotDense.into();
             return Err(CudaError::Launch { kernel: kernel.to_owned(), reason });
         }
         Ok(self.address)
@@ -142,7 +142,7 @@ impl ForwardTensors {
             (true, Some(address)) => Ok(address),
             (false, None) => Ok(0),
             (wanted, given) => {
-                let reason = format!("it was made with max_logits {wanted}, and is given {given:?}");
+                let reason = AttentionFault::MaxLogits { wanted, given }.into();
                 Err(CudaError::Launch { kernel: kernel.to_owned(), reason })
             }
         }

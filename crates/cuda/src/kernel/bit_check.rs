@@ -1,6 +1,6 @@
 //! The launcher of `bit_check.cuh`: results of the selftest compared where they lie, call after call.
 
-use super::{MatrixUnit, Specialisation, blocks_of};
+use super::{MatrixUnit, RowsFault, Specialisation, blocks_of};
 use crate::headers::kernel_source;
 use crate::{Arch, CudaError, Device, DeviceBuffer, Function, KernelSource, Launch, Stream};
 
@@ -30,7 +30,7 @@ impl BitCheck {
     /// [`CudaError::Launch`] when their sizes are others; when the driver refuses.
     pub fn compare(&self, stream: &Stream, a: &DeviceBuffer, b: &DeviceBuffer) -> Result<(), CudaError> {
         if a.len() != b.len() || !a.len().is_multiple_of(4) {
-            let reason = format!("buffers of {} and {} bytes are not compared by words", a.len(), b.len());
+            let reason = RowsFault::Words { a: a.len(), b: b.len() }.into();
             return Err(CudaError::Launch { kernel: self.function.name().to_owned(), reason });
         }
         let words = a.len() as u64 / 4;

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use counterpoint_schedule::Delivery;
 
-use super::{MissedWait, WaitLimit, WaitRecord};
+use super::{MissedWait, RowsFault, WaitLimit, WaitRecord};
 use crate::layout::{SharedLayout, shared_layout};
 use crate::{CudaError, DeviceBuffer, Stream};
 
@@ -148,15 +148,17 @@ impl LinkEnd {
     ) -> Result<LinkCall, CudaError> {
         let ranks = peers.mailboxes.iter().map(|(rank, _)| rank + 1).max().unwrap_or(0).max(rank + 1);
         if ranks > LINK_RANKS || announced.len() > LINK_TENSORS || own.len() != announced.len() {
-            let reason = format!(
-                "{ranks} ranks take part with {} and {} tensors; at most {LINK_RANKS} can, with {LINK_TENSORS} each",
-                announced.len(),
-                own.len()
-            );
-            return Err(CudaError::Launch { kernel: "a link".to_owned(), reason });
+            let fault = RowsFault::Link {
+                ranks,
+                announced: announced.len(),
+                own: own.len(),
+                most_ranks: LINK_RANKS,
+                most_tensors: LINK_TENSORS,
+            };
+            return Err(CudaError::Launch { kernel: "a link".to_owned(), reason: fault.into() });
         }
         if let Some(odd) = announced.iter().find(|address| **address % ALIGNMENT != 0) {
-            let reason = format!("a tensor at {odd:#x}; others reach multiples of {ALIGNMENT} bytes");
+            let reason = RowsFault::LinkAddress { address: *odd, alignment: ALIGNMENT }.into();
             return Err(CudaError::Launch { kernel: "a link".to_owned(), reason });
         }
         let mut slots = [0; LINK_RANKS];

@@ -4,7 +4,7 @@
 use super::link_barrier::{LINK_TENSORS, LinkCall};
 use super::row_copy::{RowCopyTensor, RowMove, pieces_of_all};
 use super::scalar::Scalar;
-use super::{MatrixUnit, Specialisation};
+use super::{MatrixUnit, RowsFault, Specialisation};
 use crate::headers::kernel_source;
 use crate::{Arch, CudaError, Device, DeviceBuffer, Event, Function, KernelSource, Launch, Stream};
 
@@ -81,15 +81,15 @@ impl LinkCast {
 /// What the elements that are rounded are rounded to; f32, to which none is, where there are none.
 fn wire_of(tensors: &[RowCopyTensor]) -> Result<Scalar, CudaError> {
     let refuse =
-        |reason: &str| CudaError::Launch { kernel: "link_cast".to_owned(), reason: reason.to_owned() };
+        |fault: RowsFault| CudaError::Launch { kernel: "link_cast".to_owned(), reason: fault.into() };
     if tensors.len() > LINK_TENSORS {
-        return Err(refuse("there are too many tensors"));
+        return Err(refuse(RowsFault::TooManyTensors { most: LINK_TENSORS }));
     }
     let mut wires = tensors.iter().filter(|tensor| tensor.is_rounded()).map(|tensor| tensor.wire);
     let first = wires.next().unwrap_or(Scalar::F32);
     match wires.all(|wire| wire == first) {
         true => Ok(first),
-        false => Err(refuse("tensors that travel in one launch are rounded to one type")),
+        false => Err(refuse(RowsFault::OtherWires)),
     }
 }
 

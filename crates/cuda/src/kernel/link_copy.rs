@@ -3,7 +3,7 @@
 use bytemuck::NoUninit;
 
 use super::link_barrier::{LINK_PARTS, LINK_RANKS, LINK_TENSORS, LinkCall};
-use super::{MatrixUnit, RowMove, Specialisation};
+use super::{MatrixUnit, RowMove, RowsFault, Specialisation};
 use crate::headers::kernel_source;
 use crate::layout::{SharedLayout, shared_layout};
 use crate::{Arch, CudaError, Device, DeviceBuffer, Event, Function, KernelSource, Launch, Stream};
@@ -137,7 +137,7 @@ impl LinkCopy {
         let device = stream.device();
         let function = device.function(&source(device.arch(), direction))?;
         if parts.len() > LINK_PARTS {
-            let reason = format!("rows in {} parts; at most {LINK_PARTS}", parts.len());
+            let reason = RowsFault::LinkParts { parts: parts.len(), most: LINK_PARTS }.into();
             return Err(CudaError::Launch { kernel: function.name().to_owned(), reason });
         }
         let (pieces, ends) = pieces(direction, row_bytes, parts, num_sms);

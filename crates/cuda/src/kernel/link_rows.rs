@@ -6,7 +6,7 @@ use super::link_barrier::{LINK_TENSORS, LinkCall};
 use super::operand_rows::OperandRows;
 use super::row_merge::{self, RowMergeSpec};
 use super::row_reduce::{self, ReduceTypes, RowReduceSpec};
-use super::{MatrixUnit, RowMove, Specialisation};
+use super::{MatrixUnit, RowMove, RowsFault, Specialisation};
 use crate::headers::kernel_source;
 use crate::layout::{SharedLayout, shared_layout};
 use crate::{Arch, CudaError, Device, DeviceBuffer, Event, Function, KernelSource, Launch, Stream};
@@ -144,14 +144,14 @@ impl LinkSum {
     ) -> Result<Self, CudaError> {
         let device = stream.device();
         let refuse =
-            |reason: &str| CudaError::Launch { kernel: "link_sum".to_owned(), reason: reason.to_owned() };
-        let first = tensors.first().ok_or_else(|| refuse("there is no tensor"))?;
+            |fault: RowsFault| CudaError::Launch { kernel: "link_sum".to_owned(), reason: fault.into() };
+        let first = tensors.first().ok_or_else(|| refuse(RowsFault::NoTensor))?;
         let function = device.function(&sum_source(device.arch(), first.types.normalised()))?;
         if tensors.len() > LINK_TENSORS {
-            return Err(refuse("there are too many tensors"));
+            return Err(refuse(RowsFault::TooManyTensors { most: LINK_TENSORS }));
         }
         if tensors.iter().any(|tensor| tensor.types != first.types) {
-            return Err(refuse("tensors that are summed in one launch have the same types"));
+            return Err(refuse(RowsFault::OtherTypes));
         }
         let (mut pieces, mut operands) = (Vec::new(), Vec::new());
         let mut lists = LinkRowLists { at: [LinkRowList::default(); LINK_TENSORS] };

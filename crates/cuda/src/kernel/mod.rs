@@ -16,6 +16,7 @@ mod count_up;
 mod device_schedule;
 mod dq_rounding;
 mod examine;
+mod fault;
 mod foreign_barrier;
 mod gemm;
 mod head_resize;
@@ -69,13 +70,14 @@ pub use count_up::CountUp;
 pub use device_schedule::DeviceSchedule;
 pub use dq_rounding::DqRounding;
 pub use examine::{CompileReport, KernelFault, KernelReport, examine};
+pub use fault::{AttentionFault, RowsFault};
 pub use foreign_barrier::{ForeignBarrier, ForeignBarrierPhase};
 pub use gemm::{
-    GEMM_DESTINATIONS, GEMM_SOURCES, Gemm, GemmEpilogue, GemmGather, GemmGatherSpec, GemmGatherTensors,
-    GemmGrid, GemmLayout, GemmLibrary, GemmProblem, GemmReduce, GemmReduceSpec, GemmReduceTensors, GemmRows,
-    GemmRunner, GemmShape, GemmSignals, GemmSpec, GemmTensors, GroupedGemm, GroupedGemmSpec,
-    GroupedGemmTensors, LibraryGemm, ProblemKBlock, ProblemRows, SumsGoTo, TileOrder, TilePair, TileUnit,
-    Warpgroups,
+    GEMM_DESTINATIONS, GEMM_SOURCES, Gemm, GemmEpilogue, GemmFault, GemmGather, GemmGatherSpec,
+    GemmGatherTensors, GemmGrid, GemmLayout, GemmLibrary, GemmProblem, GemmReduce, GemmReduceSpec,
+    GemmReduceTensors, GemmRows, GemmRunner, GemmShape, GemmSignals, GemmSpec, GemmTensors, GroupedGemm,
+    GroupedGemmSpec, GroupedGemmTensors, LibraryGemm, ProblemFault, ProblemKBlock, ProblemRows, SumsGoTo,
+    TileOrder, TilePair, TileUnit, Warpgroups,
 };
 pub use head_resize::HeadResize;
 pub use layouts::shared_layouts;

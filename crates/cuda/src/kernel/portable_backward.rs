@@ -6,7 +6,9 @@ use super::device_schedule::DeviceSchedule;
 use super::portable_backward_query::PortableBackwardQuery;
 use super::portable_launcher::{Cta, PortableKernel, exponential_scales, tiles};
 use super::portable_shape::{Traits, check, specialisations_of, traits_of};
-use super::{AttentionProblem, BackwardMode, BackwardTensors, DqBegin, ElementType, Specialisation};
+use super::{
+    AttentionFault, AttentionProblem, BackwardMode, BackwardTensors, DqBegin, ElementType, Specialisation,
+};
 use crate::layout::{SharedLayout, shared_layout};
 use crate::{Arch, CudaError, DeviceBuffer, Function, KernelSource, Launch, Stream};
 
@@ -179,7 +181,10 @@ impl PortableBackward {
     /// is short.
     pub fn new(setup: &Stream, problem: &AttentionProblem, mode: BackwardMode) -> Result<Self, CudaError> {
         let device = setup.device();
-        let refused = |reason: String| CudaError::Launch { kernel: "portable_backward".to_owned(), reason };
+        let refused = |fault: AttentionFault| CudaError::Launch {
+            kernel: "portable_backward".to_owned(),
+            reason: fault.into(),
+        };
         check(problem).map_err(refused)?;
         let choice = Choice::of(traits_of(device, problem).map_err(refused)?);
         let Choice { shape, .. } = choice;

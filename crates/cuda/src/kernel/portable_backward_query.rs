@@ -5,7 +5,7 @@ use counterpoint_tiles::{TileDirection, TileScheduleConfig};
 use super::device_schedule::DeviceSchedule;
 use super::portable_launcher::{Cta, PortableKernel, exponential_scales, tiles};
 use super::portable_shape::{Traits, specialisations_of, traits_of};
-use super::{AttentionProblem, BackwardTensors, ElementType, Specialisation};
+use super::{AttentionFault, AttentionProblem, BackwardTensors, ElementType, Specialisation};
 use crate::layout::{SharedLayout, shared_layout};
 use crate::{Arch, CudaError, Function, KernelSource, Launch, Stream};
 
@@ -103,8 +103,10 @@ impl PortableBackwardQuery {
     /// When the kernel cannot be compiled, or memory is short.
     pub(super) fn new(setup: &Stream, problem: &AttentionProblem, add: bool) -> Result<Self, CudaError> {
         let device = setup.device();
-        let refused =
-            |reason: String| CudaError::Launch { kernel: "portable_backward_query".to_owned(), reason };
+        let refused = |fault: AttentionFault| CudaError::Launch {
+            kernel: "portable_backward_query".to_owned(),
+            reason: fault.into(),
+        };
         let choice = Choice::of(traits_of(device, problem).map_err(refused)?);
         let function = device.function(&choice.source(Arch::portable(device.capability())))?;
         let config =

@@ -6,8 +6,8 @@ use super::device_schedule::DeviceSchedule;
 use super::portable_launcher::{Cta, PortableKernel, exponential_scales, tiles};
 use super::portable_shape::{Traits, check, fits, specialisations_of, traits_of};
 use super::{
-    AttentionProblem, ElementType, ForwardMode, ForwardModeEnd, ForwardTarget, ForwardTensors, ResultTensors,
-    Specialisation, StateTensors,
+    AttentionFault, AttentionProblem, ElementType, ForwardMode, ForwardModeEnd, ForwardTarget,
+    ForwardTensors, ResultTensors, Specialisation, StateTensors,
 };
 use crate::layout::{SharedLayout, shared_layout};
 use crate::{Arch, CudaError, Function, KernelSource, Launch, Stream};
@@ -210,7 +210,10 @@ impl PortableForward {
     /// is short.
     pub fn new(setup: &Stream, problem: &AttentionProblem, mode: ForwardMode) -> Result<Self, CudaError> {
         let device = setup.device();
-        let refused = |reason: String| CudaError::Launch { kernel: "portable_forward".to_owned(), reason };
+        let refused = |fault: AttentionFault| CudaError::Launch {
+            kernel: "portable_forward".to_owned(),
+            reason: fault.into(),
+        };
         check(problem).map_err(refused)?;
         let traits = traits_of(device, problem).map_err(refused)?;
         let blocks = if problem.deterministic { TilePlacement::Aligned } else { TilePlacement::Tight };
@@ -219,7 +222,7 @@ impl PortableForward {
         let seqlen_sink = match mode.end {
             ForwardModeEnd::State => 0,
             ForwardModeEnd::Partial => {
-                return Err(refused("it makes no partial results; they are made of a state".to_owned()));
+                return Err(refused(AttentionFault::NoPartials));
             }
             ForwardModeEnd::Result { seqlen_sink } => seqlen_sink,
         };
@@ -321,7 +324,8 @@ impl PortableForward {
     }
 
     fn other_mode(&self, tensors: &ForwardTensors) -> CudaError {
-        let reason = format!("it was made for {:?}, the tensors are {tensors:?}", self.mode);
+        let (mode, tensors) = (format!("{:?}", self.mode), format!("{tensors:?}"));
+        let reason = AttentionFault::OtherMode { mode, tensors }.into();
         CudaError::Launch { kernel: self.function.name().to_owned(), reason }
     }
 }

@@ -62,7 +62,7 @@ pub(super) fn tiles(
     cta: Cta,
 ) -> Result<(DeviceSchedule, Launch), CudaError> {
     let schedule = TileSchedule::new(&problem.bands, problem.rows_q, problem.rows_k, config)
-        .map_err(|error| CudaError::Launch { kernel: kernel.to_owned(), reason: error.to_string() })?;
+        .map_err(|error| CudaError::Launch { kernel: kernel.to_owned(), reason: error.into() })?;
     let schedule = DeviceSchedule::new(setup, &schedule)?;
     let items = u64::from(schedule.tile_count()) * heads as u64;
     let blocks = grid(items, cta.per_sm, setup.device().sm_count(), problem.sm_margin);

@@ -1,6 +1,6 @@
 //! What the portable attention kernels are instantiated for: padded head sizes, types, and GPUs by their shared memory.
 
-use super::{AttentionProblem, ElementType, MatrixUnit, Specialisation};
+use super::{AttentionFault, AttentionProblem, ElementType, MatrixUnit, Specialisation};
 use crate::{Arch, Device, KernelSource};
 
 /// Padded head dimensions of the portable kernels: a head is computed as the smallest that holds it.
@@ -15,7 +15,7 @@ const TARGETS: [(Arch, usize); 3] =
 pub(super) type Traits = ((u32, u32), ElementType, bool, usize);
 
 /// Those of a problem on a device, or why no kernel is made for its heads.
-pub(super) fn traits_of(device: &Device, problem: &AttentionProblem) -> Result<Traits, String> {
+pub(super) fn traits_of(device: &Device, problem: &AttentionProblem) -> Result<Traits, AttentionFault> {
     let dims = padded_dims(problem.head_dim, problem.head_dim_v)?;
     let shared_bytes = device.properties().shared_bytes_per_block;
     Ok((dims, problem.element, problem.softcap.is_some(), shared_bytes))
@@ -60,11 +60,11 @@ pub(super) const fn fits(shared_bytes: u32, ctas: u32, limit: usize) -> bool {
 /// The padded dimensions (of q and k, of v) of a kernel for these heads, or why there is none.
 ///
 /// v is padded like k, except that heads of 192 have a kernel of their own for v of 128 (as latent attention uses them).
-pub(super) fn padded_dims(head_dim: usize, head_dim_v: usize) -> Result<(u32, u32), String> {
+pub(super) fn padded_dims(head_dim: usize, head_dim_v: usize) -> Result<(u32, u32), AttentionFault> {
     let largest = HEAD_DIMS[HEAD_DIMS.len() - 1];
     for (field, dim) in [("head_dim", head_dim), ("head_dim_v", head_dim_v)] {
         if dim == 0 || dim % 8 != 0 || dim > largest as usize {
-            return Err(format!("{field} is {dim}; kernels take multiples of 8 from 8 to {largest}"));
+            return Err(AttentionFault::HeadDim { field, dim, largest });
         }
     }
     let most = head_dim.max(head_dim_v) as u32;
@@ -73,20 +73,18 @@ pub(super) fn padded_dims(head_dim: usize, head_dim_v: usize) -> Result<(u32, u3
 }
 
 /// Why a problem has no kernel, apart from the dimensions of its heads.
-pub(super) fn check(problem: &AttentionProblem) -> Result<(), String> {
+pub(super) fn check(problem: &AttentionProblem) -> Result<(), AttentionFault> {
     let AttentionProblem { heads_q, heads_kv, .. } = *problem;
     if heads_kv == 0 || heads_q == 0 || heads_q % heads_kv != 0 {
-        return Err(format!(
-            "{heads_q} query heads over {heads_kv} key heads; heads_q is a multiple of heads_kv"
-        ));
+        return Err(AttentionFault::Heads { heads_q, heads_kv });
     }
     if !problem.scale.is_finite() {
-        return Err(format!("scale is {}; give a finite one", problem.scale));
+        return Err(AttentionFault::Scale { scale: problem.scale });
     }
     if let Some(softcap) = problem.softcap
         && !(softcap.is_finite() && softcap > 0.0)
     {
-        return Err(format!("softcap is {softcap}; give a positive one, or none"));
+        return Err(AttentionFault::Softcap { softcap });
     }
     Ok(())
 }
@@ -112,8 +110,8 @@ mod tests {
         assert_eq!(padded_dims(192, 128), Ok((192, 128)));
         assert_eq!(padded_dims(192, 136), Ok((192, 192)));
         assert_eq!(padded_dims(200, 256), Ok((256, 256)));
-        assert!(padded_dims(100, 64).unwrap_err().starts_with("head_dim is 100"));
-        assert!(padded_dims(64, 264).unwrap_err().starts_with("head_dim_v is 264"));
+        assert!(padded_dims(100, 64).unwrap_err().to_string().starts_with("head_dim is 100"));
+        assert!(padded_dims(64, 264).unwrap_err().to_string().starts_with("head_dim_v is 264"));
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! The launcher of `rms_norm_backward.cuh`: the gradients of RMSNorm, with the same bits whatever SMs they run on.
 
 use super::row_pieces::{PACK, pack_of};
-use super::{ColumnSum, ColumnSumSpec, ElementType, GemmRows, MatrixUnit, Scalar, Specialisation};
+use super::{ColumnSum, ColumnSumSpec, ElementType, GemmRows, MatrixUnit, RowsFault, Scalar, Specialisation};
 use crate::headers::kernel_source;
 use crate::layout::{SharedLayout, shared_layout};
 use crate::{Arch, CudaError, DeviceBuffer, Function, KernelSource, Launch, Stream};
@@ -77,7 +77,7 @@ impl RmsNormBackward {
     pub fn new(stream: &Stream, spec: &RmsNormBackwardSpec) -> Result<Self, CudaError> {
         let RmsNormBackwardSpec { rows, columns, element, has_weight, .. } = *spec;
         if rows == 0 || columns == 0 || rows.max(columns) > u32::MAX as usize {
-            let reason = format!("{rows} rows of {columns} columns");
+            let reason = RowsFault::Shape { rows, columns }.into();
             return Err(CudaError::Launch { kernel: KERNEL.to_owned(), reason });
         }
         let device = stream.device();

@@ -6,7 +6,7 @@ use super::scalar::Scalar;
 use super::{MatrixUnit, Specialisation, blocks_of};
 use crate::headers::kernel_source;
 use crate::layout::{SharedLayout, shared_layout};
-use crate::{Arch, CudaError, Device, DeviceBuffer, Function, KernelSource, Launch, Stream};
+use crate::{Arch, CudaError, Device, DeviceBuffer, Function, KernelSource, Launch, LaunchFault, Stream};
 
 const THREADS: u32 = 256;
 
@@ -72,7 +72,7 @@ impl RowCheck {
         let mut functions = device.functions(&[fill_source(arch, scalar), check_source(arch, scalar)])?;
         let (check, fill) = (functions.pop(), functions.pop());
         let (Some(fill), Some(check)) = (fill, check) else {
-            let reason = "it was not loaded".to_owned();
+            let reason = LaunchFault::NotLoaded.into();
             return Err(CudaError::Launch { kernel: "row_check".to_owned(), reason });
         };
         Ok(Self { fill, check, sm_count: device.sm_count() })

@@ -5,7 +5,7 @@ use counterpoint_schedule::Accumulate;
 
 use super::operand_rows::OperandRows;
 use super::row_reduce::ReduceTypes;
-use super::{MatrixUnit, RowMove, Specialisation, StartMark, blocks_of};
+use super::{MatrixUnit, RowMove, RowsFault, Specialisation, StartMark, blocks_of};
 use crate::headers::kernel_source;
 use crate::layout::{SharedLayout, shared_layout};
 use crate::{Arch, CudaError, Device, DeviceBuffer, Function, KernelSource, Launch, Stream};
@@ -101,7 +101,7 @@ impl RowMerge {
         let function = device.function(&source(device.arch(), spec.types.normalised()))?;
         let peers = moves.iter().map(|step| step.peer + 1).max().unwrap_or(0);
         if peers > SOURCES {
-            let reason = format!("{peers} ranks merge into one, at most {SOURCES} can");
+            let reason = RowsFault::Sources { ranks: peers, most: SOURCES }.into();
             return Err(CudaError::Launch { kernel: function.name().to_owned(), reason });
         }
         let (pieces, operands) = lists(spec, moves);

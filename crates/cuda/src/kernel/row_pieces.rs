@@ -2,7 +2,7 @@
 
 use bytemuck::NoUninit;
 
-use super::GemmRows;
+use super::{GemmRows, RowsFault};
 use crate::layout::{SharedLayout, shared_layout};
 use crate::{CudaError, DeviceBuffer, Stream};
 
@@ -58,14 +58,15 @@ impl RowPieces {
         rows: &[GemmRows],
         columns: usize,
     ) -> Result<Self, CudaError> {
-        let refused = |reason| CudaError::Launch { kernel: kernel.to_owned(), reason };
+        let refused =
+            |fault: RowsFault| CudaError::Launch { kernel: kernel.to_owned(), reason: fault.into() };
         let count: usize = rows.iter().map(|piece| piece.count).sum();
         let tensors = rows.iter().map(|piece| piece.tensor + 1).max().unwrap_or(0);
         let (Ok(row_count), Ok(column_count)) = (u32::try_from(count), u32::try_from(columns)) else {
-            return Err(refused(format!("{count} rows of {columns} columns")));
+            return Err(refused(RowsFault::Shape { rows: count, columns }));
         };
         if tensors > SOURCES {
-            return Err(refused(format!("rows of {tensors} tensors, it takes those of {SOURCES}")));
+            return Err(refused(RowsFault::RowTensors { tensors, most: SOURCES }));
         }
         let mut begin = 0;
         let pieces = rows.iter().map(|piece| {
@@ -95,7 +96,7 @@ impl RowPieces {
     /// [`CudaError::Launch`] for too many or few addresses.
     pub(super) fn sources(&self, tensors: &[u64]) -> Result<RowSources, CudaError> {
         if tensors.len() != self.tensors {
-            let reason = format!("{} addresses, it has {} tensors", tensors.len(), self.tensors);
+            let reason = RowsFault::Addresses { given: tensors.len(), tensors: self.tensors }.into();
             return Err(CudaError::Launch { kernel: self.kernel.to_owned(), reason });
         }
         let mut sources = RowSources { at: [0; SOURCES] };

@@ -7,7 +7,7 @@ use counterpoint_schedule::{Accumulate, ReduceOp};
 
 use super::operand_rows::{Operand, OperandRows};
 use super::scalar::Scalar;
-use super::{MatrixUnit, RowMove, Specialisation, StartMark, blocks_of};
+use super::{MatrixUnit, RowMove, RowsFault, Specialisation, StartMark, blocks_of};
 use crate::headers::kernel_source;
 use crate::layout::{SharedLayout, shared_layout};
 use crate::{Arch, CudaError, Device, DeviceBuffer, Function, KernelSource, Launch, Stream};
@@ -187,7 +187,7 @@ impl RowReduce {
         let device = stream.device();
         let function = device.function(&source(device.arch(), spec.types.normalised()))?;
         if peers > SOURCES {
-            let reason = format!("{peers} ranks reduce to one, at most {SOURCES} can");
+            let reason = RowsFault::Sources { ranks: peers, most: SOURCES }.into();
             return Err(CudaError::Launch { kernel: function.name().to_owned(), reason });
         }
         let (pieces, operands) = lists(spec, rows, device.sm_count());

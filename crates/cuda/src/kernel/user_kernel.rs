@@ -1,5 +1,6 @@
 //! The launcher of users' own kernels, which include `user_kernel.cuh` and signal the parts that they have done.
 
+use super::RowsFault;
 use crate::headers::kernel_source;
 use crate::layout::{SharedLayout, shared_layout};
 use crate::{CudaError, Device, Function, Launch, Stream};
@@ -65,7 +66,7 @@ impl UserKernel {
     pub fn new(device: &Device, source: &UserKernelSource) -> Result<Self, CudaError> {
         let UserKernelSource { text, entry, blocks, threads } = source;
         if *blocks == 0 || *threads == 0 || *threads > 1024 {
-            let reason = format!("{blocks} blocks of {threads} threads");
+            let reason = RowsFault::UserGrid { blocks: *blocks, threads: *threads }.into();
             return Err(CudaError::Launch { kernel: entry.clone(), reason });
         }
         let function = device.function(&kernel_source(entry, device.arch()).line(text))?;
@@ -93,11 +94,13 @@ impl UserKernel {
     ) -> Result<(), CudaError> {
         let tensor_count = parts.iter().map(Vec::len).max().unwrap_or(0);
         if parts.len() > PARTS || tensor_count > TENSORS {
-            let reason = format!(
-                "{} parts of {tensor_count} tensors; a user's kernel takes {PARTS} parts of {TENSORS}",
-                parts.len()
-            );
-            return Err(CudaError::Launch { kernel: "a user's".to_owned(), reason });
+            let fault = RowsFault::UserParts {
+                parts: parts.len(),
+                tensors: tensor_count,
+                most_parts: PARTS,
+                most_tensors: TENSORS,
+            };
+            return Err(CudaError::Launch { kernel: "a user's".to_owned(), reason: fault.into() });
         }
         let mut call = UserCall {
             parts: [UserPart::default(); PARTS],

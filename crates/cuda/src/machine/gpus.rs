@@ -14,7 +14,7 @@ use crate::backend::{CudaBackend, PlainProducts, Timing, exec_error};
 use crate::kernel::{LINK_BLOCKS, LINK_RANKS, UserKernelSource};
 use crate::nccl::{ConnectedRanks, NcclRank};
 use crate::transport::Means;
-use crate::{CudaError, CudaTransport, Device, EngineUse, TransportKind, compiler_version};
+use crate::{CudaError, CudaTransport, Device, EngineUse, TransportFault, TransportKind, compiler_version};
 use counterpoint_driver::{DeviceAllocator, Lender};
 
 /// The GPUs of this process. Ranks are dealt out to them in turn: on one GPU they share it.
@@ -82,8 +82,7 @@ impl CudaMachine {
         self.engines = if transport == TransportKind::Auto { EngineUse::H200 } else { EngineUse::NEVER };
         self.transport = match (transport, self.reach_each_other()) {
             (TransportKind::Hierarchical(_), _) => {
-                let reason =
-                    "is for ranks that are processes; start one a GPU with torchrun or mpirun".to_owned();
+                let reason = TransportFault::OfProcesses.into();
                 return Err(CudaError::Transport { transport: transport.name(), reason });
             }
             (kind @ TransportKind::Nccl(_), _) => kind,

@@ -19,7 +19,10 @@ use crate::backend::{CudaBackend, PlainProducts, Timing, exec_error};
 use crate::kernel::{LINK_BLOCKS, LINK_RANKS};
 use crate::nccl::{ConnectedRanks, NcclRank, NcclSeat};
 use crate::transport::{Level, LevelledTransport, Means};
-use crate::{CudaError, CudaTransport, Device, DeviceBuffer, EngineUse, TransportKind, compiler_version};
+use crate::{
+    CudaError, CudaTransport, Device, DeviceBuffer, EngineUse, TransportFault, TransportKind, Unreached,
+    compiler_version,
+};
 use counterpoint_driver::{AllocationPlace, OpenedMemory};
 use counterpoint_driver::{DeviceAllocator, Lender};
 
@@ -105,7 +108,7 @@ impl CudaProcess {
         };
         let near: Vec<usize> = (0..seats.len()).filter(|other| *other != rank && is_near(*other)).collect();
         let reached = reach(&device, rank, &near, &neighbours, &seats);
-        let unreached: Vec<Option<String>> = rendezvous.gather("memory of GPUs", &reached.err())?;
+        let unreached: Vec<Option<Unreached>> = rendezvous.gather("memory of GPUs", &reached.err())?;
         // Nobody's memory goes before all have closed it.
         rendezvous.barrier("memory of GPUs closed")?;
         drop(probe);
@@ -343,17 +346,20 @@ fn reach(
     near: &[usize],
     neighbours: &[usize],
     seats: &[Seat],
-) -> Result<(), String> {
-    for peer in near {
-        if !neighbours.contains(peer) {
-            return Err(format!("ranks {rank} and {peer} are on different hosts"));
+) -> Result<(), Unreached> {
+    for &peer in near {
+        if !neighbours.contains(&peer) {
+            return Err(Unreached::OtherHost { rank, peer });
         }
-        let Some(handle) = &seats[*peer].probe else {
-            return Err(format!("the driver of rank {peer} shares no memory between processes"));
+        let Some(handle) = &seats[peer].probe else {
+            return Err(Unreached::NotShared { peer });
         };
         // Closed at once.
-        OpenedMemory::open(device, handle, PROBE_BYTES)
-            .map_err(|error| format!("rank {rank} cannot open memory of rank {peer}: {error}"))?;
+        OpenedMemory::open(device, handle, PROBE_BYTES).map_err(|error| Unreached::NotOpened {
+            rank,
+            peer,
+            text: error.to_string(),
+        })?;
     }
     Ok(())
 }
@@ -362,7 +368,7 @@ fn reach(
 /// `sharing` are on one GPU.
 fn choose(
     wanted: TransportKind,
-    unreached: Option<String>,
+    unreached: Option<Unreached>,
     topology: Topology,
     sharing: usize,
 ) -> Result<TransportKind, CudaError> {
@@ -372,14 +378,12 @@ fn choose(
         (TransportKind::Auto, Some(_)) => TransportKind::NCCL,
         (kind, _) => kind,
     };
-    let refuse = |reason| Err(CudaError::Transport { transport: kind.name(), reason });
+    let refuse =
+        |fault: TransportFault| Err(CudaError::Transport { transport: kind.name(), reason: fault.into() });
     match (kind, unreached) {
-        (TransportKind::Nccl(_), _) if sharing > 1 => refuse(format!(
-            "{sharing} ranks share a GPU, and NCCL wants a GPU for each; start fewer processes a host, or use --transport \
-             nvlink where all are on one host"
-        )),
+        (TransportKind::Nccl(_), _) if sharing > 1 => refuse(TransportFault::SharedGpu { sharing }),
         (TransportKind::Nccl(_), _) | (_, None) => Ok(kind),
-        (_, Some(reason)) => refuse(format!("{reason}; use --transport nccl")),
+        (_, Some(unreached)) => refuse(TransportFault::Unreached(unreached)),
     }
 }
 
@@ -390,7 +394,7 @@ mod tests {
     #[test]
     fn what_cannot_work_is_refused_with_what_does() {
         let (flat, nodes) = (Topology::flat(4), Topology { world_size: 4, ranks_per_node: 2 });
-        let far = || Some("ranks 0 and 2 are on different hosts".to_owned());
+        let far = || Some(Unreached::OtherHost { rank: 0, peer: 2 });
         let chosen =
             |wanted, unreached, topology, sharing| choose(wanted, unreached, topology, sharing).unwrap();
         assert_eq!(chosen(TransportKind::Auto, None, flat, 1), TransportKind::Nvlink);

@@ -9,7 +9,7 @@ use std::{ptr, thread};
 use counterpoint_exec::World;
 
 use super::{Among, ConnectedRanks, End, LOOK, NcclMessage, NcclRank, NcclSettings, explain, go_on, group};
-use crate::{CudaError, Device, DeviceBuffer, Stream, StreamPriority};
+use crate::{CudaError, Device, DeviceBuffer, Stream, StreamPriority, TransportFault};
 use counterpoint_driver::Inside;
 use counterpoint_driver::{Nccl, NcclUniqueId};
 
@@ -32,12 +32,8 @@ impl NcclRank {
     ) -> Result<Vec<Self>, CudaError> {
         let limit = world.config().limit;
         if let Some(rank) = (1..devices.len()).find(|&rank| devices[..rank].contains(&devices[rank])) {
-            let reason = format!(
-                "rank {rank} shares {} with a rank before it, and NCCL wants a GPU for each; use fewer ranks, or another \
-                 transport",
-                devices[rank]
-            );
-            return Err(CudaError::Transport { transport: "nccl", reason });
+            let fault = TransportFault::SharedDevice { rank, device: devices[rank].to_string() };
+            return Err(CudaError::Transport { transport: "nccl", reason: fault.into() });
         }
         let nccl = Nccl::get()?;
         let among = Among::Devices(devices.to_vec(), settings);
@@ -53,7 +49,7 @@ impl NcclRank {
             drop(sender.send(Self::connect_all(nccl, &connected, &devices, &world, settings)))
         });
         receiver.recv_timeout(limit).unwrap_or_else(|_| {
-            let reason = format!("{count} ranks were not connected after {:.3} s", limit.as_secs_f64());
+            let reason = TransportFault::NotConnected { ranks: count, limit }.into();
             Err(CudaError::Transport { transport: "nccl", reason })
         })
     }
@@ -152,7 +148,7 @@ impl NcclRank {
     pub(crate) fn join_again(seat: &NcclSeat<'_>, number: u64) -> Result<Self, CudaError> {
         let among = Among::Processes(number);
         let gone = || {
-            let reason = format!("connection {number} of rank {} has another user already", seat.rank);
+            let reason = TransportFault::ConnectionInUse { number, rank: seat.rank }.into();
             CudaError::Transport { transport: "nccl", reason }
         };
         let ends = seat.connected.take(&among).ok_or_else(gone)?;
@@ -229,7 +225,7 @@ fn init_one(
 }
 
 fn only(mut ranks: Vec<NcclRank>) -> Result<NcclRank, CudaError> {
-    let gone = || CudaError::Transport { transport: "nccl", reason: "it has no rank here".to_owned() };
+    let gone = || CudaError::Transport { transport: "nccl", reason: TransportFault::NoRank.into() };
     ranks.pop().ok_or_else(gone)
 }
 

@@ -22,7 +22,7 @@ pub(crate) use sums::{NcclSum, SumSize};
 
 use crate::kernel::ElementType;
 use crate::sync::lock;
-use crate::{CudaError, Device, Event, Stream};
+use crate::{CudaError, Device, Event, Stream, TransportFault};
 use counterpoint_driver::Inside;
 use counterpoint_driver::{Nccl, NcclHandle, NcclProgress};
 
@@ -82,7 +82,7 @@ impl End {
     }
 
     fn aborted() -> CudaError {
-        CudaError::Transport { transport: "nccl", reason: "it was aborted".to_owned() }
+        CudaError::Transport { transport: "nccl", reason: TransportFault::Aborted.into() }
     }
 
     fn with<R>(&self, call: impl FnOnce(NcclHandle) -> Result<R, CudaError>) -> Result<R, CudaError> {
@@ -282,20 +282,22 @@ fn explain(world: &World, rank: usize, error: CudaError) -> CudaError {
         thread::sleep(LOOK);
     }
     world.failure().map_or(error, |failure| {
-        let reason = format!("rank {rank} could not exchange anything: {failure}");
+        let reason = TransportFault::NoExchange { rank, failure: failure.into() }.into();
         CudaError::Transport { transport: "nccl", reason }
     })
 }
 
 /// Whether `rank` is to wait on, for `what`, since `began`: not once another rank has failed, and not beyond the limit.
 fn go_on(world: &World, rank: usize, began: Instant, what: &str) -> Result<(), CudaError> {
-    let refuse = |reason| Err(CudaError::Transport { transport: "nccl", reason });
+    let refuse =
+        |fault: TransportFault| Err(CudaError::Transport { transport: "nccl", reason: fault.into() });
+    let what = || what.to_owned();
     let limit = world.config().limit;
-    if let Some(error) = world.failure() {
-        return refuse(format!("rank {rank} stopped to wait for {what}: {error}"));
+    if let Some(failure) = world.failure() {
+        return refuse(TransportFault::Stopped { rank, what: what(), failure: failure.into() });
     }
     if began.elapsed() > limit {
-        return refuse(format!("rank {rank} waited {:.3} s for {what}", limit.as_secs_f64()));
+        return refuse(TransportFault::WaitedFor { rank, what: what(), limit });
     }
     Ok(())
 }

@@ -3,8 +3,8 @@
 use counterpoint_exec::{CollectiveCall, ExecError};
 
 use super::CudaCollective;
-use crate::CudaError;
 use crate::backend::CudaBackend;
+use crate::{CallFault, CudaError};
 
 pub(super) type Call<'a> = CollectiveCall<'a, CudaBackend, CudaCollective>;
 
@@ -16,8 +16,7 @@ pub(super) fn addresses(call: &Call<'_>) -> (Vec<u64>, Vec<u64>) {
 
 /// The error of a rank that has not published where its memory is: nothing may be enqueued then.
 pub(super) fn unpublished(rank: usize) -> CallError {
-    let reason =
-        format!("rank {rank} has not published where its memory is; this is a bug, please report it");
+    let reason = CallFault::Unpublished { rank }.into();
     CallError::Cuda(CudaError::Launch { kernel: "a product whose rows travel".to_owned(), reason })
 }
 

@@ -15,6 +15,7 @@ use super::push::PushWork;
 use super::ready::OwnPart;
 use crate::backend::{CudaBuffer, ExchangeMarks};
 use crate::{DeviceBuffer, Event};
+use counterpoint_exec::{CaptureFault, CollectiveDifference};
 
 /// What a rank publishes of its part in a collective.
 #[derive(Clone)]
@@ -52,15 +53,11 @@ impl Part {
 
 impl Part {
     /// Whether the part of a peer is of the same collective as this one, by which the rank goes.
-    pub(super) fn fits(&self, peer: &Self) -> Result<(), String> {
-        if self.number == peer.number {
-            return Ok(());
+    pub(super) fn fits(&self, peer: &Self) -> Result<(), CollectiveDifference> {
+        match (self.number, peer.number) {
+            (own, other) if own == other => Ok(()),
+            (own, other) => Err(CollectiveDifference::Preparations { own, other }),
         }
-        let (own, theirs) = (self.number, peer.number);
-        Err(format!(
-            "it is ready for its first call as the {own}th of this rank, and as the {theirs}th of the other, which has dropped that \
-             one and made it ready again; make a plan ready as often on all ranks"
-        ))
     }
 }
 
@@ -72,12 +69,6 @@ impl Payload for Part {
         Self { number, inputs: Vec::new(), outputs: Vec::new(), staging: None, mailbox, marks }
     }
 }
-
-/// Why a graph cannot hold it.
-const BY_NCCL: &str =
-    "NCCL moves its rows, whose calls have no limit when a graph is replayed; call it outside of the graph";
-const ON_HOST: &str = "its ranks synchronise on the host in every call, because they share a GPU, copy engines alone move its rows \
-                       (linear layers: overlap=\"concurrent\" takes kernels), or it merges or rounds them; call it outside of the graph";
 
 /// One rank's part in a group collective, made ready.
 pub struct CudaCollective {
@@ -167,21 +158,15 @@ impl CudaCollective {
 
     /// Whether calls can be captured, each rank by its own process; if not, why. Device-side barriers have a limit when a graph is replayed
     /// too. Where copy engines move some of the rows, ranks synchronise on the host once, while they capture.
-    pub(super) fn can_be_captured(&self) -> Result<(), &'static str> {
+    pub(super) fn can_be_captured(&self) -> Result<(), CaptureFault> {
         let knows_others = match &*self.work {
             Work::Link(link) => link.knows_others(),
             Work::BackwardReduce(work) => work.side.is_connected(),
             Work::GemmReduce(work) => work.side.is_connected(),
             Work::CastGemm(work) => work.side.is_connected(),
-            Work::Exchange(_) => return Err(BY_NCCL),
-            Work::Pull(_) | Work::Push(_) => return Err(ON_HOST),
+            Work::Exchange(_) => return Err(CaptureFault::Nccl),
+            Work::Pull(_) | Work::Push(_) => return Err(CaptureFault::HostMoves),
         };
-        if knows_others {
-            Ok(())
-        } else {
-            Err(
-                "its ranks have not called it yet, and the first call synchronises on the host; call it once before",
-            )
-        }
+        if knows_others { Ok(()) } else { Err(CaptureFault::NotCalledYet) }
     }
 }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use counterpoint_cost::{LinkPoint, MachineProfile};
 use counterpoint_exec::collective::{Pattern, PeerRows, Post};
-use counterpoint_exec::{CollectiveCall, ExecError};
+use counterpoint_exec::{CollectiveCall, CollectiveFault, ExecError};
 
 use super::collective::PeerPost;
 use super::copies::{CopyStreams, PeerCopies, peer_copies};
@@ -159,7 +159,7 @@ impl CudaTransport {
         let tensors = call.collective.collective.tensors.len();
         if let Some((peer, _)) = targets.iter().find(|(_, outputs)| outputs.len() != tensors) {
             // It decided otherwise, which it cannot where all have the same `EngineUse`.
-            let reason = format!("rank {peer} has not published where its outputs are");
+            let reason = CollectiveFault::UnpublishedOutputs { rank: *peer }.into();
             let (rank, collective) = (self.rank, place.to_string());
             return Err(ExecError::BadCollective { rank, collective, reason }.into());
         }

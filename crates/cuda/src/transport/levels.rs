@@ -7,7 +7,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use counterpoint_exec::{CollectiveCall, CollectiveContext, ExecError, OpPlace, Transport};
+use counterpoint_exec::{CaptureFault, CollectiveCall, CollectiveContext, ExecError, OpPlace, Transport};
 use counterpoint_plan::GroupPart;
 use counterpoint_schedule::{Accumulate, GroupCast, GroupReduce, Op, Program, ReduceOp};
 
@@ -164,7 +164,7 @@ impl Transport<CudaBackend> for LevelledTransport {
         levels.try_for_each(|((_, transport), collective)| transport.publish_memory(collective, buffers))
     }
 
-    fn can_be_captured(&self, collective: &LevelledCollective) -> Result<(), String> {
+    fn can_be_captured(&self, collective: &LevelledCollective) -> Result<(), CaptureFault> {
         let mut levels = self.levels.iter().zip(&collective.0);
         levels.try_for_each(|((_, transport), collective)| transport.can_be_captured(collective))
     }

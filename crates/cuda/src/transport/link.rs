@@ -1,8 +1,8 @@
 //! Kernels that move rows between GPUs, with device-side barriers. In the first run the host exchanges all ranks'
 //! rows and mailboxes; from then on a run is one launch, but for casts some of whose rows copy engines move (`engine`).
 
-use counterpoint_exec::CollectiveCall;
-use counterpoint_exec::collective::{Collective, Pattern, PeerRows, Reduction, WireTensor};
+use counterpoint_exec::collective::{Collective, Pattern, PeerRows, Reduction};
+use counterpoint_exec::{CollectiveCall, WireTensor};
 use counterpoint_mask::Range;
 use counterpoint_schedule::{BufferId, BufferSpec, Delivery, ReduceOp};
 
@@ -17,7 +17,7 @@ use crate::kernel::{
     LinkMerge, LinkOperands, LinkPeers, LinkPhase, LinkReduce, LinkReduceSpec, LinkSum, RowCopyTensor,
     RowMergeSpec, RowMove, RowReduceSpec, Scalar,
 };
-use crate::{CudaBarrier, CudaError, Device, Stream};
+use crate::{CallFault, CudaBarrier, CudaError, Device, Stream};
 
 /// Who moves the rows of a group-cast.
 const CAST: LinkDirection = LinkDirection::Push;
@@ -330,12 +330,12 @@ pub(super) fn reduce_spec(
     outputs: &[BufferSpec],
     operands: LinkOperands,
 ) -> Result<LinkReduceSpec, CudaError> {
-    let refuse = |reason| CudaError::Launch { kernel: collective.contract.kind.clone(), reason };
+    let refuse = |fault| rows::refused(collective, fault);
     let tensors = collective.contract.tensors.iter().zip(outputs);
     let mut types = tensors.clone().map(|(tensor, output)| rows::types(tensor, reduction, output));
-    let first = types.next().unwrap_or_else(|| Err("it has no tensor".to_owned())).map_err(refuse)?;
+    let first = types.next().ok_or(CallFault::NoTensor).and_then(|first| Ok(first?)).map_err(refuse)?;
     if types.any(|other| other != Ok(first)) {
-        return Err(refuse("results that are summed in one launch have one type".to_owned()));
+        return Err(refuse(CallFault::OtherTypes));
     }
     Ok(LinkReduceSpec {
         op: reduction.op,

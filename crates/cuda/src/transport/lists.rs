@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::{CudaError, Device, Event, Stream};
+use crate::{CallFault, CudaError, Device, Event, Stream};
 
 /// An upload of some kilobytes takes microseconds.
 const MOST: Duration = Duration::from_secs(5);
@@ -58,8 +58,7 @@ impl Lists {
         let began = Instant::now();
         while !self.device.despite_captures(|| self.uploaded.is_done())? {
             if began.elapsed() > MOST {
-                let reason =
-                    format!("its lists are not on the device after {MOST:?}; synchronize before the capture");
+                let reason = CallFault::ListsNotThere { limit: MOST }.into();
                 return Err(CudaError::Launch { kernel: "a captured collective".to_owned(), reason });
             }
             std::hint::spin_loop();

@@ -40,7 +40,9 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Instant;
 
 use counterpoint_exec::collective::{Board, Collective, LateChecks, Post};
-use counterpoint_exec::{CollectiveContext, ExecError, OpPlace, PolicyFault, Rendezvous, Transport, World};
+use counterpoint_exec::{
+    CaptureFault, CollectiveContext, ExecError, OpPlace, PolicyFault, Rendezvous, Transport, World,
+};
 use counterpoint_schedule::{
     BufferSpec, EngineCollectives, GroupCast, GroupReduce, Mover, Op, OverlapPolicy, PolicySupport, Program,
     RankTransport,
@@ -173,10 +175,10 @@ impl CudaTransport {
         let checked = collective.and_then(|collective| {
             let outputs: Vec<BufferSpec> =
                 collective.tensors.iter().map(|(_, output)| context.buffers[output.0].clone()).collect();
-            rows::check(&collective, &outputs).map_err(|reason| ExecError::BadCollective {
+            rows::check(&collective, &outputs).map_err(|fault| ExecError::BadCollective {
                 rank: self.rank,
                 collective: place.to_string(),
-                reason,
+                reason: fault.into(),
             })?;
             let work = self
                 .work(&collective, &outputs, context.policy.mover)
@@ -382,8 +384,8 @@ impl Transport<CudaBackend> for CudaTransport {
         })
     }
 
-    fn can_be_captured(&self, collective: &CudaCollective) -> Result<(), String> {
-        collective.can_be_captured().map_err(str::to_owned)
+    fn can_be_captured(&self, collective: &CudaCollective) -> Result<(), CaptureFault> {
+        collective.can_be_captured()
     }
 
     fn announce(&self, call: &Call<'_>, between: u64) -> Result<(), ExecError> {

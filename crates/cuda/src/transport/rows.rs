@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use counterpoint_exec::collective::{Collective, Reduction, WireTensor};
+use counterpoint_exec::collective::{Collective, Reduction};
 use counterpoint_mask::Range;
 use counterpoint_plan::DType;
 use counterpoint_schedule::{BufferSpec, ReduceOp};
@@ -11,7 +11,8 @@ use crate::kernel::{
     LinkOperands, LinkReduceSpec, ReduceTypes, RowCopy, RowCopyTensor, RowMerge, RowMergeSpec, RowMove,
     RowReduce, RowReduceSpec, Scalar, StagedReduce, StartMark,
 };
-use crate::{CudaError, Device, Stream};
+use crate::{CallFault, CudaError, Device, Stream};
+use counterpoint_exec::{CollectiveFault, WireTensor};
 
 /// What one peer has for this rank: rows of its tensors, and the own rows that they belong to, in order.
 pub(super) struct Incoming<'a> {
@@ -31,7 +32,7 @@ pub(super) enum RowWork {
 }
 
 /// Whether there are kernels for the tensors of a collective; if not, why.
-pub(super) fn check(collective: &Collective, outputs: &[BufferSpec]) -> Result<(), String> {
+pub(super) fn check(collective: &Collective, outputs: &[BufferSpec]) -> Result<(), CollectiveFault> {
     let Some(reduction) = &collective.reduction else {
         return collective.contract.tensors.iter().try_for_each(|tensor| copy_tensor(tensor).map(|_| ()));
     };
@@ -39,17 +40,17 @@ pub(super) fn check(collective: &Collective, outputs: &[BufferSpec]) -> Result<(
         types(tensor, reduction, output)?;
         let is_lse = reduction.op == ReduceOp::Lse && index % 2 == 1;
         if is_lse && (tensor.dtype, output.dtype) != (DType::F32, DType::F32) {
-            return Err(format!("the logarithms `{}` must be F32 on CUDA", output.name));
+            return Err(CollectiveFault::LseDType { name: output.name.clone() });
         }
     }
     Ok(())
 }
 
-fn scalar(dtype: DType) -> Result<Scalar, String> {
-    Scalar::of(dtype).ok_or_else(|| format!("CUDA converts and combines bf16, f16 and f32, not {dtype}"))
+fn scalar(dtype: DType) -> Result<Scalar, CollectiveFault> {
+    Scalar::of(dtype).ok_or(CollectiveFault::CudaDType { dtype })
 }
 
-fn copy_tensor(tensor: &WireTensor) -> Result<RowCopyTensor, String> {
+fn copy_tensor(tensor: &WireTensor) -> Result<RowCopyTensor, CollectiveFault> {
     if tensor.dtype == tensor.wire {
         return Ok(unconverted(tensor));
     }
@@ -59,7 +60,7 @@ fn copy_tensor(tensor: &WireTensor) -> Result<RowCopyTensor, String> {
 
 /// Tensors of a group-cast that was checked.
 pub(super) fn copy_tensors(collective: &Collective) -> Result<Vec<RowCopyTensor>, CudaError> {
-    let refuse = |reason| CudaError::Launch { kernel: collective.contract.kind.clone(), reason };
+    let refuse = |fault: CollectiveFault| refused(collective, fault.into());
     collective.contract.tensors.iter().map(copy_tensor).collect::<Result<_, _>>().map_err(refuse)
 }
 
@@ -88,7 +89,7 @@ pub(super) fn types(
     tensor: &WireTensor,
     reduction: &Reduction,
     output: &BufferSpec,
-) -> Result<ReduceTypes, String> {
+) -> Result<ReduceTypes, CollectiveFault> {
     Ok(ReduceTypes {
         partial: scalar(tensor.dtype)?,
         wire: scalar(tensor.wire)?,
@@ -103,7 +104,7 @@ pub(super) fn load(
     collective: &Collective,
     outputs: &[BufferSpec],
 ) -> Result<(), CudaError> {
-    let refuse = |reason| CudaError::Launch { kernel: collective.contract.kind.clone(), reason };
+    let refuse = |fault: CollectiveFault| refused(collective, fault.into());
     let tensors = &collective.contract.tensors;
     let Some(reduction) = &collective.reduction else {
         return RowCopy::load(device, &copy_tensors(collective)?);
@@ -213,7 +214,7 @@ pub(super) fn merge_spec(
     [out, lse]: [&WireTensor; 2],
     result: &BufferSpec,
 ) -> Result<RowMergeSpec, CudaError> {
-    let refuse = |reason| CudaError::Launch { kernel: collective.contract.kind.clone(), reason };
+    let refuse = |fault: CollectiveFault| refused(collective, fault.into());
     let heads = lse.row_elements;
     Ok(RowMergeSpec {
         accumulate: reduction.accumulate,
@@ -230,7 +231,7 @@ pub(super) fn sum_specs(
     reduction: &Reduction,
     outputs: &[BufferSpec],
 ) -> Result<Vec<RowReduceSpec>, CudaError> {
-    let refuse = |reason| CudaError::Launch { kernel: collective.contract.kind.clone(), reason };
+    let refuse = |fault: CollectiveFault| refused(collective, fault.into());
     let spec = |(tensor, output): (&WireTensor, &BufferSpec)| {
         Ok(RowReduceSpec {
             op: reduction.op,
@@ -268,6 +269,11 @@ fn few_spec(
         tensors: rows.collect(),
         divisors: divisors(reduction),
     })
+}
+
+/// Why a call of a collective cannot be enqueued.
+pub(super) fn refused(collective: &Collective, fault: CallFault) -> CudaError {
+    CudaError::Launch { kernel: collective.contract.kind.clone(), reason: fault.into() }
 }
 
 /// By what each row of a mean is divided.

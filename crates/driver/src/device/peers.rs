@@ -45,8 +45,8 @@ impl Device {
         const ALREADY_ENABLED: u32 = 704;
         let driver = self.bind()?;
         if self.peers == PeerAccess::Refused || peer.peers == PeerAccess::Refused {
-            let (from, to, reason) = (self.ordinal(), peer.ordinal(), "it is isolated".to_owned());
-            return Err(CudaError::NoPeerAccess { from, to, reason });
+            let (from, to, text) = (self.ordinal(), peer.ordinal(), "it is isolated".to_owned());
+            return Err(CudaError::NoPeerAccess { from, to, text });
         }
         // SAFETY: the peer's context lives as long as `peer`.
         match unsafe { call!(driver, cuCtxEnablePeerAccess(peer.primary.context, 0)) } {
@@ -56,7 +56,7 @@ impl Device {
             }
             Err(error) => {
                 let (from, to) = (self.ordinal(), peer.ordinal());
-                Err(CudaError::NoPeerAccess { from, to, reason: error.to_string() })
+                Err(CudaError::NoPeerAccess { from, to, text: error.to_string() })
             }
         }
     }
@@ -99,7 +99,7 @@ impl Primary {
         };
         let name = "the end of a GPU's work".to_owned();
         let spawned = thread::Builder::new().name(name).spawn(synchronize);
-        spawned.map_err(|error| CudaError::NoThread { reason: error.to_string() })?;
+        spawned.map_err(|error| CudaError::NoThread { text: error.to_string() })?;
         let never = || CudaError::NeverEnds { waited: SOON };
         let mut lost: Option<Instant> = None;
         loop {

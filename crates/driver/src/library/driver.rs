@@ -185,7 +185,7 @@ impl Driver {
     fn open() -> Result<Self, CudaError> {
         let name = "libcuda.so.1";
         // SAFETY: the driver's initialisers do not depend on us.
-        let library = unsafe { super::open(name) }.map_err(|reason| CudaError::NoDriver { reason })?;
+        let library = unsafe { super::open(name) }.map_err(|text| CudaError::NoDriver { text })?;
         let functions = DriverFunctions::resolve(&library).map_err(|symbol| CudaError::MissingSymbol {
             path: PathBuf::from(name),
             symbol,
@@ -197,11 +197,11 @@ impl Driver {
         // SAFETY: cuInit may be called any number of times, from any thread.
         match unsafe { (driver.cuInit)(0) } {
             SUCCESS => Ok(driver),
-            NO_DEVICE => Err(CudaError::NoDevice { reason: driver.error_text(NO_DEVICE) }),
+            NO_DEVICE => Err(CudaError::NoDevice { text: driver.error_text(NO_DEVICE) }),
             code => {
-                let reason =
+                let text =
                     format!("cuInit: {} ({code}), {}", driver.error_name(code), driver.error_text(code));
-                Err(CudaError::NoDevice { reason })
+                Err(CudaError::NoDevice { text })
             }
         }
     }

@@ -46,7 +46,7 @@ impl AllocationPlace {
         let mut handle = CUipcMemHandle { reserved: [0; 64] };
         // SAFETY: the pointer is to a local.
         unsafe { call!(driver, cuIpcGetMemHandle(&mut handle, self.base)) }
-            .map_err(|error| CudaError::NotShareable { bytes: self.bytes, reason: error.to_string() })?;
+            .map_err(|error| CudaError::NotShareable { bytes: self.bytes, text: error.to_string() })?;
         Ok(handle.reserved.map(|byte| byte as u8).into())
     }
 }

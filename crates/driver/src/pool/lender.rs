@@ -56,7 +56,7 @@ impl Lender {
                 Err(CudaError::Misaligned { address })
             }
             Err(AllocationError::OutOfMemory) => Ok(None),
-            Err(AllocationError::Refused(reason)) => Err(CudaError::Allocator { reason }),
+            Err(AllocationError::Refused(text)) => Err(CudaError::Allocator { text }),
         }
     }
 

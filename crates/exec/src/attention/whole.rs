@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::{AttentionOutputs, AttentionRun, RanksRun};
 use crate::frame::{read_frame, write_frame};
 use crate::layout::undispatch;
-use crate::{ExecError, HostTensor, Rendezvous, RendezvousError};
+use crate::{ExecError, HostTensor, Rendezvous, RendezvousError, StoreFault};
 
 impl RanksRun {
     /// The results in global token order, once those of all ranks are here.
@@ -55,10 +55,11 @@ impl RanksRun {
     /// Whatever ended the job.
     pub fn gather(self, rendezvous: &Rendezvous, plan: &Plan) -> Result<Option<AttentionRun>, ExecError> {
         let key = |rank: usize| format!("results of rank {rank}");
-        let broken = |rank: usize, reason: String| ExecError::from(RendezvousError::Broken { rank, reason });
+        let broken = |rank: usize, reason| ExecError::from(RendezvousError::Broken { rank, reason });
         let own = rendezvous.rank();
         if own != 0 {
-            let bytes = self.to_bytes().map_err(|error| rendezvous.fail(broken(own, error.to_string())))?;
+            let bytes =
+                self.to_bytes().map_err(|error| rendezvous.fail(broken(own, StoreFault::value(error))))?;
             rendezvous.set(&key(own), &bytes)?;
             // Once rank 0 has them this process may end, or have others gathered under the same keys.
             rendezvous.barrier("results")?;
@@ -108,9 +109,9 @@ impl RanksRun {
         Ok(bytes)
     }
 
-    fn from_bytes(mut bytes: &[u8]) -> Result<Self, String> {
-        let short = || "its results are not whole".to_owned();
-        let frame = read_frame::<Header>(&mut bytes).map_err(|error| error.to_string())?;
+    fn from_bytes(mut bytes: &[u8]) -> Result<Self, StoreFault> {
+        let short = || StoreFault::PartOfResults;
+        let frame = read_frame::<Header>(&mut bytes).map_err(StoreFault::value)?;
         let (header, payload) = frame.ok_or_else(short)?;
         let mut rest = payload.as_slice();
         let mut outputs = Vec::with_capacity(header.ranks.len());
@@ -119,7 +120,7 @@ impl RanksRun {
                 let Some((dtype, shape)) = shape else { return Ok(None) };
                 let bytes = shape.iter().try_fold(dtype.size(), |bytes, &n| bytes.checked_mul(n));
                 let part = bytes.and_then(|bytes| rest.split_off(..bytes)).ok_or_else(short)?;
-                Ok::<_, String>(Some(HostTensor::from_bytes(shape, dtype, part)))
+                Ok::<_, StoreFault>(Some(HostTensor::from_bytes(shape, dtype, part)))
             });
             let mut next = || tensors.next().ok_or_else(short).flatten();
             let (out, lse) = (next()?.ok_or_else(short)?, next()?.ok_or_else(short)?);

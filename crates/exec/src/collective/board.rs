@@ -7,12 +7,12 @@ use std::time::{Duration, Instant};
 
 use counterpoint_mask::Range;
 
-use super::contract::{Collective, tensors_text};
+use super::contract::Collective;
 use super::pattern::PeerRows;
 use super::waiter::Waiter;
 use crate::monitor::Monitor;
 use crate::world::{Awaited, Blocker, WaitEnd, World};
-use crate::{ExecError, OpPlace};
+use crate::{CollectiveDifference, ExecError, OpPlace};
 
 /// In which a rank hears why one of another process has left, if that one failed.
 const REASON: Duration = Duration::from_millis(500);
@@ -130,20 +130,16 @@ impl<P> Post<P> {
                 other: format!("{} {}", other_contract.kind, other.place),
             });
         }
-        let mismatch = |reason: String| ExecError::CollectiveMismatch {
+        let mismatch = |difference| ExecError::CollectiveMismatch {
             rank,
             peer,
             sequence,
             collective: self.place.to_string(),
-            reason,
+            reason: Box::new(difference),
         };
         if own_contract.tensors != other_contract.tensors {
-            let reason = format!(
-                "tensors are {} on rank {rank} and {} on rank {peer}",
-                tensors_text(&own_contract.tensors),
-                tensors_text(&other_contract.tensors)
-            );
-            return Err(mismatch(reason));
+            let (own, other) = (own_contract.tensors.clone(), other_contract.tensors.clone());
+            return Err(mismatch(CollectiveDifference::Tensors { rank, own, peer, other }));
         }
         let (own, other) = (&self.collective.pattern, &other.collective.pattern);
         for (sender, receiver, sent, expected) in
@@ -151,11 +147,8 @@ impl<P> Post<P> {
         {
             if !sent.iter().map(Range::len).eq(expected.iter().map(Range::len)) {
                 let lengths = |rows: &[Range]| rows.iter().map(Range::len).collect::<Vec<_>>();
-                return Err(mismatch(format!(
-                    "rank {sender} sends splits of {:?} rows and rank {receiver} expects {:?}",
-                    lengths(sent),
-                    lengths(expected)
-                )));
+                let (sent, expected) = (lengths(sent), lengths(expected));
+                return Err(mismatch(CollectiveDifference::Splits { sender, sent, receiver, expected }));
             }
         }
         Ok(())

@@ -5,7 +5,7 @@ use counterpoint_schedule::{Accumulate, BufferId, BufferSpec, GroupCast, GroupRe
 use serde::{Deserialize, Serialize};
 
 use super::pattern::Pattern;
-use crate::{CollectiveContext, ExecError, OpPlace, PlanIdentity};
+use crate::{CollectiveContext, CollectiveFault, ExecError, OpPlace, PlanIdentity, WireTensor};
 
 /// One rank's part in a group collective, checked.
 #[derive(Clone, Debug)]
@@ -40,33 +40,6 @@ impl Contract {
     }
 }
 
-/// What ranks send of the tensors of a collective, for people.
-pub(super) fn tensors_text(tensors: &[WireTensor]) -> String {
-    let text = |tensor: &WireTensor| {
-        let WireTensor { row_elements, dtype, wire } = tensor;
-        match dtype == wire {
-            true => format!("{row_elements} x {dtype}"),
-            false => format!("{row_elements} x {dtype} sent as {wire}"),
-        }
-    };
-    if tensors.is_empty() {
-        "none".to_owned()
-    } else {
-        tensors.iter().map(text).collect::<Vec<_>>().join(", ")
-    }
-}
-
-/// One tensor of a collective.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub struct WireTensor {
-    /// Elements of one row.
-    pub row_elements: usize,
-    /// Type of the input.
-    pub dtype: DType,
-    /// Type on the wire.
-    pub wire: DType,
-}
-
 /// How a group-reduce combines what arrives.
 #[derive(Clone, Debug)]
 pub struct Reduction {
@@ -96,11 +69,12 @@ impl Collective {
         let tensors = check.tensors(&op.tensors, context.buffers)?;
         for (input, output) in &tensors {
             if input.dtype != output.dtype {
-                let (from, to) = (&input.name, &output.name);
-                return Err(check.error(format!(
-                    "`{from}` is {} and `{to}` is {}; a group-cast keeps the element type",
-                    input.dtype, output.dtype
-                )));
+                return Err(check.error(CollectiveFault::CastDType {
+                    input: input.name.clone(),
+                    input_dtype: input.dtype,
+                    output: output.name.clone(),
+                    output_dtype: output.dtype,
+                }));
             }
         }
         check.part(&op.part, rows(&tensors, |pair| pair.0), rows(&tensors, |pair| pair.1))?;
@@ -189,8 +163,12 @@ struct Check<'a> {
 }
 
 impl Check<'_> {
-    fn error(&self, reason: String) -> ExecError {
-        ExecError::BadCollective { rank: self.rank, collective: self.place.to_string(), reason }
+    fn error(&self, reason: impl Into<CollectiveFault>) -> ExecError {
+        ExecError::BadCollective {
+            rank: self.rank,
+            collective: self.place.to_string(),
+            reason: Box::new(reason.into()),
+        }
     }
 
     fn tensors<'a>(
@@ -201,27 +179,24 @@ impl Check<'_> {
         let mut outputs: Vec<BufferId> = tensors.iter().map(|pair| pair.1).collect();
         outputs.sort_unstable();
         if let Some(pair) = outputs.windows(2).find(|pair| pair[0] == pair[1]) {
-            return Err(self.error(format!("`{}` is an output twice", specs[pair[0].0].name)));
+            return Err(self.error(CollectiveFault::OutputTwice { name: specs[pair[0].0].name.clone() }));
         }
         let mut out = Vec::with_capacity(tensors.len());
         for &(input, output) in tensors {
             let (input_spec, output_spec) = (&specs[input.0], &specs[output.0]);
             if outputs.binary_search(&input).is_ok() {
-                let name = &input_spec.name;
-                return Err(
-                    self.error(format!("`{name}` is both input and output; receive into another buffer"))
-                );
+                return Err(self.error(CollectiveFault::InputIsOutput { name: input_spec.name.clone() }));
             }
             if input_spec.shape.is_empty() || output_spec.shape.is_empty() {
-                return Err(self.error("a tensor has no row axis".to_owned()));
+                return Err(self.error(CollectiveFault::NoRowAxis));
             }
             if input_spec.shape[1..] != output_spec.shape[1..] {
-                let (from, to) = (&input_spec.name, &output_spec.name);
-                return Err(self.error(format!(
-                    "rows of `{from}` are {:?} and rows of `{to}` are {:?}; they must agree",
-                    &input_spec.shape[1..],
-                    &output_spec.shape[1..]
-                )));
+                return Err(self.error(CollectiveFault::Rows {
+                    input: input_spec.name.clone(),
+                    input_row: input_spec.shape[1..].to_vec(),
+                    output: output_spec.name.clone(),
+                    output_row: output_spec.shape[1..].to_vec(),
+                }));
             }
             out.push((input_spec, output_spec));
         }
@@ -230,17 +205,17 @@ impl Check<'_> {
 
     fn lse_pairs(&self, tensors: &[(&BufferSpec, &BufferSpec)]) -> Result<(), ExecError> {
         if !tensors.len().is_multiple_of(2) {
-            let reason =
-                format!("{} tensors do not form (out, lse) pairs; pass out, then its lse", tensors.len());
-            return Err(self.error(reason));
+            return Err(self.error(CollectiveFault::LseCount { tensors: tensors.len() }));
         }
         for pair in tensors.chunks_exact(2) {
             for (out, lse) in [(pair[0].0, pair[1].0), (pair[0].1, pair[1].1)] {
                 if out.shape[..out.shape.len() - 1] != lse.shape {
-                    return Err(self.error(format!(
-                        "`{}` {:?} and `{}` {:?} are not an (out, lse) pair; lse has the shape of out without its last axis",
-                        out.name, out.shape, lse.name, lse.shape
-                    )));
+                    return Err(self.error(CollectiveFault::LsePair {
+                        out: out.name.clone(),
+                        out_shape: out.shape.clone(),
+                        lse: lse.name.clone(),
+                        lse_shape: lse.shape.clone(),
+                    }));
                 }
             }
         }
@@ -248,7 +223,6 @@ impl Check<'_> {
     }
 
     fn part(&self, part: &GroupPart, owned_rows: usize, remote_rows: usize) -> Result<(), ExecError> {
-        part.check(self.rank, self.world_size, owned_rows, remote_rows)
-            .map_err(|reason| self.error(reason.to_string()))
+        part.check(self.rank, self.world_size, owned_rows, remote_rows).map_err(|fault| self.error(fault))
     }
 }

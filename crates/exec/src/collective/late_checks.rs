@@ -13,7 +13,7 @@ use super::board::{Board, Payload, Post};
 use super::waiter::{Listener, Waiter};
 use crate::monitor::lock;
 use crate::world::{StreamStatus, World};
-use crate::{ExecError, OpPlace};
+use crate::{CollectiveDifference, ExecError, OpPlace};
 
 /// Between two looks of the thread, while something is open.
 const NAP: Duration = Duration::from_millis(1);
@@ -29,7 +29,7 @@ struct Shared<P: Payload> {
     board: Arc<Board<P>>,
     rank: usize,
     listener: Arc<dyn Listener + Send + Sync>,
-    fits: fn(&P, &P) -> Result<(), String>,
+    fits: fn(&P, &P) -> Result<(), CollectiveDifference>,
     status: StreamStatus,
     state: Mutex<State<P>>,
     /// Of `state`, for who has nothing to look at.
@@ -60,7 +60,7 @@ impl<P: Payload> LateChecks<P> {
         board: &Arc<Board<P>>,
         rank: usize,
         listener: Arc<dyn Listener + Send + Sync>,
-        fits: fn(&P, &P) -> Result<(), String>,
+        fits: fn(&P, &P) -> Result<(), CollectiveDifference>,
     ) -> Self {
         let status = StreamStatus::new(rank, "checks of calls", StreamKind::Communication);
         let state = Mutex::new(State { open: Vec::new(), has_ended: false });
@@ -184,12 +184,12 @@ impl<P: Payload> Shared<P> {
                 return Ok(());
             };
             own.check_peer(self.rank, *sequence, peer, &post)?;
-            (self.fits)(&own.payload, &post.payload).map_err(|reason| ExecError::CollectiveMismatch {
+            (self.fits)(&own.payload, &post.payload).map_err(|difference| ExecError::CollectiveMismatch {
                 rank: self.rank,
                 peer,
                 sequence: *sequence,
                 collective: own.place.to_string(),
-                reason,
+                reason: Box::new(difference),
             })?;
             peers.pop();
         }
@@ -212,8 +212,9 @@ mod tests {
         }
     }
 
-    fn fits(own: &Number, other: &Number) -> Result<(), String> {
-        if own.0 == other.0 { Ok(()) } else { Err(format!("{} and {}", own.0, other.0)) }
+    fn fits(own: &Number, other: &Number) -> Result<(), CollectiveDifference> {
+        let (own, other) = (own.0, other.0);
+        if own == other { Ok(()) } else { Err(CollectiveDifference::Preparations { own, other }) }
     }
 
     /// What rank 1 has written and nobody has taken in.
@@ -278,7 +279,9 @@ mod tests {
     #[test]
     fn a_peer_that_calls_something_else_is_named_though_nobody_calls() {
         let (other, again) = (post("reduce dk dv", 7), post("cast k v", 9));
-        for (theirs, word) in [(other, "reduce dk dv"), (again, "7 and 9")] {
+        for (theirs, word) in
+            [(other, "reduce dk dv"), (again, "as the 7th of this rank, and as the 9th of the other")]
+        {
             let case = ahead(LONG);
             lock(&case.written.0).push((0, theirs));
             let error = soon(|| case.world.failure()).to_string();

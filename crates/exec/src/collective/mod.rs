@@ -8,7 +8,7 @@ mod pattern;
 mod waiter;
 
 pub use board::{Board, Payload, Post};
-pub use contract::{Collective, Contract, Reduction, WireTensor};
+pub use contract::{Collective, Contract, Reduction};
 pub use late_checks::LateChecks;
 pub use pattern::{Pattern, PeerRows};
 pub use waiter::{Listener, Waiter};

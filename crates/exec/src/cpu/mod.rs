@@ -134,7 +134,7 @@ pub(crate) fn new_pool(threads: usize, name: &'static str) -> Result<ThreadPool,
     pool.build().map_err(|error| ExecError::Thread {
         rank: 0,
         stream: format!("{name}s"),
-        reason: error.to_string(),
+        text: error.to_string(),
     })
 }
 

@@ -79,11 +79,7 @@ impl CpuStream {
         std::thread::Builder::new()
             .name(format!("rank {rank} {name}"))
             .spawn(move || worker.work(&jobs))
-            .map_err(|error| ExecError::Thread {
-                rank,
-                stream: name.to_owned(),
-                reason: error.to_string(),
-            })?;
+            .map_err(|error| ExecError::Thread { rank, stream: name.to_owned(), text: error.to_string() })?;
         Ok(Self { queue, shared })
     }
 

@@ -9,11 +9,11 @@ use counterpoint_plan::Topology;
 use counterpoint_schedule::{Accumulate, ReduceOp};
 
 use super::{Courier, PeerMessage, Rows, Workspaces};
-use crate::collective::{Board, Collective, PeerRows, Post, Reduction, Waiter, WireTensor};
+use crate::collective::{Board, Collective, PeerRows, Post, Reduction, Waiter};
 use crate::cpu::{CpuBuffer, ReadGuard, StreamShared, WriteGuard};
 use crate::monitor::lock;
 use crate::world::after;
-use crate::{ExecError, HostTensor, OpPlace, SlowLink, TensorMut, TensorRef};
+use crate::{ExecError, HostTensor, OpPlace, SlowLink, TensorMut, TensorRef, WireTensor};
 
 /// One collective on its way.
 pub(super) struct Call {

@@ -7,7 +7,7 @@ use super::message::received_part;
 use super::{PeerMessage, Rows};
 use crate::collective::{Board, Contract, Post};
 use crate::world::World;
-use crate::{ExecError, HostTensor, OpPlace, Recipient};
+use crate::{ConnectionFault, ExecError, HostTensor, OpPlace, Recipient};
 
 /// Carries messages to the ranks of other processes. Dropping it lets them know that this one has left.
 pub(crate) trait Courier: Send + Sync {
@@ -43,7 +43,7 @@ impl Inbox {
 impl Recipient for Inbox {
     type Message = PeerMessage;
 
-    fn receive(&self, peer: usize, message: PeerMessage, payload: &[u8]) -> Result<(), String> {
+    fn receive(&self, peer: usize, message: PeerMessage, payload: &[u8]) -> Result<(), ConnectionFault> {
         match message {
             PeerMessage::Part { sequence, place, contract, sent, expected } => {
                 let rows = unpack(&contract, &sent, payload, &place)?;
@@ -69,8 +69,8 @@ fn unpack(
     sent: &[usize],
     mut payload: &[u8],
     place: &OpPlace,
-) -> Result<Vec<HostTensor>, String> {
-    let wrong = |bytes: usize| format!("{bytes} bytes of rows are not what its part in {place} announces");
+) -> Result<Vec<HostTensor>, ConnectionFault> {
+    let wrong = |bytes: usize| ConnectionFault::RowBytes { bytes, place: place.to_string() };
     let all = payload.len();
     let rows: usize = sent.iter().sum();
     let mut tensors = Vec::with_capacity(contract.tensors.len());

@@ -7,7 +7,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::Group;
-use crate::{ExecError, JobToken, Rendezvous, RendezvousError, TcpMachine, WorldConfig};
+use crate::{ExecError, JobToken, Rendezvous, RendezvousError, StoreFault, TcpMachine, WorldConfig};
 
 /// Values by key that all processes of a job see: what a group needs of a launcher to find its ranks. [`Rendezvous`] is one; PyTorch's
 /// `Store` is another.
@@ -94,17 +94,18 @@ impl Rendezvous {
         let limit = config.world.limit;
         let number = store.add(&format!("counterpoint/joined/{rank}"), 1)?;
         let key = format!("counterpoint/group/{number}");
-        let broken = |reason: String| ExecError::from(RendezvousError::Broken { rank, reason });
+        let broken = |error: serde_json::Error| {
+            ExecError::from(RendezvousError::Broken { rank, reason: StoreFault::value(error) })
+        };
         if rank > 0 {
             store.wait(&key, limit)?;
-            let place: RendezvousPlace =
-                serde_json::from_slice(&store.get(&key)?).map_err(|error| broken(error.to_string()))?;
+            let place: RendezvousPlace = serde_json::from_slice(&store.get(&key)?).map_err(broken)?;
             return Self::join(place.address, rank, world_size, &JobToken::from_bytes(place.token), limit);
         }
         let cannot_listen = |error: std::io::Error| {
             ExecError::from(RendezvousError::Listen {
                 address: config.address.to_string(),
-                reason: error.to_string(),
+                text: error.to_string(),
                 variable: crate::RENDEZVOUS_VARIABLE.to_owned(),
             })
         };
@@ -113,7 +114,7 @@ impl Rendezvous {
         let host = Self::host(listener, world_size, &token, limit)?;
         let address = SocketAddr::new(config.address, host.port());
         let place = RendezvousPlace { address, token: token.to_bytes() };
-        store.set(&key, &serde_json::to_vec(&place).map_err(|error| broken(error.to_string()))?)?;
+        store.set(&key, &serde_json::to_vec(&place).map_err(broken)?)?;
         host.join(config.address, limit)
     }
 }

@@ -6,7 +6,7 @@ use counterpoint_choose::{
     ColumnGroups, LayerGroups, LinearMachine, TunedGroups, TunedPass, TunedShape, TunedSizes,
 };
 use counterpoint_cost::CostModel;
-use counterpoint_plan::{LinearPlan, LinearSpec, PlanError, WaveGroups};
+use counterpoint_plan::{LinearBound, LinearField, LinearPlan, LinearSpec, PlanError, WaveGroups};
 use counterpoint_schedule::{OverlapPolicy, PassOverlap};
 
 use super::layer::LayerGradient;
@@ -151,8 +151,8 @@ impl PassesUpTo {
     ) -> Result<PlannedPasses, PlanError> {
         let LinearSpec { tokens, .. } = spec;
         if tokens > self.tokens {
-            let wanted = format!("at most max_tokens, {}", self.tokens);
-            return Err(PlanError::Linear { field: "tokens".into(), value: tokens, wanted });
+            let wanted = LinearBound::MaxTokens { max_tokens: self.tokens };
+            return Err(PlanError::Linear { field: LinearField::Tokens, value: tokens, wanted });
         }
         let of_class = self.of_class(machine, spec, gradient)?;
         let fewer = |PlannedPass { plan, policy }: PlannedPass| {

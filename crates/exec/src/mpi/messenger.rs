@@ -16,7 +16,7 @@ use crate::cpu_transport::{Inbox, PeerMessage};
 use crate::frame::{frame_length, read_frame, write_frame};
 use crate::monitor::lock;
 use crate::world::{World, after};
-use crate::{DeviceFault, ExecError, Recipient, RendezvousError};
+use crate::{ConnectionFault, DeviceFault, ExecError, Recipient, RendezvousError};
 
 /// Between two looks, when there was nothing to do.
 const PAUSE: Duration = Duration::from_micros(50);
@@ -77,10 +77,10 @@ impl Messenger {
             end(universe, &world, limit);
         };
         let place = || "starting MPI".to_owned();
-        let thread =
-            thread::Builder::new().name(format!("rank {rank} MPI")).spawn(work).map_err(|error| {
-                ExecError::Thread { rank, stream: "MPI".to_owned(), reason: error.to_string() }
-            })?;
+        let thread = thread::Builder::new()
+            .name(format!("rank {rank} MPI"))
+            .spawn(work)
+            .map_err(|error| ExecError::Thread { rank, stream: "MPI".to_owned(), text: error.to_string() })?;
         match starting.recv_timeout(limit) {
             Ok(Ok(())) => {}
             Ok(Err(reason)) => return Err(ExecError::Device { rank, place: place(), reason }),
@@ -118,17 +118,18 @@ impl Messenger {
         message: &PeerMessage,
         payload: &[&[u8]],
     ) -> Result<(), ExecError> {
-        let broken = |reason: String| {
+        let broken = |reason| {
             let doing = format!("sending in connection {connection}");
             ExecError::from(RendezvousError::Connection { rank: self.rank, peer, reason, doing })
         };
         let mut bytes = Vec::new();
         let envelope = Envelope { connection, message: message.clone() };
-        write_frame(&mut bytes, &envelope, payload).map_err(|error| broken(error.to_string()))?;
+        write_frame(&mut bytes, &envelope, payload)
+            .map_err(|error| broken(ConnectionFault::system(error)))?;
         let sent = lock(&self.orders).as_ref().map(|orders| orders.send(Outgoing { peer, bytes }));
         match sent {
             Some(Ok(())) => Ok(()),
-            _ => Err(broken("MPI has ended".to_owned())),
+            _ => Err(broken(ConnectionFault::MpiEnded)),
         }
     }
 }
@@ -245,7 +246,7 @@ impl Post<'_> {
                     (Some(connection), inbox.receive(peer, message, &payload))
                 }
                 Ok(None) => continue,
-                Err(error) => (None, Err(error.to_string())),
+                Err(error) => (None, Err(ConnectionFault::system(error))),
             };
             if let Err(reason) = result {
                 self.fail(connection, peer, &reason);
@@ -255,7 +256,7 @@ impl Post<'_> {
     }
 
     /// Fails the world of a connection, or of all.
-    fn fail(&self, connection: Option<u64>, peer: usize, reason: &str) {
+    fn fail(&self, connection: Option<u64>, peer: usize, reason: &ConnectionFault) {
         let inboxes = lock(self.inboxes);
         let worlds: Vec<Arc<World>> = inboxes
             .iter()
@@ -264,7 +265,7 @@ impl Post<'_> {
             .collect();
         drop(inboxes);
         for world in worlds {
-            let (reason, doing) = (reason.to_owned(), world.activity_of(self.rank).doing);
+            let (reason, doing) = (reason.clone(), world.activity_of(self.rank).doing);
             world.fail(RendezvousError::Connection { rank: self.rank, peer, reason, doing }.into());
         }
     }

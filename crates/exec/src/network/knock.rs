@@ -25,10 +25,8 @@ pub(crate) enum KnockError {
     #[error("what listens there does not have this job's secret")]
     AnotherToken,
     /// It has the token.
-    #[error(
-        "rank 0 speaks version {theirs} of the protocol and this process version {VERSION}; install one version everywhere"
-    )]
-    AnotherVersion { theirs: u32 },
+    #[error("it speaks version {theirs} of the protocol and this process version {own}")]
+    AnotherVersion { own: u32, theirs: u32 },
 }
 
 /// Connects to a door, proves the token to it and has it prove its own, then says `hello`. What the door makes of that comes
@@ -59,7 +57,7 @@ pub(crate) fn knock(
         return Err(KnockError::AnotherToken);
     }
     if theirs.version() != VERSION {
-        return Err(KnockError::AnotherVersion { theirs: theirs.version() });
+        return Err(KnockError::AnotherVersion { own: VERSION, theirs: theirs.version() });
     }
     let mut claim = transcript.guest_proof(token).to_vec();
     claim.extend_from_slice(&(hello.len() as u32).to_le_bytes());

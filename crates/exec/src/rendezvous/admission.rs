@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::agreement::first_difference;
 use super::{Facet, RendezvousError};
+use crate::SeatFault;
 
 /// How long a rank that fits may come after one that does not.
 const GRACE: Duration = Duration::from_secs(2);
@@ -27,6 +28,8 @@ pub(super) struct Admission<C> {
 struct Waiting<C> {
     rank: usize,
     facets: Vec<Facet>,
+    /// How they differ from those of rank 0.
+    difference: SeatFault,
     connection: C,
 }
 
@@ -36,7 +39,7 @@ pub(super) enum Verdict<C> {
     /// It has one.
     Seat { rank: usize, connection: C },
     /// It gets none, for this reason.
-    NoSeat { connection: C, reason: String },
+    NoSeat { connection: C, reason: SeatFault },
 }
 
 impl<C> Admission<C> {
@@ -60,17 +63,16 @@ impl<C> Admission<C> {
     ) -> Vec<Verdict<C>> {
         let difference = self.difference(rank, &facets);
         if rank >= self.world_size && difference.is_none() {
-            let reason =
-                format!("it has {} ranks, counted from 0, and none of number {rank}", self.world_size);
+            let reason = SeatFault::NoSuchRank { world_size: self.world_size, rank };
             return vec![Verdict::NoSeat { connection, reason }];
         }
         if self.seated.contains(&rank) {
-            let reason = difference.unwrap_or_else(|| format!("its rank {rank} is there already"));
+            let reason = difference.unwrap_or(SeatFault::Taken { rank });
             return vec![Verdict::NoSeat { connection, reason }];
         }
-        if difference.is_some() {
+        if let Some(difference) = difference {
             if self.waiting.len() < MOST_WAITING {
-                self.waiting.push(Waiting { rank, facets, connection });
+                self.waiting.push(Waiting { rank, facets, difference, connection });
             }
             self.due.get_or_insert(now + GRACE);
             return Vec::new();
@@ -81,8 +83,7 @@ impl<C> Admission<C> {
             std::mem::take(&mut self.waiting).into_iter().partition(|other| other.rank == rank);
         self.waiting = rest;
         let others: Vec<Waiting<C>> = others;
-        for Waiting { facets, connection, .. } in others {
-            let reason = self.difference(rank, &facets).unwrap_or_default();
+        for Waiting { difference: reason, connection, .. } in others {
             verdicts.push(Verdict::NoSeat { connection, reason });
         }
         if self.waiting.is_empty() {
@@ -106,12 +107,13 @@ impl<C> Admission<C> {
         Some((error, waiting.into_iter().map(|waiting| waiting.connection).collect()))
     }
 
-    /// In words, how a process differs from rank 0.
-    fn difference(&self, rank: usize, facets: &[Facet]) -> Option<String> {
+    /// How a process differs from rank 0.
+    fn difference(&self, rank: usize, facets: &[Facet]) -> Option<SeatFault> {
         match first_difference(&[(0, &self.facets), (rank, facets)]) {
             Some(RendezvousError::Disagreement { what, values }) => {
-                let value = |at: usize| values.get(at).map_or("", |(value, _)| value.as_str());
-                Some(format!("its {what} is {}, this process's {}", value(0), value(1)))
+                let mut values = values.into_iter().map(|(value, _)| value);
+                let mut next = || values.next().unwrap_or_default();
+                Some(SeatFault::StartedWith { what, value: next(), own: next() })
             }
             _ => None,
         }
@@ -133,6 +135,10 @@ mod tests {
         vec![Facet::new("--seed", value)]
     }
 
+    fn of_seed(value: &str, own: &str) -> SeatFault {
+        SeatFault::StartedWith { what: "--seed".to_owned(), value: value.to_owned(), own: own.to_owned() }
+    }
+
     #[test]
     fn each_rank_gets_one_seat() {
         let mut admission = Admission::new(2, seed(0));
@@ -142,14 +148,15 @@ mod tests {
             assert_eq!(admission.ask(rank, with_size(2, seed(0)), rank, now), [seat]);
         }
         let second = admission.ask(1, with_size(2, seed(0)), 7, now);
-        let reason = "its rank 1 is there already".to_owned();
+        let reason = SeatFault::Taken { rank: 1 };
         assert_eq!(second, [Verdict::NoSeat { connection: 7, reason }]);
         let second = admission.ask(1, with_size(2, seed(5)), 8, now);
-        let reason = "its --seed is 0, this process's 5".to_owned();
+        let reason = of_seed("0", "5");
         assert_eq!(second, [Verdict::NoSeat { connection: 8, reason }]);
         assert_eq!((admission.seated(), admission.due()), (2, None));
         let ninth = admission.ask(9, with_size(2, seed(0)), 9, now);
-        let reason = "it has 2 ranks, counted from 0, and none of number 9".to_owned();
+        let reason = SeatFault::NoSuchRank { world_size: 2, rank: 9 };
+        assert_eq!(reason.to_string(), "it has 2 ranks, counted from 0, and none of number 9");
         assert_eq!(ninth, [Verdict::NoSeat { connection: 9, reason }]);
     }
 
@@ -161,7 +168,7 @@ mod tests {
         assert_eq!(admission.ask(1, with_size(2, seed(5)), 5, now), []);
         assert_eq!(admission.due(), Some(now + GRACE));
         assert_eq!(admission.overdue(now), None);
-        let reason = "its --seed is 0, this process's 5".to_owned();
+        let reason = of_seed("0", "5");
         let verdicts = [Verdict::Seat { rank: 1, connection: 1 }, Verdict::NoSeat { connection: 5, reason }];
         assert_eq!(admission.ask(1, with_size(2, seed(0)), 1, now), verdicts);
         assert_eq!((admission.due(), admission.overdue(now + GRACE)), (None, None));

@@ -17,9 +17,9 @@ use super::message::{Hello, Keep, Reply, Request};
 use super::seek::{Identity, Listening, Seated, Seeker, open};
 use super::server::Server;
 use super::{Facet, RENDEZVOUS_VARIABLE, RendezvousError};
-use crate::ExecError;
 use crate::network::{JobToken, descriptor_limit, is_out_of_descriptors};
 use crate::world::{World, after};
+use crate::{CollectiveFault, ExecError, StoreFault};
 
 /// How long rank 0 keeps the store for ranks that have not left yet.
 const FAREWELL: Duration = Duration::from_secs(5);
@@ -142,8 +142,8 @@ impl Rendezvous {
             if is_out_of_descriptors(&error) {
                 return RendezvousError::Descriptors { rank: 0, world_size, limit: descriptor_limit() };
             }
-            let (reason, variable) = (error.to_string(), RENDEZVOUS_VARIABLE.to_owned());
-            RendezvousError::Listen { address, reason, variable }
+            let (text, variable) = (error.to_string(), RENDEZVOUS_VARIABLE.to_owned());
+            RendezvousError::Listen { address, text, variable }
         })?;
         Ok(RendezvousHost { server, _local: local, token, world_size })
     }
@@ -330,7 +330,7 @@ impl Rendezvous {
     /// As [`Rendezvous::all_gather`]; [`RendezvousError::Broken`] for what is no such value.
     pub fn gather<T: Serialize + DeserializeOwned>(&self, place: &str, own: &T) -> Result<Vec<T>, ExecError> {
         let not_whole = |error: serde_json::Error| {
-            ExecError::from(RendezvousError::Broken { rank: self.rank(), reason: error.to_string() })
+            ExecError::from(RendezvousError::Broken { rank: self.rank(), reason: StoreFault::value(error) })
         };
         let own = serde_json::to_vec(own).map_err(not_whole)?;
         let all = self.all_gather(place, &own)?;
@@ -387,9 +387,7 @@ impl Rendezvous {
     pub fn attach(&self, world: &Arc<World>) -> Result<(), ExecError> {
         let (expected, joined) = (world.size(), self.world_size());
         if expected != joined {
-            let reason = format!(
-                "its world has {expected} ranks and {joined} have joined; start as many processes as it has ranks"
-            );
+            let reason = CollectiveFault::WorldSize { expected, joined }.into();
             let collective = "connecting the ranks".to_owned();
             return Err(ExecError::BadCollective { rank: self.rank(), collective, reason });
         }
@@ -405,8 +403,7 @@ impl Rendezvous {
     }
 
     fn no_answer(&self) -> ExecError {
-        let reason = "it does not answer".to_owned();
-        RendezvousError::Broken { rank: self.rank(), reason }.into()
+        RendezvousError::Broken { rank: self.rank(), reason: StoreFault::NoAnswer }.into()
     }
 }
 

@@ -15,7 +15,7 @@ use crate::monitor::{Monitor, lock};
 use crate::network::Until;
 use crate::remote_ranks::RemoteRanks;
 use crate::world::World;
-use crate::{ExecError, RankActivity};
+use crate::{ExecError, RankActivity, StoreFault};
 
 /// What only the store, or a reader that does nothing else, must answer.
 pub(super) const ANSWER: Duration = Duration::from_secs(2);
@@ -101,8 +101,8 @@ impl Connection {
                 |state| state.failure.as_ref().map(drop),
             );
             let reason = match error.kind() {
-                ErrorKind::TimedOut => "it takes nothing; has its process stopped?".to_owned(),
-                _ => error.to_string(),
+                ErrorKind::TimedOut => StoreFault::TakesNothing,
+                _ => StoreFault::System { text: error.to_string() },
             };
             self.fail(RendezvousError::Broken { rank: self.rank, reason }.into())
         })
@@ -271,5 +271,5 @@ impl RemoteRanks for Connection {
 
 /// The error of a stream that ends at the store.
 pub(super) fn broken(rank: usize, error: &io::Error) -> ExecError {
-    RendezvousError::Broken { rank, reason: error.to_string() }.into()
+    RendezvousError::Broken { rank, reason: StoreFault::System { text: error.to_string() } }.into()
 }

@@ -3,7 +3,7 @@
 use std::fmt;
 
 use super::RendezvousError;
-use crate::EnvironmentVariable;
+use crate::{EnvironmentVariable, VariableFault};
 
 /// Names the address where rank 0 listens, whatever the launcher says.
 pub const RENDEZVOUS_VARIABLE: &str = "COUNTERPOINT_RENDEZVOUS";
@@ -25,7 +25,7 @@ pub const ENVIRONMENT: [EnvironmentVariable; 2] = [
 ];
 
 /// The shortest secret that is taken.
-const SECRET_CHARACTERS: usize = 16;
+pub(super) const SECRET_CHARACTERS: usize = 16;
 
 /// What the ranks of a job were given to know each other by.
 #[derive(Clone, PartialEq, Eq)]
@@ -189,12 +189,12 @@ impl Launch {
         let Some(names) = LAUNCHERS.iter().find(set) else { return variables.none() };
         let world_size = variables.number(names.world_size)?;
         if world_size == 0 {
-            return Err(wrong(names.world_size, "is 0; there is at least one rank"));
+            return Err(wrong(names.world_size, VariableFault::NoRanks));
         }
         let rank = variables.number(names.rank)?;
         if rank >= world_size {
-            let reason = format!("is {rank}, but {} is {world_size}; ranks count from 0", names.world_size);
-            return Err(wrong(names.rank, reason));
+            let counter = names.world_size.to_owned();
+            return Err(wrong(names.rank, VariableFault::RankBeyond { rank, counter, world_size }));
         }
         let local_rank =
             variables.has(names.local_rank).then(|| variables.number(names.local_rank)).transpose()?;
@@ -219,13 +219,13 @@ impl Variables<'_> {
 
     fn number(&self, name: &str) -> Result<usize, RendezvousError> {
         let value = self.get(name).unwrap_or_default();
-        value.parse().map_err(|_| wrong(name, format!("is `{value}`, which is not a whole number")))
+        value.parse().map_err(|_| wrong(name, VariableFault::NotANumber { value }))
     }
 
     /// No launcher, unless half of torchrun's variables is there: a slip in a script that imitates it.
     fn none(&self) -> Result<Option<Launch>, RendezvousError> {
         match (self.has("RANK"), self.has("WORLD_SIZE")) {
-            (true, false) => Err(wrong("WORLD_SIZE", "is not set, but RANK is; set both, or neither")),
+            (true, false) => Err(wrong("WORLD_SIZE", VariableFault::SetAlone { set: "RANK".to_owned() })),
             _ => Ok(None),
         }
     }
@@ -233,10 +233,7 @@ impl Variables<'_> {
     fn secret(&self) -> Result<Option<JobSecret>, RendezvousError> {
         let Some(secret) = self.get(JOB_SECRET_VARIABLE) else { return Ok(None) };
         if secret.chars().count() < SECRET_CHARACTERS {
-            let reason = format!(
-                "is too short; give at least {SECRET_CHARACTERS} random characters, such as what `openssl rand -hex 32` prints"
-            );
-            return Err(wrong(JOB_SECRET_VARIABLE, reason));
+            return Err(wrong(JOB_SECRET_VARIABLE, VariableFault::ShortSecret { least: SECRET_CHARACTERS }));
         }
         Ok(Some(JobSecret(secret)))
     }
@@ -256,27 +253,24 @@ impl Variables<'_> {
     ) -> Result<RendezvousPoint, RendezvousError> {
         let mut job: Vec<String> = names.job.iter().filter_map(|name| self.get(name)).collect();
         if let Some(address) = self.get(RENDEZVOUS_VARIABLE) {
-            let reason = || format!("is `{address}`, which is not host:port, such as node1:29600");
-            let (host, port) =
-                address.rsplit_once(':').ok_or_else(|| wrong(RENDEZVOUS_VARIABLE, reason()))?;
+            let no_address =
+                || wrong(RENDEZVOUS_VARIABLE, VariableFault::NotAnAddress { value: address.clone() });
+            let (host, port) = address.rsplit_once(':').ok_or_else(no_address)?;
             let port = port.parse().ok().filter(|&port: &u16| port > 0);
             let port = port.filter(|_| !host.is_empty());
-            let port = port.ok_or_else(|| wrong(RENDEZVOUS_VARIABLE, reason()))?;
+            let port = port.ok_or_else(no_address)?;
             return Ok(RendezvousPoint { host: bare(host), ports: vec![port], job: job.join(" ") });
         }
         if let (Some(host), true) = (self.get("MASTER_ADDR"), self.has("MASTER_PORT")) {
             let port = u16::try_from(self.number("MASTER_PORT")?).ok().filter(|&port| port > 0);
-            let port = port.ok_or_else(|| wrong("MASTER_PORT", "is not a port; give one from 1 to 65535"))?;
+            let port = port.ok_or_else(|| wrong("MASTER_PORT", VariableFault::NotAPort))?;
             job.push(format!("port {port}"));
             return Ok(RendezvousPoint { host: bare(&host), ports: ports_after(port), job: job.join(" ") });
         }
         if one_host != Some(true) || job.is_empty() {
             let first = ["MASTER_ADDR", "MASTER_PORT"].into_iter().find(|name| !self.has(name));
-            let reason = format!(
-                "is not set, and {} does not say where rank 0 is; set MASTER_ADDR and MASTER_PORT, or {RENDEZVOUS_VARIABLE}",
-                names.launcher
-            );
-            return Err(wrong(first.unwrap_or("MASTER_ADDR"), reason));
+            let (launcher, address) = (names.launcher.to_string(), RENDEZVOUS_VARIABLE.to_owned());
+            return Err(wrong(first.unwrap_or("MASTER_ADDR"), VariableFault::NoPlace { launcher, address }));
         }
         // Below the ports that systems hand out by themselves.
         let first = 20_000 + (hash(&job.join(" ")) % 10_000) as u16;
@@ -302,8 +296,8 @@ fn hash(text: &str) -> u64 {
         .fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3))
 }
 
-fn wrong(variable: &str, reason: impl Into<String>) -> RendezvousError {
-    RendezvousError::Variable { variable: variable.to_owned(), reason: reason.into() }
+fn wrong(variable: &str, reason: VariableFault) -> RendezvousError {
+    RendezvousError::Variable { variable: variable.to_owned(), reason }
 }
 
 #[cfg(test)]

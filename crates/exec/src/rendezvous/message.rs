@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::Facet;
-use crate::{ExecError, RankActivity};
+use crate::{ExecError, RankActivity, SeatFault};
 
 /// The first thing that a rank says once it has proved that it is of the job.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -19,7 +19,7 @@ pub(super) enum Welcome {
     /// The rank is in. What connections between ranks of this job, and of no other with its token, are known by.
     Joined { session: String },
     /// There is no seat for it: another process has it, or the job was started with something else.
-    NoSeat { reason: String },
+    NoSeat { reason: SeatFault },
     /// The job has failed.
     Refused { error: ExecError },
 }

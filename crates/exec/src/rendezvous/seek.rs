@@ -5,13 +5,13 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, T
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::launch::{JOB_SECRET_VARIABLE, Launch, RendezvousPoint};
+use super::launch::{JOB_SECRET_VARIABLE, Launch, RendezvousPoint, SECRET_CHARACTERS};
 use super::local_token::{LocalName, LocalToken, NameError};
 use super::message::{Hello, Welcome};
 use super::{RENDEZVOUS_VARIABLE, RendezvousError};
-use crate::ExecError;
 use crate::frame::read_frame;
 use crate::network::{JobToken, KnockError, Until, descriptor_limit, is_out_of_descriptors, knock};
+use crate::{ExecError, SeatFault, SeveralHosts, VariableFault};
 
 const PAUSE: Duration = Duration::from_millis(20);
 /// How long rank 0 waits for the end of another job at the same place.
@@ -34,21 +34,18 @@ impl Identity {
         if let Some(secret) = &launch.secret {
             return Ok(Self::Secret(JobToken::of_secret(secret.text(), &point.job)));
         }
-        let needed = |which: &str| {
-            let reason = format!(
-                "is not set, and {which}; ranks of several hosts know each other by a secret: set it to the same 16 or more random \
-                 characters on all of them, such as what `openssl rand -hex 32` prints"
-            );
-            RendezvousError::Variable { variable: JOB_SECRET_VARIABLE.to_owned(), reason }
+        let needed = |because| RendezvousError::Variable {
+            variable: JOB_SECRET_VARIABLE.to_owned(),
+            reason: VariableFault::NoSecret { least: SECRET_CHARACTERS, because },
         };
         let address = point.to_string();
         if launch.one_host == Some(false) {
-            return Err(needed(&format!("{} started ranks on several hosts", launch.launcher)));
+            return Err(needed(SeveralHosts::Launcher { launcher: launch.launcher.to_string() }));
         }
         // Where the name cannot be looked up, looking for rank 0 says so.
         let is_elsewhere = addresses(&point.host).is_ok_and(|all| own_addresses(&all).is_empty());
         if launch.rank > 0 && is_elsewhere {
-            return Err(needed(&format!("rank 0 is on another host ({})", point.host)));
+            return Err(needed(SeveralHosts::FirstElsewhere { host: point.host.clone() }));
         }
         let name = LocalName::of(&format!("{address} {}", point.job));
         name.map(Self::Local).map_err(|error| cannot_listen(launch, &error))
@@ -98,11 +95,7 @@ pub(super) fn open(
             Ok(claimed) => break claimed,
             Err(NameError::Taken { .. }) if Instant::now() < until => thread::sleep(PAUSE),
             Err(NameError::Taken { process }) => {
-                let process = process.map_or_else(
-                    || "a process of another user".to_owned(),
-                    |process| format!("process {process}"),
-                );
-                let reason = format!("{process} is its rank 0");
+                let reason = SeatFault::OtherHost { process };
                 let (rank, address) = (launch.rank, point.to_string());
                 return Err(RendezvousError::AnotherJob { rank, address, reason });
             }
@@ -144,8 +137,8 @@ pub(super) fn cannot_listen(launch: &Launch, error: &io::Error) -> RendezvousErr
     if is_out_of_descriptors(error) {
         return RendezvousError::Descriptors { rank, world_size, limit: descriptor_limit() };
     }
-    let (reason, variable) = (error.to_string(), RENDEZVOUS_VARIABLE.to_owned());
-    RendezvousError::Listen { address: point.to_string(), reason, variable }
+    let (text, variable) = (error.to_string(), RENDEZVOUS_VARIABLE.to_owned());
+    RendezvousError::Listen { address: point.to_string(), text, variable }
 }
 
 /// A rank that looks for a seat.
@@ -168,7 +161,7 @@ pub(super) struct Seated {
 /// What came of asking at one address.
 enum Asked {
     Seated(Seated),
-    NoSeat(String),
+    NoSeat(SeatFault),
     /// Something listens there, and it is not rank 0 of this job.
     Stranger(String),
     Failed(String),
@@ -202,7 +195,7 @@ impl Seeker<'_> {
     /// Looks for rank 0 until it is there, or the time for it is over.
     pub(super) fn seek(&self, launch: &Launch, identity: &Identity) -> Result<Seated, ExecError> {
         let point = &launch.point;
-        let mut no_seat: Option<(Instant, String)> = None;
+        let mut no_seat: Option<(Instant, SeatFault)> = None;
         let mut failures = Failures::default();
         loop {
             // Where there are several ports, the first word of a round is the one that counts.
@@ -237,24 +230,24 @@ impl Seeker<'_> {
     /// Asks for a seat at one address until there is one, or the time for it is over.
     pub(super) fn seek_at(&self, address: SocketAddr, token: &JobToken) -> Result<Seated, ExecError> {
         loop {
-            let reason = match self.ask(address, token)? {
+            let text = match self.ask(address, token)? {
                 Asked::Seated(seated) => return Ok(seated),
                 Asked::NoSeat(reason) => {
                     let (rank, address) = (self.hello.rank, self.place.to_owned());
                     return Err(RendezvousError::AnotherJob { rank, address, reason }.into());
                 }
-                Asked::Stranger(reason) | Asked::Failed(reason) => reason,
+                Asked::Stranger(text) | Asked::Failed(text) => text,
             };
             if Instant::now() + PAUSE >= self.deadline {
-                return Err(self.unreachable(reason));
+                return Err(self.unreachable(text));
             }
             thread::sleep(PAUSE);
         }
     }
 
-    fn unreachable(&self, reason: String) -> ExecError {
+    fn unreachable(&self, text: String) -> ExecError {
         let (rank, address, waited) = (self.hello.rank, self.place.to_owned(), self.began.elapsed());
-        RendezvousError::Unreachable { rank, address, waited, reason }.into()
+        RendezvousError::Unreachable { rank, address, waited, text }.into()
     }
 
     /// Where rank 0 may listen now.
@@ -285,9 +278,9 @@ impl Seeker<'_> {
         let hello = serde_json::to_vec(self.hello).unwrap_or_default();
         let stream = match knock(address, token, &hello, self.deadline) {
             Ok(stream) => stream,
-            Err(error @ KnockError::AnotherVersion { .. }) => {
-                let (rank, reason) = (self.hello.rank, error.to_string());
-                return Err(RendezvousError::Refused { rank, reason }.into());
+            Err(KnockError::AnotherVersion { own, theirs }) => {
+                let rank = self.hello.rank;
+                return Err(RendezvousError::OtherVersion { rank, own, theirs }.into());
             }
             Err(KnockError::Io(error)) => return self.without(&error).map(Asked::Failed),
             Err(error) => return Ok(Asked::Stranger(format!("{address}: {error}"))),

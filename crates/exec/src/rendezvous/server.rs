@@ -222,7 +222,7 @@ impl Seats {
         let mut letters = state.store.greet(rank);
         if let Err(error) = listening {
             let stream = format!("from rank {rank}");
-            let error = ExecError::Thread { rank: 0, stream, reason: error.to_string() };
+            let error = ExecError::Thread { rank: 0, stream, text: error.to_string() };
             letters.extend(state.store.fail(self.shared.world_size, error));
         }
         self.shared.send(state, letters);

@@ -4,7 +4,7 @@ use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use super::{Rendezvous, RendezvousError};
-use crate::ExecError;
+use crate::{ExecError, StoreFault};
 
 /// What ranks that are processes have agreed on for a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,8 +50,7 @@ impl Rendezvous {
         let all = self.all_gather(place, &own.to_bytes())?;
         let all: Option<Vec<Arrival>> = all.iter().map(|one| Arrival::from_bytes(one)).collect();
         let all = all.ok_or_else(|| {
-            let reason = "what a rank sent of its start is not whole".to_owned();
-            self.fail(RendezvousError::Broken { rank: self.rank(), reason }.into())
+            self.fail(RendezvousError::Broken { rank: self.rank(), reason: StoreFault::PartOfStart }.into())
         })?;
         let (start, hold) = agreed(&all, &self.ranks_on_this_host());
         let at = Instant::now() + left_until(start, clock());

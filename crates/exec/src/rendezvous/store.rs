@@ -242,7 +242,7 @@ mod tests {
     #[test]
     fn the_first_failure_is_the_only_one_sent() {
         let mut store = Store::new(3);
-        let error = ExecError::from(RendezvousError::RankFailed { rank: 1, reason: "x".to_owned() });
+        let error = ExecError::from(RendezvousError::RankFailed { rank: 1, error: "x".to_owned() });
         let letters = store.hear(1, Request::Fail { error: error.clone() }, bytes(&[]));
         assert_eq!(letters.iter().map(|letter| letter.to).collect::<Vec<_>>(), [0, 2]);
         assert!(letters.iter().all(|letter| letter.reply == Reply::Failed { rank: 1, error: error.clone() }));

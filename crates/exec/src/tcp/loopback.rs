@@ -13,7 +13,7 @@ use crate::memory::check_memory;
 use crate::monitor::lock;
 use crate::{
     CpuBackend, CpuTransport, Ends, ExecError, JobToken, Machine, RENDEZVOUS_VARIABLE, Rendezvous,
-    RendezvousError, RendezvousHost, SlowLink, World,
+    RendezvousError, RendezvousHost, SlowLink, StoreFault, World,
 };
 
 /// Ranks that are threads of this process and join as processes do: each has a world of its own, a rendezvous and
@@ -41,7 +41,7 @@ impl TcpLoopback {
         let machine = TcpMachine::new(rendezvous.clone(), 0, self.slow_link)?;
         let world = World::new(of_world.size(), of_world.config().clone());
         let end = machine.connect(&world)?.pop();
-        let gone = || RendezvousError::Broken { rank, reason: "it has no end".to_owned() };
+        let gone = || RendezvousError::Broken { rank, reason: StoreFault::NoEnd };
         Ok((rendezvous, end.ok_or_else(gone)?))
     }
 }
@@ -117,7 +117,7 @@ fn host(world_size: usize, token: &JobToken, limit: Duration) -> Result<Rendezvo
     Rendezvous::host(listener, world_size, token, limit)
 }
 
-fn cannot_listen(reason: String) -> RendezvousError {
+fn cannot_listen(text: String) -> RendezvousError {
     let (address, variable) = (LOOPBACK.to_string(), RENDEZVOUS_VARIABLE.to_owned());
-    RendezvousError::Listen { address, reason, variable }
+    RendezvousError::Listen { address, text, variable }
 }

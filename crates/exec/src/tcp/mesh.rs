@@ -17,7 +17,7 @@ use crate::frame::{read_frame, write_frame};
 use crate::monitor::lock;
 use crate::network::{Door, Doorman, JobToken, KnockError, descriptor_limit, is_out_of_descriptors, knock};
 use crate::world::{World, after};
-use crate::{ExecError, Recipient, Rendezvous, RendezvousError};
+use crate::{ConnectionFault, ExecError, Recipient, Rendezvous, RendezvousError};
 
 /// Between two attempts to connect.
 const PAUSE: Duration = Duration::from_millis(20);
@@ -89,7 +89,7 @@ impl<M: Serialize + DeserializeOwned> Mesh<M> {
         let deadline = after(began, world.config().limit);
         let failed = |peer, error: &io::Error| match is_out_of_descriptors(error) {
             true => out_of_descriptors(rank, ranks),
-            false => lost(world, rank, peer, error.to_string()),
+            false => lost(world, rank, peer, ConnectionFault::system(error)),
         };
         let token = rendezvous.token_for(&format!("connections {name}"));
         let listener =
@@ -141,7 +141,7 @@ impl<M: Serialize + DeserializeOwned> Mesh<M> {
     ) -> Result<Arc<Peer>, ExecError> {
         let ready =
             stream.set_nodelay(true).and_then(|()| stream.set_write_timeout(Some(self.world.config().limit)));
-        ready.map_err(|error| lost(&self.world, self.rank, rank, error.to_string()))?;
+        ready.map_err(|error| lost(&self.world, self.rank, rank, ConnectionFault::system(error)))?;
         let (writing, gone) = (Mutex::default(), AtomicBool::new(false));
         let peer = Arc::new(Peer { rank, stream, writing, gone });
         let (reading, recipient, world, own) =
@@ -155,7 +155,7 @@ impl<M: Serialize + DeserializeOwned> Mesh<M> {
             .map_err(|error| ExecError::Thread {
                 rank: self.rank,
                 stream: format!("from rank {rank}"),
-                reason: error.to_string(),
+                text: error.to_string(),
             })?;
         Ok(peer)
     }
@@ -180,9 +180,9 @@ impl<M> Mesh<M> {
             Err(error) => {
                 let reason = match error.kind() {
                     ErrorKind::WouldBlock | ErrorKind::TimedOut => {
-                        format!("it took nothing for {:.3} s", self.world.config().limit.as_secs_f64())
+                        ConnectionFault::TookNothing { limit: self.world.config().limit }
                     }
-                    _ => error.to_string(),
+                    _ => ConnectionFault::system(error),
                 };
                 Err(fail_after_grace(&self.world, self.rank, peer.rank, reason))
             }
@@ -227,7 +227,7 @@ impl Peer {
     }
 
     /// Takes what it sends, until its farewell.
-    fn listen<R: Recipient>(&self, recipient: &R) -> Result<(), String> {
+    fn listen<R: Recipient>(&self, recipient: &R) -> Result<(), ConnectionFault> {
         let mut stream = &self.stream;
         loop {
             match read_frame::<Letter<R::Message>>(&mut stream) {
@@ -239,22 +239,22 @@ impl Peer {
                     recipient.receive(self.rank, message, &payload)?;
                 }
                 _ if self.gone.load(Ordering::Acquire) => return Ok(()),
-                Ok(None) => return Err("it closed the connection".to_owned()),
-                Err(error) => return Err(error.to_string()),
+                Ok(None) => return Err(ConnectionFault::Closed),
+                Err(error) => return Err(ConnectionFault::system(error)),
             }
         }
     }
 }
 
 /// Fails the world with the loss of a connection, unless it hears of the cause meanwhile.
-fn fail_after_grace(world: &World, rank: usize, peer: usize, reason: String) -> ExecError {
+fn fail_after_grace(world: &World, rank: usize, peer: usize, reason: ConnectionFault) -> ExecError {
     if let Err(cause) = world.sleep_until(Instant::now() + GRACE) {
         return cause;
     }
     world.fail(lost(world, rank, peer, reason))
 }
 
-fn lost(world: &World, rank: usize, peer: usize, reason: String) -> ExecError {
+fn lost(world: &World, rank: usize, peer: usize, reason: ConnectionFault) -> ExecError {
     let doing = world.activity_of(rank).doing;
     RendezvousError::Connection { rank, peer, reason, doing }.into()
 }

@@ -6,6 +6,6 @@ mod problem_size;
 mod shape;
 
 pub use layout::GemmLayout;
-pub use order::{GemmUnit, TOGETHER_ROWS, TileOrder, UnitGrid, group, units};
+pub use order::{GemmUnit, OrderError, TOGETHER_ROWS, TileOrder, UnitGrid, group, units};
 pub use problem_size::ProblemSize;
 pub use shape::{BLOCK, GemmShape, TILE_ROWS, TilePair, Warpgroups};

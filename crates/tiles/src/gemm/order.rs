@@ -3,6 +3,8 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use thiserror::Error;
+
 use super::shape::{GemmShape, TILE_ROWS, TilePair};
 
 /// The order in which a product's tiles are begun. They come in units of two, which a cluster computes together.
@@ -86,11 +88,73 @@ impl UnitGrid {
 /// Elements of D that are computed at the same time should be about a square: 66 units of 256 x 256 are 8 x 8 of them.
 pub const TOGETHER_ROWS: usize = 2048;
 
+/// Why a product has no such order of units, or no such groups of them.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum OrderError {
+    /// All columns of units come first.
+    #[error("{ahead} of {columns} columns of units ahead")]
+    Ahead {
+        /// Columns of units that come first.
+        ahead: usize,
+        /// Columns of units.
+        columns: usize,
+    },
+    /// Cuts between rows that do not ascend, or lie outside.
+    #[error("cuts behind {cuts:?} of {rows} rows of tiles")]
+    Cuts {
+        /// Where it is cut.
+        cuts: Vec<usize>,
+        /// Rows of tiles.
+        rows: usize,
+    },
+    /// Likewise between columns.
+    #[error("cuts behind {cuts:?} of {columns} columns")]
+    ColumnCuts {
+        /// Where it is cut.
+        cuts: Vec<usize>,
+        /// Columns of D.
+        columns: usize,
+    },
+    /// A table that leaves units out, or names some twice.
+    #[error("an order of {named} units that does not name each of {units} once")]
+    Table {
+        /// Its length.
+        named: usize,
+        /// Units of the product.
+        units: usize,
+    },
+    /// Shards that are no whole units.
+    #[error(
+        "{rows} rows in {shards} shards from number {first} on; shards are multiples of {unit_rows} rows"
+    )]
+    Shards {
+        /// Rows of D.
+        rows: usize,
+        /// Shards.
+        shards: usize,
+        /// The shard that comes first.
+        first: usize,
+        /// Rows of a unit.
+        unit_rows: usize,
+    },
+    /// Groups that are not all units.
+    #[error("groups of {sizes:?} units, {wanted} in all; the product has {units}")]
+    Groups {
+        /// Units of each.
+        sizes: Vec<u32>,
+        /// Of all.
+        wanted: usize,
+        /// Units of the product.
+        units: usize,
+    },
+}
+
 /// The units of a product in their order.
 ///
 /// # Errors
 /// Why there is no such order.
-pub fn units(order: &TileOrder, shape: &GemmShape, m: usize, n: usize) -> Result<Vec<GemmUnit>, String> {
+pub fn units(order: &TileOrder, shape: &GemmShape, m: usize, n: usize) -> Result<Vec<GemmUnit>, OrderError> {
     let grid = UnitGrid::new(shape, m, n);
     let unit_rows = shape.unit()[0];
     let numbers: Vec<usize> = match order {
@@ -102,7 +166,7 @@ pub fn units(order: &TileOrder, shape: &GemmShape, m: usize, n: usize) -> Result
         TileOrder::ShardAhead { shards, first, ahead } => {
             check_shards(*shards, *first, m, unit_rows)?;
             if *ahead >= grid.columns {
-                return Err(format!("{ahead} of {} columns of units ahead", grid.columns));
+                return Err(OrderError::Ahead { ahead: *ahead, columns: grid.columns });
             }
             let rows = grid.rows / shards;
             let of = |index: usize| {
@@ -114,14 +178,14 @@ pub fn units(order: &TileOrder, shape: &GemmShape, m: usize, n: usize) -> Result
         }
         TileOrder::Cuts(cuts) => {
             let ends = cuts.iter().map(|tiles| (tiles * TILE_ROWS).div_ceil(unit_rows));
-            let wrong = || format!("cuts behind {cuts:?} of {} rows of tiles", m.div_ceil(TILE_ROWS));
+            let wrong = || OrderError::Cuts { cuts: cuts.to_vec(), rows: m.div_ceil(TILE_ROWS) };
             let rows = between(ends, grid.rows).ok_or_else(wrong)?;
             rows.into_iter().flat_map(|rows| grouped(rows, 0..grid.columns, grid, unit_rows)).collect()
         }
         TileOrder::ColumnCuts(cuts) => {
             let ends = cuts.iter().map(|columns| columns.div_ceil(shape.unit()[1]));
-            let columns =
-                between(ends, grid.columns).ok_or_else(|| format!("cuts behind {cuts:?} of {n} columns"))?;
+            let wrong = || OrderError::ColumnCuts { cuts: cuts.to_vec(), columns: n };
+            let columns = between(ends, grid.columns).ok_or_else(wrong)?;
             columns.into_iter().flat_map(|columns| grouped(0..grid.rows, columns, grid, unit_rows)).collect()
         }
         TileOrder::Table(table) => {
@@ -131,11 +195,7 @@ pub fn units(order: &TileOrder, shape: &GemmShape, m: usize, n: usize) -> Result
                 .clone()
                 .all(|number| seen.get_mut(number).is_some_and(|seen| !std::mem::replace(seen, true)));
             if !each_once || table.len() != grid.count() {
-                return Err(format!(
-                    "an order of {} units that does not name each of {} once",
-                    table.len(),
-                    grid.count()
-                ));
+                return Err(OrderError::Table { named: table.len(), units: grid.count() });
             }
             all.collect()
         }
@@ -164,11 +224,9 @@ fn between(ends: impl Iterator<Item = usize>, last: usize) -> Option<Vec<Range<u
     ends.chain([last]).map(range).collect()
 }
 
-fn check_shards(shards: usize, first: usize, m: usize, unit_rows: usize) -> Result<(), String> {
+fn check_shards(shards: usize, first: usize, m: usize, unit_rows: usize) -> Result<(), OrderError> {
     if shards == 0 || first >= shards || !m.is_multiple_of(shards * unit_rows) {
-        return Err(format!(
-            "{m} rows in {shards} shards from number {first} on; shards are multiples of {unit_rows} rows"
-        ));
+        return Err(OrderError::Shards { rows: m, shards, first, unit_rows });
     }
     Ok(())
 }
@@ -180,7 +238,7 @@ fn in_shards(
     m: usize,
     grid: UnitGrid,
     unit_rows: usize,
-) -> Result<Vec<Vec<usize>>, String> {
+) -> Result<Vec<Vec<usize>>, OrderError> {
     check_shards(shards, first, m, unit_rows)?;
     let rows = grid.rows / shards;
     let of =
@@ -232,10 +290,10 @@ pub fn group(
     shape: &GemmShape,
     m: usize,
     n: usize,
-) -> Result<Vec<u32>, String> {
+) -> Result<Vec<u32>, OrderError> {
     let wanted: usize = sizes.iter().map(|&size| size as usize).sum();
     if wanted != units.len() || sizes.contains(&0) {
-        return Err(format!("groups of {sizes:?} units, {wanted} in all; the product has {}", units.len()));
+        return Err(OrderError::Groups { sizes: sizes.to_vec(), wanted, units: units.len() });
     }
     let mut rest = units;
     let mut signals = Vec::with_capacity(sizes.len());
@@ -335,7 +393,7 @@ mod tests {
         let mut all = units(&TileOrder::Grouped, &shape, 300, 256).unwrap();
         assert_eq!(group(&mut all, &[1, 1], &shape, 300, 256).unwrap(), [4, 2]);
         assert_eq!(all[1], GemmUnit { row_tile: 2, column_tile: 0, group: 1 });
-        assert!(group(&mut all, &[3], &shape, 300, 256).unwrap_err().contains("has 2"));
+        assert!(group(&mut all, &[3], &shape, 300, 256).unwrap_err().to_string().contains("has 2"));
         assert!(group(&mut all, &[2, 0], &shape, 300, 256).is_err());
     }
 }

@@ -167,7 +167,6 @@ fn many_masks(machine: &CudaMachine) -> Result<Vec<SelfCheck>, ExecError> {
 
 fn mask(documents: &[usize]) -> Result<Mask, ExecError> {
     let lengths = Documents::from_lengths(documents.iter().copied()).and_then(Mask::causal);
-    lengths.map_err(|error| {
-        failed(CudaError::Launch { kernel: "attention".to_owned(), reason: error.to_string() })
-    })
+    lengths
+        .map_err(|error| failed(CudaError::Launch { kernel: "attention".to_owned(), reason: error.into() }))
 }

@@ -193,7 +193,7 @@ mod tests {
         let overwritten = vec![Overwrite { bytes: 64, offset: 64, count: 2 }];
         let error = clean(&GuardReport { overwritten, ..whole.clone() }).unwrap_err();
         assert!(error.to_string().contains("2 bytes next to a buffer of 64"), "{error}");
-        let error = Some(CudaError::NoDevice { reason: "gone".to_owned() });
+        let error = Some(CudaError::NoDevice { text: "gone".to_owned() });
         assert!(clean(&GuardReport { error, ..whole }).is_err());
     }
 }

@@ -8,9 +8,10 @@ use counterpoint_exec::ExecError;
 use counterpoint_plan::DType;
 use counterpoint_report::median;
 
+use super::CalibrationFault;
 use crate::gpu::collective::{BenchCollective, CollectiveCase, bench_collective};
 use counterpoint_cuda::exec_error;
-use counterpoint_cuda::{CudaMachine, TransportKind};
+use counterpoint_cuda::{CudaError, CudaMachine, TransportKind};
 
 /// Bytes that a rank sends.
 const SIZES: [u64; 4] = [64 << 10, 1 << 20, 16 << 20, 128 << 20];
@@ -102,13 +103,10 @@ fn point(
     let case = CollectiveCase { rows, split_rows: split_rows.min(to_each), ..case };
     let times = bench_collective(machine, &case)?;
     if times.wrong > 0 {
-        let reason =
-            format!("{} elements of {} bytes by {} are wrong", times.wrong, bytes, machine.transport());
-        return Err(exec_error(
-            0,
-            "a calibration",
-            counterpoint_cuda::CudaError::Launch { kernel: "a group collective".to_owned(), reason },
-        ));
+        let (wrong, transport) = (times.wrong, machine.transport().to_string());
+        let reason = CalibrationFault::Wrong { wrong, bytes, transport }.into();
+        let kernel = "a group collective".to_owned();
+        return Err(exec_error(0, "a calibration", CudaError::Launch { kernel, reason }));
     }
     Ok(LinkPoint { bytes: case.bytes(), seconds: median(&times.seconds) })
 }

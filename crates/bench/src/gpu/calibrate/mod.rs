@@ -15,6 +15,26 @@ use counterpoint_exec::ExecError;
 
 use counterpoint_cuda::CudaMachine;
 use counterpoint_cuda::exec_error;
+use thiserror::Error;
+
+/// Why a measurement of the machine is none.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum CalibrationFault {
+    /// A collective whose results are wrong.
+    #[error("{wrong} elements of {bytes} bytes by {transport} are wrong")]
+    Wrong {
+        /// Elements that are.
+        wrong: u64,
+        /// Bytes of the message.
+        bytes: u64,
+        /// Who moved it.
+        transport: String,
+    },
+    /// An operation without its time.
+    #[error("its time was not taken")]
+    NoTime,
+}
 
 /// Measures `machine`: some seconds a GPU, and as many again for links and policies where there are several. `report` is called with what
 /// is measured next.

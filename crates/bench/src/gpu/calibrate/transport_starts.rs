@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use counterpoint_cuda::kernel::UserKernelSource;
-use counterpoint_cuda::{CudaMachine, TransportKind, exec_error};
+use counterpoint_cuda::{CudaError, CudaMachine, TransportKind, exec_error};
 use counterpoint_exec::{Backend, ExecError, Group, HostTensor, Prepared, WorldConfig};
 use counterpoint_mask::Range;
 use counterpoint_plan::{DType, GroupPart, OwnedSplit, RemoteSplit};
@@ -13,7 +13,7 @@ use counterpoint_schedule::{
     UserPart,
 };
 
-use super::StartCount;
+use super::{CalibrationFault, StartCount};
 
 /// Nanoseconds that a computation stays: the one that communication waits for, and the one that should hide it, which is far longer than
 /// the rows take.
@@ -63,9 +63,9 @@ fn is_hidden(timeline: &Timeline) -> Result<bool, ExecError> {
     let ends = (0..timeline.world_size).filter_map(|rank| Some((end(rank, "hide")?, end(rank, "cast"))));
     let mut hidden = true;
     for (computed, cast) in ends {
-        let missing = || counterpoint_cuda::CudaError::Launch {
+        let missing = || CudaError::Launch {
             kernel: "a group-cast".to_owned(),
-            reason: "its time was not taken".to_owned(),
+            reason: CalibrationFault::NoTime.into(),
         };
         hidden &= cast.ok_or_else(|| exec_error(0, "a count of starts", missing()))? < computed;
     }

@@ -12,7 +12,7 @@ use super::{GemmCollectiveBench, GemmCollectiveRuns, Ranked, SEED, weight_seed};
 use crate::gpu::gemm::sample;
 use counterpoint_cuda::exec_error;
 use counterpoint_cuda::kernel::{ElementType, GemmLayout, GemmSpec, GemmTensors, LibraryGemm, RandomFill};
-use counterpoint_cuda::{CudaBuffer, CudaError, DeviceBuffer, Event, Stream, StreamPriority};
+use counterpoint_cuda::{CudaBuffer, CudaError, DeviceBuffer, Event, Stream, StreamPriority, TransportFault};
 
 /// Rows of each rank that are compared with f64.
 const ROWS: usize = 6;
@@ -87,7 +87,7 @@ impl<'a> Rank<'a> {
                 // The Programs are those of the spec.
                 program.bind(name, buffer).map_err(|error| CudaError::Launch {
                     kernel: "a benchmark".to_owned(),
-                    reason: error.to_string(),
+                    reason: error.into(),
                 })?;
             }
         }
@@ -199,7 +199,7 @@ impl<'a> Rank<'a> {
         let began = Instant::now();
         while !self.fail(self.stream.is_idle())? {
             if began.elapsed() > self.bench.limit {
-                let reason = format!("NCCL did not end in {:.3} s", self.bench.limit.as_secs_f64());
+                let reason = TransportFault::NotEnded { limit: self.bench.limit }.into();
                 return self.fail(Err(CudaError::Transport { transport: "nccl", reason }));
             }
             std::hint::spin_loop();

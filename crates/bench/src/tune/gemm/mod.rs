@@ -19,7 +19,7 @@ use counterpoint_cost::ProblemSize;
 use counterpoint_cuda::{CudaMachine, TransportKind};
 use counterpoint_exec::{CpuMachine, Launch, Machine, Rendezvous, TcpMachine};
 use counterpoint_measure::{Processes, Repeats};
-use counterpoint_plan::{DType, LinearDirection, LinearPlan, LinearSpec, WaveGroups};
+use counterpoint_plan::{DType, LinearDirection, LinearField, LinearPlan, LinearSpec, WaveGroups};
 use counterpoint_schedule::{OverlapPolicy, WorkerShare};
 
 use crate::arguments::{BenchTpPass, RanksArguments, SearchArgument, TuneGemmArguments};
@@ -109,10 +109,11 @@ fn tunings<'a>(
         BenchTpPass::Backward => arguments.gradient.gradient(dtype).tuned_pass(),
     };
     // In a backward the product's columns are the layer's input features.
-    let named = match arguments.pass {
-        BenchTpPass::Forward => [("in_features", flags[0]), ("out_features", flags[1])],
-        BenchTpPass::Backward => [("out_features", flags[0]), ("in_features", flags[1])],
+    let fields = match arguments.pass {
+        BenchTpPass::Forward => [LinearField::InFeatures, LinearField::OutFeatures],
+        BenchTpPass::Backward => [LinearField::OutFeatures, LinearField::InFeatures],
     };
+    let named = [(fields[0], flags[0]), (fields[1], flags[1])];
     let policies = policies(arguments, linear);
     let cases = arguments
         .collective

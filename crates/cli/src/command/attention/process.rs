@@ -17,7 +17,7 @@ use counterpoint_cost::CostModel;
 use counterpoint_cuda::{CudaProcess, Timing};
 use counterpoint_exec::{
     AttentionInputs, ExecError, Facet, Launch, Pass, RankProblem, RanksRun, Rendezvous, RendezvousError,
-    RunConfig, run_attention_process, run_attention_ranks,
+    RunConfig, StoreFault, run_attention_process, run_attention_ranks,
 };
 use counterpoint_mask::Mask;
 use counterpoint_measure::calibrate;
@@ -216,7 +216,7 @@ impl Rank<'_> {
     }
 
     fn broken(&self, error: &dyn std::error::Error) -> CliError {
-        let (rank, reason) = (self.rendezvous.rank(), error.to_string());
+        let (rank, reason) = (self.rendezvous.rank(), StoreFault::value(error));
         ended(RendezvousError::Broken { rank, reason }.into())
     }
 }

@@ -7,7 +7,9 @@ use counterpoint_console::{
     overlap::warning,
 };
 use counterpoint_cost::WorkerSharing;
-use counterpoint_plan::{DType, LinearDirection, LinearKind, LinearPlan, LinearSpec, Topology, WaveGroups};
+use counterpoint_plan::{
+    DType, LinearDirection, LinearField, LinearKind, LinearPlan, LinearSpec, Topology, WaveGroups,
+};
 use counterpoint_schedule::{
     NormSpec, OverlapPolicy, Program, RankTransport, WeightGradient, Workload, lower_linear_backward,
     lower_linear_forward, lower_normalised_backward, lower_normalised_forward, simulate,
@@ -17,7 +19,8 @@ use super::{PassRow, Predicted, Setting, Simulated, pass_columns, simulated};
 use crate::arguments::SimulateLinearArguments;
 
 /// Flags of the sizes of a layer.
-const FLAGS: [(&str, &str); 2] = [("in_features", "--in-features"), ("out_features", "--out-features")];
+const FLAGS: [(LinearField, &str); 2] =
+    [(LinearField::InFeatures, "--in-features"), (LinearField::OutFeatures, "--out-features")];
 
 const DIRECTIONS: [LinearDirection; 2] =
     [LinearDirection::Forward, LinearDirection::Backward { weight_gradient: true }];

@@ -15,7 +15,7 @@ use arguments::{
 };
 use counterpoint_mask::Range;
 use counterpoint_tiles::{Tile, TileClasses};
-use scheduler::{Choice, TileScheduler, missed, refused, rows_launch};
+use scheduler::{Choice, TileScheduler, missed, rows_launch};
 use scratch::{DqOrderTables, Sums};
 use shape::{CLASSES, blocks_per_head, shape_of};
 pub(super) use source::specialisations;
@@ -26,7 +26,9 @@ use super::{
     ArrivingTensors, AttentionProblem, BackwardMode, BackwardTensors, CtaWaits, DqBegin, DqRounding,
     HeadRows, WaitLimit,
 };
-use crate::{CudaError, DeviceBuffer, Function, Launch, Stream, Swizzle, TensorMapElement, TensorMapSpec};
+use crate::{
+    CudaError, DeviceBuffer, Function, Launch, LaunchFault, Stream, Swizzle, TensorMapElement, TensorMapSpec,
+};
 
 /// Words before those of the key heads in the queue's buffer.
 const QUEUE_WORDS: usize = 2;
@@ -103,7 +105,8 @@ impl AttentionBackward {
         let Choice { choice, sums, heads, mut schedule } = Choice::of(problem, mode)?;
         let mut functions = device.functions(&[choice.source(), rows_source(problem.element)])?.into_iter();
         let (Some(function), Some(rows_function)) = (functions.next(), functions.next()) else {
-            return Err(refused("its kernels were not loaded".to_owned()));
+            let kernel = "attention_backward".to_owned();
+            return Err(CudaError::Launch { kernel, reason: LaunchFault::NotLoaded.into() });
         };
 
         let dq_order = schedule.dq_order().filter(|_| problem.deterministic);

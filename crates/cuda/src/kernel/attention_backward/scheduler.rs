@@ -4,7 +4,7 @@ use counterpoint_tiles::{TileClasses, TileCtas, TileSchedule};
 
 use super::shape::{CLASSES, DqSums, ItemHeads, heads_at_a_time, rounds_overlapped, shape_of};
 use super::source::{BackwardChoice, KeyGradients, ROWS_THREADS, SHARED_BYTES, THREADS};
-use crate::kernel::{AttentionProblem, BackwardMode, blocks_of};
+use crate::kernel::{AttentionFault, AttentionProblem, BackwardMode, blocks_of};
 use crate::{CudaError, Launch};
 
 const MISSED_ORDER: &str = "a key tile waited in vain for its turn to add to dq, which is wrong now; run without deterministic mode, \
@@ -25,16 +25,13 @@ pub(super) struct Choice {
 impl Choice {
     pub(super) fn of(problem: &AttentionProblem, mode: BackwardMode) -> Result<Self, CudaError> {
         let AttentionProblem { heads_q, heads_kv, head_dim, head_dim_v, .. } = *problem;
-        let shape = shape_of(problem).ok_or_else(|| {
-            refused(format!(
-                "heads of {head_dim} and {head_dim_v} elements; it takes multiples of 8 up to 256"
-            ))
-        })?;
+        let shape =
+            shape_of(problem).ok_or_else(|| refused(AttentionFault::HeadDims { head_dim, head_dim_v }))?;
         if heads_kv == 0 || !heads_q.is_multiple_of(heads_kv) {
-            return Err(refused(format!("{heads_q} query heads are not a multiple of {heads_kv} key heads")));
+            return Err(refused(AttentionFault::Heads { heads_q, heads_kv }));
         }
         let sums = DqSums::of(problem, mode);
-        let schedule = shape.schedule(problem, sums).map_err(|error| refused(error.to_string()))?;
+        let schedule = shape.schedule(problem, sums).map_err(|error| refused(error.into()))?;
         let heads = ItemHeads::of(problem, mode, shape, schedule.tiles());
         let choice = BackwardChoice {
             shape,
@@ -117,6 +114,6 @@ pub(super) fn missed(is_ordered: bool, halved_tiles: usize, mode: BackwardMode) 
     }
 }
 
-pub(super) fn refused(reason: String) -> CudaError {
-    CudaError::Launch { kernel: "attention_backward".to_owned(), reason }
+fn refused(fault: AttentionFault) -> CudaError {
+    CudaError::Launch { kernel: "attention_backward".to_owned(), reason: fault.into() }
 }

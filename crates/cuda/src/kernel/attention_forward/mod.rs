@@ -5,6 +5,7 @@ mod source;
 
 use std::f32::consts::LOG2_E;
 
+use crate::kernel::AttentionFault;
 use shape::{ForwardShape, Freedom, TileEnds};
 pub(super) use source::specialisations;
 use source::{ForwardChoice, Scores, Span};
@@ -99,7 +100,10 @@ impl AttentionForward {
     /// is short.
     pub fn new(stream: &Stream, problem: &AttentionProblem, mode: ForwardMode) -> Result<Self, CudaError> {
         let device = stream.device();
-        let refused = |reason: String| CudaError::Launch { kernel: "attention_forward".to_owned(), reason };
+        let refused = |fault: AttentionFault| CudaError::Launch {
+            kernel: "attention_forward".to_owned(),
+            reason: fault.into(),
+        };
         let dims = check(problem).map_err(refused)?;
         let workers = device.sm_count().saturating_sub(problem.sm_margin).max(1);
 
@@ -117,8 +121,8 @@ impl AttentionForward {
             Scores::Scaled if whole => Freedom::Any,
             Scores::Scaled => Freedom::Small,
         };
-        let (shape, schedule) = shape::choose(problem, dims, freedom, splitters, ends)
-            .map_err(|error| refused(error.to_string()))?;
+        let (shape, schedule) =
+            shape::choose(problem, dims, freedom, splitters, ends).map_err(|error| refused(error.into()))?;
         let (ready, waiting) = schedule.tiles().split_at(schedule.ready_tiles());
         let tiles = [(0, ready), (ready.len(), waiting)].map(|(first, tiles)| {
             let groups = shape::head_groups(problem, shape, &schedule, tiles, workers);
@@ -268,12 +272,12 @@ impl AttentionForward {
 }
 
 /// The padded dimensions of a problem, or why it has no kernel.
-fn check(problem: &AttentionProblem) -> Result<(u32, u32), String> {
+fn check(problem: &AttentionProblem) -> Result<(u32, u32), AttentionFault> {
     portable_shape::check(problem)?;
     let AttentionProblem { heads_q, head_dim, head_dim_v, rows_q, .. } = *problem;
     // Items, a tile of one head each, are counted by 32 bits.
     if (rows_q as u64).saturating_mul(heads_q as u64) > u64::from(u32::MAX / 4) {
-        return Err(format!("{rows_q} rows of {heads_q} heads; at most {} in all", u32::MAX / 4));
+        return Err(AttentionFault::Rows { rows: rows_q, heads: heads_q, most: u32::MAX / 4 });
     }
     portable_shape::padded_dims(head_dim, head_dim_v)
 }

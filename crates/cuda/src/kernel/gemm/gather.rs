@@ -2,7 +2,9 @@
 
 use super::shape::TilingCost;
 use super::source::GemmEnds;
-use super::{GEMM_DESTINATIONS, Gemm, GemmArguments, GemmRows, GemmSpec, GemmTensors, check_arch, refused};
+use super::{
+    GEMM_DESTINATIONS, Gemm, GemmArguments, GemmFault, GemmRows, GemmSpec, GemmTensors, check_arch, refused,
+};
 use crate::kernel::{CtaWaits, GemmEpilogue, GemmLayout, LinkCall};
 use crate::layout::{SharedLayout, shared_layout};
 use crate::{CudaError, Device, Stream};
@@ -86,29 +88,24 @@ impl GemmGatherSpec {
     ///
     /// # Errors
     /// With the figures that do not fit.
-    pub fn check(&self) -> Result<(), String> {
+    pub fn check(&self) -> Result<(), GemmFault> {
         let Self { product, rank, ranks } = self;
         product.check()?;
         if *ranks < 2 || *ranks > GEMM_DESTINATIONS || rank >= ranks {
-            return Err(format!("rank {rank} of {ranks}; it takes 2 to {GEMM_DESTINATIONS} ranks"));
+            return Err(GemmFault::Ranks { rank: *rank, ranks: *ranks, most: GEMM_DESTINATIONS });
         }
         if !product.size.m.is_multiple_of(*ranks) || (self.mixes_owners() && self.own_bytes() > AT_ONCE) {
-            return Err(format!(
-                "{} rows of {ranks} ranks; each must have a multiple of {TILE_ROWS}, or at most {AT_ONCE} bytes",
-                product.size.m
-            ));
+            let (rows, ranks) = (product.size.m, *ranks);
+            return Err(GemmFault::RowsOfGather { rows, ranks, tile: TILE_ROWS, bytes: AT_ONCE });
         }
         if product.strides[0] != product.size.k {
-            return Err(format!(
-                "rows of A are {} elements apart, they travel as {}",
-                product.strides[0], product.size.k
-            ));
+            return Err(GemmFault::RowsApart { stride: product.strides[0], columns: product.size.k });
         }
         if product.output != product.element.scalar() || product.epilogue == GemmEpilogue::Accumulate {
-            return Err("its result is written, in the type of the operands".to_owned());
+            return Err(GemmFault::ResultIsWritten);
         }
         if product.layout == GemmLayout::Tn {
-            return Err("rows of A are its K".to_owned());
+            return Err(GemmFault::RowsAreK);
         }
         Ok(())
     }
@@ -221,7 +218,7 @@ impl GemmGather {
     /// As [`GemmGather::shapes`]; when the kernel cannot be compiled, or memory is short.
     pub fn with_shape(stream: &Stream, spec: &GemmGatherSpec, shape: GemmShape) -> Result<Self, CudaError> {
         if !Self::shapes(stream.device(), spec)?.contains(&shape) {
-            return Err(refused(format!("{shape:?} is not a shape of this product")));
+            return Err(refused(GemmFault::Shape(shape.into())));
         }
         let mut product = spec.product.clone();
         product.sources = spec.sources();
@@ -287,9 +284,8 @@ impl GemmGather {
         let GemmGatherSpec { rank, ranks, ref product } = self.spec;
         let GemmGatherTensors { own, gathered, exchanges, b, d, bias } = *tensors;
         if gathered.len() != ranks || exchanges.len() != ranks {
-            let reason =
-                format!("{} copies and {} exchanges of {ranks} ranks", gathered.len(), exchanges.len());
-            return Err(refused(reason));
+            let (copies, exchanges) = (gathered.len(), exchanges.len());
+            return Err(refused(GemmFault::RanksOfLaunch { what: "copies", copies, exchanges, ranks }));
         }
         let at = |addresses: &[u64], offset: usize| -> [u64; GEMM_DESTINATIONS] {
             std::array::from_fn(|peer| addresses.get(peer).map_or(0, |address| address + offset as u64))
@@ -380,11 +376,11 @@ mod tests {
     #[test]
     fn what_no_kernel_takes_is_refused_with_figures() {
         assert_eq!(spec(512, 64, 4).check(), Ok(()));
-        assert!(spec(512, 64, 3).check().unwrap_err().contains("512 rows of 3"));
-        assert!(spec(512, 64, 1).check().unwrap_err().contains("rank 0 of 1"));
+        assert!(spec(512, 64, 3).check().unwrap_err().to_string().contains("512 rows of 3"));
+        assert!(spec(512, 64, 1).check().unwrap_err().to_string().contains("rank 0 of 1"));
         let mut apart = spec(512, 64, 4);
         apart.product.strides[0] = 128;
-        assert!(apart.check().unwrap_err().contains("128 elements apart"));
+        assert!(apart.check().unwrap_err().to_string().contains("128 elements apart"));
     }
 
     #[test]
@@ -425,6 +421,6 @@ mod tests {
         assert_eq!(spec(2048, 4096, 4).pieces(), None);
         // Tiles with rows of several owners read all of them from the copy.
         assert_eq!(spec(128, 4096, 4).sources(), [GemmRows { tensor: 0, first: 0, count: 128 }]);
-        assert!(spec(1000, 16384, 4).check().unwrap_err().contains("1000 rows of 4 ranks"));
+        assert!(spec(1000, 16384, 4).check().unwrap_err().to_string().contains("1000 rows of 4 ranks"));
     }
 }

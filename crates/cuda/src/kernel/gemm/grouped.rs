@@ -5,7 +5,7 @@ use counterpoint_tiles::gemm::{GemmLayout, GemmShape, TILE_ROWS, TilePair};
 use super::problem_tiles::{BOXES, GemmBox};
 use super::problems::GroupedGemmSpec;
 use super::source::{GemmChoice, GemmEnds};
-use super::{GEMM_DESTINATIONS, GEMM_SOURCES, GemmArguments, GemmGrid, check_arch, refused};
+use super::{GEMM_DESTINATIONS, GEMM_SOURCES, GemmArguments, GemmFault, GemmGrid, check_arch, refused};
 use crate::kernel::{Scalar, WaitLimit};
 use crate::layout::{SharedLayout, shared_layout};
 use crate::{
@@ -76,7 +76,7 @@ impl GroupedGemm {
     /// As [`GroupedGemm::new`].
     pub fn with_shape(stream: &Stream, spec: &GroupedGemmSpec, shape: GemmShape) -> Result<Self, CudaError> {
         if !Self::shapes(stream.device(), spec)?.contains(&shape) {
-            return Err(refused(format!("{shape:?} is not a shape of this product")));
+            return Err(refused(GemmFault::Shape(shape.into())));
         }
         Self::of_shape(stream, spec, shape)
     }
@@ -134,7 +134,7 @@ impl GroupedGemm {
         let Self { spec, shape, .. } = self;
         if tensors.a.len() != spec.rows_a.len() || tensors.b.len() != spec.rows_b.len() {
             let (a, b) = (tensors.a.len(), tensors.b.len());
-            return Err(refused(format!("addresses of {a} tensors of A and {b} of B")));
+            return Err(refused(GemmFault::GroupedAddresses { a, b }));
         }
         // Bound once for all tensor maps.
         let _bound = self.function.device().make_current()?;

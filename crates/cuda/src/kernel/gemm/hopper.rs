@@ -5,8 +5,8 @@ use counterpoint_tiles::gemm::{GemmLayout, GemmShape, TILE_ROWS, TilePair};
 use super::rows::{self, Destination, GemmKSource, GemmTile};
 use super::source::GemmEnds;
 use super::{
-    GEMM_DESTINATIONS, GEMM_SOURCES, Gemm, GemmEpilogue, GemmGrid, GemmSignals, GemmSpec, GemmTensors,
-    refused,
+    GEMM_DESTINATIONS, GEMM_SOURCES, Gemm, GemmEpilogue, GemmFault, GemmGrid, GemmSignals, GemmSpec,
+    GemmTensors, refused,
 };
 use crate::kernel::{CtaWaits, Scalar, WaitLimit};
 use crate::layout::{SharedLayout, shared_layout};
@@ -107,7 +107,7 @@ impl Gemm {
             }
         }
         // Nobody looks at those that are not there.
-        let missing = || refused("it has no destination or no source".to_owned());
+        let missing = || refused(GemmFault::NoTensor);
         let some_d = d_maps[0].ok_or_else(missing)?;
         let some_a = a_maps.iter().flatten().next().copied().ok_or_else(missing)?;
         Ok(GemmArguments {
@@ -198,7 +198,7 @@ impl Gemm {
         [begin, end]: [usize; 2],
     ) -> Result<TensorMap, CudaError> {
         let before = begin as u64 * self.spec.output.bytes();
-        let none = || refused(format!("no tensor of {begin} columns and more is at {address:#x}"));
+        let none = || refused(GemmFault::BeforeMemory { begin: begin as u64, address });
         let first = address.checked_sub(before).ok_or_else(none)?;
         self.map_of_result(first, [rows, end], end - begin, STORED_ROWS)
     }

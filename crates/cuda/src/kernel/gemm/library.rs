@@ -4,6 +4,7 @@ use std::ffi::c_void;
 use std::ptr;
 use std::sync::Arc;
 
+use counterpoint_cost::ProblemSize;
 use counterpoint_driver::CublasLt;
 use counterpoint_driver::cublaslt_types::{
     cublasComputeType_t, cublasLtEpilogue_t, cublasLtHandle_t, cublasLtMatmulAlgo_t, cublasLtMatmulDesc_t,
@@ -11,7 +12,7 @@ use counterpoint_driver::cublaslt_types::{
     cublasLtMatmulPreferenceAttributes_t, cublasLtMatrixLayout_t, cudaDataType_t,
 };
 
-use super::{GemmEpilogue, GemmLayout, GemmSignals, GemmSpec, GemmTensors};
+use super::{GemmEpilogue, GemmFault, GemmLayout, GemmSignals, GemmSpec, GemmTensors};
 use crate::kernel::Scalar;
 use crate::{CudaError, Device, DeviceBuffer, LibraryVersion, Stream};
 
@@ -93,10 +94,13 @@ impl GemmLibrary {
     /// # Errors
     /// [`CudaError::Launch`] when it is none that the library can do, or memory is short.
     pub fn gemm(&self, spec: &GemmSpec) -> Result<LibraryGemm, CudaError> {
-        let refused = |reason: String| CudaError::Launch { kernel: "cublasLtMatmul".to_owned(), reason };
+        let refused = |fault: GemmFault| CudaError::Launch {
+            kernel: "cublasLtMatmul".to_owned(),
+            reason: fault.into(),
+        };
         spec.check().map_err(refused)?;
         if spec.receivers.len() != 1 || spec.sources.len() != 1 || spec.signals != GemmSignals::None {
-            return Err(refused("cuBLASLt knows no pieces, no several receivers and no signals".to_owned()));
+            return Err(refused(GemmFault::LibraryPieces));
         }
         let Handle { library, device, raw } = &*self.0;
         let _bound = device.make_current()?;
@@ -124,7 +128,8 @@ impl GemmLibrary {
         };
         library.check("cublasLtMatmulAlgoGetHeuristic", code)?;
         if found == 0 {
-            return Err(refused(format!("cuBLASLt has no algorithm for {spec:?}")));
+            let (ProblemSize { m, n, k }, layout) = (spec.size, spec.layout);
+            return Err(refused(GemmFault::LibraryAlgorithm { m, n, k, layout }));
         }
         // The algorithm, and with it bits, is that for all multiprocessors.
         if spec.sm_margin > 0 {

@@ -1,5 +1,6 @@
 //! The launchers of matrix products: `gemm/gemm.cuh` on Hopper, `gemm/portable_gemm.cuh` elsewhere.
 
+mod fault;
 mod gather;
 mod grouped;
 mod hopper;
@@ -18,6 +19,7 @@ use std::ops::Range;
 
 use counterpoint_tiles::gemm::{self as tiles, GemmUnit, TILE_ROWS};
 pub use counterpoint_tiles::gemm::{GemmLayout, GemmShape, TileOrder, TilePair, Warpgroups};
+pub use fault::{GemmFault, ProblemFault};
 pub use gather::{GemmGather, GemmGatherSpec, GemmGatherTensors};
 pub use grouped::{GroupedGemm, GroupedGemmTensors};
 use hopper::{GemmArguments, STORED_ROWS};
@@ -85,7 +87,7 @@ impl Gemm {
     /// # Errors
     /// [`CudaError::Launch`] when no kernel takes it; when the kernel cannot be compiled, or memory is short.
     pub fn new(stream: &Stream, spec: &GemmSpec) -> Result<Self, CudaError> {
-        let none = || refused("no tiles fit the columns of its receivers".to_owned());
+        let none = || refused(GemmFault::NoTiles);
         let best = Self::shapes(stream.device(), spec)?.first().copied().ok_or_else(none)?;
         Self::with_shape(stream, spec, best)
     }
@@ -121,7 +123,7 @@ impl Gemm {
     pub fn with_shape(stream: &Stream, spec: &GemmSpec, shape: GemmShape) -> Result<Self, CudaError> {
         let device = stream.device();
         if !Self::shapes(device, spec)?.contains(&shape) {
-            return Err(refused(format!("{shape:?} is not a shape of this product")));
+            return Err(refused(GemmFault::Shape(shape.into())));
         }
         let rows = spec.tiled_rows();
         let mut unit_list = tiles::units(&spec.order, &shape, rows, spec.size.n).map_err(refused)?;
@@ -279,22 +281,22 @@ impl Gemm {
     }
 
     /// Whether there are as many addresses as the spec speaks of.
-    fn check_tensors(&self, tensors: &GemmTensors<'_>) -> Result<(), String> {
+    fn check_tensors(&self, tensors: &GemmTensors<'_>) -> Result<(), GemmFault> {
         let GemmSpec { sources, signals, epilogue, .. } = &self.spec;
         let receivers = self.spec.receiver_count();
         if tensors.d.len() != receivers {
-            return Err(format!("{} addresses of D, it has {receivers} receivers", tensors.d.len()));
+            return Err(GemmFault::AddressesOfD { given: tensors.d.len(), receivers });
         }
         let wanted = sources.iter().map(|source| source.tensor + 1).max().unwrap_or(0);
         if tensors.a.len() != wanted {
-            return Err(format!("{} addresses of A, it has {wanted} tensors", tensors.a.len()));
+            return Err(GemmFault::AddressesOfA { given: tensors.a.len(), tensors: wanted });
         }
         let counters = if *signals == GemmSignals::None { 0 } else { receivers };
         if tensors.counters.len() != counters || tensors.counters.contains(&0) {
-            return Err(format!("counters at {:x?}; it needs {counters} addresses", tensors.counters));
+            return Err(GemmFault::Counters { given: tensors.counters.to_vec(), wanted: counters });
         }
         if *epilogue == GemmEpilogue::StoreBias && tensors.bias == 0 {
-            return Err("a bias is to be added, but has no address".to_owned());
+            return Err(GemmFault::NoBias);
         }
         Ok(())
     }
@@ -305,11 +307,11 @@ fn check_arch(device: &Device) -> Result<(), CudaError> {
     if device.arch().is_hopper() {
         return Ok(());
     }
-    Err(refused(format!("it is for compute capability 9.0, the GPU has {}", device.capability())))
+    Err(refused(GemmFault::NotHopper(device.capability())))
 }
 
-fn refused(reason: String) -> CudaError {
-    CudaError::Launch { kernel: "gemm".to_owned(), reason }
+fn refused(fault: impl Into<GemmFault>) -> CudaError {
+    CudaError::Launch { kernel: "gemm".to_owned(), reason: fault.into().into() }
 }
 
 /// What host and kernels share.

@@ -4,8 +4,8 @@ use counterpoint_tiles::gemm::{GemmLayout, GemmShape, TILE_ROWS, TilePair, UnitG
 
 use super::rows::Destination;
 use super::{
-    GEMM_DESTINATIONS, GEMM_SOURCES, Gemm, GemmEpilogue, GemmGrid, GemmSignals, GemmSpec, GemmTensors,
-    refused,
+    GEMM_DESTINATIONS, GEMM_SOURCES, Gemm, GemmEpilogue, GemmFault, GemmGrid, GemmSignals, GemmSpec,
+    GemmTensors, refused,
 };
 use crate::headers::kernel_source;
 use crate::kernel::portable_shape::fits;
@@ -98,15 +98,12 @@ fn every_shape(limit: usize) -> Vec<GemmShape> {
 }
 
 /// The shapes that a product can have, the one that is estimated to be the fastest first, or why there is none.
-pub(super) fn shapes(device: &Device, spec: &GemmSpec) -> Result<Vec<GemmShape>, String> {
+pub(super) fn shapes(device: &Device, spec: &GemmSpec) -> Result<Vec<GemmShape>, GemmFault> {
     if device.capability().major < 8 {
-        return Err(format!(
-            "it is for compute capability 8.0 and newer, the GPU has {}",
-            device.capability()
-        ));
+        return Err(GemmFault::BeforeAmpere(device.capability()));
     }
     if let Some(odd) = spec.column_receivers.windows(2).find(|pair| pair[0] != pair[1]) {
-        return Err(format!("receivers of {} and {} columns; it takes equal ones", odd[0], odd[1]));
+        return Err(GemmFault::UnequalReceivers { first: odd[0], second: odd[1] });
     }
     let limit = device.properties().shared_bytes_per_block;
     Ok(sorted(spec, device.sm_count().saturating_sub(spec.sm_margin), limit))
@@ -238,7 +235,7 @@ impl Gemm {
         self.check_tensors(tensors).map_err(refused)?;
         let addresses = tensors.a.iter().chain([&tensors.b]).chain(tensors.d).chain([&tensors.bias]);
         if let Some(address) = addresses.copied().find(|address| !address.is_multiple_of(16)) {
-            return Err(refused(format!("a tensor is at {address:#x}, which is no multiple of 16 bytes")));
+            return Err(refused(GemmFault::Address { address }));
         }
         let mut a = [0; GEMM_SOURCES];
         a[..tensors.a.len()].copy_from_slice(tensors.a);
@@ -250,8 +247,9 @@ impl Gemm {
             let Destination { receiver, receiver_row, columns, .. } = *destination;
             let address = tensors.d[receiver] + receiver_row as u64 * row_bytes;
             // The kernel calls columns as they are called in D.
-            let before = columns.map_or(0, |(begin, _)| begin as u64 * spec.output.bytes());
-            let none = || refused(format!("no tensor of so many columns is at {address:#x}"));
+            let begin = columns.map_or(0, |(begin, _)| begin as u64);
+            let before = begin * spec.output.bytes();
+            let none = || refused(GemmFault::BeforeMemory { begin, address });
             d[index] = address.checked_sub(before).ok_or_else(none)?;
             stride = columns.map(|(begin, end)| end - begin);
             counters[index] = tensors.counters.get(receiver).copied().unwrap_or(0);

@@ -9,7 +9,7 @@ use super::problems::{GemmProblem, GroupedGemmSpec, ProblemRows};
 use super::rows::{GemmTile, RowTile};
 use super::shape::TilingCost;
 use super::source::TILES_OF_PROBLEMS;
-use super::{GemmGrid, GemmSpec};
+use super::{GemmFault, GemmGrid, GemmSpec};
 
 /// `GemmBox` of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, NoUninit)]
@@ -99,7 +99,7 @@ impl GroupedGemmSpec {
         &self,
         shape: &GemmShape,
         clusters: usize,
-    ) -> Result<(Vec<ProblemUnit>, Vec<GemmBox>), String> {
+    ) -> Result<(Vec<ProblemUnit>, Vec<GemmBox>), GemmFault> {
         let mut first_sources = Vec::with_capacity(self.problems.len());
         let mut k_sources = 0;
         for problem in &self.problems {

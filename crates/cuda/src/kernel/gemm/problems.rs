@@ -2,8 +2,8 @@
 
 use counterpoint_tiles::gemm::{BLOCK, GemmLayout};
 
-use super::GemmGrid;
 use super::rows::GemmKSource;
+use super::{GemmFault, GemmGrid, ProblemFault};
 use crate::kernel::{ElementType, Scalar};
 
 /// Some rows of one of A's tensors, and the rows of D that they become.
@@ -113,58 +113,56 @@ impl GroupedGemmSpec {
     }
 
     /// Why no kernel takes it.
-    pub(super) fn check(&self) -> Result<(), String> {
+    pub(super) fn check(&self) -> Result<(), GemmFault> {
         /// As of one product.
         const MOST: usize = 1 << 22;
         let along_m = self.layout == GemmLayout::Tn;
         let columns = [if along_m { self.m } else { self.k }, self.layout.b_dims(self.n, self.k)[1], self.n];
         for (name, size) in [("n", self.n), (if along_m { "m" } else { "k" }, columns[0])] {
             if size == 0 || size > MOST {
-                return Err(format!("{name} is {size}; it takes 1 to {MOST}"));
+                return Err(GemmFault::Size { name, size, most: MOST });
             }
         }
         if !Self::takes(self.layout, self.strides, self.k, self.element, self.output) {
-            return Err(format!(
-                "rows are {:?} elements apart, with a K of {}; pad them",
-                self.strides, self.k
-            ));
+            return Err(GemmFault::GroupedStrides { strides: self.strides, k: self.k });
         }
         if self.strides.iter().zip(columns).any(|(&stride, columns)| stride < columns) {
-            return Err(format!("rows are {:?} elements apart, but have {columns:?}", self.strides));
+            return Err(GemmFault::GroupedOverlap { strides: self.strides, columns });
         }
         let tensors_b = if along_m { 1..=2 } else { 1..=1 };
         if !(1..=SOURCES).contains(&self.rows_a.len()) || !tensors_b.contains(&self.rows_b.len()) {
-            return Err(format!("{} tensors of A, {} of B", self.rows_a.len(), self.rows_b.len()));
+            return Err(GemmFault::GroupedTensors { a: self.rows_a.len(), b: self.rows_b.len() });
         }
         if self.problems.is_empty() {
-            return Err("no problems".to_owned());
+            return Err(GemmFault::NoProblems);
         }
-        self.problems.iter().try_for_each(|problem| self.check_problem(problem))
+        self.problems.iter().enumerate().try_for_each(|(index, problem)| {
+            self.check_problem(problem).map_err(|fault| GemmFault::Problem { index, fault })
+        })
     }
 
-    fn check_problem(&self, problem: &GemmProblem) -> Result<(), String> {
+    fn check_problem(&self, problem: &GemmProblem) -> Result<(), ProblemFault> {
         let along_m = self.layout == GemmLayout::Tn;
-        let refused = |what: &str| Err(format!("{what} of {problem:?}"));
         let rows_in =
             |tensor: usize, rows: &[usize], end: usize| rows.get(tensor).is_some_and(|all| end <= *all);
         for rows in &problem.rows {
             let end = rows.first + rows.count;
             let source = if along_m { end <= self.m } else { rows_in(rows.source, &self.rows_a, end) };
             if rows.count == 0 || !source || rows.to + rows.count > self.rows_d {
-                return refused("rows that are not there");
+                return Err(ProblemFault::Rows);
             }
             if along_m && !(rows.first * self.element.bytes()).is_multiple_of(16) {
-                return refused("columns that do not begin at 16 bytes");
+                return Err(ProblemFault::Columns);
             }
         }
         if problem.rows.is_empty() || self.blocks_of(problem) == 0 {
-            return refused("nothing");
+            return Err(ProblemFault::Nothing);
         }
         let meet = |rows: &[ProblemRows]| {
             (rows[0].source, rows[0].first + rows[0].count) == (rows[1].source, rows[1].first)
         };
         if !problem.rows.windows(2).all(meet) {
-            return refused("rows of A that do not follow each other");
+            return Err(ProblemFault::Apart);
         }
         let b_rows = match self.layout {
             GemmLayout::Nt => self.n,
@@ -172,7 +170,7 @@ impl GroupedGemmSpec {
             GemmLayout::Tn => 0,
         };
         if !along_m && problem.b_row + b_rows > self.rows_b[0] {
-            return refused("rows of B that are not there");
+            return Err(ProblemFault::RowsOfB);
         }
         // Past a tensor's end there are zeros.
         let begins = |(tensor, row): (usize, usize), rows: &[usize]| rows_in(tensor, rows, row + 1);
@@ -181,7 +179,7 @@ impl GroupedGemmSpec {
             .iter()
             .any(|block| !begins(block.a, &self.rows_a) || !begins(block.b, &self.rows_b))
         {
-            return refused("rows of K that are not there");
+            return Err(ProblemFault::RowsOfK);
         }
         Ok(())
     }
@@ -238,7 +236,7 @@ pub(super) mod tests {
         let wrong = |change: fn(&mut GroupedGemmSpec)| {
             let mut spec = spec(&[100, 60]);
             change(&mut spec);
-            spec.check().unwrap_err()
+            spec.check().unwrap_err().to_string()
         };
         assert!(wrong(|spec| spec.problems[1].rows[0].to = 110).contains("rows that are not there"));
         assert!(wrong(|spec| spec.problems[1].b_row = 700).contains("rows of B"));

@@ -3,7 +3,8 @@
 use super::shape::TilingCost;
 use super::source::GemmEnds;
 use super::{
-    GEMM_DESTINATIONS, Gemm, GemmArguments, GemmSpec, GemmTensors, STORED_ROWS, check_arch, refused,
+    GEMM_DESTINATIONS, Gemm, GemmArguments, GemmFault, GemmSpec, GemmTensors, STORED_ROWS, check_arch,
+    refused,
 };
 use crate::kernel::{CtaWaits, GemmEpilogue, GemmLayout, LinkCall};
 use crate::layout::{SharedLayout, shared_layout};
@@ -92,27 +93,26 @@ impl GemmReduceSpec {
     ///
     /// # Errors
     /// With the figures that do not fit.
-    pub fn check(&self) -> Result<(), String> {
+    pub fn check(&self) -> Result<(), GemmFault> {
         let Self { product, rank, ranks, .. } = self;
         product.check()?;
         let ProblemSize { m, n, .. } = product.size;
         if *ranks < 2 || *ranks > GEMM_DESTINATIONS || rank >= ranks {
-            return Err(format!("rank {rank} of {ranks}; it takes 2 to {GEMM_DESTINATIONS} ranks"));
+            return Err(GemmFault::Ranks { rank: *rank, ranks: *ranks, most: GEMM_DESTINATIONS });
         }
         let whole = m.is_multiple_of(ranks * TILE_ROWS);
         if !whole && !SLICES.iter().any(|slice| m == ranks * slice) {
-            return Err(format!(
-                "{m} rows of {ranks} ranks; each must have a multiple of {TILE_ROWS}, or one of {SLICES:?}"
-            ));
+            let (ranks, slices) = (*ranks, SLICES.to_vec());
+            return Err(GemmFault::RowsOfSum { rows: m, ranks, tile: TILE_ROWS, slices });
         }
         if !n.is_multiple_of(8) {
-            return Err(format!("{n} columns, which are not a multiple of 8"));
+            return Err(GemmFault::ColumnsOfSum { columns: n });
         }
         if product.output != product.element.scalar() || product.epilogue == GemmEpilogue::Accumulate {
-            return Err("sums over ranks are written, in the type of the operands".to_owned());
+            return Err(GemmFault::SumIsWritten);
         }
         if product.layout == GemmLayout::Tn {
-            return Err("gradients of weights are summed over no ranks".to_owned());
+            return Err(GemmFault::GradientIsSummed);
         }
         Ok(())
     }
@@ -207,7 +207,7 @@ impl GemmReduce {
     /// As [`GemmReduce::shapes`]; when the kernel cannot be compiled, or memory is short.
     pub fn with_shape(stream: &Stream, spec: &GemmReduceSpec, shape: GemmShape) -> Result<Self, CudaError> {
         if !Self::shapes(stream.device(), spec)?.contains(&shape) {
-            return Err(refused(format!("{shape:?} is not a shape of this product")));
+            return Err(refused(GemmFault::Shape(shape.into())));
         }
         let mut product = spec.product.clone();
         product.order = match spec.shards() {
@@ -281,8 +281,8 @@ impl GemmReduce {
         let GemmReduceSpec { rank, ranks, spread, .. } = self.spec;
         let GemmReduceTensors { a, b, bias, exchanges, sums } = *tensors;
         if exchanges.len() != ranks || sums.len() != ranks {
-            let reason = format!("{} exchanges and {} sums of {ranks} ranks", exchanges.len(), sums.len());
-            return Err(refused(reason));
+            let (copies, exchanges) = (sums.len(), exchanges.len());
+            return Err(refused(GemmFault::RanksOfLaunch { what: "sums", copies, exchanges, ranks }));
         }
         let (own, own_rows) = (sums[rank], self.spec.own_rows());
         let mut gemm = self.gemm.arguments(&GemmTensors { a: &[a], b, d: &[own], bias, counters: &[] })?;
@@ -369,10 +369,10 @@ mod tests {
     fn what_no_kernel_takes_is_refused_with_figures() {
         assert_eq!(spec(512, 264, 4).check(), Ok(()));
         assert_eq!(spec(256, 264, 4).check(), Ok(()));
-        assert!(spec(512, 264, 3).check().unwrap_err().contains("512 rows of 3"));
-        assert!(spec(384, 264, 2).check().unwrap_err().contains("384 rows of 2"));
-        assert!(spec(512, 260, 2).check().unwrap_err().contains("260"));
-        assert!(spec(512, 256, 9).check().unwrap_err().contains("9"));
+        assert!(spec(512, 264, 3).check().unwrap_err().to_string().contains("512 rows of 3"));
+        assert!(spec(384, 264, 2).check().unwrap_err().to_string().contains("384 rows of 2"));
+        assert!(spec(512, 260, 2).check().unwrap_err().to_string().contains("260"));
+        assert!(spec(512, 256, 9).check().unwrap_err().to_string().contains("9"));
     }
 
     #[test]

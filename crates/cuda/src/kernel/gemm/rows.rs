@@ -2,7 +2,7 @@
 
 use bytemuck::NoUninit;
 
-use super::{GEMM_DESTINATIONS, GEMM_SOURCES, GemmLayout, GemmSpec};
+use super::{GEMM_DESTINATIONS, GEMM_SOURCES, GemmFault, GemmLayout, GemmSpec};
 use counterpoint_tiles::gemm::GemmUnit;
 use counterpoint_tiles::gemm::{BLOCK, GemmShape, TILE_ROWS, TilePair};
 
@@ -104,58 +104,53 @@ pub(super) struct GemmKSource {
 }
 
 /// Why A's and D's rows are none that a kernel takes.
-pub(super) fn check(spec: &GemmSpec) -> Result<(), String> {
+pub(super) fn check(spec: &GemmSpec) -> Result<(), GemmFault> {
     let rows_a = spec.layout.a_dims(spec.size.m, spec.size.k)[0];
-    let sum: usize = spec.sources.iter().map(|source| source.count).sum();
-    if sum != rows_a || spec.sources.iter().any(|source| source.count == 0) {
-        return Err(format!("A has {rows_a} rows, its sources are {:?}", spec.sources));
+    let counts = || spec.sources.iter().map(|source| source.count);
+    if counts().sum::<usize>() != rows_a || counts().any(|count| count == 0) {
+        return Err(GemmFault::Sources { rows: rows_a, counts: counts().collect() });
     }
     if let Some(source) = spec.sources.iter().find(|source| source.tensor >= GEMM_SOURCES) {
-        return Err(format!("A's source {} of at most {GEMM_SOURCES}", source.tensor));
+        return Err(GemmFault::SourceCount { tensor: source.tensor, most: GEMM_SOURCES });
     }
     if spec.receivers.iter().sum::<usize>() != spec.size.m || spec.receivers.contains(&0) {
-        return Err(format!("D has {} rows, its receivers have {:?}", spec.size.m, spec.receivers));
+        return Err(GemmFault::Receivers { rows: spec.size.m, receivers: spec.receivers.clone() });
     }
     let segments = segments(spec);
     let destinations = destinations(&segments).0.len();
     if destinations > GEMM_DESTINATIONS {
-        return Err(format!("{destinations} segments of rows; it takes {GEMM_DESTINATIONS}"));
+        return Err(GemmFault::SegmentCount { count: destinations, most: GEMM_DESTINATIONS });
     }
     if !spec.column_receivers.is_empty() {
         check_columns(spec, destinations)?;
     }
     if spec.layout == GemmLayout::Tn && !GemmRows::can_be_k(&spec.sources) {
-        return Err(format!(
-            "pieces of k in {:?}; all but the end of a tensor have multiples of {BLOCK} rows",
-            spec.sources
-        ));
+        return Err(GemmFault::PiecesOfK { counts: counts().collect(), block: BLOCK });
     }
     // Boxes of TMA begin at multiples of 16 bytes.
     let begins = |segment: &RowSegment| (segment.source_row * spec.element.bytes()).is_multiple_of(16);
     if spec.layout == GemmLayout::Tn && !segments.iter().all(begins) {
-        return Err(format!(
-            "receivers of {:?} rows; A's columns take multiples of 16 bytes",
-            spec.receivers
-        ));
+        return Err(GemmFault::ReceiversOfColumnsOfA { receivers: spec.receivers.clone() });
     }
     Ok(())
 }
 
 /// Why receivers of columns are none that a kernel takes.
-fn check_columns(spec: &GemmSpec, segments: usize) -> Result<(), String> {
+fn check_columns(spec: &GemmSpec, segments: usize) -> Result<(), GemmFault> {
     let columns = &spec.column_receivers;
     if columns.iter().sum::<usize>() != spec.size.n || columns.contains(&0) {
-        return Err(format!("D has {} columns, its receivers have {columns:?}", spec.size.n));
+        let (columns, receivers) = (spec.size.n, columns.clone());
+        return Err(GemmFault::ColumnReceivers { columns, receivers });
     }
     if columns.len() > GEMM_DESTINATIONS {
-        return Err(format!("{} receivers of columns; it takes {GEMM_DESTINATIONS}", columns.len()));
+        return Err(GemmFault::ColumnReceiverCount { count: columns.len(), most: GEMM_DESTINATIONS });
     }
     if segments > 1 {
-        return Err(format!("receivers of columns, and of rows {:?}; it takes one of both", spec.receivers));
+        return Err(GemmFault::BothReceivers { receivers: spec.receivers.clone() });
     }
     let whole = |columns: &usize| (*columns as u64 * spec.output.bytes()).is_multiple_of(16);
     if !columns.iter().all(whole) {
-        return Err(format!("receivers of {columns:?} columns; it takes multiples of 16 bytes"));
+        return Err(GemmFault::ColumnReceiverBytes { receivers: columns.clone() });
     }
     Ok(())
 }
@@ -393,9 +388,19 @@ mod tests {
     fn rows_that_do_not_add_up_are_refused() {
         assert!(check(&spec(GemmLayout::Nn, &[(0, 0, 100)], &[60, 50])).is_err());
         assert!(check(&spec(GemmLayout::Nn, &[(16, 0, 100)], &[100])).is_err());
-        assert!(check(&spec(GemmLayout::Nn, &[(0, 0, 90)], &[10; 9])).unwrap_err().contains("9 segments"));
+        assert!(
+            check(&spec(GemmLayout::Nn, &[(0, 0, 90)], &[10; 9]))
+                .unwrap_err()
+                .to_string()
+                .contains("9 segments")
+        );
         assert!(check(&spec(GemmLayout::Nn, &[(0, 0, 90)], &[35, 55])).is_ok());
-        assert!(check(&spec(GemmLayout::Tn, &[(0, 0, 64)], &[35, 55])).unwrap_err().contains("16 bytes"));
+        assert!(
+            check(&spec(GemmLayout::Tn, &[(0, 0, 64)], &[35, 55]))
+                .unwrap_err()
+                .to_string()
+                .contains("16 bytes")
+        );
         assert!(check(&spec(GemmLayout::Tn, &[(0, 0, 64)], &[40, 50])).is_ok());
     }
 }

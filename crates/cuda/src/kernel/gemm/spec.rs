@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use super::GemmFault;
 use super::rows::{self, GemmRows};
 use crate::kernel::{ElementType, Scalar};
 use counterpoint_tiles::gemm::{GemmLayout, GemmShape, ProblemSize, TileOrder};
@@ -139,37 +140,34 @@ impl GemmSpec {
     }
 
     /// Why no kernel takes it.
-    pub(super) fn check(&self) -> Result<(), String> {
+    pub(super) fn check(&self) -> Result<(), GemmFault> {
         /// Tiles are numbered by 16 bits.
         const MOST: usize = 1 << 22;
         let ProblemSize { m, n, k } = self.size;
         for (name, size) in [("m", m), ("n", n), ("k", k)] {
             if size == 0 || size > MOST {
-                return Err(format!("{name} is {size}; it takes 1 to {MOST}"));
+                return Err(GemmFault::Size { name, size, most: MOST });
             }
         }
         if self.pass_rows < m {
-            return Err(format!("{m} rows of a pass of {}", self.pass_rows));
+            return Err(GemmFault::RowsOfPass { rows: m, pass: self.pass_rows });
         }
         if self.pass_columns < n {
-            return Err(format!("{n} columns of a pass of {}", self.pass_columns));
+            return Err(GemmFault::ColumnsOfPass { columns: n, pass: self.pass_columns });
         }
         if self.output != Scalar::F32 && self.output != self.element.scalar() {
             let (output, element) = (self.output.name(), self.element.name());
-            return Err(format!("a result in {output} of operands in {element}; it takes f32 or {element}"));
+            return Err(GemmFault::Output { output, element });
         }
         let dims = [self.layout.a_dims(m, k)[1], self.layout.b_dims(n, k)[1], n];
         let bytes = [self.element.bytes() as u64, self.element.bytes() as u64, self.output.bytes()];
         for (index, name) in ["A", "B", "D"].into_iter().enumerate() {
             let (stride, columns) = (self.strides[index], dims[index]);
             if stride < columns {
-                return Err(format!("rows of {name} are {stride} elements apart, but have {columns}"));
+                return Err(GemmFault::Overlap { name, stride, columns });
             }
             if !(stride as u64 * bytes[index]).is_multiple_of(16) {
-                return Err(format!(
-                    "rows of {name} are {stride} elements of {} bytes apart, which is not a multiple of 16 bytes; pad them",
-                    bytes[index]
-                ));
+                return Err(GemmFault::Stride { name, stride, bytes: bytes[index] });
             }
         }
         rows::check(self)
@@ -199,7 +197,7 @@ mod tests {
     fn refused(change: impl FnOnce(&mut GemmSpec)) -> String {
         let mut spec = GemmSpec::new(512, 384, 128, GemmLayout::Nt, ElementType::Bf16);
         change(&mut spec);
-        spec.check().unwrap_err()
+        spec.check().unwrap_err().to_string()
     }
 
     #[test]
@@ -220,7 +218,7 @@ mod tests {
         assert!(refused(|spec| spec.output = Scalar::F16).contains("f16 of operands in bf16"));
         assert!(refused(|spec| spec.receivers = vec![64; 9]).contains("receivers"));
         let odd = GemmSpec::new(16, 16, 20, GemmLayout::Nt, ElementType::Bf16);
-        assert!(odd.check().unwrap_err().contains("pad them"));
+        assert!(odd.check().unwrap_err().to_string().contains("pad them"));
         // Along m and n it is those that must fit, and k may be what it likes.
         assert_eq!(GemmSpec::new(16, 16, 21, GemmLayout::Tn, ElementType::Bf16).check(), Ok(()));
     }

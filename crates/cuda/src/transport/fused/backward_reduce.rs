@@ -15,7 +15,7 @@ use crate::transport::collective::PeerPost;
 use crate::transport::link_side::LinkSide;
 use crate::transport::staging::Staging;
 use crate::transport::{Call, CallError, CudaPending, CudaTransport, Means, Work, link, rows, unpublished};
-use crate::{CudaError, DeviceBuffer, Stream};
+use crate::{CallFault, CudaError, DeviceBuffer, Stream};
 
 /// One rank's part.
 pub(in crate::transport) struct BackwardReduceWork {
@@ -89,7 +89,7 @@ impl BackwardReduceWork {
         let first_row = owners.first().map(|owner| owner.0.start);
         // The kernel finds a row's owner by its number.
         if owners.windows(2).any(|pair| pair[0].0.end != pair[1].0.start) {
-            let reason = "keys of other ranks do not follow each other".to_owned();
+            let reason = CallFault::KeysApart.into();
             return Err(CudaError::Launch { kernel: collective.contract.kind.clone(), reason }.into());
         }
         let row = |(rows, first): &(Range, [u64; 2])| {

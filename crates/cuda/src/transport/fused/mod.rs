@@ -15,9 +15,9 @@ use counterpoint_plan::DType;
 use counterpoint_schedule::{self as schedule, Accumulate, BufferId, BufferSpec, Program, RowBlock};
 
 use super::{CallError, CudaTransport};
-use crate::CudaError;
 use crate::backend::CudaBuffer;
 use crate::kernel::{ElementType, GemmEpilogue, GemmLayout, GemmSpec};
+use crate::{CallFault, CudaError};
 
 /// A row of a buffer.
 #[derive(Clone, Copy)]
@@ -99,8 +99,6 @@ impl CudaTransport {
         if known == now {
             return Ok(());
         }
-        let reason = "the other ranks write into its memory and know where that was when they first connected; make the Program ready \
-                      again to use other memory";
-        Err(CudaError::Launch { kernel: place.to_string(), reason: reason.to_owned() }.into())
+        Err(CudaError::Launch { kernel: place.to_string(), reason: CallFault::Moved.into() }.into())
     }
 }

@@ -4,7 +4,7 @@ use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::message::{MemoryPlace, PartMessage};
-use crate::{CudaError, Device, DeviceBuffer};
+use crate::{CudaError, Device, DeviceBuffer, TransportFault};
 use counterpoint_driver::AllocationPlace;
 
 /// What a rank has published to the other processes, so that it is published once.
@@ -60,8 +60,8 @@ impl Exports {
             return Ok(MemoryPlace { number: None, offset: 0, bytes: 0 });
         }
         if buffer.is_borrowed() {
-            let reason = "memory of the caller's is not opened by others; this is a bug, please report it";
-            return Err(CudaError::Transport { transport: "between processes", reason: reason.to_owned() });
+            let reason = TransportFault::BorrowedMemory.into();
+            return Err(CudaError::Transport { transport: "between processes", reason });
         }
         let AllocationPlace { id, base, bytes } = AllocationPlace::of(device, buffer.address())?;
         if let Entry::Vacant(place) = self.allocations.entry(id) {

@@ -5,7 +5,7 @@ use std::sync::{Arc, Condvar, Mutex, OnceLock, Weak};
 use std::time::Instant;
 
 use counterpoint_exec::collective::{Board, Collective, Listener, Pattern, Post};
-use counterpoint_exec::{ExecError, Mesh, RING_WORDS, Recipient, SharedRings, World};
+use counterpoint_exec::{ConnectionFault, ExecError, Mesh, RING_WORDS, Recipient, SharedRings, World};
 
 use super::LOOK;
 use super::exports::events_of;
@@ -15,7 +15,7 @@ use crate::sync::lock;
 use crate::transport::Part;
 use crate::transport::collective::Marks;
 use crate::transport::ready::ReadyParts;
-use crate::{CudaError, Device, DeviceBuffer, Event};
+use crate::{CudaError, Device, DeviceBuffer, Event, TransportFault};
 use counterpoint_driver::OpenedMemory;
 
 /// What errors call it.
@@ -161,8 +161,7 @@ impl Inbox {
             return Ok(());
         };
         let pattern = Pattern::of_bytes(rows).ok_or_else(|| {
-            let reason =
-                format!("rank {peer} has sent {} bytes that are no rows of a collective", rows.len());
+            let reason = TransportFault::Rows { peer, bytes: rows.len() }.into();
             CudaError::Transport { transport: BETWEEN, reason }
         })?;
         let (tensors, reduction, delivery_parts) = (Vec::new(), None, None);
@@ -212,8 +211,8 @@ impl Inbox {
 }
 
 /// The error of a peer that names what it has not sent.
-fn unpublished(peer: usize, what: &str, number: u64) -> CudaError {
-    let reason = format!("rank {peer} names {what} {number}, which it has not sent");
+fn unpublished(peer: usize, what: &'static str, number: u64) -> CudaError {
+    let reason = TransportFault::NotSent { peer, what, number }.into();
     CudaError::Transport { transport: BETWEEN, reason }
 }
 
@@ -238,7 +237,7 @@ impl Recipient for Inbox {
         self.note(|seen| _ = seen.closed.insert(peer));
     }
 
-    fn receive(&self, peer: usize, message: PartMessage, payload: &[u8]) -> Result<(), String> {
+    fn receive(&self, peer: usize, message: PartMessage, payload: &[u8]) -> Result<(), ConnectionFault> {
         let taken: Result<(), ExecError> = match message {
             PartMessage::Ready { .. } => self
                 .take_ready(peer, message, payload)
