@@ -6,12 +6,16 @@ by `Ranks(n)`: they are forked from a server that has imported PyTorch already, 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import faulthandler
 import multiprocessing
 import os
+import pathlib
+import runpy
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -135,6 +139,46 @@ def _serve(rank: int, size: int, port: int, backend: str, pipe: Connection) -> N
         with contextlib.suppress(BrokenPipeError):
             pipe.send(answer)
     os._exit(0)
+
+
+def run_program(script: pathlib.Path, folder: pathlib.Path, size: int) -> str:
+    """What a program prints that runs in `folder` on `size` ranks, rank by rank. They are given what torchrun gives them, and are
+    forked from the server that has imported PyTorch: importing it takes longer than what most programs do.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    names = [folder / f"rank_{rank}_of_{size}" for rank in range(size)]
+    arguments = [(script, folder, rank, size, store.port, name) for rank, name in enumerate(names)]
+    processes = [_context.Process(target=_program, args=of_rank, daemon=True) for of_rank in arguments]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + 240.0
+    for process in processes:
+        process.join(timeout=max(0.0, deadline - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()
+    errors = "".join(name.with_suffix(".err").read_text() for name in names)
+    assert [process.exitcode for process in processes] == [0] * size, errors
+    return "".join(name.with_suffix(".out").read_text() for name in names)
+
+
+def _program(script: pathlib.Path, folder: pathlib.Path, rank: int, size: int, port: int, name: pathlib.Path) -> None:
+    os.chdir(folder)
+    for suffix, descriptor in ((".out", 1), (".err", 2)):
+        file = os.open(name.with_suffix(suffix), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(file, descriptor)
+        os.close(file)
+    torch.set_num_threads(1)
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+    os.environ.update(
+        {variable: str(number) for variable, number in numbers.items()}, MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1"
+    )
+    # As torchrun does, which has the store.
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    sys.argv, sys.path[0] = [str(script)], str(script.parent)
+    runpy.run_path(str(script), run_name="__main__")
+    # What the end of a program does; that of a process of multiprocessing does not.
+    atexit._run_exitfuncs()
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,8 @@ import sys
 import pytest
 
 pytest.importorskip("torch")
+from ranks import run_program
+
 ROOT = pathlib.Path(__file__).parents[2]
 EXAMPLES = ROOT / "python" / "examples"
 
@@ -22,22 +24,29 @@ def test_pages_show_what_happens(page: str, least: int) -> None:
     assert results.attempted > least and results.failed == 0, results
 
 
-def run(folder: pathlib.Path, name: str, ranks: int) -> str:
-    """What a program prints: that of ranks rank by rank, as what they print at the same time may be mixed within a line."""
-    logs, launcher = folder / f"logs_of_{ranks}", ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    launcher = [*launcher, "--redirects", "1", "--log-dir", str(logs)] if ranks else []
-    command = [sys.executable, *launcher, str(folder / name if (folder / name).exists() else EXAMPLES / name)]
+def start(folder: pathlib.Path, command: list[str]) -> str:
+    """What a Python of its own prints."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run([sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
-    return "".join(log.read_text() for log in sorted(logs.rglob("stdout.log"))) if ranks else done.stdout
+    return done.stdout
+
+
+def run(folder: pathlib.Path, name: str, ranks: int) -> str:
+    """What an example prints, rank by rank."""
+    return run_program(EXAMPLES / name, folder, ranks)
 
 
 def test_the_program_of_the_page_runs_on_two_ranks(tmp_path: pathlib.Path) -> None:
+    """By torchrun, as the page says."""
     page = (ROOT / "docs" / "python.md").read_text()
     (program,) = re.findall(r"```python\n(# long_context.py.*?)```", page, flags=re.DOTALL)
     (tmp_path / "long_context.py").write_text(program)
-    found = re.findall(r"rank (\d) has (\d+) rows; the gradient of to_q is (\S+)", run(tmp_path, "long_context.py", 2))
+    # Ranks that print at the same time may be mixed within a line.
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--redirects", "1", "--log-dir", "logs"]
+    start(tmp_path, [*launcher, "long_context.py"])
+    printed = "".join(log.read_text() for log in sorted((tmp_path / "logs").rglob("stdout.log")))
+    found = re.findall(r"rank (\d) has (\d+) rows; the gradient of to_q is (\S+)", printed)
     assert sorted(rank for rank, *_ in found) == ["0", "1"] and sum(int(rows) for _, rows, _ in found) == 4096, found
     assert all(float(norm) > 0 for *_, norm in found), found
 
@@ -49,7 +58,7 @@ def test_a_llama_learns_packed_documents(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_video_is_seen_in_blocks(tmp_path: pathlib.Path) -> None:
-    assert "relative error" in run(tmp_path, "video_blocks.py", 0)
+    assert "relative error" in start(tmp_path, [str(EXAMPLES / "video_blocks.py")])
     assert (tmp_path / "video_blocks.html").stat().st_size > 10_000
 
 
