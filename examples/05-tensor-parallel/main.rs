@@ -12,13 +12,18 @@ use counterpoint::exec::{
     ColumnParallelLinear, Group, HostTensor, LayerGradient, LayerOverlap, LinearOptions, LinearTensor,
     RowParallelLinear, WorldConfig,
 };
-use counterpoint::plan::{DType, WaveGroups};
+use counterpoint::plan::{DType, LinearSize, WaveGroups};
 use counterpoint::schedule::OverlapPolicy;
 
 const RANKS: usize = 2;
 const TOKENS: usize = 64;
 const FEATURES: usize = 16;
 const HIDDEN: usize = 32;
+
+/// A layer of the tokens that there are.
+fn size(in_features: usize, out_features: usize) -> LinearSize {
+    LinearSize { tokens: TOKENS, in_features, out_features }
+}
 
 fn main() -> Result<(), Box<dyn Error>> {
     // Joined once. Layers of a rank run one after the other, so that all of them share the memory of what they gather.
@@ -32,8 +37,8 @@ fn main() -> Result<(), Box<dyn Error>> {
         gradient: LayerGradient::Deferred { into: Some(DType::F32), limit: 2 },
         ..LinearOptions::new(DType::F32)
     };
-    let mut up = ColumnParallelLinear::new(&group, [TOKENS, FEATURES, HIDDEN], &options)?;
-    let mut down = RowParallelLinear::new(&group, [TOKENS, HIDDEN, FEATURES], &options)?;
+    let mut up = ColumnParallelLinear::new(&group, size(FEATURES, HIDDEN), &options)?;
+    let mut down = RowParallelLinear::new(&group, size(HIDDEN, FEATURES), &options)?;
     println!("{} bytes of memory in common", group.scratch_bytes());
 
     // `scatter` gives every rank its part of a whole tensor; a trainer has the parts already.
@@ -68,7 +73,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     assert!(up.gather(LinearTensor::Weight, &up_grad)?.to_f64().iter().any(|sum| *sum != 0.0));
 
     // What does not divide is refused with figures.
-    match ColumnParallelLinear::new(&group, [TOKENS, FEATURES, 33], &options) {
+    match ColumnParallelLinear::new(&group, size(FEATURES, 33), &options) {
         Err(error) => println!("refused: {error}"),
         Ok(_) => return Err("33 features were divided over 2 ranks".into()),
     }

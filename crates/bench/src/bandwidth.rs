@@ -1,7 +1,7 @@
 //! `counterpoint bench bandwidth`.
 
 use counterpoint_console::{
-    self as console, CliError, Progress, Schema, arguments::dtype_name, rank_machine::RankMachine,
+    self as console, CliError, FlagFault, Progress, Schema, arguments::dtype_name, rank_machine::RankMachine,
 };
 use counterpoint_exec::{CpuMachine, Machine};
 use counterpoint_measure::{CollectiveShape, Processes};
@@ -18,8 +18,8 @@ pub(crate) fn run(arguments: &BenchBandwidthArguments) -> Result<(), CliError> {
         RankMachine::open(arguments.ranks.device, arguments.ranks.tp_size, arguments.ranks.transport)?;
     let tp_size = tp_size(&arguments.ranks, &ranks)?;
     if arguments.min_bytes > arguments.max_bytes {
-        let reason = format!("is above --max-bytes {}; swap them", arguments.max_bytes);
-        return Err(CliError::Flag { flag: "--min-bytes", value: arguments.min_bytes.to_string(), reason });
+        let fault = FlagFault::AboveMost { max_bytes: arguments.max_bytes };
+        return Err(CliError::flag("--min-bytes", arguments.min_bytes.to_string(), fault));
     }
     console::note_development_build();
     match &ranks {

@@ -17,11 +17,12 @@ use counterpoint_report::{Column, Statistics};
 use serde::Serialize;
 
 use crate::arguments::{BenchCollectiveArguments, CollectiveDType};
-use crate::rows::Rows;
+use crate::rows::{MeasuredRow, Rows};
+use counterpoint_console::FlagFault;
 
 /// A measured case, as JSON has it.
 #[derive(Debug, Serialize)]
-struct Row {
+struct CollectiveRow {
     name: &'static str,
     transport: String,
     device: String,
@@ -83,9 +84,7 @@ impl Ranks {
         let gpus = Device::count().map_err(failed)?;
         let ranks = arguments.gpus.map_or(gpus, |gpus| gpus as usize);
         if ranks < 2 {
-            let reason = "is one rank, which moves nothing; give -g 2 to let two share it, or use more GPUs";
-            let (value, reason) = (ranks.to_string(), reason.to_owned());
-            return Err(CliError::Flag { flag: "--gpus", value, reason });
+            return Err(CliError::flag("--gpus", ranks.to_string(), FlagFault::OneGpu));
         }
         let machine = CudaMachine::for_ranks(ranks, Timing::Off).map_err(failed)?;
         let profile = profile::of_machine(None, &machine.devices()[0].properties().name)?;
@@ -156,10 +155,7 @@ impl Ranks {
         transports.sort_by_key(|transport| !matches!(transport, TransportKind::Nccl(_)));
         let schema = Schema::BenchGroupCollective;
         // Of several processes one prints; all hear of rows that are wrong.
-        let mut shown = match self.prints() {
-            true => Rows::begin(&self.title(collective)?, &COLUMNS, schema, arguments.json)?,
-            false => Rows::quiet(schema),
-        };
+        let mut shown = Rows::begin(self.prints(), || self.title(collective), schema, arguments.json)?;
         let mut size = arguments.min_bytes;
         while size <= arguments.max_bytes {
             let case = case(collective, arguments, ranks, size);
@@ -173,10 +169,7 @@ impl Ranks {
                 if matches!(transport, TransportKind::Nccl(_)) {
                     nccl = Some(row.seconds.median);
                 }
-                if row.wrong > 0 {
-                    shown.add_wrong(format!("{} elements of {transport} at {} bytes", row.wrong, row.size));
-                }
-                shown.show(&row, row.cells())?;
+                shown.add(&row)?;
             }
             size = size.saturating_mul(arguments.step_factor);
         }
@@ -245,7 +238,7 @@ fn row(
     arguments: &BenchCollectiveArguments,
     case: &CollectiveCase,
     nccl: Option<f64>,
-) -> Option<Row> {
+) -> Option<CollectiveRow> {
     let Measured { transport, device, times } = measured;
     let seconds = Statistics::of(&times.seconds)?;
     // Everything that a rank sends leaves its GPU, so that the links carry what the operation moves.
@@ -254,7 +247,7 @@ fn row(
         BenchCollective::GroupCast => ("group-cast", "none"),
         BenchCollective::GroupReduce => ("group-reduce", "sum"),
     };
-    Some(Row {
+    Some(CollectiveRow {
         name,
         transport: transport.to_string(),
         device,
@@ -273,23 +266,24 @@ fn row(
     })
 }
 
-/// As nccl-tests names them.
-const COLUMNS: [Column; 12] = [
-    Column::number_name("size\n(B)").wide(10),
-    Column::number("count\n(elements)", 6).wide(10),
-    Column::name("type").wide(4),
-    Column::name("redop").wide(5),
-    Column::name("transport").wide(12),
-    Column::number("time\n(us)", 0).wide(9),
-    Column::number("min\n(us)", 4).wide(9),
-    Column::number("max\n(us)", 5).wide(9),
-    Column::number("algbw\n(GB/s)", 3).wide(7),
-    Column::number("busbw\n(GB/s)", 1).wide(7),
-    Column::number("#wrong", 7).wide(6),
-    Column::number("vs nccl", 2).wide(7),
-];
+impl MeasuredRow<12> for CollectiveRow {
+    /// As nccl-tests names them.
+    const TABLE: [Column; 12] = [
+        Column::number_name("size\n(B)").wide(10),
+        Column::number("count\n(elements)", 6).wide(10),
+        Column::name("type").wide(4),
+        Column::name("redop").wide(5),
+        Column::name("transport").wide(12),
+        Column::number("time\n(us)", 0).wide(9),
+        Column::number("min\n(us)", 4).wide(9),
+        Column::number("max\n(us)", 5).wide(9),
+        Column::number("algbw\n(GB/s)", 3).wide(7),
+        Column::number("busbw\n(GB/s)", 1).wide(7),
+        Column::number("#wrong", 7).wide(6),
+        Column::number("vs nccl", 2).wide(7),
+    ];
+    const SHOWN_IF_WRONG: bool = true;
 
-impl Row {
     fn cells(&self) -> [String; 12] {
         let Self { size, count, dtype, redop, transport, seconds, algbw, busbw, wrong, ratio, .. } = self;
         let us = |seconds: f64| format!("{:.1}", 1e6 * seconds);
@@ -307,5 +301,10 @@ impl Row {
             wrong.to_string(),
             ratio.map_or_else(|| "–".to_owned(), |ratio| format!("{ratio:.2}x")),
         ]
+    }
+
+    fn fault(&self) -> Option<String> {
+        let Self { wrong, transport, size, .. } = self;
+        (*wrong > 0).then(|| format!("{wrong} elements of {transport} at {size} bytes"))
     }
 }

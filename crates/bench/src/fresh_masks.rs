@@ -32,7 +32,7 @@ const LENGTHS: &str = include_str!("../../../benches/data/packed_documents_logno
 
 /// One figure, as JSON has it.
 #[derive(Serialize)]
-struct Row {
+struct FreshMasksRow {
     what: &'static str,
     device: String,
     ranks: usize,
@@ -122,7 +122,7 @@ fn plan(mask: &Mask, ranks: usize, planning: &Planning<'_>) -> Result<Plan, CliE
 }
 
 /// From a mask to what a loader can make of it ahead: the plan and one rank's Programs.
-fn tables(ranks: usize, tokens: usize, planning: &Planning<'_>) -> Result<Row, CliError> {
+fn tables(ranks: usize, tokens: usize, planning: &Planning<'_>) -> Result<FreshMasksRow, CliError> {
     let mut seconds = Vec::with_capacity(SAMPLES);
     for number in 0..SAMPLES {
         let mask = pack(tokens, number)?;
@@ -145,12 +145,12 @@ fn row(
     tokens: usize,
     seconds: &[f64],
     asked: Option<[usize; 3]>,
-) -> Row {
+) -> FreshMasksRow {
     let statistics = Statistics::of(seconds);
     let (median_seconds, min_seconds) = statistics.map_or((f64::NAN, f64::NAN), |all| (all.median, all.min));
     let [synchronizations, allocations, uploads] = asked.map_or([None; 3], |asked| asked.map(Some));
     let planning_threads = 1;
-    Row {
+    FreshMasksRow {
         what,
         device,
         ranks,
@@ -238,7 +238,7 @@ impl Case<'_> {
         &self,
         machine: &M,
         counted: impl Fn(&mut dyn FnMut() -> Result<(), CliError>) -> Result<Option<[usize; 3]>, CliError>,
-    ) -> Result<Vec<Row>, CliError> {
+    ) -> Result<Vec<FreshMasksRow>, CliError> {
         let config = WorldConfig { limit: Duration::from_secs(120), poison: false, ..WorldConfig::default() };
         let group = Group::connect(machine, self.ranks, config).map_err(exec)?;
         let [mut adopt, mut cold, mut forward, mut backward] = [(); 4].map(|()| Samples::default());
@@ -362,7 +362,7 @@ fn step<M: Machine>(calls: &Calls<M>, tensors: &[Tensors<M::Backend>]) -> Result
         .try_for_each(|pass| call(calls, tensors, pass).map(drop))
 }
 
-fn text(rows: &[Row]) -> String {
+fn text(rows: &[FreshMasksRow]) -> String {
     const COLUMNS: [Column; 8] = [
         Column::name("what"),
         Column::number_name("ranks"),
@@ -374,10 +374,10 @@ fn text(rows: &[Row]) -> String {
         Column::number("uploads", 1),
     ];
     let count = |count: Option<usize>| count.map_or_else(|| "–".to_owned(), |count| count.to_string());
-    let cells = |row: &Row| {
+    let cells = |row: &FreshMasksRow| {
         let [median, fastest] = [row.median_seconds, row.min_seconds].map(format_seconds);
         let [waits, made, uploads] = [row.synchronizations, row.allocations, row.uploads].map(count);
-        let Row { what, ranks, tokens, .. } = row;
+        let FreshMasksRow { what, ranks, tokens, .. } = row;
         vec![(*what).to_owned(), ranks.to_string(), tokens.to_string(), median, fastest, waits, made, uploads]
     };
     table(&COLUMNS, rows.iter().map(cells), &console::style())

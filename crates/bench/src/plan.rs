@@ -151,7 +151,7 @@ const SPEC: AttentionSpec = AttentionSpec {
 
 /// One algorithm on one case, as JSON has it.
 #[derive(Serialize)]
-struct Row {
+struct PlanRow {
     #[serde(flatten)]
     row: BenchRow,
     dispatch: &'static str,
@@ -172,7 +172,7 @@ struct Row {
 
 /// The rows of one case.
 struct Group {
-    rows: Vec<Row>,
+    rows: Vec<PlanRow>,
     /// Algorithms whose plans were found to be wrong.
     wrong: Vec<String>,
 }
@@ -212,10 +212,10 @@ impl Case {
         Ok(group)
     }
 
-    fn row(&self, plan: &Plan, dispatch: DispatchAlgorithm, seconds: Statistics) -> Row {
+    fn row(&self, plan: &Plan, dispatch: DispatchAlgorithm, seconds: Statistics) -> PlanRow {
         let bounds = counterpoint_plan::TrafficBounds::new(plan, &self.mask, &SPEC);
         let mean = |rows: u64| rows as f64 / self.cp_size as f64;
-        Row {
+        PlanRow {
             row: BenchRow {
                 name: "plan".to_owned(),
                 shape: format!("{} x {}", self.mask.seqlen_q(), self.mask.seqlen_k()),
@@ -273,7 +273,7 @@ impl Group {
         }
     }
 
-    fn row(&self, dispatch: DispatchAlgorithm) -> Option<&Row> {
+    fn row(&self, dispatch: DispatchAlgorithm) -> Option<&PlanRow> {
         self.rows.iter().find(|row| row.dispatch == dispatch_name(dispatch))
     }
 

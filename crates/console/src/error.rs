@@ -7,6 +7,8 @@ use counterpoint_choose::ChooseError;
 use counterpoint_plan::{LinearField, PlanError};
 use thiserror::Error;
 
+use crate::FlagFault;
+
 /// Why the program ends without its result. The message is one sentence that says how to mend it;
 /// [`CliError::exit_status`] is what scripts see.
 #[derive(Debug, Error)]
@@ -25,7 +27,7 @@ pub enum CliError {
         /// What was given.
         value: String,
         /// What it disagrees with and what to do.
-        reason: String,
+        reason: Box<FlagFault>,
     },
     /// A file cannot be read.
     #[error("{what} {} cannot be read: {source}", path.display())]
@@ -281,6 +283,11 @@ pub enum CliError {
 }
 
 impl CliError {
+    /// What a flag's value disagrees with.
+    pub fn flag(flag: &'static str, value: impl Into<String>, fault: impl Into<FlagFault>) -> Self {
+        Self::Flag { flag, value: value.into(), reason: Box::new(fault.into()) }
+    }
+
     /// Why nothing could be chosen, or planned.
     pub fn of_choice(error: impl Into<ChooseError>) -> Self {
         match error.into() {
@@ -295,9 +302,7 @@ impl CliError {
             return Self::of_choice(source);
         };
         match flags.iter().find(|(of, _)| *of == field) {
-            Some(&(_, flag)) => {
-                Self::Flag { flag, value: value.to_string(), reason: format!("must be {wanted}") }
-            }
+            Some(&(_, flag)) => Self::flag(flag, value.to_string(), FlagFault::Layer(wanted)),
             None => Self::of_choice(source),
         }
     }

@@ -9,6 +9,7 @@ use counterpoint_plan::Topology;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use crate::FlagFault;
 use crate::command_line::CommandLine;
 use crate::digest::digest;
 use crate::error::CliError;
@@ -47,17 +48,13 @@ pub fn refuse_other_sizes(launch: &Launch, flag: &'static str, ranks: usize) -> 
     if ranks == processes {
         return Ok(());
     }
-    let reason = format!(
-        "is not the number of processes, of which {} started {processes}; start as many as ranks, or one without a launcher",
-        launch.launcher
-    );
-    Err(CliError::Flag { flag, value: ranks.to_string(), reason })
+    let fault = FlagFault::Processes { launcher: launch.launcher.to_string(), processes };
+    Err(CliError::flag(flag, ranks.to_string(), fault))
 }
 
 /// The error of a command that times GPUs of one process alone.
 pub fn gpus_as_threads() -> CliError {
-    let reason = "is timed with ranks as threads; run it without a launcher".to_owned();
-    CliError::Flag { flag: "--device", value: "cuda".to_owned(), reason }
+    CliError::flag("--device", "cuda", FlagFault::ThreadsAlone)
 }
 
 /// An error of a run.

@@ -11,6 +11,7 @@ pub mod device;
 pub mod digest;
 mod error;
 pub mod files;
+mod flag_fault;
 mod given;
 pub mod input;
 pub mod interrupt;
@@ -37,6 +38,7 @@ pub use console::{
     print_json, stages, style,
 };
 pub use error::CliError;
+pub use flag_fault::FlagFault;
 pub use given::{RESULTS as FLAGS_OF_RESULTS, facets};
 pub use own_process::OwnProcess;
 pub use progress::{Bar, Progress, Ticker};

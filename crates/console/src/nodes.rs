@@ -3,14 +3,13 @@
 use counterpoint_exec::{SlowLink, SlowNetwork};
 use counterpoint_plan::Topology;
 
+use crate::FlagFault;
 use crate::error::CliError;
 
 /// `cp_size` ranks on `nodes` nodes.
 pub fn topology(cp_size: usize, nodes: usize) -> Result<Topology, CliError> {
     if !cp_size.is_multiple_of(nodes) {
-        let reason =
-            format!("does not divide --cp-size {cp_size}; every node holds the same number of ranks");
-        return Err(CliError::Flag { flag: "--nodes", value: nodes.to_string(), reason });
+        return Err(CliError::flag("--nodes", nodes.to_string(), FlagFault::Nodes { cp_size }));
     }
     Ok(Topology { world_size: cp_size, ranks_per_node: cp_size / nodes })
 }
@@ -24,8 +23,7 @@ pub fn slow_link(
     let Some(SlowLink { alpha, bytes_per_second, .. }) = network else { return Ok(link) };
     if topology.nodes() == 1 {
         let value = format!("{},{}", alpha.as_secs_f64() * 1e6, bytes_per_second / 1e9);
-        let reason = "is between nodes, and there is one; use --nodes 2 or more".to_owned();
-        return Err(CliError::Flag { flag: "--slow-network", value, reason });
+        return Err(CliError::flag("--slow-network", value, FlagFault::OneNode));
     }
     let network = Some(SlowNetwork { alpha, bytes_per_second, topology });
     let near = SlowLink { alpha: Default::default(), bytes_per_second: f64::INFINITY, network };

@@ -15,6 +15,7 @@ use counterpoint_measure::calibrate;
 use counterpoint_plan::{AttentionSpec, Plan, Topology};
 use counterpoint_schedule::{RankTransport, Timeline};
 
+use crate::FlagFault;
 use crate::arguments::Device;
 use crate::device;
 use crate::error::CliError;
@@ -45,10 +46,7 @@ impl RankMachine {
     pub fn open(device: Device, cp_size: Option<usize>, transport: TransportKind) -> Result<Self, CliError> {
         match (device, transport) {
             (Device::Cpu, TransportKind::Auto) => Ok(Self::Cpu(device::cpu_name())),
-            (Device::Cpu, named) => {
-                let reason = "is for GPUs; add --device cuda".to_owned();
-                Err(CliError::Flag { flag: "--transport", value: named.to_string(), reason })
-            }
+            (Device::Cpu, named) => Err(CliError::flag("--transport", named.to_string(), FlagFault::ForGpus)),
             (Device::Cuda, transport) => {
                 let machine = CudaMachine::for_ranks(cp_size.unwrap_or(usize::MAX), Timing::Spans)
                     .and_then(|machine| machine.with_transport(transport));
@@ -70,8 +68,7 @@ impl RankMachine {
     pub fn with_plain_products(self, by: PlainProducts) -> Result<Self, CliError> {
         match (self, by) {
             (Self::Cpu(_), PlainProducts::CublasLt) => {
-                let (flag, value) = ("--plain-products", "cublaslt".to_owned());
-                Err(CliError::Flag { flag, value, reason: "is for GPUs; add --device cuda".to_owned() })
+                Err(CliError::flag("--plain-products", "cublaslt", FlagFault::ForGpus))
             }
             (Self::Cuda(machine), by) => Ok(Self::Cuda(machine.with_plain_products(by))),
             (Self::Process(process), by) => {

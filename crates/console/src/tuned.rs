@@ -8,6 +8,7 @@ use counterpoint_choose::{TunedPlace, TunedPlans};
 use counterpoint_exec::SlowLink;
 use counterpoint_files::{AtomicFiles, Destination, DistrustError, FileLock, check_writable};
 
+use crate::FlagFault;
 use crate::device::cpu_name;
 use crate::error::CliError;
 use crate::files;
@@ -110,9 +111,7 @@ impl TunedFile {
         }
         let destination = check_writable(&path).map_err(|source| CliError::Output { flag: FLAG, source })?;
         let Destination::File { path: target, .. } = destination else {
-            let reason = "is no regular file, and plans are added to those that it holds; name another";
-            let (value, reason) = (path.display().to_string(), reason.to_owned());
-            return Err(CliError::Flag { flag: FLAG, value, reason });
+            return Err(CliError::flag(FLAG, path.display().to_string(), FlagFault::NoRegularFile));
         };
         let plans = read(&target, is_named)?;
         Ok(Self { path, target, is_named, plans })

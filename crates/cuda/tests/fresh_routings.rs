@@ -9,7 +9,9 @@ use counterpoint_exec::{
     Backend, ExpertLayer, ExpertOptions, ExpertOverlap, ExpertPass, ExpertPasses, Group, LayerCall, Machine,
     Ticket,
 };
-use counterpoint_plan::{DType, ExpertCapacity, ExpertGroups, ExpertKind, ExpertSpec, Routing};
+use counterpoint_plan::{
+    DType, ExpertCapacity, ExpertGroups, ExpertKind, ExpertSpec, RandomRouting, Routing,
+};
 use counterpoint_schedule::{BufferRole, BufferSpec, OverlapPolicy, StartOrder, WeightGradient};
 
 mod hollow_driver;
@@ -56,7 +58,8 @@ fn faults() -> i64 {
 }
 
 fn routing(ranks: usize, seed: u64) -> Arc<Routing> {
-    Arc::new(Routing::random(EXPERTS, CHOICES, [ranks, TOKENS], 0.0, seed).unwrap())
+    let (experts, choices, tokens) = (EXPERTS, CHOICES, TOKENS);
+    Arc::new(Routing::random(RandomRouting { experts, choices, ranks, tokens, skew: 0.0, seed }).unwrap())
 }
 
 fn options(kind: ExpertKind, start: StartOrder, groups: usize) -> ExpertOptions {

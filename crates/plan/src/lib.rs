@@ -45,7 +45,7 @@ pub use error::{LinearBound, LinearField, PlanError};
 pub use exchange::{GroupPart, OwnedSplit, RemoteSplit};
 pub use experts::{
     ExpertCapacity, ExpertGroups, ExpertKind, ExpertPlan, ExpertRow, ExpertRows, ExpertSpec, GroupRows,
-    Routing, RoutingError,
+    RandomRouting, Routing, RoutingError,
 };
 pub use fingerprint::Fingerprint;
 pub use gemm_collective::GemmCollective;
@@ -53,7 +53,7 @@ pub use group_part::{GroupPartError, SplitSide};
 pub use hierarchy::{TwoLevelExchange, TwoLevelPart};
 pub use hosting::{HostedRows, HostedWork, OffloadedRows, RowHosts};
 pub use linear::{GROUP_TILE_COLUMNS, GROUP_TILE_ROWS, LinearPlan, WaveGroups};
-pub use linear_spec::{Activations, LinearDirection, LinearKind, LinearSpec};
+pub use linear_spec::{Activations, LinearDirection, LinearKind, LinearSize, LinearSpec};
 pub use outline::Outline;
 pub use plan::{Plan, RankPlan, StagePlan};
 pub use planning::{CancellationToken, Helpers, Planning};

@@ -60,6 +60,17 @@ impl fmt::Display for Activations {
     }
 }
 
+/// The sizes of a linear layer, those of all ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LinearSize {
+    /// Rows of `x`.
+    pub tokens: usize,
+    /// Columns of `x`.
+    pub in_features: usize,
+    /// Columns of `y`.
+    pub out_features: usize,
+}
+
 /// A linear layer `y = x W^T + bias` over the ranks of a tensor-parallel group. `x` is `[tokens, in_features]`, `y` is
 /// `[tokens, out_features]`, `W` is `[out_features, in_features]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -81,6 +92,12 @@ pub struct LinearSpec {
 }
 
 impl LinearSpec {
+    /// Its sizes.
+    pub fn size(&self) -> LinearSize {
+        let Self { tokens, in_features, out_features, .. } = *self;
+        LinearSize { tokens, in_features, out_features }
+    }
+
     /// A rank's product of so many rows in the forward.
     pub fn product_size(&self, rows: usize, tp_size: usize) -> ProblemSize {
         let (n, k) = match self.kind {

@@ -113,8 +113,8 @@ impl<M: Machine> ReadyLayer<M> {
         let LinearSpec { activations, has_bias, dtype, tokens, in_features, .. } = *spec;
         if !shared.is_empty() {
             let options = LinearOptions { activations, has_bias, dtype, gradient: *gradient, overlap };
-            let layers =
-                SharedInputLinear::new(group, [tokens, in_features], shared, &options, InputGradient::Summed);
+            let gradient = InputGradient::Summed;
+            let layers = SharedInputLinear::new(group, tokens, in_features, shared, &options, gradient);
             return layers.map(Self::SharedInput);
         }
         let passes = overlap

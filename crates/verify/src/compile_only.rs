@@ -3,7 +3,7 @@
 use std::fmt::Write;
 use std::time::Instant;
 
-use counterpoint_console::{self as console, CliError, Schema, Ticker};
+use counterpoint_console::{self as console, CliError, FlagFault, Schema, Ticker};
 use counterpoint_cuda::kernel::specialisations;
 use counterpoint_cuda::{CompileReport, CubinCache, KernelReport, examine};
 use counterpoint_report::{Column, table};
@@ -17,10 +17,7 @@ pub(super) fn run(arguments: &SelftestArguments) -> Result<(), CliError> {
     let kernels: Vec<_> =
         specialisations().into_iter().filter(|kernel| kernel.source.name().contains(part)).collect();
     if kernels.is_empty() {
-        let reason =
-            "is in the name of no kernel; `counterpoint selftest --compile-only --verbose` lists them"
-                .to_owned();
-        return Err(CliError::Flag { flag: "--only", value: part.to_owned(), reason });
+        return Err(CliError::flag("--only", part, FlagFault::NoKernel));
     }
     let mut ticker = Ticker::new("selftest --compile-only");
     let mut heard = 0;

@@ -24,7 +24,7 @@ pub(super) const RANKS: usize = 4;
 
 /// A row that rank 0 prints.
 #[derive(Deserialize)]
-struct Row {
+struct CrossingRow {
     pass: String,
     ranks: usize,
     exchange: String,
@@ -98,7 +98,7 @@ fn saved(crossed: &[u64], r#where: &str) -> Option<SelfCheck> {
 /// Whether what rank 0 said holds.
 pub(super) fn checks(ended: &ProcessEnd) -> Vec<SelfCheck> {
     let rows = ended.text.lines().filter(|line| line.starts_with('{'));
-    let rows = rows.map(serde_json::from_str::<Row>).collect::<Result<Vec<_>, _>>();
+    let rows = rows.map(serde_json::from_str::<CrossingRow>).collect::<Result<Vec<_>, _>>();
     let rows = match rows {
         Ok(rows) => rows,
         Err(error) => return vec![SelfCheck::failed(name("rows of bytes"), 0, error.to_string())],

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use counterpoint_console::{
-    self as console, CliError, Schema, TemporaryFolder, arguments::Device as Examinee, device,
+    self as console, CliError, FlagFault, Schema, TemporaryFolder, arguments::Device as Examinee, device,
 };
 use counterpoint_cuda::{Arch, CudaError, Device, compiler_version};
 use counterpoint_reference::selftest::{Extent, SelfCheck, Share};
@@ -55,9 +55,7 @@ fn chosen(arguments: &SelftestArguments, machine: Machine, extent: Extent) -> Re
     let all = match (arguments.stress, arguments.device) {
         (true, Examinee::Cuda) => stress_parts(machine),
         (true, Examinee::Cpu) => {
-            let (value, reason) =
-                ("with --device cpu".to_owned(), "has nothing to call; give --device cuda".to_owned());
-            return Err(CliError::Flag { flag: "--stress", value, reason });
+            return Err(CliError::flag("--stress", "with --device cpu", FlagFault::NothingToCall));
         }
         (false, _) if arguments.hostile => hostile_parts(),
         (false, device) => parts(device, machine, extent),
@@ -69,8 +67,7 @@ fn chosen(arguments: &SelftestArguments, machine: Machine, extent: Extent) -> Re
         groups.sort();
         groups.dedup();
         let groups: Vec<&str> = groups.into_iter().map(Group::name).collect();
-        let reason = format!("is in the name of no group of checks; here are {}", groups.join(", "));
-        return Err(CliError::Flag { flag: "--only", value: only.clone(), reason });
+        return Err(CliError::flag("--only", only.clone(), FlagFault::NoGroup { groups }));
     }
     Ok(parts)
 }

@@ -5,6 +5,7 @@ mod cp;
 mod gemm;
 mod gemm_collective;
 mod kernels;
+mod layer_shape;
 mod moe;
 mod tp;
 mod tune;
@@ -18,6 +19,7 @@ pub(crate) use kernels::{
     BenchAttentionArguments, BenchClock, BenchDType, BenchFreshMasksArguments, BenchKernels, BenchPass,
     BenchPlanArguments, CudaBenchArguments,
 };
+pub(crate) use layer_shape::LayerShape;
 pub(crate) use moe::{BenchMoeArguments, MoeLayersArguments, TuneMoeArguments};
 pub(crate) use tp::{BenchTpArguments, BenchTpKind, BenchTpPass, GradientArgument};
 pub use tune::TuneCommand;

@@ -10,6 +10,8 @@ use counterpoint_exec::{LayerGradient, SlowLink};
 use counterpoint_plan::{Activations, DType, LinearKind};
 use serde::{Deserialize, Serialize};
 
+use super::LayerShape;
+
 /// Time tensor-parallel linear layers: how much of their communication runs under their products
 #[derive(Debug, Args)]
 #[command(after_help = "\
@@ -66,8 +68,8 @@ pub struct BenchTpArguments {
     pub(crate) tp_size: Option<usize>,
 
     /// Shapes [default: 512:256:256; with --device cuda 2048:12288:12288,8192:8192:7168,16384:8192:7168]
-    #[arg(long, value_name = "T:HIDDEN:LOCAL", value_parser = value::sizes, value_delimiter = ',')]
-    pub(crate) shapes: Vec<[usize; 3]>,
+    #[arg(long, value_name = "T:HIDDEN:LOCAL", value_parser = LayerShape::parse, value_delimiter = ',')]
+    pub(crate) shapes: Vec<LayerShape>,
 
     /// Kinds of layers
     #[arg(long, value_name = "NAMES", value_enum, value_delimiter = ',', default_value = "column,row")]

@@ -30,6 +30,7 @@ use crate::attention::{OUT_OF_BOUNDS, Section};
 use crate::masks;
 use crate::pytorch::Peers;
 use crate::rows::all_right;
+use counterpoint_console::FlagFault;
 
 /// Rows and keys that are compared with the definition, in f64.
 const SAMPLED_ROWS: usize = 32;
@@ -61,21 +62,14 @@ pub(crate) fn run(arguments: &BenchCpArguments, line: &CommandLine) -> Result<()
 
 /// What only ranks that are threads do.
 fn refuse_threads_alone(arguments: &BenchCpArguments) -> Result<(), CliError> {
-    let reason = "starts processes of its own; run it without a launcher".to_owned();
     if !arguments.peers.is_empty() {
-        return Err(CliError::Flag { flag: "--peers", value: arguments.peers.join(","), reason });
+        return Err(CliError::flag("--peers", arguments.peers.join(","), FlagFault::StartsProcesses));
     }
     if arguments.step {
-        let (value, reason) = (
-            "(whole steps)".to_owned(),
-            "captures ranks that are threads; run it without a launcher".to_owned(),
-        );
-        return Err(CliError::Flag { flag: "--step", value, reason });
+        return Err(CliError::flag("--step", "(whole steps)", FlagFault::CapturesThreads));
     }
     if arguments.device == Device::Cpu {
-        let reason =
-            "is timed with ranks as threads; run it without a launcher, or with --device cuda".to_owned();
-        return Err(CliError::Flag { flag: "--device", value: "cpu".to_owned(), reason });
+        return Err(CliError::flag("--device", "cpu", FlagFault::CpuThreadsAlone));
     }
     Ok(())
 }

@@ -17,13 +17,13 @@ use serde_json::json;
 use super::{Bench, SAMPLED_KEYS, SAMPLED_ROWS};
 use crate::attention::{BACKWARD, FORWARD, Section, shape_text, verified};
 use crate::masks;
+use counterpoint_console::FlagFault;
 
 impl Bench<'_> {
     /// Whole steps by the host's clock, enqueued operation by operation and replayed as one CUDA graph.
     pub(super) fn measure_steps(&self, masks: &[MaskPreset]) -> Result<Section, CliError> {
         let RankMachine::Cuda(machine) = self.ranks else {
-            let (value, reason) = ("(whole steps)".to_owned(), "is for GPUs; add --device cuda".to_owned());
-            return Err(CliError::Flag { flag: "--step", value, reason });
+            return Err(CliError::flag("--step", "(whole steps)", FlagFault::ForGpus));
         };
         let mut section = Section::new(format!(
             "steps of distributed attention, {} tokens a rank on {} GPUs by {}, {}, {}; vs baseline: enqueued",

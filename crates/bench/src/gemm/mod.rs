@@ -13,7 +13,7 @@ use serde::Serialize;
 
 use crate::arguments::{BenchDType, BenchGemmArguments, BenchKernels};
 use crate::interleaved::run_order;
-use crate::rows::Rows;
+use crate::rows::{MeasuredRow, Rows};
 
 /// How long the runs of one product should take together, of each who computes it: beyond it there are fewer.
 const SECONDS: f64 = 0.12;
@@ -43,23 +43,12 @@ pub(crate) fn run(arguments: &BenchGemmArguments) -> Result<(), CliError> {
         device.properties().name,
         library.version().version,
     );
-    let mut shown = Rows::begin(&title, &COLUMNS, Schema::BenchGemm, arguments.json)?;
+    let mut shown = Rows::begin(true, || Ok(title), Schema::BenchGemm, arguments.json)?;
     let mut best = Vec::new();
     for mut spec in products::chosen(arguments, element) {
         spec.sm_margin = arguments.sm_margin;
         let rows = measure(&device, &library, &spec, arguments).map_err(failed)?;
-        for row in &rows {
-            if row.of_bound <= 1.0 && row.library_of_bound <= 1.0 {
-                shown.show(row, row.cells())?;
-            } else {
-                shown.add_wrong(format!(
-                    "{} ({:.2} and {:.2} of the bound)",
-                    row.name(),
-                    row.of_bound,
-                    row.library_of_bound
-                ));
-            }
-        }
+        rows.iter().try_for_each(|row| shown.add(row))?;
         best.extend(rows.first().map(|row| row.ratio));
     }
     shown.end(&finding(&best), "products out of bounds against f64")
@@ -67,7 +56,7 @@ pub(crate) fn run(arguments: &BenchGemmArguments) -> Result<(), CliError> {
 
 /// A product, ours in one shape compared with the library's.
 #[derive(Debug, Serialize)]
-struct Row {
+struct GemmRow {
     m: usize,
     n: usize,
     k: usize,
@@ -94,7 +83,7 @@ fn measure(
     library: &GemmLibrary,
     spec: &GemmSpec,
     arguments: &BenchGemmArguments,
-) -> Result<Vec<Row>, CudaError> {
+) -> Result<Vec<GemmRow>, CudaError> {
     let bench = GemmBench::new(device, spec)?;
     let shapes: Vec<_> = Gemm::shapes(device, spec)?.into_iter().take(arguments.tiles as usize).collect();
     let mut runners = Vec::new();
@@ -115,7 +104,7 @@ fn measure(
     }
     let medians: Vec<f64> = seconds.iter().map(|samples| median(samples)).collect();
     let (library_seconds, library_error) = (medians[shapes.len()], errors[shapes.len()]);
-    let row = |(index, shape): (usize, &GemmShape)| Row {
+    let row = |(index, shape): (usize, &GemmShape)| GemmRow {
         m: spec.size.m,
         n: spec.size.n,
         k: spec.size.k,
@@ -157,27 +146,22 @@ fn label(shape: &GemmShape) -> String {
     format!("128x{}{pingpong} {pair} {sign}{parts}", shape.columns)
 }
 
-const COLUMNS: [Column; 13] = [
-    Column::number_name("m").wide(6),
-    Column::number_name("n").wide(6),
-    Column::number_name("k").wide(6),
-    Column::name("layout").wide(6),
-    Column::name("end").wide(5),
-    Column::name("tile").wide(14),
-    Column::number("ours us", 0).wide(8),
-    Column::number("TFLOP/s", 2).wide(7),
-    Column::number("cuBLASLt us", 3).wide(8),
-    Column::number("its TFLOP/s", 4).wide(7),
-    Column::number("ratio", 1).wide(5),
-    Column::number("error", 5).wide(7),
-    Column::number("its error", 6).wide(7),
-];
-
-impl Row {
-    fn name(&self) -> String {
-        let Self { m, n, k, layout, tile, .. } = self;
-        format!("{m} x {n} x {k} {layout} in tiles of {tile}")
-    }
+impl MeasuredRow<13> for GemmRow {
+    const TABLE: [Column; 13] = [
+        Column::number_name("m").wide(6),
+        Column::number_name("n").wide(6),
+        Column::number_name("k").wide(6),
+        Column::name("layout").wide(6),
+        Column::name("end").wide(5),
+        Column::name("tile").wide(14),
+        Column::number("ours us", 0).wide(8),
+        Column::number("TFLOP/s", 2).wide(7),
+        Column::number("cuBLASLt us", 3).wide(8),
+        Column::number("its TFLOP/s", 4).wide(7),
+        Column::number("ratio", 1).wide(5),
+        Column::number("error", 5).wide(7),
+        Column::number("its error", 6).wide(7),
+    ];
 
     fn cells(&self) -> [String; 13] {
         let Self { m, n, k, layout, epilogue, tile, ratio, error, library_error, .. } = self;
@@ -197,6 +181,16 @@ impl Row {
             format!("{error:.1e}"),
             format!("{library_error:.1e}"),
         ]
+    }
+
+    fn fault(&self) -> Option<String> {
+        let Self { m, n, k, layout, tile, of_bound, library_of_bound, .. } = self;
+        let is_right = *of_bound <= 1.0 && *library_of_bound <= 1.0;
+        (!is_right).then(|| {
+            format!(
+                "{m} x {n} x {k} {layout} in tiles of {tile} ({of_bound:.2} and {library_of_bound:.2} of the bound)"
+            )
+        })
     }
 }
 

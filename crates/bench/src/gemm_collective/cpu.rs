@@ -12,7 +12,7 @@ use counterpoint_plan::GemmCollective;
 use counterpoint_report::median;
 use counterpoint_schedule::OverlapPolicy;
 
-use super::row::Row;
+use super::row::GemmCollectiveRow;
 use crate::arguments::BenchGemmCollectiveArguments;
 
 type Ranked = Prepared<CpuBackend, CpuTransport>;
@@ -22,7 +22,7 @@ pub(super) fn measure(
     spec: &GemmCollectiveSpec,
     policies: &[OverlapPolicy],
     arguments: &BenchGemmCollectiveArguments,
-) -> Result<Vec<Row>, ExecError> {
+) -> Result<Vec<GemmCollectiveRow>, ExecError> {
     let inputs = Inputs::new(spec)?;
     let expected = inputs.product(spec);
     let mut first: Option<Vec<HostTensor>> = None;
@@ -46,7 +46,7 @@ pub(super) fn measure(
             Some(first) => first.iter().zip(&results).filter(|(a, b)| a != b).count() as u64,
         };
         first.get_or_insert(results);
-        rows.push(Row {
+        rows.push(GemmCollectiveRow {
             collective: spec.collective.name(),
             ranks: spec.ranks,
             m: spec.size.m,

@@ -19,10 +19,11 @@ use counterpoint_plan::WaveGroups;
 use counterpoint_schedule::OverlapPolicy;
 
 use self::peers::PeerResult;
-use self::row::Row;
+use self::row::GemmCollectiveRow;
 use crate::arguments::BenchGemmCollectiveArguments;
 use crate::pytorch::Peers;
 use crate::rows::Rows;
+use counterpoint_console::FlagFault;
 
 /// How long the runs of one sample should take together.
 const SECONDS: f64 = 0.01;
@@ -32,7 +33,7 @@ pub(crate) fn run(arguments: &BenchGemmCollectiveArguments) -> Result<(), CliErr
     let machine = Ranks::open(arguments)?;
     let mut peers = peers::start(arguments)?;
     let title = format!("products and collectives on {}", machine.name());
-    let mut shown = Rows::begin(&title, &row::COLUMNS, Schema::BenchGemmCollective, arguments.json)?;
+    let mut shown = Rows::begin(true, || Ok(title), Schema::BenchGemmCollective, arguments.json)?;
     let (mut last, mut of_peers) = (Vec::new(), Vec::new());
     let cases = cases::chosen(arguments);
     let cost = costs(arguments)?;
@@ -49,16 +50,7 @@ pub(crate) fn run(arguments: &BenchGemmCollectiveArguments) -> Result<(), CliErr
             .map_err(|source| CliError::Run { source })?;
         rows.iter_mut().zip(&arguments.overlap).for_each(|(row, choice)| row.asked = choice.to_string());
         drop(progress);
-        for row in &rows {
-            if !row.is_right() {
-                let Row { collective, m, n, k, overlap, of_bound, different, .. } = row;
-                shown.add_wrong(format!(
-                    "{collective} of {m} x {n} x {k} under {overlap} ({of_bound:.2} of the bound, {different} other bits)"
-                ));
-            } else {
-                shown.show(row, row.cells())?;
-            }
-        }
+        rows.iter().try_for_each(|row| shown.add(row))?;
         let peer_rows = peers::rows(&peers, &rows);
         if arguments.json {
             peer_rows.iter().try_for_each(|row| console::print_json(Schema::BenchGemmCollectivePeer, row))?;
@@ -96,9 +88,8 @@ enum Ranks {
 impl Ranks {
     fn open(arguments: &BenchGemmCollectiveArguments) -> Result<Self, CliError> {
         if arguments.device == Device::Cpu && arguments.transport != TransportKind::Auto {
-            let reason = "is for GPUs; add --device cuda".to_owned();
             let value = arguments.transport.to_string();
-            return Err(CliError::Flag { flag: "--transport", value, reason });
+            return Err(CliError::flag("--transport", value, FlagFault::ForGpus));
         }
         if arguments.device == Device::Cpu {
             return Ok(Self::Cpu);
@@ -109,8 +100,8 @@ impl Ranks {
             .and_then(|machine| machine.with_transport(arguments.transport))
             .map_err(failed)?;
         if machine.devices().len() < ranks {
-            let reason = format!("needs a GPU for each rank, and there are {}", machine.devices().len());
-            return Err(CliError::Flag { flag: "--ranks", value: ranks.to_string(), reason });
+            let fault = FlagFault::Gpus { gpus: machine.devices().len() };
+            return Err(CliError::flag("--ranks", ranks.to_string(), fault));
         }
         let bench = GemmCollectiveBench::new(machine, arguments.limit).map_err(failed)?;
         Ok(Self::Cuda(Box::new(bench)))
@@ -132,7 +123,7 @@ impl Ranks {
         policies: &[OverlapPolicy],
         arguments: &BenchGemmCollectiveArguments,
         peers: &mut Peers<PeerResult>,
-    ) -> Result<Vec<Row>, ExecError> {
+    ) -> Result<Vec<GemmCollectiveRow>, ExecError> {
         match self {
             Self::Cpu => cpu::measure(spec, policies, arguments),
             Self::Cuda(bench) => {
@@ -147,7 +138,7 @@ impl Ranks {
                 timed(false);
                 let mut between = || timed(true);
                 let times = bench.measure(spec, policies, &groups(arguments), runs, &mut between)?;
-                Ok(Row::of(spec, policies, &times))
+                Ok(GemmCollectiveRow::of(spec, policies, &times))
             }
         }
     }

@@ -9,9 +9,10 @@ use counterpoint_report::{Column, Statistics, geometric_mean, table};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
-use super::row::Row;
+use super::row::GemmCollectiveRow;
 use crate::arguments::{BenchDType, BenchGemmCollectiveArguments};
 use crate::pytorch::{InterleavedRanks, PeerVariant, Peers, Script, lacks_gpus, on_gpus};
+use crate::rows::MeasuredRow;
 
 /// What the script says of a way.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
@@ -87,13 +88,13 @@ pub(super) fn case(spec: &GemmCollectiveSpec) -> serde_json::Value {
 }
 
 /// What the product's ways took, with `ours`, interleaved with them.
-pub(super) fn rows(peers: &Peers<PeerResult>, ours: &[Row]) -> Vec<PeerRow> {
-    let right = ours.iter().filter(|row| row.is_right());
+pub(super) fn rows(peers: &Peers<PeerResult>, ours: &[GemmCollectiveRow]) -> Vec<PeerRow> {
+    let right = ours.iter().filter(|row| row.fault().is_none());
     let Some(best) = right.min_by(|a, b| a.seconds.total_cmp(&b.seconds)) else { return Vec::new() };
     let row = |variant: &PeerVariant<PeerResult>| {
         let PeerResult { by, iterations, error } = variant.known.clone();
         let seconds = Statistics::of(&variant.seconds)?.median / iterations as f64;
-        let Row { collective, ranks, m, n, k, .. } = *best;
+        let GemmCollectiveRow { collective, ranks, m, n, k, .. } = *best;
         let ratio = seconds / best.seconds;
         let (ours_seconds, ours_by) = (best.seconds, best.overlap.clone());
         Some(PeerRow { by, collective, ranks, m, n, k, seconds, error, ours_seconds, ratio, ours_by })

@@ -1,6 +1,7 @@
 //! Rows of `bench gemm-collective`: ours compared with cuBLASLt and NCCL one after the other, and what to read from them.
 
 use crate::gpu::GemmCollectiveTimes;
+use crate::rows::MeasuredRow;
 use counterpoint_exec::GemmCollectiveSpec;
 use counterpoint_report::{Column, geometric_mean, median};
 use counterpoint_schedule::OverlapPolicy;
@@ -8,7 +9,7 @@ use serde::Serialize;
 
 /// One product with its collective under one policy.
 #[derive(Clone, Debug, Serialize)]
-pub(super) struct Row {
+pub(super) struct GemmCollectiveRow {
     pub(super) collective: &'static str,
     pub(super) ranks: usize,
     pub(super) m: usize,
@@ -41,24 +42,7 @@ pub(super) struct Library {
     pub(super) of_ideal: f64,
 }
 
-pub(super) const COLUMNS: [Column; 14] = [
-    Column::name("collective").wide(14),
-    Column::number_name("m").wide(6),
-    Column::number_name("n").wide(6),
-    Column::number_name("k").wide(6),
-    Column::name("overlap").wide(23),
-    Column::number("ours us", 0).wide(9),
-    Column::number("cuBLASLt+NCCL us", 2),
-    Column::number("ratio", 1).wide(5),
-    Column::number("product us", 4),
-    Column::number("collective us", 4),
-    Column::number("of ideal", 3),
-    Column::number("error", 5).wide(7),
-    Column::number("its error", 7),
-    Column::number("differ", 6),
-];
-
-impl Row {
+impl GemmCollectiveRow {
     /// A row for every policy.
     pub(super) fn of(
         spec: &GemmCollectiveSpec,
@@ -93,13 +77,27 @@ impl Row {
         };
         policies.iter().enumerate().map(row).collect()
     }
+}
 
-    /// Whether its result is what it must be.
-    pub(super) fn is_right(&self) -> bool {
-        self.of_bound <= 1.0 && self.different == 0
-    }
+impl MeasuredRow<14> for GemmCollectiveRow {
+    const TABLE: [Column; 14] = [
+        Column::name("collective").wide(14),
+        Column::number_name("m").wide(6),
+        Column::number_name("n").wide(6),
+        Column::number_name("k").wide(6),
+        Column::name("overlap").wide(23),
+        Column::number("ours us", 0).wide(9),
+        Column::number("cuBLASLt+NCCL us", 2),
+        Column::number("ratio", 1).wide(5),
+        Column::number("product us", 4),
+        Column::number("collective us", 4),
+        Column::number("of ideal", 3),
+        Column::number("error", 5).wide(7),
+        Column::number("its error", 7),
+        Column::number("differ", 6),
+    ];
 
-    pub(super) fn cells(&self) -> [String; 14] {
+    fn cells(&self) -> [String; 14] {
         let Self { collective, m, n, k, asked, overlap, seconds, error, different, .. } = self;
         let chosen = if asked == overlap { overlap.clone() } else { format!("{asked}: {overlap}") };
         let of_library =
@@ -122,10 +120,20 @@ impl Row {
             different.to_string(),
         ]
     }
+
+    fn fault(&self) -> Option<String> {
+        let Self { collective, m, n, k, overlap, of_bound, different, .. } = self;
+        let is_right = *of_bound <= 1.0 && *different == 0;
+        (!is_right).then(|| {
+            format!(
+                "{collective} of {m} x {n} x {k} under {overlap} ({of_bound:.2} of the bound, {different} other bits)"
+            )
+        })
+    }
 }
 
 /// What to read from the rows of the last policy of each case.
-pub(super) fn finding(rows: &[Row]) -> String {
+pub(super) fn finding(rows: &[GemmCollectiveRow]) -> String {
     let ratios: Vec<f64> = rows.iter().filter_map(|row| row.library.map(|library| library.ratio)).collect();
     let Some(mean) = geometric_mean(&ratios) else { return String::new() };
     let worst = ratios.iter().copied().fold(f64::INFINITY, f64::min);

@@ -23,7 +23,7 @@ use counterpoint_reference::{LinearSample, check_experts};
 use counterpoint_report::Statistics;
 use counterpoint_schedule::{OverlapPolicy, Timeline, WeightGradient};
 
-use super::row::{Parts, Row};
+use super::row::{ExpertsRow, Parts};
 use crate::arguments::{BenchTpPass, MoeLayersArguments};
 use crate::hidden::Hidden;
 use crate::interleaved::{figure, run_order};
@@ -77,7 +77,7 @@ fn of_ranks<M: Machine>(group: &Group<M>, all: Option<&[HostTensor]>) -> Vec<Hos
 }
 
 impl Case<'_> {
-    pub(super) fn measure_on<M: Machine>(&self, machine: &M) -> Result<Vec<Row>, CliError> {
+    pub(super) fn measure_on<M: Machine>(&self, machine: &M) -> Result<Vec<ExpertsRow>, CliError> {
         let failed = |source| CliError::Run { source };
         let config =
             WorldConfig { limit: RunConfig::default().world.limit, poison: false, ..WorldConfig::default() };
@@ -314,7 +314,7 @@ impl Case<'_> {
         topology: Topology,
         variant: &Variant<M>,
         plain: &Variant<M>,
-    ) -> Option<Row> {
+    ) -> Option<ExpertsRow> {
         let seconds = |variant: &Variant<M>| -> Vec<f64> {
             variant.runs[at][1].iter().map(Timeline::duration).collect()
         };
@@ -330,7 +330,7 @@ impl Case<'_> {
         let has_one = pass == BenchTpPass::Forward || self.gradient() == WeightGradient::Frozen;
         let products = if has_one { 1.0 } else { 2.0 };
         let flops = products * 2.0 * (rows * self.spec.in_features) as f64 * self.spec.out_features as f64;
-        Some(Row {
+        Some(ExpertsRow {
             kind: self.spec.kind.to_string(),
             pass,
             ranks: self.routing.ranks(),

@@ -16,14 +16,15 @@ use counterpoint_console::{
 use counterpoint_cuda::TransportKind;
 use counterpoint_exec::{CpuMachine, Machine, RunConfig, TcpMachine};
 use counterpoint_measure::Processes;
-use counterpoint_plan::{DType, ExpertKind, ExpertSpec, Routing};
+use counterpoint_plan::{DType, ExpertKind, ExpertSpec, RandomRouting, Routing};
 
 use self::case::Case;
 pub(crate) use self::case::Compared;
-pub(crate) use self::row::Row;
+pub(crate) use self::row::ExpertsRow;
 use crate::arguments::{BenchMoeArguments, MoeLayersArguments};
 use crate::ranks::BenchRanks;
 use crate::rows::Rows;
+use counterpoint_console::FlagFault;
 
 /// `counterpoint bench moe`.
 pub(crate) fn run(arguments: &BenchMoeArguments, line: &CommandLine) -> Result<(), CliError> {
@@ -33,7 +34,8 @@ pub(crate) fn run(arguments: &BenchMoeArguments, line: &CommandLine) -> Result<(
         ranks.agree("what was tuned and kept", &plans.to_json())?;
         let compared =
             Compared::Asked(Arc::new(TunedHere { place: ranks.tuned_place(arguments.slow_link), plans }));
-        let show = |shown: &Rows, rows: &[Row]| rows.iter().try_for_each(|row| shown.show(row, row.cells()));
+        let show =
+            |shown: &Rows<ExpertsRow>, rows: &[ExpertsRow]| rows.iter().try_for_each(|row| shown.show(row));
         each_kind(arguments, (ranks, Schema::BenchMoe), &compared, show)?.end("", WRONG)
     })
 }
@@ -48,8 +50,7 @@ pub(crate) fn on_ranks(
     work: impl FnOnce(&BenchRanks) -> Result<(), CliError>,
 ) -> Result<(), CliError> {
     if let (Some(_), Device::Cuda) = (arguments.slow_link, arguments.device) {
-        let reason = "imitates a link between CPU ranks; leave it out with --device cuda".to_owned();
-        return Err(CliError::Flag { flag: "--slow-link", value: String::new(), reason });
+        return Err(CliError::flag("--slow-link", "", FlagFault::ForCpuRanks));
     }
     let Some(launch) = launch()? else {
         let machine = RankMachine::open(arguments.device, arguments.ep_size, TransportKind::Auto)?;
@@ -70,8 +71,8 @@ pub(crate) fn each_kind(
     arguments: &MoeLayersArguments,
     (on, schema): (&BenchRanks, Schema),
     compared: &Compared,
-    mut show: impl FnMut(&Rows, &[Row]) -> Result<(), CliError>,
-) -> Result<Rows, CliError> {
+    mut show: impl FnMut(&Rows<ExpertsRow>, &[ExpertsRow]) -> Result<(), CliError>,
+) -> Result<Rows<ExpertsRow>, CliError> {
     let ranks = on.count(arguments.ep_size);
     let routing = routing(arguments, ranks)?;
     let rows = routing.rows();
@@ -82,21 +83,13 @@ pub(crate) fn each_kind(
         on.name(),
         console::count(ranks, "rank"),
     );
-    let mut shown = match on.prints() {
-        true => Rows::begin(&title, &row::COLUMNS, schema, arguments.json)?,
-        false => Rows::quiet(schema),
-    };
+    let mut shown = Rows::begin(on.prints(), || Ok(title), schema, arguments.json)?;
     let progress = Progress::new();
     for kind in &arguments.kinds {
         let kind = kind.kind();
         progress.step(format!("{kind} of {}", console::count(arguments.experts, "expert")));
-        let mut right = Vec::new();
-        for row in measure(arguments, kind, &routing, on, compared)? {
-            match &row.wrong {
-                Some(reason) => shown.add_wrong(format!("{}: {reason}", row.name())),
-                None => right.push(row),
-            }
-        }
+        let mut right = measure(arguments, kind, &routing, on, compared)?;
+        right.retain(|row| shown.is_right(row));
         show(&shown, &right)?;
     }
     drop(progress);
@@ -107,12 +100,10 @@ pub(crate) fn each_kind(
 fn routing(arguments: &MoeLayersArguments, ranks: usize) -> Result<Arc<Routing>, CliError> {
     let MoeLayersArguments { experts, choices, tokens, skew, seed, .. } = *arguments;
     if choices > experts {
-        let reason = format!("is more than the {experts} experts; choose fewer");
-        return Err(CliError::Flag { flag: "--choices", value: choices.to_string(), reason });
+        return Err(CliError::flag("--choices", choices.to_string(), FlagFault::Choices { experts }));
     }
-    let routing = Routing::random(experts, choices, [ranks, tokens], skew, seed).map_err(|error| {
-        CliError::Flag { flag: "--experts", value: experts.to_string(), reason: error.to_string() }
-    })?;
+    let routing = Routing::random(RandomRouting { experts, choices, ranks, tokens, skew, seed })
+        .map_err(|error| CliError::flag("--experts", experts.to_string(), error))?;
     let Some(capacity) = arguments.capacity else { return Ok(Arc::new(routing)) };
     let most = (capacity * (ranks * tokens * choices) as f64 / experts as f64).ceil() as usize;
     let (within, dropped) = routing.within(most);
@@ -126,7 +117,7 @@ fn measure(
     routing: &Arc<Routing>,
     on: &BenchRanks,
     compared: &Compared,
-) -> Result<Vec<Row>, CliError> {
+) -> Result<Vec<ExpertsRow>, CliError> {
     let usual = if arguments.device == Device::Cpu { DType::F32 } else { DType::Bf16 };
     let (in_features, out_features) = match kind {
         ExpertKind::Dispatch => (arguments.hidden, arguments.inner),

@@ -8,10 +8,11 @@ use serde::Serialize;
 
 use crate::arguments::BenchTpPass;
 use crate::interleaved::efficiency_text;
+use crate::rows::MeasuredRow;
 
 /// One pass of one layer in one variant.
 #[derive(Clone, Debug, Serialize)]
-pub(crate) struct Row {
+pub(crate) struct ExpertsRow {
     pub(super) kind: String,
     pub(crate) pass: BenchTpPass,
     pub(super) ranks: usize,
@@ -51,25 +52,27 @@ pub(crate) struct Row {
     pub(super) wrong: Option<String>,
 }
 
-pub(super) const COLUMNS: [Column; 10] = [
-    Column::name("kind").wide(8),
-    Column::name("pass").wide(8),
-    Column::name("policy").wide(30),
-    Column::name("groups").wide(10),
-    Column::number("us", 0).wide(9),
-    Column::number("sequential", 2).wide(9),
-    Column::number("computed", 4).wide(9),
-    Column::number("sent", 4).wide(9),
-    Column::number("of longer", 1),
-    Column::number("hidden", 1).wide(9),
-];
-
-impl Row {
+impl ExpertsRow {
     pub(super) fn name(&self) -> String {
         format!("{} {} {}", self.kind, self.pass, self.policy)
     }
+}
 
-    pub(crate) fn cells(&self) -> [String; 10] {
+impl MeasuredRow<10> for ExpertsRow {
+    const TABLE: [Column; 10] = [
+        Column::name("kind").wide(8),
+        Column::name("pass").wide(8),
+        Column::name("policy").wide(30),
+        Column::name("groups").wide(10),
+        Column::number("us", 0).wide(9),
+        Column::number("sequential", 2).wide(9),
+        Column::number("computed", 4).wide(9),
+        Column::number("sent", 4).wide(9),
+        Column::number("of longer", 1),
+        Column::number("hidden", 1).wide(9),
+    ];
+
+    fn cells(&self) -> [String; 10] {
         let us = |seconds: f64| format!("{:.1}", 1e6 * seconds);
         [
             self.kind.clone(),
@@ -83,6 +86,10 @@ impl Row {
             format!("{:.2}", self.of_longer),
             efficiency_text(self.hidden, self.hidden_noise),
         ]
+    }
+
+    fn fault(&self) -> Option<String> {
+        self.wrong.as_ref().map(|reason| format!("{}: {reason}", self.name()))
     }
 }
 

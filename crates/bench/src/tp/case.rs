@@ -25,8 +25,8 @@ use super::measured::{Measured, MeasuredPass, digest};
 use super::normalised::{First, Layer, NORM};
 use super::parts::Parts;
 use super::peers::{self, PeerResult};
-use super::row::Row;
-use crate::arguments::{BenchTpArguments, BenchTpPass};
+use super::row::LinearRow;
+use crate::arguments::{BenchTpArguments, BenchTpPass, LayerShape};
 use crate::hidden::Hidden;
 use crate::interleaved::{LEAST_HIDEABLE, figure, noise, run_order, saved};
 use crate::pytorch::Peers;
@@ -40,7 +40,7 @@ pub(super) struct Case<'a> {
     pub(super) arguments: &'a BenchTpArguments,
     pub(super) spec: LinearSpec,
     /// Tokens, features that are not split, features of a rank.
-    pub(super) shape: [usize; 3],
+    pub(super) shape: LayerShape,
     pub(super) tp_size: usize,
     pub(super) transport: TransportKind,
     pub(super) cost: CostModel,
@@ -90,7 +90,7 @@ impl Case<'_> {
         machine: &M,
         peers: &mut Peers<PeerResult>,
         joined: impl Fn(Measured) -> Result<Option<Measured>, CliError>,
-    ) -> Result<Vec<Row>, CliError> {
+    ) -> Result<Vec<LinearRow>, CliError> {
         let config =
             WorldConfig { limit: RunConfig::default().world.limit, poison: false, ..WorldConfig::default() };
         let group =
@@ -139,11 +139,9 @@ impl Case<'_> {
 
     fn passes<M: Machine>(&self, machine: &M, overlap: &LayerOverlap) -> Result<PlannedPasses, CliError> {
         let machine = LinearMachine { tuned: Some(self.tuned.clone()), ..machine.linear(self.tp_size) };
-        overlap.passes(&machine, self.spec, self.gradient()).map_err(|error| CliError::Flag {
-            flag: "--shapes",
-            value: self.shape.map(|size| size.to_string()).join(":"),
-            reason: error.to_string(),
-        })
+        overlap
+            .passes(&machine, self.spec, self.gradient())
+            .map_err(|error| CliError::flag("--shapes", self.shape.to_string(), error))
     }
 
     /// A layer that runs so, with its results checked.
@@ -295,7 +293,7 @@ impl Case<'_> {
         Ok((checked, outputs.par_iter().map(digest).collect()))
     }
 
-    fn row(&self, pass: BenchTpPass, measured: &Measured, of_plain: &Measured) -> Option<Row> {
+    fn row(&self, pass: BenchTpPass, measured: &Measured, of_plain: &Measured) -> Option<LinearRow> {
         let of = |measured: &Measured| measured.passes.iter().find(|measured| measured.pass == pass).cloned();
         let (runs, plain) = (of(measured)?, of(of_plain)?);
         let (own_seconds, plain_seconds) = (runs.seconds(), plain.seconds());
@@ -322,7 +320,7 @@ impl Case<'_> {
             * 2.0
             * (self.spec.tokens * self.spec.in_features) as f64
             * self.spec.out_features as f64;
-        Some(Row {
+        Some(LinearRow {
             by: "counterpoint".to_owned(),
             kind: self.spec.kind,
             behind: self.arguments.rms_norm.then(|| "rms-norm".to_owned()),

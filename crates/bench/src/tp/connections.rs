@@ -9,7 +9,7 @@ use serde::Deserialize;
 use counterpoint_report::{Column, table as report_table};
 
 use super::peers::{self, PeerRow};
-use super::row::{COLUMNS, Row, title};
+use super::row::{LinearRow, title};
 use crate::arguments::BenchTpArguments;
 use crate::rows::Rows;
 
@@ -28,15 +28,15 @@ pub(super) fn here() -> Option<u32> {
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Line {
-    Ours(Box<Row>),
+    Ours(Box<LinearRow>),
     Peer(Box<PeerRow>),
 }
 
 /// Measures with each number in turn. A number may be named several times: its best median counts. PyTorch's variants are interleaved with
 /// those of ours that have as many. Where a process fails, what was measured until then is kept.
 pub(super) fn run(arguments: &BenchTpArguments, line: &CommandLine) -> Result<(), CliError> {
-    let (mut all, mut of_peers): (Vec<Row>, Vec<PeerRow>) = Default::default();
-    let mut shown: Option<Rows> = None;
+    let (mut all, mut of_peers): (Vec<LinearRow>, Vec<PeerRow>) = Default::default();
+    let mut shown: Option<Rows<LinearRow>> = None;
     let mut ended = Ok(());
     for &connections in &arguments.connections {
         let (lines, end) = in_child(arguments, line, connections)?;
@@ -47,14 +47,15 @@ pub(super) fn run(arguments: &BenchTpArguments, line: &CommandLine) -> Result<()
                 Line::Peer(row) => of_peers.push(*row),
             }
         }
-        if let (None, Some(Row { device, ranks, .. })) = (&shown, rows.first()) {
-            shown = Some(Rows::begin(&title(device, *ranks), &COLUMNS, Schema::BenchTp, arguments.json)?);
+        if let (None, Some(LinearRow { device, ranks, .. })) = (&shown, rows.first()) {
+            let title = || Ok(title(device, *ranks));
+            shown = Some(Rows::begin(true, title, Schema::BenchTp, arguments.json)?);
         }
         if let Some(shown) = &shown {
             if shown.are_text() {
                 console::print(&format!("{}:\n", console::count(connections as usize, "hardware queue")))?;
             }
-            rows.iter().try_for_each(|row| shown.show(row, row.cells()))?;
+            rows.iter().try_for_each(|row| shown.show(row))?;
         }
         all.extend(rows);
         ended = ended.and(end);
@@ -101,8 +102,8 @@ fn in_child(
 
 /// Of each case its best median with every number of queues and what part of the sequential pass that is, interleaved with it, and
 /// the largest of these parts over the smallest: processes that follow each other find a GPU at other clocks.
-fn spreads(rows: &[Row]) -> String {
-    let same = |a: &Row, b: &Row| (a.name(), a.groups_text()) == (b.name(), b.groups_text());
+fn spreads(rows: &[LinearRow]) -> String {
+    let same = |a: &LinearRow, b: &LinearRow| (a.name(), a.groups_text()) == (b.name(), b.groups_text());
     let mut lines = Vec::new();
     for (at, row) in rows.iter().enumerate() {
         if row.is_sequential() || rows[..at].iter().any(|before| same(before, row)) {

@@ -31,11 +31,12 @@ use counterpoint_report::{TimelinePair, TraceSection, chrome_trace};
 
 use self::case::Case;
 use self::peers::PeerResult;
-use self::row::Row;
-use crate::arguments::{BenchTpArguments, BenchTpKind};
+use self::row::LinearRow;
+use crate::arguments::{BenchTpArguments, BenchTpKind, LayerShape};
 use crate::pytorch::Peers;
 use crate::ranks::BenchRanks;
 use crate::rows::Rows;
+use counterpoint_console::FlagFault;
 
 /// `counterpoint bench tp`.
 pub(crate) fn run(arguments: &BenchTpArguments, line: &CommandLine) -> Result<(), CliError> {
@@ -92,17 +93,12 @@ fn cpu_process(
 
 /// What only ranks that are threads do.
 fn refuse_threads_alone(arguments: &BenchTpArguments) -> Result<(), CliError> {
-    let alone = |flag, value, what: &str| {
-        let reason = format!("{what}; run it without a launcher");
-        Err(CliError::Flag { flag, value, reason })
-    };
+    let alone = |flag, value: String| Err(CliError::flag(flag, value, FlagFault::StartsProcesses));
     let numbers = |numbers: &[u32]| numbers.iter().map(u32::to_string).collect::<Vec<_>>().join(",");
     match arguments {
-        BenchTpArguments { peers, .. } if !peers.is_empty() => {
-            alone("--peers", numbers(peers), "starts processes of its own")
-        }
+        BenchTpArguments { peers, .. } if !peers.is_empty() => alone("--peers", numbers(peers)),
         BenchTpArguments { connections, .. } if !connections.is_empty() => {
-            alone("--connections", numbers(connections), "starts processes of its own")
+            alone("--connections", numbers(connections))
         }
         _ => Ok(()),
     }
@@ -114,17 +110,13 @@ fn measure_all(
 ) -> Result<(), CliError> {
     let Some((_, first)) = machines.first() else { return Ok(()) };
     if let (Some(_), Device::Cuda) = (arguments.slow_link, arguments.device) {
-        let reason = "imitates a link between CPU ranks; leave it out with --device cuda".to_owned();
-        return Err(CliError::Flag { flag: "--slow-link", value: String::new(), reason });
+        return Err(CliError::flag("--slow-link", "", FlagFault::ForCpuRanks));
     }
     if let (true, Some(kind)) =
         (arguments.rms_norm, arguments.kinds.iter().find(|kind| kind.kind() != LinearKind::Row))
     {
-        let reason = format!(
-            "RMSNorm takes whole rows, of which {}-parallel layers give columns; use --kinds row",
-            kind.kind()
-        );
-        return Err(CliError::Flag { flag: "--rms-norm", value: String::new(), reason });
+        let fault = FlagFault::WholeRows { kind: kind.kind(), flag: "--kinds" };
+        return Err(CliError::flag("--rms-norm", "", fault));
     }
     let tp_size = first.count(arguments.tp_size);
     if let Some(layers) = arguments.shared_input {
@@ -133,13 +125,8 @@ fn measure_all(
         return shared::run(arguments, layers as usize, (machines, tp_size), &specs);
     }
     let traces = Outputs::check(&[("--trace", arguments.trace.as_deref())])?;
-    let mut shown = match first.prints() {
-        true => {
-            let title = row::title(&first.name(), tp_size);
-            Rows::begin(&title, &row::COLUMNS, Schema::BenchTp, arguments.json)?
-        }
-        false => Rows::quiet(Schema::BenchTp),
-    };
+    let title = || Ok(row::title(&first.name(), tp_size));
+    let mut shown = Rows::begin(first.prints(), title, Schema::BenchTp, arguments.json)?;
     let tuned = tuned::kept()?;
     first.agree("what was tuned and kept", &tuned.to_json())?;
     let mut peers = peers::start(arguments, tp_size)?;
@@ -148,19 +135,13 @@ fn measure_all(
     for (shape, spec) in specs(arguments, &arguments.kinds, tp_size) {
         let inputs = random_linear_inputs(&spec, None, spec.tokens as u64, true);
         for (transport, machine) in machines {
-            let [tokens, hidden, local] = shape;
             let LinearSpec { kind, activations, .. } = spec;
-            progress.step(format!("{kind} {activations} {tokens}:{hidden}:{local} {transport}"));
+            progress.step(format!("{kind} {activations} {shape} {transport}"));
             let on = Setting { transport: *transport, machine, tuned: &tuned };
             let ours = measure(arguments, (spec, shape), tp_size, on, &inputs, &mut peers)?;
             let peer_rows = peers::rows(&peers, &ours);
-            for row in ours {
-                match &row.wrong {
-                    Some(reason) => shown.add_wrong(format!("{}: {reason}", row.name())),
-                    None => shown.show(&row, row.cells())?,
-                }
-                rows.push(row);
-            }
+            ours.iter().try_for_each(|row| shown.add(row))?;
+            rows.extend(ours);
             if arguments.json {
                 peer_rows.iter().try_for_each(|row| console::print_json(Schema::BenchTpPeer, row))?;
             }
@@ -179,8 +160,8 @@ fn measure_all(
 }
 
 /// The rows one after the other.
-fn trace_of(rows: &[Row]) -> String {
-    let names: Vec<String> = rows.iter().map(Row::name).collect();
+fn trace_of(rows: &[LinearRow]) -> String {
+    let names: Vec<String> = rows.iter().map(LinearRow::name).collect();
     let timelines = |row| TimelinePair { measured: Some(row), predicted: None };
     let sections =
         names.iter().zip(rows).map(|(name, row)| TraceSection { name, timelines: timelines(&row.last) });
@@ -215,12 +196,12 @@ fn cost_of(arguments: &BenchTpArguments, ranks: &BenchRanks, tp_size: usize) -> 
 
 fn measure(
     arguments: &BenchTpArguments,
-    (spec, shape): (LinearSpec, [usize; 3]),
+    (spec, shape): (LinearSpec, LayerShape),
     tp_size: usize,
     Setting { transport, machine, tuned }: Setting<'_>,
     inputs: &LinearInputs,
     peers: &mut Peers<PeerResult>,
-) -> Result<Vec<Row>, CliError> {
+) -> Result<Vec<LinearRow>, CliError> {
     let cost = cost_of(arguments, machine, tp_size)?;
     let device = &machine.name();
     let processes = machine.processes();
@@ -246,12 +227,12 @@ fn measure(
 }
 
 /// Tokens, features that are not split, features of a rank.
-fn shapes(arguments: &BenchTpArguments) -> Vec<[usize; 3]> {
+fn shapes(arguments: &BenchTpArguments) -> Vec<LayerShape> {
     /// Those whose backward is known from Megatron-LM's pattern on the same GPUs (overlap of an all-reduce and a product).
     const GPU: [[usize; 3]; 3] = [[2048, 12288, 12288], [8192, 8192, 7168], [16384, 8192, 7168]];
     match (&arguments.shapes[..], arguments.device) {
-        ([], Device::Cpu) => vec![[512, 256, 256]],
-        ([], Device::Cuda) => GPU.to_vec(),
+        ([], Device::Cpu) => vec![[512, 256, 256].into()],
+        ([], Device::Cuda) => GPU.map(LayerShape::from).to_vec(),
         (shapes, _) => shapes.to_vec(),
     }
 }
@@ -261,10 +242,10 @@ fn specs(
     arguments: &BenchTpArguments,
     kinds: &[BenchTpKind],
     tp_size: usize,
-) -> Vec<([usize; 3], LinearSpec)> {
+) -> Vec<(LayerShape, LinearSpec)> {
     let mut specs = Vec::new();
     for shape in shapes(arguments) {
-        let [tokens, hidden, local] = shape;
+        let LayerShape { tokens, hidden, local } = shape;
         for kind in kinds.iter().map(|kind| kind.kind()) {
             let (in_features, out_features) = match kind {
                 LinearKind::Column => (hidden, local * tp_size),

@@ -8,8 +8,8 @@ use counterpoint_report::{Column, Statistics, table};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
-use super::row::Row;
-use crate::arguments::{BenchTpArguments, BenchTpPass};
+use super::row::LinearRow;
+use crate::arguments::{BenchTpArguments, BenchTpPass, LayerShape};
 use crate::pytorch::{InterleavedRanks, PeerVariant, Peers, Script, lacks_gpus, on_gpus};
 
 /// CUDA's own number of connections, which it uses where the variable is not set.
@@ -31,7 +31,7 @@ pub(super) struct PeerRow {
     kind: LinearKind,
     pass: BenchTpPass,
     activations: Activations,
-    shape: [usize; 3],
+    shape: LayerShape,
     ranks: usize,
     connections: String,
     /// Of the slowest rank.
@@ -88,12 +88,12 @@ pub(super) fn start(arguments: &BenchTpArguments, tp_size: usize) -> Result<Peer
 }
 
 /// A layer, as the script knows it.
-pub(super) fn case(shape: [usize; 3], kind: LinearKind, activations: Activations) -> serde_json::Value {
+pub(super) fn case(shape: LayerShape, kind: LinearKind, activations: Activations) -> serde_json::Value {
     json!({ "shape": shape, "kind": kind, "activations": activations })
 }
 
 /// What a layer's variants took, with `ours`, interleaved with them.
-pub(super) fn rows(peers: &Peers<PeerResult>, ours: &[Row]) -> Vec<PeerRow> {
+pub(super) fn rows(peers: &Peers<PeerResult>, ours: &[LinearRow]) -> Vec<PeerRow> {
     let row = |variant: &PeerVariant<PeerResult>| {
         let PeerResult { by, pass, connections, error_over_bound } = variant.known.clone();
         let right = ours.iter().filter(|row| row.pass == pass && row.wrong.is_none());
@@ -132,14 +132,13 @@ fn command(script: &Script, arguments: &BenchTpArguments) -> Command {
 
 impl PeerRow {
     fn cells(&self) -> Vec<String> {
-        let [tokens, hidden, local] = self.shape;
         let tenths = |value: f64| format!("{value:.1}");
         vec![
             self.by.clone(),
             self.kind.to_string(),
             self.pass.to_string(),
             self.activations.to_string(),
-            format!("{tokens}:{hidden}:{local}"),
+            self.shape.to_string(),
             self.connections.clone(),
             tenths(1e6 * self.seconds.median),
             tenths(self.tflops),

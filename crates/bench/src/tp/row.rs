@@ -5,12 +5,13 @@ use counterpoint_report::{Column, Statistics};
 use counterpoint_schedule::{OverlapPolicy, Timeline};
 use serde::{Deserialize, Serialize};
 
-use crate::arguments::BenchTpPass;
+use crate::arguments::{BenchTpPass, LayerShape};
 use crate::interleaved::efficiency_text;
+use crate::rows::MeasuredRow;
 
 /// One pass of one layer under one policy.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(super) struct Row {
+pub(super) struct LinearRow {
     pub(super) by: String,
     pub(super) kind: LinearKind,
     /// What is computed behind the layer, as part of its passes: `rms-norm`, or nothing.
@@ -18,7 +19,7 @@ pub(super) struct Row {
     pub(super) pass: BenchTpPass,
     pub(super) activations: Activations,
     /// Tokens, features that are not split, features of a rank.
-    pub(super) shape: [usize; 3],
+    pub(super) shape: LayerShape,
     pub(super) ranks: usize,
     pub(super) device: String,
     /// Hardware queues that the driver was given; `None` where it was left to its default.
@@ -81,31 +82,10 @@ pub(super) fn title(device: &str, ranks: usize) -> String {
     format!("tensor-parallel linear layers on {device}, {}", counterpoint_console::count(ranks, "rank"))
 }
 
-pub(super) const COLUMNS: [Column; 17] = [
-    Column::name("kind").wide(12),
-    Column::name("pass").wide(8),
-    Column::name("activations").wide(17),
-    Column::name("shape").wide(18),
-    Column::name("policy").wide(38),
-    Column::name("transport").wide(11),
-    Column::number_name("groups"),
-    Column::number("us", 0).wide(8),
-    Column::number("TFLOP/s", 3),
-    Column::number("sequential", 2),
-    Column::number("ideal", 4).wide(8),
-    Column::number("speedup", 3),
-    Column::number("efficiency", 1),
-    Column::number("hidden", 2).wide(9),
-    Column::number("wgrad x", 6),
-    Column::number("exposed us", 5),
-    Column::number("of bound", 7),
-];
-
-impl Row {
+impl LinearRow {
     pub(super) fn name(&self) -> String {
-        let [tokens, hidden, local] = self.shape;
-        let Self { pass, activations, policy, transport, .. } = self;
-        format!("{} {pass} {activations} {tokens}:{hidden}:{local} {policy} {transport}", self.layer())
+        let Self { pass, activations, shape, policy, transport, .. } = self;
+        format!("{} {pass} {activations} {shape} {policy} {transport}", self.layer())
     }
 
     fn layer(&self) -> String {
@@ -127,16 +107,37 @@ impl Row {
             false => self.groups.to_string(),
         }
     }
+}
 
-    pub(super) fn cells(&self) -> [String; 17] {
-        let [tokens, hidden, local] = self.shape;
+impl MeasuredRow<17> for LinearRow {
+    const TABLE: [Column; 17] = [
+        Column::name("kind").wide(12),
+        Column::name("pass").wide(8),
+        Column::name("activations").wide(17),
+        Column::name("shape").wide(18),
+        Column::name("policy").wide(38),
+        Column::name("transport").wide(11),
+        Column::number_name("groups"),
+        Column::number("us", 0).wide(8),
+        Column::number("TFLOP/s", 3),
+        Column::number("sequential", 2),
+        Column::number("ideal", 4).wide(8),
+        Column::number("speedup", 3),
+        Column::number("efficiency", 1),
+        Column::number("hidden", 2).wide(9),
+        Column::number("wgrad x", 6),
+        Column::number("exposed us", 5),
+        Column::number("of bound", 7),
+    ];
+
+    fn cells(&self) -> [String; 17] {
         let us = |seconds: f64| format!("{:.1}", 1e6 * seconds);
         let none = || "–".to_owned();
         [
             self.layer(),
             self.pass.to_string(),
             self.activations.to_string(),
-            format!("{tokens}:{hidden}:{local}"),
+            self.shape.to_string(),
             self.policy.clone(),
             self.transport.clone(),
             self.groups_text(),
@@ -152,5 +153,9 @@ impl Row {
             us(self.exposed_seconds),
             format!("{:.2}", self.of_bound),
         ]
+    }
+
+    fn fault(&self) -> Option<String> {
+        self.wrong.as_ref().map(|reason| format!("{}: {reason}", self.name()))
     }
 }

@@ -1,11 +1,13 @@
 //! `counterpoint tune moe`.
 
 use counterpoint_choose::{GroupSearch, TunedExperts};
-use counterpoint_console::{self as console, CliError, CommandLine, Schema, output::shown, tuned::TunedFile};
+use counterpoint_console::{
+    self as console, CliError, CommandLine, FlagFault, Schema, output::shown, tuned::TunedFile,
+};
 use serde_json::{Value, json};
 
 use crate::arguments::TuneMoeArguments;
-use crate::moe::{Compared, Row, WRONG, each_kind, on_ranks};
+use crate::moe::{Compared, ExpertsRow, WRONG, each_kind, on_ranks};
 use crate::ranks::BenchRanks;
 
 pub(super) fn run(arguments: &TuneMoeArguments, line: &CommandLine) -> Result<(), CliError> {
@@ -15,8 +17,7 @@ pub(super) fn run(arguments: &TuneMoeArguments, line: &CommandLine) -> Result<()
 fn tune(arguments: &TuneMoeArguments, ranks: &BenchRanks) -> Result<(), CliError> {
     let layers = &arguments.layers;
     if ranks.count(layers.ep_size) < 2 {
-        let reason = "is one rank, and nothing travels; use at least 2".to_owned();
-        return Err(CliError::Flag { flag: "--ep-size", value: "1".to_owned(), reason });
+        return Err(CliError::flag("--ep-size", "1", FlagFault::OneRank));
     }
     let file = ranks.prints().then(|| TunedFile::open(arguments.plans.as_deref()));
     let mut file = file.transpose()?;
@@ -30,7 +31,7 @@ fn tune(arguments: &TuneMoeArguments, ranks: &BenchRanks) -> Result<(), CliError
             file.keep(|plans| kept.iter().for_each(|plan| plans.experts.insert(plan.clone())))?;
             match layers.json {
                 true => console::print_json(Schema::TuneMoe, &document(&rows, &kept, file))?,
-                false => rows.iter().try_for_each(|row| table.show(row, row.cells()))?,
+                false => rows.iter().try_for_each(|row| table.show(row))?,
             }
         }
         Ok(())
@@ -40,8 +41,8 @@ fn tune(arguments: &TuneMoeArguments, ranks: &BenchRanks) -> Result<(), CliError
 }
 
 /// Each way once: a pass of fewer ways than the other was tried in some of them again.
-fn once<'a>(rows: impl Iterator<Item = &'a Row>) -> Vec<&'a Row> {
-    let mut once: Vec<&Row> = Vec::new();
+fn once<'a>(rows: impl Iterator<Item = &'a ExpertsRow>) -> Vec<&'a ExpertsRow> {
+    let mut once: Vec<&ExpertsRow> = Vec::new();
     for row in rows {
         if once.iter().all(|known| (&known.policy, known.cut) != (&row.policy, row.cut)) {
             once.push(row);
@@ -51,7 +52,7 @@ fn once<'a>(rows: impl Iterator<Item = &'a Row>) -> Vec<&'a Row> {
 }
 
 /// The fastest groups under every policy, those of all policies in the order of their times.
-fn fastest(rows: &[&Row]) -> Vec<TunedExperts> {
+fn fastest(rows: &[&ExpertsRow]) -> Vec<TunedExperts> {
     let mut rows = rows.to_vec();
     rows.sort_by(|a, b| a.seconds.median.total_cmp(&b.seconds.median));
     let mut kept: Vec<TunedExperts> = Vec::new();
@@ -70,8 +71,8 @@ fn fastest(rows: &[&Row]) -> Vec<TunedExperts> {
     kept
 }
 
-fn document(rows: &[&Row], kept: &[TunedExperts], file: &TunedFile) -> Value {
-    let trial = |row: &&Row| {
+fn document(rows: &[&ExpertsRow], kept: &[TunedExperts], file: &TunedFile) -> Value {
+    let trial = |row: &&ExpertsRow| {
         json!({
             "policy": row.policy,
             "groups": row.cut,

@@ -68,7 +68,7 @@ impl TunedExpertShape {
 
 #[cfg(test)]
 mod tests {
-    use counterpoint_plan::ExpertGroups;
+    use counterpoint_plan::{ExpertGroups, RandomRouting};
 
     use super::*;
     use crate::tuned::{GroupSearch, TunedExperts, TunedPlans, TuningError};
@@ -76,7 +76,8 @@ mod tests {
     const TWO: Topology = Topology::flat(2);
 
     fn tuned(pass: TunedPass, device: &str, policy: &str, seconds: f64) -> TunedExperts {
-        let routing = Routing::random(4, 2, [2, 8], 0.0, 1).unwrap();
+        let drawn = RandomRouting { experts: 4, choices: 2, ranks: 2, tokens: 8, skew: 0.0, seed: 1 };
+        let routing = Routing::random(drawn).unwrap();
         let spec =
             ExpertSpec { kind: ExpertKind::Combine, in_features: 8, out_features: 16, dtype: DType::F32 };
         let place = TunedPlace { device: device.to_owned(), transport: "threads".to_owned() };

@@ -4,7 +4,9 @@ use std::sync::Arc;
 
 use counterpoint_choose::{ExpertDirection, expert_pass, expert_programs};
 use counterpoint_cost::{CostModel, WorkerSharing};
-use counterpoint_plan::{DType, ExpertGroups, ExpertKind, ExpertPlan, ExpertSpec, Routing, Topology};
+use counterpoint_plan::{
+    DType, ExpertGroups, ExpertKind, ExpertPlan, ExpertSpec, RandomRouting, Routing, Topology,
+};
 use counterpoint_schedule::{OverlapPolicy, RankTransport, StartOrder, WeightGradient, simulate};
 
 /// Passes of layers with 64 experts of which each token has 4.
@@ -76,7 +78,9 @@ fn check(
     cost: &CostModel,
     [most, most_of_short]: [f64; 2],
 ) {
-    let routing = Arc::new(Routing::random(64, 4, [topology.world_size, 4096], 0.0, 1).unwrap());
+    let ranks = topology.world_size;
+    let drawn = RandomRouting { experts: 64, choices: 4, ranks, tokens: 4096, skew: 0.0, seed: 1 };
+    let routing = Arc::new(Routing::random(drawn).unwrap());
     for pass in passes() {
         let [chosen, sequential, longer] = over_the_longer(pass, &routing, (transports, topology), cost);
         let most = if longer < 1e-3 { most_of_short } else { most };

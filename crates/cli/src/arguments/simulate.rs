@@ -4,10 +4,10 @@ use std::path::PathBuf;
 
 use clap::{Args, Subcommand, ValueEnum};
 use counterpoint_choose::LayerGroups;
-use counterpoint_console::CliError;
 use counterpoint_console::arguments::{
     OverlapChoice, OverlapList, PlanningArguments, ShapeArguments, overlap, value,
 };
+use counterpoint_console::{CliError, FlagFault};
 use counterpoint_plan::{Activations, DType, ExpertKind, LinearKind, TransformerSpec};
 use counterpoint_schedule::{OverlapPolicy, WeightGradient};
 
@@ -336,9 +336,8 @@ impl SimulateModelArguments {
             gated: model.gated,
         };
         if !sizes.heads_q.is_multiple_of(sizes.heads_kv) {
-            let (value, queries) = (sizes.heads_kv.to_string(), sizes.heads_q);
-            let reason = format!("must divide the {queries} query heads");
-            return Err(CliError::Flag { flag: "--heads-kv", value, reason });
+            let fault = FlagFault::Heads { heads_q: sizes.heads_q };
+            return Err(CliError::flag("--heads-kv", sizes.heads_kv.to_string(), fault));
         }
         let named = TransformerSpec { name: model.name, ..sizes };
         Ok(if named == model { model } else { sizes })

@@ -3,7 +3,7 @@
 use std::fmt::Write;
 use std::ops::Range;
 
-use counterpoint_console::CliError;
+use counterpoint_console::{CliError, FlagFault};
 use counterpoint_plan::{AttentionSpec, Plan};
 use counterpoint_schedule::{
     GradientReduction, KeyBlocks, PassPolicies, lower_attention_backward, lower_attention_forward,
@@ -14,11 +14,7 @@ pub(super) fn ranks(rank: Option<usize>, cp_size: usize) -> Result<Range<usize>,
     match rank {
         None => Ok(0..cp_size),
         Some(rank) if rank < cp_size => Ok(rank..rank + 1),
-        Some(rank) => Err(CliError::Flag {
-            flag: "--program",
-            value: rank.to_string(),
-            reason: format!("is not a rank: --cp-size {cp_size} has ranks 0 to {}", cp_size - 1),
-        }),
+        Some(rank) => Err(CliError::flag("--program", rank.to_string(), FlagFault::NoRank { cp_size })),
     }
 }
 

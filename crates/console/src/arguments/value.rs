@@ -14,6 +14,7 @@ use counterpoint_exec::SlowLink;
 use counterpoint_mask::MaskPreset;
 use counterpoint_plan::{DType, GemmCollective, GradientShares, TransformerSpec, WaveGroups};
 
+use crate::FlagFault;
 use crate::error::CliError;
 
 /// A number of at least 1, with `k` or `M` for 1024 and 1024 x 1024.
@@ -175,11 +176,9 @@ pub fn scale_of(given: Option<f64>, head_dim: usize, accumulator: DType) -> Resu
     if scale == 0.0 || scale.abs() >= smallest {
         return Ok(scale);
     }
-    let reason = format!(
-        "is too small for statistics in {}; give 0, or a magnitude from {smallest:e} to {MAX_FACTOR:e}",
-        dtype_name(accumulator)
-    );
-    Err(CliError::Flag { flag: "--scale", value: format!("{scale:e}"), reason })
+    let dtype = dtype_name(accumulator);
+    let fault = FlagFault::Scale { dtype, smallest, largest: MAX_FACTOR };
+    Err(CliError::flag("--scale", format!("{scale:e}"), fault))
 }
 
 /// A cap on scores, or 0 for none. Its bounds are normal numbers of every type that statistics have.

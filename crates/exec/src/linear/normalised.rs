@@ -2,7 +2,7 @@
 
 use std::ops::{Deref, DerefMut};
 
-use counterpoint_plan::{LinearKind, LinearPlan};
+use counterpoint_plan::{LinearKind, LinearPlan, LinearSize};
 use counterpoint_schedule::{
     NormSpec, OverlapPolicy, Timeline, lower_normalised_backward, lower_normalised_forward,
 };
@@ -26,7 +26,7 @@ use crate::{Backend, ExecError, Group, HostTensor, Machine, Prepared, TensorFaul
 /// use counterpoint_exec::{
 ///     Group, HostTensor, LinearOptions, LinearTensor, RowParallelLinearRmsNorm, WorldConfig,
 /// };
-/// use counterpoint_plan::DType;
+/// use counterpoint_plan::{DType, LinearSize};
 /// use counterpoint_schedule::NormSpec;
 ///
 /// # fn main() -> Result<(), counterpoint_exec::ExecError> {
@@ -34,7 +34,8 @@ use crate::{Backend, ExecError, Group, HostTensor, Machine, Prepared, TensorFaul
 /// let (tokens, features, hidden) = (8, 6, 4);
 /// let options = LinearOptions::new(DType::F32);
 /// let norm = NormSpec { has_weight: false, ..NormSpec::new(0.0) };
-/// let mut layer = RowParallelLinearRmsNorm::new(&group, [tokens, features, hidden], &options, norm)?;
+/// let size = LinearSize { tokens, in_features: features, out_features: hidden };
+/// let mut layer = RowParallelLinearRmsNorm::new(&group, size, &options, norm)?;
 /// let filled = |rows, columns, value| HostTensor::from_vec(vec![rows, columns], vec![value; rows * columns]);
 ///
 /// let weight = layer.scatter(LinearTensor::Weight, &filled(hidden, features, 0.5f32))?;
@@ -76,17 +77,17 @@ pub struct NormalisedBackward<M: Machine> {
 }
 
 impl<M: Machine> RowParallelLinearRmsNorm<M> {
-    /// A layer of `[tokens, in_features, out_features]`, those of all ranks, which share the input features, and the norm behind it.
+    /// A layer of this size on ranks that share the input features, and the norm behind it.
     ///
     /// # Errors
     /// As [`RowParallelLinearRmsNorm::with_passes`]; [`ExecError::Tensor`] for sizes that are 0 or do not divide over the ranks.
     pub fn new(
         group: &Group<M>,
-        sizes: [usize; 3],
+        size: LinearSize,
         options: &LinearOptions,
         norm: NormSpec,
     ) -> Result<Self, ExecError> {
-        Self::with_passes(group, options.passes(group, LinearKind::Row, sizes)?, options.gradient, norm)
+        Self::with_passes(group, options.passes(group, LinearKind::Row, size)?, options.gradient, norm)
     }
 
     /// The same with a plan and a policy of its own for each pass.

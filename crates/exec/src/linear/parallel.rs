@@ -2,7 +2,7 @@
 
 use std::ops::{Deref, DerefMut};
 
-use counterpoint_plan::{Activations, DType, LinearKind, LinearSpec};
+use counterpoint_plan::{Activations, DType, LinearKind, LinearSize, LinearSpec};
 
 use super::layer::{LayerGradient, LinearLayer};
 use super::overlap::{LayerOverlap, PlannedPasses};
@@ -39,17 +39,17 @@ impl LinearOptions {
         &self,
         group: &Group<M>,
         kind: LinearKind,
-        sizes: [usize; 3],
+        size: LinearSize,
     ) -> Result<LinearLayer<M>, ExecError> {
-        LinearLayer::with_passes(group, self.passes(group, kind, sizes)?, self.gradient)
+        LinearLayer::with_passes(group, self.passes(group, kind, size)?, self.gradient)
     }
 
-    /// The passes of a layer of these tokens, input and output features.
+    /// The passes of a layer of this size.
     pub(super) fn passes<M: Machine>(
         &self,
         group: &Group<M>,
         kind: LinearKind,
-        [tokens, in_features, out_features]: [usize; 3],
+        LinearSize { tokens, in_features, out_features }: LinearSize,
     ) -> Result<PlannedPasses, ExecError> {
         let Self { activations, has_bias, dtype, gradient, ref overlap } = *self;
         let spec = LinearSpec { kind, activations, tokens, in_features, out_features, has_bias, dtype };
@@ -68,13 +68,14 @@ impl LinearOptions {
 /// use counterpoint_exec::{
 ///     ColumnParallelLinear, Group, HostTensor, LinearOptions, LinearTensor, WorldConfig,
 /// };
-/// use counterpoint_plan::DType;
+/// use counterpoint_plan::{DType, LinearSize};
 ///
 /// # fn main() -> Result<(), counterpoint_exec::ExecError> {
 /// let group = Group::local(2, WorldConfig::default())?;
 /// let (tokens, features, hidden) = (8, 4, 6);
 /// let options = LinearOptions::new(DType::F32);
-/// let mut layer = ColumnParallelLinear::new(&group, [tokens, features, hidden], &options)?;
+/// let size = LinearSize { tokens, in_features: features, out_features: hidden };
+/// let mut layer = ColumnParallelLinear::new(&group, size, &options)?;
 /// let filled = |rows, columns, value| HostTensor::from_vec(vec![rows, columns], vec![value; rows * columns]);
 ///
 /// let weight = layer.scatter(LinearTensor::Weight, &filled(hidden, features, 0.5f32))?;
@@ -107,19 +108,19 @@ macro_rules! parallel {
     ($name:ident, $kind:expr, $split:literal) => {
         impl<M: Machine> $name<M> {
             #[doc = concat!(
-                "A layer of `[tokens, in_features, out_features]`, those of all ranks, over the ranks of a group, which share the ",
-                $split,
-                " features."
-            )]
+                                        "A layer of this size over the ranks of a group, which share the ",
+                                        $split,
+                                        " features."
+                                    )]
             ///
             /// # Errors
             /// As [`LinearLayer::new`]; [`ExecError::Tensor`] for sizes that are 0 or do not divide over the ranks.
             pub fn new(
                 group: &Group<M>,
-                sizes: [usize; 3],
+                size: LinearSize,
                 options: &LinearOptions,
             ) -> Result<Self, ExecError> {
-                options.layer(group, $kind, sizes).map(Self)
+                options.layer(group, $kind, size).map(Self)
             }
         }
 

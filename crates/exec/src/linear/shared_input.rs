@@ -43,14 +43,15 @@ pub struct SharedInputForward<M: Machine> {
 }
 
 impl<M: Machine> SharedInputLinear<M> {
-    /// Layers from `in_features` to each of `out_features`, those of all ranks, of so many tokens.
+    /// Layers of so many `tokens` from `in_features` to each of `out_features`, those of all ranks.
     ///
     /// # Errors
     /// [`ExecError::Tensor`] for no layers, sizes that are 0 or do not divide over the ranks, and partial gradients of an input of
     /// which every rank has its own tokens; as [`LinearLayer::new`](crate::LinearLayer::new).
     pub fn new(
         group: &Group<M>,
-        [tokens, in_features]: [usize; 2],
+        tokens: usize,
+        in_features: usize,
         out_features: &[usize],
         options: &LinearOptions,
         input: InputGradient,

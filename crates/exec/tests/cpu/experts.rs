@@ -9,7 +9,9 @@ use counterpoint_exec::{
     CpuMachine, ExecError, ExpertInputs, ExpertLayer, ExpertOptions, ExpertOutputs, ExpertOverlap,
     ExpertPass, ExpertPasses, Group, HostTensor, LayerCall, WorldConfig, random_tensor,
 };
-use counterpoint_plan::{DType, ExpertCapacity, ExpertGroups, ExpertKind, ExpertSpec, Routing, Topology};
+use counterpoint_plan::{
+    DType, ExpertCapacity, ExpertGroups, ExpertKind, ExpertSpec, RandomRouting, Routing, Topology,
+};
 use counterpoint_reference::{LinearSample, check_experts};
 use counterpoint_schedule::{OverlapPolicy, WeightGradient};
 
@@ -362,7 +364,12 @@ fn policies_that_nothing_runs_are_refused() {
 fn layers_run_as_they_were_tuned() {
     let (ranks, experts, spec) =
         (2, 4, ExpertSpec { kind: ExpertKind::Dispatch, in_features: 3, out_features: 2, dtype: DType::F32 });
-    let routing = |tokens| Arc::new(Routing::random(experts, 2, [ranks, tokens], 0.0, 1).unwrap());
+    let routing = |tokens| {
+        Arc::new(
+            Routing::random(RandomRouting { experts, choices: 2, ranks, tokens, skew: 0.0, seed: 1 })
+                .unwrap(),
+        )
+    };
     let place = TunedPlace { device: "X".to_owned(), transport: "threads".to_owned() };
     let mut plans = TunedPlans::default();
     for (policy, count, seconds) in [("signals", 3, 0.5), ("concurrent", 2, 0.7), ("copy-engine", 4, 0.1)] {

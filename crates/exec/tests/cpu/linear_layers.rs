@@ -6,7 +6,7 @@ use counterpoint_exec::{
     LayerOverlap, LinearInputs, LinearLayer, LinearOptions, LinearOutputs, LinearTensor, RowParallelLinear,
     WorldConfig,
 };
-use counterpoint_plan::{Activations, DType, WaveGroups};
+use counterpoint_plan::{Activations, DType, LinearSize, WaveGroups};
 use counterpoint_reference::{LinearSample, SumRounding, check_linear_part};
 use counterpoint_schedule::{OverlapPolicy, StartOrder, WeightGradient};
 
@@ -98,6 +98,10 @@ fn micro_batches(layer: &mut LinearLayer<CpuMachine>, count: usize) -> Vec<usize
     waited
 }
 
+fn size(tokens: usize, in_features: usize, out_features: usize) -> LinearSize {
+    LinearSize { tokens, in_features, out_features }
+}
+
 #[test]
 fn queues_hold_as_many_gradients_as_they_may() {
     let group = Group::local(RANKS, WorldConfig::default()).unwrap();
@@ -109,9 +113,9 @@ fn queues_hold_as_many_gradients_as_they_may() {
             (LayerGradient::Deferred { into: Some(DType::F32), limit: 0 }, [1, 2, 3, 4, 5]),
         ] {
             let options = options(gradient, activations);
-            let mut column = ColumnParallelLinear::new(&group, [TOKENS, 5, 6], &options).unwrap();
+            let mut column = ColumnParallelLinear::new(&group, size(TOKENS, 5, 6), &options).unwrap();
             assert_eq!(micro_batches(&mut column, 5), wanted);
-            let mut row = RowParallelLinear::new(&group, [TOKENS, 9, 4], &options).unwrap();
+            let mut row = RowParallelLinear::new(&group, size(TOKENS, 9, 4), &options).unwrap();
             assert_eq!(micro_batches(&mut row, 5), wanted);
         }
     }
@@ -124,12 +128,12 @@ fn layers_follow_each_other_and_share_memory() {
     let group = Group::local(RANKS, WorldConfig::default()).unwrap();
     let (features, hidden) = (8, 12);
     let options = options(LayerGradient::Frozen, Activations::SequenceParallel);
-    let up = |hidden| ColumnParallelLinear::new(&group, [TOKENS, features, hidden], &options).unwrap();
+    let up = |hidden| ColumnParallelLinear::new(&group, size(TOKENS, features, hidden), &options).unwrap();
     let mut first = up(hidden);
     let bytes = group.scratch_bytes();
     let mut second = up(hidden);
     assert_eq!((group.scratch_bytes(), bytes > 0), (bytes, true));
-    let mut down = RowParallelLinear::new(&group, [TOKENS, hidden, features], &options).unwrap();
+    let mut down = RowParallelLinear::new(&group, size(TOKENS, hidden, features), &options).unwrap();
 
     let (w1, w2) = (whole(hidden, features, 3), whole(features, hidden, 4));
     for layer in [&mut first, &mut second] {
@@ -154,9 +158,9 @@ fn parts_of_results_are_judged_by_rank() {
     let group = Group::local(RANKS, WorldConfig::default()).unwrap();
     for activations in [Activations::Replicated, Activations::SequenceParallel] {
         let options = options(LayerGradient::Written, activations);
-        let mut column = ColumnParallelLinear::new(&group, [TOKENS, 5, 6], &options).unwrap();
+        let mut column = ColumnParallelLinear::new(&group, size(TOKENS, 5, 6), &options).unwrap();
         judge_parts(&mut column);
-        let mut row = RowParallelLinear::new(&group, [TOKENS, 9, 4], &options).unwrap();
+        let mut row = RowParallelLinear::new(&group, size(TOKENS, 9, 4), &options).unwrap();
         judge_parts(&mut row);
     }
 }
@@ -214,7 +218,9 @@ fn what_does_not_fit_is_named() {
     let frozen = options(LayerGradient::Frozen, Activations::SequenceParallel);
     let new = |gradient, sizes| {
         let options = LinearOptions { gradient, ..frozen.clone() };
-        ColumnParallelLinear::new(&group, sizes, &options).map(|_| ()).unwrap_err()
+        let [tokens, in_features, out_features] = sizes;
+        let size = size(tokens, in_features, out_features);
+        ColumnParallelLinear::new(&group, size, &options).map(|_| ()).unwrap_err()
     };
     refused(new(LayerGradient::Frozen, [8, 4, 7]), &["out_features", "7", "2 ranks"]);
     let none = LayerGradient::Deferred { into: None, limit: 0 };
@@ -222,7 +228,7 @@ fn what_does_not_fit_is_named() {
     let nowhere = LayerGradient::Deferred { into: None, limit: 2 };
     refused(new(nowhere, [8, 4, 6]), &["queue of 2", "main_grad"]);
 
-    let mut layer = ColumnParallelLinear::new(&group, [8, 4, 6], &frozen).unwrap();
+    let mut layer = ColumnParallelLinear::new(&group, size(8, 4, 6), &frozen).unwrap();
     refused(
         layer.scatter(LinearTensor::Input, &whole(7, 4, 0)).map(|_| ()).unwrap_err(),
         &["input", "[8, 4]", "[7, 4]"],
@@ -246,7 +252,8 @@ fn calls_use_the_tensors_of_the_caller() {
         (deferred, Activations::SequenceParallel),
         (deferred, Activations::Replicated),
     ] {
-        let layer = RowParallelLinear::new(&group, [TOKENS, 9, 4], &options(gradient, activations)).unwrap();
+        let layer =
+            RowParallelLinear::new(&group, size(TOKENS, 9, 4), &options(gradient, activations)).unwrap();
         let whole_weight = whole(4, 9, 1);
         let weight = layer.scatter(LinearTensor::Weight, &whole_weight).unwrap();
         let main_grad = layer.scatter(LinearTensor::Weight, &whole(4, 9, 2)).unwrap();

@@ -7,7 +7,7 @@ use counterpoint_exec::{
     LinearOptions, LinearTensor, Machine, Prepared, RowParallelLinearRmsNorm, World, WorldConfig,
     random_linear_inputs, random_tensor,
 };
-use counterpoint_plan::{Activations, DType, LinearKind, LinearPlan, LinearSpec, WaveGroups};
+use counterpoint_plan::{Activations, DType, LinearKind, LinearPlan, LinearSize, LinearSpec, WaveGroups};
 use counterpoint_reference::{NormalisedInputs, reference_normalised};
 use counterpoint_schedule::{
     BufferRole, NormSpec, OverlapPolicy, StartOrder, lower_linear_forward, lower_normalised_forward,
@@ -138,8 +138,7 @@ fn of_layer(spec: LinearSpec, norm: NormSpec, policy: OverlapPolicy, groups: Wav
         overlap,
         ..LinearOptions::new(spec.dtype)
     };
-    let sizes = [spec.tokens, spec.in_features, spec.out_features];
-    let mut layer = RowParallelLinearRmsNorm::new(&group, sizes, &options, norm).unwrap();
+    let mut layer = RowParallelLinearRmsNorm::new(&group, spec.size(), &options, norm).unwrap();
     let inputs = random_linear_inputs(&spec, None, 11, true);
     let whole = NormTensors::new(&spec);
     let scatter = |layer: &RowParallelLinearRmsNorm<_>, tensor, whole: &HostTensor| {
@@ -252,9 +251,9 @@ fn layers_and_their_gradients_are_those_of_the_definition() {
 fn what_a_norm_cannot_be_is_refused_in_a_sentence() {
     let group = Group::local(RANKS, WorldConfig::default()).unwrap();
     let options = LinearOptions::new(DType::F32);
-    let sizes = [22, 9, FEATURES];
+    let size = LinearSize { tokens: 22, in_features: 9, out_features: FEATURES };
     let refused = |options: &LinearOptions, norm| {
-        let made = RowParallelLinearRmsNorm::new(&group, sizes, options, norm);
+        let made = RowParallelLinearRmsNorm::new(&group, size, options, norm);
         made.map(|_| ()).unwrap_err().to_string()
     };
     for epsilon in [-1.0, f64::NAN, f64::INFINITY] {
@@ -265,7 +264,7 @@ fn what_a_norm_cannot_be_is_refused_in_a_sentence() {
     assert!(refused(&deferred, NormSpec::new(EPSILON)).contains("not deferred behind an RMSNorm"));
 
     let norm = NormSpec { has_residual: false, ..NormSpec::new(EPSILON) };
-    let mut layer = RowParallelLinearRmsNorm::new(&group, sizes, &options, norm).unwrap();
+    let mut layer = RowParallelLinearRmsNorm::new(&group, size, &options, norm).unwrap();
     let rows = HostTensor::zeros(vec![22, FEATURES], DType::F32);
     let rows = layer.scatter(LinearTensor::Output, &rows).unwrap();
     let x = layer.scatter(LinearTensor::Input, &HostTensor::zeros(vec![22, 9], DType::F32)).unwrap();

@@ -62,7 +62,7 @@ struct Run {
 fn run(options: &LinearOptions, input: InputGradient) -> Run {
     let group = Group::local(RANKS, WorldConfig { poison: true, ..WorldConfig::default() }).unwrap();
     let mut layers =
-        SharedInputLinear::<CpuMachine>::new(&group, [TOKENS, FEATURES], &OUTPUTS, options, input).unwrap();
+        SharedInputLinear::<CpuMachine>::new(&group, TOKENS, FEATURES, &OUTPUTS, options, input).unwrap();
     let tensors = |shape: &dyn Fn(usize) -> Vec<usize>, seed: usize| -> Vec<HostTensor> {
         OUTPUTS.iter().enumerate().map(|(at, &out)| whole(&shape(out), seed + at)).collect()
     };
@@ -208,7 +208,7 @@ fn gradients_of_all_layers_wait_together() {
             let group = Group::local(RANKS, WorldConfig { poison: true, ..WorldConfig::default() }).unwrap();
             let new = SharedInputLinear::<CpuMachine>::new;
             let mut layers =
-                new(&group, [TOKENS, FEATURES], &OUTPUTS, &options, InputGradient::Summed).unwrap();
+                new(&group, TOKENS, FEATURES, &OUTPUTS, &options, InputGradient::Summed).unwrap();
             let of_weights = |seed: usize| OUTPUTS.map(|out| whole(&[out, FEATURES], seed + out));
             let weights = layers.scatter_weights(&of_weights(1)).unwrap();
             layers.bind_weights(&weights, &[]).unwrap();
@@ -244,7 +244,7 @@ fn what_cannot_be_is_refused() {
     let group = Group::local(RANKS, WorldConfig::default()).unwrap();
     let made = |outputs: &[usize], gradient, activations, input| {
         let options = options(gradient, activations, false, "concurrent");
-        SharedInputLinear::<CpuMachine>::new(&group, [TOKENS, FEATURES], outputs, &options, input)
+        SharedInputLinear::<CpuMachine>::new(&group, TOKENS, FEATURES, outputs, &options, input)
     };
     let refused = |outputs: &[usize], gradient, activations, input| {
         made(outputs, gradient, activations, input).err().unwrap().to_string()

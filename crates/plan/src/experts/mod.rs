@@ -12,7 +12,7 @@ use std::sync::Arc;
 use counterpoint_mask::Range;
 use serde::{Deserialize, Serialize};
 
-pub use self::routing::{ExpertCapacity, Routing, RoutingError};
+pub use self::routing::{ExpertCapacity, RandomRouting, Routing, RoutingError};
 pub use self::tables::{ExpertRow, ExpertRows, GroupRows};
 use crate::DType;
 

@@ -118,6 +118,23 @@ pub struct ExpertCapacity {
     pub rows_of_rank: Option<usize>,
 }
 
+/// What [`Routing::random`] draws.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct RandomRouting {
+    /// Experts of all ranks.
+    pub experts: usize,
+    /// Different experts of each token, at most all.
+    pub choices: usize,
+    /// Ranks.
+    pub ranks: usize,
+    /// Tokens of each rank.
+    pub tokens: usize,
+    /// An expert's popularity falls as one over its place to the power of this: 0 has all alike.
+    pub skew: f64,
+    /// Of the random numbers.
+    pub seed: u64,
+}
+
 /// The experts of every token of every rank, known at run time. A token may have any number of them, none too (it was dropped, or is
 /// padding). Experts lie on the ranks in equal ranges: the first ones on rank 0.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -179,18 +196,12 @@ impl Routing {
         Self { experts, ranks, known: Known::default() }.checked()
     }
 
-    /// A routing as a router's choices may be: `tokens` tokens of each rank, each with `choices` different experts, at most all. The
-    /// experts' popularity falls as one over its place to the power of `skew`: 0 has all alike. The same for equal arguments.
+    /// A routing as a router's choices may be, the same for equal arguments.
     ///
     /// # Errors
     /// Experts that do not divide over the ranks.
-    pub fn random(
-        experts: usize,
-        choices: usize,
-        [ranks, tokens]: [usize; 2],
-        skew: f64,
-        seed: u64,
-    ) -> Result<Self, RoutingError> {
+    pub fn random(drawn: RandomRouting) -> Result<Self, RoutingError> {
+        let RandomRouting { experts, choices, ranks, tokens, skew, seed } = drawn;
         let choices = choices.min(experts);
         let mut draw = Draw(seed);
         // Who is popular is drawn too, so that a rank's experts are not alike.
@@ -425,7 +436,11 @@ mod tests {
 
     #[test]
     fn random_choices_are_as_popular_as_asked() {
-        let drawn = |skew| Routing::random(8, 2, [4, 500], skew, 7).unwrap();
+        let of = |experts, choices, skew| {
+            let (ranks, tokens) = if experts == 8 { (4, 500) } else { (2, 10) };
+            Routing::random(RandomRouting { experts, choices, ranks, tokens, skew, seed: 7 })
+        };
+        let drawn = |skew| of(8, 2, skew).unwrap();
         assert_eq!(drawn(1.0), drawn(1.0));
         let even = drawn(0.0).rows().to_vec();
         assert_eq!(even.iter().sum::<usize>(), 4 * 500 * 2);
@@ -434,8 +449,8 @@ mod tests {
         skewed.sort_unstable();
         assert!(skewed[7] > 4 * skewed[3] && skewed[7] <= 2000, "{skewed:?}");
         // All experts of a token, where it chooses as many as there are.
-        assert_eq!(Routing::random(4, 9, [2, 10], 1.0, 1).unwrap().rows(), [20; 4]);
-        assert!(Routing::random(3, 1, [2, 10], 0.0, 1).is_err());
+        assert_eq!(of(4, 9, 1.0).unwrap().rows(), [20; 4]);
+        assert!(of(3, 1, 0.0).is_err());
     }
 
     #[test]

@@ -7,7 +7,9 @@ use counterpoint_exec::{
     ExpertInputs, ExpertOptions, ExpertOverlap, ExpertPass, ExpertPasses, HostTensor, WorldConfig,
     random_tensor,
 };
-use counterpoint_plan::{DType, ExpertCapacity, ExpertGroups, ExpertKind, ExpertSpec, Routing};
+use counterpoint_plan::{
+    DType, ExpertCapacity, ExpertGroups, ExpertKind, ExpertSpec, RandomRouting, Routing,
+};
 use counterpoint_schedule::{Mover, OverlapPolicy, StartOrder, WeightGradient, WorkerShare};
 
 use super::{Extent, SelfCheck, Share, Subject};
@@ -62,7 +64,7 @@ impl ExpertCase {
             _ => draw.within(1, 200),
         };
         let skew = draw.pick(&[0.0, 1.0, 4.0]);
-        let routing = Routing::random(experts, choices, [ranks, tokens], skew, seed);
+        let routing = Routing::random(RandomRouting { experts, choices, ranks, tokens, skew, seed });
         let mut routing = routing.expect("what is drawn divides");
         if draw.chance(30) {
             routing = routing.within((ranks * tokens * choices).div_ceil(experts)).0;

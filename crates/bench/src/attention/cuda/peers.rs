@@ -1,8 +1,9 @@
 //! `bench attention --peers`: what users of PyTorch would pick for a mask, interleaved with ours.
 
+use std::io;
 use std::path::{Path, PathBuf};
 
-use counterpoint_console::{self as console, CliError};
+use counterpoint_console::{self as console, CliError, FlagFault};
 use counterpoint_mask::MaskPreset;
 use counterpoint_report::{BenchRow, Column, Rate, Statistics, geometric_mean, table};
 use serde::{Deserialize, Serialize};
@@ -97,15 +98,12 @@ pub(super) fn start(
 
 /// The folder, by a path that holds wherever the script runs.
 fn existing(folder: &Path) -> Result<PathBuf, CliError> {
-    let refused = |reason: String| CliError::Flag {
-        flag: "--peer-folder",
-        value: folder.display().to_string(),
-        reason,
-    };
-    let found = folder.canonicalize().map_err(|error| refused(error.to_string()))?;
+    let refused = |fault: FlagFault| CliError::flag("--peer-folder", folder.display().to_string(), fault);
+    let unknown = |error: io::Error| refused(FlagFault::Path { text: error.to_string() });
+    let found = folder.canonicalize().map_err(unknown)?;
     match found.is_dir() {
         true => Ok(found),
-        false => Err(refused("is not a folder".to_owned())),
+        false => Err(refused(FlagFault::NoFolder)),
     }
 }
 

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use counterpoint_choose::{LayerGroups, TunedHere};
 use counterpoint_console::{
-    self as console, CliError, Progress, Schema, arguments::OverlapChoice, launched::gather,
+    self as console, CliError, FlagFault, Progress, Schema, arguments::OverlapChoice, launched::gather,
     rank_machine::RankMachine, tuned,
 };
 use counterpoint_cost::CostModel;
@@ -20,10 +20,10 @@ use counterpoint_measure::Processes;
 use counterpoint_plan::{LinearSpec, WaveGroups};
 use counterpoint_schedule::OverlapPolicy;
 
-use self::row::{COLUMNS, SharedRow, row};
+use self::row::{SharedRow, row};
 use self::variant::worse;
 use super::{cost_of, measured::slowest};
-use crate::arguments::{BenchTpArguments, BenchTpPass};
+use crate::arguments::{BenchTpArguments, BenchTpPass, LayerShape};
 use crate::interleaved::run_order;
 use crate::ranks::BenchRanks;
 use crate::rows::Rows;
@@ -35,7 +35,7 @@ pub(super) fn run(
     arguments: &BenchTpArguments,
     layers: usize,
     (machines, tp_size): (&[(TransportKind, BenchRanks)], usize),
-    specs: &[([usize; 3], LinearSpec)],
+    specs: &[(LayerShape, LinearSpec)],
 ) -> Result<(), CliError> {
     let Some((_, first)) = machines.first() else { return Ok(()) };
     let fused = arguments.overlap.iter().find_map(|choice| match choice {
@@ -43,15 +43,12 @@ pub(super) fn run(
         _ => None,
     });
     if let Some(value) = fused {
-        let reason = "sends what one product makes, and these are several; name another policy".to_owned();
-        return Err(CliError::Flag { flag: "--overlap", value, reason });
+        return Err(CliError::flag("--overlap", value, FlagFault::OneProduct));
     }
     let ranks = console::count(tp_size, "rank");
     let title = format!("{layers} column-parallel layers of one input on {}, {ranks}", first.name());
-    let mut shown = match first.prints() {
-        true => Rows::begin(&title, &COLUMNS, Schema::BenchTpSharedInput, arguments.json)?,
-        false => Rows::quiet(Schema::BenchTpSharedInput),
-    };
+    let schema = Schema::BenchTpSharedInput;
+    let mut shown = Rows::begin(first.prints(), || Ok(title), schema, arguments.json)?;
     let kept = tuned::kept()?;
     first.agree("what was tuned and kept", &kept.to_json())?;
     let progress = Progress::new();
@@ -59,8 +56,7 @@ pub(super) fn run(
         let spec = LinearSpec { out_features: spec.out_features.saturating_mul(layers), ..*spec };
         let inputs = random_linear_inputs(&spec, None, spec.tokens as u64, true);
         for (transport, machine) in machines {
-            let [tokens, hidden, local] = *shape;
-            progress.step(format!("{layers} x {tokens}:{hidden}:{local} {transport}"));
+            progress.step(format!("{layers} x {shape} {transport}"));
             let case = Shared {
                 arguments,
                 spec,
@@ -77,12 +73,7 @@ pub(super) fn run(
                     plans: kept.clone(),
                 }),
             };
-            for row in case.measure(machine)? {
-                match &row.wrong {
-                    Some(reason) => shown.add_wrong(format!("{}: {reason}", row.name())),
-                    None => shown.show(&row, row.cells())?,
-                }
-            }
+            case.measure(machine)?.iter().try_for_each(|row| shown.add(row))?;
         }
     }
     drop(progress);
@@ -95,8 +86,8 @@ struct Shared<'a> {
     /// Of all of them as one layer: every rank has its part of the first, then its part of the second, and so on.
     spec: LinearSpec,
     layers: usize,
-    /// Tokens, features of the input, features that a rank has of each output.
-    shape: [usize; 3],
+    /// Of each layer.
+    shape: LayerShape,
     tp_size: usize,
     transport: TransportKind,
     cost: CostModel,

@@ -6,7 +6,8 @@ use counterpoint_report::{Column, Statistics};
 use serde::Serialize;
 
 use super::{Shared, Variant};
-use crate::arguments::BenchTpPass;
+use crate::arguments::{BenchTpPass, LayerShape};
+use crate::rows::MeasuredRow;
 
 /// One pass in one variant.
 #[derive(Clone, Debug, Serialize)]
@@ -15,7 +16,7 @@ pub(super) struct SharedRow {
     pass: BenchTpPass,
     activations: String,
     /// Tokens, features of the input, features that a rank has of each output.
-    shape: [usize; 3],
+    shape: LayerShape,
     ranks: usize,
     device: String,
     dtype: String,
@@ -37,29 +38,29 @@ pub(super) struct SharedRow {
     pub(super) wrong: Option<String>,
 }
 
-pub(super) const COLUMNS: [Column; 11] = [
-    Column::name("layers").wide(6),
-    Column::name("pass").wide(8),
-    Column::name("activations").wide(17),
-    Column::name("shape").wide(18),
-    Column::name("policy").wide(38),
-    Column::name("transport").wide(11),
-    Column::number_name("groups"),
-    Column::number("us", 0).wide(9),
-    Column::number("sequential", 2).wide(9),
-    Column::number("vs apart", 1).wide(9),
-    Column::number("of bound", 3),
-];
-
 impl SharedRow {
     pub(super) fn name(&self) -> String {
-        let [tokens, hidden, local] = self.shape;
-        let Self { layers, pass, activations, policy, .. } = self;
-        format!("{layers} layers {pass} {activations} {tokens}:{hidden}:{local} {policy}")
+        let Self { layers, pass, activations, shape, policy, .. } = self;
+        format!("{layers} layers {pass} {activations} {shape} {policy}")
     }
+}
 
-    pub(super) fn cells(&self) -> [String; 11] {
-        let [tokens, hidden, local] = self.shape;
+impl MeasuredRow<11> for SharedRow {
+    const TABLE: [Column; 11] = [
+        Column::name("layers").wide(6),
+        Column::name("pass").wide(8),
+        Column::name("activations").wide(17),
+        Column::name("shape").wide(18),
+        Column::name("policy").wide(38),
+        Column::name("transport").wide(11),
+        Column::number_name("groups"),
+        Column::number("us", 0).wide(9),
+        Column::number("sequential", 2).wide(9),
+        Column::number("vs apart", 1).wide(9),
+        Column::number("of bound", 3),
+    ];
+
+    fn cells(&self) -> [String; 11] {
         let us = |seconds: f64| format!("{:.1}", 1e6 * seconds);
         let policy =
             if self.overlap == APART { format!("{APART}: {}", self.policy) } else { self.policy.clone() };
@@ -67,7 +68,7 @@ impl SharedRow {
             self.layers.to_string(),
             self.pass.to_string(),
             self.activations.clone(),
-            format!("{tokens}:{hidden}:{local}"),
+            self.shape.to_string(),
             policy,
             self.transport.clone(),
             self.groups.to_string(),
@@ -76,6 +77,10 @@ impl SharedRow {
             format!("{:.2}", self.speedup),
             format!("{:.2}", self.of_bound),
         ]
+    }
+
+    fn fault(&self) -> Option<String> {
+        self.wrong.as_ref().map(|reason| format!("{}: {reason}", self.name()))
     }
 }
 

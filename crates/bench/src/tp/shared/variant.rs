@@ -29,7 +29,7 @@ impl Shared<'_> {
 
     /// Columns of the whole that are a layer's, rank after rank.
     fn columns_of(&self, layer: usize) -> Vec<Range> {
-        let local = self.shape[2];
+        let local = self.shape.local;
         let of_rank = |rank: usize| (rank * self.layers + layer) * local;
         (0..self.tp_size).map(|rank| Range::new(of_rank(rank), of_rank(rank) + local)).collect()
     }
@@ -124,8 +124,8 @@ impl Shared<'_> {
         let LinearSpec { tokens, in_features, out_features, activations, has_bias, dtype, .. } = self.spec;
         let options = LinearOptions { activations, has_bias, dtype, gradient: self.gradient(), overlap };
         let features = vec![out_features / self.layers; self.layers];
-        let sizes = [tokens, in_features];
-        let mut layers = SharedInputLinear::new(group, sizes, &features, &options, InputGradient::Summed)?;
+        let gradient = InputGradient::Summed;
+        let mut layers = SharedInputLinear::new(group, tokens, in_features, &features, &options, gradient)?;
         let tensors = match tensors {
             Some(tensors) => tensors,
             None => tensors.insert(upload(&layers, parts)?),

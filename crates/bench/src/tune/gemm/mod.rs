@@ -23,12 +23,15 @@ use counterpoint_plan::{DType, LinearDirection, LinearField, LinearPlan, LinearS
 use counterpoint_schedule::{OverlapPolicy, WorkerShare};
 
 use crate::arguments::{BenchTpPass, RanksArguments, SearchArgument, TuneGemmArguments};
+use counterpoint_console::FlagFault;
 use summary::Summary;
 use tuning::{TRIALS, Tuning, Variant};
 
 /// Waves that a prediction is made with; twice as many sequences for each more would be measured.
 const PREDICTED_WAVES: u32 = 16;
 const MEASURED_WAVES: u32 = 6;
+/// Of which each sequence is measured.
+const MOST_WAVES: u32 = 12;
 /// Rows of a tile of the GPU's product.
 const TILE_ROWS: usize = 128;
 
@@ -187,12 +190,10 @@ pub(crate) fn tp_size(arguments: &RanksArguments, ranks: &RankMachine) -> Result
 
 fn checked_size(arguments: &RanksArguments, tp_size: usize) -> Result<usize, CliError> {
     if tp_size < 2 {
-        let reason = "is one rank, and nothing travels; use at least 2".to_owned();
-        return Err(CliError::Flag { flag: "--tp-size", value: tp_size.to_string(), reason });
+        return Err(CliError::flag("--tp-size", tp_size.to_string(), FlagFault::OneRank));
     }
     if let (Some(_), Device::Cuda) = (arguments.slow_link, arguments.device) {
-        let reason = "imitates a link between CPU ranks; leave it out with --device cuda".to_owned();
-        return Err(CliError::Flag { flag: "--slow-link", value: String::new(), reason });
+        return Err(CliError::flag("--slow-link", "", FlagFault::ForCpuRanks));
     }
     Ok(tp_size)
 }
@@ -223,10 +224,9 @@ fn searcher(
 ) -> Result<GroupSearcher, CliError> {
     let predicted_only = arguments.search == SearchArgument::Predictive;
     let waves = arguments.waves.unwrap_or(if predicted_only { PREDICTED_WAVES } else { MEASURED_WAVES });
-    if !predicted_only && waves > 12 {
-        let reason =
-            format!("makes {} sequences, too many to measure each; use at most 12", 1u64 << (waves - 1));
-        return Err(CliError::Flag { flag: "--waves", value: waves.to_string(), reason });
+    if !predicted_only && waves > MOST_WAVES {
+        let fault = FlagFault::Sequences { sequences: 1 << (waves - 1), most: MOST_WAVES };
+        return Err(CliError::flag("--waves", waves.to_string(), fault));
     }
     let mut wave = spec.tokens.div_ceil(tp_size).div_ceil(waves as usize);
     let takes_workers = arguments.ranks.transport != TransportKind::CopyEngine

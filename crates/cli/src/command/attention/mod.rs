@@ -32,6 +32,7 @@ use counterpoint_schedule::{GradientReduction, PassPolicies, RankTransport};
 use self::result::AttentionResult;
 use self::tensors::Tensors;
 use crate::arguments::AttentionArguments;
+use counterpoint_console::FlagFault;
 
 /// `counterpoint attention`: all ranks in this process, or this process one of them.
 pub(crate) fn run(arguments: AttentionArguments, line: &CommandLine) -> Result<(), CliError> {
@@ -168,18 +169,12 @@ fn open_machine(arguments: &AttentionArguments, dtype: DType) -> Result<RankMach
 /// Types and imitations that only the CPU has.
 fn refuse_what_the_device_lacks(arguments: &AttentionArguments, dtype: DType) -> Result<(), CliError> {
     let run = &arguments.run;
-    let refuse = |reason: String| Err(CliError::Flag { flag: "--device", value: "cuda".to_owned(), reason });
+    let refuse = |fault: FlagFault| Err(CliError::flag("--device", "cuda", fault));
     if run.device == Device::Cuda && !matches!(dtype, DType::Bf16 | DType::F16) {
-        return refuse(format!(
-            "takes bf16 and f16 tensors, not {}; use one of them, or --device cpu",
-            dtype_name(dtype)
-        ));
+        return refuse(FlagFault::GpuDType { dtype: dtype_name(dtype) });
     }
     if run.device == Device::Cuda && (run.slow_link.is_some() || run.slow_network.is_some()) {
-        return refuse(
-            "does not imitate links; leave --slow-link and --slow-network out, or use --device cpu"
-                .to_owned(),
-        );
+        return refuse(FlagFault::ImitatesNoLinks);
     }
     Ok(())
 }

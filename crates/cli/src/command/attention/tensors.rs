@@ -10,6 +10,7 @@ use counterpoint_mask::{Mask, Range};
 use counterpoint_plan::{AttentionSpec, DType, GradientShares, RankPlan};
 
 use crate::arguments::{AttentionArguments, TensorArguments};
+use counterpoint_console::FlagFault;
 
 /// Tensors that are known to fit the mask, not yet read or drawn.
 pub(super) enum Tensors {
@@ -99,11 +100,8 @@ fn random_spec(
     if let Some(seqlen) = tensors.seqlen
         && (seqlen != mask.seqlen_q() || seqlen != mask.seqlen_k())
     {
-        let (q, k) = (mask.seqlen_q(), mask.seqlen_k());
-        let reason = format!(
-            "disagrees with the mask, which has {q} queries and {k} keys; leave it out or change the mask"
-        );
-        return Err(CliError::Flag { flag: "--seqlen", value: seqlen.to_string(), reason });
+        let fault = FlagFault::OfMask { queries: mask.seqlen_q(), keys: mask.seqlen_k() };
+        return Err(CliError::flag("--seqlen", seqlen.to_string(), fault));
     }
     let heads_q = tensors.heads_q.unwrap_or(8);
     let heads_kv = tensors.heads_kv.unwrap_or(heads_q);

@@ -13,7 +13,7 @@ use crate::arguments::DoctorArguments;
 
 /// What was counted with so many hardware queues.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct Row {
+struct StartsRow {
     device: String,
     /// What moves the rows; `None` where kernels imitate a transport's.
     transport: Option<String>,
@@ -66,12 +66,12 @@ pub(super) fn run(arguments: &DoctorArguments) -> Result<(), CliError> {
 }
 
 /// Kernels that imitate a transport's on the first GPU, and every transport between all GPUs.
-fn count(arguments: &DoctorArguments) -> Result<Vec<Row>, CliError> {
+fn count(arguments: &DoctorArguments) -> Result<Vec<StartsRow>, CliError> {
     let rounds = arguments.rounds;
     let cuda = |source| CliError::Cuda { source };
     let device = Device::open(0).map_err(cuda)?;
     let imitated = |barrier| count_starts(&device, rounds, barrier).map_err(cuda);
-    let row = |transport: Option<String>, [concurrent, kernel_barrier]: [u32; 2]| Row {
+    let row = |transport: Option<String>, [concurrent, kernel_barrier]: [u32; 2]| StartsRow {
         device: device.properties().name.clone(),
         transport,
         connections: std::env::var(CONNECTIONS).ok().and_then(|text| text.parse().ok()),
@@ -98,7 +98,7 @@ fn count(arguments: &DoctorArguments) -> Result<Vec<Row>, CliError> {
     Ok(rows)
 }
 
-impl Row {
+impl StartsRow {
     fn transport(&self) -> &str {
         self.transport.as_deref().unwrap_or("imitated")
     }
@@ -111,7 +111,7 @@ impl Row {
 /// The driver's own variable.
 const CONNECTIONS: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
 
-fn in_child(arguments: &DoctorArguments, connections: u32) -> Result<Vec<Row>, CliError> {
+fn in_child(arguments: &DoctorArguments, connections: u32) -> Result<Vec<StartsRow>, CliError> {
     let failed = |reason: String| CliError::CheckFailed {
         what: format!("the process with {connections} connections: {reason}"),
     };
@@ -121,14 +121,14 @@ fn in_child(arguments: &DoctorArguments, connections: u32) -> Result<Vec<Row>, C
     let output = child.env(CONNECTIONS, connections.to_string()).output();
     let output = output.map_err(|error| failed(error.to_string()))?;
     // A proof that failed has its rows too.
-    let rows: Result<Vec<Row>, _> =
+    let rows: Result<Vec<StartsRow>, _> =
         serde_json::Deserializer::from_slice(&output.stdout).into_iter().collect();
     rows.ok()
         .filter(|rows| !rows.is_empty())
         .ok_or_else(|| failed(String::from_utf8_lossy(&output.stderr).trim().to_owned()))
 }
 
-fn describe(rows: &[Row]) -> String {
+fn describe(rows: &[StartsRow]) -> String {
     let mut text = String::new();
     if let Some(row) = rows.first() {
         let _ = writeln!(

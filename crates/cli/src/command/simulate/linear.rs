@@ -17,6 +17,7 @@ use counterpoint_schedule::{
 
 use super::{PassRow, Predicted, Setting, Simulated, pass_columns, simulated};
 use crate::arguments::SimulateLinearArguments;
+use counterpoint_console::FlagFault;
 
 /// Flags of the sizes of a layer.
 const FLAGS: [(LinearField, &str); 2] =
@@ -95,9 +96,8 @@ fn layer(arguments: &SimulateLinearArguments) -> Result<(LinearSpec, Option<Norm
     };
     let norm = arguments.rms_norm.then(|| NormSpec::new(1e-5));
     if norm.is_some() && spec.kind != LinearKind::Row {
-        let reason =
-            "takes whole rows, of which a column-parallel layer gives columns; use --kind row".to_owned();
-        return Err(CliError::Flag { flag: "--rms-norm", value: String::new(), reason });
+        let fault = FlagFault::WholeRows { kind: spec.kind, flag: "--kind" };
+        return Err(CliError::flag("--rms-norm", "", fault));
     }
     Ok((spec, norm))
 }

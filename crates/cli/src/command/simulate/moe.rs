@@ -8,11 +8,12 @@ use counterpoint_console::{
     arguments::{PassOverlaps, dtype_name},
     overlap::warning,
 };
-use counterpoint_plan::{DType, ExpertGroups, ExpertPlan, ExpertSpec, Routing, Topology};
+use counterpoint_plan::{DType, ExpertGroups, ExpertPlan, ExpertSpec, RandomRouting, Routing, Topology};
 use counterpoint_schedule::{OverlapPolicy, RankTransport, WeightGradient, Workload, simulate};
 
 use super::{PassRow, Predicted, Setting, Simulated, pass_columns, simulated};
 use crate::arguments::SimulateMoeArguments;
+use counterpoint_console::FlagFault;
 
 /// Of the routing, which is one of many alike.
 const SEED: u64 = 0;
@@ -23,18 +24,17 @@ pub(super) fn run(arguments: &SimulateMoeArguments) -> Result<(), CliError> {
     let setting = Setting::of(&arguments.simulation, arguments.profile.as_deref())?;
     let cost = setting.profile.cost;
     let &SimulateMoeArguments { experts, choices, tokens, skew, ep_size, dtype, .. } = arguments;
-    let refused = |flag, value: String, reason: String| Err(CliError::Flag { flag, value, reason });
     if choices > experts {
-        let reason = format!("is more than the {experts} experts; choose fewer");
-        return refused("--choices", choices.to_string(), reason);
+        return Err(CliError::flag("--choices", choices.to_string(), FlagFault::Choices { experts }));
     }
     if !(0.0..=8.0).contains(&skew) {
-        return refused("--skew", skew.to_string(), "must be from 0 to 8".to_owned());
+        return Err(CliError::flag("--skew", skew.to_string(), FlagFault::Range { least: 0.0, most: 8.0 }));
     }
-    let routing = match Routing::random(experts, choices, [ep_size, tokens], skew, SEED) {
-        Ok(routing) => Arc::new(routing),
-        Err(error) => return refused("--experts", experts.to_string(), error.to_string()),
-    };
+    let routing =
+        match Routing::random(RandomRouting { experts, choices, ranks: ep_size, tokens, skew, seed: SEED }) {
+            Ok(routing) => Arc::new(routing),
+            Err(error) => return Err(CliError::flag("--experts", experts.to_string(), error)),
+        };
     let (in_features, out_features) = (arguments.in_features, arguments.out_features);
     let spec = ExpertSpec { kind: arguments.kind.into(), in_features, out_features, dtype };
     let ranks_per_node = arguments.simulation.ranks_per_node.min(ep_size);
