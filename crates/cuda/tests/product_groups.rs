@@ -8,6 +8,8 @@ use counterpoint_exec::GemmCollectiveSpec;
 use counterpoint_plan::{DType, GemmCollective, WaveGroups};
 use counterpoint_schedule::OverlapPolicy;
 
+// Ranks are threads of one process here.
+#[expect(dead_code)]
 mod hollow_driver;
 mod support;
 
