@@ -202,9 +202,9 @@ impl<'a> Links<'a> {
                     });
                     // Who gives a chunk away reads less, who takes it more.
                     less.any &= !(u64::from(left == 0) * bit);
-                    less.once = less.once & !bit | u64::from(left == 1) * bit;
+                    less.once = (less.once & !bit) | (u64::from(left == 1) * bit);
                     more.any |= bit;
-                    more.once = more.once & !bit | u64::from(read == 1) * bit;
+                    more.once = (more.once & !bit) | (u64::from(read == 1) * bit);
                     let readers = &mut self.readers[segment];
                     *readers = *readers & !(u16::from(left == 0) << from) | 1 << to;
                 }
