@@ -2,18 +2,15 @@
 
 use counterpoint_mask::{Band, Range};
 
-use super::run_builder::first_block;
+use super::lanes::{Lane, blocks, lanes_of};
+use super::stops::Stops;
 use super::sweep::Sweep;
 use super::{TILE_COST, TilePlacement, TileScheduleConfig};
-
-/// Segments of fewer rows than this part of a tile have no cuts of their own: what could be saved at each is little, and
-/// looking at all of them takes time in the square of their number.
-const SHORT_SEGMENT: usize = 8;
 
 /// Segments of rows, one after another from 0 to `rows`, each to be cut into tiles of `config.tile_rows` rows of which the last
 /// may be short. `bands` are trimmed and ascending by row.
 ///
-/// Minimises the columns of all blocks, and [`TILE_COST`] for each tile, among tilings whose tiles are full or end at a cut (see [`stops`]).
+/// Minimises the columns of all blocks, and [`TILE_COST`] for each tile, among tilings whose tiles are full or end at a cut (see [`Stops`]).
 /// A tiling is a path along the rows. Paths that end at a cut are all followed, others only as long as no path has overtaken
 /// them in rows at no more cost: whoever starts later needs no more tiles for the rest, and hardly ever more blocks. Between
 /// two stops a path is a row of full tiles, and where a single band covers them their blocks are summed in closed form; so
@@ -27,12 +24,7 @@ pub(super) fn fit(bands: &[Band], rows: usize, config: &TileScheduleConfig) -> V
 /// The lists of [`fit`], to be used again.
 #[derive(Debug, Default)]
 pub(super) struct FitLists {
-    /// Where bands end, ascending; and where they begin or end.
-    ends: Vec<usize>,
-    edges: Vec<usize>,
-    /// See [`stops`].
-    stops: Vec<usize>,
-    cuts: Vec<usize>,
+    stops: Stops,
     active: Vec<Band>,
     lanes: Vec<Lane>,
     /// By descending row.
@@ -45,8 +37,7 @@ pub(super) struct FitLists {
 impl FitLists {
     /// Bytes of all lists.
     pub(super) fn bytes(&self) -> usize {
-        let words = [&self.ends, &self.edges, &self.stops, &self.cuts].map(Vec::capacity);
-        words.iter().sum::<usize>() * size_of::<usize>()
+        self.stops.bytes()
             + (self.visited.capacity() + self.segments.capacity()) * size_of::<Visited>()
             + self.active.capacity() * size_of::<Band>()
             + self.lanes.capacity() * size_of::<Lane>()
@@ -55,19 +46,20 @@ impl FitLists {
 
     /// Leaves what [`fit`] gives in `segments`.
     pub(super) fn fit(&mut self, bands: &[Band], rows: usize, config: &TileScheduleConfig) {
-        stops(bands, rows, config.tile_rows, self);
-        let Self { stops, cuts, active, lanes, paths, visited, segments, .. } = self;
+        self.stops.fill(bands, rows, config.tile_rows);
+        let Self { stops, active, lanes, paths, visited, segments, .. } = self;
         let mut sweep = Sweep::with(bands, std::mem::take(active));
-        fit_between(&mut sweep, [stops, cuts], rows, config, (lanes, paths, visited));
+        fit_between(&mut sweep, stops, rows, config, (lanes, paths, visited));
         *active = sweep.into_list();
         fill_segments(visited, segments);
     }
 }
 
 /// [`fit`] between these stops and cuts; its steps are left in the list of visited rows.
+// Long: one pass along the rows, each of whose steps looks at where all that is kept of it stands.
 fn fit_between(
     sweep: &mut Sweep<'_>,
-    [stops, cuts]: [&[usize]; 2],
+    Stops { stops, cuts, .. }: &Stops,
     rows: usize,
     config: &TileScheduleConfig,
     (lanes, paths, visited): (&mut Vec<Lane>, &mut Vec<Path>, &mut Vec<Visited>),
@@ -218,118 +210,6 @@ fn fill_segments(visited: &[Visited], segments: &mut Vec<Range>) {
     segments.reverse();
 }
 
-/// Rows that a path must not stride over, and those of them where a tile may end early. Both ascending, and both end with
-/// `rows`.
-///
-/// Bands begin and end at *edges*. Tiles may end there, and near the start of a long segment between two edges where full
-/// tiles from the one or to the other end: below a diagonal the first rows of a segment are the cheapest, so it is better
-/// that the tile that is not full lies there than at the end.
-fn stops(bands: &[Band], rows: usize, tile_rows: usize, lists: &mut FitLists) {
-    let FitLists { ends, edges, stops, cuts, .. } = lists;
-    fill_edges(bands, rows, ends, edges);
-    let short = tile_rows.div_ceil(SHORT_SEGMENT);
-    stops.clear();
-    cuts.clear();
-    let (mut last, mut last_cut) = (0, 0);
-    for (index, &edge) in edges.iter().enumerate() {
-        if edge - last > tile_rows {
-            let first = last + ((edge - last) as u32 % tile_rows as u32) as usize;
-            // Ascending; the last two are one where the first is no row of its own.
-            let near = [first, last + tile_rows, first + tile_rows];
-            let near = &near[usize::from(first == last)..];
-            let near = near[..near.len() - usize::from(first == last)].iter().filter(|&&row| row < edge);
-            stops.extend(near.clone());
-            cuts.extend(near);
-        }
-        stops.push(edge);
-        let next = edges.get(index + 1).map_or(usize::MAX, |next| next - edge);
-        if edge - last_cut >= short || next >= short {
-            cuts.push(edge);
-            last_cut = edge;
-        }
-        last = edge;
-    }
-}
-
-/// Where bands begin and end, and the first row and the end of all, ascending.
-fn fill_edges(bands: &[Band], rows: usize, ends: &mut Vec<usize>, edges: &mut Vec<usize>) {
-    ends.clear();
-    ends.extend(bands.iter().map(|band| band.q_range.end));
-    if !ends.is_sorted() {
-        ends.sort_unstable();
-    }
-    edges.clear();
-    edges.push(0);
-    let mut push = |edge: usize| {
-        if edges.last() != Some(&edge) {
-            edges.push(edge);
-        }
-    };
-    let mut next = 0;
-    // Bands ascend by their first rows.
-    for band in bands {
-        while next < ends.len() && ends[next] <= band.q_range.start {
-            push(ends[next]);
-            next += 1;
-        }
-        push(band.q_range.start);
-    }
-    ends[next..].iter().chain([&rows]).for_each(|&end| push(end));
-}
-
-/// What a band has in tiles that begin in one row. Every row of a trimmed band sees something, so the first column is the first row's and
-/// the last column the last row's.
-#[derive(Clone, Copy, Debug)]
-struct Lane {
-    /// The first column, whichever row the tile ends in.
-    start: usize,
-    /// Rows of the band.
-    rows: Range,
-    /// Where its columns end, and its diagonals.
-    end: i64,
-    diag_max: i64,
-}
-
-impl Lane {
-    /// Where the columns end that rows before `end` see.
-    fn end(&self, end: usize) -> usize {
-        (end.min(self.rows.end) as i64 + self.diag_max).min(self.end) as usize
-    }
-}
-
-/// Those of `bands` that a tile from `row` to `limit` touches, ascending by first column.
-fn lanes_of(bands: &[Band], row: usize, limit: usize, lanes: &mut Vec<Lane>) {
-    lanes.clear();
-    for band in bands.iter().filter(|band| band.q_range.start < limit) {
-        let first = band.q_range.start.max(row) as i64;
-        let start = (first + band.diag_min).max(band.k_range.start as i64) as usize;
-        let lane = Lane { start, rows: band.q_range, end: band.k_range.end as i64, diag_max: band.diag_max };
-        // Documents one after another ascend already.
-        let mut at = lanes.len();
-        lanes.push(lane);
-        while at > 0 && lanes[at - 1].start > start {
-            lanes.swap(at - 1, at);
-            at -= 1;
-        }
-    }
-}
-
-/// Blocks that hold all columns that rows before `end` see.
-fn blocks(lanes: &[Lane], end: usize, config: &TileScheduleConfig) -> u64 {
-    let (mut blocks, mut covered) = (0, 0);
-    for lane in lanes.iter().filter(|lane| lane.rows.start < end) {
-        let (first, end) = (lane.start.max(covered), lane.end(end));
-        if first < end {
-            let start = first_block(first, config.block, config.blocks);
-            // Columns are fewer than 2^32, and narrow numbers are divided faster.
-            let count = ((end - start) as u32).div_ceil(config.block as u32) as usize;
-            blocks += count as u64;
-            covered = start + count * config.block;
-        }
-    }
-    blocks
-}
-
 /// The number of blocks of tiles that lie inside one band's rows, or inside nobody's.
 #[derive(Clone, Copy, Debug)]
 struct Blocks {
@@ -416,6 +296,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::super::TileDirection;
+    use super::super::run_builder::first_block;
     use super::super::sweep::piece;
     use super::*;
 
@@ -545,9 +426,9 @@ mod tests {
             prop_assert_eq!((tiles[0].start, tiles[tiles.len() - 1].end), (0, 120));
             prop_assert!(tiles.windows(2).all(|pair| pair[0].end == pair[1].start));
             prop_assert!(tiles.iter().all(|tile| (1..=tile_rows).contains(&tile.len())));
-            let mut lists = FitLists::default();
-            stops(&bands, 120, tile_rows, &mut lists);
-            let cuts = lists.cuts;
+            let mut stops = Stops::default();
+            stops.fill(&bands, 120, tile_rows);
+            let cuts = stops.cuts;
             let found = cost(&bands, &tiles, &config);
             let least = cheapest(&bands, 120, &config, |row| cuts.binary_search(&row).is_ok());
             prop_assert!(found <= least + least / 8, "{found}, but {least} is possible");
