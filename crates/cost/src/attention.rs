@@ -33,8 +33,8 @@ impl CostModel {
     pub fn tile_shapes(&self, work: &AttentionWork<'_>) -> Option<[TileShape; 2]> {
         let tiles = self.tiles?;
         let [forward, backward] = TileCounting::both(work.bands, work.q_rows, work.k_rows).ok()?;
-        let forward = tiles.forward.least(work, &forward, tiles.workers)?.1;
-        Some([forward, tiles.backward.least(work, &backward, tiles.workers)?.1])
+        let forward = tiles.forward.least_shape(work, &forward, tiles.workers)?;
+        Some([forward, tiles.backward.least_shape(work, &backward, tiles.workers)?])
     }
 
     /// [`CostModel::forward_seconds`] and [`CostModel::backward_seconds`] in tiles of these shapes; `None` without tiles.

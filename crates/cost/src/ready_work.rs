@@ -21,10 +21,14 @@ impl ReadyWork {
     /// Of `bands`, whose keys arrive from row `own_rows` on.
     pub fn of(bands: &[Band], own_rows: usize) -> Self {
         let area = |bands: &[Band]| bands.iter().map(Band::area).sum::<u64>();
-        let (own, arriving): (Vec<Band>, Vec<Band>) =
-            bands.iter().map(|band| band.cut_cols(own_rows)).unzip();
-        let waiting =
-            Range::merged(arriving.iter().filter_map(Band::trim).map(|band| band.q_range).collect());
+        let mut own = Vec::with_capacity(bands.len());
+        let mut waiting = Vec::with_capacity(bands.len());
+        for band in bands {
+            let (there, arriving) = band.cut_cols(own_rows);
+            own.push(there);
+            waiting.extend(arriving.trim().map(|band| band.q_range));
+        }
+        let waiting = Range::merged(waiting);
         // They are ascending, so a band looks at those that it touches and no others.
         let of_waiting = |band: &Band| -> u64 {
             let first = waiting.partition_point(|rows| rows.end <= band.q_range.start);

@@ -193,27 +193,44 @@ impl TileCost {
     }
 
     /// Columns until the last of `workers` has finished `work`, in the shape of tiles that has the fewest, and that.
-    pub(crate) fn least(
+    fn least(
         &self,
         work: &AttentionWork<'_>,
         counting: &TileCounting,
         workers: usize,
     ) -> Option<(f64, TileShape)> {
+        let mut least: Option<(f64, TileShape)> = None;
+        for shape in self.shapes(work) {
+            let columns = self.cta_work(work, counting, shape)?.until_last(workers);
+            if least.is_none_or(|(least, _)| columns < least) {
+                least = Some((columns, shape));
+            }
+        }
+        least
+    }
+
+    /// The shape of tiles that has the fewest; nothing is counted where there is no other.
+    pub(crate) fn least_shape(
+        &self,
+        work: &AttentionWork<'_>,
+        counting: &TileCounting,
+        workers: usize,
+    ) -> Option<TileShape> {
+        let mut shapes = self.shapes(work);
+        match (shapes.next(), shapes.next()) {
+            (Some(only), None) => Some(only),
+            _ => self.least(work, counting, workers).map(|(_, shape)| shape),
+        }
+    }
+
+    /// The shapes of tiles that `work` may be computed in.
+    fn shapes(&self, work: &AttentionWork<'_>) -> impl Iterator<Item = TileShape> + use<> {
         let group = work.heads_q / work.heads_kv.max(1);
         let packs = [Some(1), (self.pack > 1 && group.is_multiple_of(self.pack)).then_some(self.pack)];
         let other = (!work.staged && self.block != self.staged_block).then_some(self.block);
         let blocks = [Some(self.staged_block), other];
-        let mut least: Option<(f64, TileShape)> = None;
-        for pack in packs.into_iter().flatten() {
-            for block in blocks.into_iter().flatten() {
-                let shape = TileShape { pack, block };
-                let columns = self.cta_work(work, counting, shape)?.until_last(workers);
-                if least.is_none_or(|(least, _)| columns < least) {
-                    least = Some((columns, shape));
-                }
-            }
-        }
-        least
+        let shape = |pack| move |block| TileShape { pack, block };
+        packs.into_iter().flatten().flat_map(move |pack| blocks.into_iter().flatten().map(shape(pack)))
     }
 
     /// what CTAs compute of `work` in tiles of a shape.

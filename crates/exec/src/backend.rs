@@ -66,6 +66,15 @@ pub trait Backend: Clone + Send + Sync {
     /// This rank.
     fn rank(&self) -> usize;
 
+    /// Does `work`, which enqueues operations of this rank from the calling thread: what each of them would set up in the thread and take
+    /// back is set up once.
+    ///
+    /// # Errors
+    /// Those of `work`; when the device does not let the thread in.
+    fn within<R>(&self, work: impl FnOnce() -> Result<R, ExecError>) -> Result<R, ExecError> {
+        work()
+    }
+
     /// Ranks that run together.
     fn world_size(&self) -> usize;
 
@@ -119,6 +128,11 @@ pub trait Backend: Clone + Send + Sync {
 
     /// Shape and element type of a buffer.
     fn layout(&self, buffer: &Self::Buffer) -> (Vec<usize>, DType);
+
+    /// Whether a buffer has this shape and element type.
+    fn has_layout(&self, buffer: &Self::Buffer, shape: &[usize], dtype: DType) -> bool {
+        self.layout(buffer) == (shape.to_vec(), dtype)
+    }
 
     /// Whether two tensors have a byte of memory in common.
     fn overlap(&self, a: &Self::Buffer, b: &Self::Buffer) -> bool;

@@ -1,5 +1,6 @@
 //! Values that threads wait for with a limit, all of which a failure anywhere wakes.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
@@ -13,17 +14,25 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 pub(crate) struct Monitor<T> {
     state: Mutex<T>,
     changed: Condvar,
+    /// Threads that sleep. They are counted while they hold the lock, so that who changes the value under it sees them all: to notify nobody
+    /// would ask the system each time.
+    asleep: AtomicUsize,
 }
 
 impl<T> Monitor<T> {
     pub(crate) fn new(state: T) -> Self {
-        Self { state: Mutex::new(state), changed: Condvar::new() }
+        Self { state: Mutex::new(state), changed: Condvar::new(), asleep: AtomicUsize::new(0) }
     }
 
     /// Changes the value and wakes all waiters.
     pub(crate) fn update<R>(&self, change: impl FnOnce(&mut T) -> R) -> R {
-        let result = change(&mut lock(&self.state));
-        self.changed.notify_all();
+        let (result, asleep) = {
+            let mut state = lock(&self.state);
+            (change(&mut state), self.asleep.load(Ordering::Relaxed))
+        };
+        if asleep > 0 {
+            self.changed.notify_all();
+        }
         result
     }
 
@@ -52,7 +61,9 @@ impl<T> Monitor<T> {
             if left.is_zero() {
                 return None;
             }
+            self.asleep.fetch_add(1, Ordering::Relaxed);
             state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            self.asleep.fetch_sub(1, Ordering::Relaxed);
         }
     }
 }

@@ -237,7 +237,14 @@ impl Band {
 
     /// [`Band::merged`], and the rounds that it took.
     fn merged_in_rounds(bands: Vec<Band>) -> (Vec<Band>, usize) {
-        let mut bands: Vec<Band> = bands.iter().filter_map(Band::trim).collect();
+        let mut bands = bands;
+        bands.retain_mut(|band| match band.trim() {
+            Some(trimmed) => {
+                *band = trimmed;
+                true
+            }
+            None => false,
+        });
         for round in 1.. {
             let before = bands.len();
             if round > 1 {

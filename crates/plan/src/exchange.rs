@@ -116,6 +116,86 @@ impl Receivers<'_> {
     }
 }
 
+/// Where rows that ranks receive begin and end, ascending.
+struct Ends(Vec<RowEnd>);
+
+/// Where a rank's range begins or ends.
+#[derive(Clone, Copy, Debug)]
+struct RowEnd {
+    /// Twice the row, and one more where a range begins: at one row ranges end before others begin.
+    place: usize,
+    rank: u32,
+    /// What begins here lies so far behind its row in the buffer, modulo the size of the type.
+    shift: usize,
+}
+
+impl RowEnd {
+    fn row(&self) -> usize {
+        self.place / 2
+    }
+
+    fn begins(&self) -> bool {
+        self.place % 2 == 1
+    }
+}
+
+impl Ends {
+    /// `received[r]` are the rows that rank `r` receives, ascending, disjoint and not its own.
+    fn of(received: &[Vec<PlacedRows>]) -> Self {
+        let mut ends = Vec::with_capacity(2 * received.iter().map(Vec::len).sum::<usize>());
+        for (rank, placed) in received.iter().enumerate() {
+            let rank = rank as u32;
+            for &PlacedRows { range, start } in placed {
+                let shift = start.wrapping_sub(range.start);
+                ends.push(RowEnd { place: 2 * range.start + 1, rank, shift });
+                ends.push(RowEnd { place: 2 * range.end, rank, shift: 0 });
+            }
+        }
+        ends.sort_unstable_by_key(|end| end.place);
+        Self(ends)
+    }
+
+    /// As [`sweep`], of as many ranks.
+    fn sweep(&self, runs: &Runs, ranks: usize, mut visit: impl FnMut(&Run, Range, &Receivers<'_>)) {
+        let Self(ends) = self;
+        let mut shift = vec![0; ranks];
+        let mut receivers: Vec<u32> = Vec::with_capacity(ranks);
+        let mut row = 0;
+        let mut run = 0;
+        let mut next = 0;
+        while next < ends.len() {
+            let until = ends[next].row();
+            while !receivers.is_empty() && row < until {
+                while runs.all()[run].range.end <= row {
+                    run += 1;
+                }
+                let owner = &runs.all()[run];
+                let piece = Range::new(row, owner.range.end.min(until));
+                visit(owner, piece, &Receivers { ranks: &receivers, shift: &shift });
+                row = piece.end;
+            }
+            row = until;
+            while next < ends.len() && ends[next].row() == until {
+                let end = ends[next];
+                match (end.begins(), receivers.binary_search(&end.rank)) {
+                    (true, Err(index)) => {
+                        receivers.insert(index, end.rank);
+                        shift[end.rank as usize] = end.shift;
+                    }
+                    (false, Ok(index)) => {
+                        receivers.remove(index);
+                    }
+                    // Ranges of a rank share no row: it leaves one before it enters the next.
+                    (true, Ok(_)) | (false, Err(_)) => {
+                        debug_assert!(false, "rank {} at row {until}", end.rank)
+                    }
+                }
+                next += 1;
+            }
+        }
+    }
+}
+
 /// Goes over the key sequence once and names every piece that travels: the longest ranges with one owner and one set of
 /// receivers that lie in one place of their buffers, ascending. `received[r]` are the rows that rank `r` receives, ascending,
 /// disjoint and not its own.
@@ -124,65 +204,17 @@ impl Receivers<'_> {
 pub(crate) fn sweep(
     runs: &Runs,
     received: &[Vec<PlacedRows>],
-    mut visit: impl FnMut(&Run, Range, &Receivers<'_>),
+    visit: impl FnMut(&Run, Range, &Receivers<'_>),
 ) {
-    let mut ends: Vec<(usize, End, u32, usize)> = Vec::new();
-    for (rank, placed) in received.iter().enumerate() {
-        for &PlacedRows { range, start } in placed {
-            ends.push((range.start, End::Enter, rank as u32, start.wrapping_sub(range.start)));
-            ends.push((range.end, End::Leave, rank as u32, 0));
-        }
-    }
-    ends.sort_unstable_by_key(|&(row, end, ..)| (row, end));
-    let mut shift = vec![0; received.len()];
-    let mut receivers: Vec<u32> = Vec::new();
-    let mut row = 0;
-    let mut run = 0;
-    let mut next = 0;
-    while next < ends.len() {
-        let until = ends[next].0;
-        while !receivers.is_empty() && row < until {
-            while runs.all()[run].range.end <= row {
-                run += 1;
-            }
-            let owner = &runs.all()[run];
-            let piece = Range::new(row, owner.range.end.min(until));
-            visit(owner, piece, &Receivers { ranks: &receivers, shift: &shift });
-            row = piece.end;
-        }
-        row = until;
-        while next < ends.len() && ends[next].0 == until {
-            let (_, end, rank, place) = ends[next];
-            match (end, receivers.binary_search(&rank)) {
-                (End::Enter, Err(index)) => {
-                    receivers.insert(index, rank);
-                    shift[rank as usize] = place;
-                }
-                (End::Leave, Ok(index)) => {
-                    receivers.remove(index);
-                }
-                // Ranges of a rank share no row: it leaves one before it enters the next.
-                (End::Enter, Ok(_)) | (End::Leave, Err(_)) => {
-                    debug_assert!(false, "rank {rank} at row {until}")
-                }
-            }
-            next += 1;
-        }
-    }
-}
-
-/// At one row ranges end before others begin.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum End {
-    Leave,
-    Enter,
+    Ends::of(received).sweep(runs, received.len(), visit);
 }
 
 /// Every rank's part of the group-cast that gives rank `r` the global rows `received[r]`.
 pub(crate) fn exchange(runs: &Runs, received: &[Vec<PlacedRows>]) -> Vec<GroupPart> {
     // Counting first: parts of a thousand ranks have a million splits, and growing their lists would copy them.
-    let mut counts = vec![(0_usize, 0_usize); received.len()];
-    sweep(runs, received, |owner, _, receivers| {
+    let (ends, ranks) = (Ends::of(received), received.len());
+    let mut counts = vec![(0_usize, 0_usize); ranks];
+    ends.sweep(runs, ranks, |owner, _, receivers| {
         counts[owner.rank as usize].0 += 1;
         for &rank in receivers.ranks {
             counts[rank as usize].1 += 1;
@@ -195,7 +227,7 @@ pub(crate) fn exchange(runs: &Runs, received: &[Vec<PlacedRows>]) -> Vec<GroupPa
             remote: Vec::with_capacity(remote),
         })
         .collect();
-    sweep(runs, received, |owner, piece, receivers| {
+    ends.sweep(runs, ranks, |owner, piece, receivers| {
         let split = OwnedSplit { rows: owner.local(&piece), ranks: receivers.ranks.to_vec() };
         parts[owner.rank as usize].owned.push(split);
         for &rank in receivers.ranks {

@@ -3,7 +3,7 @@
 use counterpoint_mask::{Band, Range};
 
 use crate::GroupPart;
-use crate::exchange::{PlacedRows, exchange, exchange_part};
+use crate::exchange::{PlacedRows, exchange, exchange_part, sweep};
 use crate::rank_outline::RankOutline;
 use crate::runs::Runs;
 use crate::work::{KeySegment, cut_into_stages};
@@ -58,6 +58,14 @@ impl StageCuts {
     /// The parts of all ranks in the group-cast of a stage but stage 0, whose keys belong to the owners of `runs`.
     pub fn parts(&self, runs: &Runs, stage: usize) -> Vec<GroupPart> {
         exchange(runs, &self.placed_rows(stage))
+    }
+
+    /// Hands `visit` the owner, the receivers and the rows of every piece that travels in the group-cast of a stage but stage 0: what is
+    /// counted of it, without the parts.
+    pub fn pieces(&self, runs: &Runs, stage: usize, mut visit: impl FnMut(u32, &[u32], usize)) {
+        sweep(runs, &self.placed_rows(stage), |owner, piece, receivers| {
+            visit(owner.rank, receivers.ranks, piece.len());
+        });
     }
 
     /// That of one rank.

@@ -34,7 +34,8 @@ fn fuse(a: &Band, b: &Band) -> Option<Band> {
 /// The bands of every rank: rows are the rank's local query rows, columns are still global key rows. Costs one step for
 /// each band and each run of query rows that it crosses.
 pub(crate) fn rank_work(mask: &Mask, q_runs: &Runs, ranks: usize) -> Vec<Vec<Band>> {
-    let mut work: Vec<Vec<Band>> = vec![Vec::new(); ranks];
+    let expected = (mask.slices().len() + q_runs.all().len()) / ranks + 4;
+    let mut work: Vec<Vec<Band>> = (0..ranks).map(|_| Vec::with_capacity(expected)).collect();
     for band in mask.bands() {
         let Some(band) = band.trim() else { continue };
         for run in q_runs.overlapping(&band.q_range) {
@@ -68,6 +69,9 @@ pub(crate) struct KeySegment {
 /// up group by group: two searches in each then cost less than a loop.
 const LOOPED_SEGMENTS: usize = 4;
 
+/// Bands of a stage for which memory is asked at once.
+const MOST_EXPECTED: usize = 256;
+
 /// Segments that lie in one stage's buffer one after the other, their global rows ascending.
 type SegmentGroup = Vec<KeySegment>;
 
@@ -79,8 +83,10 @@ type SegmentGroup = Vec<KeySegment>;
 /// and those that only some see are no more than its rows on either side.
 pub(crate) fn cut_into_stages(work: &[Band], segments: &[KeySegment], stages: usize) -> Vec<Vec<Band>> {
     let groups = groups(segments);
-    let mut bands: Vec<Vec<Band>> = vec![Vec::new(); stages];
-    let mut in_range = Vec::new();
+    // Most bands lie in few segments.
+    let mut bands: Vec<Vec<Band>> =
+        (0..stages).map(|_| Vec::with_capacity((2 * work.len()).min(MOST_EXPECTED))).collect();
+    let mut in_range = Vec::with_capacity(segments.len());
     for band in work {
         let k = band.k_range;
         let seen = match overlapping(segments, &k).len() > LOOPED_SEGMENTS * groups.len() {

@@ -35,28 +35,36 @@ struct Columns {
 }
 
 impl BandsApart {
-    /// `None` where bands are many, begin inside the tile, or are all rectangles: whose tiles are alike.
-    pub(super) fn of(touching: &[Band], tile: &Range, block: usize) -> Option<Self> {
-        let begin_later = |band: &Band| band.q_range.start > tile.start;
-        if touching.len() > MOST
-            || touching.iter().all(Band::is_rectangle)
-            || touching.iter().any(begin_later)
-        {
-            return None;
+    /// Of no bands.
+    pub(super) fn new(block: usize) -> Self {
+        Self { bands: [Columns::default(); MOST], count: 0, rows_end: usize::MAX, block: block as u32 }
+    }
+
+    /// Takes the bands `touching` in place of those before; `false` where they are many, begin inside the tile, or are all rectangles:
+    /// whose tiles are alike.
+    pub(super) fn take(&mut self, touching: &[Band], tile: &Range) -> bool {
+        if touching.len() > MOST {
+            return false;
         }
-        let mut apart = Self {
-            bands: [Columns::default(); MOST],
-            count: touching.len(),
-            rows_end: usize::MAX,
-            block: block as u32,
-        };
-        for (columns, band) in apart.bands.iter_mut().zip(touching) {
+        (self.count, self.rows_end) = (0, usize::MAX);
+        let mut diagonals = false;
+        for band in touching {
+            if band.q_range.start > tile.start {
+                return false;
+            }
+            diagonals |= !band.is_rectangle();
             let (start, end) = (band.k_range.start as i64, band.k_range.end as i64);
-            *columns = Columns { start, end, diag_min: band.diag_min, diag_max: band.diag_max };
-            apart.rows_end = apart.rows_end.min(band.q_range.end);
+            // By columns, in which bands mostly are already.
+            let mut at = self.count;
+            while at > 0 && self.bands[at - 1].start > start {
+                self.bands[at] = self.bands[at - 1];
+                at -= 1;
+            }
+            self.bands[at] = Columns { start, end, diag_min: band.diag_min, diag_max: band.diag_max };
+            self.count += 1;
+            self.rows_end = self.rows_end.min(band.q_range.end);
         }
-        apart.bands[..apart.count].sort_unstable_by_key(|columns| columns.start);
-        Some(apart)
+        diagonals
     }
 
     /// Where the first of the bands ends.

@@ -1,12 +1,17 @@
 //! Figures of a tile schedule, counted without writing it out.
 
+use std::cell::Cell;
+
 use counterpoint_mask::{Band, Range};
 
 use super::apart::{BandsApart, TileApart};
+use super::fit::FitLists;
 use super::interruption::Interruption;
 use super::run_builder::{RunBuilder, RunSink};
 use super::sweep::Sweep;
-use super::{TileDirection, TileScheduleConfig, TileScheduleError, check_rows, fit, turned, turned_merged};
+use super::{
+    TileDirection, TilePlacement, TileScheduleConfig, TileScheduleError, check_rows, turned, turned_merged,
+};
 
 /// A mask for which tiles of several sizes are counted: what costs are predicted by, without writing schedules out.
 pub struct TileCounting {
@@ -105,10 +110,14 @@ impl TileCounting {
         config.validate()?;
         let most = self.own_rows.div_ceil(tile_rows) + self.bands.len();
         let mut counts = TileCounts { alike: Vec::with_capacity(most), ..TileCounts::default() };
-        let counted = CountedRuns { block, bounded_blocks: 0, begin: None };
-        let mut builder = RunBuilder::new(counted, block, config.blocks, None);
-        let mut sweep = Sweep::new(&self.bands);
-        let mut segments = fit::fit(&self.bands, self.own_rows, &config);
+        let mut lists = Lists::lent();
+        let Lists { fit, builder, active } = &mut *lists;
+        fit.fit(&self.bands, self.own_rows, &config);
+        builder.sink = CountedRuns { block, bounded_blocks: 0, begin: None };
+        builder.reset(block, config.blocks);
+        let mut sweep = Sweep::with(&self.bands, std::mem::take(active));
+        let mut bands = BandsApart::new(block);
+        let segments = &mut fit.segments;
         // Full tiles go on into what follows.
         segments.dedup_by(|next, segment| {
             let is_full = segment.len().is_multiple_of(tile_rows);
@@ -117,14 +126,14 @@ impl TileCounting {
             }
             is_full
         });
-        for segment in segments {
+        for segment in segments.iter() {
             let mut start = segment.start;
             while start < segment.end {
                 if interruption.has_come() {
                     return Err(TileScheduleError::Interrupted);
                 }
                 let rows = Range::new(start, (start + tile_rows).min(segment.end));
-                if let Some(bands) = BandsApart::of(sweep.touching(&rows), &rows, block) {
+                if bands.take(sweep.touching(&rows), &rows) {
                     let alone_to = sweep.alone_to(bands.rows_end()).min(segment.end);
                     let before = start;
                     while start + tile_rows <= alone_to
@@ -151,8 +160,42 @@ impl TileCounting {
                 counts.add(AlikeTiles { count: 1 + more, blocks, begin }, bounded);
             }
         }
+        *active = sweep.into_list();
+        lists.give_back();
         Ok(counts)
     }
+}
+
+/// The lists of a count. A plan counts hundreds of times, most of them a few tiles: the lists of one serve the next.
+struct Lists {
+    fit: FitLists,
+    builder: RunBuilder<CountedRuns>,
+    active: Vec<Band>,
+}
+
+impl Lists {
+    /// Lists of more bytes are not kept.
+    const MOST_KEPT: usize = 1 << 20;
+
+    /// Those of this thread's last count.
+    fn lent() -> Box<Self> {
+        LISTS.take().unwrap_or_else(|| {
+            let sink = CountedRuns { block: 1, bounded_blocks: 0, begin: None };
+            let builder = RunBuilder::new(sink, 1, TilePlacement::Tight, None);
+            Box::new(Self { fit: FitLists::default(), builder, active: Vec::new() })
+        })
+    }
+
+    fn give_back(self: Box<Self>) {
+        let active = self.active.capacity() * size_of::<Band>();
+        if self.fit.bytes() + self.builder.bytes() + active <= Self::MOST_KEPT {
+            LISTS.set(Some(self));
+        }
+    }
+}
+
+thread_local! {
+    static LISTS: Cell<Option<Box<Lists>>> = const { Cell::new(None) };
 }
 
 impl TileCounts {

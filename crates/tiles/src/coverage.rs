@@ -22,6 +22,12 @@ struct Kink {
 }
 
 impl Coverage {
+    /// Bytes of its lists.
+    pub(super) fn bytes(&self) -> usize {
+        (self.seen.capacity() + self.full.capacity()) * size_of::<Range>()
+            + self.kinks.capacity() * size_of::<Kink>()
+    }
+
     /// Looks at `pieces`: the mask inside a tile of `rows`, disjoint, trimmed, ascending by first column.
     pub(super) fn measure(&mut self, rows: &Range, pieces: &[Band]) {
         self.seen.clear();

@@ -2,38 +2,79 @@
 
 use counterpoint_mask::{Band, Range};
 
-use super::run_builder::first_block;
-use super::sweep::{Sweep, piece};
+use super::lanes::{Lane, blocks, lanes_of};
+use super::stops::Stops;
+use super::sweep::Sweep;
 use super::{TILE_COST, TilePlacement, TileScheduleConfig};
-
-/// Segments of fewer rows than this part of a tile have no cuts of their own: what could be saved at each is little, and
-/// looking at all of them takes time in the square of their number.
-const SHORT_SEGMENT: usize = 8;
 
 /// Segments of rows, one after another from 0 to `rows`, each to be cut into tiles of `config.tile_rows` rows of which the last
 /// may be short. `bands` are trimmed and ascending by row.
 ///
-/// Minimises the columns of all blocks, and [`TILE_COST`] for each tile, among tilings whose tiles are full or end at a cut (see [`stops`]).
+/// Minimises the columns of all blocks, and [`TILE_COST`] for each tile, among tilings whose tiles are full or end at a cut (see [`Stops`]).
 /// A tiling is a path along the rows. Paths that end at a cut are all followed, others only as long as no path has overtaken
 /// them in rows at no more cost: whoever starts later needs no more tiles for the rest, and hardly ever more blocks. Between
 /// two stops a path is a row of full tiles, and where a single band covers them their blocks are summed in closed form; so
 /// the time depends on the number of bands, not on that of tiles.
 pub(super) fn fit(bands: &[Band], rows: usize, config: &TileScheduleConfig) -> Vec<Range> {
+    let mut lists = FitLists::default();
+    lists.fit(bands, rows, config);
+    lists.segments
+}
+
+/// The lists of [`fit`], to be used again.
+#[derive(Debug, Default)]
+pub(super) struct FitLists {
+    stops: Stops,
+    active: Vec<Band>,
+    lanes: Vec<Lane>,
+    /// By descending row.
+    paths: Vec<Path>,
+    visited: Vec<Visited>,
+    /// What was found.
+    pub(super) segments: Vec<Range>,
+}
+
+impl FitLists {
+    /// Bytes of all lists.
+    pub(super) fn bytes(&self) -> usize {
+        self.stops.bytes()
+            + (self.visited.capacity() + self.segments.capacity()) * size_of::<Visited>()
+            + self.active.capacity() * size_of::<Band>()
+            + self.lanes.capacity() * size_of::<Lane>()
+            + self.paths.capacity() * size_of::<Path>()
+    }
+
+    /// Leaves what [`fit`] gives in `segments`.
+    pub(super) fn fit(&mut self, bands: &[Band], rows: usize, config: &TileScheduleConfig) {
+        self.stops.fill(bands, rows, config.tile_rows);
+        let Self { stops, active, lanes, paths, visited, segments, .. } = self;
+        let mut sweep = Sweep::with(bands, std::mem::take(active));
+        fit_between(&mut sweep, stops, rows, config, (lanes, paths, visited));
+        *active = sweep.into_list();
+        fill_segments(visited, segments);
+    }
+}
+
+/// [`fit`] between these stops and cuts; its steps are left in the list of visited rows.
+// Long: one pass along the rows, each of whose steps looks at where all that is kept of it stands.
+fn fit_between(
+    sweep: &mut Sweep<'_>,
+    Stops { stops, cuts, .. }: &Stops,
+    rows: usize,
+    config: &TileScheduleConfig,
+    (lanes, paths, visited): (&mut Vec<Lane>, &mut Vec<Path>, &mut Vec<Visited>),
+) {
     let (tile_rows, block) = (config.tile_rows, config.block as u64);
-    let (stops, cuts) = stops(bands, rows, tile_rows);
     let (mut stop, mut cut) = (0, 0);
-    let mut sweep = Sweep::new(bands);
-    let mut columns: Vec<Range> = Vec::with_capacity(16);
     // Before which stop the last tile was that rectangles alone touch, and what it costs.
     let mut rectangles = (usize::MAX, 0);
-    let mut visited: Vec<Visited> = Vec::with_capacity(stops.len() + cuts.len());
-    // By descending row.
-    let mut paths = Vec::with_capacity(16);
-    paths.push(Path { row: 0, cost: 0, before: 0, at_cut: true });
+    visited.clear();
+    paths.clear();
+    paths.push(Path::new(0, 0, 0, true));
     while let Some(path) = paths.pop() {
-        let row = path.row;
+        let row = path.row as usize;
         let before = visited.len();
-        visited.push(Visited { row, before: path.before });
+        visited.push(Visited { row, before: path.before() });
         if row == rows {
             break;
         }
@@ -46,17 +87,18 @@ pub(super) fn fit(bands: &[Band], rows: usize, config: &TileScheduleConfig) -> V
             cut += 1;
         }
         if stops[stop] >= row + tile_rows {
-            let tiles = (stops[stop] - row) / tile_rows;
+            // Narrow numbers are divided faster.
+            let tiles = ((stops[stop] - row) as u32 / tile_rows as u32) as usize;
             let end = row + tiles * tile_rows;
-            let at_cut = cuts.binary_search(&end).is_ok();
+            let at_cut = cuts[cut..].binary_search(&end).is_ok();
             if let Some(blocks) = Blocks::of(touching, config) {
                 if paths.is_empty() {
                     // Of a single path the cost is no difference.
-                    paths.push(Path { row: end, cost: path.cost, before, at_cut });
+                    paths.push(Path::new(end, path.cost, before, at_cut));
                     continue;
                 }
                 let cost = block * blocks.of_tiles(row, tile_rows, tiles) + TILE_COST * tiles as u64;
-                add(&mut paths, Path { row: end, cost: path.cost + cost, before, at_cut });
+                add(paths, Path::new(end, path.cost + cost, before, at_cut));
                 continue;
             }
             if paths.is_empty() {
@@ -64,46 +106,61 @@ pub(super) fn fit(bands: &[Band], rows: usize, config: &TileScheduleConfig) -> V
                 let steps =
                     (1..tiles).map(|tile| Visited { row: row + tile * tile_rows, before: before + tile - 1 });
                 visited.extend(steps);
-                paths.push(Path { row: end, cost: path.cost, before: visited.len() - 1, at_cut });
+                paths.push(Path::new(end, path.cost, visited.len() - 1, at_cut));
                 continue;
             }
             if touching.iter().all(|band| band.is_rectangle()) {
                 // All tiles up to the stop see the same columns.
                 if rectangles.0 != stop {
-                    columns.clear();
-                    columns.extend(touching.iter().map(|band| band.k_range));
-                    columns.sort_unstable();
-                    rectangles = (stop, block * blocks(&columns, config) + TILE_COST);
+                    lanes_of(touching, row, limit, lanes);
+                    rectangles = (stop, block * blocks(lanes, limit, config) + TILE_COST);
                 }
                 let cost = path.cost + rectangles.1;
-                add(&mut paths, Path { row: limit, cost, before, at_cut: at_cut && end == limit });
+                add(paths, Path::new(limit, cost, before, at_cut && end == limit));
                 continue;
             }
         }
-        let ends = cuts[cut..].iter().copied().take_while(|&end| end < limit);
-        for end in ends.chain([limit]) {
-            let tile = Range::new(row, end);
-            columns.clear();
-            let inside = touching.iter().filter(|band| band.q_range.start < end);
-            columns.extend(inside.filter_map(|band| piece(band, &tile)).map(|piece| piece.k_range));
-            columns.sort_unstable();
-            let cost = block * blocks(&columns, config) + TILE_COST;
-            let at_cut = end < limit || cuts.binary_search(&end).is_ok();
-            add(&mut paths, Path { row: end, cost: path.cost + cost, before, at_cut });
+        // Of a single path on which no tile ends early the cost is no difference.
+        if paths.is_empty() && cuts[cut] >= limit {
+            paths.push(Path::new(limit, path.cost, before, cuts[cut] == limit));
+            continue;
+        }
+        lanes_of(touching, row, limit, lanes);
+        let mut next_cut = cut;
+        loop {
+            let end = cuts[next_cut].min(limit);
+            let cost = block * blocks(lanes, end, config) + TILE_COST;
+            add(paths, Path::new(end, path.cost + cost, before, cuts[next_cut] == end));
+            if end == limit {
+                break;
+            }
+            next_cut += 1;
         }
     }
-    segments(&visited)
 }
 
 /// Tiles up to a row.
 #[derive(Clone, Copy, Debug)]
 struct Path {
-    row: usize,
     cost: u64,
-    /// The visited row from which the last step came.
-    before: usize,
-    /// Whether it ends at a cut.
-    at_cut: bool,
+    row: u32,
+    /// Twice the visited row from which the last step came, and one more where it ends at a cut.
+    step: u32,
+}
+
+impl Path {
+    /// Rows and steps are fewer than 2^31: [`MAX_TILE_SCHEDULE_ROWS`](super::MAX_TILE_SCHEDULE_ROWS).
+    fn new(row: usize, cost: u64, before: usize, at_cut: bool) -> Self {
+        Self { cost, row: row as u32, step: 2 * before as u32 + u32::from(at_cut) }
+    }
+
+    fn at_cut(self) -> bool {
+        self.step % 2 == 1
+    }
+
+    fn before(self) -> usize {
+        self.step as usize / 2
+    }
 }
 
 /// A row that the cheapest path to it has reached.
@@ -115,24 +172,35 @@ struct Visited {
 
 /// Adds a path unless it has been overtaken, and drops those that it has overtaken.
 fn add(paths: &mut Vec<Path>, path: Path) {
-    let at = paths.partition_point(|other| other.row > path.row);
-    let overtaken = !path.at_cut && paths[..at].iter().any(|other| other.cost <= path.cost);
+    // From the nearest row on: most paths end beyond all others.
+    let mut at = paths.len();
+    while at > 0 && paths[at - 1].row <= path.row {
+        at -= 1;
+    }
+    let overtaken = !path.at_cut() && paths[..at].iter().any(|other| other.cost <= path.cost);
     let same_row = paths.get(at).is_some_and(|other| other.row == path.row && other.cost <= path.cost);
     if overtaken || same_row {
         return;
     }
-    let mut index = 0;
-    paths.retain(|other| {
-        let behind = index >= at;
-        index += 1;
-        !(behind && other.cost >= path.cost && (!other.at_cut || other.row == path.row))
-    });
-    paths.insert(at, path);
+    let mut kept = at;
+    for index in at..paths.len() {
+        let other = paths[index];
+        if other.cost < path.cost || (other.at_cut() && other.row != path.row) {
+            paths[kept] = other;
+            kept += 1;
+        }
+    }
+    paths.truncate(kept);
+    // There are few.
+    paths.push(path);
+    for index in (at..kept).rev() {
+        paths.swap(index, index + 1);
+    }
 }
 
 /// The steps on the way to the row visited last.
-fn segments(visited: &[Visited]) -> Vec<Range> {
-    let mut segments = Vec::new();
+fn fill_segments(visited: &[Visited], segments: &mut Vec<Range>) {
+    segments.clear();
     let mut step = visited.len() - 1;
     while step > 0 {
         let Visited { row: end, before } = visited[step];
@@ -140,59 +208,6 @@ fn segments(visited: &[Visited]) -> Vec<Range> {
         step = before;
     }
     segments.reverse();
-    segments
-}
-
-/// Rows that a path must not stride over, and those of them where a tile may end early. Both ascending, and both end with
-/// `rows`.
-///
-/// Bands begin and end at *edges*. Tiles may end there, and near the start of a long segment between two edges where full
-/// tiles from the one or to the other end: below a diagonal the first rows of a segment are the cheapest, so it is better
-/// that the tile that is not full lies there than at the end.
-fn stops(bands: &[Band], rows: usize, tile_rows: usize) -> (Vec<usize>, Vec<usize>) {
-    let mut edges: Vec<usize> = Vec::with_capacity(8 * bands.len() + 8);
-    edges.extend(bands.iter().flat_map(|band| [band.q_range.start, band.q_range.end]));
-    edges.extend([0, rows]);
-    edges.sort_unstable();
-    edges.dedup();
-    let short = tile_rows.div_ceil(SHORT_SEGMENT);
-    let mut cuts: Vec<usize> = Vec::with_capacity(4 * edges.len());
-    let mut inner = Vec::with_capacity(3 * edges.len());
-    let (mut last, mut last_cut) = (0, 0);
-    for (index, &edge) in edges.iter().enumerate() {
-        if edge - last > tile_rows {
-            let first = last + (edge - last) % tile_rows;
-            let near = [first, first + tile_rows, last + tile_rows];
-            inner.extend(near.into_iter().filter(|&row| last < row && row < edge));
-        }
-        let next = edges.get(index + 1).map_or(usize::MAX, |next| next - edge);
-        if edge - last_cut >= short || next >= short {
-            cuts.push(edge);
-            last_cut = edge;
-        }
-        last = edge;
-    }
-    for list in [&mut edges, &mut cuts] {
-        list.extend(&inner);
-        list.sort_unstable();
-        list.dedup();
-    }
-    (edges, cuts)
-}
-
-/// Blocks that hold all of `columns`, ascending by first column.
-fn blocks(columns: &[Range], config: &TileScheduleConfig) -> u64 {
-    let (mut blocks, mut covered) = (0, 0);
-    for range in columns {
-        let first = range.start.max(covered);
-        if first < range.end {
-            let start = first_block(first, config.block, config.blocks);
-            let count = (range.end - start).div_ceil(config.block);
-            blocks += count as u64;
-            covered = start + count * config.block;
-        }
-    }
-    blocks
 }
 
 /// The number of blocks of tiles that lie inside one band's rows, or inside nobody's.
@@ -281,6 +296,8 @@ mod tests {
     use proptest::prelude::*;
 
     use super::super::TileDirection;
+    use super::super::run_builder::first_block;
+    use super::super::sweep::piece;
     use super::*;
 
     fn config(tile_rows: usize, block: usize, blocks: TilePlacement) -> TileScheduleConfig {
@@ -295,7 +312,14 @@ mod tests {
             .filter_map(|band| Some(piece(band, &rows)?.k_range))
             .collect();
         columns.sort_unstable();
-        blocks(&columns, config)
+        let (mut blocks, mut covered) = (0, 0);
+        for range in columns {
+            while range.end > covered {
+                covered = first_block(range.start.max(covered), config.block, config.blocks) + config.block;
+                blocks += 1;
+            }
+        }
+        blocks
     }
 
     /// The tiles of segments.
@@ -402,7 +426,9 @@ mod tests {
             prop_assert_eq!((tiles[0].start, tiles[tiles.len() - 1].end), (0, 120));
             prop_assert!(tiles.windows(2).all(|pair| pair[0].end == pair[1].start));
             prop_assert!(tiles.iter().all(|tile| (1..=tile_rows).contains(&tile.len())));
-            let (_, cuts) = stops(&bands, 120, tile_rows);
+            let mut stops = Stops::default();
+            stops.fill(&bands, 120, tile_rows);
+            let cuts = stops.cuts;
             let found = cost(&bands, &tiles, &config);
             let least = cheapest(&bands, 120, &config, |row| cuts.binary_search(&row).is_ok());
             prop_assert!(found <= least + least / 8, "{found}, but {least} is possible");

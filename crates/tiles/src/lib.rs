@@ -19,12 +19,14 @@ mod fit;
 pub mod gemm;
 mod head_groups;
 mod interruption;
+mod lanes;
 mod layout;
 mod list_time;
 mod row_reads;
 mod run_builder;
 mod split;
 mod statistics;
+mod stops;
 mod strips;
 mod sweep;
 

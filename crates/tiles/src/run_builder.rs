@@ -81,6 +81,18 @@ impl<S: RunSink> RunBuilder<S> {
         }
     }
 
+    /// The same lists for blocks of another size, and no cut.
+    pub(super) fn reset(&mut self, block: usize, placement: TilePlacement) {
+        (self.block, self.placement, self.cut) = (block, placement, usize::MAX);
+    }
+
+    /// Bytes of its lists.
+    pub(super) fn bytes(&self) -> usize {
+        self.pieces.capacity() * size_of::<Band>()
+            + self.coverage.bytes()
+            + (self.live.capacity() + self.listed.capacity()) * size_of::<usize>()
+    }
+
     /// Appends the runs of a tile of `rows`. `bands` are those that touch it. Returns the number of its blocks.
     pub(super) fn tile(&mut self, rows: &Range, bands: &[Band]) -> usize {
         let cut = self.cut;

@@ -11,23 +11,41 @@ pub(super) struct Sweep<'a> {
     next: usize,
     /// Bands that may touch rows from here on.
     active: Vec<Band>,
+    /// Where the first of them ends.
+    first_end: usize,
 }
 
 impl<'a> Sweep<'a> {
     pub(super) fn new(bands: &'a [Band]) -> Self {
+        Self::with(bands, Vec::with_capacity(bands.len().min(16)))
+    }
+
+    /// With a list to use.
+    pub(super) fn with(bands: &'a [Band], mut active: Vec<Band>) -> Self {
         debug_assert!(bands.is_sorted_by_key(|band| band.q_range.start));
-        Self { bands, next: 0, active: Vec::with_capacity(bands.len().min(16)) }
+        active.clear();
+        Self { bands, next: 0, active, first_end: usize::MAX }
+    }
+
+    /// The list that it has used.
+    pub(super) fn into_list(self) -> Vec<Band> {
+        self.active
     }
 
     /// The bands that touch `rows`, and no others when `rows` end no earlier than those of the call before. Neither end of
     /// `rows` may go back from call to call.
     pub(super) fn touching(&mut self, rows: &Range) -> &[Band] {
-        self.active.retain(|band| band.q_range.end > rows.start);
+        if self.first_end <= rows.start {
+            self.active.retain(|band| band.q_range.end > rows.start);
+            let ends = self.active.iter().map(|band| band.q_range.end);
+            self.first_end = ends.min().unwrap_or(usize::MAX);
+        }
         while let Some(band) = self.bands.get(self.next)
             && band.q_range.start < rows.end
         {
             if band.q_range.end > rows.start {
                 self.active.push(*band);
+                self.first_end = self.first_end.min(band.q_range.end);
             }
             self.next += 1;
         }

@@ -16,7 +16,7 @@ use crate::config::PlanConfig;
 
 pub(crate) use direction::{Direction, StageWork};
 pub(crate) use link_counts::LinkCounts;
-pub(crate) use link_rows::{LinkRows, busier_rows};
+pub(crate) use link_rows::{LinkRows, busier_rows, busier_rows_of_all};
 pub use stage_prediction::StagePrediction;
 pub(crate) use stage_prediction::makespan;
 

@@ -11,7 +11,7 @@ use counterpoint_plan::{
 };
 
 use super::affinity::{Effort, Prices, Reach, Search, is_searched, local_search};
-use crate::closed_form::{Direction, StagePrediction, busier_rows, makespan};
+use crate::closed_form::{Direction, StagePrediction, busier_rows_of_all, makespan};
 use crate::config::{DispatchAlgorithm, PlanConfig};
 use crate::receive_layers::most_layers;
 use crate::whole_work::whole_work;
@@ -261,7 +261,7 @@ fn rank_seconds(
     let layers = |work: &[Vec<Band>], received: &[usize]| most_layers(work, received, spec, config);
     let (owners, ranks) = RankOutline::of(division, &config.topology, layers, planning)?;
     let cuts = StageCuts::gathered(&ranks);
-    let parts = cuts.parts(owners.k_runs(), 1);
+    let links = busier_rows_of_all(&cuts, 1, owners.k_runs(), ranks.len(), &config.topology);
     let received = |rank: usize| cuts.rows(rank, 1).iter().map(Range::len).sum::<usize>();
     let work = |rank: usize| {
         let outline = &ranks[rank];
@@ -280,8 +280,7 @@ fn rank_seconds(
         let (bands, rows) = ahead.next().unwrap_or_else(|| work(rank));
         let (own_rows, received) = (outline.own_rows(), received(rank));
         let [forward, backward] = known.seconds(&bands, rows, spec, planning);
-        let (links, ready) =
-            (busier_rows(&parts[rank], rank, &config.topology), ReadyWork::of(&bands, own_rows));
+        let (links, ready) = (links[rank], ReadyWork::of(&bands, own_rows));
         let takes = |direction: Direction, computing: f64| {
             let compute_seconds = computing + direction.own_seconds(own_rows, spec, &COST);
             let stage = StagePrediction { compute_seconds, ..direction.transfers(links, spec, &COST) };

@@ -155,15 +155,26 @@ impl Cuts {
         let mut solved = Self { seconds: Vec::with_capacity(stages + 1), cuts: vec![0], places };
         solved.seconds.push(if places == 1 { local } else { f64::INFINITY });
         // State m * places + j: the first m stages end at place j. Without a stage only place 0 can be reached.
-        let mut paths = Paths { paths: Vec::new(), starts: vec![0] };
+        let mut paths = Paths {
+            paths: Vec::with_capacity(2 * (stages + 1) * places),
+            starts: Vec::with_capacity((stages + 1) * places + 1),
+        };
+        paths.starts.push(0);
         paths.add(Path { compute_end: local, reduce_lag: f64::NEG_INFINITY, place: 0, from: 0 });
         (0..places).for_each(|_| paths.close_state());
+        // Of a stage from place `i` to place `j`, however many are before it: `computes[j * places + i]`.
+        let mut computes = vec![0.0; places * places];
+        for j in 0..places {
+            for i in 0..j {
+                computes[j * places + i] = rates.remote(profile.area_before[j] - profile.area_before[i]);
+            }
+        }
         for m in 1..=stages {
+            let before: Vec<f64> = profile.places.iter().map(|&rows| rates.reduced(m - 1, rows)).collect();
             for j in 0..places {
                 let step = Step::new(profile, rates, m, j);
                 for i in (m - 1)..j {
-                    let compute = rates.remote(profile.area_before[j] - profile.area_before[i]);
-                    let reduced = rates.reduced(m - 1, profile.places[i]);
+                    let (compute, reduced) = (computes[j * places + i], before[i]);
                     for index in paths.of((m - 1) * places + i) {
                         let path = paths.paths[index];
                         let compute_end = path.compute_end.max(step.cast_end) + compute;

@@ -144,6 +144,8 @@ pub(crate) struct Driver {
     counted: OnceLock<DriverFunctions>,
     /// How many threads count what they call.
     counting: AtomicUsize,
+    /// Once it has been asked.
+    version: OnceLock<(u32, u32)>,
     /// Or the name of one that is missing.
     green: Result<GreenFunctions, &'static str>,
     // Never closed: handles of its own live in statics and other threads.
@@ -193,7 +195,8 @@ impl Driver {
         })?;
         let green = GreenFunctions::resolve(&library);
         let (counted, counting) = (OnceLock::new(), AtomicUsize::new(0));
-        let driver = Self { functions, counted, counting, green, _library: library };
+        let version = OnceLock::new();
+        let driver = Self { functions, counted, counting, version, green, _library: library };
         // SAFETY: cuInit may be called any number of times, from any thread.
         match unsafe { (driver.cuInit)(0) } {
             SUCCESS => Ok(driver),
@@ -226,11 +229,14 @@ impl Driver {
 
     /// The newest CUDA version that the driver supports, such as (13, 0).
     pub(crate) fn version(&self) -> Result<(u32, u32), CudaError> {
+        if let Some(known) = self.version.get() {
+            return Ok(*known);
+        }
         let mut version = 0;
         // SAFETY: the pointer is to a local of the right type.
         unsafe { call!(self, cuDriverGetVersion(&mut version)) }?;
         let version = version.unsigned_abs();
-        Ok((version / 1000, version % 1000 / 10))
+        Ok(*self.version.get_or_init(|| (version / 1000, version % 1000 / 10)))
     }
 
     /// A result as ours.

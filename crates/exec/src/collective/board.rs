@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use counterpoint_mask::Range;
@@ -16,6 +16,8 @@ use crate::{CollectiveDifference, ExecError, OpPlace};
 
 /// In which a rank hears why one of another process has left, if that one failed.
 const REASON: Duration = Duration::from_millis(500);
+/// Times as many posts as a thread at leisure looks for old ones at ([`Board::tidy`]) have whoever publishes do it.
+const LEFT_TO_OTHERS: usize = 4;
 /// Between two looks of one who sleeps at what no thread listens to.
 const NAP: Duration = Duration::from_micros(200);
 
@@ -30,6 +32,8 @@ pub struct Board<P> {
     readers: Range,
     /// Per rank that asks: every collective with a smaller number has finished there.
     finished_below: Vec<AtomicU64>,
+    /// Whether a thread at leisure drops old posts.
+    is_tidied: AtomicBool,
 }
 
 struct Slot<P> {
@@ -179,6 +183,7 @@ impl<P: Payload> Board<P> {
             slots: (0..world.size()).map(|_| world.monitor(slot())).collect(),
             readers,
             finished_below: (0..readers.len()).map(|_| AtomicU64::new(0)).collect(),
+            is_tidied: AtomicBool::new(false),
         }
     }
 
@@ -187,17 +192,32 @@ impl<P: Payload> Board<P> {
     pub fn publish(&self, rank: usize, sequence: u64, post: Post<P>, users: &[PeerRows]) -> Arc<Post<P>> {
         let outstanding = users.iter().map(|peer| peer.rank).collect();
         let post = Arc::new(post);
-        self.slots[rank].update(|slot| {
+        let old = self.slots[rank].update(|slot| {
             slot.last_announced = Some((sequence, post.place.clone()));
             slot.posts.insert(sequence, Entry { post: post.clone(), outstanding, is_finished: false });
-            if slot.posts.len() > slot.prune_at {
-                let low = self.finished_below.iter().map(|below| below.load(Ordering::Relaxed)).min();
-                slot.posts = slot.posts.split_off(&low.unwrap_or(0));
-                // Looked for again when twice as many have gathered: constant work a collective, whatever the world's size.
-                slot.prune_at = (2 * slot.posts.len()).max(2 * self.slots.len());
-            }
+            let others = if self.is_tidied.load(Ordering::Relaxed) { LEFT_TO_OTHERS } else { 1 };
+            (slot.posts.len() > others * slot.prune_at).then(|| self.prune(slot))
         });
+        drop(old);
         post
+    }
+
+    /// Drops what no rank can ask for any more, where much of it has gathered: for a thread that nobody waits for, as what masks had that are gone
+    /// is in no cache. Without one whoever publishes does it later.
+    pub(super) fn tidy(&self) {
+        self.is_tidied.store(true, Ordering::Relaxed);
+        for slot in &self.slots {
+            drop(slot.update(|slot| (slot.posts.len() > slot.prune_at).then(|| self.prune(slot))));
+        }
+    }
+
+    /// The posts of a slot that no rank can ask for any more, to be dropped when nobody waits for the slot.
+    fn prune(&self, slot: &mut Slot<P>) -> BTreeMap<u64, Entry<P>> {
+        let low = self.finished_below.iter().map(|below| below.load(Ordering::Relaxed)).min();
+        let kept = slot.posts.split_off(&low.unwrap_or(0));
+        // Looked for again when twice as many have gathered: constant work a collective, whatever the world's size.
+        slot.prune_at = (2 * kept.len()).max(2 * self.slots.len());
+        std::mem::replace(&mut slot.posts, kept)
     }
 
     /// `rank` takes part in no collective from number `sequence` on: whoever waits for it there waits no longer.

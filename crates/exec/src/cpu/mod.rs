@@ -203,6 +203,10 @@ impl Backend for CpuBackend {
         (buffer.shape().to_vec(), buffer.dtype())
     }
 
+    fn has_layout(&self, buffer: &CpuBuffer, shape: &[usize], dtype: DType) -> bool {
+        buffer.shape() == shape && buffer.dtype() == dtype
+    }
+
     fn overlap(&self, a: &CpuBuffer, b: &CpuBuffer) -> bool {
         a.overlaps(b)
     }

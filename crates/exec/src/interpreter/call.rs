@@ -112,21 +112,20 @@ impl<'a, B: Backend, T: Transport<B>> Call<'a, B, T> {
         calls.iter().try_for_each(|call| call.prepared.group_rank().check())?;
         let _range = range_of_ranks(calls.iter().map(|call| call.prepared));
         let origin = Instant::now();
-        let mut queues = Vec::with_capacity(calls.len());
-        for (call, order) in calls.iter().zip(&mut orders) {
-            let queue = Enqueue::of_table(call.prepared, call.table.clone(), call.streams());
-            let queue = queue.begin(origin, RunTimes::Nothing)?;
-            call.begin(order).map_err(|error| call.prepared.backend().fail(error))?;
-            queues.push(queue);
-        }
-        enqueue_all(&mut queues)?;
-        let ends = calls.iter().zip(&mut orders);
-        ends.map(|(call, order)| call.end(order).map_err(|error| call.prepared.backend().fail(error)))
-            .collect()
-    }
-
-    fn place(&self, label: &str) -> OpPlace {
-        OpPlace::new(self.prepared.program().ops.len(), label)
+        let Some(first) = calls.first() else { return Ok(Vec::new()) };
+        first.prepared.backend().within(|| {
+            let mut queues = Vec::with_capacity(calls.len());
+            for (call, order) in calls.iter().zip(&mut orders) {
+                let queue = Enqueue::of_table(call.prepared, &call.table, call.streams());
+                let queue = queue.begin(origin, RunTimes::Nothing)?;
+                call.begin(order).map_err(|error| call.prepared.backend().fail(error))?;
+                queues.push(queue);
+            }
+            enqueue_all(&mut queues)?;
+            let ends = calls.iter().zip(&mut orders);
+            ends.map(|(call, order)| call.end(order).map_err(|error| call.prepared.backend().fail(error)))
+                .collect()
+        })
     }
 
     /// The caller's stream, where nothing of the call is on another one.
@@ -178,25 +177,25 @@ impl<'a, B: Backend, T: Transport<B>> Call<'a, B, T> {
     fn begin(&self, order: &mut CallOrder<B>) -> Result<(), ExecError> {
         let (backend, streams) = (self.prepared.backend(), self.streams());
         let Some(outer) = self.outer_stream() else { return Ok(()) };
-        let place = self.place("the begin of a call");
+        let place = &self.prepared.edges[0];
         let captured = order.captured.iter().map(|(on, ended)| (on, ended));
         let before = order.before(self.lane, self.overlaps()).chain(captured);
         for (_, ended) in before.filter(|(on, _)| !Arc::ptr_eq(on, outer)) {
-            backend.follow(outer, &place, ended)?;
+            backend.follow(outer, place, ended)?;
         }
         let events = self.prepared.group_rank().events(self.lane);
         for stream in self.neighbours(outer) {
             let ready = events.take(backend)?;
-            backend.record(&stream, &place, &ready)?;
-            self.order(&stream, outer, &place, &ready)?;
+            backend.record(&stream, place, &ready)?;
+            self.order(&stream, outer, place, &ready)?;
             events.put(ready);
         }
         if backend.poisons() {
             let specs = self.prepared.program().buffers.iter();
             let written = specs.zip(&self.table).filter(|(spec, _)| begins_anew(spec.role));
-            backend.poison(outer, &place, written.map(|(_, buffer)| buffer.clone()).collect())?;
+            backend.poison(outer, place, written.map(|(_, buffer)| buffer.clone()).collect())?;
         }
-        let copied = |(strided, dense): &(B::Buffer, B::Buffer)| backend.copy(outer, &place, strided, dense);
+        let copied = |(strided, dense): &(B::Buffer, B::Buffer)| backend.copy(outer, place, strided, dense);
         self.read.iter().try_for_each(copied)?;
         let mut others = streams.iter().filter(|stream| !Arc::ptr_eq(stream, outer)).peekable();
         if others.peek().is_none() {
@@ -206,36 +205,38 @@ impl<'a, B: Backend, T: Transport<B>> Call<'a, B, T> {
             Some(fork) => fork.clone(),
             None => order.fork.insert(backend.create_event()?).clone(),
         };
-        backend.record(outer, &place, &fork)?;
-        others.try_for_each(|stream| backend.wait(stream, &place, &fork))
+        backend.record(outer, place, &fork)?;
+        others.try_for_each(|stream| backend.wait(stream, place, &fork))
     }
 
     /// Has the call end on one stream, and the caller's behind it.
     fn end(&self, order: &mut CallOrder<B>) -> Result<Ticket<B>, ExecError> {
         let (backend, streams) = (self.prepared.backend(), self.streams());
         let events = self.prepared.group_rank().events(self.lane);
-        let place = self.place(&format!("the end of `{}`", self.prepared.program().name));
+        let place = &self.prepared.edges[1];
         let ended = events.take(backend)?;
-        let Some(outer) = self.outer_stream() else { return Ok(Ticket::new(backend, ended, place, events)) };
+        let Some(outer) = self.outer_stream() else {
+            return Ok(Ticket::new(backend, ended, place.clone(), events));
+        };
         for (index, stream) in streams.iter().filter(|stream| !Arc::ptr_eq(stream, outer)).enumerate() {
             if order.joins.len() <= index {
                 order.joins.push(backend.create_event()?);
             }
-            backend.record(stream, &place, &order.joins[index])?;
-            backend.wait(outer, &place, &order.joins[index])?;
+            backend.record(stream, place, &order.joins[index])?;
+            backend.wait(outer, place, &order.joins[index])?;
         }
-        let copied = |(strided, dense): &(B::Buffer, B::Buffer)| backend.copy(outer, &place, dense, strided);
+        let copied = |(strided, dense): &(B::Buffer, B::Buffer)| backend.copy(outer, place, dense, strided);
         self.written.iter().try_for_each(copied)?;
-        backend.record(outer, &place, &ended)?;
+        backend.record(outer, place, &ended)?;
         for stream in &self.neighbours(outer) {
-            self.order(stream, stream, &place, &ended)?;
+            self.order(stream, stream, place, &ended)?;
         }
         if backend.is_captured(&ended) {
             order.captured = Some((outer.clone(), ended.clone()));
         } else {
             order.note_end(self.lane, outer, &ended, self.overlaps());
         }
-        Ok(Ticket::new(backend, ended, place, events))
+        Ok(Ticket::new(backend, ended, place.clone(), events))
     }
 }
 

@@ -1,5 +1,6 @@
 //! How the runs of a process's ranks are put on their streams: operation by operation, all ranks from one thread.
 
+use std::borrow::Cow;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -14,6 +15,9 @@ pub(super) fn enqueue_all<B: Backend, T: Transport<B>>(
     queues: &mut [Enqueue<'_, B, T>],
 ) -> Result<(), ExecError> {
     queues.iter().try_for_each(Enqueue::announce)?;
+    if let [queue] = queues {
+        return queue.enqueue_alone();
+    }
     loop {
         let mut calls: Vec<Option<PendingCall<'_, B, T>>> = queues.iter().map(|_| None).collect();
         let mut under_way: Vec<usize> = (0..queues.len()).collect();
@@ -55,7 +59,7 @@ pub(super) fn range_of_ranks<'a, B: Backend + 'a, T: Transport<B> + 'a>(
 pub(super) struct Enqueue<'a, B: Backend, T: Transport<B>> {
     rank: &'a Prepared<B, T>,
     /// Every buffer of the Program.
-    table: Vec<B::Buffer>,
+    table: Cow<'a, [B::Buffer]>,
     /// Every stream.
     streams: &'a [Arc<B::Stream>],
     /// Index of the first step that is not yet enqueued whole.
@@ -70,16 +74,16 @@ impl<'a, B: Backend, T: Transport<B>> Enqueue<'a, B, T> {
             return Err(rank.backend().fail(ExecError::tensor(&spec.name, TensorFault::NeverBound)));
         }
         let table = rank.buffers.iter().flatten().cloned().collect();
-        Ok(Self { rank, table, streams: &rank.streams, next: 0 })
+        Ok(Self { rank, table: Cow::Owned(table), streams: &rank.streams, next: 0 })
     }
 
     /// A run over these buffers, on these streams.
     pub(super) fn of_table(
         rank: &'a Prepared<B, T>,
-        table: Vec<B::Buffer>,
+        table: &'a [B::Buffer],
         streams: &'a [Arc<B::Stream>],
     ) -> Self {
-        Self { rank, table, streams, next: 0 }
+        Self { rank, table: Cow::Borrowed(table), streams, next: 0 }
     }
 
     /// A profiler's range of an operation, by the name that timelines have.
@@ -113,6 +117,20 @@ impl<'a, B: Backend, T: Transport<B>> Enqueue<'a, B, T> {
         Ok(())
     }
 
+    /// Enqueues all that is left of the run of the only rank here.
+    fn enqueue_alone(&mut self) -> Result<(), ExecError> {
+        loop {
+            match self.advance()? {
+                Reached::Computation => {}
+                Reached::Collective(mut pending) => {
+                    self.fetch(&mut pending)?;
+                    self.end(pending)?;
+                }
+                Reached::End => return Ok(()),
+            }
+        }
+    }
+
     /// Enqueues operations up to the next computation, which is, or the next collective, which it begins.
     fn advance(&mut self) -> Result<Reached<'a, B, T>, ExecError> {
         let Prepared { rank, events, barriers, signals, steps, .. } = self.rank;
@@ -130,7 +148,7 @@ impl<'a, B: Backend, T: Transport<B>> Enqueue<'a, B, T> {
                     Step::Collective { collective, arrive, signal } => {
                         let barrier = arrive.map(|barrier| &barriers[barrier]);
                         let signal = signal.map(|signal| &signals[signal]);
-                        let buffers = &self.table;
+                        let buffers = &self.table[..];
                         let call =
                             CollectiveCall { backend, stream, place, collective, buffers, barrier, signal };
                         let pending = transport.begin(&call)?;
@@ -158,7 +176,7 @@ impl<'a, B: Backend, T: Transport<B>> Enqueue<'a, B, T> {
     fn fetch(&self, pending: &mut PendingCall<'a, B, T>) -> Result<(), ExecError> {
         let (backend, transport) = (self.rank.rank.backend(), self.rank.rank.transport());
         let PendingCall { place, stream, collective, barrier, signal, ref mut pending } = *pending;
-        let buffers = &self.table;
+        let buffers = &self.table[..];
         let call = CollectiveCall { backend, stream, place, collective, buffers, barrier, signal };
         let _range = self.range(place);
         transport.fetch(&call, pending).map_err(|error| backend.fail(error))
@@ -167,7 +185,7 @@ impl<'a, B: Backend, T: Transport<B>> Enqueue<'a, B, T> {
     fn end(&self, pending: PendingCall<'a, B, T>) -> Result<(), ExecError> {
         let (backend, transport) = (self.rank.rank.backend(), self.rank.rank.transport());
         let PendingCall { place, stream, collective, barrier, signal, pending } = pending;
-        let buffers = &self.table;
+        let buffers = &self.table[..];
         let call = CollectiveCall { backend, stream, place, collective, buffers, barrier, signal };
         let _range = self.range(place);
         transport.end(&call, pending).map_err(|error| backend.fail(error))

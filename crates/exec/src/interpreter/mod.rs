@@ -14,7 +14,7 @@ use self::enqueue::Enqueue;
 use self::steps::PlacedStep;
 use crate::group_rank::GroupRank;
 use crate::place::host_place;
-use crate::{Backend, ExecError, PlanIdentity, ProgramFault, RunTimes, TensorFault, Transport};
+use crate::{Backend, ExecError, OpPlace, PlanIdentity, ProgramFault, RunTimes, TensorFault, Transport};
 
 /// A [`Program`] made ready to run many times on one rank of a group: every operation resolved. It has what belongs to the Program
 /// only; streams, scratch memory and the connection to other ranks are the rank's.
@@ -35,6 +35,8 @@ pub struct Prepared<B: Backend, T: Transport<B>> {
     steps: Vec<PlacedStep<B, T>>,
     /// Which times runs take that are waited for.
     times: RunTimes,
+    /// How errors name the begin and the end of a call.
+    edges: [OpPlace; 2],
 }
 
 impl<B: Backend, T: Transport<B>> Prepared<B, T> {
@@ -124,7 +126,10 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
         for lane in other_lanes.iter().chain([&buffers]) {
             steps::collectives(&steps).try_for_each(|one| rank.transport().publish_memory(one, lane))?;
         }
+        let end = format!("the end of `{}`", program.name);
+        let edges = ["the begin of a call", &end].map(|label| OpPlace::new(program.ops.len(), label));
         Ok(Self {
+            edges,
             streams: rank.streams_for(&program.streams, &program.policy)?,
             events: (0..program.num_events).map(|_| backend.create_event()).collect::<Result<_, _>>()?,
             barriers: (0..program.num_barriers)
@@ -221,6 +226,9 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
             return Err(ExecError::tensor(name, TensorFault::Unknown { program }));
         };
         let spec = &self.program.buffers[index];
+        if self.backend().has_layout(buffer, &spec.shape, spec.dtype) {
+            return Ok(index);
+        }
         let (shape, dtype) = self.backend().layout(buffer);
         if let Some(fault) = TensorFault::of_layout((spec.dtype, &spec.shape), (dtype, &shape)) {
             return Err(ExecError::tensor(name, fault));

@@ -8,8 +8,8 @@ use counterpoint_plan::ChunkWork;
 /// What chunks read and own, as sets of segments: two chunks are compared word by word.
 pub(crate) struct Reach {
     segments: Segments,
-    /// The words from the first to the last in which chunk `i` reads anything: `needs[offsets[i]..offsets[i + 1]]`, from word
-    /// `first[i]` on.
+    /// The words from the first to the last in which chunk `i` reads or owns anything, what it reads of them:
+    /// `needs[offsets[i]..offsets[i + 1]]`, from word `first[i]` on.
     needs: Vec<u64>,
     offsets: Vec<usize>,
     first: Vec<usize>,
@@ -24,9 +24,11 @@ impl Reach {
         let (mut needs, mut offsets, mut first) = (Vec::new(), vec![0], Vec::with_capacity(chunks));
         let mut rows = vec![0; segments.words() * WORD];
         for chunk in 0..chunks as u32 {
-            let read = segments.needs(chunk);
-            let start = read.first().map_or(0, |range| words_of(*range).start);
-            let end = read.last().map_or(0, |range| words_of(*range).end);
+            let (read, own) = (segments.needs(chunk), segments.own(chunk));
+            let touched =
+                || read.iter().chain([&own]).filter(|range| !range.is_empty()).map(|range| words_of(*range));
+            let start = touched().map(|words| words.start).min().unwrap_or(0);
+            let end = touched().map(|words| words.end).max().unwrap_or(0);
             let base = needs.len();
             needs.resize(base + end - start, 0);
             for &range in read {
@@ -34,7 +36,6 @@ impl Reach {
             }
             first.push(start);
             offsets.push(needs.len());
-            let own = segments.own(chunk);
             (own.start..own.end)
                 .for_each(|segment| rows[segment] = segments.rows(segment / WORD, 1 << (segment % WORD)));
         }
@@ -48,7 +49,7 @@ impl Reach {
         words.get(word.wrapping_sub(self.first[chunk])).copied().unwrap_or(0)
     }
 
-    /// The words in which `chunk` may read anything.
+    /// The words in which `chunk` may read or own anything.
     fn words_of(&self, chunk: u32) -> std::ops::Range<usize> {
         let chunk = chunk as usize;
         self.first[chunk]..self.first[chunk] + self.offsets[chunk + 1] - self.offsets[chunk]
@@ -147,13 +148,15 @@ impl<'a> Links<'a> {
         &self.moved
     }
 
-    /// What would be moved after a swap.
-    pub(super) fn after(&self, given: [Given; 2]) -> Moved {
+    /// Fills `moved` with what would be moved after a swap.
+    pub(super) fn after(&self, given: [Given; 2], moved: &mut Moved) {
         let [(a, chunk_a), (b, chunk_b)] = given;
-        let mut moved = self.moved;
-        // First other rows are read of the owners that there are, then the rows of the two chunks change owners.
+        *moved = self.moved;
+        let segments = &self.reach.segments;
+        let owned = [(segments.own(chunk_a), a, b, 0), (segments.own(chunk_b), b, a, 1)];
         for word in self.words_of(given) {
-            let Some(change) = self.change(given, word) else { continue };
+            let change = self.change(given, word);
+            // First other rows are read of the owners that there are, then the rows of the two chunks change owners.
             for (rank, side) in [(a, 0), (b, 1)] {
                 for (bits, sign) in [(change.come[side], 1), (change.gone[side], -1)] {
                     ones(bits, word).for_each(|segment| {
@@ -162,79 +165,76 @@ impl<'a> Links<'a> {
                     });
                 }
             }
-        }
-        for (chunk, from, to, sides) in [(chunk_a, a, b, [0, 1]), (chunk_b, b, a, [1, 0])] {
-            let own = self.reach.segments.own(chunk);
-            for word in words_of(own) {
-                let any = match self.change(given, word) {
-                    Some(change) => change.any,
-                    None => [a, b].map(|rank| self.words[rank * self.stride + word].any),
-                };
-                let reads = |side: usize, segment: usize| (any[side] >> (segment % WORD) & 1) as i64;
+            for &(own, from, to, side) in &owned {
+                let [any_from, any_to] = [change.any[side], change.any[1 - side]];
                 for segment in ones(bits_in(own, word), word) {
                     let rows = self.reach.rows[segment];
+                    let reads = |any: u64| rows * (any >> (segment % WORD) & 1) as i64;
                     let others = self.readers[segment] & !(1 << a | 1 << b);
-                    let others = i64::from(others.count_ones());
-                    let [reads_from, reads_to] = sides.map(|side| rows * reads(side, segment));
-                    moved.sent[from] -= rows * others + reads_to;
+                    let others = rows * i64::from(others.count_ones());
+                    let [reads_from, reads_to] = [reads(any_from), reads(any_to)];
+                    moved.sent[from] -= others + reads_to;
                     moved.received[to] -= reads_to;
-                    moved.sent[to] += rows * others + reads_from;
+                    moved.sent[to] += others + reads_from;
                     moved.received[from] += reads_from;
                 }
             }
         }
-        moved
     }
 
     /// Takes note of a swap, `moved` being what [`Links::after`] said of it.
-    pub(super) fn swap(&mut self, given: [Given; 2], moved: Moved) {
+    pub(super) fn swap(&mut self, given: [Given; 2], moved: &Moved) {
         let [(a, chunk_a), (b, chunk_b)] = given;
         let segments = self.stride * WORD;
         for word in self.words_of(given) {
             let [needs_a, needs_b] = [chunk_a, chunk_b].map(|chunk| self.reach.needs(chunk, word));
             for (bits, from, to) in [(needs_a & !needs_b, a, b), (needs_b & !needs_a, b, a)] {
+                if bits == 0 {
+                    continue;
+                }
+                let [mut less, mut more] = [from, to].map(|rank| self.words[rank * self.stride + word]);
                 for segment in ones(bits, word) {
                     let bit = 1 << (segment % WORD);
-                    for (rank, step) in [(from, u16::MAX), (to, 1)] {
+                    let [left, read] = [(from, u16::MAX), (to, 1)].map(|(rank, step)| {
                         let count = &mut self.counts[rank * segments + segment];
                         *count = count.wrapping_add(step);
-                        let at = &mut self.words[rank * self.stride + word];
-                        at.any = if *count > 0 { at.any | bit } else { at.any & !bit };
-                        at.once = if *count == 1 { at.once | bit } else { at.once & !bit };
-                        let reads = u16::from(*count > 0) << rank;
-                        self.readers[segment] = self.readers[segment] & !(1 << rank) | reads;
-                    }
+                        *count
+                    });
+                    // Who gives a chunk away reads less, who takes it more.
+                    less.any &= !(u64::from(left == 0) * bit);
+                    less.once = (less.once & !bit) | (u64::from(left == 1) * bit);
+                    more.any |= bit;
+                    more.once = (more.once & !bit) | (u64::from(read == 1) * bit);
+                    let readers = &mut self.readers[segment];
+                    *readers = *readers & !(u16::from(left == 0) << from) | 1 << to;
                 }
+                self.words[from * self.stride + word] = less;
+                self.words[to * self.stride + word] = more;
             }
         }
         for (chunk, to) in [(chunk_a, b), (chunk_b, a)] {
             let own = self.reach.segments.own(chunk);
             self.owner[own.start..own.end].fill(to as u8);
         }
-        self.moved = moved;
+        self.moved = *moved;
     }
 
-    /// The words in which either chunk may read anything.
-    fn words_of(&self, [(_, chunk_a), (_, chunk_b)]: [Given; 2]) -> std::ops::Range<usize> {
+    /// The words in which either chunk may read or own anything, each once.
+    fn words_of(&self, [(_, chunk_a), (_, chunk_b)]: [Given; 2]) -> impl Iterator<Item = usize> + use<> {
         let (a, b) = (self.reach.words_of(chunk_a), self.reach.words_of(chunk_b));
-        match (a.is_empty(), b.is_empty()) {
-            (true, _) => b,
-            (_, true) => a,
-            _ => a.start.min(b.start)..a.end.max(b.end),
-        }
+        let (first, second) = if a.start <= b.start { (a, b) } else { (b, a) };
+        let second = second.start.max(first.end)..second.end;
+        first.chain(second)
     }
 
-    /// What a swap changes in `word`; nothing where both chunks read the same.
-    fn change(&self, [(a, chunk_a), (b, chunk_b)]: [Given; 2], word: usize) -> Option<Change> {
+    /// What a swap changes in `word`.
+    fn change(&self, [(a, chunk_a), (b, chunk_b)]: [Given; 2], word: usize) -> Change {
         let [needs_a, needs_b] = [chunk_a, chunk_b].map(|chunk| self.reach.needs(chunk, word));
-        if needs_a == needs_b {
-            return None;
-        }
-        let given = [needs_a & !needs_b, needs_b & !needs_a];
-        let at = [a, b].map(|rank| self.words[rank * self.stride + word]);
-        let gone = [0, 1].map(|side| given[side] & at[side].once);
-        let come = [0, 1].map(|side| given[1 - side] & !at[side].any);
-        Some(Change { any: [0, 1].map(|side| at[side].any & !gone[side] | come[side]), come, gone })
+        let [at_a, at_b] = [a, b].map(|rank| self.words[rank * self.stride + word]);
+        let (only_a, only_b) = (needs_a & !needs_b, needs_b & !needs_a);
+        let gone = [only_a & at_a.once, only_b & at_b.once];
+        let come = [only_b & !at_a.any, only_a & !at_b.any];
+        Change { any: [at_a.any & !gone[0] | come[0], at_b.any & !gone[1] | come[1]], come, gone }
     }
 }
 

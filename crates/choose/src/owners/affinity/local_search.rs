@@ -134,12 +134,13 @@ struct Loads {
     uneven: i64,
 }
 
-/// What follows from a swap.
+/// What follows from a swap; rows that move are kept in the [`State`].
 struct After {
     seconds: i64,
-    loads: Loads,
+    /// By direction, what the two ranks compute.
+    swapped: [[i64; 2]; 2],
+    uneven: i64,
     pieces: i64,
-    moved: Moved,
 }
 
 /// Who has which chunks, and what follows from it.
@@ -162,6 +163,8 @@ struct State<'a> {
     /// Neighbouring chunks of different ranks.
     pieces: i64,
     links: Links<'a>,
+    /// What would be moved after the swap that was weighed last.
+    moved_after: Moved,
 }
 
 impl<'a> State<'a> {
@@ -188,7 +191,22 @@ impl<'a> State<'a> {
         let pieces = rank_of.windows(2).filter(|pair| pair[0] != pair[1]).count() as i64;
         let links = Links::new(reach, (0..ranks).map(|rank| dispatch.chunks(rank)));
         let heaviest = of.map(|loads| heaviest(&loads[..ranks]));
-        Self { prices, ranks, seats, starts, seat_of, rank_of, mean, piece, loads, heaviest, pieces, links }
+        let moved_after = Moved::default();
+        Self {
+            prices,
+            ranks,
+            seats,
+            starts,
+            seat_of,
+            rank_of,
+            mean,
+            piece,
+            loads,
+            heaviest,
+            pieces,
+            links,
+            moved_after,
+        }
     }
 
     /// Two chunks of different ranks. A rank that owns a neighbour likely reads most of what a chunk reads.
@@ -207,7 +225,7 @@ impl<'a> State<'a> {
     }
 
     /// What follows from a swap; `None` where it leads beyond `limit`, which is often plain before looking at links.
-    fn after(&self, swap: Swap, limit: i64) -> Option<After> {
+    fn after(&mut self, swap: Swap, limit: i64) -> Option<After> {
         let [a, b] = swap.map(|chunk| self.rank_of[chunk as usize]);
         let prices = swap.map(|chunk| self.prices.chunks[chunk as usize]);
         let (mut uneven, mut slowest, mut swapped) = (self.loads.uneven, 0, [[0; 2]; 2]);
@@ -225,16 +243,9 @@ impl<'a> State<'a> {
         if self.seconds_of(slowest, uneven, pieces, (0, 0)) > limit {
             return None;
         }
-        let moved = self.links.after([(a, swap[0]), (b, swap[1])]);
-        let seconds = self.seconds_of(slowest, uneven, pieces, self.link_seconds(&moved));
-        if seconds > limit {
-            return None;
-        }
-        let mut loads = Loads { uneven, ..self.loads };
-        for at in 0..2 {
-            [loads.of[at][a], loads.of[at][b]] = swapped[at];
-        }
-        Some(After { seconds, loads, pieces, moved })
+        self.links.after([(a, swap[0]), (b, swap[1])], &mut self.moved_after);
+        let seconds = self.seconds_of(slowest, uneven, pieces, self.link_seconds(&self.moved_after));
+        (seconds <= limit).then_some(After { seconds, swapped, uneven, pieces })
     }
 
     /// How many more neighbours are of different ranks after a swap.
@@ -242,23 +253,34 @@ impl<'a> State<'a> {
         let [a, b] = swap.map(|chunk| chunk as usize);
         let more = |chunk: usize, other: usize| {
             let (from, to) = (self.rank_of[chunk], self.rank_of[other]);
-            let neighbours = [chunk.wrapping_sub(1), chunk + 1].into_iter();
-            // Two that are swapped stay of different ranks.
-            let ranks =
-                neighbours.filter(|&chunk| chunk != other).filter_map(|chunk| self.rank_of.get(chunk));
-            ranks.map(|&rank| i64::from(rank != to) - i64::from(rank != from)).sum::<i64>()
+            let mut more = 0;
+            for neighbour in [chunk.wrapping_sub(1), chunk + 1] {
+                // Two that are swapped stay of different ranks.
+                if neighbour != other
+                    && let Some(&rank) = self.rank_of.get(neighbour)
+                {
+                    more += i64::from(rank != to) - i64::from(rank != from);
+                }
+            }
+            more
         };
         more(a, b) + more(b, a)
     }
 
-    fn swap(&mut self, swap: Swap, After { loads, pieces, moved, .. }: After) {
+    /// Makes the swap that was weighed last.
+    fn swap(&mut self, swap: Swap, After { swapped, uneven, pieces, .. }: After) {
         let [a, b] = swap.map(|chunk| chunk as usize);
-        self.links.swap([(self.rank_of[a], swap[0]), (self.rank_of[b], swap[1])], moved);
+        let (rank_a, rank_b) = (self.rank_of[a], self.rank_of[b]);
+        self.links.swap([(rank_a, swap[0]), (rank_b, swap[1])], &self.moved_after);
         self.seats.swap(self.seat_of[a], self.seat_of[b]);
         self.seat_of.swap(a, b);
         self.rank_of.swap(a, b);
-        (self.loads, self.pieces) = (loads, pieces);
-        self.heaviest = loads.of.map(|loads| heaviest(&loads[..self.ranks]));
+        for at in 0..2 {
+            let loads = &mut self.loads.of[at];
+            [loads[rank_a], loads[rank_b]] = swapped[at];
+            self.heaviest[at] = heaviest(&loads[..self.ranks]);
+        }
+        (self.loads.uneven, self.pieces) = (uneven, pieces);
     }
 
     /// Picoseconds of the slowest rank, and a part of everybody's.
