@@ -3,10 +3,10 @@
 use std::sync::{Arc, Mutex};
 
 use counterpoint_choose::{
-    ColumnGroups, LayerGroups, LinearMachine, TunedGroups, TunedPass, TunedShape, TunedSizes,
+    LayerGroups, LinearMachine, Offered, TunedGroups, TunedPass, TunedShape, TunedSizes,
 };
 use counterpoint_cost::CostModel;
-use counterpoint_plan::{LinearPlan, LinearSpec, PlanError, WaveGroups};
+use counterpoint_plan::{GemmCollective, LinearPlan, LinearSpec, PlanError, WaveGroups};
 use counterpoint_schedule::{OverlapPolicy, PassOverlap};
 
 use super::layer::LayerGradient;
@@ -209,7 +209,10 @@ fn tuned_pass(
     let runs = |plan: &TunedGroups| {
         let in_columns = matches!(plan.groups, TunedSizes::Columns { .. });
         let has_them = plan.policy.parse().is_ok_and(|policy| has_kernels(machine, &policy));
-        has_them && !(in_columns && machine.column_groups == ColumnGroups::Never)
+        let gathers = GemmCollective::of_pass(spec, pass.direction()) == Some(GemmCollective::AllGather);
+        let waits = gathers && plan.policy.parse().is_ok_and(|policy: OverlapPolicy| policy.is_in_waves());
+        let refused = |is: bool, offered| is && offered == Offered::Never;
+        has_them && !refused(in_columns, machine.column_groups) && !refused(waits, machine.arriving_rows)
     };
     let found = tuned.plans.layers.fastest(&shape, runs)?;
     let policy = found.policy.parse().ok()?;
@@ -239,7 +242,7 @@ fn tuned_groups(
 #[cfg(test)]
 mod tests {
     use counterpoint_choose::{GroupSearch, TunedHere, TunedPlace, TunedPlans};
-    use counterpoint_plan::{Activations, DType, GemmCollective, LinearKind, Topology};
+    use counterpoint_plan::{Activations, DType, LinearKind, Topology};
     use counterpoint_schedule::RankTransport;
 
     use super::*;
@@ -321,7 +324,7 @@ mod tests {
         let of = |machine: &LinearMachine, spec, gradient| passes.passes(machine, spec, gradient).unwrap();
         let spec = LinearSpec { tokens: 5000, ..spec };
         let fused = of(&machine, spec, LayerGradient::Written);
-        let apart = of(&machine.clone().without_fused(), spec, LayerGradient::Written);
+        let apart = of(&machine.clone().without_waiting_products(), spec, LayerGradient::Written);
         assert!(!apart.forward.policy.is_fused() && !apart.backward.policy.is_fused());
         assert!(fused.forward.policy.is_fused() || fused.backward.policy.is_fused());
         let place = TunedPlace { device: "X".to_owned(), transport: "nvlink".to_owned() };
@@ -363,7 +366,8 @@ mod tests {
         let ran = |overlaps, column_groups| {
             let tuned = Some(Arc::new(TunedHere { place: place.clone(), plans: plans.clone() }));
             let transport = RankTransport::Nvlink;
-            let machine = LinearMachine { transport, overlaps, topology, cost, tuned, column_groups };
+            let machine = LinearMachine::new(transport, overlaps, topology, cost);
+            let machine = LinearMachine { tuned, column_groups, ..machine };
             let passes = LayerOverlap::default().passes(&machine, spec, LayerGradient::Written).unwrap();
             (passes.forward.policy.to_string(), passes.forward.plan.wave_groups())
         };
@@ -372,13 +376,13 @@ mod tests {
         let fused_way = ways.into_iter().find(PassOverlap::is_fused).unwrap();
         let rows = |sizes: &[usize]| WaveGroups::Sizes(sizes.to_vec());
         let columns = WaveGroups::ColumnSizes(vec![16, 16]);
-        for column_groups in [ColumnGroups::Predicted, ColumnGroups::Tuned] {
+        for column_groups in [Offered::Predicted, Offered::Tuned] {
             let found = ran(vec![PassOverlap::SEQUENTIAL], column_groups);
             assert_eq!(found, ("signals".to_owned(), columns.clone()));
         }
-        assert_eq!(ran(vec![PassOverlap::SEQUENTIAL, fused_way], ColumnGroups::Never), (fused, rows(&[32])));
+        assert_eq!(ran(vec![PassOverlap::SEQUENTIAL, fused_way], Offered::Never), (fused, rows(&[32])));
         assert_eq!(
-            ran(vec![PassOverlap::SEQUENTIAL], ColumnGroups::Never),
+            ran(vec![PassOverlap::SEQUENTIAL], Offered::Never),
             ("concurrent".to_owned(), rows(&[12, 20]))
         );
     }
