@@ -5,7 +5,7 @@ use std::sync::Arc;
 use counterpoint_choose::{LayerGroups, LinearMachine, TunedHere};
 use counterpoint_console::{
     CliError,
-    arguments::{OverlapChoice, dtype_name},
+    arguments::{Device, OverlapChoice, dtype_name},
 };
 use counterpoint_cost::CostModel;
 use counterpoint_cuda::TransportKind;
@@ -300,9 +300,10 @@ impl Case<'_> {
         let ideal = Parts::ideal_of_slowest(&of_ranks, self.spec.kind, pass);
         let (own, plain) = (Parts::mean(&Parts::of_ranks(&runs.detailed)), Parts::mean(&of_ranks));
         let last = runs.detailed.last()?.clone();
-        // Times of a kernel that waits for rows itself do not distinguish its waits from its work.
+        // Times of a GPU's kernel that waits for rows itself do not distinguish its waits from its work.
         let gathers = GemmCollective::of_pass(&self.spec, direction(pass)) == Some(GemmCollective::AllGather);
-        let hidden = match runs.policy.is_fused() || (gathers && runs.policy.is_in_waves()) {
+        let waits = gathers && runs.policy.is_in_waves() && self.arguments.device == Device::Cuda;
+        let hidden = match runs.policy.is_fused() || waits {
             true => Hidden::of_fused(Parts::least_communication(&of_ranks), &plain_seconds, &own_seconds)?,
             false => Hidden::of(&runs.detailed)?,
         };
