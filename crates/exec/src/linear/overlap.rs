@@ -386,4 +386,35 @@ mod tests {
             ("concurrent".to_owned(), rows(&[12, 20]))
         );
     }
+
+    /// Where collectives of others run too, nothing that waits for rows and holds multiprocessors meanwhile is taken.
+    #[test]
+    fn tuned_products_that_wait_for_rows_are_passed_over_where_they_are_in_the_way() {
+        let spec = GemmCollective::AllGather.layer([64, 32, 16].into(), DType::F32);
+        let topology = Topology::flat(2);
+        let place = TunedPlace { device: "X".to_owned(), transport: "nccl".to_owned() };
+        let shape = TunedShape::of(&spec, TunedPass::Forward, topology, &place).unwrap();
+        let mut plans = TunedPlans::default();
+        for (policy, seconds) in [("signals+sm-margin=16", 0.1), ("concurrent", 0.2)] {
+            plans.layers.insert(TunedGroups {
+                shape: shape.clone(),
+                policy: policy.to_owned(),
+                groups: TunedSizes::Rows(vec![12, 20]),
+                seconds,
+                sequential_seconds: 1.0,
+                search: GroupSearch::Exhaustive,
+            });
+        }
+        let overlaps = RankTransport::Nccl.pass_overlaps(true, 16);
+        let machine = LinearMachine::new(RankTransport::Nccl, overlaps, topology, CostModel::H200);
+        let machine = LinearMachine { tuned: Some(Arc::new(TunedHere { place, plans })), ..machine };
+        let policy = |machine: &LinearMachine| {
+            let passes = LayerOverlap::default().passes(machine, spec, LayerGradient::Written).unwrap();
+            passes.forward.policy.to_string()
+        };
+        for offered in [Offered::Predicted, Offered::Tuned] {
+            assert_eq!(policy(&machine.clone().with_arriving_rows(offered)), "signals+sm-margin=16");
+        }
+        assert_eq!(policy(&machine.without_waiting_products()), "concurrent");
+    }
 }
