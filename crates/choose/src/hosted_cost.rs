@@ -1,5 +1,7 @@
 //! What hosted work costs where it must not be underestimated: as much longer than predicted as it was ever measured.
 
+use std::ops::Range;
+
 use counterpoint_cost::CostModel;
 use counterpoint_plan::{HostedWork, Plan};
 use counterpoint_schedule::{OpCost, Program, ProgramOp};
@@ -34,8 +36,14 @@ impl OpCost for HostedCost<'_> {
         self.cost
     }
 
-    fn part_seconds(&self, program: &Program, op: &ProgramOp, part: usize, computed: f64) -> Option<f64> {
-        let seconds = self.cost.part_seconds(program, op, part, computed)?;
+    fn part_seconds(
+        &self,
+        program: &Program,
+        op: &ProgramOp,
+        parts: Range<usize>,
+        computed: f64,
+    ) -> Option<f64> {
+        let seconds = self.cost.part_seconds(program, op, parts, computed)?;
         let hosted = self.plan.ranks.get(program.rank).and_then(|rank| rank.hosted.as_ref());
         let (Some(hosted), Some((backward, bands)), Some(_)) = (hosted, bands_of(&op.op), self.cost.tiles)
         else {

@@ -38,8 +38,8 @@ pub use error::{ChooseError, ConfigError};
 pub use experts::{ExpertCandidate, ExpertChoice, ExpertDirection, expert_pass, expert_programs};
 pub use hosts::UnweighedOffload;
 pub use linear::{
-    ClockError, ColumnGroups, GemmExchange, GemmExchangeSeconds, GroupSearcher, LayerGroups, LinearMachine,
-    LinearPass, LinkUse, PassClock, PassCosts, PassCurves, ProductStart, SearchStep, SimulatedClock,
+    ClockError, GemmExchange, GemmExchangeSeconds, GroupSearcher, LayerGroups, LinearMachine, LinearPass,
+    LinkUse, Offered, PassClock, PassCosts, PassCurves, ProductStart, SearchStep, SimulatedClock,
     compositions,
 };
 pub use overview::PlanOverview;

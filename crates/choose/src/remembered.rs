@@ -1,6 +1,7 @@
 //! Seconds of attention that are worked out once a plan: policies change when operations start, not what they compute.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use counterpoint_cost::CostModel;
@@ -44,8 +45,15 @@ impl<C: OpCost + ?Sized> OpCost for RememberedCost<'_, C> {
         self.cost.rates()
     }
 
-    fn part_seconds(&self, program: &Program, op: &ProgramOp, part: usize, computed: f64) -> Option<f64> {
-        let work_out = || self.cost.part_seconds(program, op, part, computed);
+    fn part_seconds(
+        &self,
+        program: &Program,
+        op: &ProgramOp,
+        parts: Range<usize>,
+        computed: f64,
+    ) -> Option<f64> {
+        let part = parts.end;
+        let work_out = || self.cost.part_seconds(program, op, parts, computed);
         let Some((backward, bands)) = bands_of(&op.op) else { return work_out() };
         let key = (backward, program.rank, bands.as_ptr() as usize, part, computed.to_bits());
         if let Some(&seconds) = self.known().0.get(&key) {
@@ -91,7 +99,7 @@ mod tests {
         let cost = RememberedCost::new(&CostModel::H200, &plan, KnownSeconds::default(), &planning);
         let seconds = |program: &Program| {
             let op = program.ops.iter().find(|op| bands_of(&op.op).is_some()).unwrap();
-            cost.part_seconds(program, op, 0, 0.0)
+            cost.part_seconds(program, op, 0..1, 0.0)
         };
         let before = seconds(&programs[0]);
         assert!(before.is_some_and(|seconds| seconds > 0.0));

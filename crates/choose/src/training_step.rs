@@ -222,6 +222,7 @@ impl StepSpec {
             let table = |each: f64| (0..=layers).map(|n| n as f64 * each).collect::<Vec<f64>>();
             let (product, travel) = (table(product), table(travel));
             let costs = PassCosts {
+                together: Vec::new(),
                 collective,
                 product,
                 travel,

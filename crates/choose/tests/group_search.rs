@@ -227,8 +227,8 @@ fn predictive_is_as_good_as_exhaustive() {
             let found = found(cases, waves, trials, [0.0; 2], false);
             assert!(found.within * 100 >= 95 * found.cases && found.worst < 1.12, "{trials} trials");
             assert!(found.slowest < 10.0, "{} s", found.slowest);
-            // Parts of some sizes, one group, and trials.
-            assert!(found.most_times <= 15 + trials, "{} times", found.most_times);
+            // Parts of some sizes, one more where one kernel takes rows as they arrive, one group, and trials.
+            assert!(found.most_times <= 16 + trials, "{} times", found.most_times);
         }
     }
 }

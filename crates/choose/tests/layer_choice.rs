@@ -151,7 +151,7 @@ fn nothing_is_sequential_by_nvlink() {
 #[test]
 fn nothing_is_fused_where_it_must_not_be() {
     let machine = machine(RankTransport::Nvlink, true, Topology::flat(8));
-    let unfused = machine.clone().without_fused();
+    let unfused = machine.clone().without_waiting_products();
     let mut fused = 0;
     for spec in [[2048, 12288, 12288], [8192, 8192, 7168]].into_iter().flat_map(|shape| layers(shape, 8)) {
         for direction in [LinearDirection::Forward, BACKWARD] {

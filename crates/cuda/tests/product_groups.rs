@@ -2,18 +2,18 @@
 
 #![allow(unsafe_code)]
 
-use counterpoint_cost::ProblemSize;
-use counterpoint_cuda::{CudaMachine, Timing};
-use counterpoint_exec::GemmCollectiveSpec;
-use counterpoint_plan::{DType, GemmCollective, WaveGroups};
-use counterpoint_schedule::OverlapPolicy;
+use std::time::Instant;
 
-// Ranks are threads of one process here.
-#[expect(dead_code)]
+use counterpoint_cost::ProblemSize;
+use counterpoint_cuda::{CudaMachine, Timing, TransportKind};
+use counterpoint_exec::{Backend, GemmCollectiveSpec, random_tensor};
+use counterpoint_plan::{DType, GemmCollective, LinearPlan, WaveGroups};
+use counterpoint_schedule::{BufferRole, OverlapPolicy, lower_linear_forward};
+
 mod hollow_driver;
 mod support;
 
-use hollow_driver::processes::config;
+use hollow_driver::processes::{config, on_processes};
 
 const RANKS: usize = 2;
 
@@ -31,7 +31,8 @@ fn products_in_groups_of_every_form_are_made_ready() {
         WaveGroups::Sizes(vec![64, 192]),
         WaveGroups::Columns(4),
     ];
-    for policy in [OverlapPolicy::SIGNALS, OverlapPolicy::default(), OverlapPolicy::SEQUENTIAL] {
+    let waiting = "signals+sm-margin=16".parse().unwrap();
+    for policy in [OverlapPolicy::SIGNALS, waiting, OverlapPolicy::default(), OverlapPolicy::SEQUENTIAL] {
         for groups in &groups {
             for collective in
                 [GemmCollective::ReduceScatter, GemmCollective::AllReduce, GemmCollective::AllGather]
@@ -46,6 +47,44 @@ fn products_in_groups_of_every_form_are_made_ready() {
                     ready.unwrap_or_else(|error| panic!("{collective:?}, {groups:?}, {policy}: {error}"));
                 assert_eq!(ready.len(), RANKS);
             }
+        }
+    }
+}
+
+/// Ranks that are processes enqueue products that wait for rows, with a margin in one kernel and without one behind each group, whatever brings the
+/// rows.
+#[test]
+fn products_that_wait_for_rows_are_enqueued() {
+    if support::no_compiler() || !hollow_driver::is_loaded("products_that_wait_for_rows_are_enqueued") {
+        return;
+    }
+    let spec = GemmCollective::AllGather.layer([256 * RANKS, 4096, 128].into(), DType::Bf16);
+    let plan = LinearPlan::new(spec, RANKS, WaveGroups::Fixed(2)).unwrap();
+    for transport in [TransportKind::Nvlink, TransportKind::CopyEngine, TransportKind::NCCL] {
+        for policy in ["signals", "signals+sm-margin=16"] {
+            let policy: OverlapPolicy = policy.parse().unwrap();
+            let ended = on_processes(RANKS, transport, |_, group| {
+                let lower = |rank| lower_linear_forward(&plan, rank, policy);
+                let mut prepared = group.prepare(lower, None).unwrap();
+                let rank = &mut prepared[0];
+                let inputs: Vec<_> = rank
+                    .program()
+                    .buffers
+                    .iter()
+                    .filter(|spec| spec.role == BufferRole::Input)
+                    .cloned()
+                    .collect();
+                for spec in inputs {
+                    let tensor = random_tensor(spec.shape.clone(), spec.dtype, 1);
+                    let buffer = rank.backend().upload(&spec.name, tensor).unwrap();
+                    rank.bind(&spec.name, buffer).unwrap();
+                }
+                for _ in 0..3 {
+                    rank.start(Instant::now()).unwrap();
+                    rank.finish().unwrap();
+                }
+            });
+            assert_eq!(ended.len(), RANKS, "{transport}, {policy}");
         }
     }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use counterpoint_plan::DType;
-use counterpoint_schedule::{BufferSpec, OverlapPolicy, Program, Span, StreamSpec};
+use counterpoint_schedule::{BufferSpec, OverlapPolicy, Program, SignalId, Span, StreamSpec};
 
 use crate::{ExecError, HostTensor, OpPlace, Profiler};
 
@@ -178,11 +178,11 @@ pub trait Backend: Clone + Send + Sync {
     /// See [`Backend::create_event`].
     fn create_barrier(&self) -> Result<Self::Barrier, ExecError>;
 
-    /// A new signal at 0.
+    /// A Program's signal, at 0.
     ///
     /// # Errors
     /// See [`Backend::create_event`].
-    fn create_signal(&self) -> Result<Self::Signal, ExecError>;
+    fn create_signal(&self, program: &Program, signal: SignalId) -> Result<Self::Signal, ExecError>;
 
     /// The same rank, by a handle through which things are made ready whose tables go to the device together, by
     /// [`Backend::send_uploads`]; nothing runs before.

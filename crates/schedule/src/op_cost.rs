@@ -1,5 +1,7 @@
 //! The one source of seconds: what an operation's computation takes, what links carry, what sharing costs.
 
+use std::ops::Range;
+
 use counterpoint_cost::{CostModel, MachineProfile};
 
 use crate::op_seconds::{compute_seconds, part_seconds};
@@ -15,15 +17,16 @@ pub trait OpCost {
         compute_seconds(program, op, computed_seconds, self.rates())
     }
 
-    /// Seconds of part `part` of a computation, in the order in which they end; `None` where it has fewer parts.
+    /// Seconds of the last of these parts of a computation, in the order in which they end, which follow each other without a pause; `None`
+    /// where it has fewer parts.
     fn part_seconds(
         &self,
         program: &Program,
         op: &ProgramOp,
-        part: usize,
+        parts: Range<usize>,
         computed_seconds: f64,
     ) -> Option<f64> {
-        part_seconds(program, op, part, computed_seconds, self.rates())
+        part_seconds(program, op, parts, computed_seconds, self.rates())
     }
 }
 

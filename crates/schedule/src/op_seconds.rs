@@ -1,5 +1,7 @@
 //! Seconds of operations by the rates of a machine.
 
+use std::ops::Range;
+
 use counterpoint_cost::{AttentionWork, CostModel, Interruption, ProblemSize, ReadyWork, WorkerSharing};
 use counterpoint_mask::Band;
 
@@ -46,7 +48,7 @@ pub(crate) fn compute_seconds(
         }
         Op::AttentionBackward(a) => return backward_seconds(program, a, computed_seconds, cost),
         Op::Gemm(gemm) => product_seconds(program, gemm, cost),
-        Op::WaveGemm(waves) => waves_seconds(program, waves, waves.groups.len(), cost),
+        Op::WaveGemm(waves) => waves_seconds(program, waves, 0..waves.groups.len(), cost),
         Op::CopyRows { src, rows, .. } => {
             let src = &program.buffers[src.0];
             // Read and written.
@@ -109,8 +111,8 @@ fn product_seconds(program: &Program, gemm: &Gemm, cost: &CostModel) -> f64 {
 
 /// Products of one operation, without the launch of the first. In tiles, those with the same second operand have one launch, and the waves
 /// of all their rows together; those with others follow each other, unless they are the problems of a grouped GEMM.
-fn waves_seconds(program: &Program, waves: &WaveGemm, count: usize, cost: &CostModel) -> f64 {
-    let groups = &waves.groups[..count];
+fn waves_seconds(program: &Program, waves: &WaveGemm, groups: Range<usize>, cost: &CostModel) -> f64 {
+    let groups = &waves.groups[groups];
     if let Some(sharing) = cost.sharing.filter(|_| waves.grouped) {
         return grouped_seconds(program, groups, &sharing, cost);
     }
@@ -120,6 +122,10 @@ fn waves_seconds(program: &Program, waves: &WaveGemm, count: usize, cost: &CostM
         if let Some(all) = waves.columns() {
             let done = sizes.iter().map(|size| size.n).sum();
             return cost.columns_done_seconds(ProblemSize { n: all, ..first }, done);
+        }
+        if cost.sharing.is_none() {
+            // One after the other.
+            return sizes.into_iter().map(|size| cost.matmul_seconds(size)).sum();
         }
         cost.matmul_seconds(ProblemSize { m: sizes.iter().map(|size| size.m).sum(), n, k })
     };
@@ -210,15 +216,16 @@ fn grouped_seconds(program: &Program, products: &[Gemm], sharing: &WorkerSharing
     GroupedLaunch::of(products).into_iter().enumerate().map(of_launch).sum()
 }
 
-/// Seconds from the start of an operation, or from the end of its part before, to the end of part `part`; `None` when it has
-/// fewer parts. The rank has computed for `computed_seconds` before.
+/// Seconds from the start of an operation, or from the end of its part before, to the end of the last of `parts`, which follow each other
+/// without a pause; `None` when it has fewer parts. The rank has computed for `computed_seconds` before.
 pub(crate) fn part_seconds(
     program: &Program,
     op: &ProgramOp,
-    part: usize,
+    parts: Range<usize>,
     computed_seconds: f64,
     cost: &CostModel,
 ) -> Option<f64> {
+    let part = parts.end - 1;
     match &op.op {
         // Problems end with their launch.
         Op::WaveGemm(waves) if waves.grouped && cost.sharing.is_some() => {
@@ -232,7 +239,7 @@ pub(crate) fn part_seconds(
             Some(cost.launch_seconds + grouped_seconds(program, of_launch, &sharing, cost))
         }
         Op::WaveGemm(waves) => {
-            let until = |groups| waves_seconds(program, waves, groups, cost);
+            let until = |end| waves_seconds(program, waves, parts.start..end, cost);
             let launch = if part == 0 { cost.launch_seconds } else { 0.0 };
             (part < waves.groups.len()).then(|| launch + until(part + 1) - until(part))
         }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use counterpoint_cost::{CostModel, Link};
+use counterpoint_cost::{CostModel, Link, WorkerSharing};
 use counterpoint_mask::Range;
 use counterpoint_plan::{DType, GroupPart, OwnedSplit, RemoteSplit, Topology};
 use counterpoint_schedule::*;
@@ -329,7 +329,7 @@ fn groups_travel_while_the_rest_is_computed() {
     let rows = RowsOrigin::default();
     let waves = || {
         let (groups, rows) = (vec![group(1), group(2)], rows.clone());
-        (0, Op::WaveGemm(WaveGemm { groups, grouped: false, signal, rows }))
+        (0, Op::WaveGemm(WaveGemm { groups, grouped: false, signal: Some(signal), arrivals: None, rows }))
     };
     let wait = |value| (1, Op::WaitSignal { signal, value });
     let in_turn = program(0, 1, 5, vec![waves(), wait(1), (1, copy(1, 3)), wait(2), (1, copy(2, 4))]);
@@ -351,4 +351,85 @@ fn groups_travel_while_the_rest_is_computed() {
         |label: &str| timeline.spans.iter().find(|span| span.label == label && span.kind != SpanKind::Wait);
     let times = ["op0", "op2", "op4"].map(|label| span(label).map(|span| (span.start, span.end)).unwrap());
     assert_eq!(times, [(0.0, 2.0), (1.0, 2.0), (2.0, 3.0)]);
+}
+
+/// A product may read a group of rows once the signal of their arrival has come, and not before; the simulator has it do meanwhile what is
+/// there, and begin the waves of a group that comes late anew.
+#[test]
+fn groups_are_multiplied_as_they_arrive() {
+    // Own rows are 0, groups come into 1 and 2, the second operand is 3 and the result 4.
+    let group = |from: usize, at: usize| Gemm {
+        layout: GemmLayout::Nt,
+        a: vec![RowBlock { buffer: BufferId(from), rows: Range::new(0, 10) }],
+        b: vec![RowBlock { buffer: BufferId(3), rows: Range::new(0, 1) }],
+        out: BufferId(4),
+        out_rows: vec![Range::new(at, at + 10)],
+        pass_rows: 30,
+        columns: None,
+        bias: None,
+        accumulate: Accumulate::Start,
+    };
+    let signal = SignalId(0);
+    let product = |values: &[u64], grouped| {
+        let groups = vec![group(0, 0), group(1, 10), group(2, 20)];
+        let (arrivals, rows) = (Some(RowArrivals { signal, values: values.to_vec() }), RowsOrigin::default());
+        (0, Op::WaveGemm(WaveGemm { groups, grouped, signal: None, arrivals, rows }))
+    };
+    let comes = |to, value| [(1, copy(3, to)), (1, Op::Signal { signal, value })];
+    let all = |values: &[u64]| {
+        let mut ops = [comes(1, 1), comes(2, 2)].concat();
+        ops.push(product(values, false));
+        program(0, 1, 5, ops)
+    };
+    let in_turn = all(&[0, 1, 2]);
+    assert_eq!(in_turn.validate(), Ok(()));
+    for (values, buffer) in [([0, 0, 2], "b1"), ([0, 1, 1], "b2"), ([0, 0, 0], "b1")] {
+        let error = all(&values).validate_order().unwrap_err();
+        assert!(matches!(&error, ProgramError::Race { buffer: found, .. } if found == buffer), "{error}");
+    }
+    // What follows the product in its stream follows what it waited for.
+    let mut behind = in_turn.clone();
+    behind.ops.push(ProgramOp { op: copy(2, 1), ..behind.ops[4].clone() });
+    assert_eq!(behind.validate_order(), Ok(()));
+    let error = all(&[0, 1, 3]).validate_order().unwrap_err();
+    assert!(matches!(error, ProgramError::NoProducer { op: 4, .. }), "{error}");
+    let mut early = in_turn.clone();
+    early.ops.swap(3, 4);
+    assert!(matches!(early.validate_order().unwrap_err(), ProgramError::NoProducer { op: 3, .. }));
+    for wrong in [all(&[0, 1]).ops[4].op.clone(), product(&[0, 1, 2], true).1] {
+        let mut wrongly = in_turn.clone();
+        wrongly.ops[4].op = wrong;
+        let error = wrongly.check_operands(4).unwrap_err();
+        assert!(error.to_string().contains("rows arrive for"), "{error}");
+    }
+    // Each group takes a second, and so does the way of each: the first arrives as own rows are done, the second a second after that.
+    let times = |cost: &CostModel| -> Vec<(SpanKind, f64, f64)> {
+        let timeline = simulate(std::slice::from_ref(&in_turn), &Topology::flat(1), cost).unwrap();
+        let of_product = timeline.spans.into_iter().filter(|span| span.label == "op4");
+        of_product.map(|span| (span.kind, span.start, span.end)).collect()
+    };
+    let slow = CostModel { matmul_flops_per_second: 40.0, ..cost() };
+    assert_eq!(
+        times(&slow),
+        [
+            (SpanKind::Compute, 0.0, 0.5),
+            (SpanKind::Wait, 0.5, 1.0),
+            (SpanKind::Compute, 1.0, 1.5),
+            (SpanKind::Wait, 1.5, 2.0),
+            (SpanKind::Compute, 2.0, 2.5)
+        ]
+    );
+    assert_eq!(
+        times(&CostModel { matmul_flops_per_second: 10.0, ..cost() }),
+        [(SpanKind::Compute, 0.0, 6.0)]
+    );
+    // Of three workers ten rows take two: what is there fills waves together, what comes late has waves of its own.
+    let sharing = Some(WorkerSharing { workers: 3, communication: 0, gemm_tile: [5, 1] });
+    let tiles = |flops| CostModel { sharing, matmul_flops_per_second: flops, ..cost() };
+    assert_eq!(times(&tiles(3.0)), [(SpanKind::Compute, 0.0, 20.0)]);
+    let of_late = times(&tiles(60.0));
+    assert_eq!(
+        of_late.last().map(|(kind, start, end)| (*kind, *start, end - start < 0.5)),
+        Some((SpanKind::Compute, 2.0, true))
+    );
 }

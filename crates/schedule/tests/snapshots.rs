@@ -142,6 +142,10 @@ fn linear_layers() {
     insta::assert_snapshot!("linear_forward_column", linear(&column, "concurrent"));
     insta::assert_snapshot!("linear_forward_column_fused", linear(&column, "concurrent+fused"));
     insta::assert_snapshot!("linear_forward_row_signals", linear(&row, "signals"));
+    insta::assert_snapshot!("linear_forward_column_signals", linear(&column, "signals"));
+    let signals = "signals+sm-margin=16".parse().unwrap();
+    let backward = lower_linear_backward(&row, 1, WeightGradient::Written, signals);
+    insta::assert_snapshot!("linear_backward_row_signals", backward.to_string());
     insta::assert_snapshot!("linear_forward_row_fused", linear(&replicated, "concurrent+fused"));
     let policy = OverlapPolicy::default();
     let backward = lower_linear_backward(&column, 0, WeightGradient::Written, policy);

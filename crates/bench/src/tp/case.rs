@@ -5,7 +5,7 @@ use std::sync::Arc;
 use counterpoint_choose::{LayerGroups, LinearMachine, TunedHere};
 use counterpoint_console::{
     CliError,
-    arguments::{OverlapChoice, dtype_name},
+    arguments::{Device, OverlapChoice, dtype_name},
 };
 use counterpoint_cost::CostModel;
 use counterpoint_cuda::TransportKind;
@@ -14,7 +14,7 @@ use counterpoint_exec::{
     Machine, PlannedPass, PlannedPasses, RankBuffers, RunConfig, RunTimes, WorldConfig,
 };
 use counterpoint_measure::Processes;
-use counterpoint_plan::{LinearDirection, LinearPlan, LinearSpec, WaveGroups};
+use counterpoint_plan::{GemmCollective, LinearDirection, LinearPlan, LinearSpec, WaveGroups};
 use counterpoint_reference::{LinearSample, check_linear_part};
 use counterpoint_report::Statistics;
 use counterpoint_schedule::{OverlapPolicy, WeightGradient};
@@ -184,12 +184,8 @@ impl Case<'_> {
                 BenchTpPass::Forward => &variant.planned.forward,
                 BenchTpPass::Backward => &variant.planned.backward,
             };
-            let direction = match pass {
-                BenchTpPass::Forward => LinearDirection::Forward,
-                BenchTpPass::Backward => LinearDirection::Backward { weight_gradient: true },
-            };
             let policy = *policy;
-            let in_columns = plan.travels_in_columns(direction) && !policy.is_fused();
+            let in_columns = plan.travels_in_columns(direction(pass)) && !policy.is_fused();
             let groups = if in_columns { plan.sum_groups() } else { plan.groups() };
             let (detailed, whole) = (Vec::new(), Vec::new());
             variant.passes.push(MeasuredPass { pass, policy, groups, in_columns, detailed, whole });
@@ -302,7 +298,10 @@ impl Case<'_> {
         let ideal = Parts::ideal_of_slowest(&of_ranks, self.spec.kind, pass);
         let (own, plain) = (Parts::mean(&Parts::of_ranks(&runs.detailed)), Parts::mean(&of_ranks));
         let last = runs.detailed.last()?.clone();
-        let hidden = match runs.policy.is_fused() {
+        // Times of a GPU's kernel that waits for rows itself do not distinguish its waits from its work.
+        let gathers = GemmCollective::of_pass(&self.spec, direction(pass)) == Some(GemmCollective::AllGather);
+        let waits = gathers && runs.policy.is_in_waves() && self.arguments.device == Device::Cuda;
+        let hidden = match runs.policy.is_fused() || waits {
             true => Hidden::of_fused(Parts::least_communication(&of_ranks), &plain_seconds, &own_seconds)?,
             false => Hidden::of(&runs.detailed)?,
         };
@@ -364,5 +363,13 @@ impl Case<'_> {
                 (Ok(_), true) => None,
             },
         })
+    }
+}
+
+/// Which pass of a layer it is.
+fn direction(pass: BenchTpPass) -> LinearDirection {
+    match pass {
+        BenchTpPass::Forward => LinearDirection::Forward,
+        BenchTpPass::Backward => LinearDirection::Backward { weight_gradient: true },
     }
 }

@@ -3,7 +3,7 @@
 
 use counterpoint_cost::CostModel;
 use counterpoint_plan::{GROUP_TILE_ROWS, GemmCollective, LinearPlan, PlanError, WaveGroups};
-use counterpoint_schedule::{OverlapPolicy, PassOverlap, PassTiming, ProductStart};
+use counterpoint_schedule::{OverlapPolicy, PassOverlap};
 
 use super::group_search::PassClock;
 use super::groups::MOST_GROUPS;
@@ -22,9 +22,9 @@ pub(super) const COLUMN_GROUPS: [usize; 3] = [2, 4, 8];
 /// Passes of so many rows of each rank travel in groups of tokens that are whole tiles.
 const FEW_ROWS: usize = 2 * GROUP_TILE_ROWS;
 
-/// They give way to groups of columns that the simulator says take less than this part of them: what is predicted of groups under one
-/// kernel was measured to be off by as much.
-const LEAST_GAIN_OF_COLUMNS: f64 = 0.97;
+/// What was found gives way to one kernel whose groups of columns leave, or whose rows arrive, group by group, where the simulator says that
+/// this takes less than this part of it: what is predicted of groups under one kernel was measured to be off by as much.
+const LEAST_GAIN_OF_ONE_KERNEL: f64 = 0.97;
 
 /// A way to run a pass in groups, and what the simulator says of it.
 struct Simulated {
@@ -103,20 +103,49 @@ impl LinearPass {
         cost: &CostModel,
         found: (PassOverlap, LinearPlan),
     ) -> Result<(PassOverlap, LinearPlan), PlanError> {
-        let one_kernel = |way: &&PassOverlap| matches!(way.timing(), PassTiming::ByGroups(timing) if timing.starts == ProductStart::OneKernel);
-        let Some(&way) = ways.iter().find(one_kernel).filter(|_| self.has_few_rows()) else {
+        if !self.has_few_rows() {
+            return Ok(found);
+        }
+        self.in_one_kernel(ways, cost, found, COLUMN_GROUPS.map(WaveGroups::Columns))
+    }
+
+    /// A way that was found to end first, or, where the simulator says that it ends clearly sooner, one kernel that takes the rows of other
+    /// ranks as they arrive.
+    ///
+    /// # Errors
+    /// As [`LinearPlan::new`].
+    pub(super) fn as_rows_arrive(
+        &self,
+        ways: &[PassOverlap],
+        cost: &CostModel,
+        found: (PassOverlap, LinearPlan),
+    ) -> Result<(PassOverlap, LinearPlan), PlanError> {
+        let Some(expected) = ways.iter().find_map(|way| self.groups_as_rows_arrive(*way, cost)) else {
             return Ok(found);
         };
+        let equal = EQUAL_GROUPS.map(WaveGroups::Fixed);
+        self.in_one_kernel(ways, cost, found, [WaveGroups::Sizes(expected)].into_iter().chain(equal))
+    }
+
+    /// What was found, or one kernel of these groups that the simulator says ends clearly sooner.
+    fn in_one_kernel(
+        &self,
+        ways: &[PassOverlap],
+        cost: &CostModel,
+        found: (PassOverlap, LinearPlan),
+        groups: impl IntoIterator<Item = WaveGroups>,
+    ) -> Result<(PassOverlap, LinearPlan), PlanError> {
+        let Some(&way) = ways.iter().find(|way| way.is_one_kernel()) else { return Ok(found) };
         // As among other ways, kernels that take multiprocessors count for more where others are to be had.
         let has_sparing = ways.iter().any(PassOverlap::spares_workers);
         let rated = |overlap: PassOverlap, plan: &LinearPlan| {
             let rate = if has_sparing && overlap.takes_workers() { WORKERS_COST } else { 1.0 };
             rate * self.simulated(overlap, plan, cost)
         };
-        let mut least = LEAST_GAIN_OF_COLUMNS * rated(found.0, &found.1);
+        let mut least = LEAST_GAIN_OF_ONE_KERNEL * rated(found.0, &found.1);
         let mut best = found;
-        for groups in COLUMN_GROUPS {
-            let plan = LinearPlan::new(self.spec, self.topology.world_size, WaveGroups::Columns(groups))?;
+        for groups in groups {
+            let plan = LinearPlan::new(self.spec, self.topology.world_size, groups)?;
             let seconds = rated(way, &plan);
             if seconds < least {
                 (least, best) = (seconds, (way, plan));

@@ -6,9 +6,10 @@ use counterpoint_plan::{
     GemmCollective, LinearDirection, LinearPlan, LinearSpec, PlanError, Topology, WaveGroups,
 };
 
+use super::compositions::compositions;
 use super::fastest::COLUMN_GROUPS;
 use super::pass::LinearPass;
-use super::wave_costs::{LinkUse, PassCosts, PassCurves, compositions};
+use super::wave_costs::{LinkUse, PassCosts, PassCurves};
 use counterpoint_schedule::ProductStart;
 
 /// Says how long a pass of a layer and its parts take: a machine that runs them, or a simulator.
@@ -229,14 +230,21 @@ impl GroupSearcher {
         };
         let has_after = self.direction == (LinearDirection::Backward { weight_gradient: true });
         let others = usize::from(collective != GemmCollective::AllReduce) + usize::from(has_after);
-        let (mut done, mut all) = (0, 2 * sizes.len() + others);
+        let mut of_products: Vec<usize> = sizes.iter().map(|size| size * owners).collect();
+        if collective == GemmCollective::AllGather && self.starts == ProductStart::OneKernel {
+            // One kernel has the rank's own rows too.
+            let with_own: Vec<usize> = of_products.iter().map(|size| rows + size).collect();
+            of_products.truncate(1);
+            of_products.extend(with_own);
+        }
+        let (mut done, mut all) = (0, of_products.len() + sizes.len() + others);
         let mut step = |what: String, more: usize| {
             all += more;
             report(SearchStep { what, done, all });
             done += 1;
         };
         let (mut product, mut travel, mut back) = (Curve::default(), Curve::default(), Curve::default());
-        for size in sizes.iter().map(|size| size * owners) {
+        for size in of_products {
             step(format!("a product of {size} rows"), 0);
             product.add(size, clock.product(size)?);
         }

@@ -9,14 +9,14 @@ use counterpoint_schedule::{PassOverlap, RankTransport};
 use super::pass::LinearPass;
 use crate::tuned::TunedHere;
 
-/// Whether passes travel in groups of columns where nobody names any.
+/// Whether passes run in a way where nobody names it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ColumnGroups {
-    /// Never: there are kernels that compute one product by columns, and none that do so with the sum of several.
+pub enum Offered {
+    /// Never: there are no kernels for it, or it is in the way of something else.
     Never,
-    /// Where `tune gemm` has found them to be fastest: no prediction of them has been measured on this kind of machine yet.
+    /// Where `tune gemm` has found it to be fastest: no prediction of it has been measured on this kind of machine yet.
     Tuned,
-    /// Likewise, and where they are predicted to be.
+    /// Likewise, and where it is predicted to be.
     Predicted,
 }
 
@@ -33,8 +33,11 @@ pub struct LinearMachine {
     pub cost: CostModel,
     /// What was tuned for layers on it, which comes before what is predicted.
     pub tuned: Option<Arc<TunedHere>>,
-    /// Whether a pass may be chosen to travel in groups of columns.
-    pub column_groups: ColumnGroups,
+    /// Whether a pass may be chosen to travel in groups of columns: there are kernels that compute one product by columns, and none that do so
+    /// with the sum of several.
+    pub column_groups: Offered,
+    /// Whether a pass may be chosen whose product takes rows as they arrive: it may hold most workers while it waits for other ranks.
+    pub arriving_rows: Offered,
 }
 
 impl LinearMachine {
@@ -45,19 +48,26 @@ impl LinearMachine {
         topology: Topology,
         cost: CostModel,
     ) -> Self {
-        Self { transport, overlaps, topology, cost, tuned: None, column_groups: ColumnGroups::Predicted }
+        let (column_groups, arriving_rows) = (Offered::Predicted, Offered::Predicted);
+        Self { transport, overlaps, topology, cost, tuned: None, column_groups, arriving_rows }
     }
 
-    /// The same, of which no pass is chosen to be one kernel with its collective.
+    /// The same, of which no pass is chosen to be one kernel with its collective, or one that waits for rows of other ranks.
     #[must_use]
-    pub fn without_fused(mut self) -> Self {
+    pub fn without_waiting_products(mut self) -> Self {
         self.overlaps.retain(|way| !way.is_fused());
-        self
+        self.with_arriving_rows(Offered::Never)
+    }
+
+    /// The same, whose products take rows as they arrive where these are.
+    #[must_use]
+    pub fn with_arriving_rows(self, arriving_rows: Offered) -> Self {
+        Self { arriving_rows, ..self }
     }
 
     /// The same, whose passes travel in groups of columns where these are.
     #[must_use]
-    pub fn with_column_groups(self, column_groups: ColumnGroups) -> Self {
+    pub fn with_column_groups(self, column_groups: Offered) -> Self {
         Self { column_groups, ..self }
     }
 
@@ -72,10 +82,13 @@ impl LinearMachine {
         cost: &CostModel,
     ) -> Result<(PassOverlap, LinearPlan), PlanError> {
         let pass = LinearPass { spec, topology: self.topology, direction };
-        let found = pass.fastest(&self.overlaps, cost)?;
-        match self.column_groups {
-            ColumnGroups::Predicted => pass.in_columns(&self.overlaps, cost, found),
-            ColumnGroups::Never | ColumnGroups::Tuned => Ok(found),
+        let mut found = pass.fastest(&self.overlaps, cost)?;
+        if self.arriving_rows == Offered::Predicted {
+            found = pass.as_rows_arrive(&self.overlaps, cost, found)?;
         }
+        if self.column_groups == Offered::Predicted {
+            found = pass.in_columns(&self.overlaps, cost, found)?;
+        }
+        Ok(found)
     }
 }

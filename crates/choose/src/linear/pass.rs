@@ -5,7 +5,7 @@ use counterpoint_plan::{
     Activations, GROUP_TILE_ROWS, GemmCollective, LinearDirection, LinearKind, LinearPlan, LinearSpec,
     Topology, WaveGroups,
 };
-use counterpoint_schedule::{GroupTiming, PassOverlap, PassTiming, ProductStart, SUMMING_WORKERS};
+use counterpoint_schedule::{GroupTiming, PassOverlap, PassTiming, SUMMING_WORKERS};
 
 use super::gemm_exchange::GemmExchange;
 use super::groups::{MOST_GROUPS, wave_step};
@@ -82,7 +82,22 @@ impl LinearPass {
         whole: &LinearPlan,
         cost: &CostModel,
     ) -> Vec<Candidate> {
-        ways.iter().filter_map(|way| self.candidate(*way, whole, cost)).collect()
+        // One kernel that takes rows as they arrive is looked at behind the others.
+        let gathers = self.collective() == Some(GemmCollective::AllGather);
+        let ways = ways.iter().filter(|way| !(gathers && way.is_one_kernel()));
+        ways.filter_map(|way| self.candidate(*way, whole, cost)).collect()
+    }
+
+    /// Rows of the groups in which a pass is expected to end first whose product takes rows as they arrive; `None` where it does not in this
+    /// way.
+    pub(super) fn groups_as_rows_arrive(&self, way: PassOverlap, cost: &CostModel) -> Option<Vec<usize>> {
+        let gathers = self.collective() == Some(GemmCollective::AllGather) && way.is_one_kernel();
+        let PassTiming::ByGroups(timing) = way.timing() else { return None };
+        if !gathers {
+            return None;
+        }
+        let whole = LinearPlan::new(self.spec, self.topology.world_size, WaveGroups::Fixed(1)).ok()?;
+        self.by_groups((timing, way.workers()), &whole, cost).map(|(groups, _)| groups)
     }
 
     /// The best groups of a way to run it, with what that takes; `None` where it cannot be run so, or there is nothing that travels.
@@ -117,10 +132,6 @@ impl LinearPass {
     ) -> Option<(Vec<usize>, f64)> {
         let collective = self.collective()?;
         let Parts { weight_gradient, inputs, .. } = self.parts(collective, cost);
-        // One kernel of all groups is for products whose results travel.
-        if timing.starts == ProductStart::OneKernel && collective == GemmCollective::AllGather {
-            return None;
-        }
         let speed_without = |workers| cost.sharing.map_or(1.0, |sharing| sharing.speed_without(workers));
         // What all computation lacks, and what it lacks under communication.
         let (always, overlapped) = match (workers, timing.yields_workers) {

@@ -24,6 +24,8 @@ pub struct PassCosts {
     pub collective: GemmCollective,
     /// The product of a group.
     pub product: Vec<f64>,
+    /// Where one kernel takes rows as they arrive, that of the rank's own rows and so many waves; else not looked at.
+    pub together: Vec<f64>,
     /// The collective of a group: reduction, or under [`GemmCollective::AllGather`] the gather.
     pub travel: Vec<f64>,
     /// The way back under [`GemmCollective::AllReduce`]; else not looked at.
@@ -79,9 +81,15 @@ impl PassCurves<'_> {
         let before = if collective == GemmCollective::AllGather { (self.product)(rows) } else { 0.0 };
         // Of a gather the own rows are multiplied before.
         let owners = if collective == GemmCollective::AllGather { plan.tp_size - 1 } else { plan.tp_size };
+        let mut together = Vec::new();
+        if collective == GemmCollective::AllGather && self.starts == ProductStart::OneKernel {
+            together = table(&|others| (self.product)(rows + others * owners));
+            together[0] = before;
+        }
         Some(PassCosts {
             collective,
             product: table(&|rows| (self.product)(rows * owners)),
+            together,
             travel: table(self.travel),
             back: table(self.back),
             before,
@@ -108,6 +116,8 @@ struct Ends {
     pending: usize,
     /// Of these, those that were reduced under the last product, where they wait for its end.
     reduced: usize,
+    /// Waves that had been computed when the one kernel last waited for rows, if it has.
+    waited: Option<usize>,
 }
 
 /// Of computation under communication: below it, what was seen has another reason.
@@ -207,7 +217,22 @@ impl PassCosts {
             ends.travel = begin + self.travel[waves];
             let busy_until = ends.travel + self.travel[left];
             ends.started = ends.compute.max(ends.travel);
-            ends.compute = self.compute_until(ends.started, self.product[waves], busy_until);
+            let seconds = match self.starts {
+                ProductStart::OneKernel => {
+                    let done = self.waves() - left;
+                    if ends.compute < ends.travel {
+                        ends.waited = Some(done - waves);
+                    }
+                    // It goes on with what is there: the waves of tiles of groups that follow each other are full.
+                    let until = |done: usize| match ends.waited {
+                        None => self.together[done],
+                        Some(before) => self.product[done - before],
+                    };
+                    (until(done) - until(done - waves)).max(0.0)
+                }
+                ProductStart::Free | ProductStart::AfterCommunication => self.product[waves],
+            };
+            ends.compute = self.compute_until(ends.started, seconds, busy_until);
             return ends;
         }
         let begin = match self.starts {
@@ -337,6 +362,7 @@ impl Reached {
             && self.ends.started <= other.ends.started + slack
             && self.ends.pending <= other.ends.pending
             && self.ends.reduced <= other.ends.reduced
+            && self.ends.waited == other.ends.waited
             && self.groups <= other.groups
     }
 }
@@ -356,29 +382,12 @@ fn thin(front: &mut Vec<Reached>, slack: f64) {
     *front = kept;
 }
 
-/// Every sequence of sizes that add up to `waves`, in at most `most` groups: `2^(waves - 1)` where `most` allows.
-pub fn compositions(waves: usize, most: usize) -> impl Iterator<Item = Vec<usize>> {
-    let cuts = waves.saturating_sub(1).min(63);
-    (0u64..1 << cuts).filter_map(move |mask| {
-        if waves == 0 || mask.count_ones() as usize >= most {
-            return None;
-        }
-        let mut sizes = vec![1];
-        for cut in 0..cuts {
-            match mask >> cut & 1 {
-                1 => sizes.push(1),
-                _ => *sizes.last_mut()? += 1,
-            }
-        }
-        Some(sizes)
-    })
-}
-
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::linear::compositions::compositions;
 
     fn costs() -> impl Strategy<Value = PassCosts> {
         let collective = prop_oneof![
@@ -395,14 +404,18 @@ mod tests {
             0.5..=1.0f64,
         )
             .prop_map(|(collective, waves, curves, (before, after), overlapped_speed)| {
+                let each = curves[0].1;
                 let [product, travel, back] = curves.map(|(start, each)| {
                     (0..=waves).map(|n| if n == 0 { 0.0 } else { start + each * n as f64 }).collect()
                 });
-                let starts =
-                    if waves % 2 == 0 { ProductStart::Free } else { ProductStart::AfterCommunication };
+                use ProductStart::{AfterCommunication, Free, OneKernel};
+                let starts = [Free, AfterCommunication, OneKernel][waves % 3];
+                // As one after the other, but for what a kernel needs to begin.
+                let together = (0..=waves).map(|n| before + each * n as f64).collect();
                 PassCosts {
                     collective,
                     product,
+                    together,
                     travel,
                     back,
                     before,
@@ -432,16 +445,6 @@ mod tests {
         }
     }
 
-    #[test]
-    fn compositions_are_all_there() {
-        let all: Vec<_> = compositions(4, 9).collect();
-        assert_eq!(all.len(), 8);
-        assert!(all.contains(&vec![1, 2, 1]) && all.iter().all(|sizes| sizes.iter().sum::<usize>() == 4));
-        assert_eq!(compositions(5, 1).collect::<Vec<_>>(), [vec![5]]);
-        assert_eq!(compositions(4, 2).count(), 4);
-        assert_eq!(compositions(0, 4).count(), 0);
-    }
-
     /// By hand: products of 2 a wave and sums of 1 or 3, each collective with a start of 0.5.
     #[test]
     fn a_pass_takes_what_its_parts_take() {
@@ -451,6 +454,7 @@ mod tests {
         let costs = |travel: f64| PassCosts {
             collective: GemmCollective::ReduceScatter,
             product: table(0.0, 2.0),
+            together: Vec::new(),
             travel: table(0.5, travel),
             back: Vec::new(),
             before: 0.0,
@@ -469,5 +473,28 @@ mod tests {
         // At half the speed under the first sums, until 5.5, the next product has done 1.75 of its 6.
         let slowed = PassCosts { overlapped_speed: 0.5, ..costs(3.0) };
         assert_eq!(slowed.seconds(&[1, 3]), 5.5 + 4.25 + 9.5);
+    }
+
+    /// By hand: own rows take 2, groups 2 a wave behind each other in one kernel, 3 where it has waited, and travel takes 1 or 4.
+    #[test]
+    fn one_kernel_goes_on_with_what_has_come() {
+        let costs = |travel: f64| PassCosts {
+            collective: GemmCollective::AllGather,
+            product: vec![0.0, 3.0, 5.0, 7.0],
+            together: vec![2.0, 4.0, 6.0, 8.0],
+            travel: (0..=3).map(|n| travel * n as f64).collect(),
+            back: Vec::new(),
+            before: 2.0,
+            after: 0.0,
+            join: 0.0,
+            starts: ProductStart::OneKernel,
+            link: LinkUse::Shared,
+            overlapped_speed: 1.0,
+        };
+        assert_eq!(costs(1.0).seconds(&[1, 1, 1]), 8.0);
+        // All come at 3; one each 4, of which none is left when the next comes; the first at 4 and the others at 12.
+        assert_eq!(costs(1.0).seconds(&[3]), 3.0 + 7.0);
+        assert_eq!(costs(4.0).seconds(&[1, 1, 1]), 12.0 + 3.0);
+        assert_eq!(costs(4.0).seconds(&[1, 2]), 12.0 + 5.0);
     }
 }

@@ -6,6 +6,7 @@ mod costs;
 mod dispatches;
 mod experts;
 mod exposed;
+mod gathers;
 mod hosting;
 mod linear;
 mod policies;

@@ -186,9 +186,12 @@ __device__ __forceinline__ void gemm_load(const GemmArguments& arguments, GemmSh
     // The same thread of the warp each time.
     if (Epilogue::kLoadingThreads == 1 || elect_one()) {
       u32 ahead = 0;
-      if constexpr (Epilogue::kAwaitsRows) {
-        if (first) ahead = gemm_load_ahead<C>(arguments, shared, here, tile.column, halves_of_a(arguments, tile));
-        first = false;
+      if constexpr (Epilogue::kAwaitsRows && (kLoads & kLoadsA) != 0) {
+        // Who loads B alone waits for nothing.
+        if constexpr (kLoads & kLoadsB) {
+          if (first) ahead = gemm_load_ahead<C>(arguments, shared, here, tile.column, halves_of_a(arguments, tile));
+          first = false;
+        }
         epilogue.await_rows(tile);
         tile.source_row += epilogue.copy_row(tile);
       }

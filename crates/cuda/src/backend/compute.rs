@@ -1,6 +1,7 @@
 //! From a compute operation of a Program to the launcher that does it, its tensors checked before any run.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use counterpoint_driver::PitchedCopy;
 use counterpoint_exec::{ExecError, OperationFault, ProgramFault};
@@ -295,6 +296,21 @@ impl<'a> Prepare<'a> {
     pub(super) fn is_waited_for(&self, wanted: SignalId) -> bool {
         let waits = |op: &ProgramOp| matches!(op.op, Op::WaitSignal { signal, .. } if signal == wanted);
         self.program.ops.iter().any(waits)
+    }
+
+    /// Whether its products wait for rows themselves.
+    pub(super) fn waits_inside(&self) -> bool {
+        self.backend.waits_inside(self.program)
+    }
+
+    /// How long kernels wait.
+    pub(super) fn wait_limit(&self) -> Duration {
+        self.backend.world().config().limit
+    }
+
+    /// What errors call the operation.
+    pub(super) fn label(&self) -> &'a str {
+        &self.program.ops[self.index].label
     }
 
     /// Whether the Program's operations follow each other.

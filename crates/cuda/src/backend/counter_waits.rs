@@ -31,13 +31,33 @@ struct State {
     pages: Vec<SignalWaits>,
     records: Vec<(String, WaitRecord)>,
     used: usize,
+    /// Of a kernel that waits itself, likewise.
+    inside: Option<(String, WaitRecord)>,
 }
 
 impl CounterWaits {
     /// `setup` has nothing of a run on it.
     pub(super) fn new(setup: &Stream) -> Self {
         let (kernel, pages, records) = (None, Vec::new(), Vec::new());
-        Self(Arc::new(Mutex::new(State { setup: setup.clone(), kernel, pages, records, used: 0 })))
+        Self(Arc::new(Mutex::new(State {
+            setup: setup.clone(),
+            kernel,
+            pages,
+            records,
+            used: 0,
+            inside: None,
+        })))
+    }
+
+    /// Where a kernel that waits itself, of the operation called `label`, leaves that it gave up.
+    pub(super) fn record_inside(&self, label: &str, stream: &Stream) -> Result<WaitRecord, CudaError> {
+        let state = &mut *lock(&self.0);
+        if let Some((_, record)) = &state.inside {
+            return Ok(record.clone());
+        }
+        let record = WaitRecord::new(stream.device())?;
+        state.inside = Some((label.to_owned(), record.clone()));
+        Ok(record)
     }
 
     pub(super) fn begin_run(&self) {
@@ -84,7 +104,7 @@ impl CounterWaits {
     /// The first wait for a kernel that gave up, if one did, and its label.
     pub(super) fn missed(&self) -> Option<(String, MissedWait)> {
         let state = lock(&self.0);
-        let mut records = state.records.iter();
+        let mut records = state.records.iter().chain(&state.inside);
         records.find_map(|(label, record)| Some((label.clone(), record.missed()?)))
     }
 

@@ -61,7 +61,7 @@ impl Grouped {
             };
             launches.push(Launch { work, value });
         }
-        let signal = Some(op.signal).filter(|signal| prepare.is_waited_for(*signal));
+        let signal = op.signal.filter(|signal| prepare.is_waited_for(*signal));
         Ok(Self { launches, signal })
     }
 

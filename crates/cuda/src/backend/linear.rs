@@ -8,8 +8,8 @@ use super::CudaBuffer;
 use super::compute::Prepare;
 use super::matrix_rows::{ResultRows, SourceRows};
 use crate::kernel::{
-    ColumnSum, ColumnSumSpec, GEMM_DESTINATIONS, Gemm, GemmEpilogue, GemmGrid, GemmLayout, GemmRows,
-    GemmRunner, GemmSpec, GemmTensors,
+    ColumnSum, ColumnSumSpec, GEMM_DESTINATIONS, Gemm, GemmArriving, GemmEpilogue, GemmGrid, GemmLayout,
+    GemmRows, GemmRunner, GemmSpec, GemmTensors,
 };
 use crate::{CudaError, Stream};
 
@@ -251,6 +251,21 @@ impl Prepare<'_> {
             return Err(self.error(OperationFault::NoKernel));
         };
         let gemm = Gemm::with_shape(self.setup(), spec, shape).map_err(|error| self.device_error(error))?;
+        if let Some(waits) = gemm.waits() {
+            self.watch(waits);
+        }
+        Ok(gemm)
+    }
+
+    /// The same of a product whose operand arrives while it runs.
+    pub(super) fn arriving(&self, spec: &GemmSpec) -> Result<GemmArriving, ExecError> {
+        let made = GemmArriving::shapes(self.setup().device(), spec).and_then(|shapes| {
+            let shape = shapes.first().copied();
+            shape.map(|shape| GemmArriving::with_shape(self.setup(), spec, shape)).transpose()
+        });
+        let Some(gemm) = made.map_err(|error| self.device_error(error))? else {
+            return Err(self.error(OperationFault::NoKernel));
+        };
         if let Some(waits) = gemm.waits() {
             self.watch(waits);
         }

@@ -92,6 +92,11 @@ impl SourceRows {
         self.stride
     }
 
+    /// Whether a kernel takes a copy of them, which is made before it.
+    pub(super) fn is_copied(&self) -> bool {
+        self.copy.is_some()
+    }
+
     /// How many addresses there are.
     pub(super) fn tensors(&self) -> usize {
         if self.copy.is_some() { 1 } else { self.tensors.len() }

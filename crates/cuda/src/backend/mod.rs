@@ -1,5 +1,6 @@
 //! The CUDA backend: a rank is a set of streams on a device. Several ranks may share one.
 
+mod arriving;
 mod attention;
 mod attention_backward;
 mod attention_finish;
@@ -42,7 +43,7 @@ use counterpoint_exec::{
 };
 use counterpoint_plan::DType;
 use counterpoint_schedule::{
-    BufferRole, BufferSpec, OverlapPolicy, Program, Span, SpanKind, StreamKind, StreamSpec,
+    BufferRole, BufferSpec, OverlapPolicy, Program, SignalId, Span, SpanKind, StreamKind, StreamSpec,
 };
 
 pub(crate) use attention_backward::Backward;
@@ -53,6 +54,7 @@ pub use graph_run::GraphRun;
 pub use options::{PlainProducts, Timing};
 pub use pass_order::{PassOrder, Passes};
 pub use rank::CudaBackend;
+use signal::ArrivalWords;
 pub use signal::CudaSignal;
 pub use stream::CudaStream;
 pub(crate) use stream::SpanStart;
@@ -224,8 +226,11 @@ impl Backend for CudaBackend {
         Ok(barrier)
     }
 
-    fn create_signal(&self) -> Result<CudaSignal, ExecError> {
-        let signal = CudaSignal::new(&self.0.setup);
+    fn create_signal(&self, program: &Program, signal: SignalId) -> Result<CudaSignal, ExecError> {
+        let values = self.awaited_inside(program, signal).unwrap_or(0);
+        let words = (values > 0).then(|| ArrivalWords::new(&self.0.setup, values)).transpose();
+        let words = words.map_err(|error| self.error(&"words of a signal", error))?;
+        let signal = CudaSignal::new(&self.0.setup, words);
         self.watch_counters(signal.counter_waits());
         Ok(signal)
     }

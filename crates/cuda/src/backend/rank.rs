@@ -2,10 +2,10 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use counterpoint_exec::{ExecError, OpPlace, RunTimes, World};
-use counterpoint_schedule::SpanKind;
+use counterpoint_schedule::{Program, SignalId, SpanKind, WorkerShare};
 
 use super::clock::{Clock, RunClock};
 use super::counter_waits::CounterWaits;
@@ -77,6 +77,7 @@ pub(crate) struct Rank {
     pub(super) ranges: Option<Arc<NvtxRanges>>,
     /// Streams of the caller.
     pub(crate) borrowed: Mutex<Vec<Arc<CudaStream>>>,
+    waiting_margin: OnceLock<usize>,
 }
 
 impl CudaBackend {
@@ -120,8 +121,35 @@ impl CudaBackend {
             start_gate: StartGate::new(pace),
             ranges: NvtxRanges::of_process(),
             borrowed: Mutex::default(),
+            waiting_margin: OnceLock::new(),
         });
         Ok(Self(rank, setup, UnsentLists::default()))
+    }
+
+    /// Lets products wait for rows themselves where they leave so many multiprocessors to the collectives that bring them. Not where ranks share a
+    /// GPU, whose products would hold all of it together.
+    pub(crate) fn let_products_wait(&self, leaving: usize) {
+        // The first one counts.
+        let _ = self.0.waiting_margin.set(leaving);
+    }
+
+    /// Whether products of a Program wait for rows themselves.
+    pub(super) fn waits_inside(&self, program: &Program) -> bool {
+        let Some(&needed) = self.0.waiting_margin.get() else { return false };
+        let left = match program.policy.workers {
+            WorkerShare::Margin(workers) | WorkerShare::Partition(workers) => workers,
+            WorkerShare::Common => 0,
+        };
+        // Copy engines take none, and who says that they are through is one thread.
+        let needed = if program.policy.moves_by_engines() { 1 } else { needed.max(1) };
+        self.0.device.arch().is_hopper() && left >= needed
+    }
+
+    /// The highest value of a signal for which products of a Program wait themselves; `None` where none do.
+    pub(super) fn awaited_inside(&self, program: &Program, signal: SignalId) -> Option<u64> {
+        let arrivals = program.ops.iter().filter_map(|op| op.op.arrivals());
+        let of_signal = arrivals.filter(|arrivals| arrivals.signal == signal && self.waits_inside(program));
+        of_signal.flat_map(|arrivals| arrivals.values.iter().copied()).max()
     }
 
     /// What the ranks share.

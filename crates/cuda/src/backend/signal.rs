@@ -1,12 +1,44 @@
-//! Signals: what streams raise are events, what kernels raise while they run are counters on the device (`counter_waits`).
+//! Signals: what streams raise are events, and words on the device where kernels wait for it themselves; what kernels raise while they run are
+//! counters on the device (`counter_waits`).
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use super::counter_waits::{CounterWaits, RaisedCounter};
-use crate::kernel::LinkArrivals;
+use crate::kernel::{LinkArrivals, SignalRaise, WaitRecord};
 use crate::sync::lock;
-use crate::{CudaError, Event, Stream};
+use crate::{CudaError, DeviceBuffer, Event, Stream};
+
+/// Words by which kernels hear of what streams raise: one for each value from 1 on, which is not 0 once the signal has been raised to it. The
+/// kernel that waits for them lowers them.
+#[derive(Clone)]
+pub(super) struct ArrivalWords {
+    words: DeviceBuffer,
+    raise: SignalRaise,
+    values: u64,
+}
+
+impl ArrivalWords {
+    /// For values up to this one.
+    pub(super) fn new(setup: &Stream, values: u64) -> Result<Self, CudaError> {
+        // And CTAs of the kernel that are through.
+        let words = DeviceBuffer::from_slice(setup, &vec![0u32; values as usize + 1])?;
+        Ok(Self { words, raise: SignalRaise::new(setup.device())?, values })
+    }
+
+    /// Of a value; none of 0, which no one raises.
+    pub(super) fn word(&self, value: u64) -> u64 {
+        match value {
+            0 => 0,
+            _ => self.words.address() + (value - 1) * size_of::<u32>() as u64,
+        }
+    }
+
+    /// Of CTAs that are through.
+    pub(super) fn ended(&self) -> u64 {
+        self.word(self.values + 1)
+    }
+}
 
 /// A counter that streams and kernels raise and streams wait for, within a run.
 #[derive(Clone)]
@@ -19,6 +51,7 @@ struct State {
     events: Vec<Event>,
     used: usize,
     waits: CounterWaits,
+    words: Option<ArrivalWords>,
     /// Where kernels with device-side barriers raise it: what a kernel may wait for by itself, because those have started before.
     arrivals: Option<LinkArrivals>,
 }
@@ -32,9 +65,9 @@ enum Raise {
 
 impl CudaSignal {
     /// `setup` has nothing of a run on it.
-    pub(super) fn new(setup: &Stream) -> Self {
+    pub(super) fn new(setup: &Stream, words: Option<ArrivalWords>) -> Self {
         let (raises, events, waits) = (Vec::new(), Vec::new(), CounterWaits::new(setup));
-        Self(Arc::new(Mutex::new(State { raises, events, used: 0, waits, arrivals: None })))
+        Self(Arc::new(Mutex::new(State { raises, events, used: 0, waits, words, arrivals: None })))
     }
 
     pub(super) fn begin_run(&self) {
@@ -56,7 +89,23 @@ impl CudaSignal {
         state.events[index].record(stream)?;
         state.used += 1;
         state.raises.push((value, Raise::Event(index)));
-        Ok(())
+        match &state.words {
+            // SAFETY: the words belong to the prepared Program, which outlives its runs.
+            Some(ArrivalWords { words, raise, values }) if (1..=*values).contains(&value) => unsafe {
+                raise.launch(stream, words, value as usize - 1)
+            },
+            _ => Ok(()),
+        }
+    }
+
+    /// Words for a kernel that waits for what streams raise.
+    pub(super) fn words(&self) -> Option<ArrivalWords> {
+        lock(&self.0).words.clone()
+    }
+
+    /// Where a kernel of the operation called `label`, which waits for the words, leaves that it gave up; the same in every run.
+    pub(super) fn record_of_words(&self, label: &str, stream: &Stream) -> Result<WaitRecord, CudaError> {
+        lock(&self.0).waits.record_inside(label, stream)
     }
 
     /// What raises it is enqueued next, and a kernel may wait for that.
@@ -70,6 +119,16 @@ impl CudaSignal {
         match arrivals {
             Some(arrivals) => Ok(arrivals),
             None => self.wait_for_all(stream).map(|()| LinkArrivals::NONE),
+        }
+    }
+
+    /// `stream` goes on once one of the raises by streams that were enqueued and are to at least `value` has happened; at once for 0.
+    pub(super) fn wait_for_streams(&self, stream: &Stream, value: u64) -> Result<(), CudaError> {
+        let state = lock(&self.0);
+        let enough = state.raises.iter().find(|(raised, _)| *raised >= value);
+        match enough {
+            Some((_, Raise::Event(index))) if value > 0 => stream.wait(&state.events[*index]),
+            _ => Ok(()),
         }
     }
 

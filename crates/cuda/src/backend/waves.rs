@@ -1,9 +1,13 @@
-//! Products of a pass as one kernel that raises a signal group by group: groups of rows, or of columns.
+//! Products of a pass as one kernel that raises a signal group by group: groups of rows, or of columns. Those whose rows arrive group by group
+//! are another (`arriving`), or, where there is none for them, each of its own behind its rows.
 
 use counterpoint_exec::ExecError;
 use counterpoint_mask::Range;
-use counterpoint_schedule::{self as schedule, Accumulate, BufferId, GemmLayout, RowBlock, SignalId};
+use counterpoint_schedule::{
+    self as schedule, Accumulate, BufferId, GemmLayout, RowArrivals, RowBlock, SignalId,
+};
 
+use super::arriving::Arriving;
 use super::compute::Prepare;
 use super::counter_waits::RaisedCounter;
 use super::linear::{Product, RowSegment, segments};
@@ -16,7 +20,8 @@ use crate::{CudaError, DeviceBuffer, Stream};
 
 /// The products.
 pub(super) struct Waves {
-    signal: SignalId,
+    signal: Option<SignalId>,
+    arrivals: Option<RowArrivals>,
     work: Work,
 }
 
@@ -24,6 +29,7 @@ enum Work {
     /// One after the other, where no kernel stores results where they belong: those are copied, which events announce.
     Apart(Vec<Product>),
     Together(Box<Together>),
+    Arriving(Box<Arriving>),
 }
 
 /// As few launches as destinations allow: mostly one.
@@ -56,18 +62,21 @@ struct GroupRows {
 
 impl Waves {
     pub(super) fn new(prepare: &Prepare<'_>, op: &schedule::WaveGemm) -> Result<Self, ExecError> {
-        let together = match op.columns() {
-            None => Together::new(prepare, &op.groups)?,
-            Some(columns) => Together::of_columns(prepare, &op.groups, columns)?,
-        };
-        let work = match together {
-            Some(together) => Work::Together(Box::new(together)),
-            None => {
-                let products = op.groups.iter().map(|group| Product::new(prepare, group));
-                Work::Apart(products.collect::<Result<_, _>>()?)
+        let together = match (&op.arrivals, op.signal, op.columns()) {
+            (Some(arrivals), None, _) => Arriving::new(prepare, &op.groups, arrivals)?.map(Work::arriving),
+            (None, Some(_), None) => Together::new(prepare, &op.groups)?.map(Work::together),
+            (None, Some(_), Some(columns)) => {
+                Together::of_columns(prepare, &op.groups, columns)?.map(Work::together)
             }
+            // No kernel waits for rows and is waited for.
+            (Some(_), Some(_), _) | (None, None, _) => None,
         };
-        Ok(Self { signal: op.signal, work })
+        let apart = || {
+            let products = op.groups.iter().map(|group| Product::new(prepare, group));
+            products.collect::<Result<_, ExecError>>().map(Work::Apart)
+        };
+        let work = together.map_or_else(apart, Ok)?;
+        Ok(Self { signal: op.signal, arrivals: op.arrivals.clone(), work })
     }
 
     pub(super) fn launch(
@@ -76,21 +85,37 @@ impl Waves {
         buffers: &[CudaBuffer],
         signals: &[CudaSignal],
     ) -> Result<(), CudaError> {
-        let signal = &signals[self.signal.0];
+        let signal = self.signal.map(|signal| &signals[signal.0]);
         match &self.work {
-            Work::Apart(products) => products.iter().zip(1..).try_for_each(|(product, value)| {
+            Work::Apart(products) => products.iter().enumerate().try_for_each(|(number, product)| {
+                if let Some(RowArrivals { signal, values }) = &self.arrivals {
+                    signals[signal.0].wait_for_streams(stream, values[number])?;
+                }
                 product.launch(stream, buffers)?;
-                signal.raise(stream, value)
+                signal.map_or(Ok(()), |signal| signal.raise(stream, number as u64 + 1))
             }),
             Work::Together(together) => {
                 together.launch(stream, buffers)?;
                 let counters = together.rises.iter().enumerate();
-                signal.raised_by_kernel(
-                    counters.map(|(group, &rise)| RaisedCounter { address: together.counter(group), rise }),
-                );
+                let counters =
+                    counters.map(|(group, &rise)| RaisedCounter { address: together.counter(group), rise });
+                if let Some(signal) = signal {
+                    signal.raised_by_kernel(counters);
+                }
                 Ok(())
             }
+            Work::Arriving(arriving) => arriving.launch(stream, buffers, signals),
         }
+    }
+}
+
+impl Work {
+    fn together(work: Together) -> Self {
+        Self::Together(Box::new(work))
+    }
+
+    fn arriving(work: Arriving) -> Self {
+        Self::Arriving(Box::new(work))
     }
 }
 

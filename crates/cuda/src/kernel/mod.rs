@@ -43,6 +43,7 @@ mod row_pieces;
 mod row_reduce;
 mod scalar;
 mod signal_litmus;
+mod signal_raise;
 mod signal_wait;
 mod specialisation;
 mod staged_reduce;
@@ -73,11 +74,11 @@ pub use examine::{CompileReport, KernelFault, KernelReport, examine};
 pub use fault::{AttentionFault, RowsFault};
 pub use foreign_barrier::{ForeignBarrier, ForeignBarrierPhase};
 pub use gemm::{
-    GEMM_DESTINATIONS, GEMM_SOURCES, Gemm, GemmEpilogue, GemmFault, GemmGather, GemmGatherSpec,
-    GemmGatherTensors, GemmGrid, GemmLayout, GemmLibrary, GemmProblem, GemmReduce, GemmReduceSpec,
-    GemmReduceTensors, GemmRows, GemmRunner, GemmShape, GemmSignals, GemmSpec, GemmTensors, GroupedGemm,
-    GroupedGemmSpec, GroupedGemmTensors, LibraryGemm, ProblemFault, ProblemKBlock, ProblemRows, SumsGoTo,
-    TileOrder, TilePair, TileUnit, Warpgroups,
+    GEMM_DESTINATIONS, GEMM_SOURCES, Gemm, GemmArrivalWords, GemmArriving, GemmEpilogue, GemmFault,
+    GemmGather, GemmGatherSpec, GemmGatherTensors, GemmGrid, GemmLayout, GemmLibrary, GemmProblem,
+    GemmReduce, GemmReduceSpec, GemmReduceTensors, GemmRows, GemmRunner, GemmShape, GemmSignals, GemmSpec,
+    GemmTensors, GroupedGemm, GroupedGemmSpec, GroupedGemmTensors, LibraryGemm, ProblemFault, ProblemKBlock,
+    ProblemRows, SumsGoTo, TileOrder, TilePair, TileUnit, Warpgroups,
 };
 pub use head_resize::HeadResize;
 pub use layouts::shared_layouts;
@@ -101,6 +102,7 @@ pub use row_merge::{RowMerge, RowMergeSpec};
 pub use row_reduce::{ReduceTypes, RowReduce, RowReduceSpec};
 pub use scalar::Scalar;
 pub use signal_litmus::{SignalLitmus, SignalLitmusResult, SignalLitmusRound};
+pub use signal_raise::SignalRaise;
 pub use signal_wait::{SignalWait, SignalWaits};
 pub use specialisation::{MatrixUnit, Specialisation, specialisations, specialisations_for};
 pub use staged_reduce::StagedReduce;

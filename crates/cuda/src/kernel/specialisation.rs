@@ -5,7 +5,7 @@ use super::{
     cast, column_max, column_sum, count_up, foreign_barrier, gemm, head_resize, link_cast, link_copy,
     link_litmus, link_reduce, link_rows, portable_backward, portable_backward_query, portable_forward,
     random_fill, rms_norm, rms_norm_backward, row_check, row_copy, row_merge, row_reduce, signal_litmus,
-    signal_wait, staged_reduce, start_hold, start_litmus,
+    signal_raise, signal_wait, staged_reduce, start_hold, start_litmus,
 };
 use crate::{Arch, KernelSource};
 
@@ -52,6 +52,7 @@ pub fn specialisations() -> Vec<Specialisation> {
             row_copy::specialisations(arch),
             row_merge::specialisations(arch),
             row_reduce::specialisations(arch),
+            signal_raise::specialisations(arch),
             signal_wait::specialisations(arch),
             start_hold::specialisations(arch),
             foreign_barrier::specialisations(arch),

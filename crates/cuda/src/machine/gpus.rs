@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use counterpoint_choose::{ColumnGroups, LinearMachine};
+use counterpoint_choose::{LinearMachine, Offered};
 use counterpoint_cost::{MachineProfile, WorkerSharing};
 use counterpoint_exec::{ElementTypes, Ends, ExecError, Machine, World, check_memory};
 use counterpoint_plan::{DType, Topology};
@@ -230,7 +230,8 @@ impl Machine for CudaMachine {
             Topology::flat(ranks),
             self.cost(None, ranks),
         )
-        .with_column_groups(ColumnGroups::Tuned)
+        .with_column_groups(Offered::Tuned)
+        .with_arriving_rows(Offered::Tuned)
     }
 
     fn connect(&self, world: &Arc<World>) -> Result<Vec<Ends<Self>>, ExecError> {
@@ -245,6 +246,9 @@ impl Machine for CudaMachine {
                 let (device, clock) = (&devices[rank], clocks[rank % self.devices.len()].clone());
                 let (others, pace) = (self.others.clone(), Arc::default());
                 let backend = CudaBackend::new(world, rank, device, self.timing, clock, others, pace)?;
+                if world.size() <= self.devices.len() {
+                    backend.let_products_wait(self.transport.waiting_margin(self.num_sms));
+                }
                 Ok((backend, transport))
             })
             .collect()

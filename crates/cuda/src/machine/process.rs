@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use counterpoint_choose::{ColumnGroups, LinearMachine};
+use counterpoint_choose::{LinearMachine, Offered};
 use counterpoint_cost::CostModel;
 use counterpoint_exec::{ElementTypes, Ends, ExecError, Facet, Machine, Rendezvous, World, check_memory};
 use counterpoint_plan::Topology;
@@ -295,7 +295,8 @@ impl Machine for CudaProcess {
         let has_barriers = self.has_barriers && self.topology.nodes() == 1;
         let overlaps = self.transport.pass_overlaps(has_barriers, self.transport.workers(self.num_sms));
         LinearMachine::new(self.transport.transport(), overlaps, self.topology, self.cost(None))
-            .with_column_groups(ColumnGroups::Tuned)
+            .with_column_groups(Offered::Tuned)
+            .with_arriving_rows(Offered::Tuned)
     }
 
     fn barrier(&self, place: &str) -> Result<(), ExecError> {
@@ -320,6 +321,9 @@ impl Machine for CudaProcess {
             let levels = means.into_iter().map(level).collect::<Result<_, ExecError>>()?;
             let (clock, others, pace) = (Arc::default(), self.others.clone(), self.pace.clone());
             let backend = CudaBackend::new(world, rank, device, self.timing, clock, others, pace)?;
+            if self.sharing == 1 {
+                backend.let_products_wait(self.transport.waiting_margin(self.num_sms));
+            }
             Ok(vec![(backend, LevelledTransport::new(levels))])
         };
         connect().map_err(|error| world.fail(error))

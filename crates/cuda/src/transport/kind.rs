@@ -55,6 +55,12 @@ impl TransportKind {
         self.nccl().and_then(|settings| settings.workers()).unwrap_or(own as usize)
     }
 
+    /// Multiprocessors that a product must leave free where it waits for rows that others bring: its kernels, or the one thread that says that copy
+    /// engines are through.
+    pub(crate) fn waiting_margin(self, own: u32) -> usize {
+        if self == Self::CopyEngine { 1 } else { self.workers(own) }
+    }
+
     /// The ways in which passes of linear layers can be run; `has_barriers` where kernels of all ranks can wait for each other, and
     /// `workers` the multiprocessors of this transport's kernels.
     pub(crate) fn pass_overlaps(self, has_barriers: bool, workers: usize) -> Vec<PassOverlap> {

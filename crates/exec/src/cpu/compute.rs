@@ -11,8 +11,8 @@ use counterpoint_cpu_kernels::{
 use counterpoint_mask::Range;
 use counterpoint_schedule::{
     Accumulate, ArrivingKeys, AttentionBackward, AttentionDelta, AttentionFinish, AttentionForward,
-    AttentionState, BufferId, ColumnSum, Delivery, ForwardBegin, ForwardEnd, Gemm, Op, Program, RowBlock,
-    SignalId,
+    AttentionState, BufferId, ColumnSum, Delivery, ForwardBegin, ForwardEnd, Gemm, Op, Program, RowArrivals,
+    RowBlock, SignalId,
 };
 use rayon::ThreadPool;
 
@@ -62,8 +62,13 @@ impl CpuKernel {
         self.op.arriving().map(|keys| keys.delivery)
     }
 
+    /// That of the rows that its products take as they arrive.
+    pub(super) fn arrivals(&self) -> Option<&RowArrivals> {
+        self.op.arrivals()
+    }
+
     /// On a stream's thread: runs it on `workers`. `raise` raises its signal, `delivered` waits for the rows that it takes as they
-    /// arrive.
+    /// arrive, `arrived` for those of its product of this number.
     // Long: one arm for each operation.
     pub(super) fn run(
         &self,
@@ -73,6 +78,7 @@ impl CpuKernel {
         workers: &ThreadPool,
         raise: impl Fn(u64),
         delivered: &dyn Fn() -> Result<(), ExecError>,
+        arrived: &dyn Fn(usize) -> Result<(), ExecError>,
     ) -> Result<(), ExecError> {
         let access = Access { rank, place, buffers, delivered };
         let dtype = |id: BufferId| buffers[id.0].dtype();
@@ -90,6 +96,7 @@ impl CpuKernel {
             Op::AttentionBackward(op) => backward_of_type(op, &access, workers),
             Op::Gemm(op) => multiply(op, &access, workers),
             Op::WaveGemm(op) => op.groups.iter().enumerate().try_for_each(|(done, group)| {
+                arrived(done)?;
                 multiply(group, &access, workers)?;
                 raise(done as u64 + 1);
                 Ok(())

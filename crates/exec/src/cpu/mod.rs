@@ -18,7 +18,8 @@ use std::time::Instant;
 
 use counterpoint_plan::DType;
 use counterpoint_schedule::{
-    BufferSpec, OverlapPolicy, PolicySupport, Program, RankTransport, Span, SpanKind, StreamSpec, Workload,
+    BufferSpec, OverlapPolicy, PolicySupport, Program, RankTransport, SignalId, Span, SpanKind, StreamSpec,
+    Workload,
 };
 use rayon::ThreadPool;
 
@@ -29,6 +30,7 @@ pub use event::CpuEvent;
 pub use host_view::{HostView, MemoryKeeper};
 pub use kernel_barrier::KernelBarrier;
 pub use signal::CpuSignal;
+use signal::SignalPoint;
 pub use stream::CpuStream;
 pub(crate) use stream::{ProgramPart, StreamShared};
 pub(crate) use user_kernel::CpuUserKernels;
@@ -231,7 +233,7 @@ impl Backend for CpuBackend {
         Ok(KernelBarrier::new(&self.world))
     }
 
-    fn create_signal(&self) -> Result<CpuSignal, ExecError> {
+    fn create_signal(&self, _: &Program, _: SignalId) -> Result<CpuSignal, ExecError> {
         Ok(CpuSignal::new(&self.world))
     }
 
@@ -305,6 +307,11 @@ impl Backend for CpuBackend {
     ) -> Result<(), ExecError> {
         let kernel = kernel.clone();
         let delivered = kernel.delivery().map(|delivery| signals[delivery.signal.0].last());
+        // 0 is before anything is raised.
+        let arrivals: Vec<Option<SignalPoint>> = kernel.arrivals().map_or_else(Vec::new, |arrivals| {
+            let signal = &signals[arrivals.signal.0];
+            arrivals.values.iter().map(|&value| (value > 0).then(|| signal.at(value))).collect()
+        });
         let buffers = buffers.to_vec();
         let (workers, rank, at) = (self.workers.clone(), self.rank, place.clone());
         let raised = kernel.raises().map(|(signal, most)| {
@@ -319,7 +326,11 @@ impl Backend for CpuBackend {
                     counter.raise(base + value);
                 }
             };
-            kernel.run(rank, &at, &buffers, &workers, raise, &delivered)?;
+            let arrived = |product: usize| match arrivals.get(product) {
+                Some(Some(point)) => point.wait(stream, &at),
+                _ => Ok(()),
+            };
+            kernel.run(rank, &at, &buffers, &workers, raise, &delivered, &arrived)?;
             Ok(Some(SpanKind::Compute))
         })
     }

@@ -1,5 +1,7 @@
 //! Signals of the CPU backend: a stream waits for a value that another raises while it goes on.
 
+use std::time::Instant;
+
 use super::counter::Counter;
 use super::stream::{CpuStream, StreamShared};
 use crate::world::World;
@@ -17,6 +19,11 @@ impl CpuSignal {
     /// Notes that what is enqueued next on `stream` raises it to `value`, counted from the start of the run.
     pub(crate) fn expect(&self, stream: &CpuStream, place: &OpPlace, value: u64) -> SignalPoint {
         SignalPoint { counter: self.0.clone(), absolute: self.0.issue_value(stream, place, value) }
+    }
+
+    /// The point at which it is `value`, counted from the start of the run.
+    pub(crate) fn at(&self, value: u64) -> SignalPoint {
+        SignalPoint { counter: self.0.clone(), absolute: self.0.absolute(value) }
     }
 
     /// The point that has been enqueued last.
@@ -37,8 +44,12 @@ impl SignalPoint {
         self.counter.raise(self.absolute);
     }
 
-    /// On a stream's thread: sleeps until the signal is there.
+    /// On a stream's thread, inside an operation: sleeps until the signal is there.
     pub(crate) fn wait(&self, stream: &StreamShared, place: &OpPlace) -> Result<(), ExecError> {
-        self.counter.wait(stream, place, self.absolute).map(|_| ())
+        let began = Instant::now();
+        if self.counter.wait(stream, place, self.absolute)?.is_some() {
+            stream.paused_since(began);
+        }
+        Ok(())
     }
 }

@@ -27,6 +27,8 @@ pub(crate) struct StreamShared {
     pub(crate) status: Arc<StreamStatus>,
     queued: Arc<Monitor<Queued>>,
     measured: Mutex<Vec<Measured>>,
+    /// Waits inside the operation under way.
+    pauses: Mutex<Vec<[Instant; 2]>>,
 }
 
 #[derive(Debug, Default)]
@@ -72,7 +74,8 @@ impl CpuStream {
             rank,
             status: world.register_stream(rank, name, kind),
             queued: world.monitor(Queued::default()),
-            measured: Mutex::new(Vec::new()),
+            measured: Mutex::default(),
+            pauses: Mutex::default(),
         });
         let (queue, jobs) = mpsc::channel();
         let worker = shared.clone();
@@ -141,6 +144,24 @@ impl CpuStream {
 }
 
 impl StreamShared {
+    /// Notes that the operation under way has waited since `began`.
+    pub(crate) fn paused_since(&self, began: Instant) {
+        lock(&self.pauses).push([began, Instant::now()]);
+    }
+
+    /// Keeps the times of an operation, its waits apart from what it did between them.
+    fn keep(&self, place: &OpPlace, kind: SpanKind, [start, end]: [Instant; 2], pauses: &[[Instant; 2]]) {
+        let mut measured = lock(&self.measured);
+        let mut span = |kind, start, end| measured.push(Measured { place: place.clone(), kind, start, end });
+        let mut from = start;
+        for &[began, ended] in pauses {
+            span(kind, from, began);
+            span(SpanKind::Wait, began, ended);
+            from = ended;
+        }
+        span(kind, from, end);
+    }
+
     fn work(&self, jobs: &mpsc::Receiver<Job>) {
         let mut occurrences: HashMap<usize, u64> = HashMap::new();
         for job in jobs {
@@ -171,10 +192,9 @@ impl StreamShared {
             work(self)
         }));
         let end = Instant::now();
+        let pauses = std::mem::take(&mut *lock(&self.pauses));
         match result {
-            Ok(Ok(Some(kind))) if is_timed => {
-                lock(&self.measured).push(Measured { place, kind, start, end });
-            }
+            Ok(Ok(Some(kind))) if is_timed => self.keep(&place, kind, [start, end], &pauses),
             Ok(Ok(_)) => {}
             Ok(Err(error)) => drop(self.world.fail(error)),
             Err(panic) => {

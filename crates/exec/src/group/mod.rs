@@ -130,7 +130,7 @@ impl<M: Machine> Group<M> {
     /// hold all multiprocessors while it waits for other ranks. A policy that is named is taken as it is. The same on all ranks.
     #[must_use]
     pub fn beside_collectives(mut self) -> Self {
-        self.linear = Arc::new((*self.linear).clone().without_fused());
+        self.linear = Arc::new((*self.linear).clone().without_waiting_products());
         self
     }
 

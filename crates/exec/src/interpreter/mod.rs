@@ -7,7 +7,7 @@ mod steps;
 use std::sync::Arc;
 use std::time::Instant;
 
-use counterpoint_schedule::{BufferRole, BufferSpec, Program, Timeline};
+use counterpoint_schedule::{BufferRole, BufferSpec, Program, SignalId, Timeline};
 
 pub use self::call::Call;
 use self::enqueue::Enqueue;
@@ -135,7 +135,9 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
             barriers: (0..program.num_barriers)
                 .map(|_| backend.create_barrier())
                 .collect::<Result<_, _>>()?,
-            signals: (0..program.num_signals).map(|_| backend.create_signal()).collect::<Result<_, _>>()?,
+            signals: (0..program.num_signals)
+                .map(|signal| backend.create_signal(&program, SignalId(signal)))
+                .collect::<Result<_, _>>()?,
             buffers,
             other_lanes,
             steps,

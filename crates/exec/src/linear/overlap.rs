@@ -3,10 +3,12 @@
 use std::sync::{Arc, Mutex};
 
 use counterpoint_choose::{
-    ColumnGroups, LayerGroups, LinearMachine, TunedGroups, TunedPass, TunedShape, TunedSizes,
+    LayerGroups, LinearMachine, Offered, TunedGroups, TunedPass, TunedShape, TunedSizes,
 };
 use counterpoint_cost::CostModel;
-use counterpoint_plan::{LinearBound, LinearField, LinearPlan, LinearSpec, PlanError, WaveGroups};
+use counterpoint_plan::{
+    GemmCollective, LinearBound, LinearField, LinearPlan, LinearSpec, PlanError, WaveGroups,
+};
 use counterpoint_schedule::{OverlapPolicy, PassOverlap};
 
 use super::layer::LayerGradient;
@@ -209,7 +211,10 @@ fn tuned_pass(
     let runs = |plan: &TunedGroups| {
         let in_columns = matches!(plan.groups, TunedSizes::Columns { .. });
         let has_them = plan.policy.parse().is_ok_and(|policy| has_kernels(machine, &policy));
-        has_them && !(in_columns && machine.column_groups == ColumnGroups::Never)
+        let gathers = GemmCollective::of_pass(spec, pass.direction()) == Some(GemmCollective::AllGather);
+        let waits = gathers && plan.policy.parse().is_ok_and(|policy: OverlapPolicy| policy.is_in_waves());
+        let refused = |is: bool, offered| is && offered == Offered::Never;
+        has_them && !refused(in_columns, machine.column_groups) && !refused(waits, machine.arriving_rows)
     };
     let found = tuned.plans.layers.fastest(&shape, runs)?;
     let policy = found.policy.parse().ok()?;
@@ -239,7 +244,7 @@ fn tuned_groups(
 #[cfg(test)]
 mod tests {
     use counterpoint_choose::{GroupSearch, TunedHere, TunedPlace, TunedPlans};
-    use counterpoint_plan::{Activations, DType, GemmCollective, LinearKind, Topology};
+    use counterpoint_plan::{Activations, DType, LinearKind, Topology};
     use counterpoint_schedule::RankTransport;
 
     use super::*;
@@ -321,7 +326,7 @@ mod tests {
         let of = |machine: &LinearMachine, spec, gradient| passes.passes(machine, spec, gradient).unwrap();
         let spec = LinearSpec { tokens: 5000, ..spec };
         let fused = of(&machine, spec, LayerGradient::Written);
-        let apart = of(&machine.clone().without_fused(), spec, LayerGradient::Written);
+        let apart = of(&machine.clone().without_waiting_products(), spec, LayerGradient::Written);
         assert!(!apart.forward.policy.is_fused() && !apart.backward.policy.is_fused());
         assert!(fused.forward.policy.is_fused() || fused.backward.policy.is_fused());
         let place = TunedPlace { device: "X".to_owned(), transport: "nvlink".to_owned() };
@@ -363,7 +368,8 @@ mod tests {
         let ran = |overlaps, column_groups| {
             let tuned = Some(Arc::new(TunedHere { place: place.clone(), plans: plans.clone() }));
             let transport = RankTransport::Nvlink;
-            let machine = LinearMachine { transport, overlaps, topology, cost, tuned, column_groups };
+            let machine = LinearMachine::new(transport, overlaps, topology, cost);
+            let machine = LinearMachine { tuned, column_groups, ..machine };
             let passes = LayerOverlap::default().passes(&machine, spec, LayerGradient::Written).unwrap();
             (passes.forward.policy.to_string(), passes.forward.plan.wave_groups())
         };
@@ -372,14 +378,45 @@ mod tests {
         let fused_way = ways.into_iter().find(PassOverlap::is_fused).unwrap();
         let rows = |sizes: &[usize]| WaveGroups::Sizes(sizes.to_vec());
         let columns = WaveGroups::ColumnSizes(vec![16, 16]);
-        for column_groups in [ColumnGroups::Predicted, ColumnGroups::Tuned] {
+        for column_groups in [Offered::Predicted, Offered::Tuned] {
             let found = ran(vec![PassOverlap::SEQUENTIAL], column_groups);
             assert_eq!(found, ("signals".to_owned(), columns.clone()));
         }
-        assert_eq!(ran(vec![PassOverlap::SEQUENTIAL, fused_way], ColumnGroups::Never), (fused, rows(&[32])));
+        assert_eq!(ran(vec![PassOverlap::SEQUENTIAL, fused_way], Offered::Never), (fused, rows(&[32])));
         assert_eq!(
-            ran(vec![PassOverlap::SEQUENTIAL], ColumnGroups::Never),
+            ran(vec![PassOverlap::SEQUENTIAL], Offered::Never),
             ("concurrent".to_owned(), rows(&[12, 20]))
         );
+    }
+
+    /// Where collectives of others run too, nothing that waits for rows and holds multiprocessors meanwhile is taken.
+    #[test]
+    fn tuned_products_that_wait_for_rows_are_passed_over_where_they_are_in_the_way() {
+        let spec = GemmCollective::AllGather.layer([64, 32, 16].into(), DType::F32);
+        let topology = Topology::flat(2);
+        let place = TunedPlace { device: "X".to_owned(), transport: "nccl".to_owned() };
+        let shape = TunedShape::of(&spec, TunedPass::Forward, topology, &place).unwrap();
+        let mut plans = TunedPlans::default();
+        for (policy, seconds) in [("signals+sm-margin=16", 0.1), ("concurrent", 0.2)] {
+            plans.layers.insert(TunedGroups {
+                shape: shape.clone(),
+                policy: policy.to_owned(),
+                groups: TunedSizes::Rows(vec![12, 20]),
+                seconds,
+                sequential_seconds: 1.0,
+                search: GroupSearch::Exhaustive,
+            });
+        }
+        let overlaps = RankTransport::Nccl.pass_overlaps(true, 16);
+        let machine = LinearMachine::new(RankTransport::Nccl, overlaps, topology, CostModel::H200);
+        let machine = LinearMachine { tuned: Some(Arc::new(TunedHere { place, plans })), ..machine };
+        let policy = |machine: &LinearMachine| {
+            let passes = LayerOverlap::default().passes(machine, spec, LayerGradient::Written).unwrap();
+            passes.forward.policy.to_string()
+        };
+        for offered in [Offered::Predicted, Offered::Tuned] {
+            assert_eq!(policy(&machine.clone().with_arriving_rows(offered)), "signals+sm-margin=16");
+        }
+        assert_eq!(policy(&machine.without_waiting_products()), "concurrent");
     }
 }

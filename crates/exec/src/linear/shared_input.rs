@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use counterpoint_choose::ColumnGroups;
+use counterpoint_choose::Offered;
 use counterpoint_plan::{Activations, LinearKind, LinearPlan, LinearSpec};
 use counterpoint_schedule::{
     BufferSpec, InputGradient, SharedInput, Timeline, lower_shared_input_backward,
@@ -72,7 +72,7 @@ impl<M: Machine> SharedInputLinear<M> {
             dtype,
         };
         // A kernel that sends its tiles, or columns of them, makes them of one product.
-        let machine = group.linear().clone().without_fused().with_column_groups(ColumnGroups::Never);
+        let machine = group.linear().clone().without_waiting_products().with_column_groups(Offered::Never);
         let all = out_features.iter().fold(0usize, |sum, features| sum.saturating_add(*features));
         let passes = overlap.passes(&machine, spec(all), gradient).map_err(failed)?;
         let layer = |&out_features: &usize| {

@@ -7,7 +7,7 @@ use counterpoint_exec::{
     RunConfig, SlowLink, run_linear,
 };
 use counterpoint_plan::{Activations, DType, LinearKind, LinearPlan, LinearSpec, WaveGroups};
-use counterpoint_schedule::{OverlapPolicy, StartOrder, WeightGradient};
+use counterpoint_schedule::{OverlapPolicy, SpanKind, StartOrder, WeightGradient};
 use half::{bf16, f16};
 use proptest::prelude::*;
 
@@ -335,6 +335,79 @@ fn columns_of_few_rows_travel_under_the_product() {
     let (some, in_columns) = forward(StartOrder::Signals, WaveGroups::Columns(8));
     assert_eq!(y, in_columns);
     assert!(none < 0.05 && some > 0.4, "{none} of tokens, {some} of columns");
+}
+
+/// Column forwards and row backwards under sequence parallelism: one product takes groups of rows as they arrive over an imitated link, and
+/// waits only where it is ahead of them.
+#[test]
+fn rows_are_multiplied_as_they_arrive() {
+    let spec = |kind| LinearSpec {
+        kind,
+        activations: Activations::SequenceParallel,
+        tokens: 256,
+        in_features: 512,
+        out_features: 512,
+        has_bias: false,
+        dtype: DType::F32,
+    };
+    for kind in [LinearKind::Column, LinearKind::Row] {
+        let given = inputs(&spec(kind), None, 1);
+        let pass = |start, groups| {
+            let mut config = config(WeightGradient::Frozen, start);
+            config.run = config.run.with_poison(false);
+            // A group of four takes 16 ms, far more than its product.
+            config.run.slow_link =
+                Some(SlowLink { alpha: Duration::from_millis(8), bytes_per_second: 8e6, network: None });
+            let run = run(&plan(spec(kind), 2, groups), &given, &config);
+            let timeline = if kind == LinearKind::Column { run.forward } else { run.backward.unwrap() };
+            (timeline, run.outputs)
+        };
+        let (_, sequential) = pass(StartOrder::Sequential, 1);
+        let (timeline, outputs) = pass(StartOrder::Signals, 4);
+        assert_eq!(outputs, sequential);
+        let label = if kind == LinearKind::Column { "y" } else { "dx" };
+        for rank in 0..2 {
+            let of = |label: &str, kind: SpanKind| {
+                let spans = timeline.spans.iter().filter(|span| (span.rank, span.kind) == (rank, kind));
+                let mut spans: Vec<_> = spans.filter(|span| span.label == label).collect();
+                spans.sort_by(|a, b| a.start.total_cmp(&b.start));
+                spans
+            };
+            let (products, waits) = (of(label, SpanKind::Compute), of(label, SpanKind::Wait));
+            let gathers = of("all-gather", SpanKind::Communication);
+            assert_eq!((products.len(), waits.len(), gathers.len()), (5, 4, 4));
+            // Its own rows are done before any others are there; each group's product ends before the next group is there.
+            assert!(products[0].end < gathers[0].end, "{kind}: {timeline:?}");
+            for (product, gather) in products[1..].iter().zip(&gathers) {
+                assert!(product.start >= gather.end, "{kind}: {timeline:?}");
+            }
+            assert!(products[3].start < gathers[3].end, "{kind}: {timeline:?}");
+        }
+    }
+}
+
+/// A group that never comes: whoever waits for it inside the product says so once the limit is over.
+#[test]
+fn rows_that_never_arrive_are_named() {
+    let spec = LinearSpec {
+        kind: LinearKind::Column,
+        activations: Activations::SequenceParallel,
+        tokens: 64,
+        in_features: 32,
+        out_features: 32,
+        has_bias: false,
+        dtype: DType::F32,
+    };
+    let given = LinearInputs { dy: None, ..inputs(&spec, None, 1) };
+    let mut config = config(WeightGradient::Frozen, StartOrder::Signals);
+    config.run.world.limit = Duration::from_millis(300);
+    let at = FaultPoint::Label { label: "tokens arrived".to_owned(), stage: Some(2) };
+    let kind = FaultKind::Stall(Duration::from_secs(2));
+    config.run.world.faults = vec![FaultInjection { rank: 1, program: None, at, kind }];
+    let error = run_linear(&plan(spec, 2, 2), &given, &config).unwrap_err().to_string();
+    for word in ["rank 1", "a signal of stream all-gather", "tokens arrived", "y"] {
+        assert!(error.contains(word), "{word} in {error}");
+    }
 }
 
 #[test]

@@ -86,7 +86,13 @@ impl LeavingTokens {
         if let Some(signal) = signal {
             // Queued before whoever waits for its signal.
             let rows = RowsOrigin::of(&lowering.rows, ExpertRowsOf::AllLeaving);
-            let op = Op::WaveGemm(WaveGemm { groups: products, grouped: true, signal, rows });
+            let op = Op::WaveGemm(WaveGemm {
+                groups: products,
+                grouped: true,
+                signal: Some(signal),
+                arrivals: None,
+                rows,
+            });
             lowering.p.push(lowering.compute, None, label, op);
         }
         for (group, (value, reduce)) in reduces.into_iter().enumerate() {

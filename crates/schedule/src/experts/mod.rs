@@ -66,7 +66,7 @@ impl<'a> Lowering<'a> {
     fn multiply(&mut self, stage: Option<usize>, label: &str, products: Vec<Gemm>, rows: ExpertRowsOf) {
         if !products.is_empty() {
             let (signal, rows) = (self.p.signal(), RowsOrigin::of(&self.rows, rows));
-            let op = WaveGemm { groups: products, grouped: true, signal, rows };
+            let op = WaveGemm { groups: products, grouped: true, signal: Some(signal), arrivals: None, rows };
             self.p.push(self.compute, stage, label, Op::WaveGemm(op));
         }
     }

@@ -200,9 +200,14 @@ pub(super) fn row_of(
         if let Some(written) = written {
             gathered.after(lowering, written);
         }
-        for stage in 0..=plan.groups() {
-            let rows = gathered.enter(lowering, stage);
-            input_gradient(lowering, stage, rows, weight, dx);
+        if GatheredTokens::is_one_kernel(lowering) {
+            let product = |lowering: &Lowering<'_>, rows| input_product(lowering, rows, weight, dx);
+            gathered.multiply_as_they_arrive(lowering, "dx", product);
+        } else {
+            for stage in 0..=plan.groups() {
+                let rows = gathered.enter(lowering, stage);
+                input_gradient(lowering, stage, rows, weight, dx);
+            }
         }
         all_dy = gathered.all(lowering);
     } else {

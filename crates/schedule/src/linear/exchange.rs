@@ -7,7 +7,10 @@ use counterpoint_plan::{Activations, LinearPlan};
 
 use super::LayerPart;
 use crate::builder::{Mark, ProgramBuilder};
-use crate::{BarrierId, BufferId, BufferRole, GroupCast, Op, RowBlock, StreamId, StreamKind};
+use crate::{
+    BarrierId, BufferId, BufferRole, Gemm, GroupCast, HardwareQueues, Op, RowArrivals, RowBlock, RowsOrigin,
+    StreamId, StreamKind, WaveGemm,
+};
 
 /// One rank's Program of a layer in the making.
 pub(super) struct Lowering<'a> {
@@ -66,7 +69,9 @@ pub(super) struct GatheredTokens {
     role: BufferRole,
     stream: StreamId,
     /// Of each group that has been sent, its rows of all ranks but this one, with room for these.
-    groups: Vec<(BufferId, Mark)>,
+    groups: Vec<BufferId>,
+    /// When they are here, where an event says so.
+    arrived: Vec<Mark>,
     barrier: Option<BarrierId>,
 }
 
@@ -82,7 +87,8 @@ impl GatheredTokens {
         let p = &mut lowering.p;
         let stream = p.stream("all-gather", StreamKind::Communication);
         let barrier = p.barrier();
-        Self { own, columns, name: name.to_owned(), role, stream, groups: Vec::new(), barrier }
+        let (name, groups, arrived) = (name.to_owned(), Vec::new(), Vec::new());
+        Self { own, columns, name, role, stream, groups, arrived, barrier }
     }
 
     /// Sends nothing before this mark.
@@ -90,8 +96,8 @@ impl GatheredTokens {
         lowering.p.after(self.stream, None, "wait for tokens of this rank", mark);
     }
 
-    /// Sends the next group.
-    fn send(&mut self, lowering: &mut Lowering<'_>) {
+    /// Sends the next group. Its number.
+    fn send(&mut self, lowering: &mut Lowering<'_>) -> usize {
         let (plan, rank) = (lowering.plan, lowering.rank);
         let (group, p) = (self.groups.len(), &mut lowering.p);
         let rows = plan.group_tokens(group).iter().map(Range::len).sum();
@@ -105,42 +111,91 @@ impl GatheredTokens {
             delivery: None,
         };
         p.push(self.stream, Some(group + 1), LayerPart::Gather.label(), Op::GroupCast(op));
-        self.groups.push((buffer, p.mark(self.stream, Some(group + 1), "tokens arrived")));
+        self.groups.push(buffer);
+        group
+    }
+
+    /// Marks that the last group that was sent is here.
+    fn arrived(&mut self, lowering: &mut Lowering<'_>) {
+        let mark = lowering.p.mark(self.stream, Some(self.groups.len()), "tokens arrived");
+        self.arrived.push(mark);
+    }
+
+    /// The rows of a stage, for each piece where it lies and which tokens it is: of stage 0 those that the rank has itself, of stage
+    /// `group + 1` those that come from the others.
+    fn of_stage(&self, lowering: &Lowering<'_>, stage: usize) -> (Vec<RowBlock>, Vec<Range>) {
+        let (plan, rank) = (lowering.plan, lowering.rank);
+        let Some(group) = stage.checked_sub(1) else {
+            let tokens = plan.tokens_of(rank);
+            return (block(self.own, Range::new(0, tokens.len())), nonempty(tokens));
+        };
+        let buffer = self.groups[group];
+        let mut end = 0;
+        let (mut blocks, mut tokens) = (Vec::new(), Vec::new());
+        for (owner, piece) in plan.group_tokens(group).into_iter().enumerate() {
+            end += piece.len();
+            if owner != rank && !piece.is_empty() {
+                blocks.push(RowBlock { buffer, rows: Range::new(end - piece.len(), end) });
+                tokens.push(piece);
+            }
+        }
+        (blocks, tokens)
+    }
+
+    /// Whether the products of all stages are one kernel, whose tiles wait for the group that they read. What it waits for is enqueued
+    /// before it, so on a single hardware queue it would start with the last group; there each group has a product.
+    pub(super) fn is_one_kernel(lowering: &Lowering<'_>) -> bool {
+        let policy = lowering.p.policy();
+        policy.is_in_waves() && !policy.is_fused() && policy.queues == HardwareQueues::Many
+    }
+
+    /// Sends every group and has a signal say that it is here: the products of all stages that have rows, as `product` makes them, in one
+    /// kernel that takes them as they arrive.
+    pub(super) fn multiply_as_they_arrive(
+        &mut self,
+        lowering: &mut Lowering<'_>,
+        label: &str,
+        product: impl Fn(&Lowering<'_>, (Vec<RowBlock>, Vec<Range>)) -> Gemm,
+    ) {
+        let signal = lowering.p.signal();
+        for _ in 0..lowering.plan.groups() {
+            let value = self.send(lowering) as u64 + 1;
+            lowering.p.push(
+                self.stream,
+                Some(self.groups.len()),
+                "tokens arrived",
+                Op::Signal { signal, value },
+            );
+        }
+        let (mut groups, mut values) = (Vec::new(), Vec::new());
+        for stage in 0..=lowering.plan.groups() {
+            let rows = self.of_stage(lowering, stage);
+            if !rows.0.is_empty() {
+                groups.push(product(lowering, rows));
+                values.push(stage as u64);
+            }
+        }
+        let arrivals = Some(RowArrivals { signal, values });
+        let op = WaveGemm { groups, grouped: false, signal: None, arrivals, rows: RowsOrigin::default() };
+        lowering.p.push(lowering.compute, None, label, Op::WaveGemm(op));
     }
 
     /// The rows of stage 0, which the rank has itself, and those of stage `group + 1`, which come from the others: for each
     /// piece where it lies and which tokens it is. Has the computation wait for it. The group that the stage's product hides is sent
     /// before; those after it are not, for a product should not wait until all of them are enqueued.
     pub(super) fn enter(&mut self, lowering: &mut Lowering<'_>, stage: usize) -> (Vec<RowBlock>, Vec<Range>) {
-        let (plan, rank, compute) = (lowering.plan, lowering.rank, lowering.compute);
-        if stage < plan.groups() {
+        let compute = lowering.compute;
+        if stage < lowering.plan.groups() {
             self.send(lowering);
+            self.arrived(lowering);
         }
-        let p = &mut lowering.p;
         let here = Some(stage);
-        let result = match stage.checked_sub(1) {
-            None => {
-                let tokens = plan.tokens_of(rank);
-                (block(self.own, Range::new(0, tokens.len())), nonempty(tokens))
-            }
-            Some(group) => {
-                let (buffer, arrived) = self.groups[group];
-                p.after(compute, here, "wait for tokens", arrived);
-                let pieces = plan.group_tokens(group);
-                let mut end = 0;
-                let (mut blocks, mut tokens) = (Vec::new(), Vec::new());
-                for (owner, piece) in pieces.into_iter().enumerate() {
-                    end += piece.len();
-                    if owner != rank && !piece.is_empty() {
-                        blocks.push(RowBlock { buffer, rows: Range::new(end - piece.len(), end) });
-                        tokens.push(piece);
-                    }
-                }
-                (blocks, tokens)
-            }
-        };
-        if stage < plan.groups() {
-            p.after_start(
+        if let Some(group) = stage.checked_sub(1) {
+            lowering.p.after(compute, here, "wait for tokens", self.arrived[group]);
+        }
+        let result = self.of_stage(lowering, stage);
+        if stage < lowering.plan.groups() {
+            lowering.p.after_start(
                 compute,
                 here,
                 "wait until the next all-gather has started",
@@ -155,8 +210,9 @@ impl GatheredTokens {
     pub(super) fn enter_all(&mut self, lowering: &mut Lowering<'_>) -> Vec<RowBlock> {
         for _ in 0..lowering.plan.groups() {
             self.send(lowering);
+            self.arrived(lowering);
         }
-        if let Some(&(_, arrived)) = self.groups.last() {
+        if let Some(&arrived) = self.arrived.last() {
             lowering.p.after(lowering.compute, Some(0), "wait for tokens", arrived);
         }
         self.all(lowering)
@@ -164,8 +220,7 @@ impl GatheredTokens {
 
     /// All tokens in their order, once all have arrived.
     pub(super) fn all(&self, lowering: &Lowering<'_>) -> Vec<RowBlock> {
-        let buffers: Vec<BufferId> = self.groups.iter().map(|(buffer, _)| *buffer).collect();
-        lowering.all_tokens(self.own, &buffers)
+        lowering.all_tokens(self.own, &self.groups)
     }
 }
 

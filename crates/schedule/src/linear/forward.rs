@@ -85,6 +85,10 @@ fn column(lowering: &mut Lowering<'_>) {
         return;
     }
     let mut gathered = GatheredTokens::new(lowering, x, plan.spec.in_features, "x", BufferRole::Scratch);
+    if GatheredTokens::is_one_kernel(lowering) {
+        let product = |lowering: &Lowering<'_>, rows| product(lowering, rows, weight, bias, y);
+        return gathered.multiply_as_they_arrive(lowering, "y", product);
+    }
     if !lowering.p.policy().overlaps() {
         let rows = gathered.enter_all(lowering);
         return multiply(lowering, 0, (rows, vec![Range::new(0, tokens)]), weight, bias, y);

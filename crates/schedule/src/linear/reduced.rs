@@ -255,7 +255,13 @@ impl ReducedTokens {
     fn compute_waves(&mut self, lowering: &mut Lowering<'_>, label: &str) {
         let Some(Waves { signal, products, sums }) = self.waves.take() else { return };
         // The kernel is queued before whoever waits for its signal.
-        let op = WaveGemm { groups: products, grouped: false, signal, rows: RowsOrigin::default() };
+        let op = WaveGemm {
+            groups: products,
+            grouped: false,
+            signal: Some(signal),
+            arrivals: None,
+            rows: RowsOrigin::default(),
+        };
         lowering.p.push(lowering.compute, None, label, Op::WaveGemm(op));
         for (value, reduce, sums) in sums {
             let wait = Op::WaitSignal { signal, value };

@@ -1,7 +1,7 @@
 //! The ways in which a pass of a linear layer and its collectives share a device.
 
 use super::OverlapPolicy;
-use super::rules::{LayerMargin, LayerRules, PassTiming};
+use super::rules::{LayerMargin, LayerRules, PassTiming, ProductStart};
 
 /// How a pass and its collectives share a device: a policy, and how its seconds are counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -54,6 +54,11 @@ impl PassOverlap {
     /// Whether nothing overlaps.
     pub fn is_sequential(&self) -> bool {
         !self.policy.overlaps()
+    }
+
+    /// Whether one kernel computes all groups, whose rows leave, or are waited for, group by group.
+    pub fn is_one_kernel(&self) -> bool {
+        matches!(self.timing, PassTiming::ByGroups(timing) if timing.starts == ProductStart::OneKernel)
     }
 
     /// Whether kernels send or take rows as they compute.

@@ -44,8 +44,8 @@ pub enum ProductStart {
     Free,
     /// The start of the communication that it should hide, of the group before it.
     AfterCommunication,
-    /// Nothing: one kernel computes all groups, so a group takes what it adds to the product of those before it. Where rows
-    /// travel before they are multiplied, as `Free`.
+    /// Nothing: one kernel computes all groups, so a group takes what it adds to the product of those before it. Where rows travel before
+    /// they are multiplied, a group that comes later than the end of those before it begins anew.
     OneKernel,
 }
 

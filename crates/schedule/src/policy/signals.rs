@@ -1,5 +1,6 @@
 //! `signals`: as `concurrent`, and the products of a pass are one kernel, which goes on while what it has finished travels: a
-//! communication starts once a signal says that its rows are there.
+//! communication starts once a signal says that its rows are there. Where rows are gathered, the kernel takes each group once a signal says
+//! that it has arrived.
 
 use super::rules::{GroupTiming, LayerMargin, LayerRanks, LayerRules, OrderRules, PassTiming, ProductStart};
 

@@ -70,17 +70,20 @@ impl Gemm {
 }
 
 /// The products of a pass, group by group, or a grouped GEMM, whose problems are several experts' products: they follow each other, and with
-/// the end of the n-th, counted from 1, `signal` is n. A backend with a kernel for it computes all of them in one launch: groups while
-/// others use what it has finished, the problems of a grouped GEMM with one result together. In any case the results have the bits of
-/// the products one after the other.
+/// the end of the n-th, counted from 1, `signal` is n. Each begins once the rows are there that it waits for. A backend with a kernel for it
+/// computes all of them in one launch: groups while others use what it has finished or bring what it waits for, the problems of a grouped
+/// GEMM with one result together. In any case the results have the bits of the products one after the other.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct WaveGemm {
     /// The products, which differ in their rows of the first operand, or in their columns, and in where these go.
     pub groups: Vec<Gemm>,
     /// Whether they are the problems of a grouped GEMM ([`GroupedLaunch`](super::GroupedLaunch)): each with a second operand of its own.
     pub grouped: bool,
-    /// Raised by nothing else.
-    pub signal: SignalId,
+    /// Raised by nothing else; `None` where nobody waits for a group.
+    pub signal: Option<SignalId>,
+    /// What says that the rows of a group have arrived; `None` where all are there when it starts. Not of a grouped GEMM.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub arrivals: Option<RowArrivals>,
     /// What its rows were read from.
     #[serde(skip)]
     pub rows: RowsOrigin,
@@ -94,6 +97,15 @@ impl WaveGemm {
         let columns = |gemm: &Gemm| gemm.columns.filter(|_| alike(gemm)).map(|columns| columns.len());
         self.groups.iter().map(columns).sum()
     }
+}
+
+/// When the rows of a [`WaveGemm`]'s products are there: what brings them raises a signal, group after group.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RowArrivals {
+    /// Raised by streams alone, each time before the products are enqueued: their kernel may hold most of a device while it waits.
+    pub signal: SignalId,
+    /// For each product what the signal is at least from when on its rows are there; 0 for one that waits for nothing.
+    pub values: Vec<u64>,
 }
 
 /// Which tables the rows of a [`WaveGemm`]'s products were read from, and which of their rows these are. Where origins are the same, the one operand

@@ -16,8 +16,8 @@ pub use attention::{
 pub use collective::{Delivery, GroupCast, GroupReduce, ReduceOp};
 pub use grouped::{GroupedLaunch, GroupedProblem, GroupedResults, GroupedRows};
 pub use linear::{
-    ColumnSum, ExpertRowsOf, Gemm, GemmLayout, RmsNorm, RmsNormBackward, RowBlock, RowsOrigin, UserKernel,
-    UserPart, WaveGemm,
+    ColumnSum, ExpertRowsOf, Gemm, GemmLayout, RmsNorm, RmsNormBackward, RowArrivals, RowBlock, RowsOrigin,
+    UserKernel, UserPart, WaveGemm,
 };
 pub use op::Op;
 
@@ -200,6 +200,7 @@ impl Program {
     /// run first on another. Nor may a run need what the one before leaves to it.
     pub fn overlaps_other_calls(&self) -> bool {
         let persists = |spec: &BufferSpec| spec.role == BufferRole::Persistent;
-        !self.ops.iter().any(|op| matches!(op.op, Op::Fused(_))) && !self.buffers.iter().any(persists)
+        let waits = |op: &Op| matches!(op, Op::Fused(_)) || op.arrivals().is_some();
+        !self.ops.iter().any(|op| waits(&op.op)) && !self.buffers.iter().any(persists)
     }
 }

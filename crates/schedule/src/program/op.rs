@@ -8,8 +8,8 @@ use serde::{Deserialize, Serialize};
 
 use super::{
     AttentionBackward, AttentionDelta, AttentionFinish, AttentionForward, BarrierId, BufferId, ColumnMax,
-    ColumnSum, EventId, Gemm, GroupCast, GroupReduce, RmsNorm, RmsNormBackward, SignalId, UserKernel,
-    WaveGemm,
+    ColumnSum, EventId, Gemm, GroupCast, GroupReduce, RmsNorm, RmsNormBackward, RowArrivals, SignalId,
+    UserKernel, WaveGemm,
 };
 use crate::{EngineCollectives, Mover};
 
@@ -112,7 +112,7 @@ pub enum Op {
     Await {
         /// The barrier.
         barrier: BarrierId,
-        /// Arrivals wanted.
+        /// RowArrivals wanted.
         arrivals: u64,
     },
     /// Raises a signal to `value`, counted from the start of the run.
@@ -184,10 +184,26 @@ impl Op {
         !computation.is_collective() && !is_order(computation)
     }
 
+    /// Of products that begin as their rows arrive, what says that they have.
+    pub fn arrivals(&self) -> Option<&RowArrivals> {
+        match self {
+            Op::WaveGemm(op) => op.arrivals.as_ref(),
+            _ => None,
+        }
+    }
+
+    /// Parts that follow each other in it, where others see it finished part by part or it begins them one by one.
+    pub(crate) fn steps(&self) -> Option<usize> {
+        match self {
+            Op::WaveGemm(op) => Some(op.groups.len()),
+            _ => self.raises().map(|(_, parts)| parts),
+        }
+    }
+
     /// Of an operation that others may see finished part by part, its signal and its parts.
     pub fn raises(&self) -> Option<(SignalId, usize)> {
         match self {
-            Op::WaveGemm(op) => Some((op.signal, op.groups.len())),
+            Op::WaveGemm(op) => op.signal.map(|signal| (signal, op.groups.len())),
             Op::UserKernel(op) => op.signal.map(|signal| (signal, op.parts.len())),
             _ => None,
         }

@@ -4,7 +4,7 @@ use super::display::{ProgramText, dtype_name};
 use super::{
     Accumulate, ArrivingKeys, AttentionBackward, AttentionForward, AttentionState, BarrierId, BufferId,
     Delivery, ForwardBegin, ForwardEnd, Gemm, GemmLayout, GroupCast, GroupReduce, KeyBlocks, MaxLogits, Op,
-    ReduceOp, RmsNorm, RmsNormBackward, UserKernel,
+    ReduceOp, RmsNorm, RmsNormBackward, RowArrivals, UserKernel,
 };
 
 impl ProgramText<'_> {
@@ -38,7 +38,12 @@ impl ProgramText<'_> {
             Op::WaveGemm(op) => {
                 let groups: Vec<String> = op.groups.iter().map(|group| self.gemm(group)).collect();
                 let name = if op.grouped { "grouped_gemm" } else { "wave_gemm" };
-                format!("{name} signal {}: {}", op.signal.0, groups.join("; "))
+                let signal = op.signal.map(|signal| format!(" signal {}", signal.0)).unwrap_or_default();
+                let arrivals = op.arrivals.as_ref().map(|RowArrivals { signal, values }| {
+                    let values: Vec<String> = values.iter().map(u64::to_string).collect();
+                    format!(" as signal {} is {}", signal.0, values.join(", "))
+                });
+                format!("{name}{signal}{}: {}", arrivals.unwrap_or_default(), groups.join("; "))
             }
             Op::UserKernel(op) => self.user_kernel(op),
             Op::ColumnSum(op) => {

@@ -134,7 +134,7 @@ impl<'a, C: OpCost + ?Sized> Clockwork<'a, C> {
             let program = state.program;
             match &program.ops[op].op {
                 wait @ (Op::Wait(_) | Op::Await { .. } | Op::WaitSignal { .. }) => {
-                    if !state.is_released(wait) {
+                    if !state.is_released(wait, 0) {
                         return;
                     }
                     self.span(rank, stream, op, SpanKind::Wait, self.ranks[rank].reached[stream], now);
@@ -149,11 +149,17 @@ impl<'a, C: OpCost + ?Sized> Clockwork<'a, C> {
                     self.wake_waiting(rank, now);
                 }
                 // What it can do before its rows are there is done.
-                computation if state.parts[stream] > 0 && !state.is_released(computation) => return,
+                computation if !state.is_released(computation, state.parts[stream]) => return,
                 _ => {
                     match collective {
                         None => {
-                            if state.parts[stream] == 0 {
+                            let pauses = state.program.ops[op].op.arrivals().is_some();
+                            let reached = state.reached[stream];
+                            if pauses {
+                                self.span(rank, stream, op, SpanKind::Wait, reached, now);
+                            }
+                            let state = &mut self.ranks[rank];
+                            if pauses || state.parts[stream] == 0 {
                                 state.reached[stream] = now;
                             }
                             self.start_computation(rank, stream, op, now);
@@ -176,7 +182,7 @@ impl<'a, C: OpCost + ?Sized> Clockwork<'a, C> {
     fn pass(&mut self, rank: usize, stream: usize, now: f64) {
         let state = &mut self.ranks[rank];
         state.next[stream] += 1;
-        state.parts[stream] = 0;
+        (state.parts[stream], state.since[stream]) = (0, 0);
         state.reached[stream] = now;
         state.heads[stream] = Head::Waiting;
     }
@@ -199,10 +205,10 @@ impl<'a, C: OpCost + ?Sized> Clockwork<'a, C> {
         let woken: Vec<usize> = state.streams_by_head();
         let waits = |&stream: &usize| {
             state.head(stream).is_some_and(|(op, _)| {
-                let op = &state.program.ops[op].op;
+                let (op, part) = (&state.program.ops[op].op, state.parts[stream]);
                 let waits = matches!(op, Op::Wait(_) | Op::Await { .. } | Op::WaitSignal { .. });
-                (waits || (state.parts[stream] > 0 && state.heads[stream] == Head::Waiting))
-                    && state.is_released(op)
+                let pauses = part > 0 || op.arrivals().is_some();
+                (waits || (pauses && state.heads[stream] == Head::Waiting)) && state.is_released(op, part)
             })
         };
         let woken: Vec<usize> = woken.into_iter().filter(waits).collect();
@@ -213,9 +219,9 @@ impl<'a, C: OpCost + ?Sized> Clockwork<'a, C> {
 
     fn start_computation(&mut self, rank: usize, stream: usize, op: usize, now: f64) {
         let (cost, state) = (self.cost, &mut self.ranks[rank]);
-        let (part, computed) = (state.parts[stream], state.computed_seconds);
+        let (parts, computed) = (state.since[stream]..state.parts[stream] + 1, state.computed_seconds);
         let op = &state.program.ops[op];
-        let Some(left) = self.seconds.part_seconds(state.program, op, part, computed) else { return };
+        let Some(left) = self.seconds.part_seconds(state.program, op, parts, computed) else { return };
         state.computed_seconds += left;
         let speed = state.speed(cost.sharing);
         state.computing.push(Computing { stream, left, since: now, speed });
@@ -379,14 +385,31 @@ impl<'a, C: OpCost + ?Sized> Clockwork<'a, C> {
             }
             return more;
         }
-        let Some((signal, parts)) = state.program.ops[op].op.raises() else { return false };
+        let computation = &state.program.ops[op].op;
+        let Some(parts) = computation.steps() else { return false };
         state.parts[stream] += 1;
-        let (done, signal) = (state.parts[stream], &mut state.signals[signal.0]);
-        *signal = (*signal).max(done as u64);
-        self.wake_waiting(rank, now);
+        let done = state.parts[stream];
+        if let Some((signal, _)) = computation.raises() {
+            let signal = &mut state.signals[signal.0];
+            *signal = (*signal).max(done as u64);
+            self.wake_waiting(rank, now);
+        }
         if done == parts {
             self.ranks[rank].parts[stream] = 0;
             return false;
+        }
+        let state = &mut self.ranks[rank];
+        if !state.is_released(computation, done) {
+            // Its workers wait, and the waves of the parts behind are new ones.
+            let began = state.reached[stream];
+            state.heads[stream] = Head::Waiting;
+            (state.since[stream], state.reached[stream]) = (done, now);
+            self.span(rank, stream, op, SpanKind::Compute, began, now);
+            self.change_speed(rank, now);
+            for waiting in self.pending(rank, |reached| reached < now) {
+                self.advance(rank, waiting, now);
+            }
+            return true;
         }
         // A grid that nothing is kept free of lets others in between two parts.
         for waiting in self.pending(rank, |reached| reached < now) {

@@ -3,7 +3,7 @@
 use counterpoint_cost::WorkerSharing;
 
 use super::{collective_part, parts_before_collective};
-use crate::{HardwareQueues, Op, OverlapPolicy, Program, WorkerShare};
+use crate::{HardwareQueues, Op, OverlapPolicy, Program, RowArrivals, WaveGemm, WorkerShare};
 
 /// How far one rank's simulated run has got.
 pub(super) struct Rank<'a> {
@@ -15,6 +15,8 @@ pub(super) struct Rank<'a> {
     pub(super) next: Vec<usize>,
     /// Of the head of every stream, the parts that have ended.
     pub(super) parts: Vec<usize>,
+    /// And the first of those that have followed each other without a pause.
+    pub(super) since: Vec<usize>,
     /// What the head of every stream does.
     pub(super) heads: Vec<Head>,
     /// When the head of every stream was reached.
@@ -70,6 +72,7 @@ impl<'a> Rank<'a> {
             collectives,
             next: vec![0; streams],
             parts: vec![0; streams],
+            since: vec![0; streams],
             heads: vec![Head::Waiting; streams],
             reached: vec![0.0; streams],
             events: vec![false; program.num_events],
@@ -103,14 +106,19 @@ impl<'a> Rank<'a> {
         streams
     }
 
-    /// Whether what a wait waits for has happened.
-    pub(super) fn is_released(&self, op: &Op) -> bool {
+    /// Whether what a wait, or that part of a computation, waits for has happened.
+    pub(super) fn is_released(&self, op: &Op, part: usize) -> bool {
         match op {
             Op::Wait(event) => self.events[event.0],
             Op::Await { barrier, arrivals } => self.arrivals[barrier.0] >= *arrivals,
             Op::WaitSignal { signal, value } => self.signals[signal.0] >= *value,
+            Op::WaveGemm(WaveGemm { arrivals: Some(RowArrivals { signal, values }), .. }) => {
+                values.get(part).is_none_or(|value| self.signals[signal.0] >= *value)
+            }
+            // What needs none of the rows comes first.
             other => other
                 .arriving()
+                .filter(|_| part > 0)
                 .is_none_or(|keys| self.signals[keys.delivery.signal.0] >= keys.delivery.parts as u64),
         }
     }

@@ -1,7 +1,7 @@
 //! Vector clocks over the streams of a Program: what is certainly finished when an operation starts.
 
 use super::{ProgramError, ProgramThing};
-use crate::{GroupCast, Op, Program, SignalId};
+use crate::{GroupCast, Op, Program, RowArrivals, SignalId};
 
 impl Program {
     /// For every operation, what is certainly finished before it starts and before it reads what arrives meanwhile.
@@ -46,13 +46,8 @@ impl Program {
                     let Some(raised) = signals.get(*signal) else {
                         return Err(self.unknown(index, ProgramThing::Signal));
                     };
-                    // Whichever sufficient signal comes first releases the wait: only what precedes all of them is certain.
-                    let enough =
-                        raised.iter().filter(|(raised, _)| raised >= value).map(|(_, clock)| clock.clone());
-                    match enough.reduce(Clock::meet) {
-                        None => return Err(no_producer(index, ProgramThing::Signal)),
-                        Some(other) => clock.join(&other),
-                    }
+                    clock = enough(raised, *value, &clock)
+                        .ok_or_else(|| no_producer(index, ProgramThing::Signal))?;
                 }
                 Op::GroupCast(GroupCast { delivery: Some(delivery), .. }) => {
                     let Some(raised) = signals.get_mut(delivery.signal.0) else {
@@ -81,22 +76,46 @@ impl Program {
                 }
                 delivered.join(cast);
             }
+            let mut arrived = Vec::new();
+            if let Some(RowArrivals { signal, values }) = op.op.arrivals() {
+                let Some(raised) = signals.get(signal.0) else {
+                    return Err(self.unknown(index, ProgramThing::Signal));
+                };
+                for value in values {
+                    let enough = enough(raised, *value, &clock);
+                    arrived.push(enough.ok_or_else(|| no_producer(index, ProgramThing::Signal))?);
+                }
+            }
             if let Some((signal, parts)) = op.op.raises() {
                 let Some(raised) = signals.get_mut(signal.0) else {
                     return Err(self.unknown(index, ProgramThing::Signal));
                 };
                 for part in 0..parts {
-                    let mut so_far = clock.clone();
+                    let mut so_far = arrived.get(part).unwrap_or(&clock).clone();
                     so_far.finished[stream] = Some(Step { op: index, part });
                     raised.push((part as u64 + 1, so_far));
                 }
             }
-            out.push(Clocks { start: clock.clone(), delivered });
+            let start = clock.clone();
+            arrived.iter().for_each(|part| clock.join(part));
+            out.push(Clocks { start, delivered, arrived });
             clock.finished[stream] = Some(Step::whole(index));
             streams[stream] = clock;
         }
         Ok(out)
     }
+}
+
+/// What is certainly finished once a signal that was raised so is at least `value`, for who knows `clock` already; `None` where nothing raises
+/// it that far. Whichever sufficient raise comes first is enough: only what precedes all of them is certain.
+fn enough(raised: &[(u64, Clock)], value: u64, clock: &Clock) -> Option<Clock> {
+    if value == 0 {
+        return Some(clock.clone());
+    }
+    let enough = raised.iter().filter(|(raised, _)| *raised >= value).map(|(_, clock)| clock.clone());
+    let mut known = enough.reduce(Clock::meet)?;
+    known.join(clock);
+    Some(known)
 }
 
 /// What is certainly finished at points of an operation.
@@ -106,6 +125,15 @@ pub(super) struct Clocks {
     pub(super) start: Clock,
     /// When what arrives meanwhile is there.
     pub(super) delivered: Clock,
+    /// When each of its parts begins, where these wait for rows that arrive one after the other.
+    pub(super) arrived: Vec<Clock>,
+}
+
+impl Clocks {
+    /// When a part begins.
+    pub(super) fn of_part(&self, part: usize) -> &Clock {
+        self.arrived.get(part).unwrap_or(&self.start)
+    }
 }
 
 /// An operation, or a part of one that others may see finished before the rest.

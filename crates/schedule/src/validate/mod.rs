@@ -70,10 +70,11 @@ impl Program {
         for users in &users {
             for (i, &(step, first_writes, first_buffer)) in users.iter().enumerate() {
                 let first = step.op;
-                for &(Step { op: second, .. }, second_writes, buffer) in &users[i + 1..] {
+                for &(Step { op: second, part }, second_writes, buffer) in &users[i + 1..] {
                     let together = first == second && first_buffer == buffer;
                     let clocks = &clocks[second];
-                    let clock = if arriving(second, buffer) { &clocks.delivered } else { &clocks.start };
+                    let clock =
+                        if arriving(second, buffer) { &clocks.delivered } else { clocks.of_part(part) };
                     let ordered = together || clock.follows(self.ops[first].stream.0, step);
                     if (first_writes || second_writes) && !ordered {
                         return Err(ProgramError::Race {

@@ -56,6 +56,16 @@ pub enum OperandFault {
         /// Rows of a block.
         multiple: usize,
     },
+    /// Rows arrive for other products than these, or for those of experts, which start once all are there.
+    #[error(
+        "rows arrive for {values} products, and it has {products}, which may not be those of a grouped GEMM"
+    )]
+    ArrivalsOfProducts {
+        /// Products of which it says when their rows are there.
+        values: usize,
+        /// Products.
+        products: usize,
+    },
     /// A part of the mask lies outside of the tensors.
     #[error("queries {q} and keys {k} leave {q_rows} query rows and {key_rows} key rows")]
     BandOut {

@@ -6,7 +6,7 @@ use counterpoint_plan::{DType, KEY_BLOCK};
 use super::{OperandFault, ProgramError};
 use crate::{
     ArrivingKeys, AttentionBackward, AttentionState, BufferId, BufferSpec, ForwardBegin, ForwardEnd, Gemm,
-    GemmLayout, MaxLogits, Op, Program, RowBlock,
+    GemmLayout, MaxLogits, Op, Program, RowArrivals, RowBlock,
 };
 
 impl Program {
@@ -82,7 +82,15 @@ impl Program {
             }
             Op::AttentionBackward(op) => check.backward(op),
             Op::Gemm(op) => check.gemm(op),
-            Op::WaveGemm(op) => op.groups.iter().try_for_each(|group| check.gemm(group)),
+            Op::WaveGemm(op) => {
+                if let Some(RowArrivals { values, .. }) = &op.arrivals
+                    && (op.grouped || values.len() != op.groups.len())
+                {
+                    let (values, products) = (values.len(), op.groups.len());
+                    return Err(check.error(OperandFault::ArrivalsOfProducts { values, products }));
+                }
+                op.groups.iter().try_for_each(|group| check.gemm(group))
+            }
             Op::UserKernel(op) => match op.parts.is_empty() {
                 true => Err(check.error(OperandFault::NoParts)),
                 // What its tensors must be like is its own business.

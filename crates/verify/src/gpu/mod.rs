@@ -6,6 +6,7 @@
 // Kernels take addresses.
 #![allow(unsafe_code)]
 
+mod arriving;
 mod cache;
 mod callers;
 mod calls;

@@ -10,11 +10,12 @@ use counterpoint_exec::{
 use counterpoint_plan::{Activations, DType, GemmCollective, LinearKind, LinearPlan, LinearSpec, WaveGroups};
 use counterpoint_reference::selftest::{SelfCheck, unlike_elements};
 use counterpoint_schedule::{
-    BufferRole, NormSpec, OverlapPolicy, Program, WeightGradient, lower_normalised_backward,
+    BufferRole, NormSpec, OverlapPolicy, Program, WeightGradient, WorkerShare, lower_normalised_backward,
     lower_normalised_forward,
 };
 use half::bf16;
 
+use super::arriving;
 use super::fused::{SHAPES, Variant, examine};
 use counterpoint_cuda::kernel::{
     ElementType, Gemm, GemmLayout, GemmSignals, GemmSpec, GemmTensors, SignalLitmus, SignalLitmusRound,
@@ -35,7 +36,8 @@ const LIMIT: Duration = Duration::from_secs(5);
 
 /// What a product's signals promise: another kernel, of the same GPU and of another one, reads its tiles as they are signalled, `rounds`
 /// times all of them, with random delays, in the ordinary way and by the copy engine, and none may be of another
-/// round. Then a stream waits for a signal that never comes, and must say so in time.
+/// round. Then a stream waits for a signal that never comes, and must say so in time. And the other way round: products take rows as a stream says that
+/// they have arrived.
 ///
 /// # Errors
 /// When a kernel cannot be compiled or launched.
@@ -49,6 +51,7 @@ pub fn selftest_signals(devices: &[Device], rounds: u32) -> Result<Vec<SelfCheck
         checks.push(read_tiles(first, second, rounds)?);
     }
     checks.push(wait_in_vain(first)?);
+    checks.extend(arriving::examine(first, rounds)?);
     Ok(checks)
 }
 
@@ -143,7 +146,7 @@ fn wait_in_vain(device: &Device) -> Result<SelfCheck, CudaError> {
     Ok(SelfCheck::of(name, 0, f64::from(u8::from(!named)), 0.0))
 }
 
-/// Reduce-scatter and all-reduce under the policy `signals`, `calls` calls of each kind with random delays on the machine's transport: groups
+/// Reduce-scatter, all-reduce and all-gather under the policy `signals`, `calls` calls of each kind with random delays on the machine's transport: groups
 /// of whole tiles, ragged ones that take several launches, and groups of columns of few rows. Every element must have the bits of the product and the
 /// collective one after the other.
 ///
@@ -159,7 +162,7 @@ pub fn selftest_signalled_products(machine: &CudaMachine, calls: usize) -> Resul
         let Ok(policy) = policy else { continue };
         for groups in &groups {
             let variant = Variant { name, policy, groups: groups.clone() };
-            for collective in [GemmCollective::ReduceScatter, GemmCollective::AllReduce] {
+            for (_, collective) in GemmCollective::NAMES {
                 checks.push(examine(machine, shape, collective, &variant, calls)?);
             }
         }
@@ -189,9 +192,15 @@ const COLUMNS: [([usize; 3], usize); 3] =
 pub fn selftest_signals_in_graphs(machine: &CudaMachine) -> Result<Vec<SelfCheck>, ExecError> {
     const REPLAYS: usize = 20;
     let ranks = machine.devices().len();
-    let policy = OverlapPolicy::SIGNALS;
+    // Products take rows as they arrive where something is left to what brings them.
+    let waiting = OverlapPolicy { workers: WorkerShare::Margin(READERS as usize), ..OverlapPolicy::SIGNALS };
+    let cases = [
+        (GemmCollective::ReduceScatter, OverlapPolicy::SIGNALS),
+        (GemmCollective::AllReduce, OverlapPolicy::SIGNALS),
+        (GemmCollective::AllGather, waiting),
+    ];
     let mut checks = Vec::new();
-    for collective in [GemmCollective::ReduceScatter, GemmCollective::AllReduce] {
+    for (collective, policy) in cases {
         let spec = GemmCollectiveSpec {
             collective,
             ranks,

@@ -266,6 +266,20 @@ pub enum GemmFault {
     /// A gradient of weights whose rows would be gathered.
     #[error("rows of A are its K")]
     RowsAreK,
+    /// A product of rows as they arrive that signals its tiles, or takes them in an order of its own.
+    #[error("its tiles are in the order in which A's tensors arrive")]
+    ArrivingOrder,
+    /// Another number of words that say what has arrived than the tensors of A.
+    #[error("{words} words of {tensors} tensors")]
+    ArrivalWords {
+        /// Words given.
+        words: usize,
+        /// Tensors of A.
+        tensors: usize,
+    },
+    /// A signal that was made without words for what has arrived.
+    #[error("its signal has no words")]
+    NoArrivalWords,
     /// Other ranks than a fused product was made for.
     #[error("{copies} {what} and {exchanges} exchanges of {ranks} ranks")]
     RanksOfLaunch {

@@ -57,7 +57,8 @@ pub(super) fn launch(
 ) -> Result<(Launch, u32), CudaError> {
     let (of_cluster, items) = (2 * shape.splits, units * shape.handed_parts);
     // What takes part in a collective holds all multiprocessors anyway, so it may do so as they become free.
-    let start = if ends == GemmEnds::Memory { LaunchStart::AfterPrevious } else { LaunchStart::Overlapping };
+    let alone = matches!(ends, GemmEnds::Memory | GemmEnds::OfArriving);
+    let start = if alone { LaunchStart::AfterPrevious } else { LaunchStart::Overlapping };
     let launch = |clusters: u32| {
         Launch::linear(clusters * of_cluster, GemmShape::THREADS)
             .cluster([of_cluster, 1, 1])

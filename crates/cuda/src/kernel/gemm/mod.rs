@@ -1,5 +1,6 @@
 //! The launchers of matrix products: `gemm/gemm.cuh` on Hopper, `gemm/portable_gemm.cuh` elsewhere.
 
+mod arriving;
 mod fault;
 mod gather;
 mod grouped;
@@ -17,6 +18,7 @@ mod spec;
 
 use std::ops::Range;
 
+pub use arriving::{GemmArrivalWords, GemmArriving};
 use counterpoint_tiles::gemm::{self as tiles, GemmUnit, TILE_ROWS};
 pub use counterpoint_tiles::gemm::{GemmLayout, GemmShape, TileOrder, TilePair, Warpgroups};
 pub use fault::{GemmFault, ProblemFault};
@@ -149,7 +151,10 @@ impl Gemm {
         let device = stream.device();
         let segments = rows::segments(spec);
         let destinations = rows::destinations_of(spec);
-        let tile_list = rows::row_tiles(&segments);
+        let tile_list = match ends {
+            GemmEnds::OfArriving => arriving::in_order_of_arrival(rows::row_tiles(&segments)),
+            _ => rows::row_tiles(&segments),
+        };
         let source = match shape.is_portable() {
             true => portable::source(shape, spec.layout, spec.element, device.arch()),
             false => {
@@ -316,8 +321,14 @@ fn refused(fault: impl Into<GemmFault>) -> CudaError {
 
 /// What host and kernels share.
 pub(super) fn layouts() -> Vec<SharedLayout> {
-    let all =
-        [hopper::layouts(), portable::layouts(), gather::layouts(), grouped::layouts(), reduce::layouts()];
+    let all = [
+        hopper::layouts(),
+        portable::layouts(),
+        arriving::layouts(),
+        gather::layouts(),
+        grouped::layouts(),
+        reduce::layouts(),
+    ];
     all.into_iter().flatten().collect()
 }
 

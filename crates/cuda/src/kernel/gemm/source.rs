@@ -28,6 +28,8 @@ pub(super) enum GemmEnds {
     SumOverRanks,
     /// They are stored; rows of A come from other ranks.
     RowsOfRanks,
+    /// They are stored; tensors of A arrive.
+    OfArriving,
     /// They are stored; they are of several problems.
     OfProblems,
 }
@@ -53,6 +55,12 @@ impl GemmEnds {
                 "gemm_gather",
                 "GemmGatherArguments",
                 "gemm_gather<Config>(arguments)",
+            ],
+            Self::OfArriving => [
+                "gemm/gemm_arriving.cuh",
+                "gemm_arriving",
+                "GemmArrivingArguments",
+                "gemm_arriving<Config>(arguments)",
             ],
             Self::OfProblems => [
                 "gemm/gemm_grouped.cuh",
@@ -133,11 +141,15 @@ pub(super) fn specialisations() -> Vec<Specialisation> {
                     }
                     if of_ranks {
                         add(GemmEnds::RowsOfRanks, Warpgroups::Cooperative, columns, handed_parts);
+                        add(GemmEnds::OfArriving, Warpgroups::Cooperative, columns, handed_parts);
                     }
                 }
             }
             for &columns in Warpgroups::Pingpong.columns() {
                 add(GemmEnds::Memory, Warpgroups::Pingpong, columns, 1);
+                if of_ranks {
+                    add(GemmEnds::OfArriving, Warpgroups::Pingpong, columns, 1);
+                }
             }
             for (warpgroups, columns) in TILES_OF_PROBLEMS {
                 add(GemmEnds::OfProblems, warpgroups, columns, 1);
