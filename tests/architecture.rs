@@ -26,7 +26,8 @@ const MAY_USE: &[(&str, &[&str])] = &[
         &["mask", "cost", "plan", "schedule", "choose", "cpu-kernels", "exec", "reference"],
     ),
     ("counterpoint-driver", &["files"]),
-    ("counterpoint-cuda", &["driver", "mask", "tiles", "cost", "plan", "schedule", "choose", "exec"]),
+    ("counterpoint-nccl", &["driver", "plan", "exec"]),
+    ("counterpoint-cuda", &["driver", "nccl", "mask", "tiles", "cost", "plan", "schedule", "choose", "exec"]),
     ("counterpoint-report", &["mask", "plan", "schedule"]),
     (
         "counterpoint",
@@ -182,7 +183,7 @@ fn only_crate_driver_names_a_gpu_library() {
 #[test]
 fn unsafe_code_lives_beside_gpus_and_in_a_few_files() {
     // The matrix product calls BLAS-like routines with pointers; tensors of another library, such as PyTorch's, are pointers.
-    // Processes of a host map memory that they share. A test borrows memory as such a library's binding does. Crate driver calls C functions, crate cuda launches kernels on addresses.
+    // Processes of a host map memory that they share. A test borrows memory as such a library's binding does. Crates driver and nccl call C functions, crate cuda launches kernels on addresses.
     let allowed = [
         "crates/cpu-kernels/src/matmul.rs",
         "crates/exec/src/cpu/host_view.rs",
@@ -192,8 +193,9 @@ fn unsafe_code_lives_beside_gpus_and_in_a_few_files() {
         "crates/exec/tests/cpu/group.rs",
     ]
     .map(|path| root().join(path));
-    let rooms = ["crates/driver", "crates/cuda", "crates/bench/src/gpu", "crates/verify/src/gpu"]
-        .map(|path| root().join(path));
+    let rooms =
+        ["crates/driver", "crates/nccl", "crates/cuda", "crates/bench/src/gpu", "crates/verify/src/gpu"]
+            .map(|path| root().join(path));
     let words = ["unsafe {", "unsafe fn", "unsafe impl", "allow(unsafe_code)"];
     for (path, line, text) in code_lines(&root().join("crates"), "rs") {
         let found = words.iter().any(|word| text.contains(word));
@@ -232,7 +234,7 @@ fn tables_have_one_printer() {
 fn files_are_read_and_programs_found_in_one_place() {
     let own = root().join("crates/verify/src");
     let words = ["fs::read(", "fs::read_to_string(", "File::open(", "Command::new(\"", "env::temp_dir("];
-    for folder in COMMANDS.iter().chain(&["crates/driver/src", "crates/cuda/src"]) {
+    for folder in COMMANDS.iter().chain(&["crates/driver/src", "crates/nccl/src", "crates/cuda/src"]) {
         for (path, line, text) in code_lines(&root().join(folder), "rs") {
             let allowed = path.starts_with(&own)
                 || ["\"/proc/", "\"/sys/", "OpenFile::open(", "TensorFile::open("]

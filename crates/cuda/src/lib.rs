@@ -28,7 +28,6 @@ mod headers;
 pub mod kernel;
 mod layout;
 mod machine;
-mod nccl;
 mod sync;
 mod transport;
 mod transport_fault;
@@ -46,6 +45,7 @@ pub use counterpoint_driver::{
     Stream, StreamPriority, StrideFault, Swizzle, TensorMap, TensorMapElement, TensorMapFault, TensorMapSpec,
     compile, compiler_version, end_process, nccl_version, search_packages,
 };
+pub use counterpoint_nccl::{NcclFault, NcclRank, NcclSettings, NcclSums};
 pub use environment::ENVIRONMENT;
 pub use headers::kernel_source;
 pub use kernel::{
@@ -53,7 +53,6 @@ pub use kernel::{
 };
 pub use layout::SharedLayout;
 pub use machine::{CudaMachine, CudaProcess};
-pub use nccl::{NcclRank, NcclSettings, NcclSums};
 pub use transport::{
     CudaCollective, CudaPending, CudaTransport, EngineUse, LevelledCollective, LevelledPending,
     LevelledTransport, TransportKind,

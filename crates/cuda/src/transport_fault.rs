@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use counterpoint_exec::{CollectiveFault, ExecError};
+use counterpoint_exec::CollectiveFault;
 use thiserror::Error;
 
 /// Why ranks cannot use a transport, or why it did not come to its end.
@@ -21,69 +21,9 @@ pub enum TransportFault {
         /// Ranks of one GPU.
         sharing: usize,
     },
-    /// Threads that share a GPU ask for NCCL.
-    #[error(
-        "rank {rank} shares {device} with a rank before it, and NCCL wants a GPU for each; use fewer ranks, or another transport"
-    )]
-    SharedDevice {
-        /// The rank.
-        rank: usize,
-        /// Its GPU.
-        device: String,
-    },
     /// Ranks do not reach each other's memory.
     #[error("{0}; use --transport nccl")]
     Unreached(Unreached),
-    /// NCCL connects too slowly.
-    #[error("{ranks} ranks were not connected after {:.3} s", limit.as_secs_f64())]
-    NotConnected {
-        /// Ranks.
-        ranks: usize,
-        /// The limit.
-        limit: Duration,
-    },
-    /// A connection is used by another world.
-    #[error("connection {number} of rank {rank} has another user already")]
-    ConnectionInUse {
-        /// Its number.
-        number: u64,
-        /// The rank.
-        rank: usize,
-    },
-    /// A connection without a rank of this process.
-    #[error("it has no rank here")]
-    NoRank,
-    /// A connection that was aborted, because a rank had failed.
-    #[error("it was aborted")]
-    Aborted,
-    /// NCCL refuses a call because another rank has failed.
-    #[error("rank {rank} could not exchange anything: {failure}")]
-    NoExchange {
-        /// The rank that called.
-        rank: usize,
-        /// What ended the group.
-        failure: Box<ExecError>,
-    },
-    /// A rank waits no longer because another has failed.
-    #[error("rank {rank} stopped to wait for {what}: {failure}")]
-    Stopped {
-        /// The rank that waited.
-        rank: usize,
-        /// For what.
-        what: String,
-        /// What ended the group.
-        failure: Box<ExecError>,
-    },
-    /// A wait inside NCCL reached its limit.
-    #[error("rank {rank} waited {:.3} s for {what}", limit.as_secs_f64())]
-    WaitedFor {
-        /// The rank that waited.
-        rank: usize,
-        /// For what.
-        what: String,
-        /// The limit.
-        limit: Duration,
-    },
     /// NCCL's part of a measurement reached its limit.
     #[error("NCCL did not end in {:.3} s", limit.as_secs_f64())]
     NotEnded {

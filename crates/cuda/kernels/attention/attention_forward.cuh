@@ -268,7 +268,12 @@ __device__ __forceinline__ void attention_forward(const AttentionForwardArgument
     }
     scheduler.find();
   }
-  __syncthreads();
+  if constexpr (C::kCtas > 1) {
+    // Nobody arrives at barriers of another CTA before they are there.
+    cluster_sync();
+  } else {
+    __syncthreads();
+  }
   wait_for_previous();
   if (warp < 4) {
     registers_decrease<C::kProducerRegisters>();
@@ -288,6 +293,8 @@ __device__ __forceinline__ void attention_forward(const AttentionForwardArgument
       consumer.work();
     }
   }
+  // Nobody leaves whose shared memory another CTA still writes to.
+  if constexpr (C::kCtas > 1) cluster_sync();
 }
 
 }  // namespace counterpoint

@@ -11,6 +11,7 @@
 #include "attention/attention_forward_rows.cuh"
 #include "attention/attention_mask.cuh"
 #include "ptx/barrier.cuh"
+#include "ptx/cluster.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/wgmma.cuh"
 
@@ -25,6 +26,8 @@ struct AttentionForwardInteriorConsumer {
   const AttentionForwardArguments& arguments;
   Shared& shared;
   const u32 base = shared_address(&shared);
+  // What descriptors have room for: in a cluster an address has the CTA's rank above the bits of its shared memory.
+  const u32 tensors = C::kCtas > 1 ? base & 0x3ffffu : base;
   const u32 group = uniform(threadIdx.x / 128) - 1;
   const u32 lane = threadIdx.x % 32;
   const AttentionForwardRows<C> rows{arguments, 64 * group + 16 * (threadIdx.x % 128 / 32) + lane / 4, lane};
@@ -79,24 +82,33 @@ struct AttentionForwardInteriorConsumer {
   }
 
   __device__ __forceinline__ void release(u32 barrier) const { mbarrier_arrive_if(barrier, lane == 0); }
+  // Of what the CTAs of a cluster load for each other: lane i signals CTA i.
+  const u32 to_peer = C::kCtas > 1 ? peer_address(base, lane % C::kCtas) - base : 0;
+  __device__ __forceinline__ void release_loaded(u32 barrier) const {
+    if constexpr (C::kCtas == 1) {
+      release(barrier);
+    } else {
+      peer_arrive_if(barrier + to_peer, lane < C::kCtas);
+    }
+  }
   // Once the scores of the step just taken are complete.
   template <bool kInterior>
   __device__ __forceinline__ void release_scored() const {
-    release(barrier(&Shared::key_empty, steps - 1));
+    release_loaded(barrier(&Shared::key_empty, steps - 1));
     if (!kInterior && flags & kStepLast) release(barrier(&Shared::query_empty));
   }
 
   // Where the operands of the next products are; found before the barrier, which is not kept waiting then.
   u64 query_descriptor, key_descriptor, value_descriptor;
   __device__ __forceinline__ void find_scores() {
-    query_descriptor = wgmma_descriptor_at(base + offset(&Shared::queries) + group * 64 * kRowBytes +
+    query_descriptor = wgmma_descriptor_at(tensors + offset(&Shared::queries) + group * 64 * kRowBytes +
                                            slot() * u32(sizeof(shared.queries[0])));
     key_descriptor =
-        wgmma_descriptor_at(base + offset(&Shared::keys) + (steps - 1) % C::kStages * u32(sizeof(shared.keys[0])));
+        wgmma_descriptor_at(tensors + offset(&Shared::keys) + (steps - 1) % C::kStages * u32(sizeof(shared.keys[0])));
   }
   __device__ __forceinline__ void find_output(u32 number) {
     value_descriptor = wgmma_descriptor_at(
-        base + offset(&Shared::values) + number % C::kStages * u32(sizeof(shared.values[0])), C::kBlock * kRowBytes);
+        tensors + offset(&Shared::values) + number % C::kStages * u32(sizeof(shared.values[0])), C::kBlock * kRowBytes);
   }
 
   // Starts scores = q k^T of the step just taken.
@@ -235,7 +247,7 @@ struct AttentionForwardInteriorConsumer {
     const bool more = take_step();
     wgmma_wait<0>();
     pin(acc);
-    release(barrier(&Shared::value_empty, number));
+    release_loaded(barrier(&Shared::value_empty, number));
     take_weights();
     if (!kInterior && ends) {
       write(ended_item, ended);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/attention_forward_work.cuh"
+#include "ptx/cluster.cuh"
 #include "ptx/tma.cuh"
 
 namespace counterpoint {
@@ -10,6 +11,7 @@ template <typename C>
 struct AttentionForwardLoader {
   const AttentionForwardArguments& arguments;
   AttentionForwardShared<C>& shared;
+  const u32 rank = C::kCtas > 1 ? cluster_rank() : 0;
   u32 items = 0;
   u32 steps = 0;
   i32 key_head = 0;
@@ -33,17 +35,28 @@ struct AttentionForwardLoader {
     }
   }
 
+  // A block of keys or values, of which each CTA of a cluster loads its rows, for all.
+  template <u32 kChunks>
+  __device__ __forceinline__ void load(u8* block, const TensorMap* map, u64* full, i32 head, i32 start) const {
+    mbarrier_arrive_expect(full, kChunks * C::kBlock * kRowBytes);
+#pragma unroll
+    for (u32 chunk = 0; chunk < kChunks; ++chunk) {
+      u8* place = block + chunk * C::kBlock * kRowBytes;
+      if constexpr (C::kCtas == 1) {
+        tma_load_3d(place, map, full, i32(64 * chunk), head, start);
+      } else {
+        tma_load_3d_multicast(place + rank * C::kLoadRows * kRowBytes, map, full, i32(64 * chunk), head,
+                              start + i32(rank * C::kLoadRows), u16((1 << C::kCtas) - 1));
+      }
+    }
+  }
+
   __device__ __forceinline__ void load_keys(const AttentionForwardStep& step) {
     const u32 stage = steps % C::kStages;
     await_rows(step.start);
     i32 start = step.start;
     const TensorMap* map = map_of(arguments.k_map, arguments.arriving_k_map, start);
-    mbarrier_arrive_expect(&shared.key_full[stage], C::kKeyChunks * C::kBlock * kRowBytes);
-#pragma unroll
-    for (u32 chunk = 0; chunk < C::kKeyChunks; ++chunk) {
-      tma_load_3d(shared.keys[stage] + chunk * C::kBlock * kRowBytes, map, &shared.key_full[stage], i32(64 * chunk),
-                  key_head, start);
-    }
+    load<C::kKeyChunks>(shared.keys[stage], map, &shared.key_full[stage], key_head, start);
   }
 
   // Query rows of the item just begun.
@@ -70,12 +83,7 @@ struct AttentionForwardLoader {
     i32 start = value_start;
     const TensorMap* map = map_of(arguments.v_map, arguments.arriving_v_map, start);
     mbarrier_wait(&shared.value_empty[stage], ((number / C::kStages) & 1) ^ 1);
-    mbarrier_arrive_expect(&shared.value_full[stage], C::kValueChunks * C::kBlock * kRowBytes);
-#pragma unroll
-    for (u32 chunk = 0; chunk < C::kValueChunks; ++chunk) {
-      tma_load_3d(shared.values[stage] + chunk * C::kBlock * kRowBytes, map, &shared.value_full[stage],
-                  i32(64 * chunk), value_head, start);
-    }
+    load<C::kValueChunks>(shared.values[stage], map, &shared.value_full[stage], value_head, start);
   }
 
   // Keys of a step, values of the one before, and the query rows of a new item: consumers want them in this order.

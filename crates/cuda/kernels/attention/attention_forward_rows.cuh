@@ -4,6 +4,7 @@
 #include "attention/attention_forward_work.cuh"
 #include "attention/attention_softmax.cuh"
 #include "attention/max_logits.cuh"
+#include "ptx/cluster.cuh"
 
 namespace counterpoint {
 
@@ -127,7 +128,8 @@ struct AttentionForwardRows {
       const Place at = place(item, i);
       if (!at.owned) continue;
       const RowEnd end = row_end(state.max[i] * score_scale(), state.sum[i]);
-      const u64 slot_row = u64(u32(item.partial)) * (C::kTileRows / C::kPack) + row(i) / C::kPack;
+      const u32 before = C::kCtas > 1 ? cluster_rank() * C::kTokens : 0;
+      const u64 slot_row = u64(u32(item.partial)) * C::kTileTokens + before + row(i) / C::kPack;
       const u64 index = slot_row * arguments.heads_q + head(item, i);
       write_floats(acc, arguments.partial_out + index * arguments.head_dim_v, i, end.factor);
       if (lane % 4 == 0) arguments.partial_lse[index] = end.lse;

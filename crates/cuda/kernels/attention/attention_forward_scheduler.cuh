@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention/attention_forward_work.cuh"
+#include "ptx/cluster.cuh"
 
 namespace counterpoint {
 
@@ -10,10 +11,12 @@ template <typename C>
 struct AttentionForwardScheduler {
   const AttentionForwardArguments& arguments;
   AttentionForwardShared<C>& shared;
-  u32 index = blockIdx.x;  // of the item in `tile` and `head`
+  u32 index = C::kCtas > 1 ? cluster_index() : blockIdx.x;  // of the item in `tile` and `head`
   Tile tile;
   TileRun run;  // the one of its runs that is planned next
   u32 head;
+  const u32 rank = C::kCtas > 1 ? cluster_rank() : 0;
+  u32 tickets = 0;  // taken by the cluster so far
   u32 items = 0;  // planned so far
   u32 steps = 0;
 
@@ -23,6 +26,8 @@ struct AttentionForwardScheduler {
     kWaitingFirst,  // they are heavy and light ones, and what comes last should be light
     kReadyOnly,
   };
+  // Items with which a launch begins.
+  __device__ __forceinline__ static u32 begun() { return gridDim.x / C::kCtas; }
   u32 order = arguments.waiting.count != 0 ? kReadyFirst : kReadyOnly;
 
   __device__ __forceinline__ u32 ready_items() const { return arguments.ready.count * arguments.heads; }
@@ -64,8 +69,9 @@ struct AttentionForwardScheduler {
 
   // Plans the item's steps.
   __device__ __forceinline__ void plan_item() {
+    const i32 before = i32(rank * C::kTokens);
     shared.items[items % kItems] =
-        AttentionForwardItem{tile.start, tile.end, head, tile.partial, head / arguments.heads_per_key};
+        AttentionForwardItem{tile.start + before, tile.end, head, tile.partial, head / arguments.heads_per_key};
     ++items;
     if (tile.run_begin == tile.run_end) {
       // Nothing to see: one step whose keys lie beyond the tensor, where TMA reads zeros, and a bound that holds
@@ -98,8 +104,34 @@ struct AttentionForwardScheduler {
       const u32 scored = steps - kUnscored - 1;
       mbarrier_wait(&shared.step_empty[scored % kPlanned], (scored / kPlanned) & 1);
     }
-    index = next();
+    if constexpr (C::kCtas == 1) {
+      index = next();
+    } else {
+      index = cluster_next();
+    }
     find();
+  }
+
+  // The item that the cluster takes.
+  __device__ __forceinline__ u32 cluster_next() {
+    const u32 slot = tickets % 2, parity = tickets / 2 % 2;
+    ++tickets;
+    u32 taken;
+    if (rank == 0) {
+      taken = next();
+      mbarrier_wait_cluster(&shared.ticket_empty[slot], parity ^ 1);
+#pragma unroll
+      for (u32 other = 1; other < C::kCtas; ++other) {
+        peer_store(peer_address(shared_address(&shared.tickets[slot]), other), taken,
+                   peer_address(shared_address(&shared.ticket_full[slot]), other));
+      }
+    } else {
+      mbarrier_arrive_expect(&shared.ticket_full[slot], sizeof(shared.tickets[slot]));
+      mbarrier_wait_cluster(&shared.ticket_full[slot], parity);
+      taken = *static_cast<volatile u32*>(&shared.tickets[slot]);
+      peer_arrive(peer_address(shared_address(&shared.ticket_empty[slot]), 0));
+    }
+    return taken;
   }
 
   __device__ __forceinline__ u32 next() {
@@ -112,13 +144,13 @@ struct AttentionForwardScheduler {
       if (waiting < all_items()) return waiting;
       order = kReadyOnly;
     }
-    // The first ones were begun by CTAs that had just started.
-    const u32 ready = min(gridDim.x, ready_items()) + atomicAdd(&arguments.queue[0], 1u);
+    // The first ones were begun by CTAs, or clusters, that had just started.
+    const u32 ready = min(begun(), ready_items()) + atomicAdd(&arguments.queue[0], 1u);
     if (ready < ready_items()) return ready;
     return order == kReadyFirst ? next_waiting() : all_items();
   }
   __device__ __forceinline__ u32 next_waiting() const {
-    return max(gridDim.x, ready_items()) + atomicAdd(&arguments.queue[2], 1u);
+    return max(begun(), ready_items()) + atomicAdd(&arguments.queue[2], 1u);
   }
 
   // The first item is found before; it is not taken from the queue.

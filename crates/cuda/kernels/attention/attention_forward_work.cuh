@@ -34,7 +34,7 @@ enum class Loop : u32 {
 // What a kernel is compiled for. kPack query heads of one key head share a tile: row r of a tile is token start + r /
 // kPack, query head head * kPack + r % kPack.
 template <u32 kHeadDimOf, u32 kHeadDimVOf, u32 kTileRowsOf, u32 kBlockOf, u32 kPackOf, u32 kQuerySlotsOf, Loop kLoopOf,
-          Span kSpanOf, Scores kScoresOf, bool kMaxLogitsOf>
+          Span kSpanOf, Scores kScoresOf, bool kMaxLogitsOf, u32 kCtasOf>
 struct AttentionForwardConfig {
   static constexpr u32 kHeadDim = kHeadDimOf;
   static constexpr u32 kHeadDimV = kHeadDimVOf;
@@ -46,6 +46,15 @@ struct AttentionForwardConfig {
   static constexpr Scores kScores = kScoresOf;
   // Whether the largest scores are wanted.
   static constexpr bool kMaxLogits = kMaxLogitsOf;
+  // CTAs of a cluster, which share a tile: kTileRows rows each. Each loads its part of every block of keys and values, by multicast for all, so
+  // that L2 is read once.
+  static constexpr u32 kCtas = kCtasOf;
+  // Tokens of a CTA, and of the tile.
+  static constexpr u32 kTokens = kTileRows / kPack;
+  static constexpr u32 kTileTokens = kCtas * kTokens;
+  static constexpr u32 kLoadRows = kBlock / kCtas;
+  static_assert(kCtas == 1 || kLoop == Loop::kInterior, "the other consumer lets nobody but its own CTA load");
+  static_assert(kLoadRows * kCtas == kBlock && kLoadRows % 8 == 0, "parts are whole rows of the swizzle's pattern");
   static constexpr u32 kConsumers = kTileRows / 64;
   static constexpr u32 kThreads = 128 * (kConsumers + 1);
   static constexpr u32 kStages = 2;
@@ -71,8 +80,8 @@ struct ForwardTiles {
 // host.
 struct AttentionForwardArguments {
   TensorMap q_map;  // [rows_q, heads_q, head_dim], box [64 / kPack, kPack, 64]
-  TensorMap k_map;  // [rows_k, heads_kv, head_dim], box [kBlock, 1, 64]
-  TensorMap v_map;  // [rows_k, heads_kv, head_dim_v], box [kBlock, 1, 64]
+  TensorMap k_map;  // [rows_k, heads_kv, head_dim], box [kLoadRows, 1, 64]
+  TensorMap v_map;  // [rows_k, heads_kv, head_dim_v], box [kLoadRows, 1, 64]
   TensorMap arriving_k_map;  // likewise, of the rows from own_rows on
   TensorMap arriving_v_map;
   const Tile* tiles;
@@ -87,8 +96,8 @@ struct AttentionForwardArguments {
   float* end_acc;          // likewise, and may be the same; null where out and lse are wanted
   float* end_max;
   float* end_sum;
-  float* partial_out;      // [slots, kTileRows / kPack, heads_q, head_dim_v]
-  float* partial_lse;      // [slots, kTileRows / kPack, heads_q]
+  float* partial_out;      // [slots, kTileTokens, heads_q, head_dim_v]
+  float* partial_lse;      // [slots, kTileTokens, heads_q]
   float* max_logits;       // [heads_q]
   u32* queue;  // three words, zero between launches: items of ready tiles handed out beyond the first of each CTA; CTAs that are
                // done; items of waiting tiles handed out
@@ -107,9 +116,9 @@ struct AttentionForwardArguments {
   float softcap_log2;   // softcap * log2(e), 0 for none
 };
 
-// A tile of one head.
+// A CTA's rows of a tile, of one head.
 struct AttentionForwardItem {
-  i32 start;
+  i32 start;  // in a cluster it may be behind the end
   i32 end;
   u32 head;
   i32 partial;
@@ -155,6 +164,10 @@ struct alignas(1024) AttentionForwardShared {
   u64 key_empty[C::kStages];
   u64 value_full[C::kStages];
   u64 value_empty[C::kStages];
+  // Which item the CTAs of a cluster have next: the first CTA takes it from the queue and writes it to the others.
+  u32 tickets[2];
+  u64 ticket_full[2];
+  u64 ticket_empty[2];
 
   // By one thread, before anybody waits.
   __device__ __forceinline__ void initialise() {
@@ -171,9 +184,13 @@ struct alignas(1024) AttentionForwardShared {
     }
     for (u32 i = 0; i < C::kStages; ++i) {
       mbarrier_init(&key_full[i], 1);
-      mbarrier_init(&key_empty[i], 4 * C::kConsumers);
+      mbarrier_init(&key_empty[i], 4 * C::kConsumers * C::kCtas);
       mbarrier_init(&value_full[i], 1);
-      mbarrier_init(&value_empty[i], 4 * C::kConsumers);
+      mbarrier_init(&value_empty[i], 4 * C::kConsumers * C::kCtas);
+    }
+    for (u32 i = 0; C::kCtas > 1 && i < 2; ++i) {
+      mbarrier_init(&ticket_full[i], 1);
+      mbarrier_init(&ticket_empty[i], C::kCtas - 1);
     }
     fence_mbarrier_init();
   }

@@ -61,6 +61,18 @@ __device__ __forceinline__ void peer_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// The same where `condition` holds.
+__device__ __forceinline__ void peer_arrive_if(u32 barrier, bool condition) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.u32 p, %1, 0;\n"
+      "@p mbarrier.arrive.shared::cluster.b64 _, [%0];\n"
+      "}\n" ::"r"(barrier),
+      "r"(u32(condition))
+      : "memory");
+}
+
 // mbarrier_wait for a barrier at which other CTAs arrive.
 __device__ __forceinline__ void mbarrier_wait_cluster(u64* barrier, u32 parity) {
   u32 done = 0;

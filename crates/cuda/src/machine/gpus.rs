@@ -12,10 +12,10 @@ use crate::backend::clock::Clock;
 use crate::backend::rank::OtherKernels;
 use crate::backend::{CudaBackend, PlainProducts, Timing, exec_error};
 use crate::kernel::{LINK_BLOCKS, LINK_RANKS, UserKernelSource};
-use crate::nccl::{ConnectedRanks, NcclRank};
 use crate::transport::Means;
 use crate::{CudaError, CudaTransport, Device, EngineUse, TransportFault, TransportKind, compiler_version};
 use counterpoint_driver::{DeviceAllocator, Lender};
+use counterpoint_nccl::{ConnectedRanks, NcclRank};
 
 /// The GPUs of this process. Ranks are dealt out to them in turn: on one GPU they share it.
 #[derive(Clone, Debug)]

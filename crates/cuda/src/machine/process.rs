@@ -17,7 +17,6 @@ use crate::backend::rank::OtherKernels;
 use crate::backend::start_gate::StartPace;
 use crate::backend::{CudaBackend, PlainProducts, Timing, exec_error};
 use crate::kernel::{LINK_BLOCKS, LINK_RANKS};
-use crate::nccl::{ConnectedRanks, NcclRank, NcclSeat};
 use crate::transport::{Level, LevelledTransport, Means};
 use crate::{
     CudaError, CudaTransport, Device, DeviceBuffer, EngineUse, TransportFault, TransportKind, Unreached,
@@ -25,6 +24,7 @@ use crate::{
 };
 use counterpoint_driver::{AllocationPlace, OpenedMemory};
 use counterpoint_driver::{DeviceAllocator, Lender};
+use counterpoint_nccl::{ConnectedRanks, NcclRank, NcclSeat};
 
 /// One GPU rank of several that are processes.
 pub struct CudaProcess {

@@ -17,8 +17,8 @@ use super::staging::Staging;
 use super::{Call, CallError, CudaPending, CudaTransport, Means, addresses};
 use crate::backend::{ExchangeMarks, RaisedCounter};
 use crate::kernel::{CountUp, RowCopy, RowMove, StartMark};
-use crate::nccl::{NcclMessage, NcclSums};
 use crate::{CudaError, Device, DeviceBuffer, Stream};
+use counterpoint_nccl::{NcclMessage, NcclSums};
 
 /// One rank's part.
 pub(super) struct ExchangeWork {

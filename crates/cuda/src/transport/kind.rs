@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use counterpoint_schedule::{OverlapPolicy, PassOverlap, RankTransport};
 
-use crate::nccl::{NcclSettings, NcclSums};
+use counterpoint_nccl::{NcclSettings, NcclSums};
 
 /// How rows travel between GPUs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -8,7 +8,7 @@ use counterpoint_schedule::{Accumulate, BufferSpec, ReduceOp};
 use super::exchange::PeerRange;
 use super::{Call, CallError, CudaTransport, addresses};
 use crate::backend::CallMarks;
-use crate::nccl::{NcclRank, NcclSum, SumSize};
+use counterpoint_nccl::{NcclRank, NcclSum, SumSize};
 
 /// A reduce-scatter: the rows for all ranks lie one after the other, as many for each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,7 +1,7 @@
 //! What moves the rows of a rank.
 
 use super::EngineUse;
-use crate::nccl::{NcclRank, NcclSums};
+use counterpoint_nccl::{NcclRank, NcclSums};
 
 /// What moves the rows of one rank.
 pub(crate) enum Means {

@@ -189,7 +189,7 @@ impl<'a> Rank<'a> {
         };
         let nccl = &self.bench.nccl[self.rank];
         // SAFETY: as above.
-        unsafe { nccl.collective(&self.stream, collective, self.element, from, to, count) }
+        unsafe { nccl.collective(&self.stream, collective, self.spec.dtype, from, to, count) }
     }
 
     fn finish(&mut self, contender: Contender) -> Result<(), ExecError> {

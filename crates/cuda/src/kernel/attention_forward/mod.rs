@@ -157,7 +157,9 @@ impl AttentionForward {
         let queue = DeviceBuffer::from_slice(stream, &[0u32; 3])?;
         let schedule = DeviceSchedule::new(stream, &schedule)?;
         let items = schedule.tile_count() * (problem.heads_q as u32 / shape.pack);
-        let launch = Launch::linear(items.min(workers), shape.threads())
+        let ctas = items.min((workers / shape.ctas).max(1)) * shape.ctas;
+        let launch = Launch::linear(ctas, shape.threads())
+            .cluster([shape.ctas, 1, 1])
             .shared_bytes(shape.shared_bytes())
             .start(LaunchStart::Overlapping);
         Ok(Self { function, problem: problem.clone(), mode, shape, schedule, tiles, queue, merge, launch })
@@ -220,7 +222,7 @@ impl AttentionForward {
         // No tensor of the copy engine is empty. Without keys nothing is read, and any address will do.
         let keys = |name: &str, tensor: HeadRows, dim, rows: usize| {
             let tensor = if rows == 0 { tensors.q.address.into() } else { tensor };
-            map(name, tensor, dim, heads_kv, rows.max(1), 1, shape.block)
+            map(name, tensor, dim, heads_kv, rows.max(1), 1, shape.block / shape.ctas)
         };
         let arriving = ArrivingTensors::of(tensors.arriving, rows_arriving)?;
         let [tiles, runs, bounds] = self.schedule.addresses();

@@ -51,11 +51,12 @@ impl ForwardChoice {
 
     pub(super) fn source(self) -> KernelSource {
         let Self { shape, element, span, scores, max_logits } = self;
-        let ForwardShape { head_dim, head_dim_v, rows, block, pack, query_slots, steps } = shape;
+        let ForwardShape { head_dim, head_dim_v, rows, block, pack, query_slots, steps, ctas } = shape;
         let name = format!(
-            "attention_forward_{}_{head_dim}_{head_dim_v}_{rows}x{block}{}_pack{pack}_{span:?}_{scores:?}{}",
+            "attention_forward_{}_{head_dim}_{head_dim_v}_{rows}x{block}{}{}_pack{pack}_{span:?}_{scores:?}{}",
             element.name(),
             if steps == Loop::Interior { "_interior" } else { "" },
+            if ctas > 1 { "_cluster" } else { "" },
             if max_logits { "_max_logits" } else { "" },
         )
         .to_lowercase();
@@ -65,7 +66,7 @@ impl ForwardChoice {
             .line("using namespace counterpoint;")
             .line(format_args!(
                 "using Config = AttentionForwardConfig<{head_dim}, {head_dim_v}, {rows}, {block}, {pack}, \
-                 {query_slots}, Loop::k{steps:?}, Span::k{span:?}, Scores::k{scores:?}, {max_logits}>;"
+                 {query_slots}, Loop::k{steps:?}, Span::k{span:?}, Scores::k{scores:?}, {max_logits}, {ctas}>;"
             ))
             .line(format_args!(
                 "static_assert(Config::kThreads == {} && sizeof(AttentionForwardShared<Config>) + 1024 <= {}, \
@@ -106,6 +107,9 @@ pub(in crate::kernel) fn specialisations() -> Vec<Specialisation> {
                 for large in large.filter(|&large| large != small) {
                     add(large, Span::Whole, Scores::Scaled);
                 }
+            }
+            for cluster in ForwardShape::clusters(dims) {
+                add(cluster, Span::Whole, Scores::Scaled);
             }
             add(ForwardShape::small(dims, 1), Span::Staged, Scores::Transformed);
         }

@@ -6,12 +6,14 @@ use std::sync::{Arc, Mutex, mpsc};
 use std::time::Instant;
 use std::{ptr, thread};
 
+use counterpoint_driver::{
+    CudaError, Device, DeviceBuffer, Inside, Nccl, NcclUniqueId, Stream, StreamPriority,
+};
 use counterpoint_exec::World;
 
-use super::{Among, ConnectedRanks, End, LOOK, NcclMessage, NcclRank, NcclSettings, explain, go_on, group};
-use crate::{CudaError, Device, DeviceBuffer, Stream, StreamPriority, TransportFault};
-use counterpoint_driver::Inside;
-use counterpoint_driver::{Nccl, NcclUniqueId};
+use super::{
+    Among, ConnectedRanks, End, LOOK, NcclFault, NcclMessage, NcclRank, NcclSettings, explain, go_on, group,
+};
 
 impl NcclRank {
     /// Ranks that are threads of this process, the first on the first of `devices`, connected with each other: those of
@@ -24,7 +26,7 @@ impl NcclRank {
     /// # Errors
     /// [`CudaError::NoNccl`]; [`CudaError::Transport`] when two ranks share a GPU; NCCL's own, also when it is not ready at
     /// the limit.
-    pub(crate) fn connect(
+    pub fn connect(
         connected: &ConnectedRanks,
         devices: &[Device],
         world: &Arc<World>,
@@ -32,12 +34,12 @@ impl NcclRank {
     ) -> Result<Vec<Self>, CudaError> {
         let limit = world.config().limit;
         if let Some(rank) = (1..devices.len()).find(|&rank| devices[..rank].contains(&devices[rank])) {
-            let fault = TransportFault::SharedDevice { rank, device: devices[rank].to_string() };
+            let fault = NcclFault::SharedDevice { rank, device: devices[rank].to_string() };
             return Err(CudaError::Transport { transport: "nccl", reason: fault.into() });
         }
         let nccl = Nccl::get()?;
         let among = Among::Devices(devices.to_vec(), settings);
-        if let Some(ends) = connected.take(&among) {
+        if let Some(ends) = connected.0.take(&among) {
             return Ok(Self::of_ends(nccl, connected, among, ends, 0, world, &Arc::default()));
         }
         never_multicast();
@@ -49,7 +51,7 @@ impl NcclRank {
             drop(sender.send(Self::connect_all(nccl, &connected, &devices, &world, settings)))
         });
         receiver.recv_timeout(limit).unwrap_or_else(|_| {
-            let reason = TransportFault::NotConnected { ranks: count, limit }.into();
+            let reason = NcclFault::NotConnected { ranks: count, limit }.into();
             Err(CudaError::Transport { transport: "nccl", reason })
         })
     }
@@ -87,7 +89,7 @@ impl NcclRank {
     ///
     /// # Errors
     /// [`CudaError::NoNccl`]; NCCL's own.
-    pub(crate) fn unique_id(host: Option<&str>) -> Result<Vec<u8>, CudaError> {
+    pub fn unique_id(host: Option<&str>) -> Result<Vec<u8>, CudaError> {
         let nccl = Nccl::get()?;
         never_multicast();
         host_is(host);
@@ -102,7 +104,7 @@ impl NcclRank {
     ///
     /// # Errors
     /// As [`NcclRank::connect`].
-    pub(crate) fn join(seat: NcclSeat<'_>, number: u64, unique_id: &[u8]) -> Result<Self, CudaError> {
+    pub fn join(seat: NcclSeat<'_>, number: u64, unique_id: &[u8]) -> Result<Self, CudaError> {
         let nccl = Nccl::get()?;
         never_multicast();
         host_is(seat.host);
@@ -133,25 +135,25 @@ impl NcclRank {
     }
 
     /// The numbers of connections that this process's rank could use again.
-    pub(crate) fn connections(connected: &ConnectedRanks) -> Vec<u64> {
+    pub fn connections(connected: &ConnectedRanks) -> Vec<u64> {
         let number = |among| match among {
             Among::Processes(number) => Some(number),
             Among::Devices(..) => None,
         };
-        connected.keys().into_iter().filter_map(number).collect()
+        connected.0.keys().into_iter().filter_map(number).collect()
     }
 
     /// The rank that [`NcclRank::join`] connected as this `number`, for another world. All ranks call it.
     ///
     /// # Errors
     /// When there is no such connection.
-    pub(crate) fn join_again(seat: &NcclSeat<'_>, number: u64) -> Result<Self, CudaError> {
+    pub fn join_again(seat: &NcclSeat<'_>, number: u64) -> Result<Self, CudaError> {
         let among = Among::Processes(number);
         let gone = || {
-            let reason = TransportFault::ConnectionInUse { number, rank: seat.rank }.into();
+            let reason = NcclFault::ConnectionInUse { number, rank: seat.rank }.into();
             CudaError::Transport { transport: "nccl", reason }
         };
-        let ends = seat.connected.take(&among).ok_or_else(gone)?;
+        let ends = seat.connected.0.take(&among).ok_or_else(gone)?;
         let ranks =
             Self::of_ends(Nccl::get()?, seat.connected, among, ends, seat.rank, seat.world, seat.sent);
         ranks.iter().for_each(Self::end_with_world);
@@ -169,7 +171,7 @@ impl NcclRank {
         sent: &Arc<AtomicU64>,
     ) -> Vec<Self> {
         let count = world.size();
-        let lent = connected.lend(among, ends).into_iter().enumerate();
+        let lent = connected.0.lend(among, ends).into_iter().enumerate();
         let rank = |(at, lent): (usize, super::Lent<Among, End>)| {
             let (device, world, sent) = (lent.end().device.clone(), world.clone(), sent.clone());
             let (lent, last) = (Arc::new(lent), Mutex::new(None));
@@ -192,18 +194,21 @@ impl NcclRank {
 }
 
 /// A rank that is a process.
-pub(crate) struct NcclSeat<'a> {
+pub struct NcclSeat<'a> {
     /// What it gets back when the rank is through.
-    pub(crate) connected: &'a ConnectedRanks,
-    pub(crate) device: &'a Device,
-    pub(crate) rank: usize,
+    pub connected: &'a ConnectedRanks,
+    /// Its GPU.
+    pub device: &'a Device,
+    /// The rank.
+    pub rank: usize,
     /// NCCL takes ranks of different hosts for ranks on different hosts, where one is given.
-    pub(crate) host: Option<&'a str>,
-    pub(crate) world: &'a Arc<World>,
+    pub host: Option<&'a str>,
+    /// What its waits end with.
+    pub world: &'a Arc<World>,
     /// How NCCL is set up, the same on all ranks.
-    pub(crate) settings: NcclSettings,
+    pub settings: NcclSettings,
     /// What exchanges send is added to it, in bytes.
-    pub(crate) sent: &'a Arc<AtomicU64>,
+    pub sent: &'a Arc<AtomicU64>,
 }
 
 fn init_one(
@@ -225,21 +230,21 @@ fn init_one(
 }
 
 fn only(mut ranks: Vec<NcclRank>) -> Result<NcclRank, CudaError> {
-    let gone = || CudaError::Transport { transport: "nccl", reason: TransportFault::NoRank.into() };
+    let gone = || CudaError::Transport { transport: "nccl", reason: NcclFault::NoRank.into() };
     ranks.pop().ok_or_else(gone)
 }
 
 /// Where a rank sends and sums bytes that mean nothing.
-pub(super) struct Place {
-    pub(super) stream: Stream,
-    pub(super) memory: DeviceBuffer,
+pub(crate) struct Place {
+    pub(crate) stream: Stream,
+    pub(crate) memory: DeviceBuffer,
 }
 
 /// Bytes of one message.
 const EACH: u64 = 16;
 
 impl Place {
-    pub(super) fn new(device: &Device, bytes: usize) -> Result<Self, CudaError> {
+    pub(crate) fn new(device: &Device, bytes: usize) -> Result<Self, CudaError> {
         let stream = Stream::new(device, StreamPriority::High)?;
         let memory = DeviceBuffer::new(device, bytes)?;
         memory.fill(&stream, 0)?;

@@ -12,35 +12,36 @@ use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
 use std::time::Instant;
 
-use counterpoint_driver::{Inside, Nccl, NcclHandle};
+use counterpoint_driver::{CudaError, Event, Inside, Nccl, NcclHandle, Stream};
 use counterpoint_exec::World;
 use counterpoint_plan::DType;
 
 use super::connect::Place;
 use super::{Among, End, LOOK, Lent, NcclRank, SUM, explain, go_on, group};
-use crate::sync::lock;
-use crate::{CudaError, Event, Stream};
+use crate::lock;
 
 /// What one rank has of a reduce-scatter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct NcclSum {
+pub struct NcclSum {
     /// Where its shares for all ranks begin.
-    pub(crate) from: u64,
+    pub from: u64,
     /// Where its sums go.
-    pub(crate) to: u64,
-    pub(crate) size: SumSize,
+    pub to: u64,
+    /// How large it is.
+    pub size: SumSize,
 }
 
 /// How much it is, by which NCCL chooses an algorithm.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct SumSize {
+pub struct SumSize {
     /// Of one rank.
-    pub(crate) elements: usize,
-    pub(crate) dtype: DType,
+    pub elements: usize,
+    /// Their type.
+    pub dtype: DType,
 }
 
 /// The sizes of calls after whose like nothing is left to connect.
-pub(super) type KnownSums = Mutex<BTreeSet<Vec<SumSize>>>;
+pub(crate) type KnownSums = Mutex<BTreeSet<Vec<SumSize>>>;
 
 impl SumSize {
     /// Of one rank's share.
@@ -84,7 +85,7 @@ impl NcclRank {
     ///
     /// # Errors
     /// As [`NcclRank::exchange`].
-    pub(crate) unsafe fn reduce_scatter(
+    pub unsafe fn reduce_scatter(
         &self,
         stream: &Stream,
         sums: &[NcclSum],
@@ -105,7 +106,7 @@ impl NcclRank {
     ///
     /// # Errors
     /// NCCL's own; when it is not done at the limit, or another rank fails.
-    pub(crate) fn connect_sums(&self, sums: &[NcclSum]) -> Result<(), CudaError> {
+    pub fn connect_sums(&self, sums: &[NcclSum]) -> Result<(), CudaError> {
         let Some(end) = self.lent.ends().first() else { return Ok(()) };
         let sizes: Vec<SumSize> = sums.iter().map(|sum| sum.size).collect();
         // Other ranks of this process wait here.

@@ -61,7 +61,7 @@ impl NcclSettings {
     ///
     /// # Errors
     /// A sentence for a word that is none, and for settings that contradict each other.
-    pub(crate) fn parse<'a>(words: impl Iterator<Item = &'a str>) -> Result<Self, String> {
+    pub fn parse<'a>(words: impl Iterator<Item = &'a str>) -> Result<Self, String> {
         let mut settings = Self::default();
         for word in words {
             let refuse = |wanted: &str| format!("`{word}` is no setting of NCCL's: {wanted}");
@@ -95,7 +95,7 @@ impl NcclSettings {
     }
 
     /// What a communicator is made with.
-    pub(super) fn config(&self) -> NcclConfig {
+    pub(crate) fn config(&self) -> NcclConfig {
         let Self { cluster_size, min_ctas, max_ctas, cta_policy, sums: _ } = *self;
         let config = NcclConfig::blocking()
             .with_ctas(cluster_size.map(u32::from), [min_ctas.map(u32::from), max_ctas.map(u32::from)]);
@@ -106,7 +106,7 @@ impl NcclSettings {
     }
 
     /// Multiprocessors that its kernels take at most, where that is known.
-    pub(crate) fn workers(&self) -> Option<usize> {
+    pub fn workers(&self) -> Option<usize> {
         self.max_ctas.map(usize::from)
     }
 }

@@ -5,7 +5,7 @@ use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 
-use crate::sync::lock;
+use crate::lock;
 
 /// Groups of ranks that are kept: as many as the passes of layers on two, three and four of a machine's GPUs. Each has buffers on its
 /// devices.
@@ -18,12 +18,12 @@ type Groups<K, E> = VecDeque<(K, Vec<E>)>;
 
 impl<K: Clone + PartialEq, E> Shelf<K, E> {
     /// Of each group that lies here.
-    pub(super) fn keys(&self) -> Vec<K> {
+    pub(crate) fn keys(&self) -> Vec<K> {
         lock(&self.0).iter().map(|(key, _)| key.clone()).collect()
     }
 
     /// The ends of a group of this key, if one lies here.
-    pub(super) fn take(&self, key: &K) -> Option<Vec<E>> {
+    pub(crate) fn take(&self, key: &K) -> Option<Vec<E>> {
         let groups = &mut *lock(&self.0);
         let at = groups.iter().position(|(other, _)| other == key)?;
         groups.remove(at).map(|(_, ends)| ends)
@@ -31,7 +31,7 @@ impl<K: Clone + PartialEq, E> Shelf<K, E> {
 
     /// The ends of a group for the ranks of a world. They come here once all are returned, unless one is spoilt or nobody has this
     /// shelf any more.
-    pub(super) fn lend(&self, key: K, ends: Vec<E>) -> Vec<Lent<K, E>> {
+    pub(crate) fn lend(&self, key: K, ends: Vec<E>) -> Vec<Lent<K, E>> {
         let count = ends.len();
         let (home, spoilt) = (Arc::downgrade(&self.0), AtomicBool::new(false));
         let group = Arc::new(Group { key, ends, home, spoilt });
@@ -40,23 +40,23 @@ impl<K: Clone + PartialEq, E> Shelf<K, E> {
 }
 
 /// One rank's end, until this goes.
-pub(super) struct Lent<K: Clone, E> {
+pub(crate) struct Lent<K: Clone, E> {
     group: Arc<Group<K, E>>,
     rank: usize,
 }
 
 impl<K: Clone, E> Lent<K, E> {
-    pub(super) fn end(&self) -> &E {
+    pub(crate) fn end(&self) -> &E {
         &self.group.ends[self.rank]
     }
 
     /// Those of all ranks of the group that are in this process.
-    pub(super) fn ends(&self) -> &[E] {
+    pub(crate) fn ends(&self) -> &[E] {
         &self.group.ends
     }
 
     /// Nobody is to use any end of this group again.
-    pub(super) fn spoil(&self) {
+    pub(crate) fn spoil(&self) {
         self.group.spoilt.store(true, Ordering::SeqCst);
     }
 }

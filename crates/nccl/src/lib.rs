@@ -1,30 +1,30 @@
 //! Ranks of NCCL, threads or processes: grouped sends and receives, with a limit on every call.
 
+#![warn(clippy::unwrap_used)]
+#![allow(unsafe_code)]
+
 mod connect;
+mod fault;
 mod settings;
 mod shelf;
 mod sums;
 
 use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use counterpoint_driver::{CudaError, Device, Event, Inside, Nccl, NcclHandle, NcclProgress, Stream};
 use counterpoint_exec::World;
-use counterpoint_plan::GemmCollective;
+use counterpoint_plan::{DType, GemmCollective};
 
-pub(crate) use connect::NcclSeat;
+pub use connect::NcclSeat;
+pub use fault::NcclFault;
 pub use settings::{NcclSettings, NcclSums};
 use shelf::{Lent, Shelf};
 use sums::KnownSums;
-pub(crate) use sums::{NcclSum, SumSize};
-
-use crate::kernel::ElementType;
-use crate::sync::lock;
-use crate::{CudaError, Device, Event, Stream, TransportFault};
-use counterpoint_driver::Inside;
-use counterpoint_driver::{Nccl, NcclHandle, NcclProgress};
+pub use sums::{NcclSum, SumSize};
 
 /// `ncclUint8`: bytes, whatever they mean.
 const BYTES: c_int = 1;
@@ -49,12 +49,13 @@ pub struct NcclRank {
     last: Mutex<Option<Event>>,
 }
 
-/// Ranks that are connected and that nobody uses.
-pub(crate) type ConnectedRanks = Shelf<Among, End>;
+/// Ranks that are connected and that nobody uses. A clone is the same.
+#[derive(Clone, Debug, Default)]
+pub struct ConnectedRanks(Shelf<Among, End>);
 
 /// Who is connected.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Among {
+enum Among {
     /// Threads of this process, a rank on each of these, with these settings.
     Devices(Vec<Device>, NcclSettings),
     /// Processes, since the connection of that number.
@@ -62,7 +63,7 @@ pub(crate) enum Among {
 }
 
 /// NCCL's handle, until it is aborted.
-pub(crate) struct End {
+struct End {
     nccl: &'static Nccl,
     device: Device,
     handle: Mutex<Option<NcclHandle>>,
@@ -82,7 +83,7 @@ impl End {
     }
 
     fn aborted() -> CudaError {
-        CudaError::Transport { transport: "nccl", reason: TransportFault::Aborted.into() }
+        CudaError::Transport { transport: "nccl", reason: NcclFault::Aborted.into() }
     }
 
     fn with<R>(&self, call: impl FnOnce(NcclHandle) -> Result<R, CudaError>) -> Result<R, CudaError> {
@@ -109,12 +110,20 @@ impl Drop for End {
     }
 }
 
+/// Every critical section only assigns, so that the data stays valid when a holder panics.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// Bytes for or from one rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct NcclMessage {
-    pub(crate) peer: usize,
-    pub(crate) address: u64,
-    pub(crate) bytes: u64,
+pub struct NcclMessage {
+    /// The rank.
+    pub peer: usize,
+    /// Where they are, or will be, on this rank's device.
+    pub address: u64,
+    /// How many.
+    pub bytes: u64,
 }
 
 /// `ncclSum`.
@@ -137,7 +146,7 @@ impl NcclRank {
     ///
     /// # Errors
     /// NCCL's own, also when it has not enqueued them at the limit.
-    pub(crate) unsafe fn exchange(
+    pub unsafe fn exchange(
         &self,
         stream: &Stream,
         sends: &[NcclMessage],
@@ -204,14 +213,19 @@ impl NcclRank {
         &self,
         stream: &Stream,
         collective: GemmCollective,
-        element: ElementType,
+        element: DType,
         from: u64,
         to: u64,
         count: usize,
     ) -> Result<(), CudaError> {
         let nccl = self.nccl;
-        // `ncclFloat16` and `ncclBfloat16`.
-        let kind = if element == ElementType::F16 { 6 } else { 9 };
+        // `ncclFloat16` and what follows.
+        let kind = match element {
+            DType::F16 => 6,
+            DType::F32 => 7,
+            DType::F64 => 8,
+            DType::Bf16 => 9,
+        };
         let _bound = self.device.make_current()?;
         let (from, to, queue) = (from as *const c_void, to as *mut c_void, stream.raw());
         // SAFETY: the caller's promise.
@@ -282,22 +296,21 @@ fn explain(world: &World, rank: usize, error: CudaError) -> CudaError {
         thread::sleep(LOOK);
     }
     world.failure().map_or(error, |failure| {
-        let reason = TransportFault::NoExchange { rank, failure: failure.into() }.into();
+        let reason = NcclFault::NoExchange { rank, failure: failure.into() }.into();
         CudaError::Transport { transport: "nccl", reason }
     })
 }
 
 /// Whether `rank` is to wait on, for `what`, since `began`: not once another rank has failed, and not beyond the limit.
 fn go_on(world: &World, rank: usize, began: Instant, what: &str) -> Result<(), CudaError> {
-    let refuse =
-        |fault: TransportFault| Err(CudaError::Transport { transport: "nccl", reason: fault.into() });
+    let refuse = |fault: NcclFault| Err(CudaError::Transport { transport: "nccl", reason: fault.into() });
     let what = || what.to_owned();
     let limit = world.config().limit;
     if let Some(failure) = world.failure() {
-        return refuse(TransportFault::Stopped { rank, what: what(), failure: failure.into() });
+        return refuse(NcclFault::Stopped { rank, what: what(), failure: failure.into() });
     }
     if began.elapsed() > limit {
-        return refuse(TransportFault::WaitedFor { rank, what: what(), limit });
+        return refuse(NcclFault::WaitedFor { rank, what: what(), limit });
     }
     Ok(())
 }
