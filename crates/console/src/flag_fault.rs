@@ -159,10 +159,10 @@ pub enum FlagFault {
     #[error("is in the name of no kernel; `counterpoint selftest --compile-only --verbose` lists them")]
     NoKernel,
     /// A file that cannot be added to.
-    #[error("is no regular file, and plans are added to those that it holds; name another")]
+    #[error("is not a regular file, and plans are added to those that it holds; name another")]
     NoRegularFile,
     /// A folder that is none.
-    #[error("is not a folder")]
+    #[error("is not a folder; name one")]
     NoFolder,
     /// A path that cannot be looked up.
     #[error("{text}")]

@@ -209,7 +209,7 @@ impl TileCost {
         least
     }
 
-    /// The shape of tiles that has the fewest; nothing is counted where there is no other.
+    /// The shape of tiles that has the fewest columns. The only one is not counted.
     pub(crate) fn least_shape(
         &self,
         work: &AttentionWork<'_>,

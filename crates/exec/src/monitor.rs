@@ -14,8 +14,7 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 pub(crate) struct Monitor<T> {
     state: Mutex<T>,
     changed: Condvar,
-    /// Threads that sleep. They are counted while they hold the lock, so that who changes the value under it sees them all: to notify nobody
-    /// would ask the system each time.
+    /// Threads that sleep. They are counted under the lock, so `update` sees them all. Where there are none it saves a call of the system.
     asleep: AtomicUsize,
 }
 

@@ -9,7 +9,7 @@ use thiserror::Error;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, Error)]
 #[non_exhaustive]
 pub enum VariableFault {
-    /// It is no number.
+    /// It is not a number.
     #[error("is `{value}`, which is not a whole number")]
     NotANumber {
         /// Its value.
@@ -44,13 +44,13 @@ pub enum VariableFault {
         /// The launcher, which could have said it.
         launcher: String,
     },
-    /// It is no address.
+    /// It is not an address.
     #[error("is `{value}`, which is not host:port, such as node1:29600")]
     NotAnAddress {
         /// Its value.
         value: String,
     },
-    /// It is no port.
+    /// It is not a port.
     #[error("is not a port; give one from 1 to 65535")]
     NotAPort,
     /// It is easily guessed.

@@ -49,7 +49,7 @@ pub struct NcclRank {
     last: Mutex<Option<Event>>,
 }
 
-/// Ranks that are connected and that nobody uses. A clone is the same.
+/// Ranks that are connected and not in use. A clone is the same.
 #[derive(Clone, Debug, Default)]
 pub struct ConnectedRanks(Shelf<Among, End>);
 

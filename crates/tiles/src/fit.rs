@@ -120,7 +120,7 @@ fn fit_between(
                 continue;
             }
         }
-        // Of a single path on which no tile ends early the cost is no difference.
+        // A single path on which no tile ends early needs no cost.
         if paths.is_empty() && cuts[cut] >= limit {
             paths.push(Path::new(limit, path.cost, before, cuts[cut] == limit));
             continue;

@@ -39,7 +39,7 @@ impl Stops {
         for (index, &edge) in edges.iter().enumerate() {
             if edge - last > tile_rows {
                 let first = last + ((edge - last) as u32 % tile_rows as u32) as usize;
-                // Ascending; the last two are one where the first is no row of its own.
+                // Ascending. Where full tiles fit exactly, the first row is the edge before, and the last two are equal.
                 let near = [first, last + tile_rows, first + tile_rows];
                 let near = if first == last { &near[1..2] } else { &near[..] };
                 let near = near.iter().filter(|&&row| row < edge);

@@ -9,7 +9,7 @@ use counterpoint_schedule::{PassOverlap, RankTransport};
 use super::pass::LinearPass;
 use crate::tuned::TunedHere;
 
-/// Whether passes run in a way where nobody names it.
+/// Whether passes run in a way that no option names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Offered {
     /// Never: there are no kernels for it, or it is in the way of something else.

@@ -147,8 +147,7 @@ fn check(cases: u64) {
         for &other in &case.machine.overlaps {
             let (run, own) = case.chosen(vec![other]);
             if run != other || (other.is_one_kernel() && case.gathers()) {
-                // There is no kernel for it, or it is one that takes rows as they arrive: who takes that has it predicted to take 3 % less
-                // at least.
+                // There is no kernel for it, or the kernel takes rows as they arrive. That one is chosen where it is predicted 3 % faster.
                 continue;
             }
             let equal =

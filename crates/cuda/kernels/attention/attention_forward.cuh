@@ -269,7 +269,7 @@ __device__ __forceinline__ void attention_forward(const AttentionForwardArgument
     scheduler.find();
   }
   if constexpr (C::kCtas > 1) {
-    // Nobody arrives at barriers of another CTA before they are there.
+    // The barriers of every CTA are there before another CTA arrives at them.
     cluster_sync();
   } else {
     __syncthreads();
@@ -293,7 +293,7 @@ __device__ __forceinline__ void attention_forward(const AttentionForwardArgument
       consumer.work();
     }
   }
-  // Nobody leaves whose shared memory another CTA still writes to.
+  // A CTA stays while another one may write to its shared memory.
   if constexpr (C::kCtas > 1) cluster_sync();
 }
 

@@ -53,7 +53,7 @@ struct AttentionForwardConfig {
   static constexpr u32 kTokens = kTileRows / kPack;
   static constexpr u32 kTileTokens = kCtas * kTokens;
   static constexpr u32 kLoadRows = kBlock / kCtas;
-  static_assert(kCtas == 1 || kLoop == Loop::kInterior, "the other consumer lets nobody but its own CTA load");
+  static_assert(kCtas == 1 || kLoop == Loop::kInterior, "the other consumer releases blocks to its own CTA alone");
   static_assert(kLoadRows * kCtas == kBlock && kLoadRows % 8 == 0, "parts are whole rows of the swizzle's pattern");
   static constexpr u32 kConsumers = kTileRows / 64;
   static constexpr u32 kThreads = 128 * (kConsumers + 1);

@@ -37,7 +37,7 @@ struct GemmOfArriving : GemmToMemory<C> {
   __device__ __forceinline__ void await_rows(const GemmTile& of) const {
     const u32* arrived = word(of.source);
     if (arrived == nullptr || of.rows == 0) return;
-    // What comes wrong when the wait gives up, nobody looks at.
+    // After a wait that gave up the result is not used.
     wait_until(
         arrivals.wait, [&] { return load_acquire(arrived) != 0; },
         [&] { report_fault(arrivals.wait, of.source, 0, 0, 1); });

@@ -33,7 +33,7 @@ pub enum AttentionFault {
         /// Key and value heads.
         heads_kv: usize,
     },
-    /// A scale that is no number.
+    /// A scale that is not finite.
     #[error("scale is {scale}; give a finite one")]
     Scale {
         /// The scale.

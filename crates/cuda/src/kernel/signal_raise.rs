@@ -27,7 +27,7 @@ impl SignalRaise {
     /// `words` live until that.
     ///
     /// # Errors
-    /// [`CudaError::OutOfBounds`] when there is no such word; when the driver refuses.
+    /// [`CudaError::OutOfBounds`] when the number is too large; when the driver refuses.
     pub unsafe fn launch(
         &self,
         stream: &Stream,

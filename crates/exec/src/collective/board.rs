@@ -16,7 +16,7 @@ use crate::{CollectiveDifference, ExecError, OpPlace};
 
 /// In which a rank hears why one of another process has left, if that one failed.
 const REASON: Duration = Duration::from_millis(500);
-/// Times as many posts as a thread at leisure looks for old ones at ([`Board::tidy`]) have whoever publishes do it.
+/// A thread drops old posts ([`Board::tidy`]). So many times as many have the rank that publishes drop them.
 const LEFT_TO_OTHERS: usize = 4;
 /// Between two looks of one who sleeps at what no thread listens to.
 const NAP: Duration = Duration::from_micros(200);
@@ -32,7 +32,7 @@ pub struct Board<P> {
     readers: Range,
     /// Per rank that asks: every collective with a smaller number has finished there.
     finished_below: Vec<AtomicU64>,
-    /// Whether a thread at leisure drops old posts.
+    /// Whether a thread drops old posts.
     is_tidied: AtomicBool,
 }
 
@@ -202,8 +202,8 @@ impl<P: Payload> Board<P> {
         post
     }
 
-    /// Drops what no rank can ask for any more, where much of it has gathered: for a thread that nobody waits for, as what masks had that are gone
-    /// is in no cache. Without one whoever publishes does it later.
+    /// Drops posts that no rank can ask for any more, where many have gathered. For a thread of its own: old posts are in no cache.
+    /// Without it the rank that publishes drops them later.
     pub(super) fn tidy(&self) {
         self.is_tidied.store(true, Ordering::Relaxed);
         for slot in &self.slots {
@@ -211,7 +211,7 @@ impl<P: Payload> Board<P> {
         }
     }
 
-    /// The posts of a slot that no rank can ask for any more, to be dropped when nobody waits for the slot.
+    /// The posts of a slot that no rank can ask for any more, to be dropped without the slot's lock.
     fn prune(&self, slot: &mut Slot<P>) -> BTreeMap<u64, Entry<P>> {
         let low = self.finished_below.iter().map(|below| below.load(Ordering::Relaxed)).min();
         let kept = slot.posts.split_off(&low.unwrap_or(0));

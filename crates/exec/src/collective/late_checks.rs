@@ -315,9 +315,9 @@ mod tests {
         }
     }
 
-    /// The thread looks again by itself for a while after the last check, so that those of masks that follow wake nobody.
+    /// The thread looks again by itself for a while after the last check, so that checks of the masks that follow need not wake it.
     #[test]
-    fn a_later_call_is_looked_at_by_a_thread_that_nobody_wakes() {
+    fn a_later_call_is_checked_by_a_thread_that_need_not_be_woken() {
         let case = ahead(LONG);
         lock(&case.written.0).push((0, post("cast k v", 7)));
         soon(|| (case.checks.shared.count.load(Ordering::Relaxed) == 0).then_some(()));

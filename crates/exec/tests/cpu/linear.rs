@@ -386,7 +386,7 @@ fn rows_are_multiplied_as_they_arrive() {
     }
 }
 
-/// A group that never comes: whoever waits for it inside the product says so once the limit is over.
+/// A group that never comes: the product that waits for it says so once the limit is over.
 #[test]
 fn rows_that_never_arrive_are_named() {
     let spec = LinearSpec {

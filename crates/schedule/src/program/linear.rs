@@ -79,7 +79,7 @@ pub struct WaveGemm {
     pub groups: Vec<Gemm>,
     /// Whether they are the problems of a grouped GEMM ([`GroupedLaunch`](super::GroupedLaunch)): each with a second operand of its own.
     pub grouped: bool,
-    /// Raised by nothing else; `None` where nobody waits for a group.
+    /// Raised by nothing else; `None` where no operation waits for a group.
     pub signal: Option<SignalId>,
     /// What says that the rows of a group have arrived; `None` where all are there when it starts. Not of a grouped GEMM.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -115,6 +115,10 @@ fn rows_of_very_many_keys_have_clusters() {
         change(&mut problem);
         choose(&problem, (128, 128), Freedom::Any, 132, TileEnds::Results).unwrap().0.ctas
     };
+    // The self-test's.
+    for mask in ["full:46380", "causal:25900"] {
+        assert_eq!(ctas(mask, (8, 1), |_| ()), 2, "{mask}");
+    }
     for heads in [(16, 16), (64, 8), (5, 5)] {
         assert_eq!(ctas("full:32k", heads, |_| ()), 2);
         assert_eq!(ctas("causal:32k", heads, |_| ()), 2);
@@ -125,6 +129,17 @@ fn rows_of_very_many_keys_have_clusters() {
     }
     assert_eq!(ctas("varlen-full:lengths=8000,8000,8000,8000", (16, 16), |_| ()), 1);
     assert_eq!(ctas("full:200,keys=64k", (8, 8), |_| ()), 1, "few tiles, which are split");
+}
+
+/// Clusters own twice the rows, and half as many take tiles.
+#[test]
+fn a_last_round_of_clusters_is_cut_for_clusters() {
+    let problem = problem("full:46380", 8, 1);
+    let (shape, schedule) = choose(&problem, (128, 128), Freedom::Any, 132, TileEnds::Results).unwrap();
+    assert_eq!((shape.ctas, shape.tokens()), (2, 256));
+    assert!(schedule.partials() > 0);
+    assert!(schedule.tiles().iter().all(|tile| tile.end - tile.start <= 256));
+    assert!(schedule.tiles().iter().any(|tile| (tile.end - tile.start) as usize == 46_380 % 256));
 }
 
 #[test]
