@@ -4,7 +4,7 @@
 //! of that owner that they see.
 
 use counterpoint_mask::{Band, Range};
-use counterpoint_plan::{AttentionSpec, Division, HostedRows, RowHosts};
+use counterpoint_plan::{AttentionSpec, Division, HostedRows, RowHosts, Run};
 
 use super::proposals::{Cuts, Prices};
 use crate::config::{PlanConfig, QueryExchange};
@@ -22,13 +22,13 @@ pub(super) fn proposals(
     spec: &AttentionSpec,
     config: &PlanConfig,
 ) -> Vec<Vec<Vec<HostedRows>>> {
-    let prices = Prices::new(spec, &config.cost);
-    let Some(ranks) = of_ranks(division, &prices) else { return Vec::new() };
     let most_loads: &[f64] = match config.query_exchange {
-        QueryExchange::Never => &[],
+        QueryExchange::Never => return Vec::new(),
         QueryExchange::FewestBytes => &[f64::INFINITY],
         QueryExchange::Auto => &[f64::INFINITY, MOST_LOAD],
     };
+    let prices = Prices::new(spec, &config.cost);
+    let Some(ranks) = of_ranks(division, &prices) else { return Vec::new() };
     let mut found: Vec<Vec<Vec<HostedRows>>> = Vec::new();
     for &most_load in most_loads {
         let hosted = choose(&ranks, most_load);
@@ -80,38 +80,79 @@ struct Part {
 fn of_ranks(division: &Division, prices: &Prices) -> Option<Vec<RankPairs>> {
     let (work, owners) = (division.work(), division.owners());
     let mut parts_left = MOST_PARTS;
-    let mut ranks = Vec::with_capacity(work.len());
+    let mut cuts = Vec::with_capacity(work.len());
     for (rank, bands) in work.iter().enumerate() {
+        let of_rank = Cuts::of(bands, owners.q_dispatch(), rank, prices);
+        if let Some(cuts) = &of_rank {
+            // Counted before any is made: long masks on many ranks have more than may be looked at.
+            let count = views(division, rank, cuts).take(parts_left + 1).count();
+            parts_left = parts_left.checked_sub(count)?;
+        }
+        cuts.push(of_rank);
+    }
+    let mut ranks = Vec::with_capacity(work.len());
+    for (rank, (bands, cuts)) in work.iter().zip(cuts).enumerate() {
         let area = bands.iter().map(Band::area).sum::<u64>() as f64;
-        let Some(cuts) = Cuts::of(bands, owners.q_dispatch(), rank, prices) else {
+        let Some(cuts) = cuts else {
             ranks.push(RankPairs { rows: Vec::new(), area, pairs: Vec::new() });
             continue;
         };
-        let by_owner = parts(division, rank, &cuts, &mut parts_left)?;
         let rows: Vec<Range> = (0..cuts.len()).map(|piece| cuts.rows(piece)).collect();
         let pair = |(owner, parts): (usize, Vec<Part>)| pair(owner, parts, &rows, prices);
-        let pairs = by_owner.into_iter().enumerate().filter_map(pair).collect();
+        let pairs = parts(division, rank, &cuts, prices).into_iter().enumerate().filter_map(pair).collect();
         ranks.push(RankPairs { rows, area, pairs });
     }
     ranks.iter().any(|rank| !rank.pairs.is_empty()).then_some(ranks)
 }
 
-/// By owner, what the pieces of a rank see of its keys, by piece. `None` where there is more than may be looked at.
-fn parts(division: &Division, rank: usize, cuts: &Cuts, parts_left: &mut usize) -> Option<Vec<Vec<Part>>> {
+/// Owners of which some piece of a rank may see enough keys: by all that lie within what it sees, so none is missed.
+fn wide_owners(division: &Division, rank: usize, cuts: &Cuts, prices: &Prices) -> Vec<bool> {
+    let mut wide = vec![false; division.work().len()];
+    let mut of_piece: Vec<Vec<(u32, usize)>> = vec![Vec::new(); cuts.len()];
+    let mut widths = vec![0_usize; division.work().len()];
+    for (piece, here, run) in views(division, rank, cuts) {
+        let keys = run.range.end.min(here.k_range.end) - run.range.start.max(here.k_range.start);
+        of_piece[piece].push((run.rank, keys));
+    }
+    for (piece, seen) in of_piece.iter().enumerate() {
+        let rows = cuts.rows(piece).len();
+        for &(owner, keys) in seen {
+            let width = &mut widths[owner as usize];
+            *width += keys;
+            wide[owner as usize] |= prices.is_wide(rows, *width);
+        }
+        seen.iter().for_each(|&(owner, _)| widths[owner as usize] = 0);
+    }
+    wide
+}
+
+/// What the pieces of a rank see of others' keys: the piece, what it sees of a band, and a run of an owner's keys that this crosses.
+fn views<'a>(
+    division: &'a Division,
+    rank: usize,
+    cuts: &'a Cuts,
+) -> impl Iterator<Item = (usize, Band, &'a Run)> {
+    let of_band = move |band: &'a Band| {
+        cuts.crossed(band)
+            .filter_map(move |piece| Some((piece, band.clip(&cuts.rows(piece), &band.k_range).trim()?)))
+    };
+    division.work()[rank].iter().flat_map(of_band).flat_map(move |(piece, here)| {
+        let runs = division.owners().k_runs().overlapping(&here.k_range).iter();
+        runs.filter(move |run| run.rank as usize != rank).map(move |run| (piece, here, run))
+    })
+}
+
+/// By owner that is worth a look, what the pieces of a rank see of its keys, by piece.
+fn parts(division: &Division, rank: usize, cuts: &Cuts, prices: &Prices) -> Vec<Vec<Part>> {
     let mut by_owner: Vec<Vec<Part>> = vec![Vec::new(); division.work().len()];
+    let wide = wide_owners(division, rank, cuts, prices);
+    if !wide.contains(&true) {
+        return by_owner;
+    }
     let mut of_piece: Vec<Vec<(usize, Range, u64)>> = vec![Vec::new(); cuts.len()];
-    for band in &division.work()[rank] {
-        for piece in cuts.crossed(band) {
-            let Some(here) = band.clip(&cuts.rows(piece), &band.k_range).trim() else { continue };
-            for run in division.owners().k_runs().overlapping(&here.k_range) {
-                if run.rank as usize == rank {
-                    continue;
-                }
-                if let Some(part) = here.clip(&here.q_range, &run.range).trim() {
-                    *parts_left = parts_left.checked_sub(1)?;
-                    of_piece[piece].push((run.rank as usize, part.k_range, part.area()));
-                }
-            }
+    for (piece, here, run) in views(division, rank, cuts).filter(|(.., run)| wide[run.rank as usize]) {
+        if let Some(part) = here.clip(&here.q_range, &run.range).trim() {
+            of_piece[piece].push((run.rank as usize, part.k_range, part.area()));
         }
     }
     for (piece, mut seen) in of_piece.into_iter().enumerate() {
@@ -122,7 +163,7 @@ fn parts(division: &Division, rank: usize, cuts: &Cuts, parts_left: &mut usize) 
             by_owner[same[0].0].push(Part { piece, keys, width, area });
         }
     }
-    Some(by_owner)
+    by_owner
 }
 
 /// What hosting gains, where it may.
