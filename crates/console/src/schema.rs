@@ -28,6 +28,8 @@ pub enum Schema {
     BenchCpPeer,
     /// A row of `bench gemm`.
     BenchGemm,
+    /// A row of `bench gemm --experts`.
+    BenchGroupedGemm,
     /// A row of `bench gemm-collective`.
     BenchGemmCollective,
     /// A row of `bench gemm-collective` of another implementation.
@@ -86,6 +88,7 @@ impl Schema {
             Self::BenchCp => "counterpoint.bench-cp/1",
             Self::BenchCpPeer => "counterpoint.bench-cp-peer/1",
             Self::BenchGemm => "counterpoint.bench-gemm/1",
+            Self::BenchGroupedGemm => "counterpoint.bench-grouped-gemm/1",
             Self::BenchGemmCollective => "counterpoint.bench-gemm-collective/1",
             Self::BenchGemmCollectivePeer => "counterpoint.bench-gemm-collective-peer/1",
             Self::BenchTp => "counterpoint.bench-tp/1",

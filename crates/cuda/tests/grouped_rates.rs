@@ -1,42 +1,31 @@
-//! Rates of grouped GEMMs on a GPU, compared with cuBLASLt's: `cargo test -p counterpoint-cuda --test grouped_rates -- --ignored
-//! --nocapture`.
+//! What rows that lie in runs cost a grouped GEMM on a GPU, gathered before or stored one run after the other, and a CTA for each unit of
+//! tiles: `cargo test -p counterpoint-cuda --test grouped_rates -- --ignored --nocapture`. `counterpoint bench gemm --experts` has the
+//! rates where rows lie together.
 #![allow(unsafe_code)]
 
 use counterpoint_cuda::kernel::{
-    ElementType, Gemm, GemmGrid, GemmLayout, GemmLibrary, GemmProblem, GemmShape, GemmSpec, GemmTensors,
-    GroupedGemm, GroupedGemmSpec, GroupedGemmTensors, ProblemKBlock, ProblemRows, RandomFill, RowCopy,
-    RowCopyTensor, RowMove, Scalar, StartMark,
+    ElementType, GemmGrid, GemmLayout, GemmProblem, GroupedGemm, GroupedGemmSpec, GroupedGemmTensors,
+    ProblemRows, RandomFill, RowCopy, RowCopyTensor, RowMove, Scalar, StartMark,
 };
 use counterpoint_cuda::{CudaMachine, DeviceBuffer, Event, Stream, StreamPriority, Timing};
 use counterpoint_mask::Range;
 
 /// Experts, rows of each on average, features in and out.
-const SIZES: [[usize; 4]; 6] = [
-    [8, 1024, 2048, 1024],
-    [8, 2048, 2048, 1024],
-    [16, 1024, 4096, 2048],
-    [32, 256, 4096, 2048],
-    [8, 2048, 4096, 8192],
-    [8, 2048, 8192, 4096],
-];
+const SIZES: [[usize; 4]; 3] = [[8, 1024, 2048, 1024], [16, 1024, 4096, 2048], [8, 2048, 4096, 8192]];
 const ROUNDS: usize = 12;
 /// Bytes that are written between two runs: more than the second level cache holds.
 const FLUSH_BYTES: usize = 192 << 20;
-const BLOCK: usize = 64;
 
 struct Bench {
     stream: Stream,
-    library: Option<GemmLibrary>,
     flush: DeviceBuffer,
 }
 
 /// Products of some experts, whose rows follow each other.
 struct Products {
-    layout: GemmLayout,
     rows: Vec<usize>,
     n: usize,
     k: usize,
-    m: usize,
     a: DeviceBuffer,
     b: DeviceBuffer,
     d: DeviceBuffer,
@@ -53,22 +42,11 @@ fn rates() {
     let device = &cuda.devices()[0];
     let stream = Stream::new(device, StreamPriority::High).unwrap();
     let flush = DeviceBuffer::new(device, FLUSH_BYTES).unwrap();
-    let bench = Bench { library: GemmLibrary::open(device).ok(), stream, flush };
-    println!(
-        "rows of experts within 20 % of the mean; TFLOP/s, medians of {ROUNDS}, the second level cache flushed"
-    );
-    println!(
-        "layout experts rows k n | grouped, its shape | fastest shape | a launch each | cuBLASLt each | cuBLASLt whole | grouped of whole"
-    );
-    for [experts, rows, k, n] in SIZES {
-        for layout in GemmLayout::ALL {
-            bench.compare(experts, rows, k, n, layout);
-        }
-    }
+    let bench = Bench { stream, flush };
     println!(
         "rows one by one or in runs, nt: us of a gather and a launch, of the gather, and of a launch that stores runs"
     );
-    for [experts, rows, k, n] in [SIZES[0], SIZES[2], SIZES[4]] {
+    for [experts, rows, k, n] in SIZES {
         bench.scattered(experts, rows, k, n);
     }
 }
@@ -87,109 +65,16 @@ impl Bench {
         buffer
     }
 
-    fn products(&self, rows: Vec<usize>, k: usize, n: usize, layout: GemmLayout) -> Products {
-        // Features in: k of nt, n of nn and tn; features out the other one, and m of tn.
-        let (n, k, m) = match layout {
-            GemmLayout::Nt => (n, k, 0),
-            GemmLayout::Nn => (k, n, 0),
-            GemmLayout::Tn => (k, 0, n),
-        };
+    fn products(&self, rows: Vec<usize>, k: usize, n: usize) -> Products {
         let total: usize = rows.iter().sum();
-        let [a, b, d] = match layout {
-            GemmLayout::Tn => [total * m, total * n, rows.len() * m * n],
-            _ => [total * k, rows.len() * n * k, total * n],
-        };
-        let (a, b, d) = (self.filled(a, 1), self.filled(b, 2), self.filled(d, 3));
-        Products { layout, rows, n, k, m, a, b, d }
-    }
-
-    fn compare(&self, experts: usize, mean: usize, k: usize, n: usize, layout: GemmLayout) {
-        let products = self.products(draw(experts, mean), k, n, layout);
-        let spec = products.spec();
-        let shapes = GroupedGemm::shapes(self.stream.device(), &spec).unwrap();
-        let ends = self.filled(experts * BLOCK * products.n.max(products.m), 5);
-        let grouped: Vec<GroupedGemm> = shapes
-            .iter()
-            .map(|shape| GroupedGemm::with_shape(&self.stream, &spec, *shape).unwrap())
-            .collect();
-        let each: Vec<Gemm> = (0..experts)
-            .map(|expert| {
-                let spec = products.gemm(expert);
-                let shapes = Gemm::shapes(self.stream.device(), &spec).unwrap();
-                let shape = shapes.into_iter().find(|shape| shape.parts() == 1).unwrap();
-                Gemm::with_shape(&self.stream, &spec, shape).unwrap()
-            })
-            .collect();
-        let library: Vec<_> = self
-            .library
-            .iter()
-            .flat_map(|library| (0..=experts).map(|expert| library.gemm(&products.gemm(expert)).unwrap()))
-            .collect();
-        let mut runs: Vec<Box<dyn Fn() + '_>> = Vec::new();
-        let (products, ends) = (&products, &ends);
-        for gemm in &grouped {
-            runs.push(Box::new(move || products.launch(&self.stream, gemm, ends)));
-        }
-        runs.push(Box::new(|| {
-            for (expert, gemm) in each.iter().enumerate() {
-                let [a, b, d] = products.addresses(expert);
-                let tensors = GemmTensors { a: &[a], b, d: &[d], bias: 0, counters: &[] };
-                // SAFETY: the tensors are those of the spec, and outlive the runs.
-                unsafe { gemm.launch(&self.stream, &tensors) }.unwrap();
-            }
-        }));
-        if let Some((whole, each)) = library.split_last() {
-            let launch = |expert: usize, gemm: &counterpoint_cuda::kernel::LibraryGemm| {
-                let [a, b, d] = products.addresses(expert);
-                let tensors = GemmTensors { a: &[a], b, d: &[d], bias: 0, counters: &[] };
-                // SAFETY: as above.
-                unsafe { gemm.launch(&self.stream, &tensors) }.unwrap();
-            };
-            runs.push(Box::new(move || {
-                each.iter().enumerate().for_each(|(expert, gemm)| launch(expert, gemm))
-            }));
-            runs.push(Box::new(move || launch(0, whole)));
-        }
-        if layout != GemmLayout::Tn {
-            self.same_bits(products, &runs[0], &runs[grouped.len()]);
-        }
-        let seconds = self.medians(&runs);
-        let flops = products.flops();
-        let rate = |seconds: f64| flops / seconds / 1e12;
-        let best = (0..grouped.len()).min_by(|a, b| seconds[*a].total_cmp(&seconds[*b])).unwrap();
-        let others = &seconds[grouped.len()..];
-        let whole = others.get(2).copied().unwrap_or(f64::NAN);
-        println!(
-            "{} {experts} {mean} {} {} | {:.0} {} ({:.1} us) | {:.0} {} | {:.0} | {:.0} | {:.0} | {:.3}",
-            layout.name(),
-            if layout == GemmLayout::Tn { products.m } else { products.k },
-            products.n,
-            rate(seconds[0]),
-            named(&shapes[0]),
-            1e6 * seconds[0],
-            rate(seconds[best]),
-            named(&shapes[best]),
-            rate(others[0]),
-            others.get(1).map_or(f64::NAN, |seconds| rate(*seconds)),
-            rate(whole),
-            whole / seconds[0],
-        );
-    }
-
-    /// The grouped launch gives what the experts' own launches give.
-    fn same_bits(&self, products: &Products, grouped: &dyn Fn(), each: &dyn Fn()) {
-        let result = |run: &dyn Fn()| {
-            products.d.fill(&self.stream, 0xff).unwrap();
-            run();
-            products.d.download::<u16>(&self.stream, 0, products.d.len() / 2).unwrap()
-        };
-        let unlike = result(grouped).iter().zip(&result(each)).filter(|(a, b)| a != b).count();
-        assert_eq!(unlike, 0, "elements are unlike those of a launch for each expert");
+        let (a, b, d) =
+            (self.filled(total * k, 1), self.filled(rows.len() * n * k, 2), self.filled(total * n, 3));
+        Products { rows, n, k, a, b, d }
     }
 
     /// Rows that lie in runs among those of twice as many tokens, in any order, and results likewise.
     fn scattered(&self, experts: usize, mean: usize, k: usize, n: usize) {
-        let products = self.products(draw(experts, mean), k, n, GemmLayout::Nt);
+        let products = self.products(draw(experts, mean), k, n);
         let total: usize = products.rows.iter().sum();
         let tokens = self.filled(2 * total * k, 4);
         let results = self.filled(2 * total * n, 6);
@@ -281,95 +166,32 @@ impl Bench {
 }
 
 impl Products {
-    fn flops(&self) -> f64 {
-        let total: usize = self.rows.iter().sum();
-        2.0 * total as f64 * self.n as f64 * (self.k + self.m) as f64
-    }
-
-    /// The product of an expert, or behind the last one that of all rows with one weight.
-    fn gemm(&self, expert: usize) -> GemmSpec {
-        let rows = self.rows.get(expert).copied().unwrap_or_else(|| self.rows.iter().sum());
-        let (m, k) = if self.layout == GemmLayout::Tn { (self.m, rows) } else { (rows, self.k) };
-        GemmSpec::new(m, self.n, k, self.layout, ElementType::Bf16)
-    }
-
-    /// Of an expert's operands and result.
-    fn addresses(&self, expert: usize) -> [u64; 3] {
-        let first: usize = self.rows[..expert].iter().sum();
-        let [a, b, d] = match self.layout {
-            GemmLayout::Tn => [first * self.m, first * self.n, expert * self.m * self.n],
-            _ => [first * self.k, expert * self.n * self.k, first * self.n],
-        };
-        [self.a.address() + 2 * a as u64, self.b.address() + 2 * b as u64, self.d.address() + 2 * d as u64]
-    }
-
     fn spec(&self) -> GroupedGemmSpec {
-        let Self { layout, rows, n, k, m, .. } = self;
-        let (layout, n, k, m) = (*layout, *n, *k, *m);
-        let total: usize = rows.iter().sum();
-        let along_m = layout == GemmLayout::Tn;
-        let b_rows = if layout == GemmLayout::Nt { n } else { k };
-        let (mut first, mut problems) = (0, Vec::new());
-        for (expert, &count) in rows.iter().enumerate() {
-            problems.push(match along_m {
-                true => GemmProblem {
-                    rows: vec![ProblemRows { source: 0, first: 0, to: expert * m, count: m }],
-                    b_row: 0,
-                    // Whatever lies in the ends: what they take is what is measured.
-                    k_blocks: (0..count.div_ceil(BLOCK))
-                        .map(|block| match (block + 1) * BLOCK <= count {
-                            true => (0, first + block * BLOCK),
-                            false => (1, expert * BLOCK),
-                        })
-                        .map(|place| ProblemKBlock { a: place, b: place })
-                        .collect(),
-                },
-                false => GemmProblem {
-                    rows: vec![ProblemRows { source: 0, first, to: first, count }],
-                    b_row: expert * b_rows,
-                    k_blocks: Vec::new(),
-                },
-            });
+        let (n, k, total) = (self.n, self.k, self.rows.iter().sum());
+        let mut first = 0;
+        let problem = |(expert, &count): (usize, &usize)| {
+            let rows = vec![ProblemRows { source: 0, first, to: first, count }];
             first += count;
-        }
-        let ends = rows.len() * BLOCK;
-        let strides = match layout {
-            GemmLayout::Nt => [k, k, n],
-            GemmLayout::Nn => [k, n, n],
-            GemmLayout::Tn => [m, n, n],
+            GemmProblem { rows, b_row: expert * n, k_blocks: Vec::new() }
         };
+        let problems = self.rows.iter().enumerate().map(problem).collect();
         GroupedGemmSpec {
             n,
             k,
-            m,
-            layout,
+            m: 0,
+            layout: GemmLayout::Nt,
             element: ElementType::Bf16,
             output: Scalar::Bf16,
-            strides,
-            rows_a: if along_m { vec![total, ends] } else { vec![total] },
-            rows_b: if along_m { vec![total, ends] } else { vec![rows.len() * b_rows] },
-            rows_d: if along_m { rows.len() * m } else { total },
+            strides: [k, k, n],
+            rows_a: vec![total],
+            rows_b: vec![self.rows.len() * n],
+            rows_d: total,
             adds: false,
             problems,
             sm_margin: 0,
             grid: GemmGrid::Persistent,
         }
     }
-
-    fn launch(&self, stream: &Stream, gemm: &GroupedGemm, ends: &DeviceBuffer) {
-        let [a, b, d] = [&self.a, &self.b, &self.d].map(DeviceBuffer::address);
-        let (a, b) = ([a, ends.address()], [b, ends.address()]);
-        let count = if self.layout == GemmLayout::Tn { 2 } else { 1 };
-        let tensors = GroupedGemmTensors { a: &a[..count], b: &b[..count], d };
-        // SAFETY: the tensors are those of the spec, and outlive the runs.
-        unsafe { gemm.launch(stream, &tensors) }.unwrap();
-    }
-}
-
-fn named(shape: &GemmShape) -> String {
-    format!("{}{:?}{:?}", shape.columns, shape.pair, shape.warpgroups)
-        .replace("Cooperative", "C")
-        .replace("Pingpong", "P")
 }
 
 fn one(row: usize) -> Range {

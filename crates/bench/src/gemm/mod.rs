@@ -1,5 +1,6 @@
 //! `counterpoint bench gemm`.
 
+mod grouped;
 mod products;
 
 use crate::gpu::{GemmBench, GemmError};
@@ -26,6 +27,13 @@ pub(crate) fn run(arguments: &BenchGemmArguments) -> Result<(), CliError> {
         let message = "bench gemm times the kernels of GPUs; add --device cuda".to_owned();
         return Err(CliError::Usage { message });
     }
+    let element = match arguments.dtype.unwrap_or(BenchDType::Bf16) {
+        BenchDType::Bf16 => ElementType::Bf16,
+        BenchDType::F16 => ElementType::F16,
+    };
+    if arguments.experts.is_some() {
+        return grouped::run(arguments, element);
+    }
     let failed = |source: CudaError| CliError::Cuda { source };
     let device = Device::open(0).map_err(failed)?;
     let device = match arguments.kernels.unwrap_or(BenchKernels::Native) {
@@ -33,10 +41,6 @@ pub(crate) fn run(arguments: &BenchGemmArguments) -> Result<(), CliError> {
         BenchKernels::Portable => device.portable(),
     };
     let library = GemmLibrary::open(&device).map_err(failed)?;
-    let element = match arguments.dtype.unwrap_or(BenchDType::Bf16) {
-        BenchDType::Bf16 => ElementType::Bf16,
-        BenchDType::F16 => ElementType::F16,
-    };
     let title = format!(
         "matrix products of {} on {}, interleaved with cuBLASLt {}, by the device's clock",
         element.name(),

@@ -20,10 +20,7 @@ const BACKWARD: [[usize; 3]; 3] = [[2048, 12288, 12288], [8192, 8192, 7168], [16
 pub(super) fn chosen(arguments: &BenchGemmArguments, element: ElementType) -> Vec<GemmSpec> {
     let forward = |size: [usize; 3]| spec(size.into(), GemmLayout::Nt, element);
     if !arguments.shapes.is_empty() {
-        let layouts = match arguments.layouts.as_slice() {
-            [] => vec![GemmLayout::Nt],
-            given => given.iter().map(|layout| layout_of(*layout)).collect(),
-        };
+        let layouts = layouts(arguments);
         let of_shape =
             |size: &ProblemSize| layouts.iter().map(|&layout| spec(*size, layout, element)).collect();
         return arguments.shapes.iter().flat_map::<Vec<_>, _>(of_shape).collect();
@@ -38,6 +35,14 @@ pub(super) fn chosen(arguments: &BenchGemmArguments, element: ElementType) -> Ve
         [of_input, of_weight]
     });
     layers.chain(BEFORE_COLLECTIVES.map(forward)).chain(backward).collect()
+}
+
+/// Those of `--shapes`.
+pub(super) fn layouts(arguments: &BenchGemmArguments) -> Vec<GemmLayout> {
+    match arguments.layouts.as_slice() {
+        [] => vec![GemmLayout::Nt],
+        given => given.iter().map(|layout| layout_of(*layout)).collect(),
+    }
 }
 
 /// Gradients of weights are added to those that are there, in f32.

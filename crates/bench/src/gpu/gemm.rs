@@ -10,9 +10,9 @@ use counterpoint_cuda::{CudaError, Device, DeviceBuffer, Event, Stream, StreamPr
 /// Bytes that are written between two runs: more than the second level cache holds, and long enough that the next run is
 /// enqueued before it may start.
 const FLUSH_BYTES: usize = 192 << 20;
-const SEED_A: u64 = 1;
-const SEED_B: u64 = 2;
-const SEED_D: u64 = 3;
+pub(super) const SEED_A: u64 = 1;
+pub(super) const SEED_B: u64 = 2;
+pub(super) const SEED_D: u64 = 3;
 
 /// One product's tensors on a GPU, filled with random numbers.
 pub struct GemmBench {
@@ -21,8 +21,11 @@ pub struct GemmBench {
     a: DeviceBuffer,
     b: DeviceBuffer,
     d: DeviceBuffer,
-    flush: DeviceBuffer,
+    flush: Flush,
 }
+
+/// Memory whose writing leaves nothing else in the second level cache.
+pub(super) struct Flush(DeviceBuffer);
 
 /// How far a product is from the one in f64, on a sample of its elements.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -54,7 +57,7 @@ impl GemmBench {
         fill.launch(&stream, &a, SEED_A)?;
         fill.launch(&stream, &b, SEED_B)?;
         stream.synchronize()?;
-        let flush = DeviceBuffer::new(device, FLUSH_BYTES)?;
+        let flush = Flush::new(device)?;
         Ok(Self { stream, spec: spec.clone(), a, b, d, flush })
     }
 
@@ -89,45 +92,15 @@ impl GemmBench {
         for &row in &rows {
             found.push(self.row(row)?);
         }
-        let (spec, columns) = (&self.spec, &columns);
-        let parts: Vec<Vec<Judged>> = thread::scope(|scope| {
-            let judge = |(row, found): (usize, Vec<f64>)| {
-                scope.spawn(move || {
-                    columns.iter().map(|&column| judge(spec, row, column, found[column])).collect()
-                })
-            };
-            let threads: Vec<_> = rows.iter().copied().zip(found).map(judge).collect();
-            threads.into_iter().filter_map(|thread| thread.join().ok()).collect()
-        });
-        let all: Vec<&Judged> = parts.iter().flatten().collect();
-        if all.len() != rows.len() * columns.len() {
-            return Ok(GemmError { relative: f64::NAN, of_bound: f64::NAN });
-        }
-        let sum = |of: fn(&Judged) -> f64| all.iter().map(|judged| of(judged)).sum::<f64>();
-        // Not `max`, which would overlook a NaN.
-        let worse =
-            |worst: f64, judged: &&Judged| if judged.of_bound <= worst { worst } else { judged.of_bound };
-        Ok(GemmError {
-            relative: (sum(|judged| judged.error * judged.error) / sum(|judged| judged.right * judged.right))
-                .sqrt(),
-            of_bound: all.iter().fold(0.0, worse),
-        })
+        let spec = &self.spec;
+        Ok(GemmError::of_sample(&rows, &columns, &found, &|row, column, found| {
+            judge(spec, row, column, found)
+        }))
     }
 
     fn row(&self, row: usize) -> Result<Vec<f64>, CudaError> {
         let Self { stream, spec, d, .. } = self;
-        let offset = row * spec.strides[2] * spec.output.bytes() as usize;
-        Ok(match spec.output {
-            Scalar::F32 => {
-                d.download::<f32>(stream, offset, spec.size.n)?.into_iter().map(f64::from).collect()
-            }
-            Scalar::Bf16 => {
-                d.download::<bf16>(stream, offset, spec.size.n)?.into_iter().map(f64::from).collect()
-            }
-            Scalar::F16 => {
-                d.download::<f16>(stream, offset, spec.size.n)?.into_iter().map(f64::from).collect()
-            }
-        })
+        download_row(stream, d, spec.output, row * spec.strides[2], spec.size.n)
     }
 
     /// Seconds of each runner's runs by the device's clock. `order` has the numbers of those that run, one after the other, with the
@@ -136,23 +109,88 @@ impl GemmBench {
     /// # Errors
     /// When the driver refuses or a run fails.
     pub fn seconds(&self, runners: &[GemmRunner], order: &[usize]) -> Result<Vec<Vec<f64>>, CudaError> {
-        let device = self.stream.device();
+        self.flush.seconds(&self.stream, runners.len(), order, |next| self.launch(&runners[next]))
+    }
+}
+
+impl GemmError {
+    /// Of a sample of elements, whose rows were `found` and are judged by threads.
+    pub(super) fn of_sample(
+        rows: &[usize],
+        columns: &[usize],
+        found: &[Vec<f64>],
+        judge: &(dyn Fn(usize, usize, f64) -> Judged + Sync),
+    ) -> Self {
+        let parts: Vec<Vec<Judged>> = thread::scope(|scope| {
+            let judge = |(&row, found): (&usize, &Vec<f64>)| {
+                let found = found.clone();
+                scope.spawn(move || columns.iter().map(|&column| judge(row, column, found[column])).collect())
+            };
+            let threads: Vec<_> = rows.iter().zip(found).map(judge).collect();
+            threads.into_iter().filter_map(|thread| thread.join().ok()).collect()
+        });
+        let all: Vec<&Judged> = parts.iter().flatten().collect();
+        if all.len() != rows.len() * columns.len() {
+            return Self { relative: f64::NAN, of_bound: f64::NAN };
+        }
+        let sum = |of: fn(&Judged) -> f64| all.iter().map(|judged| of(judged)).sum::<f64>();
+        // Not `max`, which would overlook a NaN.
+        let worse =
+            |worst: f64, judged: &&Judged| if judged.of_bound <= worst { worst } else { judged.of_bound };
+        Self {
+            relative: (sum(|judged| judged.error * judged.error) / sum(|judged| judged.right * judged.right))
+                .sqrt(),
+            of_bound: all.iter().fold(0.0, worse),
+        }
+    }
+}
+
+impl Flush {
+    pub(super) fn new(device: &Device) -> Result<Self, CudaError> {
+        Ok(Self(DeviceBuffer::new(device, FLUSH_BYTES)?))
+    }
+
+    /// Seconds of each of `count` runners' runs by the device's clock, in the order of those that run, with the cache flushed before each.
+    pub(super) fn seconds(
+        &self,
+        stream: &Stream,
+        count: usize,
+        order: &[usize],
+        launch: impl Fn(usize) -> Result<(), CudaError>,
+    ) -> Result<Vec<Vec<f64>>, CudaError> {
+        let device = stream.device();
         let mut events = Vec::with_capacity(order.len());
         for &next in order {
             let (begin, end) = (Event::timing(device)?, Event::timing(device)?);
-            self.flush.fill(&self.stream, 0)?;
-            begin.record(&self.stream)?;
-            self.launch(&runners[next])?;
-            end.record(&self.stream)?;
+            self.0.fill(stream, 0)?;
+            begin.record(stream)?;
+            launch(next)?;
+            end.record(stream)?;
             events.push((begin, end));
         }
-        self.stream.synchronize()?;
-        let mut seconds = vec![Vec::new(); runners.len()];
+        stream.synchronize()?;
+        let mut seconds = vec![Vec::new(); count];
         for (&next, (begin, end)) in order.iter().zip(&events) {
             seconds[next].push(end.time_since(begin)?.as_secs_f64());
         }
         Ok(seconds)
     }
+}
+
+/// So many elements of a tensor from `first` on.
+pub(super) fn download_row(
+    stream: &Stream,
+    tensor: &DeviceBuffer,
+    scalar: Scalar,
+    first: usize,
+    count: usize,
+) -> Result<Vec<f64>, CudaError> {
+    let offset = first * scalar.bytes() as usize;
+    Ok(match scalar {
+        Scalar::F32 => tensor.download::<f32>(stream, offset, count)?.into_iter().map(f64::from).collect(),
+        Scalar::Bf16 => tensor.download::<bf16>(stream, offset, count)?.into_iter().map(f64::from).collect(),
+        Scalar::F16 => tensor.download::<f16>(stream, offset, count)?.into_iter().map(f64::from).collect(),
+    })
 }
 
 /// Places spread over `size`, the first and the last among them.
@@ -166,10 +204,43 @@ pub(super) fn sample(size: usize, count: usize) -> Vec<usize> {
 }
 
 /// An element and its error.
-struct Judged {
+pub(super) struct Judged {
     right: f64,
     error: f64,
-    of_bound: f64,
+    pub(super) of_bound: f64,
+}
+
+/// What is added to an element's product.
+pub(super) enum Added {
+    Nothing,
+    /// Before it is rounded.
+    Bias(f64),
+    /// The element that is there, to the rounded product.
+    Held(f64),
+}
+
+impl Judged {
+    /// What was `found` of an element of type `output`, by the terms of its sum.
+    pub(super) fn new(output: Scalar, terms: impl Iterator<Item = f64>, added: &Added, found: f64) -> Self {
+        let (mut right, mut squares, mut count) = (0.0, 0.0, 0);
+        for term in terms {
+            right += term;
+            squares += term * term;
+            count += 1;
+        }
+        let mut rounded = right.abs();
+        match added {
+            Added::Nothing => {}
+            Added::Bias(bias) => right += bias,
+            Added::Held(held) => {
+                right += held;
+                rounded += right.abs();
+            }
+        }
+        let bound = element_bound(output, rounded.max(right.abs()), squares, count);
+        let error = (found - right).abs();
+        Self { right, error, of_bound: error / bound }
+    }
 }
 
 fn judge(spec: &GemmSpec, row: usize, column: usize, found: f64) -> Judged {
@@ -180,28 +251,21 @@ fn judge(spec: &GemmSpec, row: usize, column: usize, found: f64) -> Judged {
     };
     let a_along_k = spec.layout.a_dims(1, 2) == [1, 2];
     let b_along_k = spec.layout.b_dims(1, 2) == [1, 2];
-    let (mut right, mut squares) = (0.0, 0.0);
-    for k in 0..spec.size.k {
+    let term = |k: usize| {
         let a = if a_along_k { value(SEED_A, stride_a, row, k) } else { value(SEED_A, stride_a, k, row) };
         let b =
             if b_along_k { value(SEED_B, stride_b, column, k) } else { value(SEED_B, stride_b, k, column) };
-        right += a * b;
-        squares += a * b * a * b;
-    }
-    let mut rounded = right.abs();
-    match spec.epilogue {
-        GemmEpilogue::Store => {}
-        GemmEpilogue::StoreBias => right += value(SEED_B, stride_b, 0, column),
+        a * b
+    };
+    let added = match spec.epilogue {
+        GemmEpilogue::Store => Added::Nothing,
+        GemmEpilogue::StoreBias => Added::Bias(value(SEED_B, stride_b, 0, column)),
         GemmEpilogue::Accumulate => {
             let index = (row * stride_d + column) as u64;
-            right += f64::from(RandomFill::value(spec.output, SEED_D, index));
-            // The product is rounded before it is added.
-            rounded += right.abs();
+            Added::Held(f64::from(RandomFill::value(spec.output, SEED_D, index)))
         }
-    }
-    let bound = element_bound(spec.output, rounded.max(right.abs()), squares, spec.size.k);
-    let error = (found - right).abs();
-    Judged { right, error, of_bound: error / bound }
+    };
+    Judged::new(spec.output, (0..spec.size.k).map(term), &added, found)
 }
 
 /// What an element may err: half a unit in the last place of its type, and what a sum in f32 loses whose every step of 16 terms

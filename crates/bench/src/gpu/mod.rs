@@ -8,6 +8,7 @@ mod calibrate;
 pub mod collective;
 mod gemm;
 mod gemm_collective;
+mod grouped_gemm;
 mod step;
 
 pub use attention::{AttentionBench, BenchCase, BenchClock, BenchPass, CALLS};
@@ -16,4 +17,5 @@ pub use calibrate::{
 };
 pub use gemm::{GemmBench, GemmError, element_bound};
 pub use gemm_collective::{GemmCollectiveBench, GemmCollectiveRuns, GemmCollectiveTimes};
+pub use grouped_gemm::{ExpertProducts, GroupedGemmBench, GroupedRunner};
 pub use step::StepBench;

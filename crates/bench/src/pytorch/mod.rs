@@ -14,8 +14,8 @@ use std::time::Duration;
 use counterpoint_console::CliError;
 
 pub(super) use interleaved_ranks::InterleavedRanks;
-pub(super) use peers::{PeerVariant, Peers};
-pub(super) use script::Script;
+pub(super) use peers::{PeerVariant, Peers, TIMED, WARM_UP};
+pub(super) use script::{Script, peer_folder};
 #[cfg(test)]
 pub(super) use script::{assert_strings, text_of};
 

@@ -43,6 +43,10 @@ const LONGEST_HOLD: f64 = 5e-3;
 /// That are remembered.
 const RUNS: usize = 6;
 
+/// Runs of a variant one after the other that do not count, as ours has, and those that do.
+pub(crate) const WARM_UP: usize = 3;
+pub(crate) const TIMED: usize = 2;
+
 /// PyTorch's ways of a benchmark, by any number of groups of ranks, interleaved with ours. When a group fails, what all measured until
 /// then stays, and ours go on.
 pub(crate) struct Peers<T> {
@@ -93,6 +97,13 @@ impl<T> Peers<T> {
         match self.groups[variant.group].run(variant.number, variant.hold()) {
             Ok(took) => variant.ran(took, timed),
             Err(error) => self.fail(error),
+        }
+    }
+
+    /// Runs one of them [`WARM_UP`] times and then [`TIMED`] times, so that it finds the device as it left it.
+    pub(crate) fn run_often(&mut self, variant: usize) {
+        for run in 0..WARM_UP + TIMED {
+            self.run(variant, run >= WARM_UP);
         }
     }
 

@@ -6,7 +6,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use counterpoint_console::{CliError, TemporaryFolder};
+use counterpoint_console::{CliError, FlagFault, TemporaryFolder};
 use counterpoint_files::{absolute_entries, command, program};
 use counterpoint_mask::PACKED_DOCUMENTS;
 
@@ -33,7 +33,10 @@ const FILES: &[(&str, &str)] = embedded![
     "common/pytorch.py",
     "common/ranks.py",
     "context_parallel.py",
+    "experts/peers.py",
+    "experts/problem.py",
     "gemm_collective.py",
+    "grouped_gemm.py",
     "layers/check.py",
     "layers/layer.py",
     "layers/passes.py",
@@ -93,6 +96,17 @@ impl Script {
         // Without files of byte code: it runs once.
         command.arg("-B").arg(peers.join(self.name));
         command
+    }
+}
+
+/// What `--peer-folder` names, by a path that holds wherever the script runs.
+pub(crate) fn peer_folder(folder: &Path) -> Result<PathBuf, CliError> {
+    let refused = |fault: FlagFault| CliError::flag("--peer-folder", folder.display().to_string(), fault);
+    let unknown = |error: io::Error| refused(FlagFault::Path { text: error.to_string() });
+    let found = folder.canonicalize().map_err(unknown)?;
+    match found.is_dir() {
+        true => Ok(found),
+        false => Err(refused(FlagFault::NoFolder)),
     }
 }
 

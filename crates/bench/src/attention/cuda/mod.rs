@@ -20,7 +20,7 @@ use super::{BACKWARD, FORWARD, OUT_OF_BOUNDS, Section, shape_text, verified};
 use crate::arguments::{BenchAttentionArguments, BenchKernels};
 use crate::interleaved::run_order;
 use crate::masks;
-use crate::pytorch::Peers;
+use crate::pytorch::{Peers, TIMED};
 use peers::{PeerResult, PeerRow};
 use sizes::Sizes;
 
@@ -77,11 +77,11 @@ fn interleaved(
         return case.seconds(pass, sizes.by(), sizes.iterations);
     }
     let mut seconds = Vec::new();
-    for round in 0..sizes.iterations.div_ceil(peers::TIMED) {
+    for round in 0..sizes.iterations.div_ceil(TIMED) {
         for next in run_order(round, 1 + of_peers.len()) {
             match next.checked_sub(1) {
-                None => seconds.extend(case.seconds(pass, sizes.by(), peers::TIMED)?),
-                Some(at) => peers::run_one(peers, of_peers[at]),
+                None => seconds.extend(case.seconds(pass, sizes.by(), TIMED)?),
+                Some(at) => peers.run_often(of_peers[at]),
             }
         }
     }

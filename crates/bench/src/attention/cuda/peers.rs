@@ -1,9 +1,6 @@
 //! `bench attention --peers`: what users of PyTorch would pick for a mask, interleaved with ours.
 
-use std::io;
-use std::path::{Path, PathBuf};
-
-use counterpoint_console::{self as console, CliError, FlagFault};
+use counterpoint_console::{self as console, CliError};
 use counterpoint_mask::MaskPreset;
 use counterpoint_report::{BenchRow, Column, Rate, Statistics, geometric_mean, table};
 use serde::{Deserialize, Serialize};
@@ -13,11 +10,7 @@ use super::sizes::Sizes;
 use crate::arguments::BenchAttentionArguments;
 use crate::gpu::BenchPass;
 use crate::masks::{self, value_name};
-use crate::pytorch::{InterleavedRanks, PeerVariant, Peers, Script};
-
-/// Runs of a variant that do not count, as ours has, and those that do.
-const WARM_UP: usize = 3;
-pub(super) const TIMED: usize = 2;
+use crate::pytorch::{InterleavedRanks, PeerVariant, Peers, Script, peer_folder};
 
 /// What the script says of a way.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
@@ -83,7 +76,7 @@ pub(super) fn start(
         let reason = "the peers have no deterministic backward; ask for another pass".to_owned();
         return Err(CliError::NoPeers { reason });
     }
-    let folder = cuda.peer_folder.as_deref().map(existing).transpose()?;
+    let folder = cuda.peer_folder.as_deref().map(peer_folder).transpose()?;
     let script = Script::unpack("attention.py")?;
     let mut command = script.command();
     command.args(["--peers", &cuda.peers.join(","), "--passes", &passes.join(",")]);
@@ -94,17 +87,6 @@ pub(super) fn start(
     }
     let lacks = "python3 has no PyTorch that sees a GPU".to_owned();
     Ok(Peers::new(vec![InterleavedRanks::start(script, vec![command], lacks)?]))
-}
-
-/// The folder, by a path that holds wherever the script runs.
-fn existing(folder: &Path) -> Result<PathBuf, CliError> {
-    let refused = |fault: FlagFault| CliError::flag("--peer-folder", folder.display().to_string(), fault);
-    let unknown = |error: io::Error| refused(FlagFault::Path { text: error.to_string() });
-    let found = folder.canonicalize().map_err(unknown)?;
-    match found.is_dir() {
-        true => Ok(found),
-        false => Err(refused(FlagFault::NoFolder)),
-    }
 }
 
 /// A mask on a shape, as the script knows it.
@@ -122,13 +104,6 @@ fn name_of(pass: BenchPass) -> Option<&'static str> {
         BenchPass::Forward => Some("forward"),
         BenchPass::Backward => Some("backward"),
         BenchPass::Deterministic => None,
-    }
-}
-
-/// A run of one of the variants.
-pub(super) fn run_one(peers: &mut Peers<PeerResult>, variant: usize) {
-    for run in 0..WARM_UP + TIMED {
-        peers.run(variant, run >= WARM_UP);
     }
 }
 
