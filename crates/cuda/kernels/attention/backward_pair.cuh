@@ -15,6 +15,9 @@ struct AttentionBackwardPairConfig
   using One = AttentionBackwardConfig<kHeadDimOf, kHeadDimVOf, kGradientsOf, kSoftcapOf, kOrderOf>;
   static constexpr u32 kChunksV = One::kHeadDimV / 64;
   static constexpr u32 kDoutStages = One::kHeadDim == 256 ? 1 : 2;
+  // Whether dK and dV of a block are computed under S and dP of the next one. With one buffer of dout the next block's is
+  // fetched when this one's dV is done: who waits for that under a product which waits for the next rows stops both.
+  static constexpr bool kProductsUnderNext = kDoutStages > 1;
   // dQ of a block: chunks of 64 columns over the keys of both CTAs, each CTA its own; where chunks are odd, the last is
   // computed by each over its own keys.
   static constexpr u32 kWholeParts = One::kChunks / 2;

@@ -93,9 +93,11 @@ __device__ __forceinline__ void value_role(const BackwardParams<C>& params, Stor
           }
         }
         __syncwarp();
-        // dV of the block before is done.
-        wgmma_wait<1>();
-        if (!(flags & kFirst)) release_to_both(&shared.empty_dout[dout_slot_of<C>(count - 1)]);
+        if constexpr (C::kProductsUnderNext) {
+          // dV of the block before is done.
+          wgmma_wait<1>();
+          if (!(flags & kFirst)) release_to_both(&shared.empty_dout[dout_slot_of<C>(count - 1)]);
+        }
         wgmma_wait<0>();
         pin(s);
         weigh(params, shared.lse[slot_of(count)], bounded, rows, s, p, w);
@@ -115,6 +117,10 @@ __device__ __forceinline__ void value_role(const BackwardParams<C>& params, Stor
       const bool last = step_flags(shared, count) & kLast;
       ++count;
       if (last) break;
+      if constexpr (!C::kProductsUnderNext) {
+        wgmma_wait<0>();
+        release_to_both(&shared.empty_dout[dout_slot_of<C>(count - 1)]);
+      }
       mbarrier_wait(&shared.full_q[slot_of(count)], parity_of(count));
     }
     wgmma_wait<0>();
@@ -173,9 +179,11 @@ __device__ __forceinline__ void key_role(const BackwardParams<C>& params, Storag
             operand<C>(shared_address(shared.dout[0]) + dout_slot_of<C>(count) * (C::kChunksV * kChunkBytes)));
         wgmma_commit();
         __syncwarp();
-        // dK of the block before is done.
-        wgmma_wait<1>();
-        if (!(flags & kFirst)) release_to_both(&shared.empty_q[slot_of(count - 1)]);
+        if constexpr (C::kProductsUnderNext) {
+          // dK of the block before is done.
+          wgmma_wait<1>();
+          if (!(flags & kFirst)) release_to_both(&shared.empty_q[slot_of(count - 1)]);
+        }
         wgmma_wait<0>();
         pin(dp);
         u32 w[C::kRows / 16][4];
@@ -214,6 +222,10 @@ __device__ __forceinline__ void key_role(const BackwardParams<C>& params, Storag
       const bool last = step_flags(shared, count) & kLast;
       ++count;
       if (last) break;
+      if constexpr (!C::kProductsUnderNext) {
+        wgmma_wait<0>();
+        release_to_both(&shared.empty_q[slot_of(count - 1)]);
+      }
       mbarrier_wait(&shared.full_dout[dout_slot_of<C>(count)], dout_parity_of<C>(count));
     }
     wgmma_wait<0>();

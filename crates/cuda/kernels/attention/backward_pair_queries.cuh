@@ -26,7 +26,7 @@ __device__ __forceinline__ void announce(Storage<C>& shared, u32 count) {
 template <typename C, u32 kCount>
 __device__ __forceinline__ void load_half(u8* to, const TensorMap* map, u64* full, const Step& step, u32 rank) {
   constexpr u32 kHalf = C::kRows / 2;
-#pragma unroll
+#pragma unroll 1  // registers
   for (u32 c = 0; c < kCount; ++c) {
     tma_load_3d_multicast(to + c * kChunkBytes + rank * (kHalf * 128), map, full, 64 * c, step.head_q,
                           step.row + i32(rank * kHalf), 3);
