@@ -230,7 +230,7 @@ impl Band {
     /// rows, by columns or along a diagonal fuse. Every band of the result is trimmed, and none is empty.
     ///
     /// Greedy: it need not find the smallest number of bands. `O(n log n)` a round, and in practice two to four
-    /// rounds.
+    /// rounds, the last of which only sees that nothing fuses.
     pub fn merged(bands: Vec<Band>) -> Vec<Band> {
         Self::merged_in_rounds(bands).0
     }
@@ -246,6 +246,10 @@ impl Band {
             None => false,
         });
         for round in 1.. {
+            sort_by_rows(&mut bands);
+            if none_fuse(&bands) {
+                return (bands, round);
+            }
             let before = bands.len();
             if round > 1 {
                 // A triangle begins a row below the rectangle at its left, and both end in the same row. Each round would fuse
@@ -261,9 +265,7 @@ impl Band {
                 (b.k_range.start, b.q_range, b.k_range.end, b.diag_min, b.diag_max)
             });
             fuse_neighbours(&mut bands);
-            bands.sort_unstable_by_key(|b| {
-                (b.q_range.start, b.k_range, b.q_range.end, b.diag_min, b.diag_max)
-            });
+            sort_by_rows(&mut bands);
             fuse_neighbours(&mut bands);
             if bands.len() == before {
                 return (bands, round);
@@ -303,6 +305,30 @@ impl Band {
             false => difference_of_sums!(i128),
         }
     }
+}
+
+fn sort_by_rows(bands: &mut [Band]) {
+    let key = |b: &Band| (b.q_range.start, b.k_range, b.q_range.end, b.diag_min, b.diag_max);
+    // Bands that were merged before are sorted already.
+    if !bands.is_sorted_by_key(key) {
+        bands.sort_unstable_by_key(key);
+    }
+}
+
+/// Pairs of bands that are looked at for each band before it is given up to say that none of them fuse.
+const PAIRS: usize = 8;
+
+/// Whether it is plain that no two of `bands` fuse, which are trimmed and ascending by first row.
+fn none_fuse(bands: &[Band]) -> bool {
+    let mut left = PAIRS * bands.len();
+    bands.iter().enumerate().all(|(index, band)| {
+        let near = bands[index + 1..].iter().take_while(|other| other.q_range.start <= band.q_range.end);
+        near.take(left + 1).all(|other| {
+            let looked = left > 0;
+            left = left.saturating_sub(1);
+            looked && band.union_of_trimmed(other).is_none()
+        })
+    })
 }
 
 /// Replaces every run of trimmed bands that fuse one after another by its union.
