@@ -22,13 +22,13 @@ pub(super) fn proposals(
     spec: &AttentionSpec,
     config: &PlanConfig,
 ) -> Vec<Vec<Vec<HostedRows>>> {
-    let prices = Prices::new(spec, &config.cost);
-    let Some(ranks) = of_ranks(division, &prices) else { return Vec::new() };
     let most_loads: &[f64] = match config.query_exchange {
-        QueryExchange::Never => &[],
+        QueryExchange::Never => return Vec::new(),
         QueryExchange::FewestBytes => &[f64::INFINITY],
         QueryExchange::Auto => &[f64::INFINITY, MOST_LOAD],
     };
+    let prices = Prices::new(spec, &config.cost);
+    let Some(ranks) = of_ranks(division, &prices) else { return Vec::new() };
     let mut found: Vec<Vec<Vec<HostedRows>>> = Vec::new();
     for &most_load in most_loads {
         let hosted = choose(&ranks, most_load);
