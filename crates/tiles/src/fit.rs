@@ -89,7 +89,10 @@ fn fit_between(
         let is_single = paths.are_none(cut);
         // Cuts are stops, so that the next one is the first that a path may meet.
         let mut go = |end: usize, cost: u64, before: u32| {
-            paths.add(end, (cuts[cut] == end).then_some(cut), Path { cost, before });
+            match cuts[cut] == end {
+                true => paths.add_to_cut(cut, Path { cost, before }),
+                false => paths.add(end, Path { cost, before }),
+            }
         };
         if stops[stop] >= row + tile_rows {
             // Narrow numbers are divided faster.
@@ -133,16 +136,28 @@ fn fit_between(
             next = paths.next(cuts, cut);
             continue;
         }
-        lanes_of(touching, row, limit, lanes);
-        let mut next_cut = cut;
-        loop {
-            let end = cuts[next_cut].min(limit);
-            let cost = path.cost + block * blocks(lanes, end, config) + TILE_COST;
-            paths.add(end, (cuts[next_cut] == end).then_some(next_cut), Path { cost, before });
-            if end == limit {
+        let alone;
+        let lanes = match touching {
+            [band] => {
+                alone = [Lane::of(band, row)];
+                &alone
+            }
+            _ => {
+                lanes_of(touching, row, limit, lanes);
+                &lanes[..]
+            }
+        };
+        let cost = |end: usize| path.cost + block * blocks(lanes, end, config) + TILE_COST;
+        let mut end_cut = cut;
+        while cuts[end_cut] <= limit {
+            paths.add_to_cut(end_cut, Path { cost: cost(cuts[end_cut]), before });
+            end_cut += 1;
+            if end_cut == cuts.len() {
                 break;
             }
-            next_cut += 1;
+        }
+        if cuts[end_cut - usize::from(end_cut > cut)] != limit {
+            paths.add(limit, Path { cost: cost(limit), before });
         }
         next = paths.next(cuts, cut);
     }

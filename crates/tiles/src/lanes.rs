@@ -19,7 +19,16 @@ pub(super) struct Lane {
 }
 
 impl Lane {
+    /// What `band` has in tiles that begin in `row` and touch it.
+    #[inline]
+    pub(super) fn of(band: &Band, row: usize) -> Self {
+        let first = band.q_range.start.max(row) as i64;
+        let start = (first + band.diag_min).max(band.k_range.start as i64) as usize;
+        Self { start, rows: band.q_range, end: band.k_range.end as i64, diag_max: band.diag_max }
+    }
+
     /// Where the columns end that rows before `end` see.
+    #[inline]
     fn end(&self, end: usize) -> usize {
         (end.min(self.rows.end) as i64 + self.diag_max).min(self.end) as usize
     }
@@ -31,24 +40,22 @@ const FEW: usize = 16;
 /// Those of `bands` that a tile from `row` to `limit` touches, ascending by first column.
 pub(super) fn lanes_of(bands: &[Band], row: usize, limit: usize, lanes: &mut Vec<Lane>) {
     lanes.clear();
-    let mut is_sorted = true;
-    for band in bands.iter().filter(|band| band.q_range.start < limit) {
-        let first = band.q_range.start.max(row) as i64;
-        let start = (first + band.diag_min).max(band.k_range.start as i64) as usize;
-        let mut at = lanes.len();
-        lanes.push(Lane { start, rows: band.q_range, end: band.k_range.end as i64, diag_max: band.diag_max });
-        // Documents one after another ascend already.
-        if at < FEW {
-            while at > 0 && lanes[at - 1].start > start {
-                lanes.swap(at - 1, at);
-                at -= 1;
-            }
-        } else {
-            is_sorted &= lanes[at - 1].start <= start;
+    lanes.extend(
+        bands.iter().filter(|band| band.q_range.start < limit).map(|band| Lane::of(band, row)),
+    );
+    // Documents one after another ascend already.
+    if lanes.len() > FEW {
+        if !lanes.is_sorted_by_key(|lane| lane.start) {
+            lanes.sort_unstable_by_key(|lane| lane.start);
         }
+        return;
     }
-    if !is_sorted {
-        lanes.sort_unstable_by_key(|lane| lane.start);
+    for lane in 1..lanes.len() {
+        let mut at = lane;
+        while at > 0 && lanes[at - 1].start > lanes[at].start {
+            lanes.swap(at - 1, at);
+            at -= 1;
+        }
     }
 }
 

@@ -16,8 +16,9 @@ pub(super) struct Paths {
     to_cuts: Vec<Path>,
     /// Behind the last cut to which there was one.
     cuts_end: usize,
-    /// To other rows, by descending row.
+    /// To other rows, by row. Those before `first` were taken.
     others: Vec<(usize, Path)>,
+    first: usize,
 }
 
 impl Paths {
@@ -33,36 +34,42 @@ impl Paths {
         self.to_cuts.resize(cuts, Self::NONE);
         self.cuts_end = 0;
         self.others.clear();
+        self.first = 0;
     }
 
     /// Whether there is none, `cut` being the first cut that is not visited.
     #[inline]
     pub(super) fn are_none(&self, cut: usize) -> bool {
         // The last cut to which there is a path is not visited before that.
-        self.others.is_empty() && self.cuts_end <= cut
+        self.first == self.others.len() && self.cuts_end <= cut
     }
 
-    /// Adds a path to `row`, or to this cut, where it is the cheapest.
+    /// Adds a path to this cut, where it is the cheapest.
     #[inline]
-    pub(super) fn add(&mut self, row: usize, cut: Option<usize>, path: Path) {
-        if let Some(cut) = cut {
-            let to_cut = &mut self.to_cuts[cut];
-            *to_cut = if path.cost < to_cut.cost { path } else { *to_cut };
-            self.cuts_end = self.cuts_end.max(cut + 1);
-            return;
+    pub(super) fn add_to_cut(&mut self, cut: usize, path: Path) {
+        let to_cut = &mut self.to_cuts[cut];
+        *to_cut = if path.cost < to_cut.cost { path } else { *to_cut };
+        self.cuts_end = self.cuts_end.max(cut + 1);
+    }
+
+    /// Adds a path to a row that is no cut, where it is the cheapest.
+    #[inline]
+    pub(super) fn add(&mut self, row: usize, path: Path) {
+        if self.first == self.others.len() {
+            self.others.clear();
+            self.first = 0;
         }
-        // From the nearest row on: there are few, and most paths end beyond all others.
         let mut at = self.others.len();
-        while at > 0 && self.others[at - 1].0 < row {
-            at -= 1;
-        }
-        match at.checked_sub(1).map(|before| &mut self.others[before]) {
-            Some(other) if other.0 == row => {
-                if path.cost < other.1.cost {
-                    other.1 = path;
-                }
+        self.others.push((row, path));
+        // Most paths end beyond all others.
+        while at > self.first && self.others[at - 1].0 >= row {
+            if self.others[at - 1].0 == row {
+                let (other, path) = (self.others[at - 1].1, self.others.remove(at).1);
+                self.others[at - 1].1 = if path.cost < other.cost { path } else { other };
+                return;
             }
-            _ => self.others.insert(at, (row, path)),
+            self.others.swap(at - 1, at);
+            at -= 1;
         }
     }
 
@@ -70,19 +77,25 @@ impl Paths {
     /// dropped that have been overtaken: by a path at no more cost.
     #[inline]
     pub(super) fn next(&mut self, cuts: &[usize], cut: usize) -> Option<(usize, Path)> {
-        let open = &self.to_cuts[cut.min(self.cuts_end)..self.cuts_end];
-        let nearest = open.iter().position(|path| path.cost < u64::MAX).unwrap_or(open.len());
-        let nearest_row = if nearest < open.len() { cuts[cut + nearest] } else { usize::MAX };
-        while let Some(&(row, path)) = self.others.last()
+        let mut nearest = cut;
+        while nearest < self.cuts_end && self.to_cuts[nearest].cost == u64::MAX {
+            nearest += 1;
+        }
+        let is_cut = nearest < self.cuts_end;
+        let nearest_row = if is_cut { cuts[nearest] } else { usize::MAX };
+        while let Some(&(row, path)) = self.others.get(self.first)
             && row < nearest_row
         {
-            self.others.pop();
-            let open = open.iter().chain(self.others.iter().map(|(_, path)| path));
-            if open.fold(u64::MAX, |least, path| least.min(path.cost)) > path.cost {
+            self.first += 1;
+            let mut least = u64::MAX;
+            if is_cut {
+                self.to_cuts[nearest..self.cuts_end].iter().for_each(|path| least = least.min(path.cost));
+            }
+            self.others[self.first..].iter().for_each(|(_, path)| least = least.min(path.cost));
+            if least > path.cost {
                 return Some((row, path));
             }
         }
-        (nearest < open.len()).then(|| (nearest_row, open[nearest]))
+        is_cut.then(|| (nearest_row, self.to_cuts[nearest]))
     }
 }
-
