@@ -203,7 +203,7 @@ impl Band {
             diag_min: a_min.min(b_min),
             diag_max: a_max.max(b_max),
         };
-        if a.leaves_gap(b, &around) {
+        if a.leaves_gap(b, &around) || !around.may_be_filled(a, b) {
             return None;
         }
         let shared = a.intersect(b).area();
@@ -224,6 +224,17 @@ impl Band {
             false => (below.k_range.end - 1, above.k_range.start),
         };
         around.contains(last_row, across) || around.contains(first_row, back)
+    }
+
+    /// Whether the two, which it is the smallest band around, hold as many pairs of its first and of its last row as there are: mostly what
+    /// is no band is short of some there, and this spares it the areas.
+    fn may_be_filled(&self, a: &Band, b: &Band) -> bool {
+        let width = |band: &Band, row: usize| match band.q_range.contains(row) {
+            true => band.columns(row).len(),
+            false => 0,
+        };
+        let is_filled = |row: usize| self.columns(row).len() <= width(a, row) + width(b, row);
+        is_filled(self.q_range.start) && is_filled(self.q_range.end - 1)
     }
 
     /// The same pairs in fewer bands: fuses neighbours whose union is a band, until no two that follow each other by
@@ -282,6 +293,9 @@ impl Band {
     pub fn area(&self) -> u64 {
         if self.q_range.is_empty() || self.k_range.is_empty() || self.diag_min > self.diag_max {
             return 0;
+        }
+        if self.is_rectangle() {
+            return self.q_range.len() as u64 * self.k_range.len() as u64;
         }
         // Sum over rows of clamp(row + diag, k.start, k.end).
         macro_rules! difference_of_sums {

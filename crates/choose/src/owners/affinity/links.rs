@@ -9,26 +9,30 @@ use counterpoint_plan::ChunkWork;
 /// What chunks read and own, as sets of segments: two chunks are compared word by word.
 pub(crate) struct Reach {
     segments: Segments,
-    /// The words from the first to the last in which chunk `i` reads or owns anything, what it reads of them:
-    /// `needs[offsets[i]..offsets[i + 1]]`, from word `first[i]` on.
+    /// What chunks read, in the words from the first to the last in which they read or own anything.
     needs: Vec<u64>,
-    offsets: Vec<usize>,
-    first: Vec<usize>,
+    chunks: Vec<ChunkWords>,
     /// Rows of all segments before each one, without those that live with no chunk; one more entry for the end.
     rows_before: Vec<i64>,
     /// By segment, the chunk with which it lives.
     chunk_of: Vec<u32>,
 }
 
+/// Where in the list of words a chunk's are, the first of all words that they are, and the segments that it owns.
+#[derive(Clone, Copy)]
+struct ChunkWords {
+    needs: Range,
+    first: usize,
+    own: Range,
+}
+
 impl Reach {
     pub(crate) fn new(work: &ChunkWork) -> Self {
         let segments = Segments::new(work, KeyOwners::WithQueries);
         let chunks = work.num_chunks();
-        let (mut needs, mut offsets) = (Vec::with_capacity(2 * chunks), Vec::with_capacity(chunks + 1));
-        let mut first = Vec::with_capacity(chunks);
+        let (mut needs, mut words_of_chunks) = (Vec::with_capacity(2 * chunks), Vec::with_capacity(chunks));
         let mut rows_before = vec![0; segments.words() * WORD + 1];
         let mut chunk_of = vec![0; segments.words() * WORD];
-        offsets.push(0);
         for chunk in 0..chunks as u32 {
             let (read, own) = (segments.needs(chunk), segments.own(chunk));
             let touched =
@@ -40,8 +44,7 @@ impl Reach {
             for &range in read {
                 words_of(range).for_each(|word| needs[base + word - start] |= bits_in(range, word));
             }
-            first.push(start);
-            offsets.push(needs.len());
+            words_of_chunks.push(ChunkWords { needs: Range::new(base, needs.len()), first: start, own });
             chunk_of[own.start..own.end].fill(chunk);
             (own.start..own.end).for_each(|segment| {
                 rows_before[segment + 1] = segments.rows(segment / WORD, 1 << (segment % WORD));
@@ -52,15 +55,14 @@ impl Reach {
             before += *rows;
             *rows = before;
         }
-        Self { segments, needs, offsets, first, rows_before, chunk_of }
+        Self { segments, needs, chunks: words_of_chunks, rows_before, chunk_of }
     }
 
     /// What `chunk` reads and owns.
     #[inline]
     fn of(&self, chunk: u32) -> ChunkReach<'_> {
-        let at = chunk as usize;
-        let needs = &self.needs[self.offsets[at]..self.offsets[at + 1]];
-        ChunkReach { needs, first: self.first[at], own: self.segments.own(chunk) }
+        let ChunkWords { needs, first, own } = self.chunks[chunk as usize];
+        ChunkReach { needs: &self.needs[needs.start..needs.end], first, own }
     }
 
     /// Rows of one segment.
@@ -184,7 +186,7 @@ impl<'a> Links<'a> {
             counts: vec![0; ranks * stride * digits],
             digits,
             owner: vec![0; segments],
-            read: vec![0; reach.first.len()],
+            read: vec![0; reach.chunks.len()],
             moved: Moved::default(),
         };
         for (rank, chunks) in rank_chunks.enumerate() {

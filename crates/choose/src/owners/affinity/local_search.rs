@@ -111,18 +111,13 @@ pub(crate) fn local_search(
     }
 }
 
-/// The three heaviest of `loads`, the heaviest first, of equal ones the first; 0 of no rank where there are fewer.
-fn heaviest(loads: &[i64]) -> [(i64, usize); 3] {
-    let [mut first, mut second, mut third] = [(0, usize::MAX); 3];
-    for (rank, &load) in loads.iter().enumerate() {
-        // Loads come in no order that could be guessed: choosing is quicker than branching.
-        let of_rank = (load, rank);
-        let [over_first, over_second, over_third] = [first, second, third].map(|(other, _)| load > other);
-        third = if over_second { second } else if over_third { of_rank } else { third };
-        second = if over_first { first } else if over_second { of_rank } else { second };
-        first = if over_first { of_rank } else { first };
-    }
-    [first, second, third]
+/// The three heaviest of `loads`, the heaviest first; 0 where there are fewer.
+fn heaviest(loads: &[i64]) -> [i64; 3] {
+    loads.iter().fold([0; 3], |[first, second, third], &load| {
+        let (first, load) = (first.max(load), first.min(load));
+        let (second, load) = (second.max(load), second.min(load));
+        [first, second, third.max(load)]
+    })
 }
 
 /// Two chunks of different ranks.
@@ -167,9 +162,9 @@ struct State<'a> {
     cuts: Vec<i64>,
     loads: Loads,
     /// By direction, the heaviest ranks: whichever two swap, one of them is another.
-    heaviest: [[(i64, usize); 3]; 2],
+    heaviest: [[i64; 3]; 2],
     /// The same of rows that are received, and those of all ranks.
-    most_received: [(i64, usize); 3],
+    most_received: [i64; 3],
     all_received: i64,
     /// Neighbouring chunks of different ranks.
     pieces: i64,
@@ -262,7 +257,7 @@ impl<'a> State<'a> {
             let [of_a, of_b] = [loads[a] + change, loads[b] - change];
             off[0] += (of_a - self.mean[at]).abs();
             off[1] += (of_b - self.mean[at]).abs();
-            slowest += most_of_others(&self.heaviest[at], [a, b]).max(of_a).max(of_b);
+            slowest += most_of_others(self.heaviest[at], [loads[a], loads[b]]).max(of_a).max(of_b);
             swapped[at] = [of_a, of_b];
         }
         let uneven = self.loads.uneven - self.loads.off[a] - self.loads.off[b] + off[0] + off[1];
@@ -271,7 +266,7 @@ impl<'a> State<'a> {
         let is_beyond = |most: i64, all: i64| self.is_beyond(limit, ended, uneven, (most, all));
         let Moved { received: before, .. } = self.links.moved();
         // Others receive what they did, and links carry no less than that.
-        let most = most_of_others(&self.most_received, [a, b]);
+        let most = most_of_others(self.most_received, [before[a], before[b]]);
         let all = self.all_received - before[a] - before[b];
         if is_beyond(most, all) {
             return None;
@@ -325,7 +320,7 @@ impl<'a> State<'a> {
 
     /// Picoseconds of the slowest rank, and a part of everybody's.
     fn seconds(&self) -> i64 {
-        let slowest: i64 = self.heaviest.iter().map(|ranks| ranks[0].0).sum();
+        let slowest: i64 = self.heaviest.iter().map(|heaviest| heaviest[0]).sum();
         let Moved { sent, received } = self.links.moved();
         let ended = slowest + self.cuts[self.pieces as usize];
         self.seconds_of(ended, self.loads.uneven, busier(&sent[..self.ranks], received))
@@ -346,10 +341,14 @@ impl<'a> State<'a> {
     }
 }
 
-/// What the heaviest of ranks has that are neither of two, 0 where there is none.
-fn most_of_others(heaviest: &[(i64, usize); 3], [a, b]: [usize; 2]) -> i64 {
-    let pick = |most: i64, &(load, rank): &(i64, usize)| if rank != a && rank != b { load } else { most };
-    heaviest.iter().rev().fold(0, pick)
+/// What the heaviest has of the ranks but two, which have this; 0 where there is none.
+fn most_of_others([first, second, third]: [i64; 3], [a, b]: [i64; 2]) -> i64 {
+    // Equal loads are each other's place.
+    match a.max(b) == first {
+        true if a.min(b) == second => third,
+        true => second,
+        false => first,
+    }
 }
 
 /// What the busiest rank's links carry in their busier direction, and those of all ranks.
