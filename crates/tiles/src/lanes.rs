@@ -3,6 +3,7 @@
 use counterpoint_mask::{Band, Range};
 
 use super::TileScheduleConfig;
+use super::nearly_sorted::sort_nearly_sorted;
 use super::run_builder::first_block;
 
 /// What a band has in tiles that begin in one row. Every row of a trimmed band sees something, so the first column is the first row's and
@@ -34,9 +35,6 @@ impl Lane {
     }
 }
 
-/// Lanes up to which one that comes out of order is put in its place: further on that would take time in the square of their number.
-const FEW: usize = 16;
-
 /// Those of `bands` that a tile from `row` to `limit` touches, ascending by first column.
 pub(super) fn lanes_of(bands: &[Band], row: usize, limit: usize, lanes: &mut Vec<Lane>) {
     lanes.clear();
@@ -44,19 +42,7 @@ pub(super) fn lanes_of(bands: &[Band], row: usize, limit: usize, lanes: &mut Vec
         bands.iter().filter(|band| band.q_range.start < limit).map(|band| Lane::of(band, row)),
     );
     // Documents one after another ascend already.
-    if lanes.len() > FEW {
-        if !lanes.is_sorted_by_key(|lane| lane.start) {
-            lanes.sort_unstable_by_key(|lane| lane.start);
-        }
-        return;
-    }
-    for lane in 1..lanes.len() {
-        let mut at = lane;
-        while at > 0 && lanes[at - 1].start > lanes[at].start {
-            lanes.swap(at - 1, at);
-            at -= 1;
-        }
-    }
+    sort_nearly_sorted(lanes, |lane| lane.start);
 }
 
 /// Blocks that hold all columns that rows before `end` see.
@@ -83,7 +69,7 @@ mod tests {
     #[test]
     fn lanes_ascend_in_whatever_order_bands_come() {
         const ROWS: usize = 400;
-        for count in [1, 2, FEW, FEW + 1, 5 * FEW] {
+        for count in [1, 2, 16, 17, 80] {
             let orders: [fn(usize, usize) -> usize; 3] =
                 [|at, _| at, |at, count| count - 1 - at, |at, count| (at * 7 + 3) % count];
             for order in orders {

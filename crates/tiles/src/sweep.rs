@@ -2,6 +2,8 @@
 
 use counterpoint_mask::{Band, Range};
 
+use super::nearly_sorted::sort_nearly_sorted;
+
 /// Bands by rows, met while going down the rows: each tile looks only at the bands that touch it.
 #[derive(Debug)]
 pub(super) struct Sweep<'a> {
@@ -35,7 +37,7 @@ impl<'a> Sweep<'a> {
         self.active
     }
 
-    /// The bands that touch `rows`, and no others when `rows` end no earlier than those of the call before. Neither end of
+    /// The bands that touch `rows`, in no order, and no others when `rows` end no earlier than those of the call before. Neither end of
     /// `rows` may go back from call to call.
     #[inline]
     pub(super) fn touching(&mut self, rows: &Range) -> &[Band] {
@@ -60,6 +62,10 @@ impl<'a> Sweep<'a> {
             }
             self.next += 1;
         }
+        if self.active.len() > FEW {
+            // From tile to tile columns mostly keep their order, and whoever wants bands by columns has little to move.
+            sort_nearly_sorted(&mut self.active, |band| first_column(band, rows.start));
+        }
         self.next_start = self.bands.get(self.next).map_or(usize::MAX, |band| band.q_range.start);
     }
 
@@ -83,6 +89,14 @@ impl<'a> Sweep<'a> {
         });
         alike.unwrap_or(rows.end).max(rows.end)
     }
+}
+
+/// Bands that are put in order by whoever wants them in any.
+const FEW: usize = 16;
+
+/// The first column of a trimmed band that is seen from `row` on.
+fn first_column(band: &Band, row: usize) -> i64 {
+    (band.q_range.start.max(row) as i64 + band.diag_min).max(band.k_range.start as i64)
 }
 
 /// The part of a trimmed `band` in `rows`, which it touches, trimmed.
