@@ -188,8 +188,8 @@ impl Band {
         a.union_of_trimmed(&b)
     }
 
-    /// [`Band::union`] of two that are trimmed, and not empty.
-    fn union_of_trimmed(&self, other: &Band) -> Option<Band> {
+    /// [`Band::union`] of two that are trimmed, and not empty, which it does not look at again.
+    pub fn union_of_trimmed(&self, other: &Band) -> Option<Band> {
         let (a, b) = (self, other);
         let gap = |a: Range, b: Range| a.start.max(b.start) > a.end.min(b.end);
         if gap(a.q_range, b.q_range) || gap(a.k_range, b.k_range) {

@@ -30,7 +30,7 @@ fn fuse(a: &Band, b: &Band) -> Option<Band> {
     if q.len() > a.q_range.len() + b.q_range.len() || k.len() > a.k_range.len() + b.k_range.len() {
         return None;
     }
-    a.union(b)
+    a.union_of_trimmed(b)
 }
 
 /// The bands of every rank: rows are the rank's local query rows, columns are still global key rows. Costs one step for

@@ -149,15 +149,14 @@ fn fit_between(
         };
         let cost = |end: usize| path.cost + block * blocks(lanes, end, config) + TILE_COST;
         let mut end_cut = cut;
-        while cuts[end_cut] <= limit {
+        // The last cut is the last row.
+        while cuts[end_cut] < limit {
             paths.add_to_cut(end_cut, Path { cost: cost(cuts[end_cut]), before });
             end_cut += 1;
-            if end_cut == cuts.len() {
-                break;
-            }
         }
-        if cuts[end_cut - usize::from(end_cut > cut)] != limit {
-            paths.add(limit, Path { cost: cost(limit), before });
+        match cuts[end_cut] == limit {
+            true => paths.add_to_cut(end_cut, Path { cost: cost(limit), before }),
+            false => paths.add(limit, Path { cost: cost(limit), before }),
         }
         next = paths.next(cuts, cut);
     }

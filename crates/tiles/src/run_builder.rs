@@ -130,7 +130,7 @@ impl<S: RunSink> RunBuilder<S> {
                 if next.k_range.start > last.k_range.end {
                     return false;
                 }
-                match last.union(next) {
+                match last.union_of_trimmed(next) {
                     Some(union) => {
                         *last = union;
                         true
