@@ -88,11 +88,9 @@ fn fit_between(
         }
         let is_single = paths.are_none(cut);
         // Cuts are stops, so that the next one is the first that a path may meet.
-        let mut go = |end: usize, cost: u64, before: u32| {
-            match cuts[cut] == end {
-                true => paths.add_to_cut(cut, Path { cost, before }),
-                false => paths.add(end, Path { cost, before }),
-            }
+        let mut go = |end: usize, cost: u64, before: u32| match cuts[cut] == end {
+            true => paths.add_to_cut(cut, Path { cost, before }),
+            false => paths.add(end, Path { cost, before }),
         };
         if stops[stop] >= row + tile_rows {
             // Narrow numbers are divided faster.

@@ -38,9 +38,7 @@ impl Lane {
 /// Those of `bands` that a tile from `row` to `limit` touches, ascending by first column.
 pub(super) fn lanes_of(bands: &[Band], row: usize, limit: usize, lanes: &mut Vec<Lane>) {
     lanes.clear();
-    lanes.extend(
-        bands.iter().filter(|band| band.q_range.start < limit).map(|band| Lane::of(band, row)),
-    );
+    lanes.extend(bands.iter().filter(|band| band.q_range.start < limit).map(|band| Lane::of(band, row)));
     // Documents one after another ascend already.
     sort_nearly_sorted(lanes, |lane| lane.start);
 }

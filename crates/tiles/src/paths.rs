@@ -99,3 +99,65 @@ impl Paths {
         is_cut.then(|| (nearest_row, self.to_cuts[nearest]))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// A path to `row`, which drops at once all paths that it overtakes. The list of paths is by descending row.
+    fn add_at_once(
+        paths: &mut Vec<(usize, Path)>,
+        (row, path): (usize, Path),
+        is_cut: impl Fn(usize) -> bool,
+    ) {
+        let at_least = |other: &(usize, Path)| other.1.cost <= path.cost;
+        let is_overtaken = !is_cut(row) && paths.iter().any(|other| other.0 > row && at_least(other));
+        if is_overtaken || paths.iter().any(|other| other.0 == row && at_least(other)) {
+            return;
+        }
+        let stays = |other: &(usize, Path)| {
+            other.0 > row || other.1.cost < path.cost || (is_cut(other.0) && other.0 != row)
+        };
+        paths.retain(stays);
+        paths.push((row, path));
+        paths.sort_by_key(|(row, _)| std::cmp::Reverse(*row));
+    }
+
+    proptest! {
+        /// Whether paths that have been overtaken are dropped at once or when they are taken, the same ones go on from the same rows.
+        #[test]
+        fn paths_go_on_as_if_those_overtaken_were_dropped_at_once(
+            cuts in prop::collection::btree_set(1..90_usize, 0..20),
+            steps in prop::collection::vec(prop::collection::vec((1..12_usize, 0..9_u64), 1..4), 1..60),
+        ) {
+            const ROWS: usize = 100;
+            let cuts: Vec<usize> = cuts.into_iter().chain([ROWS]).collect();
+            let mut paths = Paths::default();
+            paths.start(cuts.len());
+            let mut at_once = Vec::new();
+            let (mut row, mut path) = (0, Path { cost: 0, before: 0 });
+            for (step, ahead) in steps.iter().enumerate() {
+                let cut = cuts.partition_point(|&cut| cut <= row);
+                prop_assert_eq!(paths.are_none(cut), at_once.is_empty());
+                for &(rows, cost) in ahead {
+                    let end = (row + rows).min(ROWS);
+                    let next = Path { cost: path.cost + cost, before: step as u32 };
+                    match cuts.binary_search(&end) {
+                        Ok(cut) => paths.add_to_cut(cut, next),
+                        Err(_) => paths.add(end, next),
+                    }
+                    add_at_once(&mut at_once, (end, next), |row| cuts.binary_search(&row).is_ok());
+                }
+                let found = paths.next(&cuts, cut).map(|(row, path)| (row, path.cost, path.before));
+                let wanted = at_once.pop();
+                prop_assert_eq!(found, wanted.map(|(row, path)| (row, path.cost, path.before)));
+                match wanted {
+                    Some(next) if next.0 < ROWS => (row, path) = next,
+                    _ => break,
+                }
+            }
+        }
+    }
+}

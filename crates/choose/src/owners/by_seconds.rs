@@ -80,17 +80,18 @@ fn by_seconds_with(
     prices.chunks.iter_mut().for_each(|price| *price = weight.weigh(*price));
     let mut known = KnownTimes::new(shapes);
     // Of all ranks in this order; or of as many as take `until`.
-    let mut weighed = |dispatch: &Dispatch, order: &[usize], until: i64| -> Result<Vec<[i64; 2]>, PlanError> {
-        let mut seconds = vec![[0; 2]; dispatch.cp_size()];
-        rank_seconds(problem, dispatch, order, &mut known, |rank, of_rank| {
-            seconds[rank] = weight.weigh(of_rank);
-            match slowest(&seconds) < until {
-                true => ControlFlow::Continue(()),
-                false => ControlFlow::Break(()),
-            }
-        })?;
-        Ok(seconds)
-    };
+    let mut weighed =
+        |dispatch: &Dispatch, order: &[usize], until: i64| -> Result<Vec<[i64; 2]>, PlanError> {
+            let mut seconds = vec![[0; 2]; dispatch.cp_size()];
+            rank_seconds(problem, dispatch, order, &mut known, |rank, of_rank| {
+                seconds[rank] = weight.weigh(of_rank);
+                match slowest(&seconds) < until {
+                    true => ControlFlow::Continue(()),
+                    false => ControlFlow::Break(()),
+                }
+            })?;
+            Ok(seconds)
+        };
     let mut order: Vec<usize> = (0..dispatch.cp_size()).collect();
     let mut seconds = weighed(&dispatch, &order, i64::MAX)?;
     let (mut best, mut least) = (dispatch.clone(), slowest(&seconds));

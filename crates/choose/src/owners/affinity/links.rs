@@ -228,7 +228,8 @@ impl<'a> Links<'a> {
             let own = chunks.map(|chunk| bits_in(chunk.own, word));
             for side in 0..2 {
                 let at = ranks[side][word];
-                let (before, after) = (at.missing(), at.after(turned(needs, side), turned(own, side)).missing());
+                let (before, after) =
+                    (at.missing(), at.after(turned(needs, side), turned(own, side)).missing());
                 received[side] +=
                     self.reach.rows_of(word, after & !before) - self.reach.rows_of(word, before & !after);
             }

@@ -2,6 +2,7 @@
 
 use counterpoint_plan::{ChunkWork, Dispatch, Planning};
 
+use super::heaviest::{busier, heaviest, most_of_others};
 use super::links::{Links, Moved, Reach};
 use super::trade::Draw;
 
@@ -109,15 +110,6 @@ pub(crate) fn local_search(
         }
         false => dispatch,
     }
-}
-
-/// The three heaviest of `loads`, the heaviest first; 0 where there are fewer.
-fn heaviest(loads: &[i64]) -> [i64; 3] {
-    loads.iter().fold([0; 3], |[first, second, third], &load| {
-        let (first, load) = (first.max(load), first.min(load));
-        let (second, load) = (second.max(load), second.min(load));
-        [first, second, third.max(load)]
-    })
 }
 
 /// Two chunks of different ranks.
@@ -235,7 +227,7 @@ impl<'a> State<'a> {
         // Nobody can guess the way, so all of them are gone: choosing is quicker than branching.
         let mut after = *draw;
         let drawn = after.below(self.ranks);
-        let neighbour = if way % 2 == 0 { (a + 1).min(chunks - 1) } else { a.saturating_sub(1) };
+        let neighbour = if way.is_multiple_of(2) { (a + 1).min(chunks - 1) } else { a.saturating_sub(1) };
         let to = if way == 0 { drawn } else { self.rank_of[neighbour + 1] };
         *draw = if way == 0 { after } else { *draw };
         let seats = &self.seats[self.starts[to]..self.starts[to + 1]];
@@ -339,22 +331,6 @@ impl<'a> State<'a> {
         // Nothing of this is negative, so what is rounded down is more where it is so before.
         uneven + moved * row >= (limit - ended - most_moved * row + 1) * (OTHERS * self.ranks as i64)
     }
-}
-
-/// What the heaviest has of the ranks but two, which have this; 0 where there is none.
-fn most_of_others([first, second, third]: [i64; 3], [a, b]: [i64; 2]) -> i64 {
-    // Equal loads are each other's place.
-    match a.max(b) == first {
-        true if a.min(b) == second => third,
-        true => second,
-        false => first,
-    }
-}
-
-/// What the busiest rank's links carry in their busier direction, and those of all ranks.
-fn busier(sent: &[i64], received: &[i64]) -> (i64, i64) {
-    let busier = sent.iter().zip(received).map(|(&sent, &received)| sent.max(received));
-    busier.fold((0, 0), |(most, all), rows| (rows.max(most), all + rows))
 }
 
 #[cfg(test)]
