@@ -188,8 +188,8 @@ impl Band {
         a.union_of_trimmed(&b)
     }
 
-    /// [`Band::union`] of two that are trimmed, and not empty.
-    fn union_of_trimmed(&self, other: &Band) -> Option<Band> {
+    /// [`Band::union`] of two that are trimmed, and not empty, which it does not look at again.
+    pub fn union_of_trimmed(&self, other: &Band) -> Option<Band> {
         let (a, b) = (self, other);
         let gap = |a: Range, b: Range| a.start.max(b.start) > a.end.min(b.end);
         if gap(a.q_range, b.q_range) || gap(a.k_range, b.k_range) {
@@ -203,7 +203,7 @@ impl Band {
             diag_min: a_min.min(b_min),
             diag_max: a_max.max(b_max),
         };
-        if a.leaves_gap(b, &around) {
+        if a.leaves_gap(b, &around) || !around.may_be_filled(a, b) {
             return None;
         }
         let shared = a.intersect(b).area();
@@ -226,11 +226,22 @@ impl Band {
         around.contains(last_row, across) || around.contains(first_row, back)
     }
 
+    /// Whether the two, which it is the smallest band around, hold as many pairs of its first and of its last row as there are: mostly what
+    /// is no band is short of some there, and this spares it the areas.
+    fn may_be_filled(&self, a: &Band, b: &Band) -> bool {
+        let width = |band: &Band, row: usize| match band.q_range.contains(row) {
+            true => band.columns(row).len(),
+            false => 0,
+        };
+        let is_filled = |row: usize| self.columns(row).len() <= width(a, row) + width(b, row);
+        is_filled(self.q_range.start) && is_filled(self.q_range.end - 1)
+    }
+
     /// The same pairs in fewer bands: fuses neighbours whose union is a band, until no two that follow each other by
     /// rows, by columns or along a diagonal fuse. Every band of the result is trimmed, and none is empty.
     ///
     /// Greedy: it need not find the smallest number of bands. `O(n log n)` a round, and in practice two to four
-    /// rounds.
+    /// rounds, the last of which only sees that nothing fuses.
     pub fn merged(bands: Vec<Band>) -> Vec<Band> {
         Self::merged_in_rounds(bands).0
     }
@@ -246,6 +257,10 @@ impl Band {
             None => false,
         });
         for round in 1.. {
+            sort_by_rows(&mut bands);
+            if none_fuse(&bands) {
+                return (bands, round);
+            }
             let before = bands.len();
             if round > 1 {
                 // A triangle begins a row below the rectangle at its left, and both end in the same row. Each round would fuse
@@ -261,9 +276,7 @@ impl Band {
                 (b.k_range.start, b.q_range, b.k_range.end, b.diag_min, b.diag_max)
             });
             fuse_neighbours(&mut bands);
-            bands.sort_unstable_by_key(|b| {
-                (b.q_range.start, b.k_range, b.q_range.end, b.diag_min, b.diag_max)
-            });
+            sort_by_rows(&mut bands);
             fuse_neighbours(&mut bands);
             if bands.len() == before {
                 return (bands, round);
@@ -280,6 +293,9 @@ impl Band {
     pub fn area(&self) -> u64 {
         if self.q_range.is_empty() || self.k_range.is_empty() || self.diag_min > self.diag_max {
             return 0;
+        }
+        if self.is_rectangle() {
+            return self.q_range.len() as u64 * self.k_range.len() as u64;
         }
         // Sum over rows of clamp(row + diag, k.start, k.end).
         macro_rules! difference_of_sums {
@@ -303,6 +319,30 @@ impl Band {
             false => difference_of_sums!(i128),
         }
     }
+}
+
+fn sort_by_rows(bands: &mut [Band]) {
+    let key = |b: &Band| (b.q_range.start, b.k_range, b.q_range.end, b.diag_min, b.diag_max);
+    // Bands that were merged before are sorted already.
+    if !bands.is_sorted_by_key(key) {
+        bands.sort_unstable_by_key(key);
+    }
+}
+
+/// Pairs of bands that are looked at for each band before it is given up to say that none of them fuse.
+const PAIRS: usize = 8;
+
+/// Whether it is plain that no two of `bands` fuse, which are trimmed and ascending by first row.
+fn none_fuse(bands: &[Band]) -> bool {
+    let mut left = PAIRS * bands.len();
+    bands.iter().enumerate().all(|(index, band)| {
+        let near = bands[index + 1..].iter().take_while(|other| other.q_range.start <= band.q_range.end);
+        near.take(left + 1).all(|other| {
+            let looked = left > 0;
+            left = left.saturating_sub(1);
+            looked && band.union_of_trimmed(other).is_none()
+        })
+    })
 }
 
 /// Replaces every run of trimmed bands that fuse one after another by its union.

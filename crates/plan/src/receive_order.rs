@@ -83,28 +83,34 @@ impl ReceiveOrder {
 
     /// The ascending `ranges` in the order in which `rank` receives them. Neighbours that follow each other are one range.
     pub(crate) fn of(&self, rank: usize, ranges: &[Range]) -> Vec<Range> {
-        let mut layers: Vec<Vec<Range>> = vec![Vec::new(); self.layers];
+        let mut ordered = Vec::with_capacity(ranges.len() + 1);
         if self.layers == 1 {
-            layers[0].extend_from_slice(ranges);
+            self.push_layer(rank, 0, ranges, &mut ordered);
+            return ordered;
         }
+        let mut layers: Vec<Vec<Range>> = vec![Vec::new(); self.layers];
         let mut next = 0;
-        for range in ranges.iter().filter(|_| self.layers > 1) {
+        for range in ranges {
             next += self.pieces[next..].partition_point(|piece| piece.range.end <= range.start);
             let overlapping = self.pieces[next..].iter().take_while(|piece| piece.range.start < range.end);
             overlapping.for_each(|piece| layers[piece.layer].push(piece.range.intersect(range)));
         }
-        let mut ordered: Vec<Range> = Vec::with_capacity(ranges.len());
         for (layer, ranges) in layers.iter().enumerate() {
-            let first = self.first[rank * self.layers + layer];
-            let start = ranges.partition_point(|range| range.start < first);
-            for range in ranges[start..].iter().chain(&ranges[..start]) {
-                match ordered.last_mut() {
-                    Some(last) if last.end == range.start => last.end = range.end,
-                    _ => ordered.push(*range),
-                }
-            }
+            self.push_layer(rank, layer, ranges, &mut ordered);
         }
         ordered
+    }
+
+    /// Appends the ascending `ranges` of a layer, from where `rank` begins to receive it.
+    fn push_layer(&self, rank: usize, layer: usize, ranges: &[Range], ordered: &mut Vec<Range>) {
+        let first = self.first[rank * self.layers + layer];
+        let start = ranges.partition_point(|range| range.start < first);
+        for range in ranges[start..].iter().chain(&ranges[..start]) {
+            match ordered.last_mut() {
+                Some(last) if last.end == range.start => last.end = range.end,
+                _ => ordered.push(*range),
+            }
+        }
     }
 }
 

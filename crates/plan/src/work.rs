@@ -1,5 +1,7 @@
 //! The bands that each rank computes: cut out of the mask by owner, then into stages with columns of their key buffers.
 
+use std::cell::OnceCell;
+
 use counterpoint_mask::{Band, Mask, Range};
 
 use crate::runs::Runs;
@@ -28,7 +30,7 @@ fn fuse(a: &Band, b: &Band) -> Option<Band> {
     if q.len() > a.q_range.len() + b.q_range.len() || k.len() > a.k_range.len() + b.k_range.len() {
         return None;
     }
-    a.union(b)
+    a.union_of_trimmed(b)
 }
 
 /// The bands of every rank: rows are the rank's local query rows, columns are still global key rows. Costs one step for
@@ -72,9 +74,6 @@ const LOOPED_SEGMENTS: usize = 4;
 /// Bands of a stage for which memory is asked at once.
 const MOST_EXPECTED: usize = 256;
 
-/// Segments that lie in one stage's buffer one after the other, their global rows ascending.
-type SegmentGroup = Vec<KeySegment>;
-
 /// Cuts `work` (local rows, global columns) into stages: columns become rows of the stage's key buffer. `segments` are
 /// ascending and disjoint and hold every column of the work.
 ///
@@ -82,22 +81,25 @@ type SegmentGroup = Vec<KeySegment>;
 /// the square of the number of chunks, but columns that all rows of a band see are one rectangle in each group of a buffer,
 /// and those that only some see are no more than its rows on either side.
 pub(crate) fn cut_into_stages(work: &[Band], segments: &[KeySegment], stages: usize) -> Vec<Vec<Band>> {
-    let groups = groups(segments);
+    // Groups are looked for where a band crosses enough segments for a single one.
+    let groups: OnceCell<SegmentGroups> = OnceCell::new();
     // Most bands lie in few segments.
     let mut bands: Vec<Vec<Band>> =
         (0..stages).map(|_| Vec::with_capacity((2 * work.len()).min(MOST_EXPECTED))).collect();
     let mut in_range = Vec::with_capacity(segments.len());
     for band in work {
         let k = band.k_range;
-        let seen = match overlapping(segments, &k).len() > LOOPED_SEGMENTS * groups.len() {
-            true => seen_by_all(band),
-            false => Range::new(k.end, k.end),
+        let crossed = overlapping(segments, &k);
+        let groups = (crossed.len() > LOOPED_SEGMENTS)
+            .then(|| groups.get_or_init(|| SegmentGroups::of(segments)))
+            .filter(|groups| crossed.len() > LOOPED_SEGMENTS * groups.ends.len());
+        let seen = match groups {
+            Some(_) => seen_by_all(band),
+            None => Range::new(k.end, k.end),
         };
         cut_columns(band, segments, &Range::new(k.start, seen.start), &mut in_range, &mut bands);
-        if seen.is_empty() {
-            continue;
-        }
-        for group in &groups {
+        let Some(groups) = groups.filter(|_| !seen.is_empty()) else { continue };
+        for group in groups.iter() {
             let segments = overlapping(group, &seen);
             if let (Some(first), Some(last)) = (segments.first(), segments.last()) {
                 let start = first.start + seen.start.saturating_sub(first.range.start);
@@ -113,12 +115,32 @@ pub(crate) fn cut_into_stages(work: &[Band], segments: &[KeySegment], stages: us
     bands
 }
 
-/// The buffers' segments in groups, by stage and place.
-fn groups(segments: &[KeySegment]) -> Vec<SegmentGroup> {
-    let mut placed = segments.to_vec();
-    placed.sort_unstable_by_key(|segment| (segment.stage, segment.start));
-    let ascends = |a: &KeySegment, b: &KeySegment| a.stage == b.stage && a.range.start < b.range.start;
-    placed.chunk_by(ascends).map(<[KeySegment]>::to_vec).collect()
+/// The buffers' segments in groups, by stage and place. Those of one lie in one stage's buffer one after the other, their global rows
+/// ascending.
+struct SegmentGroups {
+    placed: Vec<KeySegment>,
+    /// Where each group ends.
+    ends: Vec<usize>,
+}
+
+impl SegmentGroups {
+    fn of(segments: &[KeySegment]) -> Self {
+        let mut placed = segments.to_vec();
+        placed.sort_unstable_by_key(|segment| (segment.stage, segment.start));
+        let ascends = |a: &KeySegment, b: &KeySegment| a.stage == b.stage && a.range.start < b.range.start;
+        let mut end = 0;
+        let ends = placed.chunk_by(ascends).map(|group| {
+            end += group.len();
+            end
+        });
+        let ends = ends.collect();
+        Self { placed, ends }
+    }
+
+    fn iter(&self) -> impl Iterator<Item = &[KeySegment]> {
+        let mut start = 0;
+        self.ends.iter().map(move |&end| &self.placed[std::mem::replace(&mut start, end)..end])
+    }
 }
 
 /// Cuts the part of `band` in the columns of `k` segment by segment, in the order of the buffers, so that neighbours meet and
@@ -130,10 +152,14 @@ fn cut_columns(
     in_range: &mut Vec<KeySegment>,
     bands: &mut [Vec<Band>],
 ) {
-    in_range.clear();
-    in_range.extend_from_slice(overlapping(segments, k));
-    in_range.sort_unstable_by_key(|segment| (segment.stage, segment.start));
-    for segment in in_range {
+    let mut crossed = overlapping(segments, k);
+    if !crossed.is_sorted_by_key(|segment| (segment.stage, segment.start)) {
+        in_range.clear();
+        in_range.extend_from_slice(crossed);
+        in_range.sort_unstable_by_key(|segment| (segment.stage, segment.start));
+        crossed = in_range;
+    }
+    for segment in crossed {
         let part = band.clip(&band.q_range, &segment.range.intersect(k));
         // A part of a rectangle is a rectangle, and trimmed.
         let part = if band.is_rectangle() { Some(part) } else { part.trim() };

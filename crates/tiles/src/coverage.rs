@@ -2,6 +2,8 @@
 
 use counterpoint_mask::{Band, Range};
 
+use super::nearly_sorted::sort_nearly_sorted;
+
 /// The columns that a tile's rows see.
 #[derive(Debug, Default)]
 pub(super) struct Coverage {
@@ -71,7 +73,7 @@ impl Coverage {
             self.kinks.push(at);
             self.kinks.push(Kink { column: k.end, value: -value, slope: -slope });
         }
-        self.kinks.sort_unstable_by_key(|kink| kink.column);
+        sort_nearly_sorted(&mut self.kinks, |kink| kink.column);
         let all = rows.len() as i64;
         let (mut value, mut slope, mut column) = (0, 0, 0);
         for kink in &self.kinks {

@@ -3,6 +3,7 @@
 use counterpoint_mask::{Band, Range};
 
 use super::lanes::{Lane, blocks, lanes_of};
+use super::paths::{Path, Paths};
 use super::stops::Stops;
 use super::sweep::Sweep;
 use super::{TILE_COST, TilePlacement, TileScheduleConfig};
@@ -27,8 +28,7 @@ pub(super) struct FitLists {
     stops: Stops,
     active: Vec<Band>,
     lanes: Vec<Lane>,
-    /// By descending row.
-    paths: Vec<Path>,
+    paths: Paths,
     visited: Vec<Visited>,
     /// What was found.
     pub(super) segments: Vec<Range>,
@@ -38,10 +38,11 @@ impl FitLists {
     /// Bytes of all lists.
     pub(super) fn bytes(&self) -> usize {
         self.stops.bytes()
-            + (self.visited.capacity() + self.segments.capacity()) * size_of::<Visited>()
+            + self.paths.bytes()
+            + self.visited.capacity() * size_of::<Visited>()
+            + self.segments.capacity() * size_of::<Range>()
             + self.active.capacity() * size_of::<Band>()
             + self.lanes.capacity() * size_of::<Lane>()
-            + self.paths.capacity() * size_of::<Path>()
     }
 
     /// Leaves what [`fit`] gives in `segments`.
@@ -62,19 +63,18 @@ fn fit_between(
     Stops { stops, cuts, .. }: &Stops,
     rows: usize,
     config: &TileScheduleConfig,
-    (lanes, paths, visited): (&mut Vec<Lane>, &mut Vec<Path>, &mut Vec<Visited>),
+    (lanes, paths, visited): (&mut Vec<Lane>, &mut Paths, &mut Vec<Visited>),
 ) {
     let (tile_rows, block) = (config.tile_rows, config.block as u64);
     let (mut stop, mut cut) = (0, 0);
     // Before which stop the last tile was that rectangles alone touch, and what it costs.
     let mut rectangles = (usize::MAX, 0);
     visited.clear();
-    paths.clear();
-    paths.push(Path::new(0, 0, 0, true));
-    while let Some(path) = paths.pop() {
-        let row = path.row as usize;
-        let before = visited.len();
-        visited.push(Visited { row, before: path.before() });
+    paths.start(cuts.len());
+    let mut next = Some((0, Path { cost: 0, before: 0 }));
+    while let Some((row, path)) = next {
+        let before = visited.len() as u32;
+        visited.push(Visited { row: row as u32, before: path.before });
         if row == rows {
             break;
         }
@@ -86,116 +86,85 @@ fn fit_between(
         while cuts[cut] <= row {
             cut += 1;
         }
+        let is_single = paths.are_none(cut);
+        // Cuts are stops, so that the next one is the first that a path may meet.
+        let mut go = |end: usize, cost: u64, before: u32| match cuts[cut] == end {
+            true => paths.add_to_cut(cut, Path { cost, before }),
+            false => paths.add(end, Path { cost, before }),
+        };
         if stops[stop] >= row + tile_rows {
             // Narrow numbers are divided faster.
             let tiles = ((stops[stop] - row) as u32 / tile_rows as u32) as usize;
             let end = row + tiles * tile_rows;
-            let at_cut = cuts[cut..].binary_search(&end).is_ok();
             if let Some(blocks) = Blocks::of(touching, config) {
-                if paths.is_empty() {
-                    // Of a single path the cost is no difference.
-                    paths.push(Path::new(end, path.cost, before, at_cut));
-                    continue;
-                }
-                let cost = block * blocks.of_tiles(row, tile_rows, tiles) + TILE_COST * tiles as u64;
-                add(paths, Path::new(end, path.cost + cost, before, at_cut));
+                // Of a single path the cost is no difference.
+                let cost = match is_single {
+                    true => 0,
+                    false => block * blocks.of_tiles(row, tile_rows, tiles) + TILE_COST * tiles as u64,
+                };
+                go(end, path.cost + cost, before);
+                next = paths.next(cuts, cut);
                 continue;
             }
-            if paths.is_empty() {
+            if is_single {
                 // All further paths have these tiles in common, so what they cost is no difference between them.
-                let steps =
-                    (1..tiles).map(|tile| Visited { row: row + tile * tile_rows, before: before + tile - 1 });
+                let steps = (1..tiles as u32).map(|tile| Visited {
+                    row: (row + tile as usize * tile_rows) as u32,
+                    before: before + tile - 1,
+                });
                 visited.extend(steps);
-                paths.push(Path::new(end, path.cost, visited.len() - 1, at_cut));
+                go(end, path.cost, visited.len() as u32 - 1);
+                next = paths.next(cuts, cut);
                 continue;
             }
-            if touching.iter().all(|band| band.is_rectangle()) {
+            if touching.iter().all(Band::is_rectangle) {
                 // All tiles up to the stop see the same columns.
                 if rectangles.0 != stop {
                     lanes_of(touching, row, limit, lanes);
                     rectangles = (stop, block * blocks(lanes, limit, config) + TILE_COST);
                 }
-                let cost = path.cost + rectangles.1;
-                add(paths, Path::new(limit, cost, before, at_cut && end == limit));
+                go(limit, path.cost + rectangles.1, before);
+                next = paths.next(cuts, cut);
                 continue;
             }
         }
         // A single path on which no tile ends early needs no cost.
-        if paths.is_empty() && cuts[cut] >= limit {
-            paths.push(Path::new(limit, path.cost, before, cuts[cut] == limit));
+        if is_single && cuts[cut] >= limit {
+            go(limit, path.cost, before);
+            next = paths.next(cuts, cut);
             continue;
         }
-        lanes_of(touching, row, limit, lanes);
-        let mut next_cut = cut;
-        loop {
-            let end = cuts[next_cut].min(limit);
-            let cost = block * blocks(lanes, end, config) + TILE_COST;
-            add(paths, Path::new(end, path.cost + cost, before, cuts[next_cut] == end));
-            if end == limit {
-                break;
+        let alone;
+        let lanes = match touching {
+            [band] => {
+                alone = [Lane::of(band, row)];
+                &alone
             }
-            next_cut += 1;
+            _ => {
+                lanes_of(touching, row, limit, lanes);
+                &lanes[..]
+            }
+        };
+        let cost = |end: usize| path.cost + block * blocks(lanes, end, config) + TILE_COST;
+        let mut end_cut = cut;
+        // The last cut is the last row.
+        while cuts[end_cut] < limit {
+            paths.add_to_cut(end_cut, Path { cost: cost(cuts[end_cut]), before });
+            end_cut += 1;
         }
-    }
-}
-
-/// Tiles up to a row.
-#[derive(Clone, Copy, Debug)]
-struct Path {
-    cost: u64,
-    row: u32,
-    /// Twice the visited row from which the last step came, and one more where it ends at a cut.
-    step: u32,
-}
-
-impl Path {
-    /// Rows and steps are fewer than 2^31: [`MAX_TILE_SCHEDULE_ROWS`](super::MAX_TILE_SCHEDULE_ROWS).
-    fn new(row: usize, cost: u64, before: usize, at_cut: bool) -> Self {
-        Self { cost, row: row as u32, step: 2 * before as u32 + u32::from(at_cut) }
-    }
-
-    fn at_cut(self) -> bool {
-        self.step % 2 == 1
-    }
-
-    fn before(self) -> usize {
-        self.step as usize / 2
+        match cuts[end_cut] == limit {
+            true => paths.add_to_cut(end_cut, Path { cost: cost(limit), before }),
+            false => paths.add(limit, Path { cost: cost(limit), before }),
+        }
+        next = paths.next(cuts, cut);
     }
 }
 
 /// A row that the cheapest path to it has reached.
 #[derive(Clone, Copy, Debug)]
 struct Visited {
-    row: usize,
-    before: usize,
-}
-
-/// Adds a path unless it has been overtaken, and drops those that it has overtaken.
-fn add(paths: &mut Vec<Path>, path: Path) {
-    // From the nearest row on: most paths end beyond all others.
-    let mut at = paths.len();
-    while at > 0 && paths[at - 1].row <= path.row {
-        at -= 1;
-    }
-    let overtaken = !path.at_cut() && paths[..at].iter().any(|other| other.cost <= path.cost);
-    let same_row = paths.get(at).is_some_and(|other| other.row == path.row && other.cost <= path.cost);
-    if overtaken || same_row {
-        return;
-    }
-    let mut kept = at;
-    for index in at..paths.len() {
-        let other = paths[index];
-        if other.cost < path.cost || (other.at_cut() && other.row != path.row) {
-            paths[kept] = other;
-            kept += 1;
-        }
-    }
-    paths.truncate(kept);
-    // There are few.
-    paths.push(path);
-    for index in (at..kept).rev() {
-        paths.swap(index, index + 1);
-    }
+    row: u32,
+    before: u32,
 }
 
 /// The steps on the way to the row visited last.
@@ -204,8 +173,8 @@ fn fill_segments(visited: &[Visited], segments: &mut Vec<Range>) {
     let mut step = visited.len() - 1;
     while step > 0 {
         let Visited { row: end, before } = visited[step];
-        segments.push(Range::new(visited[before].row, end));
-        step = before;
+        segments.push(Range::new(visited[before as usize].row as usize, end as usize));
+        step = before as usize;
     }
     segments.reverse();
 }

@@ -3,6 +3,7 @@
 use counterpoint_mask::{Band, Range};
 
 use super::TileScheduleConfig;
+use super::nearly_sorted::sort_nearly_sorted;
 use super::run_builder::first_block;
 
 /// What a band has in tiles that begin in one row. Every row of a trimmed band sees something, so the first column is the first row's and
@@ -19,37 +20,27 @@ pub(super) struct Lane {
 }
 
 impl Lane {
+    /// What `band` has in tiles that begin in `row` and touch it.
+    #[inline]
+    pub(super) fn of(band: &Band, row: usize) -> Self {
+        let first = band.q_range.start.max(row) as i64;
+        let start = (first + band.diag_min).max(band.k_range.start as i64) as usize;
+        Self { start, rows: band.q_range, end: band.k_range.end as i64, diag_max: band.diag_max }
+    }
+
     /// Where the columns end that rows before `end` see.
+    #[inline]
     fn end(&self, end: usize) -> usize {
         (end.min(self.rows.end) as i64 + self.diag_max).min(self.end) as usize
     }
 }
 
-/// Lanes up to which one that comes out of order is put in its place: further on that would take time in the square of their number.
-const FEW: usize = 16;
-
 /// Those of `bands` that a tile from `row` to `limit` touches, ascending by first column.
 pub(super) fn lanes_of(bands: &[Band], row: usize, limit: usize, lanes: &mut Vec<Lane>) {
     lanes.clear();
-    let mut is_sorted = true;
-    for band in bands.iter().filter(|band| band.q_range.start < limit) {
-        let first = band.q_range.start.max(row) as i64;
-        let start = (first + band.diag_min).max(band.k_range.start as i64) as usize;
-        let mut at = lanes.len();
-        lanes.push(Lane { start, rows: band.q_range, end: band.k_range.end as i64, diag_max: band.diag_max });
-        // Documents one after another ascend already.
-        if at < FEW {
-            while at > 0 && lanes[at - 1].start > start {
-                lanes.swap(at - 1, at);
-                at -= 1;
-            }
-        } else {
-            is_sorted &= lanes[at - 1].start <= start;
-        }
-    }
-    if !is_sorted {
-        lanes.sort_unstable_by_key(|lane| lane.start);
-    }
+    lanes.extend(bands.iter().filter(|band| band.q_range.start < limit).map(|band| Lane::of(band, row)));
+    // Documents one after another ascend already.
+    sort_nearly_sorted(lanes, |lane| lane.start);
 }
 
 /// Blocks that hold all columns that rows before `end` see.
@@ -76,7 +67,7 @@ mod tests {
     #[test]
     fn lanes_ascend_in_whatever_order_bands_come() {
         const ROWS: usize = 400;
-        for count in [1, 2, FEW, FEW + 1, 5 * FEW] {
+        for count in [1, 2, 16, 17, 80] {
             let orders: [fn(usize, usize) -> usize; 3] =
                 [|at, _| at, |at, count| count - 1 - at, |at, count| (at * 7 + 3) % count];
             for order in orders {

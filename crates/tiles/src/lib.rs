@@ -22,6 +22,8 @@ mod interruption;
 mod lanes;
 mod layout;
 mod list_time;
+mod nearly_sorted;
+mod paths;
 mod row_reads;
 mod run_builder;
 mod split;

@@ -3,6 +3,7 @@
 use counterpoint_mask::{Band, Range};
 
 use super::coverage::{Coverage, full_columns};
+use super::nearly_sorted::sort_nearly_sorted;
 use super::sweep::piece;
 use super::{NO_LIMIT, TileBound, TileDirection, TilePlacement, TileRun};
 
@@ -122,14 +123,14 @@ impl<S: RunSink> RunBuilder<S> {
         pieces.extend(bands.iter().filter_map(|band| piece(band, rows)));
         let by_columns = |piece: &Band| (piece.k_range.start, piece.q_range.start);
         if pieces.len() > 1 {
-            pieces.sort_unstable_by_key(by_columns);
+            sort_nearly_sorted(&mut pieces, by_columns);
             let before = pieces.len();
             // Parts of two bands can be one band though the whole ones are not.
             pieces.dedup_by(|next, last| {
                 if next.k_range.start > last.k_range.end {
                     return false;
                 }
-                match last.union(next) {
+                match last.union_of_trimmed(next) {
                     Some(union) => {
                         *last = union;
                         true
@@ -138,7 +139,7 @@ impl<S: RunSink> RunBuilder<S> {
                 }
             });
             if pieces.len() < before {
-                pieces.sort_unstable_by_key(by_columns);
+                sort_nearly_sorted(&mut pieces, by_columns);
             }
         }
         // Blocks that hold one of two pieces hold nothing of the other where a block fits in between.

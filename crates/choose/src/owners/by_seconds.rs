@@ -1,6 +1,7 @@
 //! Dispatches by what kernels that compute tiles take, in figures of one GPU and not of the machine's profile: who computes what decides
 //! about bits, which must not follow what was measured.
 
+use std::cmp::Reverse;
 use std::ops::ControlFlow;
 
 use counterpoint_mask::{Band, Mask, Range};
@@ -78,19 +79,21 @@ fn by_seconds_with(
     let weight = Weight::of(&prices);
     prices.chunks.iter_mut().for_each(|price| *price = weight.weigh(*price));
     let mut known = KnownTimes::new(shapes);
-    // Of all ranks; or of as many as take `until`.
-    let mut weighed = |dispatch: &Dispatch, until: i64| -> Result<Vec<[i64; 2]>, PlanError> {
-        let mut seconds = Vec::with_capacity(dispatch.cp_size());
-        rank_seconds(problem, dispatch, &mut known, |rank| {
-            seconds.push(weight.weigh(rank));
-            match slowest(&seconds) < until {
-                true => ControlFlow::Continue(()),
-                false => ControlFlow::Break(()),
-            }
-        })?;
-        Ok(seconds)
-    };
-    let mut seconds = weighed(&dispatch, i64::MAX)?;
+    // Of all ranks in this order; or of as many as take `until`.
+    let mut weighed =
+        |dispatch: &Dispatch, order: &[usize], until: i64| -> Result<Vec<[i64; 2]>, PlanError> {
+            let mut seconds = vec![[0; 2]; dispatch.cp_size()];
+            rank_seconds(problem, dispatch, order, &mut known, |rank, of_rank| {
+                seconds[rank] = weight.weigh(of_rank);
+                match slowest(&seconds) < until {
+                    true => ControlFlow::Continue(()),
+                    false => ControlFlow::Break(()),
+                }
+            })?;
+            Ok(seconds)
+        };
+    let mut order: Vec<usize> = (0..dispatch.cp_size()).collect();
+    let mut seconds = weighed(&dispatch, &order, i64::MAX)?;
     let (mut best, mut least) = (dispatch.clone(), slowest(&seconds));
     for round in 1..=ROUNDS {
         prices.beyond = (0..dispatch.cp_size())
@@ -106,8 +109,17 @@ fn by_seconds_with(
         }
         dispatch = next;
         let limit = least - least / LEAST_GAIN;
-        // No swaps follow the last round, so of that only what gains is looked at to its end.
-        seconds = weighed(&dispatch, if round < ROUNDS { i64::MAX } else { limit })?;
+        let mut until = i64::MAX;
+        if round == ROUNDS {
+            // No swaps follow, so that only what gains is looked at to its end: first the ranks that likely are the slowest.
+            until = limit;
+            order.sort_by_key(|&rank| {
+                let chunks = dispatch.chunks(rank).iter().map(|&chunk| prices.chunks[chunk as usize]);
+                let seconds = chunks.chain([prices.beyond[rank]]).flatten().sum::<i64>();
+                (Reverse(seconds), rank)
+            });
+        }
+        seconds = weighed(&dispatch, &order, until)?;
         if slowest(&seconds) < limit {
             (best, least) = (dispatch.clone(), slowest(&seconds));
         }
@@ -248,13 +260,14 @@ impl KnownTimes {
     }
 }
 
-/// Hands `visit` what a forward and a backward that do all work at once take rank after rank, in picoseconds, until it breaks off.
-/// `known` are times for the same `spec`.
+/// Hands `visit` what a forward and a backward that do all work at once take rank after rank in this `order`, in picoseconds, until it
+/// breaks off. `known` are times for the same `spec`.
 fn rank_seconds(
     problem: &Problem<'_>,
     dispatch: &Dispatch,
+    order: &[usize],
     known: &mut KnownTimes,
-    mut visit: impl FnMut([i64; 2]) -> ControlFlow<()>,
+    mut visit: impl FnMut(usize, [i64; 2]) -> ControlFlow<()>,
 ) -> Result<(), PlanError> {
     let &Problem { mask, spec, config, planning } = problem;
     let division = Division::new(mask, Owners::new(dispatch.clone(), dispatch.clone()));
@@ -274,10 +287,13 @@ fn rank_seconds(
         ahead = planning.map(ranks.len(), work)?;
         known.learn(&ahead, spec, planning)?;
     }
-    let mut ahead = ahead.into_iter();
-    for (rank, outline) in ranks.iter().enumerate() {
+    for &rank in order {
         planning.check()?;
-        let (bands, rows) = ahead.next().unwrap_or_else(|| work(rank));
+        let outline = &ranks[rank];
+        let (bands, rows) = match ahead.get_mut(rank) {
+            Some(ahead) => std::mem::take(ahead),
+            None => work(rank),
+        };
         let (own_rows, received) = (outline.own_rows(), received(rank));
         let [forward, backward] = known.seconds(&bands, rows, spec, planning);
         let (links, ready) = (links[rank], ReadyWork::of(&bands, own_rows));
@@ -287,7 +303,7 @@ fn rank_seconds(
             (makespan([stage.as_rows_arrive(&ready, received, spec, &COST)]) * PICOSECONDS) as i64
         };
         let seconds = [takes(Direction::Forward, forward), takes(Direction::Backward, backward)];
-        if visit(seconds).is_break() {
+        if visit(rank, seconds).is_break() {
             break;
         }
     }
@@ -324,8 +340,9 @@ mod tests {
 
     fn all_ranks(problem: &Problem<'_>, dispatch: &Dispatch, known: &mut KnownTimes) -> Vec<[i64; 2]> {
         let mut seconds = Vec::new();
-        let all = rank_seconds(problem, dispatch, known, |rank| {
-            seconds.push(rank);
+        let order: Vec<usize> = (0..dispatch.cp_size()).collect();
+        let all = rank_seconds(problem, dispatch, &order, known, |_, of_rank| {
+            seconds.push(of_rank);
             ControlFlow::Continue(())
         });
         all.unwrap();

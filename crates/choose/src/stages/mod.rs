@@ -126,10 +126,9 @@ fn cut(
         if can_gather {
             candidates.push(Candidate { cuts: StageCuts::gathered(ranks), links });
         }
-        let seconds = planning.map(candidates.len(), |candidate| {
-            candidates[candidate].seconds(direction, ranks, &hosted, &probed, (spec, &config.cost), planning)
-        })?;
-        Ok(tiles::quickest(candidates, seconds))
+        tiles::quickest(candidates, planning, |candidate, limit| {
+            candidate.seconds(direction, ranks, &hosted, (&probed, limit), (spec, &config.cost), planning)
+        })
     })?;
     let [forward, backward] = <[_; 2]>::try_from(cut).unwrap_or_else(|_| unreachable!("two passes were cut"));
     Ok([forward?, backward?])

@@ -2,7 +2,7 @@
 
 use counterpoint_cost::{AttentionWork, CostModel, ReadyWork};
 use counterpoint_mask::{Band, Range};
-use counterpoint_plan::{AttentionSpec, Planning, RankOutline, StageCuts};
+use counterpoint_plan::{AttentionSpec, PlanError, Planning, RankOutline, StageCuts};
 
 use crate::closed_form::{Direction, LinkRows, StagePrediction, makespan};
 use crate::whole_work::whole_work;
@@ -18,11 +18,27 @@ pub(super) fn slowest(seconds: &[f64]) -> Vec<usize> {
     ranks
 }
 
-/// The cuts of the candidate that takes the fewest seconds; of equal ones the first.
-pub(super) fn quickest(candidates: Vec<Candidate>, seconds: Vec<f64>) -> StageCuts {
-    let timed = seconds.into_iter().zip(candidates);
-    let quickest = timed.reduce(|best, other| if other.0 < best.0 { other } else { best });
-    quickest.map_or_else(|| StageCuts::local(0), |(_, candidate)| candidate.cuts)
+/// The cuts of the candidate that takes the fewest seconds; of equal ones the first. `seconds(candidate, limit)` are those of one, or
+/// anything beyond `limit` where they are more.
+pub(super) fn quickest(
+    candidates: Vec<Candidate>,
+    planning: &Planning<'_>,
+    seconds: impl Fn(&Candidate, f64) -> f64 + Sync,
+) -> Result<StageCuts, PlanError> {
+    let mut known = vec![None; candidates.len()];
+    if planning.has_helpers() {
+        known = planning.map(candidates.len(), |at| Some(seconds(&candidates[at], f64::INFINITY)))?;
+    }
+    let mut best = (f64::INFINITY, StageCuts::local(0));
+    // From the last one on, where all work is done at once, which mostly is the quickest: the others need no look beyond it.
+    for (candidate, known) in candidates.into_iter().zip(known).rev() {
+        planning.check()?;
+        let seconds = known.unwrap_or_else(|| seconds(&candidate, best.0));
+        if seconds <= best.0 {
+            best = (seconds, candidate.cuts);
+        }
+    }
+    Ok(best.1)
 }
 
 /// One way to cut, and what its ranks' links carry in each remote stage.
@@ -33,23 +49,30 @@ pub(super) struct Candidate {
 }
 
 impl Candidate {
-    /// Seconds of the slowest of the `probed` ranks.
+    /// Seconds of the slowest of the `probed` ranks; of the first ones, where these take more than `limit`.
     pub(super) fn seconds(
         &self,
         direction: Direction,
         ranks: &[RankOutline],
         hosted: &[Option<StagePrediction>],
-        probed: &[usize],
+        (probed, limit): (&[usize], f64),
         (spec, cost): (&AttentionSpec, &CostModel),
         planning: &Planning<'_>,
     ) -> f64 {
-        let of_rank = |&rank: &usize| {
+        let of_rank = |rank: usize| {
             let stages = self.stages(direction, rank, &ranks[rank], (spec, cost), planning);
             let (local, remote) = stages.split_at(1);
             let delta = direction.delta(ranks[rank].q_rows, spec, cost);
             makespan(delta.into_iter().chain(local.iter().chain(&hosted[rank]).chain(remote).copied()))
         };
-        probed.iter().map(of_rank).fold(0.0, f64::max)
+        let mut slowest: f64 = 0.0;
+        for &rank in probed {
+            slowest = slowest.max(of_rank(rank));
+            if slowest > limit {
+                break;
+            }
+        }
+        slowest
     }
 
     fn stages(

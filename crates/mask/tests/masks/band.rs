@@ -201,6 +201,7 @@ proptest! {
         let merged = Band::merged(bands.clone());
         prop_assert_eq!(merged.iter().flat_map(pairs).collect::<Pairs>(), before);
         prop_assert!(merged.len() <= bands.len());
+        prop_assert_eq!(&Band::merged(merged.clone()), &merged);
         prop_assert!(merged.iter().all(|band| band.trim() == Some(*band)));
     }
 

@@ -3,26 +3,36 @@
 use super::local_search::MOST_RANKS;
 use super::segments::{Segments, WORD, bits_in, words_of};
 use crate::owners::KeyOwners;
+use counterpoint_mask::Range;
 use counterpoint_plan::ChunkWork;
 
 /// What chunks read and own, as sets of segments: two chunks are compared word by word.
 pub(crate) struct Reach {
     segments: Segments,
-    /// The words from the first to the last in which chunk `i` reads or owns anything, what it reads of them:
-    /// `needs[offsets[i]..offsets[i + 1]]`, from word `first[i]` on.
+    /// What chunks read, in the words from the first to the last in which they read or own anything.
     needs: Vec<u64>,
-    offsets: Vec<usize>,
-    first: Vec<usize>,
-    /// Rows of each segment; none where it lives with no chunk.
-    rows: Vec<i64>,
+    chunks: Vec<ChunkWords>,
+    /// Rows of all segments before each one, without those that live with no chunk; one more entry for the end.
+    rows_before: Vec<i64>,
+    /// By segment, the chunk with which it lives.
+    chunk_of: Vec<u32>,
+}
+
+/// Where in the list of words a chunk's are, the first of all words that they are, and the segments that it owns.
+#[derive(Clone, Copy)]
+struct ChunkWords {
+    needs: Range,
+    first: usize,
+    own: Range,
 }
 
 impl Reach {
     pub(crate) fn new(work: &ChunkWork) -> Self {
         let segments = Segments::new(work, KeyOwners::WithQueries);
         let chunks = work.num_chunks();
-        let (mut needs, mut offsets, mut first) = (Vec::new(), vec![0], Vec::with_capacity(chunks));
-        let mut rows = vec![0; segments.words() * WORD];
+        let (mut needs, mut words_of_chunks) = (Vec::with_capacity(2 * chunks), Vec::with_capacity(chunks));
+        let mut rows_before = vec![0; segments.words() * WORD + 1];
+        let mut chunk_of = vec![0; segments.words() * WORD];
         for chunk in 0..chunks as u32 {
             let (read, own) = (segments.needs(chunk), segments.own(chunk));
             let touched =
@@ -34,26 +44,78 @@ impl Reach {
             for &range in read {
                 words_of(range).for_each(|word| needs[base + word - start] |= bits_in(range, word));
             }
-            first.push(start);
-            offsets.push(needs.len());
-            (own.start..own.end)
-                .for_each(|segment| rows[segment] = segments.rows(segment / WORD, 1 << (segment % WORD)));
+            words_of_chunks.push(ChunkWords { needs: Range::new(base, needs.len()), first: start, own });
+            chunk_of[own.start..own.end].fill(chunk);
+            (own.start..own.end).for_each(|segment| {
+                rows_before[segment + 1] = segments.rows(segment / WORD, 1 << (segment % WORD));
+            });
         }
-        Self { segments, needs, offsets, first, rows }
+        let mut before = 0;
+        for rows in &mut rows_before {
+            before += *rows;
+            *rows = before;
+        }
+        Self { segments, needs, chunks: words_of_chunks, rows_before, chunk_of }
     }
 
-    /// What `chunk` reads of the segments of `word`.
-    fn needs(&self, chunk: u32, word: usize) -> u64 {
-        let chunk = chunk as usize;
-        let words = &self.needs[self.offsets[chunk]..self.offsets[chunk + 1]];
-        words.get(word.wrapping_sub(self.first[chunk])).copied().unwrap_or(0)
+    /// What `chunk` reads and owns.
+    #[inline]
+    fn of(&self, chunk: u32) -> ChunkReach<'_> {
+        let ChunkWords { needs, first, own } = self.chunks[chunk as usize];
+        ChunkReach { needs: &self.needs[needs.start..needs.end], first, own }
     }
 
-    /// The words in which `chunk` may read or own anything.
-    fn words_of(&self, chunk: u32) -> std::ops::Range<usize> {
-        let chunk = chunk as usize;
-        self.first[chunk]..self.first[chunk] + self.offsets[chunk + 1] - self.offsets[chunk]
+    /// Rows of one segment.
+    #[inline]
+    fn rows(&self, segment: usize) -> i64 {
+        self.rows_before[segment + 1] - self.rows_before[segment]
     }
+
+    /// Rows of the segments `bits` of `word`: a step for each run of them.
+    #[inline]
+    fn rows_of(&self, word: usize, mut bits: u64) -> i64 {
+        let rows_before = &self.rows_before[word * WORD..=(word + 1) * WORD];
+        let mut rows = 0;
+        while bits != 0 {
+            let start = bits.trailing_zeros() as usize;
+            let next = bits.wrapping_add(1 << start);
+            // None where the run reaches the end of the word.
+            let end = next.trailing_zeros() as usize;
+            rows += rows_before[end] - rows_before[start];
+            bits &= next;
+        }
+        rows
+    }
+}
+
+/// What a chunk reads and owns.
+#[derive(Clone, Copy)]
+struct ChunkReach<'a> {
+    /// From word `first` on, what it reads of those words in which it reads or owns anything.
+    needs: &'a [u64],
+    first: usize,
+    own: Range,
+}
+
+impl ChunkReach<'_> {
+    #[inline]
+    fn words(&self) -> std::ops::Range<usize> {
+        self.first..self.first + self.needs.len()
+    }
+
+    #[inline]
+    fn needs(&self, word: usize) -> u64 {
+        self.needs.get(word.wrapping_sub(self.first)).copied().unwrap_or(0)
+    }
+}
+
+/// The words in which either chunk may read or own anything, each once.
+#[inline]
+fn words_of_both(chunks: [ChunkReach<'_>; 2]) -> impl Iterator<Item = usize> + use<> {
+    let [a, b] = chunks.map(|chunk| chunk.words());
+    let (first, second) = if a.start <= b.start { (a, b) } else { (b, a) };
+    let second = second.start.max(first.end)..second.end;
+    first.chain(second)
 }
 
 /// A rank, and a chunk that it gives away for the other one's.
@@ -66,20 +128,28 @@ pub(super) struct Moved {
     pub(super) received: [i64; MOST_RANKS],
 }
 
-impl Moved {
-    fn add(&mut self, from: usize, to: usize, rows: i64) {
-        if from != to {
-            self.sent[from] += rows;
-            self.received[to] += rows;
-        }
-    }
-}
-
-/// Segments of one word: what the rank's chunks read, and what exactly one of them reads.
+/// Segments of one word: what the rank's chunks read, what exactly one of them reads, and what lives with the rank.
 #[derive(Clone, Copy, Default)]
 struct Word {
     any: u64,
     once: u64,
+    own: u64,
+}
+
+impl Word {
+    /// What is read and not owned.
+    #[inline]
+    fn missing(self) -> u64 {
+        self.any & !self.own
+    }
+
+    /// After a chunk was given away for another one. Of `needs` and `own` the first is what the chunk reads or owns that goes, the second
+    /// the one's that comes.
+    #[inline]
+    fn after(self, needs: [u64; 2], own: [u64; 2]) -> Self {
+        let (gone, come) = (needs[0] & !needs[1] & self.once, needs[1] & !needs[0]);
+        Self { any: self.any & !gone | come, own: self.own & !own[0] | own[1], ..self }
+    }
 }
 
 /// Who reads and owns which segments, kept up to date under swaps: one that is only weighed looks at what its chunks do not both read.
@@ -88,58 +158,58 @@ pub(super) struct Links<'a> {
     stride: usize,
     /// `[rank * stride + word]`.
     words: Vec<Word>,
-    /// How many chunks of the rank read the segment, `[rank * stride * WORD + segment]`.
-    counts: Vec<u16>,
-    /// By segment, a bit for each rank that reads it.
-    readers: Vec<u16>,
+    /// How many chunks of the rank read each segment of the word, in binary: bit `i` of all of them is word
+    /// `[(rank * stride + word) * digits + i]`.
+    counts: Vec<u64>,
+    digits: usize,
     /// By segment.
     owner: Vec<u8>,
+    /// By chunk, its own rows as often as there are ranks that read them.
+    read: Vec<i64>,
     moved: Moved,
-}
-
-/// Which segments of a word two ranks read after a swap, and which of them they did not read before or no longer do.
-struct Change {
-    any: [u64; 2],
-    come: [u64; 2],
-    gone: [u64; 2],
 }
 
 impl<'a> Links<'a> {
     /// Of ranks that have these chunks.
-    pub(super) fn new<'b>(reach: &'a Reach, rank_chunks: impl ExactSizeIterator<Item = &'b [u32]>) -> Self {
+    pub(super) fn new<'b>(
+        reach: &'a Reach,
+        rank_chunks: impl ExactSizeIterator<Item = &'b [u32]> + Clone,
+    ) -> Self {
         let stride = reach.segments.words();
         let (ranks, segments) = (rank_chunks.len(), stride * WORD);
+        let most = rank_chunks.clone().map(<[u32]>::len).max().unwrap_or(0);
+        let digits = most.checked_ilog2().map_or(1, |log| log as usize + 1);
         let mut links = Self {
             reach,
             stride,
             words: vec![Word::default(); ranks * stride],
-            counts: vec![0; ranks * segments],
-            readers: vec![0; segments],
+            counts: vec![0; ranks * stride * digits],
+            digits,
             owner: vec![0; segments],
+            read: vec![0; reach.chunks.len()],
             moved: Moved::default(),
         };
         for (rank, chunks) in rank_chunks.enumerate() {
-            for &chunk in chunks {
-                for word in reach.words_of(chunk) {
-                    let needs = reach.needs(chunk, word);
-                    let at = &mut links.words[rank * stride + word];
-                    at.once = (at.once & !needs) | (needs & !at.any);
-                    at.any |= needs;
-                    ones(needs, word).for_each(|segment| {
-                        links.counts[rank * segments + segment] += 1;
-                        links.readers[segment] |= 1 << rank;
-                    });
+            for chunk in chunks.iter().map(|&chunk| reach.of(chunk)) {
+                for word in chunk.words() {
+                    links.count(rank, word, [0, chunk.needs(word)]);
                 }
-                let own = reach.segments.own(chunk);
-                links.owner[own.start..own.end].fill(rank as u8);
+                links.owner[chunk.own.start..chunk.own.end].fill(rank as u8);
+                for word in words_of(chunk.own) {
+                    links.words[rank * stride + word].own |= bits_in(chunk.own, word);
+                }
             }
         }
-        for segment in 0..segments {
-            let from = usize::from(links.owner[segment]);
-            let readers = links.readers[segment];
-            (0..ranks)
-                .filter(|to| readers >> to & 1 == 1)
-                .for_each(|to| links.moved.add(from, to, reach.rows[segment]));
+        for to in 0..ranks {
+            for word in 0..stride {
+                let at = links.words[to * stride + word];
+                links.moved.received[to] += reach.rows_of(word, at.missing());
+                ones(at.any, word).for_each(|segment| {
+                    let (rows, owner) = (reach.rows(segment), usize::from(links.owner[segment]));
+                    links.moved.sent[owner] += if owner == to { 0 } else { rows };
+                    links.read[reach.chunk_of[segment] as usize] += rows;
+                });
+            }
         }
         links
     }
@@ -148,94 +218,113 @@ impl<'a> Links<'a> {
         &self.moved
     }
 
-    /// Fills `moved` with what would be moved after a swap.
-    pub(super) fn after(&self, given: [Given; 2], moved: &mut Moved) {
-        let [(a, chunk_a), (b, chunk_b)] = given;
-        *moved = self.moved;
-        let segments = &self.reach.segments;
-        let owned = [(segments.own(chunk_a), a, b, 0), (segments.own(chunk_b), b, a, 1)];
-        for word in self.words_of(given) {
-            let change = self.change(given, word);
-            // First other rows are read of the owners that there are, then the rows of the two chunks change owners.
-            for (rank, side) in [(a, 0), (b, 1)] {
-                for (bits, sign) in [(change.come[side], 1), (change.gone[side], -1)] {
-                    ones(bits, word).for_each(|segment| {
-                        let from = usize::from(self.owner[segment]);
-                        moved.add(from, rank, sign * self.reach.rows[segment]);
-                    });
-                }
+    /// Rows that the two ranks would receive after a swap; all others receive what they did.
+    pub(super) fn received_after(&self, given: [Given; 2]) -> [i64; 2] {
+        let chunks = given.map(|(_, chunk)| self.reach.of(chunk));
+        let ranks = given.map(|(rank, _)| &self.words[rank * self.stride..][..self.stride]);
+        let mut received = given.map(|(rank, _)| self.moved.received[rank]);
+        for word in words_of_both(chunks) {
+            let needs = chunks.map(|chunk| chunk.needs(word));
+            let own = chunks.map(|chunk| bits_in(chunk.own, word));
+            for side in 0..2 {
+                let at = ranks[side][word];
+                let (before, after) =
+                    (at.missing(), at.after(turned(needs, side), turned(own, side)).missing());
+                received[side] +=
+                    self.reach.rows_of(word, after & !before) - self.reach.rows_of(word, before & !after);
             }
-            for &(own, from, to, side) in &owned {
-                let [any_from, any_to] = [change.any[side], change.any[1 - side]];
-                for segment in ones(bits_in(own, word), word) {
-                    let rows = self.reach.rows[segment];
-                    let reads = |any: u64| rows * (any >> (segment % WORD) & 1) as i64;
-                    let others = self.readers[segment] & !(1 << a | 1 << b);
-                    let others = rows * i64::from(others.count_ones());
-                    let [reads_from, reads_to] = [reads(any_from), reads(any_to)];
-                    moved.sent[from] -= others + reads_to;
-                    moved.received[to] -= reads_to;
-                    moved.sent[to] += others + reads_from;
-                    moved.received[from] += reads_from;
-                }
+        }
+        received
+    }
+
+    /// Fills `sent` with what ranks would send after a swap.
+    pub(super) fn sent_after(&self, given: [Given; 2], sent: &mut [i64; MOST_RANKS]) {
+        let [a, b] = given.map(|(rank, _)| rank);
+        let chunks = given.map(|(_, chunk)| self.reach.of(chunk));
+        *sent = self.moved.sent;
+        let words = [a, b].map(|rank| &self.words[rank * self.stride..][..self.stride]);
+        let mut others = given.map(|(_, chunk)| self.read[chunk as usize]);
+        let mut read = [[0; 2]; 2];
+        // First other rows are read of the owners that there are, then the rows of the two chunks change owners.
+        for word in words_of_both(chunks) {
+            let needs = chunks.map(|chunk| chunk.needs(word));
+            let own = chunks.map(|chunk| bits_in(chunk.own, word));
+            let before = words.map(|words| words[word]);
+            let after = [0, 1].map(|side| before[side].after(turned(needs, side), [0; 2]));
+            for side in 0..2 {
+                let (before, after) = (before[side].missing(), after[side].missing());
+                let changed = before ^ after;
+                ones(changed, word).for_each(|segment| {
+                    let rows = self.reach.rows(segment);
+                    let comes = after >> (segment % WORD) & 1 == 1;
+                    sent[usize::from(self.owner[segment])] += if comes { rows } else { -rows };
+                });
             }
+            for (chunk, own) in own.into_iter().enumerate().filter(|(_, own)| *own != 0) {
+                let rows = |any: u64| self.reach.rows_of(word, any & own);
+                others[chunk] -= rows(before[0].any) + rows(before[1].any);
+                (0..2).for_each(|side| read[chunk][side] += rows(after[side].any));
+            }
+        }
+        for (side, from, to) in [(0, a, b), (1, b, a)] {
+            sent[from] -= others[side] + read[side][1 - side];
+            sent[to] += others[side] + read[side][side];
         }
     }
 
-    /// Takes note of a swap, `moved` being what [`Links::after`] said of it.
-    pub(super) fn swap(&mut self, given: [Given; 2], moved: &Moved) {
+    /// Takes note of a swap, of which [`Links::received_after`] and [`Links::sent_after`] have said this.
+    pub(super) fn swap(&mut self, given: [Given; 2], received: [i64; 2], sent: &[i64; MOST_RANKS]) {
+        let reach = self.reach;
         let [(a, chunk_a), (b, chunk_b)] = given;
-        let segments = self.stride * WORD;
-        for word in self.words_of(given) {
-            let [needs_a, needs_b] = [chunk_a, chunk_b].map(|chunk| self.reach.needs(chunk, word));
-            for (bits, from, to) in [(needs_a & !needs_b, a, b), (needs_b & !needs_a, b, a)] {
-                if bits == 0 {
-                    continue;
-                }
-                let [mut less, mut more] = [from, to].map(|rank| self.words[rank * self.stride + word]);
-                for segment in ones(bits, word) {
-                    let bit = 1 << (segment % WORD);
-                    let [left, read] = [(from, u16::MAX), (to, 1)].map(|(rank, step)| {
-                        let count = &mut self.counts[rank * segments + segment];
-                        *count = count.wrapping_add(step);
-                        *count
-                    });
-                    // Who gives a chunk away reads less, who takes it more.
-                    less.any &= !(u64::from(left == 0) * bit);
-                    less.once = (less.once & !bit) | (u64::from(left == 1) * bit);
-                    more.any |= bit;
-                    more.once = (more.once & !bit) | (u64::from(read == 1) * bit);
-                    let readers = &mut self.readers[segment];
-                    *readers = *readers & !(u16::from(left == 0) << from) | 1 << to;
-                }
-                self.words[from * self.stride + word] = less;
-                self.words[to * self.stride + word] = more;
+        let chunks = [reach.of(chunk_a), reach.of(chunk_b)];
+        for word in words_of_both(chunks) {
+            let needs = chunks.map(|chunk| chunk.needs(word));
+            let [only_a, only_b] = [needs[0] & !needs[1], needs[1] & !needs[0]];
+            for (rank, changed) in [(a, [only_a, only_b]), (b, [only_b, only_a])] {
+                let before = self.words[rank * self.stride + word].any;
+                let after = self.count(rank, word, changed);
+                ones(before ^ after, word).for_each(|segment| {
+                    let rows = reach.rows(segment);
+                    let comes = after >> (segment % WORD) & 1 == 1;
+                    self.read[reach.chunk_of[segment] as usize] += if comes { rows } else { -rows };
+                });
             }
         }
-        for (chunk, to) in [(chunk_a, b), (chunk_b, a)] {
-            let own = self.reach.segments.own(chunk);
+        for (own, from, to) in [(chunks[0].own, a, b), (chunks[1].own, b, a)] {
             self.owner[own.start..own.end].fill(to as u8);
+            for word in words_of(own) {
+                self.words[from * self.stride + word].own &= !bits_in(own, word);
+                self.words[to * self.stride + word].own |= bits_in(own, word);
+            }
         }
-        self.moved = *moved;
+        self.moved.sent = *sent;
+        [self.moved.received[a], self.moved.received[b]] = received;
     }
 
-    /// The words in which either chunk may read or own anything, each once.
-    fn words_of(&self, [(_, chunk_a), (_, chunk_b)]: [Given; 2]) -> impl Iterator<Item = usize> + use<> {
-        let (a, b) = (self.reach.words_of(chunk_a), self.reach.words_of(chunk_b));
-        let (first, second) = if a.start <= b.start { (a, b) } else { (b, a) };
-        let second = second.start.max(first.end)..second.end;
-        first.chain(second)
+    /// One chunk of `rank` less reads the segments `gone` of `word`, and one more those that `come`: others. What is read then.
+    fn count(&mut self, rank: usize, word: usize, [gone, come]: [u64; 2]) -> u64 {
+        let at = rank * self.stride + word;
+        let counts = &mut self.counts[at * self.digits..(at + 1) * self.digits];
+        let (mut borrowed, mut carried, mut first, mut higher) = (gone, come, 0, 0);
+        for (index, digit) in counts.iter_mut().enumerate() {
+            let before = *digit;
+            *digit ^= borrowed | carried;
+            (borrowed, carried) = (borrowed & !before, carried & before);
+            match index {
+                0 => first = *digit,
+                _ => higher |= *digit,
+            }
+        }
+        let word = &mut self.words[at];
+        (word.any, word.once) = (first | higher, first & !higher);
+        word.any
     }
+}
 
-    /// What a swap changes in `word`.
-    fn change(&self, [(a, chunk_a), (b, chunk_b)]: [Given; 2], word: usize) -> Change {
-        let [needs_a, needs_b] = [chunk_a, chunk_b].map(|chunk| self.reach.needs(chunk, word));
-        let [at_a, at_b] = [a, b].map(|rank| self.words[rank * self.stride + word]);
-        let (only_a, only_b) = (needs_a & !needs_b, needs_b & !needs_a);
-        let gone = [only_a & at_a.once, only_b & at_b.once];
-        let come = [only_b & !at_a.any, only_a & !at_b.any];
-        Change { any: [at_a.any & !gone[0] | come[0], at_b.any & !gone[1] | come[1]], come, gone }
-    }
+/// What is one side's of two, and the other's.
+#[inline]
+fn turned([a, b]: [u64; 2], side: usize) -> [u64; 2] {
+    if side == 0 { [a, b] } else { [b, a] }
 }
 
 /// The segments `bits` of `word`.

@@ -2,6 +2,7 @@
 
 use counterpoint_plan::{ChunkWork, Dispatch, Planning};
 
+use super::heaviest::{busier, heaviest, most_of_others};
 use super::links::{Links, Moved, Reach};
 use super::trade::Draw;
 
@@ -111,18 +112,6 @@ pub(crate) fn local_search(
     }
 }
 
-/// The three heaviest of `loads`, the heaviest first; 0 of no rank where there are fewer.
-fn heaviest(loads: &[i64]) -> [(i64, usize); 3] {
-    let mut found = [(0, usize::MAX); 3];
-    for (rank, &load) in loads.iter().enumerate() {
-        if let Some(at) = found.iter().position(|(other, _)| load > *other) {
-            found.copy_within(at..2, at + 1);
-            found[at] = (load, rank);
-        }
-    }
-    found
-}
-
 /// Two chunks of different ranks.
 type Swap = [u32; 2];
 
@@ -130,17 +119,22 @@ type Swap = [u32; 2];
 #[derive(Clone, Copy)]
 struct Loads {
     of: [[i64; MOST_RANKS]; 2],
-    /// By how much all ranks together are off the mean.
+    /// By how much each rank is off the mean in both, and all ranks together.
+    off: [i64; MOST_RANKS],
     uneven: i64,
 }
 
-/// What follows from a swap; rows that move are kept in the [`State`].
+/// What follows from a swap; what ranks send is kept in the [`State`].
 struct After {
     seconds: i64,
     /// By direction, what the two ranks compute.
     swapped: [[i64; 2]; 2],
+    /// By how much each of them is off the mean in both, and all ranks together.
+    off: [i64; 2],
     uneven: i64,
     pieces: i64,
+    /// Rows that the two receive.
+    received: [i64; 2],
 }
 
 /// Who has which chunks, and what follows from it.
@@ -152,32 +146,37 @@ struct State<'a> {
     starts: Vec<usize>,
     /// By chunk.
     seat_of: Vec<usize>,
+    /// By chunk, between two of no rank.
     rank_of: Vec<usize>,
     /// By direction, of a rank; swaps leave it as it is.
     mean: [i64; 2],
-    /// What one more piece costs, times [`PIECE`] and ranks.
-    piece: i64,
+    /// What so many pieces cost.
+    cuts: Vec<i64>,
     loads: Loads,
     /// By direction, the heaviest ranks: whichever two swap, one of them is another.
-    heaviest: [[(i64, usize); 3]; 2],
+    heaviest: [[i64; 3]; 2],
+    /// The same of rows that are received, and those of all ranks.
+    most_received: [i64; 3],
+    all_received: i64,
     /// Neighbouring chunks of different ranks.
     pieces: i64,
     links: Links<'a>,
-    /// What would be moved after the swap that was weighed last.
-    moved_after: Moved,
+    /// What ranks would send after the swap that was weighed last.
+    sent_after: [i64; MOST_RANKS],
 }
 
 impl<'a> State<'a> {
     fn new(reach: &'a Reach, prices: &'a Prices, dispatch: &Dispatch) -> Self {
         let (ranks, chunks) = (dispatch.cp_size(), prices.chunks.len());
-        let (mut seats, mut starts) = (Vec::with_capacity(chunks), vec![0]);
-        let (mut seat_of, mut rank_of) = (vec![0; chunks], vec![0; chunks]);
+        let (mut seats, mut starts) = (Vec::with_capacity(chunks), Vec::with_capacity(ranks + 1));
+        let (mut seat_of, mut rank_of) = (vec![0; chunks], vec![usize::MAX; chunks + 2]);
         let mut of = [[0; MOST_RANKS]; 2];
+        starts.push(0);
         for rank in 0..ranks {
             (0..2).for_each(|at| of[at][rank] = prices.beyond[rank][at]);
             for &chunk in dispatch.chunks(rank) {
                 seat_of[chunk as usize] = seats.len();
-                rank_of[chunk as usize] = rank;
+                rank_of[chunk as usize + 1] = rank;
                 seats.push(chunk);
                 (0..2).for_each(|at| of[at][rank] += prices.chunks[chunk as usize][at]);
             }
@@ -185,13 +184,18 @@ impl<'a> State<'a> {
         }
         let all = of.map(|loads| loads.iter().sum::<i64>());
         let mean = all.map(|all| all / ranks as i64);
-        let uneven = |at: usize| of[at][..ranks].iter().map(|load| (load - mean[at]).abs()).sum::<i64>();
-        let loads = Loads { of, uneven: uneven(0) + uneven(1) };
+        let mut off = [0; MOST_RANKS];
+        for (rank, off) in off[..ranks].iter_mut().enumerate() {
+            *off = (0..2).map(|at| (of[at][rank] - mean[at]).abs()).sum();
+        }
+        let loads = Loads { of, off, uneven: off.iter().sum() };
         let piece = (all[0] + all[1]) / chunks as i64;
-        let pieces = rank_of.windows(2).filter(|pair| pair[0] != pair[1]).count() as i64;
+        let cuts = (0..chunks as i64).map(|pieces| pieces * piece / (PIECE * ranks as i64)).collect();
+        let pieces = rank_of[1..=chunks].windows(2).filter(|pair| pair[0] != pair[1]).count() as i64;
         let links = Links::new(reach, (0..ranks).map(|rank| dispatch.chunks(rank)));
+        let received = &links.moved().received[..ranks];
+        let (most_received, all_received) = (heaviest(received), received.iter().sum());
         let heaviest = of.map(|loads| heaviest(&loads[..ranks]));
-        let moved_after = Moved::default();
         Self {
             prices,
             ranks,
@@ -200,107 +204,132 @@ impl<'a> State<'a> {
             seat_of,
             rank_of,
             mean,
-            piece,
+            cuts,
             loads,
             heaviest,
+            most_received,
+            all_received,
             pieces,
             links,
-            moved_after,
+            sent_after: [0; MOST_RANKS],
         }
+    }
+
+    fn rank_of(&self, chunk: u32) -> usize {
+        self.rank_of[chunk as usize + 1]
     }
 
     /// Two chunks of different ranks. A rank that owns a neighbour likely reads most of what a chunk reads.
     fn propose(&self, draw: &mut Draw) -> Option<Swap> {
-        let a = draw.below(self.rank_of.len());
-        let to = match draw.below(4) {
-            0 => draw.below(self.ranks),
-            way if way % 2 == 0 => self.rank_of[(a + 1).min(self.rank_of.len() - 1)],
-            _ => self.rank_of[a.saturating_sub(1)],
-        };
+        let chunks = self.seat_of.len();
+        let a = draw.below(chunks);
+        let way = draw.below(4);
+        // Nobody can guess the way, so all of them are gone: choosing is quicker than branching.
+        let mut after = *draw;
+        let drawn = after.below(self.ranks);
+        let neighbour = if way.is_multiple_of(2) { (a + 1).min(chunks - 1) } else { a.saturating_sub(1) };
+        let to = if way == 0 { drawn } else { self.rank_of[neighbour + 1] };
+        *draw = if way == 0 { after } else { *draw };
         let seats = &self.seats[self.starts[to]..self.starts[to + 1]];
-        if self.rank_of[a] == to || seats.is_empty() {
+        if self.rank_of[a + 1] == to || seats.is_empty() {
             return None;
         }
         Some([a as u32, seats[draw.below(seats.len())]])
     }
 
-    /// What follows from a swap; `None` where it leads beyond `limit`, which is often plain before looking at links.
+    /// What follows from a swap; `None` where it leads beyond `limit`, which is often plain before looking at links, and mostly from
+    /// what the two ranks receive.
     fn after(&mut self, swap: Swap, limit: i64) -> Option<After> {
-        let [a, b] = swap.map(|chunk| self.rank_of[chunk as usize]);
+        let [a, b] = swap.map(|chunk| self.rank_of(chunk));
         let prices = swap.map(|chunk| self.prices.chunks[chunk as usize]);
-        let (mut uneven, mut slowest, mut swapped) = (self.loads.uneven, 0, [[0; 2]; 2]);
+        let (mut off, mut slowest, mut swapped) = ([0; 2], 0, [[0; 2]; 2]);
         for at in 0..2 {
             let change = prices[1][at] - prices[0][at];
             let loads = &self.loads.of[at];
-            swapped[at] = [loads[a] + change, loads[b] - change];
-            for (rank, load) in [(a, swapped[at][0]), (b, swapped[at][1])] {
-                uneven += (load - self.mean[at]).abs() - (loads[rank] - self.mean[at]).abs();
-            }
-            let other = self.heaviest[at].iter().find(|(_, rank)| *rank != a && *rank != b);
-            slowest += other.map_or(0, |(load, _)| *load).max(swapped[at][0]).max(swapped[at][1]);
+            let [of_a, of_b] = [loads[a] + change, loads[b] - change];
+            off[0] += (of_a - self.mean[at]).abs();
+            off[1] += (of_b - self.mean[at]).abs();
+            slowest += most_of_others(self.heaviest[at], [loads[a], loads[b]]).max(of_a).max(of_b);
+            swapped[at] = [of_a, of_b];
         }
-        let pieces = self.pieces + self.more_pieces(swap);
-        if self.seconds_of(slowest, uneven, pieces, (0, 0)) > limit {
+        let uneven = self.loads.uneven - self.loads.off[a] - self.loads.off[b] + off[0] + off[1];
+        let pieces = self.pieces + self.more_pieces(swap, [a, b]);
+        let ended = slowest + self.cuts[pieces as usize];
+        let is_beyond = |most: i64, all: i64| self.is_beyond(limit, ended, uneven, (most, all));
+        let Moved { received: before, .. } = self.links.moved();
+        // Others receive what they did, and links carry no less than that.
+        let most = most_of_others(self.most_received, [before[a], before[b]]);
+        let all = self.all_received - before[a] - before[b];
+        if is_beyond(most, all) {
             return None;
         }
-        self.links.after([(a, swap[0]), (b, swap[1])], &mut self.moved_after);
-        let seconds = self.seconds_of(slowest, uneven, pieces, self.link_seconds(&self.moved_after));
-        (seconds <= limit).then_some(After { seconds, swapped, uneven, pieces })
+        let given = [(a, swap[0]), (b, swap[1])];
+        let received = self.links.received_after(given);
+        if is_beyond(most.max(received[0]).max(received[1]), all + received[0] + received[1]) {
+            return None;
+        }
+        let mut of_all = *before;
+        [of_all[a], of_all[b]] = received;
+        self.links.sent_after(given, &mut self.sent_after);
+        let (most, all) = busier(&self.sent_after[..self.ranks], &of_all);
+        let seconds = self.seconds_of(ended, uneven, (most, all));
+        (seconds <= limit).then_some(After { seconds, swapped, off, uneven, pieces, received })
     }
 
-    /// How many more neighbours are of different ranks after a swap.
-    fn more_pieces(&self, swap: Swap) -> i64 {
-        let [a, b] = swap.map(|chunk| chunk as usize);
-        let more = |chunk: usize, other: usize| {
-            let (from, to) = (self.rank_of[chunk], self.rank_of[other]);
-            let mut more = 0;
-            for neighbour in [chunk.wrapping_sub(1), chunk + 1] {
+    /// How many more neighbours are of different ranks after a swap of chunks of these ranks.
+    fn more_pieces(&self, swap: Swap, ranks: [usize; 2]) -> i64 {
+        let more = |chunk: u32, other: u32, [from, to]: [usize; 2]| {
+            // One to the right of where it would be looked for: a chunk of no rank is before the first and behind the last.
+            let (chunk, other) = (chunk as usize, other as usize + 1);
+            let of = |neighbour: usize| {
+                let rank = self.rank_of[neighbour];
                 // Two that are swapped stay of different ranks.
-                if neighbour != other
-                    && let Some(&rank) = self.rank_of.get(neighbour)
-                {
-                    more += i64::from(rank != to) - i64::from(rank != from);
-                }
-            }
-            more
+                i64::from(neighbour != other) * (i64::from(rank != to) - i64::from(rank != from))
+            };
+            of(chunk) + of(chunk + 2)
         };
-        more(a, b) + more(b, a)
+        more(swap[0], swap[1], ranks) + more(swap[1], swap[0], [ranks[1], ranks[0]])
     }
 
     /// Makes the swap that was weighed last.
-    fn swap(&mut self, swap: Swap, After { swapped, uneven, pieces, .. }: After) {
+    fn swap(&mut self, swap: Swap, After { swapped, off, uneven, pieces, received, .. }: After) {
         let [a, b] = swap.map(|chunk| chunk as usize);
-        let (rank_a, rank_b) = (self.rank_of[a], self.rank_of[b]);
-        self.links.swap([(rank_a, swap[0]), (rank_b, swap[1])], &self.moved_after);
+        let [rank_a, rank_b] = swap.map(|chunk| self.rank_of(chunk));
+        self.links.swap([(rank_a, swap[0]), (rank_b, swap[1])], received, &self.sent_after);
         self.seats.swap(self.seat_of[a], self.seat_of[b]);
         self.seat_of.swap(a, b);
-        self.rank_of.swap(a, b);
+        self.rank_of.swap(a + 1, b + 1);
         for at in 0..2 {
             let loads = &mut self.loads.of[at];
             [loads[rank_a], loads[rank_b]] = swapped[at];
             self.heaviest[at] = heaviest(&loads[..self.ranks]);
         }
+        let received = &self.links.moved().received[..self.ranks];
+        (self.most_received, self.all_received) = (heaviest(received), received.iter().sum());
+        [self.loads.off[rank_a], self.loads.off[rank_b]] = off;
         (self.loads.uneven, self.pieces) = (uneven, pieces);
     }
 
     /// Picoseconds of the slowest rank, and a part of everybody's.
     fn seconds(&self) -> i64 {
-        let slowest = self.heaviest.iter().map(|ranks| ranks[0].0).sum();
-        self.seconds_of(slowest, self.loads.uneven, self.pieces, self.link_seconds(self.links.moved()))
+        let slowest: i64 = self.heaviest.iter().map(|heaviest| heaviest[0]).sum();
+        let Moved { sent, received } = self.links.moved();
+        let ended = slowest + self.cuts[self.pieces as usize];
+        self.seconds_of(ended, self.loads.uneven, busier(&sent[..self.ranks], received))
     }
 
-    /// What the busiest rank's links carry, and all ranks' together, in seconds.
-    fn link_seconds(&self, Moved { sent, received }: &Moved) -> (i64, i64) {
-        let busier = sent[..self.ranks].iter().zip(received).map(|(&sent, &received)| sent.max(received));
-        let (most, all) = busier.fold((0, 0), |(most, all), rows| (rows.max(most), all + rows));
-        (most * self.prices.row, all * self.prices.row)
+    /// With when the slowest rank has computed, how uneven all are, and the rows that the busiest rank's links and those of all carry: no
+    /// less with more of any.
+    fn seconds_of(&self, ended: i64, uneven: i64, (most_moved, moved): (i64, i64)) -> i64 {
+        let row = self.prices.row;
+        ended + most_moved * row + (uneven + moved * row) / (OTHERS * self.ranks as i64)
     }
 
-    /// With what the slowest rank computes, how uneven all are, and what links carry: no less with more of any.
-    fn seconds_of(&self, slowest: i64, uneven: i64, pieces: i64, (most_moved, moved): (i64, i64)) -> i64 {
-        let ranks = self.ranks as i64;
-        let cut = pieces * self.piece / (PIECE * ranks);
-        slowest + most_moved + cut + (uneven + moved) / (OTHERS * ranks)
+    /// Whether [`State::seconds_of`] these is more than `limit`, which is known without a division.
+    fn is_beyond(&self, limit: i64, ended: i64, uneven: i64, (most_moved, moved): (i64, i64)) -> bool {
+        let row = self.prices.row;
+        // Nothing of this is negative, so what is rounded down is more where it is so before.
+        uneven + moved * row >= (limit - ended - most_moved * row + 1) * (OTHERS * self.ranks as i64)
     }
 }
 

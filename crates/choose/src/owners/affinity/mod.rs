@@ -30,6 +30,7 @@
 
 mod clusters;
 mod coverage;
+mod heaviest;
 mod links;
 mod local_search;
 mod pairing;

@@ -125,7 +125,7 @@ struct Seat {
 }
 
 /// SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014) from a fixed seed.
-#[derive(Default)]
+#[derive(Clone, Copy, Default)]
 pub(super) struct Draw(u64);
 
 impl Draw {
