@@ -397,7 +397,9 @@ fn terms(launch: &GroupedLaunch, count: usize) -> Vec<(u32, u32)> {
             from = together;
             for piece in &problem.rows {
                 if piece.product as usize == product {
-                    terms.extend((0..piece.count).map(|row| (from + row, piece.to + row)));
+                    for row in 0..piece.count {
+                        terms.push((from + row, piece.to + row));
+                    }
                 }
                 from += piece.count;
             }

@@ -191,15 +191,10 @@ fn given_by_groups(lowering: &Lowering<'_>, buffer: BufferId) -> Vec<Vec<Given>>
                 to.reserve(range.len() / groups);
             }
         }
-        let mut at = range.start;
-        for of_group in lowering.rows.of_expert(expert).chunk_by(|one, next| one.group == next.group) {
-            let given = &mut given[of_group[0].group as usize][2 * expert..2 * expert + 2];
-            for row in of_group {
-                let (rows, to) = &mut given[usize::from(!row.is_first)];
-                add_block(rows, buffer, at);
-                add_row(to, row.leaving as usize);
-                at += 1;
-            }
+        for (at, row) in (range.start..).zip(lowering.rows.of_expert(expert)) {
+            let (rows, to) = &mut given[row.group as usize][2 * expert + usize::from(!row.is_first)];
+            add_block(rows, buffer, at);
+            add_row(to, row.leaving as usize);
         }
     }
     given
