@@ -202,7 +202,11 @@ impl PlacedRows {
         };
         let gather =
             launch.gathers.then(|| GatheredRows::copy_of(prepare, from, &places.gathers)).transpose()?;
-        let all = buffers_of(of_launch.iter().flat_map(|gemm| &gemm.a), None);
+        // Where all rows lie in one buffer, the products name no other.
+        let all = match places.sources.len() {
+            1 => places.sources.clone(),
+            _ => buffers_of(of_launch.iter().map(|gemm| &gemm.a[..]), None),
+        };
         let place = |id: &BufferId| all.iter().position(|one| one == id).unwrap_or(0);
         let sources = places.sources.iter().map(place).collect();
         let numbered = launch.problems.iter().map(|problem| problem.product - first);
@@ -236,7 +240,7 @@ impl Rows {
         let key = ListKey::Launch { number, columns: [k, n], scalars };
         let place = || PlacedRows::new(prepare, &op.groups, numbers, [(scalars[0], k), (scalars[1], n)]);
         let Some(placed) = prepare.shared_list(&op.rows, key, place)? else { return Ok(None) };
-        let buffers = buffers_of(of_launch.iter().flat_map(|gemm| &gemm.a), Some(placed.buffers));
+        let buffers = buffers_of(of_launch.iter().map(|gemm| &gemm.a[..]), Some(placed.buffers));
         let sources: Vec<BufferId> = placed.sources.iter().map(|place| buffers[*place]).collect();
         let rows_of = |id: &BufferId| prepare.spec(*id).rows();
         let count = placed.count;
