@@ -203,10 +203,8 @@ impl PlacedRows {
         let gather =
             launch.gathers.then(|| GatheredRows::copy_of(prepare, from, &places.gathers)).transpose()?;
         // Where all rows lie in one buffer, the products name no other.
-        let all = match places.sources.len() {
-            1 => places.sources.clone(),
-            _ => buffers_of(of_launch.iter().map(|gemm| &gemm.a[..]), None),
-        };
+        let known = (places.sources.len() == 1).then_some(1);
+        let all = buffers_of(of_launch.iter().map(|gemm| &gemm.a[..]), known);
         let place = |id: &BufferId| all.iter().position(|one| one == id).unwrap_or(0);
         let sources = places.sources.iter().map(place).collect();
         let numbered = launch.problems.iter().map(|problem| problem.product - first);

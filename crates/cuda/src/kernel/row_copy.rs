@@ -310,29 +310,25 @@ pub(super) fn pieces_of_all(
 }
 
 /// Steps of a peer, and their rows.
-#[derive(Clone, Copy, Default)]
-struct StepCount {
-    steps: usize,
-    rows: u64,
-}
+type StepCount = (usize, u64);
 
-/// Of every peer how many steps there are. A plain loop, as below: a routing has tens of thousands of steps, mostly of one peer after the other.
+/// Of every peer how many steps there are: tens of thousands of a routing, mostly of one peer after the other.
 fn counts_of(steps: &[RowStep]) -> Vec<StepCount> {
     let mut counts: Vec<StepCount> = Vec::new();
     for of_peer in steps.chunk_by(|one, next| one.peer == next.peer) {
         let peer = of_peer[0].peer as usize;
         if peer >= counts.len() {
-            counts.resize(peer + 1, StepCount::default());
+            counts.resize(peer + 1, (0, 0));
         }
-        counts[peer].steps += of_peer.len();
-        counts[peer].rows += of_peer.iter().map(|step| u64::from(step.count)).sum::<u64>();
+        counts[peer].0 += of_peer.len();
+        counts[peer].1 += of_peer.iter().map(|step| u64::from(step.count)).sum::<u64>();
     }
     counts
 }
 
 /// The peers that have steps, ascending.
 fn peers_of(counts: &[StepCount]) -> Vec<usize> {
-    counts.iter().enumerate().filter_map(|(peer, count)| (count.steps > 0).then_some(peer)).collect()
+    counts.iter().enumerate().filter_map(|(peer, count)| (count.0 > 0).then_some(peer)).collect()
 }
 
 /// The steps of some peers, ascending, for some tensors, cut into what a warp copies; the bytes of all.
@@ -346,9 +342,8 @@ fn pieces(
     const OF_OTHERS: u16 = u16::MAX;
     let mut places = vec![OF_OTHERS; counts.len()];
     peer_group.iter().zip(0..).for_each(|(&peer, place)| places[peer] = place);
-    let (rows, count) = peer_group
-        .iter()
-        .fold((0, 0), |(rows, count), &peer| (rows + counts[peer].rows, count + counts[peer].steps));
+    let of_group = peer_group.iter().map(|&peer| counts[peer]);
+    let (count, rows) = of_group.fold((0, 0), |all, of| (all.0 + of.0, all.1 + of.1));
     let row_bytes: Vec<u64> = tensor_group.iter().map(|&tensor| tensors[tensor].row_bytes()).collect();
     let total: u64 = row_bytes.iter().map(|row| rows * row).sum();
     // Two pieces for every warp of a full device; small copies are spread thin to be over soon.
@@ -361,10 +356,6 @@ fn pieces(
             continue;
         }
         let first_source = place * tensor_group.len() as u16;
-        if let [row] = row_bytes[..] {
-            of_peer.iter().for_each(|step| add_pieces(&mut pieces, step, row, (first_source, 0), most));
-            continue;
-        }
         for step in of_peer {
             for (slot, row) in (0..).zip(&row_bytes) {
                 add_pieces(&mut pieces, step, *row, (first_source + slot, slot), most);
@@ -374,15 +365,10 @@ fn pieces(
     (pieces, total)
 }
 
-/// A step's rows of so many bytes, cut into pieces of `most`.
+/// A step's rows of so many bytes, cut into pieces of `most`, of such a source and target.
 #[inline]
-fn add_pieces(
-    pieces: &mut Vec<RowCopyPiece>,
-    step: &RowStep,
-    row: u64,
-    (source, target): (u16, u16),
-    most: u64,
-) {
+fn add_pieces(pieces: &mut Vec<RowCopyPiece>, step: &RowStep, row: u64, of: (u16, u16), most: u64) {
+    let (source, target) = of;
     let (mut from, mut to) = (u64::from(step.from) * row, u64::from(step.to) * row);
     let mut left = u64::from(step.count) * row;
     while left > most {
@@ -481,7 +467,10 @@ mod tests {
         };
         let moves = [step(2, 0, 7, 100), step(5, 50, 0, 7), step(2, 300, 120, 1), step(5, 0, 107, 0)];
         let steps: Vec<RowStep> = moves.iter().map(RowStep::from).collect();
-        let pieces = pieces(&tensors, &[0, 1], &steps, &[2, 5], 132);
+        let counts = counts_of(&steps);
+        assert_eq!((peers_of(&counts), counts[5]), (vec![2, 5], (2, 7)));
+        let (pieces, bytes) = pieces(&tensors, &[0, 1], (&steps, &counts), &[2, 5], 132);
+        assert_eq!(bytes, pieces.iter().map(|piece| u64::from(piece.bytes)).sum::<u64>());
         for (slot, tensor) in tensors.iter().enumerate() {
             let mut seen = vec![None; 121 * tensor.row_bytes() as usize];
             for piece in pieces.iter().filter(|piece| usize::from(piece.target) == slot) {
