@@ -172,8 +172,13 @@ fn a_fresh_routing_is_a_few_copies_and_no_memory() {
         return;
     }
     let repetitions: u64 = std::env::var("REPETITIONS").map_or(6, |text| text.parse().unwrap());
+    // For a profiler, which follows one process: its ranks alone.
+    let only: Option<usize> = std::env::var("RANKS").ok().map(|text| text.parse().unwrap());
     for (start, groups) in [(StartOrder::Sequential, 1), (StartOrder::Concurrent, 1)] {
         for (ranks, uploads) in [(1, [1, 2, 1, 2]), (2, [6, 6, 6, 10])] {
+            if only.is_some_and(|only| only != ranks) {
+                continue;
+            }
             let machine = CudaMachine::for_ranks(ranks, Timing::Off).unwrap();
             let group = Group::connect(&machine, ranks, config()).unwrap();
             let steps: Vec<Taken> =
@@ -184,7 +189,7 @@ fn a_fresh_routing_is_a_few_copies_and_no_memory() {
             }
             group.close().unwrap();
         }
-        for ranks in [2, 4] {
+        for ranks in [2, 4].into_iter().filter(|_| only.is_none()) {
             let steps = on_processes(ranks, TransportKind::Auto, |_, group| -> Vec<Taken> {
                 (0..repetitions).map(|seed| step(group, &routing(ranks, seed), start, groups)).collect()
             });

@@ -156,15 +156,29 @@ impl Routing {
         py: Python<'py>,
         rank: usize,
     ) -> PyResult<(Bound<'py, PyBytes>, Bound<'py, PyBytes>)> {
-        let bytes = |numbers: Vec<i64>| {
-            PyBytes::new_with(py, size_of_val(&numbers[..]), |bytes| {
-                let places = bytes.as_chunks_mut::<{ size_of::<i64>() }>().0;
-                places.iter_mut().zip(&numbers).for_each(|(place, number)| *place = number.to_ne_bytes());
-                Ok(())
-            })
-        };
-        let (tokens, experts) = self.sources(rank)?;
-        Ok((bytes(tokens)?, bytes(experts)?))
+        let routing = &self.native;
+        if rank >= routing.ranks() {
+            return Err(PyIndexError::new_err(format!("rank {rank} of {}", routing.ranks())));
+        }
+        let tokens = routing.tokens_of_rows(rank);
+        let size = size_of::<i64>() * tokens.len();
+        let of_tokens = PyBytes::new_with(py, size, |bytes| {
+            let places = bytes.as_chunks_mut::<{ size_of::<i64>() }>().0;
+            let all = places.iter_mut().zip(&tokens);
+            all.for_each(|(place, token)| *place = i64::from(*token).to_ne_bytes());
+            Ok(())
+        })?;
+        let of_experts = PyBytes::new_with(py, size, |bytes| {
+            let mut places = bytes.as_chunks_mut::<{ size_of::<i64>() }>().0;
+            let here = routing.experts_of(rank);
+            for (expert, &count) in (here.start..).zip(&routing.rows()[here.start..here.end]) {
+                let (of_expert, later) = places.split_at_mut(count);
+                of_expert.fill((expert as i64).to_ne_bytes());
+                places = later;
+            }
+            Ok(())
+        })?;
+        Ok((of_tokens, of_experts))
     }
 
     /// The routing in which no expert has more rows than that, and how many were dropped: those of the last tokens of the last ranks.

@@ -194,7 +194,7 @@ impl PlacedRows {
                 Results::Copied(RowCopy::of_steps(prepare.setup(), &[tensor], &places.results)?)
             }
             GroupedResults::Summed if to.0 != Scalar::F32 => return Ok(None),
-            GroupedResults::Summed => match prepare.summed_results(&launch, to, rows)? {
+            GroupedResults::Summed => match prepare.summed_results((&launch, places.count), to, rows)? {
                 Some(sum) => Results::Summed(sum),
                 // Some row of the result has no product, and would stay as it is.
                 None => return Ok(None),
@@ -202,12 +202,14 @@ impl PlacedRows {
         };
         let gather =
             launch.gathers.then(|| GatheredRows::copy_of(prepare, from, &places.gathers)).transpose()?;
-        let all = buffers_of(of_launch.iter().flat_map(|gemm| &gemm.a), None);
+        // Where all rows lie in one buffer, the products name no other.
+        let known = (places.sources.len() == 1).then_some(1);
+        let all = buffers_of(of_launch.iter().map(|gemm| &gemm.a[..]), known);
         let place = |id: &BufferId| all.iter().position(|one| one == id).unwrap_or(0);
         let sources = places.sources.iter().map(place).collect();
         let numbered = launch.problems.iter().map(|problem| problem.product - first);
         let problems = numbered.zip(places.problems).collect();
-        Ok(Some(Self { count: launch.rows(), sources, buffers: all.len(), problems, gather, results }))
+        Ok(Some(Self { count: places.count, sources, buffers: all.len(), problems, gather, results }))
     }
 }
 
@@ -236,7 +238,7 @@ impl Rows {
         let key = ListKey::Launch { number, columns: [k, n], scalars };
         let place = || PlacedRows::new(prepare, &op.groups, numbers, [(scalars[0], k), (scalars[1], n)]);
         let Some(placed) = prepare.shared_list(&op.rows, key, place)? else { return Ok(None) };
-        let buffers = buffers_of(of_launch.iter().flat_map(|gemm| &gemm.a), Some(placed.buffers));
+        let buffers = buffers_of(of_launch.iter().map(|gemm| &gemm.a[..]), Some(placed.buffers));
         let sources: Vec<BufferId> = placed.sources.iter().map(|place| buffers[*place]).collect();
         let rows_of = |id: &BufferId| prepare.spec(*id).rows();
         let count = placed.count;
@@ -297,9 +299,12 @@ impl Rows {
 }
 
 /// Where the rows of a launch lie and go.
+#[derive(Default)]
 struct Places {
     sources: Vec<BufferId>,
     problems: Vec<Vec<ProblemRows>>,
+    /// Rows of all problems.
+    count: usize,
     /// Rows to where they lie together, and results back from there.
     gathers: Vec<RowStep>,
     results: Vec<RowStep>,
@@ -307,8 +312,7 @@ struct Places {
 
 impl Places {
     fn of(launch: &GroupedLaunch) -> Self {
-        let mut places =
-            Self { sources: Vec::new(), problems: Vec::new(), gathers: Vec::new(), results: Vec::new() };
+        let mut places = Self::default();
         let in_place = launch.results == GroupedResults::InPlace;
         let (mut together, mut source) = (0, 0);
         if launch.gathers {
@@ -344,6 +348,7 @@ impl Places {
             }
             places.problems.push(problem);
         }
+        places.count = together as usize;
         places
     }
 
@@ -383,15 +388,15 @@ fn add_rows(rows: &mut Vec<ProblemRows>, next: ProblemRows) {
     rows.push(next);
 }
 
-/// The rows of the results, which are one after the other in memory, and those in which they are summed, in the order of the products.
-fn terms(launch: &GroupedLaunch) -> Vec<(u32, u32)> {
-    let mut terms = Vec::with_capacity(launch.rows());
+/// The rows of the results, so many, which are one after the other in memory, and those in which they are summed, in the order of the products.
+fn terms(launch: &GroupedLaunch, count: usize) -> Vec<(u32, u32)> {
+    let mut terms = Vec::with_capacity(count);
     let mut together = 0;
-    for (problem, next) in launch.problems.iter().zip(launch.problems.iter().skip(1).map(Some).chain([None]))
-    {
-        let end = next.map_or(launch.products.end, |next| next.product);
+    let ends = launch.problems.iter().skip(1).map(|next| next.product).chain([launch.products.end]);
+    for (problem, end) in launch.problems.iter().zip(ends) {
+        let mut from = together;
         for product in problem.product..end {
-            let mut from = together;
+            from = together;
             for piece in &problem.rows {
                 if piece.product as usize == product {
                     for row in 0..piece.count {
@@ -401,7 +406,7 @@ fn terms(launch: &GroupedLaunch) -> Vec<(u32, u32)> {
                 from += piece.count;
             }
         }
-        together += problem.count() as u32;
+        together = from;
     }
     terms
 }
@@ -410,7 +415,7 @@ impl Prepare<'_> {
     /// `None` where some row of the result has no product.
     fn summed_results(
         &self,
-        launch: &GroupedLaunch,
+        (launch, count): (&GroupedLaunch, usize),
         (scalar, columns): (Scalar, usize),
         rows: usize,
     ) -> Result<Option<RowReduce>, CudaError> {
@@ -422,7 +427,7 @@ impl Prepare<'_> {
             row_elements: columns as u64,
             divisors: None,
         };
-        RowReduce::of_terms(self.setup(), &spec, &terms(launch))
+        RowReduce::of_terms(self.setup(), &spec, &terms(launch, count))
     }
 }
 
@@ -472,7 +477,7 @@ mod tests {
         let rows = |source, first, to, count| ProblemRows { source, first, to, count };
         assert_eq!(places.problems[1], [rows(0, 2, 2, 2)]);
         // (row in memory, row of the result)
-        assert_eq!(terms(launch), [(0, 0), (1, 2), (3, 1), (2, 2), (4, 2)]);
+        assert_eq!(terms(launch, places.count), [(0, 0), (1, 2), (3, 1), (2, 2), (4, 2)]);
     }
 
     /// Rows that are not neighbours, of results that are.

@@ -18,6 +18,8 @@ use crate::{CudaError, Stream};
 
 /// Depth of a block of k.
 const BLOCK: usize = 64;
+/// The peer of zeros, until it is known how many tensors they come behind.
+const ZEROS: u32 = u32::MAX;
 
 /// The products.
 pub(super) struct Gradients {
@@ -143,7 +145,7 @@ struct PlacedBlocks {
 impl PlacedBlocks {
     /// The buffers that rows of the problems lie in.
     fn buffers(&self, problems: &[&[RowBlock]]) -> Vec<BufferId> {
-        buffers_of(problems.iter().copied().flatten(), Some(self.buffers))
+        buffers_of(problems.iter().copied(), Some(self.buffers))
     }
 }
 
@@ -192,15 +194,23 @@ impl Blocks {
     fn in_place(problems: &[RowBlock], buffer: (BufferId, usize)) -> Self {
         let mut blocks = Self::new(Some(buffer), vec![buffer.0]);
         problems.iter().for_each(|of| blocks.add_in_place(of.rows, buffer.1));
+        blocks.place_zeros();
         blocks
     }
 
     /// Those of problems whose rows are copied, of each the rows of these blocks one after the other.
     fn copied(problems: &[&[RowBlock]]) -> Self {
-        let mut blocks = Self::new(None, buffers_of(problems.iter().copied().flatten(), None));
+        let mut blocks = Self::new(None, Vec::new());
         blocks.steps.reserve(problems.iter().map(|of_problem| of_problem.len() + 1).sum());
         problems.iter().for_each(|of_problem| blocks.add_copied(of_problem));
+        blocks.place_zeros();
         blocks
+    }
+
+    /// Zeros come from behind all tensors, whose number nobody knew before.
+    fn place_zeros(&mut self) {
+        let behind = self.tensors.len() as u32;
+        self.steps.iter_mut().filter(|step| step.peer == ZEROS).for_each(|step| step.peer = behind);
     }
 
     fn new(buffer: Option<(BufferId, usize)>, tensors: Vec<BufferId>) -> Self {
@@ -224,9 +234,9 @@ impl Blocks {
     /// A problem's rows in the copy.
     fn add_copied(&mut self, blocks: &[RowBlock]) {
         let begin = self.copied_rows;
-        for block in blocks {
-            let tensor = self.tensors.iter().position(|id| *id == block.buffer).unwrap_or(0);
-            self.copy(tensor, block.rows);
+        for of_tensor in blocks.chunk_by(|one, next| one.buffer == next.buffer) {
+            let tensor = self.tensor(of_tensor[0].buffer) as u32;
+            of_tensor.iter().for_each(|block| self.copy(tensor, block.rows));
         }
         self.places.push((begin..self.copied_rows).step_by(BLOCK).map(|row| (0, row)).collect());
         self.end_copy();
@@ -236,13 +246,22 @@ impl Blocks {
     fn end_copy(&mut self) {
         let zeros = self.copied_rows.next_multiple_of(BLOCK) - self.copied_rows;
         if zeros > 0 {
-            self.copy(self.tensors.len(), Range::new(0, zeros));
+            self.copy(ZEROS, Range::new(0, zeros));
         }
     }
 
-    fn copy(&mut self, peer: usize, from: Range) {
+    /// The number of a buffer among the tensors.
+    fn tensor(&mut self, buffer: BufferId) -> usize {
+        self.tensors.iter().position(|id| *id == buffer).unwrap_or_else(|| {
+            self.tensors.push(buffer);
+            self.tensors.len() - 1
+        })
+    }
+
+    #[inline]
+    fn copy(&mut self, peer: u32, from: Range) {
         let (to, count) = (self.copied_rows as u32, from.len() as u32);
-        add_step(&mut self.steps, RowStep { peer: peer as u32, from: from.start as u32, to, count });
+        add_step(&mut self.steps, RowStep { peer, from: from.start as u32, to, count });
         self.copied_rows += from.len();
     }
 }

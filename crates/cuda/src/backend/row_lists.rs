@@ -79,16 +79,18 @@ impl RowLists {
 
 /// The buffers of some rows, in the order in which they first come; no more than so many, where that many are known to be there.
 pub(super) fn buffers_of<'a>(
-    blocks: impl Iterator<Item = &'a RowBlock>,
+    blocks: impl IntoIterator<Item = &'a [RowBlock]>,
     known: Option<usize>,
 ) -> Vec<BufferId> {
     let mut buffers: Vec<BufferId> = Vec::new();
-    for block in blocks {
+    for blocks in blocks {
+        // One buffer is that of the first rows.
+        if let (Some(1), Some(first)) = (known, blocks.first()) {
+            return vec![first.buffer];
+        }
+        RowBlock::add_buffers(&mut buffers, blocks);
         if known == Some(buffers.len()) {
             break;
-        }
-        if buffers.last() != Some(&block.buffer) && !buffers.contains(&block.buffer) {
-            buffers.push(block.buffer);
         }
     }
     buffers
@@ -132,7 +134,8 @@ mod tests {
     fn buffers_come_in_the_order_of_their_rows() {
         let block = |buffer| RowBlock { buffer: BufferId(buffer), rows: counterpoint_mask::Range::new(0, 1) };
         let blocks: Vec<RowBlock> = [3, 3, 1, 3, 2].into_iter().map(block).collect();
-        assert_eq!(buffers_of(blocks.iter(), None), [3, 1, 2].map(BufferId));
-        assert_eq!(buffers_of(blocks.iter(), Some(2)), [3, 1].map(BufferId));
+        assert_eq!(buffers_of([&blocks[..]], None), [3, 1, 2].map(BufferId));
+        assert_eq!(buffers_of([&blocks[..2], &blocks[2..3], &blocks[3..]], Some(2)), [3, 1].map(BufferId));
+        assert_eq!(buffers_of([&blocks[..0], &blocks[..]], Some(1)), [3].map(BufferId));
     }
 }

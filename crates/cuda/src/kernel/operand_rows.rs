@@ -56,22 +56,27 @@ impl OperandRows {
         rows: usize,
         terms: impl Iterator<Item = (usize, Operand)> + Clone,
     ) -> Option<Self> {
-        let mut ends = vec![0u32; rows + 1];
-        terms.clone().for_each(|(row, _)| ends[row + 1] += 1);
-        if ends[1..].contains(&0) {
-            return None;
+        let mut ends = vec![0u32; rows];
+        terms.clone().for_each(|(row, _)| ends[row] += 1);
+        // From how many operands a row has to where they begin, and by the second pass on to where they end.
+        let mut end = 0;
+        for of_row in &mut ends {
+            if *of_row == 0 {
+                return None;
+            }
+            (end, *of_row) = (end + *of_row, end);
         }
-        (0..rows).for_each(|row| ends[row + 1] += ends[row]);
-        let mut sorted = vec![(0, 0); ends[rows] as usize];
-        // From here on where the next one of a row goes.
-        let mut next = ends.clone();
+        let mut sorted = vec![(0, 0); end as usize];
         for (row, operand) in terms {
-            sorted[next[row] as usize] = operand;
-            next[row] += 1;
+            let next = &mut ends[row];
+            sorted[*next as usize] = operand;
+            *next += 1;
         }
         let mut all = Self { parts: Vec::with_capacity(rows), operands: Vec::with_capacity(sorted.len()) };
-        for row in 0..rows {
-            all.add_row(row, &sorted[ends[row] as usize..ends[row + 1] as usize]);
+        let mut begin = 0;
+        for (row, &end) in ends.iter().enumerate() {
+            all.add_row(row, &sorted[begin..end as usize]);
+            begin = end as usize;
         }
         Some(all)
     }

@@ -192,7 +192,8 @@ impl RowCopy {
         let mut modes: Vec<Mode> = tensors.iter().map(RowCopyTensor::mode).collect();
         modes.sort_unstable();
         modes.dedup();
-        let peers = peers_of(steps);
+        let counts = counts_of(steps);
+        let peers = peers_of(&counts);
         let mut launches = Vec::new();
         for mode in modes {
             let function = |entry| device.function(&source(device.arch(), entry));
@@ -206,11 +207,11 @@ impl RowCopy {
             let indices: Vec<usize> = (0..tensors.len()).filter(|&i| tensors[i].mode() == mode).collect();
             for tensor_group in indices.chunks(TARGETS) {
                 for peer_group in peers.chunks(SOURCES / tensor_group.len()) {
-                    let pieces = pieces(tensors, tensor_group, steps, peer_group, device.sm_count());
+                    let (pieces, bytes) =
+                        pieces(tensors, tensor_group, (steps, &counts), peer_group, device.sm_count());
                     if pieces.is_empty() {
                         continue;
                     }
-                    let bytes: u64 = pieces.iter().map(|piece| u64::from(piece.bytes)).sum();
                     launches.push(Part {
                         kernel: kernel.clone(),
                         tensors: tensor_group.to_vec(),
@@ -298,8 +299,9 @@ pub(super) fn pieces_of_all(
     num_sms: u32,
 ) -> Vec<RowCopyPiece> {
     let steps: Vec<RowStep> = moves.iter().map(RowStep::from).collect();
-    let (peers, all) = (peers_of(&steps), (0..tensors.len()).collect::<Vec<_>>());
-    let mut pieces = pieces(tensors, &all, &steps, &peers, num_sms);
+    let (counts, all) = (counts_of(&steps), (0..tensors.len()).collect::<Vec<_>>());
+    let peers = peers_of(&counts);
+    let (mut pieces, _) = pieces(tensors, &all, (&steps, &counts), &peers, num_sms);
     for piece in &mut pieces {
         let place = usize::from(piece.source) / tensors.len();
         piece.source = peers[place] as u16 * stride + piece.target;
@@ -307,62 +309,75 @@ pub(super) fn pieces_of_all(
     pieces
 }
 
-/// The peers of some moves, ascending.
-fn peers_of(steps: &[RowStep]) -> Vec<usize> {
-    let mut is_peer: Vec<bool> = Vec::new();
-    for step in steps {
-        let peer = step.peer as usize;
-        if peer >= is_peer.len() {
-            is_peer.resize(peer + 1, false);
+/// Steps of a peer, and their rows.
+type StepCount = (usize, u64);
+
+/// Of every peer how many steps there are: tens of thousands of a routing, mostly of one peer after the other.
+fn counts_of(steps: &[RowStep]) -> Vec<StepCount> {
+    let mut counts: Vec<StepCount> = Vec::new();
+    for of_peer in steps.chunk_by(|one, next| one.peer == next.peer) {
+        let peer = of_peer[0].peer as usize;
+        if peer >= counts.len() {
+            counts.resize(peer + 1, (0, 0));
         }
-        is_peer[peer] = true;
+        counts[peer].0 += of_peer.len();
+        counts[peer].1 += of_peer.iter().map(|step| u64::from(step.count)).sum::<u64>();
     }
-    is_peer.iter().enumerate().filter_map(|(peer, is_peer)| is_peer.then_some(peer)).collect()
+    counts
 }
 
-/// The steps of some peers, ascending, for some tensors, cut into what a warp copies.
+/// The peers that have steps, ascending.
+fn peers_of(counts: &[StepCount]) -> Vec<usize> {
+    counts.iter().enumerate().filter_map(|(peer, count)| (count.0 > 0).then_some(peer)).collect()
+}
+
+/// The steps of some peers, ascending, for some tensors, cut into what a warp copies; the bytes of all.
 fn pieces(
     tensors: &[RowCopyTensor],
     tensor_group: &[usize],
-    steps: &[RowStep],
+    (steps, counts): (&[RowStep], &[StepCount]),
     peer_group: &[usize],
     sm_count: u32,
-) -> Vec<RowCopyPiece> {
-    // Plain loops: a routing has tens of thousands of steps.
+) -> (Vec<RowCopyPiece>, u64) {
     const OF_OTHERS: u16 = u16::MAX;
-    let highest = steps.iter().map(|step| step.peer).max().unwrap_or(0) as usize;
-    let mut places = vec![OF_OTHERS; highest + 1];
+    let mut places = vec![OF_OTHERS; counts.len()];
     peer_group.iter().zip(0..).for_each(|(&peer, place)| places[peer] = place);
-    let (mut rows, mut count) = (0, 0);
-    for step in steps {
-        if places[step.peer as usize] != OF_OTHERS {
-            rows += u64::from(step.count);
-            count += 1;
-        }
-    }
+    let of_group = peer_group.iter().map(|&peer| counts[peer]);
+    let (count, rows) = of_group.fold((0, 0), |all, of| (all.0 + of.0, all.1 + of.1));
     let row_bytes: Vec<u64> = tensor_group.iter().map(|&tensor| tensors[tensor].row_bytes()).collect();
     let total: u64 = row_bytes.iter().map(|row| rows * row).sum();
     // Two pieces for every warp of a full device; small copies are spread thin to be over soon.
     let most =
         (total / (u64::from(sm_count) * 64)).clamp(LEAST_BYTES, MOST_BYTES).next_multiple_of(LEAST_BYTES);
     let mut pieces = Vec::with_capacity(count * tensor_group.len());
-    for step in steps {
-        let place = places[step.peer as usize];
+    for of_peer in steps.chunk_by(|one, next| one.peer == next.peer) {
+        let place = places[of_peer[0].peer as usize];
         if place == OF_OTHERS {
             continue;
         }
-        for (slot, row) in (0..).zip(&row_bytes) {
-            let source = place * tensor_group.len() as u16 + slot;
-            let (mut from, mut to) = (u64::from(step.from) * row, u64::from(step.to) * row);
-            let mut left = u64::from(step.count) * row;
-            while left > 0 {
-                let bytes = most.min(left);
-                pieces.push(RowCopyPiece { from, to, bytes: bytes as u32, source, target: slot });
-                (from, to, left) = (from + bytes, to + bytes, left - bytes);
+        let first_source = place * tensor_group.len() as u16;
+        for step in of_peer {
+            for (slot, row) in (0..).zip(&row_bytes) {
+                add_pieces(&mut pieces, step, *row, (first_source + slot, slot), most);
             }
         }
     }
-    pieces
+    (pieces, total)
+}
+
+/// A step's rows of so many bytes, cut into pieces of `most`, of such a source and target.
+#[inline]
+fn add_pieces(pieces: &mut Vec<RowCopyPiece>, step: &RowStep, row: u64, of: (u16, u16), most: u64) {
+    let (source, target) = of;
+    let (mut from, mut to) = (u64::from(step.from) * row, u64::from(step.to) * row);
+    let mut left = u64::from(step.count) * row;
+    while left > most {
+        pieces.push(RowCopyPiece { from, to, bytes: most as u32, source, target });
+        (from, to, left) = (from + most, to + most, left - most);
+    }
+    if left > 0 {
+        pieces.push(RowCopyPiece { from, to, bytes: left as u32, source, target });
+    }
 }
 
 fn source(arch: Arch, entry: Entry) -> KernelSource {
@@ -452,7 +467,10 @@ mod tests {
         };
         let moves = [step(2, 0, 7, 100), step(5, 50, 0, 7), step(2, 300, 120, 1), step(5, 0, 107, 0)];
         let steps: Vec<RowStep> = moves.iter().map(RowStep::from).collect();
-        let pieces = pieces(&tensors, &[0, 1], &steps, &[2, 5], 132);
+        let counts = counts_of(&steps);
+        assert_eq!((peers_of(&counts), counts[5]), (vec![2, 5], (2, 7)));
+        let (pieces, bytes) = pieces(&tensors, &[0, 1], (&steps, &counts), &[2, 5], 132);
+        assert_eq!(bytes, pieces.iter().map(|piece| u64::from(piece.bytes)).sum::<u64>());
         for (slot, tensor) in tensors.iter().enumerate() {
             let mut seen = vec![None; 121 * tensor.row_bytes() as usize];
             for piece in pieces.iter().filter(|piece| usize::from(piece.target) == slot) {

@@ -282,11 +282,9 @@ pub(super) fn lists(
         while done < elements {
             let count = most.min(elements - done);
             let operand_begin = operands.len() as u32;
-            operands.extend(of_part.iter().map(|&(peer, from)| RowReduceOperand {
-                from: u64::from(from) * row + done,
-                source: peer,
-                reserved: 0,
-            }));
+            for &(source, from) in of_part {
+                operands.push(RowReduceOperand { from: u64::from(from) * row + done, source, reserved: 0 });
+            }
             let operand_end = operands.len() as u32;
             let to = part.start as u64 * row + done;
             pieces.push(RowReducePiece { to, count: count as u32, operand_begin, operand_end, divisor });

@@ -18,6 +18,18 @@ pub struct RowBlock {
     pub rows: Range,
 }
 
+impl RowBlock {
+    /// Adds the buffers of some blocks where they first come: tokens of experts are thousands of blocks of a few buffers.
+    pub fn add_buffers(out: &mut Vec<BufferId>, blocks: &[RowBlock]) {
+        for of_buffer in blocks.chunk_by(|one, next| one.buffer == next.buffer) {
+            let buffer = of_buffer[0].buffer;
+            if !out.contains(&buffer) {
+                out.push(buffer);
+            }
+        }
+    }
+}
+
 /// How the operands of a [`Gemm`] lie, each row-major.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]

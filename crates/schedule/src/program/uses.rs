@@ -2,7 +2,7 @@
 
 use super::{
     Accumulate, ArrivingKeys, AttentionBackward, BarrierId, BufferId, ForwardBegin, ForwardEnd, Gemm,
-    GroupReduce, MaxLogits, Op,
+    GroupReduce, MaxLogits, Op, RowBlock,
 };
 
 impl Op {
@@ -58,7 +58,7 @@ impl Op {
             Op::WaveGemm(op) => op.groups.iter().flat_map(Gemm::reads).collect(),
             Op::UserKernel(op) => op.parts.iter().flat_map(|part| part.reads.iter().copied()).collect(),
             Op::RmsNorm(op) => {
-                let mut out = once_each(op.src.iter().map(|block| block.buffer));
+                let mut out = once_each([&op.src]);
                 out.extend(op.residual);
                 out.extend(op.weight);
                 out
@@ -70,7 +70,7 @@ impl Op {
                 out
             }
             Op::ColumnSum(op) => {
-                let mut out = once_each(op.src.iter().map(|block| block.buffer));
+                let mut out = once_each([&op.src]);
                 if op.accumulate == Accumulate::Continue {
                     out.push(op.dst);
                 }
@@ -183,7 +183,7 @@ impl AttentionBackward {
 
 impl Gemm {
     fn reads(&self) -> Vec<BufferId> {
-        let mut out = once_each(self.a.iter().chain(&self.b).map(|block| block.buffer));
+        let mut out = once_each([&self.a, &self.b]);
         out.extend(self.bias);
         // Rows that it does not name stay as they are, so what was there counts in any case.
         out.push(self.out);
@@ -191,15 +191,10 @@ impl Gemm {
     }
 }
 
-/// Each buffer where it first comes: tokens of experts are thousands of blocks of a few buffers.
-fn once_each(buffers: impl Iterator<Item = BufferId>) -> Vec<BufferId> {
-    let (mut out, mut last) = (Vec::new(), None);
-    for buffer in buffers {
-        if last != Some(buffer) && !out.contains(&buffer) {
-            out.push(buffer);
-        }
-        last = Some(buffer);
-    }
+/// Each buffer of some blocks where it first comes.
+fn once_each<const N: usize>(blocks: [&[RowBlock]; N]) -> Vec<BufferId> {
+    let mut out = Vec::new();
+    blocks.into_iter().for_each(|blocks| RowBlock::add_buffers(&mut out, blocks));
     out
 }
 

@@ -2,7 +2,7 @@
 
 use bytemuck::NoUninit;
 use counterpoint_tiles::gemm::{
-    self as tiles, GemmLayout, GemmShape, TILE_ROWS, TileOrder, TilePair, Warpgroups,
+    self as tiles, GemmLayout, GemmShape, GemmUnit, TILE_ROWS, TileOrder, TilePair, Warpgroups,
 };
 
 use super::problems::{GemmProblem, GroupedGemmSpec, ProblemRows};
@@ -106,7 +106,11 @@ impl GroupedGemmSpec {
             first_sources.push(k_sources);
             k_sources += problem.k_blocks.len();
         }
-        let (mut units, mut boxes) = (Vec::new(), Vec::new());
+        let rows = self.problems.iter().map(|problem| self.rows_of(problem)).sum::<usize>();
+        let least = rows / shape.unit()[0] * self.n.div_ceil(shape.unit()[1]);
+        let (mut units, mut boxes) = (Vec::with_capacity(least + least / 4), Vec::new());
+        // Experts have about as many rows, so most have the units of one before them.
+        let mut of_rows: Vec<(usize, Vec<GemmUnit>)> = Vec::new();
         for index in self.in_order() {
             let problem = &self.problems[index];
             let tiles = Self::row_tiles(problem, &mut boxes);
@@ -115,8 +119,16 @@ impl GroupedGemmSpec {
             let blocks = self.blocks_of(problem) as u32;
             let rows = (tiles.len() - 1) * TILE_ROWS;
             let rows_of: Vec<RowTile> = tiles.iter().map(|(tile, _)| *tile).collect();
-            for unit in tiles::units(&TileOrder::Grouped, shape, rows, self.n)? {
-                let [mut one, mut other] = GemmTile::of_unit(&unit, shape, &rows_of);
+            let known = of_rows.iter().position(|(of, _)| *of == rows);
+            let known = match known {
+                Some(known) => known,
+                None => {
+                    of_rows.push((rows, tiles::units(&TileOrder::Grouped, shape, rows, self.n)?));
+                    of_rows.len() - 1
+                }
+            };
+            for unit in &of_rows[known].1 {
+                let [mut one, mut other] = GemmTile::of_unit(unit, shape, &rows_of);
                 let below = usize::from(shape.pair == TilePair::Rows);
                 for (tile, down) in [(&mut one, 0), (&mut other, below)] {
                     let group = tiles[usize::from(unit.row_tile) + down].1;
