@@ -49,8 +49,9 @@ pub use guards::{GuardReport, Overwrite};
 pub use inside::{Inside, end_process};
 pub use launch::{KernelArguments, Launch, LaunchStart};
 pub use library::{
-    CublasLt, DriverCalls, LibraryVersion, Nccl, NcclConfig, NcclCtaPolicy, NcclHandle, NcclProgress,
-    NcclUniqueId, NvtxDomain, cublaslt_types, nccl_version, search_packages,
+    CublasLt, DriverCalls, LibraryVersion, LoadFault, Nccl, NcclConfig, NcclCtaPolicy, NcclHandle,
+    NcclProgress, NcclUniqueId, NvtxDomain, PackagesFault, TriedPlace, cublaslt_types, nccl_version,
+    search_packages,
 };
 pub use loaded_kernels::FunctionAttributes;
 pub use memory::{AllocationPlace, DeviceBuffer, MemoryGuard, OpenedMemory, PinnedBuffer, RecordPlace};
