@@ -5,6 +5,7 @@
 #![warn(clippy::unwrap_used)]
 
 pub mod arguments;
+mod check_fault;
 mod command_line;
 mod console;
 pub mod device;
@@ -22,6 +23,7 @@ pub mod origin;
 pub mod output;
 pub mod overlap;
 mod own_process;
+mod peers_fault;
 pub mod prediction;
 pub mod profile;
 pub mod program;
@@ -31,7 +33,9 @@ mod schema;
 pub mod solution;
 mod temporary_folder;
 pub mod tuned;
+mod usage_fault;
 
+pub use check_fault::{CheckFault, ChildFault, EarlyStarts, PyTorchFault};
 pub use command_line::{CommandLine, Flag};
 pub use console::{
     count, note, note_cache_warnings, note_development_build, note_error, note_waiting, print, print_folded,
@@ -41,6 +45,8 @@ pub use error::CliError;
 pub use flag_fault::FlagFault;
 pub use given::{RESULTS as FLAGS_OF_RESULTS, facets};
 pub use own_process::OwnProcess;
+pub use peers_fault::PeersFault;
 pub use progress::{Bar, Progress, Ticker};
 pub use schema::{Documented, Schema};
 pub use temporary_folder::TemporaryFolder;
+pub use usage_fault::UsageFault;

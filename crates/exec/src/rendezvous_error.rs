@@ -42,7 +42,7 @@ pub enum RendezvousError {
         /// How long.
         waited: Duration,
         /// What the last attempt found, and what listened there instead.
-        reason: SeekFault,
+        reason: Box<SeekFault>,
     },
     /// Rank 0 does not let a process in that speaks another version of its protocol.
     #[error(

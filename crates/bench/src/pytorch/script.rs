@@ -6,7 +6,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use counterpoint_console::{CliError, TemporaryFolder};
+use counterpoint_console::{CliError, PeersFault, TemporaryFolder};
 use counterpoint_files::{absolute_entries, command, program};
 use counterpoint_mask::PACKED_DOCUMENTS;
 
@@ -54,7 +54,7 @@ const FILES: &[(&str, &str)] = embedded![
 impl Script {
     /// Writes all of them as they lie in `benches`, and takes the one with that name.
     pub(crate) fn unpack(name: &'static str) -> Result<Self, CliError> {
-        let python = program("python3").map_err(|error| CliError::NoPeers { reason: error.to_string() })?;
+        let python = program("python3").map_err(CliError::no_peers)?;
         let write = || {
             let folder = TemporaryFolder::new()?;
             let (peers, data) = (folder.path().join("peers"), folder.path().join("data"));
@@ -66,11 +66,7 @@ impl Script {
             }
             Ok(folder)
         };
-        let folder = write().map_err(|error: io::Error| CliError::NoPeers {
-            reason: format!(
-                "its script cannot be written to a temporary folder ({error}; TMPDIR says where)"
-            ),
-        })?;
+        let folder = write().map_err(|error: io::Error| CliError::no_peers(PeersFault::NoFolder(error)))?;
         Ok(Self { folder, name, python })
     }
 

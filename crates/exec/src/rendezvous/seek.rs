@@ -249,7 +249,7 @@ impl Seeker<'_> {
 
     fn unreachable(&self, reason: SeekFault) -> ExecError {
         let (rank, address, waited) = (self.hello.rank, self.place.to_owned(), self.began.elapsed());
-        RendezvousError::Unreachable { rank, address, waited, reason }.into()
+        RendezvousError::Unreachable { rank, address, waited, reason: Box::new(reason) }.into()
     }
 
     /// Where rank 0 may listen now, or why nobody knows yet.

@@ -3,7 +3,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use counterpoint_console::{self as console, CliError, FlagFault};
+use counterpoint_console::{self as console, CliError, FlagFault, PeersFault};
 use counterpoint_mask::MaskPreset;
 use counterpoint_report::{BenchRow, Column, Rate, Statistics, geometric_mean, table};
 use serde::{Deserialize, Serialize};
@@ -13,7 +13,7 @@ use super::sizes::Sizes;
 use crate::arguments::BenchAttentionArguments;
 use crate::gpu::BenchPass;
 use crate::masks::{self, value_name};
-use crate::pytorch::{InterleavedRanks, PeerVariant, Peers, Script};
+use crate::pytorch::{InterleavedRanks, PeerVariant, Peers, PyTorchNeeds, Script};
 
 /// Runs of a variant that do not count, as ours has, and those that do.
 const WARM_UP: usize = 3;
@@ -75,13 +75,11 @@ pub(super) fn start(
         return Ok(Peers::new(Vec::new()));
     }
     if !sizes.masks.iter().copied().any(masks::has_peers) {
-        let reason = "the peers have none of these masks; ask for another".to_owned();
-        return Err(CliError::NoPeers { reason });
+        return Err(CliError::no_peers(PeersFault::NoMask));
     }
     let passes: Vec<&str> = sizes.timed().into_iter().filter_map(name_of).collect();
     if passes.is_empty() {
-        let reason = "the peers have no deterministic backward; ask for another pass".to_owned();
-        return Err(CliError::NoPeers { reason });
+        return Err(CliError::no_peers(PeersFault::NoDeterministicBackward));
     }
     let folder = cuda.peer_folder.as_deref().map(existing).transpose()?;
     let script = Script::unpack("attention.py")?;
@@ -92,14 +90,13 @@ pub(super) fn start(
     if let Some(folder) = folder {
         command.arg("--folder").arg(folder);
     }
-    let lacks = "python3 has no PyTorch that sees a GPU".to_owned();
-    Ok(Peers::new(vec![InterleavedRanks::start(script, vec![command], lacks)?]))
+    Ok(Peers::new(vec![InterleavedRanks::start(script, vec![command], PyTorchNeeds::OneGpu)?]))
 }
 
 /// The folder, by a path that holds wherever the script runs.
 fn existing(folder: &Path) -> Result<PathBuf, CliError> {
     let refused = |fault: FlagFault| CliError::flag("--peer-folder", folder.display().to_string(), fault);
-    let unknown = |error: io::Error| refused(FlagFault::Path { text: error.to_string() });
+    let unknown = |source: io::Error| refused(FlagFault::Path { source });
     let found = folder.canonicalize().map_err(unknown)?;
     match found.is_dir() {
         true => Ok(found),
