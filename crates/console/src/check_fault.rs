@@ -32,7 +32,7 @@ pub enum CheckFault {
     /// Checks of a self-test failed, or there were none.
     #[error(
         "{} of {checks} failed, the first: {}",
-        crate::count(*failed, "check"),
+        counterpoint_report::format_counted(*failed, "check"),
         first.as_deref().unwrap_or("there was nothing to check")
     )]
     SelfTest {
@@ -44,7 +44,7 @@ pub enum CheckFault {
         first: Option<String>,
     },
     /// Compiled kernels are not what they must be.
-    #[error("{} in compiled kernels, the first: {kernel}: {line}", crate::count(*faults, "fault"))]
+    #[error("{} in compiled kernels, the first: {kernel}: {line}", counterpoint_report::format_counted(*faults, "fault"))]
     Kernels {
         /// How many faults there are.
         faults: usize,

@@ -8,7 +8,7 @@ use counterpoint_plan::{LinearField, PlanError};
 use safetensors::SafeTensorError;
 use thiserror::Error;
 
-use crate::input::{FileFault, InputFault};
+use crate::input_fault::{FileFault, InputFault};
 use crate::{CheckFault, FlagFault, PeersFault, UsageFault};
 
 /// Why the program ends without its result. The message is one sentence that says how to mend it;

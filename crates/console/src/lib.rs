@@ -15,6 +15,7 @@ pub mod files;
 mod flag_fault;
 mod given;
 pub mod input;
+mod input_fault;
 pub mod interrupt;
 pub mod launched;
 pub mod mask_argument;
@@ -44,6 +45,7 @@ pub use console::{
 pub use error::CliError;
 pub use flag_fault::FlagFault;
 pub use given::{RESULTS as FLAGS_OF_RESULTS, facets};
+pub use input_fault::{EntryFault, FileFault, InputFault};
 pub use own_process::OwnProcess;
 pub use peers_fault::PeersFault;
 pub use progress::{Bar, Progress, Ticker};

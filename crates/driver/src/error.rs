@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use thiserror::Error;
 
-use crate::library::{LoadFault, TriedPlace, list_places};
+use crate::load_fault::{LoadFault, TriedPlace, list_places};
 use crate::{GraphFault, Refusal, TensorMapFault};
 
 /// What kernels do not take of the strides of a tensor.

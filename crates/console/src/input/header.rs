@@ -8,7 +8,7 @@ use safetensors::tensor::{Metadata, TensorInfo};
 use serde::de::value::StrDeserializer;
 use serde::de::{Deserialize, Deserializer, Error, IgnoredAny, MapAccess, Visitor};
 
-use super::fault::{EntryFault, FileFault};
+use crate::input_fault::{EntryFault, FileFault};
 
 /// The header of a safetensors file, every tensor checked by itself. Read here and not by the format's library, whose
 /// errors do not say which tensor they mean and which takes the last of two tensors of one name without a word.

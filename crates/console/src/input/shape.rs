@@ -5,11 +5,11 @@ use counterpoint_mask::{Mask, Range};
 use counterpoint_plan::{AttentionSpec, DType, GradientShares};
 use safetensors::Dtype;
 
-use super::fault::InputFault;
 use super::refuse_non_finite;
 use super::tensor_file::TensorFile;
 use crate::arguments::scale_of;
 use crate::error::CliError;
+use crate::input_fault::InputFault;
 
 /// A file of tensors whose names, types and shapes fit the mask and each other. No element has been read yet, so that
 /// everything else that may be wrong is found first.

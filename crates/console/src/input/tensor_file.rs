@@ -16,11 +16,11 @@ use safetensors::tensor::TensorInfo;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use super::fault::{FileFault, InputFault};
 use super::header::FileHeader;
 use crate::digest::shown;
 use crate::error::CliError;
 use crate::files;
+use crate::input_fault::{FileFault, InputFault};
 
 /// An open safetensors file whose header has been read and found to fit the file. Tensors are read one at a time,
 /// straight into vectors of their type: the file is never in memory as a whole as well.

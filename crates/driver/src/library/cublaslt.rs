@@ -13,8 +13,7 @@ use libloading::Library;
 
 use super::search;
 use super::table::function_table;
-use super::{LoadFault, TriedPlace};
-use crate::CudaError;
+use crate::{CudaError, LoadFault, TriedPlace};
 
 function_table! {
     /// Functions of cuBLASLt, by their C names. Enumerations are plain numbers.

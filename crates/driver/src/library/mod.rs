@@ -4,7 +4,6 @@
 mod cublaslt;
 mod driver;
 mod driver_calls;
-mod load_fault;
 mod nccl;
 mod nvrtc;
 mod nvtx;
@@ -13,11 +12,11 @@ mod table;
 
 use libloading::Library;
 
+use crate::LoadFault;
+
 pub use cublaslt::{CublasLt, cublaslt_types};
 pub(crate) use driver::{Driver, call};
 pub use driver_calls::DriverCalls;
-pub(crate) use load_fault::list_places;
-pub use load_fault::{LoadFault, PackagesFault, TriedPlace};
 pub use nccl::{
     LibraryVersion, Nccl, NcclConfig, NcclCtaPolicy, NcclHandle, NcclProgress, NcclUniqueId, nccl_version,
 };

@@ -10,8 +10,7 @@ use libloading::Library;
 
 use super::search;
 use super::table::function_table;
-use super::{LoadFault, TriedPlace};
-use crate::CudaError;
+use crate::{CudaError, LoadFault, TriedPlace};
 
 /// A library that was found.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -10,8 +10,7 @@ use libloading::Library;
 
 use super::search::{self, Candidate};
 use super::table::function_table;
-use super::{LoadFault, TriedPlace};
-use crate::CudaError;
+use crate::{CudaError, LoadFault, TriedPlace};
 
 function_table! {
     /// Functions of NVRTC, by their C names.
@@ -131,7 +130,7 @@ impl Nvrtc {
                 let (major, minor) = self.version;
                 Err(LoadFault::NoBuiltins { major, minor })
             }
-            code => self.check("nvrtcCompileProgram", code).map_err(|error| LoadFault::Call(error.into())),
+            code => self.try_check("nvrtcCompileProgram", code),
         }
     }
 
@@ -145,7 +144,7 @@ impl Nvrtc {
         unsafe {
             let create = self.nvrtcCreateProgram;
             let code = create(&mut program, source.as_ptr(), name.as_ptr(), 0, ptr::null(), ptr::null());
-            self.check("nvrtcCreateProgram", code).map_err(|error| LoadFault::Call(error.into()))?;
+            self.try_check("nvrtcCreateProgram", code)?;
             let code = (self.nvrtcCompileProgram)(program, options.len() as c_int, options.as_ptr());
             (self.nvrtcDestroyProgram)(&mut program);
             Ok(code)
@@ -154,11 +153,22 @@ impl Nvrtc {
 
     /// A result as ours.
     pub(crate) fn check(&self, call: &'static str, code: u32) -> Result<(), CudaError> {
-        if code == 0 {
-            return Ok(());
+        match code {
+            0 => Ok(()),
+            code => Err(CudaError::Nvrtc { call, code, text: self.text_of(code) }),
         }
+    }
+
+    /// A result of a call that tries it out.
+    fn try_check(&self, call: &'static str, code: u32) -> Result<(), LoadFault> {
+        match code {
+            0 => Ok(()),
+            code => Err(LoadFault::Call { call, code, text: self.text_of(code) }),
+        }
+    }
+
+    fn text_of(&self, code: u32) -> String {
         // SAFETY: NVRTC returns a string of its own for every code.
-        let text = unsafe { CStr::from_ptr((self.error_text)(code)) }.to_string_lossy().into_owned();
-        Err(CudaError::Nvrtc { call, code, text })
+        unsafe { CStr::from_ptr((self.error_text)(code)) }.to_string_lossy().into_owned()
     }
 }

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use counterpoint_files::{RelativeFolder, absolute_entries, command, folder_named, output_of, program};
 
-use super::{PackagesFault, TriedPlace};
+use crate::{PackagesFault, TriedPlace};
 
 /// A library to try, and those that must be open before it.
 #[derive(Clone, Debug, PartialEq, Eq)]

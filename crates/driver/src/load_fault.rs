@@ -5,8 +5,6 @@ use std::path::{Path, PathBuf};
 use counterpoint_files::{ChildError, NoProgram, RelativeFolder};
 use thiserror::Error;
 
-use crate::CudaError;
-
 /// Why a file or a name that the loader knows is of no use.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
@@ -56,8 +54,15 @@ pub enum LoadFault {
         minor: u32,
     },
     /// It does not even compile an empty kernel.
-    #[error(transparent)]
-    Call(Box<CudaError>),
+    #[error("{call} failed: {text} ({code})")]
+    Call {
+        /// The function that failed.
+        call: &'static str,
+        /// Its result.
+        code: u32,
+        /// Its own words.
+        text: String,
+    },
 }
 
 /// Why `python3` does not say where its packages lie.
