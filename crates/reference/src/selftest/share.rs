@@ -94,7 +94,7 @@ mod tests {
             assert_eq!(share.to_string().parse(), Ok(share));
         }
         for wrong in ["", "1", "0/3", "4/3", "a/b", "1/0", "1/2/3"] {
-            let error = wrong.parse::<Share>().unwrap_err();
+            let error = wrong.parse::<Share>().unwrap_err().to_string();
             assert!(error.contains("2/3"), "{error}");
         }
     }
