@@ -51,7 +51,19 @@ const MAY_USE: &[(&str, &[&str])] = &[
     ),
     (
         "counterpoint-console",
-        &["files", "mask", "cost", "plan", "schedule", "choose", "exec", "measure", "cuda", "report"],
+        &[
+            "files",
+            "mask",
+            "cost",
+            "plan",
+            "schedule",
+            "choose",
+            "exec",
+            "reference",
+            "measure",
+            "cuda",
+            "report",
+        ],
     ),
     (
         "counterpoint-bench",

@@ -3,7 +3,9 @@
 use counterpoint::exec::{Communicator, CpuBuffer, Reduce, World, WorldConfig};
 use counterpoint::mask::Range;
 use counterpoint::plan::{DType, GemmCollective, GroupPart, OwnedSplit, RemoteSplit};
-use counterpoint::schedule::{Accumulate, ReduceOp, lower_collective, lower_join, lower_product};
+use counterpoint::schedule::{
+    Accumulate, MatrixShape, RankOf, ReduceOp, lower_collective, lower_join, lower_product,
+};
 
 use crate::case::{Case, DTYPES, POLICIES, dtype_name};
 use crate::draw::Draw;
@@ -46,13 +48,22 @@ pub(crate) fn case(index: usize) -> Case {
             ("reduce-scatter", GemmCollective::ReduceScatter),
             ("all-reduce", GemmCollective::AllReduce),
         ] {
-            let program = lower_collective(collective, [rank, ranks], [rows, columns], dtypes[0]);
+            let program = lower_collective(
+                collective,
+                RankOf { rank, ranks },
+                MatrixShape { rows, columns },
+                dtypes[0],
+            );
             case.part(&format!("{name} {rank}"), plan_text::program(&program));
         }
     }
-    let product = lower_product([0, ranks], [rows, columns, 7].into(), 2 * rows, dtypes[0], policy);
+    let product =
+        lower_product(RankOf { rank: 0, ranks }, [rows, columns, 7].into(), 2 * rows, dtypes[0], policy);
     case.part("product", plan_text::program(&product));
-    case.part("join", plan_text::program(&lower_join([0, ranks], [rows, columns], dtypes[0])));
+    case.part(
+        "join",
+        plan_text::program(&lower_join(RankOf { rank: 0, ranks }, MatrixShape { rows, columns }, dtypes[0])),
+    );
     let reduce = Reduce { op: how, accumulate, wire_dtype: dtypes[1], reduce_dtype: dtypes[2] };
     case.outputs_of_any_machine(|_| run(&pattern, dtypes[0], reduce, index as u64));
     case

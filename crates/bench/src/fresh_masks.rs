@@ -4,7 +4,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use counterpoint_choose::{PlanConfig, plan_mask_within};
-use counterpoint_console::{self as console, CliError, Schema, arguments::Device, device};
+use counterpoint_console::{self as console, CheckFault, CliError, Schema, arguments::Device, device};
 use counterpoint_cuda::{CudaMachine, DriverCalls, Timing};
 use counterpoint_exec::{
     AttentionCalls, AttentionInputs, Backend, BackwardTensors, CpuMachine, ExecError, ForwardTensors, Group,
@@ -333,7 +333,7 @@ impl Case<'_> {
         }
         match unlike {
             0 => Ok(()),
-            count => Err(CliError::CheckFailed { what: format!("{count} elements of calls of a group") }),
+            elements => Err(CliError::check(CheckFault::OfCalls { elements })),
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::marker::PhantomData;
 
-use counterpoint_console::{self as console, CliError, Schema};
+use counterpoint_console::{self as console, CheckFault, CliError, Schema};
 use counterpoint_report::{Column, LiveTable};
 use serde::Serialize;
 
@@ -103,7 +103,7 @@ impl<R> Rows<R> {
     ///
     /// # Errors
     /// Where rows were wrong, with `what` they are.
-    pub(crate) fn end(self, finding: &str, what: &str) -> Result<(), CliError> {
+    pub(crate) fn end(self, finding: &str, what: &'static str) -> Result<(), CliError> {
         if self.are_text() {
             console::print(finding)?;
         }
@@ -113,9 +113,9 @@ impl<R> Rows<R> {
 
 /// # Errors
 /// Where something was wrong: `what` that is, and their names.
-pub(crate) fn all_right(what: &str, wrong: &[String]) -> Result<(), CliError> {
+pub(crate) fn all_right(what: &'static str, wrong: &[String]) -> Result<(), CliError> {
     match wrong.is_empty() {
         true => Ok(()),
-        false => Err(CliError::CheckFailed { what: format!("{what}: {}", wrong.join("; ")) }),
+        false => Err(CliError::check(CheckFault::Rows { what, rows: wrong.to_vec() })),
     }
 }

@@ -53,9 +53,18 @@ impl DeviceModel {
         &MODELS
     }
 
-    /// That of a machine of this name, such as `NVIDIA H200`.
+    /// That of a machine of this name, such as `NVIDIA H200`; where names of several begin it, that of the longest.
     pub fn of_machine(name: &str) -> Option<&'static Self> {
-        MODELS.iter().find(|model| model.names.iter().any(|start| name.starts_with(start.as_str())))
+        Self::of_name(&MODELS, name)
+    }
+
+    fn of_name<'a>(models: &'a [Self], name: &str) -> Option<&'a Self> {
+        let begun = |model: &Self| {
+            let starts = model.names.iter().filter(|start| name.starts_with(start.as_str()));
+            starts.map(String::len).max()
+        };
+        let begun = models.iter().filter_map(|model| Some((begun(model)?, model)));
+        begun.max_by_key(|(length, _)| *length).map(|(_, model)| model)
     }
 
     /// What choices follow on a machine of this name and cost, where no file is of the name: an H200 where kernels compute tiles, else a
@@ -95,6 +104,21 @@ mod tests {
         assert_eq!(DeviceModel::all().len(), files.len());
     }
 
+    /// A kind whose name goes on where another's ends is found, wherever its file stands.
+    #[test]
+    fn the_longest_name_counts() {
+        let model = |name: &str| DeviceModel { names: vec![name.to_owned()], ..H200.clone() };
+        let mut models = vec![model("NVIDIA H200"), model("NVIDIA H200 NVL"), model("NVIDIA H20")];
+        for _ in 0..models.len() {
+            models.rotate_left(1);
+            for name in ["NVIDIA H200", "NVIDIA H200 NVL", "NVIDIA H20"] {
+                let full = format!("{name} of 141 GB");
+                assert_eq!(DeviceModel::of_name(&models, &full).unwrap().names, [name]);
+            }
+        }
+        assert_eq!(DeviceModel::of_name(&models, "NVIDIA H2"), None);
+    }
+
     #[test]
     fn machines_find_their_kind() {
         let device = |name, cost: &CostModel| DeviceModel::for_choices(name, cost).device.as_str();
@@ -102,7 +126,8 @@ mod tests {
         let plain = CostModel { tiles: None, ..tiles };
         assert_eq!(device("NVIDIA H100 80GB HBM3", &tiles), "NVIDIA H100 SXM");
         assert_eq!(device("NVIDIA A100-SXM4-80GB", &tiles), "NVIDIA A100 SXM");
-        assert_eq!(device("NVIDIA B300", &tiles), "NVIDIA H200");
+        // A name that no GPU has, so that a new file changes nothing here.
+        assert_eq!(device("NVIDIA of no kind", &tiles), "NVIDIA H200");
         assert_eq!(device("AMD EPYC", &plain), "CPU");
         // What is built in is what the files say.
         assert_eq!(DeviceModel::for_choices("AMD EPYC", &plain).cost, CostModel::CPU);

@@ -4,8 +4,8 @@ use counterpoint_cost::CostModel;
 use counterpoint_mask::Mask;
 use counterpoint_plan::{Activations, DType, GemmCollective, PlanError, Topology, TransformerSpec};
 use counterpoint_schedule::{
-    GradientReduction, KeyBlocks, Overlap, OverlapPolicy, Program, SimulateError, Timeline, WeightGradient,
-    WorkerShare, lower_attention_backward, lower_attention_forward, lower_linear_backward,
+    GradientReduction, KeyBlocks, MatrixShape, Overlap, OverlapPolicy, Program, SimulateError, Timeline,
+    WeightGradient, WorkerShare, lower_attention_backward, lower_attention_forward, lower_linear_backward,
     lower_linear_forward, lower_row_passes, simulate,
 };
 use thiserror::Error;
@@ -261,9 +261,9 @@ impl StepSpec {
     /// Norm and residual sum of `tokens` tokens of a rank.
     fn norm(&self, tokens: usize, topology: &Topology, cost: &CostModel) -> Result<LayerPart, StepError> {
         let pass = |name: &str| {
-            let shape = [tokens.max(1), self.model.hidden];
+            let shape = MatrixShape { rows: tokens.max(1), columns: self.model.hidden };
             let program =
-                lower_row_passes([name, "norm and residual"], NORM_PASSES, shape, self.dtype, self.policy);
+                lower_row_passes(name, "norm and residual", NORM_PASSES, shape, self.dtype, self.policy);
             simulate(&[program], topology, cost)
         };
         Ok(LayerPart { name: "norm", forward: pass("norm forward")?, backward: pass("norm backward")? })

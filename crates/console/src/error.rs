@@ -5,19 +5,21 @@ use std::path::PathBuf;
 
 use counterpoint_choose::ChooseError;
 use counterpoint_plan::{LinearField, PlanError};
+use safetensors::SafeTensorError;
 use thiserror::Error;
 
-use crate::FlagFault;
+use crate::input_fault::{FileFault, InputFault};
+use crate::{CheckFault, FlagFault, PeersFault, UsageFault};
 
 /// Why the program ends without its result. The message is one sentence that says how to mend it;
 /// [`CliError::exit_status`] is what scripts see.
 #[derive(Debug, Error)]
 pub enum CliError {
     /// The command line itself.
-    #[error("{message}")]
+    #[error("{reason}")]
     Usage {
-        /// What is wrong and where help is.
-        message: String,
+        /// What is wrong and what to give.
+        reason: Box<UsageFault>,
     },
     /// Two flags, or a flag and the mask, disagree.
     #[error("{flag} {value} {reason}")]
@@ -93,7 +95,7 @@ pub enum CliError {
         /// The file.
         path: PathBuf,
         /// What is wrong.
-        reason: String,
+        reason: Box<FileFault>,
     },
     /// A tensor is not there.
     #[error("{} has no tensor `{name}`{why}; it has {found}", path.display())]
@@ -123,7 +125,7 @@ pub enum CliError {
         /// Which.
         name: &'static str,
         /// What it is, what it must be.
-        reason: String,
+        reason: Box<InputFault>,
     },
     /// Query heads are not a multiple of key heads.
     #[error(
@@ -167,11 +169,11 @@ pub enum CliError {
     },
     /// The results cannot be put into a file's format.
     #[error(
-        "--output: the results cannot be stored as safetensors ({reason}); this is a bug in counterpoint, please report it"
+        "--output: the results cannot be stored as safetensors ({source}); this is a bug in counterpoint, please report it"
     )]
     Unstorable {
         /// The library's words.
-        reason: String,
+        source: Box<SafeTensorError>,
     },
     /// An output file cannot be written.
     #[error("{flag}: {source}")]
@@ -232,7 +234,7 @@ pub enum CliError {
     )]
     NoPeers {
         /// What is missing.
-        reason: String,
+        reason: Box<PeersFault>,
     },
     /// The machine lacks a GPU or what it takes to use one, or the GPU failed.
     #[error("{source}")]
@@ -275,10 +277,10 @@ pub enum CliError {
         source: counterpoint_exec::ExecError,
     },
     /// It ran, and what came out is wrong.
-    #[error("{what}")]
+    #[error("{reason}")]
     CheckFailed {
-        /// What was out of bounds.
-        what: String,
+        /// What is wrong.
+        reason: Box<CheckFault>,
     },
 }
 
@@ -286,6 +288,21 @@ impl CliError {
     /// What a flag's value disagrees with.
     pub fn flag(flag: &'static str, value: impl Into<String>, fault: impl Into<FlagFault>) -> Self {
         Self::Flag { flag, value: value.into(), reason: Box::new(fault.into()) }
+    }
+
+    /// What is wrong with the command line.
+    pub fn usage(fault: impl Into<UsageFault>) -> Self {
+        Self::Usage { reason: Box::new(fault.into()) }
+    }
+
+    /// What came out wrong.
+    pub fn check(fault: impl Into<CheckFault>) -> Self {
+        Self::CheckFailed { reason: Box::new(fault.into()) }
+    }
+
+    /// Why a measurement cannot be compared with its peers.
+    pub fn no_peers(fault: impl Into<PeersFault>) -> Self {
+        Self::NoPeers { reason: Box::new(fault.into()) }
     }
 
     /// Why nothing could be chosen, or planned.

@@ -165,9 +165,9 @@ pub enum FlagFault {
     #[error("is not a folder; name one")]
     NoFolder,
     /// A path that cannot be looked up.
-    #[error("{text}")]
+    #[error("{source}")]
     Path {
         /// The system's words.
-        text: String,
+        source: std::io::Error,
     },
 }

@@ -5,6 +5,7 @@
 #![warn(clippy::unwrap_used)]
 
 pub mod arguments;
+mod check_fault;
 mod command_line;
 mod console;
 pub mod device;
@@ -14,6 +15,7 @@ pub mod files;
 mod flag_fault;
 mod given;
 pub mod input;
+mod input_fault;
 pub mod interrupt;
 pub mod launched;
 pub mod mask_argument;
@@ -22,6 +24,7 @@ pub mod origin;
 pub mod output;
 pub mod overlap;
 mod own_process;
+mod peers_fault;
 pub mod prediction;
 pub mod profile;
 pub mod program;
@@ -31,7 +34,9 @@ mod schema;
 pub mod solution;
 mod temporary_folder;
 pub mod tuned;
+mod usage_fault;
 
+pub use check_fault::{CheckFault, ChildFault, EarlyStarts, PyTorchFault};
 pub use command_line::{CommandLine, Flag};
 pub use console::{
     count, note, note_cache_warnings, note_development_build, note_error, note_waiting, print, print_folded,
@@ -40,7 +45,10 @@ pub use console::{
 pub use error::CliError;
 pub use flag_fault::FlagFault;
 pub use given::{RESULTS as FLAGS_OF_RESULTS, facets};
+pub use input_fault::{EntryFault, FileFault, InputFault};
 pub use own_process::OwnProcess;
+pub use peers_fault::PeersFault;
 pub use progress::{Bar, Progress, Ticker};
 pub use schema::{Documented, Schema};
 pub use temporary_folder::TemporaryFolder;
+pub use usage_fault::UsageFault;

@@ -104,7 +104,7 @@ pub fn outputs_as_safetensors(outputs: &AttentionOutputs) -> Result<Vec<u8>, Cli
         ("dsink", outputs.dsink.as_ref()),
     ];
     let views = all.into_iter().filter_map(|(name, tensor)| Some((name, Bytes(tensor?))));
-    serialize(views, None).map_err(|error| CliError::Unstorable { reason: error.to_string() })
+    serialize(views, None).map_err(|source| CliError::Unstorable { source: Box::new(source) })
 }
 
 /// A tensor as little-endian bytes.

@@ -8,12 +8,12 @@ use counterpoint_choose::{TunedPlace, TunedPlans};
 use counterpoint_exec::SlowLink;
 use counterpoint_files::{AtomicFiles, Destination, DistrustError, FileLock, check_writable};
 
-use crate::FlagFault;
 use crate::device::cpu_name;
 use crate::error::CliError;
 use crate::files;
 use crate::interrupt;
 use crate::profile;
+use crate::{FlagFault, UsageFault};
 
 /// What the file is, in messages.
 const WHAT: &str = "file of tuned plans";
@@ -94,10 +94,7 @@ impl TunedFile {
     pub fn open(named: Option<&Path>) -> Result<Self, CliError> {
         let path = match named {
             Some(path) => path.to_owned(),
-            None => {
-                let none = "there is no folder to keep tuned plans in (no HOME); name a file by --plans";
-                kept_file()?.ok_or_else(|| CliError::Usage { message: none.to_owned() })?
-            }
+            None => kept_file()?.ok_or_else(|| CliError::usage(UsageFault::NoPlansFolder))?,
         };
         let is_named = named.is_some();
         match path.parent().filter(|folder| !folder.as_os_str().is_empty()) {

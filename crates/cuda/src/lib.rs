@@ -45,7 +45,7 @@ pub use counterpoint_driver::{
     Stream, StreamPriority, StrideFault, Swizzle, TensorMap, TensorMapElement, TensorMapFault, TensorMapSpec,
     compile, compiler_version, end_process, nccl_version, search_packages,
 };
-pub use counterpoint_nccl::{NcclFault, NcclRank, NcclSettings, NcclSums};
+pub use counterpoint_nccl::{NcclFault, NcclRank, NcclSettingFault, NcclSettings, NcclSums};
 pub use environment::ENVIRONMENT;
 pub use headers::kernel_source;
 pub use kernel::{
@@ -55,6 +55,6 @@ pub use layout::SharedLayout;
 pub use machine::{CudaMachine, CudaProcess};
 pub use transport::{
     CudaCollective, CudaPending, CudaTransport, EngineUse, LevelledCollective, LevelledPending,
-    LevelledTransport, TransportKind,
+    LevelledTransport, TransportKind, TransportKindError,
 };
 pub use transport_fault::{CallFault, TransportFault, Unreached};

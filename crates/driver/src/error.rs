@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use thiserror::Error;
 
+use crate::load_fault::{LoadFault, TriedPlace, list_places};
 use crate::{GraphFault, Refusal, TensorMapFault};
 
 /// What kernels do not take of the strides of a tensor.
@@ -31,12 +32,12 @@ pub enum StrideFault {
 pub enum CudaError {
     /// The driver's library cannot be opened.
     #[error(
-        "no NVIDIA driver: libcuda.so.1 cannot be opened ({text}); install the driver, or in a container pass the GPU \
+        "no NVIDIA driver: libcuda.so.1 cannot be opened ({reason}); install the driver, or in a container pass the GPU \
          through (--gpus all)"
     )]
     NoDriver {
-        /// The loader's own words.
-        text: String,
+        /// Why not.
+        reason: LoadFault,
     },
     /// A library is there, but too old to have a function that we call.
     #[error("{} has no function {symbol}; {remedy}", path.display())]
@@ -79,29 +80,29 @@ pub enum CudaError {
     #[error(
         "NVRTC, which compiles the kernels, was not found; run `pip install nvidia-cuda-nvrtc==13.0.88`, or name its folder \
          in COUNTERPOINT_NVRTC_DIR. Tried: {}",
-        tried.join("; ")
+        list_places(tried)
     )]
     NoNvrtc {
-        /// Each place, with the loader's own words.
-        tried: Vec<String>,
+        /// Each place, with what is wrong there.
+        tried: Vec<TriedPlace>,
     },
     /// No NCCL was found: GPUs cannot exchange data with other processes' GPUs.
     #[error(
         "NCCL was not found; run `pip install nvidia-nccl-cu13`, or name its folder in COUNTERPOINT_NCCL_DIR. Tried: {}",
-        tried.join("; ")
+        list_places(tried)
     )]
     NoNccl {
-        /// Each place, with the loader's own words.
-        tried: Vec<String>,
+        /// Each place, with what is wrong there.
+        tried: Vec<TriedPlace>,
     },
     /// No cuBLASLt was found: matrix products can only be computed by our own kernels.
     #[error(
         "cuBLASLt was not found; run `pip install nvidia-cublas`, or name its folder in COUNTERPOINT_CUBLAS_DIR. Tried: {}",
-        tried.join("; ")
+        list_places(tried)
     )]
     NoCublasLt {
-        /// Each place, with the loader's own words.
-        tried: Vec<String>,
+        /// Each place, with what is wrong there.
+        tried: Vec<TriedPlace>,
     },
     /// A call of cuBLASLt failed.
     #[error("{call} failed: {text} ({code})")]

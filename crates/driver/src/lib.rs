@@ -21,6 +21,7 @@ mod host_records;
 mod inside;
 mod launch;
 mod library;
+mod load_fault;
 mod loaded_kernels;
 mod memory;
 mod partition;
@@ -52,6 +53,7 @@ pub use library::{
     CublasLt, DriverCalls, LibraryVersion, Nccl, NcclConfig, NcclCtaPolicy, NcclHandle, NcclProgress,
     NcclUniqueId, NvtxDomain, cublaslt_types, nccl_version, search_packages,
 };
+pub use load_fault::{LoadFault, PackagesFault, TriedPlace};
 pub use loaded_kernels::FunctionAttributes;
 pub use memory::{AllocationPlace, DeviceBuffer, MemoryGuard, OpenedMemory, PinnedBuffer, RecordPlace};
 pub use partition::{Part, Partition};

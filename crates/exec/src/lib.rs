@@ -116,7 +116,7 @@ pub use rendezvous::{
     RENDEZVOUS_VARIABLE, Rendezvous, RendezvousHost, RendezvousPoint, RunStart,
 };
 pub use rendezvous_error::RendezvousError;
-pub use rendezvous_fault::{ConnectionFault, SeatFault, SeveralHosts, StoreFault, VariableFault};
+pub use rendezvous_fault::{ConnectionFault, SeatFault, SeekFault, SeveralHosts, StoreFault, VariableFault};
 pub use shared_rings::{RING_WORDS, SharedRings};
 pub use slow_link::{SlowLink, SlowNetwork};
 pub use tcp::{Mesh, TcpLoopback, TcpMachine};

@@ -6,7 +6,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use crate::{ConnectionFault, SeatFault, StoreFault, VariableFault};
+use crate::{ConnectionFault, SeatFault, SeekFault, StoreFault, VariableFault};
 
 /// Why ranks that are processes do not come together.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, Error)]
@@ -33,7 +33,7 @@ pub enum RendezvousError {
         variable: String,
     },
     /// Rank 0 is not where it should be.
-    #[error("rank {rank} did not reach rank 0 at {address} within {:.3} s: {text}; is rank 0 running?", waited.as_secs_f64())]
+    #[error("rank {rank} did not reach rank 0 at {address} within {:.3} s: {reason}; is rank 0 running?", waited.as_secs_f64())]
     Unreachable {
         /// The rank that tried.
         rank: usize,
@@ -41,8 +41,8 @@ pub enum RendezvousError {
         address: String,
         /// How long.
         waited: Duration,
-        /// The system's words at the last attempt, and what listened there instead.
-        text: String,
+        /// What the last attempt found, and what listened there instead.
+        reason: Box<SeekFault>,
     },
     /// Rank 0 does not let a process in that speaks another version of its protocol.
     #[error(

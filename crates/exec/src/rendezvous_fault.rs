@@ -1,5 +1,6 @@
 //! What is wrong with a launcher's variables, with a process that asks for a seat, and with connections between ranks.
 
+use std::net::SocketAddr;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -126,6 +127,74 @@ pub enum SeatFault {
         /// That of the process that asks.
         own: String,
     },
+}
+
+/// What a rank found where rank 0 should listen.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, Error)]
+#[non_exhaustive]
+pub enum SeekFault {
+    /// There was no address to try.
+    #[default]
+    #[error("")]
+    NoAddress,
+    /// The host's name is unknown.
+    #[error("{host} cannot be looked up: {text}")]
+    UnknownHost {
+        /// The name.
+        host: String,
+        /// The system's words.
+        text: String,
+    },
+    /// No process of this user has begun as rank 0.
+    #[error("no process of this user is rank 0 there: connection refused")]
+    NoProcess,
+    /// A call of the system failed.
+    #[error("{text}")]
+    System {
+        /// The system's words.
+        text: String,
+    },
+    /// Another program listens.
+    #[error("{address}: what listens there is not counterpoint")]
+    AnotherKind {
+        /// Where.
+        address: SocketAddr,
+    },
+    /// Another job listens.
+    #[error("{address}: what listens there does not have this job's secret")]
+    AnotherSecret {
+        /// Where.
+        address: SocketAddr,
+    },
+    /// Rank 0 listened and closed the connection without an answer.
+    #[error("{address} closed the connection")]
+    Closed {
+        /// Where.
+        address: SocketAddr,
+    },
+    /// The connection broke, or what came is not whole.
+    #[error("{address}: {text}")]
+    Broken {
+        /// Where.
+        address: SocketAddr,
+        /// The system's words.
+        text: String,
+    },
+    /// A stranger listened, and has left since.
+    #[error("{stranger}, and later: {last}")]
+    StrangerBefore {
+        /// What listened.
+        stranger: Box<SeekFault>,
+        /// What the last attempt found.
+        last: Box<SeekFault>,
+    },
+}
+
+impl SeekFault {
+    /// A call of the system that failed, in its own words.
+    pub(crate) fn system(error: &std::io::Error) -> Self {
+        Self::System { text: error.to_string() }
+    }
 }
 
 /// How a rank lost touch with rank 0, or with what rank 0 keeps for the others.

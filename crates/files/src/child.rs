@@ -5,24 +5,60 @@ use std::process::{Command, ExitStatus, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Runs a program to its end, `limit` at most, and gives what it wrote to standard output. An error names what went wrong, with
-/// the program's own words where it had some.
+use thiserror::Error;
+
+/// Why another program gave no answer.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum ChildError {
+    /// It cannot be started, or not be waited for.
+    #[error("{text}")]
+    System {
+        /// The system's words.
+        text: String,
+    },
+    /// Nothing can read what it says.
+    #[error("the system gives no thread that could read what it says")]
+    NoThread,
+    /// It did not end in time.
+    #[error("no answer within {} s", limit.as_secs_f64())]
+    NoAnswer {
+        /// The time that it had.
+        limit: Duration,
+    },
+    /// It ended with a status of failure.
+    #[error("it ended with {status}: {}", words.as_deref().unwrap_or("no word of why"))]
+    Failed {
+        /// The status.
+        status: ExitStatus,
+        /// The last line that it wrote to standard error.
+        words: Option<String>,
+    },
+}
+
+impl ChildError {
+    fn system(error: io::Error) -> Self {
+        Self::System { text: error.to_string() }
+    }
+}
+
+/// Runs a program to its end, `limit` at most, and gives what it wrote to standard output.
 ///
 /// # Errors
 /// When it cannot be started, does not end in time, or ends with a status of failure.
-pub fn output_of(command: &mut Command, limit: Duration) -> Result<Vec<u8>, String> {
+pub fn output_of(command: &mut Command, limit: Duration) -> Result<Vec<u8>, ChildError> {
     let mut child = command
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .spawn()
-        .map_err(|error| error.to_string())?;
+        .map_err(ChildError::system)?;
     // Both pipes are emptied while it runs: a full one would stop it.
     let reading = [read(child.stdout.take()), read(child.stderr.take())];
     let [Ok(stdout), Ok(stderr)] = reading else {
         let _ = child.kill();
         let _ = child.wait();
-        return Err("the system gives no thread that could read what it says".to_owned());
+        return Err(ChildError::NoThread);
     };
     let status = wait(&mut child, limit)?;
     let (stdout, stderr) = (stdout.join().unwrap_or_default(), stderr.join().unwrap_or_default());
@@ -30,10 +66,10 @@ pub fn output_of(command: &mut Command, limit: Duration) -> Result<Vec<u8>, Stri
         return Ok(stdout);
     }
     let words = String::from_utf8_lossy(&stderr);
-    Err(format!("it ended with {status}: {}", words.trim().lines().next_back().unwrap_or("no word of why")))
+    Err(ChildError::Failed { status, words: words.trim().lines().next_back().map(str::to_owned) })
 }
 
-fn wait(child: &mut std::process::Child, limit: Duration) -> Result<ExitStatus, String> {
+fn wait(child: &mut std::process::Child, limit: Duration) -> Result<ExitStatus, ChildError> {
     let start = Instant::now();
     let mut pause = Duration::from_micros(500);
     loop {
@@ -43,9 +79,9 @@ fn wait(child: &mut std::process::Child, limit: Duration) -> Result<ExitStatus, 
             Ok(None) => {
                 let _ = child.kill();
                 let _ = child.wait();
-                return Err(format!("no answer within {} s", limit.as_secs_f64()));
+                return Err(ChildError::NoAnswer { limit });
             }
-            Err(error) => return Err(error.to_string()),
+            Err(error) => return Err(ChildError::system(error)),
         }
         pause = (pause * 2).min(Duration::from_millis(20));
     }
@@ -64,22 +100,24 @@ fn read(pipe: Option<impl Read + Send + 'static>) -> io::Result<thread::JoinHand
 mod tests {
     use super::*;
 
-    fn shell(script: &str, limit: Duration) -> Result<Vec<u8>, String> {
+    fn shell(script: &str, limit: Duration) -> Result<Vec<u8>, ChildError> {
         output_of(Command::new("sh").args(["-c", script]), limit)
     }
 
     #[test]
     fn answers_failures_and_silence() {
         let patient = Duration::from_secs(60);
-        assert_eq!(shell("echo yes", patient), Ok(b"yes\n".to_vec()));
+        assert_eq!(shell("echo yes", patient).unwrap(), b"yes\n");
         // More than a pipe holds.
         assert_eq!(
             shell("head -c 1000000 /dev/zero; head -c 1000000 /dev/zero >&2", patient).unwrap().len(),
             1_000_000
         );
-        let failed = shell("echo first >&2; echo no such thing >&2; exit 3", patient).unwrap_err();
+        let failed =
+            shell("echo first >&2; echo no such thing >&2; exit 3", patient).unwrap_err().to_string();
         assert!(failed.contains('3') && failed.ends_with(": no such thing"), "{failed}");
-        assert_eq!(shell("exec sleep 60", Duration::from_millis(50)).unwrap_err(), "no answer within 0.05 s");
+        let silent = shell("exec sleep 60", Duration::from_millis(50)).unwrap_err();
+        assert_eq!(silent.to_string(), "no answer within 0.05 s");
         assert!(output_of(&mut Command::new("/nowhere/program"), patient).is_err());
     }
 }

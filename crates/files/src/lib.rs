@@ -15,7 +15,7 @@ mod search;
 mod trusted;
 mod write;
 
-pub use child::output_of;
+pub use child::{ChildError, output_of};
 pub use error::WriteError;
 pub use identity::FileId;
 pub use lock::{FileLock, LockError};

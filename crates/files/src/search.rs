@@ -9,7 +9,7 @@ use std::process::Command;
 use thiserror::Error;
 
 /// A variable that should name a folder has a path that means another one wherever the program is started.
-#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Error)]
 #[error("{variable}={} is not an absolute path, and nothing is looked for in the current folder; write it from / on", path.display())]
 pub struct RelativeFolder {
     /// The variable.

@@ -204,7 +204,7 @@ pub enum MaskError {
         /// The option, or the place of the value.
         field: String,
         /// What is wrong, and what is expected.
-        problem: String,
+        problem: Box<ExpressionFault>,
     },
     /// Arguments of a builder expression that are well-formed and make no valid mask.
     #[error("{builder}: {reason}")]
@@ -242,4 +242,139 @@ pub enum MaskError {
         /// Column, from 1.
         column: usize,
     },
+}
+
+/// What is wrong with a part of a mask expression.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum ExpressionFault {
+    /// An option that the builder does not take.
+    #[error("unknown option; {}", known_options(known))]
+    UnknownOption {
+        /// Those that it takes.
+        known: Vec<&'static str>,
+    },
+    /// An option that was given before.
+    #[error("given twice")]
+    Twice,
+    /// Something that must be given.
+    #[error("missing; {remedy}")]
+    Missing {
+        /// What to give, and how.
+        remedy: &'static str,
+    },
+    /// A size that must be given.
+    #[error("missing; write {field}=N")]
+    MissingSize {
+        /// Its option.
+        field: &'static str,
+    },
+    /// What stands behind the builder's name.
+    #[error("missing; write {builder}:{arguments}")]
+    MissingArguments {
+        /// The builder.
+        builder: &'static str,
+        /// What it takes.
+        arguments: &'static str,
+    },
+    /// Several values where a length stands.
+    #[error("expected one length, got {values} values; options are written name=value")]
+    OneLength {
+        /// How many there are.
+        values: usize,
+    },
+    /// Several values where a number stands.
+    #[error("expected one number, got {values} values")]
+    OneNumber {
+        /// How many there are.
+        values: usize,
+    },
+    /// A mask of the comparison without its name or its length.
+    #[error("write its name, a comma and its length; names: {}", known.join(", "))]
+    PresetForm {
+        /// The names that exist.
+        known: Vec<&'static str>,
+    },
+    /// No mask of the comparison.
+    #[error("no mask is named {name:?}; use {}", known.join(", "))]
+    NoPreset {
+        /// The name as written.
+        name: String,
+        /// The names that exist.
+        known: Vec<&'static str>,
+    },
+    /// Documents that are given twice.
+    #[error("give either {starts} or {lengths}, not both")]
+    StartsAndLengths {
+        /// Where their starts are given.
+        starts: String,
+        /// Where their lengths are given.
+        lengths: String,
+    },
+    /// Documents that make no sense.
+    #[error("{0}")]
+    Documents(Box<MaskError>),
+    /// Something other than a digit that says whether a block is there.
+    #[error("expected only 0 and 1, got {word:?}")]
+    BlockDigits {
+        /// The word.
+        word: String,
+    },
+    /// Another number of digits than of block columns.
+    #[error("expected {cols} digits, one for each block column, got {digits}")]
+    BlockColumns {
+        /// Block columns.
+        cols: usize,
+        /// Digits of the word.
+        digits: usize,
+    },
+    /// Another number of words than of block rows.
+    #[error("expected {rows} words, one for each block row, got {words}")]
+    BlockRows {
+        /// Block rows.
+        rows: usize,
+        /// Words given.
+        words: usize,
+    },
+    /// Values behind a file that holds all of them.
+    #[error("nothing may follow the file {path:?}")]
+    BehindFile {
+        /// The file.
+        path: String,
+    },
+    /// A file that cannot be read.
+    #[error("cannot read {path:?}: {problem}")]
+    Unreadable {
+        /// The file.
+        path: String,
+        /// What the reader said.
+        problem: String,
+    },
+    /// A file's line that leaves a value out.
+    #[error("nothing stands between two commas; give a value or leave one out")]
+    NoValue,
+    /// A list with one bracket.
+    #[error("a list begins with [ and ends with ], or has neither")]
+    Bracket,
+    /// No number.
+    #[error("expected a whole number such as 4096, 4k or 1M, got {text:?}")]
+    NoNumber {
+        /// What was written.
+        text: String,
+    },
+    /// A number of more tokens than masks have.
+    #[error("{text} is too large; at most {most} tokens are supported")]
+    TooLarge {
+        /// What was written.
+        text: String,
+        /// The most tokens.
+        most: usize,
+    },
+}
+
+fn known_options(known: &[&str]) -> String {
+    match known {
+        [] => "there are none here".to_owned(),
+        _ => format!("known: {}", known.join(", ")),
+    }
 }

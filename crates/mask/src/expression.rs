@@ -25,7 +25,7 @@ mod arguments;
 
 use arguments::Arguments;
 
-use crate::{Mask, MaskError, Window};
+use crate::{ExpressionFault, Mask, MaskError, Window};
 
 /// Reads a file's text for [`Mask::parse`], which itself touches no file: the caller decides what a name means. The
 /// error is one sentence for the user.
@@ -183,9 +183,10 @@ pub const BUILDERS: &[Builder] = &[
 
 fn window(arguments: &Arguments) -> Result<Window, MaskError> {
     Ok(Window {
-        left: arguments.limit("left", "left=N, or left=all for no limit")?,
+        left: arguments.limit("left", "give left=N, or left=all for no limit")?,
         // Programs disagree about what a window without it means, so it is not guessed.
-        right: arguments.limit("right", "right=0 for a causal window, right=N, or right=all for no limit")?,
+        right: arguments
+            .limit("right", "give right=0 for a causal window, right=N, or right=all for no limit")?,
         global: arguments.optional_size("global")?.unwrap_or(0),
     })
 }
@@ -214,7 +215,10 @@ impl Mask {
             (Some(builder), None) => Err(MaskError::Expression {
                 builder: builder.name,
                 field: "arguments".to_owned(),
-                problem: format!("missing; write {}:{}", builder.name, builder.arguments),
+                problem: Box::new(ExpressionFault::MissingArguments {
+                    builder: builder.name,
+                    arguments: builder.arguments,
+                }),
             }),
             (None, Some(_)) => Err(MaskError::UnknownBuilder {
                 name: name.to_owned(),

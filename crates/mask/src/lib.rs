@@ -37,7 +37,7 @@ mod slice;
 pub use band::Band;
 pub use builder::Window;
 pub use documents::Documents;
-pub use error::MaskError;
+pub use error::{ExpressionFault, MaskError};
 pub use json::MASK_SCHEMA;
 pub use mask::{MAX_SEQLEN, Mask};
 pub use preset::{MaskPreset, PACKED_DOCUMENTS};

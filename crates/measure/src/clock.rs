@@ -9,7 +9,7 @@ use counterpoint_plan::{
 };
 use counterpoint_reference::LinearSample;
 use counterpoint_schedule::{
-    OverlapPolicy, Program, Timeline, WeightGradient, lower_join, lower_linear_backward,
+    MatrixShape, OverlapPolicy, Program, RankOf, Timeline, WeightGradient, lower_join, lower_linear_backward,
     lower_linear_forward, lower_product,
 };
 use thiserror::Error;
@@ -82,12 +82,14 @@ impl<M: Machine> PassClock for MeasuredClock<'_, M> {
     }
 
     fn join(&mut self) -> Result<f64, MeasureError> {
-        let shape = [self.spec.tokens.div_ceil(self.ranks), self.spec.travelling_columns()];
-        let (rows, columns) = (SAMPLED_ROWS.of(Range::new(0, shape[0])), Vec::from_iter(0..shape[1]));
-        let lower = |rank| lower_join([rank, self.ranks], shape, self.spec.dtype);
+        let rows = self.spec.tokens.div_ceil(self.ranks);
+        let shape = MatrixShape { rows, columns: self.spec.travelling_columns() };
+        let (rows, columns) = (SAMPLED_ROWS.of(Range::new(0, rows)), Vec::from_iter(0..shape.columns));
+        let lower = |rank| lower_join(RankOf { rank, ranks: self.ranks }, shape, self.spec.dtype);
         self.seconds(lower, |rank| {
             let from = Contents::of(rank.backend().rank(), 0);
-            let wanted = |row, column| Expected { value: from.at(row * shape[1] + column), partials: 0.0 };
+            let wanted =
+                |row, column| Expected { value: from.at(row * shape.columns + column), partials: 0.0 };
             check::<M>(rank, "to", [&rows, &columns], wanted)
         })
     }
@@ -119,7 +121,8 @@ impl<M: Machine> MeasuredClock<'_, M> {
     /// Seconds of a product as one of a pass of so many rows.
     fn timed_product(&self, size: ProblemSize, pass_rows: usize) -> Result<f64, MeasureError> {
         let dtype = self.spec.dtype;
-        let lower = |rank| lower_product([rank, self.ranks], size, pass_rows, dtype, self.policy);
+        let lower =
+            |rank| lower_product(RankOf { rank, ranks: self.ranks }, size, pass_rows, dtype, self.policy);
         let ProblemSize { m, n, k } = size;
         let (rows, columns) = (SAMPLED.of(Range::new(0, m)), SAMPLED.of(Range::new(0, n)));
         self.seconds(lower, |rank| {

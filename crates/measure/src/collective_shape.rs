@@ -4,7 +4,7 @@ use counterpoint_exec::{Backend, ExecError, Machine};
 use counterpoint_mask::Range;
 use counterpoint_plan::{DType, GemmCollective};
 use counterpoint_reference::LinearSample;
-use counterpoint_schedule::{lower_collective, travel_seconds};
+use counterpoint_schedule::{MatrixShape, RankOf, lower_collective, travel_seconds};
 
 use crate::contents::Contents;
 use crate::processes::Processes;
@@ -50,7 +50,8 @@ impl CollectiveShape {
         sample: LinearSample,
     ) -> Result<Vec<[f64; 2]>, ExecError> {
         let Self { collective, ranks, rows, columns, dtype } = *self;
-        let lower = |rank| lower_collective(collective, [rank, ranks], [rows, columns], dtype);
+        let shape = MatrixShape { rows, columns };
+        let lower = |rank| lower_collective(collective, RankOf { rank, ranks }, shape, dtype);
         let (timelines, prepared) = run(machine, processes, ranks, timing, lower)?;
         let held = if collective == GemmCollective::ReduceScatter { rows } else { rows * ranks };
         let (rows, columns) = (sample.of(Range::new(0, held)), Vec::from_iter(0..columns));

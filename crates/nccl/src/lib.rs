@@ -21,7 +21,7 @@ use counterpoint_plan::{DType, GemmCollective};
 
 pub use connect::NcclSeat;
 pub use fault::NcclFault;
-pub use settings::{NcclSettings, NcclSums};
+pub use settings::{NcclSettingFault, NcclSettings, NcclSums};
 use shelf::{Lent, Shelf};
 use sums::KnownSums;
 pub use sums::{NcclSum, SumSize};

@@ -1,8 +1,10 @@
 //! How a transport sets NCCL up, as text behind its name.
 
 use std::fmt;
+use std::ops::RangeInclusive;
 
 use counterpoint_driver::{NcclConfig, NcclCtaPolicy};
+use thiserror::Error;
 
 /// What a transport asks of NCCL; what it leaves open NCCL chooses, or its own variables say, which come before these settings.
 ///
@@ -43,6 +45,40 @@ const POLICIES: [(&str, NcclCtaPolicy); 3] = [
     ("zero", NcclCtaPolicy::Zero),
 ];
 
+/// Why words set nothing of NCCL's.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum NcclSettingFault {
+    /// No setting.
+    #[error("`{word}` is no setting of NCCL's: {}", NcclSettings::TEXT)]
+    Unknown {
+        /// What was written.
+        word: String,
+    },
+    /// A setting without its number, or with one that NCCL does not take.
+    #[error("`{word}` is no setting of NCCL's: give a number from {} to {}", numbers.start(), numbers.end())]
+    Number {
+        /// What was written.
+        word: String,
+        /// Those that it takes.
+        numbers: RangeInclusive<u8>,
+    },
+    /// No policy.
+    #[error("`{word}` is no setting of NCCL's: give default, efficiency or zero")]
+    Policy {
+        /// What was written.
+        word: String,
+    },
+    /// The least is above the most.
+    #[error("min-ctas={min} is more than max-ctas={max}; leave one of them out")]
+    Ctas {
+        /// Blocks at least.
+        min: u8,
+        /// Blocks at most.
+        max: u8,
+    },
+}
+
 impl NcclSettings {
     /// None.
     pub const PLAIN: Self = Self {
@@ -60,18 +96,16 @@ impl NcclSettings {
     /// The settings that these words name.
     ///
     /// # Errors
-    /// A sentence for a word that is none, and for settings that contradict each other.
-    pub fn parse<'a>(words: impl Iterator<Item = &'a str>) -> Result<Self, String> {
+    /// A word that is no setting, and settings that contradict each other.
+    pub fn parse<'a>(words: impl Iterator<Item = &'a str>) -> Result<Self, NcclSettingFault> {
         let mut settings = Self::default();
         for word in words {
-            let refuse = |wanted: &str| format!("`{word}` is no setting of NCCL's: {wanted}");
             let (name, value) =
                 word.split_once('=').map_or((word, None), |(name, value)| (name, Some(value)));
-            let number = |range: std::ops::RangeInclusive<u8>| {
-                let found = value.and_then(|value| value.parse().ok()).filter(|value| range.contains(value));
-                found.ok_or_else(|| {
-                    refuse(&format!("give a number from {} to {}", range.start(), range.end()))
-                })
+            let number = |numbers: RangeInclusive<u8>| {
+                let found =
+                    value.and_then(|value| value.parse().ok()).filter(|value| numbers.contains(value));
+                found.ok_or_else(|| NcclSettingFault::Number { word: word.to_owned(), numbers })
             };
             match name {
                 "cluster-size" => settings.cluster_size = Some(number(0..=MOST_BLOCKS_OF_CLUSTER)?),
@@ -79,17 +113,16 @@ impl NcclSettings {
                 "max-ctas" => settings.max_ctas = Some(number(1..=MOST_CTAS)?),
                 "cta-policy" => {
                     let named = POLICIES.into_iter().find(|(name, _)| value == Some(*name));
-                    let (_, policy) = named.ok_or_else(|| refuse("give default, efficiency or zero"))?;
+                    let unknown = || NcclSettingFault::Policy { word: word.to_owned() };
+                    let (_, policy) = named.ok_or_else(unknown)?;
                     settings.cta_policy = Some(policy);
                 }
                 "library-sums" if value.is_none() => settings.sums = NcclSums::Library,
-                _ => return Err(refuse(Self::TEXT)),
+                _ => return Err(NcclSettingFault::Unknown { word: word.to_owned() }),
             }
         }
         match (settings.min_ctas, settings.max_ctas) {
-            (Some(min), Some(max)) if min > max => {
-                Err(format!("min-ctas={min} is more than max-ctas={max}; leave one of them out"))
-            }
+            (Some(min), Some(max)) if min > max => Err(NcclSettingFault::Ctas { min, max }),
             _ => Ok(settings),
         }
     }

@@ -16,6 +16,7 @@ mod linear;
 mod normalised;
 mod rms_norm;
 pub mod selftest;
+mod wrong_result;
 
 pub use attention::{
     NoiseNorms, Reference, ReferenceGradients, Sample, plain_attention, reference_attention, reference_bytes,
@@ -28,3 +29,4 @@ pub use experts::check_experts;
 pub use linear::{LinearSample, SumRounding, check_linear, check_linear_part, half_unit};
 pub use normalised::{NormalisedInputs, NormalisedReference, reference_normalised};
 pub use rms_norm::{NormGradients, NormalisedRows, check_rms_norm, check_rms_norm_backward};
+pub use wrong_result::WrongResult;

@@ -8,6 +8,8 @@ use counterpoint_plan::{DType, LinearKind, LinearPlan, LinearSpec};
 use counterpoint_schedule::WeightGradient;
 use rayon::prelude::*;
 
+use crate::WrongResult;
+
 /// Which elements of a layer's results are compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LinearSample {
@@ -199,7 +201,7 @@ pub fn half_unit(dtype: DType) -> f64 {
 /// of a partial sum, which is taken to be within 4 standard deviations.
 ///
 /// # Errors
-/// What is wrong, in words.
+/// What is missing or too much, and the first element that is out of its bound.
 pub fn check_linear(
     plan: &LinearPlan,
     inputs: &LinearInputs,
@@ -207,7 +209,7 @@ pub fn check_linear(
     outputs: &LinearOutputs,
     sample: LinearSample,
     rounding: SumRounding,
-) -> Result<f64, String> {
+) -> Result<f64, WrongResult> {
     check_part(plan, None, inputs, gradient, outputs, sample, rounding)
 }
 
@@ -223,7 +225,7 @@ pub fn check_linear_part(
     outputs: &LinearOutputs,
     sample: LinearSample,
     rounding: SumRounding,
-) -> Result<f64, String> {
+) -> Result<f64, WrongResult> {
     check_part(plan, Some(rank), inputs, gradient, outputs, sample, rounding)
 }
 
@@ -236,7 +238,7 @@ fn check_part(
     outputs: &LinearOutputs,
     sample: LinearSample,
     rounding: SumRounding,
-) -> Result<f64, String> {
+) -> Result<f64, WrongResult> {
     // Of what is rounded in a type, halves of its units: partial sums, and sums between the first and the last.
     let roundings = match rounding {
         SumRounding::Partials => 1,
@@ -260,10 +262,8 @@ fn check_part(
         ("dbias", &outputs.dbias, gradients && has_bias),
     ] {
         if found.is_some() != wanted {
-            return Err(format!(
-                "{name} is {}",
-                if wanted { "missing" } else { "there, which nobody asked for" }
-            ));
+            let name = name.to_owned();
+            return Err(if wanted { WrongResult::Missing { name } } else { WrongResult::Unasked { name } });
         }
         let (Some(found), Some(dy)) = (found, &inputs.dy) else { continue };
         let (exact, before) = match name {
@@ -285,7 +285,7 @@ fn judge(
     exact: &Exact,
     before: Option<&HostTensor>,
     (dtype, roundings): (DType, usize),
-) -> Result<f64, String> {
+) -> Result<f64, WrongResult> {
     let Places { rows, columns, first } = &exact.places;
     let (Some(last_row), Some(last_column)) = (rows.last(), columns.last()) else { return Ok(0.0) };
     let pick = |tensor: &HostTensor, [first_row, first_column]: [usize; 2]| -> Vec<f64> {
@@ -297,7 +297,7 @@ fn judge(
         values.chunks_exact(width).flat_map(of_row).collect()
     };
     if found.rows() + first[0] <= *last_row || found.row_elements() + first[1] <= *last_column {
-        return Err(format!("{name} is {:?}, which is too small", found.shape()));
+        return Err(WrongResult::TooSmall { name: name.to_owned(), shape: found.shape().to_vec() });
     }
     let (values, before) = (pick(found, *first), before.map(|before| pick(before, [0; 2])));
     let sums = half_unit(dtype.accumulator());
@@ -316,9 +316,8 @@ fn judge(
         let share = (value - right).abs() / bound;
         if share.is_nan() || share > 1.0 {
             let (row, column) = (rows[index / columns.len()], columns[index % columns.len()]);
-            return Err(format!(
-                "{name}[{row}, {column}] is {value:e}, not {right:e}: {share:.2} of its bound"
-            ));
+            let name = name.to_owned();
+            return Err(WrongResult::Element { name, row, column, found: value, right, share });
         }
         worst = f64::max(worst, share);
     }

@@ -4,6 +4,7 @@ use counterpoint_exec::HostTensor;
 use counterpoint_mask::Range;
 use counterpoint_plan::DType;
 
+use crate::WrongResult;
 use crate::linear::{LinearSample, half_unit};
 
 /// What was normalised, and how.
@@ -40,11 +41,11 @@ impl Judge {
     /// One element: it is rounded to `stored`, and is a sum of so many terms whose sizes add up to `size`.
     fn element(
         &mut self,
-        name: &str,
+        (name, index): (&str, &[usize]),
         [found, right, size]: [f64; 3],
         terms: usize,
         stored: DType,
-    ) -> Result<(), String> {
+    ) -> Result<(), WrongResult> {
         let summed = (2 * terms + 16) as f64 * half_unit(self.dtype.accumulator());
         let bound = 2.0 * half_unit(stored) * right.abs() + summed * size + smallest(stored);
         let share = (found - right).abs() / bound;
@@ -53,7 +54,8 @@ impl Judge {
             self.worst = self.worst.max(share);
             return Ok(());
         }
-        Err(format!("{name} is {found:.6e}, not {right:.6e} +- {bound:.1e}"))
+        let (name, index) = (name.to_owned(), index.to_vec());
+        Err(WrongResult::NormElement { name, index, found, right, bound })
     }
 }
 
@@ -95,12 +97,12 @@ impl NormalisedRows<'_> {
 /// Compares the rows of `y` with `sum` normalised: the largest share that an element has of what it may err, 1 at most.
 ///
 /// # Errors
-/// The first element that is out of its bound, in words.
+/// The first element that is out of its bound.
 pub fn check_rms_norm(
     norm: &NormalisedRows<'_>,
     y: &HostTensor,
     sample: LinearSample,
-) -> Result<f64, String> {
+) -> Result<f64, WrongResult> {
     let (sum, found, weights) = (Rows::of(norm.sum), Rows::of(y), norm.weights());
     let mut judge = Judge { dtype: y.dtype(), worst: 0.0 };
     for row in sample.of(Range::new(0, norm.sum.rows())) {
@@ -108,8 +110,7 @@ pub fn check_rms_norm(
         let scale = norm.scale(h);
         for (at, (found, h)) in found.row(row).iter().zip(h).enumerate() {
             let right = h * scale * weights[at];
-            let name = format!("y[{row}, {at}]");
-            judge.element(&name, [*found, right, right.abs()], sum.columns, y.dtype())?;
+            judge.element(("y", &[row, at]), [*found, right, right.abs()], sum.columns, y.dtype())?;
         }
     }
     Ok(judge.worst)
@@ -123,7 +124,7 @@ pub fn check_rms_norm_backward(
     norm: &NormalisedRows<'_>,
     gradients: &NormGradients<'_>,
     sample: LinearSample,
-) -> Result<f64, String> {
+) -> Result<f64, WrongResult> {
     let NormGradients { dout, dsum, dh, dweight } = gradients;
     let (sum, dout, found, weights) = (Rows::of(norm.sum), Rows::of(dout), Rows::of(dh), norm.weights());
     let (dsum, rows, columns) = (dsum.map(Rows::of), norm.sum.rows(), sum.columns);
@@ -148,14 +149,12 @@ pub fn check_rms_norm_backward(
             let other = dsum.as_ref().map_or(0.0, |dsum| dsum.row(row)[at]);
             let right = scale * (own - normalised * along) + other;
             let size = scale * (own.abs() + normalised.abs() * size) + other.abs();
-            let name = format!("dh[{row}, {at}]");
-            judge.element(&name, [found.row(row)[at], right, size], columns, dh.dtype())?;
+            judge.element(("dh", &[row, at]), [found.row(row)[at], right, size], columns, dh.dtype())?;
         }
     }
     let Some(dweight) = dweight else { return Ok(judge.worst) };
     for (at, found) in dweight.to_f64().into_iter().enumerate() {
-        let name = format!("dweight[{at}]");
-        judge.element(&name, [found, sums[at], sizes[at]], rows + columns, dweight.dtype())?;
+        judge.element(("dweight", &[at]), [found, sums[at], sizes[at]], rows + columns, dweight.dtype())?;
     }
     Ok(judge.worst)
 }
@@ -176,8 +175,10 @@ mod tests {
         let scale = 1.0 / 13f64.sqrt();
         let check = |y: [f64; 4]| check_rms_norm(&norm, &tensor(y), LinearSample::Whole);
         assert!(check([3.0 * scale, 8.0 * scale, 0.0, 0.0]).unwrap() < 0.1);
-        assert!(check([8.0 * scale, 3.0 * scale, 0.0, 0.0]).unwrap_err().starts_with("y[0, 0]"));
-        assert!(check([3.0 * scale, 8.0 * scale, 0.0, f64::NAN]).unwrap_err().starts_with("y[1, 1]"));
+        assert!(check([8.0 * scale, 3.0 * scale, 0.0, 0.0]).unwrap_err().to_string().starts_with("y[0, 0]"));
+        assert!(
+            check([3.0 * scale, 8.0 * scale, 0.0, f64::NAN]).unwrap_err().to_string().starts_with("y[1, 1]")
+        );
 
         // dout is 1 in the first column: g = (1, 0), and the mean of g h is 1.5.
         let dout = tensor([1.0, 0.0, 1.0, 0.0]);
@@ -190,7 +191,7 @@ mod tests {
         };
         let dweight = [3.0 * scale, 0.0];
         assert!(check(right, dweight, None).unwrap() < 0.5);
-        assert!(check(right, dweight, Some(&dout)).unwrap_err().starts_with("dh[0, 0]"));
-        assert!(check(right, [0.0, 0.0], None).unwrap_err().starts_with("dweight[0]"));
+        assert!(check(right, dweight, Some(&dout)).unwrap_err().to_string().starts_with("dh[0, 0]"));
+        assert!(check(right, [0.0, 0.0], None).unwrap_err().to_string().starts_with("dweight[0]"));
     }
 }

@@ -27,10 +27,11 @@ pub use experts::{
     COMBINE as COMBINE_LABEL, DISPATCH as DISPATCH_LABEL, lower_expert_backward, lower_expert_forward,
 };
 pub use linear::{
-    InputGradient, LayerPart, NormSpec, SharedInput, WeightGradient, lower_collective, lower_join,
-    lower_linear_backward, lower_linear_forward, lower_linear_weight_gradient, lower_normalised_backward,
-    lower_normalised_forward, lower_product, lower_row_passes, lower_shared_input_backward,
-    lower_shared_input_forward, lower_shared_input_weight_gradient, travel_seconds,
+    InputGradient, LayerPart, MatrixShape, NormSpec, RankOf, SharedInput, WeightGradient, lower_collective,
+    lower_join, lower_linear_backward, lower_linear_forward, lower_linear_weight_gradient,
+    lower_normalised_backward, lower_normalised_forward, lower_product, lower_row_passes,
+    lower_shared_input_backward, lower_shared_input_forward, lower_shared_input_weight_gradient,
+    travel_seconds,
 };
 pub use op_cost::OpCost;
 pub use pass_policies::PassPolicies;

@@ -53,16 +53,16 @@ impl FromStr for PassPolicies {
             let of_pass = match part.split_once('=') {
                 Some(("forward", policy)) => (&mut forward, policy),
                 Some(("backward", policy)) => (&mut backward, policy),
-                _ => return Err(PolicyError::Pass(part.to_owned())),
+                _ => return Err(PolicyError::Passes { text: part.to_owned() }),
             };
             let (pass, policy) = of_pass;
             if pass.replace(policy.parse()?).is_some() {
-                return Err(PolicyError::Pass(part.to_owned()));
+                return Err(PolicyError::Passes { text: part.to_owned() });
             }
         }
         match (forward, backward) {
             (Some(forward), Some(backward)) => Ok(Self { forward, backward }),
-            _ => Err(PolicyError::Pass(text.to_owned())),
+            _ => Err(PolicyError::Passes { text: text.to_owned() }),
         }
     }
 }
@@ -93,8 +93,8 @@ mod tests {
             "forward=concurrent,sequential",
             "concurrent,sequential",
         ] {
-            assert!(matches!(refused(text), PolicyError::Pass(_)), "{text}");
+            assert!(matches!(refused(text), PolicyError::Passes { .. }), "{text}");
         }
-        assert!(matches!(refused("forward=fast,backward=sequential"), PolicyError::Word(_)));
+        assert!(matches!(refused("forward=fast,backward=sequential"), PolicyError::Unknown { .. }));
     }
 }

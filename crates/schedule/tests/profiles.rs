@@ -7,8 +7,8 @@ use counterpoint_cost::{LinkPoint, MachineProfile, PolicyMeasurement, TransportM
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, DType, GemmCollective, Topology};
 use counterpoint_schedule::{
-    GradientReduction, KeyBlocks, OverlapPolicy, Program, lower_attention_backward, lower_attention_forward,
-    lower_collective, simulate,
+    GradientReduction, KeyBlocks, MatrixShape, OverlapPolicy, Program, RankOf, lower_attention_backward,
+    lower_attention_forward, lower_collective, simulate,
 };
 use rand::{Rng, RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -94,7 +94,12 @@ fn predict(profile: &MachineProfile, rng: &mut impl Rng) {
         let timeline = simulate(&programs, &topology, &profile.cost).expect("programs that fit");
         assert!(timeline.makespan().is_finite(), "{}", timeline.makespan());
     }
-    let gather = lower_collective(GemmCollective::AllGather, [0, 4], [4096, 512], DType::Bf16);
+    let gather = lower_collective(
+        GemmCollective::AllGather,
+        RankOf { rank: 0, ranks: 4 },
+        MatrixShape { rows: 4096, columns: 512 },
+        DType::Bf16,
+    );
     assert!(simulate(&[gather], &Topology::flat(4), &profile.cost).unwrap().makespan().is_finite());
     for transport in &profile.transports {
         for bytes in [0, 1, 3 << 20, u64::MAX] {

@@ -11,10 +11,10 @@ use counterpoint_plan::{
     RankOutline, Routing, RowHosts, StageCuts, Topology, WaveGroups,
 };
 use counterpoint_schedule::{
-    GradientReduction, KeyBlocks, NormSpec, OverlapPolicy, WeightGradient, lower_attention_backward,
-    lower_attention_forward, lower_collective, lower_expert_backward, lower_expert_forward,
-    lower_linear_backward, lower_linear_forward, lower_linear_weight_gradient, lower_normalised_backward,
-    lower_normalised_forward,
+    GradientReduction, KeyBlocks, MatrixShape, NormSpec, OverlapPolicy, RankOf, WeightGradient,
+    lower_attention_backward, lower_attention_forward, lower_collective, lower_expert_backward,
+    lower_expert_forward, lower_linear_backward, lower_linear_forward, lower_linear_weight_gradient,
+    lower_normalised_backward, lower_normalised_forward,
 };
 
 fn spec() -> AttentionSpec {
@@ -184,7 +184,12 @@ fn expert_layers() {
 
 #[test]
 fn collectives() {
-    let program = lower_collective(GemmCollective::AllReduce, [0, 2], [64, 128], DType::Bf16);
+    let program = lower_collective(
+        GemmCollective::AllReduce,
+        RankOf { rank: 0, ranks: 2 },
+        MatrixShape { rows: 64, columns: 128 },
+        DType::Bf16,
+    );
     insta::assert_snapshot!("all_reduce", program.to_string());
 }
 

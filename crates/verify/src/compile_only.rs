@@ -3,7 +3,7 @@
 use std::fmt::Write;
 use std::time::Instant;
 
-use counterpoint_console::{self as console, CliError, FlagFault, Schema, Ticker};
+use counterpoint_console::{self as console, CheckFault, CliError, FlagFault, Schema, Ticker};
 use counterpoint_cuda::kernel::specialisations;
 use counterpoint_cuda::{CompileReport, CubinCache, KernelReport, examine};
 use counterpoint_report::{Column, table};
@@ -70,11 +70,9 @@ fn cells(kernel: &KernelReport) -> Vec<String> {
 /// An error when a kernel is not what it must be.
 fn verdict(report: &CompileReport) -> Result<(), CliError> {
     let Some(first) = report.failed.first() else { return Ok(()) };
-    let faults = console::count(report.failed.len(), "fault");
-    let reason = first.reason.lines().next().unwrap_or_default();
-    Err(CliError::CheckFailed {
-        what: format!("{faults} in compiled kernels, the first: {}: {reason}", first.name),
-    })
+    let line = first.reason.lines().next().unwrap_or_default().to_owned();
+    let (faults, kernel) = (report.failed.len(), first.name.clone());
+    Err(CliError::check(CheckFault::Kernels { faults, kernel, line }))
 }
 
 #[cfg(test)]

@@ -109,8 +109,8 @@ impl Examiner {
     fn examine(&self, group: Group) -> GroupChecks {
         self.begin(group);
         let began = self.began.elapsed();
-        let checks = self.checks(group).unwrap_or_else(|CannotBegin(reason)| {
-            vec![SelfCheck::failed("its beginning".to_owned(), 0, reason)]
+        let checks = self.checks(group).unwrap_or_else(|reason| {
+            vec![SelfCheck::failed("its beginning".to_owned(), 0, reason.to_string())]
         });
         GroupChecks::of(group, began, self.began.elapsed() - began, checks)
     }
@@ -121,13 +121,13 @@ impl Examiner {
         let groups = [Group::Attention, Group::PortableAttention];
         let found = || -> Result<_, CannotBegin> {
             let native = CudaSubject::open()?;
-            let portable = native.portable()?.ok_or_else(|| CannotBegin("it has one family".to_owned()))?;
+            let portable = native.portable()?.ok_or(CannotBegin::OneFamily)?;
             Ok(selftest_attention(&[&native, &portable], self.extent, self.share, |check, _| {
                 self.heard(check)
             }))
         };
-        let found = found().unwrap_or_else(|CannotBegin(reason)| {
-            let failed = SelfCheck::failed("its beginning".to_owned(), 0, reason);
+        let found = found().unwrap_or_else(|reason| {
+            let failed = SelfCheck::failed("its beginning".to_owned(), 0, reason.to_string());
             vec![vec![failed]; groups.len()]
         });
         let took = self.began.elapsed() - began;
@@ -316,7 +316,7 @@ impl Examiner {
 }
 
 fn portable() -> Result<CudaSubject, CannotBegin> {
-    CudaSubject::open()?.portable()?.ok_or_else(|| CannotBegin("it has no other kernels".to_owned()))
+    CudaSubject::open()?.portable()?.ok_or(CannotBegin::NoOtherKernels)
 }
 
 fn library_sums() -> Checks {

@@ -2,6 +2,15 @@
 
 use std::fmt;
 
+use thiserror::Error;
+
+/// A name that no group of checks has.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[error("`{name}` is not a group of checks")]
+pub(crate) struct UnknownGroup {
+    name: String,
+}
+
 /// Checks that belong together, in the order in which they are reported.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Group {
@@ -195,9 +204,9 @@ impl Group {
     }
 
     /// The group of this very name.
-    pub(crate) fn named(name: &str) -> Result<Self, String> {
+    pub(crate) fn named(name: &str) -> Result<Self, UnknownGroup> {
         let group = Self::ALL.into_iter().find(|group| group.name() == name);
-        group.ok_or_else(|| format!("`{name}` is not a group of checks"))
+        group.ok_or_else(|| UnknownGroup { name: name.to_owned() })
     }
 }
 

@@ -13,6 +13,7 @@ use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 
 use super::cannot_begin::CannotBegin;
+use super::case_fault::{CaseFault, RankEnd};
 use super::job::{Gpus, Job, ProcessEnd, free_port, start_at};
 
 const ATTENTION: &str = "attention --mask causal:64 --heads-q 2 --head-dim 8 --chunk-size 16 --cp-size 2";
@@ -36,14 +37,13 @@ pub(super) struct Hostile {
 
 impl Hostile {
     pub(super) fn new(patience: u32) -> Result<Self, CannotBegin> {
-        let folder =
-            TemporaryFolder::new().map_err(|error| CannotBegin(format!("no folder: {error}; set TMPDIR")))?;
+        let folder = TemporaryFolder::new().map_err(CannotBegin::NoFolder)?;
         Ok(Self { folder, patience })
     }
 
     /// All of it; `heard` gets each as it is made.
     pub(super) fn checks(&self, heard: impl Fn(&SelfCheck)) -> Vec<SelfCheck> {
-        type Check = (&'static str, fn(&Hostile) -> Result<(), String>);
+        type Check = (&'static str, fn(&Hostile) -> Result<(), CaseFault>);
         let all: [Check; 6] = [
             ("strangers at the port", Self::strangers),
             ("two jobs at one port", Self::two_jobs),
@@ -55,7 +55,7 @@ impl Hostile {
         let check = |(name, check): Check| {
             let made = match check(self) {
                 Ok(()) => SelfCheck::of(name.to_owned(), 0, 0.0, 0.0),
-                Err(reason) => SelfCheck::failed(name.to_owned(), 0, reason),
+                Err(reason) => SelfCheck::failed(name.to_owned(), 0, reason.to_string()),
             };
             heard(&made);
             made
@@ -63,22 +63,22 @@ impl Hostile {
         all.into_iter().map(check).collect()
     }
 
-    fn start(&self, name: &str, lines: &[String], port: u16) -> Result<Job, String> {
+    fn start(&self, name: &str, lines: &[String], port: u16) -> Result<Job, CaseFault> {
         // A job of the same name in a folder of its own is, by all that the launcher says, the same job.
         let folder = self.folder.path().join(name);
-        fs::create_dir_all(&folder).map_err(|error| error.to_string())?;
-        start_at(&folder, "job", lines, Gpus::All, port).map_err(|error| error.to_string())
+        fs::create_dir_all(&folder)?;
+        Ok(start_at(&folder, "job", lines, Gpus::All, port)?)
     }
 
     fn within(&self, limit: Duration, line: &str) -> String {
         format!("{line} --limit {}", (limit * self.patience).as_secs())
     }
 
-    fn port() -> Result<u16, String> {
-        free_port().map_err(|error| error.to_string())
+    fn port() -> Result<u16, CaseFault> {
+        Ok(free_port()?)
     }
 
-    fn strangers(&self) -> Result<(), String> {
+    fn strangers(&self) -> Result<(), CaseFault> {
         let port = Self::port()?;
         let line = self.within(WAIT, &format!("{ATTENTION} {SLOW}"));
         let job = self.start("strangers", &vec![line; 2], port)?;
@@ -102,7 +102,7 @@ impl Hostile {
         well(&job.end(&[0, 1], LONG * self.patience))
     }
 
-    fn two_jobs(&self) -> Result<(), String> {
+    fn two_jobs(&self) -> Result<(), CaseFault> {
         let port = Self::port()?;
         let line = |seed| self.within(WAIT, &format!("{ATTENTION} {SLOW} --seed {seed}"));
         let first = self.start("first", &vec![line(1); 2], port)?;
@@ -112,20 +112,24 @@ impl Hostile {
         let conflict = |rank: &ProcessEnd| rank.code == Some(2) && rank.text.contains("another job");
         match (wells.len(), others.iter().flat_map(|job| job.iter()).all(conflict)) {
             (1 | 2, true) => Ok(()),
-            _ => Err(others.iter().map(|job| said(job)).collect::<Vec<_>>().join("; ")),
+            _ => {
+                let ends = others.iter().flat_map(|job| job.iter().enumerate().map(RankEnd::of));
+                Err(CaseFault::Ended { ends: ends.collect() })
+            }
         }
     }
 
-    fn other_flags(&self) -> Result<(), String> {
+    fn other_flags(&self) -> Result<(), CaseFault> {
         let line = |stages| self.within(WAIT, &format!("{ATTENTION} --stages {stages}"));
         let job = self.start("flags", &[line(1), line(2)], Self::port()?)?;
         refused(&job.end(&[0, 1], LIMIT + GRACE), "--stages is 1 on rank 0 and 2 on rank 1")
     }
 
-    fn stale_input(&self) -> Result<(), String> {
+    fn stale_input(&self) -> Result<(), CaseFault> {
         let path = |rank: usize| self.folder.path().join(format!("{rank}.safetensors"));
         for rank in 0..2u8 {
-            write_input(&path(usize::from(rank)), rank).map_err(|error| error.to_string())?;
+            write_input(&path(usize::from(rank)), rank)
+                .map_err(|error| CaseFault::System { text: error.to_string() })?;
         }
         let output = self.folder.path().join("out.safetensors");
         let line = |rank| {
@@ -140,15 +144,15 @@ impl Hostile {
     }
 
     /// What happens to rank 1 is reported by rank 0 within one limit.
-    fn fault(&self, signal: &str, words: &str) -> Result<(), String> {
+    fn fault(&self, signal: &str, words: &str) -> Result<(), CaseFault> {
         let line = self.within(LIMIT, &format!("{ATTENTION} {SLOW} --stages 3"));
         let job = self.start(signal, &vec![line; 2], Self::port()?)?;
         thread::sleep(Duration::from_millis(1500));
-        job.signal(1, signal).map_err(|error| error.to_string())?;
+        job.signal(1, signal)?;
         let ended = job.end(&[0], LIMIT * self.patience + GRACE);
         match ended[0].code {
             Some(1) if ended[0].text.contains(words) => Ok(()),
-            _ => Err(said(&ended[..1])),
+            _ => Err(CaseFault::ended(&ended[..1])),
         }
     }
 }
@@ -166,22 +170,11 @@ fn write_input(path: &Path, last: u8) -> Result<(), safetensors::SafeTensorError
     safetensors::serialize_to_file(views, None, path)
 }
 
-fn well(ended: &[ProcessEnd]) -> Result<(), String> {
-    if ended.iter().all(|rank| rank.code == Some(0)) { Ok(()) } else { Err(said(ended)) }
+fn well(ended: &[ProcessEnd]) -> Result<(), CaseFault> {
+    if ended.iter().all(|rank| rank.code == Some(0)) { Ok(()) } else { Err(CaseFault::ended(ended)) }
 }
 
-fn refused(ended: &[ProcessEnd], words: &str) -> Result<(), String> {
+fn refused(ended: &[ProcessEnd], words: &str) -> Result<(), CaseFault> {
     let is_refused = |rank: &ProcessEnd| rank.code == Some(2) && rank.text.contains(words);
-    if ended.iter().all(is_refused) { Ok(()) } else { Err(said(ended)) }
-}
-
-fn said(ended: &[ProcessEnd]) -> String {
-    let one = |(rank, ProcessEnd { code, text, .. }): (usize, &ProcessEnd)| {
-        let line = text.trim_end().lines().next_back().unwrap_or("nothing");
-        format!(
-            "rank {rank} ended with {}: {line}",
-            code.map_or("a signal".to_owned(), |code| code.to_string())
-        )
-    };
-    ended.iter().enumerate().map(one).collect::<Vec<_>>().join("; ")
+    if ended.iter().all(is_refused) { Ok(()) } else { Err(CaseFault::ended(ended)) }
 }

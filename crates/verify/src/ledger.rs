@@ -3,7 +3,7 @@
 use std::fmt::Write;
 use std::time::Duration;
 
-use counterpoint_console::{self as console, CliError};
+use counterpoint_console::{self as console, CheckFault, CliError};
 use counterpoint_reference::selftest::{SelfCheck, Share};
 use counterpoint_report::{Column, table};
 use serde::{Deserialize, Serialize};
@@ -208,11 +208,8 @@ impl SelftestDocument {
             return Ok(());
         }
         let mut names = self.checks.iter().filter(|check| !check.passed).map(|check| check.name.as_str());
-        let first = names.next().unwrap_or("there was nothing to check");
-        let count = console::count(self.failed, "check");
-        Err(CliError::CheckFailed {
-            what: format!("{count} of {} failed, the first: {first}", self.checks.len()),
-        })
+        let (failed, checks, first) = (self.failed, self.checks.len(), names.next().map(str::to_owned));
+        Err(CliError::check(CheckFault::SelfTest { failed, checks, first }))
     }
 }
 

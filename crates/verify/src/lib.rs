@@ -5,6 +5,7 @@
 
 mod arguments;
 mod cannot_begin;
+mod case_fault;
 mod compile_only;
 mod crew;
 mod examiner;

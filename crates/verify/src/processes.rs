@@ -12,8 +12,9 @@ use counterpoint_cuda::{CudaError, Device, DeviceBuffer};
 use counterpoint_reference::selftest::{Extent, SelfCheck};
 
 use super::cannot_begin::CannotBegin;
+use super::case_fault::{CaseFault, RankEnd, last_line, list_ends};
 use super::inter_node;
-use super::job::{Gpus, Job, ProcessEnd, how, start};
+use super::job::{Gpus, Job, ProcessEnd, start};
 
 /// What every rank is given where bits are compared.
 const ATTENTION: &str = "attention --device cuda --mask varlen-block-causal:0,500,2500,4096,block=256 --heads-q 4 --heads-kv 2 \
@@ -58,8 +59,7 @@ pub(super) struct Bench {
 impl Bench {
     /// On all GPUs.
     pub(super) fn new(patience: u32) -> Result<Self, CannotBegin> {
-        let folder =
-            TemporaryFolder::new().map_err(|error| CannotBegin(format!("no folder: {error}; set TMPDIR")))?;
+        let folder = TemporaryFolder::new().map_err(CannotBegin::NoFolder)?;
         Ok(Self { folder, gpus: Device::count()?, patience })
     }
 
@@ -122,11 +122,11 @@ impl Bench {
             let threads = known.and_then(|at| threads[at].clone()).unwrap_or_else(lost_thread);
             let differing = threads.and_then(|threads| {
                 let processes = self.run(transport, ranks, nodes, ranks, transport, gpus)?;
-                differing_bytes(&threads, &processes).map_err(|error| error.to_string())
+                Ok(differing_bytes(&threads, &processes)?)
             });
             match differing {
                 Ok(count) => SelfCheck::of(name, 11, count as f64, 0.0),
-                Err(reason) => SelfCheck::failed(name, 11, reason),
+                Err(reason) => SelfCheck::failed(name, 11, reason.to_string()),
             }
         });
         checks.into_iter().map(|check| check.unwrap_or_else(lost_check)).collect()
@@ -141,7 +141,7 @@ impl Bench {
         processes: usize,
         transport: &str,
         gpus: Gpus,
-    ) -> Result<PathBuf, String> {
+    ) -> Result<PathBuf, CaseFault> {
         let output = self.folder.path().join(format!("{name}-{ranks}-{nodes}-{processes}.safetensors"));
         let line = format!(
             "{ATTENTION} --cp-size {ranks} --nodes {nodes} --transport {transport} --output {}",
@@ -149,15 +149,12 @@ impl Bench {
         );
         let line = self.within(WAIT, &line);
         let name = format!("bits-{name}-{ranks}-{nodes}-{processes}");
-        let job = start(self.folder.path(), &name, &vec![line; processes], gpus)
-            .map_err(|error| error.to_string())?;
+        let job = start(self.folder.path(), &name, &vec![line; processes], gpus)?;
         let all: Vec<usize> = (0..processes).collect();
         let ended = job.end(&all, self.patient(LONG));
         match ended.iter().enumerate().find(|(_, rank)| rank.code != Some(0)) {
             None => Ok(output),
-            Some((rank, ProcessEnd { code, text, .. })) => {
-                Err(format!("rank {rank} ended with {}: {}", how(*code), last_line(text)))
-            }
+            Some(rank) => Err(CaseFault::Ended { ends: vec![RankEnd::of(rank)] }),
         }
     }
 
@@ -282,10 +279,8 @@ fn side_by_side<C: Sync, R: Send>(cases: &[C], run: impl Fn(&C) -> R + Sync) -> 
 /// How many of a job's ranks did not end as `says` wants.
 fn who_says(name: String, ended: &[ProcessEnd], says: impl Fn(&ProcessEnd) -> bool) -> SelfCheck {
     let silent: Vec<_> = ended.iter().enumerate().filter(|(_, rank)| !says(rank)).collect();
-    let end_text = |(rank, ended): &(usize, &ProcessEnd)| {
-        format!("rank {rank} ended with {}: {}", how(ended.code), last_line(&ended.text))
-    };
-    let reason = silent.iter().map(end_text).collect::<Vec<_>>().join("; ");
+    let ends: Vec<RankEnd> = silent.iter().copied().map(RankEnd::of).collect();
+    let reason = list_ends(&ends);
     let check = SelfCheck::of(name, 0, silent.len() as f64, 0.0);
     SelfCheck { reason: Some(reason).filter(|_| !check.passed), ..check }
 }
@@ -294,8 +289,8 @@ fn lost_check() -> SelfCheck {
     SelfCheck::failed("a job".to_owned(), 0, "the thread that watched it panicked".to_owned())
 }
 
-fn lost_thread<T>() -> Result<T, String> {
-    Err("there is no run of threads".to_owned())
+fn lost_thread<T>() -> Result<T, CaseFault> {
+    Err(CaseFault::NoThreads)
 }
 
 /// How many bytes of two files differ, those that only one has among them.
@@ -303,8 +298,4 @@ fn differing_bytes(one: &Path, other: &Path) -> io::Result<usize> {
     let (one, other) = (fs::read(one)?, fs::read(other)?);
     let differing = one.iter().zip(&other).filter(|(a, b)| a != b).count();
     Ok(differing + one.len().abs_diff(other.len()))
-}
-
-fn last_line(text: &str) -> &str {
-    text.trim_end().lines().next_back().unwrap_or("nothing")
 }

@@ -3,7 +3,8 @@
 use std::time::Instant;
 
 use counterpoint_console::{
-    self as console, CliError, FlagFault, Schema, TemporaryFolder, arguments::Device as Examinee, device,
+    self as console, CheckFault, CliError, FlagFault, Schema, TemporaryFolder, arguments::Device as Examinee,
+    device,
 };
 use counterpoint_cuda::{Arch, CudaError, Device, compiler_version};
 use counterpoint_reference::selftest::{Extent, SelfCheck, Share};
@@ -29,9 +30,8 @@ pub(super) fn run(arguments: &SelftestArguments) -> Result<(), CliError> {
     };
     let parts = chosen(arguments, machine, extent)?;
     let memory = Memory::before(&parts, machine.gpus).map_err(failed)?;
-    let folder = TemporaryFolder::new().map_err(|error| CliError::CheckFailed {
-        what: format!("there is no temporary folder: {error}; set TMPDIR"),
-    })?;
+    let folder =
+        TemporaryFolder::new().map_err(|source| CliError::check(CheckFault::NoTemporaryFolder { source }))?;
     let mut ledger = Ledger::new(Detail::of(arguments));
     crew::examine(parts, machine.gpus, arguments, folder.path(), began, &mut ledger)?;
     if let Some(memory) = memory {

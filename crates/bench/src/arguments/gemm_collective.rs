@@ -75,7 +75,7 @@ pub struct BenchGemmCollectiveArguments {
     #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = value::seconds, allow_hyphen_values = true)]
     pub(crate) limit: Duration,
 
-    /// Time PyTorch's ways too: mm-nccl, async-tp, symm-mem [given without names: all]
+    /// Time PyTorch's variants too: mm-nccl, async-tp, symm-mem [given without names: all]
     #[arg(long, value_name = "NAMES", num_args = 0..=1, require_equals = true, default_missing_value = "mm-nccl,async-tp,symm-mem", value_delimiter = ',', value_parser = ["mm-nccl", "async-tp", "symm-mem"])]
     pub(crate) peers: Vec<String>,
 

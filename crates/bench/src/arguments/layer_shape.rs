@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use counterpoint_console::arguments::value;
+use counterpoint_console::arguments::{ValueFault, value};
 use serde::{Deserialize, Serialize};
 
 /// A layer's tokens, features of the side that is not split, and features that a rank has of the other. JSON has the three as an array.
@@ -16,7 +16,7 @@ pub(crate) struct LayerShape {
 
 impl LayerShape {
     /// `8k:8k:7k`.
-    pub(super) fn parse(text: &str) -> Result<Self, String> {
+    pub(super) fn parse(text: &str) -> Result<Self, ValueFault> {
         value::sizes(text).map(Self::from)
     }
 }

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
-use counterpoint_console::arguments::{Device, OverlapChoice, overlap, value};
+use counterpoint_console::arguments::{Device, OverlapChoice, ValueFault, overlap, value};
 use counterpoint_exec::SlowLink;
 use counterpoint_plan::{DType, ExpertKind};
 
@@ -165,15 +165,15 @@ impl BenchMoeKind {
     }
 }
 
-fn skew(text: &str) -> Result<f64, String> {
+fn skew(text: &str) -> Result<f64, ValueFault> {
     number(text, 0.0, 8.0)
 }
 
-fn capacity(text: &str) -> Result<f64, String> {
+fn capacity(text: &str) -> Result<f64, ValueFault> {
     number(text, 0.01, 1e6)
 }
 
-fn number(text: &str, least: f64, most: f64) -> Result<f64, String> {
+fn number(text: &str, least: f64, most: f64) -> Result<f64, ValueFault> {
     let number = text.parse::<f64>().ok().filter(|number| (least..=most).contains(number));
-    number.ok_or_else(|| format!("give a number from {least} to {most}"))
+    number.ok_or(ValueFault::Range { least, most })
 }

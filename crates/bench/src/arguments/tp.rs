@@ -148,7 +148,7 @@ pub struct BenchTpArguments {
     #[arg(long, value_name = "NUMBERS", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=32), allow_hyphen_values = true)]
     pub(crate) connections: Vec<u32>,
 
-    /// Time PyTorch's ways too, with these CUDA_DEVICE_MAX_CONNECTIONS [given without numbers: 8, which is unset, 1 and 32]
+    /// Time PyTorch's variants too, with these CUDA_DEVICE_MAX_CONNECTIONS [given without numbers: 8, which is unset, 1 and 32]
     #[arg(long, value_name = "NUMBERS", num_args = 0..=1, require_equals = true, default_missing_value = "8,1,32", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=32))]
     pub(crate) peers: Vec<u32>,
 

@@ -4,7 +4,7 @@ mod cuda;
 mod kernel;
 mod overlap;
 
-use counterpoint_console::{self as console, CliError, Progress, Schema, arguments::Device};
+use counterpoint_console::{self as console, CliError, Progress, Schema, UsageFault, arguments::Device};
 use counterpoint_exec::HostTensor;
 use counterpoint_plan::{AttentionSpec, DType};
 use counterpoint_reference::CheckReport;
@@ -19,7 +19,7 @@ pub(crate) fn run(arguments: &BenchAttentionArguments) -> Result<(), CliError> {
     match (arguments.device, arguments.cuda.given()) {
         (Device::Cuda, _) => return cuda::run(arguments),
         (Device::Cpu, Some(flag)) => {
-            return Err(CliError::Usage { message: format!("{flag} is for GPUs; add --device cuda") });
+            return Err(CliError::usage(UsageFault::ForGpus { flag }));
         }
         (Device::Cpu, None) => {}
     }

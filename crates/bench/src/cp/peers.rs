@@ -2,7 +2,7 @@
 
 use std::process::Command;
 
-use counterpoint_console::{self as console, CliError};
+use counterpoint_console::{self as console, CliError, PeersFault};
 use counterpoint_exec::Pass;
 use counterpoint_mask::MaskPreset;
 use counterpoint_report::{BenchRow, Column, Rate, Statistics, table};
@@ -11,7 +11,7 @@ use serde_json::json;
 
 use super::sizes::Sizes;
 use crate::arguments::BenchCpArguments;
-use crate::pytorch::{InterleavedRanks, PeerVariant, Peers, Script, lacks_gpus, on_gpus};
+use crate::pytorch::{InterleavedRanks, PeerVariant, Peers, PyTorchNeeds, Script, on_gpus};
 
 /// What the script says of a variant.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
@@ -63,12 +63,11 @@ pub(super) fn start(arguments: &BenchCpArguments, sizes: &Sizes) -> Result<Peers
         return Ok(Peers::new(Vec::new()));
     }
     if !arguments.masks.iter().any(|mask| matches!(mask, MaskPreset::Full | MaskPreset::Causal)) {
-        let reason = "the peers have full and causal masks only; ask for one of them".to_owned();
-        return Err(CliError::NoPeers { reason });
+        return Err(CliError::no_peers(PeersFault::FullAndCausal));
     }
     let script = Script::unpack("context_parallel.py")?;
     let commands = on_gpus(sizes.cp_size, || command(&script, arguments, sizes))?;
-    Ok(Peers::new(vec![InterleavedRanks::start(script, commands, lacks_gpus(sizes.cp_size))?]))
+    Ok(Peers::new(vec![InterleavedRanks::start(script, commands, PyTorchNeeds::Gpus(sizes.cp_size))?]))
 }
 
 fn command(script: &Script, arguments: &BenchCpArguments, sizes: &Sizes) -> Command {

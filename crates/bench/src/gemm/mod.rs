@@ -4,7 +4,7 @@ mod grouped;
 mod products;
 
 use crate::gpu::{GemmBench, GemmError};
-use counterpoint_console::{CliError, Schema, arguments::Device as Where};
+use counterpoint_console::{CliError, Schema, UsageFault, arguments::Device as Where};
 use counterpoint_cuda::kernel::{
     ElementType, Gemm, GemmEpilogue, GemmLibrary, GemmRunner, GemmShape, GemmSpec, TilePair, Warpgroups,
 };
@@ -24,8 +24,7 @@ const LEAST_ROUNDS: usize = 4;
 /// `counterpoint bench gemm`.
 pub(crate) fn run(arguments: &BenchGemmArguments) -> Result<(), CliError> {
     if arguments.device == Where::Cpu {
-        let message = "bench gemm times the kernels of GPUs; add --device cuda".to_owned();
-        return Err(CliError::Usage { message });
+        return Err(CliError::usage(UsageFault::KernelsOfGpus));
     }
     let element = match arguments.dtype.unwrap_or(BenchDType::Bf16) {
         BenchDType::Bf16 => ElementType::Bf16,

@@ -2,7 +2,7 @@
 
 use std::process::Command;
 
-use counterpoint_console::{self as console, CliError, arguments::Device};
+use counterpoint_console::{self as console, CliError, PeersFault, arguments::Device};
 use counterpoint_cost::ProblemSize;
 use counterpoint_exec::GemmCollectiveSpec;
 use counterpoint_report::{Column, Statistics, geometric_mean, table};
@@ -11,7 +11,7 @@ use serde_json::json;
 
 use super::row::GemmCollectiveRow;
 use crate::arguments::{BenchDType, BenchGemmCollectiveArguments};
-use crate::pytorch::{InterleavedRanks, PeerVariant, Peers, Script, lacks_gpus, on_gpus};
+use crate::pytorch::{InterleavedRanks, PeerVariant, Peers, PyTorchNeeds, Script, on_gpus};
 use crate::rows::MeasuredRow;
 
 /// What the script says of a way.
@@ -61,13 +61,12 @@ pub(super) fn start(arguments: &BenchGemmCollectiveArguments) -> Result<Peers<Pe
         return Ok(Peers::new(Vec::new()));
     }
     if arguments.device == Device::Cpu {
-        let reason = "the peers are for GPUs; add --device cuda".to_owned();
-        return Err(CliError::NoPeers { reason });
+        return Err(CliError::no_peers(PeersFault::ForGpus));
     }
     let script = Script::unpack("gemm_collective.py")?;
     let ranks = arguments.ranks as usize;
     let commands = on_gpus(ranks, || command(&script, arguments))?;
-    Ok(Peers::new(vec![InterleavedRanks::start(script, commands, lacks_gpus(ranks))?]))
+    Ok(Peers::new(vec![InterleavedRanks::start(script, commands, PyTorchNeeds::Gpus(ranks))?]))
 }
 
 fn command(script: &Script, arguments: &BenchGemmCollectiveArguments) -> Command {

@@ -19,7 +19,7 @@ use counterpoint_exec::{
 };
 use counterpoint_measure::Processes;
 use counterpoint_plan::{ExpertCapacity, ExpertGroups, ExpertKind, ExpertSpec, Routing, Topology};
-use counterpoint_reference::{LinearSample, check_experts};
+use counterpoint_reference::{LinearSample, WrongResult, check_experts};
 use counterpoint_report::Statistics;
 use counterpoint_schedule::{OverlapPolicy, Timeline, WeightGradient};
 
@@ -59,7 +59,7 @@ struct Variant<M: Machine> {
     overlap: String,
     passes: ExpertPasses,
     layer: ExpertLayer<M>,
-    checked: Result<(), String>,
+    checked: Result<(), WrongResult>,
     /// Of each pass, runs with the times of all operations and those with that of the whole alone.
     runs: Vec<[Vec<Timeline>; 2]>,
 }
@@ -267,10 +267,10 @@ impl Case<'_> {
         });
         let outputs = ExpertOutputs { y, dx, dweight: dweight.transpose()? };
         let sample = LinearSample::Spread(SAMPLED);
-        let mut checked = check_experts(&self.spec, self.routing, inputs, &outputs, sample)
-            .map_err(|error| error.to_string());
+        let mut checked =
+            check_experts(&self.spec, self.routing, inputs, &outputs, sample).map_err(WrongResult::from);
         if first.get_or_insert_with(|| outputs.clone()) != &outputs {
-            checked = checked.and(Err("its bits are not those of the sequential run".to_owned()));
+            checked = checked.and(Err(WrongResult::OtherBits));
         }
         Ok(Variant { overlap, passes, layer, checked, runs: Vec::new() })
     }
@@ -353,7 +353,7 @@ impl Case<'_> {
             of_longer: statistics.median / parts.longer(),
             hidden: figure(hidden.share(), hidden_noise),
             hidden_noise,
-            wrong: variant.checked.clone().err(),
+            wrong: variant.checked.as_ref().err().map(ToString::to_string),
         })
     }
 }

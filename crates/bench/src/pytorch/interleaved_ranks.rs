@@ -7,12 +7,12 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use counterpoint_console::{CliError, OwnProcess};
+use counterpoint_console::{CliError, OwnProcess, PeersFault, PyTorchFault};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::json;
 
-use super::{PAUSE, Script, ended_badly, read_lines};
+use super::{PAUSE, PyTorchNeeds, Script, ended_badly, read_lines};
 
 /// To start, connect and make a case ready, compiling included. Their own collectives end after two minutes.
 const LIMIT: Duration = Duration::from_secs(300);
@@ -23,7 +23,7 @@ const PARTING: Duration = Duration::from_secs(5);
 /// The ranks of one script.
 pub(crate) struct InterleavedRanks {
     ranks: Vec<Rank>,
-    lacks: String,
+    needs: PyTorchNeeds,
     limit: Duration,
     /// Its files: it reads some when it wants them.
     _script: Option<Script>,
@@ -36,25 +36,26 @@ struct Rank {
 }
 
 impl InterleavedRanks {
-    /// Starts `commands`, those of `script`, a process a rank. `lacks` says what a machine has not on which the script ends with status 3.
-    pub(crate) fn start(script: Script, commands: Vec<Command>, lacks: String) -> Result<Self, CliError> {
-        Ok(Self { _script: Some(script), ..Self::of(commands, lacks)? })
+    /// Starts `commands`, those of `script`, a process a rank. Where the script ends with status 3, the machine does not have what it `needs`.
+    pub(crate) fn start(
+        script: Script,
+        commands: Vec<Command>,
+        needs: PyTorchNeeds,
+    ) -> Result<Self, CliError> {
+        Ok(Self { _script: Some(script), ..Self::of(commands, needs)? })
     }
 
-    fn of(commands: Vec<Command>, lacks: String) -> Result<Self, CliError> {
+    fn of(commands: Vec<Command>, needs: PyTorchNeeds) -> Result<Self, CliError> {
         let start = |mut command: Command| {
             command.arg("--turns").stdin(Stdio::piped()).stdout(Stdio::piped());
-            let started = OwnProcess::start(&mut command).map_err(|error| CliError::NoPeers {
-                reason: format!("python3 cannot be started ({error})"),
-            })?;
+            let started = OwnProcess::start(&mut command)
+                .map_err(|error| CliError::no_peers(PeersFault::NoStart(error)))?;
             let pipes = started.stdin().zip(started.stdout());
-            let (requests, stdout) = pipes.ok_or_else(|| CliError::NoPeers {
-                reason: "python3 has no pipes to talk through".to_owned(),
-            })?;
+            let (requests, stdout) = pipes.ok_or_else(|| CliError::no_peers(PeersFault::NoPipes))?;
             Ok(Rank { process: started, requests, answers: read_lines(stdout) })
         };
         let ranks = commands.into_iter().map(start).collect::<Result<_, CliError>>()?;
-        Ok(Self { ranks, lacks, limit: LIMIT, _script: None })
+        Ok(Self { ranks, needs, limit: LIMIT, _script: None })
     }
 
     /// Has a case made ready instead of the one before, and gives what is known of each of its ways. Those that PyTorch has not, or that
@@ -63,8 +64,7 @@ impl InterleavedRanks {
         let of_ranks: Vec<Vec<T>> = self.ask(&json!({ "case": case }))?;
         let counts: Vec<usize> = of_ranks.iter().map(Vec::len).collect();
         if counts.windows(2).any(|pair| pair[0] != pair[1]) {
-            let what = format!("PyTorch's ranks have unlike numbers of ways ready: {counts:?}");
-            return Err(CliError::CheckFailed { what });
+            return Err(CliError::check(PyTorchFault::UnlikeCounts { counts }));
         }
         Ok(of_ranks.into_iter().next().unwrap_or_default())
     }
@@ -96,16 +96,13 @@ impl InterleavedRanks {
         let mut answers = Vec::new();
         for number in 0..self.ranks.len() {
             let line = self.answer(number, deadline)?;
-            let answer = serde_json::from_str(&line).map_err(|error| CliError::CheckFailed {
-                what: format!("rank {number} of the comparison with PyTorch answered {line:?} ({error})"),
-            })?;
-            answers.push(answer);
+            let answer = serde_json::from_str(&line);
+            let unread = |source| CliError::check(PyTorchFault::Answer { rank: number, line, source });
+            answers.push(answer.map_err(unread)?);
         }
         match unheard {
             None => Ok(answers),
-            Some(error) => {
-                Err(CliError::CheckFailed { what: format!("PyTorch's ranks do not listen ({error})") })
-            }
+            Some(error) => Err(CliError::check(PyTorchFault::Deaf(error))),
         }
     }
 
@@ -124,24 +121,17 @@ impl InterleavedRanks {
     /// Whether rank `number` may still answer: all ranks run, and there is time.
     fn look(&self, number: usize, deadline: Instant) -> Result<(), CliError> {
         for Rank { process, .. } in &self.ranks {
-            let status = process.status().map_err(|error| CliError::NoPeers {
-                reason: format!("python3 cannot be waited for ({error})"),
-            })?;
+            let status = process.status().map_err(|error| CliError::no_peers(PeersFault::NoStatus(error)))?;
             match status {
                 None => {}
-                Some(status) if status.success() => {
-                    let what = "a rank of the comparison with PyTorch ended before the others".to_owned();
-                    return Err(CliError::CheckFailed { what });
-                }
-                Some(status) => return Err(ended_badly(status, &self.lacks)),
+                Some(status) if status.success() => return Err(CliError::check(PyTorchFault::EndedEarly)),
+                Some(status) => return Err(ended_badly(status, self.needs)),
             }
         }
         if Instant::now() < deadline {
             return Ok(());
         }
-        let seconds = self.limit.as_secs();
-        let what = format!("rank {number} of the comparison with PyTorch gave no answer in {seconds} s");
-        Err(CliError::CheckFailed { what })
+        Err(CliError::check(PyTorchFault::NoAnswer { rank: number, seconds: self.limit.as_secs() }))
     }
 }
 
@@ -156,7 +146,7 @@ pub(super) mod tests {
             command.args(["-c", script]).env("RANK", rank.to_string());
             command
         };
-        InterleavedRanks::of((0..count).map(rank).collect(), "no such GPU".to_owned()).unwrap()
+        InterleavedRanks::of((0..count).map(rank).collect(), PyTorchNeeds::OneGpu).unwrap()
     }
 
     fn reason<T>(result: Result<T, CliError>) -> String {
@@ -175,7 +165,7 @@ pub(super) mod tests {
     #[test]
     fn whoever_fails_is_no_endless_wait() {
         let mut lacking = ranks("exit 3", 2);
-        assert!(reason(lacking.prepare::<String>(&1)).contains("no such GPU"));
+        assert!(reason(lacking.prepare::<String>(&1)).contains("no PyTorch that sees a GPU"));
         let mut one_fails = ranks("read line; test $RANK = 0 && sleep 60; exit 4", 2);
         let began = Instant::now();
         assert!(reason(one_fails.prepare::<String>(&1)).contains('4'));
@@ -232,7 +222,7 @@ serve(ways_of)
             command.arg("-B").arg(peers.join("interleaved.py"));
             command
         };
-        let mut ranks = InterleavedRanks::start(script, vec![rank(), rank()], String::new()).unwrap();
+        let mut ranks = InterleavedRanks::start(script, vec![rank(), rank()], PyTorchNeeds::OneGpu).unwrap();
         for longest in [0.02, 0.03] {
             let ways: Vec<serde_json::Value> = ranks.prepare(&json!({ "longest": longest })).unwrap();
             let names: Vec<_> = ways.iter().map(|way| way["by"].as_str().unwrap().to_owned()).collect();

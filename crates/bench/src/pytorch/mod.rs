@@ -11,7 +11,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::thread;
 use std::time::Duration;
 
-use counterpoint_console::CliError;
+use counterpoint_console::{CliError, PeersFault, PyTorchFault};
 
 pub(super) use interleaved_ranks::InterleavedRanks;
 pub(super) use peers::{PeerVariant, Peers, TIMED, WARM_UP};
@@ -22,10 +22,29 @@ pub(super) use script::{assert_strings, text_of};
 /// Between two looks at the processes.
 const PAUSE: Duration = Duration::from_millis(50);
 
-fn ended_badly(status: ExitStatus, lacks: &str) -> CliError {
+/// What a script of PyTorch's needs of the machine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum PyTorchNeeds {
+    /// Any GPU.
+    OneGpu,
+    /// So many, a rank on each.
+    Gpus(usize),
+}
+
+impl PyTorchNeeds {
+    /// What is missing on a machine that does not have it.
+    fn missing(self) -> PeersFault {
+        match self {
+            Self::OneGpu => PeersFault::NoGpu,
+            Self::Gpus(gpus) => PeersFault::FewGpus { gpus },
+        }
+    }
+}
+
+fn ended_badly(status: ExitStatus, needs: PyTorchNeeds) -> CliError {
     match status.code() {
-        Some(3) => CliError::NoPeers { reason: lacks.to_owned() },
-        _ => CliError::CheckFailed { what: format!("the comparison with PyTorch ended with {status}") },
+        Some(3) => CliError::no_peers(needs.missing()),
+        _ => CliError::check(PyTorchFault::Ended(status)),
     }
 }
 
@@ -46,7 +65,7 @@ fn read_lines(stdout: ChildStdout) -> Receiver<String> {
 pub(super) fn on_gpus(ranks: usize, command: impl Fn() -> Command) -> Result<Vec<Command>, CliError> {
     // One that was free a moment ago.
     let free_port = || TcpListener::bind(("127.0.0.1", 0))?.local_addr().map(|address| address.port());
-    let no_port = |error: std::io::Error| CliError::NoPeers { reason: format!("no free port ({error})") };
+    let no_port = |error: std::io::Error| CliError::no_peers(PeersFault::NoPort(error));
     let port = free_port().map_err(no_port)?;
     let process = |rank: usize| {
         let mut command = command();
@@ -56,9 +75,4 @@ pub(super) fn on_gpus(ranks: usize, command: impl Fn() -> Command) -> Result<Vec
         command
     };
     Ok((0..ranks).map(process).collect())
-}
-
-/// What a machine lacks that has fewer GPUs.
-pub(super) fn lacks_gpus(ranks: usize) -> String {
-    format!("python3 has no PyTorch that sees {ranks} GPUs")
 }

@@ -6,7 +6,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use counterpoint_console::{CliError, FlagFault, TemporaryFolder};
+use counterpoint_console::{CliError, FlagFault, PeersFault, TemporaryFolder};
 use counterpoint_files::{absolute_entries, command, program};
 use counterpoint_mask::PACKED_DOCUMENTS;
 
@@ -57,7 +57,7 @@ const FILES: &[(&str, &str)] = embedded![
 impl Script {
     /// Writes all of them as they lie in `benches`, and takes the one with that name.
     pub(crate) fn unpack(name: &'static str) -> Result<Self, CliError> {
-        let python = program("python3").map_err(|error| CliError::NoPeers { reason: error.to_string() })?;
+        let python = program("python3").map_err(CliError::no_peers)?;
         let write = || {
             let folder = TemporaryFolder::new()?;
             let (peers, data) = (folder.path().join("peers"), folder.path().join("data"));
@@ -69,11 +69,7 @@ impl Script {
             }
             Ok(folder)
         };
-        let folder = write().map_err(|error: io::Error| CliError::NoPeers {
-            reason: format!(
-                "its script cannot be written to a temporary folder ({error}; TMPDIR says where)"
-            ),
-        })?;
+        let folder = write().map_err(|error: io::Error| CliError::no_peers(PeersFault::NoFolder(error)))?;
         Ok(Self { folder, name, python })
     }
 
@@ -102,7 +98,7 @@ impl Script {
 /// What `--peer-folder` names, by a path that holds wherever the script runs.
 pub(crate) fn peer_folder(folder: &Path) -> Result<PathBuf, CliError> {
     let refused = |fault: FlagFault| CliError::flag("--peer-folder", folder.display().to_string(), fault);
-    let unknown = |error: io::Error| refused(FlagFault::Path { text: error.to_string() });
+    let unknown = |source: io::Error| refused(FlagFault::Path { source });
     let found = folder.canonicalize().map_err(unknown)?;
     match found.is_dir() {
         true => Ok(found),

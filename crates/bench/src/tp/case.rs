@@ -15,7 +15,7 @@ use counterpoint_exec::{
 };
 use counterpoint_measure::Processes;
 use counterpoint_plan::{GemmCollective, LinearDirection, LinearPlan, LinearSpec, WaveGroups};
-use counterpoint_reference::{LinearSample, check_linear_part};
+use counterpoint_reference::{LinearSample, WrongResult, check_linear_part};
 use counterpoint_report::Statistics;
 use counterpoint_schedule::{OverlapPolicy, WeightGradient};
 use rayon::prelude::*;
@@ -70,7 +70,7 @@ struct Variant<M: Machine> {
     overlap: String,
     planned: PlannedPasses,
     layer: Layer<M>,
-    checked: Result<f64, String>,
+    checked: Result<f64, WrongResult>,
     bits: Vec<u64>,
     passes: Vec<MeasuredPass>,
 }
@@ -251,7 +251,7 @@ impl Case<'_> {
         tensors: &Tensors<M>,
         sums: Option<&Sums<M>>,
         plan: &LinearPlan,
-    ) -> Result<(Result<f64, String>, Vec<u64>), CliError> {
+    ) -> Result<(Result<f64, WrongResult>, Vec<u64>), CliError> {
         let failed = |source| CliError::Run { source };
         let First { y, dx, inputs, norm } =
             layer.first(&tensors.x, &tensors.dy, self.inputs, self.processes).map_err(failed)?;
@@ -282,7 +282,7 @@ impl Case<'_> {
         let (sample, rounding) = (LinearSample::Spread(SAMPLED), super::rounding(self.transport));
         let of_rank = |(rank, outputs): (usize, &LinearOutputs)| {
             check_linear_part(plan, rank, &inputs, gradient, outputs, sample, rounding)
-                .map_err(|reason| format!("rank {rank}: {reason}"))
+                .map_err(|reason| reason.of_rank(rank))
         };
         let mut checks = layer.ranks().zip(&outputs).map(of_rank);
         let checked = norm.and_then(|norm| checks.try_fold(norm, |worst, share| Ok(f64::max(worst, share?))));
@@ -358,8 +358,8 @@ impl Case<'_> {
             bits: measured.bits_in_words(),
             last,
             wrong: match (&measured.checked, measured.bits == of_plain.bits) {
-                (Err(reason), _) => Some(reason.clone()),
-                (Ok(_), false) => Some("its bits are not those of the sequential run".to_owned()),
+                (Err(reason), _) => Some(reason.to_string()),
+                (Ok(_), false) => Some(WrongResult::OtherBits.to_string()),
                 (Ok(_), true) => None,
             },
         })

@@ -3,7 +3,9 @@
 
 use std::process::{Command, Stdio};
 
-use counterpoint_console::{self as console, CliError, CommandLine, OwnProcess, Schema};
+use counterpoint_console::{
+    self as console, CheckFault, ChildFault, CliError, CommandLine, OwnProcess, Schema,
+};
 use serde::Deserialize;
 
 use counterpoint_report::{Column, table as report_table};
@@ -78,10 +80,8 @@ fn in_child(
     line: &CommandLine,
     connections: u32,
 ) -> Result<(Vec<Line>, Result<(), CliError>), CliError> {
-    let failed = |reason: String| CliError::CheckFailed {
-        what: format!("the process with {connections} connections: {reason}"),
-    };
-    let program = counterpoint_console::program::file().map_err(|error| failed(error.to_string()))?;
+    let failed = |reason: ChildFault| CliError::check(CheckFault::Child { connections, reason });
+    let program = counterpoint_console::program::file().map_err(|error| failed(error.into()))?;
     let mut child = Command::new(program);
     child.args(line.again_without(&LEFT_OUT)).arg("--json").env(CONNECTIONS, connections.to_string());
     if arguments.peers.contains(&connections) {
@@ -89,15 +89,15 @@ fn in_child(
     }
     let process = OwnProcess::start(child.stdin(Stdio::null()).stdout(Stdio::piped()));
     let output = process.and_then(|process| process.output());
-    let (status, said) = output.map_err(|error| failed(error.to_string()))?;
+    let (status, said) = output.map_err(|error| failed(error.into()))?;
     // It has said why.
-    let end = if status.success() { Ok(()) } else { Err(failed(format!("it ended with {status}"))) };
+    let end = if status.success() { Ok(()) } else { Err(failed(ChildFault::Ended(status))) };
     let text = String::from_utf8_lossy(&said);
     let lines = text.lines().map(serde_json::from_str);
     // Of one that failed the last line may be cut.
     let whole = |line: &Result<Line, _>| end.is_ok() || line.is_ok();
     let lines: Result<Vec<Line>, serde_json::Error> = lines.take_while(whole).collect();
-    Ok((lines.map_err(|error| failed(error.to_string()))?, end))
+    Ok((lines.map_err(|error| failed(error.into()))?, end))
 }
 
 /// Of each case its best median with every number of queues and what part of the sequential pass that is, interleaved with it, and

@@ -2,6 +2,7 @@
 
 use counterpoint_console::{CliError, launched::gather};
 use counterpoint_exec::{HostData, HostTensor, LinearOutputs, Rendezvous};
+use counterpoint_reference::WrongResult;
 use counterpoint_schedule::{OverlapPolicy, Timeline};
 use serde::{Deserialize, Serialize};
 
@@ -15,7 +16,7 @@ pub(super) struct Measured {
     /// Those that were asked for.
     pub(super) passes: Vec<MeasuredPass>,
     /// The largest share of an element's bound, or what is wrong.
-    pub(super) checked: Result<f64, String>,
+    pub(super) checked: Result<f64, WrongResult>,
     /// What distinguishes the results of each rank from others.
     pub(super) bits: Vec<u64>,
 }

@@ -10,7 +10,7 @@ use counterpoint_exec::{
 use counterpoint_measure::Processes;
 use counterpoint_plan::Activations;
 use counterpoint_reference::{
-    LinearSample, NormGradients, NormalisedRows, check_rms_norm, check_rms_norm_backward,
+    LinearSample, NormGradients, NormalisedRows, WrongResult, check_rms_norm, check_rms_norm_backward,
 };
 use counterpoint_schedule::NormSpec;
 
@@ -53,7 +53,7 @@ pub(super) struct First<'a, M: Machine> {
     /// What these follow from: of a layer with a norm behind it, its `dy` is what the norm's backward gave.
     pub(super) inputs: Cow<'a, LinearInputs>,
     /// The largest share of what an element of the norm's results may err, or what is wrong with them.
-    pub(super) norm: Result<f64, String>,
+    pub(super) norm: Result<f64, WrongResult>,
 }
 
 impl<M: Machine> Layer<M> {
@@ -100,7 +100,7 @@ impl<M: Machine> Layer<M> {
             [&forward.sum, &forward.y, dy, &backward.dresidual].map(|parts| layer.download(parts));
         let (sums, ys, dys, dhs) = (sums?, ys?, dys?, dhs?);
         let sample = LinearSample::Spread(SAMPLED);
-        let of_rank = |rank: usize| -> Result<f64, String> {
+        let of_rank = |rank: usize| -> Result<f64, WrongResult> {
             let rows = NormalisedRows { sum: &sums[rank], weight: Some(&weight), epsilon: norm.epsilon };
             let gradients =
                 NormGradients { dout: &dys[rank], dsum: None, dh: &dhs[rank], dweight: dweights.get(rank) };

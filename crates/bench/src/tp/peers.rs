@@ -10,7 +10,7 @@ use serde_json::json;
 
 use super::row::LinearRow;
 use crate::arguments::{BenchTpArguments, BenchTpPass, LayerShape};
-use crate::pytorch::{InterleavedRanks, PeerVariant, Peers, Script, lacks_gpus, on_gpus};
+use crate::pytorch::{InterleavedRanks, PeerVariant, Peers, PyTorchNeeds, Script, on_gpus};
 
 /// CUDA's own number of connections, which it uses where the variable is not set.
 const USUAL_CONNECTIONS: u32 = 8;
@@ -81,7 +81,7 @@ pub(super) fn start(arguments: &BenchTpArguments, tp_size: usize) -> Result<Peer
             command
         };
         let commands = on_gpus(tp_size, process)?;
-        InterleavedRanks::start(script, commands, lacks_gpus(tp_size))
+        InterleavedRanks::start(script, commands, PyTorchNeeds::Gpus(tp_size))
     };
     let groups = arguments.peers.iter().map(|&connections| group(connections));
     Ok(Peers::new(groups.collect::<Result<_, _>>()?))

@@ -5,8 +5,8 @@ use counterpoint_plan::{
     DType, GemmCollective, LinearDirection, LinearPlan, LinearSpec, PlanError, Topology,
 };
 use counterpoint_schedule::{
-    OverlapPolicy, Program, SimulateError, Timeline, WeightGradient, lower_collective, lower_join,
-    lower_linear_backward, lower_linear_forward, lower_product, simulate, travel_seconds,
+    MatrixShape, OverlapPolicy, Program, RankOf, SimulateError, Timeline, WeightGradient, lower_collective,
+    lower_join, lower_linear_backward, lower_linear_forward, lower_product, simulate, travel_seconds,
 };
 use thiserror::Error;
 
@@ -51,7 +51,8 @@ impl PassClock for SimulatedClock<'_> {
     fn product(&mut self, rows: usize) -> Result<f64, ClockError> {
         let ranks = self.topology.world_size;
         let size = self.spec.product_of(self.direction, rows, ranks);
-        let product = lower_product([0, ranks], size, self.spec.tokens, self.spec.dtype, self.policy);
+        let product =
+            lower_product(RankOf { rank: 0, ranks }, size, self.spec.tokens, self.spec.dtype, self.policy);
         Ok(self.play(product)?.makespan())
     }
 
@@ -61,22 +62,29 @@ impl PassClock for SimulatedClock<'_> {
         };
         let ranks = self.topology.world_size;
         let columns = self.spec.travelling_columns();
-        let timeline =
-            self.play(lower_collective(collective, [0, ranks], [rows, columns], self.spec.dtype))?;
+        let timeline = self.play(lower_collective(
+            collective,
+            RankOf { rank: 0, ranks },
+            MatrixShape { rows, columns },
+            self.spec.dtype,
+        ))?;
         Ok(travel_seconds(collective, &timeline))
     }
 
     fn join(&mut self) -> Result<f64, ClockError> {
         let ranks = self.topology.world_size;
-        let shape = [self.spec.tokens.div_ceil(ranks), self.spec.travelling_columns()];
-        Ok(self.play(lower_join([0, ranks], shape, self.spec.dtype))?.makespan())
+        let (rows, columns) = (self.spec.tokens.div_ceil(ranks), self.spec.travelling_columns());
+        let join = lower_join(RankOf { rank: 0, ranks }, MatrixShape { rows, columns }, self.spec.dtype);
+        Ok(self.play(join)?.makespan())
     }
 
     fn after(&mut self) -> Result<f64, ClockError> {
         let LinearDirection::Backward { weight_gradient: true } = self.direction else { return Ok(0.0) };
         let ranks = self.topology.world_size;
         let size = self.spec.weight_gradient_size(ranks);
-        Ok(self.play(lower_product([0, ranks], size, size.m, self.spec.dtype, self.policy))?.makespan())
+        Ok(self
+            .play(lower_product(RankOf { rank: 0, ranks }, size, size.m, self.spec.dtype, self.policy))?
+            .makespan())
     }
 
     fn pass(&mut self, plan: &LinearPlan) -> Result<f64, ClockError> {

@@ -1,6 +1,6 @@
 //! A command line that the parser refuses, printed as one sentence like every other error.
 
-use counterpoint_console::CliError;
+use counterpoint_console::{CliError, UsageFault};
 
 /// The argument parser's error as one sentence: its first paragraph and its tips on one line, without the usage text.
 pub(crate) fn usage_error(error: &clap::Error) -> CliError {
@@ -13,5 +13,5 @@ pub(crate) fn usage_error(error: &clap::Error) -> CliError {
             parts.push(line);
         }
     }
-    CliError::Usage { message: parts.join("; ") + "; see --help for examples" }
+    CliError::usage(UsageFault::Parser { text: parts.join("; ") })
 }

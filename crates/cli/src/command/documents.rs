@@ -1,7 +1,7 @@
 //! `counterpoint completions` and `counterpoint man`.
 
 use clap_mangen::Man;
-use counterpoint_console::{self as console, CliError};
+use counterpoint_console::{self as console, CliError, UsageFault};
 
 use crate::arguments::{CompletionsArguments, ManArguments, command, documented};
 
@@ -22,12 +22,12 @@ pub(crate) fn man(arguments: &ManArguments) -> Result<(), CliError> {
     let mut name = NAME.to_owned();
     for word in &arguments.command {
         let Some(next) = found.find_subcommand(word) else {
-            let names: Vec<&str> = found.get_subcommands().map(clap::Command::get_name).collect();
-            let message = match names.is_empty() {
-                true => format!("{name} has no commands, and `{word}` was given"),
-                false => format!("`{word}` is not a command of {name}; it has {}", names.join(", ")),
-            };
-            return Err(CliError::Usage { message });
+            let known: Vec<String> = found.get_subcommands().map(|one| one.get_name().to_owned()).collect();
+            let (word, command) = (word.clone(), name);
+            return Err(CliError::usage(match known.is_empty() {
+                true => UsageFault::NoCommands { command, word },
+                false => UsageFault::NoCommand { word, command, known },
+            }));
         };
         name = format!("{name}-{}", next.get_name());
         found = next.clone();

@@ -7,8 +7,10 @@ pub mod overlap;
 mod planning;
 mod ranks;
 pub mod value;
+mod value_fault;
 
 pub use overlap::{OverlapChoice, OverlapList, PassOverlaps};
 pub use planning::{PlanningArguments, ShapeArguments};
 pub use ranks::{Device, Exchange};
 pub use value::{DISPATCHES, DispatchAsked, dispatch_name, dtype_name, scale_of};
+pub use value_fault::ValueFault;

@@ -4,13 +4,15 @@ use std::fmt;
 
 use counterpoint_schedule::{OverlapPolicy, PolicySupport, RankTransport, Workload};
 
+use super::ValueFault;
+
 /// An overlap policy by its own name.
-pub fn named(text: &str) -> Result<OverlapPolicy, String> {
-    text.parse().map_err(|error: counterpoint_schedule::PolicyError| error.to_string())
+pub fn named(text: &str) -> Result<OverlapPolicy, ValueFault> {
+    Ok(text.parse()?)
 }
 
 /// An overlap policy, or `auto`.
-pub fn choice(text: &str) -> Result<OverlapChoice, String> {
+pub fn choice(text: &str) -> Result<OverlapChoice, ValueFault> {
     if text == "auto" {
         return Ok(OverlapChoice::Auto);
     }
@@ -59,18 +61,15 @@ impl fmt::Display for PassOverlaps {
 pub struct OverlapList(pub Vec<PassOverlaps>);
 
 /// One entry.
-pub fn of_passes(text: &str) -> Result<PassOverlaps, String> {
+pub fn of_passes(text: &str) -> Result<PassOverlaps, ValueFault> {
     match of_passes_list(text)?.0[..] {
         [one] => Ok(one),
-        ref several => Err(format!(
-            "`{text}` names {} policies; give one, or one for each pass: forward=POLICY,backward=POLICY",
-            several.len()
-        )),
+        ref several => Err(ValueFault::OnePolicy { text: text.to_owned(), policies: several.len() }),
     }
 }
 
 /// A list; of an entry that names one pass alone the other is `auto`.
-pub fn of_passes_list(text: &str) -> Result<OverlapList, String> {
+pub fn of_passes_list(text: &str) -> Result<OverlapList, ValueFault> {
     let mut list: Vec<PassOverlaps> = Vec::new();
     // The pass that the last entry may still be given.
     let mut open = None;
@@ -98,12 +97,12 @@ pub fn of_passes_list(text: &str) -> Result<OverlapList, String> {
 }
 
 /// A policy of attention, on any transport.
-fn attention(text: &str) -> Result<OverlapChoice, String> {
+fn attention(text: &str) -> Result<OverlapChoice, ValueFault> {
     let choice = choice(text)?;
     let OverlapChoice::Named(policy) = choice else { return Ok(choice) };
     // What all refuse alike is no matter of the transport.
     match RankTransport::Nvlink.support(&policy, Workload::Attention) {
-        PolicySupport::Refused(reason) => Err(format!("{reason}; leave it out, or use another policy")),
+        PolicySupport::Refused(reason) => Err(ValueFault::RefusedPolicy { reason }),
         PolicySupport::Runs | PolicySupport::WithoutEffect(_) => Ok(choice),
     }
 }
@@ -134,8 +133,8 @@ mod tests {
     #[test]
     fn one_is_asked_for_where_one_is_run() {
         assert_eq!(of_passes("auto").unwrap().forward, OverlapChoice::Auto);
-        assert!(of_passes("sequential,concurrent").unwrap_err().contains("2 policies"));
-        assert!(of_passes("forward=fused").unwrap_err().contains("linear layers"));
-        assert!(of_passes("backward=fast").unwrap_err().contains("fast"));
+        assert!(of_passes("sequential,concurrent").unwrap_err().to_string().contains("2 policies"));
+        assert!(of_passes("forward=fused").unwrap_err().to_string().contains("linear layers"));
+        assert!(of_passes("backward=fast").unwrap_err().to_string().contains("fast"));
     }
 }

@@ -16,6 +16,6 @@ pub enum Exchange {
 pub enum Device {
     /// Ranks are threads of this process
     Cpu,
-    /// Ranks are on GPUs: one each, or in turn where there are fewer
+    /// Ranks are on GPUs: one each, or dealt round-robin where there are fewer
     Cuda,
 }

@@ -5,41 +5,38 @@ use std::time::Duration;
 
 use clap::builder::{PossibleValue, PossibleValuesParser, StringValueParser, TypedValueParser};
 use clap::{Arg, Command};
-use counterpoint_choose::{
-    ConfigError, DispatchAlgorithm, LayerGroups, MAX_CP_SIZE, PassStages, QueryExchange,
-};
+use counterpoint_choose::{DispatchAlgorithm, LayerGroups, MAX_CP_SIZE, PassStages, QueryExchange};
 use counterpoint_cost::ProblemSize;
 use counterpoint_cuda::TransportKind;
 use counterpoint_exec::SlowLink;
 use counterpoint_mask::MaskPreset;
 use counterpoint_plan::{DType, GemmCollective, GradientShares, TransformerSpec, WaveGroups};
 
+use super::ValueFault;
 use crate::FlagFault;
 use crate::error::CliError;
 
 /// A number of at least 1, with `k` or `M` for 1024 and 1024 x 1024.
-pub fn size(text: &str) -> Result<usize, String> {
+pub fn size(text: &str) -> Result<usize, ValueFault> {
     let (digits, factor) = match text.as_bytes().last() {
         Some(b'k') => (&text[..text.len() - 1], 1 << 10),
         Some(b'M') => (&text[..text.len() - 1], 1 << 20),
         _ => (text, 1),
     };
-    let wrong =
-        || format!("`{text}` is not a size; give a whole number of at least 1, such as 512, 4k or 1M");
     if digits.is_empty() || !digits.bytes().all(|byte| byte.is_ascii_digit()) {
-        return Err(wrong());
+        return Err(ValueFault::Size { text: text.to_owned() });
     }
-    let number: usize = digits.parse().map_err(|_| format!("{text} is too large; sizes stay below 2^32"))?;
-    match number.checked_mul(factor) {
-        Some(0) => Err("it is 0; it must be at least 1".to_owned()),
+    // Only digits: what does not parse is too large.
+    match digits.parse::<usize>().ok().and_then(|number| number.checked_mul(factor)) {
+        Some(0) => Err(ValueFault::Zero),
         Some(size) if size < 1 << 32 => Ok(size),
-        _ => Err(format!("{text} is too large; sizes stay below 2^32")),
+        _ => Err(ValueFault::SizeTooLarge { text: text.to_owned() }),
     }
 }
 
 /// A number of bytes, with `K`, `M` or `G` (or the same in lower case) for powers of 1024, as nccl-tests takes them.
-pub fn bytes(text: &str) -> Result<u64, String> {
-    let wrong = || format!("`{text}` is not a number of bytes; give one such as 65536, 64K, 8M or 1G");
+pub fn bytes(text: &str) -> Result<u64, ValueFault> {
+    let wrong = || ValueFault::Bytes { text: text.to_owned() };
     let (digits, shift) = match text.as_bytes().last().map(u8::to_ascii_lowercase) {
         Some(b'k') => (&text[..text.len() - 1], 10),
         Some(b'm') => (&text[..text.len() - 1], 20),
@@ -52,67 +49,58 @@ pub fn bytes(text: &str) -> Result<u64, String> {
     let number: u64 = digits.parse().map_err(|_| wrong())?;
     match number.checked_mul(1 << shift) {
         Some(bytes) if (1..=1 << 40).contains(&bytes) => Ok(bytes),
-        _ => Err(format!("{text} is not between 1 byte and 1024G")),
+        _ => Err(ValueFault::BytesOutOfRange { text: text.to_owned() }),
     }
 }
 
 /// Query and key heads, such as `64:8`.
-pub fn heads(text: &str) -> Result<(usize, usize), String> {
-    let wrong = || {
-        format!(
-            "`{text}` is not a pair of heads; give query and key heads, the first a multiple of the second, such as 64:8"
-        )
-    };
+pub fn heads(text: &str) -> Result<(usize, usize), ValueFault> {
+    let wrong = || ValueFault::Heads { text: text.to_owned() };
     let (q, kv) = text.split_once(':').ok_or_else(wrong)?;
     let (q, kv) = (size(q).map_err(|_| wrong())?, size(kv).map_err(|_| wrong())?);
     if q % kv == 0 { Ok((q, kv)) } else { Err(wrong()) }
 }
 
 /// A matrix product by its `m:n:k`, such as `8192:8192:3584`.
-pub fn product(text: &str) -> Result<ProblemSize, String> {
+pub fn product(text: &str) -> Result<ProblemSize, ValueFault> {
     sizes(text).map(ProblemSize::from)
 }
 
 /// Three sizes, such as `8192:8192:3584`.
-pub fn sizes(text: &str) -> Result<[usize; 3], String> {
-    let wrong = || format!("`{text}` is not a product; give m, n and k, such as 8192:8192:3584 or 4k:4k:4k");
+pub fn sizes(text: &str) -> Result<[usize; 3], ValueFault> {
+    let wrong = || ValueFault::Product { text: text.to_owned() };
     let sizes: Vec<_> = text.split(':').map(size).collect::<Result<_, _>>().map_err(|_| wrong())?;
     sizes.try_into().map_err(|_| wrong())
 }
 
 /// A number of threads.
-pub fn threads(text: &str) -> Result<usize, String> {
+pub fn threads(text: &str) -> Result<usize, ValueFault> {
     const MOST: usize = 1024;
     match text.parse::<usize>() {
         Ok(threads) if (1..=MOST).contains(&threads) => Ok(threads),
-        _ => Err(format!("`{text}` is not a number of threads; it must be between 1 and {MOST}")),
+        _ => Err(ValueFault::Threads { text: text.to_owned(), most: MOST }),
     }
 }
 
 /// A number of ranks.
-pub fn cp_size(text: &str) -> Result<usize, String> {
-    let range = format!("it must be between 1 and {MAX_CP_SIZE}");
+pub fn cp_size(text: &str) -> Result<usize, ValueFault> {
+    let most = MAX_CP_SIZE;
     match text.parse::<usize>() {
         Ok(cp_size) if (1..=MAX_CP_SIZE).contains(&cp_size) => Ok(cp_size),
-        Ok(cp_size) => Err(format!("cp_size is {cp_size}; {range}")),
-        Err(_) => Err(format!("`{text}` is not a number of ranks; {range}")),
+        Ok(cp_size) => Err(ValueFault::CpSizeOutOfRange { cp_size, most }),
+        Err(_) => Err(ValueFault::CpSize { text: text.to_owned(), most }),
     }
 }
 
 /// A number of ranks of a modelled cluster.
-pub fn ranks(text: &str) -> Result<usize, String> {
-    let wrong = || format!("`{text}` is not a number of ranks; give one from 1 to {MAX_CP_SIZE}");
+pub fn ranks(text: &str) -> Result<usize, ValueFault> {
+    let wrong = || ValueFault::Ranks { text: text.to_owned(), most: MAX_CP_SIZE };
     text.parse().ok().filter(|ranks| (1..=MAX_CP_SIZE).contains(ranks)).ok_or_else(wrong)
 }
 
 /// `auto`, a number of equal groups, or the rows of each; behind `columns=` groups of columns.
-pub fn groups(text: &str) -> Result<LayerGroups, String> {
-    let wrong = || {
-        format!(
-            "`{text}` does not name groups; give auto, a number such as 4, or the rows of each, such as 256+512+256; or groups of \
-             columns, such as columns=4 or columns=2048+1024"
-        )
-    };
+pub fn groups(text: &str) -> Result<LayerGroups, ValueFault> {
+    let wrong = || ValueFault::Groups { text: text.to_owned() };
     if text == "auto" {
         return Ok(LayerGroups::Auto);
     }
@@ -144,13 +132,13 @@ pub fn model() -> impl TypedValueParser<Value = TransformerSpec> {
 }
 
 /// `auto` or a number of remote stages, for both passes or for each.
-pub fn stages(text: &str) -> Result<PassStages, String> {
-    text.parse().map_err(|error: ConfigError| error.to_string())
+pub fn stages(text: &str) -> Result<PassStages, ValueFault> {
+    Ok(text.parse()?)
 }
 
 /// A seed.
-pub fn seed(text: &str) -> Result<u64, String> {
-    text.parse().map_err(|_| format!("`{text}` is not a seed; give a whole number from 0 to {}", u64::MAX))
+pub fn seed(text: &str) -> Result<u64, ValueFault> {
+    text.parse().map_err(|_| ValueFault::Seed { text: text.to_owned() })
 }
 
 /// Largest magnitude of a factor on scores. Whatever lies beyond is a slip, and would leave the range of `f32` together
@@ -158,10 +146,10 @@ pub fn seed(text: &str) -> Result<u64, String> {
 const MAX_FACTOR: f64 = 1e6;
 
 /// A factor on scores. Whether it is not too small depends on the tensors, see [`scale_of`].
-pub fn scale(text: &str) -> Result<f64, String> {
+pub fn scale(text: &str) -> Result<f64, ValueFault> {
     match finite(text)? {
         number if number.abs() <= MAX_FACTOR => Ok(number),
-        _ => Err(format!("its magnitude is above {MAX_FACTOR:e}; give one of at most that, such as 0.125")),
+        _ => Err(ValueFault::Factor { most: MAX_FACTOR }),
     }
 }
 
@@ -182,44 +170,37 @@ pub fn scale_of(given: Option<f64>, head_dim: usize, accumulator: DType) -> Resu
 }
 
 /// A cap on scores, or 0 for none. Its bounds are normal numbers of every type that statistics have.
-pub fn softcap(text: &str) -> Result<f64, String> {
+pub fn softcap(text: &str) -> Result<f64, ValueFault> {
     match non_negative(text)? {
         number if number == 0.0 || (1.0 / MAX_FACTOR..=MAX_FACTOR).contains(&number) => Ok(number.abs()),
-        number => Err(format!(
-            "it is {number:e}; give 0, or a number from {:e} to {MAX_FACTOR:e}",
-            1.0 / MAX_FACTOR
-        )),
+        number => Err(ValueFault::Softcap { number, most: MAX_FACTOR }),
     }
 }
 
 /// Any finite number.
-fn finite(text: &str) -> Result<f64, String> {
+fn finite(text: &str) -> Result<f64, ValueFault> {
     let number = text.parse::<f64>().ok().filter(|number| number.is_finite());
-    number.ok_or_else(|| format!("`{text}` is not a finite number; give one such as 0.125"))
+    number.ok_or_else(|| ValueFault::Finite { text: text.to_owned() })
 }
 
 /// A finite number of at least 0.
-fn non_negative(text: &str) -> Result<f64, String> {
+fn non_negative(text: &str) -> Result<f64, ValueFault> {
     match finite(text)? {
         number if number >= 0.0 => Ok(number),
-        number => Err(format!("it is {number}; it must be at least 0")),
+        number => Err(ValueFault::Negative { number }),
     }
 }
 
 /// Seconds above 0.
-pub fn seconds(text: &str) -> Result<Duration, String> {
-    let wrong = || format!("`{text}` is not a time; give seconds above 0, such as 30 or 0.5");
+pub fn seconds(text: &str) -> Result<Duration, ValueFault> {
+    let wrong = || ValueFault::Seconds { text: text.to_owned() };
     let seconds = text.parse::<f64>().ok().filter(|seconds| *seconds > 0.0).ok_or_else(wrong)?;
     Duration::try_from_secs_f64(seconds).map_err(|_| wrong())
 }
 
 /// `ALPHA_US,GB_PER_S`.
-pub fn slow_link(text: &str) -> Result<SlowLink, String> {
-    let wrong = || {
-        format!(
-            "`{text}` is not a link; give ALPHA_US,GB_PER_S, such as 200,0.5 for 200 microseconds a collective and 0.5 GB/s"
-        )
-    };
+pub fn slow_link(text: &str) -> Result<SlowLink, ValueFault> {
+    let wrong = || ValueFault::Link { text: text.to_owned() };
     let (alpha, rate) = text.split_once(',').ok_or_else(wrong)?;
     let alpha = non_negative(alpha).map_err(|_| wrong())?;
     let rate = non_negative(rate).ok().filter(|rate| *rate > 0.0).ok_or_else(wrong)?;
@@ -335,7 +316,7 @@ fn named<T: Copy + Send + Sync + 'static, const N: usize>(
 ) -> impl TypedValueParser<Value = T> {
     PossibleValuesParser::new(names.map(|(name, _)| name)).try_map(move |text| {
         let found = names.iter().find(|(name, _)| *name == text);
-        found.map(|(_, value)| *value).ok_or_else(|| format!("`{text}` is not one of the names"))
+        found.map(|(_, value)| *value).ok_or_else(|| ValueFault::Name { text: text.clone() })
     })
 }
 
@@ -372,7 +353,7 @@ mod tests {
     fn products() {
         assert_eq!(product("4k:8:3584"), Ok(ProblemSize { m: 4096, n: 8, k: 3584 }));
         for text in ["", "1", "1:2", "1:2:3:4", "1:0:3", "1:x:3"] {
-            assert!(product(text).unwrap_err().contains("give m, n and k"), "{text}");
+            assert!(product(text).unwrap_err().to_string().contains("give m, n and k"), "{text}");
         }
     }
 
@@ -390,7 +371,7 @@ mod tests {
     fn ranks_and_stages() {
         assert_eq!(cp_size("4096"), Ok(4096));
         for text in ["0", "4097", "-1", "two", ""] {
-            assert!(cp_size(text).unwrap_err().contains("between 1 and 4096"), "{text}");
+            assert!(cp_size(text).unwrap_err().to_string().contains("between 1 and 4096"), "{text}");
         }
         assert_eq!(stages("auto"), Ok(PassStages::AUTO));
         assert_eq!(stages("3"), Ok(StageCount::Fixed(3).into()));
@@ -408,7 +389,7 @@ mod tests {
         assert_eq!(groups("columns=4"), Ok(WaveGroups::Columns(4).into()));
         assert_eq!(groups("columns=1k+512"), Ok(WaveGroups::ColumnSizes(vec![1024, 512]).into()));
         for text in ["", "0", "4+", "4+0", "a+b", "-1"] {
-            assert!(groups(text).unwrap_err().contains("256+512+256"), "{text}");
+            assert!(groups(text).unwrap_err().to_string().contains("256+512+256"), "{text}");
         }
     }
 
@@ -453,7 +434,7 @@ mod tests {
         }
         assert_eq!(seed("18446744073709551615"), Ok(u64::MAX));
         for text in ["18446744073709551616", "-1", "0.5", "x"] {
-            assert!(seed(text).unwrap_err().contains("from 0 to 18446744073709551615"), "{text}");
+            assert!(seed(text).unwrap_err().to_string().contains("from 0 to 18446744073709551615"), "{text}");
         }
         assert!(finite("nan").is_err() && non_negative("-0.5").is_err());
         assert_eq!(non_negative("0"), Ok(0.0));

@@ -8,6 +8,8 @@ use safetensors::tensor::{Metadata, TensorInfo};
 use serde::de::value::StrDeserializer;
 use serde::de::{Deserialize, Deserializer, Error, IgnoredAny, MapAccess, Visitor};
 
+use crate::input_fault::{EntryFault, FileFault};
+
 /// The header of a safetensors file, every tensor checked by itself. Read here and not by the format's library, whose
 /// errors do not say which tensor they mean and which takes the last of two tensors of one name without a word.
 #[derive(Debug)]
@@ -20,27 +22,23 @@ pub(super) struct FileHeader {
 
 impl FileHeader {
     /// Reads a header, `json` being all of its bytes. The error says what is wrong, and where.
-    pub(super) fn parse(json: &[u8]) -> Result<Self, String> {
+    pub(super) fn parse(json: &[u8]) -> Result<Self, FileFault> {
         if json.first() != Some(&b'{') {
-            return Err("its header is not a JSON object of tensors by name".to_owned());
+            return Err(FileFault::NoObject);
         }
-        let Entries(entries) =
-            serde_json::from_slice(json).map_err(|error| format!("its header cannot be read: {error}"))?;
+        let Entries(entries) = serde_json::from_slice(json).map_err(FileFault::Header)?;
         let mut tensors = BTreeMap::new();
         for (name, entry) in entries {
-            let info =
-                entry.checked().map_err(|reason| format!("in its header, tensor `{name}` {reason}"))?;
+            let info = entry.checked().map_err(|reason| FileFault::Entry { name: name.clone(), reason })?;
             if tensors.insert(name.clone(), info).is_some() {
-                return Err(format!("its header has two tensors `{name}`"));
+                return Err(FileFault::Twice { name });
             }
         }
         // That tensors lie one after the other, without gaps, is the library's to say.
         let mut in_order: Vec<(String, TensorInfo)> =
             tensors.iter().map(|(name, info)| (name.clone(), info.clone())).collect();
         in_order.sort_by_key(|(_, info)| info.data_offsets);
-        let header = Metadata::new(None, in_order).map_err(|error| {
-            format!("its header cannot be right: {error}, where tensors must lie without gaps")
-        })?;
+        let header = Metadata::new(None, in_order).map_err(FileFault::Gaps)?;
         Ok(Self { tensors, data_bytes: header.data_len() })
     }
 }
@@ -90,33 +88,27 @@ impl<'de> Deserialize<'de> for Entries {
 
 impl Entry {
     /// The entry with its type, when its bytes are as many as its shape takes.
-    fn checked(self) -> Result<TensorInfo, String> {
+    fn checked(self) -> Result<TensorInfo, EntryFault> {
         let Self { dtype: name, shape, data_offsets } = self;
         let known =
             |name: &str| Dtype::deserialize(StrDeserializer::<serde::de::value::Error>::new(name)).ok();
         let dtype = known(&name).ok_or_else(|| {
             let upper = name.to_uppercase();
             match known(&upper) {
-                Some(_) => format!("is of type `{name}`, which is written `{upper}`"),
-                None => format!(
-                    "is of type `{name}`, which the format does not know; attention takes F64, F32, BF16 and F16"
-                ),
+                Some(_) => EntryFault::Case { name: name.clone(), written: upper },
+                None => EntryFault::Type { name: name.clone() },
             }
         })?;
         let (begin, end) = data_offsets;
         if end < begin {
-            return Err(format!("has its bytes at [{begin}, {end}], which ends before it begins"));
+            return Err(EntryFault::Offsets { begin, end });
         }
         let bits = shape.iter().try_fold(dtype.bitsize(), |bits, &length| bits.checked_mul(length));
-        let bits =
-            bits.ok_or_else(|| format!("has the shape {shape:?}, which is more than a computer can hold"))?;
+        let Some(bits) = bits else { return Err(EntryFault::Shape { shape }) };
         // Types narrower than a byte may not fill their last one; the format does not allow that.
         let bytes = end - begin;
         if !bits.is_multiple_of(8) || bits / 8 != bytes {
-            return Err(format!(
-                "has {bytes} bytes, but its shape {shape:?} of {dtype} takes {}",
-                bits as f64 / 8.0
-            ));
+            return Err(EntryFault::Bytes { bytes, shape, dtype, bits });
         }
         Ok(TensorInfo { dtype, shape, data_offsets })
     }
@@ -167,7 +159,7 @@ mod tests {
             ("{".to_owned(), &["header cannot be read"]),
             ("{}x".to_owned(), &["header cannot be read"]),
         ] {
-            let error = FileHeader::parse(json.as_bytes()).unwrap_err();
+            let error = FileHeader::parse(json.as_bytes()).unwrap_err().to_string();
             for word in words {
                 assert!(error.contains(word), "{json}: no `{word}` in {error}");
             }

@@ -9,6 +9,7 @@ use super::refuse_non_finite;
 use super::tensor_file::TensorFile;
 use crate::arguments::scale_of;
 use crate::error::CliError;
+use crate::input_fault::InputFault;
 
 /// A file of tensors whose names, types and shapes fit the mask and each other. No element has been read yet, so that
 /// everything else that may be wrong is found first.
@@ -40,8 +41,8 @@ impl Problem {
         };
         for other in [Some(&k), Some(&v), dout.as_ref()].into_iter().flatten() {
             if other.dtype != q.dtype {
-                let reason = format!("is {} but `q` is {}; give both one type", other.dtype, q.dtype);
-                return Err(file.wrong(other.name, reason));
+                let (dtype, queries) = (other.dtype, q.dtype);
+                return Err(file.wrong(other.name, InputFault::UnlikeQueries { dtype, queries }));
             }
         }
         for header in [&q, &k, &v] {
@@ -147,9 +148,7 @@ fn refuse_extra(file: &TensorFile) -> Result<(), CliError> {
 fn sink_rows(file: &TensorFile, q: &Header<'_>) -> Result<usize, CliError> {
     let sink = Header::of(file, "sink", &["seqlen_sink", "heads_q"])?;
     if sink.float != DType::F32 && sink.float != q.float.accumulator() {
-        let reason =
-            format!("is {} with {} tensors; give it in F32 (or F64 with F64 tensors)", sink.dtype, q.dtype);
-        return Err(file.wrong("sink", reason));
+        return Err(file.wrong("sink", InputFault::SinkType { dtype: sink.dtype, queries: q.dtype }));
     }
     sink.axis_is(1, q.shape[1], "those of `q`")?;
     sink.nowhere_zero(&[0])?;
@@ -182,13 +181,7 @@ impl<'a> Header<'a> {
         let (dtype, shape) = file.header(name).ok_or_else(|| file.missing(name))?;
         let float = file.float(name)?;
         if shape.len() != axes.len() {
-            let reason = format!(
-                "has {} dimensions, {shape:?}; it must have {}, [{}]",
-                shape.len(),
-                axes.len(),
-                axes.join(", ")
-            );
-            return Err(file.wrong(name, reason));
+            return Err(file.wrong(name, InputFault::Axes { shape: shape.to_vec(), axes }));
         }
         Ok(Self { file, name, axes, dtype, float, shape })
     }
@@ -197,22 +190,17 @@ impl<'a> Header<'a> {
         match axes.iter().find(|&&axis| self.shape[axis] == 0) {
             None => Ok(()),
             Some(&axis) => {
-                let reason =
-                    format!("has {} 0 in its shape {:?}; it must be at least 1", self.axes[axis], self.shape);
-                Err(self.file.wrong(self.name, reason))
+                let (axis, shape) = (self.axes[axis], self.shape.to_vec());
+                Err(self.file.wrong(self.name, InputFault::Empty { axis, shape }))
             }
         }
     }
 
-    fn axis_is(&self, axis: usize, wanted: usize, whose: &str) -> Result<(), CliError> {
+    fn axis_is(&self, axis: usize, wanted: usize, whose: &'static str) -> Result<(), CliError> {
         if self.shape[axis] == wanted {
             return Ok(());
         }
-        let (axis_name, shape) = (self.axes[axis], &self.shape);
-        let reason = format!(
-            "has {axis_name} {} in its shape {shape:?}, but it must be {wanted} like {whose}",
-            shape[axis]
-        );
-        Err(self.file.wrong(self.name, reason))
+        let (length, shape, axis) = (self.shape[axis], self.shape.to_vec(), self.axes[axis]);
+        Err(self.file.wrong(self.name, InputFault::Length { axis, length, shape, wanted, whose }))
     }
 }

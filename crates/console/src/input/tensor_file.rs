@@ -1,5 +1,6 @@
 //! Safetensors files, read row by row by the ranks that need the rows, and distinguished by samples of their bytes.
 
+use std::cmp::Ordering;
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
@@ -19,6 +20,7 @@ use super::header::FileHeader;
 use crate::digest::shown;
 use crate::error::CliError;
 use crate::files;
+use crate::input_fault::{FileFault, InputFault};
 
 /// An open safetensors file whose header has been read and found to fit the file. Tensors are read one at a time,
 /// straight into vectors of their type: the file is never in memory as a whole as well.
@@ -66,33 +68,31 @@ impl TensorFile {
     pub fn open(path: &Path) -> Result<Self, CliError> {
         let unreadable = |source| CliError::Unreadable { what: "input", path: path.to_owned(), source };
         let refused = |source: io::Error| unreadable(source.into());
-        let broken = |reason: String| CliError::NotSafetensors { path: path.to_owned(), reason };
+        let broken =
+            |reason: FileFault| CliError::NotSafetensors { path: path.to_owned(), reason: Box::new(reason) };
         let mut file = files::open("input", path)?.regular().map_err(unreadable)?;
         let bytes = file.metadata().map_err(refused)?.len();
         if let Some(available) = available_memory().filter(|&available| bytes > available) {
             return Err(CliError::InputTooLarge { path: path.to_owned(), bytes, available });
         }
         if bytes < 8 {
-            return Err(broken(format!("it has {bytes} bytes, less than the 8 of a header's length")));
+            return Err(broken(FileFault::Short { bytes }));
         }
         let mut length = [0; 8];
         file.read_exact(&mut length).map_err(refused)?;
         let header_bytes = u64::from_le_bytes(length);
         if header_bytes > MAX_HEADER_BYTES || header_bytes > bytes - 8 {
-            let reason =
-                format!("its first 8 bytes announce a header of {header_bytes} bytes in a file of {bytes}");
-            return Err(broken(reason));
+            return Err(broken(FileFault::HeaderLength { header: header_bytes, bytes }));
         }
         let mut header = vec![0; header_bytes as usize];
         file.read_exact(&mut header).map_err(refused)?;
         let header = FileHeader::parse(&header).map_err(broken)?;
         let data_start = 8 + header_bytes;
         let announced = data_start + header.data_bytes as u64;
-        if announced != bytes {
-            let state = if bytes < announced { "truncated" } else { "too long" };
-            return Err(broken(format!(
-                "it is {state}, with {bytes} bytes where its header announces {announced}"
-            )));
+        match bytes.cmp(&announced) {
+            Ordering::Less => return Err(broken(FileFault::Truncated { bytes, announced })),
+            Ordering::Equal => {}
+            Ordering::Greater => return Err(broken(FileFault::TooLong { bytes, announced })),
         }
         let state = FileState::of(&file).map_err(refused)?;
         Ok(Self { path: path.to_owned(), file, state, data_start, tensors: header.tensors })
@@ -167,19 +167,14 @@ impl TensorFile {
     }
 
     /// The error for a tensor that is not what it must be: `reason` says what it is and what it must be.
-    pub(super) fn wrong(&self, name: &'static str, reason: String) -> CliError {
-        CliError::Tensor { path: self.path.clone(), name, reason }
+    pub(super) fn wrong(&self, name: &'static str, reason: InputFault) -> CliError {
+        CliError::Tensor { path: self.path.clone(), name, reason: Box::new(reason) }
     }
 
     /// The type of a tensor's elements, where attention takes it.
     pub(super) fn float(&self, name: &'static str) -> Result<DType, CliError> {
         let dtype = self.tensors.get(name).ok_or_else(|| self.missing(name))?.dtype;
-        float_type(dtype).ok_or_else(|| {
-            let reason = format!(
-                "is of type {dtype}, which attention does not take; convert it to F64, F32, BF16 or F16"
-            );
-            self.wrong(name, reason)
-        })
+        float_type(dtype).ok_or_else(|| self.wrong(name, InputFault::Type { dtype }))
     }
 
     /// Reads rows of a tensor, those of `ranges` one after the other. The ranges must lie inside it.

@@ -3,9 +3,9 @@
 use std::fmt;
 use std::str::FromStr;
 
+use counterpoint_nccl::{NcclSettingFault, NcclSettings, NcclSums};
 use counterpoint_schedule::{OverlapPolicy, PassOverlap, RankTransport};
-
-use counterpoint_nccl::{NcclSettings, NcclSums};
+use thiserror::Error;
 
 /// How rows travel between GPUs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -101,26 +101,54 @@ impl fmt::Display for TransportKind {
     }
 }
 
-impl FromStr for TransportKind {
-    type Err = String;
+/// Why a text names no transport.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum TransportKindError {
+    /// No transport has the name.
+    #[error("`{name}` is no transport; give {}", TransportKind::NAMES.map(|(name, _)| name).join(", "))]
+    Unknown {
+        /// The name.
+        name: String,
+    },
+    /// Settings that are none, or contradict each other.
+    #[error(transparent)]
+    Settings(#[from] NcclSettingFault),
+    /// Settings of a transport that has none.
+    #[error("`{text}`: {name} has no settings; they are of nccl and hierarchical")]
+    NoSettings {
+        /// The whole text.
+        text: String,
+        /// The transport.
+        name: &'static str,
+    },
+    /// Sums of NCCL's, inside nodes.
+    #[error("`{text}`: library-sums is for nccl, whose sums are of all ranks; kernels sum inside nodes here")]
+    LibrarySums {
+        /// The whole text.
+        text: String,
+    },
+}
 
-    fn from_str(text: &str) -> Result<Self, String> {
+impl FromStr for TransportKind {
+    type Err = TransportKindError;
+
+    fn from_str(text: &str) -> Result<Self, TransportKindError> {
         let mut words = text.split('+');
         let name = words.next().unwrap_or_default();
         let named = Self::NAMES.into_iter().find(|(known, _)| *known == name);
         let settings = NcclSettings::parse(words)?;
         match named {
             Some((_, Self::Nccl(_))) => Ok(Self::Nccl(settings)),
-            Some((_, Self::Hierarchical(_))) if settings.sums == NcclSums::Library => Err(format!(
-                "`{text}`: library-sums is for nccl, whose sums are of all ranks; kernels sum inside nodes here"
-            )),
+            Some((_, Self::Hierarchical(_))) if settings.sums == NcclSums::Library => {
+                Err(TransportKindError::LibrarySums { text: text.to_owned() })
+            }
             Some((_, Self::Hierarchical(_))) => Ok(Self::Hierarchical(settings)),
             Some((_, kind)) if settings == NcclSettings::PLAIN => Ok(kind),
-            Some(_) => Err(format!("`{text}`: {name} has no settings; they are of nccl and hierarchical")),
-            None => {
-                let names = Self::NAMES.map(|(name, _)| name).join(", ");
-                Err(format!("`{name}` is no transport; give {names}"))
+            Some((_, kind)) => {
+                Err(TransportKindError::NoSettings { text: text.to_owned(), name: kind.name() })
             }
+            None => Err(TransportKindError::Unknown { name: name.to_owned() }),
         }
     }
 }
@@ -161,7 +189,7 @@ mod tests {
             ("hierarchical+library-sums", "is for nccl"),
             ("nccl+", "no setting of NCCL's"),
         ] {
-            let error = text.parse::<TransportKind>().unwrap_err();
+            let error = text.parse::<TransportKind>().unwrap_err().to_string();
             assert!(error.contains(word), "{text}: {error}");
         }
     }

@@ -57,7 +57,7 @@ use collective::{Part, Work};
 use copies::CopyPace;
 pub use engine::EngineUse;
 pub use host_sync::CudaPending;
-pub use kind::TransportKind;
+pub use kind::{TransportKind, TransportKindError};
 pub(crate) use levels::Level;
 pub use levels::{LevelledCollective, LevelledPending, LevelledTransport};
 use link::LinkWork;

@@ -7,7 +7,9 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, SystemTime};
 
-use counterpoint_files::{DistrustError, Owners, TrustedFolder, folder_in_home, folder_named};
+use counterpoint_files::{
+    DistrustError, Owners, RelativeFolder, TrustedFolder, folder_in_home, folder_named,
+};
 use sha2::{Digest, Sha256};
 use thiserror::Error;
 
@@ -72,7 +74,7 @@ pub enum CacheWarning {
     #[error("kernels are compiled anew by every process: {reason}")]
     Relative {
         /// Which variable, and what to do.
-        reason: String,
+        reason: RelativeFolder,
     },
     /// The owner who is to be trusted is no number.
     #[error(
@@ -134,7 +136,7 @@ impl CubinCache {
         let kept = || folder_in_home("XDG_CACHE_HOME", ".cache").map(|base| base.join("counterpoint"));
         let (folder, mut warning) = match folder_named(CACHE_VARIABLE) {
             Ok(named) => (named.or_else(kept), None),
-            Err(relative) => (None, Some(CacheWarning::Relative { reason: relative.to_string() })),
+            Err(reason) => (None, Some(CacheWarning::Relative { reason })),
         };
         if folder.is_none() {
             warning = warning.or(Some(CacheWarning::NoFolder));

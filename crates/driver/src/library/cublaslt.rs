@@ -13,7 +13,7 @@ use libloading::Library;
 
 use super::search;
 use super::table::function_table;
-use crate::CudaError;
+use crate::{CudaError, LoadFault, TriedPlace};
 
 function_table! {
     /// Functions of cuBLASLt, by their C names. Enumerations are plain numbers.
@@ -95,17 +95,17 @@ impl CublasLt {
         for path in search::cublaslt() {
             match Self::open_at(&path) {
                 Ok(library) => return Ok(library),
-                Err(reason) => tried.push(super::tried(&path, &reason)),
+                Err(reason) => tried.push(TriedPlace::Library { library: path, reason }),
             }
         }
         tried.extend(search::notes(search::CUBLASLT_VARIABLE, "libcublasLt.so"));
         Err(CudaError::NoCublasLt { tried })
     }
 
-    fn open_at(path: &Path) -> Result<Self, String> {
+    fn open_at(path: &Path) -> Result<Self, LoadFault> {
         // SAFETY: initialisers of NVIDIA's libraries do not depend on us.
         let library = unsafe { super::open(path) }?;
-        let missing = |symbol: &str| format!("it has no function {symbol}; cuBLAS 12 or newer is needed");
+        let missing = |symbol| LoadFault::TooOld { symbol, needed: "cuBLAS 12" };
         let functions = CublasLtFunctions::resolve(&library).map_err(missing)?;
         // SAFETY: the signatures are those of cublasLt.h.
         let (status_text, version) = unsafe {

@@ -187,7 +187,7 @@ impl Driver {
     fn open() -> Result<Self, CudaError> {
         let name = "libcuda.so.1";
         // SAFETY: the driver's initialisers do not depend on us.
-        let library = unsafe { super::open(name) }.map_err(|text| CudaError::NoDriver { text })?;
+        let library = unsafe { super::open(name) }.map_err(|reason| CudaError::NoDriver { reason })?;
         let functions = DriverFunctions::resolve(&library).map_err(|symbol| CudaError::MissingSymbol {
             path: PathBuf::from(name),
             symbol,

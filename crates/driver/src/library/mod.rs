@@ -10,9 +10,9 @@ mod nvtx;
 mod search;
 mod table;
 
-use std::path::Path;
-
 use libloading::Library;
+
+use crate::LoadFault;
 
 pub use cublaslt::{CublasLt, cublaslt_types};
 pub(crate) use driver::{Driver, call};
@@ -25,20 +25,14 @@ pub use nvtx::NvtxDomain;
 pub use search::search_packages;
 pub(crate) use search::{CUBLASLT_VARIABLE, NCCL_VARIABLE, NVRTC_VARIABLE, SEARCH_VARIABLES};
 
-/// Opens a library, by path or by a name that the loader knows; an error is the loader's own words.
+/// Opens a library, by path or by a name that the loader knows.
 ///
 /// # Safety
 /// The library's initialisers must be harmless to this program.
-unsafe fn open(library: impl libloading::AsFilename) -> Result<Library, String> {
+unsafe fn open(library: impl libloading::AsFilename) -> Result<Library, LoadFault> {
     // SAFETY: the caller's promise.
     unsafe { Library::new(library) }.map_err(|error| {
         let words = std::error::Error::source(&error).map(ToString::to_string);
-        words.unwrap_or_else(|| error.to_string())
+        LoadFault::Loader { text: words.unwrap_or_else(|| error.to_string()) }
     })
-}
-
-/// Why a file or a name was of no use. The loader's own words mostly begin with it.
-fn tried(library: &Path, reason: &str) -> String {
-    let name = library.display().to_string();
-    if reason.starts_with(&name) { reason.to_owned() } else { format!("{name}: {reason}") }
 }

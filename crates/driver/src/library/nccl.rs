@@ -10,7 +10,7 @@ use libloading::Library;
 
 use super::search;
 use super::table::function_table;
-use crate::CudaError;
+use crate::{CudaError, LoadFault, TriedPlace};
 
 /// A library that was found.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -182,27 +182,28 @@ impl Nccl {
         for path in search::nccl() {
             match Self::open(&path) {
                 Ok(nccl) => return Ok(nccl),
-                Err(reason) => tried.push(super::tried(&path, &reason)),
+                Err(reason) => tried.push(TriedPlace::Library { library: path, reason }),
             }
         }
         tried.extend(search::notes(search::NCCL_VARIABLE, "libnccl.so"));
         Err(CudaError::NoNccl { tried })
     }
 
-    fn open(path: &Path) -> Result<Self, String> {
+    fn open(path: &Path) -> Result<Self, LoadFault> {
         // SAFETY: initialisers of NCCL do not depend on us.
         let library = unsafe { super::open(path) }?;
-        let functions = NcclFunctions::resolve(&library).map_err(|symbol| format!("it has no {symbol}"))?;
+        let functions =
+            NcclFunctions::resolve(&library).map_err(|symbol| LoadFault::NoFunction { symbol })?;
         // SAFETY: the signature is that of nccl.h, and the library stays open.
         let text_of = unsafe {
             let symbol = library.get::<unsafe extern "C" fn(u32) -> *const c_char>(b"ncclGetErrorString\0");
-            *symbol.map_err(|error| error.to_string())?
+            *symbol.map_err(|error| LoadFault::Loader { text: error.to_string() })?
         };
         let mut version: c_int = 0;
         // SAFETY: the pointer is to a local.
         let code = unsafe { (functions.ncclGetVersion)(&mut version) };
         if code != SUCCESS {
-            return Err(format!("ncclGetVersion gave {code}"));
+            return Err(LoadFault::NoVersion { call: "ncclGetVersion", code });
         }
         let version = format!("{}.{}.{}", version / 10_000, version / 100 % 100, version % 100);
         let version = LibraryVersion { version, path: search::opened_file(path) };

@@ -10,7 +10,7 @@ use libloading::Library;
 
 use super::search::{self, Candidate};
 use super::table::function_table;
-use crate::CudaError;
+use crate::{CudaError, LoadFault, TriedPlace};
 
 function_table! {
     /// Functions of NVRTC, by their C names.
@@ -72,24 +72,27 @@ impl Nvrtc {
         for candidate in search::nvrtc() {
             match Self::open_candidate(&candidate) {
                 Ok(nvrtc) => return Ok(nvrtc),
-                Err(reason) => tried.push(super::tried(&candidate.library, &reason)),
+                Err(reason) => {
+                    tried.push(TriedPlace::Library { library: candidate.library, reason });
+                }
             }
         }
         tried.extend(search::notes(search::NVRTC_VARIABLE, "libnvrtc.so"));
         Err(CudaError::NoNvrtc { tried })
     }
 
-    fn open_candidate(candidate: &Candidate) -> Result<Self, String> {
+    fn open_candidate(candidate: &Candidate) -> Result<Self, LoadFault> {
         let mut libraries = Vec::new();
         // NVRTC opens its builtins by bare name when it first compiles. Outside of the loader's folders it only finds them
         // when they are open already.
-        for path in candidate.before.iter().chain([&candidate.library]) {
+        for path in &candidate.before {
             // SAFETY: initialisers of NVIDIA's libraries do not depend on us.
             libraries.push(unsafe { super::open(path) }?);
         }
-        let library = libraries.last().ok_or("nothing to open")?;
-        let missing = |symbol: &str| format!("it has no function {symbol}; NVRTC 12.0 or newer is needed");
-        let functions = NvrtcFunctions::resolve(library).map_err(missing)?;
+        // SAFETY: as above.
+        let library = unsafe { super::open(&candidate.library) }?;
+        let missing = |symbol| LoadFault::TooOld { symbol, needed: "NVRTC 12.0" };
+        let functions = NvrtcFunctions::resolve(&library).map_err(missing)?;
         // SAFETY: the signature is that of nvrtc.h.
         let error_text =
             unsafe { library.get::<unsafe extern "C" fn(u32) -> *const c_char>(b"nvrtcGetErrorString\0") };
@@ -98,8 +101,9 @@ impl Nvrtc {
         // SAFETY: the pointers are to locals.
         let code = unsafe { (functions.nvrtcVersion)(&mut major, &mut minor) };
         if code != 0 || major < 12 {
-            return Err(format!("it is version {major}.{minor}; NVRTC 12.0 or newer is needed"));
+            return Err(LoadFault::Version { major, minor });
         }
+        libraries.push(library);
         let version = (major.unsigned_abs(), minor.unsigned_abs());
         let path = search::opened_file(&candidate.library);
         let no_cache = vec![c"--no-cache".to_owned()];
@@ -119,21 +123,19 @@ impl Nvrtc {
     }
 
     /// Compiles next to nothing: NVRTC opens, yet compiles nothing, where its builtins cannot be found.
-    fn try_out(&self) -> Result<(), String> {
+    fn try_out(&self) -> Result<(), LoadFault> {
         const NO_BUILTINS: u32 = 7;
         match self.try_with(&self.no_cache)? {
             NO_BUILTINS => {
                 let (major, minor) = self.version;
-                Err(format!(
-                    "it does not find its libnvrtc-builtins.so.{major}.{minor}, which belongs next to it"
-                ))
+                Err(LoadFault::NoBuiltins { major, minor })
             }
-            code => self.check("nvrtcCompileProgram", code).map_err(|error| error.to_string()),
+            code => self.try_check("nvrtcCompileProgram", code),
         }
     }
 
     /// The result of compiling next to nothing with these options.
-    fn try_with(&self, options: &[CString]) -> Result<u32, String> {
+    fn try_with(&self, options: &[CString]) -> Result<u32, LoadFault> {
         let options: Vec<_> = options.iter().map(|option| option.as_ptr()).collect();
         let (source, name) = (c"__global__ void f() {}", c"f.cu");
         let mut program = ptr::null_mut();
@@ -142,7 +144,7 @@ impl Nvrtc {
         unsafe {
             let create = self.nvrtcCreateProgram;
             let code = create(&mut program, source.as_ptr(), name.as_ptr(), 0, ptr::null(), ptr::null());
-            self.check("nvrtcCreateProgram", code).map_err(|error| error.to_string())?;
+            self.try_check("nvrtcCreateProgram", code)?;
             let code = (self.nvrtcCompileProgram)(program, options.len() as c_int, options.as_ptr());
             (self.nvrtcDestroyProgram)(&mut program);
             Ok(code)
@@ -151,11 +153,22 @@ impl Nvrtc {
 
     /// A result as ours.
     pub(crate) fn check(&self, call: &'static str, code: u32) -> Result<(), CudaError> {
-        if code == 0 {
-            return Ok(());
+        match code {
+            0 => Ok(()),
+            code => Err(CudaError::Nvrtc { call, code, text: self.text_of(code) }),
         }
+    }
+
+    /// A result of a call that tries it out.
+    fn try_check(&self, call: &'static str, code: u32) -> Result<(), LoadFault> {
+        match code {
+            0 => Ok(()),
+            code => Err(LoadFault::Call { call, code, text: self.text_of(code) }),
+        }
+    }
+
+    fn text_of(&self, code: u32) -> String {
         // SAFETY: NVRTC returns a string of its own for every code.
-        let text = unsafe { CStr::from_ptr((self.error_text)(code)) }.to_string_lossy().into_owned();
-        Err(CudaError::Nvrtc { call, code, text })
+        unsafe { CStr::from_ptr((self.error_text)(code)) }.to_string_lossy().into_owned()
     }
 }

@@ -9,6 +9,8 @@ use std::time::Duration;
 
 use counterpoint_files::{RelativeFolder, absolute_entries, command, folder_named, output_of, program};
 
+use crate::{PackagesFault, TriedPlace};
+
 /// A library to try, and those that must be open before it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Candidate {
@@ -100,17 +102,18 @@ fn by_name_then_folder(
     of_interpreter.chain(by_name).chain(in_folders.flat_map(move |folder| files_named(&folder, prefix)))
 }
 
-/// Why a search found so little, with what the loader said of each candidate.
-pub(super) fn notes(variable: &'static str, prefix: &str) -> Vec<String> {
+/// Why a search found so little, behind what the loader said of each candidate.
+pub(super) fn notes(variable: &'static str, prefix: &'static str) -> Vec<TriedPlace> {
     let note = match folder_named(variable) {
-        Err(relative) => Some(relative.to_string()),
+        Err(relative) => Some(relative.into()),
         Ok(Some(folder)) if files_named(&folder, prefix).is_empty() => {
-            Some(format!("{variable}={}: no {prefix}.* in it", folder.display()))
+            Some(TriedPlace::Folder { variable, folder, prefix })
         }
         Ok(Some(_)) => None,
         Ok(None) if PACKAGES.get().is_some() => None,
         Ok(None) => {
-            python_answer().as_ref().err().map(|reason| format!("site-packages of python3: {reason}"))
+            let reason = python_answer().as_ref().err();
+            reason.map(|reason| TriedPlace::Packages { reason: reason.clone() })
         }
     };
     note.into_iter().collect()
@@ -217,15 +220,15 @@ fn python_packages() -> Vec<PathBuf> {
     python_answer().clone().unwrap_or_default()
 }
 
-fn python_answer() -> &'static Result<Vec<PathBuf>, String> {
-    static ANSWER: OnceLock<Result<Vec<PathBuf>, String>> = OnceLock::new();
+fn python_answer() -> &'static Result<Vec<PathBuf>, PackagesFault> {
+    static ANSWER: OnceLock<Result<Vec<PathBuf>, PackagesFault>> = OnceLock::new();
     ANSWER.get_or_init(ask_python)
 }
 
 /// Asks the `python3` of an absolute folder of `PATH`, which imports nothing from the current folder: it runs isolated, and elsewhere.
 /// What `PYTHONPATH` would have added is added here.
-fn ask_python() -> Result<Vec<PathBuf>, String> {
-    let python = program("python3").map_err(|error| error.to_string())?;
+fn ask_python() -> Result<Vec<PathBuf>, PackagesFault> {
+    let python = program("python3")?;
     let mut question = command(&python);
     question.args(["-I", "-c", PYTHON_SCRIPT]).current_dir("/");
     let answer = output_of(&mut question, PYTHON_LIMIT)?;

@@ -11,7 +11,7 @@ use super::message::{Hello, Welcome};
 use super::{RENDEZVOUS_VARIABLE, RendezvousError};
 use crate::frame::read_frame;
 use crate::network::{JobToken, KnockError, Until, descriptor_limit, is_out_of_descriptors, knock};
-use crate::{ExecError, SeatFault, SeveralHosts, VariableFault};
+use crate::{ExecError, SeatFault, SeekFault, SeveralHosts, VariableFault};
 
 const PAUSE: Duration = Duration::from_millis(20);
 /// How long rank 0 waits for the end of another job at the same place.
@@ -163,29 +163,31 @@ enum Asked {
     Seated(Seated),
     NoSeat(SeatFault),
     /// Something listens there, and it is not rank 0 of this job.
-    Stranger(String),
-    Failed(String),
+    Stranger(SeekFault),
+    Failed(SeekFault),
 }
 
 /// Why no seat was found.
 #[derive(Default)]
 struct Failures {
     /// What the last round of attempts found.
-    last: String,
+    last: SeekFault,
     /// The stranger seen last.
-    stranger: Option<String>,
+    stranger: Option<SeekFault>,
 }
 
 impl Failures {
-    fn round(&mut self, failed: Option<String>, stranger: Option<String>) {
+    fn round(&mut self, failed: Option<SeekFault>, stranger: Option<SeekFault>) {
         self.last = stranger.clone().or(failed).unwrap_or_default();
         self.stranger = stranger.or(self.stranger.take());
     }
 
     /// A stranger explains more than a connection that was refused after it had left.
-    fn reason(self) -> String {
+    fn reason(self) -> SeekFault {
         match self.stranger {
-            Some(stranger) if stranger != self.last => format!("{stranger}, and later: {}", self.last),
+            Some(stranger) if stranger != self.last => {
+                SeekFault::StrangerBefore { stranger: stranger.into(), last: self.last.into() }
+            }
             _ => self.last,
         }
     }
@@ -200,7 +202,7 @@ impl Seeker<'_> {
         loop {
             // Where there are several ports, the first word of a round is the one that counts.
             let (mut failed, mut stranger) = (None, None);
-            match self.candidates(point, identity) {
+            match self.candidates(point, identity)? {
                 Ok(candidates) => {
                     for (address, token) in candidates {
                         match self.ask(address, &token)? {
@@ -208,12 +210,12 @@ impl Seeker<'_> {
                             Asked::NoSeat(reason) => {
                                 no_seat = Some(no_seat.map_or((Instant::now(), reason), |no_seat| no_seat))
                             }
-                            Asked::Stranger(word) => stranger = stranger.or(Some(word)),
-                            Asked::Failed(word) => failed = failed.or(Some(word)),
+                            Asked::Stranger(fault) => stranger = stranger.or(Some(fault)),
+                            Asked::Failed(fault) => failed = failed.or(Some(fault)),
                         }
                     }
                 }
-                Err(error) => failed = Some(self.without(&error)?),
+                Err(fault) => failed = Some(fault),
             }
             failures.round(failed, stranger);
             if let Some((_, reason)) = no_seat.take_if(|(since, _)| since.elapsed() >= ELSEWHERE) {
@@ -230,47 +232,52 @@ impl Seeker<'_> {
     /// Asks for a seat at one address until there is one, or the time for it is over.
     pub(super) fn seek_at(&self, address: SocketAddr, token: &JobToken) -> Result<Seated, ExecError> {
         loop {
-            let text = match self.ask(address, token)? {
+            let reason = match self.ask(address, token)? {
                 Asked::Seated(seated) => return Ok(seated),
                 Asked::NoSeat(reason) => {
                     let (rank, address) = (self.hello.rank, self.place.to_owned());
                     return Err(RendezvousError::AnotherJob { rank, address, reason }.into());
                 }
-                Asked::Stranger(text) | Asked::Failed(text) => text,
+                Asked::Stranger(fault) | Asked::Failed(fault) => fault,
             };
             if Instant::now() + PAUSE >= self.deadline {
-                return Err(self.unreachable(text));
+                return Err(self.unreachable(reason));
             }
             thread::sleep(PAUSE);
         }
     }
 
-    fn unreachable(&self, text: String) -> ExecError {
+    fn unreachable(&self, reason: SeekFault) -> ExecError {
         let (rank, address, waited) = (self.hello.rank, self.place.to_owned(), self.began.elapsed());
-        RendezvousError::Unreachable { rank, address, waited, text }.into()
+        RendezvousError::Unreachable { rank, address, waited, reason: Box::new(reason) }.into()
     }
 
-    /// Where rank 0 may listen now.
+    /// Where rank 0 may listen now, or why nobody knows yet.
     fn candidates(
         &self,
         point: &RendezvousPoint,
         identity: &Identity,
-    ) -> io::Result<Vec<(SocketAddr, JobToken)>> {
-        let hosts = addresses(&point.host).map_err(|error| {
-            io::Error::new(error.kind(), format!("{} cannot be looked up: {error}", point.host))
-        })?;
+    ) -> Result<Result<Vec<(SocketAddr, JobToken)>, SeekFault>, ExecError> {
+        let hosts = match addresses(&point.host) {
+            Ok(hosts) => hosts,
+            Err(error) => {
+                let (host, text) = (point.host.clone(), error.to_string());
+                return Ok(Err(SeekFault::UnknownHost { host, text }));
+            }
+        };
         let at = |ports: &[u16], token: &JobToken| {
             let each =
                 ports.iter().flat_map(|&port| hosts.iter().map(move |&host| SocketAddr::new(host, port)));
             each.map(|address| (address, token.clone())).collect()
         };
-        match identity {
+        Ok(match identity {
             Identity::Secret(token) => Ok(at(&point.ports, token)),
-            Identity::Local(name) => match name.ask(self.deadline)? {
-                Some((token, port)) => Ok(at(&[port], &token)),
-                None => Err(io::Error::other("no process of this user is rank 0 there: connection refused")),
+            Identity::Local(name) => match name.ask(self.deadline) {
+                Ok(Some((token, port))) => Ok(at(&[port], &token)),
+                Ok(None) => Err(SeekFault::NoProcess),
+                Err(error) => Err(self.without(&error)?),
             },
-        }
+        })
     }
 
     /// One attempt.
@@ -283,7 +290,10 @@ impl Seeker<'_> {
                 return Err(RendezvousError::OtherVersion { rank, own, theirs }.into());
             }
             Err(KnockError::Io(error)) => return self.without(&error).map(Asked::Failed),
-            Err(error) => return Ok(Asked::Stranger(format!("{address}: {error}"))),
+            Err(KnockError::AnotherKind) => return Ok(Asked::Stranger(SeekFault::AnotherKind { address })),
+            Err(KnockError::AnotherToken) => {
+                return Ok(Asked::Stranger(SeekFault::AnotherSecret { address }));
+            }
         };
         // A process that may not be of the job is kept waiting: until the deadline, not for one attempt.
         let answer = read_frame::<Welcome>(&mut Until { stream: &stream, deadline: self.deadline });
@@ -291,21 +301,22 @@ impl Seeker<'_> {
             Ok(Some((Welcome::Joined { session }, _))) => {
                 let ready = stream.set_read_timeout(None).and_then(|()| stream.set_write_timeout(None));
                 let seated = Seated { stream, session, token: token.clone() };
-                ready.map_or_else(|error| Asked::Failed(error.to_string()), |()| Asked::Seated(seated))
+                ready
+                    .map_or_else(|error| Asked::Failed(SeekFault::system(&error)), |()| Asked::Seated(seated))
             }
             Ok(Some((Welcome::NoSeat { reason }, _))) => Asked::NoSeat(reason),
             Ok(Some((Welcome::Refused { error }, _))) => return Err(error),
-            Ok(None) => Asked::Failed(format!("{address} closed the connection")),
-            Err(error) => Asked::Failed(format!("{address}: {error}")),
+            Ok(None) => Asked::Failed(SeekFault::Closed { address }),
+            Err(error) => Asked::Failed(SeekFault::Broken { address, text: error.to_string() }),
         })
     }
 
     /// What an error of the system says, unless trying again is of no use.
-    fn without(&self, error: &io::Error) -> Result<String, ExecError> {
+    fn without(&self, error: &io::Error) -> Result<SeekFault, ExecError> {
         if is_out_of_descriptors(error) {
             let (rank, world_size, limit) = (self.hello.rank, self.world_size, descriptor_limit());
             return Err(RendezvousError::Descriptors { rank, world_size, limit }.into());
         }
-        Ok(error.to_string())
+        Ok(SeekFault::system(error))
     }
 }

@@ -200,7 +200,7 @@ fn judge_parts(layer: &mut LinearLayer<CpuMachine>) {
         for sample in [LinearSample::Whole, LinearSample::Spread(3)] {
             assert!(judged(3, sample).is_ok_and(|share| share <= 1.0));
             for (spoiled, name) in ["y[", "dx[", "dweight["].into_iter().enumerate() {
-                assert!(judged(spoiled, sample).unwrap_err().starts_with(name));
+                assert!(judged(spoiled, sample).unwrap_err().to_string().starts_with(name));
             }
         }
     }

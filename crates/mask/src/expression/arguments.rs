@@ -2,7 +2,7 @@
 
 use super::ReadFile;
 use crate::mask::MAX_SEQLEN;
-use crate::{Documents, MaskError, MaskPreset};
+use crate::{Documents, ExpressionFault as Fault, MaskError, MaskPreset};
 
 /// What follows the colon of a builder expression, split but not yet understood.
 pub(super) struct Arguments<'a> {
@@ -20,7 +20,7 @@ impl<'a> Arguments<'a> {
     /// Splits `text` and checks that every option is one of `known`, given once.
     pub(super) fn split(
         builder: &'static str,
-        known: &[&str],
+        known: &[&'static str],
         text: &'a str,
         read: ReadFile<'a>,
     ) -> Result<Self, MaskError> {
@@ -38,14 +38,11 @@ impl<'a> Arguments<'a> {
             };
             let name = name.trim();
             if !known.contains(&name) {
-                let problem = match known {
-                    [] => "unknown option; there are none here".to_owned(),
-                    _ => format!("unknown option; known: {}", known.join(", ")),
-                };
-                return Err(arguments.wrong(&name.escape_debug().to_string(), problem));
+                let fault = Fault::UnknownOption { known: known.to_vec() };
+                return Err(arguments.wrong(&name.escape_debug().to_string(), fault));
             }
             if arguments.option(name).is_some() {
-                return Err(arguments.wrong(name, "given twice"));
+                return Err(arguments.wrong(name, Fault::Twice));
             }
             arguments.options.push((name, vec![value.trim()]));
         }
@@ -53,34 +50,30 @@ impl<'a> Arguments<'a> {
     }
 
     /// An error at `field`.
-    pub(super) fn wrong(&self, field: &str, problem: impl Into<String>) -> MaskError {
-        MaskError::Expression { builder: self.builder, field: field.to_owned(), problem: problem.into() }
+    pub(super) fn wrong(&self, field: &str, problem: Fault) -> MaskError {
+        MaskError::Expression { builder: self.builder, field: field.to_owned(), problem: Box::new(problem) }
     }
 
     /// The length of a plain sequence.
     pub(super) fn sequence(&self) -> Result<usize, MaskError> {
         match self.values[..] {
             [value] => self.number(SEQUENCE, value),
-            [] => Err(self.wrong(SEQUENCE, "missing; the first value is its length, for example 4k")),
-            _ => Err(self.wrong(
-                SEQUENCE,
-                format!(
-                    "expected one length, got {} values; options are written name=value",
-                    self.values.len()
-                ),
-            )),
+            [] => {
+                let remedy = "the first value is its length, for example 4k";
+                Err(self.wrong(SEQUENCE, Fault::Missing { remedy }))
+            }
+            _ => Err(self.wrong(SEQUENCE, Fault::OneLength { values: self.values.len() })),
         }
     }
 
     /// A mask of the comparison and its length.
     pub(super) fn preset(&self) -> Result<(MaskPreset, usize), MaskError> {
-        let known = || MaskPreset::ALL.map(MaskPreset::name).join(", ");
+        let known = || MaskPreset::ALL.map(MaskPreset::name).to_vec();
         let [name, seqlen] = self.values[..] else {
-            let problem = format!("write its name, a comma and its length; names: {}", known());
-            return Err(self.wrong("name", problem));
+            return Err(self.wrong("name", Fault::PresetForm { known: known() }));
         };
-        let preset = MaskPreset::named(name)
-            .ok_or_else(|| self.wrong("name", format!("no mask is named {name:?}; use {}", known())))?;
+        let unknown = || self.wrong("name", Fault::NoPreset { name: name.to_owned(), known: known() });
+        let preset = MaskPreset::named(name).ok_or_else(unknown)?;
         Ok((preset, self.number(SEQUENCE, seqlen)?))
     }
 
@@ -88,7 +81,8 @@ impl<'a> Arguments<'a> {
     pub(super) fn documents(&self) -> Result<Documents, MaskError> {
         let starts = (!self.values.is_empty()).then_some(&self.values[..]);
         self.documents_of("starts", starts, "lengths")?.ok_or_else(|| {
-            self.wrong("starts", "missing; give cumulative starts such as 0,100,400, or lengths=100,300")
+            let remedy = "give cumulative starts such as 0,100,400, or lengths=100,300";
+            self.wrong("starts", Fault::Missing { remedy })
         })
     }
 
@@ -106,8 +100,8 @@ impl<'a> Arguments<'a> {
         let (field, documents) = match (starts, self.option(lengths_field)) {
             (None, None) => return Ok(None),
             (Some(_), Some(_)) => {
-                let problem = format!("give either {starts_field} or {lengths_field}, not both");
-                return Err(self.wrong(lengths_field, problem));
+                let (starts, lengths) = (starts_field.to_owned(), lengths_field.to_owned());
+                return Err(self.wrong(lengths_field, Fault::StartsAndLengths { starts, lengths }));
             }
             (Some(starts), None) => {
                 (starts_field, Documents::from_starts(self.numbers(starts_field, starts)?))
@@ -116,23 +110,21 @@ impl<'a> Arguments<'a> {
                 (lengths_field, Documents::from_lengths(self.numbers(lengths_field, lengths)?))
             }
         };
-        documents.map(Some).map_err(|error| self.wrong(field, error.to_string()))
+        documents.map(Some).map_err(|error| self.wrong(field, Fault::Documents(error.into())))
     }
 
     /// The two parts of `shared-question`.
     pub(super) fn question_and_answers(&self) -> Result<(usize, Documents), MaskError> {
         let split = self.values.split_first().and_then(|(first, rest)| Some((first.split_once(';')?, rest)));
         let Some(((question, answer), answers)) = split else {
-            return Err(self.wrong(
-                "answers",
-                "missing; write the question's length, a semicolon, the answers' lengths",
-            ));
+            let remedy = "write the question's length, a semicolon, the answers' lengths";
+            return Err(self.wrong("answers", Fault::Missing { remedy }));
         };
         let question = self.number("question", question.trim())?;
         let answers: Vec<&str> = std::iter::once(answer.trim()).chain(answers.iter().copied()).collect();
         let lengths = self.numbers("answers", &answers)?;
-        let answers =
-            Documents::from_lengths(lengths).map_err(|error| self.wrong("answers", error.to_string()))?;
+        let answers = Documents::from_lengths(lengths)
+            .map_err(|error| self.wrong("answers", Fault::Documents(error.into())))?;
         Ok((question, answers))
     }
 
@@ -145,9 +137,8 @@ impl<'a> Arguments<'a> {
         cols: usize,
     ) -> Result<Vec<(usize, usize)>, MaskError> {
         let Some(values) = self.option(field) else {
-            return Err(
-                self.wrong(field, "missing; give one word of 0 and 1 for each block row, for example 11,01")
-            );
+            let remedy = "give one word of 0 and 1 for each block row, for example 11,01";
+            return Err(self.wrong(field, Fault::Missing { remedy }));
         };
         let words = self.items(field, values)?;
         let mut blocks = Vec::new();
@@ -156,27 +147,28 @@ impl<'a> Arguments<'a> {
                 match digit {
                     '0' => {}
                     '1' => blocks.push((row, col)),
-                    _ => return Err(self.wrong(place, format!("expected only 0 and 1, got {word:?}"))),
+                    _ => return Err(self.wrong(place, Fault::BlockDigits { word: word.clone() })),
                 }
             }
             // Only ASCII digits are left, so bytes are digits.
             if word.len() != cols {
-                let problem =
-                    format!("expected {cols} digits, one for each block column, got {}", word.len());
-                return Err(self.wrong(place, problem));
+                return Err(self.wrong(place, Fault::BlockColumns { cols, digits: word.len() }));
             }
         }
         if words.len() != rows {
-            let problem = format!("expected {rows} words, one for each block row, got {}", words.len());
-            return Err(self.wrong(field, problem));
+            return Err(self.wrong(field, Fault::BlockRows { rows, words: words.len() }));
         }
         Ok(blocks)
     }
 
-    /// A limit that must be given: a size, or `all` for none. `how` says how to write it.
-    pub(super) fn limit(&self, field: &'static str, how: &str) -> Result<Option<usize>, MaskError> {
+    /// A limit that must be given: a size, or `all` for none. `remedy` says how to write it.
+    pub(super) fn limit(
+        &self,
+        field: &'static str,
+        remedy: &'static str,
+    ) -> Result<Option<usize>, MaskError> {
         match self.option(field) {
-            None => Err(self.wrong(field, format!("missing; give {how}"))),
+            None => Err(self.wrong(field, Fault::Missing { remedy })),
             Some(["all"]) => Ok(None),
             Some(_) => self.optional_size(field),
         }
@@ -185,7 +177,9 @@ impl<'a> Arguments<'a> {
     /// The prefix of every document: one for all that have tokens, or one for each.
     pub(super) fn prefixes(&self, documents: &Documents) -> Result<Vec<usize>, MaskError> {
         let Some(values) = self.option("prefix") else {
-            return Err(self.wrong("prefix", "missing; write prefix=N, or one for each document"));
+            return Err(
+                self.wrong("prefix", Fault::Missing { remedy: "write prefix=N, or one for each document" })
+            );
         };
         Ok(match self.numbers("prefix", values)?[..] {
             [prefix] => documents.ranges().map(|range| if range.is_empty() { 0 } else { prefix }).collect(),
@@ -195,7 +189,7 @@ impl<'a> Arguments<'a> {
 
     /// A size that must be given.
     pub(super) fn size(&self, field: &'static str) -> Result<usize, MaskError> {
-        self.optional_size(field)?.ok_or_else(|| self.wrong(field, format!("missing; write {field}=N")))
+        self.optional_size(field)?.ok_or_else(|| self.wrong(field, Fault::MissingSize { field }))
     }
 
     /// A size that may be given.
@@ -203,9 +197,7 @@ impl<'a> Arguments<'a> {
         match self.option(field) {
             None => Ok(None),
             Some([value]) => self.number(field, value).map(Some),
-            Some(values) => {
-                Err(self.wrong(field, format!("expected one number, got {} values", values.len())))
-            }
+            Some(values) => Err(self.wrong(field, Fault::OneNumber { values: values.len() })),
         }
     }
 
@@ -224,10 +216,10 @@ impl<'a> Arguments<'a> {
             return self.without_brackets(field, values.iter().enumerate().map(named).collect());
         };
         if values.len() > 1 {
-            return Err(self.wrong(field, format!("nothing may follow the file {path:?}")));
+            return Err(self.wrong(field, Fault::BehindFile { path: path.to_owned() }));
         }
         let text = (self.read)(path)
-            .map_err(|problem| self.wrong(field, format!("cannot read {path:?}: {problem}")))?;
+            .map_err(|problem| self.wrong(field, Fault::Unreadable { path: path.to_owned(), problem }))?;
         // Some editors write a byte order mark in front.
         let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
         let mut items = Vec::new();
@@ -239,8 +231,7 @@ impl<'a> Arguments<'a> {
                 let before = items.len();
                 items.extend(words.map(|word| (place.clone(), word)));
                 if items.len() == before {
-                    return Err(self
-                        .wrong(&place, "nothing stands between two commas; give a value or leave one out"));
+                    return Err(self.wrong(&place, Fault::NoValue));
                 }
             }
         }
@@ -261,7 +252,7 @@ impl<'a> Arguments<'a> {
         let opened = items.first_mut().and_then(|(_, item)| bare(item, item.clone().strip_prefix('[')));
         let closed = items.last_mut().and_then(|(_, item)| bare(item, item.clone().strip_suffix(']')));
         if opened.is_some() != closed.is_some() {
-            return Err(self.wrong(field, "a list begins with [ and ends with ], or has neither"));
+            return Err(self.wrong(field, Fault::Bracket));
         }
         // A bracket may stand alone, on a line of its own.
         if closed == Some(true) {
@@ -283,9 +274,7 @@ impl<'a> Arguments<'a> {
             },
         };
         if digits.is_empty() || !digits.bytes().all(|byte| byte.is_ascii_digit()) {
-            return Err(
-                self.wrong(field, format!("expected a whole number such as 4096, 4k or 1M, got {text:?}"))
-            );
+            return Err(self.wrong(field, Fault::NoNumber { text: text.to_owned() }));
         }
         // Only digits: what does not parse is too large.
         digits
@@ -293,8 +282,6 @@ impl<'a> Arguments<'a> {
             .ok()
             .and_then(|number| number.checked_mul(unit))
             .filter(|&number| number <= MAX_SEQLEN)
-            .ok_or_else(|| {
-                self.wrong(field, format!("{text} is too large; at most {MAX_SEQLEN} tokens are supported"))
-            })
+            .ok_or_else(|| self.wrong(field, Fault::TooLarge { text: text.to_owned(), most: MAX_SEQLEN }))
     }
 }

@@ -137,7 +137,7 @@ impl LinearCase {
         let (sample, rounding) = (LinearSample::Whole, SumRounding::Partials);
         let check = match check_linear(&self.plan, &inputs, gradient, &outputs, sample, rounding) {
             Ok(share) => SelfCheck::of(name, seed, share, 1.0),
-            Err(reason) => SelfCheck::failed(name, seed, reason),
+            Err(reason) => SelfCheck::failed(name, seed, reason.to_string()),
         };
         vec![check, self.compare_bits(subject, &inputs, &outputs)]
     }

@@ -23,6 +23,6 @@ pub use examine::{SelfCheck, selftest_attention, unlike_elements};
 pub use experts::selftest_experts;
 pub use linear::selftest_linear;
 pub use rms_norm::selftest_rms_norm;
-pub use share::Share;
+pub use share::{Share, ShareError};
 pub use soak::Soak;
 pub use subject::{CpuSubject, Subject, SubjectError, run_alone};

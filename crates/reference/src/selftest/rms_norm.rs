@@ -14,7 +14,9 @@ use super::examine::unlike_elements;
 use super::{Extent, SelfCheck, Share, Subject};
 use crate::draw::Draw;
 use crate::linear::half_unit;
-use crate::{LinearSample, NormGradients, NormalisedRows, check_rms_norm, check_rms_norm_backward};
+use crate::{
+    LinearSample, NormGradients, NormalisedRows, WrongResult, check_rms_norm, check_rms_norm_backward,
+};
 
 /// Columns that kernels take in different ways: few, odd, whole packs, as many as a block keeps and more.
 const COLUMNS: [usize; 14] = [1, 3, 8, 72, 520, 1001, 1032, 2049, 4096, 8192, 8193, 8200, 9999, 12_288];
@@ -120,11 +122,11 @@ impl NormCase {
 
     fn examine(&self, subject: &dyn Subject) -> Vec<SelfCheck> {
         let name = self.describe();
-        let check = |what: &str, found: Result<f64, String>| {
+        let check = |what: &str, found: Result<f64, WrongResult>| {
             let name = format!("{name}: {what}");
             match found {
                 Ok(share) => SelfCheck::of(name, self.seed, share, 1.0),
-                Err(reason) => SelfCheck::failed(name, self.seed, reason),
+                Err(reason) => SelfCheck::failed(name, self.seed, reason.to_string()),
             }
         };
         let runs = [(self.forward(), "y"), (self.backward(), "gradients")];
@@ -132,7 +134,9 @@ impl NormCase {
             let run = || subject.run_alone(&program, &inputs);
             let (first, second) = match run().and_then(|first| Ok((first, run()?))) {
                 Ok(outputs) => outputs,
-                Err(error) => return vec![check(what, Err(error.to_string()))],
+                Err(error) => {
+                    return vec![SelfCheck::failed(format!("{name}: {what}"), self.seed, error.to_string())];
+                }
             };
             let found = if what == "y" { self.check_forward(&first) } else { self.check_backward(&first) };
             let unlike: usize = first.iter().zip(&second).map(|(a, b)| unlike_elements(a, b)).sum();
@@ -176,8 +180,8 @@ impl NormCase {
         }))
     }
 
-    fn check_forward(&self, outputs: &[HostTensor]) -> Result<f64, String> {
-        let [sum, y] = outputs else { return Err(format!("{} tensors", outputs.len())) };
+    fn check_forward(&self, outputs: &[HostTensor]) -> Result<f64, WrongResult> {
+        let [sum, y] = outputs else { return Err(WrongResult::Count { tensors: outputs.len() }) };
         let src: Vec<Vec<f64>> = self.src.iter().map(HostTensor::to_f64).collect();
         let columns = y.row_elements();
         let rows =
@@ -189,14 +193,17 @@ impl NormCase {
             let bound = (half_unit(self.dtype) + half_unit(self.dtype.accumulator())) * right.abs();
             let within = (found - right).abs() <= bound * 1.001;
             if !within {
-                return Err(format!("sum[{}, {}] is {found}, not {right}", at / columns, at % columns));
+                let (row, column) = (at / columns, at % columns);
+                return Err(WrongResult::SumElement { row, column, found, right });
             }
         }
         check_rms_norm(&self.norm(sum), y, LinearSample::Whole)
     }
 
-    fn check_backward(&self, outputs: &[HostTensor]) -> Result<f64, String> {
-        let Some((dh, dweight)) = outputs.split_first() else { return Err("no tensors".to_owned()) };
+    fn check_backward(&self, outputs: &[HostTensor]) -> Result<f64, WrongResult> {
+        let Some((dh, dweight)) = outputs.split_first() else {
+            return Err(WrongResult::Count { tensors: 0 });
+        };
         let dweight = dweight.first();
         let gradients = NormGradients { dout: &self.dout, dsum: self.dsum.as_ref(), dh, dweight };
         check_rms_norm_backward(&self.norm(&self.sum), &gradients, LinearSample::Whole)

@@ -5,6 +5,8 @@ use std::num::NonZeroUsize;
 use std::str::FromStr;
 use std::thread;
 
+use thiserror::Error;
+
 /// Which of a group's cases are examined: every `of`-th, beginning with number `index`. So several processes, on several GPUs or on
 /// one, examine a group together, and each case once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,16 +47,24 @@ impl fmt::Display for Share {
     }
 }
 
+/// A text that names no share.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[error("`{text}` is not a share; give one such as 2/3, the second of three")]
+pub struct ShareError {
+    /// The text.
+    pub text: String,
+}
+
 /// The first of three is `1/3`.
 impl FromStr for Share {
-    type Err = String;
+    type Err = ShareError;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let parts =
             text.split_once('/').and_then(|(number, of)| Some((number.parse().ok()?, of.parse().ok()?)));
         match parts {
             Some((number, of)) if (1..=of).contains(&number) => Ok(Self { index: number - 1, of }),
-            _ => Err(format!("`{text}` is not a share; give one such as 2/3, the second of three")),
+            _ => Err(ShareError { text: text.to_owned() }),
         }
     }
 }
@@ -84,7 +94,7 @@ mod tests {
             assert_eq!(share.to_string().parse(), Ok(share));
         }
         for wrong in ["", "1", "0/3", "4/3", "a/b", "1/0", "1/2/3"] {
-            let error = wrong.parse::<Share>().unwrap_err();
+            let error = wrong.parse::<Share>().unwrap_err().to_string();
             assert!(error.contains("2/3"), "{error}");
         }
     }

@@ -22,7 +22,7 @@ pub use backward::{lower_linear_backward, lower_linear_weight_gradient};
 pub use forward::lower_linear_forward;
 pub use layer_part::LayerPart;
 pub use normalised::{NormSpec, lower_normalised_backward, lower_normalised_forward};
-pub use parts::{lower_collective, lower_join, lower_product, lower_row_passes};
+pub use parts::{MatrixShape, RankOf, lower_collective, lower_join, lower_product, lower_row_passes};
 pub use shared_input::{
     InputGradient, SharedInput, lower_shared_input_backward, lower_shared_input_forward,
     lower_shared_input_weight_gradient,

@@ -14,13 +14,31 @@ use crate::{
     RowBlock, StreamKind,
 };
 
+/// Which of how many ranks a part is of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RankOf {
+    /// The rank.
+    pub rank: usize,
+    /// All of them.
+    pub ranks: usize,
+}
+
+/// The shape of a tensor of two axes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MatrixShape {
+    /// Its rows.
+    pub rows: usize,
+    /// Elements of a row.
+    pub columns: usize,
+}
+
 /// One rank's part of a collective of tokens and nothing else, to be measured: `rows` rows of each of `ranks` ranks, `columns`
 /// wide. Input `from` and output `to`; of an all-gather the rank's rows and all ranks', of a reduce-scatter partial sums of all
 /// ranks' rows and the sums of its own, of an all-reduce partial sums and sums of all.
 pub fn lower_collective(
     collective: GemmCollective,
-    [rank, ranks]: [usize; 2],
-    [rows, columns]: [usize; 2],
+    RankOf { rank, ranks }: RankOf,
+    MatrixShape { rows, columns }: MatrixShape,
     dtype: DType,
 ) -> Program {
     let mut p = ProgramBuilder::new(collective.name(), rank, ranks, OverlapPolicy::default());
@@ -59,7 +77,7 @@ pub fn lower_collective(
 /// One rank's product and nothing else, as one of a pass of `pass_rows` rows, to be measured under the policy's share of
 /// workers. Inputs `a` `[m, k]` and `b` `[n, k]`; output `to`.
 pub fn lower_product(
-    [rank, ranks]: [usize; 2],
+    RankOf { rank, ranks }: RankOf,
     size: ProblemSize,
     pass_rows: usize,
     dtype: DType,
@@ -88,7 +106,8 @@ pub fn lower_product(
 }
 
 /// One rank's putting together of sums and nothing else, to be measured: `from` copied to `to`, `[rows, columns]`.
-pub fn lower_join([rank, ranks]: [usize; 2], shape: [usize; 2], dtype: DType) -> Program {
+pub fn lower_join(RankOf { rank, ranks }: RankOf, shape: MatrixShape, dtype: DType) -> Program {
+    let shape = [shape.rows, shape.columns];
     let mut p = ProgramBuilder::new("join", rank, ranks, OverlapPolicy::default());
     let stream = p.stream("compute", StreamKind::Compute);
     let from = p.buffer("from", dtype, &shape, BufferRole::Input);
@@ -100,12 +119,14 @@ pub fn lower_join([rank, ranks]: [usize; 2], shape: [usize; 2], dtype: DType) ->
 /// One rank's `passes` passes over rows `[rows, columns]`, of each a read and a write, and nothing else: what norms and residual sums cost.
 /// `name` is the Program's, `label` that of each pass.
 pub fn lower_row_passes(
-    [name, label]: [&str; 2],
+    name: &str,
+    label: &str,
     passes: usize,
-    shape: [usize; 2],
+    shape: MatrixShape,
     dtype: DType,
     policy: OverlapPolicy,
 ) -> Program {
+    let shape = [shape.rows, shape.columns];
     let mut p = ProgramBuilder::new(name, 0, 1, policy);
     let stream = p.stream("compute", StreamKind::Compute);
     for pass in 0..passes {

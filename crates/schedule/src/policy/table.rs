@@ -4,7 +4,6 @@
 use serde::{Deserialize, Serialize};
 
 use super::rules::{MoverRules, OrderRules};
-use super::{by_transport, concurrent, copy_engine, fused, kernel_barrier, sequential, signals};
 
 macro_rules! table {
     ($(#[$about:meta])* $name:ident: $rules:ty { $($(#[$doc:meta])* $policy:ident = $file:ident,)+ }) => {
@@ -20,7 +19,7 @@ macro_rules! table {
 
             /// What it says.
             pub const fn rules(self) -> &'static $rules {
-                match self { $(Self::$policy => &$file::RULES,)+ }
+                match self { $(Self::$policy => &super::$file::RULES,)+ }
             }
         }
     };

@@ -35,22 +35,41 @@ impl fmt::Display for OverlapPolicy {
 #[non_exhaustive]
 pub enum PolicyError {
     /// A word is unknown.
-    #[error("unknown overlap policy `{0}`; use {words}, joined by +", words = words())]
-    Word(String),
+    #[error("unknown overlap policy `{word}`; use {words}, joined by +", words = words())]
+    Unknown {
+        /// The word.
+        word: String,
+    },
     /// A number of workers is none.
-    #[error("overlap policy `{0}` needs a number of workers of at least 1, as in {1}=8")]
-    Workers(String, &'static str),
+    #[error("overlap policy `{word}` needs a number of workers of at least 1, as in {name}=8")]
+    Workers {
+        /// What was written.
+        word: String,
+        /// What stands before the number.
+        name: &'static str,
+    },
     /// Two words that contradict each other.
-    #[error("overlap policy `{0}` and `{1}` exclude each other; use one of them")]
-    Exclusive(String, String),
+    #[error("overlap policy `{first}` and `{second}` exclude each other; use one of them")]
+    Exclusive {
+        /// The one that was written first.
+        first: String,
+        /// The other.
+        second: String,
+    },
     /// Something besides `sequential`.
-    #[error("overlap policy `sequential` overlaps nothing, so `{0}` has nothing to act on; leave it out")]
-    WithSequential(String),
+    #[error("overlap policy `sequential` overlaps nothing, so `{word}` has nothing to act on; leave it out")]
+    WithSequential {
+        /// The word that has nothing to act on.
+        word: String,
+    },
     /// A part of a list of passes that is none, or a pass that is missing or named twice.
     #[error(
-        "`{0}` does not name a policy for each pass once; write one policy, or forward=POLICY,backward=POLICY"
+        "`{text}` does not name a policy for each pass once; write one policy, or forward=POLICY,backward=POLICY"
     )]
-    Pass(String),
+    Passes {
+        /// The list, or the part of it that is wrong.
+        text: String,
+    },
     /// `auto`, where a policy must be named.
     #[error(
         "overlap policy `auto` is picked by prediction or measurement; name a policy here, such as concurrent"
@@ -98,14 +117,14 @@ impl FromStr for OverlapPolicy {
                 }
             };
             if let Some(other) = exclusive {
-                return Err(PolicyError::Exclusive(other.to_owned(), word.to_owned()));
+                return Err(PolicyError::Exclusive { first: other.to_owned(), second: word.to_owned() });
             }
             if start.is_none_or(|start| start.rules().overlaps) {
                 last = Some(word);
             }
         }
         match (policy.overlaps(), last) {
-            (false, Some(word)) => Err(PolicyError::WithSequential(word.to_owned())),
+            (false, Some(word)) => Err(PolicyError::WithSequential { word: word.to_owned() }),
             _ => Ok(policy),
         }
     }
@@ -124,11 +143,11 @@ fn worker_share(word: &str) -> Result<WorkerShare, PolicyError> {
     let share = |name: &'static str, share: fn(usize) -> WorkerShare| {
         let number = word.strip_prefix(name)?.strip_prefix('=')?;
         let workers = number.parse().ok().filter(|workers| *workers > 0);
-        Some(workers.map(share).ok_or_else(|| PolicyError::Workers(word.to_owned(), name)))
+        Some(workers.map(share).ok_or_else(|| PolicyError::Workers { word: word.to_owned(), name }))
     };
     let found =
         share("sm-margin", WorkerShare::Margin).or_else(|| share("partition", WorkerShare::Partition));
-    found.unwrap_or_else(|| Err(PolicyError::Word(word.to_owned())))
+    found.unwrap_or_else(|| Err(PolicyError::Unknown { word: word.to_owned() }))
 }
 
 #[cfg(test)]
@@ -164,10 +183,10 @@ mod tests {
     fn what_makes_no_sense_is_refused() {
         let refused = |text: &str| text.parse::<OverlapPolicy>().unwrap_err();
         for text in ["", "fast", "concurrent+", "kernel-barrier+sm_margin=2"] {
-            assert!(matches!(refused(text), PolicyError::Word(_)), "{text}");
+            assert!(matches!(refused(text), PolicyError::Unknown { .. }), "{text}");
         }
         for text in ["concurrent+sm-margin=x", "partition=0", "sm-margin=-1"] {
-            assert!(matches!(refused(text), PolicyError::Workers(..)), "{text}");
+            assert!(matches!(refused(text), PolicyError::Workers { .. }), "{text}");
         }
         for text in [
             "sm-margin=2+partition=2",
@@ -176,10 +195,10 @@ mod tests {
             "fused+copy-engine",
             "priority+ordinary-priority",
         ] {
-            assert!(matches!(refused(text), PolicyError::Exclusive(..)), "{text}");
+            assert!(matches!(refused(text), PolicyError::Exclusive { .. }), "{text}");
         }
         for text in ["sequential+sm-margin=1", "priority+sequential"] {
-            assert!(matches!(refused(text), PolicyError::WithSequential(_)), "{text}");
+            assert!(matches!(refused(text), PolicyError::WithSequential { .. }), "{text}");
         }
         assert_eq!(refused("auto"), PolicyError::Unpicked);
     }

@@ -13,6 +13,7 @@ use counterpoint_reference::selftest::{Extent, SelfCheck, Share};
 use counterpoint_schedule::{KeyBlocks, Op, OverlapPolicy, Program, lower_attention_forward};
 
 use super::staged::StagedAttention;
+use crate::case_fault::CaseFault;
 use counterpoint_cuda::{
     CudaBackend, CudaError, CudaMachine, CudaTransport, Device, DeviceBuffer, Timing, TransportKind,
 };
@@ -81,21 +82,21 @@ pub fn selftest_isolation(machine: &CudaMachine) -> Result<Vec<SelfCheck>, ExecE
     let expected = problem.undisturbed(machine)?;
     let name = "GPUs that do not reach each other's memory are named, and take NCCL".to_owned();
     let isolated = machine.devices().iter().map(Device::isolated).collect();
-    let check = || -> Result<SelfCheck, String> {
-        let isolated = CudaMachine::new(isolated, Timing::Off).map_err(|error| error.to_string())?;
+    let check = || -> Result<SelfCheck, CaseFault> {
+        let isolated = CudaMachine::new(isolated, Timing::Off)?;
         for transport in [TransportKind::Nvlink, TransportKind::CopyEngine] {
             match isolated.clone().with_transport(transport) {
                 Err(CudaError::NoPeerAccess { from: 0, to: 1, .. }) => {}
-                Err(error) => return Err(format!("{transport}: {error}")),
-                Ok(_) => return Err(format!("{transport} was not refused")),
+                Err(reason) => return Err(CaseFault::RefusedOtherwise { transport, reason }),
+                Ok(_) => return Err(CaseFault::NotRefused { transport }),
             }
         }
-        let results = problem.undisturbed(&isolated).map_err(|error| error.to_string())?;
+        let results = problem.undisturbed(&isolated)?;
         let unlike = expected.iter().zip(&results).filter(|(a, b)| a != b).count();
         let others = usize::from(isolated.transport() != TransportKind::NCCL);
         Ok(SelfCheck::of(name.clone(), 0, (unlike + others) as f64, 0.0))
     };
-    Ok(vec![check().unwrap_or_else(|reason| SelfCheck::failed(name.clone(), 0, reason))])
+    Ok(vec![check().unwrap_or_else(|reason| SelfCheck::failed(name.clone(), 0, reason.to_string()))])
 }
 
 /// All memory that a device gives. It is another program's, as it were: the driver has it back when this goes, where a pool of ours would

@@ -7,6 +7,7 @@ use half::{bf16, f16};
 
 use super::receivers;
 use super::subject::clean;
+use crate::case_fault::CaseFault;
 use counterpoint_bench::gpu::element_bound;
 use counterpoint_cuda::kernel::{
     ElementType, Gemm, GemmEpilogue, GemmGrid, GemmLayout, GemmRows, GemmShape, GemmSignals, GemmSpec,
@@ -49,7 +50,7 @@ pub fn selftest_gemm(
         let check = match (outcome, guarded) {
             (Ok(share), Ok(())) => SelfCheck::of(name, seed, share, 1.0),
             (Ok(_), Err(error)) => SelfCheck::failed(name, seed, error.to_string()),
-            (Err(reason), _) => SelfCheck::failed(name, seed, reason),
+            (Err(reason), _) => SelfCheck::failed(name, seed, reason.to_string()),
         };
         checked(&check, share.count(count as usize));
         checks.push(check);
@@ -206,14 +207,13 @@ impl Case {
     }
 
     /// The largest share of an element's bound, or what else is wrong.
-    fn run(&self, stream: &Stream) -> Result<f64, String> {
-        let failed = |error: CudaError| error.to_string();
-        let tensors = Tensors::new(stream, &self.spec, self.seed).map_err(failed)?;
-        let (special, heard) = self.launch(stream, &self.spec, self.shape, &tensors).map_err(failed)?;
-        let gemm = Gemm::with_shape(stream, &self.spec, self.shape).map_err(failed)?;
+    fn run(&self, stream: &Stream) -> Result<f64, CaseFault> {
+        let tensors = Tensors::new(stream, &self.spec, self.seed)?;
+        let (special, heard) = self.launch(stream, &self.spec, self.shape, &tensors)?;
+        let gemm = Gemm::with_shape(stream, &self.spec, self.shape)?;
         let wanted: Vec<u32> = gemm.signals_of().iter().map(|signals| signals * LAUNCHES as u32).collect();
         if heard != wanted {
-            return Err(format!("counters rose by {heard:?}, not by {wanted:?}"));
+            return Err(CaseFault::Counters { counted: heard, wanted });
         }
         let plain = GemmSpec {
             order: TileOrder::Grouped,
@@ -228,12 +228,12 @@ impl Case {
         let alike = |shape: &GemmShape| {
             shape.parts() == self.shape.parts() && shape.warpgroups != Warpgroups::Pingpong
         };
-        let shapes = Gemm::shapes(stream.device(), &plain).map_err(failed)?;
+        let shapes = Gemm::shapes(stream.device(), &plain)?;
         let shape = shapes.into_iter().find(alike).unwrap_or(self.shape);
-        let (plain, _) = self.launch(stream, &plain, shape, &tensors).map_err(failed)?;
+        let (plain, _) = self.launch(stream, &plain, shape, &tensors)?;
         let unlike = special.iter().zip(&plain).filter(|(a, b)| a != b).count();
         if unlike > 0 || special.len() != plain.len() {
-            return Err(format!("{unlike} bytes are unlike those of the plain launch"));
+            return Err(CaseFault::UnlikePlain { bytes: unlike });
         }
         self.judge(&special, &tensors)
     }
@@ -301,7 +301,7 @@ impl Case {
     }
 
     /// The largest share of an element's bound, or where one is beyond it. Rows are dealt among threads.
-    fn judge(&self, found: &[u8], tensors: &Tensors) -> Result<f64, String> {
+    fn judge(&self, found: &[u8], tensors: &Tensors) -> Result<f64, CaseFault> {
         let spec = &self.spec;
         let (a, b) = (&tensors.rows_of_a(spec), &tensors.columns_of_b(spec));
         let threads = thread::available_parallelism().map_or(1, usize::from).min(spec.size.m);
@@ -316,7 +316,7 @@ impl Case {
                 })
             };
             let parts: Vec<_> = (0..threads).map(part).collect();
-            let ended = |_| Err("the comparison ended early".to_owned());
+            let ended = |_| Err(CaseFault::EndedEarly);
             let shares = parts.into_iter().map(|part| part.join().unwrap_or_else(ended));
             shares.into_iter().try_fold(0.0, |worst, share| share.map(|share| f64::max(worst, share)))
         })
@@ -329,7 +329,7 @@ impl Case {
         tensors: &Tensors,
         a: &[f32],
         b: &[f32],
-    ) -> Result<f64, String> {
+    ) -> Result<f64, CaseFault> {
         let spec = &self.spec;
         let width = spec.output.bytes() as usize;
         let mut worst = 0.0;
@@ -338,7 +338,7 @@ impl Case {
             let (found, before) = (&found[at..at + width], &tensors.d_before[at..at + width]);
             if column >= spec.size.n {
                 if found != before {
-                    return Err(format!("element {column} of row {row}, past its end, was written"));
+                    return Err(CaseFault::PastEnd { row, column });
                 }
                 continue;
             }
@@ -369,7 +369,7 @@ impl Case {
             let bound = element_bound(spec.output, magnitude.max(right.abs()), squares, k);
             let share = (decode(spec.output, found) - right).abs() / bound;
             if share.is_nan() || share > 1.0 {
-                return Err(format!("row {row}, column {column} errs by {share:.2} of its bound"));
+                return Err(CaseFault::OutOfBound { row, column, share });
             }
             worst = f64::max(worst, share);
         }

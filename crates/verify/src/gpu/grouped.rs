@@ -10,6 +10,7 @@ use counterpoint_reference::selftest::{Extent, SelfCheck, Share};
 
 use super::gemm::{Dice, decode, encode};
 use super::subject::clean;
+use crate::case_fault::CaseFault;
 
 /// Depth of a block of k.
 const BLOCK: usize = 64;
@@ -40,7 +41,7 @@ pub fn selftest_grouped(
         let check = match (outcome, guarded) {
             (Ok(share), Ok(())) => SelfCheck::of(name, seed, share, 1.0),
             (Ok(_), Err(error)) => SelfCheck::failed(name, seed, error.to_string()),
-            (Err(reason), _) => SelfCheck::failed(name, seed, reason),
+            (Err(reason), _) => SelfCheck::failed(name, seed, reason.to_string()),
         };
         checked(&check);
         checks.push(check);
@@ -226,20 +227,18 @@ impl Case {
     }
 
     /// The largest share of an element's bound, or what else is wrong.
-    fn run(&self, stream: &Stream) -> Result<f64, String> {
-        let failed = |error: CudaError| error.to_string();
-        let shapes = GroupedGemm::shapes(stream.device(), &self.spec).map_err(failed)?;
+    fn run(&self, stream: &Stream) -> Result<f64, CaseFault> {
+        let shapes = GroupedGemm::shapes(stream.device(), &self.spec)?;
         let mut first: Option<Vec<u8>> = None;
         for shape in shapes {
-            let found = self.launch(stream, shape).map_err(failed)?;
+            let found = self.launch(stream, shape)?;
             match &first {
                 None => first = Some(found),
                 Some(first) => {
                     let unlike = first.iter().zip(&found).filter(|(a, b)| a != b).count();
                     if unlike > 0 {
-                        return Err(format!(
-                            "{unlike} bytes of {shape:?} are unlike those of the first shape"
-                        ));
+                        let shape = format!("{shape:?}");
+                        return Err(CaseFault::UnlikeFirst { bytes: unlike, shape });
                     }
                 }
             }
@@ -261,7 +260,7 @@ impl Case {
     }
 
     /// The largest share of an element's bound.
-    fn judge(&self, found: &[u8]) -> Result<f64, String> {
+    fn judge(&self, found: &[u8]) -> Result<f64, CaseFault> {
         let mut worst = 0.0;
         let mut written = vec![false; self.spec.rows_d];
         for (index, problem) in self.spec.problems.iter().enumerate() {
@@ -269,7 +268,7 @@ impl Case {
                 for row in 0..rows.count {
                     let to = rows.to + row;
                     if std::mem::replace(&mut written[to], true) {
-                        return Err(format!("the case has row {to} twice"));
+                        return Err(CaseFault::Twice { row: to });
                     }
                     for sampled in 0..COLUMNS {
                         let column = (sampled * 37 + to * 11) % self.spec.n;
@@ -285,7 +284,7 @@ impl Case {
             let bytes = row * row_bytes..(row + 1) * row_bytes;
             !written[row] && found[bytes.clone()] != before[bytes]
         });
-        changed.map_or(Ok(worst), |row| Err(format!("row {row}, which is no problem's, was written")))
+        changed.map_or(Ok(worst), |row| Err(CaseFault::OfNoProblem { row }))
     }
 
     fn judge_element(
@@ -293,7 +292,7 @@ impl Case {
         (index, rows, row): (usize, &ProblemRows, usize),
         column: usize,
         found: &[u8],
-    ) -> Result<f64, String> {
+    ) -> Result<f64, CaseFault> {
         let Self { spec, a, b, .. } = self;
         let terms: Vec<(f64, f64)> = match (&self.whole, spec.layout) {
             (Some([a, b]), _) => {
@@ -323,7 +322,7 @@ impl Case {
         let bound = element_bound(spec.output, magnitude, squares, terms.len());
         let share = (decode(spec.output, &found[at..at + width]) - right).abs() / bound;
         if share.is_nan() || share > 1.0 {
-            return Err(format!("row {to}, column {column} errs by {share:.2} of its bound"));
+            return Err(CaseFault::OutOfBound { row: to, column, share });
         }
         Ok(share)
     }

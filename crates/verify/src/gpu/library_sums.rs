@@ -68,7 +68,7 @@ impl Layer {
             (WeightGradient::Written, LinearSample::Whole, SumRounding::EverySum);
         let mut checks = vec![match check_linear(&plan, &inputs, gradient, &outputs, whole, rounding) {
             Ok(share) => SelfCheck::of(name.to_owned(), SEED, share, 1.0),
-            Err(reason) => SelfCheck::failed(name.to_owned(), SEED, reason),
+            Err(reason) => SelfCheck::failed(name.to_owned(), SEED, reason.to_string()),
         }];
         match first {
             Some(first) if self.ranks <= ANY_ORDER => {

@@ -2,8 +2,9 @@
 
 use counterpoint_reference::selftest::SelfCheck;
 
-use super::super::job::{Gpus, ProcessEnd, how, start};
-use super::{Bench, LONG, last_line, lost_check, lost_thread, side_by_side};
+use super::super::case_fault::{CaseFault, RankEnd};
+use super::super::job::{Gpus, start};
+use super::{Bench, LONG, lost_check, lost_thread, side_by_side};
 
 /// Layers whose passes gather, scatter and sum, as parts and in one kernel. Few: NCCL takes two seconds to connect each.
 const LAYERS: &str = "bench tp --device cuda --tp-size 2 --shapes 512:256:192 --iterations 3 --groups 2 --overlap fused --json";
@@ -30,24 +31,22 @@ impl Bench {
                         unlike + threads.len().abs_diff(words.len()) + usize::from(threads.is_empty());
                     SelfCheck::of(name, 0, unlike as f64, 0.0)
                 }
-                Err(reason) => SelfCheck::failed(name, 0, reason),
+                Err(reason) => SelfCheck::failed(name, 0, reason.to_string()),
             }
         });
         checks.collect()
     }
 
     /// Of every row.
-    fn words(&self, processes: usize, transport: &str) -> Result<Vec<String>, String> {
+    fn words(&self, processes: usize, transport: &str) -> Result<Vec<String>, CaseFault> {
         let line = format!("{LAYERS} --transport {transport}");
         let name = format!("layers-{transport}-{processes}");
         let job = start(self.folder.path(), &name, &vec![line; processes], Gpus::All);
-        let job = job.map_err(|error| error.to_string())?;
+        let job = job?;
         let all: Vec<usize> = (0..processes).collect();
         let ended = job.end(&all, self.patient(LONG));
         match ended.iter().enumerate().find(|(_, rank)| rank.code != Some(0)) {
-            Some((rank, ProcessEnd { code, text, .. })) => {
-                Err(format!("rank {rank} ended with {}: {}", how(*code), last_line(text)))
-            }
+            Some(rank) => Err(CaseFault::Ended { ends: vec![RankEnd::of(rank)] }),
             None => {
                 let of_row = |line: &str| line.split(BITS).nth(1)?.split('"').next().map(str::to_owned);
                 Ok(ended

@@ -1,6 +1,6 @@
 //! `bench attention --peers`: what users of PyTorch would pick for a mask, interleaved with ours.
 
-use counterpoint_console::{self as console, CliError};
+use counterpoint_console::{self as console, CliError, PeersFault};
 use counterpoint_mask::MaskPreset;
 use counterpoint_report::{BenchRow, Column, Rate, Statistics, geometric_mean, table};
 use serde::{Deserialize, Serialize};
@@ -10,7 +10,7 @@ use super::sizes::Sizes;
 use crate::arguments::BenchAttentionArguments;
 use crate::gpu::BenchPass;
 use crate::masks::{self, value_name};
-use crate::pytorch::{InterleavedRanks, PeerVariant, Peers, Script, peer_folder};
+use crate::pytorch::{InterleavedRanks, PeerVariant, Peers, PyTorchNeeds, Script, peer_folder};
 
 /// What the script says of a way.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
@@ -68,13 +68,11 @@ pub(super) fn start(
         return Ok(Peers::new(Vec::new()));
     }
     if !sizes.masks.iter().copied().any(masks::has_peers) {
-        let reason = "the peers have none of these masks; ask for another".to_owned();
-        return Err(CliError::NoPeers { reason });
+        return Err(CliError::no_peers(PeersFault::NoMask));
     }
     let passes: Vec<&str> = sizes.timed().into_iter().filter_map(name_of).collect();
     if passes.is_empty() {
-        let reason = "the peers have no deterministic backward; ask for another pass".to_owned();
-        return Err(CliError::NoPeers { reason });
+        return Err(CliError::no_peers(PeersFault::NoDeterministicBackward));
     }
     let folder = cuda.peer_folder.as_deref().map(peer_folder).transpose()?;
     let script = Script::unpack("attention.py")?;
@@ -85,8 +83,7 @@ pub(super) fn start(
     if let Some(folder) = folder {
         command.arg("--folder").arg(folder);
     }
-    let lacks = "python3 has no PyTorch that sees a GPU".to_owned();
-    Ok(Peers::new(vec![InterleavedRanks::start(script, vec![command], lacks)?]))
+    Ok(Peers::new(vec![InterleavedRanks::start(script, vec![command], PyTorchNeeds::OneGpu)?]))
 }
 
 /// A mask on a shape, as the script knows it.

@@ -4,7 +4,7 @@ mod peers;
 mod row;
 mod sizes;
 
-use counterpoint_console::{CliError, Schema};
+use counterpoint_console::{CliError, Schema, UsageFault};
 use counterpoint_cuda::kernel::{ElementType, Gemm, GemmLibrary, GemmRunner, GroupedGemm};
 use counterpoint_cuda::{CudaError, Device};
 use counterpoint_report::{geometric_mean, median};
@@ -26,8 +26,7 @@ const LEAST_ROUNDS: usize = 2;
 /// `counterpoint bench gemm --experts`.
 pub(super) fn run(arguments: &BenchGemmArguments, element: ElementType) -> Result<(), CliError> {
     if arguments.kernels == Some(BenchKernels::Portable) {
-        let message = "--kernels portable has no grouped products; leave it or --experts out".to_owned();
-        return Err(CliError::Usage { message });
+        return Err(CliError::usage(UsageFault::NoPortableExperts));
     }
     let chosen = sizes::chosen(arguments, element)?;
     let failed = |source: CudaError| CliError::Cuda { source };

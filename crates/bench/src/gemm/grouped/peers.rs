@@ -1,6 +1,6 @@
 //! `bench gemm --experts --peers`: the grouped products of PyTorch and DeepGEMM, interleaved with ours.
 
-use counterpoint_console::CliError;
+use counterpoint_console::{CliError, PeersFault};
 use counterpoint_cost::ProblemSize;
 use counterpoint_cuda::kernel::ElementType;
 use serde::Deserialize;
@@ -8,7 +8,7 @@ use serde_json::json;
 
 use crate::arguments::BenchGemmArguments;
 use crate::gpu::ExpertProducts;
-use crate::pytorch::{InterleavedRanks, Peers, Script, peer_folder};
+use crate::pytorch::{InterleavedRanks, Peers, PyTorchNeeds, Script, peer_folder};
 
 /// What the script says of a way.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
@@ -28,8 +28,7 @@ pub(super) fn start(
         return Ok(Peers::new(Vec::new()));
     }
     if element != ElementType::Bf16 {
-        let reason = "the peers have grouped products of bf16 alone; leave --dtype out".to_owned();
-        return Err(CliError::NoPeers { reason });
+        return Err(CliError::no_peers(PeersFault::Bf16Alone));
     }
     let folder = arguments.peer_folder.as_deref().map(peer_folder).transpose()?;
     let script = Script::unpack("grouped_gemm.py")?;
@@ -38,8 +37,7 @@ pub(super) fn start(
     if let Some(folder) = folder {
         command.arg("--folder").arg(folder);
     }
-    let lacks = "python3 has no PyTorch that sees a GPU".to_owned();
-    Ok(Peers::new(vec![InterleavedRanks::start(script, vec![command], lacks)?]))
+    Ok(Peers::new(vec![InterleavedRanks::start(script, vec![command], PyTorchNeeds::OneGpu)?]))
 }
 
 /// Products, as the script knows them.

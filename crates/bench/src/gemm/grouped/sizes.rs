@@ -1,6 +1,6 @@
 //! The products that `bench gemm --experts` measures: those that are named, or usual layers of experts.
 
-use counterpoint_console::CliError;
+use counterpoint_console::{CliError, UsageFault};
 use counterpoint_cost::ProblemSize;
 use counterpoint_cuda::kernel::{ElementType, GemmLayout};
 
@@ -25,19 +25,15 @@ pub(super) fn chosen(
 ) -> Result<Vec<ExpertProducts>, CliError> {
     let counts = arguments.experts.as_deref().unwrap_or_default();
     if counts.is_empty() != arguments.shapes.is_empty() {
-        let message = match counts.is_empty() {
-            true => "--experts needs a number with --shapes, such as --experts=8",
-            false => {
-                "--experts with numbers divides the rows of --shapes; name some, or leave the numbers out"
-            }
-        };
-        return Err(CliError::Usage { message: message.to_owned() });
+        return Err(CliError::usage(match counts.is_empty() {
+            true => UsageFault::ExpertsWithoutNumber,
+            false => UsageFault::ExpertsWithoutShapes,
+        }));
     }
     let of = |size: ProblemSize, layout: GemmLayout, experts: usize| {
         let rows = if layout == GemmLayout::Tn { size.k } else { size.m };
         let Some(rows) = ExpertProducts::uneven(rows, experts) else {
-            let message = format!("{rows} rows are too few for {experts} experts; give each at least two");
-            return Err(CliError::Usage { message });
+            return Err(CliError::usage(UsageFault::FewRows { rows, experts }));
         };
         Ok(ExpertProducts { layout, element, size, rows, sm_margin: arguments.sm_margin })
     };

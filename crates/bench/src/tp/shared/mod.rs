@@ -18,6 +18,7 @@ use counterpoint_exec::{
 };
 use counterpoint_measure::Processes;
 use counterpoint_plan::{LinearSpec, WaveGroups};
+use counterpoint_reference::WrongResult;
 use counterpoint_schedule::OverlapPolicy;
 
 use self::row::{SharedRow, row};
@@ -108,7 +109,7 @@ struct Variant<M: Machine> {
     /// Of forward and backward: the policy, and the number of groups.
     passes: [(OverlapPolicy, usize); 2],
     layers: Layers<M>,
-    checked: Result<f64, String>,
+    checked: Result<f64, WrongResult>,
     bits: Vec<u64>,
     /// Of each pass that is timed.
     seconds: Vec<Vec<f64>>,

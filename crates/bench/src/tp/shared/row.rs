@@ -2,6 +2,7 @@
 
 use counterpoint_console::arguments::dtype_name;
 use counterpoint_exec::Machine;
+use counterpoint_reference::WrongResult;
 use counterpoint_report::{Column, Statistics};
 use serde::Serialize;
 
@@ -117,9 +118,9 @@ pub(super) fn row<M: Machine>(
         seconds,
         of_bound: variant.checked.clone().unwrap_or(f64::INFINITY),
         wrong: match &variant.checked {
-            Err(reason) => Some(reason.clone()),
+            Err(reason) => Some(reason.to_string()),
             Ok(_) if !variant.bits.is_empty() && variant.bits != sequential.bits => {
-                Some("its bits are not those of the sequential run".to_owned())
+                Some(WrongResult::OtherBits.to_string())
             }
             Ok(_) => None,
         },

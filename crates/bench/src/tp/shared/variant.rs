@@ -6,7 +6,7 @@ use counterpoint_exec::{
 };
 use counterpoint_mask::Range;
 use counterpoint_plan::{DType, LinearPlan, LinearSpec, PlanError, WaveGroups};
-use counterpoint_reference::{LinearSample, check_linear_part};
+use counterpoint_reference::{LinearSample, WrongResult, check_linear_part};
 use counterpoint_schedule::{InputGradient, WeightGradient};
 use half::{bf16, f16};
 
@@ -183,10 +183,10 @@ impl Shared<'_> {
         rank: usize,
         inputs: &LinearInputs,
         outputs: &LinearOutputs,
-    ) -> Result<f64, String> {
+    ) -> Result<f64, WrongResult> {
         let (sample, rounding) = (LinearSample::Spread(SAMPLED), rounding(self.transport));
         check_linear_part(plan, rank, inputs, self.checked_gradient(), outputs, sample, rounding)
-            .map_err(|reason| format!("rank {rank}: {reason}"))
+            .map_err(|reason| reason.of_rank(rank))
     }
 }
 
@@ -207,7 +207,10 @@ fn upload<M: Machine>(
 }
 
 /// The larger share of a bound, or what is wrong.
-pub(super) fn worse(before: Result<f64, String>, next: Result<f64, String>) -> Result<f64, String> {
+pub(super) fn worse(
+    before: Result<f64, WrongResult>,
+    next: Result<f64, WrongResult>,
+) -> Result<f64, WrongResult> {
     Ok(f64::max(before?, next?))
 }
 

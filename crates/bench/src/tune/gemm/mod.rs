@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use counterpoint_choose::{GroupSearcher, LinearMachine, LinkUse, TunedPass, TunedPlace, TunedShape};
 use counterpoint_console::{
-    self as console, CliError, CommandLine,
+    self as console, CliError, CommandLine, UsageFault,
     arguments::Device,
     launched::{as_rank, gpus_as_threads, launch, refuse_other_sizes},
     rank_machine::RankMachine,
@@ -135,7 +135,7 @@ fn tunings<'a>(
             let whole = LinearPlan::new(spec, tp_size, WaveGroups::Fixed(1))
                 .map_err(|source| CliError::of_layer(source, &named))?;
             let shape = TunedShape::of(&spec, pass, linear.topology, place);
-            let nothing = || CliError::Usage { message: "nothing travels in this pass".to_owned() };
+            let nothing = || CliError::usage(UsageFault::NothingTravels);
             Ok(Tuning { arguments, spec, pass, whole, shape: shape.ok_or_else(nothing)?, variants })
         })
         .collect()
@@ -179,8 +179,7 @@ fn tune<M: Machine>(
 
 /// What is timed here are ranks of one process.
 pub(crate) fn only_threads() -> CliError {
-    let message = "ranks that are processes are not timed by this command; start it without a launcher";
-    CliError::Usage { message: message.to_owned() }
+    CliError::usage(UsageFault::OnlyThreads)
 }
 
 /// Ranks that were asked for, or as many as there are GPUs; at least two.

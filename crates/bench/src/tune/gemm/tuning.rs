@@ -172,7 +172,7 @@ fn failed(error: MeasureError) -> CliError {
     match error {
         MeasureError::Plan(source) => CliError::of_choice(source),
         MeasureError::Run(source) => CliError::Run { source },
-        other => CliError::Usage { message: other.to_string() },
+        other => CliError::usage(other),
     }
 }
 

@@ -7,7 +7,7 @@ mod tensors;
 
 use counterpoint_choose::PlanConfig;
 use counterpoint_console::{
-    self as console, CliError, CommandLine, Progress, Schema,
+    self as console, CliError, CommandLine, Progress, Schema, UsageFault,
     arguments::{Device, Exchange, dtype_name},
     device,
     launched::launch,
@@ -87,10 +87,7 @@ fn run_all(arguments: &AttentionArguments) -> Result<(), CliError> {
     let run = match &machine {
         RankMachine::Cpu(_) => run_attention(&solution.plan, &spec, &inputs, &how),
         RankMachine::Cuda(gpus) => run_attention_on(gpus, &solution.plan, &spec, &inputs, &how),
-        RankMachine::Process(_) => {
-            let message = "ranks that are processes are started by a launcher, each for itself".to_owned();
-            return Err(CliError::Usage { message });
-        }
+        RankMachine::Process(_) => return Err(CliError::usage(UsageFault::NoLauncher)),
     };
     let run = run.map_err(|source| CliError::Run { source })?;
     let has_unused_dout = tensors.has_unused_dout();

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use counterpoint_choose::AttentionPrediction;
 use counterpoint_console::{
-    self as console, CliError,
+    self as console, CheckFault, CliError,
     arguments::{Device, dispatch_name, dtype_name},
     device, origin,
     output::{Outputs, outputs_as_safetensors},
@@ -186,8 +186,7 @@ impl AttentionResult<'_> {
     /// Whether the check, if there was one, found everything within its bounds.
     pub(super) fn verdict(&self) -> Result<(), CliError> {
         let Some(check) = self.check.as_ref().filter(|check| !check.passed) else { return Ok(()) };
-        let what = format!("out of bounds against the f64 reference: {}", check.failures());
-        Err(CliError::CheckFailed { what })
+        Err(CliError::check(CheckFault::OutOfBounds { report: Box::new(check.clone()) }))
     }
 
     fn passes_text(&self, out: &mut String) {

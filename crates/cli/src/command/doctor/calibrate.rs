@@ -4,7 +4,7 @@ use std::fmt::Write;
 use std::path::PathBuf;
 
 use counterpoint_console::{
-    self as console, CliError, Progress, Schema,
+    self as console, CliError, Progress, Schema, UsageFault,
     arguments::Device,
     device,
     output::{Outputs, shown},
@@ -72,10 +72,7 @@ fn destination(arguments: &DoctorArguments, machine: &str) -> Result<PathBuf, Cl
     if let Some(path) = &arguments.output {
         return Ok(path.clone());
     }
-    let usage = |message: String| CliError::Usage { message };
-    let folder = profile::folder()?.ok_or_else(|| {
-        usage("there is no home folder to keep the profile in; name a file with --output".to_owned())
-    })?;
+    let folder = profile::folder()?.ok_or_else(|| CliError::usage(UsageFault::NoProfileFolder))?;
     profile::make(&folder)?;
     Ok(profile::file_in(&folder, machine))
 }

@@ -4,7 +4,9 @@ use std::fmt::Write;
 use std::process::Command;
 
 use counterpoint_bench::gpu::{count_starts, count_transport_starts, counted_transports};
-use counterpoint_console::{self as console, CliError, Progress, Schema};
+use counterpoint_console::{
+    self as console, CheckFault, ChildFault, CliError, EarlyStarts, Progress, Schema,
+};
 use counterpoint_cuda::{CudaMachine, Device, Timing, TransportKind, nccl_version};
 use counterpoint_report::{Column, table};
 use serde::{Deserialize, Serialize};
@@ -47,22 +49,19 @@ pub(super) fn run(arguments: &DoctorArguments) -> Result<(), CliError> {
     } else {
         console::print(&describe(&rows))?;
     }
-    let late = rows.iter().filter(|row| row.kernel_barrier < row.rounds);
-    let late: Vec<String> = late
-        .map(|row| {
-            let late = row.rounds - row.kernel_barrier;
-            format!("{late} of {} rounds ({}, {} queues)", row.rounds, row.transport(), row.queues())
+    let early = rows.iter().filter(|row| row.kernel_barrier < row.rounds);
+    let starts: Vec<EarlyStarts> = early
+        .map(|row| EarlyStarts {
+            early: row.rounds - row.kernel_barrier,
+            rounds: row.rounds,
+            transport: row.transport().to_owned(),
+            queues: row.queues(),
         })
         .collect();
-    if late.is_empty() {
-        return Ok(());
+    match starts.is_empty() {
+        true => Ok(()),
+        false => Err(CliError::check(CheckFault::EarlyStarts { starts })),
     }
-    Err(CliError::CheckFailed {
-        what: format!(
-            "computation started before communication in spite of a kernel barrier: {}",
-            late.join("; ")
-        ),
-    })
 }
 
 /// Kernels that imitate a transport's on the first GPU, and every transport between all GPUs.
@@ -112,20 +111,18 @@ impl StartsRow {
 const CONNECTIONS: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
 
 fn in_child(arguments: &DoctorArguments, connections: u32) -> Result<Vec<StartsRow>, CliError> {
-    let failed = |reason: String| CliError::CheckFailed {
-        what: format!("the process with {connections} connections: {reason}"),
-    };
-    let program = counterpoint_console::program::file().map_err(|error| failed(error.to_string()))?;
+    let failed = |reason: ChildFault| CliError::check(CheckFault::Child { connections, reason });
+    let program = counterpoint_console::program::file().map_err(|error| failed(error.into()))?;
     let mut child = Command::new(program);
     child.args(["doctor", "--overlap", "--here", "--json", "--rounds", &arguments.rounds.to_string()]);
     let output = child.env(CONNECTIONS, connections.to_string()).output();
-    let output = output.map_err(|error| failed(error.to_string()))?;
+    let output = output.map_err(|error| failed(error.into()))?;
     // A proof that failed has its rows too.
     let rows: Result<Vec<StartsRow>, _> =
         serde_json::Deserializer::from_slice(&output.stdout).into_iter().collect();
-    rows.ok()
-        .filter(|rows| !rows.is_empty())
-        .ok_or_else(|| failed(String::from_utf8_lossy(&output.stderr).trim().to_owned()))
+    rows.ok().filter(|rows| !rows.is_empty()).ok_or_else(|| {
+        failed(ChildFault::Said { text: String::from_utf8_lossy(&output.stderr).trim().to_owned() })
+    })
 }
 
 fn describe(rows: &[StartsRow]) -> String {

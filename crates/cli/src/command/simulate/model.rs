@@ -83,7 +83,7 @@ fn refusal(error: StepError) -> CliError {
         StepError::Simulate(source) => CliError::of_choice(source),
         StepError::Plan(source) => CliError::of_choice(source),
         StepError::Config(source) => CliError::of_choice(source),
-        other => CliError::Usage { message: other.to_string() },
+        other => CliError::usage(other),
     }
 }
 
