@@ -207,7 +207,7 @@ fn a_silent_connection_does_not_extend_the_limit() {
     let (folder, place) = (Folder::new(), Place::new());
     let ranks = Ranks::start([place.rank(&folder, &format!("{LINE} --limit 2"), 0, 2)]);
     let _silent: Vec<TcpStream> = (0..3).map(|_| connect(place.port + 1)).collect();
-    ranks.end(Duration::from_secs(8))[0].says(1, &["waited 2.0", "for rank 1, which never came"]);
+    ranks.end(Duration::from_secs(8))[0].says(1, &["waited 2.", "for rank 1, which never came"]);
 }
 
 /// Another secret is another job, whatever else is alike.
