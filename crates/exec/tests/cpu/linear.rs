@@ -310,7 +310,7 @@ fn communication_runs_under_the_products() {
 
 /// Two tokens of each rank: sums of groups of columns travel under the rest of the one kernel that computes all.
 #[test]
-fn columns_of_few_rows_travel_under_the_product() {
+fn a_link_is_hidden_under_columns_of_few_rows() {
     let spec = LinearSpec {
         kind: LinearKind::Row,
         activations: Activations::SequenceParallel,
