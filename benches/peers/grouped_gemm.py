@@ -3,7 +3,7 @@
 
 Peers: `torch`, torch.nn.functional.grouped_mm (torch._grouped_mm before it was public), and `deepgemm`, DeepGEMM's contiguous
 grouped kernels, whose rows are filled up to its alignment; how they came there is not timed, its rate counts the experts' rows alone.
-DeepGEMM is no part of PyTorch: it is imported from --folder, or from where Python finds it. Nothing of this project is needed.
+DeepGEMM is not part of PyTorch: it is imported from --folder, or from where Python finds it. Nothing of this project is needed.
 
   python3 grouped_gemm.py --experts 8 --shapes 8192:1024:2048 --layouts nt,nn,tn
   python3 grouped_gemm.py --peers torch,deepgemm --folder /opt/peers --experts 16 --shapes 16384:2048:4096

@@ -3,7 +3,7 @@
 use safetensors::{Dtype, SafeTensorError};
 use thiserror::Error;
 
-/// Why a file is no whole safetensors file.
+/// Why a file cannot be read as safetensors.
 #[derive(Debug, Error)]
 pub enum FileFault {
     /// It is too short to have a header.
