@@ -1,4 +1,4 @@
-//! The largest of what ranks have, also without two of them: found without branches, which would be predicted wrongly half of the time.
+//! The largest of what ranks have, also without two of them: found without branches, which would be predicted wrongly often.
 
 /// The three heaviest of `loads`, the heaviest first; 0 where there are fewer.
 pub(super) fn heaviest(loads: &[i64]) -> [i64; 3] {

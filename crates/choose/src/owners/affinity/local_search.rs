@@ -224,7 +224,7 @@ impl<'a> State<'a> {
         let chunks = self.seat_of.len();
         let a = draw.below(chunks);
         let way = draw.below(4);
-        // All are computed and one is selected: such a branch is predicted wrongly half of the time.
+        // All are computed and one is selected: such a branch is often predicted wrongly.
         let mut after = *draw;
         let drawn = after.below(self.ranks);
         let neighbour = if way.is_multiple_of(2) { (a + 1).min(chunks - 1) } else { a.saturating_sub(1) };
