@@ -21,8 +21,10 @@ from counterpoint.plan_arguments import (
     evened,
     heads_of,
     is_deterministic,
-    is_finite,
     padded,
+    planning_threads_of,
+    scale_of,
+    softcap_of,
     whole_number,
 )
 from counterpoint.prefetched import PrefetchedPlan
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     import torch
 
 _PREFETCHED = 16
+# Of a group in one process.
+_MOST_RANKS = 4096
 
 
 _engine_process: int | None = None
@@ -77,6 +81,8 @@ class _Group:
         self._maker: ThreadPoolExecutor | None = None
         # Whether this process's caller has seen the error by which the group has failed.
         self._is_failure_known = False
+        # Whether it is one of `counterpoint.alone`.
+        self._is_alone = False
         self._ordered: tuple[torch.cuda.Stream, ...] = ()  # streams of other libraries, see `order_with`
         self._number = numbered_group(self)
 
@@ -217,12 +223,8 @@ class _Group:
         head_dim_v = head_dim if given["head_dim_v"] is None else whole_number("head_dim_v", given["head_dim_v"], 1)
         sink_rows = whole_number("sink_rows", given["sink_rows"], 0)
         chunk = None if given["chunk"] is None else whole_number("chunk", given["chunk"], 1)
-        softcap = given["softcap"]
-        if not is_finite(softcap) or softcap < 0:
-            raise PlanError(f"softcap is {softcap!r}; it must be positive, or 0 for none")
-        scale = head_dim**-0.5 if given["scale"] is None else given["scale"]
-        if not is_finite(scale):
-            raise PlanError(f"scale is {scale!r}; it must be a finite number")
+        softcap = softcap_of(given["softcap"])
+        scale = head_dim**-0.5 if given["scale"] is None else scale_of(given["scale"])
         if not isinstance(given["even"], bool):
             raise PlanError(f"even is {given['even']!r}; it must be True or False")
         if given["sink_grad"] not in ("share", "sum"):
@@ -247,8 +249,8 @@ class _Group:
             head_dim=head_dim,
             head_dim_v=head_dim_v,
             dtype=dtype,
-            scale=float(scale),
-            softcap=float(softcap),
+            scale=scale,
+            softcap=softcap,
             sink_rows=sink_rows,
             chunk=chunk,
             dispatch=given["dispatch"],
@@ -363,6 +365,10 @@ class _Group:
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank={self.rank}, size={self.size}, transport={self.transport!r})"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Group:
+        """A copy of a module is on the same ranks."""
+        return self
+
     def __reduce__(self) -> Any:
         raise TypeError("a group cannot be pickled: it is connections of this process; make one in each process")
 
@@ -419,7 +425,9 @@ class LocalGroup(_Group):
     ) -> None:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise PlanError(f"size is {size!r}; a group has at least one rank")
-        threads = whole_number("planning_threads", planning_threads, 1)
+        if size > _MOST_RANKS:
+            raise PlanError(f"size is {size}; a process holds at most {_MOST_RANKS} ranks")
+        threads = planning_threads_of(planning_threads)
         asked = checked(tuned)
         begin_in_this_process()
         super().__init__()
