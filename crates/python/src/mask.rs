@@ -15,7 +15,7 @@ use crate::error::{engine, raise};
 use crate::integers::{described, limit, list, listed, size, sizes};
 use crate::numbered::Numbers;
 
-/// Which query row sees which key column. A value: hashable, equal by content, pickled as JSON.
+/// Which query row sees which key column. A value: hashable, equal where its slices are, pickled as JSON.
 ///
 /// >>> import counterpoint as cp
 /// >>> mask = cp.Mask("varlen-causal:lengths=3,5")

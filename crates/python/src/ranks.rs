@@ -76,6 +76,11 @@ impl Ranks {
         let (limit, site) = (duration(py, limit)?, Site::cpu(topology(size, 1), None));
         let slow_link = match slow_link {
             None => None,
+            Some((_, bytes_per_second)) if !(bytes_per_second.is_finite() && bytes_per_second > 0.0) => {
+                let message =
+                    format!("slow_link is {bytes_per_second} bytes a second; it must be more than 0");
+                return Err(raise(py, "PlanError", &message, &[]));
+            }
             Some((alpha, bytes_per_second)) => {
                 Some(SlowLink { alpha: duration(py, alpha)?, bytes_per_second, network: None })
             }
