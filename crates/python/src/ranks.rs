@@ -22,6 +22,7 @@ use crate::calls::{Calls, Waits};
 use crate::engine::{Engine, Joined};
 use crate::error::{engine, raise};
 use crate::experts::{ExpertCall, ExpertFields, ExpertKey};
+use crate::integers::duration;
 use crate::interrupt::{self, interruptible};
 use crate::join::{self, PythonStore};
 use crate::linear::{LayerKey, LinearCall, WantedTensor, named_call};
@@ -486,11 +487,6 @@ impl Drop for Ranks {
 
 fn config(limit: Duration) -> WorldConfig {
     WorldConfig { limit, interrupted: interrupt::reason, ..WorldConfig::default() }
-}
-
-fn duration(py: Python<'_>, seconds: f64) -> PyResult<Duration> {
-    Duration::try_from_secs_f64(seconds)
-        .map_err(|_| raise(py, "Error", &format!("{seconds} is no number of seconds to wait"), &[]))
 }
 
 fn topology(size: usize, nodes: usize) -> Topology {
