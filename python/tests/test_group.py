@@ -295,8 +295,40 @@ def test_a_rank_that_makes_no_group_is_named() -> None:
         found = pool.run(is_absent)
         for rank in (0, 2):
             assert found[rank]["type"] == "PeerError" and found[rank]["peer"] == 1
-            assert "for rank 1, which never called counterpoint.Group; all 3 ranks must" in found[rank]["text"]
-            assert found[rank]["seconds"] > 0.4
+            assert "for rank 1, which never joined the group; all 3 ranks must make it" in found[rank]["text"]
+        # What ends the wait of one ends that of the other.
+        assert max(found[rank]["seconds"] for rank in (0, 2)) > 0.4
+
+
+def joins_after_others(rank: int, early: int) -> dict[str, object]:
+    errors = []
+    if rank == early:
+        for _ in range(2):
+            try:
+                cp.Group(limit=0.5)
+            except cp.PeerError as error:
+                errors.append(described(error))
+        store().set("gave up", "")
+    store().wait(["gave up"])
+    began = time.monotonic()
+    for _ in range(2):
+        try:
+            group = cp.Group(limit=60.0)
+            break
+        except cp.PeerError as error:  # how the other's last attempt ended, if it has begun no other yet
+            errors.append(described(error))
+    return {"sum": float(call(group).sum()), "errors": errors, "seconds": time.monotonic() - began}
+
+
+@pytest.mark.parametrize("early", [0, 1])
+def test_ranks_that_tried_unequally_often_join(early: int) -> None:
+    with Ranks(2) as pool:
+        found = pool.run(joins_after_others, early)
+        assert all(one["seconds"] < 30.0 for one in found), found
+        assert len(found[early]["errors"]) == 2 and len(found[1 - early]["errors"]) <= 1, found
+        named = f"for rank {1 - early}, which never joined the group; all 2 ranks must make it"
+        for error in found[0]["errors"] + found[1]["errors"]:
+            assert (error["type"], error["peer"]) == ("PeerError", 1 - early) and named in error["text"], error
 
 
 def differs(rank: int) -> dict[str, object]:

@@ -46,6 +46,8 @@ mod _native {
     #[pymodule_export]
     use crate::calls::Calls;
     #[pymodule_export]
+    use crate::join::Attempt;
+    #[pymodule_export]
     use crate::mask::Mask;
     #[pymodule_export]
     use crate::ranks::Ranks;
