@@ -87,7 +87,7 @@ class Group(_Group):
         beside_collectives: bool | None = None,
     ) -> Group:
         process_group, nodes_of_mesh = _process_group(group_or_mesh)
-        place = _device(device, process_group)
+        place = _device_of_all(device, process_group, limit)
         name, settings, _ = transport.partition("+")
         if name not in _TRANSPORTS[place.type] or (settings and place.type == "cpu"):
             *most, last = (f'"{name}"' for name in _TRANSPORTS[place.type])
@@ -150,7 +150,9 @@ class Group(_Group):
         with _naming_ranks(rank, ranks):
             store = _store(process_group)
             attempt = Attempt(store, rank, len(ranks), limit=wishes["limit"])
-            self._join_in(attempt, _Place(_host(), _address(store), *_tuned(wishes["tuned"], rank, len(ranks))), place, nodes, wishes)
+            with _failing_together(attempt):
+                own = _Place(_host(), _address(store), *_tuned(wishes["tuned"], rank, len(ranks)))
+                self._join_in(attempt, own, place, nodes, wishes)
         if rank == 0:
             warn_of_others(wishes["tuned"], self._native)
 
@@ -217,6 +219,20 @@ def _device(asked: torch.device | str | None, process_group: dist.ProcessGroup) 
 
     place: torch.device = _cuda.device(asked)
     return place
+
+
+def _device_of_all(asked: torch.device | str | None, process_group: dist.ProcessGroup, limit: float) -> torch.device:
+    """The device that was meant. Where it is no device of this rank's, the others, which join by theirs, hear so."""
+    try:
+        return _device(asked, process_group)
+    except DeviceError as error:
+        ranks = tuple(dist.get_process_group_ranks(process_group))
+        # Otherwise theirs may be at hand, and they join nothing now.
+        if not any(known == ranks and group._is_of_this_process() for (known, _), group in _groups.items()):
+            with contextlib.suppress(Error):
+                attempt = Attempt(_store(process_group), dist.get_rank(process_group), len(ranks), limit=limit)
+                attempt.fail(sentence(error))
+        raise
 
 
 def _process_group(given: Any) -> tuple[dist.ProcessGroup, int | None]:
@@ -298,6 +314,16 @@ def _tuned(asked: bool | str, rank: int, size: int) -> tuple[str | None, str | N
 def _exchange_places(attempt: Attempt, own: _Place, limit: float) -> list[_Place]:
     """Where every rank is."""
     return [_Place(*json.loads(one)) for one in attempt.exchange(json.dumps(own), limit=limit)]
+
+
+@contextlib.contextmanager
+def _failing_together(attempt: Attempt) -> Iterator[None]:
+    """Inside it, whatever this rank raises ends the attempt for all ranks, which need not wait for it until the limit."""
+    try:
+        yield
+    except BaseException as error:
+        attempt.fail(sentence(error))
+        raise
 
 
 @contextlib.contextmanager

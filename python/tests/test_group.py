@@ -331,6 +331,37 @@ def test_ranks_that_tried_unequally_often_join(early: int) -> None:
             assert (error["type"], error["peer"]) == ("PeerError", 1 - early) and named in error["text"], error
 
 
+def joins_with(rank: int, failing: int, what: dict[str, object]) -> dict[str, object]:
+    began = time.monotonic()
+    try:
+        cp.Group(**(what if rank == failing else {}))
+    except cp.Error as error:
+        return described(error) | {"seconds": time.monotonic() - began, "sum": float(call(cp.Group()).sum())}
+    return {"text": "fine"}
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+@pytest.mark.parametrize(
+    ("what", "kind", "text"),
+    [
+        ({"profile": "/no"}, "PlanError", "profile '/no' cannot be read"),
+        ({"profile": __file__}, "PlanError", ""),  # it can be read, and is no profile
+        ({"device": "cuda"}, "DeviceError", "device is cuda"),
+    ],
+)
+def test_a_rank_that_cannot_join_ends_the_attempt_of_all(failing: int, what: dict[str, object], kind: str, text: str) -> None:
+    with Ranks(3) as pool:
+        found = pool.run(joins_with, failing, what)
+    for rank, error in enumerate(found):
+        assert error["seconds"] < 60.0 and text in error["text"], found
+        if rank == failing:
+            assert error["type"] == kind, error
+        else:
+            assert (error["type"], error["peer"]) == ("PeerError", failing), error
+            assert error["text"].startswith(f"rank {failing} gave up: {kind}: "), error
+        assert error["sum"] == 0.0
+
+
 def differs(rank: int) -> dict[str, object]:
     group = cp_group(rank)
     try:

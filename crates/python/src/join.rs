@@ -96,6 +96,13 @@ impl Attempt {
         let all = all.map_err(|error| raised(py, &error))?;
         Ok(all.iter().map(|one| String::from_utf8_lossy(one).into_owned()).collect())
     }
+
+    /// Ends it for all ranks, which hear `reason` wherever in it they wait. Local.
+    fn fail(&self, py: Python<'_>, reason: String) {
+        let (store, attempt, _give_up) = self.lend(py);
+        let rank = self.rank;
+        py.detach(|| attempt.fail(&store, ExecError::GaveUp { rank, reason }));
+    }
 }
 
 impl Attempt {
