@@ -11,6 +11,7 @@ use counterpoint_driver::{
 };
 use counterpoint_exec::World;
 
+use super::variables::{host_is_set, multicast_is_decided};
 use super::{
     Among, ConnectedRanks, End, LOOK, NcclFault, NcclMessage, NcclRank, NcclSettings, explain, go_on, group,
 };
@@ -24,8 +25,8 @@ impl NcclRank {
     /// at the limit.
     ///
     /// # Errors
-    /// [`CudaError::NoNccl`]; [`CudaError::Transport`] when two ranks share a GPU; NCCL's own, also when it is not ready at
-    /// the limit.
+    /// [`CudaError::NoNccl`]; [`CudaError::Transport`] when two ranks share a GPU, and when a variable of NCCL's must be set first;
+    /// NCCL's own, also when it is not ready at the limit.
     pub fn connect(
         connected: &ConnectedRanks,
         devices: &[Device],
@@ -42,7 +43,7 @@ impl NcclRank {
         if let Some(ends) = connected.0.take(&among) {
             return Ok(Self::of_ends(nccl, connected, among, ends, 0, world, &Arc::default()));
         }
-        never_multicast();
+        devices.iter().try_for_each(multicast_is_decided)?;
         let (sender, receiver) = mpsc::channel();
         let (count, devices, world) = (devices.len(), devices.to_vec(), world.clone());
         let connected = connected.clone();
@@ -85,14 +86,13 @@ impl NcclRank {
         all_connected(ranks)
     }
 
-    /// What all ranks that are processes need to find each other; one of them makes it. `host` as in [`NcclRank::join`].
+    /// What all ranks that are processes need to find each other; one of them makes it, for its own `seat`.
     ///
     /// # Errors
-    /// [`CudaError::NoNccl`]; NCCL's own.
-    pub fn unique_id(host: Option<&str>) -> Result<Vec<u8>, CudaError> {
+    /// [`CudaError::NoNccl`]; [`CudaError::Transport`] when a variable of NCCL's must be set first; NCCL's own.
+    pub fn unique_id(seat: &NcclSeat<'_>) -> Result<Vec<u8>, CudaError> {
         let nccl = Nccl::get()?;
-        never_multicast();
-        host_is(host);
+        seat.is_decided()?;
         unique_id(nccl).map(|id| id.bytes.to_vec())
     }
 
@@ -106,8 +106,7 @@ impl NcclRank {
     /// As [`NcclRank::connect`].
     pub fn join(seat: NcclSeat<'_>, number: u64, unique_id: &[u8]) -> Result<Self, CudaError> {
         let nccl = Nccl::get()?;
-        never_multicast();
-        host_is(seat.host);
+        seat.is_decided()?;
         let id = NcclUniqueId { bytes: std::array::from_fn(|at| unique_id.get(at).copied().unwrap_or(0)) };
         let NcclSeat { connected, device, rank, world, sent, settings, .. } = seat;
         let (sender, receiver) = mpsc::channel();
@@ -211,6 +210,14 @@ pub struct NcclSeat<'a> {
     pub sent: &'a Arc<AtomicU64>,
 }
 
+impl NcclSeat<'_> {
+    /// NCCL looks at its variables once a process: here at the latest.
+    fn is_decided(&self) -> Result<(), CudaError> {
+        multicast_is_decided(self.device)?;
+        host_is_set(self.host)
+    }
+}
+
 fn init_one(
     nccl: &'static Nccl,
     device: &Device,
@@ -306,26 +313,4 @@ fn exchange_once(ranks: &[NcclRank], places: &[Place]) -> Result<(), CudaError> 
         }
     }
     Ok(())
-}
-
-/// NCCL makes multicast objects for reductions in the switch, which sends and receives do not use and which a host may not allow. Its own
-/// sums can: for whoever says so.
-fn never_multicast() {
-    decide("NCCL_NVLS_ENABLE", "0");
-}
-
-/// Ranks of one host may stand for ranks of several.
-fn host_is(host: Option<&str>) {
-    if let Some(host) = host {
-        decide("NCCL_HOSTID", host);
-    }
-}
-
-/// Sets a variable of NCCL's. Whoever has decided about it keeps their choice.
-fn decide(name: &str, value: &str) {
-    if std::env::var_os(name).is_none() {
-        // SAFETY: before this process's first communicator, so NCCL does not read it now; this program's own reads go
-        // through the standard library, which orders them.
-        unsafe { std::env::set_var(name, value) };
-    }
 }
