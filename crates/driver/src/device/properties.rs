@@ -78,7 +78,8 @@ impl Device {
         let (driver, mut offered) = (self.primary.driver, 0);
         let attribute = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED;
         // SAFETY: the pointer is to a local of the right type.
-        let asked = unsafe { call!(driver, cuDeviceGetAttribute(&mut offered, attribute, self.primary.handle)) };
+        let asked =
+            unsafe { call!(driver, cuDeviceGetAttribute(&mut offered, attribute, self.primary.handle)) };
         // Drivers before them do not know the attribute.
         asked.is_ok() && offered != 0
     }

@@ -5,7 +5,7 @@ use std::sync::{Barrier, Mutex};
 use std::time::{Duration, Instant};
 
 use counterpoint_exec::{
-    AttentionRank, Attempt, ExecError, Group, JoinConfig, Pass, Rendezvous, RendezvousError, Store,
+    Attempt, AttentionRank, ExecError, Group, JoinConfig, Pass, Rendezvous, RendezvousError, Store,
     WorldConfig,
 };
 use counterpoint_mask::Mask;
