@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from counterpoint._arrays import torch_module
-from counterpoint._native import Ranks, _search_packages
+from counterpoint._native import Attempt, Ranks, _search_packages
 from counterpoint.errors import DeviceError
 
 
@@ -52,12 +52,12 @@ def local(size: int, place: Any, limit: float, tuned: str | None) -> Ranks:
     return Ranks.cuda(size, place.index, limit=limit, tuned=tuned, allocator=_memory(place))
 
 
-def join(store: Any, rank: int, size: int, place: Any, **how: Any) -> Ranks:
-    """This process as one of `size` ranks, `how` as in `Ranks.join_cuda`. Ranks that share a GPU open each other's memory."""
+def join(attempt: Attempt, place: Any, **how: Any) -> Ranks:
+    """This process as a rank of an attempt to join, `how` as in `Ranks.join_cuda`. Ranks that share a GPU open each other's memory."""
     torch = torch_module("a group on a GPU")
     _search_packages(package_folders())
     torch.cuda.init()
-    return Ranks.join_cuda(store, rank, size, place.index, **how, allocator=_memory(place))
+    return Ranks.join_cuda(attempt, place.index, **how, allocator=_memory(place))
 
 
 def _memory(place: Any) -> tuple[Callable[[int, int], int | None], Callable[[int], None], Callable[[], int]]:

@@ -243,14 +243,17 @@ class Calls:
 # allocate(bytes, stream), free(address), cached().
 _Allocator = tuple[Callable[[int, int], int | None], Callable[[int], None], Callable[[], int]]
 
+class Attempt:
+    def __new__(cls, store: Any, rank: int, size: int, *, limit: float) -> Attempt: ...
+    def exchange(self, own: str, *, limit: float) -> list[str]: ...
+    def fail(self, reason: str) -> None: ...
+
 class Ranks:
     @staticmethod
     def local(size: int, *, slow_link: tuple[float, float] | None, limit: float, tuned: str | None) -> Ranks: ...
     @staticmethod
     def join(
-        store: Any,
-        rank: int,
-        size: int,
+        attempt: Attempt,
         *,
         address: str,
         limit: float,
@@ -261,9 +264,7 @@ class Ranks:
     ) -> Ranks: ...
     @staticmethod
     def join_cuda(
-        store: Any,
-        rank: int,
-        size: int,
+        attempt: Attempt,
         ordinal: int,
         *,
         address: str,

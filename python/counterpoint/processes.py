@@ -9,15 +9,14 @@ import os
 import socket
 import sys
 import threading
-import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from counterpoint._native import Ranks
-from counterpoint.errors import DeviceError, Error, PeerError, PlanError
+from counterpoint._native import Attempt, Ranks
+from counterpoint.errors import DeviceError, Error, PlanError
 from counterpoint.group import _Group, _with_global_ranks, begin_in_this_process, sentence
 from counterpoint.plan_arguments import planning_threads_of
 from counterpoint.tuned import TunedPlans, checked, read_tuned, warn_of_others
@@ -88,7 +87,7 @@ class Group(_Group):
         beside_collectives: bool | None = None,
     ) -> Group:
         process_group, nodes_of_mesh = _process_group(group_or_mesh)
-        place = _device(device, process_group)
+        place = _device_of_all(device, process_group, limit)
         name, settings, _ = transport.partition("+")
         if name not in _TRANSPORTS[place.type] or (settings and place.type == "cpu"):
             *most, last = (f'"{name}"' for name in _TRANSPORTS[place.type])
@@ -144,12 +143,23 @@ class Group(_Group):
         nodes: int | None,
         wishes: dict[str, Any],
     ) -> None:
-        rank, store, limit = dist.get_rank(process_group), _store(process_group), wishes["limit"]
+        rank = dist.get_rank(process_group)
         self.device, self._global_ranks, self._process = "cpu" if place.type == "cpu" else place, ranks, os.getpid()
         begin_in_this_process()
         super().__init__()
+        with _naming_ranks(rank, ranks):
+            store = _store(process_group)
+            attempt = Attempt(store, rank, len(ranks), limit=wishes["limit"])
+            with _failing_together(attempt):
+                own = _Place(_host(), _address(store), *_tuned(wishes["tuned"], rank, len(ranks)))
+                self._join_in(attempt, own, place, nodes, wishes)
+        if rank == 0:
+            warn_of_others(wishes["tuned"], self._native)
+
+    def _join_in(self, attempt: Attempt, own: _Place, place: torch.device, nodes: int | None, wishes: dict[str, Any]) -> None:
         profile = None if wishes["profile"] is None else _read_profile(wishes["profile"])
-        places = _exchange_places(store, rank, ranks, limit, _tuned(wishes["tuned"], rank, len(ranks)))
+        limit, ranks = wishes["limit"], self._global_ranks
+        places = _exchange_places(attempt, own, limit)
         self._nodes = nodes or _nodes([place.host for place in places])
         address = "127.0.0.1" if len({place.host for place in places}) == 1 else places[0].address
         if places[0].refused:
@@ -159,21 +169,13 @@ class Group(_Group):
         self.beside_collectives = len(ranks) < dist.get_world_size() if asked is None else asked
         how: dict[str, Any] = {"address": address, "limit": limit, "nodes": self._nodes, "profile": profile, "tuned": tuned}
         how["beside_collectives"] = self.beside_collectives
-        try:
-            if place.type == "cpu":
-                self._native = Ranks.join(store, rank, len(ranks), **how)
-            else:
-                from counterpoint import _cuda
+        if place.type == "cpu":
+            self._native = Ranks.join(attempt, **how)
+        else:
+            from counterpoint import _cuda
 
-                self._ordinal, self._stream = place.index, _cuda.current_stream(place)
-                self._native = _cuda.join(store, rank, len(ranks), place, transport=wishes["transport"], **how)
-        except Error as error:
-            error.rank = rank if error.rank is None else error.rank
-            error.global_rank = ranks[error.rank]
-            error.args = (_with_global_ranks(str(error), ranks),)
-            raise
-        if rank == 0:
-            warn_of_others(wishes["tuned"], self._native)
+            self._ordinal, self._stream = place.index, _cuda.current_stream(place)
+            self._native = _cuda.join(attempt, place, transport=wishes["transport"], **how)
 
     def _refuse_others(self, wishes: dict[str, Any]) -> None:
         """Refuses settings that this group was not made with; those that were left out are no wish."""
@@ -217,6 +219,20 @@ def _device(asked: torch.device | str | None, process_group: dist.ProcessGroup) 
 
     place: torch.device = _cuda.device(asked)
     return place
+
+
+def _device_of_all(asked: torch.device | str | None, process_group: dist.ProcessGroup, limit: float) -> torch.device:
+    """The device that was meant. Where it is no device of this rank's, the others, which join by theirs, hear so."""
+    try:
+        return _device(asked, process_group)
+    except DeviceError as error:
+        ranks = tuple(dist.get_process_group_ranks(process_group))
+        # Otherwise theirs may be at hand, and they join nothing now.
+        if not any(known == ranks and group._is_of_this_process() for (known, _), group in _groups.items()):
+            with contextlib.suppress(Error):
+                attempt = Attempt(_store(process_group), dist.get_rank(process_group), len(ranks), limit=limit)
+                attempt.fail(sentence(error))
+        raise
 
 
 def _process_group(given: Any) -> tuple[dist.ProcessGroup, int | None]:
@@ -295,34 +311,33 @@ def _tuned(asked: bool | str, rank: int, size: int) -> tuple[str | None, str | N
         return None, str(error)
 
 
-def _exchange_places(
-    store: Store, rank: int, ranks: tuple[int, ...], limit: float, tuned: tuple[str | None, str | None]
-) -> list[_Place]:
+def _exchange_places(attempt: Attempt, own: _Place, limit: float) -> list[_Place]:
     """Where every rank is."""
-    # A group that is made anew must not read what ranks said before.
-    number = store.add(f"counterpoint/places/{rank}", 1)
-    keys = [f"counterpoint/place/{number}/{other}" for other in range(len(ranks))]
-    store.set(keys[rank], json.dumps([_host(), _address(store), *tuned]))
-    began, pause = time.monotonic(), 0.002
-    while not store.check(keys):
-        waited = time.monotonic() - began
-        if waited > limit:
-            missing = [other for other, key in enumerate(keys) if not store.check([key])]
-            raise _absent(rank, missing, ranks, waited)
-        time.sleep(pause)
-        pause = min(2 * pause, 0.05)
-    return [_Place(*json.loads(store.get(key))) for key in keys]
+    return [_Place(*json.loads(one)) for one in attempt.exchange(json.dumps(own), limit=limit)]
 
 
-def _absent(rank: int, missing: list[int], ranks: tuple[int, ...], waited: float) -> Error:
-    *most, last = map(str, missing or [rank])
-    who = f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
-    message = f"rank {rank} waited {waited:.3f} s for {who}, which never called counterpoint.Group; all {len(ranks)} ranks must"
-    error = PeerError(_with_global_ranks(message, ranks))
-    error.rank, error.global_rank = rank, ranks[rank]
-    if missing:
-        error.peer, error.global_peer = missing[0], ranks[missing[0]]
-    return error
+@contextlib.contextmanager
+def _failing_together(attempt: Attempt) -> Iterator[None]:
+    """Inside it, whatever this rank raises ends the attempt for all ranks, which need not wait for it until the limit."""
+    try:
+        yield
+    except BaseException as error:
+        attempt.fail(sentence(error))
+        raise
+
+
+@contextlib.contextmanager
+def _naming_ranks(rank: int, ranks: tuple[int, ...]) -> Iterator[None]:
+    """Inside it, errors of the engine, which counts ranks of the group, are given the ranks among all processes as well."""
+    try:
+        yield
+    except Error as error:
+        error.rank = rank if error.rank is None else error.rank
+        error.global_rank = ranks[error.rank]
+        if error.peer is not None:
+            error.global_peer = ranks[error.peer]
+        error.args = (_with_global_ranks(str(error), ranks),)
+        raise
 
 
 def _host() -> str:

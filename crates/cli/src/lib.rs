@@ -6,6 +6,7 @@
 mod allocator;
 mod arguments;
 mod command;
+mod nccl;
 
 use std::ffi::OsString;
 use std::iter;
@@ -17,12 +18,15 @@ use counterpoint_console::{self as console, CommandLine, interrupt, program};
 pub use allocator::ReportingAllocator;
 use arguments::Arguments;
 
+pub use nccl::decide_before_threads;
+
 /// Does what the arguments of this program ask for, and ends the process with its status. Panics, signals and memory that runs out are
 /// this program's from now on. The calling thread is named `main`.
 pub fn run() -> ! {
     // Before there are threads.
     allocator::prepare_for_an_address_limit();
     allocator::report_failures();
+    decide_before_threads();
     interrupt::install();
     report_panics_in_one_line();
     let accepted = arguments::command();

@@ -45,7 +45,9 @@ pub use counterpoint_driver::{
     Stream, StreamPriority, StrideFault, Swizzle, TensorMap, TensorMapElement, TensorMapFault, TensorMapSpec,
     compile, compiler_version, end_process, nccl_version, search_packages,
 };
-pub use counterpoint_nccl::{NcclFault, NcclRank, NcclSettingFault, NcclSettings, NcclSums};
+pub use counterpoint_nccl::{
+    NcclFault, NcclRank, NcclSettingFault, NcclSettings, NcclSums, decide_about_nccl,
+};
 pub use environment::ENVIRONMENT;
 pub use headers::kernel_source;
 pub use kernel::{

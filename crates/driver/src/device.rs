@@ -1,5 +1,6 @@
 //! GPUs: their contexts, memory in all, and what belongs to one world on one of them.
 
+mod capture_mode;
 mod memory;
 mod peers;
 mod properties;
@@ -11,7 +12,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
-use cudarc::driver::sys::{CUcontext, CUdevice, CUstreamCaptureMode};
+use cudarc::driver::sys::{CUcontext, CUdevice};
 
 use peers::PeerAccess;
 use properties::{handle, properties};
@@ -273,25 +274,6 @@ impl Device {
         {
             bound.before = None;
         }
-    }
-
-    /// Does `work`, which is in no graph, also while a stream captures: what allocates, or asks whether something has ended, would else be
-    /// refused, and end another thread's capture.
-    ///
-    /// # Errors
-    /// When the driver refuses; those of `work`.
-    pub fn despite_captures<T, E: From<CudaError>>(
-        &self,
-        work: impl FnOnce() -> Result<T, E>,
-    ) -> Result<T, E> {
-        let driver = self.bind()?;
-        let mut mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
-        // SAFETY: the pointer is to a local, which takes the mode that this thread has had.
-        unsafe { call!(driver, cuThreadExchangeStreamCaptureMode(&mut mode)) }?;
-        let done = work();
-        // SAFETY: as above.
-        unsafe { call!(driver, cuThreadExchangeStreamCaptureMode(&mut mode)) }?;
-        done
     }
 
     /// As [`Device::make_current`], for calls of the driver.

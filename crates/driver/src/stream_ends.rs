@@ -93,10 +93,8 @@ impl StreamEnds {
             Err(error) => return Err(error),
         }
         let point = Point::mark(driver, &ends.spare, stream)?;
-        if !point.is_passed(driver)? {
-            ends.gone.push(point);
-        }
-        Ok(())
+        ends.gone.push(point);
+        forget_passed(&mut ends.gone, |point| point.is_passed(driver))
     }
 
     /// All that streams have been given so far, to see it end. `None` while one of them captures.
@@ -120,17 +118,23 @@ impl StreamEnds {
                 Err(error) => return Err(error),
             }
         }
-        let mut left = Vec::new();
-        for point in std::mem::take(&mut ends.gone) {
-            if !point.is_passed(driver)? {
-                left.push(point);
-            }
-        }
+        forget_passed(&mut ends.gone, |point| point.is_passed(driver))?;
         let points = there.iter().map(|stream| Point::mark(driver, &ends.spare, *stream));
-        let points = points.chain(left.iter().cloned().map(Ok)).collect::<Result<_, _>>();
-        ends.gone = left;
-        points.map(Some)
+        points.chain(ends.gone.iter().cloned().map(Ok)).collect::<Result<_, _>>().map(Some)
     }
+}
+
+/// Takes out what has passed. Where that cannot be said of one, as while another thread captures, all that was not known to have passed
+/// stays: memory still waits for it.
+fn forget_passed<P, E>(points: &mut Vec<P>, is_passed: impl Fn(&P) -> Result<bool, E>) -> Result<(), E> {
+    let mut at = 0;
+    while let Some(point) = points.get(at) {
+        match is_passed(point)? {
+            true => drop(points.swap_remove(at)),
+            false => at += 1,
+        }
+    }
+    Ok(())
 }
 
 /// What all streams of a GPU had been given at some time.
@@ -177,4 +181,25 @@ pub(crate) fn capture_of(driver: &Driver, stream: usize) -> Result<u64, CudaErro
     // Numbers begin anywhere; none is 0 in what follows.
     let captures = status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
     Ok(if captures { id.max(1) } else { 0 })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn points_that_nobody_can_ask_about_stay() {
+        let mut points = vec![1, -2, 3, -4, 5];
+        let refused_at = |refused: i32| {
+            move |point: &i32| if *point == refused { Err("capturing") } else { Ok(*point < 0) }
+        };
+        for refused in [1, 3] {
+            assert_eq!(forget_passed(&mut points, refused_at(refused)), Err("capturing"));
+            points.sort_unstable();
+            assert!(points.ends_with(&[1, 3, 5]), "{points:?}");
+        }
+        assert_eq!(forget_passed(&mut points, refused_at(0)), Ok(()));
+        points.sort_unstable();
+        assert_eq!(points, [1, 3, 5]);
+    }
 }

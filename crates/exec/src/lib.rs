@@ -83,8 +83,8 @@ pub use experts::{
 pub use fault::{FaultInjection, FaultKind, FaultPoint};
 pub use global_buffer::GlobalBuffer;
 pub use group::{
-    CollectiveCalls, CollectiveRank, CollectiveSpec, CollectiveTensors, Group, GroupCollective, JoinConfig,
-    PreparedRank, RankOf, Reduce, Store, TensorPair,
+    Attempt, CollectiveCalls, CollectiveRank, CollectiveSpec, CollectiveTensors, Group, GroupCollective,
+    JoinConfig, PreparedRank, RankOf, Reduce, Store, TensorPair,
 };
 pub use group_rank::{GroupRank, Ticket};
 pub use identity::{PlanDifference, PlanIdentity};

@@ -107,6 +107,22 @@ pub enum RendezvousError {
         /// How many there are to be.
         world_size: usize,
     },
+    /// Ranks did not take part in an attempt of all to join.
+    #[error(
+        "rank {rank} waited {:.3} s for {}, which never joined the group; all {world_size} ranks must make it",
+        waited.as_secs_f64(),
+        list_ranks(missing)
+    )]
+    NotJoined {
+        /// The rank that waited.
+        rank: usize,
+        /// How long it waited.
+        waited: Duration,
+        /// Who did not take part.
+        missing: Vec<usize>,
+        /// How many there are to be.
+        world_size: usize,
+    },
     /// Nobody gave what was asked for.
     #[error("rank {rank} waited {:.3} s for `{key}`, which {}", waited.as_secs_f64(), not_set_by(*setter))]
     Unset {

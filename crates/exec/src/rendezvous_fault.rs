@@ -234,6 +234,9 @@ pub enum StoreFault {
         /// Its own words.
         text: String,
     },
+    /// Whoever lent a store waits for its answers no longer.
+    #[error("this rank waits no longer")]
+    GivenUp,
     /// The interpreter that runs a lent store ends.
     #[error("the program ends")]
     ProgramEnds,

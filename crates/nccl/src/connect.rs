@@ -11,6 +11,7 @@ use counterpoint_driver::{
 };
 use counterpoint_exec::World;
 
+use super::variables::host_is_set;
 use super::{
     Among, ConnectedRanks, End, LOOK, NcclFault, NcclMessage, NcclRank, NcclSettings, explain, go_on, group,
 };
@@ -42,7 +43,6 @@ impl NcclRank {
         if let Some(ends) = connected.0.take(&among) {
             return Ok(Self::of_ends(nccl, connected, among, ends, 0, world, &Arc::default()));
         }
-        never_multicast();
         let (sender, receiver) = mpsc::channel();
         let (count, devices, world) = (devices.len(), devices.to_vec(), world.clone());
         let connected = connected.clone();
@@ -85,14 +85,13 @@ impl NcclRank {
         all_connected(ranks)
     }
 
-    /// What all ranks that are processes need to find each other; one of them makes it. `host` as in [`NcclRank::join`].
+    /// What all ranks that are processes need to find each other; one of them makes it, for its own `seat`.
     ///
     /// # Errors
-    /// [`CudaError::NoNccl`]; NCCL's own.
-    pub fn unique_id(host: Option<&str>) -> Result<Vec<u8>, CudaError> {
+    /// [`CudaError::NoNccl`]; [`CudaError::Transport`] when a variable of NCCL's must be set first; NCCL's own.
+    pub fn unique_id(seat: &NcclSeat<'_>) -> Result<Vec<u8>, CudaError> {
         let nccl = Nccl::get()?;
-        never_multicast();
-        host_is(host);
+        host_is_set(seat.host)?;
         unique_id(nccl).map(|id| id.bytes.to_vec())
     }
 
@@ -106,8 +105,7 @@ impl NcclRank {
     /// As [`NcclRank::connect`].
     pub fn join(seat: NcclSeat<'_>, number: u64, unique_id: &[u8]) -> Result<Self, CudaError> {
         let nccl = Nccl::get()?;
-        never_multicast();
-        host_is(seat.host);
+        host_is_set(seat.host)?;
         let id = NcclUniqueId { bytes: std::array::from_fn(|at| unique_id.get(at).copied().unwrap_or(0)) };
         let NcclSeat { connected, device, rank, world, sent, settings, .. } = seat;
         let (sender, receiver) = mpsc::channel();
@@ -306,26 +304,4 @@ fn exchange_once(ranks: &[NcclRank], places: &[Place]) -> Result<(), CudaError> 
         }
     }
     Ok(())
-}
-
-/// NCCL makes multicast objects for reductions in the switch, which sends and receives do not use and which a host may not allow. Its own
-/// sums can: for whoever says so.
-fn never_multicast() {
-    decide("NCCL_NVLS_ENABLE", "0");
-}
-
-/// Ranks of one host may stand for ranks of several.
-fn host_is(host: Option<&str>) {
-    if let Some(host) = host {
-        decide("NCCL_HOSTID", host);
-    }
-}
-
-/// Sets a variable of NCCL's. Whoever has decided about it keeps their choice.
-fn decide(name: &str, value: &str) {
-    if std::env::var_os(name).is_none() {
-        // SAFETY: before this process's first communicator, so NCCL does not read it now; this program's own reads go
-        // through the standard library, which orders them.
-        unsafe { std::env::set_var(name, value) };
-    }
 }

@@ -19,6 +19,16 @@ pub enum NcclFault {
         /// Its GPU.
         device: String,
     },
+    /// Ranks of several nodes are on one host, and NCCL would find that out.
+    #[error(
+        "NCCL would take ranks of several nodes for those of one host; set {variable} to `{host}` for this rank before its process starts"
+    )]
+    HostUnset {
+        /// The variable that says what ranks of a host have alike.
+        variable: &'static str,
+        /// What this rank's is.
+        host: String,
+    },
     /// NCCL connects too slowly.
     #[error("{ranks} ranks were not connected after {:.3} s", limit.as_secs_f64())]
     NotConnected {

@@ -8,6 +8,7 @@ mod fault;
 mod settings;
 mod shelf;
 mod sums;
+mod variables;
 
 use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -25,6 +26,7 @@ pub use settings::{NcclSettingFault, NcclSettings, NcclSums};
 use shelf::{Lent, Shelf};
 use sums::KnownSums;
 pub use sums::{NcclSum, SumSize};
+pub use variables::decide_about_nccl;
 
 /// `ncclUint8`: bytes, whatever they mean.
 const BYTES: c_int = 1;

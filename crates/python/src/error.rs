@@ -113,7 +113,9 @@ fn of_rendezvous(error: &RendezvousError) -> Vec<(&'static str, u64)> {
         RendezvousError::RankFailed { rank, .. } | RendezvousError::Unresponsive { rank, .. } => {
             (None, Some(*rank))
         }
-        RendezvousError::Absent { rank, missing, .. } => (Some(*rank), missing.first().copied()),
+        RendezvousError::Absent { rank, missing, .. } | RendezvousError::NotJoined { rank, missing, .. } => {
+            (Some(*rank), missing.first().copied())
+        }
         RendezvousError::Unreachable { rank, .. } => (Some(*rank), Some(0)),
         RendezvousError::OtherVersion { rank, .. }
         | RendezvousError::AnotherJob { rank, .. }

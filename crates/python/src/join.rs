@@ -1,24 +1,21 @@
 //! Joining ranks that are processes: through the store of a process group of PyTorch's, and through nothing else of it.
 
 use std::net::IpAddr;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use counterpoint_exec::{ExecError, RendezvousError, Store, StoreFault};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-use crate::error::raise;
+use crate::error::{raise, raised};
+use crate::integers::duration;
+use crate::interrupt::interruptible;
 
-/// Between two looks for a key: the first, and the longest.
-const LOOKS: (Duration, Duration) = (Duration::from_millis(2), Duration::from_millis(50));
-
-/// A `torch.distributed.Store`, by its methods `set`, `get`, `add` and `check`.
+/// A `torch.distributed.Store`, by its methods `set`, `get` and `check`.
 pub(crate) struct PythonStore {
     store: Py<PyAny>,
     rank: usize,
-    world_size: usize,
     is_given_up: Arc<AtomicBool>,
 }
 
@@ -33,15 +30,18 @@ impl Drop for GiveUp {
 
 impl PythonStore {
     /// Of `rank`, which gives up once the second is dropped.
-    pub(crate) fn new(store: Py<PyAny>, rank: usize, world_size: usize) -> (Self, GiveUp) {
+    fn new(store: Py<PyAny>, rank: usize) -> (Self, GiveUp) {
         let is_given_up = Arc::new(AtomicBool::new(false));
-        (Self { store, rank, world_size, is_given_up: is_given_up.clone() }, GiveUp(is_given_up))
+        (Self { store, rank, is_given_up: is_given_up.clone() }, GiveUp(is_given_up))
     }
 
     fn ask<T>(&self, question: impl FnOnce(&Bound<'_, PyAny>) -> PyResult<T>) -> Result<T, ExecError> {
         let broken = |reason| RendezvousError::Broken { rank: self.rank, reason }.into();
-        let answer = Python::try_attach(|py| {
-            question(self.store.bind(py)).map_err(|error| StoreFault::Lent { text: error.to_string() })
+        let answer = Python::try_attach(|py| match self.is_given_up.load(Ordering::Acquire) {
+            true => Err(StoreFault::GivenUp),
+            false => {
+                question(self.store.bind(py)).map_err(|error| StoreFault::Lent { text: error.to_string() })
+            }
         });
         answer.ok_or(StoreFault::ProgramEnds).flatten().map_err(broken)
     }
@@ -52,27 +52,69 @@ impl Store for PythonStore {
         self.ask(|store| store.call_method1("set", (key, PyBytes::new(store.py(), value))).map(drop))
     }
 
-    fn get(&self, key: &str) -> Result<Vec<u8>, ExecError> {
-        self.ask(|store| store.call_method1("get", (key,))?.extract())
+    fn find(&self, key: &str) -> Result<Option<Vec<u8>>, ExecError> {
+        self.ask(|store| {
+            let is_set: bool = store.call_method1("check", ([key],))?.extract()?;
+            is_set.then(|| store.call_method1("get", (key,))?.extract()).transpose()
+        })
+    }
+}
+
+/// An attempt of all ranks to join, in which this process is one of them.
+#[pyclass(frozen, module = "counterpoint._native")]
+pub(crate) struct Attempt {
+    store: Py<PyAny>,
+    rank: usize,
+    size: usize,
+    native: Mutex<counterpoint_exec::Attempt>,
+}
+
+#[pymethods]
+impl Attempt {
+    /// Takes part as `rank` of `size` that join through `store`, a `torch.distributed.Store` of theirs alone. Collective.
+    #[new]
+    #[pyo3(signature = (store, rank, size, *, limit))]
+    fn new(py: Python<'_>, store: Py<PyAny>, rank: usize, size: usize, limit: f64) -> PyResult<Self> {
+        let limit = duration(py, limit)?;
+        let (lent, _give_up) = PythonStore::new(store.clone_ref(py), rank);
+        let begun = move || counterpoint_exec::Attempt::begin(&lent, rank, size, limit);
+        let native = Mutex::new(interruptible(py, begun, |_| {})?);
+        Ok(Self { store, rank, size, native })
     }
 
-    fn add(&self, key: &str, by: i64) -> Result<i64, ExecError> {
-        self.ask(|store| store.call_method1("add", (key, by))?.extract())
+    /// Every rank's text, in the order of ranks. Collective.
+    #[pyo3(signature = (own, *, limit))]
+    fn exchange(&self, py: Python<'_>, own: String, limit: f64) -> PyResult<Vec<String>> {
+        let limit = duration(py, limit)?;
+        let (store, mut attempt, _give_up) = self.lend(py);
+        let exchanged = move || -> Result<_, ExecError> {
+            let all = attempt.exchange(&store, own.as_bytes(), limit);
+            Ok((attempt, all))
+        };
+        let (attempt, all) = interruptible(py, exchanged, |_| {})?;
+        *self.native.lock().unwrap_or_else(PoisonError::into_inner) = attempt;
+        let all = all.map_err(|error| raised(py, &error))?;
+        Ok(all.iter().map(|one| String::from_utf8_lossy(one).into_owned()).collect())
     }
 
-    fn wait(&self, key: &str, limit: Duration) -> Result<(), ExecError> {
-        let (began, mut pause) = (Instant::now(), LOOKS.0);
-        while !self.ask(|store| store.call_method1("check", ([key],))?.extract::<bool>())? {
-            let waited = began.elapsed();
-            if waited > limit || self.is_given_up.load(Ordering::Acquire) {
-                let place = "the store of the process group".to_owned();
-                let (rank, world_size, missing) = (self.rank, self.world_size, vec![0]);
-                return Err(RendezvousError::Absent { rank, place, waited, missing, world_size }.into());
-            }
-            std::thread::sleep(pause);
-            pause = (2 * pause).min(LOOKS.1);
-        }
-        Ok(())
+    /// Ends it for all ranks, which hear `reason` wherever in it they wait. Local.
+    fn fail(&self, py: Python<'_>, reason: String) {
+        let (store, attempt, _give_up) = self.lend(py);
+        let rank = self.rank;
+        py.detach(|| attempt.fail(&store, ExecError::GaveUp { rank, reason }));
+    }
+}
+
+impl Attempt {
+    /// This process's rank, and how many there are.
+    pub(crate) fn place(&self) -> (usize, usize) {
+        (self.rank, self.size)
+    }
+
+    /// The attempt for a thread that waits in it, with its store, until the last is dropped.
+    pub(crate) fn lend(&self, py: Python<'_>) -> (PythonStore, counterpoint_exec::Attempt, GiveUp) {
+        let (store, give_up) = PythonStore::new(self.store.clone_ref(py), self.rank);
+        (store, self.native.lock().unwrap_or_else(PoisonError::into_inner).clone(), give_up)
     }
 }
 

@@ -46,6 +46,8 @@ mod _native {
     #[pymodule_export]
     use crate::calls::Calls;
     #[pymodule_export]
+    use crate::join::Attempt;
+    #[pymodule_export]
     use crate::mask::Mask;
     #[pymodule_export]
     use crate::ranks::Ranks;
@@ -91,6 +93,7 @@ mod _native {
         arguments: Vec<std::ffi::OsString>,
     ) -> PyResult<u8> {
         counterpoint_console::program::started_by(file, arguments);
+        counterpoint_cli::decide_before_threads();
         // By the name of the thread a command's own panics are distinguished from those of ranks.
         let thread = std::thread::Builder::new().name("main".to_owned()).stack_size(8 << 20);
         py.detach(|| thread.spawn(|| counterpoint_cli::run()).map(|running| drop(running.join())))?;

@@ -9,8 +9,8 @@ use counterpoint_choose::TunedPlace;
 use counterpoint_console::tuned::{place_of_processes, place_of_threads};
 use counterpoint_cuda::{CudaMachine, CudaProcess, Device, Timing, TransportKind};
 use counterpoint_exec::{
-    CpuMachine, DeviceFault, ExecError, ExpertPass, Group, JoinConfig, Machine, PlanningThreads, Rendezvous,
-    SlowLink, WorldConfig,
+    CpuMachine, DeviceFault, ExecError, ExpertPass, Group, JoinConfig, Machine, PlanningThreads, SlowLink,
+    WorldConfig,
 };
 use counterpoint_plan::{PlanCache, Topology};
 use counterpoint_schedule::ReduceOp;
@@ -24,7 +24,7 @@ use crate::error::{engine, raise};
 use crate::experts::{ExpertCall, ExpertFields, ExpertKey};
 use crate::integers::duration;
 use crate::interrupt::{self, interruptible};
-use crate::join::{self, PythonStore};
+use crate::join::{self, Attempt};
 use crate::linear::{LayerKey, LinearCall, WantedTensor, named_call};
 use crate::process::Process;
 use crate::routing::Routing;
@@ -92,17 +92,15 @@ impl Ranks {
         Ok(Self::with(None, "memory".into(), site, Tuned { place, count }, Arc::new(Joined::new(group))))
     }
 
-    /// This process as `rank` of `size` that are processes, which join through `store`, a `torch.distributed.Store` of theirs alone.
+    /// This process as a rank of an attempt of processes to join.
     /// `address` is one of rank 0's host at which all reach it. `nodes` is on how many machines they are, equally many on each. `profile` is
     /// the text of a machine profile, which plans are made by, `tuned` that of tuned plans, `beside_collectives` whether those of other
     /// libraries run at any time; all the same on all ranks. Collective.
     #[staticmethod]
-    #[pyo3(signature = (store, rank, size, *, address, limit, nodes, profile, tuned, beside_collectives))]
+    #[pyo3(signature = (attempt, *, address, limit, nodes, profile, tuned, beside_collectives))]
     fn join(
         py: Python<'_>,
-        store: Py<PyAny>,
-        rank: usize,
-        size: usize,
+        attempt: &Attempt,
         address: &str,
         limit: f64,
         nodes: usize,
@@ -110,11 +108,12 @@ impl Ranks {
         tuned: Option<&str>,
         beside_collectives: bool,
     ) -> PyResult<Self> {
+        let (rank, size) = attempt.place();
         let plans = tuned::given(py, tuned)?;
         let site = Site::cpu(topology(size, nodes), measured(py, profile)?);
         let (address, world) = (join::address(py, address)?, config(duration(py, limit)?));
-        let (store, _give_up) = PythonStore::new(store, rank, size);
-        let joined = move || Group::join(&store, rank, size, &JoinConfig { address, world });
+        let (store, attempt, _give_up) = attempt.lend(py);
+        let joined = move || Group::join_in(&attempt, &store, &JoinConfig { address, world });
         let group = placed(interruptible(py, joined, |_| {})?, beside_collectives);
         let place = place_of_processes(None);
         let (group, count) = tuned::following(group, plans, &place);
@@ -123,12 +122,10 @@ impl Ranks {
 
     /// Likewise with this process on the GPU of that number, which other ranks may share.
     #[staticmethod]
-    #[pyo3(signature = (store, rank, size, ordinal, *, address, limit, transport, nodes, profile, tuned, beside_collectives, allocator))]
+    #[pyo3(signature = (attempt, ordinal, *, address, limit, transport, nodes, profile, tuned, beside_collectives, allocator))]
     fn join_cuda(
         py: Python<'_>,
-        store: Py<PyAny>,
-        rank: usize,
-        size: usize,
+        attempt: &Attempt,
         ordinal: usize,
         address: &str,
         limit: f64,
@@ -139,16 +136,17 @@ impl Ranks {
         beside_collectives: bool,
         allocator: PythonAllocator,
     ) -> PyResult<Self> {
+        let (rank, size) = attempt.place();
         let (measured, plans) = (measured(py, profile)?, tuned::given(py, tuned)?);
         let (address, world) = (join::address(py, address)?, config(duration(py, limit)?));
         let kind: TransportKind = transport
             .parse()
             .map_err(|reason| raise(py, "Error", &format!("transport is {transport:?}: {reason}"), &[]))?;
         let topology = topology(size, nodes);
-        let (store, _give_up) = PythonStore::new(store, rank, size);
+        let (store, attempt, _give_up) = attempt.lend(py);
         let joined = move || -> Result<_, ExecError> {
             let join = JoinConfig { address, world: world.clone() };
-            let rendezvous = Rendezvous::through(&store, rank, size, &join)?;
+            let rendezvous = attempt.join(&store, &join)?;
             let process = CudaProcess::new(&rendezvous, Some(ordinal), Timing::Spans, kind, topology)?;
             let process = process.with_allocator(Arc::new(allocator)).map_err(|error| ExecError::Device {
                 rank,

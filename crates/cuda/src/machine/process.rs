@@ -257,7 +257,7 @@ impl CudaProcess {
             Some(number) => NcclRank::join_again(&seat, number),
             None => {
                 let own = match rank {
-                    0 => NcclRank::unique_id(seat.host).map_err(|error| self.unconnected(error))?,
+                    0 => NcclRank::unique_id(&seat).map_err(|error| self.unconnected(error))?,
                     _ => Vec::new(),
                 };
                 // Here a rank that never comes has a name.

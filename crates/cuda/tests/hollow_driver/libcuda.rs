@@ -32,6 +32,8 @@ static BOOKS: Mutex<Books> = Mutex::new(Books {
 thread_local! {
     /// The context that is current.
     static CURRENT: Cell<usize> = const { Cell::new(0) };
+    /// Its capture mode.
+    static MODE: Cell<c_int> = const { Cell::new(0) };
 }
 
 fn books() -> MutexGuard<'static, Books> {
@@ -175,7 +177,7 @@ functions! {
         stream: usize, status: *mut c_int, _id: *mut u64, _graph: *mut usize, _nodes: *mut usize, _count: *mut usize
     ) { on(stream, || *status = 0) }
     cuStreamBeginCapture_v2(_stream: usize, _mode: c_int) { NOT_SUPPORTED }
-    cuThreadExchangeStreamCaptureMode(_mode: *mut c_int) { 0 }
+    cuThreadExchangeStreamCaptureMode(mode: *mut c_int) { *mode = MODE.replace(*mode); 0 }
     cuStreamEndCapture(_stream: usize, _graph: *mut usize) { NOT_SUPPORTED }
     cuEventCreate(event: *mut usize, _flags: c_uint) {
         let mut books = books();

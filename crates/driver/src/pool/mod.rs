@@ -298,16 +298,19 @@ impl<P> Blocks<P> {
             self.pending.push((points, blocks));
         }
         // A stream that stands still holds up what was given back before it stood still, and nothing else.
-        for (mut points, blocks) in std::mem::take(&mut self.pending) {
+        // Where a stream cannot be asked, as while another thread captures, all that was not looked at stays.
+        let mut at = 0;
+        while let Some((points, _)) = self.pending.get_mut(at) {
             while let Some(point) = points.last()
                 && streams.is_passed(point)?
             {
                 points.pop();
             }
             if points.is_empty() {
+                let (_, blocks) = self.pending.remove(at);
                 blocks.into_iter().for_each(|block| self.put(block));
             } else {
-                self.pending.push((points, blocks));
+                at += 1;
             }
         }
         Ok(())

@@ -62,6 +62,8 @@ struct FakeStream {
     given: u64,
     done: u64,
     captures: bool,
+    /// Whether the driver does not say how far it has come.
+    refuses: bool,
 }
 
 impl FakeStreams {
@@ -88,7 +90,10 @@ impl StreamPoints for FakeStreams {
     }
 
     fn is_passed(&self, point: &(usize, u64)) -> Result<bool, CudaError> {
-        Ok(self.is_done(*point))
+        match self.0.borrow()[point.0].refuses {
+            true => Err(CudaError::NoDevice { text: "a capture".to_owned() }),
+            false => Ok(self.is_done(*point)),
+        }
     }
 }
 
@@ -268,6 +273,27 @@ fn a_block_is_lent_behind_what_uses_it() {
     }
     // At most 40 are held; the rest are on their way. Growth without end would make thousands.
     assert!(device.made < 1500, "{} blocks were made", device.made);
+}
+
+/// While a stream cannot be asked, nothing that waits is lent, and nothing is forgotten.
+#[test]
+fn blocks_outlive_a_stream_that_cannot_be_asked() {
+    let mut device = FakeDevice::new(2);
+    let blocks = [0, 1].map(|_| device.take(PoolMemory::Device, LONG));
+    let refuse = |refuses| device.streams.0.borrow_mut()[1].refuses = refuses;
+    for block in blocks {
+        let point = device.streams.give(1);
+        device.blocks.pending.push((vec![point], vec![block]));
+    }
+    refuse(true);
+    assert!(device.blocks.look(&device.streams, PoolMemory::Device, LONG).is_err());
+    refuse(false);
+    assert_eq!(device.blocks.look(&device.streams, PoolMemory::Device, LONG).unwrap(), None);
+    device.streams.0.borrow_mut()[1].done = 2;
+    for _ in blocks {
+        let found = device.blocks.look(&device.streams, PoolMemory::Device, LONG).unwrap();
+        assert!(found.is_some_and(|found| blocks.contains(&found)), "{found:?}");
+    }
 }
 
 #[test]

@@ -2,12 +2,15 @@
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
 use std::sync::Arc;
-use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::Group;
-use crate::{ExecError, JobToken, Rendezvous, RendezvousError, StoreFault, TcpMachine, WorldConfig};
+use super::attempt::broken;
+use super::{Attempt, Group};
+use crate::{ExecError, JobToken, Rendezvous, RendezvousError, TcpMachine, WorldConfig};
+
+/// Where in an attempt's records rank 0's [`RendezvousPlace`] is.
+const RENDEZVOUS: &str = "rendezvous";
 
 /// Values by key that all processes of a job see: what a group needs of a launcher to find its ranks. [`Rendezvous`] is one; PyTorch's
 /// `Store` is another.
@@ -18,23 +21,11 @@ pub trait Store: Send + Sync {
     /// When the store cannot be reached.
     fn set(&self, key: &str, value: &[u8]) -> Result<(), ExecError>;
 
-    /// The value of a key that has been set.
-    ///
-    /// # Errors
-    /// When there is none, or the store cannot be reached.
-    fn get(&self, key: &str) -> Result<Vec<u8>, ExecError>;
-
-    /// Adds to the counter `key`, which starts at 0; gives its new value.
+    /// The value of a key, or none while it is not set. It waits for nobody.
     ///
     /// # Errors
     /// When the store cannot be reached.
-    fn add(&self, key: &str, by: i64) -> Result<i64, ExecError>;
-
-    /// Returns once `key` has been set.
-    ///
-    /// # Errors
-    /// When it is not within `limit`.
-    fn wait(&self, key: &str, limit: Duration) -> Result<(), ExecError>;
+    fn find(&self, key: &str) -> Result<Option<Vec<u8>>, ExecError>;
 }
 
 impl Store for Rendezvous {
@@ -42,17 +33,8 @@ impl Store for Rendezvous {
         Self::set(self, key, value)
     }
 
-    fn get(&self, key: &str) -> Result<Vec<u8>, ExecError> {
-        Self::get(self, key, None)
-    }
-
-    fn add(&self, key: &str, by: i64) -> Result<i64, ExecError> {
-        Self::add(self, key, by)
-    }
-
-    /// For the rendezvous's own limit.
-    fn wait(&self, key: &str, _limit: Duration) -> Result<(), ExecError> {
-        Self::get(self, key, None).map(drop)
+    fn find(&self, key: &str) -> Result<Option<Vec<u8>>, ExecError> {
+        Self::find(self, key)
     }
 }
 
@@ -79,28 +61,39 @@ struct RendezvousPlace {
 }
 
 impl Rendezvous {
-    /// Joins the other ranks through a store: rank 0 listens at a free port and says so in the store, together with a token that
-    /// ranks prove to each other. All ranks call it as often as each other; the n-th call of one finds the n-th of the others, so that
-    /// after a failure they join anew.
+    /// Joins the other ranks through a store, in an attempt of all: collective. However often each has tried before, and whatever its calls
+    /// then came to, all ranks find each other in the newest attempt. An error that a rank has in it ends it for all.
     ///
     /// # Errors
-    /// The store's; [`RendezvousError::Listen`]; [`RendezvousError::Absent`] with the ranks that did not come within the limit.
+    /// As [`Attempt::begin`] and [`Attempt::join`].
     pub fn through(
         store: &dyn Store,
         rank: usize,
         world_size: usize,
         config: &JoinConfig,
     ) -> Result<Arc<Self>, ExecError> {
-        let limit = config.world.limit;
-        let number = store.add(&format!("counterpoint/joined/{rank}"), 1)?;
-        let key = format!("counterpoint/group/{number}");
-        let broken = |error: serde_json::Error| {
-            ExecError::from(RendezvousError::Broken { rank, reason: StoreFault::value(error) })
-        };
+        Attempt::begin(store, rank, world_size, config.world.limit)?.join(store, config)
+    }
+}
+
+impl Attempt {
+    /// Joins the other ranks: rank 0 listens at a free port and says so in the store, together with a token that ranks prove to each other.
+    ///
+    /// # Errors
+    /// The store's; the attempt's; [`RendezvousError::Listen`]; [`RendezvousError::NotJoined`] and [`RendezvousError::Absent`] with the
+    /// ranks that did not come within the limit.
+    pub fn join(&self, store: &dyn Store, config: &JoinConfig) -> Result<Arc<Rendezvous>, ExecError> {
+        self.rendezvous(store, config).map_err(|error| self.fail(store, error))
+    }
+
+    fn rendezvous(&self, store: &dyn Store, config: &JoinConfig) -> Result<Arc<Rendezvous>, ExecError> {
+        let (rank, world_size, limit) = (self.rank(), self.world_size(), config.world.limit);
+        let (watch, broken) = (self.watch(store), |error| broken(rank, error));
         if rank > 0 {
-            store.wait(&key, limit)?;
-            let place: RendezvousPlace = serde_json::from_slice(&store.get(&key)?).map_err(broken)?;
-            return Self::join(place.address, rank, world_size, &JobToken::from_bytes(place.token), limit);
+            let place = self.of_rank_0(store, RENDEZVOUS, limit)?;
+            let place: RendezvousPlace = serde_json::from_slice(&place).map_err(broken)?;
+            let token = JobToken::from_bytes(place.token);
+            return Rendezvous::join_watched(place.address, rank, world_size, &token, limit, &watch);
         }
         let cannot_listen = |error: std::io::Error| {
             ExecError::from(RendezvousError::Listen {
@@ -111,11 +104,11 @@ impl Rendezvous {
         };
         let token = JobToken::random().map_err(cannot_listen)?;
         let listener = TcpListener::bind((config.address, 0)).map_err(cannot_listen)?;
-        let host = Self::host(listener, world_size, &token, limit)?;
+        let host = Rendezvous::host(listener, world_size, &token, limit)?;
         let address = SocketAddr::new(config.address, host.port());
         let place = RendezvousPlace { address, token: token.to_bytes() };
-        store.set(&key, &serde_json::to_vec(&place).map_err(broken)?)?;
-        host.join(config.address, limit)
+        store.set(&self.key(RENDEZVOUS), &serde_json::to_vec(&place).map_err(broken)?)?;
+        host.join_watched(config.address, limit, &watch)
     }
 }
 
@@ -131,7 +124,16 @@ impl Group<TcpMachine> {
         world_size: usize,
         config: &JoinConfig,
     ) -> Result<Self, ExecError> {
-        let rendezvous = Rendezvous::through(store, rank, world_size, config)?;
+        let attempt = Attempt::begin(store, rank, world_size, config.world.limit)?;
+        Self::join_in(&attempt, store, config)
+    }
+
+    /// The same in an attempt that has begun.
+    ///
+    /// # Errors
+    /// As [`Attempt::join`]; when the ranks cannot connect to each other.
+    pub fn join_in(attempt: &Attempt, store: &dyn Store, config: &JoinConfig) -> Result<Self, ExecError> {
+        let (rendezvous, world_size) = (attempt.join(store, config)?, attempt.world_size());
         let machine = TcpMachine::new(rendezvous.clone(), 0, None)?;
         Self::connect_at(&rendezvous, machine, world_size, config.world.clone())
     }

@@ -1,5 +1,6 @@
 //! The group: ranks that work together, joined once for the life of a process, and the plans that are called on them.
 
+mod attempt;
 mod collective;
 mod end;
 mod join;
@@ -10,6 +11,7 @@ use std::sync::Arc;
 use counterpoint_choose::{LinearMachine, TunedHere};
 use counterpoint_schedule::Program;
 
+pub use self::attempt::Attempt;
 pub use self::collective::{
     CollectiveCalls, CollectiveRank, CollectiveSpec, CollectiveTensors, GroupCollective, Reduce, TensorPair,
 };

@@ -6,7 +6,7 @@ use super::token::{JobToken, PROOF_BYTES};
 /// What every greeting begins with.
 const MAGIC: [u8; 8] = *b"cntrpnt\n";
 /// Changed with every change of what processes say to each other.
-pub(super) const VERSION: u32 = 2;
+pub(super) const VERSION: u32 = 3;
 const NONCE_BYTES: usize = 32;
 /// Bytes of a greeting: magic, version, nonce.
 pub(super) const GREETING_BYTES: usize = 8 + 4 + NONCE_BYTES;

@@ -16,6 +16,7 @@ use super::local_token::LocalToken;
 use super::message::{Hello, Keep, Reply, Request};
 use super::seek::{Identity, Listening, Seated, Seeker, open};
 use super::server::Server;
+use super::watch::{Watch, unwatched, watched};
 use super::{Facet, RENDEZVOUS_VARIABLE, RendezvousError};
 use crate::network::{JobToken, descriptor_limit, is_out_of_descriptors};
 use crate::world::{World, after};
@@ -69,10 +70,21 @@ impl RendezvousHost {
     /// # Errors
     /// As there.
     pub fn join(self, address: IpAddr, limit: Duration) -> Result<Arc<Rendezvous>, ExecError> {
+        self.join_watched(address, limit, &unwatched)
+    }
+
+    /// The same until `watch` ends it.
+    pub(crate) fn join_watched(
+        self,
+        address: IpAddr,
+        limit: Duration,
+        watch: &dyn Watch,
+    ) -> Result<Arc<Rendezvous>, ExecError> {
         let address = SocketAddr::new(address, self.port());
         let (token, world_size) = (self.token.clone(), self.world_size);
         let seek = |seeker: &Seeker<'_>| seeker.seek_at(address, &token);
-        Rendezvous::seated((0, world_size), Vec::new(), &address.to_string(), limit, Some(self), seek)
+        let (ranks, place) = ((0, world_size), address.to_string());
+        Rendezvous::seated(ranks, Vec::new(), &place, limit, Some(self), watch, seek)
     }
 }
 
@@ -105,8 +117,21 @@ impl Rendezvous {
         token: &JobToken,
         limit: Duration,
     ) -> Result<Arc<Self>, ExecError> {
+        Self::join_watched(address, rank, world_size, token, limit, &unwatched)
+    }
+
+    /// The same until `watch` ends it.
+    pub(crate) fn join_watched(
+        address: SocketAddr,
+        rank: usize,
+        world_size: usize,
+        token: &JobToken,
+        limit: Duration,
+        watch: &dyn Watch,
+    ) -> Result<Arc<Self>, ExecError> {
         let seek = |seeker: &Seeker<'_>| seeker.seek_at(address, token);
-        Self::seated((rank, world_size), Vec::new(), &address.to_string(), limit, None, seek)
+        let (ranks, place) = ((rank, world_size), address.to_string());
+        Self::seated(ranks, Vec::new(), &place, limit, None, watch, seek)
     }
 
     /// Joins the other ranks that a launcher started; rank 0 hosts the store. All ranks must have the same `facets`, which are
@@ -120,12 +145,12 @@ impl Rendezvous {
         let facets = facets.to_vec();
         if launch.rank > 0 {
             let seek = |seeker: &Seeker<'_>| seeker.seek(launch, &identity);
-            return Self::seated(ranks, facets, &place, limit, None, seek);
+            return Self::seated(ranks, facets, &place, limit, None, &unwatched, seek);
         }
         let Listening { listener, address, token, local } = open(launch, &identity, limit)?;
         let host = Self::hosted(listener, launch.world_size, token.clone(), facets.clone(), local, limit)?;
         let seek = |seeker: &Seeker<'_>| seeker.seek_at(address, &token);
-        Self::seated(ranks, facets, &place, limit, Some(host), seek)
+        Self::seated(ranks, facets, &place, limit, Some(host), &unwatched, seek)
     }
 
     fn hosted(
@@ -148,20 +173,21 @@ impl Rendezvous {
         Ok(RendezvousHost { server, _local: local, token, world_size })
     }
 
-    /// Takes the seat that `seek` finds, and waits for the other ranks: one limit for both.
+    /// Takes the seat that `seek` finds, and waits for the other ranks: one limit for both, before which `watch` may end either.
     fn seated(
         (rank, world_size): (usize, usize),
         facets: Vec<Facet>,
         place: &str,
         limit: Duration,
         host: Option<RendezvousHost>,
+        watch: &dyn Watch,
         seek: impl FnOnce(&Seeker<'_>) -> Result<Seated, ExecError>,
     ) -> Result<Arc<Self>, ExecError> {
         let began = Instant::now();
         let deadline = after(began, limit);
         let hello = Hello { rank, facets: with_size(world_size, facets) };
         let Seated { stream, session, token } =
-            seek(&Seeker { hello: &hello, world_size, place, began, deadline })?;
+            seek(&Seeker { hello: &hello, world_size, place, began, deadline, watch })?;
         let broken = |error: io::Error| broken(rank, &error);
         let (own, host_of_rank_0) =
             stream.local_addr().and_then(|own| Ok((own.ip(), stream.peer_addr()?.ip()))).map_err(broken)?;
@@ -170,7 +196,8 @@ impl Rendezvous {
         let host = Mutex::new(host);
         let mut joined = Self { connection, roster: Vec::new(), host_of_rank_0, token, host };
         let own = Roster { host: host_name(), address: own };
-        let all = joined.all_gather_since("start", &serde_json::to_vec(&own).unwrap_or_default(), began);
+        let own = serde_json::to_vec(&own).unwrap_or_default();
+        let all = watched(&joined.connection, watch, || joined.all_gather_since("start", &own, began));
         // Those who come late are to hear why.
         let all = all.inspect_err(|_| joined.leave())?;
         joined.roster = all
@@ -265,6 +292,19 @@ impl Rendezvous {
                 setter,
                 waited: began.elapsed(),
             }))),
+        }
+    }
+
+    /// The value of `key`, if it is set now.
+    ///
+    /// # Errors
+    /// Whatever ended the job.
+    pub fn find(&self, key: &str) -> Result<Option<Vec<u8>>, ExecError> {
+        let ask = |id| Request::Find { id, key: key.to_owned() };
+        match self.connection.ask(ask, &[], format!("`{key}`"), after(Instant::now(), self.limit()))? {
+            Some((Reply::Value { .. }, value)) => Ok(Some(value)),
+            Some((Reply::Unset { .. }, _)) => Ok(None),
+            _ => Err(self.fail(self.no_answer())),
         }
     }
 

@@ -209,6 +209,7 @@ impl Connection {
     fn hear(&self, reply: Reply, payload: Vec<u8>) {
         match reply {
             Reply::Value { id }
+            | Reply::Unset { id }
             | Reply::Count { id, .. }
             | Reply::Gathered { id, .. }
             | Reply::Missing { id, .. }

@@ -31,6 +31,8 @@ pub(super) enum Request {
     Set { key: String },
     /// The value of a key, once there is one.
     Get { id: u64, key: String, keep: Keep },
+    /// The value of a key, if there is one now.
+    Find { id: u64, key: String },
     /// Adds to a counter.
     Add { id: u64, key: String, by: i64 },
     /// The payloads of all ranks, once all have come.
@@ -59,6 +61,10 @@ pub(super) enum Keep {
 pub(super) enum Reply {
     /// The payload.
     Value {
+        id: u64,
+    },
+    /// There is no value.
+    Unset {
         id: u64,
     },
     Count {

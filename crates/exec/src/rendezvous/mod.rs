@@ -27,6 +27,7 @@ mod seek;
 mod server;
 mod start;
 mod store;
+mod watch;
 
 use crate::RendezvousError;
 pub use agreement::Facet;
@@ -35,6 +36,7 @@ pub use launch::{
     ENVIRONMENT, JOB_SECRET_VARIABLE, JobSecret, Launch, Launcher, RENDEZVOUS_VARIABLE, RendezvousPoint,
 };
 pub use start::RunStart;
+pub(crate) use watch::Watch;
 
 #[cfg(test)]
 mod tests;

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use super::launch::{JOB_SECRET_VARIABLE, Launch, RendezvousPoint, SECRET_CHARACTERS};
 use super::local_token::{LocalName, LocalToken, NameError};
 use super::message::{Hello, Welcome};
+use super::watch::Watch;
 use super::{RENDEZVOUS_VARIABLE, RendezvousError};
 use crate::frame::read_frame;
 use crate::network::{JobToken, KnockError, Until, descriptor_limit, is_out_of_descriptors, knock};
@@ -149,6 +150,8 @@ pub(super) struct Seeker<'a> {
     pub(super) place: &'a str,
     pub(super) began: Instant,
     pub(super) deadline: Instant,
+    /// What may end it before.
+    pub(super) watch: &'a dyn Watch,
 }
 
 /// A seat.
@@ -243,6 +246,7 @@ impl Seeker<'_> {
             if Instant::now() + PAUSE >= self.deadline {
                 return Err(self.unreachable(reason));
             }
+            (self.watch)()?;
             thread::sleep(PAUSE);
         }
     }

@@ -56,6 +56,10 @@ impl Store {
         match request {
             Request::Set { key } => self.set(key, payload),
             Request::Get { id, key, keep } => self.get(rank, id, key, keep),
+            Request::Find { id, key } => match self.values.get(&key).cloned() {
+                Some(payload) => vec![Letter { to: rank, reply: Reply::Value { id }, payload }],
+                None => one(rank, Reply::Unset { id }),
+            },
             Request::Add { id, key, by } => {
                 let value = self.counters.entry(key).or_default();
                 *value = value.wrapping_add(by);

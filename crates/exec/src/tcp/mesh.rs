@@ -1,7 +1,6 @@
 //! One connection for every pair of ranks that are processes, which only processes of this job get.
 
 use std::io::{self, ErrorKind};
-use std::marker::PhantomData;
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
@@ -32,7 +31,13 @@ pub struct Mesh<M> {
     rank: usize,
     /// By rank; none to itself.
     peers: Vec<Option<Arc<Peer>>>,
-    messages: PhantomData<fn(M)>,
+    answers: Mutex<Option<Answers<M>>>,
+}
+
+/// What is sent by a thread of its own.
+struct Answers<M> {
+    queue: mpsc::Sender<(usize, M)>,
+    thread: thread::JoinHandle<()>,
 }
 
 /// What goes over a connection.
@@ -124,7 +129,7 @@ impl<M: Serialize + DeserializeOwned> Mesh<M> {
         }
         drop(door);
         let peers = (0..ranks).map(|_| None).collect();
-        let mut mesh = Self { world: world.clone(), rank, peers, messages: PhantomData };
+        let mut mesh = Self { world: world.clone(), rank, peers, answers: Mutex::default() };
         for (peer, stream) in streams.into_iter().enumerate() {
             let Some(stream) = stream else { continue };
             mesh.peers[peer] = Some(mesh.attend(peer, stream, recipient)?);
@@ -171,21 +176,71 @@ impl<M> Mesh<M> {
     where
         M: Serialize,
     {
-        let Some(peer) = &self.peers[peer] else { return Ok(()) };
-        let sent = peer.write(&Letter::Message(message), payload);
-        match sent {
-            Ok(()) => Ok(()),
-            // It is through with all collectives and has no rows to get.
-            Err(_) if peer.gone.load(Ordering::Acquire) => Ok(()),
-            Err(error) => {
-                let reason = match error.kind() {
-                    ErrorKind::WouldBlock | ErrorKind::TimedOut => {
-                        ConnectionFault::TookNothing { limit: self.world.config().limit }
-                    }
-                    _ => ConnectionFault::system(error),
-                };
-                Err(fail_after_grace(&self.world, self.rank, peer.rank, reason))
-            }
+        send(&self.world, self.rank, self.peers[peer].as_deref(), message, payload)
+    }
+
+    /// Sends a message as [`Mesh::send`], by a thread of its own, and waits for nobody: for a [`Recipient`], on whose reading the peer may
+    /// wait while it writes, as this rank may write to it. What goes wrong ends the world.
+    ///
+    /// # Errors
+    /// [`ExecError::Thread`] when the system gives no thread.
+    pub fn answer(&self, peer: usize, message: M) -> Result<(), ExecError>
+    where
+        M: Serialize + Send + 'static,
+    {
+        let mut answers = lock(&self.answers);
+        let queue = match &*answers {
+            Some(Answers { queue, .. }) => queue,
+            None => &answers.insert(self.start_to_answer()?).queue,
+        };
+        // The thread goes once the world has failed.
+        queue.send((peer, message)).ok();
+        Ok(())
+    }
+
+    fn start_to_answer(&self) -> Result<Answers<M>, ExecError>
+    where
+        M: Serialize + Send + 'static,
+    {
+        let (queue, queued) = mpsc::channel::<(usize, M)>();
+        let (world, rank, peers) = (self.world.clone(), self.rank, self.peers.clone());
+        let name = format!("rank {rank} answers");
+        let answer = move || {
+            let mut queued = queued.into_iter();
+            while queued.next().is_some_and(|(peer, message)| {
+                send(&world, rank, peers[peer].as_deref(), &message, &[]).is_ok()
+            }) {}
+        };
+        let thread = thread::Builder::new().name(name).spawn(answer).map_err(|error| ExecError::Thread {
+            rank,
+            stream: "answers".to_owned(),
+            text: error.to_string(),
+        })?;
+        Ok(Answers { queue, thread })
+    }
+}
+
+/// See [`Mesh::send`].
+fn send<M: Serialize>(
+    world: &World,
+    rank: usize,
+    peer: Option<&Peer>,
+    message: &M,
+    payload: &[&[u8]],
+) -> Result<(), ExecError> {
+    let Some(peer) = peer else { return Ok(()) };
+    match peer.write(&Letter::Message(message), payload) {
+        Ok(()) => Ok(()),
+        // It is through with all collectives and has no rows to get.
+        Err(_) if peer.gone.load(Ordering::Acquire) => Ok(()),
+        Err(error) => {
+            let reason = match error.kind() {
+                ErrorKind::WouldBlock | ErrorKind::TimedOut => {
+                    ConnectionFault::TookNothing { limit: world.config().limit }
+                }
+                _ => ConnectionFault::system(error),
+            };
+            Err(fail_after_grace(world, rank, peer.rank, reason))
         }
     }
 }
@@ -213,6 +268,13 @@ impl<M> Drop for Mesh<M> {
     /// Says farewell. The other direction stays open for what is still on its way here: to close it would make the system
     /// throw away what the peer has not read.
     fn drop(&mut self) {
+        if let Some(Answers { queue, thread }) = lock(&self.answers).take() {
+            drop(queue);
+            // Answers come before the farewell, which waits no less for a peer that reads nothing.
+            if !self.world.has_failed() {
+                thread.join().ok();
+            }
+        }
         self.say_farewell();
         for peer in self.peers.iter().flatten() {
             peer.stream.shutdown(Shutdown::Write).ok();
@@ -284,3 +346,6 @@ fn reach(
         thread::sleep(PAUSE);
     }
 }
+
+#[cfg(test)]
+mod tests;

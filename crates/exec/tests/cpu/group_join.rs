@@ -1,11 +1,12 @@
 //! Groups of ranks that join each for itself through a store, as processes do.
 
 use std::collections::HashMap;
-use std::sync::{Barrier, Condvar, Mutex};
+use std::sync::{Barrier, Mutex};
 use std::time::{Duration, Instant};
 
 use counterpoint_exec::{
-    AttentionRank, ExecError, Group, JoinConfig, Pass, Rendezvous, RendezvousError, Store, WorldConfig,
+    Attempt, AttentionRank, ExecError, Group, JoinConfig, Pass, Rendezvous, RendezvousError, Store,
+    WorldConfig,
 };
 use counterpoint_mask::Mask;
 use counterpoint_plan::DType;
@@ -18,41 +19,16 @@ const RANKS: usize = 3;
 
 /// Somebody else's store.
 #[derive(Default)]
-struct Table {
-    values: Mutex<Values>,
-    changed: Condvar,
-}
-
-#[derive(Default)]
-struct Values {
-    set: HashMap<String, Vec<u8>>,
-    counters: HashMap<String, i64>,
-}
+struct Table(Mutex<HashMap<String, Vec<u8>>>);
 
 impl Store for Table {
     fn set(&self, key: &str, value: &[u8]) -> Result<(), ExecError> {
-        self.values.lock().unwrap().set.insert(key.to_owned(), value.to_owned());
-        self.changed.notify_all();
+        self.0.lock().unwrap().insert(key.to_owned(), value.to_owned());
         Ok(())
     }
 
-    fn get(&self, key: &str) -> Result<Vec<u8>, ExecError> {
-        Ok(self.values.lock().unwrap().set[key].clone())
-    }
-
-    fn add(&self, key: &str, by: i64) -> Result<i64, ExecError> {
-        let mut values = self.values.lock().unwrap();
-        let count = values.counters.entry(key.to_owned()).or_default();
-        *count += by;
-        Ok(*count)
-    }
-
-    fn wait(&self, key: &str, limit: Duration) -> Result<(), ExecError> {
-        let values = self.values.lock().unwrap();
-        let (_values, waited) =
-            self.changed.wait_timeout_while(values, limit, |values| !values.set.contains_key(key)).unwrap();
-        let unset = RendezvousError::Unset { rank: 0, key: key.to_owned(), setter: None, waited: limit };
-        if waited.timed_out() { Err(unset.into()) } else { Ok(()) }
+    fn find(&self, key: &str) -> Result<Option<Vec<u8>>, ExecError> {
+        Ok(self.0.lock().unwrap().get(key).cloned())
     }
 }
 
@@ -195,4 +171,103 @@ fn a_rank_that_goes_is_named_within_the_limit() {
         assert!(text.contains("rank 2"), "{text}");
     }
     assert!(began.elapsed() < Duration::from_secs(20));
+}
+
+const SHORT: Duration = Duration::from_millis(300);
+
+/// Ranks whose earlier calls came to nothing, more often on one than on the others: the next one of each finds those of the others.
+#[test]
+fn ranks_that_tried_unequally_often_find_each_other() {
+    let (case, long) = (case(), config(Duration::from_secs(60)));
+    for early in 0..RANKS {
+        let (store, tensors, tries) = (Table::default(), case.tensors(), Barrier::new(RANKS));
+        on_ranks(|rank| {
+            if rank == early {
+                for _ in 0..2 {
+                    let error = Group::join(&store, rank, RANKS, &config(SHORT)).map(drop).unwrap_err();
+                    let named = matches!(&error, ExecError::Rendezvous(
+                        RendezvousError::NotJoined { missing, .. } | RendezvousError::Absent { missing, .. }
+                    ) if missing[..] == if early == 0 { vec![1, 2] } else { vec![0] });
+                    assert!(named, "{error}");
+                }
+            }
+            tries.wait();
+            let began = Instant::now();
+            // Of an attempt that failed a rank that was not in it hears once, if rank 0 has begun no other.
+            let group = Group::join(&store, rank, RANKS, &long)
+                .or_else(|_| Group::join(&store, rank, RANKS, &long))
+                .unwrap();
+            assert!(began.elapsed() < long.world.limit / 2, "{:?}", began.elapsed());
+            call(&group, &case, &tensors[rank]).unwrap();
+            group.close().unwrap();
+        });
+        case.check(&tensors);
+    }
+}
+
+/// Who comes once the others have given up hears at once who waited for whom, and all join by their next calls.
+#[test]
+fn a_late_rank_hears_who_waited_for_whom() {
+    let (store, long) = (Table::default(), config(Duration::from_secs(60)));
+    let given_up = Barrier::new(RANKS);
+    on_ranks(|rank| {
+        let began = Instant::now();
+        if rank == 2 {
+            given_up.wait();
+        }
+        let limit = if rank == 2 { &long } else { &config(SHORT) };
+        let error = Group::join(&store, rank, RANKS, limit).map(drop).unwrap_err();
+        let waited_for_it = matches!(&error, ExecError::Rendezvous(
+            RendezvousError::Absent { rank: 0 | 1, missing, .. }) if *missing == [2]);
+        assert!(waited_for_it, "{error}");
+        if rank != 2 {
+            given_up.wait();
+        }
+        Group::join(&store, rank, RANKS, &long).unwrap().close().unwrap();
+        assert!(began.elapsed() < long.world.limit / 2, "{:?}", began.elapsed());
+    });
+}
+
+/// What a rank cannot do before it joins ends the others at once, wherever they wait: for places, for rank 0, or for the last rank.
+#[test]
+fn a_rank_that_fails_before_it_joins_ends_the_attempt_of_all() {
+    let (store, long) = (Table::default(), config(Duration::from_secs(60)));
+    let limit = long.world.limit;
+    for failing in 0..RANKS {
+        for exchanges in [false, true] {
+            on_ranks(|rank| {
+                let (began, reason) = (Instant::now(), "it has no profile".to_owned());
+                let mut attempt = Attempt::begin(&store, rank, RANKS, limit).unwrap();
+                let exchanged = exchanges.then(|| attempt.exchange(&store, &[rank as u8], limit).unwrap());
+                assert!(exchanged.is_none_or(|all| all == [[0], [1], [2]]));
+                if rank == failing {
+                    std::thread::sleep(SHORT);
+                    attempt.fail(&store, ExecError::GaveUp { rank, reason });
+                    return;
+                }
+                let error = match exchanges {
+                    true => attempt.join(&store, &long).map(drop).unwrap_err(),
+                    false => attempt.exchange(&store, &[], limit).map(drop).unwrap_err(),
+                };
+                assert_eq!(error, ExecError::GaveUp { rank: failing, reason });
+                assert!(began.elapsed() < limit / 2, "{:?}", began.elapsed());
+            });
+        }
+    }
+    on_ranks(|rank| Group::join(&store, rank, RANKS, &long).unwrap().close().unwrap());
+}
+
+/// Rank 0 goes without a word, as a killed thread does: the others follow it into its next attempt.
+#[test]
+fn ranks_follow_rank_0_into_a_newer_attempt() {
+    let (store, limit) = (Table::default(), Duration::from_secs(60));
+    on_ranks(|rank| {
+        let mut attempt = Attempt::begin(&store, rank, RANKS, limit).unwrap();
+        if rank == 0 {
+            std::thread::sleep(SHORT);
+            attempt = Attempt::begin(&store, rank, RANKS, limit).unwrap();
+        }
+        assert_eq!(attempt.exchange(&store, &[rank as u8], limit).unwrap(), [[0], [1], [2]]);
+        attempt.join(&store, &config(limit)).unwrap();
+    });
 }

@@ -14,22 +14,25 @@ where
     M: Machine,
     M::Backend: Captures,
 {
-    /// Enqueues a call of a layer behind what the caller's stream was given, and waits for it where nothing else does. Whether a graph of the
-    /// caller captured it.
+    /// Enqueues a call of a layer behind what the caller's stream was given, and waits for it where nothing else does. Where a graph of the
+    /// caller captures it, the layer is to `stay` before.
     pub(super) fn call_layer(
         &self,
         stream: u64,
         keepers: impl Iterator<Item = MemoryKeeper>,
+        stay: impl FnOnce(),
         enqueue: impl FnOnce(Option<&[&CallerStream<M>]>) -> Result<Vec<Ticket<M::Backend>>, ExecError>,
-    ) -> Result<bool, ExecError> {
+    ) -> Result<(), ExecError> {
         self.group.poll()?;
         let streams = self.callers(stream);
-        let captures = self.captures(streams.as_deref())?;
+        if self.captures(streams.as_deref())? {
+            stay();
+        }
         let callers: Option<Vec<_>> = streams.as_ref().map(|streams| streams.iter().collect());
         let _one = lock(&self.calling);
         let tickets = enqueue(callers.as_deref());
         let called = tickets.and_then(|tickets| self.ended(&tickets, streams.as_deref()));
-        self.reported(called, keepers).map(|()| captures)
+        self.reported(called, keepers)
     }
 }
 
@@ -42,14 +45,11 @@ where
 {
     fn call(&self, call: &LinearCall) -> Result<(), ExecError> {
         let keepers = call.tensors.iter().map(|(_, tensor)| tensor.keeper.clone());
-        let captured = self.call_layer(call.stream, keepers, |callers| {
+        let stay = || self.layers.keep(&call.key);
+        self.call_layer(call.stream, keepers, stay, |callers| {
             let enqueue = |layer: &mut _| linear::enqueue(&self.group, layer, call, callers);
             self.layers.with(&self.group, &call.key, enqueue)
-        })?;
-        if captured {
-            self.layers.keep(&call.key);
-        }
-        Ok(())
+        })
     }
 
     fn tensors(&self, key: &LayerKey, call: LayerCall) -> Result<Vec<WantedTensor>, ExecError> {
@@ -70,12 +70,9 @@ where
 {
     fn call(&self, call: &ExpertCall) -> Result<(), ExecError> {
         let keepers = call.tensors.iter().map(|(_, tensor)| tensor.keeper.clone());
-        let captured = self
-            .call_layer(call.stream, keepers, |callers| self.experts.enqueue(&self.group, call, callers))?;
-        if captured {
-            self.experts.keep(call);
-        }
-        Ok(())
+        let stay = || self.experts.keep(call);
+        let enqueue = |callers: Option<&[&CallerStream<M>]>| self.experts.enqueue(&self.group, call, callers);
+        self.call_layer(call.stream, keepers, stay, enqueue)
     }
 
     fn ask(&self, key: &ExpertKey, call: LayerCall) -> bool {

@@ -16,13 +16,14 @@ where
     fn call(&self, RowsCall { key, stream, pairs }: &RowsCall) -> Result<(), ExecError> {
         let captures = self.captures(self.callers(*stream).as_deref())?;
         let keepers = pairs.iter().flat_map(|(from, to)| [from.keeper.clone(), to.keeper.clone()]);
-        self.call_layer(*stream, keepers, |callers| {
-            let make = |_| ReadyRows::new(&self.group, key);
-            self.rows.with(key, make, |ready| ready.enqueue(&self.group, pairs, callers, captures))
-        })?;
-        if captures {
-            self.rows.keep(key);
-        }
-        Ok(())
+        self.call_layer(
+            *stream,
+            keepers,
+            || self.rows.keep(key),
+            |callers| {
+                let make = |_| ReadyRows::new(&self.group, key);
+                self.rows.with(key, make, |ready| ready.enqueue(&self.group, pairs, callers, captures))
+            },
+        )
     }
 }

@@ -122,7 +122,7 @@ const KNOWN: &[(&str, When, Verdict, &str)] = &[
         "NCCL_NVLS_ENABLE",
         When::On,
         Costs,
-        "NCCL makes multicast objects that sends and receives do not use, and that a host may refuse: unset it, and Counterpoint sets it to 0",
+        "NCCL makes multicast objects that sends and receives do not use, and that a host may refuse: unset it, and the command sets it to 0",
     ),
     (
         "NCCL_CGA_CLUSTER_SIZE",

@@ -134,7 +134,8 @@ impl Inbox {
         let base = opened.base();
         lock(&self.memory).insert((peer, number), opened);
         match self.answers.get().and_then(Weak::upgrade) {
-            Some(mesh) => mesh.send(peer, &PartMessage::Opened { number, base }, &[]),
+            // This is the thread that reads from the peer: it must not wait for it, nor for who writes to it.
+            Some(mesh) => mesh.answer(peer, PartMessage::Opened { number, base }),
             None => Ok(()),
         }
     }
