@@ -6,7 +6,7 @@
 //!
 //! ```
 //! use counterpoint::choose::{PlanConfig, plan_mask};
-//! use counterpoint::exec::{RunConfig, random_inputs, run_attention};
+//! use counterpoint::exec::{Pass, RunConfig, random_inputs, run_attention};
 //! use counterpoint::mask::Mask;
 //! use counterpoint::plan::{AttentionSpec, DType};
 //! use counterpoint::reference::check_attention;
@@ -16,8 +16,8 @@
 //! let spec = AttentionSpec::new(4, 2, 64, DType::F32);
 //! let plan = plan_mask(&mask, &spec, &PlanConfig::new(2))?;
 //!
-//! // Tensors of the whole sequence, in its order: q [256, 4, 64], k and v [256, 2, 64], and a dout, which asks for gradients.
-//! let inputs = random_inputs(&mask, &spec, 0, true);
+//! // Tensors of the whole sequence, in its order: q [256, 4, 64], k and v [256, 2, 64], and a dout for the backward.
+//! let inputs = random_inputs(&mask, &spec, 0, Pass::ForwardBackward);
 //! let run = run_attention(&plan, &spec, &inputs, &RunConfig::default())?;
 //! assert_eq!(run.outputs.out.shape(), [256, 4, 64]);
 //! assert!(check_attention(&mask, &spec, &inputs, &run.outputs).passed);

@@ -246,7 +246,7 @@ impl Case<'_> {
         for number in 0..=SAMPLES {
             let mask = pack(self.tokens, number)?;
             let ahead = plan(&mask, self.ranks, &self.planning)?;
-            let inputs = random_inputs(&mask, &SPEC, number as u64, true);
+            let inputs = random_inputs(&mask, &SPEC, number as u64, Pass::ForwardBackward);
             let of_ranks = inputs.of_ranks(&ahead).map_err(exec)?;
             let ranks = group.ranks().iter().zip(&of_ranks);
             let tensors = ranks.map(|(rank, inputs)| Tensors::new(rank.backend(), inputs));

@@ -9,7 +9,7 @@ use counterpoint_cuda::kernel::{
     ForwardTarget, ForwardTensors, PortableBackward, PortableForward, ResultTensors, StateTensors,
 };
 use counterpoint_cuda::{Device, DeviceBuffer, Stream, StreamPriority, compiler_version};
-use counterpoint_exec::{AttentionInputs, AttentionOutputs, HostElement, HostTensor, random_inputs};
+use counterpoint_exec::{AttentionInputs, AttentionOutputs, HostElement, HostTensor, Pass, random_inputs};
 use counterpoint_mask::{Band, Mask, Range};
 use counterpoint_plan::{AttentionSpec, DType, GradientShares};
 use counterpoint_reference::check_attention;
@@ -229,7 +229,8 @@ fn portable_attention_is_right() {
             // The sink's gradient is another kernel's.
             let backward = number % 7 != 0;
             spec.seqlen_sink = if backward { 0 } else { 2 };
-            let inputs = random_inputs(&mask, &spec, number as u64, backward);
+            let pass = if backward { Pass::ForwardBackward } else { Pass::Forward };
+            let inputs = random_inputs(&mask, &spec, number as u64, pass);
             let compute = || match dtype {
                 DType::F16 => compute::<f16>(&stream, &mask, &spec, ElementType::F16, &inputs, run),
                 _ => compute::<bf16>(&stream, &mask, &spec, ElementType::Bf16, &inputs, run),

@@ -208,28 +208,6 @@ impl DeviceBuffer {
         self.enqueue_pinned(&*stream.device().bind()?, stream.raw(), pinned, pinned_offset)
     }
 
-    /// Enqueues a copy of all of this buffer to pinned memory of the host. Read it after the stream has come so far.
-    ///
-    /// # Errors
-    /// [`CudaError::OutOfBounds`] when the pinned memory has fewer bytes from `pinned_offset` on than this buffer.
-    pub fn copy_to_pinned(
-        &self,
-        stream: &Stream,
-        pinned: &PinnedBuffer,
-        pinned_offset: usize,
-    ) -> Result<(), CudaError> {
-        check_range(pinned_offset, self.len(), pinned.len())?;
-        if self.is_empty() {
-            return Ok(());
-        }
-        let driver = stream.device().bind()?;
-        // SAFETY: both ranges are inside their memory, which nobody else has before what is enqueued has run.
-        unsafe {
-            let to = pinned.address().add(pinned_offset).cast();
-            call!(driver, cuMemcpyDtoHAsync_v2(to, self.address(), self.len(), stream.raw()))
-        }
-    }
-
     /// Enqueues that every byte becomes `byte`.
     ///
     /// # Errors

@@ -452,7 +452,7 @@ impl Drop for Scope {
                     // The driver's own functions that free memory wait as well.
                     users()?;
                 }
-                let memory = self.records.free(driver).and(self.pool.free(driver, true, users));
+                let memory = self.records.free(driver).and(self.pool.free_all(driver, users));
                 memory.and(self.events.free(driver))
             });
         }

@@ -95,7 +95,7 @@ fn attention_of_a_rank() {
     let _leaving = rendezvous.leaving_at_the_end();
     let machine = MpiMachine::new(rendezvous.clone(), 0, None).unwrap();
     let (mask, spec, plan) = problem(rendezvous.world_size());
-    let inputs = random_inputs(&mask, &spec, 5, true);
+    let inputs = random_inputs(&mask, &spec, 5, Pass::ForwardBackward);
     let own = inputs.of_rank(&plan.ranks[rendezvous.rank()]).unwrap();
     let problem = RankProblem { plan: &plan, spec: &spec, pass: Pass::ForwardBackward, host_bytes: 0 };
     let config = RunConfig::default().with_limit(Duration::from_secs(60));
@@ -112,7 +112,7 @@ fn a_panic_of_rank_1() {
     let _leaving = rendezvous.leaving_at_the_end();
     let machine = MpiMachine::new(rendezvous.clone(), 0, None).unwrap();
     let (mask, spec, plan) = problem(rendezvous.world_size());
-    let inputs = random_inputs(&mask, &spec, 5, false);
+    let inputs = random_inputs(&mask, &spec, 5, Pass::Forward);
     let own = inputs.of_rank(&plan.ranks[rendezvous.rank()]).unwrap();
     let problem = RankProblem { plan: &plan, spec: &spec, pass: Pass::Forward, host_bytes: 0 };
     let at = FaultPoint::Label { label: "cast k v".to_owned(), stage: Some(1) };

@@ -475,7 +475,8 @@ mod tests {
             max_logits: false,
             dlse: false,
         };
-        let inputs = counterpoint_exec::random_inputs(&mask, &spec, 5, true);
+        let inputs =
+            counterpoint_exec::random_inputs(&mask, &spec, 5, counterpoint_exec::Pass::ForwardBackward);
         let plain = plain_attention(&mask, &spec, &inputs);
         let shape = vec![40, 2, 16];
         let tensor = |shape: &[usize], values: &[f64]| {

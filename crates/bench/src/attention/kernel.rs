@@ -3,6 +3,7 @@
 use counterpoint_console::{
     CliError, Progress, arguments::dtype_name, device, input::random_inputs, mask_argument,
 };
+use counterpoint_exec::Pass;
 use counterpoint_measure::{AttentionBench, Rate as Measured, Seconds, bench_attention};
 use counterpoint_plan::DType;
 use counterpoint_report::{BenchRow, Rate, Statistics, format_flops};
@@ -44,7 +45,7 @@ pub(super) fn measure(sizes: &Sizes, progress: &Progress) -> Result<Section, Cli
         progress.step(format!("{name}, {} of {count}", at + 1));
         let mask = mask_argument::load(&name)?;
         let spec = sizes.spec(heads, heads_kv, dtype);
-        let inputs = random_inputs(&mask, &spec, at as u64, true);
+        let inputs = random_inputs(&mask, &spec, at as u64, Pass::ForwardBackward);
         let bench = bench_attention(&mask, &spec, &inputs, sizes.iterations, &pool);
         let shape = shape_text(&inputs.q, &inputs.k);
         if at == 0 {

@@ -6,7 +6,7 @@ use counterpoint_choose::{PlanConfig, StageCount, plan_mask};
 use counterpoint_console::{
     CliError, Progress, arguments::dtype_name, device, input::random_inputs, mask_argument,
 };
-use counterpoint_exec::{AttentionInputs, AttentionRun, RunConfig, SlowLink, run_attention};
+use counterpoint_exec::{AttentionInputs, AttentionRun, Pass, RunConfig, SlowLink, run_attention};
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, DType, Plan};
 use counterpoint_reference::{CheckReport, compare_with_reference, reference_attention};
@@ -102,7 +102,7 @@ impl Case {
             ..PlanConfig::new(RANKS)
         };
         let plan = plan_mask(&mask, &spec, &config).map_err(CliError::of_choice)?;
-        let inputs = random_inputs(&mask, &spec, 7, true);
+        let inputs = random_inputs(&mask, &spec, 7, Pass::ForwardBackward);
         Ok(Self { name, plan, mask, spec, inputs })
     }
 

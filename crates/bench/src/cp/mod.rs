@@ -140,7 +140,8 @@ impl<'a> Bench<'a> {
         };
         // Inputs do not depend on the mask; they need one for its length.
         let longest = masks::load(MaskPreset::Full, tokens * sizes.cp_size)?;
-        let inputs = random_inputs(&longest, &spec, tokens as u64, !arguments.forward_only);
+        let pass = if arguments.forward_only { Pass::Forward } else { Pass::ForwardBackward };
+        let inputs = random_inputs(&longest, &spec, tokens as u64, pass);
         let profile = ranks.profile(arguments.planning.profile.as_deref())?;
         let mut overlaps = Vec::new();
         for &overlap in &arguments.overlap.0 {

@@ -49,7 +49,8 @@ impl Device {
     /// Frees memory that was made by any handle of this GPU and that nobody has. Waits for all that is enqueued.
     pub(crate) fn free_unused_memory(&self) -> Result<(), CudaError> {
         let driver = self.bind()?;
-        self.pools().iter().try_for_each(|pool| pool.free(&driver, false, || self.primary.wait_for_users()))
+        let wait = || self.primary.wait_for_users();
+        self.pools().iter().try_for_each(|pool| pool.free_unused(&driver, wait))
     }
 
     /// Has the driver keep some memory for a library that asks it for some, where all that is left is in pools. Waits for all that is

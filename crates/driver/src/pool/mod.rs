@@ -177,13 +177,29 @@ impl MemoryPool {
         free + others + blocks.slabs.uncut_bytes(memory)
     }
 
-    /// Frees what nobody has and no other process has open; `all` at the end of a world, when nobody has any. `wait` waits for all that
-    /// may use it; the device's context is current.
-    pub(crate) fn free(
+    /// Frees what nobody has and no other process has open. `wait` waits for all that may use it; the device's context is current.
+    pub(crate) fn free_unused(
         &self,
         driver: &Driver,
-        all: bool,
         wait: impl FnOnce() -> Result<(), CudaError>,
+    ) -> Result<(), CudaError> {
+        self.free(driver, wait, Blocks::unused)
+    }
+
+    /// The same of all there is, at the end of a world, when nobody has any.
+    pub(crate) fn free_all(
+        &self,
+        driver: &Driver,
+        wait: impl FnOnce() -> Result<(), CudaError>,
+    ) -> Result<(), CudaError> {
+        self.free(driver, wait, Blocks::all)
+    }
+
+    fn free(
+        &self,
+        driver: &Driver,
+        wait: impl FnOnce() -> Result<(), CudaError>,
+        take_out: impl FnOnce(&mut Blocks<Arc<Point>>) -> Vec<(PoolMemory, u64)>,
     ) -> Result<(), CudaError> {
         let unused = {
             let mut blocks = lock(&self.blocks);
@@ -191,7 +207,7 @@ impl MemoryPool {
                 return Ok(());
             }
             wait()?;
-            blocks.unused(all)
+            take_out(&mut blocks)
         };
         let mut result = Ok(());
         for (memory, address) in unused {
@@ -229,26 +245,35 @@ impl<P> Blocks<P> {
         self.slabs.is_empty() && self.free.is_empty() && self.dropped.is_empty() && self.pending.is_empty()
     }
 
-    /// Allocations that nobody has, taken out, when nothing enqueued uses any; without slabs and what other processes have open, unless
-    /// `all` is said.
-    fn unused(&mut self, all: bool) -> Vec<(PoolMemory, u64)> {
-        let mut given_back = std::mem::take(&mut self.dropped);
-        given_back.extend(std::mem::take(&mut self.pending).into_iter().flat_map(|(_, blocks)| blocks));
-        given_back.into_iter().for_each(|block| self.put(block));
+    /// Allocations that nobody has, taken out, when nothing enqueued uses any; without slabs and what other processes have open.
+    fn unused(&mut self) -> Vec<(PoolMemory, u64)> {
+        self.put_what_came_back();
         let Self { free, exported, slabs, .. } = self;
         let mut unused = Vec::new();
         for ((memory, _), addresses) in free.iter_mut() {
-            let is_free =
-                |address: &mut u64| all || !(exported.contains(address) || slabs.have(*memory, *address));
+            let is_free = |address: &mut u64| !(exported.contains(address) || slabs.have(*memory, *address));
             let taken = addresses.extract_if(.., is_free);
             unused.extend(taken.map(|address| (*memory, address)));
         }
         free.retain(|_, addresses| !addresses.is_empty());
-        if all {
-            unused.retain(|(memory, address)| !slabs.have(*memory, *address));
-            unused.extend(slabs.take());
-        }
         unused
+    }
+
+    /// All allocations, taken out, when nobody has any.
+    fn all(&mut self) -> Vec<(PoolMemory, u64)> {
+        self.put_what_came_back();
+        let free = std::mem::take(&mut self.free).into_iter();
+        let blocks =
+            free.flat_map(|((memory, _), addresses)| addresses.into_iter().map(move |at| (memory, at)));
+        let mut all: Vec<_> = blocks.filter(|(memory, at)| !self.slabs.have(*memory, *at)).collect();
+        all.extend(self.slabs.take());
+        all
+    }
+
+    fn put_what_came_back(&mut self) {
+        let mut given_back = std::mem::take(&mut self.dropped);
+        given_back.extend(std::mem::take(&mut self.pending).into_iter().flat_map(|(_, blocks)| blocks));
+        given_back.into_iter().for_each(|block| self.put(block));
     }
 
     /// The free blocks of the device that are worth more elsewhere than here, taken out.

@@ -310,7 +310,7 @@ fn long_blocks_of_the_device_go_back_to_a_lender() {
     }
     assert_eq!(blocks.long_blocks(), [2, 3, 4]);
     assert!(blocks.long_blocks().is_empty());
-    assert_eq!(blocks.unused(true), [(PoolMemory::Device, 1), (PoolMemory::Host, 5)]);
+    assert_eq!(blocks.all(), [(PoolMemory::Device, 1), (PoolMemory::Host, 5)]);
     assert!(blocks.is_empty());
 }
 
@@ -321,6 +321,6 @@ fn what_other_processes_have_open_stays() {
     [1, 2].into_iter().for_each(|address| blocks.put(block(address)));
     blocks.dropped.push(block(3));
     blocks.exported.insert(2);
-    assert_eq!(blocks.unused(false), [(PoolMemory::Device, 1), (PoolMemory::Device, 3)]);
-    assert_eq!(blocks.unused(true), [(PoolMemory::Device, 2)]);
+    assert_eq!(blocks.unused(), [(PoolMemory::Device, 1), (PoolMemory::Device, 3)]);
+    assert_eq!(blocks.all(), [(PoolMemory::Device, 2)]);
 }

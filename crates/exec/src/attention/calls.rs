@@ -106,11 +106,6 @@ struct Task<'a> {
 }
 
 impl<M: Machine> AttentionCalls<M> {
-    /// The ranks that are in this process, in their order, each to be kept and dropped by itself.
-    pub fn into_ranks(self) -> Vec<AttentionRank<M::Backend, M::Transport>> {
-        self.ranks
-    }
-
     /// The ranks that are in this process, in their order.
     pub fn ranks(&self) -> &[AttentionRank<M::Backend, M::Transport>] {
         &self.ranks

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use counterpoint_choose::LinearMachine;
-use counterpoint_plan::{DType, ExpertCapacity, ExpertPlan, ExpertSpec, Routing};
+use counterpoint_plan::{ExpertCapacity, ExpertPlan, ExpertSpec, Routing};
 use counterpoint_schedule::{
     BufferSpec, OverlapPolicy, Program, Timeline, WeightGradient, lower_expert_backward, lower_expert_forward,
 };
@@ -415,14 +415,6 @@ impl<M: Machine> ExpertLayer<M> {
         }
         let (given, needed) = (format!("{given} tensors"), format!("the {} ranks here", self.ranks.len()));
         Err(ExecError::tensor(name, TensorFault::Count { given, needed }))
-    }
-
-    /// The type of what gradients are added to, where they are.
-    pub fn main_grad_dtype(&self) -> Option<DType> {
-        match self.options.gradient {
-            WeightGradient::Accumulated(dtype) => Some(dtype),
-            _ => None,
-        }
     }
 }
 

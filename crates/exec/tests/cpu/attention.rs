@@ -246,7 +246,7 @@ fn every_measured_run_has_its_time() {
     let mask = causal(64);
     let plan =
         plan_mask(&mask, &spec, &config(2, 16, StageCount::Fixed(1), DispatchAlgorithm::Affinity)).unwrap();
-    let inputs = counterpoint_exec::random_inputs(&mask, &spec, 3, true);
+    let inputs = counterpoint_exec::random_inputs(&mask, &spec, 3, Pass::ForwardBackward);
     let once = run(&plan, &spec, &inputs, &RunConfig::default());
     let config = RunConfig {
         measurement: Measurement { warmups: 2, samples: 3, ..Measurement::default() },

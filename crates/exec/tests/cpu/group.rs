@@ -6,9 +6,10 @@ use std::time::{Duration, Instant};
 
 use counterpoint_choose::{PlanConfig, plan_mask};
 use counterpoint_exec::{
-    AttentionCalls, AttentionInputs, AttentionOutputs, Backend, BackwardTensors, BufferAccess, Communicator,
-    CpuBackend, CpuBuffer, CpuMachine, ExecError, ForwardTensors, Group, HostTensor, HostView, Machine,
-    OpPlace, Pass, RanksRun, RunConfig, TcpLoopback, Ticket, WorldConfig, run_attention,
+    AttentionCalls, AttentionInputs, AttentionOutputs, AttentionRank, Backend, BackwardTensors, BufferAccess,
+    Communicator, CpuBackend, CpuBuffer, CpuMachine, ExecError, ForwardTensors, Group, GroupRank, HostTensor,
+    HostView, Machine, OpPlace, Pass, RanksRun, RunConfig, TcpLoopback, Ticket, Transport, WorldConfig,
+    run_attention,
 };
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, DType, GroupPart, Plan};
@@ -40,6 +41,14 @@ impl Case {
 
     pub(crate) fn prepare<M: Machine>(&self, group: &Group<M>) -> AttentionCalls<M> {
         group.attention(&self.plan, &self.spec, Pass::ForwardBackward, POLICY, true).unwrap()
+    }
+
+    /// One rank's calls, to be kept and dropped by themselves.
+    pub(crate) fn prepare_rank<B: Backend, T: Transport<B>>(
+        &self,
+        rank: &Arc<GroupRank<B, T>>,
+    ) -> AttentionRank<B, T> {
+        AttentionRank::prepare(rank, &self.plan, &self.spec, Pass::ForwardBackward, POLICY, true).unwrap()
     }
 
     pub(crate) fn tensors(&self) -> Vec<Tensors> {

@@ -97,7 +97,7 @@ where
     let case = Case::new(&Mask::full(40).unwrap(), ranks, spec(), seed);
     let limit = Duration::from_secs(120);
     let group = Group::connect(machine, ranks, WorldConfig { limit, ..WorldConfig::default() }).unwrap();
-    let mut members = case.prepare(&group).into_ranks();
+    let mut members: Vec<_> = group.ranks().iter().map(|rank| case.prepare_rank(rank)).collect();
     drop(group);
     let tensors: Vec<Vec<Tensors>> = (0..calls).map(|_| case.tensors()).collect();
     let mut tickets: Vec<Ticket<CpuBackend>> = Vec::new();

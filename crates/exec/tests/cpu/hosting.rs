@@ -2,7 +2,7 @@
 
 use counterpoint_choose::{DispatchAlgorithm, PlanConfig, QueryExchange, StageCount, plan_mask};
 use counterpoint_cost::{CostModel, Link};
-use counterpoint_exec::{AttentionInputs, RunConfig, SlowLink, random_inputs, run_attention};
+use counterpoint_exec::{AttentionInputs, Pass, RunConfig, SlowLink, random_inputs, run_attention};
 use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};
 use counterpoint_plan::{AttentionSpec, DType, Plan, RankPlan, Topology};
 use counterpoint_reference::check_attention;
@@ -96,7 +96,7 @@ proptest! {
         let dispatch = DISPATCHES[algorithm];
         let config = PlanConfig { topology, dispatch, ..config(cp_size, chunk_size, stages) };
         let plan = plan_mask(&mask, &spec, &config).unwrap().over_nodes(&topology);
-        let inputs = random_inputs(&mask, &spec, seed, true);
+        let inputs = random_inputs(&mask, &spec, seed, Pass::ForwardBackward);
         let policy = OverlapPolicy::new(StartOrder::ALL[order]);
         let run_config = RunConfig { policy: policy.into(), deterministic, ..RunConfig::default() };
         let run = run_attention(&plan, &spec, &inputs, &run_config).unwrap_or_else(|error| panic!("{error}"));
@@ -134,7 +134,7 @@ proptest! {
         let dtype = if bf16 { DType::Bf16 } else { DType::F32 };
         let spec = AttentionSpec { seqlen_sink: 1, max_logits: true, dlse: true, ..spec(2, 2, 16, 16, dtype) };
         let topology = Topology { world_size: cp_size, ranks_per_node: cp_size.div_ceil(nodes) };
-        let inputs = random_inputs(&mask, &spec, seed, true);
+        let inputs = random_inputs(&mask, &spec, seed, Pass::ForwardBackward);
         let mut first = None;
         for (order, stages) in [(0, 1), (1, 2), (2, 3), (1, 0), (2, 0), (1, 5), (1, 2)] {
             let stages = StageCount::Fixed(stages);
@@ -163,7 +163,7 @@ fn few_queries_end_sooner_where_they_travel() {
         link,
         ..CostModel::H200
     };
-    let inputs = AttentionInputs { dout: None, ..random_inputs(&mask, &spec, 1, true) };
+    let inputs = AttentionInputs { dout: None, ..random_inputs(&mask, &spec, 1, Pass::ForwardBackward) };
     let slow_link = SlowLink {
         alpha: std::time::Duration::from_millis(1),
         bytes_per_second: link.bytes_per_second,

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use counterpoint_choose::{PlanConfig, StageCount, plan_mask};
 use counterpoint_exec::{
     AttentionInputs, AttentionRun, Communicator, CpuBuffer, ExecError, FaultInjection, FaultKind, FaultPoint,
-    Handle, HostTensor, Machine, RunConfig, Stall, TcpLoopback, World, WorldConfig, random_inputs,
+    Handle, HostTensor, Machine, Pass, RunConfig, Stall, TcpLoopback, World, WorldConfig, random_inputs,
     run_attention, run_attention_on,
 };
 use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};
@@ -48,7 +48,7 @@ impl Problem {
             ..PlanConfig::new(ranks)
         };
         let plan = plan_mask(&mask, &spec, &config).unwrap();
-        let inputs = random_inputs(&mask, &spec, 11, true);
+        let inputs = random_inputs(&mask, &spec, 11, Pass::ForwardBackward);
         Self { spec, plan, inputs }
     }
 

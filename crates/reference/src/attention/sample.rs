@@ -285,7 +285,7 @@ mod tests {
             max_logits: false,
             dlse: false,
         };
-        let inputs = random_inputs(&mask, &spec, 5, true);
+        let inputs = random_inputs(&mask, &spec, 5, Pass::ForwardBackward);
         let plan = plan_mask(&mask, &spec, &PlanConfig::new(1)).unwrap();
         let outputs = run_attention(&plan, &spec, &inputs, &RunConfig::default()).unwrap().outputs;
         (mask, spec, inputs, outputs)

@@ -154,7 +154,7 @@ impl Case {
 
     /// Random normal inputs.
     pub fn inputs(&self) -> AttentionInputs {
-        random_inputs(&self.mask, &self.spec, self.seed, self.pass == Pass::ForwardBackward)
+        random_inputs(&self.mask, &self.spec, self.seed, self.pass)
     }
 
     /// What it is, for people: name, sizes and whatever is not the default.

@@ -4,7 +4,7 @@
 use std::thread;
 use std::time::{Duration, Instant};
 
-use counterpoint_exec::{Backend, DeviceFault, ExecError, Machine, Prepared, World, WorldConfig};
+use counterpoint_exec::{Backend, DeviceFault, ExecError, Machine, Pass, Prepared, World, WorldConfig};
 use counterpoint_mask::{Documents, Mask};
 use counterpoint_reference::selftest::SelfCheck;
 use counterpoint_schedule::{
@@ -81,7 +81,8 @@ type Rank = Prepared<CudaBackend, CudaTransport>;
 
 /// A forward and a backward of one rank, ready to run.
 fn passes(machine: &CudaMachine, mask: Mask, seed: u64) -> Result<[Rank; 2], ExecError> {
-    let StagedAttention { spec, plan, inputs } = StagedAttention::new(Ok(mask), 1, 1, seed, true)?;
+    let StagedAttention { spec, plan, inputs } =
+        StagedAttention::new(Ok(mask), 1, 1, seed, Pass::ForwardBackward)?;
     // Filling results with NaN before they are written is waited for.
     let config = WorldConfig { limit: Duration::from_secs(30), poison: false, ..WorldConfig::default() };
     let world = World::new(1, config);

@@ -70,7 +70,7 @@ impl Case {
         ranks: usize,
         seed: u64,
     ) -> Result<Self, ExecError> {
-        let staged = StagedAttention::new(mask, ranks, 1, seed, true)?;
+        let staged = StagedAttention::new(mask, ranks, 1, seed, Pass::ForwardBackward)?;
         let StagedAttention { spec, plan, inputs } = &staged;
         let run = RunConfig { deterministic: true, ..RunConfig::default() }.with_poison(false);
         let right = run_attention_on(machine, plan, spec, inputs, &run)?.outputs;

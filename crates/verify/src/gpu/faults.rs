@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use counterpoint_exec::{
     AttentionInputs, Backend, Ends, ExecError, FaultInjection, FaultKind, FaultPoint, HostTensor, Machine,
-    Prepared, TensorFault, World, WorldConfig,
+    Pass, Prepared, TensorFault, World, WorldConfig,
 };
 use counterpoint_mask::Mask;
 use counterpoint_reference::selftest::{Extent, SelfCheck, Share};
@@ -130,7 +130,7 @@ struct Problem {
 impl Problem {
     fn new(ranks: usize) -> Result<Self, ExecError> {
         let StagedAttention { spec, plan, inputs } =
-            StagedAttention::new(Mask::causal(ROWS), ranks, 3, 5, false)?;
+            StagedAttention::new(Mask::causal(ROWS), ranks, 3, 5, Pass::Forward)?;
         let programs = (0..ranks)
             .map(|rank| {
                 lower_attention_forward(&plan, rank, &spec, OverlapPolicy::default(), KeyBlocks::Unaligned)

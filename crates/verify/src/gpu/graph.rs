@@ -125,7 +125,8 @@ pub fn selftest_step_graphs(machine: &CudaMachine, extent: Extent) -> Result<Vec
         for stages in [1, 3] {
             let rows = 1024 * ranks;
             let mask = if *mask_name == "causal" { Mask::causal(rows) } else { Mask::full(rows) };
-            let StagedAttention { spec, plan, inputs } = StagedAttention::new(mask, ranks, stages, 6, true)?;
+            let StagedAttention { spec, plan, inputs } =
+                StagedAttention::new(mask, ranks, stages, 6, Pass::ForwardBackward)?;
             let (policy, reduction) = (OverlapPolicy::default(), GradientReduction::Deterministic);
             let name = format!(
                 "{replays} replays of a step by {} on {ranks} GPUs, {mask_name}, {stages} remote stages: with other bits",

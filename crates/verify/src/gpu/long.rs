@@ -70,7 +70,7 @@ fn run(machine: &CudaMachine, long: Long) -> Result<SelfCheck, ExecError> {
         Ok(mask) => mask,
         Err(error) => return Ok(SelfCheck::failed(name, SEED, error.to_string())),
     };
-    let inputs = random_inputs(&mask, &spec, SEED, true);
+    let inputs = random_inputs(&mask, &spec, SEED, Pass::ForwardBackward);
     let bench = AttentionBench::new(machine, &spec, &inputs)?;
     let mut case = bench.case(&mask)?;
     case.prepare(BenchPass::Backward)?;

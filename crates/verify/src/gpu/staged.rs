@@ -1,7 +1,7 @@
 //! The small problem of staged attention that several checks run.
 
 use counterpoint_choose::{PlanConfig, StageCount, plan_mask};
-use counterpoint_exec::{AttentionInputs, ExecError, ProgramFault, random_inputs};
+use counterpoint_exec::{AttentionInputs, ExecError, Pass, ProgramFault, random_inputs};
 use counterpoint_mask::{Mask, MaskError};
 use counterpoint_plan::{AttentionSpec, DType, Plan};
 
@@ -13,7 +13,7 @@ pub(super) struct StagedAttention {
 }
 
 impl StagedAttention {
-    /// Inputs come from `seed`, those of the backward among them if it is wanted.
+    /// Inputs come from `seed`, those of the backward among them if the pass has one.
     ///
     /// # Errors
     /// When the mask was refused, or does not fit the ranks.
@@ -22,7 +22,7 @@ impl StagedAttention {
         ranks: usize,
         stages: usize,
         seed: u64,
-        backward: bool,
+        pass: Pass,
     ) -> Result<Self, ExecError> {
         let spec = AttentionSpec::new(4, 2, 64, DType::Bf16);
         let refuse = |reason: String| ExecError::Program {
@@ -37,7 +37,7 @@ impl StagedAttention {
             ..PlanConfig::new(ranks)
         };
         let plan = plan_mask(&mask, &spec, &config).map_err(|error| refuse(error.to_string()))?;
-        let inputs = random_inputs(&mask, &spec, seed, backward);
+        let inputs = random_inputs(&mask, &spec, seed, pass);
         Ok(Self { spec, plan, inputs })
     }
 }

@@ -107,7 +107,7 @@ impl Shape {
         let spec = AttentionSpec::new(heads_q, heads_kv, sizes.head_dim, sizes.element());
         // Inputs do not depend on the mask; they need one for its length.
         let longest = masks::load(MaskPreset::Full, seqlen)?;
-        let inputs = random_inputs(&longest, &spec, seqlen as u64, true);
+        let inputs = random_inputs(&longest, &spec, seqlen as u64, Pass::ForwardBackward);
         let bench =
             AttentionBench::new(machine, &spec, &inputs).map_err(|source| CliError::Run { source })?;
         let device = machine.devices()[0].properties().name.clone();

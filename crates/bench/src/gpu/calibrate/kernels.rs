@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use counterpoint_choose::{PlanConfig, plan_mask};
 use counterpoint_cost::CostModel;
-use counterpoint_exec::{ExecError, ProgramFault, random_inputs};
+use counterpoint_exec::{ExecError, Pass, ProgramFault, random_inputs};
 use counterpoint_mask::{Mask, Range};
 use counterpoint_plan::{AttentionSpec, DType, Topology};
 use counterpoint_report::median;
@@ -122,7 +122,7 @@ pub(super) fn attention_rates(machine: &CudaMachine, cost: &mut CostModel) -> Re
     let spec = AttentionSpec::new(32, 8, 128, DType::Bf16);
     let masks: Vec<Mask> = MASKS.iter().filter_map(|text| text.parse().ok()).collect();
     let Some(first) = masks.first() else { return Ok(()) };
-    let inputs = random_inputs(first, &spec, 7, true);
+    let inputs = random_inputs(first, &spec, 7, Pass::ForwardBackward);
     let bench = AttentionBench::new(machine, &spec, &inputs)?;
     let (mut forward, mut backward) = (Vec::new(), Vec::new());
     for mask in &masks {

@@ -2,7 +2,9 @@
 
 use counterpoint_choose::{PlanConfig, StageCount, plan_mask};
 use counterpoint_cost::{CostModel, PolicyMeasurement};
-use counterpoint_exec::{ExecError, Measurement, ProgramFault, RunConfig, random_inputs, run_attention_on};
+use counterpoint_exec::{
+    ExecError, Measurement, Pass, ProgramFault, RunConfig, random_inputs, run_attention_on,
+};
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, DType, Topology};
 use counterpoint_report::median;
@@ -45,7 +47,7 @@ pub(super) fn measure(
         ..PlanConfig::new(ranks)
     };
     let plan = plan_mask(&mask, &spec, &config).map_err(|error| refused(error.to_string()))?;
-    let inputs = random_inputs(&mask, &spec, 11, true);
+    let inputs = random_inputs(&mask, &spec, 11, Pass::ForwardBackward);
     let policies = POLICIES.iter().filter_map(|text| text.parse::<OverlapPolicy>().ok());
     let mut measured = Vec::new();
     for policy in policies {

@@ -21,7 +21,7 @@ use counterpoint_console::{
 };
 use counterpoint_cost::{CostModel, Link};
 use counterpoint_exec::{
-    AttentionInputs, AttentionRun, Measurement, RunConfig, SlowLink, available_memory, run_attention,
+    AttentionInputs, AttentionRun, Measurement, Pass, RunConfig, SlowLink, available_memory, run_attention,
     run_attention_on,
 };
 use counterpoint_mask::Mask;
@@ -203,6 +203,10 @@ fn note_excessive_margin(policies: PassPolicies) {
             console::count(threads, "thread")
         ));
     }
+}
+
+fn pass(arguments: &AttentionArguments) -> Pass {
+    if arguments.run.backward { Pass::ForwardBackward } else { Pass::Forward }
 }
 
 fn passes(arguments: &AttentionArguments) -> &'static str {

@@ -16,8 +16,8 @@ use counterpoint_console::{
 use counterpoint_cost::CostModel;
 use counterpoint_cuda::{CudaProcess, Timing};
 use counterpoint_exec::{
-    AttentionInputs, ExecError, Facet, Launch, Pass, RankProblem, RanksRun, Rendezvous, RendezvousError,
-    RunConfig, StoreFault, run_attention_process, run_attention_ranks,
+    AttentionInputs, ExecError, Facet, Launch, RankProblem, RanksRun, Rendezvous, RendezvousError, RunConfig,
+    StoreFault, run_attention_process, run_attention_ranks,
 };
 use counterpoint_mask::Mask;
 use counterpoint_measure::calibrate;
@@ -27,7 +27,7 @@ use counterpoint_schedule::{PassPolicies, PolicyError, RankTransport};
 use super::process_inputs::agree_on_rows;
 use super::tensors::Tensors;
 use super::{
-    FinishedRun, checked_outputs, passes, placed, plan_config, policies, refuse_what_does_not_fit,
+    FinishedRun, checked_outputs, pass, passes, placed, plan_config, policies, refuse_what_does_not_fit,
     refuse_what_the_device_lacks, run_config, solve,
 };
 use crate::arguments::AttentionArguments;
@@ -94,8 +94,7 @@ impl Rank<'_> {
             tensors.read_rank(arguments, &plan.ranks[rank])
         })?;
         progress.step(format!("{} on {}", passes(arguments), console::count(arguments.cp_size, "rank")));
-        let pass = if arguments.run.backward { Pass::ForwardBackward } else { Pass::Forward };
-        let problem = RankProblem { plan, spec: &spec, pass, host_bytes: 0 };
+        let problem = RankProblem { plan, spec: &spec, pass: pass(arguments), host_bytes: 0 };
         let run = self
             .run_ranks(&machine, &problem, inputs, &run_config(arguments, policies, link))
             .map_err(|error| ended(rendezvous.fail(error)))?;

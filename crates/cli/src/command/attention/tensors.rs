@@ -9,6 +9,7 @@ use counterpoint_exec::AttentionInputs;
 use counterpoint_mask::{Mask, Range};
 use counterpoint_plan::{AttentionSpec, DType, GradientShares, RankPlan};
 
+use super::pass;
 use crate::arguments::{AttentionArguments, TensorArguments};
 use counterpoint_console::FlagFault;
 
@@ -69,7 +70,7 @@ impl Tensors {
                 &[Range::new(0, mask.seqlen_k())],
                 arguments.tensors.allow_non_finite,
             ),
-            Self::Random { spec, seed } => Ok(random_inputs(mask, spec, *seed, arguments.run.backward)),
+            Self::Random { spec, seed } => Ok(random_inputs(mask, spec, *seed, pass(arguments))),
         }
     }
 
@@ -84,7 +85,7 @@ impl Tensors {
                 problem.read(&rank.q_ranges, &rank.k_ranges, arguments.tensors.allow_non_finite)
             }
             Self::Random { spec, seed } => {
-                Ok(random_rows(&rank.q_ranges, &rank.k_ranges, spec, *seed, arguments.run.backward))
+                Ok(random_rows(&rank.q_ranges, &rank.k_ranges, spec, *seed, pass(arguments)))
             }
         }
     }
