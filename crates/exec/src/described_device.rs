@@ -12,6 +12,9 @@ use crate::ExecError;
 pub trait DescribedDevice:
     Clone + fmt::Debug + fmt::Display + PartialEq + Serialize + DeserializeOwned + Send + Sync
 {
+    /// Of what kind such devices are, in errors.
+    const KIND: &'static str;
+
     /// What is searched for the operations of a Program before they are made ready: what takes long and needs no device.
     type Tables: Clone + fmt::Debug + PartialEq + Serialize + DeserializeOwned + Send + Sync;
 
@@ -28,11 +31,12 @@ pub struct DescribedCpu;
 
 impl fmt::Display for DescribedCpu {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a CPU")
+        f.write_str(Self::KIND)
     }
 }
 
 impl DescribedDevice for DescribedCpu {
+    const KIND: &'static str = "a CPU";
     type Tables = ();
 
     fn tables(&self, _program: &Program) -> Result<(), ExecError> {

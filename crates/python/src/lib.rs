@@ -9,6 +9,7 @@ mod borrow;
 mod calls;
 mod capture;
 mod captured;
+mod described;
 mod engine;
 mod error;
 mod experts;
@@ -45,6 +46,8 @@ mod _native {
     use crate::ahead::{_ask_experts, _make_experts};
     #[pymodule_export]
     use crate::calls::Calls;
+    #[pymodule_export]
+    use crate::described::{Described, StepTables};
     #[pymodule_export]
     use crate::mask::Mask;
     #[pymodule_export]

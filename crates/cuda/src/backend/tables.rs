@@ -36,6 +36,7 @@ fn missing(of: OperationOf<'_>) -> ExecError {
 }
 
 impl DescribedDevice for DescribedGpu {
+    const KIND: &'static str = "a GPU";
     type Tables = CudaTables;
 
     fn tables(&self, program: &Program) -> Result<CudaTables, ExecError> {

@@ -87,8 +87,15 @@ impl<M: Machine> Group<M> {
         policy: impl Into<PassPolicies>,
         deterministic: bool,
     ) -> Result<AttentionCalls<M>, ExecError> {
-        let task = AttentionTask::new(plan, spec, pass, policy, deterministic);
-        let ranks = self.ranks().iter().map(|rank| AttentionRank::of_task(rank, &task));
+        self.attention_of(&AttentionTask::new(plan, spec, pass, policy, deterministic))
+    }
+
+    /// The same of a task: its step tables are made first.
+    ///
+    /// # Errors
+    /// As [`Group::attention`].
+    pub fn attention_of(&self, task: &AttentionTask<'_>) -> Result<AttentionCalls<M>, ExecError> {
+        let ranks = self.ranks().iter().map(|rank| AttentionRank::of_task(rank, task));
         Ok(AttentionCalls { ranks: ranks.collect::<Result<_, _>>()? })
     }
 

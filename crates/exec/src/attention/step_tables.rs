@@ -21,6 +21,13 @@ struct Content<D: DescribedDevice> {
     programs: Vec<D::Tables>,
 }
 
+/// Where tables are for, in words.
+#[derive(Serialize, Deserialize)]
+struct Place {
+    kind: String,
+    device: String,
+}
+
 /// Bytes begin with it.
 const MAGIC: &[u8; 4] = b"CPST";
 /// Counts up when tables of the same plan change, or the way in which they are written: a test knows the bytes of this one.
@@ -86,7 +93,9 @@ impl<D: DescribedDevice> StepTables<D> {
         let mut bytes = MAGIC.to_vec();
         bytes.push(version.len() as u8);
         bytes.extend_from_slice(version.as_bytes());
-        let content = postcard::serialize_with_flavor(&self.0, Gathered(Vec::new()))
+        // What others, whose devices are of another kind, read of it comes first.
+        let place = Place { kind: D::KIND.to_owned(), device: self.0.device.to_string() };
+        let content = postcard::serialize_with_flavor(&(place, &self.0), Gathered(Vec::new()))
             .expect("tables serialise: their lists have known lengths, and memory takes all bytes");
         bytes.extend_from_slice(&checksum(&content));
         bytes.extend_from_slice(&content);
@@ -112,6 +121,13 @@ impl<D: DescribedDevice> StepTables<D> {
         }
         match rest.split_at_checked(CHECKSUM) {
             Some((said, content)) if said == checksum(content) => {
+                let Ok((place, content)) = postcard::take_from_bytes::<Place>(content) else {
+                    return Err(damaged);
+                };
+                if place.kind != D::KIND {
+                    let own = D::KIND.to_owned();
+                    return Err(TablesFault::Device { theirs: place.device, own });
+                }
                 postcard::from_bytes(content).map(Self).map_err(|_| damaged)
             }
             _ => Err(damaged),
