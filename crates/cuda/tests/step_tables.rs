@@ -1,21 +1,14 @@
-//! Step tables for GPUs: made without one, taken by ranks that have one (a driver without a GPU), refused where they are not theirs.
+//! Step tables for GPUs, made without one; what ranks do with them is in `fresh_masks.rs`.
 
 use counterpoint_choose::{DispatchAlgorithm, PlanConfig, StageCount, plan_mask};
-use counterpoint_cuda::{Arch, CudaMachine, DescribedGpu, DriverCalls, Timing};
-use counterpoint_exec::{
-    AttentionTask, Backend, DescribedCpu, DescribedDevice, ExecError, Group, Pass, StepTables, TablesFault,
-};
+use counterpoint_cuda::{Arch, DescribedGpu};
+use counterpoint_exec::{AttentionTask, DescribedCpu, DescribedDevice, Pass, StepTables, TablesFault};
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, DType, GradientShares, Plan};
 use counterpoint_schedule::{
     GradientReduction, KeyBlocks, OverlapPolicy, lower_attention_backward, lower_attention_forward,
 };
 use sha2::{Digest, Sha256};
-
-mod hollow_driver;
-mod support;
-
-use hollow_driver::processes::config;
 
 const SPEC: AttentionSpec = AttentionSpec {
     heads_q: 8,
@@ -63,11 +56,8 @@ fn task(plan: &Plan, deterministic: bool) -> AttentionTask<'_> {
     AttentionTask::new(plan, &SPEC, Pass::ForwardBackward, OverlapPolicy::default(), deterministic)
 }
 
-const MASKS: [&str; 3] = [
-    "varlen-causal:lengths=300,1900,60,700,1136",
-    "full:2048",
-    "sliding-window:4096,left=511,right=0",
-];
+const MASKS: [&str; 3] =
+    ["varlen-causal:lengths=300,1900,60,700,1136", "full:2048", "sliding-window:4096,left=511,right=0"];
 
 /// Every GPU has its own; what is read is what was written.
 #[test]
@@ -94,7 +84,7 @@ fn tables_are_values() {
 #[test]
 fn tables_of_a_format_stay_as_they_are() {
     const FORMAT: &str = "(tables 1)";
-    const RECORDED: &str = "recorded";
+    const RECORDED: &str = "0e6aae97891e5f95c585c279679cfa37913ab1491773a9e413b79da35d4e99dd";
     let mut digest = Sha256::new();
     for (mask, gpu) in MASKS.iter().flat_map(|mask| gpus().map(|gpu| (mask, gpu))) {
         let plan = plan(mask, 2);
@@ -123,61 +113,13 @@ fn tables_of_a_format_stay_as_they_are() {
     );
 }
 
-/// Made from what its description says in another process, they cost a rank the same copies, and nothing else of the driver.
 #[test]
-fn ranks_upload_what_was_made_ahead() {
-    if support::no_compiler() || !hollow_driver::is_loaded("ranks_upload_what_was_made_ahead") {
-        return;
-    }
-    for ranks in [1, 2] {
-        let machine = CudaMachine::for_ranks(ranks, Timing::Off).unwrap();
-        let group = Group::connect(&machine, ranks, config()).unwrap();
-        let described = serde_json::to_string(&group.ranks()[0].backend().described()).unwrap();
-        for (mask, deterministic) in MASKS.iter().flat_map(|mask| [(mask, false), (mask, true)]) {
-            let plan = plan(mask, ranks);
-            let task = task(&plan, deterministic);
-            let gpu: DescribedGpu = serde_json::from_str(&described).unwrap();
-            let bytes = (0..ranks).map(|rank| task.tables(&gpu, rank).unwrap().to_bytes());
-            let ahead: Vec<Tables> = bytes.map(|bytes| Tables::from_bytes(&bytes).unwrap()).collect();
-            // The first one loads kernels.
-            drop(group.attention_of(&task).unwrap());
-            let (made, asked_made) = DriverCalls::of(|| group.attention_of(&task)).unwrap();
-            let (given, asked_given) = DriverCalls::of(|| group.attention_with(&task, &ahead)).unwrap();
-            let (made, given) = (made.unwrap(), given.unwrap());
-            assert_eq!(asked_given.uploads(), asked_made.uploads(), "{mask}, {ranks} ranks");
-            assert_eq!(asked_given.synchronizations(), asked_made.synchronizations(), "{mask}, {ranks} ranks");
-            assert_eq!(given.forward_operations(), made.forward_operations());
-            assert_eq!(given.backward_operations(), made.backward_operations());
-        }
-        group.close().unwrap();
-    }
-}
-
-#[test]
-fn tables_for_another_device_are_refused() {
-    if support::no_compiler() || !hollow_driver::is_loaded("tables_for_another_device_are_refused") {
-        return;
-    }
-    let machine = CudaMachine::for_ranks(1, Timing::Off).unwrap();
-    let group = Group::connect(&machine, 1, config()).unwrap();
-    let own = group.ranks()[0].backend().described();
+fn tables_of_another_kind_of_device_are_named() {
     let plan = plan(MASKS[0], 1);
-    let task = task(&plan, false);
-    let fewer = DescribedGpu { sm_count: own.sm_count - 18, ..own.clone() };
-    let error = group.attention_with(&task, &[task.tables(&fewer, 0).unwrap()]).map(drop).unwrap_err();
-    assert!(matches!(&error, ExecError::Tables { rank: 0, reason: TablesFault::Device { .. } }), "{error}");
-    assert_eq!(
-        error.to_string(),
-        format!(
-            "rank 0 does not take these step tables: they are for {fewer}, and this rank is on {own}; make them by the \
-             description of the rank's group"
-        )
-    );
-    let of_cpu = task.tables(&DescribedCpu, 0).unwrap().to_bytes();
+    let of_cpu = task(&plan, false).tables(&DescribedCpu, 0).unwrap().to_bytes();
     let fault = Tables::from_bytes(&of_cpu).unwrap_err();
     assert_eq!(fault, TablesFault::Device { theirs: "a CPU".to_owned(), own: "a GPU".to_owned() });
-    let portable = DescribedGpu { arch: Arch::SM_90, ..own };
-    let error = group.attention_with(&task, &[task.tables(&portable, 0).unwrap()]).map(drop).unwrap_err();
-    assert!(matches!(error, ExecError::Tables { reason: TablesFault::Device { .. }, .. }), "{error}");
-    group.close().unwrap();
+    let of_gpu = task(&plan, false).tables(&gpus()[0], 0).unwrap().to_bytes();
+    let fault = StepTables::<DescribedCpu>::from_bytes(&of_gpu).unwrap_err();
+    assert_eq!(fault, TablesFault::Device { theirs: gpus()[0].to_string(), own: "a CPU".to_owned() });
 }
