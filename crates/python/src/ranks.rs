@@ -9,8 +9,8 @@ use counterpoint_choose::TunedPlace;
 use counterpoint_console::tuned::{place_of_processes, place_of_threads};
 use counterpoint_cuda::{CudaMachine, CudaProcess, DescribedGpu, Device, Timing, TransportKind};
 use counterpoint_exec::{
-    CpuMachine, DeviceFault, ExecError, ExpertPass, Group, JoinConfig, Machine, PlanningThreads, Rendezvous,
-    SlowLink, WorldConfig,
+    CpuMachine, DeviceFault, ExecError, ExpertPass, Group, JoinConfig, PlanningThreads, Rendezvous, SlowLink,
+    WorldConfig,
 };
 use counterpoint_plan::PlanCache;
 use counterpoint_schedule::ReduceOp;
