@@ -130,7 +130,7 @@ class Plan:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        state = (self._solution.to_json(), self._arguments, self._sink_grad, self._tokens, self._keeps_dispatch, self._rank)
+        state = (self._solution.to_bytes(), self._arguments, self._sink_grad, self._tokens, self._keeps_dispatch, self._rank)
         return _restored, state
 
     @property
@@ -356,11 +356,11 @@ def _role(role: str) -> Role:
 
 
 def _restored(
-    solution: str,
+    solution: bytes,
     arguments: dict[str, Any],
     sink_grad: str,
     tokens: tuple[int, int],
     keeps_dispatch: bool,
     rank: int | None,
 ) -> Plan:
-    return Plan(Solution.from_json(solution), arguments, sink_grad, tokens, keeps_dispatch=keeps_dispatch, rank=rank)
+    return Plan(Solution.from_bytes(solution), arguments, sink_grad, tokens, keeps_dispatch=keeps_dispatch, rank=rank)

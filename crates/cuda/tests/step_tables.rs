@@ -83,7 +83,7 @@ fn tables_are_values() {
 /// Tables of one format are made by many builds, which take each other's: what they are made of may not change unnoticed.
 #[test]
 fn tables_of_a_format_stay_as_they_are() {
-    const FORMAT: &str = "(tables 1)";
+    const FORMAT: &str = "(step tables 1)";
     const RECORDED: &str = "0e6aae97891e5f95c585c279679cfa37913ab1491773a9e413b79da35d4e99dd";
     let mut digest = Sha256::new();
     for (mask, gpu) in MASKS.iter().flat_map(|mask| gpus().map(|gpu| (mask, gpu))) {
@@ -108,7 +108,7 @@ fn tables_of_a_format_stay_as_they_are() {
     let version = String::from_utf8_lossy(&bytes[5..5 + bytes[4] as usize]).into_owned();
     assert!(
         version.ends_with(FORMAT) && found == RECORDED,
-        "tables of {version} are other than those recorded of {FORMAT}, now {found}: count up FORMAT in \
+        "tables of {version} are other than those recorded of {FORMAT}, now {found}: count up that of FORMAT in \
          crates/exec/src/attention/step_tables.rs, and record them here"
     );
 }

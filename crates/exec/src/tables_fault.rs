@@ -1,5 +1,6 @@
 //! Why step tables are not taken: damaged, or made for something else.
 
+use counterpoint_plan::BytesFault;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
@@ -7,28 +8,9 @@ use thiserror::Error;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, Error)]
 #[non_exhaustive]
 pub enum TablesFault {
-    /// Bytes that are no step tables.
-    #[error("these {bytes} bytes are no step tables")]
-    Unknown {
-        /// How many there are.
-        bytes: usize,
-    },
-    /// Made by another version.
-    #[error(
-        "they were made by counterpoint {theirs}, and this is {own}; make them with the version that takes them"
-    )]
-    Version {
-        /// Who made them.
-        theirs: String,
-        /// Who was to take them.
-        own: String,
-    },
-    /// Bytes that are not those that were made.
-    #[error("their {bytes} bytes are not those that were made: some are missing, or were changed on the way")]
-    Damaged {
-        /// How many there are.
-        bytes: usize,
-    },
+    /// Bytes that this version has not made, or that are not as they were.
+    #[error(transparent)]
+    Bytes(#[from] BytesFault),
     /// Of another rank.
     #[error("they are of rank {theirs}; give each rank its own")]
     Rank {

@@ -20,6 +20,7 @@ mod kept;
 mod linear;
 mod mask;
 mod numbered;
+mod pickled;
 mod process;
 mod ranks;
 mod routing;

@@ -17,8 +17,9 @@ use counterpoint_schedule::{
 };
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
-use pyo3::types::PyType;
-use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use pyo3::pybacked::PyBackedBytes;
+use pyo3::types::{PyBytes, PyType};
+use serde::de::DeserializeOwned;
 
 use crate::borrow::dtype_of;
 use crate::described::Planner;
@@ -35,16 +36,17 @@ pub(crate) struct Solution {
     pub(crate) content: Arc<Content>,
 }
 
-#[derive(Clone, Serialize, Deserialize)]
+#[derive(Clone)]
 pub(crate) struct Content {
     pub(crate) mask: Arc<counterpoint_mask::Mask>,
     pub(crate) spec: AttentionSpec,
-    config: PlanConfig,
+    pub(crate) config: PlanConfig,
     pub(crate) plan: Plan,
     pub(crate) choices: Choices,
     /// Whether gradients have the same bits every time.
     pub(crate) deterministic: bool,
-    seconds: f64,
+    /// That it took.
+    pub(crate) seconds: f64,
 }
 
 /// Calls planning off, from any thread.
@@ -238,16 +240,17 @@ impl Solution {
         Self { content: Arc::new(Content { spec, ..content }) }
     }
 
-    /// The inverse of `to_json`.
+    /// The inverse of `to_bytes`.
     #[classmethod]
-    fn from_json(cls: &Bound<'_, PyType>, text: &str) -> PyResult<Self> {
-        let content = engine(cls.py(), || serde_json::from_str(text))?;
+    fn from_bytes(cls: &Bound<'_, PyType>, bytes: PyBackedBytes) -> PyResult<Self> {
+        let content = engine(cls.py(), || Content::from_bytes(&bytes))?;
         Ok(Self { content: Arc::new(content) })
     }
 
     /// All of it.
-    fn to_json(&self, py: Python<'_>) -> PyResult<String> {
-        engine(py, || serde_json::to_string(&*self.content))
+    fn to_bytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+        let bytes = engine(py, || self.content.to_bytes())?;
+        Ok(PyBytes::new(py, &bytes))
     }
 
     /// The mask.

@@ -1,7 +1,7 @@
 //! Step tables: what a rank's device needs of a plan, made ahead and handed over as bytes, with what they belong to.
 
+use counterpoint_plan::ByteFormat;
 use counterpoint_schedule::Program;
-use postcard::ser_flavors::Flavor;
 use serde::{Deserialize, Serialize};
 
 use crate::{DescribedDevice, ExecError, PlanIdentity, TablesFault};
@@ -28,17 +28,8 @@ struct Place {
     device: String,
 }
 
-/// Bytes begin with it.
-const MAGIC: &[u8; 4] = b"CPST";
-/// Counts up when tables of the same plan change, or the way in which they are written: a test knows the bytes of this one.
-const FORMAT: u32 = 1;
-/// Bytes of the checksum, behind magic and version.
-const CHECKSUM: usize = 8;
-
-/// This one, as tables name who made them.
-fn version() -> String {
-    format!("{} (tables {FORMAT})", env!("CARGO_PKG_VERSION"))
-}
+/// The number counts up when tables of the same plan change, too: a test of crate `cuda` has recorded them.
+const FORMAT: ByteFormat = ByteFormat::new(*b"CPST", "step tables", 1);
 
 impl<D: DescribedDevice> StepTables<D> {
     pub(super) fn of_programs(
@@ -89,17 +80,9 @@ impl<D: DescribedDevice> StepTables<D> {
 
     /// All of them as bytes, for another process of the same version.
     pub fn to_bytes(&self) -> Vec<u8> {
-        let version = version();
-        let mut bytes = MAGIC.to_vec();
-        bytes.push(version.len() as u8);
-        bytes.extend_from_slice(version.as_bytes());
         // What others, whose devices are of another kind, read of it comes first.
         let place = Place { kind: D::KIND.to_owned(), device: self.0.device.to_string() };
-        let content = postcard::serialize_with_flavor(&(place, &self.0), Gathered(Vec::new()))
-            .expect("tables serialise: their lists have known lengths, and memory takes all bytes");
-        bytes.extend_from_slice(&checksum(&content));
-        bytes.extend_from_slice(&content);
-        bytes
+        FORMAT.write(&(place, &self.0))
     }
 
     /// The inverse of [`StepTables::to_bytes`]. Memory is bounded by that of the bytes.
@@ -107,64 +90,10 @@ impl<D: DescribedDevice> StepTables<D> {
     /// # Errors
     /// [`TablesFault`] for bytes that this version has not made, or that are not as they were.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, TablesFault> {
-        let unknown = TablesFault::Unknown { bytes: bytes.len() };
-        let Some((&length, rest)) = bytes.strip_prefix(MAGIC).and_then(<[u8]>::split_first) else {
-            return Err(unknown);
-        };
-        let damaged = TablesFault::Damaged { bytes: bytes.len() };
-        let (Some(theirs), Some(rest)) = (rest.get(..length as usize), rest.get(length as usize..)) else {
-            return Err(damaged);
-        };
-        let own = version();
-        if theirs != own.as_bytes() {
-            return Err(TablesFault::Version { theirs: String::from_utf8_lossy(theirs).into_owned(), own });
+        let (place, rest) = FORMAT.read_first::<Place>(bytes)?;
+        if place.kind != D::KIND {
+            return Err(TablesFault::Device { theirs: place.device, own: D::KIND.to_owned() });
         }
-        match rest.split_at_checked(CHECKSUM) {
-            Some((said, content)) if said == checksum(content) => {
-                let Ok((place, content)) = postcard::take_from_bytes::<Place>(content) else {
-                    return Err(damaged);
-                };
-                if place.kind != D::KIND {
-                    let own = D::KIND.to_owned();
-                    return Err(TablesFault::Device { theirs: place.device, own });
-                }
-                postcard::from_bytes(content).map(Self).map_err(|_| damaged)
-            }
-            _ => Err(damaged),
-        }
-    }
-}
-
-/// FNV-1a over words of eight bytes: what was changed on the way is found at the speed of memory. Every step can be undone, so that a
-/// change of one word always shows.
-fn checksum(content: &[u8]) -> [u8; CHECKSUM] {
-    const BASIS: u64 = 0xcbf2_9ce4_8422_2325;
-    const PRIME: u64 = 0x0100_0000_01b3;
-    let (words, rest) = content.as_chunks::<8>();
-    let mut last = [0; 8];
-    last[..rest.len()].copy_from_slice(rest);
-    let length = content.len().to_le_bytes();
-    let words = words.iter().chain([&last, &length]);
-    words.fold(BASIS, |hash, word| (hash ^ u64::from_le_bytes(*word)).wrapping_mul(PRIME)).to_le_bytes()
-}
-
-/// What is serialised, in memory.
-struct Gathered(Vec<u8>);
-
-impl Flavor for Gathered {
-    type Output = Vec<u8>;
-
-    fn try_push(&mut self, byte: u8) -> postcard::Result<()> {
-        self.0.push(byte);
-        Ok(())
-    }
-
-    fn try_extend(&mut self, bytes: &[u8]) -> postcard::Result<()> {
-        self.0.extend_from_slice(bytes);
-        Ok(())
-    }
-
-    fn finalize(self) -> postcard::Result<Vec<u8>> {
-        Ok(self.0)
+        Ok(Self(rest.read()?))
     }
 }
