@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from counterpoint._native import Described, StepTables
 from counterpoint.errors import PlanError
 from counterpoint.plan import Plan
+from counterpoint.plan_arguments import is_deterministic
 from counterpoint.planner import _Planner
 
 if TYPE_CHECKING:
@@ -23,8 +24,10 @@ class GroupDescription(_Planner):
     joined; `Group.prefetch(plan, tables=tables)` takes both there.
     """
 
-    def __init__(self, native: Described) -> None:
+    def __init__(self, native: Described, *, deterministic: bool) -> None:
         self._native: Described = native
+        # Whether PyTorch asked for deterministic algorithms where the description was made: a worker's own does not know.
+        self._deterministic = deterministic
 
     @property
     def _on_gpu(self) -> bool:
@@ -45,6 +48,9 @@ class GroupDescription(_Planner):
             raise PlanError(f"the plan is of {plan._solution.ranks} ranks, and this describes a group of {self.size}")
         return self._native.tables(plan._solution)
 
+    def _is_deterministic(self, asked: bool | None) -> bool:
+        return self._deterministic if asked is None else is_deterministic(asked)
+
     def _own(self, plan: Plan) -> Plan:
         plan._rank = self._native.rank
         return plan
@@ -53,17 +59,20 @@ class GroupDescription(_Planner):
         return group.description != self
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, GroupDescription) and self._native == other._native
+        return isinstance(other, GroupDescription) and self._value() == other._value()
 
     def __hash__(self) -> int:
-        return hash(self._native.to_json())
+        return hash(self._value())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restored, (self._native.to_json(),)
+        return _restored, self._value()
+
+    def _value(self) -> tuple[str, bool]:
+        return self._native.to_json(), self._deterministic
 
     def __repr__(self) -> str:
         return f"GroupDescription(rank={self.rank}, size={self.size}, transport={self.transport!r}, device={self.device!r})"
 
 
-def _restored(text: str) -> GroupDescription:
-    return GroupDescription(Described.from_json(text))
+def _restored(text: str, deterministic: bool) -> GroupDescription:
+    return GroupDescription(Described.from_json(text), deterministic=deterministic)

@@ -16,7 +16,7 @@ from counterpoint.described import GroupDescription
 from counterpoint.errors import DeviceError, Error, PlanError
 from counterpoint.lookup import numbered_group
 from counterpoint.plan import Plan
-from counterpoint.plan_arguments import check_mask, whole_number
+from counterpoint.plan_arguments import check_mask, is_deterministic, whole_number
 from counterpoint.planner import DEFAULTS, _Planner, key_of
 from counterpoint.prefetched import PrefetchedPlan
 from counterpoint.tuned import TunedPlans, checked, read_tuned, warn_of_others
@@ -80,7 +80,7 @@ class _Group(_Planner):
     @property
     def description(self) -> GroupDescription:
         """The group as a value: it can be pickled, and makes plans and step tables for this process's ranks in another one."""
-        return GroupDescription(self._native.described)
+        return GroupDescription(self._native.described, deterministic=is_deterministic(None))
 
     def _planned(self, mask: Mask, arguments: dict[str, Any]) -> Plan:
         with self._lock:

@@ -149,7 +149,7 @@ class _Planner:
             mask = padded(mask, on.mask.seqlen_q, on.mask.seqlen_k) if tokens == on._tokens else mask
         elif given["even"]:
             mask, chunk = evened(mask, chunk, self.size)
-        deterministic = is_deterministic(given["deterministic"])
+        deterministic = self._is_deterministic(given["deterministic"])
         solution = Solution(
             mask,
             self._native,
@@ -171,6 +171,9 @@ class _Planner:
             cancellation=cancellation,
         )
         return self._own(Plan(solution, given, given["sink_grad"], tokens, keeps_dispatch=on is not None))
+
+    def _is_deterministic(self, asked: bool | None) -> bool:
+        return is_deterministic(asked)
 
     def _own(self, plan: Plan) -> Plan:
         """A plan that was made just now, as one of this planner's."""

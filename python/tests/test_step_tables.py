@@ -46,10 +46,10 @@ def group() -> cp.LocalGroup:
     return cp.LocalGroup(3)
 
 
-def test_a_loader_s_workers_make_plans_and_tables(group) -> None:
-    loader = torch.utils.data.DataLoader(
-        Packed(group.description), batch_size=None, num_workers=2, multiprocessing_context="spawn"
-    )
+@pytest.mark.parametrize("context", ["spawn", "fork"])
+def test_a_loader_s_workers_make_plans_and_tables(group, context: str) -> None:
+    description = group.description
+    loader = torch.utils.data.DataLoader(Packed(description), batch_size=None, num_workers=2, multiprocessing_context=context)
     seen = []
     for number, *made in loader:
         seen.append(number)
@@ -59,7 +59,7 @@ def test_a_loader_s_workers_make_plans_and_tables(group) -> None:
         assert_same_bits(plan, own)
         assert torch.equal(window.position_ids, plan.position_ids)
         assert_same_bits(window, own.on(window_of(number)))
-    assert seen == list(range(4))
+    assert seen == list(range(4)) and not group._prefetched
 
 
 def assert_same_bits(plan: cp.Plan, own: cp.Plan) -> None:
@@ -88,6 +88,29 @@ def test_a_description_is_a_value(group) -> None:
     tables = again.tables(plan)
     assert pickle.loads(pickle.dumps(tables)) == tables == again.tables(own)
     assert tables.nbytes == len(b"".join(tables.__reduce__()[1][0])) and "ranks=3" in repr(tables)
+
+
+def test_deterministic_is_as_where_the_description_was_made(group) -> None:
+    assert not group.description.plan(documents(0), **SHAPE).deterministic
+    torch.use_deterministic_algorithms(True)
+    try:
+        description = group.description
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert description != group.description
+    again = pickle.loads(pickle.dumps(description))
+    assert again.plan(documents(0), **SHAPE).deterministic
+    assert not again.plan(documents(0), **SHAPE, deterministic=False).deterministic
+    with pytest.raises(cp.PlanError, match="must be True, False or None"):
+        again.plan(documents(0), **SHAPE, deterministic=1)
+
+
+def test_pickled_plans_say_what_is_wrong_with_them(group) -> None:
+    rest, (native, *others) = group.plan(documents(0), **SHAPE).__reduce__()
+    assert rest(native, *others).mask == documents(0)
+    for wrong, sentence in ((native[:-1], "are not those that were made"), (b"{}", "these 2 bytes are no plan")):
+        with pytest.raises(cp.PlanError, match=f"a pickled plan cannot be read: .*{sentence}"):
+            rest(wrong, *others)
 
 
 def test_plans_given_ahead_are_found_by_their_arguments(group) -> None:
@@ -150,9 +173,8 @@ def test_tables_of_something_else_are_refused(group) -> None:
 def gpu_of(description: cp.GroupDescription) -> cp.GroupDescription:
     """The same ranks on an H200, as a machine without one knows it."""
     facts = json.loads(description._native.to_json())
-    return cp.GroupDescription(
-        Described.from_json(json.dumps({**facts, "device": {"Gpu": {**H200, "shared_bytes_per_block": 227 << 10}}}))
-    )
+    gpu = {**H200, "shared_bytes_per_block": 227 << 10}
+    return cp.GroupDescription(Described.from_json(json.dumps({**facts, "device": {"Gpu": gpu}})), deterministic=False)
 
 
 def plans_on_gpu(description: cp.GroupDescription, plan: cp.Plan) -> cp.Plan:
