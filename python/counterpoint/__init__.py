@@ -25,6 +25,11 @@ from counterpoint.errors import (
 )
 
 if TYPE_CHECKING:
+    from counterpoint import compat as compat
+    from counterpoint import megatron as megatron
+    from counterpoint import nn as nn
+    from counterpoint import parallel as parallel
+    from counterpoint import transformers as transformers
     from counterpoint.batch import Batch
     from counterpoint.collectives import group_cast, group_reduce
     from counterpoint.described import GroupDescription
@@ -48,6 +53,8 @@ _LATER = {
     "group_reduce": "counterpoint.collectives",
     "profile": "counterpoint.profiling",
 }
+
+_MODULES = ("compat", "megatron", "nn", "parallel", "transformers")
 
 __all__ = [
     "Batch",
@@ -82,11 +89,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    module = _LATER.get(name)
+    module = f"counterpoint.{name}" if name in _MODULES else _LATER.get(name)
     if module is None:
         raise AttributeError(f"module 'counterpoint' has no attribute {name!r}")
     try:
-        value = getattr(importlib.import_module(module), name)
+        found = importlib.import_module(module)
+        value = found if name in _MODULES else getattr(found, name)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] != "torch":
             raise
@@ -96,4 +104,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_MODULES})

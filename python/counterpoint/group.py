@@ -16,7 +16,7 @@ from counterpoint.described import GroupDescription
 from counterpoint.errors import DeviceError, Error, PlanError
 from counterpoint.lookup import numbered_group
 from counterpoint.plan import Plan
-from counterpoint.plan_arguments import check_mask, is_deterministic, whole_number
+from counterpoint.plan_arguments import check_mask, is_deterministic, planning_threads_of
 from counterpoint.planner import DEFAULTS, _Planner, key_of
 from counterpoint.prefetched import PrefetchedPlan
 from counterpoint.tuned import TunedPlans, checked, read_tuned, warn_of_others
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     import torch
 
 _PREFETCHED = 16
+# Of a group in one process.
+_MOST_RANKS = 4096
 
 
 _engine_process: int | None = None
@@ -70,6 +72,8 @@ class _Group(_Planner):
         self._maker: ThreadPoolExecutor | None = None
         # Whether this process's caller has seen the error by which the group has failed.
         self._is_failure_known = False
+        # Whether it is one of `counterpoint.alone`.
+        self._is_alone = False
         self._ordered: tuple[torch.cuda.Stream, ...] = ()  # streams of other libraries, see `order_with`
         self._number = numbered_group(self)
 
@@ -266,6 +270,10 @@ class _Group(_Planner):
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank={self.rank}, size={self.size}, transport={self.transport!r})"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Group:
+        """A copy of a module is on the same ranks."""
+        return self
+
     def __reduce__(self) -> Any:
         raise TypeError("a group cannot be pickled: it is connections of this process; make one in each process")
 
@@ -316,7 +324,9 @@ class LocalGroup(_Group):
     ) -> None:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise PlanError(f"size is {size!r}; a group has at least one rank")
-        threads = whole_number("planning_threads", planning_threads, 1)
+        if size > _MOST_RANKS:
+            raise PlanError(f"size is {size}; a process holds at most {_MOST_RANKS} ranks")
+        threads = planning_threads_of(planning_threads)
         asked = checked(tuned)
         begin_in_this_process()
         super().__init__()

@@ -15,6 +15,7 @@ from counterpoint.figures import Choices, PlanSummary, Timelines
 from counterpoint.fitting import Fitting, accumulator, maker
 from counterpoint.lookup import activated, numbered
 from counterpoint.plan_arguments import dtype_name
+from counterpoint.recent import Recent
 from counterpoint.report import Report
 
 if TYPE_CHECKING:
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
     from counterpoint.group import _Group
 
 Role = Literal["q", "k"]
+
+
+# Plans that are derived from one.
+_KEPT = 64
 
 
 class Plan:
@@ -52,10 +57,10 @@ class Plan:
         self._keeps_dispatch = keeps_dispatch
         self._measured: dict[bool, Timeline] = {}
         self._indices: dict[tuple[Role, bool, str], Any] = {}
-        self._on: dict[Any, Plan] = {}
+        self._on: Recent[Any, Plan] = Recent(_KEPT)
         # What the transformers hook keeps: masks of sliding windows, and whether the mask is that of a batch's documents.
         self._windows: dict[int, Mask] = {}
-        self._layers: dict[Any, Plan] = {}
+        self._layers: Recent[Any, Plan] = Recent(_KEPT)
         self._is_of_documents = False
         self._calls: Calls | None = None
         # Of those that give max logits, or take a gradient of lse.
@@ -266,11 +271,10 @@ class Plan:
         return rows.roll(self, x, shift, dim)
 
     def on(self, mask: Mask, **changes: Any) -> Plan:
-        """Another mask on this plan's dispatch, kept: a layer with a window asks for the same one at every step."""
+        """Another mask on this plan's dispatch. The last 64 are kept: a layer with a window asks for one at every step."""
         key = (mask, tuple(sorted(changes.items())))
-        if key not in self._on:
-            self._on[key] = self.group.plan(mask, **{**self._arguments, **changes, "on": self})
-        return self._on[key]
+        known = self._on.get(key)
+        return known or self._on.put(key, self.group.plan(mask, **{**self._arguments, **changes, "on": self}))
 
     def active(self) -> contextlib.AbstractContextManager[Plan]:
         """Inside it, attention layers that were given no plan take this one: for models that do not pass keywords on.

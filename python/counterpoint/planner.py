@@ -13,8 +13,9 @@ from counterpoint.plan_arguments import (
     evened,
     heads_of,
     is_deterministic,
-    is_finite,
     padded,
+    scale_of,
+    softcap_of,
     whole_number,
 )
 
@@ -128,12 +129,8 @@ class _Planner:
         head_dim_v = head_dim if given["head_dim_v"] is None else whole_number("head_dim_v", given["head_dim_v"], 1)
         sink_rows = whole_number("sink_rows", given["sink_rows"], 0)
         chunk = None if given["chunk"] is None else whole_number("chunk", given["chunk"], 1)
-        softcap = given["softcap"]
-        if not is_finite(softcap) or softcap < 0:
-            raise PlanError(f"softcap is {softcap!r}; it must be positive, or 0 for none")
-        scale = head_dim**-0.5 if given["scale"] is None else given["scale"]
-        if not is_finite(scale):
-            raise PlanError(f"scale is {scale!r}; it must be a finite number")
+        softcap = softcap_of(given["softcap"])
+        scale = head_dim**-0.5 if given["scale"] is None else scale_of(given["scale"])
         if not isinstance(given["even"], bool):
             raise PlanError(f"even is {given['even']!r}; it must be True or False")
         if given["sink_grad"] not in ("share", "sum"):
@@ -158,8 +155,8 @@ class _Planner:
             head_dim=head_dim,
             head_dim_v=head_dim_v,
             dtype=dtype,
-            scale=float(scale),
-            softcap=float(softcap),
+            scale=scale,
+            softcap=softcap,
             sink_rows=sink_rows,
             chunk=chunk,
             dispatch=given["dispatch"],

@@ -81,6 +81,12 @@ pub(crate) fn address(py: Python<'_>, text: &str) -> PyResult<IpAddr> {
     text.parse().map_err(|_| raise(py, "Error", &format!("{text:?} is no address of this host"), &[]))
 }
 
+/// Seconds that Python gives.
+pub(crate) fn duration(py: Python<'_>, seconds: f64) -> PyResult<Duration> {
+    Duration::try_from_secs_f64(seconds)
+        .map_err(|_| raise(py, "Error", &format!("{seconds} is no number of seconds to wait"), &[]))
+}
+
 /// A group whose calls run with collectives of other libraries, or by itself.
 pub(crate) fn placed<M: Machine>(group: Group<M>, beside_collectives: bool) -> Group<M> {
     if beside_collectives { group.beside_collectives() } else { group }

@@ -74,6 +74,12 @@ mod _native {
         counterpoint_cuda::search_packages(folders);
     }
 
+    /// Rows of a chunk of a sequence of so many rows on so many ranks, where nobody says.
+    #[pyfunction]
+    fn _chunk_size(rows: usize, ranks: usize) -> usize {
+        counterpoint_choose::PlanConfig::new(ranks).chunk_size_for(rows)
+    }
+
     /// The tuned plans for so many ranks that are in a file, or without one those that were kept on this machine, as text.
     #[pyfunction]
     fn _tuned_plans(py: Python<'_>, path: Option<std::path::PathBuf>, ranks: usize) -> PyResult<String> {

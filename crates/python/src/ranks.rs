@@ -24,7 +24,7 @@ use crate::engine::{Engine, Joined};
 use crate::error::{engine, raise};
 use crate::experts::{ExpertCall, ExpertFields, ExpertKey};
 use crate::interrupt::{self, interruptible};
-use crate::join::{self, PythonStore, placed};
+use crate::join::{self, PythonStore, duration, placed};
 use crate::linear::{LayerKey, LinearCall, WantedTensor, named_call};
 use crate::process::Process;
 use crate::routing::Routing;
@@ -74,6 +74,11 @@ impl Ranks {
         let (limit, site) = (duration(py, limit)?, Site::cpu(topology(size, 1), None));
         let slow_link = match slow_link {
             None => None,
+            Some((_, bytes_per_second)) if !(bytes_per_second.is_finite() && bytes_per_second > 0.0) => {
+                let message =
+                    format!("slow_link is {bytes_per_second} bytes a second; it must be more than 0");
+                return Err(raise(py, "PlanError", &message, &[]));
+            }
             Some((alpha, bytes_per_second)) => {
                 Some(SlowLink { alpha: duration(py, alpha)?, bytes_per_second, network: None })
             }
@@ -489,9 +494,4 @@ impl Drop for Ranks {
 
 fn config(limit: Duration) -> WorldConfig {
     WorldConfig { limit, interrupted: interrupt::reason, ..WorldConfig::default() }
-}
-
-fn duration(py: Python<'_>, seconds: f64) -> PyResult<Duration> {
-    Duration::try_from_secs_f64(seconds)
-        .map_err(|_| raise(py, "Error", &format!("{seconds} is no number of seconds to wait"), &[]))
 }

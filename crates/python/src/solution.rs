@@ -15,7 +15,6 @@ use counterpoint_schedule::{
     GradientReduction, KeyBlocks, PassPolicies, Program, SimulateError, lower_attention_backward,
     lower_attention_forward, simulate,
 };
-use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyBytes, PyType};
@@ -200,9 +199,8 @@ impl Solution {
             }
             _ => {
                 let found = described(stages);
-                return Err(PyTypeError::new_err(format!(
-                    "stages must be \"auto\" or a number, not {found}"
-                )));
+                let message = format!("stages must be \"auto\" or a number of at least 0, not {found}");
+                return Err(raise(py, "PlanError", &message, &[]));
             }
         };
         let spec = AttentionSpec {
