@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from counterpoint._native import Mask, Routing, Splits, __version__
+from counterpoint._native import Mask, Routing, Splits, StepTables, __version__
 from counterpoint.errors import (
     DeviceError,
     Error,
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from counterpoint import transformers as transformers
     from counterpoint.batch import Batch
     from counterpoint.collectives import group_cast, group_reduce
+    from counterpoint.described import GroupDescription
     from counterpoint.functional import attention, flex_attention
     from counterpoint.group import LocalGroup
     from counterpoint.nn import ExpertLayer
@@ -43,6 +44,7 @@ _LATER = {
     "Batch": "counterpoint.batch",
     "ExpertLayer": "counterpoint.nn",
     "Group": "counterpoint.processes",
+    "GroupDescription": "counterpoint.described",
     "LocalGroup": "counterpoint.group",
     "Plan": "counterpoint.plan",
     "attention": "counterpoint.functional",
@@ -60,6 +62,7 @@ __all__ = [
     "Error",
     "ExpertLayer",
     "Group",
+    "GroupDescription",
     "InternalError",
     "LocalGroup",
     "Mask",
@@ -74,6 +77,7 @@ __all__ = [
     "Routing",
     "Splits",
     "StalledError",
+    "StepTables",
     "TensorError",
     "__version__",
     "attention",

@@ -9,7 +9,7 @@ import os
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
-from counterpoint._native import Calls, Mask, Solution, Timeline
+from counterpoint._native import Calls, Mask, Solution, StepTables, Timeline
 from counterpoint.errors import Error, PlanError, TensorError
 from counterpoint.figures import Choices, PlanSummary, Timelines
 from counterpoint.fitting import Fitting, accumulator, maker
@@ -37,13 +37,24 @@ class Plan:
     A plan without its group (after pickling) can still dispatch, and show itself.
     """
 
-    def __init__(self, solution: Solution, arguments: dict[str, Any], sink_grad: str, tokens: tuple[int, int]) -> None:
+    def __init__(
+        self,
+        solution: Solution,
+        arguments: dict[str, Any],
+        sink_grad: str,
+        tokens: tuple[int, int],
+        *,
+        keeps_dispatch: bool,
+        rank: int | None = None,
+    ) -> None:
         self._solution = solution
         self._arguments = arguments
         self._sink_grad = sink_grad
         self._tokens = tokens
         self._group: _Group | None = None
-        self._rank: int | None = None
+        self._rank = rank
+        # Whether it was made on another plan's.
+        self._keeps_dispatch = keeps_dispatch
         self._measured: dict[bool, Timeline] = {}
         self._indices: dict[tuple[Role, bool, str], Any] = {}
         self._on: Recent[Any, Plan] = Recent(_KEPT)
@@ -59,12 +70,12 @@ class Plan:
         self._moves_rows_in_graphs = False
         self._handle = numbered(self)
 
-    def _ready(self, stream: int | None) -> Calls:
+    def _ready(self, stream: int | None, tables: StepTables | None = None) -> Calls:
         """What its calls are made with: made ready once, for as long as the plan lives."""
         calls = self._calls
         if calls is None:
             with self.group._named_errors():
-                calls = self.group._native.prepare(self._solution, stream=stream)
+                calls = self.group._native.prepare(self._solution, stream=stream, tables=tables)
             self._calls = calls
         return calls
 
@@ -124,7 +135,7 @@ class Plan:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        state = (self._solution.to_json(), self._arguments, self._sink_grad, self._tokens, self._rank)
+        state = (self._solution.to_bytes(), self._arguments, self._sink_grad, self._tokens, self._keeps_dispatch, self._rank)
         return _restored, state
 
     @property
@@ -136,7 +147,9 @@ class Plan:
     def group(self) -> _Group:
         """The group that it was made by."""
         if self._group is None:
-            raise PlanError("this plan has no group, as after pickling; make it by Group.plan to compute with it")
+            raise PlanError(
+                "this plan has no group, as after pickling; give it to Group.prefetch, or make it by Group.plan, to compute"
+            )
         return self._group
 
     @property
@@ -346,7 +359,12 @@ def _role(role: str) -> Role:
     return "q" if role == "q" else "k"
 
 
-def _restored(solution: str, arguments: dict[str, Any], sink_grad: str, tokens: tuple[int, int], rank: int | None) -> Plan:
-    plan = Plan(Solution.from_json(solution), arguments, sink_grad, tokens)
-    plan._rank = rank
-    return plan
+def _restored(
+    solution: bytes,
+    arguments: dict[str, Any],
+    sink_grad: str,
+    tokens: tuple[int, int],
+    keeps_dispatch: bool,
+    rank: int | None,
+) -> Plan:
+    return Plan(Solution.from_bytes(solution), arguments, sink_grad, tokens, keeps_dispatch=keeps_dispatch, rank=rank)

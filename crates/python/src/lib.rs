@@ -9,6 +9,7 @@ mod borrow;
 mod calls;
 mod capture;
 mod captured;
+mod described;
 mod engine;
 mod error;
 mod experts;
@@ -19,6 +20,7 @@ mod kept;
 mod linear;
 mod mask;
 mod numbered;
+mod pickled;
 mod process;
 mod ranks;
 mod routing;
@@ -45,6 +47,8 @@ mod _native {
     use crate::ahead::{_ask_experts, _make_experts};
     #[pymodule_export]
     use crate::calls::Calls;
+    #[pymodule_export]
+    use crate::described::{Described, StepTables};
     #[pymodule_export]
     use crate::join::Attempt;
     #[pymodule_export]
