@@ -1,5 +1,5 @@
 //! NCCL's environment variables that no communicator's configuration has a field for: a command of ours sets them before it has threads,
-//! a program of somebody else's is told which to set.
+//! other programs are asked to set them.
 //!
 //! NCCL reads each of them once a process, so what is set for a communicator of ours would hold for all later ones, PyTorch's among them,
 //! and what was read for an earlier one holds for ours. Nor may a process with threads set any: C functions read the environment at any
