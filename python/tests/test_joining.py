@@ -9,8 +9,8 @@ import pytest
 import counterpoint as cp
 
 pytest.importorskip("torch")
-from ranks import Ranks  # noqa: E402
-from test_group import call, described, store  # noqa: E402
+from ranks import Ranks
+from test_group import call, described, store
 
 
 def is_absent(rank: int) -> dict[str, object]:
