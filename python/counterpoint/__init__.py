@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from counterpoint._native import Mask, Routing, Splits, __version__
+from counterpoint._native import Mask, Routing, Splits, StepTables, __version__
 from counterpoint.errors import (
     DeviceError,
     Error,
@@ -25,8 +25,14 @@ from counterpoint.errors import (
 )
 
 if TYPE_CHECKING:
+    from counterpoint import compat as compat
+    from counterpoint import megatron as megatron
+    from counterpoint import nn as nn
+    from counterpoint import parallel as parallel
+    from counterpoint import transformers as transformers
     from counterpoint.batch import Batch
     from counterpoint.collectives import group_cast, group_reduce
+    from counterpoint.described import GroupDescription
     from counterpoint.functional import attention, flex_attention
     from counterpoint.group import LocalGroup
     from counterpoint.nn import ExpertLayer
@@ -38,6 +44,7 @@ _LATER = {
     "Batch": "counterpoint.batch",
     "ExpertLayer": "counterpoint.nn",
     "Group": "counterpoint.processes",
+    "GroupDescription": "counterpoint.described",
     "LocalGroup": "counterpoint.group",
     "Plan": "counterpoint.plan",
     "attention": "counterpoint.functional",
@@ -47,12 +54,15 @@ _LATER = {
     "profile": "counterpoint.profiling",
 }
 
+_MODULES = ("compat", "megatron", "nn", "parallel", "transformers")
+
 __all__ = [
     "Batch",
     "DeviceError",
     "Error",
     "ExpertLayer",
     "Group",
+    "GroupDescription",
     "InternalError",
     "LocalGroup",
     "Mask",
@@ -67,6 +77,7 @@ __all__ = [
     "Routing",
     "Splits",
     "StalledError",
+    "StepTables",
     "TensorError",
     "__version__",
     "attention",
@@ -78,11 +89,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    module = _LATER.get(name)
+    module = f"counterpoint.{name}" if name in _MODULES else _LATER.get(name)
     if module is None:
         raise AttributeError(f"module 'counterpoint' has no attribute {name!r}")
     try:
-        value = getattr(importlib.import_module(module), name)
+        found = importlib.import_module(module)
+        value = found if name in _MODULES else getattr(found, name)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] != "torch":
             raise
@@ -92,4 +104,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_MODULES})

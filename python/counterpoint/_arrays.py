@@ -22,21 +22,37 @@ def booleans(name: str, array: Any) -> tuple[int, int, bytes]:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
         _check_axes(name, array.ndim)
+        if array.is_floating_point() or array.is_complex() or array.is_sparse:
+            raise _not_boolean(name, f"a tensor of {array.dtype}" + (", sparse" if array.is_sparse else ""))
         flat = array.detach().to("cpu").ne(0).to(torch.uint8).contiguous()
         return array.shape[0], array.shape[1], _bytes_of(flat)
     if hasattr(array, "ndim") and hasattr(array, "astype"):
         _check_axes(name, array.ndim)
+        if array.dtype.kind not in "biu":
+            raise _not_boolean(name, f"an array of {array.dtype}")
         return array.shape[0], array.shape[1], (array != 0).astype("uint8").tobytes()
     if torch is not None and hasattr(array, "__dlpack__"):
         return booleans(name, torch.from_dlpack(array))
     try:
-        rows = [bytes(bool(element) for element in row) for row in array]
+        nested = [list(row) for row in array]
     except TypeError:
         raise MaskError(f"{name} must be an array of two axes, not a {type(array).__name__}") from None
+    for row in nested:
+        for element in row:
+            if not isinstance(element, int):
+                raise _not_boolean(name, f"a list with {element!r}")
+    rows = [bytes(element != 0 for element in row) for row in nested]
     lengths = {len(row) for row in rows}
     if len(lengths) > 1:
         raise MaskError(f"{name} has rows of different lengths: {sorted(lengths)}")
     return len(rows), lengths.pop() if lengths else 0, b"".join(rows)
+
+
+def _not_boolean(name: str, found: str) -> MaskError:
+    """Of floats nobody knows whether 0 is what a query sees, as where they are added to scores, or what it does not."""
+    return MaskError(
+        f"{name} is {found}; give booleans, true where a query sees a key: of a mask that is added to scores, `{name} == 0`"
+    )
 
 
 def _check_axes(name: str, axes: int) -> None:

@@ -18,8 +18,11 @@ if TYPE_CHECKING:
 
 Borrowed = tuple[int, tuple[int, ...], tuple[int, ...], str, torch.Tensor]
 
-# The engine moves floats. Of other types it moves the bits, as floats of the same size; on GPUs 8 bytes are two floats.
+# The engine moves floats. Of other types it moves the bits, as floats of the same size; on GPUs 8 bytes are two floats, and what
+# has one byte is widened to two.
 _CARRIERS = {torch.int64: torch.float64, torch.int32: torch.float32, torch.int16: torch.float16}
+_WIDENED = {torch.uint8, torch.int8, torch.bool}
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NO_GRADIENT = 'op="lse" has no gradient; call it under torch.no_grad(), or detach what it takes'
 _CARRIERS_ON_GPUS = {**_CARRIERS, torch.int64: torch.float32}
 _NAME_OF = {
@@ -69,6 +72,10 @@ def moved(
         return moved(group, x.view(torch.int64), dim, rows, call).view(torch.float64)
     if sums and x.dtype not in _NAME_OF:
         raise TensorError(f"x is {x.dtype}; rows are added up in {', '.join(map(str, _NAME_OF))}")
+    if x.is_quantized:
+        raise TensorError(f"x is {x.dtype}; give its int_repr(), and its scales by themselves")
+    if x.dtype not in _NAME_OF and x.dtype not in _CARRIERS and x.dtype not in _WIDENED:
+        return moved(group, x.view(_BITS[x.element_size()]), dim, rows, call).view(x.dtype)
     first = x.movedim(dim, 0)
     tail, dtype = first.shape[1:], x.dtype
     carriers = _CARRIERS_ON_GPUS if x.is_cuda else _CARRIERS

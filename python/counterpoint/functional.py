@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
-from threading import Lock
 from typing import Any, Literal, overload
 
 import torch
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from counterpoint import compiled, ops
 from counterpoint._native import Mask
+from counterpoint.alone import alone
 from counterpoint.errors import MaskError, TensorError
-from counterpoint.group import LocalGroup
 from counterpoint.plan import Plan
+from counterpoint.plan_arguments import scale_of, softcap_of
+from counterpoint.recent import Recent
 
 
 @overload
@@ -76,6 +77,7 @@ def attention(
     if differentiable and torch.is_grad_enabled():
         out, lse = ops.differentiable(q, k, v, sink, plan)
     else:
+        _check_tangents(q, k, v, sink)
         out, lse = ops.run_forward(plan, q, k, v, sink)
     return (out.unsqueeze(0), lse.unsqueeze(0)) if batched else (out, lse)
 
@@ -102,6 +104,7 @@ def _with_max_logits(
     if differentiable and torch.is_grad_enabled():
         out, lse = ops.differentiable(q, k, v, sink, plan, largest)
     else:
+        _check_tangents(q, k, v, sink)
         out, lse = ops.run_forward(plan, q, k, v, sink, largest)
     largest = largest[: q.shape[1]]
     return (out.unsqueeze(0), lse.unsqueeze(0), largest) if batched else (out, lse, largest)
@@ -133,7 +136,17 @@ def _check_tensor(name: str, tensor: Any) -> None:
 
 def _sink_rows(sink: torch.Tensor) -> torch.Tensor:
     _check_tensor("sink", sink)
+    if sink.ndim not in (1, 2) or 0 in sink.shape:
+        raise TensorError(f"sink is {list(sink.shape)}; it must be [heads] or [rows, heads], with a row at least")
     return sink.unsqueeze(0) if sink.ndim == 1 else sink
+
+
+def _check_tangents(*tensors: torch.Tensor | None) -> None:
+    """Refuses tensors with a derivative of forward mode, which would be lost. `autograd.Function` refuses others."""
+    if forward_ad._current_level < 0:
+        return
+    if any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
+        raise NotImplementedError("counterpoint has no derivatives of forward mode (jvp); use backward, or torch.func.vjp")
 
 
 def _check_plan(plan: Any) -> None:
@@ -141,22 +154,10 @@ def _check_plan(plan: Any) -> None:
         raise TensorError(f"plan must be a counterpoint.Plan, as Group.plan makes it, not a {type(plan).__name__}")
 
 
-_KEPT = 64
-# Of this process, one a device.
-_alone: dict[torch.device, LocalGroup] = {}
-_plans: OrderedDict[Any, Plan] = OrderedDict()
-_lock = Lock()
-
-
-def _forget() -> None:
-    """Of a parent's groups, a fork has no threads."""
-    global _lock
-    _lock = Lock()
-    _plans.clear()
-    _alone.clear()
-
-
-os.register_at_fork(after_in_child=_forget)
+# For the last masks and shapes.
+_plans: Recent[Any, Plan] = Recent(64)
+# A fork has no threads of their groups: there, calls are refused in the words of a process that cannot make one.
+os.register_at_fork(after_in_child=_plans.clear)
 
 
 def flex_attention(
@@ -190,6 +191,7 @@ def flex_attention(
         made = torch.ops.counterpoint.flex_attention(rows_q, rows_k, rows_v, sink, return_max_logits, *settings)
         out, lse, *largest = made
         return (out.unsqueeze(0), lse.unsqueeze(0), *largest) if batched else (out, lse, *largest)
+    scale, softcap = None if scale is None else scale_of(scale), softcap_of(softcap)
     plan = _plan_for(rows_q, rows_k, rows_v, sink, mask, scale, softcap, deterministic)
     if return_max_logits:
         return _with_max_logits(q, k, v, plan, sink)
@@ -214,13 +216,8 @@ def _plan_for(
                 raise TensorError(f"{name} has {found} rows, and the mask {rows}; make a mask of as many rows")
     sink_rows = 0 if sink is None else sink.shape[0]
     key = (mask, shape_q[1:], shape_k[1], shape_v[2], q.dtype, q.device, scale, softcap, sink_rows, deterministic)
-    with _lock:
-        plan = _plans.get(key)
-        if plan is None:
-            plan = _plan_alone(key)
-        else:
-            _plans.move_to_end(key)
-    return plan
+    plan = _plans.get(key)
+    return _plan_alone(key) if plan is None or plan.group._is_failure_known else plan
 
 
 def _plan_of_number(
@@ -244,9 +241,7 @@ compiled.register("flex_attention", "SymInt mask, float? scale, float softcap, b
 
 def _plan_alone(key: Any) -> Plan:
     mask, (heads_q, head_dim), heads_k, head_dim_v, dtype, device, scale, softcap, sink_rows, deterministic = key
-    if device not in _alone:
-        _alone[device] = LocalGroup(1, device=device)
-    plan = _plans[key] = _alone[device].plan(
+    plan = alone(device).plan(
         mask,
         heads=(heads_q, heads_k),
         head_dim=head_dim,
@@ -257,6 +252,4 @@ def _plan_alone(key: Any) -> Plan:
         sink_rows=sink_rows,
         deterministic=deterministic,
     )
-    while len(_plans) > _KEPT:
-        _plans.popitem(last=False)
-    return plan
+    return _plans.put(key, plan)

@@ -9,22 +9,15 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from counterpoint._native import Cancellation, Mask, Ranks, Routing, _ask_experts, _make_experts
+from counterpoint._native import Cancellation, Mask, Ranks, Routing, StepTables, _ask_experts, _make_experts
+from counterpoint.described import GroupDescription
 from counterpoint.errors import DeviceError, Error, PlanError
 from counterpoint.lookup import numbered_group
 from counterpoint.plan import Plan
-from counterpoint.plan_arguments import (
-    check_mask,
-    dtype_name,
-    evened,
-    heads_of,
-    is_deterministic,
-    is_finite,
-    padded,
-    whole_number,
-)
+from counterpoint.plan_arguments import check_mask, is_deterministic, planning_threads_of
+from counterpoint.planner import DEFAULTS, _Planner, key_of
 from counterpoint.prefetched import PrefetchedPlan
 from counterpoint.tuned import TunedPlans, checked, read_tuned, warn_of_others
 
@@ -32,6 +25,8 @@ if TYPE_CHECKING:
     import torch
 
 _PREFETCHED = 16
+# Of a group in one process.
+_MOST_RANKS = 4096
 
 
 _engine_process: int | None = None
@@ -58,8 +53,8 @@ class PlanCacheInfo(NamedTuple):
     currsize: int
 
 
-class _Group:
-    """What groups of all kinds have in common: plans."""
+class _Group(_Planner):
+    """What groups of all kinds have in common: plans, and threads that make them."""
 
     _native: Ranks
     _global_ranks: tuple[int, ...]
@@ -77,119 +72,100 @@ class _Group:
         self._maker: ThreadPoolExecutor | None = None
         # Whether this process's caller has seen the error by which the group has failed.
         self._is_failure_known = False
+        # Whether it is one of `counterpoint.alone`.
+        self._is_alone = False
         self._ordered: tuple[torch.cuda.Stream, ...] = ()  # streams of other libraries, see `order_with`
         self._number = numbered_group(self)
 
     @property
-    def rank(self) -> int:
-        """This process's rank in the group."""
-        return self._native.rank or 0
+    def _on_gpu(self) -> bool:
+        return self._ordinal >= 0
 
     @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return self._native.size
+    def description(self) -> GroupDescription:
+        """The group as a value: it can be pickled, and makes plans and step tables for this process's ranks in another one."""
+        return GroupDescription(self._native.described, deterministic=is_deterministic(None))
 
-    @property
-    def transport(self) -> str:
-        """What moves rows between ranks: "memory" inside a process; "tcp" between processes on the CPU, on GPUs "nvlink",
-        "copy-engine", "nccl" or "hierarchical"."""
-        return self._native.transport
-
-    def plan(
-        self,
-        mask: Mask,
-        *,
-        heads: int | tuple[int, int],
-        head_dim: int,
-        dtype: torch.dtype | str,
-        head_dim_v: int | None = None,
-        scale: float | None = None,
-        softcap: float = 0.0,
-        sink_rows: int = 0,
-        chunk: int | None = None,
-        even: bool = False,
-        dispatch: Literal["auto", "predicted", "affinity", "min-heap", "sequential", "zigzag"] = "auto",
-        stages: str | int = "auto",
-        queries: Literal["never", "auto", "fewest_bytes"] | None = None,
-        overlap: str = "auto",
-        deterministic: bool | None = None,
-        sink_grad: Literal["share", "sum"] = "share",
-        on: Plan | None = None,
-    ) -> Plan:
-        """Plans `mask` for the ranks of this group. Local: no rank is asked.
-
-        `heads` is a number, or (of queries, of keys). `scale` is 1 / sqrt(head_dim) if it is not given. `even=True` adds rows of
-        padding that see nothing, so that all ranks have equally many. `on` is another plan of this group, whose dispatch is kept.
-        `sink_grad="share"` gives every rank a part of the gradient of `sink`, whose sum over ranks is the gradient (what
-        frameworks that add up gradients of parameters expect); `"sum"` gives every rank all of it.
-
-        `stages` says how many stages the work on keys of others is cut into, `"auto"` what is predicted to end first; one for
-        both passes, or one for each: "forward=2,backward=4".
-
-        `dispatch` says how chunks are given to ranks, `overlap` how communication runs under computation: a policy of the command
-        line such as "kernel-barrier+sm-margin=8", or one for each pass, "forward=...,backward=...". `"predicted"` simulates all
-        that there are and takes what ends first: 2 to 60 ms of one core for each mask, which `prefetch` spends in its thread.
-        `"auto"` does so where a rank's forward and backward take 10 ms or longer on such GPUs, and else, as on one rank, takes
-        "affinity" and "concurrent". `Plan.choices` and the report say what was chosen, and from what; either can be given to
-        later plans: `dispatch=plan.choices.dispatch`.
-
-        `queries` says whether rows of q that see many keys of other ranks travel to these: `"auto"` where that is predicted to be
-        faster, the default with `dispatch="predicted"` on CPU ranks and by NVLink, else `"never"`: else calls wait for hosts.
-        Ctrl-C, or whatever else a handler of a signal raises, ends the planning at once.
-        """
-        arguments: dict[str, Any] = {
-            "heads": heads,
-            "head_dim": head_dim,
-            "dtype": dtype,
-            "head_dim_v": head_dim_v,
-            "scale": scale,
-            "softcap": softcap,
-            "sink_rows": sink_rows,
-            "chunk": chunk,
-            "even": even,
-            "dispatch": dispatch,
-            "stages": stages,
-            "queries": queries,
-            "overlap": overlap,
-            "deterministic": deterministic,
-            "sink_grad": sink_grad,
-            "on": on,
-        }
-        check_mask(mask)
+    def _planned(self, mask: Mask, arguments: dict[str, Any]) -> Plan:
         with self._lock:
-            ahead = self._prefetched.pop(_key(mask, arguments), None) if self._prefetched else None
+            ahead = self._prefetched.pop(key_of(mask, arguments), None) if self._prefetched else None
         if ahead is not None and not ahead.cancelled():
             with suppress(CancelledError):  # by another thread, just now
                 return ahead.result()
         return self._solve(mask, arguments)
+
+    def _own(self, plan: Plan) -> Plan:
+        return plan._bound_to(self)
+
+    def _is_other(self, group: _Group) -> bool:
+        return group is not self
 
     def plan_cache_info(self) -> PlanCacheInfo:
         """How often `plan` and `prefetch` found a plan that the group had made from an equal mask and equal arguments. The last
         few are kept, in host memory alone: what calls need on a device is made ready for each `Plan` by itself."""
         return PlanCacheInfo(*self._native.plan_cache_info())
 
-    def prefetch(self, mask: Mask, **arguments: Any) -> PrefetchedPlan:
+    def prefetch(self, mask: Mask | Plan, *, tables: StepTables | None = None, **arguments: Any) -> PrefetchedPlan:
         """Plans in a thread, and makes the plan ready there; `plan` with the same arguments takes it from there. What it returns
-        can be cancelled. At most 16 wait to be taken; of more the oldest is cancelled."""
+        can be cancelled. At most 16 wait to be taken; of more the oldest is cancelled.
+
+        Given a plan that another process has made by `description`, and no arguments, it is made ready alone: it becomes this
+        group's. With `tables`, its step tables by `description.tables`, nothing is searched for that."""
+        if isinstance(mask, Plan):
+            return self._prefetch_plan(mask, tables, arguments)
         check_mask(mask)
-        complete = {**_DEFAULTS, **arguments}
-        unknown = set(arguments) - set(_DEFAULTS) - {"heads", "head_dim", "dtype"}
+        if tables is not None:
+            raise PlanError("tables are those of a plan: give prefetch the plan that they were made of, and no mask")
+        complete = {**DEFAULTS, **arguments}
+        unknown = set(arguments) - set(DEFAULTS) - {"heads", "head_dim", "dtype"}
         missing = {"heads", "head_dim", "dtype"} - set(arguments)
         if unknown or missing:
             what = f"no argument {sorted(unknown)[0]!r}" if unknown else f"{sorted(missing)[0]!r} is missing"
             raise TypeError(f"Group.prefetch takes the arguments of Group.plan: {what}")
-        key = _key(mask, complete)
+        key = key_of(mask, complete)
         with self._lock:
-            if self._planner is None:
-                self._planner = ThreadPoolExecutor(1, thread_name_prefix="counterpoint-plan")
             ahead = self._prefetched.get(key)
-            if ahead is None or ahead.cancelled():
-                ahead = PrefetchedPlan(functools.partial(self._solve_ahead, mask, complete), self._planner)
-                self._prefetched[key] = ahead
-            while len(self._prefetched) > _PREFETCHED:
-                self._prefetched.pop(next(iter(self._prefetched))).cancel()
-            return ahead
+            if ahead is not None and not ahead.cancelled():
+                return ahead
+            make = functools.partial(self._solve_ahead, mask, complete)
+            return self._wait_to_be_taken(key, PrefetchedPlan(make, self._planning_thread()))
+
+    def _prefetch_plan(self, plan: Plan, tables: StepTables | None, arguments: dict[str, Any]) -> PrefetchedPlan:
+        if arguments:
+            raise TypeError(f"Group.prefetch of a plan takes its tables alone: it has its {sorted(arguments)[0]!r} already")
+        if tables is not None and not isinstance(tables, StepTables):
+            raise PlanError(f"tables must be those of GroupDescription.tables, not a {type(tables).__name__}")
+        if plan._solution.ranks != self.size:
+            raise PlanError(
+                f"the plan is of {plan._solution.ranks} ranks, and this group has {self.size}; plan by its description"
+            )
+        if plan._group is not None and plan._group is not self:
+            raise PlanError(f"the plan is of another group, {plan._group!r}; this is {self!r}, whose ranks have other rows")
+        make = functools.partial(_made_ready, self._own(plan), tables)
+        with self._lock:
+            if plan._keeps_dispatch:  # its arguments do not say of which plan
+                return PrefetchedPlan(make, self._planning_thread())
+            key = key_of(plan._given_mask, {**plan._arguments, "on": None})
+            return self._wait_to_be_taken(
+                key, PrefetchedPlan(make, self._planning_thread(), functools.partial(self._forget, key))
+            )
+
+    def _planning_thread(self) -> ThreadPoolExecutor:
+        if self._planner is None:
+            self._planner = ThreadPoolExecutor(1, thread_name_prefix="counterpoint-plan")
+        return self._planner
+
+    def _wait_to_be_taken(self, key: Any, ahead: PrefetchedPlan) -> PrefetchedPlan:
+        self._prefetched.pop(key, None)
+        self._prefetched[key] = ahead
+        while len(self._prefetched) > _PREFETCHED:
+            self._prefetched.pop(next(iter(self._prefetched))).cancel()
+        return ahead
+
+    def _forget(self, key: Any, ahead: PrefetchedPlan) -> None:
+        with self._lock:
+            if self._prefetched.get(key) is ahead:
+                del self._prefetched[key]
 
     def _make_ahead(self, layer: Any, routing: Routing, call: str) -> None:
         """Has a thread make a pass of a layer of experts ready, unless it was asked for. What fails fails again in the call."""
@@ -201,80 +177,11 @@ class _Group:
             self._maker.submit(_make_experts, self._native, layer, routing, call)
 
     def _solve_ahead(self, mask: Mask, arguments: dict[str, Any], cancellation: Cancellation) -> Plan:
-        plan = self._solve(mask, arguments, cancellation)
-        plan._ready(None)
-        return plan
-
-    def _solve(self, mask: Mask, arguments: dict[str, Any], cancellation: Cancellation | None = None) -> Plan:
-        from counterpoint._native import Solution
-
-        given = dict(arguments)
-        on: Plan | None = given.pop("on")
-        if on is not None:
-            self._check_dispatch_of(on)
-        heads_q, heads_k = heads_of(given["heads"])
-        head_dim = whole_number("head_dim", given["head_dim"], 1)
-        head_dim_v = head_dim if given["head_dim_v"] is None else whole_number("head_dim_v", given["head_dim_v"], 1)
-        sink_rows = whole_number("sink_rows", given["sink_rows"], 0)
-        chunk = None if given["chunk"] is None else whole_number("chunk", given["chunk"], 1)
-        softcap = given["softcap"]
-        if not is_finite(softcap) or softcap < 0:
-            raise PlanError(f"softcap is {softcap!r}; it must be positive, or 0 for none")
-        scale = head_dim**-0.5 if given["scale"] is None else given["scale"]
-        if not is_finite(scale):
-            raise PlanError(f"scale is {scale!r}; it must be a finite number")
-        if not isinstance(given["even"], bool):
-            raise PlanError(f"even is {given['even']!r}; it must be True or False")
-        if given["sink_grad"] not in ("share", "sum"):
-            raise PlanError(f'sink_grad is {given["sink_grad"]!r}; it must be "share" or "sum"')
-        for name in ("dispatch", "queries", "overlap"):
-            if not isinstance(given[name], str) and (name, given[name]) != ("queries", None):
-                raise PlanError(f"{name} is {given[name]!r}; it must be a string")
-        dtype = dtype_name(given["dtype"])
-        if self._ordinal >= 0 and dtype not in ("bfloat16", "float16"):
-            raise PlanError(f"dtype is {given['dtype']}; on GPUs attention computes in bfloat16 and float16, on the CPU in all")
-        tokens = (mask.seqlen_q, mask.seqlen_k)
-        if on is not None:
-            mask = padded(mask, on.mask.seqlen_q, on.mask.seqlen_k) if tokens == on._tokens else mask
-        elif given["even"]:
-            mask, chunk = evened(mask, chunk, self.size)
-        deterministic = is_deterministic(given["deterministic"])
-        solution = Solution(
-            mask,
-            self._native,
-            heads_q=heads_q,
-            heads_k=heads_k,
-            head_dim=head_dim,
-            head_dim_v=head_dim_v,
-            dtype=dtype,
-            scale=float(scale),
-            softcap=float(softcap),
-            sink_rows=sink_rows,
-            chunk=chunk,
-            dispatch=given["dispatch"],
-            stages=given["stages"],
-            queries=given["queries"],
-            overlap=given["overlap"],
-            deterministic=deterministic,
-            on=None if on is None else on._solution,
-            cancellation=cancellation,
-        )
-        return Plan(solution, given, given["sink_grad"], tokens)._bound_to(self)
+        return _made_ready(self._solve(mask, arguments, cancellation), None, cancellation)
 
     def _plan_with(self, threads: int) -> None:
         if threads > 1:
             self._native.plan_with(threads)
-
-    def _check_dispatch_of(self, on: Any) -> None:
-        if not isinstance(on, Plan):
-            raise PlanError(f"on must be a counterpoint.Plan, not a {type(on).__name__}")
-        if on._solution.ranks != self.size:
-            raise PlanError(
-                f"on is a plan of {on._solution.ranks} ranks, and this group has {self.size}; plan with the group that made it"
-            )
-        # One without a group is a value, as after pickling.
-        if on._group is not None and on._group is not self:
-            raise PlanError(f"on is a plan of another group, {on._group!r}; this is {self!r}, whose ranks have other rows")
 
     def close(self) -> None:
         """Leaves the group, once all its ranks do. Calls from now on are errors. Happens by itself at the end of the process."""
@@ -363,24 +270,22 @@ class _Group:
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank={self.rank}, size={self.size}, transport={self.transport!r})"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Group:
+        """A copy of a module is on the same ranks."""
+        return self
+
     def __reduce__(self) -> Any:
         raise TypeError("a group cannot be pickled: it is connections of this process; make one in each process")
+
+
+def _made_ready(plan: Plan, tables: StepTables | None, _cancellation: Cancellation) -> Plan:
+    plan._ready(None, tables)
+    return plan
 
 
 def sentence(error: BaseException) -> str:
     """An exception in words for other ranks."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
-_DEFAULTS: dict[str, Any] = {
-    name: default for name, default in (_Group.plan.__kwdefaults__ or {}).items() if name not in ("heads", "head_dim", "dtype")
-}
-
-
-def _key(mask: Mask, arguments: dict[str, Any]) -> Any:
-    heads, on = arguments["heads"], arguments["on"]
-    named = tuple(heads) if isinstance(heads, list) else heads, dtype_name(arguments["dtype"]), None if on is None else on.handle
-    return (mask, arguments["head_dim"], *named, *(arguments[name] for name in _DEFAULTS if name != "on"))
 
 
 _RANKS = re.compile(r"\branks? (\d+(?:, \d+)*(?: and \d+)?)")
@@ -419,7 +324,9 @@ class LocalGroup(_Group):
     ) -> None:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise PlanError(f"size is {size!r}; a group has at least one rank")
-        threads = whole_number("planning_threads", planning_threads, 1)
+        if size > _MOST_RANKS:
+            raise PlanError(f"size is {size}; a process holds at most {_MOST_RANKS} ranks")
+        threads = planning_threads_of(planning_threads)
         asked = checked(tuned)
         begin_in_this_process()
         super().__init__()

@@ -47,8 +47,9 @@ def layer_plan(
 ) -> Plan:
     """The plan of a layer's window, scale, cap and heads on the dispatch of `plan`; kept."""
     key = (window, q.shape[1:], k.shape[1], v.shape[2], q.dtype, scale, softcap, sink_rows)
-    if key not in plan._layers:
-        plan._layers[key] = plan.on(
+    known = plan._layers.get(key)
+    if known is None:
+        made = plan.on(
             plan._given_mask if window is None else windowed(plan, window),
             heads=(q.shape[1], k.shape[1]),
             head_dim=q.shape[2],
@@ -58,7 +59,8 @@ def layer_plan(
             softcap=softcap,
             sink_rows=sink_rows,
         )
-    return plan._layers[key]
+        known = plan._layers.put(key, made)
+    return known
 
 
 def windowed(plan: Plan, window: int) -> Mask:

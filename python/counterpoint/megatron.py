@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from counterpoint.lookup import active_plan
 from counterpoint.nn import ColumnParallelLinear, RowParallelLinear
 from counterpoint.plan import Plan
 from counterpoint.processes import Group
+from counterpoint.recent import Recent
 from counterpoint.sequences import documents, packed_mask
 
 __all__ = ["CoreAttention", "SpecProvider"]
@@ -294,17 +294,9 @@ def _group_of(process_group: Any, device: torch.device) -> Group:
     return known
 
 
-_KEPT = 64
-_plans: OrderedDict[Any, Plan] = OrderedDict()
+_plans: Recent[Any, Plan] = Recent(64)
 
 
 def _plan_of(group: Group, mask: Mask, arguments: dict[str, Any]) -> Plan:
     key = (id(group), mask, *arguments.values())
-    plan = _plans.get(key)
-    if plan is None:
-        plan = _plans[key] = group.plan(mask, **arguments)
-        while len(_plans) > _KEPT:
-            _plans.popitem(last=False)
-    else:
-        _plans.move_to_end(key)
-    return plan
+    return _plans.get(key) or _plans.put(key, group.plan(mask, **arguments))

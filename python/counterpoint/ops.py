@@ -55,6 +55,10 @@ def check(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: t
     for name, (tensor, shape, type_) in wanted.items():
         if tensor.layout != torch.strided:
             raise TensorError(f"{name} is {tensor.layout}; attention takes dense tensors: give {name}.to_dense()")
+        if tensor.dtype != type_ and name == "sink":
+            raise TensorError(
+                f"sink is {tensor.dtype}; with tensors of {dtype} it must be {type_}, as the statistics are: sink.to({type_})"
+            )
         if tensor.dtype != type_:
             raise TensorError(f"{name} is {tensor.dtype}, and the plan is for {type_}; plan with dtype={tensor.dtype}")
         check_device(plan.group, name, tensor, "the plan's group")

@@ -9,12 +9,13 @@ import os
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
-from counterpoint._native import Calls, Mask, Solution, Timeline
+from counterpoint._native import Calls, Mask, Solution, StepTables, Timeline
 from counterpoint.errors import Error, PlanError, TensorError
 from counterpoint.figures import Choices, PlanSummary, Timelines
 from counterpoint.fitting import Fitting, accumulator, maker
 from counterpoint.lookup import activated, numbered
 from counterpoint.plan_arguments import dtype_name
+from counterpoint.recent import Recent
 from counterpoint.report import Report
 
 if TYPE_CHECKING:
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
 Role = Literal["q", "k"]
 
 
+# Plans that are derived from one.
+_KEPT = 64
+
+
 class Plan:
     """A mask planned for the ranks of a group; made by `Group.plan`.
 
@@ -32,19 +37,30 @@ class Plan:
     A plan without its group (after pickling) can still dispatch, and show itself.
     """
 
-    def __init__(self, solution: Solution, arguments: dict[str, Any], sink_grad: str, tokens: tuple[int, int]) -> None:
+    def __init__(
+        self,
+        solution: Solution,
+        arguments: dict[str, Any],
+        sink_grad: str,
+        tokens: tuple[int, int],
+        *,
+        keeps_dispatch: bool,
+        rank: int | None = None,
+    ) -> None:
         self._solution = solution
         self._arguments = arguments
         self._sink_grad = sink_grad
         self._tokens = tokens
         self._group: _Group | None = None
-        self._rank: int | None = None
+        self._rank = rank
+        # Whether it was made on another plan's.
+        self._keeps_dispatch = keeps_dispatch
         self._measured: dict[bool, Timeline] = {}
         self._indices: dict[tuple[Role, bool, str], Any] = {}
-        self._on: dict[Any, Plan] = {}
+        self._on: Recent[Any, Plan] = Recent(_KEPT)
         # What the transformers hook keeps: masks of sliding windows, and whether the mask is that of a batch's documents.
         self._windows: dict[int, Mask] = {}
-        self._layers: dict[Any, Plan] = {}
+        self._layers: Recent[Any, Plan] = Recent(_KEPT)
         self._is_of_documents = False
         self._calls: Calls | None = None
         # Of those that give max logits, or take a gradient of lse.
@@ -54,12 +70,12 @@ class Plan:
         self._moves_rows_in_graphs = False
         self._handle = numbered(self)
 
-    def _ready(self, stream: int | None) -> Calls:
+    def _ready(self, stream: int | None, tables: StepTables | None = None) -> Calls:
         """What its calls are made with: made ready once, for as long as the plan lives."""
         calls = self._calls
         if calls is None:
             with self.group._named_errors():
-                calls = self.group._native.prepare(self._solution, stream=stream)
+                calls = self.group._native.prepare(self._solution, stream=stream, tables=tables)
             self._calls = calls
         return calls
 
@@ -119,7 +135,7 @@ class Plan:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        state = (self._solution.to_json(), self._arguments, self._sink_grad, self._tokens, self._rank)
+        state = (self._solution.to_bytes(), self._arguments, self._sink_grad, self._tokens, self._keeps_dispatch, self._rank)
         return _restored, state
 
     @property
@@ -131,7 +147,9 @@ class Plan:
     def group(self) -> _Group:
         """The group that it was made by."""
         if self._group is None:
-            raise PlanError("this plan has no group, as after pickling; make it by Group.plan to compute with it")
+            raise PlanError(
+                "this plan has no group, as after pickling; give it to Group.prefetch, or make it by Group.plan, to compute"
+            )
         return self._group
 
     @property
@@ -253,11 +271,10 @@ class Plan:
         return rows.roll(self, x, shift, dim)
 
     def on(self, mask: Mask, **changes: Any) -> Plan:
-        """Another mask on this plan's dispatch, kept: a layer with a window asks for the same one at every step."""
+        """Another mask on this plan's dispatch. The last 64 are kept: a layer with a window asks for one at every step."""
         key = (mask, tuple(sorted(changes.items())))
-        if key not in self._on:
-            self._on[key] = self.group.plan(mask, **{**self._arguments, **changes, "on": self})
-        return self._on[key]
+        known = self._on.get(key)
+        return known or self._on.put(key, self.group.plan(mask, **{**self._arguments, **changes, "on": self}))
 
     def active(self) -> contextlib.AbstractContextManager[Plan]:
         """Inside it, attention layers that were given no plan take this one: for models that do not pass keywords on.
@@ -342,7 +359,12 @@ def _role(role: str) -> Role:
     return "q" if role == "q" else "k"
 
 
-def _restored(solution: str, arguments: dict[str, Any], sink_grad: str, tokens: tuple[int, int], rank: int | None) -> Plan:
-    plan = Plan(Solution.from_json(solution), arguments, sink_grad, tokens)
-    plan._rank = rank
-    return plan
+def _restored(
+    solution: bytes,
+    arguments: dict[str, Any],
+    sink_grad: str,
+    tokens: tuple[int, int],
+    keeps_dispatch: bool,
+    rank: int | None,
+) -> Plan:
+    return Plan(Solution.from_bytes(solution), arguments, sink_grad, tokens, keeps_dispatch=keeps_dispatch, rank=rank)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
+import numbers
 import operator
 import sys
 from typing import Any
 
-from counterpoint._native import Mask
+from counterpoint._native import Mask, _chunk_size
 from counterpoint.errors import PlanError
 
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -40,11 +40,39 @@ def whole_number(name: str, value: Any, least: int) -> int:
     return number
 
 
-def is_finite(value: Any) -> bool:
-    try:
-        return math.isfinite(value)
-    except TypeError:
-        return False
+_MOST_THREADS = 1024
+# What lies beyond is a slip, and would leave the range of float32 together with scores that do not.
+_LEAST_SCALE, _MOST = 2.0**-126, 1e6
+
+
+def scale_of(scale: Any) -> float:
+    """A factor on scores. Not a tensor: what it holds may change, and its gradient would be lost."""
+    if not _is_number(scale) or not (scale == 0 or _LEAST_SCALE <= abs(scale) <= _MOST):
+        raise PlanError(f"scale is {scale!r}; it must be a number, 0 or from 1.2e-38 to 1e6 in magnitude{_of_tensor(scale)}")
+    return float(scale)
+
+
+def softcap_of(softcap: Any) -> float:
+    """A cap on scores, or 0 for none."""
+    if not _is_number(softcap) or not (softcap == 0 or 1 / _MOST <= softcap <= _MOST):
+        raise PlanError(f"softcap is {softcap!r}; it must be a number from 1e-6 to 1e6, or 0 for none{_of_tensor(softcap)}")
+    return float(softcap)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _of_tensor(value: Any) -> str:
+    return ": multiply q by it instead, so that its gradient flows" if hasattr(value, "requires_grad") else ""
+
+
+def planning_threads_of(threads: Any) -> int:
+    """Threads that make a plan side by side."""
+    number = whole_number("planning_threads", threads, 1)
+    if number > _MOST_THREADS:
+        raise PlanError(f"planning_threads is {number}; it must be at most {_MOST_THREADS}")
+    return number
 
 
 def heads_of(heads: Any) -> tuple[int, int]:
@@ -80,8 +108,7 @@ def evened(mask: Mask, chunk: int | None, ranks: int) -> tuple[Mask, int]:
     """A mask whose rows are a multiple of chunk x ranks, and the chunk."""
     longest = max(mask.seqlen_q, mask.seqlen_k)
     if chunk is None:
-        balanced = longest // (16 * ranks)
-        chunk = min(max(1 << max(balanced.bit_length() - 1, 0), 64), 2048)
+        chunk = _chunk_size(longest, ranks)
         # A short sequence would be padding for the most part.
         chunk = min(chunk, max(1, -(-min(mask.seqlen_q, mask.seqlen_k) // ranks)))
     step = chunk * ranks

@@ -16,7 +16,14 @@ if TYPE_CHECKING:
 class PrefetchedPlan:
     """A plan that is being made ahead. `Group.plan` takes it, by its arguments; who holds this can call it off."""
 
-    def __init__(self, make: Callable[[Cancellation], Plan], planner: ThreadPoolExecutor) -> None:
+    def __init__(
+        self,
+        make: Callable[[Cancellation], Plan],
+        planner: ThreadPoolExecutor,
+        forget: Callable[[PrefetchedPlan], object] | None = None,
+    ) -> None:
+        # Called where somebody takes its result, who needs nobody else to keep it.
+        self._forget = forget
         self._cancellation = Cancellation()
         self._future: Future[Plan] = planner.submit(make, self._cancellation)
 
@@ -35,6 +42,8 @@ class PrefetchedPlan:
 
     def result(self, timeout: float | None = None) -> Plan:
         """The plan, waited for at most so many seconds; `concurrent.futures.CancelledError` where it was called off."""
+        if self._forget is not None:
+            self._forget(self)
         try:
             return self._future.result(timeout)
         except PlanError:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from counterpoint._native import Attempt, Ranks
 from counterpoint.errors import DeviceError, Error, PlanError
 from counterpoint.group import _Group, _with_global_ranks, begin_in_this_process, sentence
-from counterpoint.plan_arguments import whole_number
+from counterpoint.plan_arguments import planning_threads_of
 from counterpoint.tuned import TunedPlans, checked, read_tuned, warn_of_others
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class Group(_Group):
             "nodes": nodes,
             "limit": limit,
             "profile": None if profile is None else os.fspath(profile),
-            "planning_threads": whole_number("planning_threads", planning_threads, 1),
+            "planning_threads": planning_threads_of(planning_threads),
             "tuned": checked(tuned),
             "beside_collectives": _yes_or_no("beside_collectives", beside_collectives),
         }

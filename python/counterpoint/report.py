@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import html
 import os
 import tempfile
@@ -28,7 +29,12 @@ class Report:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the page to `path`, whole or not at all."""
         target = os.path.abspath(os.fspath(path))
-        handle, name = tempfile.mkstemp(dir=os.path.dirname(target), prefix=".counterpoint-", suffix=".html")
+        folder = os.path.dirname(target)
+        if os.path.isdir(target):
+            raise IsADirectoryError(errno.EISDIR, "it is a folder; give a file in it", target)
+        if not os.path.isdir(folder):
+            raise FileNotFoundError(errno.ENOENT, "there is no such folder to write to", folder)
+        handle, name = tempfile.mkstemp(dir=folder, prefix=".counterpoint-", suffix=".html")
         try:
             with open(handle, "w", encoding="utf-8") as file:
                 file.write(self.html)

@@ -16,7 +16,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from counterpoint.batch import Batch, items_of
 from counterpoint.errors import PlanError
-from counterpoint.group import _Group
+from counterpoint.group import LocalGroup, _Group
 from counterpoint.transformers import NAME, register
 
 if TYPE_CHECKING:
@@ -39,8 +39,11 @@ class TrainerMixin(_Base):  # type: ignore[misc]
         self.cp_group = cp_group if isinstance(cp_group, _Group) else _made(cp_group, self.args.device)
         self._plan_arguments = plan or {}
         world = self.args.world_size
-        local = 1 if self.cp_group._native.rank is None else self.cp_group.size
-        self._replicas, self._replica = world // local, _replica(self.cp_group._global_ranks, local, world)
+        if isinstance(self.cp_group, LocalGroup):
+            self._replicas, self._replica = world, self.args.process_index
+        else:
+            size = self.cp_group.size
+            self._replicas, self._replica = world // size, _replica(self.cp_group._global_ranks, size, world)
         self._refuse_what_is_not_offered()
 
     def _refuse_what_is_not_offered(self) -> None:
@@ -150,7 +153,6 @@ class _Loader(DataLoader[Any]):
 
 
 def _made(group: Any, device: torch.device) -> _Group:
-    from counterpoint.group import LocalGroup
     from counterpoint.processes import Group
 
     if group is None and not dist.is_initialized():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -96,6 +97,23 @@ class _Described:
         found: torch.Tensor | None = self.made["sdpa"]
         return found
 
+    def is_causal_and_padded(self, window: int | None) -> bool:
+        """Whether a query sees the tokens up to its own that are no padding, of a window at most, and nothing else hides any."""
+        if self.padding is None or self.has_rules_of_its_own or self.window not in (None, window):
+            return False
+        given = self.arguments
+        first, keys = given["q_offset"], given["kv_length"]
+        whole = isinstance(first, int) and first + given["q_length"] == keys and given["kv_offset"] == 0
+        return whole and tuple(self.padding.shape) == (given["batch_size"], keys)
+
+    def causal_mask(self, window: int | None) -> Mask:
+        """The same, of all sequences, one after the other."""
+        name = f"causal {window}"
+        if name not in self.made:
+            self.made[name] = _padded(self.arguments["attention_mask"], self.arguments["q_offset"], window)
+        found: Mask = self.made[name]
+        return found
+
     def mask(self) -> Mask:
         """The mask of all sequences, one after the other."""
         if "mask" not in self.made:
@@ -115,9 +133,48 @@ class _Described:
 def _described(*given: Any, **arguments: Any) -> _Described | None:
     """What transformers calls to build a mask. None where it is causal and nothing more."""
     names = ("batch_size", "q_length", "kv_length", "q_offset", "kv_offset", "mask_function", "attention_mask")
-    described = _Described({**dict(zip(names, given, strict=False)), **arguments})
+    arguments = {**dict(zip(names, given, strict=False)), **arguments}
+    padding = arguments.get("attention_mask")
+    if isinstance(padding, torch.Tensor) and padding.ndim == 2 and bool(padding.all()):
+        # Tokenizers give one of ones. One look at it a forward, as flash_attention_2 has.
+        arguments["attention_mask"] = None
+    described = _Described(arguments)
     plain = described.padding is None and described.window is None and arguments.get("allow_is_causal_skip", False)
     return None if plain and arguments["q_length"] == arguments["kv_length"] else described
+
+
+def _padded(seen: torch.Tensor, offset: int, window: int | None) -> Mask:
+    """Causal, of `[sequences, keys]` the keys that are not 0. Queries are those from `offset` on, and see a window at most."""
+    sequences, keys = seen.shape
+    queries = keys - offset
+    edges = torch.nn.functional.pad((seen != 0).to("cpu", torch.int8), (1, 1)).diff(dim=1)
+    runs = zip((edges > 0).nonzero().tolist(), (edges < 0).nonzero().tolist(), strict=True)
+    q_ranges, k_ranges, types = [], [], []
+    for (sequence, begin), (_, end) in runs:
+        for (first, last), (low, high), kind in _bands(begin, end, keys, window or 2 * keys):
+            # Without the rows before the first query. A lower diagonal begins at the first row's first key.
+            cut = max(offset - first, 0)
+            low += cut if kind in ("inv_causal", "bi_causal") else 0
+            if first + cut < last and low < high:
+                q_ranges.append([row - offset + sequence * queries for row in (first + cut, last)])
+                k_ranges.append([low + sequence * keys, high + sequence * keys])
+                types.append(kind)
+    return Mask.from_slices(q_ranges, k_ranges, types, seqlen_q=sequences * queries, seqlen_k=sequences * keys)
+
+
+def _bands(begin: int, end: int, rows: int, window: int) -> Iterator[tuple[tuple[int, int], tuple[int, int], str]]:
+    """Rows, keys and type of the slices in which rows from `begin` to `rows` see keys from `begin` to `end`: up to their own, of
+    the last `window`."""
+    # The first row that does not see all of the run any more, and the first that sees nothing.
+    full, last = begin + window - 1, min(end + window - 1, rows)
+    if full < end:
+        yield (begin, full), (begin, full), "causal"
+        yield (full, end), (begin, end), "bi_causal"
+        yield (end, last), (end - window + 1, end), "inv_causal"
+    else:
+        yield (begin, end), (begin, end), "causal"
+        yield (end, min(full, rows)), (begin, end), "full"
+        yield (full, last), (begin, end), "inv_causal"
 
 
 def _of_tensor(mask: torch.Tensor) -> Mask:
@@ -200,9 +257,11 @@ _last_starts: tuple[weakref.ref[torch.Tensor], int, int, list[int]] | None = Non
 
 
 def _starts_of(positions: torch.Tensor, sequences: int) -> list[int]:
-    """Cumulative starts of documents, which begin where positions do not go on by 1. Kept for the layers of a model."""
+    """Cumulative starts of documents, which begin where positions do not go on by 1. Kept for the layers of a model, but under
+    `torch.inference_mode`, where tensors do not count their changes."""
     global _last_starts
-    if _last_starts is not None:
+    is_counted = not positions.is_inference()
+    if _last_starts is not None and is_counted:
         tensor, version, count, starts = _last_starts
         if tensor() is positions and version == positions._version and count == sequences:
             return starts
@@ -210,7 +269,8 @@ def _starts_of(positions: torch.Tensor, sequences: int) -> list[int]:
     begins = torch.ones(rows.shape, dtype=torch.bool)
     begins[:, 1:] = rows.diff(dim=1) != 1
     starts = [*begins.flatten().nonzero().flatten().tolist(), rows.numel()]
-    _last_starts = (weakref.ref(positions), positions._version, sequences, starts)
+    if is_counted:
+        _last_starts = (weakref.ref(positions), positions._version, sequences, starts)
     return starts
 
 
@@ -279,8 +339,9 @@ class _Layer:
             documents = _starts_of(positions, sequences)
             return Mask.varlen(documents, causal=True, window=((self.window or 0) - 1, 0))
         if given is not None:
-            found: Mask = given.mask()
-            return found
+            described: _Described = given
+            padded = causal and described.is_causal_and_padded(self.window)
+            return described.causal_mask(self.window) if padded else described.mask()
         each_q, each_k = (torch.arange(sequences + 1) * length for length in (queries, keys))
         return Mask.varlen(each_q, each_k, causal=True, window=((self.window or 0) - 1, 0))
 

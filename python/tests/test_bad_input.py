@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 
 import counterpoint as cp
 
 torch = pytest.importorskip("torch")
+
+from counterpoint.alone import alone  # noqa: E402
 
 ROWS, SHAPE = 32, {"heads": (2, 1), "head_dim": 8, "dtype": "float32"}
 
@@ -72,7 +76,7 @@ def test_sinks(group: cp.LocalGroup) -> None:
     for sink, sentence in (
         (torch.zeros(3), "sink is [1, 3]; the plan wants [1, 2]"),
         (torch.zeros(2, 2), "sink is [2, 2]; the plan wants [1, 2]"),
-        (torch.zeros(2, dtype=torch.float64), "sink is torch.float64, and the plan is for torch.float32"),
+        (torch.zeros(2, dtype=torch.float64), "sink is torch.float64; with tensors of torch.float32 it must be torch.float32"),
     ):
         refused(cp.TensorError, sentence, lambda sink=sink: cp.attention(**tensors(), plan=plan, sink=sink))
     mask = cp.Mask.causal(ROWS)
@@ -133,10 +137,10 @@ BAD_PLANS = [
     ({"head_dim_v": 0}, "head_dim_v is 0; it must be a whole number of at least 1"),
     ({"dtype": "int8"}, "dtype is int8; attention computes in float64, float32, bfloat16, float16"),
     ({"dtype": None}, "dtype is None; attention computes in"),
-    ({"scale": "small"}, "scale is 'small'; it must be a finite number"),
-    ({"scale": float("inf")}, "scale is inf; it must be a finite number"),
-    ({"softcap": float("nan")}, "softcap is nan; it must be positive, or 0 for none"),
-    ({"softcap": None}, "softcap is None; it must be positive, or 0 for none"),
+    ({"scale": "small"}, "scale is 'small'; it must be a number, 0 or from"),
+    ({"scale": float("inf")}, "scale is inf; it must be a number, 0 or from"),
+    ({"softcap": float("nan")}, "softcap is nan; it must be a number from"),
+    ({"softcap": None}, "softcap is None; it must be a number from"),
     ({"sink_rows": -1}, "sink_rows is -1; it must be a whole number of at least 0"),
     ({"sink_rows": 1.5}, "sink_rows is 1.5; it must be a whole number of at least 0"),
     ({"chunk": 0}, "chunk is 0; it must be a whole number of at least 1"),
@@ -278,6 +282,70 @@ def test_padding_may_hold_anything() -> None:
     for found in results[:2]:
         for one, wanted in zip(found, results[2], strict=True):
             assert torch.allclose(one, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_scales_that_are_tensors_are_refused() -> None:
+    """A plan is kept for a number: a tensor may hold another one later, and its gradient would be lost."""
+    x, mask = torch.ones(8, 1, 4), cp.Mask.causal(8)
+    for given, sentence in (
+        ({"scale": torch.tensor(0.5, requires_grad=True)}, "scale is .*; it must be a number.* multiply q by it instead"),
+        ({"softcap": torch.tensor(2.0)}, "softcap is .*; it must be a number"),
+        ({"scale": 10**400}, "scale is 10"),
+        ({"scale": 1e39}, "scale is 1e.39; it must be a number, 0 or from"),
+        ({"scale": 1e-46}, "scale is 1e-46"),
+        ({"softcap": 1e-46}, "softcap is 1e-46"),
+        ({"softcap": float("nan")}, "softcap is nan"),
+        ({"scale": True}, "scale is True"),
+    ):
+        with pytest.raises(cp.PlanError, match=sentence):
+            cp.flex_attention(x, x, x, mask, **given)
+    for scale in (0, 1, 0.25, torch.tensor(0.25).numpy()[()]):
+        cp.flex_attention(x, x, x, mask, scale=scale)
+    for shape in ((), (0, 1), (1, 1, 1)):
+        with pytest.raises(cp.TensorError, match=r"sink is \[.*\]; it must be \[heads\] or"):
+            cp.flex_attention(x, x, x, mask, sink=torch.zeros(shape))
+    half = x.bfloat16()
+    with pytest.raises(cp.TensorError, match="sink is torch.bfloat16; with tensors of torch.bfloat16 it must be torch.float32"):
+        cp.flex_attention(half, half, half, mask, sink=torch.zeros(1, dtype=torch.bfloat16))
+
+
+def test_derivatives_of_forward_mode_are_refused() -> None:
+    x = torch.ones(8, 1, 4)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, x)
+        with pytest.raises(NotImplementedError, match="no derivatives of forward mode"):
+            cp.flex_attention(dual, x, x, cp.Mask.causal(8))
+        cp.flex_attention(x, x, x, cp.Mask.causal(8))
+
+
+def test_numbers_that_no_machine_has() -> None:
+    with pytest.raises(cp.PlanError, match="size is 1099511627776; a process holds at most 4096 ranks"):
+        cp.LocalGroup(2**40)
+    with pytest.raises(cp.PlanError, match="planning_threads is 100000; it must be at most 1024"):
+        cp.LocalGroup(1, planning_threads=100_000)
+    with pytest.raises(cp.PlanError, match="stages must be"):
+        cp.LocalGroup(1).plan(cp.Mask.causal(8), heads=1, head_dim=4, dtype="float32", stages=-1)
+
+
+def test_after_an_interrupt_calls_without_ranks_go_on() -> None:
+    """What fails with the group of this process alone is one call, whoever made that group."""
+    x, mask = torch.ones(8, 1, 4), cp.Mask.causal(8)
+    expected = cp.flex_attention(x, x, x, mask)[0]
+    layer = cp.nn.ColumnParallelLinear(4, 4, bias=False)
+    experts = cp.nn.ExpertLayer("dispatch", 4, 4, 2, dtype=torch.float32)
+    routing = cp.Routing.top_k(2, [[[0], [1]]])
+    before = layer(x[:, 0])[0], experts(x[:2, 0], routing)
+    alone(torch.device("cpu")).fail("KeyboardInterrupt")
+    assert torch.equal(cp.flex_attention(x, x, x, mask)[0], expected)
+    assert torch.equal(layer(x[:, 0])[0], before[0]) and torch.equal(experts(x[:2, 0], routing), before[1])
+    assert layer.passes(8) and experts.passes(routing)
+
+
+def test_copies_of_modules_are_on_the_same_ranks() -> None:
+    group = cp.LocalGroup(1)
+    layer = cp.nn.ColumnParallelLinear(4, 4, bias=False, tp_group=group)
+    copied = copy.deepcopy(layer)
+    assert copied.group is group and torch.equal(copied(torch.ones(2, 4))[0], layer(torch.ones(2, 4))[0])
 
 
 def test_closed_and_failed_groups() -> None:

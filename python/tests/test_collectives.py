@@ -90,6 +90,28 @@ def test_random_splits_of_one_process(ranks: int, seed: int) -> None:
         torch.testing.assert_close(got, torch.cat(reduced_by_hand(ys, splits, mean=op == "avg")), rtol=1e-14, atol=0)
 
 
+# Of each, bits that no other type of its size takes for a number that it keeps.
+BITS = {torch.uint8: 8, torch.int8: 8, torch.int16: 16, torch.int32: 32, torch.uint16: 16, torch.uint32: 32, torch.uint64: 64}
+BITS |= {torch.float8_e4m3fn: 8, torch.float8_e5m2: 8, torch.float8_e8m0fnu: 8, torch.complex32: 32}
+
+
+@pytest.mark.parametrize("dtype", BITS, ids=str)
+def test_every_bit_of_other_types_arrives(dtype: torch.dtype) -> None:
+    splits = random_splits(5, 3)
+    maker = torch.Generator().manual_seed(5)
+    xs = [torch.randint(256, (one.rows[0], 6, BITS[dtype] // 8), dtype=torch.uint8, generator=maker) for one in splits]
+    got = cp.group_cast(torch.cat(xs).view(dtype).squeeze(-1), splits, cp.LocalGroup(3))
+    assert got.dtype == dtype
+    assert torch.equal(got.contiguous().view(torch.uint8).flatten(1), torch.cat(cast_by_hand(xs, splits)).flatten(1))
+
+
+def test_quantised_rows_are_refused() -> None:
+    group = cp.LocalGroup(1)
+    x = torch.quantize_per_tensor(torch.ones(4, 2), 0.1, 0, torch.qint8)
+    with pytest.raises(cp.TensorError, match="give its int_repr"):
+        cp.group_cast(x, cp.Splits([4], [[0]], [4], [0]), group)
+
+
 @pytest.mark.parametrize("op", ["cast", "sum", "avg"])
 def test_gradients_mirror(op: str) -> None:
     group, splits = cp.LocalGroup(3), random_splits(11, 3)

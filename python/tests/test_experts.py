@@ -237,6 +237,19 @@ def test_passes_are_made_ready_ahead_of_their_calls() -> None:
         ahead.prefetch(drawn()[1])
 
 
+def test_passes_are_chosen_for_the_routing_that_was_asked_for_first() -> None:
+    """In the caller's order, which is that of all ranks, whichever pass a thread comes to first."""
+    few, many = (cp.Routing.top_k(8, [[[at % 8, (at + 3) % 8] for at in range(tokens)]] * 2) for tokens in (4, 4096))
+    layers = [cp.nn.ExpertLayer("dispatch", 64, 64, 8, group=cp.LocalGroup(2), dtype=torch.float32) for _ in range(2)]
+    of_few = layers[0].passes(few)
+    # Asking how binds nothing.
+    assert of_few != layers[1].passes(many)
+    layers[1].prefetch(few)
+    assert layers[1].passes(many) == of_few
+    layers[1](torch.zeros(8192, 64), many)
+    assert layers[1].passes(many) == of_few
+
+
 def test_token_counts_that_vary_within_a_capacity() -> None:
     """As without one, bit for bit; and a routing that exceeds it leaves the layer as it was."""
     group, draw = cp.LocalGroup(2), torch.Generator().manual_seed(2)

@@ -113,6 +113,10 @@ def test_tensors_as_arguments() -> None:
     assert cp.Mask.from_position_ids(torch.tensor([[0, 1, 0]])) == cp.Mask("varlen-causal:lengths=2,1")
 
 
+def _torch():
+    return pytest.importorskip("torch")
+
+
 @pytest.mark.parametrize(
     ("make", "kind", "sentence"),
     [
@@ -127,7 +131,26 @@ def test_tensors_as_arguments() -> None:
         (lambda: cp.Mask.varlen([0, 2], [0, 1, 2]), cp.MaskError, "1 documents of queries cannot be paired"),
         (lambda: cp.Mask.from_dense([[1], [1, 0]]), cp.MaskError, "rows of different lengths"),
         (lambda: cp.Mask.from_dense(3), cp.MaskError, "array must be an array of two axes"),
-        (lambda: cp.Mask.from_document_ids([[0], [1]]), ValueError, "ids has 2 sequences; pack them"),
+        (lambda: cp.Mask.from_document_ids([[0], [1]]), cp.MaskError, "ids has 2 sequences; pack them"),
+        (
+            lambda: cp.Mask.from_dense(pytest.importorskip("torch").zeros(2, 2)),
+            cp.MaskError,
+            "array is a tensor of torch.float32; give booleans",
+        ),
+        (
+            lambda: cp.Mask.from_dense(pytest.importorskip("torch").eye(2).bool().to_sparse()),
+            cp.MaskError,
+            "sparse; give booleans",
+        ),
+        (
+            lambda: cp.Mask.from_dense(pytest.importorskip("torch").zeros(2, 2).numpy()),
+            cp.MaskError,
+            "array is an array of float32; give booleans",
+        ),
+        (lambda: cp.Mask.from_dense([[0.0, float("-inf")]]), cp.MaskError, "array is a list with 0.0; give booleans"),
+        (lambda: cp.Mask.from_dense(["01"]), cp.MaskError, "array is a list with '0'; give booleans"),
+        (lambda: cp.Mask("/dev/zero"), cp.MaskError, "it is a device, which may have no end"),
+        (lambda: cp.Mask("varlen-causal:lengths=@/dev/zero"), cp.MaskError, "it is a device, which may have no end"),
         (lambda: cp.Mask("causal:1M").to_dense(), cp.MaskError, "would take"),
         (lambda: cp.Mask.block_sparse([[1]], block="x"), TypeError, "block must be a number"),
         (lambda: 3 in cp.Mask.full(2), TypeError, "ask for a pair"),

@@ -29,6 +29,14 @@ def python(program: str) -> str:
     return subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout.strip()
 
 
+def test_modules_need_no_import_of_their_own() -> None:
+    pytest.importorskip("torch")
+    names = ("compat", "megatron", "nn", "parallel", "transformers")
+    script = f"import counterpoint as cp; print([getattr(cp, name).__name__ for name in {names}], 'nn' in dir(cp))"
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=100).stdout
+    assert said.split("] ") == [str([f"counterpoint.{name}" for name in names])[:-1], "True\n"]
+
+
 def test_importing_takes_a_tenth_of_a_second_and_no_pytorch() -> None:
     program = (
         "import time; began = time.process_time(); import counterpoint; counterpoint.Mask.causal(8)\n"

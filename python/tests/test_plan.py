@@ -72,6 +72,24 @@ def test_another_mask_on_the_same_dispatch(group) -> None:
         plan.on(cp.Mask.causal(255))
 
 
+def test_plans_on_a_dispatch_are_kept_within_bounds(group) -> None:
+    base = group.plan(cp.Mask.causal(64), heads=1, head_dim=8, dtype="float32", chunk=8)
+    masks = [cp.Mask.varlen([0, cut, 64], causal=True) for cut in range(1, 64)]
+    first = base.on(masks[0])
+    assert base.on(masks[0]) is first
+    for mask in masks:
+        for scale in (0.5, 1.0):
+            base.on(mask, scale=scale)
+    assert len(base._on) == 64
+
+
+def test_even_plans_have_the_chunks_of_others() -> None:
+    group = cp.LocalGroup(2)
+    for rows in (2**12, 2**20, 2**30):
+        plans = [group.plan(cp.Mask.full(rows), heads=1, head_dim=8, dtype="float32", even=even) for even in (False, True)]
+        assert plans[0].summary().chunk_size == plans[1].summary().chunk_size
+
+
 def test_what_is_open_is_chosen_by_prediction_where_that_pays(group) -> None:
     small = group.plan(cp.Mask.causal(512), **SHAPE)
     assert (small.choices.dispatch, small.choices.overlap, small.choices.dispatches) == ("affinity", "concurrent", {})

@@ -172,3 +172,12 @@ def test_which_replica_a_group_is() -> None:
     assert [_replica(ranks, 2, 8) for ranks in ((0, 1), (6, 7), (1, 5))] == [0, 3, 1] and _replica((5,), 1, 8) == 5
     with pytest.raises(cp.PlanError, match="the ranks of cp_group are \\[0, 3\\] of 8"):
         _replica((0, 3), 2, 8)
+
+
+def test_processes_without_ranks_each_have_data_of_their_own(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made("llama")
+    model.set_attn_implementation("counterpoint")
+    monkeypatch.setattr(transformers.TrainingArguments, "world_size", 4)
+    monkeypatch.setattr(transformers.TrainingArguments, "process_index", 3)
+    trainer = Trainer(model=model, args=arguments(str(tmp_path)), cp_group=cp.LocalGroup(1))
+    assert (trainer._replica, trainer._replicas) == (3, 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import types
 
 import pytest
@@ -13,6 +14,7 @@ transformers = pytest.importorskip("transformers", minversion="5")
 
 import counterpoint.transformers as hook  # noqa: E402
 from counterpoint.batch import Batch  # noqa: E402
+from counterpoint.transformers import _padded  # noqa: E402
 
 hook.register()
 SMALL = {
@@ -111,6 +113,33 @@ def test_padded_batches(name: str, side: str) -> None:
     model.set_attn_implementation("counterpoint")
     compare(trained(model, **batch), expected)
     compare(trained(model, **Batch.prepare(batch, cp.LocalGroup(2), model.config, chunk=4).inputs), expected)
+
+
+def test_a_mask_of_ones_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokenizers give one: no mask of all pairs is built for it."""
+    monkeypatch.setattr("counterpoint.transformers._MOST_DENSE", 0)
+    model = made("llama")
+    model.set_attn_implementation("counterpoint")
+    ids = torch.randint(3, 61, (2, 20))
+    with torch.inference_mode():
+        expected = model(ids).logits
+        assert torch.equal(model(ids, attention_mask=torch.ones_like(ids)).logits, expected)
+    # Nor for padding.
+    padding = torch.ones_like(ids)
+    padding[0, :5] = 0
+    model(ids, attention_mask=padding)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_padding_hides_its_keys(seed: int) -> None:
+    draw = random.Random(seed)
+    sequences, keys = draw.randint(1, 3), draw.randint(1, 14)
+    offset, window = draw.choice([0, draw.randrange(keys)]), draw.choice([None, draw.randint(1, keys + 2)])
+    seen = torch.tensor([[draw.random() < 0.7 for _ in range(keys)] for _ in range(sequences)])
+    position, key = torch.arange(offset, keys)[:, None], torch.arange(keys)[None]
+    each = (key <= position) & (key > position - (window or keys))
+    expected = torch.block_diag(*(each & seen[row] for row in range(sequences)))
+    assert torch.equal(_padded(seen, offset, window).to_dense(), expected.bool())
 
 
 def test_checkpointing_and_two_plans_at_once() -> None:
@@ -252,7 +281,7 @@ def described(**arguments):
             "attention_mask \\(\\[1, 1, 12, 12\\]\\) is given with a plan",
         ),
         (
-            {"counterpoint": plan_of(cp.Mask.causal(12)), "attention_mask": described(attention_mask=torch.ones(1, 12))},
+            {"counterpoint": plan_of(cp.Mask.causal(12)), "attention_mask": described(attention_mask=torch.arange(12)[None])},
             cp.MaskError,
             "whose mask has the padding already",
         ),

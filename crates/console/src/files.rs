@@ -12,7 +12,7 @@ use crate::console;
 use crate::error::CliError;
 
 /// How long a pipe may take to give all that it has.
-const PIPE: Duration = Duration::from_secs(120);
+pub(crate) const PIPE: Duration = Duration::from_secs(120);
 
 static USED: Mutex<Used> = Mutex::new(Used { next: 0, read: Vec::new(), written: Vec::new() });
 

@@ -2,11 +2,12 @@
 
 use std::path::Path;
 
+use counterpoint_files::{OpenFile, ReadLimits};
 use counterpoint_mask::Mask;
 use counterpoint_mask::expression::BUILDERS;
 
 use crate::error::CliError;
-use crate::files::read_text;
+use crate::files::{PIPE, read_text};
 
 /// The path that `argument` names, where it is one: what names an existing file (or a pipe, as `<(...)` does) or ends in
 /// `.json` is a file. What begins as a builder does is none, whatever files the current folder holds; `./` in front makes it one.
@@ -21,6 +22,12 @@ fn file(argument: &str) -> Option<&Path> {
 
 /// Longest text that is read: ten times what a million slices take.
 const MAX_TEXT_BYTES: u64 = 1 << 30;
+
+/// A file that a mask's expression names, within the same limits, for a library: it writes no outputs that could replace it.
+pub fn text_of(path: &str) -> Result<String, String> {
+    let limits = ReadLimits { most_bytes: MAX_TEXT_BYTES, pipe: PIPE };
+    OpenFile::open(Path::new(path)).and_then(|mut file| file.text(limits)).map_err(|error| error.to_string())
+}
 
 /// Reads the mask that `argument` names.
 pub fn load(argument: &str) -> Result<Mask, CliError> {

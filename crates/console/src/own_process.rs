@@ -3,15 +3,18 @@
 use std::io::{self, Read};
 use std::process::{Child, ChildStdin, ChildStdout, Command, ExitStatus};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use std::{mem, thread};
 
 use crate::interrupt::Cleanup;
 
 /// Between two looks at whether one has ended.
 const LOOK: Duration = Duration::from_millis(10);
+/// A process that is asked to end has so long for the processes that it has started itself, and their files.
+const GRACE: Duration = Duration::from_secs(2);
 
-/// A process that is killed when this goes, or when we are interrupted.
+/// A process that ends when this goes, or when we are interrupted. It is killed; where its standard input is a pipe that nobody has taken
+/// ([`OwnProcess::stdin`]), that is closed first, and it is killed unless it ends by itself then.
 #[derive(Debug)]
 pub struct OwnProcess {
     child: Arc<Mutex<Child>>,
@@ -22,9 +25,15 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Kills a process that still runs, and waits for its end.
+/// Ends a process that still runs, and waits for it.
 fn end(child: &mut Child) {
-    if matches!(child.try_wait(), Ok(None)) {
+    let asked = Instant::now();
+    let grace = if child.stdin.take().is_some() { GRACE } else { Duration::ZERO };
+    while matches!(child.try_wait(), Ok(None)) {
+        if asked.elapsed() < grace {
+            thread::sleep(LOOK);
+            continue;
+        }
         // One that ends by itself meanwhile has nothing to be killed.
         child.kill().ok();
         child.wait().ok();
@@ -118,6 +127,22 @@ mod tests {
         let process = OwnProcess::start(Command::new("sleep").arg("60")).unwrap();
         let entry = format!("/proc/{}", process.id());
         assert!(process.runs() && Path::new(&entry).exists());
+        drop(process);
+        assert!(!Path::new(&entry).exists());
+    }
+
+    #[test]
+    fn it_ends_what_it_has_started_when_its_input_closes() {
+        let folder = tempfile::tempdir().unwrap();
+        let ended = folder.path().join("ended");
+        let mut command = Command::new("sh");
+        command.args(["-c", "cat > /dev/null; echo > \"$0\""]).arg(&ended).stdin(Stdio::piped());
+        drop(OwnProcess::start(&mut command).unwrap());
+        assert!(ended.exists(), "it was killed before it could end by itself");
+
+        let mut deaf = Command::new("sleep");
+        let process = OwnProcess::start(deaf.arg("60").stdin(Stdio::piped())).unwrap();
+        let entry = format!("/proc/{}", process.id());
         drop(process);
         assert!(!Path::new(&entry).exists());
     }

@@ -1,5 +1,6 @@
 //! The ranks that `--device` names: threads on CPUs or GPUs, or this process as one of several.
 
+use std::error::Error;
 use std::ops::Deref;
 use std::path::Path;
 use std::sync::Arc;
@@ -41,9 +42,22 @@ pub struct RankProcess {
     alone: CudaMachine,
 }
 
+/// Starts the threads that references and checks compute on. Where they are first needed it is too late for an error.
+fn start_threads() -> Result<(), CliError> {
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    match rayon::ThreadPoolBuilder::new().build_global() {
+        // Without a source, they run already.
+        Err(error) if error.source().is_some() => {
+            Err(CliError::Threads { threads, reason: error.to_string() })
+        }
+        _ => Ok(()),
+    }
+}
+
 impl RankMachine {
     /// The CPU, or as many GPUs as there are ranks, all of them for `None`.
     pub fn open(device: Device, cp_size: Option<usize>, transport: TransportKind) -> Result<Self, CliError> {
+        start_threads()?;
         match (device, transport) {
             (Device::Cpu, TransportKind::Auto) => Ok(Self::Cpu(device::cpu_name())),
             (Device::Cpu, named) => Err(CliError::flag("--transport", named.to_string(), FlagFault::ForGpus)),
@@ -87,6 +101,7 @@ impl RankMachine {
         transport: TransportKind,
         topology: Topology,
     ) -> Result<Self, CliError> {
+        start_threads()?;
         let timing = Timing::Spans;
         let machine = gpu_of_rank(rendezvous, launch.local_rank, timing, transport, topology)?;
         let alone = CudaMachine::new(vec![machine.device().clone()], timing);

@@ -81,7 +81,7 @@ impl Solution {
         let idle = (0..dispatch.cp_size()).filter(|&rank| dispatch.chunks(rank).is_empty()).count();
         if idle > 0 {
             console::note(&format!(
-                "note: {idle} of {} ranks own no rows: there are {} of {}; use fewer ranks, or a smaller --chunk-size",
+                "note: {idle} of {} ranks own no rows: the mask has {} of {}; use fewer ranks, or a smaller --chunk-size",
                 dispatch.cp_size(),
                 console::count(dispatch.num_chunks(), "chunk"),
                 console::count(dispatch.chunk_size(), "row"),

@@ -23,6 +23,7 @@
 #![allow(unsafe_code)]
 
 mod backend;
+mod described_gpu;
 mod environment;
 mod headers;
 pub mod kernel;
@@ -33,8 +34,8 @@ mod transport;
 mod transport_fault;
 
 pub use backend::{
-    CudaBackend, CudaBarrier, CudaBuffer, CudaKernel, CudaSignal, CudaStream, GraphRun, PassOrder, Passes,
-    PlainProducts, Timing, exec_error,
+    CudaBackend, CudaBarrier, CudaBuffer, CudaKernel, CudaSignal, CudaStream, CudaTables, GraphRun,
+    PassOrder, Passes, PlainProducts, Timing, exec_error,
 };
 pub use counterpoint_driver::{
     AllocationError, Arch, CACHE_OWNER_VARIABLE, CACHE_VARIABLE, CacheUse, CacheWarning, CachedCubin,
@@ -48,6 +49,7 @@ pub use counterpoint_driver::{
 pub use counterpoint_nccl::{
     NcclFault, NcclRank, NcclSettingFault, NcclSettings, NcclSums, decide_about_nccl,
 };
+pub use described_gpu::DescribedGpu;
 pub use environment::ENVIRONMENT;
 pub use headers::kernel_source;
 pub use kernel::{

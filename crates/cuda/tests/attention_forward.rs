@@ -5,9 +5,9 @@ use std::sync::Arc;
 
 use counterpoint_cuda::kernel::{
     AttentionForward, AttentionProblem, ElementType, ForwardMode, ForwardModeEnd, ForwardTarget,
-    ForwardTensors, ResultTensors, StateTensors,
+    ForwardTensors, HopperForwardTables, ResultTensors, StateTensors,
 };
-use counterpoint_cuda::{Device, DeviceBuffer, Stream, StreamPriority, compiler_version};
+use counterpoint_cuda::{DescribedGpu, Device, DeviceBuffer, Stream, StreamPriority, compiler_version};
 use counterpoint_mask::{Band, Mask, Range};
 use half::bf16;
 use rand::{RngExt, SeedableRng};
@@ -149,7 +149,9 @@ impl Case {
                 },
                 max_logits: false,
             };
-            let forward = AttentionForward::new(stream, &problem, mode).unwrap();
+            let gpu = DescribedGpu::of(stream.device());
+            let tables = HopperForwardTables::new(&gpu, &problem, mode).unwrap();
+            let forward = AttentionForward::new(stream, &problem, mode, &tables).unwrap();
             let tensors = ForwardTensors {
                 q: q.address().into(),
                 k: k.address().into(),

@@ -6,9 +6,12 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use counterpoint_choose::{PlanConfig, plan_mask};
-use counterpoint_cuda::{CudaMachine, Device, DriverCalls, Stream, StreamPriority, Timing, TransportKind};
+use counterpoint_cuda::{
+    Arch, CudaMachine, DescribedGpu, Device, DriverCalls, Stream, StreamPriority, Timing, TransportKind,
+};
 use counterpoint_exec::{
-    AttentionCalls, Backend, BackwardTensors, ExecError, ForwardTensors, Group, HostTensor, Machine, Pass,
+    AttentionCalls, AttentionTask, Backend, BackwardTensors, ExecError, ForwardTensors, Group, HostTensor,
+    Machine, Pass, StepTables, TablesFault,
 };
 use counterpoint_mask::{Documents, Mask};
 use counterpoint_plan::{AttentionSpec, DType, GradientShares, Plan};
@@ -145,6 +148,80 @@ fn tables_of_a_mask_are_one_copy_and_calls_copy_nothing() {
         }
         group.close().unwrap();
     }
+}
+
+fn task(plan: &Plan, deterministic: bool) -> AttentionTask<'_> {
+    AttentionTask::new(plan, &SPEC, Pass::ForwardBackward, OverlapPolicy::default(), deterministic)
+}
+
+/// Made from what its description says in another process, they cost a rank the same copies, and nothing else of the driver.
+#[test]
+fn tables_made_ahead_are_uploaded_as_others_are() {
+    if support::no_compiler() || !hollow_driver::is_loaded("tables_made_ahead_are_uploaded_as_others_are") {
+        return;
+    }
+    for ranks in [1, 2] {
+        let machine = CudaMachine::for_ranks(ranks, Timing::Off).unwrap();
+        let group = Group::connect(&machine, ranks, config()).unwrap();
+        let described = serde_json::to_string(&group.ranks()[0].backend().described()).unwrap();
+        for (number, deterministic) in [(0, false), (1, true), (2, false), (3, true)] {
+            let plan = plan(ranks, number);
+            let task = task(&plan, deterministic);
+            let gpu: DescribedGpu = serde_json::from_str(&described).unwrap();
+            let bytes = (0..ranks).map(|rank| task.tables(&gpu, rank).unwrap().to_bytes());
+            let ahead: Vec<_> = bytes.map(|bytes| StepTables::from_bytes(&bytes).unwrap()).collect();
+            // The first one loads kernels.
+            drop(group.attention_of(&task).unwrap());
+            let (made, asked) = DriverCalls::of(|| group.attention_of(&task)).unwrap();
+            let (given, asked_given) = DriverCalls::of(|| group.attention_with(&task, &ahead)).unwrap();
+            let (made, given) = (made.unwrap(), given.unwrap());
+            assert_eq!(asked_given.uploads(), asked.uploads(), "{ranks} ranks, mask {number}: {asked_given}");
+            assert_eq!(asked_given.synchronizations(), asked.synchronizations(), "{asked_given}");
+            assert_eq!(given.forward_operations(), made.forward_operations());
+            assert_eq!(given.backward_operations(), made.backward_operations());
+            let tensors = tensors(&group, &plan);
+            for pass in [Pass::Forward, Pass::ForwardBackward] {
+                assert_eq!(counted(&given, &tensors, pass).0.uploads(), 0, "{ranks} ranks, mask {number}");
+            }
+        }
+        group.close().unwrap();
+    }
+}
+
+/// With both devices named. The group is as before.
+#[test]
+fn tables_for_another_device_are_refused() {
+    if support::no_compiler() || !hollow_driver::is_loaded("tables_for_another_device_are_refused") {
+        return;
+    }
+    let machine = CudaMachine::for_ranks(1, Timing::Off).unwrap();
+    let group = Group::connect(&machine, 1, config()).unwrap();
+    let own = group.ranks()[0].backend().described();
+    let plan = plan(1, 0);
+    let task = task(&plan, false);
+    let others = [
+        DescribedGpu { sm_count: own.sm_count - 18, ..own.clone() },
+        DescribedGpu { arch: Arch::SM_90, ..own.clone() },
+        DescribedGpu { name: "NVIDIA H100 80GB HBM3".to_owned(), ..own.clone() },
+    ];
+    for other in others {
+        let tables = task.tables(&other, 0).unwrap();
+        let error = group.attention_with(&task, &[tables]).map(drop).unwrap_err();
+        assert!(
+            matches!(error, ExecError::Tables { rank: 0, reason: TablesFault::Device { .. } }),
+            "{error}"
+        );
+        assert_eq!(
+            error.to_string(),
+            format!(
+                "rank 0 does not take these step tables: they are for {other}, and this rank is on {own}; make them by the \
+                 description of the rank's group"
+            )
+        );
+    }
+    let tables = task.tables(&own, 0).unwrap();
+    drop(group.attention_with(&task, &[tables]).unwrap());
+    group.close().unwrap();
 }
 
 /// Where a thread has no context, as that of PyTorch's backwards, a call sets this GPU's once and takes it back at its end. A thread

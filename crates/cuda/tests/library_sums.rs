@@ -140,24 +140,6 @@ fn ranks_of_a_process_each_are_summed_by_nccl_itself() {
     });
 }
 
-/// Nothing is decided for a program of somebody else's: whoever has not said whether NCCL may make multicast objects is asked.
-#[test]
-fn a_process_that_has_not_decided_about_multicast_is_asked() {
-    let name = "a_process_that_has_not_decided_about_multicast_is_asked";
-    if support::no_compiler() || !hollow_driver::is_loaded(name) {
-        return;
-    }
-    // SAFETY: no other thread of this process is there yet.
-    let set = |name: &str, value: &str| unsafe { std::env::set_var(name, value) };
-    set("HOLLOW_DRIVER_OFFERS_MULTICAST", "1");
-    set("NCCL_NVLS_ENABLE", "");
-    let devices = (0..RANKS).map(|ordinal| Device::open(ordinal).unwrap()).collect();
-    let machine = CudaMachine::new(devices, Timing::Off).unwrap();
-    let machine = machine.with_transport("nccl".parse().unwrap()).unwrap();
-    let error = Group::connect(&machine, RANKS, config()).map(drop).unwrap_err().to_string();
-    assert!(error.contains("set NCCL_NVLS_ENABLE before this process starts: to 0, or to 2"), "{error}");
-}
-
 /// Rank 0 is inside NCCL by then, which waits for rank 1 for ever, and is given up.
 #[test]
 fn a_rank_that_waits_inside_nccl_hears_that_another_has_failed() {

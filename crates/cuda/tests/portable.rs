@@ -6,9 +6,10 @@ use std::sync::Arc;
 use bytemuck::{AnyBitPattern, NoUninit};
 use counterpoint_cuda::kernel::{
     AttentionProblem, BackwardMode, BackwardTensors, DqBegin, ElementType, ForwardMode, ForwardModeEnd,
-    ForwardTarget, ForwardTensors, PortableBackward, PortableForward, ResultTensors, StateTensors,
+    ForwardTarget, ForwardTensors, PortableBackward, PortableBackwardTables, PortableForward, ResultTensors,
+    StateTensors,
 };
-use counterpoint_cuda::{Device, DeviceBuffer, Stream, StreamPriority, compiler_version};
+use counterpoint_cuda::{DescribedGpu, Device, DeviceBuffer, Stream, StreamPriority, compiler_version};
 use counterpoint_exec::{AttentionInputs, AttentionOutputs, HostElement, HostTensor, Pass, random_inputs};
 use counterpoint_mask::{Band, Mask, Range};
 use counterpoint_plan::{AttentionSpec, DType, GradientShares};
@@ -114,7 +115,9 @@ fn compute<T: HostElement + AnyBitPattern + NoUninit>(
             false => (ForwardModeEnd::State, ForwardTarget::State(state)),
         };
         let mode = ForwardMode { continues, end, max_logits: spec.max_logits };
-        let forward = PortableForward::new(stream, &problem(bands.clone()), mode).unwrap();
+        let problem = problem(bands.clone());
+        let tables = PortableForward::tables(&DescribedGpu::of(stream.device()), &problem, mode).unwrap();
+        let forward = PortableForward::new(stream, &problem, mode, &tables).unwrap();
         let begin = continues.then_some(state);
         let tensors = ForwardTensors {
             q: q.address().into(),
@@ -158,7 +161,9 @@ fn compute<T: HostElement + AnyBitPattern + NoUninit>(
         false => poisoned::<f32>(stream, &shape),
     });
     let mode = BackwardMode { dq: DqBegin::Anything, rounds_queries: false, rounds_keys: run.rounds_keys };
-    let backward = PortableBackward::new(stream, &problem(mask.bands().collect()), mode).unwrap();
+    let problem = problem(mask.bands().collect());
+    let tables = PortableBackwardTables::new(&DescribedGpu::of(stream.device()), &problem).unwrap();
+    let backward = PortableBackward::new(stream, &problem, mode, &tables).unwrap();
     let tensors = BackwardTensors {
         q: q.address().into(),
         k: k.address().into(),

@@ -7,7 +7,10 @@ use std::time::Instant;
 use counterpoint_plan::DType;
 use counterpoint_schedule::{BufferSpec, OverlapPolicy, Program, SignalId, Span, StreamSpec};
 
-use crate::{ExecError, HostTensor, OpPlace, Profiler};
+use crate::{DescribedDevice, ExecError, HostTensor, OpPlace, Profiler};
+
+/// Tables of a Program for a backend's device.
+pub type TablesOf<B> = <<B as Backend>::Device as DescribedDevice>::Tables;
 
 /// Which times runs take.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -62,6 +65,11 @@ pub trait Backend: Clone + Send + Sync {
     type Signal: Clone + Send;
     /// A compute operation made ready to run many times.
     type Kernel: Send;
+    /// What tables of Programs depend on of its device.
+    type Device: DescribedDevice;
+
+    /// Its device as a value, by which any process can make tables for it.
+    fn described(&self) -> Self::Device;
 
     /// This rank.
     fn rank(&self) -> usize;
@@ -198,8 +206,8 @@ pub trait Backend: Clone + Send + Sync {
         Ok(())
     }
 
-    /// Makes a compute operation ready: checks shapes and types, builds what every run shares. Memory that it needs while it runs it adds
-    /// to `scratch`, whose first is the buffer behind the Program's last: as scratch buffers of the Program it is the rank's, which Programs
+    /// Makes a compute operation ready by the tables of its Program: checks shapes and types, builds what every run shares. Memory that it
+    /// needs while it runs it adds to `scratch`, whose first is the buffer behind the Program's last: as scratch buffers of the Program it is the rank's, which Programs
     /// share, those of a name the same.
     ///
     /// # Errors
@@ -208,6 +216,7 @@ pub trait Backend: Clone + Send + Sync {
         &self,
         program: &Program,
         index: usize,
+        tables: &TablesOf<Self>,
         scratch: &mut Vec<BufferSpec>,
     ) -> Result<Self::Kernel, ExecError>;
 

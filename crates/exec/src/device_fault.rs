@@ -43,6 +43,9 @@ pub enum DeviceFault {
     /// A machine without ranks.
     #[error("it has no rank")]
     NoRank,
+    /// Tables that are not those of the Program.
+    #[error("the tables of its Program have nothing for it")]
+    NoTables,
     /// CPU ranks do not capture.
     #[error("CPU ranks have no graphs")]
     NoGraphs,

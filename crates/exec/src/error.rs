@@ -8,7 +8,7 @@ use thiserror::Error;
 
 use crate::{
     CaptureFault, CollectiveDifference, CollectiveFault, DeviceFault, PolicyFault, ProgramFault,
-    RendezvousError, TensorFault,
+    RendezvousError, TablesFault, TensorFault,
 };
 
 /// Why a run ended without a result.
@@ -90,6 +90,14 @@ pub enum ExecError {
         program: String,
         /// Why not, and what to do.
         reason: CaptureFault,
+    },
+    /// Step tables that were made ahead are not those that are wanted. Nothing has been made ready.
+    #[error("rank {rank} does not take these step tables: {reason}")]
+    Tables {
+        /// The rank that was given them.
+        rank: usize,
+        /// What is wrong with them, and what to do.
+        reason: TablesFault,
     },
     /// A call of a group that has been closed.
     #[error("the group of rank {rank} is closed; join a new one")]

@@ -16,6 +16,7 @@ mod collective_fault;
 mod communicator;
 mod cpu;
 mod cpu_transport;
+mod described_device;
 mod device_fault;
 mod environment;
 mod error;
@@ -50,6 +51,7 @@ mod rendezvous_error;
 mod rendezvous_fault;
 mod shared_rings;
 mod slow_link;
+mod tables_fault;
 mod tcp;
 mod tensor_fault;
 mod transport;
@@ -57,11 +59,12 @@ mod wire_tensor;
 mod world;
 
 pub use attention::{
-    AttentionCalls, AttentionInputs, AttentionOutputs, AttentionRank, AttentionRun, BackwardTensors,
-    ForwardTensors, Measurement, PreparedAttention, RankBuffer, RankProblem, RanksRun, RunConfig,
-    rank_outputs, run_attention, run_attention_on, run_attention_process, run_attention_ranks,
+    AttentionCalls, AttentionInputs, AttentionOutputs, AttentionRank, AttentionRun, AttentionTask,
+    BackwardTensors, ForwardTensors, Measurement, PreparedAttention, RankBuffer, RankProblem, RanksRun,
+    RunConfig, StepTables, TablesOfRank, rank_outputs, run_attention, run_attention_on,
+    run_attention_process, run_attention_ranks,
 };
-pub use backend::{Backend, BufferAccess, RunContext, RunTimes};
+pub use backend::{Backend, BufferAccess, RunContext, RunTimes, TablesOf};
 pub use collective_fault::{CaptureFault, CollectiveDifference, CollectiveFault};
 pub use communicator::{Communicator, Handle};
 pub use counterpoint_cpu_kernels::{
@@ -73,6 +76,7 @@ pub use cpu::{
     MemoryKeeper,
 };
 pub use cpu_transport::{CpuCollective, CpuTransport};
+pub use described_device::{DescribedCpu, DescribedDevice};
 pub use device_fault::DeviceFault;
 pub use environment::EnvironmentVariable;
 pub use error::{ExecError, Stall};
@@ -119,6 +123,7 @@ pub use rendezvous_error::RendezvousError;
 pub use rendezvous_fault::{ConnectionFault, SeatFault, SeekFault, SeveralHosts, StoreFault, VariableFault};
 pub use shared_rings::{RING_WORDS, SharedRings};
 pub use slow_link::{SlowLink, SlowNetwork};
+pub use tables_fault::TablesFault;
 pub use tcp::{Mesh, TcpLoopback, TcpMachine};
 pub use tensor_fault::TensorFault;
 pub use transport::{CollectiveCall, CollectiveContext, Transport};

@@ -2,7 +2,7 @@
 
 use counterpoint_schedule::{BufferSpec, GroupCast, GroupReduce, Op, OverlapPolicy, Program};
 
-use crate::{Backend, CaptureFault, ExecError, OpPlace, PlanIdentity};
+use crate::{Backend, CaptureFault, ExecError, OpPlace, PlanIdentity, TablesOf};
 
 /// Moves rows between ranks for one rank of a [`Backend`]. The n-th collective that one rank enqueues is matched with the n-th of
 /// every other, whatever streams they are on.
@@ -45,7 +45,7 @@ pub trait Transport<B: Backend>: Send + Sync {
         context: &CollectiveContext<'_>,
     ) -> Result<Self::Collective, ExecError>;
 
-    /// Makes the parts of a fused operation ready as one, or gives `None` where there is no kernel for them: they are then enqueued one
+    /// Makes the parts of a fused operation ready as one, by the tables of its Program, or gives `None` where there is no kernel for them: they are then enqueued one
     /// after the other. All ranks find the same.
     ///
     /// # Errors
@@ -56,6 +56,7 @@ pub trait Transport<B: Backend>: Send + Sync {
         _place: &OpPlace,
         _parts: &[Op],
         _program: &Program,
+        _tables: &TablesOf<B>,
     ) -> Result<Option<Self::Collective>, ExecError> {
         Ok(None)
     }

@@ -83,8 +83,8 @@ pub enum MaskError {
     },
     /// Cumulative starts that decrease.
     #[error(
-        "cumulative starts must not decrease, but number {index} is {value} after {previous}; \
-         for lengths of documents write lengths=..."
+        "cumulative starts must not decrease, but number {index} is {value} after {previous}: \
+         give where documents start, and not their lengths"
     )]
     StartsDecrease {
         /// Position of the smaller value, counted from 0.

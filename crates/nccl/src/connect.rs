@@ -11,7 +11,7 @@ use counterpoint_driver::{
 };
 use counterpoint_exec::World;
 
-use super::variables::{host_is_set, multicast_is_decided};
+use super::variables::host_is_set;
 use super::{
     Among, ConnectedRanks, End, LOOK, NcclFault, NcclMessage, NcclRank, NcclSettings, explain, go_on, group,
 };
@@ -25,8 +25,8 @@ impl NcclRank {
     /// at the limit.
     ///
     /// # Errors
-    /// [`CudaError::NoNccl`]; [`CudaError::Transport`] when two ranks share a GPU, and when a variable of NCCL's must be set first;
-    /// NCCL's own, also when it is not ready at the limit.
+    /// [`CudaError::NoNccl`]; [`CudaError::Transport`] when two ranks share a GPU; NCCL's own, also when it is not ready at
+    /// the limit.
     pub fn connect(
         connected: &ConnectedRanks,
         devices: &[Device],
@@ -43,7 +43,6 @@ impl NcclRank {
         if let Some(ends) = connected.0.take(&among) {
             return Ok(Self::of_ends(nccl, connected, among, ends, 0, world, &Arc::default()));
         }
-        devices.iter().try_for_each(multicast_is_decided)?;
         let (sender, receiver) = mpsc::channel();
         let (count, devices, world) = (devices.len(), devices.to_vec(), world.clone());
         let connected = connected.clone();
@@ -92,7 +91,7 @@ impl NcclRank {
     /// [`CudaError::NoNccl`]; [`CudaError::Transport`] when a variable of NCCL's must be set first; NCCL's own.
     pub fn unique_id(seat: &NcclSeat<'_>) -> Result<Vec<u8>, CudaError> {
         let nccl = Nccl::get()?;
-        seat.is_decided()?;
+        host_is_set(seat.host)?;
         unique_id(nccl).map(|id| id.bytes.to_vec())
     }
 
@@ -106,7 +105,7 @@ impl NcclRank {
     /// As [`NcclRank::connect`].
     pub fn join(seat: NcclSeat<'_>, number: u64, unique_id: &[u8]) -> Result<Self, CudaError> {
         let nccl = Nccl::get()?;
-        seat.is_decided()?;
+        host_is_set(seat.host)?;
         let id = NcclUniqueId { bytes: std::array::from_fn(|at| unique_id.get(at).copied().unwrap_or(0)) };
         let NcclSeat { connected, device, rank, world, sent, settings, .. } = seat;
         let (sender, receiver) = mpsc::channel();
@@ -208,14 +207,6 @@ pub struct NcclSeat<'a> {
     pub settings: NcclSettings,
     /// What exchanges send is added to it, in bytes.
     pub sent: &'a Arc<AtomicU64>,
-}
-
-impl NcclSeat<'_> {
-    /// NCCL looks at its variables once a process: here at the latest.
-    fn is_decided(&self) -> Result<(), CudaError> {
-        multicast_is_decided(self.device)?;
-        host_is_set(self.host)
-    }
 }
 
 fn init_one(

@@ -19,15 +19,6 @@ pub enum NcclFault {
         /// Its GPU.
         device: String,
     },
-    /// Nobody has decided whether NCCL makes multicast objects.
-    #[error(
-        "NCCL would make multicast objects for NVLink, which a host may not allow; set {variable} before this process starts: to 0, or to 2 \
-         where they are allowed"
-    )]
-    MulticastUndecided {
-        /// The variable that decides.
-        variable: &'static str,
-    },
     /// Ranks of several nodes are on one host, and NCCL would find that out.
     #[error(
         "NCCL would take ranks of several nodes for those of one host; set {variable} to `{host}` for this rank before its process starts"

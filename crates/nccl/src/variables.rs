@@ -1,5 +1,5 @@
-//! NCCL's environment variables that no communicator's configuration has a field for: a command of ours sets them before it has threads,
-//! other programs are asked to set them.
+//! NCCL's environment variables that no communicator's configuration has a field for. A command of ours sets them before it has threads; in
+//! a program of somebody else's they stay as they are, for its own communicators too.
 //!
 //! NCCL reads each of them once a process, so what is set for a communicator of ours would hold for all later ones, PyTorch's among them,
 //! and what was read for an earlier one holds for ours. Nor may a process with threads set any: C functions read the environment at any
@@ -7,7 +7,7 @@
 
 use std::{env, fs};
 
-use counterpoint_driver::{CudaError, Device};
+use counterpoint_driver::CudaError;
 
 use super::NcclFault;
 
@@ -30,28 +30,15 @@ pub fn decide_about_nccl(host: Option<&str>) {
     }
 }
 
-/// NCCL makes multicast objects when it connects ranks on GPUs that have them, unless somebody has decided about that.
-pub(crate) fn multicast_is_decided(device: &Device) -> Result<(), CudaError> {
-    match device.offers_multicast() && !is_set(MULTICAST) {
-        true => refuse(NcclFault::MulticastUndecided { variable: MULTICAST }),
-        false => Ok(()),
-    }
-}
-
 /// Ranks of one host may stand for ranks of several.
 pub(crate) fn host_is_set(host: Option<&str>) -> Result<(), CudaError> {
-    match host.filter(|_| !is_set(HOST)) {
-        None => Ok(()),
-        Some(host) => refuse(NcclFault::HostUnset { variable: HOST, host: host.to_owned() }),
-    }
+    let Some(host) = host.filter(|_| !is_set(HOST)) else { return Ok(()) };
+    let reason = NcclFault::HostUnset { variable: HOST, host: host.to_owned() };
+    Err(CudaError::Transport { transport: "nccl", reason: reason.into() })
 }
 
 fn is_set(name: &str) -> bool {
     env::var_os(name).is_some_and(|value| !value.is_empty())
-}
-
-fn refuse(fault: NcclFault) -> Result<(), CudaError> {
-    Err(CudaError::Transport { transport: "nccl", reason: fault.into() })
 }
 
 #[cfg(test)]

@@ -6,6 +6,7 @@
 #![warn(clippy::unwrap_used)]
 
 mod bounds;
+mod byte_format;
 mod cache;
 mod dispatch;
 mod division;
@@ -35,6 +36,7 @@ mod transformer;
 mod work;
 
 pub use bounds::TrafficBounds;
+pub use byte_format::{ByteFormat, BytesFault, Rest};
 pub use cache::PlanCache;
 pub use dispatch::{
     ChunkWork, Dispatch, chunk_work, chunk_work_with_offload, chunk_work_without, received_rows,

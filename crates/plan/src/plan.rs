@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::exchange::PlacedRows;
 use crate::runs::Runs;
-use crate::{Dispatch, GroupPart, HostedWork, Topology, TwoLevelExchange};
+use crate::{ByteFormat, Dispatch, GroupPart, HostedWork, Topology, TwoLevelExchange};
 
 /// One stage of one rank. Stage 0 is the local work: its key buffer is the rank's own key rows and nothing moves.
 /// Stage `s > 0` has a key buffer of its own, filled by one group-cast.
@@ -103,6 +103,10 @@ pub struct Plan {
 }
 
 impl Plan {
+    /// How plans are written for other processes. The number counts up when they have other fields, or mean something else by them: a test of
+    /// crate `choose` has recorded one.
+    pub const BYTES: ByteFormat = ByteFormat::new(*b"CPPL", "plan", 1);
+
     /// The two levels of its exchange, whose ranks are laid out as `topology` says. On one node only the near part is not empty, and is
     /// the flat exchange.
     ///

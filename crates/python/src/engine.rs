@@ -11,9 +11,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use counterpoint_cuda::GraphHandles;
 use counterpoint_exec::{
     AttentionCalls, Backend, BackwardTensors, BufferAccess, DeviceFault, ExecError, ExpertLayer,
-    ForwardTensors, Group, Machine, MemoryKeeper, Pass, Prepared, RunTimes, TensorFault, Ticket,
+    ForwardTensors, Group, Machine, MemoryKeeper, Prepared, RunTimes, TablesOfRank, TensorFault, Ticket,
 };
 use counterpoint_schedule::Timeline;
+use pyo3::pybacked::PyBackedBytes;
 
 use callers::{CallerStream, CallerStreams, Callers};
 
@@ -48,11 +49,13 @@ pub(crate) struct PassCall {
 
 /// What the engine does for a group of ranks.
 pub(crate) trait Engine: Send + Sync {
-    /// Makes a plan ready to be called: local. `stream` is the one of which it is known whether it captures.
+    /// Makes a plan ready to be called: local. `stream` is the one of which it is known whether it captures; `tables` are step tables that
+    /// were made ahead, those of each rank here.
     fn prepare(
         self: Arc<Self>,
         content: Arc<Content>,
         stream: Option<u64>,
+        tables: Option<&[PyBackedBytes]>,
     ) -> Result<Arc<dyn Passes>, ExecError>;
     /// Likewise to be called and measured.
     fn measured(self: Arc<Self>, content: Arc<Content>) -> Arc<dyn Passes>;
@@ -185,6 +188,16 @@ where
             lock(&self.kept).extend(keepers);
         }
         result
+    }
+
+    /// Step tables of the ranks here.
+    fn read(&self, tables: &[PyBackedBytes]) -> Result<Vec<TablesOfRank<M>>, ExecError> {
+        let first = self.group.ranks_here().start;
+        let read = tables.iter().enumerate().map(|(at, bytes)| {
+            TablesOfRank::<M>::from_bytes(bytes)
+                .map_err(|reason| ExecError::Tables { rank: first + at, reason })
+        });
+        read.collect()
     }
 
     /// Waits for calls where nothing else does.
@@ -397,15 +410,17 @@ where
         self: Arc<Self>,
         content: Arc<Content>,
         stream: Option<u64>,
+        tables: Option<&[PyBackedBytes]>,
     ) -> Result<Arc<dyn Passes>, ExecError> {
         self.group.poll()?;
         if self.captures(stream.and_then(|stream| self.callers(stream)).as_deref())? {
             let (rank, place) = (self.group.ranks_here().start, "a capture".to_owned());
             return Err(ExecError::Device { rank, place, reason: DeviceFault::CaptureBeforeCall });
         }
-        let Content { plan, spec, choices, deterministic, .. } = &*content;
-        let (pass, policies) = (Pass::ForwardBackward, choices.policies);
-        let calls = self.group.attention(plan, spec, pass, policies, *deterministic)?;
+        let calls = match tables {
+            None => self.group.attention_of(&content.task())?,
+            Some(tables) => self.group.attention_with(&content.task(), &self.read(tables)?)?,
+        };
         Ok(Arc::new(Ready { joined: self, content, calls, is_captured: AtomicBool::new(false) }))
     }
 

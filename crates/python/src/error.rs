@@ -71,6 +71,7 @@ impl Raised for ExecError {
             | Self::CollectiveOrder { .. }
             | Self::PlanDiffers { .. }
             | Self::Rendezvous(RendezvousError::Disagreement { .. }) => "MismatchError",
+            Self::Tables { .. } => "PlanError",
             Self::Stalled(_) => "StalledError",
             Self::RankPanicked { .. } | Self::Program { .. } | Self::DataRace { .. } => "InternalError",
             Self::OutOfMemory { .. } => "OutOfMemoryError",
@@ -84,6 +85,7 @@ impl Raised for ExecError {
         match self {
             Self::Policy { rank, .. }
             | Self::Program { rank, .. }
+            | Self::Tables { rank, .. }
             | Self::BadCollective { rank, .. }
             | Self::RankPanicked { rank, .. }
             | Self::Thread { rank, .. }

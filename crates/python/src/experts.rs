@@ -108,13 +108,20 @@ const AHEAD: usize = 64;
 /// The layers of experts of a group: those that are ready, each under one routing for one call, and how the passes of each are run.
 pub(crate) struct Experts<M: Machine> {
     ready: Kept<(ExpertKey, LayerCall), ExpertLayer<M>>,
-    /// As the layer's first routing had it, which is the same on all ranks.
-    passes: Mutex<Vec<(ExpertFields, ExpertPasses)>>,
+    choices: Mutex<Vec<Choice>>,
+}
+
+/// How the passes of a layer are run: as is best for the first routing that the caller asked for. All ranks ask in one order, whichever
+/// pass their threads come to first.
+struct Choice {
+    layer: ExpertFields,
+    first: Arc<Routing>,
+    passes: Option<ExpertPasses>,
 }
 
 impl<M: Machine> Default for Experts<M> {
     fn default() -> Self {
-        Self { ready: Kept::of(KEPT_PASSES, AHEAD), passes: Mutex::new(Vec::new()) }
+        Self { ready: Kept::of(KEPT_PASSES, AHEAD), choices: Mutex::new(Vec::new()) }
     }
 }
 
@@ -132,6 +139,7 @@ where
     ) -> Result<Vec<Ticket<M::Backend>>, ExecError> {
         let ExpertCall { key, call, tensors, .. } = call;
         let buffers = split(group, key, tensors)?;
+        self.note(key);
         let named: Vec<Vec<_>> = buffers
             .iter()
             .map(|buffers| buffers.iter().map(|(name, buffer)| (name.as_str(), buffer.clone())).collect())
@@ -158,6 +166,7 @@ where
 
     /// As [`ExpertEngine::ask`].
     pub(crate) fn ask(&self, key: &ExpertKey, call: LayerCall) -> bool {
+        self.note(key);
         self.ready.ask(&(key.clone(), call))
     }
 
@@ -166,20 +175,33 @@ where
         self.ready.make(&(key.clone(), call), |turn| self.made(group, key, call, turn))
     }
 
-    /// How the passes of a layer are run: found once, for predicting takes longer than a step should.
+    /// Notes which routing a layer was first asked for with. In the caller's thread.
+    fn note(&self, ExpertKey { layer, routing }: &ExpertKey) {
+        let mut choices = self.choices.lock().unwrap_or_else(PoisonError::into_inner);
+        if choices.iter().all(|known| known.layer != *layer) {
+            choices.push(Choice { layer: layer.clone(), first: routing.clone(), passes: None });
+        }
+    }
+
+    /// How the passes of a layer are run: found once, for predicting takes longer than a step should. Before anybody has asked for one, as
+    /// they would be if this routing were the first.
     pub(crate) fn passes_of(
         &self,
         group: &Group<M>,
         ExpertKey { layer, routing }: &ExpertKey,
     ) -> Result<ExpertPasses, ExecError> {
-        let mut all = self.passes.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((_, passes)) = all.iter().find(|(known, _)| known == layer) {
-            return Ok(*passes);
+        let mut choices = self.choices.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = choices.iter_mut().find(|known| known.layer == *layer);
+        if let Some(passes) = known.as_ref().and_then(|known| known.passes) {
+            return Ok(passes);
         }
         let ExpertFields { spec, gradient, policy, .. } = *layer;
         let overlap = policy.map_or(ExpertOverlap::Predicted, ExpertOverlap::Policy);
-        let passes = overlap.passes(group.linear(), spec, routing, gradient)?;
-        all.push((layer.clone(), passes));
+        let first = known.as_ref().map_or(routing, |known| &known.first);
+        let passes = overlap.passes(group.linear(), spec, first, gradient)?;
+        if let Some(known) = known {
+            known.passes = Some(passes);
+        }
         Ok(passes)
     }
 

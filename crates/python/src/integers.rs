@@ -1,4 +1,6 @@
-//! Arguments that are numbers, in whatever form Python has them: lists, ranges, tensors, arrays.
+//! Arguments that are numbers, in whatever form Python has them: lists, ranges, tensors, arrays; and seconds.
+
+use std::time::Duration;
 
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
@@ -62,4 +64,10 @@ pub(crate) fn described(value: &Bound<'_, PyAny>) -> String {
         0..=60 => format!("{text} ({kind})"),
         _ => format!("a {kind}"),
     }
+}
+
+/// A time to wait.
+pub(crate) fn duration(py: Python<'_>, seconds: f64) -> PyResult<Duration> {
+    Duration::try_from_secs_f64(seconds)
+        .map_err(|_| raise(py, "Error", &format!("{seconds:e} is no number of seconds to wait"), &[]))
 }

@@ -4,13 +4,13 @@ use std::net::IpAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use counterpoint_exec::{ExecError, RendezvousError, Store, StoreFault};
+use counterpoint_exec::{ExecError, Group, Machine, RendezvousError, Store, StoreFault};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use crate::error::{raise, raised};
+use crate::integers::duration;
 use crate::interrupt::interruptible;
-use crate::ranks::duration;
 
 /// A `torch.distributed.Store`, by its methods `set`, `get` and `check`.
 pub(crate) struct PythonStore {
@@ -121,4 +121,9 @@ impl Attempt {
 /// An address as text.
 pub(crate) fn address(py: Python<'_>, text: &str) -> PyResult<IpAddr> {
     text.parse().map_err(|_| raise(py, "Error", &format!("{text:?} is no address of this host"), &[]))
+}
+
+/// A group whose calls run with collectives of other libraries, or by itself.
+pub(crate) fn placed<M: Machine>(group: Group<M>, beside_collectives: bool) -> Group<M> {
+    if beside_collectives { group.beside_collectives() } else { group }
 }

@@ -9,6 +9,7 @@ mod borrow;
 mod calls;
 mod capture;
 mod captured;
+mod described;
 mod engine;
 mod error;
 mod experts;
@@ -19,6 +20,7 @@ mod kept;
 mod linear;
 mod mask;
 mod numbered;
+mod pickled;
 mod process;
 mod ranks;
 mod routing;
@@ -46,6 +48,8 @@ mod _native {
     #[pymodule_export]
     use crate::calls::Calls;
     #[pymodule_export]
+    use crate::described::{Described, StepTables};
+    #[pymodule_export]
     use crate::join::Attempt;
     #[pymodule_export]
     use crate::mask::Mask;
@@ -70,6 +74,12 @@ mod _native {
     #[pyfunction]
     fn _search_packages(folders: Vec<std::path::PathBuf>) {
         counterpoint_cuda::search_packages(folders);
+    }
+
+    /// Rows of a chunk of a sequence of so many rows on so many ranks, where nobody says.
+    #[pyfunction]
+    fn _chunk_size(rows: usize, ranks: usize) -> usize {
+        counterpoint_choose::PlanConfig::new(ranks).chunk_size_for(rows)
     }
 
     /// The tuned plans for so many ranks that are in a file, or without one those that were kept on this machine, as text.

@@ -7,7 +7,7 @@ use counterpoint_mask::{
     AttnSlice, Documents, Mask as Native, MaskError, MaskType, PictureStyle, Range, Window,
 };
 use counterpoint_report::MaskDrawing;
-use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyTuple, PyType};
 
@@ -15,7 +15,7 @@ use crate::error::{engine, raise};
 use crate::integers::{described, limit, list, listed, size, sizes};
 use crate::numbered::Numbers;
 
-/// Which query row sees which key column. A value: hashable, equal by content, pickled as JSON.
+/// Which query row sees which key column. A value: hashable, equal where its slices are, pickled as JSON.
 ///
 /// >>> import counterpoint as cp
 /// >>> mask = cp.Mask("varlen-causal:lengths=3,5")
@@ -87,8 +87,7 @@ impl Mask {
         if text.trim_start().starts_with('{') {
             return made(py, || Native::from_json(&text));
         }
-        let read = |path: &str| std::fs::read_to_string(path).map_err(|error| error.to_string());
-        made(py, || Native::parse(&text, &read))
+        made(py, || Native::parse(&text, &counterpoint_console::mask_argument::text_of))
     }
 
     /// Every one of `s` queries sees every one of `keys` keys, which are as many if not given.
@@ -432,8 +431,7 @@ fn row<'py>(name: &str, value: &Bound<'py, PyAny>) -> PyResult<(Python<'py>, Vec
     let numbers = match nested {
         Ok(rows) if rows.len() == 1 => rows.into_iter().flatten().collect(),
         Ok(rows) if rows.len() > 1 => {
-            let message = format!("{name} has {} sequences; pack them into one", rows.len());
-            return Err(PyValueError::new_err(message));
+            return refuse(value.py(), format!("{name} has {} sequences; pack them into one", rows.len()));
         }
         _ => list(name, wanted, value)?,
     };

@@ -7,28 +7,29 @@ use std::time::Duration;
 
 use counterpoint_choose::TunedPlace;
 use counterpoint_console::tuned::{place_of_processes, place_of_threads};
-use counterpoint_cuda::{CudaMachine, CudaProcess, Device, Timing, TransportKind};
+use counterpoint_cuda::{CudaMachine, CudaProcess, DescribedGpu, Device, Timing, TransportKind};
 use counterpoint_exec::{
-    CpuMachine, DeviceFault, ExecError, ExpertPass, Group, JoinConfig, Machine, PlanningThreads, SlowLink,
-    WorldConfig,
+    CpuMachine, DeviceFault, ExecError, ExpertPass, Group, JoinConfig, PlanningThreads, SlowLink, WorldConfig,
 };
-use counterpoint_plan::{PlanCache, Topology};
+use counterpoint_plan::PlanCache;
 use counterpoint_schedule::ReduceOp;
 use pyo3::prelude::*;
 
 use crate::allocator::PythonAllocator;
 use crate::borrow::Borrowed;
 use crate::calls::{Calls, Waits};
+use crate::described::{Described, GroupFacts, PlacedOn, StepTables};
 use crate::engine::{Engine, Joined};
 use crate::error::{engine, raise};
 use crate::experts::{ExpertCall, ExpertFields, ExpertKey};
+use crate::integers::duration;
 use crate::interrupt::{self, interruptible};
-use crate::join::{self, Attempt};
+use crate::join::{self, Attempt, placed};
 use crate::linear::{LayerKey, LinearCall, WantedTensor, named_call};
 use crate::process::Process;
 use crate::routing::Routing;
 use crate::rows::{RowAction, RowPattern, RowsCall, RowsKey, rows_of};
-use crate::site::{Site, measured};
+use crate::site::{Site, measured, topology};
 use crate::solution::{Content, Solution};
 use crate::splits::Splits;
 use crate::tuned;
@@ -36,10 +37,7 @@ use crate::tuned;
 /// Ranks that are joined: all of a group in this process, or one of several processes.
 #[pyclass(frozen, module = "counterpoint._native")]
 pub(crate) struct Ranks {
-    rank: Option<usize>,
-    size: usize,
-    transport: String,
-    site: Site,
+    facts: Arc<GroupFacts>,
     engine: Mutex<Option<Arc<dyn Engine>>>,
     /// Plans that were made for it, in host memory alone.
     plans: Mutex<PlanCache<Content>>,
@@ -76,6 +74,11 @@ impl Ranks {
         let (limit, site) = (duration(py, limit)?, Site::cpu(topology(size, 1), None));
         let slow_link = match slow_link {
             None => None,
+            Some((_, bytes_per_second)) if !(bytes_per_second.is_finite() && bytes_per_second > 0.0) => {
+                let message =
+                    format!("slow_link is {bytes_per_second} bytes a second; it must be more than 0");
+                return Err(raise(py, "PlanError", &message, &[]));
+            }
             Some((alpha, bytes_per_second)) => {
                 Some(SlowLink { alpha: duration(py, alpha)?, bytes_per_second, network: None })
             }
@@ -83,7 +86,8 @@ impl Ranks {
         let place = place_of_threads(slow_link);
         let group = engine(py, || Group::connect(&CpuMachine::new(0, slow_link)?, size, config(limit)))?;
         let (group, count) = tuned::following(group, plans, &place);
-        Ok(Self::with(None, "memory".into(), site, Tuned { place, count }, Arc::new(Joined::new(group))))
+        let facts = GroupFacts { rank: None, transport: "memory".into(), site, device: PlacedOn::Cpu };
+        Ok(Self::with(facts, Tuned { place, count }, Arc::new(Joined::new(group))))
     }
 
     /// This process as a rank of an attempt of processes to join.
@@ -111,7 +115,8 @@ impl Ranks {
         let group = placed(interruptible(py, joined, |_| {})?, beside_collectives);
         let place = place_of_processes(None);
         let (group, count) = tuned::following(group, plans, &place);
-        Ok(Self::with(Some(rank), "tcp".into(), site, Tuned { place, count }, Arc::new(Joined::new(group))))
+        let facts = GroupFacts { rank: Some(rank), transport: "tcp".into(), site, device: PlacedOn::Cpu };
+        Ok(Self::with(facts, Tuned { place, count }, Arc::new(Joined::new(group))))
     }
 
     /// Likewise with this process on the GPU of that number, which other ranks may share.
@@ -153,14 +158,16 @@ impl Ranks {
                 topology,
                 cost: process.cost(measured.as_ref()),
             };
-            let transport = process.transport().to_string();
+            let (transport, device) =
+                (process.transport().to_string(), PlacedOn::Gpu(DescribedGpu::of(process.device())));
             let group = placed(Group::connect_at(&rendezvous, process, size, world)?, beside_collectives);
             let place = TunedPlace { device: site.machine.clone(), transport: transport.clone() };
             let (group, count) = tuned::following(group, plans, &place);
-            Ok((Joined::new(group), transport, site, Tuned { place, count }))
+            let facts = GroupFacts { rank: Some(rank), transport, site, device };
+            Ok((Joined::new(group), facts, Tuned { place, count }))
         };
-        let (joined, transport, site, tuned) = interruptible(py, joined, |_| {})?;
-        Ok(Self::with(Some(rank), transport, site, tuned, Arc::new(joined)))
+        let (joined, facts, tuned) = interruptible(py, joined, |_| {})?;
+        Ok(Self::with(facts, tuned, Arc::new(joined)))
     }
 
     /// All `size` ranks in this process, on one GPU, with the allocator's memory.
@@ -190,34 +197,47 @@ impl Ranks {
         let transport = machine.transport().to_string();
         let place = TunedPlace { device: site.machine.clone(), transport };
         let (group, count) = tuned::following(group, plans, &place);
-        Ok(Self::with(None, "memory".into(), site, Tuned { place, count }, Arc::new(Joined::new(group))))
+        let device = PlacedOn::Gpu(DescribedGpu::of(&machine.devices()[0]));
+        let facts = GroupFacts { rank: None, transport: "memory".into(), site, device };
+        Ok(Self::with(facts, Tuned { place, count }, Arc::new(Joined::new(group))))
     }
 
     /// This process's rank; None where all are here.
     #[getter]
     fn rank(&self) -> Option<usize> {
-        self.rank
+        self.facts.rank
     }
 
     /// What moves rows between ranks.
     #[getter]
     fn transport(&self) -> &str {
-        &self.transport
+        &self.facts.transport
     }
 
     /// Number of ranks.
     #[getter]
     fn size(&self) -> usize {
-        self.size
+        self.facts.size()
     }
 
-    /// Makes a plan ready to be called. `stream` is PyTorch's current one; None on a thread that calls nothing. Local.
-    #[pyo3(signature = (solution, *, stream))]
-    fn prepare(slf: &Bound<'_, Self>, solution: &Solution, stream: Option<u64>) -> PyResult<Calls> {
+    /// The group as a value.
+    #[getter]
+    fn described(&self) -> Described {
+        Described { facts: self.facts.clone() }
+    }
+
+    /// Makes a plan ready to be called. `stream` is PyTorch's current one; None on a thread that calls nothing. `tables` are step tables that
+    /// were made ahead. Local.
+    #[pyo3(signature = (solution, *, stream, tables=None))]
+    fn prepare(
+        slf: &Bound<'_, Self>,
+        solution: &Solution,
+        stream: Option<u64>,
+        tables: Option<&StepTables>,
+    ) -> PyResult<Calls> {
         let (py, content) = (slf.py(), &solution.content);
-        let task = content.clone();
-        let ranks = slf.get().engine(py)?;
-        let passes = engine(py, || ranks.prepare(task, stream))?;
+        let (ranks, tables) = (slf.get().engine(py)?, tables.map(|tables| &tables.ranks[..]));
+        let passes = engine(py, || ranks.prepare(content.clone(), stream, tables))?;
         Ok(Calls::new(slf.clone().unbind(), passes, content, Waits::InTheEngine))
     }
 
@@ -263,7 +283,7 @@ impl Ranks {
         let parts: Vec<_> = splits.iter().map(|splits| (*splits.part).clone()).collect();
         for (rank, part) in self.here().zip(&parts) {
             let [own, held] = rows_of(part);
-            engine(py, || part.check(rank, self.size, own, held))?;
+            engine(py, || part.check(rank, self.facts.size(), own, held))?;
         }
         let action = match what {
             "cast" => RowAction::Cast,
@@ -399,17 +419,10 @@ impl Ranks {
 }
 
 impl Ranks {
-    fn with(
-        rank: Option<usize>,
-        transport: String,
-        site: Site,
-        tuned: Tuned,
-        engine: Arc<dyn Engine>,
-    ) -> Self {
-        let size = site.topology.world_size;
-        let (engine, plans) = (Mutex::new(Some(engine)), Mutex::new(PlanCache::new(KEPT_PLANS)));
-        let planners = Mutex::new(None);
-        Self { rank, size, transport, site, engine, plans, planners, tuned, process: Process::this() }
+    fn with(facts: GroupFacts, tuned: Tuned, engine: Arc<dyn Engine>) -> Self {
+        let (facts, engine) = (Arc::new(facts), Mutex::new(Some(engine)));
+        let (plans, planners) = (Mutex::new(PlanCache::new(KEPT_PLANS)), Mutex::new(None));
+        Self { facts, engine, plans, planners, tuned, process: Process::this() }
     }
 
     fn move_rows(
@@ -429,8 +442,8 @@ impl Ranks {
     }
 
     /// What plans of the group follow.
-    pub(crate) fn site(&self) -> &Site {
-        &self.site
+    pub(crate) fn facts(&self) -> &GroupFacts {
+        &self.facts
     }
 
     /// Plans that were made for the group.
@@ -448,7 +461,7 @@ impl Ranks {
 
     /// The ranks of this process.
     pub(crate) fn here(&self) -> Range<usize> {
-        self.rank.map_or(0..self.size, |rank| rank..rank + 1)
+        self.facts.here()
     }
 
     /// Whether this is another process than the one that made it.
@@ -479,18 +492,4 @@ impl Drop for Ranks {
 
 fn config(limit: Duration) -> WorldConfig {
     WorldConfig { limit, interrupted: interrupt::reason, ..WorldConfig::default() }
-}
-
-pub(crate) fn duration(py: Python<'_>, seconds: f64) -> PyResult<Duration> {
-    Duration::try_from_secs_f64(seconds)
-        .map_err(|_| raise(py, "Error", &format!("{seconds} is no number of seconds to wait"), &[]))
-}
-
-fn topology(size: usize, nodes: usize) -> Topology {
-    Topology { world_size: size, ranks_per_node: size / nodes.max(1) }
-}
-
-/// A group whose calls run with collectives of other libraries, or by itself.
-fn placed<M: Machine>(group: Group<M>, beside_collectives: bool) -> Group<M> {
-    if beside_collectives { group.beside_collectives() } else { group }
 }

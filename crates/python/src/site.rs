@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Raised, raise};
 
 /// A machine as plans follow it: alike on all ranks of a group.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Site {
     /// The GPU's name; of CPU ranks nothing, and plans are made as for an H200.
     pub(crate) machine: String,
@@ -29,6 +29,11 @@ impl Site {
         let cost = measured.unwrap_or(PlanConfig::new(topology.world_size).cost);
         Self { machine: String::new(), transport: RankTransport::Cpu, topology, cost }
     }
+}
+
+/// Ranks on equally large nodes.
+pub(crate) fn topology(size: usize, nodes: usize) -> Topology {
+    Topology { world_size: size, ranks_per_node: size / nodes.max(1) }
 }
 
 /// The costs of a machine profile, as `counterpoint doctor --calibrate` writes it.

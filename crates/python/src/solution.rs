@@ -6,6 +6,7 @@ use std::time::Instant;
 use counterpoint_choose::{
     ChooseError, DispatchAlgorithm, PassStages, PlanConfig, QueryExchange, StageCount,
 };
+use counterpoint_exec::{AttentionTask, Pass};
 use counterpoint_plan::{
     AttentionSpec, CancellationToken, GradientShares, Plan, PlanError, PlanSummary, Planning,
 };
@@ -14,17 +15,17 @@ use counterpoint_schedule::{
     GradientReduction, KeyBlocks, PassPolicies, Program, SimulateError, lower_attention_backward,
     lower_attention_forward, simulate,
 };
-use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
-use pyo3::types::PyType;
-use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use pyo3::pybacked::PyBackedBytes;
+use pyo3::types::{PyBytes, PyType};
+use serde::de::DeserializeOwned;
 
 use crate::borrow::dtype_of;
+use crate::described::Planner;
 use crate::error::{Raised, engine, raise};
 use crate::integers::described;
 use crate::interrupt::interruptible;
 use crate::mask::Mask;
-use crate::ranks::Ranks;
 use crate::site::{Asked, Choices, Problem, Site};
 use crate::timeline::Timeline;
 
@@ -34,16 +35,17 @@ pub(crate) struct Solution {
     pub(crate) content: Arc<Content>,
 }
 
-#[derive(Clone, Serialize, Deserialize)]
+#[derive(Clone)]
 pub(crate) struct Content {
     pub(crate) mask: Arc<counterpoint_mask::Mask>,
     pub(crate) spec: AttentionSpec,
-    config: PlanConfig,
+    pub(crate) config: PlanConfig,
     pub(crate) plan: Plan,
     pub(crate) choices: Choices,
     /// Whether gradients have the same bits every time.
     pub(crate) deterministic: bool,
-    seconds: f64,
+    /// That it took.
+    pub(crate) seconds: f64,
 }
 
 /// Calls planning off, from any thread.
@@ -109,17 +111,17 @@ impl PlanInputs {
     fn found_or_made(
         self,
         py: Python<'_>,
-        ranks: &Ranks,
+        planner: &Planner<'_>,
         cancellation: Option<&Cancellation>,
     ) -> PyResult<Arc<Content>> {
         let fingerprint = engine(py, || {
             let asked = (self.dispatch, self.overlap, self.deterministic);
             Ok::<_, ChooseError>(self.problem().fingerprint(self.on(), &asked))
         })?;
-        if let Some(content) = ranks.plans().find(&fingerprint) {
+        if let Some(content) = planner.plans().and_then(|mut plans| plans.find(&fingerprint)) {
             return Ok(content);
         }
-        let (site, threads) = (ranks.site().clone(), ranks.planning_threads());
+        let (site, threads) = (planner.site().clone(), planner.planning_threads());
         let token = cancellation.map(|cancellation| cancellation.token.clone()).unwrap_or_default();
         let until = token.clone();
         let solve = move || {
@@ -131,7 +133,11 @@ impl PlanInputs {
             Some(_) => engine(py, solve)?,
             None => interruptible(py, solve, |_| token.cancel())?,
         };
-        Ok(ranks.plans().keep(fingerprint, Arc::new(content)))
+        let content = Arc::new(content);
+        Ok(match planner.plans() {
+            Some(mut plans) => plans.keep(fingerprint, content),
+            None => content,
+        })
     }
 
     fn solve(self, site: &Site, planning: &Planning<'_>) -> Result<Content, ChooseError> {
@@ -145,15 +151,15 @@ impl PlanInputs {
 
 #[pymethods]
 impl Solution {
-    /// Plans `mask` for ranks, with the threads that they plan with. `on` is another plan of the same ranks, whose dispatch is kept. Ends
+    /// Plans `mask` for the ranks of a group, with the threads that they plan with, or by a group's description. `on` is another plan of the same ranks, whose dispatch is kept. Ends
     /// early where a handler of a signal raises, or `cancellation` is cancelled. `dispatch` and `overlap` are names, "predicted"
     /// for what is predicted to end first, or "auto" for that where the comparison pays.
     #[new]
-    #[pyo3(signature = (mask, ranks, *, heads_q, heads_k, head_dim, head_dim_v, dtype, scale, softcap, sink_rows, chunk, dispatch, stages, queries, overlap, deterministic, on, cancellation))]
+    #[pyo3(signature = (mask, planner, *, heads_q, heads_k, head_dim, head_dim_v, dtype, scale, softcap, sink_rows, chunk, dispatch, stages, queries, overlap, deterministic, on, cancellation))]
     fn new(
         py: Python<'_>,
         mask: &Mask,
-        ranks: &Ranks,
+        planner: Planner<'_>,
         heads_q: usize,
         heads_k: usize,
         head_dim: usize,
@@ -173,7 +179,7 @@ impl Solution {
     ) -> PyResult<Self> {
         const DISPATCHES: &str =
             "\"auto\", \"predicted\", \"affinity\", \"min-heap\", \"sequential\" or \"zigzag\"";
-        let site = ranks.site();
+        let site = planner.site();
         let dispatch = Asked::named(dispatch, |name| named(py, "dispatch", name, DISPATCHES))?;
         let overlap = Asked::named(overlap, |text| {
             text.parse::<PassPolicies>().map_err(|error| raise(py, "PolicyError", &format!("{error}"), &[]))
@@ -193,9 +199,8 @@ impl Solution {
             }
             _ => {
                 let found = described(stages);
-                return Err(PyTypeError::new_err(format!(
-                    "stages must be \"auto\" or a number, not {found}"
-                )));
+                let message = format!("stages must be \"auto\" or a number of at least 0, not {found}");
+                return Err(raise(py, "PlanError", &message, &[]));
             }
         };
         let spec = AttentionSpec {
@@ -222,7 +227,7 @@ impl Solution {
         let on = on.map(|on| on.content.clone());
         let mask = mask.native.clone();
         let wanted = PlanInputs { mask, spec, config, on, dispatch, overlap, deterministic };
-        Ok(Self { content: wanted.found_or_made(py, ranks, cancellation)? })
+        Ok(Self { content: wanted.found_or_made(py, &planner, cancellation)? })
     }
 
     /// The same whose forwards give the largest score of each head too, or whose backwards take the gradient of lse.
@@ -233,16 +238,17 @@ impl Solution {
         Self { content: Arc::new(Content { spec, ..content }) }
     }
 
-    /// The inverse of `to_json`.
+    /// The inverse of `to_bytes`.
     #[classmethod]
-    fn from_json(cls: &Bound<'_, PyType>, text: &str) -> PyResult<Self> {
-        let content = engine(cls.py(), || serde_json::from_str(text))?;
+    fn from_bytes(cls: &Bound<'_, PyType>, bytes: PyBackedBytes) -> PyResult<Self> {
+        let content = engine(cls.py(), || Content::from_bytes(&bytes))?;
         Ok(Self { content: Arc::new(content) })
     }
 
     /// All of it.
-    fn to_json(&self, py: Python<'_>) -> PyResult<String> {
-        engine(py, || serde_json::to_string(&*self.content))
+    fn to_bytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+        let bytes = engine(py, || self.content.to_bytes())?;
+        Ok(PyBytes::new(py, &bytes))
     }
 
     /// The mask.
@@ -370,6 +376,12 @@ fn reduction(deterministic: bool) -> GradientReduction {
 }
 
 impl Content {
+    /// What is made ready of it.
+    pub(crate) fn task(&self) -> AttentionTask<'_> {
+        let Self { plan, spec, choices, deterministic, .. } = self;
+        AttentionTask::new(plan, spec, Pass::ForwardBackward, choices.policies, *deterministic)
+    }
+
     /// A rank's forward.
     pub(crate) fn forward_program(&self, rank: usize) -> Program {
         let blocks = if self.deterministic { KeyBlocks::Aligned } else { KeyBlocks::Unaligned };

@@ -92,6 +92,12 @@ impl Splits {
                 return Err(raise(py, "PlanError", &message, &[]));
             }
         }
+        for (name, sizes) in [("input_split_sizes", &sent), ("output_split_sizes", &held)] {
+            if sizes.iter().try_fold(0_usize, |sum, size| sum.checked_add(*size)).is_none() {
+                let message = format!("{name} add up to more rows than a computer can count");
+                return Err(raise(py, "PlanError", &message, &[]));
+            }
+        }
         let input = sent.into_iter().zip(destinations.iter().map(Vec::as_slice));
         Ok(Self::of(GroupPart::from_splits(input, held.into_iter().zip(sources))))
     }

@@ -2,6 +2,8 @@
 
 use std::cmp::Reverse;
 
+use serde::{Deserialize, Serialize};
+
 use super::arrange::{Arranger, Order};
 use super::chains::row_segments;
 use super::ctas::{TileCtas, ends_of, ends_of_alike};
@@ -24,7 +26,7 @@ const UNEVEN: u64 = 100;
 const MOST_LOSS: u64 = 100;
 
 /// In which order a queue hands out the tiles of a schedule, which are in that order.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TileClasses {
     /// Where each class ends. A class is handed out head by head, before the next one.
     pub ends: Vec<u32>,

@@ -2,9 +2,10 @@
 
 use bytemuck::{Pod, Zeroable};
 use counterpoint_mask::Range;
+use serde::{Deserialize, Serialize};
 
 use super::chains::Chains;
-use super::{TileDirection, TilePlacement, TileSchedule};
+use super::{TileDirection, TilePlacement, TileSchedule, pod_bytes};
 
 /// Key tiles of one chain with consecutive numbers that all add to one block of dq.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Pod, Zeroable)]
@@ -28,10 +29,12 @@ pub struct DqOrderSpan {
 /// [`TileOrder::Chains`](super::TileOrder::Chains): then everyone waits only for tiles that have started. Nearly every mask
 /// has one span a block, or one for each document in it; the spans of a schedule are as many as its runs change from tile to
 /// tile, not as many as its blocks.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct DqOrder {
+    #[serde(with = "pod_bytes")]
     spans: Vec<DqOrderSpan>,
     /// Of each block its first span, and the number of all spans.
+    #[serde(with = "pod_bytes")]
     begins: Vec<u32>,
     counters: u32,
 }

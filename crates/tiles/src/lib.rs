@@ -24,6 +24,7 @@ mod layout;
 mod list_time;
 mod nearly_sorted;
 mod paths;
+mod pod_bytes;
 mod row_reads;
 mod run_builder;
 mod split;
@@ -44,6 +45,7 @@ pub use layout::{NO_LIMIT, Tile, TileBound, TileMerge, TileRun};
 pub use statistics::TileStatistics;
 
 use counterpoint_mask::{Band, Range};
+use serde::{Deserialize, Serialize};
 
 use chains::Chains;
 use run_builder::{RunBuilder, WrittenRuns};
@@ -87,15 +89,19 @@ const TILE_COST: u64 = 160;
 /// assert_eq!(schedule.bounds_of(&schedule.runs_of(&tile)[1])[0].diag_max, 0);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct TileSchedule {
     config: TileScheduleConfig,
     q_rows: usize,
     k_rows: usize,
     area: u64,
+    #[serde(with = "pod_bytes")]
     tiles: Vec<Tile>,
+    #[serde(with = "pod_bytes")]
     runs: Vec<TileRun>,
+    #[serde(with = "pod_bytes")]
     bounds: Vec<TileBound>,
+    #[serde(with = "pod_bytes")]
     merges: Vec<TileMerge>,
     partials: usize,
     ready_tiles: usize,

@@ -4,7 +4,7 @@ use std::env;
 use std::fs::{self, File};
 use std::io::{self, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
-use std::process::{ChildStdin, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use counterpoint_console::{OwnProcess, arguments::Device, program};
@@ -27,9 +27,8 @@ pub(super) struct Worker {
     pub(super) part: Part,
     /// The GPUs whose slots it has.
     pub(super) gpus: Vec<usize>,
+    /// It ends, and its own processes with it, when its standard input does: it does not outlive us.
     process: OwnProcess,
-    /// It ends when this is closed, so it does not outlive us.
-    _open: Option<ChildStdin>,
     text: PathBuf,
     /// Bytes of what it said that were read while it ran, and what they said.
     read: u64,
@@ -69,12 +68,10 @@ impl Worker {
             command.env("CUDA_DEVICE_MAX_CONNECTIONS", NEIGHBOUR_QUEUES);
         }
         let process = OwnProcess::start(&mut command)?;
-        let open = process.stdin();
         Ok(Self {
             part,
             gpus,
             process,
-            _open: open,
             text,
             read: 0,
             heard: (first.to_owned(), Heard::default()),

@@ -11,6 +11,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from counterpoint._native import Routing
+from counterpoint.alone import working
 from counterpoint.collectives import borrowed
 from counterpoint.errors import PlanError, TensorError
 from counterpoint.fitting import accumulator
@@ -180,7 +181,8 @@ class ExpertLayer(torch.nn.Module):
         return of_tokens, of_experts
 
     def passes(self, routing: Routing) -> ExpertPasses:
-        """How forward and backward are run; chosen by this routing where layers of these sizes had none yet. Local."""
+        """How forward and backward are run: as is best for the first routing that layers of these sizes were called with, and
+        before any call for this one. Local."""
         self._check_routing(routing)
         with self.group._named_errors():
             forward, backward = self.group._native.expert_passes(self._key(self._gradient()), routing)
@@ -190,6 +192,7 @@ class ExpertLayer(torch.nn.Module):
         """Refuses a routing of other experts or ranks."""
         if not isinstance(routing, Routing):
             raise TensorError(f"routing must be a counterpoint.Routing, not a {type(routing).__name__}")
+        self.group = working(self.group)
         if (routing.experts, routing.ranks) != (self.experts, self.group.size):
             raise TensorError(
                 f"routing is for {routing.experts} experts on {routing.ranks} ranks; the layer has {self.experts} on "

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from counterpoint.alone import alone
 from counterpoint.errors import PlanError
 from counterpoint.group import LocalGroup, _Group
 from counterpoint.nn.layout import gather_features, split_features
@@ -77,7 +78,7 @@ class _ParallelLinear(torch.nn.Module):
                 raise PlanError(
                     "disable_grad_reduce is for layers without sequence_parallel, whose input gradients are scattered"
                 )
-            engine = _alone(str(group.device))
+            engine = alone(torch.device(group.device))
             sizes = (input_size, output_size // group.size)
         self._layer = Layer(
             group=engine,
@@ -360,14 +361,8 @@ def group_of(given: Any, device: torch.device | str | None) -> Group | LocalGrou
     if place is None and torch.get_default_device().type == "cuda":
         place = str(torch.get_default_device())
     if given is None and not dist.is_initialized():
-        return _alone(place or "cpu")
+        return alone(torch.device(place or "cpu"))
     return Group(given, device=place)
-
-
-@functools.cache
-def _alone(device: str) -> LocalGroup:
-    """This process by itself."""
-    return LocalGroup(1, device=device)
 
 
 def _refuse(given: dict[str, Any], config: Any) -> None:

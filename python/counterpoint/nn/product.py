@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
 
+from counterpoint.alone import working
 from counterpoint.collectives import borrowed
 from counterpoint.errors import TensorError
 from counterpoint.fitting import accumulator
@@ -89,6 +90,7 @@ class Layer:
         return dict(zip(self.names(name), tensors, strict=True))
 
     def call(self, key: Key, name: str, tensors: dict[str, torch.Tensor]) -> None:
+        self.group = working(self.group)
         with self.group._named_errors():
             given = [(name, borrowed(tensor)) for name, tensor in tensors.items()]
             self.group._native.linear(key, name, self.group._stream(), given)
@@ -107,6 +109,7 @@ class Layer:
     def passes(self, tokens: int, weights: Sequence[torch.Tensor], bias: bool) -> LayerPasses:
         """How passes over so many tokens, those of all ranks, are run."""
         key = self.key(tokens, bias, weights[0].dtype, _gradient(self, weights))
+        self.group = working(self.group)
         with self.group._named_errors():
             forward, backward = self.group._native.linear_passes(key)
         return LayerPasses(*(LayerPass(overlap, tuple(groups)) for overlap, groups in (forward, backward)))
@@ -321,6 +324,7 @@ def clear_overwritten(weights: Sequence[torch.Tensor], main_grads: Sequence[torc
 
 def _kept(layer: Layer, key: Key, x: torch.Tensor) -> dict[str, torch.Tensor]:
     """Room for what a backward leaves for the gradient of the weight."""
+    layer.group = working(layer.group)
     with layer.group._named_errors():
         wanted = layer.group._native.linear_tensors(key, "backward")
     return {name: x.new_empty(shape) for name, _, shape, _ in wanted if name.startswith("kept")}

@@ -81,7 +81,7 @@ pub struct BenchFreshMasksArguments {
     pub(crate) device: Device,
 
     /// Ranks [default: 1; for tables 8 and 64]
-    #[arg(long, value_name = "N", value_parser = value::cp_size, allow_hyphen_values = true)]
+    #[arg(long, value_name = "N", value_parser = value::ranks, allow_hyphen_values = true)]
     pub(crate) ranks: Option<usize>,
 
     /// Tokens of all ranks together [default: 32k, on the CPU 512; for tables 64k and 1M]

@@ -73,7 +73,7 @@ pub(crate) struct MoeLayersArguments {
     pub(crate) device: Device,
 
     /// Ranks that share the experts [default: 2; with --device cuda as many as there are GPUs, at least 2]
-    #[arg(long, value_name = "N", value_parser = value::cp_size, allow_hyphen_values = true)]
+    #[arg(long, value_name = "N", value_parser = value::ranks, allow_hyphen_values = true)]
     pub(crate) ep_size: Option<usize>,
 
     /// Tokens of each rank

@@ -64,7 +64,7 @@ pub struct BenchTpArguments {
     pub(crate) device: Device,
 
     /// Ranks [default: 2; with --device cuda as many as there are GPUs, at least 2]
-    #[arg(long, value_name = "N", value_parser = value::cp_size, allow_hyphen_values = true)]
+    #[arg(long, value_name = "N", value_parser = value::ranks, allow_hyphen_values = true)]
     pub(crate) tp_size: Option<usize>,
 
     /// Shapes [default: 512:256:256; with --device cuda 2048:12288:12288,8192:8192:7168,16384:8192:7168]

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use counterpoint_choose::{PlanConfig, StageCount, plan_mask};
+use counterpoint_choose::{DispatchAlgorithm, PlanConfig, QueryExchange, StageCount, plan_mask};
 use counterpoint_cost::{CostModel, WorkerSharing};
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, DType, Fingerprint, Plan};
@@ -139,4 +139,37 @@ fn every_field_of_a_plan_changes_its_fingerprint() {
         changed += 1;
     }
     assert!(changed > 100, "{changed}");
+}
+
+/// Of masks of all kinds, hosts among them; and what one is written as has not changed unnoticed.
+#[test]
+fn plans_are_read_as_they_were_written() {
+    const RECORDED: (&str, &str) =
+        ("(plan 1)", "bc766c215138cf8668df37860dbd482030283a28a19d2890aabfb9c6e32d1d80");
+    let spec = AttentionSpec::new(8, 2, 64, DType::Bf16);
+    let offload = PlanConfig { query_exchange: QueryExchange::FewestBytes, ..PlanConfig::new(4) };
+    for (mask, config) in [
+        ("varlen-causal:lengths=300,1900,60,700,1136", PlanConfig::new(1)),
+        ("varlen-causal:lengths=300,1900,60,700,1136", PlanConfig::new(7)),
+        ("sliding-window:4096,left=511,right=0", PlanConfig::new(8)),
+        ("causal:4096", offload),
+    ] {
+        let plan = plan_mask(&mask.parse().unwrap(), &spec, &config).unwrap();
+        let bytes = Plan::BYTES.write(&plan);
+        assert_eq!(Plan::BYTES.read(&bytes).as_ref(), Ok(&plan), "{mask}");
+        let json = serde_json::to_vec(&plan).unwrap().len();
+        assert!(bytes.len() * 2 < json + 200, "{mask}: {} bytes, {json} as JSON", bytes.len());
+    }
+    let config = PlanConfig {
+        chunk_size: Some(128),
+        dispatch: DispatchAlgorithm::Sequential,
+        stages: StageCount::Fixed(1).into(),
+        ..PlanConfig::new(2)
+    };
+    let found = plan_mask(&"causal:1024".parse().unwrap(), &spec, &config).unwrap().fingerprint().to_string();
+    let version = Plan::BYTES.version();
+    assert!(
+        version.ends_with(RECORDED.0) && found == RECORDED.1,
+        "a plan of {version} is {found}: if plans have other fields, count up the number of Plan::BYTES, and record it here"
+    );
 }

@@ -22,7 +22,7 @@ Examples:
 
 --calibrate measures rates, links and overlap policies, and keeps them as this
 machine's profile in COUNTERPOINT_PROFILE_DIR (or the user's configuration folder),
-where plan, attention and bench cp find it; --output names another file.")]
+where commands on GPUs find it; --output names another file.")]
 pub(crate) struct DoctorArguments {
     /// Measure what this machine does, and keep it for planning
     #[arg(long)]

@@ -241,7 +241,7 @@ fn ranks_that_own_nothing_are_named() {
     let folder = Folder::new();
     let line = "plan --mask causal:1k --cp-size 4 --json --chunk-size";
     let said = folder.run(&format!("{line} 512")).ok().stderr;
-    assert!(said.contains("2 of 4 ranks own no rows: there are 2 chunks of 512 rows"), "{said}");
+    assert!(said.contains("2 of 4 ranks own no rows: the mask has 2 chunks of 512 rows"), "{said}");
     assert_eq!(folder.run(&format!("{line} 256")).ok().stderr, "");
 }
 

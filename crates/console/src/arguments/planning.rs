@@ -38,7 +38,7 @@ pub struct PlanningArguments {
     pub gradient_shares: GradientShares,
 
     /// What the machine does, as `doctor --calibrate` writes it. Left out, `plan` and `simulate` take the built-in H200, and a run takes
-    /// what was measured here and kept, if anything
+    /// on GPUs what was measured there and kept, if anything
     #[arg(long, value_name = "FILE")]
     pub profile: Option<PathBuf>,
 }

@@ -1,21 +1,18 @@
 //! Operations of the forward, and what they share with the backward: from buffers of a Program to addresses of a launcher.
 
-use std::sync::Arc;
-
-use counterpoint_exec::{ExecError, OperationFault};
-use counterpoint_mask::Band;
-use counterpoint_plan::DType;
+use counterpoint_exec::ExecError;
 use counterpoint_schedule::{
-    Accumulate, AttentionForward, AttentionState, BufferId, ForwardBegin, ForwardEnd, KeyBlocks, MaxLogits,
+    Accumulate, AttentionForward, AttentionState, BufferId, ForwardBegin, ForwardEnd, MaxLogits,
 };
 
+use super::attention_problem::ForwardProblem;
 use super::compute::Prepare;
 use super::keys::Keys;
 use super::padding::{Padding, padded_dim};
 use super::{CudaBuffer, CudaSignal};
 use crate::kernel::{
-    AttentionFinish, AttentionProblem, ElementType, ForwardKernel, ForwardMode, ForwardModeEnd,
-    ForwardTarget, ForwardTensors, HeadRows, ResultTensors, Scalar, StateTensors,
+    AttentionFinish, ForwardKernel, ForwardModeEnd, ForwardTarget, ForwardTensors, HeadRows, ResultTensors,
+    Scalar, StateTensors,
 };
 use crate::{CudaError, DeviceBuffer, Stream};
 
@@ -178,24 +175,9 @@ enum End {
 
 impl Forward {
     pub(super) fn new(prepare: &Prepare<'_>, op: &AttentionForward) -> Result<Self, ExecError> {
-        let mut problem = prepare.problem([op.q, op.k, op.v], &op.bands, op.scale, op.softcap)?;
-        problem.deterministic = op.blocks == KeyBlocks::Aligned;
-        let inside = prepare.arrive(&mut problem, op.k, op.arriving.as_ref(), |_| true);
-        let seqlen_sink = |sink: Option<BufferId>| sink.map_or(0, |sink| prepare.spec(sink).rows());
-        let is_partial = |out: BufferId| prepare.spec(out).dtype != prepare.spec(op.q).dtype;
-        let continues = matches!(op.begin, ForwardBegin::Continue(_));
-        let by_state = continues || !ForwardKernel::leaves_partials(prepare.setup().device());
-        let mode = ForwardMode {
-            continues,
-            max_logits: op.max_logits.is_some(),
-            end: match op.end {
-                ForwardEnd::State(_) => ForwardModeEnd::State,
-                ForwardEnd::Result { out, .. } if is_partial(out) && by_state => ForwardModeEnd::State,
-                ForwardEnd::Result { out, .. } if is_partial(out) => ForwardModeEnd::Partial,
-                ForwardEnd::Result { sink, .. } => ForwardModeEnd::Result { seqlen_sink: seqlen_sink(sink) },
-            },
-        };
-        let kernel = ForwardKernel::new(prepare.setup(), &problem, mode);
+        let of = prepare.operation();
+        let ForwardProblem { problem, mode, arrives_inside } = ForwardProblem::new(of, op, prepare.arch())?;
+        let kernel = ForwardKernel::new(prepare.setup(), &problem, mode, prepare.tables().forward(of)?);
         let begin = match &op.begin {
             ForwardBegin::Start => None,
             ForwardBegin::Continue(state) => Some(State::new(prepare, state)?),
@@ -203,11 +185,12 @@ impl Forward {
         Ok(Self {
             kernel: kernel.map_err(|error| prepare.device_error(error))?,
             q: Operand::new(prepare, op.q)?,
-            keys: Keys::new(prepare, (op.k, op.v), op.arriving.as_ref(), inside)?,
+            keys: Keys::new(prepare, (op.k, op.v), op.arriving.as_ref(), arrives_inside)?,
             end: match &op.end {
                 ForwardEnd::State(_) if begin.is_some() => End::State(None),
                 ForwardEnd::State(state) => End::State(Some(State::new(prepare, state)?)),
-                ForwardEnd::Result { out, lse, .. } if is_partial(*out) && by_state => {
+                // Partial results by kernels that leave none.
+                ForwardEnd::Result { out, lse, .. } if mode.end == ForwardModeEnd::State => {
                     End::Partial(Partial::new(prepare, *out, *lse)?)
                 }
                 ForwardEnd::Result { sink, out, lse } => {
@@ -267,46 +250,5 @@ impl Forward {
             return partial.finish(stream, buffers, self.kernel.max_scale());
         }
         written.map_or(Ok(()), |operand| operand.leave(stream, buffers))
-    }
-}
-
-impl Prepare<'_> {
-    /// The elements' type of a tensor that the matrix unit multiplies.
-    pub(super) fn element(&self, id: BufferId) -> Result<ElementType, ExecError> {
-        match self.spec(id).dtype {
-            DType::Bf16 => Ok(ElementType::Bf16),
-            DType::F16 => Ok(ElementType::F16),
-            other => {
-                Err(self
-                    .error(OperationFault::ProductDType { name: self.spec(id).name.clone(), dtype: other }))
-            }
-        }
-    }
-
-    /// The problem of `q`, `k` and `v`, whose heads are as long as they are padded to.
-    pub(super) fn problem(
-        &self,
-        [q, k, v]: [BufferId; 3],
-        bands: &Arc<[Band]>,
-        scale: f64,
-        softcap: f64,
-    ) -> Result<AttentionProblem, ExecError> {
-        let element = self.element(q)?;
-        let (q, k, v) = (self.spec(q), self.spec(k), self.spec(v));
-        Ok(AttentionProblem {
-            bands: bands.clone(),
-            rows_q: q.rows(),
-            rows_k: k.rows(),
-            rows_arriving: 0,
-            heads_q: q.shape[1],
-            heads_kv: k.shape[1],
-            head_dim: padded_dim(q.shape[2]),
-            head_dim_v: padded_dim(v.shape[2]),
-            element,
-            scale: scale as f32,
-            softcap: (softcap > 0.0).then_some(softcap as f32),
-            sm_margin: self.sm_margin(),
-            deterministic: false,
-        })
     }
 }

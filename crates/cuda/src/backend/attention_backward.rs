@@ -2,18 +2,15 @@
 
 use counterpoint_exec::ExecError;
 use counterpoint_mask::Range;
-use counterpoint_plan::DType;
-use counterpoint_schedule::{self as schedule, Accumulate, BufferId, BufferRole, Program, SignalId};
+use counterpoint_schedule::{self as schedule, BufferId, Program, SignalId};
 
 use super::attention::Operand;
+use super::attention_problem::{BackwardProblem, OperationOf};
 use super::compute::Prepare;
 use super::keys::Keys;
 use super::padding::padded_dim;
-use super::{CudaBackend, CudaBuffer, CudaSignal};
-use crate::kernel::{
-    AttentionBackward, AttentionDelta, BackwardKernel, BackwardMode, BackwardTensors, DeltaTensors, DqBegin,
-    GradientOwners,
-};
+use super::{CudaBackend, CudaBuffer, CudaSignal, CudaTables};
+use crate::kernel::{AttentionDelta, BackwardKernel, BackwardTensors, DeltaTensors, DqBegin, GradientOwners};
 use crate::{CudaError, Stream};
 
 /// The row statistic of the backward.
@@ -69,10 +66,11 @@ impl CudaBackend {
         &self,
         program: &Program,
         index: usize,
+        tables: &CudaTables,
         op: &schedule::AttentionBackward,
     ) -> Result<Backward, ExecError> {
         program.check_operands(index).map_err(|fault| ExecError::program(program, fault))?;
-        Backward::new(&Prepare::new(self, program, index), op)
+        Backward::new(&Prepare::new(self, OperationOf { program, index }, tables), op)
     }
 }
 
@@ -93,36 +91,22 @@ pub(crate) struct Backward {
 
 impl Backward {
     pub(super) fn new(prepare: &Prepare<'_>, op: &schedule::AttentionBackward) -> Result<Self, ExecError> {
-        let mut problem = prepare.problem([op.q, op.k, op.v], &op.bands, op.scale, op.softcap)?;
-        problem.deterministic = op.deterministic;
-        let inside = prepare.arrive(&mut problem, op.k, op.arriving.as_ref(), AttentionBackward::takes);
-        let operand = |id| Operand::new(prepare, id);
-        let dq = operand(op.dq)?;
-        let mode = BackwardMode {
-            dq: match op.accumulate_dq {
-                Accumulate::Continue => DqBegin::Sums,
-                // A copy that is padded is this operation's own, and not zero before the first run.
-                Accumulate::Start if prepare.spec(op.dq).role == BufferRole::Persistent && dq.is_whole() => {
-                    DqBegin::Persistent
-                }
-                Accumulate::Start => DqBegin::Anything,
-            },
-            rounds_queries: op.rounded_dq.is_some(),
-            rounds_keys: prepare.spec(op.dk).dtype != DType::F32,
-        };
-        let kernel = BackwardKernel::new(prepare.setup(), &problem, mode)
+        let of = prepare.operation();
+        let BackwardProblem { problem, mode, arrives_inside } = BackwardProblem::new(of, op, prepare.arch())?;
+        let kernel = BackwardKernel::new(prepare.setup(), &problem, mode, prepare.tables().backward(of)?)
             .map_err(|error| prepare.device_error(error))?;
         if let Some(waits) = kernel.waits() {
             prepare.watch(waits);
         }
+        let operand = |id| Operand::new(prepare, id);
         Ok(Self {
             kernel,
             q: operand(op.q)?,
-            keys: Keys::new(prepare, (op.k, op.v), op.arriving.as_ref(), inside)?,
+            keys: Keys::new(prepare, (op.k, op.v), op.arriving.as_ref(), arrives_inside)?,
             dout: operand(op.dout)?,
             lse: op.lse,
             delta: op.delta,
-            dq,
+            dq: operand(op.dq)?,
             rounded_dq: op.rounded_dq.map(operand).transpose()?,
             dk: operand(op.dk)?,
             dv: operand(op.dv)?,

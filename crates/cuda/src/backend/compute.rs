@@ -4,25 +4,26 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use counterpoint_driver::PitchedCopy;
-use counterpoint_exec::{ExecError, OperationFault, ProgramFault};
+use counterpoint_exec::{ExecError, OperationFault};
 use counterpoint_mask::Range;
 use counterpoint_schedule::{
     self as schedule, BufferId, BufferRole, BufferSpec, Op, Program, ProgramOp, RowsOrigin, SignalId,
-    WorkerShare,
 };
 
 use super::attention::Forward;
 use super::attention_backward::{Backward, Delta};
 use super::attention_finish::{Finish, Placing};
+use super::attention_problem::OperationOf;
 use super::grouped::Grouped;
 use super::linear::{BiasGradient, Product};
 use super::norm::{Normalisation, NormalisationGradients};
 use super::row_lists::ListKey;
+use super::tables::CudaTables;
 use super::user_kernel::UserWork;
 use super::waves::Waves;
 use super::{CudaBackend, CudaBuffer, CudaSignal};
-use crate::kernel::{Cast, ColumnMax, CtaWaits, GemmLibrary, Scalar, UserKernelSource};
-use crate::{CudaError, DeviceBuffer, Stream};
+use crate::kernel::{Cast, ColumnMax, CtaWaits, ElementType, GemmLibrary, Scalar, UserKernelSource};
+use crate::{Arch, CudaError, DeviceBuffer, Stream};
 
 /// A compute operation of the CUDA backend, its tensors checked and its kernels loaded.
 pub struct CudaKernel(Work);
@@ -73,12 +74,13 @@ enum Work {
 impl CudaKernel {
     pub(super) fn new(
         backend: &CudaBackend,
-        program: &Program,
-        index: usize,
+        of: OperationOf<'_>,
+        tables: &CudaTables,
         scratch: &mut Vec<BufferSpec>,
     ) -> Result<Self, ExecError> {
+        let OperationOf { program, index } = of;
         program.check_operands(index).map_err(|fault| ExecError::program(program, fault))?;
-        let mut prepare = Prepare::new(backend, program, index);
+        let mut prepare = Prepare::new(backend, of, tables);
         prepare.scratch.append(scratch);
         // Where the transport has no kernel for a fused operation, its collectives are operations of their own.
         let work = match program.ops[index].op.computation() {
@@ -214,29 +216,46 @@ impl PlacedColumns {
 /// What an operation is made ready from.
 pub(super) struct Prepare<'a> {
     backend: &'a CudaBackend,
-    program: &'a Program,
-    index: usize,
+    operation: OperationOf<'a>,
+    /// Of the Program.
+    tables: &'a CudaTables,
     /// Memory that kernels of the Program need, of operations before this one too.
     scratch: Vec<BufferSpec>,
 }
 
 impl<'a> Prepare<'a> {
-    pub(super) fn new(backend: &'a CudaBackend, program: &'a Program, index: usize) -> Self {
-        Self { backend, program, index, scratch: Vec::new() }
+    pub(super) fn new(backend: &'a CudaBackend, operation: OperationOf<'a>, tables: &'a CudaTables) -> Self {
+        Self { backend, operation, tables, scratch: Vec::new() }
+    }
+
+    pub(super) fn operation(&self) -> OperationOf<'a> {
+        self.operation
+    }
+
+    pub(super) fn tables(&self) -> &'a CudaTables {
+        self.tables
+    }
+
+    /// What kernels are compiled for.
+    pub(super) fn arch(&self) -> Arch {
+        self.setup().device().arch()
+    }
+
+    fn program(&self) -> &'a Program {
+        self.operation.program
     }
 
     /// Scratch memory for rows as those of a buffer, of `name`: what else has that name on the operation's stream has the same.
     pub(super) fn scratch_rows(&mut self, name: &str, like: BufferId, rows: usize) -> BufferId {
         let (BufferSpec { dtype, .. }, columns) = (self.spec(like), self.spec(like).row_elements());
-        let name = format!("{name} of stream {}", self.program.ops[self.index].stream.0);
+        let name = format!("{name} of stream {}", self.program().ops[self.operation.index].stream.0);
         let (shape, role) = (vec![rows, columns], BufferRole::Scratch);
         self.scratch.push(BufferSpec { name, dtype: *dtype, shape, role });
-        BufferId(self.program.buffers.len() + self.scratch.len() - 1)
+        BufferId(self.program().buffers.len() + self.scratch.len() - 1)
     }
 
     pub(super) fn spec(&self, id: BufferId) -> &'a BufferSpec {
-        // The Program's validation has checked the ids.
-        &self.program.buffers[id.0]
+        self.operation.spec(id)
     }
 
     /// A stream for uploads that are waited for.
@@ -245,12 +264,7 @@ impl<'a> Prepare<'a> {
     }
 
     pub(super) fn sm_margin(&self) -> u32 {
-        let workers = match self.program.policy.workers {
-            // Those of communication are not there for this one's blocks.
-            WorkerShare::Margin(workers) | WorkerShare::Partition(workers) => workers,
-            WorkerShare::Common => 0,
-        };
-        workers.try_into().unwrap_or(u32::MAX)
+        self.operation.sm_margin()
     }
 
     /// At least so many bytes of zeros, which nobody writes.
@@ -279,12 +293,12 @@ impl<'a> Prepare<'a> {
         let reduces = |op: &ProgramOp| {
             !op.op.is_fused_gemm() && op.op.parts().iter().any(|part| matches!(part, Op::GroupReduce(_)))
         };
-        self.program.policy.is_fused() && !self.program.ops.iter().any(reduces)
+        self.program().policy.is_fused() && !self.program().ops.iter().any(reduces)
     }
 
     /// Whether the Program has no collective: then no policy has one, nor another kernel for its products.
     pub(super) fn sends_nothing(&self) -> bool {
-        !self.program.ops.iter().any(|op| op.op.is_collective())
+        !self.program().ops.iter().any(|op| op.op.is_collective())
     }
 
     /// cuBLASLt, where plain products are its.
@@ -295,12 +309,12 @@ impl<'a> Prepare<'a> {
     /// Whether anything of the Program waits for a signal.
     pub(super) fn is_waited_for(&self, wanted: SignalId) -> bool {
         let waits = |op: &ProgramOp| matches!(op.op, Op::WaitSignal { signal, .. } if signal == wanted);
-        self.program.ops.iter().any(waits)
+        self.program().ops.iter().any(waits)
     }
 
     /// Whether its products wait for rows themselves.
     pub(super) fn waits_inside(&self) -> bool {
-        self.backend.waits_inside(self.program)
+        self.backend.waits_inside(self.program())
     }
 
     /// How long kernels wait.
@@ -310,27 +324,30 @@ impl<'a> Prepare<'a> {
 
     /// What errors call the operation.
     pub(super) fn label(&self) -> &'a str {
-        &self.program.ops[self.index].label
+        self.operation.label()
+    }
+
+    /// The elements' type of a tensor that the matrix unit multiplies.
+    pub(super) fn element(&self, id: BufferId) -> Result<ElementType, ExecError> {
+        self.operation.element(id)
     }
 
     /// Whether the Program's operations follow each other.
     pub(super) fn has_one_stream(&self) -> bool {
-        self.program.streams.len() == 1
+        self.program().streams.len() == 1
     }
 
     /// Has the end of every run ask whether a wait inside a kernel of this operation gave up.
     pub(super) fn watch(&self, waits: &CtaWaits) {
-        self.backend.watch(self.program.ops[self.index].label.clone(), waits.clone());
+        self.backend.watch(self.label().to_owned(), waits.clone());
     }
 
     pub(super) fn error(&self, fault: OperationFault) -> ExecError {
-        let label = self.program.ops[self.index].label.clone();
-        ExecError::program(self.program, ProgramFault::Operation { op: self.index, label, fault })
+        self.operation.error(fault)
     }
 
     pub(super) fn device_error(&self, error: CudaError) -> ExecError {
-        self.backend
-            .error(&format_args!("the preparation of `{}`", self.program.ops[self.index].label), error)
+        self.backend.error(&format_args!("the preparation of `{}`", self.label()), error)
     }
 
     pub(super) fn scalar(&self, id: BufferId) -> Result<Scalar, ExecError> {

@@ -6,7 +6,7 @@ use counterpoint_schedule::{ArrivingKeys, BufferId, Delivery, SignalId};
 use super::attention::Operand;
 use super::compute::Prepare;
 use super::{CudaBuffer, CudaSignal};
-use crate::kernel::{ArrivingTensors, AttentionProblem};
+use crate::kernel::ArrivingTensors;
 use crate::{CudaError, Stream};
 
 /// The keys and values of a stage.
@@ -73,26 +73,5 @@ impl Keys {
             }
             (Arriving::Before(_), Some(signal)) => signal.wait_for_all(stream).map(|()| None),
         }
-    }
-}
-
-impl Prepare<'_> {
-    /// Adds the rows of keys that arrive after those of `k` to a problem; whether its kernel takes them where they are. Portable
-    /// kernels and padded heads do not, nor does what `takes` refuses.
-    pub(super) fn arrive(
-        &self,
-        problem: &mut AttentionProblem,
-        k: BufferId,
-        arriving: Option<&ArrivingKeys>,
-        takes: impl Fn(&AttentionProblem) -> bool,
-    ) -> bool {
-        let Some(keys) = arriving else { return false };
-        let rows = self.spec(keys.k).rows();
-        problem.rows_k += rows;
-        let padded = [(k, problem.head_dim), (keys.v, problem.head_dim_v)];
-        let padded = padded.iter().any(|&(id, dim)| self.spec(id).shape[2] != dim);
-        let inside = self.setup().device().arch().is_hopper() && !padded && takes(problem);
-        problem.rows_arriving = if inside { rows } else { 0 };
-        inside
     }
 }

@@ -4,6 +4,7 @@ mod arriving;
 mod attention;
 mod attention_backward;
 mod attention_finish;
+mod attention_problem;
 mod borrowed;
 mod buffer;
 pub(crate) mod clock;
@@ -28,6 +29,7 @@ mod row_lists;
 mod signal;
 pub(crate) mod start_gate;
 mod stream;
+mod tables;
 mod user_kernel;
 mod watch;
 mod waves;
@@ -47,6 +49,7 @@ use counterpoint_schedule::{
 };
 
 pub(crate) use attention_backward::Backward;
+use attention_problem::OperationOf;
 pub use buffer::CudaBuffer;
 pub use compute::CudaKernel;
 pub use counters::CudaBarrier;
@@ -58,12 +61,13 @@ use signal::ArrivalWords;
 pub use signal::CudaSignal;
 pub use stream::CudaStream;
 pub(crate) use stream::SpanStart;
+pub use tables::CudaTables;
 
 pub(crate) use counter_waits::RaisedCounter;
 pub(crate) use exchange_marks::{CallMarks, ExchangeMarks};
 
 use crate::sync::lock;
-use crate::{CudaError, DeviceBuffer, Event, Stream};
+use crate::{CudaError, DescribedGpu, DeviceBuffer, Event, Stream};
 use counterpoint_driver::Part;
 
 /// An error of the driver or the compiler as one of a run.
@@ -86,6 +90,11 @@ impl Backend for CudaBackend {
     type Barrier = CudaBarrier;
     type Signal = CudaSignal;
     type Kernel = CudaKernel;
+    type Device = DescribedGpu;
+
+    fn described(&self) -> DescribedGpu {
+        DescribedGpu::of(&self.0.device)
+    }
 
     fn rank(&self) -> usize {
         self.0.rank
@@ -249,9 +258,10 @@ impl Backend for CudaBackend {
         &self,
         program: &Program,
         index: usize,
+        tables: &CudaTables,
         scratch: &mut Vec<BufferSpec>,
     ) -> Result<CudaKernel, ExecError> {
-        CudaKernel::new(self, program, index, scratch)
+        CudaKernel::new(self, OperationOf { program, index }, tables, scratch)
     }
 
     fn check(&self) -> Result<(), ExecError> {

@@ -1,12 +1,65 @@
-//! Which of the launchers of attention a device takes: those made for Hopper, or the portable ones.
+//! Which of the launchers of attention a device takes: those made for Hopper, or the portable ones. And their tables, made without it.
 
 use counterpoint_mask::Range;
+use counterpoint_tiles::TileSchedule;
+use serde::{Deserialize, Serialize};
 
 use super::{
     AttentionBackward, AttentionForward, AttentionProblem, BackwardMode, BackwardTensors, CtaWaits,
-    DqRounding, ForwardMode, ForwardTensors, PortableBackward, PortableForward,
+    DqRounding, ForwardMode, ForwardTensors, HopperBackwardTables, HopperForwardTables, PortableBackward,
+    PortableBackwardTables, PortableForward,
 };
-use crate::{CudaError, Device, Stream};
+use crate::{Arch, CudaError, DescribedGpu, Stream};
+
+/// What was searched for a forward: all that making it ready takes a while for.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum ForwardTables {
+    /// On Hopper.
+    Hopper(Box<HopperForwardTables>),
+    /// Elsewhere.
+    Portable(Box<TileSchedule>),
+}
+
+impl ForwardTables {
+    /// Those of a problem on a GPU. Pure.
+    ///
+    /// # Errors
+    /// When the problem is not one that the GPU's kernel takes.
+    pub fn new(gpu: &DescribedGpu, problem: &AttentionProblem, mode: ForwardMode) -> Result<Self, CudaError> {
+        if gpu.arch.is_hopper() {
+            Ok(Self::Hopper(Box::new(HopperForwardTables::new(gpu, problem, mode)?)))
+        } else {
+            Ok(Self::Portable(Box::new(PortableForward::tables(gpu, problem, mode)?)))
+        }
+    }
+}
+
+/// Likewise for a backward.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum BackwardTables {
+    /// On Hopper.
+    Hopper(Box<HopperBackwardTables>),
+    /// Elsewhere, and for heads that the kernel for Hopper has no registers for.
+    Portable(Box<PortableBackwardTables>),
+}
+
+impl BackwardTables {
+    /// Those of a problem on a GPU. Pure.
+    ///
+    /// # Errors
+    /// As [`ForwardTables::new`].
+    pub fn new(
+        gpu: &DescribedGpu,
+        problem: &AttentionProblem,
+        mode: BackwardMode,
+    ) -> Result<Self, CudaError> {
+        if gpu.arch.is_hopper() && AttentionBackward::takes(problem) {
+            Ok(Self::Hopper(Box::new(HopperBackwardTables::new(gpu, problem, mode)?)))
+        } else {
+            Ok(Self::Portable(Box::new(PortableBackwardTables::new(gpu, problem)?)))
+        }
+    }
+}
 
 /// The forward on a device: a problem prepared to run many times.
 #[derive(Clone, Debug)]
@@ -18,22 +71,30 @@ pub enum ForwardKernel {
 }
 
 impl ForwardKernel {
-    /// Makes a problem ready for the device of `setup`, which is waited for.
+    /// Makes a problem ready by its tables, which are for the device of `setup`; that is waited for.
     ///
     /// # Errors
-    /// When the problem is not one that the kernels take; when one cannot be compiled, or memory is short.
-    pub fn new(setup: &Stream, problem: &AttentionProblem, mode: ForwardMode) -> Result<Self, CudaError> {
-        if setup.device().arch().is_hopper() {
-            Ok(Self::Hopper(Box::new(AttentionForward::new(setup, problem, mode)?)))
-        } else {
-            Ok(Self::Portable(Box::new(PortableForward::new(setup, problem, mode)?)))
+    /// When a kernel cannot be compiled, or memory is short.
+    pub fn new(
+        setup: &Stream,
+        problem: &AttentionProblem,
+        mode: ForwardMode,
+        tables: &ForwardTables,
+    ) -> Result<Self, CudaError> {
+        match tables {
+            ForwardTables::Hopper(tables) => {
+                Ok(Self::Hopper(Box::new(AttentionForward::new(setup, problem, mode, tables)?)))
+            }
+            ForwardTables::Portable(tables) => {
+                Ok(Self::Portable(Box::new(PortableForward::new(setup, problem, mode, tables)?)))
+            }
         }
     }
 
-    /// Whether one made for this device leaves partial results by itself ([`ForwardModeEnd::Partial`](super::ForwardModeEnd)); else they
+    /// Whether one made for such GPUs leaves partial results by itself ([`ForwardModeEnd::Partial`](super::ForwardModeEnd)); else they
     /// are made of a state.
-    pub fn leaves_partials(device: &Device) -> bool {
-        device.arch().is_hopper()
+    pub fn leaves_partials(arch: Arch) -> bool {
+        arch.is_hopper()
     }
 
     /// What `row_max` of a state that it leaves is multiplied by to be that of base 2.
@@ -72,16 +133,24 @@ pub enum BackwardKernel {
 }
 
 impl BackwardKernel {
-    /// Makes a problem ready for the device of `setup`, which is waited for.
+    /// Makes a problem ready by its tables, which are for the device of `setup`; that is waited for.
     ///
     /// # Errors
     /// As [`ForwardKernel::new`].
-    pub fn new(setup: &Stream, problem: &AttentionProblem, mode: BackwardMode) -> Result<Self, CudaError> {
-        if setup.device().arch().is_hopper() && AttentionBackward::takes(problem) {
-            Ok(Self::Hopper(Box::new(AttentionBackward::new(setup, problem, mode)?)))
-        } else {
-            let rounding = DqRounding::new(setup, problem, mode)?;
-            Ok(Self::Portable(Box::new(PortableBackward::new(setup, problem, mode)?), rounding))
+    pub fn new(
+        setup: &Stream,
+        problem: &AttentionProblem,
+        mode: BackwardMode,
+        tables: &BackwardTables,
+    ) -> Result<Self, CudaError> {
+        match tables {
+            BackwardTables::Hopper(tables) => {
+                Ok(Self::Hopper(Box::new(AttentionBackward::new(setup, problem, mode, tables)?)))
+            }
+            BackwardTables::Portable(tables) => {
+                let rounding = DqRounding::new(setup, problem, mode)?;
+                Ok(Self::Portable(Box::new(PortableBackward::new(setup, problem, mode, tables)?), rounding))
+            }
         }
     }
 

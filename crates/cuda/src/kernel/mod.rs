@@ -54,11 +54,11 @@ mod user_kernel;
 mod wait_limit;
 
 pub use attention::{AttentionProblem, ElementType};
-pub use attention_backward::AttentionBackward;
+pub use attention_backward::{AttentionBackward, HopperBackwardTables};
 pub use attention_delta::AttentionDelta;
 pub use attention_finish::AttentionFinish;
-pub use attention_forward::AttentionForward;
-pub use attention_kernel::{BackwardKernel, ForwardKernel};
+pub use attention_forward::{AttentionForward, HopperForwardTables};
+pub use attention_kernel::{BackwardKernel, BackwardTables, ForwardKernel, ForwardTables};
 pub use attention_tensors::{
     ArrivingTensors, BackwardMode, BackwardTensors, DeltaTensors, DqBegin, ForwardMode, ForwardModeEnd,
     ForwardTarget, ForwardTensors, GradientOwners, HeadRows, ResultTensors, StateTensors,
@@ -91,7 +91,7 @@ pub use link_copy::{LinkCopy, LinkDelivery, LinkDirection, LinkPhase};
 pub use link_litmus::{LinkLitmus, LitmusResult};
 pub use link_reduce::{LinkOperands, LinkReduce, LinkReduceSpec};
 pub use link_rows::{LinkMerge, LinkSum};
-pub use portable_backward::PortableBackward;
+pub use portable_backward::{PortableBackward, PortableBackwardTables};
 pub use portable_forward::PortableForward;
 pub use random_fill::RandomFill;
 pub use rms_norm::{RmsNorm, RmsNormSpec, RmsNormTensors};

@@ -1,16 +1,17 @@
 //! The launcher of `attention/portable_backward.cuh`, for GPUs without wgmma.
 
-use counterpoint_tiles::{TileDirection, TileScheduleConfig};
+use counterpoint_tiles::{TileDirection, TileSchedule, TileScheduleConfig};
+use serde::{Deserialize, Serialize};
 
 use super::device_schedule::DeviceSchedule;
 use super::portable_backward_query::PortableBackwardQuery;
-use super::portable_launcher::{Cta, PortableKernel, exponential_scales, tiles};
+use super::portable_launcher::{Cta, PortableKernel, exponential_scales, tiles, upload};
 use super::portable_shape::{Traits, check, specialisations_of, traits_of};
 use super::{
     AttentionFault, AttentionProblem, BackwardMode, BackwardTensors, DqBegin, ElementType, Specialisation,
 };
 use crate::layout::{SharedLayout, shared_layout};
-use crate::{Arch, CudaError, DeviceBuffer, Function, KernelSource, Launch, Stream};
+use crate::{Arch, CudaError, DescribedGpu, DeviceBuffer, Function, KernelSource, Launch, Stream};
 
 /// Attention backward by mma.sync, for every GPU from compute capability 8.0 on: a problem prepared to run many times.
 #[derive(Clone, Debug)]
@@ -23,6 +24,30 @@ pub struct PortableBackward {
     /// What computes dq where it must be the same in every run; otherwise the kernel adds to it in no order.
     queries: Option<PortableBackwardQuery>,
     arguments: PortableBackwardArguments,
+}
+
+/// Tables of a backward by the portable kernels.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PortableBackwardTables {
+    keys: TileSchedule,
+    /// Of the pass that computes dq where it must be the same in every run.
+    queries: Option<TileSchedule>,
+}
+
+impl PortableBackwardTables {
+    /// Those of a problem on a GPU.
+    ///
+    /// # Errors
+    /// [`CudaError::Launch`] when the problem is not one that the kernels take.
+    pub fn new(gpu: &DescribedGpu, problem: &AttentionProblem) -> Result<Self, CudaError> {
+        check(problem).map_err(refused)?;
+        let Choice { shape, .. } = choose(gpu.shared_bytes_per_block, problem)?;
+        let config =
+            TileScheduleConfig::new(TileDirection::Backward, shape.tile_rows as usize, shape.block as usize);
+        let keys = tiles("portable_backward", problem, &config)?;
+        let queries = problem.deterministic.then(|| PortableBackwardQuery::tables(gpu, problem));
+        Ok(Self { keys, queries: queries.transpose()? })
+    }
 }
 
 /// What of the kernel is compiled.
@@ -174,26 +199,21 @@ impl Choice {
 }
 
 impl PortableBackward {
-    /// Makes a problem ready: compiles or finds the kernel and uploads the tile schedule by `setup`, which is waited for.
+    /// Makes a problem ready by its tables: compiles or finds the kernels and uploads them by `setup`, which is waited for.
     ///
     /// # Errors
-    /// [`CudaError::Launch`] when the problem is not one that the kernel takes; when the kernel cannot be compiled, or memory
-    /// is short.
-    pub fn new(setup: &Stream, problem: &AttentionProblem, mode: BackwardMode) -> Result<Self, CudaError> {
+    /// When a kernel cannot be compiled, or memory is short.
+    pub fn new(
+        setup: &Stream,
+        problem: &AttentionProblem,
+        mode: BackwardMode,
+        tables: &PortableBackwardTables,
+    ) -> Result<Self, CudaError> {
         let device = setup.device();
-        let refused = |fault: AttentionFault| CudaError::Launch {
-            kernel: "portable_backward".to_owned(),
-            reason: fault.into(),
-        };
-        check(problem).map_err(refused)?;
-        let choice = Choice::of(traits_of(device, problem).map_err(refused)?);
+        let choice = choose(device.properties().shared_bytes_per_block, problem)?;
         let Choice { shape, .. } = choice;
         let function = device.function(&choice.source(Arch::portable(device.capability())))?;
-
-        let config =
-            TileScheduleConfig::new(TileDirection::Backward, shape.tile_rows as usize, shape.block as usize);
-        let (schedule, launch) =
-            tiles(setup, "portable_backward", problem, &config, problem.heads_kv, shape.cta())?;
+        let (schedule, launch) = upload(setup, problem, &tables.keys, problem.heads_kv, shape.cta())?;
         let [scale_log2, softcap_scale] = exponential_scales(problem, problem.scale);
 
         let arguments = PortableBackwardArguments {
@@ -223,10 +243,10 @@ impl PortableBackward {
         let dq_bytes = 4 * problem.rows_q * problem.heads_q * problem.head_dim;
         let continues_dq = mode.dq == DqBegin::Sums;
         let cleared_bytes = if continues_dq || problem.deterministic { 0 } else { dq_bytes };
-        let queries = match problem.deterministic {
-            true => Some(PortableBackwardQuery::new(setup, problem, continues_dq)?),
-            false => None,
-        };
+        let queries = tables.queries.as_ref();
+        let queries = queries
+            .map(|tables| PortableBackwardQuery::new(setup, problem, continues_dq, tables))
+            .transpose()?;
         Ok(Self { function, schedule, launch, cleared_bytes, queries, arguments })
     }
 
@@ -275,6 +295,15 @@ impl PortableBackward {
         // caller's promise.
         unsafe { self.function.launch(stream, &self.launch, &(arguments,)) }
     }
+}
+
+/// What of the kernel a problem takes on a device whose CTAs have at most `shared_bytes` of shared memory.
+fn choose(shared_bytes: usize, problem: &AttentionProblem) -> Result<Choice, CudaError> {
+    traits_of(shared_bytes, problem).map(Choice::of).map_err(refused)
+}
+
+fn refused(fault: AttentionFault) -> CudaError {
+    CudaError::Launch { kernel: "portable_backward".to_owned(), reason: fault.into() }
 }
 
 /// For every head, element type, softcap and kind of GPU.

@@ -1,13 +1,13 @@
 //! The launcher of `attention/portable_backward_query.cuh`: dq without atomics where its bits must be the same.
 
-use counterpoint_tiles::{TileDirection, TileScheduleConfig};
+use counterpoint_tiles::{TileDirection, TileSchedule, TileScheduleConfig};
 
 use super::device_schedule::DeviceSchedule;
-use super::portable_launcher::{Cta, PortableKernel, exponential_scales, tiles};
+use super::portable_launcher::{Cta, PortableKernel, exponential_scales, tiles, upload};
 use super::portable_shape::{Traits, specialisations_of, traits_of};
 use super::{AttentionFault, AttentionProblem, BackwardTensors, ElementType, Specialisation};
 use crate::layout::{SharedLayout, shared_layout};
-use crate::{Arch, CudaError, Function, KernelSource, Launch, Stream};
+use crate::{Arch, CudaError, DescribedGpu, Function, KernelSource, Launch, Stream};
 
 /// The pass of a deterministic [`PortableBackward`](super::PortableBackward) that computes dq, by tiles of queries.
 #[derive(Clone, Debug)]
@@ -97,22 +97,31 @@ impl Choice {
 }
 
 impl PortableBackwardQuery {
-    /// Makes a problem, which has been checked, ready. dq goes on from what is there if `add`, otherwise it is written.
+    /// The tiles of a problem on a GPU.
+    ///
+    /// # Errors
+    /// [`CudaError::Launch`] when the problem is not one that the kernel takes.
+    pub(super) fn tables(gpu: &DescribedGpu, problem: &AttentionProblem) -> Result<TileSchedule, CudaError> {
+        let choice = choose(gpu.shared_bytes_per_block, problem)?;
+        let config =
+            TileScheduleConfig::new(TileDirection::Forward, TILE_ROWS as usize, choice.block as usize);
+        tiles("portable_backward_query", problem, &config)
+    }
+
+    /// Makes a problem ready by its tiles. dq goes on from what is there if `add`, otherwise it is written.
     ///
     /// # Errors
     /// When the kernel cannot be compiled, or memory is short.
-    pub(super) fn new(setup: &Stream, problem: &AttentionProblem, add: bool) -> Result<Self, CudaError> {
+    pub(super) fn new(
+        setup: &Stream,
+        problem: &AttentionProblem,
+        add: bool,
+        tables: &TileSchedule,
+    ) -> Result<Self, CudaError> {
         let device = setup.device();
-        let refused = |fault: AttentionFault| CudaError::Launch {
-            kernel: "portable_backward_query".to_owned(),
-            reason: fault.into(),
-        };
-        let choice = Choice::of(traits_of(device, problem).map_err(refused)?);
+        let choice = choose(device.properties().shared_bytes_per_block, problem)?;
         let function = device.function(&choice.source(Arch::portable(device.capability())))?;
-        let config =
-            TileScheduleConfig::new(TileDirection::Forward, TILE_ROWS as usize, choice.block as usize);
-        let (schedule, launch) =
-            tiles(setup, "portable_backward_query", problem, &config, problem.heads_q, choice.cta())?;
+        let (schedule, launch) = upload(setup, problem, tables, problem.heads_q, choice.cta())?;
         let [scale_log2, softcap_scale] = exponential_scales(problem, problem.scale);
         let arguments = PortableBackwardQueryArguments {
             tiles: 0,
@@ -171,6 +180,14 @@ impl PortableBackwardQuery {
         // caller's promise.
         unsafe { self.function.launch(stream, &self.launch, &(arguments,)) }
     }
+}
+
+/// What of the kernel a problem takes on a device whose CTAs have at most `shared_bytes` of shared memory.
+fn choose(shared_bytes: usize, problem: &AttentionProblem) -> Result<Choice, CudaError> {
+    traits_of(shared_bytes, problem).map(Choice::of).map_err(|fault: AttentionFault| CudaError::Launch {
+        kernel: "portable_backward_query".to_owned(),
+        reason: fault.into(),
+    })
 }
 
 /// For every head, element type, softcap and kind of GPU.

@@ -1,16 +1,16 @@
 //! The launcher of `attention/portable_forward.cuh`, for GPUs without wgmma.
 
-use counterpoint_tiles::{TileDirection, TilePlacement, TileScheduleConfig};
+use counterpoint_tiles::{TileDirection, TilePlacement, TileSchedule, TileScheduleConfig};
 
 use super::device_schedule::DeviceSchedule;
-use super::portable_launcher::{Cta, PortableKernel, exponential_scales, tiles};
+use super::portable_launcher::{Cta, PortableKernel, exponential_scales, tiles, upload};
 use super::portable_shape::{Traits, check, fits, specialisations_of, traits_of};
 use super::{
     AttentionFault, AttentionProblem, ElementType, ForwardMode, ForwardModeEnd, ForwardTarget,
     ForwardTensors, ResultTensors, Specialisation, StateTensors,
 };
 use crate::layout::{SharedLayout, shared_layout};
-use crate::{Arch, CudaError, Function, KernelSource, Launch, Stream};
+use crate::{Arch, CudaError, DescribedGpu, Function, KernelSource, Launch, Stream};
 
 /// Attention forward by mma.sync, for every GPU from compute capability 8.0 on: a problem prepared to run many times.
 #[derive(Clone, Debug)]
@@ -203,31 +203,17 @@ impl Choice {
 }
 
 impl PortableForward {
-    /// Makes a problem ready: compiles or finds the kernel and uploads the tile schedule by `setup`, which is waited for.
+    /// The tiles of a problem on a GPU: its tables.
     ///
     /// # Errors
-    /// [`CudaError::Launch`] when the problem is not one that the kernel takes; when the kernel cannot be compiled, or memory
-    /// is short.
-    pub fn new(setup: &Stream, problem: &AttentionProblem, mode: ForwardMode) -> Result<Self, CudaError> {
-        let device = setup.device();
-        let refused = |fault: AttentionFault| CudaError::Launch {
-            kernel: "portable_forward".to_owned(),
-            reason: fault.into(),
-        };
+    /// [`CudaError::Launch`] when the problem is not one that the kernel takes.
+    pub fn tables(
+        gpu: &DescribedGpu,
+        problem: &AttentionProblem,
+        mode: ForwardMode,
+    ) -> Result<TileSchedule, CudaError> {
         check(problem).map_err(refused)?;
-        let traits = traits_of(device, problem).map_err(refused)?;
-        let blocks = if problem.deterministic { TilePlacement::Aligned } else { TilePlacement::Tight };
-        let choice = Choice::of(blocks, traits).with_max_logits(mode.max_logits);
-        let Choice { shape, .. } = choice;
-        let seqlen_sink = match mode.end {
-            ForwardModeEnd::State => 0,
-            ForwardModeEnd::Partial => {
-                return Err(refused(AttentionFault::NoPartials));
-            }
-            ForwardModeEnd::Result { seqlen_sink } => seqlen_sink,
-        };
-        let function = device.function(&choice.source(Arch::portable(device.capability())))?;
-
+        let Choice { shape, blocks, .. } = choose(gpu.shared_bytes_per_block, problem, mode)?;
         let config = TileScheduleConfig {
             blocks,
             ..TileScheduleConfig::new(
@@ -236,8 +222,28 @@ impl PortableForward {
                 shape.block as usize,
             )
         };
-        let (schedule, launch) =
-            tiles(setup, "portable_forward", problem, &config, problem.heads_q, shape.cta())?;
+        tiles("portable_forward", problem, &config)
+    }
+
+    /// Makes a problem ready by its tables: compiles or finds the kernel and uploads them by `setup`, which is waited for.
+    ///
+    /// # Errors
+    /// When the kernel cannot be compiled, or memory is short.
+    pub fn new(
+        setup: &Stream,
+        problem: &AttentionProblem,
+        mode: ForwardMode,
+        tables: &TileSchedule,
+    ) -> Result<Self, CudaError> {
+        let device = setup.device();
+        let choice = choose(device.properties().shared_bytes_per_block, problem, mode)?;
+        let Choice { shape, .. } = choice;
+        let seqlen_sink = match mode.end {
+            ForwardModeEnd::State | ForwardModeEnd::Partial => 0,
+            ForwardModeEnd::Result { seqlen_sink } => seqlen_sink,
+        };
+        let function = device.function(&choice.source(Arch::portable(device.capability())))?;
+        let (schedule, launch) = upload(setup, problem, tables, problem.heads_q, shape.cta())?;
 
         // Scores keep their order: a scale below zero is its opposite, and zero so small a number that all scores are zero.
         let scale = problem.scale.abs().max(1e-30);
@@ -328,6 +334,20 @@ impl PortableForward {
         let reason = AttentionFault::OtherMode { mode, tensors }.into();
         CudaError::Launch { kernel: self.function.name().to_owned(), reason }
     }
+}
+
+/// What of the kernel a problem takes on a device whose CTAs have at most `shared_bytes` of shared memory.
+fn choose(shared_bytes: usize, problem: &AttentionProblem, mode: ForwardMode) -> Result<Choice, CudaError> {
+    if mode.end == ForwardModeEnd::Partial {
+        return Err(refused(AttentionFault::NoPartials));
+    }
+    let traits = traits_of(shared_bytes, problem).map_err(refused)?;
+    let blocks = if problem.deterministic { TilePlacement::Aligned } else { TilePlacement::Tight };
+    Ok(Choice::of(blocks, traits).with_max_logits(mode.max_logits))
+}
+
+fn refused(fault: AttentionFault) -> CudaError {
+    CudaError::Launch { kernel: "portable_forward".to_owned(), reason: fault.into() }
 }
 
 /// For every head, element type, softcap, kind of GPU and placement of blocks.

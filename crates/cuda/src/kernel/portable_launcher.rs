@@ -49,21 +49,31 @@ impl PortableKernel<'_> {
     }
 }
 
-/// Uploads a problem's tiles by `setup`, which is waited for, with the launch that computes each for every one of `heads`.
+/// A problem's tiles.
 ///
 /// # Errors
-/// [`CudaError::Launch`] of `kernel` when there are more than a schedule holds; when memory is short.
+/// [`CudaError::Launch`] of `kernel` when there are more than a schedule holds.
 pub(super) fn tiles(
-    setup: &Stream,
     kernel: &str,
     problem: &AttentionProblem,
     config: &TileScheduleConfig,
+) -> Result<TileSchedule, CudaError> {
+    TileSchedule::new(&problem.bands, problem.rows_q, problem.rows_k, config)
+        .map_err(|error| CudaError::Launch { kernel: kernel.to_owned(), reason: error.into() })
+}
+
+/// Uploads a problem's tiles by `setup`, which is waited for, with the launch that computes each for every one of `heads`.
+///
+/// # Errors
+/// When memory is short.
+pub(super) fn upload(
+    setup: &Stream,
+    problem: &AttentionProblem,
+    tiles: &TileSchedule,
     heads: usize,
     cta: Cta,
 ) -> Result<(DeviceSchedule, Launch), CudaError> {
-    let schedule = TileSchedule::new(&problem.bands, problem.rows_q, problem.rows_k, config)
-        .map_err(|error| CudaError::Launch { kernel: kernel.to_owned(), reason: error.into() })?;
-    let schedule = DeviceSchedule::new(setup, &schedule)?;
+    let schedule = DeviceSchedule::new(setup, tiles)?;
     let items = u64::from(schedule.tile_count()) * heads as u64;
     let blocks = grid(items, cta.per_sm, setup.device().sm_count(), problem.sm_margin);
     let launch = Launch::linear(blocks, cta.threads).shared_bytes(cta.shared_bytes);

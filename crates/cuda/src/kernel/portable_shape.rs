@@ -1,7 +1,7 @@
 //! What the portable attention kernels are instantiated for: padded head sizes, types, and GPUs by their shared memory.
 
 use super::{AttentionFault, AttentionProblem, ElementType, MatrixUnit, Specialisation};
-use crate::{Arch, Device, KernelSource};
+use crate::{Arch, KernelSource};
 
 /// Padded head dimensions of the portable kernels: a head is computed as the smallest that holds it.
 const HEAD_DIMS: [u32; 5] = [64, 96, 128, 192, 256];
@@ -14,10 +14,9 @@ const TARGETS: [(Arch, usize); 3] =
 /// Heads, element type, softcap and shared memory of a CTA: what the kernels are chosen by.
 pub(super) type Traits = ((u32, u32), ElementType, bool, usize);
 
-/// Those of a problem on a device, or why no kernel is made for its heads.
-pub(super) fn traits_of(device: &Device, problem: &AttentionProblem) -> Result<Traits, AttentionFault> {
+/// Those of a problem on a device whose CTAs have at most `shared_bytes` of shared memory, or why no kernel is made for its heads.
+pub(super) fn traits_of(shared_bytes: usize, problem: &AttentionProblem) -> Result<Traits, AttentionFault> {
     let dims = padded_dims(problem.head_dim, problem.head_dim_v)?;
-    let shared_bytes = device.properties().shared_bytes_per_block;
     Ok((dims, problem.element, problem.softcap.is_some(), shared_bytes))
 }
 

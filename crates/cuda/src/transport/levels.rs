@@ -12,7 +12,7 @@ use counterpoint_plan::GroupPart;
 use counterpoint_schedule::{Accumulate, GroupCast, GroupReduce, Op, Program, ReduceOp};
 
 use super::{CudaCollective, CudaPending, CudaTransport};
-use crate::backend::{CudaBackend, CudaBuffer};
+use crate::backend::{CudaBackend, CudaBuffer, CudaTables};
 
 /// Which ranks one transport reaches.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -149,9 +149,10 @@ impl Transport<CudaBackend> for LevelledTransport {
         place: &OpPlace,
         parts: &[Op],
         program: &Program,
+        tables: &CudaTables,
     ) -> Result<Option<LevelledCollective>, ExecError> {
         let Some(transport) = self.only() else { return Ok(None) };
-        let work = transport.prepare_fused(backend, place, parts, program)?;
+        let work = transport.prepare_fused(backend, place, parts, program, tables)?;
         Ok(work.map(|work| LevelledCollective(vec![work])))
     }
 

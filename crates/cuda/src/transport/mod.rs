@@ -48,7 +48,7 @@ use counterpoint_schedule::{
     RankTransport,
 };
 
-use crate::backend::{CudaBackend, CudaBuffer, exec_error};
+use crate::backend::{CudaBackend, CudaBuffer, CudaTables, exec_error};
 use crate::{CudaError, Device, DeviceBuffer, Stream, StreamPriority};
 
 use call::{Call, CallError, addresses, unpublished};
@@ -346,6 +346,7 @@ impl Transport<CudaBackend> for CudaTransport {
         place: &OpPlace,
         parts: &[Op],
         program: &Program,
+        tables: &CudaTables,
     ) -> Result<Option<CudaCollective>, ExecError> {
         let work = match parts {
             [Op::Gemm(gemm), Op::GroupReduce(reduce)] => {
@@ -358,7 +359,7 @@ impl Transport<CudaBackend> for CudaTransport {
                 self.cast_gemm_work(backend, place, (cast, gemm), program)
             }
             [Op::AttentionBackward(backward), Op::GroupReduce(reduce)] => {
-                self.backward_reduce_work(backend, place, (backward, reduce), program)
+                self.backward_reduce_work(backend, place, (backward, reduce), (program, tables))
             }
             _ => Ok(None),
         };

@@ -147,10 +147,8 @@ functions! {
     }
     cuDeviceGetUuid_v2(uuid: *mut [u8; 16], device: c_int) { *uuid = [device as u8; 16]; 0 }
     cuDeviceGetAttribute(value: *mut c_int, attribute: c_int, _device: c_int) {
-        // Multiprocessors, level 2 cache, capability, shared memory of a block, multicast objects.
-        *value = match attribute {
-            16 => 132, 38 => 50 << 20, 75 => 9, 76 => 0, 97 => 232_448, 132 => c_int::from(std::env::var_os("HOLLOW_DRIVER_OFFERS_MULTICAST").is_some()), _ => 1,
-        };
+        // Multiprocessors, level 2 cache, capability, shared memory of a block.
+        *value = match attribute { 16 => 132, 38 => 50 << 20, 75 => 9, 76 => 0, 97 => 232_448, _ => 1 };
         0
     }
     cuDeviceTotalMem_v2(bytes: *mut usize, _device: c_int) { *bytes = 140 << 30; 0 }

@@ -72,19 +72,6 @@ pub(super) fn properties(driver: &Driver, handle: CUdevice) -> Result<DeviceProp
     })
 }
 
-impl Device {
-    /// Whether the driver offers multicast objects, which a host may refuse all the same.
-    pub fn offers_multicast(&self) -> bool {
-        let (driver, mut offered) = (self.primary.driver, 0);
-        let attribute = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED;
-        // SAFETY: the pointer is to a local of the right type.
-        let asked =
-            unsafe { call!(driver, cuDeviceGetAttribute(&mut offered, attribute, self.primary.handle)) };
-        // Drivers before them do not know the attribute.
-        asked.is_ok() && offered != 0
-    }
-}
-
 /// As nvidia-smi prints it.
 fn format_uuid(bytes: [u8; 16]) -> String {
     let hex = |range: std::ops::Range<usize>| -> String {

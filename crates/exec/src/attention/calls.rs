@@ -3,12 +3,12 @@
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use counterpoint_plan::{AttentionSpec, Plan};
-use counterpoint_schedule::PassPolicies;
+use counterpoint_schedule::{PassPolicies, Program};
 
-use super::programs::{backward_program, forward_program, plan_identity};
+use super::{AttentionTask, StepTables};
 use crate::monitor::lock;
 use crate::{
-    Backend, Call, ExecError, Group, GroupRank, Machine, Pass, PlanIdentity, Prepared, ProgramFault,
+    Backend, Call, ExecError, Group, GroupRank, Machine, Pass, Prepared, ProgramFault, TablesFault,
     TensorFault, Ticket, Transport,
 };
 
@@ -87,23 +87,41 @@ impl<M: Machine> Group<M> {
         policy: impl Into<PassPolicies>,
         deterministic: bool,
     ) -> Result<AttentionCalls<M>, ExecError> {
-        let policy = policy.into();
-        let identity = plan_identity(plan, spec, policy, deterministic);
-        let task = Task { plan, spec, pass, policy, deterministic, identity };
-        let ranks = self.ranks().iter().map(|rank| AttentionRank::of_task(rank, &task));
+        self.attention_of(&AttentionTask::new(plan, spec, pass, policy, deterministic))
+    }
+
+    /// The same of a task: its step tables are made first.
+    ///
+    /// # Errors
+    /// As [`Group::attention`].
+    pub fn attention_of(&self, task: &AttentionTask<'_>) -> Result<AttentionCalls<M>, ExecError> {
+        let ranks = self.ranks().iter().map(|rank| AttentionRank::of_task(rank, task));
+        Ok(AttentionCalls { ranks: ranks.collect::<Result<_, _>>()? })
+    }
+
+    /// The same with step tables that were made ahead ([`AttentionTask::tables`]), those of each rank that is in this process, in their
+    /// order: they are uploaded, and nothing is searched.
+    ///
+    /// # Errors
+    /// [`ExecError::Tables`] for tables of something else; as [`Group::attention`].
+    pub fn attention_with(
+        &self,
+        task: &AttentionTask<'_>,
+        tables: &[TablesOfRank<M>],
+    ) -> Result<AttentionCalls<M>, ExecError> {
+        let (given, here) = (tables.len(), self.ranks().len());
+        if given != here {
+            let (rank, reason) = (self.ranks_here().start, TablesFault::Ranks { given, here });
+            return Err(ExecError::Tables { rank, reason });
+        }
+        let ranks = self.ranks().iter().zip(tables);
+        let ranks = ranks.map(|(rank, tables)| AttentionRank::of_tables(rank, task, tables));
         Ok(AttentionCalls { ranks: ranks.collect::<Result<_, _>>()? })
     }
 }
 
-/// What is prepared.
-struct Task<'a> {
-    plan: &'a Plan,
-    spec: &'a AttentionSpec,
-    pass: Pass,
-    policy: PassPolicies,
-    deterministic: bool,
-    identity: PlanIdentity,
-}
+/// Step tables of a machine's ranks.
+pub type TablesOfRank<M> = StepTables<<<M as Machine>::Backend as Backend>::Device>;
 
 impl<M: Machine> AttentionCalls<M> {
     /// The ranks that are in this process, in their order.
@@ -173,26 +191,43 @@ impl<B: Backend, T: Transport<B>> AttentionRank<B, T> {
         policy: impl Into<PassPolicies>,
         deterministic: bool,
     ) -> Result<Self, ExecError> {
-        let policy = policy.into();
-        let identity = plan_identity(plan, spec, policy, deterministic);
-        Self::of_task(rank, &Task { plan, spec, pass, policy, deterministic, identity })
+        Self::of_task(rank, &AttentionTask::new(plan, spec, pass, policy, deterministic))
     }
 
-    fn of_task(rank: &Arc<GroupRank<B, T>>, task: &Task<'_>) -> Result<Self, ExecError> {
-        let Task { plan, spec, pass, policy, deterministic, identity } = task;
-        if plan.ranks.len() != rank.world_size() {
-            let reason = ProgramFault::OtherWorldSize { plan: plan.ranks.len(), group: rank.world_size() };
-            return Err(ExecError::Program { program: "attention".to_owned(), rank: rank.rank(), reason });
-        }
-        let forward = forward_program(plan, rank.rank(), spec, policy.forward, *deterministic);
-        if *pass == Pass::Forward {
-            let forward = Mutex::new(Prepared::on(rank, forward, Some(identity))?);
-            return Ok(Self { forward, backward: None });
-        }
-        let backward = backward_program(plan, rank.rank(), spec, policy.backward, *deterministic);
-        let both = Prepared::both_on(rank, [forward, backward], Some(identity))?;
-        let [forward, backward] = both.map(Mutex::new);
-        Ok(Self { forward, backward: Some(backward) })
+    fn of_task(rank: &Arc<GroupRank<B, T>>, task: &AttentionTask<'_>) -> Result<Self, ExecError> {
+        check_world_size(rank, task)?;
+        rank.check()?;
+        let programs = task.programs(rank.rank());
+        let tables = StepTables::of_programs(&rank.backend().described(), &programs, task.identity())?;
+        Self::of_programs(rank, programs, task, &tables)
+    }
+
+    /// By tables that were made ahead.
+    fn of_tables(
+        rank: &Arc<GroupRank<B, T>>,
+        task: &AttentionTask<'_>,
+        tables: &StepTables<B::Device>,
+    ) -> Result<Self, ExecError> {
+        check_world_size(rank, task)?;
+        let programs = task.programs(rank.rank());
+        let own = rank.rank();
+        tables
+            .check(own, &rank.backend().described(), task.identity(), programs.len())
+            .map_err(|reason| ExecError::Tables { rank: own, reason })?;
+        Self::of_programs(rank, programs, task, tables)
+    }
+
+    /// By tables that are theirs.
+    fn of_programs(
+        rank: &Arc<GroupRank<B, T>>,
+        programs: Vec<Program>,
+        task: &AttentionTask<'_>,
+        tables: &StepTables<B::Device>,
+    ) -> Result<Self, ExecError> {
+        let programs = programs.into_iter().zip(tables.programs());
+        let mut prepared = Prepared::all_on(rank, programs, task.identity())?.into_iter().map(Mutex::new);
+        let Some(forward) = prepared.next() else { unreachable!("a task has a forward") };
+        Ok(Self { forward, backward: prepared.next() })
     }
 
     /// Enqueues a forward and returns at once; with `stream`, behind what that was given before, and before what it is given later.
@@ -224,6 +259,19 @@ impl<B: Backend, T: Transport<B>> AttentionRank<B, T> {
         let missing = || ExecError::tensor("dout", TensorFault::NoBackward);
         self.backward.as_ref().map(lock).ok_or_else(missing)
     }
+}
+
+/// Refuses a plan of another number of ranks.
+fn check_world_size<B: Backend, T: Transport<B>>(
+    rank: &GroupRank<B, T>,
+    task: &AttentionTask<'_>,
+) -> Result<(), ExecError> {
+    let (plan, group) = (task.ranks(), rank.world_size());
+    if plan == group {
+        return Ok(());
+    }
+    let reason = ProgramFault::OtherWorldSize { plan, group };
+    Err(ExecError::Program { program: "attention".to_owned(), rank: rank.rank(), reason })
 }
 
 /// Tensors by the names of a Program's inputs and outputs.

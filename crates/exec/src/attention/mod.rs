@@ -5,6 +5,8 @@ mod prepared;
 mod process;
 mod programs;
 mod ranks;
+mod step_tables;
+mod task;
 mod whole;
 
 use std::time::Duration;
@@ -12,10 +14,12 @@ use std::time::Duration;
 use counterpoint_plan::{AttentionSpec, DType, Plan, RankPlan};
 use counterpoint_schedule::{PassPolicies, Timeline};
 
-pub use self::calls::{AttentionCalls, AttentionRank, BackwardTensors, ForwardTensors};
+pub use self::calls::{AttentionCalls, AttentionRank, BackwardTensors, ForwardTensors, TablesOfRank};
 pub use self::prepared::{PreparedAttention, RankBuffer, rank_outputs};
 pub use self::process::run_attention_process;
 pub use self::ranks::{RankProblem, RanksRun, run_attention_ranks};
+pub use self::step_tables::StepTables;
+pub use self::task::AttentionTask;
 use crate::layout::dispatch;
 use crate::{
     CpuMachine, ExecError, FaultInjection, HostTensor, Machine, Pass, RunTimes, SlowLink, TensorFault,

@@ -40,7 +40,8 @@ use crate::memory::available_memory;
 use crate::monitor::lock;
 use crate::world::World;
 use crate::{
-    Backend, BufferAccess, ExecError, HostTensor, OpPlace, PolicyFault, Profiler, RunContext, RunTimes,
+    Backend, BufferAccess, DescribedCpu, ExecError, HostTensor, OpPlace, PolicyFault, Profiler, RunContext,
+    RunTimes,
 };
 
 /// Up to so many bytes are allocated without a look at what memory is left.
@@ -147,6 +148,11 @@ impl Backend for CpuBackend {
     type Barrier = KernelBarrier;
     type Signal = CpuSignal;
     type Kernel = CpuKernel;
+    type Device = DescribedCpu;
+
+    fn described(&self) -> DescribedCpu {
+        DescribedCpu
+    }
 
     fn rank(&self) -> usize {
         self.rank
@@ -241,6 +247,7 @@ impl Backend for CpuBackend {
         &self,
         program: &Program,
         index: usize,
+        (): &(),
         _scratch: &mut Vec<BufferSpec>,
     ) -> Result<CpuKernel, ExecError> {
         CpuKernel::new(program, index, &self.user_kernels)

@@ -4,6 +4,7 @@ mod call;
 mod enqueue;
 mod steps;
 
+use std::borrow::Cow;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -14,7 +15,10 @@ use self::enqueue::Enqueue;
 use self::steps::PlacedStep;
 use crate::group_rank::GroupRank;
 use crate::place::host_place;
-use crate::{Backend, ExecError, OpPlace, PlanIdentity, ProgramFault, RunTimes, TensorFault, Transport};
+use crate::{
+    Backend, DescribedDevice, ExecError, OpPlace, PlanIdentity, ProgramFault, RunTimes, TablesOf,
+    TensorFault, Transport,
+};
 
 /// A [`Program`] made ready to run many times on one rank of a group: every operation resolved. It has what belongs to the Program
 /// only; streams, scratch memory and the connection to other ranks are the rank's.
@@ -79,33 +83,37 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
         room: impl Fn(usize, &BufferSpec) -> Option<usize>,
     ) -> Result<Self, ExecError> {
         let backend = rank.backend().gathering_uploads();
-        let prepared = Self::gathered(rank, &backend, program, plan, room)?;
+        let prepared = Self::gathered(rank, &backend, (program, None), plan, room)?;
         backend.send_uploads()?;
         Ok(prepared)
     }
 
-    /// Makes the Programs of two passes ready on a rank, whose tables go to its device together.
+    /// Makes Programs ready on a rank by their tables, which go to its device together.
     ///
     /// # Errors
     /// As [`Prepared::on`].
-    pub fn both_on(
+    pub(crate) fn all_on<'a>(
         rank: &Arc<GroupRank<B, T>>,
-        programs: [Program; 2],
-        plan: Option<&PlanIdentity>,
-    ) -> Result<[Self; 2], ExecError> {
+        programs: impl IntoIterator<Item = (Program, &'a TablesOf<B>)>,
+        plan: &PlanIdentity,
+    ) -> Result<Vec<Self>, ExecError>
+    where
+        TablesOf<B>: 'a,
+    {
         let backend = rank.backend().gathering_uploads();
-        let [first, second] = programs;
-        let ready = |program| Self::gathered(rank, &backend, program, (plan, None), |_, _| None);
-        let prepared = [ready(first)?, ready(second)?];
+        let ready = |(program, tables)| {
+            Self::gathered(rank, &backend, (program, Some(tables)), (Some(plan), None), |_, _| None)
+        };
+        let prepared = programs.into_iter().map(ready).collect::<Result<_, _>>()?;
         backend.send_uploads()?;
         Ok(prepared)
     }
 
-    /// As [`Prepared::on`], whose tables `backend` has gathered and not sent.
+    /// As [`Prepared::on`], whose tables, which are made where none are given, `backend` has gathered and not sent.
     fn gathered(
         rank: &Arc<GroupRank<B, T>>,
         backend: &B,
-        mut program: Program,
+        (mut program, tables): (Program, Option<&TablesOf<B>>),
         plan: (Option<&PlanIdentity>, Option<u64>),
         room: impl Fn(usize, &BufferSpec) -> Option<usize>,
     ) -> Result<Self, ExecError> {
@@ -113,8 +121,12 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
         check_program(&program, rank)?;
         rank.check_memory(&program)?;
         let lanes = rank.lanes_of(&program);
+        let tables = match tables {
+            Some(tables) => Cow::Borrowed(tables),
+            None => Cow::Owned(backend.described().tables(&program)?),
+        };
         let mut scratch = Vec::new();
-        let steps = steps::prepare(backend, rank.transport(), &program, plan, &mut scratch)?;
+        let steps = steps::prepare(backend, rank.transport(), (&program, &tables), plan, &mut scratch)?;
         if !scratch.is_empty() {
             program.buffers.extend(scratch);
             rank.check_memory(&program)?;

@@ -4,7 +4,7 @@ use std::collections::HashSet;
 
 use counterpoint_schedule::{BufferSpec, Op, Program};
 
-use crate::{Backend, CollectiveContext, ExecError, OpPlace, PlanIdentity, Transport};
+use crate::{Backend, CollectiveContext, ExecError, OpPlace, PlanIdentity, TablesOf, Transport};
 
 /// A step, its place and its stream.
 pub(super) struct PlacedStep<B: Backend, T: Transport<B>> {
@@ -34,12 +34,12 @@ pub(super) fn collectives<B: Backend, T: Transport<B>>(
     })
 }
 
-/// Makes every operation ready, those of a plan, for ranks that ask for it in this turn. The scratch memory that they need besides the
+/// Makes every operation ready by the Program's tables, those of a plan, for ranks that ask for it in this turn. The scratch memory that they need besides the
 /// Program's buffers is added to `scratch`.
 pub(super) fn prepare<B: Backend, T: Transport<B>>(
     backend: &B,
     transport: &T,
-    program: &Program,
+    (program, tables): (&Program, &TablesOf<B>),
     (plan, turn): (Option<&PlanIdentity>, Option<u64>),
     scratch: &mut Vec<BufferSpec>,
 ) -> Result<Vec<PlacedStep<B, T>>, ExecError> {
@@ -69,7 +69,7 @@ pub(super) fn prepare<B: Backend, T: Transport<B>>(
                 Op::Await { barrier, arrivals } => Step::Await { barrier: barrier.0, arrivals: *arrivals },
                 Op::Signal { signal, value } => Step::Signal { signal: signal.0, value: *value },
                 Op::WaitSignal { signal, value } => Step::WaitSignal { signal: signal.0, value: *value },
-                _ => Step::Compute(backend.prepare(program, index, scratch)?),
+                _ => Step::Compute(backend.prepare(program, index, tables, scratch)?),
             })
         };
         let mut push = |step| steps.push(PlacedStep { place: place.clone(), stream: op.stream.0, step });
@@ -79,7 +79,7 @@ pub(super) fn prepare<B: Backend, T: Transport<B>>(
                 let (arrive, signal) = (arrivals.next(), op.op.arriving().map(|keys| keys.delivery.signal.0));
                 // One kernel arrives once.
                 let fused = match arrivals.next() {
-                    None => transport.prepare_fused(backend, &place, parts, program)?,
+                    None => transport.prepare_fused(backend, &place, parts, program, tables)?,
                     Some(_) => None,
                 };
                 match fused {

@@ -19,5 +19,6 @@ mod non_finite;
 mod normalised;
 mod shared_input;
 mod softcap;
+mod step_tables;
 mod support;
 mod tcp;

@@ -2,6 +2,7 @@
 
 mod known;
 mod routing;
+mod routing_error;
 mod rows;
 mod tables;
 mod token_experts;
@@ -12,7 +13,8 @@ use std::sync::Arc;
 use counterpoint_mask::Range;
 use serde::{Deserialize, Serialize};
 
-pub use self::routing::{ExpertCapacity, RandomRouting, Routing, RoutingError};
+pub use self::routing::{ExpertCapacity, RandomRouting, Routing};
+pub use self::routing_error::RoutingError;
 pub use self::tables::{ExpertRow, ExpertRows, GroupRows};
 use crate::DType;
 

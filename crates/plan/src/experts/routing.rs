@@ -2,110 +2,15 @@
 
 use counterpoint_mask::Range;
 use serde::{Deserialize, Serialize};
-use thiserror::Error;
 
 use super::known::{Known, Travel};
+use super::routing_error::RoutingError;
 use super::token_experts::TokenExperts;
 
-/// Why a routing makes no sense, or does not fit.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, Error)]
-#[non_exhaustive]
-pub enum RoutingError {
-    /// There are no ranks or no experts, or some ranks would have more experts than others.
-    #[error(
-        "{experts} experts on {ranks} ranks; each rank needs the same number of experts, and at least one"
-    )]
-    Experts {
-        /// Experts of all ranks.
-        experts: usize,
-        /// Ranks.
-        ranks: usize,
-    },
-    /// An expert that does not exist.
-    #[error("token {token} of rank {rank} goes to expert {expert}; there are experts 0 to {last}", last = experts - 1)]
-    UnknownExpert {
-        /// The rank that has the token.
-        rank: usize,
-        /// The token, counted from the rank's first.
-        token: usize,
-        /// The expert.
-        expert: u32,
-        /// Experts of all ranks.
-        experts: usize,
-    },
-    /// An expert twice.
-    #[error("token {token} of rank {rank} goes to expert {expert} twice; name each expert of a token once")]
-    Twice {
-        /// The rank that has the token.
-        rank: usize,
-        /// The token, counted from the rank's first.
-        token: usize,
-        /// The expert.
-        expert: u32,
-    },
-    /// Experts of tokens that are no rows of `choices`.
-    #[error("rank {rank} names {given} experts, which are no rows of {choices} experts a token")]
-    Uneven {
-        /// The rank.
-        rank: usize,
-        /// Experts named.
-        given: usize,
-        /// Experts of a token.
-        choices: usize,
-    },
-    /// Counts for another number of experts.
-    #[error("rank {rank} has counts of {given} experts; there are {experts}")]
-    CountsOfOthers {
-        /// The rank.
-        rank: usize,
-        /// Counts given.
-        given: usize,
-        /// Experts of all ranks.
-        experts: usize,
-    },
-    /// Counts of another number of rows.
-    #[error("the counts of rank {rank} add up to {sum} rows, and it has {rows}")]
-    CountsDoNotAddUp {
-        /// The rank.
-        rank: usize,
-        /// Their sum.
-        sum: usize,
-        /// Rows that it has.
-        rows: usize,
-    },
-    /// More tokens than a rank was prepared for.
-    #[error("rank {rank} has {tokens} tokens, and its capacity is {capacity}")]
-    Tokens {
-        /// The rank.
-        rank: usize,
-        /// Tokens of it.
-        tokens: usize,
-        /// The most that were planned.
-        capacity: usize,
-    },
-    /// More rows than an expert takes.
-    #[error(
-        "expert {expert} is given {rows} rows, and its capacity is {capacity}; drop some (`Routing::within`) or plan more"
-    )]
-    Overfull {
-        /// The expert.
-        expert: usize,
-        /// Rows routed to it.
-        rows: usize,
-        /// The most that it takes.
-        capacity: usize,
-    },
-    /// More rows than a rank's experts take together.
-    #[error("the experts of rank {rank} are given {rows} rows, and its capacity is {capacity}; plan more")]
-    RankOverfull {
-        /// The rank.
-        rank: usize,
-        /// Rows routed to its experts.
-        rows: usize,
-        /// The most that they take.
-        capacity: usize,
-    },
-}
+/// The most experts of a layer. Who names more has slipped: tables have an entry for each.
+const MAX_EXPERTS: usize = 1 << 20;
+/// The most rows that a rank's tokens give, likewise.
+const MAX_ROWS: usize = 1 << 28;
 
 /// The most that a layer of experts is called with, whatever the routing of a step; `None` has no limit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -155,6 +60,7 @@ impl Routing {
     /// # Errors
     /// Experts that do not exist, that a token has twice, or that do not divide over the ranks.
     pub fn top_k(experts: usize, choices: usize, ids: &[Vec<u32>]) -> Result<Self, RoutingError> {
+        Self::check_experts(experts, ids.len())?;
         let of_rank = |(rank, ids): (usize, &Vec<u32>)| {
             if choices == 0 || !ids.len().is_multiple_of(choices) {
                 return Err(RoutingError::Uneven { rank, given: ids.len(), choices });
@@ -168,7 +74,7 @@ impl Routing {
             Ok(of_rank)
         };
         let ranks = ids.iter().enumerate().map(of_rank).collect::<Result<_, _>>()?;
-        Self { experts, ranks, known: Known::default() }.checked()
+        Ok(Self { experts, ranks, known: Known::default() })
     }
 
     /// From rows that lie expert after expert, each of one expert, as a permutation of tokens leaves them: `counts[rank][expert]` rows, of
@@ -177,11 +83,15 @@ impl Routing {
     /// # Errors
     /// Counts that do not add up, or of other experts.
     pub fn from_counts(experts: usize, counts: &[Vec<usize>], rows: &[usize]) -> Result<Self, RoutingError> {
+        Self::check_experts(experts, counts.len().min(rows.len()))?;
         let of_rank = |(rank, (counts, &rows)): (usize, (&Vec<usize>, &usize))| {
             if counts.len() != experts {
                 return Err(RoutingError::CountsOfOthers { rank, given: counts.len(), experts });
             }
             let sum = counts.iter().fold(0usize, |sum, count| sum.saturating_add(*count));
+            if sum > MAX_ROWS {
+                return Err(RoutingError::TooManyRows { rank, rows: sum, most: MAX_ROWS });
+            }
             if sum != rows {
                 return Err(RoutingError::CountsDoNotAddUp { rank, sum, rows });
             }
@@ -193,7 +103,7 @@ impl Routing {
             return Err(RoutingError::Experts { experts, ranks: counts.len().min(rows.len()) });
         }
         let ranks = counts.iter().zip(rows).enumerate().map(of_rank).collect::<Result<_, _>>()?;
-        Self { experts, ranks, known: Known::default() }.checked()
+        Ok(Self { experts, ranks, known: Known::default() })
     }
 
     /// A routing as a router's choices may be, the same for equal arguments.
@@ -234,12 +144,14 @@ impl Routing {
         Self::top_k(experts, choices.max(1), &ids)
     }
 
-    fn checked(self) -> Result<Self, RoutingError> {
-        let (experts, ranks) = (self.experts, self.ranks.len());
+    fn check_experts(experts: usize, ranks: usize) -> Result<(), RoutingError> {
+        if experts > MAX_EXPERTS {
+            return Err(RoutingError::TooMany { experts, most: MAX_EXPERTS });
+        }
         if ranks == 0 || experts == 0 || !experts.is_multiple_of(ranks) {
             return Err(RoutingError::Experts { experts, ranks });
         }
-        Ok(self)
+        Ok(())
     }
 
     /// Experts of all ranks.
@@ -418,8 +330,15 @@ mod tests {
             "the counts of rank 1 add up to 2 rows, and it has 3"
         );
         assert_eq!(counts(&[vec![3, 4], vec![1]], &[7, 1]), "rank 1 has counts of 1 experts; there are 2");
-        assert!(
-            counts(&[vec![usize::MAX, 4], vec![0, 0]], &[3, 0]).starts_with("the counts of rank 0 add up to")
+        assert_eq!(
+            counts(&[vec![1 << 40, 4], vec![0, 0]], &[1 << 40, 0]),
+            "rank 0 has 1099511627780 rows; give 268435456 at most"
+        );
+        assert!(counts(&[vec![usize::MAX, 4], vec![0, 0]], &[3, 0]).starts_with("rank 0 has"));
+        assert_eq!(top(1 << 40, 1, &[&[0]]), "there are 1099511627776 experts; give 1048576 at most");
+        assert_eq!(
+            top(0, 1, &[&[0]]),
+            "0 experts on 1 ranks; each rank needs the same number of experts, and at least one"
         );
     }
 

@@ -3,9 +3,10 @@
 use std::fmt;
 
 use counterpoint_plan::Topology;
+use serde::{Deserialize, Serialize};
 
 /// How rows get from one rank to another, by the names that users know.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum RankTransport {
     /// CPU ranks: threads, or processes over TCP or MPI.
     Cpu,

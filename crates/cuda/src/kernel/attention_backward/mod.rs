@@ -5,6 +5,7 @@ mod scheduler;
 mod scratch;
 mod shape;
 mod source;
+mod tables;
 
 use std::f32::consts::LOG2_E;
 
@@ -15,11 +16,12 @@ use arguments::{
 };
 use counterpoint_mask::Range;
 use counterpoint_tiles::{Tile, TileClasses};
-use scheduler::{Choice, TileScheduler, missed, rows_launch};
+use scheduler::{missed, rows_launch};
 use scratch::{DqOrderTables, Sums};
-use shape::{CLASSES, blocks_per_head, shape_of};
+use shape::{CLASSES, shape_of};
 pub(super) use source::specialisations;
 use source::{BackwardChoice, rows_source};
+pub use tables::HopperBackwardTables;
 
 use super::device_schedule::DeviceSchedule;
 use super::{
@@ -94,34 +96,32 @@ impl AttentionBackward {
         shape_of(problem).is_some()
     }
 
-    /// Makes a problem ready: compiles or finds the kernels, and uploads the tile schedule by `stream`, which is waited for.
+    /// Makes a problem ready by its tables: compiles or finds the kernels, and uploads them by `stream`, which is waited for.
     ///
     /// # Errors
-    /// [`CudaError::Launch`] when the problem is not one that the kernel takes; when a kernel cannot be compiled, or memory is
-    /// short.
-    pub fn new(stream: &Stream, problem: &AttentionProblem, mode: BackwardMode) -> Result<Self, CudaError> {
+    /// When a kernel cannot be compiled, or memory is short.
+    pub fn new(
+        stream: &Stream,
+        problem: &AttentionProblem,
+        mode: BackwardMode,
+        tables: &HopperBackwardTables,
+    ) -> Result<Self, CudaError> {
         let AttentionProblem { rows_q, heads_q, heads_kv, .. } = *problem;
         let device = stream.device();
-        let Choice { choice, sums, heads, mut schedule } = Choice::of(problem, mode)?;
+        let HopperBackwardTables { heads, schedule, coverage, scheduler, .. } = tables;
+        let choice = tables.choice(problem, mode)?;
         let mut functions = device.functions(&[choice.source(), rows_source(problem.element)])?.into_iter();
         let (Some(function), Some(rows_function)) = (functions.next(), functions.next()) else {
             let kernel = "attention_backward".to_owned();
             return Err(CudaError::Launch { kernel, reason: LaunchFault::NotLoaded.into() });
         };
 
-        let dq_order = schedule.dq_order().filter(|_| problem.deterministic);
-        let dq_order = dq_order.map(|order| DqOrderTables::new(stream, &order)).transpose()?;
+        let dq_order = tables.dq_order.as_ref().map(|order| DqOrderTables::new(stream, order)).transpose()?;
         let counters = dq_order.as_ref().map_or(0, |order| order.counters);
-        let blocks_per_head = blocks_per_head(schedule.tiles(), sums);
-        // No buffer is empty.
-        let mut coverage = schedule.row_reads(choice.shape.rows as usize);
-        coverage.resize(coverage.len().max(1), 0);
         let queue = DeviceBuffer::from_slice(stream, &vec![0u32; QUEUE_WORDS + heads_q])?;
         let statistics =
             DeviceBuffer::new(device, (4 * STATISTICS * statistic_pitch(rows_q) * heads_q).max(4))?;
         let workers = device.sm_count().saturating_sub(problem.sm_margin).max(1);
-        let rounds = (coverage.iter().filter(|rows| **rows > 0).count() * heads_q) as u32;
-        let scheduler = TileScheduler::of(&mut schedule, &choice, (heads_kv, heads), rounds, workers);
         let halved_tiles = scheduler.classes.halved_tiles() as usize;
         // No buffer is empty.
         let half_words = (halved_tiles * heads_kv * KEY_WARPS).max(1);
@@ -141,23 +141,23 @@ impl AttentionBackward {
             mode,
             choice,
             tile_keys: schedule.tiles().iter().map(keys).collect(),
-            schedule: DeviceSchedule::new(stream, &schedule)?,
+            schedule: DeviceSchedule::new(stream, schedule)?,
             queue,
             statistics,
-            coverage: DeviceBuffer::from_slice(stream, &coverage)?,
-            rounds,
+            coverage: DeviceBuffer::from_slice(stream, coverage)?,
+            rounds: tables.rounds(heads_q),
             rounds_overlapped: scheduler.rounds_overlapped,
             progress: DeviceBuffer::new(device, 4 * (ROUNDING + (2 * coverage.len() + counters) * heads_q))?,
             dq_order,
             waits: missed.map(|what| CtaWaits::new(device, what)).transpose()?,
-            classes: scheduler.classes,
+            classes: scheduler.classes.clone(),
             items: scheduler.items,
             alone: None,
             half_heads: half_heads.transpose()?,
             sums: sums.transpose()?,
-            blocks_per_head,
+            blocks_per_head: tables.blocks_per_head,
             heads_at_a_time: scheduler.heads_at_a_time,
-            launch: scheduler.launch,
+            launch: scheduler.launch(&choice),
             rows_launch: rows_launch(problem, clears, workers),
             clears,
             zeroes_sums,

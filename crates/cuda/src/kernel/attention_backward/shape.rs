@@ -5,6 +5,7 @@ use std::collections::HashSet;
 use counterpoint_tiles::{
     Tile, TileDirection, TileOrder, TilePlacement, TileSchedule, TileScheduleConfig, TileScheduleError,
 };
+use serde::{Deserialize, Serialize};
 
 use crate::kernel::{AttentionProblem, BackwardMode};
 
@@ -79,7 +80,7 @@ pub(super) fn shape_of(problem: &AttentionProblem) -> Option<BackwardShape> {
 }
 
 /// How the query heads of a key head are shared out among the items of a tile.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct ItemHeads {
     /// Items of a tile and a key head.
     pub(super) parts: usize,

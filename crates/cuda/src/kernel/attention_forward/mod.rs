@@ -2,18 +2,19 @@
 
 mod shape;
 mod source;
+mod tables;
 
 use std::f32::consts::LOG2_E;
 
-use crate::kernel::AttentionFault;
-use shape::{ForwardShape, Freedom, TileEnds};
+use shape::ForwardShape;
+use source::Scores;
 pub(super) use source::specialisations;
-use source::{ForwardChoice, Scores, Span};
+use tables::ForwardTiles;
+pub use tables::HopperForwardTables;
 
 use super::attention_merge::AttentionMerge;
 use super::device_schedule::DeviceSchedule;
 use super::link_barrier::LinkArrivals;
-use super::portable_shape;
 use super::{
     ArrivingTensors, AttentionProblem, ForwardMode, ForwardModeEnd, ForwardTarget, ForwardTensors, HeadRows,
     ResultTensors, Scalar, StateTensors,
@@ -36,16 +37,6 @@ pub struct AttentionForward {
     queue: DeviceBuffer,
     merge: Option<AttentionMerge>,
     launch: Launch,
-}
-
-/// `ForwardTiles` of the kernel.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(C)]
-struct ForwardTiles {
-    first: u32,
-    count: u32,
-    grouped: u32,
-    heads_per_group: u32,
 }
 
 /// `AttentionForwardArguments` of the kernel.
@@ -92,51 +83,19 @@ const NO_STATE: StateTensors = StateTensors { acc: 0, row_max: 0, row_sum: 0 };
 const NO_RESULT: ResultTensors = ResultTensors { sink: 0, out: 0, lse: 0 };
 
 impl AttentionForward {
-    /// Makes a problem ready: chooses the shape of its tiles, compiles or finds the kernel, and uploads the tile schedule by
-    /// `stream`, which is waited for.
+    /// Makes a problem ready by its tables: compiles or finds the kernel, and uploads them by `stream`, which is waited for.
     ///
     /// # Errors
-    /// [`CudaError::Launch`] when the problem is not one that the kernel takes; when the kernel cannot be compiled, or memory
-    /// is short.
-    pub fn new(stream: &Stream, problem: &AttentionProblem, mode: ForwardMode) -> Result<Self, CudaError> {
+    /// When the kernel cannot be compiled, or memory is short.
+    pub fn new(
+        stream: &Stream,
+        problem: &AttentionProblem,
+        mode: ForwardMode,
+        tables: &HopperForwardTables,
+    ) -> Result<Self, CudaError> {
         let device = stream.device();
-        let refused = |fault: AttentionFault| CudaError::Launch {
-            kernel: "attention_forward".to_owned(),
-            reason: fault.into(),
-        };
-        let dims = check(problem).map_err(refused)?;
-        let workers = device.sm_count().saturating_sub(problem.sm_margin).max(1);
-
-        let scores = Scores::of(problem);
-        let whole = !mode.continues && mode.end != ForwardModeEnd::State;
-        let ends = match mode.end {
-            _ if !whole => TileEnds::States,
-            ForwardModeEnd::Partial => TileEnds::Partials,
-            _ => TileEnds::Results,
-        };
-        // What others merge has the same bits whatever multiprocessors a policy leaves.
-        let splitters = if ends == TileEnds::Partials { device.sm_count() } else { workers };
-        let freedom = match scores {
-            Scores::Transformed => Freedom::SmallUnpacked,
-            Scores::Scaled if whole => Freedom::Any,
-            Scores::Scaled => Freedom::Small,
-        };
-        let (shape, schedule) =
-            shape::choose(problem, dims, freedom, splitters, ends).map_err(|error| refused(error.into()))?;
-        let (ready, waiting) = schedule.tiles().split_at(schedule.ready_tiles());
-        let tiles = [(0, ready), (ready.len(), waiting)].map(|(first, tiles)| {
-            let groups = shape::head_groups(problem, shape, &schedule, tiles, workers);
-            ForwardTiles {
-                first: first as u32,
-                count: tiles.len() as u32,
-                grouped: groups.tiles as u32,
-                heads_per_group: groups.heads as u32,
-            }
-        });
-        let span = if freedom == Freedom::Any { Span::Whole } else { Span::Staged };
-        let choice =
-            ForwardChoice::new(shape, problem.element, span, scores).with_max_logits(mode.max_logits);
-        let function = device.function(&choice.source())?;
+        let HopperForwardTables { shape, schedule, tiles, workers } = tables;
+        let function = device.function(&tables.choice(problem, mode).source())?;
 
         let merge = match mode.end {
             ForwardModeEnd::Result { seqlen_sink } => {
@@ -144,25 +103,26 @@ impl AttentionForward {
                 Some(AttentionMerge::new(
                     stream,
                     problem,
-                    &schedule,
+                    schedule,
                     (shape.tokens(), seqlen_sink as u32),
                     element,
                 )?)
             }
             ForwardModeEnd::Partial => {
-                Some(AttentionMerge::new(stream, problem, &schedule, (shape.tokens(), 0), Scalar::F32)?)
+                Some(AttentionMerge::new(stream, problem, schedule, (shape.tokens(), 0), Scalar::F32)?)
             }
             ForwardModeEnd::State => None,
         };
         let queue = DeviceBuffer::from_slice(stream, &[0u32; 3])?;
-        let schedule = DeviceSchedule::new(stream, &schedule)?;
+        let schedule = DeviceSchedule::new(stream, schedule)?;
         let items = schedule.tile_count() * (problem.heads_q as u32 / shape.pack);
         let ctas = items.min((workers / shape.ctas).max(1)) * shape.ctas;
         let launch = Launch::linear(ctas, shape.threads())
             .cluster([shape.ctas, 1, 1])
             .shared_bytes(shape.shared_bytes())
             .start(LaunchStart::Overlapping);
-        Ok(Self { function, problem: problem.clone(), mode, shape, schedule, tiles, queue, merge, launch })
+        let (problem, shape, tiles) = (problem.clone(), *shape, *tiles);
+        Ok(Self { function, problem, mode, shape, schedule, tiles, queue, merge, launch })
     }
 
     /// What `row_max` of a state is multiplied by to be that of base 2.
@@ -271,17 +231,6 @@ impl AttentionForward {
             softcap_log2: problem.softcap.map_or(0.0, |softcap| softcap * LOG2_E),
         })
     }
-}
-
-/// The padded dimensions of a problem, or why it has no kernel.
-fn check(problem: &AttentionProblem) -> Result<(u32, u32), AttentionFault> {
-    portable_shape::check(problem)?;
-    let AttentionProblem { heads_q, head_dim, head_dim_v, rows_q, .. } = *problem;
-    // Items, a tile of one head each, are counted by 32 bits.
-    if (rows_q as u64).saturating_mul(heads_q as u64) > u64::from(u32::MAX / 4) {
-        return Err(AttentionFault::Rows { rows: rows_q, heads: heads_q, most: u32::MAX / 4 });
-    }
-    portable_shape::padded_dims(head_dim, head_dim_v)
 }
 
 /// What host and kernel share.

@@ -1,5 +1,7 @@
 //! Tiles of the Hopper attention forward: block sizes, packed query heads and split tiles, chosen by an estimate of the time.
 
+use serde::{Deserialize, Serialize};
+
 use counterpoint_tiles::{
     HeadGroups, Tile, TileDirection, TileOrder, TilePartials, TilePlacement, TileSchedule,
     TileScheduleConfig, TileScheduleError, TileSplit,
@@ -15,14 +17,14 @@ pub(super) const HEAD_DIMS: [(u32, u32); 6] =
 pub(super) const PACKS: [u32; 2] = [1, 8];
 
 /// `Loop` of the kernel.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub(super) enum Loop {
     Uniform,
     Interior,
 }
 
 /// The work of a CTA: `rows` rows of `pack` heads, against blocks of `block` keys.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub(super) struct ForwardShape {
     pub head_dim: u32,
     pub head_dim_v: u32,

@@ -9,7 +9,7 @@ use counterpoint_schedule::{
     Accumulate, AttentionBackward, BufferId, BufferSpec, GroupReduce, Program, ReduceOp, SpanKind,
 };
 
-use crate::backend::{Backward, CudaBackend};
+use crate::backend::{Backward, CudaBackend, CudaTables};
 use crate::kernel::{GradientOwners, LinkOperands, LinkPeers, LinkReduce, LinkReduceSpec, RowMove};
 use crate::transport::collective::PeerPost;
 use crate::transport::link_side::LinkSide;
@@ -148,7 +148,7 @@ impl CudaTransport {
         backend: &CudaBackend,
         place: &OpPlace,
         (backward, reduce): (&AttentionBackward, &GroupReduce),
-        program: &Program,
+        (program, tables): (&Program, &CudaTables),
     ) -> Result<Option<(Collective, Work)>, ExecError> {
         let Means::Link { .. } = &self.means else { return Ok(None) };
         let context =
@@ -162,7 +162,7 @@ impl CudaTransport {
         if !alike {
             return Ok(None);
         }
-        let mut work = backend.backward(program, place.index, backward)?;
+        let mut work = backend.backward(program, place.index, tables, backward)?;
         let Some(reduction) = collective.reduction.as_ref().filter(|_| work.sends_gradients()) else {
             return Ok(None);
         };

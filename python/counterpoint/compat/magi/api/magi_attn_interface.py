@@ -92,6 +92,11 @@ def _manager(key: DistAttnRuntimeKey) -> DistAttnRuntimeMgr:
     return found
 
 
+def _is_ready(key: DistAttnRuntimeKey) -> bool:
+    """Whether there is a plan for this key, of a group that has not failed."""
+    return key in dist_attn_runtime_dict_mgr and not dist_attn_runtime_dict_mgr[key].plan.group._is_failure_known
+
+
 def magi_attn_varlen_key(
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
@@ -184,7 +189,7 @@ def _key(
     total_q, total_k = total_q + pad, total_k + pad
     slices = (q_ranges, k_ranges, kinds, total_q, total_k, *shape)
     key = init_dist_attn_runtime_key(*slices, pad, chunk, group, mesh, config)
-    if key not in dist_attn_runtime_dict_mgr:
+    if not _is_ready(key):
         dist_attn_runtime_dict_mgr[key] = init_dist_attn_runtime_mgr(*slices, chunk, group, mesh, config, *source)
     return key
 
@@ -407,7 +412,7 @@ def make_flex_key_for_new_mask_after_dispatch(
     slices = (q_ranges, k_ranges, kinds, first.total_seqlen_q, first.total_seqlen_k, *shape)
     group, mesh = first.cp_group, first.cp_mesh
     key = init_dist_attn_runtime_key(*slices, first.pad_size, first.chunk_size, group, mesh, config)
-    if key not in dist_attn_runtime_dict_mgr:
+    if not _is_ready(key):
         dist_attn_runtime_dict_mgr[key] = init_dist_attn_runtime_mgr(
             *slices,
             first.chunk_size,

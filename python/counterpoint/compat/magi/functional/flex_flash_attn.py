@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
 import torch
 
 import counterpoint as cp
@@ -12,10 +10,10 @@ from counterpoint.compat.magi.common.forward_meta import AttnForwardMeta
 from counterpoint.compat.magi.functional.utils import correct_attn_out_lse_with_sink
 from counterpoint.compat.magi.hints import hints, refuse
 from counterpoint.functional import flex_attention
+from counterpoint.recent import Recent
 
 # Ranges that lie on a GPU, as masks: reading them waits for the device.
-_KEPT = 64
-_masks: OrderedDict[tuple[object, ...], tuple[tuple[torch.Tensor | None, ...], cp.Mask]] = OrderedDict()
+_masks: Recent[tuple[object, ...], tuple[tuple[torch.Tensor | None, ...], cp.Mask]] = Recent(64)
 
 
 def flex_flash_attn_func(
@@ -101,21 +99,18 @@ def flex_flash_attn_func(
 
 
 def mask_of(q_ranges: torch.Tensor, k_ranges: torch.Tensor, types: torch.Tensor | None, seqlen_q: int, seqlen_k: int) -> cp.Mask:
-    """The slices as a mask. Kept for tensors on a GPU as long as they do not change."""
+    """The slices as a mask. Kept for tensors on a GPU as long as they do not change, which those of inference_mode do not say."""
     tensors = (q_ranges, k_ranges, types)
-    if not any(isinstance(tensor, torch.Tensor) and tensor.is_cuda for tensor in tensors):
+    given = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
+    if not any(tensor.is_cuda for tensor in given) or any(tensor.is_inference() for tensor in given):
         return _read(q_ranges, k_ranges, types, seqlen_q, seqlen_k)
     # The tensors are kept too, so that no others can come to lie at their addresses.
     key: tuple[object, ...] = (seqlen_q, seqlen_k)
     for tensor in tensors:
         if tensor is not None:
             key += (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor._version)
-    if key not in _masks:
-        _masks[key] = (tensors, _read(q_ranges, k_ranges, types, seqlen_q, seqlen_k))
-        while len(_masks) > _KEPT:
-            _masks.popitem(last=False)
-    _masks.move_to_end(key)
-    return _masks[key][1]
+    known = _masks.get(key) or _masks.put(key, (tensors, _read(q_ranges, k_ranges, types, seqlen_q, seqlen_k)))
+    return known[1]
 
 
 def _read(q_ranges: torch.Tensor, k_ranges: torch.Tensor, types: torch.Tensor | None, seqlen_q: int, seqlen_k: int) -> cp.Mask:
