@@ -53,7 +53,7 @@ def local(size: int, place: Any, limit: float, tuned: str | None) -> Ranks:
 
 
 def join(attempt: Attempt, place: Any, **how: Any) -> Ranks:
-    """This process as a rank of an attempt to join, `how` as in `Ranks.join_cuda`. Ranks that share a GPU open each other's memory."""
+    """A rank of an attempt to join, `how` as in `Ranks.join_cuda`. Ranks that share a GPU open each other's memory."""
     torch = torch_module("a group on a GPU")
     _search_packages(package_folders())
     torch.cuda.init()

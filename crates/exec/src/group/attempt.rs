@@ -14,7 +14,7 @@ const NEWEST: &str = "counterpoint/attempt";
 /// Between two looks into a store: the first, and the longest.
 const LOOKS: (Duration, Duration) = (Duration::from_millis(2), Duration::from_millis(50));
 
-/// An attempt of ranks to join. Whatever a rank does for it that fails, it tells the others by [`Attempt::fail`].
+/// An attempt of ranks to join. What fails of what a rank does for it, the others hear by [`Attempt::fail`].
 #[derive(Clone, Debug)]
 pub struct Attempt {
     /// From 1 on; every record in the store is of one attempt, by this in its key.

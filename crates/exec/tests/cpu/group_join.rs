@@ -209,7 +209,7 @@ fn ranks_that_tried_unequally_often_find_each_other() {
 #[test]
 fn a_late_rank_hears_who_waited_for_whom() {
     let (store, long) = (Table::default(), config(Duration::from_secs(60)));
-    let given_up = Barrier::new(RANKS);
+    let (given_up, heard) = (Barrier::new(RANKS), Barrier::new(RANKS));
     on_ranks(|rank| {
         let began = Instant::now();
         if rank == 2 {
@@ -223,6 +223,8 @@ fn a_late_rank_hears_who_waited_for_whom() {
         if rank != 2 {
             given_up.wait();
         }
+        // Who comes once rank 0 tries again joins that.
+        heard.wait();
         Group::join(&store, rank, RANKS, &long).unwrap().close().unwrap();
         assert!(began.elapsed() < long.world.limit / 2, "{:?}", began.elapsed());
     });
