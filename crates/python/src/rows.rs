@@ -155,6 +155,15 @@ impl<M: Machine> ReadyRows<M> {
         Ok(Self { calls, rows, is_known: false })
     }
 
+    /// Refuses rows that have not been called yet where a graph of the caller captures the call.
+    pub(crate) fn check_capture(group: &Group<M>, captures: bool) -> Result<(), ExecError> {
+        if !captures || group.world_size() == 1 {
+            return Ok(());
+        }
+        let (rank, place) = (group.ranks_here().start, "a capture".to_owned());
+        Err(ExecError::Device { rank, place, reason: DeviceFault::CaptureBeforeRows })
+    }
+
     /// Enqueues a call; `captures` says whether for a graph of the caller's.
     pub(crate) fn enqueue(
         &mut self,
@@ -166,9 +175,8 @@ impl<M: Machine> ReadyRows<M> {
     where
         M::Backend: InPlace,
     {
-        if captures && !self.is_known && group.world_size() > 1 {
-            let (rank, place) = (group.ranks_here().start, "a capture".to_owned());
-            return Err(ExecError::Device { rank, place, reason: DeviceFault::CaptureBeforeRows });
+        if !self.is_known {
+            Self::check_capture(group, captures)?;
         }
         let mut starts = [0; 2];
         let mut of_ranks = Vec::with_capacity(self.rows.len());

@@ -8,10 +8,11 @@ use super::job::ProcessEnd;
 /// What each rank is given. Under this mask every rank needs rows of both nodes.
 pub(super) const LINE: &str = "bench cp --device cuda --nodes 2 --exchange two-level,flat --masks causal --tokens 512 --heads 4:2 \
                                --head-dim 64 --iterations 3 --json";
-/// What each rank is given where queries travel to the keys of both nodes, and come back as partial results.
+/// What each rank is given where queries travel to the keys of both nodes, and come back as partial results: so many that two steps are
+/// predicted to take less time than one.
 pub(super) fn hosted_line(exchange: &str) -> String {
     format!(
-        "attention --device cuda --cp-size {RANKS} --nodes 2 --exchange {exchange} --query-exchange fewest-bytes --mask full:256,keys=4k \
+        "attention --device cuda --cp-size {RANKS} --nodes 2 --exchange {exchange} --query-exchange fewest-bytes --mask full:8k,keys=128k \
          --heads-q 4 --heads-kv 4 --head-dim 64 --backward --json"
     )
 }

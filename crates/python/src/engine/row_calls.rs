@@ -21,7 +21,11 @@ where
             keepers,
             || self.rows.keep(key),
             |callers| {
-                let make = |_| ReadyRows::new(&self.group, key);
+                // Making them ready may wait for the device, which ends a capture.
+                let make = |_| {
+                    ReadyRows::check_capture(&self.group, captures)?;
+                    ReadyRows::new(&self.group, key)
+                };
                 self.rows.with(key, make, |ready| ready.enqueue(&self.group, pairs, callers, captures))
             },
         )
