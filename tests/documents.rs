@@ -193,7 +193,7 @@ const OLD_WHOLE_WORDS_OF_TEXT: [&str; 7] =
     ["beside", "taker", "takers", "settle", "settled", "stretches", "walked"];
 
 /// What has one of them all the same: names of results.
-const KEPT: [&str; 2] = ["beside_collectives", "beside: "];
+const KEPT: [&str; 1] = ["beside: "];
 
 /// In kernels, where CUTLASS and FlashAttention have other words for them (`crates/cuda/kernels/README.md` has the pairs): also within names.
 const OLD_WORDS_OF_KERNELS: [&str; 16] = [

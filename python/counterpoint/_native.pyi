@@ -285,7 +285,7 @@ class Ranks:
         nodes: int,
         profile: str | None,
         tuned: str | None,
-        beside_collectives: bool,
+        concurrent_collectives: bool,
     ) -> Ranks: ...
     @staticmethod
     def join_cuda(
@@ -298,7 +298,7 @@ class Ranks:
         nodes: int,
         profile: str | None,
         tuned: str | None,
-        beside_collectives: bool,
+        concurrent_collectives: bool,
         allocator: _Allocator,
     ) -> Ranks: ...
     @staticmethod

@@ -208,7 +208,7 @@ class _Group(_Planner):
         For collectives under linear layers that compute and communicate in one kernel (`overlap="fused"`, or chosen). Such a
         kernel may hold all multiprocessors until those of other ranks run, and so may another library's collective: one first
         here, the other first there, and both wait until the limit. Name the stream on every rank, and enqueue both in one order
-        on all of them. Where a library does not show its streams, such layers must not be fused: see `beside_collectives` of
+        on all of them. Where a library does not show its streams, such layers must not be fused: see `concurrent_collectives` of
         `Group`. Attention needs neither."""
         place = getattr(stream, "device", None)
         if not isinstance(getattr(stream, "cuda_stream", None), int) or place != self.device or self._ordinal < 0:

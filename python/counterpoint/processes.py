@@ -33,7 +33,7 @@ _DEFAULTS = {
     "profile": None,
     "planning_threads": 1,
     "tuned": True,
-    "beside_collectives": None,
+    "concurrent_collectives": None,
 }
 _groups: dict[tuple[tuple[int, ...], str], Group] = {}
 _making = threading.Lock()
@@ -63,13 +63,13 @@ class Group(_Group):
     tuned, for this device, transport and number of ranks. True takes what it has kept for this user, a path is a file that it was
     given by `--plans`, and False takes none. The first rank reads it for all.
 
-    `beside_collectives` says whether collectives of other libraries (FSDP2's, DDP's) run while this group's calls do, on streams
+    `concurrent_collectives` says whether collectives of other libraries (FSDP2's, DDP's) run while this group's calls do, on streams
     that these are not ordered with (`order_with`). Then no linear layer is chosen to be one kernel with its collective: two of
     these and two of NCCL's may each hold the multiprocessors that another needs, and wait until the limit. `overlap="fused"`
     is taken as it is. None is True where the default process group has ranks that this group has not.
     """
 
-    beside_collectives: bool
+    concurrent_collectives: bool
     _wishes: dict[str, Any]
     _process: int
 
@@ -84,7 +84,7 @@ class Group(_Group):
         profile: str | os.PathLike[str] | None = None,
         planning_threads: int = 1,
         tuned: TunedPlans = True,
-        beside_collectives: bool | None = None,
+        concurrent_collectives: bool | None = None,
     ) -> Group:
         process_group, nodes_of_mesh = _process_group(group_or_mesh)
         place = _device_of_all(device, process_group, limit)
@@ -103,7 +103,7 @@ class Group(_Group):
             "profile": None if profile is None else os.fspath(profile),
             "planning_threads": planning_threads_of(planning_threads),
             "tuned": checked(tuned),
-            "beside_collectives": _yes_or_no("beside_collectives", beside_collectives),
+            "concurrent_collectives": _yes_or_no("concurrent_collectives", concurrent_collectives),
         }
         with _making:
             known = _groups.get((ranks, str(place)))
@@ -115,7 +115,7 @@ class Group(_Group):
             made = super().__new__(cls)
             made._join(process_group, ranks, place, nodes, wishes)
             made._plan_with(wishes["planning_threads"])
-            made._wishes = {**wishes, "nodes": made._nodes, "beside_collectives": made.beside_collectives}
+            made._wishes = {**wishes, "nodes": made._nodes, "concurrent_collectives": made.concurrent_collectives}
             _groups[ranks, str(place)] = made
             _at_exit()
             return made
@@ -131,7 +131,7 @@ class Group(_Group):
         profile: str | os.PathLike[str] | None = None,
         planning_threads: int = 1,
         tuned: TunedPlans = True,
-        beside_collectives: bool | None = None,
+        concurrent_collectives: bool | None = None,
     ) -> None:
         """Nothing: `__new__` gives groups that are ready."""
 
@@ -165,10 +165,10 @@ class Group(_Group):
         if places[0].refused:
             raise PlanError(places[0].refused)
         tuned = places[0].tuned
-        asked = wishes["beside_collectives"]
-        self.beside_collectives = len(ranks) < dist.get_world_size() if asked is None else asked
+        asked = wishes["concurrent_collectives"]
+        self.concurrent_collectives = len(ranks) < dist.get_world_size() if asked is None else asked
         how: dict[str, Any] = {"address": address, "limit": limit, "nodes": self._nodes, "profile": profile, "tuned": tuned}
-        how["beside_collectives"] = self.beside_collectives
+        how["concurrent_collectives"] = self.concurrent_collectives
         if place.type == "cpu":
             self._native = Ranks.join(attempt, **how)
         else:

@@ -187,7 +187,7 @@ def delay(is_gpu: bool, draw: random.Random) -> None:
         time.sleep(draw.random() * 150e-6)
 
 
-def attention_beside_collectives(rank: int, device: str, rounds: int, rows: int) -> dict[str, Any]:
+def attention_concurrent_collectives(rank: int, device: str, rounds: int, rows: int) -> dict[str, Any]:
     """Forwards and backwards, each with an all-reduce before or behind it, as each rank likes on GPUs; ordered with nothing.
     Their bits are those of calls without."""
     group = cp.Group(device=device, limit=LIMIT)
@@ -217,7 +217,7 @@ def attention_beside_collectives(rank: int, device: str, rounds: int, rows: int)
     return {"rounds": neighbour.rounds, "unlike": unlike, "wrong": wrong}
 
 
-def layers_beside_collectives(rank: int, device: str, rounds: int, overlap: str) -> dict[str, Any]:
+def layers_concurrent_collectives(rank: int, device: str, rounds: int, overlap: str) -> dict[str, Any]:
     """Tensor-parallel layers, forward and backward, with all-reduces on a stream that their group follows: both come in
     one order on all ranks, which is random. Their bits are those of calls without."""
     from counterpoint.nn import ColumnParallelLinear, RowParallelLinear

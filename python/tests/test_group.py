@@ -55,19 +55,19 @@ def who_runs_with_others(rank: int) -> list[bool | str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     found: list[bool | str] = []
     for ranks, asked in ((mesh["tp"], None), (mesh["tp"], False), (None, None), (None, True)):
-        group = cp.Group(ranks, beside_collectives=asked)
-        found.append(group.beside_collectives)
+        group = cp.Group(ranks, concurrent_collectives=asked)
+        found.append(group.concurrent_collectives)
         if asked is None:
             try:
-                cp.Group(ranks, beside_collectives=not group.beside_collectives)
+                cp.Group(ranks, concurrent_collectives=not group.concurrent_collectives)
             except cp.Error as error:
                 found.append(str(error))
         group.close()
     return found
 
 
-def test_a_part_of_the_ranks_is_beside_collectives_of_the_others(ranks: Ranks) -> None:
-    refusal = "beside_collectives is {}, and the group of these ranks was made with {}; close that one before"
+def test_a_part_of_the_ranks_has_concurrent_collectives_of_the_others(ranks: Ranks) -> None:
+    refusal = "concurrent_collectives is {}, and the group of these ranks was made with {}; close that one before"
     for found in ranks.run(who_runs_with_others):
         assert found == [True, refusal.format(False, True), False, False, refusal.format(True, False), True]
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 from long_runs import (
     LIMIT,
-    attention_beside_collectives,
+    attention_concurrent_collectives,
     grown,
     last_rank_is_killed,
-    layers_beside_collectives,
+    layers_concurrent_collectives,
     masks_come_and_go,
 )
 from ranks import Died, Ranks
@@ -34,13 +34,13 @@ def test_masks_come_and_go_and_nothing_grows(pair: Ranks) -> None:
         assert more["mappings"] <= 8 and more["host"] <= 16 << 20, more
 
 
-def test_attention_beside_collectives_of_the_process_group(pair: Ranks) -> None:
-    for result in pair.run(attention_beside_collectives, "cpu", 20, 80):
+def test_attention_concurrent_collectives_of_the_process_group(pair: Ranks) -> None:
+    for result in pair.run(attention_concurrent_collectives, "cpu", 20, 80):
         assert result == {"rounds": 20, "unlike": 0, "wrong": 0}
 
 
-def test_layers_beside_collectives_of_the_process_group(pair: Ranks) -> None:
-    for result in pair.run(layers_beside_collectives, "cpu", 20, "auto"):
+def test_layers_concurrent_collectives_of_the_process_group(pair: Ranks) -> None:
+    for result in pair.run(layers_concurrent_collectives, "cpu", 20, "auto"):
         assert result == {"rounds": 20, "unlike": 0, "wrong": 0}
 
 

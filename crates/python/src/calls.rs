@@ -68,11 +68,10 @@ struct Shapes {
 impl Calls {
     pub(crate) fn new(ranks: Py<Ranks>, passes: Arc<dyn Passes>, content: &Content, waits: Waits) -> Self {
         let here = ranks.get().here();
-        let rows = |keys| here.clone().map(|rank| content.rows(rank, keys)).sum();
         let spec = &content.spec;
         let shapes = Shapes {
-            queries: rows(false),
-            keys: rows(true),
+            queries: here.clone().map(|rank| content.q_rows(rank)).sum(),
+            keys: here.clone().map(|rank| content.k_rows(rank)).sum(),
             ranks: here.len(),
             sink: spec.seqlen_sink,
             heads_q: spec.heads_q,

@@ -166,8 +166,8 @@ where
                     // One after the other, a copy for each rank here.
                     "dsink" => content.spec.seqlen_sink,
                     "max_logits" => content.spec.heads_q,
-                    "k" | "v" | "dk" | "dv" => content.rows(rank.rank(), true),
-                    _ => content.rows(rank.rank(), false),
+                    "k" | "v" | "dk" | "dv" => content.k_rows(rank.rank()),
+                    _ => content.q_rows(rank.rank()),
                 };
                 let first = if *name == "sink" { 0 } else { *start };
                 *start += rows;

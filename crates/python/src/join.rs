@@ -124,6 +124,6 @@ pub(crate) fn address(py: Python<'_>, text: &str) -> PyResult<IpAddr> {
 }
 
 /// A group whose calls run with collectives of other libraries, or by itself.
-pub(crate) fn placed<M: Machine>(group: Group<M>, beside_collectives: bool) -> Group<M> {
-    if beside_collectives { group.beside_collectives() } else { group }
+pub(crate) fn placed<M: Machine>(group: Group<M>, concurrent_collectives: bool) -> Group<M> {
+    if concurrent_collectives { group.concurrent_collectives() } else { group }
 }

@@ -92,10 +92,10 @@ impl Ranks {
 
     /// This process as a rank of an attempt of processes to join.
     /// `address` is one of rank 0's host at which all reach it. `nodes` is on how many machines they are, equally many on each. `profile` is
-    /// the text of a machine profile, which plans are made by, `tuned` that of tuned plans, `beside_collectives` whether those of other
+    /// the text of a machine profile, which plans are made by, `tuned` that of tuned plans, `concurrent_collectives` whether those of other
     /// libraries run at any time; all the same on all ranks. Collective.
     #[staticmethod]
-    #[pyo3(signature = (attempt, *, address, limit, nodes, profile, tuned, beside_collectives))]
+    #[pyo3(signature = (attempt, *, address, limit, nodes, profile, tuned, concurrent_collectives))]
     fn join(
         py: Python<'_>,
         attempt: &Attempt,
@@ -104,7 +104,7 @@ impl Ranks {
         nodes: usize,
         profile: Option<&str>,
         tuned: Option<&str>,
-        beside_collectives: bool,
+        concurrent_collectives: bool,
     ) -> PyResult<Self> {
         let (rank, size) = attempt.place();
         let plans = tuned::given(py, tuned)?;
@@ -112,7 +112,7 @@ impl Ranks {
         let (address, world) = (join::address(py, address)?, config(duration(py, limit)?));
         let (store, attempt, _give_up) = attempt.lend(py);
         let joined = move || Group::join_in(&attempt, &store, &JoinConfig { address, world });
-        let group = placed(interruptible(py, joined, |_| {})?, beside_collectives);
+        let group = placed(interruptible(py, joined, |_| {})?, concurrent_collectives);
         let place = place_of_processes(None);
         let (group, count) = tuned::following(group, plans, &place);
         let facts = GroupFacts { rank: Some(rank), transport: "tcp".into(), site, device: PlacedOn::Cpu };
@@ -121,7 +121,7 @@ impl Ranks {
 
     /// Likewise with this process on the GPU of that number, which other ranks may share.
     #[staticmethod]
-    #[pyo3(signature = (attempt, ordinal, *, address, limit, transport, nodes, profile, tuned, beside_collectives, allocator))]
+    #[pyo3(signature = (attempt, ordinal, *, address, limit, transport, nodes, profile, tuned, concurrent_collectives, allocator))]
     fn join_cuda(
         py: Python<'_>,
         attempt: &Attempt,
@@ -132,7 +132,7 @@ impl Ranks {
         nodes: usize,
         profile: Option<&str>,
         tuned: Option<&str>,
-        beside_collectives: bool,
+        concurrent_collectives: bool,
         allocator: PythonAllocator,
     ) -> PyResult<Self> {
         let (rank, size) = attempt.place();
@@ -160,7 +160,7 @@ impl Ranks {
             };
             let (transport, device) =
                 (process.transport().to_string(), PlacedOn::Gpu(DescribedGpu::of(process.device())));
-            let group = placed(Group::connect_at(&rendezvous, process, size, world)?, beside_collectives);
+            let group = placed(Group::connect_at(&rendezvous, process, size, world)?, concurrent_collectives);
             let place = TunedPlace { device: site.machine.clone(), transport: transport.clone() };
             let (group, count) = tuned::following(group, plans, &place);
             let facts = GroupFacts { rank: Some(rank), transport, site, device };

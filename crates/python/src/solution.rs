@@ -394,9 +394,13 @@ impl Content {
         lower_attention_backward(&self.plan, rank, &self.spec, policy, how)
     }
 
-    /// Rows of queries (or keys) of a rank.
-    pub(crate) fn rows(&self, rank: usize, keys: bool) -> usize {
-        let rank = &self.plan.ranks[rank];
-        if keys { rank.k_rows } else { rank.q_rows }
+    /// Rows of queries of a rank.
+    pub(crate) fn q_rows(&self, rank: usize) -> usize {
+        self.plan.ranks[rank].q_rows
+    }
+
+    /// Rows of keys of a rank.
+    pub(crate) fn k_rows(&self, rank: usize) -> usize {
+        self.plan.ranks[rank].k_rows
     }
 }

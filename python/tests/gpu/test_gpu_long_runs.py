@@ -59,7 +59,7 @@ def test_masks_come_and_go_and_nothing_grows(size: int) -> None:
 @several
 @pytest.mark.parametrize("size", sizes())
 def test_attention_with_nccl(size: int) -> None:
-    for result in results(size, f"attention_beside_collectives(rank, 'cuda', {COUNT}, 1200)", "nccl"):
+    for result in results(size, f"attention_concurrent_collectives(rank, 'cuda', {COUNT}, 1200)", "nccl"):
         assert result == {"rounds": COUNT, "unlike": 0, "wrong": 0}
 
 
@@ -67,7 +67,7 @@ def test_attention_with_nccl(size: int) -> None:
 @pytest.mark.parametrize("size", sizes())
 @pytest.mark.parametrize("overlap", ["fused", "concurrent"])
 def test_layers_with_nccl(size: int, overlap: str) -> None:
-    for result in results(size, f"layers_beside_collectives(rank, 'cuda', {COUNT}, {overlap!r})", "nccl"):
+    for result in results(size, f"layers_concurrent_collectives(rank, 'cuda', {COUNT}, {overlap!r})", "nccl"):
         assert result == {"rounds": COUNT, "unlike": 0, "wrong": 0}
 
 

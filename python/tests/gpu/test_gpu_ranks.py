@@ -85,7 +85,7 @@ def emptied(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-def beside_collectives(rank: int, size: int, device: str, empties: bool) -> None:
+def concurrent_collectives(rank: int, size: int, device: str, empties: bool) -> None:
     """Steps between collectives of PyTorch's process group, whose cache is emptied before, within and after each."""
     joined(rank, device, "nccl")
     group = cp.Group(device=device, limit=LIMIT)
@@ -283,7 +283,7 @@ def test_rows_move_within_graphs(size: int) -> None:
 @pytest.mark.parametrize("size", sizes())
 @pytest.mark.parametrize("segments", ["False", "True"])
 def test_steps_between_collectives_with_an_emptied_cache(size: int, segments: str) -> None:
-    for rank, output in enumerate(run(size, program("beside_collectives(True)"), segments=segments)):
+    for rank, output in enumerate(run(size, program("concurrent_collectives(True)"), segments=segments)):
         assert f"rank {rank} is right" in output and "ended with 0" in output, output
 
 
@@ -308,5 +308,5 @@ def test_a_rank_that_is_killed_is_named_and_gpus_go_on(size: int) -> None:
     assert "ended with -9" in killed, killed
     for rank, output in enumerate(others):
         assert f"rank {rank} named it" in output and f"rank {rank} is right" in output and "ended with 0" in output, output
-    for rank, output in enumerate(run(size, program("beside_collectives(False)"))):
+    for rank, output in enumerate(run(size, program("concurrent_collectives(False)"))):
         assert f"rank {rank} is right" in output and "ended with 0" in output, output

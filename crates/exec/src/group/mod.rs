@@ -131,7 +131,7 @@ impl<M: Machine> Group<M> {
     /// ([`GroupRank::order_with`](crate::GroupRank::order_with)): no pass of a linear layer is chosen, or taken as it was tuned, that may
     /// hold all multiprocessors while it waits for other ranks. A policy that is named is taken as it is. The same on all ranks.
     #[must_use]
-    pub fn beside_collectives(mut self) -> Self {
+    pub fn concurrent_collectives(mut self) -> Self {
         self.linear = Arc::new((*self.linear).clone().without_waiting_products());
         self
     }
