@@ -63,11 +63,10 @@ class Group(_Group):
     tuned, for this device, transport and number of ranks. True takes what it has kept for this user, a path is a file that it was
     given by `--plans`, and False takes none. The first rank reads it for all.
 
-    `concurrent_collectives` says whether collectives of other libraries (FSDP2's, DDP's) run while this group's calls do, on streams
-    that these are not ordered with (`order_with`). Then no linear layer is chosen to be one kernel with its collective: two of
-    these and two of NCCL's may each hold the multiprocessors that another needs, and wait until the limit. `overlap="fused"`
-    is taken as it is. None is True where the default process group has ranks that this group has not.
-    """
+    `concurrent_collectives` says whether collectives of other libraries (FSDP2's, DDP's) run while this group's calls do, on
+    streams that these are not ordered with (`order_with`). Then no linear layer is chosen to be one kernel with its
+    collective: two of these and two of NCCL's may each hold the multiprocessors that another needs, and wait until the limit.
+    `overlap="fused"` is taken as it is. None is True where the default process group has ranks that this group has not."""
 
     concurrent_collectives: bool
     _wishes: dict[str, Any]
