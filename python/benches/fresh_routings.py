@@ -1,4 +1,4 @@
-"""What a routing that nobody has seen costs the host in a layer of experts, call by call, compared with one that is known.
+"""What a fresh routing costs the host in a layer of experts, call by call, compared with one that is known.
 
     python python/benches/fresh_routings.py --ranks 1            # ranks in this process, all on one device
     torchrun --nproc-per-node 2 python/benches/fresh_routings.py # a process and a device each

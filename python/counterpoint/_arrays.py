@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from typing import Any
 
@@ -37,15 +38,21 @@ def booleans(name: str, array: Any) -> tuple[int, int, bytes]:
         nested = [list(row) for row in array]
     except TypeError:
         raise MaskError(f"{name} must be an array of two axes, not a {type(array).__name__}") from None
-    for row in nested:
-        for element in row:
-            if not isinstance(element, int):
-                raise _not_boolean(name, f"a list with {element!r}")
-    rows = [bytes(element != 0 for element in row) for row in nested]
+    rows = [bytes(_truth(name, element) for element in row) for row in nested]
     lengths = {len(row) for row in rows}
     if len(lengths) > 1:
         raise MaskError(f"{name} has rows of different lengths: {sorted(lengths)}")
     return len(rows), lengths.pop() if lengths else 0, b"".join(rows)
+
+
+def _truth(name: str, element: Any) -> bool:
+    """Of a boolean or a whole number, NumPy's among them, whose booleans are no indices."""
+    if getattr(getattr(element, "dtype", None), "kind", "") == "b":
+        return bool(element)
+    try:
+        return operator.index(element) != 0
+    except TypeError:
+        raise _not_boolean(name, f"a list with {element!r}") from None
 
 
 def _not_boolean(name: str, found: str) -> MaskError:

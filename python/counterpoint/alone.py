@@ -41,5 +41,5 @@ def alone(device: torch.device) -> LocalGroup:
 
 
 def working(group: OneGroup) -> OneGroup | LocalGroup:
-    """The group, or another like it where it is one of these and has failed: nobody else has heard of that."""
+    """The group, or another like it where it is one of these and has failed: no other rank is in it."""
     return alone(torch.device(group.device)) if group._is_alone and group._is_failure_known else group

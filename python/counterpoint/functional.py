@@ -143,7 +143,8 @@ def _sink_rows(sink: torch.Tensor) -> torch.Tensor:
 
 def _check_tangents(*tensors: torch.Tensor | None) -> None:
     """Refuses tensors with a derivative of forward mode, which would be lost. `autograd.Function` refuses others."""
-    if forward_ad._current_level < 0:
+    # A private name, by which most calls need not look at each tensor; without it they do.
+    if getattr(forward_ad, "_current_level", 0) < 0:
         return
     if any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
         raise NotImplementedError("counterpoint has no derivatives of forward mode (jvp); use backward, or torch.func.vjp")

@@ -328,7 +328,7 @@ def test_numbers_that_no_machine_has() -> None:
 
 
 def test_after_an_interrupt_calls_without_ranks_go_on() -> None:
-    """What fails with the group of this process alone is one call, whoever made that group."""
+    """One call fails with the group of this process alone, and later ones take another group."""
     x, mask = torch.ones(8, 1, 4), cp.Mask.causal(8)
     expected = cp.flex_attention(x, x, x, mask)[0]
     layer = cp.nn.ColumnParallelLinear(4, 4, bias=False)

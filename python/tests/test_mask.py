@@ -96,6 +96,8 @@ def test_dense_and_back(seed: int) -> None:
     dense = torch.rand(rows, columns, generator=torch.Generator().manual_seed(seed)) < generator.random()
     mask = cp.Mask.from_dense(dense)
     assert torch.equal(mask.to_dense(), dense) and mask.to_dense().dtype == torch.bool
+    for rows in (list(dense.numpy()), list(dense.int().numpy()), list(dense), dense.tolist(), dense.int().tolist()):
+        assert cp.Mask.from_dense(rows) == mask
     assert mask.area == int(dense.sum())
     assert cp.Mask.from_dense(dense.tolist()) == cp.Mask.from_dense(dense.numpy()) == mask
     assert cp.Mask.from_dense(dense.t()).area == mask.area

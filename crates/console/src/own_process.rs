@@ -13,7 +13,7 @@ const LOOK: Duration = Duration::from_millis(10);
 /// A process that is asked to end has so long for the processes that it has started itself, and their files.
 const GRACE: Duration = Duration::from_secs(2);
 
-/// A process that ends when this goes, or when we are interrupted. It is killed; where its standard input is a pipe that nobody has taken
+/// A process that ends when this goes, or when we are interrupted. It is killed; where its standard input is a pipe that was not taken
 /// ([`OwnProcess::stdin`]), that is closed first, and it is killed unless it ends by itself then.
 #[derive(Debug)]
 pub struct OwnProcess {

@@ -1,4 +1,4 @@
-//! What a routing that nobody has seen costs the host: every stage of making the passes of a layer of experts ready for it, of one rank.
+//! What a fresh routing costs the host: every stage of making the passes of a layer of experts ready for it, of one rank.
 //!
 //! `cargo run --release -p counterpoint-exec --example fresh_routing [repetitions [ranks]]`
 

@@ -234,7 +234,7 @@ pub enum StoreFault {
         /// Its own words.
         text: String,
     },
-    /// Whoever lent a store waits for its answers no longer.
+    /// The lender of a store no longer waits for its answers.
     #[error("this rank waits no longer")]
     GivenUp,
     /// The interpreter that runs a lent store ends.

@@ -17,8 +17,8 @@ const MULTICAST: &str = "NCCL_NVLS_ENABLE";
 const HOST: &str = "NCCL_HOSTID";
 
 /// Decides about variables of NCCL's for this whole process: that it makes no multicast objects for NVLink, which sends and receives do
-/// not use and which a host may not allow, and what ranks of this host have alike, where that is given. Whoever has set one keeps their
-/// choice. Does nothing in a process with other threads, whose ranks ask for what is missing.
+/// not use and which a host may not allow, and what ranks of this host have alike, where that is given. One that is set stays as it
+/// is. Does nothing in a process with other threads; an error says what its ranks miss.
 pub fn decide_about_nccl(host: Option<&str>) {
     let is_alone = fs::read_dir("/proc/self/task").is_ok_and(|threads| threads.count() == 1);
     let wanted = [(MULTICAST, Some("0")), (HOST, host)];

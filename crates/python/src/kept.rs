@@ -32,10 +32,10 @@ struct One<K, L> {
 
 /// What a layer is asked for.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum For {
-    ACall,
+enum Purpose {
+    Call,
     /// A call that a graph of the caller captures.
-    AGraph,
+    Capture,
     /// A call that comes later, or never.
     Later,
 }
@@ -84,13 +84,13 @@ impl<K: Clone + PartialEq, L> Kept<K, L> {
         make: impl FnOnce(u64) -> Result<L, ExecError>,
         work: impl FnOnce(&mut L) -> Result<T, ExecError>,
     ) -> Result<T, ExecError> {
-        let (slot, _) = self.asked_for(key, For::ACall);
+        let (slot, _) = self.asked_for(key, Purpose::Call);
         slot.with(make, work)
     }
 
     /// Asks for the layer of a key, which [`Kept::make`] or the first call makes ready. False where it was asked for before.
     pub(crate) fn ask(&self, key: &K) -> bool {
-        self.asked_for(key, For::Later).1
+        self.asked_for(key, Purpose::Later).1
     }
 
     /// Makes ready what was asked for, unless somebody has, or nobody keeps it any more.
@@ -104,7 +104,7 @@ impl<K: Clone + PartialEq, L> Kept<K, L> {
     }
 
     /// The place of a key's layer, and whether it is new.
-    fn asked_for(&self, key: &K, purpose: For) -> (Arc<Slot<L>>, bool) {
+    fn asked_for(&self, key: &K, purpose: Purpose) -> (Arc<Slot<L>>, bool) {
         let mut gone = Vec::new();
         let mut all = lock(&self.all);
         let known = all.kept.iter().position(|known| known.key == *key);
@@ -116,8 +116,8 @@ impl<K: Clone + PartialEq, L> Kept<K, L> {
                 One { key: key.clone(), slot, is_captured: false, was_called: false }
             }
         };
-        latest.was_called |= purpose == For::ACall;
-        latest.is_captured |= purpose == For::AGraph;
+        latest.was_called |= purpose == Purpose::Call;
+        latest.is_captured |= purpose == Purpose::Capture;
         let slot = latest.slot.clone();
         all.kept.insert(0, latest);
         let (mut called, mut ahead) = (0, 0);
@@ -139,7 +139,7 @@ impl<K: Clone + PartialEq, L> Kept<K, L> {
     /// Has the layer of a key stay from now on, whether or not it is there yet: before it is called for a graph of the caller, which
     /// replays it. Afterwards a call of another thread may have taken its place.
     pub(crate) fn keep(&self, key: &K) {
-        self.asked_for(key, For::AGraph);
+        self.asked_for(key, Purpose::Capture);
     }
 
     /// Lets go of layers that graphs replayed.

@@ -76,7 +76,7 @@ mod _native {
         counterpoint_cuda::search_packages(folders);
     }
 
-    /// Rows of a chunk of a sequence of so many rows on so many ranks, where nobody says.
+    /// Rows of a chunk of a sequence of so many rows on so many ranks, where none is given.
     #[pyfunction]
     fn _chunk_size(rows: usize, ranks: usize) -> usize {
         counterpoint_choose::PlanConfig::new(ranks).chunk_size_for(rows)

@@ -177,7 +177,7 @@ impl MemoryPool {
         free + others + blocks.slabs.uncut_bytes(memory)
     }
 
-    /// Frees what nobody has and no other process has open. `wait` waits for all that may use it; the device's context is current.
+    /// Frees what is unused and not open in another process. `wait` waits for all that may use it; the device's context is current.
     pub(crate) fn free_unused(
         &self,
         driver: &Driver,
@@ -186,7 +186,7 @@ impl MemoryPool {
         self.free(driver, wait, Blocks::unused)
     }
 
-    /// The same of all there is, at the end of a world, when nobody has any.
+    /// Frees all of it, at the end of a world.
     pub(crate) fn free_all(
         &self,
         driver: &Driver,
@@ -245,7 +245,7 @@ impl<P> Blocks<P> {
         self.slabs.is_empty() && self.free.is_empty() && self.dropped.is_empty() && self.pending.is_empty()
     }
 
-    /// Allocations that nobody has, taken out, when nothing enqueued uses any; without slabs and what other processes have open.
+    /// Unused allocations, taken out, when nothing enqueued uses any; without slabs and what other processes have open.
     fn unused(&mut self) -> Vec<(PoolMemory, u64)> {
         self.put_what_came_back();
         let Self { free, exported, slabs, .. } = self;
@@ -259,7 +259,7 @@ impl<P> Blocks<P> {
         unused
     }
 
-    /// All allocations, taken out, when nobody has any.
+    /// All allocations, taken out, at the end of a world.
     fn all(&mut self) -> Vec<(PoolMemory, u64)> {
         self.put_what_came_back();
         let free = std::mem::take(&mut self.free).into_iter();

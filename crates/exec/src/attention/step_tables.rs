@@ -6,8 +6,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::{DescribedDevice, ExecError, PlanIdentity, TablesFault};
 
-/// What is searched for attention of a plan on one rank and a device like the rank's. Whoever has none makes them: the process that
-/// trains, on any of its threads, or another one, which has no device.
+/// Tile schedules, and what else is searched for attention of a plan, of one rank on a device like the rank's. The process that trains makes
+/// them, on any of its threads, or another one, which needs no device.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StepTables<D: DescribedDevice>(Content<D>);
 

@@ -21,7 +21,7 @@ pub trait Store: Send + Sync {
     /// When the store cannot be reached.
     fn set(&self, key: &str, value: &[u8]) -> Result<(), ExecError>;
 
-    /// The value of a key, or none while it is not set. It waits for nobody.
+    /// The value of a key, or none while it is not set. Does not wait.
     ///
     /// # Errors
     /// When the store cannot be reached.

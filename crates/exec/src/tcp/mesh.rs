@@ -179,7 +179,7 @@ impl<M> Mesh<M> {
         send(&self.world, self.rank, self.peers[peer].as_deref(), message, payload)
     }
 
-    /// Sends a message as [`Mesh::send`], by a thread of its own, and waits for nobody: for a [`Recipient`], on whose reading the peer may
+    /// Sends a message as [`Mesh::send`], by a thread of its own, and does not wait: for a [`Recipient`], on whose reading the peer may
     /// wait while it writes, as this rank may write to it. What goes wrong ends the world.
     ///
     /// # Errors

@@ -12,7 +12,7 @@ const RANKS: usize = 2;
 const LONG: usize = 64 << 20;
 const QUESTIONS: usize = 3;
 
-/// Answers whoever asks it, as the inbox of a GPU rank does.
+/// Answers requests, as the inbox of a GPU rank does.
 #[derive(Default)]
 struct Answering {
     mesh: OnceLock<Arc<Mesh<Question>>>,
