@@ -54,13 +54,14 @@ class Group(_Group):
     (default, efficiency or zero). NCCL's own variables override them. With "nccl+library-sums" NCCL computes reduce-scatters, in
     its own order and type; otherwise sums are in f32 and in the order of ranks.
 
-    `limit` is how many seconds a rank waits for another that does nothing. `nodes` is how many machines the ranks are on, equally
-    many on each; left out, the ranks find it out. `profile` is the path of a machine profile of `counterpoint doctor --calibrate`,
-    which plans then follow. `planning_threads` threads make each plan; plans are the same for any number.
+    `limit` is how many seconds a rank waits for another that does nothing. `nodes` is how many machines the ranks are on,
+    equally many on each; left out, the ranks find it out. `profile` is the path of a machine profile of
+    `counterpoint doctor --calibrate`, which plans then follow. `planning_threads` threads make each plan; plans are the same
+    for any number.
 
-    `tuned` says whether linear layers run as `counterpoint tune gemm` measured them to be fastest, where it has tuned their size for
-    this device, transport and number of ranks. True takes what it kept for this user, a path is a file that it wrote by `--plans`,
-    False takes nothing. The first rank reads it for all.
+    `tuned` says whether linear layers run as `counterpoint tune gemm` measured them to be fastest, where it has tuned their size
+    for this device, transport and number of ranks. True takes what it kept for this user, a path is a file that it wrote by
+    `--plans`, False takes nothing. The first rank reads it for all.
 
     `concurrent_collectives` says whether collectives of other libraries (FSDP2's, DDP's) run at the same time as this group's
     calls, on streams that are not ordered with them (`order_with`). If so, no linear layer is chosen to be one kernel with its
