@@ -30,7 +30,7 @@ pub struct BenchCollectiveArguments {
     #[arg(short = 'e', long, value_name = "SIZE", default_value = "256M", value_parser = value::bytes, allow_hyphen_values = true)]
     pub(crate) max_bytes: u64,
 
-    /// Each size is so many times the one before
+    /// Each size is N times the one before
     #[arg(short = 'f', long, value_name = "N", default_value = "4", value_parser = clap::value_parser!(u64).range(2..=1024), allow_hyphen_values = true)]
     pub(crate) step_factor: u64,
 

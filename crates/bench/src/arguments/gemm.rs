@@ -47,7 +47,7 @@ pub struct BenchGemmArguments {
     #[arg(long, value_name = "NAMES", value_enum, value_delimiter = ',', requires = "shapes")]
     pub(crate) layouts: Vec<BenchGemmLayout>,
 
-    /// Grouped products: the rows of --shapes divided among so many experts [without numbers: the usual layers of experts]
+    /// Grouped products: the rows of --shapes divided among these numbers of experts [without numbers: the usual layers of experts]
     #[arg(long, value_name = "NUMBERS", num_args = 0..=1, require_equals = true, value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub(crate) experts: Option<Vec<u32>>,
 
