@@ -175,8 +175,8 @@ def flex_attention(
 ) -> tuple[torch.Tensor, ...]:
     """Attention over any mask on this device, without ranks: (out, lse), as `attention`, and max_logits if asked for.
 
-    On a GPU the call is enqueued on PyTorch's current stream, and waited for by nobody. Plans are kept for the last 64 masks and
-    shapes. Inside `torch.compile` it is an operator that is given the mask as a number: a new mask compiles nothing again.
+    On a GPU the call is enqueued on PyTorch's current stream and returns at once. Plans are kept for the last 64 masks and
+    shapes. Inside `torch.compile` it is an operator that takes the mask as a number, so a new mask compiles nothing again.
     """
     if not isinstance(mask, Mask):
         raise MaskError(

@@ -307,9 +307,9 @@ class LocalGroup(_Group):
     the other.
 
     `device` is "cpu", or a GPU that all ranks share: "cuda" (PyTorch's current one), "cuda:1". Calls there are enqueued on
-    PyTorch's current stream and waited for by nobody; scratch memory comes from PyTorch's caching allocator. `slow_link`
-    imitates a link between CPU ranks: (seconds of a collective, bytes a second). No wait is longer than `limit` seconds.
-    `planning_threads` make each plan side by side; plans are the same for any number. `tuned` as of `Group`.
+    PyTorch's current stream and return at once; scratch memory comes from PyTorch's caching allocator. `slow_link` imitates a
+    link between CPU ranks: (seconds of a collective, bytes a second). No wait is longer than `limit` seconds.
+    `planning_threads` threads make each plan; plans are the same for any number. `tuned` is as in `Group`.
     """
 
     def __init__(

@@ -306,7 +306,7 @@ class Plan:
         return Choices.from_json(self._solution.choices_json())
 
     def predict(self) -> Timelines:
-        """What the simulator expects: on the group's GPUs, of CPU ranks on as many H200."""
+        """What the simulator expects on the group's GPUs; for CPU ranks, on as many H200s."""
         return Timelines(*self._solution.predict())
 
     def timeline(self) -> Timelines:
