@@ -6,6 +6,8 @@ Weights are `DTensor`s as those of PyTorch's own styles, so checkpoints and opti
 
 from __future__ import annotations
 
+import types
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
@@ -63,10 +65,11 @@ class _Style(ParallelStyle):
             module.bias = torch.nn.Parameter(bias, requires_grad=module.bias.requires_grad)
         given, made = (self.whole, self.split) if self.kind == "column" else (self.split, self.whole)
 
-        def forward(x: torch.Tensor) -> torch.Tensor:
-            return self._forward(module, layer, device_mesh, x, given, made)
+        def forward(own: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
+            return self._forward(own, layer, device_mesh, x, given, made)
 
-        module.forward = forward  # type: ignore[method-assign, assignment]
+        # A method, which copies of the module have as their own: a function would go on with the weights of the first one.
+        module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
         return module
 
     def _forward(

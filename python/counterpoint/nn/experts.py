@@ -112,6 +112,11 @@ class ExpertLayer(torch.nn.Module):
         self.weight.allreduce = self.group.size == 1  # type: ignore[attr-defined]
         self._initialize(init_method)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy is another layer, which compiled operators know by a number of its own."""
+        super().__setstate__(state)
+        self._numbered = Numbered(self)
+
     def _initialize(self, init_method: Initializer | None) -> None:
         """Every rank draws all experts and keeps its own: ranks of one seed have the same layer, however many they are."""
         if self.weight.is_meta:

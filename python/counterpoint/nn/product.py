@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import weakref
 from collections import deque
@@ -77,6 +78,10 @@ class Layer:
         self.ranks, self.number = self.group.size, next(_numbers)
         self.turn = torch.zeros((), device=torch.device(self.group.device)) if self.delayed else None
         _layers[self.number] = self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Layer:
+        """A copy of a module is a layer of its own. What waits is the gradient of the module that was copied."""
+        return dataclasses.replace(self, waiting=deque())
 
     def key(self, tokens: int, bias: bool, dtype: torch.dtype, gradient: str) -> Key:
         sizes = (tokens, self.in_features, *self.out_features)
