@@ -166,6 +166,7 @@ _library.define("undispatch_backward(Tensor grad, int dim, str role, str how, Sy
 _library.define("roll(Tensor x, int shift, int dim, SymInt plan) -> Tensor")
 
 
+# Results are dense, as compiled code was told: those of other ranks lie row after row, along whichever axis rows are.
 def _impl(name: str, run: Callable[..., torch.Tensor], shapes: Callable[..., torch.Tensor]) -> None:
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"counterpoint::{name}", shapes, lib=_library)
@@ -189,12 +190,12 @@ _impl(
 )
 _impl(
     "undispatch_backward",
-    lambda grad, dim, role, how, rows, plan: _ungather(of_handle(plan), grad, dim, role, how),
+    lambda grad, dim, role, how, rows, plan: _ungather(of_handle(plan), grad, dim, role, how).contiguous(),
     lambda grad, dim, role, how, rows, plan: _with_rows(grad, dim, rows),
 )
 _impl(
     "roll",
-    lambda x, shift, dim, plan: _rolled(of_handle(plan), x, shift, dim),
+    lambda x, shift, dim, plan: _rolled(of_handle(plan), x, shift, dim).contiguous(),
     lambda x, shift, dim, plan: torch.empty_like(x, memory_format=torch.contiguous_format),
 )
 

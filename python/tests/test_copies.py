@@ -1,4 +1,4 @@
-"""Deep copies of modules, as of layers that are stacked, of averaged weights and of models of reference: each computes by itself."""
+"""Deep copies of modules, as of layers that are stacked and of averaged weights: each computes by itself."""
 
 from __future__ import annotations
 
