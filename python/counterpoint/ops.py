@@ -233,6 +233,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        refuse_transforms()
         if torch.is_grad_enabled():
             raise Error("gradients of gradients of attention are not implemented; leave create_graph=True out")
         if dout is None and dlse is None:
@@ -247,6 +248,16 @@ class Attention(torch.autograd.Function):
 # What autograd's node calls, which else finds out at every call which function it is for.
 Attention._backward_cls.apply = Attention.backward  # type: ignore[attr-defined]
 
+
+def refuse_transforms() -> None:
+    """Refuses calls inside of transforms of torch.func, whose tensors have no memory of their own."""
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            "attention is called inside of a transform of torch.func (grad, vjp, vmap), for which it has no rule: use "
+            "backward or torch.autograd.grad, and pack what vmap would batch into one sequence"
+        )
+
+
 # What `Attention.apply` comes to outside of torch.func, without its steps for that, which take longer than the rest.
 _apply = super(torch.autograd.Function, Attention).apply
 
@@ -260,6 +271,6 @@ def differentiable(
     max_logits: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of the local rows, with gradients: (out, lse). Writes `max_logits`, as `run_forward` does."""
-    apply = Attention.apply if torch._C._are_functorch_transforms_active() else _apply
-    made: tuple[torch.Tensor, torch.Tensor] = apply(q, k, v, sink, plan, max_logits)
+    refuse_transforms()
+    made: tuple[torch.Tensor, torch.Tensor] = _apply(q, k, v, sink, plan, max_logits)
     return made

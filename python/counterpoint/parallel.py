@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from counterpoint.errors import PlanError
-from counterpoint.nn.product import Kind, Layer, product
+from counterpoint.nn.product import Kind, Layer, product, rows_of
 from counterpoint.processes import Group
 
 __all__ = ["ColwiseParallel", "RowwiseParallel"]
@@ -88,8 +88,12 @@ class _Style(ParallelStyle):
             bias = bias.to_local(grad_placements=[_partial()] if partial else bias.placements)
         if layer.kind == "column":
             in_engine, bias = bias, None
-        rows = x.reshape(-1, x.shape[-1])
-        (y,) = product(rows, [local], [] if in_engine is None else [in_engine], layer)
+        if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+            # As `nn.Linear` does.
+            to = torch.get_autocast_dtype(x.device.type)
+            x, local = x.to(to), local.to(to)
+            in_engine, bias = (None if one is None else one.to(to) for one in (in_engine, bias))
+        (y,) = product(rows_of(x), [local], [] if in_engine is None else [in_engine], layer)
         y = y.reshape(-1, *x.shape[1:-1], y.shape[-1])
         y = y if bias is None else y + bias
         return y if self.use_local_output else DTensor.from_local(y, mesh, [made], run_check=False)

@@ -44,7 +44,7 @@ def undispatch(plan: Plan, x: torch.Tensor, dim: int, role: Role, grad: str) -> 
 
 def roll(plan: Plan, x: torch.Tensor, shift: int, dim: int) -> torch.Tensor:
     """See `Plan.roll`."""
-    if not isinstance(shift, int):
+    if not isinstance(shift, int) or isinstance(shift, bool):
         raise TensorError(f"shift is {shift!r}; it must be a whole number")
     _check_rows(x, dim, plan.q_rows, f"this process's rows of {_NAMES['q']}")
     if torch.compiler.is_compiling():
@@ -152,6 +152,7 @@ class _Roll(torch.autograd.Function):
 
 
 def _rolled(plan: Plan, x: torch.Tensor, shift: int, dim: int) -> torch.Tensor:
+    shift %= plan._given("q")
     if plan._rank is None or plan._total("q") != plan._given("q"):
         return _select(plan, _gather(plan, x, dim, "q").roll(shift, dim), dim, "q", 0)
     return _exchange(plan, x, dim, "q", "roll", rows=plan.q_rows, shift=shift)

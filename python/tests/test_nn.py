@@ -298,6 +298,28 @@ def styled(rank: int, sequence_parallel: bool) -> None:
         close(parameter.grad.full_tensor(), dict(single.named_parameters())[name].grad, name)
 
 
+def styled_under_autocast(rank: int) -> None:
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    from counterpoint.parallel import ColwiseParallel, RowwiseParallel
+
+    torch.manual_seed(5)
+    mlp = torch.nn.Sequential(torch.nn.Linear(NARROW, WIDE), torch.nn.Linear(WIDE, NARROW))
+    x = drawn(TOKENS, NARROW, seed=20).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = mlp(x)
+        parallelize_module(mlp, init_device_mesh("cpu", (SIZE,)), {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        found = mlp(x)
+    assert found.dtype == wanted.dtype == torch.bfloat16
+    torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.05)
+    found.sum().backward()
+    assert {parameter.grad.dtype for parameter in mlp.parameters()} == {torch.float32}
+
+
+def test_styles_of_parallelize_module_follow_autocast(ranks: Ranks) -> None:
+    ranks.run(styled_under_autocast)
+
+
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_styles_of_parallelize_module(ranks: Ranks, sequence_parallel: bool) -> None:
     ranks.run(styled, sequence_parallel)

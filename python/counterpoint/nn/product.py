@@ -16,6 +16,7 @@ from counterpoint.alone import working
 from counterpoint.collectives import borrowed
 from counterpoint.errors import TensorError
 from counterpoint.fitting import accumulator
+from counterpoint.plan_arguments import whole_number
 
 if TYPE_CHECKING:
     from counterpoint.group import _Group
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 Kind = Literal["column", "row", "shared input"]
 Key = tuple[str, bool, tuple[int, ...], bool, str, str, str, int | None]
 
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 _numbers = itertools.count(1)
 _layers: weakref.WeakValueDictionary[int, Layer] = weakref.WeakValueDictionary()
@@ -113,7 +116,7 @@ class Layer:
 
     def passes(self, tokens: int, weights: Sequence[torch.Tensor], bias: bool) -> LayerPasses:
         """How passes over so many tokens, those of all ranks, are run."""
-        key = self.key(tokens, bias, weights[0].dtype, _gradient(self, weights))
+        key = self.key(whole_number("tokens", tokens, 1), bias, weights[0].dtype, _gradient(self, weights))
         self.group = working(self.group)
         with self.group._named_errors():
             forward, backward = self.group._native.linear_passes(key)
@@ -169,6 +172,11 @@ def _gradient(layer: Layer, weights: Sequence[torch.Tensor]) -> str:
         return "frozen"
     if trained < len(weights):
         raise TensorError(f"{trained} of the {len(weights)} weights that share input_ require a gradient; all must, or none")
+    if layer.delayed and not all(weight.is_leaf for weight in weights):
+        raise TensorError(
+            "weight is the result of other operations (a parametrization, an adapter, an expression), whose gradient cannot wait "
+            "for backward_dw: leave delay_wgrad_compute out"
+        )
     main_grads = _main_grads(layer, weights)
     if main_grads is None:
         return "deferred" if layer.delayed else "written"
@@ -192,6 +200,15 @@ def _into_main_grad(weights: Sequence[torch.Tensor], into: torch.dtype) -> str:
 def _overwrites(weight: torch.Tensor) -> bool:
     """Whether a gradient takes the place of what is in `main_grad`, as Megatron's FSDP asks for."""
     return bool(getattr(weight, "overwrite_main_grad", False))
+
+
+def rows_of(input_: torch.Tensor) -> torch.Tensor:
+    """`[s, b, h]`, or more axes in front, as `[rows, h]`."""
+    if not isinstance(input_, torch.Tensor):
+        raise TensorError(f"input_ must be a torch.Tensor, not a {type(input_).__name__}")
+    if input_.ndim < 2:
+        raise TensorError(f"input_ is {list(input_.shape)}; it must be [tokens, features], or have more axes in front")
+    return input_.flatten(0, -2)
 
 
 def product(
@@ -392,5 +409,7 @@ def check(layer: Layer, x: torch.Tensor, weights: Sequence[torch.Tensor], biases
             raise TensorError(f"{name} is on {tensor.device}, and the layer's group computes on {place}; move it there")
         if tensor.dtype != x.dtype:
             raise TensorError(f"{name} is {tensor.dtype} and input_ is {x.dtype}; they must be of one type")
+    if x.dtype not in DTYPES:
+        raise TensorError(f"input_ and weight are {x.dtype}; linear layers compute in {', '.join(map(name_of, DTYPES))}")
     if x.shape[0] == 0:
         raise TensorError("input_ has no tokens")
