@@ -72,6 +72,13 @@ class _Described:
 
     arguments: dict[str, Any]
     made: dict[str, Any] = field(default_factory=dict)
+    # As a mask that is built has them: `generate` makes one for a static cache, which the model looks at.
+    ndim = 4
+
+    @property
+    def shape(self) -> torch.Size:
+        """`[sequences, 1, queries, keys]`."""
+        return torch.Size([self.arguments["batch_size"], 1, self.arguments["q_length"], self.arguments["kv_length"]])
 
     @property
     def padding(self) -> torch.Tensor | None:
@@ -135,6 +142,13 @@ def _described(*given: Any, **arguments: Any) -> _Described | None:
     names = ("batch_size", "q_length", "kv_length", "q_offset", "kv_offset", "mask_function", "attention_mask")
     arguments = {**dict(zip(names, given, strict=False)), **arguments}
     padding = arguments.get("attention_mask")
+    if isinstance(padding, _Described):
+        # What `generate` asked for, before it called the model.
+        return padding
+    for offset in ("q_offset", "kv_offset"):
+        if isinstance(arguments.get(offset), torch.Tensor):
+            # A cache's own counter, which goes on before the mask is made.
+            arguments[offset] = int(arguments[offset])
     if isinstance(padding, torch.Tensor) and padding.ndim == 2 and bool(padding.all()):
         # Tokenizers give one of ones. One look at it a forward, as flash_attention_2 has.
         arguments["attention_mask"] = None
