@@ -69,3 +69,13 @@ def test_generating_is_as_eager(name: str) -> None:
         tokens = TOKENS[:1] if "prompt_lookup_num_tokens" in how else TOKENS
         expected, found = (m.generate(tokens, **how, max_new_tokens=7, do_sample=False, pad_token_id=0) for m in (eager, ours))
         assert torch.equal(found, expected), how
+
+
+@pytest.mark.parametrize("name", ["Bloom", "CodeGen"])
+def test_models_with_attention_of_their_own_are_refused(name: str) -> None:
+    """They would run without any mask."""
+    config = getattr(transformers, f"{name}Config")(vocab_size=61, n_embd=16, n_layer=1, n_head=4, rotary_dim=4)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="counterpoint")
+    for padding in (None, PADDING):
+        with pytest.raises(NotImplementedError, match=f"models of {name}Config compute attention by themselves"):
+            model(TOKENS, attention_mask=padding)
