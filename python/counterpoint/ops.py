@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from counterpoint.collectives import check_device
+from counterpoint.collectives import check_device, dense
 from counterpoint.errors import Error, TensorError
 from counterpoint.fitting import accumulator
 from counterpoint.profiling import profiling
@@ -172,9 +172,10 @@ def run_backward(
         dout, q, k, v = dout.contiguous(), q.contiguous(), k.contiguous(), v.contiguous()
     at_q, at_k, at_v, inputs = places(q, k, v, on_gpu)
     at_dout, dout = place(dout, on_gpu)
+    # Hooks on what is saved may lay it out as they like.
+    out, lse = dense(out), dense(lse)
     if dlse is not None:
-        dlse = dlse.resolve_neg()
-        dlse = dlse.contiguous() if not (on_gpu and dlse.data_ptr() & 15) else dlse.clone()
+        dlse = dense(dlse)
     asked = dlse is not None
     calls = plan._measured_calls(dlse=asked) if measured else plan._asking(stream, dlse=asked)
     try:

@@ -69,3 +69,31 @@ def styled(rank: int) -> None:
 
 def test_copies_of_parallelized_modules_have_weights_of_their_own(ranks: Ranks) -> None:
     ranks.run(styled)
+
+
+class Packed:
+    """A saved tensor whose axes lie in another order."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.kept = tensor.detach().movedim(0, -1).contiguous()
+
+    def unpacked(self) -> torch.Tensor:
+        return self.kept.movedim(-1, 0)
+
+
+def test_hooks_may_lay_out_what_is_saved_as_they_like() -> None:
+    plan = cp.LocalGroup(2).plan(cp.Mask.causal(16), heads=2, head_dim=8, dtype="float64")
+    layer = ColumnParallelLinear(4, 6, dtype=torch.float64)
+    experts = ExpertLayer("dispatch", 4, 6, 2, dtype=torch.float64)
+    x, tokens = torch.randn(16, 2, 8, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64)
+    calls = (
+        (x, lambda x: cp.attention(x, x * 2, x + 1, plan)[0]),
+        (tokens, lambda x: layer(x)[0]),
+        (tokens, lambda x: experts(x, ROUTING)),
+    )
+    for given, call in calls:
+        leaf = given.clone().requires_grad_()
+        wanted = torch.autograd.grad(call(leaf).square().sum(), leaf)
+        with torch.autograd.graph.saved_tensors_hooks(Packed, Packed.unpacked):
+            made = call(leaf)
+        torch.testing.assert_close(torch.autograd.grad(made.square().sum(), leaf), wanted)

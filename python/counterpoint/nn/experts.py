@@ -12,12 +12,12 @@ from torch.autograd.function import once_differentiable
 
 from counterpoint._native import Routing
 from counterpoint.alone import working
-from counterpoint.collectives import borrowed
+from counterpoint.collectives import borrowed, dense
 from counterpoint.errors import PlanError, TensorError
 from counterpoint.fitting import accumulator
 from counterpoint.group import LocalGroup
 from counterpoint.nn.linear import Initializer, group_of
-from counterpoint.nn.product import DTYPES, clear_overwritten, dense, dummy, dummy_of, name_of
+from counterpoint.nn.product import DTYPES, clear_overwritten, dummy, dummy_of, name_of
 
 if TYPE_CHECKING:
     from counterpoint.nn.linear import TensorParallelGroup
@@ -328,7 +328,7 @@ class _ExpertProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         layer, gradient = ctx.layer, ctx.gradient
-        x, flat = ctx.saved_tensors
+        x, flat = map(dense, ctx.saved_tensors)
         main_grad = layer._main_grad() if gradient.startswith("added") else None
         if gradient.startswith("added") and main_grad is None:
             raise TensorError("main_grad was taken from the weight between its forward and its backward")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 import torch
 
 from counterpoint.alone import working
-from counterpoint.collectives import borrowed
+from counterpoint.collectives import borrowed, dense
 from counterpoint.errors import TensorError
 from counterpoint.fitting import accumulator
 from counterpoint.plan_arguments import whole_number
@@ -135,12 +135,6 @@ class Layer:
             self.call(key, "weight_gradient", tensors | self.named("dweight", dweights))
             for weight, dweight in zip(weights, dweights, strict=True):
                 weight.grad = dweight if weight.grad is None else weight.grad.add_(dweight)
-
-
-def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Contiguous, and on GPUs where the engine reads it: at a multiple of 16 bytes."""
-    tensor = tensor.resolve_neg().contiguous()
-    return tensor.clone() if tensor.is_cuda and tensor.data_ptr() & 15 else tensor
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -280,7 +274,8 @@ class Product(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *dys: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         layer, parameters = ctx.layer, ctx.parameters
-        x, *weights = ctx.saved_tensors
+        # Hooks on what is saved may lay it out as they like.
+        x, *weights = map(dense, ctx.saved_tensors)
         has_bias, gradient = ctx.key[3], ctx.key[5]
         dx, dys = torch.empty_like(x), tuple(dense(dy) for dy in dys)
         tensors = {"dx": dx} | layer.named("dy", dys) | layer.named("weight", weights)
