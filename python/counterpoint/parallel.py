@@ -34,7 +34,7 @@ class _Style(ParallelStyle):
         if self.whole not in (Replicate(), Shard(0)):
             which = "input_layouts" if column else "output_layouts"
             raise PlanError(f"{which} is {self.whole}; this style takes Replicate(), or Shard(0) for sequence parallelism")
-        if not isinstance(self.split, Shard):
+        if not isinstance(self.split, Shard) or self.split.dim == 0:
             which = "output_layouts" if column else "input_layouts"
             raise PlanError(f"{which} is {self.split}; features of this side are split: Shard(-1)")
         self.use_local_output, self.overlap = use_local_output, overlap
@@ -75,6 +75,7 @@ class _Style(ParallelStyle):
     def _forward(
         self, module: torch.nn.Linear, layer: Layer, mesh: DeviceMesh, x: torch.Tensor, given: Placement, made: Placement
     ) -> torch.Tensor:
+        given, made = (_counted_from_0(placement, x.ndim) for placement in (given, made))
         if isinstance(x, DTensor):
             # Of a column-parallel layer's input the gradient is summed by the layer itself.
             x = x.redistribute(mesh, [given]).to_local(grad_placements=[given])
@@ -97,6 +98,16 @@ class _Style(ParallelStyle):
         y = y.reshape(-1, *x.shape[1:-1], y.shape[-1])
         y = y if bias is None else y + bias
         return y if self.use_local_output else DTensor.from_local(y, mesh, [made], run_check=False)
+
+
+def _counted_from_0(placement: Placement, axes: int) -> Placement:
+    """The axis of tokens, which is the first, or of features, the last, as backwards of `DTensor`s want it."""
+    if not isinstance(placement, Shard):
+        return placement
+    axis = placement.dim % axes
+    if axis not in (0, axes - 1):
+        raise PlanError(f"{placement} is neither tokens nor features of {axes} axes; features are Shard(-1)")
+    return Shard(axis)
 
 
 def _partial() -> Placement:

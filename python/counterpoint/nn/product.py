@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from counterpoint.alone import working
 from counterpoint.collectives import borrowed, dense
@@ -202,6 +203,12 @@ def rows_of(input_: torch.Tensor) -> torch.Tensor:
         raise TensorError(f"input_ must be a torch.Tensor, not a {type(input_).__name__}")
     if input_.ndim < 2:
         raise TensorError(f"input_ is {list(input_.shape)}; it must be [tokens, features], or have more axes in front")
+    if not torch.compiler.is_compiling() and is_traceable_wrapper_subclass(input_):
+        if not hasattr(input_, "trigger_wait"):
+            way = ": give input_.to_local()" if hasattr(input_, "to_local") else ""
+            raise TensorError(f"input_ is a {type(input_).__name__}, and layers take the dense rows of this process{way}")
+        # The result of a collective of PyTorch's, which may be under way.
+        input_ = input_.clone()
     return input_.flatten(0, -2)
 
 
