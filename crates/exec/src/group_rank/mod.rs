@@ -373,7 +373,8 @@ mod tests {
         let rank = &group.ranks()[0];
         let dense = |rows: usize| {
             let (name, shape) = ("dense dout".to_owned(), vec![rows, 3]);
-            rank.scratch(0, &BufferSpec { name, dtype: DType::F32, shape, role: BufferRole::Scratch }).unwrap()
+            rank.scratch(0, &BufferSpec { name, dtype: DType::F32, shape, role: BufferRole::Scratch })
+                .unwrap()
         };
         let keep = |memory: &CpuBuffer| {
             rank.order().keep_for_graphs(rank.backend(), [memory].into_iter());
