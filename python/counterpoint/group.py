@@ -185,14 +185,17 @@ class _Group(_Planner):
 
     def close(self) -> None:
         """Leaves the group, once all its ranks do. Calls from now on are errors. Happens by itself at the end of the process."""
-        with self._lock:
-            for ahead in self._prefetched.values():
-                ahead.cancel()
-        for threads in (self._planner, self._maker):
-            if threads is not None:
-                threads.shutdown(wait=False, cancel_futures=True)
-        with self._named_errors():
-            self._native.close()
+        try:
+            with self._named_errors():
+                self._native.close()
+        finally:
+            if self._native.closed:  # a call from within another call of the group is refused
+                with self._lock:
+                    for ahead in self._prefetched.values():
+                        ahead.cancel()
+                for threads in (self._planner, self._maker):
+                    if threads is not None:
+                        threads.shutdown(wait=False, cancel_futures=True)
 
     def overlap_calls(self) -> None:
         """Has calls on different CUDA streams overlap, as micro-batches do: exchanges of one run while the other computes.
