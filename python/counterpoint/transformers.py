@@ -142,7 +142,8 @@ class _Described:
 def _described(*given: Any, **arguments: Any) -> _Described | None:
     """What transformers calls to build a mask. None where it is causal and nothing more."""
     names = ("batch_size", "q_length", "kv_length", "q_offset", "kv_offset", "mask_function", "attention_mask")
-    arguments = {**dict(zip(names, given, strict=False)), **arguments}
+    # `torch.compile` of PyTorch 2.8 takes no other lists than of one length.
+    arguments = {**dict(zip(names[: len(given)], given, strict=True)), **arguments}
     if not torch.compiler.is_compiling():
         kind: Any = type(arguments.get("config"))
         _refuse_attention_of_its_own(kind)
