@@ -200,6 +200,8 @@ def _merged(
     out: torch.Tensor, lse: torch.Tensor | None, splits: tuple[Splits, ...], group: _Group
 ) -> tuple[torch.Tensor, torch.Tensor]:
     statistic = torch.float64 if out.dtype == torch.float64 else torch.float32
+    if lse is not None and not isinstance(lse, torch.Tensor):
+        raise TensorError(f"lse must be a torch.Tensor, not a {type(lse).__name__}")
     if lse is None or lse.shape != out.shape[:2] or lse.dtype != statistic or out.ndim != 3 or out.dtype not in _NAME_OF:
         given = "not given" if lse is None else f"{list(lse.shape)} of {lse.dtype}"
         raise TensorError(
