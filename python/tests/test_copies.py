@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 
@@ -97,3 +98,20 @@ def test_hooks_may_lay_out_what_is_saved_as_they_like() -> None:
         with torch.autograd.graph.saved_tensors_hooks(Packed, Packed.unpacked):
             made = call(leaf)
         torch.testing.assert_close(torch.autograd.grad(made.square().sum(), leaf), wanted)
+
+
+def test_routings_and_splits_are_pickled() -> None:
+    """As a data loader's workers send them, which else waits for ever."""
+    routings = [
+        ROUTING,
+        cp.Routing.top_k(4, [[[3, 1], [-1, -1], [2, -1]], torch.empty(0, 2, dtype=torch.int64)]),
+        cp.Routing.from_counts(4, [[2, 0, 1, 0], [0, 0, 0, 3]], [3, 3]),
+        cp.Routing.top_k(2, [[[-1]]]),
+    ]
+    splits = [cp.Splits([2, 0, 3], [[1, 0], [], [1]], [4, 1], [1, 0]), cp.Splits.all_to_all(1, [[2, 3], [0, 4]])]
+    for value in [*routings, *splits]:
+        for other in (pickle.loads(pickle.dumps(value)), copy.deepcopy(value)):
+            assert other == value and hash(other) == hash(value) and other.number != value.number
+    assert [routing.sources(0) for routing in pickle.loads(pickle.dumps(routings))] == [one.sources(0) for one in routings]
+    with pytest.raises(cp.PlanError, match="goes to expert 7"):
+        cp.Routing.of_bytes(2, 1, [b"\7\0\0\0"])
