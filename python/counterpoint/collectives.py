@@ -222,8 +222,9 @@ def _merged(
 
 def _counts(splits: tuple[Splits, ...], x: torch.Tensor) -> torch.Tensor:
     """How many ranks each row comes from, at least 1, `[rows, 1, ...]`."""
-    sizes = torch.tensor([size for one in splits for size in one.input_split_sizes], dtype=torch.int64)
-    counts = torch.tensor([max(len(ranks), 1) for one in splits for ranks in one.dst_ranks], dtype=torch.int64)
+    on_host: dict[str, Any] = {"dtype": torch.int64, "device": "cpu"}
+    sizes = torch.tensor([size for one in splits for size in one.input_split_sizes], **on_host)
+    counts = torch.tensor([max(len(ranks), 1) for one in splits for ranks in one.dst_ranks], **on_host)
     return counts.repeat_interleave(sizes).view(-1, *[1] * (x.ndim - 1)).to(x.device, x.dtype)
 
 

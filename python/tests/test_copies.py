@@ -115,3 +115,19 @@ def test_routings_and_splits_are_pickled() -> None:
     assert [routing.sources(0) for routing in pickle.loads(pickle.dumps(routings))] == [one.sources(0) for one in routings]
     with pytest.raises(cp.PlanError, match="goes to expert 7"):
         cp.Routing.of_bytes(2, 1, [b"\7\0\0\0"])
+
+
+def test_modules_are_made_on_no_device_and_plans_under_any() -> None:
+    """As models are that are filled later. `meta` stands for a default device that is no CPU."""
+    x = torch.randn(8, 2, 4)
+    with torch.device("meta"):
+        layers = [ColumnParallelLinear(4, 6), ExpertLayer("dispatch", 4, 6, 2)]
+        filled = ColumnParallelLinear(4, 6, device="cpu")
+        plan = cp.LocalGroup(2).plan(cp.Mask.causal(8), heads=2, head_dim=4, dtype="float32")
+        assert torch.equal(plan.undispatch(plan.dispatch(x)), x)
+        batch = {"input_ids": torch.ones(2, 4, dtype=torch.int64, device="cpu"), "cu_seq_lens_q": [0, 4, 8]}
+        made = cp.Batch.prepare(batch, plan.group, heads=2, head_dim=4, dtype="float32")
+    assert made.position_ids.tolist() == made.plan.dispatch(torch.arange(8) % 4)[None].tolist()
+    assert all(parameter.is_meta for layer in layers for parameter in layer.parameters())
+    assert filled(x[:, 0])[0].isfinite().all()
+    assert layers[0].to_empty(device="cpu")(x[:, 0])[0].shape == (8, 6)
