@@ -301,7 +301,7 @@ def _starts_of(positions: torch.Tensor, sequences: int) -> list[int]:
         if tensor() is positions and version == positions._version and count == sequences:
             return starts
     rows = positions.to("cpu").expand(sequences, -1)
-    begins = torch.ones(rows.shape, dtype=torch.bool)
+    begins = torch.ones(rows.shape, dtype=torch.bool, device="cpu")
     begins[:, 1:] = rows.diff(dim=1) != 1
     starts = [*begins.flatten().nonzero().flatten().tolist(), rows.numel()]
     if is_counted:
@@ -377,7 +377,7 @@ class _Layer:
             described: _Described = given
             padded = causal and described.is_causal_and_padded(self.window)
             return described.causal_mask(self.window) if padded else described.mask()
-        each_q, each_k = (torch.arange(sequences + 1) * length for length in (queries, keys))
+        each_q, each_k = (torch.arange(sequences + 1, device="cpu") * length for length in (queries, keys))
         return Mask.varlen(each_q, each_k, causal=True, window=((self.window or 0) - 1, 0))
 
     def alone(self, mask: Mask) -> torch.Tensor:
