@@ -140,7 +140,7 @@ class _Given:
     def documents(self) -> torch.Tensor:
         """The number of its document for every token, -1 for padding; `[sequences * tokens]` on the CPU."""
         sequences, length = self.shape
-        starts = torch.zeros(self.shape, dtype=torch.bool)
+        starts = torch.zeros(self.shape, dtype=torch.bool, device="cpu")
         starts[:, 0] = True
         cumulative, positions = self.batch.get("cu_seq_lens_q"), self.batch.get("position_ids")
         if cumulative is not None:
@@ -175,10 +175,10 @@ class _Given:
         if self.batch.get("cu_seq_lens_q") is None:
             return torch.arange(self.shape[1], device=device).repeat(1, self.shape[0])
         rows = self.shape[0] * self.shape[1]
-        begin = torch.zeros(rows, dtype=torch.int64)
+        begin = torch.zeros(rows, dtype=torch.int64, device="cpu")
         starts = _starts(self.batch["cu_seq_lens_q"], rows)
         begin[starts] = starts
-        return (torch.arange(rows) - begin.cummax(0).values).unsqueeze(0).to(device)
+        return (torch.arange(rows, device="cpu") - begin.cummax(0).values).unsqueeze(0).to(device)
 
     def _tokens(self) -> torch.Tensor:
         tokens: torch.Tensor = self.batch["input_ids"] if self.batch.get("input_ids") is not None else self.batch["inputs_embeds"]
@@ -226,7 +226,7 @@ def items_of(batch: Mapping[str, Any]) -> int:
 
 def _starts(cumulative: Any, rows: int) -> torch.Tensor:
     """The first tokens of documents by their cumulative starts."""
-    starts = torch.as_tensor(cumulative).to("cpu", torch.int64).flatten()
+    starts = torch.as_tensor(cumulative, dtype=torch.int64, device="cpu").flatten()
     if len(starts) < 2 or starts[0] != 0 or starts[-1] != rows or (starts.diff() < 0).any():
         raise MaskError(
             f"cu_seq_lens_q is {starts.tolist()[:8]}…; it begins with 0, never falls, and ends with the {rows} tokens"

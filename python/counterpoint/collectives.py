@@ -200,6 +200,8 @@ def _merged(
     out: torch.Tensor, lse: torch.Tensor | None, splits: tuple[Splits, ...], group: _Group
 ) -> tuple[torch.Tensor, torch.Tensor]:
     statistic = torch.float64 if out.dtype == torch.float64 else torch.float32
+    if lse is not None and not isinstance(lse, torch.Tensor):
+        raise TensorError(f"lse must be a torch.Tensor, not a {type(lse).__name__}")
     if lse is None or lse.shape != out.shape[:2] or lse.dtype != statistic or out.ndim != 3 or out.dtype not in _NAME_OF:
         given = "not given" if lse is None else f"{list(lse.shape)} of {lse.dtype}"
         raise TensorError(
@@ -220,8 +222,9 @@ def _merged(
 
 def _counts(splits: tuple[Splits, ...], x: torch.Tensor) -> torch.Tensor:
     """How many ranks each row comes from, at least 1, `[rows, 1, ...]`."""
-    sizes = torch.tensor([size for one in splits for size in one.input_split_sizes], dtype=torch.int64)
-    counts = torch.tensor([max(len(ranks), 1) for one in splits for ranks in one.dst_ranks], dtype=torch.int64)
+    on_host: dict[str, Any] = {"dtype": torch.int64, "device": "cpu"}
+    sizes = torch.tensor([size for one in splits for size in one.input_split_sizes], **on_host)
+    counts = torch.tensor([max(len(ranks), 1) for one in splits for ranks in one.dst_ranks], **on_host)
     return counts.repeat_interleave(sizes).view(-1, *[1] * (x.ndim - 1)).to(x.device, x.dtype)
 
 

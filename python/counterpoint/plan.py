@@ -243,8 +243,8 @@ class Plan:
 
         key = (role, inverse, str(device))
         if key not in self._indices:
-            parts = [torch.arange(start, end) for start, end in self._local_ranges(role)]
-            index = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+            parts = [torch.arange(start, end, device="cpu") for start, end in self._local_ranges(role)]
+            index = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device="cpu")
             self._indices[key] = (index.argsort() if inverse else index).to(device)
         made: torch.Tensor = self._indices[key]
         return made

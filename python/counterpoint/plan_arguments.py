@@ -29,6 +29,9 @@ def check_mask(mask: Any) -> None:
         raise PlanError(f"mask must be a counterpoint.Mask, not a {type(mask).__name__}")
 
 
+_LARGEST = 2**63 - 1
+
+
 def whole_number(name: str, value: Any, least: int) -> int:
     """An argument that counts something, of any type that is an integer."""
     try:
@@ -37,6 +40,8 @@ def whole_number(name: str, value: Any, least: int) -> int:
         number = least - 1
     if number < least or isinstance(value, bool):
         raise PlanError(f"{name} is {value!r}; it must be a whole number of at least {least}")
+    if number > _LARGEST:
+        raise PlanError(f"{name} is {number}; it must be at most {_LARGEST}")
     return number
 
 
@@ -80,6 +85,8 @@ def heads_of(heads: Any) -> tuple[int, int]:
         queries, keys = map(operator.index, heads if isinstance(heads, (tuple, list)) else (heads, heads))
     except (TypeError, ValueError):
         raise PlanError(f"heads is {heads!r}; it must be a number, or (of queries, of keys)") from None
+    if max(queries, keys) > _LARGEST:
+        raise PlanError(f"heads are {queries} of queries and {keys} of keys; there are at most {_LARGEST}")
     if queries < 1 or keys < 1 or queries % keys:
         raise PlanError(
             f"heads are {queries} of queries and {keys} of keys; those of queries must be a multiple of those of keys"

@@ -27,13 +27,18 @@ class Report:
         return self.timeline().chrome_trace()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the page to `path`, whole or not at all."""
-        target = os.path.abspath(os.fspath(path))
+        """Writes the page to `path`, whole or not at all; into pipes and devices as it goes."""
+        # A link stays, and what it leads to is written.
+        target = os.path.realpath(os.fspath(path))
         folder = os.path.dirname(target)
         if os.path.isdir(target):
             raise IsADirectoryError(errno.EISDIR, "it is a folder; give a file in it", target)
         if not os.path.isdir(folder):
             raise FileNotFoundError(errno.ENOENT, "there is no such folder to write to", folder)
+        if os.path.exists(target) and not os.path.isfile(target):
+            with open(target, "w", encoding="utf-8") as pipe:
+                pipe.write(self.html)
+            return
         handle, name = tempfile.mkstemp(dir=folder, prefix=".counterpoint-", suffix=".html")
         try:
             with open(handle, "w", encoding="utf-8") as file:

@@ -142,7 +142,8 @@ class _Described:
 def _described(*given: Any, **arguments: Any) -> _Described | None:
     """What transformers calls to build a mask. None where it is causal and nothing more."""
     names = ("batch_size", "q_length", "kv_length", "q_offset", "kv_offset", "mask_function", "attention_mask")
-    arguments = {**dict(zip(names, given, strict=False)), **arguments}
+    # `torch.compile` of PyTorch 2.8 takes no other lists than of one length.
+    arguments = {**dict(zip(names[: len(given)], given, strict=True)), **arguments}
     if not torch.compiler.is_compiling():
         kind: Any = type(arguments.get("config"))
         _refuse_attention_of_its_own(kind)
@@ -300,7 +301,7 @@ def _starts_of(positions: torch.Tensor, sequences: int) -> list[int]:
         if tensor() is positions and version == positions._version and count == sequences:
             return starts
     rows = positions.to("cpu").expand(sequences, -1)
-    begins = torch.ones(rows.shape, dtype=torch.bool)
+    begins = torch.ones(rows.shape, dtype=torch.bool, device="cpu")
     begins[:, 1:] = rows.diff(dim=1) != 1
     starts = [*begins.flatten().nonzero().flatten().tolist(), rows.numel()]
     if is_counted:
@@ -376,7 +377,7 @@ class _Layer:
             described: _Described = given
             padded = causal and described.is_causal_and_padded(self.window)
             return described.causal_mask(self.window) if padded else described.mask()
-        each_q, each_k = (torch.arange(sequences + 1) * length for length in (queries, keys))
+        each_q, each_k = (torch.arange(sequences + 1, device="cpu") * length for length in (queries, keys))
         return Mask.varlen(each_q, each_k, causal=True, window=((self.window or 0) - 1, 0))
 
     def alone(self, mask: Mask) -> torch.Tensor:

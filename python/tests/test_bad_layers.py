@@ -102,3 +102,10 @@ def test_copies_of_what_holds_a_plan_compute() -> None:
     assert torch.equal(plan.roll(x, 10**30 + 3), plan.roll(x, (10**30 + 3) % 8))
     with pytest.raises(cp.TensorError, match="shift is True"):
         plan.roll(x, True)
+
+
+def test_numbers_beyond_all_machines() -> None:
+    given = {"heads": 2, "head_dim": 8, "dtype": "float32"}
+    for name in ("heads", "head_dim", "chunk", "sink_rows"):
+        with pytest.raises(cp.PlanError, match=name):
+            cp.LocalGroup(1).plan(cp.Mask.causal(8), **(given | {name: 2**70}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 
@@ -97,3 +98,36 @@ def test_hooks_may_lay_out_what_is_saved_as_they_like() -> None:
         with torch.autograd.graph.saved_tensors_hooks(Packed, Packed.unpacked):
             made = call(leaf)
         torch.testing.assert_close(torch.autograd.grad(made.square().sum(), leaf), wanted)
+
+
+def test_routings_and_splits_are_pickled() -> None:
+    """As a data loader's workers send them, which else waits for ever."""
+    routings = [
+        ROUTING,
+        cp.Routing.top_k(4, [[[3, 1], [-1, -1], [2, -1]], torch.empty(0, 2, dtype=torch.int64)]),
+        cp.Routing.from_counts(4, [[2, 0, 1, 0], [0, 0, 0, 3]], [3, 3]),
+        cp.Routing.top_k(2, [[[-1]]]),
+    ]
+    splits = [cp.Splits([2, 0, 3], [[1, 0], [], [1]], [4, 1], [1, 0]), cp.Splits.all_to_all(1, [[2, 3], [0, 4]])]
+    for value in [*routings, *splits]:
+        for other in (pickle.loads(pickle.dumps(value)), copy.deepcopy(value)):
+            assert other == value and hash(other) == hash(value) and other.number != value.number
+    assert [routing.sources(0) for routing in pickle.loads(pickle.dumps(routings))] == [one.sources(0) for one in routings]
+    with pytest.raises(cp.PlanError, match="goes to expert 7"):
+        cp.Routing.of_bytes(2, 1, [b"\7\0\0\0"])
+
+
+def test_modules_are_made_on_no_device_and_plans_under_any() -> None:
+    """As models are that are filled later. `meta` stands for a default device that is no CPU."""
+    x = torch.randn(8, 2, 4)
+    with torch.device("meta"):
+        layers = [ColumnParallelLinear(4, 6), ExpertLayer("dispatch", 4, 6, 2)]
+        filled = ColumnParallelLinear(4, 6, device="cpu")
+        plan = cp.LocalGroup(2).plan(cp.Mask.causal(8), heads=2, head_dim=4, dtype="float32")
+        assert torch.equal(plan.undispatch(plan.dispatch(x)), x)
+        batch = {"input_ids": torch.ones(2, 4, dtype=torch.int64, device="cpu"), "cu_seq_lens_q": [0, 4, 8]}
+        made = cp.Batch.prepare(batch, plan.group, heads=2, head_dim=4, dtype="float32")
+    assert made.position_ids.tolist() == made.plan.dispatch(torch.arange(8) % 4)[None].tolist()
+    assert all(parameter.is_meta for layer in layers for parameter in layer.parameters())
+    assert filled(x[:, 0])[0].isfinite().all()
+    assert layers[0].to_empty(device="cpu")(x[:, 0])[0].shape == (8, 6)

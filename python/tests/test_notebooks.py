@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import stat
+from concurrent.futures import ThreadPoolExecutor
 from xml.etree import ElementTree
 
 import pytest
@@ -91,3 +94,17 @@ def test_a_report_gives_a_trace_of_what_was_measured_and_else_predicted() -> Non
     trace = plan.report().chrome_trace()
     assert trace == plan.timeline().forward.chrome_trace() != plan.predict().forward.chrome_trace()
     assert json.loads(trace)
+
+
+def test_reports_go_into_pipes_and_through_links(plan, tmp_path) -> None:
+    """What is no file is not replaced by one."""
+    pipe, link, target = tmp_path / "pipe", tmp_path / "link.html", tmp_path / "target.html"
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor(1) as threads:
+        read = threads.submit(pipe.read_text)
+        page = plan.report(pipe).html
+        assert read.result(10) == page and stat.S_ISFIFO(pipe.stat().st_mode)
+    target.write_text("before")
+    link.symlink_to(target)
+    plan.report(link)
+    assert link.is_symlink() and target.read_text() == page

@@ -20,6 +20,9 @@ impl Raised for RoutingError {
 
 static NUMBERS: Numbers<Native> = Numbers::new();
 
+/// What makes a routing again, and of what: its experts, choices of a token, and the bytes of every rank's.
+type Reduced<'py> = (Bound<'py, PyAny>, (usize, usize, Vec<Bound<'py, PyBytes>>));
+
 /// The experts of every token of every rank, of one step. A value.
 #[pyclass(frozen, eq, hash, module = "counterpoint._native")]
 pub(crate) struct Routing {
@@ -185,6 +188,34 @@ impl Routing {
     fn within(&self, rows_of_expert: usize) -> (Self, usize) {
         let (routing, dropped) = self.native.within(rows_of_expert);
         (Self::of(routing), dropped)
+    }
+
+    /// What `__reduce__` names: for every rank the bytes of `choices` 32-bit numbers a token.
+    #[staticmethod]
+    fn of_bytes(
+        py: Python<'_>,
+        experts: usize,
+        choices: usize,
+        ids: Vec<Bound<'_, PyBytes>>,
+    ) -> PyResult<Self> {
+        let number = |bytes: &[u8; 4]| u32::from_le_bytes(*bytes);
+        let of_rank = |ids: Bound<'_, PyBytes>| ids.as_bytes().as_chunks().0.iter().map(number).collect();
+        let ids: Vec<Vec<u32>> = ids.into_iter().map(of_rank).collect();
+        engine(py, || Native::top_k(experts, choices, &ids)).map(Self::of)
+    }
+
+    fn __reduce__<'py>(&self, py: Python<'py>) -> PyResult<Reduced<'py>> {
+        let routing = &self.native;
+        let of_rank =
+            |rank: usize| (0..routing.tokens(rank)).map(move |token| routing.experts_of_token(rank, token));
+        let choices = (0..routing.ranks()).flat_map(of_rank).map(<[u32]>::len).max().unwrap_or(0).max(1);
+        let bytes_of = |rank: usize| {
+            let missing = |given: &[u32]| std::iter::repeat_n(Native::NO_EXPERT, choices - given.len());
+            let ids = of_rank(rank).flat_map(|given| given.iter().copied().chain(missing(given)));
+            PyBytes::new(py, &ids.flat_map(u32::to_le_bytes).collect::<Vec<u8>>())
+        };
+        let ids = (0..routing.ranks()).map(bytes_of).collect();
+        Ok((py.get_type::<Self>().getattr("of_bytes")?, (routing.experts(), choices, ids)))
     }
 
     fn __repr__(&self) -> String {

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use counterpoint_plan::{GroupPart, GroupPartError};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
+use pyo3::types::PyType;
 
 use crate::error::{Raised, raise};
 use crate::integers::{described, list, listed};
@@ -32,6 +33,9 @@ pub(crate) struct Splits {
 }
 
 static NUMBERS: Numbers<GroupPart> = Numbers::new();
+
+/// Those of [`Splits::new`].
+type Arguments = (Vec<usize>, Vec<Vec<u32>>, Vec<usize>, Vec<u32>);
 
 impl PartialEq for Splits {
     fn eq(&self, other: &Self) -> bool {
@@ -173,6 +177,12 @@ impl Splits {
     fn rows(&self) -> (usize, usize) {
         let [input, output] = rows_of(&self.part);
         (input, output)
+    }
+
+    fn __reduce__<'py>(&self, py: Python<'py>) -> (Bound<'py, PyType>, Arguments) {
+        let arguments =
+            (self.input_split_sizes(), self.dst_ranks(), self.output_split_sizes(), self.src_ranks());
+        (py.get_type::<Self>(), arguments)
     }
 
     fn __repr__(&self) -> String {

@@ -16,7 +16,7 @@ from counterpoint.collectives import borrowed, dense
 from counterpoint.errors import PlanError, TensorError
 from counterpoint.fitting import accumulator
 from counterpoint.group import LocalGroup
-from counterpoint.nn.linear import Initializer, group_of
+from counterpoint.nn.linear import Initializer, empty_to_draw, group_of, place_of_parameters
 from counterpoint.nn.product import DTYPES, clear_overwritten, dummy, dummy_of, name_of
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class ExpertLayer(torch.nn.Module):
         self._rank = None if isinstance(self.group, LocalGroup) else self.group.rank
         self._numbered = Numbered(self)
         here = experts if isinstance(self.group, LocalGroup) else experts // self.group.size
-        place = self.group.device if device is None else device
+        place = place_of_parameters(self.group) if device is None else device
         self.weight = torch.nn.Parameter(torch.empty(here, out_features, in_features, dtype=dtype, device=place))
         # Experts are not what data parallelism over all ranks sums, as Megatron's gradient reduction reads it.
         self.weight.allreduce = self.group.size == 1  # type: ignore[attr-defined]
@@ -127,7 +127,7 @@ class ExpertLayer(torch.nn.Module):
         first = 0 if here == self.experts else self.group.rank * here
         with torch.no_grad():
             for expert in range(self.experts):
-                drawn = torch.empty(self.out_features, self.in_features, dtype=torch.float32)
+                drawn = empty_to_draw(self.out_features, self.in_features)
                 init(drawn)
                 if first <= expert < first + here:
                     self.weight[expert - first].copy_(drawn)

@@ -104,7 +104,7 @@ class _ParallelLinear(torch.nn.Module):
             raise PlanError(f"dtype is {dtype}; on GPUs linear layers compute in bfloat16 and float16, on the CPU in all")
         if device is None:
             # With `use_cpu_initialization` Megatron moves its modules later.
-            device = "cpu" if getattr(config, "use_cpu_initialization", False) else group.device
+            device = "cpu" if getattr(config, "use_cpu_initialization", False) else place_of_parameters(group)
         self._make_parameters(init_method, bias, skip_weight, dtype, device)
 
     def _make_parameters(
@@ -143,7 +143,7 @@ class _ParallelLinear(torch.nn.Module):
         if not getattr(self.config, "perform_initialization", True) or self.weight.is_meta:
             return
         init = init_method or functools.partial(torch.nn.init.kaiming_uniform_, a=5**0.5)
-        whole = torch.empty(self.output_size, self.input_size, dtype=torch.float32)
+        whole = empty_to_draw(self.output_size, self.input_size)
         init(whole)
         size, dim = self.group.size, self._parameters_split_along
         # With a stride, a rank's part is as many pieces, each from another part of the whole.
@@ -372,6 +372,17 @@ def group_of(given: Any, device: torch.device | str | None) -> Group | LocalGrou
     if given is None and not dist.is_initialized():
         return alone(torch.device(place or "cpu"))
     return Group(given, device=place)
+
+
+def place_of_parameters(group: Group | LocalGroup) -> Any:
+    """Where the group computes, unless parameters are to be on no device yet (`with torch.device("meta")`)."""
+    return "meta" if torch.get_default_device().type == "meta" else group.device
+
+
+def empty_to_draw(*shape: int) -> torch.Tensor:
+    """Room for a weight that is drawn: on PyTorch's default device, if there is anything."""
+    default = torch.get_default_device()
+    return torch.empty(*shape, dtype=torch.float32, device="cpu" if default.type == "meta" else default)
 
 
 def _refuse(given: dict[str, Any], config: Any) -> None:

@@ -13,5 +13,16 @@ pub(crate) fn usage_error(error: &clap::Error) -> CliError {
             parts.push(line);
         }
     }
-    CliError::usage(UsageFault::Parser { text: parts.join("; ") })
+    CliError::usage(UsageFault::Parser { text: in_words(parts.join("; ")) })
+}
+
+/// What the standard library says of text that is no number, in the words of the other arguments.
+fn in_words(text: String) -> String {
+    const WORDS: [(&str, &str); 4] = [
+        ("invalid digit found in string", "it must be a whole number"),
+        ("cannot parse integer from empty string", "it must be a whole number"),
+        ("number too large to fit in target type", "it is too large"),
+        ("number too small to fit in target type", "it is too small"),
+    ];
+    WORDS.iter().fold(text, |text, (theirs, ours)| text.replace(theirs, ours))
 }

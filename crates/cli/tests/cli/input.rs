@@ -208,3 +208,15 @@ fn outputs_that_cannot_be_written() {
         folder.refuses(&format!("{line} {output}"), words);
     }
 }
+
+#[test]
+fn numbers_that_are_none_are_refused_in_words() {
+    let folder = Folder::new();
+    for (number, words) in [
+        ("x", "it must be a whole number"),
+        ("1.5", "it must be a whole number"),
+        ("99999999999999999999999", "it is too large"),
+    ] {
+        folder.refuses(&format!("bench tp --iterations {number}"), &["--iterations", number, words]);
+    }
+}

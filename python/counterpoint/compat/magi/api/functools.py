@@ -116,7 +116,7 @@ def infer_attn_mask_from_cu_seqlens(
     windowed = tuple(window_size) != (-1, -1)
     if causal and windowed:
         raise AssertionError(f"causal is True and window_size {window_size}; a causal window is causal=False and (left, 0)")
-    starts_q, starts_k = (torch.as_tensor(starts).tolist() for starts in (cu_seqlens_q, cu_seqlens_k))
+    starts_q, starts_k = (torch.as_tensor(starts, device="cpu").tolist() for starts in (cu_seqlens_q, cu_seqlens_k))
     queries, keys = AttnRanges(), AttnRanges()
     types: list[AttnMaskType] = []
     for document in range(len(starts_q) - 1):

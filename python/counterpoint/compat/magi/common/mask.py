@@ -62,11 +62,11 @@ class AttnMask(torch.nn.Module):
             raise AssertionError(f"{counts}; a slice has one of each")
         seqlen_q = q_ranges.end if total_seqlen_q is None else total_seqlen_q
         seqlen_k = k_ranges.end if total_seqlen_k is None else total_seqlen_k
-        dense = torch.full((seqlen_q, seqlen_k, cls.meta_info_dim_size), cls.masked_flag, dtype=torch.int32)
+        dense = torch.full((seqlen_q, seqlen_k, cls.meta_info_dim_size), cls.masked_flag, dtype=torch.int32, device=cls.device)
         for q, k, kind in zip(q_ranges, k_ranges, attn_mask_type, strict=True):
             if kind not in (AttnMaskType.FULL, AttnMaskType.CAUSAL):
                 raise ValueError(f"Invalid mask type {kind}: an AttnMask has slices of types full and causal")
-            seen = torch.ones((q.seqlen, k.seqlen), dtype=torch.int32)
+            seen = torch.ones((q.seqlen, k.seqlen), dtype=torch.int32, device=cls.device)
             if kind is AttnMaskType.CAUSAL:
                 seen = cls.make_causal_mask(q.seqlen, k.seqlen)
             flags = torch.where(seen == 1, cls.unmasked_flag, cls.masked_flag).int()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 import counterpoint as cp
@@ -114,9 +116,14 @@ def mask_of(q_ranges: torch.Tensor, k_ranges: torch.Tensor, types: torch.Tensor 
 
 
 def _read(q_ranges: torch.Tensor, k_ranges: torch.Tensor, types: torch.Tensor | None, seqlen_q: int, seqlen_k: int) -> cp.Mask:
-    queries, keys = torch.as_tensor(q_ranges).tolist(), torch.as_tensor(k_ranges).tolist()
-    kinds = [0] * len(queries) if types is None else torch.as_tensor(types).tolist()
+    queries, keys = _listed(q_ranges), _listed(k_ranges)
+    kinds = [0] * len(queries) if types is None else _listed(types)
     return mask_of_slices(queries, keys, kinds, seqlen_q, seqlen_k)
+
+
+def _listed(numbers: torch.Tensor) -> list[Any]:
+    made: list[Any] = numbers.tolist() if isinstance(numbers, torch.Tensor) else torch.as_tensor(numbers, device="cpu").tolist()
+    return made
 
 
 def mask_of_slices(queries: list[list[int]], keys: list[list[int]], kinds: list[int], seqlen_q: int, seqlen_k: int) -> cp.Mask:
