@@ -167,7 +167,7 @@ _library.define("undispatch_backward(Tensor grad, int dim, str role, str how, Sy
 _library.define("roll(Tensor x, int shift, int dim, SymInt plan) -> Tensor")
 
 
-# Results are dense, as compiled code was told: those of other ranks lie row after row, along whichever axis rows are.
+# Results are dense, as compiled code expects: those of other ranks lie row after row, along whichever axis rows are.
 def _impl(name: str, run: Callable[..., torch.Tensor], shapes: Callable[..., torch.Tensor]) -> None:
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"counterpoint::{name}", shapes, lib=_library)
